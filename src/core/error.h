@@ -1,0 +1,54 @@
+#pragma once
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include <fmt/format.h>
+
+namespace parka {
+
+// What `parka` exits with. Documented in README.md; scripts rely on these values.
+enum class ExitCode : int {
+  kOk = 0,
+  kInternal = 1,   // a defect of Parka itself
+  kBadInput = 2,   // config, command line, token file, checkpoint, folder: the user can mend it
+  kNonFinite = 3,  // NaN or Inf in loss or gradients and the policy says stop
+  kIo = 4,         // writing failed: disk full, quota, permission lost during the run
+};
+
+// The one exception type of Parka. `what()` is a single line: what, where, what to do.
+class Error : public std::runtime_error {
+ public:
+  Error(ExitCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
+  ExitCode code() const { return code_; }
+
+ private:
+  ExitCode code_;
+};
+
+// Throws Error(kBadInput): something the user gave is wrong.
+template <typename... Args>
+[[noreturn]] void throw_bad_input(fmt::format_string<Args...> format, Args&&... args) {
+  throw Error(ExitCode::kBadInput, fmt::format(format, std::forward<Args>(args)...));
+}
+
+// Throws Error(kIo): the machine refused a read or write in mid-run.
+template <typename... Args>
+[[noreturn]] void throw_io(fmt::format_string<Args...> format, Args&&... args) {
+  throw Error(ExitCode::kIo, fmt::format(format, std::forward<Args>(args)...));
+}
+
+// Throws Error(kInternal): a caller inside Parka broke a contract.
+template <typename... Args>
+[[noreturn]] void throw_internal(fmt::format_string<Args...> format, Args&&... args) {
+  throw Error(ExitCode::kInternal, fmt::format(format, std::forward<Args>(args)...));
+}
+
+}  // namespace parka
+
+// Contract check that stays on in release builds. A macro only to capture the text.
+#define PARKA_REQUIRE(condition)                                                      \
+  do {                                                                                \
+    if (!(condition))                                                                 \
+      ::parka::throw_internal("{}:{}: requires {}", __FILE__, __LINE__, #condition);  \
+  } while (false)

@@ -1,0 +1,18 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+
+namespace parka {
+
+// Calls body(begin, end) over pieces of [0, count) on all worker threads and returns when all are done.
+// Pieces are `grain` long (the last may be short) whatever the number of threads, so a result that
+// depends on the piece boundaries is still the same on every machine. An exception in a piece is rethrown
+// here. Calls from inside a body run inline.
+void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
+
+// Number of threads that parallel_for uses: PARKA's --threads option, else the cores this process may use.
+int num_threads();
+// Sets it; call before the first parallel_for. 0 means the default.
+void set_num_threads(int count);
+
+}  // namespace parka

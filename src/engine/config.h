@@ -1,0 +1,114 @@
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+#include "model/model_config.h"
+#include "optim/optimizer_config.h"
+
+// The whole configuration of a run as one typed tree.
+namespace parka {
+
+struct DataConfig {
+  std::vector<std::string> train;
+  std::vector<std::string> eval;
+  DType token_dtype = DType::kU16;
+  int64_t sequence_length = 2048;
+  int64_t seed = 6198;
+  bool shuffle = true;
+  int64_t prefetch_batches = 4;
+
+  template <typename Visitor>
+  void fields(Visitor& visit) {
+    visit("train", train, "Token files: raw little-endian token ids without a header (OLMo's .npy files)");
+    visit("eval", eval, "Held-out token files");
+    visit("token_dtype", token_dtype, "uint16 or uint32");
+    visit("sequence_length", sequence_length, "Tokens per training sequence; each file is cut into whole sequences");
+    visit("seed", seed, "Seed of the data order; epoch e uses seed + e");
+    visit("shuffle", shuffle, "Shuffle the sequences of each epoch (in OLMo's order); false reads them in file order");
+    visit("prefetch_batches", prefetch_batches, "Micro-batches the loader thread keeps ready");
+  }
+};
+
+enum class NonFinitePolicy : uint8_t { kStop, kSkip };
+
+struct TrainingConfig {
+  int64_t steps = 1000;
+  int64_t global_batch_size = 32;
+  int64_t micro_batch_size = 4;
+  int64_t seed = 6198;
+  double z_loss = 0.0;
+  int64_t eval_interval = 0;
+  int64_t eval_sequences = 0;
+  NonFinitePolicy non_finite = NonFinitePolicy::kStop;
+  int64_t max_skipped_steps = 10;
+  int64_t log_interval = 1;
+  int64_t logits_chunk_tokens = 4096;
+
+  template <typename Visitor>
+  void fields(Visitor& visit) {
+    visit("steps", steps, "Optimizer steps to train for");
+    visit("global_batch_size", global_batch_size, "Sequences per optimizer step over all ranks and accumulation");
+    visit("micro_batch_size", micro_batch_size, "Sequences per forward/backward on one rank; must divide global_batch_size");
+    visit("seed", seed, "Seed of the weights and of stochastic rounding");
+    visit("z_loss", z_loss, "Weight of the squared log-partition term (OLMo's option: 1e-4); 0 is off");
+    visit("eval_interval", eval_interval, "Evaluate every so many steps, and at the end; 0 is never");
+    visit("eval_sequences", eval_sequences, "Held-out sequences per evaluation; 0 is all");
+    visit("non_finite", non_finite, "NaN or Inf in loss or gradients: stop (exit code 3), or skip the step");
+    visit("max_skipped_steps", max_skipped_steps, "With non_finite = skip: stop after this many skips in a row");
+    visit("log_interval", log_interval, "Steps between progress lines; metrics are written for every step");
+    visit("logits_chunk_tokens", logits_chunk_tokens, "Tokens whose logits exist at one time");
+  }
+};
+
+struct CheckpointConfig {
+  std::string folder = "runs/run";
+  int64_t interval = 0;
+  int64_t keep = 3;
+  bool async = true;
+  bool save_final = true;
+
+  template <typename Visitor>
+  void fields(Visitor& visit) {
+    visit("folder", folder, "Run folder: checkpoints, metrics.jsonl and the resolved config go here");
+    visit("interval", interval, "Save every so many steps; 0 is never");
+    visit("keep", keep, "Newest complete checkpoints to keep; 0 keeps all");
+    visit("async", async, "Write from a background thread while training goes on");
+    visit("save_final", save_final, "Save after the last step");
+  }
+};
+
+struct DistributedConfig {
+  int64_t zero_stage = 0;
+  int64_t bucket_mib = 64;
+
+  template <typename Visitor>
+  void fields(Visitor& visit) {
+    visit("zero_stage", zero_stage, "0: replicate; 1: shard optimizer states; 2: and gradients; 3: and weights. Used by `parka plan`; training runs one rank so far");
+    visit("bucket_mib", bucket_mib, "Size of a gradient bucket in MiB");
+  }
+};
+
+struct Config {
+  ModelConfig model;
+  PrecisionConfig precision;
+  OptimizerConfig optimizer;
+  DataConfig data;
+  TrainingConfig training;
+  CheckpointConfig checkpoint;
+  DistributedConfig distributed;
+
+  template <typename Visitor>
+  void fields(Visitor& visit) {
+    visit("model", model, "Architecture");
+    visit("precision", precision, "Number formats of forward and backward");
+    visit("optimizer", optimizer, "AdamW, its states and its schedule");
+    visit("data", data, "Token files and their order");
+    visit("training", training, "Length, batch, evaluation and what to do about bad steps");
+    visit("checkpoint", checkpoint, "The run folder and when to save");
+    visit("distributed", distributed, "Sharding over ranks");
+  }
+};
+
+}  // namespace parka

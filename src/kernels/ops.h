@@ -1,0 +1,19 @@
+#pragma once
+// The vocabulary of the model: every operation that forward, backward and optimizer need. Each op is one struct
+// of views and one function; its header says shapes, number formats and the formula. kernels/cpu is the readable
+// reference, kernels/cuda the fast one. All ops follow the same rules unless their header says otherwise:
+//   - arguments are checked before any work is queued; a wrong shape or dtype throws Error(kInternal);
+//   - fp32 arithmetic inside, rounding to nearest even on the way out; equal input gives equal bits;
+//   - nothing is allocated on the device and the host does not wait;
+//   - tensors with no elements are fine and do nothing.
+#include "kernels/device.h"
+#include "kernels/ops/adamw.h"
+#include "kernels/ops/attention.h"
+#include "kernels/ops/cross_entropy.h"
+#include "kernels/ops/embedding.h"
+#include "kernels/ops/gemm.h"
+#include "kernels/ops/grad_norm.h"
+#include "kernels/ops/norm.h"
+#include "kernels/ops/quantize.h"
+#include "kernels/ops/rope.h"
+#include "kernels/ops/swiglu.h"

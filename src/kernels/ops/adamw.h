@@ -1,0 +1,76 @@
+#pragma once
+#include <cstdint>
+
+#include "core/tensor.h"
+
+namespace parka {
+class Device;
+
+// One moment of one parameter tensor of N elements: its number format decides what is stored.
+//   fp32 / bf16                     : values [N], no scale, no exponent
+//   fp8                             : codes [N]; amax [ceil(N / 128)] fp32;            value = amax * q / max
+//   fp8 with exponent (range expansion): ... and exponent [ceil(N / 128)] uint8, k = exponent / 16;
+//                                       value = sgn(q) * amax * (|q| / max)^(1 / k)
+// Groups are 128 consecutive elements of the tensor in memory order; the last may be short. See docs/precision.md.
+struct MomentView {
+  TensorView values;
+  TensorView amax;
+  TensorView exponent;
+};
+inline constexpr int64_t kMomentGroup = 128;
+
+enum class MasterForm : uint8_t {
+  kFp32,       // separate fp32 master; the compute weight is its rounding (half away from zero)
+  kFp32Split,  // master bits = (bf16 weight bits << 16) + signed 16-bit remainder: exactly kFp32 in fewer bytes
+  kBf16Sr,     // bf16 only, updated with stochastic rounding
+  kNone,       // the compute weight is fp32 and is its own master
+};
+
+// AdamW, decoupled weight decay (Loshchilov & Hutter 2019), one parameter tensor:
+//   m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+//   w -= lr * (m / bias1 / (sqrt(v / bias2) + eps) + weight_decay * w),  bias_i = 1 - b_i^t
+// with g = gradient * grad_scale. The update uses m and v before they are stored in their format.
+struct AdamwStep {
+  TensorView weight;    // [N] fp32 (kNone) or bf16, in/out: what the model computes with
+  TensorView master;    // [N] fp32 (kFp32), int16 bits as uint16 (kFp32Split), or empty, in/out
+  MasterForm master_form;
+  TensorView gradient;  // [N] fp32 or bf16, in
+  MomentView exp_avg;     // m, in/out
+  MomentView exp_avg_sq;  // v, in/out
+  // Hyperparameters of this step; bias corrections are taken in double on the host from a 64-bit step count.
+  float lr;
+  float beta1, beta2;
+  float eps;
+  float weight_decay;  // 0 for tensors that are not decayed
+  float bias_correction1, bias_correction2;  // 1 - beta^t
+  float grad_scale;  // clipping coefficient and loss scale
+  // kBf16Sr: the random bits of element i are philox(seed, stream = step, index = first_element + i).
+  uint64_t seed;
+  uint64_t step;
+  uint64_t first_element;  // position of element 0 in the flat parameter space, the same for every world size
+};
+// The caller has checked that gradients are finite (sum_of_squares). Does nothing for N == 0.
+void adamw_step(Device& device, const AdamwStep& a);
+
+// k * 16 of a group with maximum `amax` and smallest nonzero magnitude `amin`, stored in `format`:
+// clamp(floor(16 * log2(R) / log2(amax / amin)), 16, 255). R is the range the group is stretched over: 448 * 448 / 2
+// for E4M3 (as COAT has it), half of largest over smallest subnormal for E5M2 (57344 * 2^16 / 2). 16 (k = 1) for a
+// group of one magnitude or of zeros. Shared by the CPU reference and tests.
+uint8_t range_expansion_exponent(float amax, float amin, DType format);
+
+// Stores `values` (fp32 [N]) in a moment's format, and reads it back: what adamw_step does around its update.
+// `is_second` keeps nonzero values from becoming code 0 (a zero v with a nonzero m would explode the update).
+struct MomentEncode {
+  TensorView values;  // [N] fp32, in
+  MomentView moment;  // out
+  bool is_second;
+};
+void moment_encode(Device& device, const MomentEncode& a);
+
+struct MomentDecode {
+  MomentView moment;  // in
+  TensorView values;  // [N] fp32, out
+};
+void moment_decode(Device& device, const MomentDecode& a);
+
+}  // namespace parka

@@ -1,0 +1,37 @@
+#pragma once
+#include "core/tensor.h"
+
+namespace parka {
+class Device;
+
+// Causal softmax attention within each sequence, with grouped-query heads: query head h reads key/value head
+// h / (H / Hkv). q, k and v are read straight from the fused QKV buffer (see RopeForward). T = B * S.
+//   p[i,j] = exp(scale * q_i . k_j - lse_i) for j <= i;  out_i = sum_j p[i,j] v_j
+struct AttentionForward {
+  TensorView qkv;  // [T, (H + 2 * Hkv) * D] fp32 or bf16, in
+  TensorView out;  // [T, H * D] as qkv, out
+  TensorView lse;  // [B, H, S] fp32, out: natural log of the sum of exp(scale * q . k)
+  int64_t sequence_length;  // S; T is a multiple of it
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  float scale;
+};
+void attention_forward(Device& device, const AttentionForward& a);
+
+//   d_p[i,j] = d_out_i . v_j;  d_s = p * (d_p - delta_i) with delta_i = d_out_i . out_i
+//   d_q_i = scale * sum_j d_s[i,j] k_j;  d_k_j = scale * sum_i d_s[i,j] q_i;  d_v_j = sum_i p[i,j] d_out_i
+struct AttentionBackward {
+  TensorView qkv;    // [T, (H + 2 * Hkv) * D] fp32 or bf16, in
+  TensorView out;    // [T, H * D] as qkv, in
+  TensorView d_out;  // [T, H * D] as qkv, in
+  TensorView lse;    // [B, H, S] fp32, in
+  TensorView d_qkv;  // [T, (H + 2 * Hkv) * D] as qkv, out; every element is written
+  int64_t sequence_length;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  float scale;
+};
+// Deterministic: equal input gives equal bits.
+void attention_backward(Device& device, const AttentionBackward& a);
+
+}  // namespace parka

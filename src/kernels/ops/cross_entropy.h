@@ -1,0 +1,25 @@
+#pragma once
+#include "core/tensor.h"
+
+namespace parka {
+class Device;
+
+// Softmax cross-entropy over a chunk of rows, with the gradient written over the logits:
+//   lse = log sum_v exp(logits[t,v]);  loss[t] = lse - logits[t, target] + z_loss * lse^2
+//   d_logits[t,v] = grad_scale * (p[v] * (1 + 2 * z_loss * lse) - (v == target)),  p = exp(logits - lse)
+// Rows whose target is kIgnoreTarget get loss 0 and gradient 0. Every one of the V columns takes part in the
+// softmax, padding rows of the embedding included, as in OLMo.
+inline constexpr int32_t kIgnoreTarget = -100;
+
+struct CrossEntropy {
+  TensorView logits;   // [T, V] fp32 or bf16, in; overwritten with d_logits when write_gradient
+  TensorView targets;  // [T] int32, in: in [0, V) or kIgnoreTarget
+  TensorView loss;     // [T] fp32, out: without the z-loss term
+  TensorView z_loss_value;  // [T] fp32, out: z_loss * lse^2; empty: not wanted
+  float z_loss = 0;
+  float grad_scale = 1;  // 1 / number of targets of the whole step
+  bool write_gradient = true;
+};
+void cross_entropy(Device& device, const CrossEntropy& a);
+
+}  // namespace parka

@@ -1,0 +1,24 @@
+#pragma once
+#include "core/tensor.h"
+
+namespace parka {
+class Device;
+
+// out[t,c] = table[ids[t],c]
+struct EmbeddingForward {
+  TensorView ids;    // [T]    int32, in; each in [0, V)
+  TensorView table;  // [V, C] fp32 or bf16, in
+  TensorView out;    // [T, C] as table, out
+};
+// Throws Error(kBadInput) on an id outside the table (CPU; the loader has checked ids before a GPU sees them).
+void embedding_forward(Device& device, const EmbeddingForward& a);
+
+// d_table[v,c] += sum over t with ids[t] == v of d_out[t,c], summed in fp32 in the order of t and added once.
+struct EmbeddingBackward {
+  TensorView ids;      // [T]    int32, in
+  TensorView d_out;    // [T, C] fp32 or bf16, in
+  TensorView d_table;  // [V, C] fp32 or bf16, in/out
+};
+void embedding_backward(Device& device, const EmbeddingBackward& a);
+
+}  // namespace parka

@@ -1,0 +1,26 @@
+#pragma once
+#include "core/tensor.h"
+
+namespace parka {
+class Device;
+
+// out[m,n] = (accumulate ? out[m,n] : 0) + sum_k A[m,k] * B[n,k],   summed in fp32, rounded once to out's dtype.
+// A is `a`, or its transpose when a_transposed; likewise B. So, with row-major activations x [T, K], weight
+// w [N, K] and output gradient d_y [T, N]:
+//   y   [T, N] : a = x,                   b = w
+//   d_x [T, K] : a = d_y,                 b = w, b_transposed
+//   d_w [N, K] : a = d_y, a_transposed,   b = x, b_transposed
+// FP8 tensor cores take both operands K-major only, so FP8 operands must not be flagged transposed: give
+// transposed copies (w_t [K, N], d_y_t [N, T], x_t [K, T]) instead.
+struct Gemm {
+  ScaledView a;  // [M, K] (or [K, M] when a_transposed): fp32, bf16; or fp8 with kTensor, kGroup or kBlock scaling
+  ScaledView b;  // [N, K] (or [K, N] when b_transposed): as a; fp32/bf16 with its like, fp8 with fp8
+  bool a_transposed = false;
+  bool b_transposed = false;
+  TensorView out;  // [M, N] fp32 or bf16
+  bool accumulate = false;
+};
+// K == 0 yields zeros (or leaves out as it is when accumulating).
+void gemm(Device& device, const Gemm& a);
+
+}  // namespace parka

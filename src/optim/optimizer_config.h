@@ -1,0 +1,68 @@
+#pragma once
+#include <cstdint>
+#include <string>
+
+#include "core/dtype.h"
+#include "kernels/ops/adamw.h"
+
+namespace parka {
+
+struct ScheduleConfig {
+  std::string kind = "cosine";
+  int64_t warmup_steps = 0;
+  double warmup_start = 0.1;
+  int64_t total_steps = 0;
+  double final_fraction = 0.1;
+  int64_t decay_steps = 0;
+
+  template <typename Visitor>
+  void fields(Visitor& visit) {
+    visit("kind", kind, "cosine, linear, wsd (warm-up, stable, linear decay at the end) or constant; all with warm-up");
+    visit("warmup_steps", warmup_steps, "Steps of linear warm-up");
+    visit("warmup_start", warmup_start, "Fraction of lr at which warm-up starts (OLMo: 0.1, Llama: 0)");
+    visit("total_steps", total_steps, "Step at which the schedule reaches its end; 0 means training.steps");
+    visit("final_fraction", final_fraction, "Fraction of lr at the end of the schedule");
+    visit("decay_steps", decay_steps, "wsd only: length of the final decay; 0 means a tenth of total_steps");
+  }
+};
+
+enum class StateFormat : uint8_t { kFp32, kBf16, kFp8, kFp8Expanded };
+
+struct OptimizerConfig {
+  double lr = 4e-4;
+  double beta1 = 0.9;
+  double beta2 = 0.95;
+  double eps = 1e-5;
+  double weight_decay = 0.1;
+  bool decay_embeddings = false;
+  double clip_norm = 1.0;
+  int64_t clip_warmup_steps = 0;
+  double clip_warmup_factor = 10.0;
+  StateFormat states = StateFormat::kFp32;
+  DType exp_avg_format = DType::kE4M3;
+  DType exp_avg_sq_format = DType::kE4M3;
+  MasterForm master = MasterForm::kFp32;
+  DType gradient = DType::kF32;
+  ScheduleConfig schedule;
+
+  template <typename Visitor>
+  void fields(Visitor& visit) {
+    visit("lr", lr, "Peak learning rate");
+    visit("beta1", beta1, "Decay of the first moment");
+    visit("beta2", beta2, "Decay of the second moment");
+    visit("eps", eps, "Added to the root of the second moment");
+    visit("weight_decay", weight_decay, "Decoupled weight decay of linear weights; norms are never decayed");
+    visit("decay_embeddings", decay_embeddings, "Also decay the embedding (and so a tied head)");
+    visit("clip_norm", clip_norm, "Global gradient norm above which gradients are scaled down; 0 switches clipping off");
+    visit("clip_warmup_steps", clip_warmup_steps, "While step <= this, the limit is clip_norm * clip_warmup_factor (OLMo-7B: 1000)");
+    visit("clip_warmup_factor", clip_warmup_factor, "See clip_warmup_steps");
+    visit("states", states, "Format of the moments: fp32, bf16, fp8, or fp8_expanded (dynamic range expansion)");
+    visit("exp_avg_format", exp_avg_format, "FP8 format of the first moment: e4m3 or e5m2");
+    visit("exp_avg_sq_format", exp_avg_sq_format, "FP8 format of the second moment: e4m3 or e5m2");
+    visit("master", master, "fp32, fp32_split (same bits in less memory), bf16_sr (stochastic rounding), or none (compute = fp32)");
+    visit("gradient", gradient, "Number format gradients are accumulated in: fp32 or bf16");
+    visit("schedule", schedule, "Learning rate schedule");
+  }
+};
+
+}  // namespace parka

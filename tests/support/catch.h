@@ -1,0 +1,6 @@
+#pragma once
+#ifdef PARKA_CATCH2_V3
+#include <catch2/catch_all.hpp>
+#else
+#include <catch2/catch.hpp>
+#endif
