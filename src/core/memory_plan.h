@@ -1,0 +1,65 @@
+#pragma once
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "core/tensor.h"
+
+namespace parka {
+
+// Names a tensor of a MemoryPlan.
+struct TensorId {
+  int index = -1;
+  bool valid() const { return index >= 0; }
+};
+
+// Parts of a step, as bits. Tensors that have no phase in common may share memory.
+using PhaseMask = uint32_t;
+inline constexpr PhaseMask kAllPhases = ~PhaseMask{0};
+
+// Every tensor that a run will hold on a device, declared before anything is allocated. The same declarations
+// serve `parka plan` (which only adds up) and `parka train` (which allocates exactly this, once).
+class MemoryPlan {
+ public:
+  struct Entry {
+    std::string category;  // "weights", "saved activations", ...: a line of the printed plan
+    std::string name;
+    DType dtype;
+    std::vector<int64_t> shape;
+    int64_t bytes;
+    PhaseMask phases;
+    int64_t offset = -1;  // from the start of the arena; set by finish()
+  };
+
+  static constexpr int64_t kAlignment = 256;  // of every tensor, in bytes
+
+  // Declares a tensor. One that is alive in all phases is never shared.
+  TensorId add(std::string category, std::string name, DType dtype, std::vector<int64_t> shape,
+               PhaseMask phases = kAllPhases);
+
+  // Assigns offsets: tensors of all phases one after another, then the transient ones, each at the lowest place
+  // where it overlaps no tensor of a common phase. Nothing may be added afterwards.
+  void finish();
+
+  bool finished() const { return total_bytes_ >= 0; }
+  int64_t total_bytes() const;  // size of the arena
+  const std::vector<Entry>& entries() const { return entries_; }
+  const Entry& operator[](TensorId id) const { return entries_.at(static_cast<size_t>(id.index)); }
+
+  struct CategoryTotal {
+    std::string category;
+    int64_t bytes;
+    int64_t num_tensors;
+  };
+  // Bytes per category in order of first declaration; all transient tensors together are one category, "workspace",
+  // with the bytes they take after sharing. The totals add up to total_bytes().
+  std::vector<CategoryTotal> summary() const;
+
+ private:
+  std::vector<Entry> entries_;
+  int64_t persistent_bytes_ = -1;
+  int64_t total_bytes_ = -1;
+};
+
+}  // namespace parka
