@@ -34,7 +34,8 @@ class MemoryPlan {
 
   static constexpr int64_t kAlignment = 256;  // of every tensor, in bytes
 
-  // Declares a tensor. One that is alive in all phases is never shared.
+  // Declares a tensor. One that is alive in all phases never shares memory.
+  // Throws Error(kBadInput) for one too large for any machine.
   TensorId add(std::string category, std::string name, DType dtype, std::vector<int64_t> shape,
                PhaseMask phases = kAllPhases);
 
@@ -52,13 +53,12 @@ class MemoryPlan {
     int64_t bytes;
     int64_t num_tensors;
   };
-  // Bytes per category in order of first declaration; all transient tensors together are one category, "workspace",
-  // with the bytes they take after sharing. The totals add up to total_bytes().
+  // Bytes per category in order of first declaration. Memory that several categories share counts for the one that was
+  // declared first, so the totals add up to total_bytes() and each says what dropping the later ones would not save.
   std::vector<CategoryTotal> summary() const;
 
  private:
   std::vector<Entry> entries_;
-  int64_t persistent_bytes_ = -1;
   int64_t total_bytes_ = -1;
 };
 

@@ -1,12 +1,13 @@
 #pragma once
 #include <bit>
-#include <cmath>
 #include <cstdint>
+
+#include "core/host_device.h"
 
 // Software forms of the number formats of the GPU, bit-identical to CUDA's conversions
 // (cuda_bf16.h, cuda_fp8.h with __NV_SATFINITE): round to nearest even, FP8 saturates at its largest
-// finite value, every NaN becomes one canonical NaN. All functions are branch-light so that compilers
-// vectorise loops over them.
+// finite value (infinities too), every NaN becomes one canonical NaN. All functions are branch-free so that
+// compilers vectorise loops over them.
 namespace parka {
 
 struct BFloat16 {
@@ -27,123 +28,142 @@ struct Float8E5M2 {
 struct Float8Traits {
   int mantissa_bits;
   int exponent_bias;
-  float max;             // largest finite value
+  float max;  // largest finite value
   float min_normal;
   float min_subnormal;
-  uint8_t max_code;
+  uint8_t max_code;  // the code of `max`
 };
 inline constexpr Float8Traits kE4M3Traits{3, 7, 448.0f, 0x1p-6f, 0x1p-9f, 0x7e};
 inline constexpr Float8Traits kE5M2Traits{2, 15, 57344.0f, 0x1p-14f, 0x1p-16f, 0x7b};
 
-inline float decode_bf16(BFloat16 x) { return std::bit_cast<float>(uint32_t{x.bits} << 16); }
+namespace detail {
 
-inline BFloat16 encode_bf16(float x) {
+inline constexpr uint32_t kSignBit = 0x80000000u;
+inline constexpr uint32_t kInfinityBits = 0x7f800000u;  // a larger magnitude is a NaN
+
+PARKA_HOST_DEVICE inline uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+}  // namespace detail
+
+PARKA_HOST_DEVICE inline float decode_bf16(BFloat16 x) { return std::bit_cast<float>(uint32_t{x.bits} << 16); }
+
+PARKA_HOST_DEVICE inline BFloat16 encode_bf16(float x) {
   const uint32_t u = std::bit_cast<uint32_t>(x);
+  // Half of the last kept bit's weight, less one unless that bit is odd: a tie carries only to an even result.
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  const bool is_nan = (u & 0x7fffffffu) > 0x7f800000u;
+  const bool is_nan = (u & ~detail::kSignBit) > detail::kInfinityBits;
   return {static_cast<uint16_t>(is_nan ? 0x7fffu : rounded)};
 }
 
-// Rounds a non-negative finite x up to the next bfloat16, so that a scale derived from a maximum never
-// lets that maximum exceed the format's range by more than one float32 rounding. May return +inf.
-inline BFloat16 encode_bf16_round_up(float x) {
+// Rounds a non-negative x up to the next bfloat16, so that a scale derived from a maximum never lets that
+// maximum exceed the format's range by more than one float32 rounding. +inf past bfloat16's largest value.
+PARKA_HOST_DEVICE inline BFloat16 encode_bf16_round_up(float x) {
   const uint32_t u = std::bit_cast<uint32_t>(x);
-  const bool is_nan = (u & 0x7fffffffu) > 0x7f800000u;
+  const bool is_nan = (u & ~detail::kSignBit) > detail::kInfinityBits;
   return {static_cast<uint16_t>(is_nan ? 0x7fffu : (u + 0xffffu) >> 16)};
 }
 
 // Stochastic rounding: rounds away from zero with probability equal to the discarded fraction, decided by
-// the low 16 bits of `random`. Infinities stay; a finite x may round to infinity only past bf16's maximum.
-inline BFloat16 encode_bf16_stochastic(float x, uint32_t random) {
+// the low 16 bits of `random`. Infinities stay (they discard nothing); a finite x may round to infinity only past
+// bfloat16's largest value.
+PARKA_HOST_DEVICE inline BFloat16 encode_bf16_stochastic(float x, uint32_t random) {
   const uint32_t u = std::bit_cast<uint32_t>(x);
-  const uint32_t magnitude = u & 0x7fffffffu;
-  const uint32_t rounded = (u + (random & 0xffffu)) >> 16;
-  const uint32_t result = magnitude > 0x7f800000u ? 0x7fffu : magnitude == 0x7f800000u ? u >> 16 : rounded;
-  return {static_cast<uint16_t>(result)};
+  const bool is_nan = (u & ~detail::kSignBit) > detail::kInfinityBits;
+  return {static_cast<uint16_t>(is_nan ? 0x7fffu : (u + (random & 0xffffu)) >> 16)};
 }
 
 namespace detail {
 
-// One code path for both FP8 formats. Subnormals are rounded by adding a power of two whose unit in the
-// last place is the format's smallest subnormal: the float32 adder then does the rounding.
-template <int kMantissaBits, int kBias>
-inline uint8_t encode_float8(float x, float max) {
-  constexpr int kShift = 23 - kMantissaBits;
-  constexpr uint32_t kMinNormalBits = static_cast<uint32_t>(128 - kBias) << 23;
-  constexpr uint32_t kMagicBits = static_cast<uint32_t>(128 - kBias - kMantissaBits + 23) << 23;
-  const uint32_t u = std::bit_cast<uint32_t>(x);
-  const uint32_t sign = (u >> 24) & 0x80u;
-  const uint32_t magnitude = u & 0x7fffffffu;
-  const uint32_t max_bits = std::bit_cast<uint32_t>(max);
-  const uint32_t clamped = magnitude > max_bits ? max_bits : magnitude;
-  const uint32_t normal = ((clamped + ((1u << (kShift - 1)) - 1u) + ((clamped >> kShift) & 1u)) >> kShift) -
-                          (static_cast<uint32_t>(127 - kBias) << kMantissaBits);
-  const float shifted = std::bit_cast<float>(clamped) + std::bit_cast<float>(kMagicBits);
-  const uint32_t subnormal = std::bit_cast<uint32_t>(shifted) - kMagicBits;
-  const uint32_t code = clamped < kMinNormalBits ? subnormal : normal;
-  return static_cast<uint8_t>(magnitude > 0x7f800000u ? 0x7fu : (sign | code));
+// One code path for both FP8 formats: float32 with its low mantissa bits cut off and another exponent bias.
+template <const Float8Traits& kFormat>
+struct Float8Layout {
+  static constexpr int kShift = 23 - kFormat.mantissa_bits;  // float32 mantissa bits that the format lacks
+  static constexpr uint32_t kBiasDifference = static_cast<uint32_t>(127 - kFormat.exponent_bias);
+  static constexpr uint32_t kMaxBits = std::bit_cast<uint32_t>(kFormat.max);
+  static constexpr float kMinNormal = kFormat.min_normal;
+  static constexpr uint32_t kMinNormalBits = std::bit_cast<uint32_t>(kFormat.min_normal);
+  // The power of two whose unit in the last place, in float32, is the format's smallest subnormal.
+  static constexpr float kSubnormalMagic = kFormat.min_subnormal * 0x1p23f;
+  static constexpr int kFixedBits = 27;
+  static constexpr float kToFixed = 0x1p27f / kFormat.min_subnormal;
+};
+
+// The code of x, given the two candidates for its magnitude's code.
+template <const Float8Traits& kFormat>
+PARKA_HOST_DEVICE inline uint8_t float8_code(uint32_t u, uint32_t clamped, uint32_t normal, uint32_t subnormal) {
+  const uint32_t code = clamped < Float8Layout<kFormat>::kMinNormalBits ? subnormal : normal;
+  const bool is_nan = (u & ~kSignBit) > kInfinityBits;
+  return static_cast<uint8_t>(is_nan ? 0x7fu : ((u & kSignBit) >> 24) | code);
 }
 
-// As encode_float8, but rounds up in magnitude with probability equal to the discarded fraction.
-// Uses the low bits of `random` that the shift discards (20 for E4M3, 21 for E5M2), more for subnormals.
-template <int kMantissaBits, int kBias>
-inline uint8_t encode_float8_stochastic(float x, float max, uint32_t random) {
-  constexpr int kShift = 23 - kMantissaBits;
-  constexpr uint32_t kMinNormalBits = static_cast<uint32_t>(128 - kBias) << 23;
+template <const Float8Traits& kFormat>
+PARKA_HOST_DEVICE inline uint8_t encode_float8(float x) {
+  using Layout = Float8Layout<kFormat>;
+  constexpr uint32_t kBelowHalf = (1u << (Layout::kShift - 1)) - 1u;
   const uint32_t u = std::bit_cast<uint32_t>(x);
-  const uint32_t sign = (u >> 24) & 0x80u;
-  const uint32_t magnitude = u & 0x7fffffffu;
-  const uint32_t max_bits = std::bit_cast<uint32_t>(max);
-  const uint32_t clamped = magnitude > max_bits ? max_bits : magnitude;
-  const uint32_t mask = (1u << kShift) - 1u;
-  uint32_t code;
-  if (clamped < kMinNormalBits) {
-    // In units of the smallest subnormal, with 23 fractional bits to compare against.
-    const float units = std::bit_cast<float>(clamped) * std::ldexp(1.0f, kBias - 1 + kMantissaBits);
-    const float whole = std::floor(units);
-    const float threshold = static_cast<float>(random & 0x7fffffu) * 0x1p-23f;
-    code = static_cast<uint32_t>(whole) + (units - whole > threshold ? 1u : 0u);
-  } else {
-    code = ((clamped + (random & mask)) >> kShift) - (static_cast<uint32_t>(127 - kBias) << kMantissaBits);
-    const uint32_t max_code = (max_bits >> kShift) - (static_cast<uint32_t>(127 - kBias) << kMantissaBits);
-    code = code > max_code ? max_code : code;
-  }
-  return static_cast<uint8_t>(magnitude > 0x7f800000u ? 0x7fu : (sign | code));
+  const uint32_t clamped = smaller(u & ~kSignBit, Layout::kMaxBits);
+  // As in encode_bf16; the exponent field then moves to the other bias.
+  const uint32_t rounded = (clamped + kBelowHalf + ((clamped >> Layout::kShift) & 1u)) >> Layout::kShift;
+  const uint32_t normal = rounded - (Layout::kBiasDifference << kFormat.mantissa_bits);
+  // The float32 adder rounds a subnormal: the sum has no room for anything below its last place.
+  const float sum = std::bit_cast<float>(clamped) + Layout::kSubnormalMagic;
+  const uint32_t subnormal = std::bit_cast<uint32_t>(sum) - std::bit_cast<uint32_t>(Layout::kSubnormalMagic);
+  return float8_code<kFormat>(u, clamped, normal, subnormal);
 }
 
-template <int kMantissaBits, int kBias>
-inline float decode_float8(uint8_t bits) {
-  const uint32_t sign = uint32_t{bits & 0x80u} << 24;
-  // Place exponent and mantissa in a float32 with the same bias, then rescale: exact for subnormals too.
-  const uint32_t payload = uint32_t{bits & 0x7fu} << (23 - kMantissaBits);
-  constexpr uint32_t kRescaleBits = static_cast<uint32_t>(127 + 127 - kBias) << 23;
-  const float magnitude = std::bit_cast<float>(payload) * std::bit_cast<float>(kRescaleBits);
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude) | sign);
+template <const Float8Traits& kFormat>
+PARKA_HOST_DEVICE inline uint8_t encode_float8_stochastic(float x, uint32_t random) {
+  using Layout = Float8Layout<kFormat>;
+  const uint32_t u = std::bit_cast<uint32_t>(x);
+  const uint32_t clamped = smaller(u & ~kSignBit, Layout::kMaxBits);
+  const uint32_t carried = (clamped + (random & ((1u << Layout::kShift) - 1u))) >> Layout::kShift;
+  const uint32_t normal = carried - (Layout::kBiasDifference << kFormat.mantissa_bits);
+  // A subnormal in units of the smallest one, as fixed point. At most 8 units (E4M3): below 2^31.
+  const float small = std::bit_cast<float>(smaller(clamped, Layout::kMinNormalBits));
+  const uint32_t fixed = static_cast<uint32_t>(static_cast<int32_t>(small * Layout::kToFixed));
+  const uint32_t subnormal = (fixed + (random & ((1u << Layout::kFixedBits) - 1u))) >> Layout::kFixedBits;
+  return float8_code<kFormat>(u, clamped, normal, subnormal);
+}
+
+// The value of a code's low 7 bits as if the largest exponent were an ordinary one, with the code's sign.
+template <const Float8Traits& kFormat>
+PARKA_HOST_DEVICE inline float decode_float8(uint8_t bits) {
+  using Layout = Float8Layout<kFormat>;
+  const uint32_t sign = (bits & 0x80u) << 24;
+  const uint32_t payload = (bits & 0x7fu) << Layout::kShift;  // exponent and mantissa, in float32's places
+  const uint32_t normal = payload + (Layout::kBiasDifference << 23);
+  // A subnormal has no implicit leading one: put one there, then subtract it. Exact, and without float32
+  // subnormals, which are slow on CPUs and zero under the GPU's flush-to-zero.
+  const float subnormal = std::bit_cast<float>(payload | Layout::kMinNormalBits) - Layout::kMinNormal;
+  const uint32_t magnitude = payload < (1u << 23) ? std::bit_cast<uint32_t>(subnormal) : normal;
+  return std::bit_cast<float>(sign | magnitude);
 }
 
 }  // namespace detail
 
-inline Float8E4M3 encode_e4m3(float x) { return {detail::encode_float8<3, 7>(x, kE4M3Traits.max)}; }
-inline Float8E5M2 encode_e5m2(float x) { return {detail::encode_float8<2, 15>(x, kE5M2Traits.max)}; }
+PARKA_HOST_DEVICE inline Float8E4M3 encode_e4m3(float x) { return {detail::encode_float8<kE4M3Traits>(x)}; }
+PARKA_HOST_DEVICE inline Float8E5M2 encode_e5m2(float x) { return {detail::encode_float8<kE5M2Traits>(x)}; }
 
-inline Float8E4M3 encode_e4m3_stochastic(float x, uint32_t random) {
-  return {detail::encode_float8_stochastic<3, 7>(x, kE4M3Traits.max, random)};
+// As encode_e4m3 and encode_e5m2, but rounds away from zero with probability equal to the discarded fraction.
+// Decided by the low 20 (E4M3) or 21 (E5M2) bits of `random`, for results below min_normal by the low 27: there
+// the fraction counts in whole 2^-27ths of min_subnormal.
+PARKA_HOST_DEVICE inline Float8E4M3 encode_e4m3_stochastic(float x, uint32_t random) {
+  return {detail::encode_float8_stochastic<kE4M3Traits>(x, random)};
 }
-inline Float8E5M2 encode_e5m2_stochastic(float x, uint32_t random) {
-  return {detail::encode_float8_stochastic<2, 15>(x, kE5M2Traits.max, random)};
-}
-
-inline float decode_e4m3(Float8E4M3 x) {
-  const float value = detail::decode_float8<3, 7>(x.bits);
-  return (x.bits & 0x7fu) == 0x7fu ? std::bit_cast<float>(0x7fc00000u) : value;
+PARKA_HOST_DEVICE inline Float8E5M2 encode_e5m2_stochastic(float x, uint32_t random) {
+  return {detail::encode_float8_stochastic<kE5M2Traits>(x, random)};
 }
 
-inline float decode_e5m2(Float8E5M2 x) {
+PARKA_HOST_DEVICE inline float decode_e4m3(Float8E4M3 x) {
+  const uint32_t value = std::bit_cast<uint32_t>(detail::decode_float8<kE4M3Traits>(x.bits));
+  return std::bit_cast<float>((x.bits & 0x7fu) == 0x7fu ? 0x7fc00000u : value);
+}
+
+PARKA_HOST_DEVICE inline float decode_e5m2(Float8E5M2 x) {
   const uint32_t magnitude = x.bits & 0x7fu;
-  const uint32_t sign = uint32_t{x.bits & 0x80u} << 24;
-  const float value = detail::decode_float8<2, 15>(x.bits);
-  const float infinity = std::bit_cast<float>(0x7f800000u | sign);
-  return magnitude > 0x7cu ? std::bit_cast<float>(0x7fc00000u) : magnitude == 0x7cu ? infinity : value;
+  const uint32_t value = std::bit_cast<uint32_t>(detail::decode_float8<kE5M2Traits>(x.bits));
+  const uint32_t infinity = detail::kInfinityBits | ((x.bits & 0x80u) << 24);
+  return std::bit_cast<float>(magnitude > 0x7cu ? 0x7fc00000u : magnitude == 0x7cu ? infinity : value);
 }
 
 }  // namespace parka

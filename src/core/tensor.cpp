@@ -55,6 +55,7 @@ std::string describe(const ScaledView& t) {
 }
 
 std::array<int64_t, 2> scale_shape(Scaling scaling, int64_t group, int64_t rows, int64_t cols) {
+  PARKA_REQUIRE(group > 0 || scaling == Scaling::kNone || scaling == Scaling::kTensor);
   switch (scaling) {
     case Scaling::kNone: return {0, 0};
     case Scaling::kTensor: return {1, 1};

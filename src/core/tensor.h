@@ -72,7 +72,7 @@ struct ScaledView {
 
 std::string describe(const ScaledView& t);  // "e4m3 [4, 128], bf16 scale per 1x16"
 
-// Shape of the scale tensor that goes with [rows, cols] codes; {1} for kTensor.
+// Rows and columns of the scales that go with [rows, cols] codes: {1, 1} for kTensor, {0, 0} for kNone.
 std::array<int64_t, 2> scale_shape(Scaling scaling, int64_t group, int64_t rows, int64_t cols);
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

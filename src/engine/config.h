@@ -3,31 +3,37 @@
 #include <string>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/config_fields.h"
+#include "data/token_files.h"
 #include "model/model_config.h"
 #include "optim/optimizer_config.h"
 
-// The whole configuration of a run as one typed tree.
+// The whole configuration of a run as one typed tree. Paths in it are relative to the current directory.
 namespace parka {
 
 struct DataConfig {
   std::vector<std::string> train;
   std::vector<std::string> eval;
-  DType token_dtype = DType::kU16;
+  TokenType token_dtype = TokenType::kUint16;
   int64_t sequence_length = 2048;
   int64_t seed = 6198;
   bool shuffle = true;
   int64_t prefetch_batches = 4;
 
+  bool operator==(const DataConfig&) const = default;
+
   template <typename Visitor>
   void fields(Visitor& visit) {
     visit("train", train, "Token files: raw little-endian token ids without a header (OLMo's .npy files)");
-    visit("eval", eval, "Held-out token files");
-    visit("token_dtype", token_dtype, "uint16 or uint32");
-    visit("sequence_length", sequence_length, "Tokens per training sequence; each file is cut into whole sequences");
-    visit("seed", seed, "Seed of the data order; epoch e uses seed + e");
-    visit("shuffle", shuffle, "Shuffle the sequences of each epoch (in OLMo's order); false reads them in file order");
-    visit("prefetch_batches", prefetch_batches, "Micro-batches the loader thread keeps ready");
+    visit("eval", eval, "Held-out token files, of the same kind");
+    visit("token_dtype", token_dtype, "Type of a token id in the files");
+    visit("sequence_length", sequence_length, "Tokens per training sequence; each file is cut into whole sequences",
+          IntegerRange{2, kMaxDimension});
+    visit("seed", seed, "Seed of the data order; epoch e uses seed + e", IntegerRange{});
+    visit("shuffle", shuffle,
+          "Shuffle the sequences of each epoch (in OLMo's order); false reads them in file order");
+    visit("prefetch_batches", prefetch_batches, "Micro-batches the loader thread keeps ready",
+          IntegerRange{1, 65536});
   }
 };
 
@@ -46,19 +52,29 @@ struct TrainingConfig {
   int64_t log_interval = 1;
   int64_t logits_chunk_tokens = 4096;
 
+  bool operator==(const TrainingConfig&) const = default;
+
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("steps", steps, "Optimizer steps to train for");
-    visit("global_batch_size", global_batch_size, "Sequences per optimizer step over all ranks and accumulation");
-    visit("micro_batch_size", micro_batch_size, "Sequences per forward/backward on one rank; must divide global_batch_size");
-    visit("seed", seed, "Seed of the weights and of stochastic rounding");
-    visit("z_loss", z_loss, "Weight of the squared log-partition term (OLMo's option: 1e-4); 0 is off");
-    visit("eval_interval", eval_interval, "Evaluate every so many steps, and at the end; 0 is never");
-    visit("eval_sequences", eval_sequences, "Held-out sequences per evaluation; 0 is all");
+    constexpr IntegerRange batch{1, kMaxDimension};
+    visit("steps", steps, "Optimizer steps to train for", IntegerRange{});
+    visit("global_batch_size", global_batch_size, "Sequences per optimizer step over all ranks and accumulation",
+          batch);
+    visit("micro_batch_size", micro_batch_size,
+          "Sequences per forward/backward on one rank; must divide global_batch_size", batch);
+    visit("seed", seed, "Seed of the weights and of stochastic rounding", IntegerRange{});
+    visit("z_loss", z_loss, "Weight of the squared log-partition term (OLMo's option: 1e-4); 0 is off",
+          RealRange{});
+    visit("eval_interval", eval_interval, "Evaluate every so many steps, and at the end; 0 is never",
+          IntegerRange{});
+    visit("eval_sequences", eval_sequences, "Held-out sequences per evaluation; 0 is all", IntegerRange{});
     visit("non_finite", non_finite, "NaN or Inf in loss or gradients: stop (exit code 3), or skip the step");
-    visit("max_skipped_steps", max_skipped_steps, "With non_finite = skip: stop after this many skips in a row");
-    visit("log_interval", log_interval, "Steps between progress lines; metrics are written for every step");
-    visit("logits_chunk_tokens", logits_chunk_tokens, "Tokens whose logits exist at one time");
+    visit("max_skipped_steps", max_skipped_steps, "With non_finite = skip: stop after this many skips in a row",
+          IntegerRange{1});
+    visit("log_interval", log_interval, "Steps between progress lines; metrics are written for every step",
+          IntegerRange{1});
+    visit("logits_chunk_tokens", logits_chunk_tokens, "Tokens whose logits exist at one time",
+          IntegerRange{1, kMaxDimension});
   }
 };
 
@@ -69,11 +85,13 @@ struct CheckpointConfig {
   bool async = true;
   bool save_final = true;
 
+  bool operator==(const CheckpointConfig&) const = default;
+
   template <typename Visitor>
   void fields(Visitor& visit) {
     visit("folder", folder, "Run folder: checkpoints, metrics.jsonl and the resolved config go here");
-    visit("interval", interval, "Save every so many steps; 0 is never");
-    visit("keep", keep, "Newest complete checkpoints to keep; 0 keeps all");
+    visit("interval", interval, "Save every so many steps; 0 is never", IntegerRange{});
+    visit("keep", keep, "Newest complete checkpoints to keep; 0 keeps all", IntegerRange{});
     visit("async", async, "Write from a background thread while training goes on");
     visit("save_final", save_final, "Save after the last step");
   }
@@ -83,10 +101,16 @@ struct DistributedConfig {
   int64_t zero_stage = 0;
   int64_t bucket_mib = 64;
 
+  bool operator==(const DistributedConfig&) const = default;
+
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("zero_stage", zero_stage, "0: replicate; 1: shard optimizer states; 2: and gradients; 3: and weights. Used by `parka plan`; training runs one rank so far");
-    visit("bucket_mib", bucket_mib, "Size of a gradient bucket in MiB");
+    visit(
+        "zero_stage", zero_stage,
+        "0: replicate; 1: shard optimizer states; 2: and gradients; 3: and weights. Used by `parka plan`; training "
+        "runs one rank so far",
+        IntegerRange{0, 3});
+    visit("bucket_mib", bucket_mib, "Size of a gradient bucket in MiB", IntegerRange{1, 65536});
   }
 };
 
@@ -99,6 +123,8 @@ struct Config {
   CheckpointConfig checkpoint;
   DistributedConfig distributed;
 
+  bool operator==(const Config&) const = default;
+
   template <typename Visitor>
   void fields(Visitor& visit) {
     visit("model", model, "Architecture");
@@ -109,6 +135,16 @@ struct Config {
     visit("checkpoint", checkpoint, "The run folder and when to save");
     visit("distributed", distributed, "Sharding over ranks");
   }
+};
+
+template <>
+struct EnumNames<TokenType> {
+  static constexpr EnumName<TokenType> kAll[] = {{TokenType::kUint16, "uint16"}, {TokenType::kUint32, "uint32"}};
+};
+template <>
+struct EnumNames<NonFinitePolicy> {
+  static constexpr EnumName<NonFinitePolicy> kAll[] = {{NonFinitePolicy::kStop, "stop"},
+                                                       {NonFinitePolicy::kSkip, "skip"}};
 };
 
 }  // namespace parka

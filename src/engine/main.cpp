@@ -1,1 +1,3 @@
-int main() { return 0; }
+#include "engine/commands.h"
+
+int main(int argc, char** argv) { return parka::run_command_line(argc, argv); }

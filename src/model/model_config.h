@@ -1,13 +1,10 @@
 #pragma once
 #include <cstdint>
-#include <string>
 
+#include "core/config_fields.h"
 #include "core/dtype.h"
 #include "kernels/ops/norm.h"
 
-// A config struct lists its fields once, in `fields`: a visitor is called as visit("key", member, "help").
-// Parsing, the check for unknown keys, the resolved print-out and the schema are all made from that list
-// (engine/config_io.h), so that no field can be known to one of them only.
 namespace parka {
 
 enum class InitKind : uint8_t { kMitchell, kNormal };
@@ -30,31 +27,48 @@ struct ModelConfig {
   int64_t kv_heads() const { return num_kv_heads == 0 ? num_heads : num_kv_heads; }
   int64_t d_qkv() const { return (num_heads + 2 * kv_heads()) * head_dim(); }
 
+  bool operator==(const ModelConfig&) const = default;
+
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("vocab_size", vocab_size, "Rows of the embedding table, padding rows included; all take part in the softmax");
-    visit("d_model", d_model, "Width of the residual stream");
-    visit("num_layers", num_layers, "Transformer blocks");
-    visit("num_heads", num_heads, "Query heads; d_model must be a multiple of it");
-    visit("num_kv_heads", num_kv_heads, "Key/value heads (grouped-query attention); 0 means num_heads");
-    visit("d_ffn", d_ffn, "Inner width of the SwiGLU feed-forward (width of up, and of gate)");
+    constexpr IntegerRange dimension{1, kMaxDimension};
+    visit("vocab_size", vocab_size,
+          "Rows of the embedding table, padding rows included; all take part in the softmax", dimension);
+    visit("d_model", d_model, "Width of the residual stream", dimension);
+    visit("num_layers", num_layers, "Transformer blocks", IntegerRange{1, 10000});
+    visit("num_heads", num_heads, "Query heads; d_model must be an even multiple of it", dimension);
+    visit("num_kv_heads", num_kv_heads,
+          "Key/value heads (grouped-query attention), a divisor of num_heads; 0 means num_heads",
+          IntegerRange{0, kMaxDimension});
+    visit("d_ffn", d_ffn, "Inner width of the SwiGLU feed-forward (width of up, and of gate)", dimension);
     visit("norm", norm, "layernorm: non-parametric LayerNorm (OLMo v1); rmsnorm: RMSNorm with a weight (Llama)");
-    visit("norm_eps", norm_eps, "Added to the variance or mean square under the root");
-    visit("rope_theta", rope_theta, "Base of the rotary position angles");
+    visit("norm_eps", norm_eps, "Added to the variance or mean square under the root", RealRange{1e-30, 1.0});
+    visit("rope_theta", rope_theta, "Base of the rotary position angles", RealRange{1.0});
     visit("tie_embeddings", tie_embeddings, "Use the embedding table as the output head");
     visit("init", init, "mitchell: OLMo's depth-scaled truncated normal; normal: N(0, init_std)");
-    visit("init_std", init_std, "Standard deviation for init = normal");
+    visit("init_std", init_std, "Standard deviation for init = normal", RealRange{1e-30});
   }
 };
 
+enum class Recipe : uint8_t {
+  kFp32,
+  kBf16,
+  kFp8Linear,
+  kFp8Block,
+  kCoatActivation,
+  kCoatOptimizer,
+  kCoat,
+  kParka,
+};
 enum class GemmPrecision : uint8_t { kCompute, kFp8Tensor, kFp8Block };
 enum class Storage : uint8_t { kCompute, kFp8 };
 enum class Recompute : uint8_t { kNone, kBlock };
+enum class EvalNumerics : uint8_t { kSame, kBf16 };
 
-// Number formats of forward and backward. `recipe` sets the defaults of everything here and of the optimizer's
-// state formats; keys given beside it override it. docs/precision.md explains each.
+// Number formats of forward and backward. `recipe` sets the defaults of everything here (model/precision_recipe.h)
+// and of the optimizer's state formats; keys given beside it override it. docs/precision.md explains each.
 struct PrecisionConfig {
-  std::string recipe = "bf16";
+  Recipe recipe = Recipe::kBf16;
   DType compute = DType::kBF16;
   GemmPrecision gemm = GemmPrecision::kCompute;
   DType forward_format = DType::kE4M3;
@@ -68,26 +82,88 @@ struct PrecisionConfig {
   bool save_silu = false;
   bool save_product = true;
   Recompute recompute = Recompute::kNone;
-  std::string eval = "same";
+  EvalNumerics eval = EvalNumerics::kSame;
+
+  bool operator==(const PrecisionConfig&) const = default;
+
+  // Whether anything in forward is FP8.
+  bool has_fp8() const {
+    return gemm != GemmPrecision::kCompute || norm_input == Storage::kFp8 || up_gate == Storage::kFp8 ||
+           qkv == Storage::kFp8 || attention_output == Storage::kFp8;
+  }
 
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("recipe", recipe, "fp32, bf16, fp8_linear, fp8_block, coat_activation, coat_optimizer, coat or parka: sets the defaults below and the optimizer's states");
-    visit("compute", compute, "bf16 or fp32: residual stream, attention and everything else that is not FP8");
-    visit("gemm", gemm, "Inputs of the linear layers in the blocks: compute (as `compute`), fp8_tensor (one scale per tensor) or fp8_block (1x128 activations, 128x128 weights)");
-    visit("forward_format", forward_format, "FP8 format of weights and activations: e4m3 or e5m2");
-    visit("backward_format", backward_format, "FP8 format of output gradients: e5m2 or e4m3");
-    visit("norm_input", norm_input, "How the inputs of the norms are kept for backward: compute, or fp8 (one scale per 1 x group_size)");
+    visit("recipe", recipe,
+          "Sets the defaults of the keys below and of the optimizer's states and master; keys that are given "
+          "override "
+          "it");
+    visit("compute", compute, "Residual stream, attention and everything else that is not FP8",
+          one_of(DType::kF32, DType::kBF16));
+    visit("gemm", gemm,
+          "Inputs of the linear layers in the blocks: compute (as `compute`), fp8_tensor (one scale per tensor) or "
+          "fp8_block (1x128 activations, 128x128 weights)");
+    visit("forward_format", forward_format, "FP8 format of weights and activations",
+          one_of(DType::kE4M3, DType::kE5M2));
+    visit("backward_format", backward_format, "FP8 format of output gradients", one_of(DType::kE4M3, DType::kE5M2));
+    visit("norm_input", norm_input,
+          "How the inputs of the norms are kept for backward: compute, or fp8 (one scale per 1 x group_size)");
     visit("up_gate", up_gate, "How the outputs of the up and gate projections are kept: compute or fp8");
     visit("qkv", qkv, "How rotated q, k and v are kept: compute or fp8");
-    visit("attention_output", attention_output, "How the attention output is kept: compute, or fp8 (the GEMM's own input)");
-    visit("group_size", group_size, "Elements per scale of kept FP8 activations: 16, 32, 64 or 128");
-    visit("save_norm_output", save_norm_output, "Keep the norm's output for the weight gradient; false recomputes it in backward (same bits)");
-    visit("save_silu", save_silu, "Keep silu(gate) as FP8 and use it in the product, as COAT does; needs up_gate = fp8");
-    visit("save_product", save_product, "Keep the SwiGLU product for the weight gradient; false recomputes it in backward (same bits)");
-    visit("recompute", recompute, "none, or block: keep only each block's input and run the block's forward again in backward (same bits)");
+    visit("attention_output", attention_output,
+          "How the attention output is kept: compute, or fp8 (the GEMM's own input; needs gemm = fp8_tensor)");
+    visit("group_size", group_size, "Elements per scale of kept FP8 activations", one_of<int64_t>(16, 32, 64, 128));
+    visit("save_norm_output", save_norm_output,
+          "Keep the norm's output for the weight gradient; false recomputes it in backward (same bits)");
+    visit("save_silu", save_silu,
+          "Keep silu(gate) as FP8 and use it in the product, as COAT does; needs up_gate = fp8");
+    visit("save_product", save_product,
+          "Keep the SwiGLU product for the weight gradient; false recomputes it in backward (same bits)");
+    visit("recompute", recompute,
+          "none, or block: keep only each block's input and run the block's forward again in backward (same bits)");
     visit("eval", eval, "same: evaluate with the training numerics; bf16: evaluate with BF16 linear layers");
   }
+};
+
+template <>
+struct EnumNames<NormKind> {
+  static constexpr EnumName<NormKind> kAll[] = {{NormKind::kLayerNorm, "layernorm"},
+                                                {NormKind::kRmsNorm, "rmsnorm"}};
+};
+template <>
+struct EnumNames<InitKind> {
+  static constexpr EnumName<InitKind> kAll[] = {{InitKind::kMitchell, "mitchell"}, {InitKind::kNormal, "normal"}};
+};
+template <>
+struct EnumNames<Recipe> {
+  static constexpr EnumName<Recipe> kAll[] = {
+      {Recipe::kFp32, "fp32"},
+      {Recipe::kBf16, "bf16"},
+      {Recipe::kFp8Linear, "fp8_linear"},
+      {Recipe::kFp8Block, "fp8_block"},
+      {Recipe::kCoatActivation, "coat_activation"},
+      {Recipe::kCoatOptimizer, "coat_optimizer"},
+      {Recipe::kCoat, "coat"},
+      {Recipe::kParka, "parka"},
+  };
+};
+template <>
+struct EnumNames<GemmPrecision> {
+  static constexpr EnumName<GemmPrecision> kAll[] = {{GemmPrecision::kCompute, "compute"},
+                                                     {GemmPrecision::kFp8Tensor, "fp8_tensor"},
+                                                     {GemmPrecision::kFp8Block, "fp8_block"}};
+};
+template <>
+struct EnumNames<Storage> {
+  static constexpr EnumName<Storage> kAll[] = {{Storage::kCompute, "compute"}, {Storage::kFp8, "fp8"}};
+};
+template <>
+struct EnumNames<Recompute> {
+  static constexpr EnumName<Recompute> kAll[] = {{Recompute::kNone, "none"}, {Recompute::kBlock, "block"}};
+};
+template <>
+struct EnumNames<EvalNumerics> {
+  static constexpr EnumName<EvalNumerics> kAll[] = {{EvalNumerics::kSame, "same"}, {EvalNumerics::kBf16, "bf16"}};
 };
 
 }  // namespace parka

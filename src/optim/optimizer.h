@@ -17,14 +17,18 @@ struct NamedTensor {
 };
 
 // AdamW over all parameter tensors: owns masters and moments, and the gradients' accumulators.
+// Order of use: construct, plan.finish(), make an Arena, bind(), set_weight() of each parameter or restore the
+// weights and state() from a checkpoint; then any number of zero_gradients(), gradients filled by the model,
+// step().
 class Optimizer {
  public:
-  // Declares gradients (category "gradients"), masters ("master weights") and moments ("optimizer states") in the plan.
-  // `compute` is the dtype of the weights the model computes with. Throws Error(kBadInput) when config.master does not
-  // fit it: none needs fp32 weights, all other forms bf16.
+  // Declares gradients (category "gradients"), masters ("master weights") and moments ("optimizer states") in the
+  // plan, and the few bytes in which the gradient norm is taken ("gradient norm"). `compute` is the dtype of the
+  // weights the model computes with. Throws Error(kBadInput) when config.master does not fit it: none needs fp32
+  // weights, all other forms bf16.
   Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters, MemoryPlan& plan);
 
-  // Takes the tensors from the arena; `weights[i]` is what the model computes with for parameters[i].
+  // Takes the tensors from the arena; `weights[i]` is what the model computes with for parameters[i], in any shape.
   void bind(const Arena& arena, std::vector<TensorView> weights);
 
   // Sets parameter i from fp32 values on the host: compute weight and master, by the master form.
@@ -33,38 +37,71 @@ class Optimizer {
   // The exact master value of parameter i as fp32.
   std::vector<float> master_weight(Device& device, size_t i) const;
 
+  // In the order of the parameters, [rows, cols] each.
   const std::vector<TensorView>& gradients() const { return gradients_; }
   void zero_gradients(Device& device);
 
   struct StepResult {
-    double grad_norm;    // global L2 norm before clipping; NaN or Inf if a gradient is
-    bool applied;        // false: the gradients were not finite and nothing was changed
-    std::string culprit; // first parameter whose gradient is not finite; empty otherwise
+    double grad_norm;     // global L2 norm before clipping; NaN or Inf if a gradient is
+    bool applied;         // false: the gradients were not finite and nothing was changed
+    std::string culprit;  // first parameter whose gradient is not finite; empty otherwise
   };
   // One update with learning rate `lr`; `step` counts from 1 and drives bias correction and stochastic rounding.
-  // Clips to clip_limit(step). A non-finite gradient leaves weights and states as they are.
+  // Gradients are scaled by min(1, clip_limit(step) / (norm + 1e-6)), as in OLMo and PyTorch. A gradient that is
+  // not finite, or whose sum of squares exceeds fp32, leaves weights and states as they are.
   StepResult step(Device& device, int64_t step, double lr, uint64_t seed);
 
-  // The largest global norm allowed at `step` (clip warm-up included); infinity when clipping is off.
+  // The largest global norm allowed at `step`: clip_norm * clip_warmup_factor while step <= clip_warmup_steps, then
+  // clip_norm; infinity when clipping is off. It is the limit of this very step: OLMo's own trainer refreshes its
+  // limit after clipping, so that its warm-up starts and ends one step late.
   double clip_limit(int64_t step) const;
 
-  // Masters and moments, for the checkpoint: "<parameter>.master", ".exp_avg", ".exp_avg.amax", ".exp_avg.exponent",
-  // ".exp_avg_sq"...; only those that the formats need.
+  // Masters and moments, for the checkpoint: "<parameter>.master", ".exp_avg", ".exp_avg.amax",
+  // ".exp_avg.exponent",
+  // ".exp_avg_sq"...; only those that the formats need, flat [numel] or [ceil(numel / 128)] each. With the weights
+  // themselves, which fp32_split, bf16_sr and none need too, they are all that step() depends on.
   std::vector<NamedTensor> state() const;
 
   const std::vector<ParameterInfo>& parameters() const { return parameters_; }
 
  private:
-  struct StateIds;  // see optimizer.cpp
+  struct MomentIds {
+    TensorId values, amax, exponent;
+  };
+  struct StateIds {
+    TensorId gradient, master;
+    MomentIds exp_avg, exp_avg_sq;
+  };
+  struct State {
+    TensorView master;
+    MomentView exp_avg, exp_avg_sq;
+  };
+  MomentIds declare_moment(const std::string& name, DType float8_format, int64_t numel, MemoryPlan& plan) const;
+  TensorId declare_master(const ParameterInfo& parameter, MemoryPlan& plan) const;
+  std::vector<float> squared_norms(Device& device) const;  // one per parameter
+
   OptimizerConfig config_;
   DType compute_;
   std::vector<ParameterInfo> parameters_;
-  std::vector<TensorView> weights_, gradients_;
+  std::vector<StateIds> ids_;
+  TensorId norm_partial_id_, norm_result_id_;
+  std::vector<TensorView> weights_;  // flat [numel]
+  std::vector<TensorView> gradients_;
+  std::vector<State> states_;
+  TensorView norm_partial_, norm_result_;
 };
 
-// Learning rate at `step` (1 is the first update) of a run of `training_steps`, with OLMo's definitions:
-// coat-style warm-up lr * (start + (1 - start) * min(s, W) / W) for s < W; then with x = (s - W) / (S - W)
-// cosine, linear, wsd or constant down to final_fraction * lr; docs in optimizer_config.h.
+// 1 - beta^step, exact to double rounding for any step: neither beta near 1 nor a large step cancels.
+double bias_correction(double beta, int64_t step);
+
+// Learning rate at `step` (1 is the first update) of a run of `training_steps`, with OLMo's definitions. With
+// W = warmup_steps, S = total_steps (training_steps if 0) and F = final_fraction:
+//   step < W:    lr * (warmup_start + (1 - warmup_start) * step / W)       all kinds, even where W > S
+//   constant:    lr
+//   step >= S:   lr * F
+//   cosine:      lr * (F + (1 - F) * (1 + cos(pi x)) / 2)                  x = (step - W) / (S - W)
+//   linear:      lr * (1 - (1 - F) * x)
+//   wsd:         lr until step S - decay_steps (S / 10 if 0; not before W), then in a straight line to lr * F at S
 double learning_rate(const OptimizerConfig& config, int64_t training_steps, int64_t step);
 
 }  // namespace parka

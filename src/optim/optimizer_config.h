@@ -1,32 +1,44 @@
 #pragma once
 #include <cstdint>
-#include <string>
 
+#include "core/config_fields.h"
 #include "core/dtype.h"
 #include "kernels/ops/adamw.h"
 
 namespace parka {
 
+enum class ScheduleKind : uint8_t { kCosine, kLinear, kWsd, kConstant };
+
 struct ScheduleConfig {
-  std::string kind = "cosine";
+  ScheduleKind kind = ScheduleKind::kCosine;
   int64_t warmup_steps = 0;
   double warmup_start = 0.1;
   int64_t total_steps = 0;
   double final_fraction = 0.1;
   int64_t decay_steps = 0;
 
+  bool operator==(const ScheduleConfig&) const = default;
+
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("kind", kind, "cosine, linear, wsd (warm-up, stable, linear decay at the end) or constant; all with warm-up");
-    visit("warmup_steps", warmup_steps, "Steps of linear warm-up");
-    visit("warmup_start", warmup_start, "Fraction of lr at which warm-up starts (OLMo: 0.1, Llama: 0)");
-    visit("total_steps", total_steps, "Step at which the schedule reaches its end; 0 means training.steps");
-    visit("final_fraction", final_fraction, "Fraction of lr at the end of the schedule");
-    visit("decay_steps", decay_steps, "wsd only: length of the final decay; 0 means a tenth of total_steps");
+    visit("kind", kind,
+          "cosine, linear, wsd (warm-up, stable, linear decay at the end) or constant; all with warm-up");
+    visit("warmup_steps", warmup_steps, "Steps of linear warm-up", IntegerRange{});
+    visit("warmup_start", warmup_start, "Fraction of lr at which warm-up starts (OLMo: 0.1, Llama: 0)",
+          RealRange{0.0, 1.0});
+    visit("total_steps", total_steps, "Step at which the schedule reaches its end; 0 means training.steps",
+          IntegerRange{});
+    visit("final_fraction", final_fraction, "Fraction of lr at the end of the schedule", RealRange{0.0, 1.0});
+    visit("decay_steps", decay_steps, "wsd only: length of the final decay; 0 means a tenth of total_steps",
+          IntegerRange{});
   }
 };
 
 enum class StateFormat : uint8_t { kFp32, kBf16, kFp8, kFp8Expanded };
+
+inline bool is_float8(StateFormat format) {
+  return format == StateFormat::kFp8 || format == StateFormat::kFp8Expanded;
+}
 
 struct OptimizerConfig {
   double lr = 4e-4;
@@ -45,24 +57,56 @@ struct OptimizerConfig {
   DType gradient = DType::kF32;
   ScheduleConfig schedule;
 
+  bool operator==(const OptimizerConfig&) const = default;
+
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("lr", lr, "Peak learning rate");
-    visit("beta1", beta1, "Decay of the first moment");
-    visit("beta2", beta2, "Decay of the second moment");
-    visit("eps", eps, "Added to the root of the second moment");
-    visit("weight_decay", weight_decay, "Decoupled weight decay of linear weights; norms are never decayed");
+    constexpr RealRange decay_rate{0.0, 1.0, /*max_excluded=*/true};
+    visit("lr", lr, "Peak learning rate", RealRange{});
+    visit("beta1", beta1, "Decay of the first moment", decay_rate);
+    visit("beta2", beta2, "Decay of the second moment", decay_rate);
+    visit("eps", eps, "Added to the root of the second moment", RealRange{1e-30, 1.0});
+    visit("weight_decay", weight_decay, "Decoupled weight decay of linear weights; norms are never decayed",
+          RealRange{});
     visit("decay_embeddings", decay_embeddings, "Also decay the embedding (and so a tied head)");
-    visit("clip_norm", clip_norm, "Global gradient norm above which gradients are scaled down; 0 switches clipping off");
-    visit("clip_warmup_steps", clip_warmup_steps, "While step <= this, the limit is clip_norm * clip_warmup_factor (OLMo-7B: 1000)");
-    visit("clip_warmup_factor", clip_warmup_factor, "See clip_warmup_steps");
+    visit("clip_norm", clip_norm,
+          "Global gradient norm above which gradients are scaled down; 0 switches clipping off", RealRange{});
+    visit("clip_warmup_steps", clip_warmup_steps,
+          "While step <= this, the limit is clip_norm * clip_warmup_factor (OLMo-7B: 1000)", IntegerRange{});
+    visit("clip_warmup_factor", clip_warmup_factor, "See clip_warmup_steps", RealRange{1.0});
     visit("states", states, "Format of the moments: fp32, bf16, fp8, or fp8_expanded (dynamic range expansion)");
-    visit("exp_avg_format", exp_avg_format, "FP8 format of the first moment: e4m3 or e5m2");
-    visit("exp_avg_sq_format", exp_avg_sq_format, "FP8 format of the second moment: e4m3 or e5m2");
-    visit("master", master, "fp32, fp32_split (same bits in less memory), bf16_sr (stochastic rounding), or none (compute = fp32)");
-    visit("gradient", gradient, "Number format gradients are accumulated in: fp32 or bf16");
-    visit("schedule", schedule, "Learning rate schedule");
+    visit("exp_avg_format", exp_avg_format, "FP8 format of the first moment, for states = fp8 or fp8_expanded",
+          one_of(DType::kE4M3, DType::kE5M2));
+    visit("exp_avg_sq_format", exp_avg_sq_format, "FP8 format of the second moment, likewise",
+          one_of(DType::kE4M3, DType::kE5M2));
+    visit("master", master,
+          "fp32, fp32_split (same bits in less memory), bf16_sr (stochastic rounding), or none (exactly when "
+          "precision.compute = fp32)");
+    visit("gradient", gradient, "Number format gradients are accumulated in", one_of(DType::kF32, DType::kBF16));
+    visit("schedule", schedule, "Learning rate over the steps");
   }
+};
+
+template <>
+struct EnumNames<ScheduleKind> {
+  static constexpr EnumName<ScheduleKind> kAll[] = {{ScheduleKind::kCosine, "cosine"},
+                                                    {ScheduleKind::kLinear, "linear"},
+                                                    {ScheduleKind::kWsd, "wsd"},
+                                                    {ScheduleKind::kConstant, "constant"}};
+};
+template <>
+struct EnumNames<StateFormat> {
+  static constexpr EnumName<StateFormat> kAll[] = {{StateFormat::kFp32, "fp32"},
+                                                   {StateFormat::kBf16, "bf16"},
+                                                   {StateFormat::kFp8, "fp8"},
+                                                   {StateFormat::kFp8Expanded, "fp8_expanded"}};
+};
+template <>
+struct EnumNames<MasterForm> {
+  static constexpr EnumName<MasterForm> kAll[] = {{MasterForm::kFp32, "fp32"},
+                                                  {MasterForm::kFp32Split, "fp32_split"},
+                                                  {MasterForm::kBf16Sr, "bf16_sr"},
+                                                  {MasterForm::kNone, "none"}};
 };
 
 }  // namespace parka

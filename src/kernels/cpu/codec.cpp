@@ -26,12 +26,13 @@ PieceScale scale_for(float amax, DType format, DType scale_dtype) {
   return {scale, 1.0f / scale};
 }
 
-// NaN is skipped here; it stays visible because its code is NaN.
+// NaN is skipped here; it stays visible because its code is NaN. Magnitudes are compared as signed integers:
+// compilers vectorise that reduction, but not the ones over floats or unsigned integers.
 float max_abs(const float* x, int64_t count) {
-  uint32_t largest = 0;
+  int32_t largest = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const uint32_t magnitude = std::bit_cast<uint32_t>(x[i]) & 0x7fffffffu;
-    const uint32_t counted = magnitude > 0x7f800000u ? 0u : magnitude;
+    const int32_t magnitude = std::bit_cast<int32_t>(x[i]) & 0x7fffffff;
+    const int32_t counted = magnitude > 0x7f800000 ? 0 : magnitude;
     largest = std::max(largest, counted);
   }
   return std::bit_cast<float>(largest);
@@ -81,17 +82,23 @@ void encode_tensor(const Matrix& x, const ScaledView& out, ScaleSource source) {
   });
 }
 
+// Scales the groups into `scaled` first and encodes the row in one go: a loop over 16 elements is too short for
+// the 64 that a vector of codes holds.
+void encode_groups_of_row(const float* x, int64_t cols, const ScaledView& out, int64_t r, float* scaled) {
+  const int64_t groups = ceil_div(cols, out.group);
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t c = g * out.group, count = std::min(out.group, cols - c);
+    const PieceScale piece = scale_for(max_abs(x + c, count), out.data.dtype, out.scale.dtype);
+    write_scale(out.scale, r * groups + g, piece.scale);
+    for (int64_t i = 0; i < count; ++i) scaled[c + i] = x[c + i] * piece.inverse;
+  }
+  encode_elements(scaled, r * cols, cols, out.data);
+}
+
 void encode_groups(const Matrix& x, const ScaledView& out) {
-  const int64_t groups = ceil_div(x.cols(), out.group);
   parallel_for(x.rows(), kRowGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      for (int64_t g = 0; g < groups; ++g) {
-        const int64_t c = g * out.group, count = std::min(out.group, x.cols() - c);
-        const PieceScale piece = scale_for(max_abs(x.row(r) + c, count), out.data.dtype, out.scale.dtype);
-        write_scale(out.scale, r * groups + g, piece.scale);
-        encode_scaled(x.row(r) + c, count, piece.inverse, out.data, r * x.cols() + c);
-      }
-    }
+    std::vector<float> scaled(static_cast<size_t>(x.cols()));
+    for (int64_t r = begin; r < end; ++r) encode_groups_of_row(x.row(r), x.cols(), out, r, scaled.data());
   });
 }
 
@@ -112,6 +119,29 @@ void encode_blocks(const Matrix& x, const ScaledView& out) {
       }
     }
   });
+}
+
+constexpr int64_t kTransposeTile = 32;  // so that both sides stay in the first-level cache
+
+// y [C, R] = x [R, C] transposed, rows [begin, end) of x. A function with its own copies of all sizes and pointers:
+// a store to bytes could change anything that a lambda refers to, so there the compiler would read them all anew.
+template <typename T>
+void transpose_rows(const T* x, int64_t rows, int64_t cols, T* y, int64_t begin, int64_t end) {
+  for (int64_t r_begin = begin; r_begin < end; r_begin += kTransposeTile) {
+    const int64_t r_end = std::min(r_begin + kTransposeTile, end);
+    for (int64_t c_begin = 0; c_begin < cols; c_begin += kTransposeTile) {
+      const int64_t c_end = std::min(c_begin + kTransposeTile, cols);
+      for (int64_t c = c_begin; c < c_end; ++c) {
+        for (int64_t r = r_begin; r < r_end; ++r) y[c * rows + r] = x[r * cols + c];
+      }
+    }
+  }
+}
+
+template <typename T>
+void transpose(const T* x, int64_t rows, int64_t cols, T* y) {
+  parallel_for(rows, 4 * kTransposeTile,
+               [&](int64_t begin, int64_t end) { transpose_rows(x, rows, cols, y, begin, end); });
 }
 
 }  // namespace
@@ -140,7 +170,9 @@ void decode_elements(const TensorView& x, int64_t offset, int64_t count, float* 
 
 void encode_elements(const float* values, int64_t offset, int64_t count, const TensorView& out) {
   switch (out.dtype) {
-    case DType::kF32: std::memcpy(out.as<float>() + offset, values, static_cast<size_t>(count) * sizeof(float)); return;
+    case DType::kF32:
+      std::memcpy(out.as<float>() + offset, values, static_cast<size_t>(count) * sizeof(float));
+      return;
     case DType::kBF16: {
       BFloat16* target = out.as<BFloat16>() + offset;
       for (int64_t i = 0; i < count; ++i) target[i] = encode_bf16(values[i]);
@@ -152,50 +184,41 @@ void encode_elements(const float* values, int64_t offset, int64_t count, const T
   }
 }
 
-Matrix decode_codes(const TensorView& x) {
-  const int64_t rows = x.rank >= 2 ? x.dim[0] : 1;
-  Matrix values(rows, rows == 0 ? 0 : x.numel() / rows);
-  parallel_for(rows, kRowGrain, [&](int64_t begin, int64_t end) {
-    decode_elements(x, begin * values.cols(), (end - begin) * values.cols(), values.row(begin));
-  });
-  return values;
+Matrix decode_codes(const TensorView& x) { return decode(ScaledView(x)); }
+
+void decode_rows(const ScaledView& x, int64_t begin, int64_t count, float* out) {
+  const int64_t cols = x.data.rank >= 2 ? x.num_cols() : x.data.numel();
+  decode_elements(x.data, begin * cols, count * cols, out);
+  if (x.scaling == Scaling::kNone) return;
+  const int64_t group = x.scaling == Scaling::kTensor ? std::max<int64_t>(cols, 1) : x.group;
+  const int64_t groups = ceil_div(cols, group);
+  for (int64_t r = begin; r < begin + count; ++r, out += cols) {
+    const int64_t scale_row = x.scaling == Scaling::kTensor ? 0 : x.scaling == Scaling::kGroup ? r : r / group;
+    for (int64_t g = 0; g < groups; ++g) {
+      const float scale = read_scale(x.scale, scale_row * groups + g);
+      const int64_t c_begin = g * group, c_end = std::min(c_begin + group, cols);
+      for (int64_t c = c_begin; c < c_end; ++c) out[c] *= scale;
+    }
+  }
 }
 
 Matrix decode(const ScaledView& x) {
-  Matrix values = decode_codes(x.data);
-  if (x.scaling == Scaling::kNone) return values;
-  const int64_t cols = values.cols();
-  const int64_t group = x.scaling == Scaling::kTensor ? std::max<int64_t>(cols, 1) : x.group;
-  const int64_t groups = ceil_div(cols, group);
-  parallel_for(values.rows(), kRowGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      const int64_t scale_row = x.scaling == Scaling::kTensor ? 0 : x.scaling == Scaling::kGroup ? r : r / group;
-      for (int64_t g = 0; g < groups; ++g) {
-        const float scale = read_scale(x.scale, scale_row * groups + g);
-        float* piece = values.row(r) + g * group;
-        const int64_t count = std::min(group, cols - g * group);
-        for (int64_t c = 0; c < count; ++c) piece[c] *= scale;
-      }
-    }
-  });
+  const int64_t rows = x.data.rank >= 2 ? x.num_rows() : 1;
+  Matrix values(rows, rows == 0 ? 0 : x.data.numel() / rows);
+  parallel_for(rows, kRowGrain,
+               [&](int64_t begin, int64_t end) { decode_rows(x, begin, end - begin, values.row(begin)); });
   return values;
 }
 
 Matrix transposed(const Matrix& x) {
-  constexpr int64_t kTile = 32;  // so that both sides stay in the first-level cache
   Matrix y(x.cols(), x.rows());
-  parallel_for(ceil_div(x.cols(), kTile), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t tile = begin; tile < end; ++tile) {
-      const int64_t c_begin = tile * kTile, c_end = std::min(c_begin + kTile, x.cols());
-      for (int64_t r_begin = 0; r_begin < x.rows(); r_begin += kTile) {
-        const int64_t r_end = std::min(r_begin + kTile, x.rows());
-        for (int64_t c = c_begin; c < c_end; ++c) {
-          for (int64_t r = r_begin; r < r_end; ++r) y.row(c)[r] = x.row(r)[c];
-        }
-      }
-    }
-  });
+  transpose(x.data(), x.rows(), x.cols(), y.data());
   return y;
+}
+
+void transpose_codes(const TensorView& x, const TensorView& x_t) {
+  PARKA_REQUIRE(size_of(x.dtype) == 1 && x.dtype == x_t.dtype && x.numel() == x_t.numel());
+  transpose(static_cast<const uint8_t*>(x.data), x.dim[0], x.dim[1], static_cast<uint8_t*>(x_t.data));
 }
 
 void round_to(DType dtype, Matrix& x) {
@@ -222,10 +245,33 @@ void encode(const Matrix& x, const ScaledView& out, ScaleSource source) {
   }
 }
 
+void encode_row(const float* values, int64_t r, const ScaledView& out) {
+  const int64_t cols = out.num_cols();
+  if (out.scaling == Scaling::kNone) {
+    encode_elements(values, r * cols, cols, out.data);
+    return;
+  }
+  PARKA_REQUIRE(out.scaling == Scaling::kGroup);
+  std::vector<float> scaled(static_cast<size_t>(cols));
+  encode_groups_of_row(values, cols, out, r, scaled.data());
+}
+
 void encode_with_transpose(const Matrix& x, const ScaledView& out, const ScaledView& out_t, ScaleSource source) {
   encode(x, out, source);
-  // With both wanted the first has written the shared scale; computing it again gives the same value.
-  if (!out_t.empty()) encode(transposed(x), out_t, source);
+  if (out_t.empty()) return;
+  if (out_t.scaling != Scaling::kTensor) {
+    encode(transposed(x), out_t, source);
+    return;
+  }
+  // With one scale both orders have the same codes, and codes are fewer bytes to transpose than values.
+  if (!out.empty() && out.scaling == Scaling::kTensor) {
+    transpose_codes(out.data, out_t.data);
+    return;
+  }
+  const auto memory = std::make_unique_for_overwrite<uint8_t[]>(static_cast<size_t>(x.rows() * x.cols()));
+  const TensorView codes(memory.get(), out_t.data.dtype, {x.rows(), x.cols()});
+  encode(x, ScaledView(codes, out_t.scale, Scaling::kTensor), source);
+  transpose_codes(codes, out_t.data);
 }
 
 }  // namespace parka::cpu

@@ -10,7 +10,9 @@ namespace parka::cpu {
 class Matrix {
  public:
   Matrix(int64_t rows, int64_t cols)
-      : rows_(rows), cols_(cols), data_(std::make_unique_for_overwrite<float[]>(static_cast<size_t>(rows * cols))) {}
+      : rows_(rows),
+        cols_(cols),
+        data_(std::make_unique_for_overwrite<float[]>(static_cast<size_t>(rows * cols))) {}
   int64_t rows() const { return rows_; }
   int64_t cols() const { return cols_; }
   float* data() { return data_.get(); }
@@ -30,10 +32,14 @@ void encode_elements(const float* values, int64_t offset, int64_t count, const T
 
 // The values of a matrix, scales applied. Rank-1 tensors count as one row.
 Matrix decode(const ScaledView& x);
+// The same for rows [begin, begin + count) only, into out [count, cols].
+void decode_rows(const ScaledView& x, int64_t begin, int64_t count, float* out);
 // The codes of a matrix as numbers, scales left out.
 Matrix decode_codes(const TensorView& x);
 
 Matrix transposed(const Matrix& x);
+// x_t [C, R] = codes of x [R, C], transposed and otherwise unchanged. One fp8 dtype for both.
+void transpose_codes(const TensorView& x, const TensorView& x_t);
 
 // Rounds x in place to what storing it as `dtype` (fp32 or bf16) and reading it back gives.
 void round_to(DType dtype, Matrix& x);
@@ -42,6 +48,8 @@ enum class ScaleSource { kCompute, kGiven };
 // Stores x in out's format and scaling by the rule of ops/quantize.h. kGiven: a kTensor scale is read, not written.
 // Does nothing when out is empty.
 void encode(const Matrix& x, const ScaledView& out, ScaleSource source = ScaleSource::kCompute);
+// Stores row r of a matrix whose rows do not depend on each other: scaling kNone or kGroup.
+void encode_row(const float* values, int64_t r, const ScaledView& out);
 // Stores x in `out` and its transpose in `out_t`, either of which may be empty.
 void encode_with_transpose(const Matrix& x, const ScaledView& out, const ScaledView& out_t,
                            ScaleSource source = ScaleSource::kCompute);

@@ -18,12 +18,14 @@ struct NormForward {
   NormKind kind;
   float eps;
   TensorView residual;      // [T, C] fp32 or bf16, in
-  TensorView branch;        // [T, C] as residual, in; empty: sum = residual
-  TensorView weight;        // [C] as residual, in; empty for kLayerNorm
+  TensorView branch = {};   // [T, C] as residual, in; empty: sum = residual
+  TensorView weight = {};   // [C] as residual, in; empty for kLayerNorm
   TensorView residual_out;  // [T, C] as residual, out; may be the memory of residual
-  ScaledView x;             // [T, C] fp8 kGroup, out; empty: the norm reads residual_out
+  ScaledView x = {};        // [T, C] fp8 kGroup, out; empty: the norm reads residual_out
   ScaledView y;             // [T, C] fp32, bf16, or fp8 with any scaling, out
-  TensorView mean;          // [T] fp32, out; empty for kRmsNorm
+  ScaledView y_t = {};      // [C, T] fp8, out: y transposed for the weight gradient; empty: not wanted; shares a
+                            // kTensor scale with y, and a kGroup one has its groups along T
+  TensorView mean = {};     // [T] fp32, out; empty for kRmsNorm
   TensorView rstd;          // [T] fp32, out
 };
 // Statistics are taken in fp32 over C elements exactly (two passes: mean first, then squared deviations).
@@ -33,12 +35,12 @@ void norm_forward(Device& device, const NormForward& a);
 // y.scale is read, not computed, so no pass for the maximum is needed.
 struct NormRecompute {
   NormKind kind;
-  ScaledView x;       // [T, C] what the norm read, in
-  TensorView weight;  // [C], in; empty for kLayerNorm
-  TensorView mean;    // [T] fp32, in; empty for kRmsNorm
-  TensorView rstd;    // [T] fp32, in
-  ScaledView y;       // [T, C], out; empty: not wanted. kTensor: y.scale is an input
-  ScaledView y_t;     // [C, T] transposed, out; empty: not wanted. kTensor: y_t.scale is an input
+  ScaledView x;            // [T, C] what the norm read, in
+  TensorView weight = {};  // [C], in; empty for kLayerNorm
+  TensorView mean = {};    // [T] fp32, in; empty for kRmsNorm
+  TensorView rstd;         // [T] fp32, in
+  ScaledView y = {};       // [T, C], out; empty: not wanted. kTensor: y.scale is an input
+  ScaledView y_t = {};     // [C, T] transposed, out; empty: not wanted. kTensor: y_t.scale is an input
 };
 void norm_recompute(Device& device, const NormRecompute& a);
 
@@ -47,16 +49,16 @@ void norm_recompute(Device& device, const NormRecompute& a);
 // The quantization of x is passed straight through (its derivative is taken as 1).
 struct NormBackward {
   NormKind kind;
-  ScaledView x;               // [T, C] what the norm read, in
-  TensorView weight;          // [C], in; empty for kLayerNorm
-  TensorView mean;            // [T] fp32, in; empty for kRmsNorm
-  TensorView rstd;            // [T] fp32, in
-  TensorView d_y;             // [T, C] fp32 or bf16, in
-  TensorView d_residual;      // [T, C] as d_y, in; empty: zero
-  TensorView d_residual_out;  // [T, C] as d_y, out; may be the memory of d_residual or d_y
-  ScaledView d_quantized;     // [T, C] fp8, out: d_residual_out quantized for the next GEMM; empty: not wanted
-  ScaledView d_quantized_t;   // [C, T] fp8, out: the same transposed; empty: not wanted
-  TensorView d_weight;        // [C] fp32 or bf16, in/out; empty for kLayerNorm
+  ScaledView x;                   // [T, C] what the norm read, in
+  TensorView weight = {};         // [C], in; empty for kLayerNorm
+  TensorView mean = {};           // [T] fp32, in; empty for kRmsNorm
+  TensorView rstd;                // [T] fp32, in
+  TensorView d_y;                 // [T, C] fp32 or bf16, in
+  TensorView d_residual = {};     // [T, C] as d_y, in; empty: zero
+  TensorView d_residual_out;      // [T, C] as d_y, out; may be the memory of d_residual or d_y
+  ScaledView d_quantized = {};    // [T, C] fp8, out: d_residual_out quantized for the next GEMM; empty: not wanted
+  ScaledView d_quantized_t = {};  // [C, T] fp8, out: the same transposed; empty: not wanted
+  TensorView d_weight = {};       // [C] fp32 or bf16, in/out; empty for kLayerNorm
 };
 // kTensor outputs share one scale: d_quantized_t.scale must be the memory of d_quantized.scale if both are
 // given. The quantized copies are made from d_residual_out after its rounding.

@@ -12,9 +12,9 @@ class Device;
 // codes; a piece with an infinity decodes to NaN: bad values stay visible to the finite check.
 // A kGroup out_t has its groups along its own rows (the transposed axis), as a K-major GEMM operand needs.
 struct Quantize {
-  ScaledView x;      // [R, C] fp32, bf16 or fp8 (decoded first), in
-  ScaledView out;    // [R, C] fp32, bf16 or fp8, out; empty: not wanted
-  ScaledView out_t;  // [C, R], out; empty: not wanted; shares a kTensor scale with out
+  ScaledView x;           // [R, C] fp32, bf16 or fp8 (decoded first), in
+  ScaledView out = {};    // [R, C] fp32, bf16 or fp8, out; empty: not wanted
+  ScaledView out_t = {};  // [C, R], out; empty: not wanted; shares a kTensor scale with out
   // kTensor only: the scale of out / out_t is an input, from an earlier pass over the same values.
   bool scale_given = false;
 };

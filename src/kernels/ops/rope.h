@@ -1,4 +1,6 @@
 #pragma once
+#include <vector>
+
 #include "core/tensor.h"
 
 namespace parka {
@@ -18,6 +20,7 @@ struct RopeForward {
   // is overwritten with the decoded saved values, so that attention forward and backward see the same numbers.
   ScaledView saved;
 };
+// D is even. `saved` is quantized from the rotated fp32 values, so that each is rounded once.
 void rope_forward(Device& device, const RopeForward& a);
 
 // Turns the gradients of queries and keys back (angle negated), in place, and quantizes the whole buffer.
@@ -29,6 +32,10 @@ struct RopeBackward {
   ScaledView d_quantized;    // [T, ...] fp8, out; empty: not wanted
   ScaledView d_quantized_t;  // [..., T] fp8 transposed, out; empty: not wanted; shares a kTensor scale with d_quantized
 };
+// The quantized copies are made from d_qkv after its rounding.
 void rope_backward(Device& device, const RopeBackward& a);
+
+// The contents of cos_sin, [S, D] row by row. Angles, cosines and sines in double, rounded once to fp32. D is even.
+std::vector<float> rope_table(int64_t sequence_length, int64_t head_dim, double theta);
 
 }  // namespace parka

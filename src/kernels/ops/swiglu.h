@@ -10,21 +10,25 @@ struct SwigluForward {
   ScaledView up_gate;  // [T, 2F] fp32, bf16, or fp8 kGroup, in; a group never spans the two halves (F % group == 0)
   // [T, F] fp8 kGroup, out: silu(gate) as COAT saves it. When given, product is computed from its decoded
   // values. Empty: silu stays in fp32.
-  ScaledView silu;
-  ScaledView product;  // [T, F] fp32, bf16, or fp8, out
+  ScaledView silu = {};
+  ScaledView product;         // [T, F] fp32, bf16, or fp8, out
+  ScaledView product_t = {};  // [F, T] fp8, out: the product transposed for the weight gradient; empty: not wanted;
+                              // shares a kTensor scale with product, and a kGroup one has its groups along T
 };
 void swiglu_forward(Device& device, const SwigluForward& a);
 
 // d_up = d_product * silu(gate);  d_gate = d_product * up * (sig + silu * (1 - sig)),  sig = 1 / (1 + exp(-gate)).
 // Also recomputes the product, transposed, for the weight gradient of the down projection.
 struct SwigluBackward {
-  ScaledView up_gate;    // [T, 2F], in
-  ScaledView silu;       // [T, F] as saved by forward, in; empty if forward saved none. Used wherever silu(gate) stands
-  TensorView d_product;  // [T, F] fp32 or bf16, in; empty: only the product is wanted
-  ScaledView d_up_gate;    // [T, 2F] fp32, bf16 (may be any scaling of fp8), out; empty: not wanted
-  ScaledView d_up_gate_t;  // [2F, T] fp8 transposed, out; empty: not wanted; shares a kTensor scale with d_up_gate
-  ScaledView product;      // [T, F], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
-  ScaledView product_t;    // [F, T], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
+  ScaledView up_gate;  // [T, 2F], in
+  ScaledView silu =
+      {};  // [T, F] as saved by forward, in; empty if forward saved none. Used wherever silu(gate) stands
+  TensorView d_product = {};  // [T, F] fp32 or bf16, in; empty: only the product is wanted
+  ScaledView d_up_gate = {};  // [T, 2F] fp32, bf16 (may be any scaling of fp8), out; empty: not wanted
+  ScaledView d_up_gate_t =
+      {};                   // [2F, T] fp8 transposed, out; empty: not wanted; shares a kTensor scale with d_up_gate
+  ScaledView product = {};  // [T, F], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
+  ScaledView product_t = {};  // [F, T], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
 };
 void swiglu_backward(Device& device, const SwigluBackward& a);
 

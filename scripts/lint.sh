@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Runs clang-tidy, by .clang-tidy, over the sources of src/ that a build folder compiles. Exits 1 on any finding.
+#   scripts/lint.sh [build folder] [part of a path]
+#   scripts/lint.sh                            all of src/, with build/release
+#   scripts/lint.sh build/release src/core/    one library
+set -euo pipefail
+cd "$(dirname "$0")/.."
+build=${1:-build/release}
+part=${2:-}
+
+command -v clang-tidy >/dev/null || { echo "lint.sh: clang-tidy is missing: apt install clang-tidy" >&2; exit 2; }
+if [[ ! -f "$build/compile_commands.json" ]]; then
+  echo "lint.sh: no compile_commands.json in $build: configure it first, cmake --preset release" >&2
+  exit 2
+fi
+
+# A copy of the compile commands without the options that only GCC knows.
+commands=$(mktemp -d)
+trap 'rm -rf "$commands"' EXIT
+sed -E 's/ -m(move|store)-max=[0-9]+//g' "$build/compile_commands.json" > "$commands/compile_commands.json"
+
+mapfile -t files < <(grep -oE '"file": "[^"]+"' "$commands/compile_commands.json" | cut -d'"' -f4 | sort -u |
+  grep -F "$PWD/src/" | grep -F -- "$part" | grep '\.cpp$')
+if [[ ${#files[@]} -eq 0 ]]; then
+  echo "lint.sh: $build compiles no source in $PWD/src/ whose path contains '$part'" >&2
+  exit 2
+fi
+printf '%s\0' "${files[@]}" | xargs -0 -n 1 -P "$(nproc)" clang-tidy -p "$commands" --quiet
+echo "lint.sh: ${#files[@]} files, no findings"

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# From a bare machine to a trained model: installs what is missing, builds, makes token files from real text that every
+# machine with a compiler has (the system's C headers), trains a small OLMo with the COAT recipe for a few minutes, plots
+# the loss and lets the model write some C.
+#   scripts/quickstart.sh [--set KEY=VALUE ...]     extra options go to `parka train`
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+scripts/setup.sh
+cmake --preset release >/dev/null
+cmake --build --preset release --target parka --parallel "$(nproc)"
+
+if [ ! -f data/quickstart/data.json ]; then
+  .venv/bin/python scripts/prepare_data.py /usr/include --include '*.h' --tokenizer bytes --eval-fraction 0.05 \
+    --max-tokens 12000000 --out data/quickstart
+fi
+build/release/parka train configs/quickstart.json "$@"
+.venv/bin/python scripts/plot.py runs/quickstart/metrics.jsonl --out runs/quickstart/loss.png
+echo
+echo "A sample from the model (the first line is the prompt):"
+build/release/parka generate runs/quickstart --prompt '/* Copyright (C) ' --tokens 400 --temperature 0.7 --top-k 40
+echo
+echo "Loss curve: runs/quickstart/loss.png   metrics: runs/quickstart/metrics.jsonl"

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Installs what Parka needs on Debian 12 or Ubuntu 24.04: compiler and libraries from the system's packages, and a
+# Python environment in .venv for the scripts (data preparation, plots). Safe to run again; does nothing that is done.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+packages=(
+  g++ cmake ninja-build ccache git
+  libeigen3-dev libspdlog-dev libfmt-dev nlohmann-json3-dev libcli11-dev libxxhash-dev catch2
+  python3 python3-venv
+)
+
+missing=()
+for package in "${packages[@]}"; do
+  dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || missing+=("$package")
+done
+if [ ${#missing[@]} -gt 0 ]; then
+  sudo=""
+  if [ "$(id -u)" -ne 0 ]; then
+    command -v sudo >/dev/null || { echo "setup.sh: run as root, or install: ${missing[*]}" >&2; exit 2; }
+    sudo=sudo
+  fi
+  echo "setup.sh: installing ${missing[*]}"
+  $sudo apt-get update -qq
+  DEBIAN_FRONTEND=noninteractive $sudo apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+fi
+
+# The distribution's python3, whatever else is first on PATH: it is the one that python3-venv was installed for.
+if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c 'import numpy, matplotlib' 2>/dev/null; then
+  echo "setup.sh: making .venv with numpy and matplotlib"
+  /usr/bin/python3 -m venv .venv
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r scripts/requirements.txt
+fi

@@ -1,0 +1,70 @@
+#pragma once
+#include <array>
+#include <cstdint>
+#include <string_view>
+
+#include "core/dtype.h"
+#include "core/error.h"
+
+// What config structs (model/model_config.h, optim/optimizer_config.h, engine/config.h) are written with.
+//
+// A config struct lists its fields once, in `fields`: a visitor is called as
+//   visit("key", member, "help", limit)
+// where the limit says which values the field admits. Parsing, the check for unknown keys, the resolved print-out,
+// the schema and the documentation are all made from that list (engine/config_table.h), so that no field can be
+// known to one of them only.
+namespace parka {
+
+// The largest integer that every JSON reader keeps exactly, 2^53.
+inline constexpr int64_t kMaxExactInteger = int64_t{1} << 53;
+// Dimensions and token ids fit in 31 bits, so that a product of two fits in an int64.
+inline constexpr int64_t kMaxDimension = (int64_t{1} << 31) - 1;
+
+// An integer field admits min..max.
+struct IntegerRange {
+  int64_t min = 0;
+  int64_t max = kMaxExactInteger;
+};
+
+// A real field admits min..max, or min <= x < max. The defaults are limits of sense, inside those of fp32.
+struct RealRange {
+  double min = 0.0;
+  double max = 1e30;
+  bool max_excluded = false;
+};
+
+// A field admits only these values.
+template <typename T, size_t N>
+struct OneOf {
+  std::array<T, N> values;
+};
+template <typename T, typename... Rest>
+constexpr OneOf<T, 1 + sizeof...(Rest)> one_of(T first, Rest... rest) {
+  return {{first, T{rest}...}};
+}
+
+// The names of an enum's values in a config: specialised beside each enum that a config holds, as
+//   template <> struct EnumNames<Color> { static constexpr EnumName<Color> kAll[] = {{Color::kRed, "red"}, ...}; };
+template <typename E>
+struct EnumName {
+  E value;
+  std::string_view name;
+};
+template <typename E>
+struct EnumNames;
+
+template <typename E>
+concept NamedEnum = requires {
+  EnumNames<E>::kAll;
+};
+
+// The name of a value. Throws Error(kInternal) for a value that is not in the enum.
+template <NamedEnum E>
+std::string_view name_of(E value) {
+  for (const EnumName<E>& entry : EnumNames<E>::kAll) {
+    if (entry.value == value) return entry.name;
+  }
+  throw_internal("{} is not a value of its enum", static_cast<int>(value));
+}
+
+}  // namespace parka

@@ -1,0 +1,114 @@
+#include "data/batch_loader.h"
+
+#include <chrono>
+#include <utility>
+
+#include "core/error.h"
+
+namespace parka {
+namespace {
+
+void check_options(const BatchLoaderOptions& o) {
+  PARKA_REQUIRE(o.world_size > 0 && o.rank >= 0 && o.rank < o.world_size);
+  // Divided step by step, because the product of two large numbers from a config may overflow.
+  const bool fits = o.global_batch > 0 && o.micro_batch > 0 && o.global_batch % o.world_size == 0 &&
+                    o.global_batch / o.world_size % o.micro_batch == 0;
+  if (!fits) {
+    throw_bad_input(
+        "training.global_batch_size {} is not a positive multiple of training.micro_batch_size {} x {} ranks; "
+        "change one",
+        o.global_batch, o.micro_batch, o.world_size);
+  }
+  if (o.prefetch < 1) throw_bad_input("data.prefetch_batches is {}; give at least 1", o.prefetch);
+}
+
+}  // namespace
+
+BatchLoader::BatchLoader(const TokenFiles& files, const BatchLoaderOptions& options)
+    : files_(files), options_(options), order_(files.num_sequences(), options.seed, options.shuffle) {
+  check_options(options_);
+  order_.batch_start(options_.start, options_.global_batch);  // throws here rather than in the thread
+  thread_ = std::thread([this] { read_ahead(); });
+}
+
+BatchLoader::~BatchLoader() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+MicroBatch BatchLoader::next() {
+  std::unique_lock lock(mutex_);
+  const auto available = [this] { return !ready_.empty() || error_; };
+  if (!available()) {
+    const auto begin = std::chrono::steady_clock::now();
+    changed_.wait(lock, available);
+    wait_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  }
+  if (ready_.empty()) std::rethrow_exception(error_);
+  MicroBatch batch = std::move(ready_.front());
+  ready_.pop_front();
+  lock.unlock();
+  changed_.notify_all();
+  return batch;
+}
+
+void BatchLoader::read_ahead() {
+  try {
+    read_epochs();
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    error_ = std::current_exception();
+    changed_.notify_all();
+  }
+}
+
+void BatchLoader::read_epochs() {
+  const int64_t num_micro_batches = options_.global_batch / (options_.micro_batch * options_.world_size);
+  std::vector<uint32_t> order;
+  int64_t order_epoch = -1;
+  DataPosition position = options_.start;
+  while (true) {
+    position = order_.batch_start(position, options_.global_batch);
+    if (position.epoch != order_epoch) {
+      order = std::vector<uint32_t>();  // freed first: two orders of a large corpus are gigabytes
+      order = order_.epoch(position.epoch);
+      order_epoch = position.epoch;
+    }
+    for (int64_t i = 0; i < num_micro_batches; ++i) {
+      MicroBatch batch = read_micro_batch(order, position, i);
+      if (i + 1 == num_micro_batches) position.consumed += options_.global_batch;
+      batch.after = position;
+      if (!push(std::move(batch))) return;
+    }
+  }
+}
+
+MicroBatch BatchLoader::read_micro_batch(const std::vector<uint32_t>& order, DataPosition batch_start,
+                                         int64_t index) const {
+  const int64_t S = files_.sequence_length();
+  MicroBatch batch;
+  batch.tokens.resize(static_cast<size_t>(options_.micro_batch * S));
+  for (int64_t row = 0; row < options_.micro_batch; ++row) {
+    const int64_t nth_of_rank = index * options_.micro_batch + row;
+    const int64_t entry = batch_start.consumed + options_.rank + nth_of_rank * options_.world_size;
+    files_.read(order[static_cast<size_t>(entry)], batch.tokens.data() + row * S);
+  }
+  return batch;
+}
+
+bool BatchLoader::push(MicroBatch batch) {
+  std::unique_lock lock(mutex_);
+  const auto has_room = [this] { return static_cast<int64_t>(ready_.size()) < options_.prefetch || stopping_; };
+  changed_.wait(lock, has_room);
+  if (stopping_) return false;
+  ready_.push_back(std::move(batch));
+  lock.unlock();
+  changed_.notify_all();
+  return true;
+}
+
+}  // namespace parka

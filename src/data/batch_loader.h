@@ -1,0 +1,75 @@
+#pragma once
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "data/sample_order.h"
+#include "data/token_files.h"
+
+namespace parka {
+
+struct BatchLoaderOptions {
+  int64_t seed = 0;  // of the data order
+  bool shuffle = true;
+  int64_t global_batch = 1;  // sequences per step over all ranks: a multiple of world_size * micro_batch
+  int64_t micro_batch = 1;   // sequences per MicroBatch
+  int64_t rank = 0;
+  int64_t world_size = 1;
+  int64_t prefetch = 1;  // micro-batches kept ready
+  // Any position, also one that is not a multiple of global_batch: a run may change its batch size on resuming.
+  DataPosition start = {};
+};
+
+struct MicroBatch {
+  std::vector<int32_t> tokens;  // [micro_batch, S]
+  // Where to resume if the run stops after this micro-batch: for the last one of a global batch the position past
+  // that batch, for the others the position at which the batch starts (an unfinished step is done again).
+  DataPosition after;
+};
+
+// Reads one rank's micro-batches ahead of the training loop, in a thread of its own and in a fixed order: each
+// global batch of SampleOrder in turn, epoch after epoch, this rank's sequences of it cut into consecutive
+// micro-batches. One thread may use a loader; `files` must outlive it.
+class BatchLoader {
+ public:
+  // Throws Error(kBadInput) if the batch sizes do not divide, the data is smaller than one global batch, or `start`
+  // lies outside of the data.
+  BatchLoader(const TokenFiles& files, const BatchLoaderOptions& options);
+  // Stops the thread whatever it is doing: it ends after the micro-batch or the shuffle that it is at.
+  ~BatchLoader();
+  BatchLoader(const BatchLoader&) = delete;
+  BatchLoader& operator=(const BatchLoader&) = delete;
+
+  // The next micro-batch; waits for it if need be. A failed read is thrown by the call that would have returned
+  // that micro-batch, and by every call after it.
+  MicroBatch next();
+
+  // Seconds that all calls of next() so far spent waiting: what reading the data costs the training loop.
+  double wait_seconds() const { return wait_seconds_; }
+
+ private:
+  void read_ahead();
+  void read_epochs();
+  MicroBatch read_micro_batch(const std::vector<uint32_t>& order, DataPosition batch_start, int64_t index) const;
+  // Waits for room in the queue. Returns false if the loader is being destroyed.
+  bool push(MicroBatch batch);
+
+  const TokenFiles& files_;
+  const BatchLoaderOptions options_;
+  const SampleOrder order_;
+  double wait_seconds_ = 0;
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  std::deque<MicroBatch> ready_;
+  std::exception_ptr error_;  // set once, when the thread has ended because of it
+  bool stopping_ = false;
+
+  std::thread thread_;
+};
+
+}  // namespace parka

@@ -1,0 +1,75 @@
+#include "data/read_only_file.h"
+
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "core/error.h"
+
+namespace parka {
+namespace {
+
+std::string describe_errno(int error) { return std::generic_category().message(error); }
+
+// Returns whether more files can be open than before.
+bool raise_open_file_limit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return false;
+  limit.rlim_cur = limit.rlim_max;
+  return setrlimit(RLIMIT_NOFILE, &limit) == 0;
+}
+
+int open_for_reading(const std::string& path) {
+  constexpr int kFlags = O_RDONLY | O_CLOEXEC;
+  const int descriptor = open(path.c_str(), kFlags);
+  if (descriptor >= 0 || errno != EMFILE || !raise_open_file_limit()) return descriptor;
+  return open(path.c_str(), kFlags);
+}
+
+}  // namespace
+
+ReadOnlyFile::ReadOnlyFile(std::string path) : path_(std::move(path)) {
+  struct stat status {};
+  // Asked before the file is opened, because opening a named pipe would wait for a writer.
+  if (stat(path_.c_str(), &status) != 0) {
+    if (errno == ENOENT) throw_bad_input("{}: no such file; check the paths in the config's data section", path_);
+    throw_bad_input("{}: cannot be opened ({}); check its path and permissions", path_, describe_errno(errno));
+  }
+  if (S_ISDIR(status.st_mode)) throw_bad_input("{}: is a directory; list the token files in it instead", path_);
+  if (!S_ISREG(status.st_mode)) throw_bad_input("{}: is not a regular file; copy the tokens into one", path_);
+  descriptor_ = open_for_reading(path_);
+  if (descriptor_ < 0) {
+    if (errno == EMFILE)
+      throw_bad_input("{}: too many open files; raise the limit (ulimit -n) or merge files", path_);
+    throw_bad_input("{}: cannot be opened ({}); check its path and permissions", path_, describe_errno(errno));
+  }
+  size_ = status.st_size;
+}
+
+ReadOnlyFile::~ReadOnlyFile() {
+  if (descriptor_ >= 0) close(descriptor_);
+}
+
+ReadOnlyFile::ReadOnlyFile(ReadOnlyFile&& other) noexcept
+    : path_(std::move(other.path_)), size_(other.size_), descriptor_(std::exchange(other.descriptor_, -1)) {}
+
+void ReadOnlyFile::read(int64_t offset, std::span<std::byte> out) const {
+  while (!out.empty()) {
+    const ssize_t count = pread(descriptor_, out.data(), out.size(), offset);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) throw_io("{}: cannot be read at byte {} ({})", path_, offset, describe_errno(errno));
+    if (count == 0) {
+      throw_io("{}: ends at byte {} but had {} bytes when it was opened; do not change data files during a run",
+               path_, offset, size_);
+    }
+    out = out.subspan(static_cast<size_t>(count));
+    offset += count;
+  }
+}
+
+}  // namespace parka

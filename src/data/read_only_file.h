@@ -1,0 +1,38 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+namespace parka {
+
+// An open regular file that is read at given offsets.
+//
+// pread, not mmap: a mapped file that shrinks, or a file server that goes away, kills the process with SIGBUS; here
+// it is an Error that names the file. A training batch is a few scattered reads of some KiB, so mapping saves
+// nothing.
+class ReadOnlyFile {
+ public:
+  // Throws Error(kBadInput) if the path is missing, is not a regular file or may not be read. Where the process has
+  // used up its soft limit of open files, raises that to the hard limit: corpora of thousands of files are common.
+  explicit ReadOnlyFile(std::string path);
+  ~ReadOnlyFile();
+  ReadOnlyFile(ReadOnlyFile&& other) noexcept;
+  ReadOnlyFile& operator=(ReadOnlyFile&&) = delete;
+  ReadOnlyFile(const ReadOnlyFile&) = delete;
+  ReadOnlyFile& operator=(const ReadOnlyFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  int64_t size() const { return size_; }  // bytes, when the file was opened
+
+  // Fills `out` from byte `offset` on. Threads may read at the same time. Throws Error(kIo) if the file has become
+  // shorter or cannot be read any more.
+  void read(int64_t offset, std::span<std::byte> out) const;
+
+ private:
+  std::string path_;
+  int64_t size_ = 0;
+  int descriptor_ = -1;
+};
+
+}  // namespace parka

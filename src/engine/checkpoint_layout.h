@@ -1,0 +1,63 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "engine/checkpoint.h"
+
+// What a run folder looks like on disk, shared by the code that saves and the code that loads:
+//   step_00000100/            a complete checkpoint
+//     shard_0.safetensors     tensors, split at a size
+//     manifest.json           everything else, and a checksum of every file, of itself too
+//   step_00000200.tmp/        being written, or left by a run that died: never loaded
+//   step_00000100.old/        complete; displaced while step 100 is saved again, loaded where its successor is
+//   missing step_00000100.delete/     being removed: never loaded
+namespace parka {
+
+inline constexpr std::string_view kManifestName = "manifest.json";
+
+enum class StepFolderKind : uint8_t { kComplete, kTemporary, kDisplaced, kDiscarded };
+
+struct StepFolder {
+  int64_t step = 0;
+  StepFolderKind kind = StepFolderKind::kComplete;
+};
+
+std::string step_folder_name(StepFolder folder);
+// The inverse; nullopt for a name that Parka does not give.
+std::optional<StepFolder> parse_step_folder_name(std::string_view name);
+std::string step_folder_path(const std::string& run_folder, int64_t step,
+                             StepFolderKind kind = StepFolderKind::kComplete);
+// All of them in a run folder, newest first. A missing run folder is empty; a file in its place is kBadInput.
+std::vector<StepFolder> list_step_folders(const std::string& run_folder);
+
+std::string shard_name(size_t index);
+
+struct Manifest {
+  struct File {
+    std::string name;  // in the checkpoint's folder
+    int64_t num_bytes = 0;
+    std::string checksum;  // Checksum::hex()
+  };
+
+  int64_t step = 0;
+  nlohmann::json state;
+  std::vector<File> files;
+  int64_t num_tensors = 0;
+};
+
+// The text of manifest.json. Its last line is a checksum of all text before it, and everything after that is fixed,
+// so that any changed byte shows.
+std::string encode_manifest(const Manifest& manifest);
+// Throws Error(kBadInput), whose message begins with `where`, unless `text` is what encode_manifest wrote.
+Manifest parse_manifest(std::string_view text, std::string_view where);
+
+// Reads a checkpoint's manifest and checks that its files are there with the sizes that it says: what can be known
+// without reading the tensors.
+Manifest read_manifest(const std::string& checkpoint_path);
+
+}  // namespace parka

@@ -1,0 +1,45 @@
+#pragma once
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "engine/checkpoint.h"
+
+namespace parka {
+
+// Saves checkpoints from a background thread while training goes on. To be used from one thread; the observer and
+// the report of `options` are called from the background thread.
+class CheckpointSaver {
+ public:
+  CheckpointSaver(std::string folder, SaveOptions options);
+  // Waits for the save under way. An error that nobody has seen yet goes to options.report.
+  ~CheckpointSaver();
+  CheckpointSaver(const CheckpointSaver&) = delete;
+  CheckpointSaver& operator=(const CheckpointSaver&) = delete;
+
+  // Hands `contents` over; its memory is free again once it is saved. Waits for the previous save first, so that
+  // there is never more than one copy in memory that waits. Throws the previous save's error, if it had one; then
+  // `contents` is not saved.
+  void save(CheckpointContents contents);
+  // Returns when nothing is left to save. Throws the error of the last save, if it had one, once.
+  void wait();
+
+ private:
+  void work();
+  void wait_until_idle(std::unique_lock<std::mutex>& lock);
+
+  const std::string folder_;
+  const SaveOptions options_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::optional<CheckpointContents> next_;  // handed over, not yet taken by the thread
+  bool saving_ = false;
+  bool stopping_ = false;
+  std::exception_ptr failure_;
+  std::thread thread_;  // last: it uses everything above
+};
+
+}  // namespace parka

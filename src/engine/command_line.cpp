@@ -1,0 +1,157 @@
+#include <CLI/CLI.hpp>
+
+#include <cstdio>
+
+#include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
+
+#include "core/error.h"
+#include "core/parallel.h"
+#include "engine/commands.h"
+
+namespace parka {
+namespace {
+
+constexpr const char* kFooter =
+    "\nExit codes: 0 done; 1 defect of Parka; 2 bad input (config, data, checkpoint, command line);\n"
+    "3 loss or gradients not finite; 4 reading or writing failed (disk full, ...).\n"
+    "Documentation: README.md and docs/.";
+
+void add_config_options(CLI::App& command, std::string& path, std::vector<std::string>& overrides) {
+  command.add_option("config", path, "The run's JSON config, e.g. configs/quickstart.json")->required();
+  command.add_option("--set", overrides, "Override a key: --set optimizer.lr=1e-3 (may be repeated)")
+      ->type_name("KEY=VALUE")
+      ->allow_extra_args(false);
+}
+
+void add_train(CLI::App& app, TrainOptions& options, std::string& drill) {
+  CLI::App& command = *app.add_subcommand(
+      "train", "Train a model. Resumes from the newest good checkpoint in checkpoint.folder if there is one.");
+  add_config_options(command, options.config_path, options.overrides);
+  command.add_flag("--fresh", options.fresh, "Fail instead of resuming when checkpoint.folder already has checkpoints");
+  command.add_option("--drill-kill-in-save", drill,
+                     "Fault drill: SIGKILL this process at the POINT-th file operation of saving step STEP, to prove that "
+                     "the run survives it (docs/testing.md)")
+      ->type_name("STEP:POINT");
+}
+
+void add_plan(CLI::App& app, PlanOptions& options) {
+  CLI::App& command = *app.add_subcommand(
+      "plan", "Print the memory a run needs on each GPU, without a GPU, and what would make it fit.");
+  add_config_options(command, options.config_path, options.overrides);
+  command.add_option("--gpus", options.num_gpus, "Number of GPUs")->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+  command.add_option("--memory-limit", options.memory_limit_gb, "Memory of one GPU in GB (1e9 bytes)")->check(CLI::PositiveNumber);
+  command.add_flag("--json", options.json, "Print JSON");
+}
+
+void add_eval(CLI::App& app, EvalOptions& options) {
+  CLI::App& command = *app.add_subcommand("eval", "Mean loss and perplexity of a checkpoint on token files.");
+  command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder for its newest one")->required();
+  command.add_option("--data", options.data, "Token files; without it the config's data.eval");
+  command.add_option("--set", options.overrides, "Override a key of the checkpoint's config, e.g. precision.eval=bf16")
+      ->type_name("KEY=VALUE")
+      ->allow_extra_args(false);
+  command.add_option("--max-sequences", options.max_sequences, "Sequences to evaluate; 0 is all")->check(CLI::NonNegativeNumber);
+  command.add_flag("--json", options.json, "Print JSON");
+}
+
+void add_generate(CLI::App& app, GenerateOptions& options) {
+  CLI::App& command = *app.add_subcommand("generate", "Sample a continuation of a prompt from a checkpoint.");
+  command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder for its newest one")->required();
+  command.add_option("--prompt", options.prompt, "Prompt text, for models trained on bytes");
+  command.add_option("--prompt-tokens", options.prompt_tokens, "Prompt as comma-separated token ids, for any model")->delimiter(',');
+  command.add_option("--tokens", options.num_tokens, "Tokens to generate")->check(CLI::NonNegativeNumber);
+  command.add_option("--temperature", options.temperature, "Divides the logits; 0 always takes the likeliest token")->check(CLI::NonNegativeNumber);
+  command.add_option("--top-k", options.top_k, "Sample among the k likeliest tokens; 0 is all")->check(CLI::NonNegativeNumber);
+  command.add_option("--seed", options.seed, "Seed of the sampling")->check(CLI::NonNegativeNumber);
+}
+
+void add_config(CLI::App& app, ConfigOptions& options) {
+  CLI::App& command = *app.add_subcommand("config", "Check a config, print it resolved, or print all there is to set.");
+  command.require_subcommand(1);
+  using Action = ConfigOptions::Action;
+  const auto add = [&](const char* name, const char* help, Action action, bool takes_config) {
+    CLI::App& sub = *command.add_subcommand(name, help);
+    if (takes_config) add_config_options(sub, options.config_path, options.overrides);
+    sub.callback([&options, action] { options.action = action; });
+  };
+  add("check", "Say whether a config is valid", Action::kCheck, true);
+  add("show", "Print a config with every key resolved", Action::kShow, true);
+  add("schema", "Print the JSON Schema of config files", Action::kSchema, false);
+  add("reference", "Print docs/config.md", Action::kReference, false);
+}
+
+// "STEP:POINT" as two positive numbers.
+void parse_drill(const std::string& text, TrainOptions& options) {
+  if (text.empty()) return;
+  char end = 0;
+  long long step = 0, point = 0;
+  if (std::sscanf(text.c_str(), "%lld:%lld%c", &step, &point, &end) != 2 || step < 1 || point < 1) {
+    throw_bad_input("--drill-kill-in-save: expected STEP:POINT, two numbers from 1, got \"{}\"", text);
+  }
+  options.drill_step = step;
+  options.drill_point = point;
+}
+
+int parse_and_run(int argc, char** argv) {
+  CLI::App app("Parka trains OLMo- and Llama-style language models with FP8 optimizer states and activations.", "parka");
+  app.set_version_flag("--version", "parka " PARKA_VERSION);
+  app.require_subcommand(1);
+  app.footer(kFooter);
+  int threads = 0;
+  app.add_option("--threads", threads, "CPU threads; 0 is all cores")->check(CLI::Range(0, 4096));
+
+  TrainOptions train;
+  PlanOptions plan;
+  EvalOptions eval;
+  GenerateOptions generate;
+  ConfigOptions config;
+  std::string drill;
+  add_train(app, train, drill);
+  add_plan(app, plan);
+  add_eval(app, eval);
+  add_generate(app, generate);
+  add_config(app, config);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) return app.exit(error);  // --help, --version
+    throw_bad_input("command line: {}; see parka --help", error.what());
+  }
+  set_num_threads(threads);
+  parse_drill(drill, train);
+  if (app.got_subcommand("train")) return run_train(train);
+  if (app.got_subcommand("plan")) return run_plan(plan);
+  if (app.got_subcommand("eval")) return run_eval(eval);
+  if (app.got_subcommand("generate")) return run_generate(generate);
+  return run_config(config);
+}
+
+// An error message may quote what the user wrote: keep it on one line.
+std::string one_line(std::string text) {
+  for (char& c : text) {
+    if (c == '\n' || c == '\r') c = ' ';
+  }
+  return text;
+}
+
+}  // namespace
+
+int run_command_line(int argc, char** argv) {
+  spdlog::set_default_logger(spdlog::stderr_logger_mt("parka"));
+  spdlog::set_pattern("%H:%M:%S %v");
+  try {
+    return parse_and_run(argc, argv);
+  } catch (const Error& error) {
+    std::fprintf(stderr, "parka: error: %s\n", one_line(error.what()).c_str());
+    return static_cast<int>(error.code());
+  } catch (const std::bad_alloc&) {
+    std::fprintf(stderr, "parka: error: out of memory; try a smaller training.micro_batch_size\n");
+    return static_cast<int>(ExitCode::kBadInput);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "parka: internal error: %s\n", one_line(error.what()).c_str());
+    return static_cast<int>(ExitCode::kInternal);
+  }
+}
+
+}  // namespace parka

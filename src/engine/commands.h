@@ -1,0 +1,59 @@
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+// What `parka <command>` does, one function each. They print to standard output, log to standard error, return the
+// exit code or throw Error.
+namespace parka {
+
+struct TrainOptions {
+  std::string config_path;
+  std::vector<std::string> overrides;
+  bool fresh = false;                // refuse to start where checkpoints exist
+  int64_t drill_step = 0;            // fault drill: SIGKILL while the checkpoint of this step is written...
+  int64_t drill_point = 0;           // ...at this file-system operation, counted from 1; see docs/testing.md
+};
+int run_train(const TrainOptions& options);
+
+struct PlanOptions {
+  std::string config_path;
+  std::vector<std::string> overrides;
+  int64_t num_gpus = 1;
+  double memory_limit_gb = 80.0;  // 1e9 bytes per GPU
+  bool json = false;
+};
+int run_plan(const PlanOptions& options);
+
+struct EvalOptions {
+  std::string checkpoint;          // a checkpoint, or a run folder: its newest
+  std::vector<std::string> data;   // token files; empty: the config's data.eval
+  std::vector<std::string> overrides;
+  int64_t max_sequences = 0;
+  bool json = false;
+};
+int run_eval(const EvalOptions& options);
+
+struct GenerateOptions {
+  std::string checkpoint;
+  std::string prompt;                  // text, for models of bytes
+  std::vector<int32_t> prompt_tokens;  // token ids, for any model
+  int64_t num_tokens = 200;
+  double temperature = 0.8;  // 0: always the likeliest token
+  int64_t top_k = 0;         // 0: all
+  int64_t seed = 0;
+};
+int run_generate(const GenerateOptions& options);
+
+struct ConfigOptions {
+  enum class Action { kCheck, kShow, kSchema, kReference };
+  Action action = Action::kCheck;
+  std::string config_path;
+  std::vector<std::string> overrides;
+};
+int run_config(const ConfigOptions& options);
+
+// Parses the command line and runs the command; the exit code of the process. Prints every error as one line.
+int run_command_line(int argc, char** argv);
+
+}  // namespace parka

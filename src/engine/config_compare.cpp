@@ -1,0 +1,105 @@
+#include <algorithm>
+#include <filesystem>
+#include <string_view>
+
+#include <fmt/format.h>
+
+#include "engine/config_io.h"
+#include "engine/config_table.h"
+#include "engine/file_io.h"
+
+namespace parka {
+namespace {
+
+// Keys and sections (with a dot at the end) that change nothing about the numbers.
+constexpr std::string_view kNotHashed[] = {
+    "precision.recipe",  // what it implies is hashed
+    "precision.save_norm_output",
+    "precision.save_product",
+    "precision.recompute",
+    "precision.eval",
+    "data.eval",
+    "data.prefetch_batches",
+    "training.steps",
+    "training.eval_interval",
+    "training.eval_sequences",
+    "training.non_finite",
+    "training.max_skipped_steps",
+    "training.log_interval",
+    "checkpoint.",
+    "distributed.",
+};
+
+// Keys and sections that decide what a checkpoint holds and what its data position means...
+constexpr std::string_view kFixedOnResume[] = {
+    "model.",
+    "precision.compute",
+    "optimizer.states",
+    "optimizer.exp_avg_format",
+    "optimizer.exp_avg_sq_format",
+    "optimizer.master",
+    "data.train",
+    "data.token_dtype",
+    "data.sequence_length",
+    "data.seed",
+    "data.shuffle",
+    "training.global_batch_size",
+};
+// ... but for these: the weights have been initialised.
+constexpr std::string_view kFreeOnResume[] = {"model.init", "model.init_std"};
+
+template <size_t N>
+bool is_listed(const std::string& path, const std::string_view (&list)[N]) {
+  return std::any_of(std::begin(list), std::end(list), [&](std::string_view entry) {
+    return entry.ends_with('.') ? path.starts_with(entry) : path == entry;
+  });
+}
+
+// The same run written in one way only: defaults that stand for another key filled in, keys without effect set to
+// their defaults, and files by name, since a data set may move between folders.
+Config canonical(const Config& config) {
+  const Config defaults;
+  Config c = config;
+  c.model.num_kv_heads = c.model.kv_heads();
+  if (c.model.init != InitKind::kNormal) c.model.init_std = defaults.model.init_std;
+  if (!is_float8(c.optimizer.states)) {
+    c.optimizer.exp_avg_format = defaults.optimizer.exp_avg_format;
+    c.optimizer.exp_avg_sq_format = defaults.optimizer.exp_avg_sq_format;
+  }
+  for (std::string& file : c.data.train) file = std::filesystem::path(file).filename().string();
+  return c;
+}
+
+}  // namespace
+
+std::string config_hash(const Config& config) {
+  Config c = canonical(config);
+  nlohmann::json hashed;  // sorts by key, so that the order of fields in the structs does not matter
+  for (const ConfigField& field : make_config_table(c).fields) {
+    if (!is_listed(field.path, kNotHashed)) hashed[field.path] = get_field(field);
+  }
+  Checksum checksum;
+  checksum.update(as_bytes(hashed.dump()));
+  return checksum.hex();
+}
+
+ResumeDifferences resume_differences(const Config& saved, const Config& now) {
+  Config given[2] = {saved, now};
+  Config meant[2] = {canonical(saved), canonical(now)};
+  const ConfigTable given_saved = make_config_table(given[0]), given_now = make_config_table(given[1]);
+  const ConfigTable meant_saved = make_config_table(meant[0]), meant_now = make_config_table(meant[1]);
+
+  ResumeDifferences differences;
+  for (size_t i = 0; i < given_saved.fields.size(); ++i) {
+    const auto old_value = get_field(given_saved.fields[i]), new_value = get_field(given_now.fields[i]);
+    if (old_value == new_value) continue;
+    const std::string& path = given_saved.fields[i].path;
+    const bool fixed = is_listed(path, kFixedOnResume) && !is_listed(path, kFreeOnResume);
+    const bool same_meaning = get_field(meant_saved.fields[i]) == get_field(meant_now.fields[i]);
+    std::vector<std::string>& list = fixed && !same_meaning ? differences.refused : differences.allowed;
+    list.push_back(fmt::format("{}: {} in the checkpoint, {} now", path, old_value.dump(), new_value.dump()));
+  }
+  return differences;
+}
+
+}  // namespace parka

@@ -1,0 +1,25 @@
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "data/token_files.h"
+#include "kernels/device.h"
+#include "model/model.h"
+
+namespace parka {
+
+// Next-token targets of `sequences` rows of `tokens` [sequences, S]: targets[s, i] = tokens[s, i + 1], and kIgnoreTarget
+// at the last position, whose next token is not in the sequence.
+std::vector<int32_t> next_token_targets(const std::vector<int32_t>& tokens, int64_t sequence_length);
+
+struct EvaluationResult {
+  double loss = 0;  // mean cross-entropy over all targets, nats per token
+  int64_t num_targets = 0;
+  int64_t num_sequences = 0;
+};
+
+// Mean loss over the first `max_sequences` sequences of `files` (0: all), `micro_batch` at a time.
+EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& files, int64_t micro_batch,
+                               int64_t max_sequences);
+
+}  // namespace parka

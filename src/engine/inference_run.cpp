@@ -1,0 +1,47 @@
+#include "engine/inference_run.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <unordered_map>
+
+#include <spdlog/spdlog.h>
+
+#include "engine/config_io.h"
+
+namespace parka {
+
+LoadedCheckpoint open_checkpoint(const std::string& path) {
+  if (std::filesystem::exists(path + "/manifest.json")) return load_checkpoint(path);
+  if (!std::filesystem::is_directory(path)) throw_bad_input("{}: no such checkpoint or run folder", path);
+  auto newest = load_newest(path, [](const std::string& message) { spdlog::warn("{}", message); });
+  if (!newest) throw_bad_input("{}: holds no checkpoint (looked for step_*/manifest.json)", path);
+  return std::move(*newest);
+}
+
+InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides,
+                           int64_t micro_batch)
+    : config_(override_config(checkpoint.state().at("config"), overrides, checkpoint.path())),
+      model_(config_.model, config_.precision, config_.optimizer.decay_embeddings,
+             {micro_batch, config_.data.sequence_length}, config_.training.logits_chunk_tokens, Model::Use::kInference,
+             plan_) {
+  plan_.finish();
+  arena_ = std::make_unique<Arena>(device, plan_);
+  model_.bind(device, *arena_);
+  std::unordered_map<std::string, TensorView> wanted;
+  for (size_t i = 0; i < model_.weights().size(); ++i) wanted.emplace(model_.parameters().all[i].name, model_.weights()[i]);
+  checkpoint.for_each_tensor([&](const SafetensorsEntry& entry, ByteSpan bytes) {
+    const auto found = wanted.find(entry.name);
+    if (found == wanted.end()) return;  // masters and moments
+    const TensorView& view = found->second;
+    const bool same_shape = std::equal(entry.shape.begin(), entry.shape.end(), view.dim.begin(), view.dim.begin() + view.rank);
+    if (entry.dtype != view.dtype || !same_shape) {
+      throw_bad_input("{}: {} does not fit its config, which wants {}", checkpoint.path(), entry.name, describe(view));
+    }
+    device.copy_to_device(view.data, bytes.data(), view.bytes());
+    wanted.erase(found);
+  });
+  if (!wanted.empty()) throw_bad_input("{}: lacks the weight {}", checkpoint.path(), wanted.begin()->first);
+  model_.weights_changed(device);
+}
+
+}  // namespace parka

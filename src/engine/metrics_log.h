@@ -1,0 +1,35 @@
+#pragma once
+#include <cstdint>
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include "engine/file_io.h"
+
+namespace parka {
+
+// The metrics of a run: a text file to which one JSON object per line is added (JSON Lines). A record that
+// describes a training step has an integer field "step".
+class MetricsLog {
+ public:
+  // Opens the file for adding, creates it where there is none. Throws Error(kBadInput) or Error(kIo).
+  explicit MetricsLog(std::string path);
+
+  // Adds one line and hands it to the system before it returns, so that a kill of this process loses nothing. NaN
+  // and infinities become null. Throws Error(kIo); the file then still ends with a whole line.
+  void write(const nlohmann::ordered_json& record);
+
+  struct Removed {
+    int64_t later = 0;       // records of a later step
+    int64_t unreadable = 0;  // lines that are not a JSON object: torn by a crash
+  };
+  // For a run that resumes after `step`: takes out what the dead run wrote after that step, in one atomic
+  // replacement. All other lines stay as they are, byte for byte. A missing file is fine.
+  static Removed truncate_after(const std::string& path, int64_t step);
+
+ private:
+  std::string path_;
+  FileDescriptor file_;
+};
+
+}  // namespace parka

@@ -1,0 +1,60 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/dtype.h"
+#include "engine/file_io.h"
+
+// The safetensors format (github.com/huggingface/safetensors, "Format"): the length of the header as 8
+// little-endian bytes; the header, a JSON object {"name": {"dtype", "shape", "data_offsets": [begin, end]}, ...};
+// the tensors' bytes, row-major and little-endian, back to back. Dtypes F32, BF16, F8_E4M3, F8_E5M2, I32, U16, U8.
+namespace parka {
+
+// A tensor in host memory.
+struct HostTensor {
+  std::string name;
+  DType dtype = DType::kF32;
+  std::vector<int64_t> shape;
+  std::vector<std::byte> bytes;  // row-major; as many as dtype and shape say
+};
+
+// A tensor in a safetensors file.
+struct SafetensorsEntry {
+  std::string name;
+  DType dtype = DType::kF32;
+  std::vector<int64_t> shape;
+  int64_t offset = 0;     // of its first byte, from the start of the file
+  int64_t num_bytes = 0;  // size_of(dtype) times the product of shape
+};
+
+struct SafetensorsHeader {
+  std::vector<SafetensorsEntry> tensors;        // in the order of their bytes in the file
+  std::map<std::string, std::string> metadata;  // "__metadata__": free text by the writer
+  int64_t num_bytes = 0;                        // of length and header; the tensors' bytes come next
+};
+
+// Text free for the writer to use; transformers wants {"format": "pt"}.
+using SafetensorsMetadata = std::map<std::string, std::string>;
+using ByteSink = std::function<void(ByteSpan)>;
+
+// Passes a whole file to `sink` in pieces: the header, then each tensor's bytes. Tensors with larger elements come
+// first, otherwise in the given order, so that every tensor in the file is aligned to its element size. Throws
+// Error(kInternal), before the first piece, when names repeat or a tensor's bytes do not fit its dtype and shape.
+void write_safetensors(const std::vector<const HostTensor*>& tensors, const SafetensorsMetadata& metadata,
+                       const ByteSink& sink);
+
+// Reads a header. `start` is the file's beginning, at least as far as the header reaches; `file_bytes` the size of
+// the whole file. Whatever the bytes are, the result is one where every tensor lies inside the file, none overlap
+// and no byte is left over; or Error(kBadInput), whose message begins with `where`.
+SafetensorsHeader parse_safetensors_header(ByteSpan start, int64_t file_bytes, std::string_view where);
+SafetensorsHeader read_safetensors_header(const InputFile& file);
+
+// Bytes of a dense tensor, or -1 when a dimension is negative or the product overflows.
+int64_t num_bytes_of(DType dtype, const std::vector<int64_t>& shape);
+
+}  // namespace parka

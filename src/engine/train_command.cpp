@@ -1,0 +1,198 @@
+#include <csignal>
+#include <cstring>
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <spdlog/spdlog.h>
+
+#include "core/parallel.h"
+#include "engine/checkpoint_saver.h"
+#include "engine/commands.h"
+#include "engine/config_io.h"
+#include "engine/evaluation.h"
+#include "engine/file_io.h"
+#include "engine/metrics_log.h"
+#include "engine/progress.h"
+#include "engine/stop_signal.h"
+#include "engine/training_run.h"
+
+namespace parka {
+namespace {
+
+double gib(int64_t bytes) { return static_cast<double>(bytes) / 0x1p30; }
+
+double peak_resident_gib() {
+  struct rusage usage = {};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<double>(usage.ru_maxrss) / 0x1p20;  // Linux gives KiB
+}
+
+// Trains one run folder from where it stands to training.steps.
+class TrainCommand {
+ public:
+  TrainCommand(const Config& config, const TrainOptions& options)
+      : config_(config), options_(options), device_(make_cpu_device()), run_(config, *device_),
+        saver_(config.checkpoint.folder, save_options()) {}
+
+  int train() {
+    describe();
+    resume_or_initialize();
+    replace_file(config_.checkpoint.folder + "/config.json", to_json(config_).dump(2) + "\n");
+    MetricsLog metrics(metrics_path());
+    if (!config_.data.eval.empty()) {
+      eval_data_.emplace(config_.data.eval, config_.data.token_dtype, config_.data.sequence_length, config_.model.vocab_size);
+    }
+    if (run_.completed_steps() >= config_.training.steps) {
+      spdlog::info("nothing to do: the run is at step {} of {}", run_.completed_steps(), config_.training.steps);
+      return 0;
+    }
+    const bool evaluates = config_.training.eval_interval > 0 && eval_data_;
+    if (evaluates && run_.completed_steps() == 0) evaluate(metrics);
+    const int exit_code = train_steps(metrics, evaluates);
+    saver_.wait();
+    spdlog::info("peak memory {:.2f} GiB resident, {:.2f} GiB of it planned", peak_resident_gib(), gib(run_.plan().total_bytes()));
+    return exit_code;
+  }
+
+ private:
+  std::string metrics_path() const { return config_.checkpoint.folder + "/metrics.jsonl"; }
+
+  SaveOptions save_options() const {
+    SaveOptions options;
+    options.keep = config_.checkpoint.keep;
+    options.report = [](const std::string& message) { spdlog::warn("{}", message); };
+    if (options_.drill_step > 0) {
+      // The fault drill of docs/testing.md: die as if the power went, at a chosen point of a chosen save.
+      options.observer = [step_name = fmt::format("step_{:08}", options_.drill_step), left = options_.drill_point,
+                          armed = false](std::string_view point) mutable {
+        armed = armed || point.find(step_name) != std::string_view::npos;
+        if (armed && --left <= 0) kill(getpid(), SIGKILL);
+      };
+    }
+    return options;
+  }
+
+  void describe() const {
+    const ParameterTable& table = run_.model().parameters();
+    spdlog::info("{}; recipe {}", device_->description(), name_of(config_.precision.recipe));
+    spdlog::info("model: {} parameters, {} FLOP/token = 6 x parameters without input embedding + 6 x layers x sequence x width",
+                 format_count(static_cast<double>(table.num_parameters())),
+                 format_count(flop_per_token(config_.model, table, config_.data.sequence_length)));
+    std::string parts;
+    for (const auto& total : run_.plan().summary()) {
+      parts += fmt::format("{}{} {:.1f}", parts.empty() ? "" : ", ", total.category, static_cast<double>(total.bytes) / 0x1p20);
+    }
+    spdlog::info("memory plan: {:.1f} MiB: {}", static_cast<double>(run_.plan().total_bytes()) / 0x1p20, parts);
+    const int64_t steps_per_epoch = run_.data().num_sequences() / config_.training.global_batch_size;
+    spdlog::info("data: {} tokens in {} sequences of {}; {} steps per epoch", format_count(static_cast<double>(run_.data().num_tokens())),
+                 run_.data().num_sequences(), config_.data.sequence_length, steps_per_epoch);
+  }
+
+  void resume_or_initialize() {
+    const auto refused = [](const std::string& message) { spdlog::warn("{}", message); };
+    const std::string& folder = config_.checkpoint.folder;
+    if (options_.fresh && !list_checkpoints(folder).empty()) {
+      throw_bad_input("{}: has checkpoints of an earlier run and --fresh was given; remove them, or choose another checkpoint.folder", folder);
+    }
+    const std::optional<LoadedCheckpoint> checkpoint = load_newest(folder, refused);
+    if (checkpoint) {
+      run_.restore(*checkpoint);
+      spdlog::info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
+    } else {
+      run_.initialize();
+      spdlog::info("starting a new run in {}", folder);
+    }
+    const MetricsLog::Removed removed = MetricsLog::truncate_after(metrics_path(), run_.completed_steps());
+    if (removed.later > 0) spdlog::info("{}: {} records after step {} removed; those steps are run again", metrics_path(), removed.later, run_.completed_steps());
+    if (removed.unreadable > 0) spdlog::warn("{}: {} torn lines removed", metrics_path(), removed.unreadable);
+  }
+
+  int train_steps(MetricsLog& metrics, bool evaluates) {
+    const TrainingConfig& training = config_.training;
+    Progress progress(training.steps, run_.tokens_per_step());
+    int64_t skipped_in_a_row = 0;
+    while (run_.completed_steps() < training.steps) {
+      const StepReport report = run_.step();
+      record(metrics, report);
+      progress.add(report);
+      skipped_in_a_row = report.applied ? 0 : skipped_in_a_row + 1;
+      if (!report.applied) handle_bad_step(report, skipped_in_a_row);
+      const bool last = report.step == training.steps;
+      if (report.step % training.log_interval == 0 || last) spdlog::info("{}", progress.take_line());
+      if (evaluates && (report.step % training.eval_interval == 0 || last)) evaluate(metrics);
+      const int signal = stop_signal();
+      const bool due = config_.checkpoint.interval > 0 && report.step % config_.checkpoint.interval == 0;
+      if (due || signal != 0 || (last && config_.checkpoint.save_final)) save();
+      if (signal != 0) {
+        saver_.wait();
+        spdlog::info("{}: saved step {} and stopping; the same command continues the run", strsignal(signal), report.step);
+        return 0;
+      }
+    }
+    return 0;
+  }
+
+  void record(MetricsLog& metrics, const StepReport& report) const {
+    const double tokens_per_second = static_cast<double>(run_.tokens_per_step()) / report.seconds;
+    nlohmann::ordered_json line = {{"kind", "train"},
+                                   {"step", report.step},
+                                   {"tokens", report.step * run_.tokens_per_step()},
+                                   {"epoch", report.data.epoch},
+                                   {"loss", report.loss},
+                                   {"grad_norm", report.grad_norm},
+                                   {"lr", report.learning_rate},
+                                   {"applied", report.applied},
+                                   {"tokens_per_second", tokens_per_second},
+                                   {"seconds", report.seconds},
+                                   {"data_wait_seconds", report.data_wait_seconds}};
+    if (!report.culprit.empty()) line["culprit"] = report.culprit;
+    metrics.write(line);
+  }
+
+  void handle_bad_step(const StepReport& report, int64_t skipped_in_a_row) const {
+    const std::string what = fmt::format(
+        "step {}: loss {} and gradient norm {} are not both finite{}; batch: epoch {}, sequences {} to {} of its order",
+        report.step, report.loss, report.grad_norm,
+        report.culprit.empty() ? "" : fmt::format(" (first bad gradient: {})", report.culprit), report.data.epoch,
+        report.data.consumed, report.data.consumed + config_.training.global_batch_size - 1);
+    if (config_.training.non_finite == NonFinitePolicy::kStop) {
+      throw Error(ExitCode::kNonFinite, what + "; the weights were not changed; set training.non_finite=skip to pass over such steps");
+    }
+    if (skipped_in_a_row >= config_.training.max_skipped_steps) {
+      throw Error(ExitCode::kNonFinite, what + fmt::format("; {} steps in a row were skipped (training.max_skipped_steps)", skipped_in_a_row));
+    }
+    spdlog::warn("{}; skipped", what);
+  }
+
+  void evaluate(MetricsLog& metrics) {
+    const EvaluationResult result = evaluate_loss(*device_, run_.model(), *eval_data_, config_.training.micro_batch_size,
+                                                  config_.training.eval_sequences);
+    spdlog::info("step {}: held-out loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(), result.loss,
+                 std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
+    metrics.write({{"kind", "eval"}, {"step", run_.completed_steps()}, {"loss", result.loss}, {"num_targets", result.num_targets}});
+  }
+
+  void save() {
+    saver_.save(run_.snapshot());
+    if (!config_.checkpoint.async) saver_.wait();
+  }
+
+  Config config_;
+  TrainOptions options_;
+  std::unique_ptr<Device> device_;
+  TrainingRun run_;
+  std::optional<TokenFiles> eval_data_;
+  CheckpointSaver saver_;
+};
+
+}  // namespace
+
+int run_train(const TrainOptions& options) {
+  const Config config = load_config(options.config_path, options.overrides);
+  check_run_folder_writable(config.checkpoint.folder);
+  catch_stop_signals();
+  return TrainCommand(config, options).train();
+}
+
+}  // namespace parka

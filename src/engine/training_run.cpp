@@ -1,0 +1,191 @@
+#include "engine/training_run.h"
+
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <unordered_map>
+
+#include <fmt/ranges.h>
+
+#include "engine/config_io.h"
+#include "engine/evaluation.h"
+
+namespace parka {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+// Whether all elements are finite; always true for integers.
+bool all_finite(DType dtype, ByteSpan bytes) {
+  const auto every = [&](auto element, auto is_finite) {
+    for (size_t offset = 0; offset + sizeof(element) <= bytes.size(); offset += sizeof(element)) {
+      std::memcpy(&element, bytes.data() + offset, sizeof(element));
+      if (!is_finite(element)) return false;
+    }
+    return true;
+  };
+  switch (dtype) {
+    case DType::kF32: return every(float{}, [](float x) { return std::isfinite(x); });
+    case DType::kBF16: return every(BFloat16{}, [](BFloat16 x) { return std::isfinite(decode_bf16(x)); });
+    case DType::kE4M3: return every(Float8E4M3{}, [](Float8E4M3 x) { return std::isfinite(decode_e4m3(x)); });
+    case DType::kE5M2: return every(Float8E5M2{}, [](Float8E5M2 x) { return std::isfinite(decode_e5m2(x)); });
+    default: return true;
+  }
+}
+
+void check_resumable(const LoadedCheckpoint& checkpoint, const Config& config) {
+  const Config saved = parse_config(checkpoint.state().at("config"), checkpoint.path());
+  const ResumeDifferences differences = resume_differences(saved, config);
+  if (differences.refused.empty()) return;
+  throw_bad_input("{}: the checkpoint belongs to another config: {}; change it back, or train in another checkpoint.folder",
+                  checkpoint.path(), fmt::join(differences.refused, "; "));
+}
+
+}  // namespace
+
+DeclaredRun::DeclaredRun(const Config& config)
+    : model(config.model, config.precision, config.optimizer.decay_embeddings,
+            {config.training.micro_batch_size, config.data.sequence_length}, config.training.logits_chunk_tokens,
+            Model::Use::kTraining, plan),
+      optimizer(config.optimizer, config.precision.compute, model.parameters().all, plan) {
+  plan.finish();
+}
+
+double flop_per_token(const ModelConfig& model, const ParameterTable& table, int64_t sequence_length) {
+  const double attention = static_cast<double>(model.num_layers) * static_cast<double>(sequence_length) *
+                           static_cast<double>(model.d_model);
+  return 6.0 * static_cast<double>(table.num_compute_parameters()) + 6.0 * attention;
+}
+
+TrainingRun::TrainingRun(const Config& config, Device& device)
+    : config_(config), device_(device),
+      data_(config.data.train, config.data.token_dtype, config.data.sequence_length, config.model.vocab_size),
+      declared_(config), arena_(device, declared_.plan) {
+  declared_.model.bind(device, arena_);
+  declared_.optimizer.bind(arena_, declared_.model.weights());
+  start_loader({});
+}
+
+void TrainingRun::start_loader(DataPosition position) {
+  loader_.reset();  // joins the old one's thread before the new one reads
+  loader_ = std::make_unique<BatchLoader>(data_, BatchLoaderOptions{.seed = config_.data.seed,
+                                                                    .shuffle = config_.data.shuffle,
+                                                                    .global_batch = config_.training.global_batch_size,
+                                                                    .micro_batch = config_.training.micro_batch_size,
+                                                                    .rank = 0,
+                                                                    .world_size = 1,
+                                                                    .prefetch = config_.data.prefetch_batches,
+                                                                    .start = position});
+  position_ = position;
+}
+
+void TrainingRun::initialize() {
+  const ParameterTable& table = declared_.model.parameters();
+  for (size_t i = 0; i < table.all.size(); ++i) {
+    declared_.optimizer.set_weight(device_, i,
+                                   initial_weight(config_.model, table, i, static_cast<uint64_t>(config_.training.seed)));
+  }
+  declared_.model.weights_changed(device_);
+}
+
+std::vector<NamedTensor> TrainingRun::tensors() const {
+  std::vector<NamedTensor> all = declared_.optimizer.state();
+  const std::vector<TensorView>& weights = declared_.model.weights();
+  for (size_t i = 0; i < weights.size(); ++i) all.push_back({declared_.model.parameters().all[i].name, weights[i]});
+  return all;
+}
+
+CheckpointContents TrainingRun::snapshot() const {
+  CheckpointContents contents;
+  contents.step = completed_steps_;
+  contents.state = {{"applied_steps", applied_steps_},
+                    {"data", {{"epoch", position_.epoch}, {"consumed", position_.consumed}, {"fingerprint", data_.fingerprint()}}},
+                    {"tokens", completed_steps_ * tokens_per_step()},
+                    {"config", to_json(config_)},
+                    {"config_hash", config_hash(config_)}};
+  device_.synchronize();
+  for (const NamedTensor& tensor : tensors()) {
+    HostTensor host{tensor.name, tensor.view.dtype, {}, {}};
+    host.shape.assign(tensor.view.dim.begin(), tensor.view.dim.begin() + tensor.view.rank);
+    host.bytes.resize(static_cast<size_t>(tensor.view.bytes()));
+    device_.copy_to_host(host.bytes.data(), tensor.view.data, tensor.view.bytes());
+    contents.tensors.push_back(std::move(host));
+  }
+  return contents;
+}
+
+void TrainingRun::restore(const LoadedCheckpoint& checkpoint) {
+  check_resumable(checkpoint, config_);
+  const nlohmann::json& data = checkpoint.state().at("data");
+  if (data.at("fingerprint").get<uint64_t>() != data_.fingerprint()) {
+    throw_bad_input("{}: data.train holds other tokens than the checkpoint was trained on, so its position in them means "
+                    "nothing; give the files back, or train in another checkpoint.folder", checkpoint.path());
+  }
+  std::unordered_map<std::string, TensorView> wanted;
+  for (const NamedTensor& tensor : tensors()) wanted.emplace(tensor.name, tensor.view);
+  checkpoint.for_each_tensor([&](const SafetensorsEntry& entry, ByteSpan bytes) {
+    const auto found = wanted.find(entry.name);
+    if (found == wanted.end()) throw_bad_input("{}: has a tensor {} that this config does not", checkpoint.path(), entry.name);
+    const TensorView& view = found->second;
+    const bool same_shape = std::equal(entry.shape.begin(), entry.shape.end(), view.dim.begin(), view.dim.begin() + view.rank);
+    if (entry.dtype != view.dtype || !same_shape) {
+      throw_bad_input("{}: {} is {} [{}], this config wants {}", checkpoint.path(), entry.name, name_of(entry.dtype),
+                      fmt::join(entry.shape, ", "), describe(view));
+    }
+    if (!all_finite(entry.dtype, bytes)) {
+      throw_bad_input("{}: {} holds NaN or infinite values; resume from an earlier checkpoint (move this one away)",
+                      checkpoint.path(), entry.name);
+    }
+    device_.copy_to_device(view.data, bytes.data(), view.bytes());
+    wanted.erase(found);
+  });
+  if (!wanted.empty()) throw_bad_input("{}: lacks the tensor {}", checkpoint.path(), wanted.begin()->first);
+  completed_steps_ = checkpoint.step();
+  applied_steps_ = checkpoint.state().at("applied_steps").get<int64_t>();
+  start_loader({data.at("epoch").get<int64_t>(), data.at("consumed").get<int64_t>()});
+  declared_.model.weights_changed(device_);
+}
+
+StepReport TrainingRun::step() {
+  const Clock::time_point start = Clock::now();
+  const double wait_before = loader_->wait_seconds();
+  const TrainingConfig& training = config_.training;
+  const int64_t S = config_.data.sequence_length;
+  const double num_targets = static_cast<double>(training.global_batch_size * (S - 1));
+  StepReport report;
+  report.step = completed_steps_ + 1;
+  report.data = position_;
+  report.learning_rate = learning_rate(config_.optimizer, training.steps, report.step);
+  report.clip_limit = declared_.optimizer.clip_limit(applied_steps_ + 1);
+
+  declared_.optimizer.zero_gradients(device_);
+  double loss_sum = 0;
+  for (int64_t done = 0; done < training.global_batch_size; done += training.micro_batch_size) {
+    const MicroBatch batch = loader_->next();
+    const std::vector<int32_t> targets = next_token_targets(batch.tokens, S);
+    declared_.model.accumulate_gradients(
+        device_, {batch.tokens.data(), targets.data(), {training.micro_batch_size, S}},
+        {.grad_scale = static_cast<float>(1.0 / num_targets), .z_loss = static_cast<float>(training.z_loss)},
+        declared_.optimizer.gradients());
+    for (float loss : declared_.model.losses(device_)) loss_sum += loss;
+    position_ = batch.after;
+  }
+  report.loss = loss_sum / num_targets;
+  const Optimizer::StepResult result = declared_.optimizer.step(
+      device_, applied_steps_ + 1, report.learning_rate, static_cast<uint64_t>(training.seed));
+  report.grad_norm = result.grad_norm;
+  report.applied = result.applied;
+  report.culprit = result.culprit;
+  if (result.applied) {
+    ++applied_steps_;
+    declared_.model.weights_changed(device_);
+  }
+  ++completed_steps_;
+  report.seconds = seconds_since(start);
+  report.data_wait_seconds = loader_->wait_seconds() - wait_before;
+  return report;
+}
+
+}  // namespace parka

@@ -1,0 +1,84 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/memory_plan.h"
+#include "data/batch_loader.h"
+#include "data/token_files.h"
+#include "engine/checkpoint.h"
+#include "engine/config.h"
+#include "kernels/arena.h"
+#include "model/model.h"
+#include "optim/optimizer.h"
+
+namespace parka {
+
+// Model and optimizer of a config with all their tensors declared; nothing is allocated. What `parka plan` prints and
+// what a run allocates come from the same declarations.
+struct DeclaredRun {
+  explicit DeclaredRun(const Config& config);
+
+  MemoryPlan plan;
+  Model model;
+  Optimizer optimizer;
+};
+
+// Model FLOP per trained token: 6 x (parameters without the input embedding) + 6 x layers x S x d, the second term
+// for causal attention counted once (DESIGN in docs/architecture.md). Forward and backward, no recomputation.
+double flop_per_token(const ModelConfig& model, const ParameterTable& table, int64_t sequence_length);
+
+// What happened in one optimizer step.
+struct StepReport {
+  int64_t step = 0;         // counts from 1
+  double loss = 0;          // mean over the global batch, nats per token, before the update
+  double grad_norm = 0;     // before clipping
+  double learning_rate = 0;
+  double clip_limit = 0;
+  bool applied = false;     // false: loss or gradients were not finite; weights and states are unchanged
+  std::string culprit;      // when not applied: the first tensor whose gradient is not finite, if one is
+  DataPosition data;        // where this step's global batch starts
+  double seconds = 0;
+  double data_wait_seconds = 0;
+};
+
+// A training run on one device: weights, optimizer states and the position in the data.
+class TrainingRun {
+ public:
+  // Opens the data, declares and allocates everything. The run is at step 0 with undefined weights: call initialize() or
+  // restore(). Throws Error(kBadInput) for data that cannot be used.
+  TrainingRun(const Config& config, Device& device);
+
+  void initialize();
+  // Takes over weights, states and position. Throws Error(kBadInput) when the checkpoint does not fit the config or holds
+  // values that are not finite; the run must not be used then.
+  void restore(const LoadedCheckpoint& checkpoint);
+  // Everything that restore() needs, copied to the host.
+  CheckpointContents snapshot() const;
+
+  StepReport step();
+  int64_t completed_steps() const { return completed_steps_; }
+
+  const MemoryPlan& plan() const { return declared_.plan; }
+  Model& model() { return declared_.model; }
+  const Model& model() const { return declared_.model; }
+  const TokenFiles& data() const { return data_; }
+  int64_t tokens_per_step() const { return config_.training.global_batch_size * config_.data.sequence_length; }
+
+ private:
+  std::vector<NamedTensor> tensors() const;
+  void start_loader(DataPosition position);
+
+  Config config_;
+  Device& device_;
+  TokenFiles data_;
+  DeclaredRun declared_;
+  Arena arena_;
+  std::unique_ptr<BatchLoader> loader_;
+  DataPosition position_;       // of the next global batch
+  int64_t completed_steps_ = 0;
+  int64_t applied_steps_ = 0;   // updates done: what bias correction counts
+};
+
+}  // namespace parka

@@ -1,0 +1,145 @@
+#include "kernels/cpu/attention.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/parallel.h"
+#include "kernels/cpu/codec.h"
+#include "kernels/cpu/eigen.h"
+#include "kernels/cpu/exp.h"
+
+// Query rows are taken in tiles: a tile of R rows that ends before row N sees keys 0..N-1, so its scores and
+// probabilities are [R, N] matrices and memory grows with S, not S^2. Only the last R columns hold masked pairs;
+// their probabilities are zero. (A NaN in v can thus reach the rows before it in the same tile: 0 * NaN = NaN.)
+namespace parka::cpu {
+namespace {
+
+using RowMatrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+
+constexpr int64_t kTileRows = 64;
+
+// B sequences of S rows; H query heads and Hkv key/value heads of width D.
+struct Dims {
+  int64_t B, S, H, Hkv, D;
+
+  template <typename Args>
+  explicit Dims(const Args& a)
+      : B(a.qkv.dim[0] / a.sequence_length),
+        S(a.sequence_length),
+        H(a.num_heads),
+        Hkv(a.num_kv_heads),
+        D(a.qkv.dim[1] / (H + 2 * Hkv)) {}
+
+  int64_t group() const { return H / Hkv; }  // query heads per key/value head
+};
+
+// Columns [head * D, (head + 1) * D) of the rows of sequence b, as [S, D]. In the fused QKV buffer key head g is
+// head H + g and value head g is head H + Hkv + g.
+RowMatrix load_head(const TensorView& x, const Dims& dims, int64_t b, int64_t head) {
+  RowMatrix values(dims.S, dims.D);
+  for (int64_t i = 0; i < dims.S; ++i) {
+    decode_elements(x, (b * dims.S + i) * x.dim[1] + head * dims.D, dims.D, values.row(i).data());
+  }
+  return values;
+}
+
+void store_head(const RowMatrix& values, const TensorView& x, const Dims& dims, int64_t b, int64_t head) {
+  for (int64_t i = 0; i < dims.S; ++i) {
+    encode_elements(values.row(i).data(), (b * dims.S + i) * x.dim[1] + head * dims.D, dims.D, x);
+  }
+}
+
+// Turns the scores of a row into probabilities and returns the log of the sum of their exponentials. The maximum
+// is subtracted first, so no exponential overflows. maxCoeff may skip a NaN; it comes back through the sum.
+float softmax(Eigen::Ref<Eigen::RowVectorXf> scores) {
+  const float max = scores.maxCoeff();
+  scores.array() -= max;
+  exp_elements(scores.data(), scores.size(), scores.data());
+  const float sum = scores.sum();
+  scores /= sum;
+  return max + std::log(sum);
+}
+
+void forward_head(const AttentionForward& a, const Dims& dims, int64_t b, int64_t h) {
+  const int64_t kv_head = h / dims.group();
+  const RowMatrix q = load_head(a.qkv, dims, b, h);
+  const RowMatrix k = load_head(a.qkv, dims, b, dims.H + kv_head);
+  const RowMatrix v = load_head(a.qkv, dims, b, dims.H + dims.Hkv + kv_head);
+  RowMatrix out(dims.S, dims.D);
+  float* lse = a.lse.as<float>() + (b * dims.H + h) * dims.S;
+  for (int64_t begin = 0; begin < dims.S; begin += kTileRows) {
+    const int64_t R = std::min(kTileRows, dims.S - begin), N = begin + R;
+    RowMatrix p(R, N);
+    p.noalias() = a.scale * (q.middleRows(begin, R) * k.topRows(N).transpose());
+    for (int64_t r = 0; r < R; ++r) {
+      const int64_t i = begin + r;
+      lse[i] = softmax(p.row(r).head(i + 1));
+      p.row(r).tail(N - i - 1).setZero();
+    }
+    out.middleRows(begin, R).noalias() = p * v.topRows(N);
+  }
+  store_head(out, a.out, dims, b, h);
+}
+
+// Of a query head: lse and delta, one value per row.
+struct RowStatistics {
+  const float* lse;
+  Eigen::VectorXf delta;
+};
+
+// p[r,j] = exp(score - lse), zero where masked, in place of the scores; d_s = p * (d_p - delta) in place of d_p.
+void score_gradient(const RowStatistics& rows, int64_t begin, RowMatrix& p, RowMatrix& d_s) {
+  for (int64_t r = 0; r < p.rows(); ++r) {
+    const int64_t i = begin + r;
+    p.row(r).head(i + 1).array() -= rows.lse[i];
+    exp_elements(p.row(r).data(), i + 1, p.row(r).data());
+    p.row(r).tail(p.cols() - i - 1).setZero();
+    d_s.row(r).array() = p.row(r).array() * (d_s.row(r).array() - rows.delta[i]);
+  }
+}
+
+// All query heads of one key/value head in order, so that d_k and d_v are summed in a fixed order.
+void backward_group(const AttentionBackward& a, const Dims& dims, int64_t b, int64_t kv_head) {
+  const int64_t k_head = dims.H + kv_head, v_head = dims.H + dims.Hkv + kv_head;
+  const RowMatrix k = load_head(a.qkv, dims, b, k_head), v = load_head(a.qkv, dims, b, v_head);
+  RowMatrix d_q(dims.S, dims.D);
+  RowMatrix d_k = RowMatrix::Zero(dims.S, dims.D), d_v = d_k;
+  for (int64_t h = kv_head * dims.group(); h < (kv_head + 1) * dims.group(); ++h) {
+    const RowMatrix q = load_head(a.qkv, dims, b, h);
+    const RowMatrix d_out = load_head(a.d_out, dims, b, h);
+    const RowStatistics rows{a.lse.as<float>() + (b * dims.H + h) * dims.S,
+                             d_out.cwiseProduct(load_head(a.out, dims, b, h)).rowwise().sum()};
+    for (int64_t begin = 0; begin < dims.S; begin += kTileRows) {
+      const int64_t R = std::min(kTileRows, dims.S - begin), N = begin + R;
+      const auto q_tile = q.middleRows(begin, R), d_out_tile = d_out.middleRows(begin, R);
+      RowMatrix p(R, N), d_s(R, N);
+      p.noalias() = a.scale * (q_tile * k.topRows(N).transpose());
+      d_s.noalias() = d_out_tile * v.topRows(N).transpose();
+      score_gradient(rows, begin, p, d_s);
+      d_q.middleRows(begin, R).noalias() = a.scale * (d_s * k.topRows(N));
+      d_k.topRows(N).noalias() += a.scale * (d_s.transpose() * q_tile);
+      d_v.topRows(N).noalias() += p.transpose() * d_out_tile;
+    }
+    store_head(d_q, a.d_qkv, dims, b, h);
+  }
+  store_head(d_k, a.d_qkv, dims, b, k_head);
+  store_head(d_v, a.d_qkv, dims, b, v_head);
+}
+
+}  // namespace
+
+void attention_forward(Device&, const AttentionForward& a) {
+  const Dims dims(a);
+  parallel_for(dims.B * dims.H, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) forward_head(a, dims, i / dims.H, i % dims.H);
+  });
+}
+
+void attention_backward(Device&, const AttentionBackward& a) {
+  const Dims dims(a);
+  parallel_for(dims.B * dims.Hkv, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) backward_group(a, dims, i / dims.Hkv, i % dims.Hkv);
+  });
+}
+
+}  // namespace parka::cpu

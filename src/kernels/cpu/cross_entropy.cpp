@@ -1,0 +1,70 @@
+#include "kernels/cpu/cross_entropy.h"
+
+#include <cmath>
+
+#include "core/parallel.h"
+#include "kernels/cpu/codec.h"
+#include "kernels/cpu/eigen.h"
+#include "kernels/cpu/exp.h"
+
+namespace parka::cpu {
+namespace {
+
+constexpr int64_t kRowGrain = 8;
+
+// Before any row is touched, so that a refused call leaves the logits as they were.
+void check_targets(const TensorView& targets, int64_t V) {
+  const int32_t* target = targets.as<int32_t>();
+  for (int64_t t = 0; t < targets.dim[0]; ++t) {
+    if (target[t] != kIgnoreTarget && (target[t] < 0 || target[t] >= V)) {
+      throw_bad_input(
+          "cross_entropy: row {} has target {}, outside the vocabulary of {}: use data made with a "
+          "tokenizer that fits",
+          t, target[t], V);
+    }
+  }
+}
+
+struct RowLoss {
+  float loss, z_loss;
+};
+
+// x holds the logits and becomes their gradient.
+RowLoss row_loss(const CrossEntropy& a, int32_t target, Eigen::ArrayXf& x) {
+  const float max = x.maxCoeff();
+  x -= max;
+  const float target_logit = x[target];
+  exp_elements(x.data(), x.size(), x.data());
+  const float sum = x.sum();
+  const float lse = max + std::log(sum);
+  // p as a quotient of exponentials, and the loss without lse: exp(logit - lse) and lse - logit would carry the
+  // rounding error of lse, which is large when the logits are.
+  x *= a.grad_scale * (1.0f + 2.0f * a.z_loss * lse) / sum;
+  x[target] -= a.grad_scale;
+  return {std::log(sum) - target_logit, a.z_loss * lse * lse};
+}
+
+}  // namespace
+
+void cross_entropy(Device&, const CrossEntropy& a) {
+  const int64_t T = a.logits.dim[0], V = a.logits.dim[1];
+  check_targets(a.targets, V);
+  const int32_t* targets = a.targets.as<int32_t>();
+  parallel_for(T, kRowGrain, [&](int64_t begin, int64_t end) {
+    Eigen::ArrayXf x(V);
+    for (int64_t t = begin; t < end; ++t) {
+      RowLoss row{0.0f, 0.0f};
+      if (targets[t] == kIgnoreTarget) {
+        x.setZero();
+      } else {
+        decode_elements(a.logits, t * V, V, x.data());
+        row = row_loss(a, targets[t], x);
+      }
+      a.loss.as<float>()[t] = row.loss;
+      if (!a.z_loss_value.empty()) a.z_loss_value.as<float>()[t] = row.z_loss;
+      if (a.write_gradient) encode_elements(x.data(), t * V, V, a.logits);
+    }
+  });
+}
+
+}  // namespace parka::cpu

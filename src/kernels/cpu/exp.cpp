@@ -1,0 +1,29 @@
+#include "kernels/cpu/exp.h"
+
+#include <algorithm>
+
+#include "kernels/cpu/eigen.h"
+
+namespace parka::cpu {
+
+void exp_elements(const float* x, int64_t count, float* out) {
+  // A block of fixed size always takes Eigen's vector path, the zero-padded tail too: its scalar path rounds
+  // otherwise.
+  using Block = Eigen::Array<float, 64, 1>;
+  constexpr int64_t kBlock = Block::SizeAtCompileTime;
+  int64_t i = 0;
+  for (; i + kBlock <= count; i += kBlock) Eigen::Map<Block>(out + i) = Eigen::Map<const Block>(x + i).exp();
+  if (i == count) return;
+  Block tail = Block::Zero();
+  std::copy(x + i, x + count, tail.data());
+  tail = tail.exp().eval();
+  std::copy_n(tail.data(), count - i, out + i);
+}
+
+void sigmoid_elements(const float* x, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = -x[i];
+  exp_elements(out, count, out);
+  for (int64_t i = 0; i < count; ++i) out[i] = 1.0f / (1.0f + out[i]);
+}
+
+}  // namespace parka::cpu

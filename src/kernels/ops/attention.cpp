@@ -1,0 +1,47 @@
+#include "kernels/ops/attention.h"
+
+#include <string_view>
+
+#include "kernels/backend.h"
+#include "kernels/check.h"
+#include "kernels/cpu/attention.h"
+
+namespace parka {
+namespace {
+
+// What forward and backward have in common.
+template <typename Args>
+void check_attention(std::string_view op, const Args& a) {
+  const int64_t T = a.qkv.dim[0], width = a.qkv.dim[1], S = a.sequence_length;
+  const int64_t H = a.num_heads, Hkv = a.num_kv_heads;
+  if (H <= 0 || Hkv <= 0 || H % Hkv != 0) {
+    throw_internal("{}: {} query heads do not share {} key/value heads evenly", op, H, Hkv);
+  }
+  check_tensor(op, "qkv", a.qkv, {T, width}, {DType::kF32, DType::kBF16});
+  if (width % (H + 2 * Hkv) != 0) {
+    throw_internal("{}: qkv is {}, wanted a multiple of {} + 2 * {} columns", op, describe(a.qkv), H, Hkv);
+  }
+  if (S <= 0 || T % S != 0) {
+    throw_internal("{}: qkv is {}, wanted whole sequences of {} rows", op, describe(a.qkv), S);
+  }
+  check_tensor(op, "out", a.out, {T, width / (H + 2 * Hkv) * H}, {a.qkv.dtype});
+  check_tensor(op, "lse", a.lse, {T / S, H, S}, {DType::kF32});
+}
+
+}  // namespace
+
+void attention_forward(Device& device, const AttentionForward& a) {
+  check_attention("attention_forward", a);
+  if (a.qkv.numel() == 0) return;
+  PARKA_DISPATCH(attention_forward, device, a);
+}
+
+void attention_backward(Device& device, const AttentionBackward& a) {
+  check_attention("attention_backward", a);
+  check_tensor("attention_backward", "d_out", a.d_out, {a.out.dim[0], a.out.dim[1]}, {a.qkv.dtype});
+  check_tensor("attention_backward", "d_qkv", a.d_qkv, {a.qkv.dim[0], a.qkv.dim[1]}, {a.qkv.dtype});
+  if (a.qkv.numel() == 0) return;
+  PARKA_DISPATCH(attention_backward, device, a);
+}
+
+}  // namespace parka

@@ -1,0 +1,20 @@
+#include "kernels/ops/cross_entropy.h"
+
+#include "kernels/backend.h"
+#include "kernels/check.h"
+#include "kernels/cpu/cross_entropy.h"
+
+namespace parka {
+
+void cross_entropy(Device& device, const CrossEntropy& a) {
+  const int64_t T = a.logits.dim[0], V = a.logits.dim[1];
+  check_tensor("cross_entropy", "logits", a.logits, {T, V}, {DType::kF32, DType::kBF16});
+  check_tensor("cross_entropy", "targets", a.targets, {T}, {DType::kI32});
+  check_tensor("cross_entropy", "loss", a.loss, {T}, {DType::kF32});
+  if (!a.z_loss_value.empty()) check_tensor("cross_entropy", "z_loss_value", a.z_loss_value, {T}, {DType::kF32});
+  if (T == 0) return;
+  if (V == 0) throw_internal("cross_entropy: logits is {}, wanted at least one column", describe(a.logits));
+  PARKA_DISPATCH(cross_entropy, device, a);
+}
+
+}  // namespace parka

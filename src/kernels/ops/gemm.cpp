@@ -1,0 +1,37 @@
+#include "kernels/ops/gemm.h"
+
+#include "kernels/backend.h"
+#include "kernels/check.h"
+#include "kernels/cpu/gemm.h"
+
+namespace parka {
+namespace {
+
+void check_operand(std::string_view name, const ScaledView& t, bool transposed, int64_t extent, int64_t depth) {
+  check_matrix("gemm", name, t, transposed ? depth : extent, transposed ? extent : depth);
+  if (transposed && t.scaling != Scaling::kNone) {
+    throw_internal("gemm: {} is {} and flagged transposed: give a transposed copy instead", name, describe(t));
+  }
+}
+
+}  // namespace
+
+void gemm(Device& device, const Gemm& a) {
+  const int64_t rows = a.out.dim[0], cols = a.out.dim[1], depth = a.a.data.dim[a.a_transposed ? 0 : 1];
+  check_tensor("gemm", "out", a.out, {rows, cols}, {DType::kF32, DType::kBF16});
+  check_operand("a", a.a, a.a_transposed, rows, depth);
+  check_operand("b", a.b, a.b_transposed, cols, depth);
+  const bool both_fp8 = a.a.scaling != Scaling::kNone && a.b.scaling != Scaling::kNone;
+  if (!both_fp8 && a.a.data.dtype != a.b.data.dtype) {
+    throw_internal("gemm: a is {} and b is {}: wanted two fp8 operands, or two of one dtype", describe(a.a),
+                   describe(a.b));
+  }
+  if (rows == 0 || cols == 0) return;
+  if (depth == 0) {
+    if (!a.accumulate) device.fill_zero(a.out.data, a.out.bytes());
+    return;
+  }
+  PARKA_DISPATCH(gemm, device, a);
+}
+
+}  // namespace parka

@@ -1,0 +1,87 @@
+#include "kernels/ops/norm.h"
+
+#include "kernels/backend.h"
+#include "kernels/check.h"
+#include "kernels/cpu/norm.h"
+
+namespace parka {
+namespace {
+
+constexpr DType kF32 = DType::kF32, kBF16 = DType::kBF16;
+
+// A tensor that one kind of norm has and the other has not.
+void check_kind(std::string_view op, std::string_view name, const TensorView& t, bool wanted, int64_t extent,
+                std::initializer_list<DType> dtypes) {
+  if (wanted) {
+    check_tensor(op, name, t, {extent}, dtypes);
+  } else if (!t.empty()) {
+    throw_internal("{}: {} is {}, but this kind of norm has none", op, name, describe(t));
+  }
+}
+
+void check_statistics(std::string_view op, NormKind kind, const TensorView& mean, const TensorView& rstd,
+                      int64_t rows) {
+  check_kind(op, "mean", mean, kind == NormKind::kLayerNorm, rows, {kF32});
+  check_tensor(op, "rstd", rstd, {rows}, {kF32});
+}
+
+void check_float8(std::string_view op, std::string_view name, const ScaledView& t, int64_t rows, int64_t cols) {
+  if (t.empty()) return;
+  check_matrix(op, name, t, rows, cols);
+  if (t.scaling == Scaling::kNone) throw_internal("{}: {} is {}, wanted fp8", op, name, describe(t));
+}
+
+}  // namespace
+
+void norm_forward(Device& device, const NormForward& a) {
+  constexpr std::string_view kOp = "norm_forward";
+  const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
+  const DType dtype = a.residual.dtype;
+  check_tensor(kOp, "residual", a.residual, {rows, cols}, {kF32, kBF16});
+  if (!a.branch.empty()) check_tensor(kOp, "branch", a.branch, {rows, cols}, {dtype});
+  check_kind(kOp, "weight", a.weight, a.kind == NormKind::kRmsNorm, cols, {dtype});
+  check_tensor(kOp, "residual_out", a.residual_out, {rows, cols}, {dtype});
+  check_float8(kOp, "x", a.x, rows, cols);
+  if (!a.x.empty() && a.x.scaling != Scaling::kGroup) {
+    throw_internal("{}: x is {}, wanted one scale per group of a row", kOp, describe(a.x));
+  }
+  check_matrix(kOp, "y", a.y, rows, cols);
+  check_float8(kOp, "y_t", a.y_t, cols, rows);
+  check_shared_scale(kOp, a.y, a.y_t);
+  check_statistics(kOp, a.kind, a.mean, a.rstd, rows);
+  if (rows == 0 || cols == 0) return;
+  PARKA_DISPATCH(norm_forward, device, a);
+}
+
+void norm_recompute(Device& device, const NormRecompute& a) {
+  constexpr std::string_view kOp = "norm_recompute";
+  const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
+  check_matrix(kOp, "x", a.x, rows, cols);
+  check_kind(kOp, "weight", a.weight, a.kind == NormKind::kRmsNorm, cols, {kF32, kBF16});
+  check_statistics(kOp, a.kind, a.mean, a.rstd, rows);
+  if (!a.y.empty()) check_matrix(kOp, "y", a.y, rows, cols);
+  if (!a.y_t.empty()) check_matrix(kOp, "y_t", a.y_t, cols, rows);
+  check_shared_scale(kOp, a.y, a.y_t);
+  if (rows == 0 || cols == 0 || (a.y.empty() && a.y_t.empty())) return;
+  PARKA_DISPATCH(norm_recompute, device, a);
+}
+
+void norm_backward(Device& device, const NormBackward& a) {
+  constexpr std::string_view kOp = "norm_backward";
+  const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
+  const bool has_weight = a.kind == NormKind::kRmsNorm;
+  check_matrix(kOp, "x", a.x, rows, cols);
+  check_kind(kOp, "weight", a.weight, has_weight, cols, {kF32, kBF16});
+  check_statistics(kOp, a.kind, a.mean, a.rstd, rows);
+  check_tensor(kOp, "d_y", a.d_y, {rows, cols}, {kF32, kBF16});
+  if (!a.d_residual.empty()) check_tensor(kOp, "d_residual", a.d_residual, {rows, cols}, {a.d_y.dtype});
+  check_tensor(kOp, "d_residual_out", a.d_residual_out, {rows, cols}, {a.d_y.dtype});
+  check_float8(kOp, "d_quantized", a.d_quantized, rows, cols);
+  check_float8(kOp, "d_quantized_t", a.d_quantized_t, cols, rows);
+  check_shared_scale(kOp, a.d_quantized, a.d_quantized_t);
+  check_kind(kOp, "d_weight", a.d_weight, has_weight, cols, {kF32, kBF16});
+  if (rows == 0 || cols == 0) return;
+  PARKA_DISPATCH(norm_backward, device, a);
+}
+
+}  // namespace parka

@@ -1,0 +1,35 @@
+#include "kernels/ops/quantize.h"
+
+#include "kernels/backend.h"
+#include "kernels/check.h"
+#include "kernels/cpu/quantize.h"
+
+namespace parka {
+namespace {
+
+void check_output(std::string_view name, const Quantize& a, const ScaledView& t, int64_t rows, int64_t cols) {
+  if (t.empty()) return;
+  check_matrix("quantize", name, t, rows, cols);
+  if (a.scale_given && t.scaling != Scaling::kTensor) {
+    throw_internal("quantize: {} is {}: scale_given needs one scale for the whole tensor", name, describe(t));
+  }
+  // Writing the scale of x would change the meaning of the codes that x keeps.
+  const bool overwrites_scale = a.x.scaling == Scaling::kTensor && t.scale.data == a.x.scale.data && !a.scale_given;
+  if (overwrites_scale && (t.scaling != Scaling::kTensor || t.data.dtype != a.x.data.dtype)) {
+    throw_internal("quantize: {} is {} and has the scale of x, which is {}", name, describe(t), describe(a.x));
+  }
+}
+
+}  // namespace
+
+void quantize(Device& device, const Quantize& a) {
+  const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
+  check_matrix("quantize", "x", a.x, rows, cols);
+  check_output("out", a, a.out, rows, cols);
+  check_output("out_t", a, a.out_t, cols, rows);
+  check_shared_scale("quantize", a.out, a.out_t);
+  if (rows == 0 || cols == 0 || (a.out.empty() && a.out_t.empty())) return;
+  PARKA_DISPATCH(quantize, device, a);
+}
+
+}  // namespace parka

@@ -1,0 +1,44 @@
+#pragma once
+#include "core/memory_plan.h"
+#include "core/tensor.h"
+#include "kernels/arena.h"
+#include "model/model_config.h"
+
+namespace parka {
+
+// A number format with its scaling: what a ScaledView is made of, before there is memory.
+struct Format {
+  DType dtype = DType::kBF16;
+  Scaling scaling = Scaling::kNone;
+  int64_t group = 0;
+  DType scale_dtype = DType::kF32;
+};
+
+// The format of every kind of tensor under a precision config. docs/precision.md says why each is what it is.
+struct Formats {
+  Format compute;     // residual stream, attention, everything that is not FP8
+  Format activation;  // inputs of the blocks' linear layers
+  Format weight;      // weights of the blocks' linear layers
+  Format gradient;    // output gradients of the blocks' linear layers
+  Format norm_input, up_gate, silu, qkv;  // what is kept for backward
+  bool fp8_gemm = false;  // FP8 GEMMs need transposed copies: their operands are K-major only
+
+  explicit Formats(const PrecisionConfig& config);
+};
+
+// A matrix declared in a MemoryPlan: codes and scale. The scale of a kTensor matrix may be shared with another.
+struct MatrixId {
+  TensorId data;
+  TensorId scale;
+  Format format;
+
+  bool valid() const { return data.valid(); }
+  // The first `rows` x `cols` of it as a dense matrix; the buffer may have been declared larger (a shorter batch).
+  ScaledView view(const Arena& arena, int64_t rows, int64_t cols) const;
+};
+
+// Declares a [rows, cols] matrix in `format`. For kTensor scaling `shared_scale` is used if it is valid.
+MatrixId add_matrix(MemoryPlan& plan, const std::string& category, const std::string& name, const Format& format,
+                    int64_t rows, int64_t cols, PhaseMask phases, TensorId shared_scale = {});
+
+}  // namespace parka

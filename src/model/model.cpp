@@ -1,0 +1,87 @@
+#include "model/model.h"
+
+#include <algorithm>
+
+#include "kernels/ops/rope.h"
+#include "model/pass.h"
+
+namespace parka {
+namespace {
+
+// The precision that evaluation = bf16 runs in: the compute format everywhere.
+PrecisionConfig plain_precision(const PrecisionConfig& training) {
+  PrecisionConfig plain;
+  plain.compute = training.compute;
+  return plain;
+}
+
+}  // namespace
+
+Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool decay_embeddings, const BatchShape& shape,
+             int64_t logits_chunk_tokens, Use use, MemoryPlan& plan)
+    : config_(config), table_(make_parameter_table(config, decay_embeddings)),
+      weights_(table_, Formats(precision), use == Use::kTraining, plan) {
+  cos_sin_id_ = plan.add("tables", "cos_sin", DType::kF32, {shape.sequence_length, config.head_dim()});
+  if (use == Use::kTraining) {
+    training_ = std::make_unique<Pass>(config, precision, shape, logits_chunk_tokens, Activations::Purpose::kTraining, plan);
+  }
+  const bool plain_evaluation = precision.eval == EvalNumerics::kBf16 && precision.has_fp8();
+  if (plain_evaluation || use == Use::kInference) {
+    evaluation_ = std::make_unique<Pass>(config, plain_evaluation ? plain_precision(precision) : precision, shape,
+                                         logits_chunk_tokens, Activations::Purpose::kEvaluation, plan);
+  }
+}
+
+Model::~Model() = default;
+
+void Model::bind(Device& device, const Arena& arena) {
+  weights_.bind(arena);
+  cos_sin_ = arena[cos_sin_id_];
+  const std::vector<float> table = rope_table(cos_sin_.dim[0], config_.head_dim(), config_.rope_theta);
+  device.copy_to_device(cos_sin_.data, table.data(), cos_sin_.bytes());
+  device.synchronize();  // `table` ends here
+  if (training_) training_->bind(arena, table_, weights_, cos_sin_);
+  if (evaluation_) evaluation_->bind(arena, table_, weights_, cos_sin_);
+}
+
+void Model::accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,
+                                 const std::vector<TensorView>& gradients) {
+  PARKA_REQUIRE(training_ != nullptr && gradients.size() == table_.all.size());
+  training_->forward(device, batch, /*keep=*/true);
+  training_->loss_and_backward(device, options, gradients);
+  last_ = training_.get();
+}
+
+void Model::evaluate(Device& device, const Batch& batch) {
+  Pass& pass = evaluating();
+  pass.forward(device, batch, /*keep=*/false);
+  pass.loss(device);
+  last_ = &pass;
+}
+
+std::vector<float> Model::losses(Device& device) const {
+  PARKA_REQUIRE(last_ != nullptr);
+  return last_->losses(device);
+}
+
+std::vector<float> Model::logits(Device& device, const Batch& batch, int64_t first_row, int64_t count) {
+  Pass& pass = evaluating();
+  pass.forward(device, batch, /*keep=*/false);
+  std::vector<float> result(static_cast<size_t>(count * config_.vocab_size));
+  for (int64_t done = 0; done < count;) {
+    const int64_t rows = std::min(pass.max_logit_rows(), count - done);
+    const TensorView part = pass.logits(device, first_row + done, rows);
+    device.synchronize();
+    if (part.dtype == DType::kF32) {
+      device.copy_to_host(result.data() + done * config_.vocab_size, part.data, part.bytes());
+    } else {
+      std::vector<BFloat16> host(static_cast<size_t>(part.numel()));
+      device.copy_to_host(host.data(), part.data, part.bytes());
+      for (size_t i = 0; i < host.size(); ++i) result[done * config_.vocab_size + i] = decode_bf16(host[i]);
+    }
+    done += rows;
+  }
+  return result;
+}
+
+}  // namespace parka

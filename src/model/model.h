@@ -1,0 +1,77 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kernels/arena.h"
+#include "model/activations.h"
+#include "model/model_config.h"
+#include "model/parameter_table.h"
+#include "model/weights.h"
+
+namespace parka {
+
+// A decoder-only transformer (OLMo v1 or Llama): pre-norm blocks of attention and SwiGLU, written once against the
+// ops of kernels/ops.h. What number format each tensor has is decided by the PrecisionConfig, see formats.h.
+//
+// Order of use: construct (declares everything in the plan), plan.finish(), make an Arena, bind(), fill weights(),
+// weights_changed(); then any number of accumulate_gradients() and evaluate().
+class Model {
+ public:
+  enum class Use { kTraining, kInference };
+  // `shape` is the largest batch. Throws Error(kBadInput) on a config that validate() would refuse.
+  Model(const ModelConfig& config, const PrecisionConfig& precision, bool decay_embeddings, const BatchShape& shape,
+        int64_t logits_chunk_tokens, Use use, MemoryPlan& plan);
+  ~Model();
+
+  const ParameterTable& parameters() const { return table_; }
+  // Position-dependent tables go to the device here.
+  void bind(Device& device, const Arena& arena);
+
+  // The weights in the order of the parameter table, [rows, cols] each, in the compute format.
+  const std::vector<TensorView>& weights() const { return weights_.all(); }
+  // Must be called after weights were written: refreshes their FP8 copies.
+  void weights_changed(Device& device) const { weights_.quantize(device); }
+
+  // Tokens and targets of a batch on the host, num_tokens() each. targets[t] is the token that position t should
+  // predict, or kIgnoreTarget.
+  struct Batch {
+    const int32_t* tokens;
+    const int32_t* targets;
+    BatchShape shape;
+  };
+
+  // Forward and backward: adds the gradients of grad_scale * (sum of the loss over all targets) to `gradients`, in the
+  // order of the parameter table. losses() has the per-token losses afterwards.
+  struct LossOptions {
+    float grad_scale;  // usually 1 / number of targets in the optimizer step
+    float z_loss = 0;
+  };
+  void accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,
+                            const std::vector<TensorView>& gradients);
+
+  // Forward only, in the evaluation precision; losses() has the per-token losses afterwards.
+  void evaluate(Device& device, const Batch& batch);
+
+  // Loss of every token of the last batch, fp32 on the host; 0 where the target is ignored. Waits for the device.
+  std::vector<float> losses(Device& device) const;
+
+  // Forward in the evaluation precision; the logits of rows [first_row, first_row + count) as fp32 [count, V].
+  std::vector<float> logits(Device& device, const Batch& batch, int64_t first_row, int64_t count);
+
+ private:
+  class Pass;  // activations under one precision and what runs on them
+
+  ModelConfig config_;
+  ParameterTable table_;
+  ModelWeights weights_;
+  TensorId cos_sin_id_;
+  TensorView cos_sin_;  // [S, D] fp32
+  std::unique_ptr<Pass> training_;    // absent for inference
+  std::unique_ptr<Pass> evaluation_;  // absent when evaluation uses training's numerics and buffers
+  const Pass* last_ = nullptr;        // whose losses() are asked for
+  BatchShape last_shape_;
+  Pass& evaluating() const { return evaluation_ ? *evaluation_ : *training_; }
+};
+
+}  // namespace parka

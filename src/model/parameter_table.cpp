@@ -1,0 +1,93 @@
+#include "model/parameter_table.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+
+#include "core/error.h"
+#include "core/parallel.h"
+#include "core/philox.h"
+#include "core/tensor.h"
+#include "kernels/ops/adamw.h"
+
+namespace parka {
+namespace {
+
+constexpr double kMitchellCutoff = 3.0;  // standard deviations
+
+// Standard deviation of parameter `index`; negative for norm weights, which start at 1.
+double initial_std(const ModelConfig& config, const ParameterTable& table, int index) {
+  const double d = static_cast<double>(config.d_model), f = static_cast<double>(config.d_ffn);
+  const bool mitchell = config.init == InitKind::kMitchell;
+  for (size_t l = 0; l < table.blocks.size(); ++l) {
+    const BlockParameters& block = table.blocks[l];
+    if (index == block.attention_norm || index == block.ffn_norm) return -1.0;
+    const double depth = 2.0 * static_cast<double>(l + 1);
+    if (mitchell && index == block.attention_out) return 1.0 / std::sqrt(depth * d);
+    if (mitchell && index == block.down) return 1.0 / std::sqrt(depth * f);
+  }
+  if (index == table.final_norm) return -1.0;
+  return mitchell ? 1.0 / std::sqrt(d) : config.init_std;
+}
+
+// A standard normal from the stream of one parameter, drawn again while it lies outside the cutoff.
+double draw(uint64_t seed, size_t index, int64_t element, double cutoff) {
+  for (uint64_t attempt = 0;; ++attempt) {
+    const uint64_t stream = static_cast<uint64_t>(index) | attempt << 32;
+    const double value = philox_normal2(seed, stream, static_cast<uint64_t>(element))[0];
+    if (std::abs(value) <= cutoff) return value;
+  }
+}
+
+}  // namespace
+
+int64_t ParameterTable::num_parameters() const {
+  int64_t sum = 0;
+  for (const ParameterInfo& p : all) sum += p.numel();
+  return sum;
+}
+
+int64_t ParameterTable::num_compute_parameters() const {
+  return head == embedding ? num_parameters() : num_parameters() - all[static_cast<size_t>(embedding)].numel();
+}
+
+ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embeddings) {
+  ParameterTable table;
+  int64_t next_element = 0;
+  const auto add = [&](std::string name, int64_t rows, int64_t cols, bool decayed) {
+    table.all.push_back({std::move(name), rows, cols, decayed, next_element});
+    next_element += ceil_div(rows * cols, kMomentGroup) * kMomentGroup;
+    return static_cast<int>(table.all.size()) - 1;
+  };
+  const bool has_norm_weights = config.norm == NormKind::kRmsNorm;
+  const int64_t d = config.d_model, f = config.d_ffn;
+  table.embedding = add("embedding", config.vocab_size, d, decay_embeddings);
+  for (int64_t l = 0; l < config.num_layers; ++l) {
+    const std::string prefix = fmt::format("blocks.{}.", l);
+    BlockParameters block;
+    if (has_norm_weights) block.attention_norm = add(prefix + "attention_norm", 1, d, false);
+    block.qkv = add(prefix + "qkv", config.d_qkv(), d, true);
+    block.attention_out = add(prefix + "attention_out", d, config.num_heads * config.head_dim(), true);
+    if (has_norm_weights) block.ffn_norm = add(prefix + "ffn_norm", 1, d, false);
+    block.up_gate = add(prefix + "up_gate", 2 * f, d, true);
+    block.down = add(prefix + "down", d, f, true);
+    table.blocks.push_back(block);
+  }
+  if (has_norm_weights) table.final_norm = add("final_norm", 1, d, false);
+  table.head = config.tie_embeddings ? table.embedding : add("head", config.vocab_size, d, true);
+  return table;
+}
+
+std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index, uint64_t seed) {
+  const int64_t numel = table.all.at(index).numel();
+  const double std = initial_std(config, table, static_cast<int>(index));
+  std::vector<float> values(static_cast<size_t>(numel), 1.0f);
+  if (std < 0) return values;
+  const double cutoff = config.init == InitKind::kMitchell ? kMitchellCutoff : HUGE_VAL;
+  parallel_for(numel, 1 << 14, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) values[i] = static_cast<float>(std * draw(seed, index, i, cutoff));
+  });
+  return values;
+}
+
+}  // namespace parka

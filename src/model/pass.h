@@ -1,0 +1,76 @@
+#pragma once
+#include <vector>
+
+#include "model/model.h"
+
+namespace parka {
+
+// Forward and backward of a Model under one PrecisionConfig. All sizes in comments are of the batch at hand:
+// T tokens of width d, H query and Hkv key/value heads of size D, FFN width f, vocabulary V.
+class Model::Pass {
+ public:
+  Pass(const ModelConfig& config, const PrecisionConfig& precision, const BatchShape& shape, int64_t logits_chunk_tokens,
+       Activations::Purpose purpose, MemoryPlan& plan);
+
+  // The tensors must outlive the pass.
+  void bind(const Arena& arena, const ParameterTable& table, const ModelWeights& weights, const TensorView& cos_sin);
+
+  // Copies the batch to the device and runs all blocks and the final norm. `keep` also leaves what backward needs.
+  void forward(Device& device, const Batch& batch, bool keep);
+  // Loss of every token; forward has run.
+  void loss(Device& device);
+  // Loss and gradients; forward has run with keep.
+  void loss_and_backward(Device& device, const LossOptions& options, const std::vector<TensorView>& gradients);
+  // Logits of some rows into the logits buffer; count is at most its size.
+  TensorView logits(Device& device, int64_t first_row, int64_t count);
+  int64_t max_logit_rows() const { return activations_.logits_chunk; }
+  int64_t max_tokens() const { return max_shape_.num_tokens(); }
+  std::vector<float> losses(Device& device) const;
+
+ private:
+  // A gradient on its way into GEMMs: row-major for input gradients, transposed (FP8 only) for weight gradients.
+  struct GemmInput {
+    ScaledView row, transposed;
+  };
+
+  // forward.cpp
+  void forward_block(Device& device, int64_t l, const TensorView& residual, const TensorView& branch);
+  void norm_into(Device& device, const NormBuffers& norm, int weight, const TensorView& residual, const TensorView& branch);
+  void final_norm(Device& device);
+  void linear(Device& device, const ScaledView& x, int weight, const TensorView& out);
+  void cross_entropy_chunk(Device& device, int64_t begin, int64_t count, const LossOptions& options, bool gradient);
+
+  // backward.cpp
+  void backward_head(Device& device, const LossOptions& options);
+  void backward_ffn(Device& device, int64_t l);
+  void backward_attention(Device& device, int64_t l);
+  void backward_norm(Device& device, const NormBuffers& norm, int weight, bool quantize_result);
+  GemmInput norm_output(Device& device, const NormBuffers& norm, int weight);
+  void input_gradient(Device& device, const GemmInput& d_y, int weight, const TensorView& d_x);
+  void weight_gradient(Device& device, const GemmInput& d_y, const GemmInput& x, int weight);
+  GemmInput branch_gradient() const;
+
+  // Views of declared buffers, cut to the batch at hand.
+  TensorView tensor(TensorId id, int64_t rows, int64_t cols) const;
+  TensorView vector(TensorId id, int64_t count) const;
+  ScaledView matrix(const MatrixId& id, int64_t rows, int64_t cols) const { return id.view(*arena_, rows, cols); }
+  TensorView gradient_of(int weight) const;
+
+  ModelConfig config_;
+  PrecisionConfig precision_;
+  Formats formats_;
+  BatchShape max_shape_;
+  Activations activations_;
+  const Arena* arena_ = nullptr;
+  const ParameterTable* table_ = nullptr;
+  const ModelWeights* weights_ = nullptr;
+  TensorView cos_sin_;
+
+  // Of the batch at hand.
+  BatchShape shape_;
+  int64_t num_tokens_ = 0;
+  bool keep_ = false;
+  const std::vector<TensorView>* gradients_ = nullptr;
+};
+
+}  // namespace parka

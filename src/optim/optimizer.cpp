@@ -1,0 +1,220 @@
+#include "optim/optimizer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "core/split_float.h"
+#include "kernels/ops/grad_norm.h"
+
+namespace parka {
+namespace {
+
+TensorView flat(const TensorView& view) { return view.reshaped({view.numel()}); }
+
+template <typename T>
+void upload(Device& device, const std::vector<T>& values, const TensorView& target) {
+  PARKA_REQUIRE(static_cast<int64_t>(values.size()) == target.numel());
+  device.copy_to_device(target.as<T>(), values.data(), target.bytes());
+}
+
+template <typename T>
+std::vector<T> download(Device& device, const TensorView& source) {
+  std::vector<T> values(static_cast<size_t>(source.numel()));
+  device.copy_to_host(values.data(), source.as<T>(), source.bytes());
+  return values;
+}
+
+DType state_dtype(StateFormat states, DType float8_format) {
+  switch (states) {
+    case StateFormat::kFp32: return DType::kF32;
+    case StateFormat::kBf16: return DType::kBF16;
+    case StateFormat::kFp8:
+    case StateFormat::kFp8Expanded: return float8_format;
+  }
+  throw_internal("unknown state format {}", static_cast<int>(states));
+}
+
+void check_config(const OptimizerConfig& config, DType compute) {
+  if ((config.master == MasterForm::kNone) != (compute == DType::kF32)) {
+    throw_bad_input("optimizer.master = {} does not fit {} weights: none is for fp32, the other forms are for bf16",
+                    name_of(config.master), name_of(compute));
+  }
+  PARKA_REQUIRE(compute == DType::kF32 || compute == DType::kBF16);
+  PARKA_REQUIRE(config.gradient == DType::kF32 || config.gradient == DType::kBF16);
+  PARKA_REQUIRE(is_float8(config.exp_avg_format) && is_float8(config.exp_avg_sq_format));
+}
+
+}  // namespace
+
+Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters,
+                     MemoryPlan& plan)
+    : config_(config), compute_(compute), parameters_(std::move(parameters)) {
+  check_config(config_, compute_);
+  for (const ParameterInfo& p : parameters_) {
+    StateIds ids;
+    ids.gradient = plan.add("gradients", p.name + ".gradient", config_.gradient, {p.rows, p.cols});
+    ids.master = declare_master(p, plan);
+    ids.exp_avg = declare_moment(p.name + ".exp_avg", config_.exp_avg_format, p.numel(), plan);
+    ids.exp_avg_sq = declare_moment(p.name + ".exp_avg_sq", config_.exp_avg_sq_format, p.numel(), plan);
+    ids_.push_back(ids);
+  }
+  norm_partial_id_ =
+      plan.add("gradient norm", "norm_partial", DType::kF32, {static_cast<int64_t>(parameters_.size())});
+  norm_result_id_ = plan.add("gradient norm", "norm_result", DType::kF32, {1});
+}
+
+Optimizer::MomentIds Optimizer::declare_moment(const std::string& name, DType float8_format, int64_t numel,
+                                               MemoryPlan& plan) const {
+  const auto add = [&](const std::string& suffix, DType dtype, int64_t count) {
+    return plan.add("optimizer states", name + suffix, dtype, {count});
+  };
+  const int64_t groups = ceil_div(numel, kMomentGroup);
+  MomentIds ids;
+  ids.values = add("", state_dtype(config_.states, float8_format), numel);
+  if (is_float8(config_.states)) ids.amax = add(".amax", DType::kF32, groups);
+  if (config_.states == StateFormat::kFp8Expanded) ids.exponent = add(".exponent", DType::kU8, groups);
+  return ids;
+}
+
+TensorId Optimizer::declare_master(const ParameterInfo& parameter, MemoryPlan& plan) const {
+  const auto add = [&](DType dtype) {
+    return plan.add("master weights", parameter.name + ".master", dtype, {parameter.numel()});
+  };
+  switch (config_.master) {
+    case MasterForm::kFp32: return add(DType::kF32);
+    case MasterForm::kFp32Split: return add(DType::kU16);
+    case MasterForm::kBf16Sr:
+    case MasterForm::kNone: return {};
+  }
+  throw_internal("unknown master form {}", static_cast<int>(config_.master));
+}
+
+void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights) {
+  PARKA_REQUIRE(weights.size() == parameters_.size());
+  const auto moment = [&](const MomentIds& ids) {
+    return MomentView{arena[ids.values], arena[ids.amax], arena[ids.exponent]};
+  };
+  weights_.clear();
+  gradients_.clear();
+  states_.clear();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    PARKA_REQUIRE(weights[i].dtype == compute_ && weights[i].numel() == parameters_[i].numel());
+    weights_.push_back(flat(weights[i]));
+    gradients_.push_back(arena[ids_[i].gradient]);
+    states_.push_back({arena[ids_[i].master], moment(ids_[i].exp_avg), moment(ids_[i].exp_avg_sq)});
+  }
+  norm_partial_ = arena[norm_partial_id_];
+  norm_result_ = arena[norm_result_id_];
+}
+
+void Optimizer::set_weight(Device& device, size_t i, const std::vector<float>& values) {
+  if (config_.master == MasterForm::kNone) {
+    upload(device, values, weights_.at(i));
+    return;
+  }
+  std::vector<BFloat16> weight(values.size());
+  std::vector<uint16_t> remainder(values.size());
+  for (size_t n = 0; n < values.size(); ++n) {
+    const SplitFloat split = split_float(values[n]);
+    weight[n] = config_.master == MasterForm::kBf16Sr ? encode_bf16(values[n]) : split.weight;
+    remainder[n] = split.remainder;
+  }
+  upload(device, weight, weights_.at(i));
+  if (config_.master == MasterForm::kFp32) upload(device, values, states_[i].master);
+  if (config_.master == MasterForm::kFp32Split) upload(device, remainder, states_[i].master);
+}
+
+std::vector<float> Optimizer::master_weight(Device& device, size_t i) const {
+  device.synchronize();
+  const TensorView& weight = weights_.at(i);
+  if (config_.master == MasterForm::kNone) return download<float>(device, weight);
+  if (config_.master == MasterForm::kFp32) return download<float>(device, states_[i].master);
+  const std::vector<BFloat16> high = download<BFloat16>(device, weight);
+  std::vector<float> values(high.size());
+  if (config_.master == MasterForm::kBf16Sr) {
+    std::transform(high.begin(), high.end(), values.begin(), decode_bf16);
+  } else {
+    const std::vector<uint16_t> low = download<uint16_t>(device, states_[i].master);
+    std::transform(high.begin(), high.end(), low.begin(), values.begin(), join_float);
+  }
+  return values;
+}
+
+void Optimizer::zero_gradients(Device& device) {
+  for (const TensorView& gradient : gradients_) device.fill_zero(gradient.data, gradient.bytes());
+}
+
+std::vector<float> Optimizer::squared_norms(Device& device) const {
+  sum_of_squares(device, {.parts = gradients_, .partial = norm_partial_, .result = norm_result_});
+  device.synchronize();
+  return download<float>(device, norm_partial_);
+}
+
+Optimizer::StepResult Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed) {
+  PARKA_REQUIRE(step >= 1 && states_.size() == parameters_.size());
+  const std::vector<float> squares = squared_norms(device);
+  double sum = 0;
+  for (float square : squares) sum += square;  // in double: cannot overflow, so a sum not finite has a culprit
+  const double norm = std::sqrt(sum);
+  if (!std::isfinite(norm)) {
+    const auto bad =
+        std::find_if(squares.begin(), squares.end(), [](float square) { return !std::isfinite(square); });
+    return {norm, false, parameters_[static_cast<size_t>(bad - squares.begin())].name};
+  }
+  constexpr double kClipEpsilon = 1e-6;
+  const double coefficient = std::min(1.0, clip_limit(step) / (norm + kClipEpsilon));
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const ParameterInfo& p = parameters_[i];
+    adamw_step(device, {.weight = weights_[i],
+                        .master = states_[i].master,
+                        .master_form = config_.master,
+                        .gradient = flat(gradients_[i]),
+                        .exp_avg = states_[i].exp_avg,
+                        .exp_avg_sq = states_[i].exp_avg_sq,
+                        .lr = static_cast<float>(lr),
+                        .beta1 = config_.beta1,
+                        .beta2 = config_.beta2,
+                        .eps = static_cast<float>(config_.eps),
+                        .weight_decay = p.decayed ? static_cast<float>(config_.weight_decay) : 0.0f,
+                        .bias_correction1 = static_cast<float>(bias_correction(config_.beta1, step)),
+                        .bias_correction2 = static_cast<float>(bias_correction(config_.beta2, step)),
+                        .grad_scale = static_cast<float>(coefficient),
+                        .seed = seed,
+                        .step = static_cast<uint64_t>(step),
+                        .first_element = static_cast<uint64_t>(p.first_element)});
+  }
+  return {norm, true, {}};
+}
+
+double Optimizer::clip_limit(int64_t step) const {
+  if (config_.clip_norm == 0) return std::numeric_limits<double>::infinity();
+  return step <= config_.clip_warmup_steps ? config_.clip_norm * config_.clip_warmup_factor : config_.clip_norm;
+}
+
+std::vector<NamedTensor> Optimizer::state() const {
+  std::vector<NamedTensor> tensors;
+  const auto add = [&](std::string name, const TensorView& view) {
+    if (!view.empty()) tensors.push_back({std::move(name), view});
+  };
+  const auto add_moment = [&](const std::string& name, const MomentView& moment) {
+    add(name, moment.values);
+    add(name + ".amax", moment.amax);
+    add(name + ".exponent", moment.exponent);
+  };
+  for (size_t i = 0; i < states_.size(); ++i) {
+    const std::string& name = parameters_[i].name;
+    add(name + ".master", states_[i].master);
+    add_moment(name + ".exp_avg", states_[i].exp_avg);
+    add_moment(name + ".exp_avg_sq", states_[i].exp_avg_sq);
+  }
+  return tensors;
+}
+
+double bias_correction(double beta, int64_t step) {
+  PARKA_REQUIRE(beta >= 0 && beta < 1 && step >= 1);
+  return -std::expm1(static_cast<double>(step) * std::log(beta));
+}
+
+}  // namespace parka

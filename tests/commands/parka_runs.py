@@ -1,0 +1,96 @@
+"""Small runs of the parka program for the command line tests: tiny token files, a tiny model, a temporary folder."""
+import array
+import hashlib
+import json
+import os
+import random
+import subprocess
+import tempfile
+import unittest
+
+PROGRAM = os.environ.get("PARKA_PROGRAM", "build/release/parka")
+VOCAB = 64
+SEQUENCE = 16
+
+
+def write_tokens(path, count, seed, vocab=VOCAB):
+    rng = random.Random(seed)
+    tokens = array.array("H", (rng.randrange(vocab) for _ in range(count)))
+    with open(path, "wb") as file:
+        file.write(tokens.tobytes())
+
+
+def tiny_config(folder, recipe="bf16", steps=8, **optimizer):
+    """A two-block model on two token files; an epoch is 9 steps, each of two micro-batches."""
+    return {
+        "model": {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ffn": 64},
+        "precision": {"recipe": recipe},
+        "optimizer": {"lr": 3e-3, "schedule": {"kind": "cosine", "warmup_steps": 5}, **optimizer},
+        "data": {
+            "train": [f"{folder}/a.npy", f"{folder}/b.npy"],
+            "eval": [f"{folder}/held_out.npy"],
+            "sequence_length": SEQUENCE,
+        },
+        "training": {"steps": steps, "global_batch_size": 4, "micro_batch_size": 2, "eval_interval": 4},
+        "checkpoint": {"folder": f"{folder}/run", "interval": 4, "keep": 0},
+    }
+
+
+def parka(*arguments, **options):
+    return subprocess.run([PROGRAM, "--threads", "1", *arguments], capture_output=True, text=True, timeout=300, **options)
+
+
+class RunFolder(unittest.TestCase):
+    """A test with a temporary folder that holds token files and configs."""
+
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory(prefix="parka-test-")
+        self.addCleanup(temporary.cleanup)
+        self.folder = temporary.name
+        write_tokens(self.path("a.npy"), 21 * SEQUENCE + 5, seed=1)
+        write_tokens(self.path("b.npy"), 18 * SEQUENCE, seed=2)
+        write_tokens(self.path("held_out.npy"), 6 * SEQUENCE, seed=3)
+
+    def path(self, name):
+        return os.path.join(self.folder, name)
+
+    def write_config(self, config, name="config.json"):
+        with open(self.path(name), "w", encoding="utf-8") as file:
+            json.dump(config, file)
+        return self.path(name)
+
+    def train(self, config, *arguments, **options):
+        return parka("train", self.write_config(config), *arguments, **options)
+
+    def assert_exit(self, result, code):
+        self.assertEqual(result.returncode, code, result.stderr)
+
+
+def metrics(folder, kind="train"):
+    with open(os.path.join(folder, "metrics.jsonl"), encoding="utf-8") as file:
+        return [record for record in map(json.loads, file) if record["kind"] == kind]
+
+
+def learning_curve(folder):
+    """What a step computed, without what it took: the same for equal runs to the last bit."""
+    fields = ("step", "tokens", "epoch", "loss", "grad_norm", "lr", "applied")
+    steps = [tuple(record[field] for field in fields) for record in metrics(folder)]
+    evaluations = [(record["step"], record["loss"]) for record in metrics(folder, "eval")]
+    return steps, evaluations
+
+
+def tree_digest(folder, only=lambda path: True):
+    """Names and contents of all files below a folder."""
+    digest = {}
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(root, name)
+            relative = os.path.relpath(path, folder)
+            if only(relative):
+                with open(path, "rb") as file:
+                    digest[relative] = hashlib.sha256(file.read()).hexdigest()
+    return digest
+
+
+def checkpoints(folder):
+    return sorted(name for name in os.listdir(folder) if name.startswith("step_") and name[5:].isdigit())

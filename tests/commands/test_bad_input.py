@@ -1,0 +1,220 @@
+"""Every bad input ends with one clear line and the documented exit code, and leaves earlier checkpoints untouched."""
+import json
+import os
+import resource
+import shutil
+import subprocess
+import unittest
+
+from parka_runs import PROGRAM, SEQUENCE, RunFolder, checkpoints, parka, tiny_config, tree_digest, write_tokens
+
+BAD_INPUT, NOT_FINITE, IO_FAILED = 2, 3, 4
+
+
+def setting(dotted, value):
+    """A config change: section.key = value; None removes the key."""
+    def change(test, config):
+        *sections, key = dotted.split(".")
+        target = config
+        for section in sections:
+            target = target.setdefault(section, {})
+        if value is None:
+            target.pop(key)
+        else:
+            target[key] = value
+    return change
+
+
+# (name, change of the config, what the error line must contain)
+CONFIG_CASES = [
+    ("unknown key", setting("optimizer.lrr", 1e-3), ["optimizer.lrr", "optimizer.lr"]),
+    ("unknown section", setting("optimiser.lr", 1e-3), ["optimiser", "optimizer"]),
+    ("misspelt recipe", setting("precision.recipe", "caot"), ["precision.recipe", "caot", "coat"]),
+    ("misspelt format", setting("precision.forward_format", "e4m4"), ["precision.forward_format", "e4m3"]),
+    ("misspelt states", setting("optimizer.states", "expand"), ["optimizer.states", "fp8_expanded"]),
+    ("misspelt schedule", setting("optimizer.schedule.kind", "cosin"), ["optimizer.schedule.kind", "cosine"]),
+    ("text for a number", setting("optimizer.lr", "fast"), ["optimizer.lr", "number", "fast"]),
+    ("number for text", setting("checkpoint.folder", 7), ["checkpoint.folder", "string"]),
+    ("fraction for a count", setting("training.steps", 1.5), ["training.steps", "1.5"]),
+    ("number for a flag", setting("data.shuffle", 1), ["data.shuffle"]),
+    ("list for a number", setting("model.d_model", [32]), ["model.d_model"]),
+    ("text for a list", setting("data.train", "a.npy"), ["data.train"]),
+    ("section that is a number", setting("model", 3), ["model"]),
+    ("negative count", setting("training.steps", -1), ["training.steps"]),
+    ("zero batch", setting("training.micro_batch_size", 0), ["training.micro_batch_size"]),
+    ("batch that does not divide", setting("training.micro_batch_size", 3), ["training.micro_batch_size", "global_batch_size"]),
+    ("heads that do not divide", setting("model.num_heads", 3), ["num_heads"]),
+    ("kv heads that do not divide", setting("model.num_kv_heads", 3), ["num_kv_heads"]),
+    ("huge width", setting("model.d_model", 10**15), ["model.d_model"]),
+    ("fp8 width not a multiple of 16", lambda t, c: (setting("precision.recipe", "coat")(t, c), setting("model.d_ffn", 40)(t, c)), ["d_ffn", "16"]),
+    ("beta of one", setting("optimizer.beta2", 1.0), ["optimizer.beta2"]),
+    ("negative learning rate", setting("optimizer.lr", -1e-3), ["optimizer.lr"]),
+    ("master that does not fit", setting("optimizer.master", "none"), ["optimizer.master"]),
+    ("silu kept without fp8", setting("precision.save_silu", True), ["save_silu", "up_gate"]),
+    ("warm-up longer than the run", setting("optimizer.schedule.warmup_steps", 100), ["warmup_steps"]),
+    ("no training data", setting("data.train", []), ["data.train"]),
+    ("missing token file", lambda t, c: c["data"]["train"].append(t.path("missing.npy")), ["missing.npy"]),
+    ("token file that is a folder", lambda t, c: (os.mkdir(t.path("dir.npy")), c["data"]["train"].append(t.path("dir.npy"))), ["dir.npy"]),
+    ("empty token file", lambda t, c: t.add_file(c, "empty.npy", b""), ["empty.npy"]),
+    ("short token file", lambda t, c: t.add_file(c, "short.npy", b"\0" * 10), ["short.npy"]),
+    ("odd-sized token file", lambda t, c: t.add_file(c, "odd.npy", b"\0" * 1001), ["odd.npy", "1001"]),
+    ("token file with a numpy header", lambda t, c: t.add_file(c, "numpy.npy", b"\x93NUMPY\x01\x00" + b"\0" * 1000), ["numpy.npy"]),
+    ("batch larger than the data", setting("training.global_batch_size", 64), ["64"]),
+    ("missing held-out file", setting("data.eval", ["/nowhere/held_out.npy"]), ["/nowhere/held_out.npy"]),
+    ("run folder below a file", lambda t, c: setting("checkpoint.folder", t.path("a.npy") + "/run")(t, c), ["a.npy"]),
+    ("run folder that cannot be made", setting("checkpoint.folder", "/proc/parka/run"), ["/proc/parka"]),
+    ("other model on resume", setting("model.d_ffn", 96), ["model.d_ffn", "96"]),
+    ("other states on resume", setting("optimizer.states", "fp8"), ["optimizer.states"]),
+    ("other seed of the data on resume", setting("data.seed", 1), ["data.seed"]),
+    ("other data on resume", lambda t, c: write_tokens(t.path("a.npy"), 22 * SEQUENCE, seed=9), ["data.train"]),
+]
+
+
+class BadInput(RunFolder):
+    """Each case meets a run folder with checkpoints of steps 4 and 8, which must look the same afterwards."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+
+    def setUp(self):
+        super().setUp()
+        self.config = tiny_config(self.folder)
+        self.assert_exit(self.train(self.config), 0)
+        self.config["training"]["steps"] = 12
+        self.checkpoints_before = self.digest()
+
+    def digest(self):
+        return tree_digest(self.path("run"), only=lambda path: path.startswith("step_"))
+
+    def add_file(self, config, name, content):
+        with open(self.path(name), "wb") as file:
+            file.write(content)
+        config["data"]["train"].append(self.path(name))
+
+    def assert_refused(self, result, words, code=BAD_INPUT):
+        self.assertEqual(result.returncode, code, result.stderr)
+        errors = [line for line in result.stderr.splitlines() if line.startswith("parka: ")]
+        self.assertEqual(len(errors), 1, result.stderr)
+        self.assertTrue(result.stderr.endswith(errors[0] + "\n"), result.stderr)  # the last thing said
+        for word in words:
+            self.assertIn(word, errors[0])
+        self.assertEqual(self.digest(), self.checkpoints_before)
+
+    def test_config_and_data(self):
+        self.assertGreaterEqual(len(CONFIG_CASES), 40)
+        for name, change, words in CONFIG_CASES:
+            with self.subTest(name):
+                config = json.loads(json.dumps(self.config))
+                change(self, config)
+                self.assert_refused(self.train(config), words)
+                write_tokens(self.path("a.npy"), 21 * SEQUENCE + 5, seed=1)  # undo a case that wrote over it
+
+    def test_config_text(self):
+        cases = [
+            ("not JSON", "{\"model\": }", ["config.json"]),
+            ("cut off", "{\"model\": {\"d_model\": 32", ["config.json"]),
+            ("empty", "", ["config.json"]),
+            ("a list", "[]", ["config.json"]),
+            ("a key twice", "{\"training\": {\"steps\": 3, \"steps\": 4}}", ["steps"]),
+            ("not UTF-8", "{\"model\": \"\udcff\"}", ["config.json"]),
+        ]
+        for name, text, words in cases:
+            with self.subTest(name):
+                with open(self.path("config.json"), "w", encoding="utf-8", errors="surrogateescape") as file:
+                    file.write(text)
+                self.assert_refused(parka("train", self.path("config.json")), words)
+        self.assert_refused(parka("train", self.path("nothing.json")), ["nothing.json"])
+
+    def test_command_line(self):
+        config = self.write_config(self.config)
+        for arguments, words in [
+            ((), ["subcommand"]),
+            (("trian", config), ["trian"]),
+            (("train",), ["config"]),
+            (("train", config, "--stepz", "3"), ["--stepz"]),
+            (("train", config, "--set", "optimizer.lr"), ["optimizer.lr"]),
+            (("train", config, "--set", "optimizer.lrr=1"), ["optimizer.lrr", "optimizer.lr"]),
+            (("train", config, "--set", "training.steps=many"), ["training.steps", "many"]),
+            (("train", config, "--fresh"), ["--fresh"]),
+            (("train", config, "--drill-kill-in-save", "3"), ["STEP:POINT"]),
+            (("plan", config, "--gpus", "0"), ["--gpus"]),
+            (("eval", self.path("nowhere")), ["nowhere"]),
+            (("eval", self.path("")), ["no checkpoint"]),
+            (("eval", self.path("run"), "--data", "/nowhere.npy"), ["/nowhere.npy"]),
+            (("generate", self.path("run"), "--prompt", "text"), ["--prompt-tokens"]),
+            (("generate", self.path("run"), "--prompt-tokens", "1,9999"), ["9999"]),
+            (("generate", self.path("run"), "--temperature", "-1"), ["--temperature"]),
+        ]:
+            with self.subTest(arguments):
+                self.assert_refused(parka(*arguments), words)
+
+    def test_token_ids_out_of_range(self):
+        write_tokens(self.path("a.npy"), 21 * SEQUENCE, seed=1, vocab=65000)
+        config = dict(self.config, checkpoint={"folder": self.path("other_run")})
+        self.assert_refused(self.train(config), ["a.npy", "vocab"])
+
+    def damage(self, checkpoint, name, how):
+        path = self.path(f"run/{checkpoint}/{name}")
+        with open(path, "rb") as file:
+            content = bytearray(file.read())
+        with open(path, "wb") as file:
+            file.write(how(content))
+
+    def flip(self, content):
+        content[len(content) // 2] ^= 1
+        return content
+
+    def test_a_damaged_checkpoint_is_named_and_the_one_before_used(self):
+        for name, how in [("shard_0.safetensors", self.flip), ("manifest.json", self.flip),
+                          ("shard_0.safetensors", lambda content: content[:-100]), ("manifest.json", lambda content: content[:50])]:
+            with self.subTest(name):
+                shutil.copytree(self.path("run"), self.path("good"))
+                self.damage("step_00000008", name, how)
+                result = self.train(self.config)
+                self.assert_exit(result, 0)
+                self.assertIn(name, result.stderr)
+                self.assertIn("resuming from " + self.path("run/step_00000004"), result.stderr)
+                shutil.rmtree(self.path("run"))
+                os.rename(self.path("good"), self.path("run"))
+
+    def test_all_checkpoints_damaged(self):
+        for checkpoint in checkpoints(self.path("run")):
+            self.damage(checkpoint, "shard_0.safetensors", self.flip)
+        self.checkpoints_before = self.digest()
+        self.assert_refused(self.train(self.config), [self.path("run")])
+        self.assert_refused(parka("eval", self.path("run/step_00000008")), ["shard_0.safetensors"])
+
+    def test_full_disk(self):
+        def limit_file_size():
+            # A write beyond this fails like one on a full disk does; the signal that would come first stays ignored.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000))
+
+        config = self.write_config(self.config)
+        result = subprocess.run([PROGRAM, "--threads", "1", "train", config], capture_output=True, text=True, timeout=300,
+                                preexec_fn=limit_file_size, restore_signals=False)
+        self.assert_refused(result, ["step_00000012"], code=IO_FAILED)
+        self.assertEqual(checkpoints(self.path("run")), ["step_00000004", "step_00000008"])
+        self.assert_exit(self.train(self.config), 0)  # with room again the run goes on
+
+    def test_loss_that_is_not_finite(self):
+        # Weights of 1e30 overflow in the step after the one that made them.
+        self.config["optimizer"]["lr"] = 1e30
+        self.config["optimizer"]["schedule"] = {"kind": "constant"}
+        self.config["checkpoint"]["interval"] = 0
+        result = self.train(self.config)
+        self.assert_refused(result, ["step ", "not both finite", "batch"], code=NOT_FINITE)
+        self.config["training"].update(non_finite="skip", max_skipped_steps=2)
+        result = self.train(self.config)
+        self.assert_refused(result, ["2 steps in a row"], code=NOT_FINITE)
+        self.assertIn("skipped", result.stderr)
+
+    def test_help_succeeds(self):
+        for arguments in [("--help",), ("train", "--help"), ("config", "show", "--help"), ("--version",)]:
+            result = parka(*arguments)
+            self.assert_exit(result, 0)
+            self.assertGreater(len(result.stdout), 5)
+
+
+if __name__ == "__main__":
+    unittest.main()

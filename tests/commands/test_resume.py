@@ -1,0 +1,112 @@
+"""A run that was killed or stopped and continued ends with the same bits as one that never was.
+
+test_resume.py VARIANT: one of the recipes, or a name of VARIANTS below.
+"""
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import unittest
+
+from parka_runs import PROGRAM, RunFolder, checkpoints, learning_curve, metrics, parka, tiny_config, tree_digest
+
+# Recipes as they are, and optimizer forms that no recipe has.
+VARIANTS = {
+    **{recipe: (recipe, {}) for recipe in
+       ("fp32", "bf16", "fp8_linear", "fp8_block", "coat_activation", "coat_optimizer", "coat", "parka")},
+    "bf16_sr": ("bf16", {"master": "bf16_sr", "states": "bf16"}),
+    "e5m2_states": ("coat", {"exp_avg_sq_format": "e5m2", "gradient": "bf16"}),
+    "fp8_states": ("bf16", {"states": "fp8", "master": "fp32_split"}),
+}
+STEPS = 60
+VARIANT = "coat"
+
+
+class Resume(RunFolder):
+    def config(self):
+        recipe, optimizer = VARIANTS[VARIANT]
+        config = tiny_config(self.folder, recipe, STEPS, **optimizer)
+        config["checkpoint"]["interval"] = 10
+        config["training"]["eval_interval"] = 15
+        return config
+
+    def straight_run(self):
+        """The run that nothing happened to, moved to straight/."""
+        self.assert_exit(self.train(self.config()), 0)
+        os.rename(self.path("run"), self.path("straight"))
+
+    def assert_same_as_straight(self):
+        self.assertEqual(learning_curve(self.path("run")), learning_curve(self.path("straight")))
+        final = f"step_{STEPS:08}"
+        self.assertEqual(tree_digest(self.path(f"run/{final}")), tree_digest(self.path(f"straight/{final}")))
+        epochs = {record["epoch"] for record in metrics(self.path("run"))}
+        self.assertGreater(len(epochs), 5)  # the resumed part went over epoch borders, too
+
+    def test_killed_while_saving(self):
+        self.straight_run()
+        # The first variant goes through more moments of the save than the others.
+        points = (1, 2, 4, 6, 8, 10) if VARIANT == "coat" else (5,)
+        for point in points:
+            with self.subTest(point=point):
+                shutil.rmtree(self.path("run"), ignore_errors=True)
+                killed = self.train(self.config(), "--drill-kill-in-save", f"30:{point}")
+                self.assertEqual(killed.returncode, -signal.SIGKILL, killed.stderr)
+                self.assertIn("step_00000020", checkpoints(self.path("run")))
+                self.assert_exit(self.train(self.config()), 0)
+                self.assert_same_as_straight()
+
+    def test_stopped_by_a_signal(self):
+        self.straight_run()
+        config_path = self.write_config(self.config())
+        process = subprocess.Popen([PROGRAM, "--threads", "1", "train", config_path], stderr=subprocess.PIPE, text=True)
+        metrics_path = self.path("run/metrics.jsonl")
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and process.poll() is None:
+            if os.path.exists(metrics_path) and os.path.getsize(metrics_path) > 2000:
+                break
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=120)
+        self.assertEqual(process.returncode, 0, log)
+        reached = len(metrics(self.path("run")))
+        if reached < STEPS:
+            self.assertIn(f"saved step {reached}", log)
+            self.assertIn(f"step_{reached:08}", checkpoints(self.path("run")))
+        self.assert_exit(self.train(self.config()), 0)
+        self.assert_same_as_straight()
+
+    def test_a_finished_run_has_nothing_to_do(self):
+        self.straight_run()
+        os.rename(self.path("straight"), self.path("run"))
+        before = tree_digest(self.path("run"), only=lambda path: path.startswith("step_"))
+        again = self.train(self.config())
+        self.assert_exit(again, 0)
+        self.assertIn("nothing to do", again.stderr)
+        self.assertEqual(tree_digest(self.path("run"), only=lambda path: path.startswith("step_")), before)
+
+    def test_continues_for_more_steps(self):
+        config = self.config()
+        config["optimizer"]["schedule"] = {"kind": "constant"}
+        config["training"]["steps"] = 20
+        self.assert_exit(self.train(config), 0)
+        config["training"]["steps"] = 25
+        longer = self.train(config)
+        self.assert_exit(longer, 0)
+        self.assertEqual(len(metrics(self.path("run"))), 25)
+
+    def test_eval_command_agrees_with_training(self):
+        self.straight_run()
+        result = parka("eval", self.path("straight"), "--json")
+        self.assert_exit(result, 0)
+        logged = metrics(self.path("straight"), "eval")[-1]
+        self.assertIn(f'"loss":{logged["loss"]!r}', result.stdout)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        VARIANT = sys.argv.pop(1)
+        if VARIANT not in VARIANTS:
+            sys.exit(f"test_resume.py: no variant {VARIANT}; there are {', '.join(VARIANTS)}")
+    unittest.main()

@@ -1,0 +1,79 @@
+#include "engine/checkpoint_saver.h"
+
+#include <future>
+#include <thread>
+
+#include "tests/engine/checkpoint_fixture.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+size_t num_complete(const std::string& folder) { return list_checkpoints(folder).size(); }
+
+}  // namespace
+
+TEST_CASE("saves go on in the background and one waits for the other", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  const std::string run = folder / "run";
+  std::promise<void> go_on;
+  std::shared_future<void> may_go_on = go_on.get_future().share();
+  CheckpointSaver saver(run, {.keep = 0, .observer = [=](std::string_view) { may_go_on.wait(); }});
+  saver.save(small_contents(1));
+  CHECK(num_complete(run) == 0);  // it returned while the save stands still before its first step
+  std::thread helper([&] { go_on.set_value(); });
+  saver.save(small_contents(2));
+  CHECK(num_complete(run) >= 1);  // it returned when the first was complete
+  saver.wait();
+  CHECK(num_complete(run) == 2);
+  CHECK(same(*read_newest(run).contents, small_contents(2)));
+  helper.join();
+}
+
+TEST_CASE("an error in the background reaches the next call, once", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  write_file(folder / "file", "");
+  CheckpointSaver saver(folder / "file/run", {});
+  saver.save(small_contents(1));
+  CHECK(error_of([&] { saver.wait(); }).code() == ExitCode::kBadInput);
+  saver.wait();
+  saver.save(small_contents(2));
+  CHECK(error_of([&] { saver.save(small_contents(3)); }).code() == ExitCode::kBadInput);
+  saver.wait();  // the contents of the call that threw were not taken
+}
+
+TEST_CASE("the saver works on after a failed save", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  bool fail = true;
+  CheckpointSaver saver(folder / "run", {.observer =
+                                             [&](std::string_view) {
+                                               if (fail) throw Error(ExitCode::kIo, "no");
+                                             },
+                                         .report = {}});
+  saver.save(small_contents(1));
+  CHECK(error_of([&] { saver.wait(); }).code() == ExitCode::kIo);
+  fail = false;
+  saver.save(small_contents(2));
+  saver.wait();
+  CHECK(same(*read_newest(folder / "run").contents, small_contents(2)));
+}
+
+TEST_CASE("the saver's destructor finishes the save and reports its error", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  write_file(folder / "file", "");
+  std::vector<std::string> reports;
+  const auto report = [&](const std::string& message) { reports.push_back(message); };
+  {
+    CheckpointSaver saver(folder / "run", {.report = report});
+    saver.save(small_contents(1));
+  }
+  CHECK(same(*read_newest(folder / "run").contents, small_contents(1)));
+  CHECK(reports.empty());
+  {
+    CheckpointSaver saver(folder / "file/run", {.report = report});
+    saver.save(small_contents(1));
+  }
+  REQUIRE(reports.size() == 1);
+  CHECK(mentions(reports[0], folder / "file"));
+}

@@ -1,0 +1,208 @@
+#include <filesystem>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "engine/config_io.h"
+#include "engine/config_table.h"
+#include "engine/recipe.h"
+#include "tests/support/catch.h"
+
+using namespace parka;
+using nlohmann::json;
+
+namespace {
+
+std::vector<std::string> shipped_configs() {
+  std::vector<std::string> paths;
+  for (const auto& entry : std::filesystem::directory_iterator(PARKA_SOURCE_DIR "/configs")) {
+    if (entry.path().extension() == ".json") paths.push_back(entry.path().string());
+  }
+  return paths;
+}
+
+std::string shipped(const std::string& name) { return PARKA_SOURCE_DIR "/configs/" + name + ".json"; }
+
+}  // namespace
+
+TEST_CASE("the hash covers what decides the numbers and nothing else", "[engine][config]") {
+  Config base;
+  base.data.train = {"folder/a.npy", "folder/b.npy"};
+  const std::string hash = config_hash(base);
+  CHECK(hash.size() == 32);
+
+  Config same = base;
+  same.data.train = {"elsewhere/a.npy", "b.npy"};
+  same.data.eval = {"other.npy"};
+  same.data.prefetch_batches = 9;
+  same.model.num_kv_heads = 16;                  // what 0 stands for
+  same.model.init_std = 0.5;                     // unused with init = mitchell
+  same.optimizer.exp_avg_format = DType::kE5M2;  // unused with states = fp32
+  same.precision.recompute = Recompute::kBlock;
+  same.precision.save_product = false;
+  same.precision.recipe = Recipe::kFp8Block;  // the name alone
+  same.training.steps = 5;
+  same.training.eval_interval = 5;
+  same.training.log_interval = 5;
+  same.checkpoint = {.folder = "x", .interval = 1, .keep = 1, .async = false, .save_final = false};
+  same.distributed.zero_stage = 2;
+  CHECK(config_hash(same) == hash);
+
+  using Change = void (*)(Config&);
+  const Change changes[] = {
+      [](Config& c) { c.model.d_model = 64; },
+      [](Config& c) { c.model.rope_theta = 500000; },
+      [](Config& c) { c.model.num_kv_heads = 2; },
+      [](Config& c) { c.precision.gemm = GemmPrecision::kFp8Tensor; },
+      [](Config& c) { c.precision.norm_input = Storage::kFp8; },
+      [](Config& c) { c.optimizer.lr = 1e-3; },
+      [](Config& c) { c.optimizer.states = StateFormat::kBf16; },
+      [](Config& c) { c.optimizer.schedule.kind = ScheduleKind::kLinear; },
+      [](Config& c) { std::swap(c.data.train[0], c.data.train[1]); },
+      [](Config& c) { c.data.seed = 1; },
+      [](Config& c) { c.data.shuffle = false; },
+      [](Config& c) { c.data.sequence_length = 32; },
+      [](Config& c) { c.training.seed = 1; },
+      [](Config& c) { c.training.global_batch_size = 64; },
+      [](Config& c) { c.training.micro_batch_size = 2; },
+      [](Config& c) { c.training.z_loss = 1e-4; },
+  };
+  std::set<std::string> hashes = {hash};
+  for (const Change change : changes) {
+    Config c = base;
+    change(c);
+    hashes.insert(config_hash(c));
+  }
+  CHECK(hashes.size() == 1 + std::size(changes));
+}
+
+TEST_CASE("resuming tells what must not and what may differ", "[engine][config]") {
+  Config saved;
+  saved.data.train = {"folder/a.npy"};
+  CHECK(resume_differences(saved, saved).refused.empty());
+  CHECK(resume_differences(saved, saved).allowed.empty());
+
+  Config now = saved;
+  now.training.steps = 2000;
+  now.optimizer.lr = 1e-3;
+  now.training.micro_batch_size = 2;
+  now.checkpoint.folder = "elsewhere";
+  now.data.train = {"moved/a.npy"};
+  now.model.num_kv_heads = 16;  // what 0 stands for
+  now.model.init = InitKind::kNormal;
+  now.precision.gemm = GemmPrecision::kFp8Tensor;
+  const ResumeDifferences allowed = resume_differences(saved, now);
+  CHECK(allowed.refused.empty());
+  CHECK(allowed.allowed == std::vector<std::string>{
+                               "model.num_kv_heads: 0 in the checkpoint, 16 now",
+                               "model.init: \"mitchell\" in the checkpoint, \"normal\" now",
+                               "precision.gemm: \"compute\" in the checkpoint, \"fp8_tensor\" now",
+                               "optimizer.lr: 0.0004 in the checkpoint, 0.001 now",
+                               "data.train: [\"folder/a.npy\"] in the checkpoint, [\"moved/a.npy\"] now",
+                               "training.steps: 1000 in the checkpoint, 2000 now",
+                               "training.micro_batch_size: 4 in the checkpoint, 2 now",
+                               "checkpoint.folder: \"runs/run\" in the checkpoint, \"elsewhere\" now",
+                           });
+
+  now = saved;
+  now.model.d_model = 64;
+  now.precision.compute = DType::kF32;
+  now.optimizer.states = StateFormat::kFp8Expanded;
+  now.optimizer.exp_avg_sq_format = DType::kE5M2;
+  now.optimizer.master = MasterForm::kNone;
+  now.data.train = {"folder/a.npy", "folder/b.npy"};
+  now.data.seed = 1;
+  now.data.shuffle = false;
+  now.data.sequence_length = 32;
+  now.training.global_batch_size = 64;
+  const ResumeDifferences refused = resume_differences(saved, now);
+  CHECK(refused.allowed.empty());
+  CHECK(refused.refused.size() == 10);
+  CHECK(refused.refused.front() == "model.d_model: 2048 in the checkpoint, 64 now");
+}
+
+TEST_CASE("the schema covers every key with its default and closes every object", "[engine][config]") {
+  const json schema = config_schema();
+  CHECK(schema["$schema"] == "https://json-schema.org/draft/2020-12/schema");
+  Config defaults;
+  const ConfigTable table = make_config_table(defaults);
+  std::string wrong;
+  size_t num_leaves = 0;
+  const auto visit = [&](const auto& self, const json& node, const std::string& path) -> void {
+    if (node.at("type") == "object") {
+      if (node.at("additionalProperties") != false) wrong += path + " is open; ";
+      for (const auto& [key, child] : node.at("properties").items()) {
+        self(self, child, path.empty() ? key : path + "." + key);
+      }
+      return;
+    }
+    ++num_leaves;
+    const ConfigField* field = table.find(path);
+    if (field == nullptr || node.at("default") != json(get_field(*field))) wrong += path + " has a wrong default; ";
+    if (node.at("description").get<std::string>().size() < 10) wrong += path + " is not described; ";
+  };
+  visit(visit, schema, "");
+  CHECK(wrong == "");
+  CHECK(num_leaves == table.fields.size());
+
+  const auto at = [&](const std::string& pointer) { return schema.at(json::json_pointer(pointer)); };
+  const std::string optimizer = "/properties/optimizer/properties/";
+  CHECK(at(optimizer + "beta1/exclusiveMaximum") == 1.0);
+  CHECK(at(optimizer + "eps/minimum") == 1e-30);
+  CHECK(at(optimizer + "schedule/properties/kind/enum") == json({"cosine", "linear", "wsd", "constant"}));
+  CHECK(at("/properties/precision/properties/group_size/enum") == json({16, 32, 64, 128}));
+  CHECK(at("/properties/precision/properties/compute/enum") == json({"fp32", "bf16"}));
+  CHECK(at("/properties/data/properties/train/items/type") == "string");
+  CHECK(at("/properties/data/properties/token_dtype/enum") == json({"uint16", "uint32"}));
+}
+
+TEST_CASE("the reference describes every key and recipe", "[engine][config]") {
+  const std::string text = config_reference_markdown();
+  Config defaults;
+  std::string missing;
+  for (const ConfigField& field : make_config_table(defaults).fields) {
+    if (text.find(fmt::format("| `{}` |", field.path)) == std::string::npos) missing += field.path + " ";
+  }
+  CHECK(missing == "");
+  const std::string row = "| `optimizer.master` | none | fp32 | fp32 | fp32 | fp32 | fp32 | fp32 | fp32_split |";
+  CHECK(text.find(row) != std::string::npos);
+}
+
+TEST_CASE("shipped configs are valid and have the published sizes", "[engine][config]") {
+  for (const std::string& path : shipped_configs()) {
+    CAPTURE(path);
+    CHECK_NOTHROW(load_config(path, {}));
+    CHECK_FALSE(load_config(path, {}).data.train.empty());
+  }
+  const std::map<std::string, double> published = {{"olmo-1b", 1176764416},     {"olmo-1b-coat", 1176764416},
+                                                   {"olmo-7b", 6888095744},     {"olmo-7b-coat", 6888095744},
+                                                   {"llama2-7b", 6738415616},   {"llama2-7b-parka", 6738415616},
+                                                   {"llama2-13b", 13015864320}, {"llama-30b", 32528943616}};
+  for (const auto& [name, count] : published) {
+    CAPTURE(name);
+    CHECK(num_parameters(load_config(shipped(name), {}).model) == count);
+  }
+}
+
+TEST_CASE("shipped variants differ in recipe and folder only", "[engine][config]") {
+  const auto [name, variant, recipe] = GENERATE(table<std::string, std::string, Recipe>({
+      {"olmo-1b", "olmo-1b-coat", Recipe::kCoat},
+      {"olmo-7b", "olmo-7b-coat", Recipe::kCoat},
+      {"llama2-7b", "llama2-7b-parka", Recipe::kParka},
+  }));
+  Config base = load_config(shipped(name), {});
+  base.checkpoint.folder = "runs/" + variant;
+  apply_recipe(recipe, base);
+  CHECK(load_config(shipped(variant), {}) == base);
+}
+
+TEST_CASE("a small model works with every recipe", "[engine][config]") {
+  const std::string name = GENERATE("tiny-olmo", "tiny-llama", "quickstart");
+  for (const auto& [recipe, recipe_name] : EnumNames<Recipe>::kAll) {
+    CAPTURE(name, recipe_name);
+    CHECK_NOTHROW(load_config(shipped(name), {fmt::format("precision.recipe={}", recipe_name)}));
+  }
+}

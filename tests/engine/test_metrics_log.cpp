@@ -1,0 +1,106 @@
+#include "engine/metrics_log.h"
+
+#include <csignal>
+#include <limits>
+
+#include <sys/resource.h>
+
+#include "tests/engine/checkpoint_fixture.h"
+
+using namespace parka;
+using namespace parka::test;
+
+TEST_CASE("metrics are whole lines that are there at once and are only added to", "[engine][metrics]") {
+  const TemporaryFolder folder;
+  const std::string path = folder / "metrics.jsonl";
+  {
+    MetricsLog log(path);
+    log.write({{"step", 1}, {"loss", 2.5}});
+    CHECK(read_file(path) == "{\"step\":1,\"loss\":2.5}\n");
+  }
+  MetricsLog log(path);
+  log.write({{"step", 2}, {"loss", std::numeric_limits<double>::quiet_NaN()}, {"note", "a\nb\xff"}});
+  CHECK(read_file(path) ==
+        "{\"step\":1,\"loss\":2.5}\n{\"step\":2,\"loss\":null,\"note\":\"a\\nb\xef\xbf\xbd\"}\n");
+}
+
+TEST_CASE("metrics that cannot be opened are bad input, that cannot be written an I/O error", "[engine][metrics]") {
+  const TemporaryFolder folder;
+  CHECK(error_of([&] { MetricsLog log(folder / "missing/metrics.jsonl"); }).code() == ExitCode::kBadInput);
+  MetricsLog full("/dev/full");
+  const Error error = error_of([&] { full.write({{"step", 1}}); });
+  CHECK(error.code() == ExitCode::kIo);
+  CHECK(mentions(error.what(), "cannot write /dev/full: No space left on device"));
+}
+
+TEST_CASE("a line for which there is no room leaves no half of it", "[engine][metrics]") {
+  const TemporaryFolder folder;
+  const std::string path = folder / "metrics.jsonl";
+  const int status = run_in_child([&] {
+    MetricsLog log(path);
+    log.write({{"step", 1}});
+    std::signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit{20, 20};
+    if (::setrlimit(RLIMIT_FSIZE, &limit) != 0) return 2;
+    try {
+      log.write({{"step", 2}, {"loss", 2.5}});
+      return 3;
+    } catch (const Error& e) {
+      return e.code() == ExitCode::kIo ? 0 : 4;
+    }
+  });
+  CHECK(status == 0);
+  CHECK(read_file(path) == "{\"step\":1}\n");
+}
+
+TEST_CASE("resuming takes out later records and torn lines, and nothing else", "[engine][metrics]") {
+  const TemporaryFolder folder;
+  const std::string path = folder / "metrics.jsonl";
+  const auto [before, after, later, unreadable] = GENERATE(table<std::string, std::string, int, int>({
+      {"", "", 0, 0},
+      {"{\"step\":1}\n{\"step\":5}\n", "{\"step\":1}\n{\"step\":5}\n", 0, 0},
+      {"{\"step\":5}\n{\"step\":6}\n{\"step\":7}\n", "{\"step\":5}\n", 2, 0},
+      {"{\"step\":6}\n", "", 1, 0},
+      // The order does not matter, spaces stay, and what has no step is kept.
+      {"{\"step\":9}\n{ \"step\" : 4 }\n{\"event\":\"resumed\"}\n", "{ \"step\" : 4 }\n{\"event\":\"resumed\"}\n", 1, 0},
+      {"{\"step\":\"9\"}\n{\"step\":9.5}\n{\"step\":-1}\n", "{\"step\":\"9\"}\n{\"step\":9.5}\n{\"step\":-1}\n", 0, 0},
+      // Torn at the end; torn in the middle by a run that was resumed without this; zeros after a power failure.
+      {"{\"step\":1}\n{\"step\":2,\"lo", "{\"step\":1}\n", 0, 1},
+      {"{\"step\":1}\n{\"st{\"step\":2}\n{\"step\":3}\n", "{\"step\":1}\n{\"step\":3}\n", 0, 1},
+      {std::string("{\"step\":1}\n\0\0\0", 14), "{\"step\":1}\n", 0, 1},
+      {"{\"step\":1}\n17\n\n", "{\"step\":1}\n", 0, 2},
+      // Only its end of line is missing: a whole record all the same.
+      {"{\"step\":1}\n{\"step\":2}", "{\"step\":1}\n{\"step\":2}\n", 0, 0},
+  }));
+  CAPTURE(before);
+  write_file(path, before);
+  const MetricsLog::Removed removed = MetricsLog::truncate_after(path, 5);
+  CHECK(read_file(path) == after);
+  CHECK(removed.later == later);
+  CHECK(removed.unreadable == unreadable);
+  CHECK(names_in(folder.path()) == std::set<std::string>{"metrics.jsonl"});
+}
+
+TEST_CASE("metrics cut at any byte lose at most the torn line", "[engine][metrics]") {
+  const TemporaryFolder folder;
+  const std::string path = folder / "metrics.jsonl";
+  const std::string whole = "{\"step\":1,\"loss\":2.5}\n{\"step\":2,\"loss\":2.25}\n";
+  int wrong = 0;
+  for (size_t size = 0; size <= whole.size(); ++size) {
+    write_file(path, whole.substr(0, size));
+    MetricsLog::truncate_after(path, 100);
+    MetricsLog(path).write({{"step", 3}});
+    const size_t lines = std::count(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(size), '\n') +
+                         (size < whole.size() && whole[size] == '\n');
+    const size_t kept = lines == 0 ? 0 : lines == 1 ? whole.find('\n') + 1 : whole.size();
+    wrong += read_file(path) != whole.substr(0, kept) + "{\"step\":3}\n";
+  }
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("metrics that are not there need no truncation", "[engine][metrics]") {
+  const TemporaryFolder folder;
+  const MetricsLog::Removed removed = MetricsLog::truncate_after(folder / "metrics.jsonl", 5);
+  CHECK(removed.later + removed.unreadable == 0);
+  CHECK(names_in(folder.path()).empty());
+}

@@ -1,0 +1,406 @@
+#include <functional>
+#include <memory>
+
+#include "core/error.h"
+#include "core/split_float.h"
+#include "tests/kernels/moment_fixtures.h"
+#include "tests/support/catch.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+struct Hyperparameters {
+  double lr = 1e-3, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1;
+};
+
+struct Storage {
+  MasterForm master = MasterForm::kNone;
+  MomentStorage exp_avg{DType::kF32};
+  MomentStorage exp_avg_sq{DType::kF32};
+  DType gradient = DType::kF32;
+};
+
+// Every master form with fp32, bf16 and both kinds of fp8 moments.
+std::vector<Storage> all_storages() {
+  std::vector<Storage> storages;
+  for (MasterForm master : {MasterForm::kFp32, MasterForm::kFp32Split, MasterForm::kBf16Sr, MasterForm::kNone}) {
+    storages.push_back({master, {DType::kF32}, {DType::kF32}});
+    storages.push_back({master, {DType::kBF16}, {DType::kBF16}, DType::kBF16});
+    storages.push_back({master, {DType::kE4M3, false}, {DType::kE4M3, false}});
+    storages.push_back({master, {DType::kE4M3, true}, {DType::kE5M2, true}, DType::kBF16});
+  }
+  return storages;
+}
+
+// One parameter tensor and what AdamW keeps for it.
+class TestParameter {
+ public:
+  TestParameter(Device& device, const Storage& storage, const std::vector<float>& initial)
+      : numel(static_cast<int64_t>(initial.size())),
+        weight(device, storage.master == MasterForm::kNone ? DType::kF32 : DType::kBF16, {numel},
+               rounded_for(storage.master, initial)),
+        exp_avg(device, storage.exp_avg, numel, /*zeroed=*/true),
+        exp_avg_sq(device, storage.exp_avg_sq, numel, /*zeroed=*/true),
+        device_(device),
+        storage_(storage) {
+    if (storage.master == MasterForm::kFp32) {
+      master = std::make_unique<TestTensor>(device, DType::kF32, std::initializer_list<int64_t>{numel}, initial);
+    } else if (storage.master == MasterForm::kFp32Split) {
+      std::vector<float> remainders;
+      for (float x : initial) remainders.push_back(split_float(x).remainder);
+      master = std::make_unique<TestTensor>(device, DType::kU16, std::initializer_list<int64_t>{numel}, remainders);
+    }
+  }
+
+  // Steps the elements [begin, end) alone.
+  void step_range(const TestTensor& gradient, const Hyperparameters& h, int64_t t, int64_t begin, int64_t end,
+                  float grad_scale = 1.0f, uint64_t first_element = 0) {
+    const auto rows = [&](const TensorView& view) { return view.rows(begin, end - begin); };
+    adamw_step(device_, {.weight = rows(weight),
+                         .master = master ? rows(*master) : TensorView{},
+                         .master_form = storage_.master,
+                         .gradient = rows(gradient),
+                         .exp_avg = exp_avg.range(begin, end),
+                         .exp_avg_sq = exp_avg_sq.range(begin, end),
+                         .lr = static_cast<float>(h.lr),
+                         .beta1 = h.beta1,
+                         .beta2 = h.beta2,
+                         .eps = static_cast<float>(h.eps),
+                         .weight_decay = static_cast<float>(h.weight_decay),
+                         .bias_correction1 = static_cast<float>(1 - std::pow(h.beta1, static_cast<double>(t))),
+                         .bias_correction2 = static_cast<float>(1 - std::pow(h.beta2, static_cast<double>(t))),
+                         .grad_scale = grad_scale,
+                         .seed = 77,
+                         .step = static_cast<uint64_t>(t),
+                         .first_element = first_element + static_cast<uint64_t>(begin)});
+  }
+  void step(const std::vector<float>& gradient, const Hyperparameters& h, int64_t t, float grad_scale = 1.0f,
+            uint64_t first_element = 0) {
+    step_range(TestTensor(device_, storage_.gradient, {numel}, gradient), h, t, 0, numel, grad_scale,
+               first_element);
+  }
+
+  // The weights as exactly as they are kept.
+  std::vector<float> master_values() const {
+    if (storage_.master == MasterForm::kFp32) return master->host();
+    std::vector<float> values = weight.host();
+    if (storage_.master != MasterForm::kFp32Split) return values;
+    const std::vector<float> remainders = master->host();
+    for (size_t i = 0; i < values.size(); ++i) {
+      const BFloat16 high{static_cast<uint16_t>(std::bit_cast<uint32_t>(values[i]) >> 16)};
+      values[i] = join_float(high, static_cast<uint16_t>(remainders[i]));
+    }
+    return values;
+  }
+  bool same_bits(const TestParameter& other) const {
+    return weight.bytes() == other.weight.bytes() && exp_avg.same_bits(other.exp_avg) &&
+           exp_avg_sq.same_bits(other.exp_avg_sq) && (!master || master->bytes() == other.master->bytes());
+  }
+  bool guard_intact() const {
+    return weight.guard_intact() && exp_avg.guard_intact() && exp_avg_sq.guard_intact() &&
+           (!master || master->guard_intact());
+  }
+
+  int64_t numel;
+  TestTensor weight;
+  std::unique_ptr<TestTensor> master;
+  TestMoment exp_avg, exp_avg_sq;
+
+ private:
+  // Master forms round ties away from zero, not to even as TestTensor would.
+  static std::vector<float> rounded_for(MasterForm form, std::vector<float> values) {
+    if (form == MasterForm::kNone) return values;
+    for (float& x : values) x = decode_bf16(split_float(x).weight);
+    return values;
+  }
+
+  Device& device_;
+  Storage storage_;
+};
+
+// torch.optim.AdamW's single-tensor update, in double.
+struct ReferenceAdamw {
+  std::vector<double> w, m, v;
+
+  explicit ReferenceAdamw(const std::vector<float>& initial)
+      : w(initial.begin(), initial.end()), m(initial.size()), v(initial.size()) {}
+
+  void step(const std::vector<float>& gradient, const Hyperparameters& h, int64_t t) {
+    const double bias1 = 1 - std::pow(h.beta1, static_cast<double>(t));
+    const double bias2 = 1 - std::pow(h.beta2, static_cast<double>(t));
+    for (size_t i = 0; i < w.size(); ++i) {
+      const double g = gradient[i];
+      w[i] *= 1 - h.lr * h.weight_decay;
+      m[i] = h.beta1 * m[i] + (1 - h.beta1) * g;
+      v[i] = h.beta2 * v[i] + (1 - h.beta2) * g * g;
+      w[i] -= h.lr / bias1 * m[i] / (std::sqrt(v[i]) / std::sqrt(bias2) + h.eps);
+    }
+  }
+};
+
+// Gradients whose size differs by element and step, as bf16 so that both gradient dtypes hold them; some are 0.
+std::vector<float> gradient_at(int64_t count, int64_t t) {
+  std::vector<float> g = random_normal(count, 1000 + static_cast<uint64_t>(t), 1e-3f);
+  for (int64_t i = 0; i < count; ++i) {
+    g[i] *= std::ldexp(1.0f, static_cast<int>((i * 7) % 13) - 6);
+    if ((i + t) % 17 == 0) g[i] = 0;
+    g[i] = decode_bf16(encode_bf16(g[i]));
+  }
+  return g;
+}
+
+}  // namespace
+
+TEST_CASE("adamw_step with fp32 states follows AdamW in double for hundreds of steps", "[kernels][adamw]") {
+  const auto h =
+      GENERATE(Hyperparameters{}, Hyperparameters{.beta2 = 0.999}, Hyperparameters{.eps = 1e-5},
+               Hyperparameters{.lr = 3e-2, .weight_decay = 0}, Hyperparameters{.beta1 = 0, .beta2 = 0.5});
+  const int64_t N = 300;
+  for (Device* device : devices()) {
+    const std::vector<float> initial = random_normal(N, 5, 0.02f);
+    TestParameter parameter(*device, {}, initial);
+    ReferenceAdamw want(initial);
+    std::vector<double> largest_w(N);  // rounding errors of w are made at the size that it has at the time
+    for (int64_t t = 1; t <= 400; ++t) {
+      const std::vector<float> gradient = gradient_at(N, t);
+      parameter.step(gradient, h, t);
+      want.step(gradient, h, t);
+      for (int64_t i = 0; i < N; ++i) largest_w[i] = std::max(largest_w[i], std::abs(want.w[i]));
+    }
+    const std::vector<float> w = parameter.weight.host();
+    const std::vector<float> m = parameter.exp_avg.values.host(), v = parameter.exp_avg_sq.values.host();
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < N; ++i) {
+      wrong += !(std::abs(w[i] - want.w[i]) <= 2e-6 * largest_w[i]);
+      wrong += !(std::abs(m[i] - want.m[i]) <= 5e-7 * std::sqrt(want.v[i]));
+      wrong += !(std::abs(v[i] - want.v[i]) <= 2e-6 * want.v[i]);
+    }
+    CAPTURE(h.lr, h.beta1, h.beta2, h.eps);
+    CHECK(wrong == 0);
+    CHECK(parameter.guard_intact());
+  }
+}
+
+TEST_CASE("a BF16 gradient gives what the same values in fp32 give", "[kernels][adamw][hazards]") {
+  const std::vector<float> initial = random_normal(257, 5, 0.02f);
+  for (Device* device : devices()) {
+    TestParameter fp32(*device, {.gradient = DType::kF32}, initial),
+        bf16(*device, {.gradient = DType::kBF16}, initial);
+    for (int64_t t = 1; t <= 3; ++t) {
+      fp32.step(gradient_at(257, t), {}, t);
+      bf16.step(gradient_at(257, t), {}, t);
+    }
+    CHECK(fp32.same_bits(bf16));
+  }
+}
+
+TEST_CASE("fp32 and fp32_split masters train bit for bit alike", "[kernels][adamw]") {
+  const int64_t N = 1000;
+  const std::vector<float> initial = random_normal(N, 6, 0.02f);
+  for (Device* device : devices()) {
+    for (const MomentStorage& storage : {MomentStorage{DType::kF32}, MomentStorage{DType::kE4M3, true}}) {
+      TestParameter separate(*device, {MasterForm::kFp32, storage, storage}, initial);
+      TestParameter split(*device, {MasterForm::kFp32Split, storage, storage}, initial);
+      TestParameter fp32(*device, {MasterForm::kNone, storage, storage}, initial);
+      int64_t wrong = 0;
+      for (int64_t t = 1; t <= 150; ++t) {
+        for (TestParameter* parameter : {&separate, &split, &fp32}) parameter->step(gradient_at(N, t), {}, t);
+        wrong += separate.weight.bytes() != split.weight.bytes();
+        wrong += !same_bits(separate.master_values(), split.master_values());
+        wrong += !same_bits(separate.master_values(), fp32.master_values());
+      }
+      const std::vector<float> master = separate.master_values(), weight = separate.weight.host();
+      for (int64_t i = 0; i < N; ++i) wrong += weight[i] != decode_bf16(split_float(master[i]).weight);
+      CHECK(wrong == 0);
+      CHECK(!same_bits(master, initial));
+    }
+  }
+}
+
+TEST_CASE("bf16_sr rounds with the draw of the element's place in the flat parameter space", "[kernels][adamw]") {
+  const int64_t N = 301;
+  const uint64_t first_element = (uint64_t{1} << 33) + 640;
+  const std::vector<float> initial = random_bf16(N, 7, 0.02f);
+  for (Device* device : devices()) {
+    TestParameter rounded(*device, {MasterForm::kBf16Sr}, initial), exact(*device, {MasterForm::kNone}, initial);
+    const int64_t t = (int64_t{1} << 40) + 3;
+    rounded.step(gradient_at(N, 1), {}, t, 1.0f, first_element);
+    exact.step(gradient_at(N, 1), {}, t, 1.0f, first_element);
+    const std::vector<float> got = rounded.weight.host(), target = exact.weight.host();
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < N; ++i) {
+      const uint64_t e = first_element + static_cast<uint64_t>(i);
+      const uint32_t random = philox4x32(77, static_cast<uint64_t>(t), e / 4)[e % 4];
+      wrong += got[i] != decode_bf16(encode_bf16_stochastic(target[i], random));
+    }
+    CHECK(wrong == 0);
+  }
+}
+
+TEST_CASE("bf16_sr follows the fp32 weight where rounding to nearest would stand still", "[kernels][adamw]") {
+  const int64_t N = 2000, steps = 300;
+  const std::vector<float> initial(N, 1.0f);
+  // lr = 1e-4 is 1/39 of a bfloat16 step below 1, and every update is a full lr.
+  const Hyperparameters h{.lr = 1e-4, .weight_decay = 0};
+  TestParameter parameter(*devices().front(), {MasterForm::kBf16Sr}, initial);
+  for (int64_t t = 1; t <= steps; ++t) parameter.step(std::vector<float>(N, 0.5f), h, t);
+  double mean = 0;
+  for (float w : parameter.weight.host()) mean += w / static_cast<double>(N);
+  // Standard error of the mean: sqrt(300 * 1e-4 * 2^-8 / 2000) = 2.4e-4.
+  CHECK(std::abs(mean - (1 - 1e-4 * steps)) < 1e-3);
+}
+
+TEST_CASE("fp8 and bf16 states are decoded, updated as fp32 and encoded again", "[kernels][adamw]") {
+  const int64_t N = 400;
+  const std::vector<float> initial = random_normal(N, 8, 0.02f);
+  for (Device* device : devices()) {
+    for (const Storage& storage : all_storages()) {
+      if (storage.master != MasterForm::kNone) continue;
+      TestParameter parameter(*device, storage, initial);
+      for (int64_t t = 1; t <= 5; ++t) {
+        // The same step on an fp32 copy of the state.
+        const TestTensor m(*device, DType::kF32, {N}), v(*device, DType::kF32, {N});
+        moment_decode(*device, {parameter.exp_avg.view(), m});
+        moment_decode(*device, {parameter.exp_avg_sq.view(), v});
+        TestParameter fp32(*device, {}, parameter.weight.host());
+        device->copy(fp32.exp_avg.values.view().data, m.view().data, m.view().bytes());
+        device->copy(fp32.exp_avg_sq.values.view().data, v.view().data, v.view().bytes());
+
+        parameter.step(gradient_at(N, t), {}, t);
+        fp32.step(gradient_at(N, t), {}, t);
+        const TestMoment want_m(*device, storage.exp_avg, N, true), want_v(*device, storage.exp_avg_sq, N, true);
+        moment_encode(*device, {fp32.exp_avg.values, want_m.view(), false});
+        moment_encode(*device, {fp32.exp_avg_sq.values, want_v.view(), true});
+        CHECK(parameter.weight.bytes() == fp32.weight.bytes());
+        CHECK(parameter.exp_avg.same_bits(want_m));
+        CHECK(parameter.exp_avg_sq.same_bits(want_v));
+      }
+    }
+  }
+}
+
+TEST_CASE("a range that begins at a multiple of 128 steps as it does within the whole", "[kernels][adamw]") {
+  const int64_t N = 128 * 7 + 53;
+  const std::vector<float> initial = random_bf16(N, 9, 0.02f);
+  for (Device* device : devices()) {
+    for (const Storage& storage : all_storages()) {
+      for (int64_t split : {128, 384, 896}) {
+        TestParameter whole(*device, storage, initial), parts(*device, storage, initial);
+        for (int64_t t = 1; t <= 4; ++t) {
+          const TestTensor gradient(*device, storage.gradient, {N}, gradient_at(N, t));
+          whole.step_range(gradient, {}, t, 0, N);
+          parts.step_range(gradient, {}, t, split, N);
+          parts.step_range(gradient, {}, t, 0, split);
+        }
+        CHECK(whole.same_bits(parts));
+      }
+    }
+  }
+}
+
+TEST_CASE("the same steps give the same bits, and no element outside is touched", "[kernels][adamw]") {
+  for (Device* device : devices()) {
+    for (const Storage& storage : all_storages()) {
+      for (int64_t N : {0, 1, 127, 129, 20000}) {
+        const std::vector<float> initial = random_bf16(N, 10, 0.02f);
+        TestParameter first(*device, storage, initial), second(*device, storage, initial);
+        for (int64_t t = 1; t <= 2; ++t) {
+          first.step(gradient_at(N, t), {}, t);
+          second.step(gradient_at(N, t), {}, t);
+        }
+        CAPTURE(N);
+        CHECK(first.same_bits(second));
+        CHECK(first.guard_intact());
+      }
+    }
+  }
+}
+
+TEST_CASE("grad_scale multiplies the gradient", "[kernels][adamw]") {
+  const std::vector<float> initial = random_normal(200, 11, 0.02f);
+  for (Device* device : devices()) {
+    TestParameter scaled(*device, {}, initial), plain(*device, {}, initial);
+    std::vector<float> half = gradient_at(200, 1);
+    for (float& g : half) g *= 0.5f;
+    scaled.step(gradient_at(200, 1), {}, 1, 0.5f);
+    plain.step(half, {}, 1);
+    CHECK(scaled.same_bits(plain));
+  }
+}
+
+TEST_CASE("hazard: a moment that shares its group with a far larger one gets an exploding update",
+          "[kernels][adamw][hazards]") {
+  const int64_t N = 128;
+  const Hyperparameters h{.lr = 1.0, .eps = 1e-30, .weight_decay = 0};
+  for (Device* device : devices()) {
+    for (const MomentStorage& moment : kFloat8Storages) {
+      TestParameter parameter(*device, {MasterForm::kNone, moment, moment}, std::vector<float>(N));
+      double largest_update = 0;
+      std::vector<float> before(N);
+      for (int64_t t = 1; t <= 20; ++t) {
+        std::vector<float> gradient(N);
+        // First moments span 2^12 and stay; second moments span 2^24, more than E4M3 has.
+        for (int64_t i = 0; i < N; ++i) gradient[i] = std::ldexp(1.0f, -static_cast<int>(i % 13));
+        parameter.step(gradient, h, t);
+        const std::vector<float> after = parameter.weight.host();
+        for (int64_t i = 0; i < N; ++i)
+          largest_update = std::max(largest_update, std::abs(double{after[i]} - before[i]));
+        before = after;
+      }
+      CAPTURE(name_of(moment.format), moment.expanded);
+      CHECK(largest_update < 2.0);  // AdamW's own is 1 for a constant gradient
+    }
+  }
+}
+
+TEST_CASE("hazard: adamw_step takes tensors of a wrong shape or dtype without a check",
+          "[kernels][adamw][hazards]") {
+  Device& device = *devices().front();
+  const int64_t N = 130;
+  const TestTensor fp32(device, DType::kF32, {N}, std::vector<float>(N)), bf16(device, DType::kBF16, {N});
+  const TestTensor u16(device, DType::kU16, {N}), shorter(device, DType::kF32, {N - 1});
+  const TestMoment m(device, {DType::kE4M3, true}, N, true), v(device, {DType::kE4M3, true}, N, true);
+  const AdamwStep good{.weight = bf16,
+                       .master = fp32,
+                       .master_form = MasterForm::kFp32,
+                       .gradient = fp32,
+                       .exp_avg = m.view(),
+                       .exp_avg_sq = v.view(),
+                       .lr = 0,
+                       .beta1 = 0.9,
+                       .beta2 = 0.95,
+                       .eps = 1,
+                       .weight_decay = 0,
+                       .bias_correction1 = 1,
+                       .bias_correction2 = 1,
+                       .grad_scale = 1,
+                       .seed = 0,
+                       .step = 1,
+                       .first_element = 0};
+  const auto is_refused = [&](const std::function<void(AdamwStep&)>& change) {
+    AdamwStep step = good;
+    change(step);
+    try {
+      adamw_step(device, step);
+    } catch (const Error& error) {
+      return error.code() == ExitCode::kInternal;
+    }
+    return false;
+  };
+  CHECK_FALSE(is_refused([](AdamwStep&) {}));
+  CHECK(is_refused([&](AdamwStep& a) { a.weight = fp32; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.master = u16; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.master = {}; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.master = shorter; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.master_form = MasterForm::kFp32Split; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.master_form = MasterForm::kBf16Sr; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.master_form = MasterForm::kNone; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.gradient = u16; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.gradient = shorter; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.exp_avg.amax = {}; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.exp_avg_sq.exponent = a.exp_avg_sq.amax; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.first_element = 64; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.bias_correction2 = 0; }));
+}

@@ -1,0 +1,256 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "kernels/ops/cross_entropy.h"
+#include "tests/kernels/op_bounds.h"
+#include "tests/support/catch.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+// One row of ops/cross_entropy.h in double, and bounds on what fp32 may make of it.
+struct Reference {
+  double lse, loss, z_loss_value;
+  std::vector<double> gradient;
+  double p_error;    // relative, of a probability
+  double lse_error;  // absolute; of the loss too
+};
+
+Reference reference_row(const float* x, int64_t V, int64_t target, double z_loss, double grad_scale) {
+  Reference r;
+  const double max = *std::max_element(x, x + V), min = *std::min_element(x, x + V);
+  double sum = 0;
+  for (int64_t v = 0; v < V; ++v) sum += std::exp(x[v] - max);
+  r.lse = max + std::log(sum);
+  r.loss = r.lse - x[target];
+  r.z_loss_value = z_loss * r.lse * r.lse;
+  for (int64_t v = 0; v < V; ++v) {
+    const double p = std::exp(x[v] - r.lse);
+    r.gradient.push_back(grad_scale * (p * (1 + 2 * z_loss * r.lse) - (v == target)));
+  }
+  // x - max is rounded, exp is good to 2^-20, and a sum of V terms to V roundings at worst.
+  const double u = 0x1p-24;
+  r.p_error = 0x1p-20 + u * (max - min) + u * static_cast<double>(V);
+  r.lse_error = r.p_error + u * (std::abs(r.lse) + std::abs(r.loss));
+  return r;
+}
+
+struct Case {
+  int64_t T, V;
+  float spread, z_loss, grad_scale;
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& c) {
+  return out << "T " << c.T << " V " << c.V << " spread " << c.spread << " z " << c.z_loss << " scale "
+             << c.grad_scale;
+}
+
+const std::vector<Case> kCases = {{1, 1, 1.0f, 0.0f, 1.0f},          {3, 2, 3.0f, 0.5f, 1.0f},
+                                  {13, 257, 2.0f, 0.0f, 0.25f},      {7, 256, 20.0f, 1e-2f, 1.0f / 1024},
+                                  {3, 50304, 4.0f, 1e-4f, 1.0f / 3}, {5, 97, 3000.0f, 1e-3f, 1.0f}};
+
+std::vector<float> random_targets(int64_t T, int64_t V, uint64_t seed) {
+  std::vector<float> targets;
+  for (int64_t t = 0; t < T; ++t) {
+    targets.push_back(
+        static_cast<float>(philox4x32(seed, 2, static_cast<uint64_t>(t))[0] % static_cast<uint64_t>(V)));
+  }
+  targets[0] = static_cast<float>(V - 1);  // the last column, that a ragged loop would miss
+  return targets;
+}
+
+TEST_CASE("the reference gradient of cross_entropy agrees with finite differences", "[kernels][cross_entropy]") {
+  constexpr int64_t kV = 9, kTarget = 4;
+  const double z_loss = GENERATE(0.0, 0.3), step = 0x1p-10;
+  const std::vector<float> x = random_normal(kV, 1);
+  const Reference r = reference_row(x.data(), kV, kTarget, z_loss, 0.5);
+  int wrong = 0;
+  for (int64_t v = 0; v < kV; ++v) {
+    const auto objective = [&](double shift) {
+      std::vector<float> moved = x;
+      moved[v] += static_cast<float>(shift);
+      const Reference m = reference_row(moved.data(), kV, kTarget, z_loss, 0.5);
+      return std::pair(0.5 * (m.loss + m.z_loss_value), double{moved[v]});
+    };
+    const auto [above, x_above] = objective(step);
+    const auto [below, x_below] = objective(-step);
+    wrong += !(std::abs((above - below) / (x_above - x_below) - r.gradient[v]) <= 4 * step * step);
+  }
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("cross_entropy agrees with the double reference", "[kernels][cross_entropy]") {
+  const Case c = GENERATE(from_range(kCases));
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  CAPTURE(c, name_of(dtype));
+  const std::vector<float> x = random_values(dtype, c.T * c.V, 2, c.spread), targets = random_targets(c.T, c.V, 3);
+  for (Device* device : devices()) {
+    TestTensor logits(*device, dtype, {c.T, c.V}, x), target(*device, DType::kI32, {c.T}, targets);
+    TestTensor loss(*device, DType::kF32, {c.T}), z_value(*device, DType::kF32, {c.T});
+    cross_entropy(*device, {.logits = logits,
+                            .targets = target,
+                            .loss = loss,
+                            .z_loss_value = z_value,
+                            .z_loss = c.z_loss,
+                            .grad_scale = c.grad_scale});
+    const std::vector<float> losses = loss.host(), z_values = z_value.host(), gradient = logits.host();
+    int wrong_loss = 0, wrong_z = 0, wrong_gradient = 0;
+    for (int64_t t = 0; t < c.T; ++t) {
+      const auto target_t = static_cast<int64_t>(targets[t]);
+      const Reference r = reference_row(x.data() + t * c.V, c.V, target_t, c.z_loss, c.grad_scale);
+      wrong_loss += !(std::abs(losses[t] - r.loss) <= r.lse_error);
+      const double z_bound = 2.01 * c.z_loss * std::abs(r.lse) * r.lse_error + 0x1p-22 * r.z_loss_value;
+      wrong_z += !(std::abs(z_values[t] - r.z_loss_value) <= z_bound);
+      const double factor = 1 + 2 * c.z_loss * std::abs(r.lse);
+      for (int64_t v = 0; v < c.V; ++v) {
+        const double p = r.gradient[v] / c.grad_scale + (v == target_t);
+        const double bound = std::abs(p) * (r.p_error + 2 * c.z_loss * r.lse_error) + 0x1p-22 * factor;
+        wrong_gradient += !(std::abs(gradient[t * c.V + v] - r.gradient[v]) <=
+                            c.grad_scale * bound + 1.01 * unit_roundoff(dtype) * std::abs(r.gradient[v]));
+      }
+    }
+    CHECK(wrong_loss == 0);
+    CHECK(wrong_z == 0);
+    CHECK(wrong_gradient == 0);
+    CHECK((logits.guard_intact() && loss.guard_intact() && z_value.guard_intact()));
+  }
+}
+
+TEST_CASE("cross_entropy leaves the logits alone without write_gradient", "[kernels][cross_entropy]") {
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const int64_t T = 5, V = 131;
+  for (Device* device : devices()) {
+    const std::vector<float> x = random_values(dtype, T * V, 4);
+    std::vector<float> targets = random_targets(T, V, 5);
+    targets[3] = kIgnoreTarget;
+    TestTensor logits(*device, dtype, {T, V}, x), target(*device, DType::kI32, {T}, targets);
+    TestTensor loss(*device, DType::kF32, {T}), again(*device, DType::kF32, {T});
+    const std::vector<std::byte> before = logits.bytes();
+    CrossEntropy call{
+        .logits = logits, .targets = target, .loss = loss, .z_loss_value = {}, .write_gradient = false};
+    cross_entropy(*device, call);
+    CHECK(logits.bytes() == before);
+    call.loss = again;
+    call.write_gradient = true;
+    cross_entropy(*device, call);
+    CHECK(again.bytes() == loss.bytes());
+    CHECK(logits.bytes() != before);
+  }
+}
+
+TEST_CASE("cross_entropy gives ignored rows loss 0 and gradient 0, whatever they hold",
+          "[kernels][cross_entropy]") {
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const int64_t T = 3, V = 37;
+  std::vector<float> x = random_values(dtype, T * V, 6);
+  x[2 * V + 5] = std::nanf("");
+  for (Device* device : devices()) {
+    TestTensor logits(*device, dtype, {T, V}, x), loss(*device, DType::kF32, {T}),
+        z_value(*device, DType::kF32, {T});
+    TestTensor target(*device, DType::kI32, {T}, {kIgnoreTarget, 7, kIgnoreTarget});
+    cross_entropy(*device,
+                  {.logits = logits, .targets = target, .loss = loss, .z_loss_value = z_value, .z_loss = 1});
+    const std::vector<float> losses = loss.host(), z_values = z_value.host(), gradient = logits.host();
+    CHECK((losses[0] == 0 && losses[1] > 0 && losses[2] == 0));
+    CHECK((z_values[0] == 0 && z_values[1] > 0 && z_values[2] == 0));
+    int wrong = 0;
+    for (int64_t v = 0; v < V; ++v) wrong += gradient[v] != 0 || gradient[V + v] == 0 || gradient[2 * V + v] != 0;
+    CHECK(wrong == 0);
+  }
+}
+
+TEST_CASE("cross_entropy counts padding columns in the softmax", "[kernels][cross_entropy]") {
+  for (Device* device : devices()) {
+    TestTensor logits(*device, DType::kF32, {1, 8}, std::vector<float>(8, 0.5f)), loss(*device, DType::kF32, {1});
+    TestTensor target(*device, DType::kI32, {1}, {2});
+    cross_entropy(*device,
+                  {.logits = logits, .targets = target, .loss = loss, .z_loss_value = {}, .grad_scale = 4});
+    CHECK(std::abs(loss.host()[0] - std::log(8.0)) <= 0x1p-21);
+    CHECK(logits.host() == std::vector<float>{0.5f, 0.5f, -3.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f});
+  }
+}
+
+TEST_CASE("cross_entropy takes huge logits", "[kernels][cross_entropy]") {
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const float huge = 9984;  // bf16 holds it
+  for (Device* device : devices()) {
+    TestTensor logits(*device, dtype, {2, 3}, {huge, -huge, huge, -huge, -huge, -huge});
+    TestTensor target(*device, DType::kI32, {2}, {1, 2}), loss(*device, DType::kF32, {2});
+    cross_entropy(*device, {.logits = logits, .targets = target, .loss = loss, .z_loss_value = {}});
+    const std::vector<float> losses = loss.host(), gradient = logits.host();
+    CHECK(std::abs(losses[0] - (2.0 * huge + std::log(2.0))) <= 1.01 * 0x1p-24 * 2 * huge);
+    CHECK(std::abs(losses[1] - std::log(3.0)) <= 0x1p-21);
+    const double third = 1.0 / 3;
+    const double want[] = {0.5, -1, 0.5, third, third, third - 1};
+    int wrong = 0;
+    for (int i = 0; i < 6; ++i)
+      wrong += !(std::abs(gradient[i] - want[i]) <= 1.01 * unit_roundoff(dtype) + 0x1p-21);
+    CHECK(wrong == 0);
+  }
+}
+
+TEST_CASE("cross_entropy shows a bad logit in its row alone", "[kernels][cross_entropy]") {
+  const float bad = GENERATE(std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity());
+  const int64_t T = 3, V = 101;
+  const int64_t where = GENERATE(int64_t{0}, int64_t{63}, int64_t{100});
+  CAPTURE(bad, where);
+  std::vector<float> x = random_normal(T * V, 7);
+  x[V + where] = bad;
+  for (Device* device : devices()) {
+    TestTensor logits(*device, DType::kF32, {T, V}, x), target(*device, DType::kI32, {T}, {1, 2, 3});
+    TestTensor loss(*device, DType::kF32, {T}), z_value(*device, DType::kF32, {T});
+    cross_entropy(*device,
+                  {.logits = logits, .targets = target, .loss = loss, .z_loss_value = z_value, .z_loss = 1});
+    const std::vector<float> losses = loss.host(), z_values = z_value.host(), gradient = logits.host();
+    CHECK((std::isfinite(losses[0]) && std::isnan(losses[1]) && std::isfinite(losses[2])));
+    CHECK((std::isfinite(z_values[0]) && std::isnan(z_values[1]) && std::isfinite(z_values[2])));
+    int wrong = 0;
+    for (int64_t i = 0; i < T * V; ++i) wrong += std::isnan(gradient[i]) != (i / V == 1);
+    CHECK(wrong == 0);
+  }
+}
+
+TEST_CASE("cross_entropy refuses a target outside the vocabulary before it writes", "[kernels][cross_entropy]") {
+  const int bad = GENERATE(-1, 5, -101, 1 << 20);
+  Device& device = *devices()[0];
+  const std::vector<float> x = random_normal(20, 8);
+  TestTensor logits(device, DType::kF32, {4, 5}, x),
+      target(device, DType::kI32, {4}, {0, 4, static_cast<float>(bad), 1});
+  TestTensor loss(device, DType::kF32, {4});
+  const std::string message = bad_input_error([&] { cross_entropy(device, {logits, target, loss, {}}); });
+  CHECK(contains(message, "cross_entropy: row 2 has target " + std::to_string(bad)));
+  CHECK(logits.host() == x);
+}
+
+TEST_CASE("cross_entropy gives the same bits on any number of threads", "[kernels][cross_entropy]") {
+  const int64_t T = 41, V = 203;
+  Device& device = *devices()[0];
+  TestTensor target(device, DType::kI32, {T}, random_targets(T, V, 9)), loss(device, DType::kF32, {T});
+  CHECK(same_on_one_thread([&] {
+    TestTensor logits(device, DType::kF32, {T, V}, random_normal(T * V, 10));
+    cross_entropy(device, {logits, target, loss, {}, 0.1f});
+    return logits.bytes();
+  }));
+}
+
+TEST_CASE("cross_entropy accepts no rows and refuses wrong arguments", "[kernels][cross_entropy]") {
+  Device& device = *devices()[0];
+  TestTensor logits(device, DType::kF32, {4, 5}), target(device, DType::kI32, {4}, {0, 1, 2, 3});
+  TestTensor loss(device, DType::kF32, {4}), half(device, DType::kBF16, {4});
+  const auto message = [&](const TensorView& x, const TensorView& y, const TensorView& l, const TensorView& z) {
+    return internal_error([&] { cross_entropy(device, {x, y, l, z}); });
+  };
+  cross_entropy(device, {logits.view().rows(0, 0), target.view().rows(0, 0), loss.view().rows(0, 0), {}});
+  CHECK((std::isnan(logits.host()[0]) && std::isnan(loss.host()[0])));
+  CHECK(contains(message(target, target, loss, {}), "cross_entropy: logits"));
+  CHECK(contains(message(logits, loss, loss, {}), "cross_entropy: targets"));
+  CHECK(contains(message(logits, target, half, {}), "cross_entropy: loss"));
+  CHECK(contains(message(logits, target, loss, half), "cross_entropy: z_loss_value"));
+  CHECK(contains(message(logits, target.view().rows(0, 3), loss, {}), "cross_entropy: targets"));
+  CHECK(contains(message(TensorView(logits.view().data, DType::kF32, {4, 0}), target, loss, {}), "one column"));
+}
+
+}  // namespace

@@ -1,0 +1,176 @@
+#include <cmath>
+#include <cstring>
+
+#include "kernels/ops/embedding.h"
+#include "tests/kernels/op_bounds.h"
+#include "tests/support/catch.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+struct Shape {
+  int64_t T, V, C;
+};
+
+std::ostream& operator<<(std::ostream& out, const Shape& s) {
+  return out << "T " << s.T << " V " << s.V << " C " << s.C;
+}
+
+const std::vector<Shape> kShapes = {{1, 1, 1}, {7, 3, 5}, {64, 2, 33}, {257, 256, 17}, {100, 50304, 3}};
+
+// Token ids with a skew like that of text: half of the rows have one of a few ids.
+std::vector<float> random_ids(const Shape& s, uint64_t seed) {
+  std::vector<float> ids;
+  for (int64_t t = 0; t < s.T; ++t) {
+    const auto draw = philox4x32(seed, 1, static_cast<uint64_t>(t));
+    const int64_t range = draw[0] % 2 == 0 ? s.V : std::min<int64_t>(s.V, 3);
+    ids.push_back(static_cast<float>(draw[1] % static_cast<uint64_t>(range)));
+  }
+  return ids;
+}
+
+TEST_CASE("embedding_forward copies the rows of the table", "[kernels][embedding]") {
+  const Shape s = GENERATE(from_range(kShapes));
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  CAPTURE(s, name_of(dtype));
+  const std::vector<float> ids = random_ids(s, 1), x = random_values(dtype, s.V * s.C, 2);
+  for (Device* device : devices()) {
+    TestTensor id(*device, DType::kI32, {s.T}, ids), table(*device, dtype, {s.V, s.C}, x),
+        out(*device, dtype, {s.T, s.C});
+    embedding_forward(*device, {.ids = id, .table = table, .out = out});
+    const std::vector<float> y = out.host();
+    int wrong = 0;
+    for (int64_t t = 0; t < s.T; ++t) {
+      for (int64_t c = 0; c < s.C; ++c) wrong += y[t * s.C + c] != x[static_cast<int64_t>(ids[t]) * s.C + c];
+    }
+    CHECK(wrong == 0);
+    CHECK((out.guard_intact() && table.guard_intact()));
+  }
+}
+
+TEST_CASE("embedding_backward adds the rows of each token in order, once", "[kernels][embedding]") {
+  const Shape s = GENERATE(from_range(kShapes));
+  const DType d_out_dtype = GENERATE(DType::kF32, DType::kBF16), table_dtype = GENERATE(DType::kF32, DType::kBF16);
+  CAPTURE(s, name_of(d_out_dtype), name_of(table_dtype));
+  const std::vector<float> ids = random_ids(s, 3), d_y = random_values(d_out_dtype, s.T * s.C, 4);
+  const std::vector<float> before = random_values(table_dtype, s.V * s.C, 5);
+  for (Device* device : devices()) {
+    TestTensor id(*device, DType::kI32, {s.T}, ids), d_out(*device, d_out_dtype, {s.T, s.C}, d_y);
+    TestTensor d_table(*device, table_dtype, {s.V, s.C}, before);
+    embedding_backward(*device, {.ids = id, .d_out = d_out, .d_table = d_table});
+    const std::vector<float> after = d_table.host();
+    // The order and the precision of the sum are part of the contract, so the bits are too.
+    std::vector<float> sum(before.size());
+    std::vector<double> exact(before.begin(), before.end()), magnitude(before.size()), rows(before.size());
+    for (int64_t t = 0; t < s.T; ++t) {
+      for (int64_t c = 0; c < s.C; ++c) {
+        const int64_t at = static_cast<int64_t>(ids[t]) * s.C + c;
+        sum[at] += d_y[t * s.C + c];
+        exact[at] += d_y[t * s.C + c];
+        magnitude[at] += std::abs(d_y[t * s.C + c]);
+        rows[at] += 1;
+      }
+    }
+    int wrong_bits = 0, wrong = 0;
+    for (size_t at = 0; at < before.size(); ++at) {
+      const float want = before[at] + sum[at];
+      wrong_bits += after[at] != (table_dtype == DType::kBF16 ? decode_bf16(encode_bf16(want)) : want);
+      const double bound = (rows[at] + 1) * 0x1p-24 * (magnitude[at] + std::abs(before[at])) +
+                           1.01 * unit_roundoff(table_dtype) * std::abs(exact[at]);
+      wrong += !(std::abs(after[at] - exact[at]) <= bound);
+    }
+    CHECK(wrong_bits == 0);
+    CHECK(wrong == 0);
+    CHECK((d_table.guard_intact() && d_out.guard_intact()));
+  }
+}
+
+TEST_CASE("embedding_backward is the transpose of embedding_forward", "[kernels][embedding]") {
+  // Whole numbers, so that sum d_out * forward(table) = sum backward(d_out) * table holds exactly.
+  const Shape s{53, 11, 7};
+  const auto whole = [](int64_t count, uint64_t seed) {
+    std::vector<float> values = random_normal(count, seed, 4.0f);
+    for (float& v : values) v = std::round(v);
+    return values;
+  };
+  const std::vector<float> x = whole(s.V * s.C, 1), d_y = whole(s.T * s.C, 2);
+  for (Device* device : devices()) {
+    TestTensor id(*device, DType::kI32, {s.T}, random_ids(s, 6)), table(*device, DType::kF32, {s.V, s.C}, x);
+    TestTensor out(*device, DType::kF32, {s.T, s.C}), d_out(*device, DType::kF32, {s.T, s.C}, d_y);
+    TestTensor d_table(*device, DType::kF32, {s.V, s.C}, std::vector<float>(x.size()));
+    embedding_forward(*device, {.ids = id, .table = table, .out = out});
+    embedding_backward(*device, {.ids = id, .d_out = d_out, .d_table = d_table});
+    const std::vector<float> y = out.host(), d_x = d_table.host();
+    double forward = 0, backward = 0;
+    for (size_t i = 0; i < y.size(); ++i) forward += double{y[i]} * d_y[i];
+    for (size_t i = 0; i < x.size(); ++i) backward += double{d_x[i]} * x[i];
+    CHECK(forward == backward);
+    CHECK(forward != 0);
+  }
+}
+
+TEST_CASE("embedding refuses an id outside the table", "[kernels][embedding]") {
+  const int bad = GENERATE(-1, 5, 1 << 20, -100);
+  Device& device = *devices()[0];
+  TestTensor ids(device, DType::kI32, {4}, {0, 4, static_cast<float>(bad), 1});
+  const std::vector<float> zeros(10, 0.0f);
+  TestTensor table(device, DType::kF32, {5, 2}, zeros),
+      out(device, DType::kF32, {4, 2}, std::vector<float>(8, 1.0f));
+  const std::string forward = bad_input_error([&] { embedding_forward(device, {ids, table, out}); });
+  const std::string backward = bad_input_error([&] { embedding_backward(device, {ids, out, table}); });
+  const std::string where = "row 2 has token id " + std::to_string(bad);
+  CHECK(contains(forward, "embedding_forward: " + where));
+  CHECK(contains(backward, "embedding_backward: " + where));
+  CHECK(table.host() == zeros);
+}
+
+TEST_CASE("embedding keeps a NaN to its token", "[kernels][embedding]") {
+  for (Device* device : devices()) {
+    TestTensor ids(*device, DType::kI32, {3}, {2, 0, 2}), table(*device, DType::kF32, {3, 1}, {1, 2, 3});
+    TestTensor d_out(*device, DType::kF32, {3, 1}, {1, 2, std::nanf("")});
+    embedding_backward(*device, {.ids = ids, .d_out = d_out, .d_table = table});
+    const std::vector<float> after = table.host();
+    CHECK((after[0] == 3.0f && after[1] == 2.0f && std::isnan(after[2])));
+  }
+}
+
+TEST_CASE("embedding_backward gives the same bits on any number of threads", "[kernels][embedding]") {
+  const Shape s{500, 61, 9};
+  Device& device = *devices()[0];
+  TestTensor ids(device, DType::kI32, {s.T}, random_ids(s, 7));
+  TestTensor d_out(device, DType::kF32, {s.T, s.C}, random_normal(s.T * s.C, 8));
+  CHECK(same_on_one_thread([&] {
+    TestTensor d_table(device, DType::kF32, {s.V, s.C}, std::vector<float>(static_cast<size_t>(s.V * s.C)));
+    embedding_backward(device, {ids, d_out, d_table});
+    return d_table.bytes();
+  }));
+}
+
+TEST_CASE("embedding accepts no rows and refuses wrong arguments", "[kernels][embedding]") {
+  Device& device = *devices()[0];
+  TestTensor ids(device, DType::kI32, {4}, {0, 1, 2, 0}), table(device, DType::kF32, {5, 2}),
+      out(device, DType::kF32, {4, 2});
+  TestTensor no_ids(device, DType::kI32, {0}), no_rows(device, DType::kF32, {0, 2}),
+      half(device, DType::kBF16, {4, 2});
+  const auto forward = [&](const TensorView& i, const TensorView& x, const TensorView& y) {
+    return internal_error([&] { embedding_forward(device, {i, x, y}); });
+  };
+  const auto backward = [&](const TensorView& i, const TensorView& d_y, const TensorView& d_x) {
+    return internal_error([&] { embedding_backward(device, {i, d_y, d_x}); });
+  };
+  embedding_forward(device, {no_ids, table, no_rows});
+  embedding_backward(device, {no_ids, no_rows, table});
+  CHECK((table.guard_intact() && no_rows.guard_intact()));
+  CHECK(contains(forward(out, table, out), "embedding_forward: ids"));
+  CHECK(contains(forward(ids, ids, out), "embedding_forward: table"));
+  CHECK(contains(forward(ids, table, half), "embedding_forward: out"));
+  CHECK(contains(forward(ids, table, out.view().rows(0, 3)), "embedding_forward: out"));
+  CHECK(contains(backward(table, out, table), "embedding_backward: ids"));
+  CHECK(contains(backward(ids, out.view().rows(0, 3), table), "embedding_backward: d_out"));
+  CHECK(contains(backward(ids, out, TensorView(table.view().data, DType::kI32, {5, 2})),
+                 "embedding_backward: d_table"));
+}
+
+}  // namespace

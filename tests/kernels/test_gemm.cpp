@@ -1,0 +1,220 @@
+#include "kernels/ops/gemm.h"
+
+#include "tests/kernels/op_checks.h"
+#include "tests/support/catch.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+struct Shape {
+  int64_t m, n, k;
+};
+
+// sum_k a[m,k] b[n,k] and sum_k |a[m,k] b[n,k]|, in double. Operands may be stored transposed.
+struct Reference {
+  std::vector<double> sum, magnitude;
+
+  Reference(const Shape& s, const std::vector<float>& a, bool a_transposed, const std::vector<float>& b,
+            bool b_transposed)
+      : sum(static_cast<size_t>(s.m * s.n)), magnitude(sum) {
+    for (int64_t m = 0; m < s.m; ++m) {
+      for (int64_t n = 0; n < s.n; ++n) {
+        double total = 0, total_magnitude = 0;
+        for (int64_t k = 0; k < s.k; ++k) {
+          const double term = double{a[a_transposed ? k * s.m + m : m * s.k + k]} *
+                              double{b[b_transposed ? k * s.n + n : n * s.k + k]};
+          total += term;
+          total_magnitude += std::abs(term);
+        }
+        sum[m * s.n + n] = total;
+        magnitude[m * s.n + n] = total_magnitude;
+      }
+    }
+  }
+
+  // Elements of `out` off by more than an fp32 sum of K products and one rounding to the output's format allow.
+  int count_wrong(const std::vector<float>& out, int64_t depth, DType dtype,
+                  const std::vector<float>& before = {}) {
+    const double sum_error = static_cast<double>(depth + 4) * 0x1p-24;
+    const double rounding = dtype == DType::kBF16 ? 0x1p-8 : 0x1p-24;
+    int wrong = 0;
+    for (size_t i = 0; i < sum.size(); ++i) {
+      const double want = sum[i] + (before.empty() ? 0.0 : double{before[i]});
+      const double bound = 1.01 * (sum_error * (magnitude[i] + std::abs(want)) + rounding * std::abs(want));
+      wrong += !(std::abs(out[i] - want) <= bound);
+    }
+    return wrong;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("gemm of plain operands rounds the fp64 sum", "[kernels][gemm]") {
+  const auto [m, n, k] = GENERATE(table<int64_t, int64_t, int64_t>(
+      {{1, 1, 1}, {1, 7, 3}, {7, 1, 5}, {2, 3, 11}, {17, 33, 64}, {129, 65, 31}, {3, 300, 513}, {1030, 520, 9}}));
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const Shape shape{m, n, k};
+  const auto a = random_bf16(m * k, 1), b = random_bf16(n * k, 2), before = random_bf16(m * n, 3);
+  for (Device* device : devices()) {
+    for (const bool a_transposed : {false, true}) {
+      for (const bool b_transposed : {false, true}) {
+        const TestTensor ta =
+            a_transposed ? TestTensor(*device, dtype, {k, m}, a) : TestTensor(*device, dtype, {m, k}, a);
+        const TestTensor tb =
+            b_transposed ? TestTensor(*device, dtype, {k, n}, b) : TestTensor(*device, dtype, {n, k}, b);
+        const TestTensor out(*device, dtype, {m, n}), sum(*device, dtype, {m, n}, before);
+        Gemm op{.a = ta, .b = tb, .a_transposed = a_transposed, .b_transposed = b_transposed, .out = out};
+        gemm(*device, op);
+        op.out = sum;
+        op.accumulate = true;
+        gemm(*device, op);
+
+        Reference want(shape, a, a_transposed, b, b_transposed);
+        CAPTURE(m, n, k, a_transposed, b_transposed);
+        CHECK(want.count_wrong(out.host(), k, dtype) == 0);
+        CHECK(want.count_wrong(sum.host(), k, dtype, before) == 0);
+        CHECK((out.guard_intact() && sum.guard_intact() && ta.guard_intact() && tb.guard_intact()));
+      }
+    }
+  }
+}
+
+TEST_CASE("gemm of fp8 operands multiplies what their codes and scales mean", "[kernels][gemm]") {
+  const auto [m, n, k] =
+      GENERATE(table<int64_t, int64_t, int64_t>({{1, 1, 1}, {5, 3, 16}, {17, 33, 37}, {65, 130, 131}}));
+  const DType out_dtype = GENERATE(DType::kF32, DType::kBF16);
+  for (Device* device : devices()) {
+    for (const Format& a_format : kFloat8Formats) {
+      for (const Format& b_format : kFloat8Formats) {
+        const TestMatrix a = a_format.make(*device, m, k), b = b_format.make(*device, n, k);
+        fill_random_codes(*device, a, 10);
+        fill_random_codes(*device, b, 11);
+        const TestTensor out(*device, out_dtype, {m, n});
+        gemm(*device, {.a = a, .b = b, .out = out});
+
+        Reference want({m, n, k}, a.host(), false, b.host(), false);
+        CAPTURE(m, n, k, describe(a.view()), describe(b.view()));
+        CHECK(want.count_wrong(out.host(), k, out_dtype) == 0);
+        CHECK((out.guard_intact() && a.guard_intact() && b.guard_intact()));
+      }
+    }
+  }
+}
+
+TEST_CASE("gemm scales the sum of per-tensor codes once", "[kernels][gemm]") {
+  // Whole numbers, so that the sum of products is exact: the result then has the bits of sum * (scale_a * scale_b).
+  constexpr int64_t kM = 9, kN = 20, kK = 40;
+  constexpr float kScaleA = 0.1f, kScaleB = 1.0f / 3.0f;
+  std::vector<float> a(kM * kK), b(kN * kK);
+  for (size_t i = 0; i < a.size(); ++i) a[i] = static_cast<float>(static_cast<int>(i * 7 % 17) - 8);
+  for (size_t i = 0; i < b.size(); ++i) b[i] = static_cast<float>(static_cast<int>(i * 5 % 9) - 4);
+  for (Device* device : devices()) {
+    const TestTensor ta(*device, DType::kE4M3, {kM, kK}, a), tb(*device, DType::kE5M2, {kN, kK}, b);
+    const TestTensor scale_a(*device, DType::kF32, {1}, {kScaleA}), scale_b(*device, DType::kF32, {1}, {kScaleB});
+    const TestTensor out(*device, DType::kF32, {kM, kN});
+    gemm(*device, {.a = ScaledView(ta, scale_a, Scaling::kTensor),
+                   .b = ScaledView(tb, scale_b, Scaling::kTensor),
+                   .out = out});
+    const Reference exact({kM, kN, kK}, a, false, b, false);
+    const auto got = out.host();
+    int wrong = 0;
+    for (size_t i = 0; i < got.size(); ++i)
+      wrong += got[i] != static_cast<float>(exact.sum[i]) * (kScaleA * kScaleB);
+    CHECK(wrong == 0);
+  }
+}
+
+TEST_CASE("gemm over no terms yields zeros, or leaves what it accumulates to", "[kernels][gemm]") {
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const auto before = random_bf16(15, 4);
+  for (Device* device : devices()) {
+    const TensorView a(nullptr, dtype, {3, 0}), b(nullptr, dtype, {5, 0});
+    const TestTensor out(*device, dtype, {3, 5}), sum(*device, dtype, {3, 5}, before);
+    gemm(*device, {.a = a, .b = b, .out = out});
+    gemm(*device, {.a = a, .b = b, .out = sum, .accumulate = true});
+    CHECK(out.host() == std::vector<float>(15, 0.0f));
+    CHECK(sum.host() == before);
+    CHECK((out.guard_intact() && sum.guard_intact()));
+  }
+}
+
+TEST_CASE("gemm with an empty output does nothing", "[kernels][gemm]") {
+  for (Device* device : devices()) {
+    const TestTensor b(*device, DType::kF32, {5, 4}, random_normal(20, 5));
+    const TestTensor a(*device, DType::kF32, {0, 4}), out(*device, DType::kF32, {0, 5});
+    gemm(*device, {.a = a, .b = b, .out = out});
+    CHECK(out.guard_intact());
+  }
+}
+
+TEST_CASE("gemm gives the same bits on any number of threads and anywhere in memory", "[kernels][gemm]") {
+  const auto [m, n, k] =
+      GENERATE(table<int64_t, int64_t, int64_t>({{3, 4, 5}, {1, 40, 70}, {300, 70, 200}, {1100, 500, 20}}));
+  const auto a = random_normal(m * k, 6), b = random_normal(n * k, 7);
+  // One element of padding in front: the same operands at another alignment.
+  std::vector<float> shifted_a = a, shifted_b = b;
+  shifted_a.insert(shifted_a.begin(), 0.0f);
+  shifted_b.insert(shifted_b.begin(), 0.0f);
+  const TestTensor ta(cpu(), DType::kF32, {m, k}, a), tb(cpu(), DType::kF32, {n, k}, b);
+  const TestTensor more_a(cpu(), DType::kF32, {m * k + 1}, shifted_a),
+      more_b(cpu(), DType::kF32, {n * k + 1}, shifted_b);
+  const TestTensor parallel(cpu(), DType::kF32, {m, n}), serial(cpu(), DType::kF32, {m, n});
+  const TestTensor shifted(cpu(), DType::kF32, {m, n});
+  set_num_threads(3);
+  gemm(cpu(), {.a = ta, .b = tb, .out = parallel});
+  set_num_threads(1);
+  gemm(cpu(), {.a = ta, .b = tb, .out = serial});
+  gemm(cpu(), {.a = more_a.view().rows(1, m * k).reshaped({m, k}),
+               .b = more_b.view().rows(1, n * k).reshaped({n, k}),
+               .out = shifted});
+  set_num_threads(0);
+  CAPTURE(m, n, k);
+  CHECK(parallel.bytes() == serial.bytes());
+  CHECK(parallel.bytes() == shifted.bytes());
+}
+
+TEST_CASE("gemm keeps bad values visible", "[kernels][gemm]") {
+  const float bad = GENERATE(INFINITY, NAN);
+  auto a = random_normal(6 * 40, 8);
+  a[40 + 7] = bad;
+  for (Device* device : devices()) {
+    const TestTensor ta(*device, DType::kF32, {6, 40}, a), tb(*device, DType::kF32, {5, 40}, random_normal(200, 9));
+    const TestTensor out(*device, DType::kF32, {6, 5});
+    gemm(*device, {.a = ta, .b = tb, .out = out});
+    const auto got = out.host();
+    int wrong = 0;
+    for (int64_t i = 0; i < 30; ++i) wrong += std::isfinite(got[i]) == (i / 5 == 1);
+    CHECK(wrong == 0);
+  }
+}
+
+TEST_CASE("gemm refuses operands that do not fit, by name", "[kernels][gemm]") {
+  const TestTensor a(cpu(), DType::kF32, {4, 6}), b(cpu(), DType::kF32, {5, 6}), out(cpu(), DType::kF32, {4, 5});
+  const TestTensor b16(cpu(), DType::kBF16, {5, 6}), codes(cpu(), DType::kE4M3, {5, 6}),
+      ids(cpu(), DType::kI32, {4, 5});
+  const TestTensor scale(cpu(), DType::kF32, {1}, {1.0f}), vector(cpu(), DType::kF32, {4});
+  const TestTensor square(cpu(), DType::kF32, {5, 5});
+  const ScaledView b8(codes, scale, Scaling::kTensor), unscaled(codes, {}, Scaling::kTensor);
+  const auto message = [&](const Gemm& op) { return internal_error([&] { gemm(cpu(), op); }); };
+  const auto refused = [&](const Gemm& op, const std::string& tensor) {
+    const std::string text = message(op);
+    return contains(text, "gemm: ") && contains(text, tensor);
+  };
+  CHECK(refused({.a = a, .b = a, .out = out}, "b is fp32 [4, 6], wanted shape [5, 6]"));
+  CHECK(refused({.a = b, .b = b, .out = out}, "a is fp32 [5, 6], wanted shape [4, 6]"));
+  CHECK(refused({.a = a, .b = b, .a_transposed = true, .out = out}, "a is fp32 [4, 6]"));
+  CHECK(refused({.a = a, .b = b, .out = ids}, "out is"));
+  CHECK(refused({.a = a, .b = b, .out = vector}, "out is fp32 [4]"));
+  CHECK(refused({.a = a, .b = b, .out = {}}, "out is no tensor"));
+  CHECK(refused({.a = a, .b = ScaledView(), .out = out}, "b is no tensor"));
+  CHECK(refused({.a = a, .b = b16, .out = out}, "a is fp32 [4, 6] and b is bf16 [5, 6]"));
+  CHECK(refused({.a = a, .b = b8, .out = out}, "b is e4m3 [5, 6]"));
+  CHECK(refused({.a = b8,
+                 .b = ScaledView(codes.view().reshaped({6, 5}), scale, Scaling::kTensor),
+                 .b_transposed = true,
+                 .out = square},
+                "b is e4m3 [6, 5]"));
+  CHECK(refused({.a = a, .b = unscaled, .out = out}, "scale of b is no tensor"));
+}

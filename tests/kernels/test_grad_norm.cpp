@@ -1,0 +1,128 @@
+#include <cmath>
+#include <limits>
+#include <memory>
+
+#include "kernels/ops/grad_norm.h"
+#include "tests/kernels/op_bounds.h"
+#include "tests/support/catch.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+// Parts of awkward sizes, fp32 and bf16 by turns, with their values.
+struct Parts {
+  std::vector<std::vector<float>> values;
+  std::vector<std::unique_ptr<TestTensor>> tensors;
+
+  Parts(Device& device, const std::vector<int64_t>& sizes) {
+    for (size_t p = 0; p < sizes.size(); ++p) {
+      const DType dtype = p % 2 == 0 ? DType::kF32 : DType::kBF16;
+      values.push_back(random_values(dtype, sizes[p], p, std::ldexp(1.0f, static_cast<int>(p) - 3)));
+      add(device, dtype, values.back());
+    }
+  }
+  void add(Device& device, DType dtype, const std::vector<float>& x) {
+    tensors.push_back(std::make_unique<TestTensor>(
+        device, dtype, std::initializer_list<int64_t>{static_cast<int64_t>(x.size())}, x));
+  }
+  std::vector<TensorView> views() const {
+    std::vector<TensorView> all;
+    for (const auto& tensor : tensors) all.push_back(*tensor);
+    return all;
+  }
+};
+
+const std::vector<int64_t> kSizes = {1, 0, 2, 15, 17, 16383, 16384, 16385, 0, 50021};
+
+TEST_CASE("sum_of_squares sums in double and rounds once", "[kernels][grad_norm]") {
+  for (Device* device : devices()) {
+    const Parts parts(*device, kSizes);
+    TestTensor partial(*device, DType::kF32, {static_cast<int64_t>(kSizes.size())}),
+        result(*device, DType::kF32, {1});
+    sum_of_squares(*device, {.parts = parts.views(), .partial = partial, .result = result});
+    const std::vector<float> sums = partial.host();
+    int wrong = 0;
+    double total = 0;
+    for (size_t p = 0; p < kSizes.size(); ++p) {
+      double want = 0;
+      for (float v : parts.values[p]) want += double{v} * v;
+      wrong += !(std::abs(sums[p] - want) <= 1.01 * 0x1p-24 * want);
+      total += want;
+    }
+    CHECK(wrong == 0);
+    CHECK(std::abs(result.host()[0] - total) <= 1.01 * 0x1p-24 * total);
+    CHECK((partial.guard_intact() && result.guard_intact()));
+  }
+}
+
+TEST_CASE("sum_of_squares does not lose small terms beside a large one", "[kernels][grad_norm]") {
+  // An fp32 sum would stay at 2^40.
+  std::vector<float> x(100000, 1.0f);
+  x[0] = 0x1p20f;
+  for (Device* device : devices()) {
+    TestTensor part(*device, DType::kF32, {10, 10000}, x), partial(*device, DType::kF32, {1});
+    TestTensor result(*device, DType::kF32, {1});
+    sum_of_squares(*device, {.parts = {part}, .partial = partial, .result = result});
+    CHECK(result.host()[0] == static_cast<float>(0x1p40 + 99999.0));
+    CHECK(result.host()[0] > 0x1p40f);
+  }
+}
+
+TEST_CASE("sum_of_squares names the part with a NaN or an infinity", "[kernels][grad_norm]") {
+  const float bad = GENERATE(std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity());
+  const size_t where = GENERATE(size_t{0}, size_t{16383}, size_t{16384}, size_t{20000});
+  CAPTURE(bad, where);
+  std::vector<float> x = random_normal(20001, 1);
+  x[where] = bad;
+  for (Device* device : devices()) {
+    Parts parts(*device, {100, 33});
+    parts.add(*device, DType::kBF16, x);
+    parts.add(*device, DType::kF32, random_normal(7, 2));
+    TestTensor partial(*device, DType::kF32, {4}), result(*device, DType::kF32, {1});
+    sum_of_squares(*device, {.parts = parts.views(), .partial = partial, .result = result});
+    const std::vector<float> sums = partial.host();
+    CHECK((std::isfinite(sums[0]) && std::isfinite(sums[1]) && std::isfinite(sums[3])));
+    CHECK((std::isnan(bad) ? std::isnan(sums[2]) : std::isinf(sums[2])));
+    CHECK((std::isnan(bad) ? std::isnan(result.host()[0]) : std::isinf(result.host()[0])));
+  }
+}
+
+TEST_CASE("sum_of_squares of nothing is zero", "[kernels][grad_norm]") {
+  for (Device* device : devices()) {
+    TestTensor empty(*device, DType::kF32, {0, 5}), partial(*device, DType::kF32, {1}),
+        none(*device, DType::kF32, {0});
+    TestTensor result(*device, DType::kF32, {1}), result_of_none(*device, DType::kF32, {1});
+    sum_of_squares(*device, {.parts = {empty}, .partial = partial, .result = result});
+    sum_of_squares(*device, {.parts = {}, .partial = none, .result = result_of_none});
+    CHECK((result.host()[0] == 0.0f && partial.host()[0] == 0.0f && result_of_none.host()[0] == 0.0f));
+    CHECK((partial.guard_intact() && none.guard_intact()));
+  }
+}
+
+TEST_CASE("sum_of_squares gives the same bits on any number of threads", "[kernels][grad_norm]") {
+  Device& device = *devices()[0];
+  const Parts parts(device, {70001, 50021, 16385});
+  CHECK(same_on_one_thread([&] {
+    TestTensor partial(device, DType::kF32, {3}), result(device, DType::kF32, {1});
+    sum_of_squares(device, {.parts = parts.views(), .partial = partial, .result = result});
+    return result.bytes();
+  }));
+}
+
+TEST_CASE("sum_of_squares refuses wrong arguments", "[kernels][grad_norm]") {
+  Device& device = *devices()[0];
+  TestTensor part(device, DType::kF32, {3}), ids(device, DType::kI32, {3}), one(device, DType::kF32, {1});
+  TestTensor two(device, DType::kF32, {2});
+  const auto message = [&](const std::vector<TensorView>& parts, const TensorView& partial,
+                           const TensorView& result) {
+    return internal_error([&] { sum_of_squares(device, {parts, partial, result}); });
+  };
+  CHECK(contains(message({part, ids}, two, one), "sum_of_squares: parts[1] is int32"));
+  CHECK(contains(message({part, TensorView(nullptr, DType::kF32, {3})}, two, one), "sum_of_squares: parts[1]"));
+  CHECK(contains(message({part}, two, one), "sum_of_squares: partial"));
+  CHECK(contains(message({part}, one, two), "sum_of_squares: result"));
+}
+
+}  // namespace

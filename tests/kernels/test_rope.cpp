@@ -1,0 +1,276 @@
+#include <cmath>
+#include <memory>
+#include <string>
+
+#include "kernels/ops/quantize.h"
+#include "kernels/ops/rope.h"
+#include "tests/kernels/op_bounds.h"
+#include "tests/support/catch.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+struct Shape {
+  int64_t T, S, H, Hkv, D;
+  int64_t width() const { return (H + 2 * Hkv) * D; }
+  int64_t turned() const { return (H + Hkv) * D; }  // columns of queries and keys
+};
+
+std::ostream& operator<<(std::ostream& out, const Shape& s) {
+  return out << "T " << s.T << " S " << s.S << " H " << s.H << " Hkv " << s.Hkv << " D " << s.D;
+}
+
+const std::vector<Shape> kShapes = {{1, 1, 1, 1, 2},  {3, 1, 2, 2, 4},    {6, 3, 4, 4, 8},
+                                    {21, 7, 4, 2, 6}, {26, 13, 5, 1, 34}, {34, 17, 3, 3, 64}};
+
+// Where element c of a row is turned: its partner in the pair, and the sign its sine gets.
+struct Pair {
+  int64_t partner, angle;
+  double sine_sign;
+};
+Pair pair_of(int64_t c, int64_t D) {
+  const int64_t i = c % D, half = D / 2;
+  return i < half ? Pair{c + half, i, -1.0} : Pair{c - half, i - half, 1.0};
+}
+
+TEST_CASE("rope_table holds cosines and sines of the exact angles, rounded once", "[kernels][rope]") {
+  const auto [S, D, theta] = GENERATE(table<int, int, double>({{1, 2, 1e4}, {3, 6, 1e4}, {513, 128, 5e5}}));
+  CAPTURE(S, D, theta);
+  const std::vector<float> cos_sin = rope_table(S, D, theta);
+  REQUIRE(cos_sin.size() == static_cast<size_t>(S * D));
+  int wrong = 0;
+  for (int s = 0; s < S; ++s) {
+    for (int i = 0; i < D / 2; ++i) {
+      const long double angle = s * std::exp(-2.0L * i / D * std::log(static_cast<long double>(theta)));
+      const long double want_cos = std::cos(angle), want_sin = std::sin(angle);
+      const float got_cos = cos_sin[s * D + i], got_sin = cos_sin[s * D + D / 2 + i];
+      // 1e-12: the angle in double, at most 512 radians.
+      wrong += !(std::abs(got_cos - want_cos) <= 0x1p-24 * std::abs(want_cos) + 1e-12);
+      wrong += !(std::abs(got_sin - want_sin) <= 0x1p-24 * std::abs(want_sin) + 1e-12);
+    }
+  }
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("rope_forward turns queries and keys and leaves values alone", "[kernels][rope]") {
+  const Shape s = GENERATE(from_range(kShapes));
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  CAPTURE(s, name_of(dtype));
+  const std::vector<float> x = random_values(dtype, s.T * s.width(), 1), cos_sin = rope_table(s.S, s.D, 100.0);
+  for (Device* device : devices()) {
+    TestTensor qkv(*device, dtype, {s.T, s.width()}, x), table(*device, DType::kF32, {s.S, s.D}, cos_sin);
+    rope_forward(*device, {.qkv = qkv, .cos_sin = table, .num_heads = s.H, .num_kv_heads = s.Hkv, .saved = {}});
+    const std::vector<float> y = qkv.host();
+    int wrong = 0;
+    for (int64_t t = 0; t < s.T; ++t) {
+      for (int64_t c = 0; c < s.width(); ++c) {
+        const int64_t at = t * s.width() + c;
+        if (c >= s.turned()) {
+          wrong += y[at] != x[at];
+          continue;
+        }
+        const Pair pair = pair_of(c, s.D);
+        const double cosine = cos_sin[t % s.S * s.D + pair.angle];
+        const double sine = pair.sine_sign * cos_sin[t % s.S * s.D + s.D / 2 + pair.angle];
+        const double a = x[at] * cosine, b = x[t * s.width() + pair.partner] * sine;
+        const double bound =
+            2 * 0x1p-24 * (std::abs(a) + std::abs(b)) + 1.01 * unit_roundoff(dtype) * std::abs(a + b);
+        wrong += !(std::abs(y[at] - (a + b)) <= bound);
+      }
+    }
+    CHECK(wrong == 0);
+    CHECK((qkv.guard_intact() && table.host() == cos_sin));
+  }
+}
+
+TEST_CASE("rope_forward leaves in qkv what the saved copy decodes to", "[kernels][rope]") {
+  const Shape s = GENERATE(from_range(kShapes));
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const auto [format, group, scale_dtype] = GENERATE(table<DType, int, DType>({{DType::kE4M3, 16, DType::kBF16},
+                                                                               {DType::kE5M2, 16, DType::kF32},
+                                                                               {DType::kE4M3, 32, DType::kF32},
+                                                                               {DType::kE4M3, 5, DType::kBF16}}));
+  CAPTURE(s, name_of(dtype), name_of(format), group, name_of(scale_dtype));
+  const std::vector<float> x = random_values(dtype, s.T * s.width(), 2);
+  for (Device* device : devices()) {
+    TestTensor table(*device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 100.0));
+    TestTensor qkv(*device, dtype, {s.T, s.width()}, x), exact(*device, DType::kF32, {s.T, s.width()}, x);
+    TestMatrix saved(*device, format, s.T, s.width(), Scaling::kGroup, group, scale_dtype);
+    TestMatrix wanted(*device, format, s.T, s.width(), Scaling::kGroup, group, scale_dtype);
+    const RopeForward call{qkv, table, s.H, s.Hkv, saved};
+    rope_forward(*device, call);
+    std::vector<float> decoded = saved.host();
+    if (dtype == DType::kBF16) {
+      for (float& v : decoded) v = decode_bf16(encode_bf16(v));
+    }
+    CHECK(qkv.host() == decoded);
+    CHECK((qkv.guard_intact() && saved.guard_intact()));
+
+    // Rounded once: the codes are those of the fp32 rotation, whatever qkv's dtype.
+    rope_forward(*device, {.qkv = exact, .cos_sin = table, .num_heads = s.H, .num_kv_heads = s.Hkv, .saved = {}});
+    quantize(*device, {.x = exact, .out = wanted, .out_t = {}});
+    CHECK(saved.data.bytes() == wanted.data.bytes());
+    CHECK(saved.scale->bytes() == wanted.scale->bytes());
+  }
+}
+
+TEST_CASE("rope_backward turns back", "[kernels][rope]") {
+  const Shape s = GENERATE(from_range(kShapes));
+  CAPTURE(s);
+  const std::vector<float> x = random_normal(s.T * s.width(), 3);
+  for (Device* device : devices()) {
+    TestTensor qkv(*device, DType::kF32, {s.T, s.width()}, x);
+    TestTensor table(*device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 100.0));
+    rope_forward(*device, {.qkv = qkv, .cos_sin = table, .num_heads = s.H, .num_kv_heads = s.Hkv, .saved = {}});
+    rope_backward(*device, {.d_qkv = qkv,
+                            .cos_sin = table,
+                            .num_heads = s.H,
+                            .num_kv_heads = s.Hkv,
+                            .d_quantized = {},
+                            .d_quantized_t = {}});
+    const std::vector<float> y = qkv.host();
+    int wrong = 0;
+    for (int64_t at = 0; at < s.T * s.width(); ++at) {
+      const int64_t row = at / s.width(), c = at % s.width();
+      const double partner = c < s.turned() ? x[row * s.width() + pair_of(c, s.D).partner] : 0.0;
+      // Two turns of three roundings each, and cos^2 + sin^2 = 1 only to the rounding of the table.
+      wrong += !(std::abs(y[at] - x[at]) <= (c < s.turned() ? 10 * 0x1p-24 * std::hypot(x[at], partner) : 0.0));
+    }
+    CHECK(wrong == 0);
+    CHECK(qkv.guard_intact());
+  }
+}
+
+TEST_CASE("rope_backward is the exact transpose of rope_forward", "[kernels][rope]") {
+  const int64_t H = 2, Hkv = 1, D = 6, width = (H + 2 * Hkv) * D;
+  const std::vector<float> table_5 = rope_table(5, D, 50.0);
+  std::vector<float> identity(static_cast<size_t>(width * width));
+  for (int64_t i = 0; i < width; ++i) identity[i * width + i] = 1.0f;
+  for (Device* device : devices()) {
+    // S = 1 with the angles of position 4: every row is a basis vector at that position.
+    TestTensor table(*device, DType::kF32, {1, D}, {table_5.begin() + 4 * D, table_5.end()});
+    TestTensor forward(*device, DType::kF32, {width, width}, identity);
+    TestTensor backward(*device, DType::kF32, {width, width}, identity);
+    rope_forward(*device, {.qkv = forward, .cos_sin = table, .num_heads = H, .num_kv_heads = Hkv, .saved = {}});
+    rope_backward(*device, {.d_qkv = backward,
+                            .cos_sin = table,
+                            .num_heads = H,
+                            .num_kv_heads = Hkv,
+                            .d_quantized = {},
+                            .d_quantized_t = {}});
+    const std::vector<float> y = forward.host(), d_x = backward.host();
+    int wrong = 0, turned = 0;
+    for (int64_t i = 0; i < width; ++i) {
+      for (int64_t j = 0; j < width; ++j) {
+        wrong += y[i * width + j] != d_x[j * width + i];
+        turned += i != j && y[i * width + j] != 0.0f;
+      }
+    }
+    CHECK(wrong == 0);
+    CHECK(turned == (H + Hkv) * D);  // one partner per element of queries and keys
+  }
+}
+
+TEST_CASE("rope_backward quantizes the gradient it leaves in d_qkv", "[kernels][rope]") {
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const auto [scaling, group] =
+      GENERATE(table<Scaling, int>({{Scaling::kTensor, 0}, {Scaling::kGroup, 16}, {Scaling::kBlock, 16}}));
+  CAPTURE(name_of(dtype), static_cast<int>(scaling));
+  const Shape s{21, 7, 4, 2, 6};
+  for (Device* device : devices()) {
+    TestTensor d_qkv(*device, dtype, {s.T, s.width()}, random_values(dtype, s.T * s.width(), 4, 1e-3f));
+    TestTensor table(*device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 100.0));
+    TestMatrix out(*device, DType::kE5M2, s.T, s.width(), scaling, group);
+    TestMatrix out_t(*device, DType::kE5M2, s.width(), s.T, scaling, group);
+    TestMatrix wanted(*device, DType::kE5M2, s.T, s.width(), scaling, group);
+    TestMatrix wanted_t(*device, DType::kE5M2, s.width(), s.T, scaling, group);
+    ScaledView out_t_view = out_t, wanted_t_view = wanted_t;
+    if (scaling == Scaling::kTensor) {
+      out_t_view.scale = *out.scale;
+      wanted_t_view.scale = *wanted.scale;
+    }
+    rope_backward(*device, {.d_qkv = d_qkv,
+                            .cos_sin = table,
+                            .num_heads = s.H,
+                            .num_kv_heads = s.Hkv,
+                            .d_quantized = out,
+                            .d_quantized_t = out_t_view});
+    quantize(*device, {.x = d_qkv, .out = wanted, .out_t = wanted_t_view});
+    CHECK(out.data.bytes() == wanted.data.bytes());
+    CHECK(out_t.data.bytes() == wanted_t.data.bytes());
+    CHECK(out.scale->bytes() == wanted.scale->bytes());
+    if (scaling != Scaling::kTensor) CHECK(out_t.scale->bytes() == wanted_t.scale->bytes());
+    CHECK((out.guard_intact() && out_t.guard_intact() && d_qkv.guard_intact()));
+  }
+}
+
+TEST_CASE("rope keeps a NaN to its pair", "[kernels][rope]") {
+  const Shape s{6, 3, 2, 2, 4};
+  std::vector<float> x = random_normal(s.T * s.width(), 5);
+  TestTensor table(*devices()[0], DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 100.0));
+  const auto turned = [&](Device& device) {
+    TestTensor qkv(device, DType::kF32, {s.T, s.width()}, x);
+    rope_forward(device, {.qkv = qkv, .cos_sin = table, .num_heads = s.H, .num_kv_heads = s.Hkv, .saved = {}});
+    return qkv.host();
+  };
+  for (Device* device : devices()) {
+    const std::vector<float> clean = turned(*device);
+    const int64_t poisoned = 4 * s.width() + 5;
+    const float kept = std::exchange(x[poisoned], std::nanf(""));
+    const std::vector<float> y = turned(*device);
+    x[poisoned] = kept;
+    int wrong = 0;
+    for (int64_t at = 0; at < s.T * s.width(); ++at) {
+      const bool hit = at == poisoned || at == poisoned + s.D / 2;
+      wrong += hit ? !std::isnan(y[at]) : y[at] != clean[at];
+    }
+    CHECK(wrong == 0);
+  }
+}
+
+TEST_CASE("rope gives the same bits on any number of threads", "[kernels][rope]") {
+  const Shape s{129, 43, 4, 2, 8};
+  Device& device = *devices()[0];
+  TestTensor table(device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 1e4));
+  CHECK(same_on_one_thread([&] {
+    TestTensor qkv(device, DType::kBF16, {s.T, s.width()}, random_bf16(s.T * s.width(), 6));
+    TestMatrix saved(device, DType::kE4M3, s.T, s.width(), Scaling::kGroup, 16);
+    rope_forward(device, {qkv, table, s.H, s.Hkv, saved});
+    return qkv.bytes();
+  }));
+}
+
+TEST_CASE("rope accepts no rows and refuses wrong arguments", "[kernels][rope]") {
+  Device& device = *devices()[0];
+  TestTensor table(device, DType::kF32, {3, 4}, rope_table(3, 4, 1e4)), none(device, DType::kF32, {0, 16});
+  TestTensor qkv(device, DType::kF32, {6, 16}), codes(device, DType::kI32, {6, 16});
+  TestMatrix saved(device, DType::kE4M3, 6, 16, Scaling::kGroup, 16);
+  TestMatrix per_tensor(device, DType::kE4M3, 6, 16, Scaling::kTensor);
+  TestMatrix transposed(device, DType::kE4M3, 16, 6, Scaling::kTensor);
+  const auto forward = [&](const TensorView& x, const TensorView& cos_sin, int64_t heads, const ScaledView& out) {
+    return internal_error([&] { rope_forward(device, {x, cos_sin, heads, 1, out}); });
+  };
+  const auto backward = [&](const TensorView& x, const ScaledView& out, const ScaledView& out_t) {
+    return internal_error([&] { rope_backward(device, {x, table, 2, 1, out, out_t}); });
+  };
+  rope_forward(device, {none, table, 2, 1, {}});
+  rope_backward(device, {none, table, 2, 1, {}, {}});
+  CHECK(none.guard_intact());
+  CHECK(contains(forward(qkv, table, 3, {}), "rope_forward: qkv"));
+  CHECK(contains(forward(codes, table, 2, {}), "rope_forward: qkv is int32"));
+  CHECK(contains(forward(qkv, qkv.view().rows(0, 0).reshaped({0, 4}), 2, {}), "rope_forward: cos_sin"));
+  CHECK(
+      contains(forward(qkv, TensorView(table.view().data, DType::kBF16, {3, 4}), 2, {}), "rope_forward: cos_sin"));
+  CHECK(contains(forward(qkv, table.view().reshaped({4, 3}), 2, {}), "rope_forward: cos_sin"));
+  CHECK(contains(forward(qkv, table, 0, {}), "rope_forward: 0 query heads"));
+  CHECK(contains(forward(qkv, table, 2, per_tensor), "rope_forward: saved"));
+  CHECK(contains(forward(qkv.view().rows(0, 3), table, 2, saved), "rope_forward: saved"));
+  CHECK(contains(backward(codes, {}, {}), "rope_backward: d_qkv"));
+  CHECK(contains(backward(qkv, transposed, {}), "rope_backward: d_quantized"));
+  CHECK(contains(backward(qkv, {}, per_tensor), "rope_backward: d_quantized_t"));
+  CHECK(contains(backward(qkv, per_tensor, transposed), "rope_backward: the row-major and the transposed"));
+}
+
+}  // namespace

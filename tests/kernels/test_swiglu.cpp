@@ -1,0 +1,321 @@
+#include "kernels/ops/swiglu.h"
+
+#include "kernels/ops/quantize.h"
+#include "tests/kernels/op_checks.h"
+#include "tests/support/catch.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+const Format kGroup16{DType::kE4M3, Scaling::kGroup, 16, DType::kBF16};
+const Format kGroup3{DType::kE4M3, Scaling::kGroup, 3, DType::kF32};
+
+double relative_rounding(DType dtype) { return dtype == DType::kBF16 ? 0x1p-8 : 0x1p-24; }
+double sigmoid(double gate) { return 1 / (1 + std::exp(-gate)); }
+double silu(double gate) { return gate * sigmoid(gate); }
+
+// up_gate of one token after another, with gates from -40 to 40.
+std::vector<float> random_up_gate(int64_t rows, int64_t width) {
+  auto x = random_bf16(rows * 2 * width, 80);
+  for (int64_t i = 0; i < rows * 2 * width; ++i) {
+    if (i % (2 * width) >= width && i % 5 == 0) x[i] *= 10;
+  }
+  return x;
+}
+
+struct Case {
+  Case(const Format& format, int64_t rows_, int64_t width_)
+      : rows(rows_), width(width_), up_gate(format.make(cpu(), rows, 2 * width)) {
+    const TestTensor values(cpu(), DType::kF32, {rows, 2 * width}, random_up_gate(rows, width));
+    quantize(cpu(), {.x = values, .out = up_gate});
+    const auto x = up_gate.host();
+    for (int64_t i = 0; i < rows * width; ++i) {
+      up.push_back(x[i / width * 2 * width + i % width]);
+      gate.push_back(x[i / width * 2 * width + width + i % width]);
+    }
+  }
+  int64_t rows, width;
+  TestMatrix up_gate;
+  std::vector<float> up, gate;  // as the op reads them
+};
+
+}  // namespace
+
+TEST_CASE("swiglu_forward rounds the fp64 result", "[kernels][swiglu]") {
+  const auto [rows, width] = GENERATE(table<int64_t, int64_t>({{1, 1}, {3, 7}, {5, 48}, {37, 65}, {2, 300}}));
+  const DType out_dtype = GENERATE(DType::kF32, DType::kBF16);
+  for (const Format& format :
+       {Format{DType::kF32}, Format{DType::kBF16}, Format{DType::kE4M3, Scaling::kGroup, 1}}) {
+    const Case c(format, rows, width);
+    const TestTensor product(cpu(), out_dtype, {rows, width});
+    swiglu_forward(cpu(), {.up_gate = c.up_gate, .product = product});
+    const auto got = product.host();
+    int wrong = 0;
+    for (int64_t i = 0; i < rows * width; ++i) {
+      const double want = c.up[i] * silu(c.gate[i]);
+      // Rounding, the error of exp (5 units in the last place at the far end), and its flush to zero.
+      const double bound = (1.01 * relative_rounding(out_dtype) + 8e-7) * std::abs(want) + 1e-36;
+      wrong += !(std::abs(got[i] - want) <= bound);
+    }
+    CAPTURE(rows, width, describe(c.up_gate.view()));
+    CHECK(wrong == 0);
+    CHECK((product.guard_intact() && c.up_gate.guard_intact()));
+  }
+}
+
+TEST_CASE("swiglu is right where exp overflows, and keeps bad values visible", "[kernels][swiglu]") {
+  const std::vector<float> gate = {-1e4f, -100.0f, -89.0f, -0.0f, 89.0f, 1e4f, 3e38f, NAN, INFINITY, -INFINITY};
+  const std::vector<float> want = {0.0f, 0.0f, 0.0f, 0.0f, 89.0f, 1e4f, 3e38f, NAN, INFINITY, NAN};
+  const auto count = static_cast<int64_t>(gate.size());
+  std::vector<float> up_gate(gate.size(), 1.0f);
+  up_gate.insert(up_gate.end(), gate.begin(), gate.end());
+  const TestTensor input(cpu(), DType::kF32, {1, 2 * count}, up_gate), product(cpu(), DType::kF32, {1, count});
+  const TestTensor d_product(cpu(), DType::kF32, {1, count}, std::vector<float>(gate.size(), 1.0f));
+  const TestTensor d_up_gate(cpu(), DType::kF32, {1, 2 * count});
+  swiglu_forward(cpu(), {.up_gate = input, .product = product});
+  swiglu_backward(cpu(), {.up_gate = input, .d_product = d_product, .d_up_gate = d_up_gate});
+  const auto got = product.host(), gradient = d_up_gate.host();
+  int wrong = 0;
+  for (size_t i = 0; i < gate.size(); ++i) {
+    const bool same =
+        std::isnan(want[i]) ? std::isnan(got[i]) : got[i] == want[i] || std::abs(got[i] - want[i]) < 1e-30f;
+    wrong += !same;
+    // The derivative by the gate is 0 far to the left and 1 far to the right.
+    const float d_gate = gradient[gate.size() + i];
+    if (std::isfinite(gate[i]) && gate[i] != 0) wrong += !(std::abs(d_gate - (gate[i] > 0 ? 1.0f : 0.0f)) < 1e-30f);
+    if (std::isnan(gate[i])) wrong += !std::isnan(d_gate);
+  }
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("swiglu_forward computes the product from the silu it saves", "[kernels][swiglu]") {
+  const Format format = GENERATE(Format{kGroup16}, Format{kGroup3});
+  const auto [rows, width] = GENERATE(table<int64_t, int64_t>({{1, 3}, {21, 48}, {5, 33}}));
+  const Case c({DType::kBF16}, rows, width);
+  const TestMatrix saved = format.make(cpu(), rows, width), want = format.make(cpu(), rows, width);
+  const TestTensor product(cpu(), DType::kF32, {rows, width});
+  swiglu_forward(cpu(), {.up_gate = c.up_gate, .silu = saved, .product = product});
+
+  // With up = 1 the product is silu(gate).
+  std::vector<float> ones(static_cast<size_t>(rows * 2 * width), 1.0f);
+  for (int64_t i = 0; i < rows * width; ++i) ones[i / width * 2 * width + width + i % width] = c.gate[i];
+  const TestTensor one_gate(cpu(), DType::kF32, {rows, 2 * width}, ones), plain(cpu(), DType::kF32, {rows, width});
+  swiglu_forward(cpu(), {.up_gate = one_gate, .product = plain});
+  quantize(cpu(), {.x = plain, .out = want});
+  CHECK(same_bits(saved, want));
+
+  const auto values = saved.host(), got = product.host();
+  int wrong = 0;
+  for (int64_t i = 0; i < rows * width; ++i) wrong += got[i] != c.up[i] * values[i];
+  CHECK(wrong == 0);
+  CHECK((saved.guard_intact() && product.guard_intact()));
+}
+
+TEST_CASE("swiglu_forward quantizes its product", "[kernels][swiglu]") {
+  const Case c(kGroup16, 37, 96);
+  const TestTensor plain(cpu(), DType::kF32, {37, 96});
+  swiglu_forward(cpu(), {.up_gate = c.up_gate, .product = plain});
+  for (const Format& format : kFloat8Formats) {
+    const TestMatrix product = format.make(cpu(), 37, 96), product_t = format.make(cpu(), 96, 37);
+    const TestMatrix want = format.make(cpu(), 37, 96), want_t = format.make(cpu(), 96, 37);
+    ScaledView view_t = product_t;
+    if (format.scaling == Scaling::kTensor) view_t.scale = product.scale->view();
+    swiglu_forward(cpu(), {.up_gate = c.up_gate, .product = product, .product_t = view_t});
+    quantize(cpu(), {.x = plain, .out = want});
+    quantize(cpu(), {.x = plain, .out_t = want_t});
+    CAPTURE(describe(product.view()));
+    CHECK(same_bits(product, want));
+    CHECK(product_t.data.bytes() == want_t.data.bytes());
+    CHECK((format.scaling == Scaling::kTensor || same_bits(product_t, want_t)));
+    CHECK((product.guard_intact() && product_t.guard_intact()));
+  }
+}
+
+TEST_CASE("swiglu_backward is the derivative of swiglu_forward", "[kernels][swiglu]") {
+  const auto [rows, width] = GENERATE(table<int64_t, int64_t>({{1, 1}, {3, 7}, {5, 48}, {37, 65}}));
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  for (const Format& format : {Format{dtype}, Format{DType::kE4M3, Scaling::kGroup, 1}}) {
+    const Case c(format, rows, width);
+    const TestTensor d_product(cpu(), dtype, {rows, width}, random_bf16(rows * width, 81));
+    const TestTensor d_up_gate(cpu(), dtype, {rows, 2 * width});
+    swiglu_backward(cpu(), {.up_gate = c.up_gate, .d_product = d_product, .d_up_gate = d_up_gate});
+    const auto got = d_up_gate.host(), d = d_product.host();
+    int wrong = 0;
+    const auto is_wrong = [&](float value, double want) {
+      return !(std::abs(value - want) <= 1.01 * relative_rounding(dtype) * std::abs(want) + 1e-5);
+    };
+    for (int64_t i = 0; i < rows * width; ++i) {
+      constexpr double kStep = 1e-5;
+      const double slope = (silu(c.gate[i] + kStep) - silu(c.gate[i] - kStep)) / (2 * kStep);
+      const int64_t at = i / width * 2 * width + i % width;
+      wrong += is_wrong(got[at], d[i] * silu(c.gate[i]));
+      wrong += is_wrong(got[at + width], d[i] * c.up[i] * slope);
+    }
+    CAPTURE(rows, width, describe(c.up_gate.view()));
+    CHECK(wrong == 0);
+    CHECK((d_up_gate.guard_intact() && d_product.guard_intact()));
+  }
+}
+
+TEST_CASE("swiglu_backward uses the saved silu wherever silu stands", "[kernels][swiglu]") {
+  constexpr int64_t kRows = 21, kWidth = 48;
+  const Case c(kGroup16, kRows, kWidth);
+  const TestMatrix saved = kGroup16.make(cpu(), kRows, kWidth);
+  const TestTensor product(cpu(), DType::kF32, {kRows, kWidth}), again(cpu(), DType::kF32, {kRows, kWidth});
+  const TestTensor d_product(cpu(), DType::kF32, {kRows, kWidth}, random_bf16(kRows * kWidth, 82));
+  const TestTensor d_up_gate(cpu(), DType::kF32, {kRows, 2 * kWidth});
+  swiglu_forward(cpu(), {.up_gate = c.up_gate, .silu = saved, .product = product});
+  swiglu_backward(
+      cpu(),
+      {.up_gate = c.up_gate, .silu = saved, .d_product = d_product, .d_up_gate = d_up_gate, .product = again});
+  CHECK(again.bytes() == product.bytes());
+  const auto s = saved.host(), d = d_product.host(), got = d_up_gate.host();
+  int wrong = 0;
+  for (int64_t i = 0; i < kRows * kWidth; ++i) {
+    const double sig = sigmoid(c.gate[i]);
+    const double d_gate = d[i] * c.up[i] * (sig + s[i] * (1 - sig));
+    const int64_t at = i / kWidth * 2 * kWidth + i % kWidth;
+    wrong += got[at] != d[i] * s[i];
+    wrong += !(std::abs(got[at + kWidth] - d_gate) <= 2e-6 * std::abs(d[i] * c.up[i]) * (1 + std::abs(s[i])));
+  }
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("swiglu_backward recomputes the product of swiglu_forward bit for bit", "[kernels][swiglu]") {
+  const auto [rows, width] = GENERATE(table<int64_t, int64_t>({{1, 1}, {37, 96}, {40, 65}}));
+  const Format input = GENERATE(Format{DType::kBF16}, Format{DType::kE4M3, Scaling::kGroup, 1, DType::kBF16});
+  const bool saves_silu = GENERATE(false, true);
+  const Case c(input, rows, width);
+  std::vector<Format> formats(std::begin(kFloat8Formats), std::end(kFloat8Formats));
+  formats.push_back({DType::kBF16});
+  for (const Format& format : formats) {
+    const TestMatrix saved = kGroup16.make(cpu(), rows, width);
+    const ScaledView silu = saves_silu ? saved.view() : ScaledView();
+    const TestMatrix product = format.make(cpu(), rows, width), product_t = format.make(cpu(), width, rows);
+    const TestMatrix again = format.make(cpu(), rows, width), again_t = format.make(cpu(), width, rows);
+    ScaledView view_t = product_t, again_view = again, again_view_t = again_t;
+    if (format.scaling == Scaling::kTensor) {
+      view_t.scale = again_view.scale = again_view_t.scale = product.scale->view();
+    }
+    swiglu_forward(cpu(), {.up_gate = c.up_gate, .silu = silu, .product = product, .product_t = view_t});
+    swiglu_backward(cpu(), {.up_gate = c.up_gate, .silu = silu, .product = again_view, .product_t = again_view_t});
+    CAPTURE(rows, width, saves_silu, describe(product.view()));
+    CHECK(again.data.bytes() == product.data.bytes());
+    CHECK(again_t.data.bytes() == product_t.data.bytes());
+
+    swiglu_backward(cpu(), {.up_gate = c.up_gate, .silu = silu, .product_t = again_view_t});
+    CHECK(again_t.data.bytes() == product_t.data.bytes());
+    CHECK((again.guard_intact() && again_t.guard_intact() && product_t.guard_intact()));
+  }
+}
+
+TEST_CASE("swiglu_backward reads the scale of the product and does not compute it", "[kernels][swiglu]") {
+  const Case c(kGroup16, 9, 32);
+  const TestTensor plain(cpu(), DType::kF32, {9, 32});
+  const TestMatrix got(cpu(), DType::kE4M3, 9, 32, Scaling::kTensor),
+      want(cpu(), DType::kE4M3, 9, 32, Scaling::kTensor);
+  upload(cpu(), got.scale->view(), std::vector<float>{0.3f});
+  upload(cpu(), want.scale->view(), std::vector<float>{0.3f});
+  swiglu_forward(cpu(), {.up_gate = c.up_gate, .product = plain});
+  quantize(cpu(), {.x = plain, .out = want, .scale_given = true});
+  swiglu_backward(cpu(), {.up_gate = c.up_gate, .product = got});
+  CHECK(same_bits(got, want));
+}
+
+TEST_CASE("swiglu values do not depend on their place in the tensor", "[kernels][swiglu]") {
+  // 65 columns end in a tail that is no whole vector; a single column is a tail by itself.
+  constexpr int64_t kWidth = 65;
+  const auto up_gate = random_up_gate(1, kWidth);
+  const TestTensor row(cpu(), DType::kF32, {1, 2 * kWidth}, up_gate), product(cpu(), DType::kF32, {1, kWidth});
+  std::vector<float> pairs;
+  for (int64_t i = 0; i < kWidth; ++i) pairs.insert(pairs.end(), {up_gate[i], up_gate[kWidth + i]});
+  const TestTensor column(cpu(), DType::kF32, {kWidth, 2}, pairs), column_product(cpu(), DType::kF32, {kWidth, 1});
+  swiglu_forward(cpu(), {.up_gate = row, .product = product});
+  swiglu_forward(cpu(), {.up_gate = column, .product = column_product});
+  CHECK(product.bytes() == column_product.bytes());
+}
+
+TEST_CASE("swiglu_backward quantizes the gradient", "[kernels][swiglu]") {
+  constexpr int64_t kRows = 37, kWidth = 50;
+  const Case c({DType::kBF16}, kRows, kWidth);
+  const TestTensor d_product(cpu(), DType::kBF16, {kRows, kWidth}, random_bf16(kRows * kWidth, 83));
+  const TestTensor plain(cpu(), DType::kF32, {kRows, 2 * kWidth});
+  swiglu_backward(cpu(), {.up_gate = c.up_gate, .d_product = d_product, .d_up_gate = plain});
+  for (const Format& format : kFloat8Formats) {
+    const TestMatrix d = format.make(cpu(), kRows, 2 * kWidth), d_t = format.make(cpu(), 2 * kWidth, kRows);
+    const TestMatrix want = format.make(cpu(), kRows, 2 * kWidth), want_t = format.make(cpu(), 2 * kWidth, kRows);
+    ScaledView view_t = d_t;
+    if (format.scaling == Scaling::kTensor) view_t.scale = d.scale->view();
+    swiglu_backward(cpu(), {.up_gate = c.up_gate, .d_product = d_product, .d_up_gate = d, .d_up_gate_t = view_t});
+    quantize(cpu(), {.x = plain, .out = want});
+    quantize(cpu(), {.x = plain, .out_t = want_t});
+    CAPTURE(describe(d.view()));
+    CHECK(same_bits(d, want));
+    CHECK(d_t.data.bytes() == want_t.data.bytes());
+    CHECK((d.guard_intact() && d_t.guard_intact()));
+  }
+}
+
+TEST_CASE("swiglu gives the same bits on any number of threads", "[kernels][swiglu]") {
+  constexpr int64_t kRows = 201, kWidth = 48;
+  const Case c(kGroup16, kRows, kWidth);
+  const Format format{DType::kE4M3, Scaling::kTensor};
+  const TestMatrix parallel = format.make(cpu(), kRows, kWidth), serial = format.make(cpu(), kRows, kWidth);
+  set_num_threads(3);
+  swiglu_forward(cpu(), {.up_gate = c.up_gate, .product = parallel});
+  set_num_threads(1);
+  swiglu_forward(cpu(), {.up_gate = c.up_gate, .product = serial});
+  set_num_threads(0);
+  CHECK(same_bits(parallel, serial));
+}
+
+TEST_CASE("swiglu of nothing does nothing", "[kernels][swiglu]") {
+  const TestTensor up_gate(cpu(), DType::kF32, {0, 8}), product(cpu(), DType::kF32, {0, 4});
+  swiglu_forward(cpu(), {.up_gate = up_gate, .product = product});
+  swiglu_backward(cpu(), {.up_gate = up_gate, .d_product = product, .d_up_gate = up_gate});
+  CHECK((up_gate.guard_intact() && product.guard_intact()));
+}
+
+TEST_CASE("swiglu refuses tensors that do not fit, by name", "[kernels][swiglu]") {
+  const TestTensor up_gate(cpu(), DType::kF32, {4, 12}), product(cpu(), DType::kF32, {4, 6});
+  const TestTensor odd(cpu(), DType::kF32, {4, 11}), ids(cpu(), DType::kI32, {4, 6});
+  const TestMatrix codes(cpu(), DType::kE4M3, 4, 12, Scaling::kGroup, 4),
+      whole(cpu(), DType::kE4M3, 4, 12, Scaling::kTensor);
+  const TestMatrix silu(cpu(), DType::kE4M3, 4, 6, Scaling::kTensor),
+      d_t(cpu(), DType::kE5M2, 12, 4, Scaling::kTensor);
+  const TestMatrix d(cpu(), DType::kE5M2, 4, 12, Scaling::kTensor), p8(cpu(), DType::kE4M3, 4, 6, Scaling::kTensor);
+  const TestMatrix p8_t(cpu(), DType::kE4M3, 6, 4, Scaling::kTensor);
+  const auto forward = [](const SwigluForward& op) { return internal_error([&] { swiglu_forward(cpu(), op); }); };
+  const auto backward = [](const SwigluBackward& op) {
+    return internal_error([&] { swiglu_backward(cpu(), op); });
+  };
+  CHECK(contains(forward({.up_gate = odd, .product = product}), "swiglu_forward: up_gate is fp32 [4, 11]"));
+  CHECK(contains(forward({.up_gate = up_gate, .product = ids}), "swiglu_forward: product is int32"));
+  CHECK(contains(forward({.up_gate = up_gate, .product = {}}), "swiglu_forward: product is no tensor"));
+  CHECK(
+      contains(forward({.up_gate = codes, .product = product}), "up_gate has groups of 4, which span both halves"));
+  CHECK(contains(forward({.up_gate = whole, .product = product}),
+                 "swiglu_forward: up_gate is e4m3 [4, 12], one scale"));
+  CHECK(contains(forward({.up_gate = up_gate, .silu = silu, .product = product}), "swiglu_forward: silu is e4m3"));
+  CHECK(
+      contains(forward({.up_gate = up_gate, .silu = product, .product = product}), "swiglu_forward: silu is fp32"));
+  CHECK(contains(forward({.up_gate = up_gate, .product = product, .product_t = product}),
+                 "product_t is fp32 [4, 6]"));
+  CHECK(contains(forward({.up_gate = up_gate, .product = p8, .product_t = p8_t}), "share one scale"));
+
+  CHECK(contains(backward({.up_gate = odd, .product = product}), "swiglu_backward: up_gate is fp32 [4, 11]"));
+  CHECK(contains(backward({.up_gate = up_gate, .d_product = odd, .d_up_gate = up_gate}),
+                 "d_product is fp32 [4, 11]"));
+  CHECK(contains(backward({.up_gate = up_gate, .d_up_gate = up_gate}), "d_product is not given"));
+  CHECK(contains(backward({.up_gate = up_gate, .d_product = product, .d_up_gate = product}),
+                 "d_up_gate is fp32 [4, 6]"));
+  CHECK(contains(backward({.up_gate = up_gate, .d_product = product, .d_up_gate_t = d}),
+                 "d_up_gate_t is e5m2 [4, 12]"));
+  CHECK(contains(backward({.up_gate = up_gate, .d_product = product, .d_up_gate = d, .d_up_gate_t = d_t}),
+                 "share one"));
+  CHECK(contains(backward({.up_gate = up_gate, .product = up_gate}), "swiglu_backward: product is fp32 [4, 12]"));
+  CHECK(
+      contains(backward({.up_gate = up_gate, .product_t = product}), "swiglu_backward: product_t is fp32 [4, 6]"));
+}

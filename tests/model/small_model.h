@@ -1,0 +1,93 @@
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/philox.h"
+#include "engine/safetensors.h"
+#include "kernels/arena.h"
+#include "kernels/ops/cross_entropy.h"
+#include "model/model.h"
+#include "model/precision_recipe.h"
+#include "tests/support/tensors.h"
+
+// A small model with gradients, ready to run, for the model tests.
+namespace parka::test {
+
+struct SmallModel {
+  SmallModel(const ModelConfig& config, const PrecisionConfig& precision, const BatchShape& shape,
+             int64_t logits_chunk = 1 << 20)
+      : model(config, precision, false, shape, logits_chunk, Model::Use::kTraining, plan) {
+    for (const ParameterInfo& p : model.parameters().all) {
+      gradient_ids.push_back(plan.add("gradients", p.name, DType::kF32, {p.rows, p.cols}));
+    }
+    plan.finish();
+    device = make_cpu_device();
+    arena = std::make_unique<Arena>(*device, plan);
+    model.bind(*device, *arena);
+    for (TensorId id : gradient_ids) gradients.push_back((*arena)[id]);
+  }
+
+  void set_weight(size_t i, const std::vector<float>& values) {
+    const TensorView& w = model.weights()[i];
+    PARKA_REQUIRE(static_cast<int64_t>(values.size()) == w.numel());
+    for (int64_t k = 0; k < w.numel(); ++k) {
+      if (w.dtype == DType::kF32) {
+        w.as<float>()[k] = values[k];
+      } else {
+        w.as<BFloat16>()[k] = encode_bf16(values[k]);
+      }
+    }
+  }
+  void initialize(const ModelConfig& config, uint64_t seed) {
+    for (size_t i = 0; i < gradients.size(); ++i) set_weight(i, initial_weight(config, model.parameters(), i, seed));
+    model.weights_changed(*device);
+  }
+  void zero_gradients() {
+    for (const TensorView& g : gradients) device->fill_zero(g.data, g.bytes());
+  }
+  // All gradients one after another.
+  std::vector<float> all_gradients() const {
+    std::vector<float> all;
+    for (const TensorView& g : gradients) all.insert(all.end(), g.as<float>(), g.as<float>() + g.numel());
+    return all;
+  }
+
+  MemoryPlan plan;
+  Model model;
+  std::vector<TensorId> gradient_ids;
+  std::unique_ptr<Device> device;
+  std::unique_ptr<Arena> arena;
+  std::vector<TensorView> gradients;
+};
+
+inline std::vector<int32_t> random_tokens(int64_t count, int64_t vocab_size, uint64_t seed) {
+  std::vector<int32_t> tokens(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    tokens[i] = static_cast<int32_t>(philox4x32(seed, 3, static_cast<uint64_t>(i))[0] % static_cast<uint64_t>(vocab_size));
+  }
+  return tokens;
+}
+
+// ||a - b|| / ||b||
+inline double relative_error(const std::vector<float>& a, const std::vector<float>& b) {
+  PARKA_REQUIRE(a.size() == b.size());
+  double difference = 0, norm = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    difference += (double{a[i]} - b[i]) * (double{a[i]} - b[i]);
+    norm += double{b[i]} * b[i];
+  }
+  return std::sqrt(difference) / std::sqrt(norm);
+}
+
+inline double mean_loss(const std::vector<float>& losses, const std::vector<int32_t>& targets) {
+  double sum = 0;
+  int64_t count = 0;
+  for (size_t t = 0; t < losses.size(); ++t) {
+    sum += losses[t];
+    count += targets[t] != kIgnoreTarget;
+  }
+  return sum / static_cast<double>(count);
+}
+
+}  // namespace parka::test

@@ -1,0 +1,123 @@
+// Loss, logits and every gradient against models that transformers computed in FP32
+// (tests/fixtures/make_model_fixtures.py made the files).
+#include <cmath>
+#include <map>
+
+#include "engine/evaluation.h"
+#include "tests/model/small_model.h"
+#include "tests/support/catch.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+struct Fixture {
+  ModelConfig config;
+  BatchShape shape;
+  std::vector<int32_t> tokens;
+  std::map<std::string, std::vector<float>> tensors;
+};
+
+Fixture load_fixture(const std::string& name) {
+  const InputFile file(std::string(PARKA_SOURCE_DIR) + "/tests/fixtures/" + name + ".safetensors");
+  const SafetensorsHeader header = read_safetensors_header(file);
+  const auto& meta = header.metadata;
+  Fixture fixture;
+  ModelConfig& c = fixture.config;
+  c.vocab_size = std::stoll(meta.at("vocab_size"));
+  c.d_model = std::stoll(meta.at("d_model"));
+  c.num_layers = std::stoll(meta.at("num_layers"));
+  c.num_heads = std::stoll(meta.at("num_heads"));
+  c.num_kv_heads = std::stoll(meta.at("num_kv_heads"));
+  c.d_ffn = std::stoll(meta.at("d_ffn"));
+  c.norm = meta.at("norm") == "layernorm" ? NormKind::kLayerNorm : NormKind::kRmsNorm;
+  c.norm_eps = std::stod(meta.at("norm_eps"));
+  c.rope_theta = std::stod(meta.at("rope_theta"));
+  c.tie_embeddings = meta.at("tie_embeddings") == "true";
+  fixture.shape = {std::stoll(meta.at("batch")), std::stoll(meta.at("seq"))};
+  for (const SafetensorsEntry& entry : header.tensors) {
+    std::vector<std::byte> bytes(static_cast<size_t>(entry.num_bytes));
+    file.read(entry.offset, bytes);
+    if (entry.name == "tokens") {
+      fixture.tokens.resize(bytes.size() / 4);
+      std::memcpy(fixture.tokens.data(), bytes.data(), bytes.size());
+    } else {
+      std::vector<float>& values = fixture.tensors[entry.name];
+      values.resize(bytes.size() / 4);
+      std::memcpy(values.data(), bytes.data(), bytes.size());
+    }
+  }
+  return fixture;
+}
+
+void load_weights(SmallModel& m, const Fixture& fixture) {
+  const auto& parameters = m.model.parameters().all;
+  for (size_t i = 0; i < parameters.size(); ++i) m.set_weight(i, fixture.tensors.at("weight/" + parameters[i].name));
+  m.model.weights_changed(*m.device);
+}
+
+float grad_scale(const BatchShape& shape) {
+  return static_cast<float>(1.0 / static_cast<double>(shape.num_sequences * (shape.sequence_length - 1)));
+}
+
+const char* const kFixtures[] = {"olmo_tied", "olmo_untied", "llama_mha", "llama_gqa", "llama_mqa_tied"};
+
+}  // namespace
+
+TEST_CASE("fp32 loss, logits and every gradient equal transformers'", "[model]") {
+  for (const std::string name : kFixtures) {
+    CAPTURE(name);
+    const Fixture fixture = load_fixture(name);
+    SmallModel m(fixture.config, precision_recipe(Recipe::kFp32), fixture.shape);
+    load_weights(m, fixture);
+    const std::vector<int32_t> targets = next_token_targets(fixture.tokens, fixture.shape.sequence_length);
+    const Model::Batch batch = {fixture.tokens.data(), targets.data(), fixture.shape};
+
+    const std::vector<float> logits = m.model.logits(*m.device, batch, 0, fixture.shape.num_tokens());
+    CHECK(relative_error(logits, fixture.tensors.at("logits")) < 1e-5);
+
+    m.model.accumulate_gradients(*m.device, batch, {.grad_scale = grad_scale(fixture.shape)}, m.gradients);
+    const double want = fixture.tensors.at("loss")[0];
+    CHECK(std::abs(mean_loss(m.model.losses(*m.device), targets) - want) < 1e-5 * want);
+
+    const auto& parameters = m.model.parameters().all;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      CAPTURE(parameters[i].name);
+      const std::vector<float>& expected = fixture.tensors.at("grad/" + parameters[i].name);
+      const float* got = m.gradients[i].as<float>();
+      CHECK(relative_error({got, got + expected.size()}, expected) < 1e-4);
+      // Element by element, too, relative to the tensor's largest.
+      float largest = 0, worst = 0;
+      for (float g : expected) largest = std::max(largest, std::abs(g));
+      for (size_t k = 0; k < expected.size(); ++k) worst = std::max(worst, std::abs(got[k] - expected[k]));
+      CHECK(worst < 1e-4f * largest);
+    }
+    // No fixture gradient is left over: every one that transformers has was compared.
+    int64_t num_gradients = 0;
+    for (const auto& [key, unused] : fixture.tensors) num_gradients += key.starts_with("grad/");
+    CHECK(num_gradients == static_cast<int64_t>(parameters.size()));
+  }
+}
+
+TEST_CASE("bf16 gradients stay within bf16 noise of transformers' fp32", "[model]") {
+  for (const std::string name : kFixtures) {
+    CAPTURE(name);
+    const Fixture fixture = load_fixture(name);
+    SmallModel m(fixture.config, precision_recipe(Recipe::kBf16), fixture.shape);
+    load_weights(m, fixture);
+    const std::vector<int32_t> targets = next_token_targets(fixture.tokens, fixture.shape.sequence_length);
+    m.model.accumulate_gradients(*m.device, {fixture.tokens.data(), targets.data(), fixture.shape},
+                                 {.grad_scale = grad_scale(fixture.shape)}, m.gradients);
+    const double want = fixture.tensors.at("loss")[0];
+    CHECK(std::abs(mean_loss(m.model.losses(*m.device), targets) - want) < 0.01 * want);
+    for (size_t i = 0; i < m.gradients.size(); ++i) {
+      const std::string& parameter = m.model.parameters().all[i].name;
+      CAPTURE(parameter);
+      const std::vector<float>& expected = fixture.tensors.at("grad/" + parameter);
+      const float* got = m.gradients[i].as<float>();
+      // Some ten roundings of 2^-9 each between a loss and a gradient, not all independent.
+      CHECK(relative_error({got, got + expected.size()}, expected) < 0.03);
+    }
+  }
+}

@@ -1,0 +1,439 @@
+#include "optim/optimizer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core/error.h"
+#include "core/split_float.h"
+#include "tests/support/catch.h"
+#include "tests/support/tensors.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+// Odd sizes, a vector, groups of 128 that end short; one of the three is not decayed.
+std::vector<ParameterInfo> small_table() {
+  return {{"first", 3, 50, true, 0}, {"norm", 1, 7, false, 256}, {"last", 5, 129, true, 384}};
+}
+
+// An optimizer with its memory and the weights that a model would own.
+class TestRun {
+ public:
+  TestRun(const OptimizerConfig& config, std::vector<ParameterInfo> table = small_table())
+      : device(*devices().front()),
+        compute(config.master == MasterForm::kNone ? DType::kF32 : DType::kBF16),
+        optimizer(config, compute, table, plan) {
+    std::vector<TensorId> ids;
+    for (const ParameterInfo& p : table) ids.push_back(plan.add("weights", p.name, compute, {p.rows, p.cols}));
+    plan.finish();
+    arena = std::make_unique<Arena>(device, plan);
+    for (TensorId id : ids) weights.push_back((*arena)[id]);
+    optimizer.bind(*arena, weights);
+  }
+
+  void initialize(uint64_t seed) {
+    for (size_t i = 0; i < optimizer.parameters().size(); ++i) {
+      optimizer.set_weight(device, i, random_normal(optimizer.parameters()[i].numel(), seed + i, 0.02f));
+    }
+  }
+  void set_gradient(size_t i, const std::vector<float>& values) {
+    const TensorView& gradient = optimizer.gradients()[i];
+    if (gradient.dtype == DType::kF32) {
+      device.copy_to_device(gradient.data, values.data(), gradient.bytes());
+    } else {
+      std::vector<BFloat16> rounded(values.size());
+      std::transform(values.begin(), values.end(), rounded.begin(), encode_bf16);
+      device.copy_to_device(gradient.data, rounded.data(), gradient.bytes());
+    }
+  }
+  std::vector<float> gradient_of(size_t i, int64_t step, float scale) const {
+    std::vector<float> g =
+        random_normal(optimizer.parameters()[i].numel(), 1000 * static_cast<uint64_t>(step) + i, scale);
+    for (float& x : g) x = decode_bf16(encode_bf16(x));
+    return g;
+  }
+  Optimizer::StepResult step_with_random_gradient(int64_t step, float scale = 1e-3f, double lr = 1e-3) {
+    for (size_t i = 0; i < optimizer.parameters().size(); ++i) set_gradient(i, gradient_of(i, step, scale));
+    return optimizer.step(device, step, lr, 99);
+  }
+  // Weights and states, but not gradients.
+  std::vector<std::vector<std::byte>> bytes() const {
+    std::vector<TensorView> all = weights;
+    for (const NamedTensor& tensor : optimizer.state()) all.push_back(tensor.view);
+    std::vector<std::vector<std::byte>> copies;
+    for (const TensorView& view : all) {
+      copies.emplace_back(static_cast<size_t>(view.bytes()));
+      device.copy_to_host(copies.back().data(), view.data, view.bytes());
+    }
+    return copies;
+  }
+  void restore(const std::vector<std::vector<std::byte>>& saved) {
+    std::vector<TensorView> all = weights;
+    for (const NamedTensor& tensor : optimizer.state()) all.push_back(tensor.view);
+    REQUIRE(saved.size() == all.size());
+    for (size_t i = 0; i < all.size(); ++i) device.copy_to_device(all[i].data, saved[i].data(), all[i].bytes());
+  }
+
+  Device& device;
+  DType compute;
+  MemoryPlan plan;
+  Optimizer optimizer;
+  std::unique_ptr<Arena> arena;
+  std::vector<TensorView> weights;
+};
+
+OptimizerConfig config_of(StateFormat states, MasterForm master, DType gradient = DType::kF32) {
+  OptimizerConfig config;
+  config.states = states;
+  config.master = master;
+  config.gradient = gradient;
+  return config;
+}
+
+std::vector<OptimizerConfig> all_configs() {
+  std::vector<OptimizerConfig> configs;
+  for (StateFormat states :
+       {StateFormat::kFp32, StateFormat::kBf16, StateFormat::kFp8, StateFormat::kFp8Expanded}) {
+    for (MasterForm master : {MasterForm::kFp32, MasterForm::kFp32Split, MasterForm::kBf16Sr, MasterForm::kNone}) {
+      configs.push_back(config_of(states, master, master == MasterForm::kBf16Sr ? DType::kBF16 : DType::kF32));
+    }
+  }
+  return configs;
+}
+
+int64_t bytes_of(const MemoryPlan& plan, const std::string& category) {
+  for (const auto& total : plan.summary()) {
+    if (total.category == category) return total.bytes;
+  }
+  return 0;
+}
+
+// f(w) = sum_i c_i (w_i - target_i)^2 / 2 with curvatures c over two decades, from w = 0, with noise in the
+// gradients. Returns f of the exact weights after 400 steps.
+double minimise_quadratic(const OptimizerConfig& config) {
+  const int64_t N = 1000, num_steps = 400;
+  const std::vector<float> target = random_normal(N, 21);
+  std::vector<float> curvature(N);
+  for (int64_t i = 0; i < N; ++i) curvature[i] = std::pow(10.0f, -2.0f * static_cast<float>(i) / 1000.0f);
+  TestRun run(config, {{"w", 1, N, false, 0}});
+  run.optimizer.set_weight(run.device, 0, std::vector<float>(N));
+  for (int64_t t = 1; t <= num_steps; ++t) {
+    const std::vector<float> w = run.optimizer.master_weight(run.device, 0);
+    std::vector<float> gradient = random_normal(N, 5000 + static_cast<uint64_t>(t), 0.02f);
+    for (int64_t i = 0; i < N; ++i) gradient[i] = curvature[i] * (w[i] - target[i] + gradient[i]);
+    run.set_gradient(0, gradient);
+    const double lr = 0.02 * (1.0 - 0.9 * static_cast<double>(t) / static_cast<double>(num_steps));
+    REQUIRE(run.optimizer.step(run.device, t, lr, 7).applied);
+  }
+  double loss = 0;
+  const std::vector<float> w = run.optimizer.master_weight(run.device, 0);
+  for (int64_t i = 0; i < N; ++i) loss += 0.5 * curvature[i] * (w[i] - target[i]) * (w[i] - target[i]);
+  return loss;
+}
+
+}  // namespace
+
+TEST_CASE("the plan has what each state format and master form needs, per parameter", "[optim][optimizer]") {
+  struct Case {
+    StateFormat states;
+    MasterForm master;
+    double states_bytes, master_bytes;
+  };
+  const std::vector<Case> cases = {
+      {StateFormat::kFp32, MasterForm::kNone, 8, 0},
+      {StateFormat::kBf16, MasterForm::kBf16Sr, 4, 0},
+      {StateFormat::kFp8, MasterForm::kFp32, 2 + 8.0 / 128, 4},
+      {StateFormat::kFp8Expanded, MasterForm::kFp32Split, 2 + 10.0 / 128, 2},
+  };
+  constexpr int64_t kRows = 256, kCols = 1024;  // sizes that need no padding to 256 bytes
+  int wrong = 0;
+  for (const Case& c : cases) {
+    const TestRun run(config_of(c.states, c.master, DType::kBF16), {{"w", kRows, kCols, true, 0}});
+    constexpr double kNumel = kRows * kCols;
+    wrong += static_cast<double>(bytes_of(run.plan, "optimizer states")) != c.states_bytes * kNumel;
+    wrong += static_cast<double>(bytes_of(run.plan, "master weights")) != c.master_bytes * kNumel;
+    wrong += static_cast<double>(bytes_of(run.plan, "gradients")) != 2 * kNumel;
+  }
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("state() names every tensor with its dtype and shape", "[optim][optimizer]") {
+  const auto described = [](const OptimizerConfig& config) {
+    const TestRun run(config);
+    std::vector<std::string> names;
+    for (const NamedTensor& tensor : run.optimizer.state())
+      names.push_back(tensor.name + " " + describe(tensor.view));
+    return names;
+  };
+  OptimizerConfig mixed = config_of(StateFormat::kFp8Expanded, MasterForm::kFp32Split);
+  mixed.exp_avg_sq_format = DType::kE5M2;
+  CHECK(described(mixed) == std::vector<std::string>{"first.master uint16 [150]",
+                                                     "first.exp_avg e4m3 [150]",
+                                                     "first.exp_avg.amax fp32 [2]",
+                                                     "first.exp_avg.exponent uint8 [2]",
+                                                     "first.exp_avg_sq e5m2 [150]",
+                                                     "first.exp_avg_sq.amax fp32 [2]",
+                                                     "first.exp_avg_sq.exponent uint8 [2]",
+                                                     "norm.master uint16 [7]",
+                                                     "norm.exp_avg e4m3 [7]",
+                                                     "norm.exp_avg.amax fp32 [1]",
+                                                     "norm.exp_avg.exponent uint8 [1]",
+                                                     "norm.exp_avg_sq e5m2 [7]",
+                                                     "norm.exp_avg_sq.amax fp32 [1]",
+                                                     "norm.exp_avg_sq.exponent uint8 [1]",
+                                                     "last.master uint16 [645]",
+                                                     "last.exp_avg e4m3 [645]",
+                                                     "last.exp_avg.amax fp32 [6]",
+                                                     "last.exp_avg.exponent uint8 [6]",
+                                                     "last.exp_avg_sq e5m2 [645]",
+                                                     "last.exp_avg_sq.amax fp32 [6]",
+                                                     "last.exp_avg_sq.exponent uint8 [6]"});
+  const auto plain = described(config_of(StateFormat::kFp8, MasterForm::kBf16Sr));
+  CHECK(plain.size() == 3 * 4);  // no masters, no exponents
+  CHECK(plain[1] == "first.exp_avg.amax fp32 [2]");
+  CHECK(described(config_of(StateFormat::kBf16, MasterForm::kFp32))[0] == "first.master fp32 [150]");
+  CHECK(described(config_of(StateFormat::kFp32, MasterForm::kNone)) ==
+        std::vector<std::string>{"first.exp_avg fp32 [150]", "first.exp_avg_sq fp32 [150]", "norm.exp_avg fp32 [7]",
+                                 "norm.exp_avg_sq fp32 [7]", "last.exp_avg fp32 [645]",
+                                 "last.exp_avg_sq fp32 [645]"});
+}
+
+TEST_CASE("set_weight and master_weight are inverse as far as the form keeps fp32", "[optim][optimizer]") {
+  const std::vector<float> values = random_normal(645, 4);
+  for (MasterForm form : {MasterForm::kFp32, MasterForm::kFp32Split, MasterForm::kBf16Sr, MasterForm::kNone}) {
+    TestRun run(config_of(StateFormat::kFp32, form));
+    run.optimizer.set_weight(run.device, 2, values);
+    const std::vector<float> master = run.optimizer.master_weight(run.device, 2);
+    int wrong = 0;
+    for (size_t i = 0; i < values.size(); ++i) {
+      const float nearest = decode_bf16(encode_bf16(values[i]));
+      wrong += master[i] != (form == MasterForm::kBf16Sr ? nearest : values[i]);
+      if (form == MasterForm::kNone) continue;
+      const BFloat16 weight = run.weights[2].as<BFloat16>()[i];
+      const float rounded = form == MasterForm::kBf16Sr ? nearest : decode_bf16(split_float(values[i]).weight);
+      wrong += decode_bf16(weight) != rounded;
+    }
+    CAPTURE(name_of(form));
+    CHECK(wrong == 0);
+  }
+}
+
+TEST_CASE("step follows AdamW in double: clipping, decay of decayed parameters only", "[optim][optimizer]") {
+  OptimizerConfig config = config_of(StateFormat::kFp32, MasterForm::kNone);
+  config.beta2 = 0.99;
+  config.eps = 1e-8;
+  config.clip_norm = 0.02;  // below the norm of about 0.03 after the warm-up of the limit
+  config.clip_warmup_steps = 10;
+  config.clip_warmup_factor = 10;
+  TestRun run(config);
+  run.initialize(1);
+  const size_t num_parameters = run.optimizer.parameters().size();
+  std::vector<std::vector<double>> w, m, v;
+  for (size_t i = 0; i < num_parameters; ++i) {
+    const auto values = run.optimizer.master_weight(run.device, i);
+    w.emplace_back(values.begin(), values.end());
+    m.emplace_back(values.size());
+    v.emplace_back(values.size());
+  }
+  int wrong_norms = 0;
+  for (int64_t t = 1; t <= 100; ++t) {
+    const double lr = 1e-3 * static_cast<double>(t % 5 + 1);
+    const auto result = run.step_with_random_gradient(t, 1e-3f, lr);
+    double sum = 0;
+    for (size_t i = 0; i < num_parameters; ++i) {
+      for (float g : run.gradient_of(i, t, 1e-3f)) sum += double{g} * g;
+    }
+    wrong_norms += !(std::abs(result.grad_norm - std::sqrt(sum)) <= 1e-6 * std::sqrt(sum)) || !result.applied;
+    const double limit = t <= 10 ? 0.2 : 0.02, clip = std::min(1.0, limit / (std::sqrt(sum) + 1e-6));
+    const double step = static_cast<double>(t);
+    for (size_t i = 0; i < num_parameters; ++i) {
+      const auto gradient = run.gradient_of(i, t, 1e-3f);
+      const double decay = run.optimizer.parameters()[i].decayed ? config.weight_decay : 0;
+      for (size_t n = 0; n < w[i].size(); ++n) {
+        const double g = clip * gradient[n];
+        m[i][n] = config.beta1 * m[i][n] + (1 - config.beta1) * g;
+        v[i][n] = config.beta2 * v[i][n] + (1 - config.beta2) * g * g;
+        const double m_hat = m[i][n] / (1 - std::pow(config.beta1, step));
+        const double v_hat = v[i][n] / (1 - std::pow(config.beta2, step));
+        w[i][n] -= lr * (m_hat / (std::sqrt(v_hat) + config.eps) + decay * w[i][n]);
+      }
+    }
+  }
+  int wrong = 0;
+  for (size_t i = 0; i < num_parameters; ++i) {
+    const auto got = run.optimizer.master_weight(run.device, i);
+    // A hundred updates of up to 5e-3, each rounded at the size of the weight.
+    for (size_t n = 0; n < got.size(); ++n)
+      wrong += !(std::abs(got[n] - w[i][n]) <= 2e-6 * (std::abs(w[i][n]) + 0.02));
+  }
+  CHECK(wrong == 0);
+  CHECK(wrong_norms == 0);
+}
+
+TEST_CASE("clip_limit has the step's own limit; 0 switches clipping off", "[optim][optimizer]") {
+  OptimizerConfig config;
+  config.clip_norm = 0.5;
+  config.clip_warmup_steps = 1000;
+  const TestRun run(config);
+  CHECK(run.optimizer.clip_limit(1) == 5.0);
+  CHECK(run.optimizer.clip_limit(1000) == 5.0);
+  CHECK(run.optimizer.clip_limit(1001) == 0.5);
+  config.clip_norm = 0;
+  CHECK(TestRun(config).optimizer.clip_limit(1) == std::numeric_limits<double>::infinity());
+}
+
+TEST_CASE("without clipping a large gradient is used as it is", "[optim][optimizer]") {
+  OptimizerConfig config = config_of(StateFormat::kFp32, MasterForm::kNone);
+  config.clip_norm = 0;
+  TestRun run(config);
+  const auto result = run.step_with_random_gradient(1, 1e4f);
+  REQUIRE(result.applied);
+  const NamedTensor m = run.optimizer.state()[0];
+  const auto gradient = run.gradient_of(0, 1, 1e4f);
+  int wrong = 0;
+  for (size_t i = 0; i < gradient.size(); ++i) {
+    wrong += !(std::abs(m.view.as<float>()[i] - 0.1 * gradient[i]) <= 1e-6 * std::abs(gradient[i]));
+  }
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("zero_gradients clears every gradient", "[optim][optimizer]") {
+  TestRun run(config_of(StateFormat::kFp32, MasterForm::kFp32));
+  run.step_with_random_gradient(1);
+  run.optimizer.zero_gradients(run.device);
+  CHECK(run.optimizer.step(run.device, 2, 0.0, 0).grad_norm == 0.0);
+}
+
+TEST_CASE("hazard: a gradient that is not finite reaches weights or states", "[optim][optimizer][hazards]") {
+  const auto bad = GENERATE(std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+                            -std::numeric_limits<float>::infinity(), 1e20f);  // 1e40 is beyond fp32
+  for (const OptimizerConfig& config : all_configs()) {
+    TestRun run(config);
+    run.initialize(2);
+    for (int64_t t = 1; t <= 3; ++t) run.step_with_random_gradient(t);
+    const auto before = run.bytes();
+    for (size_t i = 0; i < 3; ++i) run.set_gradient(i, run.gradient_of(i, 4, 1e-3f));
+    std::vector<float> last = run.gradient_of(2, 4, 1e-3f), norm = run.gradient_of(1, 4, 1e-3f);
+    last[644] = bad;
+    run.set_gradient(2, last);
+    auto result = run.optimizer.step(run.device, 4, 1e-3, 99);
+    CHECK_FALSE(result.applied);
+    CHECK_FALSE(std::isfinite(result.grad_norm));
+    CHECK(result.culprit == "last");
+    norm[0] = bad;
+    run.set_gradient(1, norm);
+    CHECK(run.optimizer.step(run.device, 4, 1e-3, 99).culprit == "norm");
+    CHECK(run.bytes() == before);
+    result = run.step_with_random_gradient(4);
+    CHECK(result.applied);
+    CHECK(result.culprit.empty());
+    CHECK(run.bytes() != before);
+  }
+}
+
+TEST_CASE("hazard: bias correction in fp32 cancels early and its step counter sticks",
+          "[optim][optimizer][hazards]") {
+  int wrong = 0;
+  for (double beta : {0.9, 0.95, 0.99, 0.999, 0.99999}) {
+    long double power = 1;
+    for (int64_t step = 1; step <= 2000; ++step) {
+      power *= static_cast<long double>(beta);
+      const long double want = 1 - power;
+      wrong += !(std::abs(bias_correction(beta, step) - want) <= 1e-14L * want);
+    }
+    wrong += bias_correction(beta, int64_t{1} << 40) != 1.0;
+  }
+  // Beyond 2^24 steps an fp32 counter would not advance.
+  const int64_t step = (int64_t{1} << 24) + 1;
+  wrong += !(bias_correction(1 - 1e-8, step) > bias_correction(1 - 1e-8, step - 1));
+  wrong += bias_correction(0, 1) != 1.0;
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("hazard: states that cannot be saved and restored", "[optim][optimizer][hazards]") {
+  for (const OptimizerConfig& config : all_configs()) {
+    TestRun straight(config), resumed(config);
+    straight.initialize(3);
+    for (int64_t t = 1; t <= 3; ++t) straight.step_with_random_gradient(t);
+    resumed.restore(straight.bytes());
+    for (int64_t t = 4; t <= 6; ++t) {
+      straight.step_with_random_gradient(t);
+      resumed.step_with_random_gradient(t);
+    }
+    CAPTURE(name_of(config.states), name_of(config.master));
+    CHECK(straight.bytes() == resumed.bytes());
+  }
+}
+
+TEST_CASE("hazard: range expansion that is silently off", "[optim][optimizer][hazards]") {
+  TestRun run(config_of(StateFormat::kFp8Expanded, MasterForm::kFp32));
+  run.initialize(4);
+  for (int64_t t = 1; t <= 5; ++t) run.step_with_random_gradient(t);
+  int num_exponents = 0, num_expanded = 0;
+  for (const NamedTensor& tensor : run.optimizer.state()) {
+    if (tensor.view.dtype != DType::kU8) continue;
+    for (int64_t g = 0; g < tensor.view.numel(); ++g) {
+      ++num_exponents;
+      num_expanded += tensor.view.as<uint8_t>()[g] > 16;
+    }
+  }
+  CHECK(num_exponents == 2 * (2 + 1 + 6));
+  CHECK(num_expanded == num_exponents);
+}
+
+TEST_CASE("stochastic rounding draws by the place in the flat parameter space", "[optim][optimizer]") {
+  // Two parameters alike in everything but their place.
+  TestRun run(config_of(StateFormat::kFp32, MasterForm::kBf16Sr),
+              {{"a", 1, 512, true, 0}, {"b", 1, 512, true, 512}});
+  for (size_t i = 0; i < 2; ++i) {
+    run.optimizer.set_weight(run.device, i, std::vector<float>(512, 1.0f));
+    run.set_gradient(i, std::vector<float>(512, 1e-3f));
+  }
+  run.optimizer.step(run.device, 1, 1e-3, 5);
+  const auto a = run.optimizer.master_weight(run.device, 0), b = run.optimizer.master_weight(run.device, 1);
+  CHECK(a != b);
+  run.optimizer.set_weight(run.device, 0, std::vector<float>(512, 1.0f));
+  TestRun other_seed(config_of(StateFormat::kFp32, MasterForm::kBf16Sr), {{"a", 1, 512, true, 0}});
+  other_seed.optimizer.set_weight(other_seed.device, 0, std::vector<float>(512, 1.0f));
+  other_seed.set_gradient(0, std::vector<float>(512, 1e-3f));
+  other_seed.optimizer.step(other_seed.device, 1, 1e-3, 6);
+  CHECK(other_seed.optimizer.master_weight(other_seed.device, 0) != a);
+}
+
+TEST_CASE("a master form that does not fit the weights is refused in one line", "[optim][optimizer]") {
+  const auto refusal = [](MasterForm form, DType compute) -> std::string {
+    MemoryPlan plan;
+    try {
+      Optimizer(config_of(StateFormat::kFp32, form), compute, small_table(), plan);
+    } catch (const Error& error) {
+      return error.code() == ExitCode::kBadInput ? error.what() : "wrong code";
+    }
+    return "";
+  };
+  CHECK(refusal(MasterForm::kNone, DType::kBF16) ==
+        "optimizer.master = none does not fit bf16 weights: none is for fp32, the other forms are for bf16");
+  CHECK(refusal(MasterForm::kFp32Split, DType::kF32) ==
+        "optimizer.master = fp32_split does not fit fp32 weights: none is for fp32, the other forms are for bf16");
+  CHECK(refusal(MasterForm::kNone, DType::kF32).empty());
+  CHECK(refusal(MasterForm::kBf16Sr, DType::kBF16).empty());
+}
+
+TEST_CASE("every state format minimises a noisy quadratic about as well as fp32", "[optim][optimizer]") {
+  const auto loss_with = [](StateFormat states, MasterForm master) {
+    OptimizerConfig config = config_of(states, master);
+    config.eps = 1e-8;
+    return minimise_quadratic(config);
+  };
+  const double fp32 = loss_with(StateFormat::kFp32, MasterForm::kNone);
+  const double expanded = loss_with(StateFormat::kFp8Expanded, MasterForm::kFp32Split);
+  const double plain = loss_with(StateFormat::kFp8, MasterForm::kFp32);
+  const double bf16 = loss_with(StateFormat::kBf16, MasterForm::kFp32);
+  CAPTURE(fp32, expanded, plain, bf16);
+  CHECK(fp32 < 0.005);  // from about 110 at w = 0
+  CHECK(std::abs(bf16 - fp32) <= 0.01 * fp32);
+  CHECK(std::abs(expanded - fp32) <= 0.02 * fp32);
+  CHECK(std::abs(plain - fp32) <= 0.06 * fp32);
+}

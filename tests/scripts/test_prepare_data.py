@@ -1,0 +1,367 @@
+#!/usr/bin/env python3
+"""Tests of scripts/prepare_data.py. Exits with 77 (skipped) where numpy is missing."""
+
+import contextlib
+import gzip
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+try:
+    import numpy as np
+except ImportError:
+    print("skipped: numpy is missing")
+    sys.exit(77)
+
+try:
+    import tokenizers
+except ImportError:
+    tokenizers = None
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
+EOS = 256
+
+spec = importlib.util.spec_from_file_location("prepare_data", SCRIPT)
+prepare_data = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(prepare_data)
+
+
+def ids_of(*texts):
+    """What the byte tokenizer makes of these documents."""
+    ids = []
+    for text in texts:
+        ids += [*text.encode(), EOS]
+    return ids
+
+
+def is_held_out(text, fraction):
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+class PrepareDataTest(unittest.TestCase):
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = Path(temporary.name)
+        self.out = self.folder / "out"
+
+    def write(self, name, content):
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    def write_jsonl(self, name, texts, field="text"):
+        return self.write(name, "".join(json.dumps({"id": 1, field: t}) + "\n" for t in texts))
+
+    def call(self, *arguments, preexec=None):
+        command = [sys.executable, str(SCRIPT), *map(str, arguments), "--out", str(self.out)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, preexec_fn=preexec)
+
+    def call_in_this_process(self, *arguments):
+        """Saves starting Python for each of many errors. Returns (exit code, standard error)."""
+        error = io.StringIO()
+        command = ["prepare_data.py", *map(str, arguments), "--out", str(self.out)]
+        with mock.patch.object(sys, "argv", command), contextlib.redirect_stderr(error):
+            return prepare_data.main(), error.getvalue()
+
+    def prepare(self, *arguments):
+        """Runs it, which must succeed, and returns data.json."""
+        result = self.call(*arguments)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(self.leftovers(), [])
+        return json.loads((self.out / "data.json").read_text())
+
+    def refuse(self, message, *arguments):
+        """Runs it, which must end with exit code 2, one line that holds `message`, and no output."""
+        code, error = self.call_in_this_process(*arguments)
+        self.assertEqual(code, 2, error)
+        self.assertRegex(error, r"\Aprepare_data: error: [^\n]+\n\Z")
+        self.assertIn(message, error)
+        self.assertFalse(self.out.exists())
+        self.assertEqual(self.leftovers(), [])
+
+    def leftovers(self):
+        return [p.name for p in self.folder.iterdir() if p.name.startswith(".out")]
+
+    def ids(self, name="train-00000.npy", dtype="<u2"):
+        return np.fromfile(self.out / name, dtype).tolist()
+
+    # --- documents
+
+    def test_folder_in_sorted_order(self):
+        self.write("in/b.txt", "second")
+        self.write("in/a.txt", "first é")
+        self.write("in/sub/c.md", "third\n")
+        self.write("in/.hidden", "not this")
+        self.write("in/.git/config", "nor this")
+        info = self.prepare(self.folder / "in")
+        self.assertEqual(self.ids(), ids_of("first é", "second", "third\n"))
+        self.assertEqual(info["train"], {"files": ["train-00000.npy"], "documents": 3, "tokens": len(self.ids())})
+        self.assertEqual(info["eval"], {"files": [], "documents": 0, "tokens": 0})
+        self.assertEqual((info["vocab_size"], info["padded_vocab_size"], info["eos"]), (257, 272, EOS))
+        self.assertEqual((info["tokenizer"], info["dtype"]), ("bytes", "uint16"))
+
+    def test_config_snippet_names_the_files(self):
+        self.write("in/a.txt", "text")
+        result = self.call(self.folder / "in")
+        config = json.loads(result.stdout.split("config:\n", 1)[1])
+        self.assertEqual(config["model"], {"vocab_size": 272})
+        self.assertEqual(config["data"]["train"], [str(self.out.resolve() / "train-00000.npy")])
+        self.assertEqual(config["data"]["token_dtype"], "uint16")
+
+    def test_include_matches_names_and_relative_paths(self):
+        self.write("in/a.txt", "a")
+        self.write("in/b.py", "b")
+        self.write("in/docs/c.rst", "c")
+        self.write("in/other/d.rst", "d")
+        self.prepare(self.folder / "in", "--include", "*.txt", "--include", "docs/*")
+        self.assertEqual(self.ids(), ids_of("a", "c"))
+
+    def test_output_inside_of_the_input(self):
+        self.write("in/a.txt", "a")
+        self.out = self.folder / "in" / "out"
+        self.prepare(self.folder / "in")
+        self.assertEqual(self.ids(), ids_of("a"))
+        self.out.rename(self.folder / "in" / "z")  # not the output folder any more: token files are binary
+        self.out.mkdir()
+        self.write("in/out/data.txt", "made")
+        self.refuse_existing()
+
+    def refuse_existing(self):
+        result = self.call(self.folder / "in")
+        self.assertEqual((result.returncode, len(result.stderr.splitlines())), (2, 1))
+        self.assertIn("is not an empty folder", result.stderr)
+
+    def test_nothing_is_overwritten(self):
+        self.write("in/a.txt", "a")
+        kept = self.write("out/train-00000.npy", "precious")
+        self.refuse_existing()
+        self.assertEqual(kept.read_text(), "precious")
+
+    def test_empty_output_folder_is_used(self):
+        self.write("in/a.txt", "a")
+        self.out.mkdir()
+        self.prepare(self.folder / "in")
+        self.assertEqual(self.ids(), ids_of("a"))
+
+    def test_jsonl_plain_and_gzip(self):
+        plain = self.write_jsonl("a.jsonl", ["one\ntwo", "three"], field="content")
+        zipped = self.folder / "b.json.gz"
+        zipped.write_bytes(gzip.compress(b'{"content": "four \\ud83d\\ude00"}\n\n{"content": "half \\ud83d"}\n'))
+        self.prepare(plain, zipped, "--jsonl-field", "content")
+        self.assertEqual(self.ids(), ids_of("one\ntwo", "three", "four \U0001f600", "half ?"))
+
+    def test_duplicates_blank_and_binary_are_left_out_and_counted(self):
+        self.write("in/a.txt", "same")
+        self.write("in/b.txt", "same")
+        self.write("in/c.txt", "")
+        self.write("in/d.txt", " \n")
+        self.write("in/e.png", b"\x89PNG\0\0")
+        info = self.prepare(self.folder / "in")
+        self.assertEqual(self.ids(), ids_of("same"))
+        self.assertEqual(info["left_out"], {"duplicate_documents": 1, "empty_documents": 2, "binary_files": 1})
+
+    def test_keep_duplicates(self):
+        self.write("in/a.txt", "same")
+        self.write("in/b.txt", "same")
+        self.prepare(self.folder / "in", "--keep-duplicates")
+        self.assertEqual(self.ids(), ids_of("same", "same"))
+
+    def test_split_bytes_cuts_at_line_ends_and_loses_nothing(self):
+        lines = [f"line {i} " + "é" * (i % 7) + "\n" for i in range(200)] + ["no newline at the end"]
+        text = "".join(lines)
+        info = self.prepare(self.write("a.txt", text), "--split-bytes", "100")
+        documents = bytes(i if i != EOS else 0 for i in self.ids()).split(b"\0")[:-1]
+        self.assertEqual(b"".join(documents).decode(), text)
+        self.assertEqual(len(documents), info["train"]["documents"])
+        self.assertGreater(len(documents), 20)
+        self.assertTrue(all(d.endswith(b"\n") and len(d) >= 100 for d in documents[:-1]))
+
+    # --- splits and files
+
+    def test_held_out_documents_depend_on_content_alone(self):
+        texts = [f"document {i}" for i in range(400)]
+        self.write_jsonl("in/a.jsonl", texts[:200] + texts[50:60])
+        self.write_jsonl("in/b.jsonl", texts[200:] + texts[:20])
+        info = self.prepare(self.folder / "in", "--jsonl-field", "text", "--eval-fraction", "0.1")
+        held_out = [t for t in texts if is_held_out(t, 0.1)]
+        self.assertEqual(self.ids("eval-00000.npy"), ids_of(*held_out))
+        self.assertEqual(self.ids(), ids_of(*(t for t in texts if t not in held_out)))
+        self.assertEqual(info["eval"]["documents"], len(held_out))
+        self.assertTrue(20 < len(held_out) < 60)
+
+        self.out = self.folder / "out2"  # reversed, split otherwise, duplicates kept
+        self.write_jsonl("more.jsonl", texts[::-1])
+        self.prepare(
+            self.folder / "more.jsonl", "--jsonl-field", "text", "--eval-fraction", "0.1", "--keep-duplicates"
+        )
+        self.assertEqual(self.ids("eval-00000.npy"), ids_of(*held_out[::-1]))
+
+    def test_files_of_limited_length(self):
+        text = "0123456789" * 10  # 101 tokens
+        self.write("a.txt", text)
+        for limit, lengths in ((40, [40, 40, 21]), (45, [45, 56]), (101, [101]), (100, [101])):
+            with self.subTest(limit=limit):
+                self.out = self.folder / f"out{limit}"
+                info = self.prepare(self.folder / "a.txt", "--tokens-per-file", limit)
+                names = [f"train-{i:05d}.npy" for i in range(len(lengths))]
+                self.assertEqual([len(self.ids(name)) for name in names], lengths)
+                self.assertEqual(info["train"]["files"], names)
+                self.assertEqual(sorted(p.name for p in self.out.iterdir()), ["data.json", *names])
+                self.assertEqual(sum((self.ids(name) for name in names), []), ids_of(text))
+
+    def test_max_tokens_is_exact_over_both_splits(self):
+        texts = [f"document {i}" for i in range(400)]
+        path = self.write_jsonl("a.jsonl", texts)
+        info = self.prepare(path, "--jsonl-field", "text", "--eval-fraction", "0.2", "--max-tokens", "1003")
+        self.assertEqual(info["train"]["tokens"] + info["eval"]["tokens"], 1003)
+        everything = ids_of(*(t for t in texts if not is_held_out(t, 0.2)))
+        self.assertEqual(self.ids(), everything[: info["train"]["tokens"]])
+
+    def test_many_batches(self):
+        texts = [f"{i} " + "x" * 3_000_000 for i in range(5)]  # three and two
+        self.prepare(self.write_jsonl("a.jsonl", texts), "--jsonl-field", "text")
+        want = np.frombuffer("".join(text + "\0" for text in texts).encode(), np.uint8).astype("<u2")
+        want[want == 0] = EOS
+        self.assertTrue(np.array_equal(np.fromfile(self.out / "train-00000.npy", "<u2"), want))
+
+    # --- errors
+
+    def test_bad_options(self):
+        path = self.write("a.txt", "text")
+        for message, options in (
+            ("--eval-fraction is 1.0", ["--eval-fraction", "1"]),
+            ("--eval-fraction is -0.1", ["--eval-fraction", "-0.1"]),
+            ("--max-tokens is 0", ["--max-tokens", "0"]),
+            ("--tokens-per-file is -5", ["--tokens-per-file", "-5"]),
+            ("--split-bytes is 99999999999", ["--split-bytes", "99999999999"]),
+            ("cannot be used with --jsonl-field", ["--split-bytes", "9", "--jsonl-field", "text"]),
+            ("--eos names a token", ["--eos", "</s>"]),
+            ("unrecognized arguments: --eval", ["--eval", "0.1"]),
+            ("invalid int value", ["--max-tokens", "many"]),
+            ("none of the 1 documents is held out", ["--eval-fraction", "1e-9"]),
+            ("every document is held out", ["--eval-fraction", "0.99999999"]),
+        ):
+            with self.subTest(options=options):
+                self.refuse(message, path, *options)
+
+    def test_bad_inputs(self):
+        self.write("empty/a.txt", "")
+        self.write("binary/a.bin", b"\0")
+        self.write("bad.gz", b"not gzip")
+        self.write("cut.gz", gzip.compress(b"text " * 1000)[:40])
+        self.write("a.jsonl", '{"text": "a"}')
+        self.write("number.json", '{"text": "a"}\n{"text": 7}\n')
+        self.write("list.json", "[1]\n")
+        self.write("broken.json", '\n{"text": "a"}\n{"text": \n')
+        field = ["--jsonl-field", "text"]
+        for message, name, options in (
+            ("missing: no such file or folder", "missing", []),
+            ("0 of them binary; check the paths", "empty", []),
+            ("1 files matched, 1 of them binary", "binary", []),
+            ("0 files matched", "empty", ["--include", "*.md"]),
+            ("bad.gz: cannot be read", "bad.gz", []),
+            ("cut.gz: cannot be read", "cut.gz", []),
+            ("a.jsonl: is JSON Lines; name the field", "a.jsonl", []),
+            ("number.json:2: has no string field", "number.json", field),
+            ("list.json:1: has no string field", "list.json", field),
+            ("broken.json:3: is not JSON", "broken.json", field),
+            ('a.jsonl:1: has no string field "body"', "a.jsonl", ["--jsonl-field", "body"]),
+        ):
+            with self.subTest(name=name, options=options):
+                self.refuse(message, self.folder / name, *options)
+
+    def test_huge_documents_are_refused_before_they_fill_the_memory(self):
+        path = self.write("huge.txt", "start\n" * 2000)
+        os.truncate(path, 3 * 2**30)  # sparse: zeros up to 3 GiB
+        self.refuse("huge.txt: a document of more than 64 MiB", path)
+        self.refuse("huge.txt: a document of more than 64 MiB", path, "--split-bytes", "100000")
+        self.refuse("huge.txt:1: a document of more than 64 MiB", self.sparse_json(), "--jsonl-field", "text")
+
+    def sparse_json(self):
+        path = self.write("json/huge.txt", '{"text": "')
+        os.truncate(path, 3 * 2**30)
+        return path
+
+    def test_unwritable_place(self):
+        self.write("a.txt", "text")
+        self.write("file", "in the way")
+        self.out = self.folder / "file" / "out"
+        self.refuse("cannot be made", self.folder / "a.txt")
+
+    def test_failed_write_leaves_nothing(self):
+        path = self.write("a.txt", "text " * 1000)
+        limit = (4096, 4096)  # bytes that a file may have, as on a full disk
+        result = self.call(path, preexec=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+        self.assertEqual(result.returncode, 4)
+        self.assertRegex(result.stderr, r"\Aprepare_data: error: writing failed: [^\n]+\n\Z")
+        self.assertFalse(self.out.exists())
+        self.assertEqual(self.leftovers(), [])
+
+    # --- a tokenizer.json
+
+    def word_tokenizer(self, names, **more):
+        """Words as tokens, ids in the order of `names`; truncation and padding are set, and must be ignored."""
+        model = {"type": "WordLevel", "vocab": {n: i for i, n in enumerate(names)}, "unk_token": "[UNK]"}
+        settings = {
+            "version": "1.0",
+            "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+            "padding": {
+                "strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None,
+                "pad_id": 0, "pad_type_id": 0, "pad_token": "[UNK]",
+            },
+            "added_tokens": [], "normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "post_processor": None, "decoder": None, "model": model, **more,
+        }  # fmt: skip
+        return self.write("tokenizer.json", json.dumps(settings))
+
+    @unittest.skipIf(tokenizers is None, "tokenizers is missing")
+    def test_tokenizer_json(self):
+        path = self.word_tokenizer(["[UNK]", "a", "b", "c", "</s>"])
+        self.write("in/1.txt", "a b c a")
+        self.write("in/2.txt", "b what")
+        info = self.prepare(self.folder / "in", "--tokenizer", path)
+        self.assertEqual(self.ids(), [1, 2, 3, 1, 4, 2, 0, 4])
+        self.assertEqual((info["vocab_size"], info["padded_vocab_size"], info["eos"]), (5, 16, 4))
+        self.assertEqual(info["tokenizer"], "tokenizer.json")
+        self.assertEqual(info["tokenizer_sha256"], hashlib.sha256(path.read_bytes()).hexdigest())
+
+    @unittest.skipIf(tokenizers is None, "tokenizers is missing")
+    def test_large_vocabulary_makes_uint32(self):
+        names = ["[UNK]", *(f"w{i}" for i in range(70000)), "<end>"]
+        path = self.word_tokenizer(names)
+        info = self.prepare(self.write("a.txt", "w0 w69999"), "--tokenizer", path, "--eos", "<end>")
+        self.assertEqual(self.ids(dtype="<u4"), [1, 70000, 70001])
+        self.assertEqual((info["dtype"], info["vocab_size"], info["padded_vocab_size"]), ("uint32", 70002, 70016))
+
+    @unittest.skipIf(tokenizers is None, "tokenizers is missing")
+    def test_bad_tokenizers(self):
+        text = self.write("a.txt", "a")
+        latin = self.write("latin.txt", "caf\xe9".encode("latin-1"))
+        good = self.word_tokenizer(["[UNK]", "a", "</s>"])
+        no_eos = self.folder / "no_eos.json"
+        no_eos.write_text(good.read_text().replace("</s>", "end"))
+        for message, *arguments in (
+            ("no_eos.json: has none of <|endoftext|>", text, "--tokenizer", no_eos),
+            ("tokenizer.json: has no token <eos>", text, "--tokenizer", good, "--eos", "<eos>"),
+            ("a.txt: is not a tokenizer.json", text, "--tokenizer", text),
+            ("missing.json: no such tokenizer file", text, "--tokenizer", self.folder / "missing.json"),
+            ("latin.txt: is not UTF-8 (byte 3", latin, "--tokenizer", good),
+        ):
+            with self.subTest(message=message):
+                self.refuse(message, *arguments)
+
+
+if __name__ == "__main__":
+    unittest.main()
