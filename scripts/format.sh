@@ -10,9 +10,12 @@ case "${1:-}" in
   --check) mode=(--dry-run --Werror) ;;
   *) echo "usage: scripts/format.sh [--check]" >&2; exit 2 ;;
 esac
-command -v clang-format >/dev/null || { echo "format.sh: clang-format is missing: apt install clang-format" >&2; exit 2; }
+if ! command -v clang-format >/dev/null; then
+  echo "format.sh: clang-format is missing: apt install clang-format" >&2
+  exit 2
+fi
 
 # `git ls-files` also names files that were deleted but not yet committed.
 git ls-files -z --cached --others --exclude-standard -- '*.h' '*.cpp' '*.cu' '*.cuh' |
-  while IFS= read -r -d '' file; do [[ -f "$file" ]] && printf '%s\0' "$file"; done |
-  xargs -0 -r -n 16 -P "$(nproc)" clang-format "${mode[@]}"
+  while IFS= read -r -d '' file; do if [[ -f "$file" ]]; then printf '%s\0' "$file"; fi; done |
+  xargs -0 -r -n 16 -P "$(nproc)" clang-format "${mode[@]}" || exit 1

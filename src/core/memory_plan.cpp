@@ -24,8 +24,8 @@ TensorId MemoryPlan::add(std::string category, std::string name, DType dtype, st
     bytes *= static_cast<double>(extent);
   }
   if (bytes > kMaxTensorBytes) {
-    throw_bad_input("tensor {} ({}) of shape [{}] would take {:.1e} bytes: make the model or the batch smaller", name,
-                    category, fmt::join(shape, ", "), bytes);
+    throw_bad_input("tensor {} ({}) of shape [{}] would take {:.1e} bytes: make the model or the batch smaller",
+                    name, category, fmt::join(shape, ", "), bytes);
   }
   const int64_t aligned_bytes = ceil_div(static_cast<int64_t>(bytes), kAlignment) * kAlignment;
   entries_.push_back({std::move(category), std::move(name), dtype, std::move(shape), aligned_bytes, phases, -1});
@@ -47,7 +47,8 @@ void MemoryPlan::finish() {
   total_bytes_ = persistent_bytes;
 
   // Largest first leaves the small ones to fill the gaps.
-  std::stable_sort(transient.begin(), transient.end(), [](const Entry* a, const Entry* b) { return a->bytes > b->bytes; });
+  std::stable_sort(transient.begin(), transient.end(),
+                   [](const Entry* a, const Entry* b) { return a->bytes > b->bytes; });
   std::vector<const Entry*> placed;  // by offset
   for (Entry* entry : transient) {
     int64_t candidate = persistent_bytes;

@@ -53,8 +53,9 @@ class MemoryPlan {
     int64_t bytes;
     int64_t num_tensors;
   };
-  // Bytes per category in order of first declaration. Memory that several categories share counts for the one that was
-  // declared first, so the totals add up to total_bytes() and each says what dropping the later ones would not save.
+  // Bytes per category in order of first declaration. Memory that several categories share counts for the one that
+  // was declared first, so the totals add up to total_bytes() and each says what dropping the later ones would not
+  // save.
   std::vector<CategoryTotal> summary() const;
 
  private:

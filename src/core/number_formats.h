@@ -84,7 +84,7 @@ struct Float8Layout {
   static constexpr uint32_t kMinNormalBits = std::bit_cast<uint32_t>(kFormat.min_normal);
   // The power of two whose unit in the last place, in float32, is the format's smallest subnormal.
   static constexpr float kSubnormalMagic = kFormat.min_subnormal * 0x1p23f;
-  static constexpr int kFixedBits = 27;
+  static constexpr int kFixedBits = 27;  // of fraction, when a subnormal is counted in units of the smallest one
   static constexpr float kToFixed = 0x1p27f / kFormat.min_subnormal;
 };
 
@@ -118,7 +118,7 @@ PARKA_HOST_DEVICE inline uint8_t encode_float8_stochastic(float x, uint32_t rand
   const uint32_t clamped = smaller(u & ~kSignBit, Layout::kMaxBits);
   const uint32_t carried = (clamped + (random & ((1u << Layout::kShift) - 1u))) >> Layout::kShift;
   const uint32_t normal = carried - (Layout::kBiasDifference << kFormat.mantissa_bits);
-  // A subnormal in units of the smallest one, as fixed point. At most 8 units (E4M3): below 2^31.
+  // Fixed point, where adding random bits below the point rounds as above. At most 8 units (E4M3): below 2^31.
   const float small = std::bit_cast<float>(smaller(clamped, Layout::kMinNormalBits));
   const uint32_t fixed = static_cast<uint32_t>(static_cast<int32_t>(small * Layout::kToFixed));
   const uint32_t subnormal = (fixed + (random & ((1u << Layout::kFixedBits) - 1u))) >> Layout::kFixedBits;
@@ -145,7 +145,7 @@ PARKA_HOST_DEVICE inline Float8E4M3 encode_e4m3(float x) { return {detail::encod
 PARKA_HOST_DEVICE inline Float8E5M2 encode_e5m2(float x) { return {detail::encode_float8<kE5M2Traits>(x)}; }
 
 // As encode_e4m3 and encode_e5m2, but rounds away from zero with probability equal to the discarded fraction.
-// Decided by the low 20 (E4M3) or 21 (E5M2) bits of `random`, for results below min_normal by the low 27: there
+// Decided by the low 20 (E4M3) or 21 (E5M2) bits of `random`, for magnitudes below min_normal by the low 27: there
 // the fraction counts in whole 2^-27ths of min_subnormal.
 PARKA_HOST_DEVICE inline Float8E4M3 encode_e4m3_stochastic(float x, uint32_t random) {
   return {detail::encode_float8_stochastic<kE4M3Traits>(x, random)};

@@ -8,7 +8,7 @@
 #include "core/error.h"
 #include "core/parallel.h"
 #include "engine/checkpoint_layout.h"
-#include "engine/strict_json.h"
+#include "engine/json_text.h"
 
 namespace parka {
 namespace {
@@ -52,7 +52,7 @@ LoadedCheckpoint load_checkpoint(const std::string& path) {
     shard.header = read_safetensors_header(InputFile(shard.path));
     for (const SafetensorsEntry& tensor : shard.header.tensors) {
       if (!names.insert(tensor.name).second) {
-        throw_bad_input("{}: tensor {} is in another shard too", shard.path, in_quotes(tensor.name));
+        throw_bad_input("{}: tensor \"{}\" is in another shard too", shard.path, printable(tensor.name));
       }
     }
   }
@@ -90,7 +90,7 @@ std::optional<LoadedCheckpoint> load_newest(const std::string& folder,
     try {
       return load_checkpoint(checkpoint.path);
     } catch (const Error& e) {
-      report(fmt::format("checkpoint of step {} refused: {}", checkpoint.step, e.what()));
+      if (report) report(fmt::format("checkpoint of step {} refused: {}", checkpoint.step, e.what()));
     }
   }
   if (checkpoints.empty()) return std::nullopt;

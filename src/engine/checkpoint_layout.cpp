@@ -10,7 +10,7 @@
 
 #include "core/error.h"
 #include "engine/file_io.h"
-#include "engine/strict_json.h"
+#include "engine/json_text.h"
 
 namespace parka {
 namespace {
@@ -22,7 +22,6 @@ constexpr std::string_view kFormat = "parka-checkpoint";
 constexpr int64_t kVersion = 1;
 constexpr std::string_view kStepPrefix = "step_";
 constexpr int64_t kMaxManifestBytes = 64 << 20;
-constexpr int kMaxManifestDepth = 64;
 
 constexpr std::array<std::pair<StepFolderKind, std::string_view>, 4> kSuffixes{
     {{StepFolderKind::kComplete, ""},
@@ -133,7 +132,7 @@ Manifest parse_manifest(std::string_view content, std::string_view where) {
   if (content.size() < seal_size || content.substr(body.size()) != seal(body)) {
     throw_bad_input("{}: its content does not match its own checksum: cut short or damaged", where);
   }
-  const json root = parse_strict_json(content, where, kMaxManifestDepth);
+  const json root = parse_json_text(content, where, JsonComments::kRefused);
   if (!root.is_object() || text(root, "format", where) != kFormat) {
     throw_bad_input("{}: is not the manifest of a Parka checkpoint", where);
   }
@@ -152,7 +151,8 @@ Manifest parse_manifest(std::string_view content, std::string_view where) {
     if (!file.is_object()) throw_bad_input("{}: \"files\" must hold objects", where);
     const std::string name = text(file, "name", where);
     if (name != shard_name(manifest.files.size())) {
-      throw_bad_input("{}: file {} where {} was expected", where, in_quotes(name), shard_name(manifest.files.size()));
+      throw_bad_input("{}: file \"{}\" where \"{}\" was expected", where, printable(name),
+                      shard_name(manifest.files.size()));
     }
     manifest.files.push_back({name, count(file, "bytes", where), text(file, "xxh3_128", where)});
   }

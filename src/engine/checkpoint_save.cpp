@@ -9,7 +9,7 @@
 #include "engine/checkpoint.h"
 #include "engine/checkpoint_layout.h"
 #include "engine/file_io.h"
-#include "engine/strict_json.h"
+#include "engine/json_text.h"
 
 namespace parka {
 namespace {
@@ -75,7 +75,8 @@ bool exists(const std::string& path) {
 void check_names_unique(const std::vector<HostTensor>& tensors) {
   std::set<std::string_view> names;
   for (const HostTensor& tensor : tensors) {
-    if (!names.insert(tensor.name).second) throw_internal("two tensors have the name {}", in_quotes(tensor.name));
+    if (!names.insert(tensor.name).second)
+      throw_internal("two tensors have the name \"{}\"", printable(tensor.name));
   }
 }
 

@@ -96,7 +96,7 @@ void parse_drill(const std::string& text, TrainOptions& options) {
 int parse_and_run(int argc, char** argv) {
   CLI::App app("Parka trains OLMo- and Llama-style language models with FP8 optimizer states and activations.", "parka");
   app.set_version_flag("--version", "parka " PARKA_VERSION);
-  app.require_subcommand(1);
+  app.require_subcommand(0, 1);  // with (1, 1) a misspelt command would be told only that one is required
   app.footer(kFooter);
   int threads = 0;
   app.add_option("--threads", threads, "CPU threads; 0 is all cores")->check(CLI::Range(0, 4096));
@@ -118,6 +118,7 @@ int parse_and_run(int argc, char** argv) {
     if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) return app.exit(error);  // --help, --version
     throw_bad_input("command line: {}; see parka --help", error.what());
   }
+  if (app.get_subcommands().empty()) throw_bad_input("command line: no subcommand was given; see parka --help");
   set_num_threads(threads);
   parse_drill(drill, train);
   if (app.got_subcommand("train")) return run_train(train);

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "engine/json_text.h"
 #include "engine/nearest_name.h"
 
 namespace parka {
@@ -123,8 +124,6 @@ bool is_utf8(const std::string& text) {
     return false;
   }
 }
-
-bool is_control(char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; }
 
 std::string limit_problem(const std::string& value) {
   if (value.empty()) return "must not be empty";
@@ -267,18 +266,6 @@ std::string field_problem(const ConfigField& field) {
                         },
                     },
                     field.target);
-}
-
-std::string printable(std::string_view text) {
-  constexpr size_t kLongest = 100;
-  size_t length = std::min(text.size(), kLongest);
-  while (length > 0 && length < text.size() && (text[length] & 0xC0) == 0x80) --length;  // not inside a character
-  // There and back through the library, which replaces what is not UTF-8.
-  const json cut = std::string(text.substr(0, length));
-  const auto valid = json::parse(cut.dump(-1, ' ', false, json::error_handler_t::replace)).get<std::string>();
-  std::string shown;
-  for (const char c : valid) shown += is_control(c) ? fmt::format("\\x{:02x}", c) : std::string(1, c);
-  return length < text.size() ? shown + "..." : shown;
 }
 
 std::string describe_json(const json& value) {

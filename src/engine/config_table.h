@@ -72,9 +72,6 @@ nlohmann::ordered_json get_field(const ConfigField& field);
 // What is wrong with the value that the field holds now; empty when it is within the field's limits.
 std::string field_problem(const ConfigField& field);
 
-// `text` as it may stand in a one-line message: control characters and invalid UTF-8 escaped, long text cut.
-std::string printable(std::string_view text);
-
 // A JSON value in a one-line message: `a string "abc"`, `1.5`, `an array`.
 std::string describe_json(const nlohmann::json& value);
 

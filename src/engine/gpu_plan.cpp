@@ -32,6 +32,7 @@ int64_t largest_block_bytes(const MemoryPlan& plan) {
 struct Change {
   std::string text;
   std::function<bool(Config&)> apply;  // false: it changes nothing here
+  bool one_of_a_series = false;        // replaces what an earlier one of the same key has set
 };
 
 template <typename T>
@@ -54,12 +55,12 @@ std::vector<Change> possible_changes(const Config& config, int64_t num_gpus) {
                      [](Config& c) { return assign(c.precision.recompute, Recompute::kBlock); }});
   if (num_gpus > 1) {
     for (int64_t stage = config.distributed.zero_stage + 1; stage <= 3; ++stage) {
-      changes.push_back({"distributed.zero_stage=" + std::to_string(stage), [stage](Config& c) { return assign(c.distributed.zero_stage, stage); }});
+      changes.push_back({"distributed.zero_stage=" + std::to_string(stage), [stage](Config& c) { return assign(c.distributed.zero_stage, stage); }, true});
     }
   }
   for (int64_t micro = config.training.micro_batch_size / 2; micro >= 1; micro /= 2) {
     if (config.training.global_batch_size % micro != 0) continue;
-    changes.push_back({"training.micro_batch_size=" + std::to_string(micro), [micro](Config& c) { return assign(c.training.micro_batch_size, micro); }});
+    changes.push_back({"training.micro_batch_size=" + std::to_string(micro), [micro](Config& c) { return assign(c.training.micro_batch_size, micro); }, true});
   }
   changes.push_back({"optimizer.gradient=bf16", [](Config& c) { return assign(c.optimizer.gradient, DType::kBF16); }});
   changes.push_back({"precision.recipe=parka", [](Config& c) {
@@ -75,6 +76,8 @@ std::vector<Change> possible_changes(const Config& config, int64_t num_gpus) {
   }
   return changes;
 }
+
+std::string key_of(const Change& change) { return change.text.substr(0, change.text.find('=')); }
 
 bool fits(const Config& config, int64_t num_gpus, int64_t limit_bytes) {
   return plan_for_gpus(config, num_gpus).total_bytes <= limit_bytes;
@@ -110,11 +113,17 @@ std::optional<std::string> change_that_fits(const Config& config, int64_t num_gp
     if (change.apply(changed) && fits(changed, num_gpus, limit_bytes)) return change.text;
   }
   Config changed = config;
-  std::string together;
+  std::vector<const Change*> together;
   for (const Change& change : changes) {
     if (!change.apply(changed)) continue;
-    together += (together.empty() ? "" : " + ") + change.text;
-    if (fits(changed, num_gpus, limit_bytes)) return together;
+    const bool replaces = change.one_of_a_series && !together.empty() && together.back()->one_of_a_series &&
+                          key_of(*together.back()) == key_of(change);
+    if (replaces) together.pop_back();
+    together.push_back(&change);
+    if (!fits(changed, num_gpus, limit_bytes)) continue;
+    std::string text;
+    for (const Change* part : together) text += (text.empty() ? "" : " + ") + part->text;
+    return text;
   }
   return std::nullopt;
 }

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "core/error.h"
-#include "engine/config_table.h"
 
 namespace parka {
 namespace {
@@ -85,7 +84,21 @@ class StructureCheck {
 
 }  // namespace
 
-json parse_json_text(std::string_view text, std::string_view source) {
+bool is_control(char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; }
+
+std::string printable(std::string_view text) {
+  constexpr size_t kLongest = 100;
+  size_t length = std::min(text.size(), kLongest);
+  while (length > 0 && length < text.size() && (text[length] & 0xC0) == 0x80) --length;  // not inside a character
+  // There and back through the library, which replaces what is not UTF-8.
+  const json cut = std::string(text.substr(0, length));
+  const auto valid = json::parse(cut.dump(-1, ' ', false, json::error_handler_t::replace)).get<std::string>();
+  std::string shown;
+  for (const char c : valid) shown += is_control(c) ? fmt::format("\\x{:02x}", c) : std::string(1, c);
+  return length < text.size() ? shown + "..." : shown;
+}
+
+json parse_json_text(std::string_view text, std::string_view source, JsonComments comments) {
   constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
   if (text.starts_with(kByteOrderMark)) text.remove_prefix(kByteOrderMark.size());
   StructureCheck check(source);
@@ -94,7 +107,7 @@ json parse_json_text(std::string_view text, std::string_view source) {
     return check(depth, event, parsed);
   };
   try {
-    return json::parse(text, callback, /*allow_exceptions=*/true, /*ignore_comments=*/true);
+    return json::parse(text, callback, /*allow_exceptions=*/true, comments == JsonComments::kAllowed);
   } catch (const json::parse_error& error) {
     const Position at = locate(text, error.byte);
     throw_bad_input("{}:{}:{}: {}; the line: {}", printable(source), at.line, at.column,

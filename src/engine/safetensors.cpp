@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "engine/strict_json.h"
+#include "engine/json_text.h"
 
 namespace parka {
 namespace {
@@ -17,7 +17,6 @@ using nlohmann::json;
 constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the format's own limit
 constexpr int64_t kAlignment = 8;                 // of the tensors' bytes in the file, by padding the header
-constexpr int kMaxDepth = 3;                      // header, tensor, shape
 constexpr std::string_view kMetadataKey = "__metadata__";
 
 constexpr std::array<std::pair<std::string_view, DType>, 7> kDTypes{{{"F32", DType::kF32},
@@ -38,10 +37,11 @@ std::string_view format_name(DType dtype) {
 void check_tensors(const std::vector<const HostTensor*>& tensors) {
   std::set<std::string_view> names{kMetadataKey};
   for (const HostTensor* tensor : tensors) {
-    if (!names.insert(tensor->name).second) throw_internal("two tensors have the name {}", in_quotes(tensor->name));
+    if (!names.insert(tensor->name).second)
+      throw_internal("two tensors have the name \"{}\"", printable(tensor->name));
     const int64_t expected = num_bytes_of(tensor->dtype, tensor->shape);
     if (expected != static_cast<int64_t>(tensor->bytes.size())) {
-      throw_internal("tensor {} has {} bytes where its dtype and shape say {}", in_quotes(tensor->name),
+      throw_internal("tensor \"{}\" has {} bytes where its dtype and shape say {}", printable(tensor->name),
                      tensor->bytes.size(), expected);
     }
   }
@@ -91,7 +91,7 @@ int64_t decode_length(ByteSpan start, int64_t file_bytes, std::string_view where
 class EntryParser {
  public:
   EntryParser(const std::string& name, const json& value, std::string_view file)
-      : name_(name), value_(value), where_(fmt::format("{}: tensor {}", file, in_quotes(name))) {}
+      : name_(name), value_(value), where_(fmt::format("{}: tensor \"{}\"", file, printable(name))) {}
 
   SafetensorsEntry parse(int64_t header_bytes, int64_t data_bytes) const {
     if (!value_.is_object() || value_.size() != 3) {
@@ -125,7 +125,7 @@ class EntryParser {
     for (const auto& [name, dtype] : kDTypes) {
       if (name == text) return dtype;
     }
-    throw_bad_input("{}: dtype {} is not one that Parka reads", where_, in_quotes(text));
+    throw_bad_input("{}: dtype \"{}\" is not one that Parka reads", where_, printable(text));
   }
 
   std::vector<int64_t> integers(const char* key) const {
@@ -150,7 +150,7 @@ std::map<std::string, std::string> parse_metadata(const json& value, std::string
   if (!value.is_object()) throw_bad_input("{}: {} must be an object", where, kMetadataKey);
   std::map<std::string, std::string> metadata;
   for (const auto& [key, text] : value.items()) {
-    if (!text.is_string()) throw_bad_input("{}: {} {} must be a string", where, kMetadataKey, in_quotes(key));
+    if (!text.is_string()) throw_bad_input("{}: {} \"{}\" must be a string", where, kMetadataKey, printable(key));
     metadata[key] = text.get<std::string>();
   }
   return metadata;
@@ -165,8 +165,8 @@ void check_layout(SafetensorsHeader& header, int64_t file_bytes, std::string_vie
   int64_t end = header.num_bytes;
   for (const SafetensorsEntry& entry : header.tensors) {
     if (entry.offset != end) {
-      throw_bad_input("{}: tensor {} begins at byte {}, the one before it ends at {}", where, in_quotes(entry.name),
-                      entry.offset, end);
+      throw_bad_input("{}: tensor \"{}\" begins at byte {}, the one before it ends at {}", where,
+                      printable(entry.name), entry.offset, end);
     }
     end += entry.num_bytes;
   }
@@ -201,7 +201,7 @@ SafetensorsHeader parse_safetensors_header(ByteSpan start, int64_t file_bytes, s
   if (static_cast<int64_t>(bytes.size()) < length) throw_bad_input("{}: ends inside its header", where);
   const std::string_view text(reinterpret_cast<const char*>(bytes.data()), static_cast<size_t>(length));
   if (!text.starts_with('{')) throw_bad_input("{}: its header does not begin with '{{': not safetensors", where);
-  const json root = parse_strict_json(text, where, kMaxDepth);
+  const json root = parse_json_text(text, where, JsonComments::kRefused);
 
   SafetensorsHeader header;
   header.num_bytes = kLengthBytes + length;

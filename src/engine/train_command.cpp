@@ -190,6 +190,9 @@ class TrainCommand {
 
 int run_train(const TrainOptions& options) {
   const Config config = load_config(options.config_path, options.overrides);
+  if (config.data.train.empty()) {
+    throw_bad_input("{}: data.train: nothing to train on; list token files (scripts/prepare_data.py makes them)", options.config_path);
+  }
   check_run_folder_writable(config.checkpoint.folder);
   catch_stop_signals();
   return TrainCommand(config, options).train();

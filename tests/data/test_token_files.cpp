@@ -1,5 +1,6 @@
 #include "data/token_files.h"
 
+#include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -194,11 +195,30 @@ TEST_CASE("the fingerprint follows every change it promises to see", "[data][tok
   CHECK(fingerprint({"a", "b"}, 64, TokenType::kUint32) != original);
   write_tokens(folder / "c", ids);
   CHECK(fingerprint({"c", "b"}) != original);
+  write_tokens(folder / "d", std::vector<uint16_t>(16384, 1));
+  const uint64_t uniform = fingerprint({"d"});
+  write_tokens(folder / "d", std::vector<uint16_t>(20000, 1));  // the same first and last 4 KiB
+  CHECK(fingerprint({"d"}) != uniform);
   const size_t changed = GENERATE(0, 2047, 16384 - 2048, 16383);  // in the first or the last 4 KiB
   CAPTURE(changed);
   ids[changed] ^= 1;
   write_tokens(folder / "a", ids);
   CHECK(fingerprint({"a", "b"}) != original);
+}
+
+TEST_CASE("files are closed again, also after an error", "[data][token_files]") {
+  const TemporaryFolder folder;
+  write_tokens(folder / "good", counting(0, 8));
+  write_file(folder / "odd", "123456789");
+  const auto lowest_free_descriptor = [] {
+    const int descriptor = open("/dev/null", O_RDONLY);
+    close(descriptor);
+    return descriptor;
+  };
+  const int before = lowest_free_descriptor();
+  { const TokenFiles files({folder / "good", folder / "good"}, TokenType::kUint16, 4, kVocab); }
+  error_of([&] { TokenFiles({folder / "good", folder / "odd"}, TokenType::kUint16, 4, kVocab); });
+  CHECK(lowest_free_descriptor() == before);
 }
 
 TEST_CASE("threads read the same files at the same time", "[data][token_files]") {

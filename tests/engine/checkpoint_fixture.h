@@ -105,7 +105,9 @@ Error error_of(Action action) {
   throw std::logic_error("not reached");
 }
 
-inline bool mentions(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+inline bool mentions(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
 
 // Runs `body` in a child process; its result, or 128 + the signal that ended it.
 inline int run_in_child(const std::function<int()>& body) {

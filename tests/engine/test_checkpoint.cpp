@@ -102,7 +102,8 @@ TEST_CASE("any changed byte of a checkpoint is refused, naming the file", "[engi
   const TemporaryFolder folder;
   save_checkpoint(folder / "run", small_contents(5), kTwoShards);
   const std::string checkpoint = folder / "run/step_00000005";
-  REQUIRE(names_in(checkpoint) == std::set<std::string>{"manifest.json", "shard_0.safetensors", "shard_1.safetensors"});
+  REQUIRE(names_in(checkpoint) ==
+          std::set<std::string>{"manifest.json", "shard_0.safetensors", "shard_1.safetensors"});
   int not_refused = 0, num_bytes = 0;
   for (const std::string& name : names_in(checkpoint)) {
     const fs::path file = fs::path(checkpoint) / name;
@@ -203,10 +204,10 @@ TEST_CASE("manifests that were resealed after a change are refused for the chang
       {"true", "false", "not complete"},
       {"\"step\": 3", "\"step\": -3", "\"step\" has the wrong type"},
       {"\"step\": 3", "\"step\": 9223372036854775808", "\"step\" is out of range"},
-      {"\"step\": 3", "\"step\": 3, \"step\": 4", "appears twice"},
+      {"\"step\": 3", "\"step\": 3, \"step\": 4", "given twice"},
       {"\"state\"", "\"states\"", "has no \"state\""},
       {"\"tensors\": 1", "\"tensors\": 1.5", "\"tensors\" has the wrong type"},
-      {"shard_0", "../shard_0", "file '../shard_0.safetensors' where shard_0.safetensors was expected"},
+      {"shard_0", "../shard_0", "file \"../shard_0.safetensors\" where \"shard_0.safetensors\" was expected"},
       {"\"bytes\": 10", "\"bytes\": \"10\"", "\"bytes\" has the wrong type"},
       {"\"xxh3_128\": \"ab\"", "\"xxh3\": \"ab\"", "has no \"xxh3_128\""},
       {"\"files\": [", "\"files\": [3, ", "\"files\" must hold objects"},
@@ -224,7 +225,8 @@ TEST_CASE("a state that cannot be read back is not saved", "[engine][checkpoint]
   CheckpointContents contents = small_contents(1);
   const bool too_deep = GENERATE(false, true);
   contents.state = "\xff";
-  for (int depth = 0; too_deep && depth < 70; ++depth) contents.state = {depth == 0 ? nlohmann::json(1) : contents.state};
+  for (int depth = 0; too_deep && depth < 70; ++depth)
+    contents.state = {depth == 0 ? nlohmann::json(1) : contents.state};
   CHECK(error_of([&] { save_checkpoint(folder / "run", contents, kKeepAll); }).code() == ExitCode::kInternal);
   CHECK(names_in(folder / "run").empty());
 }
@@ -269,8 +271,9 @@ TEST_CASE("the newest intact checkpoint is loaded, refused ones are reported", "
 
 TEST_CASE("names that are not those of finished checkpoints are not listed", "[engine][checkpoint]") {
   const TemporaryFolder folder;
-  for (const char* name : {"step_00000010.tmp", "step_00000020.delete", "step_30", "step_-0000030", "step_00000030.bak",
-                           "step_0000000030", "step_", "steps", "step_99999999999999999999", "metrics"}) {
+  for (const char* name :
+       {"step_00000010.tmp", "step_00000020.delete", "step_30", "step_-0000030", "step_00000030.bak",
+        "step_0000000030", "step_", "steps", "step_99999999999999999999", "metrics"}) {
     fs::create_directory(folder / name);
   }
   CHECK(list_checkpoints(folder.path()).empty());
@@ -281,9 +284,9 @@ TEST_CASE("a run folder that is a file is bad input everywhere", "[engine][check
   const TemporaryFolder folder;
   write_file(folder / "file", "precious");
   for (const std::string& path : {folder / "file", folder / "file/run"}) {
-    for (const Error& error : {error_of([&] { save_checkpoint(path, small_contents(1), kKeepAll); }),
-                               error_of([&] { check_run_folder_writable(path); }),
-                               error_of([&] { read_newest(path); })}) {
+    for (const Error& error :
+         {error_of([&] { save_checkpoint(path, small_contents(1), kKeepAll); }),
+          error_of([&] { check_run_folder_writable(path); }), error_of([&] { read_newest(path); })}) {
       CHECK(error.code() == ExitCode::kBadInput);
       CHECK(mentions(error.what(), folder / "file"));
     }

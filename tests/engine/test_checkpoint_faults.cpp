@@ -49,7 +49,8 @@ std::vector<Scenario> scenarios() {
 }
 
 // What is wrong with `run` after a save from `before` to `after` was cut off; empty when nothing is.
-std::string defect_after_cut(const std::string& run, const std::vector<std::optional<CheckpointContents>>& allowed) {
+std::string defect_after_cut(const std::string& run,
+                             const std::vector<std::optional<CheckpointContents>>& allowed) {
   const Newest newest = read_newest(run);
   if (!newest.refusals.empty()) return "refused: " + newest.refusals[0];
   const auto equal = [&](const std::optional<CheckpointContents>& contents) {
@@ -108,7 +109,8 @@ TEST_CASE("a kill during the save that follows a kill loses nothing", "[engine][
   const Scenario scenario = scenarios()[GENERATE(2u, 3u)];
   scenario.prepare(folder / "prepared");
   // The folder as it is at a point is the folder that a kill at that point leaves, so one save gives all of them.
-  const auto cut_everywhere = [&](const std::string& from, const CheckpointContents& contents, const std::string& to) {
+  const auto cut_everywhere = [&](const std::string& from, const CheckpointContents& contents,
+                                  const std::string& to) {
     copy_folder(from, folder / "live");
     int num_cuts = 0;
     save_checkpoint(folder / "live", contents, options_with([&](std::string_view) {
@@ -132,7 +134,8 @@ TEST_CASE("a kill during the save that follows a kill loses nothing", "[engine][
   CHECK(num_first > 20);
 }
 
-TEST_CASE("a step of a save that fails leaves the earlier checkpoints and no draft", "[engine][checkpoint][faults]") {
+TEST_CASE("a step of a save that fails leaves the earlier checkpoints and no draft",
+          "[engine][checkpoint][faults]") {
   const TemporaryFolder folder;
   const std::string prepared = folder / "prepared", run = folder / "run";
   const Scenario scenario = scenarios()[GENERATE(0u, 1u, 2u, 3u)];
@@ -157,8 +160,8 @@ TEST_CASE("a step of a save that fails leaves the earlier checkpoints and no dra
       REQUIRE(e.code() == ExitCode::kIo);
     }
     // The new checkpoint may be there after a failure when only the last sync of all failed.
-    std::string defect = saved ? defect_after_cut(run, {scenario.saved})
-                               : defect_after_cut(run, {scenario.before, scenario.saved});
+    std::string defect =
+        saved ? defect_after_cut(run, {scenario.saved}) : defect_after_cut(run, {scenario.before, scenario.saved});
     if (!saved && fs::exists(run + fmt::format("/step_{:08}.tmp/manifest.json", scenario.saved.step))) {
       defect = "the draft is still there";
     }
@@ -223,7 +226,8 @@ TEST_CASE("a disk that fills up is an I/O error and harms no earlier checkpoint"
       save_checkpoint(run, large, options_with({}));
       return 3;
     } catch (const Error& e) {
-      const bool told = mentions(e.what(), run + "/step_00000020.tmp/shard_") && mentions(e.what(), "File too large");
+      const bool told =
+          mentions(e.what(), run + "/step_00000020.tmp/shard_") && mentions(e.what(), "File too large");
       return e.code() == ExitCode::kIo && told ? 0 : 4;
     }
   });
@@ -237,7 +241,8 @@ TEST_CASE("a write to a full device names the path and the reason", "[engine][ch
   REQUIRE(full.get() != -1);
   const Error error = error_of([&] { write_fully(full.get(), as_bytes("x"), "/mnt/run/file"); });
   CHECK(error.code() == ExitCode::kIo);
-  CHECK(std::string(error.what()) == "cannot write /mnt/run/file: No space left on device; free space on that disk");
+  CHECK(std::string(error.what()) ==
+        "cannot write /mnt/run/file: No space left on device; free space on that disk");
 }
 
 TEST_CASE("a large tensor gives the observer a point at least every 256 KiB", "[engine][checkpoint][faults]") {

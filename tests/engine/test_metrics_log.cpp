@@ -62,8 +62,10 @@ TEST_CASE("resuming takes out later records and torn lines, and nothing else", "
       {"{\"step\":5}\n{\"step\":6}\n{\"step\":7}\n", "{\"step\":5}\n", 2, 0},
       {"{\"step\":6}\n", "", 1, 0},
       // The order does not matter, spaces stay, and what has no step is kept.
-      {"{\"step\":9}\n{ \"step\" : 4 }\n{\"event\":\"resumed\"}\n", "{ \"step\" : 4 }\n{\"event\":\"resumed\"}\n", 1, 0},
-      {"{\"step\":\"9\"}\n{\"step\":9.5}\n{\"step\":-1}\n", "{\"step\":\"9\"}\n{\"step\":9.5}\n{\"step\":-1}\n", 0, 0},
+      {"{\"step\":9}\n{ \"step\" : 4 }\n{\"event\":\"resumed\"}\n", "{ \"step\" : 4 }\n{\"event\":\"resumed\"}\n",
+       1, 0},
+      {"{\"step\":\"9\"}\n{\"step\":9.5}\n{\"step\":-1}\n", "{\"step\":\"9\"}\n{\"step\":9.5}\n{\"step\":-1}\n", 0,
+       0},
       // Torn at the end; torn in the middle by a run that was resumed without this; zeros after a power failure.
       {"{\"step\":1}\n{\"step\":2,\"lo", "{\"step\":1}\n", 0, 1},
       {"{\"step\":1}\n{\"st{\"step\":2}\n{\"step\":3}\n", "{\"step\":1}\n{\"step\":3}\n", 0, 1},

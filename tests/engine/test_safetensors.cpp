@@ -17,8 +17,9 @@ std::string encode(const std::vector<HostTensor>& tensors, const SafetensorsMeta
   std::vector<const HostTensor*> pointers;
   for (const HostTensor& tensor : tensors) pointers.push_back(&tensor);
   std::string file;
-  write_safetensors(pointers, metadata,
-                    [&](ByteSpan bytes) { file.append(reinterpret_cast<const char*>(bytes.data()), bytes.size()); });
+  write_safetensors(pointers, metadata, [&](ByteSpan bytes) {
+    file.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  });
   return file;
 }
 
@@ -62,10 +63,9 @@ TEST_CASE("safetensors files hold exactly the bytes that the format says", "[eng
   HostTensor codes{"c", DType::kE4M3, {3}, {std::byte{1}, std::byte{2}, std::byte{3}}};
   HostTensor weight{"w", DType::kBF16, {1, 2}, {std::byte{4}, std::byte{5}, std::byte{6}, std::byte{7}}};
   // The wider elements come first, the header is padded so that the data begins at a multiple of 8.
-  const std::string json =
-      R"({"__metadata__":{"format":"pt"},)"
-      R"("w":{"dtype":"BF16","shape":[1,2],"data_offsets":[0,4]},)"
-      R"("c":{"dtype":"F8_E4M3","shape":[3],"data_offsets":[4,7]}})";
+  const std::string json = R"({"__metadata__":{"format":"pt"},)"
+                           R"("w":{"dtype":"BF16","shape":[1,2],"data_offsets":[0,4]},)"
+                           R"("c":{"dtype":"F8_E4M3","shape":[3],"data_offsets":[4,7]}})";
   const std::string padded = json + std::string((8 - json.size() % 8) % 8, ' ');
   std::string expected(8, '\0');
   expected[0] = static_cast<char>(padded.size());
@@ -111,23 +111,26 @@ TEST_CASE("safetensors with a defect are refused for that defect", "[engine][saf
   const auto [json, data_bytes, reason] = GENERATE(table<std::string, int, std::string>({
       {"", 0, "does not begin with '{'"},
       {"[]", 0, "does not begin with '{'"},
-      {"{", 0, "not valid JSON"},
-      {"{}x", 0, "not valid JSON"},
-      {R"({"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}})", 4, "out of range"},
-      {R"({"a":[[[[1]]]]})", 0, "nested deeper"},
+      {"{", 0, "syntax error"},
+      {"{}x", 0, "syntax error"},
+      {"{} // comment", 0, "syntax error"},
+      {R"({"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}})", 4, "number overflow"},
+      {"{\"a\":" + std::string(1000, '['), 0, "nested deeper"},
       {"{}", 1, "tensors end at byte 10, the file at 11"},
       {R"({"a":3})", 0, "must be an object"},
       {R"({"a":{}})", 0, "must be an object"},
       {R"({"a":{"dtype":"U8","shape":[1],"offsets":[0,1]}})", 1, "has no data_offsets"},
       {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":1}})", 1, "must be an object"},
-      {R"({"a":{"dtype":"F64","shape":[1],"data_offsets":[0,8]}})", 8, "dtype 'F64'"},
+      {R"({"a":{"dtype":"F64","shape":[1],"data_offsets":[0,8]}})", 8, "dtype \"F64\""},
       {R"({"a":{"dtype":8,"shape":[1],"data_offsets":[0,1]}})", 1, "dtype must be a string"},
       {R"({"a":{"dtype":"U8","shape":1,"data_offsets":[0,1]}})", 1, "shape must be a list"},
       {R"({"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,1]}})", 1, "shape must hold integers"},
       {R"({"a":{"dtype":"U8","shape":[1.0],"data_offsets":[0,1]}})", 1, "shape must hold integers"},
       {R"({"a":{"dtype":"U8","shape":[9223372036854775808],"data_offsets":[0,1]}})", 1, "shape must hold integers"},
-      {R"({"a":{"dtype":"U8","shape":[4294967296,4294967297],"data_offsets":[0,1]}})", 1, "not what dtype and shape"},
-      {R"({"a":{"dtype":"F32","shape":[4611686018427387905],"data_offsets":[0,4]}})", 4, "not what dtype and shape"},
+      {R"({"a":{"dtype":"U8","shape":[4294967296,4294967297],"data_offsets":[0,1]}})", 1,
+       "not what dtype and shape"},
+      {R"({"a":{"dtype":"F32","shape":[4611686018427387905],"data_offsets":[0,4]}})", 4,
+       "not what dtype and shape"},
       {R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}})", 4, "not what dtype and shape"},
       {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1,2]}})", 1, "data_offsets do not lie"},
       {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[1,0]}})", 1, "data_offsets do not lie"},
@@ -139,11 +142,11 @@ TEST_CASE("safetensors with a defect are refused for that defect", "[engine][saf
        3, "the one before it ends at"},
       {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 2, "tensors end at"},
       {R"({"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}})",
-       0, "'a' appears twice"},
-      {R"({"a":{"dtype":"U8","dtype":"U8","shape":[0],"data_offsets":[0,0]}})", 0, "'dtype' appears twice"},
+       0, "a: given twice"},
+      {R"({"a":{"dtype":"U8","dtype":"U8","shape":[0],"data_offsets":[0,0]}})", 0, "a.dtype: given twice"},
       {R"({"__metadata__":3})", 0, "__metadata__ must be an object"},
-      {R"({"__metadata__":{"a":3}})", 0, "__metadata__ 'a' must be a string"},
-      {"{\"a\xff\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}", 0, "not valid JSON"},
+      {R"({"__metadata__":{"a":3}})", 0, "__metadata__ \"a\" must be a string"},
+      {"{\"a\xff\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}", 0, "syntax error"},
   }));
   const std::string file = with_header(json, static_cast<size_t>(data_bytes));
   const Error error = error_of([&] { parse(file); });
@@ -176,7 +179,8 @@ TEST_CASE("safetensors cut anywhere are refused", "[engine][safetensors]") {
   CHECK(accepts(good));
 }
 
-TEST_CASE("messages about safetensors stay one short line whatever the names in the file", "[engine][safetensors]") {
+TEST_CASE("messages about safetensors stay one short line whatever the names in the file",
+          "[engine][safetensors]") {
   const std::string name = "\\n\\u001b" + std::string(100'000, 'x');
   const Error error = error_of([&] { parse(with_header("{\"" + name + "\":1}", 0)); });
   CHECK(std::string(error.what()).size() < 300);
@@ -187,9 +191,24 @@ TEST_CASE("messages about safetensors stay one short line whatever the names in 
 TEST_CASE("randomly mutated safetensors never do worse than be refused", "[engine][safetensors]") {
   const std::string good = encode(small_contents(1).tensors, {{"format", "pt"}});
   const size_t header_end = static_cast<size_t>(parse(good).num_bytes);
-  const std::vector<std::string> pieces = {"0",  "-1", "9223372036854775807", "18446744073709551616", "1e9", "[",
-                                           "]",  "{",  "}",                   "\"",                   ",",   ":",
-                                           "[]", "{}", "null",                "\"U8\"",               "\\u", "\"shape\""};
+  const std::vector<std::string> pieces = {"0",
+                                           "-1",
+                                           "9223372036854775807",
+                                           "18446744073709551616",
+                                           "1e9",
+                                           "[",
+                                           "]",
+                                           "{",
+                                           "}",
+                                           "\"",
+                                           ",",
+                                           ":",
+                                           "[]",
+                                           "{}",
+                                           "null",
+                                           "\"U8\"",
+                                           "\\u",
+                                           "\"shape\""};
   std::mt19937_64 random(42);
   int num_accepted = 0, num_refused = 0;
   for (int round = 0; round < 6000; ++round) {
@@ -223,8 +242,8 @@ TEST_CASE("tensors that contradict themselves are not written", "[engine][safete
   reserved.name = "__metadata__";
   not_utf8.name = "\xff";
   negative.shape = {-1, -2};
-  for (const auto& tensors : std::vector<std::vector<HostTensor>>{
-           {good, good}, {short_one}, {reserved}, {not_utf8}, {negative}}) {
+  for (const auto& tensors :
+       std::vector<std::vector<HostTensor>>{{good, good}, {short_one}, {reserved}, {not_utf8}, {negative}}) {
     CHECK(error_of([&] { encode(tensors); }).code() == ExitCode::kInternal);
   }
 }

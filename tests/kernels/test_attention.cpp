@@ -2,7 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <ostream>
 #include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "tests/kernels/attention_reference.h"
 #include "tests/kernels/op_bounds.h"

@@ -1,6 +1,10 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <ostream>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "kernels/ops/cross_entropy.h"
 #include "tests/kernels/op_bounds.h"

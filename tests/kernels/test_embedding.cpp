@@ -1,5 +1,8 @@
+#include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <ostream>
+#include <string>
+#include <vector>
 
 #include "kernels/ops/embedding.h"
 #include "tests/kernels/op_bounds.h"

@@ -134,8 +134,8 @@ TEST_CASE("gemm over no terms yields zeros, or leaves what it accumulates to", "
     const TestTensor out(*device, dtype, {3, 5}), sum(*device, dtype, {3, 5}, before);
     gemm(*device, {.a = a, .b = b, .out = out});
     gemm(*device, {.a = a, .b = b, .out = sum, .accumulate = true});
-    CHECK(out.host() == std::vector<float>(15, 0.0f));
-    CHECK(sum.host() == before);
+    CHECK((out.host() == std::vector<float>(15, 0.0f)));
+    CHECK((sum.host() == before));
     CHECK((out.guard_intact() && sum.guard_intact()));
   }
 }
@@ -171,8 +171,8 @@ TEST_CASE("gemm gives the same bits on any number of threads and anywhere in mem
                .out = shifted});
   set_num_threads(0);
   CAPTURE(m, n, k);
-  CHECK(parallel.bytes() == serial.bytes());
-  CHECK(parallel.bytes() == shifted.bytes());
+  CHECK((parallel.bytes() == serial.bytes()));
+  CHECK((parallel.bytes() == shifted.bytes()));
 }
 
 TEST_CASE("gemm keeps bad values visible", "[kernels][gemm]") {

@@ -1,6 +1,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <vector>
 
 #include "kernels/ops/grad_norm.h"
 #include "tests/kernels/op_bounds.h"

@@ -154,7 +154,7 @@ TEST_CASE("norm_forward without a branch normalizes the residual", "[kernels][no
   NormForward op = f.op();
   op.branch = {};
   norm_forward(cpu(), op);
-  CHECK(f.residual_out.host() == f.residual.host());
+  CHECK((f.residual_out.host() == f.residual.host()));
 
   const TestTensor zeros(cpu(), DType::kBF16, {5, 24}, std::vector<float>(5 * 24, 0.0f));
   op = same.op();
@@ -214,7 +214,7 @@ TEST_CASE("norm_forward may write over the residual", "[kernels][norm]") {
   NormForward op = in_place.op();
   op.residual_out = in_place.residual;
   norm_forward(cpu(), op);
-  CHECK(in_place.residual.bytes() == apart.residual_out.bytes());
+  CHECK((in_place.residual.bytes() == apart.residual_out.bytes()));
   CHECK((in_place.y.equals(apart.y) && same_bits(*in_place.x, *apart.x)));
   CHECK(in_place.guards_intact());
 }
@@ -241,7 +241,7 @@ TEST_CASE("norm_recompute repeats norm_forward bit for bit", "[kernels][norm]") 
       if (format.scaling == Scaling::kTensor) op.y.scale = op.y_t.scale = f.y.matrix.scale->view();
       norm_recompute(cpu(), op);
       CAPTURE(rows, cols, int(kind), describe(op.x), describe(op.y));
-      CHECK(again.matrix.data.bytes() == f.y.matrix.data.bytes());
+      CHECK((again.matrix.data.bytes() == f.y.matrix.data.bytes()));
       CHECK((format.scaling == Scaling::kNone || again.transposed.data.bytes() == f.y.transposed.data.bytes()));
       CHECK((again.guards_intact() && f.guards_intact()));
 
@@ -250,7 +250,7 @@ TEST_CASE("norm_recompute repeats norm_forward bit for bit", "[kernels][norm]") 
       if (format.scaling == Scaling::kNone) continue;
       op.y_t.data = only_t.transposed.data.view();
       norm_recompute(cpu(), op);
-      CHECK(only_t.transposed.data.bytes() == f.y.transposed.data.bytes());
+      CHECK((only_t.transposed.data.bytes() == f.y.transposed.data.bytes()));
     }
   }
 }
@@ -401,7 +401,7 @@ TEST_CASE("norm_backward without a residual gradient takes it as zero", "[kernel
   op = same.op();
   op.d_residual = zeros;
   norm_backward(cpu(), op);
-  CHECK(b.d_residual_out.bytes() == same.d_residual_out.bytes());
+  CHECK((b.d_residual_out.bytes() == same.d_residual_out.bytes()));
 }
 
 TEST_CASE("norm_backward may write over either gradient it reads", "[kernels][norm]") {
@@ -416,9 +416,9 @@ TEST_CASE("norm_backward may write over either gradient it reads", "[kernels][no
   op = over_y.op();
   op.d_residual_out = over_y.d_y;
   norm_backward(cpu(), op);
-  CHECK(over_residual.d_residual.bytes() == apart.d_residual_out.bytes());
-  CHECK(over_y.d_y.bytes() == apart.d_residual_out.bytes());
-  CHECK(over_y.d_weight.bytes() == apart.d_weight.bytes());
+  CHECK((over_residual.d_residual.bytes() == apart.d_residual_out.bytes()));
+  CHECK((over_y.d_y.bytes() == apart.d_residual_out.bytes()));
+  CHECK((over_y.d_weight.bytes() == apart.d_weight.bytes()));
   CHECK((over_residual.guards_intact() && over_y.guards_intact()));
 }
 
@@ -437,7 +437,7 @@ TEST_CASE("norm_backward quantizes the gradient as it rounded it", "[kernels][no
     op.d_quantized = {};
     op.d_quantized_t = only_t.transposed_view();
     norm_backward(cpu(), op);
-    CHECK(only_t.transposed.data.bytes() == quantized.transposed.data.bytes());
+    CHECK((only_t.transposed.data.bytes() == quantized.transposed.data.bytes()));
     CHECK((quantized.guards_intact() && only_t.guards_intact()));
   }
 }
@@ -455,8 +455,8 @@ TEST_CASE("norm ops give the same bits on any number of threads", "[kernels][nor
   norm_backward(cpu(), serial_b.op());
   set_num_threads(0);
   CHECK((parallel.y.equals(serial.y) && parallel.rstd.bytes() == serial.rstd.bytes()));
-  CHECK(parallel_b.d_residual_out.bytes() == serial_b.d_residual_out.bytes());
-  CHECK(parallel_b.d_weight.bytes() == serial_b.d_weight.bytes());
+  CHECK((parallel_b.d_residual_out.bytes() == serial_b.d_residual_out.bytes()));
+  CHECK((parallel_b.d_weight.bytes() == serial_b.d_weight.bytes()));
 }
 
 TEST_CASE("norm ops keep bad values visible, in their own row", "[kernels][norm]") {
@@ -486,7 +486,7 @@ TEST_CASE("norm ops of nothing do nothing", "[kernels][norm]") {
                  {.kind = f.kind, .x = f.norm_input(), .weight = f.weight_view(), .rstd = f.rstd, .y = f.y.matrix});
   norm_backward(cpu(), b.op());
   CHECK((f.guards_intact() && b.guards_intact()));
-  CHECK(b.d_weight.host() == before);
+  CHECK((b.d_weight.host() == before));
 }
 
 TEST_CASE("norm ops refuse tensors that do not fit, by name", "[kernels][norm]") {

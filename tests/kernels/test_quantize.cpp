@@ -116,7 +116,7 @@ TEST_CASE("quantize gives the nearest codes for the scales of its rule", "[kerne
       if (format.scaling == Scaling::kTensor) view_t.scale = both.scale->view();
       quantize(*device, {.x = tx, .out = both, .out_t = view_t});
       CHECK(same_bits(both, out));
-      CHECK(both_t.data.bytes() == out_t.data.bytes());
+      CHECK((both_t.data.bytes() == out_t.data.bytes()));
     }
   }
 }
@@ -131,9 +131,9 @@ TEST_CASE("quantize converts between plain formats and transposes them", "[kerne
     const TestTensor down_t(*device, DType::kBF16, {kCols, kRows}), up_t(*device, DType::kF32, {kCols, kRows});
     quantize(*device, {.x = tx, .out = down, .out_t = down_t});
     quantize(*device, {.x = down, .out_t = up_t});
-    CHECK(down.host() == rounded);
-    CHECK(down_t.host() == transposed(rounded, kRows, kCols));
-    CHECK(up_t.host() == transposed(rounded, kRows, kCols));
+    CHECK((down.host() == rounded));
+    CHECK((down_t.host() == transposed(rounded, kRows, kCols)));
+    CHECK((up_t.host() == transposed(rounded, kRows, kCols)));
     CHECK((down.guard_intact() && down_t.guard_intact() && up_t.guard_intact()));
   }
 }
@@ -147,7 +147,7 @@ TEST_CASE("quantize decodes fp8, and encodes it anew in another format", "[kerne
       const TestTensor values(*device, DType::kF32, {kRows, kCols});
       quantize(*device, {.x = x, .out = values});
       CAPTURE(describe(x.view()));
-      CHECK(values.host() == x.host());
+      CHECK((values.host() == x.host()));
       CHECK((values.guard_intact() && x.guard_intact()));
 
       const Format other{DType::kE4M3, Scaling::kGroup, 32, DType::kBF16};
@@ -188,8 +188,24 @@ TEST_CASE("quantize moves codes that keep their scale", "[kernels][quantize]") {
     int wrong = 0;
     for (size_t i = 0; i < want.size(); ++i) wrong += decoded[i] != want[i] && !std::isnan(want[i]);
     CHECK(wrong == 0);
-    CHECK(moved_again.bytes() == moved.bytes());
+    CHECK((moved_again.bytes() == moved.bytes()));
   }
+}
+
+TEST_CASE("quantize encodes anew for another format under the same given scale", "[kernels][quantize]") {
+  const TestMatrix x(cpu(), DType::kE4M3, 6, 50, Scaling::kTensor);
+  fill_random_codes(cpu(), x, 9);
+  const TestTensor out(cpu(), DType::kE5M2, {6, 50});
+  quantize(cpu(), {.x = x, .out = ScaledView(out, *x.scale, Scaling::kTensor), .scale_given = true});
+  const float scale = x.scale->host()[0];
+  const auto values = x.host();
+  const auto got = out.bytes();
+  int wrong = 0;
+  for (size_t i = 0; i < values.size(); ++i) {
+    wrong += static_cast<uint8_t>(got[i]) != nearest_code(DType::kE5M2, values[i] * (1.0f / scale));
+  }
+  CHECK(wrong == 0);
+  CHECK(out.guard_intact());
 }
 
 TEST_CASE("quantize takes a given scale as it is", "[kernels][quantize]") {
@@ -217,7 +233,7 @@ TEST_CASE("quantize takes a given scale as it is", "[kernels][quantize]") {
 
     const TestTensor only_t(*device, dtype, {kCols, kRows});
     quantize(*device, {.x = tx, .out_t = ScaledView(only_t, *out.scale, Scaling::kTensor), .scale_given = true});
-    CHECK(only_t.bytes() == out_t.bytes());
+    CHECK((only_t.bytes() == out_t.bytes()));
     CHECK(out_t.guard_intact());
   }
 }

@@ -1,6 +1,8 @@
 #include <cmath>
-#include <memory>
+#include <ostream>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "kernels/ops/quantize.h"
 #include "kernels/ops/rope.h"

@@ -127,7 +127,7 @@ TEST_CASE("swiglu_forward quantizes its product", "[kernels][swiglu]") {
     quantize(cpu(), {.x = plain, .out_t = want_t});
     CAPTURE(describe(product.view()));
     CHECK(same_bits(product, want));
-    CHECK(product_t.data.bytes() == want_t.data.bytes());
+    CHECK((product_t.data.bytes() == want_t.data.bytes()));
     CHECK((format.scaling == Scaling::kTensor || same_bits(product_t, want_t)));
     CHECK((product.guard_intact() && product_t.guard_intact()));
   }
@@ -170,7 +170,7 @@ TEST_CASE("swiglu_backward uses the saved silu wherever silu stands", "[kernels]
   swiglu_backward(
       cpu(),
       {.up_gate = c.up_gate, .silu = saved, .d_product = d_product, .d_up_gate = d_up_gate, .product = again});
-  CHECK(again.bytes() == product.bytes());
+  CHECK((again.bytes() == product.bytes()));
   const auto s = saved.host(), d = d_product.host(), got = d_up_gate.host();
   int wrong = 0;
   for (int64_t i = 0; i < kRows * kWidth; ++i) {
@@ -202,11 +202,11 @@ TEST_CASE("swiglu_backward recomputes the product of swiglu_forward bit for bit"
     swiglu_forward(cpu(), {.up_gate = c.up_gate, .silu = silu, .product = product, .product_t = view_t});
     swiglu_backward(cpu(), {.up_gate = c.up_gate, .silu = silu, .product = again_view, .product_t = again_view_t});
     CAPTURE(rows, width, saves_silu, describe(product.view()));
-    CHECK(again.data.bytes() == product.data.bytes());
-    CHECK(again_t.data.bytes() == product_t.data.bytes());
+    CHECK((again.data.bytes() == product.data.bytes()));
+    CHECK((again_t.data.bytes() == product_t.data.bytes()));
 
     swiglu_backward(cpu(), {.up_gate = c.up_gate, .silu = silu, .product_t = again_view_t});
-    CHECK(again_t.data.bytes() == product_t.data.bytes());
+    CHECK((again_t.data.bytes() == product_t.data.bytes()));
     CHECK((again.guard_intact() && again_t.guard_intact() && product_t.guard_intact()));
   }
 }
@@ -234,7 +234,7 @@ TEST_CASE("swiglu values do not depend on their place in the tensor", "[kernels]
   const TestTensor column(cpu(), DType::kF32, {kWidth, 2}, pairs), column_product(cpu(), DType::kF32, {kWidth, 1});
   swiglu_forward(cpu(), {.up_gate = row, .product = product});
   swiglu_forward(cpu(), {.up_gate = column, .product = column_product});
-  CHECK(product.bytes() == column_product.bytes());
+  CHECK((product.bytes() == column_product.bytes()));
 }
 
 TEST_CASE("swiglu_backward quantizes the gradient", "[kernels][swiglu]") {
@@ -253,7 +253,7 @@ TEST_CASE("swiglu_backward quantizes the gradient", "[kernels][swiglu]") {
     quantize(cpu(), {.x = plain, .out_t = want_t});
     CAPTURE(describe(d.view()));
     CHECK(same_bits(d, want));
-    CHECK(d_t.data.bytes() == want_t.data.bytes());
+    CHECK((d_t.data.bytes() == want_t.data.bytes()));
     CHECK((d.guard_intact() && d_t.guard_intact()));
   }
 }

@@ -44,6 +44,16 @@ Result run(const ModelConfig& config, const PrecisionConfig& precision, int64_t 
   return {m.model.losses(*m.device), m.all_gradients()};
 }
 
+// Of a along b: <a, b> / <b, b>.
+double projection(const std::vector<float>& a, const std::vector<float>& b) {
+  double dot = 0, norm = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    dot += double{a[i]} * b[i];
+    norm += double{b[i]} * b[i];
+  }
+  return dot / norm;
+}
+
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
@@ -59,12 +69,21 @@ TEST_CASE("every recipe's gradients are close to fp32's", "[model][recipes]") {
       const Result result = run(config, precision_recipe(recipe));
       const double error = relative_error(result.gradients, exact.gradients);
       const double loss_error = relative_error(result.losses, exact.losses);
-      CAPTURE(error, loss_error);
-      const bool fp8 = precision_recipe(recipe).has_fp8();
-      // E4M3 and E5M2 round by up to 2^-4 and 2^-3; averaged over a dot product a few per cent are left per layer.
-      CHECK(error < (recipe == Recipe::kFp32 ? 1e-6 : fp8 ? 0.15 : 0.02));
-      CHECK(loss_error < (recipe == Recipe::kFp32 ? 1e-6 : fp8 ? 0.02 : 0.003));
-      if (fp8) CHECK(error > 1e-3);  // it does quantize
+      // A wrong scale or a lost term shows as a length along the exact gradient that is not 1. Noise only turns the
+      // gradient: one of equal length with a relative error of e has 1 - e^2 / 2 along the exact one.
+      const double length = projection(result.gradients, exact.gradients) + error * error / 2;
+      CAPTURE(error, loss_error, length);
+      const PrecisionConfig precision = precision_recipe(recipe);
+      if (recipe == Recipe::kFp32) {
+        CHECK((error == 0 && loss_error == 0));
+      } else if (!precision.has_fp8()) {
+        CHECK((error < 0.02 && loss_error < 0.005 && std::abs(length - 1) < 0.005));
+      } else {
+        // E5M2 rounds with an rms error of 6.5 %; a gradient passes up to four such roundings in each of three blocks,
+        // which add up to 22 % if they are independent. E4M3 is a third of that.
+        CHECK((error < 0.3 && loss_error < 0.05 && std::abs(length - 1) < 0.03));
+        CHECK(error > 1e-3);  // it does quantize
+      }
     }
   }
 }

@@ -116,8 +116,9 @@ TEST_CASE("bf16 gradients stay within bf16 noise of transformers' fp32", "[model
       CAPTURE(parameter);
       const std::vector<float>& expected = fixture.tensors.at("grad/" + parameter);
       const float* got = m.gradients[i].as<float>();
-      // Some ten roundings of 2^-9 each between a loss and a gradient, not all independent.
-      CHECK(relative_error({got, got + expected.size()}, expected) < 0.03);
+      // Roundings of up to 2^-8 each, some twenty of them between tokens and gradient; the fixtures' large random weights
+      // make attention sharp, which multiplies errors of its logits by a few.
+      CHECK(relative_error({got, got + expected.size()}, expected) < 0.06);
     }
   }
 }

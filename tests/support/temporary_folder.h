@@ -10,8 +10,8 @@
 
 namespace parka::test {
 
-// An empty folder of this test alone, removed at the end. In memory where there is such a file system, so that tests
-// which sync many files are quick; TMPDIR overrides that.
+// An empty folder of this test alone, removed at the end. In memory where there is such a file system, so that
+// tests which sync many files are quick; TMPDIR overrides that.
 class TemporaryFolder {
  public:
   TemporaryFolder() {

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
-#include <memory>
+#include <functional>
+#include <vector>
 
 #include "core/parallel.h"
 #include "core/philox.h"

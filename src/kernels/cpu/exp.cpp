@@ -1,6 +1,7 @@
 #include "kernels/cpu/exp.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "kernels/cpu/eigen.h"
 
@@ -13,11 +14,15 @@ void exp_elements(const float* x, int64_t count, float* out) {
   constexpr int64_t kBlock = Block::SizeAtCompileTime;
   int64_t i = 0;
   for (; i + kBlock <= count; i += kBlock) Eigen::Map<Block>(out + i) = Eigen::Map<const Block>(x + i).exp();
-  if (i == count) return;
-  Block tail = Block::Zero();
-  std::copy(x + i, x + count, tail.data());
-  tail = tail.exp().eval();
-  std::copy_n(tail.data(), count - i, out + i);
+  if (i < count) {
+    Block tail = Block::Zero();
+    std::copy(x + i, x + count, tail.data());
+    tail = tail.exp().eval();
+    std::copy_n(tail.data(), count - i, out + i);
+  }
+  // On AVX2 Eigen's exp stops at a subnormal, for -inf too. Such a probability, times a large value, would count,
+  // and products with subnormals are slow.
+  for (i = 0; i < count; ++i) out[i] = out[i] < std::numeric_limits<float>::min() ? 0.0f : out[i];
 }
 
 void sigmoid_elements(const float* x, int64_t count, float* out) {

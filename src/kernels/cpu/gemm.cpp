@@ -84,8 +84,8 @@ struct TileShape {
 };
 
 // Depends on the shape of the output alone, so that the result does not depend on the number of threads. Large
-// tiles spend least on packing operands (9 in 10 of a core's peak); small ones leave work for every core where the
-// output is small, as a weight gradient's often is.
+// tiles pack their operands least often; small ones leave work for every core where the output is small, as that of
+// a weight gradient often is.
 TileShape choose_tile(int64_t rows, int64_t cols) {
   constexpr TileShape kLarge{256, 256}, kSmall{128, 64};
   constexpr int64_t kEnoughTiles = 8;
