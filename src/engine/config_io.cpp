@@ -180,7 +180,8 @@ Config override_config(json root, const std::vector<std::string>& overrides, con
   Config names_only;
   const ConfigTable table = make_config_table(names_only);
   std::set<std::string> overridden;
-  for (const std::string& assignment : overrides) overridden.insert(apply_override(root, table, assignment, source));
+  for (const std::string& assignment : overrides)
+    overridden.insert(apply_override(root, table, assignment, source));
   return ConfigReader(source, std::move(overridden)).read(root);
 }
 

@@ -1,0 +1,117 @@
+"""plan, config, generate and eval from the command line."""
+import glob
+import json
+import os
+import tempfile
+import unittest
+
+from parka_runs import RunFolder, metrics, parka, tiny_config
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
+
+
+def config_files():
+    return sorted(glob.glob(os.path.join(ROOT, "configs", "*.json")))
+
+
+class Plan(unittest.TestCase):
+    def plan(self, name, *arguments):
+        result = parka("plan", os.path.join(ROOT, "configs", name), "--json", *arguments)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return json.loads(result.stdout)
+
+    def test_every_config_is_valid_and_has_a_plan(self):
+        self.assertGreaterEqual(len(config_files()), 10)
+        for path in config_files():
+            with self.subTest(os.path.basename(path)):
+                self.assertEqual(parka("config", "check", path).returncode, 0)
+                plan = self.plan(os.path.basename(path))
+                self.assertEqual(plan["total_bytes"], sum(plan["bytes"].values()))
+
+    def test_sharding_divides_what_its_stage_says(self):
+        one = self.plan("olmo-7b-coat.json", "--gpus", "1")
+        for stage, sharded in [(1, {"optimizer states", "master weights"}),
+                               (2, {"optimizer states", "master weights", "gradients"}),
+                               (3, {"optimizer states", "master weights", "gradients", "weights", "fp8 weights"})]:
+            plan = self.plan("olmo-7b-coat.json", "--gpus", "8", "--set", f"distributed.zero_stage={stage}")
+            for category, size in one["bytes"].items():
+                want = -(-size // 8) if category in sharded else size
+                self.assertEqual(plan["bytes"][category], want, category)
+            self.assertGreater(plan["bytes"]["gradient buckets"], 0)
+
+    def test_the_suggested_change_fits(self):
+        tight = ("--memory-limit", "60", "--set", "training.micro_batch_size=8", "--set", "training.global_batch_size=64")
+        plan = self.plan("llama2-7b-parka.json", *tight)
+        self.assertFalse(plan["fits"])
+        overrides = []
+        for change in plan["change_that_fits"].split(" + "):
+            for assignment in change.split(" (")[0].split(" and "):
+                overrides += ["--set", assignment]
+        self.assertTrue(self.plan("llama2-7b-parka.json", *tight, *overrides)["fits"])
+
+    def test_text_output_says_whether_it_fits(self):
+        result = parka("plan", os.path.join(ROOT, "configs", "olmo-7b-coat.json"), "--gpus", "8")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertRegex(result.stdout, r"(Fits|Does not fit) into 80\.0 GB")
+        self.assertIn("bytes per token and block", result.stdout)
+
+
+class Config(unittest.TestCase):
+    def test_what_show_prints_resolves_to_itself(self):
+        for path in config_files():
+            with self.subTest(os.path.basename(path)):
+                shown = parka("config", "show", path).stdout
+                with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+                    file.write(shown)
+                    file.flush()
+                    again = parka("config", "show", file.name)
+                self.assertEqual(again.stdout, shown, again.stderr)
+
+    def test_schema_is_json_and_reference_is_the_documentation(self):
+        self.assertIn("properties", json.loads(parka("config", "schema").stdout))
+        with open(os.path.join(ROOT, "docs", "config.md"), encoding="utf-8") as file:
+            self.assertEqual(parka("config", "reference").stdout, file.read())
+
+
+class GenerateAndEval(RunFolder):
+    def setUp(self):
+        super().setUp()
+        config = tiny_config(self.folder, "parka")
+        config["model"]["vocab_size"] = 272  # a byte vocabulary
+        self.assert_exit(self.train(config), 0)
+
+    def generate(self, *arguments):
+        result = parka("generate", self.path("run"), *arguments)
+        self.assert_exit(result, 0)
+        return result.stdout
+
+    def test_generate(self):
+        tokens = self.generate("--prompt-tokens", "1,2,3", "--tokens", "20")
+        self.assertEqual(len(tokens.split(",")), 20)
+        self.assertTrue(all(0 <= int(token) < 272 for token in tokens.split(",")))
+        self.assertEqual(tokens, self.generate("--prompt-tokens", "1,2,3", "--tokens", "20"))
+        self.assertNotEqual(tokens, self.generate("--prompt-tokens", "1,2,3", "--tokens", "20", "--seed", "1"))
+        greedy = self.generate("--prompt-tokens", "1,2,3", "--tokens", "20", "--temperature", "0")
+        self.assertEqual(greedy, self.generate("--prompt-tokens", "1,2,3", "--tokens", "20", "--top-k", "1", "--seed", "7"))
+
+    def test_a_longer_greedy_text_starts_with_the_shorter_one(self):
+        # 40 tokens pass the context of 16: the window moves.
+        longer = self.generate("--prompt-tokens", "1,2,3", "--tokens", "40", "--temperature", "0")
+        shorter = self.generate("--prompt-tokens", "1,2,3", "--tokens", "25", "--temperature", "0")
+        self.assertTrue(longer.startswith(shorter.strip() + ","))
+
+    def test_eval_of_every_checkpoint_agrees_with_the_log(self):
+        for record in metrics(self.path("run"), "eval")[1:]:
+            result = parka("eval", self.path(f"run/step_{record['step']:08}"), "--json")
+            self.assert_exit(result, 0)
+            self.assertEqual(json.loads(result.stdout)["loss"], record["loss"])
+
+    def test_eval_in_bf16_is_close_but_not_the_same(self):
+        same = json.loads(parka("eval", self.path("run"), "--json").stdout)["loss"]
+        plain = json.loads(parka("eval", self.path("run"), "--json", "--set", "precision.eval=bf16").stdout)["loss"]
+        self.assertNotEqual(same, plain)
+        self.assertLess(abs(same - plain), 0.05)
+
+
+if __name__ == "__main__":
+    unittest.main()

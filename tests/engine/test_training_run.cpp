@@ -1,0 +1,190 @@
+#include "engine/training_run.h"
+
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include "core/philox.h"
+#include "engine/config_io.h"
+#include "engine/evaluation.h"
+#include "engine/progress.h"
+#include "kernels/ops/cross_entropy.h"
+#include "tests/support/catch.h"
+#include "tests/support/temporary_folder.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+constexpr int64_t kSequence = 16;
+
+void write_tokens(const std::string& path, int64_t count) {
+  std::ofstream file(path, std::ios::binary);
+  for (int64_t i = 0; i < count; ++i) {
+    const auto token = static_cast<uint16_t>(philox4x32(1, 2, static_cast<uint64_t>(i))[0] % 64);
+    file.write(reinterpret_cast<const char*>(&token), sizeof(token));
+  }
+}
+
+Config tiny_config(const std::string& folder, const std::string& recipe) {
+  write_tokens(folder + "/train.npy", 40 * kSequence);
+  return parse_config(
+      {{"model", {{"vocab_size", 64}, {"d_model", 32}, {"num_layers", 2}, {"num_heads", 2}, {"d_ffn", 64}}},
+       {"precision", {{"recipe", recipe}}},
+       {"optimizer", {{"lr", 3e-3}, {"schedule", {{"kind", "constant"}}}}},
+       {"data", {{"train", {folder + "/train.npy"}}, {"sequence_length", kSequence}}},
+       {"training", {{"steps", 10}, {"global_batch_size", 4}, {"micro_batch_size", 2}}},
+       {"checkpoint", {{"folder", folder + "/run"}}}},
+      "test");
+}
+
+// Saves a run's state after `damage` has changed it, and loads the checkpoint.
+LoadedCheckpoint saved(const TrainingRun& run, const std::string& folder,
+                       const std::function<void(CheckpointContents&)>& damage) {
+  CheckpointContents contents = run.snapshot();
+  damage(contents);
+  save_checkpoint(folder, contents, {});
+  return load_checkpoint(list_checkpoints(folder).front().path);
+}
+
+HostTensor& tensor_named(CheckpointContents& contents, const std::string& name) {
+  for (HostTensor& tensor : contents.tensors) {
+    if (tensor.name == name) return tensor;
+  }
+  throw_internal("no tensor {}", name);
+}
+
+std::string refusal(TrainingRun& run, const LoadedCheckpoint& checkpoint) {
+  try {
+    run.restore(checkpoint);
+  } catch (const Error& error) {
+    CHECK(error.code() == ExitCode::kBadInput);
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("a checkpoint with NaN or infinite values is refused by name", "[engine][training_run]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  const Config config = tiny_config(folder.path().string(), "coat");
+  TrainingRun run(config, *device);
+  run.initialize();
+  run.step();
+  const struct {
+    const char* name;
+    std::vector<uint8_t> value;  // of element 0, little-endian
+  } cases[] = {{"embedding.master", {0x00, 0x00, 0xc0, 0x7f}},           // NaN
+               {"embedding", {0x80, 0x7f}},                              // infinity
+               {"blocks.1.down.exp_avg", {0x7f}},                        // NaN code
+               {"blocks.0.qkv.exp_avg_sq.amax", {0x00, 0x00, 0x80, 0x7f}}};
+  int index = 0;
+  for (const auto& c : cases) {
+    CAPTURE(c.name);
+    const LoadedCheckpoint checkpoint = saved(run, folder.path().string() + "/bad" + std::to_string(index++), [&](auto& contents) {
+      std::memcpy(tensor_named(contents, c.name).bytes.data(), c.value.data(), c.value.size());
+    });
+    TrainingRun other(config, *device);
+    const std::string message = refusal(other, checkpoint);
+    CHECK(message.find(c.name) != std::string::npos);
+    CHECK(message.find("NaN") != std::string::npos);
+  }
+}
+
+TEST_CASE("a checkpoint whose tensors do not fit is refused by name", "[engine][training_run]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  const Config config = tiny_config(folder.path().string(), "bf16");
+  TrainingRun run(config, *device);
+  run.initialize();
+  const auto refused = [&](const std::string& name, const std::function<void(CheckpointContents&)>& damage) {
+    TrainingRun other(config, *device);
+    return refusal(other, saved(run, folder.path().string() + "/" + name, damage)).find("embedding.exp_avg") != std::string::npos;
+  };
+  CHECK(refused("renamed", [](auto& c) { tensor_named(c, "embedding.exp_avg").name = "embedding.exp_avg_"; }));
+  CHECK(refused("missing", [](auto& c) { std::erase_if(c.tensors, [](const auto& t) { return t.name == "embedding.exp_avg"; }); }));
+  CHECK(refused("other_type", [](auto& c) { tensor_named(c, "embedding.exp_avg").dtype = DType::kI32; }));
+  CHECK(refused("other_shape", [](auto& c) {
+    HostTensor& t = tensor_named(c, "embedding.exp_avg");
+    t.shape = {2, static_cast<int64_t>(t.bytes.size() / 8)};
+  }));
+}
+
+TEST_CASE("a restored run takes the same steps as the one that was saved", "[engine][training_run]") {
+  for (const char* recipe : {"fp32", "coat", "parka"}) {
+    CAPTURE(recipe);
+    const TemporaryFolder folder;
+    const auto device = make_cpu_device();
+    const Config config = tiny_config(folder.path().string(), recipe);
+    TrainingRun run(config, *device);
+    run.initialize();
+    for (int i = 0; i < 3; ++i) run.step();
+    const LoadedCheckpoint checkpoint = saved(run, folder.path().string() + "/run", [](auto&) {});
+    TrainingRun restored(config, *device);
+    restored.restore(checkpoint);
+    CHECK(restored.completed_steps() == 3);
+    bool same = true;
+    for (int i = 0; i < 12; ++i) {  // over an epoch border: 40 sequences are 10 steps
+      const StepReport a = run.step(), b = restored.step();
+      same = same && a.step == b.step && a.loss == b.loss && a.grad_norm == b.grad_norm && a.applied && a.data == b.data;
+    }
+    CHECK(same);
+  }
+}
+
+TEST_CASE("training lowers the loss on data that it sees again", "[engine][training_run]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  for (const char* recipe : {"fp32", "bf16", "fp8_linear", "fp8_block", "coat", "parka"}) {
+    CAPTURE(recipe);
+    TrainingRun run(tiny_config(folder.path().string(), recipe), *device);
+    run.initialize();
+    double first = run.step().loss, last = 0;
+    for (int i = 0; i < 60; ++i) last = run.step().loss;
+    CHECK(first > 4.0);  // ln 64 = 4.16
+    CHECK(last < 3.5);
+  }
+}
+
+TEST_CASE("targets are the next tokens and end with the sequence", "[engine]") {
+  CHECK(next_token_targets({1, 2, 3, 4, 5, 6}, 3) == std::vector<int32_t>{2, 3, kIgnoreTarget, 5, 6, kIgnoreTarget});
+  CHECK(next_token_targets({7}, 1) == std::vector<int32_t>{kIgnoreTarget});
+}
+
+TEST_CASE("FLOP per token follow the documented formula", "[engine]") {
+  ModelConfig olmo_1b;  // the defaults
+  const ParameterTable table = make_parameter_table(olmo_1b, false);
+  CHECK(flop_per_token(olmo_1b, table, 2048) == 6.0 * 1'176'764'416 + 6.0 * 16 * 2048 * 2048);
+}
+
+TEST_CASE("numbers in progress lines are readable", "[engine][progress]") {
+  CHECK(format_count(999) == "999");
+  CHECK(format_count(1234) == "1.23k");
+  CHECK(format_count(999'600) == "1M");
+  CHECK(format_count(4.2e9) == "4.2B");
+  CHECK(format_duration(59.4) == "59s");
+  CHECK(format_duration(61) == "1m01s");
+  CHECK(format_duration(3600 * 47 + 60) == "47h01m");
+  CHECK(format_duration(86400 * 3) == "3d00h");
+}
+
+TEST_CASE("progress lines count the steps since the previous line", "[engine][progress]") {
+  Progress progress(100, 1000);
+  StepReport report;
+  report.loss = 2.5;
+  for (int64_t step = 1; step <= 10; ++step) {
+    report.step = step;
+    report.seconds = 0.5;
+    progress.add(report);
+  }
+  const std::string line = progress.take_line();
+  CHECK(line.find("step  10/100") != std::string::npos);
+  CHECK(line.find("tokens 10k") != std::string::npos);
+  CHECK(line.find("loss 2.5000") != std::string::npos);
+  CHECK(line.find("2k tok/s") != std::string::npos);
+  CHECK(line.find("ETA 45s") != std::string::npos);
+}
