@@ -10,12 +10,14 @@ case "${1:-}" in
   --check) mode=(--dry-run --Werror) ;;
   *) echo "usage: scripts/format.sh [--check]" >&2; exit 2 ;;
 esac
-if ! command -v clang-format >/dev/null; then
-  echo "format.sh: clang-format is missing: apt install clang-format" >&2
-  exit 2
+# Formatting depends on the version, so it is the one of requirements-dev.txt, not the system's.
+formatter=.venv/bin/clang-format
+if [ ! -x "$formatter" ]; then
+  scripts/setup.sh
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r scripts/requirements-dev.txt
 fi
 
 # `git ls-files` also names files that were deleted but not yet committed.
 git ls-files -z --cached --others --exclude-standard -- '*.h' '*.cpp' '*.cu' '*.cuh' |
   while IFS= read -r -d '' file; do if [[ -f "$file" ]]; then printf '%s\0' "$file"; fi; done |
-  xargs -0 -r -n 16 -P "$(nproc)" clang-format "${mode[@]}" || exit 1
+  xargs -0 -r -n 16 -P "$(nproc)" "$formatter" "${mode[@]}" || exit 1

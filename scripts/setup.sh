@@ -26,8 +26,8 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 
 # The distribution's python3, whatever else is first on PATH: it is the one that python3-venv was installed for.
-if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c 'import numpy, matplotlib' 2>/dev/null; then
-  echo "setup.sh: making .venv with numpy and matplotlib"
+if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c 'import numpy, matplotlib, tokenizers' 2>/dev/null; then
+  echo "setup.sh: making .venv for the Python scripts"
   /usr/bin/python3 -m venv .venv
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -r scripts/requirements.txt
 fi

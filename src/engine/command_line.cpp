@@ -51,7 +51,7 @@ void add_eval(CLI::App& app, EvalOptions& options) {
   command.add_option("--set", options.overrides, "Override a key of the checkpoint's config, e.g. precision.eval=bf16")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
-  command.add_option("--max-sequences", options.max_sequences, "Sequences to evaluate; 0 is all")->check(CLI::NonNegativeNumber);
+  command.add_option("--max-sequences", options.max_sequences, "Sequences to evaluate, spread evenly over the files; 0 is all")->check(CLI::NonNegativeNumber);
   command.add_flag("--json", options.json, "Print JSON");
 }
 

@@ -18,7 +18,7 @@ struct EvaluationResult {
   int64_t num_sequences = 0;
 };
 
-// Mean loss over the first `max_sequences` sequences of `files` (0: all), `micro_batch` at a time.
+// Mean loss over `max_sequences` sequences spread evenly over `files` (0: all of them), `micro_batch` at a time.
 EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& files, int64_t micro_batch,
                                int64_t max_sequences);
 

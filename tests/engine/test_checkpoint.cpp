@@ -353,6 +353,16 @@ TEST_CASE("saving a step again replaces it", "[engine][checkpoint]") {
   CHECK(same(*read_newest(run).contents, small_contents(20, 1)));
 }
 
+TEST_CASE("a displaced checkpoint without a successor gets its name back at the next save", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  const std::string run = folder / "run";
+  for (const int64_t step : {10, 20}) save_checkpoint(run, small_contents(step), kKeepAll);
+  fs::rename(run + "/step_00000020", run + "/step_00000020.old");
+  save_checkpoint(run, small_contents(30), {.keep = 2});
+  CHECK(names_in(run) == std::set<std::string>{"step_00000020", "step_00000030"});
+  CHECK(same(read_contents(load_checkpoint(run + "/step_00000020")), small_contents(20)));
+}
+
 TEST_CASE("a displaced checkpoint is loaded where its successor is missing or damaged", "[engine][checkpoint]") {
   const TemporaryFolder folder;
   const std::string run = folder / "run";

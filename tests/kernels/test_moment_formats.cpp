@@ -31,14 +31,19 @@ TEST_CASE("range_expansion_exponent is floor(16 log2(R) / log2(amax / amin)) wit
       {1.0f, 0.5f, DType::kE4M3, 255},   // 265 without the clamp
       {4.0f, 1.0f, DType::kE4M3, 132},   // 16 * 16.6147 / 2
       {316.0f, 1.0f, DType::kE4M3, 32},  // 316^2 is just below R = 100352
-      {317.0f, 1.0f, DType::kE4M3, 31},        {100352.0f, 1.0f, DType::kE4M3, 16},  // exactly R
-      {94000.0f, 1.0f, DType::kE4M3, 16},      {1e6f, 1.0f, DType::kE4M3, 16},  // wider than R: never below k = 1
-      {3e38f, 1e-45f, DType::kE4M3, 16},                                        // the ratio is beyond fp32
-      {1.0f, 0.99999994f, DType::kE4M3, 255},                                   // one unit in the last place apart
-      {7.0f, 7.0f, DType::kE4M3, 16},          {0.0f, 0.0f, DType::kE4M3, 16},
+      {317.0f, 1.0f, DType::kE4M3, 31},
+      {100352.0f, 1.0f, DType::kE4M3, 16},  // exactly R
+      {94000.0f, 1.0f, DType::kE4M3, 16},
+      {1e6f, 1.0f, DType::kE4M3, 16},                 // wider than R: never below k = 1
+      {3e38f, 1e-45f, DType::kE4M3, 16},              // the ratio is beyond fp32
+      {1.0f, 0.99999994f, DType::kE4M3, 255},         // one unit in the last place apart
+      {1.0491395f, 0.506443739f, DType::kE4M3, 253},  // 253.000008, but 252 from the fp32 ratio
+      {7.0f, 7.0f, DType::kE4M3, 16},
+      {0.0f, 0.0f, DType::kE4M3, 16},
       {0x1p15f, 1.0f, DType::kE5M2, 32},        // R = 1.75 * 2^30: 32.86
       {1879048192.0f, 1.0f, DType::kE5M2, 16},  // exactly R
-      {0x1p2f, 1.0f, DType::kE5M2, 246},       {3e38f, 1e-45f, DType::kE5M2, 16},
+      {0x1p2f, 1.0f, DType::kE5M2, 246},
+      {3e38f, 1e-45f, DType::kE5M2, 16},
   };
   std::vector<int> got, want;
   for (const Case& c : cases) {

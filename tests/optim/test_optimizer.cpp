@@ -273,7 +273,7 @@ TEST_CASE("step follows AdamW in double: clipping, decay of decayed parameters o
   CHECK(wrong_norms == 0);
 }
 
-TEST_CASE("clip_limit has the step's own limit; 0 switches clipping off", "[optim][optimizer]") {
+TEST_CASE("clip_limit is the limit of the step itself, and 0 switches clipping off", "[optim][optimizer]") {
   OptimizerConfig config;
   config.clip_norm = 0.5;
   config.clip_warmup_steps = 1000;

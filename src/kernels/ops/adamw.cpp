@@ -72,7 +72,8 @@ uint8_t range_expansion_exponent(float amax, float amin, DType format) {
   const Float8Traits& traits = float8_traits(format);
   const double max = traits.max;
   const double range = format == DType::kE4M3 ? max * max / 2 : max / traits.min_subnormal / 2;
-  const double group_range = std::log2(double{amax} / amin);  // in double: fp32 would overflow or round to 1
+  // A ratio rounded to fp32 would fall on the other side of an integer now and then.
+  const double group_range = std::log2(double{amax} / amin);
   return static_cast<uint8_t>(std::clamp(std::floor(16 * std::log2(range) / group_range), 16.0, 255.0));
 }
 
