@@ -23,12 +23,19 @@ inline constexpr DType dtype_of = [] {
   static_assert(sizeof(T) == 0, "no DType for this C++ type");
   return DType::kU8;
 }();
-template <> inline constexpr DType dtype_of<float> = DType::kF32;
-template <> inline constexpr DType dtype_of<BFloat16> = DType::kBF16;
-template <> inline constexpr DType dtype_of<Float8E4M3> = DType::kE4M3;
-template <> inline constexpr DType dtype_of<Float8E5M2> = DType::kE5M2;
-template <> inline constexpr DType dtype_of<int32_t> = DType::kI32;
-template <> inline constexpr DType dtype_of<uint16_t> = DType::kU16;
-template <> inline constexpr DType dtype_of<uint8_t> = DType::kU8;
+template <>
+inline constexpr DType dtype_of<float> = DType::kF32;
+template <>
+inline constexpr DType dtype_of<BFloat16> = DType::kBF16;
+template <>
+inline constexpr DType dtype_of<Float8E4M3> = DType::kE4M3;
+template <>
+inline constexpr DType dtype_of<Float8E5M2> = DType::kE5M2;
+template <>
+inline constexpr DType dtype_of<int32_t> = DType::kI32;
+template <>
+inline constexpr DType dtype_of<uint16_t> = DType::kU16;
+template <>
+inline constexpr DType dtype_of<uint8_t> = DType::kU8;
 
 }  // namespace parka

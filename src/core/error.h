@@ -47,8 +47,7 @@ template <typename... Args>
 }  // namespace parka
 
 // Contract check that stays on in release builds. A macro only to capture the text.
-#define PARKA_REQUIRE(condition)                                                      \
-  do {                                                                                \
-    if (!(condition))                                                                 \
-      ::parka::throw_internal("{}:{}: requires {}", __FILE__, __LINE__, #condition);  \
+#define PARKA_REQUIRE(condition)                                                                     \
+  do {                                                                                               \
+    if (!(condition)) ::parka::throw_internal("{}:{}: requires {}", __FILE__, __LINE__, #condition); \
   } while (false)

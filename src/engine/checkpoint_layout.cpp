@@ -115,7 +115,7 @@ std::string encode_manifest(const Manifest& manifest) {
     throw_internal("the state of a checkpoint holds text that is not UTF-8");
   }
   body.resize(body.size() - std::string_view("\n}").size());  // the seal closes the object
-  const std::string content = body + seal(body);
+  std::string content = body + seal(body);
   // What cannot be read back must not take the place of what can: too deep, too long.
   try {
     PARKA_REQUIRE(static_cast<int64_t>(content.size()) <= kMaxManifestBytes);

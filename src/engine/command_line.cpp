@@ -28,10 +28,13 @@ void add_train(CLI::App& app, TrainOptions& options, std::string& drill) {
   CLI::App& command = *app.add_subcommand(
       "train", "Train a model. Resumes from the newest good checkpoint in checkpoint.folder if there is one.");
   add_config_options(command, options.config_path, options.overrides);
-  command.add_flag("--fresh", options.fresh, "Fail instead of resuming when checkpoint.folder already has checkpoints");
-  command.add_option("--drill-kill-in-save", drill,
-                     "Fault drill: SIGKILL this process at the POINT-th file operation of saving step STEP, to prove that "
-                     "the run survives it (docs/testing.md)")
+  command.add_flag("--fresh", options.fresh,
+                   "Fail instead of resuming when checkpoint.folder already has checkpoints");
+  command
+      .add_option(
+          "--drill-kill-in-save", drill,
+          "Fault drill: SIGKILL this process at the POINT-th file operation of saving step STEP, to prove that "
+          "the run survives it (docs/testing.md)")
       ->type_name("STEP:POINT");
 }
 
@@ -40,34 +43,47 @@ void add_plan(CLI::App& app, PlanOptions& options) {
       "plan", "Print the memory a run needs on each GPU, without a GPU, and what would make it fit.");
   add_config_options(command, options.config_path, options.overrides);
   command.add_option("--gpus", options.num_gpus, "Number of GPUs")->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
-  command.add_option("--memory-limit", options.memory_limit_gb, "Memory of one GPU in GB (1e9 bytes)")->check(CLI::PositiveNumber);
+  command.add_option("--memory-limit", options.memory_limit_gb, "Memory of one GPU in GB (1e9 bytes)")
+      ->check(CLI::PositiveNumber);
   command.add_flag("--json", options.json, "Print JSON");
 }
 
 void add_eval(CLI::App& app, EvalOptions& options) {
   CLI::App& command = *app.add_subcommand("eval", "Mean loss and perplexity of a checkpoint on token files.");
-  command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder for its newest one")->required();
+  command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder for its newest one")
+      ->required();
   command.add_option("--data", options.data, "Token files; without it the config's data.eval");
-  command.add_option("--set", options.overrides, "Override a key of the checkpoint's config, e.g. precision.eval=bf16")
+  command
+      .add_option("--set", options.overrides, "Override a key of the checkpoint's config, e.g. precision.eval=bf16")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
-  command.add_option("--max-sequences", options.max_sequences, "Sequences to evaluate, spread evenly over the files; 0 is all")->check(CLI::NonNegativeNumber);
+  command
+      .add_option("--max-sequences", options.max_sequences,
+                  "Sequences to evaluate, spread evenly over the files; 0 is all")
+      ->check(CLI::NonNegativeNumber);
   command.add_flag("--json", options.json, "Print JSON");
 }
 
 void add_generate(CLI::App& app, GenerateOptions& options) {
   CLI::App& command = *app.add_subcommand("generate", "Sample a continuation of a prompt from a checkpoint.");
-  command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder for its newest one")->required();
+  command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder for its newest one")
+      ->required();
   command.add_option("--prompt", options.prompt, "Prompt text, for models trained on bytes");
-  command.add_option("--prompt-tokens", options.prompt_tokens, "Prompt as comma-separated token ids, for any model")->delimiter(',');
+  command
+      .add_option("--prompt-tokens", options.prompt_tokens, "Prompt as comma-separated token ids, for any model")
+      ->delimiter(',');
   command.add_option("--tokens", options.num_tokens, "Tokens to generate")->check(CLI::NonNegativeNumber);
-  command.add_option("--temperature", options.temperature, "Divides the logits; 0 always takes the likeliest token")->check(CLI::NonNegativeNumber);
-  command.add_option("--top-k", options.top_k, "Sample among the k likeliest tokens; 0 is all")->check(CLI::NonNegativeNumber);
+  command
+      .add_option("--temperature", options.temperature, "Divides the logits; 0 always takes the likeliest token")
+      ->check(CLI::NonNegativeNumber);
+  command.add_option("--top-k", options.top_k, "Sample among the k likeliest tokens; 0 is all")
+      ->check(CLI::NonNegativeNumber);
   command.add_option("--seed", options.seed, "Seed of the sampling")->check(CLI::NonNegativeNumber);
 }
 
 void add_config(CLI::App& app, ConfigOptions& options) {
-  CLI::App& command = *app.add_subcommand("config", "Check a config, print it resolved, or print all there is to set.");
+  CLI::App& command =
+      *app.add_subcommand("config", "Check a config, print it resolved, or print all there is to set.");
   command.require_subcommand(1);
   using Action = ConfigOptions::Action;
   const auto add = [&](const char* name, const char* help, Action action, bool takes_config) {
@@ -94,7 +110,8 @@ void parse_drill(const std::string& text, TrainOptions& options) {
 }
 
 int parse_and_run(int argc, char** argv) {
-  CLI::App app("Parka trains OLMo- and Llama-style language models with FP8 optimizer states and activations.", "parka");
+  CLI::App app("Parka trains OLMo- and Llama-style language models with FP8 optimizer states and activations.",
+               "parka");
   app.set_version_flag("--version", "parka " PARKA_VERSION);
   app.require_subcommand(0, 1);  // with (1, 1) a misspelt command would be told only that one is required
   app.footer(kFooter);
@@ -115,7 +132,8 @@ int parse_and_run(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) return app.exit(error);  // --help, --version
+    if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success))
+      return app.exit(error);  // --help, --version
     throw_bad_input("command line: {}; see parka --help", error.what());
   }
   if (app.get_subcommands().empty()) throw_bad_input("command line: no subcommand was given; see parka --help");

@@ -10,9 +10,9 @@ namespace parka {
 struct TrainOptions {
   std::string config_path;
   std::vector<std::string> overrides;
-  bool fresh = false;                // refuse to start where checkpoints exist
-  int64_t drill_step = 0;            // fault drill: SIGKILL while the checkpoint of this step is written...
-  int64_t drill_point = 0;           // ...at this file-system operation, counted from 1; see docs/testing.md
+  bool fresh = false;       // refuse to start where checkpoints exist
+  int64_t drill_step = 0;   // fault drill: SIGKILL while the checkpoint of this step is written...
+  int64_t drill_point = 0;  // ...at this file-system operation, counted from 1; see docs/testing.md
 };
 int run_train(const TrainOptions& options);
 
@@ -26,8 +26,8 @@ struct PlanOptions {
 int run_plan(const PlanOptions& options);
 
 struct EvalOptions {
-  std::string checkpoint;          // a checkpoint, or a run folder: its newest
-  std::vector<std::string> data;   // token files; empty: the config's data.eval
+  std::string checkpoint;         // a checkpoint, or a run folder: its newest
+  std::vector<std::string> data;  // token files; empty: the config's data.eval
   std::vector<std::string> overrides;
   int64_t max_sequences = 0;
   bool json = false;

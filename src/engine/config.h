@@ -67,7 +67,8 @@ struct TrainingConfig {
           RealRange{});
     visit("eval_interval", eval_interval, "Evaluate every so many steps, and at the end; 0 is never",
           IntegerRange{});
-    visit("eval_sequences", eval_sequences, "Held-out sequences per evaluation, spread evenly over the files; 0 is all", IntegerRange{});
+    visit("eval_sequences", eval_sequences,
+          "Held-out sequences per evaluation, spread evenly over the files; 0 is all", IntegerRange{});
     visit("non_finite", non_finite, "NaN or Inf in loss or gradients: stop (exit code 3), or skip the step");
     visit("max_skipped_steps", max_skipped_steps, "With non_finite = skip: stop after this many skips in a row",
           IntegerRange{1});

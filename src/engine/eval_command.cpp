@@ -18,17 +18,22 @@ int run_eval(const EvalOptions& options) {
   const int64_t micro_batch = checkpoint.state().at("config").at("training").at("micro_batch_size").get<int64_t>();
   InferenceRun run(*device, checkpoint, overrides, micro_batch);
   const DataConfig& data = run.config().data;
-  if (data.eval.empty()) throw_bad_input("{}: its config names no held-out files; give some with --data", checkpoint.path());
+  if (data.eval.empty())
+    throw_bad_input("{}: its config names no held-out files; give some with --data", checkpoint.path());
   const TokenFiles files(data.eval, data.token_dtype, data.sequence_length, run.config().model.vocab_size);
   const EvaluationResult result = evaluate_loss(*device, run.model(), files, micro_batch, options.max_sequences);
   if (options.json) {
-    const nlohmann::ordered_json line = {{"checkpoint", checkpoint.path()}, {"step", checkpoint.step()},
-                                         {"data", data.eval},              {"loss", result.loss},
-                                         {"perplexity", std::exp(result.loss)}, {"num_targets", result.num_targets}};
+    const nlohmann::ordered_json line = {{"checkpoint", checkpoint.path()},
+                                         {"step", checkpoint.step()},
+                                         {"data", data.eval},
+                                         {"loss", result.loss},
+                                         {"perplexity", std::exp(result.loss)},
+                                         {"num_targets", result.num_targets}};
     std::printf("%s\n", line.dump().c_str());
   } else {
-    std::printf("%s\nloss        %.6f nats/token\nperplexity  %.4f\ntargets     %lld in %lld sequences\n", checkpoint.path().c_str(),
-                result.loss, std::exp(result.loss), static_cast<long long>(result.num_targets), static_cast<long long>(result.num_sequences));
+    std::printf("%s\nloss        %.6f nats/token\nperplexity  %.4f\ntargets     %lld in %lld sequences\n",
+                checkpoint.path().c_str(), result.loss, std::exp(result.loss),
+                static_cast<long long>(result.num_targets), static_cast<long long>(result.num_sequences));
   }
   return 0;
 }

@@ -24,7 +24,8 @@ EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& f
   for (int64_t begin = 0; begin < result.num_sequences; begin += micro_batch) {
     const int64_t count = std::min(micro_batch, result.num_sequences - begin);
     std::vector<int32_t> tokens(static_cast<size_t>(count * S));
-    for (int64_t i = 0; i < count; ++i) files.read((begin + i) * total / result.num_sequences, tokens.data() + i * S);
+    for (int64_t i = 0; i < count; ++i)
+      files.read((begin + i) * total / result.num_sequences, tokens.data() + i * S);
     const std::vector<int32_t> targets = next_token_targets(tokens, S);
     model.evaluate(device, {tokens.data(), targets.data(), {count, S}});
     for (float loss : model.losses(device)) sum += loss;

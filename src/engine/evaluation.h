@@ -8,8 +8,8 @@
 
 namespace parka {
 
-// Next-token targets of `sequences` rows of `tokens` [sequences, S]: targets[s, i] = tokens[s, i + 1], and kIgnoreTarget
-// at the last position, whose next token is not in the sequence.
+// Next-token targets of `sequences` rows of `tokens` [sequences, S]: targets[s, i] = tokens[s, i + 1], and
+// kIgnoreTarget at the last position, whose next token is not in the sequence.
 std::vector<int32_t> next_token_targets(const std::vector<int32_t>& tokens, int64_t sequence_length);
 
 struct EvaluationResult {

@@ -12,11 +12,15 @@
 #include <unistd.h>
 
 // GCC 12's AVX-512 intrinsics warn of their own deliberately undefined registers.
+#ifndef __clang__
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #define XXH_INLINE_ALL
 #include <xxhash.h>
+#ifndef __clang__
 #pragma GCC diagnostic pop
+#endif
 
 #include "core/error.h"
 

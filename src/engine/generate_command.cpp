@@ -19,7 +19,9 @@ constexpr int64_t kMaxByteVocabulary = 1024;  // more rows than that are another
 int32_t sample(const std::vector<float>& logits, const GenerateOptions& options, uint64_t index) {
   std::vector<int32_t> order(logits.size());
   std::iota(order.begin(), order.end(), 0);
-  const auto likelier = [&](int32_t a, int32_t b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; };
+  const auto likelier = [&](int32_t a, int32_t b) {
+    return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
+  };
   const size_t k = options.top_k > 0 ? std::min(static_cast<size_t>(options.top_k), order.size()) : order.size();
   std::partial_sort(order.begin(), order.begin() + static_cast<int64_t>(k), order.end(), likelier);
   if (options.temperature == 0) return order.front();
@@ -38,12 +40,14 @@ int32_t sample(const std::vector<float>& logits, const GenerateOptions& options,
 }
 
 std::vector<int32_t> prompt_of(const GenerateOptions& options, const Config& config) {
-  if (!options.prompt.empty() && !options.prompt_tokens.empty()) throw_bad_input("give --prompt or --prompt-tokens, not both");
+  if (!options.prompt.empty() && !options.prompt_tokens.empty())
+    throw_bad_input("give --prompt or --prompt-tokens, not both");
   std::vector<int32_t> prompt = options.prompt_tokens;
   if (prompt.empty()) {
     if (config.model.vocab_size <= kEndOfDocument || config.model.vocab_size > kMaxByteVocabulary) {
-      throw_bad_input("--prompt is for models trained on bytes, and this one's vocabulary is {}; give --prompt-tokens instead",
-                      config.model.vocab_size);
+      throw_bad_input(
+          "--prompt is for models trained on bytes, and this one's vocabulary is {}; give --prompt-tokens instead",
+          config.model.vocab_size);
     }
     for (unsigned char byte : options.prompt) prompt.push_back(byte);
   }
@@ -71,7 +75,8 @@ int run_generate(const GenerateOptions& options) {
     const int64_t context = std::min<int64_t>(max_context, static_cast<int64_t>(tokens.size()));
     const int32_t* first = tokens.data() + static_cast<int64_t>(tokens.size()) - context;
     const std::vector<int32_t> targets(static_cast<size_t>(context), kIgnoreTarget);
-    const std::vector<float> logits = run.model().logits(*device, {first, targets.data(), {1, context}}, context - 1, 1);
+    const std::vector<float> logits =
+        run.model().logits(*device, {first, targets.data(), {1, context}}, context - 1, 1);
     const int32_t token = sample(logits, options, static_cast<uint64_t>(i));
     tokens.push_back(token);
     if (as_text) {

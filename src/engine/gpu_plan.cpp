@@ -45,24 +45,29 @@ bool assign(T& target, T value) {
 std::vector<Change> possible_changes(const Config& config, int64_t num_gpus) {
   std::vector<Change> changes;
   if (config.optimizer.master == MasterForm::kFp32) {
-    changes.push_back({"optimizer.master=fp32_split (same bits)", [](Config& c) { return assign(c.optimizer.master, MasterForm::kFp32Split); }});
+    changes.push_back({"optimizer.master=fp32_split (same bits)",
+                       [](Config& c) { return assign(c.optimizer.master, MasterForm::kFp32Split); }});
   }
-  changes.push_back({"precision.save_norm_output=false and precision.save_product=false (same bits)", [](Config& c) {
-                       const bool norm = assign(c.precision.save_norm_output, false);
-                       return assign(c.precision.save_product, false) || norm;
-                     }});
+  changes.push_back(
+      {"precision.save_norm_output=false and precision.save_product=false (same bits)", [](Config& c) {
+         const bool norm = assign(c.precision.save_norm_output, false);
+         return assign(c.precision.save_product, false) || norm;
+       }});
   changes.push_back({"precision.recompute=block (same bits, about a third more forward work)",
                      [](Config& c) { return assign(c.precision.recompute, Recompute::kBlock); }});
   if (num_gpus > 1) {
     for (int64_t stage = config.distributed.zero_stage + 1; stage <= 3; ++stage) {
-      changes.push_back({"distributed.zero_stage=" + std::to_string(stage), [stage](Config& c) { return assign(c.distributed.zero_stage, stage); }, true});
+      changes.push_back({"distributed.zero_stage=" + std::to_string(stage),
+                         [stage](Config& c) { return assign(c.distributed.zero_stage, stage); }, true});
     }
   }
   for (int64_t micro = config.training.micro_batch_size / 2; micro >= 1; micro /= 2) {
     if (config.training.global_batch_size % micro != 0) continue;
-    changes.push_back({"training.micro_batch_size=" + std::to_string(micro), [micro](Config& c) { return assign(c.training.micro_batch_size, micro); }, true});
+    changes.push_back({"training.micro_batch_size=" + std::to_string(micro),
+                       [micro](Config& c) { return assign(c.training.micro_batch_size, micro); }, true});
   }
-  changes.push_back({"optimizer.gradient=bf16", [](Config& c) { return assign(c.optimizer.gradient, DType::kBF16); }});
+  changes.push_back(
+      {"optimizer.gradient=bf16", [](Config& c) { return assign(c.optimizer.gradient, DType::kBF16); }});
   changes.push_back({"precision.recipe=parka", [](Config& c) {
                        if (c.precision.recipe == Recipe::kParka) return false;
                        const Recompute recompute = c.precision.recompute;
@@ -72,7 +77,8 @@ std::vector<Change> possible_changes(const Config& config, int64_t num_gpus) {
                        return true;
                      }});
   if (config.precision.compute != DType::kF32) {
-    changes.push_back({"optimizer.master=bf16_sr", [](Config& c) { return assign(c.optimizer.master, MasterForm::kBf16Sr); }});
+    changes.push_back(
+        {"optimizer.master=bf16_sr", [](Config& c) { return assign(c.optimizer.master, MasterForm::kBf16Sr); }});
   }
   return changes;
 }
@@ -98,7 +104,8 @@ GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
     add(total.category, total.bytes, sharded ? ceil_div(total.bytes, num_gpus) : total.bytes);
     if (total.category == "saved activations") {
       const double tokens = static_cast<double>(config.training.micro_batch_size * config.data.sequence_length);
-      result.saved_bytes_per_token_layer = static_cast<double>(total.bytes) / tokens / static_cast<double>(config.model.num_layers);
+      result.saved_bytes_per_token_layer =
+          static_cast<double>(total.bytes) / tokens / static_cast<double>(config.model.num_layers);
     }
   }
   if (num_gpus > 1) add("gradient buckets", 0, 2 * config.distributed.bucket_mib * (int64_t{1} << 20));

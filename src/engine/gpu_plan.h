@@ -16,17 +16,17 @@ struct GpuPlan {
     int64_t bytes;            // on each of num_gpus
   };
   std::vector<Line> lines;
-  int64_t total_bytes = 0;           // sum of `bytes`
+  int64_t total_bytes = 0;                 // sum of `bytes`
   double saved_bytes_per_token_layer = 0;  // kept for backward, per token and block
 };
 
-// The plan of `config` on `num_gpus` GPUs under config.distributed. Weights, gradients, masters and states are divided
-// by the number of GPUs where the ZeRO stage shards them; what sharding adds (gradient buckets, the gathered weights of
-// two blocks) has lines of its own. Allocates nothing.
+// The plan of `config` on `num_gpus` GPUs under config.distributed. Weights, gradients, masters and states are
+// divided by the number of GPUs where the ZeRO stage shards them; what sharding adds (gradient buckets, the
+// gathered weights of two blocks) has lines of its own. Allocates nothing.
 GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus);
 
-// A change to the config that makes it fit into `limit_bytes`: the smallest of a fixed list of changes, those that do not
-// change a bit of the result first, or several of them together. nullopt when even all together do not.
+// A change to the config that makes it fit into `limit_bytes`: the smallest of a fixed list of changes, those that
+// do not change a bit of the result first, or several of them together. nullopt when even all together do not.
 std::optional<std::string> change_that_fits(const Config& config, int64_t num_gpus, int64_t limit_bytes);
 
 }  // namespace parka

@@ -18,24 +18,27 @@ LoadedCheckpoint open_checkpoint(const std::string& path) {
   return std::move(*newest);
 }
 
-InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides,
-                           int64_t micro_batch)
+InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint,
+                           const std::vector<std::string>& overrides, int64_t micro_batch)
     : config_(override_config(checkpoint.state().at("config"), overrides, checkpoint.path())),
       model_(config_.model, config_.precision, config_.optimizer.decay_embeddings,
-             {micro_batch, config_.data.sequence_length}, config_.training.logits_chunk_tokens, Model::Use::kInference,
-             plan_) {
+             {micro_batch, config_.data.sequence_length}, config_.training.logits_chunk_tokens,
+             Model::Use::kInference, plan_) {
   plan_.finish();
   arena_ = std::make_unique<Arena>(device, plan_);
   model_.bind(device, *arena_);
   std::unordered_map<std::string, TensorView> wanted;
-  for (size_t i = 0; i < model_.weights().size(); ++i) wanted.emplace(model_.parameters().all[i].name, model_.weights()[i]);
+  for (size_t i = 0; i < model_.weights().size(); ++i)
+    wanted.emplace(model_.parameters().all[i].name, model_.weights()[i]);
   checkpoint.for_each_tensor([&](const SafetensorsEntry& entry, ByteSpan bytes) {
     const auto found = wanted.find(entry.name);
     if (found == wanted.end()) return;  // masters and moments
     const TensorView& view = found->second;
-    const bool same_shape = std::equal(entry.shape.begin(), entry.shape.end(), view.dim.begin(), view.dim.begin() + view.rank);
+    const bool same_shape =
+        std::equal(entry.shape.begin(), entry.shape.end(), view.dim.begin(), view.dim.begin() + view.rank);
     if (entry.dtype != view.dtype || !same_shape) {
-      throw_bad_input("{}: {} does not fit its config, which wants {}", checkpoint.path(), entry.name, describe(view));
+      throw_bad_input("{}: {} does not fit its config, which wants {}", checkpoint.path(), entry.name,
+                      describe(view));
     }
     device.copy_to_device(view.data, bytes.data(), view.bytes());
     wanted.erase(found);

@@ -10,8 +10,8 @@
 
 namespace parka {
 
-// The checkpoint at `path`: a checkpoint folder itself, or a run folder, whose newest good one is taken (damaged ones are
-// logged). Throws Error(kBadInput) when there is none.
+// The checkpoint at `path`: a checkpoint folder itself, or a run folder, whose newest good one is taken (damaged
+// ones are logged). Throws Error(kBadInput) when there is none.
 LoadedCheckpoint open_checkpoint(const std::string& path);
 
 // A model with the weights of a checkpoint, for evaluation and generation only.

@@ -21,12 +21,15 @@ void print_table(const Config& config, const GpuPlan& plan, const PlanOptions& o
     if (options.num_gpus > 1) std::printf(" %9.3f GB", gb(line.bytes));
     std::printf("\n");
   }
-  std::printf("%-34s %12s %9.3f GB on each of %lld GPU%s (ZeRO stage %lld, recipe %s, %lld x %lld tokens)\n", "total", "",
-              gb(plan.total_bytes), static_cast<long long>(options.num_gpus), options.num_gpus > 1 ? "s" : "",
+  std::printf("%-34s %12s %9.3f GB on each of %lld GPU%s (ZeRO stage %lld, recipe %s, %lld x %lld tokens)\n",
+              "total", "", gb(plan.total_bytes), static_cast<long long>(options.num_gpus),
+              options.num_gpus > 1 ? "s" : "",
               static_cast<long long>(options.num_gpus > 1 ? config.distributed.zero_stage : 0),
-              std::string(name_of(config.precision.recipe)).c_str(), static_cast<long long>(config.training.micro_batch_size),
+              std::string(name_of(config.precision.recipe)).c_str(),
+              static_cast<long long>(config.training.micro_batch_size),
               static_cast<long long>(config.data.sequence_length));
-  std::printf("kept for backward: %.1f bytes per token and block (%.2f x 2 x d_model)\n", plan.saved_bytes_per_token_layer,
+  std::printf("kept for backward: %.1f bytes per token and block (%.2f x 2 x d_model)\n",
+              plan.saved_bytes_per_token_layer,
               plan.saved_bytes_per_token_layer / (2.0 * static_cast<double>(config.model.d_model)));
 }
 
@@ -47,10 +50,12 @@ int run_plan(const PlanOptions& options) {
     return 0;
   }
   print_table(config, plan, options);
-  std::printf("%s into %.1f GB, %.2f GB of it set aside for CUDA, cuBLASLt and NCCL.\n", fits ? "Fits" : "Does not fit",
-              options.memory_limit_gb, gb(kRuntimeBytes));
+  std::printf("%s into %.1f GB, %.2f GB of it set aside for CUDA, cuBLASLt and NCCL.\n",
+              fits ? "Fits" : "Does not fit", options.memory_limit_gb, gb(kRuntimeBytes));
   if (change) std::printf("Would fit with: %s\n", change->c_str());
-  if (!fits && !change) std::printf("No change of batch, precision or sharding makes it fit: use more GPUs (--gpus) or a smaller model.\n");
+  if (!fits && !change)
+    std::printf(
+        "No change of batch, precision or sharding makes it fit: use more GPUs (--gpus) or a smaller model.\n");
   return 0;
 }
 

@@ -41,8 +41,9 @@ std::string Progress::take_line() {
   interval_seconds_ = 0;
   const std::string total = std::to_string(total_steps_);
   return fmt::format("step {:>{}}/{}  tokens {}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {} tok/s  ETA {}", last_.step,
-                     total.size(), total, format_count(static_cast<double>(last_.step * tokens_per_step_)), last_.loss,
-                     last_.grad_norm, last_.learning_rate, format_count(tokens_per_second), format_duration(left));
+                     total.size(), total, format_count(static_cast<double>(last_.step * tokens_per_step_)),
+                     last_.loss, last_.grad_norm, last_.learning_rate, format_count(tokens_per_second),
+                     format_duration(left));
 }
 
 }  // namespace parka

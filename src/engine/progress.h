@@ -12,7 +12,8 @@ std::string format_duration(double seconds);  // 4000 -> "1h06m"
 // Turns step reports into progress lines; speed is that of the steps since the previous line.
 class Progress {
  public:
-  Progress(int64_t total_steps, int64_t tokens_per_step) : total_steps_(total_steps), tokens_per_step_(tokens_per_step) {}
+  Progress(int64_t total_steps, int64_t tokens_per_step)
+      : total_steps_(total_steps), tokens_per_step_(tokens_per_step) {}
 
   void add(const StepReport& report);
   // "step  120/1000  tokens 1.97M  loss 2.1234  norm 0.87  lr 2.90e-03  31.2k tok/s  ETA 4m12s" for the last step

@@ -32,7 +32,10 @@ double peak_resident_gib() {
 class TrainCommand {
  public:
   TrainCommand(const Config& config, const TrainOptions& options)
-      : config_(config), options_(options), device_(make_cpu_device()), run_(config, *device_),
+      : config_(config),
+        options_(options),
+        device_(make_cpu_device()),
+        run_(config, *device_),
         saver_(config.checkpoint.folder, save_options()) {}
 
   int train() {
@@ -41,7 +44,8 @@ class TrainCommand {
     replace_file(config_.checkpoint.folder + "/config.json", to_json(config_).dump(2) + "\n");
     MetricsLog metrics(metrics_path());
     if (!config_.data.eval.empty()) {
-      eval_data_.emplace(config_.data.eval, config_.data.token_dtype, config_.data.sequence_length, config_.model.vocab_size);
+      eval_data_.emplace(config_.data.eval, config_.data.token_dtype, config_.data.sequence_length,
+                         config_.model.vocab_size);
     }
     if (run_.completed_steps() >= config_.training.steps) {
       spdlog::info("nothing to do: the run is at step {} of {}", run_.completed_steps(), config_.training.steps);
@@ -51,7 +55,8 @@ class TrainCommand {
     if (evaluates && run_.completed_steps() == 0) evaluate(metrics);
     const int exit_code = train_steps(metrics, evaluates);
     saver_.wait();
-    spdlog::info("peak memory {:.2f} GiB resident, {:.2f} GiB of it planned", peak_resident_gib(), gib(run_.plan().total_bytes()));
+    spdlog::info("peak memory {:.2f} GiB resident, {:.2f} GiB of it planned", peak_resident_gib(),
+                 gib(run_.plan().total_bytes()));
     return exit_code;
   }
 
@@ -76,35 +81,45 @@ class TrainCommand {
   void describe() const {
     const ParameterTable& table = run_.model().parameters();
     spdlog::info("{}; recipe {}", device_->description(), name_of(config_.precision.recipe));
-    spdlog::info("model: {} parameters, {} FLOP/token = 6 x parameters without input embedding + 6 x layers x sequence x width",
-                 format_count(static_cast<double>(table.num_parameters())),
-                 format_count(flop_per_token(config_.model, table, config_.data.sequence_length)));
+    spdlog::info(
+        "model: {} parameters, {} FLOP/token = 6 x parameters without input embedding + 6 x layers x sequence x "
+        "width",
+        format_count(static_cast<double>(table.num_parameters())),
+        format_count(flop_per_token(config_.model, table, config_.data.sequence_length)));
     std::string parts;
     for (const auto& total : run_.plan().summary()) {
-      parts += fmt::format("{}{} {:.1f}", parts.empty() ? "" : ", ", total.category, static_cast<double>(total.bytes) / 0x1p20);
+      parts += fmt::format("{}{} {:.1f}", parts.empty() ? "" : ", ", total.category,
+                           static_cast<double>(total.bytes) / 0x1p20);
     }
     spdlog::info("memory plan: {:.1f} MiB: {}", static_cast<double>(run_.plan().total_bytes()) / 0x1p20, parts);
     const int64_t steps_per_epoch = run_.data().num_sequences() / config_.training.global_batch_size;
-    spdlog::info("data: {} tokens in {} sequences of {}; {} steps per epoch", format_count(static_cast<double>(run_.data().num_tokens())),
-                 run_.data().num_sequences(), config_.data.sequence_length, steps_per_epoch);
+    spdlog::info("data: {} tokens in {} sequences of {}; {} steps per epoch",
+                 format_count(static_cast<double>(run_.data().num_tokens())), run_.data().num_sequences(),
+                 config_.data.sequence_length, steps_per_epoch);
   }
 
   void resume_or_initialize() {
     const auto refused = [](const std::string& message) { spdlog::warn("{}", message); };
     const std::string& folder = config_.checkpoint.folder;
     if (options_.fresh && !list_checkpoints(folder).empty()) {
-      throw_bad_input("{}: has checkpoints of an earlier run and --fresh was given; remove them, or choose another checkpoint.folder", folder);
+      throw_bad_input(
+          "{}: has checkpoints of an earlier run and --fresh was given; remove them, or choose another "
+          "checkpoint.folder",
+          folder);
     }
     const std::optional<LoadedCheckpoint> checkpoint = load_newest(folder, refused);
     if (checkpoint) {
-      run_.restore(*checkpoint);
+      const std::vector<std::string> differences = run_.restore(*checkpoint);
       spdlog::info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
+      for (const std::string& difference : differences) spdlog::info("changed since: {}", difference);
     } else {
       run_.initialize();
       spdlog::info("starting a new run in {}", folder);
     }
     const MetricsLog::Removed removed = MetricsLog::truncate_after(metrics_path(), run_.completed_steps());
-    if (removed.later > 0) spdlog::info("{}: {} records after step {} removed; those steps are run again", metrics_path(), removed.later, run_.completed_steps());
+    if (removed.later > 0)
+      spdlog::info("{}: {} records after step {} removed; those steps are run again", metrics_path(), removed.later,
+                   run_.completed_steps());
     if (removed.unreadable > 0) spdlog::warn("{}: {} torn lines removed", metrics_path(), removed.unreadable);
   }
 
@@ -126,7 +141,8 @@ class TrainCommand {
       if (due || signal != 0 || (last && config_.checkpoint.save_final)) save();
       if (signal != 0) {
         saver_.wait();
-        spdlog::info("{}: saved step {} and stopping; the same command continues the run", strsignal(signal), report.step);
+        spdlog::info("{}: saved step {} and stopping; the same command continues the run", strsignal(signal),
+                     report.step);
         return 0;
       }
     }
@@ -152,25 +168,32 @@ class TrainCommand {
 
   void handle_bad_step(const StepReport& report, int64_t skipped_in_a_row) const {
     const std::string what = fmt::format(
-        "step {}: loss {} and gradient norm {} are not both finite{}; batch: epoch {}, sequences {} to {} of its order",
+        "step {}: loss {} and gradient norm {} are not both finite{}; batch: epoch {}, sequences {} to {} of its "
+        "order",
         report.step, report.loss, report.grad_norm,
         report.culprit.empty() ? "" : fmt::format(" (first bad gradient: {})", report.culprit), report.data.epoch,
         report.data.consumed, report.data.consumed + config_.training.global_batch_size - 1);
     if (config_.training.non_finite == NonFinitePolicy::kStop) {
-      throw Error(ExitCode::kNonFinite, what + "; the weights were not changed; set training.non_finite=skip to pass over such steps");
+      throw Error(ExitCode::kNonFinite,
+                  what + "; the weights were not changed; set training.non_finite=skip to pass over such steps");
     }
     if (skipped_in_a_row >= config_.training.max_skipped_steps) {
-      throw Error(ExitCode::kNonFinite, what + fmt::format("; {} steps in a row were skipped (training.max_skipped_steps)", skipped_in_a_row));
+      throw Error(
+          ExitCode::kNonFinite,
+          what + fmt::format("; {} steps in a row were skipped (training.max_skipped_steps)", skipped_in_a_row));
     }
     spdlog::warn("{}; skipped", what);
   }
 
   void evaluate(MetricsLog& metrics) {
-    const EvaluationResult result = evaluate_loss(*device_, run_.model(), *eval_data_, config_.training.micro_batch_size,
-                                                  config_.training.eval_sequences);
-    spdlog::info("step {}: held-out loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(), result.loss,
-                 std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
-    metrics.write({{"kind", "eval"}, {"step", run_.completed_steps()}, {"loss", result.loss}, {"num_targets", result.num_targets}});
+    const EvaluationResult result = evaluate_loss(
+        *device_, run_.model(), *eval_data_, config_.training.micro_batch_size, config_.training.eval_sequences);
+    spdlog::info("step {}: held-out loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(),
+                 result.loss, std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
+    metrics.write({{"kind", "eval"},
+                   {"step", run_.completed_steps()},
+                   {"loss", result.loss},
+                   {"num_targets", result.num_targets}});
   }
 
   void save() {
@@ -191,7 +214,8 @@ class TrainCommand {
 int run_train(const TrainOptions& options) {
   const Config config = load_config(options.config_path, options.overrides);
   if (config.data.train.empty()) {
-    throw_bad_input("{}: data.train: nothing to train on; list token files (scripts/prepare_data.py makes them)", options.config_path);
+    throw_bad_input("{}: data.train: nothing to train on; list token files (scripts/prepare_data.py makes them)",
+                    options.config_path);
   }
   check_run_folder_writable(config.checkpoint.folder);
   catch_stop_signals();

@@ -15,7 +15,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+// Stochastic rounding must not draw the numbers that initialization has drawn from training.seed.
+constexpr uint64_t kRoundingKey = 0x9e3779b97f4a7c15;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
 
 // Whether all elements are finite; always true for integers.
 bool all_finite(DType dtype, ByteSpan bytes) {
@@ -35,12 +40,14 @@ bool all_finite(DType dtype, ByteSpan bytes) {
   }
 }
 
-void check_resumable(const LoadedCheckpoint& checkpoint, const Config& config) {
+// Throws when `config` cannot go on from the checkpoint; returns how it goes on differently.
+std::vector<std::string> check_resumable(const LoadedCheckpoint& checkpoint, const Config& config) {
   const Config saved = parse_config(checkpoint.state().at("config"), checkpoint.path());
-  const ResumeDifferences differences = resume_differences(saved, config);
-  if (differences.refused.empty()) return;
-  throw_bad_input("{}: the checkpoint belongs to another config: {}; change it back, or train in another checkpoint.folder",
-                  checkpoint.path(), fmt::join(differences.refused, "; "));
+  ResumeDifferences differences = resume_differences(saved, config);
+  if (differences.refused.empty()) return std::move(differences.allowed);
+  throw_bad_input(
+      "{}: the checkpoint belongs to another config: {}; change it back, or train in another checkpoint.folder",
+      checkpoint.path(), fmt::join(differences.refused, "; "));
 }
 
 }  // namespace
@@ -60,9 +67,11 @@ double flop_per_token(const ModelConfig& model, const ParameterTable& table, int
 }
 
 TrainingRun::TrainingRun(const Config& config, Device& device)
-    : config_(config), device_(device),
+    : config_(config),
+      device_(device),
       data_(config.data.train, config.data.token_dtype, config.data.sequence_length, config.model.vocab_size),
-      declared_(config), arena_(device, declared_.plan) {
+      declared_(config),
+      arena_(device, declared_.plan) {
   declared_.model.bind(device, arena_);
   declared_.optimizer.bind(arena_, declared_.model.weights());
   start_loader({});
@@ -70,22 +79,23 @@ TrainingRun::TrainingRun(const Config& config, Device& device)
 
 void TrainingRun::start_loader(DataPosition position) {
   loader_.reset();  // joins the old one's thread before the new one reads
-  loader_ = std::make_unique<BatchLoader>(data_, BatchLoaderOptions{.seed = config_.data.seed,
-                                                                    .shuffle = config_.data.shuffle,
-                                                                    .global_batch = config_.training.global_batch_size,
-                                                                    .micro_batch = config_.training.micro_batch_size,
-                                                                    .rank = 0,
-                                                                    .world_size = 1,
-                                                                    .prefetch = config_.data.prefetch_batches,
-                                                                    .start = position});
+  loader_ =
+      std::make_unique<BatchLoader>(data_, BatchLoaderOptions{.seed = config_.data.seed,
+                                                              .shuffle = config_.data.shuffle,
+                                                              .global_batch = config_.training.global_batch_size,
+                                                              .micro_batch = config_.training.micro_batch_size,
+                                                              .rank = 0,
+                                                              .world_size = 1,
+                                                              .prefetch = config_.data.prefetch_batches,
+                                                              .start = position});
   position_ = position;
 }
 
 void TrainingRun::initialize() {
   const ParameterTable& table = declared_.model.parameters();
   for (size_t i = 0; i < table.all.size(); ++i) {
-    declared_.optimizer.set_weight(device_, i,
-                                   initial_weight(config_.model, table, i, static_cast<uint64_t>(config_.training.seed)));
+    declared_.optimizer.set_weight(
+        device_, i, initial_weight(config_.model, table, i, static_cast<uint64_t>(config_.training.seed)));
   }
   declared_.model.weights_changed(device_);
 }
@@ -100,11 +110,13 @@ std::vector<NamedTensor> TrainingRun::tensors() const {
 CheckpointContents TrainingRun::snapshot() const {
   CheckpointContents contents;
   contents.step = completed_steps_;
-  contents.state = {{"applied_steps", applied_steps_},
-                    {"data", {{"epoch", position_.epoch}, {"consumed", position_.consumed}, {"fingerprint", data_.fingerprint()}}},
-                    {"tokens", completed_steps_ * tokens_per_step()},
-                    {"config", to_json(config_)},
-                    {"config_hash", config_hash(config_)}};
+  contents.state = {
+      {"applied_steps", applied_steps_},
+      {"data",
+       {{"epoch", position_.epoch}, {"consumed", position_.consumed}, {"fingerprint", data_.fingerprint()}}},
+      {"tokens", completed_steps_ * tokens_per_step()},
+      {"config", to_json(config_)},
+      {"config_hash", config_hash(config_)}};
   device_.synchronize();
   for (const NamedTensor& tensor : tensors()) {
     HostTensor host{tensor.name, tensor.view.dtype, {}, {}};
@@ -116,23 +128,27 @@ CheckpointContents TrainingRun::snapshot() const {
   return contents;
 }
 
-void TrainingRun::restore(const LoadedCheckpoint& checkpoint) {
-  check_resumable(checkpoint, config_);
+std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint) {
+  std::vector<std::string> differences = check_resumable(checkpoint, config_);
   const nlohmann::json& data = checkpoint.state().at("data");
   if (data.at("fingerprint").get<uint64_t>() != data_.fingerprint()) {
-    throw_bad_input("{}: data.train holds other tokens than the checkpoint was trained on, so its position in them means "
-                    "nothing; give the files back, or train in another checkpoint.folder", checkpoint.path());
+    throw_bad_input(
+        "{}: data.train holds other tokens than the checkpoint was trained on, so its position in them means "
+        "nothing; give the files back, or train in another checkpoint.folder",
+        checkpoint.path());
   }
   std::unordered_map<std::string, TensorView> wanted;
   for (const NamedTensor& tensor : tensors()) wanted.emplace(tensor.name, tensor.view);
   checkpoint.for_each_tensor([&](const SafetensorsEntry& entry, ByteSpan bytes) {
     const auto found = wanted.find(entry.name);
-    if (found == wanted.end()) throw_bad_input("{}: has a tensor {} that this config does not", checkpoint.path(), entry.name);
+    if (found == wanted.end())
+      throw_bad_input("{}: has a tensor {} that this config does not", checkpoint.path(), entry.name);
     const TensorView& view = found->second;
-    const bool same_shape = std::equal(entry.shape.begin(), entry.shape.end(), view.dim.begin(), view.dim.begin() + view.rank);
+    const bool same_shape =
+        std::equal(entry.shape.begin(), entry.shape.end(), view.dim.begin(), view.dim.begin() + view.rank);
     if (entry.dtype != view.dtype || !same_shape) {
-      throw_bad_input("{}: {} is {} [{}], this config wants {}", checkpoint.path(), entry.name, name_of(entry.dtype),
-                      fmt::join(entry.shape, ", "), describe(view));
+      throw_bad_input("{}: {} is {} [{}], this config wants {}", checkpoint.path(), entry.name,
+                      name_of(entry.dtype), fmt::join(entry.shape, ", "), describe(view));
     }
     if (!all_finite(entry.dtype, bytes)) {
       throw_bad_input("{}: {} holds NaN or infinite values; resume from an earlier checkpoint (move this one away)",
@@ -146,6 +162,7 @@ void TrainingRun::restore(const LoadedCheckpoint& checkpoint) {
   applied_steps_ = checkpoint.state().at("applied_steps").get<int64_t>();
   start_loader({data.at("epoch").get<int64_t>(), data.at("consumed").get<int64_t>()});
   declared_.model.weights_changed(device_);
+  return differences;
 }
 
 StepReport TrainingRun::step() {
@@ -173,8 +190,9 @@ StepReport TrainingRun::step() {
     position_ = batch.after;
   }
   report.loss = loss_sum / num_targets;
-  const Optimizer::StepResult result = declared_.optimizer.step(
-      device_, applied_steps_ + 1, report.learning_rate, static_cast<uint64_t>(training.seed));
+  const Optimizer::StepResult result =
+      declared_.optimizer.step(device_, applied_steps_ + 1, report.learning_rate,
+                               static_cast<uint64_t>(training.seed) ^ kRoundingKey, std::isfinite(report.loss));
   report.grad_norm = result.grad_norm;
   report.applied = result.applied;
   report.culprit = result.culprit;

@@ -15,8 +15,8 @@
 
 namespace parka {
 
-// Model and optimizer of a config with all their tensors declared; nothing is allocated. What `parka plan` prints and
-// what a run allocates come from the same declarations.
+// Model and optimizer of a config with all their tensors declared; nothing is allocated. What `parka plan` prints
+// and what a run allocates come from the same declarations.
 struct DeclaredRun {
   explicit DeclaredRun(const Config& config);
 
@@ -31,14 +31,14 @@ double flop_per_token(const ModelConfig& model, const ParameterTable& table, int
 
 // What happened in one optimizer step.
 struct StepReport {
-  int64_t step = 0;         // counts from 1
-  double loss = 0;          // mean over the global batch, nats per token, before the update
-  double grad_norm = 0;     // before clipping
+  int64_t step = 0;      // counts from 1
+  double loss = 0;       // mean over the global batch, nats per token, before the update
+  double grad_norm = 0;  // before clipping
   double learning_rate = 0;
   double clip_limit = 0;
-  bool applied = false;     // false: loss or gradients were not finite; weights and states are unchanged
-  std::string culprit;      // when not applied: the first tensor whose gradient is not finite, if one is
-  DataPosition data;        // where this step's global batch starts
+  bool applied = false;  // false: loss or gradients were not finite; weights and states are unchanged
+  std::string culprit;   // when not applied: the first tensor whose gradient is not finite, if one is
+  DataPosition data;     // where this step's global batch starts
   double seconds = 0;
   double data_wait_seconds = 0;
 };
@@ -46,14 +46,15 @@ struct StepReport {
 // A training run on one device: weights, optimizer states and the position in the data.
 class TrainingRun {
  public:
-  // Opens the data, declares and allocates everything. The run is at step 0 with undefined weights: call initialize() or
-  // restore(). Throws Error(kBadInput) for data that cannot be used.
+  // Opens the data, declares and allocates everything. The run is at step 0 with undefined weights: call
+  // initialize() or restore(). Throws Error(kBadInput) for data that cannot be used.
   TrainingRun(const Config& config, Device& device);
 
   void initialize();
-  // Takes over weights, states and position. Throws Error(kBadInput) when the checkpoint does not fit the config or holds
-  // values that are not finite; the run must not be used then.
-  void restore(const LoadedCheckpoint& checkpoint);
+  // Takes over weights, states and position. Returns the settings that differ from the checkpoint's, one line each,
+  // where that is allowed. Throws Error(kBadInput) when the checkpoint does not fit the config or holds values that
+  // are not finite; the run must not be used then.
+  std::vector<std::string> restore(const LoadedCheckpoint& checkpoint);
   // Everything that restore() needs, copied to the host.
   CheckpointContents snapshot() const;
 
@@ -76,9 +77,9 @@ class TrainingRun {
   DeclaredRun declared_;
   Arena arena_;
   std::unique_ptr<BatchLoader> loader_;
-  DataPosition position_;       // of the next global batch
+  DataPosition position_;  // of the next global batch
   int64_t completed_steps_ = 0;
-  int64_t applied_steps_ = 0;   // updates done: what bias correction counts
+  int64_t applied_steps_ = 0;  // updates done: what bias correction counts
 };
 
 }  // namespace parka

@@ -8,8 +8,8 @@ namespace parka {
 
 void check_tensor(std::string_view op, std::string_view name, const TensorView& t,
                   std::initializer_list<int64_t> shape, std::initializer_list<DType> dtypes) {
-  const bool same_shape = t.rank == static_cast<int>(shape.size()) &&
-                          std::equal(shape.begin(), shape.end(), t.dim.begin());
+  const bool same_shape =
+      t.rank == static_cast<int>(shape.size()) && std::equal(shape.begin(), shape.end(), t.dim.begin());
   const bool has_memory = !t.empty() || t.numel() == 0;
   if (!same_shape || !has_memory) {
     throw_internal("{}: {} is {}, wanted shape [{}]", op, name, describe(t), fmt::join(shape, ", "));

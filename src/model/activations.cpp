@@ -7,14 +7,19 @@ namespace {
 
 constexpr PhaseMask kForward = kForwardAttention | kForwardFfn;
 
-// Declares the buffers of one config. `kept` tensors are declared once per block (or once for all, when the block is
-// run again in backward or never goes backward), `shared` ones once.
+// Declares the buffers of one config. `kept` tensors are declared once per block (or once for all, when the block
+// is run again in backward or never goes backward), `shared` ones once.
 class Declarer {
  public:
   Declarer(const ModelConfig& model, const PrecisionConfig& precision, const BatchShape& shape,
            Activations::Purpose purpose, MemoryPlan& plan)
-      : model_(model), precision_(precision), formats_(precision), shape_(shape), tokens_(shape.num_tokens()),
-        evaluation_(purpose == Activations::Purpose::kEvaluation), plan_(plan) {}
+      : model_(model),
+        precision_(precision),
+        formats_(precision),
+        shape_(shape),
+        tokens_(shape.num_tokens()),
+        evaluation_(purpose == Activations::Purpose::kEvaluation),
+        plan_(plan) {}
 
   // The workspace part of a block: the same ids go into every block.
   BlockBuffers shared_block() {
@@ -104,8 +109,8 @@ class Declarer {
     return add_matrix(plan_, workspace_category(), name, format, rows, cols, workspace_phases(phases), scale);
   }
 
-  // A GEMM input whose codes are workspace, declared once in `slot`, while its kTensor scale is kept per block: with
-  // the scale at hand backward makes the same codes again in one pass.
+  // A GEMM input whose codes are workspace, declared once in `slot`, while its kTensor scale is kept per block:
+  // with the scale at hand backward makes the same codes again in one pass.
   MatrixId with_kept_scale(MatrixId& slot, const std::string& name, int64_t rows, int64_t cols, PhaseMask phases,
                            TensorId scale) {
     if (!slot.valid()) slot = workspace(name, formats_.activation, rows, cols, phases, scale);
@@ -134,7 +139,8 @@ class Declarer {
                     precision_.save_norm_output, forward, backward);
   }
 
-  // The input [T, width] of a GEMM, which its weight gradient reads again: kept, or workspace that backward refills.
+  // The input [T, width] of a GEMM, which its weight gradient reads again: kept, or workspace that backward
+  // refills.
   void keep_gemm_input(MatrixId& y, MatrixId& y_t, MatrixId& y_slot, MatrixId& y_t_slot, const std::string& prefix,
                        const std::string& name, int64_t width, bool save, PhaseMask forward, PhaseMask backward) {
     if (!formats_.fp8_gemm) {
@@ -156,8 +162,8 @@ class Declarer {
                               : with_kept_scale(workspace.attention_fp8, "attention_fp8", tokens_, heads,
                                                 kForwardAttention | kRerun, scale);
     if (evaluation_) return;
-    block.attention_fp8_t = with_kept_scale(workspace.attention_fp8_t, "attention_fp8_t", heads, tokens_,
-                                            kBackwardAttention, scale);
+    block.attention_fp8_t =
+        with_kept_scale(workspace.attention_fp8_t, "attention_fp8_t", heads, tokens_, kBackwardAttention, scale);
   }
 
   const ModelConfig& model_;

@@ -16,11 +16,12 @@ struct BatchShape {
 
 // Matrices of one half of a block, seen from the norm in front of it (d wide, T tokens).
 struct NormBuffers {
-  TensorId residual;  // [T, d] the residual stream after the add; a block's first one is all that block recompute keeps
-  MatrixId x;         // [T, d] FP8 copy that the norm reads; invalid: it reads residual
+  TensorId
+      residual;  // [T, d] the residual stream after the add; a block's first one is all that block recompute keeps
+  MatrixId x;    // [T, d] FP8 copy that the norm reads; invalid: it reads residual
   TensorId mean, rstd;
-  MatrixId y;         // [T, d] the norm's output, input of the next GEMM
-  MatrixId y_t;       // [d, T] the same transposed, for FP8 weight gradients
+  MatrixId y;    // [T, d] the norm's output, input of the next GEMM
+  MatrixId y_t;  // [d, T] the same transposed, for FP8 weight gradients
 };
 
 // What a block's forward writes. Which of these are kept per block and which are workspace that all blocks
@@ -34,26 +35,26 @@ struct BlockBuffers {
   MatrixId attention_fp8;    // [T, H D] the output projection's input; invalid without FP8 GEMMs
   MatrixId attention_fp8_t;  // [H D, T]
   NormBuffers ffn_norm;
-  TensorId up_gate_plain;    // [T, 2f] as the GEMM leaves it; invalid when `up_gate` is that
-  MatrixId up_gate;          // [T, 2f]
-  MatrixId silu;             // [T, f]
-  MatrixId product;          // [T, f] SwiGLU's output, input of the down projection
-  MatrixId product_t;        // [f, T]
+  TensorId up_gate_plain;  // [T, 2f] as the GEMM leaves it; invalid when `up_gate` is that
+  MatrixId up_gate;        // [T, 2f]
+  MatrixId silu;           // [T, f]
+  MatrixId product;        // [T, f] SwiGLU's output, input of the down projection
+  MatrixId product_t;      // [f, T]
 };
 
 // Buffers that backward needs beside what forward kept.
 struct BackwardBuffers {
-  TensorId d_residual;          // [T, d] gradient of the residual stream
-  MatrixId d_branch;            // [T, d] the same in FP8: output gradient of down or attention_out
-  MatrixId d_branch_t;          // [d, T]
-  TensorId d_norm_output;       // [T, d]
-  TensorId d_product;           // [T, f]
-  MatrixId d_up_gate;           // [T, 2f]
-  MatrixId d_up_gate_t;         // [2f, T]
-  TensorId d_attention;         // [T, H D]
-  TensorId d_qkv;               // [T, (H + 2 Hkv) D]
-  MatrixId d_qkv_fp8;           // [T, (H + 2 Hkv) D]
-  MatrixId d_qkv_fp8_t;         // [(H + 2 Hkv) D, T]
+  TensorId d_residual;     // [T, d] gradient of the residual stream
+  MatrixId d_branch;       // [T, d] the same in FP8: output gradient of down or attention_out
+  MatrixId d_branch_t;     // [d, T]
+  TensorId d_norm_output;  // [T, d]
+  TensorId d_product;      // [T, f]
+  MatrixId d_up_gate;      // [T, 2f]
+  MatrixId d_up_gate_t;    // [2f, T]
+  TensorId d_attention;    // [T, H D]
+  TensorId d_qkv;          // [T, (H + 2 Hkv) D]
+  MatrixId d_qkv_fp8;      // [T, (H + 2 Hkv) D]
+  MatrixId d_qkv_fp8_t;    // [(H + 2 Hkv) D, T]
 };
 
 // All activations of a model for batches of up to `shape`.
@@ -68,11 +69,11 @@ struct Activations {
   TensorId tokens, targets;  // [T] int32
   TensorId losses;           // [T] fp32
   std::vector<BlockBuffers> blocks;
-  TensorId branch;           // [T, d] output of attention_out or down, until the next norm adds it
-  TensorId final_input;      // [T, d] residual stream after the last block
+  TensorId branch;       // [T, d] output of attention_out or down, until the next norm adds it
+  TensorId final_input;  // [T, d] residual stream after the last block
   TensorId final_mean, final_rstd;
-  TensorId final_output;     // [T, d] input of the head
-  TensorId logits;           // [chunk, V]
+  TensorId final_output;  // [T, d] input of the head
+  TensorId logits;        // [chunk, V]
   int64_t logits_chunk = 0;
   BackwardBuffers backward;
 };

@@ -34,7 +34,8 @@ void Model::Pass::weight_gradient(Device& device, const GemmInput& d_y, const Ge
   if (formats_.fp8_gemm) {
     gemm(device, {.a = d_y.transposed, .b = x.transposed, .out = out, .accumulate = true});
   } else {
-    gemm(device, {.a = d_y.row, .b = x.row, .a_transposed = true, .b_transposed = true, .out = out, .accumulate = true});
+    gemm(device,
+         {.a = d_y.row, .b = x.row, .a_transposed = true, .b_transposed = true, .out = out, .accumulate = true});
   }
 }
 
@@ -81,7 +82,8 @@ void Model::Pass::backward_head(Device& device, const LossOptions& options) {
     const int64_t count = std::min(activations_.logits_chunk, T - begin);
     cross_entropy_chunk(device, begin, count, options, true);
     const TensorView d_logits = tensor(activations_.logits, count, config_.vocab_size);
-    gemm(device, {.a = d_logits, .b = weights_->plain(table_->head), .b_transposed = true, .out = d_y.rows(begin, count)});
+    gemm(device,
+         {.a = d_logits, .b = weights_->plain(table_->head), .b_transposed = true, .out = d_y.rows(begin, count)});
     gemm(device, {.a = d_logits,
                   .b = y.rows(begin, count),
                   .a_transposed = true,
@@ -157,15 +159,17 @@ void Model::Pass::backward_attention(Device& device, int64_t l) {
 
   const TensorView d_qkv_plain = tensor(w.d_qkv, T, d_qkv);
   const TensorView lse_all = (*arena_)[b.lse];
-  attention_backward(device, {.qkv = qkv,
-                              .out = attention,
-                              .d_out = d_attention,
-                              .lse = {lse_all.data, DType::kF32, {shape_.num_sequences, config_.num_heads, shape_.sequence_length}},
-                              .d_qkv = d_qkv_plain,
-                              .sequence_length = shape_.sequence_length,
-                              .num_heads = config_.num_heads,
-                              .num_kv_heads = config_.kv_heads(),
-                              .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim()))});
+  attention_backward(
+      device,
+      {.qkv = qkv,
+       .out = attention,
+       .d_out = d_attention,
+       .lse = {lse_all.data, DType::kF32, {shape_.num_sequences, config_.num_heads, shape_.sequence_length}},
+       .d_qkv = d_qkv_plain,
+       .sequence_length = shape_.sequence_length,
+       .num_heads = config_.num_heads,
+       .num_kv_heads = config_.kv_heads(),
+       .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim()))});
   GemmInput d_qkv_input = {d_qkv_plain, {}};
   if (formats_.fp8_gemm) d_qkv_input = {matrix(w.d_qkv_fp8, T, d_qkv), matrix(w.d_qkv_fp8_t, d_qkv, T)};
   rope_backward(device, {.d_qkv = d_qkv_plain,
@@ -180,13 +184,15 @@ void Model::Pass::backward_attention(Device& device, int64_t l) {
   backward_norm(device, b.attention_norm, p.attention_norm, /*quantize_result=*/l > 0);
 }
 
-void Model::Pass::loss_and_backward(Device& device, const LossOptions& options, const std::vector<TensorView>& gradients) {
+void Model::Pass::loss_and_backward(Device& device, const LossOptions& options,
+                                    const std::vector<TensorView>& gradients) {
   PARKA_REQUIRE(keep_);
   gradients_ = &gradients;
   backward_head(device, options);
   for (int64_t l = config_.num_layers - 1; l >= 0; --l) {
     if (precision_.recompute == Recompute::kBlock) {
-      forward_block(device, l, tensor(activations_.blocks[l].attention_norm.residual, num_tokens_, config_.d_model), {});
+      forward_block(device, l, tensor(activations_.blocks[l].attention_norm.residual, num_tokens_, config_.d_model),
+                    {});
     }
     backward_ffn(device, l);
     backward_attention(device, l);

@@ -51,7 +51,8 @@ MatrixId add_matrix(MemoryPlan& plan, const std::string& category, const std::st
   matrix.format = format;
   matrix.data = plan.add(category, name, format.dtype, {rows, cols}, phases);
   if (format.scaling == Scaling::kTensor) {
-    matrix.scale = shared_scale.valid() ? shared_scale : plan.add(category, name + ".scale", DType::kF32, {1}, phases);
+    matrix.scale =
+        shared_scale.valid() ? shared_scale : plan.add(category, name + ".scale", DType::kF32, {1}, phases);
   } else if (format.scaling != Scaling::kNone) {
     const auto shape = scale_shape(format.scaling, format.group, rows, cols);
     matrix.scale = plan.add(category, name + ".scale", format.scale_dtype, {shape[0], shape[1]}, phases);

@@ -16,12 +16,12 @@ struct Format {
 
 // The format of every kind of tensor under a precision config. docs/precision.md says why each is what it is.
 struct Formats {
-  Format compute;     // residual stream, attention, everything that is not FP8
-  Format activation;  // inputs of the blocks' linear layers
-  Format weight;      // weights of the blocks' linear layers
-  Format gradient;    // output gradients of the blocks' linear layers
+  Format compute;                         // residual stream, attention, everything that is not FP8
+  Format activation;                      // inputs of the blocks' linear layers
+  Format weight;                          // weights of the blocks' linear layers
+  Format gradient;                        // output gradients of the blocks' linear layers
   Format norm_input, up_gate, silu, qkv;  // what is kept for backward
-  bool fp8_gemm = false;  // FP8 GEMMs need transposed copies: their operands are K-major only
+  bool fp8_gemm = false;                  // FP8 GEMMs need transposed copies: their operands are K-major only
 
   explicit Formats(const PrecisionConfig& config);
 };

@@ -8,7 +8,10 @@ namespace parka {
 
 Model::Pass::Pass(const ModelConfig& config, const PrecisionConfig& precision, const BatchShape& shape,
                   int64_t logits_chunk_tokens, Activations::Purpose purpose, MemoryPlan& plan)
-    : config_(config), precision_(precision), formats_(precision), max_shape_(shape),
+    : config_(config),
+      precision_(precision),
+      formats_(precision),
+      max_shape_(shape),
       activations_(config, precision, shape, logits_chunk_tokens, purpose, plan) {}
 
 void Model::Pass::bind(const Arena& arena, const ParameterTable& table, const ModelWeights& weights,
@@ -57,18 +60,19 @@ void Model::Pass::forward(Device& device, const Batch& batch, bool keep) {
 void Model::Pass::norm_into(Device& device, const NormBuffers& norm, int weight, const TensorView& residual,
                             const TensorView& branch) {
   const int64_t d = config_.d_model;
-  norm_forward(device, {.kind = config_.norm,
-                        .eps = static_cast<float>(config_.norm_eps),
-                        .residual = residual,
-                        .branch = branch,
-                        .weight = weights_->plain(weight),
-                        .residual_out = tensor(norm.residual, num_tokens_, d),
-                        .x = matrix(norm.x, num_tokens_, d),
-                        .y = matrix(norm.y, num_tokens_, d),
-                        // Not kept: backward makes it again.
-                        .y_t = keep_ && precision_.save_norm_output ? matrix(norm.y_t, d, num_tokens_) : ScaledView{},
-                        .mean = vector(norm.mean, num_tokens_),
-                        .rstd = vector(norm.rstd, num_tokens_)});
+  norm_forward(device,
+               {.kind = config_.norm,
+                .eps = static_cast<float>(config_.norm_eps),
+                .residual = residual,
+                .branch = branch,
+                .weight = weights_->plain(weight),
+                .residual_out = tensor(norm.residual, num_tokens_, d),
+                .x = matrix(norm.x, num_tokens_, d),
+                .y = matrix(norm.y, num_tokens_, d),
+                // Not kept: backward makes it again.
+                .y_t = keep_ && precision_.save_norm_output ? matrix(norm.y_t, d, num_tokens_) : ScaledView{},
+                .mean = vector(norm.mean, num_tokens_),
+                .rstd = vector(norm.rstd, num_tokens_)});
 }
 
 void Model::Pass::linear(Device& device, const ScaledView& x, int weight, const TensorView& out) {
@@ -92,13 +96,15 @@ void Model::Pass::forward_block(Device& device, int64_t l, const TensorView& res
                         .saved = matrix(b.qkv_saved, T, d_qkv)});
   const TensorView attention = tensor(b.attention, T, d_heads);
   const TensorView lse_all = (*arena_)[b.lse];
-  attention_forward(device, {.qkv = qkv,
-                             .out = attention,
-                             .lse = {lse_all.data, DType::kF32, {shape_.num_sequences, config_.num_heads, shape_.sequence_length}},
-                             .sequence_length = shape_.sequence_length,
-                             .num_heads = config_.num_heads,
-                             .num_kv_heads = config_.kv_heads(),
-                             .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim()))});
+  attention_forward(
+      device,
+      {.qkv = qkv,
+       .out = attention,
+       .lse = {lse_all.data, DType::kF32, {shape_.num_sequences, config_.num_heads, shape_.sequence_length}},
+       .sequence_length = shape_.sequence_length,
+       .num_heads = config_.num_heads,
+       .num_kv_heads = config_.kv_heads(),
+       .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim()))});
   ScaledView attention_input = attention;
   if (formats_.fp8_gemm) {
     attention_input = matrix(b.attention_fp8, T, d_heads);
@@ -113,10 +119,11 @@ void Model::Pass::forward_block(Device& device, int64_t l, const TensorView& res
   linear(device, matrix(b.ffn_norm.y, T, d), p.up_gate, up_gate_plain);
   if (fp8_up_gate) quantize(device, {.x = up_gate_plain, .out = up_gate, .out_t = {}});
   const ScaledView product = matrix(b.product, T, f);
-  swiglu_forward(device, {.up_gate = up_gate,
-                          .silu = matrix(b.silu, T, f),
-                          .product = product,
-                          .product_t = keep_ && precision_.save_product ? matrix(b.product_t, f, T) : ScaledView{}});
+  swiglu_forward(device,
+                 {.up_gate = up_gate,
+                  .silu = matrix(b.silu, T, f),
+                  .product = product,
+                  .product_t = keep_ && precision_.save_product ? matrix(b.product_t, f, T) : ScaledView{}});
   linear(device, product, p.down, branch_out);
 }
 

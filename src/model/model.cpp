@@ -17,13 +17,15 @@ PrecisionConfig plain_precision(const PrecisionConfig& training) {
 
 }  // namespace
 
-Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool decay_embeddings, const BatchShape& shape,
-             int64_t logits_chunk_tokens, Use use, MemoryPlan& plan)
-    : config_(config), table_(make_parameter_table(config, decay_embeddings)),
+Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool decay_embeddings,
+             const BatchShape& shape, int64_t logits_chunk_tokens, Use use, MemoryPlan& plan)
+    : config_(config),
+      table_(make_parameter_table(config, decay_embeddings)),
       weights_(table_, Formats(precision), use == Use::kTraining, plan) {
   cos_sin_id_ = plan.add("tables", "cos_sin", DType::kF32, {shape.sequence_length, config.head_dim()});
   if (use == Use::kTraining) {
-    training_ = std::make_unique<Pass>(config, precision, shape, logits_chunk_tokens, Activations::Purpose::kTraining, plan);
+    training_ = std::make_unique<Pass>(config, precision, shape, logits_chunk_tokens,
+                                       Activations::Purpose::kTraining, plan);
   }
   const bool plain_evaluation = precision.eval == EvalNumerics::kBf16 && precision.has_fp8();
   if (plain_evaluation || use == Use::kInference) {

@@ -41,8 +41,8 @@ class Model {
     BatchShape shape;
   };
 
-  // Forward and backward: adds the gradients of grad_scale * (sum of the loss over all targets) to `gradients`, in the
-  // order of the parameter table. losses() has the per-token losses afterwards.
+  // Forward and backward: adds the gradients of grad_scale * (sum of the loss over all targets) to `gradients`, in
+  // the order of the parameter table. losses() has the per-token losses afterwards.
   struct LossOptions {
     float grad_scale;  // usually 1 / number of targets in the optimizer step
     float z_loss = 0;
@@ -66,7 +66,7 @@ class Model {
   ParameterTable table_;
   ModelWeights weights_;
   TensorId cos_sin_id_;
-  TensorView cos_sin_;  // [S, D] fp32
+  TensorView cos_sin_;                // [S, D] fp32
   std::unique_ptr<Pass> training_;    // absent for inference
   std::unique_ptr<Pass> evaluation_;  // absent when evaluation uses training's numerics and buffers
   const Pass* last_ = nullptr;        // whose losses() are asked for

@@ -78,7 +78,8 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
   return table;
 }
 
-std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index, uint64_t seed) {
+std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index,
+                                  uint64_t seed) {
   const int64_t numel = table.all.at(index).numel();
   const double std = initial_std(config, table, static_cast<int>(index));
   std::vector<float> values(static_cast<size_t>(numel), 1.0f);

@@ -20,7 +20,7 @@ struct BlockParameters {
 // All parameter tensors in the order in which forward uses them. Linear weights are [out, in], as in PyTorch.
 struct ParameterTable {
   std::vector<ParameterInfo> all;
-  int embedding = -1;   // [V, d]
+  int embedding = -1;  // [V, d]
   std::vector<BlockParameters> blocks;
   int final_norm = -1;  // [d]    rmsnorm only
   int head = -1;        // [V, d]; the embedding's index when tied
@@ -33,11 +33,13 @@ struct ParameterTable {
 // Decayed are the linear weights, an untied head included; the embedding (and so a tied head) only on request.
 ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embeddings);
 
-// The initial fp32 values of parameter `index`: a pure function of (config, index, seed), whatever the number of ranks.
+// The initial fp32 values of parameter `index`: a pure function of (config, index, seed), whatever the number of
+// ranks.
 //   mitchell (OLMo): normal, cut at 3 standard deviations; std 1/sqrt(d) for embedding, QKV, up/gate and head,
 //                    1/sqrt(2 d (l+1)) for attention_out and 1/sqrt(2 f (l+1)) for down of block l (from 0)
 //   normal:          N(0, init_std)
 // Norm weights are 1.
-std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index, uint64_t seed);
+std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index,
+                                  uint64_t seed);
 
 }  // namespace parka

@@ -9,11 +9,12 @@ namespace parka {
 // T tokens of width d, H query and Hkv key/value heads of size D, FFN width f, vocabulary V.
 class Model::Pass {
  public:
-  Pass(const ModelConfig& config, const PrecisionConfig& precision, const BatchShape& shape, int64_t logits_chunk_tokens,
-       Activations::Purpose purpose, MemoryPlan& plan);
+  Pass(const ModelConfig& config, const PrecisionConfig& precision, const BatchShape& shape,
+       int64_t logits_chunk_tokens, Activations::Purpose purpose, MemoryPlan& plan);
 
   // The tensors must outlive the pass.
-  void bind(const Arena& arena, const ParameterTable& table, const ModelWeights& weights, const TensorView& cos_sin);
+  void bind(const Arena& arena, const ParameterTable& table, const ModelWeights& weights,
+            const TensorView& cos_sin);
 
   // Copies the batch to the device and runs all blocks and the final norm. `keep` also leaves what backward needs.
   void forward(Device& device, const Batch& batch, bool keep);
@@ -35,7 +36,8 @@ class Model::Pass {
 
   // forward.cpp
   void forward_block(Device& device, int64_t l, const TensorView& residual, const TensorView& branch);
-  void norm_into(Device& device, const NormBuffers& norm, int weight, const TensorView& residual, const TensorView& branch);
+  void norm_into(Device& device, const NormBuffers& norm, int weight, const TensorView& residual,
+                 const TensorView& branch);
   void final_norm(Device& device);
   void linear(Device& device, const ScaledView& x, int weight, const TensorView& out);
   void cross_entropy_chunk(Device& device, int64_t begin, int64_t count, const LossOptions& options, bool gradient);

@@ -152,7 +152,7 @@ std::vector<float> Optimizer::squared_norms(Device& device) const {
   return download<float>(device, norm_partial_);
 }
 
-Optimizer::StepResult Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed) {
+Optimizer::StepResult Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed, bool allow_update) {
   PARKA_REQUIRE(step >= 1 && states_.size() == parameters_.size());
   const std::vector<float> squares = squared_norms(device);
   double sum = 0;
@@ -163,6 +163,7 @@ Optimizer::StepResult Optimizer::step(Device& device, int64_t step, double lr, u
         std::find_if(squares.begin(), squares.end(), [](float square) { return !std::isfinite(square); });
     return {norm, false, parameters_[static_cast<size_t>(bad - squares.begin())].name};
   }
+  if (!allow_update) return {norm, false, {}};
   constexpr double kClipEpsilon = 1e-6;
   const double coefficient = std::min(1.0, clip_limit(step) / (norm + kClipEpsilon));
   for (size_t i = 0; i < parameters_.size(); ++i) {

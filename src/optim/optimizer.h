@@ -49,7 +49,8 @@ class Optimizer {
   // One update with learning rate `lr`; `step` counts from 1 and drives bias correction and stochastic rounding.
   // Gradients are scaled by min(1, clip_limit(step) / (norm + 1e-6)), as in OLMo and PyTorch. A gradient that is
   // not finite, or whose sum of squares exceeds fp32, leaves weights and states as they are.
-  StepResult step(Device& device, int64_t step, double lr, uint64_t seed);
+  // So does allow_update = false, which only measures: for a step whose loss is not finite.
+  StepResult step(Device& device, int64_t step, double lr, uint64_t seed, bool allow_update = true);
 
   // The largest global norm allowed at `step`: clip_norm * clip_warmup_factor while step <= clip_warmup_steps, then
   // clip_norm; infinity when clipping is off. It is the limit of this very step: OLMo's own trainer refreshes its

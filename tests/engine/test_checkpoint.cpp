@@ -353,7 +353,8 @@ TEST_CASE("saving a step again replaces it", "[engine][checkpoint]") {
   CHECK(same(*read_newest(run).contents, small_contents(20, 1)));
 }
 
-TEST_CASE("a displaced checkpoint without a successor gets its name back at the next save", "[engine][checkpoint]") {
+TEST_CASE("a displaced checkpoint without a successor gets its name back at the next save",
+          "[engine][checkpoint]") {
   const TemporaryFolder folder;
   const std::string run = folder / "run";
   for (const int64_t step : {10, 20}) save_checkpoint(run, small_contents(step), kKeepAll);

@@ -136,12 +136,15 @@ TEST_CASE("safetensors with a defect are refused for that defect", "[engine][saf
       {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[1,0]}})", 1, "data_offsets do not lie"},
       {R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}})", 1, "data_offsets do not lie"},
       {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})", 2, "the one before it ends at"},
-      {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}})",
+      {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]})"
+       R"(,"b":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}})",
        3, "the one before it ends at"},
-      {R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}})",
+      {R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]})"
+       R"(,"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}})",
        3, "the one before it ends at"},
       {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 2, "tensors end at"},
-      {R"({"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}})",
+      {R"({"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]})"
+       R"(,"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}})",
        0, "a: given twice"},
       {R"({"a":{"dtype":"U8","dtype":"U8","shape":[0],"data_offsets":[0,0]}})", 0, "a.dtype: given twice"},
       {R"({"__metadata__":3})", 0, "__metadata__ must be an object"},

@@ -77,17 +77,18 @@ TEST_CASE("a checkpoint with NaN or infinite values is refused by name", "[engin
   run.step();
   const struct {
     const char* name;
-    std::vector<uint8_t> value;  // of element 0, little-endian
-  } cases[] = {{"embedding.master", {0x00, 0x00, 0xc0, 0x7f}},           // NaN
-               {"embedding", {0x80, 0x7f}},                              // infinity
-               {"blocks.1.down.exp_avg", {0x7f}},                        // NaN code
+    std::vector<uint8_t> value;                                 // of element 0, little-endian
+  } cases[] = {{"embedding.master", {0x00, 0x00, 0xc0, 0x7f}},  // NaN
+               {"embedding", {0x80, 0x7f}},                     // infinity
+               {"blocks.1.down.exp_avg", {0x7f}},               // NaN code
                {"blocks.0.qkv.exp_avg_sq.amax", {0x00, 0x00, 0x80, 0x7f}}};
   int index = 0;
   for (const auto& c : cases) {
     CAPTURE(c.name);
-    const LoadedCheckpoint checkpoint = saved(run, folder.path().string() + "/bad" + std::to_string(index++), [&](auto& contents) {
-      std::memcpy(tensor_named(contents, c.name).bytes.data(), c.value.data(), c.value.size());
-    });
+    const LoadedCheckpoint checkpoint =
+        saved(run, folder.path().string() + "/bad" + std::to_string(index++), [&](auto& contents) {
+          std::memcpy(tensor_named(contents, c.name).bytes.data(), c.value.data(), c.value.size());
+        });
     TrainingRun other(config, *device);
     const std::string message = refusal(other, checkpoint);
     CHECK(message.find(c.name) != std::string::npos);
@@ -103,10 +104,13 @@ TEST_CASE("a checkpoint whose tensors do not fit is refused by name", "[engine][
   run.initialize();
   const auto refused = [&](const std::string& name, const std::function<void(CheckpointContents&)>& damage) {
     TrainingRun other(config, *device);
-    return refusal(other, saved(run, folder.path().string() + "/" + name, damage)).find("embedding.exp_avg") != std::string::npos;
+    return refusal(other, saved(run, folder.path().string() + "/" + name, damage)).find("embedding.exp_avg") !=
+           std::string::npos;
   };
   CHECK(refused("renamed", [](auto& c) { tensor_named(c, "embedding.exp_avg").name = "embedding.exp_avg_"; }));
-  CHECK(refused("missing", [](auto& c) { std::erase_if(c.tensors, [](const auto& t) { return t.name == "embedding.exp_avg"; }); }));
+  CHECK(refused("missing", [](auto& c) {
+    std::erase_if(c.tensors, [](const auto& t) { return t.name == "embedding.exp_avg"; });
+  }));
   CHECK(refused("other_type", [](auto& c) { tensor_named(c, "embedding.exp_avg").dtype = DType::kI32; }));
   CHECK(refused("other_shape", [](auto& c) {
     HostTensor& t = tensor_named(c, "embedding.exp_avg");
@@ -130,7 +134,8 @@ TEST_CASE("a restored run takes the same steps as the one that was saved", "[eng
     bool same = true;
     for (int i = 0; i < 12; ++i) {  // over an epoch border: 40 sequences are 10 steps
       const StepReport a = run.step(), b = restored.step();
-      same = same && a.step == b.step && a.loss == b.loss && a.grad_norm == b.grad_norm && a.applied && a.data == b.data;
+      same = same && a.step == b.step && a.loss == b.loss && a.grad_norm == b.grad_norm && a.applied &&
+             a.data == b.data;
     }
     CHECK(same);
   }
@@ -151,7 +156,8 @@ TEST_CASE("training lowers the loss on data that it sees again", "[engine][train
 }
 
 TEST_CASE("targets are the next tokens and end with the sequence", "[engine]") {
-  CHECK(next_token_targets({1, 2, 3, 4, 5, 6}, 3) == std::vector<int32_t>{2, 3, kIgnoreTarget, 5, 6, kIgnoreTarget});
+  CHECK(next_token_targets({1, 2, 3, 4, 5, 6}, 3) ==
+        std::vector<int32_t>{2, 3, kIgnoreTarget, 5, 6, kIgnoreTarget});
   CHECK(next_token_targets({7}, 1) == std::vector<int32_t>{kIgnoreTarget});
 }
 

@@ -40,7 +40,8 @@ struct SmallModel {
     }
   }
   void initialize(const ModelConfig& config, uint64_t seed) {
-    for (size_t i = 0; i < gradients.size(); ++i) set_weight(i, initial_weight(config, model.parameters(), i, seed));
+    for (size_t i = 0; i < gradients.size(); ++i)
+      set_weight(i, initial_weight(config, model.parameters(), i, seed));
     model.weights_changed(*device);
   }
   void zero_gradients() {
@@ -64,7 +65,8 @@ struct SmallModel {
 inline std::vector<int32_t> random_tokens(int64_t count, int64_t vocab_size, uint64_t seed) {
   std::vector<int32_t> tokens(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i) {
-    tokens[i] = static_cast<int32_t>(philox4x32(seed, 3, static_cast<uint64_t>(i))[0] % static_cast<uint64_t>(vocab_size));
+    tokens[i] =
+        static_cast<int32_t>(philox4x32(seed, 3, static_cast<uint64_t>(i))[0] % static_cast<uint64_t>(vocab_size));
   }
   return tokens;
 }

@@ -25,8 +25,9 @@ ModelConfig small_config(NormKind norm, bool tied, int64_t num_kv_heads) {
   return config;
 }
 
-const Recipe kAllRecipes[] = {Recipe::kFp32,           Recipe::kBf16,          Recipe::kFp8Linear, Recipe::kFp8Block,
-                              Recipe::kCoatActivation, Recipe::kCoatOptimizer, Recipe::kCoat,      Recipe::kParka};
+const Recipe kAllRecipes[] = {Recipe::kFp32,     Recipe::kBf16,           Recipe::kFp8Linear,
+                              Recipe::kFp8Block, Recipe::kCoatActivation, Recipe::kCoatOptimizer,
+                              Recipe::kCoat,     Recipe::kParka};
 
 constexpr BatchShape kShape{3, 24};
 
@@ -39,8 +40,8 @@ Result run(const ModelConfig& config, const PrecisionConfig& precision, int64_t 
   m.initialize(config, 1);
   const std::vector<int32_t> tokens = random_tokens(kShape.num_tokens(), config.vocab_size, 5);
   const std::vector<int32_t> targets = next_token_targets(tokens, kShape.sequence_length);
-  m.model.accumulate_gradients(*m.device, {tokens.data(), targets.data(), kShape}, {.grad_scale = 0.01f, .z_loss = 1e-4f},
-                               m.gradients);
+  m.model.accumulate_gradients(*m.device, {tokens.data(), targets.data(), kShape},
+                               {.grad_scale = 0.01f, .z_loss = 1e-4f}, m.gradients);
   return {m.model.losses(*m.device), m.all_gradients()};
 }
 
@@ -62,7 +63,8 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
 
 TEST_CASE("every recipe's gradients are close to fp32's", "[model][recipes]") {
   for (NormKind norm : {NormKind::kLayerNorm, NormKind::kRmsNorm}) {
-    const ModelConfig config = small_config(norm, norm == NormKind::kLayerNorm, norm == NormKind::kLayerNorm ? 0 : 2);
+    const ModelConfig config =
+        small_config(norm, norm == NormKind::kLayerNorm, norm == NormKind::kLayerNorm ? 0 : 2);
     const Result exact = run(config, precision_recipe(Recipe::kFp32));
     for (Recipe recipe : kAllRecipes) {
       CAPTURE(name_of(recipe));
@@ -79,8 +81,8 @@ TEST_CASE("every recipe's gradients are close to fp32's", "[model][recipes]") {
       } else if (!precision.has_fp8()) {
         CHECK((error < 0.02 && loss_error < 0.005 && std::abs(length - 1) < 0.005));
       } else {
-        // E5M2 rounds with an rms error of 6.5 %; a gradient passes up to four such roundings in each of three blocks,
-        // which add up to 22 % if they are independent. E4M3 is a third of that.
+        // E5M2 rounds with an rms error of 6.5 %; a gradient passes up to four such roundings in each of three
+        // blocks, which add up to 22 % if they are independent. E4M3 is a third of that.
         CHECK((error < 0.3 && loss_error < 0.05 && std::abs(length - 1) < 0.03));
         CHECK(error > 1e-3);  // it does quantize
       }
@@ -142,12 +144,14 @@ TEST_CASE("gradients of micro-batches add up to those of the batch", "[model]") 
   const std::vector<int32_t> targets = next_token_targets(tokens, kShape.sequence_length);
   SmallModel m(config, precision, kShape);
   m.initialize(config, 1);
-  m.model.accumulate_gradients(*m.device, {tokens.data(), targets.data(), kShape}, {.grad_scale = 0.02f}, m.gradients);
+  m.model.accumulate_gradients(*m.device, {tokens.data(), targets.data(), kShape}, {.grad_scale = 0.02f},
+                               m.gradients);
   const std::vector<float> whole = m.all_gradients();
   m.zero_gradients();
   for (int64_t s = 0; s < kShape.num_sequences; ++s) {
     const int64_t begin = s * kShape.sequence_length;
-    m.model.accumulate_gradients(*m.device, {tokens.data() + begin, targets.data() + begin, {1, kShape.sequence_length}},
+    m.model.accumulate_gradients(*m.device,
+                                 {tokens.data() + begin, targets.data() + begin, {1, kShape.sequence_length}},
                                  {.grad_scale = 0.02f}, m.gradients);
   }
   CHECK(relative_error(m.all_gradients(), whole) < 1e-5);

@@ -53,7 +53,8 @@ Fixture load_fixture(const std::string& name) {
 
 void load_weights(SmallModel& m, const Fixture& fixture) {
   const auto& parameters = m.model.parameters().all;
-  for (size_t i = 0; i < parameters.size(); ++i) m.set_weight(i, fixture.tensors.at("weight/" + parameters[i].name));
+  for (size_t i = 0; i < parameters.size(); ++i)
+    m.set_weight(i, fixture.tensors.at("weight/" + parameters[i].name));
   m.model.weights_changed(*m.device);
 }
 
@@ -116,8 +117,8 @@ TEST_CASE("bf16 gradients stay within bf16 noise of transformers' fp32", "[model
       CAPTURE(parameter);
       const std::vector<float>& expected = fixture.tensors.at("grad/" + parameter);
       const float* got = m.gradients[i].as<float>();
-      // Roundings of up to 2^-8 each, some twenty of them between tokens and gradient; the fixtures' large random weights
-      // make attention sharp, which multiplies errors of its logits by a few.
+      // Roundings of up to 2^-8 each, some twenty of them between tokens and gradient; the fixtures' large random
+      // weights make attention sharp, which multiplies errors of its logits by a few.
       CHECK(relative_error({got, got + expected.size()}, expected) < 0.06);
     }
   }

@@ -36,7 +36,8 @@ inline std::vector<float> random_bf16(int64_t count, uint64_t seed, float scale 
 class TestTensor {
  public:
   // Without values the tensor is filled with 0xff bytes: NaN in every float format.
-  TestTensor(Device& device, DType dtype, std::initializer_list<int64_t> shape, const std::vector<float>& values = {})
+  TestTensor(Device& device, DType dtype, std::initializer_list<int64_t> shape,
+             const std::vector<float>& values = {})
       : device_(&device), view_(nullptr, dtype, shape) {
     const int64_t bytes = view_.bytes();
     memory_ = static_cast<std::byte*>(device.allocate(bytes + 2 * kGuard));
@@ -95,7 +96,10 @@ class TestTensor {
     }
   }
   float load(const std::byte* base, int64_t i) const {
-    auto get = [&](auto x) { std::memcpy(&x, base + i * static_cast<int64_t>(sizeof(x)), sizeof(x)); return x; };
+    auto get = [&](auto x) {
+      std::memcpy(&x, base + i * static_cast<int64_t>(sizeof(x)), sizeof(x));
+      return x;
+    };
     switch (view_.dtype) {
       case DType::kF32: return get(float{});
       case DType::kBF16: return decode_bf16(get(BFloat16{}));
@@ -121,9 +125,10 @@ class TestMatrix {
       : data(device, dtype, {rows, cols}), scaling_(scaling), group_(group) {
     if (scaling == Scaling::kNone) return;
     const auto shape = scale_shape(scaling, group, rows, cols);
-    scale = scaling == Scaling::kTensor
-                ? std::make_unique<TestTensor>(device, DType::kF32, std::initializer_list<int64_t>{1})
-                : std::make_unique<TestTensor>(device, scale_dtype, std::initializer_list<int64_t>{shape[0], shape[1]});
+    scale =
+        scaling == Scaling::kTensor
+            ? std::make_unique<TestTensor>(device, DType::kF32, std::initializer_list<int64_t>{1})
+            : std::make_unique<TestTensor>(device, scale_dtype, std::initializer_list<int64_t>{shape[0], shape[1]});
   }
   operator ScaledView() const { return view(); }
   ScaledView view() const {

@@ -8,9 +8,9 @@ class Device;
 // h / (H / Hkv). q, k and v are read straight from the fused QKV buffer (see RopeForward). T = B * S.
 //   p[i,j] = exp(scale * q_i . k_j - lse_i) for j <= i;  out_i = sum_j p[i,j] v_j
 struct AttentionForward {
-  TensorView qkv;  // [T, (H + 2 * Hkv) * D] fp32 or bf16, in
-  TensorView out;  // [T, H * D] as qkv, out
-  TensorView lse;  // [B, H, S] fp32, out: natural log of the sum of exp(scale * q . k)
+  TensorView qkv;           // [T, (H + 2 * Hkv) * D] fp32 or bf16, in
+  TensorView out;           // [T, H * D] as qkv, out
+  TensorView lse;           // [B, H, S] fp32, out: natural log of the sum of exp(scale * q . k)
   int64_t sequence_length;  // S; T is a multiple of it
   int64_t num_heads;
   int64_t num_kv_heads;

@@ -12,9 +12,9 @@ class Device;
 inline constexpr int32_t kIgnoreTarget = -100;
 
 struct CrossEntropy {
-  TensorView logits;   // [T, V] fp32 or bf16, in; overwritten with d_logits when write_gradient
-  TensorView targets;  // [T] int32, in: in [0, V) or kIgnoreTarget
-  TensorView loss;     // [T] fp32, out: without the z-loss term
+  TensorView logits;        // [T, V] fp32 or bf16, in; overwritten with d_logits when write_gradient
+  TensorView targets;       // [T] int32, in: in [0, V) or kIgnoreTarget
+  TensorView loss;          // [T] fp32, out: without the z-loss term
   TensorView z_loss_value;  // [T] fp32, out: z_loss * lse^2; empty: not wanted
   float z_loss = 0;
   float grad_scale = 1;  // 1 / number of targets of the whole step

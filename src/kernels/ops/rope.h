@@ -29,8 +29,9 @@ struct RopeBackward {
   TensorView cos_sin;  // [S, D] fp32, in
   int64_t num_heads;
   int64_t num_kv_heads;
-  ScaledView d_quantized;    // [T, ...] fp8, out; empty: not wanted
-  ScaledView d_quantized_t;  // [..., T] fp8 transposed, out; empty: not wanted; shares a kTensor scale with d_quantized
+  ScaledView d_quantized;  // [T, ...] fp8, out; empty: not wanted
+  ScaledView
+      d_quantized_t;  // [..., T] fp8 transposed, out; empty: not wanted; shares a kTensor scale with d_quantized
 };
 // The quantized copies are made from d_qkv after its rounding.
 void rope_backward(Device& device, const RopeBackward& a);
