@@ -82,7 +82,10 @@ class WorkerPool {
         (*body_)(begin, std::min(begin + grain_, count_));
       } catch (...) {
         std::lock_guard lock(mutex_);
-        if (!failure_) failure_ = std::current_exception();
+        if (!failure_ || begin < failed_piece_) {
+          failure_ = std::current_exception();
+          failed_piece_ = begin;
+        }
       }
     }
     inside_body = false;
@@ -98,7 +101,8 @@ class WorkerPool {
   int busy_ = 0;
   uint64_t generation_ = 0;
   bool stopping_ = false;
-  std::exception_ptr failure_;
+  std::exception_ptr failure_;  // of the first piece, in their order, that failed
+  int64_t failed_piece_ = 0;
 };
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include <CLI/CLI.hpp>
 
+#include <csignal>
 #include <cstdio>
 
 #include <spdlog/sinks/stdout_sinks.h>
@@ -157,6 +158,8 @@ std::string one_line(std::string text) {
 }  // namespace
 
 int run_command_line(int argc, char** argv) {
+  // A write beyond `ulimit -f` shall fail like one on a full disk, with a message, not end the process.
+  std::signal(SIGXFSZ, SIG_IGN);
   spdlog::set_default_logger(spdlog::stderr_logger_mt("parka"));
   spdlog::set_pattern("%H:%M:%S %v");
   try {

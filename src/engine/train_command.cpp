@@ -14,6 +14,7 @@
 #include "engine/file_io.h"
 #include "engine/metrics_log.h"
 #include "engine/progress.h"
+#include "engine/run_lock.h"
 #include "engine/stop_signal.h"
 #include "engine/training_run.h"
 
@@ -218,6 +219,7 @@ int run_train(const TrainOptions& options) {
                     options.config_path);
   }
   check_run_folder_writable(config.checkpoint.folder);
+  const RunLock lock(config.checkpoint.folder);
   catch_stop_signals();
   return TrainCommand(config, options).train();
 }

@@ -1,4 +1,5 @@
 """Every bad input ends with one clear line and the documented exit code, and leaves earlier checkpoints untouched."""
+import fcntl
 import json
 import os
 import resource
@@ -196,6 +197,12 @@ class BadInput(RunFolder):
         self.assert_refused(result, ["step_00000012"], code=IO_FAILED)
         self.assertEqual(checkpoints(self.path("run")), ["step_00000004", "step_00000008"])
         self.assert_exit(self.train(self.config), 0)  # with room again the run goes on
+
+    def test_two_runs_in_one_folder(self):
+        with open(self.path("run/lock"), "a", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self.assert_refused(self.train(self.config), [self.path("run"), "another process"])
+        self.assert_exit(self.train(self.config), 0)
 
     def test_loss_that_is_not_finite(self):
         # Weights of 1e30 overflow in the step after the one that made them.

@@ -121,6 +121,21 @@ TEST_CASE("parallel_for inside a body runs inline", "[parallel]") {
   CHECK(sum == 999 * 1000 / 2);
 }
 
+TEST_CASE("of several failing pieces the first one is reported, whichever ran first", "[parallel]") {
+  bool always_first = true;
+  for (int repeat = 0; repeat < 200; ++repeat) {
+    try {
+      parallel_for(64, 1, [](int64_t begin, int64_t) {
+        if (begin >= 3) throw std::runtime_error(std::to_string(begin));
+      });
+      always_first = false;
+    } catch (const std::runtime_error& error) {
+      always_first = always_first && std::string(error.what()) == "3";
+    }
+  }
+  CHECK(always_first);
+}
+
 TEST_CASE("an exception of a nested parallel_for reaches the outer caller", "[parallel]") {
   set_num_threads(kThreads);
   CHECK_THROWS_AS(parallel_for(8, 1,
