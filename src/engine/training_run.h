@@ -26,7 +26,7 @@ struct DeclaredRun {
 };
 
 // Model FLOP per trained token: 6 x (parameters without the input embedding) + 6 x layers x S x d, the second term
-// for causal attention counted once (DESIGN in docs/architecture.md). Forward and backward, no recomputation.
+// for causal attention counted once. Forward and backward, without recomputation.
 double flop_per_token(const ModelConfig& model, const ParameterTable& table, int64_t sequence_length);
 
 // What happened in one optimizer step.

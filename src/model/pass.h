@@ -25,7 +25,6 @@ class Model::Pass {
   // Logits of some rows into the logits buffer; count is at most its size.
   TensorView logits(Device& device, int64_t first_row, int64_t count);
   int64_t max_logit_rows() const { return activations_.logits_chunk; }
-  int64_t max_tokens() const { return max_shape_.num_tokens(); }
   std::vector<float> losses(Device& device) const;
 
  private:
