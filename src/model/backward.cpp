@@ -158,18 +158,15 @@ void Model::Pass::backward_attention(Device& device, int64_t l) {
   weight_gradient(device, d_out, attention_input, p.attention_out);
 
   const TensorView d_qkv_plain = tensor(w.d_qkv, T, d_qkv);
-  const TensorView lse_all = (*arena_)[b.lse];
-  attention_backward(
-      device,
-      {.qkv = qkv,
-       .out = attention,
-       .d_out = d_attention,
-       .lse = {lse_all.data, DType::kF32, {shape_.num_sequences, config_.num_heads, shape_.sequence_length}},
-       .d_qkv = d_qkv_plain,
-       .sequence_length = shape_.sequence_length,
-       .num_heads = config_.num_heads,
-       .num_kv_heads = config_.kv_heads(),
-       .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim()))});
+  attention_backward(device, {.qkv = qkv,
+                              .out = attention,
+                              .d_out = d_attention,
+                              .lse = log_sum_exp(b),
+                              .d_qkv = d_qkv_plain,
+                              .sequence_length = shape_.sequence_length,
+                              .num_heads = config_.num_heads,
+                              .num_kv_heads = config_.kv_heads(),
+                              .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim()))});
   GemmInput d_qkv_input = {d_qkv_plain, {}};
   if (formats_.fp8_gemm) d_qkv_input = {matrix(w.d_qkv_fp8, T, d_qkv), matrix(w.d_qkv_fp8_t, d_qkv, T)};
   rope_backward(device, {.d_qkv = d_qkv_plain,

@@ -36,6 +36,11 @@ TensorView Model::Pass::vector(TensorId id, int64_t count) const {
   return {whole.data, whole.dtype, {count}};
 }
 
+TensorView Model::Pass::log_sum_exp(const BlockBuffers& block) const {
+  const TensorView whole = (*arena_)[block.lse];
+  return {whole.data, whole.dtype, {shape_.num_sequences, config_.num_heads, shape_.sequence_length}};
+}
+
 void Model::Pass::forward(Device& device, const Batch& batch, bool keep) {
   shape_ = batch.shape;
   num_tokens_ = shape_.num_tokens();
@@ -95,16 +100,13 @@ void Model::Pass::forward_block(Device& device, int64_t l, const TensorView& res
                         .num_kv_heads = config_.kv_heads(),
                         .saved = matrix(b.qkv_saved, T, d_qkv)});
   const TensorView attention = tensor(b.attention, T, d_heads);
-  const TensorView lse_all = (*arena_)[b.lse];
-  attention_forward(
-      device,
-      {.qkv = qkv,
-       .out = attention,
-       .lse = {lse_all.data, DType::kF32, {shape_.num_sequences, config_.num_heads, shape_.sequence_length}},
-       .sequence_length = shape_.sequence_length,
-       .num_heads = config_.num_heads,
-       .num_kv_heads = config_.kv_heads(),
-       .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim()))});
+  attention_forward(device, {.qkv = qkv,
+                             .out = attention,
+                             .lse = log_sum_exp(b),
+                             .sequence_length = shape_.sequence_length,
+                             .num_heads = config_.num_heads,
+                             .num_kv_heads = config_.kv_heads(),
+                             .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim()))});
   ScaledView attention_input = attention;
   if (formats_.fp8_gemm) {
     attention_input = matrix(b.attention_fp8, T, d_heads);
