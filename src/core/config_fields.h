@@ -33,6 +33,9 @@ struct RealRange {
   bool max_excluded = false;
 };
 
+// A text field admits the empty text, too.
+struct MayBeEmpty {};
+
 // A field admits only these values.
 template <typename T, size_t N>
 struct OneOf {

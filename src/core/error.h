@@ -3,7 +3,9 @@
 #include <string>
 #include <utility>
 
+#ifndef __CUDACC__
 #include <fmt/format.h>
+#endif
 
 namespace parka {
 
@@ -26,6 +28,11 @@ class Error : public std::runtime_error {
   ExitCode code_;
 };
 
+// Throws Error(kInternal) that says where which condition does not hold.
+[[noreturn]] void throw_unmet(const char* file, int line, const char* condition);
+
+#ifndef __CUDACC__  // nvcc cannot compile fmt
+
 // Throws Error(kBadInput): something the user gave is wrong.
 template <typename... Args>
 [[noreturn]] void throw_bad_input(fmt::format_string<Args...> format, Args&&... args) {
@@ -44,10 +51,12 @@ template <typename... Args>
   throw Error(ExitCode::kInternal, fmt::format(format, std::forward<Args>(args)...));
 }
 
+#endif
+
 }  // namespace parka
 
 // Contract check that stays on in release builds. A macro only to capture the text.
-#define PARKA_REQUIRE(condition)                                                                     \
-  do {                                                                                               \
-    if (!(condition)) ::parka::throw_internal("{}:{}: requires {}", __FILE__, __LINE__, #condition); \
+#define PARKA_REQUIRE(condition)                                            \
+  do {                                                                      \
+    if (!(condition)) ::parka::throw_unmet(__FILE__, __LINE__, #condition); \
   } while (false)

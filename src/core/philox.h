@@ -3,12 +3,14 @@
 #include <cmath>
 #include <cstdint>
 
+#include "core/host_device.h"
+
 // Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as
 // 1, 2, 3" (SC 2011). A draw is a pure function of (seed, stream, index): the same on CPU and GPU,
 // whatever the order or the number of threads and ranks.
 namespace parka {
 
-inline std::array<uint32_t, 4> philox4x32(uint64_t seed, uint64_t stream, uint64_t index) {
+PARKA_HOST_DEVICE inline std::array<uint32_t, 4> philox4x32(uint64_t seed, uint64_t stream, uint64_t index) {
   constexpr uint32_t kMultiplier0 = 0xd2511f53u, kMultiplier1 = 0xcd9e8d57u;
   constexpr uint32_t kWeyl0 = 0x9e3779b9u, kWeyl1 = 0xbb67ae85u;
   uint32_t c0 = static_cast<uint32_t>(index), c1 = static_cast<uint32_t>(index >> 32);

@@ -23,6 +23,10 @@ int64_t TensorView::numel() const {
   return n;
 }
 
+void TensorView::throw_wrong_dtype(DType read_as) const {
+  throw_internal("tensor is {}, read as {}", name_of(dtype), name_of(read_as));
+}
+
 TensorView TensorView::rows(int64_t begin, int64_t count) const {
   PARKA_REQUIRE(rank >= 1 && begin >= 0 && count >= 0 && begin + count <= dim[0]);
   TensorView part = *this;

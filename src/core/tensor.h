@@ -28,9 +28,11 @@ struct TensorView {
   // The elements, typed. Throws Error(kInternal) when T is not the tensor's dtype.
   template <typename T>
   T* as() const {
-    if (dtype_of<T> != dtype) throw_internal("tensor is {}, read as {}", name_of(dtype), name_of(dtype_of<T>));
+    if (dtype_of<T> != dtype) throw_wrong_dtype(dtype_of<T>);
     return static_cast<T*>(data);
   }
+
+  [[noreturn]] void throw_wrong_dtype(DType read_as) const;
 
   // Rows [begin, begin + count) of the first dimension; same memory.
   TensorView rows(int64_t begin, int64_t count) const;

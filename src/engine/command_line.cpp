@@ -49,6 +49,26 @@ void add_plan(CLI::App& app, PlanOptions& options) {
   command.add_flag("--json", options.json, "Print JSON");
 }
 
+void add_bench(CLI::App& app, BenchOptions& options) {
+  CLI::App& command = *app.add_subcommand(
+      "bench", "Time training steps of a config on synthetic tokens: whole steps, every op, and per block.");
+  add_config_options(command, options.config_path, options.overrides);
+  command.add_option("--steps", options.steps, "Steps to time, after two for warming up")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+  command.add_flag("--roofline", options.roofline,
+                   "Also measure what this device could reach for each op, and compare");
+  command.add_option("--json", options.json_path, "Write all figures to this file")->type_name("FILE");
+}
+
+void add_tune(CLI::App& app, TuneOptions& options) {
+  CLI::App& command = *app.add_subcommand(
+      "tune", "Time cuBLASLt's algorithms for every matrix product of a config, for device.gemm_tuning.");
+  add_config_options(command, options.config_path, options.overrides);
+  command.add_option("--output", options.output, "File to write")->type_name("FILE")->required();
+  command.add_option("--candidates", options.candidates, "Algorithms to try for each product")
+      ->check(CLI::Range(int64_t{1}, int64_t{1000}));
+}
+
 void add_eval(CLI::App& app, EvalOptions& options) {
   CLI::App& command = *app.add_subcommand("eval", "Mean loss and perplexity of a checkpoint on token files.");
   command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder for its newest one")
@@ -80,6 +100,9 @@ void add_generate(CLI::App& app, GenerateOptions& options) {
   command.add_option("--top-k", options.top_k, "Sample among the k likeliest tokens; 0 is all")
       ->check(CLI::NonNegativeNumber);
   command.add_option("--seed", options.seed, "Seed of the sampling")->check(CLI::NonNegativeNumber);
+  command.add_option("--set", options.overrides, "Override a key of the checkpoint's config, e.g. device.kind=cpu")
+      ->type_name("KEY=VALUE")
+      ->allow_extra_args(false);
 }
 
 void add_config(CLI::App& app, ConfigOptions& options) {
@@ -124,11 +147,15 @@ int parse_and_run(int argc, char** argv) {
   EvalOptions eval;
   GenerateOptions generate;
   ConfigOptions config;
+  BenchOptions bench;
+  TuneOptions tune;
   std::string drill;
   add_train(app, train, drill);
   add_plan(app, plan);
   add_eval(app, eval);
   add_generate(app, generate);
+  add_bench(app, bench);
+  add_tune(app, tune);
   add_config(app, config);
   try {
     app.parse(argc, argv);
@@ -144,6 +171,8 @@ int parse_and_run(int argc, char** argv) {
   if (app.got_subcommand("plan")) return run_plan(plan);
   if (app.got_subcommand("eval")) return run_eval(eval);
   if (app.got_subcommand("generate")) return run_generate(generate);
+  if (app.got_subcommand("bench")) return run_bench(bench);
+  if (app.got_subcommand("tune")) return run_tune(tune);
   return run_config(config);
 }
 

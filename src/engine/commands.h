@@ -36,6 +36,7 @@ int run_eval(const EvalOptions& options);
 
 struct GenerateOptions {
   std::string checkpoint;
+  std::vector<std::string> overrides;
   std::string prompt;                  // text, for models of bytes
   std::vector<int32_t> prompt_tokens;  // token ids, for any model
   int64_t num_tokens = 200;
@@ -44,6 +45,23 @@ struct GenerateOptions {
   int64_t seed = 0;
 };
 int run_generate(const GenerateOptions& options);
+
+struct BenchOptions {
+  std::string config_path;
+  std::vector<std::string> overrides;
+  int64_t steps = 5;      // timed ones
+  bool roofline = false;  // also measure what each op could reach
+  std::string json_path;  // empty: none is written
+};
+int run_bench(const BenchOptions& options);
+
+struct TuneOptions {
+  std::string config_path;
+  std::vector<std::string> overrides;
+  std::string output;
+  int64_t candidates = 16;  // per matrix product
+};
+int run_tune(const TuneOptions& options);
 
 struct ConfigOptions {
   enum class Action { kCheck, kShow, kSchema, kReference };

@@ -115,6 +115,23 @@ struct DistributedConfig {
   }
 };
 
+enum class DeviceChoice : uint8_t { kAuto, kCpu, kCuda };
+
+struct DeviceConfig {
+  DeviceChoice kind = DeviceChoice::kAuto;
+  std::string gemm_tuning;
+
+  bool operator==(const DeviceConfig&) const = default;
+
+  template <typename Visitor>
+  void fields(Visitor& visit) {
+    visit("kind", kind, "cuda: a GPU; cpu; auto: a GPU where there is one that can do what the config asks for");
+    visit("gemm_tuning", gemm_tuning,
+          "File of GEMM algorithms that `parka tune` wrote for this GPU; empty: cuBLASLt's first choice",
+          MayBeEmpty{});
+  }
+};
+
 struct Config {
   ModelConfig model;
   PrecisionConfig precision;
@@ -123,6 +140,7 @@ struct Config {
   TrainingConfig training;
   CheckpointConfig checkpoint;
   DistributedConfig distributed;
+  DeviceConfig device;
 
   bool operator==(const Config&) const = default;
 
@@ -135,12 +153,18 @@ struct Config {
     visit("training", training, "Length, batch, evaluation and what to do about bad steps");
     visit("checkpoint", checkpoint, "The run folder and when to save");
     visit("distributed", distributed, "Sharding over ranks");
+    visit("device", device, "What the run computes on");
   }
 };
 
 template <>
 struct EnumNames<TokenType> {
   static constexpr EnumName<TokenType> kAll[] = {{TokenType::kUint16, "uint16"}, {TokenType::kUint32, "uint32"}};
+};
+template <>
+struct EnumNames<DeviceChoice> {
+  static constexpr EnumName<DeviceChoice> kAll[] = {
+      {DeviceChoice::kAuto, "auto"}, {DeviceChoice::kCpu, "cpu"}, {DeviceChoice::kCuda, "cuda"}};
 };
 template <>
 struct EnumNames<NonFinitePolicy> {

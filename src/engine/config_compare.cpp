@@ -28,6 +28,7 @@ constexpr std::string_view kNotHashed[] = {
     "training.log_interval",
     "checkpoint.",
     "distributed.",
+    "device.",
 };
 
 // Keys and sections that decide what a checkpoint holds and what its data position means...

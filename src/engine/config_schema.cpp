@@ -29,7 +29,9 @@ ordered_json constraints(const RealField& field) {
           {"minimum", field.range.min},
           {field.range.max_excluded ? "exclusiveMaximum" : "maximum", field.range.max}};
 }
-ordered_json constraints(const TextField&) { return {{"type", "string"}, {"minLength", 1}}; }
+ordered_json constraints(const TextField& field) {
+  return {{"type", "string"}, {"minLength", field.may_be_empty ? 0 : 1}};
+}
 ordered_json constraints(const TextListField&) {
   return {{"type", "array"}, {"items", {{"type", "string"}, {"minLength", 1}}}};
 }

@@ -48,6 +48,9 @@ class TableBuilder {
     add(key, help, RealField{&value, range});
   }
   void operator()(const char* key, std::string& value, const char* help) { add(key, help, TextField{&value}); }
+  void operator()(const char* key, std::string& value, const char* help, MayBeEmpty) {
+    add(key, help, TextField{&value, true});
+  }
   void operator()(const char* key, std::vector<std::string>& value, const char* help) {
     add(key, help, TextListField{&value});
   }
@@ -133,6 +136,10 @@ std::string limit_problem(const std::string& value) {
   return {};
 }
 
+std::string limit_problem(const std::string& value, const TextField& field) {
+  return value.empty() && field.may_be_empty ? std::string() : limit_problem(value);
+}
+
 std::string set_integer(const IntegerField& field, const json& value) {
   if (!value.is_number()) return wrong_type("an integer", value);
   const std::optional<int64_t> number = exact_integer(value);
@@ -153,7 +160,7 @@ std::string set_real(const RealField& field, const json& value) {
 std::string set_text(const TextField& field, const json& value) {
   if (!value.is_string()) return wrong_type("a string", value);
   const auto& text = value.get_ref<const std::string&>();
-  const std::string problem = limit_problem(text);
+  const std::string problem = limit_problem(text, field);
   if (problem.empty()) *field.value = text;
   return problem;
 }
@@ -251,7 +258,7 @@ std::string field_problem(const ConfigField& field) {
                         [](const BooleanField&) { return std::string(); },
                         [](const IntegerField& f) { return limit_problem(*f.value, f); },
                         [](const RealField& f) { return limit_problem(*f.value, f); },
-                        [](const TextField& f) { return limit_problem(*f.value); },
+                        [](const TextField& f) { return limit_problem(*f.value, f); },
                         [](const TextListField& f) {
                           for (const std::string& text : *f.value) {
                             if (std::string problem = limit_problem(text); !problem.empty()) return problem;

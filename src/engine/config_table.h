@@ -27,6 +27,7 @@ struct RealField {
 };
 struct TextField {
   std::string* value;
+  bool may_be_empty = false;
 };
 struct TextListField {
   std::vector<std::string>* value;

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "engine/commands.h"
+#include "engine/device_setup.h"
 #include "engine/evaluation.h"
 #include "engine/inference_run.h"
 
@@ -11,17 +12,18 @@ namespace parka {
 
 int run_eval(const EvalOptions& options) {
   const LoadedCheckpoint checkpoint = open_checkpoint(options.checkpoint);
-  const auto device = make_cpu_device();
   std::vector<std::string> overrides = options.overrides;
   if (!options.data.empty()) overrides.push_back("data.eval=" + nlohmann::json(options.data).dump());
-  // At most as many sequences at a time as training had; the loss does not depend on it beyond rounding.
-  const int64_t micro_batch = checkpoint.state().at("config").at("training").at("micro_batch_size").get<int64_t>();
-  InferenceRun run(*device, checkpoint, overrides, micro_batch);
+  // As many sequences at a time as training had; the loss does not depend on it beyond rounding.
+  const Config config = config_of(checkpoint, overrides);
+  const std::unique_ptr<Device> device = make_device(config);
+  InferenceRun run(*device, checkpoint, config);
   const DataConfig& data = run.config().data;
   if (data.eval.empty())
     throw_bad_input("{}: its config names no held-out files; give some with --data", checkpoint.path());
   const TokenFiles files(data.eval, data.token_dtype, data.sequence_length, run.config().model.vocab_size);
-  const EvaluationResult result = evaluate_loss(*device, run.model(), files, micro_batch, options.max_sequences);
+  const EvaluationResult result =
+      evaluate_loss(*device, run.model(), files, config.training.micro_batch_size, options.max_sequences);
   if (options.json) {
     const nlohmann::ordered_json line = {{"checkpoint", checkpoint.path()},
                                          {"step", checkpoint.step()},

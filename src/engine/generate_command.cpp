@@ -5,6 +5,7 @@
 
 #include "core/philox.h"
 #include "engine/commands.h"
+#include "engine/device_setup.h"
 #include "engine/inference_run.h"
 #include "kernels/ops/cross_entropy.h"
 
@@ -64,8 +65,10 @@ std::vector<int32_t> prompt_of(const GenerateOptions& options, const Config& con
 
 int run_generate(const GenerateOptions& options) {
   const LoadedCheckpoint checkpoint = open_checkpoint(options.checkpoint);
-  const auto device = make_cpu_device();
-  InferenceRun run(*device, checkpoint, {}, 1);
+  Config config = config_of(checkpoint, options.overrides);
+  config.training.micro_batch_size = 1;
+  const std::unique_ptr<Device> device = make_device(config);
+  InferenceRun run(*device, checkpoint, config);
   const int64_t max_context = run.config().data.sequence_length;
   std::vector<int32_t> tokens = prompt_of(options, run.config());
   const bool as_text = options.prompt_tokens.empty();

@@ -92,7 +92,7 @@ bool fits(const Config& config, int64_t num_gpus, int64_t limit_bytes) {
 }  // namespace
 
 GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
-  const DeclaredRun run(config);
+  const DeclaredRun run(config, DeviceKind::kCuda);
   const int64_t stage = num_gpus > 1 ? config.distributed.zero_stage : 0;
   GpuPlan result;
   const auto add = [&](std::string category, int64_t unsharded, int64_t bytes) {

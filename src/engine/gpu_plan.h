@@ -8,6 +8,12 @@
 
 namespace parka {
 
+// What the CUDA context, the kernels' code and cuBLASLt take of a GPU beside the plan, in bytes: measured on an
+// H200 with CUDA 13.0 (docs/results/memory.md), the same for models of 1 and 7 billion parameters. NCCL, with
+// several GPUs, is given as much again; that is an allowance.
+inline constexpr int64_t kContextBytes = 560'000'000;
+inline int64_t context_bytes(int64_t num_gpus) { return num_gpus > 1 ? 2 * kContextBytes : kContextBytes; }
+
 // What one GPU of a run holds, line by line.
 struct GpuPlan {
   struct Line {

@@ -7,6 +7,7 @@
 #include <spdlog/spdlog.h>
 
 #include "engine/config_io.h"
+#include "engine/training_run.h"
 
 namespace parka {
 
@@ -18,14 +19,20 @@ LoadedCheckpoint open_checkpoint(const std::string& path) {
   return std::move(*newest);
 }
 
-InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint,
-                           const std::vector<std::string>& overrides, int64_t micro_batch)
-    : config_(override_config(checkpoint.state().at("config"), overrides, checkpoint.path())),
+Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides) {
+  return override_config(checkpoint.state().at("config"), overrides, checkpoint.path());
+}
+
+InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, const Config& config)
+    : config_(config),
       model_(config_.model, config_.precision, config_.optimizer.decay_embeddings,
-             {micro_batch, config_.data.sequence_length}, config_.training.logits_chunk_tokens,
-             Model::Use::kInference, plan_) {
+             {config_.training.micro_batch_size, config_.data.sequence_length},
+             config_.training.logits_chunk_tokens, Model::Use::kInference, plan_) {
+  TensorId workspace;
+  if (device.kind() == DeviceKind::kCuda) workspace = declare_op_workspace(config_, model_.parameters(), plan_);
   plan_.finish();
   arena_ = std::make_unique<Arena>(device, plan_);
+  if (workspace.valid()) device.set_workspace((*arena_)[workspace].data, (*arena_)[workspace].bytes());
   model_.bind(device, *arena_);
   std::unordered_map<std::string, TensorView> wanted;
   for (size_t i = 0; i < model_.weights().size(); ++i)

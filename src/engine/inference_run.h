@@ -14,12 +14,14 @@ namespace parka {
 // ones are logged). Throws Error(kBadInput) when there is none.
 LoadedCheckpoint open_checkpoint(const std::string& path);
 
+// The checkpoint's own config with `overrides` applied.
+Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides);
+
 // A model with the weights of a checkpoint, for evaluation and generation only.
 class InferenceRun {
  public:
-  // The checkpoint's own config with `overrides` applied; batches of up to micro_batch sequences.
-  InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides,
-               int64_t micro_batch);
+  // `config` is the checkpoint's; batches of up to config.training.micro_batch_size sequences.
+  InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, const Config& config);
 
   const Config& config() const { return config_; }
   Model& model() { return model_; }

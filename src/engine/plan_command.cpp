@@ -9,9 +9,6 @@
 namespace parka {
 namespace {
 
-// What the CUDA context, cuBLASLt and NCCL take beside the plan; an allowance until it is measured per machine.
-constexpr int64_t kRuntimeBytes = int64_t{1} << 30;
-
 double gb(int64_t bytes) { return static_cast<double>(bytes) * 1e-9; }
 
 void print_table(const Config& config, const GpuPlan& plan, const PlanOptions& options) {
@@ -28,6 +25,9 @@ void print_table(const Config& config, const GpuPlan& plan, const PlanOptions& o
               std::string(name_of(config.precision.recipe)).c_str(),
               static_cast<long long>(config.training.micro_batch_size),
               static_cast<long long>(config.data.sequence_length));
+  std::printf("%-34s %12s %9.3f GB\n", "CUDA context and libraries", "", gb(context_bytes(options.num_gpus)));
+  std::printf("%-34s %12s %9.3f GB\n", "in use on the GPU", "",
+              gb(plan.total_bytes + context_bytes(options.num_gpus)));
   std::printf("kept for backward: %.1f bytes per token and block (%.2f x 2 x d_model)\n",
               plan.saved_bytes_per_token_layer,
               plan.saved_bytes_per_token_layer / (2.0 * static_cast<double>(config.model.d_model)));
@@ -38,11 +38,14 @@ void print_table(const Config& config, const GpuPlan& plan, const PlanOptions& o
 int run_plan(const PlanOptions& options) {
   const Config config = load_config(options.config_path, options.overrides);
   const GpuPlan plan = plan_for_gpus(config, options.num_gpus);
-  const int64_t limit = static_cast<int64_t>(options.memory_limit_gb * 1e9) - kRuntimeBytes;
+  const int64_t limit = static_cast<int64_t>(options.memory_limit_gb * 1e9) - context_bytes(options.num_gpus);
   const bool fits = plan.total_bytes <= limit;
   const std::optional<std::string> change = fits ? std::nullopt : change_that_fits(config, options.num_gpus, limit);
   if (options.json) {
-    nlohmann::ordered_json json = {{"gpus", options.num_gpus}, {"total_bytes", plan.total_bytes}, {"fits", fits}};
+    nlohmann::ordered_json json = {{"gpus", options.num_gpus},
+                                   {"total_bytes", plan.total_bytes},
+                                   {"context_bytes", context_bytes(options.num_gpus)},
+                                   {"fits", fits}};
     for (const GpuPlan::Line& line : plan.lines) json["bytes"][line.category] = line.bytes;
     json["saved_bytes_per_token_layer"] = plan.saved_bytes_per_token_layer;
     if (change) json["change_that_fits"] = *change;
@@ -50,8 +53,7 @@ int run_plan(const PlanOptions& options) {
     return 0;
   }
   print_table(config, plan, options);
-  std::printf("%s into %.1f GB, %.2f GB of it set aside for CUDA, cuBLASLt and NCCL.\n",
-              fits ? "Fits" : "Does not fit", options.memory_limit_gb, gb(kRuntimeBytes));
+  std::printf("%s into %.1f GB.\n", fits ? "Fits" : "Does not fit", options.memory_limit_gb);
   if (change) std::printf("Would fit with: %s\n", change->c_str());
   if (!fits && !change)
     std::printf(

@@ -39,11 +39,15 @@ std::string Progress::take_line() {
   const double left = seconds_per_step_ * static_cast<double>(total_steps_ - last_.step);
   interval_steps_ = 0;
   interval_seconds_ = 0;
+  const double flops = tokens_per_second * speed_.flop_per_token;
+  const std::string mfu =
+      speed_.peak_flops > 0 ? fmt::format("  MFU {:.1f}%", 100 * flops / speed_.peak_flops) : "";
   const std::string total = std::to_string(total_steps_);
-  return fmt::format("step {:>{}}/{}  tokens {}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {} tok/s  ETA {}", last_.step,
-                     total.size(), total, format_count(static_cast<double>(last_.step * tokens_per_step_)),
-                     last_.loss, last_.grad_norm, last_.learning_rate, format_count(tokens_per_second),
-                     format_duration(left));
+  return fmt::format(
+      "step {:>{}}/{}  tokens {}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {} tok/s  {:.3g} TFLOP/s{}  ETA {}",
+      last_.step, total.size(), total, format_count(static_cast<double>(last_.step * tokens_per_step_)), last_.loss,
+      last_.grad_norm, last_.learning_rate, format_count(tokens_per_second), 1e-12 * flops, mfu,
+      format_duration(left));
 }
 
 }  // namespace parka

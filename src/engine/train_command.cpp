@@ -10,11 +10,14 @@
 #include "engine/checkpoint_saver.h"
 #include "engine/commands.h"
 #include "engine/config_io.h"
+#include "engine/device_setup.h"
 #include "engine/evaluation.h"
 #include "engine/file_io.h"
+#include "engine/gpu_plan.h"
 #include "engine/metrics_log.h"
 #include "engine/progress.h"
 #include "engine/run_lock.h"
+#include "engine/speed.h"
 #include "engine/stop_signal.h"
 #include "engine/training_run.h"
 
@@ -32,11 +35,12 @@ double peak_resident_gib() {
 // Trains one run folder from where it stands to training.steps.
 class TrainCommand {
  public:
-  TrainCommand(const Config& config, const TrainOptions& options)
+  TrainCommand(const Config& config, const TrainOptions& options, std::unique_ptr<Device> device)
       : config_(config),
         options_(options),
-        device_(make_cpu_device()),
+        device_(std::move(device)),
         run_(config, *device_),
+        speed_(speed_of(config, run_.model().parameters(), device_->name())),
         saver_(config.checkpoint.folder, save_options()) {}
 
   int train() {
@@ -56,12 +60,24 @@ class TrainCommand {
     if (evaluates && run_.completed_steps() == 0) evaluate(metrics);
     const int exit_code = train_steps(metrics, evaluates);
     saver_.wait();
-    spdlog::info("peak memory {:.2f} GiB resident, {:.2f} GiB of it planned", peak_resident_gib(),
-                 gib(run_.plan().total_bytes()));
+    report_memory();
     return exit_code;
   }
 
  private:
+  void report_memory() const {
+    const double planned = gib(run_.plan().total_bytes());
+    if (device_->kind() == DeviceKind::kCpu) {
+      spdlog::info("peak memory {:.2f} GiB resident, {:.2f} GiB of it planned", peak_resident_gib(), planned);
+      return;
+    }
+    // Nothing is allocated after the start, so what is in use now is the peak.
+    const Device::MemoryUse use = device_->memory_use();
+    spdlog::info(
+        "GPU memory {:.2f} GiB planned; {:.2f} GiB in use on the device, its context and libraries included",
+        planned, gib(use.total_bytes - use.free_bytes));
+  }
+
   std::string metrics_path() const { return config_.checkpoint.folder + "/metrics.jsonl"; }
 
   SaveOptions save_options() const {
@@ -82,11 +98,12 @@ class TrainCommand {
   void describe() const {
     const ParameterTable& table = run_.model().parameters();
     spdlog::info("{}; recipe {}", device_->description(), name_of(config_.precision.recipe));
-    spdlog::info(
-        "model: {} parameters, {} FLOP/token = 6 x parameters without input embedding + 6 x layers x sequence x "
-        "width",
-        format_count(static_cast<double>(table.num_parameters())),
-        format_count(flop_per_token(config_.model, table, config_.data.sequence_length)));
+    spdlog::info("model: {} parameters, {} FLOP/token = {}",
+                 format_count(static_cast<double>(table.num_parameters())), format_count(speed_.flop_per_token),
+                 kFlopFormula);
+    if (speed_.peak_flops > 0) {
+      spdlog::info("MFU is against the dense peak of {:.0f} TFLOP/s", 1e-12 * speed_.peak_flops);
+    }
     std::string parts;
     for (const auto& total : run_.plan().summary()) {
       parts += fmt::format("{}{} {:.1f}", parts.empty() ? "" : ", ", total.category,
@@ -126,24 +143,31 @@ class TrainCommand {
 
   int train_steps(MetricsLog& metrics, bool evaluates) {
     const TrainingConfig& training = config_.training;
-    Progress progress(training.steps, run_.tokens_per_step());
+    Progress progress(training.steps, run_.tokens_per_step(), speed_);
     int64_t skipped_in_a_row = 0;
+    const auto handle = [&](const std::optional<StepReport>& report) {
+      if (!report) return;
+      record(metrics, *report);
+      progress.add(*report);
+      skipped_in_a_row = report->applied ? 0 : skipped_in_a_row + 1;
+      if (!report->applied) handle_bad_step(*report, skipped_in_a_row);
+      const bool last = report->step == training.steps;
+      if (report->step % training.log_interval == 0 || last) spdlog::info("{}", progress.take_line());
+    };
     while (run_.completed_steps() < training.steps) {
-      const StepReport report = run_.step();
-      record(metrics, report);
-      progress.add(report);
-      skipped_in_a_row = report.applied ? 0 : skipped_in_a_row + 1;
-      if (!report.applied) handle_bad_step(report, skipped_in_a_row);
-      const bool last = report.step == training.steps;
-      if (report.step % training.log_interval == 0 || last) spdlog::info("{}", progress.take_line());
-      if (evaluates && (report.step % training.eval_interval == 0 || last)) evaluate(metrics);
+      handle(run_.step());
+      const int64_t step = run_.completed_steps();
+      const bool last = step == training.steps;
+      const bool eval_due = evaluates && (step % training.eval_interval == 0 || last);
+      const bool save_due = (config_.checkpoint.interval > 0 && step % config_.checkpoint.interval == 0) ||
+                            (last && config_.checkpoint.save_final);
       const int signal = stop_signal();
-      const bool due = config_.checkpoint.interval > 0 && report.step % config_.checkpoint.interval == 0;
-      if (due || signal != 0 || (last && config_.checkpoint.save_final)) save();
+      if (eval_due || save_due || last || signal != 0) handle(run_.finish());
+      if (eval_due) evaluate(metrics);
+      if (save_due || signal != 0) save();
       if (signal != 0) {
         saver_.wait();
-        spdlog::info("{}: saved step {} and stopping; the same command continues the run", strsignal(signal),
-                     report.step);
+        spdlog::info("{}: saved step {} and stopping; the same command continues the run", strsignal(signal), step);
         return 0;
       }
     }
@@ -161,6 +185,7 @@ class TrainCommand {
                                    {"lr", report.learning_rate},
                                    {"applied", report.applied},
                                    {"tokens_per_second", tokens_per_second},
+                                   {"model_tflops", 1e-12 * tokens_per_second * speed_.flop_per_token},
                                    {"seconds", report.seconds},
                                    {"data_wait_seconds", report.data_wait_seconds}};
     if (!report.culprit.empty()) line["culprit"] = report.culprit;
@@ -206,6 +231,7 @@ class TrainCommand {
   TrainOptions options_;
   std::unique_ptr<Device> device_;
   TrainingRun run_;
+  ModelSpeed speed_;
   std::optional<TokenFiles> eval_data_;
   CheckpointSaver saver_;
 };
@@ -221,7 +247,9 @@ int run_train(const TrainOptions& options) {
   check_run_folder_writable(config.checkpoint.folder);
   const RunLock lock(config.checkpoint.folder);
   catch_stop_signals();
-  return TrainCommand(config, options).train();
+  std::unique_ptr<Device> device = make_device(config);
+  check_memory(config, *device);
+  return TrainCommand(config, options, std::move(device)).train();
 }
 
 }  // namespace parka

@@ -1,26 +1,23 @@
 #include "engine/training_run.h"
 
-#include <chrono>
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <unordered_map>
+#include <utility>
 
 #include <fmt/ranges.h>
 
 #include "engine/config_io.h"
 #include "engine/evaluation.h"
+#include "kernels/cuda/workspace.h"
 
 namespace parka {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // Stochastic rounding must not draw the numbers that initialization has drawn from training.seed.
 constexpr uint64_t kRoundingKey = 0x9e3779b97f4a7c15;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 // Whether all elements are finite; always true for integers.
 bool all_finite(DType dtype, ByteSpan bytes) {
@@ -52,26 +49,37 @@ std::vector<std::string> check_resumable(const LoadedCheckpoint& checkpoint, con
 
 }  // namespace
 
-DeclaredRun::DeclaredRun(const Config& config)
+TensorId declare_op_workspace(const Config& config, const ParameterTable& table, MemoryPlan& plan) {
+  const int64_t tokens = config.training.micro_batch_size * config.data.sequence_length;
+  int64_t pieces = 0;
+  for (const ParameterInfo& parameter : table.all) pieces += cuda::sum_of_squares_pieces(parameter.numel());
+  const int64_t bytes =
+      std::max({cuda::kGemmWorkspaceBytes, cuda::norm_backward_workspace_bytes(config.model.d_model),
+                cuda::embedding_backward_workspace_bytes(tokens),
+                cuda::attention_backward_workspace_bytes(tokens, config.model.num_heads),
+                cuda::sum_of_squares_workspace_bytes(pieces, static_cast<int64_t>(table.all.size()))});
+  return plan.add("workspace of GPU kernels", "op_workspace", DType::kU8, {bytes});
+}
+
+DeclaredRun::DeclaredRun(const Config& config, DeviceKind device)
     : model(config.model, config.precision, config.optimizer.decay_embeddings,
             {config.training.micro_batch_size, config.data.sequence_length}, config.training.logits_chunk_tokens,
             Model::Use::kTraining, plan),
       optimizer(config.optimizer, config.precision.compute, model.parameters().all, plan) {
+  if (device == DeviceKind::kCuda) workspace = declare_op_workspace(config, model.parameters(), plan);
   plan.finish();
-}
-
-double flop_per_token(const ModelConfig& model, const ParameterTable& table, int64_t sequence_length) {
-  const double attention = static_cast<double>(model.num_layers) * static_cast<double>(sequence_length) *
-                           static_cast<double>(model.d_model);
-  return 6.0 * static_cast<double>(table.num_compute_parameters()) + 6.0 * attention;
 }
 
 TrainingRun::TrainingRun(const Config& config, Device& device)
     : config_(config),
       device_(device),
       data_(config.data.train, config.data.token_dtype, config.data.sequence_length, config.model.vocab_size),
-      declared_(config),
+      declared_(config, device.kind()),
       arena_(device, declared_.plan) {
+  if (declared_.workspace.valid()) {
+    const TensorView workspace = arena_[declared_.workspace];
+    device.set_workspace(workspace.data, workspace.bytes());
+  }
   declared_.model.bind(device, arena_);
   declared_.optimizer.bind(arena_, declared_.model.weights());
   start_loader({});
@@ -100,6 +108,21 @@ void TrainingRun::initialize() {
   declared_.model.weights_changed(device_);
 }
 
+void TrainingRun::initialize_alike() {
+  const ParameterTable& table = declared_.model.parameters();
+  std::map<std::pair<int64_t, int64_t>, size_t> first_of_shape;
+  for (size_t i = 0; i < table.all.size(); ++i) {
+    const auto [first, is_new] = first_of_shape.try_emplace({table.all[i].rows, table.all[i].cols}, i);
+    if (is_new) {
+      declared_.optimizer.set_weight(
+          device_, i, initial_weight(config_.model, table, i, static_cast<uint64_t>(config_.training.seed)));
+    } else {
+      declared_.optimizer.copy_weight(device_, first->second, i);
+    }
+  }
+  declared_.model.weights_changed(device_);
+}
+
 std::vector<NamedTensor> TrainingRun::tensors() const {
   std::vector<NamedTensor> all = declared_.optimizer.state();
   const std::vector<TensorView>& weights = declared_.model.weights();
@@ -108,6 +131,7 @@ std::vector<NamedTensor> TrainingRun::tensors() const {
 }
 
 CheckpointContents TrainingRun::snapshot() const {
+  PARKA_REQUIRE(!unfinished_);
   CheckpointContents contents;
   contents.step = completed_steps_;
   contents.state = {
@@ -117,7 +141,6 @@ CheckpointContents TrainingRun::snapshot() const {
       {"tokens", completed_steps_ * tokens_per_step()},
       {"config", to_json(config_)},
       {"config_hash", config_hash(config_)}};
-  device_.synchronize();
   for (const NamedTensor& tensor : tensors()) {
     HostTensor host{tensor.name, tensor.view.dtype, {}, {}};
     host.shape.assign(tensor.view.dim.begin(), tensor.view.dim.begin() + tensor.view.rank);
@@ -165,44 +188,61 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   return differences;
 }
 
-StepReport TrainingRun::step() {
-  const Clock::time_point start = Clock::now();
-  const double wait_before = loader_->wait_seconds();
+void TrainingRun::queue_gradients() {
   const TrainingConfig& training = config_.training;
   const int64_t S = config_.data.sequence_length;
   const double num_targets = static_cast<double>(training.global_batch_size * (S - 1));
-  StepReport report;
-  report.step = completed_steps_ + 1;
-  report.data = position_;
-  report.learning_rate = learning_rate(config_.optimizer, training.steps, report.step);
-  report.clip_limit = declared_.optimizer.clip_limit(applied_steps_ + 1);
-
-  declared_.optimizer.zero_gradients(device_);
-  double loss_sum = 0;
+  Optimizer& optimizer = declared_.optimizer;
+  optimizer.zero_gradients(device_);
   for (int64_t done = 0; done < training.global_batch_size; done += training.micro_batch_size) {
     const MicroBatch batch = loader_->next();
     const std::vector<int32_t> targets = next_token_targets(batch.tokens, S);
-    declared_.model.accumulate_gradients(
-        device_, {batch.tokens.data(), targets.data(), {training.micro_batch_size, S}},
-        {.grad_scale = static_cast<float>(1.0 / num_targets), .z_loss = static_cast<float>(training.z_loss)},
-        declared_.optimizer.gradients());
-    for (float loss : declared_.model.losses(device_)) loss_sum += loss;
+    declared_.model.accumulate_gradients(device_,
+                                         {batch.tokens.data(), targets.data(), {training.micro_batch_size, S}},
+                                         {.grad_scale = static_cast<float>(1.0 / num_targets),
+                                          .z_loss = static_cast<float>(training.z_loss),
+                                          .loss_sum = optimizer.loss()},
+                                         optimizer.gradients());
     position_ = batch.after;
   }
-  report.loss = loss_sum / num_targets;
-  const Optimizer::StepResult result =
-      declared_.optimizer.step(device_, applied_steps_ + 1, report.learning_rate,
-                               static_cast<uint64_t>(training.seed) ^ kRoundingKey, std::isfinite(report.loss));
+}
+
+std::optional<StepReport> TrainingRun::step() {
+  if (!unfinished_) step_began_ = device_.mark();
+  const double wait_before = loader_->wait_seconds();
+  StepReport report;
+  report.step = completed_steps_ + 1;
+  report.data = position_;
+  queue_gradients();
+  report.data_wait_seconds = loader_->wait_seconds() - wait_before;
+
+  std::optional<StepReport> previous = finish();
+  if (previous && !previous->applied && config_.training.non_finite == NonFinitePolicy::kStop) return previous;
+  report.learning_rate = learning_rate(config_.optimizer, config_.training.steps, report.step);
+  report.clip_limit = declared_.optimizer.clip_limit(applied_steps_ + 1);
+  PendingStep result = declared_.optimizer.step(device_, applied_steps_ + 1, report.learning_rate,
+                                                static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey);
+  declared_.model.weights_changed(device_);
+  ++completed_steps_;
+  unfinished_.emplace(UnfinishedStep{std::move(report), std::move(result), device_.mark()});
+  if (!previous && unfinished_->result.ready()) return finish();
+  return previous;
+}
+
+std::optional<StepReport> TrainingRun::finish() {
+  if (!unfinished_) return std::nullopt;
+  StepReport report = std::move(unfinished_->report);
+  StepResult result = unfinished_->result.wait();
+  report.seconds = unfinished_->end->seconds_since(*step_began_);
+  step_began_ = std::move(unfinished_->end);
+  unfinished_.reset();
+  const double num_targets =
+      static_cast<double>(config_.training.global_batch_size * (config_.data.sequence_length - 1));
+  report.loss = result.loss / num_targets;
   report.grad_norm = result.grad_norm;
   report.applied = result.applied;
-  report.culprit = result.culprit;
-  if (result.applied) {
-    ++applied_steps_;
-    declared_.model.weights_changed(device_);
-  }
-  ++completed_steps_;
-  report.seconds = seconds_since(start);
-  report.data_wait_seconds = loader_->wait_seconds() - wait_before;
+  report.culprit = std::move(result.culprit);
+  if (report.applied) ++applied_steps_;
   return report;
 }
 

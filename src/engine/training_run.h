@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,16 +19,16 @@ namespace parka {
 // Model and optimizer of a config with all their tensors declared; nothing is allocated. What `parka plan` prints
 // and what a run allocates come from the same declarations.
 struct DeclaredRun {
-  explicit DeclaredRun(const Config& config);
+  DeclaredRun(const Config& config, DeviceKind device);
 
   MemoryPlan plan;
   Model model;
   Optimizer optimizer;
+  TensorId workspace;  // of the ops; invalid on the CPU
 };
 
-// Model FLOP per trained token: 6 x (parameters without the input embedding) + 6 x layers x S x d, the second term
-// for causal attention counted once. Forward and backward, without recomputation.
-double flop_per_token(const ModelConfig& model, const ParameterTable& table, int64_t sequence_length);
+// Declares the workspace of all ops that a model, trained or not, runs on a GPU.
+TensorId declare_op_workspace(const Config& config, const ParameterTable& table, MemoryPlan& plan);
 
 // What happened in one optimizer step.
 struct StepReport {
@@ -36,11 +37,11 @@ struct StepReport {
   double grad_norm = 0;  // before clipping
   double learning_rate = 0;
   double clip_limit = 0;
-  bool applied = false;  // false: loss or gradients were not finite; weights and states are unchanged
-  std::string culprit;   // when not applied: the first tensor whose gradient is not finite, if one is
-  DataPosition data;     // where this step's global batch starts
-  double seconds = 0;
-  double data_wait_seconds = 0;
+  bool applied = false;          // false: loss or gradients were not finite; weights and states are unchanged
+  std::string culprit;           // when not applied: the first tensor whose gradient is not finite, if one is
+  DataPosition data;             // where this step's global batch starts
+  double seconds = 0;            // that the device took, from the end of the step before where that was unfinished
+  double data_wait_seconds = 0;  // that the host waited for batches
 };
 
 // A training run on one device: weights, optimizer states and the position in the data.
@@ -51,15 +52,24 @@ class TrainingRun {
   TrainingRun(const Config& config, Device& device);
 
   void initialize();
+  // For measuring speed: as initialize(), but parameters of one shape get the same values, which takes a fraction
+  // of the time for a large model.
+  void initialize_alike();
   // Takes over weights, states and position. Returns the settings that differ from the checkpoint's, one line each,
   // where that is allowed. Throws Error(kBadInput) when the checkpoint does not fit the config or holds values that
   // are not finite; the run must not be used then.
   std::vector<std::string> restore(const LoadedCheckpoint& checkpoint);
-  // Everything that restore() needs, copied to the host.
+  // Everything that restore() needs, copied to the host. No step may be unfinished.
   CheckpointContents snapshot() const;
 
-  StepReport step();
-  int64_t completed_steps() const { return completed_steps_; }
+  // Queues one step and does not wait for it; reports the one before, whose outcome the update waits for (the
+  // device then still has this step's forward and backward to work on). On a device that is done when it returns,
+  // as the CPU is, the report is of this step. After a step that was not applied under non_finite = stop nothing is
+  // queued any more.
+  std::optional<StepReport> step();
+  // The report of a step that step() has not reported yet, if there is one. Waits for it.
+  std::optional<StepReport> finish();
+  int64_t completed_steps() const { return completed_steps_; }  // queued ones count
 
   const MemoryPlan& plan() const { return declared_.plan; }
   Model& model() { return declared_.model; }
@@ -68,8 +78,15 @@ class TrainingRun {
   int64_t tokens_per_step() const { return config_.training.global_batch_size * config_.data.sequence_length; }
 
  private:
+  struct UnfinishedStep {
+    StepReport report;  // without what the device still computes
+    PendingStep result;
+    std::unique_ptr<Mark> end;
+  };
+
   std::vector<NamedTensor> tensors() const;
   void start_loader(DataPosition position);
+  void queue_gradients();
 
   Config config_;
   Device& device_;
@@ -80,6 +97,8 @@ class TrainingRun {
   DataPosition position_;  // of the next global batch
   int64_t completed_steps_ = 0;
   int64_t applied_steps_ = 0;  // updates done: what bias correction counts
+  std::optional<UnfinishedStep> unfinished_;
+  std::unique_ptr<Mark> step_began_;  // where the oldest unfinished step begins
 };
 
 }  // namespace parka

@@ -1,11 +1,38 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <vector>
+
+#include "kernels/op_timer.h"
 
 namespace parka {
 
 enum class DeviceKind { kCpu, kCuda };
+
+// Bytes on their way from the device to the host.
+class HostRead {
+ public:
+  virtual ~HostRead() = default;
+  virtual bool ready() const = 0;
+  // The bytes, valid as long as this object; waits for the work queued before the read and for nothing after it.
+  virtual const void* wait() = 0;
+};
+
+// A moment in the order of queued work, with the device's own time of it.
+class Mark {
+ public:
+  virtual ~Mark() = default;
+  // From `earlier`, a mark of the same device, to this one. Waits until both are reached.
+  virtual double seconds_since(const Mark& earlier) const = 0;
+};
+
+// What Device::replay() has recorded. It must not outlive its device.
+class Recording {
+ public:
+  virtual ~Recording() = default;
+};
 
 // Where tensors live and ops run. Work is queued in order; on the CPU it is done when the call returns.
 // A Device is used from one thread.
@@ -13,6 +40,7 @@ class Device {
  public:
   virtual ~Device() = default;
   virtual DeviceKind kind() const = 0;
+  virtual std::string name() const = 0;         // of the product: "NVIDIA H200", "CPU"
   virtual std::string description() const = 0;  // "CPU, 2 threads"
 
   // Memory aligned to 256 bytes, contents undefined. Throws Error(kBadInput) naming the size when there is
@@ -20,13 +48,53 @@ class Device {
   virtual void* allocate(int64_t bytes) = 0;
   virtual void release(void* memory) = 0;
 
+  // Scratch memory for ops, which use it in turn: what they keep in it is of no use to the next op. It must hold
+  // what the largest op needs (kernels/cuda/workspace.h), stay allocated, and be set before the first op. The CPU
+  // needs none.
+  virtual void set_workspace(void* memory, int64_t bytes) = 0;
+
+  // `host` may be changed as soon as the call returns, though the copy itself is queued.
   virtual void copy_to_device(void* target, const void* host, int64_t bytes) = 0;
+  // Waits for the bytes.
   virtual void copy_to_host(void* host, const void* source, int64_t bytes) = 0;
+  // Queues the copy and does not wait.
+  virtual std::unique_ptr<HostRead> copy_to_host_later(const void* source, int64_t bytes) = 0;
   virtual void copy(void* target, const void* source, int64_t bytes) = 0;
   virtual void fill_zero(void* target, int64_t bytes) = 0;
+
+  // Queues `work`, which must queue the same ops and copies within the device with the same arguments whenever it
+  // is called with the same `recording` (empty at first). A device may record what it queues, and queue the
+  // recording the next time instead of calling `work`.
+  virtual void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& work) = 0;
+
+  virtual std::unique_ptr<Mark> mark() = 0;
   virtual void synchronize() = 0;  // returns when all queued work is done
+
+  struct MemoryUse {
+    int64_t total_bytes = 0;  // of the device; 0 where that is not known
+    int64_t free_bytes = 0;
+  };
+  virtual MemoryUse memory_use() const = 0;
+
+  // From start to stop every op is timed, and nothing is replayed. Stopping waits for the device.
+  virtual void start_op_timer() = 0;
+  virtual std::vector<OpTime> stop_op_timer() = 0;
+  // Where ops report to; nullptr: nowhere.
+  OpTimer* op_timer() const { return op_timer_; }
+  // Names the part of a step that the following ops belong to, for tables of times.
+  void section(const char* name) {
+    if (op_timer_ != nullptr) op_timer_->section = name;
+  }
+
+ protected:
+  OpTimer* op_timer_ = nullptr;
 };
 
 std::unique_ptr<Device> make_cpu_device();
+
+// GPUs that this program can use: 0 without a driver, and where it was built without CUDA.
+int num_cuda_devices();
+// Throws Error(kBadInput) when there is no such GPU, or none that this build has code for.
+std::unique_ptr<Device> make_cuda_device(int ordinal = 0);
 
 }  // namespace parka

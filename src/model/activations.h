@@ -12,6 +12,7 @@ struct BatchShape {
   int64_t num_sequences = 0;
   int64_t sequence_length = 0;
   int64_t num_tokens() const { return num_sequences * sequence_length; }
+  bool operator==(const BatchShape&) const = default;
 };
 
 // Matrices of one half of a block, seen from the norm in front of it (d wide, T tokens).

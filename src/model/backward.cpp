@@ -186,6 +186,10 @@ void Model::Pass::loss_and_backward(Device& device, const LossOptions& options,
   PARKA_REQUIRE(keep_);
   gradients_ = &gradients;
   backward_head(device, options);
+  if (!options.loss_sum.empty()) {
+    add_sum(device, {.x = vector(activations_.losses, num_tokens_), .total = options.loss_sum});
+  }
+  device.section("block backward");
   for (int64_t l = config_.num_layers - 1; l >= 0; --l) {
     if (precision_.recompute == Recompute::kBlock) {
       forward_block(device, l, tensor(activations_.blocks[l].attention_norm.residual, num_tokens_, config_.d_model),
@@ -194,6 +198,7 @@ void Model::Pass::loss_and_backward(Device& device, const LossOptions& options,
     backward_ffn(device, l);
     backward_attention(device, l);
   }
+  device.section("embedding");
   embedding_backward(device, {.ids = vector(activations_.tokens, num_tokens_),
                               .d_out = tensor(activations_.backward.d_residual, num_tokens_, config_.d_model),
                               .d_table = (*gradients_)[table_->embedding]});

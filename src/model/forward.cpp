@@ -41,7 +41,7 @@ TensorView Model::Pass::log_sum_exp(const BlockBuffers& block) const {
   return {whole.data, whole.dtype, {shape_.num_sequences, config_.num_heads, shape_.sequence_length}};
 }
 
-void Model::Pass::forward(Device& device, const Batch& batch, bool keep) {
+void Model::Pass::load(Device& device, const Batch& batch, bool keep) {
   shape_ = batch.shape;
   num_tokens_ = shape_.num_tokens();
   keep_ = keep;
@@ -50,10 +50,15 @@ void Model::Pass::forward(Device& device, const Batch& batch, bool keep) {
   device.copy_to_device(tokens.data, batch.tokens, tokens.bytes());
   const TensorView targets = vector(activations_.targets, num_tokens_);
   device.copy_to_device(targets.data, batch.targets, targets.bytes());
+}
 
+void Model::Pass::forward(Device& device) {
+  device.section("embedding");
+  const TensorView tokens = vector(activations_.tokens, num_tokens_);
   TensorView residual = tensor(activations_.blocks.front().attention_norm.residual, num_tokens_, config_.d_model);
   embedding_forward(device, {.ids = tokens, .table = weights_->plain(table_->embedding), .out = residual});
   TensorView branch;  // nothing to add before the first block
+  device.section("block forward");
   for (int64_t l = 0; l < config_.num_layers; ++l) {
     forward_block(device, l, residual, branch);
     residual = tensor(activations_.blocks[l].ffn_norm.residual, num_tokens_, config_.d_model);
@@ -130,6 +135,7 @@ void Model::Pass::forward_block(Device& device, int64_t l, const TensorView& res
 }
 
 void Model::Pass::final_norm(Device& device) {
+  device.section("head");
   const int64_t T = num_tokens_, d = config_.d_model;
   norm_forward(device, {.kind = config_.norm,
                         .eps = static_cast<float>(config_.norm_eps),
@@ -172,7 +178,6 @@ void Model::Pass::loss(Device& device) {
 
 std::vector<float> Model::Pass::losses(Device& device) const {
   std::vector<float> host(static_cast<size_t>(num_tokens_));
-  device.synchronize();
   device.copy_to_host(host.data(), (*arena_)[activations_.losses].data, num_tokens_ * int64_t{sizeof(float)});
   return host;
 }

@@ -1,6 +1,7 @@
 #include "model/model.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/ops/rope.h"
 #include "model/pass.h"
@@ -49,14 +50,24 @@ void Model::bind(Device& device, const Arena& arena) {
 void Model::accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,
                                  const std::vector<TensorView>& gradients) {
   PARKA_REQUIRE(training_ != nullptr && gradients.size() == table_.all.size());
-  training_->forward(device, batch, /*keep=*/true);
-  training_->loss_and_backward(device, options, gradients);
+  RecordedWith arguments{batch.shape, options.grad_scale, options.z_loss, options.loss_sum.data, {}};
+  for (const TensorView& gradient : gradients) arguments.gradients.push_back(gradient.data);
+  if (recorded_with_ != arguments) {
+    recording_.reset();
+    recorded_with_ = std::move(arguments);
+  }
+  training_->load(device, batch, /*keep=*/true);
+  device.replay(recording_, [&] {
+    training_->forward(device);
+    training_->loss_and_backward(device, options, gradients);
+  });
   last_ = training_.get();
 }
 
 void Model::evaluate(Device& device, const Batch& batch) {
   Pass& pass = evaluating();
-  pass.forward(device, batch, /*keep=*/false);
+  pass.load(device, batch, /*keep=*/false);
+  pass.forward(device);
   pass.loss(device);
   last_ = &pass;
 }
@@ -68,12 +79,12 @@ std::vector<float> Model::losses(Device& device) const {
 
 std::vector<float> Model::logits(Device& device, const Batch& batch, int64_t first_row, int64_t count) {
   Pass& pass = evaluating();
-  pass.forward(device, batch, /*keep=*/false);
+  pass.load(device, batch, /*keep=*/false);
+  pass.forward(device);
   std::vector<float> result(static_cast<size_t>(count * config_.vocab_size));
   for (int64_t done = 0; done < count;) {
     const int64_t rows = std::min(pass.max_logit_rows(), count - done);
     const TensorView part = pass.logits(device, first_row + done, rows);
-    device.synchronize();
     if (part.dtype == DType::kF32) {
       device.copy_to_host(result.data() + done * config_.vocab_size, part.data, part.bytes());
     } else {

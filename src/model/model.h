@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "kernels/arena.h"
@@ -42,10 +43,11 @@ class Model {
   };
 
   // Forward and backward: adds the gradients of grad_scale * (sum of the loss over all targets) to `gradients`, in
-  // the order of the parameter table. losses() has the per-token losses afterwards.
+  // the order of the parameter table. losses() has the per-token losses afterwards. The host does not wait.
   struct LossOptions {
     float grad_scale;  // usually 1 / number of targets in the optimizer step
     float z_loss = 0;
+    TensorView loss_sum = {};  // [1] fp32, in/out: the loss of all targets is added to it; empty: not wanted
   };
   void accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,
                             const std::vector<TensorView>& gradients);
@@ -70,7 +72,17 @@ class Model {
   std::unique_ptr<Pass> training_;    // absent for inference
   std::unique_ptr<Pass> evaluation_;  // absent when evaluation uses training's numerics and buffers
   const Pass* last_ = nullptr;        // whose losses() are asked for
-  BatchShape last_shape_;
+
+  // What accumulate_gradients() has recorded, and with which arguments.
+  struct RecordedWith {
+    BatchShape shape;
+    float grad_scale, z_loss;
+    const void* loss_sum;
+    std::vector<const void*> gradients;
+    bool operator==(const RecordedWith&) const = default;
+  };
+  std::unique_ptr<Recording> recording_;
+  std::optional<RecordedWith> recorded_with_;
   Pass& evaluating() const { return evaluation_ ? *evaluation_ : *training_; }
 };
 

@@ -16,8 +16,10 @@ class Model::Pass {
   void bind(const Arena& arena, const ParameterTable& table, const ModelWeights& weights,
             const TensorView& cos_sin);
 
-  // Copies the batch to the device and runs all blocks and the final norm. `keep` also leaves what backward needs.
-  void forward(Device& device, const Batch& batch, bool keep);
+  // Copies the batch to the device. `keep`: forward is to leave what backward needs.
+  void load(Device& device, const Batch& batch, bool keep);
+  // All blocks and the final norm.
+  void forward(Device& device);
   // Loss of every token; forward has run.
   void loss(Device& device);
   // Loss and gradients; forward has run with keep.

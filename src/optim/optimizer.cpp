@@ -26,6 +26,8 @@ std::vector<T> download(Device& device, const TensorView& source) {
   return values;
 }
 
+constexpr int64_t kNumStepScalars = 3;  // beside the squares of every parameter: their sum, loss, coefficient
+
 DType state_dtype(StateFormat states, DType float8_format) {
   switch (states) {
     case StateFormat::kFp32: return DType::kF32;
@@ -60,9 +62,8 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
     ids.exp_avg_sq = declare_moment(p.name + ".exp_avg_sq", config_.exp_avg_sq_format, p.numel(), plan);
     ids_.push_back(ids);
   }
-  norm_partial_id_ =
-      plan.add("gradient norm", "norm_partial", DType::kF32, {static_cast<int64_t>(parameters_.size())});
-  norm_result_id_ = plan.add("gradient norm", "norm_result", DType::kF32, {1});
+  scalars_id_ = plan.add("step scalars", "step_scalars", DType::kF32,
+                         {static_cast<int64_t>(parameters_.size()) + kNumStepScalars});
 }
 
 Optimizer::MomentIds Optimizer::declare_moment(const std::string& name, DType float8_format, int64_t numel,
@@ -105,8 +106,12 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights) {
     gradients_.push_back(arena[ids_[i].gradient]);
     states_.push_back({arena[ids_[i].master], moment(ids_[i].exp_avg), moment(ids_[i].exp_avg_sq)});
   }
-  norm_partial_ = arena[norm_partial_id_];
-  norm_result_ = arena[norm_result_id_];
+  scalars_ = arena[scalars_id_];
+  const auto count = static_cast<int64_t>(parameters_.size());
+  squares_ = scalars_.rows(0, count);
+  total_squares_ = scalars_.rows(count, 1);
+  loss_ = scalars_.rows(count + 1, 1);
+  clip_coefficient_ = scalars_.rows(count + 2, 1);
 }
 
 void Optimizer::set_weight(Device& device, size_t i, const std::vector<float>& values) {
@@ -124,6 +129,13 @@ void Optimizer::set_weight(Device& device, size_t i, const std::vector<float>& v
   upload(device, weight, weights_.at(i));
   if (config_.master == MasterForm::kFp32) upload(device, values, states_[i].master);
   if (config_.master == MasterForm::kFp32Split) upload(device, remainder, states_[i].master);
+}
+
+void Optimizer::copy_weight(Device& device, size_t from, size_t to) {
+  PARKA_REQUIRE(parameters_.at(from).numel() == parameters_.at(to).numel());
+  device.copy(weights_[to].data, weights_[from].data, weights_[to].bytes());
+  const TensorView& master = states_[to].master;
+  if (!master.empty()) device.copy(master.data, states_[from].master.data, master.bytes());
 }
 
 std::vector<float> Optimizer::master_weight(Device& device, size_t i) const {
@@ -144,28 +156,17 @@ std::vector<float> Optimizer::master_weight(Device& device, size_t i) const {
 
 void Optimizer::zero_gradients(Device& device) {
   for (const TensorView& gradient : gradients_) device.fill_zero(gradient.data, gradient.bytes());
+  device.fill_zero(loss_.data, loss_.bytes());
 }
 
-std::vector<float> Optimizer::squared_norms(Device& device) const {
-  sum_of_squares(device, {.parts = gradients_, .partial = norm_partial_, .result = norm_result_});
-  device.synchronize();
-  return download<float>(device, norm_partial_);
-}
-
-Optimizer::StepResult Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed, bool allow_update) {
+PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed) {
   PARKA_REQUIRE(step >= 1 && states_.size() == parameters_.size());
-  const std::vector<float> squares = squared_norms(device);
-  double sum = 0;
-  for (float square : squares) sum += square;  // in double: cannot overflow, so a sum not finite has a culprit
-  const double norm = std::sqrt(sum);
-  if (!std::isfinite(norm)) {
-    const auto bad =
-        std::find_if(squares.begin(), squares.end(), [](float square) { return !std::isfinite(square); });
-    return {norm, false, parameters_[static_cast<size_t>(bad - squares.begin())].name};
-  }
-  if (!allow_update) return {norm, false, {}};
-  constexpr double kClipEpsilon = 1e-6;
-  const double coefficient = std::min(1.0, clip_limit(step) / (norm + kClipEpsilon));
+  device.section("optimizer");
+  sum_of_squares(device, {.parts = gradients_, .partial = squares_, .result = total_squares_});
+  clip_coefficient(device, {.sum_of_squares = total_squares_,
+                            .loss = loss_,
+                            .max_norm = static_cast<float>(clip_limit(step)),
+                            .coefficient = clip_coefficient_});
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
     adamw_step(device, {.weight = weights_[i],
@@ -181,12 +182,25 @@ Optimizer::StepResult Optimizer::step(Device& device, int64_t step, double lr, u
                         .weight_decay = p.decayed ? static_cast<float>(config_.weight_decay) : 0.0f,
                         .bias_correction1 = static_cast<float>(bias_correction(config_.beta1, step)),
                         .bias_correction2 = static_cast<float>(bias_correction(config_.beta2, step)),
-                        .grad_scale = static_cast<float>(coefficient),
+                        .grad_scale = clip_coefficient_,
                         .seed = seed,
                         .step = static_cast<uint64_t>(step),
                         .first_element = static_cast<uint64_t>(p.first_element)});
   }
-  return {norm, true, {}};
+  return {device.copy_to_host_later(scalars_.data, scalars_.bytes()), parameters_};
+}
+
+StepResult PendingStep::wait() const {
+  const auto* scalars = static_cast<const float*>(scalars_->wait());
+  const std::vector<ParameterInfo>& parameters = *parameters_;
+  const float *squares = scalars, *total = scalars + parameters.size(), *loss = total + 1, *coefficient = loss + 1;
+  StepResult result{*loss, std::sqrt(double{*total}), std::isfinite(*coefficient), {}};
+  if (!std::isfinite(*total)) {
+    const float* bad = std::find_if(squares, total, [](float square) { return !std::isfinite(square); });
+    if (bad == total) bad = std::max_element(squares, total);  // each alone fits fp32, their sum does not
+    result.culprit = parameters[static_cast<size_t>(bad - squares)].name;
+  }
+  return result;
 }
 
 double Optimizer::clip_limit(int64_t step) const {

@@ -1,6 +1,8 @@
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/memory_plan.h"
@@ -16,6 +18,28 @@ struct NamedTensor {
   TensorView view;
 };
 
+// What came of one optimizer step.
+struct StepResult {
+  double loss;          // Optimizer::loss() at the step
+  double grad_norm;     // global L2 norm before clipping; NaN or Inf if a gradient is
+  bool applied;         // false: loss or gradients were not finite and nothing was changed
+  std::string culprit;  // first parameter whose gradient is not finite; empty otherwise
+};
+
+// The result of a queued step, on its way to the host.
+class PendingStep {
+ public:
+  PendingStep(std::unique_ptr<HostRead> scalars, const std::vector<ParameterInfo>& parameters)
+      : scalars_(std::move(scalars)), parameters_(&parameters) {}
+  bool ready() const { return scalars_->ready(); }
+  // Waits for the step and for nothing queued after it.
+  StepResult wait() const;
+
+ private:
+  std::unique_ptr<HostRead> scalars_;  // as Optimizer lays them out
+  const std::vector<ParameterInfo>* parameters_;
+};
+
 // AdamW over all parameter tensors: owns masters and moments, and the gradients' accumulators.
 // Order of use: construct, plan.finish(), make an Arena, bind(), set_weight() of each parameter or restore the
 // weights and state() from a checkpoint; then any number of zero_gradients(), gradients filled by the model,
@@ -23,9 +47,9 @@ struct NamedTensor {
 class Optimizer {
  public:
   // Declares gradients (category "gradients"), masters ("master weights") and moments ("optimizer states") in the
-  // plan, and the few bytes in which the gradient norm is taken ("gradient norm"). `compute` is the dtype of the
-  // weights the model computes with. Throws Error(kBadInput) when config.master does not fit it: none needs fp32
-  // weights, all other forms bf16.
+  // plan, and the few bytes in which loss and gradient norm are taken ("step scalars"). `compute` is the dtype of
+  // the weights the model computes with. Throws Error(kBadInput) when config.master does not fit it: none needs
+  // fp32 weights, all other forms bf16.
   Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters, MemoryPlan& plan);
 
   // Takes the tensors from the arena; `weights[i]` is what the model computes with for parameters[i], in any shape.
@@ -34,23 +58,23 @@ class Optimizer {
   // Sets parameter i from fp32 values on the host: compute weight and master, by the master form.
   // (kBf16Sr: rounded to nearest.)
   void set_weight(Device& device, size_t i, const std::vector<float>& values);
+  // Sets parameter `to` from parameter `from`, of as many elements, within the device.
+  void copy_weight(Device& device, size_t from, size_t to);
   // The exact master value of parameter i as fp32.
   std::vector<float> master_weight(Device& device, size_t i) const;
 
   // In the order of the parameters, [rows, cols] each.
   const std::vector<TensorView>& gradients() const { return gradients_; }
+  // [1] fp32, to which the model adds the loss of the step; an update needs it to be finite.
+  const TensorView& loss() const { return loss_; }
+  // Clears the loss, too.
   void zero_gradients(Device& device);
 
-  struct StepResult {
-    double grad_norm;     // global L2 norm before clipping; NaN or Inf if a gradient is
-    bool applied;         // false: the gradients were not finite and nothing was changed
-    std::string culprit;  // first parameter whose gradient is not finite; empty otherwise
-  };
-  // One update with learning rate `lr`; `step` counts from 1 and drives bias correction and stochastic rounding.
-  // Gradients are scaled by min(1, clip_limit(step) / (norm + 1e-6)), as in OLMo and PyTorch. A gradient that is
-  // not finite, or whose sum of squares exceeds fp32, leaves weights and states as they are.
-  // So does allow_update = false, which only measures: for a step whose loss is not finite.
-  StepResult step(Device& device, int64_t step, double lr, uint64_t seed, bool allow_update = true);
+  // Queues one update with learning rate `lr`; `step` counts from 1 and drives bias correction and stochastic
+  // rounding. Gradients are scaled by min(1, clip_limit(step) / (norm + 1e-6)), as in OLMo and PyTorch. A loss or a
+  // gradient that is not finite, or gradients whose sum of squares exceeds fp32, leave weights and states as they
+  // are. The optimizer must outlive the result.
+  PendingStep step(Device& device, int64_t step, double lr, uint64_t seed);
 
   // The largest global norm allowed at `step`: clip_norm * clip_warmup_factor while step <= clip_warmup_steps, then
   // clip_norm; infinity when clipping is off. It is the limit of this very step: OLMo's own trainer refreshes its
@@ -79,17 +103,18 @@ class Optimizer {
   };
   MomentIds declare_moment(const std::string& name, DType float8_format, int64_t numel, MemoryPlan& plan) const;
   TensorId declare_master(const ParameterInfo& parameter, MemoryPlan& plan) const;
-  std::vector<float> squared_norms(Device& device) const;  // one per parameter
 
   OptimizerConfig config_;
   DType compute_;
   std::vector<ParameterInfo> parameters_;
   std::vector<StateIds> ids_;
-  TensorId norm_partial_id_, norm_result_id_;
+  TensorId scalars_id_;
   std::vector<TensorView> weights_;  // flat [numel]
   std::vector<TensorView> gradients_;
   std::vector<State> states_;
-  TensorView norm_partial_, norm_result_;
+  // fp32: the sum of squares of each gradient, then that of all, the loss and the clipping coefficient.
+  TensorView scalars_;
+  TensorView squares_, total_squares_, loss_, clip_coefficient_;  // parts of scalars_
 };
 
 // 1 - beta^step, exact to double rounding for any step: neither beta near 1 nor a large step cancels.

@@ -20,9 +20,17 @@ def write_tokens(path, count, seed, vocab=VOCAB):
         file.write(tokens.tobytes())
 
 
-def tiny_config(folder, recipe="bf16", steps=8, **optimizer):
+def has_gpu():
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.startswith("GPU 0")
+    except OSError:
+        return False
+
+
+def tiny_config(folder, recipe="bf16", steps=8, device="cpu", **optimizer):
     """A two-block model on two token files; an epoch is 9 steps, each of two micro-batches."""
     return {
+        "device": {"kind": device},
         "model": {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ffn": 64},
         "precision": {"recipe": recipe},
         "optimizer": {"lr": 3e-3, "schedule": {"kind": "cosine", "warmup_steps": 5}, **optimizer},

@@ -1,6 +1,6 @@
 """A run that was killed or stopped and continued ends with the same bits as one that never was.
 
-test_resume.py VARIANT: one of the recipes, or a name of VARIANTS below.
+test_resume.py VARIANT [DEVICE]: one of the recipes, or a name of VARIANTS below; cpu or cuda.
 """
 import os
 import shutil
@@ -10,7 +10,7 @@ import sys
 import time
 import unittest
 
-from parka_runs import PROGRAM, RunFolder, checkpoints, learning_curve, metrics, parka, tiny_config, tree_digest
+from parka_runs import PROGRAM, RunFolder, has_gpu, checkpoints, learning_curve, metrics, parka, tiny_config, tree_digest
 
 # Recipes as they are, and optimizer forms that no recipe has.
 VARIANTS = {
@@ -22,12 +22,13 @@ VARIANTS = {
 }
 STEPS = 60
 VARIANT = "coat"
+DEVICE = "cpu"
 
 
 class Resume(RunFolder):
     def config(self):
         recipe, optimizer = VARIANTS[VARIANT]
-        config = tiny_config(self.folder, recipe, STEPS, **optimizer)
+        config = tiny_config(self.folder, recipe, STEPS, DEVICE, **optimizer)
         config["checkpoint"]["interval"] = 10
         config["training"]["eval_interval"] = 15
         return config
@@ -109,4 +110,9 @@ if __name__ == "__main__":
         VARIANT = sys.argv.pop(1)
         if VARIANT not in VARIANTS:
             sys.exit(f"test_resume.py: no variant {VARIANT}; there are {', '.join(VARIANTS)}")
+    if len(sys.argv) > 1:
+        DEVICE = sys.argv.pop(1)
+    if DEVICE == "cuda" and not has_gpu():
+        print("skipped: no GPU")
+        sys.exit(77)
     unittest.main()

@@ -9,6 +9,7 @@
 #include "engine/config_io.h"
 #include "engine/evaluation.h"
 #include "engine/progress.h"
+#include "engine/speed.h"
 #include "kernels/ops/cross_entropy.h"
 #include "tests/support/catch.h"
 #include "tests/support/temporary_folder.h"
@@ -133,7 +134,7 @@ TEST_CASE("a restored run takes the same steps as the one that was saved", "[eng
     CHECK(restored.completed_steps() == 3);
     bool same = true;
     for (int i = 0; i < 12; ++i) {  // over an epoch border: 40 sequences are 10 steps
-      const StepReport a = run.step(), b = restored.step();
+      const StepReport a = *run.step(), b = *restored.step();
       same = same && a.step == b.step && a.loss == b.loss && a.grad_norm == b.grad_norm && a.applied &&
              a.data == b.data;
     }
@@ -148,8 +149,8 @@ TEST_CASE("training lowers the loss on data that it sees again", "[engine][train
     CAPTURE(recipe);
     TrainingRun run(tiny_config(folder.path().string(), recipe), *device);
     run.initialize();
-    double first = run.step().loss, last = 0;
-    for (int i = 0; i < 60; ++i) last = run.step().loss;
+    double first = run.step()->loss, last = 0;
+    for (int i = 0; i < 60; ++i) last = run.step()->loss;
     CHECK(first > 4.0);  // ln 64 = 4.16
     CHECK(last < 3.5);
   }
@@ -179,7 +180,7 @@ TEST_CASE("numbers in progress lines are readable", "[engine][progress]") {
 }
 
 TEST_CASE("progress lines count the steps since the previous line", "[engine][progress]") {
-  Progress progress(100, 1000);
+  Progress progress(100, 1000, {.flop_per_token = 1e9, .peak_flops = 4e12});
   StepReport report;
   report.loss = 2.5;
   for (int64_t step = 1; step <= 10; ++step) {
@@ -191,6 +192,6 @@ TEST_CASE("progress lines count the steps since the previous line", "[engine][pr
   CHECK(line.find("step  10/100") != std::string::npos);
   CHECK(line.find("tokens 10k") != std::string::npos);
   CHECK(line.find("loss 2.5000") != std::string::npos);
-  CHECK(line.find("2k tok/s") != std::string::npos);
+  CHECK(line.find("2k tok/s  2 TFLOP/s  MFU 50.0%") != std::string::npos);
   CHECK(line.find("ETA 45s") != std::string::npos);
 }

@@ -46,7 +46,10 @@ struct ForwardReference {
   Doubles out_bound, lse_bound;  // fp32 rounding inside; the rounding of the result to its dtype comes on top
 };
 
-inline ForwardReference forward_reference(const AttentionShape& s, const Doubles& qkv, double scale) {
+// `unit_p` is the rounding of the probabilities and of their gradients before they are multiplied with v, k and q:
+// 2^-8 where tensor cores take them as bf16, 0 where they stay fp32.
+inline ForwardReference forward_reference(const AttentionShape& s, const Doubles& qkv, double scale,
+                                          double unit_p = 0) {
   ForwardReference r;
   r.out.assign(static_cast<size_t>(s.T() * s.out_width()), 0.0);
   r.lse.assign(static_cast<size_t>(s.T() * s.H), 0.0);
@@ -74,7 +77,7 @@ inline ForwardReference forward_reference(const AttentionShape& s, const Doubles
           for (int64_t d = 0; d < s.D; ++d) {
             const double term = p[j] / sum * qkv[s.v(b, j, g) + d];
             r.out[s.out(b, i, h) + d] += term;
-            r.out_bound[s.out(b, i, h) + d] += (2 * p_error + S * kUnit) * std::abs(term);
+            r.out_bound[s.out(b, i, h) + d] += (2 * p_error + S * kUnit + unit_p) * std::abs(term);
           }
         }
       }
@@ -89,7 +92,8 @@ struct BackwardReference {
 
 // The gradient for out and lse as given, which may be rounded: that is what the op is asked for.
 inline BackwardReference backward_reference(const AttentionShape& s, const Doubles& qkv, const Doubles& out,
-                                            const Doubles& d_out, const Doubles& lse, double scale) {
+                                            const Doubles& d_out, const Doubles& lse, double scale,
+                                            double unit_p = 0) {
   BackwardReference r{Doubles(qkv.size()), Doubles(qkv.size())};
   const double terms = static_cast<double>(s.S * s.group()), D = static_cast<double>(s.D);
   const auto add = [&](int64_t at, double term, double magnitude, double relative_error) {
@@ -107,7 +111,7 @@ inline BackwardReference backward_reference(const AttentionShape& s, const Doubl
           const double exponent = scale * score.value - lse[s.lse(b, i, h)];
           const double p = std::exp(exponent), d_s = p * (d_p.value - delta.value);
           const double p_error =
-              kExpError + (D + 2) * kUnit * std::abs(scale) * score.magnitude + kUnit * std::abs(exponent);
+              unit_p + kExpError + (D + 2) * kUnit * std::abs(scale) * score.magnitude + kUnit * std::abs(exponent);
           const double magnitude = std::abs(scale) * p * (d_p.magnitude + delta.magnitude);
           for (int64_t d = 0; d < s.D; ++d) {
             add(q + d, scale * d_s * qkv[k + d], magnitude * std::abs(qkv[k + d]), p_error);

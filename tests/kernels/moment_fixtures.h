@@ -1,9 +1,12 @@
 #pragma once
+#include <algorithm>
 #include <cmath>
+#include <memory>
 #include <vector>
 
+#include "core/split_float.h"
 #include "kernels/ops/adamw.h"
-#include "tests/support/tensors.h"
+#include "tests/kernels/op_checks.h"
 
 namespace parka::test {
 
@@ -15,6 +18,11 @@ struct MomentStorage {
 
 inline const std::vector<MomentStorage> kFloat8Storages = {
     {DType::kE4M3, false}, {DType::kE4M3, true}, {DType::kE5M2, false}, {DType::kE5M2, true}};
+
+inline bool has_float8(const Device& device) {
+  const std::vector<Device*> all = float8_devices();
+  return std::find(all.begin(), all.end(), &device) != all.end();
+}
 
 // The tensors of one moment of N elements; poisoned unless `zeroed`, which is how a moment starts.
 class TestMoment {
@@ -115,6 +123,119 @@ inline double rms_relative_error(const std::vector<float>& stored, const std::ve
     ++count;
   }
   return std::sqrt(squares / static_cast<double>(count));
+}
+
+inline constexpr MasterForm kMasterForms[] = {MasterForm::kFp32, MasterForm::kFp32Split, MasterForm::kBf16Sr,
+                                              MasterForm::kNone};
+
+struct Hyperparameters {
+  double lr = 1e-3, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1;
+};
+
+// How a parameter tensor and its moments are stored.
+struct Storage {
+  MasterForm master = MasterForm::kNone;
+  MomentStorage exp_avg{DType::kF32};
+  MomentStorage exp_avg_sq{DType::kF32};
+  DType gradient = DType::kF32;
+};
+
+// One parameter tensor and what AdamW keeps for it.
+class TestParameter {
+ public:
+  TestParameter(Device& device, const Storage& storage, const std::vector<float>& initial)
+      : numel(static_cast<int64_t>(initial.size())),
+        weight(device, storage.master == MasterForm::kNone ? DType::kF32 : DType::kBF16, {numel},
+               rounded_for(storage.master, initial)),
+        exp_avg(device, storage.exp_avg, numel, /*zeroed=*/true),
+        exp_avg_sq(device, storage.exp_avg_sq, numel, /*zeroed=*/true),
+        device_(device),
+        storage_(storage) {
+    if (storage.master == MasterForm::kFp32) {
+      master = std::make_unique<TestTensor>(device, DType::kF32, std::initializer_list<int64_t>{numel}, initial);
+    } else if (storage.master == MasterForm::kFp32Split) {
+      std::vector<float> remainders;
+      for (float x : initial) remainders.push_back(split_float(x).remainder);
+      master = std::make_unique<TestTensor>(device, DType::kU16, std::initializer_list<int64_t>{numel}, remainders);
+    }
+  }
+
+  // Steps the elements [begin, end) alone.
+  void step_range(const TestTensor& gradient, const Hyperparameters& h, int64_t t, int64_t begin, int64_t end,
+                  float grad_scale = 1.0f, uint64_t first_element = 0) {
+    const TestTensor scale(device_, DType::kF32, {1}, {grad_scale});
+    const auto rows = [&](const TensorView& view) { return view.rows(begin, end - begin); };
+    adamw_step(device_, {.weight = rows(weight),
+                         .master = master ? rows(*master) : TensorView{},
+                         .master_form = storage_.master,
+                         .gradient = rows(gradient),
+                         .exp_avg = exp_avg.range(begin, end),
+                         .exp_avg_sq = exp_avg_sq.range(begin, end),
+                         .lr = static_cast<float>(h.lr),
+                         .beta1 = h.beta1,
+                         .beta2 = h.beta2,
+                         .eps = static_cast<float>(h.eps),
+                         .weight_decay = static_cast<float>(h.weight_decay),
+                         .bias_correction1 = static_cast<float>(1 - std::pow(h.beta1, static_cast<double>(t))),
+                         .bias_correction2 = static_cast<float>(1 - std::pow(h.beta2, static_cast<double>(t))),
+                         .grad_scale = scale,
+                         .seed = 77,
+                         .step = static_cast<uint64_t>(t),
+                         .first_element = first_element + static_cast<uint64_t>(begin)});
+  }
+  void step(const std::vector<float>& gradient, const Hyperparameters& h, int64_t t, float grad_scale = 1.0f,
+            uint64_t first_element = 0) {
+    step_range(TestTensor(device_, storage_.gradient, {numel}, gradient), h, t, 0, numel, grad_scale,
+               first_element);
+  }
+
+  // The weights as exactly as they are kept.
+  std::vector<float> master_values() const {
+    if (storage_.master == MasterForm::kFp32) return master->host();
+    std::vector<float> values = weight.host();
+    if (storage_.master != MasterForm::kFp32Split) return values;
+    const std::vector<float> remainders = master->host();
+    for (size_t i = 0; i < values.size(); ++i) {
+      const BFloat16 high{static_cast<uint16_t>(std::bit_cast<uint32_t>(values[i]) >> 16)};
+      values[i] = join_float(high, static_cast<uint16_t>(remainders[i]));
+    }
+    return values;
+  }
+  bool same_bits(const TestParameter& other) const {
+    return weight.bytes() == other.weight.bytes() && exp_avg.same_bits(other.exp_avg) &&
+           exp_avg_sq.same_bits(other.exp_avg_sq) && (!master || master->bytes() == other.master->bytes());
+  }
+  bool guard_intact() const {
+    return weight.guard_intact() && exp_avg.guard_intact() && exp_avg_sq.guard_intact() &&
+           (!master || master->guard_intact());
+  }
+
+  int64_t numel;
+  TestTensor weight;
+  std::unique_ptr<TestTensor> master;
+  TestMoment exp_avg, exp_avg_sq;
+
+ private:
+  // Master forms round ties away from zero, not to even as TestTensor would.
+  static std::vector<float> rounded_for(MasterForm form, std::vector<float> values) {
+    if (form == MasterForm::kNone) return values;
+    for (float& x : values) x = decode_bf16(split_float(x).weight);
+    return values;
+  }
+
+  Device& device_;
+  Storage storage_;
+};
+
+// Gradients whose size differs by element and step, as bf16 so that both gradient dtypes hold them; some are 0.
+inline std::vector<float> gradient_at(int64_t count, int64_t t) {
+  std::vector<float> g = random_normal(count, 1000 + static_cast<uint64_t>(t), 1e-3f);
+  for (int64_t i = 0; i < count; ++i) {
+    g[i] *= std::ldexp(1.0f, static_cast<int>((i * 7) % 13) - 6);
+    if ((i + t) % 17 == 0) g[i] = 0;
+    g[i] = decode_bf16(encode_bf16(g[i]));
+  }
+  return g;
 }
 
 }  // namespace parka::test

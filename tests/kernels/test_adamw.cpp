@@ -1,8 +1,7 @@
 #include <functional>
-#include <memory>
+#include <limits>
 
 #include "core/error.h"
-#include "core/split_float.h"
 #include "tests/kernels/moment_fixtures.h"
 #include "tests/support/catch.h"
 
@@ -11,114 +10,18 @@ using namespace parka::test;
 
 namespace {
 
-struct Hyperparameters {
-  double lr = 1e-3, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1;
-};
-
-struct Storage {
-  MasterForm master = MasterForm::kNone;
-  MomentStorage exp_avg{DType::kF32};
-  MomentStorage exp_avg_sq{DType::kF32};
-  DType gradient = DType::kF32;
-};
-
-// Every master form with fp32, bf16 and both kinds of fp8 moments.
-std::vector<Storage> all_storages() {
+// Every master form with fp32 and bf16 moments, and both kinds of fp8 moments where the device has FP8.
+std::vector<Storage> storages_of(const Device& device) {
   std::vector<Storage> storages;
-  for (MasterForm master : {MasterForm::kFp32, MasterForm::kFp32Split, MasterForm::kBf16Sr, MasterForm::kNone}) {
+  for (MasterForm master : kMasterForms) {
     storages.push_back({master, {DType::kF32}, {DType::kF32}});
     storages.push_back({master, {DType::kBF16}, {DType::kBF16}, DType::kBF16});
+    if (!has_float8(device)) continue;
     storages.push_back({master, {DType::kE4M3, false}, {DType::kE4M3, false}});
     storages.push_back({master, {DType::kE4M3, true}, {DType::kE5M2, true}, DType::kBF16});
   }
   return storages;
 }
-
-// One parameter tensor and what AdamW keeps for it.
-class TestParameter {
- public:
-  TestParameter(Device& device, const Storage& storage, const std::vector<float>& initial)
-      : numel(static_cast<int64_t>(initial.size())),
-        weight(device, storage.master == MasterForm::kNone ? DType::kF32 : DType::kBF16, {numel},
-               rounded_for(storage.master, initial)),
-        exp_avg(device, storage.exp_avg, numel, /*zeroed=*/true),
-        exp_avg_sq(device, storage.exp_avg_sq, numel, /*zeroed=*/true),
-        device_(device),
-        storage_(storage) {
-    if (storage.master == MasterForm::kFp32) {
-      master = std::make_unique<TestTensor>(device, DType::kF32, std::initializer_list<int64_t>{numel}, initial);
-    } else if (storage.master == MasterForm::kFp32Split) {
-      std::vector<float> remainders;
-      for (float x : initial) remainders.push_back(split_float(x).remainder);
-      master = std::make_unique<TestTensor>(device, DType::kU16, std::initializer_list<int64_t>{numel}, remainders);
-    }
-  }
-
-  // Steps the elements [begin, end) alone.
-  void step_range(const TestTensor& gradient, const Hyperparameters& h, int64_t t, int64_t begin, int64_t end,
-                  float grad_scale = 1.0f, uint64_t first_element = 0) {
-    const auto rows = [&](const TensorView& view) { return view.rows(begin, end - begin); };
-    adamw_step(device_, {.weight = rows(weight),
-                         .master = master ? rows(*master) : TensorView{},
-                         .master_form = storage_.master,
-                         .gradient = rows(gradient),
-                         .exp_avg = exp_avg.range(begin, end),
-                         .exp_avg_sq = exp_avg_sq.range(begin, end),
-                         .lr = static_cast<float>(h.lr),
-                         .beta1 = h.beta1,
-                         .beta2 = h.beta2,
-                         .eps = static_cast<float>(h.eps),
-                         .weight_decay = static_cast<float>(h.weight_decay),
-                         .bias_correction1 = static_cast<float>(1 - std::pow(h.beta1, static_cast<double>(t))),
-                         .bias_correction2 = static_cast<float>(1 - std::pow(h.beta2, static_cast<double>(t))),
-                         .grad_scale = grad_scale,
-                         .seed = 77,
-                         .step = static_cast<uint64_t>(t),
-                         .first_element = first_element + static_cast<uint64_t>(begin)});
-  }
-  void step(const std::vector<float>& gradient, const Hyperparameters& h, int64_t t, float grad_scale = 1.0f,
-            uint64_t first_element = 0) {
-    step_range(TestTensor(device_, storage_.gradient, {numel}, gradient), h, t, 0, numel, grad_scale,
-               first_element);
-  }
-
-  // The weights as exactly as they are kept.
-  std::vector<float> master_values() const {
-    if (storage_.master == MasterForm::kFp32) return master->host();
-    std::vector<float> values = weight.host();
-    if (storage_.master != MasterForm::kFp32Split) return values;
-    const std::vector<float> remainders = master->host();
-    for (size_t i = 0; i < values.size(); ++i) {
-      const BFloat16 high{static_cast<uint16_t>(std::bit_cast<uint32_t>(values[i]) >> 16)};
-      values[i] = join_float(high, static_cast<uint16_t>(remainders[i]));
-    }
-    return values;
-  }
-  bool same_bits(const TestParameter& other) const {
-    return weight.bytes() == other.weight.bytes() && exp_avg.same_bits(other.exp_avg) &&
-           exp_avg_sq.same_bits(other.exp_avg_sq) && (!master || master->bytes() == other.master->bytes());
-  }
-  bool guard_intact() const {
-    return weight.guard_intact() && exp_avg.guard_intact() && exp_avg_sq.guard_intact() &&
-           (!master || master->guard_intact());
-  }
-
-  int64_t numel;
-  TestTensor weight;
-  std::unique_ptr<TestTensor> master;
-  TestMoment exp_avg, exp_avg_sq;
-
- private:
-  // Master forms round ties away from zero, not to even as TestTensor would.
-  static std::vector<float> rounded_for(MasterForm form, std::vector<float> values) {
-    if (form == MasterForm::kNone) return values;
-    for (float& x : values) x = decode_bf16(split_float(x).weight);
-    return values;
-  }
-
-  Device& device_;
-  Storage storage_;
-};
 
 // torch.optim.AdamW's single-tensor update, in double.
 struct ReferenceAdamw {
@@ -139,17 +42,6 @@ struct ReferenceAdamw {
     }
   }
 };
-
-// Gradients whose size differs by element and step, as bf16 so that both gradient dtypes hold them; some are 0.
-std::vector<float> gradient_at(int64_t count, int64_t t) {
-  std::vector<float> g = random_normal(count, 1000 + static_cast<uint64_t>(t), 1e-3f);
-  for (int64_t i = 0; i < count; ++i) {
-    g[i] *= std::ldexp(1.0f, static_cast<int>((i * 7) % 13) - 6);
-    if ((i + t) % 17 == 0) g[i] = 0;
-    g[i] = decode_bf16(encode_bf16(g[i]));
-  }
-  return g;
-}
 
 }  // namespace
 
@@ -201,6 +93,7 @@ TEST_CASE("fp32 and fp32_split masters train bit for bit alike", "[kernels][adam
   const std::vector<float> initial = random_normal(N, 6, 0.02f);
   for (Device* device : devices()) {
     for (const MomentStorage& storage : {MomentStorage{DType::kF32}, MomentStorage{DType::kE4M3, true}}) {
+      if (is_float8(storage.format) && !has_float8(*device)) continue;
       TestParameter separate(*device, {MasterForm::kFp32, storage, storage}, initial);
       TestParameter split(*device, {MasterForm::kFp32Split, storage, storage}, initial);
       TestParameter fp32(*device, {MasterForm::kNone, storage, storage}, initial);
@@ -256,7 +149,7 @@ TEST_CASE("fp8 and bf16 states are decoded, updated as fp32 and encoded again", 
   const int64_t N = 400;
   const std::vector<float> initial = random_normal(N, 8, 0.02f);
   for (Device* device : devices()) {
-    for (const Storage& storage : all_storages()) {
+    for (const Storage& storage : storages_of(*device)) {
       if (storage.master != MasterForm::kNone) continue;
       TestParameter parameter(*device, storage, initial);
       for (int64_t t = 1; t <= 5; ++t) {
@@ -285,7 +178,7 @@ TEST_CASE("a range that begins at a multiple of 128 steps as it does within the 
   const int64_t N = 128 * 7 + 53;
   const std::vector<float> initial = random_bf16(N, 9, 0.02f);
   for (Device* device : devices()) {
-    for (const Storage& storage : all_storages()) {
+    for (const Storage& storage : storages_of(*device)) {
       for (int64_t split : {128, 384, 896}) {
         TestParameter whole(*device, storage, initial), parts(*device, storage, initial);
         for (int64_t t = 1; t <= 4; ++t) {
@@ -302,7 +195,7 @@ TEST_CASE("a range that begins at a multiple of 128 steps as it does within the 
 
 TEST_CASE("the same steps give the same bits, and no element outside is touched", "[kernels][adamw]") {
   for (Device* device : devices()) {
-    for (const Storage& storage : all_storages()) {
+    for (const Storage& storage : storages_of(*device)) {
       for (int64_t N : {0, 1, 127, 129, 20000}) {
         const std::vector<float> initial = random_bf16(N, 10, 0.02f);
         TestParameter first(*device, storage, initial), second(*device, storage, initial);
@@ -330,11 +223,32 @@ TEST_CASE("grad_scale multiplies the gradient", "[kernels][adamw]") {
   }
 }
 
+TEST_CASE("adamw_step changes no bit where grad_scale is not finite", "[kernels][adamw]") {
+  const float bad = GENERATE(std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+                             -std::numeric_limits<float>::infinity());
+  const int64_t N = 300;
+  CAPTURE(bad);
+  for (Device* device : devices()) {
+    for (const Storage& storage : storages_of(*device)) {
+      const std::vector<float> initial = random_normal(N, 12, 0.02f);
+      TestParameter skipped(*device, storage, initial), stopped(*device, storage, initial);
+      skipped.step(gradient_at(N, 1), {}, 1);
+      stopped.step(gradient_at(N, 1), {}, 1);
+      // Gradients that are not finite are what it is for.
+      std::vector<float> gradient = gradient_at(N, 2);
+      gradient[7] = bad;
+      skipped.step(gradient, {}, 2, bad);
+      CHECK(skipped.same_bits(stopped));
+      CHECK(skipped.guard_intact());
+    }
+  }
+}
+
 TEST_CASE("hazard: a moment that shares its group with a far larger one gets an exploding update",
           "[kernels][adamw][hazards]") {
   const int64_t N = 128;
   const Hyperparameters h{.lr = 1.0, .eps = 1e-30, .weight_decay = 0};
-  for (Device* device : devices()) {
+  for (Device* device : float8_devices()) {
     for (const MomentStorage& moment : kFloat8Storages) {
       TestParameter parameter(*device, {MasterForm::kNone, moment, moment}, std::vector<float>(N));
       double largest_update = 0;
@@ -361,6 +275,7 @@ TEST_CASE("hazard: adamw_step takes tensors of a wrong shape or dtype without a 
   const int64_t N = 130;
   const TestTensor fp32(device, DType::kF32, {N}, std::vector<float>(N)), bf16(device, DType::kBF16, {N});
   const TestTensor u16(device, DType::kU16, {N}), shorter(device, DType::kF32, {N - 1});
+  const TestTensor one(device, DType::kF32, {1}, {1.0f});
   const TestMoment m(device, {DType::kE4M3, true}, N, true), v(device, {DType::kE4M3, true}, N, true);
   const AdamwStep good{.weight = bf16,
                        .master = fp32,
@@ -375,7 +290,7 @@ TEST_CASE("hazard: adamw_step takes tensors of a wrong shape or dtype without a 
                        .weight_decay = 0,
                        .bias_correction1 = 1,
                        .bias_correction2 = 1,
-                       .grad_scale = 1,
+                       .grad_scale = one,
                        .seed = 0,
                        .step = 1,
                        .first_element = 0};
@@ -401,6 +316,8 @@ TEST_CASE("hazard: adamw_step takes tensors of a wrong shape or dtype without a 
   CHECK(is_refused([&](AdamwStep& a) { a.gradient = shorter; }));
   CHECK(is_refused([&](AdamwStep& a) { a.exp_avg.amax = {}; }));
   CHECK(is_refused([&](AdamwStep& a) { a.exp_avg_sq.exponent = a.exp_avg_sq.amax; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.grad_scale = shorter; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.grad_scale = {}; }));
   CHECK(is_refused([&](AdamwStep& a) { a.first_element = 64; }));
   CHECK(is_refused([&](AdamwStep& a) { a.bias_correction2 = 0; }));
 }

@@ -126,4 +126,124 @@ TEST_CASE("sum_of_squares refuses wrong arguments", "[kernels][grad_norm]") {
   CHECK(contains(message({part}, one, two), "sum_of_squares: result"));
 }
 
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+float coefficient_of(Device& device, float sum_of_squares, float loss, float max_norm) {
+  TestTensor squares(device, DType::kF32, {1}, {sum_of_squares}), losses(device, DType::kF32, {1}, {loss});
+  TestTensor coefficient(device, DType::kF32, {1});
+  clip_coefficient(device,
+                   {.sum_of_squares = squares, .loss = losses, .max_norm = max_norm, .coefficient = coefficient});
+  CHECK((squares.guard_intact() && losses.guard_intact() && coefficient.guard_intact()));
+  return coefficient.host()[0];
+}
+
+TEST_CASE("clip_coefficient scales gradients to the limit, and never up", "[kernels][grad_norm]") {
+  for (Device* device : devices()) {
+    for (float limit : {0.01f, 1.0f, 3e4f}) {
+      for (float norm : {1.01f * limit, 10 * limit, 1e9f * limit}) {
+        const double want = limit / (double{norm} + 1e-6);
+        const float got = coefficient_of(*device, norm * norm, 2.5f, limit);
+        CAPTURE(limit, norm, got);
+        CHECK(std::abs(got - want) <= 0x1p-22 * want);
+      }
+      for (float norm : {0.0f, 1e-20f, 0.5f * limit, 0.99f * limit}) {
+        CHECK(coefficient_of(*device, norm * norm, -2.5f, limit) == 1.0f);
+      }
+    }
+    // The constant below the fraction counts where the norm is as small.
+    CHECK(std::abs(coefficient_of(*device, 1e-12f, 0.0f, 1e-6f) - 0.5) <= 0x1p-20);
+  }
+}
+
+TEST_CASE("clip_coefficient with an infinite limit is 1", "[kernels][grad_norm]") {
+  for (Device* device : devices()) {
+    for (float squares : {0.0f, 1.0f, std::numeric_limits<float>::max()}) {
+      CHECK(coefficient_of(*device, squares, 1.0f, kInfinity) == 1.0f);
+    }
+  }
+}
+
+TEST_CASE("clip_coefficient is NaN where the norm or the loss is not finite", "[kernels][grad_norm]") {
+  const float bad = GENERATE(std::numeric_limits<float>::quiet_NaN(), kInfinity, -kInfinity);
+  const float limit = GENERATE(1.0f, kInfinity);
+  CAPTURE(bad, limit);
+  for (Device* device : devices()) {
+    CHECK(std::isnan(coefficient_of(*device, bad, 1.0f, limit)));
+    CHECK(std::isnan(coefficient_of(*device, 1.0f, bad, limit)));
+    CHECK(std::isnan(coefficient_of(*device, bad, bad, limit)));
+  }
+}
+
+TEST_CASE("clip_coefficient refuses wrong arguments", "[kernels][grad_norm]") {
+  Device& device = *devices()[0];
+  TestTensor one(device, DType::kF32, {1}, {1.0f}), two(device, DType::kF32, {2}), half(device, DType::kBF16, {1});
+  const auto message = [&](const TensorView& squares, const TensorView& loss, const TensorView& coefficient,
+                           float max_norm) {
+    return internal_error([&] { clip_coefficient(device, {squares, loss, max_norm, coefficient}); });
+  };
+  CHECK(contains(message(two, one, one, 1), "clip_coefficient: sum_of_squares"));
+  CHECK(contains(message(one, half, one, 1), "clip_coefficient: loss"));
+  CHECK(contains(message(one, one, {}, 1), "clip_coefficient: coefficient"));
+  CHECK(contains(message(one, one, one, 0), "max_norm > 0"));
+  CHECK(contains(message(one, one, one, std::numeric_limits<float>::quiet_NaN()), "max_norm > 0"));
+  CHECK(message(one, one, one, kInfinity).empty());
+}
+
+TEST_CASE("add_sum sums in double and rounds once", "[kernels][grad_norm]") {
+  for (Device* device : devices()) {
+    for (int64_t N : {1, 2, 31, 1000, 4097, 50021}) {
+      const std::vector<float> x = random_normal(N, 3, 10.0f);
+      TestTensor values(*device, DType::kF32, {N}, x), total(*device, DType::kF32, {1}, {1000.0f});
+      add_sum(*device, {.x = values, .total = total});
+      double want = 1000.0, magnitudes = 1000.0;
+      for (float v : x) {
+        want += v;
+        magnitudes += std::abs(v);
+      }
+      CAPTURE(N);
+      CHECK(std::abs(total.host()[0] - want) <= 1.01 * 0x1p-24 * std::abs(want) + 0x1p-40 * magnitudes);
+      CHECK((values.guard_intact() && total.guard_intact()));
+    }
+  }
+}
+
+TEST_CASE("add_sum adds to the total, and does not lose small terms", "[kernels][grad_norm]") {
+  // An fp32 sum would stay at 2^25.
+  std::vector<float> x(100, 1.0f);
+  x[0] = 0x1p25f;
+  for (Device* device : devices()) {
+    TestTensor values(*device, DType::kF32, {4, 25}, x), total(*device, DType::kF32, {1}, {5.0f});
+    add_sum(*device, {.x = values, .total = total});
+    CHECK(total.host()[0] == static_cast<float>(0x1p25 + 104));
+    add_sum(*device, {.x = values, .total = total});
+    CHECK(total.host()[0] == static_cast<float>(0x1p26 + 203));
+  }
+}
+
+TEST_CASE("add_sum shows a NaN or an infinity, and adds nothing for no elements", "[kernels][grad_norm]") {
+  for (Device* device : devices()) {
+    for (float bad : {std::numeric_limits<float>::quiet_NaN(), kInfinity}) {
+      std::vector<float> x(300, 1.0f);
+      x[299] = bad;
+      TestTensor values(*device, DType::kF32, {300}, x), total(*device, DType::kF32, {1}, {1.0f});
+      add_sum(*device, {.x = values, .total = total});
+      CHECK((std::isnan(bad) ? std::isnan(total.host()[0]) : total.host()[0] == kInfinity));
+    }
+    TestTensor none(*device, DType::kF32, {0}), total(*device, DType::kF32, {1}, {7.0f});
+    add_sum(*device, {.x = none, .total = total});
+    CHECK(total.host()[0] == 7.0f);
+  }
+}
+
+TEST_CASE("add_sum refuses wrong arguments", "[kernels][grad_norm]") {
+  Device& device = *devices()[0];
+  TestTensor x(device, DType::kF32, {3}), half(device, DType::kBF16, {3}), one(device, DType::kF32, {1});
+  const auto message = [&](const TensorView& values, const TensorView& total) {
+    return internal_error([&] { add_sum(device, {values, total}); });
+  };
+  CHECK(contains(message(half, one), "add_sum: x"));
+  CHECK(contains(message(x, x), "add_sum: total"));
+  CHECK(contains(message(x, {}), "add_sum: total"));
+}
+
 }  // namespace

@@ -40,7 +40,7 @@ ExitCode error_of(Action action) {
 }  // namespace
 
 TEST_CASE("hazard: a group of one magnitude has an infinite exponent", "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     int64_t wrong = 0;
     for (uint64_t n = 0; n < 200; ++n) {
@@ -60,7 +60,7 @@ TEST_CASE("hazard: a group of one magnitude has an infinite exponent", "[kernels
 }
 
 TEST_CASE("hazard: a nearly equal group has an exponent of millions", "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     std::vector<float> x(kMomentGroup);
     for (size_t i = 0; i < x.size(); ++i) x[i] = 0.7f + static_cast<float>(i) * 0x1p-24f;
@@ -74,7 +74,7 @@ TEST_CASE("hazard: a nearly equal group has an exponent of millions", "[kernels]
 }
 
 TEST_CASE("hazard: a group of zeros decodes to 1e-30", "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     const std::vector<float> zeros(300);
     const StoredMoment stored = store_and_read(device, zeros, storage, is_second);
@@ -85,7 +85,7 @@ TEST_CASE("hazard: a group of zeros decodes to 1e-30", "[kernels][hazards]") {
 }
 
 TEST_CASE("hazard: zeros in a group, at any place, disturb the minimum of the others", "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     int64_t wrong = 0;
     for (int64_t place = -1; place < 2 * kMomentGroup; ++place) {  // -1: about half of all members, at random
@@ -112,7 +112,7 @@ TEST_CASE("hazard: zeros in a group, at any place, disturb the minimum of the ot
 
 TEST_CASE("hazard: a zero taken as the minimum 1e-30 wastes the range of a small second moment",
           "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   std::vector<float> v = log_uniform(kMomentGroup, 2e-11, 5.0, 5);  // largest 1e-10
   v[0] = 0;
   const StoredMoment stored = store_and_read(device, v, {DType::kE4M3, true}, /*is_second=*/true);
@@ -121,7 +121,7 @@ TEST_CASE("hazard: a zero taken as the minimum 1e-30 wastes the range of a small
 }
 
 TEST_CASE("hazard: a nonzero second moment stored as zero explodes the update", "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   for (const MomentStorage& storage : kFloat8Storages) {
     CAPTURE(name_of(storage.format), storage.expanded);
     std::vector<float> v = log_uniform(1000, 1e-30, 1e30, 6);
@@ -141,7 +141,7 @@ TEST_CASE("hazard: a nonzero second moment stored as zero explodes the update", 
 }
 
 TEST_CASE("hazard: an additive floor flattens groups of tiny values", "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     // Without a floor, scaling a group by a power of two changes its amax and nothing else.
     const auto x = log_uniform(kMomentGroup, 1.0, 200.0, 7);
@@ -160,7 +160,7 @@ TEST_CASE("hazard: an additive floor flattens groups of tiny values", "[kernels]
 
 TEST_CASE("hazard: groups below the smallest amax, subnormals included, keep their order of magnitude",
           "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     const float smallest = smallest_moment_amax(storage.format);
     int64_t wrong = 0;
@@ -183,7 +183,7 @@ TEST_CASE("hazard: groups below the smallest amax, subnormals included, keep the
 
 TEST_CASE("hazard: a group wider than the format compresses everything to save its smallest",
           "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     const Float8Traits& traits = float8_traits(storage.format);
     const auto x = log_uniform(4 * kMomentGroup, 1e-20, 1e15, 9);
@@ -200,7 +200,7 @@ TEST_CASE("hazard: a group wider than the format compresses everything to save i
 }
 
 TEST_CASE("hazard: the product of maximum and minimum leaves the range of fp32", "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   for (float largest : {2e-28f, 1e-25f, 1e25f, 3e38f}) {
     CAPTURE(largest);
     const auto x = log_uniform(kMomentGroup, largest / 30, 30.0, 10);
@@ -210,7 +210,7 @@ TEST_CASE("hazard: the product of maximum and minimum leaves the range of fp32",
 }
 
 TEST_CASE("hazard: a NaN or infinite moment is stored and poisons its group for ever", "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     for (float bad : {kNan, -kNan, kInfinity, -kInfinity}) {
       std::vector<float> x(200, 1.0f);
@@ -226,7 +226,7 @@ TEST_CASE("hazard: a NaN or infinite moment is stored and poisons its group for 
 }
 
 TEST_CASE("hazard: an E5M2 second moment is scaled to E4M3's 448", "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   const auto v = log_uniform(50 * kMomentGroup, 1e-12, 1e3, 11);
   const StoredMoment plain = store_and_read(device, v, {DType::kE5M2, false}, true);
   const StoredMoment expanded = store_and_read(device, v, {DType::kE5M2, true}, true);
@@ -240,7 +240,7 @@ TEST_CASE("hazard: an E5M2 second moment is scaled to E4M3's 448", "[kernels][ha
 }
 
 TEST_CASE("hazard: codes that are not finite", "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     int64_t wrong = 0;
     for (uint64_t seed = 0; seed < 20; ++seed) {
@@ -255,7 +255,7 @@ TEST_CASE("hazard: codes that are not finite", "[kernels][hazards]") {
 }
 
 TEST_CASE("hazard: the sign of zero", "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     // Zeros of both signs; a negative that survives and one that rounds to zero as a first moment.
     const std::vector<float> x = {0.0f, -0.0f, 1.0f, -0.5f, -1e-20f};
@@ -271,7 +271,7 @@ TEST_CASE("hazard: the sign of zero", "[kernels][hazards]") {
 }
 
 TEST_CASE("hazard: the last, short group and tensors without elements", "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     for (int64_t N : {0, 1, 127, 128, 129, 1000}) {
       CAPTURE(N);
@@ -290,7 +290,7 @@ TEST_CASE("hazard: the last, short group and tensors without elements", "[kernel
 }
 
 TEST_CASE("hazard: every thread adds its floor to the scale of a plain group", "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   for (const MomentStorage& storage : kFloat8Storages) {
     const auto x = with_random_signs(log_uniform(3 * kMomentGroup, 1e-19, 10.0, 13), 14);
     const StoredMoment stored = store_and_read(device, x, storage, /*is_second=*/false);
@@ -303,7 +303,7 @@ TEST_CASE("hazard: every thread adds its floor to the scale of a plain group", "
 }
 
 TEST_CASE("hazard: moments of a wrong shape, dtype or layout are taken without a check", "[kernels][hazards]") {
-  Device& device = *devices().front();
+  Device& device = cpu();
   const int64_t N = 130;
   const TestTensor values(device, DType::kF32, {N}, std::vector<float>(N, 1.0f)), bf16(device, DType::kBF16, {N});
   const TestTensor codes(device, DType::kE4M3, {N}), two(device, DType::kF32, {2}), one(device, DType::kF32, {1});

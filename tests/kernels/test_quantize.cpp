@@ -99,7 +99,7 @@ TEST_CASE("quantize gives the nearest codes for the scales of its rule", "[kerne
   // Magnitudes over many powers of two, so that groups differ and subnormal codes occur.
   for (size_t i = 0; i < x.size(); ++i) x[i] *= std::ldexp(1.0f, static_cast<int>(i * 7 % 23) - 15);
   const auto x_t = transposed(x, rows, cols);
-  for (Device* device : devices()) {
+  for (Device* device : float8_devices()) {
     for (const Format& format : kFloat8Formats) {
       const TestTensor tx(*device, input, {rows, cols}, x);
       const TestMatrix out = format.make(*device, rows, cols), out_t = format.make(*device, cols, rows);
@@ -126,7 +126,7 @@ TEST_CASE("quantize converts between plain formats and transposes them", "[kerne
   const auto x = random_normal(kRows * kCols, 2);
   auto rounded = x;
   for (float& v : rounded) v = decode_bf16(encode_bf16(v));
-  for (Device* device : devices()) {
+  for (Device* device : float8_devices()) {
     const TestTensor tx(*device, DType::kF32, {kRows, kCols}, x), down(*device, DType::kBF16, {kRows, kCols});
     const TestTensor down_t(*device, DType::kBF16, {kCols, kRows}), up_t(*device, DType::kF32, {kCols, kRows});
     quantize(*device, {.x = tx, .out = down, .out_t = down_t});
@@ -140,7 +140,7 @@ TEST_CASE("quantize converts between plain formats and transposes them", "[kerne
 
 TEST_CASE("quantize decodes fp8, and encodes it anew in another format", "[kernels][quantize]") {
   constexpr int64_t kRows = 35, kCols = 50;
-  for (Device* device : devices()) {
+  for (Device* device : float8_devices()) {
     for (const Format& format : kFloat8Formats) {
       const TestMatrix x = format.make(*device, kRows, kCols);
       fill_random_codes(*device, x, 3);
@@ -164,7 +164,7 @@ TEST_CASE("quantize moves codes that keep their scale", "[kernels][quantize]") {
   std::vector<uint8_t> codes(static_cast<size_t>(rows * cols)), codes_t(codes);
   for (int64_t i = 0; i < rows * cols; ++i) codes[i] = static_cast<uint8_t>(i);  // NaN, infinity and -0 among them
   for (int64_t i = 0; i < rows * cols; ++i) codes_t[i % cols * rows + i / cols] = codes[i];
-  for (Device* device : devices()) {
+  for (Device* device : float8_devices()) {
     const TestMatrix x(*device, dtype, rows, cols, Scaling::kTensor);
     const TestTensor moved(*device, dtype, {cols, rows}), copied(*device, dtype, {rows, cols});
     upload(*device, x.data.view(), codes);
@@ -220,7 +220,7 @@ TEST_CASE("quantize takes a given scale as it is", "[kernels][quantize]") {
   Expected want;
   for (float v : x) want.codes.push_back(nearest_code(dtype, v * (1.0f / kScale)));
   want.scales = {kScale};
-  for (Device* device : devices()) {
+  for (Device* device : float8_devices()) {
     const TestTensor tx(*device, DType::kF32, {kRows, kCols}, x);
     const TestMatrix out(*device, dtype, kRows, kCols, Scaling::kTensor);
     const TestTensor out_t(*device, dtype, {kCols, kRows});

@@ -96,7 +96,7 @@ TEST_CASE("rope_forward leaves in qkv what the saved copy decodes to", "[kernels
                                                                                {DType::kE4M3, 5, DType::kBF16}}));
   CAPTURE(s, name_of(dtype), name_of(format), group, name_of(scale_dtype));
   const std::vector<float> x = random_values(dtype, s.T * s.width(), 2);
-  for (Device* device : devices()) {
+  for (Device* device : float8_devices()) {
     TestTensor table(*device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 100.0));
     TestTensor qkv(*device, dtype, {s.T, s.width()}, x), exact(*device, DType::kF32, {s.T, s.width()}, x);
     TestMatrix saved(*device, format, s.T, s.width(), Scaling::kGroup, group, scale_dtype);
@@ -181,7 +181,7 @@ TEST_CASE("rope_backward quantizes the gradient it leaves in d_qkv", "[kernels][
       GENERATE(table<Scaling, int>({{Scaling::kTensor, 0}, {Scaling::kGroup, 16}, {Scaling::kBlock, 16}}));
   CAPTURE(name_of(dtype), static_cast<int>(scaling));
   const Shape s{21, 7, 4, 2, 6};
-  for (Device* device : devices()) {
+  for (Device* device : float8_devices()) {
     TestTensor d_qkv(*device, dtype, {s.T, s.width()}, random_values(dtype, s.T * s.width(), 4, 1e-3f));
     TestTensor table(*device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 100.0));
     TestMatrix out(*device, DType::kE5M2, s.T, s.width(), scaling, group);
@@ -211,8 +211,8 @@ TEST_CASE("rope_backward quantizes the gradient it leaves in d_qkv", "[kernels][
 TEST_CASE("rope keeps a NaN to its pair", "[kernels][rope]") {
   const Shape s{6, 3, 2, 2, 4};
   std::vector<float> x = random_normal(s.T * s.width(), 5);
-  TestTensor table(*devices()[0], DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 100.0));
   const auto turned = [&](Device& device) {
+    TestTensor table(device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 100.0));
     TestTensor qkv(device, DType::kF32, {s.T, s.width()}, x);
     rope_forward(device, {.qkv = qkv, .cos_sin = table, .num_heads = s.H, .num_kv_heads = s.Hkv, .saved = {}});
     return qkv.host();

@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,13 +17,12 @@ namespace parka::test {
 
 struct SmallModel {
   SmallModel(const ModelConfig& config, const PrecisionConfig& precision, const BatchShape& shape,
-             int64_t logits_chunk = 1 << 20)
-      : model(config, precision, false, shape, logits_chunk, Model::Use::kTraining, plan) {
+             int64_t logits_chunk = 1 << 20, Device& on = *devices().front())
+      : device(&on), model(config, precision, false, shape, logits_chunk, Model::Use::kTraining, plan) {
     for (const ParameterInfo& p : model.parameters().all) {
       gradient_ids.push_back(plan.add("gradients", p.name, DType::kF32, {p.rows, p.cols}));
     }
     plan.finish();
-    device = make_cpu_device();
     arena = std::make_unique<Arena>(*device, plan);
     model.bind(*device, *arena);
     for (TensorId id : gradient_ids) gradients.push_back((*arena)[id]);
@@ -31,12 +31,12 @@ struct SmallModel {
   void set_weight(size_t i, const std::vector<float>& values) {
     const TensorView& w = model.weights()[i];
     PARKA_REQUIRE(static_cast<int64_t>(values.size()) == w.numel());
-    for (int64_t k = 0; k < w.numel(); ++k) {
-      if (w.dtype == DType::kF32) {
-        w.as<float>()[k] = values[k];
-      } else {
-        w.as<BFloat16>()[k] = encode_bf16(values[k]);
-      }
+    if (w.dtype == DType::kF32) {
+      device->copy_to_device(w.as<float>(), values.data(), w.bytes());
+    } else {
+      std::vector<BFloat16> rounded(values.size());
+      std::transform(values.begin(), values.end(), rounded.begin(), encode_bf16);
+      device->copy_to_device(w.as<BFloat16>(), rounded.data(), w.bytes());
     }
   }
   void initialize(const ModelConfig& config, uint64_t seed) {
@@ -47,17 +47,25 @@ struct SmallModel {
   void zero_gradients() {
     for (const TensorView& g : gradients) device->fill_zero(g.data, g.bytes());
   }
+  std::vector<float> gradient(size_t i) const {
+    std::vector<float> values(static_cast<size_t>(gradients.at(i).numel()));
+    device->copy_to_host(values.data(), gradients[i].as<float>(), gradients[i].bytes());
+    return values;
+  }
   // All gradients one after another.
   std::vector<float> all_gradients() const {
     std::vector<float> all;
-    for (const TensorView& g : gradients) all.insert(all.end(), g.as<float>(), g.as<float>() + g.numel());
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      const std::vector<float> one = gradient(i);
+      all.insert(all.end(), one.begin(), one.end());
+    }
     return all;
   }
 
+  Device* device;
   MemoryPlan plan;
   Model model;
   std::vector<TensorId> gradient_ids;
-  std::unique_ptr<Device> device;
   std::unique_ptr<Arena> arena;
   std::vector<TensorView> gradients;
 };

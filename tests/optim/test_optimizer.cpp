@@ -55,9 +55,9 @@ class TestRun {
     for (float& x : g) x = decode_bf16(encode_bf16(x));
     return g;
   }
-  Optimizer::StepResult step_with_random_gradient(int64_t step, float scale = 1e-3f, double lr = 1e-3) {
+  StepResult step_with_random_gradient(int64_t step, float scale = 1e-3f, double lr = 1e-3) {
     for (size_t i = 0; i < optimizer.parameters().size(); ++i) set_gradient(i, gradient_of(i, step, scale));
-    return optimizer.step(device, step, lr, 99);
+    return optimizer.step(device, step, lr, 99).wait();
   }
   // Weights and states, but not gradients.
   std::vector<std::vector<std::byte>> bytes() const {
@@ -126,7 +126,7 @@ double minimise_quadratic(const OptimizerConfig& config) {
     for (int64_t i = 0; i < N; ++i) gradient[i] = curvature[i] * (w[i] - target[i] + gradient[i]);
     run.set_gradient(0, gradient);
     const double lr = 0.02 * (1.0 - 0.9 * static_cast<double>(t) / static_cast<double>(num_steps));
-    REQUIRE(run.optimizer.step(run.device, t, lr, 7).applied);
+    REQUIRE(run.optimizer.step(run.device, t, lr, 7).wait().applied);
   }
   double loss = 0;
   const std::vector<float> w = run.optimizer.master_weight(run.device, 0);
@@ -304,7 +304,7 @@ TEST_CASE("zero_gradients clears every gradient", "[optim][optimizer]") {
   TestRun run(config_of(StateFormat::kFp32, MasterForm::kFp32));
   run.step_with_random_gradient(1);
   run.optimizer.zero_gradients(run.device);
-  CHECK(run.optimizer.step(run.device, 2, 0.0, 0).grad_norm == 0.0);
+  CHECK(run.optimizer.step(run.device, 2, 0.0, 0).wait().grad_norm == 0.0);
 }
 
 TEST_CASE("hazard: a gradient that is not finite reaches weights or states", "[optim][optimizer][hazards]") {
@@ -319,13 +319,13 @@ TEST_CASE("hazard: a gradient that is not finite reaches weights or states", "[o
     std::vector<float> last = run.gradient_of(2, 4, 1e-3f), norm = run.gradient_of(1, 4, 1e-3f);
     last[644] = bad;
     run.set_gradient(2, last);
-    auto result = run.optimizer.step(run.device, 4, 1e-3, 99);
+    auto result = run.optimizer.step(run.device, 4, 1e-3, 99).wait();
     CHECK_FALSE(result.applied);
     CHECK_FALSE(std::isfinite(result.grad_norm));
     CHECK(result.culprit == "last");
     norm[0] = bad;
     run.set_gradient(1, norm);
-    CHECK(run.optimizer.step(run.device, 4, 1e-3, 99).culprit == "norm");
+    CHECK(run.optimizer.step(run.device, 4, 1e-3, 99).wait().culprit == "norm");
     CHECK(run.bytes() == before);
     result = run.step_with_random_gradient(4);
     CHECK(result.applied);

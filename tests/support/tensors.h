@@ -11,11 +11,31 @@
 // Tensors for op tests: poisoned before use, with guard bands that show writes outside.
 namespace parka::test {
 
+// The first GPU, or none; with a workspace for any op of a test.
+inline Device* gpu() {
+  static const std::unique_ptr<Device> device = []() -> std::unique_ptr<Device> {
+    if (num_cuda_devices() == 0) return nullptr;
+    constexpr int64_t kWorkspaceBytes = int64_t{256} << 20;
+    std::unique_ptr<Device> made = make_cuda_device();
+    made->set_workspace(made->allocate(kWorkspaceBytes), kWorkspaceBytes);
+    return made;
+  }();
+  return device.get();
+}
+
+inline Device& cpu_device() {
+  static const std::unique_ptr<Device> device = make_cpu_device();
+  return *device;
+}
+
 // The devices that op tests run on: the CPU, and a GPU where there is one.
 inline std::vector<Device*> devices() {
-  static const std::unique_ptr<Device> cpu = make_cpu_device();
-  return {cpu.get()};
+  if (gpu() == nullptr) return {&cpu_device()};
+  return {&cpu_device(), gpu()};
 }
+
+// Those that have FP8: the CPU only, so far.
+inline std::vector<Device*> float8_devices() { return {&cpu_device()}; }
 
 // Standard normals times `scale`, the same for the same seed.
 inline std::vector<float> random_normal(int64_t count, uint64_t seed, float scale = 1.0f) {

@@ -204,11 +204,13 @@ void write_weights(const AdamwStep& a, const GroupRange& range, const float* w) 
 // ---- The update ----
 
 struct UpdateConstants {
+  float grad_scale;
   float gain1, gain2;  // 1 - beta
   float inverse_bias1, inverse_sqrt_bias2;
 
   explicit UpdateConstants(const AdamwStep& a)
-      : gain1(static_cast<float>(1.0 - a.beta1)),
+      : grad_scale(a.grad_scale.as<float>()[0]),
+        gain1(static_cast<float>(1.0 - a.beta1)),
         gain2(static_cast<float>(1.0 - a.beta2)),
         inverse_bias1(static_cast<float>(1.0 / a.bias_correction1)),
         inverse_sqrt_bias2(static_cast<float>(1.0 / std::sqrt(double{a.bias_correction2}))) {}
@@ -219,7 +221,7 @@ struct UpdateConstants {
 void update(const AdamwStep& a, const UpdateConstants& c, int64_t count, const float* gradient, float* m, float* v,
             float* w) {
   for (int64_t i = 0; i < count; ++i) {
-    const float g = gradient[i] * a.grad_scale;
+    const float g = gradient[i] * c.grad_scale;
     m[i] += c.gain1 * (g - m[i]);
     v[i] += c.gain2 * (g * g - v[i]);
     const float direction = m[i] * c.inverse_bias1 / (std::sqrt(v[i]) * c.inverse_sqrt_bias2 + a.eps);
@@ -231,6 +233,7 @@ void update(const AdamwStep& a, const UpdateConstants& c, int64_t count, const f
 
 void adamw_step(Device&, const AdamwStep& a) {
   const UpdateConstants constants(a);
+  if (!std::isfinite(constants.grad_scale)) return;
   for_each_group(a.weight.numel(), [&](const GroupRange& range) {
     GroupValues g, m, v, w;
     decode_elements(a.gradient, range.begin, range.count, g.data());

@@ -1,7 +1,10 @@
 #include "kernels/device.h"
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "core/error.h"
 #include "core/parallel.h"
@@ -9,9 +12,47 @@
 namespace parka {
 namespace {
 
+class CpuRead final : public HostRead {
+ public:
+  CpuRead(const void* source, int64_t bytes)
+      : bytes_(static_cast<const std::byte*>(source), static_cast<const std::byte*>(source) + bytes) {}
+  bool ready() const override { return true; }
+  const void* wait() override { return bytes_.data(); }
+
+ private:
+  std::vector<std::byte> bytes_;
+};
+
+using Clock = std::chrono::steady_clock;
+
+class CpuMark final : public Mark {
+ public:
+  double seconds_since(const Mark& earlier) const override {
+    return std::chrono::duration<double>(time_ - static_cast<const CpuMark&>(earlier).time_).count();
+  }
+
+ private:
+  Clock::time_point time_ = Clock::now();
+};
+
+class CpuOpTimer final : public OpTimer {
+ public:
+  void begin(std::string_view op, OpCost cost) override {
+    times.push_back({section, std::string(op), std::move(cost), 0.0});
+    start_ = Clock::now();
+  }
+  void end() override { times.back().seconds = std::chrono::duration<double>(Clock::now() - start_).count(); }
+
+  std::vector<OpTime> times;
+
+ private:
+  Clock::time_point start_;
+};
+
 class CpuDevice final : public Device {
  public:
   DeviceKind kind() const override { return DeviceKind::kCpu; }
+  std::string name() const override { return "CPU"; }
   std::string description() const override { return fmt::format("CPU, {} threads", num_threads()); }
 
   void* allocate(int64_t bytes) override {
@@ -23,15 +64,34 @@ class CpuDevice final : public Device {
   }
   void release(void* memory) override { std::free(memory); }
 
+  void set_workspace(void*, int64_t) override {}
+
   void copy_to_device(void* target, const void* host, int64_t bytes) override { copy(target, host, bytes); }
   void copy_to_host(void* host, const void* source, int64_t bytes) override { copy(host, source, bytes); }
+  std::unique_ptr<HostRead> copy_to_host_later(const void* source, int64_t bytes) override {
+    return std::make_unique<CpuRead>(source, bytes);
+  }
   void copy(void* target, const void* source, int64_t bytes) override {
     if (bytes > 0) std::memcpy(target, source, static_cast<size_t>(bytes));
   }
   void fill_zero(void* target, int64_t bytes) override {
     if (bytes > 0) std::memset(target, 0, static_cast<size_t>(bytes));
   }
+  void replay(std::unique_ptr<Recording>&, const std::function<void()>& work) override { work(); }
+  std::unique_ptr<Mark> mark() override { return std::make_unique<CpuMark>(); }
   void synchronize() override {}
+  MemoryUse memory_use() const override { return {}; }
+  void start_op_timer() override {
+    timer_.times.clear();
+    op_timer_ = &timer_;
+  }
+  std::vector<OpTime> stop_op_timer() override {
+    op_timer_ = nullptr;
+    return std::move(timer_.times);
+  }
+
+ private:
+  CpuOpTimer timer_;
 };
 
 }  // namespace

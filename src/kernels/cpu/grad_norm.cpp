@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <limits>
 #include <vector>
 
 #include "core/parallel.h"
@@ -62,6 +64,22 @@ void sum_of_squares(Device&, const SumOfSquares& a) {
     a.partial.as<float>()[p] = static_cast<float>(part_sums[p]);
   }
   a.result.as<float>()[0] = static_cast<float>(total);
+}
+
+void clip_coefficient(Device&, const ClipCoefficient& a) {
+  constexpr float kEpsilon = 1e-6f;
+  const float squares = a.sum_of_squares.as<float>()[0], loss = a.loss.as<float>()[0];
+  const bool finite = std::isfinite(squares) && std::isfinite(loss);
+  a.coefficient.as<float>()[0] = finite ? std::min(1.0f, a.max_norm / (std::sqrt(squares) + kEpsilon))
+                                        : std::numeric_limits<float>::quiet_NaN();
+}
+
+void add_sum(Device&, const AddSum& a) {
+  const float* x = a.x.as<float>();
+  double sum = 0;
+  for (int64_t i = 0; i < a.x.numel(); ++i) sum += x[i];
+  float& total = a.total.as<float>()[0];
+  total = static_cast<float>(total + sum);
 }
 
 }  // namespace parka::cpu

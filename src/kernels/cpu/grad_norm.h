@@ -4,5 +4,7 @@
 namespace parka::cpu {
 
 void sum_of_squares(Device& device, const SumOfSquares& a);
+void clip_coefficient(Device& device, const ClipCoefficient& a);
+void add_sum(Device& device, const AddSum& a);
 
 }  // namespace parka::cpu

@@ -53,7 +53,7 @@ struct AdamwStep {
   float eps;
   float weight_decay;                        // 0 for tensors that are not decayed
   float bias_correction1, bias_correction2;  // 1 - beta^t
-  float grad_scale;                          // clipping coefficient and loss scale
+  TensorView grad_scale;  // [1] fp32, in: clipping coefficient (clip_coefficient); not finite: nothing is changed
   // kBf16Sr: the random bits of element i are word e % 4 of philox4x32(seed, stream = step, index = e / 4) with
   // e = first_element + i; encode_bf16_stochastic takes their low half.
   uint64_t seed;
@@ -61,7 +61,7 @@ struct AdamwStep {
   uint64_t first_element;  // position of element 0 in the flat parameter space, the same for every world size;
                            // a multiple of 128
 };
-// The caller has checked that gradients are finite (sum_of_squares). Does nothing for N == 0.
+// Gradients must be finite where grad_scale is: clip_coefficient sees to it. Does nothing for N == 0.
 void adamw_step(Device& device, const AdamwStep& a);
 
 // k * 16 of a group with maximum `amax` and smallest nonzero magnitude `amin`, stored in `format`:

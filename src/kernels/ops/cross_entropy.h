@@ -7,8 +7,9 @@ class Device;
 // Softmax cross-entropy over a chunk of rows, with the gradient written over the logits:
 //   lse = log sum_v exp(logits[t,v]);  loss[t] = lse - logits[t, target] + z_loss * lse^2
 //   d_logits[t,v] = grad_scale * (p[v] * (1 + 2 * z_loss * lse) - (v == target)),  p = exp(logits - lse)
-// Rows whose target is kIgnoreTarget get loss 0 and gradient 0. Every one of the V columns takes part in the
-// softmax, padding rows of the embedding included, as in OLMo.
+// Rows whose target is kIgnoreTarget get loss 0 and gradient 0. Of another target outside [0, V) the CPU throws
+// Error(kBadInput); a GPU cannot, and makes loss and gradient of the row NaN, so that the finite check finds it.
+// Every one of the V columns takes part in the softmax, padding rows of the embedding included, as in OLMo.
 inline constexpr int32_t kIgnoreTarget = -100;
 
 struct CrossEntropy {

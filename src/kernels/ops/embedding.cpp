@@ -3,6 +3,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/embedding.h"
+#include "kernels/cuda/embedding.h"
 
 namespace parka {
 

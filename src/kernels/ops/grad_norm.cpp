@@ -1,8 +1,11 @@
 #include "kernels/ops/grad_norm.h"
 
+#include <utility>
+
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/grad_norm.h"
+#include "kernels/cuda/grad_norm.h"
 
 namespace parka {
 
@@ -15,6 +18,23 @@ void sum_of_squares(Device& device, const SumOfSquares& a) {
   check_tensor("sum_of_squares", "partial", a.partial, {static_cast<int64_t>(a.parts.size())}, {DType::kF32});
   check_tensor("sum_of_squares", "result", a.result, {1}, {DType::kF32});
   PARKA_DISPATCH(sum_of_squares, device, a);
+}
+
+void clip_coefficient(Device& device, const ClipCoefficient& a) {
+  for (const auto& [name, tensor] : {std::pair("sum_of_squares", a.sum_of_squares), std::pair("loss", a.loss),
+                                     std::pair("coefficient", a.coefficient)}) {
+    check_tensor("clip_coefficient", name, tensor, {1}, {DType::kF32});
+  }
+  PARKA_REQUIRE(a.max_norm > 0);
+  PARKA_DISPATCH(clip_coefficient, device, a);
+}
+
+void add_sum(Device& device, const AddSum& a) {
+  const TensorView flat = a.x.reshaped({a.x.numel()});
+  check_tensor("add_sum", "x", flat, {flat.dim[0]}, {DType::kF32});
+  check_tensor("add_sum", "total", a.total, {1}, {DType::kF32});
+  if (flat.dim[0] == 0) return;
+  PARKA_DISPATCH(add_sum, device, a);
 }
 
 }  // namespace parka

@@ -15,4 +15,22 @@ struct SumOfSquares {
 };
 void sum_of_squares(Device& device, const SumOfSquares& a);
 
+// What gradients are multiplied with so that their norm is at most max_norm, as in OLMo and PyTorch:
+//   coefficient[0] = min(1, max_norm / (sqrt(sum_of_squares[0]) + 1e-6))
+// and NaN, which adamw_step takes as "do not update", when sum_of_squares or loss is not finite.
+struct ClipCoefficient {
+  TensorView sum_of_squares;  // [1] fp32, in: of all gradients
+  TensorView loss;            // [1] fp32, in
+  float max_norm;             // infinity: no clipping
+  TensorView coefficient;     // [1] fp32, out
+};
+void clip_coefficient(Device& device, const ClipCoefficient& a);
+
+// total[0] += sum of x, which is summed in double in a fixed order and rounded once.
+struct AddSum {
+  TensorView x;      // any shape, fp32, in
+  TensorView total;  // [1] fp32, in/out
+};
+void add_sum(Device& device, const AddSum& a);
+
 }  // namespace parka

@@ -6,6 +6,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/rope.h"
+#include "kernels/cuda/rope.h"
 
 namespace parka {
 namespace {

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, on any machine that has one: builds, runs the whole test suite (whose GPU tests are
+# skipped elsewhere) and a short benchmark. Takes a few minutes.
+#   scripts/gpu_check.sh                builds here and runs
+#   scripts/gpu_check.sh --sanitize     also runs the op tests under compute-sanitizer (memcheck and racecheck)
+# PARKA_BUILD names a build folder that is there already, to run without building.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+sanitize=false
+case "${1:-}" in
+  "") ;;
+  --sanitize) sanitize=true ;;
+  *) echo "usage: scripts/gpu_check.sh [--sanitize]" >&2; exit 2 ;;
+esac
+
+command -v nvidia-smi >/dev/null && nvidia-smi -L | grep -q '^GPU 0' || {
+  echo "gpu_check.sh: nvidia-smi lists no GPU" >&2
+  exit 2
+}
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+
+build=${PARKA_BUILD:-}
+if [ -z "$build" ]; then
+  build=build/cuda
+  scripts/setup.sh
+  cmake --preset cuda >/dev/null
+  cmake --build --preset cuda --parallel "$(nproc)"
+fi
+
+ctest --test-dir "$build" --output-on-failure --no-tests=error --parallel "$(nproc)"
+
+if $sanitize; then
+  for tool in memcheck racecheck; do
+    echo "== compute-sanitizer $tool"
+    compute-sanitizer --tool "$tool" --error-exitcode 1 "$build/tests/test_kernels" "[devices]"
+  done
+fi
+
+echo "== benchmark"
+"$build/parka" bench configs/olmo-150m.json --steps 5 --set training.global_batch_size=64 --set training.micro_batch_size=16

@@ -1,0 +1,48 @@
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/config.h"
+#include "engine/speed.h"
+#include "kernels/device.h"
+
+namespace parka {
+
+// All runs of one op on one shape within a step.
+struct OpSummary {
+  std::string section, op;
+  OpCost cost;  // of one run
+  int64_t count = 0;
+  double seconds = 0;        // of all runs
+  double floor_seconds = 0;  // the same if each reached what the device can do; 0: not measured
+};
+
+// What this device does at best, measured where it can be.
+struct Ceilings {
+  double copy_bandwidth = 0;  // bytes per second, read and written, of a large copy within the device
+};
+
+struct BenchResult {
+  std::string device;
+  ModelSpeed speed;
+  int64_t tokens_per_step = 0;
+  int64_t blocks_per_step = 0;       // layers x micro-batches: what block times are divided by
+  std::vector<double> step_seconds;  // of each timed step
+  double queue_seconds = 0;          // that the host took to queue a step
+  double timed_step_seconds = 0;     // of the step whose ops were timed one by one
+  std::vector<OpSummary> ops;        // of that step, longest first
+  Ceilings ceilings;
+  int64_t planned_bytes = 0;
+  int64_t used_bytes = 0;  // on the GPU by everything, after the last step; 0 on the CPU
+
+  double median_step_seconds() const;
+  double tokens_per_second() const { return static_cast<double>(tokens_per_step) / median_step_seconds(); }
+  double floor_seconds() const;  // sum over all ops; 0 if not measured
+};
+
+// Trains `steps` steps of `config` on synthetic tokens after two that are not timed, then one with every op timed.
+// With `roofline`, what each op could reach is measured too.
+BenchResult run_benchmark(const Config& config, int64_t steps, bool roofline);
+
+}  // namespace parka

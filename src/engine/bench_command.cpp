@@ -1,0 +1,130 @@
+#include <algorithm>
+#include <cstdio>
+#include <map>
+
+#include <nlohmann/json.hpp>
+
+#include "engine/bench.h"
+#include "engine/commands.h"
+#include "engine/config_io.h"
+#include "engine/file_io.h"
+
+namespace parka {
+namespace {
+
+// The rate that an op is judged by: FLOP/s for matrix products and attention, bytes per second for the others.
+bool is_matrix_bound(const OpSummary& op) { return op.cost.flop > 0; }
+double rate_of(const OpSummary& op) {
+  const double work = is_matrix_bound(op) ? op.cost.flop : op.cost.bytes;
+  return work * static_cast<double>(op.count) / op.seconds;
+}
+
+double op_seconds(const BenchResult& result) {
+  double sum = 0;
+  for (const OpSummary& op : result.ops) sum += op.seconds;
+  return sum;
+}
+
+void print_ops(const BenchResult& result, bool roofline) {
+  std::printf("%-15s %-19s %-46s %6s %9s %6s %17s %s\n", "section", "op", "shape", "runs", "ms", "share",
+              "achieved", roofline ? "of floor" : "of copy");
+  for (const OpSummary& op : result.ops) {
+    const double rate = rate_of(op);
+    std::printf("%-15s %-19s %-46s %6lld %9.3f %5.1f%% ", op.section.c_str(), op.op.c_str(), op.cost.shape.c_str(),
+                static_cast<long long>(op.count), 1e3 * op.seconds, 100 * op.seconds / op_seconds(result));
+    if (is_matrix_bound(op)) {
+      std::printf("%9.1f TFLOP/s", 1e-12 * rate);
+    } else {
+      std::printf("%9.1f GB/s   ", 1e-9 * rate);
+    }
+    if (roofline && op.floor_seconds > 0) {
+      std::printf(" %7.1f%%\n", 100 * op.floor_seconds / op.seconds);
+    } else if (roofline || is_matrix_bound(op)) {
+      std::printf("        -\n");
+    } else {
+      std::printf(" %7.1f%%\n", 100 * rate / result.ceilings.copy_bandwidth);
+    }
+  }
+}
+
+void print_sections(const BenchResult& result) {
+  std::map<std::string, double> seconds;
+  for (const OpSummary& op : result.ops) seconds[op.section] += op.seconds;
+  std::printf("\n");
+  for (const auto& [section, of_section] : seconds) {
+    std::printf("%-15s %9.3f ms", section.c_str(), 1e3 * of_section);
+    if (section.starts_with("block")) {
+      std::printf("   %.3f ms per block", 1e3 * of_section / static_cast<double>(result.blocks_per_step));
+    }
+    std::printf("\n");
+  }
+}
+
+void print_step(const BenchResult& result, bool roofline) {
+  const auto [shortest, longest] = std::minmax_element(result.step_seconds.begin(), result.step_seconds.end());
+  const double median = result.median_step_seconds(),
+               flops = result.tokens_per_second() * result.speed.flop_per_token;
+  std::printf("\n%s\n", result.device.c_str());
+  std::printf("step            %9.2f ms (%.2f to %.2f in %zu steps), %lld tokens\n", 1e3 * median, 1e3 * *shortest,
+              1e3 * *longest, result.step_seconds.size(), static_cast<long long>(result.tokens_per_step));
+  std::printf("speed           %9.0f tok/s, %.1f TFLOP/s at FLOP/token = %s\n", result.tokens_per_second(),
+              1e-12 * flops, kFlopFormula);
+  if (result.speed.peak_flops > 0) {
+    std::printf("MFU             %9.1f %% of %.0f TFLOP/s\n", 100 * flops / result.speed.peak_flops,
+                1e-12 * result.speed.peak_flops);
+  }
+  std::printf("host            %9.2f ms to queue a step\n", 1e3 * result.queue_seconds);
+  std::printf("ops             %9.2f ms of a step with every op timed, %.1f %% of its %.2f ms\n",
+              1e3 * op_seconds(result), 100 * op_seconds(result) / result.timed_step_seconds,
+              1e3 * result.timed_step_seconds);
+  std::printf("copy            %9.1f GB/s, read and written\n", 1e-9 * result.ceilings.copy_bandwidth);
+  std::printf("memory          %9.3f GB planned, %.3f GB in use\n",
+              1e-9 * static_cast<double>(result.planned_bytes), 1e-9 * static_cast<double>(result.used_bytes));
+  if (roofline) {
+    std::printf("floor           %9.2f ms, %.1f %% of the step\n", 1e3 * result.floor_seconds(),
+                100 * result.floor_seconds() / median);
+  }
+}
+
+nlohmann::ordered_json to_json(const BenchResult& result, const Config& config, bool roofline) {
+  nlohmann::ordered_json ops = nlohmann::ordered_json::array();
+  for (const OpSummary& op : result.ops) {
+    nlohmann::ordered_json line = {{"section", op.section}, {"op", op.op},           {"shape", op.cost.shape},
+                                   {"runs", op.count},      {"seconds", op.seconds}, {"bytes", op.cost.bytes},
+                                   {"flop", op.cost.flop}};
+    if (roofline) line["floor_seconds"] = op.floor_seconds;
+    ops.push_back(std::move(line));
+  }
+  const double flops = result.tokens_per_second() * result.speed.flop_per_token;
+  nlohmann::ordered_json json = {{"device", result.device},
+                                 {"tokens_per_step", result.tokens_per_step},
+                                 {"step_seconds", result.step_seconds},
+                                 {"tokens_per_second", result.tokens_per_second()},
+                                 {"model_flops", flops},
+                                 {"queue_seconds", result.queue_seconds},
+                                 {"timed_step_seconds", result.timed_step_seconds},
+                                 {"copy_bandwidth", result.ceilings.copy_bandwidth},
+                                 {"planned_bytes", result.planned_bytes},
+                                 {"used_bytes", result.used_bytes}};
+  if (result.speed.peak_flops > 0) json["mfu"] = flops / result.speed.peak_flops;
+  if (roofline) json["floor_seconds"] = result.floor_seconds();
+  json["ops"] = std::move(ops);
+  json["config"] = parka::to_json(config);
+  return json;
+}
+
+}  // namespace
+
+int run_bench(const BenchOptions& options) {
+  const Config config = load_config(options.config_path, options.overrides);
+  const BenchResult result = run_benchmark(config, options.steps, options.roofline);
+  print_ops(result, options.roofline);
+  print_sections(result);
+  print_step(result, options.roofline);
+  if (!options.json_path.empty()) {
+    replace_file(options.json_path, to_json(result, config, options.roofline).dump(2) + "\n");
+  }
+  return 0;
+}
+
+}  // namespace parka

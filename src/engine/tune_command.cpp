@@ -1,0 +1,39 @@
+#include <cstdio>
+
+#include "core/error.h"
+#include "engine/commands.h"
+#include "engine/config_io.h"
+#include "engine/device_setup.h"
+#include "engine/gemm_tuning_file.h"
+#include "engine/synthetic_data.h"
+#include "engine/training_run.h"
+
+namespace parka {
+
+// One step of the run itself says which products there are; its tensors are what they are timed on.
+int run_tune(const TuneOptions& options) {
+  Config config = load_config(options.config_path, options.overrides);
+  config.device.kind = DeviceChoice::kCuda;
+  config.device.gemm_tuning.clear();
+  config.training.global_batch_size = config.training.micro_batch_size;
+  const SyntheticTokens data(config);
+  config = data.apply(config);
+  const std::unique_ptr<Device> device = make_device(config);
+  check_memory(config, *device);
+  TrainingRun run(config, *device);
+  run.initialize_alike();
+  run.step();
+  run.finish();
+  const std::vector<GemmChoice> choices =
+      tune_gemms(*device, {.max_candidates = static_cast<int>(options.candidates)});
+  std::printf("%-52s %12s %12s %8s\n", "matrix product, M x N x K", "default us", "chosen us", "gain");
+  for (const GemmChoice& choice : choices) {
+    std::printf("%-52s %12.1f %12.1f %7.1f%%\n", choice.gemm.c_str(), choice.default_microseconds,
+                choice.microseconds, 100 * (choice.default_microseconds / choice.microseconds - 1));
+  }
+  write_gemm_tuning(options.output, choices, *device);
+  std::printf("wrote %s; use it with device.gemm_tuning=%s\n", options.output.c_str(), options.output.c_str());
+  return 0;
+}
+
+}  // namespace parka

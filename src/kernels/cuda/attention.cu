@@ -1,0 +1,52 @@
+#include "kernels/cuda/attention.h"
+
+#include <initializer_list>
+#include <string>
+
+#include "kernels/cuda/attention_paths.cuh"
+#include "kernels/cuda/vector.cuh"
+
+namespace parka::cuda {
+namespace {
+
+// Whether the tensor-core kernels take this call. `tensors` are those they access 16 bytes at a time.
+template <typename Args>
+bool suits_mma(const Args& a, std::initializer_list<TensorView> tensors) {
+  const int64_t D = AttentionDims(a).D;
+  // They take the maximum of the scores before scaling them.
+  if (a.qkv.dtype != DType::kBF16 || (D != 64 && D != 128) || !(a.scale > 0.0f)) return false;
+  for (const TensorView& t : tensors) {
+    if (!is_aligned(t.data, 16)) return false;
+  }
+  return true;
+}
+
+template <typename Args>
+void check_generic(const Args& a) {
+  const int64_t D = AttentionDims(a).D;
+  if (D <= kGenericMaxHeadDim) return;
+  throw Error(ExitCode::kBadInput, "attention on a GPU takes heads of up to " + std::to_string(kGenericMaxHeadDim) +
+                                       " columns, not " + std::to_string(D) + ": use more heads");
+}
+
+}  // namespace
+
+void attention_forward(Device& device, const AttentionForward& a) {
+  if (suits_mma(a, {a.qkv, a.out})) {
+    attention_forward_mma(as_cuda(device), a);
+  } else {
+    check_generic(a);
+    attention_forward_generic(as_cuda(device), a);
+  }
+}
+
+void attention_backward(Device& device, const AttentionBackward& a) {
+  if (suits_mma(a, {a.qkv, a.out, a.d_out, a.d_qkv})) {
+    attention_backward_mma(as_cuda(device), a);
+  } else {
+    check_generic(a);
+    attention_backward_generic(as_cuda(device), a);
+  }
+}
+
+}  // namespace parka::cuda

@@ -1,0 +1,207 @@
+#include <cfloat>
+#include <type_traits>
+
+#include "kernels/cuda/attention_paths.cuh"
+#include "kernels/cuda/check.h"
+#include "kernels/cuda/vector.cuh"
+#include "kernels/cuda/workspace.h"
+
+// Attention for any head width and for fp32, with a warp for each row that is written. Lane l holds elements l, l +
+// 32,
+// ... of a row.
+namespace parka::cuda {
+namespace {
+
+constexpr int kWarps = 8, kThreads = kWarps * kWarpSize;  // of every block here
+
+// The lane's elements of a row of D; those past the end are zero.
+template <int N, typename T>
+__device__ void load_row(const T* row, int D, float (&x)[N]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const int d = n * kWarpSize + static_cast<int>(threadIdx.x);
+    x[n] = d < D ? to_float(row[d]) : 0.0f;
+  }
+}
+
+template <int N, typename T>
+__device__ void store_row(T* row, int D, const float (&x)[N]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const int d = n * kWarpSize + static_cast<int>(threadIdx.x);
+    if (d < D) row[d] = from_float<T>(x[n]);
+  }
+}
+
+// x . y, in every lane.
+template <int N>
+__device__ float dot(const float (&x)[N], const float (&y)[N]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int n = 0; n < N; ++n) sum = fmaf(x[n], y[n], sum);
+  return warp_sum(sum);
+}
+
+// y += a x
+template <int N>
+__device__ void add_scaled(float (&y)[N], float a, const float (&x)[N]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) y[n] = fmaf(a, x[n], y[n]);
+}
+
+template <int N>
+__device__ void scale_by(float (&x)[N], float factor) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) x[n] *= factor;
+}
+
+// Which row of which head a warp writes; rows of a head are neighbours.
+struct Row {
+  int b, head, i;
+  bool exists;
+};
+
+__device__ Row row_of_warp(const AttentionDims& dims, int heads) {
+  const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.y, head = row / dims.S;
+  return {static_cast<int>(head / heads), static_cast<int>(head % heads), static_cast<int>(row % dims.S),
+          head < int64_t{dims.B} * heads};
+}
+
+// Online softmax over 32 keys at a time, of each of which one lane holds the score.
+template <int N, typename T>
+__global__ void __launch_bounds__(kThreads, 1)
+    forward_kernel(const T* qkv, T* out, float* lse, AttentionDims dims, float scale) {
+  const Row row = row_of_warp(dims, dims.H);
+  if (!row.exists) return;  // a whole warp
+  const int kv_head = row.head / dims.group(), lane = static_cast<int>(threadIdx.x);
+  const T* k = qkv + dims.qkv_row(row.b, 0, dims.H + kv_head);
+  const T* v = qkv + dims.qkv_row(row.b, 0, dims.H + dims.Hkv + kv_head);
+  float q[N], acc[N] = {}, max = -FLT_MAX, sum = 0.0f;
+  load_row(qkv + dims.qkv_row(row.b, row.i, row.head), dims.D, q);
+  for (int begin = 0; begin <= row.i; begin += kWarpSize) {
+    const int count = min(kWarpSize, row.i + 1 - begin);
+    float x[N], score = -INFINITY;
+    for (int j = 0; j < count; ++j) {
+      load_row(k + (begin + j) * dims.qkv_stride(), dims.D, x);
+      const float s = scale * dot(q, x);
+      if (lane == j) score = s;
+    }
+    const float new_max = fmaxf(max, warp_max(score)), correction = expf(max - new_max);
+    const float p = expf(score - new_max);
+    max = new_max;
+    sum = fmaf(sum, correction, warp_sum(p));
+    scale_by(acc, correction);
+    for (int j = 0; j < count; ++j) {
+      load_row(v + (begin + j) * dims.qkv_stride(), dims.D, x);
+      add_scaled(acc, __shfl_sync(kFullWarp, p, j), x);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < N; ++n) acc[n] /= sum;
+  store_row(out + dims.out_row(row.b, row.i, row.head), dims.D, acc);
+  if (lane == 0) lse[dims.query(row.b, row.i, row.head)] = max + logf(sum);
+}
+
+// Writes delta, too, for key_value_gradient_kernel.
+template <int N, typename T>
+__global__ void __launch_bounds__(kThreads, 1)
+    query_gradient_kernel(const T* qkv, const T* out, const T* d_out, const float* lse, float* delta, T* d_qkv,
+                          AttentionDims dims, float scale) {
+  const Row row = row_of_warp(dims, dims.H);
+  if (!row.exists) return;
+  const int kv_head = row.head / dims.group();
+  const T* k = qkv + dims.qkv_row(row.b, 0, dims.H + kv_head);
+  const T* v = qkv + dims.qkv_row(row.b, 0, dims.H + dims.Hkv + kv_head);
+  const int64_t query = dims.query(row.b, row.i, row.head), at = dims.out_row(row.b, row.i, row.head);
+  float q[N], d_o[N], x[N], d_q[N] = {};
+  load_row(qkv + dims.qkv_row(row.b, row.i, row.head), dims.D, q);
+  load_row(d_out + at, dims.D, d_o);
+  load_row(out + at, dims.D, x);
+  const float row_delta = dot(d_o, x), row_lse = lse[query];
+  if (threadIdx.x == 0) delta[query] = row_delta;
+  for (int j = 0; j <= row.i; ++j) {
+    load_row(v + j * dims.qkv_stride(), dims.D, x);
+    const float d_p = dot(d_o, x);
+    load_row(k + j * dims.qkv_stride(), dims.D, x);
+    const float p = expf(scale * dot(q, x) - row_lse);
+    add_scaled(d_q, p * (d_p - row_delta), x);
+  }
+  scale_by(d_q, scale);
+  store_row(d_qkv + dims.qkv_row(row.b, row.i, row.head), dims.D, d_q);
+}
+
+// The query heads of a key/value head one after the other, each from the key's own row on.
+template <int N, typename T>
+__global__ void __launch_bounds__(kThreads, 1)
+    key_value_gradient_kernel(const T* qkv, const T* d_out, const float* lse, const float* delta, T* d_qkv,
+                              AttentionDims dims, float scale) {
+  const Row row = row_of_warp(dims, dims.Hkv);
+  if (!row.exists) return;
+  const int64_t k_at = dims.qkv_row(row.b, row.i, dims.H + row.head);
+  const int64_t v_at = dims.qkv_row(row.b, row.i, dims.H + dims.Hkv + row.head);
+  float k[N], v[N], d_k[N] = {}, d_v[N] = {};
+  load_row(qkv + k_at, dims.D, k);
+  load_row(qkv + v_at, dims.D, v);
+  for (int h = row.head * dims.group(); h < (row.head + 1) * dims.group(); ++h) {
+    for (int i = row.i; i < dims.S; ++i) {
+      const int64_t query = dims.query(row.b, i, h);
+      float q[N], d_o[N];
+      load_row(qkv + dims.qkv_row(row.b, i, h), dims.D, q);
+      load_row(d_out + dims.out_row(row.b, i, h), dims.D, d_o);
+      const float p = expf(scale * dot(q, k) - lse[query]);
+      add_scaled(d_v, p, d_o);
+      add_scaled(d_k, p * (dot(d_o, v) - delta[query]), q);
+    }
+  }
+  scale_by(d_k, scale);
+  store_row(d_qkv + k_at, dims.D, d_k);
+  store_row(d_qkv + v_at, dims.D, d_v);
+}
+
+// Calls f with the number of elements per lane, as a type, for rows of D.
+template <typename F>
+void with_row_size(int64_t D, const F& f) {
+  static_assert(kGenericMaxHeadDim == 16 * kWarpSize);
+  if (D <= 2 * kWarpSize) return f(std::integral_constant<int, 2>{});
+  if (D <= 4 * kWarpSize) return f(std::integral_constant<int, 4>{});
+  if (D <= 8 * kWarpSize) return f(std::integral_constant<int, 8>{});
+  PARKA_REQUIRE(D <= kGenericMaxHeadDim);
+  f(std::integral_constant<int, 16>{});
+}
+
+unsigned num_blocks(const AttentionDims& dims, int heads) {
+  return static_cast<unsigned>(ceil_div(int64_t{dims.B} * heads * dims.S, kWarps));
+}
+
+}  // namespace
+
+void attention_forward_generic(CudaDevice& device, const AttentionForward& a) {
+  const AttentionDims dims(a);
+  with_plain_type(a.qkv.dtype, [&](auto type) {
+    using T = decltype(type);
+    with_row_size(dims.D, [&](auto n) {
+      forward_kernel<n(), T><<<num_blocks(dims, dims.H), dim3(kWarpSize, kWarps), 0, device.stream()>>>(
+          a.qkv.as<T>(), a.out.as<T>(), a.lse.as<float>(), dims, a.scale);
+    });
+  });
+  check_launch("attention_forward");
+}
+
+void attention_backward_generic(CudaDevice& device, const AttentionBackward& a) {
+  const AttentionDims dims(a);
+  auto* const delta = static_cast<float*>(
+      device.workspace("attention_backward", attention_backward_workspace_bytes(a.qkv.dim[0], a.num_heads)));
+  const dim3 threads(kWarpSize, kWarps);
+  with_plain_type(a.qkv.dtype, [&](auto type) {
+    using T = decltype(type);
+    with_row_size(dims.D, [&](auto n) {
+      query_gradient_kernel<n(), T><<<num_blocks(dims, dims.H), threads, 0, device.stream()>>>(
+          a.qkv.as<T>(), a.out.as<T>(), a.d_out.as<T>(), a.lse.as<float>(), delta, a.d_qkv.as<T>(), dims, a.scale);
+      key_value_gradient_kernel<n(), T><<<num_blocks(dims, dims.Hkv), threads, 0, device.stream()>>>(
+          a.qkv.as<T>(), a.d_out.as<T>(), a.lse.as<float>(), delta, a.d_qkv.as<T>(), dims, a.scale);
+    });
+  });
+  check_launch("attention_backward");
+}
+
+}  // namespace parka::cuda

@@ -1,0 +1,33 @@
+#pragma once
+#include <cstdint>
+
+// Bytes of workspace (Device::set_workspace) that ops need on a GPU: functions of shapes alone, so that a plan can
+// be made without one.
+namespace parka::cuda {
+
+// cuBLASLt's kernels; NVIDIA recommends 32 MiB for Hopper.
+inline constexpr int64_t kGemmWorkspaceBytes = int64_t{32} << 20;
+
+// norm_backward: partial sums of d_weight, fp32 [blocks, C], of as many blocks as keep a GPU busy.
+inline int64_t norm_backward_max_blocks(int64_t cols) {
+  const int64_t fit = (int64_t{8} << 20) / (4 * cols);
+  return fit > 256 ? fit : 256;
+}
+inline int64_t norm_backward_workspace_bytes(int64_t cols) { return norm_backward_max_blocks(cols) * cols * 4; }
+
+// embedding_backward: rows, and token ids and rows sorted, int32 [T] each, and what sorting them takes.
+inline int64_t embedding_backward_workspace_bytes(int64_t tokens) { return 8 * tokens * 4 + (int64_t{8} << 20); }
+
+// attention_backward: log-sum-exp and delta of each row, two fp32 [B, H, S].
+inline int64_t attention_backward_workspace_bytes(int64_t tokens, int64_t num_heads) {
+  return tokens * num_heads * 8;
+}
+
+// sum_of_squares: one fp64 sum for each part and for each piece of each part. A piece is one thread block's work.
+inline constexpr int64_t kSumOfSquaresPiece = int64_t{1} << 14;  // elements
+inline int64_t sum_of_squares_pieces(int64_t numel) {
+  return (numel + kSumOfSquaresPiece - 1) / kSumOfSquaresPiece;
+}
+inline int64_t sum_of_squares_workspace_bytes(int64_t pieces, int64_t parts) { return (pieces + parts) * 8; }
+
+}  // namespace parka::cuda

@@ -1,0 +1,126 @@
+#include "kernels/op_cost.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+namespace parka {
+namespace {
+
+double bytes_of(const TensorView& t) { return t.empty() ? 0.0 : static_cast<double>(t.bytes()); }
+double bytes_of(const ScaledView& t) { return bytes_of(t.data) + bytes_of(t.scale); }
+double bytes_of(const MomentView& m) { return bytes_of(m.values) + bytes_of(m.amax) + bytes_of(m.exponent); }
+
+template <typename... Tensors>
+double all_bytes(const Tensors&... tensors) {
+  return (bytes_of(tensors) + ...);
+}
+
+std::string shape_of(const TensorView& t) {
+  return fmt::format("{}", fmt::join(t.dim.begin(), t.dim.begin() + t.rank, " x "));
+}
+
+OpCost moved(double bytes, const TensorView& shape) { return {bytes, 0.0, shape_of(shape)}; }
+
+// The part of a fused QKV buffer that rope turns: all but the value heads.
+double turned_bytes(const TensorView& qkv, int64_t heads, int64_t kv_heads) {
+  return bytes_of(qkv) * static_cast<double>(heads + kv_heads) / static_cast<double>(heads + 2 * kv_heads);
+}
+
+// FLOP of q k^T and p v over the causal half.
+double attention_flop(const TensorView& out, int64_t sequence_length) {
+  return 2.0 * static_cast<double>(out.numel()) * static_cast<double>(sequence_length);
+}
+
+}  // namespace
+
+OpCost cost_of(const EmbeddingForward& a) { return moved(bytes_of(a.ids) + 2 * bytes_of(a.out), a.out); }
+
+// Every row of d_out may have an id of its own, whose row of d_table is then read and written.
+OpCost cost_of(const EmbeddingBackward& a) {
+  const double rows = static_cast<double>(std::min(a.ids.numel(), a.d_table.dim[0]));
+  const double row_bytes = static_cast<double>(a.d_table.dim[1] * size_of(a.d_table.dtype));
+  return moved(all_bytes(a.ids, a.d_out) + 2 * rows * row_bytes, a.d_out);
+}
+
+OpCost cost_of(const NormForward& a) {
+  const bool adds = !a.branch.empty() || a.residual_out.data != a.residual.data;
+  return moved(all_bytes(a.residual, a.branch, a.weight, a.x, a.y, a.y_t, a.mean, a.rstd) +
+                   (adds ? bytes_of(a.residual_out) : 0.0),
+               a.residual);
+}
+
+OpCost cost_of(const NormRecompute& a) {
+  return moved(all_bytes(a.x, a.weight, a.mean, a.rstd, a.y, a.y_t), a.x.data);
+}
+
+OpCost cost_of(const NormBackward& a) {
+  return moved(all_bytes(a.x, a.weight, a.mean, a.rstd, a.d_y, a.d_residual, a.d_residual_out, a.d_quantized,
+                         a.d_quantized_t) +
+                   2 * bytes_of(a.d_weight),
+               a.x.data);
+}
+
+OpCost cost_of(const Gemm& a) {
+  const int64_t M = a.out.dim[0], N = a.out.dim[1], K = a.a.data.dim[a.a_transposed ? 0 : 1];
+  return {all_bytes(a.a, a.b) + (a.accumulate ? 2 : 1) * bytes_of(a.out),
+          2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K),
+          fmt::format("{} x {} x {} {}{}{} {}{}", M, N, K, name_of(a.a.data.dtype), a.a_transposed ? " T" : " N",
+                      a.b_transposed ? "T" : "N", name_of(a.out.dtype), a.accumulate ? " +=" : "")};
+}
+
+OpCost cost_of(const RopeForward& a) {
+  return moved(2 * turned_bytes(a.qkv, a.num_heads, a.num_kv_heads) + bytes_of(a.saved), a.qkv);
+}
+
+OpCost cost_of(const RopeBackward& a) {
+  return moved(2 * turned_bytes(a.d_qkv, a.num_heads, a.num_kv_heads) + all_bytes(a.d_quantized, a.d_quantized_t),
+               a.d_qkv);
+}
+
+OpCost cost_of(const AttentionForward& a) {
+  return {all_bytes(a.qkv, a.out, a.lse), attention_flop(a.out, a.sequence_length), shape_of(a.out)};
+}
+
+OpCost cost_of(const AttentionBackward& a) {
+  return {all_bytes(a.qkv, a.out, a.d_out, a.lse, a.d_qkv), 2.5 * attention_flop(a.out, a.sequence_length),
+          shape_of(a.out)};
+}
+
+OpCost cost_of(const SwigluForward& a) {
+  return moved(all_bytes(a.up_gate, a.silu, a.product, a.product_t), a.product.data);
+}
+
+OpCost cost_of(const SwigluBackward& a) {
+  return moved(all_bytes(a.up_gate, a.silu, a.d_product, a.d_up_gate, a.d_up_gate_t, a.product, a.product_t),
+               a.up_gate.data);
+}
+
+OpCost cost_of(const Quantize& a) { return moved(all_bytes(a.x, a.out, a.out_t), a.x.data); }
+
+OpCost cost_of(const CrossEntropy& a) {
+  return moved((a.write_gradient ? 2 : 1) * bytes_of(a.logits) + all_bytes(a.targets, a.loss, a.z_loss_value),
+               a.logits);
+}
+
+OpCost cost_of(const SumOfSquares& a) {
+  OpCost cost;
+  for (const TensorView& part : a.parts) cost.bytes += bytes_of(part);
+  cost.shape = fmt::format("{} tensors", a.parts.size());
+  return cost;
+}
+
+OpCost cost_of(const ClipCoefficient& a) { return moved(0.0, a.coefficient); }
+OpCost cost_of(const AddSum& a) { return moved(bytes_of(a.x), a.x); }
+
+OpCost cost_of(const AdamwStep& a) {
+  // With a master apart, the weight is only written.
+  const bool weight_read = a.master_form != MasterForm::kFp32;
+  return moved((weight_read ? 2 : 1) * bytes_of(a.weight) + 2 * bytes_of(a.master) + bytes_of(a.gradient) +
+                   2 * bytes_of(a.exp_avg) + 2 * bytes_of(a.exp_avg_sq),
+               a.weight);
+}
+
+OpCost cost_of(const MomentEncode& a) { return moved(bytes_of(a.values) + bytes_of(a.moment), a.values); }
+OpCost cost_of(const MomentDecode& a) { return moved(bytes_of(a.values) + bytes_of(a.moment), a.values); }
+
+}  // namespace parka

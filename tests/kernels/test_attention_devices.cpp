@@ -1,0 +1,194 @@
+#include <algorithm>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "kernels/ops/attention.h"
+#include "tests/kernels/attention_reference.h"
+#include "tests/kernels/op_bounds.h"
+#include "tests/support/catch.h"
+#include "tests/support/tensors.h"
+
+// Attention on other devices against the CPU. There P and dS may be rounded to bf16 before they are multiplied,
+// which the bounds of test_attention.cpp do not allow for: here errors are measured as a whole, and against those
+// that the CPU itself makes in bf16. Where there is no other device nothing is run.
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+std::vector<Device*> other_devices() {
+  std::vector<Device*> others = devices();
+  others.erase(others.begin());
+  return others;
+}
+
+// Elements of q, k, v and d_out, as values that bf16 holds exactly.
+struct Inputs {
+  AttentionShape s;
+  std::vector<float> qkv, d_out;
+  float scale;
+
+  explicit Inputs(const AttentionShape& shape, float qkv_scale = 1.0f)
+      : s(shape),
+        qkv(random_bf16(s.T() * s.width(), 11, qkv_scale)),
+        d_out(random_bf16(s.T() * s.out_width(), 12)),
+        scale(1.0f / std::sqrt(static_cast<float>(s.D))) {}
+};
+
+struct Results {
+  std::vector<float> out, lse, d_q, d_k, d_v;
+  std::vector<std::byte> bytes;  // of all of it
+  bool intact;                   // inputs as they were, nothing written outside the outputs
+};
+
+Results run(Device& device, const Inputs& in, DType dtype) {
+  const AttentionShape& s = in.s;
+  const TestTensor qkv(device, dtype, {s.T(), s.width()}, in.qkv), out(device, dtype, {s.T(), s.out_width()});
+  const TestTensor d_out(device, dtype, {s.T(), s.out_width()}, in.d_out), d_qkv(device, dtype, {s.T(), s.width()});
+  const TestTensor lse(device, DType::kF32, {s.B, s.H, s.S});
+  attention_forward(device, {qkv, out, lse, s.S, s.H, s.Hkv, in.scale});
+  attention_backward(device, {qkv, out, d_out, lse, d_qkv, s.S, s.H, s.Hkv, in.scale});
+
+  Results r{out.host(), lse.host(), {}, {}, {}, {}, true};
+  const std::vector<float> gradient = d_qkv.host();
+  const int64_t q_columns = s.H * s.D, k_columns = s.Hkv * s.D;
+  for (int64_t row = 0; row < s.T(); ++row) {
+    const float* x = &gradient[row * s.width()];
+    r.d_q.insert(r.d_q.end(), x, x + q_columns);
+    r.d_k.insert(r.d_k.end(), x + q_columns, x + q_columns + k_columns);
+    r.d_v.insert(r.d_v.end(), x + q_columns + k_columns, x + s.width());
+  }
+  for (const TestTensor* t : {&out, &lse, &d_qkv}) {
+    const std::vector<std::byte> bytes = t->bytes();
+    r.bytes.insert(r.bytes.end(), bytes.begin(), bytes.end());
+  }
+  for (const TestTensor* t : {&qkv, &out, &d_out, &lse, &d_qkv}) r.intact = r.intact && t->guard_intact();
+  r.intact = r.intact && qkv.host() == in.qkv && d_out.host() == in.d_out;
+  return r;
+}
+
+// Root mean square of got - want over that of want; over `floor` where want is about zero, as the gradients of a
+// query and a key are that see nothing else. NaN if there is any.
+double relative_error(const std::vector<float>& got, const std::vector<float>& want, double floor = 0.1) {
+  REQUIRE(got.size() == want.size());
+  double difference = 0, norm = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    difference += std::pow(double{got[i]} - want[i], 2);
+    norm += std::pow(want[i], 2);
+  }
+  const double count = static_cast<double>(want.size());
+  return std::sqrt(difference / count) / std::max(std::sqrt(norm / count), floor);
+}
+
+// The largest error, relative to the larger of the value and 1.
+double lse_error(const std::vector<float>& got, const std::vector<float>& want) {
+  double worst = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const double error = std::abs(double{got[i]} - want[i]) / std::max(1.0f, std::abs(want[i]));
+    if (std::isnan(error)) return error;
+    worst = std::max(worst, error);
+  }
+  return worst;
+}
+
+// The results of a device against those of the CPU in fp32: within 1e-5 in fp32; in bf16 within 1e-2 and within
+// twice what the CPU makes of the same input in bf16.
+void check_against_cpu(const Inputs& in, DType dtype) {
+  const AttentionShape& s = in.s;
+  CAPTURE(s.B, s.S, s.H, s.Hkv, s.D, name_of(dtype));
+  const std::vector<Device*> others = other_devices();
+  if (others.empty()) return;
+  Device& cpu = *devices().front();
+  const Results want = run(cpu, in, DType::kF32);
+  const Results rounded = dtype == DType::kF32 ? want : run(cpu, in, dtype);
+  for (Device* device : others) {
+    const Results got = run(*device, in, dtype);
+    CHECK(got.intact);
+    CHECK(lse_error(got.lse, want.lse) <= 1e-5);
+    const auto check = [&](std::vector<float> Results::*part) {
+      const double error = relative_error(got.*part, want.*part);
+      if (dtype == DType::kF32) {
+        CHECK(error <= 1e-5);
+      } else {
+        CHECK(error <= std::min(1e-2, 2 * relative_error(rounded.*part, want.*part) + 1e-3));
+      }
+    };
+    check(&Results::out);
+    check(&Results::d_q);
+    check(&Results::d_k);
+    check(&Results::d_v);
+  }
+}
+
+TEST_CASE("attention on other devices agrees with the CPU", "[kernels][attention][devices]") {
+  const std::vector<int64_t> lengths = {1, 17, 64, 65, 128, 200, 333}, widths = {16, 64, 128, 48};
+  const std::vector<std::pair<int64_t, int64_t>> heads = {{4, 4}, {4, 2}, {6, 1}};
+  const size_t length = GENERATE(range(size_t{0}, size_t{7})), width = GENERATE(range(size_t{0}, size_t{4}));
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  // Every length and width; heads and batch so that every width meets each pair of them.
+  const auto [H, Hkv] = heads[(length + width) % heads.size()];
+  const int64_t B = (length + width / 2) % 2 == 0 ? 1 : 3;
+  check_against_cpu(Inputs({B, lengths[length], H, Hkv, widths[width]}), dtype);
+}
+
+TEST_CASE("attention on other devices takes large scores", "[kernels][attention][devices]") {
+  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128});
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  // Scores of about +-10, most of the probability on one or two keys.
+  check_against_cpu(Inputs({1, 200, 4, 2, D}, 3.0f), dtype);
+}
+
+TEST_CASE("attention on other devices takes any scale", "[kernels][attention][devices]") {
+  Inputs in({1, 100, 2, 1, 64});
+  in.scale = GENERATE(-0.2f, 0.0f, 1.0f);
+  CAPTURE(in.scale);
+  check_against_cpu(in, DType::kBF16);
+}
+
+TEST_CASE("attention on a GPU refuses very wide heads", "[kernels][attention][devices]") {
+  for (Device* device : other_devices()) {
+    const Inputs in({1, 2, 1, 1, 520});
+    CHECK(
+        contains(bad_input_error([&] { run(*device, in, DType::kBF16); }), "heads of up to 512 columns, not 520"));
+  }
+}
+
+TEST_CASE("attention on other devices gives the same bits again", "[kernels][attention][devices]") {
+  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128});
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  for (Device* device : other_devices()) {
+    const Inputs in({2, 333, 6, 2, D});
+    CHECK(run(*device, in, dtype).bytes == run(*device, in, dtype).bytes);
+  }
+}
+
+TEST_CASE("attention on other devices gives a sequence the same bits in any batch",
+          "[kernels][attention][devices]") {
+  // So many heads that a GPU takes them in several sections (attention_tiles.cuh); three sequences in turn.
+  constexpr int64_t kCopies = 12;
+  const AttentionShape few{3, 1000, 2, 1, 128}, many{3 * kCopies, 1000, 2, 1, 128};
+  for (Device* device : other_devices()) {
+    const Inputs in(few);
+    Inputs repeated({1, 1, 2, 1, 128});
+    repeated.s = many;
+    repeated.qkv.clear();
+    repeated.d_out.clear();
+    for (int64_t i = 0; i < kCopies; ++i) {
+      repeated.qkv.insert(repeated.qkv.end(), in.qkv.begin(), in.qkv.end());
+      repeated.d_out.insert(repeated.d_out.end(), in.d_out.begin(), in.d_out.end());
+    }
+    const Results one = run(*device, in, DType::kBF16), all = run(*device, repeated, DType::kBF16);
+    int64_t different = 0;
+    const auto compare = [&](std::vector<float> Results::*part) {
+      const std::vector<float>&a = one.*part, &b = all.*part;
+      REQUIRE(b.size() == a.size() * kCopies);
+      for (size_t i = 0; i < b.size(); ++i) different += b[i] != a[i % a.size()];
+    };
+    for (auto part : {&Results::out, &Results::lse, &Results::d_q, &Results::d_k, &Results::d_v}) compare(part);
+    CHECK(different == 0);
+    CHECK(all.intact);
+  }
+}
+
+}  // namespace
