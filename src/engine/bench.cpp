@@ -76,6 +76,7 @@ std::vector<OpSummary> summarize(const std::vector<OpTime>& times) {
     ++summary.count;
   }
   std::vector<OpSummary> summaries;
+  summaries.reserve(by_kind.size());
   for (auto& [kind, summary] : by_kind) summaries.push_back(std::move(summary));
   std::sort(summaries.begin(), summaries.end(),
             [](const OpSummary& a, const OpSummary& b) { return a.seconds > b.seconds; });

@@ -1,11 +1,11 @@
-"""plan, config, generate and eval from the command line."""
+"""plan, bench, tune, config, generate and eval from the command line."""
 import glob
 import json
 import os
 import tempfile
 import unittest
 
-from parka_runs import RunFolder, metrics, parka, tiny_config
+from parka_runs import RunFolder, has_gpu, metrics, parka, tiny_config
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 
@@ -54,6 +54,38 @@ class Plan(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertRegex(result.stdout, r"(Fits|Does not fit) into 80\.0 GB")
         self.assertIn("bytes per token and block", result.stdout)
+
+
+class Bench(RunFolder):
+    def test_times_are_whole_and_add_up(self):
+        json_path = self.path("bench.json")
+        result = parka("bench", self.write_config(tiny_config(self.folder)), "--steps", "3", "--json", json_path)
+        self.assert_exit(result, 0)
+        with open(json_path, encoding="utf-8") as file:
+            bench = json.load(file)
+        self.assertEqual(len(bench["step_seconds"]), 3)
+        self.assertEqual(bench["tokens_per_step"], 4 * 16)
+        ops = {}
+        for op in bench["ops"]:
+            ops[op["op"]] = ops.get(op["op"], 0) + op["runs"]
+        # Two micro-batches of two blocks; a norm before each half of a block and one at the end.
+        self.assertEqual(ops["attention_forward"], 4)
+        self.assertEqual(ops["norm_forward"], 10)
+        self.assertEqual(ops["norm_backward"], 10)
+        self.assertEqual(ops["gemm"], 2 * (2 * 12 + 3))
+        self.assertEqual(ops["sum_of_squares"], 1)
+        self.assertLessEqual(sum(op["seconds"] for op in bench["ops"]), bench["timed_step_seconds"])
+        gemm = next(op for op in bench["ops"] if op["op"] == "gemm" and op["shape"].startswith("32 x 96 x 32 "))
+        self.assertEqual(gemm["flop"], 2 * 32 * 96 * 32)
+        self.assertIn("FLOP/token = 6 x parameters", result.stdout)
+
+    def test_tune_without_a_gpu_says_so(self):
+        if has_gpu():
+            self.skipTest("there is a GPU")
+        result = parka("tune", self.write_config(tiny_config(self.folder)), "--output", self.path("tuning.json"))
+        self.assert_exit(result, 2)
+        self.assertIn("GPU", result.stderr)
+        self.assertFalse(os.path.exists(self.path("tuning.json")))
 
 
 class Config(unittest.TestCase):

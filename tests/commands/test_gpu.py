@@ -104,6 +104,27 @@ class GpuAgainstCpu(RunFolder):
             results.append(json.loads(result.stdout)["loss"])
         self.assertLess(abs(results[0] - results[1]), 0.002)
 
+    def test_tuned_runs_repeat_and_stay_close(self):
+        plain = self.run_training("plain", "cuda", steps=STEPS // 2)
+        config = self.config("tuned", "cuda", steps=STEPS // 2)
+        tuning = self.path("tuning.json")
+        self.assert_exit(parka("tune", self.write_config(config), "--output", tuning, "--candidates", "4"), 0)
+        config["device"]["gemm_tuning"] = tuning
+        curves = []
+        for run in ("tuned", "tuned_again"):
+            config["checkpoint"]["folder"] = self.path(run)
+            self.assert_exit(self.train(config), 0)
+            curves.append([record["loss"] for record in metrics(self.path(run))])
+        self.assertEqual(*curves)
+        self.assertLess(self.worst_difference(curves[0], plain), 0.05)
+        with open(tuning, encoding="utf-8") as file:
+            text = file.read()
+        with open(tuning, "w", encoding="utf-8") as file:
+            file.write(text.replace('"cublaslt": "', '"cublaslt": "9'))
+        refused = self.train(config)
+        self.assert_exit(refused, 2)
+        self.assertIn("run `parka tune` here", refused.stderr)
+
     def test_what_the_gpu_cannot_do_is_said(self):
         config = self.config("run", "cuda", recipe="coat")
         result = parka("train", self.write_config(config))

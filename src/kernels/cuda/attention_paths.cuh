@@ -38,6 +38,9 @@ struct AttentionDims {
 void attention_forward_mma(CudaDevice& device, const AttentionForward& a);
 void attention_backward_mma(CudaDevice& device, const AttentionBackward& a);
 
+// The same on compute capability 9.0.
+void attention_forward_sm90(CudaDevice& device, const AttentionForward& a);
+
 // fp32 or bf16, in fp32 arithmetic; D up to kGenericMaxHeadDim.
 constexpr int64_t kGenericMaxHeadDim = 512;
 void attention_forward_generic(CudaDevice& device, const AttentionForward& a);
