@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The bf16 figures of docs/results/gpu_bf16.md: tunes GEMMs for OLMo-1B (16 sequences x 8 accumulation) and Llama-2-7B
-# (4 x 8) at context 2048, times steps and every op, and writes the bench files into a folder.
+# The bf16 figures of docs/results/gpu_bf16.md: for OLMo-1B (16 sequences x 8 accumulation) and Llama-2-7B (4 x 8) at
+# context 2048, times steps with cuBLASLt's own choice of algorithms, tunes them, and times steps and every op again.
+# Cards of one kind differ by several per cent under full load, so what is compared must come from one run of this.
 #   scripts/reproduce/bf16.sh OUT [MODEL...]     MODEL: olmo-1b llama2-7b
 # PARKA names the program (default build/cuda/parka). scripts/figures.py turns the files into lines of figures.jsonl.
 set -euo pipefail
@@ -20,6 +21,8 @@ for model in "$@"; do
   esac
   # An exact fp32 master in 4 bytes, moments and gradients in bf16.
   set=("${batch[@]}" --set optimizer.master=fp32_split --set optimizer.states=bf16 --set optimizer.gradient=bf16)
+  "$parka" bench "configs/$model.json" "${set[@]}" --steps 3 > "$out/$model.untuned.txt"
+  grep -A9 '^step ' "$out/$model.untuned.txt"
   "$parka" tune "configs/$model.json" "${set[@]}" --output "$out/$model.tuning.json" | tee "$out/$model.tuning.txt"
   "$parka" bench "configs/$model.json" "${set[@]}" --set device.gemm_tuning="$out/$model.tuning.json" \
     --steps 5 --roofline --json "$out/$model.bf16.json" | tee "$out/$model.bf16.txt"

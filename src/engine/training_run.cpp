@@ -55,7 +55,6 @@ TensorId declare_op_workspace(const Config& config, const ParameterTable& table,
   for (const ParameterInfo& parameter : table.all) pieces += cuda::sum_of_squares_pieces(parameter.numel());
   const int64_t bytes =
       std::max({cuda::kGemmWorkspaceBytes, cuda::norm_backward_workspace_bytes(config.model.d_model),
-                cuda::embedding_backward_workspace_bytes(tokens),
                 cuda::attention_backward_workspace_bytes(tokens, config.model.num_heads),
                 cuda::sum_of_squares_workspace_bytes(pieces, static_cast<int64_t>(table.all.size()))});
   return plan.add("workspace of GPU kernels", "op_workspace", DType::kU8, {bytes});

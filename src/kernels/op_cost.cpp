@@ -39,7 +39,7 @@ OpCost cost_of(const EmbeddingForward& a) { return moved(bytes_of(a.ids) + 2 * b
 OpCost cost_of(const EmbeddingBackward& a) {
   const double rows = static_cast<double>(std::min(a.ids.numel(), a.d_table.dim[0]));
   const double row_bytes = static_cast<double>(a.d_table.dim[1] * size_of(a.d_table.dtype));
-  return moved(all_bytes(a.ids, a.d_out) + 2 * rows * row_bytes, a.d_out);
+  return moved(all_bytes(a.ids, a.order, a.d_out) + 2 * rows * row_bytes, a.d_out);
 }
 
 OpCost cost_of(const NormForward& a) {

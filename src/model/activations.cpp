@@ -201,6 +201,7 @@ Activations::Activations(const ModelConfig& model, const PrecisionConfig& precis
   const PhaseMask always = evaluation ? PhaseMask{kEvaluation} : PhaseMask{kStep};
   tokens = plan.add("batch", "tokens", DType::kI32, {num_tokens}, always);
   targets = plan.add("batch", "targets", DType::kI32, {num_tokens}, always);
+  if (!evaluation) token_order = plan.add("batch", "token_order", DType::kI32, {num_tokens}, always);
   losses = plan.add("batch", "losses", DType::kF32, {num_tokens}, always);
   branch = declare.shared("branch", kForward | kHead | kRerun, {num_tokens, d});
   final_input = declare.shared("final_input", kHead, {num_tokens, d});

@@ -68,6 +68,7 @@ struct Activations {
               int64_t logits_chunk_tokens, Purpose purpose, MemoryPlan& plan);
 
   TensorId tokens, targets;  // [T] int32
+  TensorId token_order;      // [T] int32 what embedding_order makes of tokens; training only
   TensorId losses;           // [T] fp32
   std::vector<BlockBuffers> blocks;
   TensorId branch;       // [T, d] output of attention_out or down, until the next norm adds it

@@ -200,6 +200,7 @@ void Model::Pass::loss_and_backward(Device& device, const LossOptions& options,
   }
   device.section("embedding");
   embedding_backward(device, {.ids = vector(activations_.tokens, num_tokens_),
+                              .order = vector(activations_.token_order, num_tokens_),
                               .d_out = tensor(activations_.backward.d_residual, num_tokens_, config_.d_model),
                               .d_table = (*gradients_)[table_->embedding]});
 }

@@ -50,6 +50,10 @@ void Model::Pass::load(Device& device, const Batch& batch, bool keep) {
   device.copy_to_device(tokens.data, batch.tokens, tokens.bytes());
   const TensorView targets = vector(activations_.targets, num_tokens_);
   device.copy_to_device(targets.data, batch.targets, targets.bytes());
+  if (!keep) return;
+  const std::vector<int32_t> order = embedding_order(batch.tokens, num_tokens_, config_.vocab_size);
+  const TensorView token_order = vector(activations_.token_order, num_tokens_);
+  device.copy_to_device(token_order.data, order.data(), token_order.bytes());
 }
 
 void Model::Pass::forward(Device& device) {

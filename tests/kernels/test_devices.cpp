@@ -490,7 +490,8 @@ TEST_CASE("quantize on a GPU converts and transposes plain numbers as the CPU do
 
 namespace {
 
-// Token ids for T rows. Runs of lengths around a warp's, long ones, and single tokens, in a scattered order.
+// Token ids for T rows. Runs of lengths around one and two warps, long ones, and single tokens, in a
+// scattered order.
 std::vector<float> scattered_ids(int64_t T, int64_t V) {
   std::vector<float> ids;
   int64_t id = 0;
@@ -518,6 +519,9 @@ TEST_CASE("embedding on a GPU gives the bits of the CPU", "[kernels][devices]") 
                           Sizes{3000, 50304, 7}, Sizes{2500, 300, 16}, Sizes{2500, 40, 768}, Sizes{300, 65, 2048},
                           Sizes{100, 20, 5120}, Sizes{40, 9, 11008}}) {
       const std::vector<float> ids = scattered_ids(s.T, s.V);
+      const std::vector<int32_t> whole_ids(ids.begin(), ids.end());
+      const std::vector<int32_t> whole_order = embedding_order(whole_ids.data(), s.T, s.V);
+      const std::vector<float> rows(whole_order.begin(), whole_order.end());
       for (const DType dtype : kPlain) {
         for (const DType table_dtype : kPlain) {
           CAPTURE(s.T, s.V, s.C, name_of(dtype), name_of(table_dtype));
@@ -527,7 +531,8 @@ TEST_CASE("embedding on a GPU gives the bits of the CPU", "[kernels][devices]") 
             const TestTensor d_table(d, table_dtype, {s.V, s.C}, table), out(d, table_dtype, {s.T, s.C});
             embedding_forward(d, {.ids = id, .table = d_table, .out = out});
             std::vector<std::byte> result = out.bytes();
-            embedding_backward(d, {.ids = id, .d_out = d_out, .d_table = d_table});
+            const TestTensor order(d, DType::kI32, {s.T}, rows);
+            embedding_backward(d, {.ids = id, .order = order, .d_out = d_out, .d_table = d_table});
             const std::vector<std::byte> sums = d_table.bytes();
             result.insert(result.end(), sums.begin(), sums.end());
             CHECK((id.guard_intact() && d_out.guard_intact() && d_table.guard_intact() && out.guard_intact()));

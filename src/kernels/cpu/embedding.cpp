@@ -24,19 +24,21 @@ void check_ids(const char* op, const TensorView& ids, int64_t V) {
   }
 }
 
-// Rows grouped by token id, in order within each: those of id v are rows[first[v]] .. rows[first[v + 1] - 1].
-struct RowsById {
-  std::vector<int64_t> first, rows;
-
-  RowsById(const TensorView& ids, int64_t V)
-      : first(static_cast<size_t>(V + 1)), rows(static_cast<size_t>(ids.dim[0])) {
-    const int32_t* id = ids.as<int32_t>();
-    for (int64_t t = 0; t < ids.dim[0]; ++t) ++first[id[t] + 1];
-    for (int64_t v = 0; v < V; ++v) first[v + 1] += first[v];
-    std::vector<int64_t> next = first;
-    for (int64_t t = 0; t < ids.dim[0]; ++t) rows[next[id[t]]++] = t;
+// The positions in `order` where the rows of another token begin, and the end of it. Throws Error(kInternal) when
+// `order` is not that of embedding_order.
+std::vector<int64_t> run_bounds(const TensorView& ids, const TensorView& order) {
+  const int32_t *id = ids.as<int32_t>(), *row = order.as<int32_t>();
+  const int64_t T = ids.dim[0];
+  std::vector<int64_t> bounds;
+  for (int64_t n = 0; n < T; ++n) {
+    PARKA_REQUIRE(row[n] >= 0 && row[n] < T);
+    const bool another = n == 0 || id[row[n]] != id[row[n - 1]];
+    PARKA_REQUIRE(n == 0 || (another ? id[row[n]] > id[row[n - 1]] : row[n] > row[n - 1]));
+    if (another) bounds.push_back(n);
   }
-};
+  bounds.push_back(T);
+  return bounds;
+}
 
 void add(const std::vector<float>& x, std::vector<float>& sum) {
   for (size_t c = 0; c < sum.size(); ++c) sum[c] += x[c];
@@ -58,21 +60,22 @@ void embedding_forward(Device&, const EmbeddingForward& a) {
 }
 
 void embedding_backward(Device&, const EmbeddingBackward& a) {
-  const int64_t V = a.d_table.dim[0], C = a.d_table.dim[1];
-  check_ids("embedding_backward", a.ids, V);
-  const RowsById by_id(a.ids, V);
-  parallel_for(V, kTokenGrain, [&](int64_t begin, int64_t end) {
+  const int64_t C = a.d_table.dim[1];
+  check_ids("embedding_backward", a.ids, a.d_table.dim[0]);
+  const std::vector<int64_t> bounds = run_bounds(a.ids, a.order);
+  const int32_t *ids = a.ids.as<int32_t>(), *order = a.order.as<int32_t>();
+  parallel_for(static_cast<int64_t>(bounds.size()) - 1, kTokenGrain, [&](int64_t begin, int64_t end) {
     std::vector<float> sum(static_cast<size_t>(C)), row(static_cast<size_t>(C));
-    for (int64_t v = begin; v < end; ++v) {
-      if (by_id.first[v] == by_id.first[v + 1]) continue;
+    for (int64_t run = begin; run < end; ++run) {
       std::fill(sum.begin(), sum.end(), 0.0f);
-      for (int64_t n = by_id.first[v]; n < by_id.first[v + 1]; ++n) {
-        decode_elements(a.d_out, by_id.rows[n] * C, C, row.data());
+      for (int64_t n = bounds[run]; n < bounds[run + 1]; ++n) {
+        decode_elements(a.d_out, order[n] * C, C, row.data());
         add(row, sum);
       }
-      decode_elements(a.d_table, v * C, C, row.data());
+      const int64_t target = ids[order[bounds[run]]] * C;
+      decode_elements(a.d_table, target, C, row.data());
       add(row, sum);
-      encode_elements(sum.data(), v * C, C, a.d_table);
+      encode_elements(sum.data(), target, C, a.d_table);
     }
   });
 }

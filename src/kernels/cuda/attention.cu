@@ -2,6 +2,7 @@
 
 #include <initializer_list>
 #include <string>
+#include <string_view>
 
 #include "kernels/cuda/attention_paths.cuh"
 #include "kernels/cuda/vector.cuh"
@@ -21,6 +22,12 @@ bool suits_mma(const Args& a, std::initializer_list<TensorView> tensors) {
   return true;
 }
 
+// Whether the kernels for compute capability 9.0 were built, which need its "a" code, and this is such a GPU.
+bool runs_sm90_kernels(const CudaDevice& device) {
+  constexpr bool kBuilt = std::string_view(PARKA_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
+  return kBuilt && device.properties().major == 9 && device.properties().minor == 0;
+}
+
 template <typename Args>
 void check_generic(const Args& a) {
   const int64_t D = AttentionDims(a).D;
@@ -33,7 +40,8 @@ void check_generic(const Args& a) {
 
 void attention_forward(Device& device, const AttentionForward& a) {
   if (suits_mma(a, {a.qkv, a.out})) {
-    attention_forward_mma(as_cuda(device), a);
+    auto* const forward = runs_sm90_kernels(as_cuda(device)) ? attention_forward_sm90 : attention_forward_mma;
+    forward(as_cuda(device), a);
   } else {
     check_generic(a);
     attention_forward_generic(as_cuda(device), a);
@@ -42,7 +50,8 @@ void attention_forward(Device& device, const AttentionForward& a) {
 
 void attention_backward(Device& device, const AttentionBackward& a) {
   if (suits_mma(a, {a.qkv, a.out, a.d_out, a.d_qkv})) {
-    attention_backward_mma(as_cuda(device), a);
+    auto* const backward = runs_sm90_kernels(as_cuda(device)) ? attention_backward_sm90 : attention_backward_mma;
+    backward(as_cuda(device), a);
   } else {
     check_generic(a);
     attention_backward_generic(as_cuda(device), a);

@@ -13,13 +13,6 @@ namespace {
 constexpr int kThreads = 128;  // of every block here
 constexpr int kWarps = kThreads / kWarpSize;
 
-// Of a query of a head, as the score gradient needs it. Of rows that a tile has past the end all is zero, and their
-// queries and d_out too, so that they add nothing.
-struct alignas(8) RowStatistics {
-  float lse_log2;  // log-sum-exp in units of log 2: p = exp2(scale_log2 * q . k - lse_log2)
-  float delta;     // d_out . out
-};
-
 // D / 8 lanes for each head of a token.
 template <int D>
 __global__ void __launch_bounds__(kThreads)
@@ -261,11 +254,7 @@ void launch_backward(CudaDevice& device, const AttentionBackward& a) {
   const BFloat16 *const qkv = a.qkv.as<BFloat16>(), *const d_out = a.d_out.as<BFloat16>();
   auto* const statistics = static_cast<RowStatistics*>(
       device.workspace("attention_backward", attention_backward_workspace_bytes(a.qkv.dim[0], a.num_heads)));
-  const int64_t rows_per_block = kThreads / (D / 8);
-  const int64_t statistics_blocks = ceil_div(a.qkv.dim[0] * dims.H, rows_per_block);
-  row_statistics_kernel<D><<<static_cast<unsigned>(statistics_blocks), kThreads, 0, device.stream()>>>(
-      a.out.as<BFloat16>(), d_out, a.lse.as<float>(), statistics, dims);
-  check_launch("attention_backward");
+  compute_row_statistics(device, a, statistics);
 
   const auto launch = [&](auto* kernel, int shared_bytes, int tile_rows, int heads, int64_t bytes_per_head) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
@@ -283,6 +272,16 @@ void launch_backward(CudaDevice& device, const AttentionBackward& a) {
 }
 
 }  // namespace
+
+void compute_row_statistics(CudaDevice& device, const AttentionBackward& a, RowStatistics* statistics) {
+  const AttentionDims dims(a);
+  const int64_t rows_per_block = kThreads / (dims.D / 8);
+  const int64_t blocks = ceil_div(a.qkv.dim[0] * dims.H, rows_per_block);
+  auto* const kernel = dims.D == 64 ? row_statistics_kernel<64> : row_statistics_kernel<128>;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, device.stream()>>>(
+      a.out.as<BFloat16>(), a.d_out.as<BFloat16>(), a.lse.as<float>(), statistics, dims);
+  check_launch("attention_backward");
+}
 
 void attention_backward_mma(CudaDevice& device, const AttentionBackward& a) {
   if (AttentionDims(a).D == 64) {

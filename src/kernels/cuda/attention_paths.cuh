@@ -40,6 +40,16 @@ void attention_backward_mma(CudaDevice& device, const AttentionBackward& a);
 
 // The same on compute capability 9.0.
 void attention_forward_sm90(CudaDevice& device, const AttentionForward& a);
+void attention_backward_sm90(CudaDevice& device, const AttentionBackward& a);
+
+// Of a query of a head, as the score gradient needs it. Of rows that a tile has past the end all is zero, and their
+// queries and d_out too, so that they add nothing.
+struct alignas(8) RowStatistics {
+  float lse_log2;  // log-sum-exp in units of log 2: p = exp2(scale_log2 * q . k - lse_log2)
+  float delta;     // d_out . out
+};
+// Of all queries, at AttentionDims::query, for D of 64 or 128.
+void compute_row_statistics(CudaDevice& device, const AttentionBackward& a, RowStatistics* statistics);
 
 // fp32 or bf16, in fp32 arithmetic; D up to kGenericMaxHeadDim.
 constexpr int64_t kGenericMaxHeadDim = 512;

@@ -169,7 +169,7 @@ template <int D, int kM>
 __device__ inline void store_rows(const float (&c)[kM][D / 8][4], unsigned char* tile_rows, BFloat16* x,
                                   int64_t stride, int count) {
   constexpr int kChunks = D / 8, kRowsPerPass = kWarpSize / kChunks;
-  const int lane = threadIdx.x % kWarpSize;
+  const int lane = read_thread_index() % kWarpSize;  // anew: addresses computed ahead would take registers
   __syncwarp();
 #pragma unroll
   for (int m = 0; m < kM; ++m) {

@@ -18,7 +18,7 @@ namespace parka::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kBatch = 2;          // packs that a thread has under way before it uses the first
+constexpr int kBatch = 4;          // packs that a thread has under way before it uses the first
 constexpr int kScratchBytes = 64;  // shared memory for reductions: a float for each warp
 static_assert(kScratchBytes == kThreads / kWarpSize * sizeof(float));
 
@@ -95,7 +95,7 @@ __device__ void start_copies(uint4* cache, const Row<T>& row, int index) {
   cp_async_commit();
 }
 
-// Waits until at most `pending` of this thread's groups, the latest, are still under way; kMost bounds them.
+// Waits until at most `pending` of this thread's groups, the latest, are still under way (kMost at most).
 template <int kMost = 7>
 __device__ void wait_for_copies(int pending) {
   if constexpr (kMost == 0) {
@@ -279,7 +279,7 @@ __device__ void process_row(const Arguments<T>& a, int64_t t, int target, int ne
 // kCached: shared memory has room for the packs of a row after the scratch, and the gradient is wanted. Otherwise
 // packs are read from memory, a second time for the gradient.
 template <typename T, bool kCached>
-__global__ void __launch_bounds__(kThreads, 3) cross_entropy_kernel(Arguments<T> a) {
+__global__ void __launch_bounds__(kThreads, 2) cross_entropy_kernel(Arguments<T> a) {
   extern __shared__ uint4 shared_memory[];
   float* scratch = reinterpret_cast<float*>(shared_memory);
   uint4* cache = shared_memory + kScratchBytes / sizeof(uint4);

@@ -1,14 +1,8 @@
 #include "kernels/cuda/embedding.h"
 
-#include <algorithm>
-#include <bit>
-#include <cstddef>
-#include <cub/device/device_radix_sort.cuh>
-
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/cuda_device.h"
 #include "kernels/cuda/vector.cuh"
-#include "kernels/cuda/workspace.h"
 
 // Shapes: T tokens, V rows of the table, C columns.
 namespace parka::cuda {
@@ -38,154 +32,245 @@ __global__ void __launch_bounds__(kForwardThreads)
   }
 }
 
-// embedding_backward sorts the rows of d_out by token id, in order within each id. The rows of one id are a run of
-// the sorted list. A run of at least kLong rows, and there are runs of thousands, is summed by a kernel that has
-// kLong rows under way at once, a shorter one by a kernel with wider loads.
-constexpr int kLong = kWarpSize;
-constexpr int kShortMaxThreads = 512;
-constexpr int kLongThreads = 256;
+// embedding_backward goes through the rows of d_out in the caller's order, in which the rows of one token are a
+// run. Some runs have thousands of rows and most have one or two, so there are two kinds of work, both of one
+// kernel. A run of at least kLong rows is summed by many warps of few columns each, with as many rows as possible
+// under way at once; as it takes longest it is started first. All other runs are summed by warps that each go
+// through the rows of a window of the order with wide loads, many rows under way whatever runs they belong to.
+constexpr int kBackwardThreads = 128;
+// Blocks that a multiprocessor is to have room for; loads of 2 bytes take more registers than others.
+constexpr int backward_blocks(size_t load_bytes) { return load_bytes < 4 ? 3 : 4; }
+constexpr int kWindow = kWarpSize;
+constexpr int kLong = 2 * kWindow;
+constexpr int kSegmentWindows = 8;  // in which a warp looks for the beginnings of long runs
 
-struct SortedRows {
-  const uint32_t* ids_T;
-  const int32_t* rows_T;
+// The rows in the caller's order. -1 stands for the row and the id of a position outside it.
+struct OrderedRows {
+  const int32_t* ids_T;
+  const int32_t* order_T;
   int count;
 
-  __device__ bool holds(int position, uint32_t id) const {
-    return position >= 0 && position < count && ids_T[position] == id;
+  __device__ int row(int position) const { return position >= 0 && position < count ? order_T[position] : -1; }
+  __device__ int id_of_row(int row) const { return row >= 0 ? ids_T[row] : -1; }
+  __device__ int id(int position) const { return id_of_row(row(position)); }
+};
+
+// The bits below the lowest one of x; all of them when x is 0.
+__device__ inline unsigned bits_below_lowest(unsigned x) { return ~x & (x - 1); }
+
+// The rows of one run, a warp's worth at a time. The numbers of the next rows are under way while those at hand are
+// used.
+class RunRows {
+ public:
+  __device__ RunRows(const OrderedRows& rows, int begin, int id)
+      : rows_(rows), id_(id), position_(begin + threadIdx.x % kWarpSize) {
+    row_ = rows_.row(position_);
+    row_id_ = rows_.id_of_row(row_);
+    next_row_ = rows_.row(position_ + kWarpSize);
+  }
+
+  // How many there are, and the number of this lane's.
+  __device__ int next(int& row_of_lane) {
+    row_of_lane = row_;
+    const int count = __popc(__ballot_sync(kFullWarp, row_id_ == id_));
+    row_ = next_row_;
+    row_id_ = rows_.id_of_row(row_);
+    position_ += kWarpSize;
+    next_row_ = rows_.row(position_ + kWarpSize);
+    return count;
+  }
+
+ private:
+  const OrderedRows& rows_;
+  int id_, position_, row_, row_id_, next_row_;
+};
+
+// Adds `values` in order, and puts in the place of each one of the next `count` rows, whose numbers lanes hold.
+template <int kWidth, typename G>
+__device__ void add_and_load(const G* d_out_TC, int row_of_lane, int count, int cols, bool in_row,
+                             Stored<G, kWidth> (&values)[kWarpSize], float (&sum)[kWidth]) {
+#pragma unroll
+  for (int n = 0; n < kWarpSize; ++n) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) sum[i] += values[n][i];  // the zeros beyond `count` change no sum
+    const int row = __shfl_sync(kFullWarp, row_of_lane, n);
+    values[n] = load_stored<kWidth>(d_out_TC + int64_t{row} * cols, n < count && in_row);
+  }
+}
+
+// Sums one long run: kWidth columns per lane, which are beyond the row unless `in_row`.
+template <int kWidth, typename G, typename D>
+__device__ void add_long_run(const OrderedRows& rows, int begin, int id, const G* d_out_TC, D* d_table_VC, int cols,
+                             int column) {
+  const bool in_row = column < cols;
+  Stored<G, kWidth> even[kWarpSize] = {}, odd[kWarpSize] = {};
+  float sum[kWidth] = {};
+  RunRows run(rows, begin, id);
+  int row_of_lane, count;
+  do {
+    count = run.next(row_of_lane);
+    add_and_load(d_out_TC + column, row_of_lane, count, cols, in_row, even, sum);
+    const int odd_count = run.next(row_of_lane);
+    add_and_load(d_out_TC + column, row_of_lane, odd_count, cols, in_row, odd, sum);
+  } while (count > 0);  // then all that was loaded has been added
+  if (!in_row) return;
+  D* const target = d_table_VC + int64_t{id} * cols + column;
+  float before[kWidth];
+  load(target, before);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) sum[i] += before[i];
+  store(target, sum);
+}
+
+// The long runs whose first multiple of kWindow is in a segment of the order. Every long run has two of these.
+template <int kWidth, typename G, typename D>
+__device__ void add_long_runs(const OrderedRows& rows, int segment, const G* d_out_TC, D* d_table_VC, int cols,
+                              int column) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int first = (segment * kSegmentWindows - 1) * kWindow;  // lane 0 looks at the position before the segment
+  const int id_of_lane = lane < kSegmentWindows + 2 ? rows.id(first + lane * kWindow) : -1;
+  const int before = __shfl_up_sync(kFullWarp, id_of_lane, 1), after = __shfl_down_sync(kFullWarp, id_of_lane, 1);
+  const bool begins =
+      lane >= 1 && lane <= kSegmentWindows && id_of_lane >= 0 && id_of_lane != before && id_of_lane == after;
+  for (unsigned found = __ballot_sync(kFullWarp, begins); found != 0; found &= found - 1) {
+    const int found_lane = __ffs(found) - 1, position = first + found_lane * kWindow;
+    const int id = __shfl_sync(kFullWarp, id_of_lane, found_lane);
+    const bool in_run = rows.id(position - lane) == id;
+    const int begin = position + 1 - __popc(__ballot_sync(kFullWarp, in_run));
+    if (rows.id(begin + kLong - 1) != id) continue;
+    add_long_run<kWidth>(rows, begin, id, d_out_TC, d_table_VC, cols, column);
+  }
+}
+
+// A window, and the two after it into which its last run may reach: a lane has a position of each.
+struct Windows {
+  static constexpr int kCount = 3;
+  int row[kCount], id[kCount];
+  unsigned mine[kCount];  // bit per position: in a run that begins in the window and is not long
+  unsigned ends[kCount];  // the last position of a run
+
+  __device__ Windows(const OrderedRows& rows, int begin) {
+    const int lane = threadIdx.x % kWarpSize;
+    unsigned inside[kCount], begins[kCount];
+#pragma unroll
+    for (int w = 0; w < kCount; ++w) row[w] = rows.row(begin + w * kWindow + lane);
+    int last_id = rows.id(begin - 1);
+#pragma unroll
+    for (int w = 0; w < kCount; ++w) id[w] = rows.id_of_row(row[w]);
+#pragma unroll
+    for (int w = 0; w < kCount; ++w) {
+      const int before = __shfl_up_sync(kFullWarp, id[w], 1);
+      inside[w] = __ballot_sync(kFullWarp, row[w] >= 0);
+      begins[w] = __ballot_sync(kFullWarp, id[w] != (lane == 0 ? last_id : before));
+      last_id = __shfl_sync(kFullWarp, id[w], kWarpSize - 1);
+    }
+#pragma unroll
+    for (int w = 0; w < kCount; ++w) ends[w] = begins[w] >> 1 | (w + 1 < kCount ? begins[w + 1] << 31 : 0);
+
+    // The window's last run is long when none begins in the kLong - 1 positions after its first.
+    const unsigned heads = begins[0] & inside[0];
+    const unsigned last_head = heads != 0 ? 1u << (31 - __clz(heads)) : 0;
+    const bool is_long = begins[1] == 0 && (begins[2] & (last_head - 1)) == 0 && inside[1] == kFullWarp &&
+                         (inside[2] & (last_head - 1)) == last_head - 1;
+    mine[0] = heads == 0 ? 0 : inside[0] & ~bits_below_lowest(heads);
+    mine[1] = heads == 0 ? 0 : inside[1] & bits_below_lowest(begins[1]);
+    mine[2] = mine[1] == kFullWarp ? inside[2] & bits_below_lowest(begins[2]) : 0;
+    if (heads != 0 && is_long) {
+      mine[0] &= last_head - 1;
+      mine[1] = mine[2] = 0;
+    }
   }
 };
 
-// Adds the `count` rows of d_out whose numbers the first lanes of the warp hold, in order. All lanes take part,
-// also those whose `column` is beyond the row: they add nothing.
-template <int kDepth, int kWidth, typename G>
-__device__ void add_rows(const G* d_out_TC, int row_of_lane, int count, int64_t column, int64_t cols,
-                         float (&sum)[kWidth]) {
-  static_assert(kWarpSize % kDepth == 0);
-  for (int first = 0; first < count; first += kDepth) {
-    Stored<G, kWidth> values[kDepth];
-#pragma unroll
-    for (int n = 0; n < kDepth; ++n) {
-      const int64_t row = __shfl_sync(kFullWarp, row_of_lane, first + n);
-      values[n] = load_stored<kWidth>(d_out_TC + row * cols + column, first + n < count && column < cols);
-    }
-#pragma unroll
-    for (int n = 0; n < kDepth; ++n) {
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) sum[i] += values[n][i];  // the zeros beyond `count` change no sum
-    }
-  }
-}
-
-// A block per position in the list and piece of the row; it sums the run that begins there, if one does.
-template <typename G, typename D, int kWidth>
-__global__ void __launch_bounds__(kShortMaxThreads)
-    add_short_runs_kernel(SortedRows sorted, const G* d_out_TC, D* d_table_VC, int64_t cols) {
-  constexpr int kDepth = 4;
-  const int begin = blockIdx.x, lane = threadIdx.x % kWarpSize;
-  const uint32_t id = sorted.ids_T[begin];
-  if (sorted.holds(begin - 1, id)) return;
-  const bool in_run = sorted.holds(begin + lane, id);
-  const int count = __popc(__ballot_sync(kFullWarp, in_run));
-  if (count == kLong) return;
-
-  const int64_t column = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kWidth;
-  D* const target = d_table_VC + id * cols + column;
-  const auto before = load_stored<kWidth>(target, column < cols);
+// The runs, but for long ones, that begin in a window: kWidth columns of them per lane.
+template <int kWidth, typename G, typename D>
+__device__ void add_short_runs(const OrderedRows& rows, int begin, const G* d_out_TC, D* d_table_VC, int cols,
+                               int column) {
+  // Rows under way at once, as many as registers are for.
+  constexpr int kDepth = Stored<G, kWidth>::kWords + Stored<D, kWidth>::kWords <= 8 ? 8 : 4;
+  constexpr unsigned kDepthBits = (1u << kDepth) - 1;
+  const bool in_row = column < cols;
+  const Windows windows(rows, begin);
   float sum[kWidth] = {};
-  add_rows<kDepth>(d_out_TC, in_run ? sorted.rows_T[begin + lane] : 0, count, column, cols, sum);
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) sum[i] += before[i];
-  if (column < cols) store(target, sum);
-}
-
-// A block per kLong positions and piece of the row. Every long run has a position that is a multiple of kLong; the
-// block of the first of these sums it.
-template <typename G, typename D>
-__global__ void __launch_bounds__(kLongThreads)
-    add_long_runs_kernel(SortedRows sorted, const G* d_out_TC, D* d_table_VC, int64_t cols) {
-  const int position = blockIdx.x * kLong, lane = threadIdx.x % kWarpSize;
-  const uint32_t id = sorted.ids_T[position];
-  if (sorted.holds(position - kLong, id)) return;
-  const bool in_run = sorted.holds(position - kLong + 1 + lane, id);
-  const int begin = position + 1 - __popc(__ballot_sync(kFullWarp, in_run));
-  if (!sorted.holds(begin + kLong - 1, id)) return;
-
-  int end = begin + kLong, beyond = sorted.count;  // the run ends in [end, beyond]
-  while (end < beyond) {
-    const int middle = end + (beyond - end) / 2;
-    if (sorted.ids_T[middle] == id) {
-      end = middle + 1;
-    } else {
-      beyond = middle;
+  for (int w = 0; w < Windows::kCount; ++w) {
+    for (int first = 0; first < kWindow; first += kDepth) {
+      const unsigned mine = windows.mine[w] >> first & kDepthBits, ends = windows.ends[w] >> first & mine;
+      if (mine == 0) continue;
+      Stored<G, kWidth> values[kDepth];
+      Stored<D, kWidth> before[kDepth];
+#pragma unroll
+      for (int n = 0; n < kDepth; ++n) {
+        const int row = __shfl_sync(kFullWarp, windows.row[w], first + n);
+        const int id = __shfl_sync(kFullWarp, windows.id[w], first + n);
+        values[n] = load_stored<kWidth>(d_out_TC + int64_t{row} * cols + column, (mine >> n & 1) != 0 && in_row);
+        before[n] = load_stored<kWidth>(d_table_VC + int64_t{id} * cols + column, (ends >> n & 1) != 0 && in_row);
+      }
+#pragma unroll
+      for (int n = 0; n < kDepth; ++n) {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) sum[i] += values[n][i];
+        if ((ends >> n & 1) == 0) continue;
+        const int id = __shfl_sync(kFullWarp, windows.id[w], first + n);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) sum[i] += before[n][i];
+        if (in_row) store(d_table_VC + int64_t{id} * cols + column, sum);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) sum[i] = 0.0f;
+      }
     }
   }
-  const int64_t column = int64_t{blockIdx.y} * kLongThreads + threadIdx.x;
-  float sum[1] = {};
-  const auto row_at = [&](int at) { return at < end ? sorted.rows_T[at] : 0; };
-  int row_of_lane = row_at(begin + lane);
-  for (int first = begin; first < end; first += kLong) {
-    const int next_row_of_lane = row_at(first + kLong + lane);
-    add_rows<kLong>(d_out_TC, row_of_lane, min(kLong, end - first), column, cols, sum);
-    row_of_lane = next_row_of_lane;
+}
+
+// Work of one warp: a segment or a window of the order, and a piece of the row.
+struct BackwardWork {
+  int64_t long_warps, long_pieces, warps, short_pieces;
+};
+
+template <typename G, typename D, int kLongWidth, int kShortWidth>
+__global__ void __launch_bounds__(kBackwardThreads, backward_blocks(kLongWidth * sizeof(G)))
+    embedding_backward_kernel(OrderedRows rows, BackwardWork work, const G* d_out_TC, D* d_table_VC, int cols) {
+  const int lane = threadIdx.x % kWarpSize;
+  int64_t warp = int64_t{blockIdx.x} * (kBackwardThreads / kWarpSize) + threadIdx.x / kWarpSize;
+  if (warp < work.long_warps) {
+    const int segment = static_cast<int>(warp / work.long_pieces);
+    const int column = static_cast<int>(warp % work.long_pieces) * kWarpSize * kLongWidth + lane * kLongWidth;
+    add_long_runs<kLongWidth>(rows, segment, d_out_TC, d_table_VC, cols, column);
+  } else if (warp < work.warps) {
+    warp -= work.long_warps;
+    const int begin = static_cast<int>(warp / work.short_pieces) * kWindow;
+    const int column = static_cast<int>(warp % work.short_pieces) * kWarpSize * kShortWidth + lane * kShortWidth;
+    add_short_runs<kShortWidth>(rows, begin, d_out_TC, d_table_VC, cols, column);
   }
-  if (column >= cols) return;
-  D* const target = d_table_VC + id * cols + column;
-  *target = from_float<D>(sum[0] + to_float(*target));
 }
 
-__global__ void count_up_kernel(int32_t* rows_T, int count) {
-  const int t = blockIdx.x * blockDim.x + threadIdx.x;
-  if (t < count) rows_T[t] = t;
-}
-
-// The rows sorted by id, in the workspace.
-SortedRows sort_rows(CudaDevice& device, const TensorView& ids, int64_t vocabulary) {
-  constexpr const char* kOp = "embedding_backward";
-  constexpr int kThreads = 256;
-  const int64_t count = ids.dim[0], workspace_bytes = embedding_backward_workspace_bytes(count);
-  PARKA_REQUIRE(count <= INT32_MAX - 2 * kLong);
-  auto* const workspace = static_cast<std::byte*>(device.workspace(kOp, workspace_bytes));
-  const int64_t list_bytes = ceil_div(count * size_of(DType::kI32), 256) * 256;
-  auto* const rows = reinterpret_cast<int32_t*>(workspace);
-  auto* const sorted_ids = reinterpret_cast<uint32_t*>(workspace + list_bytes);
-  auto* const sorted_rows = reinterpret_cast<int32_t*>(workspace + 2 * list_bytes);
-  std::byte* const sort_memory = workspace + 3 * list_bytes;
-
-  count_up_kernel<<<static_cast<unsigned>(ceil_div(count, kThreads)), kThreads, 0, device.stream()>>>(
-      rows, static_cast<int>(count));
-  check_launch(kOp);
-  const auto sort = [&](void* memory, size_t& bytes) {
-    const auto* const unsorted_ids = reinterpret_cast<const uint32_t*>(ids.as<int32_t>());
-    const int bits = std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(vocabulary - 1))));
-    check(cub::DeviceRadixSort::SortPairs(memory, bytes, unsorted_ids, sorted_ids, rows, sorted_rows,
-                                          static_cast<int>(count), 0, bits, device.stream()),
-          kOp);
-  };
-  size_t sort_bytes = 0;
-  sort(nullptr, sort_bytes);  // only says how much memory it takes
-  PARKA_REQUIRE(static_cast<int64_t>(sort_bytes) <= workspace_bytes - 3 * list_bytes);
-  sort(sort_memory, sort_bytes);
-  return {sorted_ids, sorted_rows, static_cast<int>(count)};
+template <typename G, typename D, int kLongWidth, int kShortWidth>
+void launch_backward(CudaDevice& device, const EmbeddingBackward& a) {
+  const int64_t count = a.ids.dim[0], cols = a.d_out.dim[1];
+  PARKA_REQUIRE(cols <= INT32_MAX / 2);
+  PARKA_REQUIRE(count <= INT32_MAX - 2 * kSegmentWindows * kWindow);  // positions beyond the last are ints too
+  const int64_t long_pieces = ceil_div(cols, kWarpSize * kLongWidth);
+  const int64_t short_pieces = ceil_div(cols, kWarpSize * kShortWidth);
+  const int64_t long_warps = ceil_div(count, kSegmentWindows * kWindow) * long_pieces;
+  const int64_t warps = long_warps + ceil_div(count, kWindow) * short_pieces;
+  const int64_t blocks = ceil_div(warps, kBackwardThreads / kWarpSize);
+  PARKA_REQUIRE(blocks <= INT32_MAX);
+  const OrderedRows rows = {a.ids.as<int32_t>(), a.order.as<int32_t>(), static_cast<int>(count)};
+  const BackwardWork work = {long_warps, long_pieces, warps, short_pieces};
+  const auto kernel = embedding_backward_kernel<G, D, kLongWidth, kShortWidth>;
+  kernel<<<static_cast<unsigned>(blocks), kBackwardThreads, 0, device.stream()>>>(
+      rows, work, a.d_out.as<G>(), a.d_table.as<D>(), static_cast<int>(cols));
+  check_launch("embedding_backward");
 }
 
 template <typename G, typename D>
-void add_runs(CudaDevice& device, const SortedRows& sorted, const EmbeddingBackward& a) {
-  const int64_t cols = a.d_out.dim[1];
+void add_runs(CudaDevice& device, const EmbeddingBackward& a) {
   constexpr int kWideWidth = 16 / sizeof(G);
-  const bool wide = cols % kWideWidth == 0 && is_aligned(a.d_out.data, 16) && is_aligned(a.d_table.data, 16);
-  const auto short_kernel = wide ? add_short_runs_kernel<G, D, kWideWidth> : add_short_runs_kernel<G, D, 1>;
-  const int64_t packs = cols / (wide ? kWideWidth : 1);
-  const int64_t threads = std::min<int64_t>(ceil_div(packs, kWarpSize) * kWarpSize, kShortMaxThreads);
-  const dim3 short_blocks(static_cast<unsigned>(sorted.count), static_cast<unsigned>(ceil_div(packs, threads)));
-  short_kernel<<<short_blocks, static_cast<unsigned>(threads), 0, device.stream()>>>(sorted, a.d_out.as<G>(),
-                                                                                     a.d_table.as<D>(), cols);
-  check_launch("embedding_backward");
-
-  const dim3 long_blocks(static_cast<unsigned>(ceil_div(sorted.count, kLong)),
-                         static_cast<unsigned>(ceil_div(cols, kLongThreads)));
-  add_long_runs_kernel<<<long_blocks, kLongThreads, 0, device.stream()>>>(sorted, a.d_out.as<G>(),
-                                                                          a.d_table.as<D>(), cols);
-  check_launch("embedding_backward");
+  if (a.d_out.dim[1] % kWideWidth == 0 && is_aligned(a.d_out.data, 16) && is_aligned(a.d_table.data, 16)) {
+    launch_backward<G, D, 4 / sizeof(G), kWideWidth>(device, a);
+  } else {
+    launch_backward<G, D, 1, 1>(device, a);
+  }
 }
 
 template <typename Unit>
@@ -209,10 +294,8 @@ void embedding_forward(Device& device, const EmbeddingForward& a) {
 }
 
 void embedding_backward(Device& device, const EmbeddingBackward& a) {
-  const SortedRows sorted = sort_rows(as_cuda(device), a.ids, a.d_table.dim[0]);
   with_plain_type(a.d_out.dtype, [&](auto g) {
-    with_plain_type(a.d_table.dtype,
-                    [&](auto d) { add_runs<decltype(g), decltype(d)>(as_cuda(device), sorted, a); });
+    with_plain_type(a.d_table.dtype, [&](auto d) { add_runs<decltype(g), decltype(d)>(as_cuda(device), a); });
   });
 }
 

@@ -15,12 +15,12 @@ inline int64_t norm_backward_max_blocks(int64_t cols) {
 }
 inline int64_t norm_backward_workspace_bytes(int64_t cols) { return norm_backward_max_blocks(cols) * cols * 4; }
 
-// embedding_backward: rows, and token ids and rows sorted, int32 [T] each, and what sorting them takes.
-inline int64_t embedding_backward_workspace_bytes(int64_t tokens) { return 8 * tokens * 4 + (int64_t{8} << 20); }
+// attention_forward: how many tiles blocks have taken. Far less than others need: no plan has to count it.
+inline constexpr int64_t kAttentionForwardWorkspaceBytes = 4;
 
-// attention_backward: log-sum-exp and delta of each row, two fp32 [B, H, S].
+// attention_backward: log-sum-exp and delta of each row, two fp32 [B, H, S]; two counts of tiles taken.
 inline int64_t attention_backward_workspace_bytes(int64_t tokens, int64_t num_heads) {
-  return tokens * num_heads * 8;
+  return tokens * num_heads * 8 + 8;
 }
 
 // sum_of_squares: one fp64 sum for each part and for each piece of each part. A piece is one thread block's work.

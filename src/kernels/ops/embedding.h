@@ -1,4 +1,7 @@
 #pragma once
+#include <cstdint>
+#include <vector>
+
 #include "core/tensor.h"
 
 namespace parka {
@@ -16,9 +19,13 @@ void embedding_forward(Device& device, const EmbeddingForward& a);
 // d_table[v,c] += sum over t with ids[t] == v of d_out[t,c], summed in fp32 in the order of t and added once.
 struct EmbeddingBackward {
   TensorView ids;      // [T]    int32, in
+  TensorView order;    // [T]    int32, in: the rows in order of (ids[t], t), from embedding_order
   TensorView d_out;    // [T, C] fp32 or bf16, in
   TensorView d_table;  // [V, C] fp32 or bf16, in/out
 };
 void embedding_backward(Device& device, const EmbeddingBackward& a);
+
+// The rows 0 .. T - 1 in order of (ids[t], t), in host memory; those with an id outside the vocabulary last.
+std::vector<int32_t> embedding_order(const int32_t* ids, int64_t T, int64_t vocab_size);
 
 }  // namespace parka
