@@ -96,6 +96,7 @@ GemmChoice tune(CudaDevice& device, const Gemm& a, const GemmTuneOptions& option
     }
   }
   std::vector<double> medians;
+  medians.reserve(times.size());
   for (const std::vector<double>& of_candidate : times) medians.push_back(median(of_candidate));
   const size_t best = static_cast<size_t>(std::min_element(medians.begin(), medians.end()) - medians.begin());
   return {cost_of(a).shape, to_hex(candidates[best]), 1e6 * medians[best], 1e6 * medians.front()};

@@ -65,7 +65,6 @@ struct Barriers {
 template <int kQueries>
 __device__ __forceinline__ void copy_statistics_async(uint32_t target, const RowStatistics* statistics, int begin,
                                                       int S, uint32_t barrier) {
-#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < kQueries; i += kWarpSize) {
     cp_async_8(target + i * 8, statistics + begin + i, begin + i < S);
   }
@@ -117,21 +116,31 @@ __device__ __forceinline__ void copy_key_tiles(const CUtensorMap& qkv_map, const
   if (first) barrier_arrive(barriers.own.full);
 }
 
-// Of keys (rows) and queries: p in place of scores, d_s = p * (d_p - delta) in place of d_p.
+// Of keys (rows) and queries: p in place of scores.
 template <int kN>
-__device__ __forceinline__ void score_gradient_by_key(float (&scores)[1][kN][4], float (&d_p)[1][kN][4],
-                                                      const RowStatistics* statistics, float scale_log2) {
+__device__ __forceinline__ void probabilities_by_key(float (&scores)[1][kN][4], const RowStatistics* statistics,
+                                                     float scale_log2) {
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
-    // Two queries: their lse_log2 in x and z, delta in y and w.
     const float4 pair = *reinterpret_cast<const float4*>(statistics + n * 8 + lane % 4 * 2);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float p = exp2_approximate(fmaf(scores[0][n][e], scale_log2, e % 2 == 0 ? -pair.x : -pair.z));
-      scores[0][n][e] = p;
-      d_p[0][n][e] = p * (d_p[0][n][e] - (e % 2 == 0 ? pair.y : pair.w));
+      scores[0][n][e] = exp2_approximate(fmaf(scores[0][n][e], scale_log2, e % 2 == 0 ? -pair.x : -pair.z));
     }
+  }
+}
+
+// d_s = p * (d_p - delta) in place of d_p.
+template <int kN>
+__device__ __forceinline__ void score_gradient_by_key(const float (&p)[1][kN][4], float (&d_p)[1][kN][4],
+                                                      const RowStatistics* statistics) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float4 pair = *reinterpret_cast<const float4*>(statistics + n * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d_p[0][n][e] = p[0][n][e] * (d_p[0][n][e] - (e % 2 == 0 ? pair.y : pair.w));
   }
 }
 
@@ -147,17 +156,28 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
   uint32_t packed_p[1][kQueries / 16][4], packed_d_s[1][kQueries / 16][4];
   products_begin();
   start_product_transposed<D>(p, keys, queries);
+  products_commit();
   start_product_transposed<D>(d_s, values, d_out);
   products_commit();
-  products_wait<0>();
+  products_wait<1>();
   keep_until_here(p);
-  keep_until_here(d_s);
   if (masked) mask_later_keys<true>(p, distance);
-  score_gradient_by_key(p, d_s, statistics, scale_log2);
-  pack_rows(p, packed_p);
+  probabilities_by_key(p, statistics, scale_log2);
+  const auto start_d_v = [&] {
+    pack_rows(p, packed_p);
+    products_begin();
+    start_product(d_v, packed_p, d_out);
+    products_commit();
+  };
+  // The sooner the better, but p twice and d_p of a wide tile take too many registers.
+  constexpr bool kSoon = kQueries == 64;
+  if constexpr (kSoon) start_d_v();
+  products_wait<kSoon ? 1 : 0>();
+  keep_until_here(d_s);
+  score_gradient_by_key(p, d_s, statistics);
+  if constexpr (!kSoon) start_d_v();
   pack_rows(d_s, packed_d_s);
   products_begin();
-  start_product(d_v, packed_p, d_out);
   start_product(d_k, packed_d_s, queries);
   products_commit();
   products_wait<0>();  // running on into the next step they would take too many registers
