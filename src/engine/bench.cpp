@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "engine/device_setup.h"
+#include "engine/gpu_plan.h"
 #include "engine/synthetic_data.h"
 #include "engine/training_run.h"
 #include "kernels/gemm_tuning.h"
@@ -111,6 +112,7 @@ BenchResult run_benchmark(const Config& given, int64_t steps, bool roofline) {
   result.blocks_per_step =
       config.model.num_layers * config.training.global_batch_size / config.training.micro_batch_size;
   result.planned_bytes = run.plan().total_bytes();
+  if (device->kind() == DeviceKind::kCuda) result.context_bytes = context_bytes(1);
 
   constexpr int64_t kWarmups = 2;
   const auto add = [&](const std::optional<StepReport>& report) {

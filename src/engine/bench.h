@@ -34,7 +34,8 @@ struct BenchResult {
   std::vector<OpSummary> ops;        // of that step, longest first
   Ceilings ceilings;
   int64_t planned_bytes = 0;
-  int64_t used_bytes = 0;  // on the GPU by everything, after the last step; 0 on the CPU
+  int64_t context_bytes = 0;  // expected beside the plan on a GPU
+  int64_t used_bytes = 0;     // on the GPU by everything, after the last step; 0 on the CPU
 
   double median_step_seconds() const;
   double tokens_per_second() const { return static_cast<double>(tokens_per_step) / median_step_seconds(); }

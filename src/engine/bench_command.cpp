@@ -105,6 +105,7 @@ nlohmann::ordered_json to_json(const BenchResult& result, const Config& config, 
                                  {"timed_step_seconds", result.timed_step_seconds},
                                  {"copy_bandwidth", result.ceilings.copy_bandwidth},
                                  {"planned_bytes", result.planned_bytes},
+                                 {"context_bytes", result.context_bytes},
                                  {"used_bytes", result.used_bytes}};
   if (result.speed.peak_flops > 0) json["mfu"] = flops / result.speed.peak_flops;
   if (roofline) json["floor_seconds"] = result.floor_seconds();

@@ -38,7 +38,7 @@ Result run(const ModelConfig& config, Recipe recipe, Device& device) {
     targets[t] = t % 7 == 0 ? kIgnoreTarget : static_cast<int32_t>(philox4x32(5, 2, t)[0] % 1000);
   }
   Result result;
-  // Twice: the second time a GPU replays what it has recorded.
+  // A GPU runs the work as it is, then records and replays it, then replays it.
   for (int i = 0; i < 3; ++i) {
     m.zero_gradients();
     m.model.accumulate_gradients(device, {tokens.data(), targets.data(), kShape},
