@@ -1,122 +1,23 @@
 // Every op of a model's step alone, at the shapes of a model, against the copy bandwidth of the device:
-//   bench_kernels [MODEL...]     olmo-1b llama2-7b
+//   bench_kernels [MODEL...]          olmo-1b llama2-7b
+//   bench_kernels attention:S...      attention alone, 16 heads of 128 columns, 32768 tokens in sequences of S
 // One line of JSON per op: median, least and most time of many runs over several sets of tensors, so that no cache
 // holds what is read. Matrix products are timed by `parka tune` and `parka bench`.
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <memory>
 #include <string>
-#include <vector>
+#include <string_view>
 
-#include "core/philox.h"
-#include "kernels/op_cost.h"
-#include "kernels/ops.h"
+#include "bench/kernel_bench.h"
+#include "kernels/copy_bandwidth.h"
 
-namespace parka {
+namespace parka::bench {
 namespace {
 
-constexpr int kSets = 3;
-constexpr int kRuns = 20;
-constexpr int kInARow = 4 * kSets;  // so that launches and time stamps do not show
-
-struct ModelShape {
-  const char* name;
-  NormKind norm;
-  int64_t T, S, d, heads, f, vocab, chunk;
-};
 constexpr ModelShape kModels[] = {
     {"olmo-1b", NormKind::kLayerNorm, 32768, 2048, 2048, 16, 8192, 50304, 4096},
     {"llama2-7b", NormKind::kRmsNorm, 8192, 2048, 4096, 32, 11008, 32000, 4096},
-};
-
-// Tensors of one measurement, released with it.
-class Tensors {
- public:
-  explicit Tensors(Device& device) : device_(device) {}
-  ~Tensors() {
-    for (void* p : memory_) device_.release(p);
-  }
-  Tensors(const Tensors&) = delete;
-  Tensors& operator=(const Tensors&) = delete;
-
-  TensorView make(DType dtype, std::initializer_list<int64_t> shape) {
-    TensorView t(nullptr, dtype, shape);
-    memory_.push_back(t.data = device_.allocate(t.bytes()));
-    return t;
-  }
-  TensorView bf16(std::initializer_list<int64_t> shape) {
-    const TensorView t = make(DType::kBF16, shape);
-    static const std::vector<BFloat16> pattern = [] {
-      std::vector<BFloat16> values(size_t{1} << 20);
-      for (size_t i = 0; i < values.size(); ++i) {
-        values[i] = encode_bf16(static_cast<float>(philox_normal2(1, 2, i)[0]));
-      }
-      return values;
-    }();
-    const auto piece = static_cast<int64_t>(pattern.size());
-    for (int64_t done = 0; done < t.numel(); done += piece) {
-      device_.copy_to_device(t.as<BFloat16>() + done, pattern.data(), 2 * std::min(piece, t.numel() - done));
-    }
-    return t;
-  }
-  TensorView fp32(std::initializer_list<int64_t> shape) {
-    const TensorView t = make(DType::kF32, shape);
-    device_.copy_to_device(t.data, std::vector<float>(static_cast<size_t>(t.numel()), 1.0f).data(), t.bytes());
-    return t;
-  }
-  // Token ids with the skew of text.
-  TensorView ids(int64_t count, int64_t vocab, std::vector<int32_t>* host = nullptr) {
-    std::vector<int32_t> values(static_cast<size_t>(count));
-    for (int64_t i = 0; i < count; ++i) {
-      const double u = uniform_open(philox4x32(3, 4, static_cast<uint64_t>(i))[0]);
-      values[i] = static_cast<int32_t>(std::pow(static_cast<double>(vocab), u) - 1.0);
-    }
-    if (host) *host = values;
-    return upload(values);
-  }
-  TensorView upload(const std::vector<int32_t>& values) {
-    const TensorView t = make(DType::kI32, {static_cast<int64_t>(values.size())});
-    device_.copy_to_device(t.data, values.data(), t.bytes());
-    return t;
-  }
-
- private:
-  Device& device_;
-  std::vector<void*> memory_;
-};
-
-class Bench {
- public:
-  Bench(Device& device, double copy_bandwidth) : device_(device), copy_bandwidth_(copy_bandwidth) {}
-
-  // `make(tensors)` gives the arguments of a run on tensors of its own.
-  template <typename Make, typename Op>
-  void time(const char* model, const char* name, const Make& make, const Op& op) {
-    Tensors tensors(device_);
-    std::vector<decltype(make(tensors))> sets;
-    for (int i = 0; i < kSets; ++i) sets.push_back(make(tensors));
-    for (const auto& arguments : sets) op(device_, arguments);
-    std::vector<double> seconds;
-    for (int run = 0; run < kRuns; ++run) {
-      const auto begin = device_.mark();
-      for (int i = 0; i < kInARow; ++i) op(device_, sets[i % kSets]);
-      const auto end = device_.mark();
-      seconds.push_back(end->seconds_since(*begin) / kInARow);
-    }
-    std::sort(seconds.begin(), seconds.end());
-    const OpCost cost = cost_of(sets.front());
-    const double median = seconds[seconds.size() / 2];
-    std::printf(
-        "{\"model\": \"%s\", \"op\": \"%s\", \"shape\": \"%s\", \"us\": %.2f, \"us_least\": %.2f, "
-        "\"us_most\": %.2f, \"bytes\": %.0f, \"copy_fraction\": %.4f, \"tflops\": %.1f}\n",
-        model, name, cost.shape.c_str(), 1e6 * median, 1e6 * seconds.front(), 1e6 * seconds.back(), cost.bytes,
-        cost.bytes / median / copy_bandwidth_, 1e-12 * cost.flop / median);
-  }
-
- private:
-  Device& device_;
-  double copy_bandwidth_;
 };
 
 void bench_activations(Bench& bench, const ModelShape& m) {
@@ -280,17 +181,6 @@ void bench_optimizer(Bench& bench, const ModelShape& m) {
       adamw_step);
 }
 
-double copy_bandwidth(Device& device) {
-  constexpr int64_t kBytes = int64_t{1} << 30;
-  constexpr int kCopies = 20;
-  Tensors tensors(device);
-  const TensorView a = tensors.bf16({kBytes / 2}), b = tensors.bf16({kBytes / 2});
-  device.copy(b.data, a.data, kBytes);
-  const auto begin = device.mark();
-  for (int i = 0; i < kCopies; ++i) device.copy(b.data, a.data, kBytes);
-  return 2.0 * kBytes * kCopies / device.mark()->seconds_since(*begin);
-}
-
 int run(int argc, char** argv) {
   if (num_cuda_devices() == 0) {
     std::fprintf(stderr, "kernels: there is no GPU\n");
@@ -299,9 +189,20 @@ int run(int argc, char** argv) {
   const std::unique_ptr<Device> device = make_cuda_device();
   constexpr int64_t kWorkspaceBytes = int64_t{256} << 20;
   device->set_workspace(device->allocate(kWorkspaceBytes), kWorkspaceBytes);
-  const double copy = copy_bandwidth(*device);
+  const double copy = measure_copy_bandwidth(*device);
   std::printf("{\"device\": \"%s\", \"copy_gb_s\": %.1f}\n", device->name().c_str(), 1e-9 * copy);
   Bench bench(*device, copy);
+  constexpr std::string_view kAttention = "attention:";
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    if (!argument.starts_with(kAttention)) continue;
+    ModelShape shape = kModels[0];
+    shape.S = std::stoll(argument.substr(kAttention.size()));
+    PARKA_REQUIRE(shape.S > 0 && shape.T % shape.S == 0);
+    const std::string name = "d128.s" + std::to_string(shape.S);
+    shape.name = name.c_str();
+    bench_attention(bench, shape);
+  }
   for (const ModelShape& model : kModels) {
     const bool wanted = argc == 1 || std::any_of(argv + 1, argv + argc,
                                                  [&](const char* arg) { return std::string(arg) == model.name; });
@@ -310,16 +211,17 @@ int run(int argc, char** argv) {
     bench_attention(bench, model);
     bench_ends(bench, model);
     bench_optimizer(bench, model);
+    bench_float8(bench, model);
   }
   return 0;
 }
 
 }  // namespace
-}  // namespace parka
+}  // namespace parka::bench
 
 int main(int argc, char** argv) {
   try {
-    return parka::run(argc, argv);
+    return parka::bench::run(argc, argv);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "kernels: %s\n", error.what());
     return 1;

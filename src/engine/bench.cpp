@@ -12,6 +12,7 @@
 #include "engine/gpu_plan.h"
 #include "engine/synthetic_data.h"
 #include "engine/training_run.h"
+#include "kernels/copy_bandwidth.h"
 #include "kernels/gemm_tuning.h"
 
 namespace parka {
@@ -21,23 +22,6 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-// Bytes read and written per second by copies that are far larger than any cache.
-double measure_copy_bandwidth(Device& device) {
-  const int64_t bytes = device.kind() == DeviceKind::kCuda ? int64_t{1} << 30 : int64_t{1} << 27;
-  constexpr int kWarmups = 3, kCopies = 20;
-  void *source = device.allocate(bytes), *target = device.allocate(bytes);
-  device.fill_zero(source, bytes);
-  for (int i = 0; i < kWarmups; ++i) device.copy(target, source, bytes);
-  device.synchronize();
-  const Clock::time_point start = Clock::now();
-  for (int i = 0; i < kCopies; ++i) device.copy(target, source, bytes);
-  device.synchronize();
-  const double seconds = seconds_since(start);
-  device.release(source);
-  device.release(target);
-  return 2.0 * static_cast<double>(bytes) * kCopies / seconds;
 }
 
 // What cuDNN's attention reaches on an H200 (docs/results), FLOP/s at 2048 and 8192 tokens: the floor of ours.
@@ -55,7 +39,7 @@ void add_floors(Device& device, const Config& config, BenchResult& result) {
   if (device.kind() == DeviceKind::kCuda) {
     for (const GemmChoice& choice :
          tune_gemms(device, {.max_candidates = 8, .warm_seconds = 0.2, .candidate_seconds = 0.05})) {
-      gemm_seconds[choice.gemm] = 1e-6 * choice.microseconds;
+      gemm_seconds[choice.shape] = 1e-6 * choice.microseconds;
     }
   }
   for (OpSummary& op : result.ops) {

@@ -67,6 +67,7 @@ void add_tune(CLI::App& app, TuneOptions& options) {
   command.add_option("--output", options.output, "File to write")->type_name("FILE")->required();
   command.add_option("--candidates", options.candidates, "Algorithms to try for each product")
       ->check(CLI::Range(int64_t{1}, int64_t{1000}));
+  command.add_option("--seconds", options.seconds, "Longest time to measure for")->check(CLI::Range(1.0, 1e5));
 }
 
 void add_eval(CLI::App& app, EvalOptions& options) {

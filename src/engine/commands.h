@@ -59,7 +59,8 @@ struct TuneOptions {
   std::string config_path;
   std::vector<std::string> overrides;
   std::string output;
-  int64_t candidates = 16;  // per matrix product
+  int64_t candidates = 64;  // per matrix product
+  double seconds = 90;      // of measuring, at most
 };
 int run_tune(const TuneOptions& options);
 

@@ -11,32 +11,21 @@
 namespace parka {
 namespace {
 
-// Why a GPU cannot run the config; empty when it can.
-std::string beyond_gpu(const Config& config) {
-  if (config.precision.has_fp8()) {
-    return fmt::format("precision.recipe = {} has FP8 activations or GEMMs, which run on the CPU only so far",
-                       name_of(config.precision.recipe));
-  }
-  if (is_float8(config.optimizer.states)) {
-    return fmt::format("optimizer.states = {} runs on the CPU only so far", name_of(config.optimizer.states));
-  }
-  return {};
+// Products of two E5M2 matrices have no tensor-core form: cuBLASLt refuses them, and Parka's own kernel is slow.
+bool multiplies_e5m2_by_e5m2(const PrecisionConfig& precision) {
+  return precision.gemm != GemmPrecision::kCompute && precision.forward_format == DType::kE5M2;
 }
 
 }  // namespace
 
 std::unique_ptr<Device> make_device(const Config& config) {
   const DeviceChoice choice = config.device.kind;
-  if (choice == DeviceChoice::kCpu) return make_cpu_device();
-  const std::string problem = beyond_gpu(config);
-  if (choice == DeviceChoice::kAuto) {
-    if (num_cuda_devices() == 0) return make_cpu_device();
-    if (!problem.empty()) {
-      spdlog::warn("not using the GPU: {}", problem);
-      return make_cpu_device();
-    }
+  if (choice == DeviceChoice::kCpu || (choice == DeviceChoice::kAuto && num_cuda_devices() == 0)) {
+    return make_cpu_device();
   }
-  if (!problem.empty()) throw_bad_input("device.kind = cuda: {}", problem);
+  if (multiplies_e5m2_by_e5m2(config.precision)) {
+    spdlog::warn("precision.forward_format = e5m2: GPUs have no tensor cores for products of e5m2 and e5m2; slow");
+  }
   std::unique_ptr<Device> device = make_cuda_device();
   if (!config.device.gemm_tuning.empty()) {
     choose_gemm_algorithms(*device, read_gemm_tuning(config.device.gemm_tuning, *device));

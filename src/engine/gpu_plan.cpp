@@ -53,6 +53,10 @@ std::vector<Change> possible_changes(const Config& config, int64_t num_gpus) {
          const bool norm = assign(c.precision.save_norm_output, false);
          return assign(c.precision.save_product, false) || norm;
        }});
+  changes.push_back({"precision.cache_transposed_weights=false (same bits)", [](Config& c) {
+                       return c.precision.gemm != GemmPrecision::kCompute &&
+                              assign(c.precision.cache_transposed_weights, false);
+                     }});
   changes.push_back({"precision.recompute=block (same bits, about a third more forward work)",
                      [](Config& c) { return assign(c.precision.recompute, Recompute::kBlock); }});
   if (num_gpus > 1) {

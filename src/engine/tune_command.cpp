@@ -24,11 +24,11 @@ int run_tune(const TuneOptions& options) {
   run.initialize_alike();
   run.step();
   run.finish();
-  const std::vector<GemmChoice> choices =
-      tune_gemms(*device, {.max_candidates = static_cast<int>(options.candidates)});
-  std::printf("%-52s %12s %12s %8s\n", "matrix product, M x N x K", "default us", "chosen us", "gain");
+  const std::vector<GemmChoice> choices = tune_gemms(
+      *device, {.max_candidates = static_cast<int>(options.candidates), .budget_seconds = options.seconds});
+  std::printf("%-72s %12s %12s %8s\n", "matrix product, M x N x K", "default us", "chosen us", "gain");
   for (const GemmChoice& choice : choices) {
-    std::printf("%-52s %12.1f %12.1f %7.1f%%\n", choice.gemm.c_str(), choice.default_microseconds,
+    std::printf("%-72s %12.1f %12.1f %7.1f%%\n", choice.gemm.c_str(), choice.default_microseconds,
                 choice.microseconds, 100 * (choice.default_microseconds / choice.microseconds - 1));
   }
   write_gemm_tuning(options.output, choices, *device);

@@ -19,6 +19,11 @@ std::string shape_of(const TensorView& t) {
   return fmt::format("{}", fmt::join(t.dim.begin(), t.dim.begin() + t.rank, " x "));
 }
 
+// A tensor-wide scale is known only when every number has been seen, so what the codes are made of is read again.
+bool read_twice(const ScaledView& out, const ScaledView& out_t = {}) {
+  return (out.empty() ? out_t : out).scaling == Scaling::kTensor;
+}
+
 OpCost moved(double bytes, const TensorView& shape) { return {bytes, 0.0, shape_of(shape)}; }
 
 // The part of a fused QKV buffer that rope turns: all but the value heads.
@@ -44,8 +49,9 @@ OpCost cost_of(const EmbeddingBackward& a) {
 
 OpCost cost_of(const NormForward& a) {
   const bool adds = !a.branch.empty() || a.residual_out.data != a.residual.data;
+  const double again = a.x.empty() ? bytes_of(a.residual_out) : bytes_of(a.x);
   return moved(all_bytes(a.residual, a.branch, a.weight, a.x, a.y, a.y_t, a.mean, a.rstd) +
-                   (adds ? bytes_of(a.residual_out) : 0.0),
+                   (adds ? bytes_of(a.residual_out) : 0.0) + (read_twice(a.y) ? again : 0.0),
                a.residual);
 }
 
@@ -56,7 +62,8 @@ OpCost cost_of(const NormRecompute& a) {
 OpCost cost_of(const NormBackward& a) {
   return moved(all_bytes(a.x, a.weight, a.mean, a.rstd, a.d_y, a.d_residual, a.d_residual_out, a.d_quantized,
                          a.d_quantized_t) +
-                   2 * bytes_of(a.d_weight),
+                   2 * bytes_of(a.d_weight) +
+                   (read_twice(a.d_quantized, a.d_quantized_t) ? bytes_of(a.d_residual_out) : 0.0),
                a.x.data);
 }
 
@@ -73,8 +80,11 @@ OpCost cost_of(const RopeForward& a) {
 }
 
 OpCost cost_of(const RopeBackward& a) {
-  return moved(2 * turned_bytes(a.d_qkv, a.num_heads, a.num_kv_heads) + all_bytes(a.d_quantized, a.d_quantized_t),
-               a.d_qkv);
+  const double quantized = all_bytes(a.d_quantized, a.d_quantized_t);
+  if (quantized > 0) {
+    return moved((read_twice(a.d_quantized, a.d_quantized_t) ? 2 : 1) * bytes_of(a.d_qkv) + quantized, a.d_qkv);
+  }
+  return moved(2 * turned_bytes(a.d_qkv, a.num_heads, a.num_kv_heads), a.d_qkv);
 }
 
 OpCost cost_of(const AttentionForward& a) {
@@ -87,15 +97,21 @@ OpCost cost_of(const AttentionBackward& a) {
 }
 
 OpCost cost_of(const SwigluForward& a) {
-  return moved(all_bytes(a.up_gate, a.silu, a.product, a.product_t), a.product.data);
+  return moved(all_bytes(a.up_gate_plain, a.up_gate, a.silu, a.product, a.product_t) +
+                   (read_twice(a.product, a.product_t) ? all_bytes(a.up_gate, a.silu) : 0.0),
+               a.product.data);
 }
 
 OpCost cost_of(const SwigluBackward& a) {
-  return moved(all_bytes(a.up_gate, a.silu, a.d_product, a.d_up_gate, a.d_up_gate_t, a.product, a.product_t),
+  return moved(all_bytes(a.up_gate, a.silu, a.d_product, a.d_up_gate, a.d_up_gate_t, a.product, a.product_t) +
+                   (read_twice(a.d_up_gate, a.d_up_gate_t) ? all_bytes(a.up_gate, a.silu, a.d_product) : 0.0),
                a.up_gate.data);
 }
 
-OpCost cost_of(const Quantize& a) { return moved(all_bytes(a.x, a.out, a.out_t), a.x.data); }
+OpCost cost_of(const Quantize& a) {
+  const bool finds_scale = read_twice(a.out, a.out_t) && !a.scale_given && a.amax.empty();
+  return moved(all_bytes(a.x, a.out, a.out_t) + (finds_scale ? bytes_of(a.x) : 0.0), a.x.data);
+}
 
 OpCost cost_of(const CrossEntropy& a) {
   return moved((a.write_gradient ? 2 : 1) * bytes_of(a.logits) + all_bytes(a.targets, a.loss, a.z_loss_value),

@@ -5,7 +5,7 @@
 namespace parka {
 
 // What must move and be computed for each op, tensors that are not given left out. In place counts as read and
-// written.
+// written; what a tensor-wide FP8 scale is found from counts twice.
 OpCost cost_of(const EmbeddingForward& a);
 OpCost cost_of(const EmbeddingBackward& a);
 OpCost cost_of(const NormForward& a);

@@ -203,6 +203,11 @@ Activations::Activations(const ModelConfig& model, const PrecisionConfig& precis
   targets = plan.add("batch", "targets", DType::kI32, {num_tokens}, always);
   if (!evaluation) token_order = plan.add("batch", "token_order", DType::kI32, {num_tokens}, always);
   losses = plan.add("batch", "losses", DType::kF32, {num_tokens}, always);
+  const Formats formats(precision);
+  if (formats.fp8_gemm && formats.activation.scaling == Scaling::kTensor) {
+    attention_amax = plan.add(evaluation ? "evaluation" : "workspace", "attention_amax", DType::kF32, {1},
+                              evaluation ? PhaseMask{kEvaluation} : PhaseMask{kForwardAttention | kRerun});
+  }
   branch = declare.shared("branch", kForward | kHead | kRerun, {num_tokens, d});
   final_input = declare.shared("final_input", kHead, {num_tokens, d});
   if (model.norm == NormKind::kLayerNorm) final_mean = declare.shared_statistic("final_mean", kHead);

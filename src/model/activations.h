@@ -71,8 +71,9 @@ struct Activations {
   TensorId token_order;      // [T] int32 what embedding_order makes of tokens; training only
   TensorId losses;           // [T] fp32
   std::vector<BlockBuffers> blocks;
-  TensorId branch;       // [T, d] output of attention_out or down, until the next norm adds it
-  TensorId final_input;  // [T, d] residual stream after the last block
+  TensorId attention_amax;  // [1] fp32 of the block at hand; only where its GEMM input has a tensor-wide scale
+  TensorId branch;          // [T, d] output of attention_out or down, until the next norm adds it
+  TensorId final_input;     // [T, d] residual stream after the last block
   TensorId final_mean, final_rstd;
   TensorId final_output;  // [T, d] input of the head
   TensorId logits;        // [chunk, V]

@@ -21,18 +21,24 @@ Model::Pass::GemmInput Model::Pass::branch_gradient() const {
 }
 
 void Model::Pass::input_gradient(Device& device, const GemmInput& d_y, int weight, const TensorView& d_x) {
-  const LinearWeight w = weights_->linear(weight, formats_.fp8_gemm);
   if (formats_.fp8_gemm) {
-    gemm(device, {.a = d_y.row, .b = w.w_t, .out = d_x});
+    gemm(device, {.a = d_y.row,
+                  .b = weights_->transposed(device, weight),
+                  .out = d_x,
+                  .fast_accumulation = precision_.fast_input_gradient});
   } else {
-    gemm(device, {.a = d_y.row, .b = w.w, .b_transposed = true, .out = d_x});
+    gemm(device, {.a = d_y.row, .b = weights_->plain(weight), .b_transposed = true, .out = d_x});
   }
 }
 
 void Model::Pass::weight_gradient(Device& device, const GemmInput& d_y, const GemmInput& x, int weight) {
   const TensorView out = (*gradients_)[weight];
   if (formats_.fp8_gemm) {
-    gemm(device, {.a = d_y.transposed, .b = x.transposed, .out = out, .accumulate = true});
+    gemm(device, {.a = d_y.transposed,
+                  .b = x.transposed,
+                  .out = out,
+                  .accumulate = true,
+                  .fast_accumulation = precision_.fast_weight_gradient});
   } else {
     gemm(device,
          {.a = d_y.row, .b = x.row, .a_transposed = true, .b_transposed = true, .out = out, .accumulate = true});

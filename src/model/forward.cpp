@@ -90,7 +90,10 @@ void Model::Pass::norm_into(Device& device, const NormBuffers& norm, int weight,
 }
 
 void Model::Pass::linear(Device& device, const ScaledView& x, int weight, const TensorView& out) {
-  gemm(device, {.a = x, .b = weights_->linear(weight, formats_.fp8_gemm).w, .out = out});
+  gemm(device, {.a = x,
+                .b = formats_.fp8_gemm ? weights_->quantized(weight) : ScaledView(weights_->plain(weight)),
+                .out = out,
+                .fast_accumulation = precision_.fast_forward});
 }
 
 void Model::Pass::forward_block(Device& device, int64_t l, const TensorView& residual, const TensorView& branch) {
@@ -109,17 +112,19 @@ void Model::Pass::forward_block(Device& device, int64_t l, const TensorView& res
                         .num_kv_heads = config_.kv_heads(),
                         .saved = matrix(b.qkv_saved, T, d_qkv)});
   const TensorView attention = tensor(b.attention, T, d_heads);
+  const TensorView attention_amax = vector(activations_.attention_amax, 1);
   attention_forward(device, {.qkv = qkv,
                              .out = attention,
                              .lse = log_sum_exp(b),
                              .sequence_length = shape_.sequence_length,
                              .num_heads = config_.num_heads,
                              .num_kv_heads = config_.kv_heads(),
-                             .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim()))});
+                             .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim())),
+                             .out_amax = attention_amax});
   ScaledView attention_input = attention;
   if (formats_.fp8_gemm) {
     attention_input = matrix(b.attention_fp8, T, d_heads);
-    quantize(device, {.x = attention, .out = attention_input, .out_t = {}});
+    quantize(device, {.x = attention, .out = attention_input, .out_t = {}, .amax = attention_amax});
   }
   linear(device, attention_input, p.attention_out, branch_out);
 
@@ -128,13 +133,12 @@ void Model::Pass::forward_block(Device& device, int64_t l, const TensorView& res
   const bool fp8_up_gate = b.up_gate_plain.valid();
   const TensorView up_gate_plain = fp8_up_gate ? tensor(b.up_gate_plain, T, 2 * f) : up_gate.data;
   linear(device, matrix(b.ffn_norm.y, T, d), p.up_gate, up_gate_plain);
-  if (fp8_up_gate) quantize(device, {.x = up_gate_plain, .out = up_gate, .out_t = {}});
   const ScaledView product = matrix(b.product, T, f);
-  swiglu_forward(device,
-                 {.up_gate = up_gate,
-                  .silu = matrix(b.silu, T, f),
-                  .product = product,
-                  .product_t = keep_ && precision_.save_product ? matrix(b.product_t, f, T) : ScaledView{}});
+  swiglu_forward(device, {.up_gate = up_gate,
+                          .silu = matrix(b.silu, T, f),
+                          .product = product,
+                          .product_t = keep_ && precision_.save_product ? matrix(b.product_t, f, T) : ScaledView{},
+                          .up_gate_plain = fp8_up_gate ? up_gate_plain : TensorView{}});
   linear(device, product, p.down, branch_out);
 }
 

@@ -81,6 +81,10 @@ struct PrecisionConfig {
   bool save_norm_output = true;
   bool save_silu = false;
   bool save_product = true;
+  bool cache_transposed_weights = true;
+  bool fast_forward = true;
+  bool fast_input_gradient = true;
+  bool fast_weight_gradient = false;
   Recompute recompute = Recompute::kNone;
   EvalNumerics eval = EvalNumerics::kSame;
 
@@ -119,6 +123,16 @@ struct PrecisionConfig {
           "Keep silu(gate) as FP8 and use it in the product, as COAT does; needs up_gate = fp8");
     visit("save_product", save_product,
           "Keep the SwiGLU product for the weight gradient; false recomputes it in backward (same bits)");
+    visit("cache_transposed_weights", cache_transposed_weights,
+          "Keep the transposed FP8 weights that input gradients read for the whole step; false makes them anew "
+          "wherever one is wanted (same bits, a byte per parameter less)");
+    visit(
+        "fast_forward", fast_forward,
+        "fp8_tensor on a GPU: forward's products are summed in the tensor cores' own accumulator of about 14 bits; "
+        "false: in fp32 every 128 terms, slower");
+    visit("fast_input_gradient", fast_input_gradient, "The same for input gradients");
+    visit("fast_weight_gradient", fast_weight_gradient,
+          "The same for weight gradients, which are sums over all tokens of the micro-batch");
     visit("recompute", recompute,
           "none, or block: keep only each block's input and run the block's forward again in backward (same bits)");
     visit("eval", eval, "same: evaluate with the training numerics; bf16: evaluate with BF16 linear layers");

@@ -73,15 +73,34 @@ class GpuAgainstCpu(RunFolder):
                 self.assertLess(bf16, 2 * noise)
                 self.assertLess(abs(mean), noise / 4)
 
+    def test_fp8_loss_curves_agree(self):
+        # A code at the edge between two roundings falls to either side when the order of a sum differs, so two devices
+        # differ by noise of the kind that FP8 itself makes.
+        bf16 = self.run_training("bf16", "cpu")
+        for recipe in ("fp8_linear", "fp8_block", "coat_activation", "coat", "parka"):
+            with self.subTest(recipe=recipe):
+                curves = {device: self.run_training(f"{recipe}_{device}", device, recipe=recipe)
+                          for device in ("cpu", "cuda")}
+                noise = self.worst_difference(curves["cpu"], bf16)
+                fp8 = self.worst_difference(curves["cpu"], curves["cuda"])
+                mean = sum(a - b for a, b in zip(curves["cuda"], curves["cpu"])) / STEPS
+                print(f"{recipe}: loss {curves['cpu'][0]:.3f} to {curves['cpu'][-1]:.3f}; largest difference GPU - CPU "
+                      f"{fp8:.5f} (mean {mean:+.5f}); {recipe} - bf16 on the CPU {noise:.5f}")
+                self.assertLess(fp8, 2 * noise)
+                self.assertLess(abs(mean), noise / 4)
+
     def test_equal_runs_give_equal_bits(self):
-        for run in ("first", "second"):
-            self.run_training(run, "cuda")
-        self.assertEqual(learning_curve(self.path("first")), learning_curve(self.path("second")))
-        final = f"step_{STEPS:08}"
-        tensors = [tree_digest(self.path(f"{run}/{final}"), only=lambda path: path.endswith(".safetensors"))
-                   for run in ("first", "second")]
-        self.assertTrue(tensors[0])
-        self.assertEqual(*tensors)
+        for recipe in ("bf16", "coat", "parka"):
+            with self.subTest(recipe=recipe):
+                runs = [f"{recipe}_{which}" for which in ("first", "second")]
+                for run in runs:
+                    self.run_training(run, "cuda", recipe=recipe)
+                self.assertEqual(*(learning_curve(self.path(run)) for run in runs))
+                final = f"step_{STEPS:08}"
+                tensors = [tree_digest(self.path(f"{run}/{final}"), only=lambda path: path.endswith(".safetensors"))
+                           for run in runs]
+                self.assertTrue(tensors[0])
+                self.assertEqual(*tensors)
 
     def test_a_checkpoint_goes_on_on_the_other_device(self):
         straight = {device: self.run_training(f"straight_{device}", device) for device in ("cpu", "cuda")}
@@ -124,12 +143,6 @@ class GpuAgainstCpu(RunFolder):
         refused = self.train(config)
         self.assert_exit(refused, 2)
         self.assertIn("run `parka tune` here", refused.stderr)
-
-    def test_what_the_gpu_cannot_do_is_said(self):
-        config = self.config("run", "cuda", recipe="coat")
-        result = parka("train", self.write_config(config))
-        self.assert_exit(result, 2)
-        self.assertIn("precision.recipe = coat", result.stderr)
 
     def test_too_little_memory_is_said_with_what_would_fit(self):
         config = self.config("run", "cuda")

@@ -12,6 +12,15 @@ struct Shape {
   int64_t m, n, k;
 };
 
+// Which arithmetic a GPU multiplies in.
+enum class Operands { kF32, kBF16, kFloat8, kFloat8Fast };
+
+// What FP8 tensor cores may be off by, as a part of the sum of the terms' magnitudes: a cut at 2^-13 of the largest
+// number in an addition, for each of the terms, most of which are far smaller. Without fast accumulation sums of
+// 128 terms are added up in fp32. Tests on whole numbers, which are exact, are the ones that find wrong elements.
+constexpr double kFloat8Error = 0x1p-10;
+constexpr double kFastFloat8Error = 0x1p-9;
+
 // sum_k a[m,k] b[n,k] and sum_k |a[m,k] b[n,k]|, in double. Operands may be stored transposed.
 struct Reference {
   std::vector<double> sum, magnitude;
@@ -35,16 +44,25 @@ struct Reference {
   }
 
   // Elements of `out` off by more than an fp32 sum of K products and one rounding to the output's format allow.
+  // `operands` is their format, `device` where the sum was made.
   int count_wrong(const std::vector<float>& out, int64_t depth, DType dtype, const std::vector<float>& before = {},
-                  const Device& device = cpu()) {
+                  const Device& device = cpu(), Operands operands = Operands::kF32) {
+    const bool tensor_cores = device.kind() == DeviceKind::kCuda && operands != Operands::kF32;
     // Tensor cores cut off instead of rounding when they align the terms of a sum: 2 bits less.
-    const double unit = device.kind() == DeviceKind::kCuda ? 0x1p-22 : 0x1p-24;
-    const double sum_error = static_cast<double>(depth + 4) * unit;
+    const double unit = tensor_cores ? 0x1p-22 : 0x1p-24;
+    // FP8 ones keep some 14 bits of the largest term or partial sum, here of the sum of magnitudes.
+    const double float8_error = !tensor_cores || operands == Operands::kBF16 ? 0.0
+                                : operands == Operands::kFloat8Fast          ? kFastFloat8Error
+                                                                             : kFloat8Error;
+    const double sum_error = static_cast<double>(depth + 4) * unit + float8_error;
     const double rounding = dtype == DType::kBF16 ? 0x1p-8 : 0x1p-24;
     int wrong = 0;
     for (size_t i = 0; i < sum.size(); ++i) {
       const double want = sum[i] + (before.empty() ? 0.0 : double{before[i]});
-      const double bound = 1.01 * (sum_error * (magnitude[i] + std::abs(want)) + rounding * std::abs(want));
+      // cuBLASLt may round an fp8 product before it adds it, too.
+      const double also_rounded = float8_error > 0 && !before.empty() ? std::abs(sum[i]) : 0.0;
+      const double bound =
+          1.01 * (sum_error * (magnitude[i] + std::abs(want)) + rounding * (std::abs(want) + also_rounded));
       wrong += !(std::abs(out[i] - want) <= bound);
     }
     return wrong;
@@ -76,9 +94,10 @@ TEST_CASE("gemm of plain operands rounds the fp64 sum", "[kernels][gemm]") {
         gemm(*device, op);
 
         Reference want(shape, a, a_transposed, b, b_transposed);
+        const Operands operands = dtype == DType::kBF16 ? Operands::kBF16 : Operands::kF32;
         CAPTURE(m, n, k, a_transposed, b_transposed, name_of(dtype), device->name());
-        CHECK(want.count_wrong(out.host(), k, dtype, {}, *device) == 0);
-        CHECK(want.count_wrong(sum.host(), k, dtype, before, *device) == 0);
+        CHECK(want.count_wrong(out.host(), k, dtype, {}, *device, operands) == 0);
+        CHECK(want.count_wrong(sum.host(), k, dtype, before, *device, operands) == 0);
         CHECK((out.guard_intact() && sum.guard_intact() && ta.guard_intact() && tb.guard_intact()));
       }
     }
@@ -86,23 +105,132 @@ TEST_CASE("gemm of plain operands rounds the fp64 sum", "[kernels][gemm]") {
 }
 
 TEST_CASE("gemm of fp8 operands multiplies what their codes and scales mean", "[kernels][gemm]") {
-  const auto [m, n, k] =
-      GENERATE(table<int64_t, int64_t, int64_t>({{1, 1, 1}, {5, 3, 16}, {17, 33, 37}, {65, 130, 131}}));
+  const auto [m, n, k] = GENERATE(table<int64_t, int64_t, int64_t>(
+      {{1, 1, 1}, {5, 3, 16}, {17, 33, 37}, {65, 130, 131}, {48, 80, 272}, {33, 16, 48}}));
   const DType out_dtype = GENERATE(DType::kF32, DType::kBF16);
-  for (Device* device : float8_devices()) {
+  const auto before = random_bf16(m * n, 12, 1000.0f);
+  for (Device* device : devices()) {
     for (const Format& a_format : kFloat8Formats) {
       for (const Format& b_format : kFloat8Formats) {
         const TestMatrix a = a_format.make(*device, m, k), b = b_format.make(*device, n, k);
         fill_random_codes(*device, a, 10);
         fill_random_codes(*device, b, 11);
-        const TestTensor out(*device, out_dtype, {m, n});
+        const TestTensor out(*device, out_dtype, {m, n}), sum(*device, out_dtype, {m, n}, before);
         gemm(*device, {.a = a, .b = b, .out = out});
+        gemm(*device, {.a = a, .b = b, .out = sum, .accumulate = true});
 
         Reference want({m, n, k}, a.host(), false, b.host(), false);
-        CAPTURE(m, n, k, describe(a.view()), describe(b.view()));
-        CHECK(want.count_wrong(out.host(), k, out_dtype) == 0);
-        CHECK((out.guard_intact() && a.guard_intact() && b.guard_intact()));
+        CAPTURE(m, n, k, describe(a.view()), describe(b.view()), device->name());
+        CHECK(want.count_wrong(out.host(), k, out_dtype, {}, *device, Operands::kFloat8) == 0);
+        CHECK(want.count_wrong(sum.host(), k, out_dtype, before, *device, Operands::kFloat8) == 0);
+        CHECK((out.guard_intact() && sum.guard_intact() && a.guard_intact() && b.guard_intact()));
       }
+    }
+  }
+}
+
+namespace {
+
+// The operands of one product of the model's FP8 recipes, and how they are scaled.
+struct Float8Pair {
+  Format a, b;
+};
+constexpr int64_t kBlock = 128;
+const Float8Pair kModelPairs[] = {
+    {{DType::kE4M3, Scaling::kTensor}, {DType::kE4M3, Scaling::kTensor}},
+    {{DType::kE5M2, Scaling::kTensor}, {DType::kE4M3, Scaling::kTensor}},
+    {{DType::kE4M3, Scaling::kTensor}, {DType::kE5M2, Scaling::kTensor}},
+    {{DType::kE4M3, Scaling::kGroup, kBlock}, {DType::kE4M3, Scaling::kBlock, kBlock}},
+    {{DType::kE5M2, Scaling::kGroup, kBlock}, {DType::kE4M3, Scaling::kBlock, kBlock}},
+    {{DType::kE4M3, Scaling::kBlock, kBlock}, {DType::kE4M3, Scaling::kGroup, kBlock}},
+    {{DType::kE4M3, Scaling::kGroup, kBlock}, {DType::kE4M3, Scaling::kGroup, kBlock}},
+    {{DType::kE5M2, Scaling::kGroup, kBlock}, {DType::kE4M3, Scaling::kGroup, kBlock}},
+};
+
+// Whole numbers of up to 3 for codes, and powers of two for scales.
+void fill_whole(Device& device, const TestMatrix& m, uint64_t seed) {
+  std::vector<uint8_t> codes(static_cast<size_t>(m.data.view().numel()));
+  for (size_t i = 0; i < codes.size(); ++i) {
+    const float value = static_cast<float>(static_cast<int>(philox4x32(seed, 1, i)[0] % 7) - 3);
+    codes[i] = m.data.view().dtype == DType::kE4M3 ? encode_e4m3(value).bits : encode_e5m2(value).bits;
+  }
+  upload(device, m.data.view(), codes);
+  std::vector<float> scales(static_cast<size_t>(m.scale->view().numel()));
+  for (size_t i = 0; i < scales.size(); ++i) {
+    scales[i] = std::ldexp(1.0f, static_cast<int>(philox4x32(seed, 2, i)[0] % 4) - 2);
+  }
+  upload(device, m.scale->view(), scales);
+}
+
+}  // namespace
+
+TEST_CASE("gemm of fp8 whole numbers scaled by powers of two is exact", "[kernels][gemm]") {
+  // Sums over 128 terms stay below 2^11, which FP8 tensor cores hold exactly; so does fp32 the scaled ones. A scale
+  // that is read from the wrong place shows.
+  const auto [m, n, k] = GENERATE(table<int64_t, int64_t, int64_t>({{16, 16, 16},
+                                                                    {48, 80, 112},
+                                                                    {256, 128, 512},
+                                                                    {144, 272, 656},
+                                                                    {400, 144, 1040},
+                                                                    {20, 32, 160},
+                                                                    {16, 20, 160},
+                                                                    {33, 65, 200}}));
+  const DType out_dtype = GENERATE(DType::kF32, DType::kBF16);
+  std::vector<float> before(static_cast<size_t>(m * n));
+  for (size_t i = 0; i < before.size(); ++i) before[i] = static_cast<float>(i % 31);
+  for (Device* device : devices()) {
+    for (const Float8Pair& pair : kModelPairs) {
+      const TestMatrix a = pair.a.make(*device, m, k), b = pair.b.make(*device, n, k);
+      fill_whole(*device, a, 20);
+      fill_whole(*device, b, 21);
+      const TestTensor out(*device, out_dtype, {m, n}), sum(*device, out_dtype, {m, n}, before);
+      gemm(*device, {.a = a, .b = b, .out = out});
+      gemm(*device, {.a = a, .b = b, .out = sum, .accumulate = true});
+      // After other products: equal input gives equal bits.
+      const TestTensor again(*device, out_dtype, {m, n});
+      gemm(*device, {.a = a, .b = b, .out = again});
+
+      const Reference want({m, n, k}, a.host(), false, b.host(), false);
+      const auto rounded = [&](double x) {
+        return out_dtype == DType::kBF16 ? decode_bf16(encode_bf16(static_cast<float>(x))) : static_cast<float>(x);
+      };
+      const auto got = out.host(), got_sum = sum.host();
+      // What a GPU may do to products that accumulate to bf16.
+      const bool rounds_twice = device->kind() == DeviceKind::kCuda && out_dtype == DType::kBF16;
+      int wrong = 0, wrong_sum = 0;
+      for (size_t i = 0; i < got.size(); ++i) {
+        wrong += got[i] != rounded(want.sum[i]);
+        const float product = rounds_twice ? rounded(want.sum[i]) : static_cast<float>(want.sum[i]);
+        const float total = rounded(want.sum[i] + double{before[i]});
+        wrong_sum += got_sum[i] != total && got_sum[i] != rounded(double{product} + double{before[i]});
+      }
+      CAPTURE(m, n, k, describe(a.view()), describe(b.view()), device->name());
+      CHECK(wrong == 0);
+      CHECK(wrong_sum == 0);
+      CHECK((again.bytes() == out.bytes()));
+      CHECK((out.guard_intact() && sum.guard_intact() && a.guard_intact() && b.guard_intact()));
+    }
+  }
+}
+
+TEST_CASE("gemm of fp8 operands accumulates fast where that is asked for", "[kernels][gemm]") {
+  const int64_t k = GENERATE(16, 4096);
+  constexpr int64_t kM = 32, kN = 48;
+  for (Device* device : devices()) {
+    for (const Float8Pair& pair : kModelPairs) {
+      const TestMatrix a = pair.a.make(*device, kM, k), b = pair.b.make(*device, kN, k);
+      fill_random_codes(*device, a, 22);
+      fill_random_codes(*device, b, 23);
+      const TestTensor exact(*device, DType::kF32, {kM, kN}), fast(*device, DType::kF32, {kM, kN});
+      gemm(*device, {.a = a, .b = b, .out = exact});
+      gemm(*device, {.a = a, .b = b, .out = fast, .fast_accumulation = true});
+      Reference want({kM, kN, k}, a.host(), false, b.host(), false);
+      CAPTURE(k, describe(a.view()), describe(b.view()), device->name());
+      CHECK(want.count_wrong(exact.host(), k, DType::kF32, {}, *device, Operands::kFloat8) == 0);
+      CHECK(want.count_wrong(fast.host(), k, DType::kF32, {}, *device, Operands::kFloat8Fast) == 0);
+      // Block scaling and the CPU have nothing to speed up.
+      const bool may_differ = device->kind() == DeviceKind::kCuda && pair.a.scaling == Scaling::kTensor;
+      CHECK((may_differ || fast.bytes() == exact.bytes()));
     }
   }
 }
@@ -114,7 +242,7 @@ TEST_CASE("gemm scales the sum of per-tensor codes once", "[kernels][gemm]") {
   std::vector<float> a(kM * kK), b(kN * kK);
   for (size_t i = 0; i < a.size(); ++i) a[i] = static_cast<float>(static_cast<int>(i * 7 % 17) - 8);
   for (size_t i = 0; i < b.size(); ++i) b[i] = static_cast<float>(static_cast<int>(i * 5 % 9) - 4);
-  for (Device* device : float8_devices()) {
+  for (Device* device : devices()) {
     const TestTensor ta(*device, DType::kE4M3, {kM, kK}, a), tb(*device, DType::kE5M2, {kN, kK}, b);
     const TestTensor scale_a(*device, DType::kF32, {1}, {kScaleA}), scale_b(*device, DType::kF32, {1}, {kScaleB});
     const TestTensor out(*device, DType::kF32, {kM, kN});

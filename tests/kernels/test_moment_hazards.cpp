@@ -15,6 +15,9 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 uint8_t max_code(DType format) { return float8_traits(format).max_code; }
 
+// Every device in turn: the test case runs once for each.
+Device& any_device() { return *GENERATE(from_range(devices())); }
+
 // Calls check(storage, is_second) for each way to store a moment.
 template <typename Check>
 void for_each_storage(Check check) {
@@ -40,7 +43,8 @@ ExitCode error_of(Action action) {
 }  // namespace
 
 TEST_CASE("hazard: a group of one magnitude has an infinite exponent", "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     int64_t wrong = 0;
     for (uint64_t n = 0; n < 200; ++n) {
@@ -60,7 +64,8 @@ TEST_CASE("hazard: a group of one magnitude has an infinite exponent", "[kernels
 }
 
 TEST_CASE("hazard: a nearly equal group has an exponent of millions", "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     std::vector<float> x(kMomentGroup);
     for (size_t i = 0; i < x.size(); ++i) x[i] = 0.7f + static_cast<float>(i) * 0x1p-24f;
@@ -74,7 +79,8 @@ TEST_CASE("hazard: a nearly equal group has an exponent of millions", "[kernels]
 }
 
 TEST_CASE("hazard: a group of zeros decodes to 1e-30", "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     const std::vector<float> zeros(300);
     const StoredMoment stored = store_and_read(device, zeros, storage, is_second);
@@ -85,7 +91,8 @@ TEST_CASE("hazard: a group of zeros decodes to 1e-30", "[kernels][hazards]") {
 }
 
 TEST_CASE("hazard: zeros in a group, at any place, disturb the minimum of the others", "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     int64_t wrong = 0;
     for (int64_t place = -1; place < 2 * kMomentGroup; ++place) {  // -1: about half of all members, at random
@@ -112,7 +119,8 @@ TEST_CASE("hazard: zeros in a group, at any place, disturb the minimum of the ot
 
 TEST_CASE("hazard: a zero taken as the minimum 1e-30 wastes the range of a small second moment",
           "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   std::vector<float> v = log_uniform(kMomentGroup, 2e-11, 5.0, 5);  // largest 1e-10
   v[0] = 0;
   const StoredMoment stored = store_and_read(device, v, {DType::kE4M3, true}, /*is_second=*/true);
@@ -121,7 +129,8 @@ TEST_CASE("hazard: a zero taken as the minimum 1e-30 wastes the range of a small
 }
 
 TEST_CASE("hazard: a nonzero second moment stored as zero explodes the update", "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   for (const MomentStorage& storage : kFloat8Storages) {
     CAPTURE(name_of(storage.format), storage.expanded);
     std::vector<float> v = log_uniform(1000, 1e-30, 1e30, 6);
@@ -141,7 +150,8 @@ TEST_CASE("hazard: a nonzero second moment stored as zero explodes the update", 
 }
 
 TEST_CASE("hazard: an additive floor flattens groups of tiny values", "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     // Without a floor, scaling a group by a power of two changes its amax and nothing else.
     const auto x = log_uniform(kMomentGroup, 1.0, 200.0, 7);
@@ -160,7 +170,8 @@ TEST_CASE("hazard: an additive floor flattens groups of tiny values", "[kernels]
 
 TEST_CASE("hazard: groups below the smallest amax, subnormals included, keep their order of magnitude",
           "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     const float smallest = smallest_moment_amax(storage.format);
     int64_t wrong = 0;
@@ -183,7 +194,8 @@ TEST_CASE("hazard: groups below the smallest amax, subnormals included, keep the
 
 TEST_CASE("hazard: a group wider than the format compresses everything to save its smallest",
           "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     const Float8Traits& traits = float8_traits(storage.format);
     const auto x = log_uniform(4 * kMomentGroup, 1e-20, 1e15, 9);
@@ -200,7 +212,8 @@ TEST_CASE("hazard: a group wider than the format compresses everything to save i
 }
 
 TEST_CASE("hazard: the product of maximum and minimum leaves the range of fp32", "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   for (float largest : {2e-28f, 1e-25f, 1e25f, 3e38f}) {
     CAPTURE(largest);
     const auto x = log_uniform(kMomentGroup, largest / 30, 30.0, 10);
@@ -210,7 +223,8 @@ TEST_CASE("hazard: the product of maximum and minimum leaves the range of fp32",
 }
 
 TEST_CASE("hazard: a NaN or infinite moment is stored and poisons its group for ever", "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     for (float bad : {kNan, -kNan, kInfinity, -kInfinity}) {
       std::vector<float> x(200, 1.0f);
@@ -219,14 +233,19 @@ TEST_CASE("hazard: a NaN or infinite moment is stored and poisons its group for 
       const TestMoment moment(device, storage, 200, /*zeroed=*/true);
       const ExitCode code = error_of(
           [&] { moment_encode(device, {.values = values, .moment = moment.view(), .is_second = is_second}); });
-      CHECK(code == ExitCode::kInternal);
-      CHECK(moment.amax.host()[1] == 0.0f);
+      // Only the CPU can say so. What else becomes of the group is not promised.
+      const bool is_cpu = device.kind() == DeviceKind::kCpu;
+      CHECK(code == (is_cpu ? ExitCode::kInternal : ExitCode::kOk));
+      CHECK(std::isfinite(moment.amax.host()[1]));
+      if (is_cpu) CHECK(moment.amax.host()[1] == 0.0f);
+      CHECK(moment.guard_intact());
     }
   });
 }
 
 TEST_CASE("hazard: an E5M2 second moment is scaled to E4M3's 448", "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   const auto v = log_uniform(50 * kMomentGroup, 1e-12, 1e3, 11);
   const StoredMoment plain = store_and_read(device, v, {DType::kE5M2, false}, true);
   const StoredMoment expanded = store_and_read(device, v, {DType::kE5M2, true}, true);
@@ -240,7 +259,8 @@ TEST_CASE("hazard: an E5M2 second moment is scaled to E4M3's 448", "[kernels][ha
 }
 
 TEST_CASE("hazard: codes that are not finite", "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     int64_t wrong = 0;
     for (uint64_t seed = 0; seed < 20; ++seed) {
@@ -255,7 +275,8 @@ TEST_CASE("hazard: codes that are not finite", "[kernels][hazards]") {
 }
 
 TEST_CASE("hazard: the sign of zero", "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     // Zeros of both signs; a negative that survives and one that rounds to zero as a first moment.
     const std::vector<float> x = {0.0f, -0.0f, 1.0f, -0.5f, -1e-20f};
@@ -271,7 +292,8 @@ TEST_CASE("hazard: the sign of zero", "[kernels][hazards]") {
 }
 
 TEST_CASE("hazard: the last, short group and tensors without elements", "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
     for (int64_t N : {0, 1, 127, 128, 129, 1000}) {
       CAPTURE(N);
@@ -290,7 +312,8 @@ TEST_CASE("hazard: the last, short group and tensors without elements", "[kernel
 }
 
 TEST_CASE("hazard: every thread adds its floor to the scale of a plain group", "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = any_device();
+  CAPTURE(device.name());
   for (const MomentStorage& storage : kFloat8Storages) {
     const auto x = with_random_signs(log_uniform(3 * kMomentGroup, 1e-19, 10.0, 13), 14);
     const StoredMoment stored = store_and_read(device, x, storage, /*is_second=*/false);

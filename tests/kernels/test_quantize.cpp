@@ -99,13 +99,14 @@ TEST_CASE("quantize gives the nearest codes for the scales of its rule", "[kerne
   // Magnitudes over many powers of two, so that groups differ and subnormal codes occur.
   for (size_t i = 0; i < x.size(); ++i) x[i] *= std::ldexp(1.0f, static_cast<int>(i * 7 % 23) - 15);
   const auto x_t = transposed(x, rows, cols);
-  for (Device* device : float8_devices()) {
+  for (Device* device : devices()) {
     for (const Format& format : kFloat8Formats) {
+      if (!has_scaling(*device, format.scaling, format.group)) continue;
       const TestTensor tx(*device, input, {rows, cols}, x);
       const TestMatrix out = format.make(*device, rows, cols), out_t = format.make(*device, cols, rows);
       quantize(*device, {.x = tx, .out = out});
       quantize(*device, {.x = tx, .out_t = out_t});
-      CAPTURE(rows, cols, describe(out.view()));
+      CAPTURE(device->name(), rows, cols, name_of(input), describe(out.view()));
       CHECK(equals(out, expect(x, rows, cols, format)));
       CHECK(equals(out_t, expect(x_t, cols, rows, format)));
       CHECK(tx.guard_intact());
@@ -126,7 +127,7 @@ TEST_CASE("quantize converts between plain formats and transposes them", "[kerne
   const auto x = random_normal(kRows * kCols, 2);
   auto rounded = x;
   for (float& v : rounded) v = decode_bf16(encode_bf16(v));
-  for (Device* device : float8_devices()) {
+  for (Device* device : devices()) {
     const TestTensor tx(*device, DType::kF32, {kRows, kCols}, x), down(*device, DType::kBF16, {kRows, kCols});
     const TestTensor down_t(*device, DType::kBF16, {kCols, kRows}), up_t(*device, DType::kF32, {kCols, kRows});
     quantize(*device, {.x = tx, .out = down, .out_t = down_t});
@@ -140,13 +141,14 @@ TEST_CASE("quantize converts between plain formats and transposes them", "[kerne
 
 TEST_CASE("quantize decodes fp8, and encodes it anew in another format", "[kernels][quantize]") {
   constexpr int64_t kRows = 35, kCols = 50;
-  for (Device* device : float8_devices()) {
+  for (Device* device : devices()) {
     for (const Format& format : kFloat8Formats) {
+      if (!has_scaling(*device, format.scaling, format.group)) continue;
       const TestMatrix x = format.make(*device, kRows, kCols);
       fill_random_codes(*device, x, 3);
       const TestTensor values(*device, DType::kF32, {kRows, kCols});
       quantize(*device, {.x = x, .out = values});
-      CAPTURE(describe(x.view()));
+      CAPTURE(device->name(), describe(x.view()));
       CHECK((values.host() == x.host()));
       CHECK((values.guard_intact() && x.guard_intact()));
 
@@ -160,11 +162,12 @@ TEST_CASE("quantize decodes fp8, and encodes it anew in another format", "[kerne
 
 TEST_CASE("quantize moves codes that keep their scale", "[kernels][quantize]") {
   const DType dtype = GENERATE(DType::kE4M3, DType::kE5M2);
-  const auto [rows, cols] = GENERATE(table<int64_t, int64_t>({{1, 1}, {5, 3}, {16, 256}, {70, 33}, {300, 31}}));
+  const auto [rows, cols] =
+      GENERATE(table<int64_t, int64_t>({{1, 1}, {5, 3}, {16, 256}, {70, 33}, {300, 31}, {130, 129}, {256, 384}}));
   std::vector<uint8_t> codes(static_cast<size_t>(rows * cols)), codes_t(codes);
   for (int64_t i = 0; i < rows * cols; ++i) codes[i] = static_cast<uint8_t>(i);  // NaN, infinity and -0 among them
   for (int64_t i = 0; i < rows * cols; ++i) codes_t[i % cols * rows + i / cols] = codes[i];
-  for (Device* device : float8_devices()) {
+  for (Device* device : devices()) {
     const TestMatrix x(*device, dtype, rows, cols, Scaling::kTensor);
     const TestTensor moved(*device, dtype, {cols, rows}), copied(*device, dtype, {rows, cols});
     upload(*device, x.data.view(), codes);
@@ -173,7 +176,7 @@ TEST_CASE("quantize moves codes that keep their scale", "[kernels][quantize]") {
                        .out = ScaledView(copied, *x.scale, Scaling::kTensor),
                        .out_t = ScaledView(moved, *x.scale, Scaling::kTensor)});
     const auto got = moved.bytes(), copy = copied.bytes();
-    CAPTURE(rows, cols);
+    CAPTURE(device->name(), name_of(dtype), rows, cols);
     CHECK(std::equal(got.begin(), got.end(), codes_t.begin(),
                      [](std::byte a, uint8_t b) { return uint8_t(a) == b; }));
     CHECK(std::equal(copy.begin(), copy.end(), codes.begin(),
@@ -193,19 +196,22 @@ TEST_CASE("quantize moves codes that keep their scale", "[kernels][quantize]") {
 }
 
 TEST_CASE("quantize encodes anew for another format under the same given scale", "[kernels][quantize]") {
-  const TestMatrix x(cpu(), DType::kE4M3, 6, 50, Scaling::kTensor);
-  fill_random_codes(cpu(), x, 9);
-  const TestTensor out(cpu(), DType::kE5M2, {6, 50});
-  quantize(cpu(), {.x = x, .out = ScaledView(out, *x.scale, Scaling::kTensor), .scale_given = true});
-  const float scale = x.scale->host()[0];
-  const auto values = x.host();
-  const auto got = out.bytes();
-  int wrong = 0;
-  for (size_t i = 0; i < values.size(); ++i) {
-    wrong += static_cast<uint8_t>(got[i]) != nearest_code(DType::kE5M2, values[i] * (1.0f / scale));
+  for (Device* device : devices()) {
+    const TestMatrix x(*device, DType::kE4M3, 6, 50, Scaling::kTensor);
+    fill_random_codes(*device, x, 9);
+    const TestTensor out(*device, DType::kE5M2, {6, 50});
+    quantize(*device, {.x = x, .out = ScaledView(out, *x.scale, Scaling::kTensor), .scale_given = true});
+    const float scale = x.scale->host()[0];
+    const auto values = x.host();
+    const auto got = out.bytes();
+    int wrong = 0;
+    for (size_t i = 0; i < values.size(); ++i) {
+      wrong += static_cast<uint8_t>(got[i]) != nearest_code(DType::kE5M2, values[i] * (1.0f / scale));
+    }
+    CAPTURE(device->name());
+    CHECK(wrong == 0);
+    CHECK(out.guard_intact());
   }
-  CHECK(wrong == 0);
-  CHECK(out.guard_intact());
 }
 
 TEST_CASE("quantize takes a given scale as it is", "[kernels][quantize]") {
@@ -220,7 +226,7 @@ TEST_CASE("quantize takes a given scale as it is", "[kernels][quantize]") {
   Expected want;
   for (float v : x) want.codes.push_back(nearest_code(dtype, v * (1.0f / kScale)));
   want.scales = {kScale};
-  for (Device* device : float8_devices()) {
+  for (Device* device : devices()) {
     const TestTensor tx(*device, DType::kF32, {kRows, kCols}, x);
     const TestMatrix out(*device, dtype, kRows, kCols, Scaling::kTensor);
     const TestTensor out_t(*device, dtype, {kCols, kRows});

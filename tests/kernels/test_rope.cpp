@@ -96,7 +96,9 @@ TEST_CASE("rope_forward leaves in qkv what the saved copy decodes to", "[kernels
                                                                                {DType::kE4M3, 5, DType::kBF16}}));
   CAPTURE(s, name_of(dtype), name_of(format), group, name_of(scale_dtype));
   const std::vector<float> x = random_values(dtype, s.T * s.width(), 2);
-  for (Device* device : float8_devices()) {
+  for (Device* device : devices()) {
+    if (!has_scaling(*device, Scaling::kGroup, group)) continue;
+    CAPTURE(device->name());
     TestTensor table(*device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 100.0));
     TestTensor qkv(*device, dtype, {s.T, s.width()}, x), exact(*device, DType::kF32, {s.T, s.width()}, x);
     TestMatrix saved(*device, format, s.T, s.width(), Scaling::kGroup, group, scale_dtype);
@@ -175,14 +177,16 @@ TEST_CASE("rope_backward is the exact transpose of rope_forward", "[kernels][rop
   }
 }
 
-TEST_CASE("rope_backward quantizes the gradient it leaves in d_qkv", "[kernels][rope]") {
+TEST_CASE("rope_backward quantizes the gradient it leaves in d_qkv where it does not", "[kernels][rope]") {
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
-  const auto [scaling, group] =
-      GENERATE(table<Scaling, int>({{Scaling::kTensor, 0}, {Scaling::kGroup, 16}, {Scaling::kBlock, 16}}));
-  CAPTURE(name_of(dtype), static_cast<int>(scaling));
+  const auto [scaling, group] = GENERATE(table<Scaling, int>(
+      {{Scaling::kTensor, 0}, {Scaling::kGroup, 16}, {Scaling::kBlock, 16}, {Scaling::kBlock, 128}}));
+  CAPTURE(name_of(dtype), static_cast<int>(scaling), group);
   const Shape s{21, 7, 4, 2, 6};
-  for (Device* device : float8_devices()) {
-    TestTensor d_qkv(*device, dtype, {s.T, s.width()}, random_values(dtype, s.T * s.width(), 4, 1e-3f));
+  for (Device* device : devices()) {
+    if (!has_scaling(*device, scaling, group)) continue;
+    const std::vector<float> gradient = random_values(dtype, s.T * s.width(), 4, 1e-3f);
+    TestTensor d_qkv(*device, dtype, {s.T, s.width()}, gradient), plain(*device, dtype, {s.T, s.width()}, gradient);
     TestTensor table(*device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 100.0));
     TestMatrix out(*device, DType::kE5M2, s.T, s.width(), scaling, group);
     TestMatrix out_t(*device, DType::kE5M2, s.width(), s.T, scaling, group);
@@ -199,7 +203,14 @@ TEST_CASE("rope_backward quantizes the gradient it leaves in d_qkv", "[kernels][
                             .num_kv_heads = s.Hkv,
                             .d_quantized = out,
                             .d_quantized_t = out_t_view});
-    quantize(*device, {.x = d_qkv, .out = wanted, .out_t = wanted_t_view});
+    rope_backward(*device, {.d_qkv = plain,
+                            .cos_sin = table,
+                            .num_heads = s.H,
+                            .num_kv_heads = s.Hkv,
+                            .d_quantized = {},
+                            .d_quantized_t = {}});
+    CAPTURE(device->name());
+    quantize(*device, {.x = plain, .out = wanted, .out_t = wanted_t_view});
     CHECK(out.data.bytes() == wanted.data.bytes());
     CHECK(out_t.data.bytes() == wanted_t.data.bytes());
     CHECK(out.scale->bytes() == wanted.scale->bytes());

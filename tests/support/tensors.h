@@ -34,8 +34,13 @@ inline std::vector<Device*> devices() {
   return {&cpu_device(), gpu()};
 }
 
-// Those that have FP8: the CPU only, so far.
-inline std::vector<Device*> float8_devices() { return {&cpu_device()}; }
+// Whether FP8 of this scaling can be asked of a device. A GPU has what models use: groups of 16 to 128 columns and
+// blocks of 128 rows and columns.
+inline bool has_scaling(const Device& device, Scaling scaling, int64_t group) {
+  if (device.kind() == DeviceKind::kCpu) return true;
+  if (scaling == Scaling::kGroup) return group == 16 || group == 32 || group == 64 || group == 128;
+  return scaling != Scaling::kBlock || group == 128;
+}
 
 // Standard normals times `scale`, the same for the same seed.
 inline std::vector<float> random_normal(int64_t count, uint64_t seed, float scale = 1.0f) {

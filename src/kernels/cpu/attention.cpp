@@ -133,6 +133,7 @@ void attention_forward(Device&, const AttentionForward& a) {
   parallel_for(dims.B * dims.H, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) forward_head(a, dims, i / dims.H, i % dims.H);
   });
+  if (!a.out_amax.empty()) a.out_amax.as<float>()[0] = max_abs(decode(a.out));
 }
 
 void attention_backward(Device&, const AttentionBackward& a) {

@@ -38,14 +38,6 @@ float max_abs(const float* x, int64_t count) {
   return std::bit_cast<float>(largest);
 }
 
-float max_abs(const Matrix& x) {
-  std::vector<float> row_max(static_cast<size_t>(x.rows()));
-  parallel_for(x.rows(), kRowGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) row_max[r] = max_abs(x.row(r), x.cols());
-  });
-  return row_max.empty() ? 0.0f : *std::max_element(row_max.begin(), row_max.end());
-}
-
 void encode_scaled(const float* x, int64_t count, float inverse, const TensorView& out, int64_t offset) {
   if (out.dtype == DType::kE4M3) {
     Float8E4M3* codes = out.as<Float8E4M3>() + offset;
@@ -209,6 +201,16 @@ Matrix decode(const ScaledView& x) {
                [&](int64_t begin, int64_t end) { decode_rows(x, begin, end - begin, values.row(begin)); });
   return values;
 }
+
+float max_abs(const Matrix& x) {
+  std::vector<float> row_max(static_cast<size_t>(x.rows()));
+  parallel_for(x.rows(), kRowGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) row_max[r] = max_abs(x.row(r), x.cols());
+  });
+  return row_max.empty() ? 0.0f : *std::max_element(row_max.begin(), row_max.end());
+}
+
+float tensor_scale(float amax, DType format) { return scale_for(amax, format, DType::kF32).scale; }
 
 Matrix transposed(const Matrix& x) {
   Matrix y(x.cols(), x.rows());

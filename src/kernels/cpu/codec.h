@@ -44,6 +44,11 @@ void transpose_codes(const TensorView& x, const TensorView& x_t);
 // Rounds x in place to what storing it as `dtype` (fp32 or bf16) and reading it back gives.
 void round_to(DType dtype, Matrix& x);
 
+// The largest magnitude; NaN is skipped.
+float max_abs(const Matrix& x);
+// The fp32 scale of a tensor with this maximum, by the rule of ops/quantize.h.
+float tensor_scale(float amax, DType format);
+
 enum class ScaleSource { kCompute, kGiven };
 // Stores x in out's format and scaling by the rule of ops/quantize.h. kGiven: a kTensor scale is read, not written.
 // Does nothing when out is empty.

@@ -65,12 +65,16 @@ void embedding_backward(Device&, const EmbeddingBackward& a) {
   const std::vector<int64_t> bounds = run_bounds(a.ids, a.order);
   const int32_t *ids = a.ids.as<int32_t>(), *order = a.order.as<int32_t>();
   parallel_for(static_cast<int64_t>(bounds.size()) - 1, kTokenGrain, [&](int64_t begin, int64_t end) {
-    std::vector<float> sum(static_cast<size_t>(C)), row(static_cast<size_t>(C));
+    std::vector<float> sum(static_cast<size_t>(C)), piece(sum), row(sum);
     for (int64_t run = begin; run < end; ++run) {
       std::fill(sum.begin(), sum.end(), 0.0f);
-      for (int64_t n = bounds[run]; n < bounds[run + 1]; ++n) {
-        decode_elements(a.d_out, order[n] * C, C, row.data());
-        add(row, sum);
+      for (int64_t first = bounds[run]; first < bounds[run + 1]; first += kEmbeddingPiece) {
+        std::fill(piece.begin(), piece.end(), 0.0f);
+        for (int64_t n = first; n < std::min(first + kEmbeddingPiece, bounds[run + 1]); ++n) {
+          decode_elements(a.d_out, order[n] * C, C, row.data());
+          add(row, piece);
+        }
+        add(piece, sum);
       }
       const int64_t target = ids[order[bounds[run]]] * C;
       decode_elements(a.d_table, target, C, row.data());

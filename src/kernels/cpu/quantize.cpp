@@ -26,7 +26,12 @@ void quantize(Device&, const Quantize& a) {
     out_t = {};
   }
   if (out.empty() && out_t.empty()) return;
-  encode_with_transpose(decode(a.x), out, out_t, a.scale_given ? ScaleSource::kGiven : ScaleSource::kCompute);
+  if (!a.amax.empty()) {
+    const ScaledView& scaled = out.empty() ? out_t : out;
+    scaled.scale.as<float>()[0] = tensor_scale(a.amax.as<float>()[0], scaled.data.dtype);
+  }
+  const bool scale_known = a.scale_given || !a.amax.empty();
+  encode_with_transpose(decode(a.x), out, out_t, scale_known ? ScaleSource::kGiven : ScaleSource::kCompute);
 }
 
 }  // namespace parka::cpu

@@ -37,6 +37,7 @@ struct GatedRow {
 }  // namespace
 
 void swiglu_forward(Device&, const SwigluForward& a) {
+  if (!a.up_gate_plain.empty()) encode(decode(a.up_gate_plain), a.up_gate);
   const int64_t rows = a.product.num_rows(), width = a.product.num_cols();
   Matrix product(rows, width);
   parallel_for(rows, kRowGrain, [&](int64_t begin, int64_t end) {

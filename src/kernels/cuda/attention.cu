@@ -5,6 +5,9 @@
 #include <string_view>
 
 #include "kernels/cuda/attention_paths.cuh"
+#include "kernels/cuda/check.h"
+#include "kernels/cuda/matrix_source.cuh"
+#include "kernels/cuda/quantize_tiles.cuh"
 #include "kernels/cuda/vector.cuh"
 
 namespace parka::cuda {
@@ -36,16 +39,30 @@ void check_generic(const Args& a) {
                                        " columns, not " + std::to_string(D) + ": use more heads");
 }
 
+void find_out_amax(CudaDevice& device, const AttentionForward& a) {
+  auto* const amax = a.out_amax.as<float>();
+  check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), "attention_forward");
+  with_plain_type(a.out.dtype, [&](auto x) {
+    find_amax(device, PlainSource<decltype(x)>(a.out), a.out.dim[0], a.out.dim[1], amax);
+  });
+  check_launch("attention_forward");
+}
+
 }  // namespace
 
 void attention_forward(Device& device, const AttentionForward& a) {
+  CudaDevice& cuda = as_cuda(device);
   if (suits_mma(a, {a.qkv, a.out})) {
-    auto* const forward = runs_sm90_kernels(as_cuda(device)) ? attention_forward_sm90 : attention_forward_mma;
-    forward(as_cuda(device), a);
+    if (runs_sm90_kernels(cuda)) {
+      attention_forward_sm90(cuda, a);  // finds out_amax, too
+      return;
+    }
+    attention_forward_mma(cuda, a);
   } else {
     check_generic(a);
-    attention_forward_generic(as_cuda(device), a);
+    attention_forward_generic(cuda, a);
   }
+  if (!a.out_amax.empty()) find_out_amax(cuda, a);
 }
 
 void attention_backward(Device& device, const AttentionBackward& a) {

@@ -14,6 +14,26 @@ namespace parka::cuda {
 
 class GemmCache;
 
+// Pinned host memory that is used again and again: taking and freeing it each time would make the host wait for all
+// queued work.
+class PinnedPool {
+ public:
+  struct Memory {
+    void* data;
+    int64_t bytes;
+  };
+  PinnedPool() = default;
+  ~PinnedPool();
+  PinnedPool(const PinnedPool&) = delete;
+  PinnedPool& operator=(const PinnedPool&) = delete;
+
+  Memory take(int64_t bytes);  // at least as many
+  void give_back(const Memory& memory) { free_.push_back(memory); }
+
+ private:
+  std::vector<Memory> free_;
+};
+
 // One GPU: a stream in whose order all work runs, the workspace that ops share, and pinned memory through which
 // copies pass, so that none of them makes the host wait for queued work.
 class CudaDevice final : public Device {
@@ -65,6 +85,7 @@ class CudaDevice final : public Device {
   cudaStream_t stream_ = nullptr;
   std::vector<Staging> staging_;
   size_t next_staging_ = 0;
+  PinnedPool reads_;  // of copy_to_host_later
   void* workspace_ = nullptr;
   int64_t workspace_bytes_ = 0;
   std::unique_ptr<GemmCache> gemms_;

@@ -57,25 +57,25 @@ class Event {
 
 class CudaRead final : public HostRead {
  public:
-  CudaRead(cudaStream_t stream, const void* source, int64_t bytes) {
-    check(cudaHostAlloc(&memory_, static_cast<size_t>(std::max<int64_t>(bytes, 1)), cudaHostAllocDefault),
-          "pinned memory");
-    check(cudaMemcpyAsync(memory_, source, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream),
+  CudaRead(PinnedPool& pool, cudaStream_t stream, const void* source, int64_t bytes)
+      : pool_(pool), memory_(pool.take(bytes)) {
+    check(cudaMemcpyAsync(memory_.data, source, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream),
           "copy to the host");
     check(cudaEventRecord(done_, stream), "copy to the host");
   }
   ~CudaRead() override {
-    cudaEventSynchronize(done_);  // the copy must not write to memory that is gone
-    cudaFreeHost(memory_);
+    cudaEventSynchronize(done_);  // the copy must not write to memory that others use
+    pool_.give_back(memory_);
   }
   bool ready() const override { return cudaEventQuery(done_) == cudaSuccess; }
   const void* wait() override {
     check(cudaEventSynchronize(done_), "copy to the host");
-    return memory_;
+    return memory_.data;
   }
 
  private:
-  void* memory_ = nullptr;
+  PinnedPool& pool_;
+  PinnedPool::Memory memory_;
   Event done_;
 };
 
@@ -163,6 +163,23 @@ class CudaOpTimer final : public OpTimer {
 };
 
 }  // namespace
+
+PinnedPool::~PinnedPool() {
+  for (const Memory& memory : free_) cudaFreeHost(memory.data);
+}
+
+PinnedPool::Memory PinnedPool::take(int64_t bytes) {
+  const auto fits = std::find_if(free_.begin(), free_.end(), [&](const Memory& m) { return m.bytes >= bytes; });
+  if (fits != free_.end()) {
+    const Memory memory = *fits;
+    free_.erase(fits);
+    return memory;
+  }
+  constexpr int64_t kLeastBytes = 4096;
+  Memory memory{nullptr, std::max(bytes, kLeastBytes)};
+  check(cudaHostAlloc(&memory.data, static_cast<size_t>(memory.bytes), cudaHostAllocDefault), "pinned memory");
+  return memory;
+}
 
 CudaDevice::CudaDevice(int ordinal) : ordinal_(ordinal) {
   check(cudaSetDevice(ordinal), "choosing the GPU");
@@ -273,7 +290,7 @@ void CudaDevice::copy_to_host(void* host, const void* source, int64_t bytes) {
 }
 
 std::unique_ptr<HostRead> CudaDevice::copy_to_host_later(const void* source, int64_t bytes) {
-  return std::make_unique<CudaRead>(stream_, source, bytes);
+  return std::make_unique<CudaRead>(reads_, stream_, source, bytes);
 }
 
 void CudaDevice::copy(void* target, const void* source, int64_t bytes) {

@@ -34,15 +34,17 @@ __global__ void __launch_bounds__(kForwardThreads)
 
 // embedding_backward goes through the rows of d_out in the caller's order, in which the rows of one token are a
 // run. Some runs have thousands of rows and most have one or two, so there are two kinds of work, both of one
-// kernel. A run of at least kLong rows is summed by many warps of few columns each, with as many rows as possible
-// under way at once; as it takes longest it is started first. All other runs are summed by warps that each go
-// through the rows of a window of the order with wide loads, many rows under way whatever runs they belong to.
-constexpr int kBackwardThreads = 128;
+// kernel. A run of at least kLong rows is summed by many blocks of few columns each, whose warps take its pieces in
+// turn; as it takes longest it is started first. All other runs are summed by warps that each go through the rows
+// of a window of the order with wide loads, many rows under way whatever runs they belong to.
+constexpr int kBackwardThreads = 256, kBackwardWarps = kBackwardThreads / kWarpSize;
 // Blocks that a multiprocessor is to have room for; loads of 2 bytes take more registers than others.
-constexpr int backward_blocks(size_t load_bytes) { return load_bytes < 4 ? 3 : 4; }
+constexpr int backward_blocks(size_t load_bytes) { return load_bytes < 4 ? 1 : 2; }
 constexpr int kWindow = kWarpSize;
-constexpr int kLong = 2 * kWindow;
-constexpr int kSegmentWindows = 8;  // in which a warp looks for the beginnings of long runs
+constexpr int kPiece = kEmbeddingPiece;
+constexpr int kLong = kPiece;  // shorter runs are one piece
+static_assert(kLong == 2 * kWindow);
+constexpr int kSegmentWindows = 128;  // in which a block looks for the beginnings of long runs
 
 // The rows in the caller's order. -1 stands for the row and the id of a position outside it.
 struct OrderedRows {
@@ -58,87 +60,110 @@ struct OrderedRows {
 // The bits below the lowest one of x; all of them when x is 0.
 __device__ inline unsigned bits_below_lowest(unsigned x) { return ~x & (x - 1); }
 
-// The rows of one run, a warp's worth at a time. The numbers of the next rows are under way while those at hand are
-// used.
-class RunRows {
- public:
-  __device__ RunRows(const OrderedRows& rows, int begin, int id)
-      : rows_(rows), id_(id), position_(begin + threadIdx.x % kWarpSize) {
-    row_ = rows_.row(position_);
-    row_id_ = rows_.id_of_row(row_);
-    next_row_ = rows_.row(position_ + kWarpSize);
-  }
-
-  // How many there are, and the number of this lane's.
-  __device__ int next(int& row_of_lane) {
-    row_of_lane = row_;
-    const int count = __popc(__ballot_sync(kFullWarp, row_id_ == id_));
-    row_ = next_row_;
-    row_id_ = rows_.id_of_row(row_);
-    position_ += kWarpSize;
-    next_row_ = rows_.row(position_ + kWarpSize);
-    return count;
-  }
-
- private:
-  const OrderedRows& rows_;
-  int id_, position_, row_, row_id_, next_row_;
+// What the warps of a block tell each other of the pieces of a run that they have summed: twice, so that one round
+// can be read while the next is written.
+template <int kWidth>
+struct PieceSums {
+  float sum[2][kBackwardWarps][kWidth][kWarpSize];
+  int rows[2][kBackwardWarps];
 };
 
-// Adds `values` in order, and puts in the place of each one of the next `count` rows, whose numbers lanes hold.
+// Sums the piece of a run that begins at a position: kWidth columns per lane, which are beyond the row unless
+// `in_row`. Returns how many rows it has, none if the run has ended.
 template <int kWidth, typename G>
-__device__ void add_and_load(const G* d_out_TC, int row_of_lane, int count, int cols, bool in_row,
-                             Stored<G, kWidth> (&values)[kWarpSize], float (&sum)[kWidth]) {
+__device__ int sum_piece(const OrderedRows& rows, int position, int id, const G* d_out_TC, int cols, bool in_row,
+                         float (&sum)[kWidth]) {
+  constexpr int kParts = kPiece / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  int row_of_lane[kParts], count[kParts];
 #pragma unroll
-  for (int n = 0; n < kWarpSize; ++n) {
+  for (int part = 0; part < kParts; ++part) row_of_lane[part] = rows.row(position + part * kWarpSize + lane);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) sum[i] += values[n][i];  // the zeros beyond `count` change no sum
-    const int row = __shfl_sync(kFullWarp, row_of_lane, n);
-    values[n] = load_stored<kWidth>(d_out_TC + int64_t{row} * cols, n < count && in_row);
+  for (int part = 0; part < kParts; ++part) {
+    count[part] = __popc(__ballot_sync(kFullWarp, rows.id_of_row(row_of_lane[part]) == id));
   }
+  Stored<G, kWidth> values[kPiece];
+#pragma unroll
+  for (int n = 0; n < kPiece; ++n) {
+    const int row = __shfl_sync(kFullWarp, row_of_lane[n / kWarpSize], n % kWarpSize);
+    values[n] = load_stored<kWidth>(d_out_TC + int64_t{row} * cols, n % kWarpSize < count[n / kWarpSize] && in_row);
+  }
+#pragma unroll
+  for (int n = 0; n < kPiece; ++n) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) sum[i] += values[n][i];  // the zeros beyond the run's end change no sum
+  }
+  int total = 0;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) total += count[part];
+  return total;
 }
 
-// Sums one long run: kWidth columns per lane, which are beyond the row unless `in_row`.
+// Sums one long run, a round of kBackwardWarps pieces after the other.
 template <int kWidth, typename G, typename D>
 __device__ void add_long_run(const OrderedRows& rows, int begin, int id, const G* d_out_TC, D* d_table_VC, int cols,
-                             int column) {
+                             int column, PieceSums<kWidth>& shared, int& round) {
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const bool in_row = column < cols;
-  Stored<G, kWidth> even[kWarpSize] = {}, odd[kWarpSize] = {};
-  float sum[kWidth] = {};
-  RunRows run(rows, begin, id);
-  int row_of_lane, count;
-  do {
-    count = run.next(row_of_lane);
-    add_and_load(d_out_TC + column, row_of_lane, count, cols, in_row, even, sum);
-    const int odd_count = run.next(row_of_lane);
-    add_and_load(d_out_TC + column, row_of_lane, odd_count, cols, in_row, odd, sum);
-  } while (count > 0);  // then all that was loaded has been added
-  if (!in_row) return;
+  float total[kWidth] = {};
+  for (int first = begin;; first += kBackwardWarps * kPiece) {
+    const int buffer = round++ % 2;
+    float sum[kWidth] = {};
+    const int count = sum_piece(rows, first + warp * kPiece, id, d_out_TC + column, cols, in_row, sum);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) shared.sum[buffer][warp][i][lane] = sum[i];
+    if (lane == 0) shared.rows[buffer][warp] = count;
+    __syncthreads();
+    for (int piece = 0; piece < kBackwardWarps && shared.rows[buffer][piece] > 0; ++piece) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) total[i] += shared.sum[buffer][piece][i][lane];
+    }
+    if (shared.rows[buffer][kBackwardWarps - 1] < kPiece) break;
+  }
+  if (warp != 0 || !in_row) return;
   D* const target = d_table_VC + int64_t{id} * cols + column;
   float before[kWidth];
   load(target, before);
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) sum[i] += before[i];
-  store(target, sum);
+  for (int i = 0; i < kWidth; ++i) total[i] += before[i];
+  store(target, total);
 }
+
+// What a block knows of its segment: the ids at the beginnings of windows, from the window before the segment to
+// the one after it, and where long runs may have begun in the window before.
+struct SegmentRuns {
+  int id[kSegmentWindows + 2];
+  int found[kSegmentWindows];
+  int count;
+};
+static_assert(kBackwardThreads >= kSegmentWindows + 2);
 
 // The long runs whose first multiple of kWindow is in a segment of the order. Every long run has two of these.
 template <int kWidth, typename G, typename D>
 __device__ void add_long_runs(const OrderedRows& rows, int segment, const G* d_out_TC, D* d_table_VC, int cols,
                               int column) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int first = (segment * kSegmentWindows - 1) * kWindow;  // lane 0 looks at the position before the segment
-  const int id_of_lane = lane < kSegmentWindows + 2 ? rows.id(first + lane * kWindow) : -1;
-  const int before = __shfl_up_sync(kFullWarp, id_of_lane, 1), after = __shfl_down_sync(kFullWarp, id_of_lane, 1);
-  const bool begins =
-      lane >= 1 && lane <= kSegmentWindows && id_of_lane >= 0 && id_of_lane != before && id_of_lane == after;
-  for (unsigned found = __ballot_sync(kFullWarp, begins); found != 0; found &= found - 1) {
-    const int found_lane = __ffs(found) - 1, position = first + found_lane * kWindow;
-    const int id = __shfl_sync(kFullWarp, id_of_lane, found_lane);
+  __shared__ PieceSums<kWidth> pieces;
+  __shared__ SegmentRuns runs;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize;
+  const int first = (segment * kSegmentWindows - 1) * kWindow;
+  if (thread == 0) runs.count = 0;
+  if (thread < kSegmentWindows + 2) runs.id[thread] = rows.id(first + thread * kWindow);
+  __syncthreads();
+  if (thread >= 1 && thread <= kSegmentWindows) {
+    const int id = runs.id[thread];
+    // In any order: no two runs have an id in common.
+    if (id >= 0 && id != runs.id[thread - 1] && id == runs.id[thread + 1]) {
+      runs.found[atomicAdd(&runs.count, 1)] = thread;
+    }
+  }
+  __syncthreads();
+  int round = 0;
+  for (int n = 0; n < runs.count; ++n) {
+    const int window = runs.found[n], id = runs.id[window], position = first + window * kWindow;
     const bool in_run = rows.id(position - lane) == id;
     const int begin = position + 1 - __popc(__ballot_sync(kFullWarp, in_run));
     if (rows.id(begin + kLong - 1) != id) continue;
-    add_long_run<kWidth>(rows, begin, id, d_out_TC, d_table_VC, cols, column);
+    add_long_run<kWidth>(rows, begin, id, d_out_TC, d_table_VC, cols, column, pieces, round);
   }
 }
 
@@ -222,41 +247,43 @@ __device__ void add_short_runs(const OrderedRows& rows, int begin, const G* d_ou
   }
 }
 
-// Work of one warp: a segment or a window of the order, and a piece of the row.
+// Blocks take a segment of the order each and warps a window, and a piece of the rows' columns.
 struct BackwardWork {
-  int64_t long_warps, long_pieces, warps, short_pieces;
+  int64_t long_blocks, long_pieces, short_warps, short_pieces;
 };
 
 template <typename G, typename D, int kLongWidth, int kShortWidth>
 __global__ void __launch_bounds__(kBackwardThreads, backward_blocks(kLongWidth * sizeof(G)))
     embedding_backward_kernel(OrderedRows rows, BackwardWork work, const G* d_out_TC, D* d_table_VC, int cols) {
   const int lane = threadIdx.x % kWarpSize;
-  int64_t warp = int64_t{blockIdx.x} * (kBackwardThreads / kWarpSize) + threadIdx.x / kWarpSize;
-  if (warp < work.long_warps) {
-    const int segment = static_cast<int>(warp / work.long_pieces);
-    const int column = static_cast<int>(warp % work.long_pieces) * kWarpSize * kLongWidth + lane * kLongWidth;
+  int64_t block = blockIdx.x;
+  if (block < work.long_blocks) {
+    const int segment = static_cast<int>(block / work.long_pieces);
+    const int column = static_cast<int>(block % work.long_pieces) * kWarpSize * kLongWidth + lane * kLongWidth;
     add_long_runs<kLongWidth>(rows, segment, d_out_TC, d_table_VC, cols, column);
-  } else if (warp < work.warps) {
-    warp -= work.long_warps;
-    const int begin = static_cast<int>(warp / work.short_pieces) * kWindow;
-    const int column = static_cast<int>(warp % work.short_pieces) * kWarpSize * kShortWidth + lane * kShortWidth;
-    add_short_runs<kShortWidth>(rows, begin, d_out_TC, d_table_VC, cols, column);
+    return;
   }
+  const int64_t warp = (block - work.long_blocks) * kBackwardWarps + threadIdx.x / kWarpSize;
+  if (warp >= work.short_warps) return;
+  const int begin = static_cast<int>(warp / work.short_pieces) * kWindow;
+  const int column = static_cast<int>(warp % work.short_pieces) * kWarpSize * kShortWidth + lane * kShortWidth;
+  add_short_runs<kShortWidth>(rows, begin, d_out_TC, d_table_VC, cols, column);
 }
 
 template <typename G, typename D, int kLongWidth, int kShortWidth>
 void launch_backward(CudaDevice& device, const EmbeddingBackward& a) {
   const int64_t count = a.ids.dim[0], cols = a.d_out.dim[1];
   PARKA_REQUIRE(cols <= INT32_MAX / 2);
-  PARKA_REQUIRE(count <= INT32_MAX - 2 * kSegmentWindows * kWindow);  // positions beyond the last are ints too
+  // Positions beyond the last are ints too.
+  PARKA_REQUIRE(count <= INT32_MAX - 2 * (kSegmentWindows * kWindow + kBackwardWarps * kPiece));
   const int64_t long_pieces = ceil_div(cols, kWarpSize * kLongWidth);
   const int64_t short_pieces = ceil_div(cols, kWarpSize * kShortWidth);
-  const int64_t long_warps = ceil_div(count, kSegmentWindows * kWindow) * long_pieces;
-  const int64_t warps = long_warps + ceil_div(count, kWindow) * short_pieces;
-  const int64_t blocks = ceil_div(warps, kBackwardThreads / kWarpSize);
+  const int64_t long_blocks = ceil_div(count, kSegmentWindows * kWindow) * long_pieces;
+  const int64_t short_warps = ceil_div(count, kWindow) * short_pieces;
+  const int64_t blocks = long_blocks + ceil_div(short_warps, kBackwardWarps);
   PARKA_REQUIRE(blocks <= INT32_MAX);
   const OrderedRows rows = {a.ids.as<int32_t>(), a.order.as<int32_t>(), static_cast<int>(count)};
-  const BackwardWork work = {long_warps, long_pieces, warps, short_pieces};
+  const BackwardWork work = {long_blocks, long_pieces, short_warps, short_pieces};
   const auto kernel = embedding_backward_kernel<G, D, kLongWidth, kShortWidth>;
   kernel<<<static_cast<unsigned>(blocks), kBackwardThreads, 0, device.stream()>>>(
       rows, work, a.d_out.as<G>(), a.d_table.as<D>(), static_cast<int>(cols));

@@ -11,20 +11,35 @@ namespace parka::cuda {
 
 class CudaDevice;
 
+// Whether cuBLASLt is asked for this product at all. Of fp8 ones it takes operands that are 16-byte aligned, with N
+// and K multiples of 16, and
+//   both scaled kTensor, or
+//   both scaled in fp32 per 128, kGroup with kGroup or kBlock in either order; then M is a multiple of 16 too.
+// Two e5m2 operands, and FP8 on GPUs that have none, are left to the library to refuse.
+bool suits_cublaslt(const Gemm& a);
+
+// What distinguishes products for cuBLASLt: "8192 x 4096 x 11008 e4m3 NN bf16 [e4m3 per 1x128, e4m3 per 128x128]",
+// with the alignment of operands that are not 256-byte aligned.
+std::string key_of(const Gemm& a);
+
 // Everything cuBLASLt wants to know of one matrix product, made once and used whenever it comes again.
 // cuBLASLt is column-major: it is asked for out^T [N, M] = B A^T, so our b is its A and our a its B.
 class PreparedGemm {
  public:
+  // Of a product that suits cuBLASLt.
   explicit PreparedGemm(const Gemm& a);
   ~PreparedGemm();
   PreparedGemm(const PreparedGemm&) = delete;
   PreparedGemm& operator=(const PreparedGemm&) = delete;
 
-  // The library's candidates for operands aligned as those of `a`, its favourite first. Throws Error(kInternal)
-  // when it has none.
+  // The library's candidates for operands aligned as those of `a`, its favourite first; none for what it does not
+  // support.
   std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle, const Gemm& a, int max_count) const;
   // Whether the library can run `algorithm` on this product within the workspace.
   bool accepts(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm) const;
+  // Makes the scales of `a` those of the runs that follow: queues their layout where they need one. They lie in the
+  // device's workspace, so nothing but runs of this product may come in between.
+  void use_scales(CudaDevice& device, const Gemm& a) const;
   cublasStatus_t run(cublasLtHandle_t handle, const CudaDevice& device, const Gemm& a,
                      const cublasLtMatmulAlgo_t& algorithm) const;
 
@@ -35,7 +50,7 @@ class PreparedGemm {
   cublasLtMatrixLayout_t a_ = nullptr, b_ = nullptr, out_ = nullptr;
 };
 
-// The products that have been asked for, by description, and what `parka tune` has chosen for them.
+// The products that have been asked for, by key, and what `parka tune` has chosen for them.
 class GemmCache {
  public:
   GemmCache();
@@ -44,10 +59,11 @@ class GemmCache {
   GemmCache& operator=(const GemmCache&) = delete;
 
   cublasLtHandle_t handle() const { return handle_; }
-  const PreparedGemm& prepare(const Gemm& a);
+  // Null for fp8 products that cuBLASLt does not support.
+  const PreparedGemm* prepare(const Gemm& a);
   // For products that have not been asked for yet.
   void choose(std::map<std::string, cublasLtMatmulAlgo_t> chosen);
-  // Every product asked for since the last call of this or since the beginning, with its latest operands.
+  // Every supported product asked for since the last call of this or since the beginning, with its latest operands.
   std::vector<Gemm> take_used();
 
  private:
@@ -55,8 +71,11 @@ class GemmCache {
     explicit Entry(const Gemm& a) : prepared(a), latest(a) {}
     PreparedGemm prepared;
     Gemm latest;
+    bool supported = true;
     bool used = true;
   };
+  void choose_algorithm(const std::string& key, Entry& entry) const;
+
   cublasLtHandle_t handle_ = nullptr;
   std::map<std::string, Entry> entries_;
   std::map<std::string, cublasLtMatmulAlgo_t> chosen_;

@@ -1,7 +1,12 @@
 #include "kernels/cuda/quantize.h"
 
+#include <bit>
+
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/cuda_device.h"
+#include "kernels/cuda/fp8.cuh"
+#include "kernels/cuda/matrix_source.cuh"
+#include "kernels/cuda/quantize_tiles.cuh"
 #include "kernels/cuda/vector.cuh"
 
 // Shapes: R rows and C columns of x.
@@ -82,22 +87,157 @@ void transpose(cudaStream_t stream, const TensorView& x, const TensorView& y) {
       <<<static_cast<unsigned>(blocks), dim3(kWarpSize, kTileWarps), 0, stream>>>(x.as<X>(), y.as<Y>(), rows, cols);
 }
 
-}  // namespace
-
-void quantize(Device& device, const Quantize& a) {
-  PARKA_REQUIRE(a.x.scaling == Scaling::kNone);
-  PARKA_REQUIRE(a.out.scaling == Scaling::kNone && a.out_t.scaling == Scaling::kNone);
-  const cudaStream_t stream = as_cuda(device).stream();
-  with_plain_type(a.x.data.dtype, [&](auto x) {
-    using X = decltype(x);
-    if (!a.out.empty()) {
-      with_plain_type(a.out.data.dtype, [&](auto y) { convert<X, decltype(y)>(stream, a.x.data, a.out.data); });
+// Codes whose scales lie in the order of the elements: every 2^scale_shift of them have one.
+template <typename F8, typename S, typename Y, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    decode_kernel(const uint8_t* codes, const S* scales, int scale_shift, Y* y, int64_t count) {
+  static_assert(kWidth % 4 == 0);
+  const int64_t first = (int64_t{blockIdx.x} * kThreads * kPacks + threadIdx.x) * kWidth;
+  Stored<uint8_t, kWidth> packs[kPacks];
+  S scale[kPacks];
+#pragma unroll
+  for (int n = 0; n < kPacks; ++n) {
+    const int64_t at = first + n * kThreads * kWidth;
+    packs[n] = load_stored<kWidth>(codes + at, at < count);
+    scale[n] = scales[at < count ? at >> scale_shift : 0];
+  }
+#pragma unroll
+  for (int n = 0; n < kPacks; ++n) {
+    const int64_t at = first + n * kThreads * kWidth;
+    if (at >= count) return;
+    float values[kWidth];
+#pragma unroll
+    for (int w = 0; w < kWidth / 4; ++w) {
+      float numbers[4];
+      decode_float8x4<F8>(packs[n].word[w], numbers);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[4 * w + i] = __fmul_rn(numbers[i], to_float(scale[n]));
     }
-    if (!a.out_t.empty()) {
-      with_plain_type(a.out_t.data.dtype,
-                      [&](auto y) { transpose<X, decltype(y)>(stream, a.x.data, a.out_t.data); });
+    store(y + at, values);
+  }
+}
+
+// Whether decode_kernel can decode x to y.
+bool is_stream(const ScaledView& x, const TensorView& y) {
+  if (x.scaling != Scaling::kTensor && x.scaling != Scaling::kGroup) return false;
+  const bool whole = x.scaling == Scaling::kTensor;
+  const auto group = static_cast<uint64_t>(x.group);
+  const bool in_order = whole || (std::has_single_bit(group) && group >= 8 && x.num_cols() % x.group == 0);
+  return in_order && y.numel() % 8 == 0 && is_aligned(x.data.data, 16) && is_aligned(y.data, 16);
+}
+
+void decode_stream(cudaStream_t stream, const ScaledView& x, const TensorView& y) {
+  const int shift = x.scaling == Scaling::kTensor ? 63 : std::countr_zero(static_cast<uint64_t>(x.group));
+  with_float8_type(x.data.dtype, [&](auto f8) {
+    with_plain_type(x.scale.dtype, [&](auto s) {
+      with_plain_type(y.dtype, [&](auto out) {
+        using S = decltype(s);
+        using Y = decltype(out);
+        constexpr int kWidth = 16 / sizeof(Y);
+        const int64_t blocks = ceil_div(y.numel(), int64_t{kThreads} * kPacks * kWidth);
+        PARKA_REQUIRE(blocks <= INT32_MAX);
+        decode_kernel<decltype(f8), S, Y, kWidth><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+            static_cast<const uint8_t*>(x.data.data), x.scale.as<S>(), shift, y.as<Y>(), y.numel());
+      });
+    });
+  });
+}
+
+// Codes transposed as they are. kWide: rows of `codes_RC` are loaded 16 bytes at a time.
+template <bool kWide>
+__global__ void __launch_bounds__(tiles::kThreads)
+    move_codes_kernel(const uint8_t* codes_RC, const tiles::CodeOutput out) {
+  alignas(16) __shared__ uint32_t shared[tiles::kSharedWords];
+  const tiles::Place place;
+  tiles::Codes codes;
+#pragma unroll
+  for (int k = 0; k < tiles::kHeight; ++k) {
+    const uint8_t* const row = codes_RC + int64_t{min(place.row + k, out.rows - 1)} * out.cols;
+    if constexpr (kWide) {
+      const auto words = load_stored<tiles::kWidth>(row + min(place.col, out.cols - tiles::kWidth));
+#pragma unroll
+      for (int w = 0; w < tiles::kWords; ++w) codes[k][w] = words.word[w];
+    } else {
+#pragma unroll
+      for (int w = 0; w < tiles::kWords; ++w) {
+        codes[k][w] = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) codes[k][w] |= uint32_t{row[min(place.col + 4 * w + i, out.cols - 1)]} << 8 * i;
+      }
+    }
+  }
+  tiles::write_codes(codes, out, shared);
+}
+
+void move_codes(cudaStream_t stream, const TensorView& x, const ScaledView& out_t) {
+  const int64_t rows = x.dim[0], cols = x.dim[1];
+  tiles::check_extents(rows, cols);
+  const bool wide = cols % tiles::kWidth == 0 && is_aligned(x.data, 16);
+  const auto kernel = wide ? move_codes_kernel<true> : move_codes_kernel<false>;
+  kernel<<<tiles::grid_of(rows, cols), tiles::kThreads, 0, stream>>>(static_cast<const uint8_t*>(x.data),
+                                                                     tiles::code_output({}, out_t, rows, cols));
+}
+
+// Codes that keep their scale are moved: decoding and encoding them again could only lose.
+bool keeps_codes(const ScaledView& x, const ScaledView& out) {
+  return !out.empty() && x.scaling == Scaling::kTensor && out.scaling == Scaling::kTensor &&
+         x.data.dtype == out.data.dtype && x.scale.data == out.scale.data;
+}
+
+bool is_plain(const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kNone; }
+
+// What moves elements without arithmetic over more than one of them. Takes what it has done from `out` and `out_t`.
+void quantize_directly(cudaStream_t stream, const ScaledView& x, ScaledView& out, ScaledView& out_t) {
+  if (keeps_codes(x, out)) {
+    check(cudaMemcpyAsync(out.data.data, x.data.data, static_cast<size_t>(out.data.bytes()),
+                          cudaMemcpyDeviceToDevice, stream),
+          "quantize");
+    out = {};
+  }
+  if (keeps_codes(x, out_t)) {
+    move_codes(stream, x.data, out_t);
+    out_t = {};
+  }
+  if (is_plain(out) && is_stream(x, out.data)) {
+    decode_stream(stream, x, out.data);
+    out = {};
+  }
+  if (!is_plain(x)) return;
+  with_plain_type(x.data.dtype, [&](auto type) {
+    using X = decltype(type);
+    if (is_plain(out)) {
+      with_plain_type(out.data.dtype, [&](auto y) { convert<X, decltype(y)>(stream, x.data, out.data); });
+      out = {};
+    }
+    if (is_plain(out_t)) {
+      with_plain_type(out_t.data.dtype, [&](auto y) { transpose<X, decltype(y)>(stream, x.data, out_t.data); });
+      out_t = {};
     }
   });
+}
+
+}  // namespace
+
+void quantize(Device& device_, const Quantize& a) {
+  CudaDevice& device = as_cuda(device_);
+  const cudaStream_t stream = device.stream();
+  ScaledView out = a.out, out_t = a.out_t;  // what is left to do
+  quantize_directly(stream, a.x, out, out_t);
+  const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
+  const bool has_tensor_scale =
+      (!out.empty() && out.scaling == Scaling::kTensor) || (!out_t.empty() && out_t.scaling == Scaling::kTensor);
+  if (!out.empty() || !out_t.empty()) {
+    with_source(a.x, [&](const auto& source) {
+      const float* amax = a.amax.empty() ? nullptr : a.amax.as<float>();
+      if (has_tensor_scale && !a.scale_given && amax == nullptr) {
+        auto* const found = static_cast<float*>(device.workspace("quantize", sizeof(float)));
+        check(cudaMemsetAsync(found, 0, sizeof(float), stream), "quantize");
+        find_amax(device, source, rows, cols, found);
+        amax = found;
+      }
+      write_tiles(device, source, rows, cols, out, out_t, amax);
+    });
+  }
   check_launch("quantize");
 }
 

@@ -73,6 +73,7 @@ struct Stages {
   __device__ void wait_full(unsigned slot) const { barrier_wait(full_at(slot), slot / kStages % 2); }
   __device__ void wait_empty(unsigned slot) const { barrier_wait(empty + place(slot) * 8, slot / kStages % 2 ^ 1); }
   __device__ void release(unsigned slot) const {
+    __syncwarp();  // an arrival speaks for what its own thread has read, and here one speaks for the warp
     if (threadIdx.x % kWarpSize == 0) barrier_arrive(empty + place(slot) * 8);
   }
 };
@@ -100,6 +101,14 @@ __device__ inline int consumer_index() {
 }
 __device__ inline int warp_row() {
   return __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x - kWarpgroup) / kWarpSize, 0) * 16;
+}
+
+// In a consumer: the number that the producer has left. One lane reads it, the one that later says that the warp is
+// done.
+__device__ inline unsigned tile_number(const unsigned char* shared) {
+  unsigned number = 0;
+  if (threadIdx.x % kWarpSize == 0) number = *reinterpret_cast<const volatile unsigned*>(shared);
+  return __shfl_sync(kFullWarp, number, 0);
 }
 
 // For the first thread of the producer: the number of the block's next tile.

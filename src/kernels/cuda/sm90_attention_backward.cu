@@ -197,7 +197,7 @@ __device__ __forceinline__ void sum_over_queries(BFloat16* d_qkv, unsigned char*
   unsigned slot = 0;
   for (unsigned count = 0;; ++count) {
     barriers.own.wait_full(count);
-    const unsigned number = *reinterpret_cast<const volatile unsigned*>(shared + Layout::kTileNumberAt);
+    const unsigned number = tile_number(shared + Layout::kTileNumberAt);
     if (number >= order.count()) break;
     const Tile tile = order.tile<false>(number);
     const int consumer_begin = tile.begin + consumer * kConsumerRows;
@@ -331,7 +331,7 @@ __device__ __forceinline__ void sum_over_keys(BFloat16* d_qkv, const RowStatisti
   unsigned slot = 0;
   for (unsigned count = 0;; ++count) {
     barriers.own.wait_full(count);
-    const unsigned number = *reinterpret_cast<const volatile unsigned*>(shared + Layout::kTileNumberAt);
+    const unsigned number = tile_number(shared + Layout::kTileNumberAt);
     if (number >= order.count()) break;
     const Tile tile = order.tile<true>(number);
     const int begin = tile.begin + warp_row();

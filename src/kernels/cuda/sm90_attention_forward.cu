@@ -1,5 +1,6 @@
 #include "kernels/cuda/attention_paths.cuh"
 #include "kernels/cuda/check.h"
+#include "kernels/cuda/fp8.cuh"
 #include "kernels/cuda/sm90_attention.cuh"
 #include "kernels/cuda/workspace.h"
 
@@ -140,6 +141,24 @@ __device__ __forceinline__ void finish_rows(RowState& state, float (&out)[1][kN]
   scale_rows(out, inverse);
 }
 
+// Raises *amax to the largest magnitude in the warp's rows, of which the first `count` exist, as bf16 holds it.
+template <int kN>
+__device__ __forceinline__ void raise_to_rows(float* amax, const float (&out)[1][kN][4], int count) {
+  const int lane = threadIdx.x % kWarpSize;
+  float max = 0.0f;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float row_max = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      row_max = max_magnitude(max_magnitude(row_max, out[0][n][2 * half]), out[0][n][2 * half + 1]);
+    }
+    if (half * 8 + lane / 4 < count) max = fmaxf(max, row_max);
+  }
+  max = warp_max(max);
+  if (lane == 0) raise_to(amax, to_float(from_float<BFloat16>(max)));  // rounding keeps the order
+}
+
 // The results of one tile of queries, in a consumer. `slot` counts tiles of keys.
 template <int D>
 __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& state, int consumer, int num_key_tiles,
@@ -203,7 +222,7 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
 }
 
 template <int D>
-__device__ __forceinline__ void consume_tiles(BFloat16* out, float* lse, unsigned char* shared,
+__device__ __forceinline__ void consume_tiles(BFloat16* out, float* lse, float* out_amax, unsigned char* shared,
                                               const AttentionDims& dims, const TileOrder& order,
                                               const ForwardBarriers& barriers, float scale_log2) {
   using Layout = ForwardLayout<D>;
@@ -212,7 +231,7 @@ __device__ __forceinline__ void consume_tiles(BFloat16* out, float* lse, unsigne
   unsigned slot = 0;
   for (unsigned count = 0;; ++count) {
     barriers.queries.wait_full(count);
-    const unsigned number = *reinterpret_cast<const volatile unsigned*>(shared + Layout::kTileNumberAt);
+    const unsigned number = tile_number(shared + Layout::kTileNumberAt);
     if (number >= order.count()) break;
     const Tile tile = order.tile<true>(number);
     float acc[1][D / 8][4];
@@ -222,6 +241,7 @@ __device__ __forceinline__ void consume_tiles(BFloat16* out, float* lse, unsigne
               scale_log2);
     const int begin = tile.begin + warp_row(), rows = dims.S - begin;
     finish_rows(state, acc, scale_log2, lse + dims.query(tile.b, begin, tile.head), rows);
+    if (out_amax != nullptr) raise_to_rows(out_amax, acc, rows);
     store_rows<D>(acc, shared + Layout::kOutAt + warp_row() * kRowBytes<D>,
                   out + dims.out_row(tile.b, begin, tile.head), dims.out_stride(), rows);
   }
@@ -233,7 +253,8 @@ __device__ __forceinline__ void consume_tiles(BFloat16* out, float* lse, unsigne
 template <int D>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_forward_sm90_kernel(const __grid_constant__ CUtensorMap qkv_map, BFloat16* out, float* lse,
-                                  AttentionDims dims, float scale_log2, TileOrder order, unsigned* num_taken) {
+                                  float* out_amax, AttentionDims dims, float scale_log2, TileOrder order,
+                                  unsigned* num_taken) {
 #if PARKA_SM90_CODE
   extern __shared__ __align__(1024) unsigned char shared[];
   const ForwardBarriers barriers(shared_address(shared) + ForwardLayout<D>::kBarriersAt);
@@ -244,7 +265,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) copy_tiles<D>(qkv_map, shared, dims, order, num_taken, barriers);
   } else {
     take_registers<kConsumerRegisters>();
-    consume_tiles<D>(out, lse, shared, dims, order, barriers, scale_log2);
+    consume_tiles<D>(out, lse, out_amax, shared, dims, order, barriers, scale_log2);
   }
 #endif
 }
@@ -255,10 +276,12 @@ void launch_forward(CudaDevice& device, const AttentionForward& a) {
   const AttentionDims dims(a);
   const int64_t head_bytes = int64_t{2} * dims.S * kRowBytes<D> / dims.group();  // keys and values
   const TileOrder order(dims, dims.H, head_bytes, device.num_multiprocessors());
+  float* const out_amax = a.out_amax.empty() ? nullptr : a.out_amax.as<float>();
+  if (out_amax != nullptr) check(cudaMemsetAsync(out_amax, 0, sizeof(float), device.stream()), kOp);
   launch_over_tiles(device, kOp, attention_forward_sm90_kernel<D>, ForwardLayout<D>::kBytes, order,
                     static_cast<unsigned*>(device.workspace(kOp, kAttentionForwardWorkspaceBytes)),
                     make_tile_map(a.qkv.as<BFloat16>(), dims.qkv_stride(), dims.S, dims.B, kTileRows),
-                    a.out.as<BFloat16>(), a.lse.as<float>(), dims, a.scale * kLog2E);
+                    a.out.as<BFloat16>(), a.lse.as<float>(), out_amax, dims, a.scale * kLog2E);
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/cuda_device.h"
+#include "kernels/cuda/swiglu_elements.cuh"
+#include "kernels/cuda/swiglu_fp8.h"
 #include "kernels/cuda/vector.cuh"
 
 // Shapes: T rows (tokens), F columns of the product; up_gate has 2F, up before gate. A block works on a piece of
@@ -17,13 +19,6 @@ constexpr int kForwardPacks = 2;  // per thread
 
 template <typename X>
 constexpr int kWideWidth = 16 / sizeof(X);
-
-// The sigmoid saturates to 0 and 1: exp(-g) becomes infinity, or 0.
-__device__ float sigmoid(float gate) { return __fdividef(1.0f, 1.0f + expf(-gate)); }
-
-// Multiplications that nothing can fuse: forward and backward make the same product, bit for bit.
-__device__ float silu(float gate, float sigmoid_of_gate) { return __fmul_rn(gate, sigmoid_of_gate); }
-__device__ float product_of(float up, float silu_of_gate) { return __fmul_rn(up, silu_of_gate); }
 
 // Where a block's piece of `pieces` per row begins.
 struct Piece {
@@ -82,8 +77,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     const float s = sigmoid(gate[i]), g = silu(gate[i], s);
-    d_up[i] = d_product[i] * g;
-    d_gate[i] = d_product[i] * up[i] * (s + g * (1.0f - s));
+    d_up[i] = up_gradient(d_product[i], g);
+    d_gate[i] = gate_gradient(d_product[i], up[i], s, g);
     product[i] = product_of(up[i], g);
   }
   store(a.d_up_gate_T2F + up_at, d_up);
@@ -143,19 +138,26 @@ void make_gradient(CudaDevice& device, const SwigluBackward& a, const TensorView
   });
 }
 
+bool is_plain(const ScaledView& t) { return t.scaling == Scaling::kNone; }
+
 }  // namespace
 
 void swiglu_forward(Device& device, const SwigluForward& a) {
-  PARKA_REQUIRE(a.up_gate.scaling == Scaling::kNone && a.silu.empty());
-  PARKA_REQUIRE(a.product.scaling == Scaling::kNone && a.product_t.empty());
+  const bool plain = is_plain(a.up_gate) && is_plain(a.product);
+  if (!plain || !a.silu.empty() || !a.product_t.empty()) {
+    swiglu_forward_fp8(device, a);
+    return;
+  }
   make_product(as_cuda(device), a.up_gate.data, a.product.data);
   check_launch("swiglu_forward");
 }
 
 void swiglu_backward(Device& device, const SwigluBackward& a) {
-  PARKA_REQUIRE(a.up_gate.scaling == Scaling::kNone && a.silu.empty());
-  PARKA_REQUIRE(a.d_up_gate.scaling == Scaling::kNone && a.d_up_gate_t.empty());
-  PARKA_REQUIRE(a.product.scaling == Scaling::kNone && a.product_t.empty());
+  const bool plain = is_plain(a.up_gate) && is_plain(a.d_up_gate) && is_plain(a.product);
+  if (!plain || !a.silu.empty() || !a.d_up_gate_t.empty() || !a.product_t.empty()) {
+    swiglu_backward_fp8(device, a);
+    return;
+  }
   // One kernel makes both where it can: they share what they read.
   const TensorView &d_up_gate = a.d_up_gate.data, &product = a.product.data;
   const bool together = !d_up_gate.empty() && d_up_gate.dtype == product.dtype;

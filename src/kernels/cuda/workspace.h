@@ -30,4 +30,16 @@ inline int64_t sum_of_squares_pieces(int64_t numel) {
 }
 inline int64_t sum_of_squares_workspace_bytes(int64_t pieces, int64_t parts) { return (pieces + parts) * 8; }
 
+// gemm of 1x128 and 128x128 scaled operands: behind cuBLASLt's workspace, the scales of an operand [rows, depth] in
+// cuBLASLt's layout, which as 1x128 are more than as 128x128.
+inline int64_t gemm_scales_bytes(int64_t rows, int64_t depth) {
+  constexpr int64_t kAlignment = 256, kGroup = 128, kScale = 4;
+  const int64_t bytes = rows * ((depth + kGroup - 1) / kGroup) * kScale;
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+// Of out [rows, cols] summed over `depth`.
+inline int64_t block_scaled_gemm_workspace_bytes(int64_t rows, int64_t cols, int64_t depth) {
+  return kGemmWorkspaceBytes + gemm_scales_bytes(rows, depth) + gemm_scales_bytes(cols, depth);
+}
+
 }  // namespace parka::cuda

@@ -33,6 +33,7 @@ void check_attention(std::string_view op, const Args& a) {
 
 void attention_forward(Device& device, const AttentionForward& a) {
   check_attention("attention_forward", a);
+  if (!a.out_amax.empty()) check_tensor("attention_forward", "out_amax", a.out_amax, {1}, {DType::kF32});
   if (a.qkv.numel() == 0) return;
   PARKA_DISPATCH(attention_forward, device, a);
 }

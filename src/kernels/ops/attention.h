@@ -15,6 +15,7 @@ struct AttentionForward {
   int64_t num_heads;
   int64_t num_kv_heads;
   float scale;
+  TensorView out_amax = {};  // [1] fp32, out: max |out| as stored, for quantize; empty: not wanted
 };
 void attention_forward(Device& device, const AttentionForward& a);
 

@@ -16,7 +16,10 @@ struct EmbeddingForward {
 // Throws Error(kBadInput) on an id outside the table (CPU; the loader has checked ids before a GPU sees them).
 void embedding_forward(Device& device, const EmbeddingForward& a);
 
-// d_table[v,c] += sum over t with ids[t] == v of d_out[t,c], summed in fp32 in the order of t and added once.
+// d_table[v,c] += sum over t with ids[t] == v of d_out[t,c]
+// The rows of a token are summed in fp32 in pieces of kEmbeddingPiece rows, each in the order of t; then the pieces
+// in order; then the whole is added once. So a frequent token's many rows can be summed by many at a time.
+inline constexpr int64_t kEmbeddingPiece = 64;
 struct EmbeddingBackward {
   TensorView ids;      // [T]    int32, in
   TensorView order;    // [T]    int32, in: the rows in order of (ids[t], t), from embedding_order

@@ -10,6 +10,7 @@ class Device;
 //   y   [T, N] : a = x,                   b = w
 //   d_x [T, K] : a = d_y,                 b = w, b_transposed
 //   d_w [N, K] : a = d_y, a_transposed,   b = x, b_transposed
+// On a GPU, fp8 products that accumulate to bf16 may be rounded to bf16 before they are added, so twice.
 // FP8 tensor cores take both operands K-major only, so FP8 operands must not be flagged transposed: give
 // transposed copies (w_t [K, N], d_y_t [N, T], x_t [K, T]) instead.
 struct Gemm {
@@ -19,6 +20,10 @@ struct Gemm {
   bool b_transposed = false;
   TensorView out;  // [M, N] fp32 or bf16
   bool accumulate = false;
+  // FP8 tensor cores add products in an accumulator of about 14 bits. Unless this is set, its sums over 128 terms
+  // are added up in fp32; with it, sums over long K lose more, for speed. Only kTensor-scaled products on a GPU
+  // look at it.
+  bool fast_accumulation = false;
 };
 // K == 0 yields zeros (or leaves out as it is when accumulating).
 void gemm(Device& device, const Gemm& a);

@@ -29,6 +29,12 @@ void quantize(Device& device, const Quantize& a) {
   check_output("out", a, a.out, rows, cols);
   check_output("out_t", a, a.out_t, cols, rows);
   check_shared_scale("quantize", a.out, a.out_t);
+  if (!a.amax.empty()) {
+    check_tensor("quantize", "amax", a.amax, {1}, {DType::kF32});
+    const bool used = !a.scale_given && (a.out.empty() || a.out.scaling == Scaling::kTensor) &&
+                      (a.out_t.empty() || a.out_t.scaling == Scaling::kTensor);
+    if (!used) throw_internal("quantize: amax is given, and out or out_t has no tensor-wide scale to make from it");
+  }
   if (rows == 0 || cols == 0 || (a.out.empty() && a.out_t.empty())) return;
   PARKA_DISPATCH(quantize, device, a);
 }

@@ -17,6 +17,7 @@ struct Quantize {
   ScaledView out_t = {};  // [C, R], out; empty: not wanted; shares a kTensor scale with out
   // kTensor only: the scale of out / out_t is an input, from an earlier pass over the same values.
   bool scale_given = false;
+  TensorView amax = {};  // [1] fp32, in: max |x|, if whoever made x has found it (kTensor, not scale_given)
 };
 // Also converts between plain formats (Scaling::kNone), dequantizes (fp8 x, plain out) and transposes
 // (out empty; an fp8 kTensor x with an out_t whose scale is the memory of x.scale is moved code for code).

@@ -23,7 +23,8 @@ struct RopeForward {
 // D is even. `saved` is quantized from the rotated fp32 values, so that each is rounded once.
 void rope_forward(Device& device, const RopeForward& a);
 
-// Turns the gradients of queries and keys back (angle negated), in place, and quantizes the whole buffer.
+// Turns the gradients of queries and keys back (angle negated), and quantizes the whole buffer. In place unless it
+// is quantized: then what d_qkv holds afterwards is unspecified, which saves writing it.
 struct RopeBackward {
   TensorView d_qkv;    // [T, (H + 2 * Hkv) * D] fp32 or bf16, in/out
   TensorView cos_sin;  // [S, D] fp32, in
@@ -33,7 +34,7 @@ struct RopeBackward {
   ScaledView
       d_quantized_t;  // [..., T] fp8 transposed, out; empty: not wanted; shares a kTensor scale with d_quantized
 };
-// The quantized copies are made from d_qkv after its rounding.
+// The quantized copies are made from the turned gradients rounded to the dtype of d_qkv.
 void rope_backward(Device& device, const RopeBackward& a);
 
 // The contents of cos_sin, [S, D] row by row. Angles, cosines and sines in double, rounded once to fp32. D is even.

@@ -39,6 +39,12 @@ void swiglu_forward(Device& device, const SwigluForward& a) {
   check_optional(kOp, "product_t", a.product_t, width, rows);
   check_shared_scale(kOp, a.product, a.product_t);
   check_up_gate(kOp, a.up_gate, rows, width);
+  if (!a.up_gate_plain.empty()) {
+    check_tensor(kOp, "up_gate_plain", a.up_gate_plain, {rows, 2 * width}, {DType::kF32, DType::kBF16});
+    if (a.up_gate.scaling != Scaling::kGroup) {
+      throw_internal("{}: up_gate is {}, and only fp8 is made from up_gate_plain", kOp, describe(a.up_gate));
+    }
+  }
   check_silu(kOp, a.silu, rows, width);
   if (rows == 0 || width == 0) return;
   PARKA_DISPATCH(swiglu_forward, device, a);

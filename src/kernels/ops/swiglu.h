@@ -14,6 +14,10 @@ struct SwigluForward {
   ScaledView product;         // [T, F] fp32, bf16, or fp8, out
   ScaledView product_t = {};  // [F, T] fp8, out: the product transposed for the weight gradient; empty: not wanted;
                               // shares a kTensor scale with product, and a kGroup one has its groups along T
+  // [T, 2F] fp32 or bf16, in: the numbers that up_gate, then fp8 kGroup and an output, is quantized from. The
+  // product is computed from what up_gate holds, so that backward sees the same numbers. Empty: up_gate is an
+  // input.
+  TensorView up_gate_plain = {};
 };
 void swiglu_forward(Device& device, const SwigluForward& a);
 

@@ -1,0 +1,176 @@
+#include "bench/kernel_bench.h"
+
+// The ops as the recipe `parka` uses them: inputs of norms and SwiGLU kept in groups of 16, everything that a GEMM
+// reads with one scale, weight gradients' operands transposed.
+namespace parka::bench {
+namespace {
+
+constexpr int64_t kGroup = 16;
+
+void bench_norm(Bench& bench, const ModelShape& m) {
+  const bool layernorm = m.norm == NormKind::kLayerNorm;
+  const auto weight = [&](Tensors& t) { return layernorm ? TensorView() : t.bf16({m.d}); };
+  const auto mean = [&](Tensors& t) { return layernorm ? t.fp32({m.T}) : TensorView(); };
+  const auto kept = [&](Tensors& t) { return t.fp8(DType::kE4M3, m.T, m.d, Scaling::kGroup, kGroup); };
+  bench.time(
+      m.name, "norm_forward.fp8",
+      [&](Tensors& t) {
+        return NormForward{.kind = m.norm,
+                           .eps = 1e-5f,
+                           .residual = t.bf16({m.T, m.d}),
+                           .branch = t.bf16({m.T, m.d}),
+                           .weight = weight(t),
+                           .residual_out = t.bf16({m.T, m.d}),
+                           .x = kept(t),
+                           .y = t.fp8(DType::kE4M3, m.T, m.d, Scaling::kTensor),
+                           .mean = mean(t),
+                           .rstd = t.fp32({m.T})};
+      },
+      norm_forward);
+  bench.time(
+      m.name, "norm_recompute.fp8",
+      [&](Tensors& t) {
+        return NormRecompute{.kind = m.norm,
+                             .x = kept(t),
+                             .weight = weight(t),
+                             .mean = mean(t),
+                             .rstd = t.fp32({m.T}),
+                             .y_t = t.fp8(DType::kE4M3, m.d, m.T, Scaling::kTensor)};
+      },
+      norm_recompute);
+  bench.time(
+      m.name, "norm_backward.fp8",
+      [&](Tensors& t) {
+        const TensorView d_residual = t.bf16({m.T, m.d});
+        const ScaledView d_quantized = t.fp8(DType::kE5M2, m.T, m.d, Scaling::kTensor);
+        return NormBackward{.kind = m.norm,
+                            .x = kept(t),
+                            .weight = weight(t),
+                            .mean = mean(t),
+                            .rstd = t.fp32({m.T}),
+                            .d_y = t.bf16({m.T, m.d}),
+                            .d_residual = d_residual,
+                            .d_residual_out = d_residual,
+                            .d_quantized = d_quantized,
+                            .d_quantized_t = t.fp8(DType::kE5M2, m.d, m.T, Scaling::kTensor, 0, d_quantized.scale),
+                            .d_weight = layernorm ? TensorView() : t.fp32({m.d})};
+      },
+      norm_backward);
+}
+
+void bench_rope(Bench& bench, const ModelShape& m) {
+  const auto cos_sin = [&](Tensors& t) { return t.fp32({m.S, m.d / m.heads}); };
+  bench.time(
+      m.name, "rope_forward.fp8",
+      [&](Tensors& t) {
+        return RopeForward{t.bf16({m.T, 3 * m.d}), cos_sin(t), m.heads, m.heads,
+                           t.fp8(DType::kE4M3, m.T, 3 * m.d, Scaling::kGroup, kGroup)};
+      },
+      rope_forward);
+  bench.time(
+      m.name, "rope_backward.fp8",
+      [&](Tensors& t) {
+        const ScaledView d_quantized = t.fp8(DType::kE5M2, m.T, 3 * m.d, Scaling::kTensor);
+        return RopeBackward{t.bf16({m.T, 3 * m.d}),
+                            cos_sin(t),
+                            m.heads,
+                            m.heads,
+                            d_quantized,
+                            t.fp8(DType::kE5M2, 3 * m.d, m.T, Scaling::kTensor, 0, d_quantized.scale)};
+      },
+      rope_backward);
+}
+
+void bench_swiglu(Bench& bench, const ModelShape& m) {
+  const auto kept = [&](Tensors& t) { return t.fp8(DType::kE4M3, m.T, 2 * m.f, Scaling::kGroup, kGroup); };
+  bench.time(
+      m.name, "swiglu_forward.fp8",
+      [&](Tensors& t) {
+        return SwigluForward{.up_gate = kept(t),
+                             .product = t.fp8(DType::kE4M3, m.T, m.f, Scaling::kTensor),
+                             .up_gate_plain = t.bf16({m.T, 2 * m.f})};
+      },
+      swiglu_forward);
+  bench.time(
+      m.name, "swiglu_backward.fp8",
+      [&](Tensors& t) {
+        const ScaledView d_up_gate = t.fp8(DType::kE5M2, m.T, 2 * m.f, Scaling::kTensor);
+        return SwigluBackward{
+            .up_gate = kept(t),
+            .d_product = t.bf16({m.T, m.f}),
+            .d_up_gate = d_up_gate,
+            .d_up_gate_t = t.fp8(DType::kE5M2, 2 * m.f, m.T, Scaling::kTensor, 0, d_up_gate.scale),
+            .product_t = t.fp8(DType::kE4M3, m.f, m.T, Scaling::kTensor)};
+      },
+      swiglu_backward);
+}
+
+void bench_quantize(Bench& bench, const ModelShape& m) {
+  const auto time = [&](const char* name, const auto& make) { bench.time(m.name, name, make, quantize); };
+  // A weight for the whole step, in both orders.
+  time("quantize.weight", [&](Tensors& t) {
+    const ScaledView w = t.fp8(DType::kE4M3, 2 * m.f, m.d, Scaling::kTensor);
+    return Quantize{t.bf16({2 * m.f, m.d}), w, t.fp8(DType::kE4M3, m.d, 2 * m.f, Scaling::kTensor, 0, w.scale)};
+  });
+  // The attention output, whose maximum the attention kernel has found.
+  time("quantize.attention", [&](Tensors& t) {
+    return Quantize{
+        .x = t.bf16({m.T, m.d}), .out = t.fp8(DType::kE4M3, m.T, m.d, Scaling::kTensor), .amax = t.fp32({1})};
+  });
+  time("quantize.transpose", [&](Tensors& t) {
+    const ScaledView x = t.fp8(DType::kE4M3, m.T, m.d, Scaling::kTensor);
+    return Quantize{
+        .x = x, .out_t = t.fp8(DType::kE4M3, m.d, m.T, Scaling::kTensor, 0, x.scale), .scale_given = true};
+  });
+  time("quantize.decode", [&](Tensors& t) {
+    return Quantize{.x = t.fp8(DType::kE4M3, m.T, 3 * m.d, Scaling::kGroup, kGroup), .out = t.bf16({m.T, 3 * m.d})};
+  });
+}
+
+void bench_adamw(Bench& bench, const ModelShape& m) {
+  const int64_t N = 2 * m.f * m.d, groups = ceil_div(N, kMomentGroup);
+  const auto moment = [&](Tensors& t) {
+    const TensorView codes = t.fp8(DType::kE4M3, 1, N, Scaling::kTensor).data.reshaped({N});
+    const TensorView exponent = t.make(DType::kU8, {groups});
+    const std::vector<uint8_t> twos(static_cast<size_t>(groups), 32);
+    t.copy(exponent, twos.data());
+    return MomentView{codes, t.fp32({groups}), exponent};
+  };
+  bench.time(
+      m.name, "adamw_step.fp8",
+      [&](Tensors& t) {
+        const MomentView exp_avg = moment(t);
+        MomentView exp_avg_sq = moment(t);
+        t.fill_zero(exp_avg_sq.values);  // codes of a second moment have no sign; the first step gives them values
+        return AdamwStep{.weight = t.bf16({N}),
+                         .master = t.make(DType::kU16, {N}),
+                         .master_form = MasterForm::kFp32Split,
+                         .gradient = t.bf16({N}),
+                         .exp_avg = exp_avg,
+                         .exp_avg_sq = exp_avg_sq,
+                         .lr = 1e-6f,
+                         .beta1 = 0.9,
+                         .beta2 = 0.95,
+                         .eps = 1e-8f,
+                         .weight_decay = 0.1f,
+                         .bias_correction1 = 0.1f,
+                         .bias_correction2 = 0.05f,
+                         .grad_scale = t.fp32({1}),
+                         .seed = 1,
+                         .step = 1,
+                         .first_element = 0};
+      },
+      adamw_step);
+}
+
+}  // namespace
+
+void bench_float8(Bench& bench, const ModelShape& model) {
+  bench_norm(bench, model);
+  bench_rope(bench, model);
+  bench_swiglu(bench, model);
+  bench_quantize(bench, model);
+  bench_adamw(bench, model);
+}
+
+}  // namespace parka::bench

@@ -1,0 +1,152 @@
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/philox.h"
+#include "kernels/op_cost.h"
+#include "kernels/ops.h"
+
+// Times ops alone, on tensors of their own.
+namespace parka::bench {
+
+inline constexpr int kSets = 3;
+constexpr int kRuns = 20;
+constexpr int kMostInARow = 4 * kSets;  // so that launches and time stamps do not show
+constexpr double kRunSeconds = 0.01;    // enough for an op that takes long to be run less often in a row
+
+struct ModelShape {
+  const char* name;
+  NormKind norm;
+  int64_t T, S, d, heads, f, vocab, chunk;
+};
+
+// Tensors of one measurement, released with it.
+class Tensors {
+ public:
+  explicit Tensors(Device& device) : device_(device) {}
+  ~Tensors() {
+    for (void* p : memory_) device_.release(p);
+  }
+  Tensors(const Tensors&) = delete;
+  Tensors& operator=(const Tensors&) = delete;
+
+  TensorView make(DType dtype, std::initializer_list<int64_t> shape) {
+    TensorView t(nullptr, dtype, shape);
+    memory_.push_back(t.data = device_.allocate(t.bytes()));
+    return t;
+  }
+  TensorView bf16(std::initializer_list<int64_t> shape) {
+    const TensorView t = make(DType::kBF16, shape);
+    static const std::vector<BFloat16> pattern = [] {
+      std::vector<BFloat16> values(size_t{1} << 20);
+      for (size_t i = 0; i < values.size(); ++i) {
+        values[i] = encode_bf16(static_cast<float>(philox_normal2(1, 2, i)[0]));
+      }
+      return values;
+    }();
+    const auto piece = static_cast<int64_t>(pattern.size());
+    for (int64_t done = 0; done < t.numel(); done += piece) {
+      device_.copy_to_device(t.as<BFloat16>() + done, pattern.data(), 2 * std::min(piece, t.numel() - done));
+    }
+    return t;
+  }
+  TensorView fp32(std::initializer_list<int64_t> shape) {
+    const TensorView t = make(DType::kF32, shape);
+    device_.copy_to_device(t.data, std::vector<float>(static_cast<size_t>(t.numel()), 1.0f).data(), t.bytes());
+    return t;
+  }
+  // FP8 codes of any finite values, and scales of 1; a kTensor matrix gets `scale`, if given.
+  ScaledView fp8(DType dtype, int64_t rows, int64_t cols, Scaling scaling, int64_t group = 0,
+                 const TensorView& scale = {}) {
+    const TensorView codes = make(dtype, {rows, cols});
+    static const std::vector<uint8_t> pattern = [] {
+      std::vector<uint8_t> bytes(size_t{1} << 20);
+      for (size_t i = 0; i < bytes.size(); ++i) {
+        bytes[i] = static_cast<uint8_t>(philox4x32(5, 6, i)[0] & 0xb7);  // below 2 in both formats
+      }
+      return bytes;
+    }();
+    const auto piece = static_cast<int64_t>(pattern.size());
+    for (int64_t done = 0; done < codes.numel(); done += piece) {
+      device_.copy_to_device(static_cast<uint8_t*>(codes.data) + done, pattern.data(),
+                             std::min(piece, codes.numel() - done));
+    }
+    if (scaling == Scaling::kTensor) return {codes, scale.empty() ? fp32({1}) : scale, scaling};
+    const auto shape = scale_shape(scaling, group, rows, cols);
+    return {codes, bf16_ones(shape[0], shape[1]), scaling, group};
+  }
+  void copy(const TensorView& target, const void* host) {
+    device_.copy_to_device(target.data, host, target.bytes());
+  }
+  void fill_zero(const TensorView& target) { device_.fill_zero(target.data, target.bytes()); }
+  // Token ids with the skew of text.
+  TensorView ids(int64_t count, int64_t vocab, std::vector<int32_t>* host = nullptr) {
+    std::vector<int32_t> values(static_cast<size_t>(count));
+    for (int64_t i = 0; i < count; ++i) {
+      const double u = uniform_open(philox4x32(3, 4, static_cast<uint64_t>(i))[0]);
+      values[i] = static_cast<int32_t>(std::pow(static_cast<double>(vocab), u) - 1.0);
+    }
+    if (host) *host = values;
+    return upload(values);
+  }
+  TensorView upload(const std::vector<int32_t>& values) {
+    const TensorView t = make(DType::kI32, {static_cast<int64_t>(values.size())});
+    device_.copy_to_device(t.data, values.data(), t.bytes());
+    return t;
+  }
+
+ private:
+  TensorView bf16_ones(int64_t rows, int64_t cols) {
+    const TensorView t = make(DType::kBF16, {rows, cols});
+    const std::vector<BFloat16> ones(static_cast<size_t>(t.numel()), encode_bf16(1.0f));
+    device_.copy_to_device(t.data, ones.data(), t.bytes());
+    return t;
+  }
+
+  Device& device_;
+  std::vector<void*> memory_;
+};
+
+class Bench {
+ public:
+  Bench(Device& device, double copy_bandwidth) : device_(device), copy_bandwidth_(copy_bandwidth) {}
+
+  // `make(tensors)` gives the arguments of a run on tensors of its own.
+  template <typename Make, typename Op>
+  void time(const char* model, const char* name, const Make& make, const Op& op) {
+    Tensors tensors(device_);
+    std::vector<decltype(make(tensors))> sets;
+    for (int i = 0; i < kSets; ++i) sets.push_back(make(tensors));
+    const auto seconds_each = [&](int in_a_row) {
+      const auto begin = device_.mark();
+      for (int i = 0; i < in_a_row; ++i) op(device_, sets[i % kSets]);
+      return device_.mark()->seconds_since(*begin) / in_a_row;
+    };
+    seconds_each(kSets);
+    const int rounds = static_cast<int>(std::ceil(kRunSeconds / (kSets * seconds_each(kSets))));
+    const int in_a_row = std::min(kMostInARow, kSets * rounds);
+    std::vector<double> seconds;
+    for (int run = 0; run < kRuns; ++run) seconds.push_back(seconds_each(in_a_row));
+    std::sort(seconds.begin(), seconds.end());
+    const OpCost cost = cost_of(sets.front());
+    const double median = seconds[seconds.size() / 2];
+    std::printf(
+        "{\"model\": \"%s\", \"op\": \"%s\", \"shape\": \"%s\", \"us\": %.2f, \"us_least\": %.2f, "
+        "\"us_most\": %.2f, \"bytes\": %.0f, \"copy_fraction\": %.4f, \"tflops\": %.1f}\n",
+        model, name, cost.shape.c_str(), 1e6 * median, 1e6 * seconds.front(), 1e6 * seconds.back(), cost.bytes,
+        cost.bytes / median / copy_bandwidth_, 1e-12 * cost.flop / median);
+  }
+
+ private:
+  Device& device_;
+  double copy_bandwidth_;
+};
+
+// float8_kernels.cpp: the ops of the FP8 recipes.
+void bench_float8(Bench& bench, const ModelShape& model);
+
+}  // namespace parka::bench

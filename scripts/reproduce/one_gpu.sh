@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Speed and memory of whole steps on one GPU, of every recipe in one table: OLMo-1B (16 sequences x 8 accumulation) and
+# Llama-2-7B (4 x 8) at context 2048. Cards of one kind differ by several per cent under full load, so what is compared
+# must come from one run of this.
+#   scripts/reproduce/one_gpu.sh [--no-tune] OUT [MODEL.RECIPE...]
+# By default olmo-1b and llama2-7b, each with bf16, fp8_linear, coat and parka. Every run has an exact fp32 master in 4 bytes
+# per parameter and gradients in bf16; moments are bf16 (bf16, fp8_linear) or expanded FP8 (coat, parka). Unless --no-tune is
+# given, matrix products are tuned first, which takes a minute and a half for each. OUT gets for each run the report, the
+# JSON that scripts/figures.py reads, and the tuning. PARKA names the program (default build/cuda/parka).
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+usage() { echo "usage: scripts/reproduce/one_gpu.sh [--no-tune] OUT [MODEL.RECIPE...]" >&2; exit 2; }
+tune=true
+[ "${1:-}" != --no-tune ] || { tune=false; shift; }
+[ $# -ge 1 ] || usage
+out=$1
+shift
+[ $# -gt 0 ] || set -- {olmo-1b,llama2-7b}.{bf16,fp8_linear,coat,parka}
+parka=${PARKA:-build/cuda/parka}
+mkdir -p "$out"
+
+for run in "$@"; do
+  model=${run%.*} recipe=${run##*.}
+  case $model in
+    olmo-1b) batch=(--set training.micro_batch_size=16 --set training.global_batch_size=128) ;;
+    llama2-7b) batch=(--set training.micro_batch_size=4 --set training.global_batch_size=32) ;;
+    *) echo "one_gpu.sh: no model $model" >&2; exit 2 ;;
+  esac
+  case $recipe in
+    bf16 | fp8_linear) states=bf16 ;;
+    coat | parka) states=fp8_expanded ;;
+    *) echo "one_gpu.sh: no recipe $recipe" >&2; exit 2 ;;
+  esac
+  set=("${batch[@]}" --set precision.recipe=$recipe --set optimizer.states=$states --set optimizer.master=fp32_split
+    --set optimizer.gradient=bf16)
+  if $tune; then
+    "$parka" tune "configs/$model.json" "${set[@]}" --output "$out/$run.tuning.json" > "$out/$run.tuning.txt"
+    set+=(--set "device.gemm_tuning=$out/$run.tuning.json")
+  fi
+  "$parka" bench "configs/$model.json" "${set[@]}" --steps 5 --roofline --json "$out/$run.json" > "$out/$run.txt"
+  grep -A9 '^step ' "$out/$run.txt"
+done
+python3 scripts/figures.py --table "${@/#/$out/}"

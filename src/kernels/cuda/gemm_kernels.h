@@ -1,0 +1,33 @@
+#pragma once
+#include "kernels/ops/gemm.h"
+
+namespace parka::cuda {
+
+class CudaDevice;
+
+// What gemm() needs besides cuBLASLt.
+
+// A product of fp8 operands in any shape, alignment and scaling, in plain fp32 arithmetic without tensor cores: for
+// what cuBLASLt does not take, which no training step should contain. Codes with kGroup or kBlock scales are
+// decoded first, as on the CPU; kTensor scales multiply the sum.
+void multiply_float8(CudaDevice& device, const Gemm& a);
+
+// Scales as cuBLASLt wants them, with R rows of the operand and L = ceil(K / 128):
+//   kGroup, fp32 [R, L]:              laid out as [L, R]
+//   kBlock, fp32 [ceil(R / 128), L]:  rows padded to a multiple of 4 scales, by zeros
+struct ScaleLayout {
+  const float* from = nullptr;  // row-major [rows, cols]
+  float* to = nullptr;
+  int rows = 0, cols = 0;
+  int to_stride = 0;  // from one row of `to` to the next
+  bool transposed = false;
+};
+// Does nothing for a layout without `from`.
+void lay_out_scales(CudaDevice& device, const ScaleLayout& a, const ScaleLayout& b);
+
+// Fills fp32, bf16 or fp8 elements with normally distributed numbers, fp8 codes up to about their largest: operands
+// to time a product on. Multiplying zeros or a constant draws less power, so the card would clock higher than it
+// does in training.
+void fill_random(CudaDevice& device, const TensorView& x, uint32_t seed);
+
+}  // namespace parka::cuda
