@@ -166,14 +166,14 @@ struct Fp8Moment {
 
   template <bool kWhole>
   __device__ void write(const Part& part, const Values& x, const Extremes& found) const {
-    const bool zeros = found.amax == 0.0f;
-    // Not fmaxf: a maximum that is NaN, which no step makes, has to stay visible.
-    const float amax = found.amax < kSmallestAmax<F8> ? kSmallestAmax<F8> : found.amax;
+    // What is not finite, which no step makes, becomes zeros: stored, it would be read back at every step after.
+    const bool zeros = !(found.amax > 0.0f && found.amax <= std::numeric_limits<float>::max());
+    const float amax = fmaxf(found.amax, kSmallestAmax<F8>);
     const int exponent = zeros || exponent_G == nullptr ? 16 : moment_exponent<F8>(amax, found.amin);
     const MomentGroup group(amax, exponent);
 #pragma unroll
     for (int pack = 0; pack < kPacks; ++pack) {
-      const uint32_t codes = encode_moment<F8, kIsSecond>(x[pack], group);
+      const uint32_t codes = zeros ? 0u : encode_moment<F8, kIsSecond>(x[pack], group);
       write_pack<kWhole>(codes_N, part, pack, std::bit_cast<ElementPack<F8>>(codes));
     }
     if (Part::lane() != 0 || !(kWhole || part.has_group())) return;
@@ -388,8 +388,7 @@ __device__ float safe_direction_of(const UpdateConstants& c, float m, float v) {
   const float x = __fmul_rn(m, c.inverse_bias1), y = __fadd_rn(__fmul_rn(root, c.inverse_sqrt_bias2), c.eps);
   float inverse = approximate_reciprocal(y);
   inverse = __fmaf_rn(inverse, __fmaf_rn(-y, inverse, 1.0f), inverse);
-  float quotient = __fmul_rn(x, inverse);
-  quotient = __fmaf_rn(inverse, __fmaf_rn(-y, quotient, x), quotient);
+  const float quotient = __fmul_rn(x, inverse);
   return __fmaf_rn(inverse, __fmaf_rn(-y, quotient, x), quotient);
 }
 

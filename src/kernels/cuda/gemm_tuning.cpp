@@ -365,6 +365,7 @@ std::vector<GemmChoice> tune(CudaDevice& device, const GemmTuneOptions& options)
     for (const auto& contest : contests) contest->compare(schedule.burst, static_cast<size_t>(round));
   }
   std::vector<GemmChoice> choices;
+  choices.reserve(contests.size());
   for (const auto& contest : contests) choices.push_back(contest->choice());
   std::sort(choices.begin(), choices.end(),
             [](const GemmChoice& a, const GemmChoice& b) { return a.microseconds > b.microseconds; });

@@ -97,9 +97,11 @@ __device__ inline float row_max(float x, float* shared) {
   return warp_max(lane < static_cast<int>(blockDim.x) / kWarpSize ? shared[lane] : 0.0f);
 }
 
-// x / n for an n whose inverse is known, rounded as a division rounds: by what the product misses, added to it.
+// x / n for an n whose inverse is known, rounded as a division rounds: by what the product misses, added to it. Of an
+// infinite x that would be infinity less infinity.
 __device__ inline float divided(float x, float n, float inverse) {
   const float quotient = x * inverse;
+  if (isinf(quotient)) return quotient;
   return fmaf(fmaf(-quotient, n, x), inverse, quotient);
 }
 
