@@ -148,5 +148,7 @@ class Bench {
 
 // float8_kernels.cpp: the ops of the FP8 recipes.
 void bench_float8(Bench& bench, const ModelShape& model);
+// amax_kernels.cpp: the maximum of a matrix, found in a pass of its own or on the way.
+void bench_amax(Device& device, double copy_bandwidth);
 
 }  // namespace parka::bench

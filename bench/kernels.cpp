@@ -1,6 +1,7 @@
 // Every op of a model's step alone, at the shapes of a model, against the copy bandwidth of the device:
 //   bench_kernels [MODEL...]          olmo-1b llama2-7b
 //   bench_kernels attention:S...      attention alone, 16 heads of 128 columns, 32768 tokens in sequences of S
+//   bench_kernels amax                what the maximum of a matrix costs, in a pass of its own and on the way
 // One line of JSON per op: median, least and most time of many runs over several sets of tensors, so that no cache
 // holds what is read. Matrix products are timed by `parka tune` and `parka bench`.
 #include <algorithm>
@@ -119,6 +120,15 @@ void bench_attention(Bench& bench, const ModelShape& m) {
       attention_backward);
 }
 
+// Of ids that are known: only the rows of d_table that they name are touched.
+struct EmbeddingBackwardOfIds : EmbeddingBackward {
+  int64_t tokens;  // that occur
+};
+OpCost cost_of(EmbeddingBackwardOfIds a) {
+  a.d_table.dim[0] = a.tokens;
+  return parka::cost_of(static_cast<const EmbeddingBackward&>(a));
+}
+
 void bench_ends(Bench& bench, const ModelShape& m) {
   bench.time(
       m.name, "embedding_forward",
@@ -130,11 +140,13 @@ void bench_ends(Bench& bench, const ModelShape& m) {
       m.name, "embedding_backward",
       [&](Tensors& t) {
         std::vector<int32_t> ids;
-        const TensorView on_device = t.ids(m.T, m.vocab, &ids);
-        return EmbeddingBackward{.ids = on_device,
-                                 .order = t.upload(embedding_order(ids.data(), m.T, m.vocab)),
-                                 .d_out = t.bf16({m.T, m.d}),
-                                 .d_table = t.bf16({m.vocab, m.d})};
+        t.ids(m.T, m.vocab, &ids);
+        const std::vector<TokenRow> rows = embedding_order(ids.data(), m.T, m.vocab);
+        const TensorView order = t.make(DType::kI32, {m.T, kTokenRowInts});
+        t.copy(order, rows.data());
+        return EmbeddingBackwardOfIds{
+            {.order = order, .d_out = t.bf16({m.T, m.d}), .d_table = t.bf16({m.vocab, m.d})},
+            std::count_if(rows.begin(), rows.end(), [](const TokenRow& row) { return row.rank == 0; })};
       },
       embedding_backward);
   bench.time(
@@ -195,6 +207,7 @@ int run(int argc, char** argv) {
   constexpr std::string_view kAttention = "attention:";
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
+    if (argument == "amax") bench_amax(*device, copy);
     if (!argument.starts_with(kAttention)) continue;
     ModelShape shape = kModels[0];
     shape.S = std::stoll(argument.substr(kAttention.size()));

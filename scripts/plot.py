@@ -2,9 +2,15 @@
 """Plots the metrics of one or several runs into a PNG.
 
     scripts/plot.py runs/a/metrics.jsonl runs/b/metrics.jsonl --out loss.png
+    scripts/plot.py runs/a/metrics.jsonl --telemetry --out telemetry.png
 
 Panels: training loss (thin: every step, thick: smoothed) with held-out loss as dots, gradient norm, learning rate,
 tokens per second.
+
+With --telemetry, of one run that was trained with telemetry.interval (docs/telemetry.md): relative error of each
+quantized tensor and block in the last report, and its median over the blocks over the steps; share of elements that
+became 0, likewise; the exponent k of each optimizer moment over the steps, as the median over all tensors of the
+quartiles of each.
 """
 import argparse
 import json
@@ -51,30 +57,80 @@ def run_name(path):
     return os.path.basename(os.path.dirname(os.path.abspath(path))) or path
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("metrics", nargs="+", help="metrics.jsonl of a run; several are drawn over each other")
-    parser.add_argument("--out", required=True, help="PNG to write")
-    parser.add_argument("--smooth", type=int, default=25, help="steps that the thick loss curve averages over")
-    arguments = parser.parse_args()
-    if arguments.smooth < 1:
-        fail("--smooth: must be at least 1")
+def numbers(values):
+    """Numbers of a list that may hold nulls: what was not finite."""
+    return [float("nan") if value is None else value for value in values]
 
-    import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+def median(values):
+    known = sorted(value for value in values if value is not None)
+    return known[len(known) // 2] if known else float("nan")
 
+
+def draw_heat_map(figure, axis, record, key, title):
+    tensors = record["tensors"]
+    rows = [numbers(tensor[key]) for tensor in tensors.values()]
+    largest = max((value for row in rows for value in row if value == value), default=0.0)
+    image = axis.imshow(rows, aspect="auto", interpolation="nearest", vmin=0.0, vmax=largest or 1.0)
+    axis.set_yticks(range(len(tensors)), list(tensors), fontsize=7)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set_xlabel("block")
+    axis.set_title(f"{title}, step {record['step']}")
+    figure.colorbar(image, ax=axis)
+
+
+def draw_medians(axis, records, key, title):
+    for index, name in enumerate(records[-1]["tensors"]):
+        points = [(r["step"], median(r["tensors"][name][key])) for r in records if name in r["tensors"]]
+        axis.plot(*zip(*points), color=f"C{index % 10}", linestyle="-" if index < 10 else "--", linewidth=1, label=name)
+    axis.set_title(f"{title}, median over blocks")
+    axis.legend(fontsize=6, ncols=2)
+
+
+def draw_exponents(axis, records, moment, color):
+    """The quartiles of k over the groups of a tensor; of each the median over all tensors."""
+    def over_tensors(record, quartile):
+        return median([k for parameter in record["parameters"].values() for k in parameter[moment]["k"][quartile]])
+
+    steps = [record["step"] for record in records]
+    lower, middle, upper = ([over_tensors(record, quartile) for record in records]
+                            for quartile in ("lower_quartile", "median", "upper_quartile"))
+    axis.fill_between(steps, lower, upper, color=color, alpha=0.25)
+    axis.plot(steps, middle, color=color, marker=".", label=moment)
+
+
+def draw_telemetry(plt, path):
+    records = read_records(path)
+    quantization = [record for record in records if record.get("kind") == "quantization"]
+    moments = [record for record in records if record.get("kind") == "moments"]
+    if not quantization and not moments:
+        fail(f"{path}: holds no telemetry; train with telemetry.interval set, in a recipe with FP8")
+    figure, axes = plt.subplots(3, 2, figsize=(14, 15), constrained_layout=True)
+    if quantization:
+        for row, (key, title) in zip(axes, (("error", "relative error"), ("underflowed", "share that became 0"))):
+            draw_heat_map(figure, row[0], quantization[-1], key, title)
+            draw_medians(row[1], quantization, key, title)
+    for axis, moment, color in zip(axes[2], ("exp_avg", "exp_avg_sq"), ("C0", "C1")):
+        if moments:
+            draw_exponents(axis, moments, moment, color)
+        axis.set_title(f"range expansion: k of {moment}, quartiles")
+    for axis in (axes[0][1], axes[1][1], *axes[2]):
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    return figure
+
+
+def draw_runs(plt, paths, smooth):
     figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
     loss_axis, norm_axis, rate_axis, speed_axis = axes.flat
-    for index, path in enumerate(arguments.metrics):
+    for index, path in enumerate(paths):
         records = read_records(path)
         color, name = f"C{index}", run_name(path)
         steps, losses = series(records, "train", "loss")
         if not steps:
             fail(f"{path}: holds no training steps")
         loss_axis.plot(steps, losses, color=color, alpha=0.25, linewidth=0.7)
-        loss_axis.plot(steps, smoothed(losses, arguments.smooth), color=color, linewidth=1.6, label=name)
+        loss_axis.plot(steps, smoothed(losses, smooth), color=color, linewidth=1.6, label=name)
         held_out = series(records, "eval", "loss")
         if held_out[0]:
             loss_axis.plot(*held_out, "o", color=color, markersize=4, markeredgecolor="black", label=f"{name}, held out")
@@ -90,6 +146,30 @@ def main():
     for axis in axes.flat:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
+    return figure
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("metrics", nargs="+", help="metrics.jsonl of a run; several are drawn over each other")
+    parser.add_argument("--out", required=True, help="PNG to write")
+    parser.add_argument("--smooth", type=int, default=25, help="steps that the thick loss curve averages over")
+    parser.add_argument("--telemetry", action="store_true", help="draw what telemetry.interval reports, of one run")
+    arguments = parser.parse_args()
+    if arguments.smooth < 1:
+        fail("--smooth: must be at least 1")
+    if arguments.telemetry and len(arguments.metrics) > 1:
+        fail("--telemetry: draws one run at a time")
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    if arguments.telemetry:
+        figure = draw_telemetry(plt, arguments.metrics[0])
+    else:
+        figure = draw_runs(plt, arguments.metrics, arguments.smooth)
     try:
         figure.savefig(arguments.out, dpi=110)
     except OSError as error:

@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 packages=(
   g++ cmake ninja-build ccache git
   libeigen3-dev libspdlog-dev libfmt-dev nlohmann-json3-dev libcli11-dev libxxhash-dev catch2
+  libopenmpi-dev openmpi-bin
   python3 python3-venv
 )
 
@@ -23,6 +24,13 @@ if [ ${#missing[@]} -gt 0 ]; then
   echo "setup.sh: installing ${missing[*]}"
   $sudo apt-get update -qq
   DEBIAN_FRONTEND=noninteractive $sudo apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+fi
+
+# NCCL comes from NVIDIA's package repository, as the CUDA toolkit does.
+if command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ]; then
+  has_nccl=false
+  for folder in /usr /usr/local /usr/local/cuda; do [ ! -e "$folder/include/nccl.h" ] || has_nccl=true; done
+  $has_nccl || echo "setup.sh: NCCL was not found: runs on several GPUs need libnccl-dev of NVIDIA's repository" >&2
 fi
 
 # The distribution's python3, whatever else is first on PATH: it is the one that python3-venv was installed for.

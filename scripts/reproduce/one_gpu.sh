@@ -4,9 +4,11 @@
 # must come from one run of this.
 #   scripts/reproduce/one_gpu.sh [--no-tune] OUT [MODEL.RECIPE...]
 # By default olmo-1b and llama2-7b, each with bf16, fp8_linear, coat and parka. Every run has an exact fp32 master in 4 bytes
-# per parameter and gradients in bf16; moments are bf16 (bf16, fp8_linear) or expanded FP8 (coat, parka). Unless --no-tune is
-# given, matrix products are tuned first, which takes a minute and a half for each. OUT gets for each run the report, the
-# JSON that scripts/figures.py reads, and the tuning. PARKA names the program (default build/cuda/parka).
+# per parameter and gradients in bf16; moments are bf16 (bf16, fp8_linear) or expanded FP8 (coat, parka). parka is the lean
+# one: it keeps activations in groups of 32, not 16, and transposes FP8 weights where they are read instead of keeping both
+# orders. Unless --no-tune is given, matrix products are tuned first, which takes a minute and a half for each. OUT gets for
+# each run the report, the JSON that scripts/figures.py reads, and the tuning. PARKA names the program (default
+# build/cuda/parka).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 usage() { echo "usage: scripts/reproduce/one_gpu.sh [--no-tune] OUT [MODEL.RECIPE...]" >&2; exit 2; }
@@ -31,7 +33,9 @@ for run in "$@"; do
     coat | parka) states=fp8_expanded ;;
     *) echo "one_gpu.sh: no recipe $recipe" >&2; exit 2 ;;
   esac
-  set=("${batch[@]}" --set precision.recipe=$recipe --set optimizer.states=$states --set optimizer.master=fp32_split
+  lean=()
+  [ "$recipe" != parka ] || lean=(--set precision.group_size=32 --set precision.cache_transposed_weights=false)
+  set=("${batch[@]}" "${lean[@]}" --set precision.recipe=$recipe --set optimizer.states=$states --set optimizer.master=fp32_split
     --set optimizer.gradient=bf16)
   if $tune; then
     "$parka" tune "configs/$model.json" "${set[@]}" --output "$out/$run.tuning.json" > "$out/$run.tuning.txt"

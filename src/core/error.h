@@ -16,6 +16,7 @@ enum class ExitCode : int {
   kBadInput = 2,   // config, command line, token file, checkpoint, folder: the user can mend it
   kNonFinite = 3,  // NaN or Inf in loss or gradients and the policy says stop
   kIo = 4,         // writing failed: disk full, quota, permission lost during the run
+  kRankLost = 5,   // another rank of the run died or hung, or the ranks cannot reach each other any more
 };
 
 // The one exception type of Parka. `what()` is a single line: what, where, what to do.

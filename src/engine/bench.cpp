@@ -56,13 +56,20 @@ std::vector<OpSummary> summarize(const std::vector<OpTime>& times) {
     OpSummary& summary = by_kind[{time.section, time.op, time.cost.shape}];
     summary.section = time.section;
     summary.op = time.op;
-    summary.cost = time.cost;
+    // Calls of one shape may differ in what they write: the cost becomes that of an average one.
+    summary.cost.bytes += time.cost.bytes;
+    summary.cost.flop += time.cost.flop;
+    summary.cost.shape = time.cost.shape;
     summary.seconds += time.seconds;
     ++summary.count;
   }
   std::vector<OpSummary> summaries;
   summaries.reserve(by_kind.size());
-  for (auto& [kind, summary] : by_kind) summaries.push_back(std::move(summary));
+  for (auto& [kind, summary] : by_kind) {
+    summary.cost.bytes /= static_cast<double>(summary.count);
+    summary.cost.flop /= static_cast<double>(summary.count);
+    summaries.push_back(std::move(summary));
+  }
   std::sort(summaries.begin(), summaries.end(),
             [](const OpSummary& a, const OpSummary& b) { return a.seconds > b.seconds; });
   return summaries;

@@ -2,25 +2,145 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <set>
+#include <tuple>
 #include <utility>
 
 #include "core/error.h"
 #include "core/parallel.h"
+#include "engine/checkpoint_index.h"
 #include "engine/checkpoint_layout.h"
+#include "engine/checkpoint_verify.h"
 #include "engine/json_text.h"
 
 namespace parka {
 namespace {
 
-[[noreturn]] void throw_checksum_mismatch(const std::string& path, const std::string& found,
-                                          const std::string& expected) {
-  throw_bad_input("{}: has checksum {}, the manifest says {}: damaged or replaced", path, found, expected);
+using nlohmann::json;
+
+// Runs `action` on every rank. All get the texts that it returned, or all throw what it threw on the lowest rank on
+// which it threw.
+std::vector<std::string> agree(const LoadGroup& group, const std::function<std::string()>& action) {
+  if (group.size == 1) return {action()};
+  json outcome;
+  try {
+    outcome = {{"text", action()}};
+  } catch (const Error& e) {
+    outcome = {{"code", static_cast<int>(e.code())}, {"message", e.what()}};
+  } catch (const std::exception& e) {
+    outcome = {{"code", static_cast<int>(ExitCode::kInternal)}, {"message", e.what()}};
+  }
+  // A path in a message need not be UTF-8.
+  const std::vector<std::string> outcomes =
+      group.gather(outcome.dump(-1, ' ', false, json::error_handler_t::replace));
+  PARKA_REQUIRE(static_cast<int>(outcomes.size()) == group.size);
+  std::vector<std::string> texts;
+  texts.reserve(outcomes.size());
+  for (const std::string& encoded : outcomes) {
+    const json other = json::parse(encoded);
+    if (other.contains("message")) {
+      throw Error(static_cast<ExitCode>(other.at("code").get<int>()),
+                  fmt::format("rank {}: {}", texts.size(), other.at("message").get<std::string>()));
+    }
+    texts.push_back(other.at("text").get<std::string>());
+  }
+  return texts;
 }
 
-void verify_checksum(const std::string& path, const std::string& expected) {
-  const std::string found = checksum_of(InputFile(path));
-  if (found != expected) throw_checksum_mismatch(path, found, expected);
+// The rank that verifies each file: files go, in their order, to the rank that has the fewest bytes so far.
+std::vector<int> share_out(const std::vector<Manifest::File>& files, int num_ranks) {
+  std::vector<int64_t> bytes(static_cast<size_t>(num_ranks));
+  std::vector<int> ranks;
+  ranks.reserve(files.size());
+  for (const Manifest::File& file : files) {
+    const auto least = std::min_element(bytes.begin(), bytes.end());
+    *least += file.num_bytes;
+    ranks.push_back(static_cast<int>(least - bytes.begin()));
+  }
+  return ranks;
+}
+
+// Reads this rank's share of the files; the block sums of each file, empty for those of other ranks.
+std::vector<std::string> verify_share(const std::vector<VerifiedFile>& files, const Manifest& manifest,
+                                      const LoadGroup& group) {
+  const std::vector<int> ranks = share_out(manifest.files, group.size);
+  std::vector<std::string> sums(files.size());
+  parallel_for(static_cast<int64_t>(files.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (ranks[i] == group.rank) sums[i] = verify_file(files[i].path, manifest.files[i].checksum);
+    }
+  });
+  return sums;
+}
+
+// What identifies a checkpoint: the checksums of all its bytes. Through a cache of a network file system ranks
+// might see different saves of one step.
+json identity_of(const Manifest& manifest) {
+  return {{"step", manifest.step}, {"attempt", manifest.attempt}, {"files", encode_files(manifest.files)}};
+}
+
+// The manifest and the files with their block sums, once all files were verified by one of the ranks.
+std::pair<Manifest, std::vector<VerifiedFile>> verify_together(const std::string& path, const LoadGroup& group) {
+  Manifest manifest;
+  std::vector<VerifiedFile> files;
+  const std::vector<std::string> shares = agree(group, [&] {
+    manifest = read_manifest(path);
+    for (const Manifest::File& file : manifest.files) {
+      files.push_back({(std::filesystem::path(path) / file.name).string(), file.num_bytes, {}});
+    }
+    const std::vector<std::string> sums = verify_share(files, manifest, group);
+    return json{{"identity", identity_of(manifest)}, {"sums", sums}}.dump();
+  });
+  for (const std::string& encoded : shares) {
+    const json share = json::parse(encoded);
+    if (share.at("identity") != identity_of(manifest)) {
+      throw_bad_input("{}: the ranks do not see the same checkpoint there; is it being replaced?", path);
+    }
+    for (size_t i = 0; i < files.size(); ++i) files[i].block_sums += share.at("sums").at(i).get<std::string>();
+  }
+  return {std::move(manifest), std::move(files)};
+}
+
+// Reads the headers of all files and checks that they hold what the manifest says.
+CheckpointIndex read_index(const std::string& path, const std::vector<VerifiedFile>& verified,
+                           int64_t num_tensors) {
+  std::vector<CheckpointFile> files;
+  files.reserve(verified.size());
+  VerifiedReader reader(verified);
+  for (size_t i = 0; i < verified.size(); ++i) {
+    const auto read = [&](int64_t offset, std::span<std::byte> out) { reader.read(i, offset, out); };
+    files.push_back({verified[i].path, read_safetensors_header(read, verified[i].num_bytes, verified[i].path)});
+  }
+  CheckpointIndex index = index_tensors(files);
+  if (static_cast<int64_t>(index.tensors.size()) != num_tensors) {
+    throw_bad_input("{}: its files hold {} tensors, its manifest says {}", path, index.tensors.size(), num_tensors);
+  }
+  return index;
+}
+
+// A part of a tensor that lies in one piece in a file and is not too large.
+struct Read {
+  size_t file = 0;
+  int64_t offset = 0;
+  size_t tensor = 0;
+  ElementRange elements;
+};
+
+// Appends what is to be read for `elements` of a tensor.
+void plan_reads(const CheckpointIndex& index, size_t tensor, ElementRange elements, std::vector<Read>& reads) {
+  const int64_t element_bytes = size_of(index.tensors[tensor].dtype);
+  const int64_t max_elements = LoadedCheckpoint::kMaxPieceBytes / element_bytes;
+  const auto& pieces = index.pieces[tensor];
+  auto piece = std::lower_bound(pieces.begin(), pieces.end(), elements.begin,
+                                [](const auto& p, int64_t element) { return p.range.end <= element; });
+  for (; piece != pieces.end() && piece->range.begin < elements.end; ++piece) {
+    const int64_t end = std::min(piece->range.end, elements.end);
+    for (int64_t begin = std::max(piece->range.begin, elements.begin); begin < end; begin += max_elements) {
+      reads.push_back({piece->file,
+                       piece->offset + (begin - piece->range.begin) * element_bytes,
+                       tensor,
+                       {begin, std::min(begin + max_elements, end)}});
+    }
+  }
 }
 
 }  // namespace
@@ -35,60 +155,91 @@ std::vector<CheckpointInfo> list_checkpoints(const std::string& folder) {
   return checkpoints;
 }
 
-LoadedCheckpoint load_checkpoint(const std::string& path) {
-  Manifest manifest = read_manifest(path);
+LoadedCheckpoint load_checkpoint(const std::string& path, const LoadGroup& group) {
+  PARKA_REQUIRE(group.rank >= 0 && group.rank < group.size);
+  auto [manifest, files] = verify_together(path, group);
+  CheckpointIndex index;
+  agree(group, [&, num_tensors = manifest.num_tensors, &verified = files] {
+    index = read_index(path, verified, num_tensors);
+    return std::string();
+  });
   LoadedCheckpoint loaded;
   loaded.step_ = manifest.step;
   loaded.path_ = path;
   loaded.state_ = std::move(manifest.state);
-  for (const Manifest::File& file : manifest.files) {
-    loaded.shards_.push_back({(std::filesystem::path(path) / file.name).string(), file.checksum, {}});
-  }
-  parallel_for(static_cast<int64_t>(loaded.shards_.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) verify_checksum(loaded.shards_[i].path, loaded.shards_[i].checksum);
-  });
-  std::set<std::string_view> names;
-  for (LoadedCheckpoint::Shard& shard : loaded.shards_) {
-    shard.header = read_safetensors_header(InputFile(shard.path));
-    for (const SafetensorsEntry& tensor : shard.header.tensors) {
-      if (!names.insert(tensor.name).second) {
-        throw_bad_input("{}: tensor \"{}\" is in another shard too", shard.path, printable(tensor.name));
-      }
-    }
-  }
-  if (static_cast<int64_t>(names.size()) != manifest.num_tensors) {
-    throw_bad_input("{}: its shards hold {} tensors, its manifest says {}", path, names.size(),
-                    manifest.num_tensors);
-  }
+  loaded.files_ = std::make_shared<const std::vector<VerifiedFile>>(std::move(files));
+  loaded.index_ = std::make_shared<const CheckpointIndex>(std::move(index));
   return loaded;
+}
+
+const std::vector<SafetensorsEntry>& LoadedCheckpoint::tensors() const { return index_->tensors; }
+
+const SafetensorsEntry* LoadedCheckpoint::find(const std::string& name) const {
+  const auto found = index_->by_name.find(name);
+  return found == index_->by_name.end() ? nullptr : &index_->tensors[found->second];
 }
 
 void LoadedCheckpoint::for_each_tensor(
     const std::function<void(const SafetensorsEntry& tensor, ByteSpan bytes)>& callback) const {
+  VerifiedReader reader(*files_);
   std::vector<std::byte> buffer;
-  for (const Shard& shard : shards_) {
-    const InputFile file(shard.path);
-    // Header and tensors in file order are the whole file, so this adds up to the file's checksum.
-    Checksum checksum;
-    buffer.resize(static_cast<size_t>(shard.header.num_bytes));
-    file.read(0, buffer);
-    checksum.update(buffer);
-    for (const SafetensorsEntry& tensor : shard.header.tensors) {
-      buffer.resize(static_cast<size_t>(tensor.num_bytes));
-      file.read(tensor.offset, buffer);
-      checksum.update(buffer);
-      callback(tensor, buffer);
+  for (size_t i = 0; i < index_->tensors.size(); ++i) {
+    const SafetensorsEntry& tensor = index_->tensors[i];
+    const int64_t element_bytes = size_of(tensor.dtype);
+    buffer.resize(static_cast<size_t>(tensor.num_bytes));
+    for (const CheckpointIndex::Piece& piece : index_->pieces[i]) {
+      reader.read(piece.file, piece.offset,
+                  std::span(buffer).subspan(static_cast<size_t>(piece.range.begin * element_bytes),
+                                            static_cast<size_t>(piece.range.size() * element_bytes)));
     }
-    if (checksum.hex() != shard.checksum) throw_checksum_mismatch(shard.path, checksum.hex(), shard.checksum);
+    callback(tensor, buffer);
+  }
+}
+
+void LoadedCheckpoint::read_ranges(const std::vector<TensorRange>& ranges, const RangeCallback& callback) const {
+  std::vector<Read> reads;
+  for (const TensorRange& range : ranges) {
+    const SafetensorsEntry* tensor = find(range.name);
+    if (tensor == nullptr) throw_bad_input("{}: lacks the tensor {}", path_, printable(range.name));
+    const ElementRange& elements = range.elements;
+    PARKA_REQUIRE(elements.begin >= 0 && elements.begin <= elements.end &&
+                  elements.end <= num_elements_of(tensor->shape));
+    plan_reads(*index_, static_cast<size_t>(tensor - index_->tensors.data()), elements, reads);
+  }
+  std::sort(reads.begin(), reads.end(),
+            [](const Read& a, const Read& b) { return std::tie(a.file, a.offset) < std::tie(b.file, b.offset); });
+  VerifiedReader reader(*files_);
+  for (const Read& read : reads) {
+    const SafetensorsEntry& tensor = index_->tensors[read.tensor];
+    callback(tensor, read.elements.begin,
+             reader.view(read.file, read.offset, read.elements.size() * size_of(tensor.dtype)));
   }
 }
 
 std::optional<LoadedCheckpoint> load_newest(const std::string& folder,
-                                            const std::function<void(const std::string& message)>& report) {
-  const std::vector<CheckpointInfo> checkpoints = list_checkpoints(folder);
+                                            const std::function<void(const std::string& message)>& report,
+                                            const LoadGroup& group) {
+  // Rank 0's list, so that all look at the same folders. Paths need not be UTF-8, names of step folders are.
+  std::vector<CheckpointInfo> checkpoints;
+  const std::vector<std::string> lists = agree(group, [&] {
+    checkpoints = list_checkpoints(folder);
+    json names = json::array();
+    for (const CheckpointInfo& checkpoint : checkpoints) {
+      names.push_back(std::filesystem::path(checkpoint.path).filename().string());
+    }
+    return names.dump();
+  });
+  if (group.rank != 0) {
+    checkpoints.clear();
+    for (const json& name : json::parse(lists[0])) {
+      const auto step_folder = parse_step_folder_name(name.get<std::string>());
+      PARKA_REQUIRE(step_folder);
+      checkpoints.push_back({step_folder->step, step_folder_path(folder, step_folder->step, step_folder->kind)});
+    }
+  }
   for (const CheckpointInfo& checkpoint : checkpoints) {
     try {
-      return load_checkpoint(checkpoint.path);
+      return load_checkpoint(checkpoint.path, group);
     } catch (const Error& e) {
       if (report) report(fmt::format("checkpoint of step {} refused: {}", checkpoint.step, e.what()));
     }

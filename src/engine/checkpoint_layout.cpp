@@ -19,7 +19,9 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 constexpr std::string_view kFormat = "parka-checkpoint";
-constexpr int64_t kVersion = 1;
+constexpr int64_t kVersion = 1;         // saved by one rank
+constexpr int64_t kVersionOfRanks = 2;  // by several: "ranks" and "attempt" come with it, and other file names
+constexpr int64_t kMaxRanks = 1 << 20;
 constexpr std::string_view kStepPrefix = "step_";
 constexpr int64_t kMaxManifestBytes = 64 << 20;
 
@@ -53,6 +55,23 @@ int64_t count(const json& object, const char* key, std::string_view where) {
 
 std::string text(const json& object, const char* key, std::string_view where) {
   return field(object, key, json::value_t::string, where).get<std::string>();
+}
+
+// The order of the files is fixed, so that each of them has its one possible name or is refused.
+void check_file_names(const Manifest& manifest, std::string_view where) {
+  int rank = 0;
+  size_t index = 0;
+  for (const Manifest::File& file : manifest.files) {
+    const std::string expected = manifest.num_ranks == 1 ? shard_name(index) : rank_shard_name(rank, index);
+    bool found = file.name == expected;
+    while (!found && rank + 1 < manifest.num_ranks) {  // ranks may have written nothing
+      found = file.name == rank_shard_name(++rank, index = 0);
+    }
+    if (!found) {
+      throw_bad_input("{}: file \"{}\" where \"{}\" was expected", where, printable(file.name), expected);
+    }
+    ++index;
+  }
 }
 
 }  // namespace
@@ -99,13 +118,39 @@ std::vector<StepFolder> list_step_folders(const std::string& run_folder) {
 
 std::string shard_name(size_t index) { return fmt::format("shard_{}.safetensors", index); }
 
-std::string encode_manifest(const Manifest& manifest) {
-  nlohmann::ordered_json root = {
-      {"format", kFormat}, {"version", kVersion}, {"step", manifest.step}, {"state", manifest.state}};
-  root["files"] = nlohmann::ordered_json::array();
-  for (const Manifest::File& file : manifest.files) {
-    root["files"].push_back({{"name", file.name}, {"bytes", file.num_bytes}, {"xxh3_128", file.checksum}});
+std::string rank_shard_name(int rank, size_t index) {
+  return fmt::format("rank_{:04}_shard_{}.safetensors", rank, index);
+}
+
+nlohmann::ordered_json encode_files(const std::vector<Manifest::File>& files) {
+  auto list = nlohmann::ordered_json::array();
+  for (const Manifest::File& file : files) {
+    list.push_back({{"name", file.name}, {"bytes", file.num_bytes}, {"xxh3_128", file.checksum}});
   }
+  return list;
+}
+
+std::vector<Manifest::File> parse_files(const json& files, std::string_view where) {
+  std::vector<Manifest::File> parsed;
+  parsed.reserve(files.size());
+  for (const json& file : files) {
+    if (!file.is_object()) throw_bad_input("{}: \"files\" must hold objects", where);
+    parsed.push_back({text(file, "name", where), count(file, "bytes", where), text(file, "xxh3_128", where)});
+  }
+  return parsed;
+}
+
+std::string encode_manifest(const Manifest& manifest) {
+  const bool of_ranks = manifest.num_ranks > 1;
+  nlohmann::ordered_json root = {{"format", kFormat},
+                                 {"version", of_ranks ? kVersionOfRanks : kVersion},
+                                 {"step", manifest.step},
+                                 {"state", manifest.state}};
+  if (of_ranks) {
+    root["ranks"] = manifest.num_ranks;
+    root["attempt"] = manifest.attempt;
+  }
+  root["files"] = encode_files(manifest.files);
   root["tensors"] = manifest.num_tensors;
   root["complete"] = true;
   std::string body;
@@ -136,9 +181,10 @@ Manifest parse_manifest(std::string_view content, std::string_view where) {
   if (!root.is_object() || text(root, "format", where) != kFormat) {
     throw_bad_input("{}: is not the manifest of a Parka checkpoint", where);
   }
-  if (const int64_t version = count(root, "version", where); version != kVersion) {
-    throw_bad_input("{}: has format version {}, this Parka reads version {}: use the Parka that wrote it", where,
-                    version, kVersion);
+  const int64_t version = count(root, "version", where);
+  if (version != kVersion && version != kVersionOfRanks) {
+    throw_bad_input("{}: has format version {}, this Parka reads versions {} and {}: use the Parka that wrote it",
+                    where, version, kVersion, kVersionOfRanks);
   }
   if (!field(root, "complete", json::value_t::boolean, where).get<bool>()) {
     throw_bad_input("{}: says that the checkpoint is not complete", where);
@@ -147,27 +193,32 @@ Manifest parse_manifest(std::string_view content, std::string_view where) {
   manifest.step = count(root, "step", where);
   if (!root.contains("state")) throw_bad_input("{}: has no \"state\"", where);
   manifest.state = root["state"];
-  for (const json& file : field(root, "files", json::value_t::array, where)) {
-    if (!file.is_object()) throw_bad_input("{}: \"files\" must hold objects", where);
-    const std::string name = text(file, "name", where);
-    if (name != shard_name(manifest.files.size())) {
-      throw_bad_input("{}: file \"{}\" where \"{}\" was expected", where, printable(name),
-                      shard_name(manifest.files.size()));
+  if (version == kVersionOfRanks) {
+    manifest.num_ranks = count(root, "ranks", where);
+    if (manifest.num_ranks < 2 || manifest.num_ranks > kMaxRanks) {
+      throw_bad_input("{}: \"ranks\" is out of range", where);
     }
-    manifest.files.push_back({name, count(file, "bytes", where), text(file, "xxh3_128", where)});
+    manifest.attempt = text(root, "attempt", where);
   }
+  manifest.files = parse_files(field(root, "files", json::value_t::array, where), where);
+  check_file_names(manifest, where);
   manifest.num_tensors = count(root, "tensors", where);
   return manifest;
 }
 
+Manifest read_manifest_alone(const std::string& checkpoint_path) {
+  const std::string where = (fs::path(checkpoint_path) / kManifestName).string();
+  return parse_manifest(read_text(where, kMaxManifestBytes), where);
+}
+
 Manifest read_manifest(const std::string& checkpoint_path) {
+  Manifest manifest = read_manifest_alone(checkpoint_path);
   const fs::path folder = checkpoint_path;
-  const std::string where = (folder / kManifestName).string();
-  Manifest manifest = parse_manifest(read_text(where, kMaxManifestBytes), where);
   // A folder under another name is the user's copy; a step folder must hold the step that it is named after.
   if (const auto named = parse_step_folder_name(folder.filename().string());
       named && named->step != manifest.step) {
-    throw_bad_input("{}: is of step {}, its folder of step {}", where, manifest.step, named->step);
+    throw_bad_input("{}: is of step {}, its folder of step {}", (folder / kManifestName).string(), manifest.step,
+                    named->step);
   }
   for (const Manifest::File& file : manifest.files) {
     const InputFile opened((folder / file.name).string());

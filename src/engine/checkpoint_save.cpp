@@ -1,70 +1,23 @@
 #include <algorithm>
+#include <cctype>
 #include <filesystem>
-#include <set>
+#include <random>
 #include <system_error>
 
 #include <unistd.h>
 
 #include "core/error.h"
 #include "engine/checkpoint.h"
+#include "engine/checkpoint_files.h"
+#include "engine/checkpoint_index.h"
 #include "engine/checkpoint_layout.h"
+#include "engine/checkpoint_meeting.h"
 #include "engine/file_io.h"
-#include "engine/json_text.h"
 
 namespace parka {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr size_t kWritePieceBytes = 256 << 10;
-
-// The steps of a save that change the file system; each is announced to the observer before it is taken.
-class ObservedFiles {
- public:
-  explicit ObservedFiles(const SaveOptions& options) : observer_(options.observer) {}
-
-  void make_directory(const std::string& path) {
-    announce("make", path);
-    parka::make_directory(path);
-  }
-  void sync_directory(const std::string& path) {
-    announce("sync", path);
-    parka::sync_directory(path);
-  }
-  void rename(const std::string& from, const std::string& to) {
-    announce("rename", from);
-    rename_path(from, to);
-  }
-  void remove(const std::string& path) {
-    announce("remove", path);
-    remove_tree(path);
-  }
-
-  // Creates a file with what `produce` passes to its argument, and makes its content durable.
-  Manifest::File write_file(const fs::path& path, const std::function<void(const ByteSink&)>& produce) {
-    announce("create", path);
-    OutputFile file(path);
-    produce([&](ByteSpan bytes) {
-      while (!bytes.empty()) {
-        const ByteSpan piece = bytes.first(std::min(kWritePieceBytes, bytes.size()));
-        announce("write", path);
-        file.write(piece);
-        bytes = bytes.subspan(piece.size());
-      }
-    });
-    announce("sync", path);
-    file.sync();
-    file.close();
-    return {path.filename().string(), file.num_bytes(), file.checksum()};
-  }
-
- private:
-  void announce(std::string_view action, const std::string& path) {
-    if (observer_) observer_(fmt::format("{} {}", action, path));
-  }
-
-  const std::function<void(std::string_view)>& observer_;
-};
 
 // As std::filesystem::exists, without its exceptions: what cannot be examined fails in the next step on it.
 bool exists(const std::string& path) {
@@ -72,31 +25,50 @@ bool exists(const std::string& path) {
   return fs::exists(path, ignored);
 }
 
-void check_names_unique(const std::vector<HostTensor>& tensors) {
-  std::set<std::string_view> names;
-  for (const HostTensor& tensor : tensors) {
-    if (!names.insert(tensor.name).second)
-      throw_internal("two tensors have the name \"{}\"", printable(tensor.name));
-  }
-}
-
-// Cuts the list where the next tensor would make a file larger than `max_bytes`.
-std::vector<std::vector<const HostTensor*>> split_into_shards(const std::vector<HostTensor>& tensors,
-                                                              int64_t max_bytes) {
-  std::vector<std::vector<const HostTensor*>> shards;
-  int64_t filled = 0;
-  for (const HostTensor& tensor : tensors) {
-    const auto bytes = static_cast<int64_t>(tensor.bytes.size());
-    if (shards.empty() || (bytes > max_bytes - filled && !shards.back().empty())) {
-      shards.emplace_back();
-      filled = 0;
+// What the other ranks wait for must not be a checkpoint that cannot be loaded.
+int64_t count_tensors(const std::string& folder, const std::vector<Manifest::File>& files) {
+  std::vector<CheckpointFile> opened;
+  opened.reserve(files.size());
+  for (const Manifest::File& file : files) {
+    const InputFile input((fs::path(folder) / file.name).string());
+    if (input.num_bytes() != file.num_bytes) {
+      throw_io("{}: has {} bytes, the rank that wrote it says {}", input.path(), input.num_bytes(), file.num_bytes);
     }
-    shards.back().push_back(&tensor);
-    filled += bytes;
+    opened.push_back({input.path(), read_safetensors_header(input)});
   }
-  return shards;
+  try {
+    return static_cast<int64_t>(index_tensors(opened).tensors.size());
+  } catch (const Error& e) {
+    throw_internal("the ranks' pieces do not make up the tensors: {}", e.what());
+  }
 }
 
+// Runs a rank's part of a save. What it throws the other ranks get to know.
+template <typename Action>
+void take_part(SaveMeeting& meeting, Action action) {
+  try {
+    action();
+  } catch (const Error& e) {
+    meeting.leave_failure(e.what(), e.code());
+    throw;
+  } catch (const std::exception& e) {
+    meeting.leave_failure(e.what(), ExitCode::kInternal);
+    throw;
+  }
+}
+
+// Writes a rank's tensors into the draft that rank 0 made.
+std::vector<Manifest::File> write_part(SaveMeeting& meeting, ObservedFiles& files,
+                                       const CheckpointContents& contents, const SaveOptions& options) {
+  check_names_unique(contents.tensors);
+  const auto name_of = [&](size_t index) { return rank_shard_name(options.group.rank, index); };
+  auto written = write_shards(files, meeting.attempt_path(), contents.tensors, options.max_shard_bytes, name_of,
+                              [&] { meeting.check(); });
+  files.sync_directory(meeting.attempt_path());
+  return written;
+}
+
+// Of rank 0 or of the only one: writes the checkpoint and has all that was there before in its hands.
 class CheckpointWriter {
  public:
   CheckpointWriter(const std::string& folder, const CheckpointContents& contents, const SaveOptions& options)
@@ -114,8 +86,27 @@ class CheckpointWriter {
     try {
       files_.remove(draft_);
       write_draft();
-      publish();
+      publish(draft_);
     } catch (...) {
+      undo();
+      throw;
+    }
+    clear_leftovers();
+    remove_outdated();
+  }
+
+  void save_with_others() {
+    SaveMeeting meeting(options_.group, files_, folder_, final_, draft_);
+    try {
+      take_part(meeting, [&] {
+        make_directories(folder_);
+        restore_displaced();
+        files_.remove(draft_);
+        write_draft_with_others(meeting);
+        publish(meeting.attempt_path());
+      });
+    } catch (...) {
+      meeting.wait_until_others_left();
       undo();
       throw;
     }
@@ -142,23 +133,35 @@ class CheckpointWriter {
                       .state = contents_.state,
                       .files = {},
                       .num_tensors = static_cast<int64_t>(contents_.tensors.size())};
-    for (const auto& shard : split_into_shards(contents_.tensors, options_.max_shard_bytes)) {
-      manifest.files.push_back(
-          files_.write_file(fs::path(draft_) / shard_name(manifest.files.size()),
-                            [&](const ByteSink& sink) { write_safetensors(shard, {}, sink); }));
-    }
-    const std::string text = encode_manifest(manifest);
-    files_.write_file(fs::path(draft_) / kManifestName, [&](const ByteSink& sink) { sink(as_bytes(text)); });
-    files_.sync_directory(draft_);
+    manifest.files = write_shards(files_, draft_, contents_.tensors, options_.max_shard_bytes, shard_name);
+    complete_draft(draft_, manifest);
+  }
+
+  void write_draft_with_others(SaveMeeting& meeting) {
+    files_.make_directory(draft_);
+    meeting.open();
+    meeting.leave_files(write_part(meeting, files_, contents_, options_));
+    Manifest manifest{.step = contents_.step,
+                      .state = contents_.state,
+                      .files = meeting.wait_for_files(),
+                      .num_ranks = options_.group.size,
+                      .attempt = options_.group.id};
+    manifest.num_tensors = count_tensors(meeting.attempt_path(), manifest.files);
+    complete_draft(meeting.attempt_path(), manifest);
+  }
+
+  void complete_draft(const std::string& draft, const Manifest& manifest) {
+    files_.write_text((fs::path(draft) / kManifestName).string(), encode_manifest(manifest));
+    files_.sync_directory(draft);
   }
 
   // Gives the draft its name. An earlier save of the same step stays loadable until then, as .old.
-  void publish() {
+  void publish(const std::string& draft) {
     if (exists(final_)) {
       if (exists(displaced_)) discard({contents_.step, StepFolderKind::kDisplaced});
       files_.rename(final_, displaced_);
     }
-    files_.rename(draft_, final_);
+    files_.rename(draft, final_);
     files_.sync_directory(folder_);
   }
 
@@ -229,14 +232,53 @@ class CheckpointWriter {
   const std::string final_, draft_, displaced_;
 };
 
+// Writes the part of a rank other than 0.
+void save_part(const std::string& folder, const CheckpointContents& contents, const SaveOptions& options) {
+  ObservedFiles files(options);
+  SaveMeeting meeting(options.group, files, folder, step_folder_path(folder, contents.step),
+                      step_folder_path(folder, contents.step, StepFolderKind::kTemporary));
+  take_part(meeting, [&] {
+    meeting.wait_until_open();
+    try {
+      meeting.leave_files(write_part(meeting, files, contents, options));
+    } catch (const Error&) {
+      meeting.check();  // where the save was given up its folder is gone: that is no news
+      throw;
+    }
+    meeting.wait_until_complete();
+  });
+}
+
+bool is_id(std::string_view id) {
+  return !id.empty() &&
+         std::all_of(id.begin(), id.end(), [](unsigned char c) { return std::isalnum(c) || c == '-' || c == '_'; });
+}
+
 }  // namespace
+
+std::string make_save_id() {
+  std::random_device random;
+  return fmt::format("{:08x}{:08x}", random(), random());
+}
 
 void save_checkpoint(const std::string& folder, const CheckpointContents& contents, const SaveOptions& options) {
   PARKA_REQUIRE(contents.step >= 0);
   PARKA_REQUIRE(options.keep >= 0);
   PARKA_REQUIRE(options.max_shard_bytes > 0);
-  check_names_unique(contents.tensors);
-  CheckpointWriter(folder, contents, options).save();
+  const SaveGroup& group = options.group;
+  PARKA_REQUIRE(group.rank >= 0 && group.rank < group.size);
+  if (group.size == 1) {
+    PARKA_REQUIRE(std::none_of(contents.tensors.begin(), contents.tensors.end(), is_partial));
+    check_names_unique(contents.tensors);
+    CheckpointWriter(folder, contents, options).save();
+    return;
+  }
+  PARKA_REQUIRE(is_id(group.id));
+  if (group.rank == 0) {
+    CheckpointWriter(folder, contents, options).save_with_others();
+  } else {
+    save_part(folder, contents, options);
+  }
 }
 
 void check_run_folder_writable(const std::string& folder) {

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include <fmt/format.h>
+
 namespace parka {
 
 CheckpointSaver::CheckpointSaver(std::string folder, SaveOptions options)
@@ -51,7 +53,9 @@ void CheckpointSaver::work() {
     lock.unlock();
     std::exception_ptr failure;
     try {
-      save_checkpoint(folder_, *contents, options_);
+      SaveOptions options = options_;
+      if (options.group.size > 1) options.group.id += fmt::format("_{}", ++num_saves_);
+      save_checkpoint(folder_, *contents, options);
     } catch (...) {
       failure = std::current_exception();
     }

@@ -1,5 +1,6 @@
 #pragma once
 #include <condition_variable>
+#include <cstdint>
 #include <exception>
 #include <mutex>
 #include <optional>
@@ -11,7 +12,8 @@
 namespace parka {
 
 // Saves checkpoints from a background thread while training goes on. To be used from one thread; the observer and
-// the report of `options` are called from the background thread.
+// the report of `options` are called from the background thread. Where options.group has several ranks each has a
+// saver, and all savers get the same saves in the same order.
 class CheckpointSaver {
  public:
   CheckpointSaver(std::string folder, SaveOptions options);
@@ -37,6 +39,7 @@ class CheckpointSaver {
   std::condition_variable changed_;
   std::optional<CheckpointContents> next_;  // handed over, not yet taken by the thread
   bool saving_ = false;
+  int64_t num_saves_ = 0;  // that the thread has begun; the same on all ranks
   bool stopping_ = false;
   std::exception_ptr failure_;
   std::thread thread_;  // last: it uses everything above

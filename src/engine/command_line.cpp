@@ -15,7 +15,7 @@ namespace {
 
 constexpr const char* kFooter =
     "\nExit codes: 0 done; 1 defect of Parka; 2 bad input (config, data, checkpoint, command line);\n"
-    "3 loss or gradients not finite; 4 reading or writing failed (disk full, ...).\n"
+    "3 loss or gradients not finite; 4 reading or writing failed (disk full, ...); 5 another rank died or hung.\n"
     "Documentation: README.md and docs/.";
 
 void add_config_options(CLI::App& command, std::string& path, std::vector<std::string>& overrides) {

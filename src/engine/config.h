@@ -98,6 +98,20 @@ struct CheckpointConfig {
   }
 };
 
+struct TelemetryConfig {
+  int64_t interval = 0;
+
+  bool operator==(const TelemetryConfig&) const = default;
+
+  template <typename Visitor>
+  void fields(Visitor& visit) {
+    visit("interval", interval,
+          "Report every so many steps what quantization does to each kind of tensor that is in FP8, see "
+          "docs/telemetry.md; 0 is never. Changes no bit of the training",
+          IntegerRange{});
+  }
+};
+
 struct DistributedConfig {
   int64_t zero_stage = 0;
   int64_t bucket_mib = 64;
@@ -139,6 +153,7 @@ struct Config {
   DataConfig data;
   TrainingConfig training;
   CheckpointConfig checkpoint;
+  TelemetryConfig telemetry;
   DistributedConfig distributed;
   DeviceConfig device;
 
@@ -152,6 +167,7 @@ struct Config {
     visit("data", data, "Token files and their order");
     visit("training", training, "Length, batch, evaluation and what to do about bad steps");
     visit("checkpoint", checkpoint, "The run folder and when to save");
+    visit("telemetry", telemetry, "Reports on FP8 in metrics.jsonl");
     visit("distributed", distributed, "Sharding over ranks");
     visit("device", device, "What the run computes on");
   }

@@ -28,6 +28,7 @@ constexpr std::string_view kNotHashed[] = {
     "training.max_skipped_steps",
     "training.log_interval",
     "checkpoint.",
+    "telemetry.",
     "distributed.",
     "device.",
 };

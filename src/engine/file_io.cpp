@@ -155,19 +155,6 @@ void InputFile::read(int64_t offset, std::span<std::byte> out) const {
   }
 }
 
-std::string checksum_of(const InputFile& file) {
-  constexpr int64_t kPieceBytes = 1 << 20;
-  std::vector<std::byte> piece(static_cast<size_t>(std::min(kPieceBytes, file.num_bytes())));
-  Checksum checksum;
-  for (int64_t offset = 0; offset < file.num_bytes(); offset += kPieceBytes) {
-    const std::span part =
-        std::span(piece).first(static_cast<size_t>(std::min(kPieceBytes, file.num_bytes() - offset)));
-    file.read(offset, part);
-    checksum.update(part);
-  }
-  return checksum.hex();
-}
-
 std::string read_text(const std::string& path, int64_t max_bytes) {
   const InputFile file(path);
   if (file.num_bytes() > max_bytes) {
@@ -212,6 +199,18 @@ void remove_tree(const std::string& path) {
   std::error_code error;
   fs::remove_all(path, error);
   if (error) throw_io_error("remove", path, error.value());
+}
+
+std::vector<std::string> list_names(const std::string& path) {
+  std::vector<std::string> names;
+  std::error_code error;
+  fs::directory_iterator it(path, error);
+  for (; !error && it != fs::directory_iterator(); it.increment(error)) names.push_back(it->path().filename());
+  // A folder that is removed while it is listed is a missing one too.
+  if (error && error.value() != ENOENT && error.value() != ESTALE) {
+    throw_open_error("list folder", path, error.value());
+  }
+  return names;
 }
 
 void sync_directory(const std::string& path) {

@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 // Files with every error reported: path, the system's reason, what to do. Functions that open or create throw
 // Error(kBadInput) where the path itself is at fault (missing, no permission, a file where a folder should be) and
@@ -81,7 +82,6 @@ class InputFile {
   int64_t num_bytes_ = 0;
 };
 
-std::string checksum_of(const InputFile& file);
 // The whole file; one larger than `max_bytes` is refused with Error(kBadInput).
 std::string read_text(const std::string& path, int64_t max_bytes);
 
@@ -93,6 +93,9 @@ void make_directories(const std::string& path);
 void make_directory(const std::string& path);  // throws when `path` exists
 void rename_path(const std::string& from, const std::string& to);
 void remove_tree(const std::string& path);  // a missing one is fine
+// The names in a folder, in no order; none where it is missing. On a network file system this asks the server,
+// while a look at a single path may be answered from a cache.
+std::vector<std::string> list_names(const std::string& path);
 // Makes the names in a folder durable: created, renamed and removed entries.
 void sync_directory(const std::string& path);
 

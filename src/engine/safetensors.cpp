@@ -39,9 +39,17 @@ void check_tensors(const std::vector<const HostTensor*>& tensors) {
   for (const HostTensor* tensor : tensors) {
     if (!names.insert(tensor->name).second)
       throw_internal("two tensors have the name \"{}\"", printable(tensor->name));
-    const int64_t expected = num_bytes_of(tensor->dtype, tensor->shape);
+    int64_t expected = num_bytes_of(tensor->dtype, tensor->shape);
+    if (const auto& piece = tensor->piece; piece && expected >= 0) {
+      const int64_t size = size_of(tensor->dtype);
+      if (piece->begin < 0 || piece->end < piece->begin || piece->end > expected / size) {
+        throw_internal("tensor \"{}\" has {} elements, its piece is [{}, {})", printable(tensor->name),
+                       expected / size, piece->begin, piece->end);
+      }
+      expected = piece->size() * size;
+    }
     if (expected != static_cast<int64_t>(tensor->bytes.size())) {
-      throw_internal("tensor \"{}\" has {} bytes where its dtype and shape say {}", printable(tensor->name),
+      throw_internal("tensor \"{}\" has {} bytes where its dtype, shape and piece say {}", printable(tensor->name),
                      tensor->bytes.size(), expected);
     }
   }
@@ -53,8 +61,9 @@ std::string encode_header(const std::vector<const HostTensor*>& tensors, const S
   int64_t begin = 0;
   for (const HostTensor* tensor : tensors) {
     const int64_t end = begin + static_cast<int64_t>(tensor->bytes.size());
+    const auto shape = is_partial(*tensor) ? std::vector<int64_t>{tensor->piece->size()} : tensor->shape;
     header[tensor->name] = {
-        {"dtype", format_name(tensor->dtype)}, {"shape", tensor->shape}, {"data_offsets", {begin, end}}};
+        {"dtype", format_name(tensor->dtype)}, {"shape", shape}, {"data_offsets", {begin, end}}};
     begin = end;
   }
   std::string text;
@@ -183,6 +192,12 @@ int64_t num_bytes_of(DType dtype, const std::vector<int64_t>& shape) {
   return bytes;
 }
 
+int64_t num_elements_of(const std::vector<int64_t>& shape) { return num_bytes_of(DType::kU8, shape); }
+
+bool is_partial(const HostTensor& tensor) {
+  return tensor.piece && *tensor.piece != ElementRange{0, num_elements_of(tensor.shape)};
+}
+
 void write_safetensors(const std::vector<const HostTensor*>& tensors, const SafetensorsMetadata& metadata,
                        const ByteSink& sink) {
   check_tensors(tensors);
@@ -217,12 +232,17 @@ SafetensorsHeader parse_safetensors_header(ByteSpan start, int64_t file_bytes, s
   return header;
 }
 
+SafetensorsHeader read_safetensors_header(const FileReader& read, int64_t file_bytes, std::string_view where) {
+  std::vector<std::byte> start(static_cast<size_t>(std::min(kLengthBytes, file_bytes)));
+  read(0, start);
+  start.resize(static_cast<size_t>(kLengthBytes + decode_length(start, file_bytes, where)));
+  read(0, start);
+  return parse_safetensors_header(start, file_bytes, where);
+}
+
 SafetensorsHeader read_safetensors_header(const InputFile& file) {
-  std::vector<std::byte> start(static_cast<size_t>(std::min(kLengthBytes, file.num_bytes())));
-  file.read(0, start);
-  start.resize(static_cast<size_t>(kLengthBytes + decode_length(start, file.num_bytes(), file.path())));
-  file.read(0, start);
-  return parse_safetensors_header(start, file.num_bytes(), file.path());
+  const auto read = [&](int64_t offset, std::span<std::byte> out) { file.read(offset, out); };
+  return read_safetensors_header(read, file.num_bytes(), file.path());
 }
 
 }  // namespace parka

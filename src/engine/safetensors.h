@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -15,12 +17,22 @@
 // the tensors' bytes, row-major and little-endian, back to back. Dtypes F32, BF16, F8_E4M3, F8_E5M2, I32, U16, U8.
 namespace parka {
 
-// A tensor in host memory.
+// Elements [begin, end) of a tensor in row-major order.
+struct ElementRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+
+  int64_t size() const { return end - begin; }
+  bool operator==(const ElementRange&) const = default;
+};
+
+// A tensor, or the piece of one that a rank of a run holds, in host memory.
 struct HostTensor {
   std::string name;
   DType dtype = DType::kF32;
-  std::vector<int64_t> shape;
-  std::vector<std::byte> bytes;  // row-major; as many as dtype and shape say
+  std::vector<int64_t> shape;              // of the whole tensor
+  std::vector<std::byte> bytes;            // row-major; as many as dtype and shape, or the piece, say
+  std::optional<ElementRange> piece = {};  // what `bytes` holds; everything where there is none
 };
 
 // A tensor in a safetensors file.
@@ -43,8 +55,10 @@ using SafetensorsMetadata = std::map<std::string, std::string>;
 using ByteSink = std::function<void(ByteSpan)>;
 
 // Passes a whole file to `sink` in pieces: the header, then each tensor's bytes. Tensors with larger elements come
-// first, otherwise in the given order, so that every tensor in the file is aligned to its element size. Throws
-// Error(kInternal), before the first piece, when names repeat or a tensor's bytes do not fit its dtype and shape.
+// first, otherwise in the given order, so that every tensor in the file is aligned to its element size. A piece of
+// a tensor becomes a tensor of one dimension, of which tensor and where in it is for `metadata` to say; one that is
+// the whole keeps the tensor's shape. Throws Error(kInternal), before the first piece, when names repeat or a
+// tensor's bytes do not fit its dtype, shape and piece.
 void write_safetensors(const std::vector<const HostTensor*>& tensors, const SafetensorsMetadata& metadata,
                        const ByteSink& sink);
 
@@ -53,8 +67,15 @@ void write_safetensors(const std::vector<const HostTensor*>& tensors, const Safe
 // and no byte is left over; or Error(kBadInput), whose message begins with `where`.
 SafetensorsHeader parse_safetensors_header(ByteSpan start, int64_t file_bytes, std::string_view where);
 SafetensorsHeader read_safetensors_header(const InputFile& file);
+// The same through `read`, which fills its second argument from an offset in the file on.
+using FileReader = std::function<void(int64_t offset, std::span<std::byte> out)>;
+SafetensorsHeader read_safetensors_header(const FileReader& read, int64_t file_bytes, std::string_view where);
 
 // Bytes of a dense tensor, or -1 when a dimension is negative or the product overflows.
 int64_t num_bytes_of(DType dtype, const std::vector<int64_t>& shape);
+// Elements of a dense tensor whose bytes can be counted.
+int64_t num_elements_of(const std::vector<int64_t>& shape);
+// Whether `bytes` are not all of the tensor.
+bool is_partial(const HostTensor& tensor);
 
 }  // namespace parka

@@ -190,6 +190,10 @@ class TrainCommand {
                                    {"data_wait_seconds", report.data_wait_seconds}};
     if (!report.culprit.empty()) line["culprit"] = report.culprit;
     metrics.write(line);
+    if (!report.telemetry) return;
+    for (const auto& telemetry : telemetry_records(*report.telemetry, report.step, run_.model().parameters())) {
+      metrics.write(telemetry);
+    }
   }
 
   void handle_bad_step(const StepReport& report, int64_t skipped_in_a_row) const {

@@ -65,6 +65,7 @@ TensorId declare_op_workspace(const Config& config, const ParameterTable& table,
   }
   const int64_t bytes =
       std::max({gemm_bytes, cuda::norm_backward_workspace_bytes(config.model.d_model),
+                cuda::embedding_backward_workspace_bytes(tokens, config.model.d_model),
                 cuda::attention_backward_workspace_bytes(tokens, config.model.num_heads),
                 cuda::sum_of_squares_workspace_bytes(pieces, static_cast<int64_t>(table.all.size()))});
   return plan.add("workspace of GPU kernels", "op_workspace", DType::kU8, {bytes});
@@ -75,6 +76,7 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device)
             {config.training.micro_batch_size, config.data.sequence_length}, config.training.logits_chunk_tokens,
             Model::Use::kTraining, plan),
       optimizer(config.optimizer, config.precision.compute, model.parameters().all, plan) {
+  if (config.telemetry.interval > 0) telemetry.emplace(config, model, plan);
   if (device == DeviceKind::kCuda) workspace = declare_op_workspace(config, model.parameters(), plan);
   plan.finish();
 }
@@ -91,6 +93,7 @@ TrainingRun::TrainingRun(const Config& config, Device& device)
   }
   declared_.model.bind(device, arena_);
   declared_.optimizer.bind(arena_, declared_.model.weights());
+  if (declared_.telemetry) declared_.telemetry->bind(arena_);
   start_loader({});
 }
 
@@ -197,7 +200,8 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   return differences;
 }
 
-void TrainingRun::queue_gradients() {
+// With telemetry: of the first micro-batch.
+void TrainingRun::queue_gradients(bool with_telemetry) {
   const TrainingConfig& training = config_.training;
   const int64_t S = config_.data.sequence_length;
   const double num_targets = static_cast<double>(training.global_batch_size * (S - 1));
@@ -206,12 +210,15 @@ void TrainingRun::queue_gradients() {
   for (int64_t done = 0; done < training.global_batch_size; done += training.micro_batch_size) {
     const MicroBatch batch = loader_->next();
     const std::vector<int32_t> targets = next_token_targets(batch.tokens, S);
-    declared_.model.accumulate_gradients(device_,
-                                         {batch.tokens.data(), targets.data(), {training.micro_batch_size, S}},
-                                         {.grad_scale = static_cast<float>(1.0 / num_targets),
-                                          .z_loss = static_cast<float>(training.z_loss),
-                                          .loss_sum = optimizer.loss()},
-                                         optimizer.gradients());
+    const Model::Batch on_host = {batch.tokens.data(), targets.data(), {training.micro_batch_size, S}};
+    const Model::LossOptions options = {.grad_scale = static_cast<float>(1.0 / num_targets),
+                                        .z_loss = static_cast<float>(training.z_loss),
+                                        .loss_sum = optimizer.loss()};
+    if (with_telemetry && done == 0) {
+      declared_.model.accumulate_gradients_with_telemetry(device_, on_host, options, optimizer.gradients());
+    } else {
+      declared_.model.accumulate_gradients(device_, on_host, options, optimizer.gradients());
+    }
     position_ = batch.after;
   }
 }
@@ -222,7 +229,8 @@ std::optional<StepReport> TrainingRun::step() {
   StepReport report;
   report.step = completed_steps_ + 1;
   report.data = position_;
-  queue_gradients();
+  const bool with_telemetry = declared_.telemetry && declared_.telemetry->is_due(report.step);
+  queue_gradients(with_telemetry);
   report.data_wait_seconds = loader_->wait_seconds() - wait_before;
 
   std::optional<StepReport> previous = finish();
@@ -231,9 +239,11 @@ std::optional<StepReport> TrainingRun::step() {
   report.clip_limit = declared_.optimizer.clip_limit(applied_steps_ + 1);
   PendingStep result = declared_.optimizer.step(device_, applied_steps_ + 1, report.learning_rate,
                                                 static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey);
+  std::optional<PendingTelemetry> telemetry;
+  if (with_telemetry) telemetry = declared_.telemetry->queue(device_, declared_.model, declared_.optimizer);
   declared_.model.weights_changed(device_);
   ++completed_steps_;
-  unfinished_.emplace(UnfinishedStep{std::move(report), std::move(result), device_.mark()});
+  unfinished_.emplace(UnfinishedStep{std::move(report), std::move(result), std::move(telemetry), device_.mark()});
   if (!previous && unfinished_->result.ready()) return finish();
   return previous;
 }
@@ -242,6 +252,7 @@ std::optional<StepReport> TrainingRun::finish() {
   if (!unfinished_) return std::nullopt;
   StepReport report = std::move(unfinished_->report);
   StepResult result = unfinished_->result.wait();
+  if (unfinished_->telemetry) report.telemetry = unfinished_->telemetry->wait();
   report.seconds = unfinished_->end->seconds_since(*step_began_);
   step_began_ = std::move(unfinished_->end);
   unfinished_.reset();

@@ -10,6 +10,7 @@
 #include "data/token_files.h"
 #include "engine/checkpoint.h"
 #include "engine/config.h"
+#include "engine/telemetry.h"
 #include "kernels/arena.h"
 #include "model/model.h"
 #include "optim/optimizer.h"
@@ -24,7 +25,8 @@ struct DeclaredRun {
   MemoryPlan plan;
   Model model;
   Optimizer optimizer;
-  TensorId workspace;  // of the ops; invalid on the CPU
+  std::optional<Telemetry> telemetry;  // absent when telemetry.interval is 0
+  TensorId workspace;                  // of the ops; invalid on the CPU
 };
 
 // Declares the workspace of all ops that a model, trained or not, runs on a GPU.
@@ -42,6 +44,7 @@ struct StepReport {
   DataPosition data;             // where this step's global batch starts
   double seconds = 0;            // that the device took, from the end of the step before where that was unfinished
   double data_wait_seconds = 0;  // that the host waited for batches
+  std::optional<TelemetryReport> telemetry;  // where telemetry.interval asks for one
 };
 
 // A training run on one device: weights, optimizer states and the position in the data.
@@ -81,12 +84,13 @@ class TrainingRun {
   struct UnfinishedStep {
     StepReport report;  // without what the device still computes
     PendingStep result;
+    std::optional<PendingTelemetry> telemetry;
     std::unique_ptr<Mark> end;
   };
 
   std::vector<NamedTensor> tensors() const;
   void start_loader(DataPosition position);
-  void queue_gradients();
+  void queue_gradients(bool with_telemetry);
 
   Config config_;
   Device& device_;

@@ -42,9 +42,9 @@ OpCost cost_of(const EmbeddingForward& a) { return moved(bytes_of(a.ids) + 2 * b
 
 // Every row of d_out may have an id of its own, whose row of d_table is then read and written.
 OpCost cost_of(const EmbeddingBackward& a) {
-  const double rows = static_cast<double>(std::min(a.ids.numel(), a.d_table.dim[0]));
+  const double rows = static_cast<double>(std::min(a.d_out.dim[0], a.d_table.dim[0]));
   const double row_bytes = static_cast<double>(a.d_table.dim[1] * size_of(a.d_table.dtype));
-  return moved(all_bytes(a.ids, a.order, a.d_out) + 2 * rows * row_bytes, a.d_out);
+  return moved(all_bytes(a.order, a.d_out) + 2 * rows * row_bytes, a.d_out);
 }
 
 OpCost cost_of(const NormForward& a) {
@@ -76,7 +76,9 @@ OpCost cost_of(const Gemm& a) {
 }
 
 OpCost cost_of(const RopeForward& a) {
-  return moved(2 * turned_bytes(a.qkv, a.num_heads, a.num_kv_heads) + bytes_of(a.saved), a.qkv);
+  // What is saved is all of qkv, and all of it becomes what the codes decode to.
+  if (!a.saved.empty()) return moved(2 * bytes_of(a.qkv) + bytes_of(a.saved), a.qkv);
+  return moved(2 * turned_bytes(a.qkv, a.num_heads, a.num_kv_heads), a.qkv);
 }
 
 OpCost cost_of(const RopeBackward& a) {
@@ -138,5 +140,14 @@ OpCost cost_of(const AdamwStep& a) {
 
 OpCost cost_of(const MomentEncode& a) { return moved(bytes_of(a.values) + bytes_of(a.moment), a.values); }
 OpCost cost_of(const MomentDecode& a) { return moved(bytes_of(a.values) + bytes_of(a.moment), a.values); }
+
+OpCost cost_of(const QuantizationStatistics& a) {
+  const double read = static_cast<double>(a.q.data.numel() * size_of(a.x.dtype));
+  return moved(read + all_bytes(a.q, a.totals), a.q.data);
+}
+
+OpCost cost_of(const MomentStatistics& a) {
+  return moved(all_bytes(a.moment.amax, a.moment.exponent, a.counts, a.amax), a.moment.amax);
+}
 
 }  // namespace parka

@@ -27,5 +27,7 @@ OpCost cost_of(const AddSum& a);
 OpCost cost_of(const AdamwStep& a);
 OpCost cost_of(const MomentEncode& a);
 OpCost cost_of(const MomentDecode& a);
+OpCost cost_of(const QuantizationStatistics& a);
+OpCost cost_of(const MomentStatistics& a);
 
 }  // namespace parka

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kernels/ops/embedding.h"
+
 namespace parka {
 namespace {
 
@@ -19,24 +21,30 @@ class Declarer {
         shape_(shape),
         tokens_(shape.num_tokens()),
         evaluation_(purpose == Activations::Purpose::kEvaluation),
+        rerun_(precision.recompute == Recompute::kBlock ? PhaseMask{kRerun} : PhaseMask{0}),
         plan_(plan) {}
+
+  // The phase in which backward runs a block's forward again, if it does.
+  PhaseMask rerun() const { return rerun_; }
 
   // The workspace part of a block: the same ids go into every block.
   BlockBuffers shared_block() {
     BlockBuffers block;
     const int64_t d = model_.d_model, heads = model_.num_heads * model_.head_dim(), f = model_.d_ffn;
     if (formats_.norm_input.scaling != Scaling::kNone) {
-      block.attention_norm.residual = shared("residual", kForward | kHead | kRerun, {tokens_, d});
+      block.attention_norm.residual = shared("residual", kForward | kHead | rerun_, {tokens_, d});
       block.ffn_norm.residual = block.attention_norm.residual;
     }
     if (formats_.qkv.scaling != Scaling::kNone) {
-      block.qkv = shared("qkv", kForwardAttention | kRerun | kBackwardAttention, {tokens_, model_.d_qkv()});
+      block.qkv = shared("qkv", kForwardAttention | rerun_ | kBackwardAttentionOut | kBackwardAttention,
+                         {tokens_, model_.d_qkv()});
     }
     if (precision_.attention_output == Storage::kFp8) {
-      block.attention = shared("attention", kForwardAttention | kRerun | kBackwardAttention, {tokens_, heads});
+      block.attention = shared("attention", kForwardAttention | rerun_ | kBackwardAttentionOut | kBackwardAttention,
+                               {tokens_, heads});
     }
     if (formats_.up_gate.scaling != Scaling::kNone) {
-      block.up_gate_plain = shared("up_gate", kForwardFfn | kRerun, {tokens_, 2 * f});
+      block.up_gate_plain = shared("up_gate", kForwardFfn | rerun_, {tokens_, 2 * f});
     }
     return block;
   }
@@ -45,8 +53,8 @@ class Declarer {
   // them; their row-major form is workspace, whose ids are remembered in `workspace` for the next block.
   void keep(BlockBuffers& block, const std::string& prefix, BlockBuffers& workspace) {
     const int64_t heads = model_.num_heads * model_.head_dim(), f = model_.d_ffn;
-    keep_norm(block.attention_norm, workspace.attention_norm, prefix, "attention_norm", kForwardAttention | kRerun,
-              kBackwardAttention);
+    keep_norm(block.attention_norm, workspace.attention_norm, prefix, "attention_norm", kForwardAttention | rerun_,
+              kBackwardQkv);
     if (!block.qkv.valid()) block.qkv = kept(prefix + "qkv", {tokens_, model_.d_qkv()});
     if (formats_.qkv.scaling != Scaling::kNone) {
       block.qkv_saved = kept(prefix + "qkv_fp8", formats_.qkv, tokens_, model_.d_qkv());
@@ -55,11 +63,11 @@ class Declarer {
                           {shape_.num_sequences, model_.num_heads, shape_.sequence_length}, kept_phases());
     if (!block.attention.valid()) block.attention = kept(prefix + "attention", {tokens_, heads});
     if (formats_.fp8_gemm) keep_attention_fp8(block, prefix, workspace, heads);
-    keep_norm(block.ffn_norm, workspace.ffn_norm, prefix, "ffn_norm", kForwardFfn | kRerun, kBackwardFfn);
+    keep_norm(block.ffn_norm, workspace.ffn_norm, prefix, "ffn_norm", kForwardFfn | rerun_, kBackwardUpGate);
     block.up_gate = kept(prefix + "up_gate", formats_.up_gate, tokens_, 2 * f);
     if (precision_.save_silu) block.silu = kept(prefix + "silu", formats_.silu, tokens_, f);
     keep_gemm_input(block.product, block.product_t, workspace.product, workspace.product_t, prefix, "product", f,
-                    precision_.save_product, kForwardFfn | kRerun, kBackwardFfn);
+                    precision_.save_product, kForwardFfn | rerun_, kBackwardSwiglu);
   }
 
   BackwardBuffers backward() {
@@ -68,17 +76,29 @@ class Declarer {
     const int64_t d_qkv = model_.d_qkv();
     const Format& gradient = formats_.gradient;
     b.d_residual = shared("d_residual", kHead | kBackward, {tokens_, d});
-    b.d_norm_output = shared("d_norm_output", kHead | kBackwardFfn | kBackwardAttention, {tokens_, d});
-    b.d_product = shared("d_product", kBackwardFfn, {tokens_, f});
-    b.d_up_gate = workspace("d_up_gate", gradient, tokens_, 2 * f, kBackwardFfn);
-    b.d_attention = shared("d_attention", kBackwardAttention, {tokens_, heads});
-    b.d_qkv = shared("d_qkv", kBackwardAttention, {tokens_, d_qkv});
+    b.d_norm_output = shared("d_norm_output", kHead | kBackwardUpGate | kBackwardQkv, {tokens_, d});
+    b.d_product = shared("d_product", kBackwardDown | kBackwardSwiglu, {tokens_, f});
+    b.d_up_gate = workspace("d_up_gate", gradient, tokens_, 2 * f, kBackwardSwiglu | kBackwardUpGate);
+    b.d_attention = shared("d_attention", kBackwardAttentionOut | kBackwardAttention, {tokens_, heads});
+    // Without FP8 it is rotated in place, and read by GEMMs.
+    b.d_qkv = shared(
+        "d_qkv", kBackwardAttention | kBackwardRope | (formats_.fp8_gemm ? PhaseMask{0} : PhaseMask{kBackwardQkv}),
+        {tokens_, d_qkv});
     if (!formats_.fp8_gemm) return b;
-    b.d_branch = workspace("d_branch", gradient, tokens_, d, kHead | kBackward);
-    b.d_branch_t = workspace("d_branch_t", gradient, d, tokens_, kHead | kBackward, b.d_branch.scale);
-    b.d_up_gate_t = workspace("d_up_gate_t", gradient, 2 * f, tokens_, kBackwardFfn, b.d_up_gate.scale);
-    b.d_qkv_fp8 = workspace("d_qkv_fp8", gradient, tokens_, d_qkv, kBackwardAttention);
-    b.d_qkv_fp8_t = workspace("d_qkv_fp8_t", gradient, d_qkv, tokens_, kBackwardAttention, b.d_qkv_fp8.scale);
+    // One norm's backward makes it, the next linear layer reads it: in rows for its input gradient, and transposed
+    // for its weight gradient, which for the down projection comes after SwiGLU.
+    const PhaseMask rows = kHead | kBackwardLinear | rerun_, transposed = rows | kBackwardSwiglu;
+    TensorId scale;
+    if (gradient.scaling == Scaling::kTensor) {
+      scale = plan_.add(workspace_category(), "d_branch.scale", DType::kF32, {1}, transposed);
+    }
+    b.d_branch = workspace("d_branch", gradient, tokens_, d, rows, scale);
+    b.d_branch_t = workspace("d_branch_t", gradient, d, tokens_, transposed, scale);
+    b.d_up_gate_t =
+        workspace("d_up_gate_t", gradient, 2 * f, tokens_, kBackwardSwiglu | kBackwardUpGate, b.d_up_gate.scale);
+    b.d_qkv_fp8 = workspace("d_qkv_fp8", gradient, tokens_, d_qkv, kBackwardRope | kBackwardQkv);
+    b.d_qkv_fp8_t =
+        workspace("d_qkv_fp8_t", gradient, d_qkv, tokens_, kBackwardRope | kBackwardQkv, b.d_qkv_fp8.scale);
     return b;
   }
 
@@ -160,10 +180,10 @@ class Declarer {
     block.attention_fp8 = precision_.attention_output == Storage::kFp8
                               ? kept(prefix + "attention_fp8", formats_.activation, tokens_, heads, scale)
                               : with_kept_scale(workspace.attention_fp8, "attention_fp8", tokens_, heads,
-                                                kForwardAttention | kRerun, scale);
+                                                kForwardAttention | rerun_, scale);
     if (evaluation_) return;
     block.attention_fp8_t =
-        with_kept_scale(workspace.attention_fp8_t, "attention_fp8_t", heads, tokens_, kBackwardAttention, scale);
+        with_kept_scale(workspace.attention_fp8_t, "attention_fp8_t", heads, tokens_, kBackwardAttentionOut, scale);
   }
 
   const ModelConfig& model_;
@@ -172,6 +192,7 @@ class Declarer {
   BatchShape shape_;
   int64_t tokens_;
   bool evaluation_;
+  PhaseMask rerun_;
   MemoryPlan& plan_;
 };
 
@@ -201,14 +222,16 @@ Activations::Activations(const ModelConfig& model, const PrecisionConfig& precis
   const PhaseMask always = evaluation ? PhaseMask{kEvaluation} : PhaseMask{kStep};
   tokens = plan.add("batch", "tokens", DType::kI32, {num_tokens}, always);
   targets = plan.add("batch", "targets", DType::kI32, {num_tokens}, always);
-  if (!evaluation) token_order = plan.add("batch", "token_order", DType::kI32, {num_tokens}, always);
+  if (!evaluation) {
+    token_order = plan.add("batch", "token_order", DType::kI32, {num_tokens, kTokenRowInts}, always);
+  }
   losses = plan.add("batch", "losses", DType::kF32, {num_tokens}, always);
   const Formats formats(precision);
   if (formats.fp8_gemm && formats.activation.scaling == Scaling::kTensor) {
     attention_amax = plan.add(evaluation ? "evaluation" : "workspace", "attention_amax", DType::kF32, {1},
-                              evaluation ? PhaseMask{kEvaluation} : PhaseMask{kForwardAttention | kRerun});
+                              evaluation ? PhaseMask{kEvaluation} : kForwardAttention | declare.rerun());
   }
-  branch = declare.shared("branch", kForward | kHead | kRerun, {num_tokens, d});
+  branch = declare.shared("branch", kForward | kHead | declare.rerun(), {num_tokens, d});
   final_input = declare.shared("final_input", kHead, {num_tokens, d});
   if (model.norm == NormKind::kLayerNorm) final_mean = declare.shared_statistic("final_mean", kHead);
   final_rstd = declare.shared_statistic("final_rstd", kHead);

@@ -68,7 +68,7 @@ struct Activations {
               int64_t logits_chunk_tokens, Purpose purpose, MemoryPlan& plan);
 
   TensorId tokens, targets;  // [T] int32
-  TensorId token_order;      // [T] int32 what embedding_order makes of tokens; training only
+  TensorId token_order;      // [T, kTokenRowInts] int32 what embedding_order makes of tokens; training only
   TensorId losses;           // [T] fp32
   std::vector<BlockBuffers> blocks;
   TensorId attention_amax;  // [1] fp32 of the block at hand; only where its GEMM input has a tensor-wide scale

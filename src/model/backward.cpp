@@ -117,6 +117,7 @@ void Model::Pass::backward_ffn(Device& device, int64_t l) {
   const BackwardBuffers& w = activations_.backward;
   const int64_t T = num_tokens_, d = config_.d_model, f = config_.d_ffn;
   const GemmInput d_out = branch_gradient();
+  sample(device, l, QuantizedTensor::kDownGradient, tensor(w.d_residual, T, d), d_out.row);
 
   const TensorView d_product = tensor(w.d_product, T, f);
   input_gradient(device, d_out, p.down, d_product);
@@ -130,6 +131,7 @@ void Model::Pass::backward_ffn(Device& device, int64_t l) {
                            .d_up_gate_t = d_up_gate.transposed,
                            .product = recompute ? product.row : ScaledView{},
                            .product_t = recompute ? product.transposed : ScaledView{}});
+  sample_up_gate_gradient(device, l);
   weight_gradient(device, d_out, product, p.down);
   input_gradient(device, d_up_gate, p.up_gate, tensor(w.d_norm_output, T, d));
   weight_gradient(device, d_up_gate, norm_output(device, b.ffn_norm, p.ffn_norm), p.up_gate);
@@ -143,6 +145,7 @@ void Model::Pass::backward_attention(Device& device, int64_t l) {
   const int64_t T = num_tokens_, d = config_.d_model, d_qkv = config_.d_qkv();
   const int64_t d_heads = config_.num_heads * config_.head_dim();
   const GemmInput d_out = branch_gradient();
+  sample(device, l, QuantizedTensor::kAttentionOutGradient, tensor(w.d_residual, T, d), d_out.row);
 
   const TensorView qkv = tensor(b.qkv, T, d_qkv);
   if (b.qkv_saved.valid()) quantize(device, {.x = matrix(b.qkv_saved, T, d_qkv), .out = qkv, .out_t = {}});
@@ -175,12 +178,14 @@ void Model::Pass::backward_attention(Device& device, int64_t l) {
                               .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim()))});
   GemmInput d_qkv_input = {d_qkv_plain, {}};
   if (formats_.fp8_gemm) d_qkv_input = {matrix(w.d_qkv_fp8, T, d_qkv), matrix(w.d_qkv_fp8_t, d_qkv, T)};
+  const TensorView d_qkv_sample = sample_turned_back(device, d_qkv_plain);
   rope_backward(device, {.d_qkv = d_qkv_plain,
                          .cos_sin = cos_sin_.rows(0, shape_.sequence_length),
                          .num_heads = config_.num_heads,
                          .num_kv_heads = config_.kv_heads(),
                          .d_quantized = formats_.fp8_gemm ? d_qkv_input.row : ScaledView{},
                          .d_quantized_t = d_qkv_input.transposed});
+  sample(device, l, QuantizedTensor::kQkvGradient, d_qkv_sample, d_qkv_input.row);
   input_gradient(device, d_qkv_input, p.qkv, tensor(w.d_norm_output, T, d));
   weight_gradient(device, d_qkv_input, norm_output(device, b.attention_norm, p.attention_norm), p.qkv);
   // Nothing below the first block wants the gradient in FP8: the embedding takes it as it is.
@@ -205,8 +210,7 @@ void Model::Pass::loss_and_backward(Device& device, const LossOptions& options,
     backward_attention(device, l);
   }
   device.section("embedding");
-  embedding_backward(device, {.ids = vector(activations_.tokens, num_tokens_),
-                              .order = vector(activations_.token_order, num_tokens_),
+  embedding_backward(device, {.order = tensor(activations_.token_order, num_tokens_, kTokenRowInts),
                               .d_out = tensor(activations_.backward.d_residual, num_tokens_, config_.d_model),
                               .d_table = (*gradients_)[table_->embedding]});
 }

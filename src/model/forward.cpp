@@ -51,8 +51,8 @@ void Model::Pass::load(Device& device, const Batch& batch, bool keep) {
   const TensorView targets = vector(activations_.targets, num_tokens_);
   device.copy_to_device(targets.data, batch.targets, targets.bytes());
   if (!keep) return;
-  const std::vector<int32_t> order = embedding_order(batch.tokens, num_tokens_, config_.vocab_size);
-  const TensorView token_order = vector(activations_.token_order, num_tokens_);
+  const std::vector<TokenRow> order = embedding_order(batch.tokens, num_tokens_, config_.vocab_size);
+  const TensorView token_order = tensor(activations_.token_order, num_tokens_, kTokenRowInts);
   device.copy_to_device(token_order.data, order.data(), token_order.bytes());
 }
 
@@ -104,13 +104,18 @@ void Model::Pass::forward_block(Device& device, int64_t l, const TensorView& res
   const TensorView branch_out = tensor(activations_.branch, T, d);
 
   norm_into(device, b.attention_norm, p.attention_norm, residual, branch);
+  sample_norm(device, l, b.attention_norm, p.attention_norm, QuantizedTensor::kAttentionNormInput,
+              QuantizedTensor::kAttentionNormOutput);
   const TensorView qkv = tensor(b.qkv, T, d_qkv);
   linear(device, matrix(b.attention_norm.y, T, d), p.qkv, qkv);
+  const ScaledView qkv_saved = matrix(b.qkv_saved, T, d_qkv);
+  const TensorView qkv_sample = sample_turned(device, qkv, qkv_saved);
   rope_forward(device, {.qkv = qkv,
                         .cos_sin = cos_sin_.rows(0, shape_.sequence_length),
                         .num_heads = config_.num_heads,
                         .num_kv_heads = config_.kv_heads(),
-                        .saved = matrix(b.qkv_saved, T, d_qkv)});
+                        .saved = qkv_saved});
+  sample(device, l, QuantizedTensor::kQkv, qkv_sample, qkv_saved);
   const TensorView attention = tensor(b.attention, T, d_heads);
   const TensorView attention_amax = vector(activations_.attention_amax, 1);
   attention_forward(device, {.qkv = qkv,
@@ -125,10 +130,12 @@ void Model::Pass::forward_block(Device& device, int64_t l, const TensorView& res
   if (formats_.fp8_gemm) {
     attention_input = matrix(b.attention_fp8, T, d_heads);
     quantize(device, {.x = attention, .out = attention_input, .out_t = {}, .amax = attention_amax});
+    sample(device, l, QuantizedTensor::kAttention, attention, attention_input);
   }
   linear(device, attention_input, p.attention_out, branch_out);
 
   norm_into(device, b.ffn_norm, p.ffn_norm, tensor(b.attention_norm.residual, T, d), branch_out);
+  sample_norm(device, l, b.ffn_norm, p.ffn_norm, QuantizedTensor::kFfnNormInput, QuantizedTensor::kFfnNormOutput);
   const ScaledView up_gate = matrix(b.up_gate, T, 2 * f);
   const bool fp8_up_gate = b.up_gate_plain.valid();
   const TensorView up_gate_plain = fp8_up_gate ? tensor(b.up_gate_plain, T, 2 * f) : up_gate.data;
@@ -139,6 +146,7 @@ void Model::Pass::forward_block(Device& device, int64_t l, const TensorView& res
                           .product = product,
                           .product_t = keep_ && precision_.save_product ? matrix(b.product_t, f, T) : ScaledView{},
                           .up_gate_plain = fp8_up_gate ? up_gate_plain : TensorView{}});
+  sample_ffn(device, l, up_gate_plain);
   linear(device, product, p.down, branch_out);
 }
 

@@ -43,6 +43,12 @@ Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool d
 
 Model::~Model() = default;
 
+void Model::declare_telemetry(MemoryPlan& plan) {
+  PARKA_REQUIRE(training_ != nullptr && !with_telemetry_);
+  training_->declare_telemetry(plan);
+  with_telemetry_ = true;
+}
+
 void Model::bind(Device& device, const Arena& arena) {
   weights_.bind(arena);
   cos_sin_ = arena[cos_sin_id_];
@@ -50,6 +56,7 @@ void Model::bind(Device& device, const Arena& arena) {
   device.copy_to_device(cos_sin_.data, table.data(), cos_sin_.bytes());
   device.synchronize();  // `table` ends here
   if (training_) training_->bind(arena, table_, weights_, cos_sin_);
+  if (with_telemetry_) training_->bind_telemetry(device);
   if (evaluation_) evaluation_->bind(arena, table_, weights_, cos_sin_);
 }
 
@@ -69,6 +76,19 @@ void Model::accumulate_gradients(Device& device, const Batch& batch, const LossO
   });
   last_ = training_.get();
 }
+
+void Model::accumulate_gradients_with_telemetry(Device& device, const Batch& batch, const LossOptions& options,
+                                                const std::vector<TensorView>& gradients) {
+  PARKA_REQUIRE(with_telemetry_ && gradients.size() == table_.all.size());
+  training_->load(device, batch, /*keep=*/true);
+  training_->start_sampling(device);
+  training_->forward(device);
+  training_->loss_and_backward(device, options, gradients);
+  training_->stop_sampling();
+  last_ = training_.get();
+}
+
+TensorView Model::telemetry() const { return with_telemetry_ ? training_->telemetry_statistics() : TensorView(); }
 
 void Model::evaluate(Device& device, const Batch& batch) {
   Pass& pass = evaluating();

@@ -26,6 +26,9 @@ class Model {
   ~Model();
 
   const ParameterTable& parameters() const { return table_; }
+  // For training with telemetry; before plan.finish(). Declares ("telemetry") room for statistics and samples where
+  // anything is FP8.
+  void declare_telemetry(MemoryPlan& plan);
   // Position-dependent tables go to the device here.
   void bind(Device& device, const Arena& arena);
 
@@ -51,6 +54,15 @@ class Model {
   };
   void accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,
                             const std::vector<TensorView>& gradients);
+  // The same, bit for bit, and leaves telemetry(). Slower: nothing is replayed. declare_telemetry() was called.
+  void accumulate_gradients_with_telemetry(Device& device, const Batch& batch, const LossOptions& options,
+                                           const std::vector<TensorView>& gradients);
+  // How the last such micro-batch was quantized: one row of QuantizationTotals for each QuantizedTensor of each
+  // block, fp32 [blocks * kNumQuantizedTensors, QuantizationTotals::kCount]; zeros for tensors that are not in FP8.
+  // Empty where nothing is or without declare_telemetry(). Of activations and gradients the first kTelemetryRows
+  // tokens count, of weights all rows.
+  TensorView telemetry() const;
+  static constexpr int64_t kTelemetryRows = 512;
 
   // Forward only, in the evaluation precision; losses() has the per-token losses afterwards.
   void evaluate(Device& device, const Batch& batch);
@@ -83,6 +95,7 @@ class Model {
   };
   std::unique_ptr<Recording> recording_;
   std::optional<RecordedWith> recorded_with_;
+  bool with_telemetry_ = false;
   Pass& evaluating() const { return evaluation_ ? *evaluation_ : *training_; }
 };
 

@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "model/model.h"
+#include "model/quantized_tensors.h"
 
 namespace parka {
 
@@ -29,6 +30,14 @@ class Model::Pass {
   int64_t max_logit_rows() const { return activations_.logits_chunk; }
   std::vector<float> losses(Device& device) const;
 
+  // Telemetry, see Model. Declared before bind() and bound after it; load() comes before start_sampling(), from
+  // which on forward and backward leave statistics until stop_sampling().
+  void declare_telemetry(MemoryPlan& plan);
+  void bind_telemetry(Device& device);
+  void start_sampling(Device& device);
+  void stop_sampling() { sampled_rows_ = 0; }
+  TensorView telemetry_statistics() const;
+
  private:
   // A gradient on its way into GEMMs: row-major for input gradients, transposed (FP8 only) for weight gradients.
   struct GemmInput {
@@ -53,6 +62,18 @@ class Model::Pass {
   void weight_gradient(Device& device, const GemmInput& d_y, const GemmInput& x, int weight);
   GemmInput branch_gradient() const;
 
+  // telemetry.cpp: all do nothing while no sample is taken. Those that return a tensor give back the original of
+  // what the next op quantizes, for sample() after it; others call sample() themselves.
+  void compare(Device& device, int64_t l, QuantizedTensor which, const TensorView& x, const ScaledView& q) const;
+  void sample(Device& device, int64_t l, QuantizedTensor which, const TensorView& x, const ScaledView& q) const;
+  void sample_norm(Device& device, int64_t l, const NormBuffers& norm, int weight, QuantizedTensor input,
+                   QuantizedTensor output) const;
+  TensorView sample_turned(Device& device, const TensorView& qkv, const ScaledView& saved) const;
+  void sample_ffn(Device& device, int64_t l, const TensorView& up_gate_plain) const;
+  void sample_up_gate_gradient(Device& device, int64_t l) const;
+  TensorView sample_turned_back(Device& device, const TensorView& d_qkv) const;
+  TensorView sample_buffer(DType dtype, int64_t cols) const;
+
   // Views of declared buffers, cut to the batch at hand.
   TensorView tensor(TensorId id, int64_t rows, int64_t cols) const;
   TensorView vector(TensorId id, int64_t count) const;
@@ -75,6 +96,14 @@ class Model::Pass {
   int64_t num_tokens_ = 0;
   bool keep_ = false;
   const std::vector<TensorView>* gradients_ = nullptr;
+
+  struct TelemetryIds {
+    TensorId statistics;  // fp32 [blocks * kNumQuantizedTensors, QuantizationTotals::kCount]
+    TensorId buffer;      // fp32 [rows, width of the widest]: originals that have to be computed again
+    TensorId ones;        // bf16 [rows, f]
+  };
+  TelemetryIds telemetry_;
+  int64_t sampled_rows_ = 0;  // of the batch at hand, by telemetry
 };
 
 }  // namespace parka

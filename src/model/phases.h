@@ -8,12 +8,23 @@ enum Phase : PhaseMask {
   kForwardAttention = 1u << 0,  // first half of a block: norm, QKV, attention, output projection
   kForwardFfn = 1u << 1,        // second half: norm, up and gate, SwiGLU, down
   kHead = 1u << 2,              // final norm, logits, loss and their backward
-  kBackwardFfn = 1u << 3,
-  kBackwardAttention = 1u << 4,
-  kRerun = 1u << 5,       // recompute = block: the block's forward again, inside backward
-  kEvaluation = 1u << 6,  // between steps, with another precision than training's
+  // Backward of the second half of a block: the down projection's input gradient; SwiGLU and the down projection's
+  // weight gradient; up and gate, and the norm.
+  kBackwardDown = 1u << 3,
+  kBackwardSwiglu = 1u << 4,
+  kBackwardUpGate = 1u << 5,
+  // Backward of the first half: the output projection; attention; rotary positions; QKV, and the norm.
+  kBackwardAttentionOut = 1u << 6,
+  kBackwardAttention = 1u << 7,
+  kBackwardRope = 1u << 8,
+  kBackwardQkv = 1u << 9,
+  kRerun = 1u << 10,       // recompute = block: the block's forward again, inside backward
+  kEvaluation = 1u << 11,  // between steps, with another precision than training's
 };
-inline constexpr PhaseMask kBackward = kBackwardFfn | kBackwardAttention | kRerun;
+// Where linear layers go backward: what is in front of them in the first three, and behind them in the last.
+inline constexpr PhaseMask kBackwardLinear = kBackwardDown | kBackwardUpGate | kBackwardAttentionOut | kBackwardQkv;
+inline constexpr PhaseMask kBackward =
+    kBackwardLinear | kBackwardSwiglu | kBackwardAttention | kBackwardRope | kRerun;
 inline constexpr PhaseMask kStep = kForwardAttention | kForwardFfn | kHead | kBackward;
 
 }  // namespace parka

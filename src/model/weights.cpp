@@ -30,7 +30,7 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
     }
   }
   if (transposed != Transposed::kWorkspace) return;
-  constexpr PhaseMask kUse = kBackwardFfn | kBackwardAttention;
+  constexpr PhaseMask kUse = kBackwardLinear;
   workspace_id_ = {plan.add("workspace", "weight.fp8_t", formats.weight.dtype, {most_codes}, kUse),
                    plan.add("workspace", "weight.fp8_t.scale", DType::kF32, {most_scales}, kUse), formats.weight};
 }

@@ -87,6 +87,10 @@ class Optimizer {
   // themselves, which fp32_split, bf16_sr and none need too, they are all that step() depends on.
   std::vector<NamedTensor> state() const;
 
+  // Moments of parameter i as they are stored.
+  const MomentView& exp_avg(size_t i) const { return states_.at(i).exp_avg; }
+  const MomentView& exp_avg_sq(size_t i) const { return states_.at(i).exp_avg_sq; }
+
   const std::vector<ParameterInfo>& parameters() const { return parameters_; }
 
  private:

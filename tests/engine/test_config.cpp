@@ -100,7 +100,8 @@ TEST_CASE("an unknown key names the nearest one", "[engine][config]") {
       {R"({"lr": 1})", "lr: unknown key; did you mean optimizer.lr?"},
       {R"({"training": {"lr": 1}})", "training.lr: unknown key; did you mean optimizer.lr?"},
       {R"({"zqxw": 1})",
-       "zqxw: unknown key; there are: model precision optimizer data training checkpoint distributed device"},
+       "zqxw: unknown key; there are: model precision optimizer data training checkpoint telemetry distributed "
+       "device"},
       {R"({"distributed": {"": 1}})", "distributed.: unknown key; there are: zero_stage bucket_mib"},
       {R"({"optimizer.lr": 1})",
        R"("optimizer.lr": a key has no dots; write sections as objects, {"optimizer": {"lr": ...}})"},

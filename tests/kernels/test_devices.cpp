@@ -4,7 +4,6 @@
 #include <ostream>
 #include <vector>
 
-#include "kernels/ops/embedding.h"
 #include "kernels/ops/norm.h"
 #include "kernels/ops/quantize.h"
 #include "kernels/ops/rope.h"
@@ -482,65 +481,6 @@ TEST_CASE("quantize on a GPU converts and transposes plain numbers as the CPU do
           CHECK((want.bytes() == got.bytes()));
           CHECK((want_t.bytes() == got_t.bytes()));
           CHECK((got.guard_intact() && got_t.guard_intact() && got_x.guard_intact()));
-        }
-      }
-    }
-  }
-}
-
-namespace {
-
-// Token ids for T rows. Runs of lengths around one and two warps, long ones, and single tokens, in a
-// scattered order.
-std::vector<float> scattered_ids(int64_t T, int64_t V) {
-  std::vector<float> ids;
-  int64_t id = 0;
-  for (const int64_t repeats : {31, 32, 33, 63, 64, 65, 1, 2, 5, 200, 1500}) {
-    id = (id + 7919) % V;
-    for (int64_t n = 0; n < repeats && static_cast<int64_t>(ids.size()) < T; ++n) {
-      ids.push_back(static_cast<float>(id));
-    }
-  }
-  for (uint64_t t = ids.size(); t < static_cast<uint64_t>(T); ++t) {
-    ids.push_back(static_cast<float>(philox4x32(11, 1, t)[0] % static_cast<uint64_t>(V)));
-  }
-  for (size_t i = ids.size(); i > 1; --i) std::swap(ids[i - 1], ids[philox4x32(11, 2, i)[0] % i]);
-  return ids;
-}
-
-}  // namespace
-
-TEST_CASE("embedding on a GPU gives the bits of the CPU", "[kernels][devices]") {
-  struct Sizes {
-    int64_t T, V, C;
-  };
-  for (Device* device : others()) {
-    for (const Sizes s : {Sizes{1, 1, 1}, Sizes{5, 3, 7}, Sizes{31, 1, 16}, Sizes{32, 1, 100}, Sizes{33, 2, 16},
-                          Sizes{3000, 50304, 7}, Sizes{2500, 300, 16}, Sizes{2500, 40, 768}, Sizes{300, 65, 2048},
-                          Sizes{100, 20, 5120}, Sizes{40, 9, 11008}}) {
-      const std::vector<float> ids = scattered_ids(s.T, s.V);
-      const std::vector<int32_t> whole_ids(ids.begin(), ids.end());
-      const std::vector<int32_t> whole_order = embedding_order(whole_ids.data(), s.T, s.V);
-      const std::vector<float> rows(whole_order.begin(), whole_order.end());
-      for (const DType dtype : kPlain) {
-        for (const DType table_dtype : kPlain) {
-          CAPTURE(s.T, s.V, s.C, name_of(dtype), name_of(table_dtype));
-          const std::vector<float> d_y = values(s.T * s.C, 12), table = values(s.V * s.C, 13);
-          const auto run = [&](Device& d) {
-            const TestTensor id(d, DType::kI32, {s.T}, ids), d_out(d, dtype, {s.T, s.C}, d_y);
-            const TestTensor d_table(d, table_dtype, {s.V, s.C}, table), out(d, table_dtype, {s.T, s.C});
-            embedding_forward(d, {.ids = id, .table = d_table, .out = out});
-            std::vector<std::byte> result = out.bytes();
-            const TestTensor order(d, DType::kI32, {s.T}, rows);
-            embedding_backward(d, {.ids = id, .order = order, .d_out = d_out, .d_table = d_table});
-            const std::vector<std::byte> sums = d_table.bytes();
-            result.insert(result.end(), sums.begin(), sums.end());
-            CHECK((id.guard_intact() && d_out.guard_intact() && d_table.guard_intact() && out.guard_intact()));
-            return result;
-          };
-          const std::vector<std::byte> want = run(cpu()), got = run(*device), again = run(*device);
-          CHECK((want == got));
-          CHECK((got == again));
         }
       }
     }

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <ostream>
 #include <string>
@@ -6,6 +7,7 @@
 #include <vector>
 
 #include "kernels/ops/embedding.h"
+#include "tests/kernels/embedding_ids.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 
@@ -36,20 +38,25 @@ std::vector<float> random_ids(const Shape& s, uint64_t seed) {
   return ids;
 }
 
-// What embedding_order makes of these ids.
-std::vector<float> order_of(const std::vector<float>& ids, int64_t V) {
-  const std::vector<int32_t> whole(ids.begin(), ids.end());
-  const std::vector<int32_t> order = embedding_order(whole.data(), static_cast<int64_t>(whole.size()), V);
-  return {order.begin(), order.end()};
-}
-
 TEST_CASE("embedding_order sorts rows by id, then by row, and puts unknown ids last", "[kernels][embedding]") {
+  using Rows = std::vector<std::array<int32_t, kTokenRowInts>>;
   const auto order = [](const std::vector<int32_t>& ids, int64_t V) {
-    return embedding_order(ids.data(), static_cast<int64_t>(ids.size()), V);
+    Rows rows;
+    for (const TokenRow& r : embedding_order(ids.data(), static_cast<int64_t>(ids.size()), V)) {
+      rows.push_back({r.row, r.id, r.rank, r.count});
+    }
+    return rows;
   };
   CHECK(order({}, 3).empty());
-  CHECK(order({2, 0, 2, 1, 0, 0}, 3) == std::vector<int32_t>{1, 4, 5, 3, 0, 2});
-  CHECK(order({3, 0, -1, 2, INT32_MAX, 0, INT32_MIN}, 3) == std::vector<int32_t>{1, 5, 3, 0, 2, 4, 6});
+  CHECK((order({2, 0, 2, 1, 0, 0}, 4) ==
+         Rows{{1, 0, 0, 3}, {4, 0, 1, 3}, {5, 0, 2, 3}, {3, 1, 0, 1}, {0, 2, 0, 2}, {2, 2, 1, 2}}));
+  CHECK((order({3, 0, -1, 2, INT32_MAX, 0, INT32_MIN}, 3) == Rows{{1, 0, 0, 2},
+                                                                  {5, 0, 1, 2},
+                                                                  {3, 2, 0, 1},
+                                                                  {0, 3, 0, 4},
+                                                                  {2, -1, 1, 4},
+                                                                  {4, INT32_MAX, 2, 4},
+                                                                  {6, INT32_MIN, 3, 4}}));
 }
 
 TEST_CASE("embedding_forward copies the rows of the table", "[kernels][embedding]") {
@@ -71,19 +78,16 @@ TEST_CASE("embedding_forward copies the rows of the table", "[kernels][embedding
   }
 }
 
-TEST_CASE("embedding_backward adds the rows of each token in order, once", "[kernels][embedding]") {
-  const Shape s = GENERATE(from_range(kShapes));
-  const DType d_out_dtype = GENERATE(DType::kF32, DType::kBF16), table_dtype = GENERATE(DType::kF32, DType::kBF16);
+// Against sums in the order and the precision that the contract says, bit for bit, and against sums in fp64.
+void check_backward(const Shape& s, const std::vector<float>& ids, DType d_out_dtype, DType table_dtype) {
   CAPTURE(s, name_of(d_out_dtype), name_of(table_dtype));
-  const std::vector<float> ids = random_ids(s, 3), d_y = random_values(d_out_dtype, s.T * s.C, 4);
+  const std::vector<float> d_y = random_values(d_out_dtype, s.T * s.C, 4);
   const std::vector<float> before = random_values(table_dtype, s.V * s.C, 5);
   for (Device* device : devices()) {
-    TestTensor id(*device, DType::kI32, {s.T}, ids), d_out(*device, d_out_dtype, {s.T, s.C}, d_y);
-    TestTensor order(*device, DType::kI32, {s.T}, order_of(ids, s.V));
-    TestTensor d_table(*device, table_dtype, {s.V, s.C}, before);
-    embedding_backward(*device, {.ids = id, .order = order, .d_out = d_out, .d_table = d_table});
+    TestTensor order(*device, DType::kI32, {s.T, kTokenRowInts}, order_of(ids, s.V));
+    TestTensor d_out(*device, d_out_dtype, {s.T, s.C}, d_y), d_table(*device, table_dtype, {s.V, s.C}, before);
+    embedding_backward(*device, {.order = order, .d_out = d_out, .d_table = d_table});
     const std::vector<float> after = d_table.host();
-    // The order and the precision of the sum are part of the contract, so the bits are too.
     std::vector<float> sum(before.size()), piece(before.size());
     std::vector<double> exact(before.begin(), before.end()), magnitude(before.size()), rows(before.size());
     for (int64_t t = 0; t < s.T; ++t) {
@@ -110,6 +114,15 @@ TEST_CASE("embedding_backward adds the rows of each token in order, once", "[ker
   }
 }
 
+TEST_CASE("embedding_backward adds the rows of each token in order, once", "[kernels][embedding]") {
+  const DType d_out_dtype = GENERATE(DType::kF32, DType::kBF16), table_dtype = GENERATE(DType::kF32, DType::kBF16);
+  for (const Shape& s : kShapes) check_backward(s, random_ids(s, 3), d_out_dtype, table_dtype);
+  for (const TokenIds& of : ids_of_all_kinds()) {
+    CAPTURE(of.name);
+    check_backward({static_cast<int64_t>(of.ids.size()), of.V, 5}, of.ids, d_out_dtype, table_dtype);
+  }
+}
+
 TEST_CASE("embedding_backward is the transpose of embedding_forward", "[kernels][embedding]") {
   // Whole numbers, so that sum d_out * forward(table) = sum backward(d_out) * table holds exactly.
   const Shape s{53, 11, 7};
@@ -121,12 +134,13 @@ TEST_CASE("embedding_backward is the transpose of embedding_forward", "[kernels]
   const std::vector<float> x = whole(s.V * s.C, 1), d_y = whole(s.T * s.C, 2);
   const std::vector<float> ids = random_ids(s, 6);
   for (Device* device : devices()) {
-    TestTensor id(*device, DType::kI32, {s.T}, ids), order(*device, DType::kI32, {s.T}, order_of(ids, s.V));
+    TestTensor id(*device, DType::kI32, {s.T}, ids);
+    TestTensor order(*device, DType::kI32, {s.T, kTokenRowInts}, order_of(ids, s.V));
     TestTensor table(*device, DType::kF32, {s.V, s.C}, x);
     TestTensor out(*device, DType::kF32, {s.T, s.C}), d_out(*device, DType::kF32, {s.T, s.C}, d_y);
     TestTensor d_table(*device, DType::kF32, {s.V, s.C}, std::vector<float>(x.size()));
     embedding_forward(*device, {.ids = id, .table = table, .out = out});
-    embedding_backward(*device, {.ids = id, .order = order, .d_out = d_out, .d_table = d_table});
+    embedding_backward(*device, {.order = order, .d_out = d_out, .d_table = d_table});
     const std::vector<float> y = out.host(), d_x = d_table.host();
     double forward = 0, backward = 0;
     for (size_t i = 0; i < y.size(); ++i) forward += double{y[i]} * d_y[i];
@@ -140,12 +154,13 @@ TEST_CASE("embedding refuses an id outside the table", "[kernels][embedding]") {
   const int bad = GENERATE(-1, 5, 1 << 20, -100);
   Device& device = *devices()[0];
   const std::vector<float> some_bad = {0, 4, static_cast<float>(bad), 1};
-  TestTensor ids(device, DType::kI32, {4}, some_bad), order(device, DType::kI32, {4}, order_of(some_bad, 5));
+  TestTensor ids(device, DType::kI32, {4}, some_bad);
+  TestTensor order(device, DType::kI32, {4, kTokenRowInts}, order_of(some_bad, 5));
   const std::vector<float> zeros(10, 0.0f);
   TestTensor table(device, DType::kF32, {5, 2}, zeros),
       out(device, DType::kF32, {4, 2}, std::vector<float>(8, 1.0f));
   const std::string forward = bad_input_error([&] { embedding_forward(device, {ids, table, out}); });
-  const std::string backward = bad_input_error([&] { embedding_backward(device, {ids, order, out, table}); });
+  const std::string backward = bad_input_error([&] { embedding_backward(device, {order, out, table}); });
   const std::string where = "row 2 has token id " + std::to_string(bad);
   CHECK(contains(forward, "embedding_forward: " + where));
   CHECK(contains(backward, "embedding_backward: " + where));
@@ -154,10 +169,10 @@ TEST_CASE("embedding refuses an id outside the table", "[kernels][embedding]") {
 
 TEST_CASE("embedding keeps a NaN to its token", "[kernels][embedding]") {
   for (Device* device : devices()) {
-    TestTensor ids(*device, DType::kI32, {3}, {2, 0, 2}), order(*device, DType::kI32, {3}, {1, 0, 2});
+    TestTensor order(*device, DType::kI32, {3, kTokenRowInts}, order_of({2, 0, 2}, 3));
     TestTensor table(*device, DType::kF32, {3, 1}, {1, 2, 3}),
         d_out(*device, DType::kF32, {3, 1}, {1, 2, std::nanf("")});
-    embedding_backward(*device, {.ids = ids, .order = order, .d_out = d_out, .d_table = table});
+    embedding_backward(*device, {.order = order, .d_out = d_out, .d_table = table});
     const std::vector<float> after = table.host();
     CHECK((after[0] == 3.0f && after[1] == 2.0f && std::isnan(after[2])));
   }
@@ -166,47 +181,49 @@ TEST_CASE("embedding keeps a NaN to its token", "[kernels][embedding]") {
 TEST_CASE("embedding_backward gives the same bits on any number of threads", "[kernels][embedding]") {
   const Shape s{500, 61, 9};
   Device& device = *devices()[0];
-  const std::vector<float> id = random_ids(s, 7);
-  TestTensor ids(device, DType::kI32, {s.T}, id), order(device, DType::kI32, {s.T}, order_of(id, s.V));
+  TestTensor order(device, DType::kI32, {s.T, kTokenRowInts}, order_of(random_ids(s, 7), s.V));
   TestTensor d_out(device, DType::kF32, {s.T, s.C}, random_normal(s.T * s.C, 8));
   CHECK(same_on_one_thread([&] {
     TestTensor d_table(device, DType::kF32, {s.V, s.C}, std::vector<float>(static_cast<size_t>(s.V * s.C)));
-    embedding_backward(device, {ids, order, d_out, d_table});
+    embedding_backward(device, {order, d_out, d_table});
     return d_table.bytes();
   }));
 }
 
 TEST_CASE("embedding accepts no rows and refuses wrong arguments", "[kernels][embedding]") {
   Device& device = *devices()[0];
-  TestTensor ids(device, DType::kI32, {4}, {0, 1, 2, 0}), order(device, DType::kI32, {4}, {0, 3, 1, 2});
+  const std::vector<float> id = {0, 1, 2, 0}, right = order_of(id, 5);
+  TestTensor ids(device, DType::kI32, {4}, id), order(device, DType::kI32, {4, kTokenRowInts}, right);
   TestTensor table(device, DType::kF32, {5, 2}), out(device, DType::kF32, {4, 2});
-  TestTensor no_ids(device, DType::kI32, {0}), no_rows(device, DType::kF32, {0, 2}),
-      half(device, DType::kBF16, {4, 2});
+  TestTensor no_ids(device, DType::kI32, {0}), no_order(device, DType::kI32, {0, kTokenRowInts}),
+      no_rows(device, DType::kF32, {0, 2}), half(device, DType::kBF16, {4, 2});
   const auto forward = [&](const TensorView& i, const TensorView& x, const TensorView& y) {
     return internal_error([&] { embedding_forward(device, {i, x, y}); });
   };
-  const auto backward = [&](const TensorView& i, const TensorView& o, const TensorView& d_y,
-                            const TensorView& d_x) {
-    return internal_error([&] { embedding_backward(device, {i, o, d_y, d_x}); });
+  const auto backward = [&](const TensorView& o, const TensorView& d_y, const TensorView& d_x) {
+    return internal_error([&] { embedding_backward(device, {o, d_y, d_x}); });
   };
   embedding_forward(device, {no_ids, table, no_rows});
-  embedding_backward(device, {no_ids, no_ids, no_rows, table});
+  embedding_backward(device, {no_order, no_rows, table});
   CHECK((table.guard_intact() && no_rows.guard_intact()));
   CHECK(contains(forward(out, table, out), "embedding_forward: ids"));
   CHECK(contains(forward(ids, ids, out), "embedding_forward: table"));
   CHECK(contains(forward(ids, table, half), "embedding_forward: out"));
   CHECK(contains(forward(ids, table, out.view().rows(0, 3)), "embedding_forward: out"));
-  CHECK(contains(backward(table, order, out, table), "embedding_backward: ids"));
-  CHECK(contains(backward(ids, table, out, table), "embedding_backward: order"));
-  CHECK(contains(backward(ids, order.view().reshaped({2, 2}), out, table), "embedding_backward: order"));
-  // Not the order of these ids: not by id, not by row within an id, a row twice, a row beyond the last.
-  for (const std::vector<float>& wrong :
-       {std::vector<float>{0, 1, 2, 3}, {3, 0, 1, 2}, {0, 0, 1, 2}, {0, 3, 1, 4}}) {
-    CHECK(!backward(ids, TestTensor(device, DType::kI32, {4}, wrong), out, table).empty());
-  }
-  CHECK(contains(backward(ids, order, out.view().rows(0, 3), table), "embedding_backward: d_out"));
-  CHECK(contains(backward(ids, order, out, TensorView(table.view().data, DType::kI32, {5, 2})),
+  CHECK(contains(backward(ids, out, table), "embedding_backward: order"));
+  CHECK(contains(backward(order.view().rows(0, 3), out, table), "embedding_backward: order"));
+  CHECK(contains(backward(order, TensorView(out.view().data, DType::kI32, {4, 2}), table),
+                 "embedding_backward: d_out"));
+  CHECK(contains(backward(order, out, TensorView(table.view().data, DType::kI32, {5, 2})),
                  "embedding_backward: d_table"));
+  // With one number of the order larger by one it is not that of any ids.
+  for (size_t at = 0; at < right.size(); ++at) {
+    if (at == right.size() - kTokenRowInts + 1) continue;  // except for the id of the last row
+    CAPTURE(at);
+    std::vector<float> wrong = right;
+    wrong[at] += 1;
+    CHECK(!backward(TestTensor(device, DType::kI32, {4, kTokenRowInts}, wrong), out, table).empty());
+  }
 }
 
 }  // namespace

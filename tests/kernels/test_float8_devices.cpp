@@ -225,10 +225,12 @@ std::ostream& operator<<(std::ostream& out, const Heads& s) {
   return out << "T " << s.T << " S " << s.S << " H " << s.H << " Hkv " << s.Hkv << " D " << s.D;
 }
 
-// Head widths of which halves are whole groups, of which they are not (48, 96), and that fit nothing.
+// Head widths of which halves are whole groups, of which they are not (48, 96), and that fit nothing. Of the last
+// three, two fill tiles of 64 rows and 128 columns in part of the rows, and one has more heads than a thread block.
 const std::vector<Heads> kHeads = {
-    {1, 1, 1, 1, 32},   {37, 13, 4, 2, 64},   {130, 65, 3, 3, 128}, {33, 40, 4, 1, 48},  {35, 7, 2, 2, 96},
-    {26, 13, 5, 1, 34}, {256, 128, 8, 8, 64}, {64, 64, 16, 4, 128}, {129, 50, 3, 1, 80}, {70, 35, 2, 1, 256}};
+    {1, 1, 1, 1, 32},    {37, 13, 4, 2, 64},   {130, 65, 3, 3, 128}, {33, 40, 4, 1, 48},  {35, 7, 2, 2, 96},
+    {26, 13, 5, 1, 34},  {256, 128, 8, 8, 64}, {64, 64, 16, 4, 128}, {129, 50, 3, 1, 80}, {70, 35, 2, 1, 256},
+    {144, 1, 6, 2, 128}, {208, 13, 4, 2, 64},  {20, 7, 30, 10, 128}};
 
 }  // namespace
 

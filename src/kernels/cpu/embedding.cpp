@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 #include <vector>
 
 #include "core/parallel.h"
@@ -13,31 +14,37 @@ namespace {
 constexpr int64_t kRowGrain = 16;
 constexpr int64_t kTokenGrain = 8;  // small, because a few tokens have most of the rows
 
-void check_ids(const char* op, const TensorView& ids, int64_t V) {
-  const int32_t* id = ids.as<int32_t>();
-  for (int64_t t = 0; t < ids.dim[0]; ++t) {
-    if (id[t] < 0 || id[t] >= V) {
-      throw_bad_input(
-          "{}: row {} has token id {}, outside the vocabulary of {}: use data made with a tokenizer that fits", op,
-          t, id[t], V);
-    }
-  }
+void check_id(const char* op, int64_t row, int32_t id, int64_t V) {
+  if (id >= 0 && id < V) return;
+  throw_bad_input(
+      "{}: row {} has token id {}, outside the vocabulary of {}: use data made with a tokenizer that fits", op, row,
+      id, V);
 }
 
-// The positions in `order` where the rows of another token begin, and the end of it. Throws Error(kInternal) when
-// `order` is not that of embedding_order.
-std::vector<int64_t> run_bounds(const TensorView& ids, const TensorView& order) {
-  const int32_t *id = ids.as<int32_t>(), *row = order.as<int32_t>();
-  const int64_t T = ids.dim[0];
-  std::vector<int64_t> bounds;
-  for (int64_t n = 0; n < T; ++n) {
-    PARKA_REQUIRE(row[n] >= 0 && row[n] < T);
-    const bool another = n == 0 || id[row[n]] != id[row[n - 1]];
-    PARKA_REQUIRE(n == 0 || (another ? id[row[n]] > id[row[n - 1]] : row[n] > row[n - 1]));
-    if (another) bounds.push_back(n);
+// The rows of one token, in order.
+using Run = std::span<const TokenRow>;
+
+// Throws Error(kInternal) when `order` is not what embedding_order makes of any ids.
+std::vector<Run> runs_of(const EmbeddingBackward& a) {
+  const Run order(a.rows(), static_cast<size_t>(a.order.dim[0]));
+  std::vector<Run> runs;
+  std::vector<bool> seen(order.size());
+  for (size_t begin = 0; begin < order.size(); begin += runs.back().size()) {
+    const TokenRow& first = order[begin];
+    check_id("embedding_backward", first.row, first.id, a.d_table.dim[0]);
+    PARKA_REQUIRE(runs.empty() || first.id > runs.back().front().id);
+    PARKA_REQUIRE(first.count >= 1 && first.count <= static_cast<int64_t>(order.size() - begin));
+    const Run run = order.subspan(begin, first.count);
+    for (size_t n = 0; n < run.size(); ++n) {
+      const TokenRow& row = run[n];
+      PARKA_REQUIRE(row.id == first.id && row.rank == static_cast<int64_t>(n) && row.count == first.count);
+      PARKA_REQUIRE(row.row >= 0 && row.row < a.order.dim[0] && !seen[row.row]);
+      PARKA_REQUIRE(n == 0 || row.row > run[n - 1].row);
+      seen[row.row] = true;
+    }
+    runs.push_back(run);
   }
-  bounds.push_back(T);
-  return bounds;
+  return runs;
 }
 
 void add(const std::vector<float>& x, std::vector<float>& sum) {
@@ -47,9 +54,9 @@ void add(const std::vector<float>& x, std::vector<float>& sum) {
 }  // namespace
 
 void embedding_forward(Device&, const EmbeddingForward& a) {
-  check_ids("embedding_forward", a.ids, a.table.dim[0]);
   const int64_t row_bytes = a.table.dim[1] * size_of(a.table.dtype);
   const int32_t* ids = a.ids.as<int32_t>();
+  for (int64_t t = 0; t < a.ids.dim[0]; ++t) check_id("embedding_forward", t, ids[t], a.table.dim[0]);
   const std::byte* table = static_cast<const std::byte*>(a.table.data);
   std::byte* out = static_cast<std::byte*>(a.out.data);
   parallel_for(a.ids.dim[0], kRowGrain, [&](int64_t begin, int64_t end) {
@@ -61,22 +68,21 @@ void embedding_forward(Device&, const EmbeddingForward& a) {
 
 void embedding_backward(Device&, const EmbeddingBackward& a) {
   const int64_t C = a.d_table.dim[1];
-  check_ids("embedding_backward", a.ids, a.d_table.dim[0]);
-  const std::vector<int64_t> bounds = run_bounds(a.ids, a.order);
-  const int32_t *ids = a.ids.as<int32_t>(), *order = a.order.as<int32_t>();
-  parallel_for(static_cast<int64_t>(bounds.size()) - 1, kTokenGrain, [&](int64_t begin, int64_t end) {
+  const std::vector<Run> runs = runs_of(a);
+  parallel_for(static_cast<int64_t>(runs.size()), kTokenGrain, [&](int64_t begin, int64_t end) {
     std::vector<float> sum(static_cast<size_t>(C)), piece(sum), row(sum);
-    for (int64_t run = begin; run < end; ++run) {
+    for (int64_t n = begin; n < end; ++n) {
+      const Run run = runs[n];
       std::fill(sum.begin(), sum.end(), 0.0f);
-      for (int64_t first = bounds[run]; first < bounds[run + 1]; first += kEmbeddingPiece) {
+      for (size_t first = 0; first < run.size(); first += kEmbeddingPiece) {
         std::fill(piece.begin(), piece.end(), 0.0f);
-        for (int64_t n = first; n < std::min(first + kEmbeddingPiece, bounds[run + 1]); ++n) {
-          decode_elements(a.d_out, order[n] * C, C, row.data());
+        for (const TokenRow& of : run.subspan(first, std::min<size_t>(kEmbeddingPiece, run.size() - first))) {
+          decode_elements(a.d_out, of.row * C, C, row.data());
           add(row, piece);
         }
         add(piece, sum);
       }
-      const int64_t target = ids[order[bounds[run]]] * C;
+      const int64_t target = run.front().id * C;
       decode_elements(a.d_table, target, C, row.data());
       add(row, sum);
       encode_elements(sum.data(), target, C, a.d_table);

@@ -48,13 +48,37 @@ struct PieceScale {
   float inverse;  // encoding multiplies by it
 };
 
+// 1 / scale, correctly rounded: what __frcp_rn() does where neither number can be subnormal, without its branches,
+// across which nothing could be scheduled. `scale` is one that scale_for() makes; of infinity, 0.
+__device__ inline float inverse_of_scale(float scale) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
+  // Infinity * 0 is NaN, of which fminf makes a number; else the error is far below 1.
+  const float error = fminf(__fmaf_rn(scale, inverse, -1.0f), 1.0f);
+  return __fmaf_rn(inverse, -error, inverse);
+}
+
+// amax / F8's maximum, correctly rounded for every amax of at least kTinyAmax: one Newton step is enough for these
+// divisors (both are 7 * 2^n; all mantissas were tried).
+template <typename F8>
+__device__ inline float scale_of_maximum(float amax) {
+  constexpr float kMax = kFloat8Traits<F8>.max, kInverse = 1.0f / kMax;
+  const float estimate = __fmul_rn(amax, kInverse);
+  // Of infinity NaN, of which fminf makes infinity; else the remainder is far below amax.
+  const float remainder = fminf(__fmaf_rn(-estimate, kMax, amax), amax);
+  return __fmaf_rn(remainder, kInverse, estimate);
+}
+
 // Of a piece with maximum magnitude `amax`, codes F8 and scales stored as S (float or BFloat16).
 template <typename F8, typename S>
 __device__ inline PieceScale scale_for(float amax) {
-  if (amax < kTinyAmax) return {1.0f, 0.0f};
-  float scale = __fdiv_rn(amax, kFloat8Traits<F8>.max);
-  if constexpr (std::is_same_v<S, BFloat16>) scale = decode_bf16(encode_bf16_round_up(scale));
-  return {scale, __frcp_rn(scale)};
+  float scale = scale_of_maximum<F8>(amax);
+  // As encode_bf16_round_up(), of a number that is not NaN.
+  if constexpr (std::is_same_v<S, BFloat16>)
+    scale = __uint_as_float((__float_as_uint(scale) + 0xffffu) & 0xffff0000u);
+  const float inverse = inverse_of_scale(scale);
+  const bool is_tiny = amax < kTinyAmax;
+  return {is_tiny ? 1.0f : scale, is_tiny ? 0.0f : inverse};
 }
 
 // The maximum of `amax` and |x|; NaN is skipped: it stays visible because its code is NaN.
@@ -67,6 +91,21 @@ __device__ inline void raise_to(float* target, float amax) {
   if (amax > *static_cast<volatile float*>(target)) {
     atomicMax(reinterpret_cast<int*>(target), __float_as_int(amax));
   }
+}
+
+// The same with the maximum of a block of kThreads, of numbers that are not negative and not NaN. To be called by
+// all threads, as the last thing they do with `shared`.
+template <int kThreads>
+__device__ inline void raise_to_block_max(float* target, float amax, uint32_t (&shared)[kThreads / kWarpSize]) {
+  constexpr unsigned kWarps = kThreads / kWarpSize;
+  const unsigned lane = threadIdx.x % kWarpSize;
+  // Such numbers are ordered as their bits are.
+  const uint32_t of_warp = __reduce_max_sync(kFullWarp, __float_as_uint(amax));
+  if (lane == 0) shared[threadIdx.x / kWarpSize] = of_warp;
+  __syncthreads();
+  if (threadIdx.x >= kWarpSize) return;
+  const uint32_t of_block = __reduce_max_sync(kFullWarp, shared[lane % kWarps]);
+  if (lane == 0) raise_to(target, __uint_as_float(of_block));
 }
 
 // Calls f with a value of the C++ type of an fp8 dtype, to instantiate a kernel for it.

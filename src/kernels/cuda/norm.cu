@@ -27,12 +27,12 @@ __device__ PartValues<Part> normalized_part(const Part& part, const float (&x)[P
                                             float mean, float rstd, const W* weight_C) {
   PartValues<Part> y;
   if constexpr (kLayerNorm) {
-    Part::for_each([&](int pack, int i) { y.element[pack][i] = normalized(x[pack][i], mean, rstd); });
+    Part::for_each([&](int pack, int i) { y.element[pack][i] = normalized<true>(x[pack][i], mean, rstd); });
   } else {
     Stored<W, Part::kWidth> weight[Part::kPacks];
     part.read(weight_C, weight);
     Part::for_each([&](int pack, int i) {
-      y.element[pack][i] = __fmul_rn(normalized(x[pack][i], mean, rstd), weight[pack][i]);
+      y.element[pack][i] = __fmul_rn(normalized<false>(x[pack][i], mean, rstd), weight[pack][i]);
     });
   }
   return y;
@@ -43,7 +43,7 @@ __device__ PartValues<Part> normalized_part(const Part& part, const float (&x)[P
 // None: the norm reads residual_out.
 struct NoCopy {
   template <typename Part>
-  __device__ void quantize(const Part&, int, float (&)[Part::kPacks][Part::kWidth]) const {}
+  __device__ void quantize(const Part&, int, int, float (&)[Part::kPacks][Part::kWidth]) const {}
 };
 
 // fp8 codes with scales S for groups of a row, each of which is that of `lanes` neighbouring threads' packs.
@@ -51,39 +51,60 @@ template <typename F8, typename S>
 struct GroupCopy {
   F8* codes_TC;
   S* scales;
-  int across;  // scales in a row
-  int lanes;   // a power of 2, at most 32
+  int across;       // scales in a row
+  int group_shift;  // log2 of the columns of a group
+  int lanes;        // a power of 2, from 2 to 32
 
-  // Writes x of row blockIdx.x, and makes it what has been written.
+  // Writes x of a row, and makes it what has been written. To be called by whole warps. A thread has a part of two
+  // groups; the threads of a group share the work: even ones make the scale of the first, odd ones of the second.
   template <typename Part>
-  __device__ void quantize(const Part& part, int cols, float (&x)[Part::kPacks][Part::kWidth]) const {
-    constexpr int kWords = Part::kWidth / 4;
+  __device__ void quantize(const Part& part, int row, int cols, float (&x)[Part::kPacks][Part::kWidth]) const {
+    static_assert(Part::kPacks == 2);
+    const bool has_first = threadIdx.x % 2 == 0;
+    const float first_amax = max_magnitude_of(x[0]), second_amax = max_magnitude_of(x[1]);
+    float amax = has_first ? first_amax : second_amax;
+    amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, has_first ? second_amax : first_amax, 1));
+    for (int step = 2; step < lanes; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, step));
+    const PieceScale own = scale_for<F8, S>(amax);
+    const PieceScale other{__shfl_xor_sync(kFullWarp, own.scale, 1), __shfl_xor_sync(kFullWarp, own.inverse, 1)};
+    const PieceScale pieces[] = {{has_first ? own.scale : other.scale, has_first ? own.inverse : other.inverse},
+                                 {has_first ? other.scale : own.scale, has_first ? other.inverse : own.inverse}};
+    F8* const codes_C = codes_TC + int64_t{row} * cols;
 #pragma unroll
     for (int pack = 0; pack < Part::kPacks; ++pack) {
-      float amax = 0.0f;
-#pragma unroll
-      for (int i = 0; i < Part::kWidth; ++i) amax = max_magnitude(amax, x[pack][i]);
-      for (int offset = lanes / 2; offset > 0; offset /= 2) {
-        amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, offset));
-      }
-      const PieceScale piece = scale_for<F8, S>(amax);
-      Pack<uint32_t, kWords> codes;
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        float four[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) four[i] = __fmul_rn(x[pack][4 * w + i], piece.inverse);
-        codes.element[w] = encode_float8x4<F8>(four[0], four[1], four[2], four[3]);
-        decode_float8x4<F8>(codes.element[w], four);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[pack][4 * w + i] = __fmul_rn(four[i], piece.scale);
-      }
-      if (!part.has(pack)) continue;
-      *reinterpret_cast<Pack<uint32_t, kWords>*>(codes_TC + int64_t{blockIdx.x} * cols + part.column(pack)) = codes;
-      if (threadIdx.x % lanes != 0) continue;
-      const int group = part.column(pack) / Part::kWidth / lanes;
-      scales[int64_t{blockIdx.x} * across + group] = from_float<S>(piece.scale);  // exact: it was rounded
+      auto codes = encode(pieces[pack], x[pack]);
+      if (part.has(pack)) *reinterpret_cast<decltype(codes)*>(codes_C + part.column(pack)) = codes;
     }
+    const int column = part.column(has_first ? 0 : 1);
+    if ((static_cast<int>(threadIdx.x) & (lanes - 1)) < 2 && column < cols) {
+      scales[int64_t{row} * across + (column >> group_shift)] = from_float<S>(own.scale);  // exact: it was rounded
+    }
+  }
+
+ private:
+  template <int kWidth>
+  static __device__ float max_magnitude_of(const float (&x)[kWidth]) {
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) amax = max_magnitude(amax, x[i]);
+    return amax;
+  }
+
+  // The codes of x; leaves in x what they decode to.
+  template <int kWidth>
+  static __device__ Pack<uint32_t, kWidth / 4> encode(const PieceScale& piece, float (&x)[kWidth]) {
+    Pack<uint32_t, kWidth / 4> codes;
+#pragma unroll
+    for (int w = 0; w < kWidth / 4; ++w) {
+      float four[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four[i] = __fmul_rn(x[4 * w + i], piece.inverse);
+      codes.element[w] = encode_float8x4<F8>(four[0], four[1], four[2], four[3]);
+      decode_float8x4<F8>(codes.element[w], four);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[4 * w + i] = __fmul_rn(four[i], piece.scale);
+    }
+    return codes;
   }
 };
 
@@ -111,7 +132,9 @@ __global__ void __launch_bounds__(kMaxThreads)
     norm_forward_kernel(const ForwardTensors<T, Y> a, const Copy copy, float eps, int cols, float inverse_cols) {
   using Part = RowPart<T, kWide>;
   __shared__ float shared[2][kMaxWarps];
-  const int64_t row = int64_t{blockIdx.x} * cols;
+  // The first rows last: they are those that the kernel that follows finds in the cache.
+  const int t = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const int64_t row = int64_t{t} * cols;
   float x[Part::kPacks][Part::kWidth];
   const auto read_again = [&](const Part& part) {
     if constexpr (!kWide) {
@@ -126,13 +149,16 @@ __global__ void __launch_bounds__(kMaxThreads)
     Stored<T, Part::kWidth> residual[Part::kPacks], branch[Part::kPacks];
     part.read(a.residual_TC + row, residual);
     part.read(a.branch_TC + row, branch);
-    Part::for_each([&](int pack, int i) {
-      // The norm reads what backward will read: the sum as stored.
-      const float added = to_float(from_float<T>(residual[pack][i] + branch[pack][i]));
-      x[pack][i] = a.adds ? added : residual[pack][i];
-    });
-    if (a.writes_sum) part.write(a.residual_out_TC + row, x);
-    copy.quantize(part, cols, x);
+    if (a.adds) {
+#pragma unroll
+      for (int pack = 0; pack < Part::kPacks; ++pack) {
+        residual[pack] = rounded_sum(residual[pack], branch[pack]);
+      }
+    }
+    if (a.writes_sum) part.write(a.residual_out_TC + row, residual);
+    // The norm reads what backward will read: the sum as stored.
+    Part::for_each([&](int pack, int i) { x[pack][i] = residual[pack][i]; });
+    copy.quantize(part, t, cols, x);
     Part::for_each([&](int pack, int i) { sum += x[pack][i]; });
   });
   const float count = static_cast<float>(cols);
@@ -142,14 +168,14 @@ __global__ void __launch_bounds__(kMaxThreads)
   Part::for_each_chunk(cols, [&](const Part& part) {
     read_again(part);
     Part::for_each([&](int pack, int i) {
-      const float deviation = part.has(pack) ? x[pack][i] - mean : 0.0f;
+      const float deviation = !kLayerNorm || part.has(pack) ? x[pack][i] - mean : 0.0f;
       squares += deviation * deviation;
     });
   });
   const float rstd = rsqrtf(divided(row_sum(squares, shared[1]), count, inverse_cols) + eps);
   if (threadIdx.x == 0) {
-    if (kLayerNorm) a.mean_T[blockIdx.x] = mean;
-    a.rstd_T[blockIdx.x] = rstd;
+    if (kLayerNorm) a.mean_T[t] = mean;
+    a.rstd_T[t] = rstd;
   }
 
   if constexpr (!std::is_same_v<Y, AmaxOnly>) {
@@ -163,7 +189,8 @@ __global__ void __launch_bounds__(kMaxThreads)
       read_again(part);
       const auto y = normalized_part<kLayerNorm>(part, x, mean, rstd, a.weight_C);
       Part::for_each([&](int pack, int i) {
-        if (part.has(pack)) largest = max_magnitude(largest, y.element[pack][i]);
+        // Of columns that are not there RMSNorm makes zeros.
+        largest = max_magnitude(largest, !kLayerNorm || part.has(pack) ? y.element[pack][i] : 0.0f);
       });
     });
     largest = row_max(largest, shared[0]);
@@ -263,7 +290,7 @@ bool fits_group_copy(const NormForward& a) {
   constexpr int kWidth = RowPart<BFloat16, true>::kWidth;
   const auto group = static_cast<uint64_t>(a.x.group);
   return a.residual.dtype == DType::kBF16 && is_wide<BFloat16>(a) && is_aligned(a.x.data.data, kWidth) &&
-         std::has_single_bit(group) && group >= kWidth && group <= uint64_t{kWidth} * kWarpSize;
+         std::has_single_bit(group) && group >= 2 * kWidth && group <= uint64_t{kWidth} * kWarpSize;
 }
 
 // The sum, its quantized copy x, the statistics of x, and the maximum of y unless `amax` is null.
@@ -282,10 +309,12 @@ void norm_of_copy(CudaDevice& device, const NormForward& a, float* amax) {
     with_plain_type(a.x.scale.dtype, [&](auto scale) {
       using F8 = decltype(f8);
       using S = decltype(scale);
+      const auto group = static_cast<uint64_t>(a.x.group);
       const GroupCopy<F8, S> copy{.codes_TC = a.x.data.as<F8>(),
                                   .scales = a.x.scale.as<S>(),
                                   .across = static_cast<int>(a.x.scale.dim[1]),
-                                  .lanes = static_cast<int>(a.x.group) / RowPart<BFloat16, true>::kWidth};
+                                  .group_shift = std::countr_zero(group),
+                                  .lanes = static_cast<int>(group) / RowPart<BFloat16, true>::kWidth};
       with_constant(a.kind == NormKind::kLayerNorm, [&](auto layer_norm) {
         launch_forward<AmaxOnly, layer_norm.value, true>(device, a, a.residual.as<BFloat16>(), copy, amax);
       });

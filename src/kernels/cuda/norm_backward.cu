@@ -41,13 +41,13 @@ struct HeldCodes {
   }
 };
 
-// fp8 with groups of a row that hold whole packs. Wide only; as many columns in a pack as of bf16.
+// fp8 as it is saved, with groups of a row that hold whole packs. Wide only; as many columns in a pack as of bf16.
 template <typename F8>
 struct CodedRows {
   using Element = BFloat16;
   template <int kWidth>
   using Held = HeldCodes<F8, kWidth>;
-  CodedSource<F8> source;
+  GroupedSource<F8> source;
 
   template <typename Part, int kPacks, int kWidth>
   __device__ void read(const Part& part, unsigned t, int cols, HeldCodes<F8, kWidth> (&x)[kPacks]) const {
@@ -55,7 +55,8 @@ struct CodedRows {
 #pragma unroll
     for (int pack = 0; pack < kPacks; ++pack) {
       x[pack].codes = load_stored<kWidth>(row + part.column(pack), part.has(pack));
-      x[pack].scale = part.has(pack) ? source.scales.wide_at(static_cast<int>(t), part.column(pack)) : 0.0f;
+      const int column = part.has(pack) ? part.column(pack) : 0;
+      x[pack].scale = source.scales.decode(source.scales.fetch_wide(static_cast<int>(t), column));
     }
   }
 };
@@ -110,12 +111,14 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<Rows, G, kLayerNorm>)
     norm_backward_kernel(const BackwardTensors<Rows, W, G> a, unsigned rows, int cols, float inverse_cols) {
   using Part = RowPart<typename Rows::Element, kWide>;
   constexpr int kPacks = Part::kPacks, kWidth = Part::kWidth;
-  __shared__ float2 shared[2][kMaxWarps];
+  __shared__ std::conditional_t<kLayerNorm, float2, float> shared[2][kMaxWarps];
   float* const d_weight_C = kLayerNorm ? nullptr : a.d_weight_BC + int64_t{blockIdx.x} * cols;
   float d_weight[kPacks][kWidth] = {};  // wide: of this thread's columns, over the block's rows
   float largest = 0.0f;                 // of what this thread has written
   int buffer = 0;
-  for (unsigned t = blockIdx.x; t < rows; t += gridDim.x, buffer ^= 1) {
+  for (unsigned done = blockIdx.x; done < rows; done += gridDim.x, buffer ^= 1) {
+    // The first rows last: they are those that the kernel that follows finds in the cache.
+    const unsigned t = rows - 1 - done;
     const int64_t row = int64_t{t} * cols;
     const float mean = kLayerNorm ? a.mean_T[t] : 0.0f, rstd = a.rstd_T[t];
     typename Rows::template Held<kWidth> x[kPacks];
@@ -127,14 +130,14 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<Rows, G, kLayerNorm>)
       part.read(a.d_residual_TC + row, d_residual);
       if constexpr (!kLayerNorm) part.read(a.weight_C, weight);
     };
-    const auto xhat = [&](int pack, int i) { return normalized(x[pack][i], mean, rstd); };
+    const auto xhat = [&](int pack, int i) { return normalized<kLayerNorm>(x[pack][i], mean, rstd); };
     const auto g = [&](int pack, int i) { return kLayerNorm ? d_y[pack][i] : d_y[pack][i] * weight[pack][i]; };
 
-    float2 sums = {0.0f, 0.0f};  // of g, and of g * xhat
+    float2 sums = {0.0f, 0.0f};  // of g, if that is wanted, and of g * xhat
     Part::for_each_chunk(cols, [&](const Part& part) {
       read(part);
       Part::for_each([&](int pack, int i) {
-        sums.x += g(pack, i);
+        if constexpr (kLayerNorm) sums.x += g(pack, i);
         sums.y += g(pack, i) * xhat(pack, i);
         if constexpr (kLayerNorm) {
           return;
@@ -142,11 +145,15 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<Rows, G, kLayerNorm>)
           d_weight[pack][i] += d_y[pack][i] * xhat(pack, i);
         } else if (part.has(pack)) {
           float& sum = d_weight_C[part.column(pack)];
-          sum = d_y[pack][i] * xhat(pack, i) + (t == blockIdx.x ? 0.0f : sum);
+          sum = d_y[pack][i] * xhat(pack, i) + (done == blockIdx.x ? 0.0f : sum);
         }
       });
     });
-    sums = row_sum(sums, shared[buffer]);
+    if constexpr (kLayerNorm) {
+      sums = row_sum(sums, shared[buffer]);
+    } else {
+      sums.y = row_sum(sums.y, shared[buffer]);
+    }
     const float mean_g = kLayerNorm ? sums.x * inverse_cols : 0.0f, mean_g_xhat = sums.y * inverse_cols;
 
     Part::for_each_chunk(cols, [&](const Part& part) {
@@ -278,17 +285,16 @@ RowsResult launch_backward(CudaDevice& device, const NormBackward& a, const Work
     });
     return result;
   }
-  const AnySource source(a.x);
   if constexpr (kCanFindAmax) {
-    if (source.fits_wide() && is_wide(kSourceWidth)) {
+    if (BFloat16GroupScales::fits(a.x) && BFloat16GroupScales(a.x).fits_wide() && is_wide(kSourceWidth)) {
       with_float8_type(a.x.data.dtype, [&](auto f8) {
-        const CodedRows<decltype(f8)> x{CodedSource<decltype(f8)>(a.x)};
+        const CodedRows<decltype(f8)> x{GroupedSource<decltype(f8)>(a.x)};
         result = {launch_rows<kLayerNorm, true, true>(device, a, workspace, x, weight, d_y), true};
       });
       return result;
     }
   }
-  return {launch_rows<kLayerNorm, false, false>(device, a, workspace, AnyRows{source}, weight, d_y), false};
+  return {launch_rows<kLayerNorm, false, false>(device, a, workspace, AnyRows{AnySource(a.x)}, weight, d_y), false};
 }
 
 void add_weight_gradient(CudaDevice& device, const float* d_weight_BC, const TensorView& d_weight, int blocks) {

@@ -15,6 +15,21 @@ constexpr int kMaxThreads = 512;
 constexpr int kMaxWarps = kMaxThreads / kWarpSize;
 constexpr int64_t kMaxWideCols = int64_t{kMaxThreads} * kThreadElements;
 
+// The counterpart of load_stored().
+template <int N, typename E>
+__device__ inline void store_stored(E* p, const Stored<E, N>& x) {
+  if constexpr (N == 1 && sizeof(E) == 2) {
+    p->bits = static_cast<uint16_t>(x.word[0]);
+  } else if constexpr (N == 1) {
+    *p = __uint_as_float(x.word[0]);
+  } else {
+    Pack<uint32_t, Stored<E, N>::kWords> words;
+#pragma unroll
+    for (int i = 0; i < Stored<E, N>::kWords; ++i) words.element[i] = x.word[i];
+    *reinterpret_cast<Pack<uint32_t, Stored<E, N>::kWords>*>(p) = words;
+  }
+}
+
 // A thread's share of a chunk of a row: kPacks packs of kWidth adjacent columns, `stride` apart. Wide: packs of 16
 // bytes of T, and the row is one chunk, which stays in registers from pass to pass. If not: single columns, and as
 // many chunks as the row needs, read again in every pass.
@@ -56,6 +71,15 @@ struct RowPart {
     }
   }
 
+  // What has been read, or is stored alike.
+  template <typename E>
+  __device__ void write(E* row, const Stored<E, kWidth> (&x)[kPacks]) const {
+#pragma unroll
+    for (int pack = 0; pack < kPacks; ++pack) {
+      if (has(pack)) store_stored<kWidth>(row + column(pack), x[pack]);
+    }
+  }
+
   template <typename F>
   static __device__ void for_each_chunk(int cols, const F& f) {
     if constexpr (kWide) {
@@ -87,18 +111,23 @@ __device__ inline float row_sum(float x, float* shared) {
   return warp_sum(lane < static_cast<int>(blockDim.x) / kWarpSize ? shared[lane] : 0.0f);
 }
 
-// The maximum over the block, in its first warp; `shared` as above.
+// The maximum over a warp of numbers that are neither negative nor NaN: they are ordered as their bits are.
+__device__ inline float warp_max_of_magnitudes(float x) {
+  return __uint_as_float(__reduce_max_sync(kFullWarp, __float_as_uint(x)));
+}
+
+// Such a maximum over the block, in its first warp; `shared` as above.
 __device__ inline float row_max(float x, float* shared) {
-  x = warp_max(x);
+  x = warp_max_of_magnitudes(x);
   if (blockDim.x == kWarpSize) return x;
   const int lane = threadIdx.x % kWarpSize;
   if (lane == 0) shared[threadIdx.x / kWarpSize] = x;
   __syncthreads();
-  return warp_max(lane < static_cast<int>(blockDim.x) / kWarpSize ? shared[lane] : 0.0f);
+  return warp_max_of_magnitudes(lane < static_cast<int>(blockDim.x) / kWarpSize ? shared[lane] : 0.0f);
 }
 
-// x / n for an n whose inverse is known, rounded as a division rounds: by what the product misses, added to it. Of an
-// infinite x that would be infinity less infinity.
+// x / n for an n whose inverse is known, rounded as a division rounds: by what the product misses, added to it. Of
+// an infinite x that would be infinity less infinity.
 __device__ inline float divided(float x, float n, float inverse) {
   const float quotient = x * inverse;
   if (isinf(quotient)) return quotient;
@@ -106,8 +135,35 @@ __device__ inline float divided(float x, float n, float inverse) {
 }
 
 // What y is made of in every kernel, in operations that the compiler cannot fuse into others: norm_recompute
-// repeats norm_forward bit for bit.
-__device__ inline float normalized(float x, float mean, float rstd) { return __fmul_rn(__fsub_rn(x, mean), rstd); }
+// repeats norm_forward bit for bit. kCentred: the norm subtracts the mean.
+template <bool kCentred>
+__device__ inline float normalized(float x, float mean, float rstd) {
+  if constexpr (kCentred) x = __fsub_rn(x, mean);
+  return __fmul_rn(x, rstd);
+}
+
+// x + y, rounded to the format they are stored in.
+template <int N>
+__device__ inline Stored<float, N> rounded_sum(const Stored<float, N>& x, const Stored<float, N>& y) {
+  Stored<float, N> sum;
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum.word[i] = __float_as_uint(x[i] + y[i]);
+  return sum;
+}
+
+// In one addition of bf16 pairs. Rounding an fp32 sum would give the same: where that is not exact, one of the
+// numbers is too small to change the other.
+template <int N>
+__device__ inline Stored<BFloat16, N> rounded_sum(const Stored<BFloat16, N>& x, const Stored<BFloat16, N>& y) {
+  const auto pair = [](uint32_t word) { return *reinterpret_cast<const __nv_bfloat162*>(&word); };
+  Stored<BFloat16, N> sum;
+#pragma unroll
+  for (int i = 0; i < Stored<BFloat16, N>::kWords; ++i) {
+    const __nv_bfloat162 of_pair = __hadd2_rn(pair(x.word[i]), pair(y.word[i]));
+    sum.word[i] = *reinterpret_cast<const uint32_t*>(&of_pair);
+  }
+  return sum;
+}
 
 // ---- Launches ----
 

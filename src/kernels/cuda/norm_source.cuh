@@ -6,13 +6,13 @@
 // The output of a norm as a Source (quantize_tiles.cuh says what that is).
 namespace parka::cuda {
 
-// ---- Weights; LayerNorm has none ----
+// ---- Weights; LayerNorm has none. load(): 4 adjacent columns ----
 
 struct NoWeight {
   static constexpr bool kCentred = true;  // the norm subtracts the mean
 
   bool fits_wide() const { return true; }
-  __device__ void load(int, float (&)[kSourceWidth]) const {}
+  __device__ void load(int, float (&)[4]) const {}
   __device__ float element(int) const { return 1.0f; }
   static __device__ float times(float x, float) { return x; }
 };
@@ -22,7 +22,12 @@ struct BFloat16Weight {
   const BFloat16* weight_C;
 
   bool fits_wide() const { return is_aligned(weight_C, 16); }
-  __device__ void load(int col, float (&w)[kSourceWidth]) const { cuda::load(weight_C + col, w); }
+  __device__ void load(int col, float (&w)[4]) const {
+    const uint2 words = __ldg(reinterpret_cast<const uint2*>(weight_C + col));
+    const Stored<BFloat16, 4> stored{{words.x, words.y}};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[i] = stored[i];
+  }
   __device__ float element(int col) const { return to_float(weight_C[col]); }
   static __device__ float times(float x, float w) { return __fmul_rn(x, w); }
 };
@@ -36,9 +41,9 @@ struct AnyWeight {
   explicit AnyWeight(const TensorView& weight) : weight_C(weight.data), is_bf16(weight.dtype == DType::kBF16) {}
 
   bool fits_wide() const { return is_aligned(weight_C, 16); }
-  __device__ void load(int col, float (&w)[kSourceWidth]) const {
+  __device__ void load(int col, float (&w)[4]) const {
 #pragma unroll
-    for (int i = 0; i < kSourceWidth; ++i) w[i] = element(col + i);
+    for (int i = 0; i < 4; ++i) w[i] = element(col + i);
   }
   __device__ float element(int col) const {
     if (weight_C == nullptr) return 1.0f;
@@ -57,25 +62,37 @@ struct NormSource {
   const float* mean_T;  // null for RMSNorm: zeros
   const float* rstd_T;
 
+  struct Fetched {
+    typename X::Fetched x;
+    float mean, rstd;
+    int col;
+  };
+
   bool fits_wide() const { return x.fits_wide() && weight.fits_wide(); }
 
-  __device__ void load(int row, int col, float (&y)[kSourceWidth]) const {
-    const float rstd = rstd_T[row], mean = mean_of(row);
-    float w[kSourceWidth];
-    weight.load(col, w);
-    x.load(row, col, y);
-#pragma unroll
-    for (int i = 0; i < kSourceWidth; ++i) y[i] = Weight::times(normalized(y[i], mean, rstd), w[i]);
+  __device__ Fetched fetch(int row, int col) const {
+    return {x.fetch(row, col), mean_of(row), __ldg(rstd_T + row), col};
   }
+  __device__ void decode(const Fetched& fetched, int quarter, float (&y)[4]) const {
+    float w[4];
+    weight.load(fetched.col + 4 * quarter, w);
+    x.decode(fetched.x, quarter, y);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      y[i] = Weight::times(normalized<Weight::kCentred>(y[i], fetched.mean, fetched.rstd), w[i]);
+    }
+  }
+  __device__ void load(int row, int col, float (&y)[kSourceWidth]) const { load_of(*this, row, col, y); }
 
   __device__ float element(int row, int col) const {
-    return Weight::times(normalized(x.element(row, col), mean_of(row), rstd_T[row]), weight.element(col));
+    return Weight::times(normalized<Weight::kCentred>(x.element(row, col), mean_of(row), rstd_T[row]),
+                         weight.element(col));
   }
 
  private:
   __device__ float mean_of(int row) const {
     if (!Weight::kCentred || (!std::is_same_v<Weight, NoWeight> && mean_T == nullptr)) return 0.0f;
-    return mean_T[row];
+    return __ldg(mean_T + row);
   }
 };
 
@@ -102,8 +119,8 @@ void with_norm_source(const ScaledView& x, const TensorView& weight, const Tenso
     f(any_norm_source(x, weight, mean, rstd));
   } else if (x.data.dtype == DType::kBF16) {
     with_weight(PlainSource<BFloat16>(x));
-  } else if (x.data.dtype == DType::kE4M3) {
-    with_weight(CodedSource<Float8E4M3>(x));
+  } else if (x.data.dtype == DType::kE4M3 && BFloat16GroupScales::fits(x)) {
+    with_weight(GroupedSource<Float8E4M3>(x));
   } else {
     f(any_norm_source(x, weight, mean, rstd));
   }

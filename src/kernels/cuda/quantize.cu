@@ -147,7 +147,7 @@ void decode_stream(cudaStream_t stream, const ScaledView& x, const TensorView& y
 template <bool kWide>
 __global__ void __launch_bounds__(tiles::kThreads)
     move_codes_kernel(const uint8_t* codes_RC, const tiles::CodeOutput out) {
-  alignas(16) __shared__ uint32_t shared[tiles::kSharedWords];
+  alignas(tiles::kTileAlignment) __shared__ uint32_t shared[tiles::kSharedWords];
   const tiles::Place place;
   tiles::Codes codes;
 #pragma unroll

@@ -5,6 +5,7 @@
 
 #include "core/tensor.h"
 #include "kernels/cuda/check.h"
+#include "kernels/cuda/code_tiles.cuh"
 #include "kernels/cuda/cuda_device.h"
 #include "kernels/cuda/fp8.cuh"
 
@@ -17,33 +18,28 @@
 //   __device__ float element(int row, int col) const;
 //   // Whether load() can be called: the columns are a multiple of 16, and what it reads in 16 bytes is aligned so.
 //   bool fits_wide() const;
-// and is copied to the GPU as it is: pointers and numbers. load() should begin with its loads, and contain no
-// barrier. matrix_source.cuh has those for numbers in memory.
+// and may have load() in two steps, which keeps more loads under way at once:
+//   // Loads what load() would, and no more: the rest of the work is left to decode().
+//   __device__ Fetched fetch(int row, int col) const;
+//   // Columns 4 quarter to 4 quarter + 3 of the 16.
+//   __device__ void decode(const Fetched& fetched, int quarter, float (&x)[4]) const;
+// It is copied to the GPU as it is: pointers and numbers. load() should begin with its loads, and contain no
+// barrier. What it reads is not written while a kernel of this file runs. matrix_source.cuh has those for numbers
+// in memory.
 //
-// Shapes: R rows and C columns of the source. A block of 256 threads has a tile of 128 x 128, each thread 4 rows of
-// 16 columns: whatever a scale belongs to, a group of a row or a column or a block, then lies within one tile.
+// Shapes: R rows and C columns of the source. A block has a tile of 128 x 128 (code_tiles.cuh): whatever a scale
+// belongs to, a group of a row or a column or a block, then lies within one tile.
 namespace parka::cuda {
 namespace tiles {
 
-constexpr int kSize = 128;  // rows and columns of a tile
-constexpr int kThreads = 256;
-constexpr int kWidth = 16;                                // adjacent columns of a thread
-constexpr int kHeight = 4;                                // adjacent rows of a thread: as many as a word has bytes
-constexpr int kAcross = kSize / kWidth;                   // threads side by side
-constexpr int kWords = kWidth / 4;                        // of a thread's codes in a row
-constexpr int kWarps = kThreads / kWarpSize;              // one below the other
-constexpr int kWarpRows = kWarpSize / kAcross * kHeight;  // rows of a warp
-constexpr int kMinBlocks = 3;                             // that a multiprocessor should have room for
-constexpr int kSharedWords = kSize * kSize / 4;           // of a tile of codes
-
-// A thread's codes of its part of a tile, four columns in a word.
-using Codes = uint32_t[kHeight][kWords];
-
-// Where this thread's part of the block's tile begins. It may lie outside of the matrix.
-struct Place {
-  int row = static_cast<int>(blockIdx.y * kSize + threadIdx.x / kAcross * kHeight);
-  int col = static_cast<int>(blockIdx.x * kSize + threadIdx.x % kAcross * kWidth);
+// A Source that loads in two steps.
+template <typename Source>
+concept Fetchable = requires(const Source& source) {
+  source.fetch(0, 0);
 };
+
+// Blocks that a multiprocessor should have room for. With load() all numbers of a thread are in registers together.
+constexpr int kLoadingBlocks = 3, kFetchingBlocks = 4;
 
 // All numbers of a thread. Where there is no row or column they repeat the last ones, which changes no maximum.
 template <typename Source>
@@ -54,97 +50,18 @@ __device__ inline void load_part(const Source& source, int rows, int cols, float
   for (int k = 0; k < kHeight; ++k) source.load(min(place.row + k, rows - 1), col, x[k]);
 }
 
-template <typename F8>
-__device__ inline void encode(const float (&x)[kWidth], float inverse, uint32_t (&codes)[kWords]) {
-#pragma unroll
-  for (int w = 0; w < kWords; ++w) {
-    codes[w] = encode_float8x4<F8>(__fmul_rn(x[4 * w], inverse), __fmul_rn(x[4 * w + 1], inverse),
-                                   __fmul_rn(x[4 * w + 2], inverse), __fmul_rn(x[4 * w + 3], inverse));
-  }
-}
-
-__device__ inline float max_magnitude_of(float amax, const float (&x)[kWidth]) {
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) amax = max_magnitude(amax, x[i]);
-  return amax;
-}
-
-// Where a matrix of codes goes, in either order or both.
-struct CodeOutput {
-  uint8_t* codes_RC;  // null: not wanted; 16-byte aligned, and C and the stride multiples of 16
-  uint8_t* codes_CR;  // null: not wanted
-  int rows, cols;
-  int stride;   // from row to row of codes_RC; more than C where the matrix is a part of a wider one
-  bool wide_t;  // codes_CR is 16-byte aligned, and R a multiple of 16
-};
-
-// Four words of four columns each, one below the other, become four words of four rows each.
-__device__ inline void transpose_4x4(const uint32_t (&rows)[4], uint32_t (&columns)[4]) {
-  const uint32_t low01 = __byte_perm(rows[0], rows[1], 0x5140), low23 = __byte_perm(rows[2], rows[3], 0x5140);
-  const uint32_t high01 = __byte_perm(rows[0], rows[1], 0x7362), high23 = __byte_perm(rows[2], rows[3], 0x7362);
-  columns[0] = __byte_perm(low01, low23, 0x5410);
-  columns[1] = __byte_perm(low01, low23, 0x7632);
-  columns[2] = __byte_perm(high01, high23, 0x5410);
-  columns[3] = __byte_perm(high01, high23, 0x7632);
-}
-
-// The tile in `shared`: a column is 128 bytes, 8 pieces of 16 rows. A piece is stored at its place XOR the number
-// of the thread that had the column: the threads of a warp then write to different banks, and read 16 bytes each
-// from different banks.
-__device__ inline void store_transposed(const Codes& codes, uint32_t* shared) {
-  const unsigned across = threadIdx.x % kAcross, down = threadIdx.x / kAcross;
-  uint32_t* const first = shared + across * kWidth * (kSize / 4) + ((down / 4) ^ across) * 4 + down % 4;
-#pragma unroll
-  for (int w = 0; w < kWords; ++w) {
-    const uint32_t rows[4] = {codes[0][w], codes[1][w], codes[2][w], codes[3][w]};
-    uint32_t columns[4];
-    transpose_4x4(rows, columns);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) first[(4 * w + i) * (kSize / 4)] = columns[i];
-  }
-}
-
-__device__ inline void write_transposed(const uint32_t* shared, const CodeOutput& out) {
-  constexpr int kPieces = kSize / 16;  // of a column
-#pragma unroll
-  for (int n = 0; n < kSize * kPieces / kThreads; ++n) {
-    const int column = static_cast<int>(threadIdx.x / kPieces) + n * (kThreads / kPieces);
-    const int piece = threadIdx.x % kPieces;
-    const int row = static_cast<int>(blockIdx.y) * kSize + piece * 16;
-    const int col = static_cast<int>(blockIdx.x) * kSize + column;
-    if (row >= out.rows || col >= out.cols) continue;
-    const auto codes =
-        reinterpret_cast<const Pack<uint32_t, 4>*>(shared)[column * kPieces + (piece ^ (column / kWidth))];
-    uint8_t* const target = out.codes_CR + int64_t{col} * out.rows + row;
-    if (out.wide_t) {
-      *reinterpret_cast<Pack<uint32_t, 4>*>(target) = codes;
-    } else {
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        if (row + i < out.rows) target[i] = static_cast<uint8_t>(codes.element[i / 4] >> 8 * (i % 4));
-      }
-    }
-  }
-}
-
-// Writes the block's tile. To be called by all threads; `shared`, of kSharedWords, must not be used again before a
-// barrier.
-__device__ inline void write_codes(const Codes& codes, const CodeOutput& out, uint32_t* shared) {
+// Calls f(k, fetched) for each row k of a thread, with what was fetched of it: the loads of the next row are under
+// way by then. Where there is no row or column f gets the last ones, as in load_part().
+template <Fetchable Source, typename F>
+__device__ inline void for_each_row(const Source& source, int rows, int cols, const F& f) {
   const Place place;
-  if (out.codes_RC != nullptr && place.col < out.cols) {
-    uint8_t* const target = out.codes_RC + int64_t{place.row} * out.stride + place.col;
+  const int col = min(place.col, cols - kWidth);
+  auto next = source.fetch(min(place.row, rows - 1), col);
 #pragma unroll
-    for (int k = 0; k < kHeight; ++k) {
-      if (place.row + k < out.rows) {
-        *reinterpret_cast<Pack<uint32_t, 4>*>(target + int64_t{k} * out.stride) = {codes[k][0], codes[k][1],
-                                                                                   codes[k][2], codes[k][3]};
-      }
-    }
-  }
-  if (out.codes_CR != nullptr) {
-    store_transposed(codes, shared);
-    __syncthreads();
-    write_transposed(shared, out);
+  for (int k = 0; k < kHeight; ++k) {
+    const auto fetched = next;
+    if (k + 1 < kHeight) next = source.fetch(min(place.row + k + 1, rows - 1), col);
+    f(k, fetched);
   }
 }
 
@@ -157,13 +74,17 @@ struct TensorScale {
   float* scale;       // written if `amax` is given, else read
   const float* amax;  // may be null
 
-  // What to multiply by before encoding.
+  // What to multiply by before encoding. Without branches: it should not keep loads from being under way.
   template <typename F8>
   __device__ float inverse() const {
-    if (amax == nullptr) return __frcp_rn(*scale);
-    const PieceScale piece = scale_for<F8, float>(*amax);
-    if (is_first_thread()) *scale = piece.scale;
-    return piece.inverse;
+    const float value = __ldg(amax == nullptr ? scale : amax);
+    const float of_scale = inverse_of_scale(value), of_amax = scale_for<F8, float>(value).inverse;
+    return amax == nullptr ? of_scale : of_amax;
+  }
+  // To be called by all threads.
+  template <typename F8>
+  __device__ void write() const {
+    if (amax != nullptr && is_first_thread()) *scale = scale_for<F8, float>(*amax).scale;
   }
 };
 
@@ -189,39 +110,67 @@ struct Scales {
 // ---- Kernels over tiles ----
 
 template <typename Source>
-__global__ void __launch_bounds__(kThreads) amax_kernel(const Source source, int rows, int cols, float* amax) {
-  __shared__ float shared[kWarps];
-  float x[kHeight][kWidth];
-  load_part(source, rows, cols, x);
+__global__ void __launch_bounds__(kThreads, kFetchingBlocks)
+    amax_kernel(const Source source, int rows, int cols, float* amax) {
+  __shared__ uint32_t shared[kWarps];
   float largest = 0.0f;
+  if constexpr (Fetchable<Source>) {
+    for_each_row(source, rows, cols, [&](int, const auto& fetched) {
 #pragma unroll
-  for (int k = 0; k < kHeight; ++k) largest = max_magnitude_of(largest, x[k]);
-  largest = block_max<kThreads>(largest, shared);
-  if (threadIdx.x == 0) raise_to(amax, largest);
+      for (int quarter = 0; quarter < kWords; ++quarter) {
+        float x[4];
+        source.decode(fetched, quarter, x);
+        largest = max_magnitude_of(largest, x);
+      }
+    });
+  } else {
+    float x[kHeight][kWidth];
+    load_part(source, rows, cols, x);
+#pragma unroll
+    for (int k = 0; k < kHeight; ++k) largest = max_magnitude_of(largest, x[k]);
+  }
+  raise_to_block_max<kThreads>(amax, largest, shared);
 }
 
 template <typename Source, typename F8>
-__global__ void __launch_bounds__(kThreads, kMinBlocks)
+__global__ void __launch_bounds__(kThreads, Fetchable<Source> ? kFetchingBlocks : kLoadingBlocks)
     tensor_kernel(const Source source, const CodeOutput out, const TensorScale scale) {
-  alignas(16) __shared__ uint32_t shared[kSharedWords];
+  alignas(kTileAlignment) __shared__ uint32_t shared[kSharedWords];
   const float inverse = scale.inverse<F8>();
-  const Place place;
-  const int col = min(place.col, out.cols - kWidth);
-  Codes codes;
+  if constexpr (Fetchable<Source>) {
+    const uint32_t part = part_address(shared);
+    for_each_row(source, out.rows, out.cols, [&](int k, const auto& fetched) {
+      uint32_t codes[kWords];
 #pragma unroll
-  for (int k = 0; k < kHeight; ++k) {
-    float x[kWidth];
-    source.load(min(place.row + k, out.rows - 1), col, x);
-    encode<F8>(x, inverse, codes[k]);
+      for (int quarter = 0; quarter < kWords; ++quarter) {
+        float x[4];
+        source.decode(fetched, quarter, x);
+        codes[quarter] = encode<F8>(x, inverse);
+      }
+      put_codes(codes, k, out, part);
+    });
+    if (out.codes_CR != nullptr) __syncthreads();
+    finish_codes(out, shared);
+  } else {
+    const Place place;
+    const int col = min(place.col, out.cols - kWidth);
+    Codes codes;
+#pragma unroll
+    for (int k = 0; k < kHeight; ++k) {
+      float x[kWidth];
+      source.load(min(place.row + k, out.rows - 1), col, x);
+      encode<F8>(x, inverse, codes[k]);
+    }
+    write_codes(codes, out, shared);
   }
-  write_codes(codes, out, shared);
+  scale.write<F8>();
 }
 
 // A scale per tile, the same for both orders.
 template <typename Source, typename F8>
 __global__ void __launch_bounds__(kThreads)
     block_kernel(const Source source, const CodeOutput out, const Scales scales, const Scales scales_t) {
-  alignas(16) __shared__ uint32_t shared[kSharedWords];
+  alignas(kTileAlignment) __shared__ uint32_t shared[kSharedWords];
   __shared__ float shared_max[kWarps];
   float x[kHeight][kWidth];
   load_part(source, out.rows, out.cols, x);
@@ -246,7 +195,7 @@ __device__ inline float group_max(float x, int lanes) {
 
 // A scale per group of a row, of `lanes` threads.
 template <typename Source, typename F8, typename S>
-__global__ void __launch_bounds__(kThreads, kMinBlocks)
+__global__ void __launch_bounds__(kThreads, kLoadingBlocks)
     group_kernel(const Source source, const CodeOutput out, S* scales, int scales_across, int lanes) {
   float x[kHeight][kWidth];
   load_part(source, out.rows, out.cols, x);
@@ -273,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 template <typename Source, typename F8>
 __global__ void __launch_bounds__(kThreads)
     group_columns_kernel(const Source source, const CodeOutput out, const Scales scales_t, int warps) {
-  alignas(16) __shared__ uint32_t shared[kSharedWords];
+  alignas(kTileAlignment) __shared__ uint32_t shared[kSharedWords];
   __shared__ float factors[kWarps][kSize];  // maxima; then, in the first row of each group, what to multiply by
   const int across = static_cast<int>(threadIdx.x % kAcross) * kWidth;
   const int warp = static_cast<int>(threadIdx.x / kWarpSize);
@@ -332,15 +281,14 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(const Source source, Y*
 template <typename Source>
 __global__ void __launch_bounds__(kThreads)
     amax_elements_kernel(const Source source, int rows, int cols, float* amax) {
-  __shared__ float shared[kWarps];
+  __shared__ uint32_t shared[kWarps];
   float largest = 0.0f;
   for (int row = static_cast<int>(blockIdx.x); row < rows; row += static_cast<int>(gridDim.x)) {
     for (int col = static_cast<int>(threadIdx.x); col < cols; col += kThreads) {
       largest = max_magnitude(largest, source.element(row, col));
     }
   }
-  largest = block_max<kThreads>(largest, shared);
-  if (threadIdx.x == 0) raise_to(amax, largest);
+  raise_to_block_max<kThreads>(amax, largest, shared);
 }
 
 // One output, in pieces of which each has one scale; or, where all have the same or none, is one warp wide.
@@ -404,6 +352,8 @@ __global__ void __launch_bounds__(kThreads) pieces_kernel(const Source source, c
       write_element(out, at, __fmul_rn(source.element(row, col), inverse));
     });
   }
+  if (!out.has_tensor_scale) return;
+  out.dtype == DType::kE5M2 ? out.tensor_scale.write<Float8E5M2>() : out.tensor_scale.write<Float8E4M3>();
 }
 
 // ---- Launches ----

@@ -7,28 +7,23 @@
 #include "kernels/cuda/cuda_device.h"
 #include "kernels/cuda/matrix_source.cuh"
 #include "kernels/cuda/quantize_tiles.cuh"
+#include "kernels/cuda/rope_codes.cuh"
 
 // Shapes: T rows (tokens), S positions, D elements of a head, W elements of a row of the fused QKV matrix. A block
 // works on heads of one row. A thread turns kWidth adjacent pairs of kHeads of them, all by the same angles.
 namespace parka::cuda {
 namespace {
 
+using rope::Positions, rope::turned_high, rope::turned_low;
+
 constexpr int kThreads = 128;
 constexpr int kHeads = 4;
-
-// Products that nothing can fuse with the sum: the same bits as on the CPU.
-__device__ float turned_low(float low, float high, float cos, float sin) {
-  return __fsub_rn(__fmul_rn(low, cos), __fmul_rn(high, sin));
-}
-__device__ float turned_high(float low, float high, float cos, float sin) {
-  return __fadd_rn(__fmul_rn(high, cos), __fmul_rn(low, sin));
-}
+constexpr int kPairHeads = 3;  // of Pairs: mostly as many heads are keys, and values, as queries
 
 // Turns the first `num_turned` heads of each row (queries and keys); sign -1 turns them back. half: D / 2.
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kThreads)
-    rope_kernel(T* qkv_TW, const float* cos_sin_SD, int64_t row_width, unsigned num_positions, int num_turned,
-                int half, float sign) {
+__global__ void __launch_bounds__(kThreads) rope_kernel(T* qkv_TW, const float* cos_sin_SD, int64_t row_width,
+                                                        Positions positions, int num_turned, int half, float sign) {
   const int pair = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
   if (pair >= half) return;
   const int first_head = blockIdx.z * blockDim.y * kHeads + threadIdx.y;
@@ -40,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
     low[n] = load_stored<kWidth>(row + head(n) * 2 * half, head(n) < num_turned);
     high[n] = load_stored<kWidth>(row + head(n) * 2 * half + half, head(n) < num_turned);
   }
-  const float* const cos_D = cos_sin_SD + int64_t{blockIdx.x % num_positions} * 2 * half + pair;
+  const float* const cos_D = cos_sin_SD + int64_t{positions.of(blockIdx.x)} * 2 * half + pair;
   const auto cos = load_stored<kWidth>(cos_D), sin = load_stored<kWidth>(cos_D + half);
 #pragma unroll
   for (int n = 0; n < kHeads; ++n) {
@@ -59,34 +54,44 @@ __global__ void __launch_bounds__(kThreads)
 // What all kernels over pairs have in common.
 struct Shape {
   int64_t row_width;
-  unsigned num_positions;
+  Positions positions;
   int num_turned, num_heads;  // query and key heads; and value heads, which are not turned
   int half;                   // D / 2
 };
 
-// A thread's pairs of one row, as in rope_kernel, of all heads. All threads of a block stay to the end.
+// A thread's pairs of one row, as in rope_kernel, of kPairHeads heads. All threads of a block stay to the end.
+// Where there is no pair or head a thread has those of a neighbour, which changes no maximum, and is not to be
+// written.
 template <typename T, int kWidth>
 struct Pairs {
-  int first_head, pair;
+  int first_head;
   bool in_head;
-  int64_t offset;  // of the pair in head 0
-  Stored<T, kWidth> low[kHeads], high[kHeads];
+  int column;      // of the row: of the pairs' low halves in the first head
+  int64_t offset;  // of the matrix: the same
+  int stride;      // columns from one head of a thread to its next one
+  Stored<T, kWidth> low[kPairHeads], high[kPairHeads];
   Stored<float, kWidth> cos, sin;
 
   __device__ Pairs(const T* qkv_TW, const float* cos_sin_SD, const Shape& shape)
-      : first_head(blockIdx.z * blockDim.y * kHeads + threadIdx.y),
-        pair((blockIdx.y * blockDim.x + threadIdx.x) * kWidth),
-        in_head(pair < shape.half),
-        offset(int64_t{blockIdx.x} * shape.row_width + pair) {
+      : first_head(blockIdx.z * blockDim.y * kPairHeads + threadIdx.y),
+        stride(static_cast<int>(blockDim.y) * 2 * shape.half) {
+    int pair = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
+    in_head = pair < shape.half;
+    pair = min(pair, shape.half - kWidth);
+    const int64_t row_start = int64_t{blockIdx.x} * shape.row_width;
+    column = first_head * 2 * shape.half + pair;
+    offset = row_start + column;
+    const int last_column = (shape.num_heads - 1) * 2 * shape.half + pair;
+    const T* const row_W = qkv_TW + row_start;
 #pragma unroll
-    for (int n = 0; n < kHeads; ++n) {
-      const T* const p = qkv_TW + offset + head(n) * 2 * shape.half;
-      low[n] = load_stored<kWidth>(p, has(n, shape));
-      high[n] = load_stored<kWidth>(p + shape.half, has(n, shape));
+    for (int n = 0; n < kPairHeads; ++n) {
+      const T* const p = row_W + min(column + n * stride, last_column);
+      low[n] = load_stored<kWidth>(p);
+      high[n] = load_stored<kWidth>(p + shape.half);
     }
-    const float* const cos_D = cos_sin_SD + int64_t{blockIdx.x % shape.num_positions} * 2 * shape.half + pair;
-    cos = load_stored<kWidth>(cos_D, in_head);
-    sin = load_stored<kWidth>(cos_D + shape.half, in_head);
+    const float* const cos_D = cos_sin_SD + int64_t{shape.positions.of(blockIdx.x)} * 2 * shape.half + pair;
+    cos = load_stored<kWidth>(cos_D);
+    sin = load_stored<kWidth>(cos_D + shape.half);
   }
 
   __device__ int head(int n) const { return first_head + n * static_cast<int>(blockDim.y); }
@@ -95,37 +100,71 @@ struct Pairs {
   // The pairs of one head, turned if it is a query or a key.
   __device__ void turn(int n, const Shape& shape, float sign, float (&new_low)[kWidth],
                        float (&new_high)[kWidth]) const {
-    const bool turns = head(n) < shape.num_turned;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      new_low[i] = turns ? turned_low(low[n][i], high[n][i], cos[i], sign * sin[i]) : low[n][i];
-      new_high[i] = turns ? turned_high(low[n][i], high[n][i], cos[i], sign * sin[i]) : high[n][i];
+      new_low[i] = low[n][i];
+      new_high[i] = high[n][i];
+    }
+    if (head(n) >= shape.num_turned) return;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      new_low[i] = turned_low(low[n][i], high[n][i], cos[i], sign * sin[i]);
+      new_high[i] = turned_high(low[n][i], high[n][i], cos[i], sign * sin[i]);
     }
   }
 };
+
+template <int kWidth>
+__device__ float max_magnitude_of(const float (&x)[kWidth]) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) amax = max_magnitude(amax, x[i]);
+  return amax;
+}
+
+// ---- Forward, saving ----
+
+constexpr int kSaveBlocks = 6;  // that a multiprocessor should have room for
 
 // Where rotated values go: codes with scales S for groups of `lanes` neighbouring threads' columns.
 template <typename F8, typename S>
 struct SavedGroups {
   F8* codes_TW;
   S* scales;
-  int across;  // scales in a row
-  int lanes;   // a power of 2; of threads side by side there are a multiple
+  int across;       // scales in a row
+  int group_shift;  // log2 of the columns of a group
+  int lanes;        // a power of 2, at least 2; of threads side by side there are a multiple
+
+  // Whether a thread writes a scale: the first two of a group do.
+  __device__ bool writes_scale() const { return (static_cast<int>(threadIdx.x) & (lanes - 1)) < 2; }
 };
 
-// Writes kWidth adjacent columns from `offset` on, and leaves in x what they decode to. To be called by whole
-// warps.
-template <typename F8, typename S, int kWidth>
-__device__ void save(const SavedGroups<F8, S>& saved, int64_t offset, int column, bool wanted, float (&x)[kWidth]) {
-  constexpr int kWords = kWidth / 4;
-  float amax = 0.0f;
+// The scales of the two groups that a thread has a part of, one in either half of a head. The threads of a group
+// share the work: even ones make the scale of the low half, odd ones that of the high half.
+struct GroupScales {
+  PieceScale low, high, own;
+
+  static __device__ bool is_low() { return threadIdx.x % 2 == 0; }
+};
+
+// To be called by whole warps.
+template <typename F8, typename S>
+__device__ GroupScales scales_for_groups(float low_amax, float high_amax, int lanes) {
+  const bool is_low = GroupScales::is_low();
+  float amax = is_low ? low_amax : high_amax;
+  amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, is_low ? high_amax : low_amax, 1));
+  for (int step = 2; step < lanes; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, step));
+  const PieceScale own = scale_for<F8, S>(amax);
+  const PieceScale other{__shfl_xor_sync(kFullWarp, own.scale, 1), __shfl_xor_sync(kFullWarp, own.inverse, 1)};
+  return {is_low ? own : other, is_low ? other : own, own};
+}
+
+// The codes of kWidth adjacent columns; leaves in x what they decode to.
+template <typename F8, int kWidth>
+__device__ Pack<uint32_t, kWidth / 4> encode(const PieceScale& piece, float (&x)[kWidth]) {
+  Pack<uint32_t, kWidth / 4> codes;
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) amax = max_magnitude(amax, x[i]);
-  for (int step = saved.lanes / 2; step > 0; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, step));
-  const PieceScale piece = scale_for<F8, S>(amax);
-  Pack<uint32_t, kWords> codes;
-#pragma unroll
-  for (int w = 0; w < kWords; ++w) {
+  for (int w = 0; w < kWidth / 4; ++w) {
     float four[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) four[i] = __fmul_rn(x[4 * w + i], piece.inverse);
@@ -134,32 +173,39 @@ __device__ void save(const SavedGroups<F8, S>& saved, int64_t offset, int column
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[4 * w + i] = __fmul_rn(four[i], piece.scale);
   }
-  if (!wanted) return;
-  *reinterpret_cast<Pack<uint32_t, kWords>*>(saved.codes_TW + offset) = codes;
-  if (threadIdx.x % saved.lanes != 0) return;
-  const int group = column / kWidth / saved.lanes;
-  saved.scales[int64_t{blockIdx.x} * saved.across + group] = from_float<S>(piece.scale);  // exact: it was rounded
+  return codes;
 }
 
 // Turns queries and keys, quantizes all heads, and writes what they decode to back.
 template <typename T, int kWidth, typename F8, typename S>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kSaveBlocks)
     rope_save_kernel(T* qkv_TW, const float* cos_sin_SD, const SavedGroups<F8, S> saved, const Shape shape) {
+  using Codes = Pack<uint32_t, kWidth / 4>;
   const Pairs<T, kWidth> pairs(qkv_TW, cos_sin_SD, shape);
+  T* const qkv = qkv_TW + pairs.offset;
+  F8* const codes = saved.codes_TW + pairs.offset;
+  const int own_column = pairs.column + (GroupScales::is_low() ? 0 : shape.half);
+  S* const scales = saved.scales + int64_t{blockIdx.x} * saved.across + (own_column >> saved.group_shift);
+  const int scale_stride = pairs.stride >> saved.group_shift;
 #pragma unroll
-  for (int n = 0; n < kHeads; ++n) {
+  for (int n = 0; n < kPairHeads; ++n) {
+    const bool wanted = pairs.has(n, shape);
+    if (!__any_sync(kFullWarp, wanted)) return;  // nor has any of the warp's heads that follow
     float low[kWidth], high[kWidth];
     pairs.turn(n, shape, 1.0f, low, high);
-    const bool wanted = pairs.has(n, shape);
-    const int head_start = pairs.head(n) * 2 * shape.half;
-    const int64_t offset = pairs.offset + head_start;
-    save(saved, offset, pairs.pair + head_start, wanted, low);
-    save(saved, offset + shape.half, pairs.pair + head_start + shape.half, wanted, high);
+    const GroupScales scale = scales_for_groups<F8, S>(max_magnitude_of(low), max_magnitude_of(high), saved.lanes);
+    const Codes low_codes = encode<F8>(scale.low, low), high_codes = encode<F8>(scale.high, high);
     if (!wanted) continue;
-    store(qkv_TW + offset, low);
-    store(qkv_TW + offset + shape.half, high);
+    const int start = n * pairs.stride;
+    *reinterpret_cast<Codes*>(codes + start) = low_codes;
+    *reinterpret_cast<Codes*>(codes + start + shape.half) = high_codes;
+    store(qkv + start, low);
+    store(qkv + start + shape.half, high);
+    if (saved.writes_scale()) scales[n * scale_stride] = from_float<S>(scale.own.scale);  // exact: it was rounded
   }
 }
+
+// ---- Backward, quantized ----
 
 // Raises *amax to the largest magnitude of the matrix with its queries and keys turned back, rounded to T.
 template <typename T, int kWidth>
@@ -169,11 +215,10 @@ __global__ void __launch_bounds__(kThreads)
   const Pairs<T, kWidth> pairs(qkv_TW, cos_sin_SD, shape);
   float largest = 0.0f;
 #pragma unroll
-  for (int n = 0; n < kHeads; ++n) {
+  for (int n = 0; n < kPairHeads; ++n) {
     float low[kWidth], high[kWidth];
     pairs.turn(n, shape, -1.0f, low, high);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) largest = max_magnitude(max_magnitude(largest, low[i]), high[i]);
+    largest = fmaxf(largest, fmaxf(max_magnitude_of(low), max_magnitude_of(high)));
   }
   largest = warp_max(largest);
   const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
@@ -186,12 +231,15 @@ __global__ void __launch_bounds__(kThreads)
   raise_to(amax, to_float(from_float<T>(largest)));
 }
 
+// ---- Any format and shape ----
+
 // The turned matrix as a Source (quantize_tiles.cuh says what that is); kRounded: to T.
 template <typename T, bool kRounded>
 struct RopeSource {
   const T* qkv_TW;
   const float* cos_sin_SD;
-  int row_width, num_positions, half;
+  int row_width, half;
+  Positions positions;
   int turned_width;  // columns of queries and keys
   float sign;
 
@@ -199,8 +247,8 @@ struct RopeSource {
       : qkv_TW(qkv.as<T>()),
         cos_sin_SD(cos_sin.as<float>()),
         row_width(static_cast<int>(qkv.dim[1])),
-        num_positions(static_cast<int>(cos_sin.dim[0])),
         half(static_cast<int>(cos_sin.dim[1] / 2)),
+        positions(cos_sin.dim[0]),
         turned_width(static_cast<int>(num_turned * cos_sin.dim[1])),
         sign(sign_) {}
 
@@ -222,7 +270,7 @@ struct RopeSource {
     const bool is_low = column < half;
     const T* const own_W = qkv_TW + int64_t{row} * row_width + col;
     const float* const cos_D =
-        cos_sin_SD + int64_t{row % num_positions} * 2 * half + (is_low ? column : column - half);
+        cos_sin_SD + int64_t{positions.of(row)} * 2 * half + (is_low ? column : column - half);
     const bool turns = col < turned_width;
     const auto own = load_stored<kWidth>(own_W);
     const auto partner = load_stored<kWidth>(is_low ? own_W + half : own_W - half, turns);
@@ -244,7 +292,7 @@ constexpr int kWideBytes = 16;
 
 Shape shape_of(const TensorView& qkv, const TensorView& cos_sin, int64_t num_heads, int64_t num_kv_heads) {
   PARKA_REQUIRE(qkv.dim[0] <= INT32_MAX && qkv.dim[1] <= INT32_MAX && cos_sin.dim[0] <= INT32_MAX);
-  return {qkv.dim[1], static_cast<unsigned>(cos_sin.dim[0]), static_cast<int>(num_heads + num_kv_heads),
+  return {qkv.dim[1], Positions(cos_sin.dim[0]), static_cast<int>(num_heads + num_kv_heads),
           static_cast<int>(num_heads + 2 * num_kv_heads), static_cast<int>(cos_sin.dim[1] / 2)};
 }
 
@@ -269,7 +317,8 @@ Launch launch_for(int64_t rows, int64_t packs, int64_t heads) {
 // The same for Pairs: blocks of whole warps, and of a power of 2 of threads side by side.
 Launch launch_for_pairs(int64_t rows, int64_t packs, const Shape& shape) {
   const auto at_least = [](int64_t n) { return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(n))); };
-  const int64_t x = std::min<int64_t>(at_least(packs), kThreads), head_groups = ceil_div(shape.num_heads, kHeads);
+  const int64_t x = std::min<int64_t>(at_least(packs), kThreads),
+                head_groups = ceil_div(shape.num_heads, kPairHeads);
   const int64_t y = std::max<int64_t>(std::min(at_least(head_groups), kThreads / x), kWarpSize / x);
   return {dim3(static_cast<unsigned>(rows), static_cast<unsigned>(ceil_div(packs, x)),
                static_cast<unsigned>(ceil_div(head_groups, y))),
@@ -284,7 +333,7 @@ void turn(CudaDevice& device, const TensorView& qkv, const TensorView& cos_sin, 
     const auto kernel = wide ? rope_kernel<T, kWidth> : rope_kernel<T, 1>;
     const Launch launch = launch_for(qkv.dim[0], shape.half / (wide ? kWidth : 1), shape.num_turned);
     kernel<<<launch.blocks, launch.threads, 0, device.stream()>>>(
-        qkv.as<T>(), cos_sin.as<float>(), shape.row_width, shape.num_positions, shape.num_turned, shape.half, sign);
+        qkv.as<T>(), cos_sin.as<float>(), shape.row_width, shape.positions, shape.num_turned, shape.half, sign);
   });
 }
 
@@ -294,7 +343,7 @@ bool turn_and_save(CudaDevice& device, const RopeForward& a, const Shape& shape)
   constexpr int kWidth = kWideBytes / sizeof(T);
   const auto group = static_cast<uint64_t>(a.saved.group);
   if (a.qkv.dtype != DType::kBF16 || !fits_wide(a.qkv, a.cos_sin) || !is_aligned(a.saved.data.data, kWidth) ||
-      !std::has_single_bit(group) || group < kWidth || group > uint64_t{kWidth} * kWarpSize ||
+      !std::has_single_bit(group) || group < 2 * kWidth || group > uint64_t{kWidth} * kWarpSize ||
       shape.half % static_cast<int>(group) != 0) {
     return false;
   }
@@ -306,6 +355,7 @@ bool turn_and_save(CudaDevice& device, const RopeForward& a, const Shape& shape)
       const SavedGroups<F8, S> saved{.codes_TW = a.saved.data.as<F8>(),
                                      .scales = a.saved.scale.as<S>(),
                                      .across = static_cast<int>(a.saved.scale.dim[1]),
+                                     .group_shift = std::countr_zero(group),
                                      .lanes = static_cast<int>(group) / kWidth};
       rope_save_kernel<T, kWidth, F8, S><<<launch.blocks, launch.threads, 0, device.stream()>>>(
           a.qkv.as<T>(), a.cos_sin.as<float>(), saved, shape);
@@ -325,6 +375,37 @@ void save_and_read_back(CudaDevice& device, const RopeForward& a, const Shape& s
 
 bool is_tensor_scaled(const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kTensor; }
 
+// The write pass in one kernel that turns every pair once, for shapes and formats of training.
+bool write_turned_back(CudaDevice& device, const RopeBackward& a, const Shape& shape, const float* amax) {
+  const ScaledView &out = a.d_quantized, &out_t = a.d_quantized_t, &any = out.empty() ? out_t : out;
+  const int64_t rows = a.d_qkv.dim[0], cols = a.d_qkv.dim[1];
+  const bool same_format = out.empty() || out_t.empty() ||
+                           (is_tensor_scaled(out) && is_tensor_scaled(out_t) && out.data.dtype == out_t.data.dtype);
+  if ((shape.half != 32 && shape.half != 64) || a.d_qkv.dtype != DType::kBF16 || !is_tensor_scaled(any) ||
+      !same_format || rows % 16 != 0 || cols % rope::kTileCols != 0 || !fits_wide(a.d_qkv, a.cos_sin) ||
+      !is_aligned(out.data.data, 4) || !is_aligned(out_t.data.data, 16)) {
+    return false;
+  }
+  const rope::TurnedCodes codes{.qkv_TW = a.d_qkv.as<BFloat16>(),
+                                .cos_sin_SD = a.cos_sin.as<float>(),
+                                .codes_TW = static_cast<uint8_t*>(out.data.data),
+                                .codes_WT = static_cast<uint8_t*>(out_t.data.data),
+                                .amax = amax,
+                                .scale = any.scale.as<float>(),
+                                .positions = shape.positions,
+                                .rows = static_cast<int>(rows),
+                                .width = static_cast<int>(cols),
+                                .turned_width = shape.num_turned * 2 * shape.half};
+  const dim3 blocks(static_cast<unsigned>(ceil_div(rows, rope::kTileRows)),
+                    static_cast<unsigned>(ceil_div(cols / rope::kTileCols, rope::kTileSteps)));
+  with_float8_type(any.data.dtype, [&](auto f8) {
+    using F8 = decltype(f8);
+    const auto kernel = shape.half == 32 ? rope::codes_kernel<F8, 32> : rope::codes_kernel<F8, 64>;
+    kernel<<<blocks, rope::kTileThreads, 0, device.stream()>>>(codes);
+  });
+  return true;
+}
+
 // Quantizes the matrix with its queries and keys turned back, which are written nowhere else.
 template <typename T>
 void quantize_turned_back(CudaDevice& device, const RopeBackward& a, const Shape& shape) {
@@ -341,6 +422,7 @@ void quantize_turned_back(CudaDevice& device, const RopeBackward& a, const Shape
     kernel<<<launch.blocks, launch.threads, 0, device.stream()>>>(a.d_qkv.as<T>(), a.cos_sin.as<float>(), amax,
                                                                   shape);
   }
+  if (amax != nullptr && write_turned_back(device, a, shape, amax)) return;
   write_tiles(device, source, rows, cols, a.d_quantized, a.d_quantized_t, amax);
 }
 

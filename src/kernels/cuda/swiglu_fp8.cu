@@ -9,6 +9,7 @@
 #include "kernels/cuda/quantize.h"
 #include "kernels/cuda/quantize_tiles.cuh"
 #include "kernels/cuda/swiglu_elements.cuh"
+#include "kernels/cuda/swiglu_source.cuh"
 
 // Shapes: T rows (tokens), F columns of the product; up_gate has 2F, up before gate.
 //
@@ -18,255 +19,119 @@
 namespace parka::cuda {
 namespace {
 
-// ---- Numbers made of up_gate, the saved silu and d_product ----
-
-// No saved silu(gate): it is computed.
-struct NoSource {
-  bool fits_wide() const { return true; }
-  __device__ void load(int, int, float (&)[16]) const {}
-  __device__ float element(int, int) const { return 0.0f; }
-};
-
-__device__ constexpr bool is_given(const NoSource&) { return false; }
-template <typename F8>
-__device__ constexpr bool is_given(const CodedSource<F8>&) {
-  return true;
-}
-__device__ bool is_given(const AnySource& x) { return x.data != nullptr; }
-
-// The numbers of a source in either of its ways: 16 adjacent ones, or one.
-template <typename Source>
-__device__ void read(const Source& source, int row, int col, float (&x)[16]) {
-  source.load(row, col, x);
-}
-template <typename Source>
-__device__ void read(const Source& source, int row, int col, float (&x)[1]) {
-  x[0] = source.element(row, col);
-}
-
-// Up and gate of [T, F].
-template <typename UpGate, typename Silu>
-struct Gated {
-  UpGate up_gate;
-  Silu saved_silu;
-  int width;
-
-  Gated(const ScaledView& up_gate_, const Silu& saved)
-      : up_gate(up_gate_), saved_silu(saved), width(static_cast<int>(up_gate_.num_cols() / 2)) {}
-
-  bool fits_wide() const { return width % kSourceWidth == 0 && up_gate.fits_wide() && saved_silu.fits_wide(); }
-  template <int kCount>
-  __device__ void read_up(int row, int col, float (&up)[kCount]) const {
-    read(up_gate, row, col, up);
-  }
-  template <int kCount>
-  __device__ void read_gate(int row, int col, float (&sigmoids)[kCount], float (&silus)[kCount]) const {
-    float gate[kCount];
-    read(up_gate, row, col + width, gate);
-    if (is_given(saved_silu)) read(saved_silu, row, col, silus);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      sigmoids[i] = sigmoid(gate[i]);
-      if (!is_given(saved_silu)) silus[i] = silu(gate[i], sigmoids[i]);
-    }
-  }
-};
-
-using AnyGated = Gated<AnySource, AnySource>;
-
-// The members of a Source that all those below have in common: Numbers has make(row, col, x) for 16 numbers and
-// one.
-template <typename Numbers>
-struct MadeSource : Numbers {
-  explicit MadeSource(const Numbers& numbers) : Numbers(numbers) {}
-  __device__ void load(int row, int col, float (&x)[16]) const { this->make(row, col, x); }
-  __device__ float element(int row, int col) const {
-    float x[1];
-    this->make(row, col, x);
-    return x[0];
-  }
-};
-
-// silu(gate), [T, F].
-template <typename Gates>
-struct SiluNumbers {
-  Gates gated;
-
-  bool fits_wide() const { return gated.fits_wide(); }
-  template <int kCount>
-  __device__ void make(int row, int col, float (&x)[kCount]) const {
-    float sigmoids[kCount];
-    gated.read_gate(row, col, sigmoids, x);
-  }
-};
-
-// up * silu(gate), [T, F].
-template <typename Gates>
-struct ProductNumbers {
-  Gates gated;
-
-  bool fits_wide() const { return gated.fits_wide(); }
-  template <int kCount>
-  __device__ void make(int row, int col, float (&x)[kCount]) const {
-    float up[kCount], sigmoids[kCount], silus[kCount];
-    gated.read_up(row, col, up);
-    gated.read_gate(row, col, sigmoids, silus);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = product_of(up[i], silus[i]);
-  }
-};
-
-template <int kCount>
-struct Gradients {
-  float d_up[kCount], d_gate[kCount], product[kCount];
-};
-
-template <typename Gates, typename DProduct>
-struct GradientInputs {
-  Gates gated;
-  DProduct d_product;
-
-  bool fits_wide() const { return gated.fits_wide() && d_product.fits_wide(); }
-  // Of a place in [T, F]. What the caller does not use is not computed.
-  template <int kCount>
-  __device__ void make_all(int row, int col, Gradients<kCount>& g) const {
-    float up[kCount], d[kCount], sigmoids[kCount], silus[kCount];
-    gated.read_up(row, col, up);
-    read(d_product, row, col, d);
-    gated.read_gate(row, col, sigmoids, silus);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      g.d_up[i] = up_gradient(d[i], silus[i]);
-      g.d_gate[i] = gate_gradient(d[i], up[i], sigmoids[i], silus[i]);
-      g.product[i] = product_of(up[i], silus[i]);
-    }
-  }
-};
-
-using AnyGradientInputs = GradientInputs<AnyGated, AnySource>;
-
-// d_up_gate, [T, 2F].
-template <typename Inputs>
-struct GradientNumbers {
-  Inputs inputs;
-
-  bool fits_wide() const { return inputs.fits_wide(); }
-  template <int kCount>
-  __device__ void make(int row, int col, float (&x)[kCount]) const {
-    const int width = inputs.gated.width;
-    Gradients<kCount> g;
-    inputs.make_all(row, col < width ? col : col - width, g);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = col < width ? g.d_up[i] : g.d_gate[i];
-  }
-};
-
-// The larger magnitude of d_up and d_gate, [T, F]: what is needed for the maximum over both.
-template <typename Inputs>
-struct GradientMagnitudes {
-  Inputs inputs;
-
-  bool fits_wide() const { return inputs.fits_wide(); }
-  template <int kCount>
-  __device__ void make(int row, int col, float (&x)[kCount]) const {
-    Gradients<kCount> g;
-    inputs.make_all(row, col, g);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = fmaxf(fabsf(g.d_up[i]), fabsf(g.d_gate[i]));
-  }
-};
-
-// Calls f with the Gated of these matrices. The formats that training uses have kernels of their own, if `wide`.
-template <typename F>
-void with_gated(const ScaledView& up_gate, const ScaledView& silu, bool wide, const F& f) {
-  const DType dtype = up_gate.data.dtype;
-  const bool has_kernels =
-      wide && (dtype == DType::kBF16 || dtype == DType::kE4M3) && (silu.empty() || silu.data.dtype == DType::kE4M3);
-  const auto with_silu = [&]<typename UpGate>(std::type_identity<UpGate>) {
-    if (silu.empty()) {
-      f(Gated<UpGate, NoSource>(up_gate, NoSource()));
-    } else {
-      f(Gated<UpGate, CodedSource<Float8E4M3>>(up_gate, CodedSource<Float8E4M3>(silu)));
-    }
-  };
-  if (!has_kernels) {
-    f(AnyGated(up_gate, AnySource(silu)));
-  } else if (dtype == DType::kBF16) {
-    with_silu(std::type_identity<PlainSource<BFloat16>>());
-  } else {
-    with_silu(std::type_identity<CodedSource<Float8E4M3>>());
-  }
-}
-
 // ---- Forward: quantizing up_gate and finding the product's maximum in one pass ----
 
 struct GateQuantization {
-  const BFloat16* up_gate_T2F;
+  PlainSource<BFloat16> up_gate;
   uint8_t* codes_T2F;
   BFloat16* scales;
   uint8_t* silu_codes_TF;  // null: silu is not saved
   BFloat16* silu_scales;
-  unsigned chunks, total;  // of 16 columns, in a row of F and in [T, F]
-  int lane_shift;          // log2 of the chunks in a group
-  float* amax;             // of the product; null: not wanted
+  int rows, width;
+  int group_shift;  // log2 of the columns in a group
+  float* amax;      // of the product; null: not wanted
+
+  struct Fetched {
+    PlainSource<BFloat16>::Fetched up, gate;
+  };
+  __device__ Fetched fetch(int row, int col) const {
+    return {up_gate.fetch(row, col), up_gate.fetch(row, col + width)};
+  }
 };
 
-// Codes of 16 numbers of a group that adjacent threads have together. x becomes what they decode to.
-template <typename F8>
-__device__ float quantize_group(float (&x)[16], int lanes, uint32_t (&codes)[4]) {
-  const PieceScale piece = scale_for<F8, BFloat16>(tiles::group_max(tiles::max_magnitude_of(0.0f, x), lanes));
-  tiles::encode<F8>(x, piece.inverse, codes);
-  decode_16<F8>(codes, piece.scale, x);
-  return piece.scale;
-}
-
-__device__ void store_codes(uint8_t* target, const uint32_t (&codes)[4]) {
-  *reinterpret_cast<Pack<uint32_t, 4>*>(target) = {codes[0], codes[1], codes[2], codes[3]};
-}
-
-// A thread has 16 columns of up and the same of gate.
-template <typename F8, bool kSavesSilu>
-__global__ void __launch_bounds__(tiles::kThreads) quantize_gate_kernel(const GateQuantization q) {
-  __shared__ float shared[tiles::kWarps];
-  // Threads past the end repeat the last chunk: all are needed where groups and the block have their maxima.
-  const unsigned index = blockIdx.x * tiles::kThreads + threadIdx.x, i = min(index, q.total - 1);
-  const unsigned row = i / q.chunks, chunk = i - row * q.chunks;
-  const int64_t width = int64_t{q.chunks} * kSourceWidth;
-  const int64_t up_at = row * 2 * width + chunk * kSourceWidth, gate_at = up_at + width;
-  float up[16], gate[16];
-  const auto stored_up = load_stored<16>(q.up_gate_T2F + up_at),
-             stored_gate = load_stored<16>(q.up_gate_T2F + gate_at);
+// The largest magnitude, of pairs together; NaN is skipped.
+__device__ float max_magnitude_of(const PlainSource<BFloat16>::Fetched& x) {
+  __nv_bfloat162 highest = __float2bfloat162_rn(0.0f), lowest = highest;
 #pragma unroll
-  for (int j = 0; j < 16; ++j) up[j] = stored_up[j];
-#pragma unroll
-  for (int j = 0; j < 16; ++j) gate[j] = stored_gate[j];
-
-  const int lanes = 1 << q.lane_shift;
-  uint32_t up_codes[4], gate_codes[4], silu_codes[4];
-  const float up_scale = quantize_group<F8>(up, lanes, up_codes);
-  const float gate_scale = quantize_group<F8>(gate, lanes, gate_codes);
-  float silus[16], amax = 0.0f, silu_scale = 0.0f;
-#pragma unroll
-  for (int j = 0; j < 16; ++j) silus[j] = silu(gate[j], sigmoid(gate[j]));
-  if constexpr (kSavesSilu) silu_scale = quantize_group<F8>(silus, lanes, silu_codes);
-#pragma unroll
-  for (int j = 0; j < 16; ++j) amax = max_magnitude(amax, product_of(up[j], silus[j]));
-
-  if (index < q.total) {
-    store_codes(q.codes_T2F + up_at, up_codes);
-    store_codes(q.codes_T2F + gate_at, gate_codes);
-    if constexpr (kSavesSilu) store_codes(q.silu_codes_TF + int64_t{i} * kSourceWidth, silu_codes);
-    if (chunk % lanes == 0) {
-      const int64_t groups = q.chunks >> q.lane_shift, group = chunk >> q.lane_shift;
-      BFloat16* const scale = q.scales + row * 2 * groups + group;
-      scale[0] = from_float<BFloat16>(up_scale);
-      scale[groups] = from_float<BFloat16>(gate_scale);
-      if constexpr (kSavesSilu) q.silu_scales[row * groups + group] = from_float<BFloat16>(silu_scale);
-    }
+  for (const uint32_t word : x.word) {
+    const __nv_bfloat162 pair(std::bit_cast<__nv_bfloat162_raw>(word));
+    highest = __hmax2(highest, pair);
+    lowest = __hmin2(lowest, pair);
   }
-  if (q.amax == nullptr) return;
-  amax = block_max<tiles::kThreads>(amax, shared);
-  if (threadIdx.x == 0) raise_to(q.amax, amax);
+  const __nv_bfloat162 largest = __hmax2(highest, __hneg2(lowest));
+  return fmaxf(__low2float(largest), __high2float(largest));
+}
+
+// The codes of 16 numbers of one group, and its scale.
+template <typename F8>
+struct GroupCodes {
+  uint32_t word[tiles::kWords];
+  PieceScale scale;
+
+  // Adjacent `lanes` threads have the group, `amax` is the maximum of this one's numbers.
+  __device__ GroupCodes(float amax, int lanes) : scale(scale_for<F8, BFloat16>(tiles::group_max(amax, lanes))) {}
+  // Encodes a quarter of the numbers. x becomes what the codes decode to.
+  __device__ void encode(int quarter, float (&x)[4]) {
+    word[quarter] = tiles::encode<F8>(x, scale.inverse);
+    // Nothing but to hide from the compiler where the word comes from: it would decode the halves it was made of,
+    // each moved to a register of its own first.
+    asm("" : "+r"(word[quarter]));
+    decode(quarter, x);
+  }
+  __device__ void decode(int quarter, float (&x)[4]) const { decode_4<F8>(word[quarter], scale.scale, x); }
+  __device__ void write(uint8_t* codes) const { tiles::store_16(codes, word); }
+};
+
+// A thread has up and gate of its part of a tile of [T, F].
+template <typename F8, bool kSavesSilu>
+__global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
+    quantize_gate_kernel(const GateQuantization q) {
+  __shared__ uint32_t shared[tiles::kWarps];
+  const tiles::Place place;
+  const int lanes = 1 << q.group_shift >> std::countr_zero(unsigned{kSourceWidth});
+  const int groups = q.width >> q.group_shift, group = place.col >> q.group_shift;
+  const bool is_first_of_group = place.col == group << q.group_shift;
+  uint8_t* const codes = q.codes_T2F + offset_of(place.row, 2 * q.width, place.col);
+  BFloat16* const scales = q.scales + offset_of(place.row, 2 * groups, group);
+  float amax = 0.0f;
+  tiles::for_each_row(q, q.rows, q.width, [&](int k, const GateQuantization::Fetched& fetched) {
+    GroupCodes<F8> up_codes(max_magnitude_of(fetched.up), lanes), gate_codes(max_magnitude_of(fetched.gate), lanes);
+    float silus[16], silu_amax = 0.0f;
+#pragma unroll
+    for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
+      float up[4], gate[4];
+      q.up_gate.decode(fetched.up, quarter, up);
+      up_codes.encode(quarter, up);
+      q.up_gate.decode(fetched.gate, quarter, gate);
+      gate_codes.encode(quarter, gate);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float own = silu(gate[i], kSavesSilu ? sigmoid(gate[i]) : sigmoid_of_coded(gate[i]));
+        silus[4 * quarter + i] = own;
+        if constexpr (kSavesSilu) {
+          silu_amax = max_magnitude(silu_amax, own);
+        } else {
+          amax = max_magnitude(amax, product_of(up[i], own));
+        }
+      }
+    }
+    const bool exists = place.row + k < q.rows && place.col < q.width;
+    if constexpr (kSavesSilu) {
+      GroupCodes<F8> silu_codes(silu_amax, lanes);
+#pragma unroll
+      for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
+        float up[4], saved[4];
+        up_codes.decode(quarter, up);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) saved[i] = silus[4 * quarter + i];
+        silu_codes.encode(quarter, saved);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) amax = max_magnitude(amax, product_of(up[i], saved[i]));
+      }
+      if (exists) silu_codes.write(q.silu_codes_TF + offset_of(place.row + k, q.width, place.col));
+      if (exists && is_first_of_group) {
+        q.silu_scales[offset_of(place.row + k, groups, group)] = from_float<BFloat16>(silu_codes.scale.scale);
+      }
+    }
+
+    if (!exists) return;
+    up_codes.write(codes + k * 2 * int64_t{q.width});
+    gate_codes.write(codes + (k * 2 + 1) * int64_t{q.width});
+    if (!is_first_of_group) return;
+    scales[k * 2 * int64_t{groups}] = from_float<BFloat16>(up_codes.scale.scale);
+    scales[(k * 2 + 1) * int64_t{groups}] = from_float<BFloat16>(gate_codes.scale.scale);
+  });
+  if (q.amax != nullptr) raise_to_block_max<tiles::kThreads>(q.amax, amax, shared);
 }
 
 // Whether quantize_gate_kernel can do it.
@@ -281,24 +146,23 @@ bool fits_quantize_gate(const SwigluForward& a) {
 }
 
 void quantize_gate(CudaDevice& device, const SwigluForward& a, float* amax) {
-  const int64_t chunks = a.product.num_cols() / kSourceWidth, total = a.product.num_rows() * chunks;
-  PARKA_REQUIRE(total <= INT32_MAX);
+  const int64_t rows = a.product.num_rows(), width = a.product.num_cols();
   const bool saves_silu = !a.silu.empty();
   const GateQuantization q{
-      .up_gate_T2F = a.up_gate_plain.as<BFloat16>(),
+      .up_gate = PlainSource<BFloat16>(a.up_gate_plain),
       .codes_T2F = tiles::codes_of(a.up_gate),
       .scales = a.up_gate.scale.as<BFloat16>(),
       .silu_codes_TF = tiles::codes_of(a.silu),
       .silu_scales = saves_silu ? a.silu.scale.as<BFloat16>() : nullptr,
-      .chunks = static_cast<unsigned>(chunks),
-      .total = static_cast<unsigned>(total),
-      .lane_shift = std::countr_zero(static_cast<uint64_t>(a.up_gate.group / kSourceWidth)),
+      .rows = static_cast<int>(rows),
+      .width = static_cast<int>(width),
+      .group_shift = std::countr_zero(static_cast<uint64_t>(a.up_gate.group)),
       .amax = amax,
   };
   with_float8_type(a.up_gate.data.dtype, [&](auto f8) {
     using F8 = decltype(f8);
     const auto kernel = saves_silu ? quantize_gate_kernel<F8, true> : quantize_gate_kernel<F8, false>;
-    kernel<<<static_cast<unsigned>(ceil_div(total, tiles::kThreads)), tiles::kThreads, 0, device.stream()>>>(q);
+    kernel<<<tiles::grid_of(rows, width), tiles::kThreads, 0, device.stream()>>>(q);
   });
 }
 
@@ -306,31 +170,37 @@ void quantize_gate(CudaDevice& device, const SwigluForward& a, float* amax) {
 
 // d_up_gate with one scale, and the product, in the format of activations, with its given one.
 template <typename Inputs, typename F8, bool kProduct>
-__global__ void __launch_bounds__(tiles::kThreads)
+__global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
     gradient_codes_kernel(const Inputs inputs, const tiles::CodeOutput d_up, const tiles::CodeOutput d_gate,
                           const tiles::TensorScale scale, const tiles::CodeOutput product,
                           const tiles::TensorScale product_scale) {
-  alignas(16) __shared__ uint32_t shared[tiles::kSharedWords];
-  const tiles::Place place;
-  const int col = min(place.col, d_up.cols - tiles::kWidth);
+  alignas(tiles::kTileAlignment) __shared__ uint32_t shared[kProduct ? 3 : 2][tiles::kSharedWords];
   const float inverse = scale.inverse<F8>();
   const float product_inverse = kProduct ? product_scale.inverse<Float8E4M3>() : 0.0f;
-  tiles::Codes up_codes, gate_codes, product_codes;
+  const uint32_t part = tiles::part_address(shared[0]);
+  tiles::for_each_row(inputs, d_up.rows, d_up.cols, [&](int k, const auto& fetched) {
+    uint32_t up_codes[tiles::kWords], gate_codes[tiles::kWords];
+    [[maybe_unused]] uint32_t product_codes[tiles::kWords];
 #pragma unroll
-  for (int k = 0; k < tiles::kHeight; ++k) {
-    Gradients<16> g;
-    inputs.make_all(min(place.row + k, d_up.rows - 1), col, g);
-    tiles::encode<F8>(g.d_up, inverse, up_codes[k]);
-    tiles::encode<F8>(g.d_gate, inverse, gate_codes[k]);
-    if constexpr (kProduct) tiles::encode<Float8E4M3>(g.product, product_inverse, product_codes[k]);
-  }
-  tiles::write_codes(up_codes, d_up, shared);
+    for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
+      GradientParts<4> g;
+      inputs.read(fetched, quarter, g);
+      up_codes[quarter] = tiles::encode<F8>({g.d_up(0), g.d_up(1), g.d_up(2), g.d_up(3)}, inverse);
+      gate_codes[quarter] = tiles::encode<F8>({g.d_gate(0), g.d_gate(1), g.d_gate(2), g.d_gate(3)}, inverse);
+      if constexpr (kProduct) {
+        product_codes[quarter] =
+            tiles::encode<Float8E4M3>({g.product(0), g.product(1), g.product(2), g.product(3)}, product_inverse);
+      }
+    }
+    tiles::put_codes(up_codes, k, d_up, part);
+    tiles::put_codes(gate_codes, k, d_gate, part + tiles::kTileBytes);
+    if constexpr (kProduct) tiles::put_codes(product_codes, k, product, part + 2 * tiles::kTileBytes);
+  });
   __syncthreads();
-  tiles::write_codes(gate_codes, d_gate, shared);
-  if constexpr (kProduct) {
-    __syncthreads();
-    tiles::write_codes(product_codes, product, shared);
-  }
+  tiles::finish_codes(d_up, shared[0]);
+  tiles::finish_codes(d_gate, shared[1]);
+  if constexpr (kProduct) tiles::finish_codes(product, shared[2]);
+  scale.write<F8>();
 }
 
 template <typename Inputs, typename Y>
@@ -341,11 +211,21 @@ __global__ void __launch_bounds__(tiles::kThreads)
 #pragma unroll
   for (int k = 0; k < tiles::kHeight; ++k) {
     if (place.row + k >= rows) return;
-    Gradients<16> g;
-    inputs.make_all(place.row + k, place.col, g);
+    const auto fetched = inputs.fetch(place.row + k, place.col);
+    float d_up[16], d_gate[16];
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      GradientParts<4> g;
+      inputs.read(fetched, quarter, g);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        d_up[4 * quarter + i] = g.d_up(i);
+        d_gate[4 * quarter + i] = g.d_gate(i);
+      }
+    }
     Y* const target = d_up_gate_T2F + int64_t{place.row + k} * 2 * width + place.col;
-    store(target, g.d_up);
-    store(target + width, g.d_gate);
+    store(target, d_up);
+    store(target + width, d_gate);
   }
 }
 

@@ -15,6 +15,14 @@ inline int64_t norm_backward_max_blocks(int64_t cols) {
 }
 inline int64_t norm_backward_workspace_bytes(int64_t cols) { return norm_backward_max_blocks(cols) * cols * 4; }
 
+// embedding_backward: fp32 sums [T / 32, C] of the pieces of tokens that have more than one. A token whose rows
+// begin at position p of the order has slots p / 32 and on. No two tokens meet: one with n > 64 rows has n / 64
+// pieces, rounded up, and the next token's slots begin at least n / 32, rounded down, behind its own.
+inline constexpr int64_t kEmbeddingSlotRows = 32;
+inline int64_t embedding_backward_workspace_bytes(int64_t tokens, int64_t cols) {
+  return tokens / kEmbeddingSlotRows * cols * 4;
+}
+
 // attention_forward: how many tiles blocks have taken. Far less than others need: no plan has to count it.
 inline constexpr int64_t kAttentionForwardWorkspaceBytes = 4;
 

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Starts a run of several ranks, and starts it again when a rank or a host was lost: the same command continues from
+# the newest good checkpoint.
+#   scripts/launch.sh [-np N] [--restarts K] [OPTIONS OF MPIRUN OR SRUN] -- PROGRAM ARGUMENTS
+#   scripts/launch.sh -np 8 -- build/cuda/parka train configs/llama2-7b-parka.json
+# Uses srun inside a Slurm job and mpirun elsewhere. N is the number of ranks over all hosts: by default the job's
+# tasks under Slurm, else the GPUs of this host, else 1. K (default 3) is how often a lost run is started again.
+#
+# SIGTERM, SIGUSR1 and Ctrl-C to this script ask the ranks to save and stop; nothing is started again then. Ends with
+# the last exit code. PARKA_RESTART_SECONDS (default 10) is the wait before a restart.
+set -uo pipefail
+
+fail() { echo "launch.sh: $*" >&2; exit 2; }
+say() { echo "launch.sh: $*" >&2; }
+number() { [[ ${2:-} =~ ^[0-9]+$ ]] || fail "$1: expected a number, got '${2:-}'"; }
+
+ranks="" restarts=3 options=()
+while [ $# -gt 0 ] && [ "$1" != "--" ]; do
+  case "$1" in
+    -np | -n) number "$1" "${2:-}"; ranks=$2; shift 2 ;;
+    --restarts) number "$1" "${2:-}"; restarts=$2; shift 2 ;;
+    -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;;
+    *) options+=("$1"); shift ;;
+  esac
+done
+[ $# -ge 2 ] || fail "nothing to start; usage: scripts/launch.sh [-np N] [--restarts K] [OPTIONS] -- PROGRAM ARGUMENTS"
+shift
+
+if [ -n "${SLURM_JOB_ID:-}" ] && command -v srun >/dev/null; then
+  # A rank that ends with an error takes the others with it, should they not notice by themselves.
+  command=(srun --kill-on-bad-exit=1 --mpi=pmix ${ranks:+-n "$ranks"} "${options[@]}" "$@")
+elif command -v mpirun >/dev/null; then
+  if [ -z "$ranks" ]; then
+    ranks=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+    [ "$ranks" -gt 0 ] || ranks=1
+  fi
+  command=(mpirun -np "$ranks" --bind-to none "${options[@]}" "$@")
+else
+  fail "neither mpirun nor srun was found; scripts/setup.sh installs Open MPI"
+fi
+
+# mpirun answers SIGTERM and Ctrl-C by killing its ranks a second later, and hands SIGUSR1 on to them: parka then saves
+# and stops. Running it under setsid keeps a terminal's Ctrl-C from it.
+child="" stopping=""
+stop() {
+  stopping=$1
+  say "$1: asking the run to save and stop"
+  [ -z "$child" ] || kill -USR1 "$child" 2>/dev/null
+}
+trap 'stop SIGTERM' TERM
+trap 'stop SIGUSR1' USR1
+trap 'stop SIGINT' INT
+
+# Whether a run that ended with this code may go well when it is started again: another rank was lost (5), or a signal
+# ended one (128 + N). Bad input, numbers that are not finite, a full disk and defects stay what they are.
+may_pass() { [ "$1" -eq 5 ] || [ "$1" -gt 128 ]; }
+
+for ((start = 0; ; start++)); do
+  say "starting: ${command[*]}"
+  setsid "${command[@]}" &
+  child=$!
+  [ -z "$stopping" ] || kill -USR1 "$child" 2>/dev/null  # asked while nothing ran
+  # A signal to this script interrupts `wait`, which must then be called again.
+  wait "$child"
+  code=$?
+  while kill -0 "$child" 2>/dev/null; do
+    wait "$child"
+    code=$?
+  done
+  child=""
+  if [ "$code" -eq 0 ]; then
+    say "done"
+    exit 0
+  fi
+  if [ -n "$stopping" ]; then
+    say "ended with exit code $code after $stopping; not started again"
+    exit "$code"
+  fi
+  may_pass "$code" || { say "ended with exit code $code, which starting again would not mend"; exit "$code"; }
+  [ "$start" -lt "$restarts" ] || { say "ended with exit code $code; given up after $restarts restarts"; exit "$code"; }
+  say "ended with exit code $code; restart $((start + 1)) of $restarts"
+  sleep "${PARKA_RESTART_SECONDS:-10}"
+done

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# What 8-bit formats cost real moments and real activations: trains the quickstart model on the CPU in bf16 with fp32 moments
+# up to the middle of its schedule, then prints both tables of docs/results/quantization_error.md. Minutes on two cores.
+#   scripts/reproduce/moment_error.sh OUT [TEXT_FOLDER]
+# The text is all C headers in the folder (default /usr/include). STEPS sets how many of the 800 steps are trained (default
+# 400), BUILD the build folder (default build/release), PYTHON the interpreter with numpy. OUT gets the run's metrics and the
+# tables, moment_error.md and activation_error.md.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+[ $# -ge 1 ] && [ $# -le 2 ] || { echo "usage: scripts/reproduce/moment_error.sh OUT [TEXT_FOLDER]" >&2; exit 2; }
+out=$1 text=${2:-/usr/include}
+build=${BUILD:-build/release}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"$python" scripts/prepare_data.py "$text" --include '*.h' --tokenizer bytes --eval-fraction 0.05 --max-tokens 12000000 \
+  --out "$work/data"
+"$build/parka" train configs/quickstart.json --set precision.recipe=bf16 --set optimizer.states=fp32 --set device.kind=cpu \
+  --set "data.train=[\"$work/data/train-00000.npy\"]" --set "data.eval=[]" --set training.eval_interval=0 \
+  --set training.steps="${STEPS:-400}" --set optimizer.schedule.total_steps=800 --set checkpoint.folder="$work/run" \
+  --set checkpoint.interval=0
+cp "$work/run/metrics.jsonl" "$out/"
+"$build/bench/moment_error" "$work/run" | tee "$out/moment_error.md"
+echo
+"$build/bench/activation_error" "$work/run" | tee "$out/activation_error.md"

@@ -1,0 +1,55 @@
+#include "comm/communicator.h"
+
+#include "kernels/device.h"
+
+namespace parka {
+namespace {
+
+class SingleCommunicator final : public Communicator {
+ public:
+  int rank() const override { return 0; }
+  int size() const override { return 1; }
+  std::string description() const override { return "1 rank"; }
+
+  void all_reduce(Device&, const TensorView& x, Reduction) override {
+    check_reducible(x);
+    ++last_queued_;
+  }
+  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out) override {
+    check_reducible(in);
+    copy(device, in, out);
+  }
+  void all_gather(Device& device, const TensorView& in, const TensorView& out) override { copy(device, in, out); }
+
+  uint64_t last_queued() const override { return last_queued_; }
+  void wait(Device&, uint64_t) override {}
+
+  std::vector<std::string> gather_text(const std::string& text) override { return {text}; }
+  double max(double value) override { return value; }
+  void barrier() override {}
+
+ private:
+  void copy(Device& device, const TensorView& in, const TensorView& out) {
+    check_scattered(in, out, 1);
+    if (in.data != out.data) device.copy(out.data, in.data, in.bytes());
+    ++last_queued_;
+  }
+
+  uint64_t last_queued_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_single_communicator() { return std::make_unique<SingleCommunicator>(); }
+
+void check_reducible(const TensorView& x) {
+  if (x.dtype == DType::kF32 || x.dtype == DType::kBF16) return;
+  throw_internal("{} cannot be reduced over ranks: only fp32 and bf16 can", describe(x));
+}
+
+void check_scattered(const TensorView& whole, const TensorView& part, int size) {
+  if (whole.dtype == part.dtype && whole.numel() == part.numel() * size) return;
+  throw_internal("{} is not {} times {}", describe(whole), size, describe(part));
+}
+
+}  // namespace parka

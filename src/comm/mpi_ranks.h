@@ -1,0 +1,30 @@
+#pragma once
+#include <memory>
+#include <string>
+
+#include "comm/communicator.h"
+
+// MPI as the rest of src/comm sees it: no other file includes the system's header. no_mpi.cpp stands in where Parka
+// is built without.
+namespace parka {
+class CollectiveCounter;
+
+bool built_with_mpi();
+
+// What MPI says of this process.
+struct MpiPlace {
+  int rank = 0, size = 1;
+  int local_rank = 0, local_size = 1;  // among the ranks of this host
+  int host_leader = 0;                 // the lowest rank of this host: ranks with the same one share a host
+  std::string library;                 // "Open MPI v4.1.4"
+};
+
+// Joins the other ranks (MPI_Init). Only the calling thread may use MPI from now on.
+MpiPlace start_mpi();
+// Parts from them (MPI_Finalize); waits for all.
+void finish_mpi();
+
+// The ranks of start_mpi(). Tensors are on the CPU. `counter` is told of every collective and must outlive it.
+std::unique_ptr<Communicator> make_mpi_communicator(CollectiveCounter& counter);
+
+}  // namespace parka

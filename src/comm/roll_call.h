@@ -1,0 +1,85 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/collective_counter.h"
+#include "core/error.h"
+
+namespace parka {
+
+// In seconds.
+struct WatchdogTimes {
+  double beat = 1;       // between two signs of life of a rank
+  double silence = 20;   // without one, until a rank counts as hung
+  double stall = 600;    // without progress while others wait, until a rank counts as hung
+  double settle = 0.25;  // after the first bad news, for more that may explain it
+  double connect = 30;   // at the start, for all ranks to find rank 0
+};
+
+// What a rank says of itself with every beat.
+struct RankReport {
+  int64_t step = 0;
+  uint64_t calls = 0;  // of Watchdog::at()
+  CollectiveCounts collectives;
+  std::string what;  // "backward blocks.3"
+
+  bool operator==(const RankReport&) const = default;
+};
+
+// "in step 12, backward blocks.3, in collective 513"; without a step what the rank says of itself.
+std::string describe(const RankReport& report);
+
+// Why a run ends, the same on all ranks.
+struct Verdict {
+  ExitCode code = ExitCode::kRankLost;
+  int rank = 0;         // that is to blame
+  bool common = false;  // all ranks failed with this message
+  std::string message;  // what that rank threw, or "rank 1 (node2, pid 4242) died, last heard of in step 12"
+};
+
+// What rank 0 knows of all ranks, and what it concludes. Time is in seconds of any steady clock; no thread, no
+// network.
+class RollCall {
+ public:
+  // `names` are how messages call the ranks: "rank 1 (node2, pid 4242)".
+  RollCall(std::vector<std::string> names, const WatchdogTimes& times, double now);
+
+  void heard(int rank, const RankReport& report, double now);
+  // The rank threw an Error, or says that its collectives cannot go on.
+  void failed(int rank, ExitCode code, const std::string& message, double now);
+  // Its connection closed without goodbye.
+  void lost(int rank, double now);
+  void left(int rank);  // it said goodbye
+  bool all_left() const;
+  // Whoever keeps this roll was itself not running for a while: what it did not hear in that time means nothing.
+  void forgive(double now);
+  void set_stall_seconds(double seconds) { times_.stall = seconds; }
+
+  // The run must end. To be asked after every event, and now and then.
+  std::optional<Verdict> verdict(double now) const;
+
+ private:
+  enum class State { kAlive, kFailed, kLost, kLeft };
+  struct Rank {
+    std::string name;
+    State state = State::kAlive;
+    RankReport report;
+    double heard = 0;     // last beat
+    double advanced = 0;  // last beat that differed from the one before
+    ExitCode code = ExitCode::kOk;
+    std::string message;
+  };
+
+  void remember_bad_news(double now);
+  Verdict worst_news() const;
+  std::optional<Verdict> silence(double now) const;
+  std::optional<Verdict> stall(double now) const;
+
+  std::vector<Rank> ranks_;
+  WatchdogTimes times_;
+  std::optional<double> first_bad_news_;
+};
+
+}  // namespace parka

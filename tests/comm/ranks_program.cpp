@@ -1,0 +1,305 @@
+// What tests/comm/test_ranks.py starts under mpirun, in one of these ways:
+//   ranks_program collectives [cuda]    checks every collective; 77 where there are fewer GPUs than ranks
+//   ranks_program alone                 joins the others and ends
+//   ranks_program drill KEY=VALUE...    takes steps with collectives until something goes wrong
+#include <array>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <string>
+#include <thread>
+
+#include <unistd.h>
+
+#include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
+
+#include "comm/launch.h"
+#include "core/parallel.h"
+#include "tests/support/tensors.h"
+
+using namespace parka;
+using test::TestTensor;
+
+namespace {
+
+int num_failed = 0;
+
+void expect(bool holds, const std::string& what) {
+  if (holds) return;
+  ++num_failed;
+  std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+}
+
+// ---- Collectives ----
+
+// MPI's results are known to the bit. NCCL may add in any order, and rounds bf16 at every hop.
+struct Checker {
+  Communicator& ranks;
+  Device& device;
+
+  bool exact() const { return device.kind() == DeviceKind::kCpu; }
+  std::string label(const char* op, DType dtype, int64_t n) const {
+    return fmt::format("{} {} [{}] on rank {} of {}", op, name_of(dtype), n, ranks.rank(), ranks.size());
+  }
+  void agree(const TestTensor& got, const std::vector<float>& want, const std::string& what) const {
+    const std::vector<float> values = got.host();
+    const float slack = got.view().dtype == DType::kBF16 ? 0x1p-6f : 0x1p-20f;
+    size_t wrong = 0;
+    for (size_t i = 0; i < want.size(); ++i) {
+      const float bound = slack * (std::fabs(want[i]) + static_cast<float>(ranks.size()));
+      wrong += exact() ? std::memcmp(&values[i], &want[i], sizeof(float)) != 0
+                       : !(std::fabs(values[i] - want[i]) <= bound);
+    }
+    expect(wrong == 0, fmt::format("{}: {} of {} elements differ", what, wrong, want.size()));
+    expect(got.guard_intact(), what + ": wrote outside");
+  }
+};
+
+// Numbers between -8 and 8 of many magnitudes, so that another order of summation gives other bits.
+std::vector<float> input_of(DType dtype, int rank, int64_t count) {
+  std::vector<float> values(static_cast<size_t>(count));
+  uint64_t state = 0x9e3779b97f4a7c15u * static_cast<uint64_t>(rank + 1);
+  for (float& v : values) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    const auto mantissa = static_cast<float>(static_cast<int32_t>(state >> 32)) * 0x1p-31f;
+    v = mantissa * static_cast<float>(1u << (state >> 40 & 7)) * 0.0625f;
+    if (dtype == DType::kBF16) v = decode_bf16(encode_bf16(v));
+  }
+  return values;
+}
+
+// Element i of the sum over ranks in their order, rounded once.
+std::vector<float> reduced(DType dtype, Reduction reduction, int size, int64_t count) {
+  std::vector<float> result = input_of(dtype, 0, count);
+  for (int r = 1; r < size; ++r) {
+    const std::vector<float> other = input_of(dtype, r, count);
+    for (size_t i = 0; i < result.size(); ++i) {
+      result[i] = reduction == Reduction::kSum ? result[i] + other[i] : std::max(result[i], other[i]);
+    }
+  }
+  if (dtype == DType::kBF16) {
+    for (float& v : result) v = decode_bf16(encode_bf16(v));
+  }
+  return result;
+}
+
+std::vector<float> part_of(const std::vector<float>& values, int rank, int64_t n) {
+  return {values.begin() + rank * n, values.begin() + (rank + 1) * n};
+}
+
+void check_all_reduce(const Checker& c, DType dtype, Reduction reduction, int64_t n) {
+  const std::string what = c.label(reduction == Reduction::kSum ? "all_reduce" : "all_reduce max", dtype, n);
+  const std::vector<float> input = input_of(dtype, c.ranks.rank(), n);
+  const std::vector<float> want = reduced(dtype, reduction, c.ranks.size(), n);
+  std::vector<std::byte> first;
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    const TestTensor x(c.device, dtype, {n}, input);
+    c.ranks.all_reduce(c.device, x, reduction);
+    c.ranks.wait(c.device, c.ranks.last_queued());
+    c.agree(x, want, what);
+    const std::vector<std::byte> bytes = x.bytes();
+    expect(repeat == 0 || bytes == first, what + ": not the same bits again");
+    first = bytes;
+  }
+  // The same bits on all ranks.
+  const std::string text(reinterpret_cast<const char*>(first.data()), std::min<size_t>(first.size(), 4096));
+  for (const std::string& other : c.ranks.gather_text(text))
+    expect(other == text, what + ": differs between ranks");
+}
+
+void check_reduce_scatter(const Checker& c, DType dtype, int64_t n) {
+  const int rank = c.ranks.rank(), size = c.ranks.size();
+  const std::string what = c.label("reduce_scatter", dtype, n);
+  const std::vector<float> want = part_of(reduced(dtype, Reduction::kSum, size, size * n), rank, n);
+  const std::vector<float> input = input_of(dtype, rank, size * n);
+  const TestTensor in(c.device, dtype, {size * n}, input), out(c.device, dtype, {n});
+  c.ranks.reduce_scatter(c.device, in, out);
+  c.ranks.wait(c.device, c.ranks.last_queued());
+  c.agree(out, want, what);
+  expect(in.host() == input, what + ": changed its input");
+
+  const TensorView place = in.view().rows(rank * n, n);
+  c.ranks.reduce_scatter(c.device, in, place);
+  c.ranks.wait(c.device, c.ranks.last_queued());
+  const std::vector<float> all = in.host();
+  const TestTensor own(c.device, dtype, {n}, part_of(all, rank, n));
+  c.agree(own, want, what + " in place");
+}
+
+void check_all_gather(const Checker& c, DType dtype, int64_t n) {
+  const int rank = c.ranks.rank(), size = c.ranks.size();
+  const std::string what = c.label("all_gather", dtype, n);
+  const auto values_of = [&](int r) {
+    if (dtype != DType::kU8) return input_of(dtype, r, n);
+    std::vector<float> values(static_cast<size_t>(n));
+    for (size_t i = 0; i < values.size(); ++i)
+      values[i] = static_cast<float>((i * 7 + static_cast<size_t>(r)) % 251);
+    return values;
+  };
+  std::vector<float> want;
+  for (int r = 0; r < size; ++r) {
+    const std::vector<float> more = values_of(r);
+    want.insert(want.end(), more.begin(), more.end());
+  }
+  const auto check = [&](const TensorView& in, const TestTensor& out, const std::string& how) {
+    c.ranks.all_gather(c.device, in, out);
+    c.ranks.wait(c.device, c.ranks.last_queued());
+    expect(out.host() == want, what + how);
+    expect(out.guard_intact(), what + how + ": wrote outside");
+  };
+  const TestTensor in(c.device, dtype, {n}, values_of(rank)), out(c.device, dtype, {size * n});
+  check(in, out, "");
+  std::vector<float> only_own(static_cast<size_t>(size * n), 0.0f);
+  std::copy(want.begin() + rank * n, want.begin() + (rank + 1) * n, only_own.begin() + rank * n);
+  const TestTensor whole(c.device, dtype, {size * n}, only_own);
+  check(whole.view().rows(rank * n, n), whole, " in place");
+}
+
+// A recording with collectives gives the same bits whenever it is replayed, and between other collectives.
+void check_replay(const Checker& c) {
+  constexpr int64_t kCount = 10'007;
+  const int size = c.ranks.size();
+  const std::vector<float> input = input_of(DType::kF32, c.ranks.rank(), kCount);
+  const TestTensor source(c.device, DType::kF32, {kCount}, input), x(c.device, DType::kF32, {kCount});
+  const TestTensor y(c.device, DType::kF32, {kCount}, input);
+  const std::vector<float> want = reduced(DType::kF32, Reduction::kSum, size, kCount);
+  std::unique_ptr<Recording> recording;
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    c.ranks.all_reduce(c.device, y, Reduction::kMax);
+    c.ranks.wait(c.device, c.ranks.last_queued());
+    c.device.replay(recording, [&] {
+      c.device.copy(x.view().data, source.view().data, x.view().bytes());
+      c.ranks.all_reduce(c.device, x, Reduction::kSum);
+      c.ranks.wait(c.device, c.ranks.last_queued());
+    });
+    c.ranks.wait(c.device, c.ranks.last_queued());
+    c.agree(x, want, fmt::format("replay {} on rank {} of {}", repeat, c.ranks.rank(), size));
+  }
+}
+
+void check_agreement(Communicator& ranks) {
+  const int rank = ranks.rank(), size = ranks.size();
+  const auto text_of = [](int r) { return std::string(static_cast<size_t>(r * 1000), static_cast<char>('a' + r)); };
+  const std::vector<std::string> texts = ranks.gather_text(text_of(rank));
+  expect(static_cast<int>(texts.size()) == size, "gather_text: one of every rank");
+  for (int r = 0; r < size; ++r) expect(texts[r] == text_of(r), fmt::format("gather_text: of rank {}", r));
+  expect(ranks.max(rank == 1 ? 7.5 : -rank) == 7.5, "max");
+  expect(ranks.max(-1.0 - rank) == -1.0, "max of negative values");
+  ranks.barrier();
+}
+
+int check_collectives(Launch& launch, bool on_gpu) {
+  if (on_gpu && num_cuda_devices() < launch.size()) {
+    if (launch.rank() == 0) std::printf("skipped: fewer GPUs than ranks\n");
+    return 77;
+  }
+  const int ordinal = launch.agree_on_gpu(on_gpu);
+  const std::unique_ptr<Device> device = on_gpu ? make_cuda_device(ordinal) : make_cpu_device();
+  const std::unique_ptr<Communicator> ranks = launch.make_communicator(*device);
+  if (launch.rank() == 0) std::printf("%s\n", ranks->description().c_str());
+  set_num_threads(1);
+  const Checker c{*ranks, *device};
+  check_agreement(*ranks);
+  for (DType dtype : {DType::kF32, DType::kBF16}) {
+    for (int64_t n : {1, 3, 1000, 70'001}) {
+      check_all_reduce(c, dtype, Reduction::kSum, n);
+      check_all_reduce(c, dtype, Reduction::kMax, n);
+      check_reduce_scatter(c, dtype, n);
+      check_all_gather(c, dtype, n);
+    }
+  }
+  // More than one round of messages of the longest length (16 MiB over all ranks).
+  constexpr int64_t kRound = int64_t{16} << 20;
+  check_all_reduce(c, DType::kF32, Reduction::kSum, kRound / 4 + 5);
+  check_reduce_scatter(c, DType::kBF16, kRound / 2 / launch.size() + 9);
+  if (launch.size() == 2) check_all_gather(c, DType::kU8, kRound + 3);
+  check_replay(c);
+  expect(ranks->last_queued() > 0, "collectives are numbered");
+  return num_failed == 0 ? 0 : 1;
+}
+
+// ---- Drills ----
+
+using Options = std::map<std::string, std::string>;
+
+double number_of(const Options& options, const std::string& key, double otherwise) {
+  const auto found = options.find(key);
+  return found == options.end() ? otherwise : std::stod(found->second);
+}
+// Whether KEY=RANK names this rank.
+bool is_me(const Options& options, const std::string& key, int rank) { return number_of(options, key, -1) == rank; }
+
+void sleep_for(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
+
+std::string text_of(const Options& options, const std::string& key, const std::string& otherwise) {
+  const auto found = options.find(key);
+  return found == options.end() ? otherwise : found->second;
+}
+
+// Takes steps until something goes wrong, or `steps` of them. `throw`, `stall`, `exit` and `leave` name the rank
+// that does so in step 3.
+int drill(Launch& launch, const Options& options) {
+  const int rank = launch.rank();
+  launch.require_same("the config", text_of(options, fmt::format("config{}", rank), "{\n  \"lr\": 0.001\n}"),
+                      "give all ranks the same");
+  if (options.contains("all_throw")) throw_bad_input("nobody can read this");
+  const std::unique_ptr<Device> device = make_cpu_device();
+  const std::unique_ptr<Communicator> ranks = launch.make_communicator(*device);
+  constexpr int64_t kCount = 1000;
+  const TestTensor x(*device, DType::kF32, {kCount}, std::vector<float>(kCount, 0.0f));
+  std::fprintf(stderr, "ready %d %d\n", rank, ::getpid());
+  const auto steps = static_cast<int64_t>(number_of(options, "steps", 1e9));
+  for (int64_t step = 1; step <= steps; ++step) {
+    launch.watchdog().at(step, "forward");
+    sleep_for(0.01);
+    if (step == 3 && is_me(options, "throw", rank)) throw_bad_input("tokens.npy: cannot be read");
+    if (step == 3 && is_me(options, "stall", rank)) sleep_for(1e6);
+    if (step == 3 && is_me(options, "exit", rank)) std::exit(9);
+    launch.watchdog().at(step, "all_reduce of x");
+    ranks->all_reduce(*device, x, Reduction::kSum);
+  }
+  return 0;
+}
+
+int run(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "";
+  Options options;
+  for (int i = 2; i < argc; ++i) {
+    const std::string word = argv[i];
+    const size_t equals = word.find('=');
+    options[word.substr(0, equals)] = equals == std::string::npos ? "" : word.substr(equals + 1);
+  }
+  LaunchOptions launch_options;
+  const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
+  launch_options.version = text_of(options, std::string("version") + (rank ? rank : ""), "1.0");
+  WatchdogTimes& times = launch_options.watchdog;
+  times.beat = number_of(options, "beat", times.beat);
+  times.silence = number_of(options, "silence", times.silence);
+  times.stall = number_of(options, "stall_seconds", times.stall);
+  return run_launched(launch_options, [&](Launch& launch) {
+    if (mode == "collectives") return check_collectives(launch, options.contains("cuda"));
+    if (mode == "drill") return drill(launch, options);
+    std::fprintf(stderr, "rank %d of %d\n", launch.rank(), launch.size());
+    return 0;
+  });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  // As parka does in a run: the signal alone ends nothing.
+  std::signal(SIGTERM, [](int) {});
+  spdlog::set_default_logger(spdlog::stderr_logger_mt("ranks"));
+  spdlog::set_pattern("%v");
+  try {
+    return run(argc, argv);
+  } catch (const Error& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return static_cast<int>(error.code());
+  }
+}

@@ -1,0 +1,81 @@
+#include "comm/communicator.h"
+
+#include "comm/line_socket.h"
+#include "tests/support/catch.h"
+#include "tests/support/tensors.h"
+
+using namespace parka;
+using test::TestTensor;
+
+TEST_CASE("A run of one rank reduces and gathers by itself", "[communicator]") {
+  const std::unique_ptr<Communicator> ranks = make_single_communicator();
+  for (Device* device : test::devices()) {
+    const std::vector<float> values = test::random_normal(1001, 1);
+    const TestTensor x(*device, DType::kF32, {1001}, values), out(*device, DType::kF32, {1001});
+    const uint64_t before = ranks->last_queued();
+    ranks->all_reduce(*device, x, Reduction::kSum);
+    CHECK(x.host() == values);
+    ranks->reduce_scatter(*device, x, out);
+    CHECK(out.host() == values);
+    const TestTensor again(*device, DType::kF32, {1001});
+    ranks->all_gather(*device, x, again);
+    CHECK(again.host() == values);
+    ranks->all_gather(*device, x, x);
+    CHECK(x.host() == values);
+    CHECK(ranks->last_queued() == before + 4);
+    ranks->wait(*device, ranks->last_queued());
+  }
+  CHECK(ranks->gather_text("x") == std::vector<std::string>{"x"});
+  CHECK(ranks->max(-2.0) == -2.0);
+  ranks->barrier();
+}
+
+TEST_CASE("Only fp32 and bf16 are reduced, and sizes must agree", "[communicator]") {
+  const std::unique_ptr<Communicator> ranks = make_single_communicator();
+  Device& device = test::cpu_device();
+  const TestTensor codes(device, DType::kE4M3, {16}), x(device, DType::kF32, {16}), y(device, DType::kF32, {8});
+  CHECK_THROWS_AS(ranks->all_reduce(device, codes, Reduction::kSum), Error);
+  CHECK_THROWS_AS(ranks->reduce_scatter(device, codes, codes), Error);
+  CHECK_THROWS_AS(ranks->reduce_scatter(device, x, y), Error);
+  CHECK_THROWS_AS(ranks->all_gather(device, x, y), Error);
+  CHECK_THROWS_AS(ranks->all_gather(device, x, codes), Error);
+}
+
+TEST_CASE("Line sockets carry whole lines and notice the end", "[watchdog]") {
+  const Listener listener;
+  const std::unique_ptr<LineSocket> a = connect_to("127.0.0.1", listener.port(), 5);
+  REQUIRE(a);
+  wait_readable({listener.fd()}, 5);
+  const std::unique_ptr<LineSocket> b = listener.accept();
+  REQUIRE(b);
+  CHECK_FALSE(listener.accept());
+  CHECK(b->receive().empty());
+  a->send("one");
+  a->send("two\nthree");
+  std::vector<std::string> lines;
+  const auto read = [&](LineSocket& socket, size_t count) {
+    for (int tries = 0; tries < 50 && lines.size() < count && !socket.closed(); ++tries) {
+      wait_readable({socket.fd()}, 0.1);
+      for (std::string& line : socket.receive()) lines.push_back(std::move(line));
+    }
+  };
+  read(*b, 2);
+  CHECK(lines == std::vector<std::string>{"one", "two three"});
+  lines.clear();
+  b->send("last");
+  b->close();
+  CHECK(b->closed());
+  read(*a, 1);
+  CHECK(lines == std::vector<std::string>{"last"});
+  read(*a, 2);
+  CHECK(a->closed());
+  a->send("to nobody");
+  // A port that nobody listens on.
+  int port = 0;
+  {
+    const Listener closing;
+    port = closing.port();
+  }
+  CHECK_FALSE(connect_to("127.0.0.1", port, 1));
+  CHECK_FALSE(connect_to("not an address", port, 1));
+}

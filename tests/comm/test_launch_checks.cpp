@@ -1,0 +1,102 @@
+#include "comm/launch_checks.h"
+
+#include <map>
+
+#include "core/error.h"
+#include "tests/support/catch.h"
+
+using namespace parka;
+
+namespace {
+
+LaunchedAs launched_with(const std::map<std::string, std::string>& environment) {
+  return launched_as([&](const char* name) {
+    const auto found = environment.find(name);
+    return found == environment.end() ? nullptr : found->second.c_str();
+  });
+}
+
+// The message of the Error(kBadInput) that `action` throws; empty if it throws none.
+template <typename Action>
+std::string error_of(const Action& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    CHECK(error.code() == ExitCode::kBadInput);
+    return error.what();
+  }
+  return {};
+}
+
+// Ranks on two hosts of two, each with a GPU of its own.
+std::vector<GpuClaim> four_good_claims() {
+  return {{"a", 0, true, 2, 0, "0000:19:00.0"},
+          {"a", 0, true, 2, 1, "0000:3b:00.0"},
+          {"b", 2, true, 2, 0, "0000:19:00.0"},
+          {"b", 2, true, 2, 1, "0000:3b:00.0"}};
+}
+
+}  // namespace
+
+TEST_CASE("The environment says how many processes were started together", "[launch]") {
+  CHECK(launched_with({}).size == 1);
+  const LaunchedAs by_mpirun =
+      launched_with({{"OMPI_COMM_WORLD_SIZE", "4"}, {"OMPI_COMM_WORLD_RANK", "3"}, {"SLURM_STEP_NUM_TASKS", "2"}});
+  CHECK(by_mpirun.size == 4);
+  CHECK(by_mpirun.rank == 3);
+  CHECK(by_mpirun.variable == "OMPI_COMM_WORLD_SIZE");
+  CHECK(launched_with({{"PMI_SIZE", "8"}, {"PMI_RANK", "1"}}).size == 8);
+  CHECK(launched_with({{"SLURM_STEP_NUM_TASKS", "16"}, {"SLURM_PROCID", "9"}}).rank == 9);
+  CHECK(launched_with({{"PMIX_RANK", "2"}}).size == 0);
+  CHECK(launched_with({{"PMI_SIZE", "many"}}).size == 1);
+  // A batch script of a job of 8 tasks is one process.
+  CHECK(launched_with({{"SLURM_NTASKS", "8"}, {"SLURM_PROCID", "0"}}).size == 1);
+}
+
+TEST_CASE("Texts that differ between ranks are named by their first line that does", "[launch]") {
+  const std::vector<std::string> hosts = {"a", "a", "b"};
+  const std::string config = "{\n  \"lr\": 0.001,\n  \"steps\": 10\n}";
+  CHECK(error_of([&] { check_same_text("the config", {config, config, config}, hosts, ""); }).empty());
+  std::string other = config;
+  other.replace(other.find("0.001"), 5, "0.002");
+  CHECK(error_of([&] {
+          check_same_text("the config", {config, config, other}, hosts, "copy it");
+        }) ==
+        "the config of rank 2 (b) differs from that of rank 0 (a): \"lr\": 0.002,, not \"lr\": 0.001,; copy it");
+  CHECK(error_of([&] {
+          check_same_text("the version", {"1.0", "", "1.0"}, hosts, "x");
+        }) == "the version of rank 1 (a) differs from that of rank 0 (a): nothing, not 1.0; x");
+}
+
+TEST_CASE("Every rank must have a GPU of its own", "[launch]") {
+  const auto error = [](const std::vector<GpuClaim>& claims) { return error_of([&] { check_gpus(claims); }); };
+  std::vector<GpuClaim> claims = four_good_claims();
+  CHECK(error(claims).empty());
+  CHECK(error({{"a", 0, false, 0, 0, ""}, {"a", 0, false, 0, 1, ""}}).empty());
+
+  SECTION("two ranks on one") {
+    claims[3].pci_bus_id = claims[2].pci_bus_id;
+    CHECK(error(claims).starts_with("ranks 2 and 3 both have the GPU 0000:19:00.0 of b;"));
+  }
+  SECTION("more ranks than GPUs") {
+    claims[3] = {"b", 2, true, 1, 1, ""};
+    CHECK(error(claims).starts_with("2 ranks were started on b, where 1 GPUs are visible;"));
+  }
+  SECTION("none") {
+    claims[2] = {"b", 2, true, 0, 0, ""};
+    CHECK(error(claims).starts_with("rank 2 (b) finds no GPU"));
+  }
+  SECTION("not wanted everywhere") {
+    claims[1].wanted = false;
+    CHECK(error(claims).starts_with("rank 1 (a) runs on the CPU and rank 0 (a) on a GPU;"));
+  }
+  CHECK(choose_gpu(8, 3) == 3);
+  CHECK(choose_gpu(1, 3) == 0);
+  const GpuClaim copy = gpu_claim_of(to_text(claims[3]));
+  CHECK(copy.host == claims[3].host);
+  CHECK(copy.host_leader == claims[3].host_leader);
+  CHECK(copy.wanted == claims[3].wanted);
+  CHECK(copy.num_visible == claims[3].num_visible);
+  CHECK(copy.ordinal == claims[3].ordinal);
+  CHECK(copy.pci_bus_id == claims[3].pci_bus_id);
+}

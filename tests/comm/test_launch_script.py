@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""scripts/launch.sh with programs that end as they are told, and an mpirun and srun that only start one process."""
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import unittest
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "launch.sh"
+# Starts what follows the options once, as the launchers do, and hands SIGUSR1 on.
+LAUNCHER = """#!/usr/bin/env bash
+echo "$0 $*" >> "$FOLDER/calls"
+while [[ $1 != run ]]; do shift; done
+trap 'kill -USR1 $child' USR1
+"$FOLDER/program" & child=$!
+while :; do wait $child; code=$?; kill -0 $child 2>/dev/null || exit $code; done
+"""
+# Ends with the codes of $CODES in turn; waits for a signal where it says so.
+PROGRAM = """#!/usr/bin/env bash
+echo start >> "$FOLDER/starts"
+codes=($CODES)
+code=${codes[$(($(wc -l < "$FOLDER/starts") - 1))]}
+if [[ $code == wait ]]; then
+  trap 'exit 0' USR1
+  touch "$FOLDER/waiting"
+  while :; do sleep 0.05; done
+fi
+exit $code
+"""
+
+
+class LaunchScriptTest(unittest.TestCase):
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory(prefix="parka-test-")
+        self.addCleanup(temporary.cleanup)
+        self.folder = Path(temporary.name)
+        for name, text in (("mpirun", LAUNCHER), ("program", PROGRAM)):
+            self.write(name, text)
+
+    def write(self, name, text):
+        (self.folder / name).write_text(text)
+        (self.folder / name).chmod(0o755)
+
+    def start(self, codes, *options, **variables):
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+        environment.update(PATH=f"{self.folder}:/usr/bin:/bin", FOLDER=str(self.folder), CODES=codes,
+                           PARKA_RESTART_SECONDS="0", **variables)
+        return subprocess.Popen(["bash", str(SCRIPT), *options], env=environment, stderr=subprocess.PIPE, text=True)
+
+    def launch(self, codes, *options, **variables):
+        process = self.start(codes, *(options or ("-np", "2", "--", "run", "x")), **variables)
+        _, errors = process.communicate(timeout=60)
+        starts = self.folder / "starts"
+        return process.returncode, len(starts.read_text().split()) if starts.exists() else 0, errors
+
+    def test_a_good_run_starts_once(self):
+        code, starts, errors = self.launch("0")
+        self.assertEqual((code, starts), (0, 1), errors)
+        self.assertIn("-np 2 --bind-to none run x", (self.folder / "calls").read_text())
+
+    def test_a_lost_run_starts_again(self):
+        for codes in ("5 0", "137 5 139 0", "134 0"):
+            with self.subTest(codes=codes):
+                (self.folder / "starts").unlink(missing_ok=True)
+                code, starts, errors = self.launch(codes)
+                self.assertEqual((code, starts), (0, len(codes.split())), errors)
+                self.assertIn("restart 1 of 3", errors)
+
+    def test_restarts_have_an_end(self):
+        code, starts, errors = self.launch("5 5 5 5 5 5")
+        self.assertEqual((code, starts), (5, 4), errors)
+        self.assertIn("given up after 3 restarts", errors)
+        (self.folder / "starts").unlink()
+        self.assertEqual(self.launch("137 0", "--restarts", "0", "--", "run")[:2], (137, 1))
+
+    def test_what_would_not_go_better(self):
+        for code in (1, 2, 3, 4):
+            with self.subTest(code=code):
+                (self.folder / "starts").unlink(missing_ok=True)
+                self.assertEqual(self.launch(f"{code} 0")[:2], (code, 1))
+
+    def test_a_signal_asks_to_save_and_stop(self):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            with self.subTest(signal=number.name):
+                for name in ("starts", "waiting"):
+                    (self.folder / name).unlink(missing_ok=True)
+                process = self.start("wait 0", "-np", "2", "--", "run")
+                end = time.monotonic() + 30
+                while not (self.folder / "waiting").exists() and time.monotonic() < end:
+                    time.sleep(0.02)
+                process.send_signal(number)
+                _, errors = process.communicate(timeout=60)
+                self.assertEqual(process.returncode, 0, errors)
+                self.assertIn(f"{number.name}: asking the run to save and stop", errors)
+
+    def test_slurm(self):
+        self.write("srun", LAUNCHER)
+        code, starts, errors = self.launch("0", "-np", "16", "--gpus-per-task=1", "--", "run", SLURM_JOB_ID="7")
+        self.assertEqual((code, starts), (0, 1), errors)
+        self.assertIn("srun --kill-on-bad-exit=1 --mpi=pmix -n 16 --gpus-per-task=1 run",
+                      (self.folder / "calls").read_text())
+
+    def test_wrong_options(self):
+        for options, message in ((("-np", "two", "--", "run"), "-np: expected a number, got 'two'"),
+                                 (("-np", "2"), "nothing to start"), (("--",), "nothing to start")):
+            with self.subTest(options=options):
+                code, starts, errors = self.launch("0", *options)
+                self.assertEqual((code, starts), (2, 0), errors)
+                self.assertIn(message, errors)
+
+
+if __name__ == "__main__":
+    unittest.main()

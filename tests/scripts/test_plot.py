@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Tests of scripts/plot.py. Exits with 77 (skipped) where matplotlib is missing."""
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+try:
+    import matplotlib  # noqa: F401
+except ImportError:
+    print("skipped: matplotlib is missing")
+    sys.exit(77)
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "plot.py"
+
+
+def train_record(step):
+    return {"kind": "train", "step": step, "loss": 4.0 / step, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 100.0}
+
+
+def quantization_record(step):
+    def tensor(error):
+        return {"error": [error, None], "saturated": [0.0, 0.0], "underflowed": [0.001, 0.0], "not_finite": [0.0, 0.0],
+                "amax": [3.0, 0.0]}
+
+    return {"kind": "quantization", "step": step, "sampled_tokens": 32,
+            "tensors": {"product": tensor(0.026), "qkv.gradient": tensor(0.05)}}
+
+
+def moments_record(step):
+    k = {"min": [1.0, None], "lower_quartile": [2.0, None], "median": [3.0, None], "upper_quartile": [4.0, None],
+         "max": [9.0, None], "mean": [3.1, None]}
+    moments = {moment: {"k": k, "amax": {"min": [1e-6, 0.0], "max": [1e-3, 0.0]}} for moment in ("exp_avg", "exp_avg_sq")}
+    return {"kind": "moments", "step": step, "parameters": {"qkv": moments}}
+
+
+class Plot(unittest.TestCase):
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory(prefix="parka-test-")
+        self.addCleanup(temporary.cleanup)
+        self.folder = temporary.name
+
+    def plot(self, records, *options, copies=1):
+        path = os.path.join(self.folder, "metrics.jsonl")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("".join(json.dumps(record) + "\n" for record in records))
+        self.picture = os.path.join(self.folder, "out.png")
+        return subprocess.run([sys.executable, SCRIPT, *[path] * copies, "--out", self.picture, *options],
+                              capture_output=True, text=True, env={**os.environ, "MPLCONFIGDIR": self.folder})
+
+    def assert_drawn(self, result):
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        with open(self.picture, "rb") as file:
+            self.assertEqual(file.read(8), b"\x89PNG\r\n\x1a\n")
+
+    def test_a_run(self):
+        records = [train_record(step) for step in range(1, 9)] + [{"kind": "eval", "step": 8, "loss": 1.0}]
+        # What it does not draw does not disturb it.
+        self.assert_drawn(self.plot(records + [quantization_record(8)]))
+
+    def test_telemetry(self):
+        quantization = [quantization_record(step) for step in (2, 4)]
+        moments = [moments_record(step) for step in (2, 4)]
+        for records in (quantization + moments, quantization, moments):
+            with self.subTest(len(records)):
+                self.assert_drawn(self.plot([train_record(1), *records], "--telemetry"))
+
+    def test_telemetry_that_is_not_there(self):
+        result = self.plot([train_record(1)], "--telemetry")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("telemetry.interval", result.stderr)
+
+    def test_telemetry_of_two_runs(self):
+        result = self.plot([train_record(1)], "--telemetry", copies=2)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("one run", result.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
