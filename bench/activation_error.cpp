@@ -49,10 +49,10 @@ class RestoredModel {
   RestoredModel(Device& device, const LoadedCheckpoint& checkpoint, const Config& config)
       : device_(device), config_(config), declared_(config, device.kind()), arena_(device, declared_.plan) {
     declared_.model.bind(device, arena_);
-    declared_.optimizer.bind(arena_, declared_.model.weights());
+    declared_.optimizer.bind(arena_, declared_.model.weights().own());
     std::map<std::string, TensorView> weights;
-    for (size_t i = 0; i < declared_.model.weights().size(); ++i) {
-      weights.emplace(declared_.model.parameters().all[i].name, declared_.model.weights()[i]);
+    for (size_t i = 0; i < declared_.model.weights().own().size(); ++i) {
+      weights.emplace(declared_.model.parameters().all[i].name, declared_.model.weights().own()[i]);
     }
     checkpoint.for_each_tensor([&](const SafetensorsEntry& tensor, ByteSpan bytes) {
       const auto found = weights.find(tensor.name);

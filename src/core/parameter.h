@@ -13,6 +13,10 @@ struct ParameterInfo {
   // Position of its first element in the flat parameter space: a multiple of 128, so that optimizer groups are
   // the same however the space is split over ranks.
   int64_t first_element = 0;
+  // Parameters of one unit are used at one time, and so gathered and reduced together: 0 is the embedding, 1 + l
+  // block l, the last the final norm and the head.
+  int unit = 0;
+  bool in_block = false;
 
   int64_t numel() const { return rows * cols; }
 };

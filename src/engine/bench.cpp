@@ -96,7 +96,8 @@ BenchResult run_benchmark(const Config& given, int64_t steps, bool roofline) {
   BenchResult result;
   result.device = device->name();
   result.ceilings.copy_bandwidth = measure_copy_bandwidth(*device);
-  TrainingRun run(config, *device);
+  const std::unique_ptr<Communicator> alone = make_single_communicator();
+  TrainingRun run(config, *device, *alone);
   run.initialize_alike();
   result.speed = speed_of(config, run.model().parameters(), device->name());
   result.tokens_per_step = run.tokens_per_step();

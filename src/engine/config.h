@@ -114,18 +114,15 @@ struct TelemetryConfig {
 
 struct DistributedConfig {
   int64_t zero_stage = 0;
-  int64_t bucket_mib = 64;
 
   bool operator==(const DistributedConfig&) const = default;
 
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit(
-        "zero_stage", zero_stage,
-        "0: replicate; 1: shard optimizer states; 2: and gradients; 3: and weights. Used by `parka plan`; training "
-        "runs one rank so far",
-        IntegerRange{0, 3});
-    visit("bucket_mib", bucket_mib, "Size of a gradient bucket in MiB", IntegerRange{1, 65536});
+    visit("zero_stage", zero_stage,
+          "What is divided over the ranks of a run: 0: nothing; 1: masters and moments; 2: and gradients; 3: and "
+          "weights",
+          IntegerRange{0, 3});
   }
 };
 

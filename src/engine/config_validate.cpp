@@ -122,6 +122,21 @@ void check_compute(const PrecisionConfig& p, const OptimizerConfig& o) {
   }
 }
 
+void check_distributed(const Config& c) {
+  // Of FP8 weights only the codes are gathered.
+  if (c.distributed.zero_stage == 3 && c.precision.has_fp8() && c.precision.eval == EvalNumerics::kBf16) {
+    throw_bad_input(
+        "distributed.zero_stage = 3 with FP8 GEMMs has no bf16 weights to evaluate with; use precision.eval = "
+        "same, "
+        "or zero_stage = 2");
+  }
+  if (c.distributed.zero_stage == 3 && c.telemetry.interval > 0) {
+    throw_bad_input(
+        "telemetry.interval = {} looks at whole weights; use distributed.zero_stage = 2, or interval = 0",
+        c.telemetry.interval);
+  }
+}
+
 void check_schedule(const ScheduleConfig& s, int64_t training_steps) {
   const int64_t total = s.total_steps == 0 ? training_steps : s.total_steps;
   const std::string_view total_key = s.total_steps == 0 ? "training.steps" : "optimizer.schedule.total_steps";
@@ -171,6 +186,7 @@ void validate(const Config& config) {
   check_fp8_gemm(config);
   check_kept_activations(config.model, config.precision);
   check_compute(config.precision, config.optimizer);
+  check_distributed(config);
   check_schedule(config.optimizer.schedule, config.training.steps);
   check_training(config);
 }

@@ -6,13 +6,15 @@
 
 namespace parka {
 
-// The device that config.device asks for, ready for ops. `auto` takes a GPU where there is one, but the CPU, with a
-// warning, for a config that needs what the GPU cannot do. Throws Error(kBadInput) when the device cannot be had,
-// or its tuning file does not fit.
-std::unique_ptr<Device> make_device(const Config& config);
+// Whether config.device asks for a GPU; `auto` does where there is one.
+bool wants_gpu(const Config& config);
 
-// Throws Error(kBadInput), with what would fit, when a run of `config` does not fit into the memory that is free on
-// the device. To be asked before anything is allocated. The CPU is not asked.
-void check_memory(const Config& config, const Device& device);
+// The device that config.device asks for, ready for ops: GPU number `gpu` of those that this process sees, or the
+// CPU. Throws Error(kBadInput) when the device cannot be had, or its tuning file does not fit.
+std::unique_ptr<Device> make_device(const Config& config, int gpu = 0);
+
+// Throws Error(kBadInput), with what would fit, when a rank of a run of `config` on so many GPUs does not fit into
+// the memory that is free on the device. To be asked before anything is allocated. The CPU is not asked.
+void check_memory(const Config& config, const Device& device, int64_t num_gpus = 1);
 
 }  // namespace parka

@@ -22,8 +22,9 @@ int run_eval(const EvalOptions& options) {
   if (data.eval.empty())
     throw_bad_input("{}: its config names no held-out files; give some with --data", checkpoint.path());
   const TokenFiles files(data.eval, data.token_dtype, data.sequence_length, run.config().model.vocab_size);
+  const std::unique_ptr<Communicator> alone = make_single_communicator();
   const EvaluationResult result =
-      evaluate_loss(*device, run.model(), files, config.training.micro_batch_size, options.max_sequences);
+      evaluate_loss(*device, run.model(), files, config.training.micro_batch_size, options.max_sequences, *alone);
   if (options.json) {
     const nlohmann::ordered_json line = {{"checkpoint", checkpoint.path()},
                                          {"step", checkpoint.step()},

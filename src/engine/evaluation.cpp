@@ -1,6 +1,10 @@
 #include "engine/evaluation.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <string>
+
+#include <fmt/format.h>
 
 #include "kernels/ops/cross_entropy.h"
 
@@ -15,23 +19,33 @@ std::vector<int32_t> next_token_targets(const std::vector<int32_t>& tokens, int6
 }
 
 EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& files, int64_t micro_batch,
-                               int64_t max_sequences) {
-  const int64_t S = files.sequence_length();
+                               int64_t max_sequences, Communicator& communicator,
+                               const std::function<void()>& before_each) {
+  const int64_t S = files.sequence_length(), total = files.num_sequences();
   EvaluationResult result;
-  const int64_t total = files.num_sequences();
   result.num_sequences = max_sequences > 0 ? std::min(max_sequences, total) : total;
+  const int64_t batches = ceil_div(result.num_sequences, micro_batch), ranks = communicator.size();
   double sum = 0;
-  for (int64_t begin = 0; begin < result.num_sequences; begin += micro_batch) {
-    const int64_t count = std::min(micro_batch, result.num_sequences - begin);
+  for (int64_t round = 0; round < ceil_div(batches, ranks); ++round) {
+    // All ranks have to make the same collective calls: one that has no micro-batch left does the last one again,
+    // and does not count it.
+    const int64_t own = round * ranks + communicator.rank(), batch = std::min(own, batches - 1);
+    const int64_t begin = batch * micro_batch, count = std::min(micro_batch, result.num_sequences - begin);
     std::vector<int32_t> tokens(static_cast<size_t>(count * S));
     for (int64_t i = 0; i < count; ++i)
       files.read((begin + i) * total / result.num_sequences, tokens.data() + i * S);
     const std::vector<int32_t> targets = next_token_targets(tokens, S);
+    if (before_each) before_each();
     model.evaluate(device, {tokens.data(), targets.data(), {count, S}});
+    if (own != batch) continue;
     for (float loss : model.losses(device)) sum += loss;
-    result.num_targets += count * (S - 1);
   }
-  result.loss = result.num_targets > 0 ? sum / static_cast<double>(result.num_targets) : 0.0;
+  result.num_targets = result.num_sequences * (S - 1);
+  double sum_of_all = 0;
+  for (const std::string& of_rank : communicator.gather_text(fmt::format("{:a}", sum))) {
+    sum_of_all += std::strtod(of_rank.c_str(), nullptr);
+  }
+  result.loss = result.num_targets > 0 ? sum_of_all / static_cast<double>(result.num_targets) : 0.0;
   return result;
 }
 

@@ -1,7 +1,9 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <vector>
 
+#include "comm/communicator.h"
 #include "data/token_files.h"
 #include "kernels/device.h"
 #include "model/model.h"
@@ -18,8 +20,10 @@ struct EvaluationResult {
   int64_t num_sequences = 0;
 };
 
-// Mean loss over `max_sequences` sequences spread evenly over `files` (0: all of them), `micro_batch` at a time.
+// Mean loss over `max_sequences` sequences spread evenly over `files` (0: all of them), `micro_batch` at a time. In
+// a run of several ranks each takes every so many-th micro-batch, and calls `before_each` before its forward pass.
 EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& files, int64_t micro_batch,
-                               int64_t max_sequences);
+                               int64_t max_sequences, Communicator& communicator,
+                               const std::function<void()>& before_each = {});
 
 }  // namespace parka

@@ -2,32 +2,13 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 
 #include "engine/recipe.h"
 #include "engine/training_run.h"
 
 namespace parka {
 namespace {
-
-// The ZeRO stage from which a category is divided over ranks; kNever for what every rank holds whole.
-constexpr int64_t kNever = 4;
-int64_t sharded_from_stage(const std::string& category) {
-  if (category == "master weights" || category == "optimizer states") return 1;
-  if (category == "gradients") return 2;
-  if (category == "weights" || category == "fp8 weights") return 3;
-  return kNever;
-}
-
-// The weights of the largest block as they are gathered: in FP8 where GEMMs read FP8.
-int64_t largest_block_bytes(const MemoryPlan& plan) {
-  int64_t plain = 0, fp8 = 0;
-  for (const MemoryPlan::Entry& entry : plan.entries()) {
-    if (!entry.name.starts_with("blocks.0.")) continue;  // all blocks are alike
-    if (entry.category == "weights") plain += entry.bytes;
-    if (entry.category == "fp8 weights") fp8 += entry.bytes;
-  }
-  return std::max(plain, fp8);
-}
 
 struct Change {
   std::string text;
@@ -96,24 +77,20 @@ bool fits(const Config& config, int64_t num_gpus, int64_t limit_bytes) {
 }  // namespace
 
 GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
-  const DeclaredRun run(config, DeviceKind::kCuda);
-  const int64_t stage = num_gpus > 1 ? config.distributed.zero_stage : 0;
+  const DeclaredRun run(config, DeviceKind::kCuda, make_zero(config.distributed.zero_stage, 0, num_gpus));
+  const DeclaredRun alone(config, DeviceKind::kCuda);
+  std::map<std::string, int64_t> unsharded;
+  for (const MemoryPlan::CategoryTotal& total : alone.plan.summary()) unsharded[total.category] = total.bytes;
   GpuPlan result;
-  const auto add = [&](std::string category, int64_t unsharded, int64_t bytes) {
-    result.lines.push_back({std::move(category), unsharded, bytes});
-    result.total_bytes += bytes;
-  };
   for (const MemoryPlan::CategoryTotal& total : run.plan.summary()) {
-    const bool sharded = stage >= sharded_from_stage(total.category);
-    add(total.category, total.bytes, sharded ? ceil_div(total.bytes, num_gpus) : total.bytes);
+    result.lines.push_back({total.category, unsharded[total.category], total.bytes});
+    result.total_bytes += total.bytes;
     if (total.category == "saved activations") {
       const double tokens = static_cast<double>(config.training.micro_batch_size * config.data.sequence_length);
       result.saved_bytes_per_token_layer =
           static_cast<double>(total.bytes) / tokens / static_cast<double>(config.model.num_layers);
     }
   }
-  if (num_gpus > 1) add("gradient buckets", 0, 2 * config.distributed.bucket_mib * (int64_t{1} << 20));
-  if (stage == 3) add("gathered weights of two blocks", 0, 2 * largest_block_bytes(run.plan));
   return result;
 }
 

@@ -26,9 +26,8 @@ struct GpuPlan {
   double saved_bytes_per_token_layer = 0;  // kept for backward, per token and block
 };
 
-// The plan of `config` on `num_gpus` GPUs under config.distributed. Weights, gradients, masters and states are
-// divided by the number of GPUs where the ZeRO stage shards them; what sharding adds (gradient buckets, the
-// gathered weights of two blocks) has lines of its own. Allocates nothing.
+// The plan of `config` on `num_gpus` GPUs under config.distributed: what a rank of such a run allocates. Allocates
+// nothing.
 GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus);
 
 // A change to the config that makes it fit into `limit_bytes`: the smallest of a fixed list of changes, those that

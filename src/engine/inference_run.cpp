@@ -27,7 +27,7 @@ InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, c
     : config_(config),
       model_(config_.model, config_.precision, config_.optimizer.decay_embeddings,
              {config_.training.micro_batch_size, config_.data.sequence_length},
-             config_.training.logits_chunk_tokens, Model::Use::kInference, plan_) {
+             config_.training.logits_chunk_tokens, Model::Use::kInference, {}, plan_) {
   TensorId workspace;
   if (device.kind() == DeviceKind::kCuda) workspace = declare_op_workspace(config_, model_.parameters(), plan_);
   plan_.finish();
@@ -35,8 +35,11 @@ InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, c
   if (workspace.valid()) device.set_workspace((*arena_)[workspace].data, (*arena_)[workspace].bytes());
   model_.bind(device, *arena_);
   std::unordered_map<std::string, TensorView> wanted;
-  for (size_t i = 0; i < model_.weights().size(); ++i)
-    wanted.emplace(model_.parameters().all[i].name, model_.weights()[i]);
+  const std::vector<ParameterInfo>& parameters = model_.parameters().all;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    wanted.emplace(parameters[i].name,
+                   model_.weights().own()[i].reshaped({parameters[i].rows, parameters[i].cols}));
+  }
   checkpoint.for_each_tensor([&](const SafetensorsEntry& entry, ByteSpan bytes) {
     const auto found = wanted.find(entry.name);
     if (found == wanted.end()) return;  // masters and moments

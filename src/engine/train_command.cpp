@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <csignal>
 #include <cstring>
 
@@ -6,6 +7,7 @@
 
 #include <spdlog/spdlog.h>
 
+#include "comm/launch.h"
 #include "core/parallel.h"
 #include "engine/checkpoint_saver.h"
 #include "engine/commands.h"
@@ -32,22 +34,29 @@ double peak_resident_gib() {
   return static_cast<double>(usage.ru_maxrss) / 0x1p20;  // Linux gives KiB
 }
 
-// Trains one run folder from where it stands to training.steps.
+// Trains one run folder from where it stands to training.steps: one rank of it. Rank 0 alone writes the run's log,
+// metrics and config; checkpoints are written and read by all ranks.
 class TrainCommand {
  public:
-  TrainCommand(const Config& config, const TrainOptions& options, std::unique_ptr<Device> device)
+  TrainCommand(const Config& config, const TrainOptions& options, Launch& launch, std::unique_ptr<Device> device)
       : config_(config),
         options_(options),
+        launch_(launch),
         device_(std::move(device)),
-        run_(config, *device_),
+        communicator_(launch.make_communicator(*device_)),
+        run_(config, *device_, *communicator_),
         speed_(speed_of(config, run_.model().parameters(), device_->name())),
         saver_(config.checkpoint.folder, save_options()) {}
 
   int train() {
+    launch_.require_same("the tokens of data.train", fmt::format("{:016x}", run_.data().fingerprint()),
+                         "give all ranks the same files");
     describe();
     resume_or_initialize();
-    replace_file(config_.checkpoint.folder + "/config.json", to_json(config_).dump(2) + "\n");
-    MetricsLog metrics(metrics_path());
+    if (is_first()) {
+      replace_file(config_.checkpoint.folder + "/config.json", to_json(config_).dump(2) + "\n");
+      metrics_.emplace(metrics_path());
+    }
     if (!config_.data.eval.empty()) {
       eval_data_.emplace(config_.data.eval, config_.data.token_dtype, config_.data.sequence_length,
                          config_.model.vocab_size);
@@ -57,14 +66,16 @@ class TrainCommand {
       return 0;
     }
     const bool evaluates = config_.training.eval_interval > 0 && eval_data_;
-    if (evaluates && run_.completed_steps() == 0) evaluate(metrics);
-    const int exit_code = train_steps(metrics, evaluates);
+    if (evaluates && run_.completed_steps() == 0) evaluate();
+    const int exit_code = train_steps(evaluates);
     saver_.wait();
     report_memory();
     return exit_code;
   }
 
  private:
+  bool is_first() const { return communicator_->rank() == 0; }
+
   void report_memory() const {
     const double planned = gib(run_.plan().total_bytes());
     if (device_->kind() == DeviceKind::kCpu) {
@@ -82,9 +93,12 @@ class TrainCommand {
 
   SaveOptions save_options() const {
     SaveOptions options;
+    options.group = {.rank = communicator_->rank(),
+                     .size = communicator_->size(),
+                     .id = communicator_->gather_text(make_save_id()).front()};
     options.keep = config_.checkpoint.keep;
     options.report = [](const std::string& message) { spdlog::warn("{}", message); };
-    if (options_.drill_step > 0) {
+    if (options_.drill_step > 0 && is_first()) {
       // The fault drill of docs/testing.md: die as if the power went, at a chosen point of a chosen save.
       options.observer = [step_name = fmt::format("step_{:08}", options_.drill_step), left = options_.drill_point,
                           armed = false](std::string_view point) mutable {
@@ -98,6 +112,9 @@ class TrainCommand {
   void describe() const {
     const ParameterTable& table = run_.model().parameters();
     spdlog::info("{}; recipe {}", device_->description(), name_of(config_.precision.recipe));
+    if (communicator_->size() > 1) {
+      spdlog::info("{}, ZeRO stage {}", communicator_->description(), config_.distributed.zero_stage);
+    }
     spdlog::info("model: {} parameters, {} FLOP/token = {}",
                  format_count(static_cast<double>(table.num_parameters())), format_count(speed_.flop_per_token),
                  kFlopFormula);
@@ -117,7 +134,14 @@ class TrainCommand {
   }
 
   void resume_or_initialize() {
-    const auto refused = [](const std::string& message) { spdlog::warn("{}", message); };
+    launch_.watchdog().at(0, "loading a checkpoint");
+    const auto refused = [this](const std::string& message) {
+      if (is_first()) spdlog::warn("{}", message);
+    };
+    const LoadGroup group = {
+        .rank = communicator_->rank(), .size = communicator_->size(), .gather = [this](const std::string& text) {
+          return communicator_->gather_text(text);
+        }};
     const std::string& folder = config_.checkpoint.folder;
     if (options_.fresh && !list_checkpoints(folder).empty()) {
       throw_bad_input(
@@ -125,7 +149,7 @@ class TrainCommand {
           "checkpoint.folder",
           folder);
     }
-    const std::optional<LoadedCheckpoint> checkpoint = load_newest(folder, refused);
+    const std::optional<LoadedCheckpoint> checkpoint = load_newest(folder, refused, group);
     if (checkpoint) {
       const std::vector<std::string> differences = run_.restore(*checkpoint);
       spdlog::info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
@@ -134,6 +158,7 @@ class TrainCommand {
       run_.initialize();
       spdlog::info("starting a new run in {}", folder);
     }
+    if (!is_first()) return;
     const MetricsLog::Removed removed = MetricsLog::truncate_after(metrics_path(), run_.completed_steps());
     if (removed.later > 0)
       spdlog::info("{}: {} records after step {} removed; those steps are run again", metrics_path(), removed.later,
@@ -141,13 +166,13 @@ class TrainCommand {
     if (removed.unreadable > 0) spdlog::warn("{}: {} torn lines removed", metrics_path(), removed.unreadable);
   }
 
-  int train_steps(MetricsLog& metrics, bool evaluates) {
+  int train_steps(bool evaluates) {
     const TrainingConfig& training = config_.training;
     Progress progress(training.steps, run_.tokens_per_step(), speed_);
     int64_t skipped_in_a_row = 0;
     const auto handle = [&](const std::optional<StepReport>& report) {
       if (!report) return;
-      record(metrics, *report);
+      record(*report);
       progress.add(*report);
       skipped_in_a_row = report->applied ? 0 : skipped_in_a_row + 1;
       if (!report->applied) handle_bad_step(*report, skipped_in_a_row);
@@ -155,15 +180,17 @@ class TrainCommand {
       if (report->step % training.log_interval == 0 || last) spdlog::info("{}", progress.take_line());
     };
     while (run_.completed_steps() < training.steps) {
+      launch_.watchdog().at(run_.completed_steps() + 1, "training");
       handle(run_.step());
       const int64_t step = run_.completed_steps();
       const bool last = step == training.steps;
       const bool eval_due = evaluates && (step % training.eval_interval == 0 || last);
       const bool save_due = (config_.checkpoint.interval > 0 && step % config_.checkpoint.interval == 0) ||
                             (last && config_.checkpoint.save_final);
-      const int signal = stop_signal();
+      // Ranks are told at different steps: they stop where the first of them has been.
+      const int signal = static_cast<int>(communicator_->max(stop_signal()));
       if (eval_due || save_due || last || signal != 0) handle(run_.finish());
-      if (eval_due) evaluate(metrics);
+      if (eval_due) evaluate();
       if (save_due || signal != 0) save();
       if (signal != 0) {
         saver_.wait();
@@ -174,7 +201,8 @@ class TrainCommand {
     return 0;
   }
 
-  void record(MetricsLog& metrics, const StepReport& report) const {
+  void record(const StepReport& report) {
+    if (!metrics_) return;
     const double tokens_per_second = static_cast<double>(run_.tokens_per_step()) / report.seconds;
     nlohmann::ordered_json line = {{"kind", "train"},
                                    {"step", report.step},
@@ -189,10 +217,10 @@ class TrainCommand {
                                    {"seconds", report.seconds},
                                    {"data_wait_seconds", report.data_wait_seconds}};
     if (!report.culprit.empty()) line["culprit"] = report.culprit;
-    metrics.write(line);
+    metrics_->write(line);
     if (!report.telemetry) return;
     for (const auto& telemetry : telemetry_records(*report.telemetry, report.step, run_.model().parameters())) {
-      metrics.write(telemetry);
+      metrics_->write(telemetry);
     }
   }
 
@@ -215,45 +243,58 @@ class TrainCommand {
     spdlog::warn("{}; skipped", what);
   }
 
-  void evaluate(MetricsLog& metrics) {
-    const EvaluationResult result = evaluate_loss(
-        *device_, run_.model(), *eval_data_, config_.training.micro_batch_size, config_.training.eval_sequences);
+  void evaluate() {
+    launch_.watchdog().at(run_.completed_steps(), "evaluation");
+    const EvaluationResult result = run_.evaluate(*eval_data_);
     spdlog::info("step {}: held-out loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(),
                  result.loss, std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
-    metrics.write({{"kind", "eval"},
-                   {"step", run_.completed_steps()},
-                   {"loss", result.loss},
-                   {"num_targets", result.num_targets}});
+    if (!metrics_) return;
+    metrics_->write({{"kind", "eval"},
+                     {"step", run_.completed_steps()},
+                     {"loss", result.loss},
+                     {"num_targets", result.num_targets}});
   }
 
   void save() {
+    launch_.watchdog().at(run_.completed_steps(), "saving a checkpoint");
     saver_.save(run_.snapshot());
     if (!config_.checkpoint.async) saver_.wait();
   }
 
   Config config_;
   TrainOptions options_;
+  Launch& launch_;
   std::unique_ptr<Device> device_;
+  std::unique_ptr<Communicator> communicator_;
   TrainingRun run_;
   ModelSpeed speed_;
   std::optional<TokenFiles> eval_data_;
+  std::optional<MetricsLog> metrics_;
   CheckpointSaver saver_;
 };
 
 }  // namespace
 
 int run_train(const TrainOptions& options) {
-  const Config config = load_config(options.config_path, options.overrides);
-  if (config.data.train.empty()) {
-    throw_bad_input("{}: data.train: nothing to train on; list token files (scripts/prepare_data.py makes them)",
-                    options.config_path);
-  }
-  check_run_folder_writable(config.checkpoint.folder);
-  const RunLock lock(config.checkpoint.folder);
-  catch_stop_signals();
-  std::unique_ptr<Device> device = make_device(config);
-  check_memory(config, *device);
-  return TrainCommand(config, options, std::move(device)).train();
+  return run_launched({.version = PARKA_VERSION, .watchdog = {}}, [&](Launch& launch) {
+    if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
+    const Config config = load_config(options.config_path, options.overrides);
+    launch.require_same("the config", to_json(config).dump(2), "start all ranks with one config and --set");
+    if (config.data.train.empty()) {
+      throw_bad_input("{}: data.train: nothing to train on; list token files (scripts/prepare_data.py makes them)",
+                      options.config_path);
+    }
+    std::optional<RunLock> lock;
+    if (launch.rank() == 0) {
+      check_run_folder_writable(config.checkpoint.folder);
+      lock.emplace(config.checkpoint.folder);
+    }
+    launch.hosts().barrier();  // no rank looks at a folder that is not there
+    catch_stop_signals();
+    std::unique_ptr<Device> device = make_device(config, std::max(0, launch.agree_on_gpu(wants_gpu(config))));
+    check_memory(config, *device, launch.size());
+    return TrainCommand(config, options, launch, std::move(device)).train();
+  });
 }
 
 }  // namespace parka

@@ -71,28 +71,34 @@ TensorId declare_op_workspace(const Config& config, const ParameterTable& table,
   return plan.add("workspace of GPU kernels", "op_workspace", DType::kU8, {bytes});
 }
 
-DeclaredRun::DeclaredRun(const Config& config, DeviceKind device)
+DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& zero)
     : model(config.model, config.precision, config.optimizer.decay_embeddings,
             {config.training.micro_batch_size, config.data.sequence_length}, config.training.logits_chunk_tokens,
-            Model::Use::kTraining, plan),
-      optimizer(config.optimizer, config.precision.compute, model.parameters().all, plan) {
+            Model::Use::kTraining, zero, plan),
+      optimizer(config.optimizer, config.precision.compute, model.parameters().all, zero, plan) {
   if (config.telemetry.interval > 0) telemetry.emplace(config, model, plan);
   if (device == DeviceKind::kCuda) workspace = declare_op_workspace(config, model.parameters(), plan);
   plan.finish();
 }
 
-TrainingRun::TrainingRun(const Config& config, Device& device)
+TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& communicator)
     : config_(config),
       device_(device),
+      communicator_(communicator),
+      zero_(make_zero(config.distributed.zero_stage, communicator.rank(), communicator.size())),
       data_(config.data.train, config.data.token_dtype, config.data.sequence_length, config.model.vocab_size),
-      declared_(config, device.kind()),
+      declared_(config, device.kind(), zero_),
       arena_(device, declared_.plan) {
   if (declared_.workspace.valid()) {
     const TensorView workspace = arena_[declared_.workspace];
     device.set_workspace(workspace.data, workspace.bytes());
   }
   declared_.model.bind(device, arena_);
-  declared_.optimizer.bind(arena_, declared_.model.weights());
+  declared_.optimizer.bind(arena_, declared_.model.weights().own());
+  if (communicator.size() > 1) {
+    exchange_.emplace(zero_, communicator, declared_.model, declared_.optimizer);
+    declared_.model.set_hooks(&*exchange_);
+  }
   if (declared_.telemetry) declared_.telemetry->bind(arena_);
   start_loader({});
 }
@@ -104,20 +110,31 @@ void TrainingRun::start_loader(DataPosition position) {
                                                               .shuffle = config_.data.shuffle,
                                                               .global_batch = config_.training.global_batch_size,
                                                               .micro_batch = config_.training.micro_batch_size,
-                                                              .rank = 0,
-                                                              .world_size = 1,
+                                                              .rank = communicator_.rank(),
+                                                              .world_size = communicator_.size(),
                                                               .prefetch = config_.data.prefetch_batches,
                                                               .start = position});
   position_ = position;
 }
 
-void TrainingRun::initialize() {
-  const ParameterTable& table = declared_.model.parameters();
-  for (size_t i = 0; i < table.all.size(); ++i) {
-    declared_.optimizer.set_weight(
-        device_, i, initial_weight(config_.model, table, i, static_cast<uint64_t>(config_.training.seed)));
+void TrainingRun::weights_changed() {
+  if (exchange_) {
+    exchange_->weights_changed(device_);
+  } else {
+    declared_.model.weights_changed(device_);
   }
-  declared_.model.weights_changed(device_);
+}
+
+void TrainingRun::initialize_one(size_t i) {
+  Optimizer& optimizer = declared_.optimizer;
+  optimizer.set_weight(device_, i,
+                       initial_weight(config_.model, declared_.model.parameters(), i,
+                                      static_cast<uint64_t>(config_.training.seed), optimizer.own_range(i)));
+}
+
+void TrainingRun::initialize() {
+  for (size_t i = 0; i < declared_.model.parameters().all.size(); ++i) initialize_one(i);
+  weights_changed();
 }
 
 void TrainingRun::initialize_alike() {
@@ -126,19 +143,21 @@ void TrainingRun::initialize_alike() {
   for (size_t i = 0; i < table.all.size(); ++i) {
     const auto [first, is_new] = first_of_shape.try_emplace({table.all[i].rows, table.all[i].cols}, i);
     if (is_new) {
-      declared_.optimizer.set_weight(
-          device_, i, initial_weight(config_.model, table, i, static_cast<uint64_t>(config_.training.seed)));
+      initialize_one(i);
     } else {
       declared_.optimizer.copy_weight(device_, first->second, i);
     }
   }
-  declared_.model.weights_changed(device_);
+  weights_changed();
 }
 
 std::vector<NamedTensor> TrainingRun::tensors() const {
   std::vector<NamedTensor> all = declared_.optimizer.state();
-  const std::vector<TensorView>& weights = declared_.model.weights();
-  for (size_t i = 0; i < weights.size(); ++i) all.push_back({declared_.model.parameters().all[i].name, weights[i]});
+  const std::vector<TensorView>& weights = declared_.model.weights().own();
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const ParameterInfo& p = declared_.model.parameters().all[i];
+    all.push_back({p.name, weights[i], {p.rows, p.cols}, declared_.optimizer.own_range(i).begin});
+  }
   return all;
 }
 
@@ -153,11 +172,17 @@ CheckpointContents TrainingRun::snapshot() const {
       {"tokens", completed_steps_ * tokens_per_step()},
       {"config", to_json(config_)},
       {"config_hash", config_hash(config_)}};
+  const bool several = communicator_.size() > 1, replicated = several && !zero_.shards_states();
   for (const NamedTensor& tensor : tensors()) {
-    HostTensor host{tensor.name, tensor.view.dtype, {}, {}};
-    host.shape.assign(tensor.view.dim.begin(), tensor.view.dim.begin() + tensor.view.rank);
-    host.bytes.resize(static_cast<size_t>(tensor.view.bytes()));
-    device_.copy_to_host(host.bytes.data(), tensor.view.data, tensor.view.bytes());
+    HostTensor host{tensor.name, tensor.view.dtype, tensor.shape, {}, {}};
+    const TensorView flat = tensor.view.reshaped({tensor.view.numel()});
+    Shard::Range own = {0, flat.numel()};
+    // What all ranks have whole is saved by all, a part each.
+    if (replicated) own = Shard{communicator_.rank(), communicator_.size()}.own(flat.numel());
+    if (several) host.piece = ElementRange{tensor.begin + own.begin, tensor.begin + own.end};
+    const TensorView part = flat.rows(own.begin, own.count());
+    host.bytes.resize(static_cast<size_t>(part.bytes()));
+    device_.copy_to_host(host.bytes.data(), part.data, part.bytes());
     contents.tensors.push_back(std::move(host));
   }
   return contents;
@@ -172,31 +197,38 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
         "nothing; give the files back, or train in another checkpoint.folder",
         checkpoint.path());
   }
-  std::unordered_map<std::string, TensorView> wanted;
-  for (const NamedTensor& tensor : tensors()) wanted.emplace(tensor.name, tensor.view);
-  checkpoint.for_each_tensor([&](const SafetensorsEntry& entry, ByteSpan bytes) {
+  std::unordered_map<std::string, NamedTensor> wanted;
+  for (const NamedTensor& tensor : tensors()) wanted.emplace(tensor.name, tensor);
+  for (const SafetensorsEntry& entry : checkpoint.tensors()) {
     const auto found = wanted.find(entry.name);
     if (found == wanted.end())
       throw_bad_input("{}: has a tensor {} that this config does not", checkpoint.path(), entry.name);
-    const TensorView& view = found->second;
-    const bool same_shape =
-        std::equal(entry.shape.begin(), entry.shape.end(), view.dim.begin(), view.dim.begin() + view.rank);
-    if (entry.dtype != view.dtype || !same_shape) {
-      throw_bad_input("{}: {} is {} [{}], this config wants {}", checkpoint.path(), entry.name,
-                      name_of(entry.dtype), fmt::join(entry.shape, ", "), describe(view));
+    const NamedTensor& tensor = found->second;
+    if (entry.dtype != tensor.view.dtype || entry.shape != tensor.shape) {
+      throw_bad_input("{}: {} is {} [{}], this config wants {} [{}]", checkpoint.path(), entry.name,
+                      name_of(entry.dtype), fmt::join(entry.shape, ", "), name_of(tensor.view.dtype),
+                      fmt::join(tensor.shape, ", "));
     }
+  }
+  std::vector<TensorRange> ranges;
+  for (const auto& [name, tensor] : wanted) {
+    if (checkpoint.find(name) == nullptr) throw_bad_input("{}: lacks the tensor {}", checkpoint.path(), name);
+    if (tensor.view.numel() > 0) ranges.push_back({name, {tensor.begin, tensor.begin + tensor.view.numel()}});
+  }
+  checkpoint.read_ranges(ranges, [&](const SafetensorsEntry& entry, int64_t first_element, ByteSpan bytes) {
     if (!all_finite(entry.dtype, bytes)) {
       throw_bad_input("{}: {} holds NaN or infinite values; resume from an earlier checkpoint (move this one away)",
                       checkpoint.path(), entry.name);
     }
-    device_.copy_to_device(view.data, bytes.data(), view.bytes());
-    wanted.erase(found);
+    const NamedTensor& tensor = wanted.at(entry.name);
+    auto* const target = static_cast<std::byte*>(tensor.view.data);
+    device_.copy_to_device(target + (first_element - tensor.begin) * size_of(entry.dtype), bytes.data(),
+                           static_cast<int64_t>(bytes.size()));
   });
-  if (!wanted.empty()) throw_bad_input("{}: lacks the tensor {}", checkpoint.path(), wanted.begin()->first);
   completed_steps_ = checkpoint.step();
   applied_steps_ = checkpoint.state().at("applied_steps").get<int64_t>();
   start_loader({data.at("epoch").get<int64_t>(), data.at("consumed").get<int64_t>()});
-  declared_.model.weights_changed(device_);
+  weights_changed();
   return differences;
 }
 
@@ -207,7 +239,10 @@ void TrainingRun::queue_gradients(bool with_telemetry) {
   const double num_targets = static_cast<double>(training.global_batch_size * (S - 1));
   Optimizer& optimizer = declared_.optimizer;
   optimizer.zero_gradients(device_);
-  for (int64_t done = 0; done < training.global_batch_size; done += training.micro_batch_size) {
+  const int64_t own_sequences = training.global_batch_size / communicator_.size();
+  for (int64_t done = 0; done < own_sequences; done += training.micro_batch_size) {
+    const bool is_last = done + training.micro_batch_size == own_sequences;
+    if (exchange_) exchange_->begin_micro_batch(is_last);
     const MicroBatch batch = loader_->next();
     const std::vector<int32_t> targets = next_token_targets(batch.tokens, S);
     const Model::Batch on_host = {batch.tokens.data(), targets.data(), {training.micro_batch_size, S}};
@@ -217,10 +252,18 @@ void TrainingRun::queue_gradients(bool with_telemetry) {
     if (with_telemetry && done == 0) {
       declared_.model.accumulate_gradients_with_telemetry(device_, on_host, options, optimizer.gradients());
     } else {
-      declared_.model.accumulate_gradients(device_, on_host, options, optimizer.gradients());
+      declared_.model.accumulate_gradients(device_, on_host, options, optimizer.gradients(),
+                                           exchange_ && is_last ? 1 : 0);
     }
     position_ = batch.after;
   }
+}
+
+EvaluationResult TrainingRun::evaluate(const TokenFiles& files) {
+  return evaluate_loss(device_, declared_.model, files, config_.training.micro_batch_size,
+                       config_.training.eval_sequences, communicator_, [this] {
+                         if (exchange_) exchange_->begin_micro_batch(/*is_last_of_step=*/false);
+                       });
 }
 
 std::optional<StepReport> TrainingRun::step() {
@@ -237,11 +280,14 @@ std::optional<StepReport> TrainingRun::step() {
   if (previous && !previous->applied && config_.training.non_finite == NonFinitePolicy::kStop) return previous;
   report.learning_rate = learning_rate(config_.optimizer, config_.training.steps, report.step);
   report.clip_limit = declared_.optimizer.clip_limit(applied_steps_ + 1);
-  PendingStep result = declared_.optimizer.step(device_, applied_steps_ + 1, report.learning_rate,
-                                                static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey);
+  Optimizer::SumOverRanks sum_over_ranks;
+  if (exchange_) sum_over_ranks = [this](const TensorView& x) { exchange_->sum_over_ranks(device_, x); };
+  PendingStep result =
+      declared_.optimizer.step(device_, applied_steps_ + 1, report.learning_rate,
+                               static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey, sum_over_ranks);
   std::optional<PendingTelemetry> telemetry;
   if (with_telemetry) telemetry = declared_.telemetry->queue(device_, declared_.model, declared_.optimizer);
-  declared_.model.weights_changed(device_);
+  weights_changed();
   ++completed_steps_;
   unfinished_.emplace(UnfinishedStep{std::move(report), std::move(result), std::move(telemetry), device_.mark()});
   if (!previous && unfinished_->result.ready()) return finish();

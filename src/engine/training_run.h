@@ -5,11 +5,15 @@
 #include <string>
 #include <vector>
 
+#include "comm/communicator.h"
 #include "core/memory_plan.h"
+#include "core/shard.h"
 #include "data/batch_loader.h"
 #include "data/token_files.h"
 #include "engine/checkpoint.h"
 #include "engine/config.h"
+#include "engine/evaluation.h"
+#include "engine/parameter_exchange.h"
 #include "engine/telemetry.h"
 #include "kernels/arena.h"
 #include "model/model.h"
@@ -20,7 +24,7 @@ namespace parka {
 // Model and optimizer of a config with all their tensors declared; nothing is allocated. What `parka plan` prints
 // and what a run allocates come from the same declarations.
 struct DeclaredRun {
-  DeclaredRun(const Config& config, DeviceKind device);
+  DeclaredRun(const Config& config, DeviceKind device, const Zero& zero = {});
 
   MemoryPlan plan;
   Model model;
@@ -47,12 +51,13 @@ struct StepReport {
   std::optional<TelemetryReport> telemetry;  // where telemetry.interval asks for one
 };
 
-// A training run on one device: weights, optimizer states and the position in the data.
+// One rank of a training run: weights, optimizer states and the position in the data. All ranks must make the same
+// calls; what a step reports is of the whole run, and the same on all of them.
 class TrainingRun {
  public:
   // Opens the data, declares and allocates everything. The run is at step 0 with undefined weights: call
   // initialize() or restore(). Throws Error(kBadInput) for data that cannot be used.
-  TrainingRun(const Config& config, Device& device);
+  TrainingRun(const Config& config, Device& device, Communicator& communicator);
 
   void initialize();
   // For measuring speed: as initialize(), but parameters of one shape get the same values, which takes a fraction
@@ -64,6 +69,9 @@ class TrainingRun {
   std::vector<std::string> restore(const LoadedCheckpoint& checkpoint);
   // Everything that restore() needs, copied to the host. No step may be unfinished.
   CheckpointContents snapshot() const;
+
+  // Everything that a checkpoint holds on the device: this rank's part of it.
+  std::vector<NamedTensor> tensors() const;
 
   // Queues one step and does not wait for it; reports the one before, whose outcome the update waits for (the
   // device then still has this step's forward and backward to work on). On a device that is done when it returns,
@@ -78,6 +86,9 @@ class TrainingRun {
   Model& model() { return declared_.model; }
   const Model& model() const { return declared_.model; }
   const TokenFiles& data() const { return data_; }
+  // Held-out loss, every rank doing a part of it.
+  EvaluationResult evaluate(const TokenFiles& files);
+
   int64_t tokens_per_step() const { return config_.training.global_batch_size * config_.data.sequence_length; }
 
  private:
@@ -88,15 +99,19 @@ class TrainingRun {
     std::unique_ptr<Mark> end;
   };
 
-  std::vector<NamedTensor> tensors() const;
   void start_loader(DataPosition position);
   void queue_gradients(bool with_telemetry);
+  void weights_changed();
+  void initialize_one(size_t i);
 
   Config config_;
   Device& device_;
+  Communicator& communicator_;
+  Zero zero_;
   TokenFiles data_;
   DeclaredRun declared_;
   Arena arena_;
+  std::optional<ParameterExchange> exchange_;  // of several ranks
   std::unique_ptr<BatchLoader> loader_;
   DataPosition position_;  // of the next global batch
   int64_t completed_steps_ = 0;

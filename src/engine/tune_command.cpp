@@ -20,7 +20,8 @@ int run_tune(const TuneOptions& options) {
   config = data.apply(config);
   const std::unique_ptr<Device> device = make_device(config);
   check_memory(config, *device);
-  TrainingRun run(config, *device);
+  const std::unique_ptr<Communicator> alone = make_single_communicator();
+  TrainingRun run(config, *device, *alone);
   run.initialize_alike();
   run.step();
   run.finish();

@@ -196,23 +196,29 @@ void Model::Pass::loss_and_backward(Device& device, const LossOptions& options,
                                     const std::vector<TensorView>& gradients) {
   PARKA_REQUIRE(keep_);
   gradients_ = &gradients;
+  before_backward(device, table_->head_unit());
   backward_head(device, options);
+  after_backward(device, table_->head_unit());
   if (!options.loss_sum.empty()) {
     add_sum(device, {.x = vector(activations_.losses, num_tokens_), .total = options.loss_sum});
   }
   device.section("block backward");
   for (int64_t l = config_.num_layers - 1; l >= 0; --l) {
+    before_backward(device, table_->block_unit(l));
     if (precision_.recompute == Recompute::kBlock) {
       forward_block(device, l, tensor(activations_.blocks[l].attention_norm.residual, num_tokens_, config_.d_model),
                     {});
     }
     backward_ffn(device, l);
     backward_attention(device, l);
+    after_backward(device, table_->block_unit(l));
   }
   device.section("embedding");
+  before_backward(device, 0);
   embedding_backward(device, {.order = tensor(activations_.token_order, num_tokens_, kTokenRowInts),
                               .d_out = tensor(activations_.backward.d_residual, num_tokens_, config_.d_model),
                               .d_table = (*gradients_)[table_->embedding]});
+  after_backward(device, 0);
 }
 
 }  // namespace parka

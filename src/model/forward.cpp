@@ -22,6 +22,18 @@ void Model::Pass::bind(const Arena& arena, const ParameterTable& table, const Mo
   cos_sin_ = cos_sin;
 }
 
+void Model::Pass::before_forward(Device& device, int unit) const {
+  if (hooks_ != nullptr) hooks_->before_forward(device, unit);
+}
+
+void Model::Pass::before_backward(Device& device, int unit) const {
+  if (hooks_ != nullptr) hooks_->before_backward(device, unit);
+}
+
+void Model::Pass::after_backward(Device& device, int unit) const {
+  if (hooks_ != nullptr) hooks_->after_backward(device, unit);
+}
+
 TensorView Model::Pass::tensor(TensorId id, int64_t rows, int64_t cols) const {
   if (!id.valid()) return {};
   const TensorView whole = (*arena_)[id];
@@ -58,12 +70,14 @@ void Model::Pass::load(Device& device, const Batch& batch, bool keep) {
 
 void Model::Pass::forward(Device& device) {
   device.section("embedding");
+  before_forward(device, 0);
   const TensorView tokens = vector(activations_.tokens, num_tokens_);
   TensorView residual = tensor(activations_.blocks.front().attention_norm.residual, num_tokens_, config_.d_model);
   embedding_forward(device, {.ids = tokens, .table = weights_->plain(table_->embedding), .out = residual});
   TensorView branch;  // nothing to add before the first block
   device.section("block forward");
   for (int64_t l = 0; l < config_.num_layers; ++l) {
+    before_forward(device, table_->block_unit(l));
     forward_block(device, l, residual, branch);
     residual = tensor(activations_.blocks[l].ffn_norm.residual, num_tokens_, config_.d_model);
     branch = tensor(activations_.branch, num_tokens_, config_.d_model);
@@ -152,6 +166,7 @@ void Model::Pass::forward_block(Device& device, int64_t l, const TensorView& res
 
 void Model::Pass::final_norm(Device& device) {
   device.section("head");
+  before_forward(device, table_->head_unit());
   const int64_t T = num_tokens_, d = config_.d_model;
   norm_forward(device, {.kind = config_.norm,
                         .eps = static_cast<float>(config_.norm_eps),

@@ -25,10 +25,10 @@ ModelWeights::Transposed transposed_weights(const PrecisionConfig& precision, Mo
 }  // namespace
 
 Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool decay_embeddings,
-             const BatchShape& shape, int64_t logits_chunk_tokens, Use use, MemoryPlan& plan)
+             const BatchShape& shape, int64_t logits_chunk_tokens, Use use, const Zero& zero, MemoryPlan& plan)
     : config_(config),
       table_(make_parameter_table(config, decay_embeddings)),
-      weights_(table_, Formats(precision), transposed_weights(precision, use), plan) {
+      weights_(table_, Formats(precision), transposed_weights(precision, use), zero, plan) {
   cos_sin_id_ = plan.add("tables", "cos_sin", DType::kF32, {shape.sequence_length, config.head_dim()});
   if (use == Use::kTraining) {
     training_ = std::make_unique<Pass>(config, precision, shape, logits_chunk_tokens,
@@ -60,17 +60,23 @@ void Model::bind(Device& device, const Arena& arena) {
   if (evaluation_) evaluation_->bind(arena, table_, weights_, cos_sin_);
 }
 
+void Model::set_hooks(UnitHooks* hooks) {
+  if (training_) training_->set_hooks(hooks);
+  if (evaluation_) evaluation_->set_hooks(hooks);
+}
+
 void Model::accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,
-                                 const std::vector<TensorView>& gradients) {
+                                 const std::vector<TensorView>& gradients, int variant) {
   PARKA_REQUIRE(training_ != nullptr && gradients.size() == table_.all.size());
+  PARKA_REQUIRE(variant == 0 || variant == 1);
   RecordedWith arguments{batch.shape, options.grad_scale, options.z_loss, options.loss_sum.data, {}};
   for (const TensorView& gradient : gradients) arguments.gradients.push_back(gradient.data);
   if (recorded_with_ != arguments) {
-    recording_.reset();
+    for (auto& recording : recordings_) recording.reset();
     recorded_with_ = std::move(arguments);
   }
   training_->load(device, batch, /*keep=*/true);
-  device.replay(recording_, [&] {
+  device.replay(recordings_[variant], [&] {
     training_->forward(device);
     training_->loss_and_backward(device, options, gradients);
   });

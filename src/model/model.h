@@ -8,6 +8,7 @@
 #include "model/activations.h"
 #include "model/model_config.h"
 #include "model/parameter_table.h"
+#include "model/unit_hooks.h"
 #include "model/weights.h"
 
 namespace parka {
@@ -22,7 +23,7 @@ class Model {
   enum class Use { kTraining, kInference };
   // `shape` is the largest batch. Throws Error(kBadInput) on a config that validate() would refuse.
   Model(const ModelConfig& config, const PrecisionConfig& precision, bool decay_embeddings, const BatchShape& shape,
-        int64_t logits_chunk_tokens, Use use, MemoryPlan& plan);
+        int64_t logits_chunk_tokens, Use use, const Zero& zero, MemoryPlan& plan);
   ~Model();
 
   const ParameterTable& parameters() const { return table_; }
@@ -32,10 +33,13 @@ class Model {
   // Position-dependent tables go to the device here.
   void bind(Device& device, const Arena& arena);
 
-  // The weights in the order of the parameter table, [rows, cols] each, in the compute format.
-  const std::vector<TensorView>& weights() const { return weights_.all(); }
-  // Must be called after weights were written: refreshes their FP8 copies.
+  const ModelWeights& weights() const { return weights_; }
+  // Must be called after weights were written: refreshes the FP8 copies of those that this rank has whole.
   void weights_changed(Device& device) const { weights_.quantize(device); }
+
+  // From now on these are called as forward and backward go from unit to unit; null: nothing is. `hooks` must live
+  // as long as it is set.
+  void set_hooks(UnitHooks* hooks);
 
   // Tokens and targets of a batch on the host, num_tokens() each. targets[t] is the token that position t should
   // predict, or kIgnoreTarget.
@@ -52,8 +56,10 @@ class Model {
     float z_loss = 0;
     TensorView loss_sum = {};  // [1] fp32, in/out: the loss of all targets is added to it; empty: not wanted
   };
+  // Calls that differ in what the hooks queue must differ in `variant`, 0 or 1: the device may record the work of
+  // each.
   void accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,
-                            const std::vector<TensorView>& gradients);
+                            const std::vector<TensorView>& gradients, int variant = 0);
   // The same, bit for bit, and leaves telemetry(). Slower: nothing is replayed. declare_telemetry() was called.
   void accumulate_gradients_with_telemetry(Device& device, const Batch& batch, const LossOptions& options,
                                            const std::vector<TensorView>& gradients);
@@ -93,7 +99,7 @@ class Model {
     std::vector<const void*> gradients;
     bool operator==(const RecordedWith&) const = default;
   };
-  std::unique_ptr<Recording> recording_;
+  std::unique_ptr<Recording> recordings_[2];  // by variant
   std::optional<RecordedWith> recorded_with_;
   bool with_telemetry_ = false;
   Pass& evaluating() const { return evaluation_ ? *evaluation_ : *training_; }

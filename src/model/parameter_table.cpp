@@ -51,11 +51,21 @@ int64_t ParameterTable::num_compute_parameters() const {
   return head == embedding ? num_parameters() : num_parameters() - all[static_cast<size_t>(embedding)].numel();
 }
 
+std::vector<int> ParameterTable::unit(int index) const {
+  std::vector<int> members;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (all[i].unit == index) members.push_back(static_cast<int>(i));
+  }
+  return members;
+}
+
 ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embeddings) {
   ParameterTable table;
   int64_t next_element = 0;
+  int unit = 0;
   const auto add = [&](std::string name, int64_t rows, int64_t cols, bool decayed) {
-    table.all.push_back({std::move(name), rows, cols, decayed, next_element});
+    const bool in_block = unit >= 1 && unit <= config.num_layers;
+    table.all.push_back({std::move(name), rows, cols, decayed, next_element, unit, in_block});
     next_element += ceil_div(rows * cols, kMomentGroup) * kMomentGroup;
     return static_cast<int>(table.all.size()) - 1;
   };
@@ -65,6 +75,7 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
   for (int64_t l = 0; l < config.num_layers; ++l) {
     const std::string prefix = fmt::format("blocks.{}.", l);
     BlockParameters block;
+    ++unit;
     if (has_norm_weights) block.attention_norm = add(prefix + "attention_norm", 1, d, false);
     block.qkv = add(prefix + "qkv", config.d_qkv(), d, true);
     block.attention_out = add(prefix + "attention_out", d, config.num_heads * config.head_dim(), true);
@@ -73,22 +84,30 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
     block.down = add(prefix + "down", d, f, true);
     table.blocks.push_back(block);
   }
+  ++unit;
   if (has_norm_weights) table.final_norm = add("final_norm", 1, d, false);
   table.head = config.tie_embeddings ? table.embedding : add("head", config.vocab_size, d, true);
   return table;
 }
 
 std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index,
-                                  uint64_t seed) {
-  const int64_t numel = table.all.at(index).numel();
+                                  uint64_t seed, Shard::Range range) {
+  PARKA_REQUIRE(0 <= range.begin && range.begin <= range.end && range.end <= table.all.at(index).numel());
   const double std = initial_std(config, table, static_cast<int>(index));
-  std::vector<float> values(static_cast<size_t>(numel), 1.0f);
+  std::vector<float> values(static_cast<size_t>(range.count()), 1.0f);
   if (std < 0) return values;
   const double cutoff = config.init == InitKind::kMitchell ? kMitchellCutoff : HUGE_VAL;
-  parallel_for(numel, 1 << 14, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) values[i] = static_cast<float>(std * draw(seed, index, i, cutoff));
+  parallel_for(range.count(), 1 << 14, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      values[i] = static_cast<float>(std * draw(seed, index, range.begin + i, cutoff));
+    }
   });
   return values;
+}
+
+std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index,
+                                  uint64_t seed) {
+  return initial_weight(config, table, index, seed, {0, table.all.at(index).numel()});
 }
 
 }  // namespace parka

@@ -17,6 +17,8 @@ class Model::Pass {
   void bind(const Arena& arena, const ParameterTable& table, const ModelWeights& weights,
             const TensorView& cos_sin);
 
+  void set_hooks(UnitHooks* hooks) { hooks_ = hooks; }
+
   // Copies the batch to the device. `keep`: forward is to leave what backward needs.
   void load(Device& device, const Batch& batch, bool keep);
   // All blocks and the final norm.
@@ -43,6 +45,11 @@ class Model::Pass {
   struct GemmInput {
     ScaledView row, transposed;
   };
+
+  // What hooks are told of units; nothing without hooks.
+  void before_forward(Device& device, int unit) const;
+  void before_backward(Device& device, int unit) const;
+  void after_backward(Device& device, int unit) const;
 
   // forward.cpp
   void forward_block(Device& device, int64_t l, const TensorView& residual, const TensorView& branch);
@@ -89,6 +96,7 @@ class Model::Pass {
   const Arena* arena_ = nullptr;
   const ParameterTable* table_ = nullptr;
   const ModelWeights* weights_ = nullptr;
+  UnitHooks* hooks_ = nullptr;
   TensorView cos_sin_;
 
   // Of the batch at hand.

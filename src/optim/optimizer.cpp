@@ -51,19 +51,51 @@ void check_config(const OptimizerConfig& config, DType compute) {
 }  // namespace
 
 Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters,
-                     MemoryPlan& plan)
-    : config_(config), compute_(compute), parameters_(std::move(parameters)) {
+                     const Zero& zero, MemoryPlan& plan)
+    : config_(config), compute_(compute), zero_(zero), parameters_(std::move(parameters)) {
   check_config(config_, compute_);
   for (const ParameterInfo& p : parameters_) {
+    const int64_t piece = zero_.shard.piece(p.numel());
+    const int64_t kept = zero_.shards_gradients() ? piece : zero_.shard.padded(p.numel());
     StateIds ids;
-    ids.gradient = plan.add("gradients", p.name + ".gradient", config_.gradient, {p.rows, p.cols});
+    ids.gradient = plan.add("gradients", p.name + ".gradient", config_.gradient, {kept});
     ids.master = declare_master(p, plan);
-    ids.exp_avg = declare_moment(p.name + ".exp_avg", config_.exp_avg_format, p.numel(), plan);
-    ids.exp_avg_sq = declare_moment(p.name + ".exp_avg_sq", config_.exp_avg_sq_format, p.numel(), plan);
+    ids.exp_avg = declare_moment(p.name + ".exp_avg", config_.exp_avg_format, piece, plan);
+    ids.exp_avg_sq = declare_moment(p.name + ".exp_avg_sq", config_.exp_avg_sq_format, piece, plan);
     ids_.push_back(ids);
   }
+  if (zero_.shards_gradients()) declare_rooms(plan);
   scalars_id_ = plan.add("step scalars", "step_scalars", DType::kF32,
                          {static_cast<int64_t>(parameters_.size()) + kNumStepScalars});
+}
+
+size_t Optimizer::room_of(size_t i) const {
+  const ParameterInfo& p = parameters_.at(i);
+  return p.in_block ? static_cast<size_t>(p.unit % 2) : 2;
+}
+
+// One unit's gradients after another in a room. A tied embedding's is open from the head on, beside the final
+// norm's; so vectors of the third room come behind the larger of its matrices, of which one is open at a time.
+void Optimizer::declare_rooms(MemoryPlan& plan) {
+  int64_t sizes[kRooms] = {}, vectors_begin = 0;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const ParameterInfo& p = parameters_[i];
+    if (room_of(i) == 2 && p.rows > 1) vectors_begin = std::max(vectors_begin, zero_.shard.padded(p.numel()));
+  }
+  int64_t next = 0;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const ParameterInfo& p = parameters_[i];
+    if (i == 0 || p.unit != parameters_[i - 1].unit) next = 0;
+    const size_t room = room_of(i);
+    const int64_t offset = room != 2 ? next : p.rows > 1 ? 0 : vectors_begin;
+    room_offsets_.push_back(offset);
+    next += zero_.shard.padded(p.numel());
+    sizes[room] = std::max(sizes[room], offset + zero_.shard.padded(p.numel()));
+  }
+  for (size_t room = 0; room < kRooms; ++room) {
+    room_ids_[room] =
+        plan.add("gradient buckets", "gradient_bucket." + std::to_string(room), config_.gradient, {sizes[room]});
+  }
 }
 
 Optimizer::MomentIds Optimizer::declare_moment(const std::string& name, DType float8_format, int64_t numel,
@@ -81,7 +113,7 @@ Optimizer::MomentIds Optimizer::declare_moment(const std::string& name, DType fl
 
 TensorId Optimizer::declare_master(const ParameterInfo& parameter, MemoryPlan& plan) const {
   const auto add = [&](DType dtype) {
-    return plan.add("master weights", parameter.name + ".master", dtype, {parameter.numel()});
+    return plan.add("master weights", parameter.name + ".master", dtype, {zero_.shard.piece(parameter.numel())});
   };
   switch (config_.master) {
     case MasterForm::kFp32: return add(DType::kF32);
@@ -94,17 +126,30 @@ TensorId Optimizer::declare_master(const ParameterInfo& parameter, MemoryPlan& p
 
 void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights) {
   PARKA_REQUIRE(weights.size() == parameters_.size());
-  const auto moment = [&](const MomentIds& ids) {
-    return MomentView{arena[ids.values], arena[ids.amax], arena[ids.exponent]};
-  };
   weights_.clear();
   gradients_.clear();
+  gradient_pieces_.clear();
   states_.clear();
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    PARKA_REQUIRE(weights[i].dtype == compute_ && weights[i].numel() == parameters_[i].numel());
+    const ParameterInfo& p = parameters_[i];
+    const int64_t count = own_range(i).count();
+    PARKA_REQUIRE(weights[i].dtype == compute_ && weights[i].numel() == count);
     weights_.push_back(flat(weights[i]));
-    gradients_.push_back(arena[ids_[i].gradient]);
-    states_.push_back({arena[ids_[i].master], moment(ids_[i].exp_avg), moment(ids_[i].exp_avg_sq)});
+
+    const int64_t piece = zero_.shard.piece(p.numel()), padded = zero_.shard.padded(p.numel());
+    const TensorView kept = arena[ids_[i].gradient];
+    const TensorView whole =
+        zero_.shards_gradients() ? arena[room_ids_[room_of(i)]].rows(room_offsets_[i], padded) : kept;
+    const TensorView own = zero_.shards_gradients() ? kept : whole.rows(zero_.shard.rank * piece, piece);
+    gradients_.push_back(whole.rows(0, p.numel()).reshaped({p.rows, p.cols}));
+    gradient_pieces_.push_back({whole, own});
+
+    const auto first = [&](TensorId id, int64_t n) { return id.valid() ? arena[id].rows(0, n) : TensorView(); };
+    const auto moment = [&](const MomentIds& ids) {
+      const int64_t groups = ceil_div(count, kMomentGroup);
+      return MomentView{first(ids.values, count), first(ids.amax, groups), first(ids.exponent, groups)};
+    };
+    states_.push_back({first(ids_[i].master, count), moment(ids_[i].exp_avg), moment(ids_[i].exp_avg_sq)});
   }
   scalars_ = arena[scalars_id_];
   const auto count = static_cast<int64_t>(parameters_.size());
@@ -155,24 +200,46 @@ std::vector<float> Optimizer::master_weight(Device& device, size_t i) const {
 }
 
 void Optimizer::zero_gradients(Device& device) {
-  for (const TensorView& gradient : gradients_) device.fill_zero(gradient.data, gradient.bytes());
+  for (const GradientPieces& gradient : gradient_pieces_) {
+    const TensorView& kept = zero_.shards_gradients() ? gradient.own : gradient.whole;
+    device.fill_zero(kept.data, kept.bytes());
+  }
   device.fill_zero(loss_.data, loss_.bytes());
 }
 
-PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed) {
+void Optimizer::open_gradient(Device& device, size_t i) const {
+  PARKA_REQUIRE(zero_.shards_gradients());
+  const GradientPieces& gradient = gradient_pieces_.at(i);
+  device.fill_zero(gradient.whole.data, gradient.whole.bytes());
+  const TensorView place = gradient.whole.rows(zero_.shard.rank * gradient.own.numel(), gradient.own.numel());
+  device.copy(place.data, gradient.own.data, place.bytes());
+}
+
+PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed,
+                            const SumOverRanks& sum_over_ranks) {
   PARKA_REQUIRE(step >= 1 && states_.size() == parameters_.size());
   device.section("optimizer");
-  sum_of_squares(device, {.parts = gradients_, .partial = squares_, .result = total_squares_});
+  std::vector<TensorView> own;  // padding, which is zeros, included
+  own.reserve(gradient_pieces_.size());
+  for (const GradientPieces& gradient : gradient_pieces_) own.push_back(gradient.own);
+  sum_of_squares(device, {.parts = own, .partial = squares_, .result = total_squares_});
+  if (sum_over_ranks) {
+    // Ranks that have all gradients have the same; of the loss, each has its own micro-batches'.
+    const auto count = static_cast<int64_t>(parameters_.size());
+    sum_over_ranks(zero_.shards_states() ? scalars_.rows(0, count + 2) : loss_);
+  }
   clip_coefficient(device, {.sum_of_squares = total_squares_,
                             .loss = loss_,
                             .max_norm = static_cast<float>(clip_limit(step)),
                             .coefficient = clip_coefficient_});
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
+    const Shard::Range range = own_range(i);
+    if (range.count() == 0) continue;
     adamw_step(device, {.weight = weights_[i],
                         .master = states_[i].master,
                         .master_form = config_.master,
-                        .gradient = flat(gradients_[i]),
+                        .gradient = gradient_pieces_[i].own.rows(0, range.count()),
                         .exp_avg = states_[i].exp_avg,
                         .exp_avg_sq = states_[i].exp_avg_sq,
                         .lr = static_cast<float>(lr),
@@ -185,7 +252,7 @@ PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t se
                         .grad_scale = clip_coefficient_,
                         .seed = seed,
                         .step = static_cast<uint64_t>(step),
-                        .first_element = static_cast<uint64_t>(p.first_element)});
+                        .first_element = static_cast<uint64_t>(p.first_element + range.begin)});
   }
   return {device.copy_to_host_later(scalars_.data, scalars_.bytes()), parameters_};
 }
@@ -210,17 +277,19 @@ double Optimizer::clip_limit(int64_t step) const {
 
 std::vector<NamedTensor> Optimizer::state() const {
   std::vector<NamedTensor> tensors;
-  const auto add = [&](std::string name, const TensorView& view) {
-    if (!view.empty()) tensors.push_back({std::move(name), view});
-  };
-  const auto add_moment = [&](const std::string& name, const MomentView& moment) {
-    add(name, moment.values);
-    add(name + ".amax", moment.amax);
-    add(name + ".exponent", moment.exponent);
-  };
   for (size_t i = 0; i < states_.size(); ++i) {
+    const int64_t numel = parameters_[i].numel(), groups = ceil_div(numel, kMomentGroup);
+    const int64_t begin = own_range(i).begin;
+    const auto add = [&](std::string name, const TensorView& view, int64_t first, int64_t count) {
+      if (!view.empty()) tensors.push_back({std::move(name), view, {count}, first});
+    };
+    const auto add_moment = [&](const std::string& name, const MomentView& moment) {
+      add(name, moment.values, begin, numel);
+      add(name + ".amax", moment.amax, ceil_div(begin, kMomentGroup), groups);
+      add(name + ".exponent", moment.exponent, ceil_div(begin, kMomentGroup), groups);
+    };
     const std::string& name = parameters_[i].name;
-    add(name + ".master", states_[i].master);
+    add(name + ".master", states_[i].master, begin, numel);
     add_moment(name + ".exp_avg", states_[i].exp_avg);
     add_moment(name + ".exp_avg_sq", states_[i].exp_avg_sq);
   }

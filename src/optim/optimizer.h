@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -7,6 +8,7 @@
 
 #include "core/memory_plan.h"
 #include "core/parameter.h"
+#include "core/shard.h"
 #include "kernels/arena.h"
 #include "optim/optimizer_config.h"
 
@@ -16,6 +18,8 @@ namespace parka {
 struct NamedTensor {
   std::string name;
   TensorView view;
+  std::vector<int64_t> shape = {};  // of the whole tensor
+  int64_t begin = 0;                // where in it, flat, the elements of `view` lie
 };
 
 // What came of one optimizer step.
@@ -40,31 +44,55 @@ class PendingStep {
   const std::vector<ParameterInfo>* parameters_;
 };
 
-// AdamW over all parameter tensors: owns masters and moments, and the gradients' accumulators.
-// Order of use: construct, plan.finish(), make an Arena, bind(), set_weight() of each parameter or restore the
-// weights and state() from a checkpoint; then any number of zero_gradients(), gradients filled by the model,
-// step().
+// AdamW over all parameter tensors: owns masters and moments, and the gradients' accumulators. Where ZeRO divides
+// states over ranks it updates this rank's piece of each tensor, and where it divides gradients it keeps this
+// rank's pieces of the accumulators, and room for the whole gradients of the units that backward is at. Order of
+// use: construct, plan.finish(), make an Arena, bind(), set_weight() of each parameter or restore the weights and
+// state() from a checkpoint; then any number of zero_gradients(), gradients filled by the model, step().
 class Optimizer {
  public:
   // Declares gradients (category "gradients"), masters ("master weights") and moments ("optimizer states") in the
   // plan, and the few bytes in which loss and gradient norm are taken ("step scalars"). `compute` is the dtype of
   // the weights the model computes with. Throws Error(kBadInput) when config.master does not fit it: none needs
   // fp32 weights, all other forms bf16.
-  Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters, MemoryPlan& plan);
+  Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters, const Zero& zero,
+            MemoryPlan& plan);
 
-  // Takes the tensors from the arena; `weights[i]` is what the model computes with for parameters[i], in any shape.
+  // Takes the tensors from the arena; `weights[i]` is this rank's elements of what the model computes with for
+  // parameters[i], in any shape.
   void bind(const Arena& arena, std::vector<TensorView> weights);
 
-  // Sets parameter i from fp32 values on the host: compute weight and master, by the master form.
+  // The elements of parameter i that this rank updates: all, or its piece.
+  Shard::Range own_range(size_t i) const { return zero_.shard.own(parameters_.at(i).numel()); }
+  // Sets own_range(i) of parameter i from fp32 values on the host: compute weight and master, by the master form.
   // (kBf16Sr: rounded to nearest.)
   void set_weight(Device& device, size_t i, const std::vector<float>& values);
   // Sets parameter `to` from parameter `from`, of as many elements, within the device.
   void copy_weight(Device& device, size_t from, size_t to);
-  // The exact master value of parameter i as fp32.
+  // The exact master values of own_range(i) as fp32.
   std::vector<float> master_weight(Device& device, size_t i) const;
 
-  // In the order of the parameters, [rows, cols] each.
+  // What the model adds gradients to, in the order of the parameters, [rows, cols] each.
   const std::vector<TensorView>& gradients() const { return gradients_; }
+
+  // ---- For those who reduce gradients over ranks ----
+
+  // A parameter's gradient as its pieces for all ranks, flat, and this rank's piece as the update reads it. With
+  // divided states alone, it lies in `whole`; with divided gradients, `whole` is room that units u and u + 2 share,
+  // and so do the embedding and the head.
+  struct GradientPieces {
+    TensorView whole, own;
+  };
+  const GradientPieces& gradient_pieces(size_t i) const { return gradient_pieces_.at(i); }
+  // With divided gradients: makes `whole` of parameter i zeros but for this rank's piece, which gets what it has
+  // accumulated, so that a sum over ranks is the new accumulation.
+  void open_gradient(Device& device, size_t i) const;
+  // Which room it is in: 0 and 1 are those of units of even and odd numbers, 2 that of the embedding and the head.
+  static constexpr size_t kRooms = 3;
+  size_t room_of(size_t i) const;
+
+  // ---- The step ----
+
   // [1] fp32, to which the model adds the loss of the step; an update needs it to be finite.
   const TensorView& loss() const { return loss_; }
   // Clears the loss, too.
@@ -73,8 +101,10 @@ class Optimizer {
   // Queues one update with learning rate `lr`; `step` counts from 1 and drives bias correction and stochastic
   // rounding. Gradients are scaled by min(1, clip_limit(step) / (norm + 1e-6)), as in OLMo and PyTorch. A loss or a
   // gradient that is not finite, or gradients whose sum of squares exceeds fp32, leave weights and states as they
-  // are. The optimizer must outlive the result.
-  PendingStep step(Device& device, int64_t step, double lr, uint64_t seed);
+  // are. The optimizer must outlive the result. In a run of several ranks `sum_over_ranks` must replace the fp32
+  // tensor that it is given by its sum over them.
+  using SumOverRanks = std::function<void(const TensorView&)>;
+  PendingStep step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sum_over_ranks = {});
 
   // The largest global norm allowed at `step`: clip_norm * clip_warmup_factor while step <= clip_warmup_steps, then
   // clip_norm; infinity when clipping is off. It is the limit of this very step: OLMo's own trainer refreshes its
@@ -82,9 +112,9 @@ class Optimizer {
   double clip_limit(int64_t step) const;
 
   // Masters and moments, for the checkpoint: "<parameter>.master", ".exp_avg", ".exp_avg.amax",
-  // ".exp_avg.exponent",
-  // ".exp_avg_sq"...; only those that the formats need, flat [numel] or [ceil(numel / 128)] each. With the weights
-  // themselves, which fp32_split, bf16_sr and none need too, they are all that step() depends on.
+  // ".exp_avg.exponent", ".exp_avg_sq"...; only those that the formats need, flat [numel] or [ceil(numel / 128)]
+  // each, or this rank's part of them. With the weights themselves, which fp32_split, bf16_sr and none need too,
+  // they are all that step() depends on.
   std::vector<NamedTensor> state() const;
 
   // Moments of parameter i as they are stored.
@@ -106,15 +136,20 @@ class Optimizer {
     MomentView exp_avg, exp_avg_sq;
   };
   MomentIds declare_moment(const std::string& name, DType float8_format, int64_t numel, MemoryPlan& plan) const;
+  void declare_rooms(MemoryPlan& plan);
   TensorId declare_master(const ParameterInfo& parameter, MemoryPlan& plan) const;
 
   OptimizerConfig config_;
   DType compute_;
+  Zero zero_;
   std::vector<ParameterInfo> parameters_;
   std::vector<StateIds> ids_;
   TensorId scalars_id_;
-  std::vector<TensorView> weights_;  // flat [numel]
+  TensorId room_ids_[kRooms];          // with divided gradients
+  std::vector<int64_t> room_offsets_;  // of each parameter's gradient in its room, in elements
+  std::vector<TensorView> weights_;    // flat, this rank's
   std::vector<TensorView> gradients_;
+  std::vector<GradientPieces> gradient_pieces_;
   std::vector<State> states_;
   // fp32: the sum of squares of each gradient, then that of all, the loss and the clipping coefficient.
   TensorView scalars_;

@@ -9,6 +9,7 @@
 #include "engine/config_io.h"
 #include "engine/training_run.h"
 #include "model/precision_recipe.h"
+#include "tests/support/alone.h"
 #include "tests/support/catch.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/tensors.h"
@@ -41,7 +42,7 @@ Config tiny_config(const std::string& folder, const std::string& recipe, int64_t
 }
 
 std::vector<StepReport> reports_of(const Config& config, Device& device, int64_t steps) {
-  TrainingRun run(config, device);
+  TrainingRun run(config, device, alone());
   run.initialize();
   std::vector<StepReport> reports;
   const auto add = [&](std::optional<StepReport> report) {
@@ -209,7 +210,7 @@ TEST_CASE("telemetry is not part of a checkpoint, and a run may go on with or wi
                without = tiny_config(folder.path().string(), "coat", 0);
   CHECK(config_hash(with) == config_hash(without));
   CHECK(resume_differences(with, without).refused.empty());
-  TrainingRun a(with, *device), b(without, *device);
+  TrainingRun a(with, *device, alone()), b(without, *device, alone());
   for (TrainingRun* run : {&a, &b}) {
     run->initialize();
     for (int i = 0; i < 3; ++i) run->step();

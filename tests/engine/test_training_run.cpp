@@ -11,6 +11,7 @@
 #include "engine/progress.h"
 #include "engine/speed.h"
 #include "kernels/ops/cross_entropy.h"
+#include "tests/support/alone.h"
 #include "tests/support/catch.h"
 #include "tests/support/temporary_folder.h"
 
@@ -73,7 +74,7 @@ TEST_CASE("a checkpoint with NaN or infinite values is refused by name", "[engin
   const TemporaryFolder folder;
   const auto device = make_cpu_device();
   const Config config = tiny_config(folder.path().string(), "coat");
-  TrainingRun run(config, *device);
+  TrainingRun run(config, *device, alone());
   run.initialize();
   run.step();
   const struct {
@@ -90,7 +91,7 @@ TEST_CASE("a checkpoint with NaN or infinite values is refused by name", "[engin
         saved(run, folder.path().string() + "/bad" + std::to_string(index++), [&](auto& contents) {
           std::memcpy(tensor_named(contents, c.name).bytes.data(), c.value.data(), c.value.size());
         });
-    TrainingRun other(config, *device);
+    TrainingRun other(config, *device, alone());
     const std::string message = refusal(other, checkpoint);
     CHECK(message.find(c.name) != std::string::npos);
     CHECK(message.find("NaN") != std::string::npos);
@@ -101,10 +102,10 @@ TEST_CASE("a checkpoint whose tensors do not fit is refused by name", "[engine][
   const TemporaryFolder folder;
   const auto device = make_cpu_device();
   const Config config = tiny_config(folder.path().string(), "bf16");
-  TrainingRun run(config, *device);
+  TrainingRun run(config, *device, alone());
   run.initialize();
   const auto refused = [&](const std::string& name, const std::function<void(CheckpointContents&)>& damage) {
-    TrainingRun other(config, *device);
+    TrainingRun other(config, *device, alone());
     return refusal(other, saved(run, folder.path().string() + "/" + name, damage)).find("embedding.exp_avg") !=
            std::string::npos;
   };
@@ -125,11 +126,11 @@ TEST_CASE("a restored run takes the same steps as the one that was saved", "[eng
     const TemporaryFolder folder;
     const auto device = make_cpu_device();
     const Config config = tiny_config(folder.path().string(), recipe);
-    TrainingRun run(config, *device);
+    TrainingRun run(config, *device, alone());
     run.initialize();
     for (int i = 0; i < 3; ++i) run.step();
     const LoadedCheckpoint checkpoint = saved(run, folder.path().string() + "/run", [](auto&) {});
-    TrainingRun restored(config, *device);
+    TrainingRun restored(config, *device, alone());
     restored.restore(checkpoint);
     CHECK(restored.completed_steps() == 3);
     bool same = true;
@@ -147,7 +148,7 @@ TEST_CASE("training lowers the loss on data that it sees again", "[engine][train
   const auto device = make_cpu_device();
   for (const char* recipe : {"fp32", "bf16", "fp8_linear", "fp8_block", "coat", "parka"}) {
     CAPTURE(recipe);
-    TrainingRun run(tiny_config(folder.path().string(), recipe), *device);
+    TrainingRun run(tiny_config(folder.path().string(), recipe), *device, alone());
     run.initialize();
     double first = run.step()->loss, last = 0;
     for (int i = 0; i < 60; ++i) last = run.step()->loss;

@@ -18,7 +18,7 @@ namespace parka::test {
 struct SmallModel {
   SmallModel(const ModelConfig& config, const PrecisionConfig& precision, const BatchShape& shape,
              int64_t logits_chunk = 1 << 20, Device& on = *devices().front())
-      : device(&on), model(config, precision, false, shape, logits_chunk, Model::Use::kTraining, plan) {
+      : device(&on), model(config, precision, false, shape, logits_chunk, Model::Use::kTraining, {}, plan) {
     for (const ParameterInfo& p : model.parameters().all) {
       gradient_ids.push_back(plan.add("gradients", p.name, DType::kF32, {p.rows, p.cols}));
     }
@@ -29,7 +29,7 @@ struct SmallModel {
   }
 
   void set_weight(size_t i, const std::vector<float>& values) {
-    const TensorView& w = model.weights()[i];
+    const TensorView& w = model.weights().own()[i];
     PARKA_REQUIRE(static_cast<int64_t>(values.size()) == w.numel());
     if (w.dtype == DType::kF32) {
       device->copy_to_device(w.as<float>(), values.data(), w.bytes());

@@ -193,7 +193,7 @@ TEST_CASE("activations kept per token and block are what the formulas say", "[mo
   const double d = 4096, f = 11008, heads = 32;
   const auto kept = [&](Recipe recipe) {
     MemoryPlan plan;
-    const Model model(config, precision_recipe(recipe), false, {2, 2048}, 4096, Model::Use::kTraining, plan);
+    const Model model(config, precision_recipe(recipe), false, {2, 2048}, 4096, Model::Use::kTraining, {}, plan);
     int64_t bytes = 0;
     for (const auto& entry : plan.entries()) {
       if (entry.category == "saved activations") bytes += entry.bytes;

@@ -25,7 +25,7 @@ class TestRun {
   TestRun(const OptimizerConfig& config, std::vector<ParameterInfo> table = small_table())
       : device(*devices().front()),
         compute(config.master == MasterForm::kNone ? DType::kF32 : DType::kBF16),
-        optimizer(config, compute, table, plan) {
+        optimizer(config, compute, table, {}, plan) {
     std::vector<TensorId> ids;
     for (const ParameterInfo& p : table) ids.push_back(plan.add("weights", p.name, compute, {p.rows, p.cols}));
     plan.finish();
@@ -407,7 +407,7 @@ TEST_CASE("a master form that does not fit the weights is refused in one line", 
   const auto refusal = [](MasterForm form, DType compute) -> std::string {
     MemoryPlan plan;
     try {
-      Optimizer(config_of(StateFormat::kFp32, form), compute, small_table(), plan);
+      Optimizer(config_of(StateFormat::kFp32, form), compute, small_table(), {}, plan);
     } catch (const Error& error) {
       return error.code() == ExitCode::kBadInput ? error.what() : "wrong code";
     }

@@ -1,0 +1,103 @@
+#include "engine/parameter_exchange.h"
+
+namespace parka {
+
+ParameterExchange::ParameterExchange(const Zero& zero, Communicator& communicator, const Model& model,
+                                     const Optimizer& optimizer)
+    : zero_(zero), communicator_(communicator), model_(model), optimizer_(optimizer) {
+  PARKA_REQUIRE(communicator.size() > 1);
+}
+
+void ParameterExchange::begin_micro_batch(bool is_last_of_step) {
+  is_last_ = is_last_of_step;
+  // What the micro-batch before has left is gathered again, so that all micro-batches queue the same work: the
+  // device may replay it.
+  gathered_ = {};
+  reduced_ = {};
+}
+
+void ParameterExchange::gather(Device& device, int unit) {
+  for (const ModelWeights::Piece& piece : model_.weights().pieces(unit)) {
+    communicator_.all_gather(device, piece.own, piece.whole);
+  }
+}
+
+void ParameterExchange::prefetch(Device& device, int unit) {
+  if (unit < 0 || unit >= model_.parameters().num_units() || !model_.weights().is_gathered_on_use(unit)) return;
+  Gathered& room = gathered_[static_cast<size_t>(unit % 2)];
+  if (room.unit == unit) return;
+  gather(device, unit);
+  room = {unit, communicator_.last_queued(), false};
+}
+
+void ParameterExchange::gather_on_use(Device& device, int unit) {
+  if (!model_.weights().is_gathered_on_use(unit)) return;
+  prefetch(device, unit);
+  Gathered& room = gathered_[static_cast<size_t>(unit % 2)];
+  if (room.is_ready) return;
+  communicator_.wait(device, room.number);
+  model_.weights().gathered(device, unit);
+  room.is_ready = true;
+}
+
+void ParameterExchange::before_forward(Device& device, int unit) {
+  gather_on_use(device, unit);
+  prefetch(device, unit + 1);
+}
+
+std::vector<int> ParameterExchange::opened_by(int unit) const {
+  const ParameterTable& table = model_.parameters();
+  const bool tied = table.head == table.embedding;
+  if (unit == 0) return tied ? std::vector<int>() : table.unit(0);
+  std::vector<int> opened = table.unit(unit);
+  if (tied && unit == table.head_unit()) opened.push_back(table.embedding);
+  return opened;
+}
+
+void ParameterExchange::before_backward(Device& device, int unit) {
+  gather_on_use(device, unit);
+  prefetch(device, unit - 1);
+  if (!zero_.shards_gradients()) return;
+  for (int parameter : opened_by(unit)) {
+    const auto i = static_cast<size_t>(parameter);
+    communicator_.wait(device, reduced_[optimizer_.room_of(i)]);
+    optimizer_.open_gradient(device, i);
+  }
+}
+
+void ParameterExchange::after_backward(Device& device, int unit) {
+  if (!is_last_ && !zero_.shards_gradients()) return;
+  for (int parameter : model_.parameters().unit(unit)) {
+    const auto i = static_cast<size_t>(parameter);
+    const Optimizer::GradientPieces& gradient = optimizer_.gradient_pieces(i);
+    if (zero_.shards_states()) {
+      communicator_.reduce_scatter(device, gradient.whole, gradient.own);
+    } else {
+      communicator_.all_reduce(device, gradient.whole, Reduction::kSum);
+    }
+    if (zero_.shards_gradients()) reduced_[optimizer_.room_of(i)] = communicator_.last_queued();
+  }
+  // The end of the micro-batch: what is recorded to be replayed must not leave collectives under way.
+  if (unit == 0) communicator_.wait(device, communicator_.last_queued());
+}
+
+void ParameterExchange::sum_over_ranks(Device& device, const TensorView& x) {
+  communicator_.all_reduce(device, x, Reduction::kSum);
+  communicator_.wait(device, communicator_.last_queued());
+}
+
+void ParameterExchange::weights_changed(Device& device) {
+  const ModelWeights& weights = model_.weights();
+  for (int unit = 0; unit < model_.parameters().num_units(); ++unit) {
+    if (!weights.is_gathered_on_use(unit)) gather(device, unit);
+  }
+  communicator_.wait(device, communicator_.last_queued());
+  model_.weights_changed(device);
+  if (weights.piece_amax().empty()) return;
+  weights.find_piece_amax(device);
+  communicator_.all_reduce(device, weights.piece_amax(), Reduction::kMax);
+  communicator_.wait(device, communicator_.last_queued());
+  weights.quantize_pieces(device);
+}
+
+}  // namespace parka

@@ -1,0 +1,57 @@
+#pragma once
+#include <array>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "core/shard.h"
+#include "model/model.h"
+#include "optim/optimizer.h"
+
+namespace parka {
+
+// Keeps weights and gradients of several ranks together, as the ZeRO stage divides them:
+//   gradients  stages 0 and 1: reduced in the last micro-batch of a step, each unit's as soon as backward has them;
+//              2 and 3: in every micro-batch
+//   weights    stage 0: nothing to do, all ranks make the same update; 1 and 2: gathered after the update; 3:
+//   blocks'
+//              weights are gathered before each use, one block ahead
+// Collectives run beside the device's other work, which waits for them where it needs their result.
+class ParameterExchange final : public UnitHooks {
+ public:
+  // For more than one rank. All of these must live as long as the exchange.
+  ParameterExchange(const Zero& zero, Communicator& communicator, const Model& model, const Optimizer& optimizer);
+
+  // Before the forward pass of a micro-batch of training, or of evaluation (which is never the last).
+  void begin_micro_batch(bool is_last_of_step);
+  void before_forward(Device& device, int unit) override;
+  void before_backward(Device& device, int unit) override;
+  void after_backward(Device& device, int unit) override;
+
+  void sum_over_ranks(Device& device, const TensorView& x);
+  // After each rank has changed its own weights: brings what it has of the others' up to date, and FP8 copies.
+  void weights_changed(Device& device);
+
+ private:
+  void gather_on_use(Device& device, int unit);
+  void prefetch(Device& device, int unit);
+  void gather(Device& device, int unit);
+  // Parameters whose gradients begin, or are complete, with a unit of backward.
+  std::vector<int> opened_by(int unit) const;
+
+  Zero zero_;
+  Communicator& communicator_;
+  const Model& model_;
+  const Optimizer& optimizer_;
+  bool is_last_ = false;
+
+  // What is in the room that units of even and odd numbers share.
+  struct Gathered {
+    int unit = -1;
+    uint64_t number = 0;  // of the collective
+    bool is_ready = false;
+  };
+  std::array<Gathered, 2> gathered_;
+  std::array<uint64_t, 3> reduced_ = {};  // the last reduction out of each of the optimizer's rooms
+};
+
+}  // namespace parka

@@ -1,0 +1,146 @@
+#pragma once
+#include <barrier>
+#include <cmath>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "core/number_formats.h"
+
+// Ranks as threads of a test, on CPU devices: what a rank gives is read by the others where it lies.
+namespace parka::test {
+
+class ThreadRanks {
+ public:
+  explicit ThreadRanks(int size) : size_(size), barrier_(size), given_(static_cast<size_t>(size)) {}
+
+  // Runs `body` on every rank; rethrows the first failure. A body that throws must do so on all ranks.
+  void run(const std::function<void(Communicator&)>& body) {
+    std::vector<std::exception_ptr> failures(static_cast<size_t>(size_));
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size_; ++rank) {
+      threads.emplace_back([&, rank] {
+        Rank communicator(*this, rank);
+        try {
+          body(communicator);
+        } catch (...) {
+          failures[static_cast<size_t>(rank)] = std::current_exception();
+          barrier_.arrive_and_drop();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const std::exception_ptr& failure : failures) {
+      if (failure) std::rethrow_exception(failure);
+    }
+  }
+
+ private:
+  struct Given {
+    TensorView tensor;
+    std::string text;
+    double number = 0;
+  };
+
+  class Rank final : public Communicator {
+   public:
+    Rank(ThreadRanks& ranks, int rank) : ranks_(ranks), rank_(rank) {}
+    int rank() const override { return rank_; }
+    int size() const override { return ranks_.size_; }
+    std::string description() const override { return "threads"; }
+
+    void all_reduce(Device&, const TensorView& x, Reduction reduction) override {
+      const std::vector<float> result = reduced(x, 0, x.numel(), reduction);
+      ranks_.barrier_.arrive_and_wait();  // all have read
+      write(x, result);
+      finish();
+    }
+    void reduce_scatter(Device&, const TensorView& in, const TensorView& out) override {
+      PARKA_REQUIRE(in.numel() == out.numel() * size());
+      const std::vector<float> result = reduced(in, rank_ * out.numel(), out.numel(), Reduction::kSum);
+      ranks_.barrier_.arrive_and_wait();
+      write(out, result);
+      finish();
+    }
+    void all_gather(Device&, const TensorView& in, const TensorView& out) override {
+      PARKA_REQUIRE(out.bytes() == in.bytes() * size());
+      give(in);
+      for (int64_t r = 0; r < size(); ++r) {
+        auto* const target = static_cast<std::byte*>(out.data) + r * in.bytes();
+        const void* const source = ranks_.given_[static_cast<size_t>(r)].tensor.data;
+        if (target != source) std::memmove(target, source, static_cast<size_t>(in.bytes()));
+      }
+      finish();
+    }
+    uint64_t last_queued() const override { return last_; }
+    void wait(Device&, uint64_t number) override { PARKA_REQUIRE(number <= last_); }
+
+    std::vector<std::string> gather_text(const std::string& text) override {
+      ranks_.given_[static_cast<size_t>(rank_)].text = text;
+      ranks_.barrier_.arrive_and_wait();
+      std::vector<std::string> all;
+      for (const Given& given : ranks_.given_) all.push_back(given.text);
+      ranks_.barrier_.arrive_and_wait();
+      return all;
+    }
+    double max(double value) override {
+      ranks_.given_[static_cast<size_t>(rank_)].number = value;
+      ranks_.barrier_.arrive_and_wait();
+      for (const Given& given : ranks_.given_) value = std::max(value, given.number);
+      ranks_.barrier_.arrive_and_wait();
+      return value;
+    }
+    void barrier() override { ranks_.barrier_.arrive_and_wait(); }
+
+   private:
+    void give(const TensorView& x) {
+      ranks_.given_[static_cast<size_t>(rank_)].tensor = x;
+      ranks_.barrier_.arrive_and_wait();
+    }
+    void finish() {
+      ++last_;
+      ranks_.barrier_.arrive_and_wait();
+    }
+    static float read(const TensorView& x, int64_t i) {
+      return x.dtype == DType::kF32 ? x.as<float>()[i] : decode_bf16(x.as<BFloat16>()[i]);
+    }
+    static void write(const TensorView& x, const std::vector<float>& values) {
+      for (int64_t i = 0; i < x.numel(); ++i) {
+        const float value = values[static_cast<size_t>(i)];
+        if (x.dtype == DType::kF32) {
+          x.as<float>()[i] = value;
+        } else {
+          x.as<BFloat16>()[i] = encode_bf16(value);
+        }
+      }
+    }
+    std::vector<float> reduced(const TensorView& x, int64_t begin, int64_t count, Reduction reduction) {
+      give(x);
+      std::vector<float> result(static_cast<size_t>(count));
+      for (int64_t i = 0; i < count; ++i) {
+        float value = read(ranks_.given_[0].tensor, begin + i);
+        for (size_t r = 1; r < ranks_.given_.size(); ++r) {
+          const float other = read(ranks_.given_[r].tensor, begin + i);
+          value = reduction == Reduction::kSum ? value + other : std::max(value, other);
+        }
+        result[static_cast<size_t>(i)] = value;
+      }
+      return result;
+    }
+
+    ThreadRanks& ranks_;
+    const int rank_;
+    uint64_t last_ = 0;
+  };
+
+  const int size_;
+  std::barrier<> barrier_;
+  std::vector<Given> given_;
+};
+
+}  // namespace parka::test
