@@ -8,7 +8,6 @@
 #include <tuple>
 #include <unordered_map>
 
-#include "engine/device_setup.h"
 #include "engine/gpu_plan.h"
 #include "engine/synthetic_data.h"
 #include "engine/training_run.h"
@@ -88,23 +87,22 @@ double BenchResult::floor_seconds() const {
                          [](double sum, const OpSummary& op) { return sum + op.floor_seconds; });
 }
 
-BenchResult run_benchmark(const Config& given, int64_t steps, bool roofline) {
+BenchResult run_benchmark(const Config& given, Device& device, Communicator& communicator, int64_t steps,
+                          bool roofline) {
   const SyntheticTokens data(given);
   const Config config = data.apply(given);
-  const std::unique_ptr<Device> device = make_device(config);
-  check_memory(config, *device);
   BenchResult result;
-  result.device = device->name();
-  result.ceilings.copy_bandwidth = measure_copy_bandwidth(*device);
-  const std::unique_ptr<Communicator> alone = make_single_communicator();
-  TrainingRun run(config, *device, *alone);
+  result.device = device.name();
+  result.ranks = communicator.size();
+  result.ceilings.copy_bandwidth = measure_copy_bandwidth(device);
+  TrainingRun run(config, device, communicator);
   run.initialize_alike();
-  result.speed = speed_of(config, run.model().parameters(), device->name());
+  result.speed = speed_of(config, run.model().parameters(), device.name());
   result.tokens_per_step = run.tokens_per_step();
-  result.blocks_per_step =
-      config.model.num_layers * config.training.global_batch_size / config.training.micro_batch_size;
+  result.blocks_per_step = config.model.num_layers * config.training.global_batch_size /
+                           (config.training.micro_batch_size * communicator.size());
   result.planned_bytes = run.plan().total_bytes();
-  if (device->kind() == DeviceKind::kCuda) result.context_bytes = context_bytes(1);
+  if (device.kind() == DeviceKind::kCuda) result.context_bytes = context_bytes(communicator.size());
 
   constexpr int64_t kWarmups = 2;
   const auto add = [&](const std::optional<StepReport>& report) {
@@ -118,14 +116,14 @@ BenchResult run_benchmark(const Config& given, int64_t steps, bool roofline) {
   for (int64_t i = 0; i < steps; ++i) add(run.step());
   add(run.finish());
 
-  device->start_op_timer();
+  device.start_op_timer();
   report = run.step();
   if (!report) report = run.finish();
   result.timed_step_seconds = report->seconds;
-  result.ops = summarize(device->stop_op_timer());
-  const Device::MemoryUse use = device->memory_use();
-  result.used_bytes = use.total_bytes - use.free_bytes;
-  if (roofline) add_floors(*device, config, result);
+  result.ops = summarize(device.stop_op_timer());
+  const Device::MemoryUse use = device.memory_use();
+  result.used_bytes = static_cast<int64_t>(communicator.max(static_cast<double>(use.total_bytes - use.free_bytes)));
+  if (roofline) add_floors(device, config, result);
   return result;
 }
 

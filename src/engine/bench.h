@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/communicator.h"
 #include "engine/config.h"
 #include "engine/speed.h"
 #include "kernels/device.h"
@@ -25,6 +26,7 @@ struct Ceilings {
 
 struct BenchResult {
   std::string device;
+  int ranks = 1;
   ModelSpeed speed;
   int64_t tokens_per_step = 0;
   int64_t blocks_per_step = 0;       // layers x micro-batches: what block times are divided by
@@ -35,15 +37,17 @@ struct BenchResult {
   Ceilings ceilings;
   int64_t planned_bytes = 0;
   int64_t context_bytes = 0;  // expected beside the plan on a GPU
-  int64_t used_bytes = 0;     // on the GPU by everything, after the last step; 0 on the CPU
+  int64_t used_bytes = 0;     // on the GPU by everything, after the last step, of the rank with most; 0 on the CPU
 
   double median_step_seconds() const;
   double tokens_per_second() const { return static_cast<double>(tokens_per_step) / median_step_seconds(); }
+  double tokens_per_second_per_rank() const { return tokens_per_second() / ranks; }
   double floor_seconds() const;  // sum over all ops; 0 if not measured
 };
 
 // Trains `steps` steps of `config` on synthetic tokens after two that are not timed, then one with every op timed.
-// With `roofline`, what each op could reach is measured too.
-BenchResult run_benchmark(const Config& config, int64_t steps, bool roofline);
+// With `roofline`, what each op could reach is measured too. All ranks call it; times are this rank's.
+BenchResult run_benchmark(const Config& config, Device& device, Communicator& communicator, int64_t steps,
+                          bool roofline);
 
 }  // namespace parka

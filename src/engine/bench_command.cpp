@@ -3,10 +3,13 @@
 #include <map>
 
 #include <nlohmann/json.hpp>
+#include <spdlog/spdlog.h>
 
+#include "comm/launch.h"
 #include "engine/bench.h"
 #include "engine/commands.h"
 #include "engine/config_io.h"
+#include "engine/device_setup.h"
 #include "engine/file_io.h"
 
 namespace parka {
@@ -63,12 +66,12 @@ void print_sections(const BenchResult& result) {
 void print_step(const BenchResult& result, bool roofline) {
   const auto [shortest, longest] = std::minmax_element(result.step_seconds.begin(), result.step_seconds.end());
   const double median = result.median_step_seconds(),
-               flops = result.tokens_per_second() * result.speed.flop_per_token;
-  std::printf("\n%s\n", result.device.c_str());
+               flops = result.tokens_per_second_per_rank() * result.speed.flop_per_token;
+  std::printf("\n%s, %d rank%s\n", result.device.c_str(), result.ranks, result.ranks == 1 ? "" : "s");
   std::printf("step            %9.2f ms (%.2f to %.2f in %zu steps), %lld tokens\n", 1e3 * median, 1e3 * *shortest,
               1e3 * *longest, result.step_seconds.size(), static_cast<long long>(result.tokens_per_step));
-  std::printf("speed           %9.0f tok/s, %.1f TFLOP/s at FLOP/token = %s\n", result.tokens_per_second(),
-              1e-12 * flops, kFlopFormula);
+  std::printf("speed           %9.0f tok/s, %.1f TFLOP/s at FLOP/token = %s%s\n", result.tokens_per_second_per_rank(),
+              1e-12 * flops, kFlopFormula, result.ranks == 1 ? "" : ", per rank");
   if (result.speed.peak_flops > 0) {
     std::printf("MFU             %9.1f %% of %.0f TFLOP/s\n", 100 * flops / result.speed.peak_flops,
                 1e-12 * result.speed.peak_flops);
@@ -86,7 +89,7 @@ void print_step(const BenchResult& result, bool roofline) {
   }
 }
 
-nlohmann::ordered_json to_json(const BenchResult& result, const Config& config, bool roofline) {
+nlohmann::ordered_json result_json(const BenchResult& result, const Config& config, bool roofline) {
   nlohmann::ordered_json ops = nlohmann::ordered_json::array();
   for (const OpSummary& op : result.ops) {
     nlohmann::ordered_json line = {{"section", op.section}, {"op", op.op},           {"shape", op.cost.shape},
@@ -95,8 +98,9 @@ nlohmann::ordered_json to_json(const BenchResult& result, const Config& config, 
     if (roofline) line["floor_seconds"] = op.floor_seconds;
     ops.push_back(std::move(line));
   }
-  const double flops = result.tokens_per_second() * result.speed.flop_per_token;
+  const double flops = result.tokens_per_second_per_rank() * result.speed.flop_per_token;
   nlohmann::ordered_json json = {{"device", result.device},
+                                 {"ranks", result.ranks},
                                  {"tokens_per_step", result.tokens_per_step},
                                  {"step_seconds", result.step_seconds},
                                  {"tokens_per_second", result.tokens_per_second()},
@@ -110,22 +114,31 @@ nlohmann::ordered_json to_json(const BenchResult& result, const Config& config, 
   if (result.speed.peak_flops > 0) json["mfu"] = flops / result.speed.peak_flops;
   if (roofline) json["floor_seconds"] = result.floor_seconds();
   json["ops"] = std::move(ops);
-  json["config"] = parka::to_json(config);
+  json["config"] = to_json(config);
   return json;
 }
 
 }  // namespace
 
 int run_bench(const BenchOptions& options) {
-  const Config config = load_config(options.config_path, options.overrides);
-  const BenchResult result = run_benchmark(config, options.steps, options.roofline);
-  print_ops(result, options.roofline);
-  print_sections(result);
-  print_step(result, options.roofline);
-  if (!options.json_path.empty()) {
-    replace_file(options.json_path, to_json(result, config, options.roofline).dump(2) + "\n");
-  }
-  return 0;
+  return run_launched({.version = PARKA_VERSION, .watchdog = {}}, [&](Launch& launch) {
+    if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
+    const Config config = load_config(options.config_path, options.overrides);
+    launch.require_same("the config", to_json(config).dump(2), "start all ranks with one config and --set");
+    const std::unique_ptr<Device> device = make_device(config, std::max(0, launch.agree_on_gpu(wants_gpu(config))));
+    check_memory(config, *device, launch.size());
+    const std::unique_ptr<Communicator> communicator = launch.make_communicator(*device);
+    launch.watchdog().at(0, "benchmark");
+    const BenchResult result = run_benchmark(config, *device, *communicator, options.steps, options.roofline);
+    if (launch.rank() != 0) return 0;
+    print_ops(result, options.roofline);
+    print_sections(result);
+    print_step(result, options.roofline);
+    if (!options.json_path.empty()) {
+      replace_file(options.json_path, result_json(result, config, options.roofline).dump(2) + "\n");
+    }
+    return 0;
+  });
 }
 
 }  // namespace parka

@@ -20,11 +20,16 @@ def write_tokens(path, count, seed, vocab=VOCAB):
         file.write(tokens.tobytes())
 
 
-def has_gpu():
+def num_gpus():
     try:
-        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.startswith("GPU 0")
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     except OSError:
-        return False
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def has_gpu():
+    return num_gpus() > 0
 
 
 def tiny_config(folder, recipe="bf16", steps=8, device="cpu", **optimizer):

@@ -1,4 +1,5 @@
-"""Training on several ranks on the CPU: as one rank does, bit for bit repeatable, resumed on other numbers of ranks."""
+"""Training on several ranks: as one rank does, bit for bit repeatable, resumed on other numbers of ranks. On CPUs, or as
+test_ranks.py cuda on GPUs, of which two do, and four show all; exits with 77 (skipped) without MPI or with fewer."""
 import json
 import os
 import shutil
@@ -6,14 +7,19 @@ import subprocess
 import sys
 import unittest
 
-from parka_runs import PROGRAM, SEQUENCE, RunFolder, tiny_config, write_tokens
+from parka_runs import PROGRAM, SEQUENCE, RunFolder, num_gpus, tiny_config, write_tokens
 
 STEPS = 8
+DEVICE = "cpu"
 
 
 class Ranks(RunFolder):
+    def fit(self, cases):
+        """Those that the machine has the GPUs for; the first of a case is its number of ranks."""
+        return [case for case in cases if DEVICE == "cpu" or case[0] <= num_gpus()]
+
     def run_ranks(self, name, ranks, stage, steps=STEPS, recipe="bf16"):
-        config = tiny_config(self.folder, recipe, STEPS)
+        config = tiny_config(self.folder, recipe, STEPS, device=DEVICE)
         config["data"]["train"] = [self.path("long.npy")]
         config["optimizer"]["schedule"]["total_steps"] = STEPS
         config["training"].update(steps=steps, global_batch_size=8, micro_batch_size=1)
@@ -62,7 +68,7 @@ class Ranks(RunFolder):
         # Gradients of micro-batches are added in another order; bf16 makes of that what it makes of any last bit.
         for recipe, bound in (("fp32", 1e-5), ("parka", 2e-2)):
             self.run_ranks(f"{recipe}-1", 1, 0, recipe=recipe)
-            for ranks, stage in ((2, 0), (2, 1), (2, 2), (4, 3)):
+            for ranks, stage in self.fit(((2, 0), (2, 1), (2, 2), (2, 3), (4, 2), (4, 3))):
                 with self.subTest(recipe=recipe, ranks=ranks, stage=stage):
                     name = f"{recipe}-{ranks}-{stage}"
                     self.run_ranks(name, ranks, stage, recipe=recipe)
@@ -77,11 +83,13 @@ class Ranks(RunFolder):
 
     def test_a_run_goes_on_on_any_number_of_ranks(self):
         self.run_ranks("one", 1, 0, recipe="fp32")
-        for ranks, stage, steps in ((4, 3, 2), (2, 1, 4), (1, 0, 6), (4, 2, 8)):
+        for ranks, stage, steps in self.fit(((4, 3, 2), (2, 1, 4), (1, 0, 6), (4, 2, 7), (2, 3, 8))):
             self.run_ranks("moved", ranks, stage, steps=steps, recipe="fp32")
         self.assert_near("moved", "one", 1e-5)
 
     def test_a_batch_that_does_not_divide_is_refused_once(self):
+        if not self.fit([(3,)]):
+            self.skipTest("fewer than three GPUs")
         with self.assertRaises(AssertionError) as refused:
             self.run_ranks("three", 3, 0)
         self.assertIn("global_batch", str(refused.exception))
@@ -90,5 +98,10 @@ class Ranks(RunFolder):
 if __name__ == "__main__":
     if shutil.which("mpirun") is None:
         print("skipped: mpirun is not on PATH")
+        sys.exit(77)
+    if len(sys.argv) > 1:
+        DEVICE = sys.argv.pop(1)
+    if DEVICE == "cuda" and num_gpus() < 2:
+        print("skipped: fewer than two GPUs")
         sys.exit(77)
     unittest.main()
