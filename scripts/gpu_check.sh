@@ -2,7 +2,8 @@
 # Everything that needs a GPU, on any machine that has one: builds, runs the whole test suite (whose GPU tests are
 # skipped elsewhere) and a short benchmark. Takes a few minutes.
 #   scripts/gpu_check.sh                builds here and runs
-#   scripts/gpu_check.sh --sanitize     also runs the op tests under compute-sanitizer (memcheck and racecheck)
+#   scripts/gpu_check.sh --sanitize     also runs the op tests under compute-sanitizer (memcheck and racecheck), several
+#                                       at once on all GPUs: another five minutes on four GPUs
 # PARKA_BUILD names a build folder that is there already, to run without building; COMPUTE_SANITIZER the tool to use. That
 # of CUDA 13.0 (2025.3) reports hazards of mbarriers and warpgroups that are none; 13.5.25 does not:
 # `pip install nvidia-cuda-sanitizer-api` has it, in site-packages/nvidia/cu13/compute-sanitizer.
@@ -32,10 +33,25 @@ fi
 
 ctest --test-dir "$build" --output-on-failure --no-tests=error --parallel "$(nproc)"
 
+# One test under the tool, on one of the GPUs: TEST_NAME.
+check_one() {
+  local log
+  log=$(mktemp)
+  CUDA_VISIBLE_DEVICES=$((SLOT % NUM_GPUS)) "$SANITIZER" --tool "$TOOL" --error-exitcode 1 "$TEST_KERNELS" "$1" \
+    > "$log" 2>&1 || { cat "$log"; echo "compute-sanitizer $TOOL: $1: FAILED"; exit 255; }  # 255: xargs starts no more
+  rm "$log"
+}
 if $sanitize; then
-  for tool in memcheck racecheck; do
-    echo "== compute-sanitizer $tool"
-    "${COMPUTE_SANITIZER:-compute-sanitizer}" --tool "$tool" --error-exitcode 1 "$build/tests/test_kernels" "[devices]"
+  export -f check_one
+  export TOOL NUM_GPUS SANITIZER=${COMPUTE_SANITIZER:-compute-sanitizer} TEST_KERNELS=$build/tests/test_kernels
+  NUM_GPUS=$(nvidia-smi -L | wc -l)
+  list=(--list-tests --verbosity quiet)
+  ! "$TEST_KERNELS" --help | grep -q list-test-names-only || list=(--list-test-names-only)  # Catch2 v2
+  names=$("$TEST_KERNELS" "[devices]" "${list[@]}" || true)  # v2 exits with their number
+  for TOOL in memcheck racecheck; do
+    echo "== compute-sanitizer $TOOL, $(wc -l <<< "$names") tests"
+    sed -e '/^ *$/d' -e 's/^ *//' -e 's/[][,]/\\&/g' <<< "$names" |  # commas and brackets would be syntax
+      xargs -d '\n' -n 1 -P $((12 * NUM_GPUS)) --process-slot-var=SLOT bash -euc 'check_one "$0"'
   done
 fi
 

@@ -34,7 +34,7 @@ for run in "$@"; do
     *) echo "one_gpu.sh: no recipe $recipe" >&2; exit 2 ;;
   esac
   lean=()
-  [ "$recipe" != parka ] || lean=(--set precision.group_size=32 --set precision.cache_transposed_weights=false)
+  [ "$recipe" != parka ] || lean=(--set precision.group_size=32 --set precision.weight_copies=rows)
   set=("${batch[@]}" "${lean[@]}" --set precision.recipe=$recipe --set optimizer.states=$states --set optimizer.master=fp32_split
     --set optimizer.gradient=bf16)
   if $tune; then

@@ -11,15 +11,17 @@ class SingleCommunicator final : public Communicator {
   int size() const override { return 1; }
   std::string description() const override { return "1 rank"; }
 
-  void all_reduce(Device&, const TensorView& x, Reduction) override {
+  void all_reduce(Device&, const TensorView& x, Reduction, Peers) override {
     check_reducible(x);
     ++last_queued_;
   }
-  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out) override {
+  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers) override {
     check_reducible(in);
     copy(device, in, out);
   }
-  void all_gather(Device& device, const TensorView& in, const TensorView& out) override { copy(device, in, out); }
+  void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers) override {
+    copy(device, in, out);
+  }
 
   uint64_t last_queued() const override { return last_queued_; }
   void wait(Device&, uint64_t) override {}
@@ -39,6 +41,12 @@ class SingleCommunicator final : public Communicator {
 };
 
 }  // namespace
+
+void Communicator::divide(int group_size) {
+  PARKA_REQUIRE(group_size_ == 0 && group_size >= 1 && size() % group_size == 0 && last_queued() == 0);
+  group_size_ = group_size;
+  divided();
+}
 
 std::unique_ptr<Communicator> make_single_communicator() { return std::make_unique<SingleCommunicator>(); }
 

@@ -11,8 +11,16 @@ class Device;
 
 enum class Reduction { kSum, kMax };
 
+// Which ranks take part in a collective, as divide() has divided them.
+enum class Peers {
+  kAll,
+  kGroup,   // consecutive ranks; all of them before divide()
+  kAcross,  // the ranks of one place in their groups; this rank alone before divide()
+};
+
 // Collective operations of the ranks of a run. All ranks must call the same ones in the same order with the same
-// sizes; a rank that does not makes the others wait, and the watchdog (comm/watchdog.h) then names it.
+// sizes, those of groups too; a rank that does not makes the others wait, and the watchdog (comm/watchdog.h) then
+// names it.
 //
 // Collectives on tensors are queued in order, behind the work that the device has queued by then; the device's
 // later work runs beside them until it wait()s. On the CPU they are done when the call returns. The result is the
@@ -28,15 +36,26 @@ class Communicator {
   virtual int size() const = 0;
   virtual std::string description() const = 0;  // "4 ranks over MPI", "8 GPUs over NCCL 2.28.3"
 
+  // Divides the ranks into groups of `group_size` consecutive ones, a divisor of size(). All ranks call it, at most
+  // once, before the first collective.
+  void divide(int group_size);
+  int size_of(Peers peers) const {
+    return peers == Peers::kAll ? size() : peers == Peers::kGroup ? group_size() : size() / group_size();
+  }
+  // This rank's place among its peers, 0 to size_of() - 1.
+  int place_in(Peers peers) const {
+    return peers == Peers::kAll ? rank() : peers == Peers::kGroup ? rank() % group_size() : rank() / group_size();
+  }
+
   // ---- Tensors on the device (fp32 or bf16 where they are reduced) ----
 
-  // x [n] of all ranks, reduced element by element, replaces x. A maximum passes over NaN.
-  virtual void all_reduce(Device& device, const TensorView& x, Reduction reduction) = 0;
-  // out [n] = the sum over ranks of elements [rank * n, (rank + 1) * n) of their `in` [size * n]. bf16 is summed in
-  // fp32 over MPI, and rounded at every hop over NCCL. `out` may be its own place in `in`.
-  virtual void reduce_scatter(Device& device, const TensorView& in, const TensorView& out) = 0;
-  // out [size * n] = `in` [n] of all ranks one after the other, of any format. `in` may be its own place in `out`.
-  virtual void all_gather(Device& device, const TensorView& in, const TensorView& out) = 0;
+  // x [n] of all peers, reduced element by element, replaces x. A maximum passes over NaN.
+  virtual void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) = 0;
+  // out [n] = the sum over peers of elements [place * n, (place + 1) * n) of their `in` [size * n]. bf16 is summed
+  // in fp32 over MPI, and rounded at every hop over NCCL. `out` may be its own place in `in`.
+  virtual void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
+  // out [size * n] = `in` [n] of all peers one after the other, of any format. `in` may be its own place in `out`.
+  virtual void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
 
   // Collectives are numbered from 1 in order of their calls. One that is replayed keeps its number.
   virtual uint64_t last_queued() const = 0;
@@ -50,6 +69,20 @@ class Communicator {
   // The largest value of any rank.
   virtual double max(double value) = 0;
   virtual void barrier() = 0;
+
+ protected:
+  int group_size() const { return group_size_ == 0 ? size() : group_size_; }
+  // The rank at a place among this rank's peers.
+  int rank_at(Peers peers, int place) const {
+    if (peers == Peers::kAll) return place;
+    const int group = rank() / group_size();
+    return peers == Peers::kGroup ? group * group_size() + place : place * group_size() + rank() % group_size();
+  }
+
+ private:
+  virtual void divided() {}  // group_size() is known from here on
+
+  int group_size_ = 0;  // 0: not divided
 };
 
 // A run of one process: reductions and gathers of one rank.

@@ -77,9 +77,9 @@ class MpiCommunicator final : public Communicator {
   int size() const override { return size_; }
   std::string description() const override { return fmt::format("{} ranks over MPI", size_); }
 
-  void all_reduce(Device& device, const TensorView& x, Reduction reduction) override;
-  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out) override;
-  void all_gather(Device& device, const TensorView& in, const TensorView& out) override;
+  void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) override;
+  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
+  void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   uint64_t last_queued() const override { return last_queued_; }
   void wait(Device&, uint64_t) override {}
 
@@ -93,12 +93,22 @@ class MpiCommunicator final : public Communicator {
     int64_t begin, count;
   };
 
-  void begin_collective(const Device& device) {
+  // Those who take part in a collective. Its messages are between ranks of the world, so that no group needs an
+  // MPI communicator of its own.
+  struct Circle {
+    Peers peers;
+    int size, place;
+  };
+
+  Circle begin_collective(const Device& device, Peers peers) {
     PARKA_REQUIRE(device.kind() == DeviceKind::kCpu);
     ++last_queued_;
+    return {peers, size_of(peers), place_in(peers)};
   }
   // Elements of a piece when `size` pieces fit into the scratch memory.
-  int64_t longest_piece(DType dtype) const { return std::max<int64_t>(1, kPieceBytes / size_of(dtype) / size_); }
+  static int64_t longest_piece(DType dtype, int size) {
+    return std::max<int64_t>(1, kPieceBytes / parka::size_of(dtype) / size);
+  }
   void send(const void* data, int64_t bytes, int to) {
     if (bytes == 0) return;
     requests_.emplace_back();
@@ -115,16 +125,21 @@ class MpiCommunicator final : public Communicator {
     requests_.clear();
     check(status, "exchange");
   }
-  // Calls visit(rank) for the others, each rank in another order, so that they do not all talk to one at a time.
+  // Calls visit(place, rank) for the others, each rank in another order, so that they do not all talk to one at a
+  // time.
   template <typename Visit>
-  void for_each_other(const Visit& visit) const {
-    for (int i = 1; i < size_; ++i) visit((rank_ + i) % size_);
+  void for_each_other(const Circle& circle, const Visit& visit) const {
+    for (int i = 1; i < circle.size; ++i) {
+      const int place = (circle.place + i) % circle.size;
+      visit(place, rank_at(circle.peers, place));
+    }
   }
 
-  // Sends every rank its piece of x and reduces what they send of this rank's piece into `out`, which may be that
-  // piece in x. `piece_of(r)` is the same on all ranks, and pieces do not overlap.
+  // Sends every peer its piece of x and reduces what they send of this rank's piece into `out`, which may be that
+  // piece in x. `piece_of(place)` is the same on all of them, and pieces do not overlap.
   template <typename PieceOf>
-  void exchange_and_reduce(Reduction reduction, const TensorView& x, const PieceOf& piece_of, void* out);
+  void exchange_and_reduce(const Circle& circle, Reduction reduction, const TensorView& x, const PieceOf& piece_of,
+                           void* out);
 
   CollectiveCounter& counter_;
   int rank_ = 0, size_ = 1;
@@ -134,75 +149,79 @@ class MpiCommunicator final : public Communicator {
 };
 
 template <typename PieceOf>
-void MpiCommunicator::exchange_and_reduce(Reduction reduction, const TensorView& x, const PieceOf& piece_of,
-                                          void* out) {
+void MpiCommunicator::exchange_and_reduce(const Circle& circle, Reduction reduction, const TensorView& x,
+                                          const PieceOf& piece_of, void* out) {
   auto* base = static_cast<std::byte*>(x.data);
-  const int64_t element = size_of(x.dtype), own_bytes = piece_of(rank_).count * element;
-  if (const auto needed = static_cast<size_t>(own_bytes * size_); scratch_.size() < needed) scratch_.resize(needed);
-  for_each_other([&](int other) { receive(scratch_.data() + other * own_bytes, own_bytes, other); });
-  for_each_other([&](int other) {
-    const Piece piece = piece_of(other);
-    send(base + piece.begin * element, piece.count * element, other);
+  const Piece own = piece_of(circle.place);
+  const int64_t element = parka::size_of(x.dtype), own_bytes = own.count * element;
+  const auto needed = static_cast<size_t>(own_bytes * circle.size);
+  if (scratch_.size() < needed) scratch_.resize(needed);
+  for_each_other(circle,
+                 [&](int place, int rank) { receive(scratch_.data() + place * own_bytes, own_bytes, rank); });
+  for_each_other(circle, [&](int place, int rank) {
+    const Piece piece = piece_of(place);
+    send(base + piece.begin * element, piece.count * element, rank);
   });
-  std::vector<const void*> parts(static_cast<size_t>(size_));
-  for (int r = 0; r < size_; ++r) parts[r] = scratch_.data() + r * own_bytes;
-  parts[rank_] = base + piece_of(rank_).begin * element;
+  std::vector<const void*> parts(static_cast<size_t>(circle.size));
+  for (int place = 0; place < circle.size; ++place) parts[place] = scratch_.data() + place * own_bytes;
+  parts[circle.place] = base + own.begin * element;
   wait_for_messages();
-  reduce_in_order(reduction, x.dtype, parts, out, piece_of(rank_).count);
+  reduce_in_order(reduction, x.dtype, parts, out, own.count);
 }
 
-void MpiCommunicator::all_reduce(Device& device, const TensorView& x, Reduction reduction) {
+void MpiCommunicator::all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) {
   check_reducible(x);
-  begin_collective(device);
+  const Circle circle = begin_collective(device, peers);
   const CollectiveCounter::Span span(counter_);
   auto* base = static_cast<std::byte*>(x.data);
-  const int64_t n = x.numel(), element = size_of(x.dtype), block = longest_piece(x.dtype) * size_;
+  const int64_t n = x.numel(), element = parka::size_of(x.dtype),
+                block = longest_piece(x.dtype, circle.size) * circle.size;
   for (int64_t begin = 0; begin < n; begin += block) {
-    const int64_t count = std::min(block, n - begin), piece = ceil_div(count, size_);
-    const auto piece_of = [&](int r) {
-      const int64_t first = std::min(piece * r, count);
+    const int64_t count = std::min(block, n - begin), piece = ceil_div(count, circle.size);
+    const auto piece_of = [&](int place) {
+      const int64_t first = std::min(piece * place, count);
       return Piece{begin + first, std::min(piece, count - first)};
     };
-    const Piece own = piece_of(rank_);
-    exchange_and_reduce(reduction, x, piece_of, base + own.begin * element);
-    for_each_other([&](int other) {
-      receive(base + piece_of(other).begin * element, piece_of(other).count * element, other);
+    const Piece own = piece_of(circle.place);
+    exchange_and_reduce(circle, reduction, x, piece_of, base + own.begin * element);
+    for_each_other(circle, [&](int place, int rank) {
+      receive(base + piece_of(place).begin * element, piece_of(place).count * element, rank);
     });
-    for_each_other([&](int other) { send(base + own.begin * element, own.count * element, other); });
+    for_each_other(circle, [&](int, int rank) { send(base + own.begin * element, own.count * element, rank); });
     wait_for_messages();
   }
 }
 
-void MpiCommunicator::reduce_scatter(Device& device, const TensorView& in, const TensorView& out) {
+void MpiCommunicator::reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
   check_reducible(in);
-  check_scattered(in, out, size_);
-  begin_collective(device);
+  const Circle circle = begin_collective(device, peers);
+  check_scattered(in, out, circle.size);
   const CollectiveCounter::Span span(counter_);
-  const int64_t n = out.numel(), piece = longest_piece(in.dtype);
+  const int64_t n = out.numel(), piece = longest_piece(in.dtype, circle.size);
   for (int64_t begin = 0; begin < n; begin += piece) {
     exchange_and_reduce(
-        Reduction::kSum, in,
-        [&](int r) {
-          return Piece{r * n + begin, std::min(piece, n - begin)};
+        circle, Reduction::kSum, in,
+        [&](int place) {
+          return Piece{place * n + begin, std::min(piece, n - begin)};
         },
-        static_cast<std::byte*>(out.data) + begin * size_of(out.dtype));
+        static_cast<std::byte*>(out.data) + begin * parka::size_of(out.dtype));
   }
 }
 
-void MpiCommunicator::all_gather(Device& device, const TensorView& in, const TensorView& out) {
-  check_scattered(out, in, size_);
-  begin_collective(device);
+void MpiCommunicator::all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
+  const Circle circle = begin_collective(device, peers);
+  check_scattered(out, in, circle.size);
   const CollectiveCounter::Span span(counter_);
   const int64_t bytes = in.bytes();
   const auto* source = static_cast<const std::byte*>(in.data);
   auto* target = static_cast<std::byte*>(out.data);
-  if (bytes > 0 && target + rank_ * bytes != source) {
-    std::memcpy(target + rank_ * bytes, source, static_cast<size_t>(bytes));
+  if (bytes > 0 && target + circle.place * bytes != source) {
+    std::memcpy(target + circle.place * bytes, source, static_cast<size_t>(bytes));
   }
   for (int64_t begin = 0; begin < bytes; begin += kPieceBytes) {
     const int64_t count = std::min(kPieceBytes, bytes - begin);
-    for_each_other([&](int other) { receive(target + other * bytes + begin, count, other); });
-    for_each_other([&](int other) { send(source + begin, count, other); });
+    for_each_other(circle, [&](int place, int rank) { receive(target + place * bytes + begin, count, rank); });
+    for_each_other(circle, [&](int, int rank) { send(source + begin, count, rank); });
     wait_for_messages();
   }
 }

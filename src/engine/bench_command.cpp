@@ -2,8 +2,8 @@
 #include <cstdio>
 #include <map>
 
-#include <nlohmann/json.hpp>
 #include <spdlog/spdlog.h>
+#include <nlohmann/json.hpp>
 
 #include "comm/launch.h"
 #include "engine/bench.h"
@@ -70,8 +70,9 @@ void print_step(const BenchResult& result, bool roofline) {
   std::printf("\n%s, %d rank%s\n", result.device.c_str(), result.ranks, result.ranks == 1 ? "" : "s");
   std::printf("step            %9.2f ms (%.2f to %.2f in %zu steps), %lld tokens\n", 1e3 * median, 1e3 * *shortest,
               1e3 * *longest, result.step_seconds.size(), static_cast<long long>(result.tokens_per_step));
-  std::printf("speed           %9.0f tok/s, %.1f TFLOP/s at FLOP/token = %s%s\n", result.tokens_per_second_per_rank(),
-              1e-12 * flops, kFlopFormula, result.ranks == 1 ? "" : ", per rank");
+  std::printf("speed           %9.0f tok/s, %.1f TFLOP/s at FLOP/token = %s%s\n",
+              result.tokens_per_second_per_rank(), 1e-12 * flops, kFlopFormula,
+              result.ranks == 1 ? "" : ", per rank");
   if (result.speed.peak_flops > 0) {
     std::printf("MFU             %9.1f %% of %.0f TFLOP/s\n", 100 * flops / result.speed.peak_flops,
                 1e-12 * result.speed.peak_flops);

@@ -114,6 +114,7 @@ struct TelemetryConfig {
 
 struct DistributedConfig {
   int64_t zero_stage = 0;
+  int64_t shard_size = 0;
 
   bool operator==(const DistributedConfig&) const = default;
 
@@ -123,6 +124,11 @@ struct DistributedConfig {
           "What is divided over the ranks of a run: 0: nothing; 1: masters and moments; 2: and gradients; 3: and "
           "weights",
           IntegerRange{0, 3});
+    visit("shard_size", shard_size,
+          "Over how many consecutive ranks it is divided, the GPUs of a node for example: each group of so many "
+          "has a "
+          "copy, and groups add up their gradients once a step; 0: over all ranks",
+          IntegerRange{});
   }
 };
 

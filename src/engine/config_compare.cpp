@@ -16,7 +16,7 @@ constexpr std::string_view kNotHashed[] = {
     "precision.recipe",  // what it implies is hashed
     "precision.save_norm_output",
     "precision.save_product",
-    "precision.cache_transposed_weights",
+    "precision.weight_copies",
     "precision.recompute",
     "precision.eval",
     "data.eval",

@@ -34,10 +34,11 @@ std::vector<Change> possible_changes(const Config& config, int64_t num_gpus) {
          const bool norm = assign(c.precision.save_norm_output, false);
          return assign(c.precision.save_product, false) || norm;
        }});
-  changes.push_back({"precision.cache_transposed_weights=false (same bits)", [](Config& c) {
-                       return c.precision.gemm != GemmPrecision::kCompute &&
-                              assign(c.precision.cache_transposed_weights, false);
-                     }});
+  for (WeightCopies copies : {WeightCopies::kRows, WeightCopies::kNone}) {
+    if (config.precision.gemm == GemmPrecision::kCompute || config.precision.weight_copies >= copies) continue;
+    changes.push_back({fmt::format("precision.weight_copies={} (same bits)", name_of(copies)),
+                       [copies](Config& c) { return assign(c.precision.weight_copies, copies); }, true});
+  }
   changes.push_back({"precision.recompute=block (same bits, about a third more forward work)",
                      [](Config& c) { return assign(c.precision.recompute, Recompute::kBlock); }});
   if (num_gpus > 1) {
@@ -77,7 +78,7 @@ bool fits(const Config& config, int64_t num_gpus, int64_t limit_bytes) {
 }  // namespace
 
 GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
-  const DeclaredRun run(config, DeviceKind::kCuda, make_zero(config.distributed.zero_stage, 0, num_gpus));
+  const DeclaredRun run(config, DeviceKind::kCuda, zero_of(config.distributed, 0, num_gpus));
   const DeclaredRun alone(config, DeviceKind::kCuda);
   std::map<std::string, int64_t> unsharded;
   for (const MemoryPlan::CategoryTotal& total : alone.plan.summary()) unsharded[total.category] = total.bytes;

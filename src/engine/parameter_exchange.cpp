@@ -17,8 +17,9 @@ void ParameterExchange::begin_micro_batch(bool is_last_of_step) {
 }
 
 void ParameterExchange::gather(Device& device, int unit) {
+  model_.weights().before_gather(device, unit);
   for (const ModelWeights::Piece& piece : model_.weights().pieces(unit)) {
-    communicator_.all_gather(device, piece.own, piece.whole);
+    communicator_.all_gather(device, piece.own, piece.whole, Peers::kGroup);
   }
 }
 
@@ -70,19 +71,22 @@ void ParameterExchange::after_backward(Device& device, int unit) {
   for (int parameter : model_.parameters().unit(unit)) {
     const auto i = static_cast<size_t>(parameter);
     const Optimizer::GradientPieces& gradient = optimizer_.gradient_pieces(i);
-    if (zero_.shards_states()) {
-      communicator_.reduce_scatter(device, gradient.whole, gradient.own);
-    } else {
-      communicator_.all_reduce(device, gradient.whole, Reduction::kSum);
+    if (!zero_.shards_states()) {
+      communicator_.all_reduce(device, gradient.whole, Reduction::kSum, Peers::kAll);
+      continue;
     }
+    communicator_.reduce_scatter(device, gradient.whole, gradient.own, Peers::kGroup);
     if (zero_.shards_gradients()) reduced_[optimizer_.room_of(i)] = communicator_.last_queued();
+    if (is_last_ && communicator_.size_of(Peers::kAcross) > 1) {
+      communicator_.all_reduce(device, gradient.own, Reduction::kSum, Peers::kAcross);
+    }
   }
   // The end of the micro-batch: what is recorded to be replayed must not leave collectives under way.
   if (unit == 0) communicator_.wait(device, communicator_.last_queued());
 }
 
-void ParameterExchange::sum_over_ranks(Device& device, const TensorView& x) {
-  communicator_.all_reduce(device, x, Reduction::kSum);
+void ParameterExchange::sum(Device& device, const TensorView& x, Peers peers) {
+  communicator_.all_reduce(device, x, Reduction::kSum, peers);
   communicator_.wait(device, communicator_.last_queued());
 }
 
@@ -95,9 +99,8 @@ void ParameterExchange::weights_changed(Device& device) {
   model_.weights_changed(device);
   if (weights.piece_amax().empty()) return;
   weights.find_piece_amax(device);
-  communicator_.all_reduce(device, weights.piece_amax(), Reduction::kMax);
+  communicator_.all_reduce(device, weights.piece_amax(), Reduction::kMax, Peers::kGroup);
   communicator_.wait(device, communicator_.last_queued());
-  weights.quantize_pieces(device);
 }
 
 }  // namespace parka

@@ -9,16 +9,17 @@
 
 namespace parka {
 
-// Keeps weights and gradients of several ranks together, as the ZeRO stage divides them:
+// Keeps weights and gradients of several ranks together, as the ZeRO stage divides them over groups of ranks:
 //   gradients  stages 0 and 1: reduced in the last micro-batch of a step, each unit's as soon as backward has them;
-//              2 and 3: in every micro-batch
-//   weights    stage 0: nothing to do, all ranks make the same update; 1 and 2: gathered after the update; 3:
-//   blocks'
-//              weights are gathered before each use, one block ahead
+//              2 and 3: in every micro-batch. Where there are several groups, a rank's piece is added to those of
+//              its peers in the other groups in the last micro-batch
+//   weights    stage 0: nothing to do, all ranks make the same update; 1 and 2: gathered after the update; 3: those
+//              of blocks are gathered before each use, one block ahead
 // Collectives run beside the device's other work, which waits for them where it needs their result.
 class ParameterExchange final : public UnitHooks {
  public:
-  // For more than one rank. All of these must live as long as the exchange.
+  // For more than one rank, in groups of zero.shard.size if anything is divided. All of these must live as long as
+  // the exchange.
   ParameterExchange(const Zero& zero, Communicator& communicator, const Model& model, const Optimizer& optimizer);
 
   // Before the forward pass of a micro-batch of training, or of evaluation (which is never the last).
@@ -27,7 +28,8 @@ class ParameterExchange final : public UnitHooks {
   void before_backward(Device& device, int unit) override;
   void after_backward(Device& device, int unit) override;
 
-  void sum_over_ranks(Device& device, const TensorView& x);
+  // Replaces x by its sum over peers.
+  void sum(Device& device, const TensorView& x, Peers peers);
   // After each rank has changed its own weights: brings what it has of the others' up to date, and FP8 copies.
   void weights_changed(Device& device);
 

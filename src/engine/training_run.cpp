@@ -71,6 +71,18 @@ TensorId declare_op_workspace(const Config& config, const ParameterTable& table,
   return plan.add("workspace of GPU kernels", "op_workspace", DType::kU8, {bytes});
 }
 
+Zero zero_of(const DistributedConfig& config, int64_t rank, int64_t size) {
+  const int64_t group = config.shard_size == 0 || size == 1 ? size : config.shard_size;
+  if (size % group != 0) {
+    throw_bad_input(
+        "distributed.shard_size = {} does not divide the {} ranks of the run; set it to the number of GPUs of a "
+        "node, "
+        "or to 0",
+        group, size);
+  }
+  return make_zero(config.zero_stage, rank % group, group);
+}
+
 DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& zero)
     : model(config.model, config.precision, config.optimizer.decay_embeddings,
             {config.training.micro_batch_size, config.data.sequence_length}, config.training.logits_chunk_tokens,
@@ -85,7 +97,7 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
     : config_(config),
       device_(device),
       communicator_(communicator),
-      zero_(make_zero(config.distributed.zero_stage, communicator.rank(), communicator.size())),
+      zero_(zero_of(config.distributed, communicator.rank(), communicator.size())),
       data_(config.data.train, config.data.token_dtype, config.data.sequence_length, config.model.vocab_size),
       declared_(config, device.kind(), zero_),
       arena_(device, declared_.plan) {
@@ -96,6 +108,7 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
   declared_.model.bind(device, arena_);
   declared_.optimizer.bind(arena_, declared_.model.weights().own());
   if (communicator.size() > 1) {
+    if (zero_.shards_states()) communicator.divide(static_cast<int>(zero_.shard.size));
     exchange_.emplace(zero_, communicator, declared_.model, declared_.optimizer);
     declared_.model.set_hooks(&*exchange_);
   }
@@ -172,13 +185,13 @@ CheckpointContents TrainingRun::snapshot() const {
       {"tokens", completed_steps_ * tokens_per_step()},
       {"config", to_json(config_)},
       {"config_hash", config_hash(config_)}};
-  const bool several = communicator_.size() > 1, replicated = several && !zero_.shards_states();
+  const bool several = communicator_.size() > 1;
+  // What several ranks have is saved by all of them, a part each.
+  const Shard among_copies = {communicator_.rank() / zero_.shard.size, communicator_.size() / zero_.shard.size};
   for (const NamedTensor& tensor : tensors()) {
     HostTensor host{tensor.name, tensor.view.dtype, tensor.shape, {}, {}};
     const TensorView flat = tensor.view.reshaped({tensor.view.numel()});
-    Shard::Range own = {0, flat.numel()};
-    // What all ranks have whole is saved by all, a part each.
-    if (replicated) own = Shard{communicator_.rank(), communicator_.size()}.own(flat.numel());
+    const Shard::Range own = among_copies.own(flat.numel());
     if (several) host.piece = ElementRange{tensor.begin + own.begin, tensor.begin + own.end};
     const TensorView part = flat.rows(own.begin, own.count());
     host.bytes.resize(static_cast<size_t>(part.bytes()));
@@ -280,11 +293,13 @@ std::optional<StepReport> TrainingRun::step() {
   if (previous && !previous->applied && config_.training.non_finite == NonFinitePolicy::kStop) return previous;
   report.learning_rate = learning_rate(config_.optimizer, config_.training.steps, report.step);
   report.clip_limit = declared_.optimizer.clip_limit(applied_steps_ + 1);
-  Optimizer::SumOverRanks sum_over_ranks;
-  if (exchange_) sum_over_ranks = [this](const TensorView& x) { exchange_->sum_over_ranks(device_, x); };
-  PendingStep result =
-      declared_.optimizer.step(device_, applied_steps_ + 1, report.learning_rate,
-                               static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey, sum_over_ranks);
+  Optimizer::SumOverRanks sums;
+  if (exchange_) {
+    sums.of_pieces = [this](const TensorView& x) { exchange_->sum(device_, x, Peers::kGroup); };
+    sums.of_batches = [this](const TensorView& x) { exchange_->sum(device_, x, Peers::kAll); };
+  }
+  PendingStep result = declared_.optimizer.step(device_, applied_steps_ + 1, report.learning_rate,
+                                                static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey, sums);
   std::optional<PendingTelemetry> telemetry;
   if (with_telemetry) telemetry = declared_.telemetry->queue(device_, declared_.model, declared_.optimizer);
   weights_changed();

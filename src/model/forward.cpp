@@ -105,7 +105,7 @@ void Model::Pass::norm_into(Device& device, const NormBuffers& norm, int weight,
 
 void Model::Pass::linear(Device& device, const ScaledView& x, int weight, const TensorView& out) {
   gemm(device, {.a = x,
-                .b = formats_.fp8_gemm ? weights_->quantized(weight) : ScaledView(weights_->plain(weight)),
+                .b = formats_.fp8_gemm ? weights_->quantized(device, weight) : ScaledView(weights_->plain(weight)),
                 .out = out,
                 .fast_accumulation = precision_.fast_forward});
 }

@@ -16,19 +16,13 @@ PrecisionConfig plain_precision(const PrecisionConfig& training) {
   return plain;
 }
 
-ModelWeights::Transposed transposed_weights(const PrecisionConfig& precision, Model::Use use) {
-  if (use != Model::Use::kTraining) return ModelWeights::Transposed::kNone;
-  return precision.cache_transposed_weights ? ModelWeights::Transposed::kCached
-                                            : ModelWeights::Transposed::kWorkspace;
-}
-
 }  // namespace
 
 Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool decay_embeddings,
              const BatchShape& shape, int64_t logits_chunk_tokens, Use use, const Zero& zero, MemoryPlan& plan)
     : config_(config),
       table_(make_parameter_table(config, decay_embeddings)),
-      weights_(table_, Formats(precision), transposed_weights(precision, use), zero, plan) {
+      weights_(table_, Formats(precision), precision.weight_copies, use == Use::kTraining, zero, plan) {
   cos_sin_id_ = plan.add("tables", "cos_sin", DType::kF32, {shape.sequence_length, config.head_dim()});
   if (use == Use::kTraining) {
     training_ = std::make_unique<Pass>(config, precision, shape, logits_chunk_tokens,

@@ -63,6 +63,7 @@ enum class Recipe : uint8_t {
 enum class GemmPrecision : uint8_t { kCompute, kFp8Tensor, kFp8Block };
 enum class Storage : uint8_t { kCompute, kFp8 };
 enum class Recompute : uint8_t { kNone, kBlock };
+enum class WeightCopies : uint8_t { kBoth, kRows, kNone };
 enum class EvalNumerics : uint8_t { kSame, kBf16 };
 
 // Number formats of forward and backward. `recipe` sets the defaults of everything here (model/precision_recipe.h)
@@ -81,7 +82,7 @@ struct PrecisionConfig {
   bool save_norm_output = true;
   bool save_silu = false;
   bool save_product = true;
-  bool cache_transposed_weights = true;
+  WeightCopies weight_copies = WeightCopies::kBoth;
   bool fast_forward = true;
   bool fast_input_gradient = true;
   bool fast_weight_gradient = false;
@@ -123,9 +124,11 @@ struct PrecisionConfig {
           "Keep silu(gate) as FP8 and use it in the product, as COAT does; needs up_gate = fp8");
     visit("save_product", save_product,
           "Keep the SwiGLU product for the weight gradient; false recomputes it in backward (same bits)");
-    visit("cache_transposed_weights", cache_transposed_weights,
-          "Keep the transposed FP8 weights that input gradients read for the whole step; false makes them anew "
-          "wherever one is wanted (same bits, a byte per parameter less)");
+    visit(
+        "weight_copies", weight_copies,
+        "FP8 copies of the weights kept for a whole step: both (as they are, and transposed for input gradients), "
+        "rows (transposed where one is read), or none (made from the weight where it is read); same bits, each a "
+        "byte per parameter less");
     visit(
         "fast_forward", fast_forward,
         "fp8_tensor on a GPU: forward's products are summed in the tensor cores' own accumulator of about 14 bits; "
@@ -171,6 +174,12 @@ template <>
 struct EnumNames<Storage> {
   static constexpr EnumName<Storage> kAll[] = {{Storage::kCompute, "compute"}, {Storage::kFp8, "fp8"}};
 };
+template <>
+struct EnumNames<WeightCopies> {
+  static constexpr EnumName<WeightCopies> kAll[] = {
+      {WeightCopies::kBoth, "both"}, {WeightCopies::kRows, "rows"}, {WeightCopies::kNone, "none"}};
+};
+
 template <>
 struct EnumNames<Recompute> {
   static constexpr EnumName<Recompute> kAll[] = {{Recompute::kNone, "none"}, {Recompute::kBlock, "block"}};

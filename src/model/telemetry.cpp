@@ -61,7 +61,7 @@ void Model::Pass::start_sampling(Device& device) {
                                        {QuantizedTensor::kAttentionOutWeight, p.attention_out},
                                        {QuantizedTensor::kUpGateWeight, p.up_gate},
                                        {QuantizedTensor::kDownWeight, p.down}}) {
-      compare(device, l, which, weights_->plain(index), weights_->quantized(index));
+      compare(device, l, which, weights_->plain(index), weights_->quantized(device, index));
     }
   }
 }

@@ -13,20 +13,20 @@ TensorView flat(const TensorView& t, int64_t numel) { return {t.data, t.dtype, {
 
 }  // namespace
 
-ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, Transposed transposed,
-                           const Zero& zero, MemoryPlan& plan)
+ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, WeightCopies copies,
+                           bool for_backward, const Zero& zero, MemoryPlan& plan)
     : parameters_(table.all),
       formats_(formats),
       zero_(zero),
+      keeps_rows_(copies != WeightCopies::kNone && !zero.shards_weights()),
+      keeps_transposed_(for_backward && copies == WeightCopies::kBoth && !zero.shards_weights()),
       linear_(table.all.size(), false),
-      gathers_codes_(formats.fp8_gemm && formats.weight.scaling == Scaling::kTensor),
       gathered_unit_(static_cast<size_t>(table.num_units()), false),
       copy_ids_(table.all.size()) {
   for (const BlockParameters& block : table.blocks) {
     for (int index : {block.qkv, block.attention_out, block.up_gate, block.down}) linear_[index] = true;
   }
   if (zero_.shards_weights()) std::fill(gathered_unit_.begin() + 1, gathered_unit_.end() - 1, true);
-  int64_t most_codes = 0, most_scales = 1;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
     const DType dtype = formats.compute.dtype;
@@ -38,36 +38,50 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
       plain_ids_.push_back(plan.add("weights", p.name, dtype, {zero_.shard.padded(p.numel())}));
     }
   }
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const ParameterInfo& p = parameters_[i];
-    if (!has_copy(i)) continue;
-    declare_copy(i, transposed, plan);
-    const auto scales = scale_shape(formats.weight.scaling, formats.weight.group, p.cols, p.rows);
-    most_codes = std::max(most_codes, p.rows * p.cols);
-    most_scales = std::max(most_scales, scales[0] * scales[1]);
-  }
-  if (zero_.shards_weights()) declare_rooms(table, plan);
-  const bool makes_anew =
-      transposed == Transposed::kWorkspace || (transposed == Transposed::kCached && zero_.shards_weights());
-  if (!formats.fp8_gemm || !makes_anew) return;
-  constexpr PhaseMask kUse = kBackwardLinear;
-  workspace_id_ = {plan.add("workspace", "weight.fp8_t", formats.weight.dtype, {most_codes}, kUse),
-                   plan.add("workspace", "weight.fp8_t.scale", DType::kF32, {most_scales}, kUse), formats.weight};
-}
-
-void ModelWeights::declare_copy(size_t i, Transposed transposed, MemoryPlan& plan) {
-  const ParameterInfo& p = parameters_[i];
-  CopyIds& copies = copy_ids_[i];
-  if (is_gathered_on_use(p.unit)) {
-    if (!gathers_codes_) return;  // the copy is made of what is gathered
-    copies.w = add_matrix(plan, "fp8 weights", p.name + ".fp8", formats_.weight, 1, zero_.shard.piece(p.numel()),
-                          kAllPhases);
+  if (!formats_.fp8_gemm) {
+    if (zero_.shards_weights()) declare_rooms(table, plan);
     return;
   }
-  copies.w = add_matrix(plan, "fp8 weights", p.name + ".fp8", formats_.weight, p.rows, p.cols, kAllPhases);
-  if (transposed != Transposed::kCached) return;
-  copies.w_t = add_matrix(plan, "fp8 weights", p.name + ".fp8_t", formats_.weight, p.cols, p.rows, kAllPhases,
-                          copies.w.scale);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (has_copy(i)) declare_copies(i, plan);
+  }
+  if (has_tensor_scales() && !keeps_rows_) {
+    amax_id_ = plan.add("fp8 weights", "weight_amax", DType::kF32, {static_cast<int64_t>(parameters_.size())});
+  }
+  if (zero_.shards_weights()) declare_rooms(table, plan);
+  declare_workspace(for_backward, plan);
+}
+
+void ModelWeights::declare_copies(size_t i, MemoryPlan& plan) {
+  const ParameterInfo& p = parameters_[i];
+  CopyIds& ids = copy_ids_[i];
+  if (keeps_rows_) {
+    ids.w = add_matrix(plan, "fp8 weights", p.name + ".fp8", formats_.weight, p.rows, p.cols, kAllPhases);
+  } else if (has_tensor_scales()) {
+    ids.w.scale = plan.add("fp8 weights", p.name + ".fp8.scale", DType::kF32, {1});
+  }
+  if (!keeps_transposed_) return;
+  ids.w_t =
+      add_matrix(plan, "fp8 weights", p.name + ".fp8_t", formats_.weight, p.cols, p.rows, kAllPhases, ids.w.scale);
+}
+
+void ModelWeights::declare_workspace(bool for_backward, MemoryPlan& plan) {
+  int64_t most_codes = 0, most_scales = 1;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!has_copy(i)) continue;
+    const ParameterInfo& p = parameters_[i];
+    const auto scales = scale_shape(formats_.weight.scaling, formats_.weight.group, p.cols, p.rows);
+    most_codes = std::max(most_codes, p.numel());
+    most_scales = std::max(most_scales, scales[0] * scales[1]);
+  }
+  const auto add = [&](const std::string& name, PhaseMask phases) {
+    return MatrixId{plan.add("workspace", name, formats_.weight.dtype, {most_codes}, phases),
+                    plan.add("workspace", name + ".scale", DType::kF32, {most_scales}, phases), formats_.weight};
+  };
+  constexpr PhaseMask kForward = kForwardAttention | kForwardFfn | kRerun | kEvaluation;
+  // With stage 3 the codes are where they were gathered.
+  if (!keeps_rows_ && !zero_.shards_weights()) rows_workspace_id_ = add("weight.fp8", kForward);
+  if (for_backward && !keeps_transposed_) transposed_workspace_id_ = add("weight.fp8_t", kBackwardLinear);
 }
 
 void ModelWeights::declare_rooms(const ParameterTable& table, MemoryPlan& plan) {
@@ -79,7 +93,7 @@ void ModelWeights::declare_rooms(const ParameterTable& table, MemoryPlan& plan) 
       const std::string name = p.name + (parity == 0 ? ".gathered_even" : ".gathered_odd");
       const int64_t padded = zero_.shard.padded(p.numel());
       Room room;
-      if (has_copy(i) && gathers_codes_) {
+      if (has_copy(i) && gathers_codes()) {
         room.whole = plan.add("gathered weights", name, formats_.weight.dtype, {padded});
         room.w.data = room.whole;
         room.w.format = formats_.weight;  // the scale is the piece's own
@@ -91,9 +105,6 @@ void ModelWeights::declare_rooms(const ParameterTable& table, MemoryPlan& plan) 
       }
       rooms_[parity].push_back(room);
     }
-  }
-  if (formats_.fp8_gemm && gathers_codes_) {
-    amax_id_ = plan.add("fp8 weights", "weight_amax", DType::kF32, {static_cast<int64_t>(parameters_.size())});
   }
 }
 
@@ -124,12 +135,14 @@ void ModelWeights::bind_weight(const Arena& arena, size_t i) {
     const int64_t piece = zero_.shard.piece(p.numel()), begin = zero_.shard.rank * piece;
     pieces_[static_cast<size_t>(p.unit)].push_back({whole.rows(begin, piece), whole});
   }
-  const CopyIds& ids = copy_ids_[i];
-  Copies copies = {ids.w.view(arena, p.rows, p.cols), ids.w_t.view(arena, p.cols, p.rows)};
-  if (workspace_id_.valid() && ids.w.valid()) {
-    copies.w_t = workspace_id_.view(arena, p.cols, p.rows);
-    if (copies.w_t.scaling == Scaling::kTensor) copies.w_t.scale = copies.w.scale;
+  if (!has_copy(i)) {
+    copies_.emplace_back();
+    return;
   }
+  const CopyIds& ids = copy_ids_[i];
+  Copies copies = {(keeps_rows_ ? ids.w : rows_workspace_id_).view(arena, p.rows, p.cols),
+                   (keeps_transposed_ ? ids.w_t : transposed_workspace_id_).view(arena, p.cols, p.rows)};
+  if (has_tensor_scales()) copies.w.scale = copies.w_t.scale = arena[ids.w.scale];
   copies_.push_back(copies);
 }
 
@@ -138,36 +151,54 @@ void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Room& room)
   piece_plain_[i] = arena[plain_ids_[i]];
   own_.push_back(flat(piece_plain_[i], zero_.shard.own(p.numel()).count()));
   const TensorView whole = arena[room.whole];
-  const bool is_code = has_copy(i) && gathers_codes_;
+  const bool is_code = has_copy(i) && gathers_codes();
   Copies copies;
+  if (has_copy(i)) copies.w_t = transposed_workspace_id_.view(arena, p.cols, p.rows);
   if (is_code) {
-    const ScaledView piece = copy_ids_[i].w.view(arena, 1, zero_.shard.piece(p.numel()));
-    piece_codes_[i] = flat(piece.data, piece.data.numel());
-    copies.w = {TensorView(whole.data, whole.dtype, {p.rows, p.cols}), piece.scale, Scaling::kTensor};
+    const int64_t piece = zero_.shard.piece(p.numel());
+    piece_codes_[i] = whole.rows(zero_.shard.rank * piece, piece);
+    copies.w = {TensorView(whole.data, whole.dtype, {p.rows, p.cols}), arena[copy_ids_[i].w.scale],
+                Scaling::kTensor};
+    copies.w_t.scale = copies.w.scale;
   } else if (has_copy(i)) {
     copies.w = room.w.view(arena, p.rows, p.cols);
   }
   plain_.push_back(is_code ? TensorView() : TensorView(whole.data, whole.dtype, {p.rows, p.cols}));
-  if (workspace_id_.valid() && has_copy(i)) {
-    copies.w_t = workspace_id_.view(arena, p.cols, p.rows);
-    if (is_code) copies.w_t.scale = copies.w.scale;
-  }
   copies_.push_back(copies);
   pieces_[static_cast<size_t>(p.unit)].push_back({is_code ? piece_codes_[i] : piece_plain_[i], whole});
 }
 
 void ModelWeights::quantize(Device& device) const {
+  if (zero_.shards_weights()) return;
+  if (!amax_.empty()) device.fill_zero(amax_.data, amax_.bytes());
   for (size_t i = 0; i < plain_.size(); ++i) {
-    if (copies_[i].w.empty() || is_gathered_on_use(parameters_[i].unit)) continue;
-    const ScaledView cached_t = workspace_id_.valid() ? ScaledView{} : copies_[i].w_t;
-    parka::quantize(device, {.x = plain_[i], .out = copies_[i].w, .out_t = cached_t});
+    if (!has_copy(i)) continue;
+    if (keeps_rows_) {
+      const ScaledView kept_t = keeps_transposed_ ? copies_[i].w_t : ScaledView{};
+      parka::quantize(device, {.x = plain_[i], .out = copies_[i].w, .out_t = kept_t});
+    } else if (!amax_.empty()) {
+      amax(device, {.x = plain_[i], .result = amax_of(i)});
+    }
+  }
+}
+
+void ModelWeights::before_gather(Device& device, int unit) const {
+  if (!gathers_codes() || !is_gathered_on_use(unit)) return;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].unit != unit || piece_codes_[i].empty()) continue;
+    // One scale for all: the shape is free, and this one fills tiles.
+    const int64_t groups = piece_codes_[i].numel() / Shard::kGroup;
+    const TensorView codes = piece_codes_[i].reshaped({groups, Shard::kGroup});
+    parka::quantize(device, {.x = piece_plain_[i].reshaped({groups, Shard::kGroup}),
+                             .out = {codes, copies_[i].w.scale, Scaling::kTensor},
+                             .amax = amax_of(i)});
   }
 }
 
 void ModelWeights::gathered(Device& device, int unit) const {
-  if (gathers_codes_) return;
+  if (gathers_codes()) return;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].unit != unit || copies_[i].w.empty()) continue;
+    if (parameters_[i].unit != unit || !has_copy(i)) continue;
     parka::quantize(device, {.x = plain_[i], .out = copies_[i].w});
   }
 }
@@ -175,29 +206,27 @@ void ModelWeights::gathered(Device& device, int unit) const {
 void ModelWeights::find_piece_amax(Device& device) const {
   device.fill_zero(amax_.data, amax_.bytes());
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (piece_codes_[i].empty()) continue;
-    amax(device, {.x = piece_plain_[i], .result = amax_.rows(static_cast<int64_t>(i), 1)});
+    if (!piece_codes_[i].empty()) amax(device, {.x = piece_plain_[i], .result = amax_of(i)});
   }
 }
 
-void ModelWeights::quantize_pieces(Device& device) const {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (piece_codes_[i].empty()) continue;
-    // One scale for all: the shape is free, and this one fills tiles.
-    const int64_t groups = piece_codes_[i].numel() / Shard::kGroup;
-    const TensorView codes = piece_codes_[i].reshaped({groups, Shard::kGroup});
-    parka::quantize(device, {.x = piece_plain_[i].reshaped({groups, Shard::kGroup}),
-                             .out = {codes, copies_[i].w.scale, Scaling::kTensor},
-                             .amax = amax_.rows(static_cast<int64_t>(i), 1)});
+const ScaledView& ModelWeights::quantized(Device& device, int index) const {
+  const auto i = static_cast<size_t>(index);
+  if (rows_workspace_id_.valid()) {
+    parka::quantize(device, {.x = plain_[i], .out = copies_[i].w, .amax = amax_of(i)});
   }
+  return copies_[i].w;
 }
 
 const ScaledView& ModelWeights::transposed(Device& device, int index) const {
-  const ScaledView& w_t = copies_[index].w_t;
-  if (!workspace_id_.valid()) return w_t;
-  // Codes with one scale are moved; scales of blocks are found again, as they were from the same weight.
-  const ScaledView from = w_t.scaling == Scaling::kTensor ? copies_[index].w : ScaledView(plain_[index]);
-  parka::quantize(device, {.x = from, .out = {}, .out_t = w_t, .scale_given = w_t.scaling == Scaling::kTensor});
+  const auto i = static_cast<size_t>(index);
+  const ScaledView& w_t = copies_[i].w_t;
+  if (keeps_transposed_) return w_t;
+  if (has_tensor_scales() && !rows_workspace_id_.valid()) {
+    parka::quantize(device, {.x = copies_[i].w, .out_t = w_t, .scale_given = true});  // codes are moved
+  } else {
+    parka::quantize(device, {.x = plain_[i], .out_t = w_t, .amax = amax_of(i)});
+  }
   return w_t;
 }
 

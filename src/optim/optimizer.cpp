@@ -69,30 +69,28 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
                          {static_cast<int64_t>(parameters_.size()) + kNumStepScalars});
 }
 
+// A tied embedding is the only matrix outside the blocks, and its gradient is open from the head to the end of
+// backward, beside those of all other units.
 size_t Optimizer::room_of(size_t i) const {
   const ParameterInfo& p = parameters_.at(i);
-  return p.in_block ? static_cast<size_t>(p.unit % 2) : 2;
+  const auto is_head = [&](const ParameterInfo& other) {
+    return !other.in_block && other.unit != p.unit && other.rows > 1;
+  };
+  const bool is_tied = !p.in_block && p.rows > 1 && std::none_of(parameters_.begin(), parameters_.end(), is_head);
+  return is_tied ? 2 : static_cast<size_t>(p.unit % 2);
 }
 
-// One unit's gradients after another in a room. A tied embedding's is open from the head on, beside the final
-// norm's; so vectors of the third room come behind the larger of its matrices, of which one is open at a time.
+// One unit's gradients after another in a room.
 void Optimizer::declare_rooms(MemoryPlan& plan) {
-  int64_t sizes[kRooms] = {}, vectors_begin = 0;
+  int64_t sizes[kRooms] = {}, next = 0;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    const ParameterInfo& p = parameters_[i];
-    if (room_of(i) == 2 && p.rows > 1) vectors_begin = std::max(vectors_begin, zero_.shard.padded(p.numel()));
-  }
-  int64_t next = 0;
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const ParameterInfo& p = parameters_[i];
-    if (i == 0 || p.unit != parameters_[i - 1].unit) next = 0;
-    const size_t room = room_of(i);
-    const int64_t offset = room != 2 ? next : p.rows > 1 ? 0 : vectors_begin;
-    room_offsets_.push_back(offset);
-    next += zero_.shard.padded(p.numel());
-    sizes[room] = std::max(sizes[room], offset + zero_.shard.padded(p.numel()));
+    if (i == 0 || parameters_[i].unit != parameters_[i - 1].unit) next = 0;
+    room_offsets_.push_back(next);
+    next += zero_.shard.padded(parameters_[i].numel());
+    sizes[room_of(i)] = std::max(sizes[room_of(i)], next);
   }
   for (size_t room = 0; room < kRooms; ++room) {
+    if (sizes[room] == 0) continue;
     room_ids_[room] =
         plan.add("gradient buckets", "gradient_bucket." + std::to_string(room), config_.gradient, {sizes[room]});
   }
@@ -215,19 +213,15 @@ void Optimizer::open_gradient(Device& device, size_t i) const {
   device.copy(place.data, gradient.own.data, place.bytes());
 }
 
-PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed,
-                            const SumOverRanks& sum_over_ranks) {
+PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sums) {
   PARKA_REQUIRE(step >= 1 && states_.size() == parameters_.size());
   device.section("optimizer");
   std::vector<TensorView> own;  // padding, which is zeros, included
   own.reserve(gradient_pieces_.size());
   for (const GradientPieces& gradient : gradient_pieces_) own.push_back(gradient.own);
   sum_of_squares(device, {.parts = own, .partial = squares_, .result = total_squares_});
-  if (sum_over_ranks) {
-    // Ranks that have all gradients have the same; of the loss, each has its own micro-batches'.
-    const auto count = static_cast<int64_t>(parameters_.size());
-    sum_over_ranks(zero_.shards_states() ? scalars_.rows(0, count + 2) : loss_);
-  }
+  if (zero_.shards_states()) sums.of_pieces(scalars_.rows(0, squares_.numel() + 1));
+  if (sums.of_batches) sums.of_batches(loss_);
   clip_coefficient(device, {.sum_of_squares = total_squares_,
                             .loss = loss_,
                             .max_norm = static_cast<float>(clip_limit(step)),

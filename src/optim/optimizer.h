@@ -78,8 +78,7 @@ class Optimizer {
   // ---- For those who reduce gradients over ranks ----
 
   // A parameter's gradient as its pieces for all ranks, flat, and this rank's piece as the update reads it. With
-  // divided states alone, it lies in `whole`; with divided gradients, `whole` is room that units u and u + 2 share,
-  // and so do the embedding and the head.
+  // divided states alone, it lies in `whole`; with divided gradients, `whole` is room that units u and u + 2 share.
   struct GradientPieces {
     TensorView whole, own;
   };
@@ -87,7 +86,7 @@ class Optimizer {
   // With divided gradients: makes `whole` of parameter i zeros but for this rank's piece, which gets what it has
   // accumulated, so that a sum over ranks is the new accumulation.
   void open_gradient(Device& device, size_t i) const;
-  // Which room it is in: 0 and 1 are those of units of even and odd numbers, 2 that of the embedding and the head.
+  // Which room it is in: 0 and 1 are those of units of even and odd numbers, 2 that of a tied embedding.
   static constexpr size_t kRooms = 3;
   size_t room_of(size_t i) const;
 
@@ -101,10 +100,13 @@ class Optimizer {
   // Queues one update with learning rate `lr`; `step` counts from 1 and drives bias correction and stochastic
   // rounding. Gradients are scaled by min(1, clip_limit(step) / (norm + 1e-6)), as in OLMo and PyTorch. A loss or a
   // gradient that is not finite, or gradients whose sum of squares exceeds fp32, leave weights and states as they
-  // are. The optimizer must outlive the result. In a run of several ranks `sum_over_ranks` must replace the fp32
-  // tensor that it is given by its sum over them.
-  using SumOverRanks = std::function<void(const TensorView&)>;
-  PendingStep step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sum_over_ranks = {});
+  // are. The optimizer must outlive the result. In a run of several ranks the functions of `sums` must replace the
+  // fp32 tensor that they are given by its sum over ranks.
+  struct SumOverRanks {
+    std::function<void(const TensorView&)> of_pieces;   // over those that share the states
+    std::function<void(const TensorView&)> of_batches;  // over all, each of which has had other micro-batches
+  };
+  PendingStep step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sums = {});
 
   // The largest global norm allowed at `step`: clip_norm * clip_warmup_factor while step <= clip_warmup_steps, then
   // clip_norm; infinity when clipping is off. It is the limit of this very step: OLMo's own trainer refreshes its

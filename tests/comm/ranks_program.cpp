@@ -99,7 +99,7 @@ void check_all_reduce(const Checker& c, DType dtype, Reduction reduction, int64_
   std::vector<std::byte> first;
   for (int repeat = 0; repeat < 2; ++repeat) {
     const TestTensor x(c.device, dtype, {n}, input);
-    c.ranks.all_reduce(c.device, x, reduction);
+    c.ranks.all_reduce(c.device, x, reduction, Peers::kAll);
     c.ranks.wait(c.device, c.ranks.last_queued());
     c.agree(x, want, what);
     const std::vector<std::byte> bytes = x.bytes();
@@ -118,13 +118,13 @@ void check_reduce_scatter(const Checker& c, DType dtype, int64_t n) {
   const std::vector<float> want = part_of(reduced(dtype, Reduction::kSum, size, size * n), rank, n);
   const std::vector<float> input = input_of(dtype, rank, size * n);
   const TestTensor in(c.device, dtype, {size * n}, input), out(c.device, dtype, {n});
-  c.ranks.reduce_scatter(c.device, in, out);
+  c.ranks.reduce_scatter(c.device, in, out, Peers::kAll);
   c.ranks.wait(c.device, c.ranks.last_queued());
   c.agree(out, want, what);
   expect(in.host() == input, what + ": changed its input");
 
   const TensorView place = in.view().rows(rank * n, n);
-  c.ranks.reduce_scatter(c.device, in, place);
+  c.ranks.reduce_scatter(c.device, in, place, Peers::kAll);
   c.ranks.wait(c.device, c.ranks.last_queued());
   const std::vector<float> all = in.host();
   const TestTensor own(c.device, dtype, {n}, part_of(all, rank, n));
@@ -147,7 +147,7 @@ void check_all_gather(const Checker& c, DType dtype, int64_t n) {
     want.insert(want.end(), more.begin(), more.end());
   }
   const auto check = [&](const TensorView& in, const TestTensor& out, const std::string& how) {
-    c.ranks.all_gather(c.device, in, out);
+    c.ranks.all_gather(c.device, in, out, Peers::kAll);
     c.ranks.wait(c.device, c.ranks.last_queued());
     expect(out.host() == want, what + how);
     expect(out.guard_intact(), what + how + ": wrote outside");
@@ -170,15 +170,51 @@ void check_replay(const Checker& c) {
   const std::vector<float> want = reduced(DType::kF32, Reduction::kSum, size, kCount);
   std::unique_ptr<Recording> recording;
   for (int repeat = 0; repeat < 5; ++repeat) {
-    c.ranks.all_reduce(c.device, y, Reduction::kMax);
+    c.ranks.all_reduce(c.device, y, Reduction::kMax, Peers::kAll);
     c.ranks.wait(c.device, c.ranks.last_queued());
     c.device.replay(recording, [&] {
       c.device.copy(x.view().data, source.view().data, x.view().bytes());
-      c.ranks.all_reduce(c.device, x, Reduction::kSum);
+      c.ranks.all_reduce(c.device, x, Reduction::kSum, Peers::kAll);
       c.ranks.wait(c.device, c.ranks.last_queued());
     });
     c.ranks.wait(c.device, c.ranks.last_queued());
     c.agree(x, want, fmt::format("replay {} on rank {} of {}", repeat, c.ranks.rank(), size));
+  }
+}
+
+// Collectives of the groups of a second communicator: of consecutive ranks, and across groups.
+void check_groups(const Checker& c, int group_size) {
+  c.ranks.divide(group_size);
+  const int rank = c.ranks.rank(), size = c.ranks.size(), group = rank / group_size, place = rank % group_size;
+  expect(c.ranks.size_of(Peers::kGroup) == group_size && c.ranks.place_in(Peers::kGroup) == place, "the group");
+  expect(c.ranks.size_of(Peers::kAcross) == size / group_size && c.ranks.place_in(Peers::kAcross) == group,
+         "across");
+  constexpr int64_t kCount = 1003;
+  for (Peers peers : {Peers::kAll, Peers::kGroup, Peers::kAcross}) {
+    const auto is_peer = [&](int other) {
+      return peers == Peers::kAll ||
+             (peers == Peers::kGroup ? other / group_size == group : other % group_size == place);
+    };
+    const int count = c.ranks.size_of(peers), own = c.ranks.place_in(peers);
+    const std::string what =
+        fmt::format("of peers {} in groups of {} on rank {}", static_cast<int>(peers), group_size, rank);
+    std::vector<float> sum(static_cast<size_t>(kCount * count), 0.0f), gathered;
+    for (int other = 0; other < size; ++other) {
+      if (!is_peer(other)) continue;
+      const std::vector<float> values = input_of(DType::kF32, other, kCount * count);
+      for (size_t i = 0; i < sum.size(); ++i) sum[i] = gathered.empty() ? values[i] : sum[i] + values[i];
+      gathered.insert(gathered.end(), values.begin(), values.begin() + kCount);
+    }
+    const std::vector<float> input = input_of(DType::kF32, rank, kCount * count);
+    const TestTensor x(c.device, DType::kF32, {kCount * count}, input);
+    const TestTensor part(c.device, DType::kF32, {kCount}), whole(c.device, DType::kF32, {kCount * count});
+    c.ranks.reduce_scatter(c.device, x, part, peers);
+    c.ranks.all_gather(c.device, x.view().rows(0, kCount), whole, peers);
+    c.ranks.all_reduce(c.device, x, Reduction::kSum, peers);
+    c.ranks.wait(c.device, c.ranks.last_queued());
+    c.agree(part, part_of(sum, own, kCount), "reduce_scatter " + what);
+    expect(whole.host() == gathered, "all_gather " + what);
+    c.agree(x, sum, "all_reduce " + what);
   }
 }
 
@@ -220,6 +256,11 @@ int check_collectives(Launch& launch, bool on_gpu) {
   if (launch.size() == 2) check_all_gather(c, DType::kU8, kRound + 3);
   check_replay(c);
   expect(ranks->last_queued() > 0, "collectives are numbered");
+  for (int group_size = 1; group_size <= launch.size(); ++group_size) {
+    if (launch.size() % group_size != 0) continue;
+    const std::unique_ptr<Communicator> divided = launch.make_communicator(*device);
+    check_groups({*divided, *device}, group_size);
+  }
   return num_failed == 0 ? 0 : 1;
 }
 
@@ -261,7 +302,7 @@ int drill(Launch& launch, const Options& options) {
     if (step == 3 && is_me(options, "stall", rank)) sleep_for(1e6);
     if (step == 3 && is_me(options, "exit", rank)) std::exit(9);
     launch.watchdog().at(step, "all_reduce of x");
-    ranks->all_reduce(*device, x, Reduction::kSum);
+    ranks->all_reduce(*device, x, Reduction::kSum, Peers::kAll);
   }
   return 0;
 }

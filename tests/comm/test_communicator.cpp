@@ -13,14 +13,14 @@ TEST_CASE("A run of one rank reduces and gathers by itself", "[communicator]") {
     const std::vector<float> values = test::random_normal(1001, 1);
     const TestTensor x(*device, DType::kF32, {1001}, values), out(*device, DType::kF32, {1001});
     const uint64_t before = ranks->last_queued();
-    ranks->all_reduce(*device, x, Reduction::kSum);
+    ranks->all_reduce(*device, x, Reduction::kSum, Peers::kAll);
     CHECK(x.host() == values);
-    ranks->reduce_scatter(*device, x, out);
+    ranks->reduce_scatter(*device, x, out, Peers::kAll);
     CHECK(out.host() == values);
     const TestTensor again(*device, DType::kF32, {1001});
-    ranks->all_gather(*device, x, again);
+    ranks->all_gather(*device, x, again, Peers::kAll);
     CHECK(again.host() == values);
-    ranks->all_gather(*device, x, x);
+    ranks->all_gather(*device, x, x, Peers::kAll);
     CHECK(x.host() == values);
     CHECK(ranks->last_queued() == before + 4);
     ranks->wait(*device, ranks->last_queued());
@@ -34,11 +34,11 @@ TEST_CASE("Only fp32 and bf16 are reduced, and sizes must agree", "[communicator
   const std::unique_ptr<Communicator> ranks = make_single_communicator();
   Device& device = test::cpu_device();
   const TestTensor codes(device, DType::kE4M3, {16}), x(device, DType::kF32, {16}), y(device, DType::kF32, {8});
-  CHECK_THROWS_AS(ranks->all_reduce(device, codes, Reduction::kSum), Error);
-  CHECK_THROWS_AS(ranks->reduce_scatter(device, codes, codes), Error);
-  CHECK_THROWS_AS(ranks->reduce_scatter(device, x, y), Error);
-  CHECK_THROWS_AS(ranks->all_gather(device, x, y), Error);
-  CHECK_THROWS_AS(ranks->all_gather(device, x, codes), Error);
+  CHECK_THROWS_AS(ranks->all_reduce(device, codes, Reduction::kSum, Peers::kAll), Error);
+  CHECK_THROWS_AS(ranks->reduce_scatter(device, codes, codes, Peers::kAll), Error);
+  CHECK_THROWS_AS(ranks->reduce_scatter(device, x, y, Peers::kAll), Error);
+  CHECK_THROWS_AS(ranks->all_gather(device, x, y, Peers::kAll), Error);
+  CHECK_THROWS_AS(ranks->all_gather(device, x, codes, Peers::kAll), Error);
 }
 
 TEST_CASE("Line sockets carry whole lines and notice the end", "[watchdog]") {

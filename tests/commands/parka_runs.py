@@ -21,6 +21,10 @@ def write_tokens(path, count, seed, vocab=VOCAB):
 
 
 def num_gpus():
+    """Of the GPUs here, those that CUDA_VISIBLE_DEVICES leaves."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([gpu for gpu in visible.split(",") if gpu])
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     except OSError:

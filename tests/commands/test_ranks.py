@@ -18,13 +18,13 @@ class Ranks(RunFolder):
         """Those that the machine has the GPUs for; the first of a case is its number of ranks."""
         return [case for case in cases if DEVICE == "cpu" or case[0] <= num_gpus()]
 
-    def run_ranks(self, name, ranks, stage, steps=STEPS, recipe="bf16"):
+    def run_ranks(self, name, ranks, stage, steps=STEPS, recipe="bf16", shard_size=0):
         config = tiny_config(self.folder, recipe, STEPS, device=DEVICE)
         config["data"]["train"] = [self.path("long.npy")]
         config["optimizer"]["schedule"]["total_steps"] = STEPS
         config["training"].update(steps=steps, global_batch_size=8, micro_batch_size=1)
         config["checkpoint"].update(folder=self.path(name), interval=2)
-        config["distributed"] = {"zero_stage": stage}
+        config["distributed"] = {"zero_stage": stage, "shard_size": shard_size}
         path = self.path(name + ".json")
         with open(path, "w", encoding="utf-8") as file:
             json.dump(config, file)
@@ -68,10 +68,10 @@ class Ranks(RunFolder):
         # Gradients of micro-batches are added in another order; bf16 makes of that what it makes of any last bit.
         for recipe, bound in (("fp32", 1e-5), ("parka", 2e-2)):
             self.run_ranks(f"{recipe}-1", 1, 0, recipe=recipe)
-            for ranks, stage in self.fit(((2, 0), (2, 1), (2, 2), (2, 3), (4, 2), (4, 3))):
-                with self.subTest(recipe=recipe, ranks=ranks, stage=stage):
+            for ranks, stage, size in self.fit(((2, 0, 0), (2, 1, 0), (2, 2, 0), (2, 3, 0), (4, 2, 0), (4, 3, 2))):
+                with self.subTest(recipe=recipe, ranks=ranks, stage=stage, shard_size=size):
                     name = f"{recipe}-{ranks}-{stage}"
-                    self.run_ranks(name, ranks, stage, recipe=recipe)
+                    self.run_ranks(name, ranks, stage, recipe=recipe, shard_size=size)
                     self.assert_near(name, f"{recipe}-1", bound)
 
     def test_equal_runs_give_equal_bits_also_when_resumed(self):
@@ -83,8 +83,9 @@ class Ranks(RunFolder):
 
     def test_a_run_goes_on_on_any_number_of_ranks(self):
         self.run_ranks("one", 1, 0, recipe="fp32")
-        for ranks, stage, steps in self.fit(((4, 3, 2), (2, 1, 4), (1, 0, 6), (4, 2, 7), (2, 3, 8))):
-            self.run_ranks("moved", ranks, stage, steps=steps, recipe="fp32")
+        moves = ((4, 3, 0, 2), (2, 1, 0, 3), (4, 3, 2, 4), (1, 0, 0, 5), (4, 2, 0, 6), (4, 1, 2, 7), (2, 3, 0, 8))
+        for ranks, stage, shard_size, steps in self.fit(moves):
+            self.run_ranks("moved", ranks, stage, steps=steps, recipe="fp32", shard_size=shard_size)
         self.assert_near("moved", "one", 1e-5)
 
     def test_a_batch_that_does_not_divide_is_refused_once(self):

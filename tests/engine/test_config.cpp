@@ -102,7 +102,7 @@ TEST_CASE("an unknown key names the nearest one", "[engine][config]") {
       {R"({"zqxw": 1})",
        "zqxw: unknown key; there are: model precision optimizer data training checkpoint telemetry distributed "
        "device"},
-      {R"({"distributed": {"": 1}})", "distributed.: unknown key; there are: zero_stage"},
+      {R"({"distributed": {"": 1}})", "distributed.: unknown key; there are: zero_stage, shard_size"},
       {R"({"optimizer.lr": 1})",
        R"("optimizer.lr": a key has no dots; write sections as objects, {"optimizer": {"lr": ...}})"},
       {R"({"model": {"d_modle": 1, "zz": 2}, "x\ny": 1})",
@@ -201,7 +201,7 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"save_norm_output", row.save_norm},
                                  {"save_silu", row.save_silu},
                                  {"save_product", row.save_product},
-                                 {"cache_transposed_weights", true},
+                                 {"weight_copies", "both"},
                                  {"fast_forward", true},
                                  {"fast_input_gradient", true},
                                  {"fast_weight_gradient", false},

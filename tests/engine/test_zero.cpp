@@ -127,6 +127,36 @@ TEST_CASE("several ranks train as one does, at every ZeRO stage", "[engine][zero
   }
 }
 
+TEST_CASE("groups of ranks with a copy each train as one rank does", "[engine][zero]") {
+  for (const char* recipe : {"fp32", "parka"}) {
+    const TemporaryFolder folder;
+    const bool exact = std::string(recipe) == "fp32";
+    const double bound = exact ? 2e-6 : 4e-3;
+    const Outcome one = train(config_for(folder, recipe, 0), 1);
+    for (int64_t stage = 1; stage <= 3; ++stage) {
+      for (int64_t shard_size : {1, 2}) {
+        CAPTURE(recipe, stage, shard_size);
+        Config config = config_for(folder, recipe, stage);
+        config.distributed.shard_size = shard_size;
+        const Outcome several = train(config, 4);
+        CHECK(largest_difference(several.losses, one.losses) < bound);
+        CHECK(largest_difference(several.norms, one.norms) < 10 * bound);
+        CHECK(std::abs(several.held_out - one.held_out) < bound);
+        CHECK(several.tensors == train(config, 4).tensors);
+      }
+    }
+  }
+  const TemporaryFolder folder;
+  Config config = config_for(folder, "fp32", 1);
+  config.distributed.shard_size = 3;
+  try {
+    train(config, 4);
+    FAIL("groups of 3 in 4 ranks");
+  } catch (const Error& error) {
+    CHECK(std::string(error.what()).find("shard_size = 3 does not divide the 4 ranks") != std::string::npos);
+  }
+}
+
 TEST_CASE("what is divided over ranks does not change a bit, once states are", "[engine][zero]") {
   for (const char* recipe : {"bf16", "coat"}) {
     for (const bool tied : {false, true}) {

@@ -177,12 +177,13 @@ TEST_CASE("a GPU's gradients have the same bits however memory is saved", "[mode
        {Recipe::kBf16, Recipe::kFp8Linear, Recipe::kFp8Block, Recipe::kCoat, Recipe::kParka}) {
     const PrecisionConfig base = precision_recipe(recipe);
     const Result reference = run(config, base, *gpu(), c.shape);
-    for (int change = 0; change < 4; ++change) {
+    for (int change = 0; change < 5; ++change) {
       PrecisionConfig precision = base;
       if (change == 0) precision.save_norm_output = !base.save_norm_output;
       if (change == 1) precision.save_product = !base.save_product;
       if (change == 2) precision.recompute = Recompute::kBlock;
-      if (change == 3) precision.cache_transposed_weights = false;
+      if (change == 3) precision.weight_copies = WeightCopies::kRows;
+      if (change == 4) precision.weight_copies = WeightCopies::kNone;
       const Result other = run(config, precision, *gpu(), c.shape);
       CAPTURE(name_of(recipe), name_of(c.norm), c.heads, c.shape.sequence_length, change);
       CHECK((other.losses == reference.losses));

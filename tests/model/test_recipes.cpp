@@ -97,7 +97,7 @@ TEST_CASE("recomputing what was not kept gives the same bits", "[model][recipes]
       CAPTURE(name_of(recipe));
       const PrecisionConfig base = precision_recipe(recipe);
       const Result reference = run(config, base);
-      for (int change = 0; change < 5; ++change) {
+      for (int change = 0; change < 6; ++change) {
         CAPTURE(change);
         PrecisionConfig precision = base;
         if (change == 0) precision.save_norm_output = !base.save_norm_output;
@@ -107,7 +107,8 @@ TEST_CASE("recomputing what was not kept gives the same bits", "[model][recipes]
           precision.recompute = Recompute::kBlock;
           precision.save_norm_output = !base.save_norm_output;
         }
-        if (change == 4) precision.cache_transposed_weights = false;
+        if (change == 4) precision.weight_copies = WeightCopies::kRows;
+        if (change == 5) precision.weight_copies = WeightCopies::kNone;
         const Result other = run(config, precision);
         CHECK(same_bits(other.losses, reference.losses));
         CHECK(same_bits(other.gradients, reference.gradients));

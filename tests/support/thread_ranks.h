@@ -54,25 +54,26 @@ class ThreadRanks {
     int size() const override { return ranks_.size_; }
     std::string description() const override { return "threads"; }
 
-    void all_reduce(Device&, const TensorView& x, Reduction reduction) override {
-      const std::vector<float> result = reduced(x, 0, x.numel(), reduction);
+    void all_reduce(Device&, const TensorView& x, Reduction reduction, Peers peers) override {
+      const std::vector<float> result = reduced(x, 0, x.numel(), reduction, peers);
       ranks_.barrier_.arrive_and_wait();  // all have read
       write(x, result);
       finish();
     }
-    void reduce_scatter(Device&, const TensorView& in, const TensorView& out) override {
-      PARKA_REQUIRE(in.numel() == out.numel() * size());
-      const std::vector<float> result = reduced(in, rank_ * out.numel(), out.numel(), Reduction::kSum);
+    void reduce_scatter(Device&, const TensorView& in, const TensorView& out, Peers peers) override {
+      PARKA_REQUIRE(in.numel() == out.numel() * size_of(peers));
+      const std::vector<float> result =
+          reduced(in, place_in(peers) * out.numel(), out.numel(), Reduction::kSum, peers);
       ranks_.barrier_.arrive_and_wait();
       write(out, result);
       finish();
     }
-    void all_gather(Device&, const TensorView& in, const TensorView& out) override {
-      PARKA_REQUIRE(out.bytes() == in.bytes() * size());
+    void all_gather(Device&, const TensorView& in, const TensorView& out, Peers peers) override {
+      PARKA_REQUIRE(out.bytes() == in.bytes() * size_of(peers));
       give(in);
-      for (int64_t r = 0; r < size(); ++r) {
-        auto* const target = static_cast<std::byte*>(out.data) + r * in.bytes();
-        const void* const source = ranks_.given_[static_cast<size_t>(r)].tensor.data;
+      for (int place = 0; place < size_of(peers); ++place) {
+        auto* const target = static_cast<std::byte*>(out.data) + place * in.bytes();
+        const void* const source = given(peers, place).data;
         if (target != source) std::memmove(target, source, static_cast<size_t>(in.bytes()));
       }
       finish();
@@ -119,13 +120,17 @@ class ThreadRanks {
         }
       }
     }
-    std::vector<float> reduced(const TensorView& x, int64_t begin, int64_t count, Reduction reduction) {
+    const TensorView& given(Peers peers, int place) const {
+      return ranks_.given_[static_cast<size_t>(rank_at(peers, place))].tensor;
+    }
+    std::vector<float> reduced(const TensorView& x, int64_t begin, int64_t count, Reduction reduction,
+                               Peers peers) {
       give(x);
       std::vector<float> result(static_cast<size_t>(count));
       for (int64_t i = 0; i < count; ++i) {
-        float value = read(ranks_.given_[0].tensor, begin + i);
-        for (size_t r = 1; r < ranks_.given_.size(); ++r) {
-          const float other = read(ranks_.given_[r].tensor, begin + i);
+        float value = read(given(peers, 0), begin + i);
+        for (int place = 1; place < size_of(peers); ++place) {
+          const float other = read(given(peers, place), begin + i);
           value = reduction == Reduction::kSum ? value + other : std::max(value, other);
         }
         result[static_cast<size_t>(i)] = value;

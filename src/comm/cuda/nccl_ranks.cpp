@@ -69,9 +69,9 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   int size() const override { return hosts_.size(); }
   std::string description() const override;
 
-  void all_reduce(Device& device, const TensorView& x, Reduction reduction) override;
-  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out) override;
-  void all_gather(Device& device, const TensorView& in, const TensorView& out) override;
+  void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) override;
+  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
+  void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   uint64_t last_queued() const override { return last_queued_; }
   void wait(Device& device, uint64_t number) override;
 
@@ -89,6 +89,12 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   static constexpr size_t kRemembered = 256;
 
   void connect();
+  void divided() override;
+  ncclComm_t comm_of(Peers peers) const {
+    const ncclComm_t comm = peers == Peers::kGroup ? group_ : peers == Peers::kAcross ? across_ : comm_;
+    return comm != nullptr ? comm : comm_;
+  }
+  std::array<ncclComm_t, 3> comms() const { return {group_, across_, comm_}; }
   Done& done(uint64_t number) { return done_[number % kRemembered]; }
   // Queues one collective: `call` must queue it on stream_.
   template <typename Call>
@@ -106,8 +112,8 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   cudaEvent_t ready_ = nullptr;
   std::array<Done, kRemembered> done_{};
   uint64_t *reached_ = nullptr, *finished_ = nullptr;  // counted by the GPU, also when a graph is replayed
-  uint64_t last_queued_ = 0, last_outside_ = 0, last_joined_ = 0;  // the latter two outside of captures
-  ncclComm_t comm_ = nullptr;
+  uint64_t last_queued_ = 0, last_outside_ = 0, last_joined_ = 0;   // the latter two outside of captures
+  ncclComm_t comm_ = nullptr, group_ = nullptr, across_ = nullptr;  // of all; the others null where that does
 };
 
 void NcclCommunicator::connect() {
@@ -124,14 +130,25 @@ void NcclCommunicator::connect() {
   check_nccl(ncclCommInitRank(&comm_, size(), id, rank()), "start");
 }
 
+void NcclCommunicator::divided() {
+  if (size_of(Peers::kAcross) == 1) return;
+  const int group = place_in(Peers::kAcross), place = place_in(Peers::kGroup);
+  check_nccl(ncclCommSplit(comm_, group, place, &group_, nullptr), "groups");
+  check_nccl(ncclCommSplit(comm_, place, group, &across_, nullptr), "groups");
+}
+
 // When an Error is on its way out, other ranks may never come to the collectives that are still queued.
 NcclCommunicator::~NcclCommunicator() {
   watchdog_.probe(nullptr);
-  if (std::uncaught_exceptions() > 0) {
-    ncclCommAbort(comm_);
-  } else {
-    cudaStreamSynchronize(stream_);
-    ncclCommDestroy(comm_);
+  const bool failed = std::uncaught_exceptions() > 0;
+  if (!failed) cudaStreamSynchronize(stream_);
+  for (const ncclComm_t comm : comms()) {
+    if (comm == nullptr) continue;
+    if (failed) {
+      ncclCommAbort(comm);
+    } else {
+      ncclCommDestroy(comm);
+    }
   }
   for (const Done& done : done_) cudaEventDestroy(done.event);
   cudaEventDestroy(ready_);
@@ -172,27 +189,27 @@ void NcclCommunicator::queue(const Device& device, const char* name, const Call&
   done.capture = capture;
 }
 
-void NcclCommunicator::all_reduce(Device& device, const TensorView& x, Reduction reduction) {
+void NcclCommunicator::all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) {
   check_reducible(x);
   queue(device, "all_reduce", [&] {
     return ncclAllReduce(x.data, x.data, static_cast<size_t>(x.numel()), type_of(x),
-                         reduction == Reduction::kSum ? ncclSum : ncclMax, comm_, stream_);
+                         reduction == Reduction::kSum ? ncclSum : ncclMax, comm_of(peers), stream_);
   });
 }
 
-void NcclCommunicator::reduce_scatter(Device& device, const TensorView& in, const TensorView& out) {
+void NcclCommunicator::reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
   check_reducible(in);
-  check_scattered(in, out, size());
+  check_scattered(in, out, size_of(peers));
   queue(device, "reduce_scatter", [&] {
-    return ncclReduceScatter(in.data, out.data, static_cast<size_t>(out.numel()), type_of(in), ncclSum, comm_,
-                             stream_);
+    return ncclReduceScatter(in.data, out.data, static_cast<size_t>(out.numel()), type_of(in), ncclSum,
+                             comm_of(peers), stream_);
   });
 }
 
-void NcclCommunicator::all_gather(Device& device, const TensorView& in, const TensorView& out) {
-  check_scattered(out, in, size());
+void NcclCommunicator::all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
+  check_scattered(out, in, size_of(peers));
   queue(device, "all_gather", [&] {
-    return ncclAllGather(in.data, out.data, static_cast<size_t>(in.bytes()), ncclUint8, comm_, stream_);
+    return ncclAllGather(in.data, out.data, static_cast<size_t>(in.bytes()), ncclUint8, comm_of(peers), stream_);
   });
 }
 
@@ -221,11 +238,15 @@ CollectiveCounts NcclCommunicator::counts() const {
 }
 
 std::string NcclCommunicator::failure() {
-  ncclResult_t status = ncclSuccess;
-  const ncclResult_t asked = ncclCommGetAsyncError(comm_, &status);
-  if (asked != ncclSuccess) status = asked;
-  if (status == ncclSuccess || status == ncclInProgress) return {};
-  return fmt::format("collective {}: {}", counts().finished + 1, reason_of(status, comm_));
+  for (const ncclComm_t comm : comms()) {
+    if (comm == nullptr) continue;
+    ncclResult_t status = ncclSuccess;
+    const ncclResult_t asked = ncclCommGetAsyncError(comm, &status);
+    if (asked != ncclSuccess) status = asked;
+    if (status == ncclSuccess || status == ncclInProgress) continue;
+    return fmt::format("collective {}: {}", counts().finished + 1, reason_of(status, comm));
+  }
+  return {};
 }
 
 }  // namespace
