@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <string_view>
 
@@ -120,6 +121,38 @@ void bench_attention(Bench& bench, const ModelShape& m) {
       attention_backward);
 }
 
+// A token more of each of some sequences as long as the context.
+void bench_decode(Bench& bench, const ModelShape& m) {
+  constexpr int32_t kSequences = 8;
+  const auto rows = [&](Tensors& t, bool slots) {
+    std::vector<int32_t> values(kSequences, static_cast<int32_t>(m.S - 1));
+    if (slots) std::iota(values.begin(), values.end(), 0);
+    return t.upload(values);
+  };
+  const auto cache = [&](Tensors& t) { return t.bf16({kSequences, m.S, 2 * m.d}); };
+  bench.time(
+      m.name, "cache_append",
+      [&](Tensors& t) {
+        return CacheAppend{
+            t.bf16({kSequences, 3 * m.d}), cache(t), rows(t, true), rows(t, false), m.heads, m.heads};
+      },
+      cache_append);
+  bench.time(
+      m.name, "attention_decode",
+      [&](Tensors& t) {
+        return AttentionDecode{.qkv = t.bf16({kSequences, 3 * m.d}),
+                               .cache = cache(t),
+                               .slot = rows(t, true),
+                               .position = rows(t, false),
+                               .out = t.bf16({kSequences, m.d}),
+                               .max_keys = m.S,
+                               .num_heads = m.heads,
+                               .num_kv_heads = m.heads,
+                               .scale = 0.088f};
+      },
+      attention_decode);
+}
+
 // Of ids that are known: only the rows of d_table that they name are touched.
 struct EmbeddingBackwardOfIds : EmbeddingBackward {
   int64_t tokens;  // that occur
@@ -222,6 +255,7 @@ int run(int argc, char** argv) {
     if (!wanted) continue;
     bench_activations(bench, model);
     bench_attention(bench, model);
+    bench_decode(bench, model);
     bench_ends(bench, model);
     bench_optimizer(bench, model);
     bench_float8(bench, model);

@@ -71,36 +71,64 @@ void add_tune(CLI::App& app, TuneOptions& options) {
 }
 
 void add_eval(CLI::App& app, EvalOptions& options) {
-  CLI::App& command = *app.add_subcommand("eval", "Mean loss and perplexity of a checkpoint on token files.");
+  CLI::App& command = *app.add_subcommand(
+      "eval", "Loss and perplexity of a checkpoint on token files, and its scores in multiple-choice tasks.");
   command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder for its newest one")
       ->required();
-  command.add_option("--data", options.data, "Token files; without it the config's data.eval");
+  command.add_option("--data", options.data,
+                     "Token files; without --data, --sets and --tasks all that the config evaluates on");
+  command.add_option("--sets", options.sets, "Named sets of token files, each with its own loss")
+      ->type_name("NAME=FILE");
+  command.add_option("--tasks", options.tasks, "Request files of tasks, which scripts/prepare_eval.py makes")
+      ->type_name("FILE");
   command
       .add_option("--set", options.overrides, "Override a key of the checkpoint's config, e.g. precision.eval=bf16")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
   command
       .add_option("--max-sequences", options.max_sequences,
-                  "Sequences to evaluate, spread evenly over the files; 0 is all")
+                  "Sequences to evaluate, spread evenly over the files of a set; 0 is all")
       ->check(CLI::NonNegativeNumber);
+  command
+      .add_option("--max-documents", options.max_documents,
+                  "Documents of each task, spread evenly over it; 0 is all")
+      ->check(CLI::NonNegativeNumber);
+  command.add_option("--predictions", options.predictions, "Write the log-likelihood of every choice to this file")
+      ->type_name("FILE");
   command.add_flag("--json", options.json, "Print JSON");
 }
 
 void add_generate(CLI::App& app, GenerateOptions& options) {
-  CLI::App& command = *app.add_subcommand("generate", "Sample a continuation of a prompt from a checkpoint.");
+  CLI::App& command = *app.add_subcommand("generate", "Sample continuations of prompts from a checkpoint.");
   command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder for its newest one")
       ->required();
-  command.add_option("--prompt", options.prompt, "Prompt text, for models trained on bytes");
   command
-      .add_option("--prompt-tokens", options.prompt_tokens, "Prompt as comma-separated token ids, for any model")
-      ->delimiter(',');
-  command.add_option("--tokens", options.num_tokens, "Tokens to generate")->check(CLI::NonNegativeNumber);
+      .add_option("--prompt", options.prompts,
+                  "Prompt text, for models trained on bytes; if repeated, one line of JSON is printed for each")
+      ->allow_extra_args(false);
   command
-      .add_option("--temperature", options.temperature, "Divides the logits; 0 always takes the likeliest token")
+      .add_option("--prompt-tokens", options.prompt_tokens,
+                  "Prompt as comma-separated token ids, for any model (may be repeated)")
+      ->type_name("ID,ID,...")
+      ->allow_extra_args(false);
+  command.add_option("--tokens", options.num_tokens, "Tokens to generate for each prompt, at most")
       ->check(CLI::NonNegativeNumber);
-  command.add_option("--top-k", options.top_k, "Sample among the k likeliest tokens; 0 is all")
+  SamplingOptions& sampling = options.sampling;
+  command
+      .add_option("--temperature", sampling.temperature, "Divides the logits; 0 always takes the likeliest token")
       ->check(CLI::NonNegativeNumber);
-  command.add_option("--seed", options.seed, "Seed of the sampling")->check(CLI::NonNegativeNumber);
+  command.add_option("--top-k", sampling.top_k, "Sample among the k likeliest tokens; 0 is all")
+      ->check(CLI::NonNegativeNumber);
+  command
+      .add_option("--top-p", sampling.top_p,
+                  "Sample among the fewest likeliest tokens that have this probability together; 1 is all")
+      ->check(CLI::Range(0.0, 1.0));
+  command.add_option("--seed", sampling.seed, "Seed of the sampling")->check(CLI::NonNegativeNumber);
+  command.add_option("--stop-token", options.stop_tokens, "End before this token id (may be repeated)")
+      ->allow_extra_args(false);
+  command.add_option("--batch", options.batch, "Prompts to continue at a time")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+  command.add_flag("--json", options.json, "Print JSON when all is done, also for one prompt");
   command.add_option("--set", options.overrides, "Override a key of the checkpoint's config, e.g. device.kind=cpu")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);

@@ -3,6 +3,8 @@
 #include <string>
 #include <vector>
 
+#include "engine/sampling.h"
+
 // What `parka <command>` does, one function each. They print to standard output, log to standard error, return the
 // exit code or throw Error.
 namespace parka {
@@ -25,11 +27,16 @@ struct PlanOptions {
 };
 int run_plan(const PlanOptions& options);
 
+// Without data, sets and tasks: what the checkpoint's config evaluates on.
 struct EvalOptions {
-  std::string checkpoint;         // a checkpoint, or a run folder: its newest
-  std::vector<std::string> data;  // token files; empty: the config's data.eval
+  std::string checkpoint;          // a checkpoint, or a run folder: its newest
+  std::vector<std::string> data;   // token files
+  std::vector<std::string> sets;   // NAME=FILE, see EvaluationConfig
+  std::vector<std::string> tasks;  // request files
   std::vector<std::string> overrides;
-  int64_t max_sequences = 0;
+  int64_t max_sequences = 0;  // of data and of each set; 0: all
+  int64_t max_documents = 0;  // of each task; 0: all
+  std::string predictions;    // file to write with what each document of a task got; empty: none
   bool json = false;
 };
 int run_eval(const EvalOptions& options);
@@ -37,12 +44,13 @@ int run_eval(const EvalOptions& options);
 struct GenerateOptions {
   std::string checkpoint;
   std::vector<std::string> overrides;
-  std::string prompt;                  // text, for models of bytes
-  std::vector<int32_t> prompt_tokens;  // token ids, for any model
+  std::vector<std::string> prompts;        // text, for models of bytes
+  std::vector<std::string> prompt_tokens;  // comma-separated token ids, for any model
   int64_t num_tokens = 200;
-  double temperature = 0.8;  // 0: always the likeliest token
-  int64_t top_k = 0;         // 0: all
-  int64_t seed = 0;
+  SamplingOptions sampling;
+  std::vector<int32_t> stop_tokens;
+  int64_t batch = 8;  // prompts at a time
+  bool json = false;
 };
 int run_generate(const GenerateOptions& options);
 

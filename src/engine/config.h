@@ -112,6 +112,24 @@ struct TelemetryConfig {
   }
 };
 
+struct EvaluationConfig {
+  std::vector<std::string> sets;
+  std::vector<std::string> tasks;
+  int64_t task_documents = 0;
+
+  bool operator==(const EvaluationConfig&) const = default;
+
+  template <typename Visitor>
+  void fields(Visitor& visit) {
+    visit("sets", sets,
+          "Named sets of held-out token files, each with a loss of its own: NAME=FILE; entries of one name are one "
+          "set");
+    visit("tasks", tasks, "Request files of multiple-choice tasks, which scripts/prepare_eval.py makes");
+    visit("task_documents", task_documents,
+          "Documents of each task per evaluation, spread evenly over it; 0 is all", IntegerRange{});
+  }
+};
+
 struct DistributedConfig {
   int64_t zero_stage = 0;
   int64_t shard_size = 0;
@@ -157,6 +175,7 @@ struct Config {
   TrainingConfig training;
   CheckpointConfig checkpoint;
   TelemetryConfig telemetry;
+  EvaluationConfig evaluation;
   DistributedConfig distributed;
   DeviceConfig device;
 
@@ -171,6 +190,8 @@ struct Config {
     visit("training", training, "Length, batch, evaluation and what to do about bad steps");
     visit("checkpoint", checkpoint, "The run folder and when to save");
     visit("telemetry", telemetry, "Reports on FP8 in metrics.jsonl");
+    visit("evaluation", evaluation,
+          "What else is evaluated on every training.eval_interval steps, see docs/evaluation.md");
     visit("distributed", distributed, "Sharding over ranks");
     visit("device", device, "What the run computes on");
   }

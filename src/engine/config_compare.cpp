@@ -29,6 +29,7 @@ constexpr std::string_view kNotHashed[] = {
     "training.log_interval",
     "checkpoint.",
     "telemetry.",
+    "evaluation.",
     "distributed.",
     "device.",
 };

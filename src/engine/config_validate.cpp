@@ -5,6 +5,7 @@
 #include "core/error.h"
 #include "engine/config_io.h"
 #include "engine/config_table.h"
+#include "engine/evaluation_suite.h"
 
 // Rules between fields. Each message names the keys with their values and says what to change.
 namespace parka {
@@ -162,9 +163,13 @@ void check_training(const Config& c) {
         "of them",
         c.training.global_batch_size, c.training.micro_batch_size);
   }
-  if (c.training.eval_interval > 0 && c.data.eval.empty()) {
-    throw_bad_input("training.eval_interval = {} but data.eval lists no files; add some, or set eval_interval = 0",
-                    c.training.eval_interval);
+  parse_sets(c.evaluation.sets, "evaluation.sets");
+  if (c.training.eval_interval > 0 && c.data.eval.empty() && c.evaluation.sets.empty() &&
+      c.evaluation.tasks.empty()) {
+    throw_bad_input(
+        "training.eval_interval = {} but data.eval, evaluation.sets and evaluation.tasks list no files; add some, "
+        "or set eval_interval = 0",
+        c.training.eval_interval);
   }
 }
 

@@ -1,13 +1,14 @@
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
-#include <numeric>
 
-#include "core/philox.h"
+#include <nlohmann/json.hpp>
+
 #include "engine/commands.h"
 #include "engine/device_setup.h"
+#include "engine/generator.h"
 #include "engine/inference_run.h"
-#include "kernels/ops/cross_entropy.h"
 
 namespace parka {
 namespace {
@@ -16,81 +17,120 @@ namespace {
 constexpr int32_t kEndOfDocument = 256;
 constexpr int64_t kMaxByteVocabulary = 1024;  // more rows than that are another tokenizer's
 
-// Draws a token from softmax(logits / temperature), among the top_k likeliest if that is not 0.
-int32_t sample(const std::vector<float>& logits, const GenerateOptions& options, uint64_t index) {
-  std::vector<int32_t> order(logits.size());
-  std::iota(order.begin(), order.end(), 0);
-  const auto likelier = [&](int32_t a, int32_t b) {
-    return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
-  };
-  const size_t k = options.top_k > 0 ? std::min(static_cast<size_t>(options.top_k), order.size()) : order.size();
-  std::partial_sort(order.begin(), order.begin() + static_cast<int64_t>(k), order.end(), likelier);
-  if (options.temperature == 0) return order.front();
-  std::vector<double> weight(k);
-  double sum = 0;
-  for (size_t i = 0; i < k; ++i) {
-    weight[i] = std::exp((static_cast<double>(logits[order[i]]) - logits[order[0]]) / options.temperature);
-    sum += weight[i];
+std::vector<int32_t> parse_tokens(const std::string& text) {
+  std::vector<int32_t> tokens;
+  const char *at = text.data(), *const end = at + text.size();
+  while (true) {
+    int32_t token = 0;
+    const auto [next, error] = std::from_chars(at, end, token);
+    if (error != std::errc() || (next != end && *next != ',')) {
+      throw_bad_input("--prompt-tokens: expected token ids like 1,2,3, got \"{}\"", text);
+    }
+    tokens.push_back(token);
+    if (next == end) return tokens;
+    at = next + 1;
   }
-  double rest = sum * uniform_open(philox4x32(static_cast<uint64_t>(options.seed), 0, index)[0]);
-  for (size_t i = 0; i < k; ++i) {
-    rest -= weight[i];
-    if (rest <= 0) return order[i];
-  }
-  return order[k - 1];
 }
 
-std::vector<int32_t> prompt_of(const GenerateOptions& options, const Config& config) {
-  if (!options.prompt.empty() && !options.prompt_tokens.empty())
+std::vector<int32_t> bytes_of(const std::string& text) {
+  std::vector<int32_t> tokens;
+  for (unsigned char byte : text) tokens.push_back(byte);
+  if (tokens.empty()) tokens.push_back(kEndOfDocument);  // what stands before every document but the first
+  return tokens;
+}
+
+void check_tokens(const char* what, const std::vector<int32_t>& tokens, int64_t vocab_size) {
+  for (int32_t id : tokens) {
+    if (id < 0 || id >= vocab_size) {
+      throw_bad_input("{} {} is outside of the vocabulary of {}", what, id, vocab_size);
+    }
+  }
+}
+
+std::vector<std::vector<int32_t>> prompts_of(const GenerateOptions& options, int64_t vocab_size) {
+  if (!options.prompts.empty() && !options.prompt_tokens.empty())
     throw_bad_input("give --prompt or --prompt-tokens, not both");
-  std::vector<int32_t> prompt = options.prompt_tokens;
-  if (prompt.empty()) {
-    if (config.model.vocab_size <= kEndOfDocument || config.model.vocab_size > kMaxByteVocabulary) {
+  std::vector<std::vector<int32_t>> prompts;
+  if (options.prompt_tokens.empty()) {
+    if (vocab_size <= kEndOfDocument || vocab_size > kMaxByteVocabulary) {
       throw_bad_input(
           "--prompt is for models trained on bytes, and this one's vocabulary is {}; give --prompt-tokens instead",
-          config.model.vocab_size);
+          vocab_size);
     }
-    for (unsigned char byte : options.prompt) prompt.push_back(byte);
+    for (const std::string& text : options.prompts) prompts.push_back(bytes_of(text));
+    if (prompts.empty()) prompts.push_back(bytes_of(""));
   }
-  if (prompt.empty()) prompt.push_back(kEndOfDocument);  // what stands before every document but the first
-  for (int32_t id : prompt) {
-    if (id < 0 || id >= config.model.vocab_size) {
-      throw_bad_input("prompt token {} is outside of the vocabulary of {}", id, config.model.vocab_size);
+  for (const std::string& text : options.prompt_tokens) prompts.push_back(parse_tokens(text));
+  for (const std::vector<int32_t>& prompt : prompts) check_tokens("prompt token", prompt, vocab_size);
+  return prompts;
+}
+
+// The model sees its training context at most, and no more is computed or kept than what these prompts can come to.
+int64_t context_of(const std::vector<std::vector<int32_t>>& prompts, int64_t num_tokens, int64_t max_context) {
+  int64_t longest = 0;
+  for (const auto& prompt : prompts) longest = std::max(longest, static_cast<int64_t>(prompt.size()));
+  return std::min(longest, max_context) + std::min(num_tokens, max_context) > max_context ? max_context
+                                                                                          : longest + num_tokens;
+}
+
+std::string text_of(const std::vector<int32_t>& bytes) { return {bytes.begin(), bytes.end()}; }
+
+void print_json(const std::vector<int32_t>& prompt, const Continuation& continuation, bool as_text) {
+  nlohmann::ordered_json line = {{"prompt_tokens", prompt}};
+  if (as_text) line["text"] = text_of(continuation.tokens);
+  line["tokens"] = continuation.tokens;
+  line["stopped"] = continuation.stopped;
+  // A model of bytes may write what is no UTF-8.
+  std::printf("%s\n", line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
+}
+
+// Prints a continuation while it is drawn, behind its prompt if that is text.
+void print_streaming(Device& device, Model& model, const CacheShape& shape,
+                     const std::vector<std::vector<int32_t>>& prompts, const GenerationOptions& generation,
+                     const GenerateOptions& options) {
+  const bool as_text = options.prompt_tokens.empty();
+  if (as_text && !options.prompts.empty()) std::fputs(options.prompts.front().c_str(), stdout);
+  bool first = true;
+  generate(device, model, shape, prompts, generation, [&](size_t, int32_t token) {
+    if (as_text) {
+      std::putchar(token);
+    } else {
+      std::printf("%s%d", first ? "" : ",", token);
     }
-  }
-  return prompt;
+    first = false;
+    std::fflush(stdout);
+  });
+  std::putchar('\n');
 }
 
 }  // namespace
 
 int run_generate(const GenerateOptions& options) {
+  if (!std::isfinite(options.sampling.temperature) || std::isnan(options.sampling.top_p)) {
+    throw_bad_input("--temperature and --top-p must be finite numbers");
+  }
   const LoadedCheckpoint checkpoint = open_checkpoint(options.checkpoint);
   Config config = config_of(checkpoint, options.overrides);
-  config.training.micro_batch_size = 1;
-  const std::unique_ptr<Device> device = make_device(config);
-  InferenceRun run(*device, checkpoint, config);
-  const int64_t max_context = run.config().data.sequence_length;
-  std::vector<int32_t> tokens = prompt_of(options, run.config());
+  const std::vector<std::vector<int32_t>> prompts = prompts_of(options, config.model.vocab_size);
+  check_tokens("--stop-token", options.stop_tokens, config.model.vocab_size);
+  GenerationOptions generation{options.sampling, options.num_tokens, options.stop_tokens};
   const bool as_text = options.prompt_tokens.empty();
-  std::fputs(options.prompt.c_str(), stdout);
-  for (int64_t i = 0; i < options.num_tokens; ++i) {
-    // The model sees its training context at most: the latest tokens.
-    const int64_t context = std::min<int64_t>(max_context, static_cast<int64_t>(tokens.size()));
-    const int32_t* first = tokens.data() + static_cast<int64_t>(tokens.size()) - context;
-    const std::vector<int32_t> targets(static_cast<size_t>(context), kIgnoreTarget);
-    const std::vector<float> logits =
-        run.model().logits(*device, {first, targets.data(), {1, context}}, context - 1, 1);
-    const int32_t token = sample(logits, options, static_cast<uint64_t>(i));
-    tokens.push_back(token);
-    if (as_text) {
-      if (token >= kEndOfDocument) break;
-      std::putchar(token);
-    } else {
-      std::printf("%s%d", i == 0 ? "" : ",", token);
-    }
-    std::fflush(stdout);
+  if (as_text) {  // what is no byte ends a text
+    for (int64_t id = kEndOfDocument; id < config.model.vocab_size; ++id)
+      generation.stop_tokens.push_back(static_cast<int32_t>(id));
   }
-  std::putchar('\n');
+  const CacheShape shape{std::min(options.batch, static_cast<int64_t>(prompts.size())),
+                         context_of(prompts, options.num_tokens, config.data.sequence_length)};
+  config.training.micro_batch_size = 1;
+  config.data.sequence_length = std::max(shape.max_length, shape.num_slots);  // a step has a row for each slot
+  const std::unique_ptr<Device> device = make_device(config);
+  InferenceRun run(*device, checkpoint, config, shape);
+  if (prompts.size() == 1 && !options.json) {
+    print_streaming(*device, run.model(), shape, prompts, generation, options);
+    return 0;
+  }
+  const std::vector<Continuation> continuations = generate(*device, run.model(), shape, prompts, generation);
+  for (size_t i = 0; i < prompts.size(); ++i) print_json(prompts[i], continuations[i], as_text);
   return 0;
 }
 

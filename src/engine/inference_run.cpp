@@ -23,13 +23,17 @@ Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::stri
   return override_config(checkpoint.state().at("config"), overrides, checkpoint.path());
 }
 
-InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, const Config& config)
+InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, const Config& config,
+                           const CacheShape& cache)
     : config_(config),
       model_(config_.model, config_.precision, config_.optimizer.decay_embeddings,
              {config_.training.micro_batch_size, config_.data.sequence_length},
              config_.training.logits_chunk_tokens, Model::Use::kInference, {}, plan_) {
+  if (cache.num_slots > 0) model_.declare_cache(cache, plan_);
   TensorId workspace;
-  if (device.kind() == DeviceKind::kCuda) workspace = declare_op_workspace(config_, model_.parameters(), plan_);
+  if (device.kind() == DeviceKind::kCuda) {
+    workspace = declare_op_workspace(config_, model_.parameters(), plan_, cache);
+  }
   plan_.finish();
   arena_ = std::make_unique<Arena>(device, plan_);
   if (workspace.valid()) device.set_workspace((*arena_)[workspace].data, (*arena_)[workspace].bytes());

@@ -20,8 +20,10 @@ Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::stri
 // A model with the weights of a checkpoint, for evaluation and generation only.
 class InferenceRun {
  public:
-  // `config` is the checkpoint's; batches of up to config.training.micro_batch_size sequences.
-  InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, const Config& config);
+  // `config` is the checkpoint's; batches of up to config.training.micro_batch_size sequences. With a cache for
+  // generation if `cache` is not empty.
+  InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, const Config& config,
+               const CacheShape& cache = {});
 
   const Config& config() const { return config_; }
   Model& model() { return model_; }

@@ -14,6 +14,7 @@
 #include "engine/config_io.h"
 #include "engine/device_setup.h"
 #include "engine/evaluation.h"
+#include "engine/evaluation_suite.h"
 #include "engine/file_io.h"
 #include "engine/gpu_plan.h"
 #include "engine/metrics_log.h"
@@ -51,21 +52,18 @@ class TrainCommand {
   int train() {
     launch_.require_same("the tokens of data.train", fmt::format("{:016x}", run_.data().fingerprint()),
                          "give all ranks the same files");
+    suite_ = open_suite(config_);
     describe();
     resume_or_initialize();
     if (is_first()) {
       replace_file(config_.checkpoint.folder + "/config.json", to_json(config_).dump(2) + "\n");
       metrics_.emplace(metrics_path());
     }
-    if (!config_.data.eval.empty()) {
-      eval_data_.emplace(config_.data.eval, config_.data.token_dtype, config_.data.sequence_length,
-                         config_.model.vocab_size);
-    }
     if (run_.completed_steps() >= config_.training.steps) {
       spdlog::info("nothing to do: the run is at step {} of {}", run_.completed_steps(), config_.training.steps);
       return 0;
     }
-    const bool evaluates = config_.training.eval_interval > 0 && eval_data_;
+    const bool evaluates = config_.training.eval_interval > 0 && !suite_.empty();
     if (evaluates && run_.completed_steps() == 0) evaluate();
     const int exit_code = train_steps(evaluates);
     saver_.wait();
@@ -245,14 +243,35 @@ class TrainCommand {
 
   void evaluate() {
     launch_.watchdog().at(run_.completed_steps(), "evaluation");
-    const EvaluationResult result = run_.evaluate(*eval_data_);
-    spdlog::info("step {}: held-out loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(),
+    if (suite_.held_out) report_loss(run_.evaluate(*suite_.held_out), "held-out", {{"kind", "eval"}});
+    for (const EvaluationSuite::Set& set : suite_.sets) {
+      report_loss(run_.evaluate(set.files), set.name, {{"kind", "eval_set"}, {"set", set.name}});
+    }
+    for (const EvalTask& task : suite_.tasks) report_task(task, run_.evaluate(task));
+  }
+
+  // `record` says in metrics.jsonl what was evaluated.
+  void report_loss(const EvaluationResult& result, const std::string& name, nlohmann::ordered_json record) {
+    spdlog::info("step {}: {} loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(), name,
                  result.loss, std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
     if (!metrics_) return;
-    metrics_->write({{"kind", "eval"},
+    record.update({{"step", run_.completed_steps()}, {"loss", result.loss}, {"num_targets", result.num_targets}});
+    metrics_->write(record);
+  }
+
+  void report_task(const EvalTask& task, const TaskResult& result) {
+    spdlog::info("step {}: {} {} {:.4f} over {} documents", run_.completed_steps(), task.name, name_of(task.metric),
+                 result.score, result.documents.size());
+    if (!metrics_) return;
+    metrics_->write({{"kind", "task"},
                      {"step", run_.completed_steps()},
-                     {"loss", result.loss},
-                     {"num_targets", result.num_targets}});
+                     {"task", task.name},
+                     {"metric", name_of(task.metric)},
+                     {"score", result.score},
+                     {"acc", result.acc},
+                     {"len_norm", result.len_norm},
+                     {"bits_per_byte", result.bits_per_byte},
+                     {"documents", result.documents.size()}});
   }
 
   void save() {
@@ -268,7 +287,7 @@ class TrainCommand {
   std::unique_ptr<Communicator> communicator_;
   TrainingRun run_;
   ModelSpeed speed_;
-  std::optional<TokenFiles> eval_data_;
+  EvaluationSuite suite_;
   std::optional<MetricsLog> metrics_;
   CheckpointSaver saver_;
 };

@@ -49,7 +49,8 @@ std::vector<std::string> check_resumable(const LoadedCheckpoint& checkpoint, con
 
 }  // namespace
 
-TensorId declare_op_workspace(const Config& config, const ParameterTable& table, MemoryPlan& plan) {
+TensorId declare_op_workspace(const Config& config, const ParameterTable& table, MemoryPlan& plan,
+                              const CacheShape& cache) {
   const int64_t tokens = config.training.micro_batch_size * config.data.sequence_length;
   int64_t pieces = 0;
   for (const ParameterInfo& parameter : table.all) pieces += cuda::sum_of_squares_pieces(parameter.numel());
@@ -67,6 +68,8 @@ TensorId declare_op_workspace(const Config& config, const ParameterTable& table,
       std::max({gemm_bytes, cuda::norm_backward_workspace_bytes(config.model.d_model),
                 cuda::embedding_backward_workspace_bytes(tokens, config.model.d_model),
                 cuda::attention_backward_workspace_bytes(tokens, config.model.num_heads),
+                cuda::attention_decode_workspace_bytes(cache.num_slots, config.model.num_heads,
+                                                       config.model.head_dim(), cache.max_length),
                 cuda::sum_of_squares_workspace_bytes(pieces, static_cast<int64_t>(table.all.size()))});
   return plan.add("workspace of GPU kernels", "op_workspace", DType::kU8, {bytes});
 }
@@ -272,11 +275,19 @@ void TrainingRun::queue_gradients(bool with_telemetry) {
   }
 }
 
+void TrainingRun::begin_evaluation_batch() {
+  if (exchange_) exchange_->begin_micro_batch(/*is_last_of_step=*/false);
+}
+
 EvaluationResult TrainingRun::evaluate(const TokenFiles& files) {
   return evaluate_loss(device_, declared_.model, files, config_.training.micro_batch_size,
-                       config_.training.eval_sequences, communicator_, [this] {
-                         if (exchange_) exchange_->begin_micro_batch(/*is_last_of_step=*/false);
-                       });
+                       config_.training.eval_sequences, communicator_, [this] { begin_evaluation_batch(); });
+}
+
+TaskResult TrainingRun::evaluate(const EvalTask& task) {
+  return evaluate_task(device_, declared_.model, task,
+                       {config_.training.micro_batch_size, config_.data.sequence_length},
+                       config_.evaluation.task_documents, communicator_, [this] { begin_evaluation_batch(); });
 }
 
 std::optional<StepReport> TrainingRun::step() {

@@ -14,6 +14,7 @@
 #include "engine/config.h"
 #include "engine/evaluation.h"
 #include "engine/parameter_exchange.h"
+#include "engine/task_evaluation.h"
 #include "engine/telemetry.h"
 #include "kernels/arena.h"
 #include "model/model.h"
@@ -36,8 +37,9 @@ struct DeclaredRun {
   TensorId workspace;                  // of the ops; invalid on the CPU
 };
 
-// Declares the workspace of all ops that a model, trained or not, runs on a GPU.
-TensorId declare_op_workspace(const Config& config, const ParameterTable& table, MemoryPlan& plan);
+// Declares the workspace of all ops that a model, trained or not, runs on a GPU; `cache` is of one that generates.
+TensorId declare_op_workspace(const Config& config, const ParameterTable& table, MemoryPlan& plan,
+                              const CacheShape& cache = {});
 
 // What happened in one optimizer step.
 struct StepReport {
@@ -89,8 +91,9 @@ class TrainingRun {
   Model& model() { return declared_.model; }
   const Model& model() const { return declared_.model; }
   const TokenFiles& data() const { return data_; }
-  // Held-out loss, every rank doing a part of it.
+  // Held-out loss, and scores in a task; every rank does a part of it.
   EvaluationResult evaluate(const TokenFiles& files);
+  TaskResult evaluate(const EvalTask& task);
 
   int64_t tokens_per_step() const { return config_.training.global_batch_size * config_.data.sequence_length; }
 
@@ -104,6 +107,7 @@ class TrainingRun {
 
   void start_loader(DataPosition position);
   void queue_gradients(bool with_telemetry);
+  void begin_evaluation_batch();
   void weights_changed();
   void initialize_one(size_t i);
 

@@ -98,6 +98,18 @@ OpCost cost_of(const AttentionBackward& a) {
           shape_of(a.out)};
 }
 
+OpCost cost_of(const CacheAppend& a) {
+  const double heads = static_cast<double>(a.num_heads + 2 * a.num_kv_heads);
+  return moved(2 * bytes_of(a.qkv) * 2.0 * static_cast<double>(a.num_kv_heads) / heads, a.qkv);
+}
+
+OpCost cost_of(const AttentionDecode& a) {
+  const double keys = static_cast<double>(a.max_keys);
+  const double key_bytes = static_cast<double>(a.cache.dim[2] * size_of(a.cache.dtype));
+  return {2 * bytes_of(a.out) + static_cast<double>(a.qkv.dim[0]) * keys * key_bytes,
+          4.0 * static_cast<double>(a.out.numel()) * keys, shape_of(a.out)};
+}
+
 OpCost cost_of(const SwigluForward& a) {
   return moved(all_bytes(a.up_gate_plain, a.up_gate, a.silu, a.product, a.product_t) +
                    (read_twice(a.product, a.product_t) ? all_bytes(a.up_gate, a.silu) : 0.0),

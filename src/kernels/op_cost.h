@@ -17,6 +17,9 @@ OpCost cost_of(const RopeBackward& a);
 // Causal: half of the S x S scores. Backward counts 2.5 times forward, for its five products.
 OpCost cost_of(const AttentionForward& a);
 OpCost cost_of(const AttentionBackward& a);
+OpCost cost_of(const CacheAppend& a);
+// As if every row had max_keys keys: positions are on the device.
+OpCost cost_of(const AttentionDecode& a);
 OpCost cost_of(const SwigluForward& a);
 OpCost cost_of(const SwigluBackward& a);
 OpCost cost_of(const Quantize& a);

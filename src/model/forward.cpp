@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cmath>
 
 #include "kernels/ops.h"
 #include "model/pass.h"
@@ -57,6 +56,7 @@ void Model::Pass::load(Device& device, const Batch& batch, bool keep) {
   shape_ = batch.shape;
   num_tokens_ = shape_.num_tokens();
   keep_ = keep;
+  cache_ = nullptr;
   PARKA_REQUIRE(num_tokens_ <= max_shape_.num_tokens() && shape_.sequence_length <= max_shape_.sequence_length);
   const TensorView tokens = vector(activations_.tokens, num_tokens_);
   device.copy_to_device(tokens.data, batch.tokens, tokens.bytes());
@@ -125,21 +125,26 @@ void Model::Pass::forward_block(Device& device, int64_t l, const TensorView& res
   const ScaledView qkv_saved = matrix(b.qkv_saved, T, d_qkv);
   const TensorView qkv_sample = sample_turned(device, qkv, qkv_saved);
   rope_forward(device, {.qkv = qkv,
-                        .cos_sin = cos_sin_.rows(0, shape_.sequence_length),
+                        .cos_sin = rotations(),
                         .num_heads = config_.num_heads,
                         .num_kv_heads = config_.kv_heads(),
                         .saved = qkv_saved});
   sample(device, l, QuantizedTensor::kQkv, qkv_sample, qkv_saved);
   const TensorView attention = tensor(b.attention, T, d_heads);
   const TensorView attention_amax = vector(activations_.attention_amax, 1);
-  attention_forward(device, {.qkv = qkv,
-                             .out = attention,
-                             .lse = log_sum_exp(b),
-                             .sequence_length = shape_.sequence_length,
-                             .num_heads = config_.num_heads,
-                             .num_kv_heads = config_.kv_heads(),
-                             .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim())),
-                             .out_amax = attention_amax});
+  if (cache_ != nullptr) append_to_cache(device, l, qkv);
+  if (attends_to_cache()) {
+    attend_to_cache(device, l, qkv, attention, attention_amax);
+  } else {
+    attention_forward(device, {.qkv = qkv,
+                               .out = attention,
+                               .lse = log_sum_exp(b),
+                               .sequence_length = shape_.sequence_length,
+                               .num_heads = config_.num_heads,
+                               .num_kv_heads = config_.kv_heads(),
+                               .scale = attention_scale(),
+                               .out_amax = attention_amax});
+  }
   ScaledView attention_input = attention;
   if (formats_.fp8_gemm) {
     attention_input = matrix(b.attention_fp8, T, d_heads);

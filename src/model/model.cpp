@@ -21,6 +21,7 @@ PrecisionConfig plain_precision(const PrecisionConfig& training) {
 Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool decay_embeddings,
              const BatchShape& shape, int64_t logits_chunk_tokens, Use use, const Zero& zero, MemoryPlan& plan)
     : config_(config),
+      max_shape_(shape),
       table_(make_parameter_table(config, decay_embeddings)),
       weights_(table_, Formats(precision), precision.weight_copies, use == Use::kTraining, zero, plan) {
   cos_sin_id_ = plan.add("tables", "cos_sin", DType::kF32, {shape.sequence_length, config.head_dim()});
@@ -107,6 +108,10 @@ std::vector<float> Model::logits(Device& device, const Batch& batch, int64_t fir
   Pass& pass = evaluating();
   pass.load(device, batch, /*keep=*/false);
   pass.forward(device);
+  return read_logits(device, pass, first_row, count);
+}
+
+std::vector<float> Model::read_logits(Device& device, Pass& pass, int64_t first_row, int64_t count) const {
   std::vector<float> result(static_cast<size_t>(count * config_.vocab_size));
   for (int64_t done = 0; done < count;) {
     const int64_t rows = std::min(pass.max_logit_rows(), count - done);

@@ -6,6 +6,7 @@
 
 #include "kernels/arena.h"
 #include "model/activations.h"
+#include "model/kv_cache.h"
 #include "model/model_config.h"
 #include "model/parameter_table.h"
 #include "model/unit_hooks.h"
@@ -76,20 +77,37 @@ class Model {
   // Loss of every token of the last batch, fp32 on the host; 0 where the target is ignored. Waits for the device.
   std::vector<float> losses(Device& device) const;
 
+  // Generation, in the evaluation precision and for inference only: keys and values of sequences that grow are
+  // kept, each in a slot of its own, so that every token is computed once. To be declared before plan.finish();
+  // neither measure may be more than the largest batch has, in sequence length and in tokens.
+  void declare_cache(const CacheShape& shape, MemoryPlan& plan);
+  // Starts the sequence of a slot anew with `tokens`; the logits of the token that follows them, fp32 [V].
+  std::vector<float> prefill(Device& device, int64_t slot, const std::vector<int32_t>& tokens);
+  // Adds a token to each of some sequences, at the position behind their last; the logits of the tokens that
+  // follow, fp32 [next.size(), V].
+  struct CachedToken {
+    int32_t slot, position, token;
+  };
+  std::vector<float> decode(Device& device, const std::vector<CachedToken>& next);
+
   // Forward in the evaluation precision; the logits of rows [first_row, first_row + count) as fp32 [count, V].
   std::vector<float> logits(Device& device, const Batch& batch, int64_t first_row, int64_t count);
 
  private:
   class Pass;  // activations under one precision and what runs on them
 
+  std::vector<float> read_logits(Device& device, Pass& pass, int64_t first_row, int64_t count) const;
+
   ModelConfig config_;
+  BatchShape max_shape_;
   ParameterTable table_;
   ModelWeights weights_;
   TensorId cos_sin_id_;
   TensorView cos_sin_;                // [S, D] fp32
   std::unique_ptr<Pass> training_;    // absent for inference
   std::unique_ptr<Pass> evaluation_;  // absent when evaluation uses training's numerics and buffers
-  const Pass* last_ = nullptr;        // whose losses() are asked for
+  std::optional<KvCache> cache_;
+  const Pass* last_ = nullptr;  // whose losses() are asked for
 
   // What accumulate_gradients() has recorded, and with which arguments.
   struct RecordedWith {

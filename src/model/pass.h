@@ -32,6 +32,15 @@ class Model::Pass {
   int64_t max_logit_rows() const { return activations_.logits_chunk; }
   std::vector<float> losses(Device& device) const;
 
+  // Like load(), for generation: row t is the token rows[t], and forward appends its keys and values to the cache.
+  enum class Attend {
+    kToBatch,  // the rows are a sequence from its beginning on
+    kToCache,  // each row is the newest token of a sequence
+  };
+  void load_cached(Device& device, const KvCache& cache, const std::vector<CachedToken>& rows,
+                   const BatchShape& shape, Attend attend);
+  const PrecisionConfig& precision() const { return precision_; }
+
   // Telemetry, see Model. Declared before bind() and bound after it; load() comes before start_sampling(), from
   // which on forward and backward leave statistics until stop_sampling().
   void declare_telemetry(MemoryPlan& plan);
@@ -58,6 +67,14 @@ class Model::Pass {
   void final_norm(Device& device);
   void linear(Device& device, const ScaledView& x, int weight, const TensorView& out);
   void cross_entropy_chunk(Device& device, int64_t begin, int64_t count, const LossOptions& options, bool gradient);
+
+  // generation.cpp
+  TensorView rotations() const;  // the rotary table by rows of the batch, [S, D]
+  float attention_scale() const;
+  bool attends_to_cache() const { return cache_ != nullptr && attend_ == Attend::kToCache; }
+  void append_to_cache(Device& device, int64_t l, const TensorView& qkv);
+  void attend_to_cache(Device& device, int64_t l, const TensorView& qkv, const TensorView& out,
+                       const TensorView& out_amax);
 
   // backward.cpp
   void backward_head(Device& device, const LossOptions& options);
@@ -103,6 +120,9 @@ class Model::Pass {
   BatchShape shape_;
   int64_t num_tokens_ = 0;
   bool keep_ = false;
+  const KvCache* cache_ = nullptr;  // where keys and values go; nullptr: nowhere
+  Attend attend_ = Attend::kToBatch;
+  int64_t num_keys_ = 0;  // up to which the rows attend to the cache
   const std::vector<TensorView>* gradients_ = nullptr;
 
   struct TelemetryIds {

@@ -145,7 +145,18 @@ class BadInput(RunFolder):
             (("eval", self.path("run"), "--data", "/nowhere.npy"), ["/nowhere.npy"]),
             (("generate", self.path("run"), "--prompt", "text"), ["--prompt-tokens"]),
             (("generate", self.path("run"), "--prompt-tokens", "1,9999"), ["9999"]),
+            (("generate", self.path("run"), "--prompt-tokens", "1,2x"), ["--prompt-tokens", "1,2x"]),
+            (("generate", self.path("run"), "--prompt-tokens", "1,,2"), ["--prompt-tokens", "1,,2"]),
+            (("generate", self.path("run"), "--prompt-tokens", "99999999999"), ["--prompt-tokens", "99999999999"]),
+            (("generate", self.path("run"), "--prompt-tokens", "1", "--prompt", "a"), ["not both"]),
+            (("generate", self.path("run"), "--prompt-tokens", "1", "--stop-token", "64"), ["--stop-token 64", "64"]),
             (("generate", self.path("run"), "--temperature", "-1"), ["--temperature"]),
+            (("generate", self.path("run"), "--prompt-tokens", "1", "--temperature", "nan"), ["--temperature"]),
+            (("generate", self.path("run"), "--prompt-tokens", "1", "--top-p", "1.5"), ["--top-p"]),
+            (("generate", self.path("run"), "--prompt-tokens", "1", "--batch", "0"), ["--batch"]),
+            (("eval", self.path("run"), "--sets", "a.npy"), ["--sets", "a.npy", "NAME=FILE"]),
+            (("eval", self.path("run"), "--tasks", "/nowhere.jsonl"), ["/nowhere.jsonl"]),
+            (("eval", self.path("run"), "--predictions", "x.jsonl"), ["--predictions", "--tasks"]),
         ]:
             with self.subTest(arguments):
                 self.assert_refused(parka(*arguments), words)

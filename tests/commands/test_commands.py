@@ -92,7 +92,7 @@ class Bench(RunFolder):
             self.skipTest("there is a GPU")
         result = parka("tune", self.write_config(tiny_config(self.folder)), "--output", self.path("tuning.json"))
         self.assert_exit(result, 2)
-        self.assertIn("GPU", result.stderr)
+        self.assertRegex(result.stderr, "GPU|CUDA")  # a build without CUDA cannot tell
         self.assertFalse(os.path.exists(self.path("tuning.json")))
 
 
@@ -139,6 +139,37 @@ class GenerateAndEval(RunFolder):
         longer = self.generate("--prompt-tokens", "1,2,3", "--tokens", "40", "--temperature", "0")
         shorter = self.generate("--prompt-tokens", "1,2,3", "--tokens", "25", "--temperature", "0")
         self.assertTrue(longer.startswith(shorter.strip() + ","))
+
+    def test_several_prompts_are_lines_of_json(self):
+        options = ("--tokens", "12", "--temperature", "0", "--set", "precision.eval=bf16")
+        prompts = ["1,2,3", "200", "9,8,7,6,5"]
+        # Two at a time: the third waits for a slot.
+        arguments = [word for prompt in prompts for word in ("--prompt-tokens", prompt)]
+        lines = [json.loads(line) for line in self.generate(*arguments, "--batch", "2", *options).splitlines()]
+        self.assertEqual(len(lines), 3)
+        for prompt, line in zip(prompts, lines):
+            self.assertEqual(",".join(map(str, line["prompt_tokens"])), prompt)
+            self.assertEqual((len(line["tokens"]), line["stopped"]), (12, False))
+            alone = self.generate("--prompt-tokens", prompt, *options)
+            self.assertEqual(",".join(map(str, line["tokens"])), alone.strip())
+
+    def test_stop_tokens_and_top_p(self):
+        arguments = ("--prompt-tokens", "1,2,3", "--tokens", "30", "--temperature", "0")
+        tokens = self.generate(*arguments).strip().split(",")
+        line = json.loads(self.generate(*arguments, "--json", "--stop-token", tokens[7]))
+        self.assertEqual([str(token) for token in line["tokens"]], tokens[: tokens.index(tokens[7])])
+        self.assertTrue(line["stopped"])
+        # The likeliest token alone has more than no probability.
+        narrow = ("--prompt-tokens", "1,2,3", "--tokens", "30", "--temperature", "1", "--top-p", "0", "--seed", "3")
+        self.assertEqual(self.generate(*narrow).strip().split(","), tokens)
+
+    def test_text_ends_at_what_is_no_byte(self):
+        line = json.loads(self.generate("--prompt", "abc", "--json", "--tokens", "200", "--temperature", "3", "--seed", "5"))
+        self.assertEqual(line["prompt_tokens"], [97, 98, 99])
+        self.assertTrue(line["stopped"])
+        self.assertTrue(all(token < 256 for token in line["tokens"]))
+        self.assertLess(len(line["tokens"]), 200)
+        self.assertEqual(bytes(line["tokens"]).decode("utf-8", "replace").count("\ufffd") > 0, "\ufffd" in line["text"])
 
     def test_eval_of_every_checkpoint_agrees_with_the_log(self):
         for record in metrics(self.path("run"), "eval")[1:]:

@@ -25,6 +25,7 @@ class Ranks(RunFolder):
         config["training"].update(steps=steps, global_batch_size=8, micro_batch_size=1)
         config["checkpoint"].update(folder=self.path(name), interval=2)
         config["distributed"] = {"zero_stage": stage, "shard_size": shard_size}
+        config["evaluation"] = {"tasks": [self.path("task.jsonl")], "sets": [f"held={self.path('held_out.npy')}"]}
         path = self.path(name + ".json")
         with open(path, "w", encoding="utf-8") as file:
             json.dump(config, file)
@@ -38,6 +39,16 @@ class Ranks(RunFolder):
     def setUp(self):
         super().setUp()
         write_tokens(self.path("long.npy"), 50 * SEQUENCE, seed=4)  # an epoch is 6 steps
+        self.write_task(self.path("task.jsonl"))
+
+    def write_task(self, path):
+        """Ten queries, one in a batch: neither 4 ranks nor 3 have equally many."""
+        with open(path, "w", encoding="utf-8") as file:
+            lines = [{"kind": "parka requests", "version": 1, "task": "made_up", "metric": "len_norm"}]
+            for i in range(5):
+                choices = [{"continuation": [i + j + 1, 7, 9][: j + 2], "characters": 3 + j, "bytes": 4 + j} for j in range(2)]
+                lines.append({"label": i % 2, "context": list(range(3 * i + 1)), "choices": choices})
+            file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def records(self, name, kind):
         with open(os.path.join(self.path(name), "metrics.jsonl"), encoding="utf-8") as file:
@@ -53,6 +64,11 @@ class Ranks(RunFolder):
                 record = records[wanted["step"]]
                 self.assertLess(abs(record["loss"] - wanted["loss"]), bound, (name, kind, record["step"]))
                 self.assertEqual(record.get("epoch"), wanted.get("epoch"))
+        for kind, key in (("eval_set", "loss"), ("task", "bits_per_byte")):
+            got, wanted = ({record["step"]: record[key] for record in self.records(n, kind)} for n in (name, other))
+            self.assertTrue(wanted)
+            for step, value in wanted.items():
+                self.assertLess(abs(got[step] - value), bound, (name, kind, step))
 
     def final_files(self, name):
         folder = os.path.join(self.path(name), f"step_{STEPS:08}")

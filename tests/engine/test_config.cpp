@@ -100,8 +100,8 @@ TEST_CASE("an unknown key names the nearest one", "[engine][config]") {
       {R"({"lr": 1})", "lr: unknown key; did you mean optimizer.lr?"},
       {R"({"training": {"lr": 1}})", "training.lr: unknown key; did you mean optimizer.lr?"},
       {R"({"zqxw": 1})",
-       "zqxw: unknown key; there are: model precision optimizer data training checkpoint telemetry distributed "
-       "device"},
+       "zqxw: unknown key; there are: model precision optimizer data training checkpoint telemetry evaluation "
+       "distributed device"},
       {R"({"distributed": {"": 1}})", "distributed.: unknown key; there are: zero_stage, shard_size"},
       {R"({"optimizer.lr": 1})",
        R"("optimizer.lr": a key has no dots; write sections as objects, {"optimizer": {"lr": ...}})"},
@@ -327,7 +327,13 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
          c.training.eval_interval = 10;
          c.data.eval.clear();
        },
-       "training.eval_interval = 10 but data.eval lists no files"},
+       "training.eval_interval = 10 but data.eval, evaluation.sets and evaluation.tasks list no files"},
+      {[](Config& c) {
+         c.evaluation.sets = {"a=b.npy", "c.npy"};
+       },
+       "evaluation.sets: \"c.npy\" is not of the form NAME=FILE"},
+      {[](Config& c) { c.evaluation.sets = {"=b.npy"}; }, "evaluation.sets: \"=b.npy\" is not of the form"},
+      {[](Config& c) { c.evaluation.sets = {"b="}; }, "evaluation.sets: \"b=\" is not of the form"},
       {[](Config& c) { c.optimizer.lr = std::nan(""); }, "optimizer.lr: nan is out of range"},
       {[](Config& c) { c.precision.compute = DType::kE4M3; }, "precision.compute: not valid; allowed: fp32, bf16"},
       {[](Config& c) { c.model.num_heads = 0; }, "model.num_heads: 0 is out of range"},

@@ -15,6 +15,18 @@
 // A small model with gradients, ready to run, for the model tests.
 namespace parka::test {
 
+// Fills a weight, rounded to its format.
+inline void upload_weight(Device& device, const TensorView& w, const std::vector<float>& values) {
+  PARKA_REQUIRE(static_cast<int64_t>(values.size()) == w.numel());
+  if (w.dtype == DType::kF32) {
+    device.copy_to_device(w.as<float>(), values.data(), w.bytes());
+  } else {
+    std::vector<BFloat16> rounded(values.size());
+    std::transform(values.begin(), values.end(), rounded.begin(), encode_bf16);
+    device.copy_to_device(w.as<BFloat16>(), rounded.data(), w.bytes());
+  }
+}
+
 struct SmallModel {
   SmallModel(const ModelConfig& config, const PrecisionConfig& precision, const BatchShape& shape,
              int64_t logits_chunk = 1 << 20, Device& on = *devices().front())
@@ -29,15 +41,7 @@ struct SmallModel {
   }
 
   void set_weight(size_t i, const std::vector<float>& values) {
-    const TensorView& w = model.weights().own()[i];
-    PARKA_REQUIRE(static_cast<int64_t>(values.size()) == w.numel());
-    if (w.dtype == DType::kF32) {
-      device->copy_to_device(w.as<float>(), values.data(), w.bytes());
-    } else {
-      std::vector<BFloat16> rounded(values.size());
-      std::transform(values.begin(), values.end(), rounded.begin(), encode_bf16);
-      device->copy_to_device(w.as<BFloat16>(), rounded.data(), w.bytes());
-    }
+    upload_weight(*device, model.weights().own()[i], values);
   }
   void initialize(const ModelConfig& config, uint64_t seed) {
     for (size_t i = 0; i < gradients.size(); ++i)

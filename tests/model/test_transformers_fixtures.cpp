@@ -1,9 +1,9 @@
 // Loss, logits and every gradient against models that transformers computed in FP32
 // (tests/fixtures/make_model_fixtures.py made the files).
 #include <cmath>
-#include <map>
 
 #include "engine/evaluation.h"
+#include "tests/model/fixture_model.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"
 
@@ -11,45 +11,6 @@ using namespace parka;
 using namespace parka::test;
 
 namespace {
-
-struct Fixture {
-  ModelConfig config;
-  BatchShape shape;
-  std::vector<int32_t> tokens;
-  std::map<std::string, std::vector<float>> tensors;
-};
-
-Fixture load_fixture(const std::string& name) {
-  const InputFile file(std::string(PARKA_SOURCE_DIR) + "/tests/fixtures/" + name + ".safetensors");
-  const SafetensorsHeader header = read_safetensors_header(file);
-  const auto& meta = header.metadata;
-  Fixture fixture;
-  ModelConfig& c = fixture.config;
-  c.vocab_size = std::stoll(meta.at("vocab_size"));
-  c.d_model = std::stoll(meta.at("d_model"));
-  c.num_layers = std::stoll(meta.at("num_layers"));
-  c.num_heads = std::stoll(meta.at("num_heads"));
-  c.num_kv_heads = std::stoll(meta.at("num_kv_heads"));
-  c.d_ffn = std::stoll(meta.at("d_ffn"));
-  c.norm = meta.at("norm") == "layernorm" ? NormKind::kLayerNorm : NormKind::kRmsNorm;
-  c.norm_eps = std::stod(meta.at("norm_eps"));
-  c.rope_theta = std::stod(meta.at("rope_theta"));
-  c.tie_embeddings = meta.at("tie_embeddings") == "true";
-  fixture.shape = {std::stoll(meta.at("batch")), std::stoll(meta.at("seq"))};
-  for (const SafetensorsEntry& entry : header.tensors) {
-    std::vector<std::byte> bytes(static_cast<size_t>(entry.num_bytes));
-    file.read(entry.offset, bytes);
-    if (entry.name == "tokens") {
-      fixture.tokens.resize(bytes.size() / 4);
-      std::memcpy(fixture.tokens.data(), bytes.data(), bytes.size());
-    } else {
-      std::vector<float>& values = fixture.tensors[entry.name];
-      values.resize(bytes.size() / 4);
-      std::memcpy(values.data(), bytes.data(), bytes.size());
-    }
-  }
-  return fixture;
-}
 
 void load_weights(SmallModel& m, const Fixture& fixture) {
   const auto& parameters = m.model.parameters().all;
@@ -61,8 +22,6 @@ void load_weights(SmallModel& m, const Fixture& fixture) {
 float grad_scale(const BatchShape& shape) {
   return static_cast<float>(1.0 / static_cast<double>(shape.num_sequences * (shape.sequence_length - 1)));
 }
-
-const char* const kFixtures[] = {"olmo_tied", "olmo_untied", "llama_mha", "llama_gqa", "llama_mqa_tied"};
 
 }  // namespace
 

@@ -1,59 +1,15 @@
 #include <cfloat>
-#include <type_traits>
 
 #include "kernels/cuda/attention_paths.cuh"
+#include "kernels/cuda/attention_rows.cuh"
 #include "kernels/cuda/check.h"
-#include "kernels/cuda/vector.cuh"
 #include "kernels/cuda/workspace.h"
 
-// Attention for any head width and for fp32, with a warp for each row that is written. Lane l holds elements l, l +
-// 32,
-// ... of a row.
+// Attention for any head width and for fp32, with a warp for each row that is written.
 namespace parka::cuda {
 namespace {
 
 constexpr int kWarps = 8, kThreads = kWarps * kWarpSize;  // of every block here
-
-// The lane's elements of a row of D; those past the end are zero.
-template <int N, typename T>
-__device__ void load_row(const T* row, int D, float (&x)[N]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const int d = n * kWarpSize + static_cast<int>(threadIdx.x);
-    x[n] = d < D ? to_float(row[d]) : 0.0f;
-  }
-}
-
-template <int N, typename T>
-__device__ void store_row(T* row, int D, const float (&x)[N]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const int d = n * kWarpSize + static_cast<int>(threadIdx.x);
-    if (d < D) row[d] = from_float<T>(x[n]);
-  }
-}
-
-// x . y, in every lane.
-template <int N>
-__device__ float dot(const float (&x)[N], const float (&y)[N]) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int n = 0; n < N; ++n) sum = fmaf(x[n], y[n], sum);
-  return warp_sum(sum);
-}
-
-// y += a x
-template <int N>
-__device__ void add_scaled(float (&y)[N], float a, const float (&x)[N]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) y[n] = fmaf(a, x[n], y[n]);
-}
-
-template <int N>
-__device__ void scale_by(float (&x)[N], float factor) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) x[n] *= factor;
-}
 
 // Which row of which head a warp writes; rows of a head are neighbours.
 struct Row {
@@ -156,17 +112,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   scale_by(d_k, scale);
   store_row(d_qkv + k_at, dims.D, d_k);
   store_row(d_qkv + v_at, dims.D, d_v);
-}
-
-// Calls f with the number of elements per lane, as a type, for rows of D.
-template <typename F>
-void with_row_size(int64_t D, const F& f) {
-  static_assert(kGenericMaxHeadDim == 16 * kWarpSize);
-  if (D <= 2 * kWarpSize) return f(std::integral_constant<int, 2>{});
-  if (D <= 4 * kWarpSize) return f(std::integral_constant<int, 4>{});
-  if (D <= 8 * kWarpSize) return f(std::integral_constant<int, 8>{});
-  PARKA_REQUIRE(D <= kGenericMaxHeadDim);
-  f(std::integral_constant<int, 16>{});
 }
 
 unsigned num_blocks(const AttentionDims& dims, int heads) {

@@ -31,6 +31,17 @@ inline int64_t attention_backward_workspace_bytes(int64_t tokens, int64_t num_he
   return tokens * num_heads * 8 + 8;
 }
 
+// attention_decode: of each piece of the keys of each row and query head the sum of its values, fp32 [D], with the
+// maximum of its scores and the sum of its weights. The pieces are the same whatever else is in the batch.
+inline constexpr int64_t kDecodePieceKeys = 256;
+inline int64_t attention_decode_pieces(int64_t max_keys) {
+  return (max_keys + kDecodePieceKeys - 1) / kDecodePieceKeys;
+}
+inline int64_t attention_decode_workspace_bytes(int64_t rows, int64_t num_heads, int64_t head_dim,
+                                                int64_t max_keys) {
+  return rows * num_heads * attention_decode_pieces(max_keys) * (head_dim + 2) * 4;
+}
+
 // sum_of_squares: one fp64 sum for each part and for each piece of each part. A piece is one thread block's work.
 inline constexpr int64_t kSumOfSquaresPiece = int64_t{1} << 14;  // elements
 inline int64_t sum_of_squares_pieces(int64_t numel) {

@@ -1,0 +1,273 @@
+#!/usr/bin/env python3
+"""Turns the documents of a multiple-choice task into a request file for `parka eval --tasks`.
+
+    prepare_eval.py --task hellaswag --tokenizer tokenizer.json validation.jsonl --out hellaswag.requests.jsonl
+    prepare_eval.py --task piqa --tokenizer bytes validation.jsonl --out piqa.requests.jsonl
+
+The input is JSON Lines with the fields that the task's data set has on Hugging Face; of arc_easy, arc_challenge and
+openbook_qa the form of their original files is read too. Prompts, continuations and metric are those of OLMo's
+zero-shot evaluation. The model must have been trained with the same tokenizer. docs/evaluation.md describes prompts,
+metrics and the request file. --out appears whole or not at all; an existing file is replaced.
+
+Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Iterator
+
+from prepare_data import ByteTokenizer, InputError, JsonTokenizer, Parser, one_line, sync_and_close, sync_folder
+
+METRICS = ("acc", "len_norm", "pmi_dc")
+LETTERS = "ABCDE"
+
+
+@dataclass
+class Request:
+    """What a document asks. Every continuation begins with a space. One context for all continuations or one each;
+    `domains`, of which the same is true, is what pmi_dc puts in the place of the context."""
+
+    contexts: list[str]
+    continuations: list[str]
+    domains: list[str]
+    label: int
+
+
+def question_and_choices(doc: dict) -> tuple[str, list[str]]:
+    """Of ARC and OpenBookQA, whose original files nest what Hugging Face has in flat fields."""
+    if isinstance(doc.get("question"), dict):
+        return doc["question"]["stem"], [choice["text"] for choice in doc["question"]["choices"]]
+    return doc["question_stem"] if "question_stem" in doc else doc["question"], doc["choices"]["text"]
+
+
+def spaced(texts: list[str]) -> list[str]:
+    return [" " + text for text in texts]
+
+
+def arc(doc: dict) -> Request:
+    question, choices = question_and_choices(doc)
+    key = str(doc["answerKey"])
+    label = int(key) - 1 if key.isdigit() else LETTERS.index(key)
+    return Request([f"Question: {question}\nAnswer:"], spaced(choices), ["Answer:"], label)
+
+
+def boolq(doc: dict) -> Request:
+    context = f"{doc['passage']}\nQuestion: {doc['question']}?\nAnswer:"
+    answer = doc["answer"] if "answer" in doc else doc["label"]  # as SuperGLUE calls it
+    return Request([context], [" yes", " no"], ["Answer:"], 0 if answer else 1)
+
+
+def copa(doc: dict) -> Request:
+    connector = {"cause": "because", "effect": "therefore"}[doc["question"]]
+    choices = [choice[0].lower() + choice[1:] for choice in (doc["choice1"], doc["choice2"])]
+    return Request([f"{doc['premise'].strip()[:-1]} {connector}"], spaced(choices), [connector], int(doc["label"]))
+
+
+def hellaswag_text(text: str) -> str:
+    """Without the marks that the data set's WikiHow part is left with."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def hellaswag(doc: dict) -> Request:
+    start = doc["ctx_b"].capitalize()
+    context = hellaswag_text(f"{doc['activity_label']}: {doc['ctx_a']} {start}")
+    domain = hellaswag_text(start) or hellaswag_text(doc["ctx_a"]).split(" ")[-1]
+    endings = [hellaswag_text(ending) for ending in doc["endings"]]
+    return Request([context], spaced(endings), [domain], int(doc["label"]))
+
+
+def openbook_qa(doc: dict) -> Request:
+    question, choices = question_and_choices(doc)
+    return Request([question], spaced(choices), [question.strip().split(" ")[-1]], LETTERS.index(doc["answerKey"].strip()))
+
+
+def piqa(doc: dict) -> Request:
+    return Request([f"Question: {doc['goal']}\nAnswer:"], spaced([doc["sol1"], doc["sol2"]]), ["Answer:"], int(doc["label"]))
+
+
+def sciq(doc: dict) -> Request:
+    choices = [doc["distractor1"], doc["distractor2"], doc["distractor3"], doc["correct_answer"]]
+    return Request([f"{doc['support'].strip()}\nQuestion: {doc['question']}\nAnswer:"], spaced(choices), ["Answer:"], 3)
+
+
+def winogrande(doc: dict) -> Request:
+    """Both options in turn stand for the blank, and what follows it is the continuation of both."""
+    before, after = doc["sentence"].split("_", 1)
+    options = [doc["option1"], doc["option2"]]
+    return Request([before + option for option in options], spaced([after.strip()] * 2), options, int(doc["answer"]) - 1)
+
+
+# What makes a request of a document, and OLMo's metric.
+TASKS: dict[str, tuple[Callable[[dict], Request], str]] = {
+    "arc_challenge": (arc, "len_norm"),
+    "arc_easy": (arc, "acc"),
+    "boolq": (boolq, "acc"),
+    "copa": (copa, "acc"),
+    "hellaswag": (hellaswag, "len_norm"),
+    "openbook_qa": (openbook_qa, "len_norm"),
+    "piqa": (piqa, "len_norm"),
+    "sciq": (sciq, "acc"),
+    "winogrande": (winogrande, "acc"),
+}
+
+
+class RequestTokenizer(JsonTokenizer):
+    """Requests do not end documents."""
+
+    def _find_eos(self, path: Path, eos_name: str | None) -> None:
+        return None
+
+
+def read_requests(path: Path, task: str) -> Iterator[Request]:
+    """The requests of a file, each checked."""
+    make_request, _ = TASKS[task]
+    try:
+        file = open(path, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be opened ({error.strerror}); give a JSON Lines file")
+    with file:
+        for number, line in enumerate(lines_of(file, path), 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                doc = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{where}: is not JSON ({one_line(error)}); give a JSON Lines file, a document per line")
+            try:
+                request = make_request(doc)
+            except KeyError as error:
+                raise InputError(f"{where}: has no {one_line(error)}, or not as {task} has it; give {task}'s documents")
+            except (AttributeError, IndexError, TypeError, ValueError) as error:
+                raise InputError(f"{where}: is no document of {task} ({one_line(error)}); give {task}'s documents")
+            check(request, where)
+            yield request
+
+
+def lines_of(file, path: Path) -> Iterator[str]:
+    try:
+        yield from file
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is not UTF-8 text ({one_line(error)}); give a JSON Lines file")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); give a JSON Lines file")
+
+
+def check(request: Request, where: str) -> None:
+    if not 0 <= request.label < len(request.continuations):
+        raise InputError(f"{where}: the right choice is number {request.label} of {len(request.continuations)}; "
+                         "give a split that has labels")
+    if len(request.continuations) < 2:
+        raise InputError(f"{where}: has fewer than two choices; remove the line")
+    if not all(request.contexts) or not all(request.domains) or not all(len(c) > 1 for c in request.continuations):
+        raise InputError(f"{where}: a prompt or a choice is empty; remove the line")
+
+
+def tokenize(requests: list[Request], tokenizer) -> dict[str, list[int]]:
+    """The ids of every text, each of which is tokenized alone."""
+    texts = {text for r in requests for text in r.contexts + r.continuations + r.domains}
+    ordered = sorted(texts)
+    try:
+        encoded = tokenizer.encode([text.encode() for text in ordered])
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can hold
+        raise InputError(f"a document holds text that is no Unicode ({one_line(error)}); remove it")
+    return {text: ids.tolist() for text, ids in zip(ordered, encoded)}
+
+
+def document(request: Request, metric: str, ids: dict[str, list[int]]) -> dict:
+    """A line of the request file."""
+    shared = {"context": request.contexts}
+    if metric == "pmi_dc":
+        shared["domain"] = request.domains
+    result = {"label": request.label}
+    result |= {key: ids[texts[0]] for key, texts in shared.items() if len(texts) == 1}
+    result["choices"] = []
+    for i, continuation in enumerate(request.continuations):
+        choice = {key: ids[texts[i]] for key, texts in shared.items() if len(texts) > 1}
+        choice["continuation"] = ids[continuation]
+        choice["characters"] = len(continuation) - 1
+        choice["bytes"] = len(continuation[1:].encode())
+        result["choices"].append(choice)
+    return result
+
+
+def write_lines(path: Path, lines: list[dict]) -> None:
+    staging = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(staging, "wb")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be made ({error.strerror}); give --out a place that you may write to")
+    try:
+        for line in lines:
+            file.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
+        sync_and_close(file)
+        staging.rename(path)
+        sync_folder(path.parent)
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="prepare_eval",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("input", type=Path, help="JSON Lines file with the task's documents")
+    add("--out", required=True, type=Path, help="request file to make")
+    add("--task", required=True, choices=sorted(TASKS), help="which task the documents are of")
+    add("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json (default: bytes)")
+    add("--metric", choices=METRICS, help="how a choice is made (default: as OLMo does for the task)")
+    add("--name", help="what to call the task in results (default: its name)")
+    options = parser.parse_args(arguments)
+    if options.name is not None and not options.name.strip():
+        raise InputError("--name is empty; give the task a name")
+    return options
+
+
+def run(arguments: list[str]) -> None:
+    options = parse_options(arguments)
+    tokenizer = ByteTokenizer() if options.tokenizer == "bytes" else RequestTokenizer(Path(options.tokenizer), None)
+    metric = options.metric or TASKS[options.task][1]
+    requests = list(read_requests(options.input, options.task))
+    if not requests:
+        raise InputError(f"{options.input}: has no documents; give a JSON Lines file, a document per line")
+    ids = tokenize(requests, tokenizer)
+    header = {
+        "kind": "parka requests",
+        "version": 1,
+        "task": options.name or options.task,
+        "metric": metric,
+        "tokenizer": tokenizer.name,
+        "tokenizer_sha256": tokenizer.sha256,
+        "documents": len(requests),
+    }
+    write_lines(options.out, [header] + [document(request, metric, ids) for request in requests])
+    print(f"{options.out}: {len(requests):,} documents of {options.task}, metric {metric}")
+
+
+def main() -> int:
+    try:
+        run(sys.argv[1:])
+    except InputError as error:
+        print(f"prepare_eval: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"prepare_eval: error: writing failed: {one_line(error)}", file=sys.stderr)
+        return 4
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+#pragma once
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/config_fields.h"
+
+namespace parka {
+
+// How the choice of a model is found from the log-likelihoods of a document's continuations: the largest
+//   acc       log p(continuation | context)
+//   len_norm  the same over the number of characters of the continuation
+//   pmi_dc    log p(continuation | context) - log p(continuation | domain context)
+enum class TaskMetric : uint8_t { kAcc, kLenNorm, kPmiDc };
+template <>
+struct EnumNames<TaskMetric> {
+  static constexpr EnumName<TaskMetric> kAll[] = {
+      {TaskMetric::kAcc, "acc"}, {TaskMetric::kLenNorm, "len_norm"}, {TaskMetric::kPmiDc, "pmi_dc"}};
+};
+
+struct TaskChoice {
+  std::vector<int32_t> context, continuation;
+  std::vector<int32_t> domain;        // context of pmi_dc; empty for other metrics
+  int64_t num_characters, num_bytes;  // of the continuation's text without the space in front
+};
+
+struct TaskDocument {
+  std::vector<TaskChoice> choices;
+  int64_t label;  // the right one
+};
+
+// The requests of a multiple-choice task as scripts/prepare_eval.py writes them; docs/evaluation.md has the format.
+struct EvalTask {
+  std::string path, name;
+  TaskMetric metric;
+  std::vector<TaskDocument> documents;
+};
+
+// Reads a request file for a model of this vocabulary and context. Throws Error(kBadInput) that names file and line
+// for anything the format does not say, token ids that the model lacks, and continuations longer than its context.
+EvalTask read_requests(const std::string& path, int64_t vocab_size, int64_t sequence_length);
+
+}  // namespace parka

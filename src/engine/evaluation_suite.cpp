@@ -1,0 +1,49 @@
+#include "engine/evaluation_suite.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+
+namespace parka {
+
+std::vector<NamedFiles> parse_sets(const std::vector<std::string>& entries, const char* key) {
+  std::vector<NamedFiles> sets;
+  for (const std::string& entry : entries) {
+    const size_t equals = entry.find('=');
+    if (equals == std::string::npos || equals == 0 || equals + 1 == entry.size()) {
+      throw_bad_input("{}: \"{}\" is not of the form NAME=FILE", key, entry);
+    }
+    const std::string name = entry.substr(0, equals), file = entry.substr(equals + 1);
+    const auto found =
+        std::find_if(sets.begin(), sets.end(), [&](const NamedFiles& set) { return set.name == name; });
+    if (found != sets.end()) {
+      found->files.push_back(file);
+    } else {
+      sets.push_back({name, {file}});
+    }
+  }
+  return sets;
+}
+
+EvaluationSuite open_suite(const Config& config) {
+  const DataConfig& data = config.data;
+  const int64_t vocab_size = config.model.vocab_size;
+  EvaluationSuite suite;
+  if (!data.eval.empty()) suite.held_out.emplace(data.eval, data.token_dtype, data.sequence_length, vocab_size);
+  for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) {
+    suite.sets.push_back({set.name, TokenFiles(set.files, data.token_dtype, data.sequence_length, vocab_size)});
+  }
+  for (const std::string& path : config.evaluation.tasks) {
+    EvalTask task = read_requests(path, vocab_size, data.sequence_length);
+    for (const EvalTask& other : suite.tasks) {
+      if (other.name == task.name) {
+        throw_bad_input("{} and {} are both of a task \"{}\"; give one another name (prepare_eval.py --name)",
+                        other.path, path, task.name);
+      }
+    }
+    suite.tasks.push_back(std::move(task));
+  }
+  return suite;
+}
+
+}  // namespace parka

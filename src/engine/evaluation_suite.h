@@ -1,0 +1,37 @@
+#pragma once
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "data/token_files.h"
+#include "engine/config.h"
+#include "engine/eval_requests.h"
+
+namespace parka {
+
+// All that a config evaluates on, opened and checked.
+struct EvaluationSuite {
+  struct Set {
+    std::string name;
+    TokenFiles files;
+  };
+  std::optional<TokenFiles> held_out;  // data.eval
+  std::vector<Set> sets;               // evaluation.sets
+  std::vector<EvalTask> tasks;         // evaluation.tasks
+
+  bool empty() const { return !held_out && sets.empty() && tasks.empty(); }
+};
+
+// Throws Error(kBadInput) for files that cannot be used, and for two tasks of one name.
+EvaluationSuite open_suite(const Config& config);
+
+// The files of a set of token files, by its name.
+struct NamedFiles {
+  std::string name;
+  std::vector<std::string> files;
+};
+// What entries NAME=FILE say, in order of first mention; entries of one name are one set. Throws Error(kBadInput),
+// naming `key`, for an entry that is not of this form.
+std::vector<NamedFiles> parse_sets(const std::vector<std::string>& entries, const char* key);
+
+}  // namespace parka
