@@ -3,14 +3,12 @@
 # Llama-2-7B (4 x 8) at context 2048. Cards of one kind differ by several per cent under full load, so what is compared
 # must come from one run of this.
 #   scripts/reproduce/one_gpu.sh [--no-tune] OUT [MODEL.RECIPE...]
-# By default olmo-1b and llama2-7b, each with bf16, fp8_linear, coat and parka. Every run has an exact fp32 master in 4 bytes
-# per parameter and gradients in bf16; moments are bf16 (bf16, fp8_linear) or expanded FP8 (coat, parka). parka is the lean
-# one: it keeps activations in groups of 32, not 16, and transposes FP8 weights where they are read instead of keeping both
-# orders. Unless --no-tune is given, matrix products are tuned first, which takes a minute and a half for each. OUT gets for
-# each run the report, the JSON that scripts/figures.py reads, and the tuning. PARKA names the program (default
-# build/cuda/parka).
+# By default olmo-1b and llama2-7b, each with bf16, fp8_linear, coat and parka, as recipe_options.sh sets them. Unless --no-tune
+# is given, matrix products are tuned first, which takes a minute and a half for each. OUT gets for each run the report, the
+# JSON that scripts/figures.py reads, and the tuning. PARKA names the program (default build/cuda/parka).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+. scripts/reproduce/recipe_options.sh
 usage() { echo "usage: scripts/reproduce/one_gpu.sh [--no-tune] OUT [MODEL.RECIPE...]" >&2; exit 2; }
 tune=true
 [ "${1:-}" != --no-tune ] || { tune=false; shift; }
@@ -28,15 +26,8 @@ for run in "$@"; do
     llama2-7b) batch=(--set training.micro_batch_size=4 --set training.global_batch_size=32) ;;
     *) echo "one_gpu.sh: no model $model" >&2; exit 2 ;;
   esac
-  case $recipe in
-    bf16 | fp8_linear) states=bf16 ;;
-    coat | parka) states=fp8_expanded ;;
-    *) echo "one_gpu.sh: no recipe $recipe" >&2; exit 2 ;;
-  esac
-  lean=()
-  [ "$recipe" != parka ] || lean=(--set precision.group_size=32 --set precision.weight_copies=rows)
-  set=("${batch[@]}" "${lean[@]}" --set precision.recipe=$recipe --set optimizer.states=$states --set optimizer.master=fp32_split
-    --set optimizer.gradient=bf16)
+  recipe_options "$recipe"
+  set=("${batch[@]}" "${options[@]}")
   if $tune; then
     "$parka" tune "configs/$model.json" "${set[@]}" --output "$out/$run.tuning.json" > "$out/$run.tuning.txt"
     set+=(--set "device.gemm_tuning=$out/$run.tuning.json")

@@ -39,14 +39,53 @@ void add_train(CLI::App& app, TrainOptions& options, std::string& drill) {
       ->type_name("STEP:POINT");
 }
 
+// Options of what `plan` knows about links between GPUs; see docs/scaling.md.
+void add_step_model(CLI::App& command, CLI::Option& measured, PlanOptions& options) {
+  command
+      .add_option("--compare", options.compare_path,
+                  "The same of a run on --gpus GPUs, to compare the prediction to")
+      ->type_name("FILE")
+      ->needs(&measured);
+  command.add_option("--nodes", options.nodes, "Nodes that the GPUs are in; by default nodes of 8")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
+      ->needs(&measured);
+  const auto add = [&](const char* name, double& value, const char* help) {
+    command.add_option(name, value, help)->check(CLI::PositiveNumber)->needs(&measured)->capture_default_str();
+  };
+  add("--link-bandwidth", options.link_bandwidth, "NCCL's bus bandwidth within a node, GB/s");
+  add("--network-bandwidth", options.network_bandwidth, "Bandwidth of one GPU to other nodes, GB/s");
+  add("--start-latency", options.start_latency, "Of a collective, microseconds");
+  add("--link-latency", options.link_latency, "Of a hop within a node, microseconds");
+  add("--network-latency", options.network_latency, "Of a hop between nodes, microseconds");
+  command
+      .add_option(
+          "--interference", options.interference,
+          "What part of the time that its bytes take at the link bandwidth a collective costs the work beside it")
+      ->check(CLI::Range(0.0, 0.99))
+      ->needs(&measured)
+      ->capture_default_str();
+  command
+      .add_option("--slowest-gpu", options.slowest_gpu,
+                  "By how many per cent the slowest GPU is slower than the measured one")
+      ->check(CLI::NonNegativeNumber)
+      ->needs(&measured)
+      ->capture_default_str();
+}
+
 void add_plan(CLI::App& app, PlanOptions& options) {
   CLI::App& command = *app.add_subcommand(
-      "plan", "Print the memory a run needs on each GPU, without a GPU, and what would make it fit.");
+      "plan",
+      "Print a run's memory on each GPU and what would make it fit; with --measured, also what a step takes.");
   add_config_options(command, options.config_path, options.overrides);
   command.add_option("--gpus", options.num_gpus, "Number of GPUs")->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
   command.add_option("--memory-limit", options.memory_limit_gb, "Memory of one GPU in GB (1e9 bytes)")
       ->check(CLI::PositiveNumber);
   command.add_flag("--json", options.json, "Print JSON");
+  CLI::Option& measured = *command
+                               .add_option("--measured", options.measured_path,
+                                           "What `parka bench CONFIG --json FILE` wrote on one GPU")
+                               ->type_name("FILE");
+  add_step_model(command, measured, options);
 }
 
 void add_bench(CLI::App& app, BenchOptions& options) {

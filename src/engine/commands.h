@@ -24,6 +24,15 @@ struct PlanOptions {
   int64_t num_gpus = 1;
   double memory_limit_gb = 80.0;  // 1e9 bytes per GPU
   bool json = false;
+
+  // What a step takes; without a measurement of one GPU it is not predicted. docs/scaling.md says where the
+  // defaults come from.
+  std::string measured_path, compare_path;
+  int64_t nodes = 0;                                                   // 0: as many as nodes of eight GPUs it takes
+  double link_bandwidth = 340, network_bandwidth = 50;                 // 1e9 bytes per second
+  double start_latency = 14, link_latency = 1.9, network_latency = 4;  // microseconds
+  double interference = 0.9;
+  double slowest_gpu = 0;  // per cent
 };
 int run_plan(const PlanOptions& options);
 

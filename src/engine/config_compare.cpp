@@ -52,6 +52,25 @@ constexpr std::string_view kFixedOnResume[] = {
 // ... but for these: the weights have been initialised.
 constexpr std::string_view kFreeOnResume[] = {"model.init", "model.init_std"};
 
+// Keys and sections that decide how long one GPU takes for a micro-batch and an update...
+constexpr std::string_view kSpeed[] = {
+    "model.",
+    "precision.",
+    "optimizer.states",
+    "optimizer.master",
+    "optimizer.gradient",
+    "data.sequence_length",
+    "training.micro_batch_size",
+    "training.logits_chunk_tokens",
+    "device.gemm_tuning",
+};
+// ... but for these...
+constexpr std::string_view kNoSpeed[] = {"model.norm_eps", "model.rope_theta", "model.init",
+                                         "model.init_std", "precision.recipe", "precision.eval"};
+// ... and what beside them decides how long a run of several takes for a step.
+constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies", "training.global_batch_size",
+                                            "distributed."};
+
 template <size_t N>
 bool is_listed(const std::string& path, const std::string_view (&list)[N]) {
   return std::any_of(std::begin(list), std::end(list), [&](std::string_view entry) {
@@ -102,6 +121,21 @@ ResumeDifferences resume_differences(const Config& saved, const Config& now) {
     const bool same_meaning = get_field(meant_saved.fields[i]) == get_field(meant_now.fields[i]);
     std::vector<std::string>& list = fixed && !same_meaning ? differences.refused : differences.allowed;
     list.push_back(fmt::format("{}: {} in the checkpoint, {} now", path, old_value.dump(), new_value.dump()));
+  }
+  return differences;
+}
+
+std::vector<std::string> speed_differences(const Config& measured, const Config& wanted, SpeedOf speed) {
+  Config configs[2] = {canonical(measured), canonical(wanted)};
+  const ConfigTable one = make_config_table(configs[0]), other = make_config_table(configs[1]);
+  std::vector<std::string> differences;
+  for (size_t i = 0; i < one.fields.size(); ++i) {
+    const std::string& path = one.fields[i].path;
+    const bool of_run = is_listed(path, kSpeedOfRun);
+    const bool counts = of_run ? speed == SpeedOf::kRun : is_listed(path, kSpeed) && !is_listed(path, kNoSpeed);
+    const auto old_value = get_field(one.fields[i]), new_value = get_field(other.fields[i]);
+    if (!counts || old_value == new_value) continue;
+    differences.push_back(fmt::format("{}: {} measured, {} here", path, old_value.dump(), new_value.dump()));
   }
   return differences;
 }

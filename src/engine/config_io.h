@@ -51,4 +51,11 @@ struct ResumeDifferences {
 };
 ResumeDifferences resume_differences(const Config& saved, const Config& now);
 
+// The keys that decide how fast a run is and that differ, one line each with both values.
+enum class SpeedOf : uint8_t {
+  kRun,     // of all ranks
+  kOneGpu,  // of one GPU's work in a micro-batch: not how many there are, nor how ranks share the model
+};
+std::vector<std::string> speed_differences(const Config& measured, const Config& wanted, SpeedOf speed);
+
 }  // namespace parka

@@ -2,6 +2,7 @@
 import glob
 import json
 import os
+import statistics
 import tempfile
 import unittest
 
@@ -62,6 +63,85 @@ class Plan(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertRegex(result.stdout, r"(Fits|Does not fit) into 80\.0 GB")
         self.assertIn("bytes per token and block", result.stdout)
+
+
+class StepTime(RunFolder):
+    """What plan expects of a step, from a real measurement: of the tiny model on the CPU."""
+
+    def setUp(self):
+        super().setUp()
+        self.config = tiny_config(self.folder, "parka")
+        self.config["training"].update(global_batch_size=16, micro_batch_size=2)
+        self.measured = self.path("one.json")
+        self.assert_exit(parka("bench", self.write_config(self.config), "--steps", "3", "--json", self.measured), 0)
+        with open(self.measured, encoding="utf-8") as file:
+            self.seconds = statistics.median(json.load(file)["step_seconds"])
+
+    def plan(self, *arguments):
+        result = parka("plan", self.path("config.json"), "--json", "--measured", self.measured, *arguments)
+        self.assert_exit(result, 0)
+        return json.loads(result.stdout)["step"]
+
+    def test_one_gpu_takes_what_was_measured(self):
+        step = self.plan("--compare", self.measured)
+        self.assertAlmostEqual(step["seconds"] / self.seconds, 1, places=6)
+        self.assertAlmostEqual(step["efficiency"], 1, places=6)
+        self.assertAlmostEqual(step["error"], 0, places=6)
+        self.assertEqual((step["communication_seconds"], step["hidden_fraction"], step["micro_batches"]), (0, 1, 8))
+
+    def test_every_stage_adds_up(self):
+        for stage in range(4):
+            step = self.plan("--gpus", "4", "--set", f"distributed.zero_stage={stage}")
+            parts = step["compute_seconds"] + step["slowed_seconds"] + step["exposed_seconds"]
+            self.assertAlmostEqual(step["seconds"] / parts, 1, places=6)
+            self.assertEqual((step["nodes"], step["micro_batches"]), (1, 2))
+            self.assertGreater(step["communication_seconds"], step["exposed_seconds"])
+            self.assertAlmostEqual(step["tokens_per_second"], 4 * step["tokens_per_second_per_gpu"], places=3)
+
+    def test_every_option_counts(self):
+        stage = ("--gpus", "8", "--nodes", "2", "--set", "distributed.zero_stage=3")
+        normal = self.plan(*stage)
+        for option, value, sign in [("--link-bandwidth", "0.1", 1), ("--network-bandwidth", "0.01", 1), ("--start-latency", "0.1", -1),
+                                    ("--link-latency", "1000", 1), ("--network-latency", "1000", 1), ("--slowest-gpu", "10", 1)]:
+            with self.subTest(option):
+                difference = self.plan(*stage, option, value)["seconds"] - normal["seconds"]
+                self.assertGreater(sign * difference, 0)
+        # The latency of these small collectives hides behind nothing: what they cost beside them shows without it.
+        quick = (*stage, "--link-bandwidth", "0.1", "--start-latency", "1e-6", "--link-latency", "1e-6", "--network-latency", "1e-6")
+        self.assertGreater(self.plan(*quick)["slowed_seconds"], self.plan(*quick, "--interference", "0.1")["slowed_seconds"])
+        self.assertGreater(normal["communication_seconds"], self.plan("--gpus", "8", *stage[4:])["communication_seconds"])
+
+    def test_text_output(self):
+        result = parka("plan", self.path("config.json"), "--measured", self.measured, "--compare", self.measured)
+        self.assert_exit(result, 0)
+        for part in ("measured on one CPU", "expected on 1 GPU in 1 node, 8 micro-batches each", "tok/s per GPU",
+                     "100.0 % of the measured GPU's speed", "the prediction is"):
+            self.assertIn(part, result.stdout)
+
+    def test_bad_input_is_refused(self):
+        with open(self.path("broken.json"), "w", encoding="utf-8") as file:
+            file.write("{}")
+        measured = ("--measured", self.measured)
+        for arguments, words in [
+            (("--measured", "/nowhere.json"), ["/nowhere.json"]),
+            (("--measured", self.path("broken.json")), ["broken.json", "parka bench"]),
+            (("--nodes", "2"), ["--measured"]),
+            (("--interference", "0.5"), ["--measured"]),
+            (("--compare", self.measured), ["--measured"]),
+            ((*measured, "--interference", "1"), ["--interference"]),
+            ((*measured, "--gpus", "4", "--nodes", "3"), ["--gpus", "--nodes"]),
+            ((*measured, "--gpus", "3"), ["global_batch_size", "3 GPUs"]),
+            ((*measured, "--set", "training.global_batch_size=40000"), ["global_batch_size", "20000 micro-batches"]),
+            ((*measured, "--set", "precision.group_size=32"), ["precision.group_size", "16", "32"]),
+            ((*measured, "--gpus", "2", "--compare", self.measured), ["--gpus 1"]),
+            ((*measured, "--compare", self.measured, "--set", "distributed.zero_stage=1"), ["distributed.zero_stage"]),
+        ]:
+            with self.subTest(arguments):
+                result = parka("plan", self.path("config.json"), *arguments)
+                self.assert_exit(result, 2)
+                self.assertEqual(len(result.stderr.splitlines()), 1)
+                for word in words:
+                    self.assertIn(word, result.stderr)
 
 
 class Bench(RunFolder):

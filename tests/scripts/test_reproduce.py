@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""Tests of scripts/reproduce/end_to_end.sh and per_layer.sh without a GPU: plans, the largest batch, tables."""
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "commands"))
+from parka_runs import PROGRAM, RunFolder, parka, tiny_config  # noqa: E402
+
+FOLDER = ROOT / "scripts" / "reproduce"
+
+
+def run(script, *arguments, **environment):
+    return subprocess.run([FOLDER / script, *arguments], capture_output=True, text=True, timeout=600,
+                          env={**os.environ, "PARKA": os.path.abspath(PROGRAM), **environment})
+
+
+def table(text):
+    """The cells of a Markdown table below its header."""
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines()]
+    assert all(len(row) == len(rows[0]) for row in rows), text
+    return rows[2:]
+
+
+class Reproduce(unittest.TestCase):
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory(prefix="parka-test-")
+        self.addCleanup(temporary.cleanup)
+        self.out = os.path.join(temporary.name, "out")
+
+    def load(self, name):
+        with open(os.path.join(self.out, name), encoding="utf-8") as file:
+            return json.load(file)
+
+    def run_script(self, script, *arguments, **environment):
+        result = run(script, "--plan-only", *arguments, **environment)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return table(result.stdout)
+
+    def test_end_to_end(self):
+        rows = self.run_script("end_to_end.sh", self.out, "7b.1", "7b.8", "13b.2")
+        self.assertEqual([(row[0], row[1], row[8]) for row in rows],
+                         [(model, gpus, recipe) for model, gpus in (("7B", "1"), ("7B", "8"), ("13B", "2"))
+                          for recipe in ("bf16", "fp8_linear", "coat", "parka")])
+        cells = {(row[0], row[1], row[8]): row for row in rows}
+        coat = cells["7B", "8", "coat"]
+        self.assertEqual(coat[2:8], ["COAT", "1.7", "17.7", "27.0", "8", "11,241"])
+        self.assertEqual(cells["7B", "1", "bf16"][5], "out of memory")
+        self.assertEqual(cells["7B", "1", "parka"][2:8], [""] * 6)  # the paper has none
+        self.assertTrue(all(len(row) == 13 for row in rows))  # nothing is measured
+        # 2 bytes and scales for each of 6.9 billion parameters, over 8 GPUs.
+        self.assertEqual(coat[9], "1.8")
+        plan = self.load("7b.8.coat.memory.plan.json")
+        self.assertEqual((plan["gpus"], plan["micro_batch_size"]), (8, 2))
+        self.assertEqual(coat[11], f"{(plan['total_bytes'] + plan['context_bytes']) / 1e9:.1f}")
+        with open(os.path.join(self.out, "end_to_end.md"), encoding="utf-8") as file:
+            self.assertEqual(table(file.read()), rows)
+
+    def test_the_largest_batch_is_the_last_that_fits(self):
+        for limit in (20, 60):
+            row, = self.run_script("end_to_end.sh", "--memory-limit", str(limit), self.out, "7b.8", RECIPES="parka")
+            largest = int(row[12])
+            self.assertGreater(largest, 0)
+            plans = {}
+            for micro in (largest, 2 * largest):
+                plan = parka("plan", str(ROOT / "configs/olmo-7b.json"), "--gpus", "8", "--json", "--memory-limit", str(limit),
+                             "--set", "precision.recipe=parka", "--set", "precision.group_size=32",
+                             "--set", "optimizer.gradient=bf16", "--set", "distributed.zero_stage=3",
+                             "--set", f"training.micro_batch_size={micro}")
+                plans[micro] = json.loads(plan.stdout)
+            self.assertTrue(plans[largest]["fits"])
+            self.assertFalse(plans[2 * largest]["fits"])
+            self.assertEqual(self.load("7b.8.parka.speed.plan.json")["total_bytes"], plans[largest]["total_bytes"])
+        row, = self.run_script("end_to_end.sh", "--memory-limit", "10", self.out, "7b.8", RECIPES="parka")
+        self.assertEqual(row[12], "-")
+        self.assertIn("too much", row[11])
+
+    def test_per_layer(self):
+        rows = self.run_script("per_layer.sh", self.out, "2048.2048", "4096.4096")
+        self.assertEqual(len(rows), 8)
+        bf16 = rows[0]
+        self.assertEqual(bf16[:8], ["2048", "2048", "BF16", "3.36", "8.47", "11.83", "1,457", "bf16"])
+        kept = {(row[0], row[7]): float(row[8].replace(",", "")) for row in rows}
+        for width in ("2048", "4096"):
+            self.assertLess(kept[width, "parka"], kept[width, "coat"])
+            self.assertLess(kept[width, "coat"], kept[width, "bf16"])
+
+    def test_bad_arguments_are_refused(self):
+        for script, arguments, word in [("end_to_end.sh", (), "usage"), ("end_to_end.sh", ("--plan", "x"), "usage"),
+                                        ("end_to_end.sh", ("--plan-only", self.out, "9b.1"), "no row 9b.1"),
+                                        ("end_to_end.sh", ("--plan-only", self.out, "7b.3"), "no row 7b.3"),
+                                        ("per_layer.sh", ("--plan-only",), "usage"),
+                                        ("per_layer.sh", ("--plan-only", self.out, "512.2048"), "no case 512.2048")]:
+            with self.subTest(arguments):
+                result = run(script, *arguments, RECIPES="coat")
+                self.assertNotEqual(result.returncode, 0)
+                self.assertIn(word, result.stderr)
+        result = run("end_to_end.sh", "--plan-only", self.out, "7b.8", RECIPES="caot")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("no recipe caot", result.stderr)
+
+
+class Measured(RunFolder):
+    """Columns that need a GPU, from real measurements of the tiny model on the CPU under the names of a row."""
+
+    def test_measurements_take_their_columns(self):
+        out = self.path("out")
+        self.assertEqual(run("end_to_end.sh", "--plan-only", out, "7b.1", RECIPES="coat").returncode, 0)
+        self.assertEqual(run("per_layer.sh", "--plan-only", out, "2048.2048", RECIPES="coat").returncode, 0)
+        config = self.write_config(tiny_config(self.folder, "coat"))
+        for name in ("7b.1.coat.memory", "7b.1.coat.speed", "2048.2048.coat"):
+            self.assert_exit(parka("bench", config, "--steps", "3", "--json", f"{out}/{name}.json"), 0)
+        with open(f"{out}/7b.1.coat.speed.json", encoding="utf-8") as file:
+            bench = json.load(file)
+        row, = table(run("paper_tables.py", "end_to_end", out, "7b.1").stdout)
+        self.assertEqual(row[12], "0.0")  # on a GPU by a run on the CPU
+        self.assertEqual(row[14], f"{64 / statistics.median(bench['step_seconds']):,.0f}")
+        with open(f"{out}/2048.2048.coat.json", encoding="utf-8") as file:
+            bench = json.load(file)
+        row, = table(run("paper_tables.py", "per_layer", out, "2048.2048").stdout)
+        # Two micro-batches of two blocks.
+        forward = 1e3 * sum(op["seconds"] for op in bench["ops"] if op["section"] == "block forward") / 4
+        self.assertEqual(row[8], f"{forward:.2f}")
+        self.assertAlmostEqual(float(row[10]), float(row[8]) + float(row[9]), delta=0.011)
+
+
+if __name__ == "__main__":
+    unittest.main()
