@@ -36,7 +36,7 @@ train() {  # NAME=RECIPE,KEY=VALUE,... or a recipe; SLOT is which of the GPUs
     set+=(--set "${values%%,*}")
   done
   CUDA_VISIBLE_DEVICES=${gpus[$SLOT]} "$PARKA" train configs/olmo-150m.json --set model.vocab_size=272 "${set[@]}" \
-    --set "data.train=[\"$work/tokens/train-00000.npy\"]" --set "data.eval=[]" --set training.steps=$steps \
+    --set "data.train=[\"$work/tokens/train-00000.npy\"]" --set "data.eval=[]" --set training.eval_interval=0 --set training.steps=$steps \
     --set training.global_batch_size=$batch --set training.micro_batch_size=32 --set training.log_interval=100 \
     --set optimizer.schedule.total_steps=$steps --set optimizer.schedule.warmup_steps=$((steps / 10)) \
     --set optimizer.lr=1e-3 --set checkpoint.folder="$work/$name" --set checkpoint.interval=0 >> "$out/$name.txt" 2>&1

@@ -91,8 +91,15 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   void connect();
   void divided() override;
   ncclComm_t comm_of(Peers peers) const {
-    const ncclComm_t comm = peers == Peers::kGroup ? group_ : peers == Peers::kAcross ? across_ : comm_;
-    return comm != nullptr ? comm : comm_;
+    const bool is_all = size_of(peers) == size();
+    return is_all ? comm_ : peers == Peers::kGroup ? group_ : across_;
+  }
+  // A collective of one: `in` becomes `out`.
+  ncclResult_t copy(const TensorView& in, const TensorView& out) {
+    if (in.data == out.data) return ncclSuccess;
+    const auto bytes = static_cast<size_t>(out.bytes());
+    check(cudaMemcpyAsync(out.data, in.data, bytes, cudaMemcpyDeviceToDevice, stream_), "copy");
+    return ncclSuccess;
   }
   std::array<ncclComm_t, 3> comms() const { return {group_, across_, comm_}; }
   Done& done(uint64_t number) { return done_[number % kRemembered]; }
@@ -113,7 +120,8 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   std::array<Done, kRemembered> done_{};
   uint64_t *reached_ = nullptr, *finished_ = nullptr;  // counted by the GPU, also when a graph is replayed
   uint64_t last_queued_ = 0, last_outside_ = 0, last_joined_ = 0;   // the latter two outside of captures
-  ncclComm_t comm_ = nullptr, group_ = nullptr, across_ = nullptr;  // of all; the others null where that does
+  ncclComm_t comm_ = nullptr;                       // of all
+  ncclComm_t group_ = nullptr, across_ = nullptr;  // null unless divide() has made several groups of several ranks
 };
 
 void NcclCommunicator::connect() {
@@ -131,7 +139,7 @@ void NcclCommunicator::connect() {
 }
 
 void NcclCommunicator::divided() {
-  if (size_of(Peers::kAcross) == 1) return;
+  if (size_of(Peers::kGroup) == 1 || size_of(Peers::kAcross) == 1) return;
   const int group = place_in(Peers::kAcross), place = place_in(Peers::kGroup);
   check_nccl(ncclCommSplit(comm_, group, place, &group_, nullptr), "groups");
   check_nccl(ncclCommSplit(comm_, place, group, &across_, nullptr), "groups");
@@ -192,6 +200,7 @@ void NcclCommunicator::queue(const Device& device, const char* name, const Call&
 void NcclCommunicator::all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) {
   check_reducible(x);
   queue(device, "all_reduce", [&] {
+    if (size_of(peers) == 1) return ncclSuccess;
     return ncclAllReduce(x.data, x.data, static_cast<size_t>(x.numel()), type_of(x),
                          reduction == Reduction::kSum ? ncclSum : ncclMax, comm_of(peers), stream_);
   });
@@ -201,6 +210,7 @@ void NcclCommunicator::reduce_scatter(Device& device, const TensorView& in, cons
   check_reducible(in);
   check_scattered(in, out, size_of(peers));
   queue(device, "reduce_scatter", [&] {
+    if (size_of(peers) == 1) return copy(in, out);
     return ncclReduceScatter(in.data, out.data, static_cast<size_t>(out.numel()), type_of(in), ncclSum,
                              comm_of(peers), stream_);
   });
@@ -209,6 +219,7 @@ void NcclCommunicator::reduce_scatter(Device& device, const TensorView& in, cons
 void NcclCommunicator::all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
   check_scattered(out, in, size_of(peers));
   queue(device, "all_gather", [&] {
+    if (size_of(peers) == 1) return copy(in, out);
     return ncclAllGather(in.data, out.data, static_cast<size_t>(in.bytes()), ncclUint8, comm_of(peers), stream_);
   });
 }
