@@ -1,5 +1,6 @@
 #include "bench/activation_error.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <map>
@@ -7,8 +8,8 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
-#include "engine/evaluation.h"
 #include "engine/inference_run.h"
+#include "engine/run_data.h"
 #include "engine/training_run.h"
 
 // Prints what E4M3 costs activations in groups of 16 to 128 and with one scale for all, as a Markdown table: of
@@ -68,14 +69,20 @@ class RestoredModel {
   // Forward and backward of the first sequences of the training data.
   void run_batch() {
     const int64_t S = config_.data.sequence_length;
-    const TokenFiles files(config_.data.train, config_.data.token_dtype, S, config_.model.vocab_size);
+    const TokenFiles files = open_token_files(config_.data.train, config_);
     const int64_t sequences = std::min(config_.training.micro_batch_size, files.num_sequences());
-    std::vector<int32_t> tokens(static_cast<size_t>(sequences * S));
-    for (int64_t i = 0; i < sequences; ++i) files.read(i, tokens.data() + i * S);
-    const std::vector<int32_t> targets = next_token_targets(tokens, S);
-    const auto num_targets = static_cast<float>(sequences * (S - 1));
-    declared_.model.accumulate_gradients(device_, {tokens.data(), targets.data(), {sequences, S}},
-                                         {.grad_scale = 1.0f / num_targets}, declared_.optimizer.gradients());
+    const bool separate = files.rules().separate_documents;
+    std::vector<int32_t> tokens(static_cast<size_t>(sequences * S)), targets(tokens.size()), first_keys;
+    if (separate) first_keys.resize(tokens.size());
+    int64_t num_targets = 0;
+    for (int64_t i = 0; i < sequences; ++i) {
+      num_targets += files.read_example(
+          i, {tokens.data() + i * S, targets.data() + i * S, separate ? first_keys.data() + i * S : nullptr});
+    }
+    const auto scale = static_cast<float>(1.0 / static_cast<double>(std::max<int64_t>(1, num_targets)));
+    declared_.model.accumulate_gradients(
+        device_, {tokens.data(), targets.data(), {sequences, S, separate}, separate ? first_keys.data() : nullptr},
+        {.grad_scale = scale}, declared_.optimizer.gradients());
   }
 
   // Of plain activations that backward read, which keep their memory until the next step, by name without

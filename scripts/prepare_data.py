@@ -4,13 +4,20 @@
     prepare_data.py corpus/ --out data/corpus --eval-fraction 0.01
     prepare_data.py dolma/*.json.gz --jsonl-field text --tokenizer tokenizer.json --out data/dolma
 
+    prepare_data.py chats.jsonl --chat chatml --tokenizer tokenizer.json --sequence-length 4096 --out data/chats
+
 Inputs are files, or folders that are searched recursively in sorted order (hidden names are left out). A text file
 is one document, or several with --split-bytes; with --jsonl-field every input is JSON Lines and each line is one
 document. Names that end in .gz are decompressed. Each document is followed by the end-of-document id.
 
+With --chat each line is a conversation, {"messages": [{"role": "user", "content": "..."}, ...]}. A template (chatml,
+llama2, llama3, or the chat_template of a tokenizer_config.json) makes text of it, of which only what the assistant says
+is to be learnt. Whole conversations are packed into sequences of --sequence-length tokens; longer ones are cut there.
+
 Writes into the folder --out, which must not exist yet or be empty:
     train-00000.npy, ...   raw little-endian uint16 or uint32 ids, no header (the naming and form of OLMo)
     eval-00000.npy, ...    the same for held-out documents, with --eval-fraction
+    train-00000.npy.mask   with --chat: a byte per token: 1 is to be learnt, plus 2 for the first of a conversation
     data.json              what was made: counts, vocabulary, tokenizer, dtype
 
 The folder appears whole or not at all. Identical documents are kept once, and whether a document is held out
@@ -40,6 +47,9 @@ try:
 except ImportError:
     print("prepare_data: error: numpy is missing; install it with: pip install numpy", file=sys.stderr)
     sys.exit(2)
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import chat_data  # noqa: E402
 
 # Bounds the memory: a document is tokenized as a whole.
 MAX_DOCUMENT_BYTES = 64 * 2**20
@@ -104,10 +114,12 @@ class JsonTokenizer:
 
 
 class TokenWriter:
-    """Writes ids into <split>-00000.npy, <split>-00001.npy, ... of a folder."""
+    """Writes ids into <split>-00000.npy, <split>-00001.npy, ... of a folder; whatever else has one byte per token goes
+    into files of the same names with a suffix, through a writer of its own."""
 
-    def __init__(self, folder: Path, split: str, tokens_per_file: int):
+    def __init__(self, folder: Path, split: str, tokens_per_file: int, suffix: str = ""):
         self._folder, self._split, self._tokens_per_file = folder, split, tokens_per_file
+        self._suffix = suffix
         self._file: BinaryIO | None = None
         self._counts: list[int] = []  # tokens of each file
         self.documents = 0
@@ -117,7 +129,7 @@ class TokenWriter:
         return sum(self._counts)
 
     def _path(self, index: int) -> Path:
-        return self._folder / f"{self._split}-{index:05d}.npy"
+        return self._folder / f"{self._split}-{index:05d}.npy{self._suffix}"
 
     def write(self, ids: np.ndarray) -> None:
         while len(ids) > 0:
@@ -240,6 +252,14 @@ def jsonl_documents(file: BinaryIO, path: Path, field: str) -> Iterator[bytes]:
         yield record[field].encode("utf-8", "replace")
 
 
+def chat_documents(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    try:
+        for _, messages in chat_data.conversations(file, MAX_DOCUMENT_BYTES):
+            yield messages
+    except chat_data.ChatError as error:
+        raise InputError(f"{path}:{error.line}: {error}")
+
+
 def is_binary(path: Path) -> bool:
     """As git tells: there is a zero byte near the start."""
     with open_input(path) as file:
@@ -270,14 +290,16 @@ class Corpus:
 
     def _documents_of(self, path: Path) -> Iterator[tuple[bytes, bool]]:
         options = self._options
-        if options.jsonl_field is None:
+        if options.jsonl_field is None and options.chat is None:
             if path.name.endswith((".jsonl", ".jsonl.gz")):
                 raise InputError(f"{path}: is JSON Lines; name the field of its text with --jsonl-field")
             if is_binary(path):
                 self.binary_files += 1
                 return
         with open_input(path) as file:
-            if options.jsonl_field is None:
+            if options.chat is not None:
+                found = chat_documents(file, path)
+            elif options.jsonl_field is None:
                 found = text_documents(file, path, options.split_bytes)
             else:
                 found = jsonl_documents(file, path, options.jsonl_field)
@@ -347,6 +369,34 @@ def write_splits(
             print(f"prepare_data: {sum(w.tokens for w in writers.values()):,} tokens so far", file=sys.stderr)
 
 
+def write_chats(
+    documents: Iterable[tuple[bytes, bool]],
+    tokenizer: ByteTokenizer | JsonTokenizer,
+    splits: dict[str, chat_data.ChatSplit],
+    name: str,
+) -> None:
+    try:
+        template = chat_data.make_template(name)
+        for batch in batches(documents):
+            conversations = [template(json.loads(document)) for document, _ in batch]
+            ids = iter(tokenizer.encode([text.encode() for pieces in conversations for text, _ in pieces]))
+            for pieces, (_, held_out) in zip(conversations, batch):
+                own = [next(ids) for _ in pieces]
+                splits["eval" if held_out else "train"].add(*chat_data.mark_conversation(pieces, own))
+    except chat_data.ChatError as error:
+        raise InputError(f"--chat {name}: {error}")
+    spelled_out = chat_data.spelled_out_markers(name, tokenizer.encode)
+    if spelled_out and tokenizer.name != "bytes":
+        print(f"prepare_data: the tokenizer has no single token for {', '.join(spelled_out)}", file=sys.stderr)
+
+
+def make_chat_split(folder: Path, split: str, options: argparse.Namespace, padding: int, dtype: str):
+    length = options.sequence_length
+    tokens_per_file = max(options.tokens_per_file // length, 1) * length
+    writers = [TokenWriter(folder, split, tokens_per_file, suffix) for suffix in ("", ".mask")]
+    return chat_data.ChatSplit(*writers, length, padding, dtype)
+
+
 def check_splits(writers: dict[str, TokenWriter], options: argparse.Namespace, corpus: Corpus) -> None:
     if writers["train"].tokens + writers["eval"].tokens == 0:
         raise InputError(
@@ -376,9 +426,15 @@ def prepare(options: argparse.Namespace, staging: Path) -> dict:
         tokenizer = JsonTokenizer(Path(options.tokenizer), options.eos)
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     little_endian = "<u2" if dtype == "uint16" else "<u4"
-    writers = {split: TokenWriter(staging, split, options.tokens_per_file) for split in ("train", "eval")}
     corpus = Corpus(options)
-    write_splits(corpus.documents(), tokenizer, writers, little_endian, options.max_tokens)
+    if options.chat is not None:
+        writers = {
+            split: make_chat_split(staging, split, options, tokenizer.eos, little_endian) for split in ("train", "eval")
+        }
+        write_chats(corpus.documents(), tokenizer, writers, options.chat)
+    else:
+        writers = {split: TokenWriter(staging, split, options.tokens_per_file) for split in ("train", "eval")}
+        write_splits(corpus.documents(), tokenizer, writers, little_endian, options.max_tokens)
     for writer in writers.values():
         writer.finish()
     check_splits(writers, options, corpus)
@@ -397,6 +453,10 @@ def prepare(options: argparse.Namespace, staging: Path) -> dict:
             "binary_files": corpus.binary_files,
         },
     }
+    if options.chat is not None:
+        info["chat"] = options.chat if options.chat in chat_data.TEMPLATES else Path(options.chat).name
+        info["sequence_length"] = options.sequence_length
+        info["left_out"]["conversations_without_targets"] = sum(w.without_targets for w in writers.values())
     with open(staging / "data.json", "wb") as file:
         file.write((json.dumps(info, indent=2) + "\n").encode())
         sync(file)
@@ -409,6 +469,11 @@ def print_summary(info: dict, out: Path) -> None:
         counts = info[split]
         files = len(counts["files"])
         print(f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {files} files")
+        if "targets" in counts:
+            print(
+                f"  {counts['targets']:,} targets, {counts['padding']:,} padding, "
+                f"{counts['cut_conversations']:,} conversations cut"
+            )
     left_out = info["left_out"]
     print("left out: " + ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in left_out.items()))
     paths = {split: [str(out / name) for name in info[split]["files"]] for split in ("train", "eval")}
@@ -418,12 +483,30 @@ def print_summary(info: dict, out: Path) -> None:
         "model": {"vocab_size": info["padded_vocab_size"]},
         "data": {"train": paths["train"], "eval": paths["eval"], "token_dtype": info["dtype"]},
     }
+    if "chat" in info:
+        config["data"] |= {
+            "sequence_length": info["sequence_length"],
+            "loss_mask": True,
+            "documents": "separate",
+        }
     print(json.dumps(config, indent=2))
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise InputError(f"{message}; see --help")
+
+
+def check_chat_options(options: argparse.Namespace) -> None:
+    if options.chat is None:
+        if options.sequence_length is not None:
+            raise InputError("--sequence-length packs conversations; it needs --chat")
+        return
+    for name in ("jsonl_field", "split_bytes", "max_tokens"):
+        if getattr(options, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} cannot be used with --chat; leave it out")
+    if options.sequence_length is None or options.sequence_length < 2:
+        raise InputError("--chat packs conversations: give --sequence-length, the config's data.sequence_length")
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
@@ -444,6 +527,8 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
         help="take only files of folders whose name or relative path matches, as *.txt; may be repeated",
     )
     add("--jsonl-field", metavar="NAME", help="inputs are JSON Lines with the text in this field")
+    add("--chat", metavar="TEMPLATE", help="inputs are conversations: chatml, llama2, llama3 or a tokenizer_config.json")
+    add("--sequence-length", type=int, metavar="S", help="with --chat: tokens per sequence, as data.sequence_length")
     add("--split-bytes", type=int, metavar="N", help="cut text files into documents of about N bytes, at line ends")
     add("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json (default: bytes)")
     add(
@@ -458,6 +543,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
         help="keep identical documents, all in the same split (saves about 70 bytes of memory per document)",
     )
     options = parser.parse_args(arguments)
+    check_chat_options(options)
     for name in ("split_bytes", "max_tokens", "tokens_per_file"):
         value = getattr(options, name)
         if value is not None and value < 1:

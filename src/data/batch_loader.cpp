@@ -25,7 +25,9 @@ void check_options(const BatchLoaderOptions& o) {
 }  // namespace
 
 BatchLoader::BatchLoader(const TokenFiles& files, const BatchLoaderOptions& options)
-    : files_(files), options_(options), order_(files.num_sequences(), options.seed, options.shuffle) {
+    : files_(files),
+      options_(options),
+      order_(files.source_sequences(), options.seed, options.shuffle, options.weights) {
   check_options(options_);
   order_.batch_start(options_.start, options_.global_batch);  // throws here rather than in the thread
   thread_ = std::thread([this] { read_ahead(); });
@@ -58,7 +60,7 @@ MicroBatch BatchLoader::next() {
 
 void BatchLoader::read_ahead() {
   try {
-    read_epochs();
+    read_batches();
   } catch (...) {
     const std::lock_guard lock(mutex_);
     error_ = std::current_exception();
@@ -66,36 +68,47 @@ void BatchLoader::read_ahead() {
   }
 }
 
-void BatchLoader::read_epochs() {
+void BatchLoader::read_batches() {
   const int64_t num_micro_batches = options_.global_batch / (options_.micro_batch * options_.world_size);
-  std::vector<uint32_t> order;
-  int64_t order_epoch = -1;
+  const int64_t targets_of_full = num_micro_batches * options_.micro_batch * (files_.sequence_length() - 1);
   DataPosition position = options_.start;
   while (true) {
     position = order_.batch_start(position, options_.global_batch);
-    if (position.epoch != order_epoch) {
-      order = std::vector<uint32_t>();  // freed first: two orders of a large corpus are gigabytes
-      order = order_.epoch(position.epoch);
-      order_epoch = position.epoch;
-    }
+    const DataPosition start = position;
+    position.consumed += options_.global_batch;
+    std::vector<MicroBatch> counted;  // held back until all targets of the step are
+    int64_t step_targets = 0;
     for (int64_t i = 0; i < num_micro_batches; ++i) {
-      MicroBatch batch = read_micro_batch(order, position, i);
-      if (i + 1 == num_micro_batches) position.consumed += options_.global_batch;
-      batch.after = position;
+      MicroBatch batch = read_micro_batch(start, i);
+      batch.after = i + 1 == num_micro_batches ? position : start;
+      if (files_.targets_vary()) {
+        step_targets += batch.num_targets;
+        counted.push_back(std::move(batch));
+      } else {
+        batch.step_targets = targets_of_full;
+        if (!push(std::move(batch))) return;
+      }
+    }
+    for (MicroBatch& batch : counted) {
+      batch.step_targets = step_targets;
       if (!push(std::move(batch))) return;
     }
   }
 }
 
-MicroBatch BatchLoader::read_micro_batch(const std::vector<uint32_t>& order, DataPosition batch_start,
-                                         int64_t index) const {
+MicroBatch BatchLoader::read_micro_batch(DataPosition batch_start, int64_t index) {
   const int64_t S = files_.sequence_length();
   MicroBatch batch;
   batch.tokens.resize(static_cast<size_t>(options_.micro_batch * S));
+  batch.targets.resize(batch.tokens.size());
+  if (files_.rules().separate_documents) batch.first_keys.resize(batch.tokens.size());
   for (int64_t row = 0; row < options_.micro_batch; ++row) {
     const int64_t nth_of_rank = index * options_.micro_batch + row;
-    const int64_t entry = batch_start.consumed + options_.rank + nth_of_rank * options_.world_size;
-    files_.read(order[static_cast<size_t>(entry)], batch.tokens.data() + row * S);
+    const int64_t entry = options_.rank + nth_of_rank * options_.world_size;
+    batch.num_targets +=
+        files_.read_example(order_.sequence(batch_start, entry),
+                            {batch.tokens.data() + row * S, batch.targets.data() + row * S,
+                             batch.first_keys.empty() ? nullptr : batch.first_keys.data() + row * S});
   }
   return batch;
 }

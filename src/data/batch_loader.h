@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "data/sample_order.h"
+#include "data/data_order.h"
 #include "data/token_files.h"
 
 namespace parka {
@@ -15,8 +15,9 @@ namespace parka {
 struct BatchLoaderOptions {
   int64_t seed = 0;  // of the data order
   bool shuffle = true;
-  int64_t global_batch = 1;  // sequences per step over all ranks: a multiple of world_size * micro_batch
-  int64_t micro_batch = 1;   // sequences per MicroBatch
+  std::vector<double> weights = {};  // of a mixture: one for each source of the files
+  int64_t global_batch = 1;          // sequences per step over all ranks: a multiple of world_size * micro_batch
+  int64_t micro_batch = 1;           // sequences per MicroBatch
   int64_t rank = 0;
   int64_t world_size = 1;
   int64_t prefetch = 1;  // micro-batches kept ready
@@ -25,15 +26,20 @@ struct BatchLoaderOptions {
 };
 
 struct MicroBatch {
-  std::vector<int32_t> tokens;  // [micro_batch, S]
+  // [micro_batch, S] each, see TokenFiles::Example.
+  std::vector<int32_t> tokens, targets;
+  std::vector<int32_t> first_keys;  // empty unless documents are separate
+  int64_t num_targets = 0;
+  int64_t step_targets = 0;  // of all micro-batches of this rank in the same global batch
   // Where to resume if the run stops after this micro-batch: for the last one of a global batch the position past
   // that batch, for the others the position at which the batch starts (an unfinished step is done again).
   DataPosition after;
 };
 
 // Reads one rank's micro-batches ahead of the training loop, in a thread of its own and in a fixed order: each
-// global batch of SampleOrder in turn, epoch after epoch, this rank's sequences of it cut into consecutive
-// micro-batches. One thread may use a loader; `files` must outlive it.
+// global batch of DataOrder in turn, this rank's sequences of it cut into consecutive micro-batches. Where
+// sequences differ in their number of targets the thread reads all of a rank's micro-batches of a step before it
+// hands out the first. One thread may use a loader; `files` must outlive it.
 class BatchLoader {
  public:
   // Throws Error(kBadInput) if the batch sizes do not divide, the data is smaller than one global batch, or `start`
@@ -53,14 +59,14 @@ class BatchLoader {
 
  private:
   void read_ahead();
-  void read_epochs();
-  MicroBatch read_micro_batch(const std::vector<uint32_t>& order, DataPosition batch_start, int64_t index) const;
+  void read_batches();
+  MicroBatch read_micro_batch(DataPosition batch_start, int64_t index);
   // Waits for room in the queue. Returns false if the loader is being destroyed.
   bool push(MicroBatch batch);
 
   const TokenFiles& files_;
   const BatchLoaderOptions options_;
-  const SampleOrder order_;
+  DataOrder order_;  // of the thread, once it runs
   double wait_seconds_ = 0;
 
   std::mutex mutex_;  // guards what follows

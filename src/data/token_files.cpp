@@ -1,8 +1,8 @@
 #include "data/token_files.h"
 
+#include <glob.h>
+
 #include <algorithm>
-#include <array>
-#include <bit>
 #include <filesystem>
 #include <iterator>
 #include <limits>
@@ -11,46 +11,10 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/ignored_target.h"
 
 namespace parka {
 namespace {
-
-static_assert(std::endian::native == std::endian::little, "token files are little-endian and are read as they are");
-
-int64_t size_of(TokenType type) { return type == TokenType::kUint16 ? 2 : 4; }
-
-// numpy.save() writes a header whose size is a whole number of tokens: it would be trained on without a trace.
-void refuse_numpy_header(const ReadOnlyFile& file) {
-  constexpr std::string_view kMagic = "\x93NUMPY";
-  std::array<char, kMagic.size()> start{};
-  if (file.size() < static_cast<int64_t>(start.size())) return;
-  file.read(0, std::as_writable_bytes(std::span(start)));
-  if (std::string_view(start.data(), start.size()) != kMagic) return;
-  throw_bad_input("{}: has the header of numpy.save(); write raw ids, with ndarray.tofile() or prepare_data.py",
-                  file.path());
-}
-
-// Widens ids to int32. Returns the index of the first id that is not below vocab_size, or ids.size().
-template <typename Token>
-size_t widen(std::span<const Token> ids, int64_t vocab_size, int32_t* out) {
-  for (size_t i = 0; i < ids.size(); ++i) {
-    if (int64_t{ids[i]} >= vocab_size) return i;
-    out[i] = static_cast<int32_t>(ids[i]);
-  }
-  return ids.size();
-}
-
-template <typename Token>
-void read_tokens(const ReadOnlyFile& file, int64_t first_token, int64_t count, int64_t vocab_size, int32_t* out) {
-  std::vector<Token> ids(static_cast<size_t>(count));
-  file.read(first_token * static_cast<int64_t>(sizeof(Token)), std::as_writable_bytes(std::span(ids)));
-  const size_t bad = widen(std::span<const Token>(ids), vocab_size, out);
-  if (bad < ids.size()) {
-    throw_bad_input(
-        "{}: token {} is id {}, but the vocabulary has {} ids; check model.vocab_size and data.token_dtype",
-        file.path(), first_token + static_cast<int64_t>(bad), ids[bad], vocab_size);
-  }
-}
 
 // FNV-1a, 64 bits (Fowler, Noll, Vo): no more is asked of it than that a changed file gives another value.
 class Fnv1a {
@@ -65,9 +29,11 @@ class Fnv1a {
   uint64_t value_ = 0xcbf29ce484222325u;
 };
 
-void add_file(Fnv1a& hash, const ReadOnlyFile& file) {
+std::string file_name(const ReadOnlyFile& file) { return std::filesystem::path(file.path()).filename().string(); }
+
+void add_to(Fnv1a& hash, const ReadOnlyFile& file) {
   constexpr int64_t kEdge = 4096;
-  const std::string name = std::filesystem::path(file.path()).filename().string();
+  const std::string name = file_name(file);
   hash.add(static_cast<int64_t>(name.size()));
   hash.add(std::as_bytes(std::span(name)));
   hash.add(file.size());
@@ -80,57 +46,135 @@ void add_file(Fnv1a& hash, const ReadOnlyFile& file) {
 
 }  // namespace
 
-TokenFiles::TokenFiles(const std::vector<std::string>& paths, TokenType type, int64_t sequence_length,
-                       int64_t vocab_size)
-    : type_(type), sequence_length_(sequence_length), vocab_size_(vocab_size) {
+std::vector<std::string> expand_source(const std::string& source) {
+  if (source.find_first_of("*?[") == std::string::npos || std::filesystem::exists(source)) return {source};
+  glob_t found{};
+  const int status = glob(source.c_str(), 0, nullptr, &found);  // sorts by byte in the C locale, which is ours
+  std::vector<std::string> files;
+  for (size_t i = 0; status == 0 && i < found.gl_pathc; ++i) {
+    const std::filesystem::path path = found.gl_pathv[i];
+    if (path.extension() != ".mask" && path.extension() != ".idx") files.push_back(path.string());
+  }
+  globfree(&found);
+  if (files.empty())
+    throw_bad_input("{}: no token file matches; check the paths in the config's data section", source);
+  return files;
+}
+
+TokenFiles::TokenFiles(const std::vector<std::string>& sources, TokenType raw_type, int64_t sequence_length,
+                       int64_t vocab_size, const ExampleRules& rules)
+    : raw_type_(raw_type), sequence_length_(sequence_length), vocab_size_(vocab_size), rules_(rules) {
   PARKA_REQUIRE(sequence_length > 0);
   PARKA_REQUIRE(vocab_size > 0 && vocab_size <= int64_t{std::numeric_limits<int32_t>::max()} + 1);
-  if (paths.empty()) throw_bad_input("no token files are given; list them in the config's data section");
-  const int64_t token_size = size_of(type);
-  int64_t end_sequence = 0;
-  entries_.reserve(paths.size());
-  for (const std::string& path : paths) {
-    ReadOnlyFile file(path);
-    if (file.size() % token_size != 0) {
-      throw_bad_input(
-          "{}: {} bytes are not a whole number of {}-byte tokens; check data.token_dtype, or copy it again", path,
-          file.size(), token_size);
-    }
-    const int64_t tokens = file.size() / token_size;
-    if (tokens < sequence_length) {
-      throw_bad_input("{}: {} tokens are less than one sequence of {}; leave it out or lower data.sequence_length",
-                      path, tokens, sequence_length);
-    }
-    refuse_numpy_header(file);
-    end_sequence += tokens / sequence_length;
-    entries_.push_back({std::move(file), end_sequence});
+  if (sources.empty()) throw_bad_input("no token files are given; list them in the config's data section");
+  entries_.reserve(sources.size());
+  for (const std::string& source : sources) {
+    const int64_t before = entries_.empty() ? 0 : num_sequences();
+    for (const std::string& path : expand_source(source)) add_file(path);
+    source_sequences_.push_back(num_sequences() - before);
   }
+}
+
+void TokenFiles::add_file(const std::string& path) {
+  TokenFile file(path, raw_type_);
+  if (file.num_tokens() < sequence_length_) {
+    throw_bad_input("{}: {} tokens are less than one sequence of {}; leave it out or lower data.sequence_length",
+                    path, file.num_tokens(), sequence_length_);
+  }
+  const bool by_marks = rules_.separate_documents && rules_.document_end < 0;
+  std::vector<int64_t> document_starts;
+  if (by_marks && file.has_document_index()) document_starts = file.read_document_starts();
+  if (rules_.loss_mask || (by_marks && !file.has_document_index())) file.open_mask();
+  const int64_t before = entries_.empty() ? 0 : num_sequences();
+  const int64_t end = before + file.num_tokens() / sequence_length_;
+  entries_.push_back({std::move(file), end, std::move(document_starts)});
 }
 
 int64_t TokenFiles::num_sequences() const { return entries_.back().end_sequence; }
 
 int64_t TokenFiles::num_tokens() const { return num_sequences() * sequence_length_; }
 
-void TokenFiles::read(int64_t sequence, int32_t* out) const {
+TokenFiles::Place TokenFiles::find(int64_t sequence) const {
   PARKA_REQUIRE(sequence >= 0 && sequence < num_sequences());
   const auto entry = std::upper_bound(entries_.begin(), entries_.end(), sequence,
                                       [](int64_t s, const Entry& e) { return s < e.end_sequence; });
   const int64_t begin_sequence = entry == entries_.begin() ? 0 : std::prev(entry)->end_sequence;
-  const int64_t first_token = (sequence - begin_sequence) * sequence_length_;
-  switch (type_) {
-    case TokenType::kUint16:
-      return read_tokens<uint16_t>(entry->file, first_token, sequence_length_, vocab_size_, out);
-    case TokenType::kUint32:
-      return read_tokens<uint32_t>(entry->file, first_token, sequence_length_, vocab_size_, out);
+  return {*entry, (sequence - begin_sequence) * sequence_length_};
+}
+
+void TokenFiles::read(int64_t sequence, int32_t* out) const {
+  const Place place = find(sequence);
+  place.entry.file.read(place.first_token, sequence_length_, vocab_size_, out);
+}
+
+// Sets kMarkDocumentStart where documents begin, and nowhere else.
+void TokenFiles::mark_documents(const Place& place, const int32_t* tokens, std::vector<uint8_t>& marks) const {
+  const bool by_mask = rules_.document_end < 0 && !place.entry.file.has_document_index();
+  if (by_mask) return;  // the marks as read
+  for (uint8_t& mark : marks) mark &= static_cast<uint8_t>(~kMarkDocumentStart);
+  if (rules_.document_end >= 0) {
+    for (size_t t = 1; t < marks.size(); ++t) {
+      if (tokens[t - 1] == rules_.document_end) marks[t] |= kMarkDocumentStart;
+    }
+    return;
   }
+  const std::vector<int64_t>& starts = place.entry.document_starts;
+  for (auto start = std::lower_bound(starts.begin(), starts.end(), place.first_token);
+       start != starts.end() && *start < place.first_token + sequence_length_; ++start) {
+    marks[static_cast<size_t>(*start - place.first_token)] |= kMarkDocumentStart;
+  }
+}
+
+int64_t TokenFiles::read_example(int64_t sequence, const Example& out) const {
+  PARKA_REQUIRE((out.first_keys != nullptr) == rules_.separate_documents);
+  const Place place = find(sequence);
+  place.entry.file.read(place.first_token, sequence_length_, vocab_size_, out.tokens);
+  std::vector<uint8_t> marks(static_cast<size_t>(sequence_length_), kMarkTarget);
+  if (place.entry.file.has_mask()) place.entry.file.read_marks(place.first_token, sequence_length_, marks.data());
+  if (rules_.separate_documents) mark_documents(place, out.tokens, marks);
+  int64_t num_targets = 0;
+  int32_t document = 0;
+  for (int64_t t = 0; t < sequence_length_; ++t) {
+    if (rules_.separate_documents) {
+      if ((marks[static_cast<size_t>(t)] & kMarkDocumentStart) != 0) document = static_cast<int32_t>(t);
+      out.first_keys[t] = document;
+    }
+    out.targets[t] = kIgnoreTarget;
+    if (t + 1 == sequence_length_) break;
+    const uint8_t next = marks[static_cast<size_t>(t + 1)];
+    const bool masked = rules_.loss_mask && (next & kMarkTarget) == 0;
+    const bool of_another_document = rules_.separate_documents && (next & kMarkDocumentStart) != 0;
+    if (masked || of_another_document) continue;
+    out.targets[t] = out.tokens[t + 1];
+    ++num_targets;
+  }
+  return num_targets;
+}
+
+std::vector<const ReadOnlyFile*> TokenFiles::files() const {
+  std::vector<const ReadOnlyFile*> all;
+  for (const Entry& entry : entries_) {
+    for (const ReadOnlyFile* file : entry.file.files()) all.push_back(file);
+  }
+  return all;
 }
 
 uint64_t TokenFiles::fingerprint() const {
   Fnv1a hash;
   hash.add(sequence_length_);
-  hash.add(size_of(type_));
-  for (const Entry& entry : entries_) add_file(hash, entry.file);
+  hash.add(size_of(raw_type_));
+  for (const ReadOnlyFile* file : files()) add_to(hash, *file);
   return hash.value();
+}
+
+std::vector<TokenFiles::FileIdentity> TokenFiles::identities() const {
+  std::vector<FileIdentity> all;
+  for (const ReadOnlyFile* file : files()) {
+    Fnv1a hash;
+    add_to(hash, *file);
+    all.push_back({file_name(*file), file->size(), hash.value()});
+  }
+  return all;
 }
 
 }  // namespace parka

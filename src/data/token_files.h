@@ -3,46 +3,96 @@
 #include <string>
 #include <vector>
 
-#include "data/read_only_file.h"
+#include "data/token_file.h"
 
 namespace parka {
 
-// How a token file stores a token id.
-enum class TokenType : uint8_t { kUint16, kUint32 };
+// What of a sequence is learnt, and what its tokens see of each other.
+struct ExampleRules {
+  bool loss_mask = false;           // only tokens with kMarkTarget in the mask files are targets
+  bool separate_documents = false;  // tokens see their own document only
+  // The id that ends a document; -1: documents begin where Megatron's index says so, or the mask file.
+  int64_t document_end = -1;
+  bool operator==(const ExampleRules&) const = default;
+};
 
-// A list of token files, seen as one array of sequences of S tokens. A token file is a headerless stream of
-// little-endian ids; OLMo calls such files ".npy". Sequence i of a file is its tokens [S*i, S*(i+1)); the remainder
-// of each file is dropped, so that no sequence spans two files. Files follow each other in the order given.
+// The files that an entry of the config's lists stands for: the file of that name, or where *, ? or [...] are in it
+// and there is none all files that match, in sorted order; of Megatron's the .bin files, mask files never. Throws
+// Error(kBadInput) if nothing matches.
+std::vector<std::string> expand_source(const std::string& source);
+
+// A list of token files, seen as one array of sequences of S tokens. Sequence i of a file is its tokens
+// [S*i, S*(i+1)); the remainder of each file is dropped, so that no sequence spans two files. Files follow each
+// other in the order given.
 class TokenFiles {
  public:
-  // Throws Error(kBadInput), naming the file and what to do, if the list is empty or a file is missing, cannot be
-  // read, is not a whole number of tokens, is shorter than one sequence, or has the header of numpy.save().
-  TokenFiles(const std::vector<std::string>& paths, TokenType type, int64_t sequence_length, int64_t vocab_size);
+  // Each of `sources` stands for one file or several, see expand_source(). Throws Error(kBadInput), naming the file
+  // and what to do, if the list is empty, nothing matches a pattern, a file is missing, cannot be read, is shorter
+  // than one sequence or lacks what `rules` need.
+  TokenFiles(const std::vector<std::string>& sources, TokenType raw_type, int64_t sequence_length,
+             int64_t vocab_size, const ExampleRules& rules = {});
 
   int64_t sequence_length() const { return sequence_length_; }
   int64_t num_sequences() const;
   int64_t num_tokens() const;  // of the whole sequences: what an epoch can train on
+  // The sequences of each source, which follow each other.
+  const std::vector<int64_t>& source_sequences() const { return source_sequences_; }
+  const ExampleRules& rules() const { return rules_; }
+  // Whether sequences differ in how many targets they have.
+  bool targets_vary() const { return rules_.loss_mask || rules_.separate_documents; }
 
   // Writes the sequence_length() ids of sequence `sequence` to `out`. Threads may read at the same time. Throws
   // Error(kBadInput) naming file, position and id if an id is not below vocab_size, Error(kIo) if reading fails.
   void read(int64_t sequence, int32_t* out) const;
 
+  // A sequence as a model is trained on it; S elements each.
+  struct Example {
+    int32_t* tokens;
+    int32_t* targets;  // what follows each token; kIgnoreTarget where that is not to be learnt: at the end, where
+                       // the mask does not ask for it, and from one document to the next where they are separate
+    int32_t* first_keys;  // the position at which each token's document begins; null unless documents are separate
+  };
+  // Returns the number of targets. Throws as read() does.
+  int64_t read_example(int64_t sequence, const Example& out) const;
+
   // A hash of all that gives a sequence number its meaning: sequence length, token type, and each file's name
-  // (without its folder), size, first 4 KiB and last 4 KiB. A checkpoint keeps it, to tell on resuming that the
-  // data changed. A changed token in the middle of a file goes unseen: reading terabytes would take longer than it
-  // is worth.
+  // (without its folder), size, first 4 KiB and last 4 KiB, of index and mask files too. A checkpoint keeps it, to
+  // tell on resuming that the data changed. A changed token in the middle of a file goes unseen: reading terabytes
+  // would take longer than it is worth.
   uint64_t fingerprint() const;
+
+  // The same of each file alone, by its name, to say which one changed.
+  struct FileIdentity {
+    std::string name;  // without its folder
+    int64_t bytes;
+    uint64_t fingerprint;
+    bool operator==(const FileIdentity&) const = default;
+  };
+  std::vector<FileIdentity> identities() const;
+  std::vector<const ReadOnlyFile*> files() const;  // in the same order
 
  private:
   struct Entry {
-    ReadOnlyFile file;
-    int64_t end_sequence;  // sequences of this file and of those before it
+    TokenFile file;
+    int64_t end_sequence;                  // sequences of this file and of those before it
+    std::vector<int64_t> document_starts;  // where they are needed and the index has them
   };
 
+  void add_file(const std::string& path);
+  // The file of a sequence, and the token of it with which the sequence begins.
+  struct Place {
+    const Entry& entry;
+    int64_t first_token;
+  };
+  Place find(int64_t sequence) const;
+  void mark_documents(const Place& place, const int32_t* tokens, std::vector<uint8_t>& marks) const;
+
   std::vector<Entry> entries_;
-  TokenType type_;
+  std::vector<int64_t> source_sequences_;
+  TokenType raw_type_;
   int64_t sequence_length_;
   int64_t vocab_size_;
+  ExampleRules rules_;
 };
 
 }  // namespace parka

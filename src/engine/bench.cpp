@@ -94,6 +94,7 @@ BenchResult run_benchmark(const Config& given, Device& device, Communicator& com
   BenchResult result;
   result.device = device.name();
   result.ranks = communicator.size();
+  result.documents = config.data.documents;
   result.ceilings.copy_bandwidth = measure_copy_bandwidth(device);
   TrainingRun run(config, device, communicator);
   run.initialize_alike();

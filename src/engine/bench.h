@@ -27,6 +27,7 @@ struct Ceilings {
 struct BenchResult {
   std::string device;
   int ranks = 1;
+  DocumentMode documents = DocumentMode::kJoined;  // as measured, see SyntheticTokens::apply()
   ModelSpeed speed;
   int64_t tokens_per_step = 0;
   int64_t blocks_per_step = 0;       // layers x micro-batches: what block times are divided by

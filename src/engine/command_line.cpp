@@ -173,6 +173,21 @@ void add_generate(CLI::App& app, GenerateOptions& options) {
       ->allow_extra_args(false);
 }
 
+void add_data(CLI::App& app, DataOptions& options) {
+  CLI::App& command = *app.add_subcommand(
+      "data", "Read token files whole: tokens, documents, range of ids, checksum. Refuses what training would.");
+  command.add_option("inputs", options.inputs, "Token files or patterns of such; or a config, for its files")
+      ->required();
+  command.add_option("--dtype", options.dtype, "Type of a token id in raw files; without it uint16")
+      ->check(CLI::IsMember({"uint16", "uint32"}));
+  command.add_option("--document-end", options.document_end, "The id that ends a document")
+      ->check(CLI::NonNegativeNumber);
+  command.add_option("--set", options.overrides, "Override a key of the config")
+      ->type_name("KEY=VALUE")
+      ->allow_extra_args(false);
+  command.add_flag("--json", options.json, "Print JSON, a line for each file");
+}
+
 void add_config(CLI::App& app, ConfigOptions& options) {
   CLI::App& command =
       *app.add_subcommand("config", "Check a config, print it resolved, or print all there is to set.");
@@ -217,6 +232,7 @@ int parse_and_run(int argc, char** argv) {
   ConfigOptions config;
   BenchOptions bench;
   TuneOptions tune;
+  DataOptions data;
   std::string drill;
   add_train(app, train, drill);
   add_plan(app, plan);
@@ -224,6 +240,7 @@ int parse_and_run(int argc, char** argv) {
   add_generate(app, generate);
   add_bench(app, bench);
   add_tune(app, tune);
+  add_data(app, data);
   add_config(app, config);
   try {
     app.parse(argc, argv);
@@ -241,6 +258,7 @@ int parse_and_run(int argc, char** argv) {
   if (app.got_subcommand("generate")) return run_generate(generate);
   if (app.got_subcommand("bench")) return run_bench(bench);
   if (app.got_subcommand("tune")) return run_tune(tune);
+  if (app.got_subcommand("data")) return run_data(data);
   return run_config(config);
 }
 

@@ -81,6 +81,15 @@ struct TuneOptions {
 };
 int run_tune(const TuneOptions& options);
 
+struct DataOptions {
+  std::vector<std::string> inputs;  // token files or patterns of such, or one config (*.json)
+  std::vector<std::string> overrides;
+  std::string dtype;          // of raw token files: uint16, uint32; empty: uint16
+  int64_t document_end = -1;  // the id that ends a document; -1: index or mask tell
+  bool json = false;
+};
+int run_data(const DataOptions& options);
+
 struct ConfigOptions {
   enum class Action { kCheck, kShow, kSchema, kReference };
   Action action = Action::kCheck;

@@ -11,27 +11,53 @@
 // The whole configuration of a run as one typed tree. Paths in it are relative to the current directory.
 namespace parka {
 
+// Whether tokens see what stands before them in their sequence, or in their document only.
+enum class DocumentMode : uint8_t { kJoined, kSeparate };
+
 struct DataConfig {
   std::vector<std::string> train;
+  std::vector<double> weights;
   std::vector<std::string> eval;
   TokenType token_dtype = TokenType::kUint16;
   int64_t sequence_length = 2048;
   int64_t seed = 6198;
   bool shuffle = true;
+  bool loss_mask = false;
+  DocumentMode documents = DocumentMode::kJoined;
+  int64_t document_end = -1;
+  bool checksum = false;
   int64_t prefetch_batches = 4;
 
   bool operator==(const DataConfig&) const = default;
 
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("train", train, "Token files: raw little-endian token ids without a header (OLMo's .npy files)");
-    visit("eval", eval, "Held-out token files, of the same kind");
-    visit("token_dtype", token_dtype, "Type of a token id in the files");
+    visit(
+        "train", train,
+        "Sources of tokens, each a file or a pattern like \"wiki/*.npy\": raw ids (OLMo's .npy files), Megatron's "
+        ".bin with its .idx, or llm.c's .bin; see docs/data.md");
+    visit("weights", weights,
+          "Share of each entry of train in every batch, by number of tokens (only their ratios count); []: all "
+          "entries are one source, gone through once per epoch",
+          RealRange{});
+    visit("eval", eval, "Held-out token files, of the same kinds");
+    visit("token_dtype", token_dtype, "Type of a token id in raw files; the others say theirs");
     visit("sequence_length", sequence_length, "Tokens per training sequence; each file is cut into whole sequences",
           IntegerRange{2, kMaxDimension});
     visit("seed", seed, "Seed of the data order; epoch e uses seed + e", IntegerRange{});
     visit("shuffle", shuffle,
           "Shuffle the sequences of each epoch (in OLMo's order); false reads them in file order");
+    visit("loss_mask", loss_mask,
+          "Learn only the tokens that a mask file beside each token file marks (x.npy.mask), as in fine-tuning");
+    visit("documents", documents,
+          "joined: a token sees all that stands before it in its sequence; separate: only its own document");
+    visit("document_end", document_end,
+          "With documents = separate: the id that ends a document; -1: documents begin where Megatron's index or "
+          "the mask file says",
+          IntegerRange{-1, kMaxDimension});
+    visit("checksum", checksum,
+          "Read all training files once at the start and keep their checksums in checkpoints, so that any change "
+          "is noticed on resuming; false looks at names, sizes, beginnings and ends");
     visit("prefetch_batches", prefetch_batches, "Micro-batches the loader thread keeps ready",
           IntegerRange{1, 65536});
   }
@@ -200,6 +226,11 @@ struct Config {
 template <>
 struct EnumNames<TokenType> {
   static constexpr EnumName<TokenType> kAll[] = {{TokenType::kUint16, "uint16"}, {TokenType::kUint32, "uint32"}};
+};
+template <>
+struct EnumNames<DocumentMode> {
+  static constexpr EnumName<DocumentMode> kAll[] = {{DocumentMode::kJoined, "joined"},
+                                                    {DocumentMode::kSeparate, "separate"}};
 };
 template <>
 struct EnumNames<DeviceChoice> {

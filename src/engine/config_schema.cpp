@@ -24,10 +24,13 @@ ordered_json constraints(const IntegerField& field) {
   if (!field.choices.empty()) return {{"type", "integer"}, {"enum", field.choices}};
   return {{"type", "integer"}, {"minimum", field.range.min}, {"maximum", field.range.max}};
 }
-ordered_json constraints(const RealField& field) {
-  return {{"type", "number"},
-          {"minimum", field.range.min},
-          {field.range.max_excluded ? "exclusiveMaximum" : "maximum", field.range.max}};
+ordered_json number_within(const RealRange& range) {
+  return {
+      {"type", "number"}, {"minimum", range.min}, {range.max_excluded ? "exclusiveMaximum" : "maximum", range.max}};
+}
+ordered_json constraints(const RealField& field) { return number_within(field.range); }
+ordered_json constraints(const RealListField& field) {
+  return {{"type", "array"}, {"items", number_within(field.range)}};
 }
 ordered_json constraints(const TextField& field) {
   return {{"type", "string"}, {"minLength", field.may_be_empty ? 0 : 1}};
@@ -51,6 +54,7 @@ std::string type_text(const RealField& field) {
   return fmt::format("number, {} {} {}", field.range.min, field.range.max_excluded ? "to below" : "to",
                      field.range.max);
 }
+std::string type_text(const RealListField& field) { return fmt::format("array of numbers >= {}", field.range.min); }
 std::string type_text(const TextField&) { return "string"; }
 std::string type_text(const TextListField&) { return "array of strings"; }
 std::string type_text(const EnumField& field) {

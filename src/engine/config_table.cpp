@@ -54,6 +54,9 @@ class TableBuilder {
   void operator()(const char* key, std::vector<std::string>& value, const char* help) {
     add(key, help, TextListField{&value});
   }
+  void operator()(const char* key, std::vector<double>& value, const char* help, RealRange range) {
+    add(key, help, RealListField{&value, range});
+  }
   template <NamedEnum E>
   void operator()(const char* key, E& value, const char* help) {
     EnumField field{bytes_of(value), {}};
@@ -112,8 +115,7 @@ std::string limit_problem(int64_t value, const IntegerField& field) {
   return fmt::format("{} is out of range; allowed: {} to {}", value, field.range.min, field.range.max);
 }
 
-std::string limit_problem(double value, const RealField& field) {
-  const RealRange& range = field.range;
+std::string limit_problem(double value, const RealRange& range) {
   if (value >= range.min && (range.max_excluded ? value < range.max : value <= range.max)) return {};
   return fmt::format("{} is out of range; allowed: {} {} {}", value, range.min,
                      range.max_excluded ? "to below" : "to", range.max);
@@ -152,9 +154,23 @@ std::string set_integer(const IntegerField& field, const json& value) {
 std::string set_real(const RealField& field, const json& value) {
   if (!value.is_number()) return wrong_type("a number", value);
   const auto number = value.get<double>();
-  const std::string problem = limit_problem(number, field);
+  const std::string problem = limit_problem(number, field.range);
   if (problem.empty()) *field.value = number;
   return problem;
+}
+
+std::string set_real_list(const RealListField& field, const json& value) {
+  if (!value.is_array()) return wrong_type("an array of numbers", value);
+  std::vector<double> numbers;
+  for (size_t i = 0; i < value.size(); ++i) {
+    if (!value[i].is_number()) return fmt::format("entry {}: {}", i, wrong_type("a number", value[i]));
+    numbers.push_back(value[i].get<double>());
+    if (const std::string problem = limit_problem(numbers.back(), field.range); !problem.empty()) {
+      return fmt::format("entry {}: {}", i, problem);
+    }
+  }
+  *field.value = std::move(numbers);
+  return {};
 }
 
 std::string set_text(const TextField& field, const json& value) {
@@ -235,6 +251,7 @@ std::string set_field(const ConfigField& field, const json& value) {
                         [&](const RealField& f) { return set_real(f, value); },
                         [&](const TextField& f) { return set_text(f, value); },
                         [&](const TextListField& f) { return set_text_list(f, value); },
+                        [&](const RealListField& f) { return set_real_list(f, value); },
                         [&](const EnumField& f) { return set_enum(f, value); },
                     },
                     field.target);
@@ -257,11 +274,18 @@ std::string field_problem(const ConfigField& field) {
   return std::visit(Overloaded{
                         [](const BooleanField&) { return std::string(); },
                         [](const IntegerField& f) { return limit_problem(*f.value, f); },
-                        [](const RealField& f) { return limit_problem(*f.value, f); },
+                        [](const RealField& f) { return limit_problem(*f.value, f.range); },
                         [](const TextField& f) { return limit_problem(*f.value, f); },
                         [](const TextListField& f) {
                           for (const std::string& text : *f.value) {
                             if (std::string problem = limit_problem(text); !problem.empty()) return problem;
+                          }
+                          return std::string();
+                        },
+                        [](const RealListField& f) {
+                          for (const double number : *f.value) {
+                            if (std::string problem = limit_problem(number, f.range); !problem.empty())
+                              return problem;
                           }
                           return std::string();
                         },

@@ -32,6 +32,10 @@ struct TextField {
 struct TextListField {
   std::vector<std::string>* value;
 };
+struct RealListField {
+  std::vector<double>* value;
+  RealRange range;  // of each
+};
 struct EnumField {
   struct Choice {
     uint8_t value;
@@ -44,7 +48,7 @@ struct EnumField {
 struct ConfigField {
   std::string path;  // "optimizer.schedule.kind"
   std::string_view help;
-  std::variant<BooleanField, IntegerField, RealField, TextField, TextListField, EnumField> target;
+  std::variant<BooleanField, IntegerField, RealField, TextField, TextListField, RealListField, EnumField> target;
 };
 
 struct ConfigSection {

@@ -173,6 +173,20 @@ void check_training(const Config& c) {
   }
 }
 
+void check_data(const DataConfig& d) {
+  if (!d.weights.empty() && d.weights.size() != d.train.size()) {
+    throw_bad_input("data.weights has {} numbers, but data.train has {} entries; give one for each, or none",
+                    d.weights.size(), d.train.size());
+  }
+  if (std::any_of(d.weights.begin(), d.weights.end(), [](double weight) { return weight == 0; })) {
+    throw_bad_input("data.weights holds 0; leave out sources that are not to be read");
+  }
+  if (d.document_end >= 0 && d.documents != DocumentMode::kSeparate) {
+    throw_bad_input("data.document_end = {} has no meaning with data.documents = joined; use separate, or -1",
+                    d.document_end);
+  }
+}
+
 }  // namespace
 
 double num_parameters(const ModelConfig& m) {
@@ -193,6 +207,7 @@ void validate(const Config& config) {
   check_compute(config.precision, config.optimizer);
   check_distributed(config);
   check_schedule(config.optimizer.schedule, config.training.steps);
+  check_data(config.data);
   check_training(config);
 }
 

@@ -25,25 +25,34 @@ EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& f
   EvaluationResult result;
   result.num_sequences = max_sequences > 0 ? std::min(max_sequences, total) : total;
   const int64_t batches = ceil_div(result.num_sequences, micro_batch), ranks = communicator.size();
+  const bool separate = files.rules().separate_documents;
+  int64_t own_targets = 0;
   double sum = 0;
   for (int64_t round = 0; round < ceil_div(batches, ranks); ++round) {
     // All ranks have to make the same collective calls: one that has no micro-batch left does the last one again,
     // and does not count it.
     const int64_t own = round * ranks + communicator.rank(), batch = std::min(own, batches - 1);
     const int64_t begin = batch * micro_batch, count = std::min(micro_batch, result.num_sequences - begin);
-    std::vector<int32_t> tokens(static_cast<size_t>(count * S));
-    for (int64_t i = 0; i < count; ++i)
-      files.read((begin + i) * total / result.num_sequences, tokens.data() + i * S);
-    const std::vector<int32_t> targets = next_token_targets(tokens, S);
+    std::vector<int32_t> tokens(static_cast<size_t>(count * S)), targets(tokens.size()), first_keys;
+    if (separate) first_keys.resize(tokens.size());
+    int64_t num_targets = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      num_targets += files.read_example(
+          (begin + i) * total / result.num_sequences,
+          {tokens.data() + i * S, targets.data() + i * S, separate ? first_keys.data() + i * S : nullptr});
+    }
     if (before_each) before_each();
-    model.evaluate(device, {tokens.data(), targets.data(), {count, S}});
+    model.evaluate(device,
+                   {tokens.data(), targets.data(), {count, S, separate}, separate ? first_keys.data() : nullptr});
     if (own != batch) continue;
+    own_targets += num_targets;
     for (float loss : model.losses(device)) sum += loss;
   }
-  result.num_targets = result.num_sequences * (S - 1);
   double sum_of_all = 0;
-  for (const std::string& of_rank : communicator.gather_text(fmt::format("{:a}", sum))) {
-    sum_of_all += std::strtod(of_rank.c_str(), nullptr);
+  for (const std::string& of_rank : communicator.gather_text(fmt::format("{:a} {}", sum, own_targets))) {
+    char* end = nullptr;
+    sum_of_all += std::strtod(of_rank.c_str(), &end);
+    result.num_targets += std::strtoll(end, nullptr, 10);
   }
   result.loss = result.num_targets > 0 ? sum_of_all / static_cast<double>(result.num_targets) : 0.0;
   return result;

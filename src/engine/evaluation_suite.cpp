@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/error.h"
+#include "engine/run_data.h"
 
 namespace parka {
 
@@ -26,15 +27,13 @@ std::vector<NamedFiles> parse_sets(const std::vector<std::string>& entries, cons
 }
 
 EvaluationSuite open_suite(const Config& config) {
-  const DataConfig& data = config.data;
-  const int64_t vocab_size = config.model.vocab_size;
   EvaluationSuite suite;
-  if (!data.eval.empty()) suite.held_out.emplace(data.eval, data.token_dtype, data.sequence_length, vocab_size);
+  if (!config.data.eval.empty()) suite.held_out.emplace(open_token_files(config.data.eval, config));
   for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) {
-    suite.sets.push_back({set.name, TokenFiles(set.files, data.token_dtype, data.sequence_length, vocab_size)});
+    suite.sets.push_back({set.name, open_token_files(set.files, config)});
   }
   for (const std::string& path : config.evaluation.tasks) {
-    EvalTask task = read_requests(path, vocab_size, data.sequence_length);
+    EvalTask task = read_requests(path, config.model.vocab_size, config.data.sequence_length);
     for (const EvalTask& other : suite.tasks) {
       if (other.name == task.name) {
         throw_bad_input("{} and {} are both of a task \"{}\"; give one another name (prepare_eval.py --name)",

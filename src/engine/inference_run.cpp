@@ -27,7 +27,8 @@ InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, c
                            const CacheShape& cache)
     : config_(config),
       model_(config_.model, config_.precision, config_.optimizer.decay_embeddings,
-             {config_.training.micro_batch_size, config_.data.sequence_length},
+             {config_.training.micro_batch_size, config_.data.sequence_length,
+              config_.data.documents == DocumentMode::kSeparate},
              config_.training.logits_chunk_tokens, Model::Use::kInference, {}, plan_) {
   if (cache.num_slots > 0) model_.declare_cache(cache, plan_);
   TensorId workspace;

@@ -14,7 +14,8 @@ class SyntheticTokens {
   SyntheticTokens(const SyntheticTokens&) = delete;
   SyntheticTokens& operator=(const SyntheticTokens&) = delete;
 
-  // `config` with this file to train on and nothing else that touches a disk.
+  // `config` with this file to train on and nothing else that touches a disk. Documents are separate only where an
+  // id ends them.
   Config apply(Config config) const;
 
  private:

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <csignal>
 #include <cstring>
+#include <numeric>
 
 #include <sys/resource.h>
 #include <unistd.h>
@@ -19,6 +20,7 @@
 #include "engine/gpu_plan.h"
 #include "engine/metrics_log.h"
 #include "engine/progress.h"
+#include "engine/run_data.h"
 #include "engine/run_lock.h"
 #include "engine/speed.h"
 #include "engine/stop_signal.h"
@@ -125,10 +127,27 @@ class TrainCommand {
                            static_cast<double>(total.bytes) / 0x1p20);
     }
     spdlog::info("memory plan: {:.1f} MiB: {}", static_cast<double>(run_.plan().total_bytes()) / 0x1p20, parts);
-    const int64_t steps_per_epoch = run_.data().num_sequences() / config_.training.global_batch_size;
-    spdlog::info("data: {} tokens in {} sequences of {}; {} steps per epoch",
-                 format_count(static_cast<double>(run_.data().num_tokens())), run_.data().num_sequences(),
-                 config_.data.sequence_length, steps_per_epoch);
+    describe_data();
+  }
+
+  void describe_data() const {
+    const TokenFiles& data = run_.data();
+    const DataConfig& config = config_.data;
+    const int64_t batch = config_.training.global_batch_size;
+    const std::string tokens =
+        fmt::format("data: {} tokens in {} sequences of {}", format_count(static_cast<double>(data.num_tokens())),
+                    data.num_sequences(), config.sequence_length);
+    if (config.weights.empty()) {
+      spdlog::info("{}; {} steps per epoch", tokens, data.num_sequences() / batch);
+      return;
+    }
+    spdlog::info("{}, from {} sources by weight", tokens, config.weights.size());
+    const double sum = std::accumulate(config.weights.begin(), config.weights.end(), 0.0);
+    for (size_t i = 0; i < config.weights.size(); ++i) {
+      const double share = config.weights[i] / sum, sequences = static_cast<double>(data.source_sequences()[i]);
+      spdlog::info("  {:.3f} %: {}, {} sequences; {:.0f} steps per epoch", 100 * share, config.train[i],
+                   data.source_sequences()[i], sequences / (share * static_cast<double>(batch)));
+    }
   }
 
   void resume_or_initialize() {
@@ -212,8 +231,10 @@ class TrainCommand {
                                    {"applied", report.applied},
                                    {"tokens_per_second", tokens_per_second},
                                    {"model_tflops", 1e-12 * tokens_per_second * speed_.flop_per_token},
+                                   {"targets", report.num_targets},
                                    {"seconds", report.seconds},
                                    {"data_wait_seconds", report.data_wait_seconds}};
+    if (!config_.data.weights.empty()) line["source_epochs"] = run_.source_epochs(report.data);
     if (!report.culprit.empty()) line["culprit"] = report.culprit;
     metrics_->write(line);
     if (!report.telemetry) return;

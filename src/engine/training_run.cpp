@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <string>
 #include <unordered_map>
 #include <utility>
 
@@ -11,6 +12,7 @@
 
 #include "engine/config_io.h"
 #include "engine/evaluation.h"
+#include "engine/run_data.h"
 #include "kernels/cuda/workspace.h"
 
 namespace parka {
@@ -88,11 +90,15 @@ Zero zero_of(const DistributedConfig& config, int64_t rank, int64_t size) {
 
 DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& zero)
     : model(config.model, config.precision, config.optimizer.decay_embeddings,
-            {config.training.micro_batch_size, config.data.sequence_length}, config.training.logits_chunk_tokens,
-            Model::Use::kTraining, zero, plan),
+            {config.training.micro_batch_size, config.data.sequence_length,
+             config.data.documents == DocumentMode::kSeparate},
+            config.training.logits_chunk_tokens, Model::Use::kTraining, zero, plan),
       optimizer(config.optimizer, config.precision.compute, model.parameters().all, zero, plan) {
   if (config.telemetry.interval > 0) telemetry.emplace(config, model, plan);
   if (device == DeviceKind::kCuda) workspace = declare_op_workspace(config, model.parameters(), plan);
+  if (config.data.loss_mask || config.data.documents == DocumentMode::kSeparate) {
+    target_share = plan.add("batch", "target_share", DType::kF32, {1});
+  }
   plan.finish();
 }
 
@@ -101,7 +107,8 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
       device_(device),
       communicator_(communicator),
       zero_(zero_of(config.distributed, communicator.rank(), communicator.size())),
-      data_(config.data.train, config.data.token_dtype, config.data.sequence_length, config.model.vocab_size),
+      data_(open_token_files(config.data.train, config)),
+      data_files_(describe_files(data_, config.data.checksum, communicator)),
       declared_(config, device.kind(), zero_),
       arena_(device, declared_.plan) {
   if (declared_.workspace.valid()) {
@@ -124,6 +131,7 @@ void TrainingRun::start_loader(DataPosition position) {
   loader_ =
       std::make_unique<BatchLoader>(data_, BatchLoaderOptions{.seed = config_.data.seed,
                                                               .shuffle = config_.data.shuffle,
+                                                              .weights = config_.data.weights,
                                                               .global_batch = config_.training.global_batch_size,
                                                               .micro_batch = config_.training.micro_batch_size,
                                                               .rank = communicator_.rank(),
@@ -181,13 +189,15 @@ CheckpointContents TrainingRun::snapshot() const {
   PARKA_REQUIRE(!unfinished_);
   CheckpointContents contents;
   contents.step = completed_steps_;
-  contents.state = {
-      {"applied_steps", applied_steps_},
-      {"data",
-       {{"epoch", position_.epoch}, {"consumed", position_.consumed}, {"fingerprint", data_.fingerprint()}}},
-      {"tokens", completed_steps_ * tokens_per_step()},
-      {"config", to_json(config_)},
-      {"config_hash", config_hash(config_)}};
+  contents.state = {{"applied_steps", applied_steps_},
+                    {"data",
+                     {{"epoch", position_.epoch},
+                      {"consumed", position_.consumed},
+                      {"fingerprint", data_.fingerprint()},
+                      {"files", data_files_}}},
+                    {"tokens", completed_steps_ * tokens_per_step()},
+                    {"config", to_json(config_)},
+                    {"config_hash", config_hash(config_)}};
   const bool several = communicator_.size() > 1;
   // What several ranks have is saved by all of them, a part each.
   const Shard among_copies = {communicator_.rank() / zero_.shard.size, communicator_.size() / zero_.shard.size};
@@ -207,11 +217,12 @@ CheckpointContents TrainingRun::snapshot() const {
 std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint) {
   std::vector<std::string> differences = check_resumable(checkpoint, config_);
   const nlohmann::json& data = checkpoint.state().at("data");
-  if (data.at("fingerprint").get<uint64_t>() != data_.fingerprint()) {
+  const std::string difference = data.contains("files") ? file_difference(data.at("files"), data_files_) : "";
+  if (!difference.empty() || data.at("fingerprint").get<uint64_t>() != data_.fingerprint()) {
     throw_bad_input(
-        "{}: data.train holds other tokens than the checkpoint was trained on, so its position in them means "
+        "{}: data.train holds other tokens than the checkpoint was trained on{}, so its position in them means "
         "nothing; give the files back, or train in another checkpoint.folder",
-        checkpoint.path());
+        checkpoint.path(), difference.empty() ? "" : fmt::format(" ({})", difference));
   }
   std::unordered_map<std::string, NamedTensor> wanted;
   for (const NamedTensor& tensor : tensors()) wanted.emplace(tensor.name, tensor);
@@ -248,11 +259,31 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   return differences;
 }
 
+std::vector<double> TrainingRun::source_epochs(DataPosition position) const {
+  const std::vector<int64_t> counts = Mixture(config_.data.weights).counts(position.consumed);
+  std::vector<double> epochs;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    epochs.push_back(static_cast<double>(counts[i]) / static_cast<double>(data_.source_sequences()[i]));
+  }
+  return epochs;
+}
+
+// The sum over all ranks of their targets, whose inverse is put where the gradients will be scaled by it. A step
+// without any has a loss and gradients of 0.
+int64_t TrainingRun::share_targets(int64_t own) {
+  int64_t sum = 0;
+  for (const std::string& of_rank : communicator_.gather_text(fmt::format("{}", own))) sum += std::stoll(of_rank);
+  const float share = sum == 0 ? 0.0f : static_cast<float>(1.0 / static_cast<double>(sum));
+  device_.copy_to_device(arena_[declared_.target_share].data, &share, sizeof(share));
+  return sum;
+}
+
 // With telemetry: of the first micro-batch.
-void TrainingRun::queue_gradients(bool with_telemetry) {
+int64_t TrainingRun::queue_gradients(bool with_telemetry) {
   const TrainingConfig& training = config_.training;
   const int64_t S = config_.data.sequence_length;
-  const double num_targets = static_cast<double>(training.global_batch_size * (S - 1));
+  const bool vary = data_.targets_vary();
+  int64_t num_targets = training.global_batch_size * (S - 1);
   Optimizer& optimizer = declared_.optimizer;
   optimizer.zero_gradients(device_);
   const int64_t own_sequences = training.global_batch_size / communicator_.size();
@@ -260,11 +291,18 @@ void TrainingRun::queue_gradients(bool with_telemetry) {
     const bool is_last = done + training.micro_batch_size == own_sequences;
     if (exchange_) exchange_->begin_micro_batch(is_last);
     const MicroBatch batch = loader_->next();
-    const std::vector<int32_t> targets = next_token_targets(batch.tokens, S);
-    const Model::Batch on_host = {batch.tokens.data(), targets.data(), {training.micro_batch_size, S}};
-    const Model::LossOptions options = {.grad_scale = static_cast<float>(1.0 / num_targets),
-                                        .z_loss = static_cast<float>(training.z_loss),
-                                        .loss_sum = optimizer.loss()};
+    if (vary && done == 0) num_targets = share_targets(batch.step_targets);
+    const bool separate = !batch.first_keys.empty();
+    const Model::Batch on_host = {batch.tokens.data(),
+                                  batch.targets.data(),
+                                  {training.micro_batch_size, S, separate},
+                                  separate ? batch.first_keys.data() : nullptr};
+    // Where the number differs from step to step it is not a constant of what the device records.
+    const Model::LossOptions options = {
+        .grad_scale = vary ? 1.0f : static_cast<float>(1.0 / static_cast<double>(num_targets)),
+        .z_loss = static_cast<float>(training.z_loss),
+        .grad_factor = vary ? arena_[declared_.target_share] : TensorView(),
+        .loss_sum = optimizer.loss()};
     if (with_telemetry && done == 0) {
       declared_.model.accumulate_gradients_with_telemetry(device_, on_host, options, optimizer.gradients());
     } else {
@@ -273,6 +311,7 @@ void TrainingRun::queue_gradients(bool with_telemetry) {
     }
     position_ = batch.after;
   }
+  return num_targets;
 }
 
 void TrainingRun::begin_evaluation_batch() {
@@ -297,7 +336,7 @@ std::optional<StepReport> TrainingRun::step() {
   report.step = completed_steps_ + 1;
   report.data = position_;
   const bool with_telemetry = declared_.telemetry && declared_.telemetry->is_due(report.step);
-  queue_gradients(with_telemetry);
+  report.num_targets = queue_gradients(with_telemetry);
   report.data_wait_seconds = loader_->wait_seconds() - wait_before;
 
   std::optional<StepReport> previous = finish();
@@ -328,9 +367,7 @@ std::optional<StepReport> TrainingRun::finish() {
   report.seconds = unfinished_->end->seconds_since(*step_began_);
   step_began_ = std::move(unfinished_->end);
   unfinished_.reset();
-  const double num_targets =
-      static_cast<double>(config_.training.global_batch_size * (config_.data.sequence_length - 1));
-  report.loss = result.loss / num_targets;
+  report.loss = report.num_targets == 0 ? 0.0 : result.loss / static_cast<double>(report.num_targets);
   report.grad_norm = result.grad_norm;
   report.applied = result.applied;
   report.culprit = std::move(result.culprit);

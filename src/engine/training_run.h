@@ -35,6 +35,7 @@ struct DeclaredRun {
   Optimizer optimizer;
   std::optional<Telemetry> telemetry;  // absent when telemetry.interval is 0
   TensorId workspace;                  // of the ops; invalid on the CPU
+  TensorId target_share;               // [1] fp32, 1 / targets of the step; only where steps differ in that
 };
 
 // Declares the workspace of all ops that a model, trained or not, runs on a GPU; `cache` is of one that generates.
@@ -51,6 +52,7 @@ struct StepReport {
   bool applied = false;          // false: loss or gradients were not finite; weights and states are unchanged
   std::string culprit;           // when not applied: the first tensor whose gradient is not finite, if one is
   DataPosition data;             // where this step's global batch starts
+  int64_t num_targets = 0;       // tokens of the global batch that were to be predicted
   double seconds = 0;            // that the device took, from the end of the step before where that was unfinished
   double data_wait_seconds = 0;  // that the host waited for batches
   std::optional<TelemetryReport> telemetry;  // where telemetry.interval asks for one
@@ -91,6 +93,8 @@ class TrainingRun {
   Model& model() { return declared_.model; }
   const Model& model() const { return declared_.model; }
   const TokenFiles& data() const { return data_; }
+  // How often each source of a mixture has been gone through at a position.
+  std::vector<double> source_epochs(DataPosition position) const;
   // Held-out loss, and scores in a task; every rank does a part of it.
   EvaluationResult evaluate(const TokenFiles& files);
   TaskResult evaluate(const EvalTask& task);
@@ -106,7 +110,9 @@ class TrainingRun {
   };
 
   void start_loader(DataPosition position);
-  void queue_gradients(bool with_telemetry);
+  // Returns the number of targets of the step.
+  int64_t queue_gradients(bool with_telemetry);
+  int64_t share_targets(int64_t own);
   void begin_evaluation_batch();
   void weights_changed();
   void initialize_one(size_t i);
@@ -116,6 +122,7 @@ class TrainingRun {
   Communicator& communicator_;
   Zero zero_;
   TokenFiles data_;
+  nlohmann::json data_files_;  // see describe_files()
   DeclaredRun declared_;
   Arena arena_;
   std::optional<ParameterExchange> exchange_;  // of several ranks

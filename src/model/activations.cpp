@@ -225,6 +225,9 @@ Activations::Activations(const ModelConfig& model, const PrecisionConfig& precis
   if (!evaluation) {
     token_order = plan.add("batch", "token_order", DType::kI32, {num_tokens, kTokenRowInts}, always);
   }
+  if (shape.separate_documents) {
+    first_keys = plan.add("batch", "first_keys", DType::kI32, {num_tokens}, always);
+  }
   losses = plan.add("batch", "losses", DType::kF32, {num_tokens}, always);
   const Formats formats(precision);
   if (formats.fp8_gemm && formats.activation.scaling == Scaling::kTensor) {

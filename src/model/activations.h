@@ -11,6 +11,7 @@ namespace parka {
 struct BatchShape {
   int64_t num_sequences = 0;
   int64_t sequence_length = 0;
+  bool separate_documents = false;  // attention stays within documents, whose beginnings come with the batch
   int64_t num_tokens() const { return num_sequences * sequence_length; }
   bool operator==(const BatchShape&) const = default;
 };
@@ -69,6 +70,7 @@ struct Activations {
 
   TensorId tokens, targets;  // [T] int32
   TensorId token_order;      // [T, kTokenRowInts] int32 what embedding_order makes of tokens; training only
+  TensorId first_keys;       // [T] int32 see AttentionForward; only where documents may be separate
   TensorId losses;           // [T] fp32
   std::vector<BlockBuffers> blocks;
   TensorId attention_amax;  // [1] fp32 of the block at hand; only where its GEMM input has a tensor-wide scale

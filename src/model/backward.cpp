@@ -175,7 +175,8 @@ void Model::Pass::backward_attention(Device& device, int64_t l) {
                               .sequence_length = shape_.sequence_length,
                               .num_heads = config_.num_heads,
                               .num_kv_heads = config_.kv_heads(),
-                              .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim()))});
+                              .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim())),
+                              .first_key = first_keys()});
   GemmInput d_qkv_input = {d_qkv_plain, {}};
   if (formats_.fp8_gemm) d_qkv_input = {matrix(w.d_qkv_fp8, T, d_qkv), matrix(w.d_qkv_fp8_t, d_qkv, T)};
   const TensorView d_qkv_sample = sample_turned_back(device, d_qkv_plain);

@@ -52,6 +52,10 @@ TensorView Model::Pass::log_sum_exp(const BlockBuffers& block) const {
   return {whole.data, whole.dtype, {shape_.num_sequences, config_.num_heads, shape_.sequence_length}};
 }
 
+TensorView Model::Pass::first_keys() const {
+  return shape_.separate_documents ? vector(activations_.first_keys, num_tokens_) : TensorView();
+}
+
 void Model::Pass::load(Device& device, const Batch& batch, bool keep) {
   shape_ = batch.shape;
   num_tokens_ = shape_.num_tokens();
@@ -62,6 +66,11 @@ void Model::Pass::load(Device& device, const Batch& batch, bool keep) {
   device.copy_to_device(tokens.data, batch.tokens, tokens.bytes());
   const TensorView targets = vector(activations_.targets, num_tokens_);
   device.copy_to_device(targets.data, batch.targets, targets.bytes());
+  PARKA_REQUIRE((batch.first_keys != nullptr) == shape_.separate_documents);
+  if (shape_.separate_documents) {
+    PARKA_REQUIRE(max_shape_.separate_documents);
+    device.copy_to_device(first_keys().data, batch.first_keys, first_keys().bytes());
+  }
   if (!keep) return;
   const std::vector<TokenRow> order = embedding_order(batch.tokens, num_tokens_, config_.vocab_size);
   const TensorView token_order = tensor(activations_.token_order, num_tokens_, kTokenRowInts);
@@ -143,7 +152,8 @@ void Model::Pass::forward_block(Device& device, int64_t l, const TensorView& res
                                .num_heads = config_.num_heads,
                                .num_kv_heads = config_.kv_heads(),
                                .scale = attention_scale(),
-                               .out_amax = attention_amax});
+                               .out_amax = attention_amax,
+                               .first_key = first_keys()});
   }
   ScaledView attention_input = attention;
   if (formats_.fp8_gemm) {
@@ -202,7 +212,8 @@ void Model::Pass::cross_entropy_chunk(Device& device, int64_t begin, int64_t cou
                          .z_loss_value = {},
                          .z_loss = options.z_loss,
                          .grad_scale = options.grad_scale,
-                         .write_gradient = gradient});
+                         .write_gradient = gradient,
+                         .grad_factor = options.grad_factor});
 }
 
 void Model::Pass::loss(Device& device) {

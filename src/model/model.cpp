@@ -64,7 +64,8 @@ void Model::accumulate_gradients(Device& device, const Batch& batch, const LossO
                                  const std::vector<TensorView>& gradients, int variant) {
   PARKA_REQUIRE(training_ != nullptr && gradients.size() == table_.all.size());
   PARKA_REQUIRE(variant == 0 || variant == 1);
-  RecordedWith arguments{batch.shape, options.grad_scale, options.z_loss, options.loss_sum.data, {}};
+  RecordedWith arguments{
+      batch.shape, options.grad_scale, options.z_loss, options.grad_factor.data, options.loss_sum.data, {}};
   for (const TensorView& gradient : gradients) arguments.gradients.push_back(gradient.data);
   if (recorded_with_ != arguments) {
     for (auto& recording : recordings_) recording.reset();

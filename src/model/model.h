@@ -43,11 +43,13 @@ class Model {
   void set_hooks(UnitHooks* hooks);
 
   // Tokens and targets of a batch on the host, num_tokens() each. targets[t] is the token that position t should
-  // predict, or kIgnoreTarget.
+  // predict, or kIgnoreTarget. With shape.separate_documents, which the Model's own shape must then have too,
+  // first_keys[t] is the position in its sequence at which the document of token t begins; null otherwise.
   struct Batch {
     const int32_t* tokens;
     const int32_t* targets;
     BatchShape shape;
+    const int32_t* first_keys = nullptr;
   };
 
   // Forward and backward: adds the gradients of grad_scale * (sum of the loss over all targets) to `gradients`, in
@@ -55,7 +57,8 @@ class Model {
   struct LossOptions {
     float grad_scale;  // usually 1 / number of targets in the optimizer step
     float z_loss = 0;
-    TensorView loss_sum = {};  // [1] fp32, in/out: the loss of all targets is added to it; empty: not wanted
+    TensorView grad_factor = {};  // [1] fp32, in: multiplies grad_scale, and may change where that is recorded
+    TensorView loss_sum = {};     // [1] fp32, in/out: the loss of all targets is added to it; empty: not wanted
   };
   // Calls that differ in what the hooks queue must differ in `variant`, 0 or 1: the device may record the work of
   // each.
@@ -113,7 +116,7 @@ class Model {
   struct RecordedWith {
     BatchShape shape;
     float grad_scale, z_loss;
-    const void* loss_sum;
+    const void *grad_factor, *loss_sum;
     std::vector<const void*> gradients;
     bool operator==(const RecordedWith&) const = default;
   };

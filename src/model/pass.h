@@ -103,6 +103,7 @@ class Model::Pass {
   TensorView vector(TensorId id, int64_t count) const;
   ScaledView matrix(const MatrixId& id, int64_t rows, int64_t cols) const { return id.view(*arena_, rows, cols); }
   TensorView log_sum_exp(const BlockBuffers& block) const;  // [B, H, S]
+  TensorView first_keys() const;                            // [T]; empty unless documents are separate
   TensorView gradient_of(int weight) const;
 
   ModelConfig config_;

@@ -44,9 +44,11 @@ class Plan(unittest.TestCase):
                 # With stage 3 one FP8 weight at a time is transposed, in the workspace.
                 for category in set(one) - set(divided) - ({"weights", "fp8 weights", "workspace"} if stage == 3 else set()):
                     self.assertEqual(plan[category], one[category], category)
-        # The embedding and the head stay whole; of the FP8 weights one order is kept.
+        # The embedding and the head stay whole; of the FP8 weights only scales are kept, and the codes of two of the
+        # 32 blocks are gathered at a time, in one of the two orders.
         self.assertLess(plan["weights"], one["weights"] / 4)
-        self.assertAlmostEqual(plan["fp8 weights"] / (one["fp8 weights"] / 16), 1, delta=0.001)
+        self.assertLess(plan["fp8 weights"], one["fp8 weights"] / 10000)
+        self.assertAlmostEqual(plan["gathered weights"] / (one["fp8 weights"] / 32), 1, delta=0.001)
 
     def test_the_suggested_change_fits(self):
         tight = ("--memory-limit", "60", "--set", "training.micro_batch_size=8", "--set", "training.global_batch_size=64")
@@ -166,6 +168,19 @@ class Bench(RunFolder):
         gemm = next(op for op in bench["ops"] if op["op"] == "gemm" and op["shape"].startswith("32 x 96 x 32 "))
         self.assertEqual(gemm["flop"], 2 * 32 * 96 * 32)
         self.assertIn("FLOP/token = 6 x parameters", result.stdout)
+
+    def test_a_file_says_whether_documents_were_measured(self):
+        for end, measured in ((-1, "joined"), (0, "separate")):
+            config = tiny_config(self.folder)
+            config["data"].update(documents="separate", document_end=end)
+            json_path = self.path("bench.json")
+            result = parka("bench", self.write_config(config), "--steps", "1", "--json", json_path)
+            self.assert_exit(result, 0)
+            with open(json_path, encoding="utf-8") as file:
+                self.assertEqual(json.load(file)["config"]["data"]["documents"], measured)
+            self.assertEqual("was measured as joined" in result.stderr, measured == "joined")
+            plan = parka("plan", self.path("config.json"), "--gpus", "2", "--measured", json_path)
+            self.assertEqual(plan.returncode, 2 if measured == "joined" else 0, plan.stderr)
 
     def test_tune_without_a_gpu_says_so(self):
         if has_gpu():

@@ -32,14 +32,19 @@ class GpuAgainstCpu(RunFolder):
         with open(self.path("text.npy"), "wb") as file:
             for byte in text_tokens(1_000_000):
                 file.write(bytes((byte, 0)))
+        # Of every line but the first eight bytes; lines are the documents of test_masked_documents_agree.
+        lines = text_tokens(1_000_000).split(b"\n")
+        with open(self.path("text.npy.mask"), "wb") as file:
+            file.write(b"".join(b"\0" * 8 + b"\1" * (len(line) - 7) if len(line) > 7 else b"\0" * (len(line) + 1)
+                                for line in lines)[:1_000_000])
 
-    def config(self, run, device, recipe="bf16", steps=STEPS, norm="layernorm", kv_heads=0):
+    def config(self, run, device, recipe="bf16", steps=STEPS, norm="layernorm", kv_heads=0, **data):
         return {
             "model": {"vocab_size": 272, "d_model": 128, "num_layers": 3, "num_heads": 2, "num_kv_heads": kv_heads,
                       "d_ffn": 352, "norm": norm, "tie_embeddings": norm == "layernorm"},
             "precision": {"recipe": recipe},
             "optimizer": {"lr": 2e-3, "schedule": {"kind": "constant", "warmup_steps": 20}},
-            "data": {"train": [self.path("text.npy")], "sequence_length": 256},
+            "data": {"train": [self.path("text.npy")], "sequence_length": 256, **data},
             "training": {"steps": steps, "global_batch_size": 8, "micro_batch_size": 4, "log_interval": 20},
             "checkpoint": {"folder": self.path(run), "interval": STEPS // 2, "keep": 0},
             "device": {"kind": device},
@@ -72,6 +77,22 @@ class GpuAgainstCpu(RunFolder):
                 self.assertLess(fp32, BOUND_FP32)
                 self.assertLess(bf16, 2 * noise)
                 self.assertLess(abs(mean), noise / 4)
+
+    def test_masked_documents_agree(self):
+        data = {"loss_mask": True, "documents": "separate", "document_end": 10}
+        curves = {(recipe, device): self.run_training(f"masked_{recipe}_{device}", device, recipe=recipe, **data)
+                  for recipe in ("fp32", "bf16") for device in ("cpu", "cuda")}
+        exact = curves["fp32", "cpu"]
+        self.assertLess(exact[-1], 0.75 * exact[0])
+        noise = self.worst_difference(exact, curves["bf16", "cpu"])
+        self.assertLess(self.worst_difference(exact, curves["fp32", "cuda"]), BOUND_FP32)
+        self.assertLess(self.worst_difference(curves["bf16", "cpu"], curves["bf16", "cuda"]), 2 * noise)
+        counts = [[record["targets"] for record in metrics(self.path(f"masked_fp32_{device}"))]
+                  for device in ("cpu", "cuda")]
+        self.assertEqual(counts[0], counts[1])
+        # Equal runs give equal bits, whatever the number of targets that a recorded step is replayed with.
+        again = self.run_training("masked_again", "cuda", recipe="bf16", **data)
+        self.assertEqual(again, curves["bf16", "cuda"])
 
     def test_fp8_loss_curves_agree(self):
         # A code at the edge between two roundings falls to either side when the order of a sum differs, so two devices

@@ -210,12 +210,14 @@ TEST_CASE("a measurement of another config or of several GPUs is refused", "[eng
       {[](Config& c) { c.precision.group_size = 32; }, "precision.group_size", true},
       {[](Config& c) { c.optimizer.master = MasterForm::kFp32; }, "optimizer.master", true},
       {[](Config& c) { c.data.sequence_length = 32; }, "data.sequence_length", true},
+      {[](Config& c) { c.data.documents = DocumentMode::kSeparate; }, "data.documents", true},
       {[](Config& c) { c.training.micro_batch_size = 1; }, "training.micro_batch_size", true},
       {[](Config& c) { c.training.global_batch_size = 16; }, "", true},
       {[](Config& c) { c.distributed.zero_stage = 2; }, "", true},
       {[](Config& c) { c.precision.weight_copies = WeightCopies::kRows; }, "", true},
       {[](Config& c) { c.distributed.shard_size = 1; }, "", true},
       {[](Config& c) { c.optimizer.lr = 1; }, "", false},
+      {[](Config& c) { c.data.loss_mask = true; }, "", false},
       {[](Config& c) { c.model.num_kv_heads = 4; }, "", false},  // as many as without
       {[](Config& c) { c.training.steps = 5; }, "", false},
       {[](Config& c) { c.precision.recipe = Recipe::kBf16; }, "", false},  // a name for the other keys

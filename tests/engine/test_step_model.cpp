@@ -229,6 +229,21 @@ TEST_CASE("the schedule of a step is what ranks queue, to the byte", "[engine][s
   }
 }
 
+TEST_CASE("masks and documents add nothing to what ranks queue", "[engine][step model]") {
+  for (int64_t stage = 0; stage <= 3; ++stage) {
+    CAPTURE(stage);
+    const TemporaryFolder folder;
+    Config config = config_for(folder.path().string(), "coat", stage, false, 2, 4);
+    std::string marks(100 * kSequence, '\0');
+    for (size_t i = 0; i < marks.size(); i += 7) marks[i] = i % 2 == 0 ? '\3' : '\1';
+    write_file(config.data.train[0] + ".mask", marks);
+    config.data.loss_mask = true;
+    config.data.documents = DocumentMode::kSeparate;
+    config.distributed.shard_size = stage == 0 ? 0 : 2;
+    CHECK((without_compute(schedule_step(config, 4, kSeconds)) == queued_by_a_run(config, 4)));
+  }
+}
+
 TEST_CASE("groups of GPUs exchange within nodes, and pieces between them", "[engine][step model]") {
   Links links = {.link_bandwidth = 300, .network_bandwidth = 50};
   links.nodes = 2;  // of four GPUs each

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <set>
 
 #include "core/philox.h"
 #include "engine/config_io.h"
@@ -118,6 +119,89 @@ TEST_CASE("a checkpoint whose tensors do not fit is refused by name", "[engine][
     HostTensor& t = tensor_named(c, "embedding.exp_avg");
     t.shape = {2, static_cast<int64_t>(t.bytes.size() / 8)};
   }));
+}
+
+TEST_CASE("a run refuses to go on with other data and names the file", "[engine][training_run]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  Config config = tiny_config(folder.path().string(), "fp32");
+  const std::string path = config.data.train[0];
+  config.data.checksum = GENERATE(true, false);
+  // Long enough for a middle that fingerprints do not look at.
+  write_tokens(path, 1000 * kSequence);
+  TrainingRun run(config, *device, alone());
+  run.initialize();
+  run.step();
+  const LoadedCheckpoint checkpoint = saved(run, config.checkpoint.folder, [](auto&) {});
+  const auto change_byte = [&](int64_t offset) {
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(offset);
+    const auto byte = static_cast<char>(file.get() ^ 1);
+    file.seekp(offset);
+    file.put(byte);
+  };
+  const auto message = [&] {
+    TrainingRun other(config, *device, alone());
+    return refusal(other, checkpoint);
+  };
+  CHECK(message().empty());
+  change_byte(16000);
+  const std::string middle = message();
+  CHECK((middle.find("\"train.npy\" holds other bytes") != std::string::npos) == config.data.checksum);
+  CHECK(middle.empty() == !config.data.checksum);
+  change_byte(16000);
+  CHECK(message().empty());
+  change_byte(0);
+  CHECK(message().find("\"train.npy\" holds other bytes") != std::string::npos);
+  change_byte(0);
+  std::filesystem::resize_file(path, 32 * 999);
+  CHECK(message().find("\"train.npy\" has 31968 bytes, had 32000") != std::string::npos);
+}
+
+TEST_CASE("a step is scaled by its own number of targets", "[engine][training_run]") {
+  // Two runs that differ in their accumulation only: with masks of every density a share per micro-batch would
+  // show.
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  Config config = tiny_config(folder.path().string(), "fp32");
+  std::ofstream mask(config.data.train[0] + ".mask", std::ios::binary);
+  for (uint64_t i = 0; i < 40 * kSequence; ++i) {
+    const uint32_t draw = philox4x32(3, 2, i)[0];
+    mask.put(static_cast<char>((draw % 64 < i / 16 ? 1 : 0) + (draw / 64 % 7 == 0 ? 2 : 0)));
+  }
+  mask.close();
+  config.data.loss_mask = true;
+  config.data.documents = GENERATE(DocumentMode::kJoined, DocumentMode::kSeparate);
+  config.training.micro_batch_size = 4;
+  TrainingRun whole(config, *device, alone());
+  config.training.micro_batch_size = 1;
+  TrainingRun accumulated(config, *device, alone());
+  whole.initialize();
+  accumulated.initialize();
+  std::set<int64_t> numbers;
+  for (int i = 0; i < 8; ++i) {
+    const StepReport a = *whole.step(), b = *accumulated.step();
+    CHECK(a.num_targets == b.num_targets);
+    CHECK(std::abs(a.loss - b.loss) <= 1e-5);
+    CHECK(std::abs(a.grad_norm - b.grad_norm) <= 1e-4 * a.grad_norm);
+    numbers.insert(a.num_targets);
+  }
+  CHECK(numbers.size() >= 6);
+}
+
+TEST_CASE("a step without any target changes weights by decay alone", "[engine][training_run]") {
+  for (const char* recipe : {"fp32", "bf16", "fp8_linear", "coat", "parka"}) {
+    CAPTURE(recipe);
+    const TemporaryFolder folder;
+    const auto device = make_cpu_device();
+    Config config = tiny_config(folder.path().string(), recipe);
+    std::ofstream(config.data.train[0] + ".mask", std::ios::binary) << std::string(40 * kSequence, '\0');
+    config.data.loss_mask = true;
+    TrainingRun run(config, *device, alone());
+    run.initialize();
+    const StepReport report = *run.step();
+    CHECK((report.applied && report.loss == 0 && report.grad_norm == 0 && report.num_targets == 0));
+  }
 }
 
 TEST_CASE("a restored run takes the same steps as the one that was saved", "[engine][training_run]") {

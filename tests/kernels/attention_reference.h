@@ -22,6 +22,12 @@ struct AttentionShape {
   int64_t lse(int64_t b, int64_t i, int64_t h) const { return (b * H + h) * S + i; }
 };
 
+// The first key of each row, [B * S]; empty: 0. A row's first key may not be less than that of the row before.
+using FirstKeys = std::vector<int32_t>;
+inline int64_t first_key_of(const FirstKeys& first_keys, const AttentionShape& s, int64_t b, int64_t i) {
+  return first_keys.empty() ? 0 : first_keys[static_cast<size_t>(b * s.S + i)];
+}
+
 using Doubles = std::vector<double>;
 inline Doubles to_doubles(const std::vector<float>& x) { return Doubles(x.begin(), x.end()); }
 
@@ -49,7 +55,7 @@ struct ForwardReference {
 // `unit_p` is the rounding of the probabilities and of their gradients before they are multiplied with v, k and q:
 // 2^-8 where tensor cores take them as bf16, 0 where they stay fp32.
 inline ForwardReference forward_reference(const AttentionShape& s, const Doubles& qkv, double scale,
-                                          double unit_p = 0) {
+                                          double unit_p = 0, const FirstKeys& first_keys = {}) {
   ForwardReference r;
   r.out.assign(static_cast<size_t>(s.T() * s.out_width()), 0.0);
   r.lse.assign(static_cast<size_t>(s.T() * s.H), 0.0);
@@ -61,19 +67,20 @@ inline ForwardReference forward_reference(const AttentionShape& s, const Doubles
     for (int64_t h = 0; h < s.H; ++h) {
       for (int64_t i = 0; i < s.S; ++i) {
         const int64_t g = h / s.group(), at = s.lse(b, i, h);
+        const int64_t first = first_key_of(first_keys, s, b, i);
         double max = -INFINITY, sum = 0, score_error = 0;
-        for (int64_t j = 0; j <= i; ++j) {
+        for (int64_t j = first; j <= i; ++j) {
           const Dot score = dot(&qkv[s.q(b, i, h)], &qkv[s.k(b, j, g)], s.D);
           p[j] = scale * score.value;
           max = std::max(max, p[j]);
           score_error = std::max(score_error, (D + 2) * kUnit * std::abs(scale) * score.magnitude);
         }
-        for (int64_t j = 0; j <= i; ++j) sum += p[j] = std::exp(p[j] - max);
+        for (int64_t j = first; j <= i; ++j) sum += p[j] = std::exp(p[j] - max);
         r.lse[at] = max + std::log(sum);
         // The score, its distance to the maximum (rounded, so no larger an error than the scores'), exp, the sum.
         const double p_error = 4 * score_error + kExpError + S * kUnit;
         r.lse_bound[at] = p_error + 2 * kUnit * std::abs(r.lse[at]);
-        for (int64_t j = 0; j <= i; ++j) {
+        for (int64_t j = first; j <= i; ++j) {
           for (int64_t d = 0; d < s.D; ++d) {
             const double term = p[j] / sum * qkv[s.v(b, j, g) + d];
             r.out[s.out(b, i, h) + d] += term;
@@ -93,7 +100,7 @@ struct BackwardReference {
 // The gradient for out and lse as given, which may be rounded: that is what the op is asked for.
 inline BackwardReference backward_reference(const AttentionShape& s, const Doubles& qkv, const Doubles& out,
                                             const Doubles& d_out, const Doubles& lse, double scale,
-                                            double unit_p = 0) {
+                                            double unit_p = 0, const FirstKeys& first_keys = {}) {
   BackwardReference r{Doubles(qkv.size()), Doubles(qkv.size())};
   const double terms = static_cast<double>(s.S * s.group()), D = static_cast<double>(s.D);
   const auto add = [&](int64_t at, double term, double magnitude, double relative_error) {
@@ -105,7 +112,7 @@ inline BackwardReference backward_reference(const AttentionShape& s, const Doubl
       for (int64_t i = 0; i < s.S; ++i) {
         const int64_t g = h / s.group(), q = s.q(b, i, h), row = s.out(b, i, h);
         const Dot delta = dot(&d_out[row], &out[row], s.D);
-        for (int64_t j = 0; j <= i; ++j) {
+        for (int64_t j = first_key_of(first_keys, s, b, i); j <= i; ++j) {
           const int64_t k = s.k(b, j, g), v = s.v(b, j, g);
           const Dot score = dot(&qkv[q], &qkv[k], s.D), d_p = dot(&d_out[row], &qkv[v], s.D);
           const double exponent = scale * score.value - lse[s.lse(b, i, h)];

@@ -28,6 +28,7 @@ struct Inputs {
   AttentionShape s;
   std::vector<float> qkv, d_out;
   float scale;
+  FirstKeys first_keys = {};
 
   explicit Inputs(const AttentionShape& shape, float qkv_scale = 1.0f)
       : s(shape),
@@ -47,8 +48,11 @@ Results run(Device& device, const Inputs& in, DType dtype) {
   const TestTensor qkv(device, dtype, {s.T(), s.width()}, in.qkv), out(device, dtype, {s.T(), s.out_width()});
   const TestTensor d_out(device, dtype, {s.T(), s.out_width()}, in.d_out), d_qkv(device, dtype, {s.T(), s.width()});
   const TestTensor lse(device, DType::kF32, {s.B, s.H, s.S});
-  attention_forward(device, {qkv, out, lse, s.S, s.H, s.Hkv, in.scale});
-  attention_backward(device, {qkv, out, d_out, lse, d_qkv, s.S, s.H, s.Hkv, in.scale});
+  const std::vector<float> keys(in.first_keys.begin(), in.first_keys.end());
+  const TestTensor first_key(device, DType::kI32, {s.T()}, keys);
+  const TensorView first = in.first_keys.empty() ? TensorView() : first_key.view();
+  attention_forward(device, {qkv, out, lse, s.S, s.H, s.Hkv, in.scale, {}, first});
+  attention_backward(device, {qkv, out, d_out, lse, d_qkv, s.S, s.H, s.Hkv, in.scale, first});
 
   Results r{out.host(), lse.host(), {}, {}, {}, {}, true};
   const std::vector<float> gradient = d_qkv.host();
@@ -144,6 +148,28 @@ TEST_CASE("attention on other devices takes any scale", "[kernels][attention][de
   in.scale = GENERATE(-0.2f, 0.0f, 1.0f);
   CAPTURE(in.scale);
   check_against_cpu(in, DType::kBF16);
+}
+
+TEST_CASE("attention on other devices keeps documents apart", "[kernels][attention][devices]") {
+  // Documents of one token, shorter than a tile, as long as tiles and longer, beginning at and beside tile borders.
+  const std::vector<int64_t> documents =
+      GENERATE(std::vector<int64_t>{333}, std::vector<int64_t>{1, 332}, std::vector<int64_t>{332, 1},
+               std::vector<int64_t>{128, 64, 64, 77}, std::vector<int64_t>{127, 2, 1, 1, 1, 1, 200},
+               std::vector<int64_t>{65, 63, 64, 141}, std::vector<int64_t>(333, 1), std::vector<int64_t>(37, 9));
+  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128});
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  Inputs in({2, 333, 4, 2, D});
+  FirstKeys one, other;  // the second sequence has the same documents in reverse order
+  for (size_t i = 0; i < documents.size(); ++i) {
+    one.insert(one.end(), static_cast<size_t>(documents[i]), static_cast<int32_t>(one.size()));
+    const auto length = static_cast<size_t>(documents[documents.size() - 1 - i]);
+    other.insert(other.end(), length, static_cast<int32_t>(other.size()));
+  }
+  in.first_keys = one;
+  in.first_keys.insert(in.first_keys.end(), other.begin(), other.end());
+  CAPTURE(documents);
+  check_against_cpu(in, dtype);
+  for (Device* device : other_devices()) CHECK(run(*device, in, dtype).bytes == run(*device, in, dtype).bytes);
 }
 
 TEST_CASE("attention on a GPU refuses very wide heads", "[kernels][attention][devices]") {

@@ -177,6 +177,32 @@ TEST_CASE("cross_entropy counts padding columns in the softmax", "[kernels][cros
   }
 }
 
+TEST_CASE("cross_entropy takes a factor of the gradient from the device", "[kernels][cross_entropy]") {
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const int64_t T = 5, V = 131;
+  const std::vector<float> x = random_values(dtype, T * V, 4), targets = random_targets(T, V, 5);
+  for (Device* device : devices()) {
+    TestTensor given(*device, dtype, {T, V}, x), multiplied(*device, dtype, {T, V}, x);
+    TestTensor target(*device, DType::kI32, {T}, targets), loss(*device, DType::kF32, {T});
+    TestTensor factor(*device, DType::kF32, {1}, {0.125f}), other_loss(*device, DType::kF32, {T});
+    cross_entropy(*device, {.logits = given,
+                            .targets = target,
+                            .loss = loss,
+                            .z_loss_value = {},
+                            .z_loss = 0.1f,
+                            .grad_scale = 0.375f});
+    cross_entropy(*device, {.logits = multiplied,
+                            .targets = target,
+                            .loss = other_loss,
+                            .z_loss_value = {},
+                            .z_loss = 0.1f,
+                            .grad_scale = 3.0f,
+                            .grad_factor = factor});
+    CHECK(multiplied.host() == given.host());
+    CHECK(other_loss.host() == loss.host());  // the loss itself is not scaled
+  }
+}
+
 TEST_CASE("cross_entropy takes huge logits", "[kernels][cross_entropy]") {
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   const float huge = 9984;  // bf16 holds it

@@ -119,8 +119,8 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   cudaEvent_t ready_ = nullptr;
   std::array<Done, kRemembered> done_{};
   uint64_t *reached_ = nullptr, *finished_ = nullptr;  // counted by the GPU, also when a graph is replayed
-  uint64_t last_queued_ = 0, last_outside_ = 0, last_joined_ = 0;   // the latter two outside of captures
-  ncclComm_t comm_ = nullptr;                       // of all
+  uint64_t last_queued_ = 0, last_outside_ = 0, last_joined_ = 0;  // the latter two outside of captures
+  ncclComm_t comm_ = nullptr;                                      // of all
   ncclComm_t group_ = nullptr, across_ = nullptr;  // null unless divide() has made several groups of several ranks
 };
 

@@ -8,9 +8,10 @@
 #include "kernels/cpu/eigen.h"
 #include "kernels/cpu/exp.h"
 
-// Query rows are taken in tiles: a tile of R rows that ends before row N sees keys 0..N-1, so its scores and
-// probabilities are [R, N] matrices and memory grows with S, not S^2. Only the last R columns hold masked pairs;
-// their probabilities are zero. (A NaN in v can thus reach the rows before it in the same tile: 0 * NaN = NaN.)
+// Query rows are taken in tiles: a tile of R rows that ends before row N sees keys F..N-1, where F is the first key
+// of its first row, so its scores and probabilities are [R, N - F] matrices and memory grows with S, not S^2. Only
+// the last R columns, and those before the first key of a later row, hold masked pairs; their probabilities are
+// zero. (A NaN in v can thus reach other rows of the same tile: 0 * NaN = NaN.)
 namespace parka::cpu {
 namespace {
 
@@ -32,6 +33,31 @@ struct Dims {
 
   int64_t group() const { return H / Hkv; }  // query heads per key/value head
 };
+
+// The first keys of sequence b, which are all 0 where none are given.
+class FirstKeys {
+ public:
+  FirstKeys(const TensorView& first_key, const Dims& dims, int64_t b)
+      : of_sequence_(first_key.empty() ? nullptr : first_key.as<int32_t>() + b * dims.S) {}
+  int64_t operator[](int64_t i) const { return of_sequence_ == nullptr ? 0 : of_sequence_[i]; }
+
+ private:
+  const int32_t* of_sequence_;
+};
+
+// Before anything is written: the tiles rely on it.
+void check_first_keys(const TensorView& first_key, const Dims& dims) {
+  if (first_key.empty()) return;
+  for (int64_t b = 0; b < dims.B; ++b) {
+    const FirstKeys first(first_key, dims, b);
+    for (int64_t i = 0; i < dims.S; ++i) {
+      if (first[i] < (i == 0 ? 0 : first[i - 1]) || first[i] > i) {
+        throw_internal("attention: first_key of position {} of sequence {} is {}, wanted {} to {}", i, b, first[i],
+                       i == 0 ? 0 : first[i - 1], i);
+      }
+    }
+  }
+}
 
 // Columns [head * D, (head + 1) * D) of the rows of sequence b, as [S, D]. In the fused QKV buffer key head g is
 // head H + g and value head g is head H + Hkv + g.
@@ -67,16 +93,18 @@ void forward_head(const AttentionForward& a, const Dims& dims, int64_t b, int64_
   const RowMatrix v = load_head(a.qkv, dims, b, dims.H + dims.Hkv + kv_head);
   RowMatrix out(dims.S, dims.D);
   float* lse = a.lse.as<float>() + (b * dims.H + h) * dims.S;
+  const FirstKeys first(a.first_key, dims, b);
   for (int64_t begin = 0; begin < dims.S; begin += kTileRows) {
-    const int64_t R = std::min(kTileRows, dims.S - begin), N = begin + R;
-    RowMatrix p(R, N);
-    p.noalias() = a.scale * (q.middleRows(begin, R) * k.topRows(N).transpose());
+    const int64_t R = std::min(kTileRows, dims.S - begin), N = begin + R, F = first[begin];
+    RowMatrix p(R, N - F);
+    p.noalias() = a.scale * (q.middleRows(begin, R) * k.middleRows(F, N - F).transpose());
     for (int64_t r = 0; r < R; ++r) {
-      const int64_t i = begin + r;
-      lse[i] = softmax(p.row(r).head(i + 1));
+      const int64_t i = begin + r, hidden = first[i] - F;
+      lse[i] = softmax(p.row(r).segment(hidden, i + 1 - first[i]));
+      p.row(r).head(hidden).setZero();
       p.row(r).tail(N - i - 1).setZero();
     }
-    out.middleRows(begin, R).noalias() = p * v.topRows(N);
+    out.middleRows(begin, R).noalias() = p * v.middleRows(F, N - F);
   }
   store_head(out, a.out, dims, b, h);
 }
@@ -88,12 +116,16 @@ struct RowStatistics {
 };
 
 // p[r,j] = exp(score - lse), zero where masked, in place of the scores; d_s = p * (d_p - delta) in place of d_p.
-void score_gradient(const RowStatistics& rows, int64_t begin, RowMatrix& p, RowMatrix& d_s) {
+// The first column is the first key of row `begin`.
+void score_gradient(const RowStatistics& rows, const FirstKeys& first, int64_t begin, RowMatrix& p,
+                    RowMatrix& d_s) {
   for (int64_t r = 0; r < p.rows(); ++r) {
-    const int64_t i = begin + r;
-    p.row(r).head(i + 1).array() -= rows.lse[i];
-    exp_elements(p.row(r).data(), i + 1, p.row(r).data());
-    p.row(r).tail(p.cols() - i - 1).setZero();
+    const int64_t i = begin + r, hidden = first[i] - first[begin], seen = i + 1 - first[i];
+    auto of_seen = p.row(r).segment(hidden, seen);
+    of_seen.array() -= rows.lse[i];
+    exp_elements(of_seen.data(), seen, of_seen.data());
+    p.row(r).head(hidden).setZero();
+    p.row(r).tail(p.cols() - hidden - seen).setZero();
     d_s.row(r).array() = p.row(r).array() * (d_s.row(r).array() - rows.delta[i]);
   }
 }
@@ -104,21 +136,22 @@ void backward_group(const AttentionBackward& a, const Dims& dims, int64_t b, int
   const RowMatrix k = load_head(a.qkv, dims, b, k_head), v = load_head(a.qkv, dims, b, v_head);
   RowMatrix d_q(dims.S, dims.D);
   RowMatrix d_k = RowMatrix::Zero(dims.S, dims.D), d_v = d_k;
+  const FirstKeys first(a.first_key, dims, b);
   for (int64_t h = kv_head * dims.group(); h < (kv_head + 1) * dims.group(); ++h) {
     const RowMatrix q = load_head(a.qkv, dims, b, h);
     const RowMatrix d_out = load_head(a.d_out, dims, b, h);
     const RowStatistics rows{a.lse.as<float>() + (b * dims.H + h) * dims.S,
                              d_out.cwiseProduct(load_head(a.out, dims, b, h)).rowwise().sum()};
     for (int64_t begin = 0; begin < dims.S; begin += kTileRows) {
-      const int64_t R = std::min(kTileRows, dims.S - begin), N = begin + R;
+      const int64_t R = std::min(kTileRows, dims.S - begin), F = first[begin], N = begin + R - F;
       const auto q_tile = q.middleRows(begin, R), d_out_tile = d_out.middleRows(begin, R);
       RowMatrix p(R, N), d_s(R, N);
-      p.noalias() = a.scale * (q_tile * k.topRows(N).transpose());
-      d_s.noalias() = d_out_tile * v.topRows(N).transpose();
-      score_gradient(rows, begin, p, d_s);
-      d_q.middleRows(begin, R).noalias() = a.scale * (d_s * k.topRows(N));
-      d_k.topRows(N).noalias() += a.scale * (d_s.transpose() * q_tile);
-      d_v.topRows(N).noalias() += p.transpose() * d_out_tile;
+      p.noalias() = a.scale * (q_tile * k.middleRows(F, N).transpose());
+      d_s.noalias() = d_out_tile * v.middleRows(F, N).transpose();
+      score_gradient(rows, first, begin, p, d_s);
+      d_q.middleRows(begin, R).noalias() = a.scale * (d_s * k.middleRows(F, N));
+      d_k.middleRows(F, N).noalias() += a.scale * (d_s.transpose() * q_tile);
+      d_v.middleRows(F, N).noalias() += p.transpose() * d_out_tile;
     }
     store_head(d_q, a.d_qkv, dims, b, h);
   }
@@ -130,6 +163,7 @@ void backward_group(const AttentionBackward& a, const Dims& dims, int64_t b, int
 
 void attention_forward(Device&, const AttentionForward& a) {
   const Dims dims(a);
+  check_first_keys(a.first_key, dims);
   parallel_for(dims.B * dims.H, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) forward_head(a, dims, i / dims.H, i % dims.H);
   });
@@ -138,6 +172,7 @@ void attention_forward(Device&, const AttentionForward& a) {
 
 void attention_backward(Device&, const AttentionBackward& a) {
   const Dims dims(a);
+  check_first_keys(a.first_key, dims);
   parallel_for(dims.B * dims.Hkv, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) backward_group(a, dims, i / dims.Hkv, i % dims.Hkv);
   });

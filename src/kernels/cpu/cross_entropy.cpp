@@ -30,7 +30,7 @@ struct RowLoss {
 };
 
 // x holds the logits and becomes their gradient.
-RowLoss row_loss(const CrossEntropy& a, int32_t target, Eigen::ArrayXf& x) {
+RowLoss row_loss(const CrossEntropy& a, float grad_scale, int32_t target, Eigen::ArrayXf& x) {
   const float max = x.maxCoeff();
   x -= max;
   const float target_logit = x[target];
@@ -39,8 +39,8 @@ RowLoss row_loss(const CrossEntropy& a, int32_t target, Eigen::ArrayXf& x) {
   const float lse = max + std::log(sum);
   // p as a quotient of exponentials, and the loss without lse: exp(logit - lse) and lse - logit would carry the
   // rounding error of lse, which is large when the logits are.
-  x *= a.grad_scale * (1.0f + 2.0f * a.z_loss * lse) / sum;
-  x[target] -= a.grad_scale;
+  x *= grad_scale * (1.0f + 2.0f * a.z_loss * lse) / sum;
+  x[target] -= grad_scale;
   return {std::log(sum) - target_logit, a.z_loss * lse * lse};
 }
 
@@ -50,6 +50,7 @@ void cross_entropy(Device&, const CrossEntropy& a) {
   const int64_t T = a.logits.dim[0], V = a.logits.dim[1];
   check_targets(a.targets, V);
   const int32_t* targets = a.targets.as<int32_t>();
+  const float grad_scale = a.grad_factor.empty() ? a.grad_scale : a.grad_scale * a.grad_factor.as<float>()[0];
   parallel_for(T, kRowGrain, [&](int64_t begin, int64_t end) {
     Eigen::ArrayXf x(V);
     for (int64_t t = begin; t < end; ++t) {
@@ -58,7 +59,7 @@ void cross_entropy(Device&, const CrossEntropy& a) {
         x.setZero();
       } else {
         decode_elements(a.logits, t * V, V, x.data());
-        row = row_loss(a, targets[t], x);
+        row = row_loss(a, grad_scale, targets[t], x);
       }
       a.loss.as<float>()[t] = row.loss;
       if (!a.z_loss_value.empty()) a.z_loss_value.as<float>()[t] = row.z_loss;

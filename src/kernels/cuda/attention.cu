@@ -53,7 +53,7 @@ void find_out_amax(CudaDevice& device, const AttentionForward& a) {
 void attention_forward(Device& device, const AttentionForward& a) {
   CudaDevice& cuda = as_cuda(device);
   if (suits_mma(a, {a.qkv, a.out})) {
-    if (runs_sm90_kernels(cuda)) {
+    if (runs_sm90_kernels(cuda) && a.first_key.empty()) {
       attention_forward_sm90(cuda, a);  // finds out_amax, too
       return;
     }
@@ -67,7 +67,8 @@ void attention_forward(Device& device, const AttentionForward& a) {
 
 void attention_backward(Device& device, const AttentionBackward& a) {
   if (suits_mma(a, {a.qkv, a.out, a.d_out, a.d_qkv})) {
-    auto* const backward = runs_sm90_kernels(as_cuda(device)) ? attention_backward_sm90 : attention_backward_mma;
+    const bool sm90 = runs_sm90_kernels(as_cuda(device)) && a.first_key.empty();
+    auto* const backward = sm90 ? attention_backward_sm90 : attention_backward_mma;
     backward(as_cuda(device), a);
   } else {
     check_generic(a);

@@ -77,10 +77,12 @@ __device__ void score_gradient_by_key(float (&scores)[kM][kN][4], float (&d_p)[k
   }
 }
 
-template <int D>
+// kDocuments: there is a first_key, and each head is left after the last query that sees a key of the tile.
+template <int D, bool kDocuments>
 __global__ void __launch_bounds__(kThreads, 2)
-    key_value_gradient_kernel(const BFloat16* qkv, const BFloat16* d_out, const RowStatistics* statistics,
-                              BFloat16* d_qkv, AttentionDims dims, int section_heads, float scale) {
+    key_value_gradient_kernel(const BFloat16* qkv, const int32_t* first_key, const BFloat16* d_out,
+                              const RowStatistics* statistics, BFloat16* d_qkv, AttentionDims dims,
+                              int section_heads, float scale) {
   using Tiling = KeyTiling<D>;
   constexpr int kM = Tiling::kM, kQueries = Tiling::kQueries;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -90,6 +92,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   };
   const auto [b, kv_head, warp_begin, warp_row] = find();
   const int key_begin = warp_begin - warp_row;
+  const int32_t* const first = kDocuments ? first_key + int64_t{b} * dims.S : nullptr;
   const BFloat16* k = qkv + dims.qkv_row(b, 0, dims.H + kv_head);
 
   const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Tiling::kKeyBytes;
@@ -117,12 +120,15 @@ __global__ void __launch_bounds__(kThreads, 2)
   const uint32_t rows = k_tile + warp_row * kRowBytes<D> + lane_offset<D>();
   load_stage(stage, h, query_begin);
   while (h < end_head) {
-    const bool last_of_head = query_begin + kQueries >= dims.S;
+    const bool last_of_head = query_begin + kQueries >= dims.S ||
+                              (kDocuments && first[query_begin + kQueries] >= key_begin + Tiling::kKeys);
     const int next_head = last_of_head ? h + 1 : h, next_begin = last_of_head ? key_begin : query_begin + kQueries;
     cp_async_wait<0>();  // this stage is here, and the other warps are done with the other
     __syncthreads();
     if (next_head < end_head) load_stage(1 - stage, next_head, next_begin);
-    if (query_begin + kQueries > warp_begin) {
+    const bool sees_queries =
+        query_begin + kQueries > warp_begin && (!kDocuments || first[query_begin] < warp_begin + Tiling::kWarpKeys);
+    if (sees_queries) {
       const uint32_t stage_tile = stages + stage * Tiling::kStageBytes;
       const uint32_t left = stage_tile + lane_offset<D>(), right = stage_tile + lane_offset_transposed<D>();
       float scores[kM][kQueries / 8][4], d_s[kM][kQueries / 8][4];
@@ -130,6 +136,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       clear(scores);
       multiply_transposed<D>(scores, {rows, 0}, {right, 0});
       if (query_begin < warp_begin + Tiling::kWarpKeys) mask_later_keys<true>(scores, query_begin - warp_begin);
+      if (kDocuments && warp_begin < first[min(query_begin + kQueries, dims.S) - 1]) {
+        mask_earlier_keys<true>(scores, first + query_begin, dims.S - 1 - query_begin, warp_begin);
+      }
       clear(d_s);
       multiply_transposed<D>(d_s, {rows, Tiling::kKeyBytes}, {right, Tiling::kQueryBytes});
       score_gradient_by_key(scores, d_s, stage_statistics + stage * kQueries, scale * kLog2E);
@@ -185,10 +194,11 @@ __device__ void score_gradient_by_query(const float (&scores)[kM][kN][4], float 
   }
 }
 
-template <int D>
+template <int D, bool kDocuments>
 __global__ void __launch_bounds__(kThreads, 2)
-    query_gradient_kernel(const BFloat16* qkv, const BFloat16* d_out, const RowStatistics* statistics,
-                          BFloat16* d_qkv, AttentionDims dims, int section_heads, float scale) {
+    query_gradient_kernel(const BFloat16* qkv, const int32_t* first_key, const BFloat16* d_out,
+                          const RowStatistics* statistics, BFloat16* d_qkv, AttentionDims dims, int section_heads,
+                          float scale) {
   using Tiling = QueryTiling<D>;
   constexpr int kM = Tiling::kM, kKeys = Tiling::kKeys;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -201,6 +211,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const BFloat16* k = qkv + dims.qkv_row(b, 0, dims.H + h / dims.group());
   const BFloat16* v = k + dims.Hkv * D;
   const int64_t stride = dims.qkv_stride();
+  const int32_t* const first = kDocuments ? first_key + int64_t{b} * dims.S : nullptr;
+  const int key_start = kDocuments ? first[query_begin] / kKeys * kKeys : 0;
 
   const uint32_t q_tile = shared_address(shared), d_out_tile = q_tile + Tiling::kQueryBytes;
   const uint32_t stages = d_out_tile + Tiling::kQueryBytes;
@@ -215,17 +227,19 @@ __global__ void __launch_bounds__(kThreads, 2)
                                                  query_begin, dims.S);
   auto* const tile_statistics = reinterpret_cast<RowStatistics*>(shared + Tiling::kStatisticsAt);
   load_statistics_async<Tiling::kQueries>(tile_statistics, statistics + dims.query(b, 0, h), query_begin, dims.S);
-  load_stage(0, 0);
+  load_stage(0, key_start);
 
   float d_q[kM][D / 8][4];
   clear(d_q);
   const uint32_t rows = q_tile + warp_row * kRowBytes<D> + lane_offset<D>();
   int stage = 0;
-  for (int key_begin = 0; key_begin < key_end; key_begin += kKeys) {
+  for (int key_begin = key_start; key_begin < key_end; key_begin += kKeys) {
     cp_async_wait<0>();  // this stage is here, and the other warps are done with the other
     __syncthreads();
     if (key_begin + kKeys < key_end) load_stage(1 - stage, key_begin + kKeys);
-    if (key_begin < warp_begin + Tiling::kWarpQueries) {
+    const bool sees_keys = key_begin < warp_begin + Tiling::kWarpQueries &&
+                           (!kDocuments || first[min(warp_begin, dims.S - 1)] < key_begin + kKeys);
+    if (sees_keys) {
       const uint32_t stage_tile = stages + stage * Tiling::kStageBytes;
       const uint32_t right = stage_tile + lane_offset_transposed<D>();
       float scores[kM][kKeys / 8][4], d_s[kM][kKeys / 8][4];
@@ -233,6 +247,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       clear(scores);
       multiply_transposed<D>(scores, {rows, 0}, {right, 0});
       if (key_begin + kKeys > warp_begin + 1) mask_later_keys<false>(scores, warp_begin - key_begin);
+      if (kDocuments && key_begin < first[min(warp_begin + Tiling::kWarpQueries, dims.S) - 1]) {
+        mask_earlier_keys<false>(scores, first + warp_begin, dims.S - 1 - warp_begin, key_begin);
+      }
       clear(d_s);
       multiply_transposed<D>(d_s, {rows, Tiling::kQueryBytes}, {right, Tiling::kKeyBytes});
       score_gradient_by_query(scores, d_s, tile_statistics + warp_row, scale * kLog2E);
@@ -248,7 +265,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                 stride, dims.S - work.begin);
 }
 
-template <int D>
+template <int D, bool kDocuments>
 void launch_backward(CudaDevice& device, const AttentionBackward& a) {
   const AttentionDims dims(a);
   const BFloat16 *const qkv = a.qkv.as<BFloat16>(), *const d_out = a.d_out.as<BFloat16>();
@@ -261,14 +278,15 @@ void launch_backward(CudaDevice& device, const AttentionBackward& a) {
           "attention_backward");
     const int64_t blocks = ceil_div(dims.S, tile_rows) * heads;
     kernel<<<static_cast<unsigned>(blocks), kThreads, shared_bytes, device.stream()>>>(
-        qkv, d_out, statistics, a.d_qkv.as<BFloat16>(), dims, heads_per_section(heads, bytes_per_head), a.scale);
+        qkv, first_keys(a), d_out, statistics, a.d_qkv.as<BFloat16>(), dims,
+        heads_per_section(heads, bytes_per_head), a.scale);
     check_launch("attention_backward");
   };
   const int64_t head_bytes = int64_t{2} * dims.S * kRowBytes<D>;  // of two tensors: q and d_out, or k and v
-  launch(key_value_gradient_kernel<D>, KeyTiling<D>::kSharedBytes, KeyTiling<D>::kKeys, dims.B * dims.Hkv,
-         head_bytes * dims.group());
-  launch(query_gradient_kernel<D>, QueryTiling<D>::kSharedBytes, QueryTiling<D>::kQueries, dims.B * dims.H,
-         head_bytes / dims.group());
+  launch(key_value_gradient_kernel<D, kDocuments>, KeyTiling<D>::kSharedBytes, KeyTiling<D>::kKeys,
+         dims.B * dims.Hkv, head_bytes * dims.group());
+  launch(query_gradient_kernel<D, kDocuments>, QueryTiling<D>::kSharedBytes, QueryTiling<D>::kQueries,
+         dims.B * dims.H, head_bytes / dims.group());
 }
 
 }  // namespace
@@ -284,10 +302,11 @@ void compute_row_statistics(CudaDevice& device, const AttentionBackward& a, RowS
 }
 
 void attention_backward_mma(CudaDevice& device, const AttentionBackward& a) {
+  const bool documents = !a.first_key.empty();
   if (AttentionDims(a).D == 64) {
-    launch_backward<64>(device, a);
+    documents ? launch_backward<64, true>(device, a) : launch_backward<64, false>(device, a);
   } else {
-    launch_backward<128>(device, a);
+    documents ? launch_backward<128, true>(device, a) : launch_backward<128, false>(device, a);
   }
 }
 

@@ -27,8 +27,9 @@ struct RowState {
 };
 
 // Turns scores into exp2(scale_log2 * (score - max)) for the maximum up to here, and rescales what was summed up
-// for the one before. Each row has seen at least one finite score: key 0 is in the first tile and precedes no
-// query.
+// for the one before. Without documents each row has seen a finite score, for key 0 is in the first tile and
+// precedes no query; with them a row's own may come in a later tile, and until then its maximum is kNoScore.
+constexpr float kNoScore = -1e30f;  // finite: the difference of two is 0
 template <int kM, int kN, int kOutN>
 __device__ void online_softmax(float (&scores)[kM][kN][4], RowState<kM>& state, float (&out)[kM][kOutN][4],
                                float scale_log2) {
@@ -87,11 +88,11 @@ __device__ void finish_rows(const RowState<kM>& state, float (&out)[kM][kOutN][4
 }
 
 // Tiles of keys and of values take turns in three places of shared memory: while one is in use, the next of each
-// kind is on its way.
-template <int D>
+// kind is on its way. kDocuments: there is a first_key; tiles before that of the block's first query are left out.
+template <int D, bool kDocuments>
 __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
-    attention_forward_kernel(const BFloat16* qkv, BFloat16* out, float* lse, AttentionDims dims, int section_heads,
-                             float scale_log2) {
+    attention_forward_kernel(const BFloat16* qkv, const int32_t* first_key, BFloat16* out, float* lse,
+                             AttentionDims dims, int section_heads, float scale_log2) {
   using Tiling = ForwardTiling<D>;
   constexpr int kM = Tiling::kM, kKeys = Tiling::kKeys, kThreads = Tiling::kThreads;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -104,15 +105,17 @@ __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
   const BFloat16* k = qkv + dims.qkv_row(b, 0, dims.H + h / dims.group());
   const BFloat16* v = k + dims.Hkv * D;
   const int64_t stride = dims.qkv_stride();
+  const int32_t* const first = kDocuments ? first_key + int64_t{b} * dims.S : nullptr;
+  const int key_start = kDocuments ? first[query_begin] / kKeys * kKeys : 0;
 
   const uint32_t q_tile = shared_address(shared);
   const auto tile_at = [&](unsigned place) {
     return q_tile + Tiling::kQueries * kRowBytes<D> + place % 3 * Tiling::kTileBytes;
   };
   load_tile_async<D, Tiling::kQueries, kThreads>(q_tile, qkv + dims.qkv_row(b, 0, h), stride, query_begin, dims.S);
-  load_tile_async<D, kKeys, kThreads>(tile_at(0), k, stride, 0, dims.S);
+  load_tile_async<D, kKeys, kThreads>(tile_at(0), k, stride, key_start, dims.S);
   cp_async_commit();
-  load_tile_async<D, kKeys, kThreads>(tile_at(1), v, stride, 0, dims.S);
+  load_tile_async<D, kKeys, kThreads>(tile_at(1), v, stride, key_start, dims.S);
   cp_async_commit();
 
   float acc[kM][D / 8][4];
@@ -120,15 +123,16 @@ __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
   clear(acc);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
-    state.max[m][0] = state.max[m][1] = -INFINITY;
+    state.max[m][0] = state.max[m][1] = kDocuments ? kNoScore : -INFINITY;
     state.sum[m][0] = state.sum[m][1] = 0.0f;
   }
   const uint32_t q_rows = q_tile + warp_row * kRowBytes<D> + lane_offset<D>();
   unsigned place = 0;
-  for (int key_begin = 0; key_begin < key_end; key_begin += kKeys, place += 2) {
+  for (int key_begin = key_start; key_begin < key_end; key_begin += kKeys, place += 2) {
     const int next = key_begin + kKeys;
     const uint32_t k_tile = tile_at(place), v_tile = tile_at(place + 1), free_tile = tile_at(place + 2);
-    const bool sees_keys = key_begin < warp_begin + Tiling::kWarpQueries;
+    const bool sees_keys =
+        key_begin < warp_begin + Tiling::kWarpQueries && (!kDocuments || first[min(warp_begin, dims.S - 1)] < next);
     uint32_t p[kM][kKeys / 16][4];
 
     cp_async_wait<1>();  // the keys are here, and the other warps are done with free_tile
@@ -140,6 +144,9 @@ __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
       clear(scores);
       multiply_transposed<D>(scores, {q_rows, 0}, {k_tile + lane_offset_transposed<D>(), 0});
       if (next > warp_begin + 1) mask_later_keys<false>(scores, warp_begin - key_begin);
+      if (kDocuments && key_begin < first[min(warp_begin + Tiling::kWarpQueries, dims.S) - 1]) {
+        mask_earlier_keys<false>(scores, first + warp_begin, dims.S - 1 - warp_begin, key_begin);
+      }
       online_softmax(scores, state, acc, scale_log2);
       pack_rows(scores, p);
     }
@@ -165,12 +172,12 @@ void launch_forward(CudaDevice& device, const AttentionForward& a) {
   const int heads = dims.B * dims.H;
   const int64_t blocks = ceil_div(dims.S, Tiling::kQueries) * heads;
   const int64_t bytes_per_head = int64_t{2} * dims.S * kRowBytes<D> / dims.group();  // keys and values
-  auto* const kernel = attention_forward_kernel<D>;
+  auto* const kernel = a.first_key.empty() ? attention_forward_kernel<D, false> : attention_forward_kernel<D, true>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes),
         "attention_forward");
   kernel<<<static_cast<unsigned>(blocks), Tiling::kThreads, Tiling::kSharedBytes, device.stream()>>>(
-      a.qkv.as<BFloat16>(), a.out.as<BFloat16>(), a.lse.as<float>(), dims, heads_per_section(heads, bytes_per_head),
-      a.scale * kLog2E);
+      a.qkv.as<BFloat16>(), first_keys(a), a.out.as<BFloat16>(), a.lse.as<float>(), dims,
+      heads_per_section(heads, bytes_per_head), a.scale * kLog2E);
   check_launch("attention_forward");
 }
 

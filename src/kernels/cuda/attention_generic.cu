@@ -11,6 +11,11 @@ namespace {
 
 constexpr int kWarps = 8, kThreads = kWarps * kWarpSize;  // of every block here
 
+// The first key of row i of sequence b.
+__device__ int first_key_of(const int32_t* first_key, const AttentionDims& dims, int b, int i) {
+  return first_key == nullptr ? 0 : first_key[int64_t{b} * dims.S + i];
+}
+
 // Which row of which head a warp writes; rows of a head are neighbours.
 struct Row {
   int b, head, i;
@@ -26,7 +31,7 @@ __device__ Row row_of_warp(const AttentionDims& dims, int heads) {
 // Online softmax over 32 keys at a time, of each of which one lane holds the score.
 template <int N, typename T>
 __global__ void __launch_bounds__(kThreads, 1)
-    forward_kernel(const T* qkv, T* out, float* lse, AttentionDims dims, float scale) {
+    forward_kernel(const T* qkv, const int32_t* first_key, T* out, float* lse, AttentionDims dims, float scale) {
   const Row row = row_of_warp(dims, dims.H);
   if (!row.exists) return;  // a whole warp
   const int kv_head = row.head / dims.group(), lane = static_cast<int>(threadIdx.x);
@@ -34,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const T* v = qkv + dims.qkv_row(row.b, 0, dims.H + dims.Hkv + kv_head);
   float q[N], acc[N] = {}, max = -FLT_MAX, sum = 0.0f;
   load_row(qkv + dims.qkv_row(row.b, row.i, row.head), dims.D, q);
-  for (int begin = 0; begin <= row.i; begin += kWarpSize) {
+  for (int begin = first_key_of(first_key, dims, row.b, row.i); begin <= row.i; begin += kWarpSize) {
     const int count = min(kWarpSize, row.i + 1 - begin);
     float x[N], score = -INFINITY;
     for (int j = 0; j < count; ++j) {
@@ -61,8 +66,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 // Writes delta, too, for key_value_gradient_kernel.
 template <int N, typename T>
 __global__ void __launch_bounds__(kThreads, 1)
-    query_gradient_kernel(const T* qkv, const T* out, const T* d_out, const float* lse, float* delta, T* d_qkv,
-                          AttentionDims dims, float scale) {
+    query_gradient_kernel(const T* qkv, const int32_t* first_key, const T* out, const T* d_out, const float* lse,
+                          float* delta, T* d_qkv, AttentionDims dims, float scale) {
   const Row row = row_of_warp(dims, dims.H);
   if (!row.exists) return;
   const int kv_head = row.head / dims.group();
@@ -75,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   load_row(out + at, dims.D, x);
   const float row_delta = dot(d_o, x), row_lse = lse[query];
   if (threadIdx.x == 0) delta[query] = row_delta;
-  for (int j = 0; j <= row.i; ++j) {
+  for (int j = first_key_of(first_key, dims, row.b, row.i); j <= row.i; ++j) {
     load_row(v + j * dims.qkv_stride(), dims.D, x);
     const float d_p = dot(d_o, x);
     load_row(k + j * dims.qkv_stride(), dims.D, x);
@@ -86,11 +91,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   store_row(d_qkv + dims.qkv_row(row.b, row.i, row.head), dims.D, d_q);
 }
 
-// The query heads of a key/value head one after the other, each from the key's own row on.
+// The query heads of a key/value head one after the other, each from the key's own row on, to the end of its
+// document.
 template <int N, typename T>
 __global__ void __launch_bounds__(kThreads, 1)
-    key_value_gradient_kernel(const T* qkv, const T* d_out, const float* lse, const float* delta, T* d_qkv,
-                              AttentionDims dims, float scale) {
+    key_value_gradient_kernel(const T* qkv, const int32_t* first_key, const T* d_out, const float* lse,
+                              const float* delta, T* d_qkv, AttentionDims dims, float scale) {
   const Row row = row_of_warp(dims, dims.Hkv);
   if (!row.exists) return;
   const int64_t k_at = dims.qkv_row(row.b, row.i, dims.H + row.head);
@@ -99,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   load_row(qkv + k_at, dims.D, k);
   load_row(qkv + v_at, dims.D, v);
   for (int h = row.head * dims.group(); h < (row.head + 1) * dims.group(); ++h) {
-    for (int i = row.i; i < dims.S; ++i) {
+    for (int i = row.i; i < dims.S && first_key_of(first_key, dims, row.b, i) <= row.i; ++i) {
       const int64_t query = dims.query(row.b, i, h);
       float q[N], d_o[N];
       load_row(qkv + dims.qkv_row(row.b, i, h), dims.D, q);
@@ -126,7 +132,7 @@ void attention_forward_generic(CudaDevice& device, const AttentionForward& a) {
     using T = decltype(type);
     with_row_size(dims.D, [&](auto n) {
       forward_kernel<n(), T><<<num_blocks(dims, dims.H), dim3(kWarpSize, kWarps), 0, device.stream()>>>(
-          a.qkv.as<T>(), a.out.as<T>(), a.lse.as<float>(), dims, a.scale);
+          a.qkv.as<T>(), first_keys(a), a.out.as<T>(), a.lse.as<float>(), dims, a.scale);
     });
   });
   check_launch("attention_forward");
@@ -141,9 +147,10 @@ void attention_backward_generic(CudaDevice& device, const AttentionBackward& a) 
     using T = decltype(type);
     with_row_size(dims.D, [&](auto n) {
       query_gradient_kernel<n(), T><<<num_blocks(dims, dims.H), threads, 0, device.stream()>>>(
-          a.qkv.as<T>(), a.out.as<T>(), a.d_out.as<T>(), a.lse.as<float>(), delta, a.d_qkv.as<T>(), dims, a.scale);
+          a.qkv.as<T>(), first_keys(a), a.out.as<T>(), a.d_out.as<T>(), a.lse.as<float>(), delta, a.d_qkv.as<T>(),
+          dims, a.scale);
       key_value_gradient_kernel<n(), T><<<num_blocks(dims, dims.Hkv), threads, 0, device.stream()>>>(
-          a.qkv.as<T>(), a.d_out.as<T>(), a.lse.as<float>(), delta, a.d_qkv.as<T>(), dims, a.scale);
+          a.qkv.as<T>(), first_keys(a), a.d_out.as<T>(), a.lse.as<float>(), delta, a.d_qkv.as<T>(), dims, a.scale);
     });
   });
   check_launch("attention_backward");

@@ -34,11 +34,17 @@ struct AttentionDims {
   __host__ __device__ int64_t query(int b, int i, int head) const { return (int64_t{b} * H + head) * S + i; }
 };
 
+// Null where rows see their sequence from its beginning.
+template <typename Args>
+const int32_t* first_keys(const Args& a) {
+  return a.first_key.empty() ? nullptr : a.first_key.template as<int32_t>();
+}
+
 // bf16 on tensor cores: D of 64 or 128, scale > 0, tensors aligned to 16 bytes.
 void attention_forward_mma(CudaDevice& device, const AttentionForward& a);
 void attention_backward_mma(CudaDevice& device, const AttentionBackward& a);
 
-// The same on compute capability 9.0.
+// The same on compute capability 9.0, without first_key.
 void attention_forward_sm90(CudaDevice& device, const AttentionForward& a);
 void attention_backward_sm90(CudaDevice& device, const AttentionBackward& a);
 

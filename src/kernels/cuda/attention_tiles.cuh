@@ -162,6 +162,27 @@ __device__ inline void mask_later_keys(float (&scores)[kM][kN][4], int distance)
   }
 }
 
+// Scores of keys before the first key of their query become -inf, likewise. `first_key` points to that of the
+// tile's first query; the sequence ends `last` queries later, and those past its end are masked as the last one is.
+// `first` is the tile's first key.
+template <bool kRowsAreKeys, int kM, int kN>
+__device__ inline void mask_earlier_keys(float (&scores)[kM][kN][4], const int32_t* first_key, int last,
+                                         int first) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row = m * 16 + e / 2 * 8 + lane / 4, column = n * 8 + lane % 4 * 2 + e % 2;
+        const int query = kRowsAreKeys ? column : row, key = kRowsAreKeys ? row : column;
+        if (first + key < first_key[min(query, last)]) scores[m][n][e] = -INFINITY;
+      }
+    }
+  }
+}
+
 // Stores a warp's accumulators, rounded to bf16, as rows of x, of which the first `count` exist. They pass through
 // as many rows of a tile, which begin at a multiple of 8 and which no other warp reads any more, so that each row
 // is written in one piece.

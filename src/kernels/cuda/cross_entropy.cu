@@ -30,7 +30,8 @@ struct Arguments {
   T* logits_TV;
   const int32_t* targets_T;
   float* loss_T;
-  float* z_loss_value_T;  // or null
+  float* z_loss_value_T;     // or null
+  const float* grad_factor;  // or null
   int64_t num_rows;
   int V;
   float z_loss, grad_scale;
@@ -264,7 +265,8 @@ __device__ void process_row(const Arguments<T>& a, int64_t t, int target, int ne
   if (!a.write_gradient) return;
 
   // p as a quotient of exponentials: exp(x - lse) would carry the rounding error of lse, large when logits are.
-  const Gradient gradient{c, a.grad_scale * (1.0f + 2.0f * a.z_loss * lse) / sum, a.grad_scale, target};
+  const float grad_scale = a.grad_factor == nullptr ? a.grad_scale : a.grad_scale * *a.grad_factor;
+  const Gradient gradient{c, grad_scale * (1.0f + 2.0f * a.z_loss * lse) / sum, grad_scale, target};
   const Row<T> next = row_to_copy(a, t + gridDim.x, next_target);
   for (int i = 0; i < batches; ++i) {
     gradient.write(row, Batch(packs, row.num_packs, i));
@@ -316,6 +318,7 @@ void launch(const CudaDevice& device, const CrossEntropy& a) {
       .targets_T = a.targets.as<int32_t>(),
       .loss_T = a.loss.as<float>(),
       .z_loss_value_T = a.z_loss_value.empty() ? nullptr : a.z_loss_value.as<float>(),
+      .grad_factor = a.grad_factor.empty() ? nullptr : a.grad_factor.as<float>(),
       .num_rows = num_rows,
       .V = static_cast<int>(V),
       .z_loss = a.z_loss,

@@ -27,6 +27,7 @@ void check_attention(std::string_view op, const Args& a) {
   }
   check_tensor(op, "out", a.out, {T, width / (H + 2 * Hkv) * H}, {a.qkv.dtype});
   check_tensor(op, "lse", a.lse, {T / S, H, S}, {DType::kF32});
+  if (!a.first_key.empty()) check_tensor(op, "first_key", a.first_key, {T}, {DType::kI32});
 }
 
 }  // namespace

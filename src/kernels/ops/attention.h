@@ -6,7 +6,8 @@ class Device;
 
 // Causal softmax attention within each sequence, with grouped-query heads: query head h reads key/value head
 // h / (H / Hkv). q, k and v are read straight from the fused QKV buffer (see RopeForward). T = B * S.
-//   p[i,j] = exp(scale * q_i . k_j - lse_i) for j <= i;  out_i = sum_j p[i,j] v_j
+//   p[i,j] = exp(scale * q_i . k_j - lse_i) for f_i <= j <= i;  out_i = sum_j p[i,j] v_j
+// where f is 0, or first_key: several documents in one sequence then see nothing of each other.
 struct AttentionForward {
   TensorView qkv;           // [T, (H + 2 * Hkv) * D] fp32 or bf16, in
   TensorView out;           // [T, H * D] as qkv, out
@@ -16,10 +17,14 @@ struct AttentionForward {
   int64_t num_kv_heads;
   float scale;
   TensorView out_amax = {};  // [1] fp32, out: max |out| as stored, for quantize; empty: not wanted
+  // [T] int32, in: the first position of its sequence that each row attends to. 0 <= first_key <= its own position,
+  // and never less than that of the row before in the sequence: on a GPU nobody checks that, and rows that break it
+  // get wrong results. Empty: 0.
+  TensorView first_key = {};
 };
 void attention_forward(Device& device, const AttentionForward& a);
 
-//   d_p[i,j] = d_out_i . v_j;  d_s = p * (d_p - delta_i) with delta_i = d_out_i . out_i
+//   d_p[i,j] = d_out_i . v_j for f_i <= j <= i;  d_s = p * (d_p - delta_i) with delta_i = d_out_i . out_i
 //   d_q_i = scale * sum_j d_s[i,j] k_j;  d_k_j = scale * sum_i d_s[i,j] q_i;  d_v_j = sum_i p[i,j] d_out_i
 struct AttentionBackward {
   TensorView qkv;    // [T, (H + 2 * Hkv) * D] fp32 or bf16, in
@@ -31,6 +36,7 @@ struct AttentionBackward {
   int64_t num_heads;
   int64_t num_kv_heads;
   float scale;
+  TensorView first_key = {};  // as in AttentionForward
 };
 // Deterministic: equal input gives equal bits.
 void attention_backward(Device& device, const AttentionBackward& a);

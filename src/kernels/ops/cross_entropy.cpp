@@ -13,6 +13,7 @@ void cross_entropy(Device& device, const CrossEntropy& a) {
   check_tensor("cross_entropy", "targets", a.targets, {T}, {DType::kI32});
   check_tensor("cross_entropy", "loss", a.loss, {T}, {DType::kF32});
   if (!a.z_loss_value.empty()) check_tensor("cross_entropy", "z_loss_value", a.z_loss_value, {T}, {DType::kF32});
+  if (!a.grad_factor.empty()) check_tensor("cross_entropy", "grad_factor", a.grad_factor, {1}, {DType::kF32});
   if (T == 0) return;
   if (V == 0) throw_internal("cross_entropy: logits is {}, wanted at least one column", describe(a.logits));
   PARKA_DISPATCH(cross_entropy, device, a);

@@ -1,0 +1,37 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace parka {
+
+// Which source each sequence of a run is taken from, so that at every moment each source has had its share of all
+// sequences so far to within half of one for each split that leads to it: less than half the number of sources, and
+// less than one where there are three or fewer.
+//
+// The first source takes round(share * n) of the first n sequences; of those that it leaves the second takes its
+// share of the rest in the same way, and so on. That is a function of n alone, in integers: a run may be resumed
+// anywhere, on any number of ranks, and the same weights give the same sequence on any machine.
+class Mixture {
+ public:
+  // Throws Error(kBadInput) unless there is a weight and all are positive; only their ratios count.
+  explicit Mixture(const std::vector<double>& weights);
+
+  size_t num_sources() const { return takes_.size(); }
+
+  // Sequence n of the run: the `index`-th one, from 0, that `source` gives.
+  struct Draw {
+    size_t source;
+    int64_t index;
+    bool operator==(const Draw&) const = default;
+  };
+  Draw at(int64_t n) const;
+
+  // How many of the first n sequences each source gives.
+  std::vector<int64_t> counts(int64_t n) const;
+
+ private:
+  std::vector<uint64_t> takes_;  // of what the sources before leave, in units of 2^-62; the last takes all
+};
+
+}  // namespace parka

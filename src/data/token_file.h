@@ -1,0 +1,87 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "data/read_only_file.h"
+
+namespace parka {
+
+// How a token file stores a token id.
+enum class TokenType : uint8_t { kUint16, kUint32 };
+
+int64_t size_of(TokenType type);
+
+// Forms of token files, all little-endian (docs/data.md):
+enum class TokenFormat : uint8_t {
+  kRaw,       // ids and nothing else; OLMo calls such files ".npy"
+  kMegatron,  // x.bin with the same, and x.idx beside it: type, and lengths of sequences and documents
+  kLlmC,      // a header of 256 int32 (magic number, version, tokens), then ids
+};
+std::string_view name_of(TokenFormat format);
+
+// What a mask file says of a token: one byte for each, any of these added up.
+inline constexpr uint8_t kMarkTarget = 1;         // to be predicted: counts in the loss
+inline constexpr uint8_t kMarkDocumentStart = 2;  // the first of a document
+
+// One token file. Threads may read at the same time.
+class TokenFile {
+ public:
+  // Which form it is in: Megatron's where `path` ends in .idx, or ends in .bin and a file .idx lies beside it;
+  // llm.c's where it ends in .bin and begins with one of llm.c's magic numbers; raw otherwise, and then its ids are
+  // of `raw_type`. Throws Error(kBadInput), naming the file and what to do, for a file that is missing, cannot be
+  // read or contradicts itself.
+  TokenFile(const std::string& path, TokenType raw_type);
+
+  const std::string& path() const { return tokens_.path(); }
+  TokenFormat format() const { return format_; }
+  TokenType type() const { return type_; }
+  int64_t num_tokens() const { return num_tokens_; }
+
+  // Writes `count` ids from token `first` on to `out`. Throws Error(kBadInput) naming file, position and id if one
+  // is not below vocab_size, Error(kIo) if reading fails.
+  void read(int64_t first, int64_t count, int64_t vocab_size, int32_t* out) const;
+
+  // Opens the mask file, whose name is the token file's with .mask added. Throws Error(kBadInput) if there is none
+  // or it has not one byte per token.
+  void open_mask();
+  bool has_mask() const { return mask_.has_value(); }
+  // The marks of `count` tokens from `first` on. Throws Error(kBadInput) naming the place of a byte that is no sum
+  // of marks.
+  void read_marks(int64_t first, int64_t count, uint8_t* out) const;
+
+  // Whether the file itself says where documents begin, without looking at ids: Megatron's do.
+  bool has_document_index() const { return index_.has_value(); }
+  // The tokens that documents begin with, in order: 8 bytes of memory for each. Throws Error(kBadInput) for an
+  // index that contradicts itself.
+  std::vector<int64_t> read_document_starts() const;
+
+  // Everything that decides what is read here: tokens, index, mask.
+  std::vector<const ReadOnlyFile*> files() const;
+
+ private:
+  struct Index {
+    ReadOnlyFile file;
+    int64_t num_sequences, num_document_marks;
+  };
+
+  void open_megatron();
+  void open_llm_c();
+  void open_raw();
+  // Calls f(length) for each sequence in the index.
+  template <typename F>
+  void for_each_sequence(const F& f) const;
+
+  ReadOnlyFile tokens_;
+  TokenFormat format_ = TokenFormat::kRaw;
+  TokenType type_;
+  int64_t first_byte_ = 0;  // where ids begin
+  int64_t num_tokens_ = 0;
+  std::optional<Index> index_;
+  std::optional<ReadOnlyFile> mask_;
+};
+
+}  // namespace parka

@@ -1,0 +1,71 @@
+#include "engine/run_data.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "engine/file_io.h"
+
+namespace parka {
+
+std::string checksum_of(const ReadOnlyFile& file) {
+  constexpr int64_t kPiece = int64_t{4} << 20;
+  Checksum checksum;
+  std::vector<std::byte> piece;
+  for (int64_t begin = 0; begin < file.size(); begin += kPiece) {
+    piece.resize(static_cast<size_t>(std::min(kPiece, file.size() - begin)));
+    file.read(begin, piece);
+    checksum.update(piece);
+  }
+  return checksum.hex();
+}
+
+ExampleRules example_rules(const DataConfig& data) {
+  return {.loss_mask = data.loss_mask,
+          .separate_documents = data.documents == DocumentMode::kSeparate,
+          .document_end = data.document_end};
+}
+
+TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config) {
+  return TokenFiles(sources, config.data.token_dtype, config.data.sequence_length, config.model.vocab_size,
+                    example_rules(config.data));
+}
+
+nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator) {
+  nlohmann::json all = nlohmann::json::array();
+  for (const TokenFiles::FileIdentity& identity : files.identities()) {
+    all.push_back({{"name", identity.name}, {"bytes", identity.bytes}, {"fingerprint", identity.fingerprint}});
+  }
+  if (!checksum) return all;
+  const std::vector<const ReadOnlyFile*> opened = files.files();
+  const auto rank = static_cast<size_t>(communicator.rank()), size = static_cast<size_t>(communicator.size());
+  nlohmann::json own = nlohmann::json::array();
+  for (size_t i = rank; i < opened.size(); i += size) own.push_back(checksum_of(*opened[i]));
+  const std::vector<std::string> of_ranks = communicator.gather_text(own.dump());
+  for (size_t i = 0; i < opened.size(); ++i) {
+    all[i]["checksum"] = nlohmann::json::parse(of_ranks[i % size]).at(i / size);
+  }
+  return all;
+}
+
+std::string file_difference(const nlohmann::json& saved, const nlohmann::json& now) {
+  for (size_t i = 0; i < std::min(saved.size(), now.size()); ++i) {
+    const auto &before = saved[i], &after = now[i];
+    if (before.at("name") != after.at("name")) {
+      return fmt::format("file {} is {}, was {}", i, after.at("name").dump(), before.at("name").dump());
+    }
+    if (before.at("bytes") != after.at("bytes")) {
+      return fmt::format("{} has {} bytes, had {}", after.at("name").dump(), after.at("bytes").dump(),
+                         before.at("bytes").dump());
+    }
+    const bool both = before.contains("checksum") && after.contains("checksum");
+    if (before.at("fingerprint") != after.at("fingerprint") ||
+        (both && before.at("checksum") != after.at("checksum"))) {
+      return fmt::format("{} holds other bytes", after.at("name").dump());
+    }
+  }
+  if (saved.size() != now.size()) return fmt::format("there are {} files, were {}", now.size(), saved.size());
+  return {};
+}
+
+}  // namespace parka

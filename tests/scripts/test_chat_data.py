@@ -1,0 +1,269 @@
+#!/usr/bin/env python3
+"""Tests of prepare_data.py --chat. Exits with 77 (skipped) where numpy is missing."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+try:
+    import numpy as np
+except ImportError:
+    print("skipped: numpy is missing")
+    sys.exit(77)
+
+try:
+    import jinja2
+except ImportError:
+    jinja2 = None
+
+try:
+    import tokenizers
+except ImportError:
+    tokenizers = None
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import chat_data  # noqa: E402
+
+EOS = 256  # of the byte tokenizer
+DIALOGUE = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "Bye!"},
+]
+QUESTION = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+CHATML_JINJA = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def marked(pieces):
+    """The text with what is to be learnt in braces."""
+    return "".join("{" + text + "}" if learnt else text for text, learnt in pieces)
+
+
+class Templates(unittest.TestCase):
+    def test_chatml(self):
+        self.assertEqual(
+            marked(chat_data.chatml(DIALOGUE[:3])),
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+            "{Hello.<|im_end|>}\n",
+        )
+
+    def test_llama3(self):
+        self.assertEqual(
+            marked(chat_data.llama3(DIALOGUE[1:4])),
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n{Hello.<|eot_id|>}"
+            "<|start_header_id|>user<|end_header_id|>\n\nBye<|eot_id|>",
+        )
+
+    def test_llama2(self):
+        self.assertEqual(
+            marked(chat_data.llama2(DIALOGUE)),
+            "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST]{ Hello. </s>}<s>[INST] Bye [/INST]{ Bye! </s>}",
+        )
+        with self.assertRaisesRegex(chat_data.ChatError, "user and assistant in turn"):
+            chat_data.llama2(DIALOGUE[2:])
+
+    @unittest.skipIf(jinja2 is None, "jinja2 is missing")
+    def test_a_jinja_template_marks_the_same(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "tokenizer_config.json"
+
+            def template(source):
+                path.write_text(json.dumps({"chat_template": source, "bos_token": {"content": "<s>"}}))
+                return chat_data.make_template(str(path))
+
+            chatml = template(CHATML_JINJA)
+            for messages in (DIALOGUE, QUESTION, DIALOGUE[:4], DIALOGUE[:2]):
+                with self.subTest(messages=len(messages)):
+                    # The template's own line end belongs to the turn; the built-in one leaves it out of the loss.
+                    expected = marked(chat_data.chatml(messages)).replace("<|im_end|>}\n", "<|im_end|>\n}")
+                    self.assertEqual(marked(chatml(messages)), expected)
+            self.assertEqual(marked(template("{{ bos_token }}{{ messages[0].content }}")(QUESTION[:1])), "<s>1+1?")
+            for source, message in (
+                ("{{ raise_exception('no system') }}", "no system"),
+                ("{{ messages | length }}", "changes what came before"),
+                ("{% if %}", "cannot be used"),
+                (None, "has no chat_template"),
+            ):
+                with self.assertRaisesRegex(chat_data.ChatError, message):
+                    template(source)(DIALOGUE)
+
+
+class Packing(unittest.TestCase):
+    def test_every_conversation_is_in_one_sequence_once(self):
+        random = np.random.default_rng(1)
+        written = []
+        packer = chat_data.Packer(64, EOS, lambda tokens, marks: written.append((tokens, marks)))
+        given = {}
+        for number in range(1000, 4000):
+            given[number] = int(random.integers(1, 65))
+            marks = np.ones(given[number], np.uint8)
+            marks[0] = 2
+            packer.add(np.full(given[number], number, np.uint32), marks)
+        packer.finish()
+        found = {}
+        padding = 0
+        for tokens, marks in written:
+            self.assertEqual((len(tokens), len(marks)), (64, 64))
+            starts = [*np.flatnonzero(marks & 2).tolist(), 64]
+            self.assertEqual(starts[0], 0)
+            for begin, end in zip(starts, starts[1:]):
+                (number,) = set(tokens[begin:end].tolist())
+                if number == EOS:
+                    self.assertEqual((marks[begin + 1 : end] != 0).sum(), 0)
+                    padding += end - begin
+                else:
+                    self.assertNotIn(number, found)
+                    found[number] = end - begin
+        self.assertEqual(found, given)
+        self.assertEqual(packer.padding_tokens, padding)
+        self.assertLess(padding, 0.03 * 64 * len(written))
+
+
+class Files(unittest.TestCase):
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = Path(temporary.name)
+        self.out = self.folder / "out"
+
+    def write_chats(self, conversations):
+        path = self.folder / "chats.jsonl"
+        path.write_text("".join(json.dumps({"messages": c, "id": 1}) + "\n\n" for c in conversations))
+        return path
+
+    def call(self, *arguments):
+        command = [sys.executable, ROOT / "scripts/prepare_data.py", *arguments, "--out", self.out]
+        return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300)
+
+    def prepare(self, *arguments):
+        result = self.call(*arguments)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return json.loads((self.out / "data.json").read_text())
+
+    def read(self, name="train-00000"):
+        return np.fromfile(self.out / f"{name}.npy", "<u2"), np.fromfile(self.out / f"{name}.npy.mask", np.uint8)
+
+    def test_files_hold_the_template_with_its_marks(self):
+        info = self.prepare(self.write_chats([QUESTION]), "--chat", "chatml", "--sequence-length", 128)
+        tokens, marks = self.read()
+        pieces = chat_data.chatml(QUESTION)
+        text = "".join(piece for piece, _ in pieces).encode()
+        self.assertEqual(tokens.tolist(), [*text, *[EOS] * (128 - len(text))])
+        expected = [int(learnt) for piece, learnt in pieces for _ in piece] + [0] * (128 - len(text))
+        expected[0] = expected[len(text)] = 2
+        self.assertEqual(marks.tolist(), expected)
+        self.assertEqual(info["train"]["targets"], len("2<|im_end|>"))
+        self.assertEqual((info["train"]["padding"], info["train"]["cut_conversations"]), (128 - len(text), 0))
+        self.assertEqual((info["chat"], info["sequence_length"]), ("chatml", 128))
+
+    def test_what_is_cut_and_what_is_left_out(self):
+        long = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 200}]
+        late = [{"role": "user", "content": "x" * 200}, {"role": "assistant", "content": "y"}]
+        silent = [{"role": "user", "content": "nobody answers"}]
+        chats = self.write_chats([long, late, silent, QUESTION, QUESTION])
+        info = self.prepare(chats, "--chat", "llama3", "--sequence-length", 160)
+        self.assertEqual((info["train"]["documents"], info["train"]["cut_conversations"]), (2, 1))
+        self.assertEqual(info["left_out"]["conversations_without_targets"], 2)
+        self.assertEqual(info["left_out"]["duplicate_documents"], 1)
+        self.assertEqual(info["train"]["tokens"] % 160, 0)
+
+    def test_held_out_conversations_and_several_files(self):
+        chats = [[{"role": "user", "content": str(i)}, {"role": "assistant", "content": "y" * i}] for i in range(200)]
+        info = self.prepare(self.write_chats(chats), "--chat", "chatml", "--sequence-length", 400, "--eval-fraction", 0.2,
+                            "--tokens-per-file", 4500)  # 11 sequences
+        self.assertEqual(info["train"]["documents"] + info["eval"]["documents"], 200)
+        self.assertGreater(info["eval"]["documents"], 20)
+        self.assertGreater(len(info["train"]["files"]), 2)
+        for split in ("train", "eval"):
+            for name in info[split]["files"]:
+                tokens, marks = self.read(name.removesuffix(".npy"))
+                self.assertEqual(len(tokens) % 400, 0)
+                self.assertEqual(len(marks), len(tokens))
+                self.assertTrue((marks.reshape(-1, 400)[:, 0] == 2).all())
+
+    @unittest.skipIf(tokenizers is None, "tokenizers is missing")
+    def test_markers_that_are_no_tokens_are_told(self):
+        words = {"<|im_start|>": 0, "<|im_end|>": 1, "<|endoftext|>": 2, "[UNK]": 3}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+        tokenizer.save(str(self.folder / "tokenizer.json"))
+        arguments = (self.write_chats([QUESTION]), "--tokenizer", self.folder / "tokenizer.json", "--sequence-length", 16)
+        result = self.call(*arguments, "--chat", "chatml")
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        tokens, marks = self.read()
+        # <|im_start|> user / 1+1? <|im_end|> / <|im_start|> assistant / 2 <|im_end|>
+        self.assertEqual(tokens.tolist(), [0, 3, 3, 1, 0, 3, 3, 1] + [2] * 8)
+        self.assertEqual(marks.tolist(), [2, 0, 0, 0, 0, 0, 1, 1, 2] + [0] * 7)
+
+    def test_parka_trains_on_them(self):
+        chats = [[{"role": "user", "content": str(i)}, {"role": "assistant", "content": "y" * i}] for i in range(90)]
+        self.prepare(self.write_chats(chats), "--chat", "chatml", "--sequence-length", 160)
+        program = os.environ.get("PARKA_PROGRAM", "build/release/parka")
+        config = {
+            "device": {"kind": "cpu"},
+            "model": {"vocab_size": 272, "d_model": 32, "num_layers": 1, "num_heads": 2, "d_ffn": 64},
+            "precision": {"recipe": "coat"},
+            "data": {
+                "train": [f"{self.out}/train-*.npy"],
+                "sequence_length": 160,
+                "loss_mask": True,
+                "documents": "separate",
+            },
+            "training": {"steps": 2, "global_batch_size": 4, "micro_batch_size": 2},
+            "checkpoint": {"folder": f"{self.folder}/run"},
+        }
+        path = self.folder / "config.json"
+        path.write_text(json.dumps(config))
+        trained = subprocess.run([program, "train", path], capture_output=True, text=True, timeout=300)
+        self.assertEqual(trained.returncode, 0, trained.stderr)
+        data = subprocess.run([program, "data", path], capture_output=True, text=True, timeout=300)
+        self.assertEqual(data.returncode, 0, data.stderr)
+        info = json.loads((self.out / "data.json").read_text())
+        self.assertIn(f", {info['train']['targets']} targets", data.stdout)
+
+    def test_bad_input_is_named_with_its_line(self):
+        good = json.dumps({"messages": QUESTION})
+        path = self.folder / "chats.jsonl"
+        for line, message in (
+            ("{", "is not JSON"),
+            ('{"text": "x"}', 'has no list "messages"'),
+            ('{"messages": []}', 'has no list "messages"'),
+            ('{"messages": [{"role": "user"}]}', 'message 0 has no strings "role" and "content"'),
+            ('{"messages": ["x"]}', 'message 0 has no strings "role" and "content"'),
+        ):
+            with self.subTest(line=line):
+                path.write_text(f"{good}\n{line}\n")
+                result = self.call(path, "--chat", "chatml", "--sequence-length", 64)
+                self.assertEqual(result.returncode, 2)
+                self.assertIn(f"chats.jsonl:2: {message}", result.stderr)
+                self.assertFalse(self.out.exists())
+        path.write_text(good)
+        for arguments, message in (
+            (("--chat", "chatml"), "give --sequence-length"),
+            (("--chat", "chatml", "--sequence-length", 1), "give --sequence-length"),
+            (("--chat", "chatml", "--sequence-length", 64, "--max-tokens", 5), "--max-tokens cannot be used with --chat"),
+            (("--chat", "chatml", "--sequence-length", 64, "--jsonl-field", "x"), "--jsonl-field cannot be used"),
+            (("--sequence-length", 64), "it needs --chat"),
+            (("--chat", "no-such-template", "--sequence-length", 64), "--chat no-such-template: "),
+        ):
+            with self.subTest(arguments=arguments):
+                result = self.call(path, *arguments)
+                self.assertEqual(result.returncode, 2)
+                self.assertIn(message, result.stderr)
+                self.assertEqual(len(result.stderr.splitlines()), 1)
+
+
+if __name__ == "__main__":
+    unittest.main()
