@@ -9,6 +9,7 @@ int64_t size_of(DType dtype) {
     case DType::kF32:
     case DType::kI32: return 4;
     case DType::kBF16:
+    case DType::kF16:
     case DType::kU16: return 2;
     case DType::kE4M3:
     case DType::kE5M2:
@@ -26,6 +27,7 @@ std::string_view name_of(DType dtype) {
     case DType::kI32: return "int32";
     case DType::kU16: return "uint16";
     case DType::kU8: return "uint8";
+    case DType::kF16: return "fp16";
   }
   throw_internal("unknown dtype {}", static_cast<int>(dtype));
 }

@@ -2,12 +2,14 @@
 #include <cstdint>
 #include <string_view>
 
+#include "core/float16.h"
 #include "core/number_formats.h"
 
 namespace parka {
 
-// Element types of tensors. The names below are also what checkpoints and the config use.
-enum class DType : uint8_t { kF32, kBF16, kE4M3, kE5M2, kI32, kU16, kU8 };
+// Element types of tensors. The names below are also what checkpoints and the config use. No op computes on fp16:
+// it is there for the files of other programs.
+enum class DType : uint8_t { kF32, kBF16, kE4M3, kE5M2, kI32, kU16, kU8, kF16 };
 
 int64_t size_of(DType dtype);  // bytes per element
 std::string_view name_of(DType dtype);
@@ -27,6 +29,8 @@ template <>
 inline constexpr DType dtype_of<float> = DType::kF32;
 template <>
 inline constexpr DType dtype_of<BFloat16> = DType::kBF16;
+template <>
+inline constexpr DType dtype_of<Float16> = DType::kF16;
 template <>
 inline constexpr DType dtype_of<Float8E4M3> = DType::kE4M3;
 template <>

@@ -173,6 +173,38 @@ void add_generate(CLI::App& app, GenerateOptions& options) {
       ->allow_extra_args(false);
 }
 
+void add_import(CLI::App& app, ImportOptions& options) {
+  CLI::App& command = *app.add_subcommand(
+      "import",
+      "Make a checkpoint of Parka's of a Hugging Face model (Llama or OLMo), to train, evaluate or sample.");
+  command.add_option("folder", options.folder, "Folder with config.json and *.safetensors")->required();
+  command.add_option("--out", options.output, "Folder to make")->type_name("FOLDER")->required();
+}
+
+void add_export(CLI::App& app, ExportOptions& options) {
+  CLI::App& command =
+      *app.add_subcommand("export", "Make a folder that Hugging Face transformers loads of a checkpoint.");
+  command
+      .add_option("checkpoint", options.checkpoint,
+                  "A checkpoint, a run folder for its newest one, or an imported "
+                  "model")
+      ->required();
+  command.add_option("--out", options.output, "Folder to make")->type_name("FOLDER")->required();
+  command
+      .add_option("--dtype", options.dtype,
+                  "Format of the weights; without it that of the imported model, or what the run computes in")
+      ->check(CLI::IsMember({"bf16", "fp16", "fp32"}));
+  command
+      .add_option("--like", options.like,
+                  "Hugging Face folder whose tokenizer and other settings go with the export; without it those of "
+                  "the imported model that the weights come from")
+      ->type_name("FOLDER");
+  command
+      .add_option("--shard-size", options.shard_size,
+                  "Largest file of weights, e.g. 5GB; without it the files of the imported model, or 50GB")
+      ->type_name("SIZE");
+}
+
 void add_data(CLI::App& app, DataOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "data", "Read token files whole: tokens, documents, range of ids, checksum. Refuses what training would.");
@@ -229,6 +261,8 @@ int parse_and_run(int argc, char** argv) {
   PlanOptions plan;
   EvalOptions eval;
   GenerateOptions generate;
+  ImportOptions import_options;
+  ExportOptions export_options;
   ConfigOptions config;
   BenchOptions bench;
   TuneOptions tune;
@@ -238,6 +272,8 @@ int parse_and_run(int argc, char** argv) {
   add_plan(app, plan);
   add_eval(app, eval);
   add_generate(app, generate);
+  add_import(app, import_options);
+  add_export(app, export_options);
   add_bench(app, bench);
   add_tune(app, tune);
   add_data(app, data);
@@ -256,6 +292,8 @@ int parse_and_run(int argc, char** argv) {
   if (app.got_subcommand("plan")) return run_plan(plan);
   if (app.got_subcommand("eval")) return run_eval(eval);
   if (app.got_subcommand("generate")) return run_generate(generate);
+  if (app.got_subcommand("import")) return run_import(import_options);
+  if (app.got_subcommand("export")) return run_export(export_options);
   if (app.got_subcommand("bench")) return run_bench(bench);
   if (app.got_subcommand("tune")) return run_tune(tune);
   if (app.got_subcommand("data")) return run_data(data);

@@ -63,6 +63,24 @@ struct GenerateOptions {
 };
 int run_generate(const GenerateOptions& options);
 
+struct ImportOptions {
+  std::string folder;  // of a Hugging Face model
+  std::string output;
+};
+int run_import(const ImportOptions& options);
+
+struct ExportOptions {
+  std::string checkpoint;
+  std::string output;
+  // "bf16", "fp16" or "fp32"; empty: as imported, or the format that the model computes in.
+  std::string dtype = {};
+  // A Hugging Face model's folder whose tokenizer goes with the export; empty: what is known.
+  std::string like = {};
+  // "5GB"; empty: as imported, or transformers' own.
+  std::string shard_size = {};
+};
+int run_export(const ExportOptions& options);
+
 struct BenchOptions {
   std::string config_path;
   std::vector<std::string> overrides;

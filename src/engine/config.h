@@ -111,6 +111,7 @@ struct CheckpointConfig {
   int64_t keep = 3;
   bool async = true;
   bool save_final = true;
+  std::string init_from = {};
 
   bool operator==(const CheckpointConfig&) const = default;
 
@@ -121,6 +122,11 @@ struct CheckpointConfig {
     visit("keep", keep, "Newest complete checkpoints to keep; 0 keeps all", IntegerRange{});
     visit("async", async, "Write from a background thread while training goes on");
     visit("save_final", save_final, "Save after the last step");
+    visit(
+        "init_from", init_from,
+        "Checkpoint, run folder or imported model whose weights a new run starts from, at step 0 and with a fresh "
+        "optimizer; its formats may be other ones. Empty: weights are drawn at random",
+        MayBeEmpty{});
   }
 };
 

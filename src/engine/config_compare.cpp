@@ -28,7 +28,11 @@ constexpr std::string_view kNotHashed[] = {
     "training.non_finite",
     "training.max_skipped_steps",
     "training.log_interval",
-    "checkpoint.",
+    "checkpoint.folder",
+    "checkpoint.interval",
+    "checkpoint.keep",
+    "checkpoint.async",
+    "checkpoint.save_final",
     "telemetry.",
     "evaluation.",
     "distributed.",
@@ -56,6 +60,9 @@ constexpr std::string_view kFixedOnResume[] = {
 };
 // ... but for these: the weights have been initialised.
 constexpr std::string_view kFreeOnResume[] = {"model.init", "model.init_std"};
+
+// What weights keep their meaning under, if not all of it: longer contexts are trained with other angles.
+constexpr std::string_view kFreeOnInit[] = {"model.rope_theta", "model.rope_scaling."};
 
 // Keys and sections that decide how long one GPU takes for a micro-batch and an update...
 constexpr std::string_view kSpeed[] = {
@@ -91,13 +98,34 @@ Config canonical(const Config& config) {
   const Config defaults;
   Config c = config;
   c.model.num_kv_heads = c.model.kv_heads();
+  c.model.given_head_dim = c.model.head_dim();
+  if (c.model.rope_scaling.kind == RopeScalingKind::kNone) c.model.rope_scaling = defaults.model.rope_scaling;
   if (c.model.init != InitKind::kNormal) c.model.init_std = defaults.model.init_std;
   if (!is_float8(c.optimizer.states)) {
     c.optimizer.exp_avg_format = defaults.optimizer.exp_avg_format;
     c.optimizer.exp_avg_sq_format = defaults.optimizer.exp_avg_sq_format;
   }
   for (std::string& file : c.data.train) file = std::filesystem::path(file).filename().string();
+  // With a slash at its end, whether it was given with one or not.
+  const auto source = (std::filesystem::path(c.checkpoint.init_from) / "").lexically_normal();
+  c.checkpoint.init_from = source.parent_path().filename().string();
   return c;
+}
+
+// Calls visit(path, same_meaning, line) for every key of which the configs have different values.
+template <typename Visit>
+void for_each_difference(const Config& saved, const Config& now, Visit visit) {
+  Config given[2] = {saved, now};
+  Config meant[2] = {canonical(saved), canonical(now)};
+  const ConfigTable given_saved = make_config_table(given[0]), given_now = make_config_table(given[1]);
+  const ConfigTable meant_saved = make_config_table(meant[0]), meant_now = make_config_table(meant[1]);
+  for (size_t i = 0; i < given_saved.fields.size(); ++i) {
+    const auto old_value = get_field(given_saved.fields[i]), new_value = get_field(given_now.fields[i]);
+    if (old_value == new_value) continue;
+    const std::string& path = given_saved.fields[i].path;
+    visit(path, get_field(meant_saved.fields[i]) == get_field(meant_now.fields[i]),
+          fmt::format("{}: {} in the checkpoint, {} now", path, old_value.dump(), new_value.dump()));
+  }
 }
 
 }  // namespace
@@ -114,21 +142,23 @@ std::string config_hash(const Config& config) {
 }
 
 ResumeDifferences resume_differences(const Config& saved, const Config& now) {
-  Config given[2] = {saved, now};
-  Config meant[2] = {canonical(saved), canonical(now)};
-  const ConfigTable given_saved = make_config_table(given[0]), given_now = make_config_table(given[1]);
-  const ConfigTable meant_saved = make_config_table(meant[0]), meant_now = make_config_table(meant[1]);
-
   ResumeDifferences differences;
-  for (size_t i = 0; i < given_saved.fields.size(); ++i) {
-    const auto old_value = get_field(given_saved.fields[i]), new_value = get_field(given_now.fields[i]);
-    if (old_value == new_value) continue;
-    const std::string& path = given_saved.fields[i].path;
+  for_each_difference(saved, now, [&](const std::string& path, bool same_meaning, const std::string& line) {
     const bool fixed = is_listed(path, kFixedOnResume) && !is_listed(path, kFreeOnResume);
-    const bool same_meaning = get_field(meant_saved.fields[i]) == get_field(meant_now.fields[i]);
-    std::vector<std::string>& list = fixed && !same_meaning ? differences.refused : differences.allowed;
-    list.push_back(fmt::format("{}: {} in the checkpoint, {} now", path, old_value.dump(), new_value.dump()));
-  }
+    (fixed && !same_meaning ? differences.refused : differences.allowed).push_back(line);
+  });
+  return differences;
+}
+
+ResumeDifferences model_differences(const ModelConfig& saved, const ModelConfig& now) {
+  Config of_saved, of_now;
+  of_saved.model = saved;
+  of_now.model = now;
+  ResumeDifferences differences;
+  for_each_difference(of_saved, of_now, [&](const std::string& path, bool same_meaning, const std::string& line) {
+    if (same_meaning || is_listed(path, kFreeOnResume)) return;
+    (is_listed(path, kFreeOnInit) ? differences.allowed : differences.refused).push_back(line);
+  });
   return differences;
 }
 

@@ -51,6 +51,10 @@ struct ResumeDifferences {
 };
 ResumeDifferences resume_differences(const Config& saved, const Config& now);
 
+// The same of two models, for a new run with the weights of `saved`: rotary angles may differ, nothing else that
+// weights depend on. Both lists are empty when the models compute the same.
+ResumeDifferences model_differences(const ModelConfig& saved, const ModelConfig& now);
+
 // The keys that decide how fast a run is and that differ, one line each with both values.
 enum class SpeedOf : uint8_t {
   kRun,     // of all ranks

@@ -19,19 +19,30 @@ void check_limits(const Config& config) {
   }
 }
 
+std::string_view head_dim_name(const ModelConfig& m) {
+  return m.given_head_dim == 0 ? "model.d_model / model.num_heads" : "model.head_dim";
+}
+
 void check_heads(const ModelConfig& m) {
   if (m.d_model % m.num_heads != 0) {
     throw_bad_input("model.d_model = {} is not a multiple of model.num_heads = {}; change one of them", m.d_model,
                     m.num_heads);
   }
   if (m.head_dim() % 2 != 0) {
-    throw_bad_input("model.d_model / model.num_heads = {} is odd; rotary positions turn pairs, so make it even",
-                    m.head_dim());
+    throw_bad_input("{} = {} is odd; rotary positions turn pairs, so make it even", head_dim_name(m), m.head_dim());
   }
   if (m.num_heads % m.kv_heads() != 0) {
     throw_bad_input("model.num_kv_heads = {} does not divide model.num_heads = {}; change one of them",
                     m.num_kv_heads, m.num_heads);
   }
+}
+
+void check_rope_scaling(const RopeScalingConfig& s) {
+  if (s.kind == RopeScalingKind::kNone || s.low_frequency_factor < s.high_frequency_factor) return;
+  throw_bad_input(
+      "model.rope_scaling.low_frequency_factor = {} is not less than high_frequency_factor = {}; change one of "
+      "them",
+      s.low_frequency_factor, s.high_frequency_factor);
 }
 
 // Bounds on what is later computed in 64-bit integers, far above any machine.
@@ -80,7 +91,10 @@ void check_fp8_gemm(const Config& c) {
   };
   require_multiple("model.d_model", c.model.d_model);
   require_multiple("model.d_ffn", c.model.d_ffn);
-  require_multiple("(model.num_heads + 2 * model.num_kv_heads) * d_model / num_heads", c.model.d_qkv());
+  require_multiple("model.num_heads * model.head_dim", c.model.d_heads());
+  require_multiple(fmt::format("(model.num_heads + 2 * model.num_kv_heads) * {}",
+                               c.model.given_head_dim == 0 ? "d_model / num_heads" : "head_dim"),
+                   c.model.d_qkv());
   require_multiple("training.micro_batch_size * data.sequence_length",
                    c.training.micro_batch_size * c.data.sequence_length);
 }
@@ -95,7 +109,7 @@ void check_kept_activations(const ModelConfig& m, const PrecisionConfig& p) {
   };
   require_groups("norm_input", p.norm_input, "model.d_model", m.d_model);
   require_groups("up_gate", p.up_gate, "model.d_ffn", m.d_ffn);
-  require_groups("qkv", p.qkv, "model.d_model / model.num_heads", m.head_dim());
+  require_groups("qkv", p.qkv, head_dim_name(m), m.head_dim());
   if (p.save_silu && p.up_gate != Storage::kFp8) {
     throw_bad_input("precision.save_silu = true needs precision.up_gate = fp8; set that, or save_silu = false");
   }
@@ -192,15 +206,16 @@ void check_data(const DataConfig& d) {
 double num_parameters(const ModelConfig& m) {
   const auto vocab = static_cast<double>(m.vocab_size), d = static_cast<double>(m.d_model),
              ffn = static_cast<double>(m.d_ffn), qkv = static_cast<double>(m.d_qkv()),
-             layers = static_cast<double>(m.num_layers);
+             heads = static_cast<double>(m.d_heads()), layers = static_cast<double>(m.num_layers);
   const double norm = m.norm == NormKind::kRmsNorm ? d : 0.0;
-  const double block = d * qkv + d * d + 3 * d * ffn + 2 * norm;
+  const double block = d * qkv + d * heads + 3 * d * ffn + 2 * norm;
   return vocab * d * (m.tie_embeddings ? 1 : 2) + layers * block + norm;
 }
 
 void validate(const Config& config) {
   check_limits(config);
   check_heads(config.model);
+  check_rope_scaling(config.model.rope_scaling);
   check_size(config);
   check_fp8_gemm(config);
   check_kept_activations(config.model, config.precision);

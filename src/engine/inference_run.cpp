@@ -7,14 +7,29 @@
 #include <spdlog/spdlog.h>
 
 #include "engine/config_io.h"
+#include "engine/float_elements.h"
 #include "engine/training_run.h"
 
 namespace parka {
 
-LoadedCheckpoint open_checkpoint(const std::string& path) {
-  if (std::filesystem::exists(path + "/manifest.json")) return load_checkpoint(path);
+namespace {
+
+// An imported model has its own format, and a recipe that an override gives may compute in another.
+void copy_converted(Device& device, DType dtype, ByteSpan bytes, const TensorView& view) {
+  std::vector<float> values(static_cast<size_t>(view.numel()));
+  decode_floats(dtype, bytes, values);
+  std::vector<std::byte> converted(static_cast<size_t>(view.bytes()));
+  encode_floats(values, view.dtype, converted);
+  device.copy_to_device(view.data, converted.data(), view.bytes());
+}
+
+}  // namespace
+
+LoadedCheckpoint open_checkpoint(const std::string& path, const LoadGroup& group) {
+  if (std::filesystem::exists(path + "/manifest.json")) return load_checkpoint(path, group);
   if (!std::filesystem::is_directory(path)) throw_bad_input("{}: no such checkpoint or run folder", path);
-  auto newest = load_newest(path, [](const std::string& message) { spdlog::warn("{}", message); });
+  auto newest = load_newest(
+      path, [](const std::string& message) { spdlog::warn("{}", message); }, group);
   if (!newest) throw_bad_input("{}: holds no checkpoint (looked for step_*/manifest.json)", path);
   return std::move(*newest);
 }
@@ -51,11 +66,15 @@ InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, c
     const TensorView& view = found->second;
     const bool same_shape =
         std::equal(entry.shape.begin(), entry.shape.end(), view.dim.begin(), view.dim.begin() + view.rank);
-    if (entry.dtype != view.dtype || !same_shape) {
+    if (!is_plain_float(entry.dtype) || !same_shape) {
       throw_bad_input("{}: {} does not fit its config, which wants {}", checkpoint.path(), entry.name,
                       describe(view));
     }
-    device.copy_to_device(view.data, bytes.data(), view.bytes());
+    if (entry.dtype == view.dtype) {
+      device.copy_to_device(view.data, bytes.data(), view.bytes());
+    } else {
+      copy_converted(device, entry.dtype, bytes, view);
+    }
     wanted.erase(found);
   });
   if (!wanted.empty()) throw_bad_input("{}: lacks the weight {}", checkpoint.path(), wanted.begin()->first);

@@ -11,8 +11,8 @@
 namespace parka {
 
 // The checkpoint at `path`: a checkpoint folder itself, or a run folder, whose newest good one is taken (damaged
-// ones are logged). Throws Error(kBadInput) when there is none.
-LoadedCheckpoint open_checkpoint(const std::string& path);
+// ones are logged). Throws Error(kBadInput) when there is none. All ranks of the group must call this.
+LoadedCheckpoint open_checkpoint(const std::string& path, const LoadGroup& group = {});
 
 // The checkpoint's own config with `overrides` applied.
 Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides);

@@ -19,7 +19,8 @@ constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the format's own limit
 constexpr int64_t kAlignment = 8;                 // of the tensors' bytes in the file, by padding the header
 constexpr std::string_view kMetadataKey = "__metadata__";
 
-constexpr std::array<std::pair<std::string_view, DType>, 7> kDTypes{{{"F32", DType::kF32},
+constexpr std::array<std::pair<std::string_view, DType>, 8> kDTypes{{{"F32", DType::kF32},
+                                                                     {"F16", DType::kF16},
                                                                      {"BF16", DType::kBF16},
                                                                      {"F8_E4M3", DType::kE4M3},
                                                                      {"F8_E5M2", DType::kE5M2},
@@ -53,33 +54,6 @@ void check_tensors(const std::vector<const HostTensor*>& tensors) {
                      tensor->bytes.size(), expected);
     }
   }
-}
-
-std::string encode_header(const std::vector<const HostTensor*>& tensors, const SafetensorsMetadata& metadata) {
-  auto header = nlohmann::ordered_json::object();
-  if (!metadata.empty()) header[std::string(kMetadataKey)] = metadata;
-  int64_t begin = 0;
-  for (const HostTensor* tensor : tensors) {
-    const int64_t end = begin + static_cast<int64_t>(tensor->bytes.size());
-    const auto shape = is_partial(*tensor) ? std::vector<int64_t>{tensor->piece->size()} : tensor->shape;
-    header[tensor->name] = {
-        {"dtype", format_name(tensor->dtype)}, {"shape", shape}, {"data_offsets", {begin, end}}};
-    begin = end;
-  }
-  std::string text;
-  try {
-    text = header.dump();
-  } catch (const json::exception&) {
-    throw_internal("a tensor's name is not UTF-8");
-  }
-  while ((kLengthBytes + static_cast<int64_t>(text.size())) % kAlignment != 0) text += ' ';
-  return text;
-}
-
-std::array<std::byte, kLengthBytes> encode_length(uint64_t length) {
-  std::array<std::byte, kLengthBytes> bytes;
-  for (int i = 0; i < kLengthBytes; ++i) bytes[i] = static_cast<std::byte>(length >> (8 * i));
-  return bytes;
 }
 
 // The length of the JSON text, checked against what the file can hold.
@@ -204,10 +178,40 @@ void write_safetensors(const std::vector<const HostTensor*>& tensors, const Safe
   std::vector<const HostTensor*> ordered = tensors;
   std::stable_sort(ordered.begin(), ordered.end(),
                    [](const HostTensor* a, const HostTensor* b) { return size_of(a->dtype) > size_of(b->dtype); });
-  const std::string header = encode_header(ordered, metadata);
-  sink(encode_length(header.size()));
-  sink(as_bytes(header));
+  std::vector<SafetensorsEntry> entries;
+  for (const HostTensor* tensor : ordered) {
+    const auto shape = is_partial(*tensor) ? std::vector<int64_t>{tensor->piece->size()} : tensor->shape;
+    entries.push_back({.name = tensor->name, .dtype = tensor->dtype, .shape = shape});
+  }
+  sink(as_bytes(encode_safetensors_header(entries, metadata)));
   for (const HostTensor* tensor : ordered) sink(tensor->bytes);
+}
+
+std::string with_header_length(std::string_view header_text) {
+  std::string start;
+  for (int i = 0; i < kLengthBytes; ++i) start += static_cast<char>(uint64_t{header_text.size()} >> (8 * i));
+  return start.append(header_text);
+}
+
+std::string encode_safetensors_header(const std::vector<SafetensorsEntry>& tensors,
+                                      const SafetensorsMetadata& metadata) {
+  auto header = nlohmann::ordered_json::object();
+  if (!metadata.empty()) header[std::string(kMetadataKey)] = metadata;
+  int64_t begin = 0;
+  for (const SafetensorsEntry& tensor : tensors) {
+    const int64_t end = begin + num_bytes_of(tensor.dtype, tensor.shape);
+    header[tensor.name] = {
+        {"dtype", format_name(tensor.dtype)}, {"shape", tensor.shape}, {"data_offsets", {begin, end}}};
+    begin = end;
+  }
+  std::string text;
+  try {
+    text = header.dump();
+  } catch (const json::exception&) {
+    throw_internal("a tensor's name is not UTF-8");
+  }
+  while ((kLengthBytes + static_cast<int64_t>(text.size())) % kAlignment != 0) text += ' ';
+  return with_header_length(text);
 }
 
 SafetensorsHeader parse_safetensors_header(ByteSpan start, int64_t file_bytes, std::string_view where) {

@@ -14,7 +14,8 @@
 
 // The safetensors format (github.com/huggingface/safetensors, "Format"): the length of the header as 8
 // little-endian bytes; the header, a JSON object {"name": {"dtype", "shape", "data_offsets": [begin, end]}, ...};
-// the tensors' bytes, row-major and little-endian, back to back. Dtypes F32, BF16, F8_E4M3, F8_E5M2, I32, U16, U8.
+// the tensors' bytes, row-major and little-endian, back to back. Dtypes F32, F16, BF16, F8_E4M3, F8_E5M2, I32, U16,
+// U8.
 namespace parka {
 
 // Elements [begin, end) of a tensor in row-major order.
@@ -61,6 +62,13 @@ using ByteSink = std::function<void(ByteSpan)>;
 // tensor's bytes do not fit its dtype, shape and piece.
 void write_safetensors(const std::vector<const HostTensor*>& tensors, const SafetensorsMetadata& metadata,
                        const ByteSink& sink);
+
+// The beginning of a file, length and header, that holds these tensors (name, dtype and shape count) back to back
+// in this order. Padded, so that the tensors' bytes begin at a multiple of 8.
+std::string encode_safetensors_header(const std::vector<SafetensorsEntry>& tensors,
+                                      const SafetensorsMetadata& metadata);
+// The same around a header's own text.
+std::string with_header_length(std::string_view header_text);
 
 // Reads a header. `start` is the file's beginning, at least as far as the header reaches; `file_bytes` the size of
 // the whole file. Whatever the bytes are, the result is one where every tensor lies inside the file, none overlap

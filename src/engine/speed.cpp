@@ -20,7 +20,7 @@ constexpr CardPeak kPeaks[] = {
 
 double flop_per_token(const ModelConfig& model, const ParameterTable& table, int64_t sequence_length) {
   const double attention = static_cast<double>(model.num_layers) * static_cast<double>(sequence_length) *
-                           static_cast<double>(model.d_model);
+                           static_cast<double>(model.d_heads());
   return 6.0 * static_cast<double>(table.num_compute_parameters()) + 6.0 * attention;
 }
 

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <csignal>
 #include <cstring>
+#include <filesystem>
 #include <numeric>
 
 #include <sys/resource.h>
@@ -18,6 +19,7 @@
 #include "engine/evaluation_suite.h"
 #include "engine/file_io.h"
 #include "engine/gpu_plan.h"
+#include "engine/inference_run.h"
 #include "engine/metrics_log.h"
 #include "engine/progress.h"
 #include "engine/run_data.h"
@@ -172,8 +174,7 @@ class TrainCommand {
       spdlog::info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
       for (const std::string& difference : differences) spdlog::info("changed since: {}", difference);
     } else {
-      run_.initialize();
-      spdlog::info("starting a new run in {}", folder);
+      start_new_run(group);
     }
     if (!is_first()) return;
     const MetricsLog::Removed removed = MetricsLog::truncate_after(metrics_path(), run_.completed_steps());
@@ -181,6 +182,19 @@ class TrainCommand {
       spdlog::info("{}: {} records after step {} removed; those steps are run again", metrics_path(), removed.later,
                    run_.completed_steps());
     if (removed.unreadable > 0) spdlog::warn("{}: {} torn lines removed", metrics_path(), removed.unreadable);
+  }
+
+  void start_new_run(const LoadGroup& group) {
+    const std::string& source = config_.checkpoint.init_from;
+    if (source.empty()) {
+      run_.initialize();
+      spdlog::info("starting a new run in {}", config_.checkpoint.folder);
+      return;
+    }
+    const LoadedCheckpoint checkpoint = open_checkpoint(source, group);
+    const std::vector<std::string> differences = run_.initialize_from(checkpoint);
+    spdlog::info("starting a new run in {} with the weights of {}", config_.checkpoint.folder, checkpoint.path());
+    for (const std::string& difference : differences) spdlog::info("other than there: {}", difference);
   }
 
   int train_steps(bool evaluates) {
@@ -323,6 +337,13 @@ int run_train(const TrainOptions& options) {
     if (config.data.train.empty()) {
       throw_bad_input("{}: data.train: nothing to train on; list token files (scripts/prepare_data.py makes them)",
                       options.config_path);
+    }
+    if (std::filesystem::exists(config.checkpoint.folder + "/manifest.json")) {
+      throw_bad_input(
+          "{}: is a checkpoint, not a run folder; to train from it name it in checkpoint.init_from, and give "
+          "another "
+          "checkpoint.folder",
+          config.checkpoint.folder);
     }
     std::optional<RunLock> lock;
     if (launch.rank() == 0) {

@@ -10,8 +10,10 @@
 
 #include <fmt/ranges.h>
 
+#include "engine/checkpoint_weights.h"
 #include "engine/config_io.h"
 #include "engine/evaluation.h"
+#include "engine/float_elements.h"
 #include "engine/run_data.h"
 #include "kernels/cuda/workspace.h"
 
@@ -175,6 +177,27 @@ void TrainingRun::initialize_alike() {
   weights_changed();
 }
 
+std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& checkpoint) {
+  const Config saved = parse_config(checkpoint.state().at("config"), checkpoint.path());
+  ResumeDifferences differences = model_differences(saved.model, config_.model);
+  if (!differences.refused.empty()) {
+    throw_bad_input("{}: checkpoint.init_from has the weights of another model: {}; change the config's model",
+                    checkpoint.path(), fmt::join(differences.refused, "; "));
+  }
+  Optimizer& optimizer = declared_.optimizer;
+  const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
+  const CheckpointWeights weights(checkpoint, parameters);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const std::vector<float> values = weights.read(parameters[i], optimizer.own_range(i), WeightForm::kMaster);
+    if (!all_finite(values)) {
+      throw_bad_input("{}: {} holds NaN or infinite values", checkpoint.path(), parameters[i].name);
+    }
+    optimizer.set_weight(device_, i, values);
+  }
+  weights_changed();
+  return std::move(differences.allowed);
+}
+
 std::vector<NamedTensor> TrainingRun::tensors() const {
   std::vector<NamedTensor> all = declared_.optimizer.state();
   const std::vector<TensorView>& weights = declared_.model.weights().own();
@@ -215,6 +238,11 @@ CheckpointContents TrainingRun::snapshot() const {
 }
 
 std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint) {
+  if (!checkpoint.state().contains("data")) {
+    throw_bad_input(
+        "{}: is an imported model, which has weights but no run to go on with; start one with checkpoint.init_from",
+        checkpoint.path());
+  }
   std::vector<std::string> differences = check_resumable(checkpoint, config_);
   const nlohmann::json& data = checkpoint.state().at("data");
   const std::string difference = data.contains("files") ? file_difference(data.at("files"), data_files_) : "";

@@ -70,6 +70,10 @@ class TrainingRun {
   // For measuring speed: as initialize(), but parameters of one shape get the same values, which takes a fraction
   // of the time for a large model.
   void initialize_alike();
+  // Starts from the weights of a checkpoint, whatever its formats: at step 0 of this run's data, with fresh
+  // moments. Returns the settings of its model that differ, one line each, where that is allowed. Throws
+  // Error(kBadInput) when its model is another one or has values that are not finite.
+  std::vector<std::string> initialize_from(const LoadedCheckpoint& checkpoint);
   // Takes over weights, states and position. Returns the settings that differ from the checkpoint's, one line each,
   // where that is allowed. Throws Error(kBadInput) when the checkpoint does not fit the config or holds values that
   // are not finite; the run must not be used then.

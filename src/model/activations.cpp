@@ -30,7 +30,7 @@ class Declarer {
   // The workspace part of a block: the same ids go into every block.
   BlockBuffers shared_block() {
     BlockBuffers block;
-    const int64_t d = model_.d_model, heads = model_.num_heads * model_.head_dim(), f = model_.d_ffn;
+    const int64_t d = model_.d_model, heads = model_.d_heads(), f = model_.d_ffn;
     if (formats_.norm_input.scaling != Scaling::kNone) {
       block.attention_norm.residual = shared("residual", kForward | kHead | rerun_, {tokens_, d});
       block.ffn_norm.residual = block.attention_norm.residual;
@@ -52,7 +52,7 @@ class Declarer {
   // Adds to `block` what it keeps for backward. FP8 GEMM inputs are kept transposed, as the weight gradient wants
   // them; their row-major form is workspace, whose ids are remembered in `workspace` for the next block.
   void keep(BlockBuffers& block, const std::string& prefix, BlockBuffers& workspace) {
-    const int64_t heads = model_.num_heads * model_.head_dim(), f = model_.d_ffn;
+    const int64_t heads = model_.d_heads(), f = model_.d_ffn;
     keep_norm(block.attention_norm, workspace.attention_norm, prefix, "attention_norm", kForwardAttention | rerun_,
               kBackwardQkv);
     if (!block.qkv.valid()) block.qkv = kept(prefix + "qkv", {tokens_, model_.d_qkv()});
@@ -72,7 +72,7 @@ class Declarer {
 
   BackwardBuffers backward() {
     BackwardBuffers b;
-    const int64_t d = model_.d_model, heads = model_.num_heads * model_.head_dim(), f = model_.d_ffn;
+    const int64_t d = model_.d_model, heads = model_.d_heads(), f = model_.d_ffn;
     const int64_t d_qkv = model_.d_qkv();
     const Format& gradient = formats_.gradient;
     b.d_residual = shared("d_residual", kHead | kBackward, {tokens_, d});

@@ -143,7 +143,7 @@ void Model::Pass::backward_attention(Device& device, int64_t l) {
   const BlockParameters& p = table_->blocks[l];
   const BackwardBuffers& w = activations_.backward;
   const int64_t T = num_tokens_, d = config_.d_model, d_qkv = config_.d_qkv();
-  const int64_t d_heads = config_.num_heads * config_.head_dim();
+  const int64_t d_heads = config_.d_heads();
   const GemmInput d_out = branch_gradient();
   sample(device, l, QuantizedTensor::kAttentionOutGradient, tensor(w.d_residual, T, d), d_out.row);
 

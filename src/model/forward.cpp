@@ -123,7 +123,7 @@ void Model::Pass::forward_block(Device& device, int64_t l, const TensorView& res
   const BlockBuffers& b = activations_.blocks[l];
   const BlockParameters& p = table_->blocks[l];
   const int64_t T = num_tokens_, d = config_.d_model, f = config_.d_ffn;
-  const int64_t d_heads = config_.num_heads * config_.head_dim(), d_qkv = config_.d_qkv();
+  const int64_t d_heads = config_.d_heads(), d_qkv = config_.d_qkv();
   const TensorView branch_out = tensor(activations_.branch, T, d);
 
   norm_into(device, b.attention_norm, p.attention_norm, residual, branch);

@@ -4,27 +4,48 @@
 #include "core/config_fields.h"
 #include "core/dtype.h"
 #include "kernels/ops/norm.h"
+#include "kernels/ops/rope.h"
 
 namespace parka {
 
 enum class InitKind : uint8_t { kMitchell, kNormal };
+
+struct RopeScalingConfig : RopeScaling {
+  bool operator==(const RopeScalingConfig&) const = default;
+
+  template <typename Visitor>
+  void fields(Visitor& visit) {
+    visit("kind", kind, "none, or llama3: low frequencies are divided by `factor`, high ones left alone");
+    visit("factor", factor, "llama3: what low frequencies are divided by", RealRange{1.0, 1e6});
+    visit("low_frequency_factor", low_frequency_factor,
+          "llama3: pairs that turn less than this often in original_length are divided by the whole factor",
+          RealRange{0.0, 1e6});
+    visit("high_frequency_factor", high_frequency_factor,
+          "llama3: pairs that turn more than this often in it are left alone", RealRange{0.0, 1e6});
+    visit("original_length", original_length, "llama3: sequence length that the model was first trained on",
+          IntegerRange{1, kMaxDimension});
+  }
+};
 
 struct ModelConfig {
   int64_t vocab_size = 50304;  // rows of the embedding, padding rows included
   int64_t d_model = 2048;
   int64_t num_layers = 16;
   int64_t num_heads = 16;
-  int64_t num_kv_heads = 0;  // 0: as num_heads
+  int64_t num_kv_heads = 0;    // 0: as num_heads
+  int64_t given_head_dim = 0;  // 0: d_model / num_heads
   int64_t d_ffn = 8192;
   NormKind norm = NormKind::kLayerNorm;
   double norm_eps = 1e-5;
   double rope_theta = 10000.0;
+  RopeScalingConfig rope_scaling = {};
   bool tie_embeddings = true;
   InitKind init = InitKind::kMitchell;
   double init_std = 0.02;
 
-  int64_t head_dim() const { return d_model / num_heads; }
+  int64_t head_dim() const { return given_head_dim == 0 ? d_model / num_heads : given_head_dim; }
   int64_t kv_heads() const { return num_kv_heads == 0 ? num_heads : num_kv_heads; }
+  int64_t d_heads() const { return num_heads * head_dim(); }
   int64_t d_qkv() const { return (num_heads + 2 * kv_heads()) * head_dim(); }
 
   bool operator==(const ModelConfig&) const = default;
@@ -40,10 +61,13 @@ struct ModelConfig {
     visit("num_kv_heads", num_kv_heads,
           "Key/value heads (grouped-query attention), a divisor of num_heads; 0 means num_heads",
           IntegerRange{0, kMaxDimension});
+    visit("head_dim", given_head_dim, "Width of a head, even; 0 means d_model / num_heads",
+          IntegerRange{0, kMaxDimension});
     visit("d_ffn", d_ffn, "Inner width of the SwiGLU feed-forward (width of up, and of gate)", dimension);
     visit("norm", norm, "layernorm: non-parametric LayerNorm (OLMo v1); rmsnorm: RMSNorm with a weight (Llama)");
     visit("norm_eps", norm_eps, "Added to the variance or mean square under the root", RealRange{1e-30, 1.0});
     visit("rope_theta", rope_theta, "Base of the rotary position angles", RealRange{1.0});
+    visit("rope_scaling", rope_scaling, "Stretching of the rotary angles for long contexts");
     visit("tie_embeddings", tie_embeddings, "Use the embedding table as the output head");
     visit("init", init, "mitchell: OLMo's depth-scaled truncated normal; normal: N(0, init_std)");
     visit("init_std", init_std, "Standard deviation for init = normal", RealRange{1e-30});
@@ -146,6 +170,11 @@ template <>
 struct EnumNames<NormKind> {
   static constexpr EnumName<NormKind> kAll[] = {{NormKind::kLayerNorm, "layernorm"},
                                                 {NormKind::kRmsNorm, "rmsnorm"}};
+};
+template <>
+struct EnumNames<RopeScalingKind> {
+  static constexpr EnumName<RopeScalingKind> kAll[] = {{RopeScalingKind::kNone, "none"},
+                                                       {RopeScalingKind::kLlama3, "llama3"}};
 };
 template <>
 struct EnumNames<InitKind> {

@@ -78,7 +78,7 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
     ++unit;
     if (has_norm_weights) block.attention_norm = add(prefix + "attention_norm", 1, d, false);
     block.qkv = add(prefix + "qkv", config.d_qkv(), d, true);
-    block.attention_out = add(prefix + "attention_out", d, config.num_heads * config.head_dim(), true);
+    block.attention_out = add(prefix + "attention_out", d, config.d_heads(), true);
     if (has_norm_weights) block.ffn_norm = add(prefix + "ffn_norm", 1, d, false);
     block.up_gate = add(prefix + "up_gate", 2 * f, d, true);
     block.down = add(prefix + "down", d, f, true);

@@ -18,12 +18,12 @@ class Ranks(RunFolder):
         """Those that the machine has the GPUs for; the first of a case is its number of ranks."""
         return [case for case in cases if DEVICE == "cpu" or case[0] <= num_gpus()]
 
-    def run_ranks(self, name, ranks, stage, steps=STEPS, recipe="bf16", shard_size=0):
+    def run_ranks(self, name, ranks, stage, steps=STEPS, recipe="bf16", shard_size=0, init_from=""):
         config = tiny_config(self.folder, recipe, STEPS, device=DEVICE)
         config["data"]["train"] = [self.path("long.npy")]
         config["optimizer"]["schedule"]["total_steps"] = STEPS
         config["training"].update(steps=steps, global_batch_size=8, micro_batch_size=1)
-        config["checkpoint"].update(folder=self.path(name), interval=2)
+        config["checkpoint"].update(folder=self.path(name), interval=2, init_from=init_from)
         config["distributed"] = {"zero_stage": stage, "shard_size": shard_size}
         config["evaluation"] = {"tasks": [self.path("task.jsonl")], "sets": [f"held={self.path('held_out.npy')}"]}
         path = self.path(name + ".json")
@@ -103,6 +103,18 @@ class Ranks(RunFolder):
         for ranks, stage, shard_size, steps in self.fit(moves):
             self.run_ranks("moved", ranks, stage, steps=steps, recipe="fp32", shard_size=shard_size)
         self.assert_near("moved", "one", 1e-5)
+
+    def test_a_run_starts_from_weights_that_any_number_of_ranks_saved(self):
+        self.run_ranks("source", 2, 3, recipe="fp32")
+        for ranks, stage in self.fit(((1, 0), (2, 1), (4, 3))):
+            name = f"new-{ranks}"
+            with self.subTest(name):
+                log = self.run_ranks(name, ranks, stage, recipe="fp32", init_from=self.path("source"))
+                self.assertIn("with the weights of " + self.path(f"source/step_{STEPS:08}"), log)
+                self.assert_near(name, "new-1", 1e-5)
+                first, last = self.records(name, "eval")[0], self.records("source", "eval")[-1]
+                self.assertEqual((first["step"], last["step"]), (0, STEPS))
+                self.assertAlmostEqual(first["loss"], last["loss"], places=6)
 
     def test_a_batch_that_does_not_divide_is_refused_once(self):
         if not self.fit([(3,)]):

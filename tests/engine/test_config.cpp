@@ -245,6 +245,12 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
   const auto [change, want] = GENERATE(table<Change, std::string>({
       {[](Config& c) { c.model.num_heads = 3; }, "model.d_model = 128 is not a multiple of model.num_heads = 3"},
       {[](Config& c) { c.model.num_heads = 128; }, "model.d_model / model.num_heads = 1 is odd"},
+      {[](Config& c) { c.model.given_head_dim = 7; }, "model.head_dim = 7 is odd"},
+      {[](Config& c) {
+         c.model.rope_scaling.kind = RopeScalingKind::kLlama3;
+         c.model.rope_scaling.low_frequency_factor = 4;
+       },
+       "model.rope_scaling.low_frequency_factor = 4 is not less than high_frequency_factor = 4"},
       {[](Config& c) { c.model.num_kv_heads = 3; }, "model.num_kv_heads = 3 does not divide model.num_heads = 4"},
       {[](Config& c) { c.model.num_kv_heads = 8; }, "model.num_kv_heads = 8 does not divide model.num_heads = 4"},
       {[](Config& c) { c.model.d_model = int64_t{1} << 30; }, "the model has"},

@@ -39,6 +39,8 @@ TEST_CASE("the hash covers what decides the numbers and nothing else", "[engine]
   same.data.eval = {"other.npy"};
   same.data.prefetch_batches = 9;
   same.model.num_kv_heads = 16;                  // what 0 stands for
+  same.model.given_head_dim = 128;               // likewise
+  same.model.rope_scaling.factor = 2;            // unused with kind = none
   same.model.init_std = 0.5;                     // unused with init = mitchell
   same.optimizer.exp_avg_format = DType::kE5M2;  // unused with states = fp32
   same.precision.recompute = Recompute::kBlock;
@@ -57,6 +59,9 @@ TEST_CASE("the hash covers what decides the numbers and nothing else", "[engine]
       [](Config& c) { c.model.d_model = 64; },
       [](Config& c) { c.model.rope_theta = 500000; },
       [](Config& c) { c.model.num_kv_heads = 2; },
+      [](Config& c) { c.model.given_head_dim = 64; },
+      [](Config& c) { c.model.rope_scaling.kind = RopeScalingKind::kLlama3; },
+      [](Config& c) { c.checkpoint.init_from = "runs/other/"; },
       [](Config& c) { c.precision.gemm = GemmPrecision::kFp8Tensor; },
       [](Config& c) { c.precision.norm_input = Storage::kFp8; },
       [](Config& c) { c.optimizer.lr = 1e-3; },

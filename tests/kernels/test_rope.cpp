@@ -56,6 +56,40 @@ TEST_CASE("rope_table holds cosines and sines of the exact angles, rounded once"
   CHECK(wrong == 0);
 }
 
+TEST_CASE("rope_table stretches low frequencies as Llama 3.1 does", "[kernels][rope]") {
+  const auto [S, D, theta, length] =
+      GENERATE(table<int, int, double, int>({{40, 12, 1e4, 64}, {300, 128, 5e5, 8192}, {64, 64, 5e5, 100}}));
+  CAPTURE(S, D, theta, length);
+  const RopeScaling scaling = {RopeScalingKind::kLlama3, 8.0, 1.5, 4.0, length};
+  const std::vector<float> cos_sin = rope_table(S, D, theta, scaling);
+  int wrong = 0, same = 0, divided = 0, between = 0;
+  for (int i = 0; i < D / 2; ++i) {
+    // By the cases of the definition.
+    const long double pi = std::acos(-1.0L), plain = std::pow(static_cast<long double>(theta), -2.0L * i / D);
+    const long double wavelength = 2 * pi / plain;
+    long double frequency = plain;
+    if (wavelength > length / 1.5L) {
+      frequency = plain / 8.0L;
+      ++divided;
+    } else if (wavelength >= length / 4.0L) {
+      const long double smooth = (length / wavelength - 1.5L) / (4.0L - 1.5L);
+      frequency = (1 - smooth) * plain / 8.0L + smooth * plain;
+      ++between;
+    } else {
+      ++same;
+    }
+    for (int s = 0; s < S; ++s) {
+      const float got_cos = cos_sin[s * D + i], got_sin = cos_sin[s * D + D / 2 + i];
+      wrong += !(std::abs(got_cos - std::cos(s * frequency)) <= 0x1p-24 + 1e-12);
+      wrong += !(std::abs(got_sin - std::sin(s * frequency)) <= 0x1p-24 + 1e-12);
+    }
+  }
+  CHECK(wrong == 0);
+  CHECK(same > 0);
+  CHECK(divided > 0);
+  CHECK(between > 0);
+}
+
 TEST_CASE("rope_forward turns queries and keys and leaves values alone", "[kernels][rope]") {
   const Shape s = GENERATE(from_range(kShapes));
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);

@@ -34,6 +34,14 @@ inline Fixture load_fixture(const std::string& name) {
   c.norm_eps = std::stod(meta.at("norm_eps"));
   c.rope_theta = std::stod(meta.at("rope_theta"));
   c.tie_embeddings = meta.at("tie_embeddings") == "true";
+  if (meta.contains("head_dim")) c.given_head_dim = std::stoll(meta.at("head_dim"));
+  if (meta.contains("rope_scaling.factor")) {
+    c.rope_scaling.kind = RopeScalingKind::kLlama3;
+    c.rope_scaling.factor = std::stod(meta.at("rope_scaling.factor"));
+    c.rope_scaling.low_frequency_factor = std::stod(meta.at("rope_scaling.low_freq_factor"));
+    c.rope_scaling.high_frequency_factor = std::stod(meta.at("rope_scaling.high_freq_factor"));
+    c.rope_scaling.original_length = std::stoll(meta.at("rope_scaling.original_max_position_embeddings"));
+  }
   fixture.shape = {std::stoll(meta.at("batch")), std::stoll(meta.at("seq"))};
   for (const SafetensorsEntry& entry : header.tensors) {
     std::vector<std::byte> bytes(static_cast<size_t>(entry.num_bytes));
@@ -50,6 +58,6 @@ inline Fixture load_fixture(const std::string& name) {
   return fixture;
 }
 
-inline const char* const kFixtures[] = {"olmo_tied", "olmo_untied", "llama_mha", "llama_gqa", "llama_mqa_tied"};
+inline const char* const kFixtures[] = {"olmo_tied", "olmo_untied", "llama_mha", "llama_gqa", "llama_mqa_tied", "llama3_wide_heads"};
 
 }  // namespace parka::test

@@ -113,6 +113,7 @@ class TestTensor {
     switch (view_.dtype) {
       case DType::kF32: put(v); break;
       case DType::kBF16: put(encode_bf16(v)); break;
+      case DType::kF16: put(encode_fp16(v)); break;
       case DType::kE4M3: put(encode_e4m3(v)); break;
       case DType::kE5M2: put(encode_e5m2(v)); break;
       case DType::kI32: put(static_cast<int32_t>(v)); break;
@@ -128,6 +129,7 @@ class TestTensor {
     switch (view_.dtype) {
       case DType::kF32: return get(float{});
       case DType::kBF16: return decode_bf16(get(BFloat16{}));
+      case DType::kF16: return decode_fp16(get(Float16{}));
       case DType::kE4M3: return decode_e4m3(get(Float8E4M3{}));
       case DType::kE5M2: return decode_e5m2(get(Float8E5M2{}));
       case DType::kI32: return static_cast<float>(get(int32_t{}));

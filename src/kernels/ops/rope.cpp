@@ -1,6 +1,8 @@
 #include "kernels/ops/rope.h"
 
+#include <algorithm>
 #include <cmath>
+#include <numbers>
 #include <string_view>
 
 #include "kernels/backend.h"
@@ -22,6 +24,17 @@ void check_rotation(std::string_view op, std::string_view name, const TensorView
     throw_internal("{}: cos_sin is {}, wanted at least one row and an even width", op, describe(cos_sin));
   }
   check_tensor(op, name, qkv, {T, (num_heads + 2 * num_kv_heads) * D}, {DType::kF32, DType::kBF16});
+}
+
+// Radians per position of a pair that would turn by `frequency` without scaling.
+double scaled_frequency(double frequency, const RopeScaling& scaling) {
+  if (scaling.kind == RopeScalingKind::kNone) return frequency;
+  const double low = scaling.low_frequency_factor, high = scaling.high_frequency_factor;
+  PARKA_REQUIRE(scaling.factor > 0 && low < high && scaling.original_length > 0);
+  const double turns =
+      static_cast<double>(scaling.original_length) * frequency / (2 * std::numbers::pi);  // over that length
+  const double share = std::clamp((turns - low) / (high - low), 0.0, 1.0);
+  return frequency * (share + (1 - share) / scaling.factor);
 }
 
 }  // namespace
@@ -48,15 +61,19 @@ void rope_backward(Device& device, const RopeBackward& a) {
   PARKA_DISPATCH(rope_backward, device, a);
 }
 
-std::vector<float> rope_table(int64_t sequence_length, int64_t head_dim, double theta) {
+std::vector<float> rope_table(int64_t sequence_length, int64_t head_dim, double theta, const RopeScaling& scaling) {
   PARKA_REQUIRE(sequence_length >= 0 && head_dim > 0 && head_dim % 2 == 0 && theta > 0);
   const int64_t half = head_dim / 2;
+  std::vector<double> frequencies;
+  for (int64_t i = 0; i < half; ++i) {
+    const double exponent = -2.0 * static_cast<double>(i) / static_cast<double>(head_dim);
+    frequencies.push_back(scaled_frequency(std::pow(theta, exponent), scaling));
+  }
   std::vector<float> table(static_cast<size_t>(sequence_length * head_dim));
   for (int64_t position = 0; position < sequence_length; ++position) {
     float* row = table.data() + position * head_dim;
     for (int64_t i = 0; i < half; ++i) {
-      const double exponent = -2.0 * static_cast<double>(i) / static_cast<double>(head_dim);
-      const double angle = static_cast<double>(position) * std::pow(theta, exponent);
+      const double angle = static_cast<double>(position) * frequencies[i];
       row[i] = static_cast<float>(std::cos(angle));
       row[i + half] = static_cast<float>(std::sin(angle));
     }

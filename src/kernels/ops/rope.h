@@ -1,4 +1,5 @@
 #pragma once
+#include <cstdint>
 #include <vector>
 
 #include "core/tensor.h"
@@ -37,7 +38,26 @@ struct RopeBackward {
 // The quantized copies are made from the turned gradients rounded to the dtype of d_qkv.
 void rope_backward(Device& device, const RopeBackward& a);
 
+enum class RopeScalingKind : uint8_t { kNone, kLlama3 };
+
+// How angles are stretched for positions beyond those that a model was first trained on. With kLlama3 (Llama 3.1),
+// a pair that turns by f radians per position, and so has the wavelength 2 pi / f, turns instead by
+//   f                                wavelength < original_length / high_frequency_factor
+//   f / factor                       wavelength > original_length / low_frequency_factor
+//   f (s + (1 - s) / factor)         between them, where s goes from 0 to 1 with the frequency:
+//     s = (original_length / wavelength - low_frequency_factor) / (high_frequency_factor - low_frequency_factor)
+struct RopeScaling {
+  RopeScalingKind kind = RopeScalingKind::kNone;
+  double factor = 8.0;
+  double low_frequency_factor = 1.0;
+  double high_frequency_factor = 4.0;  // more than low_frequency_factor
+  int64_t original_length = 8192;
+
+  bool operator==(const RopeScaling&) const = default;
+};
+
 // The contents of cos_sin, [S, D] row by row. Angles, cosines and sines in double, rounded once to fp32. D is even.
-std::vector<float> rope_table(int64_t sequence_length, int64_t head_dim, double theta);
+std::vector<float> rope_table(int64_t sequence_length, int64_t head_dim, double theta,
+                              const RopeScaling& scaling = {});
 
 }  // namespace parka

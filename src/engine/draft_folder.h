@@ -1,0 +1,30 @@
+#pragma once
+#include <string>
+
+namespace parka {
+
+// A new folder that appears under its name when it is complete, and not at all when something goes wrong before.
+// Until then it is <path>.tmp.
+class DraftFolder {
+ public:
+  // Throws Error(kBadInput) when something is at `path` already: nothing is ever overwritten.
+  explicit DraftFolder(std::string path);
+  DraftFolder(const DraftFolder&) = delete;
+  DraftFolder& operator=(const DraftFolder&) = delete;
+  ~DraftFolder();  // removes what was not published
+
+  std::string operator/(const std::string& name) const { return draft_ + "/" + name; }
+  // Gives the folder its name; files in it must have been synced.
+  void publish();
+
+ private:
+  std::string path_, draft_;
+  bool published_ = false;
+};
+
+// Creates a file with `text`, durable when this returns.
+void write_new_file(const std::string& path, const std::string& text);
+// Likewise with the content of another file.
+void copy_to_new_file(const std::string& from, const std::string& to);
+
+}  // namespace parka

@@ -1,0 +1,352 @@
+"""import and export from the command line: round trips, bad input, memory, and what transformers makes of an export."""
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import unittest
+
+from parka_runs import PROGRAM, RunFolder, metrics, parka, tree_digest, write_tokens
+
+FIXTURES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures", "huggingface")
+NAMES = ["llama_mha", "llama3_gqa", "llama_tied", "olmo_untied", "olmo_tied"]
+
+try:
+    import torch
+    import transformers
+except ImportError:
+    torch = transformers = None
+
+
+# Runs its arguments and prints the most memory that they had, in KiB.
+MEASURE = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def edit_json(path, change):
+    with open(path, encoding="utf-8") as file:
+        content = json.load(file)
+    change(content)
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+
+
+def edit_header(path, change):
+    """Changes the header of a safetensors file, whose tensors stay as they are."""
+    with open(path, "rb") as file:
+        content = file.read()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8:8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + content[8 + length:])
+
+
+def rename_tensor(old, new):
+    def change(header):
+        header[new] = header.pop(old)
+    return change
+
+
+class HuggingFace(RunFolder):
+    def setUp(self):
+        super().setUp()
+        self.model = self.path("model")
+        self.use("llama3_gqa")
+
+    def use(self, name):
+        shutil.rmtree(self.model, ignore_errors=True)
+        shutil.copytree(os.path.join(FIXTURES, name), self.model)
+
+    def import_model(self, out="imported"):
+        self.assert_exit(parka("import", self.model, "--out", self.path(out)), 0)
+        return self.path(out)
+
+    def train(self, imported, *overrides):
+        arguments = ["--set", f"data.train=[\"{self.path('a.npy')}\"]", "--set", f"data.eval=[\"{self.path('held_out.npy')}\"]"]
+        for override in ("data.sequence_length=16", "training.steps=3", "training.global_batch_size=4", "training.eval_interval=3",
+                         "optimizer.schedule.warmup_steps=0", f"checkpoint.folder={self.path('run')}", "device.kind=cpu", *overrides):
+            arguments += ["--set", override]
+        return parka("train", f"{imported}/config.json", *arguments)
+
+
+class RoundTrip(HuggingFace):
+    def test_tokenizer_files_come_along(self):
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+            with open(f"{self.model}/{name}", "w", encoding="utf-8") as file:
+                file.write(f"the {name} of a test")
+        imported = self.import_model()
+        self.assert_exit(parka("export", imported, "--out", self.path("exported")), 0)
+        self.assertEqual(tree_digest(self.path("exported")), tree_digest(self.model))
+
+    def test_other_programs_files(self):
+        """Another order of tensors, other metadata, a padded header, a tied head that is there all the same."""
+        self.use("olmo_tied")
+        path = f"{self.model}/model.safetensors"
+        with open(path, "rb") as file:
+            content = file.read()
+        (length,) = struct.unpack("<Q", content[:8])
+        header, data = json.loads(content[8:8 + length]), content[8 + length:]
+        del header["__metadata__"]
+        header["lm_head.weight"] = header["model.embed_tokens.weight"]
+        begin, new_header, new_data = 0, {"__metadata__": {"format": "pt", "by": "a test"}}, b""
+        for name in sorted(header, reverse=True):
+            first, last = header[name]["data_offsets"]
+            new_header[name] = dict(header[name], data_offsets=[begin, begin + last - first])
+            new_data += data[first:last]
+            begin += last - first
+        text = json.dumps(new_header).encode() + b"   \n"
+        with open(path, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text + new_data)
+        self.assert_exit(parka("export", self.import_model(), "--out", self.path("exported")), 0)
+        self.assertEqual(tree_digest(self.path("exported")), tree_digest(self.model))
+
+        # A head that is not the embedding is not tied.
+        with open(path, "r+b") as file:
+            file.seek(8 + len(text) + new_header["lm_head.weight"]["data_offsets"][0])
+            file.write(b"\x12\x34")
+        result = parka("import", self.model, "--out", self.path("other"))
+        self.assert_exit(result, 2)
+        self.assertIn("tie_word_embeddings", result.stderr)
+
+    def test_train_evaluate_and_export(self):
+        imported = self.import_model()
+        self.assert_exit(self.train(imported), 0)
+        steps = metrics(self.path("run"))
+        self.assertEqual([step["step"] for step in steps], [1, 2, 3])
+        at_start = metrics(self.path("run"), "eval")[0]
+        result = parka("eval", imported, "--data", self.path("held_out.npy"), "--json", "--set", "data.sequence_length=16",
+                       "--set", "device.kind=cpu")
+        self.assert_exit(result, 0)
+        self.assertAlmostEqual(json.loads(result.stdout)["loss"], at_start["loss"], places=5)
+        # The same command goes on with the run: it does not start from the model again.
+        result = self.train(imported, "training.steps=4")
+        self.assert_exit(result, 0)
+        self.assertIn("resuming", result.stderr)
+        self.assert_exit(parka("generate", imported, "--prompt-tokens", "1,2", "--tokens", "3", "--set", "device.kind=cpu"), 0)
+
+        # A second run starts from the first; what came with the imported model is still known.
+        second = self.train(imported, f"checkpoint.folder={self.path('second')}", f"checkpoint.init_from={self.path('run')}")
+        self.assert_exit(second, 0)
+        self.assert_exit(parka("export", self.path("second"), "--out", self.path("exported")), 0)
+        self.assertEqual(sorted(os.listdir(self.path("exported"))), sorted(os.listdir(self.model)))
+        weights = lambda name: not name.endswith("safetensors")
+        self.assertEqual(tree_digest(self.path("exported"), weights), tree_digest(self.model, weights))
+
+        # Once it is gone it is missed; --like stands in.
+        os.rename(imported, self.path("elsewhere"))
+        result = parka("export", self.path("run"), "--out", self.path("bare"))
+        self.assert_exit(result, 0)
+        self.assertIn("--like", result.stderr)
+        self.assertEqual(sorted(os.listdir(self.path("bare"))), ["config.json", "model.safetensors"])
+        self.assert_exit(parka("export", self.path("run"), "--like", self.model, "--out", self.path("like")), 0)
+        self.assertEqual(sorted(os.listdir(self.path("like"))), sorted(os.listdir(self.model)))
+
+    def test_memory_does_not_grow_with_the_model(self):
+        """A model of 0.6 GB that is one hole on disk: import and export keep a few pieces of it in memory."""
+        self.use("llama_mha")
+        sizes = {"vocab_size": 40000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4,
+                 "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64}
+        edit_json(f"{self.model}/config.json", lambda config: config.update(sizes))
+        d, f = 1024, 4096
+        shapes = {"lm_head.weight": [40000, d], "model.embed_tokens.weight": [40000, d], "model.norm.weight": [d]}
+        for layer in range(4):
+            prefix = f"model.layers.{layer}."
+            shapes |= {prefix + f"self_attn.{x}_proj.weight": [d, d] for x in "qkvo"}
+            shapes |= {prefix + "mlp.gate_proj.weight": [f, d], prefix + "mlp.up_proj.weight": [f, d],
+                       prefix + "mlp.down_proj.weight": [d, f]}
+            shapes |= {prefix + "input_layernorm.weight": [d], prefix + "post_attention_layernorm.weight": [d]}
+        header, begin = {}, 0
+        for name, shape in shapes.items():
+            end = begin + 4 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+            begin = end
+        text = json.dumps(header).encode()
+        with open(f"{self.model}/model.safetensors", "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + begin)
+        self.assertGreater(begin, 5e8)
+        for arguments in (("import", self.model, "--out", self.path("imported")),
+                          ("export", self.path("imported"), "--out", self.path("exported"), "--dtype", "bf16")):
+            # In between stands a small process: a child's peak counts from what its parent had in memory.
+            result = subprocess.run([sys.executable, "-c", MEASURE, PROGRAM, *arguments], capture_output=True, text=True)
+            self.assert_exit(result, 0)
+            self.assertLess(int(result.stdout.splitlines()[-1]), 150_000, arguments)  # KiB
+        self.assertGreater(os.path.getsize(self.path("exported/model.safetensors")), 2.5e8)
+
+
+class BadInput(HuggingFace):
+    SHARD = "model-00002-of-00006.safetensors"
+
+    def refused(self, *arguments, words, out="out"):
+        result = parka(*arguments, "--out", self.path(out))
+        self.assert_exit(result, 2)
+        errors = [line for line in result.stderr.splitlines() if line.startswith("parka: error: ")]
+        self.assertEqual(len(errors), 1, result.stderr)
+        for word in words:
+            self.assertIn(word, errors[0])
+        if out == "out":
+            self.assertEqual([name for name in os.listdir(self.folder) if name.startswith("out")], [])
+
+    def test_import(self):
+        shard, index, config = (f"{self.model}/{name}" for name in (self.SHARD, "model.safetensors.index.json", "config.json"))
+        q = "model.layers.0.self_attn.v_proj.weight"
+
+        def truncate(path, count):
+            os.truncate(path, os.path.getsize(path) - count)
+
+        cases = [
+            ("no config", lambda: os.remove(config), ["config.json"]),
+            ("config that is cut off", lambda: truncate(config, 20), ["config.json"]),
+            ("config of another model", lambda: edit_json(config, lambda c: c.update(model_type="gpt2")), ["gpt2"]),
+            ("sliding window", lambda: edit_json(config, lambda c: c.update(sliding_window=128)), ["sliding_window"]),
+            ("no weights", lambda: [os.remove(f"{self.model}/{n}") for n in os.listdir(self.model) if "safetensors" in n],
+             ["no model.safetensors"]),
+            ("missing file", lambda: os.remove(shard), [self.SHARD]),
+            ("file that is cut off", lambda: truncate(shard, 1), [self.SHARD]),
+            ("file cut off in its header", lambda: os.truncate(shard, 50), [self.SHARD]),
+            ("empty file", lambda: os.truncate(shard, 0), [self.SHARD]),
+            ("index that is cut off", lambda: truncate(index, 5), ["index.json"]),
+            ("index without files", lambda: edit_json(index, lambda c: c.pop("weight_map")), ["weight_map"]),
+            ("index that leads out of the folder",
+             lambda: edit_json(index, lambda c: c["weight_map"].update({q: "../model/" + self.SHARD})), ["../model"]),
+            ("index that names another file",
+             lambda: edit_json(index, lambda c: c["weight_map"].update({q: "model-00001-of-00006.safetensors"})), [q, "00001"]),
+            ("missing tensor", lambda: (edit_header(shard, rename_tensor(q, "model.layers.0.self_attn.rotary_emb.inv_freq")),
+                                        edit_json(index, lambda c: c["weight_map"].pop(q))), [q, "missing"]),
+            ("unknown tensor", lambda: (edit_header(shard, rename_tensor(q, "model.layers.0.self_attn.v_proj.bias")),
+                                        edit_json(index, lambda c: c["weight_map"].pop(q))), [q]),
+            ("wrong shape", lambda: edit_header(shard, lambda h: h[q].update(shape=h[q]["shape"][::-1])), [q, "[32, 24]", "[24, 32]"]),
+            ("wrong size of the model", lambda: edit_json(config, lambda c: c.update(vocab_size=68)), ["embed_tokens", "[68, 32]"]),
+            ("integers", lambda: edit_header(shard, lambda h: h[q].update(dtype="U16")), [q, "uint16"]),
+            ("a tensor twice", lambda: (shutil.copy(shard, f"{self.model}/model-00007.safetensors"),
+                                        edit_json(index, lambda c: c["weight_map"].update({"x": "model-00007.safetensors"}))),
+             ["too"]),
+        ]
+        for name, damage, words in cases:
+            with self.subTest(name):
+                self.use("llama3_gqa")
+                damage()
+                self.refused("import", self.model, words=words)
+
+    def test_nothing_is_overwritten(self):
+        os.mkdir(self.path("there"))
+        with open(self.path("there/file"), "w", encoding="utf-8") as file:
+            file.write("precious")
+        before = tree_digest(self.path("there"))
+        self.refused("import", self.model, words=["there", "exists"], out="there")
+        imported = self.import_model()
+        self.refused("export", imported, words=["there", "exists"], out="there")
+        self.refused("export", imported, words=["model", "exists"], out="model")
+        self.assertEqual(tree_digest(self.path("there")), before)
+        # A run would write its own config.json over the model's.
+        result = self.train(imported, f"checkpoint.folder={imported}")
+        self.assert_exit(result, 2)
+        self.assertIn("checkpoint.init_from", result.stderr)
+
+    def test_export(self):
+        imported = self.import_model()
+        self.refused("import", self.path("nowhere"), words=["nowhere"])
+        self.refused("export", self.path("nowhere"), words=["nowhere"])
+        self.refused("export", imported, "--dtype", "int8", words=["--dtype"])
+        self.refused("export", imported, "--shard-size", "much", words=["--shard-size", "much"])
+        self.refused("export", imported, "--shard-size", "0", words=["--shard-size"])
+        self.refused("export", imported, "--like", self.path("run"), words=["run"])
+        with open(f"{imported}/shard_0.safetensors", "r+b") as file:
+            file.seek(5000)
+            file.write(b"\x55\xaa")
+        self.refused("export", imported, words=["shard_0.safetensors"])
+
+    def test_values_beyond_fp16(self):
+        self.use("llama_mha")
+        with open(f"{self.model}/model.safetensors", "r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(struct.pack("<f", 7e4))
+        imported = self.import_model()
+        self.refused("export", imported, "--dtype", "fp16", words=["70000", "fp16", "bf16"])
+        self.assert_exit(parka("export", imported, "--dtype", "bf16", "--out", self.path("fine")), 0)
+
+    def test_init_from(self):
+        imported = self.import_model()
+        for override, words in [("checkpoint.init_from=/nowhere", ["/nowhere"]),
+                                ("model.num_kv_heads=4", ["model.num_kv_heads"]),
+                                ("model.norm_eps=1e-3", ["model.norm_eps"])]:
+            with self.subTest(override):
+                result = self.train(imported, override)
+                self.assert_exit(result, 2)
+                for word in words:
+                    self.assertIn(word, result.stderr)
+        # An imported model has no run that could be resumed.
+        shutil.copytree(imported, self.path("run/step_00000000"))
+        result = self.train(imported, "checkpoint.init_from=")
+        self.assert_exit(result, 2)
+        self.assertIn("checkpoint.init_from", result.stderr)
+
+
+@unittest.skipIf(transformers is None, "torch or transformers is missing")
+class Transformers(HuggingFace):
+    def logits(self, folder, tokens):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        with torch.no_grad():
+            return model.eval()(input_ids=tokens, use_cache=False).logits
+
+    def test_loads_what_was_exported(self):
+        for name in NAMES:
+            with self.subTest(name):
+                self.use(name)
+                tokens = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(1))  # the smallest vocabulary
+                want = self.logits(self.model, tokens)
+                imported = self.import_model(f"imported_{name}")
+                for arguments in ((), ("--dtype", "fp32"), ("--shard-size", "20KB")):
+                    out = self.path("exported_" + name + "".join(arguments))
+                    self.assert_exit(parka("export", imported, "--out", out, *arguments), 0)
+                    self.assertEqual((self.logits(out, tokens) - want).abs().max().item(), 0)
+
+    def test_writes_the_same_files(self):
+        """In another format, and where a tensor is larger than a file may be."""
+        for name in NAMES:
+            with self.subTest(name):
+                self.use(name)
+                imported = self.import_model(f"imported_{name}")
+                for dtype, word in ((torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+                    # One that was made, not loaded: transformers 5 orders tensors of a loaded one by name.
+                    loaded = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype)
+                    model = transformers.AutoModelForCausalLM.from_config(loaded.config)
+                    model.load_state_dict(loaded.state_dict())
+                    model.to(dtype)
+                    for size in ("50GB", "5KB", "20KB"):
+                        want, got = self.path(f"{name}_{word}_{size}"), self.path(f"{name}_{word}_{size}_parka")
+                        model.save_pretrained(want, max_shard_size=size)
+                        self.assert_exit(parka("export", imported, "--out", got, "--dtype", word, "--shard-size", size), 0)
+                        only = lambda path: "safetensors" in path
+                        self.assertEqual(tree_digest(got, only), tree_digest(want, only))
+
+    def test_loads_a_model_that_was_never_imported(self):
+        for norm, eps in (("rmsnorm", 1e-6), ("layernorm", 1e-5)):
+            with self.subTest(norm):
+                config = {"device": {"kind": "cpu"},
+                          "model": {"vocab_size": 64, "d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ffn": 48,
+                                    "norm": norm, "norm_eps": eps, "tie_embeddings": norm == "layernorm",
+                                    "rope_scaling": {"kind": "llama3", "factor": 4, "original_length": 8}},
+                          "precision": {"recipe": "fp32"},
+                          "data": {"train": [self.path("a.npy")], "eval": [self.path("held_out.npy")], "sequence_length": 16},
+                          "training": {"steps": 3, "global_batch_size": 4, "micro_batch_size": 2},
+                          "checkpoint": {"folder": self.path(f"run_{norm}")}}
+                self.assert_exit(parka("train", self.write_config(config)), 0)
+                out = self.path(f"exported_{norm}")
+                self.assert_exit(parka("export", self.path(f"run_{norm}"), "--out", out), 0)
+                result = parka("eval", self.path(f"run_{norm}"), "--json")
+                with open(self.path("held_out.npy"), "rb") as file:
+                    tokens = torch.frombuffer(bytearray(file.read()), dtype=torch.int16).long().reshape(-1, 16)
+                logits = self.logits(out, tokens)
+                loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 64), tokens[:, 1:].reshape(-1))
+                self.assertAlmostEqual(loss.item(), json.loads(result.stdout)["loss"], places=5)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,350 @@
+// Models that transformers wrote (tests/fixtures/make_huggingface_fixtures.py): imported, computed with, trained
+// from and exported again.
+#include <cmath>
+#include <cstring>
+#include <map>
+
+#include "core/philox.h"
+#include "engine/checkpoint_weights.h"
+#include "engine/commands.h"
+#include "engine/config_io.h"
+#include "engine/huggingface_config.h"
+#include "engine/huggingface_weights.h"
+#include "engine/inference_run.h"
+#include "engine/training_run.h"
+#include "kernels/ops/cross_entropy.h"
+#include "tests/support/alone.h"
+#include "tests/support/catch.h"
+#include "tests/support/temporary_folder.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+namespace fs = std::filesystem;
+
+const std::string kFixtures = std::string(PARKA_SOURCE_DIR) + "/tests/fixtures/huggingface/";
+const char* const kNames[] = {"llama_mha", "llama3_gqa", "llama_tied", "olmo_untied", "olmo_tied"};
+
+struct Expected {
+  BatchShape shape;
+  int64_t vocab_size = 0;
+  std::vector<int32_t> tokens;
+  std::vector<float> logits;
+};
+
+Expected load_expected(const std::string& name) {
+  const InputFile file(kFixtures + name + ".safetensors");
+  Expected expected;
+  for (const SafetensorsEntry& entry : read_safetensors_header(file).tensors) {
+    if (entry.name == "tokens") {
+      expected.shape = {entry.shape[0], entry.shape[1]};
+      expected.tokens.resize(static_cast<size_t>(entry.num_bytes / 4));
+      file.read(entry.offset, std::as_writable_bytes(std::span(expected.tokens)));
+    } else {
+      expected.vocab_size = entry.shape[2];
+      expected.logits.resize(static_cast<size_t>(entry.num_bytes / 4));
+      file.read(entry.offset, std::as_writable_bytes(std::span(expected.logits)));
+    }
+  }
+  return expected;
+}
+
+std::vector<float> logits_of(const std::string& imported, const Expected& expected,
+                             std::vector<std::string> overrides) {
+  const LoadedCheckpoint checkpoint = open_checkpoint(imported);
+  overrides.push_back("training.micro_batch_size=2");
+  const Config config = config_of(checkpoint, overrides);
+  const auto device = make_cpu_device();
+  InferenceRun run(*device, checkpoint, config);
+  const std::vector<int32_t> targets(expected.tokens.size(), kIgnoreTarget);
+  return run.model().logits(*device, {expected.tokens.data(), targets.data(), expected.shape}, 0,
+                            expected.shape.num_tokens());
+}
+
+double largest_difference(const std::vector<float>& a, const std::vector<float>& b) {
+  REQUIRE(a.size() == b.size());
+  double largest = 0;
+  for (size_t i = 0; i < a.size(); ++i) largest = std::max(largest, std::abs(double{a[i]} - b[i]));
+  return largest;
+}
+
+std::map<std::string, std::string> files_in(const fs::path& folder) {
+  std::map<std::string, std::string> files;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    files[entry.path().filename().string()] = read_file(entry.path());
+  }
+  return files;
+}
+
+// Names of the files that differ or are in one folder only.
+std::vector<std::string> differing(const fs::path& a, const fs::path& b) {
+  std::map<std::string, std::string> of_a = files_in(a), of_b = files_in(b);
+  std::vector<std::string> names;
+  for (const auto& [name, content] : of_a) {
+    if (!of_b.contains(name) || of_b[name] != content) names.push_back(name);
+  }
+  for (const auto& [name, content] : of_b) {
+    if (!of_a.contains(name)) names.push_back(name);
+  }
+  return names;
+}
+
+std::string import_fixture(const std::string& name, const TemporaryFolder& folder) {
+  const std::string imported = folder / ("imported_" + name);
+  REQUIRE(run_import({.folder = kFixtures + name, .output = imported}) == 0);
+  return imported;
+}
+
+// Trains `steps` from the imported model and saves; the run's folder.
+std::string train_from(const std::string& imported, const TemporaryFolder& folder, const nlohmann::json& precision,
+                       const nlohmann::json& optimizer, int64_t steps, std::vector<double>* losses = nullptr) {
+  const LoadedCheckpoint checkpoint = open_checkpoint(imported);
+  const std::string tokens = folder / "train.npy", run_folder = folder / "run";
+  std::vector<uint16_t> ids(40 * 16);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<uint16_t>(philox4x32(1, 2, i)[0] % 60);
+  write_file(tokens, {reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(uint16_t)});
+  nlohmann::json config = checkpoint.state().at("config");
+  config["precision"] = precision;
+  config["optimizer"] = optimizer;
+  config["data"] = {{"train", {tokens}}, {"sequence_length", 16}};
+  config["training"] = {{"steps", 100}, {"global_batch_size", 4}, {"micro_batch_size", 2}};
+  config["checkpoint"] = {{"folder", run_folder}, {"init_from", imported}};
+  const Config parsed = parse_config(config, "test");
+  const auto device = make_cpu_device();
+  TrainingRun run(parsed, *device, alone());
+  CHECK(run.initialize_from(checkpoint).empty());
+  for (int64_t i = 0; i < steps; ++i) {
+    const double loss = run.step()->loss;
+    if (losses != nullptr) losses->push_back(loss);
+  }
+  fs::remove_all(run_folder);
+  save_checkpoint(run_folder, run.snapshot(), {});
+  return run_folder;
+}
+
+}  // namespace
+
+TEST_CASE("an imported model has transformers' logits", "[engine][huggingface]") {
+  const std::string name = GENERATE(from_range(std::begin(kNames), std::end(kNames)));
+  CAPTURE(name);
+  const TemporaryFolder folder;
+  const std::string imported = import_fixture(name, folder);
+  const Expected expected = load_expected(name);
+  CHECK(largest_difference(logits_of(imported, expected, {"precision.recipe=fp32"}), expected.logits) < 1e-4);
+
+  // In bf16 a logit is a sum of tens of products, each rounded by up to 2^-8 several times on its way.
+  const std::vector<float> bf16 = logits_of(imported, expected, {"precision.recipe=bf16"});
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < bf16.size(); ++i) {
+    error += std::pow(double{bf16[i]} - expected.logits[i], 2);
+    norm += std::pow(expected.logits[i], 2);
+  }
+  CHECK(std::sqrt(error / norm) < 0.03);
+  CHECK(error > 0);
+}
+
+TEST_CASE("an imported model's angles are scaled as its config says", "[engine][huggingface]") {
+  const TemporaryFolder folder;
+  const std::string imported = import_fixture("llama3_gqa", folder);
+  const Expected expected = load_expected("llama3_gqa");
+  for (const char* change :
+       {"model.rope_scaling.kind=none", "model.rope_scaling.factor=5", "model.rope_scaling.low_frequency_factor=2",
+        "model.rope_scaling.high_frequency_factor=8", "model.rope_scaling.original_length=16",
+        "model.rope_theta=20000"}) {
+    CAPTURE(change);
+    const auto logits = logits_of(imported, expected, {"precision.recipe=fp32", change});
+    CHECK(largest_difference(logits, expected.logits) > 1e-3);
+  }
+}
+
+TEST_CASE("an imported model is exported as it was, byte for byte", "[engine][huggingface]") {
+  const std::string name = GENERATE(from_range(std::begin(kNames), std::end(kNames)));
+  CAPTURE(name);
+  const TemporaryFolder folder;
+  const std::string imported = import_fixture(name, folder);
+  REQUIRE(run_export({.checkpoint = imported, .output = folder / "exported"}) == 0);
+  CHECK(differing(kFixtures + name, folder / "exported") == std::vector<std::string>{});
+
+  // Without the record of its files, the ones that transformers would write: the same.
+  const std::string size = name == "llama3_gqa" ? "9KB" : "50GB";
+  REQUIRE(run_export({.checkpoint = imported, .output = folder / "again", .shard_size = size}) == 0);
+  CHECK(differing(kFixtures + name, folder / "again") == std::vector<std::string>{});
+}
+
+TEST_CASE("a run starts from exactly the imported weights in every form of them", "[engine][huggingface]") {
+  const struct {
+    const char *name, *recipe, *master;
+    bool exact;
+  } cases[] = {{"llama_mha", "fp32", "none", true},
+               {"llama_mha", "bf16", "fp32", true},
+               {"olmo_untied", "bf16", "fp32_split", true},
+               {"olmo_untied", "bf16", "bf16_sr", false},
+               {"llama3_gqa", "fp32", "none", true},
+               {"llama3_gqa", "bf16", "fp32_split", true},
+               {"olmo_tied", "bf16", "bf16_sr", true},
+               {"llama_tied", "bf16", "fp32", true},
+               {"olmo_untied", "coat_optimizer", "fp32", true}};
+  for (const auto& c : cases) {
+    CAPTURE(c.name, c.recipe, c.master);
+    const TemporaryFolder folder;
+    const std::string imported = import_fixture(c.name, folder);
+    const std::string run =
+        train_from(imported, folder, {{"recipe", c.recipe}}, {{"master", c.master}}, /*steps=*/0);
+    REQUIRE(run_export({.checkpoint = run, .output = folder / "exported"}) == 0);
+    const std::vector<std::string> names = differing(kFixtures + c.name, folder / "exported");
+    CHECK(names == (c.exact ? std::vector<std::string>{} : std::vector<std::string>{"model.safetensors"}));
+  }
+}
+
+TEST_CASE("training from an imported model begins at its loss and lowers it", "[engine][huggingface]") {
+  const TemporaryFolder folder;
+  const std::string imported = import_fixture("llama3_gqa", folder);
+  std::vector<double> fp32, lean;
+  const nlohmann::json optimizer = {{"lr", 3e-3}, {"schedule", {{"kind", "constant"}}}};
+  train_from(imported, folder, {{"recipe", "fp32"}}, optimizer, 30, &fp32);
+  const std::string run = train_from(imported, folder, {{"recipe", "bf16"}}, optimizer, 30, &lean);
+  CHECK(std::abs(lean[0] - fp32[0]) < 0.02 * fp32[0]);
+  CHECK(fp32.back() < 0.9 * fp32.front());
+  CHECK(lean.back() < 0.9 * lean.front());
+
+  // The trained model has other weights in the same files, and the tokenizer's files of the model it began with.
+  REQUIRE(run_export({.checkpoint = run, .output = folder / "exported"}) == 0);
+  const auto names = differing(kFixtures + "llama3_gqa", folder / "exported");
+  CHECK(names.size() == 6);
+  for (const std::string& name : names) CHECK(name.ends_with("-of-00006.safetensors"));
+}
+
+TEST_CASE("a run does not start from the weights of another model", "[engine][huggingface]") {
+  const TemporaryFolder folder;
+  const std::string imported = import_fixture("llama_mha", folder);
+  const LoadedCheckpoint checkpoint = open_checkpoint(imported);
+  const Config saved = config_of(checkpoint, {});
+  ModelConfig other = saved.model;
+  other.rope_theta = 5e5;
+  other.init = InitKind::kMitchell;
+  CHECK(model_differences(saved.model, other).refused.empty());
+  CHECK(model_differences(saved.model, other).allowed ==
+        std::vector<std::string>{"model.rope_theta: 10000.0 in the checkpoint, 500000.0 now"});
+  other.norm_eps = 1e-6;
+  other.num_heads = 2;
+  CHECK(model_differences(saved.model, other).refused.size() == 2);
+  // A parameter that neither config shows, because the checkpoint is damaged, shows in the tensors.
+  CHECK_THROWS_AS(CheckpointWeights(checkpoint, make_parameter_table({}, false).all), Error);
+}
+
+TEST_CASE("exports in another format hold the rounded weights", "[engine][huggingface]") {
+  const TemporaryFolder folder;
+  const std::string imported = import_fixture("llama_mha", folder);
+  for (const char* format : {"bf16", "fp16"}) {
+    const std::string out = folder / format;
+    REQUIRE(run_export({.checkpoint = imported, .output = out, .dtype = format}) == 0);
+    const nlohmann::json config = nlohmann::json::parse(read_file(out + "/config.json"));
+    CHECK(config.at("dtype") == (std::string(format) == "bf16" ? "bfloat16" : "float16"));
+    const HuggingFaceWeights wide = open_huggingface_weights(kFixtures + "llama_mha"),
+                             narrow = open_huggingface_weights(out);
+    REQUIRE(wide.tensors.size() == narrow.tensors.size());
+    int wrong = 0;
+    for (const auto& [name, place] : wide.tensors) {
+      const SafetensorsEntry& entry = narrow.tensors.at(name).entry;
+      REQUIRE(entry.shape == place.entry.shape);
+      std::vector<float> values(static_cast<size_t>(place.entry.num_bytes / 4));
+      std::vector<uint16_t> codes(static_cast<size_t>(entry.num_bytes / 2));
+      wide.files[place.file].read(place.entry.offset, std::as_writable_bytes(std::span(values)));
+      narrow.files[0].read(entry.offset, std::as_writable_bytes(std::span(codes)));
+      for (size_t i = 0; i < values.size(); ++i) {
+        const uint16_t want =
+            std::string(format) == "bf16" ? encode_bf16(values[i]).bits : encode_fp16(values[i]).bits;
+        wrong += codes[i] != want;
+      }
+    }
+    CHECK(wrong == 0);
+  }
+}
+
+TEST_CASE("a config.json of Parka's own is read back as the same model", "[engine][huggingface]") {
+  for (const NormKind norm : {NormKind::kRmsNorm, NormKind::kLayerNorm}) {
+    HuggingFaceModel described;
+    described.max_positions = 777;
+    ModelConfig& model = described.model;
+    model = {.vocab_size = 300, .d_model = 64, .num_layers = 3, .num_heads = 8, .num_kv_heads = 2, .d_ffn = 96};
+    model.given_head_dim = 12;
+    model.norm = norm;
+    model.rope_theta = 12345.5;
+    model.rope_scaling.kind = RopeScalingKind::kLlama3;
+    model.rope_scaling.factor = 3.5;
+    model.rope_scaling.original_length = 99;
+    model.init = InitKind::kNormal;
+    const std::string text = make_huggingface_config(described, DType::kBF16, nullptr);
+    const HuggingFaceModel back = parse_huggingface_config(nlohmann::json::parse(text), "test");
+    CHECK(back.model == model);
+    CHECK(back.max_positions == 777);
+  }
+  ModelConfig other_eps;
+  other_eps.norm_eps = 1e-6;
+  CHECK_THROWS_AS(make_huggingface_config({other_eps, 2048}, DType::kBF16, nullptr), Error);
+}
+
+TEST_CASE("config.json that Parka cannot compute is refused with what is the matter", "[engine][huggingface]") {
+  const auto base = nlohmann::json::parse(read_file(kFixtures + "llama3_gqa/config.json"));
+  const struct {
+    const char* patch;
+    const char* says;
+  } cases[] = {
+      {R"({"model_type": "mistral"})", "model_type \"mistral\""},
+      {R"({"architectures": ["LlamaForSequenceClassification"]})", "LlamaForSequenceClassification"},
+      {R"({"attention_bias": true})", "attention_bias"},
+      {R"({"mlp_bias": true})", "mlp_bias"},
+      {R"({"hidden_act": "gelu"})", "hidden_act = \"gelu\""},
+      {R"({"attention_dropout": 0.1})", "attention_dropout = 0.1"},
+      {R"({"clip_qkv": 8.0})", "clip_qkv = 8.0"},
+      {R"({"sliding_window": 4096})", "sliding_window = 4096"},
+      {R"({"quantization_config": {"bits": 4}})", "quantization_config"},
+      {R"({"rope_parameters": {"rope_type": "yarn"}})", "rope_type = \"yarn\""},
+      {R"({"rope_scaling": {"type": "linear", "factor": 2.0}})", "rope_type = \"linear\""},
+      {R"({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}})", "low_freq_factor"},
+      {R"({"rope_parameters": {"low_freq_factor": 4.0}})", "low_frequency_factor = 4"},
+      {R"({"partial_rotary_factor": 0.5})", "partial_rotary_factor = 0.5"},
+      {R"({"hidden_size": 33})", "model.d_model = 33"},
+      {R"({"hidden_size": null})", "has no hidden_size"},
+      {R"({"hidden_size": "32"})", "hidden_size: expected an integer"},
+      {R"({"num_key_value_heads": 3})", "num_kv_heads = 3"},
+      {R"({"head_dim": 5})", "model.head_dim = 5 is odd"},
+      {R"({"vocab_size": -1})", "vocab_size"},
+      {R"({"tie_word_embeddings": "no"})", "tie_word_embeddings: expected true or false"},
+      {R"({"rms_norm_eps": 0})", "model.norm_eps"},
+  };
+  for (const auto& c : cases) {
+    CAPTURE(c.patch);
+    nlohmann::json config = base;
+    config.merge_patch(nlohmann::json::parse(c.patch));
+    if (nlohmann::json::parse(c.patch).contains("hidden_size") && c.says == std::string("has no hidden_size")) {
+      config["hidden_size"] = nullptr;
+    }
+    std::string message;
+    try {
+      parse_huggingface_config(config, "here/config.json");
+    } catch (const Error& error) {
+      CHECK(error.code() == ExitCode::kBadInput);
+      message = error.what();
+    }
+    CHECK(message.starts_with("here/config.json: "));
+    CHECK(message.find(c.says) != std::string::npos);
+  }
+}
+
+TEST_CASE("config.json of transformers 4 means the same as that of transformers 5", "[engine][huggingface]") {
+  auto config = nlohmann::json::parse(read_file(kFixtures + "llama3_gqa/config.json"));
+  const HuggingFaceModel now = parse_huggingface_config(config, "test");
+  config["rope_scaling"] = config["rope_parameters"];
+  config["rope_scaling"].erase("rope_theta");
+  config["rope_theta"] = config["rope_parameters"]["rope_theta"];
+  config.erase("rope_parameters");
+  CHECK(parse_huggingface_config(config, "test").model == now.model);
+  config["rope_theta"] = 500000;
+  config["rope_scaling"] = nullptr;
+  const ModelConfig plain = parse_huggingface_config(config, "test").model;
+  CHECK(plain.rope_theta == 500000);
+  CHECK(plain.rope_scaling.kind == RopeScalingKind::kNone);
+}
