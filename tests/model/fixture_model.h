@@ -58,6 +58,7 @@ inline Fixture load_fixture(const std::string& name) {
   return fixture;
 }
 
-inline const char* const kFixtures[] = {"olmo_tied", "olmo_untied", "llama_mha", "llama_gqa", "llama_mqa_tied", "llama3_wide_heads"};
+inline const char* const kFixtures[] = {"olmo_tied", "olmo_untied",    "llama_mha",
+                                        "llama_gqa", "llama_mqa_tied", "llama3_wide_heads"};
 
 }  // namespace parka::test
