@@ -98,7 +98,8 @@ std::optional<Verdict> RollCall::silence(double now) const {
 }
 
 // The rank that others wait for is the one that has come to the fewest collectives. It may compute for long: it is
-// blamed when nothing that it reports has changed, and another rank is in a collective that it has not come to.
+// blamed when for that time nothing that it reports has changed, and another rank has been in a collective that it
+// has not come to.
 // When all have come to the same collective and none leaves it, the collective itself hangs.
 std::optional<Verdict> RollCall::stall(double now) const {
   const auto behind = [](const Rank& a, const Rank& b) {
@@ -116,8 +117,9 @@ std::optional<Verdict> RollCall::stall(double now) const {
   const bool stuck_inside = done.reached > done.finished;
   for (const Rank& r : ranks_) {
     const CollectiveCounts& ahead = r.report.collectives;
-    const bool waits = ahead.reached > ahead.finished && ahead.reached > done.reached;
-    const bool stuck_too = stuck_inside && &r != last && now - r.advanced > times_.stall;
+    const bool has_stood = now - r.advanced > times_.stall;
+    const bool waits = has_stood && ahead.reached > ahead.finished && ahead.reached > done.reached;
+    const bool stuck_too = has_stood && stuck_inside && &r != last;
     if (r.state != State::kAlive || !(waits || stuck_too)) continue;
     const std::string why = waits ? fmt::format("{} waits for it in collective {}", r.name, ahead.finished + 1)
                                   : "other ranks do not get on either: the collective hangs";

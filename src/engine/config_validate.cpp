@@ -138,6 +138,11 @@ void check_compute(const PrecisionConfig& p, const OptimizerConfig& o) {
 }
 
 void check_distributed(const Config& c) {
+  if (c.distributed.shard_size != 0 && c.distributed.zero_stage == 0) {
+    throw_bad_input(
+        "distributed.shard_size = {} has no meaning with zero_stage = 0, which divides nothing; set it to 0",
+        c.distributed.shard_size);
+  }
   // Of FP8 weights only the codes are gathered.
   if (c.distributed.zero_stage == 3 && c.precision.has_fp8() && c.precision.eval == EvalNumerics::kBf16) {
     throw_bad_input(
@@ -187,7 +192,7 @@ void check_training(const Config& c) {
   }
 }
 
-void check_data(const DataConfig& d) {
+void check_data(const DataConfig& d, int64_t vocab_size) {
   if (!d.weights.empty() && d.weights.size() != d.train.size()) {
     throw_bad_input("data.weights has {} numbers, but data.train has {} entries; give one for each, or none",
                     d.weights.size(), d.train.size());
@@ -198,6 +203,11 @@ void check_data(const DataConfig& d) {
   if (d.document_end >= 0 && d.documents != DocumentMode::kSeparate) {
     throw_bad_input("data.document_end = {} has no meaning with data.documents = joined; use separate, or -1",
                     d.document_end);
+  }
+  if (d.document_end >= vocab_size) {
+    throw_bad_input(
+        "data.document_end = {} is no token of model.vocab_size = {}, so that no document would ever end",
+        d.document_end, vocab_size);
   }
 }
 
@@ -222,7 +232,7 @@ void validate(const Config& config) {
   check_compute(config.precision, config.optimizer);
   check_distributed(config);
   check_schedule(config.optimizer.schedule, config.training.steps);
-  check_data(config.data);
+  check_data(config.data, config.model.vocab_size);
   check_training(config);
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/error.h"
+#include "data/read_only_file.h"
 #include "engine/run_data.h"
 
 namespace parka {
@@ -43,6 +44,18 @@ EvaluationSuite open_suite(const Config& config) {
     suite.tasks.push_back(std::move(task));
   }
   return suite;
+}
+
+std::string describe_suite(const EvaluationSuite& suite) {
+  std::string lines;
+  if (suite.held_out) lines += fmt::format("data.eval {:016x}\n", suite.held_out->fingerprint());
+  for (const EvaluationSuite::Set& set : suite.sets) {
+    lines += fmt::format("set {} {:016x}\n", set.name, set.files.fingerprint());
+  }
+  for (const EvalTask& task : suite.tasks) {
+    lines += fmt::format("task {} {}\n", task.name, checksum_of(ReadOnlyFile(task.path)));
+  }
+  return lines;
 }
 
 }  // namespace parka

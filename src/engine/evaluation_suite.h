@@ -25,6 +25,9 @@ struct EvaluationSuite {
 // Throws Error(kBadInput) for files that cannot be used, and for two tasks of one name.
 EvaluationSuite open_suite(const Config& config);
 
+// What tells suites apart whose files have the same names, a line for each: ranks must have the same.
+std::string describe_suite(const EvaluationSuite& suite);
+
 // The files of a set of token files, by its name.
 struct NamedFiles {
   std::string name;

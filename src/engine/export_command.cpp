@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 
@@ -71,13 +72,17 @@ class Exporter {
         table_(make_parameter_table(config_.model, false)),
         tensors_(huggingface_tensors(config_.model, table_)),
         weights_(checkpoint_, table_.all) {
-    origin_ = options.like.empty() ? find_origin(checkpoint_.path(), checkpoint_.state(),
-                                                 [](const std::string& message) { spdlog::warn("{}", message); })
-                                   : open_origin(options.like);
+    // What the weights come from says how they are laid out; --like, what goes along with them.
+    origin_ = find_origin(checkpoint_.path(), checkpoint_.state(), [&](const std::string& message) {
+      if (options.like.empty()) spdlog::warn("{}", message);
+    });
     if (origin_) {
-      const std::string path = (fs::path(origin_->folder) / kHuggingFaceConfigName).string();
-      origin_text_ = read_text(path, kMaxConfigBytes);
-      origin_config_ = parse_json_text(origin_text_, path, JsonComments::kRefused);
+      layout_of_origin_ = origin_->layout;
+      format_of_origin_ = huggingface_dtype(read_config(*origin_).second);
+    }
+    if (!options.like.empty()) origin_ = open_origin(options.like);
+    if (origin_) {
+      std::tie(origin_text_, origin_config_) = read_config(*origin_);
     }
     for (const HuggingFaceTensor& tensor : tensors_) by_name_.emplace(tensor.name, &tensor);
     choose_layout();
@@ -104,6 +109,14 @@ class Exporter {
   }
 
  private:
+  // Its config.json as text and parsed.
+  static std::pair<std::string, json> read_config(const HuggingFaceOrigin& origin) {
+    const std::string path = (fs::path(origin.folder) / kHuggingFaceConfigName).string();
+    std::string text = read_text(path, kMaxConfigBytes);
+    json parsed = parse_json_text(text, path, JsonComments::kRefused);
+    return {std::move(text), std::move(parsed)};
+  }
+
   // The tensor of a layout's name: a tied head is the embedding.
   const HuggingFaceTensor* find(const std::string& name) const {
     const auto found = by_name_.find(name);
@@ -127,8 +140,8 @@ class Exporter {
 
   void choose_layout() {
     const std::optional<DType> wanted = parse_format(options_.dtype);
-    if (origin_ && origin_->layout && options_.shard_size.empty() && fits(*origin_->layout, wanted)) {
-      layout_ = *origin_->layout;
+    if (layout_of_origin_ && options_.shard_size.empty() && fits(*layout_of_origin_, wanted)) {
+      layout_ = *layout_of_origin_;
       return;
     }
     const DType dtype = wanted ? *wanted : usual_format();
@@ -138,11 +151,8 @@ class Exporter {
 
   // The origin's format if it has one for all weights, else what the checkpoint computes in.
   DType usual_format() const {
-    if (origin_) {
-      const std::optional<std::string> named = huggingface_dtype(origin_config_);
-      for (const auto& [text, dtype] : kFormats) {
-        if (named == huggingface_name_of(dtype)) return dtype;
-      }
+    for (const auto& [text, dtype] : kFormats) {
+      if (format_of_origin_ == huggingface_name_of(dtype)) return dtype;
     }
     return weights_.dtype(table_.all.front());
   }
@@ -221,7 +231,9 @@ class Exporter {
   std::vector<HuggingFaceTensor> tensors_;
   CheckpointWeights weights_;
   std::unordered_map<std::string, const HuggingFaceTensor*> by_name_;
-  std::optional<HuggingFaceOrigin> origin_;
+  std::optional<HuggingFaceLayout> layout_of_origin_;  // of what the weights come from, and the format it names
+  std::optional<std::string> format_of_origin_;
+  std::optional<HuggingFaceOrigin> origin_;  // the same, or --like
   std::string origin_text_;
   json origin_config_;
   HuggingFaceLayout layout_;

@@ -85,6 +85,14 @@ void ParameterExchange::after_backward(Device& device, int unit) {
   if (unit == 0) communicator_.wait(device, communicator_.last_queued());
 }
 
+void ParameterExchange::sum_of_pieces(Device& device, const TensorView& x) {
+  sum(device, x, Peers::kGroup);
+  if (communicator_.size_of(Peers::kAcross) == 1) return;
+  // NCCL may add in another order in each group.
+  communicator_.all_reduce(device, x, Reduction::kMax, Peers::kAcross);
+  communicator_.wait(device, communicator_.last_queued());
+}
+
 void ParameterExchange::sum(Device& device, const TensorView& x, Peers peers) {
   communicator_.all_reduce(device, x, Reduction::kSum, peers);
   communicator_.wait(device, communicator_.last_queued());

@@ -28,6 +28,9 @@ class ParameterExchange final : public UnitHooks {
   void before_backward(Device& device, int unit) override;
   void after_backward(Device& device, int unit) override;
 
+  // Replaces x, of what ranks have in pieces, by its sum over a group: the same bits in all groups, which have
+  // copies of one another.
+  void sum_of_pieces(Device& device, const TensorView& x);
   // Replaces x by its sum over peers.
   void sum(Device& device, const TensorView& x, Peers peers);
   // After each rank has changed its own weights: brings what it has of the others' up to date, and FP8 copies.

@@ -1,6 +1,7 @@
 #include "engine/run_data.h"
 
 #include <algorithm>
+#include <string>
 
 #include <fmt/format.h>
 
@@ -39,11 +40,16 @@ nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicat
   if (!checksum) return all;
   const std::vector<const ReadOnlyFile*> opened = files.files();
   const auto rank = static_cast<size_t>(communicator.rank()), size = static_cast<size_t>(communicator.size());
-  nlohmann::json own = nlohmann::json::array();
-  for (size_t i = rank; i < opened.size(); i += size) own.push_back(checksum_of(*opened[i]));
-  const std::vector<std::string> of_ranks = communicator.gather_text(own.dump());
-  for (size_t i = 0; i < opened.size(); ++i) {
-    all[i]["checksum"] = nlohmann::json::parse(of_ranks[i % size]).at(i / size);
+  // Each rank reads a file of every round. Ranks meet after a round, so that none waits long for another.
+  const std::vector<std::string> counts = communicator.gather_text(std::to_string(opened.size()));
+  if (std::any_of(counts.begin(), counts.end(), [&](const std::string& count) { return count != counts[0]; })) {
+    throw_bad_input("data.train: ranks see different numbers of files; give all ranks the same files");
+  }
+  for (size_t first = 0; first < opened.size(); first += size) {
+    const size_t own = first + rank;
+    const std::vector<std::string> of_ranks =
+        communicator.gather_text(own < opened.size() ? checksum_of(*opened[own]) : "");
+    for (size_t i = first; i < std::min(first + size, opened.size()); ++i) all[i]["checksum"] = of_ranks[i - first];
   }
   return all;
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "core/error.h"
+#include "core/tensor.h"
 #include "engine/stream_timeline.h"
 
 namespace parka {
@@ -42,18 +43,18 @@ Circle circle_of(Peers peers, const Links& links, int64_t num_gpus, int64_t shar
   // groups in a node.
   const int64_t in_a_node =
       peers == Peers::kGroup ? std::min(shard_size, per_node) : std::max<int64_t>(1, per_node / shard_size);
-  circle.links.nodes = circle.num_gpus / std::min(in_a_node, circle.num_gpus);
+  circle.links.nodes = ceil_div(circle.num_gpus, in_a_node);
   return circle;
 }
 
 }  // namespace
 
 double collective_seconds(const Links& links, int64_t num_gpus, Kind kind, int64_t bytes) {
-  PARKA_REQUIRE(num_gpus > 1 && links.nodes >= 1 && num_gpus % links.nodes == 0);
+  PARKA_REQUIRE(num_gpus > 1 && links.nodes >= 1 && links.nodes <= num_gpus);
   double bandwidth = links.link_bandwidth;
   if (links.nodes > 1) {
     // A ring leaves a node once, and there are as many rings as it takes to use all of a node's network cards.
-    const int64_t gpus_per_node = num_gpus / links.nodes;
+    const int64_t gpus_per_node = num_gpus / links.nodes;  // of the node with fewest
     const double out = links.network_bandwidth * static_cast<double>(gpus_per_node);
     bandwidth = std::min(bandwidth, out);
   }

@@ -219,6 +219,7 @@ void Schedule::update() {
     wait(last_queued_);
   };
   if (zero_.shards_states()) sum(num_parameters + 1, Peers::kGroup);
+  if (has_several_groups_) sum(num_parameters + 1, Peers::kAcross);
   if (is_exchanged_) sum(1, Peers::kAll);
   compute(compute_.update);
   if (is_exchanged_) {

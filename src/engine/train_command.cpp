@@ -57,6 +57,8 @@ class TrainCommand {
     launch_.require_same("the tokens of data.train", fmt::format("{:016x}", run_.data().fingerprint()),
                          "give all ranks the same files");
     suite_ = open_suite(config_);
+    launch_.require_same("what is evaluated on", describe_suite(suite_), "give all ranks the same files");
+    run_.on_evaluation_batch([this] { launch_.watchdog().at(run_.completed_steps(), "evaluation"); });
     describe();
     resume_or_initialize();
     if (is_first()) {

@@ -343,6 +343,7 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry) {
 }
 
 void TrainingRun::begin_evaluation_batch() {
+  if (evaluation_progress_) evaluation_progress_();
   if (exchange_) exchange_->begin_micro_batch(/*is_last_of_step=*/false);
 }
 
@@ -373,7 +374,7 @@ std::optional<StepReport> TrainingRun::step() {
   report.clip_limit = declared_.optimizer.clip_limit(applied_steps_ + 1);
   Optimizer::SumOverRanks sums;
   if (exchange_) {
-    sums.of_pieces = [this](const TensorView& x) { exchange_->sum(device_, x, Peers::kGroup); };
+    sums.of_pieces = [this](const TensorView& x) { exchange_->sum_of_pieces(device_, x); };
     sums.of_batches = [this](const TensorView& x) { exchange_->sum(device_, x, Peers::kAll); };
   }
   PendingStep result = declared_.optimizer.step(device_, applied_steps_ + 1, report.learning_rate,

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -93,6 +94,9 @@ class TrainingRun {
   std::optional<StepReport> finish();
   int64_t completed_steps() const { return completed_steps_; }  // queued ones count
 
+  // `called` is told before each batch of an evaluation, which may take long.
+  void on_evaluation_batch(std::function<void()> called) { evaluation_progress_ = std::move(called); }
+
   const MemoryPlan& plan() const { return declared_.plan; }
   Model& model() { return declared_.model; }
   const Model& model() const { return declared_.model; }
@@ -130,6 +134,7 @@ class TrainingRun {
   DeclaredRun declared_;
   Arena arena_;
   std::optional<ParameterExchange> exchange_;  // of several ranks
+  std::function<void()> evaluation_progress_;
   std::unique_ptr<BatchLoader> loader_;
   DataPosition position_;  // of the next global batch
   int64_t completed_steps_ = 0;

@@ -146,6 +146,12 @@ TEST_CASE("a value of the wrong type or out of range is refused", "[engine][conf
        R"(precision.compute: "e4m3" is not valid; allowed: "fp32", "bf16")"},
       {R"({"model": {"norm": 1}})", R"(model.norm: expected a string, got 1; allowed: "layernorm", "rmsnorm")"},
       {R"({"distributed": {"zero_stage": 4}})", "distributed.zero_stage: 4 is out of range; allowed: 0 to 3"},
+      {R"({"distributed": {"shard_size": 8}})",
+       "distributed.shard_size = 8 has no meaning with zero_stage = 0, which divides nothing; set "
+       "it to 0"},
+      {R"({"data": {"documents": "separate", "document_end": 50304}})",
+       "data.document_end = 50304 is no token of model.vocab_size = 50304, so that no document would ever "
+       "end"},
       {R"({"data": {"sequence_length": 1}})", "data.sequence_length: 1 is out of range; allowed: 2 to 2147483647"},
   }));
   CHECK(parse_error(text) == "test.json: " + want);

@@ -258,6 +258,14 @@ TEST_CASE("groups of GPUs exchange within nodes, and pieces between them", "[eng
   CHECK(seconds(Kind::kAllReduce, Peers::kAcross, 100, 2) == Approx(150 / 100.0));  // two of each
   CHECK(seconds(Kind::kAllGather, Peers::kGroup, 800, 8) == Approx(700 / 200.0));
   CHECK(seconds(Kind::kAllGather, Peers::kGroup, 800, 1) == 0);
+  // A group of 12 in nodes of 8 has the second half of a node: 4 GPUs' way out at least.
+  links.nodes = 3;
+  const std::vector<StepAction> gather = {{.kind = Kind::kAllGather, .bytes = 1200, .peers = Peers::kGroup},
+                                          {.kind = Kind::kWait, .number = 1}};
+  CHECK(predict_step(gather, links, 24, 12).seconds == Approx(1100 / 300.0));
+  links.network_bandwidth = 10;
+  CHECK(predict_step(gather, links, 24, 12).seconds == Approx(1100 / 60.0));
+  CHECK(predict_step(gather, links, 36, 12).seconds == Approx(1100 / 300.0));  // one node of twelve
 }
 
 TEST_CASE("one GPU only computes", "[engine][step model]") {

@@ -141,8 +141,10 @@ void NcclCommunicator::connect() {
 void NcclCommunicator::divided() {
   if (size_of(Peers::kGroup) == 1 || size_of(Peers::kAcross) == 1) return;
   const int group = place_in(Peers::kAcross), place = place_in(Peers::kGroup);
+  watchdog_.probe(nullptr);  // its thread asks the communicators
   check_nccl(ncclCommSplit(comm_, group, place, &group_, nullptr), "groups");
   check_nccl(ncclCommSplit(comm_, place, group, &across_, nullptr), "groups");
+  watchdog_.probe(this);
 }
 
 // When an Error is on its way out, other ranks may never come to the collectives that are still queued.
