@@ -5,7 +5,8 @@
     scripts/plot.py runs/a/metrics.jsonl --telemetry --out telemetry.png
 
 Panels: training loss (thin: every step, thick: smoothed) with held-out loss as dots, gradient norm, learning rate,
-tokens per second.
+tokens per second; and where runs have them the losses of named evaluation sets and the scores of tasks (docs/evaluation.md).
+Runs differ in color, sets and tasks in marker and dashes.
 
 With --telemetry, of one run that was trained with telemetry.interval (docs/telemetry.md): relative error of each
 quantized tensor and block in the last report, and its median over the blocks over the steps; share of elements that
@@ -13,35 +14,26 @@ became 0, likewise; the exponent k of each optimizer moment over the steps, as t
 quartiles of each.
 """
 import argparse
-import json
 import os
-import sys
 
+from run_metrics import fail, median, read_records
 
-def fail(message):
-    print(f"plot.py: error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-def read_records(path):
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
-    except OSError as error:
-        fail(f"{path}: {error.strerror}; give the metrics.jsonl of a run folder")
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number != len(lines):  # a running training may be writing the last line
-                fail(f"{path}:{number}: not a JSON record")
-    return records
+MARKERS = "osv^D*P<>X"
+DASHES = ("-", "--", ":", "-.")
 
 
 def series(records, kind, key):
     points = [(r["step"], r[key]) for r in records if r.get("kind") == kind and r.get(key) is not None]
     return [p[0] for p in points], [p[1] for p in points]
+
+
+def named(records, kind, name_key):
+    """The records of a kind, by the name they have, in the order in which names come up."""
+    result = {}
+    for record in records:
+        if record.get("kind") == kind:
+            result.setdefault(record.get(name_key), []).append(record)
+    return result
 
 
 def smoothed(values, width):
@@ -60,11 +52,6 @@ def run_name(path):
 def numbers(values):
     """Numbers of a list that may hold nulls: what was not finite."""
     return [float("nan") if value is None else value for value in values]
-
-
-def median(values):
-    known = sorted(value for value in values if value is not None)
-    return known[len(known) // 2] if known else float("nan")
 
 
 def draw_heat_map(figure, axis, record, key, title):
@@ -120,15 +107,37 @@ def draw_telemetry(plt, path):
     return figure
 
 
-def draw_runs(plt, paths, smooth):
-    figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
-    loss_axis, norm_axis, rate_axis, speed_axis = axes.flat
-    for index, path in enumerate(paths):
-        records = read_records(path)
-        color, name = f"C{index}", run_name(path)
+def draw_named(axis, names, runs, kind, name_key, value_key):
+    """A curve for each run and each name, of `names` so that a name looks the same in all runs."""
+    for index, (run, records) in enumerate(runs):
+        for name, own in named(records, kind, name_key).items():
+            place = names.index(name)
+            axis.plot(*series(own, kind, value_key), color=f"C{index}", marker=MARKERS[place % len(MARKERS)], markersize=4,
+                      linestyle=DASHES[place % len(DASHES)], linewidth=1, label=f"{run}, {name}")
+    axis.legend(fontsize=7)
+
+
+def draw_evaluations(axes, runs):
+    """Named sets and tasks; returns the axes that something was drawn into."""
+    drawn = []
+    for axis, (kind, name_key, value_key, title) in zip(axes, (
+            ("eval_set", "set", "loss", "loss of evaluation sets (nats per token)"),
+            ("task", "task", "score", "scores of tasks"))):
+        names = list(dict.fromkeys(name for _, records in runs for name in named(records, kind, name_key)))
+        if names:
+            draw_named(axis, names, runs, kind, name_key, value_key)
+            axis.set_title(title)
+            drawn.append(axis)
+        else:
+            axis.set_axis_off()
+    return drawn
+
+
+def draw_training(axes, runs, smooth):
+    loss_axis, norm_axis, rate_axis, speed_axis = axes
+    for index, (name, records) in enumerate(runs):
+        color = f"C{index}"
         steps, losses = series(records, "train", "loss")
-        if not steps:
-            fail(f"{path}: holds no training steps")
         loss_axis.plot(steps, losses, color=color, alpha=0.25, linewidth=0.7)
         loss_axis.plot(steps, smoothed(losses, smooth), color=color, linewidth=1.6, label=name)
         held_out = series(records, "eval", "loss")
@@ -143,7 +152,21 @@ def draw_runs(plt, paths, smooth):
     norm_axis.set_yscale("log")
     rate_axis.set_title("learning rate")
     speed_axis.set_title("tokens per second")
-    for axis in axes.flat:
+
+
+def draw_runs(plt, paths, smooth):
+    runs = []
+    for path in paths:
+        records = read_records(path)
+        if not series(records, "train", "loss")[0]:
+            fail(f"{path}: holds no training steps")
+        runs.append((run_name(path), records))
+    evaluated = any(record.get("kind") in ("eval_set", "task") for _, records in runs for record in records)
+    rows = 3 if evaluated else 2
+    figure, axes = plt.subplots(rows, 2, figsize=(12, 4 * rows), constrained_layout=True)
+    training_axes = list(axes.flat)[:4]
+    draw_training(training_axes, runs, smooth)
+    for axis in training_axes + (draw_evaluations(axes[2], runs) if evaluated else []):
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
     return figure

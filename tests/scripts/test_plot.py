@@ -43,23 +43,48 @@ class Plot(unittest.TestCase):
         self.addCleanup(temporary.cleanup)
         self.folder = temporary.name
 
-    def plot(self, records, *options, copies=1):
+    def plot(self, records, *options, copies=1, tail=""):
         path = os.path.join(self.folder, "metrics.jsonl")
         with open(path, "w", encoding="utf-8") as file:
-            file.write("".join(json.dumps(record) + "\n" for record in records))
+            file.write("".join(json.dumps(record) + "\n" for record in records) + tail)
         self.picture = os.path.join(self.folder, "out.png")
         return subprocess.run([sys.executable, SCRIPT, *[path] * copies, "--out", self.picture, *options],
                               capture_output=True, text=True, env={**os.environ, "MPLCONFIGDIR": self.folder})
 
     def assert_drawn(self, result):
+        """Returns the height of the picture."""
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         with open(self.picture, "rb") as file:
-            self.assertEqual(file.read(8), b"\x89PNG\r\n\x1a\n")
+            head = file.read(24)
+        self.assertEqual(head[:8], b"\x89PNG\r\n\x1a\n")
+        return int.from_bytes(head[20:24], "big")
 
     def test_a_run(self):
         records = [train_record(step) for step in range(1, 9)] + [{"kind": "eval", "step": 8, "loss": 1.0}]
         # What it does not draw does not disturb it.
         self.assert_drawn(self.plot(records + [quantization_record(8)]))
+
+    def test_several_runs(self):
+        self.assert_drawn(self.plot([train_record(step) for step in range(1, 9)], copies=2))
+
+    def test_sets_and_tasks_have_panels_of_their_own(self):
+        records = [train_record(step) for step in range(1, 9)]
+        sets = [{"kind": "eval_set", "step": step, "set": name, "loss": 2.0} for step in (0, 8) for name in ("wiki", "code")]
+        tasks = [{"kind": "task", "step": step, "task": "copa", "score": 0.5} for step in (0, 8)]
+        height = self.assert_drawn(self.plot(records))
+        for extra in (sets, tasks, sets + tasks):
+            with self.subTest(len(extra)):
+                self.assertGreater(self.assert_drawn(self.plot(records + extra, copies=2)), height)
+
+    def test_a_run_that_is_not_there(self):
+        for records, message in (([], "holds no training steps"), ([5, train_record(1)], "metrics.jsonl:1: not a record")):
+            with self.subTest(message):
+                result = self.plot(records)
+                self.assertEqual(result.returncode, 2)
+                self.assertRegex(result.stderr, f"^plot.py: error: .*{message}.*\n$")
+
+    def test_a_line_that_is_being_written(self):
+        self.assert_drawn(self.plot([train_record(1)], tail='{"kind": "tra'))
 
     def test_telemetry(self):
         quantization = [quantization_record(step) for step in (2, 4)]
