@@ -138,14 +138,21 @@ class RoundTrip(HuggingFace):
         weights = lambda name: not name.endswith("safetensors")
         self.assertEqual(tree_digest(self.path("exported"), weights), tree_digest(self.model, weights))
 
-        # Once it is gone it is missed; --like stands in.
+        # Once it is gone it is missed; --like stands in for all but how the weights were laid out.
         os.rename(imported, self.path("elsewhere"))
         result = parka("export", self.path("run"), "--out", self.path("bare"))
         self.assert_exit(result, 0)
         self.assertIn("--like", result.stderr)
         self.assertEqual(sorted(os.listdir(self.path("bare"))), ["config.json", "model.safetensors"])
         self.assert_exit(parka("export", self.path("run"), "--like", self.model, "--out", self.path("like")), 0)
-        self.assertEqual(sorted(os.listdir(self.path("like"))), sorted(os.listdir(self.model)))
+        others = [name for name in os.listdir(self.model) if not name.startswith("model")]
+        self.assertEqual(sorted(os.listdir(self.path("like"))), sorted([*others, "model.safetensors"]))
+
+    def peak_kib(self, *arguments):
+        # In between stands a small process: a child's peak counts from what its parent had in memory.
+        result = subprocess.run([sys.executable, "-c", MEASURE, PROGRAM, *arguments], capture_output=True, text=True)
+        self.assert_exit(result, 0)
+        return int(result.stdout.splitlines()[-1])
 
     def test_memory_does_not_grow_with_the_model(self):
         """A model of 0.6 GB that is one hole on disk: import and export keep a few pieces of it in memory."""
@@ -171,12 +178,11 @@ class RoundTrip(HuggingFace):
             file.write(struct.pack("<Q", len(text)) + text)
             file.truncate(8 + len(text) + begin)
         self.assertGreater(begin, 5e8)
+        # The program alone, with the libraries that it is linked to, is the least: CUDA's are large.
+        least = self.peak_kib("--version")
         for arguments in (("import", self.model, "--out", self.path("imported")),
                           ("export", self.path("imported"), "--out", self.path("exported"), "--dtype", "bf16")):
-            # In between stands a small process: a child's peak counts from what its parent had in memory.
-            result = subprocess.run([sys.executable, "-c", MEASURE, PROGRAM, *arguments], capture_output=True, text=True)
-            self.assert_exit(result, 0)
-            self.assertLess(int(result.stdout.splitlines()[-1]), 150_000, arguments)  # KiB
+            self.assertLess(self.peak_kib(*arguments), least + 120_000, arguments)
         self.assertGreater(os.path.getsize(self.path("exported/model.safetensors")), 2.5e8)
 
 
