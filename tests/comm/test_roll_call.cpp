@@ -120,6 +120,13 @@ TEST_CASE("A rank that stands still while others wait for it is named", "[watchd
       CHECK_FALSE(roll.verdict(second));
     }
   }
+  SECTION("not before another has waited for as long") {
+    beat_until(1, 1000, {report(3, 7, 7), report(3, 7, 7), report(3, 7, 7)});  // all have much to do
+    beat_until(1001, 1600, {report(3, 8, 7), report(3, 7, 7), report(3, 7, 7)});
+    CHECK_FALSE(roll.verdict(1600.5));
+    beat_until(1601, 1602, {report(3, 8, 7), report(3, 7, 7), report(3, 7, 7)});
+    CHECK(contains(roll.verdict(1602), "rank 0 waits for it in collective 8"));
+  }
   SECTION("nobody, while nobody waits") {
     beat_until(1, 2000, {report(0, 7, 7), report(0, 7, 7), report(0, 7, 7)});
     CHECK_FALSE(roll.verdict(2000));
