@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "tests/kernels/op_bounds.h"
+
 // Causal attention of ops/attention.h in double, with bounds on what fp32 arithmetic may make of the same input.
 namespace parka::test {
 
@@ -130,6 +132,16 @@ inline BackwardReference backward_reference(const AttentionShape& s, const Doubl
     }
   }
   return r;
+}
+
+// Elements further from `want` than `bound` and the rounding of their format allow.
+inline int64_t count_wrong(const std::vector<float>& got, const Doubles& want, const Doubles& bound, DType dtype) {
+  int64_t wrong = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const double allowed = bound[i] + 1.01 * unit_roundoff(dtype) * (std::abs(want[i]) + bound[i]) + 1e-37;
+    wrong += !(std::abs(got[i] - want[i]) <= allowed);
+  }
+  return wrong;
 }
 
 }  // namespace parka::test

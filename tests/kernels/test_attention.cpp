@@ -30,15 +30,6 @@ const std::vector<AttentionShape> kShapes = {{1, 1, 1, 1, 1},   {3, 1, 2, 2, 4},
                                              {1, 64, 4, 2, 8},  {3, 13, 6, 2, 16}, {1, 67, 4, 1, 32},
                                              {2, 131, 2, 1, 7}, {1, 65, 3, 3, 64}};
 
-int64_t count_wrong(const std::vector<float>& got, const Doubles& want, const Doubles& bound, DType dtype) {
-  int64_t wrong = 0;
-  for (size_t i = 0; i < want.size(); ++i) {
-    const double allowed = bound[i] + 1.01 * unit_roundoff(dtype) * (std::abs(want[i]) + bound[i]) + 1e-37;
-    wrong += !(std::abs(got[i] - want[i]) <= allowed);
-  }
-  return wrong;
-}
-
 // The tensors of one call of forward and one of backward.
 struct Attention {
   AttentionShape s;

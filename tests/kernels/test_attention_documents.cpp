@@ -60,15 +60,6 @@ FirstKeys random_documents(const AttentionShape& s, uint64_t seed) {
   return keys;
 }
 
-int64_t count_wrong(const std::vector<float>& got, const Doubles& want, const Doubles& bound, DType dtype) {
-  int64_t wrong = 0;
-  for (size_t i = 0; i < want.size(); ++i) {
-    const double allowed = bound[i] + 1.01 * unit_roundoff(dtype) * (std::abs(want[i]) + bound[i]) + 1e-37;
-    wrong += !(std::abs(got[i] - want[i]) <= allowed);
-  }
-  return wrong;
-}
-
 // Rows [begin, begin + length) of the first sequence as a batch of their own.
 Inputs cut(const Inputs& in, int64_t begin, int64_t length) {
   Inputs part = in;

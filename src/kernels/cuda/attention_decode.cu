@@ -51,7 +51,6 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = static_cast<int>(threadIdx.x); i < kv_width; i += kThreads) to[i] = from[i];
 }
 
-// Online softmax over 32 keys at a time, of each of which one lane holds the score.
 template <int N, typename T>
 __global__ void __launch_bounds__(kThreads)
     piece_kernel(const T* qkv, const T* cache, const int* slots, const int* positions, float* partials,
@@ -62,36 +61,17 @@ __global__ void __launch_bounds__(kThreads)
   const int piece = static_cast<int>(blockIdx.y), keys = positions[t] + 1, first = piece * kPieceKeys;
   if (first >= keys) return;
   const int count = min(kPieceKeys, keys - first), kv_head = head / (dims.H / dims.Hkv);
-  const int lane = static_cast<int>(threadIdx.x);
   const T* k = cache + dims.cached(slots[t], first, kv_head);
   const T* v = cache + dims.cached(slots[t], first, dims.Hkv + kv_head);
-  float q[N], acc[N] = {}, max = -FLT_MAX, sum = 0.0f;
+  float q[N];
   load_row(qkv + dims.query(t, head), dims.D, q);
-  for (int begin = 0; begin < count; begin += kWarpSize) {
-    const int tile = min(kWarpSize, count - begin);
-    float x[N], score = -INFINITY;
-#pragma unroll 4
-    for (int j = 0; j < tile; ++j) {
-      load_row(k + (begin + j) * dims.kv_stride(), dims.D, x);
-      const float s = scale * dot(q, x);
-      if (lane == j) score = s;
-    }
-    const float new_max = fmaxf(max, warp_max(score)), correction = expf(max - new_max);
-    const float p = expf(score - new_max);
-    max = new_max;
-    sum = fmaf(sum, correction, warp_sum(p));
-    scale_by(acc, correction);
-#pragma unroll 4
-    for (int j = 0; j < tile; ++j) {
-      load_row(v + (begin + j) * dims.kv_stride(), dims.D, x);
-      add_scaled(acc, __shfl_sync(kFullWarp, p, j), x);
-    }
-  }
+  RowSoftmax<N> row;
+  row.see(q, k, v, dims.kv_stride(), count, dims.D, scale);
   float* partial = partials + dims.partial(row_and_head, piece);
-  store_row(partial, dims.D, acc);
-  if (lane == 0) {
-    partial[dims.D] = max;
-    partial[dims.D + 1] = sum;
+  store_row(partial, dims.D, row.acc);
+  if (threadIdx.x == 0) {
+    partial[dims.D] = row.max;
+    partial[dims.D + 1] = row.sum;
   }
 }
 

@@ -1,5 +1,3 @@
-#include <cfloat>
-
 #include "kernels/cuda/attention_paths.cuh"
 #include "kernels/cuda/attention_rows.cuh"
 #include "kernels/cuda/check.h"
@@ -28,39 +26,24 @@ __device__ Row row_of_warp(const AttentionDims& dims, int heads) {
           head < int64_t{dims.B} * heads};
 }
 
-// Online softmax over 32 keys at a time, of each of which one lane holds the score.
 template <int N, typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     forward_kernel(const T* qkv, const int32_t* first_key, T* out, float* lse, AttentionDims dims, float scale) {
   const Row row = row_of_warp(dims, dims.H);
   if (!row.exists) return;  // a whole warp
-  const int kv_head = row.head / dims.group(), lane = static_cast<int>(threadIdx.x);
+  const int kv_head = row.head / dims.group();
   const T* k = qkv + dims.qkv_row(row.b, 0, dims.H + kv_head);
   const T* v = qkv + dims.qkv_row(row.b, 0, dims.H + dims.Hkv + kv_head);
-  float q[N], acc[N] = {}, max = -FLT_MAX, sum = 0.0f;
+  const int first = first_key_of(first_key, dims, row.b, row.i);
+  const int64_t stride = dims.qkv_stride();
+  float q[N];
   load_row(qkv + dims.qkv_row(row.b, row.i, row.head), dims.D, q);
-  for (int begin = first_key_of(first_key, dims, row.b, row.i); begin <= row.i; begin += kWarpSize) {
-    const int count = min(kWarpSize, row.i + 1 - begin);
-    float x[N], score = -INFINITY;
-    for (int j = 0; j < count; ++j) {
-      load_row(k + (begin + j) * dims.qkv_stride(), dims.D, x);
-      const float s = scale * dot(q, x);
-      if (lane == j) score = s;
-    }
-    const float new_max = fmaxf(max, warp_max(score)), correction = expf(max - new_max);
-    const float p = expf(score - new_max);
-    max = new_max;
-    sum = fmaf(sum, correction, warp_sum(p));
-    scale_by(acc, correction);
-    for (int j = 0; j < count; ++j) {
-      load_row(v + (begin + j) * dims.qkv_stride(), dims.D, x);
-      add_scaled(acc, __shfl_sync(kFullWarp, p, j), x);
-    }
-  }
+  RowSoftmax<N> softmax;
+  softmax.see(q, k + first * stride, v + first * stride, stride, row.i + 1 - first, dims.D, scale);
 #pragma unroll
-  for (int n = 0; n < N; ++n) acc[n] /= sum;
-  store_row(out + dims.out_row(row.b, row.i, row.head), dims.D, acc);
-  if (lane == 0) lse[dims.query(row.b, row.i, row.head)] = max + logf(sum);
+  for (int n = 0; n < N; ++n) softmax.acc[n] /= softmax.sum;
+  store_row(out + dims.out_row(row.b, row.i, row.head), dims.D, softmax.acc);
+  if (threadIdx.x == 0) lse[dims.query(row.b, row.i, row.head)] = softmax.max + logf(softmax.sum);
 }
 
 // Writes delta, too, for key_value_gradient_kernel.

@@ -1,4 +1,5 @@
 #pragma once
+#include <cfloat>
 #include <type_traits>
 
 #include "kernels/cuda/attention_paths.cuh"
@@ -48,6 +49,40 @@ __device__ void scale_by(float (&x)[N], float factor) {
 #pragma unroll
   for (int n = 0; n < N; ++n) x[n] *= factor;
 }
+
+// A query's softmax-weighted sum of values, as far as keys have been seen: acc / sum, with weights relative to the
+// largest score.
+template <int N>
+struct RowSoftmax {
+  float acc[N] = {}, max = -FLT_MAX, sum = 0.0f;
+
+  // Sees `count` keys and their values, rows of D that are `stride` apart, 32 at a time, of each of which one lane
+  // holds the score.
+  template <typename T>
+  __device__ void see(const float (&q)[N], const T* k, const T* v, int64_t stride, int count, int D, float scale) {
+    const int lane = static_cast<int>(threadIdx.x);
+    for (int begin = 0; begin < count; begin += kWarpSize) {
+      const int tile = min(kWarpSize, count - begin);
+      float x[N], score = -INFINITY;
+#pragma unroll 4
+      for (int j = 0; j < tile; ++j) {
+        load_row(k + (begin + j) * stride, D, x);
+        const float s = scale * dot(q, x);
+        if (lane == j) score = s;
+      }
+      const float new_max = fmaxf(max, warp_max(score)), correction = expf(max - new_max);
+      const float p = expf(score - new_max);
+      max = new_max;
+      sum = fmaf(sum, correction, warp_sum(p));
+      scale_by(acc, correction);
+#pragma unroll 4
+      for (int j = 0; j < tile; ++j) {
+        load_row(v + (begin + j) * stride, D, x);
+        add_scaled(acc, __shfl_sync(kFullWarp, p, j), x);
+      }
+    }
+  }
+};
 
 // Calls f with the number of elements per lane, as a type, for rows of D.
 template <typename F>

@@ -144,10 +144,10 @@ __device__ inline void scale_by(float (&c)[kM][kN][4], float factor) {
   }
 }
 
-// Scores of keys after their query become -inf. Rows are queries and columns keys, or the other way around;
-// `distance` is the first query less the first key.
-template <bool kRowsAreKeys, int kM, int kN>
-__device__ inline void mask_later_keys(float (&scores)[kM][kN][4], int distance) {
+// Scores of the warp's tile for which is_hidden(query, key) become -inf, both counted from the tile's first. Rows
+// are queries and columns keys, or the other way around.
+template <bool kRowsAreKeys, int kM, int kN, typename IsHidden>
+__device__ inline void mask_scores(float (&scores)[kM][kN][4], const IsHidden& is_hidden) {
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
@@ -156,31 +156,25 @@ __device__ inline void mask_later_keys(float (&scores)[kM][kN][4], int distance)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int row = m * 16 + e / 2 * 8 + lane / 4, column = n * 8 + lane % 4 * 2 + e % 2;
-        if ((kRowsAreKeys ? row - column : column - row) > distance) scores[m][n][e] = -INFINITY;
+        if (kRowsAreKeys ? is_hidden(column, row) : is_hidden(row, column)) scores[m][n][e] = -INFINITY;
       }
     }
   }
 }
 
-// Scores of keys before the first key of their query become -inf, likewise. `first_key` points to that of the
+// Scores of keys after their query become -inf; `distance` is the first query less the first key.
+template <bool kRowsAreKeys, int kM, int kN>
+__device__ inline void mask_later_keys(float (&scores)[kM][kN][4], int distance) {
+  mask_scores<kRowsAreKeys>(scores, [&](int query, int key) { return key - query > distance; });
+}
+
+// Scores of keys before the first key of their query become -inf. `first_key` points to that of the
 // tile's first query; the sequence ends `last` queries later, and those past its end are masked as the last one is.
 // `first` is the tile's first key.
 template <bool kRowsAreKeys, int kM, int kN>
 __device__ inline void mask_earlier_keys(float (&scores)[kM][kN][4], const int32_t* first_key, int last,
                                          int first) {
-  const int lane = threadIdx.x % kWarpSize;
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int row = m * 16 + e / 2 * 8 + lane / 4, column = n * 8 + lane % 4 * 2 + e % 2;
-        const int query = kRowsAreKeys ? column : row, key = kRowsAreKeys ? row : column;
-        if (first + key < first_key[min(query, last)]) scores[m][n][e] = -INFINITY;
-      }
-    }
-  }
+  mask_scores<kRowsAreKeys>(scores, [&](int query, int key) { return first + key < first_key[min(query, last)]; });
 }
 
 // Stores a warp's accumulators, rounded to bf16, as rows of x, of which the first `count` exist. They pass through
