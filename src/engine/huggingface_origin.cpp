@@ -73,9 +73,7 @@ HuggingFaceOrigin open_origin(const std::string& folder) {
     throw_bad_input("{}: has no {}, so it is not the folder of a Hugging Face model", folder,
                     kHuggingFaceConfigName);
   }
-  HuggingFaceOrigin origin{folder, {}};
-  if (has_huggingface_weights(folder)) origin.layout = open_huggingface_weights(folder).layout;
-  return origin;
+  return {folder, {}};
 }
 
 }  // namespace parka

@@ -15,8 +15,8 @@ inline constexpr const char* kLayoutKey = "huggingface_layout";
 
 // The Hugging Face model that a checkpoint comes from, or whose like it is to become.
 struct HuggingFaceOrigin {
-  std::string folder;  // has config.json and the tokenizer's files
-  std::optional<HuggingFaceLayout> layout;
+  std::string folder;                       // has config.json and the tokenizer's files
+  std::optional<HuggingFaceLayout> layout;  // of the weights' files, if the checkpoint comes from it
 };
 
 // The files beside the weights that an export carries along: of the tokenizer, and generation_config.json. Only

@@ -129,6 +129,12 @@ int64_t file_bytes_of(const std::string& header_text, const std::string& where) 
   return 8 + static_cast<int64_t>(header_text.size()) + data_bytes;
 }
 
+bool has_weights(const std::string& folder) {
+  std::error_code ignored;
+  return fs::exists(joined(folder, kHuggingFaceFileName), ignored) ||
+         fs::exists(joined(folder, kHuggingFaceIndexName), ignored);
+}
+
 }  // namespace
 
 HuggingFaceLayout make_huggingface_layout(const std::vector<HuggingFaceTensor>& tensors, DType dtype,
@@ -181,14 +187,8 @@ HuggingFaceLayout parse_layout(const json& state, const std::string& where) {
   }
 }
 
-bool has_huggingface_weights(const std::string& folder) {
-  std::error_code ignored;
-  return fs::exists(joined(folder, kHuggingFaceFileName), ignored) ||
-         fs::exists(joined(folder, kHuggingFaceIndexName), ignored);
-}
-
 HuggingFaceWeights open_huggingface_weights(const std::string& folder) {
-  if (!has_huggingface_weights(folder)) {
+  if (!has_weights(folder)) {
     throw_bad_input("{}: has no {} or {}; other files of weights (pytorch_model.bin) are not read", folder,
                     kHuggingFaceFileName, kHuggingFaceIndexName);
   }

@@ -37,9 +37,6 @@ HuggingFaceLayout make_huggingface_layout(const std::vector<HuggingFaceTensor>& 
 nlohmann::json encode_layout(const HuggingFaceLayout& layout);
 HuggingFaceLayout parse_layout(const nlohmann::json& state, const std::string& where);
 
-// Whether the folder has weights that open_huggingface_weights() would look at.
-bool has_huggingface_weights(const std::string& folder);
-
 // Open files of weights.
 struct HuggingFaceWeights {
   struct Place {
