@@ -12,7 +12,7 @@ cd "$(dirname "$0")/../.."
 [ $# -ge 2 ] || { echo "usage: scripts/reproduce/loss_gap.sh OUT TEXT_FOLDER [RUN...]" >&2; exit 2; }
 out=$1 text=$2
 shift 2
-[ $# -gt 0 ] || set -- coat parka=parka,precision.group_size=32,precision.fast_weight_gradient=true
+[ $# -gt 0 ] || set -- coat parka=parka,precision.group_size=32
 set -- bf16 "$@"
 PARKA=${PARKA:-build/cuda/parka}
 python=${PYTHON:-python3}

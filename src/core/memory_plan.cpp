@@ -3,6 +3,8 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 #include <utility>
 
 namespace parka {
@@ -10,6 +12,71 @@ namespace {
 
 // Far above any machine's memory and low enough that a sum over all tensors of a model fits in an int64.
 constexpr double kMaxTensorBytes = 0x1p48;
+
+using Entry = MemoryPlan::Entry;
+
+// From each order that placing starts with. On the models of configs/ it finds nothing better after ten.
+constexpr int kPlacementAttempts = 32;
+
+int num_phases(const Entry& entry) { return std::popcount(entry.phases); }
+
+// Bytes alive in the phase that has most: no placement can do with less.
+int64_t fullest_phase(const std::vector<Entry*>& entries) {
+  int64_t fullest = 0;
+  for (PhaseMask phase = 1; phase != 0; phase <<= 1) {
+    int64_t alive = 0;
+    for (const Entry* entry : entries) alive += (entry->phases & phase) != 0 ? entry->bytes : 0;
+    fullest = std::max(fullest, alive);
+  }
+  return fullest;
+}
+
+// Places entries one after another, each as low as those placed before it let it.
+void place(const std::vector<Entry*>& order) {
+  std::vector<const Entry*> placed;  // by offset
+  for (Entry* entry : order) {
+    entry->offset = 0;
+    for (const Entry* other : placed) {
+      if ((other->phases & entry->phases) == 0) continue;
+      if (entry->offset + entry->bytes <= other->offset) break;
+      entry->offset = std::max(entry->offset, other->offset + other->bytes);
+    }
+    placed.insert(std::upper_bound(placed.begin(), placed.end(), entry->offset,
+                                   [](int64_t value, const Entry* e) { return value < e->offset; }),
+                  entry);
+  }
+}
+
+// Places entries close together, from 0 on, and returns where the last ends.
+int64_t place_well(std::vector<Entry*> entries) {
+  const int64_t least_bytes = fullest_phase(entries);
+  int64_t best_bytes = INT64_MAX;
+  std::vector<std::pair<Entry*, int64_t>> best;
+  const auto attempt = [&](std::vector<Entry*>& order) {
+    place(order);
+    const auto last = std::max_element(order.begin(), order.end(), [](const Entry* a, const Entry* b) {
+      return a->offset + a->bytes < b->offset + b->bytes;
+    });
+    const int64_t bytes = last == order.end() ? 0 : (*last)->offset + (*last)->bytes;
+    if (bytes < best_bytes) {
+      best_bytes = bytes;
+      best.clear();
+      for (Entry* entry : order) best.emplace_back(entry, entry->offset);
+    }
+    // What reaches furthest had too little choice: next time it is placed first.
+    if (last != order.end()) std::rotate(order.begin(), last, last + 1);
+  };
+  const auto attempts_by = [&](const auto& key) {
+    std::vector<Entry*> order = entries;
+    std::stable_sort(order.begin(), order.end(), [&](const Entry* a, const Entry* b) { return key(*a) > key(*b); });
+    for (int i = 0; i < kPlacementAttempts && best_bytes > least_bytes; ++i) attempt(order);
+  };
+  attempts_by([](const Entry& e) { return e.bytes; });
+  attempts_by([](const Entry& e) { return e.bytes * num_phases(e); });
+  attempts_by([](const Entry& e) { return std::pair(num_phases(e), e.bytes); });
+  for (const auto& [entry, offset] : best) entry->offset = offset;
+  return best_bytes;
+}
 
 }  // namespace
 
@@ -34,34 +101,32 @@ TensorId MemoryPlan::add(std::string category, std::string name, DType dtype, st
 
 void MemoryPlan::finish() {
   PARKA_REQUIRE(!finished());
-  int64_t persistent_bytes = 0;
+  // Tensors of all phases one after another; then, likewise, those of the longest life among the others: there are
+  // hundreds of them (what all blocks keep for backward), and little to gain. What is left is placed with care.
+  PhaseMask longest = 0;
+  for (const Entry& entry : entries_) {
+    if (entry.phases != kAllPhases && std::popcount(entry.phases) > std::popcount(longest)) longest = entry.phases;
+  }
   std::vector<Entry*> transient;
+  int64_t persistent_bytes = 0, longest_bytes = 0;
   for (Entry& entry : entries_) {
     if (entry.phases == kAllPhases) {
       entry.offset = persistent_bytes;
       persistent_bytes += entry.bytes;
+    } else if (entry.phases == longest) {
+      entry.offset = longest_bytes;
+      longest_bytes += entry.bytes;
     } else {
       transient.push_back(&entry);
     }
   }
-  total_bytes_ = persistent_bytes;
-
-  // Largest first leaves the small ones to fill the gaps.
-  std::stable_sort(transient.begin(), transient.end(),
-                   [](const Entry* a, const Entry* b) { return a->bytes > b->bytes; });
-  std::vector<const Entry*> placed;  // by offset
-  for (Entry* entry : transient) {
-    int64_t candidate = persistent_bytes;
-    for (const Entry* other : placed) {
-      if ((other->phases & entry->phases) == 0) continue;
-      if (candidate + entry->bytes <= other->offset) break;
-      candidate = std::max(candidate, other->offset + other->bytes);
-    }
-    entry->offset = candidate;
-    placed.insert(std::upper_bound(placed.begin(), placed.end(), candidate,
-                                   [](int64_t value, const Entry* e) { return value < e->offset; }),
-                  entry);
-    total_bytes_ = std::max(total_bytes_, candidate + entry->bytes);
+  Entry kept{};
+  kept.bytes = longest_bytes;
+  kept.phases = longest;
+  transient.push_back(&kept);
+  total_bytes_ = persistent_bytes + place_well(std::move(transient));
+  for (Entry& entry : entries_) {
+    if (entry.phases != kAllPhases) entry.offset += persistent_bytes + (entry.phases == longest ? kept.offset : 0);
   }
 }
 

@@ -39,8 +39,8 @@ class MemoryPlan {
   TensorId add(std::string category, std::string name, DType dtype, std::vector<int64_t> shape,
                PhaseMask phases = kAllPhases);
 
-  // Assigns offsets: tensors of all phases one after another, then the transient ones, each at the lowest place
-  // where it overlaps no tensor of a common phase. Nothing may be added afterwards.
+  // Assigns offsets: tensors of all phases one after another, then the transient ones, so that no two of a common
+  // phase overlap, and close together. The same declarations get the same offsets. Nothing may be added afterwards.
   void finish();
 
   bool finished() const { return total_bytes_ >= 0; }

@@ -140,7 +140,9 @@ struct PrecisionConfig {
     visit("up_gate", up_gate, "How the outputs of the up and gate projections are kept: compute or fp8");
     visit("qkv", qkv, "How rotated q, k and v are kept: compute or fp8");
     visit("attention_output", attention_output,
-          "How the attention output is kept: compute, or fp8 (the GEMM's own input; needs gemm = fp8_tensor)");
+          "How the attention output is kept: compute, or fp8 (the GEMM's own input; needs gemm = fp8_tensor). With "
+          "fp8 a "
+          "150M model diverged after 1,000 steps: docs/precision.md says why");
     visit("group_size", group_size, "Elements per scale of kept FP8 activations", one_of<int64_t>(16, 32, 64, 128));
     visit("save_norm_output", save_norm_output,
           "Keep the norm's output for the weight gradient; false recomputes it in backward (same bits)");

@@ -43,8 +43,10 @@ class StartTest(RanksTest):
         """As if another MPI's mpirun had started four processes, each of which is alone for ours."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_", "PMI"))}
         for rank, printed in ((0, True), (1, False)):
+            # isolated: where there is no ssh, Open MPI refuses to start a process of its own otherwise
+            launcher = {"PMI_SIZE": "4", "PMI_RANK": str(rank), "OMPI_MCA_plm": "isolated"}
             result = subprocess.run([PROGRAM, "alone"], capture_output=True, text=True, timeout=60,
-                                    env={**environment, "PMI_SIZE": "4", "PMI_RANK": str(rank)})
+                                    env={**environment, **launcher})
             self.assertEqual(result.returncode, 2, result.stderr)
             self.assertEqual("PMI_SIZE says that 4 processes were started together" in result.stderr, printed,
                              result.stderr)

@@ -189,7 +189,7 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
        "fp8_expanded", "fp32"},
       {"coat", "bf16", "fp8_tensor", "e5m2", "fp8", "fp8", "compute", "compute", true, true, true, "fp8_expanded",
        "fp32"},
-      {"parka", "bf16", "fp8_tensor", "e5m2", "fp8", "fp8", "fp8", "fp8", false, false, false, "fp8_expanded",
+      {"parka", "bf16", "fp8_tensor", "e5m2", "fp8", "fp8", "fp8", "compute", false, false, false, "fp8_expanded",
        "fp32_split"},
   };
   for (const Row& row : rows) {
@@ -424,7 +424,7 @@ TEST_CASE("overrides replace what the file says", "[engine][config]") {
   CHECK(c.optimizer.beta1 == 0.8);
   CHECK(c.precision.recipe == Recipe::kParka);
   CHECK(c.precision.qkv == Storage::kCompute);
-  CHECK(c.precision.attention_output == Storage::kFp8);
+  CHECK(c.precision.norm_input == Storage::kFp8);
   CHECK(c.data.train == std::vector<std::string>{"a", "b=c"});
   CHECK(c.checkpoint.folder == "2024");
   CHECK(c.training.steps == 8);

@@ -173,9 +173,14 @@ TEST_CASE("a GPU's gradients have the same bits however memory is saved", "[mode
   if (gpu() == nullptr) return;
   const Float8Case c = GENERATE(from_range(kFloat8Cases));
   const ModelConfig config = float8_config(c.norm, c.heads, c.kv_heads);
+  std::vector<PrecisionConfig> bases;
   for (const Recipe recipe :
        {Recipe::kBf16, Recipe::kFp8Linear, Recipe::kFp8Block, Recipe::kCoat, Recipe::kParka}) {
-    const PrecisionConfig base = precision_recipe(recipe);
+    bases.push_back(precision_recipe(recipe));
+  }
+  bases.push_back(precision_recipe(Recipe::kParka));
+  bases.back().attention_output = Storage::kFp8;
+  for (const PrecisionConfig& base : bases) {
     const Result reference = run(config, base, *gpu(), c.shape);
     for (int change = 0; change < 5; ++change) {
       PrecisionConfig precision = base;
@@ -185,7 +190,8 @@ TEST_CASE("a GPU's gradients have the same bits however memory is saved", "[mode
       if (change == 3) precision.weight_copies = WeightCopies::kRows;
       if (change == 4) precision.weight_copies = WeightCopies::kNone;
       const Result other = run(config, precision, *gpu(), c.shape);
-      CAPTURE(name_of(recipe), name_of(c.norm), c.heads, c.shape.sequence_length, change);
+      CAPTURE(name_of(base.recipe), base.attention_output, name_of(c.norm), c.heads, c.shape.sequence_length,
+              change);
       CHECK((other.losses == reference.losses));
       for (size_t p = 0; p < reference.gradients.size(); ++p) {
         CAPTURE(p);
