@@ -59,26 +59,13 @@ void bench_norm(Bench& bench, const ModelShape& m) {
 }
 
 void bench_rope(Bench& bench, const ModelShape& m) {
-  const auto cos_sin = [&](Tensors& t) { return t.fp32({m.S, m.d / m.heads}); };
   bench.time(
       m.name, "rope_forward.fp8",
       [&](Tensors& t) {
-        return RopeForward{t.bf16({m.T, 3 * m.d}), cos_sin(t), m.heads, m.heads,
+        return RopeForward{t.bf16({m.T, 3 * m.d}), t.fp32({m.S, m.d / m.heads}), m.heads, m.heads,
                            t.fp8(DType::kE4M3, m.T, 3 * m.d, Scaling::kGroup, kGroup)};
       },
       rope_forward);
-  bench.time(
-      m.name, "rope_backward.fp8",
-      [&](Tensors& t) {
-        const ScaledView d_quantized = t.fp8(DType::kE5M2, m.T, 3 * m.d, Scaling::kTensor);
-        return RopeBackward{t.bf16({m.T, 3 * m.d}),
-                            cos_sin(t),
-                            m.heads,
-                            m.heads,
-                            d_quantized,
-                            t.fp8(DType::kE5M2, 3 * m.d, m.T, Scaling::kTensor, 0, d_quantized.scale)};
-      },
-      rope_backward);
 }
 
 void bench_swiglu(Bench& bench, const ModelShape& m) {
@@ -116,6 +103,14 @@ void bench_quantize(Bench& bench, const ModelShape& m) {
   time("quantize.attention", [&](Tensors& t) {
     return Quantize{
         .x = t.bf16({m.T, m.d}), .out = t.fp8(DType::kE4M3, m.T, m.d, Scaling::kTensor), .amax = t.fp32({1})};
+  });
+  // Attention's gradient, likewise.
+  time("quantize.d_qkv", [&](Tensors& t) {
+    const ScaledView d_qkv = t.fp8(DType::kE5M2, m.T, 3 * m.d, Scaling::kTensor);
+    return Quantize{.x = t.bf16({m.T, 3 * m.d}),
+                    .out = d_qkv,
+                    .out_t = t.fp8(DType::kE5M2, 3 * m.d, m.T, Scaling::kTensor, 0, d_qkv.scale),
+                    .amax = t.fp32({1})};
   });
   time("quantize.transpose", [&](Tensors& t) {
     const ScaledView x = t.fp8(DType::kE4M3, m.T, m.d, Scaling::kTensor);

@@ -22,6 +22,8 @@ constexpr ModelShape kModels[] = {
     {"llama2-7b", NormKind::kRmsNorm, 8192, 2048, 4096, 32, 11008, 32000, 4096},
 };
 
+TensorView cos_sin(Tensors& t, const ModelShape& m) { return t.fp32({m.S, m.d / m.heads}); }
+
 void bench_activations(Bench& bench, const ModelShape& m) {
   const bool layernorm = m.norm == NormKind::kLayerNorm;
   const auto weight = [&](Tensors& t) { return layernorm ? TensorView() : t.bf16({m.d}); };
@@ -66,19 +68,12 @@ void bench_activations(Bench& bench, const ModelShape& m) {
                             .d_weight = layernorm ? TensorView() : t.fp32({m.d})};
       },
       norm_backward);
-  const auto cos_sin = [&](Tensors& t) { return t.fp32({m.S, m.d / m.heads}); };
   bench.time(
       m.name, "rope_forward",
       [&](Tensors& t) {
-        return RopeForward{t.bf16({m.T, 3 * m.d}), cos_sin(t), m.heads, m.heads, {}};
+        return RopeForward{t.bf16({m.T, 3 * m.d}), cos_sin(t, m), m.heads, m.heads, {}};
       },
       rope_forward);
-  bench.time(
-      m.name, "rope_backward",
-      [&](Tensors& t) {
-        return RopeBackward{t.bf16({m.T, 3 * m.d}), cos_sin(t), m.heads, m.heads, {}, {}};
-      },
-      rope_backward);
   bench.time(
       m.name, "swiglu_forward",
       [&](Tensors& t) {
@@ -105,20 +100,27 @@ void bench_attention(Bench& bench, const ModelShape& m) {
             t.bf16({m.T, 3 * m.d}), t.bf16({m.T, m.d}), t.fp32({B, m.heads, m.S}), m.S, m.heads, m.heads, scale};
       },
       attention_forward);
-  bench.time(
-      m.name, "attention_backward",
-      [&](Tensors& t) {
-        return AttentionBackward{t.bf16({m.T, 3 * m.d}),
-                                 t.bf16({m.T, m.d}),
-                                 t.bf16({m.T, m.d}),
-                                 t.fp32({B, m.heads, m.S}),
-                                 t.bf16({m.T, 3 * m.d}),
-                                 m.S,
-                                 m.heads,
-                                 m.heads,
-                                 scale};
-      },
-      attention_backward);
+  const auto time_backward = [&](const char* name, bool turns, bool finds_amax) {
+    bench.time(
+        m.name, name,
+        [&](Tensors& t) {
+          return AttentionBackward{.qkv = t.bf16({m.T, 3 * m.d}),
+                                   .out = t.bf16({m.T, m.d}),
+                                   .d_out = t.bf16({m.T, m.d}),
+                                   .lse = t.fp32({B, m.heads, m.S}),
+                                   .d_qkv = t.bf16({m.T, 3 * m.d}),
+                                   .sequence_length = m.S,
+                                   .num_heads = m.heads,
+                                   .num_kv_heads = m.heads,
+                                   .scale = scale,
+                                   .cos_sin = turns ? cos_sin(t, m) : TensorView(),
+                                   .d_qkv_amax = finds_amax ? t.fp32({1}) : TensorView()};
+        },
+        attention_backward);
+  };
+  time_backward("attention_backward", false, false);  // alone, as others compute it
+  time_backward("attention_backward.turned", true, false);
+  time_backward("attention_backward.fp8", true, true);
 }
 
 // A token more of each of some sequences as long as the context.

@@ -81,21 +81,13 @@ OpCost cost_of(const RopeForward& a) {
   return moved(2 * turned_bytes(a.qkv, a.num_heads, a.num_kv_heads), a.qkv);
 }
 
-OpCost cost_of(const RopeBackward& a) {
-  const double quantized = all_bytes(a.d_quantized, a.d_quantized_t);
-  if (quantized > 0) {
-    return moved((read_twice(a.d_quantized, a.d_quantized_t) ? 2 : 1) * bytes_of(a.d_qkv) + quantized, a.d_qkv);
-  }
-  return moved(2 * turned_bytes(a.d_qkv, a.num_heads, a.num_kv_heads), a.d_qkv);
-}
-
 OpCost cost_of(const AttentionForward& a) {
   return {all_bytes(a.qkv, a.out, a.lse), attention_flop(a.out, a.sequence_length), shape_of(a.out)};
 }
 
 OpCost cost_of(const AttentionBackward& a) {
-  return {all_bytes(a.qkv, a.out, a.d_out, a.lse, a.d_qkv), 2.5 * attention_flop(a.out, a.sequence_length),
-          shape_of(a.out)};
+  return {all_bytes(a.qkv, a.out, a.d_out, a.lse, a.cos_sin, a.d_qkv),
+          2.5 * attention_flop(a.out, a.sequence_length), shape_of(a.out)};
 }
 
 OpCost cost_of(const CacheAppend& a) {

@@ -13,7 +13,6 @@ OpCost cost_of(const NormRecompute& a);
 OpCost cost_of(const NormBackward& a);
 OpCost cost_of(const Gemm& a);
 OpCost cost_of(const RopeForward& a);
-OpCost cost_of(const RopeBackward& a);
 // Causal: half of the S x S scores. Backward counts 2.5 times forward, for its five products.
 OpCost cost_of(const AttentionForward& a);
 OpCost cost_of(const AttentionBackward& a);

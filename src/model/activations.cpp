@@ -80,10 +80,9 @@ class Declarer {
     b.d_product = shared("d_product", kBackwardDown | kBackwardSwiglu, {tokens_, f});
     b.d_up_gate = workspace("d_up_gate", gradient, tokens_, 2 * f, kBackwardSwiglu | kBackwardUpGate);
     b.d_attention = shared("d_attention", kBackwardAttentionOut | kBackwardAttention, {tokens_, heads});
-    // Without FP8 it is rotated in place, and read by GEMMs.
-    b.d_qkv = shared(
-        "d_qkv", kBackwardAttention | kBackwardRope | (formats_.fp8_gemm ? PhaseMask{0} : PhaseMask{kBackwardQkv}),
-        {tokens_, d_qkv});
+    // Read by GEMMs, or by what makes their FP8 inputs of it.
+    b.d_qkv = shared("d_qkv", kBackwardAttention | (formats_.fp8_gemm ? kBackwardQkvCodes : kBackwardQkv),
+                     {tokens_, d_qkv});
     if (!formats_.fp8_gemm) return b;
     // One norm's backward makes it, the next linear layer reads it: in rows for its input gradient, and transposed
     // for its weight gradient, which for the down projection comes after SwiGLU.
@@ -91,14 +90,16 @@ class Declarer {
     TensorId scale;
     if (gradient.scaling == Scaling::kTensor) {
       scale = plan_.add(workspace_category(), "d_branch.scale", DType::kF32, {1}, transposed);
+      b.d_qkv_amax =
+          plan_.add(workspace_category(), "d_qkv_amax", DType::kF32, {1}, kBackwardAttention | kBackwardQkvCodes);
     }
     b.d_branch = workspace("d_branch", gradient, tokens_, d, rows, scale);
     b.d_branch_t = workspace("d_branch_t", gradient, d, tokens_, transposed, scale);
     b.d_up_gate_t =
         workspace("d_up_gate_t", gradient, 2 * f, tokens_, kBackwardSwiglu | kBackwardUpGate, b.d_up_gate.scale);
-    b.d_qkv_fp8 = workspace("d_qkv_fp8", gradient, tokens_, d_qkv, kBackwardRope | kBackwardQkv);
+    b.d_qkv_fp8 = workspace("d_qkv_fp8", gradient, tokens_, d_qkv, kBackwardQkvCodes | kBackwardQkv);
     b.d_qkv_fp8_t =
-        workspace("d_qkv_fp8_t", gradient, d_qkv, tokens_, kBackwardRope | kBackwardQkv, b.d_qkv_fp8.scale);
+        workspace("d_qkv_fp8_t", gradient, d_qkv, tokens_, kBackwardQkvCodes | kBackwardQkv, b.d_qkv_fp8.scale);
     return b;
   }
 

@@ -55,6 +55,7 @@ struct BackwardBuffers {
   MatrixId d_up_gate_t;    // [2f, T]
   TensorId d_attention;    // [T, H D]
   TensorId d_qkv;          // [T, (H + 2 Hkv) D]
+  TensorId d_qkv_amax;     // [1] fp32; only where its FP8 copies have a tensor-wide scale
   MatrixId d_qkv_fp8;      // [T, (H + 2 Hkv) D]
   MatrixId d_qkv_fp8_t;    // [(H + 2 Hkv) D, T]
 };

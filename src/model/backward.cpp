@@ -166,7 +166,7 @@ void Model::Pass::backward_attention(Device& device, int64_t l) {
   }
   weight_gradient(device, d_out, attention_input, p.attention_out);
 
-  const TensorView d_qkv_plain = tensor(w.d_qkv, T, d_qkv);
+  const TensorView d_qkv_plain = tensor(w.d_qkv, T, d_qkv), d_qkv_amax = vector(w.d_qkv_amax, 1);
   attention_backward(device, {.qkv = qkv,
                               .out = attention,
                               .d_out = d_attention,
@@ -176,17 +176,16 @@ void Model::Pass::backward_attention(Device& device, int64_t l) {
                               .num_heads = config_.num_heads,
                               .num_kv_heads = config_.kv_heads(),
                               .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim())),
-                              .first_key = first_keys()});
+                              .first_key = first_keys(),
+                              .cos_sin = cos_sin_.rows(0, shape_.sequence_length),
+                              .d_qkv_amax = d_qkv_amax});
   GemmInput d_qkv_input = {d_qkv_plain, {}};
-  if (formats_.fp8_gemm) d_qkv_input = {matrix(w.d_qkv_fp8, T, d_qkv), matrix(w.d_qkv_fp8_t, d_qkv, T)};
-  const TensorView d_qkv_sample = sample_turned_back(device, d_qkv_plain);
-  rope_backward(device, {.d_qkv = d_qkv_plain,
-                         .cos_sin = cos_sin_.rows(0, shape_.sequence_length),
-                         .num_heads = config_.num_heads,
-                         .num_kv_heads = config_.kv_heads(),
-                         .d_quantized = formats_.fp8_gemm ? d_qkv_input.row : ScaledView{},
-                         .d_quantized_t = d_qkv_input.transposed});
-  sample(device, l, QuantizedTensor::kQkvGradient, d_qkv_sample, d_qkv_input.row);
+  if (formats_.fp8_gemm) {
+    d_qkv_input = {matrix(w.d_qkv_fp8, T, d_qkv), matrix(w.d_qkv_fp8_t, d_qkv, T)};
+    quantize(device,
+             {.x = d_qkv_plain, .out = d_qkv_input.row, .out_t = d_qkv_input.transposed, .amax = d_qkv_amax});
+    sample(device, l, QuantizedTensor::kQkvGradient, d_qkv_plain, d_qkv_input.row);
+  }
   input_gradient(device, d_qkv_input, p.qkv, tensor(w.d_norm_output, T, d));
   weight_gradient(device, d_qkv_input, norm_output(device, b.attention_norm, p.attention_norm), p.qkv);
   // Nothing below the first block wants the gradient in FP8: the embedding takes it as it is.

@@ -95,8 +95,7 @@ class Model::Pass {
   TensorView sample_turned(Device& device, const TensorView& qkv, const ScaledView& saved) const;
   void sample_ffn(Device& device, int64_t l, const TensorView& up_gate_plain) const;
   void sample_up_gate_gradient(Device& device, int64_t l) const;
-  TensorView sample_turned_back(Device& device, const TensorView& d_qkv) const;
-  TensorView sample_buffer(DType dtype, int64_t cols) const;
+  TensorView sample_buffer(int64_t cols) const;
 
   // Views of declared buffers, cut to the batch at hand.
   TensorView tensor(TensorId id, int64_t rows, int64_t cols) const;

@@ -13,10 +13,10 @@ enum Phase : PhaseMask {
   kBackwardDown = 1u << 3,
   kBackwardSwiglu = 1u << 4,
   kBackwardUpGate = 1u << 5,
-  // Backward of the first half: the output projection; attention; rotary positions; QKV, and the norm.
+  // Backward of the first half: the output projection; attention; its gradient's FP8 codes; QKV, and the norm.
   kBackwardAttentionOut = 1u << 6,
   kBackwardAttention = 1u << 7,
-  kBackwardRope = 1u << 8,
+  kBackwardQkvCodes = 1u << 8,
   kBackwardQkv = 1u << 9,
   kRerun = 1u << 10,       // recompute = block: the block's forward again, inside backward
   kEvaluation = 1u << 11,  // between steps, with another precision than training's
@@ -24,7 +24,7 @@ enum Phase : PhaseMask {
 // Where linear layers go backward: what is in front of them in the first three, and behind them in the last.
 inline constexpr PhaseMask kBackwardLinear = kBackwardDown | kBackwardUpGate | kBackwardAttentionOut | kBackwardQkv;
 inline constexpr PhaseMask kBackward =
-    kBackwardLinear | kBackwardSwiglu | kBackwardAttention | kBackwardRope | kRerun;
+    kBackwardLinear | kBackwardSwiglu | kBackwardAttention | kBackwardQkvCodes | kRerun;
 inline constexpr PhaseMask kStep = kForwardAttention | kForwardFfn | kHead | kBackward;
 
 }  // namespace parka

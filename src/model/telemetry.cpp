@@ -23,7 +23,7 @@ ScaledView first_rows(const ScaledView& x, int64_t count) {
 int64_t buffer_width(const ModelConfig& model, const PrecisionConfig& precision, const Formats& formats) {
   const int64_t of_qkv = formats.qkv.scaling != Scaling::kNone ? model.d_qkv() : 0;
   const int64_t of_silu = precision.save_silu ? 2 * model.d_ffn : 0;
-  const int64_t of_gemms = formats.fp8_gemm ? std::max({model.d_model, model.d_qkv(), 2 * model.d_ffn}) : 0;
+  const int64_t of_gemms = formats.fp8_gemm ? std::max(model.d_model, 2 * model.d_ffn) : 0;
   return std::max({of_qkv, of_silu, of_gemms});
 }
 
@@ -66,10 +66,10 @@ void Model::Pass::start_sampling(Device& device) {
   }
 }
 
-TensorView Model::Pass::sample_buffer(DType dtype, int64_t cols) const {
+TensorView Model::Pass::sample_buffer(int64_t cols) const {
   const TensorView whole = (*arena_)[telemetry_.buffer];
   PARKA_REQUIRE(sampled_rows_ * cols <= whole.numel());
-  return {whole.data, dtype, {sampled_rows_, cols}};
+  return {whole.data, DType::kF32, {sampled_rows_, cols}};
 }
 
 void Model::Pass::compare(Device& device, int64_t l, QuantizedTensor which, const TensorView& x,
@@ -92,7 +92,7 @@ void Model::Pass::sample_norm(Device& device, int64_t l, const NormBuffers& norm
   const ScaledView x = matrix(norm.x, T, d);
   sample(device, l, input, residual, x);
   if (!formats_.fp8_gemm) return;
-  const TensorView y = sample_buffer(DType::kF32, d);
+  const TensorView y = sample_buffer(d);
   norm_recompute(device, {.kind = config_.norm,
                           .x = first_rows(x.empty() ? ScaledView(residual) : x, sampled_rows_),
                           .weight = weights_->plain(weight),
@@ -104,7 +104,7 @@ void Model::Pass::sample_norm(Device& device, int64_t l, const NormBuffers& norm
 
 TensorView Model::Pass::sample_turned(Device& device, const TensorView& qkv, const ScaledView& saved) const {
   if (sampled_rows_ == 0 || saved.empty()) return {};
-  const TensorView turned = sample_buffer(DType::kF32, config_.d_qkv());
+  const TensorView turned = sample_buffer(config_.d_qkv());
   quantize(device, {.x = first_rows(qkv, sampled_rows_), .out = turned});
   rope_forward(device, {.qkv = turned,
                         .cos_sin = cos_sin_.rows(0, shape_.sequence_length),
@@ -122,14 +122,14 @@ void Model::Pass::sample_ffn(Device& device, int64_t l, const TensorView& up_gat
   sample(device, l, QuantizedTensor::kUpGate, up_gate_plain, up_gate);
   if (!silu.empty()) {
     // d_up = d_product silu(gate): with ones for d_product the first f columns are what was quantized.
-    const TensorView d_up_gate = sample_buffer(DType::kF32, 2 * f);
+    const TensorView d_up_gate = sample_buffer(2 * f);
     swiglu_backward(device, {.up_gate = first_rows(up_gate, sampled_rows_),
                              .d_product = first_rows((*arena_)[telemetry_.ones], sampled_rows_),
                              .d_up_gate = d_up_gate});
     sample(device, l, QuantizedTensor::kSilu, d_up_gate, silu);
   }
   if (!formats_.fp8_gemm) return;
-  const TensorView product = sample_buffer(DType::kF32, f);
+  const TensorView product = sample_buffer(f);
   swiglu_backward(
       device,
       {.up_gate = first_rows(up_gate, sampled_rows_), .silu = first_rows(silu, sampled_rows_), .product = product});
@@ -141,26 +141,12 @@ void Model::Pass::sample_up_gate_gradient(Device& device, int64_t l) const {
   const BlockBuffers& b = activations_.blocks[l];
   const BackwardBuffers& w = activations_.backward;
   const int64_t T = num_tokens_, f = config_.d_ffn;
-  const TensorView d_up_gate = sample_buffer(DType::kF32, 2 * f);
+  const TensorView d_up_gate = sample_buffer(2 * f);
   swiglu_backward(device, {.up_gate = first_rows(matrix(b.up_gate, T, 2 * f), sampled_rows_),
                            .silu = first_rows(matrix(b.silu, T, f), sampled_rows_),
                            .d_product = first_rows(tensor(w.d_product, T, f), sampled_rows_),
                            .d_up_gate = d_up_gate});
   sample(device, l, QuantizedTensor::kUpGateGradient, d_up_gate, matrix(w.d_up_gate, T, 2 * f));
-}
-
-TensorView Model::Pass::sample_turned_back(Device& device, const TensorView& d_qkv) const {
-  if (sampled_rows_ == 0 || !formats_.fp8_gemm) return {};
-  // In the dtype of d_qkv: the turned gradients are rounded to it before they are quantized.
-  const TensorView turned_back = sample_buffer(d_qkv.dtype, config_.d_qkv());
-  device.copy(turned_back.data, d_qkv.data, turned_back.bytes());
-  rope_backward(device, {.d_qkv = turned_back,
-                         .cos_sin = cos_sin_.rows(0, shape_.sequence_length),
-                         .num_heads = config_.num_heads,
-                         .num_kv_heads = config_.kv_heads(),
-                         .d_quantized = {},
-                         .d_quantized_t = {}});
-  return turned_back;
 }
 
 }  // namespace parka

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/ops/rope.h"
 #include "tests/kernels/attention_reference.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
@@ -73,7 +74,19 @@ struct Attention {
                                                           to_doubles(lse.host()), scale, unit_p);
     CHECK(count_wrong(d_qkv.host(), backward.d_qkv, backward.bound, dtype) == 0);
     CHECK((out.guard_intact() && lse.guard_intact() && d_qkv.guard_intact()));
+    check_turned(backward);
     CHECK((qkv.guard_intact() && d_out.guard_intact() && qkv.host() == x && d_out.host() == d_y));
+  }
+  // Backward as models call it.
+  void check_turned(BackwardReference reference) {
+    if (s.D % 2 != 0) return;
+    const std::vector<float> cos_sin = rope_table(s.S, s.D, 100.0);
+    const TestTensor table(device, DType::kF32, {s.S, s.D}, cos_sin), amax(device, DType::kF32, {1});
+    const TestTensor turned(device, dtype, {s.T(), s.width()});
+    attention_backward(device, {qkv, out, d_out, lse, turned, s.S, s.H, s.Hkv, scale, {}, table, amax});
+    turn_back(reference, s, cos_sin);
+    CHECK(count_wrong(turned.host(), reference.d_qkv, reference.bound, dtype) == 0);
+    CHECK((turned.guard_intact() && amax.guard_intact() && table.host() == cos_sin));
   }
 };
 
@@ -306,6 +319,23 @@ TEST_CASE("attention accepts no rows and refuses wrong arguments", "[kernels][at
       backward, [&](auto& a) { a.d_out = half; }, "attention_backward: d_out"));
   CHECK(refused(
       backward, [&](auto& a) { a.d_qkv = out; }, "attention_backward: d_qkv"));
+  TestTensor table(device, DType::kF32, {3, 4}), long_table(device, DType::kF32, {6, 4});
+  TestTensor odd(device, DType::kF32, {6, 12}), odd_out(device, DType::kF32, {6, 6});
+  TestTensor odd_table(device, DType::kF32, {3, 3});
+  CHECK(refused(
+      backward, [&](auto& a) { a.cos_sin = long_table; }, "attention_backward: cos_sin is fp32 [6, 4]"));
+  CHECK(refused(
+      backward, [&](auto& a) { a.cos_sin = half; }, "attention_backward: cos_sin"));
+  CHECK(refused(
+      backward,
+      [&](auto& a) {
+        a.qkv = a.d_qkv = odd;
+        a.out = a.d_out = odd_out;
+        a.cos_sin = odd_table;
+      },
+      "attention_backward: heads of 3 columns"));
+  CHECK(refused(
+      backward, [&](auto& a) { a.cos_sin = table, a.d_qkv_amax = table; }, "attention_backward: d_qkv_amax"));
 }
 
 }  // namespace

@@ -4,14 +4,15 @@
 #include <vector>
 
 #include "kernels/ops/attention.h"
+#include "kernels/ops/rope.h"
 #include "tests/kernels/attention_reference.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 #include "tests/support/tensors.h"
 
-// Attention on other devices against the CPU. There P and dS may be rounded to bf16 before they are multiplied,
-// which the bounds of test_attention.cpp do not allow for: here errors are measured as a whole, and against those
-// that the CPU itself makes in bf16. Where there is no other device nothing is run.
+// Attention on other devices against the CPU, backward as models call it. There P and dS may be rounded to bf16
+// before they are multiplied, which the bounds of test_attention.cpp do not allow for: here errors are measured as
+// a whole, and against those that the CPU itself makes in bf16. Where there is no other device nothing is run.
 using namespace parka;
 using namespace parka::test;
 
@@ -52,7 +53,9 @@ Results run(Device& device, const Inputs& in, DType dtype) {
   const TestTensor first_key(device, DType::kI32, {s.T()}, keys);
   const TensorView first = in.first_keys.empty() ? TensorView() : first_key.view();
   attention_forward(device, {qkv, out, lse, s.S, s.H, s.Hkv, in.scale, {}, first});
-  attention_backward(device, {qkv, out, d_out, lse, d_qkv, s.S, s.H, s.Hkv, in.scale, first});
+  const TestTensor table(device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 1e4)),
+      amax(device, DType::kF32, {1});
+  attention_backward(device, {qkv, out, d_out, lse, d_qkv, s.S, s.H, s.Hkv, in.scale, first, table, amax});
 
   Results r{out.host(), lse.host(), {}, {}, {}, {}, true};
   const std::vector<float> gradient = d_qkv.host();
@@ -63,11 +66,11 @@ Results run(Device& device, const Inputs& in, DType dtype) {
     r.d_k.insert(r.d_k.end(), x + q_columns, x + q_columns + k_columns);
     r.d_v.insert(r.d_v.end(), x + q_columns + k_columns, x + s.width());
   }
-  for (const TestTensor* t : {&out, &lse, &d_qkv}) {
+  for (const TestTensor* t : {&out, &lse, &d_qkv, &amax}) {
     const std::vector<std::byte> bytes = t->bytes();
     r.bytes.insert(r.bytes.end(), bytes.begin(), bytes.end());
   }
-  for (const TestTensor* t : {&qkv, &out, &d_out, &lse, &d_qkv}) r.intact = r.intact && t->guard_intact();
+  for (const TestTensor* t : {&qkv, &out, &d_out, &lse, &d_qkv, &amax}) r.intact = r.intact && t->guard_intact();
   r.intact = r.intact && qkv.host() == in.qkv && d_out.host() == in.d_out;
   return r;
 }

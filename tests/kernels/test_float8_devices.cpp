@@ -225,12 +225,12 @@ std::ostream& operator<<(std::ostream& out, const Heads& s) {
   return out << "T " << s.T << " S " << s.S << " H " << s.H << " Hkv " << s.Hkv << " D " << s.D;
 }
 
-// Head widths of which halves are whole groups, of which they are not (48, 96), and that fit nothing. Of the last
-// three, two fill tiles of 64 rows and 128 columns in part of the rows, and one has more heads than a thread block.
-const std::vector<Heads> kHeads = {
-    {1, 1, 1, 1, 32},    {37, 13, 4, 2, 64},   {130, 65, 3, 3, 128}, {33, 40, 4, 1, 48},  {35, 7, 2, 2, 96},
-    {26, 13, 5, 1, 34},  {256, 128, 8, 8, 64}, {64, 64, 16, 4, 128}, {129, 50, 3, 1, 80}, {70, 35, 2, 1, 256},
-    {144, 1, 6, 2, 128}, {208, 13, 4, 2, 64},  {20, 7, 30, 10, 128}};
+// Head widths of which halves are whole groups, of which they are not (48, 96), and that fit nothing. The last one
+// has more heads than a thread block.
+const std::vector<Heads> kHeads = {{1, 1, 1, 1, 32},     {37, 13, 4, 2, 64},   {130, 65, 3, 3, 128},
+                                   {33, 40, 4, 1, 48},   {35, 7, 2, 2, 96},    {26, 13, 5, 1, 34},
+                                   {256, 128, 8, 8, 64}, {64, 64, 16, 4, 128}, {129, 50, 3, 1, 80},
+                                   {70, 35, 2, 1, 256},  {20, 7, 30, 10, 128}};
 
 }  // namespace
 
@@ -262,38 +262,6 @@ TEST_CASE("rope_forward on another device saves the CPU's codes and leaves what 
         CHECK(first_difference("saved", got_saved, want_saved) == "");
         CHECK(first_difference("qkv", got, want) == "");
         CHECK(got.guard_intact());
-      }
-    }
-  }
-}
-
-TEST_CASE("rope_backward on another device quantizes as the CPU does", "[kernels][rope][devices]") {
-  const Heads s = GENERATE(from_range(kHeads));
-  for (Device* device : other_devices()) {
-    const std::vector<float> cos_sin = rope_table(s.S, s.D, 1e4);
-    for (const DType dtype : {DType::kF32, DType::kBF16}) {
-      const std::vector<float> gradient = random_values(dtype, s.T * s.width(), 112, 1e-4f);
-      for (const Format& format :
-           {Format{DType::kE5M2, Scaling::kTensor}, Format{DType::kE4M3, Scaling::kTensor},
-            Format{DType::kE4M3, Scaling::kGroup, 128}, Format{DType::kE5M2, Scaling::kGroup, 16, DType::kBF16},
-            Format{DType::kE4M3, Scaling::kBlock, 128}}) {
-        for (const Copies copies : kAllCopies) {
-          const auto run = [&](Device& d, const Output& out) {
-            const TestTensor table(d, DType::kF32, {s.S, s.D}, cos_sin);
-            const TestTensor d_qkv(d, dtype, {s.T, s.width()}, gradient);
-            rope_backward(d, {.d_qkv = d_qkv,
-                              .cos_sin = table,
-                              .num_heads = s.H,
-                              .num_kv_heads = s.Hkv,
-                              .d_quantized = out.row(),
-                              .d_quantized_t = out.transposed()});
-            return d_qkv.guard_intact();
-          };
-          const Output want(cpu(), format, s.T, s.width(), copies), got(*device, format, s.T, s.width(), copies);
-          CAPTURE(s, name_of(dtype), describe(got.matrix.view()), copies);
-          CHECK((run(cpu(), want) && run(*device, got)));
-          CHECK(first_difference("d_quantized", got, want) == "");
-        }
       }
     }
   }

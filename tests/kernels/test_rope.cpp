@@ -154,105 +154,6 @@ TEST_CASE("rope_forward leaves in qkv what the saved copy decodes to", "[kernels
   }
 }
 
-TEST_CASE("rope_backward turns back", "[kernels][rope]") {
-  const Shape s = GENERATE(from_range(kShapes));
-  CAPTURE(s);
-  const std::vector<float> x = random_normal(s.T * s.width(), 3);
-  for (Device* device : devices()) {
-    TestTensor qkv(*device, DType::kF32, {s.T, s.width()}, x);
-    TestTensor table(*device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 100.0));
-    rope_forward(*device, {.qkv = qkv, .cos_sin = table, .num_heads = s.H, .num_kv_heads = s.Hkv, .saved = {}});
-    rope_backward(*device, {.d_qkv = qkv,
-                            .cos_sin = table,
-                            .num_heads = s.H,
-                            .num_kv_heads = s.Hkv,
-                            .d_quantized = {},
-                            .d_quantized_t = {}});
-    const std::vector<float> y = qkv.host();
-    int wrong = 0;
-    for (int64_t at = 0; at < s.T * s.width(); ++at) {
-      const int64_t row = at / s.width(), c = at % s.width();
-      const double partner = c < s.turned() ? x[row * s.width() + pair_of(c, s.D).partner] : 0.0;
-      // Two turns of three roundings each, and cos^2 + sin^2 = 1 only to the rounding of the table.
-      wrong += !(std::abs(y[at] - x[at]) <= (c < s.turned() ? 10 * 0x1p-24 * std::hypot(x[at], partner) : 0.0));
-    }
-    CHECK(wrong == 0);
-    CHECK(qkv.guard_intact());
-  }
-}
-
-TEST_CASE("rope_backward is the exact transpose of rope_forward", "[kernels][rope]") {
-  const int64_t H = 2, Hkv = 1, D = 6, width = (H + 2 * Hkv) * D;
-  const std::vector<float> table_5 = rope_table(5, D, 50.0);
-  std::vector<float> identity(static_cast<size_t>(width * width));
-  for (int64_t i = 0; i < width; ++i) identity[i * width + i] = 1.0f;
-  for (Device* device : devices()) {
-    // S = 1 with the angles of position 4: every row is a basis vector at that position.
-    TestTensor table(*device, DType::kF32, {1, D}, {table_5.begin() + 4 * D, table_5.end()});
-    TestTensor forward(*device, DType::kF32, {width, width}, identity);
-    TestTensor backward(*device, DType::kF32, {width, width}, identity);
-    rope_forward(*device, {.qkv = forward, .cos_sin = table, .num_heads = H, .num_kv_heads = Hkv, .saved = {}});
-    rope_backward(*device, {.d_qkv = backward,
-                            .cos_sin = table,
-                            .num_heads = H,
-                            .num_kv_heads = Hkv,
-                            .d_quantized = {},
-                            .d_quantized_t = {}});
-    const std::vector<float> y = forward.host(), d_x = backward.host();
-    int wrong = 0, turned = 0;
-    for (int64_t i = 0; i < width; ++i) {
-      for (int64_t j = 0; j < width; ++j) {
-        wrong += y[i * width + j] != d_x[j * width + i];
-        turned += i != j && y[i * width + j] != 0.0f;
-      }
-    }
-    CHECK(wrong == 0);
-    CHECK(turned == (H + Hkv) * D);  // one partner per element of queries and keys
-  }
-}
-
-TEST_CASE("rope_backward quantizes the gradient it leaves in d_qkv where it does not", "[kernels][rope]") {
-  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
-  const auto [scaling, group] = GENERATE(table<Scaling, int>(
-      {{Scaling::kTensor, 0}, {Scaling::kGroup, 16}, {Scaling::kBlock, 16}, {Scaling::kBlock, 128}}));
-  CAPTURE(name_of(dtype), static_cast<int>(scaling), group);
-  const Shape s{21, 7, 4, 2, 6};
-  for (Device* device : devices()) {
-    if (!has_scaling(*device, scaling, group)) continue;
-    const std::vector<float> gradient = random_values(dtype, s.T * s.width(), 4, 1e-3f);
-    TestTensor d_qkv(*device, dtype, {s.T, s.width()}, gradient), plain(*device, dtype, {s.T, s.width()}, gradient);
-    TestTensor table(*device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 100.0));
-    TestMatrix out(*device, DType::kE5M2, s.T, s.width(), scaling, group);
-    TestMatrix out_t(*device, DType::kE5M2, s.width(), s.T, scaling, group);
-    TestMatrix wanted(*device, DType::kE5M2, s.T, s.width(), scaling, group);
-    TestMatrix wanted_t(*device, DType::kE5M2, s.width(), s.T, scaling, group);
-    ScaledView out_t_view = out_t, wanted_t_view = wanted_t;
-    if (scaling == Scaling::kTensor) {
-      out_t_view.scale = *out.scale;
-      wanted_t_view.scale = *wanted.scale;
-    }
-    rope_backward(*device, {.d_qkv = d_qkv,
-                            .cos_sin = table,
-                            .num_heads = s.H,
-                            .num_kv_heads = s.Hkv,
-                            .d_quantized = out,
-                            .d_quantized_t = out_t_view});
-    rope_backward(*device, {.d_qkv = plain,
-                            .cos_sin = table,
-                            .num_heads = s.H,
-                            .num_kv_heads = s.Hkv,
-                            .d_quantized = {},
-                            .d_quantized_t = {}});
-    CAPTURE(device->name());
-    quantize(*device, {.x = plain, .out = wanted, .out_t = wanted_t_view});
-    CHECK(out.data.bytes() == wanted.data.bytes());
-    CHECK(out_t.data.bytes() == wanted_t.data.bytes());
-    CHECK(out.scale->bytes() == wanted.scale->bytes());
-    if (scaling != Scaling::kTensor) CHECK(out_t.scale->bytes() == wanted_t.scale->bytes());
-    CHECK((out.guard_intact() && out_t.guard_intact() && d_qkv.guard_intact()));
-  }
-}
-
 TEST_CASE("rope keeps a NaN to its pair", "[kernels][rope]") {
   const Shape s{6, 3, 2, 2, 4};
   std::vector<float> x = random_normal(s.T * s.width(), 5);
@@ -295,15 +196,10 @@ TEST_CASE("rope accepts no rows and refuses wrong arguments", "[kernels][rope]")
   TestTensor qkv(device, DType::kF32, {6, 16}), codes(device, DType::kI32, {6, 16});
   TestMatrix saved(device, DType::kE4M3, 6, 16, Scaling::kGroup, 16);
   TestMatrix per_tensor(device, DType::kE4M3, 6, 16, Scaling::kTensor);
-  TestMatrix transposed(device, DType::kE4M3, 16, 6, Scaling::kTensor);
   const auto forward = [&](const TensorView& x, const TensorView& cos_sin, int64_t heads, const ScaledView& out) {
     return internal_error([&] { rope_forward(device, {x, cos_sin, heads, 1, out}); });
   };
-  const auto backward = [&](const TensorView& x, const ScaledView& out, const ScaledView& out_t) {
-    return internal_error([&] { rope_backward(device, {x, table, 2, 1, out, out_t}); });
-  };
   rope_forward(device, {none, table, 2, 1, {}});
-  rope_backward(device, {none, table, 2, 1, {}, {}});
   CHECK(none.guard_intact());
   CHECK(contains(forward(qkv, table, 3, {}), "rope_forward: qkv"));
   CHECK(contains(forward(codes, table, 2, {}), "rope_forward: qkv is int32"));
@@ -314,10 +210,6 @@ TEST_CASE("rope accepts no rows and refuses wrong arguments", "[kernels][rope]")
   CHECK(contains(forward(qkv, table, 0, {}), "rope_forward: 0 query heads"));
   CHECK(contains(forward(qkv, table, 2, per_tensor), "rope_forward: saved"));
   CHECK(contains(forward(qkv.view().rows(0, 3), table, 2, saved), "rope_forward: saved"));
-  CHECK(contains(backward(codes, {}, {}), "rope_backward: d_qkv"));
-  CHECK(contains(backward(qkv, transposed, {}), "rope_backward: d_quantized"));
-  CHECK(contains(backward(qkv, {}, per_tensor), "rope_backward: d_quantized_t"));
-  CHECK(contains(backward(qkv, per_tensor, transposed), "rope_backward: the row-major and the transposed"));
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "kernels/cpu/codec.h"
 #include "kernels/cpu/eigen.h"
 #include "kernels/cpu/exp.h"
+#include "kernels/cpu/rope.h"
 
 // Query rows are taken in tiles: a tile of R rows that ends before row N sees keys F..N-1, where F is the first key
 // of its first row, so its scores and probabilities are [R, N - F] matrices and memory grows with S, not S^2. Only
@@ -130,6 +131,16 @@ void score_gradient(const RowStatistics& rows, const FirstKeys& first, int64_t b
   }
 }
 
+// Gradients of a query or key head, turned back before they are rounded if the op wants that.
+void store_gradient(RowMatrix& d_x, const AttentionBackward& a, const Dims& dims, int64_t b, int64_t head) {
+  if (!a.cos_sin.empty()) {
+    for (int64_t i = 0; i < dims.S; ++i) {
+      turn_head(d_x.row(i).data(), a.cos_sin.as<float>() + i * dims.D, -1.0f, dims.D);
+    }
+  }
+  store_head(d_x, a.d_qkv, dims, b, head);
+}
+
 // All query heads of one key/value head in order, so that d_k and d_v are summed in a fixed order.
 void backward_group(const AttentionBackward& a, const Dims& dims, int64_t b, int64_t kv_head) {
   const int64_t k_head = dims.H + kv_head, v_head = dims.H + dims.Hkv + kv_head;
@@ -153,9 +164,9 @@ void backward_group(const AttentionBackward& a, const Dims& dims, int64_t b, int
       d_k.middleRows(F, N).noalias() += a.scale * (d_s.transpose() * q_tile);
       d_v.middleRows(F, N).noalias() += p.transpose() * d_out_tile;
     }
-    store_head(d_q, a.d_qkv, dims, b, h);
+    store_gradient(d_q, a, dims, b, h);
   }
-  store_head(d_k, a.d_qkv, dims, b, k_head);
+  store_gradient(d_k, a, dims, b, k_head);
   store_head(d_v, a.d_qkv, dims, b, v_head);
 }
 
@@ -176,6 +187,7 @@ void attention_backward(Device&, const AttentionBackward& a) {
   parallel_for(dims.B * dims.Hkv, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) backward_group(a, dims, i / dims.Hkv, i % dims.Hkv);
   });
+  if (!a.d_qkv_amax.empty()) a.d_qkv_amax.as<float>()[0] = max_abs(decode(a.d_qkv));
 }
 
 }  // namespace parka::cpu

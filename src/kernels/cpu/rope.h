@@ -4,6 +4,8 @@
 namespace parka::cpu {
 
 void rope_forward(Device& device, const RopeForward& a);
-void rope_backward(Device& device, const RopeBackward& a);
+
+// Turns one head of D elements by the angles of its position, a row of rope_table; sign -1 turns it back.
+void turn_head(float* head, const float* cos_sin_D, float sign, int64_t D);
 
 }  // namespace parka::cpu

@@ -66,13 +66,17 @@ void attention_forward(Device& device, const AttentionForward& a) {
 }
 
 void attention_backward(Device& device, const AttentionBackward& a) {
-  if (suits_mma(a, {a.qkv, a.out, a.d_out, a.d_qkv})) {
-    const bool sm90 = runs_sm90_kernels(as_cuda(device)) && a.first_key.empty();
+  CudaDevice& cuda = as_cuda(device);
+  if (!a.d_qkv_amax.empty()) {
+    check(cudaMemsetAsync(a.d_qkv_amax.data, 0, sizeof(float), cuda.stream()), "attention_backward");
+  }
+  if (suits_mma(a, {a.qkv, a.out, a.d_out, a.d_qkv, a.cos_sin})) {
+    const bool sm90 = runs_sm90_kernels(cuda) && a.first_key.empty();
     auto* const backward = sm90 ? attention_backward_sm90 : attention_backward_mma;
-    backward(as_cuda(device), a);
+    backward(cuda, a);
   } else {
     check_generic(a);
-    attention_backward_generic(as_cuda(device), a);
+    attention_backward_generic(cuda, a);
   }
 }
 

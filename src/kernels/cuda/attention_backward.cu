@@ -81,7 +81,7 @@ __device__ void score_gradient_by_key(float (&scores)[kM][kN][4], float (&d_p)[k
 template <int D, bool kDocuments>
 __global__ void __launch_bounds__(kThreads, 2)
     key_value_gradient_kernel(const BFloat16* qkv, const int32_t* first_key, const BFloat16* d_out,
-                              const RowStatistics* statistics, BFloat16* d_qkv, AttentionDims dims,
+                              const RowStatistics* statistics, GradientOutput<BFloat16> output, AttentionDims dims,
                               int section_heads, float scale) {
   using Tiling = KeyTiling<D>;
   constexpr int kM = Tiling::kM, kQueries = Tiling::kQueries;
@@ -154,11 +154,15 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   scale_by(d_k, scale);
   const Work work = find();
+  const int num_rows = dims.S - work.begin;
+  if (output.cos_sin != nullptr) turn_back<D>(d_k, output.cos_sin, work.begin, dims.S);
+  if (output.amax != nullptr) {
+    raise_to_warp_max(output.amax, max_of_rows(max_of_rows(0.0f, d_k, num_rows), d_v, num_rows));
+  }
   unsigned char* const warp_rows = shared + work.warp_row * kRowBytes<D>;
-  BFloat16* const d_k_rows = d_qkv + dims.qkv_row(work.b, work.begin, dims.H + work.head);
-  store_rows<D>(d_k, warp_rows, d_k_rows, dims.qkv_stride(), dims.S - work.begin);
-  store_rows<D>(d_v, warp_rows + Tiling::kKeyBytes, d_k_rows + dims.Hkv * D, dims.qkv_stride(),
-                dims.S - work.begin);
+  BFloat16* const d_k_rows = output.d_qkv + dims.qkv_row(work.b, work.begin, dims.H + work.head);
+  store_rows<D>(d_k, warp_rows, d_k_rows, dims.qkv_stride(), num_rows);
+  store_rows<D>(d_v, warp_rows + Tiling::kKeyBytes, d_k_rows + dims.Hkv * D, dims.qkv_stride(), num_rows);
 }
 
 // A warp owns 32 queries and meets kKeys keys at a time, in two places of shared memory in turn.
@@ -197,8 +201,8 @@ __device__ void score_gradient_by_query(const float (&scores)[kM][kN][4], float 
 template <int D, bool kDocuments>
 __global__ void __launch_bounds__(kThreads, 2)
     query_gradient_kernel(const BFloat16* qkv, const int32_t* first_key, const BFloat16* d_out,
-                          const RowStatistics* statistics, BFloat16* d_qkv, AttentionDims dims, int section_heads,
-                          float scale) {
+                          const RowStatistics* statistics, GradientOutput<BFloat16> output, AttentionDims dims,
+                          int section_heads, float scale) {
   using Tiling = QueryTiling<D>;
   constexpr int kM = Tiling::kM, kKeys = Tiling::kKeys;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -261,8 +265,11 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   scale_by(d_q, scale);
   const Work work = find();
-  store_rows<D>(d_q, shared + work.warp_row * kRowBytes<D>, d_qkv + dims.qkv_row(work.b, work.begin, work.head),
-                stride, dims.S - work.begin);
+  const int num_rows = dims.S - work.begin;
+  if (output.cos_sin != nullptr) turn_back<D>(d_q, output.cos_sin, work.begin, dims.S);
+  if (output.amax != nullptr) raise_to_warp_max(output.amax, max_of_rows(0.0f, d_q, num_rows));
+  store_rows<D>(d_q, shared + work.warp_row * kRowBytes<D>,
+                output.d_qkv + dims.qkv_row(work.b, work.begin, work.head), stride, num_rows);
 }
 
 template <int D, bool kDocuments>
@@ -278,7 +285,7 @@ void launch_backward(CudaDevice& device, const AttentionBackward& a) {
           "attention_backward");
     const int64_t blocks = ceil_div(dims.S, tile_rows) * heads;
     kernel<<<static_cast<unsigned>(blocks), kThreads, shared_bytes, device.stream()>>>(
-        qkv, first_keys(a), d_out, statistics, a.d_qkv.as<BFloat16>(), dims,
+        qkv, first_keys(a), d_out, statistics, GradientOutput<BFloat16>(a), dims,
         heads_per_section(heads, bytes_per_head), a.scale);
     check_launch("attention_backward");
   };

@@ -1,6 +1,8 @@
 #include "kernels/cuda/attention_paths.cuh"
 #include "kernels/cuda/attention_rows.cuh"
 #include "kernels/cuda/check.h"
+#include "kernels/cuda/fp8.cuh"
+#include "kernels/cuda/rope_pairs.cuh"
 #include "kernels/cuda/workspace.h"
 
 // Attention for any head width and for fp32, with a warp for each row that is written.
@@ -46,11 +48,41 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) lse[dims.query(row.b, row.i, row.head)] = softmax.max + logf(softmax.sum);
 }
 
+// Turns a warp's row back by the angles of its position. The elements of a pair are in different lanes.
+template <int N>
+__device__ void turn_back(float (&x)[N], const float* cos_sin_D, int D) {
+  __shared__ float shared[kWarps][N * kWarpSize];
+  float* const row = shared[threadIdx.y];
+#pragma unroll
+  for (int n = 0; n < N; ++n) row[n * kWarpSize + threadIdx.x] = x[n];
+  __syncwarp();
+  const int half = D / 2;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const int d = n * kWarpSize + static_cast<int>(threadIdx.x), pair = d < half ? d : d - half;
+    if (d >= D) continue;
+    const float low = row[pair], high = row[pair + half], cos = cos_sin_D[pair], sin = -cos_sin_D[pair + half];
+    x[n] = d < half ? turned_low(low, high, cos, sin) : turned_high(low, high, cos, sin);
+  }
+}
+
+// Stores a warp's row of gradients and raises *amax, unless that is null, to the largest of them as T holds it.
+template <int N, typename T>
+__device__ void store_gradient(T* row, int D, const float (&x)[N], float* amax) {
+  store_row(row, D, x);
+  if (amax == nullptr) return;
+  float largest = 0.0f;  // elements past the end of the row are zero
+#pragma unroll
+  for (int n = 0; n < N; ++n) largest = max_magnitude(largest, x[n]);
+  largest = warp_max(largest);
+  if (threadIdx.x == 0) raise_to(amax, to_float(from_float<T>(largest)));  // rounding keeps the order
+}
+
 // Writes delta, too, for key_value_gradient_kernel.
 template <int N, typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     query_gradient_kernel(const T* qkv, const int32_t* first_key, const T* out, const T* d_out, const float* lse,
-                          float* delta, T* d_qkv, AttentionDims dims, float scale) {
+                          float* delta, GradientOutput<T> output, AttentionDims dims, float scale) {
   const Row row = row_of_warp(dims, dims.H);
   if (!row.exists) return;
   const int kv_head = row.head / dims.group();
@@ -71,7 +103,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     add_scaled(d_q, p * (d_p - row_delta), x);
   }
   scale_by(d_q, scale);
-  store_row(d_qkv + dims.qkv_row(row.b, row.i, row.head), dims.D, d_q);
+  if (output.cos_sin != nullptr) turn_back(d_q, output.cos_sin + int64_t{row.i} * dims.D, dims.D);
+  store_gradient(output.d_qkv + dims.qkv_row(row.b, row.i, row.head), dims.D, d_q, output.amax);
 }
 
 // The query heads of a key/value head one after the other, each from the key's own row on, to the end of its
@@ -79,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <int N, typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     key_value_gradient_kernel(const T* qkv, const int32_t* first_key, const T* d_out, const float* lse,
-                              const float* delta, T* d_qkv, AttentionDims dims, float scale) {
+                              const float* delta, GradientOutput<T> output, AttentionDims dims, float scale) {
   const Row row = row_of_warp(dims, dims.Hkv);
   if (!row.exists) return;
   const int64_t k_at = dims.qkv_row(row.b, row.i, dims.H + row.head);
@@ -99,8 +132,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   scale_by(d_k, scale);
-  store_row(d_qkv + k_at, dims.D, d_k);
-  store_row(d_qkv + v_at, dims.D, d_v);
+  if (output.cos_sin != nullptr) turn_back(d_k, output.cos_sin + int64_t{row.i} * dims.D, dims.D);
+  store_gradient(output.d_qkv + k_at, dims.D, d_k, output.amax);
+  store_gradient(output.d_qkv + v_at, dims.D, d_v, output.amax);
 }
 
 unsigned num_blocks(const AttentionDims& dims, int heads) {
@@ -130,10 +164,11 @@ void attention_backward_generic(CudaDevice& device, const AttentionBackward& a) 
     using T = decltype(type);
     with_row_size(dims.D, [&](auto n) {
       query_gradient_kernel<n(), T><<<num_blocks(dims, dims.H), threads, 0, device.stream()>>>(
-          a.qkv.as<T>(), first_keys(a), a.out.as<T>(), a.d_out.as<T>(), a.lse.as<float>(), delta, a.d_qkv.as<T>(),
-          dims, a.scale);
+          a.qkv.as<T>(), first_keys(a), a.out.as<T>(), a.d_out.as<T>(), a.lse.as<float>(), delta,
+          GradientOutput<T>(a), dims, a.scale);
       key_value_gradient_kernel<n(), T><<<num_blocks(dims, dims.Hkv), threads, 0, device.stream()>>>(
-          a.qkv.as<T>(), first_keys(a), a.d_out.as<T>(), a.lse.as<float>(), delta, a.d_qkv.as<T>(), dims, a.scale);
+          a.qkv.as<T>(), first_keys(a), a.d_out.as<T>(), a.lse.as<float>(), delta, GradientOutput<T>(a), dims,
+          a.scale);
     });
   });
   check_launch("attention_backward");

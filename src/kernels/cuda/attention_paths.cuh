@@ -40,7 +40,20 @@ const int32_t* first_keys(const Args& a) {
   return a.first_key.empty() ? nullptr : a.first_key.template as<int32_t>();
 }
 
-// bf16 on tensor cores: D of 64 or 128, scale > 0, tensors aligned to 16 bytes.
+// What backward kernels do with gradients.
+template <typename T>
+struct GradientOutput {
+  T* d_qkv;
+  const float* cos_sin;  // null: queries and keys are not turned back
+  float* amax;           // null: not wanted
+
+  explicit GradientOutput(const AttentionBackward& a)
+      : d_qkv(a.d_qkv.as<T>()),
+        cos_sin(a.cos_sin.empty() ? nullptr : a.cos_sin.as<float>()),
+        amax(a.d_qkv_amax.empty() ? nullptr : a.d_qkv_amax.as<float>()) {}
+};
+
+// bf16 on tensor cores: D of 64 or 128, scale > 0, tensors aligned to 16 bytes. Backward raises d_qkv_amax.
 void attention_forward_mma(CudaDevice& device, const AttentionForward& a);
 void attention_backward_mma(CudaDevice& device, const AttentionBackward& a);
 
@@ -57,7 +70,7 @@ struct alignas(8) RowStatistics {
 // Of all queries, at AttentionDims::query, for D of 64 or 128.
 void compute_row_statistics(CudaDevice& device, const AttentionBackward& a, RowStatistics* statistics);
 
-// fp32 or bf16, in fp32 arithmetic; D up to kGenericMaxHeadDim.
+// fp32 or bf16, in fp32 arithmetic; D up to kGenericMaxHeadDim. Backward raises d_qkv_amax.
 constexpr int64_t kGenericMaxHeadDim = 512;
 void attention_forward_generic(CudaDevice& device, const AttentionForward& a);
 void attention_backward_generic(CudaDevice& device, const AttentionBackward& a);

@@ -5,7 +5,9 @@
 
 #include "core/number_formats.h"
 #include "kernels/cuda/attention_paths.cuh"
+#include "kernels/cuda/fp8.cuh"
 #include "kernels/cuda/mma.cuh"
+#include "kernels/cuda/rope_pairs.cuh"
 #include "kernels/cuda/vector.cuh"
 
 // What the tensor-core attention kernels are made of. A tile is rows of D bf16 elements in shared memory. A warp
@@ -175,6 +177,59 @@ template <bool kRowsAreKeys, int kM, int kN>
 __device__ inline void mask_earlier_keys(float (&scores)[kM][kN][4], const int32_t* first_key, int last,
                                          int first) {
   mask_scores<kRowsAreKeys>(scores, [&](int query, int key) { return first + key < first_key[min(query, last)]; });
+}
+
+// Turns a warp's rows, which are positions from `begin` on of S, back by the angles of cos_sin [S, D]. A lane has
+// both elements of each of its pairs. Rows past the end are turned by those of the last one.
+template <int D, int kM>
+__device__ inline void turn_back(float (&c)[kM][D / 8][4], const float* cos_sin, int begin, int S) {
+  constexpr int kHalf = D / 2, kTiles = D / 16;      // of a half of a head: columns, and fragments across
+  const int lane = read_thread_index() % kWarpSize;  // anew, as in store_rows
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int position = min(begin + m * 16 + half * 8 + lane / 4, S - 1);
+      const float* const cos_D = cos_sin + int64_t{position} * D + lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const float2 cos = __ldg(reinterpret_cast<const float2*>(cos_D + n * 8));
+        const float2 sin = __ldg(reinterpret_cast<const float2*>(cos_D + kHalf + n * 8));
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float &low = c[m][n][2 * half + e], &high = c[m][n + kTiles][2 * half + e];
+          const float old_low = low, cos_e = e == 0 ? cos.x : cos.y, sin_e = e == 0 ? sin.x : sin.y;
+          low = turned_low(old_low, high, cos_e, -sin_e);
+          high = turned_high(old_low, high, cos_e, -sin_e);
+        }
+      }
+    }
+  }
+}
+
+// The maximum of `amax` and the magnitudes in the lane's rows, of which the warp's first `count` exist.
+template <int kM, int kN>
+__device__ inline float max_of_rows(float amax, const float (&c)[kM][kN][4], int count) {
+  const int lane = read_thread_index() % kWarpSize;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float of_row = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        of_row = max_magnitude(max_magnitude(of_row, c[m][n][2 * half]), c[m][n][2 * half + 1]);
+      }
+      if (m * 16 + half * 8 + lane / 4 < count) amax = fmaxf(amax, of_row);
+    }
+  }
+  return amax;
+}
+
+// Raises *target to the largest of the warp's `amax`, as bf16 holds it: rounding keeps the order of numbers.
+__device__ inline void raise_to_warp_max(float* target, float amax) {
+  amax = warp_max(amax);
+  if (read_thread_index() % kWarpSize == 0) raise_to(target, to_float(from_float<BFloat16>(amax)));
 }
 
 // Stores a warp's accumulators, rounded to bf16, as rows of x, of which the first `count` exist. They pass through

@@ -7,23 +7,35 @@
 #include "kernels/cuda/cuda_device.h"
 #include "kernels/cuda/matrix_source.cuh"
 #include "kernels/cuda/quantize_tiles.cuh"
-#include "kernels/cuda/rope_codes.cuh"
+#include "kernels/cuda/rope_pairs.cuh"
 
 // Shapes: T rows (tokens), S positions, D elements of a head, W elements of a row of the fused QKV matrix. A block
 // works on heads of one row. A thread turns kWidth adjacent pairs of kHeads of them, all by the same angles.
 namespace parka::cuda {
 namespace {
 
-using rope::Positions, rope::turned_high, rope::turned_low;
-
 constexpr int kThreads = 128;
 constexpr int kHeads = 4;
 constexpr int kPairHeads = 3;  // of Pairs: mostly as many heads are keys, and values, as queries
 
-// Turns the first `num_turned` heads of each row (queries and keys); sign -1 turns them back. half: D / 2.
+// The position of a row, without a division.
+struct Positions {
+  unsigned count, inverse;  // inverse: 2^32 / count, rounded down
+
+  explicit Positions(int64_t positions)
+      : count(static_cast<unsigned>(positions)),
+        inverse(static_cast<unsigned>(std::min<int64_t>((int64_t{1} << 32) / positions, UINT32_MAX))) {}
+
+  __device__ int of(unsigned row) const {
+    const unsigned rest = row - __umulhi(row, inverse) * count;  // the quotient is at most 1 too small
+    return static_cast<int>(rest < count ? rest : rest - count);
+  }
+};
+
+// Turns the first `num_turned` heads of each row (queries and keys). half: D / 2.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads) rope_kernel(T* qkv_TW, const float* cos_sin_SD, int64_t row_width,
-                                                        Positions positions, int num_turned, int half, float sign) {
+                                                        Positions positions, int num_turned, int half) {
   const int pair = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
   if (pair >= half) return;
   const int first_head = blockIdx.z * blockDim.y * kHeads + threadIdx.y;
@@ -43,8 +55,8 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(T* qkv_TW, const float* 
     float new_low[kWidth], new_high[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      new_low[i] = turned_low(low[n][i], high[n][i], cos[i], sign * sin[i]);
-      new_high[i] = turned_high(low[n][i], high[n][i], cos[i], sign * sin[i]);
+      new_low[i] = turned_low(low[n][i], high[n][i], cos[i], sin[i]);
+      new_high[i] = turned_high(low[n][i], high[n][i], cos[i], sin[i]);
     }
     store(row + head(n) * 2 * half, new_low);
     store(row + head(n) * 2 * half + half, new_high);
@@ -98,8 +110,7 @@ struct Pairs {
   __device__ bool has(int n, const Shape& shape) const { return in_head && head(n) < shape.num_heads; }
 
   // The pairs of one head, turned if it is a query or a key.
-  __device__ void turn(int n, const Shape& shape, float sign, float (&new_low)[kWidth],
-                       float (&new_high)[kWidth]) const {
+  __device__ void turn(int n, const Shape& shape, float (&new_low)[kWidth], float (&new_high)[kWidth]) const {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       new_low[i] = low[n][i];
@@ -108,8 +119,8 @@ struct Pairs {
     if (head(n) >= shape.num_turned) return;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      new_low[i] = turned_low(low[n][i], high[n][i], cos[i], sign * sin[i]);
-      new_high[i] = turned_high(low[n][i], high[n][i], cos[i], sign * sin[i]);
+      new_low[i] = turned_low(low[n][i], high[n][i], cos[i], sin[i]);
+      new_high[i] = turned_high(low[n][i], high[n][i], cos[i], sin[i]);
     }
   }
 };
@@ -192,7 +203,7 @@ __global__ void __launch_bounds__(kThreads, kSaveBlocks)
     const bool wanted = pairs.has(n, shape);
     if (!__any_sync(kFullWarp, wanted)) return;  // nor has any of the warp's heads that follow
     float low[kWidth], high[kWidth];
-    pairs.turn(n, shape, 1.0f, low, high);
+    pairs.turn(n, shape, low, high);
     const GroupScales scale = scales_for_groups<F8, S>(max_magnitude_of(low), max_magnitude_of(high), saved.lanes);
     const Codes low_codes = encode<F8>(scale.low, low), high_codes = encode<F8>(scale.high, high);
     if (!wanted) continue;
@@ -205,52 +216,24 @@ __global__ void __launch_bounds__(kThreads, kSaveBlocks)
   }
 }
 
-// ---- Backward, quantized ----
-
-// Raises *amax to the largest magnitude of the matrix with its queries and keys turned back, rounded to T.
-template <typename T, int kWidth>
-__global__ void __launch_bounds__(kThreads)
-    rope_amax_kernel(const T* qkv_TW, const float* cos_sin_SD, float* amax, const Shape shape) {
-  __shared__ float shared[kThreads / kWarpSize];
-  const Pairs<T, kWidth> pairs(qkv_TW, cos_sin_SD, shape);
-  float largest = 0.0f;
-#pragma unroll
-  for (int n = 0; n < kPairHeads; ++n) {
-    float low[kWidth], high[kWidth];
-    pairs.turn(n, shape, -1.0f, low, high);
-    largest = fmaxf(largest, fmaxf(max_magnitude_of(low), max_magnitude_of(high)));
-  }
-  largest = warp_max(largest);
-  const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
-  const int warps = static_cast<int>(blockDim.x * blockDim.y) / kWarpSize;
-  if (thread % kWarpSize == 0) shared[thread / kWarpSize] = largest;
-  __syncthreads();
-  if (thread != 0) return;
-  for (int warp = 1; warp < warps; ++warp) largest = fmaxf(largest, shared[warp]);
-  // Rounding keeps the order of numbers: the maximum of rounded ones is the maximum, rounded.
-  raise_to(amax, to_float(from_float<T>(largest)));
-}
-
 // ---- Any format and shape ----
 
-// The turned matrix as a Source (quantize_tiles.cuh says what that is); kRounded: to T.
-template <typename T, bool kRounded>
+// The turned matrix as a Source (quantize_tiles.cuh says what that is).
+template <typename T>
 struct RopeSource {
   const T* qkv_TW;
   const float* cos_sin_SD;
   int row_width, half;
   Positions positions;
   int turned_width;  // columns of queries and keys
-  float sign;
 
-  RopeSource(const TensorView& qkv, const TensorView& cos_sin, int64_t num_turned, float sign_)
+  RopeSource(const TensorView& qkv, const TensorView& cos_sin, int64_t num_turned)
       : qkv_TW(qkv.as<T>()),
         cos_sin_SD(cos_sin.as<float>()),
         row_width(static_cast<int>(qkv.dim[1])),
         half(static_cast<int>(cos_sin.dim[1] / 2)),
         positions(cos_sin.dim[0]),
-        turned_width(static_cast<int>(num_turned * cos_sin.dim[1])),
-        sign(sign_) {}
+        turned_width(static_cast<int>(num_turned * cos_sin.dim[1])) {}
 
   bool fits_wide() const {
     return half % kSourceWidth == 0 && is_aligned(qkv_TW, 16) && is_aligned(cos_sin_SD, 16);
@@ -275,12 +258,11 @@ struct RopeSource {
     const auto own = load_stored<kWidth>(own_W);
     const auto partner = load_stored<kWidth>(is_low ? own_W + half : own_W - half, turns);
     const auto cos = load_stored<kWidth>(cos_D, turns), sin = load_stored<kWidth>(cos_D + half, turns);
-    const float partner_sign = is_low ? -sign : sign;
+    const float partner_sign = is_low ? -1.0f : 1.0f;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       // turned_low and turned_high: their difference is a sum with the negated product.
-      float value = __fadd_rn(__fmul_rn(own[i], cos[i]), __fmul_rn(partner[i], partner_sign * sin[i]));
-      if constexpr (kRounded) value = to_float(from_float<T>(value));
+      const float value = __fadd_rn(__fmul_rn(own[i], cos[i]), __fmul_rn(partner[i], partner_sign * sin[i]));
       x[i] = turns ? value : own[i];
     }
   }
@@ -325,15 +307,15 @@ Launch launch_for_pairs(int64_t rows, int64_t packs, const Shape& shape) {
           dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
 }
 
-void turn(CudaDevice& device, const TensorView& qkv, const TensorView& cos_sin, const Shape& shape, float sign) {
+void turn(CudaDevice& device, const TensorView& qkv, const TensorView& cos_sin, const Shape& shape) {
   with_plain_type(qkv.dtype, [&](auto element) {
     using T = decltype(element);
     constexpr int kWidth = kWideBytes / sizeof(T);
     const bool wide = fits_wide(qkv, cos_sin);
     const auto kernel = wide ? rope_kernel<T, kWidth> : rope_kernel<T, 1>;
     const Launch launch = launch_for(qkv.dim[0], shape.half / (wide ? kWidth : 1), shape.num_turned);
-    kernel<<<launch.blocks, launch.threads, 0, device.stream()>>>(
-        qkv.as<T>(), cos_sin.as<float>(), shape.row_width, shape.positions, shape.num_turned, shape.half, sign);
+    kernel<<<launch.blocks, launch.threads, 0, device.stream()>>>(qkv.as<T>(), cos_sin.as<float>(), shape.row_width,
+                                                                  shape.positions, shape.num_turned, shape.half);
   });
 }
 
@@ -368,62 +350,9 @@ bool turn_and_save(CudaDevice& device, const RopeForward& a, const Shape& shape)
 template <typename T>
 void save_and_read_back(CudaDevice& device, const RopeForward& a, const Shape& shape) {
   const int64_t rows = a.qkv.dim[0], cols = a.qkv.dim[1];
-  const RopeSource<T, false> turned(a.qkv, a.cos_sin, shape.num_turned, 1.0f);
+  const RopeSource<T> turned(a.qkv, a.cos_sin, shape.num_turned);
   write_tiles(device, turned, rows, cols, a.saved, {}, nullptr);
   write_tiles(device, AnySource(a.saved), rows, cols, a.qkv, {}, nullptr);
-}
-
-bool is_tensor_scaled(const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kTensor; }
-
-// The write pass in one kernel that turns every pair once, for shapes and formats of training.
-bool write_turned_back(CudaDevice& device, const RopeBackward& a, const Shape& shape, const float* amax) {
-  const ScaledView &out = a.d_quantized, &out_t = a.d_quantized_t, &any = out.empty() ? out_t : out;
-  const int64_t rows = a.d_qkv.dim[0], cols = a.d_qkv.dim[1];
-  const bool same_format = out.empty() || out_t.empty() ||
-                           (is_tensor_scaled(out) && is_tensor_scaled(out_t) && out.data.dtype == out_t.data.dtype);
-  if ((shape.half != 32 && shape.half != 64) || a.d_qkv.dtype != DType::kBF16 || !is_tensor_scaled(any) ||
-      !same_format || rows % 16 != 0 || cols % rope::kTileCols != 0 || !fits_wide(a.d_qkv, a.cos_sin) ||
-      !is_aligned(out.data.data, 4) || !is_aligned(out_t.data.data, 16)) {
-    return false;
-  }
-  const rope::TurnedCodes codes{.qkv_TW = a.d_qkv.as<BFloat16>(),
-                                .cos_sin_SD = a.cos_sin.as<float>(),
-                                .codes_TW = static_cast<uint8_t*>(out.data.data),
-                                .codes_WT = static_cast<uint8_t*>(out_t.data.data),
-                                .amax = amax,
-                                .scale = any.scale.as<float>(),
-                                .positions = shape.positions,
-                                .rows = static_cast<int>(rows),
-                                .width = static_cast<int>(cols),
-                                .turned_width = shape.num_turned * 2 * shape.half};
-  const dim3 blocks(static_cast<unsigned>(ceil_div(rows, rope::kTileRows)),
-                    static_cast<unsigned>(ceil_div(cols / rope::kTileCols, rope::kTileSteps)));
-  with_float8_type(any.data.dtype, [&](auto f8) {
-    using F8 = decltype(f8);
-    const auto kernel = shape.half == 32 ? rope::codes_kernel<F8, 32> : rope::codes_kernel<F8, 64>;
-    kernel<<<blocks, rope::kTileThreads, 0, device.stream()>>>(codes);
-  });
-  return true;
-}
-
-// Quantizes the matrix with its queries and keys turned back, which are written nowhere else.
-template <typename T>
-void quantize_turned_back(CudaDevice& device, const RopeBackward& a, const Shape& shape) {
-  constexpr int kWidth = kWideBytes / sizeof(T);
-  const int64_t rows = a.d_qkv.dim[0], cols = a.d_qkv.dim[1];
-  const RopeSource<T, true> source(a.d_qkv, a.cos_sin, shape.num_turned, -1.0f);
-  float* amax = nullptr;
-  if (is_tensor_scaled(a.d_quantized) || is_tensor_scaled(a.d_quantized_t)) {
-    amax = static_cast<float*>(device.workspace("rope_backward", sizeof(float)));
-    check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), "rope_backward");
-    const bool wide = fits_wide(a.d_qkv, a.cos_sin);
-    const auto kernel = wide ? rope_amax_kernel<T, kWidth> : rope_amax_kernel<T, 1>;
-    const Launch launch = launch_for_pairs(rows, shape.half / (wide ? kWidth : 1), shape);
-    kernel<<<launch.blocks, launch.threads, 0, device.stream()>>>(a.d_qkv.as<T>(), a.cos_sin.as<float>(), amax,
-                                                                  shape);
-  }
-  if (amax != nullptr && write_turned_back(device, a, shape, amax)) return;
-  write_tiles(device, source, rows, cols, a.d_quantized, a.d_quantized_t, amax);
 }
 
 }  // namespace
@@ -432,22 +361,11 @@ void rope_forward(Device& any_device, const RopeForward& a) {
   CudaDevice& device = as_cuda(any_device);
   const Shape shape = shape_of(a.qkv, a.cos_sin, a.num_heads, a.num_kv_heads);
   if (a.saved.empty()) {
-    turn(device, a.qkv, a.cos_sin, shape, 1.0f);
+    turn(device, a.qkv, a.cos_sin, shape);
   } else if (!turn_and_save(device, a, shape)) {
     with_plain_type(a.qkv.dtype, [&](auto type) { save_and_read_back<decltype(type)>(device, a, shape); });
   }
   check_launch("rope_forward");
-}
-
-void rope_backward(Device& any_device, const RopeBackward& a) {
-  CudaDevice& device = as_cuda(any_device);
-  const Shape shape = shape_of(a.d_qkv, a.cos_sin, a.num_heads, a.num_kv_heads);
-  if (a.d_quantized.empty() && a.d_quantized_t.empty()) {
-    turn(device, a.d_qkv, a.cos_sin, shape, -1.0f);
-  } else {
-    with_plain_type(a.d_qkv.dtype, [&](auto type) { quantize_turned_back<decltype(type)>(device, a, shape); });
-  }
-  check_launch("rope_backward");
 }
 
 }  // namespace parka::cuda

@@ -4,6 +4,5 @@
 namespace parka::cuda {
 
 void rope_forward(Device& device, const RopeForward& a);
-void rope_backward(Device& device, const RopeBackward& a);
 
 }  // namespace parka::cuda

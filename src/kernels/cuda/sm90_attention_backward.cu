@@ -186,14 +186,15 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
 }
 
 template <int D>
-__device__ __forceinline__ void sum_over_queries(BFloat16* d_qkv, unsigned char* shared, const AttentionDims& dims,
-                                                 const TileOrder& order, const Barriers<KeyLayout<D>>& barriers,
-                                                 float scale) {
+__device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>& output, unsigned char* shared,
+                                                 const AttentionDims& dims, const TileOrder& order,
+                                                 const Barriers<KeyLayout<D>>& barriers, float scale) {
   using Layout = KeyLayout<D>;
   const int consumer = consumer_index();
   const uint32_t base = shared_address(shared);
   const SharedTile keys = SharedTile{base, Layout::kTileBlockBytes}.rows(consumer * kConsumerRows);
   const SharedTile values{keys.address + Layout::kValuesAt, keys.block_bytes};
+  float amax = 0.0f;  // of this thread's rows of all its tiles
   unsigned slot = 0;
   for (unsigned count = 0;; ++count) {
     barriers.own.wait_full(count);
@@ -224,12 +225,15 @@ __device__ __forceinline__ void sum_over_queries(BFloat16* d_qkv, unsigned char*
     }
     barriers.own.release(0);
     scale_by(d_k, scale);
-    const int begin = tile.begin + warp_row();
+    const int begin = tile.begin + warp_row(), rows = dims.S - begin;
+    if (output.cos_sin != nullptr) turn_back<D>(d_k, output.cos_sin, begin, dims.S);
+    if (output.amax != nullptr) amax = max_of_rows(max_of_rows(amax, d_k, rows), d_v, rows);
     unsigned char* const out = shared + Layout::kOutAt + warp_row() * kRowBytes<D>;
-    BFloat16* const d_k_rows = d_qkv + dims.qkv_row(tile.b, begin, dims.H + tile.head);
-    store_rows<D>(d_k, out, d_k_rows, dims.qkv_stride(), dims.S - begin);
-    store_rows<D>(d_v, out, d_k_rows + dims.Hkv * D, dims.qkv_stride(), dims.S - begin);
+    BFloat16* const d_k_rows = output.d_qkv + dims.qkv_row(tile.b, begin, dims.H + tile.head);
+    store_rows<D>(d_k, out, d_k_rows, dims.qkv_stride(), rows);
+    store_rows<D>(d_v, out, d_k_rows + dims.Hkv * D, dims.qkv_stride(), rows);
   }
+  if (output.amax != nullptr) raise_to_warp_max(output.amax, amax);
 }
 
 // ---- d_q ----
@@ -318,16 +322,17 @@ __device__ __forceinline__ void add_keys(float (&d_q)[1][D / 8][4], SharedTile q
 }
 
 template <int D>
-__device__ __forceinline__ void sum_over_keys(BFloat16* d_qkv, const RowStatistics* statistics,
-                                              unsigned char* shared, const AttentionDims& dims,
-                                              const TileOrder& order, const Barriers<QueryLayout<D>>& barriers,
-                                              float scale) {
+__device__ __forceinline__ void sum_over_keys(const GradientOutput<BFloat16>& output,
+                                              const RowStatistics* statistics, unsigned char* shared,
+                                              const AttentionDims& dims, const TileOrder& order,
+                                              const Barriers<QueryLayout<D>>& barriers, float scale) {
   using Layout = QueryLayout<D>;
   const int consumer = consumer_index();
   const uint32_t base = shared_address(shared);
   const SharedTile queries = SharedTile{base, Layout::kBlockBytes}.rows(consumer * kConsumerRows);
   const SharedTile d_out{queries.address + Layout::kDOutAt, queries.block_bytes};
   const Turn turn(consumer);
+  float amax = 0.0f;  // of this thread's rows of all its tiles
   unsigned slot = 0;
   for (unsigned count = 0;; ++count) {
     barriers.own.wait_full(count);
@@ -353,10 +358,13 @@ __device__ __forceinline__ void sum_over_keys(BFloat16* d_qkv, const RowStatisti
     }
     barriers.own.release(0);
     scale_by(d_q, scale);
+    if (output.cos_sin != nullptr) turn_back<D>(d_q, output.cos_sin, begin, dims.S);
+    if (output.amax != nullptr) amax = max_of_rows(amax, d_q, dims.S - begin);
     store_rows<D>(d_q, shared + Layout::kOutAt + warp_row() * kRowBytes<D>,
-                  d_qkv + dims.qkv_row(tile.b, begin, tile.head), dims.qkv_stride(), dims.S - begin);
+                  output.d_qkv + dims.qkv_row(tile.b, begin, tile.head), dims.qkv_stride(), dims.S - begin);
   }
   turn.end();
+  if (output.amax != nullptr) raise_to_warp_max(output.amax, amax);
 }
 
 #endif  // PARKA_SM90_CODE
@@ -366,8 +374,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     key_value_gradient_sm90_kernel(const __grid_constant__ CUtensorMap qkv_map,
                                    const __grid_constant__ CUtensorMap qkv_query_map,
                                    const __grid_constant__ CUtensorMap d_out_map, const RowStatistics* statistics,
-                                   BFloat16* d_qkv, AttentionDims dims, float scale, TileOrder order,
-                                   unsigned* num_taken) {
+                                   const __grid_constant__ GradientOutput<BFloat16> output, AttentionDims dims,
+                                   float scale, TileOrder order, unsigned* num_taken) {
 #if PARKA_SM90_CODE
   extern __shared__ __align__(1024) unsigned char shared[];
   const Barriers<KeyLayout<D>> barriers(shared_address(shared) + KeyLayout<D>::kBarriersAt);
@@ -380,7 +388,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     take_registers<kConsumerRegisters>();
-    sum_over_queries<D>(d_qkv, shared, dims, order, barriers, scale);
+    sum_over_queries<D>(output, shared, dims, order, barriers, scale);
   }
 #endif
 }
@@ -389,8 +397,8 @@ template <int D>
 __global__ void __launch_bounds__(kThreads, 1)
     query_gradient_sm90_kernel(const __grid_constant__ CUtensorMap qkv_map,
                                const __grid_constant__ CUtensorMap d_out_map, const RowStatistics* statistics,
-                               BFloat16* d_qkv, AttentionDims dims, float scale, TileOrder order,
-                               unsigned* num_taken) {
+                               const __grid_constant__ GradientOutput<BFloat16> output, AttentionDims dims,
+                               float scale, TileOrder order, unsigned* num_taken) {
 #if PARKA_SM90_CODE
   extern __shared__ __align__(1024) unsigned char shared[];
   const Barriers<QueryLayout<D>> barriers(shared_address(shared) + QueryLayout<D>::kBarriersAt);
@@ -401,7 +409,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) copy_query_tiles<D>(qkv_map, d_out_map, shared, dims, order, num_taken, barriers);
   } else {
     take_registers<kConsumerRegisters>();
-    sum_over_keys<D>(d_qkv, statistics, shared, dims, order, barriers, scale);
+    sum_over_keys<D>(output, statistics, shared, dims, order, barriers, scale);
   }
 #endif
 }
@@ -419,17 +427,17 @@ void launch_backward(CudaDevice& device, const AttentionBackward& a) {
   const auto map = [&](const TensorView& x, int box_rows) {
     return make_tile_map(x.as<BFloat16>(), x.dim[1], dims.S, dims.B, box_rows);
   };
-  BFloat16* const d_qkv = a.d_qkv.as<BFloat16>();
+  const GradientOutput<BFloat16> output(a);
   const int blocks = device.num_multiprocessors();
   const int64_t head_bytes = int64_t{2} * dims.S * kRowBytes<D>;  // of two tensors: q and d_out, or k and v
   launch_over_tiles(device, kOp, key_value_gradient_sm90_kernel<D>, KeyLayout<D>::kBytes,
                     TileOrder(dims, dims.Hkv, head_bytes * dims.group(), blocks), num_taken, map(a.qkv, kTileRows),
                     map(a.qkv, KeyLayout<D>::kQueries), map(a.d_out, KeyLayout<D>::kQueries),
-                    static_cast<const RowStatistics*>(statistics), d_qkv, dims, a.scale);
+                    static_cast<const RowStatistics*>(statistics), output, dims, a.scale);
   launch_over_tiles(device, kOp, query_gradient_sm90_kernel<D>, QueryLayout<D>::kBytes,
                     TileOrder(dims, dims.H, head_bytes / dims.group(), blocks), num_taken + 1,
                     map(a.qkv, kTileRows), map(a.d_out, kTileRows), static_cast<const RowStatistics*>(statistics),
-                    d_qkv, dims, a.scale);
+                    output, dims, a.scale);
 }
 
 }  // namespace

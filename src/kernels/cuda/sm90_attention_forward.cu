@@ -1,6 +1,5 @@
 #include "kernels/cuda/attention_paths.cuh"
 #include "kernels/cuda/check.h"
-#include "kernels/cuda/fp8.cuh"
 #include "kernels/cuda/sm90_attention.cuh"
 #include "kernels/cuda/workspace.h"
 
@@ -141,24 +140,6 @@ __device__ __forceinline__ void finish_rows(RowState& state, float (&out)[1][kN]
   scale_rows(out, inverse);
 }
 
-// Raises *amax to the largest magnitude in the warp's rows, of which the first `count` exist, as bf16 holds it.
-template <int kN>
-__device__ __forceinline__ void raise_to_rows(float* amax, const float (&out)[1][kN][4], int count) {
-  const int lane = threadIdx.x % kWarpSize;
-  float max = 0.0f;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float row_max = 0.0f;
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      row_max = max_magnitude(max_magnitude(row_max, out[0][n][2 * half]), out[0][n][2 * half + 1]);
-    }
-    if (half * 8 + lane / 4 < count) max = fmaxf(max, row_max);
-  }
-  max = warp_max(max);
-  if (lane == 0) raise_to(amax, to_float(from_float<BFloat16>(max)));  // rounding keeps the order
-}
-
 // The results of one tile of queries, in a consumer. `slot` counts tiles of keys.
 template <int D>
 __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& state, int consumer, int num_key_tiles,
@@ -241,7 +222,7 @@ __device__ __forceinline__ void consume_tiles(BFloat16* out, float* lse, float* 
               scale_log2);
     const int begin = tile.begin + warp_row(), rows = dims.S - begin;
     finish_rows(state, acc, scale_log2, lse + dims.query(tile.b, begin, tile.head), rows);
-    if (out_amax != nullptr) raise_to_rows(out_amax, acc, rows);
+    if (out_amax != nullptr) raise_to_warp_max(out_amax, max_of_rows(0.0f, acc, rows));
     store_rows<D>(acc, shared + Layout::kOutAt + warp_row() * kRowBytes<D>,
                   out + dims.out_row(tile.b, begin, tile.head), dims.out_stride(), rows);
   }

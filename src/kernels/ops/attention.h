@@ -37,6 +37,11 @@ struct AttentionBackward {
   int64_t num_kv_heads;
   float scale;
   TensorView first_key = {};  // as in AttentionForward
+  // [S, D] fp32, in: rope_table's. d_q and d_k are then gradients of queries and keys as they were before
+  // rope_forward: each pair is turned back by the angle of its position, before anything is rounded. D is even.
+  // Empty: not turned.
+  TensorView cos_sin = {};
+  TensorView d_qkv_amax = {};  // [1] fp32, out: max |d_qkv| as stored, for quantize; empty: not wanted
 };
 // Deterministic: equal input gives equal bits.
 void attention_backward(Device& device, const AttentionBackward& a);

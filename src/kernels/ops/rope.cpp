@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
-#include <string_view>
 
 #include "kernels/backend.h"
 #include "kernels/check.h"
@@ -12,19 +11,6 @@
 
 namespace parka {
 namespace {
-
-void check_rotation(std::string_view op, std::string_view name, const TensorView& qkv, const TensorView& cos_sin,
-                    int64_t num_heads, int64_t num_kv_heads) {
-  const int64_t T = qkv.dim[0], S = cos_sin.dim[0], D = cos_sin.dim[1];
-  if (num_heads <= 0 || num_kv_heads <= 0 || num_heads % num_kv_heads != 0) {
-    throw_internal("{}: {} query heads do not share {} key/value heads evenly", op, num_heads, num_kv_heads);
-  }
-  check_tensor(op, "cos_sin", cos_sin, {S, D}, {DType::kF32});
-  if (D <= 0 || D % 2 != 0 || (S == 0 && T > 0)) {
-    throw_internal("{}: cos_sin is {}, wanted at least one row and an even width", op, describe(cos_sin));
-  }
-  check_tensor(op, name, qkv, {T, (num_heads + 2 * num_kv_heads) * D}, {DType::kF32, DType::kBF16});
-}
 
 // Radians per position of a pair that would turn by `frequency` without scaling.
 double scaled_frequency(double frequency, const RopeScaling& scaling) {
@@ -40,7 +26,17 @@ double scaled_frequency(double frequency, const RopeScaling& scaling) {
 }  // namespace
 
 void rope_forward(Device& device, const RopeForward& a) {
-  check_rotation("rope_forward", "qkv", a.qkv, a.cos_sin, a.num_heads, a.num_kv_heads);
+  const int64_t T = a.qkv.dim[0], S = a.cos_sin.dim[0], D = a.cos_sin.dim[1];
+  if (a.num_heads <= 0 || a.num_kv_heads <= 0 || a.num_heads % a.num_kv_heads != 0) {
+    throw_internal("rope_forward: {} query heads do not share {} key/value heads evenly", a.num_heads,
+                   a.num_kv_heads);
+  }
+  check_tensor("rope_forward", "cos_sin", a.cos_sin, {S, D}, {DType::kF32});
+  if (D <= 0 || D % 2 != 0 || (S == 0 && T > 0)) {
+    throw_internal("rope_forward: cos_sin is {}, wanted at least one row and an even width", describe(a.cos_sin));
+  }
+  check_tensor("rope_forward", "qkv", a.qkv, {T, (a.num_heads + 2 * a.num_kv_heads) * D},
+               {DType::kF32, DType::kBF16});
   if (!a.saved.empty()) {
     check_matrix("rope_forward", "saved", a.saved, a.qkv.dim[0], a.qkv.dim[1]);
     if (a.saved.scaling != Scaling::kGroup) {
@@ -49,16 +45,6 @@ void rope_forward(Device& device, const RopeForward& a) {
   }
   if (a.qkv.numel() == 0) return;
   PARKA_DISPATCH(rope_forward, device, a);
-}
-
-void rope_backward(Device& device, const RopeBackward& a) {
-  check_rotation("rope_backward", "d_qkv", a.d_qkv, a.cos_sin, a.num_heads, a.num_kv_heads);
-  const int64_t T = a.d_qkv.dim[0], width = a.d_qkv.dim[1];
-  if (!a.d_quantized.empty()) check_matrix("rope_backward", "d_quantized", a.d_quantized, T, width);
-  if (!a.d_quantized_t.empty()) check_matrix("rope_backward", "d_quantized_t", a.d_quantized_t, width, T);
-  check_shared_scale("rope_backward", a.d_quantized, a.d_quantized_t);
-  if (a.d_qkv.numel() == 0) return;
-  PARKA_DISPATCH(rope_backward, device, a);
 }
 
 std::vector<float> rope_table(int64_t sequence_length, int64_t head_dim, double theta, const RopeScaling& scaling) {

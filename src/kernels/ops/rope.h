@@ -21,22 +21,9 @@ struct RopeForward {
   // is overwritten with the decoded saved values, so that attention forward and backward see the same numbers.
   ScaledView saved;
 };
-// D is even. `saved` is quantized from the rotated fp32 values, so that each is rounded once.
+// D is even. `saved` is quantized from the rotated fp32 values, so that each is rounded once. Going backward,
+// attention_backward turns the gradients of queries and keys back.
 void rope_forward(Device& device, const RopeForward& a);
-
-// Turns the gradients of queries and keys back (angle negated), and quantizes the whole buffer. In place unless it
-// is quantized: then what d_qkv holds afterwards is unspecified, which saves writing it.
-struct RopeBackward {
-  TensorView d_qkv;    // [T, (H + 2 * Hkv) * D] fp32 or bf16, in/out
-  TensorView cos_sin;  // [S, D] fp32, in
-  int64_t num_heads;
-  int64_t num_kv_heads;
-  ScaledView d_quantized;  // [T, ...] fp8, out; empty: not wanted
-  ScaledView
-      d_quantized_t;  // [..., T] fp8 transposed, out; empty: not wanted; shares a kTensor scale with d_quantized
-};
-// The quantized copies are made from the turned gradients rounded to the dtype of d_qkv.
-void rope_backward(Device& device, const RopeBackward& a);
 
 enum class RopeScalingKind : uint8_t { kNone, kLlama3 };
 
