@@ -76,7 +76,7 @@ class Declarer {
     const int64_t d_qkv = model_.d_qkv();
     const Format& gradient = formats_.gradient;
     b.d_residual = shared("d_residual", kHead | kBackward, {tokens_, d});
-    b.d_norm_output = shared("d_norm_output", kHead | kBackwardUpGate | kBackwardQkv, {tokens_, d});
+    b.d_norm_output = shared("d_norm_output", kHead | kBackwardUpGate | kBackwardQkv | kBackwardNorm, {tokens_, d});
     b.d_product = shared("d_product", kBackwardDown | kBackwardSwiglu, {tokens_, f});
     b.d_up_gate = workspace("d_up_gate", gradient, tokens_, 2 * f, kBackwardSwiglu | kBackwardUpGate);
     b.d_attention = shared("d_attention", kBackwardAttentionOut | kBackwardAttention, {tokens_, heads});
@@ -86,7 +86,8 @@ class Declarer {
     if (!formats_.fp8_gemm) return b;
     // One norm's backward makes it, the next linear layer reads it: in rows for its input gradient, and transposed
     // for its weight gradient, which for the down projection comes after SwiGLU.
-    const PhaseMask rows = kHead | kBackwardLinear | rerun_, transposed = rows | kBackwardSwiglu;
+    const PhaseMask rows = kHead | kBackwardNorm | rerun_ | kBackwardDown | kBackwardAttentionOut;
+    const PhaseMask transposed = rows | kBackwardSwiglu;
     TensorId scale;
     if (gradient.scaling == Scaling::kTensor) {
       scale = plan_.add(workspace_category(), "d_branch.scale", DType::kF32, {1}, transposed);

@@ -9,22 +9,23 @@ enum Phase : PhaseMask {
   kForwardFfn = 1u << 1,        // second half: norm, up and gate, SwiGLU, down
   kHead = 1u << 2,              // final norm, logits, loss and their backward
   // Backward of the second half of a block: the down projection's input gradient; SwiGLU and the down projection's
-  // weight gradient; up and gate, and the norm.
+  // weight gradient; up and gate. Then its norm.
   kBackwardDown = 1u << 3,
   kBackwardSwiglu = 1u << 4,
   kBackwardUpGate = 1u << 5,
-  // Backward of the first half: the output projection; attention; its gradient's FP8 codes; QKV, and the norm.
+  // Backward of the first half: the output projection; attention; its gradient's FP8 codes; QKV. Then its norm.
   kBackwardAttentionOut = 1u << 6,
   kBackwardAttention = 1u << 7,
   kBackwardQkvCodes = 1u << 8,
   kBackwardQkv = 1u << 9,
-  kRerun = 1u << 10,       // recompute = block: the block's forward again, inside backward
-  kEvaluation = 1u << 11,  // between steps, with another precision than training's
+  kBackwardNorm = 1u << 10,  // of both halves
+  kRerun = 1u << 11,         // recompute = block: the block's forward again, inside backward
+  kEvaluation = 1u << 12,    // between steps, with another precision than training's
 };
-// Where linear layers go backward: what is in front of them in the first three, and behind them in the last.
+// Where linear layers go backward.
 inline constexpr PhaseMask kBackwardLinear = kBackwardDown | kBackwardUpGate | kBackwardAttentionOut | kBackwardQkv;
 inline constexpr PhaseMask kBackward =
-    kBackwardLinear | kBackwardSwiglu | kBackwardAttention | kBackwardQkvCodes | kRerun;
+    kBackwardLinear | kBackwardSwiglu | kBackwardAttention | kBackwardQkvCodes | kBackwardNorm | kRerun;
 inline constexpr PhaseMask kStep = kForwardAttention | kForwardFfn | kHead | kBackward;
 
 }  // namespace parka

@@ -18,6 +18,8 @@ namespace {
 
 using cuda::check;
 
+constexpr size_t kDefaultStackBytes = 1024;  // of a thread, as CUDA starts with
+
 // A failure of the network or of another rank is no defect of this one.
 ExitCode exit_code_of(ncclResult_t status) {
   const bool others = status == ncclSystemError || status == ncclRemoteError;
@@ -135,6 +137,9 @@ void NcclCommunicator::connect() {
   ncclUniqueId id;
   PARKA_REQUIRE(text.size() == sizeof(id.internal));
   std::memcpy(id.internal, text.data(), sizeof(id.internal));
+  // NCCL's kernels call functions through tables, so that the driver cannot know how much stack they need: CUDA's
+  // default, instead of what CudaDevice sets for kernels where it is known.
+  check(cudaDeviceSetLimit(cudaLimitStackSize, kDefaultStackBytes), "NCCL stack size");
   check_nccl(ncclCommInitRank(&comm_, size(), id, rank()), "start");
 }
 
