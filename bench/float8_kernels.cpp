@@ -137,23 +137,7 @@ void bench_adamw(Bench& bench, const ModelShape& m) {
         const MomentView exp_avg = moment(t);
         MomentView exp_avg_sq = moment(t);
         t.fill_zero(exp_avg_sq.values);  // codes of a second moment have no sign; the first step gives them values
-        return AdamwStep{.weight = t.bf16({N}),
-                         .master = t.make(DType::kU16, {N}),
-                         .master_form = MasterForm::kFp32Split,
-                         .gradient = t.bf16({N}),
-                         .exp_avg = exp_avg,
-                         .exp_avg_sq = exp_avg_sq,
-                         .lr = 1e-6f,
-                         .beta1 = 0.9,
-                         .beta2 = 0.95,
-                         .eps = 1e-8f,
-                         .weight_decay = 0.1f,
-                         .bias_correction1 = 0.1f,
-                         .bias_correction2 = 0.05f,
-                         .grad_scale = t.fp32({1}),
-                         .seed = 1,
-                         .step = 1,
-                         .first_element = 0};
+        return make_adamw_step(t, exp_avg, exp_avg_sq);
       },
       adamw_step);
 }

@@ -146,6 +146,28 @@ class Bench {
   double copy_bandwidth_;
 };
 
+// A first step on bf16 weights and gradients with a split master, in the moments' format.
+inline AdamwStep make_adamw_step(Tensors& t, const MomentView& exp_avg, const MomentView& exp_avg_sq) {
+  const int64_t N = exp_avg.values.numel();
+  return {.weight = t.bf16({N}),
+          .master = t.make(DType::kU16, {N}),
+          .master_form = MasterForm::kFp32Split,
+          .gradient = t.bf16({N}),
+          .exp_avg = exp_avg,
+          .exp_avg_sq = exp_avg_sq,
+          .lr = 1e-6f,
+          .beta1 = 0.9,
+          .beta2 = 0.95,
+          .eps = 1e-8f,
+          .weight_decay = 0.1f,
+          .bias_correction1 = 0.1f,
+          .bias_correction2 = 0.05f,
+          .grad_scale = t.fp32({1}),
+          .seed = 1,
+          .step = 1,
+          .first_element = 0};
+}
+
 // float8_kernels.cpp: the ops of the FP8 recipes.
 void bench_float8(Bench& bench, const ModelShape& model);
 // amax_kernels.cpp: the maximum of a matrix, found in a pass of its own or on the way.

@@ -207,23 +207,7 @@ void bench_optimizer(Bench& bench, const ModelShape& m) {
       m.name, "adamw_step",
       [&](Tensors& t) {
         const TensorView m1 = t.bf16({N}), m2 = t.bf16({N});
-        return AdamwStep{.weight = t.bf16({N}),
-                         .master = t.make(DType::kU16, {N}),
-                         .master_form = MasterForm::kFp32Split,
-                         .gradient = t.bf16({N}),
-                         .exp_avg = {m1, {}, {}},
-                         .exp_avg_sq = {m2, {}, {}},
-                         .lr = 1e-6f,
-                         .beta1 = 0.9,
-                         .beta2 = 0.95,
-                         .eps = 1e-8f,
-                         .weight_decay = 0.1f,
-                         .bias_correction1 = 0.1f,
-                         .bias_correction2 = 0.05f,
-                         .grad_scale = t.fp32({1}),
-                         .seed = 1,
-                         .step = 1,
-                         .first_element = 0};
+        return make_adamw_step(t, {m1, {}, {}}, {m2, {}, {}});
       },
       adamw_step);
 }
