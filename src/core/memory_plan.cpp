@@ -17,7 +17,8 @@ constexpr double kMaxTensorBytes = 0x1p48;
 
 using Entry = MemoryPlan::Entry;
 
-// Orders tried before the best so far counts. For the models of configs/ the fullest phase is met within a third.
+// Orders tried before the best so far counts. Of 60 plans of configs/ on one GPU all meet the fullest phase within
+// 500; of 60 on eight, 12 stay up to 77 MB above it.
 constexpr int kPlacementAttempts = 3000;
 
 // Bytes alive in the phase that has most: no placement can do with less.
