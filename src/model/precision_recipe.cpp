@@ -27,7 +27,7 @@ PrecisionConfig precision_recipe(Recipe recipe) {
       p.norm_input = Storage::kFp8;
       p.up_gate = Storage::kFp8;
       p.qkv = Storage::kFp8;
-      // Not the attention output: its backward pass takes sums of its products, see docs/precision.md.
+      // Not the attention output: attention's gradient needs it as forward made it, see docs/precision.md.
       p.save_norm_output = false;
       p.save_product = false;
       break;
