@@ -82,7 +82,7 @@ class RestoredModel {
     const auto scale = static_cast<float>(1.0 / static_cast<double>(std::max<int64_t>(1, num_targets)));
     declared_.model.accumulate_gradients(
         device_, {tokens.data(), targets.data(), {sequences, S, separate}, separate ? first_keys.data() : nullptr},
-        {.grad_scale = scale}, declared_.optimizer.gradients());
+        {.grad_scale = scale}, declared_.optimizer.gradients(), Model::Accumulation::kBegin);
   }
 
   // Of plain activations that backward read, which keep their memory until the next step, by name without

@@ -198,6 +198,8 @@ void bench_ends(Bench& bench, const ModelShape& m) {
 void bench_optimizer(Bench& bench, const ModelShape& m) {
   const int64_t N = 2 * m.f * m.d;  // the largest tensor of a block
   bench.time(
+      m.name, "add", [&](Tensors& t) { return Add{.x = t.bf16({N}), .total = t.bf16({N})}; }, add);
+  bench.time(
       m.name, "sum_of_squares",
       [&](Tensors& t) {
         return SumOfSquares{{t.bf16({N})}, t.fp32({1}), t.fp32({1})};

@@ -8,10 +8,10 @@ ParameterExchange::ParameterExchange(const Zero& zero, Communicator& communicato
   PARKA_REQUIRE(communicator.size() > 1);
 }
 
-void ParameterExchange::begin_micro_batch(bool is_last_of_step) {
-  is_last_ = is_last_of_step;
-  // What the micro-batch before has left is gathered again, so that all micro-batches queue the same work: the
-  // device may replay it.
+void ParameterExchange::begin_micro_batch(const Place& place) {
+  place_ = place;
+  // What the micro-batch before has left is gathered again, so that micro-batches of one place queue the same work:
+  // the device may replay it.
   gathered_ = {};
   reduced_ = {};
 }
@@ -67,7 +67,7 @@ void ParameterExchange::before_backward(Device& device, int unit) {
 }
 
 void ParameterExchange::after_backward(Device& device, int unit) {
-  if (!is_last_ && !zero_.shards_gradients()) return;
+  if (!place_.is_last && !zero_.shards_gradients()) return;
   for (int parameter : model_.parameters().unit(unit)) {
     const auto i = static_cast<size_t>(parameter);
     const Optimizer::GradientPieces& gradient = optimizer_.gradient_pieces(i);
@@ -75,9 +75,13 @@ void ParameterExchange::after_backward(Device& device, int unit) {
       communicator_.all_reduce(device, gradient.whole, Reduction::kSum, Peers::kAll);
       continue;
     }
+    // Backward has overwritten the room with the gradient of this micro-batch alone: what this rank has accumulated
+    // of its piece, and the reduction replaces, joins it here. That moves a piece; to have it in the room before
+    // backward would mean to clear the room around it, and to have each GEMM read what it writes.
+    if (zero_.shards_gradients() && !place_.is_first) optimizer_.add_accumulated(device, i);
     communicator_.reduce_scatter(device, gradient.whole, gradient.own, Peers::kGroup);
     if (zero_.shards_gradients()) reduced_[optimizer_.room_of(i)] = communicator_.last_queued();
-    if (is_last_ && communicator_.size_of(Peers::kAcross) > 1) {
+    if (place_.is_last && communicator_.size_of(Peers::kAcross) > 1) {
       communicator_.all_reduce(device, gradient.own, Reduction::kSum, Peers::kAcross);
     }
   }

@@ -11,8 +11,9 @@ namespace parka {
 
 // Keeps weights and gradients of several ranks together, as the ZeRO stage divides them over groups of ranks:
 //   gradients  stages 0 and 1: reduced in the last micro-batch of a step, each unit's as soon as backward has them;
-//              2 and 3: in every micro-batch. Where there are several groups, a rank's piece is added to those of
-//              its peers in the other groups in the last micro-batch
+//              2 and 3: in every micro-batch, and a rank's piece of their sum is what it accumulates. Where there
+//              are several groups, a rank's piece is added to those of its peers in the other groups in the last
+//              micro-batch
 //   weights    stage 0: nothing to do, all ranks make the same update; 1 and 2: gathered after the update; 3: those
 //              of blocks are gathered before each use, one block ahead
 // Collectives run beside the device's other work, which waits for them where it needs their result.
@@ -22,8 +23,14 @@ class ParameterExchange final : public UnitHooks {
   // the exchange.
   ParameterExchange(const Zero& zero, Communicator& communicator, const Model& model, const Optimizer& optimizer);
 
-  // Before the forward pass of a micro-batch of training, or of evaluation (which is never the last).
-  void begin_micro_batch(bool is_last_of_step);
+  // Where in its step a micro-batch is: both where the step has no other.
+  struct Place {
+    bool is_first = false, is_last = false;
+    // What is queued depends on the place alone: another number for each.
+    int variant() const { return (is_first ? 1 : 0) + (is_last ? 2 : 0); }
+  };
+  // Before the forward pass of a micro-batch of training, or of evaluation, which has no place in a step.
+  void begin_micro_batch(const Place& place);
   void before_forward(Device& device, int unit) override;
   void before_backward(Device& device, int unit) override;
   void after_backward(Device& device, int unit) override;
@@ -47,7 +54,7 @@ class ParameterExchange final : public UnitHooks {
   Communicator& communicator_;
   const Model& model_;
   const Optimizer& optimizer_;
-  bool is_last_ = false;
+  Place place_;
 
   // What is in the room that units of even and odd numbers share.
   struct Gathered {

@@ -104,12 +104,11 @@ CopySeconds copy_seconds(const Config& config, const ParameterTable& table, cons
           bytes.step * of_block * static_cast<double>(config.model.num_layers)};
 }
 
-double zero_gradients_seconds(const Config& config, const ParameterTable& table, const Zero& zero,
-                              double copy_bandwidth) {
+// Of clearing the gradients that no GEMM writes: those of norms, and of an embedding that is not the head.
+double clear_gradients_seconds(const Config& config, const ParameterTable& table, double copy_bandwidth) {
   int64_t elements = 0;
-  for (const ParameterInfo& p : table.all) {
-    elements += zero.shards_gradients() ? zero.shard.piece(p.numel()) : zero.shard.padded(p.numel());
-  }
+  for (const ParameterInfo& p : table.all) elements += p.rows == 1 ? p.numel() : 0;
+  if (table.head != table.embedding) elements += table.all[static_cast<size_t>(table.embedding)].numel();
   return static_cast<double>(elements * size_of(config.optimizer.gradient)) / copy_bandwidth;
 }
 
@@ -163,9 +162,9 @@ ComputeSeconds compute_seconds(const StepMeasurement& one, const Config& config,
 
   ComputeSeconds compute;
   compute.copy_bandwidth = one.copy_bandwidth;
-  compute.zero_gradients = zero_gradients_seconds(config, table, zero, one.copy_bandwidth);
+  compute.clear_gradients = clear_gradients_seconds(config, table, one.copy_bandwidth);
   // Timing every op takes time, and between ops nothing is timed: all are scaled to the step without timing.
-  double timed = zero_gradients_seconds(config, table, {}, one.copy_bandwidth);
+  double timed = compute.clear_gradients;
   for (const OpSummary& op : one.ops) timed += op.seconds;
   const double scale = slowest * one.step_seconds / timed;
   const auto of_micro_batch = [&](const char* section, const char* op, double runs) {
@@ -176,7 +175,7 @@ ComputeSeconds compute_seconds(const StepMeasurement& one, const Config& config,
   compute.head = of_micro_batch("head", "", micro_batches);
   compute.block_forward = of_micro_batch("block forward", "", blocks);
   compute.block_backward = of_micro_batch("block backward", "", blocks);
-  compute.zero_gradients *= scale;
+  compute.clear_gradients *= scale;
 
   const int64_t state_ranks = zero.shards_states() ? zero.shard.size : 1;
   const Part norm = part_of(one, "optimizer", "sum_of_squares");

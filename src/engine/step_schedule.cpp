@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/shard.h"
+#include "engine/parameter_exchange.h"
 #include "engine/training_run.h"
 #include "model/formats.h"
 #include "model/parameter_table.h"
@@ -18,8 +19,7 @@ class Schedule {
  public:
   Schedule(const Config& config, int64_t num_gpus, const ComputeSeconds& compute);
 
-  void zero_gradients() { compute(compute_.zero_gradients); }
-  void micro_batch(bool is_last);
+  void micro_batch(const ParameterExchange::Place& place);
   void update();
   std::vector<StepAction> take() { return std::move(actions_); }
 
@@ -56,7 +56,7 @@ class Schedule {
   void prefetch(int unit);
   void gather(int unit);
   void quantize_gathered(int unit);
-  void open_gradient(const ParameterInfo& p);
+  void add_accumulated(const ParameterInfo& p);
 
   const Config& config_;
   const ComputeSeconds& compute_;
@@ -67,7 +67,7 @@ class Schedule {
   std::vector<std::vector<int>> units_;
   std::vector<StepAction> actions_;
 
-  bool is_last_ = false;
+  ParameterExchange::Place place_;
   struct Gathered {
     int unit = -1;
     uint64_t number = 0;
@@ -144,9 +144,9 @@ void Schedule::quantize_gathered(int unit) {
   compute(quantize_seconds(elements));
 }
 
-// Optimizer::open_gradient(): the whole gradient is cleared, and this rank's piece of it is copied.
-void Schedule::open_gradient(const ParameterInfo& p) {
-  const int64_t bytes = gradient_bytes(zero_.shard.padded(p.numel()) + 2 * zero_.shard.piece(p.numel()));
+// Optimizer::add_accumulated(): this rank's piece is read, and its place is read and written.
+void Schedule::add_accumulated(const ParameterInfo& p) {
+  const int64_t bytes = gradient_bytes(3 * zero_.shard.piece(p.numel()));
   compute(static_cast<double>(bytes) / compute_.copy_bandwidth);
 }
 
@@ -162,31 +162,31 @@ void Schedule::before_backward(int unit) {
   prefetch(unit - 1);
   if (!zero_.shards_gradients()) return;
   for (int index : opened_by(unit)) {
-    const ParameterInfo& p = table_.all[static_cast<size_t>(index)];
-    wait(reduced_[room_of(p)]);
-    open_gradient(p);
+    // Optimizer::open_gradient() clears padding, which is next to nothing.
+    wait(reduced_[room_of(table_.all[static_cast<size_t>(index)])]);
   }
 }
 
 void Schedule::after_backward(int unit) {
-  if (!is_exchanged_ || (!is_last_ && !zero_.shards_gradients())) return;
+  if (!is_exchanged_ || (!place_.is_last && !zero_.shards_gradients())) return;
   for (int index : units_[static_cast<size_t>(unit)]) {
     const ParameterInfo& p = table_.all[static_cast<size_t>(index)];
     if (!zero_.shards_states()) {
       collective(Kind::kAllReduce, gradient_bytes(p.numel()), Peers::kAll);
       continue;
     }
+    if (zero_.shards_gradients() && !place_.is_first) add_accumulated(p);
     collective(Kind::kReduceScatter, gradient_bytes(zero_.shard.padded(p.numel())), Peers::kGroup);
     if (zero_.shards_gradients()) reduced_[room_of(p)] = last_queued_;
-    if (is_last_ && has_several_groups_) {
+    if (place_.is_last && has_several_groups_) {
       collective(Kind::kAllReduce, gradient_bytes(zero_.shard.piece(p.numel())), Peers::kAcross);
     }
   }
   if (unit == 0) wait(last_queued_);
 }
 
-void Schedule::micro_batch(bool is_last) {
-  is_last_ = is_last;
+void Schedule::micro_batch(const ParameterExchange::Place& place) {
+  place_ = place;
   gathered_ = {};
   reduced_ = {};
   const int head = table_.head_unit();
@@ -206,6 +206,8 @@ void Schedule::micro_batch(bool is_last) {
     after_backward(unit);
   }
   before_backward(0);
+  // Norms' gradients, next to nothing, are cleared in their own units.
+  if (place_.is_first || zero_.shards_gradients()) compute(compute_.clear_gradients);
   compute(compute_.embedding_backward);
   after_backward(0);
 }
@@ -240,8 +242,7 @@ std::vector<StepAction> schedule_step(const Config& config, int64_t num_gpus, co
   PARKA_REQUIRE(config.training.global_batch_size % per_micro_batch == 0);
   const int64_t num_micro_batches = config.training.global_batch_size / per_micro_batch;
   Schedule schedule(config, num_gpus, compute);
-  schedule.zero_gradients();
-  for (int64_t i = 0; i < num_micro_batches; ++i) schedule.micro_batch(i + 1 == num_micro_batches);
+  for (int64_t i = 0; i < num_micro_batches; ++i) schedule.micro_batch({i == 0, i + 1 == num_micro_batches});
   schedule.update();
   return schedule.take();
 }

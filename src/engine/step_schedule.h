@@ -25,12 +25,14 @@ inline constexpr double kQuantizeOfCopy = 0.8;
 
 // What a rank's own work takes, in seconds with no collective beside it.
 struct ComputeSeconds {
-  double zero_gradients = 0;  // once a step, like the last three
   // Of one micro-batch, and of one block:
   double embedding_forward = 0, block_forward = 0, head = 0, block_backward = 0, embedding_backward = 0;
+  // Of a micro-batch that overwrites gradients: clearing those that no GEMM writes.
+  double clear_gradients = 0;
+  // Of a step:
   double gradient_norm = 0, update = 0, quantize_weights = 0;
-  // Of copies within the device, bytes read and written per second: what opening a gradient and quantizing gathered
-  // weights are counted from.
+  // Of copies within the device, bytes read and written per second: what adding accumulated gradients and
+  // quantizing gathered weights are counted from.
   double copy_bandwidth = 0;
 };
 

@@ -313,13 +313,13 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry) {
   const bool vary = data_.targets_vary();
   int64_t num_targets = training.global_batch_size * (S - 1);
   Optimizer& optimizer = declared_.optimizer;
-  optimizer.zero_gradients(device_);
+  optimizer.begin_step(device_);
   const int64_t own_sequences = training.global_batch_size / communicator_.size();
   for (int64_t done = 0; done < own_sequences; done += training.micro_batch_size) {
-    const bool is_last = done + training.micro_batch_size == own_sequences;
-    if (exchange_) exchange_->begin_micro_batch(is_last);
+    const ParameterExchange::Place place = {done == 0, done + training.micro_batch_size == own_sequences};
+    if (exchange_) exchange_->begin_micro_batch(place);
     const MicroBatch batch = loader_->next();
-    if (vary && done == 0) num_targets = share_targets(batch.step_targets);
+    if (vary && place.is_first) num_targets = share_targets(batch.step_targets);
     const bool separate = !batch.first_keys.empty();
     const Model::Batch on_host = {batch.tokens.data(),
                                   batch.targets.data(),
@@ -331,11 +331,15 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry) {
         .z_loss = static_cast<float>(training.z_loss),
         .grad_factor = vary ? arena_[declared_.target_share] : TensorView(),
         .loss_sum = optimizer.loss()};
-    if (with_telemetry && done == 0) {
-      declared_.model.accumulate_gradients_with_telemetry(device_, on_host, options, optimizer.gradients());
+    // Divided gradients leave their room in each micro-batch, and ParameterExchange adds them up.
+    const Model::Accumulation accumulation =
+        place.is_first || zero_.shards_gradients() ? Model::Accumulation::kBegin : Model::Accumulation::kContinue;
+    if (with_telemetry && place.is_first) {
+      declared_.model.accumulate_gradients_with_telemetry(device_, on_host, options, optimizer.gradients(),
+                                                          accumulation);
     } else {
-      declared_.model.accumulate_gradients(device_, on_host, options, optimizer.gradients(),
-                                           exchange_ && is_last ? 1 : 0);
+      declared_.model.accumulate_gradients(device_, on_host, options, optimizer.gradients(), accumulation,
+                                           exchange_ ? place.variant() : 0);
     }
     position_ = batch.after;
   }
@@ -344,7 +348,7 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry) {
 
 void TrainingRun::begin_evaluation_batch() {
   if (evaluation_progress_) evaluation_progress_();
-  if (exchange_) exchange_->begin_micro_batch(/*is_last_of_step=*/false);
+  if (exchange_) exchange_->begin_micro_batch({});
 }
 
 EvaluationResult TrainingRun::evaluate(const TokenFiles& files) {

@@ -100,6 +100,7 @@ class TrainingRun {
   const MemoryPlan& plan() const { return declared_.plan; }
   Model& model() { return declared_.model; }
   const Model& model() const { return declared_.model; }
+  const Optimizer& optimizer() const { return declared_.optimizer; }
   const TokenFiles& data() const { return data_; }
   // How often each source of a mixture has been gone through at a position.
   std::vector<double> source_epochs(DataPosition position) const;

@@ -10,12 +10,13 @@
 
 namespace parka {
 
-// One step of the run itself says which products there are; its tensors are what they are timed on.
+// One step of the run itself says which products there are; its tensors are what they are timed on. It has two
+// micro-batches: a weight gradient is written by the first and added to by the second, which are two products.
 int run_tune(const TuneOptions& options) {
   Config config = load_config(options.config_path, options.overrides);
   config.device.kind = DeviceChoice::kCuda;
   config.device.gemm_tuning.clear();
-  config.training.global_batch_size = config.training.micro_batch_size;
+  config.training.global_batch_size = 2 * config.training.micro_batch_size;
   const SyntheticTokens data(config);
   config = data.apply(config);
   const std::unique_ptr<Device> device = make_device(config);

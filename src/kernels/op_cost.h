@@ -26,6 +26,7 @@ OpCost cost_of(const CrossEntropy& a);
 OpCost cost_of(const SumOfSquares& a);
 OpCost cost_of(const ClipCoefficient& a);
 OpCost cost_of(const AddSum& a);
+OpCost cost_of(const Add& a);
 OpCost cost_of(const Amax& a);
 OpCost cost_of(const AdamwStep& a);
 OpCost cost_of(const MomentEncode& a);

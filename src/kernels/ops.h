@@ -8,6 +8,7 @@
 //   - tensors with no elements are fine and do nothing.
 #include "kernels/device.h"
 #include "kernels/ops/adamw.h"
+#include "kernels/ops/add.h"
 #include "kernels/ops/amax.h"
 #include "kernels/ops/attention.h"
 #include "kernels/ops/attention_decode.h"

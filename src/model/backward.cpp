@@ -6,9 +6,10 @@
 
 namespace parka {
 
-TensorView Model::Pass::gradient_of(int weight) const {
+TensorView Model::Pass::gradient_to_add_to(Device& device, int weight) const {
   if (weight < 0) return {};
   const TensorView& g = (*gradients_)[weight];
+  if (accumulation_ == Accumulation::kBegin) device.fill_zero(g.data, g.bytes());
   return g.dim[0] == 1 ? g.reshaped({g.dim[1]}) : g;
 }
 
@@ -33,15 +34,20 @@ void Model::Pass::input_gradient(Device& device, const GemmInput& d_y, int weigh
 
 void Model::Pass::weight_gradient(Device& device, const GemmInput& d_y, const GemmInput& x, int weight) {
   const TensorView out = (*gradients_)[weight];
+  const bool accumulate = accumulation_ == Accumulation::kContinue;
   if (formats_.fp8_gemm) {
     gemm(device, {.a = d_y.transposed,
                   .b = x.transposed,
                   .out = out,
-                  .accumulate = true,
+                  .accumulate = accumulate,
                   .fast_accumulation = precision_.fast_weight_gradient});
   } else {
-    gemm(device,
-         {.a = d_y.row, .b = x.row, .a_transposed = true, .b_transposed = true, .out = out, .accumulate = true});
+    gemm(device, {.a = d_y.row,
+                  .b = x.row,
+                  .a_transposed = true,
+                  .b_transposed = true,
+                  .out = out,
+                  .accumulate = accumulate});
   }
 }
 
@@ -76,7 +82,7 @@ void Model::Pass::backward_norm(Device& device, const NormBuffers& norm, int wei
                          .d_residual_out = d_residual,
                          .d_quantized = quantized.row,
                          .d_quantized_t = quantized.transposed,
-                         .d_weight = gradient_of(weight)});
+                         .d_weight = gradient_to_add_to(device, weight)});
 }
 
 void Model::Pass::backward_head(Device& device, const LossOptions& options) {
@@ -95,7 +101,7 @@ void Model::Pass::backward_head(Device& device, const LossOptions& options) {
                   .a_transposed = true,
                   .b_transposed = true,
                   .out = (*gradients_)[table_->head],
-                  .accumulate = true});
+                  .accumulate = begin > 0 || accumulation_ == Accumulation::kContinue});
   }
   const GemmInput quantized = formats_.fp8_gemm ? branch_gradient() : GemmInput{};
   norm_backward(device, {.kind = config_.norm,
@@ -108,7 +114,7 @@ void Model::Pass::backward_head(Device& device, const LossOptions& options) {
                          .d_residual_out = tensor(w.d_residual, T, d),
                          .d_quantized = quantized.row,
                          .d_quantized_t = quantized.transposed,
-                         .d_weight = gradient_of(table_->final_norm)});
+                         .d_weight = gradient_to_add_to(device, table_->final_norm)});
 }
 
 void Model::Pass::backward_ffn(Device& device, int64_t l) {
@@ -193,9 +199,10 @@ void Model::Pass::backward_attention(Device& device, int64_t l) {
 }
 
 void Model::Pass::loss_and_backward(Device& device, const LossOptions& options,
-                                    const std::vector<TensorView>& gradients) {
+                                    const std::vector<TensorView>& gradients, Accumulation accumulation) {
   PARKA_REQUIRE(keep_);
   gradients_ = &gradients;
+  accumulation_ = accumulation;
   before_backward(device, table_->head_unit());
   backward_head(device, options);
   after_backward(device, table_->head_unit());
@@ -215,9 +222,11 @@ void Model::Pass::loss_and_backward(Device& device, const LossOptions& options,
   }
   device.section("embedding");
   before_backward(device, 0);
+  const bool has_head_gradient = table_->head == table_->embedding;  // which a GEMM has written already
   embedding_backward(device, {.order = tensor(activations_.token_order, num_tokens_, kTokenRowInts),
                               .d_out = tensor(activations_.backward.d_residual, num_tokens_, config_.d_model),
-                              .d_table = (*gradients_)[table_->embedding]});
+                              .d_table = has_head_gradient ? (*gradients_)[table_->embedding]
+                                                           : gradient_to_add_to(device, table_->embedding)});
   after_backward(device, 0);
 }
 

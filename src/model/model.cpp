@@ -62,31 +62,31 @@ void Model::set_hooks(UnitHooks* hooks) {
 }
 
 void Model::accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,
-                                 const std::vector<TensorView>& gradients, int variant) {
+                                 const std::vector<TensorView>& gradients, Accumulation accumulation, int variant) {
   PARKA_REQUIRE(training_ != nullptr && gradients.size() == table_.all.size());
-  PARKA_REQUIRE(variant == 0 || variant == 1);
   RecordedWith arguments{
       batch.shape, options.grad_scale, options.z_loss, options.grad_factor.data, options.loss_sum.data, {}};
   for (const TensorView& gradient : gradients) arguments.gradients.push_back(gradient.data);
   if (recorded_with_ != arguments) {
-    for (auto& recording : recordings_) recording.reset();
+    recordings_.clear();
     recorded_with_ = std::move(arguments);
   }
   training_->load(device, batch, /*keep=*/true);
-  device.replay(recordings_[variant], [&] {
+  device.replay(recordings_[{accumulation, variant}], [&] {
     training_->forward(device);
-    training_->loss_and_backward(device, options, gradients);
+    training_->loss_and_backward(device, options, gradients, accumulation);
   });
   last_ = training_.get();
 }
 
 void Model::accumulate_gradients_with_telemetry(Device& device, const Batch& batch, const LossOptions& options,
-                                                const std::vector<TensorView>& gradients) {
+                                                const std::vector<TensorView>& gradients,
+                                                Accumulation accumulation) {
   PARKA_REQUIRE(with_telemetry_ && gradients.size() == table_.all.size());
   training_->load(device, batch, /*keep=*/true);
   training_->start_sampling(device);
   training_->forward(device);
-  training_->loss_and_backward(device, options, gradients);
+  training_->loss_and_backward(device, options, gradients, accumulation);
   training_->stop_sampling();
   last_ = training_.get();
 }

@@ -1,7 +1,9 @@
 #pragma once
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "kernels/arena.h"
@@ -52,21 +54,25 @@ class Model {
     const int32_t* first_keys = nullptr;
   };
 
-  // Forward and backward: adds the gradients of grad_scale * (sum of the loss over all targets) to `gradients`, in
-  // the order of the parameter table. losses() has the per-token losses afterwards. The host does not wait.
+  // What becomes of what `gradients` hold. A sum over micro-batches begins by overwriting them, so that nobody need
+  // clear them: a weight gradient's GEMM then writes without reading. Whatever was there, NaN included, is lost.
+  enum class Accumulation { kBegin, kContinue };
+
+  // Forward and backward: the gradients of grad_scale * (sum of the loss over all targets) are written to
+  // `gradients` or added to them, in the order of the parameter table. losses() has the per-token losses
+  // afterwards. The host does not wait.
   struct LossOptions {
     float grad_scale;  // usually 1 / number of targets in the optimizer step
     float z_loss = 0;
     TensorView grad_factor = {};  // [1] fp32, in: multiplies grad_scale, and may change where that is recorded
     TensorView loss_sum = {};     // [1] fp32, in/out: the loss of all targets is added to it; empty: not wanted
   };
-  // Calls that differ in what the hooks queue must differ in `variant`, 0 or 1: the device may record the work of
-  // each.
+  // Calls that differ in what the hooks queue must differ in `variant`: the device may record the work of each.
   void accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,
-                            const std::vector<TensorView>& gradients, int variant = 0);
+                            const std::vector<TensorView>& gradients, Accumulation accumulation, int variant = 0);
   // The same, bit for bit, and leaves telemetry(). Slower: nothing is replayed. declare_telemetry() was called.
   void accumulate_gradients_with_telemetry(Device& device, const Batch& batch, const LossOptions& options,
-                                           const std::vector<TensorView>& gradients);
+                                           const std::vector<TensorView>& gradients, Accumulation accumulation);
   // How the last such micro-batch was quantized: one row of QuantizationTotals for each QuantizedTensor of each
   // block, fp32 [blocks * kNumQuantizedTensors, QuantizationTotals::kCount]; zeros for tensors that are not in FP8.
   // Empty where nothing is or without declare_telemetry(). Of activations and gradients the first kTelemetryRows
@@ -120,7 +126,7 @@ class Model {
     std::vector<const void*> gradients;
     bool operator==(const RecordedWith&) const = default;
   };
-  std::unique_ptr<Recording> recordings_[2];  // by variant
+  std::map<std::pair<Accumulation, int>, std::unique_ptr<Recording>> recordings_;  // the second by variant
   std::optional<RecordedWith> recorded_with_;
   bool with_telemetry_ = false;
   Pass& evaluating() const { return evaluation_ ? *evaluation_ : *training_; }

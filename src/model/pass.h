@@ -26,7 +26,8 @@ class Model::Pass {
   // Loss of every token; forward has run.
   void loss(Device& device);
   // Loss and gradients; forward has run with keep.
-  void loss_and_backward(Device& device, const LossOptions& options, const std::vector<TensorView>& gradients);
+  void loss_and_backward(Device& device, const LossOptions& options, const std::vector<TensorView>& gradients,
+                         Accumulation accumulation);
   // Logits of some rows into the logits buffer; count is at most its size.
   TensorView logits(Device& device, int64_t first_row, int64_t count);
   int64_t max_logit_rows() const { return activations_.logits_chunk; }
@@ -84,6 +85,8 @@ class Model::Pass {
   GemmInput norm_output(Device& device, const NormBuffers& norm, int weight);
   void input_gradient(Device& device, const GemmInput& d_y, int weight, const TensorView& d_x);
   void weight_gradient(Device& device, const GemmInput& d_y, const GemmInput& x, int weight);
+  // The gradient of a weight for an op that only adds to it: zeros where accumulation begins. Empty for no weight.
+  TensorView gradient_to_add_to(Device& device, int weight) const;
   GemmInput branch_gradient() const;
 
   // telemetry.cpp: all do nothing while no sample is taken. Those that return a tensor give back the original of
@@ -103,7 +106,6 @@ class Model::Pass {
   ScaledView matrix(const MatrixId& id, int64_t rows, int64_t cols) const { return id.view(*arena_, rows, cols); }
   TensorView log_sum_exp(const BlockBuffers& block) const;  // [B, H, S]
   TensorView first_keys() const;                            // [T]; empty unless documents are separate
-  TensorView gradient_of(int weight) const;
 
   ModelConfig config_;
   PrecisionConfig precision_;
@@ -124,6 +126,7 @@ class Model::Pass {
   Attend attend_ = Attend::kToBatch;
   int64_t num_keys_ = 0;  // up to which the rows attend to the cache
   const std::vector<TensorView>* gradients_ = nullptr;
+  Accumulation accumulation_ = Accumulation::kBegin;
 
   struct TelemetryIds {
     TensorId statistics;  // fp32 [blocks * kNumQuantizedTensors, QuantizationTotals::kCount]

@@ -11,7 +11,7 @@ class UnitHooks {
   virtual ~UnitHooks() = default;
   // The unit's weights are about to be read.
   virtual void before_forward(Device& device, int unit) = 0;
-  // The same, and its gradients are about to be added to.
+  // The same, and its gradients are about to be written or added to.
   virtual void before_backward(Device& device, int unit) = 0;
   // This micro-batch has added all that it adds to the unit's gradients.
   virtual void after_backward(Device& device, int unit) = 0;

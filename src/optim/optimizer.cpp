@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/split_float.h"
+#include "kernels/ops/add.h"
 #include "kernels/ops/grad_norm.h"
 
 namespace parka {
@@ -197,20 +198,24 @@ std::vector<float> Optimizer::master_weight(Device& device, size_t i) const {
   return values;
 }
 
-void Optimizer::zero_gradients(Device& device) {
-  for (const GradientPieces& gradient : gradient_pieces_) {
-    const TensorView& kept = zero_.shards_gradients() ? gradient.own : gradient.whole;
-    device.fill_zero(kept.data, kept.bytes());
+void Optimizer::begin_step(Device& device) const {
+  if (!zero_.shards_gradients()) {
+    for (size_t i = 0; i < parameters_.size(); ++i) open_gradient(device, i);
   }
   device.fill_zero(loss_.data, loss_.bytes());
 }
 
 void Optimizer::open_gradient(Device& device, size_t i) const {
+  const TensorView& whole = gradient_pieces_.at(i).whole;
+  const int64_t numel = parameters_[i].numel();
+  const TensorView padding = whole.rows(numel, whole.numel() - numel);
+  if (padding.numel() > 0) device.fill_zero(padding.data, padding.bytes());
+}
+
+void Optimizer::add_accumulated(Device& device, size_t i) const {
   PARKA_REQUIRE(zero_.shards_gradients());
-  const GradientPieces& gradient = gradient_pieces_.at(i);
-  device.fill_zero(gradient.whole.data, gradient.whole.bytes());
-  const TensorView place = gradient.whole.rows(zero_.shard.rank * gradient.own.numel(), gradient.own.numel());
-  device.copy(place.data, gradient.own.data, place.bytes());
+  const auto& [whole, own] = gradient_pieces_.at(i);
+  add(device, {.x = own, .total = whole.rows(zero_.shard.rank * own.numel(), own.numel())});
 }
 
 PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sums) {

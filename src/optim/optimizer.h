@@ -48,7 +48,7 @@ class PendingStep {
 // states over ranks it updates this rank's piece of each tensor, and where it divides gradients it keeps this
 // rank's pieces of the accumulators, and room for the whole gradients of the units that backward is at. Order of
 // use: construct, plan.finish(), make an Arena, bind(), set_weight() of each parameter or restore the weights and
-// state() from a checkpoint; then any number of zero_gradients(), gradients filled by the model, step().
+// state() from a checkpoint; then any number of begin_step(), gradients filled by the model, step().
 class Optimizer {
  public:
   // Declares gradients (category "gradients"), masters ("master weights") and moments ("optimizer states") in the
@@ -72,7 +72,8 @@ class Optimizer {
   // The exact master values of own_range(i) as fp32.
   std::vector<float> master_weight(Device& device, size_t i) const;
 
-  // What the model adds gradients to, in the order of the parameters, [rows, cols] each.
+  // Where the model accumulates gradients, in the order of the parameters, [rows, cols] each. With divided
+  // gradients this is room for those of one micro-batch.
   const std::vector<TensorView>& gradients() const { return gradients_; }
 
   // ---- For those who reduce gradients over ranks ----
@@ -83,9 +84,12 @@ class Optimizer {
     TensorView whole, own;
   };
   const GradientPieces& gradient_pieces(size_t i) const { return gradient_pieces_.at(i); }
-  // With divided gradients: makes `whole` of parameter i zeros but for this rank's piece, which gets what it has
-  // accumulated, so that a sum over ranks is the new accumulation.
+  // Before the gradient of parameter i is written anew: makes its padding zeros, which the sum of squares reads and
+  // no op writes. The gradient itself need not be cleared.
   void open_gradient(Device& device, size_t i) const;
+  // With divided gradients, when a micro-batch of a step that is not its first has written `whole` of parameter i:
+  // adds what this rank has accumulated to its piece there, so that a sum over ranks is the new accumulation.
+  void add_accumulated(Device& device, size_t i) const;
   // Which room it is in: 0 and 1 are those of units of even and odd numbers, 2 that of a tied embedding.
   static constexpr size_t kRooms = 3;
   size_t room_of(size_t i) const;
@@ -94,8 +98,9 @@ class Optimizer {
 
   // [1] fp32, to which the model adds the loss of the step; an update needs it to be finite.
   const TensorView& loss() const { return loss_; }
-  // Clears the loss, too.
-  void zero_gradients(Device& device);
+  // Before the first micro-batch of a step, which overwrites the gradients: clears the loss, and opens the
+  // gradients that this rank keeps whole.
+  void begin_step(Device& device) const;
 
   // Queues one update with learning rate `lr`; `step` counts from 1 and drives bias correction and stochastic
   // rounding. Gradients are scaled by min(1, clip_limit(step) / (norm + 1e-6)), as in OLMo and PyTorch. A loss or a

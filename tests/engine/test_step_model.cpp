@@ -102,12 +102,12 @@ std::vector<StepAction> without_compute(std::vector<StepAction> actions) {
 }
 
 // A second of work everywhere, and nothing for what is counted from bandwidth.
-constexpr ComputeSeconds kSeconds = {.zero_gradients = 1,
-                                     .embedding_forward = 1,
+constexpr ComputeSeconds kSeconds = {.embedding_forward = 1,
                                      .block_forward = 1,
                                      .head = 1,
                                      .block_backward = 1,
                                      .embedding_backward = 1,
+                                     .clear_gradients = 1,
                                      .gradient_norm = 1,
                                      .update = 1,
                                      .quantize_weights = 1,
@@ -279,6 +279,27 @@ TEST_CASE("one GPU only computes", "[engine][step model]") {
   CHECK(step.hidden_fraction() == 1);
 }
 
+TEST_CASE("gradients are cleared where an accumulation begins, and pieces of them are added where it goes on",
+          "[engine][step model]") {
+  constexpr int64_t kRanks = 4, kMicroBatches = 3;
+  const TemporaryFolder folder;
+  for (int64_t stage = 0; stage <= 3; ++stage) {
+    for (const bool tied : {false, true}) {
+      CAPTURE(stage, tied);
+      const Config config = config_for(folder.path().string(), "bf16", stage, tied, kMicroBatches, kRanks);
+      int64_t added = 0;  // bytes read and written
+      for (const ParameterInfo& p : make_parameter_table(config.model, false).all) {
+        added += 3 * 4 * Shard{0, kRanks}.piece(p.numel());
+      }
+      const ComputeSeconds compute = {.clear_gradients = 1e9, .copy_bandwidth = 1};
+      const StepPrediction step = predict_step(schedule_step(config, kRanks, compute), kByteASecond, kRanks);
+      const double expected =
+          stage >= 2 ? kMicroBatches * 1e9 + (kMicroBatches - 1) * static_cast<double>(added) : 1e9;
+      CHECK(step.compute_seconds == Approx(expected));
+    }
+  }
+}
+
 TEST_CASE("each ZeRO stage waits for what nothing hides", "[engine][step model]") {
   constexpr int64_t kRanks = 4, kMicroBatches = 3;
   const TemporaryFolder folder;
@@ -310,7 +331,7 @@ TEST_CASE("each ZeRO stage waits for what nothing hides", "[engine][step model]"
   };
 
   ComputeSeconds compute = kSeconds;
-  compute.embedding_forward = compute.embedding_backward = 0;
+  compute.embedding_forward = compute.embedding_backward = compute.clear_gradients = 0;
   compute.head = compute.block_forward = compute.block_backward = 1e6;  // hides all the rest
   for (int64_t stage = 0; stage <= 3; ++stage) {
     CAPTURE(stage);

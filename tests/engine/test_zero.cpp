@@ -1,5 +1,7 @@
 #include <cmath>
+#include <cstring>
 #include <fstream>
+#include <functional>
 #include <map>
 
 #include "core/philox.h"
@@ -54,7 +56,10 @@ struct Outcome {
   std::map<std::string, std::vector<std::byte>> tensors;
 };
 
-Outcome train(const Config& config, int ranks) {
+// `before_step` is called by each rank before each of its steps, counted from 0.
+using BeforeStep = std::function<void(TrainingRun&, int step)>;
+
+Outcome train(const Config& config, int ranks, const BeforeStep& before_step = {}) {
   std::vector<Outcome> outcomes(static_cast<size_t>(ranks));
   std::mutex mutex;
   std::map<std::string, std::vector<std::byte>> whole;
@@ -64,6 +69,7 @@ Outcome train(const Config& config, int ranks) {
     run.initialize();
     Outcome& outcome = outcomes[static_cast<size_t>(communicator.rank())];
     for (int i = 0; i < kSteps; ++i) {
+      if (before_step) before_step(run, i);
       const std::optional<StepReport> report = run.step();
       REQUIRE(report);
       CHECK(report->applied);
@@ -88,6 +94,26 @@ Outcome train(const Config& config, int ranks) {
   }
   outcomes[0].tensors = std::move(whole);
   return outcomes[0];
+}
+
+// Sets every byte of the memory that gradients have on this rank: with 0xff to NaN in any format.
+void fill_gradients(const TrainingRun& run, int byte) {
+  for (size_t i = 0; i < run.optimizer().parameters().size(); ++i) {
+    const auto& [whole, own] = run.optimizer().gradient_pieces(i);
+    for (const TensorView& t : {whole, own}) std::memset(t.data, byte, static_cast<size_t>(t.bytes()));
+  }
+}
+
+// A step whose gradients are all NaN and which is skipped, by an embedding of NaN that is then put back.
+void take_skipped_step(TrainingRun& run) {
+  const TensorView embedding = run.model().weights().plain(run.model().parameters().embedding);
+  std::vector<std::byte> kept(static_cast<size_t>(embedding.bytes()));
+  std::memcpy(kept.data(), embedding.data, kept.size());
+  std::memset(embedding.data, 0xff, kept.size());
+  const std::optional<StepReport> report = run.step();
+  REQUIRE(report);
+  CHECK_FALSE(report->applied);
+  std::memcpy(embedding.data, kept.data(), kept.size());
 }
 
 double largest_difference(const std::vector<double>& a, const std::vector<double>& b) {
@@ -177,6 +203,53 @@ TEST_CASE("what is divided over ranks does not change a bit, once states are", "
       // Without divided states the squares of the gradients are summed in another order.
       config.distributed.zero_stage = 0;
       CHECK(largest_difference(train(config, 2).losses, states.losses) < 1e-3);
+    }
+  }
+}
+
+TEST_CASE("what gradients held before a step changes nothing", "[engine][zero]") {
+  struct Case {
+    const char* recipe;
+    bool tied;
+    int64_t micro_batch, logits_chunk;
+  };
+  // Of 8 sequences a step: one micro-batch and several for each rank; the head in one piece and in several.
+  const Case cases[] = {
+      {"fp32", false, 1, 4096}, {"fp32", true, 1, 6}, {"parka", true, 2, 10}, {"parka", false, 2, 6}};
+  for (const Case& c : cases) {
+    for (const auto& [stage, ranks] :
+         {std::pair<int64_t, int>{0, 1}, {0, 2}, {1, 4}, {2, 4}, {2, 2}, {3, 4}, {3, 2}}) {
+      CAPTURE(c.recipe, c.tied, c.micro_batch, c.logits_chunk, stage, ranks);
+      const TemporaryFolder folder;
+      Config config = config_for(folder, c.recipe, stage, "rmsnorm", c.tied);
+      config.training.micro_batch_size = c.micro_batch;
+      config.training.logits_chunk_tokens = c.logits_chunk;
+      const Outcome plain = train(config, ranks);
+      const Outcome poisoned = train(config, ranks, [](TrainingRun& run, int) { fill_gradients(run, 0xff); });
+      CHECK(poisoned.losses == plain.losses);
+      CHECK(poisoned.norms == plain.norms);
+      CHECK((poisoned.tensors == plain.tensors));
+    }
+  }
+}
+
+TEST_CASE("gradients of a skipped step do not reach the next", "[engine][zero]") {
+  for (int64_t stage = 0; stage <= 3; ++stage) {
+    for (const bool tied : {false, true}) {
+      CAPTURE(stage, tied);
+      const TemporaryFolder folder;
+      Config config = config_for(folder, "parka", stage, "rmsnorm", tied);
+      config.training.non_finite = NonFinitePolicy::kSkip;
+      const auto after_skipped_step = [&](bool cleared) {
+        return train(config, 2, [cleared](TrainingRun& run, int step) {
+          if (step != 1) return;
+          take_skipped_step(run);
+          if (cleared) fill_gradients(run, 0);
+        });
+      };
+      const Outcome left = after_skipped_step(false), cleared = after_skipped_step(true);
+      CHECK(left.losses == cleared.losses);
+      CHECK((left.tensors == cleared.tensors));
     }
   }
 }

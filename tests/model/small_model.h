@@ -48,9 +48,6 @@ struct SmallModel {
       set_weight(i, initial_weight(config, model.parameters(), i, seed));
     model.weights_changed(*device);
   }
-  void zero_gradients() {
-    for (const TensorView& g : gradients) device->fill_zero(g.data, g.bytes());
-  }
   std::vector<float> gradient(size_t i) const {
     std::vector<float> values(static_cast<size_t>(gradients.at(i).numel()));
     device->copy_to_host(values.data(), gradients[i].as<float>(), gradients[i].bytes());
@@ -73,6 +70,11 @@ struct SmallModel {
   std::unique_ptr<Arena> arena;
   std::vector<TensorView> gradients;
 };
+
+// Of the micro-batch that begins at this position among those that are added up.
+inline Model::Accumulation accumulation_of(int64_t begin) {
+  return begin == 0 ? Model::Accumulation::kBegin : Model::Accumulation::kContinue;
+}
 
 inline std::vector<int32_t> random_tokens(int64_t count, int64_t vocab_size, uint64_t seed) {
   std::vector<int32_t> tokens(static_cast<size_t>(count));

@@ -42,9 +42,8 @@ Result run(const ModelConfig& config, const PrecisionConfig& precision, Device& 
   // A GPU runs the work as it is, then records and replays it, then replays it.
   const int num_runs = device.kind() == DeviceKind::kCpu ? 1 : 3;
   for (int i = 0; i < num_runs; ++i) {
-    m.zero_gradients();
     m.model.accumulate_gradients(device, {tokens.data(), targets.data(), shape},
-                                 {.grad_scale = 0.01f, .z_loss = 1e-4f}, m.gradients);
+                                 {.grad_scale = 0.01f, .z_loss = 1e-4f}, m.gradients, Model::Accumulation::kBegin);
     Result again{m.model.losses(device), {}};
     for (size_t p = 0; p < m.gradients.size(); ++p) again.gradients.push_back(m.gradient(p));
     if (i > 0) CHECK((again.losses == result.losses && again.gradients == result.gradients));

@@ -45,22 +45,20 @@ struct Result {
 };
 
 Result run_packed(SmallModel& m, const Packed& packed, float grad_scale, const TensorView& grad_factor = {}) {
-  m.zero_gradients();
   const BatchShape shape{1, static_cast<int64_t>(packed.tokens.size()), true};
-  m.model.accumulate_gradients(*m.device,
-                               {packed.tokens.data(), packed.targets.data(), shape, packed.first_keys.data()},
-                               {.grad_scale = grad_scale, .grad_factor = grad_factor}, m.gradients);
+  m.model.accumulate_gradients(
+      *m.device, {packed.tokens.data(), packed.targets.data(), shape, packed.first_keys.data()},
+      {.grad_scale = grad_scale, .grad_factor = grad_factor}, m.gradients, Model::Accumulation::kBegin);
   return {m.model.losses(*m.device), m.all_gradients()};
 }
 
 Result run_alone(SmallModel& m, const std::vector<int64_t>& lengths, const Packed& packed, float grad_scale) {
-  m.zero_gradients();
   Result result;
   int64_t begin = 0;
   for (const int64_t length : lengths) {
     m.model.accumulate_gradients(*m.device,
                                  {packed.tokens.data() + begin, packed.targets.data() + begin, {1, length}},
-                                 {.grad_scale = grad_scale}, m.gradients);
+                                 {.grad_scale = grad_scale}, m.gradients, accumulation_of(begin));
     const std::vector<float> losses = m.model.losses(*m.device);
     result.losses.insert(result.losses.end(), losses.begin(), losses.end());
     begin += length;

@@ -1,6 +1,7 @@
 // What every precision recipe must keep: closeness to bf16, the same bits however memory is saved, and the bytes it
 // claims to keep.
 #include <cmath>
+#include <limits>
 
 #include "core/parallel.h"
 #include "engine/evaluation.h"
@@ -41,7 +42,7 @@ Result run(const ModelConfig& config, const PrecisionConfig& precision, int64_t 
   const std::vector<int32_t> tokens = random_tokens(kShape.num_tokens(), config.vocab_size, 5);
   const std::vector<int32_t> targets = next_token_targets(tokens, kShape.sequence_length);
   m.model.accumulate_gradients(*m.device, {tokens.data(), targets.data(), kShape},
-                               {.grad_scale = 0.01f, .z_loss = 1e-4f}, m.gradients);
+                               {.grad_scale = 0.01f, .z_loss = 1e-4f}, m.gradients, Model::Accumulation::kBegin);
   return {m.model.losses(*m.device), m.all_gradients()};
 }
 
@@ -150,16 +151,50 @@ TEST_CASE("gradients of micro-batches add up to those of the batch", "[model]") 
   SmallModel m(config, precision, kShape);
   m.initialize(config, 1);
   m.model.accumulate_gradients(*m.device, {tokens.data(), targets.data(), kShape}, {.grad_scale = 0.02f},
-                               m.gradients);
+                               m.gradients, Model::Accumulation::kBegin);
   const std::vector<float> whole = m.all_gradients();
-  m.zero_gradients();
   for (int64_t s = 0; s < kShape.num_sequences; ++s) {
     const int64_t begin = s * kShape.sequence_length;
     m.model.accumulate_gradients(*m.device,
                                  {tokens.data() + begin, targets.data() + begin, {1, kShape.sequence_length}},
-                                 {.grad_scale = 0.02f}, m.gradients);
+                                 {.grad_scale = 0.02f}, m.gradients, accumulation_of(s));
   }
   CHECK(relative_error(m.all_gradients(), whole) < 1e-5);
+}
+
+TEST_CASE("a sum of micro-batches begins whatever gradients held, and goes on from it", "[model]") {
+  const Recipe recipe = GENERATE(Recipe::kFp32, Recipe::kBf16, Recipe::kParka, Recipe::kFp8Block);
+  const bool tied = GENERATE(false, true);
+  const int64_t logits_chunk = GENERATE(1 << 20, 7);  // one, and several of which the last is shorter
+  const ModelConfig config = small_config(NormKind::kRmsNorm, tied, 0);
+  const std::vector<int32_t> tokens = random_tokens(kShape.num_tokens(), config.vocab_size, 5);
+  const std::vector<int32_t> targets = next_token_targets(tokens, kShape.sequence_length);
+  for (Device* device : devices()) {
+    CAPTURE(name_of(recipe), tied, logits_chunk, device->name());
+    SmallModel m(config, precision_recipe(recipe), kShape, logits_chunk, *device);
+    m.initialize(config, 1);
+    const auto run = [&](Model::Accumulation accumulation) {
+      m.model.accumulate_gradients(*m.device, {tokens.data(), targets.data(), kShape}, {.grad_scale = 0.01f},
+                                   m.gradients, accumulation);
+      return m.all_gradients();
+    };
+    const auto fill = [&](float value) {
+      for (const TensorView& g : m.gradients) {
+        upload_weight(*m.device, g, std::vector<float>(static_cast<size_t>(g.numel()), value));
+      }
+    };
+    // A GPU runs the work as it is, then records and replays it, then replays it.
+    for (int i = 0; i < 3; ++i) {
+      fill(0.0f);
+      const std::vector<float> added = run(Model::Accumulation::kContinue);
+      fill(std::numeric_limits<float>::quiet_NaN());
+      const std::vector<float> begun = run(Model::Accumulation::kBegin);
+      CHECK((begun == added));
+      std::vector<float> twice = begun;
+      for (float& g : twice) g *= 2;
+      CHECK(relative_error(run(Model::Accumulation::kContinue), twice) < 1e-5);
+    }
+  }
 }
 
 TEST_CASE("evaluation has training's numerics, or plain ones on request", "[model][recipes]") {
@@ -173,7 +208,7 @@ TEST_CASE("evaluation has training's numerics, or plain ones on request", "[mode
     m.model.evaluate(*m.device, batch);
     const std::vector<float> before = m.model.losses(*m.device);
     // Training in between uses the same memory; evaluation must not notice.
-    m.model.accumulate_gradients(*m.device, batch, {.grad_scale = 0.01f}, m.gradients);
+    m.model.accumulate_gradients(*m.device, batch, {.grad_scale = 0.01f}, m.gradients, Model::Accumulation::kBegin);
     m.model.evaluate(*m.device, batch);
     CHECK(same_bits(m.model.losses(*m.device), before));
     return before;

@@ -38,7 +38,8 @@ TEST_CASE("fp32 loss, logits and every gradient equal transformers'", "[model]")
     const std::vector<float> logits = m.model.logits(*m.device, batch, 0, fixture.shape.num_tokens());
     CHECK(relative_error(logits, fixture.tensors.at("logits")) < 1e-5);
 
-    m.model.accumulate_gradients(*m.device, batch, {.grad_scale = grad_scale(fixture.shape)}, m.gradients);
+    m.model.accumulate_gradients(*m.device, batch, {.grad_scale = grad_scale(fixture.shape)}, m.gradients,
+                                 Model::Accumulation::kBegin);
     const double want = fixture.tensors.at("loss")[0];
     CHECK(std::abs(mean_loss(m.model.losses(*m.device), targets) - want) < 1e-5 * want);
 
@@ -70,7 +71,8 @@ TEST_CASE("bf16 gradients stay within bf16 noise of transformers' fp32", "[model
     load_weights(m, fixture);
     const std::vector<int32_t> targets = next_token_targets(fixture.tokens, fixture.shape.sequence_length);
     m.model.accumulate_gradients(*m.device, {fixture.tokens.data(), targets.data(), fixture.shape},
-                                 {.grad_scale = grad_scale(fixture.shape)}, m.gradients);
+                                 {.grad_scale = grad_scale(fixture.shape)}, m.gradients,
+                                 Model::Accumulation::kBegin);
     const double want = fixture.tensors.at("loss")[0];
     CHECK(std::abs(mean_loss(m.model.losses(*m.device), targets) - want) < 0.01 * want);
     for (size_t i = 0; i < m.gradients.size(); ++i) {

@@ -22,12 +22,14 @@ std::vector<ParameterInfo> small_table() {
 // An optimizer with its memory and the weights that a model would own.
 class TestRun {
  public:
-  TestRun(const OptimizerConfig& config, std::vector<ParameterInfo> table = small_table())
+  TestRun(const OptimizerConfig& config, std::vector<ParameterInfo> table = small_table(), const Zero& zero = {})
       : device(*devices().front()),
         compute(config.master == MasterForm::kNone ? DType::kF32 : DType::kBF16),
-        optimizer(config, compute, table, {}, plan) {
+        optimizer(config, compute, table, zero, plan) {
     std::vector<TensorId> ids;
-    for (const ParameterInfo& p : table) ids.push_back(plan.add("weights", p.name, compute, {p.rows, p.cols}));
+    for (const ParameterInfo& p : table) {
+      ids.push_back(plan.add("weights", p.name, compute, {zero.shard.own(p.numel()).count()}));
+    }
     plan.finish();
     arena = std::make_unique<Arena>(device, plan);
     for (TensorId id : ids) weights.push_back((*arena)[id]);
@@ -300,11 +302,56 @@ TEST_CASE("without clipping a large gradient is used as it is", "[optim][optimiz
   CHECK(wrong == 0);
 }
 
-TEST_CASE("zero_gradients clears every gradient", "[optim][optimizer]") {
-  TestRun run(config_of(StateFormat::kFp32, MasterForm::kFp32));
-  run.step_with_random_gradient(1);
-  run.optimizer.zero_gradients(run.device);
-  CHECK(run.optimizer.step(run.device, 2, 0.0, 0).wait().grad_norm == 0.0);
+TEST_CASE("a step begins without a loss, and with padding that adds nothing to the norm", "[optim][optimizer]") {
+  constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+  const Optimizer::SumOverRanks alone = {.of_pieces = [](const TensorView&) {}, .of_batches = {}};
+  for (const int64_t stage : {0, 1, 2}) {
+    TestRun run(config_of(StateFormat::kFp32, MasterForm::kFp32), small_table(), make_zero(stage, 1, 2));
+    CAPTURE(stage);
+    for (size_t i = 0; i < run.optimizer.parameters().size(); ++i) {
+      const auto& [whole, own] = run.optimizer.gradient_pieces(i);
+      for (const TensorView& t : {whole, own}) std::fill_n(t.as<float>(), t.numel(), kNaN);
+    }
+    *run.optimizer.loss().as<float>() = kNaN;
+    run.optimizer.begin_step(run.device);
+    CHECK(*run.optimizer.loss().as<float>() == 0.0f);
+    double squares = 0;
+    for (size_t i = 0; i < run.optimizer.parameters().size(); ++i) {
+      if (stage == 2) run.optimizer.open_gradient(run.device, i);  // as each micro-batch does
+      const auto& [whole, own] = run.optimizer.gradient_pieces(i);
+      run.set_gradient(i, run.gradient_of(i, 1, 1.0f));
+      const int64_t begin = stage == 0 ? 0 : own.numel();  // rank 1
+      if (stage == 2) run.device.copy(own.data, whole.rows(begin, own.numel()).data, own.bytes());
+      const std::vector<float> gradient = run.gradient_of(i, 1, 1.0f);
+      for (size_t k = static_cast<size_t>(begin); k < gradient.size(); ++k)
+        squares += double{gradient[k]} * gradient[k];
+    }
+    const StepResult result = run.optimizer.step(run.device, 1, 0.0, 0, alone).wait();
+    CHECK(result.applied);
+    CHECK(std::abs(result.grad_norm - std::sqrt(squares)) <= 1e-5 * std::sqrt(squares));
+  }
+}
+
+TEST_CASE("what a rank has accumulated is added to its piece alone", "[optim][optimizer]") {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    OptimizerConfig config = config_of(StateFormat::kFp32, MasterForm::kFp32);
+    config.gradient = dtype;
+    TestRun run(config, small_table(), make_zero(2, 1, 2));
+    const size_t last = 2;
+    const auto& [whole, own] = run.optimizer.gradient_pieces(last);
+    run.set_gradient(last, run.gradient_of(last, 1, 1.0f));
+    run.optimizer.open_gradient(run.device, last);
+    run.device.copy(own.data, whole.rows(own.numel(), own.numel()).data, own.bytes());
+    run.optimizer.add_accumulated(run.device, last);
+    std::vector<float> want = run.gradient_of(last, 1, 1.0f);
+    for (size_t k = static_cast<size_t>(own.numel()); k < want.size(); ++k) want[k] *= 2;
+    want.resize(static_cast<size_t>(whole.numel()), 0.0f);
+    int wrong = 0;
+    for (size_t k = 0; k < want.size(); ++k) {
+      wrong += want[k] != (dtype == DType::kF32 ? whole.as<float>()[k] : decode_bf16(whole.as<BFloat16>()[k]));
+    }
+    CHECK(wrong == 0);
+  }
 }
 
 TEST_CASE("hazard: a gradient that is not finite reaches weights or states", "[optim][optimizer][hazards]") {
