@@ -94,10 +94,13 @@ void bench_swiglu(Bench& bench, const ModelShape& m) {
 
 void bench_quantize(Bench& bench, const ModelShape& m) {
   const auto time = [&](const char* name, const auto& make) { bench.time(m.name, name, make, quantize); };
-  // A weight for the whole step, in both orders.
+  // A weight for the whole step, in both orders; the optimizer's step has found its maximum.
   time("quantize.weight", [&](Tensors& t) {
     const ScaledView w = t.fp8(DType::kE4M3, 2 * m.f, m.d, Scaling::kTensor);
-    return Quantize{t.bf16({2 * m.f, m.d}), w, t.fp8(DType::kE4M3, m.d, 2 * m.f, Scaling::kTensor, 0, w.scale)};
+    return Quantize{.x = t.bf16({2 * m.f, m.d}),
+                    .out = w,
+                    .out_t = t.fp8(DType::kE4M3, m.d, 2 * m.f, Scaling::kTensor, 0, w.scale),
+                    .amax = t.fp32({1})};
   });
   // The attention output, whose maximum the attention kernel has found.
   time("quantize.attention", [&](Tensors& t) {
@@ -137,7 +140,9 @@ void bench_adamw(Bench& bench, const ModelShape& m) {
         const MomentView exp_avg = moment(t);
         MomentView exp_avg_sq = moment(t);
         t.fill_zero(exp_avg_sq.values);  // codes of a second moment have no sign; the first step gives them values
-        return make_adamw_step(t, exp_avg, exp_avg_sq);
+        AdamwStep step = make_adamw_step(t, exp_avg, exp_avg_sq);
+        step.weight_amax = t.fp32({1});
+        return step;
       },
       adamw_step);
 }

@@ -107,12 +107,11 @@ void ParameterExchange::weights_changed(Device& device) {
   for (int unit = 0; unit < model_.parameters().num_units(); ++unit) {
     if (!weights.is_gathered_on_use(unit)) gather(device, unit);
   }
+  if (zero_.shards_states() && !weights.amax().empty()) {
+    communicator_.all_reduce(device, weights.amax(), Reduction::kMax, Peers::kGroup);
+  }
   communicator_.wait(device, communicator_.last_queued());
-  model_.weights_changed(device);
-  if (weights.piece_amax().empty()) return;
-  weights.find_piece_amax(device);
-  communicator_.all_reduce(device, weights.piece_amax(), Reduction::kMax, Peers::kGroup);
-  communicator_.wait(device, communicator_.last_queued());
+  weights.quantize(device);
 }
 
 }  // namespace parka

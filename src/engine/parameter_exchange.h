@@ -40,7 +40,8 @@ class ParameterExchange final : public UnitHooks {
   void sum_of_pieces(Device& device, const TensorView& x);
   // Replaces x by its sum over peers.
   void sum(Device& device, const TensorView& x, Peers peers);
-  // After each rank has changed its own weights: brings what it has of the others' up to date, and FP8 copies.
+  // After each rank has changed its own weights, with their maxima in ModelWeights::amax(): brings what it has of
+  // the others' up to date, and FP8 copies.
   void weights_changed(Device& device);
 
  private:

@@ -85,18 +85,17 @@ CopySeconds copy_seconds(const Config& config, const ParameterTable& table, cons
   const Formats formats(config.precision);
   const bool has_tensor_scales = formats.weight.scaling == Scaling::kTensor;
   const double plain = size_of(formats.compute.dtype);
-  const double find = has_tensor_scales ? plain : 0;  // of the bytes read to know a tensor's scale
   // Bytes per element. Codes with one scale are moved; codes of blocks are made from the weight again.
   const double move = has_tensor_scales ? 2 : plain + 1;
   CopySeconds bytes;
   if (zero.shards_weights()) {
-    bytes = {0, move, find / static_cast<double>(zero.shard.size)};
+    bytes = {0, move, 0};
   } else if (config.precision.weight_copies == WeightCopies::kBoth) {
-    bytes = {0, 0, find + plain + 2};
+    bytes = {0, 0, plain + 2};
   } else if (config.precision.weight_copies == WeightCopies::kRows) {
-    bytes = {0, move, find + plain + 1};
+    bytes = {0, move, plain + 1};
   } else {
-    bytes = {plain + 1, plain + 1, find};
+    bytes = {plain + 1, plain + 1, 0};
   }
   const double of_block =
       static_cast<double>(linear_elements_per_block(table)) / (kQuantizeOfCopy * copy_bandwidth);
@@ -179,11 +178,10 @@ ComputeSeconds compute_seconds(const StepMeasurement& one, const Config& config,
 
   const int64_t state_ranks = zero.shards_states() ? zero.shard.size : 1;
   const Part norm = part_of(one, "optimizer", "sum_of_squares");
-  Part quantize = part_of(one, "optimizer", "quantize"), update = part_of(one, "optimizer");
-  const Part amax = part_of(one, "optimizer", "amax");
-  quantize.seconds += amax.seconds;
+  const Part quantize = part_of(one, "optimizer", "quantize");
+  Part update = part_of(one, "optimizer");
   update.seconds -= norm.seconds + quantize.seconds;
-  update.launches -= norm.launches + quantize.launches + amax.launches;
+  update.launches -= norm.launches + quantize.launches;
   compute.gradient_norm = scale * divided(norm, state_ranks);
   compute.update = scale * divided(update, state_ranks);
 
@@ -195,8 +193,7 @@ ComputeSeconds compute_seconds(const StepMeasurement& one, const Config& config,
   };
   compute.block_forward = changed(compute.block_forward, before.block_forward, after.block_forward);
   compute.block_backward = changed(compute.block_backward, before.block_backward, after.block_backward);
-  compute.quantize_weights =
-      zero.shards_weights() ? after.step : scale * changed(quantize.seconds, before.step, after.step);
+  compute.quantize_weights = after.step == 0 ? 0.0 : scale * changed(quantize.seconds, before.step, after.step);
   return compute;
 }
 

@@ -37,7 +37,10 @@ class Schedule {
     return zero_.shards_weights() && unit > 0 && unit < table_.head_unit();
   }
   static bool is_linear(const ParameterInfo& p) { return p.in_block && p.rows > 1; }
-  bool is_gathered_as_codes(const ParameterInfo& p) const;
+  bool has_tensor_scales() const { return formats_.fp8_gemm && formats_.weight.scaling == Scaling::kTensor; }
+  bool is_gathered_as_codes(const ParameterInfo& p) const {
+    return is_gathered_on_use(p.unit) && is_linear(p) && has_tensor_scales();
+  }
   int64_t gradient_bytes(int64_t numel) const { return numel * size_of(config_.optimizer.gradient); }
   size_t room_of(const ParameterInfo& p) const {
     const bool is_tied = p.unit == 0 && table_.head == table_.embedding;
@@ -89,11 +92,6 @@ Schedule::Schedule(const Config& config, int64_t num_gpus, const ComputeSeconds&
   for (int unit = 0; unit < table_.num_units(); ++unit) units_.push_back(table_.unit(unit));
 }
 
-bool Schedule::is_gathered_as_codes(const ParameterInfo& p) const {
-  return is_gathered_on_use(p.unit) && is_linear(p) && formats_.fp8_gemm &&
-         formats_.weight.scaling == Scaling::kTensor;
-}
-
 std::vector<int> Schedule::opened_by(int unit) const {
   const bool tied = table_.head == table_.embedding;
   if (unit == 0) return tied ? std::vector<int>() : units_[0];
@@ -135,7 +133,7 @@ void Schedule::gather_on_use(int unit) {
 
 // ModelWeights::gathered(): what was gathered in the compute format is read, and FP8 codes are written.
 void Schedule::quantize_gathered(int unit) {
-  if (!formats_.fp8_gemm || formats_.weight.scaling == Scaling::kTensor) return;
+  if (!formats_.fp8_gemm || has_tensor_scales()) return;
   int64_t elements = 0;
   for (int index : units_[static_cast<size_t>(unit)]) {
     const ParameterInfo& p = table_.all[static_cast<size_t>(index)];
@@ -228,11 +226,12 @@ void Schedule::update() {
     for (int unit = 0; unit < table_.num_units(); ++unit) {
       if (!is_gathered_on_use(unit)) gather(unit);
     }
+    if (zero_.shards_states() && has_tensor_scales()) {  // the weights' maxima
+      collective(Kind::kAllReduce, num_parameters * size_of(DType::kF32), Peers::kGroup);
+    }
     wait(last_queued_);
   }
   compute(compute_.quantize_weights);
-  if (!zero_.shards_weights() || !formats_.fp8_gemm || formats_.weight.scaling != Scaling::kTensor) return;
-  sum(num_parameters, Peers::kGroup);
 }
 
 }  // namespace

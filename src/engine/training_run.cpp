@@ -118,7 +118,7 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
     device.set_workspace(workspace.data, workspace.bytes());
   }
   declared_.model.bind(device, arena_);
-  declared_.optimizer.bind(arena_, declared_.model.weights().own());
+  declared_.optimizer.bind(arena_, declared_.model.weights().own(), declared_.model.weights().amax());
   if (communicator.size() > 1) {
     if (zero_.shards_states()) communicator.divide(static_cast<int>(zero_.shard.size));
     exchange_.emplace(zero_, communicator, declared_.model, declared_.optimizer);
@@ -144,10 +144,15 @@ void TrainingRun::start_loader(DataPosition position) {
 }
 
 void TrainingRun::weights_changed() {
+  declared_.model.weights().find_amax(device_);
+  weights_stepped();
+}
+
+void TrainingRun::weights_stepped() {
   if (exchange_) {
     exchange_->weights_changed(device_);
   } else {
-    declared_.model.weights_changed(device_);
+    declared_.model.weights().quantize(device_);
   }
 }
 
@@ -385,7 +390,7 @@ std::optional<StepReport> TrainingRun::step() {
                                                 static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey, sums);
   std::optional<PendingTelemetry> telemetry;
   if (with_telemetry) telemetry = declared_.telemetry->queue(device_, declared_.model, declared_.optimizer);
-  weights_changed();
+  weights_stepped();
   ++completed_steps_;
   unfinished_.emplace(UnfinishedStep{std::move(report), std::move(result), std::move(telemetry), device_.mark()});
   if (!previous && unfinished_->result.ready()) return finish();

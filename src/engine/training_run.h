@@ -123,6 +123,9 @@ class TrainingRun {
   int64_t queue_gradients(bool with_telemetry);
   int64_t share_targets(int64_t own);
   void begin_evaluation_batch();
+  // Bring up to date what is made from this rank's weights: after a step, which finds their maxima, and after any
+  // other change.
+  void weights_stepped();
   void weights_changed();
   void initialize_one(size_t i);
 

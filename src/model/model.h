@@ -37,8 +37,11 @@ class Model {
   void bind(Device& device, const Arena& arena);
 
   const ModelWeights& weights() const { return weights_; }
-  // Must be called after weights were written: refreshes the FP8 copies of those that this rank has whole.
-  void weights_changed(Device& device) const { weights_.quantize(device); }
+  // Must be called after weights were written, where this rank has all of them whole: refreshes their FP8 copies.
+  void weights_changed(Device& device) const {
+    weights_.find_amax(device);
+    weights_.quantize(device);
+  }
 
   // From now on these are called as forward and backward go from unit to unit; null: nothing is. `hooks` must live
   // as long as it is set.

@@ -45,7 +45,7 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (has_copy(i)) declare_copies(i, plan);
   }
-  if (has_tensor_scales() && !keeps_rows_) {
+  if (has_tensor_scales()) {
     amax_id_ = plan.add("fp8 weights", "weight_amax", DType::kF32, {static_cast<int64_t>(parameters_.size())});
   }
   if (zero_.shards_weights()) declare_rooms(table, plan);
@@ -169,17 +169,18 @@ void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Room& room)
 }
 
 void ModelWeights::quantize(Device& device) const {
-  if (zero_.shards_weights()) return;
-  if (!amax_.empty()) device.fill_zero(amax_.data, amax_.bytes());
+  if (!keeps_rows_) return;
   for (size_t i = 0; i < plain_.size(); ++i) {
     if (!has_copy(i)) continue;
-    if (keeps_rows_) {
-      const ScaledView kept_t = keeps_transposed_ ? copies_[i].w_t : ScaledView{};
-      parka::quantize(device, {.x = plain_[i], .out = copies_[i].w, .out_t = kept_t});
-    } else if (!amax_.empty()) {
-      amax(device, {.x = plain_[i], .result = amax_of(i)});
-    }
+    const ScaledView kept_t = keeps_transposed_ ? copies_[i].w_t : ScaledView{};
+    parka::quantize(device, {.x = plain_[i], .out = copies_[i].w, .out_t = kept_t, .amax = amax_of(i)});
   }
+}
+
+void ModelWeights::find_amax(Device& device) const {
+  if (amax_.empty()) return;
+  device.fill_zero(amax_.data, amax_.bytes());
+  for (size_t i = 0; i < own_.size(); ++i) parka::amax(device, {.x = own_[i], .result = amax_of(i)});
 }
 
 void ModelWeights::before_gather(Device& device, int unit) const {
@@ -200,13 +201,6 @@ void ModelWeights::gathered(Device& device, int unit) const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].unit != unit || !has_copy(i)) continue;
     parka::quantize(device, {.x = plain_[i], .out = copies_[i].w});
-  }
-}
-
-void ModelWeights::find_piece_amax(Device& device) const {
-  device.fill_zero(amax_.data, amax_.bytes());
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!piece_codes_[i].empty()) amax(device, {.x = piece_plain_[i], .result = amax_of(i)});
   }
 }
 

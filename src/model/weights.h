@@ -22,8 +22,15 @@ class ModelWeights {
 
   void bind(const Arena& arena);
 
-  // Makes the FP8 copies of whole weights anew, or finds what they are scaled by; call whenever they have changed.
+  // Makes the FP8 copies that are kept anew, of whole weights whose maxima are in amax(); call whenever they have
+  // changed.
   void quantize(Device& device) const;
+  // [number of weights] fp32: the largest magnitude of each, from which the scale of its codes follows. Empty
+  // unless FP8 copies have one scale per tensor. When own() has changed it is to be that of own(), which an
+  // optimizer step finds on its way and find_amax() after any other change; then, where weights are divided, the
+  // maximum over those who share them.
+  const TensorView& amax() const { return amax_; }
+  void find_amax(Device& device) const;
 
   // Weight `index` in the compute format: [rows, cols], or [cols] for a norm. An empty view for index -1. A block's
   // linear weights that are gathered as FP8 codes do not exist in it.
@@ -51,11 +58,6 @@ class ModelWeights {
   // codes are gathered, and of the whole weights if they are not.
   void before_gather(Device& device, int unit) const;
   void gathered(Device& device, int unit) const;
-  // The largest magnitudes of this rank's pieces [number of weights] fp32, from which the codes' scales follow:
-  // when weights have changed they must be found, and then become those of all ranks. Empty if no codes are
-  // gathered.
-  TensorView piece_amax() const { return gathers_codes() ? amax_ : TensorView(); }
-  void find_piece_amax(Device& device) const;
 
  private:
   struct CopyIds {

@@ -123,8 +123,9 @@ TensorId Optimizer::declare_master(const ParameterInfo& parameter, MemoryPlan& p
   throw_internal("unknown master form {}", static_cast<int>(config_.master));
 }
 
-void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights) {
+void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const TensorView& weight_amax) {
   PARKA_REQUIRE(weights.size() == parameters_.size());
+  weight_amax_ = weight_amax;
   weights_.clear();
   gradients_.clear();
   gradient_pieces_.clear();
@@ -231,6 +232,8 @@ PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t se
                             .loss = loss_,
                             .max_norm = static_cast<float>(clip_limit(step)),
                             .coefficient = clip_coefficient_});
+  const bool wants_amax = !weight_amax_.empty();
+  if (wants_amax) device.fill_zero(weight_amax_.data, weight_amax_.bytes());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
     const Shard::Range range = own_range(i);
@@ -249,6 +252,7 @@ PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t se
                         .bias_correction1 = static_cast<float>(bias_correction(config_.beta1, step)),
                         .bias_correction2 = static_cast<float>(bias_correction(config_.beta2, step)),
                         .grad_scale = clip_coefficient_,
+                        .weight_amax = wants_amax ? weight_amax_.rows(static_cast<int64_t>(i), 1) : TensorView(),
                         .seed = seed,
                         .step = static_cast<uint64_t>(step),
                         .first_element = static_cast<uint64_t>(p.first_element + range.begin)});

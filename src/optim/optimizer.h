@@ -59,8 +59,9 @@ class Optimizer {
             MemoryPlan& plan);
 
   // Takes the tensors from the arena; `weights[i]` is this rank's elements of what the model computes with for
-  // parameters[i], in any shape.
-  void bind(const Arena& arena, std::vector<TensorView> weights);
+  // parameters[i], in any shape. `weight_amax` [number of parameters] fp32: where step() leaves the largest
+  // magnitude of each of them; empty: not wanted.
+  void bind(const Arena& arena, std::vector<TensorView> weights, const TensorView& weight_amax = {});
 
   // The elements of parameter i that this rank updates: all, or its piece.
   Shard::Range own_range(size_t i) const { return zero_.shard.own(parameters_.at(i).numel()); }
@@ -155,6 +156,7 @@ class Optimizer {
   TensorId room_ids_[kRooms];          // with divided gradients
   std::vector<int64_t> room_offsets_;  // of each parameter's gradient in its room, in elements
   std::vector<TensorView> weights_;    // flat, this rank's
+  TensorView weight_amax_;
   std::vector<TensorView> gradients_;
   std::vector<GradientPieces> gradient_pieces_;
   std::vector<State> states_;

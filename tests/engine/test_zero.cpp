@@ -1,3 +1,4 @@
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <fstream>
@@ -7,6 +8,7 @@
 #include "core/philox.h"
 #include "engine/config_io.h"
 #include "engine/training_run.h"
+#include "kernels/ops/quantize.h"
 #include "tests/support/catch.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/thread_ranks.h"
@@ -49,11 +51,24 @@ Config config_for(const TemporaryFolder& folder, const std::string& recipe, int6
                       "test");
 }
 
+using TensorBytes = std::map<std::string, std::vector<std::byte>>;
+
+// Puts what this rank has of each tensor of a run where it belongs in all of it.
+void collect(const TrainingRun& run, Device& device, TensorBytes& whole) {
+  for (const NamedTensor& t : run.tensors()) {
+    std::vector<std::byte>& bytes = whole[t.name];
+    const int64_t size = size_of(t.view.dtype);
+    int64_t numel = 1;
+    for (int64_t extent : t.shape) numel *= extent;
+    bytes.resize(static_cast<size_t>(numel * size));
+    device.copy_to_host(bytes.data() + t.begin * size, t.view.data, t.view.bytes());
+  }
+}
+
 struct Outcome {
   std::vector<double> losses, norms;
   double held_out = 0;
-  // Every tensor of the run, put together from the ranks' pieces.
-  std::map<std::string, std::vector<std::byte>> tensors;
+  TensorBytes tensors;  // put together from the ranks' pieces
 };
 
 // `before_step` is called by each rank before each of its steps, counted from 0.
@@ -62,7 +77,7 @@ using BeforeStep = std::function<void(TrainingRun&, int step)>;
 Outcome train(const Config& config, int ranks, const BeforeStep& before_step = {}) {
   std::vector<Outcome> outcomes(static_cast<size_t>(ranks));
   std::mutex mutex;
-  std::map<std::string, std::vector<std::byte>> whole;
+  TensorBytes whole;
   ThreadRanks(ranks).run([&](Communicator& communicator) {
     const auto device = make_cpu_device();
     TrainingRun run(config, *device, communicator);
@@ -78,14 +93,7 @@ Outcome train(const Config& config, int ranks, const BeforeStep& before_step = {
     }
     outcome.held_out = run.evaluate(run.data()).loss;
     const std::lock_guard lock(mutex);
-    for (const NamedTensor& t : run.tensors()) {
-      std::vector<std::byte>& bytes = whole[t.name];
-      const int64_t size = size_of(t.view.dtype);
-      int64_t numel = 1;
-      for (int64_t extent : t.shape) numel *= extent;
-      bytes.resize(static_cast<size_t>(numel * size));
-      device->copy_to_host(bytes.data() + t.begin * size, t.view.data, t.view.bytes());
-    }
+    collect(run, *device, whole);
   });
   for (const Outcome& outcome : outcomes) {
     CHECK(outcome.losses == outcomes[0].losses);  // all ranks report the same
@@ -104,16 +112,68 @@ void fill_gradients(const TrainingRun& run, int byte) {
   }
 }
 
-// A step whose gradients are all NaN and which is skipped, by an embedding of NaN that is then put back.
-void take_skipped_step(TrainingRun& run) {
-  const TensorView embedding = run.model().weights().plain(run.model().parameters().embedding);
-  std::vector<std::byte> kept(static_cast<size_t>(embedding.bytes()));
-  std::memcpy(kept.data(), embedding.data, kept.size());
-  std::memset(embedding.data, 0xff, kept.size());
+// Counts the FP8 copies of weights that are not, to the bit, what quantizing the weights anew gives.
+class CopyCheck {
+ public:
+  // To be called by all ranks.
+  void check(TrainingRun& run, Device& device, Communicator& communicator) {
+    {
+      const std::lock_guard lock(mutex_);
+      collect(run, device, whole_);
+    }
+    communicator.barrier();
+    const ModelWeights& weights = run.model().weights();
+    const ParameterTable& table = run.model().parameters();
+    for (size_t l = 0; l < table.blocks.size(); ++l) {
+      const int unit = table.block_unit(static_cast<int64_t>(l));
+      if (weights.is_gathered_on_use(unit)) {
+        weights.before_gather(device, unit);
+        for (const ModelWeights::Piece& piece : weights.pieces(unit)) {
+          communicator.all_gather(device, piece.own, piece.whole, Peers::kGroup);
+        }
+        weights.gathered(device, unit);
+      }
+      const BlockParameters& block = table.blocks[l];
+      for (const int index : {block.qkv, block.attention_out, block.up_gate, block.down}) {
+        compare(weights, device, index, table.all[static_cast<size_t>(index)]);
+      }
+    }
+    communicator.barrier();
+  }
+  int64_t num_wrong() const { return num_wrong_; }
+
+ private:
+  void compare(const ModelWeights& weights, Device& device, int index, const ParameterInfo& p) {
+    std::vector<std::byte> codes(static_cast<size_t>(p.numel())), codes_t(codes.size());
+    float scale = 0;
+    const TensorView wanted_scale(&scale, DType::kF32, {1});
+    const ScaledView wanted(TensorView(codes.data(), DType::kE4M3, {p.rows, p.cols}), wanted_scale,
+                            Scaling::kTensor);
+    const ScaledView wanted_t(TensorView(codes_t.data(), DType::kE4M3, {p.cols, p.rows}), wanted_scale,
+                              Scaling::kTensor);
+    const TensorView weight(whole_.at(p.name).data(), DType::kBF16, {p.rows, p.cols});
+    quantize(device, {.x = weight, .out = wanted, .out_t = wanted_t});
+    const auto differs = [&](const ScaledView& got, const std::vector<std::byte>& bytes) {
+      return got.scale.as<float>()[0] != scale || std::memcmp(got.data.data, bytes.data(), bytes.size()) != 0;
+    };
+    num_wrong_ += differs(weights.quantized(device, index), codes) ? 1 : 0;
+    num_wrong_ += differs(weights.transposed(device, index), codes_t) ? 1 : 0;
+  }
+
+  std::mutex mutex_;
+  TensorBytes whole_;
+  std::atomic<int64_t> num_wrong_ = 0;
+};
+
+// A step that finds an infinite weight on every rank, and must change nothing.
+bool skips_a_step(TrainingRun& run) {
+  const TensorView norm = run.model().weights().plain(run.model().parameters().final_norm);
+  auto& first = norm.as<BFloat16>()[0];
+  const BFloat16 kept = first;
+  first = encode_bf16(INFINITY);
   const std::optional<StepReport> report = run.step();
-  REQUIRE(report);
-  CHECK_FALSE(report->applied);
-  std::memcpy(embedding.data, kept.data(), kept.size());
+  first = kept;
+  return report && !report->applied;
 }
 
 double largest_difference(const std::vector<double>& a, const std::vector<double>& b) {
@@ -243,13 +303,61 @@ TEST_CASE("gradients of a skipped step do not reach the next", "[engine][zero]")
       const auto after_skipped_step = [&](bool cleared) {
         return train(config, 2, [cleared](TrainingRun& run, int step) {
           if (step != 1) return;
-          take_skipped_step(run);
+          CHECK(skips_a_step(run));
           if (cleared) fill_gradients(run, 0);
         });
       };
       const Outcome left = after_skipped_step(false), cleared = after_skipped_step(true);
       CHECK(left.losses == cleared.losses);
       CHECK((left.tensors == cleared.tensors));
+    }
+  }
+}
+
+TEST_CASE("FP8 copies are of the weights as they are, whatever has changed these", "[engine][zero]") {
+  struct Ranks {
+    int count;
+    int64_t shard_size;
+  };
+  for (const WeightCopies copies : {WeightCopies::kBoth, WeightCopies::kRows, WeightCopies::kNone}) {
+    for (int64_t stage = 0; stage <= 3; ++stage) {
+      for (const Ranks& ranks : {Ranks{1, 0}, Ranks{2, 0}, Ranks{4, 2}}) {
+        CAPTURE(name_of(copies), stage, ranks.count);
+        const TemporaryFolder folder;
+        Config config = config_for(folder, "parka", stage);
+        config.precision.weight_copies = copies;
+        config.distributed.shard_size = stage == 0 ? 0 : ranks.shard_size;
+        config.training.non_finite = NonFinitePolicy::kSkip;
+        CopyCheck copy_check;
+        std::atomic<int> num_unexpected = 0;
+        using Check = std::function<void(bool as_expected)>;
+        const auto on_ranks = [&](const std::function<void(TrainingRun&, Communicator&, const Check&)>& body) {
+          ThreadRanks(ranks.count).run([&](Communicator& communicator) {
+            const auto device = make_cpu_device();
+            TrainingRun run(config, *device, communicator);
+            body(run, communicator, [&](bool as_expected) {
+              num_unexpected += as_expected ? 0 : 1;
+              copy_check.check(run, *device, communicator);
+            });
+          });
+        };
+        on_ranks([&](TrainingRun& run, Communicator& communicator, const Check& check) {
+          run.initialize();
+          check(true);
+          for (int i = 0; i < 2; ++i) check(run.step()->applied);
+          check(skips_a_step(run));
+          check(run.step()->applied);
+          save_checkpoint(config.checkpoint.folder, run.snapshot(),
+                          {.group = {communicator.rank(), communicator.size(), "saved"}});
+        });
+        on_ranks([&](TrainingRun& run, Communicator&, const Check& check) {
+          run.restore(load_checkpoint(list_checkpoints(config.checkpoint.folder).front().path));
+          check(run.completed_steps() == 4);
+          check(run.step()->applied);
+        });
+        CHECK(num_unexpected == 0);
+        CHECK(copy_check.num_wrong() == 0);
+      }
     }
   }
 }

@@ -179,6 +179,7 @@ class TestParameter {
                          .bias_correction1 = static_cast<float>(1 - std::pow(h.beta1, static_cast<double>(t))),
                          .bias_correction2 = static_cast<float>(1 - std::pow(h.beta2, static_cast<double>(t))),
                          .grad_scale = scale,
+                         .weight_amax = weight_amax ? weight_amax->view() : TensorView{},
                          .seed = 77,
                          .step = static_cast<uint64_t>(t),
                          .first_element = first_element + static_cast<uint64_t>(begin)});
@@ -214,6 +215,7 @@ class TestParameter {
   TestTensor weight;
   std::unique_ptr<TestTensor> master;
   TestMoment exp_avg, exp_avg_sq;
+  std::unique_ptr<TestTensor> weight_amax;  // given to steps if it is set
 
  private:
   // Master forms round ties away from zero, not to even as TestTensor would.

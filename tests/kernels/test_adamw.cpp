@@ -22,6 +22,40 @@ std::vector<Storage> all_storages() {
   return storages;
 }
 
+// Every kind of kernel that a device may have: both gradients, moments alike and mixed, with and without expansion.
+std::vector<Storage> storages_of_all_kernels() {
+  const std::vector<std::pair<MomentStorage, MomentStorage>> moments = {
+      {{DType::kF32}, {DType::kF32}},
+      {{DType::kBF16}, {DType::kBF16}},
+      {{DType::kBF16}, {DType::kF32}},
+      {{DType::kE4M3, false}, {DType::kE4M3, false}},
+      {{DType::kE4M3, true}, {DType::kE4M3, true}},
+      {{DType::kE5M2, true}, {DType::kE5M2, true}},
+      {{DType::kE4M3, true}, {DType::kE5M2, true}}};
+  std::vector<Storage> storages;
+  for (const MasterForm master : kMasterForms) {
+    for (const DType gradient : {DType::kF32, DType::kBF16}) {
+      for (const auto& [exp_avg, exp_avg_sq] : moments) storages.push_back({master, exp_avg, exp_avg_sq, gradient});
+    }
+  }
+  return storages;
+}
+
+// The largest magnitude of elements [begin, N) of the weights as they are stored. NaN is less than nothing.
+float largest_weight(const TestParameter& parameter, int64_t begin = 0) {
+  float largest = 0;
+  const std::vector<float> weights = parameter.weight.host();
+  for (size_t i = static_cast<size_t>(begin); i < weights.size(); ++i) {
+    largest = std::max(largest, std::abs(weights[i]));
+  }
+  return largest;
+}
+
+void set_weight_amax(Device& device, TestParameter& parameter, float value) {
+  parameter.weight_amax =
+      std::make_unique<TestTensor>(device, DType::kF32, std::initializer_list<int64_t>{1}, std::vector{value});
+}
+
 // torch.optim.AdamW's single-tensor update, in double.
 struct ReferenceAdamw {
   std::vector<double> w, m, v;
@@ -243,6 +277,80 @@ TEST_CASE("adamw_step changes no bit where grad_scale is not finite", "[kernels]
   }
 }
 
+TEST_CASE("adamw_step raises weight_amax to the weights as they are stored", "[kernels][adamw]") {
+  constexpr float kLarge = 1000.0f, kNan = std::numeric_limits<float>::quiet_NaN();
+  const std::vector<Storage> storages = storages_of_all_kernels();
+  for (Device* device : devices()) {
+    for (const int64_t N : {1, 3, 127, 129, 8192, 20011}) {
+      for (size_t s = 0; s < storages.size(); ++s) {
+        std::vector<float> initial = random_normal(N, 13, 0.02f);
+        const auto place = static_cast<size_t>(philox4x32(14, s, static_cast<uint64_t>(N))[0] % N);
+        initial[place] = s % 2 == 0 ? -0.7f : 0.7f;
+        TestParameter parameter(*device, storages[s], initial), plain(*device, storages[s], initial);
+        const auto check_step = [&](float before, int64_t t, float grad_scale) {
+          set_weight_amax(*device, parameter, before);
+          parameter.step(gradient_at(N, t), {}, t, grad_scale);
+          const float amax = parameter.weight_amax->host()[0];
+          CAPTURE(device->name(), N, s, place, before, t, grad_scale);
+          CHECK(amax == std::max(before, largest_weight(parameter)));
+          CHECK((parameter.weight_amax->guard_intact() && parameter.guard_intact()));
+        };
+        check_step(0.0f, 1, 1.0f);
+        check_step(kLarge, 2, 1.0f);
+        check_step(0.0f, 3, kNan);  // where nothing is changed, too
+        check_step(kLarge, 3, kNan);
+        check_step(0.001f, 3, 1.0f);
+        // Asking for it changes nothing else.
+        for (int64_t t = 1; t <= 3; ++t) plain.step(gradient_at(N, t), {}, t);
+        CHECK(parameter.same_bits(plain));
+      }
+    }
+  }
+}
+
+TEST_CASE("weight_amax is of the elements that are stepped, aligned or not", "[kernels][adamw]") {
+  constexpr int64_t N = 8192 * 2 + 301;
+  std::vector<float> initial = random_normal(N, 15, 0.02f);
+  initial[0] = 3.0f;
+  for (Device* device : devices()) {
+    for (const Storage& storage : storages_of_all_kernels()) {
+      const bool is_fp8 = is_float8(storage.exp_avg.format);
+      for (const float grad_scale : {1.0f, std::numeric_limits<float>::infinity()}) {
+        const int64_t begin = is_fp8 ? 128 : 1;  // element 1 is number 128 of the flat space
+        TestParameter parameter(*device, storage, initial);
+        set_weight_amax(*device, parameter, 0.0f);
+        const TestTensor gradient(*device, storage.gradient, {N}, gradient_at(N, 1));
+        parameter.step_range(gradient, {}, 1, begin, N, grad_scale, static_cast<uint64_t>(128 - begin));
+        CHECK(parameter.weight_amax->host()[0] == largest_weight(parameter, begin));
+        CHECK(parameter.weight_amax->host()[0] < 1.0f);
+      }
+    }
+  }
+}
+
+TEST_CASE("weight_amax skips NaN and takes an infinity", "[kernels][adamw]") {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN(),
+                  kInfinity = std::numeric_limits<float>::infinity();
+  for (Device* device : devices()) {
+    for (const Storage& storage : storages_of_all_kernels()) {
+      for (const float extreme : {kNan, -kInfinity}) {
+        for (const float grad_scale : {1.0f, kNan}) {
+          std::vector<float> initial = random_normal(300, 16, 0.02f);
+          initial[41] = extreme;
+          TestParameter parameter(*device, storage, initial);
+          set_weight_amax(*device, parameter, 0.0f);
+          parameter.step(gradient_at(300, 1), {}, 1, grad_scale);
+          const float amax = parameter.weight_amax->host()[0];
+          CAPTURE(device->name(), extreme, grad_scale);
+          CHECK(amax == largest_weight(parameter));
+          // A step makes NaN of an infinity, which it decays.
+          CHECK(std::isinf(amax) == (std::isinf(extreme) && std::isnan(grad_scale)));
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("hazard: a moment that shares its group with a far larger one gets an exploding update",
           "[kernels][adamw][hazards]") {
   const int64_t N = 128;
@@ -317,6 +425,7 @@ TEST_CASE("hazard: adamw_step takes tensors of a wrong shape or dtype without a 
   CHECK(is_refused([&](AdamwStep& a) { a.exp_avg_sq.exponent = a.exp_avg_sq.amax; }));
   CHECK(is_refused([&](AdamwStep& a) { a.grad_scale = shorter; }));
   CHECK(is_refused([&](AdamwStep& a) { a.grad_scale = {}; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.weight_amax = shorter; }));
   CHECK(is_refused([&](AdamwStep& a) { a.first_element = 64; }));
   CHECK(is_refused([&](AdamwStep& a) { a.bias_correction2 = 0; }));
 }

@@ -30,10 +30,12 @@ class TestRun {
     for (const ParameterInfo& p : table) {
       ids.push_back(plan.add("weights", p.name, compute, {zero.shard.own(p.numel()).count()}));
     }
+    const TensorId amax = plan.add("amax", "weight_amax", DType::kF32, {static_cast<int64_t>(table.size())});
     plan.finish();
     arena = std::make_unique<Arena>(device, plan);
     for (TensorId id : ids) weights.push_back((*arena)[id]);
-    optimizer.bind(*arena, weights);
+    weight_amax = (*arena)[amax];
+    optimizer.bind(*arena, weights, weight_amax);
   }
 
   void initialize(uint64_t seed) {
@@ -85,6 +87,7 @@ class TestRun {
   Optimizer optimizer;
   std::unique_ptr<Arena> arena;
   std::vector<TensorView> weights;
+  TensorView weight_amax;
 };
 
 OptimizerConfig config_of(StateFormat states, MasterForm master, DType gradient = DType::kF32) {
@@ -378,6 +381,29 @@ TEST_CASE("hazard: a gradient that is not finite reaches weights or states", "[o
     CHECK(result.applied);
     CHECK(result.culprit.empty());
     CHECK(run.bytes() != before);
+  }
+}
+
+TEST_CASE("a step leaves the largest magnitude of each weight, applied or not", "[optim][optimizer]") {
+  for (const OptimizerConfig& config : all_configs()) {
+    TestRun run(config);
+    run.initialize(5);
+    for (int64_t t = 1; t <= 4; ++t) {
+      const bool is_skipped = t == 3;
+      // Decay alone: each maximum is below that of the step before.
+      const StepResult result = run.step_with_random_gradient(t, is_skipped ? NAN : 0.0f, 1.0);
+      CHECK(result.applied == !is_skipped);
+      for (size_t i = 0; i < run.weights.size(); ++i) {
+        float largest = 0;
+        for (int64_t n = 0; n < run.weights[i].numel(); ++n) {
+          const bool is_fp32 = run.compute == DType::kF32;
+          const float w = is_fp32 ? run.weights[i].as<float>()[n] : decode_bf16(run.weights[i].as<BFloat16>()[n]);
+          largest = std::max(largest, std::abs(w));
+        }
+        CAPTURE(name_of(config.states), name_of(config.master), t, i);
+        CHECK(run.weight_amax.as<float>()[i] == largest);
+      }
+    }
   }
 }
 

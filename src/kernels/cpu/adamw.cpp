@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <functional>
@@ -201,6 +202,18 @@ void write_weights(const AdamwStep& a, const GroupRange& range, const float* w) 
   }
 }
 
+// Raises weight_amax to the weights of a group as they are stored. Groups may be at it at the same time; the
+// maximum does not depend on their order.
+void raise_weight_amax(const AdamwStep& a, const GroupRange& range) {
+  GroupValues stored;
+  decode_elements(a.weight, range.begin, range.count, stored.data());
+  const float largest = max_abs(stored.data(), range.count);
+  const std::atomic_ref<float> amax(a.weight_amax.as<float>()[0]);
+  float found = amax.load();
+  while (largest > found && !amax.compare_exchange_weak(found, largest)) {
+  }
+}
+
 // ---- The update ----
 
 struct UpdateConstants {
@@ -229,21 +242,27 @@ void update(const AdamwStep& a, const UpdateConstants& c, int64_t count, const f
   }
 }
 
+void step_group(const AdamwStep& a, const UpdateConstants& constants, const GroupRange& range) {
+  GroupValues g, m, v, w;
+  decode_elements(a.gradient, range.begin, range.count, g.data());
+  read_moment(a.exp_avg, range, m.data());
+  read_moment(a.exp_avg_sq, range, v.data());
+  read_weights(a, range, w.data());
+  update(a, constants, range.count, g.data(), m.data(), v.data(), w.data());
+  write_moment(m.data(), range, /*is_second=*/false, a.exp_avg);
+  write_moment(v.data(), range, /*is_second=*/true, a.exp_avg_sq);
+  write_weights(a, range, w.data());
+}
+
 }  // namespace
 
 void adamw_step(Device&, const AdamwStep& a) {
   const UpdateConstants constants(a);
-  if (!std::isfinite(constants.grad_scale)) return;
+  const bool changes = std::isfinite(constants.grad_scale), wants_amax = !a.weight_amax.empty();
+  if (!changes && !wants_amax) return;
   for_each_group(a.weight.numel(), [&](const GroupRange& range) {
-    GroupValues g, m, v, w;
-    decode_elements(a.gradient, range.begin, range.count, g.data());
-    read_moment(a.exp_avg, range, m.data());
-    read_moment(a.exp_avg_sq, range, v.data());
-    read_weights(a, range, w.data());
-    update(a, constants, range.count, g.data(), m.data(), v.data(), w.data());
-    write_moment(m.data(), range, /*is_second=*/false, a.exp_avg);
-    write_moment(v.data(), range, /*is_second=*/true, a.exp_avg_sq);
-    write_weights(a, range, w.data());
+    if (changes) step_group(a, constants, range);
+    if (wants_amax) raise_weight_amax(a, range);
   });
 }
 

@@ -26,18 +26,6 @@ PieceScale scale_for(float amax, DType format, DType scale_dtype) {
   return {scale, 1.0f / scale};
 }
 
-// NaN is skipped here; it stays visible because its code is NaN. Magnitudes are compared as signed integers:
-// compilers vectorise that reduction, but not the ones over floats or unsigned integers.
-float max_abs(const float* x, int64_t count) {
-  int32_t largest = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const int32_t magnitude = std::bit_cast<int32_t>(x[i]) & 0x7fffffff;
-    const int32_t counted = magnitude > 0x7f800000 ? 0 : magnitude;
-    largest = std::max(largest, counted);
-  }
-  return std::bit_cast<float>(largest);
-}
-
 void encode_scaled(const float* x, int64_t count, float inverse, const TensorView& out, int64_t offset) {
   if (out.dtype == DType::kE4M3) {
     Float8E4M3* codes = out.as<Float8E4M3>() + offset;
@@ -200,6 +188,18 @@ Matrix decode(const ScaledView& x) {
   parallel_for(rows, kRowGrain,
                [&](int64_t begin, int64_t end) { decode_rows(x, begin, end - begin, values.row(begin)); });
   return values;
+}
+
+// NaN is skipped here; it stays visible because its code is NaN. Magnitudes are compared as signed integers:
+// compilers vectorise that reduction, but not the ones over floats or unsigned integers.
+float max_abs(const float* x, int64_t count) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t magnitude = std::bit_cast<int32_t>(x[i]) & 0x7fffffff;
+    const int32_t counted = magnitude > 0x7f800000 ? 0 : magnitude;
+    largest = std::max(largest, counted);
+  }
+  return std::bit_cast<float>(largest);
 }
 
 float max_abs(const Matrix& x) {

@@ -45,6 +45,7 @@ void transpose_codes(const TensorView& x, const TensorView& x_t);
 void round_to(DType dtype, Matrix& x);
 
 // The largest magnitude; NaN is skipped.
+float max_abs(const float* x, int64_t count);
 float max_abs(const Matrix& x);
 // The fp32 scale of a tensor with this maximum, by the rule of ops/quantize.h.
 float tensor_scale(float amax, DType format);

@@ -18,6 +18,7 @@ namespace {
 template <typename Weights, typename GradientOf, typename ExpAvg, typename ExpAvgSq>
 struct Tensors {
   using Part = typename ExpAvg::Part;
+  using LargestWeight = LargestStored<std::remove_pointer_t<decltype(Weights::weight_N)>>;
 
   Weights weights;
   GradientOf gradient;
@@ -34,7 +35,8 @@ struct Tensors {
 
 // With plain moments.
 template <bool kWhole, typename Tensors, typename Part>
-__device__ void step_plain(const Tensors& t, const Part& part, float grad_scale, const UpdateConstants& c) {
+__device__ void step_plain(const Tensors& t, const Part& part, float grad_scale, const UpdateConstants& c,
+                           typename Tensors::LargestWeight& largest) {
   PartValues<Part> g, w, m, v;
   to_floats(t.gradient.template load<kWhole>(part), g);
   to_floats(t.weights.template load<kWhole>(part), w);
@@ -46,7 +48,7 @@ __device__ void step_plain(const Tensors& t, const Part& part, float grad_scale,
     update_moments(c, __fmul_rn(g[pack][i], grad_scale), m_i, v_i);
     update_weight(c, direction_of(m_i, v_i, c.inverse_bias1, c.inverse_sqrt_bias2, c.eps), w[pack][i]);
   });
-  t.weights.template store<kWhole>(part, w);
+  largest.raise_to(t.weights.template store<kWhole>(part, w));
   t.exp_avg.template write<kWhole>(part, m);
   t.exp_avg_sq.template write<kWhole>(part, v);
 }
@@ -117,7 +119,7 @@ __device__ auto load_elements(const Tensors& t, const Part& part) {
 template <bool kWhole, typename Tensors, typename Part, typename Elements, typename LoadNext>
 __device__ void step_fp8(const Tensors& t, const Part& part, const RootTable& roots, const RootTable& roots_sq,
                          float grad_scale, const UpdateConstants& c, const Elements& elements,
-                         const LoadNext& load_next) {
+                         typename Tensors::LargestWeight& largest, const LoadNext& load_next) {
   PartValues<Part> g, w, m, v;
   to_floats(elements.gradient, g);
   t.exp_avg.decode(elements.exp_avg, roots, m);
@@ -127,7 +129,7 @@ __device__ void step_fp8(const Tensors& t, const Part& part, const RootTable& ro
   const MomentExtremes of_m = t.exp_avg.extremes(m), of_v = t.exp_avg_sq.extremes(v);
   to_floats(elements.weights, w);
   update_weights<Part>(c, m, v, of_m, of_v, w);
-  t.weights.template store<kWhole>(part, w);
+  largest.raise_to(t.weights.template store<kWhole>(part, w));
   load_next();
   t.exp_avg.template store<kWhole>(part, m, of_m);
   t.exp_avg_sq.template store<kWhole>(part, v, of_v);
@@ -148,22 +150,36 @@ __device__ void with_part(int64_t N, bool aligned, const F& f) {
   }
 }
 
+// Raises *weight_amax, unless it is null, to what the threads of a block have found, as the last thing they do.
+template <int kThreads, typename LargestWeight>
+__device__ void raise_weight_amax(float* weight_amax, const LargestWeight& largest) {
+  __shared__ uint32_t shared[kThreads / kWarpSize];
+  if (weight_amax != nullptr) raise_to_block_max<kThreads>(weight_amax, largest.value(), shared);
+}
+
 template <typename Tensors>
 __global__ void __launch_bounds__(Tensors::Part::kThreads)
-    adamw_kernel(Tensors tensors, const float* grad_scale, UpdateConstants constants, int64_t N, bool aligned) {
+    adamw_kernel(Tensors tensors, const float* grad_scale, float* weight_amax, UpdateConstants constants, int64_t N,
+                 bool aligned) {
+  using Part = typename Tensors::Part;
   const float scale = *grad_scale;
-  if (!isfinite(scale)) return;
-  with_part<typename Tensors::Part>(N, aligned, [&](const auto& part, int64_t first, auto whole) {
+  const bool changes = isfinite(scale);
+  if (!changes && weight_amax == nullptr) return;
+  typename Tensors::LargestWeight largest;  // elements past the end, read as zeros, stay zeros or become NaN
+  with_part<Part>(N, aligned, [&](const auto& part, int64_t first, auto whole) {
     tensors.move(first);
-    if constexpr (kIsFp8Moment<decltype(Tensors::exp_avg)>) {
+    if (!changes) {
+      largest.raise_to(load_part<whole.value>(tensors.weights.weight_N, part));
+    } else if constexpr (kIsFp8Moment<decltype(Tensors::exp_avg)>) {
       const RootTable& roots = kRootTable<typename decltype(Tensors::exp_avg)::Format>;
       const RootTable& roots_sq = kRootTable<typename decltype(Tensors::exp_avg_sq)::Format>;
       const auto elements = load_elements<whole.value>(tensors, part);
-      step_fp8<whole.value>(tensors, part, roots, roots_sq, scale, constants, elements, [] {});
+      step_fp8<whole.value>(tensors, part, roots, roots_sq, scale, constants, elements, largest, [] {});
     } else {
-      step_plain<whole.value>(tensors, part, scale, constants);
+      step_plain<whole.value>(tensors, part, scale, constants, largest);
     }
   });
+  raise_weight_amax<Part::kThreads>(weight_amax, largest);
 }
 
 // By a block of kThreads.
@@ -178,27 +194,47 @@ __device__ void copy_roots(const RootTable& from, RootTable& to) {
   }
 }
 
+// What is left for adamw_fp8_kernel to do where nothing is changed. It has pointers of its own: sharing the step's
+// would take registers from that.
+template <typename Tensors, typename T>
+__device__ void find_unchanged_amax(const T* weight_N, int count, float* weight_amax) {
+  using Part = typename Tensors::Part;
+  if (weight_amax == nullptr) return;
+  typename Tensors::LargestWeight largest;
+  for (int block = static_cast<int>(blockIdx.x); block < count; block += static_cast<int>(gridDim.x)) {
+    const T* const first = weight_N + int64_t{block} * Part::kBlockElements + Part::offset();
+    largest.raise_to(load_part<true>(first, Part{}));
+  }
+  raise_weight_amax<Part::kThreads>(weight_amax, largest);
+}
+
 // The fast step with fp8 moments, of `count` times Part::kBlockElements elements of aligned tensors: both moments
 // have one format, whose table of roots every block copies to its shared memory, so there is one block for each SM.
 //
 // Memory is not what limits it but the instructions issued, so these are what to count before a change. On sm_90,
-// with a split master and a bf16 gradient, one element takes 70:
+// with a split master and a bf16 gradient, one element takes 71:
 //   4  loads, stores and their addresses           10  decoding two moments
 //   2  gradient: to fp32, scaled                    7  new moments
 //   5  extremes of a group, a third in shuffles    14  direction: exact root and quotient
 //   4  new weight                                   4  weight joined and split
 //  15  encoding two moments                         4  exponents and constants of two groups
-// and about one more for codes in doubt. Of a scheduler's 70 cycles for 32 elements, MUFU is busy for 53 and the
+//   1  largest weight
+// and about one more for codes in doubt. Of a scheduler's 71 cycles for 32 elements, MUFU is busy for 53 and the
 // integer units for 43. Registers are used up: a few more live values spill.
 template <typename Tensors>
 __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
-    adamw_fp8_kernel(Tensors tensors, const float* grad_scale, UpdateConstants constants, int count) {
+    adamw_fp8_kernel(Tensors tensors, const float* grad_scale, float* weight_amax, UpdateConstants constants,
+                     int count) {
   using Part = typename Tensors::Part;
   const float scale = *grad_scale;
-  if (!isfinite(scale)) return;
+  if (!isfinite(scale)) {
+    find_unchanged_amax<Tensors>(tensors.weights.weight_N, count, weight_amax);
+    return;
+  }
   const int stride = static_cast<int>(gridDim.x);
   int block = static_cast<int>(blockIdx.x);
   tensors.move(int64_t{block} * Part::kBlockElements + Part::offset());
+  typename Tensors::LargestWeight largest;
   auto elements = load_elements<true>(tensors, Part{});
 
   extern __shared__ uint4 shared[];
@@ -209,12 +245,13 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
   for (; block < count; block += stride) {
     const bool is_last = block + stride >= count;
     Tensors next = tensors;
-    step_fp8<true>(tensors, Part{}, roots, roots, scale, constants, elements, [&] {
+    step_fp8<true>(tensors, Part{}, roots, roots, scale, constants, elements, largest, [&] {
       next.move(int64_t{stride} * Part::kBlockElements);
       if (!is_last) elements = load_elements<true>(next, Part{});
     });
     tensors = next;
   }
+  raise_weight_amax<Part::kThreads>(weight_amax, largest);
 }
 
 template <typename Moment>
@@ -320,6 +357,8 @@ bool is_aligned_for(const AdamwStep& a) {
   return aligned;
 }
 
+float* weight_amax_of(const AdamwStep& a) { return a.weight_amax.empty() ? nullptr : a.weight_amax.as<float>(); }
+
 // Steps the elements from number `begin` on, a multiple of 128.
 template <typename Tensors>
 void launch_step(CudaDevice& device, const AdamwStep& a, Tensors tensors, int64_t begin = 0) {
@@ -328,7 +367,7 @@ void launch_step(CudaDevice& device, const AdamwStep& a, Tensors tensors, int64_
   if (N == 0) return;
   tensors.move(begin);
   adamw_kernel<<<num_blocks<Part>(N), Part::kThreads, 0, device.stream()>>>(
-      tensors, a.grad_scale.as<float>(), UpdateConstants(a), N, is_aligned_for<Part>(a));
+      tensors, a.grad_scale.as<float>(), weight_amax_of(a), UpdateConstants(a), N, is_aligned_for<Part>(a));
 }
 
 // Elements that the fast step can have, from the first on. Without range expansion there is one row of roots, which
@@ -348,7 +387,7 @@ void launch_fast_step(CudaDevice& device, const AdamwStep& a, const Tensors& ten
   const int count = static_cast<int>(num_elements / LargePart::kBlockElements);
   const int blocks = std::min(count, device.num_multiprocessors());
   kernel<<<static_cast<unsigned>(blocks), LargePart::kThreads, kSharedBytes, device.stream()>>>(
-      tensors, a.grad_scale.as<float>(), UpdateConstants(a), count);
+      tensors, a.grad_scale.as<float>(), weight_amax_of(a), UpdateConstants(a), count);
 }
 
 void step_with_plain_moments(CudaDevice& device, const AdamwStep& a) {

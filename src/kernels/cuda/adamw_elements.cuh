@@ -6,6 +6,7 @@
 #include "core/host_device.h"
 #include "core/philox.h"
 #include "core/split_float.h"
+#include "kernels/cuda/fp8.cuh"
 #include "kernels/cuda/vector.cuh"
 #include "kernels/ops/adamw.h"
 
@@ -119,9 +120,41 @@ __device__ StoredPart<T, Part> to_stored(const PartValues<Part>& x) {
   return stored;
 }
 
+// The largest magnitude of numbers as they are stored; NaN is skipped. Words of two are compared as such.
+template <typename T>
+class LargestStored {
+ public:
+  template <typename Part>
+  __device__ void raise_to(const StoredPart<T, Part>& x) {
+#pragma unroll
+    for (const auto& pack : x.pack) {
+#pragma unroll
+      for (const uint32_t word : pack.word) largest_ = larger(largest_, word);
+    }
+  }
+  __device__ float value() const {
+    if constexpr (sizeof(T) == 4) return __uint_as_float(largest_);
+    return fmaxf(__uint_as_float(largest_ << 16), __uint_as_float(largest_ & 0xffff0000u));
+  }
+
+ private:
+  static __device__ uint32_t larger(uint32_t largest, uint32_t word) {
+    if constexpr (sizeof(T) == 4) {
+      return __float_as_uint(max_magnitude(__uint_as_float(largest), __uint_as_float(word)));
+    } else {
+      uint32_t pair;
+      asm("max.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(largest), "r"(word & 0x7fff7fffu));
+      return pair;
+    }
+  }
+
+  uint32_t largest_ = 0;  // the bits of one number, or of one for each half of a word
+};
+
 // ---- Gradient, and weights, one type for each MasterForm ----
 
-// Each can move() by a number of elements, load() what is stored, as to_floats() takes it, and store() floats.
+// Each can move() by a number of elements, load() what is stored, as to_floats() takes it, and store() floats,
+// which gives the weights (not the masters) as they are stored.
 
 template <typename T>
 struct Gradient {
@@ -179,9 +212,11 @@ struct Fp32Master {
     return load_part<kWhole>(master_N, part);
   }
   template <bool kWhole, typename Part>
-  __device__ void store(const Part& part, const PartValues<Part>& w) const {
-    store_part<kWhole>(weight_N, part, split_weights<Part>(w));
+  __device__ auto store(const Part& part, const PartValues<Part>& w) const {
+    const auto weights = split_weights<Part>(w);
+    store_part<kWhole>(weight_N, part, weights);
     store_part<kWhole>(master_N, part, to_stored<float, Part>(w));
+    return weights;
   }
 };
 
@@ -216,9 +251,11 @@ struct SplitMaster {
     return {load_part<kWhole>(weight_N, part), load_part<kWhole>(remainder_N, part)};
   }
   template <bool kWhole, typename Part>
-  __device__ void store(const Part& part, const PartValues<Part>& w) const {
-    store_part<kWhole>(weight_N, part, split_weights<Part>(w));
+  __device__ auto store(const Part& part, const PartValues<Part>& w) const {
+    const auto weights = split_weights<Part>(w);
+    store_part<kWhole>(weight_N, part, weights);
     store_part<kWhole>(remainder_N, part, split_remainders<Part>(w));
+    return weights;
   }
 };
 
@@ -235,7 +272,7 @@ struct StochasticWeight {
     return load_part<kWhole>(weight_N, part);
   }
   template <bool kWhole, typename Part>
-  __device__ void store(const Part& part, const PartValues<Part>& w) const {
+  __device__ auto store(const Part& part, const PartValues<Part>& w) const {
     constexpr int kDraw = 4;  // elements that share a draw of philox4x32
     StoredPart<BFloat16, Part> stored;
 #pragma unroll
@@ -252,6 +289,7 @@ struct StochasticWeight {
       stored.pack[pack] = std::bit_cast<Stored<BFloat16, Part::kElements>>(weight);
     }
     store_part<kWhole>(weight_N, part, stored);
+    return stored;
   }
 };
 
@@ -264,8 +302,10 @@ struct Fp32Weight {
     return load_part<kWhole>(weight_N, part);
   }
   template <bool kWhole, typename Part>
-  __device__ void store(const Part& part, const PartValues<Part>& w) const {
-    store_part<kWhole>(weight_N, part, to_stored<float, Part>(w));
+  __device__ auto store(const Part& part, const PartValues<Part>& w) const {
+    const auto weights = to_stored<float, Part>(w);
+    store_part<kWhole>(weight_N, part, weights);
+    return weights;
   }
 };
 

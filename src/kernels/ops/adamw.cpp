@@ -47,6 +47,7 @@ void adamw_step(Device& device, const AdamwStep& a) {
   check_moment("adamw_step", "exp_avg", a.exp_avg, N);
   check_moment("adamw_step", "exp_avg_sq", a.exp_avg_sq, N);
   check_tensor("adamw_step", "grad_scale", a.grad_scale, {1}, {DType::kF32});
+  if (!a.weight_amax.empty()) check_tensor("adamw_step", "weight_amax", a.weight_amax, {1}, {DType::kF32});
   PARKA_REQUIRE(a.bias_correction1 > 0 && a.bias_correction2 > 0);
   PARKA_REQUIRE(a.first_element % kMomentGroup == 0);
   if (N == 0) return;

@@ -54,6 +54,9 @@ struct AdamwStep {
   float weight_decay;                        // 0 for tensors that are not decayed
   float bias_correction1, bias_correction2;  // 1 - beta^t
   TensorView grad_scale;  // [1] fp32, in: clipping coefficient (clip_coefficient); not finite: nothing is changed
+  // [1] fp32, in/out, not negative; empty: not wanted. Becomes max(weight_amax, max |weight|) of the weight as it
+  // is stored after the step, changed or not; NaN is skipped. So quantize() need not read the weight to find it.
+  TensorView weight_amax = {};
   // kBf16Sr: the random bits of element i are word e % 4 of philox4x32(seed, stream = step, index = e / 4) with
   // e = first_element + i; encode_bf16_stochastic takes their low half.
   uint64_t seed;
