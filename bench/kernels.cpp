@@ -13,6 +13,7 @@
 
 #include "bench/kernel_bench.h"
 #include "kernels/copy_bandwidth.h"
+#include "kernels/cuda/workspace.h"
 
 namespace parka::bench {
 namespace {
@@ -100,7 +101,8 @@ void bench_attention(Bench& bench, const ModelShape& m) {
             t.bf16({m.T, 3 * m.d}), t.bf16({m.T, m.d}), t.fp32({B, m.heads, m.S}), m.S, m.heads, m.heads, scale};
       },
       attention_forward);
-  const auto time_backward = [&](const char* name, bool turns, bool finds_amax) {
+  const int64_t scratch = cuda::attention_backward_scratch_bytes(B, m.S, m.heads, m.heads, m.d / m.heads);
+  const auto time_backward = [&](const char* name, bool turns, bool finds_amax, int64_t room) {
     bench.time(
         m.name, name,
         [&](Tensors& t) {
@@ -114,13 +116,15 @@ void bench_attention(Bench& bench, const ModelShape& m) {
                                    .num_kv_heads = m.heads,
                                    .scale = scale,
                                    .cos_sin = turns ? cos_sin(t, m) : TensorView(),
-                                   .d_qkv_amax = finds_amax ? t.fp32({1}) : TensorView()};
+                                   .d_qkv_amax = finds_amax ? t.fp32({1}) : TensorView(),
+                                   .scratch = room > 0 ? t.make(DType::kU8, {room}) : TensorView()};
         },
         attention_backward);
   };
-  time_backward("attention_backward", false, false);  // alone, as others compute it
-  time_backward("attention_backward.turned", true, false);
-  time_backward("attention_backward.fp8", true, true);
+  time_backward("attention_backward", false, false, scratch);  // alone, as others compute it
+  time_backward("attention_backward.no_scratch", false, false, 0);
+  time_backward("attention_backward.turned", true, false, scratch);
+  time_backward("attention_backward.fp8", true, true, scratch);
 }
 
 // A token more of each of some sequences as long as the context.

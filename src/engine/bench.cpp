@@ -36,8 +36,11 @@ double attention_floor(const OpSummary& op, const std::string& device, int64_t s
 void add_floors(Device& device, const Config& config, BenchResult& result) {
   std::unordered_map<std::string, double> gemm_seconds;
   if (device.kind() == DeviceKind::kCuda) {
-    for (const GemmChoice& choice :
-         tune_gemms(device, {.max_candidates = 8, .warm_seconds = 0.2, .candidate_seconds = 0.05})) {
+    for (const GemmChoice& choice : tune_gemms(device, {.max_candidates = 8,
+                                                       .warm_seconds = 0.2,
+                                                       .settle_seconds = 0.03,
+                                                       .measured_seconds = 0.03,
+                                                       .rounds = 1})) {
       gemm_seconds[choice.shape] = 1e-6 * choice.microseconds;
     }
   }

@@ -95,7 +95,7 @@ struct TuneOptions {
   std::vector<std::string> overrides;
   std::string output;
   int64_t candidates = 64;  // per matrix product
-  double seconds = 90;      // of measuring, at most
+  double seconds = 150;     // of measuring, at most
 };
 int run_tune(const TuneOptions& options);
 

@@ -23,15 +23,22 @@ std::string gemm_library_version();
 void choose_gemm_algorithms(Device& device, const std::vector<GemmChoice>& choices);
 
 struct GemmTuneOptions {
-  int max_candidates = 64;         // per product: those that the library proposes, and variations of them
-  double warm_seconds = 2.5;       // of all products in turn before measuring, so that clocks are as in training
-  double candidate_seconds = 0.3;  // of measuring per finalist
-  double budget_seconds = 90;      // for all; measuring is shortened to fit
+  int max_candidates = 64;       // per product: those that the library proposes, and variations of them
+  double warm_seconds = 2.5;     // of all products in turn before measuring
+  double settle_seconds = 0.15;  // of a finalist alone, before each time that it is measured
+  double measured_seconds = 0.15;
+  int rounds = 3;               // in which every finalist is measured once
+  double budget_seconds = 150;  // for all; settling and measuring are shortened to fit
 };
-// Times candidates for every product that has run on the device since the last call, under sustained load and in
-// turn with the library's first choice, which stays unless another is clearly faster. Operands, outputs and scales
-// of those products' latest runs are overwritten with random numbers. The first in the result is the one that takes
-// most time.
+// Times candidates for every product that has run on the device since the last call, each against the library's
+// first choice, which stays unless another is clearly faster. Operands, outputs and scales of those products'
+// latest runs are overwritten with random numbers. The first in the result is the one that takes most time.
+//
+// A finalist runs alone until the clock has settled to the power that it draws, for a step is held back by the
+// card's power limit: let products take t seconds and e joules at the clock of a step, P be the limit, time go as
+// f^-a and energy as f^b with the clock f. A change of one product by dt and de then lengthens the step by
+// (b dt + a de / P) / (a + b), and that is what the change does to the product's own time at the limit. In short
+// turns with others it would be timed at their clock, where only dt shows.
 std::vector<GemmChoice> tune_gemms(Device& device, const GemmTuneOptions& options);
 
 }  // namespace parka

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels/cuda/workspace.h"
 #include "kernels/ops/embedding.h"
 
 namespace parka {
@@ -83,6 +84,7 @@ class Declarer {
     // Read by GEMMs, or by what makes their FP8 inputs of it.
     b.d_qkv = shared("d_qkv", kBackwardAttention | (formats_.fp8_gemm ? kBackwardQkvCodes : kBackwardQkv),
                      {tokens_, d_qkv});
+    b.attention_scratch = attention_scratch();
     if (!formats_.fp8_gemm) return b;
     // One norm's backward makes it, the next linear layer reads it: in rows for its input gradient, and transposed
     // for its weight gradient, which for the down projection comes after SwiGLU.
@@ -117,6 +119,16 @@ class Declarer {
   }
 
  private:
+  // On every device, so that a plan holds for all: where it is large, attention is not what needs most memory.
+  TensorId attention_scratch() {
+    if (formats_.compute.dtype != DType::kBF16 || shape_.separate_documents) return {};
+    const int64_t bytes = cuda::attention_backward_scratch_bytes(
+        shape_.num_sequences, shape_.sequence_length, model_.num_heads, model_.kv_heads(), model_.head_dim());
+    if (bytes == 0) return {};
+    return plan_.add(workspace_category(), "attention_scratch", DType::kU8, {bytes},
+                     workspace_phases(kBackwardAttention));
+  }
+
   // Evaluation with another precision works in the memory of training's activations, between steps.
   std::string kept_category() const { return evaluation_ ? "evaluation" : "saved activations"; }
   std::string workspace_category() const { return evaluation_ ? "evaluation" : "workspace"; }

@@ -46,18 +46,19 @@ struct BlockBuffers {
 
 // Buffers that backward needs beside what forward kept.
 struct BackwardBuffers {
-  TensorId d_residual;     // [T, d] gradient of the residual stream
-  MatrixId d_branch;       // [T, d] the same in FP8: output gradient of down or attention_out
-  MatrixId d_branch_t;     // [d, T]
-  TensorId d_norm_output;  // [T, d]
-  TensorId d_product;      // [T, f]
-  MatrixId d_up_gate;      // [T, 2f]
-  MatrixId d_up_gate_t;    // [2f, T]
-  TensorId d_attention;    // [T, H D]
-  TensorId d_qkv;          // [T, (H + 2 Hkv) D]
-  TensorId d_qkv_amax;     // [1] fp32; only where its FP8 copies have a tensor-wide scale
-  MatrixId d_qkv_fp8;      // [T, (H + 2 Hkv) D]
-  MatrixId d_qkv_fp8_t;    // [(H + 2 Hkv) D, T]
+  TensorId d_residual;         // [T, d] gradient of the residual stream
+  MatrixId d_branch;           // [T, d] the same in FP8: output gradient of down or attention_out
+  MatrixId d_branch_t;         // [d, T]
+  TensorId d_norm_output;      // [T, d]
+  TensorId d_product;          // [T, f]
+  MatrixId d_up_gate;          // [T, 2f]
+  MatrixId d_up_gate_t;        // [2f, T]
+  TensorId d_attention;        // [T, H D]
+  TensorId d_qkv;              // [T, (H + 2 Hkv) D]
+  TensorId d_qkv_amax;         // [1] fp32; only where its FP8 copies have a tensor-wide scale
+  TensorId attention_scratch;  // [bytes] u8; invalid where attention_backward has no use for it
+  MatrixId d_qkv_fp8;          // [T, (H + 2 Hkv) D]
+  MatrixId d_qkv_fp8_t;        // [(H + 2 Hkv) D, T]
 };
 
 // All activations of a model for batches of up to `shape`.

@@ -173,18 +173,20 @@ void Model::Pass::backward_attention(Device& device, int64_t l) {
   weight_gradient(device, d_out, attention_input, p.attention_out);
 
   const TensorView d_qkv_plain = tensor(w.d_qkv, T, d_qkv), d_qkv_amax = vector(w.d_qkv_amax, 1);
-  attention_backward(device, {.qkv = qkv,
-                              .out = attention,
-                              .d_out = d_attention,
-                              .lse = log_sum_exp(b),
-                              .d_qkv = d_qkv_plain,
-                              .sequence_length = shape_.sequence_length,
-                              .num_heads = config_.num_heads,
-                              .num_kv_heads = config_.kv_heads(),
-                              .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim())),
-                              .first_key = first_keys(),
-                              .cos_sin = cos_sin_.rows(0, shape_.sequence_length),
-                              .d_qkv_amax = d_qkv_amax});
+  attention_backward(device,
+                     {.qkv = qkv,
+                      .out = attention,
+                      .d_out = d_attention,
+                      .lse = log_sum_exp(b),
+                      .d_qkv = d_qkv_plain,
+                      .sequence_length = shape_.sequence_length,
+                      .num_heads = config_.num_heads,
+                      .num_kv_heads = config_.kv_heads(),
+                      .scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim())),
+                      .first_key = first_keys(),
+                      .cos_sin = cos_sin_.rows(0, shape_.sequence_length),
+                      .d_qkv_amax = d_qkv_amax,
+                      .scratch = w.attention_scratch.valid() ? (*arena_)[w.attention_scratch] : TensorView()});
   GemmInput d_qkv_input = {d_qkv_plain, {}};
   if (formats_.fp8_gemm) {
     d_qkv_input = {matrix(w.d_qkv_fp8, T, d_qkv), matrix(w.d_qkv_fp8_t, d_qkv, T)};

@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/cuda/workspace.h"
 #include "kernels/ops/attention.h"
 #include "kernels/ops/rope.h"
 #include "tests/kernels/attention_reference.h"
@@ -44,7 +45,11 @@ struct Results {
   bool intact;                   // inputs as they were, nothing written outside the outputs
 };
 
-Results run(Device& device, const Inputs& in, DType dtype) {
+int64_t scratch_bytes(const AttentionShape& s) {
+  return cuda::attention_backward_scratch_bytes(s.B, s.S, s.H, s.Hkv, s.D);
+}
+
+Results run(Device& device, const Inputs& in, DType dtype, int64_t room) {
   const AttentionShape& s = in.s;
   const TestTensor qkv(device, dtype, {s.T(), s.width()}, in.qkv), out(device, dtype, {s.T(), s.out_width()});
   const TestTensor d_out(device, dtype, {s.T(), s.out_width()}, in.d_out), d_qkv(device, dtype, {s.T(), s.width()});
@@ -54,8 +59,8 @@ Results run(Device& device, const Inputs& in, DType dtype) {
   const TensorView first = in.first_keys.empty() ? TensorView() : first_key.view();
   attention_forward(device, {qkv, out, lse, s.S, s.H, s.Hkv, in.scale, {}, first});
   const TestTensor table(device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 1e4)),
-      amax(device, DType::kF32, {1});
-  attention_backward(device, {qkv, out, d_out, lse, d_qkv, s.S, s.H, s.Hkv, in.scale, first, table, amax});
+      amax(device, DType::kF32, {1}), scratch(device, DType::kU8, {room});
+  attention_backward(device, {qkv, out, d_out, lse, d_qkv, s.S, s.H, s.Hkv, in.scale, first, table, amax, scratch});
 
   Results r{out.host(), lse.host(), {}, {}, {}, {}, true};
   const std::vector<float> gradient = d_qkv.host();
@@ -70,10 +75,13 @@ Results run(Device& device, const Inputs& in, DType dtype) {
     const std::vector<std::byte> bytes = t->bytes();
     r.bytes.insert(r.bytes.end(), bytes.begin(), bytes.end());
   }
-  for (const TestTensor* t : {&qkv, &out, &d_out, &lse, &d_qkv, &amax}) r.intact = r.intact && t->guard_intact();
+  for (const TestTensor* t : {&qkv, &out, &d_out, &lse, &d_qkv, &amax, &scratch})
+    r.intact = r.intact && t->guard_intact();
   r.intact = r.intact && qkv.host() == in.qkv && d_out.host() == in.d_out;
   return r;
 }
+
+Results run(Device& device, const Inputs& in, DType dtype) { return run(device, in, dtype, scratch_bytes(in.s)); }
 
 // Root mean square of got - want over that of want; over `floor` where want is about zero, as the gradients of a
 // query and a key are that see nothing else. NaN if there is any.
@@ -218,6 +226,38 @@ TEST_CASE("attention on other devices gives a sequence the same bits in any batc
     CHECK(different == 0);
     CHECK(all.intact);
   }
+}
+
+TEST_CASE("attention_backward gives the same bits with room for score gradients", "[kernels][attention][devices]") {
+  // Lengths beside multiples of 64 and 128 rows, query heads that share keys; fewer and more heads than have room
+  // at a time, of which the last section has all it can or less.
+  const AttentionShape s = GENERATE(
+      AttentionShape{2, 1, 1, 1, 128}, AttentionShape{1, 63, 2, 2, 128}, AttentionShape{2, 64, 2, 1, 128},
+      AttentionShape{1, 65, 3, 3, 128}, AttentionShape{3, 128, 2, 2, 128}, AttentionShape{1, 129, 4, 2, 128},
+      AttentionShape{2, 192, 2, 1, 128}, AttentionShape{1, 256, 6, 2, 128}, AttentionShape{5, 333, 4, 2, 128},
+      AttentionShape{40, 129, 4, 2, 128}, AttentionShape{9, 1100, 8, 4, 128}, AttentionShape{4, 1024, 8, 8, 128},
+      AttentionShape{3, 2048, 8, 4, 128}, AttentionShape{2, 4100, 4, 4, 128});
+  CAPTURE(s.B, s.S, s.H, s.Hkv, s.D);
+  const int64_t room = scratch_bytes(s);
+  REQUIRE(room >= s.group() * cuda::score_gradient_bytes(s.S));
+  if (other_devices().empty()) return;
+  const Inputs in(s);
+  for (Device* device : other_devices()) {
+    CAPTURE(device->name());
+    const Results without = run(*device, in, DType::kBF16, room - 1);
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      const Results with = run(*device, in, DType::kBF16, room);
+      CHECK(with.bytes == without.bytes);
+      CHECK((with.intact && without.intact));
+    }
+  }
+}
+
+TEST_CASE("room for score gradients of attention: none where it is of no use", "[kernels][attention]") {
+  CHECK(cuda::attention_backward_scratch_bytes(4, 2048, 32, 32, 64) == 0);
+  CHECK(cuda::attention_backward_scratch_bytes(1, 32768, 32, 32, 128) == 0);
+  // Llama-2-7B at 4 x 2048: 4 sections of 4 heads, each with 32 * 33 / 2 blocks of 8 KiB.
+  CHECK(cuda::attention_backward_scratch_bytes(4, 2048, 32, 32, 128) == 16 * 528 * 8192);
 }
 
 }  // namespace

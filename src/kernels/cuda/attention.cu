@@ -70,7 +70,7 @@ void attention_backward(Device& device, const AttentionBackward& a) {
   if (!a.d_qkv_amax.empty()) {
     check(cudaMemsetAsync(a.d_qkv_amax.data, 0, sizeof(float), cuda.stream()), "attention_backward");
   }
-  if (suits_mma(a, {a.qkv, a.out, a.d_out, a.d_qkv, a.cos_sin})) {
+  if (suits_mma(a, {a.qkv, a.out, a.d_out, a.d_qkv, a.cos_sin, a.scratch})) {
     const bool sm90 = runs_sm90_kernels(cuda) && a.first_key.empty();
     auto* const backward = sm90 ? attention_backward_sm90 : attention_backward_mma;
     backward(cuda, a);

@@ -21,7 +21,7 @@ constexpr size_t kStagingCount = 64;
 // The driver sets a stack aside for every thread that the GPU has room for, by default of 1 KiB: 0.28 GB on an
 // H200. A kernel with more on its stack still gets it, at its first launch; where that is known, as of all kernels
 // here.
-constexpr size_t kStackBytes = 128;
+constexpr size_t kStackBytes = 32;
 
 // Whether code for `built`, "90a" or "80", runs on a GPU of this compute capability: machine code runs on later
 // minor versions of the same major one, except for an "a" version, which runs on its own alone.

@@ -222,13 +222,14 @@ class Contest {
     ratios_.assign(candidates_.size(), {});
   }
 
-  // One burst of each that is left, beginning with another one each time.
-  void compare(double seconds, size_t round) {
+  // Each that is left for `settle` and then `measured` seconds, beginning with another one each time.
+  void compare(double settle, double measured, size_t round) {
     fill_operands();
     std::vector<double> times(candidates_.size());
     for (size_t i = 0; i < candidates_.size(); ++i) {
       const size_t candidate = (i + round) % candidates_.size();
-      times[candidate] = time(candidates_[candidate], count_for(seconds));
+      time(candidates_[candidate], count_for(settle));
+      times[candidate] = time(candidates_[candidate], count_for(measured));
     }
     incumbent_times_.push_back(times[0]);
     for (size_t i = 0; i < times.size(); ++i) ratios_[i].push_back(times[i] / times[0]);
@@ -311,29 +312,24 @@ class Contest {
 
 // How long the parts of tuning take.
 struct Schedule {
-  static constexpr size_t kFinalists = 6;  // besides the incumbent
-  static constexpr int kFewestRounds = 5;
-  static constexpr double kLongestBurst = 0.04;
+  static constexpr size_t kFinalists = 5;  // besides the incumbent
 
-  int rounds;
-  double burst, quick_burst;
+  double settle, measured, quick_burst = 0.01;
 
-  Schedule(const GemmTuneOptions& options, const std::vector<std::unique_ptr<Contest>>& contests, double spent) {
-    burst = std::min(kLongestBurst, options.candidate_seconds / kFewestRounds);
-    rounds = std::max(kFewestRounds, static_cast<int>(options.candidate_seconds / burst));
-    quick_burst = burst / 4;
-    double quick_bursts = 0, bursts = 0;
+  Schedule(const GemmTuneOptions& options, const std::vector<std::unique_ptr<Contest>>& contests, double spent)
+      : settle(options.settle_seconds), measured(options.measured_seconds) {
+    double quick_bursts = 0, runs = 0;
     for (const auto& contest : contests) {
       const auto candidates = static_cast<double>(contest->num_candidates());
       quick_bursts += 1.25 * candidates + 1;  // with the incumbent's in between
-      bursts += rounds * std::min(candidates, static_cast<double>(kFinalists + 1));
+      runs += options.rounds * std::min(candidates, static_cast<double>(kFinalists + 1));
     }
-    const double wanted = quick_bursts * quick_burst + bursts * burst;
+    const double wanted = quick_bursts * quick_burst + runs * (settle + measured);
     const double left = std::max(0.0, options.budget_seconds - options.warm_seconds - spent);
-    if (wanted > left) {
-      burst *= left / wanted;
-      quick_burst *= left / wanted;
-    }
+    const double share = std::min(1.0, left / wanted);
+    settle *= share;
+    measured *= share;
+    quick_burst *= share;
   }
 };
 
@@ -359,10 +355,11 @@ std::vector<GemmChoice> tune(CudaDevice& device, const GemmTuneOptions& options)
     for (const auto& contest : contests) contest->load(schedule.quick_burst);
   }
   for (const auto& contest : contests) contest->eliminate(schedule.quick_burst, Schedule::kFinalists);
-  // Rounds go over all products, so that the card stays as it is in training and slow changes reach all rounds
-  // alike.
-  for (int round = 0; round < schedule.rounds; ++round) {
-    for (const auto& contest : contests) contest->compare(schedule.burst, static_cast<size_t>(round));
+  // Rounds go over all products, so that slow changes of the card reach all candidates alike.
+  for (int round = 0; round < options.rounds; ++round) {
+    for (const auto& contest : contests) {
+      contest->compare(schedule.settle, schedule.measured, static_cast<size_t>(round));
+    }
   }
   std::vector<GemmChoice> choices;
   choices.reserve(contests.size());

@@ -28,15 +28,26 @@ struct Tile {
 // Tiles in the order in which blocks take them: in sections of heads small enough for what their tiles read again
 // and again to stay in the L2 cache, and in a section those with most work first.
 struct TileOrder {
-  unsigned num_heads, heads_per_sequence, num_tiles, section_heads;  // heads of all sequences, tiles of a head
+  unsigned begin_head, num_heads, heads_per_sequence, num_tiles, section_heads;  // tiles of a head
+  bool last_head_first = false;
 
-  // `bytes_per_head`: what the tiles of a head read.
+  // Of all heads of all sequences. `bytes_per_head`: what the tiles of a head read.
   TileOrder(const AttentionDims& dims, int heads, int64_t bytes_per_head, int blocks)
-      : num_heads(dims.B * heads),
+      : begin_head(0),
+        num_heads(dims.B * heads),
         heads_per_sequence(heads),
         num_tiles((dims.S + kTileRows - 1) / kTileRows),
         section_heads(std::max<unsigned>(heads_per_section(dims.B * heads, bytes_per_head),
                                          (blocks + num_tiles - 1) / num_tiles)) {}
+
+  // Of `count` of the heads from `begin` on, in that order or the other way around.
+  TileOrder of_heads(unsigned begin, unsigned count, bool backwards) const {
+    TileOrder order = *this;
+    order.begin_head = begin;
+    order.num_heads = count;
+    order.last_head_first = backwards;
+    return order;
+  }
 
   __host__ __device__ unsigned count() const { return num_heads * num_tiles; }
 
@@ -45,7 +56,8 @@ struct TileOrder {
     const unsigned section_tiles = section_heads * num_tiles;
     const unsigned first_head = number / section_tiles * section_heads, within = number % section_tiles;
     const unsigned heads = min(section_heads, num_heads - first_head);
-    const unsigned head = first_head + within % heads, rank = within / heads;
+    const unsigned nth_head = first_head + within % heads, rank = within / heads;
+    const unsigned head = begin_head + (last_head_first ? num_heads - 1 - nth_head : nth_head);
     return {static_cast<int>(head / heads_per_sequence), static_cast<int>(head % heads_per_sequence),
             static_cast<int>(kLastIsLongest ? num_tiles - 1 - rank : rank) * kTileRows};
   }
@@ -116,12 +128,11 @@ __device__ inline unsigned take_tile(unsigned* num_taken) { return gridDim.x + a
 
 #endif  // PARKA_SM90_CODE
 
-// Launches a kernel whose blocks take tiles. Its arguments end with the order and the count of tiles taken.
+// Launches a kernel whose blocks take tiles. Its arguments end with the order and the count of tiles taken, 0.
 template <typename Kernel, typename... Args>
 void launch_over_tiles(CudaDevice& device, const char* op, Kernel* kernel, int shared_bytes, const TileOrder& order,
                        unsigned* num_taken, const Args&... args) {
   const unsigned blocks = std::min<unsigned>(order.count(), device.num_multiprocessors());
-  check(cudaMemsetAsync(num_taken, 0, sizeof(unsigned), device.stream()), op);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), op);
   kernel<<<blocks, kThreads, shared_bytes, device.stream()>>>(args..., order, num_taken);
   check_launch(op);

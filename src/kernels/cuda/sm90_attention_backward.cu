@@ -6,6 +6,11 @@
 // As in attention_backward.cu one kernel sums up d_k and d_v of tiles of keys over all queries, and one d_q of
 // tiles of queries over all keys; nothing is added up across blocks, so equal input gives equal bits. While one
 // consumer computes score gradients, the other's products run.
+//
+// With scratch for them the first kernel leaves its score gradients there, and d_q is one product of five instead
+// of three of seven. Both ways they are the same numbers, rounded to bf16 for the products either way. Writing and
+// reading them, 2 bytes for each 256 multiplications saved, takes less time than computing them again, and the
+// memory is idle otherwise.
 namespace parka::cuda {
 namespace sm90 {
 
@@ -36,6 +41,39 @@ struct QueryLayout {
   static constexpr int kTileNumberAt = kBarriersAt + 16 + kStages * 16;
   static constexpr int kBytes = kTileNumberAt + 16;
 };
+
+// Of the kernel of d_q from score gradients: results on their way out, and places for keys and for two pairs of
+// score gradients, one for each consumer.
+template <int D>
+struct ScoreLayout {
+  static constexpr int kKeys = kTileRows, kStages = 3;
+  static constexpr int kPairBytes = static_cast<int>(kScorePairBytes);
+  static constexpr int kTileBytes = kTileRows * kRowBytes<D>, kTileBlockBytes = kTileRows * kBlockRowBytes;
+  static constexpr int kOutAt = 0, kKeysAt = kTileBytes, kPairsAt = kKeysAt + kStages * kTileBytes;
+  static constexpr int kBarriersAt = kPairsAt + kStages * kConsumers * kPairBytes;
+  static constexpr int kTileNumberAt = kBarriersAt + 16 + kStages * 16;
+  static constexpr int kBytes = kTileNumberAt + 16;
+};
+
+// Score gradients of the query heads of a pass, in bf16. A pair is 64 queries of a head by two blocks of 64 keys;
+// each block is as products want it in shared memory: rows are keys, of 128 bytes whose chunks are permuted.
+struct ScoreGradients {
+  unsigned char* pairs = nullptr;  // null: they are not kept
+  int begin_head = 0;              // of the heads of all sequences
+  int64_t head_bytes = 0;
+
+  static constexpr int kBlockBytes = static_cast<int>(kScorePairBytes) / 2;
+  __device__ unsigned char* pair(int head, int query_tile, int key_pair) const {
+    return pairs + (head - begin_head) * head_bytes + (score_pairs(query_tile) + key_pair) * kScorePairBytes;
+  }
+  __device__ unsigned char* block(int head, int query_tile, int key_block) const {
+    return pair(head, query_tile, key_block / 2) + key_block % 2 * kBlockBytes;
+  }
+};
+
+// Whether score gradients may be kept: where a tile of queries is as wide as a block of them.
+template <int D>
+constexpr bool kKeepsScores = D == 128 && KeyLayout<D>::kQueries == kScoreQueries;
 
 }  // namespace sm90
 
@@ -144,13 +182,45 @@ __device__ __forceinline__ void score_gradient_by_key(const float (&p)[1][kN][4]
   }
 }
 
+// A warp's way of writing its 16 rows of blocks of score gradients: two places in shared memory take turns.
+class ScoreWriter {
+ public:
+  static constexpr int kRowsBytes = 16 * kBlockRowBytes;
+
+  __device__ explicit ScoreWriter(uint32_t places) : places_(places) {}
+
+  __device__ void write(const uint32_t (&d_s)[1][kScoreQueries / 16][4], unsigned char* target) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize, row = lane % 16;
+    const uint32_t place = places_ + number_++ % 2 * kRowsBytes;
+    if (lane == 0) wait_copied_out<1>();
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < kScoreQueries / 16; ++k) {
+      const int chunk = 2 * k + lane / 16;
+      store_matrices(place + row * kBlockRowBytes + (chunk ^ row % 8) * 16, d_s[0][k]);
+    }
+    copy_fence();
+    __syncwarp();
+    if (lane == 0) copy_bytes_out_async(target, place, kRowsBytes);
+  }
+  // Until the places are free for others.
+  __device__ void finish() const {
+    if (threadIdx.x % kWarpSize == 0) wait_copied_out<0>();
+    __syncwarp();
+  }
+
+ private:
+  uint32_t places_;
+  unsigned number_ = 0;
+};
+
 // Adds what a tile of queries gives to d_k and d_v of a consumer's 64 keys. `distance`: the first query less this
-// warp's first key.
+// warp's first key. `scores`: where this warp's rows of the score gradients go, or null.
 template <int D>
 __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d_v)[1][D / 8][4], SharedTile keys,
                                             SharedTile values, SharedTile queries, SharedTile d_out,
                                             const RowStatistics* statistics, bool masked, int distance,
-                                            float scale_log2) {
+                                            float scale_log2, ScoreWriter& writer, unsigned char* scores) {
   constexpr int kQueries = KeyLayout<D>::kQueries;
   float p[1][kQueries / 8][4], d_s[1][kQueries / 8][4];
   uint32_t packed_p[1][kQueries / 16][4], packed_d_s[1][kQueries / 16][4];
@@ -177,6 +247,9 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
   score_gradient_by_key(p, d_s, statistics);
   if constexpr (!kSoon) start_d_v();
   pack_rows(d_s, packed_d_s);
+  if constexpr (kKeepsScores<D>) {
+    if (scores != nullptr) writer.write(packed_d_s, scores);
+  }
   products_begin();
   start_product(d_k, packed_d_s, queries);
   products_commit();
@@ -188,12 +261,15 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
 template <int D>
 __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>& output, unsigned char* shared,
                                                  const AttentionDims& dims, const TileOrder& order,
-                                                 const Barriers<KeyLayout<D>>& barriers, float scale) {
+                                                 const Barriers<KeyLayout<D>>& barriers, float scale,
+                                                 const ScoreGradients& scores) {
   using Layout = KeyLayout<D>;
   const int consumer = consumer_index();
   const uint32_t base = shared_address(shared);
   const SharedTile keys = SharedTile{base, Layout::kTileBlockBytes}.rows(consumer * kConsumerRows);
   const SharedTile values{keys.address + Layout::kValuesAt, keys.block_bytes};
+  const int out_at = Layout::kOutAt + warp_row() * kRowBytes<D>;  // the warp's place for results
+  ScoreWriter writer(base + out_at);
   float amax = 0.0f;  // of this thread's rows of all its tiles
   unsigned slot = 0;
   for (unsigned count = 0;; ++count) {
@@ -207,6 +283,7 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
     clear(d_v);
     // All queries from the first key on, of one head after the other, so in a fixed order.
     for (int h = 0; h < dims.group(); ++h) {
+      const int head = tile.b * dims.H + tile.head * dims.group() + h;  // of all sequences
       for (int query_begin = tile.begin; query_begin < dims.S; query_begin += Layout::kQueries, ++slot) {
         const uint32_t place = slot % Layout::kStages;
         barriers.passing.wait_full(slot);
@@ -216,9 +293,14 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
           const SharedTile d_out{queries.address + Layout::kDOutAt - Layout::kQueriesAt, queries.block_bytes};
           const auto* statistics = reinterpret_cast<const RowStatistics*>(shared + Layout::kStatisticsAt +
                                                                           place * Layout::kStatisticsBytes);
+          unsigned char* scores_of_warp = nullptr;
+          if (kKeepsScores<D> && scores.pairs != nullptr) {
+            scores_of_warp = scores.block(head, query_begin / Layout::kQueries, consumer_begin / kConsumerRows) +
+                             warp_row() % kConsumerRows * kBlockRowBytes;
+          }
           add_queries<D>(d_k, d_v, keys, values, queries, d_out, statistics,
                          query_begin < consumer_begin + kConsumerRows, query_begin - tile.begin - warp_row(),
-                         scale * kLog2E);
+                         scale * kLog2E, writer, scores_of_warp);
         }
         barriers.passing.release(slot);
       }
@@ -228,7 +310,8 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
     const int begin = tile.begin + warp_row(), rows = dims.S - begin;
     if (output.cos_sin != nullptr) turn_back<D>(d_k, output.cos_sin, begin, dims.S);
     if (output.amax != nullptr) amax = max_of_rows(max_of_rows(amax, d_k, rows), d_v, rows);
-    unsigned char* const out = shared + Layout::kOutAt + warp_row() * kRowBytes<D>;
+    if (kKeepsScores<D> && scores.pairs != nullptr) writer.finish();
+    unsigned char* const out = shared + out_at;
     BFloat16* const d_k_rows = output.d_qkv + dims.qkv_row(tile.b, begin, dims.H + tile.head);
     store_rows<D>(d_k, out, d_k_rows, dims.qkv_stride(), rows);
     store_rows<D>(d_v, out, d_k_rows + dims.Hkv * D, dims.qkv_stride(), rows);
@@ -289,6 +372,20 @@ __device__ __forceinline__ void score_gradient_by_query(const float (&p)[1][kN][
 #pragma unroll
     for (int e = 0; e < 4; ++e) d_p[0][n][e] = p[0][n][e] * (d_p[0][n][e] - statistics[e / 2].delta);
   }
+}
+
+// What is done with d_q of a warp's queries, which are those of a head from `begin` on: returns the maximum of
+// `amax` and what was stored.
+template <int D>
+__device__ __forceinline__ float store_query_gradient(float (&d_q)[1][D / 8][4],
+                                                      const GradientOutput<BFloat16>& output, unsigned char* out,
+                                                      const AttentionDims& dims, const Tile& tile, int begin,
+                                                      float scale, float amax) {
+  scale_by(d_q, scale);
+  if (output.cos_sin != nullptr) turn_back<D>(d_q, output.cos_sin, begin, dims.S);
+  if (output.amax != nullptr) amax = max_of_rows(amax, d_q, dims.S - begin);
+  store_rows<D>(d_q, out, output.d_qkv + dims.qkv_row(tile.b, begin, tile.head), dims.qkv_stride(), dims.S - begin);
+  return amax;
 }
 
 // Adds what a tile of keys gives to d_q of a consumer's 64 queries.
@@ -357,13 +454,87 @@ __device__ __forceinline__ void sum_over_keys(const GradientOutput<BFloat16>& ou
       barriers.passing.release(slot);
     }
     barriers.own.release(0);
-    scale_by(d_q, scale);
-    if (output.cos_sin != nullptr) turn_back<D>(d_q, output.cos_sin, begin, dims.S);
-    if (output.amax != nullptr) amax = max_of_rows(amax, d_q, dims.S - begin);
-    store_rows<D>(d_q, shared + Layout::kOutAt + warp_row() * kRowBytes<D>,
-                  output.d_qkv + dims.qkv_row(tile.b, begin, tile.head), dims.qkv_stride(), dims.S - begin);
+    amax = store_query_gradient<D>(d_q, output, shared + Layout::kOutAt + warp_row() * kRowBytes<D>, dims, tile,
+                                   begin, scale, amax);
   }
   turn.end();
+  if (output.amax != nullptr) raise_to_warp_max(output.amax, amax);
+}
+
+// ---- d_q from score gradients ----
+
+template <int D>
+__device__ __forceinline__ void copy_score_tiles(const CUtensorMap& qkv_map, const ScoreGradients& scores,
+                                                 unsigned char* shared, const AttentionDims& dims,
+                                                 const TileOrder& order, unsigned* num_taken,
+                                                 const Barriers<ScoreLayout<D>>& barriers) {
+  using Layout = ScoreLayout<D>;
+  const uint32_t base = shared_address(shared);
+  unsigned slot = 0, number = blockIdx.x;
+  for (unsigned count = 0;; ++count, number = take_tile(num_taken)) {
+    barriers.own.wait_empty(count);
+    *reinterpret_cast<unsigned*>(shared + Layout::kTileNumberAt) = number;
+    barrier_arrive(barriers.own.full);
+    if (number >= order.count()) break;
+    const Tile tile = order.tile<true>(number);
+    const int k_column = (dims.H + tile.head / dims.group()) * D, head = tile.b * dims.H + tile.head;
+    const int query_tile = tile.begin / kConsumerRows, consumers = tile.begin + kConsumerRows < dims.S ? 2 : 1;
+    for (int key_begin = tile.begin; key_begin >= 0; key_begin -= Layout::kKeys, ++slot) {
+      const uint32_t place = slot % Layout::kStages, full = barriers.passing.full_at(slot);
+      barriers.passing.wait_empty(slot);
+      barrier_expect(full, Layout::kTileBytes + consumers * Layout::kPairBytes);
+      copy_tile_async<D, kTileRows>(base + Layout::kKeysAt + place * Layout::kTileBytes, qkv_map, k_column,
+                                    key_begin, tile.b, full);
+      for (int consumer = 0; consumer < consumers; ++consumer) {
+        copy_bytes_async(base + Layout::kPairsAt + (place * kConsumers + consumer) * Layout::kPairBytes,
+                         scores.pair(head, query_tile + consumer, key_begin / Layout::kKeys), Layout::kPairBytes,
+                         full);
+      }
+    }
+  }
+}
+
+template <int D>
+__device__ __forceinline__ void sum_scores_over_keys(const GradientOutput<BFloat16>& output, unsigned char* shared,
+                                                     const AttentionDims& dims, const TileOrder& order,
+                                                     const Barriers<ScoreLayout<D>>& barriers, float scale) {
+  using Layout = ScoreLayout<D>;
+  const int consumer = consumer_index();
+  const uint32_t base = shared_address(shared);
+  float amax = 0.0f;  // of this thread's rows of all its tiles
+  unsigned slot = 0;
+  for (unsigned count = 0;; ++count) {
+    barriers.own.wait_full(count);
+    const unsigned number = tile_number(shared + Layout::kTileNumberAt);
+    barriers.own.release(0);
+    if (number >= order.count()) break;
+    const Tile tile = order.tile<true>(number);
+    const bool has_queries = tile.begin + consumer * kConsumerRows < dims.S;
+    float d_q[1][D / 8][4];
+    clear(d_q);
+    for (int key_begin = tile.begin; key_begin >= 0; key_begin -= Layout::kKeys, ++slot) {
+      const uint32_t place = slot % Layout::kStages;
+      const SharedTile keys{base + Layout::kKeysAt + place * Layout::kTileBytes, Layout::kTileBlockBytes};
+      const SharedTile d_s{base + Layout::kPairsAt + (place * kConsumers + consumer) * Layout::kPairBytes,
+                           ScoreGradients::kBlockBytes};
+      barriers.passing.wait_full(slot);
+      if (has_queries) {
+        products_begin();
+        // The second block of keys comes after all queries of the first consumer, and nobody has written it.
+        if (key_begin == tile.begin && consumer == 0) {
+          start_product_of_rows<Layout::kKeys / 2>(d_q, d_s, keys);
+        } else {
+          start_product_of_rows<Layout::kKeys>(d_q, d_s, keys);
+        }
+        products_commit();
+        products_wait<0>();
+        keep_until_here(d_q);
+      }
+      barriers.passing.release(slot);
+    }
+    amax = store_query_gradient<D>(d_q, output, shared + Layout::kOutAt + warp_row() * kRowBytes<D>, dims, tile,
+                                   tile.begin + warp_row(), scale, amax);
+  }
   if (output.amax != nullptr) raise_to_warp_max(output.amax, amax);
 }
 
@@ -375,7 +546,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                                    const __grid_constant__ CUtensorMap qkv_query_map,
                                    const __grid_constant__ CUtensorMap d_out_map, const RowStatistics* statistics,
                                    const __grid_constant__ GradientOutput<BFloat16> output, AttentionDims dims,
-                                   float scale, TileOrder order, unsigned* num_taken) {
+                                   float scale, ScoreGradients scores, TileOrder order, unsigned* num_taken) {
 #if PARKA_SM90_CODE
   extern __shared__ __align__(1024) unsigned char shared[];
   const Barriers<KeyLayout<D>> barriers(shared_address(shared) + KeyLayout<D>::kBarriersAt);
@@ -388,7 +559,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     take_registers<kConsumerRegisters>();
-    sum_over_queries<D>(output, shared, dims, order, barriers, scale);
+    sum_over_queries<D>(output, shared, dims, order, barriers, scale, scores);
   }
 #endif
 }
@@ -415,29 +586,82 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <int D>
+__global__ void __launch_bounds__(kThreads, 1)
+    query_gradient_of_scores_sm90_kernel(const __grid_constant__ CUtensorMap qkv_map, ScoreGradients scores,
+                                         const __grid_constant__ GradientOutput<BFloat16> output,
+                                         AttentionDims dims, float scale, TileOrder order, unsigned* num_taken) {
+#if PARKA_SM90_CODE
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const Barriers<ScoreLayout<D>> barriers(shared_address(shared) + ScoreLayout<D>::kBarriersAt);
+  if (threadIdx.x == 0) barriers.init(1);
+  __syncthreads();
+  if (threadIdx.x < kWarpgroup) {
+    give_registers_back<kProducerRegisters>();
+    if (threadIdx.x == 0) copy_score_tiles<D>(qkv_map, scores, shared, dims, order, num_taken, barriers);
+  } else {
+    take_registers<kConsumerRegisters>();
+    sum_scores_over_keys<D>(output, shared, dims, order, barriers, scale);
+  }
+#endif
+}
+
+// How many key/value heads the scratch has room for, with their query heads; 0: not enough to be of use.
+template <int D>
+int64_t heads_of_pass(const AttentionBackward& a, const AttentionDims& dims) {
+  if (!kKeepsScores<D> || a.scratch.empty()) return 0;
+  const int64_t heads = int64_t{dims.B} * dims.Hkv;
+  const int64_t fit = std::min(heads, a.scratch.bytes() / (dims.group() * score_gradient_bytes(dims.S)));
+  if (fit == 0 || ceil_div(heads, fit) > kAttentionMaxPasses) return 0;
+  return ceil_div(heads, ceil_div(heads, fit));  // passes of one length
+}
+
+template <int D>
 void launch_backward(CudaDevice& device, const AttentionBackward& a) {
   constexpr const char* kOp = "attention_backward";
   const AttentionDims dims(a);
   const int64_t tokens = a.qkv.dim[0];
   auto* const statistics =
       static_cast<RowStatistics*>(device.workspace(kOp, attention_backward_workspace_bytes(tokens, a.num_heads)));
-  auto* const num_taken = reinterpret_cast<unsigned*>(statistics + tokens * dims.H);
+  auto* num_taken = reinterpret_cast<unsigned*>(statistics + tokens * dims.H);
   compute_row_statistics(device, a, statistics);
 
   const auto map = [&](const TensorView& x, int box_rows) {
     return make_tile_map(x.as<BFloat16>(), x.dim[1], dims.S, dims.B, box_rows);
   };
+  const CUtensorMap qkv_map = map(a.qkv, kTileRows), qkv_query_map = map(a.qkv, KeyLayout<D>::kQueries);
+  const CUtensorMap d_out_map = map(a.d_out, KeyLayout<D>::kQueries);
   const GradientOutput<BFloat16> output(a);
   const int blocks = device.num_multiprocessors();
   const int64_t head_bytes = int64_t{2} * dims.S * kRowBytes<D>;  // of two tensors: q and d_out, or k and v
-  launch_over_tiles(device, kOp, key_value_gradient_sm90_kernel<D>, KeyLayout<D>::kBytes,
-                    TileOrder(dims, dims.Hkv, head_bytes * dims.group(), blocks), num_taken, map(a.qkv, kTileRows),
-                    map(a.qkv, KeyLayout<D>::kQueries), map(a.d_out, KeyLayout<D>::kQueries),
-                    static_cast<const RowStatistics*>(statistics), output, dims, a.scale);
-  launch_over_tiles(device, kOp, query_gradient_sm90_kernel<D>, QueryLayout<D>::kBytes,
-                    TileOrder(dims, dims.H, head_bytes / dims.group(), blocks), num_taken + 1,
-                    map(a.qkv, kTileRows), map(a.d_out, kTileRows), static_cast<const RowStatistics*>(statistics),
-                    output, dims, a.scale);
+  const TileOrder key_order(dims, dims.Hkv, head_bytes * dims.group(), blocks);
+  const TileOrder query_order(dims, dims.H, head_bytes / dims.group(), blocks);
+  const auto sum_over_queries_of = [&](const TileOrder& order, const ScoreGradients& scores, unsigned* taken) {
+    launch_over_tiles(device, kOp, key_value_gradient_sm90_kernel<D>, KeyLayout<D>::kBytes, order, taken, qkv_map,
+                      qkv_query_map, d_out_map, static_cast<const RowStatistics*>(statistics), output, dims,
+                      a.scale, scores);
+  };
+  const int64_t pass_heads = heads_of_pass<D>(a, dims), heads = int64_t{dims.B} * dims.Hkv;
+  const int64_t passes = pass_heads == 0 ? 1 : ceil_div(heads, pass_heads);
+  check(cudaMemsetAsync(num_taken, 0, static_cast<size_t>(2 * passes) * sizeof(unsigned), device.stream()), kOp);
+  if constexpr (kKeepsScores<D>) {
+    for (int64_t begin = 0; pass_heads > 0 && begin < heads; begin += pass_heads, num_taken += 2) {
+      const auto first = static_cast<unsigned>(begin),
+                 count = static_cast<unsigned>(std::min(pass_heads, heads - begin));
+      const auto group = static_cast<unsigned>(dims.group());
+      const ScoreGradients scores{static_cast<unsigned char*>(a.scratch.data), static_cast<int>(first * group),
+                                  score_gradient_bytes(dims.S)};
+      sum_over_queries_of(key_order.of_heads(first, count, false), scores, num_taken);
+      // The heads that came last first: their score gradients are still in the L2 cache.
+      launch_over_tiles(device, kOp, query_gradient_of_scores_sm90_kernel<D>, ScoreLayout<D>::kBytes,
+                        query_order.of_heads(first * group, count * group, true), num_taken + 1, qkv_map, scores,
+                        output, dims, a.scale);
+    }
+    if (pass_heads > 0) return;
+  }
+  sum_over_queries_of(key_order, {}, num_taken);
+  launch_over_tiles(device, kOp, query_gradient_sm90_kernel<D>, QueryLayout<D>::kBytes, query_order, num_taken + 1,
+                    qkv_map, map(a.d_out, kTileRows), static_cast<const RowStatistics*>(statistics), output, dims,
+                    a.scale);
 }
 
 }  // namespace

@@ -26,9 +26,35 @@ inline int64_t embedding_backward_workspace_bytes(int64_t tokens, int64_t cols) 
 // attention_forward: how many tiles blocks have taken. Far less than others need: no plan has to count it.
 inline constexpr int64_t kAttentionForwardWorkspaceBytes = 4;
 
-// attention_backward: log-sum-exp and delta of each row, two fp32 [B, H, S]; two counts of tiles taken.
+// attention_backward: log-sum-exp and delta of each row, two fp32 [B, H, S]; of each pass two counts of tiles
+// taken.
+inline constexpr int64_t kAttentionMaxPasses = 256;
 inline int64_t attention_backward_workspace_bytes(int64_t tokens, int64_t num_heads) {
-  return tokens * num_heads * 8 + 8;
+  return tokens * num_heads * 8 + kAttentionMaxPasses * 8;
+}
+
+// attention_backward's scratch: score gradients in bf16, of a pass over some key/value heads and their query heads.
+// Of each head all pairs of 64 queries and 128 keys that are not masked entirely.
+inline constexpr int64_t kScoreQueries = 64, kScorePairBytes = kScoreQueries * 128 * 2;
+// The pairs of the first `query_tiles` tiles of 64 queries: 1, 1, 2, 2, 3, 3...
+constexpr int64_t score_pairs(int64_t query_tiles) {
+  const int64_t half = query_tiles / 2;
+  return (half + 1) * (half + query_tiles % 2);
+}
+inline int64_t score_gradient_bytes(int64_t sequence_length) {  // of a query head
+  return score_pairs((sequence_length + kScoreQueries - 1) / kScoreQueries) * kScorePairBytes;
+}
+// For passes of one length, short enough for memory and long enough to keep a GPU busy to their end; 0 where
+// nothing would be gained: other head dims, and sequences for which that is too much memory.
+inline int64_t attention_backward_scratch_bytes(int64_t num_sequences, int64_t sequence_length, int64_t num_heads,
+                                                int64_t num_kv_heads, int64_t head_dim) {
+  constexpr int64_t kHeadDim = 128, kTileKeys = 128, kTilesOfPass = 512, kMostBytes = int64_t{320} << 20;
+  if (head_dim != kHeadDim) return 0;
+  const int64_t tiles = (sequence_length + kTileKeys - 1) / kTileKeys, heads = num_sequences * num_kv_heads;
+  const int64_t longest = (kTilesOfPass + tiles - 1) / tiles, passes = (heads + longest - 1) / longest;
+  const int64_t heads_of_pass = (heads + passes - 1) / passes;
+  const int64_t bytes = heads_of_pass * (num_heads / num_kv_heads) * score_gradient_bytes(sequence_length);
+  return bytes <= kMostBytes ? bytes : 0;
 }
 
 // attention_decode: of each piece of the keys of each row and query head the sum of its values, fp32 [D], with the

@@ -42,8 +42,12 @@ struct AttentionBackward {
   // Empty: not turned.
   TensorView cos_sin = {};
   TensorView d_qkv_amax = {};  // [1] fp32, out: max |d_qkv| as stored, for quantize; empty: not wanted
+  // [bytes] u8, scratch in which a GPU may keep d_s of some heads at a time
+  // (cuda::attention_backward_scratch_bytes). Empty, or too little: it is computed twice, once for d_k and once for
+  // d_q.
+  TensorView scratch = {};
 };
-// Deterministic: equal input gives equal bits.
+// Deterministic: equal input gives equal bits, with scratch and without.
 void attention_backward(Device& device, const AttentionBackward& a);
 
 }  // namespace parka
