@@ -4,7 +4,7 @@
 # must come from one run of this.
 #   scripts/reproduce/one_gpu.sh [--no-tune] OUT [MODEL.RECIPE...]
 # By default olmo-1b and llama2-7b, each with bf16, fp8_linear, coat and parka, as recipe_options.sh sets them. Unless --no-tune
-# is given, matrix products are tuned first, which takes a minute and a half for each. OUT gets for each run the report, the
+# is given, matrix products are tuned first, which takes up to two and a half minutes for each. OUT gets for each run the report, the
 # JSON that scripts/figures.py reads, and the tuning. PARKA names the program (default build/cuda/parka).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
