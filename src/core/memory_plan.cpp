@@ -17,8 +17,8 @@ constexpr double kMaxTensorBytes = 0x1p48;
 
 using Entry = MemoryPlan::Entry;
 
-// Orders tried before the best so far counts, and how often the search starts anew.
-constexpr int kPlacementAttempts = 20000, kPlacementStarts = 10;
+// How often the search for an order starts anew before the best so far counts, and the orders tried in each.
+constexpr int kPlacementStarts = 10, kPlacementAttempts = 2000;
 
 // Bytes alive in the phase that has most: no placement can do with less.
 int64_t fullest_phase(const std::vector<Entry*>& entries) {
@@ -72,17 +72,16 @@ int64_t place_well(std::vector<Entry*> order) {
   std::stable_sort(order.begin(), order.end(), [](const Entry* a, const Entry* b) {
     return a->bytes * std::popcount(a->phases) > b->bytes * std::popcount(b->phases);
   });
-  constexpr int kAttempts = kPlacementAttempts / kPlacementStarts;
   constexpr double kWorse = 0.03;  // that much at first
   std::mt19937_64 random;
   std::vector<Entry*> best = order;
   int64_t best_bytes = place(order);
   for (int start = 0; start < kPlacementStarts; ++start) {
     std::vector<Entry*> at = order;
-    for (int i = 0; i < kAttempts && best_bytes > least_bytes; ++i) {
+    for (int i = 0; i < kPlacementAttempts && best_bytes > least_bytes; ++i) {
       std::vector<Entry*> other = change(at, random);
       const int64_t bytes = place(other);
-      const double worse = kWorse * (kAttempts - i) / kAttempts;
+      const double worse = kWorse * (kPlacementAttempts - i) / kPlacementAttempts;
       if (static_cast<double>(bytes) > static_cast<double>(best_bytes) * (1 + worse)) continue;
       at = std::move(other);
       if (bytes >= best_bytes) continue;

@@ -75,8 +75,9 @@ Results run(Device& device, const Inputs& in, DType dtype, int64_t room) {
     const std::vector<std::byte> bytes = t->bytes();
     r.bytes.insert(r.bytes.end(), bytes.begin(), bytes.end());
   }
-  for (const TestTensor* t : {&qkv, &out, &d_out, &lse, &d_qkv, &amax, &scratch})
+  for (const TestTensor* t : {&qkv, &out, &d_out, &lse, &d_qkv, &amax, &scratch}) {
     r.intact = r.intact && t->guard_intact();
+  }
   r.intact = r.intact && qkv.host() == in.qkv && d_out.host() == in.d_out;
   return r;
 }
@@ -228,9 +229,9 @@ TEST_CASE("attention on other devices gives a sequence the same bits in any batc
   }
 }
 
-TEST_CASE("attention_backward gives the same bits with room for score gradients", "[kernels][attention][devices]") {
-  // Lengths beside multiples of 64 and 128 rows, query heads that share keys; fewer and more heads than have room
-  // at a time, of which the last section has all it can or less.
+TEST_CASE("attention_backward gives the same bits whatever room it has for score gradients",
+          "[kernels][attention][devices]") {
+  // Lengths beside multiples of 64 and 128 rows, query heads that share keys.
   const AttentionShape s = GENERATE(
       AttentionShape{2, 1, 1, 1, 128}, AttentionShape{1, 63, 2, 2, 128}, AttentionShape{2, 64, 2, 1, 128},
       AttentionShape{1, 65, 3, 3, 128}, AttentionShape{3, 128, 2, 2, 128}, AttentionShape{1, 129, 4, 2, 128},
@@ -238,14 +239,16 @@ TEST_CASE("attention_backward gives the same bits with room for score gradients"
       AttentionShape{40, 129, 4, 2, 128}, AttentionShape{9, 1100, 8, 4, 128}, AttentionShape{4, 1024, 8, 8, 128},
       AttentionShape{3, 2048, 8, 4, 128}, AttentionShape{2, 4100, 4, 4, 128});
   CAPTURE(s.B, s.S, s.H, s.Hkv, s.D);
-  const int64_t room = scratch_bytes(s);
-  REQUIRE(room >= s.group() * cuda::score_gradient_bytes(s.S));
+  const int64_t of_group = s.group() * cuda::score_gradient_bytes(s.S);
+  REQUIRE(scratch_bytes(s) >= of_group);
   if (other_devices().empty()) return;
   const Inputs in(s);
   for (Device* device : other_devices()) {
     CAPTURE(device->name());
-    const Results without = run(*device, in, DType::kBF16, room - 1);
-    for (int repeat = 0; repeat < 3; ++repeat) {
+    const Results without = run(*device, in, DType::kBF16, 0);
+    // Nothing fits; passes of one key/value head; of two, the last one maybe of one; as models have it.
+    for (const int64_t room : {of_group - 1, of_group, 2 * of_group + 16, scratch_bytes(s)}) {
+      CAPTURE(room);
       const Results with = run(*device, in, DType::kBF16, room);
       CHECK(with.bytes == without.bytes);
       CHECK((with.intact && without.intact));

@@ -49,8 +49,9 @@ void attention_backward(Device& device, const AttentionBackward& a) {
     if (D % 2 != 0) throw_internal("attention_backward: heads of {} columns have no pairs to turn back", D);
   }
   if (!a.d_qkv_amax.empty()) check_tensor("attention_backward", "d_qkv_amax", a.d_qkv_amax, {1}, {DType::kF32});
-  if (!a.scratch.empty())
+  if (!a.scratch.empty()) {
     check_tensor("attention_backward", "scratch", a.scratch, {a.scratch.dim[0]}, {DType::kU8});
+  }
   if (a.qkv.numel() == 0) return;
   PARKA_DISPATCH(attention_backward, device, a);
 }
