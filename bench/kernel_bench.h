@@ -1,9 +1,12 @@
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "core/philox.h"
@@ -15,7 +18,7 @@ namespace parka::bench {
 
 inline constexpr int kSets = 3;
 constexpr int kRuns = 20;
-constexpr int kMostInARow = 4 * kSets;  // so that launches and time stamps do not show
+constexpr int kMostInARow = 8 * kSets;  // so that time stamps do not show
 constexpr double kRunSeconds = 0.01;    // enough for an op that takes long to be run less often in a row
 
 struct ModelShape {
@@ -113,37 +116,71 @@ class Tensors {
 
 class Bench {
  public:
-  Bench(Device& device, double copy_bandwidth) : device_(device), copy_bandwidth_(copy_bandwidth) {}
+  // Times only ops whose names begin with `op`.
+  Bench(Device& device, double copy_bandwidth, std::string op)
+      : device_(device), copy_bandwidth_(copy_bandwidth), op_(std::move(op)) {}
 
   // `make(tensors)` gives the arguments of a run on tensors of its own.
   template <typename Make, typename Op>
   void time(const char* model, const char* name, const Make& make, const Op& op) {
+    if (!std::string_view(name).starts_with(op_)) return;
     Tensors tensors(device_);
     std::vector<decltype(make(tensors))> sets;
     for (int i = 0; i < kSets; ++i) sets.push_back(make(tensors));
-    const auto seconds_each = [&](int in_a_row) {
-      const auto begin = device_.mark();
-      for (int i = 0; i < in_a_row; ++i) op(device_, sets[i % kSets]);
-      return device_.mark()->seconds_since(*begin) / in_a_row;
-    };
-    seconds_each(kSets);
-    const int rounds = static_cast<int>(std::ceil(kRunSeconds / (kSets * seconds_each(kSets))));
-    const int in_a_row = std::min(kMostInARow, kSets * rounds);
-    std::vector<double> seconds;
-    for (int run = 0; run < kRuns; ++run) seconds.push_back(seconds_each(in_a_row));
-    std::sort(seconds.begin(), seconds.end());
+    const Times times = time_runs([&](int i) { op(device_, sets[i]); });
     const OpCost cost = cost_of(sets.front());
-    const double median = seconds[seconds.size() / 2];
     std::printf(
         "{\"model\": \"%s\", \"op\": \"%s\", \"shape\": \"%s\", \"us\": %.2f, \"us_least\": %.2f, "
-        "\"us_most\": %.2f, \"bytes\": %.0f, \"copy_fraction\": %.4f, \"tflops\": %.1f}\n",
-        model, name, cost.shape.c_str(), 1e6 * median, 1e6 * seconds.front(), 1e6 * seconds.back(), cost.bytes,
-        cost.bytes / median / copy_bandwidth_, 1e-12 * cost.flop / median);
+        "\"us_most\": %.2f, \"bytes\": %.0f, \"copy_fraction\": %.4f, \"us_copy_of_bytes\": %.2f, "
+        "\"tflops\": %.1f}\n",
+        model, name, cost.shape.c_str(), 1e6 * times.median, 1e6 * times.least, 1e6 * times.most, cost.bytes,
+        cost.bytes / times.median / copy_bandwidth_,
+        1e6 * time_copy(static_cast<int64_t>(cost.bytes / 2) / 256 * 256), 1e-12 * cost.flop / times.median);
+    std::fflush(stdout);
+  }
+
+ private:
+  struct Times {
+    double median, least, most;
+  };
+
+  // Seconds that run(i) takes, i being one of kSets in turn: several runs in a row, replayed as a step's ops are.
+  template <typename Run>
+  Times time_runs(const Run& run) {
+    const auto seconds_each = [&](int in_a_row, const auto& queue) {
+      const auto begin = device_.mark();
+      queue();
+      return device_.mark()->seconds_since(*begin) / in_a_row;
+    };
+    const auto queue = [&](int in_a_row) {
+      for (int i = 0; i < in_a_row; ++i) run(i % kSets);
+    };
+    queue(kSets);
+    const double first = seconds_each(kSets, [&] { queue(kSets); });
+    const int in_a_row = std::min(kMostInARow, kSets * static_cast<int>(std::ceil(kRunSeconds / (kSets * first))));
+    std::unique_ptr<Recording> recording;
+    const auto replay = [&] { device_.replay(recording, [&] { queue(in_a_row); }); };
+    replay();
+    std::vector<double> seconds;
+    for (int n = 0; n < kRuns; ++n) seconds.push_back(seconds_each(in_a_row, replay));
+    std::sort(seconds.begin(), seconds.end());
+    return {seconds[seconds.size() / 2], seconds.front(), seconds.back()};
+  }
+
+  // The median time of a copy that reads and writes `bytes` each.
+  double time_copy(int64_t bytes) {
+    Tensors tensors(device_);
+    std::array<std::array<void*, 2>, kSets> sets;
+    for (auto& set : sets) {
+      for (void*& memory : set) memory = tensors.make(DType::kU8, {std::max<int64_t>(bytes, 1)}).data;
+    }
+    return time_runs([&](int i) { device_.copy(sets[i][1], sets[i][0], bytes); }).median;
   }
 
  private:
   Device& device_;
   double copy_bandwidth_;
+  std::string op_;
 };
 
 // A first step on bf16 weights and gradients with a split master, in the moments' format.

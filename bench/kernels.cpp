@@ -1,9 +1,10 @@
 // Every op of a model's step alone, at the shapes of a model, against the copy bandwidth of the device:
-//   bench_kernels [MODEL...]          olmo-1b llama2-7b
-//   bench_kernels attention:S...      attention alone, 16 heads of 128 columns, 32768 tokens in sequences of S
-//   bench_kernels amax                what the maximum of a matrix costs, in a pass of its own and on the way
+//   bench_kernels [MODEL...] [op:NAME]  olmo-1b llama2-7b; only ops whose names begin with NAME
+//   bench_kernels attention:S...        attention alone, 16 heads of 128 columns, 32768 tokens in sequences of S
+//   bench_kernels amax                  what the maximum of a matrix costs, in a pass of its own and on the way
 // One line of JSON per op: median, least and most time of many runs over several sets of tensors, so that no cache
-// holds what is read. Matrix products are timed by `parka tune` and `parka bench`.
+// holds what is read, and the time of a plain copy of as many bytes, which shows what a short kernel's start and
+// tail take. Matrix products are timed by `parka tune` and `parka bench`.
 #include <algorithm>
 #include <cstdio>
 #include <memory>
@@ -228,10 +229,16 @@ int run(int argc, char** argv) {
   device->set_workspace(device->allocate(kWorkspaceBytes), kWorkspaceBytes);
   const double copy = measure_copy_bandwidth(*device);
   std::printf("{\"device\": \"%s\", \"copy_gb_s\": %.1f}\n", device->name().c_str(), 1e-9 * copy);
-  Bench bench(*device, copy);
-  constexpr std::string_view kAttention = "attention:";
-  for (int i = 1; i < argc; ++i) {
-    const std::string argument = argv[i];
+  constexpr std::string_view kAttention = "attention:", kOp = "op:";
+  std::vector<std::string> arguments(argv + 1, argv + argc);
+  std::string op;
+  std::erase_if(arguments, [&](const std::string& argument) {
+    if (!argument.starts_with(kOp)) return false;
+    op = argument.substr(kOp.size());
+    return true;
+  });
+  Bench bench(*device, copy, op);
+  for (const std::string& argument : arguments) {
     if (argument == "amax") bench_amax(*device, copy);
     if (!argument.starts_with(kAttention)) continue;
     ModelShape shape = kModels[0];
@@ -242,9 +249,8 @@ int run(int argc, char** argv) {
     bench_attention(bench, shape);
   }
   for (const ModelShape& model : kModels) {
-    const bool wanted = argc == 1 || std::any_of(argv + 1, argv + argc,
-                                                 [&](const char* arg) { return std::string(arg) == model.name; });
-    if (!wanted) continue;
+    if (!arguments.empty() && std::find(arguments.begin(), arguments.end(), model.name) == arguments.end())
+      continue;
     bench_activations(bench, model);
     bench_attention(bench, model);
     bench_decode(bench, model);

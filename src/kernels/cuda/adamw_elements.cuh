@@ -24,16 +24,16 @@ struct LanePart {
   static constexpr int kLanes = static_cast<int>(kMomentGroup) / (kPacks * kElements);  // of a group
   static constexpr int kPackStride = kLanes * kElements;
   static constexpr int kThreads = kWarps * kWarpSize;  // of a block
-  static constexpr int kBlockElements = kThreads * kPacks * kElements;
+  static constexpr int kWarpElements = kWarpSize * kPacks * kElements;
+  static constexpr int kBlockElements = kWarps * kWarpElements;
   static_assert(kWarpSize % kLanes == 0);
 
   int64_t left;  // elements of the tensor from the lane's first one on; may be negative
 
   static __device__ uint32_t lane() { return threadIdx.x % kLanes; }
-  // Of a lane's first element in its block's.
-  static __device__ uint32_t offset() {
-    return threadIdx.x / kLanes * static_cast<uint32_t>(kMomentGroup) + lane() * kElements;
-  }
+  // Of a lane's first element in its block's, and in its warp's.
+  static __device__ uint32_t offset() { return offset_of(threadIdx.x); }
+  static __device__ uint32_t offset_in_warp() { return offset_of(threadIdx.x % kWarpSize); }
 
   // Whether the last group may lie beyond the tensor's end, as other lanes' may not.
   __device__ bool has_group() const { return left + lane() * kElements > 0; }
@@ -41,6 +41,11 @@ struct LanePart {
   __device__ int count(int pack) const {
     const int64_t here = left - pack * kPackStride;
     return here >= kElements ? kElements : here > 0 ? static_cast<int>(here) : 0;
+  }
+
+ private:
+  static __device__ uint32_t offset_of(uint32_t thread) {
+    return thread / kLanes * static_cast<uint32_t>(kMomentGroup) + lane() * kElements;
   }
 };
 
@@ -134,7 +139,7 @@ class LargestStored {
   }
   __device__ float value() const {
     if constexpr (sizeof(T) == 4) return __uint_as_float(largest_);
-    return fmaxf(__uint_as_float(largest_ << 16), __uint_as_float(largest_ & 0xffff0000u));
+    return fmaxf(fabsf(__uint_as_float(largest_ << 16)), fabsf(__uint_as_float(largest_ & 0xffff0000u)));
   }
 
  private:
@@ -143,12 +148,12 @@ class LargestStored {
       return __float_as_uint(max_magnitude(__uint_as_float(largest), __uint_as_float(word)));
     } else {
       uint32_t pair;
-      asm("max.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(largest), "r"(word & 0x7fff7fffu));
+      asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(largest), "r"(word));
       return pair;
     }
   }
 
-  uint32_t largest_ = 0;  // the bits of one number, or of one for each half of a word
+  uint32_t largest_ = 0;  // the bits of one number; or of one for each half of a word, of either sign
 };
 
 // ---- Gradient, and weights, one type for each MasterForm ----

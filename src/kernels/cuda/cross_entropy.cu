@@ -7,6 +7,7 @@
 
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/cuda_device.h"
+#include "kernels/cuda/early_launch.cuh"
 #include "kernels/cuda/mma.cuh"
 #include "kernels/cuda/vector.cuh"
 
@@ -282,6 +283,7 @@ __device__ void process_row(const Arguments<T>& a, int64_t t, int target, int ne
 // packs are read from memory, a second time for the gradient.
 template <typename T, bool kCached>
 __global__ void __launch_bounds__(kThreads, 2) cross_entropy_kernel(Arguments<T> a) {
+  wait_for_kernel_before();
   extern __shared__ uint4 shared_memory[];
   float* scratch = reinterpret_cast<float*>(shared_memory);
   uint4* cache = shared_memory + kScratchBytes / sizeof(uint4);
@@ -342,9 +344,8 @@ void launch(const CudaDevice& device, const CrossEntropy& a) {
           "cross_entropy");
     num_blocks = std::min(num_rows, static_cast<int64_t>(blocks_at_once) * device.num_multiprocessors());
   }
-  kernel<<<static_cast<unsigned>(num_blocks), kThreads, static_cast<size_t>(shared_bytes), device.stream()>>>(
-      arguments);
-  check_launch("cross_entropy");
+  launch_early(device, "cross_entropy", kernel, {static_cast<unsigned>(num_blocks), kThreads, shared_bytes},
+               arguments);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/cuda_device.h"
+#include "kernels/cuda/early_launch.cuh"
 #include "kernels/cuda/vector.cuh"
 #include "kernels/cuda/workspace.h"
 
@@ -65,19 +66,6 @@ __device__ inline void add(const Stored<T, kWidth>& x, float (&sum)[kWidth]) {
   for (int i = 0; i < kWidth; ++i) sum[i] += x[i];
 }
 
-// On compute capability 9.0 the next kernel can be on its way when this one ends. All of its blocks have to wait
-// for that: if none did, it could itself end before this kernel, and an op after both begin too early.
-__device__ inline void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
-}
-__device__ inline void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
-}
-
 // What to do with the sum after a row of d_out has been added to it.
 enum class Then : int { kNothing, kAddToTable, kLeaveInSlot };
 
@@ -98,7 +86,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
   constexpr int kDepth = Stored<G, kWidth>::kWords + Stored<D, kWidth>::kWords <= 8 ? 8 : 4;
   __shared__ Step steps[kBackwardThreads];
   static_assert(kBackwardThreads >= kWindow + kPiece + kDepth);  // the last piece may reach beyond the window
-  let_next_kernel_start();
+  wait_for_kernel_before();
   const int64_t begin = blocks.group() * kWindow, position = begin + threadIdx.x;
   const int cols = blocks.cols, column = blocks.column(kWidth);
   int64_t piece_begin = T;
@@ -158,10 +146,10 @@ constexpr int kSlotDepth = 16;  // slots that are loaded at once
 template <typename D, int kWidth>
 __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
     add_slots_kernel(const TokenRow* order_T, const float* slots_SC, D* d_table_VC, RowBlocks blocks) {
+  wait_for_kernel_before();
   const int64_t position = blocks.group() * kPiece;
   const TokenRow row = order_T[position];
   const int column = blocks.column(kWidth);
-  wait_for_kernel_before();
   if (has_one_piece(row) || row.rank >= kPiece || column >= blocks.cols) return;
   const float* const slots = slots_SC + first_slot(row, position) * blocks.cols + column;
   D* const target = d_table_VC + int64_t{row.id} * blocks.cols + column;
@@ -192,22 +180,13 @@ void launch_backward(CudaDevice& device, const EmbeddingBackward& a) {
   auto* const slots_SC =
       static_cast<float*>(device.workspace("embedding_backward", embedding_backward_workspace_bytes(T, C)));
   D* const d_table_VC = a.d_table.as<D>();
-  sum_pieces_kernel<G, D, kWidth>
-      <<<static_cast<unsigned>(windows * blocks.per_row), kBackwardThreads, 0, device.stream()>>>(
-          a.rows(), T, a.d_out.as<G>(), d_table_VC, slots_SC, blocks);
-  check_launch("embedding_backward");
-
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = static_cast<unsigned>(pieces * slot_blocks.per_row);
-  config.blockDim = kBackwardThreads;
-  config.stream = device.stream();
-  config.attrs = &early;
-  config.numAttrs = device.properties().major >= 9 ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, add_slots_kernel<D, kNarrow>, a.rows(), slots_SC, d_table_VC, slot_blocks),
-        "embedding_backward");
+  const auto launch = [&](auto* kernel, int64_t blocks, const auto&... arguments) {
+    launch_early(device, "embedding_backward", kernel, {static_cast<unsigned>(blocks), kBackwardThreads},
+                 arguments...);
+  };
+  launch(sum_pieces_kernel<G, D, kWidth>, windows * blocks.per_row, a.rows(), T, a.d_out.as<G>(), d_table_VC,
+         slots_SC, blocks);
+  launch(add_slots_kernel<D, kNarrow>, pieces * slot_blocks.per_row, a.rows(), slots_SC, d_table_VC, slot_blocks);
 }
 
 template <typename G, typename D>

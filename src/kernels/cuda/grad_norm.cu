@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/cuda_device.h"
+#include "kernels/cuda/early_launch.cuh"
 #include "kernels/cuda/vector.cuh"
 #include "kernels/cuda/workspace.h"
 
@@ -125,6 +126,7 @@ __device__ int part_of_piece(const PartTable& table, int piece) {
 // One block for each piece.
 __global__ void __launch_bounds__(kThreads)
     piece_sums_kernel(const __grid_constant__ PartTable table, double* piece_sums) {
+  wait_for_kernel_before();
   const int piece = static_cast<int>(blockIdx.x);
   const Part& part = table.parts[part_of_piece(table, piece)];
   const int64_t begin = (piece - part.first_piece) * kSumOfSquaresPiece;
@@ -140,6 +142,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     part_sums_kernel(const __grid_constant__ PartTable table, const double* piece_sums, double* part_sums,
                      float* partial) {
+  wait_for_kernel_before();
   const int p = static_cast<int>(blockIdx.x);
   const int begin = table.parts[p].first_piece;
   const int end = p + 1 < table.num_parts ? table.parts[p + 1].first_piece : table.num_pieces;
@@ -152,6 +155,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     total_kernel(const double* part_sums, int64_t num_parts, float* result) {
+  wait_for_kernel_before();
   const double sum = block_sum_double<kThreads>(thread_sum<kThreads>(part_sums, num_parts));
   if (threadIdx.x == 0) *result = static_cast<float>(sum);
 }
@@ -176,7 +180,9 @@ __global__ void __launch_bounds__(kAddSumThreads) add_sum_kernel(const float* x,
 
 void sum_of_squares(Device& device, const SumOfSquares& a) {
   const CudaDevice& cuda_device = as_cuda(device);
-  const cudaStream_t stream = cuda_device.stream();
+  const auto launch = [&](auto* kernel, int blocks, const auto&... arguments) {
+    launch_early(cuda_device, "sum_of_squares", kernel, {static_cast<unsigned>(blocks), kThreads}, arguments...);
+  };
   const size_t num_parts = a.parts.size();
   int64_t num_pieces = 0;
   for (const TensorView& part : a.parts) num_pieces += sum_of_squares_pieces(part.numel());
@@ -189,16 +195,12 @@ void sum_of_squares(Device& device, const SumOfSquares& a) {
     const size_t end = std::min(begin + PartTable::kCapacity, num_parts);
     const PartTable table = make_table(a.parts, begin, end);
     if (table.num_pieces > 0) {
-      piece_sums_kernel<<<static_cast<unsigned>(table.num_pieces), kThreads, 0, stream>>>(table, piece_sums);
-      check_launch("sum_of_squares");
+      launch(piece_sums_kernel, table.num_pieces, table, piece_sums);
     }
-    part_sums_kernel<<<static_cast<unsigned>(table.num_parts), kThreads, 0, stream>>>(
-        table, piece_sums, part_sums + begin, partial + begin);
-    check_launch("sum_of_squares");
+    launch(part_sums_kernel, table.num_parts, table, piece_sums, part_sums + begin, partial + begin);
     piece_sums += table.num_pieces;
   }
-  total_kernel<<<1, kThreads, 0, stream>>>(part_sums, static_cast<int64_t>(num_parts), a.result.as<float>());
-  check_launch("sum_of_squares");
+  launch(total_kernel, 1, part_sums, static_cast<int64_t>(num_parts), a.result.as<float>());
 }
 
 void clip_coefficient(Device& device, const ClipCoefficient& a) {

@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/cuda_device.h"
+#include "kernels/cuda/early_launch.cuh"
 #include "kernels/cuda/fp8.cuh"
 #include "kernels/cuda/matrix_source.cuh"
 #include "kernels/cuda/quantize_tiles.cuh"
@@ -148,6 +149,7 @@ template <bool kWide>
 __global__ void __launch_bounds__(tiles::kThreads)
     move_codes_kernel(const uint8_t* codes_RC, const tiles::CodeOutput out) {
   alignas(tiles::kTileAlignment) __shared__ uint32_t shared[tiles::kSharedWords];
+  wait_for_kernel_before();
   const tiles::Place place;
   tiles::Codes codes;
 #pragma unroll
@@ -169,13 +171,13 @@ __global__ void __launch_bounds__(tiles::kThreads)
   tiles::write_codes(codes, out, shared);
 }
 
-void move_codes(cudaStream_t stream, const TensorView& x, const ScaledView& out_t) {
+void move_codes(const CudaDevice& device, const TensorView& x, const ScaledView& out_t) {
   const int64_t rows = x.dim[0], cols = x.dim[1];
   tiles::check_extents(rows, cols);
   const bool wide = cols % tiles::kWidth == 0 && is_aligned(x.data, 16);
   const auto kernel = wide ? move_codes_kernel<true> : move_codes_kernel<false>;
-  kernel<<<tiles::grid_of(rows, cols), tiles::kThreads, 0, stream>>>(static_cast<const uint8_t*>(x.data),
-                                                                     tiles::code_output({}, out_t, rows, cols));
+  launch_early(device, "quantize", kernel, {tiles::grid_of(rows, cols), tiles::kThreads},
+               static_cast<const uint8_t*>(x.data), tiles::code_output({}, out_t, rows, cols));
 }
 
 // Codes that keep their scale are moved: decoding and encoding them again could only lose.
@@ -187,7 +189,8 @@ bool keeps_codes(const ScaledView& x, const ScaledView& out) {
 bool is_plain(const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kNone; }
 
 // What moves elements without arithmetic over more than one of them. Takes what it has done from `out` and `out_t`.
-void quantize_directly(cudaStream_t stream, const ScaledView& x, ScaledView& out, ScaledView& out_t) {
+void quantize_directly(const CudaDevice& device, const ScaledView& x, ScaledView& out, ScaledView& out_t) {
+  const cudaStream_t stream = device.stream();
   if (keeps_codes(x, out)) {
     check(cudaMemcpyAsync(out.data.data, x.data.data, static_cast<size_t>(out.data.bytes()),
                           cudaMemcpyDeviceToDevice, stream),
@@ -195,7 +198,7 @@ void quantize_directly(cudaStream_t stream, const ScaledView& x, ScaledView& out
     out = {};
   }
   if (keeps_codes(x, out_t)) {
-    move_codes(stream, x.data, out_t);
+    move_codes(device, x.data, out_t);
     out_t = {};
   }
   if (is_plain(out) && is_stream(x, out.data)) {
@@ -222,7 +225,7 @@ void quantize(Device& device_, const Quantize& a) {
   CudaDevice& device = as_cuda(device_);
   const cudaStream_t stream = device.stream();
   ScaledView out = a.out, out_t = a.out_t;  // what is left to do
-  quantize_directly(stream, a.x, out, out_t);
+  quantize_directly(device, a.x, out, out_t);
   const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
   const bool has_tensor_scale =
       (!out.empty() && out.scaling == Scaling::kTensor) || (!out_t.empty() && out_t.scaling == Scaling::kTensor);

@@ -7,6 +7,7 @@
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/code_tiles.cuh"
 #include "kernels/cuda/cuda_device.h"
+#include "kernels/cuda/early_launch.cuh"
 #include "kernels/cuda/fp8.cuh"
 
 // Writes a matrix in any format and both orders, whatever its numbers are made of: find_amax and write_tiles at the
@@ -38,6 +39,8 @@ concept Fetchable = requires(const Source& source) {
   source.fetch(0, 0);
 };
 
+// Fetches of so few bytes a thread has under way for all of its rows at once: codes with their scale.
+constexpr size_t kSmallFetch = 40;
 // Blocks that a multiprocessor should have room for. With load() all numbers of a thread are in registers together.
 constexpr int kLoadingBlocks = 3, kFetchingBlocks = 4;
 
@@ -56,12 +59,16 @@ template <Fetchable Source, typename F>
 __device__ inline void for_each_row(const Source& source, int rows, int cols, const F& f) {
   const Place place;
   const int col = min(place.col, cols - kWidth);
-  auto next = source.fetch(min(place.row, rows - 1), col);
+  const auto fetch = [&](int k) { return source.fetch(min(place.row + k, rows - 1), col); };
+  using Fetched = decltype(fetch(0));
+  constexpr int kAhead = sizeof(Fetched) <= kSmallFetch ? kHeight - 1 : 1;
+  Fetched next[kHeight];
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) next[k] = fetch(k);
 #pragma unroll
   for (int k = 0; k < kHeight; ++k) {
-    const auto fetched = next;
-    if (k + 1 < kHeight) next = source.fetch(min(place.row + k + 1, rows - 1), col);
-    f(k, fetched);
+    if (k + kAhead < kHeight) next[k + kAhead] = fetch(k + kAhead);
+    f(k, next[k]);
   }
 }
 
@@ -136,6 +143,7 @@ template <typename Source, typename F8>
 __global__ void __launch_bounds__(kThreads, Fetchable<Source> ? kFetchingBlocks : kLoadingBlocks)
     tensor_kernel(const Source source, const CodeOutput out, const TensorScale scale) {
   alignas(kTileAlignment) __shared__ uint32_t shared[kSharedWords];
+  wait_for_kernel_before();
   const float inverse = scale.inverse<F8>();
   if constexpr (Fetchable<Source>) {
     const uint32_t part = part_address(shared);
@@ -441,8 +449,8 @@ void write_tensor(CudaDevice& device, const Source& source, int64_t rows, int64_
                   const ScaledView& out_t, const float* amax) {
   const ScaledView& any = out.empty() ? out_t : out;
   with_float8_type(any.data.dtype, [&](auto f8) {
-    tensor_kernel<Source, decltype(f8)><<<grid_of(rows, cols), kThreads, 0, device.stream()>>>(
-        source, code_output(out, out_t, rows, cols), tensor_scale(any, amax));
+    launch_early(device, "writing codes", tensor_kernel<Source, decltype(f8)>, {grid_of(rows, cols), kThreads},
+                 source, code_output(out, out_t, rows, cols), tensor_scale(any, amax));
   });
 }
 
