@@ -2,16 +2,28 @@
 # Speed and memory of whole steps on one GPU, of every recipe in one table: OLMo-1B (16 sequences x 8 accumulation) and
 # Llama-2-7B (4 x 8) at context 2048. Cards of one kind differ by several per cent under full load, so what is compared
 # must come from one run of this.
-#   scripts/reproduce/one_gpu.sh [--no-tune] OUT [MODEL.RECIPE...]
-# By default olmo-1b and llama2-7b, each with bf16, fp8_linear, coat and parka, as recipe_options.sh sets them. Unless --no-tune
-# is given, matrix products are tuned first, which takes up to two and a half minutes for each. OUT gets for each run the report, the
-# JSON that scripts/figures.py reads, and the tuning. PARKA names the program (default build/cuda/parka).
+#   scripts/reproduce/one_gpu.sh [--no-tune | --tuning FOLDER] [--roofline] OUT [MODEL.RECIPE...]
+# By default olmo-1b and llama2-7b, each with bf16, fp8_linear, coat and parka, as recipe_options.sh sets them. Matrix products are
+# tuned first, which takes up to two and a half minutes for each; with --no-tune they are not, and with --tuning a run takes
+# FOLDER/MODEL.RECIPE.tuning.json if that is there. --roofline measures what every op could reach, too. OUT gets for each run
+# the report, the JSON that scripts/figures.py reads, and the tuning. PARKA names the program (default build/cuda/parka).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . scripts/reproduce/recipe_options.sh
-usage() { echo "usage: scripts/reproduce/one_gpu.sh [--no-tune] OUT [MODEL.RECIPE...]" >&2; exit 2; }
-tune=true
-[ "${1:-}" != --no-tune ] || { tune=false; shift; }
+usage() {
+  echo "usage: scripts/reproduce/one_gpu.sh [--no-tune | --tuning FOLDER] [--roofline] OUT [MODEL.RECIPE...]" >&2
+  exit 2
+}
+tune=true tuning= bench=(--steps 5)
+while [[ ${1:-} == --* ]]; do
+  case $1 in
+    --no-tune) tune=false ;;
+    --tuning) tune=false tuning=${2:-}; [ -d "$tuning" ] || usage; shift ;;
+    --roofline) bench+=(--roofline) ;;
+    *) usage ;;
+  esac
+  shift
+done
 [ $# -ge 1 ] || usage
 out=$1
 shift
@@ -31,8 +43,10 @@ for run in "$@"; do
   if $tune; then
     "$parka" tune "configs/$model.json" "${set[@]}" --output "$out/$run.tuning.json" > "$out/$run.tuning.txt"
     set+=(--set "device.gemm_tuning=$out/$run.tuning.json")
+  elif [ -n "$tuning" ] && [ -e "$tuning/$run.tuning.json" ]; then
+    set+=(--set "device.gemm_tuning=$tuning/$run.tuning.json")
   fi
-  "$parka" bench "configs/$model.json" "${set[@]}" --steps 5 --roofline --json "$out/$run.json" > "$out/$run.txt"
+  "$parka" bench "configs/$model.json" "${set[@]}" "${bench[@]}" --json "$out/$run.json" > "$out/$run.txt"
   grep -A9 '^step ' "$out/$run.txt"
 done
 python3 scripts/figures.py --table "${@/#/$out/}"
