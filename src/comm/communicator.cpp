@@ -1,6 +1,7 @@
 #include "comm/communicator.h"
 
 #include "kernels/device.h"
+#include "kernels/ops/add.h"
 
 namespace parka {
 namespace {
@@ -15,12 +16,16 @@ class SingleCommunicator final : public Communicator {
     check_reducible(x);
     ++last_queued_;
   }
-  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers) override {
+  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers, Onto onto) override {
     check_reducible(in);
-    copy(device, in, out);
+    check_scattered(in, out, 1);
+    reduce_alone(device, in, out, onto);
+    ++last_queued_;
   }
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers) override {
-    copy(device, in, out);
+    check_scattered(out, in, 1);
+    reduce_alone(device, in, out, Onto::kNothing);
+    ++last_queued_;
   }
 
   uint64_t last_queued() const override { return last_queued_; }
@@ -31,12 +36,6 @@ class SingleCommunicator final : public Communicator {
   void barrier() override {}
 
  private:
-  void copy(Device& device, const TensorView& in, const TensorView& out) {
-    check_scattered(in, out, 1);
-    if (in.data != out.data) device.copy(out.data, in.data, in.bytes());
-    ++last_queued_;
-  }
-
   uint64_t last_queued_ = 0;
 };
 
@@ -48,11 +47,23 @@ void Communicator::divide(int group_size) {
   divided();
 }
 
+void* Communicator::allocate(Device& device, int64_t bytes) { return device.allocate(bytes); }
+
+void Communicator::release(Device& device, void* memory) { device.release(memory); }
+
 std::unique_ptr<Communicator> make_single_communicator() { return std::make_unique<SingleCommunicator>(); }
 
 void check_reducible(const TensorView& x) {
   if (x.dtype == DType::kF32 || x.dtype == DType::kBF16) return;
   throw_internal("{} cannot be reduced over ranks: only fp32 and bf16 can", describe(x));
+}
+
+void reduce_alone(Device& device, const TensorView& in, const TensorView& out, Onto onto) {
+  if (onto == Onto::kOldValue) {
+    add(device, {.x = in, .total = out});
+  } else if (in.data != out.data) {
+    device.copy(out.data, in.data, in.bytes());
+  }
 }
 
 void check_scattered(const TensorView& whole, const TensorView& part, int size) {

@@ -11,6 +11,9 @@ class Device;
 
 enum class Reduction { kSum, kMax };
 
+// What becomes of what a tensor held that a sum goes to: it is lost, or added as well.
+enum class Onto { kNothing, kOldValue };
+
 // Which ranks take part in a collective, as divide() has divided them.
 enum class Peers {
   kAll,
@@ -24,11 +27,8 @@ enum class Peers {
 //
 // Collectives on tensors are queued in order, behind the work that the device has queued by then; the device's
 // later work runs beside them until it wait()s. On the CPU they are done when the call returns. The result is the
-// same, bit for bit, whenever the same values are reduced over the same number of ranks.
-//
-// Collectives may be part of what Device::replay() records. Three rules then hold: before replay(), wait() for
-// whatever was queued outside it (breaking this throws Error(kInternal)); within it, wait() for what was queued in
-// it before the work ends; and the recording must be gone before the communicator, which waits for that.
+// same, bit for bit, whenever the same values are reduced over the same number of ranks. They cannot be part of
+// what Device::replay() records.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -47,17 +47,28 @@ class Communicator {
     return peers == Peers::kAll ? rank() : peers == Peers::kGroup ? rank() % group_size() : rank() / group_size();
   }
 
+  // Memory, for one holder, whose tensors collectives may move without the device's multiprocessors; contents
+  // undefined. All ranks ask for the same size, put tensors of collectives at the same places, and release it
+  // before the communicator goes. Throws as Device::allocate().
+  virtual void* allocate(Device& device, int64_t bytes);
+  virtual void release(Device& device, void* memory);
+  // A part of it that reduce_scatter may use until the memory is released, for tensors that are not larger.
+  virtual void set_room(const TensorView& /*room*/) {}
+
   // ---- Tensors on the device (fp32 or bf16 where they are reduced) ----
 
   // x [n] of all peers, reduced element by element, replaces x. A maximum passes over NaN.
   virtual void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) = 0;
-  // out [n] = the sum over peers of elements [place * n, (place + 1) * n) of their `in` [size * n]. bf16 is summed
-  // in fp32 over MPI, and rounded at every hop over NCCL. `out` may be its own place in `in`.
-  virtual void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
+  // out [n] = the sum over peers of elements [place * n, (place + 1) * n) of their `in` [size * n], onto nothing or
+  // what `out` held; the latter may change its own place in `in`. bf16 is summed in fp32, in the order of peers,
+  // and rounded once; but over NCCL, where tensors do not lie as allocate() and set_room() say, or between nodes,
+  // it is rounded at every hop. `out` may be its own place in `in`, onto nothing.
+  virtual void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers,
+                              Onto onto = Onto::kNothing) = 0;
   // out [size * n] = `in` [n] of all peers one after the other, of any format. `in` may be its own place in `out`.
   virtual void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
 
-  // Collectives are numbered from 1 in order of their calls. One that is replayed keeps its number.
+  // Collectives are numbered from 1 in order of their calls.
   virtual uint64_t last_queued() const = 0;
   // The device's later work waits for collective `number` and those before it.
   virtual void wait(Device& device, uint64_t number) = 0;
@@ -92,5 +103,7 @@ std::unique_ptr<Communicator> make_single_communicator();
 void check_reducible(const TensorView& x);
 // `whole` has `size` times the elements of `part`, in the same format.
 void check_scattered(const TensorView& whole, const TensorView& part, int size);
+// reduce_scatter of one rank, on the device's own stream.
+void reduce_alone(Device& device, const TensorView& in, const TensorView& out, Onto onto);
 
 }  // namespace parka

@@ -78,7 +78,7 @@ class MpiCommunicator final : public Communicator {
   std::string description() const override { return fmt::format("{} ranks over MPI", size_); }
 
   void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) override;
-  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
+  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers, Onto onto) override;
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   uint64_t last_queued() const override { return last_queued_; }
   void wait(Device&, uint64_t) override {}
@@ -136,10 +136,11 @@ class MpiCommunicator final : public Communicator {
   }
 
   // Sends every peer its piece of x and reduces what they send of this rank's piece into `out`, which may be that
-  // piece in x. `piece_of(place)` is the same on all of them, and pieces do not overlap.
+  // piece in x, onto nothing or what `out` held. `piece_of(place)` is the same on all of them, and pieces do not
+  // overlap.
   template <typename PieceOf>
   void exchange_and_reduce(const Circle& circle, Reduction reduction, const TensorView& x, const PieceOf& piece_of,
-                           void* out);
+                           void* out, Onto onto);
 
   CollectiveCounter& counter_;
   int rank_ = 0, size_ = 1;
@@ -150,7 +151,7 @@ class MpiCommunicator final : public Communicator {
 
 template <typename PieceOf>
 void MpiCommunicator::exchange_and_reduce(const Circle& circle, Reduction reduction, const TensorView& x,
-                                          const PieceOf& piece_of, void* out) {
+                                          const PieceOf& piece_of, void* out, Onto onto) {
   auto* base = static_cast<std::byte*>(x.data);
   const Piece own = piece_of(circle.place);
   const int64_t element = parka::size_of(x.dtype), own_bytes = own.count * element;
@@ -165,6 +166,7 @@ void MpiCommunicator::exchange_and_reduce(const Circle& circle, Reduction reduct
   std::vector<const void*> parts(static_cast<size_t>(circle.size));
   for (int place = 0; place < circle.size; ++place) parts[place] = scratch_.data() + place * own_bytes;
   parts[circle.place] = base + own.begin * element;
+  if (onto == Onto::kOldValue) parts.insert(parts.begin(), out);
   wait_for_messages();
   reduce_in_order(reduction, x.dtype, parts, out, own.count);
 }
@@ -183,7 +185,7 @@ void MpiCommunicator::all_reduce(Device& device, const TensorView& x, Reduction 
       return Piece{begin + first, std::min(piece, count - first)};
     };
     const Piece own = piece_of(circle.place);
-    exchange_and_reduce(circle, reduction, x, piece_of, base + own.begin * element);
+    exchange_and_reduce(circle, reduction, x, piece_of, base + own.begin * element, Onto::kNothing);
     for_each_other(circle, [&](int place, int rank) {
       receive(base + piece_of(place).begin * element, piece_of(place).count * element, rank);
     });
@@ -192,7 +194,8 @@ void MpiCommunicator::all_reduce(Device& device, const TensorView& x, Reduction 
   }
 }
 
-void MpiCommunicator::reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
+void MpiCommunicator::reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers,
+                                     Onto onto) {
   check_reducible(in);
   const Circle circle = begin_collective(device, peers);
   check_scattered(in, out, circle.size);
@@ -204,7 +207,7 @@ void MpiCommunicator::reduce_scatter(Device& device, const TensorView& in, const
         [&](int place) {
           return Piece{place * n + begin, std::min(piece, n - begin)};
         },
-        static_cast<std::byte*>(out.data) + begin * parka::size_of(out.dtype));
+        static_cast<std::byte*>(out.data) + begin * parka::size_of(out.dtype), onto);
   }
 }
 

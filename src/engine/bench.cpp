@@ -85,6 +85,11 @@ double BenchResult::median_step_seconds() const {
   return sorted[sorted.size() / 2];
 }
 
+double BenchResult::own_op_seconds() const {
+  return std::accumulate(ops.begin(), ops.end(), 0.0,
+                         [](double sum, const OpSummary& op) { return sum + op.seconds; });
+}
+
 double BenchResult::floor_seconds() const {
   return std::accumulate(ops.begin(), ops.end(), 0.0,
                          [](double sum, const OpSummary& op) { return sum + op.floor_seconds; });
@@ -125,6 +130,9 @@ BenchResult run_benchmark(const Config& given, Device& device, Communicator& com
   if (!report) report = run.finish();
   result.timed_step_seconds = report->seconds;
   result.ops = summarize(device.stop_op_timer());
+  for (const std::string& of_rank : communicator.gather_text(fmt::format("{}", result.own_op_seconds()))) {
+    result.op_seconds.push_back(std::stod(of_rank));
+  }
   const Device::MemoryUse use = device.memory_use();
   result.used_bytes = static_cast<int64_t>(communicator.max(static_cast<double>(use.total_bytes - use.free_bytes)));
   if (roofline) add_floors(device, config, result);

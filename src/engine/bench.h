@@ -35,6 +35,7 @@ struct BenchResult {
   double queue_seconds = 0;          // that the host took to queue a step
   double timed_step_seconds = 0;     // of the step whose ops were timed one by one
   std::vector<OpSummary> ops;        // of that step, longest first
+  std::vector<double> op_seconds;    // of that step, all ops together, of each rank
   Ceilings ceilings;
   int64_t planned_bytes = 0;
   int64_t context_bytes = 0;  // expected beside the plan on a GPU
@@ -44,6 +45,7 @@ struct BenchResult {
   double tokens_per_second() const { return static_cast<double>(tokens_per_step) / median_step_seconds(); }
   double tokens_per_second_per_rank() const { return tokens_per_second() / ranks; }
   double floor_seconds() const;  // sum over all ops; 0 if not measured
+  double own_op_seconds() const;
 };
 
 // Trains `steps` steps of `config` on synthetic tokens after two that are not timed, then one with every op timed.

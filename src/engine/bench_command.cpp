@@ -22,19 +22,13 @@ double rate_of(const OpSummary& op) {
   return work * static_cast<double>(op.count) / op.seconds;
 }
 
-double op_seconds(const BenchResult& result) {
-  double sum = 0;
-  for (const OpSummary& op : result.ops) sum += op.seconds;
-  return sum;
-}
-
 void print_ops(const BenchResult& result, bool roofline) {
   std::printf("%-15s %-19s %-46s %6s %9s %6s %17s %s\n", "section", "op", "shape", "runs", "ms", "share",
               "achieved", roofline ? "of floor" : "of copy");
   for (const OpSummary& op : result.ops) {
     const double rate = rate_of(op);
     std::printf("%-15s %-19s %-46s %6lld %9.3f %5.1f%% ", op.section.c_str(), op.op.c_str(), op.cost.shape.c_str(),
-                static_cast<long long>(op.count), 1e3 * op.seconds, 100 * op.seconds / op_seconds(result));
+                static_cast<long long>(op.count), 1e3 * op.seconds, 100 * op.seconds / result.own_op_seconds());
     if (is_matrix_bound(op)) {
       std::printf("%9.1f TFLOP/s", 1e-12 * rate);
     } else {
@@ -78,9 +72,13 @@ void print_step(const BenchResult& result, bool roofline) {
                 1e-12 * result.speed.peak_flops);
   }
   std::printf("host            %9.2f ms to queue a step\n", 1e3 * result.queue_seconds);
-  std::printf("ops             %9.2f ms of a step with every op timed, %.1f %% of its %.2f ms\n",
-              1e3 * op_seconds(result), 100 * op_seconds(result) / result.timed_step_seconds,
-              1e3 * result.timed_step_seconds);
+  const double of_ops = result.own_op_seconds();
+  std::printf("ops             %9.2f ms of a step with every op timed, %.1f %% of its %.2f ms\n", 1e3 * of_ops,
+              100 * of_ops / result.timed_step_seconds, 1e3 * result.timed_step_seconds);
+  if (result.ranks > 1) {
+    const auto [least, most] = std::minmax_element(result.op_seconds.begin(), result.op_seconds.end());
+    std::printf("of ranks        %9.2f to %.2f ms; the others wait for the slowest\n", 1e3 * *least, 1e3 * *most);
+  }
   std::printf("copy            %9.1f GB/s, read and written\n", 1e-9 * result.ceilings.copy_bandwidth);
   std::printf("memory          %9.3f GB planned, %.3f GB in use\n",
               1e-9 * static_cast<double>(result.planned_bytes), 1e-9 * static_cast<double>(result.used_bytes));
@@ -108,6 +106,7 @@ nlohmann::ordered_json result_json(const BenchResult& result, const Config& conf
                                  {"model_flops", flops},
                                  {"queue_seconds", result.queue_seconds},
                                  {"timed_step_seconds", result.timed_step_seconds},
+                                 {"op_seconds_by_rank", result.op_seconds},
                                  {"copy_bandwidth", result.ceilings.copy_bandwidth},
                                  {"planned_bytes", result.planned_bytes},
                                  {"context_bytes", result.context_bytes},

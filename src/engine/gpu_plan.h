@@ -11,7 +11,7 @@ namespace parka {
 // What the CUDA context, the kernels' code and cuBLASLt take of a GPU beside the plan, in bytes: measured on an
 // H200 with CUDA 13.0 (docs/results/memory.md), 0.293 and 0.302 GB for models of 1 and 7 billion parameters.
 // NCCL 2.28 took 0.94 to 1.27 GB more on two and four of them, and 0.268 GB are the stacks it needs.
-inline constexpr int64_t kContextBytes = 302'000'000, kNcclBytes = 1'278'000'000;
+inline constexpr int64_t kContextBytes = 302'000'000, kNcclBytes = 1'203'000'000;
 inline int64_t context_bytes(int64_t num_gpus) { return kContextBytes + (num_gpus > 1 ? kNcclBytes : 0); }
 
 // What one GPU of a run holds, line by line.

@@ -8,14 +8,6 @@ ParameterExchange::ParameterExchange(const Zero& zero, Communicator& communicato
   PARKA_REQUIRE(communicator.size() > 1);
 }
 
-void ParameterExchange::begin_micro_batch(const Place& place) {
-  place_ = place;
-  // What the micro-batch before has left is gathered again, so that micro-batches of one place queue the same work:
-  // the device may replay it.
-  gathered_ = {};
-  reduced_ = {};
-}
-
 void ParameterExchange::gather(Device& device, int unit) {
   model_.weights().before_gather(device, unit);
   for (const ModelWeights::Piece& piece : model_.weights().pieces(unit)) {
@@ -75,18 +67,17 @@ void ParameterExchange::after_backward(Device& device, int unit) {
       communicator_.all_reduce(device, gradient.whole, Reduction::kSum, Peers::kAll);
       continue;
     }
-    // Backward has overwritten the room with the gradient of this micro-batch alone: what this rank has accumulated
-    // of its piece, and the reduction replaces, joins it here. That moves a piece; to have it in the room before
-    // backward would mean to clear the room around it, and to have each GEMM read what it writes.
-    if (zero_.shards_gradients() && !place_.is_first) optimizer_.add_accumulated(device, i);
-    communicator_.reduce_scatter(device, gradient.whole, gradient.own, Peers::kGroup);
+    // Divided gradients: backward has overwritten the room with those of this micro-batch alone, and a rank's piece
+    // of their sum joins what it has accumulated.
+    const Onto onto = zero_.shards_gradients() && !place_.is_first ? Onto::kOldValue : Onto::kNothing;
+    communicator_.reduce_scatter(device, gradient.whole, gradient.own, Peers::kGroup, onto);
     if (zero_.shards_gradients()) reduced_[optimizer_.room_of(i)] = communicator_.last_queued();
     if (place_.is_last && communicator_.size_of(Peers::kAcross) > 1) {
       communicator_.all_reduce(device, gradient.own, Reduction::kSum, Peers::kAcross);
     }
   }
-  // The end of the micro-batch: what is recorded to be replayed must not leave collectives under way.
-  if (unit == 0) communicator_.wait(device, communicator_.last_queued());
+  // What follows the last micro-batch reads the sums.
+  if (unit == 0 && place_.is_last) communicator_.wait(device, communicator_.last_queued());
 }
 
 void ParameterExchange::sum_of_pieces(Device& device, const TensorView& x) {
@@ -112,6 +103,7 @@ void ParameterExchange::weights_changed(Device& device) {
   }
   communicator_.wait(device, communicator_.last_queued());
   weights.quantize(device);
+  gathered_ = {};
 }
 
 }  // namespace parka

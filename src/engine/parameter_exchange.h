@@ -26,11 +26,11 @@ class ParameterExchange final : public UnitHooks {
   // Where in its step a micro-batch is: both where the step has no other.
   struct Place {
     bool is_first = false, is_last = false;
-    // What is queued depends on the place alone: another number for each.
-    int variant() const { return (is_first ? 1 : 0) + (is_last ? 2 : 0); }
   };
   // Before the forward pass of a micro-batch of training, or of evaluation, which has no place in a step.
-  void begin_micro_batch(const Place& place);
+  void begin_micro_batch(const Place& place) { place_ = place; }
+  // Whether nothing is queued in this micro-batch.
+  bool is_idle() const { return !place_.is_last && !zero_.shards_gradients(); }
   void before_forward(Device& device, int unit) override;
   void before_backward(Device& device, int unit) override;
   void after_backward(Device& device, int unit) override;
@@ -57,7 +57,8 @@ class ParameterExchange final : public UnitHooks {
   const Optimizer& optimizer_;
   Place place_;
 
-  // What is in the room that units of even and odd numbers share.
+  // What is in the room that units of even and odd numbers share: until weights change, also from one micro-batch
+  // to the next, whose forward pass begins with the blocks that backward has ended with.
   struct Gathered {
     int unit = -1;
     uint64_t number = 0;  // of the collective

@@ -59,7 +59,7 @@ class Schedule {
   void prefetch(int unit);
   void gather(int unit);
   void quantize_gathered(int unit);
-  void add_accumulated(const ParameterInfo& p);
+  void sum_pieces(const ParameterInfo& p);
 
   const Config& config_;
   const ComputeSeconds& compute_;
@@ -67,6 +67,7 @@ class Schedule {
   Formats formats_;
   Zero zero_;
   bool is_exchanged_, has_several_groups_;
+  bool keeps_codes_;  // of this rank's pieces, for the whole step
   std::vector<std::vector<int>> units_;
   std::vector<StepAction> actions_;
 
@@ -88,7 +89,8 @@ Schedule::Schedule(const Config& config, int64_t num_gpus, const ComputeSeconds&
       formats_(config.precision),
       zero_(zero_of(config.distributed, 0, num_gpus)),
       is_exchanged_(num_gpus > 1),
-      has_several_groups_(zero_.shards_states() && zero_.shard.size < num_gpus) {
+      has_several_groups_(zero_.shards_states() && zero_.shard.size < num_gpus),
+      keeps_codes_(zero_.shards_weights() && config.precision.weight_copies != WeightCopies::kNone) {
   for (int unit = 0; unit < table_.num_units(); ++unit) units_.push_back(table_.unit(unit));
 }
 
@@ -104,7 +106,7 @@ void Schedule::gather(int unit) {
   if (zero_.shard.size == 1) return;
   for (int index : units_[static_cast<size_t>(unit)]) {  // ModelWeights::before_gather()
     const ParameterInfo& p = table_.all[static_cast<size_t>(index)];
-    if (is_gathered_as_codes(p)) compute(quantize_seconds(zero_.shard.piece(p.numel())));
+    if (is_gathered_as_codes(p) && !keeps_codes_) compute(quantize_seconds(zero_.shard.piece(p.numel())));
   }
   for (int index : units_[static_cast<size_t>(unit)]) {
     const ParameterInfo& p = table_.all[static_cast<size_t>(index)];
@@ -142,9 +144,11 @@ void Schedule::quantize_gathered(int unit) {
   compute(quantize_seconds(elements));
 }
 
-// Optimizer::add_accumulated(): this rank's piece is read, and its place is read and written.
-void Schedule::add_accumulated(const ParameterInfo& p) {
-  const int64_t bytes = gradient_bytes(3 * zero_.shard.piece(p.numel()));
+// What GPUs of a node do after they have exchanged pieces: all ranks' and what was accumulated are read, and the
+// sum is written. It runs beside other work, on all multiprocessors.
+void Schedule::sum_pieces(const ParameterInfo& p) {
+  const int64_t piece = zero_.shard.piece(p.numel());
+  const int64_t bytes = gradient_bytes(zero_.shard.padded(p.numel()) + (place_.is_first ? 1 : 2) * piece);
   compute(static_cast<double>(bytes) / compute_.copy_bandwidth);
 }
 
@@ -173,20 +177,18 @@ void Schedule::after_backward(int unit) {
       collective(Kind::kAllReduce, gradient_bytes(p.numel()), Peers::kAll);
       continue;
     }
-    if (zero_.shards_gradients() && !place_.is_first) add_accumulated(p);
+    if (zero_.shards_gradients()) sum_pieces(p);
     collective(Kind::kReduceScatter, gradient_bytes(zero_.shard.padded(p.numel())), Peers::kGroup);
     if (zero_.shards_gradients()) reduced_[room_of(p)] = last_queued_;
     if (place_.is_last && has_several_groups_) {
       collective(Kind::kAllReduce, gradient_bytes(zero_.shard.piece(p.numel())), Peers::kAcross);
     }
   }
-  if (unit == 0) wait(last_queued_);
+  if (unit == 0 && place_.is_last) wait(last_queued_);
 }
 
 void Schedule::micro_batch(const ParameterExchange::Place& place) {
   place_ = place;
-  gathered_ = {};
-  reduced_ = {};
   const int head = table_.head_unit();
   before_forward(0);
   compute(compute_.embedding_forward);
@@ -232,6 +234,11 @@ void Schedule::update() {
     wait(last_queued_);
   }
   compute(compute_.quantize_weights);
+  if (keeps_codes_) {
+    for (const ParameterInfo& p : table_.all) {
+      if (is_gathered_as_codes(p)) compute(quantize_seconds(zero_.shard.piece(p.numel())));
+    }
+  }
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ struct ComputeSeconds {
   double clear_gradients = 0;
   // Of a step:
   double gradient_norm = 0, update = 0, quantize_weights = 0;
-  // Of copies within the device, bytes read and written per second: what adding accumulated gradients and
+  // Of copies within the device, bytes read and written per second: what adding gradients and
   // quantizing gathered weights are counted from.
   double copy_bandwidth = 0;
 };

@@ -98,6 +98,14 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
       optimizer(config.optimizer, config.precision.compute, model.parameters().all, zero, plan) {
   if (config.telemetry.interval > 0) telemetry.emplace(config, model, plan);
   if (device == DeviceKind::kCuda) workspace = declare_op_workspace(config, model.parameters(), plan);
+  if (device == DeviceKind::kCuda && zero.shards_gradients()) {
+    // For the blocks' gradients. The embedding's and the head's may be larger, and are reduced without it.
+    int64_t largest = 0;
+    for (const ParameterInfo& p : model.parameters().all) {
+      if (p.in_block) largest = std::max(largest, zero.shard.padded(p.numel()));
+    }
+    reduction_room = plan.add("gradient buckets", "reduction_room", config.optimizer.gradient, {largest});
+  }
   if (config.data.loss_mask || config.data.documents == DocumentMode::kSeparate) {
     target_share = plan.add("batch", "target_share", DType::kF32, {1});
   }
@@ -112,11 +120,14 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
       data_(open_token_files(config.data.train, config)),
       data_files_(describe_files(data_, config.data.checksum, communicator)),
       declared_(config, device.kind(), zero_),
-      arena_(device, declared_.plan) {
+      arena_(device, declared_.plan,
+             {[&](int64_t bytes) { return communicator.allocate(device, bytes); },
+              [&](void* memory) { communicator.release(device, memory); }}) {
   if (declared_.workspace.valid()) {
     const TensorView workspace = arena_[declared_.workspace];
     device.set_workspace(workspace.data, workspace.bytes());
   }
+  communicator.set_room(arena_[declared_.reduction_room]);
   declared_.model.bind(device, arena_);
   declared_.optimizer.bind(arena_, declared_.model.weights().own(), declared_.model.weights().amax());
   if (communicator.size() > 1) {
@@ -344,7 +355,7 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry) {
                                                           accumulation);
     } else {
       declared_.model.accumulate_gradients(device_, on_host, options, optimizer.gradients(), accumulation,
-                                           exchange_ ? place.variant() : 0);
+                                           /*may_replay=*/!exchange_ || exchange_->is_idle());
     }
     position_ = batch.after;
   }

@@ -36,6 +36,7 @@ struct DeclaredRun {
   Optimizer optimizer;
   std::optional<Telemetry> telemetry;  // absent when telemetry.interval is 0
   TensorId workspace;                  // of the ops; invalid on the CPU
+  TensorId reduction_room;             // Communicator::set_room(); on GPUs with divided gradients
   TensorId target_share;               // [1] fp32, 1 / targets of the step; only where steps differ in that
 };
 

@@ -1,4 +1,7 @@
 #pragma once
+#include <functional>
+#include <utility>
+
 #include "core/memory_plan.h"
 #include "kernels/device.h"
 
@@ -7,12 +10,22 @@ namespace parka {
 // The one allocation of a run: all tensors of a finished MemoryPlan.
 class Arena {
  public:
-  // Allocates plan.total_bytes() and zeroes it. Both arguments must outlive the arena.
-  Arena(Device& device, const MemoryPlan& plan) : device_(device), plan_(plan) {
-    memory_ = static_cast<std::byte*>(device.allocate(plan.total_bytes()));
+  // Where the memory comes from; `release` waits for queued work that uses it.
+  struct Source {
+    std::function<void*(int64_t bytes)> allocate;
+    std::function<void(void* memory)> release;
+  };
+
+  // Allocates plan.total_bytes() and zeroes it. All arguments must outlive the arena.
+  Arena(Device& device, const MemoryPlan& plan)
+      : Arena(device, plan,
+              {[&device](int64_t bytes) { return device.allocate(bytes); },
+               [&device](void* memory) { device.release(memory); }}) {}
+  Arena(Device& device, const MemoryPlan& plan, Source source) : plan_(plan), source_(std::move(source)) {
+    memory_ = static_cast<std::byte*>(source_.allocate(plan.total_bytes()));
     device.fill_zero(memory_, plan.total_bytes());
   }
-  ~Arena() { device_.release(memory_); }
+  ~Arena() { source_.release(memory_); }
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
@@ -29,8 +42,8 @@ class Arena {
   }
 
  private:
-  Device& device_;
   const MemoryPlan& plan_;
+  Source source_;
   std::byte* memory_;
 };
 

@@ -62,8 +62,19 @@ void Model::set_hooks(UnitHooks* hooks) {
 }
 
 void Model::accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,
-                                 const std::vector<TensorView>& gradients, Accumulation accumulation, int variant) {
+                                 const std::vector<TensorView>& gradients, Accumulation accumulation,
+                                 bool may_replay) {
   PARKA_REQUIRE(training_ != nullptr && gradients.size() == table_.all.size());
+  last_ = training_.get();
+  training_->load(device, batch, /*keep=*/true);
+  const auto work = [&] {
+    training_->forward(device);
+    training_->loss_and_backward(device, options, gradients, accumulation);
+  };
+  if (!may_replay) {
+    work();
+    return;
+  }
   RecordedWith arguments{
       batch.shape, options.grad_scale, options.z_loss, options.grad_factor.data, options.loss_sum.data, {}};
   for (const TensorView& gradient : gradients) arguments.gradients.push_back(gradient.data);
@@ -71,12 +82,7 @@ void Model::accumulate_gradients(Device& device, const Batch& batch, const LossO
     recordings_.clear();
     recorded_with_ = std::move(arguments);
   }
-  training_->load(device, batch, /*keep=*/true);
-  device.replay(recordings_[{accumulation, variant}], [&] {
-    training_->forward(device);
-    training_->loss_and_backward(device, options, gradients, accumulation);
-  });
-  last_ = training_.get();
+  device.replay(recordings_[accumulation], work);
 }
 
 void Model::accumulate_gradients_with_telemetry(Device& device, const Batch& batch, const LossOptions& options,

@@ -70,9 +70,10 @@ class Model {
     TensorView grad_factor = {};  // [1] fp32, in: multiplies grad_scale, and may change where that is recorded
     TensorView loss_sum = {};     // [1] fp32, in/out: the loss of all targets is added to it; empty: not wanted
   };
-  // Calls that differ in what the hooks queue must differ in `variant`: the device may record the work of each.
+  // With `may_replay` the device may record the work and queue the recording instead: where hooks queue nothing.
   void accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,
-                            const std::vector<TensorView>& gradients, Accumulation accumulation, int variant = 0);
+                            const std::vector<TensorView>& gradients, Accumulation accumulation,
+                            bool may_replay = true);
   // The same, bit for bit, and leaves telemetry(). Slower: nothing is replayed. declare_telemetry() was called.
   void accumulate_gradients_with_telemetry(Device& device, const Batch& batch, const LossOptions& options,
                                            const std::vector<TensorView>& gradients, Accumulation accumulation);
@@ -129,7 +130,7 @@ class Model {
     std::vector<const void*> gradients;
     bool operator==(const RecordedWith&) const = default;
   };
-  std::map<std::pair<Accumulation, int>, std::unique_ptr<Recording>> recordings_;  // the second by variant
+  std::map<Accumulation, std::unique_ptr<Recording>> recordings_;
   std::optional<RecordedWith> recorded_with_;
   bool with_telemetry_ = false;
   Pass& evaluating() const { return evaluation_ ? *evaluation_ : *training_; }

@@ -20,9 +20,11 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
       zero_(zero),
       keeps_rows_(copies != WeightCopies::kNone && !zero.shards_weights()),
       keeps_transposed_(for_backward && copies == WeightCopies::kBoth && !zero.shards_weights()),
+      keeps_piece_codes_(copies != WeightCopies::kNone && gathers_codes()),
       linear_(table.all.size(), false),
       gathered_unit_(static_cast<size_t>(table.num_units()), false),
-      copy_ids_(table.all.size()) {
+      copy_ids_(table.all.size()),
+      piece_code_ids_(table.all.size()) {
   for (const BlockParameters& block : table.blocks) {
     for (int index : {block.qkv, block.attention_out, block.up_gate, block.down}) linear_[index] = true;
   }
@@ -59,6 +61,10 @@ void ModelWeights::declare_copies(size_t i, MemoryPlan& plan) {
     ids.w = add_matrix(plan, "fp8 weights", p.name + ".fp8", formats_.weight, p.rows, p.cols, kAllPhases);
   } else if (has_tensor_scales()) {
     ids.w.scale = plan.add("fp8 weights", p.name + ".fp8.scale", DType::kF32, {1});
+  }
+  if (keeps_piece_codes_) {
+    piece_code_ids_[i] =
+        plan.add("fp8 weights", p.name + ".fp8", formats_.weight.dtype, {zero_.shard.piece(p.numel())});
   }
   if (!keeps_transposed_) return;
   ids.w_t =
@@ -156,7 +162,7 @@ void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Room& room)
   if (has_copy(i)) copies.w_t = transposed_workspace_id_.view(arena, p.cols, p.rows);
   if (is_code) {
     const int64_t piece = zero_.shard.piece(p.numel());
-    piece_codes_[i] = whole.rows(zero_.shard.rank * piece, piece);
+    piece_codes_[i] = keeps_piece_codes_ ? arena[piece_code_ids_[i]] : whole.rows(zero_.shard.rank * piece, piece);
     copies.w = {TensorView(whole.data, whole.dtype, {p.rows, p.cols}), arena[copy_ids_[i].w.scale],
                 Scaling::kTensor};
     copies.w_t.scale = copies.w.scale;
@@ -169,6 +175,7 @@ void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Room& room)
 }
 
 void ModelWeights::quantize(Device& device) const {
+  for (size_t i = 0; keeps_piece_codes_ && i < parameters_.size(); ++i) quantize_piece(device, i);
   if (!keeps_rows_) return;
   for (size_t i = 0; i < plain_.size(); ++i) {
     if (!has_copy(i)) continue;
@@ -183,16 +190,21 @@ void ModelWeights::find_amax(Device& device) const {
   for (size_t i = 0; i < own_.size(); ++i) parka::amax(device, {.x = own_[i], .result = amax_of(i)});
 }
 
+// Makes the codes of this rank's piece of a weight, if codes are gathered.
+void ModelWeights::quantize_piece(Device& device, size_t i) const {
+  if (piece_codes_[i].empty()) return;
+  // One scale for all: the shape is free, and this one fills tiles.
+  const int64_t groups = piece_codes_[i].numel() / Shard::kGroup;
+  const TensorView codes = piece_codes_[i].reshaped({groups, Shard::kGroup});
+  parka::quantize(device, {.x = piece_plain_[i].reshaped({groups, Shard::kGroup}),
+                           .out = {codes, copies_[i].w.scale, Scaling::kTensor},
+                           .amax = amax_of(i)});
+}
+
 void ModelWeights::before_gather(Device& device, int unit) const {
-  if (!gathers_codes() || !is_gathered_on_use(unit)) return;
+  if (keeps_piece_codes_ || !is_gathered_on_use(unit)) return;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].unit != unit || piece_codes_[i].empty()) continue;
-    // One scale for all: the shape is free, and this one fills tiles.
-    const int64_t groups = piece_codes_[i].numel() / Shard::kGroup;
-    const TensorView codes = piece_codes_[i].reshaped({groups, Shard::kGroup});
-    parka::quantize(device, {.x = piece_plain_[i].reshaped({groups, Shard::kGroup}),
-                             .out = {codes, copies_[i].w.scale, Scaling::kTensor},
-                             .amax = amax_of(i)});
+    if (parameters_[i].unit == unit) quantize_piece(device, i);
   }
 }
 

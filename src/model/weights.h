@@ -16,7 +16,8 @@ class ModelWeights {
  public:
   // Declares category "weights", and "fp8 weights" when the linear layers are FP8; with ZeRO stage 3 "gathered
   // weights". `copies` says which FP8 copies are kept for a whole optimizer step, so that accumulation does not
-  // quantize again; with ZeRO stage 3 none are. Input gradients read the transposed ones: `for_backward`.
+  // quantize again; with ZeRO stage 3, unless none, those of this rank's pieces as they are gathered. Input
+  // gradients read the transposed ones: `for_backward`.
   ModelWeights(const ParameterTable& table, const Formats& formats, WeightCopies copies, bool for_backward,
                const Zero& zero, MemoryPlan& plan);
 
@@ -55,7 +56,7 @@ class ModelWeights {
   // same memory.
   bool is_gathered_on_use(int unit) const { return gathered_unit_[static_cast<size_t>(unit)]; }
   // To be called before such a unit is gathered, and when it has been: makes the FP8 codes of this rank's pieces if
-  // codes are gathered, and of the whole weights if they are not.
+  // codes are gathered and not kept, and those of the whole weights if they are not gathered.
   void before_gather(Device& device, int unit) const;
   void gathered(Device& device, int unit) const;
 
@@ -72,6 +73,7 @@ class ModelWeights {
     MatrixId w;      // the FP8 copy: of `whole`, or made from it; invalid for weights that no FP8 GEMM reads
   };
   bool has_copy(size_t i) const { return formats_.fp8_gemm && linear_[i]; }
+  void quantize_piece(Device& device, size_t i) const;
   bool has_tensor_scales() const { return formats_.fp8_gemm && formats_.weight.scaling == Scaling::kTensor; }
   bool gathers_codes() const { return zero_.shards_weights() && has_tensor_scales(); }
   TensorView amax_of(size_t i) const { return amax_.empty() ? amax_ : amax_.rows(static_cast<int64_t>(i), 1); }
@@ -85,11 +87,13 @@ class ModelWeights {
   Formats formats_;
   Zero zero_;
   bool keeps_rows_, keeps_transposed_;
+  bool keeps_piece_codes_;
   std::vector<bool> linear_;         // the blocks' linear layers, by parameter
   std::vector<bool> gathered_unit_;  // is_gathered_on_use()
   std::vector<TensorId> plain_ids_;  // of whole weights, or of this rank's pieces
   std::vector<CopyIds> copy_ids_;    // of what is kept; the scale alone of codes that are made where they are used
-  std::vector<Room> rooms_[2];       // for a block's weights in their order, for units of even and odd numbers
+  std::vector<TensorId> piece_code_ids_;  // of codes of this rank's pieces that are kept
+  std::vector<Room> rooms_[2];            // for a block's weights in their order, for units of even and odd numbers
   MatrixId rows_workspace_id_, transposed_workspace_id_;  // for copies that are not kept: large enough for any
   TensorId amax_id_;
   std::vector<TensorView> plain_, own_;

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "core/split_float.h"
-#include "kernels/ops/add.h"
 #include "kernels/ops/grad_norm.h"
 
 namespace parka {
@@ -211,12 +210,6 @@ void Optimizer::open_gradient(Device& device, size_t i) const {
   const int64_t numel = parameters_[i].numel();
   const TensorView padding = whole.rows(numel, whole.numel() - numel);
   if (padding.numel() > 0) device.fill_zero(padding.data, padding.bytes());
-}
-
-void Optimizer::add_accumulated(Device& device, size_t i) const {
-  PARKA_REQUIRE(zero_.shards_gradients());
-  const auto& [whole, own] = gradient_pieces_.at(i);
-  add(device, {.x = own, .total = whole.rows(zero_.shard.rank * own.numel(), own.numel())});
 }
 
 PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sums) {

@@ -88,9 +88,6 @@ class Optimizer {
   // Before the gradient of parameter i is written anew: makes its padding zeros, which the sum of squares reads and
   // no op writes. The gradient itself need not be cleared.
   void open_gradient(Device& device, size_t i) const;
-  // With divided gradients, when a micro-batch of a step that is not its first has written `whole` of parameter i:
-  // adds what this rank has accumulated to its piece there, so that a sum over ranks is the new accumulation.
-  void add_accumulated(Device& device, size_t i) const;
   // Which room it is in: 0 and 1 are those of units of even and odd numbers, 2 that of a tied embedding.
   static constexpr size_t kRooms = 3;
   size_t room_of(size_t i) const;

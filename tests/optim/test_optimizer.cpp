@@ -335,28 +335,6 @@ TEST_CASE("a step begins without a loss, and with padding that adds nothing to t
   }
 }
 
-TEST_CASE("what a rank has accumulated is added to its piece alone", "[optim][optimizer]") {
-  for (const DType dtype : {DType::kF32, DType::kBF16}) {
-    OptimizerConfig config = config_of(StateFormat::kFp32, MasterForm::kFp32);
-    config.gradient = dtype;
-    TestRun run(config, small_table(), make_zero(2, 1, 2));
-    const size_t last = 2;
-    const auto& [whole, own] = run.optimizer.gradient_pieces(last);
-    run.set_gradient(last, run.gradient_of(last, 1, 1.0f));
-    run.optimizer.open_gradient(run.device, last);
-    run.device.copy(own.data, whole.rows(own.numel(), own.numel()).data, own.bytes());
-    run.optimizer.add_accumulated(run.device, last);
-    std::vector<float> want = run.gradient_of(last, 1, 1.0f);
-    for (size_t k = static_cast<size_t>(own.numel()); k < want.size(); ++k) want[k] *= 2;
-    want.resize(static_cast<size_t>(whole.numel()), 0.0f);
-    int wrong = 0;
-    for (size_t k = 0; k < want.size(); ++k) {
-      wrong += want[k] != (dtype == DType::kF32 ? whole.as<float>()[k] : decode_bf16(whole.as<BFloat16>()[k]));
-    }
-    CHECK(wrong == 0);
-  }
-}
-
 TEST_CASE("hazard: a gradient that is not finite reaches weights or states", "[optim][optimizer][hazards]") {
   const auto bad = GENERATE(std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
                             -std::numeric_limits<float>::infinity(), 1e20f);  // 1e40 is beyond fp32

@@ -60,10 +60,12 @@ class ThreadRanks {
       write(x, result);
       finish();
     }
-    void reduce_scatter(Device&, const TensorView& in, const TensorView& out, Peers peers) override {
+    void reduce_scatter(Device&, const TensorView& in, const TensorView& out, Peers peers, Onto onto) override {
       PARKA_REQUIRE(in.numel() == out.numel() * size_of(peers));
-      const std::vector<float> result =
-          reduced(in, place_in(peers) * out.numel(), out.numel(), Reduction::kSum, peers);
+      std::vector<float> result = reduced(in, place_in(peers) * out.numel(), out.numel(), Reduction::kSum, peers);
+      for (size_t i = 0; i < result.size() && onto == Onto::kOldValue; ++i) {
+        result[i] += read(out, static_cast<int64_t>(i));
+      }
       ranks_.barrier_.arrive_and_wait();
       write(out, result);
       finish();

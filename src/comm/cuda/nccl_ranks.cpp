@@ -8,10 +8,18 @@
 #include <nccl.h>
 
 #include "comm/cuda/counter.h"
+#include "comm/cuda/sum_pieces.h"
 #include "comm/nccl_ranks.h"
 #include "comm/watchdog.h"
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/cuda_device.h"
+#include "kernels/ops/add.h"
+
+// Collectives over copy engines, and windows, are in NCCL from 2.28 on.
+#define PARKA_NCCL_COPIES (NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0))
+#if !PARKA_NCCL_COPIES
+using ncclWindow_t = void*;
+#endif
 
 namespace parka {
 namespace {
@@ -34,18 +42,20 @@ std::string reason_of(ncclResult_t status, ncclComm_t comm) {
 
 ncclDataType_t type_of(const TensorView& x) { return x.dtype == DType::kF32 ? ncclFloat32 : ncclBfloat16; }
 
-// 0 while the stream is not being captured, else a number that no other capture has.
-unsigned long long capture_of(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;
-  check(cudaStreamGetCaptureInfo(stream, &status, &id), "graph capture");
-  return status == cudaStreamCaptureStatusActive ? id : 0;
+// Where a window of memory is known to all ranks of a node, gathers, and exchanges of the pieces that are to be
+// summed, are left to the GPUs' copy engines: kernels that need multiprocessors make GEMMs beside them, which take
+// all of them, wait for a second round.
+ncclConfig_t communicator_config() {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+#if PARKA_NCCL_COPIES
+  config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+#endif
+  return config;
 }
 
 // Collectives run in order on a stream of their own, of high priority: the few multiprocessors that they need are
 // given to them as soon as a kernel of the device's stream frees any. Two events order the streams: a collective
-// waits for the device's work of that time, and wait() makes the device wait for a collective. Under capture the
-// first event takes the stream into the capture and wait() joins it again.
+// waits for the device's work of that time, and wait() makes the device wait for a collective.
 class NcclCommunicator final : public Communicator, private CollectiveProbe {
  public:
   NcclCommunicator(Communicator& hosts, cuda::CudaDevice& device, Watchdog& watchdog)
@@ -54,7 +64,7 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
     check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "stream priorities");
     check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "stream");
     check(cudaEventCreateWithFlags(&ready_, cudaEventDisableTiming), "event");
-    for (Done& done : done_) check(cudaEventCreateWithFlags(&done.event, cudaEventDisableTiming), "event");
+    for (cudaEvent_t& done : done_) check(cudaEventCreateWithFlags(&done, cudaEventDisableTiming), "event");
     void* counters = nullptr;
     check(cudaHostAlloc(&counters, 2 * sizeof(uint64_t), cudaHostAllocDefault), "pinned memory");
     std::memset(counters, 0, 2 * sizeof(uint64_t));
@@ -71,8 +81,12 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   int size() const override { return hosts_.size(); }
   std::string description() const override;
 
+  void* allocate(Device& device, int64_t bytes) override;
+  void release(Device& device, void* memory) override;
+  void set_room(const TensorView& room) override { room_ = room; }
+
   void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) override;
-  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
+  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers, Onto onto) override;
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   uint64_t last_queued() const override { return last_queued_; }
   void wait(Device& device, uint64_t number) override;
@@ -82,20 +96,23 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   void barrier() override { hosts_.barrier(); }
 
  private:
-  // The end of a collective. What was queued while a capture went on is part of that graph and of nothing else.
-  struct Done {
-    cudaEvent_t event = nullptr;
-    unsigned long long capture = 0;
-  };
   // wait() for one that is further back than this waits for a later one.
   static constexpr size_t kRemembered = 256;
 
   void connect();
   void divided() override;
-  ncclComm_t comm_of(Peers peers) const {
+  // Those who take part in a collective; a null communicator where a circle is that of all, or of one.
+  struct Circle {
+    ncclComm_t comm = nullptr;
+    ncclWindow_t window = nullptr;
+  };
+  const Circle& circle_of(Peers peers) const {
     const bool is_all = size_of(peers) == size();
-    return is_all ? comm_ : peers == Peers::kGroup ? group_ : across_;
+    return circles_[static_cast<size_t>(is_all ? Peers::kAll : peers)];
   }
+  Circle& circle(Peers peers) { return circles_[static_cast<size_t>(peers)]; }
+  void open_windows();
+  bool reduces_by_copies(const TensorView& in, Peers peers) const;
   // A collective of one: `in` becomes `out`.
   ncclResult_t copy(const TensorView& in, const TensorView& out) {
     if (in.data == out.data) return ncclSuccess;
@@ -103,8 +120,7 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
     check(cudaMemcpyAsync(out.data, in.data, bytes, cudaMemcpyDeviceToDevice, stream_), "copy");
     return ncclSuccess;
   }
-  std::array<ncclComm_t, 3> comms() const { return {group_, across_, comm_}; }
-  Done& done(uint64_t number) { return done_[number % kRemembered]; }
+  cudaEvent_t done(uint64_t number) const { return done_[number % kRemembered]; }
   // Queues one collective: `call` must queue it on stream_.
   template <typename Call>
   void queue(const Device& device, const char* name, const Call& call);
@@ -119,11 +135,13 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   Watchdog& watchdog_;
   cudaStream_t stream_ = nullptr;
   cudaEvent_t ready_ = nullptr;
-  std::array<Done, kRemembered> done_{};
-  uint64_t *reached_ = nullptr, *finished_ = nullptr;  // counted by the GPU, also when a graph is replayed
-  uint64_t last_queued_ = 0, last_outside_ = 0, last_joined_ = 0;  // the latter two outside of captures
-  ncclComm_t comm_ = nullptr;                                      // of all
-  ncclComm_t group_ = nullptr, across_ = nullptr;  // null unless divide() has made several groups of several ranks
+  std::array<cudaEvent_t, kRemembered> done_{};        // the end of each of the latest collectives
+  uint64_t *reached_ = nullptr, *finished_ = nullptr;  // counted by the GPU
+  uint64_t last_queued_ = 0;
+  std::array<Circle, 3> circles_;  // by Peers
+  void* memory_ = nullptr;         // of allocate()
+  int64_t memory_bytes_ = 0;
+  TensorView room_;
 };
 
 void NcclCommunicator::connect() {
@@ -140,15 +158,19 @@ void NcclCommunicator::connect() {
   // NCCL's kernels call functions through tables, so that the driver cannot know how much stack they need: CUDA's
   // default, instead of what CudaDevice sets for kernels where it is known.
   check(cudaDeviceSetLimit(cudaLimitStackSize, kDefaultStackBytes), "NCCL stack size");
-  check_nccl(ncclCommInitRank(&comm_, size(), id, rank()), "start");
+  ncclConfig_t config = communicator_config();
+  check_nccl(ncclCommInitRankConfig(&circle(Peers::kAll).comm, size(), id, rank(), &config), "start");
 }
 
 void NcclCommunicator::divided() {
   if (size_of(Peers::kGroup) == 1 || size_of(Peers::kAcross) == 1) return;
   const int group = place_in(Peers::kAcross), place = place_in(Peers::kGroup);
   watchdog_.probe(nullptr);  // its thread asks the communicators
-  check_nccl(ncclCommSplit(comm_, group, place, &group_, nullptr), "groups");
-  check_nccl(ncclCommSplit(comm_, place, group, &across_, nullptr), "groups");
+  const ncclComm_t all = circle(Peers::kAll).comm;
+  ncclConfig_t config = communicator_config();
+  check_nccl(ncclCommSplit(all, group, place, &circle(Peers::kGroup).comm, &config), "groups");
+  check_nccl(ncclCommSplit(all, place, group, &circle(Peers::kAcross).comm, &config), "groups");
+  open_windows();
   watchdog_.probe(this);
 }
 
@@ -157,7 +179,8 @@ NcclCommunicator::~NcclCommunicator() {
   watchdog_.probe(nullptr);
   const bool failed = std::uncaught_exceptions() > 0;
   if (!failed) cudaStreamSynchronize(stream_);
-  for (const ncclComm_t comm : comms()) {
+  for (const Peers peers : {Peers::kGroup, Peers::kAcross, Peers::kAll}) {
+    const ncclComm_t comm = circle(peers).comm;
     if (comm == nullptr) continue;
     if (failed) {
       ncclCommAbort(comm);
@@ -165,7 +188,7 @@ NcclCommunicator::~NcclCommunicator() {
       ncclCommDestroy(comm);
     }
   }
-  for (const Done& done : done_) cudaEventDestroy(done.event);
+  for (const cudaEvent_t done : done_) cudaEventDestroy(done);
   cudaEventDestroy(ready_);
   cudaStreamDestroy(stream_);
   cudaFreeHost(reached_);
@@ -179,29 +202,65 @@ std::string NcclCommunicator::description() const {
 
 void NcclCommunicator::check_nccl(ncclResult_t status, const char* name) const {
   if (status == ncclSuccess || status == ncclInProgress) return;
-  throw Error(exit_code_of(status),
-              fmt::format("{}, collective {}: {}", name, last_queued_, reason_of(status, comm_)));
+  throw Error(exit_code_of(status), fmt::format("{}, collective {}: {}", name, last_queued_,
+                                                reason_of(status, circle_of(Peers::kAll).comm)));
 }
 
 template <typename Call>
 void NcclCommunicator::queue(const Device& device, const char* name, const Call& call) {
   PARKA_REQUIRE(&device == &device_);
   const cudaStream_t main = device_.stream();
-  const unsigned long long capture = capture_of(main);
-  if (capture != 0 && last_joined_ < last_outside_) {
-    throw_internal("{}: wait() for collective {} before replay(): a recording has its collectives in its own order",
-                   name, last_outside_);
-  }
   ++last_queued_;
-  if (capture == 0) last_outside_ = last_queued_;
   check(cudaEventRecord(ready_, main), name);
   check(cudaStreamWaitEvent(stream_, ready_), name);
   cuda::queue_count(reached_, stream_);
   check_nccl(call(), name);
   cuda::queue_count(finished_, stream_);
-  Done& done = this->done(last_queued_);
-  check(cudaEventRecord(done.event, stream_), name);
-  done.capture = capture;
+  check(cudaEventRecord(done(last_queued_), stream_), name);
+}
+
+void* NcclCommunicator::allocate(Device& device, int64_t bytes) {
+  PARKA_REQUIRE(memory_ == nullptr);
+  if (device.memory_use().free_bytes < bytes) return device.allocate(bytes);  // says how much is free
+  constexpr int64_t kMultiple = 4096;                                         // of which windows are
+  memory_bytes_ = ceil_div(std::max<int64_t>(bytes, 1), kMultiple) * kMultiple;
+  check_nccl(ncclMemAlloc(&memory_, static_cast<size_t>(memory_bytes_)), "allocation");
+  open_windows();
+  return memory_;
+}
+
+void NcclCommunicator::release(Device& device, void* memory) {
+  if (memory != memory_) return device.release(memory);
+  cudaStreamSynchronize(device_.stream());
+  if (std::uncaught_exceptions() > 0) return;  // others may be writing to it, and this process ends
+  cudaStreamSynchronize(stream_);
+  for (Circle& circle : circles_) {
+    if (circle.window != nullptr) ncclCommWindowDeregister(circle.comm, circle.window);
+    circle.window = nullptr;
+  }
+  ncclMemFree(memory_);
+  memory_ = nullptr;
+  room_ = {};
+}
+
+// Where the peers of a communicator can reach one another's memory, it is a window for them. Others have none.
+void NcclCommunicator::open_windows() {
+#if PARKA_NCCL_COPIES
+  for (Circle& circle : circles_) {
+    if (circle.comm == nullptr || circle.window != nullptr || memory_ == nullptr) continue;
+    check_nccl(ncclCommWindowRegister(circle.comm, memory_, static_cast<size_t>(memory_bytes_), &circle.window,
+                                      NCCL_WIN_COLL_SYMMETRIC),
+               "window");
+  }
+#endif
+}
+
+// What every rank decides alike: plans place tensors at the same offsets.
+bool NcclCommunicator::reduces_by_copies(const TensorView& in, Peers peers) const {
+  const auto* const begin = static_cast<const std::byte*>(memory_);
+  const auto* const at = static_cast<const std::byte*>(in.data);
+  return circle_of(peers).window != nullptr && at >= begin && at < begin + memory_bytes_ && !room_.empty() &&
+         in.bytes() <= room_.bytes();
 }
 
 void NcclCommunicator::all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) {
@@ -209,17 +268,33 @@ void NcclCommunicator::all_reduce(Device& device, const TensorView& x, Reduction
   queue(device, "all_reduce", [&] {
     if (size_of(peers) == 1) return ncclSuccess;
     return ncclAllReduce(x.data, x.data, static_cast<size_t>(x.numel()), type_of(x),
-                         reduction == Reduction::kSum ? ncclSum : ncclMax, comm_of(peers), stream_);
+                         reduction == Reduction::kSum ? ncclSum : ncclMax, circle_of(peers).comm, stream_);
   });
 }
 
-void NcclCommunicator::reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
+void NcclCommunicator::reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers,
+                                      Onto onto) {
   check_reducible(in);
-  check_scattered(in, out, size_of(peers));
+  const int size = size_of(peers);
+  check_scattered(in, out, size);
+  const bool adds = onto == Onto::kOldValue;
+#if PARKA_NCCL_COPIES
+  if (size > 1 && reduces_by_copies(in, peers)) {
+    queue(device, "reduce_scatter", [&] {
+      const ncclResult_t status = ncclAlltoAll(in.data, room_.data, static_cast<size_t>(out.numel()), type_of(in),
+                                               circle_of(peers).comm, stream_);
+      if (status == ncclSuccess) cuda::queue_sum(room_.data, size, out, adds, stream_);
+      return status;
+    });
+    return;
+  }
+#endif
+  const TensorView own(static_cast<std::byte*>(in.data) + place_in(peers) * out.bytes(), in.dtype, {out.numel()});
+  if (adds) add(device, {.x = out, .total = own});
   queue(device, "reduce_scatter", [&] {
-    if (size_of(peers) == 1) return copy(in, out);
+    if (size == 1) return copy(in, out);
     return ncclReduceScatter(in.data, out.data, static_cast<size_t>(out.numel()), type_of(in), ncclSum,
-                             comm_of(peers), stream_);
+                             circle_of(peers).comm, stream_);
   });
 }
 
@@ -227,7 +302,8 @@ void NcclCommunicator::all_gather(Device& device, const TensorView& in, const Te
   check_scattered(out, in, size_of(peers));
   queue(device, "all_gather", [&] {
     if (size_of(peers) == 1) return copy(in, out);
-    return ncclAllGather(in.data, out.data, static_cast<size_t>(in.bytes()), ncclUint8, comm_of(peers), stream_);
+    return ncclAllGather(in.data, out.data, static_cast<size_t>(in.bytes()), ncclUint8, circle_of(peers).comm,
+                         stream_);
   });
 }
 
@@ -235,19 +311,7 @@ void NcclCommunicator::wait(Device& device, uint64_t number) {
   PARKA_REQUIRE(&device == &device_ && number <= last_queued_);
   if (number == 0) return;
   const uint64_t oldest = last_queued_ < kRemembered ? 1 : last_queued_ - kRemembered + 1;
-  number = std::max(number, oldest);
-  const unsigned long long capture = capture_of(device_.stream());
-  const Done& done = this->done(number);
-  if (done.capture == capture) {
-    check(cudaStreamWaitEvent(device_.stream(), done.event), "wait for a collective");
-    if (capture == 0) last_joined_ = std::max(last_joined_, number);
-    return;
-  }
-  // A recording has joined its collectives itself, and the device's stream waits for the whole recording.
-  if (capture == 0) return;
-  if (number > last_joined_) {
-    throw_internal("wait() for collective {}, which was queued outside, within replay(): wait() before it", number);
-  }
+  check(cudaStreamWaitEvent(device_.stream(), done(std::max(number, oldest))), "wait for a collective");
 }
 
 CollectiveCounts NcclCommunicator::counts() const {
@@ -256,7 +320,7 @@ CollectiveCounts NcclCommunicator::counts() const {
 }
 
 std::string NcclCommunicator::failure() {
-  for (const ncclComm_t comm : comms()) {
+  for (const auto& [comm, window] : circles_) {
     if (comm == nullptr) continue;
     ncclResult_t status = ncclSuccess;
     const ncclResult_t asked = ncclCommGetAsyncError(comm, &status);
