@@ -65,10 +65,13 @@ def print_table(runs):
         measured = {name.split(".", 3)[-1]: (value, spread)
                     for name, value, _, spread in step_figures(bench, model, recipe, 1)}
         speed, (least, most) = measured["1gpu.tok_s_gpu"]
+        floor = "not measured"  # without --roofline
+        if "floor_seconds" in bench:
+            floor = f"{statistics.median(bench['floor_seconds'] / s for s in bench['step_seconds']):.3f}"
         print(f"| {model} | {recipe} | {speed:,.0f} ({least:,.0f} to {most:,.0f}) | {1e-12 * bench['model_flops']:.0f} "
               f"| {bench['used_bytes'] / 1e9:.1f} GB "
               f"| {100 * ((bench['planned_bytes'] + bench['context_bytes']) / bench['used_bytes'] - 1):+.2f} % "
-              f"| {statistics.median(bench['floor_seconds'] / s for s in bench['step_seconds']):.3f} |")
+              f"| {floor} |")
 
 
 def main():

@@ -163,7 +163,6 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads)
     adamw_kernel(Tensors tensors, const float* grad_scale, float* weight_amax, UpdateConstants constants, int64_t N,
                  bool aligned) {
   using Part = typename Tensors::Part;
-  wait_for_kernel_before();
   const float scale = *grad_scale;
   const bool changes = isfinite(scale);
   if (!changes && weight_amax == nullptr) return;
@@ -196,23 +195,6 @@ __device__ void copy_roots(const RootTable& from, RootTable& to) {
   }
 }
 
-// The parts of a tensor, each a warp's, that a warp of adamw_fp8_kernel takes: blocks have as many as each other,
-// one after the other, so that no multiprocessor works on alone.
-template <typename Part>
-struct WarpParts {
-  static constexpr int kStride = Part::kThreads / kWarpSize;
-  int first, end;
-
-  __device__ explicit WarpParts(int count)
-      : first(begin_of(blockIdx.x, count) + static_cast<int>(threadIdx.x / kWarpSize)),
-        end(begin_of(blockIdx.x + 1, count)) {}
-  static __device__ int begin_of(unsigned block, int count) {
-    return static_cast<int>(int64_t{block} * count / gridDim.x);
-  }
-  // The lane's first element of part n.
-  __device__ int64_t begin(int n) const { return int64_t{n} * Part::kWarpElements + Part::offset_in_warp(); }
-};
-
 // What is left for adamw_fp8_kernel to do where nothing is changed. It has pointers of its own: sharing the step's
 // would take registers from that.
 template <typename Tensors, typename T>
@@ -220,14 +202,14 @@ __device__ void find_unchanged_amax(const T* weight_N, int count, float* weight_
   using Part = typename Tensors::Part;
   if (weight_amax == nullptr) return;
   typename Tensors::LargestWeight largest;
-  const WarpParts<Part> parts(count);
-  for (int n = parts.first; n < parts.end; n += parts.kStride) {
-    largest.raise_to(load_part<true>(weight_N + parts.begin(n), Part{}));
+  for (int block = static_cast<int>(blockIdx.x); block < count; block += static_cast<int>(gridDim.x)) {
+    const T* const first = weight_N + int64_t{block} * Part::kBlockElements + Part::offset();
+    largest.raise_to(load_part<true>(first, Part{}));
   }
   raise_weight_amax<Part::kThreads>(weight_amax, largest);
 }
 
-// The fast step with fp8 moments, of `count` times Part::kWarpElements elements of aligned tensors: both moments
+// The fast step with fp8 moments, of `count` times Part::kBlockElements elements of aligned tensors: both moments
 // have one format, whose table of roots every block copies to its shared memory, so there is one block for each SM.
 //
 // Memory is not what limits it but the instructions issued, so these are what to count before a change. On sm_90,
@@ -251,8 +233,9 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
     find_unchanged_amax<Tensors>(tensors.weights.weight_N, count, weight_amax);
     return;
   }
-  const WarpParts<Part> parts(count);
-  tensors.move(parts.begin(min(parts.first, count - 1)));
+  const int stride = static_cast<int>(gridDim.x);
+  int block = static_cast<int>(blockIdx.x);
+  tensors.move(int64_t{block} * Part::kBlockElements + Part::offset());
   typename Tensors::LargestWeight largest;
   auto elements = load_elements<true>(tensors, Part{});
 
@@ -261,11 +244,11 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
   copy_roots<Part::kThreads>(kRootTable<typename decltype(Tensors::exp_avg)::Format>, roots);
   __syncthreads();
 
-  for (int n = parts.first; n < parts.end; n += parts.kStride) {
-    const bool is_last = n + parts.kStride >= parts.end;
+  for (; block < count; block += stride) {
+    const bool is_last = block + stride >= count;
     Tensors next = tensors;
     step_fp8<true>(tensors, Part{}, roots, roots, scale, constants, elements, largest, [&] {
-      next.move(int64_t{parts.kStride} * Part::kWarpElements);
+      next.move(int64_t{stride} * Part::kBlockElements);
       if (!is_last) elements = load_elements<true>(next, Part{});
     });
     tensors = next;
@@ -385,8 +368,8 @@ void launch_step(CudaDevice& device, const AdamwStep& a, Tensors tensors, int64_
   const int64_t N = a.weight.numel() - begin;
   if (N == 0) return;
   tensors.move(begin);
-  launch_early(device, "adamw_step", adamw_kernel<Tensors>, {num_blocks<Part>(N), Part::kThreads}, tensors,
-               a.grad_scale.as<float>(), weight_amax_of(a), UpdateConstants(a), N, is_aligned_for<Part>(a));
+  adamw_kernel<<<num_blocks<Part>(N), Part::kThreads, 0, device.stream()>>>(
+      tensors, a.grad_scale.as<float>(), weight_amax_of(a), UpdateConstants(a), N, is_aligned_for<Part>(a));
 }
 
 // Elements that the fast step can have, from the first on. Without range expansion there is one row of roots, which
@@ -395,7 +378,7 @@ int64_t num_fast_elements(const CudaDevice& device, const AdamwStep& a) {
   const bool can = a.exp_avg.values.dtype == a.exp_avg_sq.values.dtype && !a.exp_avg.exponent.empty() &&
                    !a.exp_avg_sq.exponent.empty() && is_aligned_for<LargePart>(a) &&
                    device.properties().sharedMemPerBlockOptin >= sizeof(RootTable);
-  return can ? a.weight.numel() / LargePart::kWarpElements * LargePart::kWarpElements : 0;
+  return can ? a.weight.numel() / LargePart::kBlockElements * LargePart::kBlockElements : 0;
 }
 
 template <typename Tensors>
@@ -403,9 +386,8 @@ void launch_fast_step(CudaDevice& device, const AdamwStep& a, const Tensors& ten
   auto* const kernel = adamw_fp8_kernel<Tensors>;
   constexpr int kSharedBytes = sizeof(RootTable);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "adamw_step");
-  constexpr int kWarps = LargePart::kThreads / kWarpSize;
-  const int count = static_cast<int>(num_elements / LargePart::kWarpElements);
-  const int blocks = std::min(static_cast<int>(ceil_div(count, kWarps)), device.num_multiprocessors());
+  const int count = static_cast<int>(num_elements / LargePart::kBlockElements);
+  const int blocks = std::min(count, device.num_multiprocessors());
   launch_early(device, "adamw_step", kernel, {static_cast<unsigned>(blocks), LargePart::kThreads, kSharedBytes},
                tensors, a.grad_scale.as<float>(), weight_amax_of(a), UpdateConstants(a), count);
 }

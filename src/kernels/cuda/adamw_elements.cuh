@@ -24,16 +24,16 @@ struct LanePart {
   static constexpr int kLanes = static_cast<int>(kMomentGroup) / (kPacks * kElements);  // of a group
   static constexpr int kPackStride = kLanes * kElements;
   static constexpr int kThreads = kWarps * kWarpSize;  // of a block
-  static constexpr int kWarpElements = kWarpSize * kPacks * kElements;
-  static constexpr int kBlockElements = kWarps * kWarpElements;
+  static constexpr int kBlockElements = kThreads * kPacks * kElements;
   static_assert(kWarpSize % kLanes == 0);
 
   int64_t left;  // elements of the tensor from the lane's first one on; may be negative
 
   static __device__ uint32_t lane() { return threadIdx.x % kLanes; }
-  // Of a lane's first element in its block's, and in its warp's.
-  static __device__ uint32_t offset() { return offset_of(threadIdx.x); }
-  static __device__ uint32_t offset_in_warp() { return offset_of(threadIdx.x % kWarpSize); }
+  // Of a lane's first element in its block's.
+  static __device__ uint32_t offset() {
+    return threadIdx.x / kLanes * static_cast<uint32_t>(kMomentGroup) + lane() * kElements;
+  }
 
   // Whether the last group may lie beyond the tensor's end, as other lanes' may not.
   __device__ bool has_group() const { return left + lane() * kElements > 0; }
@@ -41,11 +41,6 @@ struct LanePart {
   __device__ int count(int pack) const {
     const int64_t here = left - pack * kPackStride;
     return here >= kElements ? kElements : here > 0 ? static_cast<int>(here) : 0;
-  }
-
- private:
-  static __device__ uint32_t offset_of(uint32_t thread) {
-    return thread / kLanes * static_cast<uint32_t>(kMomentGroup) + lane() * kElements;
   }
 };
 
