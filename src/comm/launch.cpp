@@ -94,7 +94,7 @@ int Launch::agree_on_gpu(bool wanted) {
 std::unique_ptr<Communicator> Launch::make_communicator(Device& device) {
   if (size_ == 1) return make_single_communicator();
   if (device.kind() == DeviceKind::kCpu) return make_mpi_communicator(watchdog_.host_collectives());
-  return make_nccl_communicator(*agreement_, device, watchdog_);
+  return make_nccl_communicator(*agreement_, hosts_, device, watchdog_);
 }
 
 int Launch::finish(int exit_code) {

@@ -1,6 +1,7 @@
 #pragma once
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "comm/communicator.h"
 
@@ -12,8 +13,9 @@ class Watchdog;
 std::string gpu_pci_bus_id(int ordinal);
 
 bool built_with_nccl();
-// Collectives on the GPUs of all ranks of `hosts`, one each; all must call it together. `device` is this rank's,
-// and like `hosts` and `watchdog` must outlive the result.
-std::unique_ptr<Communicator> make_nccl_communicator(Communicator& hosts, Device& device, Watchdog& watchdog);
+// Collectives on the GPUs of all ranks of `agreement`, one each; all must call it together. `host_of` names the
+// host of each rank. `device` is this rank's, and like `agreement` and `watchdog` must outlive the result.
+std::unique_ptr<Communicator> make_nccl_communicator(Communicator& agreement, std::vector<std::string> host_of,
+                                                     Device& device, Watchdog& watchdog);
 
 }  // namespace parka

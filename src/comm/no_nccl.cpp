@@ -5,7 +5,7 @@
 namespace parka {
 
 bool built_with_nccl() { return false; }
-std::unique_ptr<Communicator> make_nccl_communicator(Communicator&, Device&, Watchdog&) {
+std::unique_ptr<Communicator> make_nccl_communicator(Communicator&, std::vector<std::string>, Device&, Watchdog&) {
   throw_internal("make_nccl_communicator: built without NCCL");
 }
 

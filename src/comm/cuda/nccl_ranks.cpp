@@ -58,8 +58,10 @@ ncclConfig_t communicator_config() {
 // waits for the device's work of that time, and wait() makes the device wait for a collective.
 class NcclCommunicator final : public Communicator, private CollectiveProbe {
  public:
-  NcclCommunicator(Communicator& hosts, cuda::CudaDevice& device, Watchdog& watchdog)
-      : hosts_(hosts), device_(device), watchdog_(watchdog) {
+  NcclCommunicator(Communicator& hosts, std::vector<std::string> host_of, cuda::CudaDevice& device,
+                   Watchdog& watchdog)
+      : hosts_(hosts), device_(device), watchdog_(watchdog), host_of_(std::move(host_of)) {
+    PARKA_REQUIRE(host_of_.size() == static_cast<size_t>(hosts.size()));
     int least = 0, greatest = 0;
     check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "stream priorities");
     check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "stream");
@@ -111,6 +113,7 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
     return circles_[static_cast<size_t>(is_all ? Peers::kAll : peers)];
   }
   Circle& circle(Peers peers) { return circles_[static_cast<size_t>(peers)]; }
+  bool are_on_one_host(Peers peers) const;
   void open_windows();
   bool reduces_by_copies(const TensorView& in, Peers peers) const;
   // A collective of one: `in` becomes `out`.
@@ -138,8 +141,9 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   std::array<cudaEvent_t, kRemembered> done_{};        // the end of each of the latest collectives
   uint64_t *reached_ = nullptr, *finished_ = nullptr;  // counted by the GPU
   uint64_t last_queued_ = 0;
-  std::array<Circle, 3> circles_;  // by Peers
-  void* memory_ = nullptr;         // of allocate()
+  std::vector<std::string> host_of_;  // by rank
+  std::array<Circle, 3> circles_;     // by Peers
+  void* memory_ = nullptr;            // of allocate()
   int64_t memory_bytes_ = 0;
   TensorView room_;
 };
@@ -243,11 +247,21 @@ void NcclCommunicator::release(Device& device, void* memory) {
   room_ = {};
 }
 
-// Where the peers of a communicator can reach one another's memory, it is a window for them. Others have none.
+bool NcclCommunicator::are_on_one_host(Peers peers) const {
+  for (int place = 0; place < size_of(peers); ++place) {
+    if (host_of_[static_cast<size_t>(rank_at(peers, place))] != host_of_[static_cast<size_t>(rank())]) return false;
+  }
+  return true;
+}
+
+// The memory is a window for peers on one host, where they can reach that of one another. Others have none: over a
+// network NCCL's rings send less.
 void NcclCommunicator::open_windows() {
 #if PARKA_NCCL_COPIES
-  for (Circle& circle : circles_) {
-    if (circle.comm == nullptr || circle.window != nullptr || memory_ == nullptr) continue;
+  for (const Peers peers : {Peers::kAll, Peers::kGroup, Peers::kAcross}) {
+    Circle& circle = this->circle(peers);
+    if (circle.comm == nullptr || circle.window != nullptr || memory_ == nullptr || !are_on_one_host(peers))
+      continue;
     check_nccl(ncclCommWindowRegister(circle.comm, memory_, static_cast<size_t>(memory_bytes_), &circle.window,
                                       NCCL_WIN_COLL_SYMMETRIC),
                "window");
@@ -335,9 +349,10 @@ std::string NcclCommunicator::failure() {
 
 bool built_with_nccl() { return true; }
 
-std::unique_ptr<Communicator> make_nccl_communicator(Communicator& hosts, Device& device, Watchdog& watchdog) {
+std::unique_ptr<Communicator> make_nccl_communicator(Communicator& agreement, std::vector<std::string> host_of,
+                                                     Device& device, Watchdog& watchdog) {
   PARKA_REQUIRE(device.kind() == DeviceKind::kCuda);
-  return std::make_unique<NcclCommunicator>(hosts, cuda::as_cuda(device), watchdog);
+  return std::make_unique<NcclCommunicator>(agreement, std::move(host_of), cuda::as_cuda(device), watchdog);
 }
 
 }  // namespace parka

@@ -45,11 +45,12 @@ constexpr int64_t score_pairs(int64_t query_tiles) {
 inline int64_t score_gradient_bytes(int64_t sequence_length) {  // of a query head
   return score_pairs((sequence_length + kScoreQueries - 1) / kScoreQueries) * kScorePairBytes;
 }
-// For passes of one length, short enough for memory and long enough to keep a GPU busy to their end; 0 where
-// nothing would be gained: other head dims, and sequences for which that is too much memory.
+// For passes of one length, short enough for memory and long enough to keep a GPU busy to their end: one of 416
+// tiles takes 132 multiprocessors as many rounds as one of 512 (docs/results/attention.md). 0 where nothing would
+// be gained: other head dims, and sequences for which that is too much memory.
 inline int64_t attention_backward_scratch_bytes(int64_t num_sequences, int64_t sequence_length, int64_t num_heads,
                                                 int64_t num_kv_heads, int64_t head_dim) {
-  constexpr int64_t kHeadDim = 128, kTileKeys = 128, kTilesOfPass = 448, kMostBytes = int64_t{320} << 20;
+  constexpr int64_t kHeadDim = 128, kTileKeys = 128, kTilesOfPass = 512, kMostBytes = int64_t{320} << 20;
   if (head_dim != kHeadDim) return 0;
   const int64_t tiles = (sequence_length + kTileKeys - 1) / kTileKeys, heads = num_sequences * num_kv_heads;
   const int64_t longest = (kTilesOfPass + tiles - 1) / tiles, passes = (heads + longest - 1) / longest;
