@@ -143,7 +143,11 @@ class LargestStored {
       return __float_as_uint(max_magnitude(__uint_as_float(largest), __uint_as_float(word)));
     } else {
       uint32_t pair;
+#if __CUDA_ARCH__ >= 860
       asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(largest), "r"(word));
+#else
+      asm("max.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(largest), "r"(word & 0x7fff7fffu));
+#endif
       return pair;
     }
   }
