@@ -18,7 +18,7 @@ namespace parka::bench {
 
 inline constexpr int kSets = 3;
 constexpr int kRuns = 20;
-constexpr int kMostInARow = 4 * kSets;  // so that time stamps do not show
+constexpr int kMostInARow = 8 * kSets;  // so that time stamps do not show
 constexpr double kRunSeconds = 0.01;    // enough for an op that takes long to be run less often in a row
 
 struct ModelShape {

@@ -47,8 +47,10 @@ if $sanitize; then
   NUM_GPUS=$(nvidia-smi -L | wc -l)
   list=(--list-tests --verbosity quiet)
   ! "$TEST_KERNELS" --help | grep -q list-test-names-only || list=(--list-test-names-only)  # Catch2 v2
-  names=$("$TEST_KERNELS" "[devices]" "${list[@]}" || true)  # v2 exits with their number
   for TOOL in memcheck racecheck; do
+    tests="[devices]"
+    [ $TOOL = memcheck ] || tests+="~[large]"  # racecheck takes long enough without
+    names=$("$TEST_KERNELS" "$tests" "${list[@]}" || true)  # v2 exits with their number
     echo "== compute-sanitizer $TOOL, $(wc -l <<< "$names") tests"
     sed -e '/^ *$/d' -e 's/^ *//' -e 's/[][,]/\\&/g' <<< "$names" |  # commas and brackets would be syntax
       xargs -d '\n' -n 1 -P $((12 * NUM_GPUS)) --process-slot-var=SLOT bash -euc 'check_one "$0"'

@@ -47,20 +47,12 @@ struct Checker {
     return fmt::format("{} {} [{}] on rank {} of {}", op, name_of(dtype), n, ranks.rank(), ranks.size());
   }
   void agree(const TestTensor& got, const std::vector<float>& want, const std::string& what) const {
-    agree(got, want, what, exact());
-  }
-  void agree_within_noise(const TestTensor& got, const std::vector<float>& want, const std::string& what) const {
-    agree(got, want, what, false);
-  }
-
- private:
-  void agree(const TestTensor& got, const std::vector<float>& want, const std::string& what, bool exactly) const {
     const std::vector<float> values = got.host();
     const float slack = got.view().dtype == DType::kBF16 ? 0x1p-6f : 0x1p-20f;
     size_t wrong = 0;
     for (size_t i = 0; i < want.size(); ++i) {
       const float bound = slack * (std::fabs(want[i]) + static_cast<float>(ranks.size()));
-      wrong += exactly ? std::memcmp(&values[i], &want[i], sizeof(float)) != 0
+      wrong += exact() ? std::memcmp(&values[i], &want[i], sizeof(float)) != 0
                        : !(std::fabs(values[i] - want[i]) <= bound);
     }
     expect(wrong == 0, fmt::format("{}: {} of {} elements differ", what, wrong, want.size()));
@@ -81,23 +73,23 @@ std::vector<float> input_of(DType dtype, int rank, int64_t count) {
   return values;
 }
 
-// Element i of the sum over ranks in their order, rounded once, of what they have in the dtype `input`.
-std::vector<float> reduced(DType dtype, Reduction reduction, int size, int64_t count, DType input) {
-  std::vector<float> result = input_of(input, 0, count);
+std::vector<float> rounded(DType dtype, std::vector<float> values) {
+  if (dtype == DType::kBF16) {
+    for (float& v : values) v = decode_bf16(encode_bf16(v));
+  }
+  return values;
+}
+
+// Element i of the sum over ranks in their order, rounded once.
+std::vector<float> reduced(DType dtype, Reduction reduction, int size, int64_t count) {
+  std::vector<float> result = input_of(dtype, 0, count);
   for (int r = 1; r < size; ++r) {
-    const std::vector<float> other = input_of(input, r, count);
+    const std::vector<float> other = input_of(dtype, r, count);
     for (size_t i = 0; i < result.size(); ++i) {
       result[i] = reduction == Reduction::kSum ? result[i] + other[i] : std::max(result[i], other[i]);
     }
   }
-  if (dtype == DType::kBF16) {
-    for (float& v : result) v = decode_bf16(encode_bf16(v));
-  }
-  return result;
-}
-
-std::vector<float> reduced(DType dtype, Reduction reduction, int size, int64_t count) {
-  return reduced(dtype, reduction, size, count, dtype);
+  return rounded(dtype, std::move(result));
 }
 
 std::vector<float> part_of(const std::vector<float>& values, int rank, int64_t n) {
@@ -184,12 +176,15 @@ void check_in_own_memory(const Checker& c, DType dtype, int64_t n) {
                    whole = tensor(3, size * n);
   const std::vector<float> mine = input_of(dtype, rank, size * n), old = input_of(dtype, rank + size, n);
   const TestTensor source(c.device, dtype, {size * n}, mine), before(c.device, dtype, {n}, old);
-  const std::vector<float> sum = part_of(reduced(DType::kF32, Reduction::kSum, size, size * n, dtype), rank, n);
   for (const TensorView& given : {room, room.rows(0, size * n - 1)}) {
     c.ranks.set_room(given);
     for (Onto onto : {Onto::kNothing, Onto::kOldValue}) {
-      std::vector<float> want = sum;
-      for (size_t i = 0; i < want.size() && onto == Onto::kOldValue; ++i) want[i] += old[i];
+      std::vector<float> want(static_cast<size_t>(n), 0.0f);
+      if (onto == Onto::kOldValue) want = old;
+      for (int r = 0; r < size; ++r) {
+        const std::vector<float> piece = part_of(input_of(dtype, r, size * n), rank, n);
+        for (size_t i = 0; i < want.size(); ++i) want[i] += piece[i];
+      }
       c.device.copy(in.data, source.view().data, in.bytes());
       c.device.copy(out.data, before.view().data, out.bytes());
       c.ranks.reduce_scatter(c.device, in, out, Peers::kAll, onto);
@@ -198,7 +193,7 @@ void check_in_own_memory(const Checker& c, DType dtype, int64_t n) {
       const TestTensor got(c.device, dtype, {n}), piece(c.device, dtype, {n});
       c.device.copy(got.view().data, out.data, out.bytes());
       c.device.copy(piece.view().data, whole.rows(rank * n, n).data, out.bytes());
-      c.agree_within_noise(got, want, what);
+      c.agree(got, rounded(dtype, std::move(want)), what);
       expect(piece.host() == got.host(), what + ", gathered");
     }
   }

@@ -388,8 +388,9 @@ void launch_fast_step(CudaDevice& device, const AdamwStep& a, const Tensors& ten
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "adamw_step");
   const int count = static_cast<int>(num_elements / LargePart::kBlockElements);
   const int blocks = std::min(count, device.num_multiprocessors());
-  launch_early(device, "adamw_step", kernel, {static_cast<unsigned>(blocks), LargePart::kThreads, kSharedBytes},
-               tensors, a.grad_scale.as<float>(), weight_amax_of(a), UpdateConstants(a), count);
+  launch_early(device, kernel, {static_cast<unsigned>(blocks), LargePart::kThreads, kSharedBytes}, tensors,
+               a.grad_scale.as<float>(), weight_amax_of(a), UpdateConstants(a), count);
+  check_launch("adamw_step");
 }
 
 void step_with_plain_moments(CudaDevice& device, const AdamwStep& a) {

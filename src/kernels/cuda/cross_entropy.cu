@@ -344,8 +344,8 @@ void launch(const CudaDevice& device, const CrossEntropy& a) {
           "cross_entropy");
     num_blocks = std::min(num_rows, static_cast<int64_t>(blocks_at_once) * device.num_multiprocessors());
   }
-  launch_early(device, "cross_entropy", kernel, {static_cast<unsigned>(num_blocks), kThreads, shared_bytes},
-               arguments);
+  launch_early(device, kernel, {static_cast<unsigned>(num_blocks), kThreads, shared_bytes}, arguments);
+  check_launch("cross_entropy");
 }
 
 }  // namespace

@@ -181,8 +181,8 @@ void launch_backward(CudaDevice& device, const EmbeddingBackward& a) {
       static_cast<float*>(device.workspace("embedding_backward", embedding_backward_workspace_bytes(T, C)));
   D* const d_table_VC = a.d_table.as<D>();
   const auto launch = [&](auto* kernel, int64_t blocks, const auto&... arguments) {
-    launch_early(device, "embedding_backward", kernel, {static_cast<unsigned>(blocks), kBackwardThreads},
-                 arguments...);
+    launch_early(device, kernel, {static_cast<unsigned>(blocks), kBackwardThreads}, arguments...);
+    check_launch("embedding_backward");
   };
   launch(sum_pieces_kernel<G, D, kWidth>, windows * blocks.per_row, a.rows(), T, a.d_out.as<G>(), d_table_VC,
          slots_SC, blocks);

@@ -181,7 +181,8 @@ __global__ void __launch_bounds__(kAddSumThreads) add_sum_kernel(const float* x,
 void sum_of_squares(Device& device, const SumOfSquares& a) {
   const CudaDevice& cuda_device = as_cuda(device);
   const auto launch = [&](auto* kernel, int blocks, const auto&... arguments) {
-    launch_early(cuda_device, "sum_of_squares", kernel, {static_cast<unsigned>(blocks), kThreads}, arguments...);
+    launch_early(cuda_device, kernel, {static_cast<unsigned>(blocks), kThreads}, arguments...);
+    check_launch("sum_of_squares");
   };
   const size_t num_parts = a.parts.size();
   int64_t num_pieces = 0;

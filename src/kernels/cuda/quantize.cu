@@ -176,8 +176,8 @@ void move_codes(const CudaDevice& device, const TensorView& x, const ScaledView&
   tiles::check_extents(rows, cols);
   const bool wide = cols % tiles::kWidth == 0 && is_aligned(x.data, 16);
   const auto kernel = wide ? move_codes_kernel<true> : move_codes_kernel<false>;
-  launch_early(device, "quantize", kernel, {tiles::grid_of(rows, cols), tiles::kThreads},
-               static_cast<const uint8_t*>(x.data), tiles::code_output({}, out_t, rows, cols));
+  launch_early(device, kernel, {tiles::grid_of(rows, cols), tiles::kThreads}, static_cast<const uint8_t*>(x.data),
+               tiles::code_output({}, out_t, rows, cols));
 }
 
 // Codes that keep their scale are moved: decoding and encoding them again could only lose.

@@ -449,8 +449,8 @@ void write_tensor(CudaDevice& device, const Source& source, int64_t rows, int64_
                   const ScaledView& out_t, const float* amax) {
   const ScaledView& any = out.empty() ? out_t : out;
   with_float8_type(any.data.dtype, [&](auto f8) {
-    launch_early(device, "writing codes", tensor_kernel<Source, decltype(f8)>, {grid_of(rows, cols), kThreads},
-                 source, code_output(out, out_t, rows, cols), tensor_scale(any, amax));
+    launch_early(device, tensor_kernel<Source, decltype(f8)>, {grid_of(rows, cols), kThreads}, source,
+                 code_output(out, out_t, rows, cols), tensor_scale(any, amax));
   });
 }
 
