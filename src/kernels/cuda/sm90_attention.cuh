@@ -115,16 +115,38 @@ __device__ inline int warp_row() {
   return __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x - kWarpgroup) / kWarpSize, 0) * 16;
 }
 
-// In a consumer: the number that the producer has left. One lane reads it, the one that later says that the warp is
-// done.
-__device__ inline unsigned tile_number(const unsigned char* shared) {
-  unsigned number = 0;
-  if (threadIdx.x % kWarpSize == 0) number = *reinterpret_cast<const volatile unsigned*>(shared);
-  return __shfl_sync(kFullWarp, number, 0);
+// In the producer, by its first thread or, with kLanes = kWarpSize, its first warp: calls `copy` for each tile that
+// the block takes, having left its number at `number_at` for the consumers; one past the last ends their work.
+// `copy` arrives at `own.full`, once.
+template <bool kLastIsLongest, int kLanes, typename Copy>
+__device__ __forceinline__ void take_tiles(const TileOrder& order, unsigned* num_taken, const Stages<1>& own,
+                                           unsigned char* number_at, const Copy& copy) {
+  const bool first = threadIdx.x == 0;
+  unsigned number = blockIdx.x;
+  for (unsigned count = 0;; ++count) {
+    own.wait_empty(count);
+    if (first) *reinterpret_cast<unsigned*>(number_at) = number;
+    if (number >= order.count()) break;
+    copy(order.tile<kLastIsLongest>(number));
+    if (first) number = gridDim.x + atomicAdd(num_taken, 1);
+    if constexpr (kLanes == kWarpSize) number = __shfl_sync(kFullWarp, number, 0);
+  }
+  if (first) barrier_arrive(own.full);
 }
 
-// For the first thread of the producer: the number of the block's next tile.
-__device__ inline unsigned take_tile(unsigned* num_taken) { return gridDim.x + atomicAdd(num_taken, 1); }
+// In a consumer: calls `work` for each tile that the block takes, once it is there. `work` releases `own`.
+template <bool kLastIsLongest, typename Work>
+__device__ __forceinline__ void for_each_taken_tile(const TileOrder& order, const Stages<1>& own,
+                                                    const unsigned char* number_at, const Work& work) {
+  for (unsigned count = 0;; ++count) {
+    own.wait_full(count);
+    unsigned number = 0;  // read by one lane, the one that later says that the warp is done
+    if (threadIdx.x % kWarpSize == 0) number = *reinterpret_cast<const volatile unsigned*>(number_at);
+    number = __shfl_sync(kFullWarp, number, 0);
+    if (number >= order.count()) break;
+    work(order.tile<kLastIsLongest>(number));
+  }
+}
 
 #endif  // PARKA_SM90_CODE
 

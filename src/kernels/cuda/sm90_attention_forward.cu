@@ -47,20 +47,15 @@ struct ForwardBarriers {
   }
 };
 
-// The producer's part. Consumers learn the number of their tile together with its queries; one past the last ends
-// their work.
+// The producer's part. Consumers learn the number of their tile together with its queries.
 template <int D>
 __device__ __forceinline__ void copy_tiles(const CUtensorMap& qkv_map, unsigned char* shared,
                                            const AttentionDims& dims, const TileOrder& order, unsigned* num_taken,
                                            const ForwardBarriers& barriers) {
   using Layout = ForwardLayout<D>;
   const uint32_t tiles = shared_address(shared);
-  unsigned slot = 0, number = blockIdx.x;
-  for (unsigned count = 0;; ++count, number = take_tile(num_taken)) {
-    barriers.queries.wait_empty(count);
-    *reinterpret_cast<unsigned*>(shared + Layout::kTileNumberAt) = number;
-    if (number >= order.count()) break;
-    const Tile tile = order.tile<true>(number);
+  unsigned slot = 0;
+  take_tiles<true, 1>(order, num_taken, barriers.queries, shared + Layout::kTileNumberAt, [&](Tile tile) {
     const int k_column = (dims.H + tile.head / dims.group()) * D, v_column = k_column + dims.Hkv * D;
     barrier_expect(barriers.queries.full, Layout::kTileBytes);
     copy_tile_async<D, kTileRows>(tiles, qkv_map, tile.head * D, tile.begin, tile.b, barriers.queries.full);
@@ -76,8 +71,7 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap& qkv_map, unsigned 
       copy_tile_async<D, Layout::kKeys>(tiles + Layout::kValuesAt + place, qkv_map, v_column, key_begin, tile.b,
                                         values_full);
     }
-  }
-  barrier_arrive(barriers.queries.full);
+  });
 }
 
 // Of each of a lane's two rows: the largest score so far, before scaling; this lane's part of the sum of
@@ -210,11 +204,7 @@ __device__ __forceinline__ void consume_tiles(BFloat16* out, float* lse, float* 
   const int consumer = consumer_index();
   const Turn turn(consumer);
   unsigned slot = 0;
-  for (unsigned count = 0;; ++count) {
-    barriers.queries.wait_full(count);
-    const unsigned number = tile_number(shared + Layout::kTileNumberAt);
-    if (number >= order.count()) break;
-    const Tile tile = order.tile<true>(number);
+  for_each_taken_tile<true>(order, barriers.queries, shared + Layout::kTileNumberAt, [&](Tile tile) {
     float acc[1][D / 8][4];
     clear(acc);
     RowState state;
@@ -225,7 +215,7 @@ __device__ __forceinline__ void consume_tiles(BFloat16* out, float* lse, float* 
     if (out_amax != nullptr) raise_to_warp_max(out_amax, max_of_rows(0.0f, acc, rows));
     store_rows<D>(acc, shared + Layout::kOutAt + warp_row() * kRowBytes<D>,
                   out + dims.out_row(tile.b, begin, tile.head), dims.out_stride(), rows);
-  }
+  });
   turn.end();
 }
 

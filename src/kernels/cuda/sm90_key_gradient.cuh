@@ -38,7 +38,7 @@ __device__ __forceinline__ void copy_statistics_async(uint32_t target, const Row
   barrier_arrive_after_cp_async(barrier);
 }
 
-// The producer's part, by its first warp. A tile's number past the last ends the consumers' work.
+// The producer's part, by its first warp.
 template <int D>
 __device__ __forceinline__ void copy_key_tiles(const CUtensorMap& qkv_map, const CUtensorMap& qkv_query_map,
                                                const CUtensorMap& d_out_map, const RowStatistics* statistics,
@@ -48,12 +48,8 @@ __device__ __forceinline__ void copy_key_tiles(const CUtensorMap& qkv_map, const
   using Layout = KeyLayout<D>;
   const bool first = threadIdx.x == 0;
   const uint32_t base = shared_address(shared);
-  unsigned slot = 0, number = blockIdx.x;
-  for (unsigned count = 0;; ++count) {
-    barriers.own.wait_empty(count);
-    if (first) *reinterpret_cast<unsigned*>(shared + Layout::kTileNumberAt) = number;
-    if (number >= order.count()) break;
-    const Tile tile = order.tile<false>(number);
+  unsigned slot = 0;
+  take_tiles<false, kWarpSize>(order, num_taken, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
     if (first) {
       const int k_column = (dims.H + tile.head) * D, v_column = k_column + dims.Hkv * D;
       barrier_expect(barriers.own.full, 2 * Layout::kTileBytes);
@@ -77,10 +73,7 @@ __device__ __forceinline__ void copy_key_tiles(const CUtensorMap& qkv_map, const
                                                 statistics + dims.query(tile.b, 0, h), query_begin, dims.S, full);
       }
     }
-    if (first) number = take_tile(num_taken);
-    number = __shfl_sync(kFullWarp, number, 0);
-  }
-  if (first) barrier_arrive(barriers.own.full);
+  });
 }
 
 // Of keys (rows) and queries: p in place of scores.
@@ -169,11 +162,7 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
   ScoreWriter writer(base + out_at);
   float amax = 0.0f;  // of this thread's rows of all its tiles
   unsigned slot = 0;
-  for (unsigned count = 0;; ++count) {
-    barriers.own.wait_full(count);
-    const unsigned number = tile_number(shared + Layout::kTileNumberAt);
-    if (number >= order.count()) break;
-    const Tile tile = order.tile<false>(number);
+  for_each_taken_tile<false>(order, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
     const int consumer_begin = tile.begin + consumer * kConsumerRows;
     float d_k[1][D / 8][4], d_v[1][D / 8][4];
     clear(d_k);
@@ -212,7 +201,7 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
     BFloat16* const d_k_rows = output.d_qkv + dims.qkv_row(tile.b, begin, dims.H + tile.head);
     store_rows<D>(d_k, out, d_k_rows, dims.qkv_stride(), rows);
     store_rows<D>(d_v, out, d_k_rows + dims.Hkv * D, dims.qkv_stride(), rows);
-  }
+  });
   if (output.amax != nullptr) raise_to_warp_max(output.amax, amax);
 }
 

@@ -41,12 +41,8 @@ __device__ __forceinline__ void copy_query_tiles(const CUtensorMap& qkv_map, con
                                                  const Barriers<QueryLayout<D>>& barriers) {
   using Layout = QueryLayout<D>;
   const uint32_t base = shared_address(shared);
-  unsigned slot = 0, number = blockIdx.x;
-  for (unsigned count = 0;; ++count, number = take_tile(num_taken)) {
-    barriers.own.wait_empty(count);
-    *reinterpret_cast<unsigned*>(shared + Layout::kTileNumberAt) = number;
-    if (number >= order.count()) break;
-    const Tile tile = order.tile<true>(number);
+  unsigned slot = 0;
+  take_tiles<true, 1>(order, num_taken, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
     const int k_column = (dims.H + tile.head / dims.group()) * D, v_column = k_column + dims.Hkv * D;
     barrier_expect(barriers.own.full, 2 * Layout::kTileBytes);
     copy_tile_async<D, kTileRows>(base, qkv_map, tile.head * D, tile.begin, tile.b, barriers.own.full);
@@ -59,8 +55,7 @@ __device__ __forceinline__ void copy_query_tiles(const CUtensorMap& qkv_map, con
       copy_tile_async<D, kTileRows>(base + Layout::kKeysAt + place, qkv_map, k_column, key_begin, tile.b, full);
       copy_tile_async<D, kTileRows>(base + Layout::kValuesAt + place, qkv_map, v_column, key_begin, tile.b, full);
     }
-  }
-  barrier_arrive(barriers.own.full);
+  });
 }
 
 // Of queries (rows) and keys: p in place of scores.
@@ -144,11 +139,7 @@ __device__ __forceinline__ void sum_over_keys(const GradientOutput<BFloat16>& ou
   const Turn turn(consumer);
   float amax = 0.0f;  // of this thread's rows of all its tiles
   unsigned slot = 0;
-  for (unsigned count = 0;; ++count) {
-    barriers.own.wait_full(count);
-    const unsigned number = tile_number(shared + Layout::kTileNumberAt);
-    if (number >= order.count()) break;
-    const Tile tile = order.tile<true>(number);
+  for_each_taken_tile<true>(order, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
     const int begin = tile.begin + warp_row();
     RowStatistics rows[2];
 #pragma unroll
@@ -169,7 +160,7 @@ __device__ __forceinline__ void sum_over_keys(const GradientOutput<BFloat16>& ou
     barriers.own.release(0);
     amax = store_query_gradient<D>(d_q, output, shared + Layout::kOutAt + warp_row() * kRowBytes<D>, dims, tile,
                                    begin, scale, amax);
-  }
+  });
   turn.end();
   if (output.amax != nullptr) raise_to_warp_max(output.amax, amax);
 }
@@ -183,14 +174,11 @@ __device__ __forceinline__ void copy_score_tiles(const CUtensorMap& qkv_map, con
                                                  const Barriers<ScoreLayout<D>>& barriers) {
   using Layout = ScoreLayout<D>;
   const uint32_t base = shared_address(shared);
-  unsigned slot = 0, number = blockIdx.x;
-  for (unsigned count = 0;; ++count, number = take_tile(num_taken)) {
-    barriers.own.wait_empty(count);
-    *reinterpret_cast<unsigned*>(shared + Layout::kTileNumberAt) = number;
+  const int group = dims.group();  // a division, once and not for each tile
+  unsigned slot = 0;
+  take_tiles<true, 1>(order, num_taken, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
     barrier_arrive(barriers.own.full);
-    if (number >= order.count()) break;
-    const Tile tile = order.tile<true>(number);
-    const int k_column = (dims.H + tile.head / dims.group()) * D, head = tile.b * dims.H + tile.head;
+    const int k_column = (dims.H + tile.head / group) * D, head = tile.b * dims.H + tile.head;
     const int query_tile = tile.begin / kConsumerRows, consumers = tile.begin + kConsumerRows < dims.S ? 2 : 1;
     for (int key_begin = tile.begin; key_begin >= 0; key_begin -= Layout::kKeys, ++slot) {
       const uint32_t place = slot % Layout::kStages, full = barriers.passing.full_at(slot);
@@ -204,7 +192,7 @@ __device__ __forceinline__ void copy_score_tiles(const CUtensorMap& qkv_map, con
                          full);
       }
     }
-  }
+  });
 }
 
 template <int D>
@@ -216,12 +204,8 @@ __device__ __forceinline__ void sum_scores_over_keys(const GradientOutput<BFloat
   const uint32_t base = shared_address(shared);
   float amax = 0.0f;  // of this thread's rows of all its tiles
   unsigned slot = 0;
-  for (unsigned count = 0;; ++count) {
-    barriers.own.wait_full(count);
-    const unsigned number = tile_number(shared + Layout::kTileNumberAt);
+  for_each_taken_tile<true>(order, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
     barriers.own.release(0);
-    if (number >= order.count()) break;
-    const Tile tile = order.tile<true>(number);
     const bool has_queries = tile.begin + consumer * kConsumerRows < dims.S;
     float d_q[1][D / 8][4];
     clear(d_q);
@@ -247,7 +231,7 @@ __device__ __forceinline__ void sum_scores_over_keys(const GradientOutput<BFloat
     }
     amax = store_query_gradient<D>(d_q, output, shared + Layout::kOutAt + warp_row() * kRowBytes<D>, dims, tile,
                                    tile.begin + warp_row(), scale, amax);
-  }
+  });
   if (output.amax != nullptr) raise_to_warp_max(output.amax, amax);
 }
 
