@@ -18,6 +18,7 @@ constexpr std::string_view kNotHashed[] = {
     "precision.save_product",
     "precision.weight_copies",
     "precision.recompute",
+    "precision.offload_blocks",
     "precision.eval",
     "data.eval",
     "data.prefetch_batches",

@@ -6,6 +6,7 @@
 #include "engine/config_io.h"
 #include "engine/config_table.h"
 #include "engine/evaluation_suite.h"
+#include "model/activation_offload.h"
 
 // Rules between fields. Each message names the keys with their values and says what to change.
 namespace parka {
@@ -112,6 +113,14 @@ void check_kept_activations(const ModelConfig& m, const PrecisionConfig& p) {
   require_groups("qkv", p.qkv, head_dim_name(m), m.head_dim());
   if (p.save_silu && p.up_gate != Storage::kFp8) {
     throw_bad_input("precision.save_silu = true needs precision.up_gate = fp8; set that, or save_silu = false");
+  }
+  const int64_t most = std::max<int64_t>(m.num_layers - ActivationOffload::kRooms, 0);
+  if (p.offload_blocks > most) {
+    throw_bad_input(
+        "precision.offload_blocks = {} of model.num_layers = {}: {} of them always stay on the device; set it to "
+        "{} "
+        "or less",
+        p.offload_blocks, m.num_layers, ActivationOffload::kRooms, most);
   }
   if (p.attention_output == Storage::kFp8 && p.gemm != GemmPrecision::kFp8Tensor) {
     throw_bad_input(

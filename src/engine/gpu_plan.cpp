@@ -6,6 +6,7 @@
 
 #include "engine/recipe.h"
 #include "engine/training_run.h"
+#include "model/activation_offload.h"
 
 namespace parka {
 namespace {
@@ -39,6 +40,13 @@ std::vector<Change> possible_changes(const Config& config, int64_t num_gpus) {
     changes.push_back({fmt::format("precision.weight_copies={} (same bits)", name_of(copies)),
                        [copies](Config& c) { return assign(c.precision.weight_copies, copies); }, true});
   }
+  // Of more than half the blocks copies take longer than the blocks' own work.
+  for (const int64_t part : {4, 2}) {
+    const int64_t blocks = (config.model.num_layers - ActivationOffload::kRooms) / part;
+    if (blocks <= config.precision.offload_blocks) continue;
+    changes.push_back({fmt::format("precision.offload_blocks={} (same bits, in host memory meanwhile)", blocks),
+                       [blocks](Config& c) { return assign(c.precision.offload_blocks, blocks); }, true});
+  }
   changes.push_back({"precision.recompute=block (same bits, about a third more forward work)",
                      [](Config& c) { return assign(c.precision.recompute, Recompute::kBlock); }});
   if (num_gpus > 1) {
@@ -56,10 +64,11 @@ std::vector<Change> possible_changes(const Config& config, int64_t num_gpus) {
       {"optimizer.gradient=bf16", [](Config& c) { return assign(c.optimizer.gradient, DType::kBF16); }});
   changes.push_back({"precision.recipe=parka", [](Config& c) {
                        if (c.precision.recipe == Recipe::kParka) return false;
-                       const Recompute recompute = c.precision.recompute;
+                       const PrecisionConfig before = c.precision;
                        c.precision.recipe = Recipe::kParka;
                        apply_recipe(Recipe::kParka, c);
-                       c.precision.recompute = recompute;
+                       c.precision.recompute = before.recompute;
+                       c.precision.offload_blocks = before.offload_blocks;
                        return true;
                      }});
   if (config.precision.compute != DType::kF32) {
@@ -83,13 +92,14 @@ GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
   std::map<std::string, int64_t> unsharded;
   for (const MemoryPlan::CategoryTotal& total : alone.plan.summary()) unsharded[total.category] = total.bytes;
   GpuPlan result;
+  result.host_bytes = run.model.host_bytes(run.plan);
   for (const MemoryPlan::CategoryTotal& total : run.plan.summary()) {
     result.lines.push_back({total.category, unsharded[total.category], total.bytes});
     result.total_bytes += total.bytes;
     if (total.category == "saved activations") {
       const double tokens = static_cast<double>(config.training.micro_batch_size * config.data.sequence_length);
-      result.saved_bytes_per_token_layer =
-          static_cast<double>(total.bytes) / tokens / static_cast<double>(config.model.num_layers);
+      result.saved_bytes_per_token_layer = static_cast<double>(total.bytes + result.host_bytes) / tokens /
+                                           static_cast<double>(config.model.num_layers);
     }
   }
   return result;

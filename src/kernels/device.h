@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "core/tensor.h"
 #include "kernels/op_timer.h"
 
 namespace parka {
@@ -34,6 +35,19 @@ class Recording {
   virtual ~Recording() = default;
 };
 
+// Host memory in slots of one size, which a device copies tensors to and from while its ops go on. It must not
+// outlive its device.
+class HostStore {
+ public:
+  virtual ~HostStore() = default;  // waits for the copies
+  // Queue copies of the tensors to or from a slot, where they lie one after the other: behind the work that the
+  // device has queued by then, and behind all earlier copies.
+  virtual void save(int64_t slot, const std::vector<TensorView>& tensors) = 0;
+  virtual void load(int64_t slot, const std::vector<TensorView>& tensors) = 0;
+  // The device's later work waits for the copies of this store.
+  virtual void wait() = 0;
+};
+
 // Where tensors live and ops run. Work is queued in order; on the CPU it is done when the call returns.
 // A Device is used from one thread.
 class Device {
@@ -61,6 +75,10 @@ class Device {
   virtual std::unique_ptr<HostRead> copy_to_host_later(const void* source, int64_t bytes) = 0;
   virtual void copy(void* target, const void* source, int64_t bytes) = 0;
   virtual void fill_zero(void* target, int64_t bytes) = 0;
+
+  // Throws Error(kBadInput) naming the size when the host has too little memory for it. What goes to and from it
+  // cannot be part of what replay() records.
+  virtual std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) = 0;
 
   // Queues `work`, which must queue the same ops and copies within the device with the same arguments whenever it
   // is called with the same `recording` (empty at first). A device may record what it queues, and queue the

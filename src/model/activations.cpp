@@ -51,9 +51,11 @@ class Declarer {
   }
 
   // Adds to `block` what it keeps for backward. FP8 GEMM inputs are kept transposed, as the weight gradient wants
-  // them; their row-major form is workspace, whose ids are remembered in `workspace` for the next block.
-  void keep(BlockBuffers& block, const std::string& prefix, BlockBuffers& workspace) {
+  // them; their row-major form is workspace, whose ids are remembered in `workspace` for the next block. Returns
+  // what is kept.
+  std::vector<TensorId> keep(BlockBuffers& block, const std::string& prefix, BlockBuffers& workspace) {
     const int64_t heads = model_.d_heads(), f = model_.d_ffn;
+    const size_t first = plan_.entries().size();
     keep_norm(block.attention_norm, workspace.attention_norm, prefix, "attention_norm", kForwardAttention | rerun_,
               kBackwardQkv);
     if (!block.qkv.valid()) block.qkv = kept(prefix + "qkv", {tokens_, model_.d_qkv()});
@@ -69,6 +71,11 @@ class Declarer {
     if (precision_.save_silu) block.silu = kept(prefix + "silu", formats_.silu, tokens_, f);
     keep_gemm_input(block.product, block.product_t, workspace.product, workspace.product_t, prefix, "product", f,
                     precision_.save_product, kForwardFfn | rerun_, kBackwardSwiglu);
+    std::vector<TensorId> ids;
+    for (size_t i = first; i < plan_.entries().size(); ++i) {
+      if (plan_.entries()[i].category == kept_category()) ids.push_back({static_cast<int>(i)});
+    }
+    return ids;
   }
 
   BackwardBuffers backward() {
@@ -213,7 +220,8 @@ class Declarer {
 }  // namespace
 
 Activations::Activations(const ModelConfig& model, const PrecisionConfig& precision, const BatchShape& shape,
-                         int64_t logits_chunk_tokens, Purpose purpose, MemoryPlan& plan) {
+                         int64_t logits_chunk_tokens, Purpose purpose, MemoryPlan& plan)
+    : offload(model.num_layers, purpose == Purpose::kTraining ? precision.offload_blocks : 0) {
   const bool evaluation = purpose == Purpose::kEvaluation;
   const int64_t num_tokens = shape.num_tokens(), d = model.d_model;
   Declarer declare(model, precision, shape, purpose, plan);
@@ -223,13 +231,16 @@ Activations::Activations(const ModelConfig& model, const PrecisionConfig& precis
     const std::string prefix = "blocks." + std::to_string(l) + ".";
     if (evaluation && l > 0) {
       blocks.push_back(blocks.front());
+    } else if (const int64_t before = offload.room_before(l); before >= 0) {
+      blocks.push_back(blocks[static_cast<size_t>(before)]);
     } else if (!evaluation && precision.recompute == Recompute::kBlock) {
       blocks.push_back(l == 0 ? workspace : blocks.front());
       blocks.back().attention_norm.residual = declare.kept(prefix + "input", {num_tokens, d});
+      offload.set_room(l, {blocks.back().attention_norm.residual});
       if (l == 0) declare.keep(blocks.back(), "block.", workspace);
     } else {
       blocks.push_back(workspace);
-      declare.keep(blocks.back(), prefix, workspace);
+      offload.set_room(l, declare.keep(blocks.back(), prefix, workspace));
     }
   }
 

@@ -1,6 +1,7 @@
 #pragma once
 #include <vector>
 
+#include "model/activation_offload.h"
 #include "model/formats.h"
 #include "model/phases.h"
 
@@ -75,9 +76,10 @@ struct Activations {
   TensorId first_keys;       // [T] int32 see AttentionForward; only where documents may be separate
   TensorId losses;           // [T] fp32
   std::vector<BlockBuffers> blocks;
-  TensorId attention_amax;  // [1] fp32 of the block at hand; only where its GEMM input has a tensor-wide scale
-  TensorId branch;          // [T, d] output of attention_out or down, until the next norm adds it
-  TensorId final_input;     // [T, d] residual stream after the last block
+  ActivationOffload offload;  // of what is kept for backward; training only
+  TensorId attention_amax;    // [1] fp32 of the block at hand; only where its GEMM input has a tensor-wide scale
+  TensorId branch;            // [T, d] output of attention_out or down, until the next norm adds it
+  TensorId final_input;       // [T, d] residual stream after the last block
   TensorId final_mean, final_rstd;
   TensorId final_output;  // [T, d] input of the head
   TensorId logits;        // [chunk, V]

@@ -13,8 +13,9 @@ Model::Pass::Pass(const ModelConfig& config, const PrecisionConfig& precision, c
       max_shape_(shape),
       activations_(config, precision, shape, logits_chunk_tokens, purpose, plan) {}
 
-void Model::Pass::bind(const Arena& arena, const ParameterTable& table, const ModelWeights& weights,
+void Model::Pass::bind(Device& device, const Arena& arena, const ParameterTable& table, const ModelWeights& weights,
                        const TensorView& cos_sin) {
+  activations_.offload.bind(device, arena);
   arena_ = &arena;
   table_ = &table;
   weights_ = &weights;
@@ -87,7 +88,9 @@ void Model::Pass::forward(Device& device) {
   device.section("block forward");
   for (int64_t l = 0; l < config_.num_layers; ++l) {
     before_forward(device, table_->block_unit(l));
+    if (keep_) offload().before_forward(l);
     forward_block(device, l, residual, branch);
+    if (keep_) offload().after_forward(l);
     residual = tensor(activations_.blocks[l].ffn_norm.residual, num_tokens_, config_.d_model);
     branch = tensor(activations_.branch, num_tokens_, config_.d_model);
   }

@@ -51,9 +51,9 @@ void Model::bind(Device& device, const Arena& arena) {
       rope_table(cos_sin_.dim[0], config_.head_dim(), config_.rope_theta, config_.rope_scaling);
   device.copy_to_device(cos_sin_.data, table.data(), cos_sin_.bytes());
   device.synchronize();  // `table` ends here
-  if (training_) training_->bind(arena, table_, weights_, cos_sin_);
+  if (training_) training_->bind(device, arena, table_, weights_, cos_sin_);
   if (with_telemetry_) training_->bind_telemetry(device);
-  if (evaluation_) evaluation_->bind(arena, table_, weights_, cos_sin_);
+  if (evaluation_) evaluation_->bind(device, arena, table_, weights_, cos_sin_);
 }
 
 void Model::set_hooks(UnitHooks* hooks) {
@@ -71,7 +71,7 @@ void Model::accumulate_gradients(Device& device, const Batch& batch, const LossO
     training_->forward(device);
     training_->loss_and_backward(device, options, gradients, accumulation);
   };
-  if (!may_replay) {
+  if (!may_replay || training_->offload().moves_blocks()) {
     work();
     return;
   }
@@ -95,6 +95,10 @@ void Model::accumulate_gradients_with_telemetry(Device& device, const Batch& bat
   training_->loss_and_backward(device, options, gradients, accumulation);
   training_->stop_sampling();
   last_ = training_.get();
+}
+
+int64_t Model::host_bytes(const MemoryPlan& plan) const {
+  return training_ != nullptr ? training_->offload().host_bytes(plan) : 0;
 }
 
 TensorView Model::telemetry() const { return with_telemetry_ ? training_->telemetry_statistics() : TensorView(); }

@@ -82,6 +82,9 @@ class Model {
   // Empty where nothing is or without declare_telemetry(). Of activations and gradients the first kTelemetryRows
   // tokens count, of weights all rows.
   TensorView telemetry() const;
+
+  // Host memory that bind() takes for offloaded blocks.
+  int64_t host_bytes(const MemoryPlan& plan) const;
   static constexpr int64_t kTelemetryRows = 512;
 
   // Forward only, in the evaluation precision; losses() has the per-token losses afterwards.

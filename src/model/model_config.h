@@ -111,6 +111,7 @@ struct PrecisionConfig {
   bool fast_input_gradient = true;
   bool fast_weight_gradient = false;
   Recompute recompute = Recompute::kNone;
+  int64_t offload_blocks = 0;
   EvalNumerics eval = EvalNumerics::kSame;
 
   bool operator==(const PrecisionConfig&) const = default;
@@ -164,6 +165,10 @@ struct PrecisionConfig {
           "The same for weight gradients, which are sums over all tokens of the micro-batch");
     visit("recompute", recompute,
           "none, or block: keep only each block's input and run the block's forward again in backward (same bits)");
+    visit("offload_blocks", offload_blocks,
+          "Blocks that leave what they keep for backward in host memory meanwhile (same bits): up to "
+          "model.num_layers - 2, evenly spread; the copies run beside other work",
+          IntegerRange{0, kMaxDimension});
     visit("eval", eval, "same: evaluate with the training numerics; bf16: evaluate with BF16 linear layers");
   }
 };

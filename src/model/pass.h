@@ -14,9 +14,10 @@ class Model::Pass {
        int64_t logits_chunk_tokens, Activations::Purpose purpose, MemoryPlan& plan);
 
   // The tensors must outlive the pass.
-  void bind(const Arena& arena, const ParameterTable& table, const ModelWeights& weights,
+  void bind(Device& device, const Arena& arena, const ParameterTable& table, const ModelWeights& weights,
             const TensorView& cos_sin);
 
+  const ActivationOffload& offload() const { return activations_.offload; }
   void set_hooks(UnitHooks* hooks) { hooks_ = hooks; }
 
   // Copies the batch to the device. `keep`: forward is to leave what backward needs.

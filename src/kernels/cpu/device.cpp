@@ -23,6 +23,32 @@ class CpuRead final : public HostRead {
   std::vector<std::byte> bytes_;
 };
 
+class CpuStore final : public HostStore {
+ public:
+  CpuStore(int64_t num_slots, int64_t slot_bytes)
+      : slot_bytes_(slot_bytes), memory_(static_cast<size_t>(num_slots * slot_bytes)) {}
+
+  void save(int64_t slot, const std::vector<TensorView>& tensors) override {
+    std::byte* at = memory_.data() + slot * slot_bytes_;
+    for (const TensorView& tensor : tensors) {
+      std::memcpy(at, tensor.data, static_cast<size_t>(tensor.bytes()));
+      at += tensor.bytes();
+    }
+  }
+  void load(int64_t slot, const std::vector<TensorView>& tensors) override {
+    const std::byte* at = memory_.data() + slot * slot_bytes_;
+    for (const TensorView& tensor : tensors) {
+      std::memcpy(tensor.data, at, static_cast<size_t>(tensor.bytes()));
+      at += tensor.bytes();
+    }
+  }
+  void wait() override {}
+
+ private:
+  int64_t slot_bytes_;
+  std::vector<std::byte> memory_;
+};
+
 using Clock = std::chrono::steady_clock;
 
 class CpuMark final : public Mark {
@@ -76,6 +102,9 @@ class CpuDevice final : public Device {
   }
   void fill_zero(void* target, int64_t bytes) override {
     if (bytes > 0) std::memset(target, 0, static_cast<size_t>(bytes));
+  }
+  std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) override {
+    return std::make_unique<CpuStore>(num_slots, slot_bytes);
   }
   void replay(std::unique_ptr<Recording>&, const std::function<void()>& work) override { work(); }
   std::unique_ptr<Mark> mark() override { return std::make_unique<CpuMark>(); }
