@@ -52,6 +52,8 @@ CONFIG_CASES = [
     ("negative learning rate", setting("optimizer.lr", -1e-3), ["optimizer.lr"]),
     ("master that does not fit", setting("optimizer.master", "none"), ["optimizer.master"]),
     ("silu kept without fp8", setting("precision.save_silu", True), ["save_silu", "up_gate"]),
+    ("more blocks offloaded than there may be", setting("precision.offload_blocks", 1), ["precision.offload_blocks"]),
+    ("fewer blocks offloaded than none", setting("precision.offload_blocks", -1), ["precision.offload_blocks", "-1"]),
     ("warm-up longer than the run", setting("optimizer.schedule.warmup_steps", 100), ["warmup_steps"]),
     ("no training data", setting("data.train", []), ["data.train"]),
     ("missing token file", lambda t, c: c["data"]["train"].append(t.path("missing.npy")), ["missing.npy"]),

@@ -2,6 +2,7 @@
 import glob
 import json
 import os
+import re
 import statistics
 import tempfile
 import unittest
@@ -60,6 +61,31 @@ class Plan(unittest.TestCase):
             for assignment in change.split(" (")[0].split(" and "):
                 overrides += ["--set", assignment]
         self.assertTrue(self.plan("llama2-7b-parka.json", *tight, *overrides)["fits"])
+
+    def test_offloaded_blocks_are_in_host_memory(self):
+        name, blocks, layers = "olmo-7b-coat.json", 20, 32
+        offload = ("--set", f"precision.offload_blocks={blocks}")
+        for more in ((), ("--gpus", "8", "--set", "distributed.zero_stage=3"), ("--set", "precision.recompute=block")):
+            with self.subTest(more):
+                plain, offloaded = self.plan(name, *more), self.plan(name, *more, *offload)
+                before, after = plain["bytes"], offloaded["bytes"]
+                saved = before["saved activations"] - after["saved activations"]
+                if "precision.recompute=block" in more:  # keeps a block's input in bf16
+                    self.assertEqual(saved, blocks * plain["micro_batch_size"] * 2048 * 4096 * 2)
+                else:
+                    self.assertEqual(saved, blocks * before["saved activations"] // layers)
+                for category in set(after) - {"saved activations", "unused between tensors"}:
+                    self.assertLessEqual(after[category], before[category], category)
+                self.assertLess(offloaded["total_bytes"], plain["total_bytes"] - 0.9 * saved)
+                # Said in both forms of output, and only where there is something to say.
+                self.assertFalse([key for key in plain if "host" in key])
+                (host,) = [value for key, value in offloaded.items() if "host" in key]
+                self.assertAlmostEqual(host / saved, 1, delta=0.01)
+                path = os.path.join(ROOT, "configs", name)
+                self.assertNotRegex(parka("plan", path, *more).stdout, "(?i)host")
+                (line,) = [line for line in parka("plan", path, *more, *offload).stdout.splitlines() if "host" in line]
+                gigabytes = [float(number) for number in re.findall(r"([0-9.]+) GB", line)]
+                self.assertTrue(any(abs(number * 1e9 / saved - 1) < 0.01 for number in gigabytes), line)
 
     def test_text_output_says_whether_it_fits(self):
         result = parka("plan", os.path.join(ROOT, "configs", "olmo-7b-coat.json"), "--gpus", "8")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import unittest
 
-from parka_runs import PROGRAM, SEQUENCE, RunFolder, num_gpus, tiny_config, write_tokens
+from parka_runs import PROGRAM, SEQUENCE, RunFolder, num_gpus, parka, tiny_config, write_tokens
 
 STEPS = 8
 DEVICE = "cpu"
@@ -18,8 +18,10 @@ class Ranks(RunFolder):
         """Those that the machine has the GPUs for; the first of a case is its number of ranks."""
         return [case for case in cases if DEVICE == "cpu" or case[0] <= num_gpus()]
 
-    def run_ranks(self, name, ranks, stage, steps=STEPS, recipe="bf16", shard_size=0, init_from=""):
+    def run_ranks(self, name, ranks, stage, steps=STEPS, recipe="bf16", shard_size=0, init_from="", blocks=2, offloaded=0):
         config = tiny_config(self.folder, recipe, STEPS, device=DEVICE)
+        config["model"]["num_layers"] = blocks
+        config["precision"]["offload_blocks"] = offloaded
         config["data"]["train"] = [self.path("long.npy")]
         config["optimizer"]["schedule"]["total_steps"] = STEPS
         config["training"].update(steps=steps, global_batch_size=8, micro_batch_size=1)
@@ -70,6 +72,11 @@ class Ranks(RunFolder):
             for step, value in wanted.items():
                 self.assertLess(abs(got[step] - value), bound, (name, kind, step))
 
+    def planned_bytes(self, name, ranks):
+        result = parka("plan", self.path(name + ".json"), "--json", "--gpus", str(ranks))
+        self.assert_exit(result, 0)
+        return json.loads(result.stdout)["bytes"]
+
     def final_files(self, name):
         folder = os.path.join(self.path(name), f"step_{STEPS:08}")
         files = {}
@@ -96,6 +103,19 @@ class Ranks(RunFolder):
         self.assertIn("resuming from", self.run_ranks("resumed", 2, 3, recipe="coat"))
         self.assertEqual(self.losses("resumed"), self.losses("straight"))
         self.assertEqual(self.final_files("resumed"), self.final_files("straight"))
+
+    def test_activations_that_wait_in_host_memory_change_no_bit(self):
+        for ranks, stage in self.fit(((2, 0), (2, 1), (2, 2), (2, 3))):
+            with self.subTest(stage=stage):
+                plain, offloaded = f"plain-{stage}", f"offloaded-{stage}"
+                self.run_ranks(plain, ranks, stage, recipe="parka", blocks=5)
+                self.run_ranks(offloaded, ranks, stage, recipe="parka", blocks=5, offloaded=3)
+                for kind in ("train", "eval", "eval_set"):
+                    losses = [[record["loss"] for record in self.records(name, kind)] for name in (offloaded, plain)]
+                    self.assertEqual(*losses)
+                self.assertEqual(self.final_files(offloaded), self.final_files(plain))
+                kept = [self.planned_bytes(name, ranks)["saved activations"] for name in (offloaded, plain)]
+                self.assertEqual(kept[0] * 5, kept[1] * 2)
 
     def test_a_run_goes_on_on_any_number_of_ranks(self):
         self.run_ranks("one", 1, 0, recipe="fp32")

@@ -1,5 +1,7 @@
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <regex>
 #include <string>
 #include <vector>
 
@@ -212,6 +214,7 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"fast_input_gradient", true},
                                  {"fast_weight_gradient", false},
                                  {"recompute", "none"},
+                                 {"offload_blocks", 0},
                                  {"eval", "same"}};
     CHECK(resolved["precision"] == want_precision);
     CHECK(resolved["optimizer"]["states"] == row.states);
@@ -358,6 +361,27 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
   CAPTURE(message, want);
   CHECK(message.find(want) != std::string::npos);
   CHECK(message.find('\n') == std::string::npos);
+}
+
+TEST_CASE("all blocks of a model but two can be offloaded", "[engine][config]") {
+  const auto problem = [](int64_t layers, int64_t blocks) {
+    Config c = small_config();
+    c.model.num_layers = layers;
+    c.precision.offload_blocks = blocks;
+    return message_of([&] { validate(c); });
+  };
+  for (const int64_t layers : {1, 2, 3, 6}) {
+    const int64_t most = std::max<int64_t>(layers - 2, 0);
+    for (const int64_t blocks : {int64_t{0}, most}) CHECK(problem(layers, blocks).empty());
+    for (const int64_t blocks : {int64_t{-1}, most + 1, layers, kMaxExactInteger}) {
+      const std::string message = problem(layers, blocks);
+      CAPTURE(message, layers, blocks);
+      CHECK(message.find("precision.offload_blocks") != std::string::npos);
+      if (layers > 2 && most < blocks && blocks <= layers) {
+        CHECK(std::regex_search(message, std::regex(fmt::format("\\b{}\\b", most))));
+      }
+    }
+  }
 }
 
 TEST_CASE("fp32 compute with FP8 storage is a valid study", "[engine][config]") {

@@ -44,6 +44,7 @@ TEST_CASE("the hash covers what decides the numbers and nothing else", "[engine]
   same.model.init_std = 0.5;                     // unused with init = mitchell
   same.optimizer.exp_avg_format = DType::kE5M2;  // unused with states = fp32
   same.precision.recompute = Recompute::kBlock;
+  same.precision.offload_blocks = 14;
   same.precision.save_product = false;
   same.precision.recipe = Recipe::kFp8Block;  // the name alone
   same.training.steps = 5;
@@ -100,12 +101,14 @@ TEST_CASE("resuming tells what must not and what may differ", "[engine][config]"
   now.model.num_kv_heads = 16;  // what 0 stands for
   now.model.init = InitKind::kNormal;
   now.precision.gemm = GemmPrecision::kFp8Tensor;
+  now.precision.offload_blocks = 3;
   const ResumeDifferences allowed = resume_differences(saved, now);
   CHECK(allowed.refused.empty());
   CHECK(allowed.allowed == std::vector<std::string>{
                                "model.num_kv_heads: 0 in the checkpoint, 16 now",
                                "model.init: \"mitchell\" in the checkpoint, \"normal\" now",
                                "precision.gemm: \"compute\" in the checkpoint, \"fp8_tensor\" now",
+                               "precision.offload_blocks: 0 in the checkpoint, 3 now",
                                "optimizer.lr: 0.0004 in the checkpoint, 0.001 now",
                                "data.train: [\"folder/a.npy\"] in the checkpoint, [\"moved/a.npy\"] now",
                                "training.steps: 1000 in the checkpoint, 2000 now",

@@ -11,6 +11,7 @@
 #include "model/precision_recipe.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
+#include "tests/support/offload_plan.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/tensors.h"
 
@@ -198,6 +199,31 @@ TEST_CASE("telemetry does not change a bit of the training", "[engine][telemetry
           same = reported[i].loss == plain[i].loss && reported[i].grad_norm == plain[i].grad_norm;
         }
         CHECK(same);
+      }
+    }
+  }
+}
+
+TEST_CASE("telemetry and losses are the same where blocks wait in host memory", "[engine][telemetry][offload]") {
+  const TemporaryFolder folder;
+  for (Device* device : devices()) {
+    for (const char* recipe : {"fp8_linear", "fp8_block", "coat", "parka"}) {
+      for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
+        CAPTURE(recipe, name_of(recompute), device->name());
+        Config plain = tiny_config(folder.path().string(), recipe, 2);
+        plain.model.num_layers = 5;
+        plain.precision.recompute = recompute;
+        Config offloaded = plain;
+        offloaded.precision.offload_blocks = 3;
+        check_offloaded(DeclaredRun(offloaded, device->kind()).plan, DeclaredRun(plain, device->kind()).plan, 3);
+        const std::vector<StepReport> wanted = reports_of(plain, *device, 4),
+                                      reports = reports_of(offloaded, *device, 4);
+        REQUIRE((wanted.size() == 4 && reports.size() == 4));
+        for (size_t i = 0; i < 4; ++i) {
+          CHECK(reports[i].loss == wanted[i].loss);
+          CHECK(reports[i].grad_norm == wanted[i].grad_norm);
+          if (i % 2 == 1) CHECK(records_of(offloaded, reports[i]) == records_of(plain, wanted[i]));
+        }
       }
     }
   }

@@ -5,6 +5,9 @@
 #include <filesystem>
 #include <fstream>
 #include <set>
+#include <utility>
+
+#include <fmt/format.h>
 
 #include "core/philox.h"
 #include "engine/config_io.h"
@@ -14,6 +17,7 @@
 #include "kernels/ops/cross_entropy.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
+#include "tests/support/offload_plan.h"
 #include "tests/support/temporary_folder.h"
 
 using namespace parka;
@@ -224,6 +228,58 @@ TEST_CASE("a restored run takes the same steps as the one that was saved", "[eng
              a.data == b.data;
     }
     CHECK(same);
+  }
+}
+
+TEST_CASE("a restored run takes the same steps wherever kept activations wait", "[engine][training_run][offload]") {
+  for (const char* recipe : {"fp32", "coat", "parka"}) {
+    const TemporaryFolder folder;
+    const auto device = make_cpu_device();
+    Config plain = tiny_config(folder.path().string(), recipe);
+    plain.model.num_layers = 5;
+    Config offloaded = plain;
+    offloaded.precision.offload_blocks = 3;
+    for (const auto& [before, after] : {std::pair(plain, offloaded), std::pair(offloaded, plain)}) {
+      CAPTURE(recipe, before.precision.offload_blocks);
+      TrainingRun run(before, *device, alone()), restored(after, *device, alone());
+      run.initialize();
+      for (int i = 0; i < 3; ++i) run.step();
+      restored.restore(saved(run, folder / fmt::format("run{}", before.precision.offload_blocks), [](auto&) {}));
+      for (int i = 0; i < 4; ++i) {
+        const StepReport a = *run.step(), b = *restored.step();
+        CHECK((a.step == b.step && a.loss == b.loss && a.grad_norm == b.grad_norm && b.applied));
+      }
+      const CheckpointContents a = run.snapshot(), b = restored.snapshot();
+      CHECK(std::equal(
+          a.tensors.begin(), a.tensors.end(), b.tensors.begin(), b.tensors.end(),
+          [](const HostTensor& x, const HostTensor& y) { return x.name == y.name && x.bytes == y.bytes; }));
+    }
+  }
+}
+
+TEST_CASE("the plan of a run has less of what offloaded blocks keep, and of nothing more",
+          "[engine][training_run][offload]") {
+  const TemporaryFolder folder;
+  for (const char* recipe : {"fp32", "bf16", "fp8_linear", "fp8_block", "coat", "parka"}) {
+    for (const DeviceKind kind : {DeviceKind::kCpu, DeviceKind::kCuda}) {
+      for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
+        for (const EvalNumerics eval : {EvalNumerics::kSame, EvalNumerics::kBf16}) {
+          CAPTURE(recipe, kind == DeviceKind::kCuda, name_of(recompute), name_of(eval));
+          Config config = tiny_config(folder.path().string(), recipe);
+          config.model.num_layers = 8;
+          config.precision.recompute = recompute;
+          if (config.precision.compute == DType::kBF16) config.precision.eval = eval;
+          const DeclaredRun plain(config, kind);
+          for (const int64_t blocks : {1, 6}) {
+            CAPTURE(blocks);
+            config.precision.offload_blocks = blocks;
+            const DeclaredRun offloaded(config, kind);
+            check_offloaded(offloaded.plan, plain.plan, blocks);
+            CHECK(offloaded.plan.total_bytes() < plain.plan.total_bytes());
+          }
+        }
+      }
+    }
   }
 }
 

@@ -10,6 +10,7 @@
 #include "engine/training_run.h"
 #include "kernels/ops/quantize.h"
 #include "tests/support/catch.h"
+#include "tests/support/offload_plan.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/thread_ranks.h"
 
@@ -263,6 +264,33 @@ TEST_CASE("what is divided over ranks does not change a bit, once states are", "
       // Without divided states the squares of the gradients are summed in another order.
       config.distributed.zero_stage = 0;
       CHECK(largest_difference(train(config, 2).losses, states.losses) < 1e-3);
+    }
+  }
+}
+
+TEST_CASE("kept activations that wait in host memory do not change a bit of any stage", "[engine][zero][offload]") {
+  for (const char* recipe : {"bf16", "parka"}) {
+    for (int64_t stage = 0; stage <= 3; ++stage) {
+      const TemporaryFolder folder;
+      Config config = config_for(folder, recipe, stage);
+      config.model.num_layers = 5;
+      config.precision.recompute = stage % 2 == 0 ? Recompute::kNone : Recompute::kBlock;
+      const auto plan_of = [](const Config& c) {
+        return DeclaredRun(c, DeviceKind::kCpu, zero_of(c.distributed, 0, 2)).plan;
+      };
+      Config with = config;
+      with.precision.offload_blocks = 3;
+      CAPTURE(recipe, stage);
+      check_offloaded(plan_of(with), plan_of(config), 3);
+      const Outcome plain = train(config, 2);
+      // Evaluates before the second step, too.
+      const Outcome offloaded = train(with, 2, [](TrainingRun& run, int step) {
+        if (step == 1) run.evaluate(run.data());
+      });
+      CHECK(offloaded.losses == plain.losses);
+      CHECK(offloaded.norms == plain.norms);
+      CHECK(offloaded.held_out == plain.held_out);
+      CHECK((offloaded.tensors == plain.tensors));
     }
   }
 }
