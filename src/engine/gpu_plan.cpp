@@ -44,7 +44,7 @@ std::vector<Change> possible_changes(const Config& config, int64_t num_gpus) {
   for (const int64_t part : {4, 2}) {
     const int64_t blocks = (config.model.num_layers - ActivationOffload::kRooms) / part;
     if (blocks <= config.precision.offload_blocks) continue;
-    changes.push_back({fmt::format("precision.offload_blocks={} (same bits, in host memory meanwhile)", blocks),
+    changes.push_back({fmt::format("precision.offload_blocks={} (same bits, copied out and back)", blocks),
                        [blocks](Config& c) { return assign(c.precision.offload_blocks, blocks); }, true});
   }
   changes.push_back({"precision.recompute=block (same bits, about a third more forward work)",
