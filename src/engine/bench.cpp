@@ -130,6 +130,10 @@ BenchResult run_benchmark(const Config& given, Device& device, Communicator& com
   if (!report) report = run.finish();
   result.timed_step_seconds = report->seconds;
   result.ops = summarize(device.stop_op_timer());
+  const auto first_wait = std::stable_partition(result.ops.begin(), result.ops.end(),
+                                                [](const OpSummary& op) { return op.op != kWaitOp; });
+  result.waits.assign(first_wait, result.ops.end());
+  result.ops.erase(first_wait, result.ops.end());
   for (const std::string& of_rank : communicator.gather_text(fmt::format("{}", result.own_op_seconds()))) {
     result.op_seconds.push_back(std::stod(of_rank));
   }

@@ -35,6 +35,7 @@ struct BenchResult {
   double queue_seconds = 0;          // that the host took to queue a step
   double timed_step_seconds = 0;     // of the step whose ops were timed one by one
   std::vector<OpSummary> ops;        // of that step, longest first
+  std::vector<OpSummary> waits;      // of that step, where ops waited for copies and collectives
   std::vector<double> op_seconds;    // of that step, all ops together, of each rank
   Ceilings ceilings;
   int64_t planned_bytes = 0;

@@ -79,6 +79,10 @@ void print_step(const BenchResult& result, bool roofline) {
     const auto [least, most] = std::minmax_element(result.op_seconds.begin(), result.op_seconds.end());
     std::printf("of ranks        %9.2f to %.2f ms; the others wait for the slowest\n", 1e3 * *least, 1e3 * *most);
   }
+  for (const OpSummary& wait : result.waits) {
+    std::printf("waits           %9.2f ms in %s for %s, %lld of them\n", 1e3 * wait.seconds, wait.section.c_str(),
+                wait.cost.shape.c_str(), static_cast<long long>(wait.count));
+  }
   std::printf("copy            %9.1f GB/s, read and written\n", 1e-9 * result.ceilings.copy_bandwidth);
   std::printf("memory          %9.3f GB planned, %.3f GB in use\n",
               1e-9 * static_cast<double>(result.planned_bytes), 1e-9 * static_cast<double>(result.used_bytes));
@@ -114,6 +118,11 @@ nlohmann::ordered_json result_json(const BenchResult& result, const Config& conf
   if (result.speed.peak_flops > 0) json["mfu"] = flops / result.speed.peak_flops;
   if (roofline) json["floor_seconds"] = result.floor_seconds();
   json["ops"] = std::move(ops);
+  json["waits"] = nlohmann::ordered_json::array();
+  for (const OpSummary& wait : result.waits) {
+    json["waits"].push_back(
+        {{"section", wait.section}, {"for", wait.cost.shape}, {"count", wait.count}, {"seconds", wait.seconds}});
+  }
   Config measured = config;
   measured.data.documents = result.documents;
   json["config"] = to_json(measured);

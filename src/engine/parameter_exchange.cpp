@@ -28,9 +28,13 @@ void ParameterExchange::gather_on_use(Device& device, int unit) {
   prefetch(device, unit);
   Gathered& room = gathered_[static_cast<size_t>(unit % 2)];
   if (room.is_ready) return;
-  communicator_.wait(device, room.number);
+  wait(device, room.number, "gathered weights");
   model_.weights().gathered(device, unit);
   room.is_ready = true;
+}
+
+void ParameterExchange::wait(Device& device, uint64_t number, const char* what) {
+  device.time_wait(what, [&] { communicator_.wait(device, number); });
 }
 
 void ParameterExchange::before_forward(Device& device, int unit) {
@@ -49,16 +53,16 @@ std::vector<int> ParameterExchange::opened_by(int unit) const {
 
 void ParameterExchange::before_backward(Device& device, int unit) {
   gather_on_use(device, unit);
-  prefetch(device, unit - 1);
   if (!zero_.shards_gradients()) return;
   for (int parameter : opened_by(unit)) {
     const auto i = static_cast<size_t>(parameter);
-    communicator_.wait(device, reduced_[optimizer_.room_of(i)]);
+    wait(device, reduced_[optimizer_.room_of(i)], "room for gradients");
     optimizer_.open_gradient(device, i);
   }
 }
 
 void ParameterExchange::after_backward(Device& device, int unit) {
+  prefetch(device, unit - 2);  // into this unit's room, and ahead of its gradients, which have more time
   if (!place_.is_last && !zero_.shards_gradients()) return;
   for (int parameter : model_.parameters().unit(unit)) {
     const auto i = static_cast<size_t>(parameter);
@@ -77,7 +81,7 @@ void ParameterExchange::after_backward(Device& device, int unit) {
     }
   }
   // What follows the last micro-batch reads the sums.
-  if (unit == 0 && place_.is_last) communicator_.wait(device, communicator_.last_queued());
+  if (unit == 0 && place_.is_last) wait(device, communicator_.last_queued(), "sums of gradients");
 }
 
 void ParameterExchange::sum_of_pieces(Device& device, const TensorView& x) {
@@ -85,12 +89,12 @@ void ParameterExchange::sum_of_pieces(Device& device, const TensorView& x) {
   if (communicator_.size_of(Peers::kAcross) == 1) return;
   // NCCL may add in another order in each group.
   communicator_.all_reduce(device, x, Reduction::kMax, Peers::kAcross);
-  communicator_.wait(device, communicator_.last_queued());
+  wait(device, communicator_.last_queued(), "sums of numbers");
 }
 
 void ParameterExchange::sum(Device& device, const TensorView& x, Peers peers) {
   communicator_.all_reduce(device, x, Reduction::kSum, peers);
-  communicator_.wait(device, communicator_.last_queued());
+  wait(device, communicator_.last_queued(), "sums of numbers");
 }
 
 void ParameterExchange::weights_changed(Device& device) {
@@ -101,7 +105,7 @@ void ParameterExchange::weights_changed(Device& device) {
   if (zero_.shards_states() && !weights.amax().empty()) {
     communicator_.all_reduce(device, weights.amax(), Reduction::kMax, Peers::kGroup);
   }
-  communicator_.wait(device, communicator_.last_queued());
+  wait(device, communicator_.last_queued(), "gathered weights");
   weights.quantize(device);
   gathered_ = {};
 }

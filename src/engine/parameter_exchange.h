@@ -45,6 +45,7 @@ class ParameterExchange final : public UnitHooks {
   void weights_changed(Device& device);
 
  private:
+  void wait(Device& device, uint64_t number, const char* what);
   void gather_on_use(Device& device, int unit);
   void prefetch(Device& device, int unit);
   void gather(Device& device, int unit);

@@ -161,7 +161,6 @@ void Schedule::before_forward(int unit) {
 void Schedule::before_backward(int unit) {
   if (!is_exchanged_) return;
   gather_on_use(unit);
-  prefetch(unit - 1);
   if (!zero_.shards_gradients()) return;
   for (int index : opened_by(unit)) {
     // Optimizer::open_gradient() clears padding, which is next to nothing.
@@ -170,7 +169,9 @@ void Schedule::before_backward(int unit) {
 }
 
 void Schedule::after_backward(int unit) {
-  if (!is_exchanged_ || (!place_.is_last && !zero_.shards_gradients())) return;
+  if (!is_exchanged_) return;
+  prefetch(unit - 2);
+  if (!place_.is_last && !zero_.shards_gradients()) return;
   for (int index : units_[static_cast<size_t>(unit)]) {
     const ParameterInfo& p = table_.all[static_cast<size_t>(index)];
     if (!zero_.shards_states()) {

@@ -99,11 +99,8 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
   if (config.telemetry.interval > 0) telemetry.emplace(config, model, plan);
   if (device == DeviceKind::kCuda) workspace = declare_op_workspace(config, model.parameters(), plan);
   if (device == DeviceKind::kCuda && zero.shards_gradients()) {
-    // For the blocks' gradients. The embedding's and the head's may be larger, and are reduced without it.
     int64_t largest = 0;
-    for (const ParameterInfo& p : model.parameters().all) {
-      if (p.in_block) largest = std::max(largest, zero.shard.padded(p.numel()));
-    }
+    for (const ParameterInfo& p : model.parameters().all) largest = std::max(largest, zero.shard.padded(p.numel()));
     reduction_room = plan.add("gradient buckets", "reduction_room", config.optimizer.gradient, {largest});
   }
   if (config.data.loss_mask || config.data.documents == DocumentMode::kSeparate) {

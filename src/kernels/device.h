@@ -103,6 +103,13 @@ class Device {
   void section(const char* name) {
     if (op_timer_ != nullptr) op_timer_->section = name;
   }
+  // Calls `wait`, which makes the device's later work wait for `what`, and has it timed.
+  template <typename Wait>
+  void time_wait(const char* what, const Wait& wait) {
+    if (op_timer_ != nullptr) op_timer_->begin(kWaitOp, {.shape = what});
+    wait();
+    if (op_timer_ != nullptr) op_timer_->end();
+  }
 
  protected:
   OpTimer* op_timer_ = nullptr;

@@ -12,6 +12,9 @@ struct OpCost {
   std::string shape;  // of the problem, for tables: "8192 x 4096 x 11008"
 };
 
+// The name under which timers have it that ops wait for copies or collectives; its shape says for what.
+inline constexpr std::string_view kWaitOp = "wait";
+
 struct OpTime {
   std::string section;  // the part of the step that it belongs to, by Device::section()
   std::string op;

@@ -49,9 +49,9 @@ void ActivationOffload::bind(Device& device, const Arena& arena) {
 }
 
 // What the room holds is on its way to the host.
-void ActivationOffload::before_forward(int64_t l) const {
+void ActivationOffload::before_forward(Device& device, int64_t l) const {
   const int64_t place = place_of(l);
-  if (place >= kRooms) room(place).store->wait();
+  if (place >= kRooms) device.time_wait("copies to the host", [&] { room(place).store->wait(); });
 }
 
 void ActivationOffload::after_forward(int64_t l) const {
@@ -60,9 +60,10 @@ void ActivationOffload::after_forward(int64_t l) const {
 }
 
 // What the block has left is on its way back.
-void ActivationOffload::before_backward(int64_t l) const {
+void ActivationOffload::before_backward(Device& device, int64_t l) const {
   const int64_t place = place_of(l);
-  if (place >= 0 && place < num_moved_) room(place).store->wait();
+  if (place < 0 || place >= num_moved_) return;
+  device.time_wait("copies from the host", [&] { room(place).store->wait(); });
 }
 
 void ActivationOffload::after_backward(int64_t l) const {

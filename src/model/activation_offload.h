@@ -31,9 +31,9 @@ class ActivationOffload {
   void bind(Device& device, const Arena& arena);
 
   // To be called around each block as a training micro-batch reaches it, in order.
-  void before_forward(int64_t l) const;
+  void before_forward(Device& device, int64_t l) const;
   void after_forward(int64_t l) const;
-  void before_backward(int64_t l) const;
+  void before_backward(Device& device, int64_t l) const;
   void after_backward(int64_t l) const;
 
  private:

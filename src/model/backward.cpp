@@ -214,7 +214,7 @@ void Model::Pass::loss_and_backward(Device& device, const LossOptions& options,
   device.section("block backward");
   for (int64_t l = config_.num_layers - 1; l >= 0; --l) {
     before_backward(device, table_->block_unit(l));
-    offload().before_backward(l);
+    offload().before_backward(device, l);
     if (precision_.recompute == Recompute::kBlock) {
       forward_block(device, l, tensor(activations_.blocks[l].attention_norm.residual, num_tokens_, config_.d_model),
                     {});

@@ -88,7 +88,7 @@ void Model::Pass::forward(Device& device) {
   device.section("block forward");
   for (int64_t l = 0; l < config_.num_layers; ++l) {
     before_forward(device, table_->block_unit(l));
-    if (keep_) offload().before_forward(l);
+    if (keep_) offload().before_forward(device, l);
     forward_block(device, l, residual, branch);
     if (keep_) offload().after_forward(l);
     residual = tensor(activations_.blocks[l].ffn_norm.residual, num_tokens_, config_.d_model);
