@@ -4,7 +4,7 @@
     scripts/attention_vs_cudnn.py [--bench build/cuda/bench/bench_kernels] [--lengths 1024,2048] [--json FILE]
 
 bf16, causal, 16 heads of 128 columns, 32768 tokens. TFLOP/s count the causal half once and backward as 2.5 times forward.
-Both are timed the same way: three sets of random tensors in turn, runs of about 10 ms, the median of 20 runs.
+Both are timed the same way: three sets of random tensors in turn, graphs of about 10 ms, the median of 20 replays.
 """
 import argparse
 import json
@@ -16,24 +16,31 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 TOKENS, HEADS, HEAD_DIM = 32768, 16, 128
-SETS, RUNS, MOST_IN_A_ROW, RUN_SECONDS = 3, 20, 12, 0.01
+SETS, RUNS, MOST_IN_A_ROW, RUN_SECONDS = 3, 20, 24, 0.01
 
 
 def median_seconds(calls):
-    """Of one call, the calls taken in turn."""
-    def seconds_each(count):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+    """Of one call, the calls taken in turn, replayed from a graph."""
+    def queue(count):
         for i in range(count):
             calls[i % len(calls)]()
+
+    def seconds_each(count, queue_all):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        queue_all()
         end.record()
         end.synchronize()
         return 1e-3 * begin.elapsed_time(end) / count
 
-    seconds_each(len(calls))
-    rounds = math.ceil(RUN_SECONDS / (len(calls) * seconds_each(len(calls))))
-    in_a_row = min(MOST_IN_A_ROW, len(calls) * rounds)
-    return statistics.median(seconds_each(in_a_row) for _ in range(RUNS))
+    queue(len(calls))
+    first = seconds_each(len(calls), lambda: queue(len(calls)))
+    in_a_row = min(MOST_IN_A_ROW, len(calls) * math.ceil(RUN_SECONDS / (len(calls) * first)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        queue(in_a_row)
+    graph.replay()
+    return statistics.median(seconds_each(in_a_row, graph.replay) for _ in range(RUNS))
 
 
 def cudnn_tflops(length):
@@ -42,9 +49,11 @@ def cudnn_tflops(length):
         shape = (TOKENS // length, HEADS, length, HEAD_DIM)
         return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
 
-    sets = [tensors() for _ in range(SETS)]
     flop = 2.0 * TOKENS * length * HEADS * HEAD_DIM
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    # One stream for all: backward runs on that of forward, and only another than the default one can be recorded.
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), torch.cuda.stream(torch.cuda.Stream()):
+        sets = [tensors() for _ in range(SETS)]
+
         def attend(qkv):
             return torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
 

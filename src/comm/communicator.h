@@ -52,7 +52,8 @@ class Communicator {
   // before the communicator goes. Throws as Device::allocate().
   virtual void* allocate(Device& device, int64_t bytes);
   virtual void release(Device& device, void* memory);
-  // A part of it that reduce_scatter may use until the memory is released, for tensors that are not larger.
+  // A part of it that reduce_scatter may use until the memory is released, for tensors that are not larger; where
+  // it holds several, one need not wait for the sum of another.
   virtual void set_room(const TensorView& /*room*/) {}
 
   // ---- Tensors on the device (fp32 or bf16 where they are reduced) ----
@@ -72,6 +73,9 @@ class Communicator {
   virtual uint64_t last_queued() const = 0;
   // The device's later work waits for collective `number` and those before it.
   virtual void wait(Device& device, uint64_t number) = 0;
+  // The same, but only until they have read their inputs, which may then be overwritten, if no result is a part of
+  // it.
+  virtual void wait_until_read(Device& device, uint64_t number) { wait(device, number); }
 
   // ---- Agreement between hosts; these wait for all ranks ----
 

@@ -53,6 +53,14 @@ ncclConfig_t communicator_config() {
   return config;
 }
 
+// Bytes of memory from `begin` up to `end`.
+struct Span {
+  const void *begin, *end;
+  bool overlaps(const Span& other) const { return begin < other.end && other.begin < end; }
+};
+
+Span span_of(const TensorView& x) { return {x.data, static_cast<const std::byte*>(x.data) + x.bytes()}; }
+
 // Collectives run in order on a stream of their own, of high priority: the few multiprocessors that they need are
 // given to them as soon as a kernel of the device's stream frees any. Two events order the streams: a collective
 // waits for the device's work of that time, and wait() makes the device wait for a collective.
@@ -65,8 +73,9 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
     int least = 0, greatest = 0;
     check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "stream priorities");
     check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "stream");
-    check(cudaEventCreateWithFlags(&ready_, cudaEventDisableTiming), "event");
-    for (cudaEvent_t& done : done_) check(cudaEventCreateWithFlags(&done, cudaEventDisableTiming), "event");
+    check(cudaStreamCreateWithPriority(&sum_stream_, cudaStreamNonBlocking, least), "stream");
+    for_each_event(
+        [](cudaEvent_t& event) { check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event"); });
     void* counters = nullptr;
     check(cudaHostAlloc(&counters, 2 * sizeof(uint64_t), cudaHostAllocDefault), "pinned memory");
     std::memset(counters, 0, 2 * sizeof(uint64_t));
@@ -85,20 +94,23 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
 
   void* allocate(Device& device, int64_t bytes) override;
   void release(Device& device, void* memory) override;
-  void set_room(const TensorView& room) override { room_ = room; }
+  void set_room(const TensorView& room) override {
+    room_ = room;
+    room_at_ = 0;
+  }
 
   void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) override;
   void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers, Onto onto) override;
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   uint64_t last_queued() const override { return last_queued_; }
   void wait(Device& device, uint64_t number) override;
+  void wait_until_read(Device& device, uint64_t number) override;
 
   std::vector<std::string> gather_text(const std::string& text) override { return hosts_.gather_text(text); }
   double max(double value) override { return hosts_.max(value); }
   void barrier() override { hosts_.barrier(); }
 
  private:
-  // wait() for one that is further back than this waits for a later one.
   static constexpr size_t kRemembered = 256;
 
   void connect();
@@ -116,6 +128,9 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   bool are_on_one_host(Peers peers) const;
   void open_windows();
   bool reduces_by_copies(const TensorView& in, Peers peers) const;
+  std::byte* take_room(int64_t bytes);
+  void sum_pieces(std::byte* pieces, int count, const TensorView& out, bool adds);
+  void wait_for_sums(const Span& memory);
   // A collective of one: `in` becomes `out`.
   ncclResult_t copy(const TensorView& in, const TensorView& out) {
     if (in.data == out.data) return ncclSuccess;
@@ -124,6 +139,23 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
     return ncclSuccess;
   }
   cudaEvent_t done(uint64_t number) const { return done_[number % kRemembered]; }
+  cudaEvent_t summed(uint64_t number) const { return summed_[number % kRemembered]; }
+  uint64_t& sum_before(uint64_t number) { return sum_before_[number % kRemembered]; }
+  // wait() for one that is further back waits for a later one.
+  uint64_t remembered(uint64_t number) const {
+    return last_queued_ < kRemembered ? number : std::max(number, last_queued_ - kRemembered + 1);
+  }
+  template <typename Visit>
+  void for_each_event(const Visit& visit) {
+    visit(ready_);
+    visit(exchanged_);
+    for (cudaEvent_t& event : done_) visit(event);
+    for (cudaEvent_t& event : summed_) visit(event);
+  }
+  void synchronize() {
+    cudaStreamSynchronize(stream_);
+    cudaStreamSynchronize(sum_stream_);
+  }
   // Queues one collective: `call` must queue it on stream_.
   template <typename Call>
   void queue(const Device& device, const char* name, const Call& call);
@@ -136,16 +168,24 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   Communicator& hosts_;
   cuda::CudaDevice& device_;
   Watchdog& watchdog_;
-  cudaStream_t stream_ = nullptr;
-  cudaEvent_t ready_ = nullptr;
-  std::array<cudaEvent_t, kRemembered> done_{};        // the end of each of the latest collectives
-  uint64_t *reached_ = nullptr, *finished_ = nullptr;  // counted by the GPU
+  cudaStream_t stream_ = nullptr, sum_stream_ = nullptr;
+  cudaEvent_t ready_ = nullptr, exchanged_ = nullptr;
+  std::array<cudaEvent_t, kRemembered> done_{}, summed_{};  // the ends of the latest collectives, and of their sums
+  std::array<uint64_t, kRemembered> sum_before_{};          // the last sum up to each of them; 0: none
+  uint64_t *reached_ = nullptr, *finished_ = nullptr;       // counted by the GPU
   uint64_t last_queued_ = 0;
   std::vector<std::string> host_of_;  // by rank
   std::array<Circle, 3> circles_;     // by Peers
   void* memory_ = nullptr;            // of allocate()
   int64_t memory_bytes_ = 0;
   TensorView room_;
+  int64_t room_at_ = 0;  // where the next exchange puts its pieces, in bytes
+  struct Sum {
+    uint64_t number;
+    Span pieces, out;
+  };
+  std::vector<Sum> sums_;  // in their order, those that may not be over
+  uint64_t last_sum_ = 0;
 };
 
 void NcclCommunicator::connect() {
@@ -182,7 +222,7 @@ void NcclCommunicator::divided() {
 NcclCommunicator::~NcclCommunicator() {
   watchdog_.probe(nullptr);
   const bool failed = std::uncaught_exceptions() > 0;
-  if (!failed) cudaStreamSynchronize(stream_);
+  if (!failed) synchronize();
   for (const Peers peers : {Peers::kGroup, Peers::kAcross, Peers::kAll}) {
     const ncclComm_t comm = circle(peers).comm;
     if (comm == nullptr) continue;
@@ -192,8 +232,8 @@ NcclCommunicator::~NcclCommunicator() {
       ncclCommDestroy(comm);
     }
   }
-  for (const cudaEvent_t done : done_) cudaEventDestroy(done);
-  cudaEventDestroy(ready_);
+  for_each_event([](cudaEvent_t event) { cudaEventDestroy(event); });
+  cudaStreamDestroy(sum_stream_);
   cudaStreamDestroy(stream_);
   cudaFreeHost(reached_);
 }
@@ -221,6 +261,7 @@ void NcclCommunicator::queue(const Device& device, const char* name, const Call&
   check_nccl(call(), name);
   cuda::queue_count(finished_, stream_);
   check(cudaEventRecord(done(last_queued_), stream_), name);
+  sum_before(last_queued_) = last_sum_;
 }
 
 void* NcclCommunicator::allocate(Device& device, int64_t bytes) {
@@ -237,14 +278,14 @@ void NcclCommunicator::release(Device& device, void* memory) {
   if (memory != memory_) return device.release(memory);
   cudaStreamSynchronize(device_.stream());
   if (std::uncaught_exceptions() > 0) return;  // others may be writing to it, and this process ends
-  cudaStreamSynchronize(stream_);
+  synchronize();
   for (Circle& circle : circles_) {
     if (circle.window != nullptr) ncclCommWindowDeregister(circle.comm, circle.window);
     circle.window = nullptr;
   }
   ncclMemFree(memory_);
   memory_ = nullptr;
-  room_ = {};
+  set_room({});
 }
 
 bool NcclCommunicator::are_on_one_host(Peers peers) const {
@@ -277,8 +318,40 @@ bool NcclCommunicator::reduces_by_copies(const TensorView& in, Peers peers) cons
          in.bytes() <= room_.bytes();
 }
 
+// A place in the room, which is used from end to end and then again: where a sum may still be reading, this waits.
+std::byte* NcclCommunicator::take_room(int64_t bytes) {
+  if (room_at_ + bytes > room_.bytes()) room_at_ = 0;
+  std::byte* const begin = static_cast<std::byte*>(room_.data) + room_at_;
+  wait_for_sums({begin, begin + bytes});
+  constexpr int64_t kMultiple = 256;
+  room_at_ += ceil_div(bytes, kMultiple) * kMultiple;
+  return begin;
+}
+
+// The sum of pieces that have come, beside the collectives that follow, on multiprocessors that the device's own
+// work leaves idle.
+void NcclCommunicator::sum_pieces(std::byte* pieces, int count, const TensorView& out, bool adds) {
+  check(cudaEventRecord(exchanged_, stream_), "reduce_scatter");
+  check(cudaStreamWaitEvent(sum_stream_, exchanged_), "reduce_scatter");
+  cuda::queue_sum(pieces, count, out, adds, sum_stream_);
+  last_sum_ = last_queued_;
+  check(cudaEventRecord(summed(last_sum_), sum_stream_), "reduce_scatter");
+  sums_.push_back({last_sum_, {pieces, pieces + count * out.bytes()}, span_of(out)});
+}
+
+// Later collectives wait for the sums that work on this memory, and so for those before them.
+void NcclCommunicator::wait_for_sums(const Span& memory) {
+  const auto last = std::find_if(sums_.rbegin(), sums_.rend(), [&](const Sum& sum) {
+    return sum.pieces.overlaps(memory) || sum.out.overlaps(memory);
+  });
+  if (last == sums_.rend()) return;
+  check(cudaStreamWaitEvent(stream_, summed(last->number)), "wait for a sum");
+  sums_.erase(sums_.begin(), last.base());
+}
+
 void NcclCommunicator::all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) {
   check_reducible(x);
+  wait_for_sums(span_of(x));
   queue(device, "all_reduce", [&] {
     if (size_of(peers) == 1) return ncclSuccess;
     return ncclAllReduce(x.data, x.data, static_cast<size_t>(x.numel()), type_of(x),
@@ -292,12 +365,14 @@ void NcclCommunicator::reduce_scatter(Device& device, const TensorView& in, cons
   const int size = size_of(peers);
   check_scattered(in, out, size);
   const bool adds = onto == Onto::kOldValue;
+  wait_for_sums(span_of(in));
 #if PARKA_NCCL_COPIES
   if (size > 1 && reduces_by_copies(in, peers)) {
     queue(device, "reduce_scatter", [&] {
-      const ncclResult_t status = ncclAlltoAll(in.data, room_.data, static_cast<size_t>(out.numel()), type_of(in),
+      std::byte* const pieces = take_room(in.bytes());
+      const ncclResult_t status = ncclAlltoAll(in.data, pieces, static_cast<size_t>(out.numel()), type_of(in),
                                                circle_of(peers).comm, stream_);
-      if (status == ncclSuccess) cuda::queue_sum(room_.data, size, out, adds, stream_);
+      if (status == ncclSuccess) sum_pieces(pieces, size, out, adds);
       return status;
     });
     return;
@@ -314,6 +389,7 @@ void NcclCommunicator::reduce_scatter(Device& device, const TensorView& in, cons
 
 void NcclCommunicator::all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
   check_scattered(out, in, size_of(peers));
+  wait_for_sums(span_of(in));
   queue(device, "all_gather", [&] {
     if (size_of(peers) == 1) return copy(in, out);
     return ncclAllGather(in.data, out.data, static_cast<size_t>(in.bytes()), ncclUint8, circle_of(peers).comm,
@@ -322,10 +398,15 @@ void NcclCommunicator::all_gather(Device& device, const TensorView& in, const Te
 }
 
 void NcclCommunicator::wait(Device& device, uint64_t number) {
+  wait_until_read(device, number);
+  const uint64_t sum = number == 0 ? 0 : sum_before(remembered(number));
+  if (sum != 0) check(cudaStreamWaitEvent(device_.stream(), summed(sum)), "wait for a sum");
+}
+
+void NcclCommunicator::wait_until_read(Device& device, uint64_t number) {
   PARKA_REQUIRE(&device == &device_ && number <= last_queued_);
   if (number == 0) return;
-  const uint64_t oldest = last_queued_ < kRemembered ? 1 : last_queued_ - kRemembered + 1;
-  check(cudaStreamWaitEvent(device_.stream(), done(std::max(number, oldest))), "wait for a collective");
+  check(cudaStreamWaitEvent(device_.stream(), done(remembered(number))), "wait for a collective");
 }
 
 CollectiveCounts NcclCommunicator::counts() const {

@@ -242,9 +242,11 @@ CudaDevice::CudaDevice(int ordinal) : ordinal_(ordinal) {
   check(cudaGetDeviceProperties(&properties_, ordinal), "reading the GPU's properties");
   check_supported(properties_);
   check(cudaDeviceSetLimit(cudaLimitStackSize, kStackBytes), "stack size");
-  for (cudaStream_t* stream : {&stream_, &store_stream_}) {
-    check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "stream");
-  }
+  int least = 0, greatest = 0;
+  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "stream priorities");
+  // Above what may wait for idle multiprocessors.
+  check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, std::max(greatest, least - 1)), "stream");
+  check(cudaStreamCreateWithFlags(&store_stream_, cudaStreamNonBlocking), "stream");
   staging_.resize(kStagingCount);
   for (Staging& staging : staging_) {
     void* memory = nullptr;
