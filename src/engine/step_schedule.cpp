@@ -145,7 +145,7 @@ void Schedule::quantize_gathered(int unit) {
 }
 
 // What GPUs of a node do after they have exchanged pieces: all ranks' and what was accumulated are read, and the
-// sum is written. It runs beside other work, on all multiprocessors.
+// sum is written. It runs beside other work, which is taken to leave no multiprocessor idle for it.
 void Schedule::sum_pieces(const ParameterInfo& p) {
   const int64_t piece = zero_.shard.piece(p.numel());
   const int64_t bytes = gradient_bytes(zero_.shard.padded(p.numel()) + (place_.is_first ? 1 : 2) * piece);

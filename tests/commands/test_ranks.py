@@ -1,5 +1,6 @@
 """Training on several ranks: as one rank does, bit for bit repeatable, resumed on other numbers of ranks. On CPUs, or as
-test_ranks.py cuda on GPUs, of which two do, and four show all; exits with 77 (skipped) without MPI or with fewer."""
+test_ranks.py cuda on GPUs, of which two do, and four show all; exits with 77 (skipped) without MPI or with fewer.
+unittest's options come after cpu or cuda."""
 import json
 import os
 import shutil
