@@ -117,10 +117,9 @@ void check_kept_activations(const ModelConfig& m, const PrecisionConfig& p) {
   const int64_t most = std::max<int64_t>(m.num_layers - ActivationOffload::kRooms, 0);
   if (p.offload_blocks > most) {
     throw_bad_input(
-        "precision.offload_blocks = {} of model.num_layers = {}: {} of them always stay on the device; set it to "
-        "{} "
-        "or less",
-        p.offload_blocks, m.num_layers, ActivationOffload::kRooms, most);
+        "precision.offload_blocks = {} is more than {}: of model.num_layers = {}, {} blocks always stay; make it "
+        "less",
+        p.offload_blocks, most, m.num_layers, ActivationOffload::kRooms);
   }
   if (p.attention_output == Storage::kFp8 && p.gemm != GemmPrecision::kFp8Tensor) {
     throw_bad_input(

@@ -40,7 +40,7 @@ std::vector<Change> possible_changes(const Config& config, int64_t num_gpus) {
     changes.push_back({fmt::format("precision.weight_copies={} (same bits)", name_of(copies)),
                        [copies](Config& c) { return assign(c.precision.weight_copies, copies); }, true});
   }
-  // Of more than half the blocks copies take longer than the blocks' own work.
+  // Not more than half the blocks: copies have to keep up with forward (docs/results/memory.md).
   for (const int64_t part : {4, 2}) {
     const int64_t blocks = (config.model.num_layers - ActivationOffload::kRooms) / part;
     if (blocks <= config.precision.offload_blocks) continue;

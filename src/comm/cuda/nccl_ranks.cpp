@@ -63,7 +63,8 @@ Span span_of(const TensorView& x) { return {x.data, static_cast<const std::byte*
 
 // Collectives run in order on a stream of their own, of high priority: the few multiprocessors that they need are
 // given to them as soon as a kernel of the device's stream frees any. Two events order the streams: a collective
-// waits for the device's work of that time, and wait() makes the device wait for a collective.
+// waits for the device's work of that time, and wait() makes the device wait for a collective. Sums of exchanged
+// pieces have a third stream, of low priority; what uses their memory afterwards waits for them.
 class NcclCommunicator final : public Communicator, private CollectiveProbe {
  public:
   NcclCommunicator(Communicator& hosts, std::vector<std::string> host_of, cuda::CudaDevice& device,
@@ -380,6 +381,7 @@ void NcclCommunicator::reduce_scatter(Device& device, const TensorView& in, cons
 #endif
   const TensorView own(static_cast<std::byte*>(in.data) + place_in(peers) * out.bytes(), in.dtype, {out.numel()});
   if (adds) add(device, {.x = out, .total = own});
+  wait_for_sums(span_of(out));
   queue(device, "reduce_scatter", [&] {
     if (size == 1) return copy(in, out);
     return ncclReduceScatter(in.data, out.data, static_cast<size_t>(out.numel()), type_of(in), ncclSum,
@@ -389,7 +391,7 @@ void NcclCommunicator::reduce_scatter(Device& device, const TensorView& in, cons
 
 void NcclCommunicator::all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
   check_scattered(out, in, size_of(peers));
-  wait_for_sums(span_of(in));
+  for (const TensorView& used : {in, out}) wait_for_sums(span_of(used));
   queue(device, "all_gather", [&] {
     if (size_of(peers) == 1) return copy(in, out);
     return ncclAllGather(in.data, out.data, static_cast<size_t>(in.bytes()), ncclUint8, circle_of(peers).comm,
