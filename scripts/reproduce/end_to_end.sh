@@ -2,20 +2,26 @@
 # The table of COAT's paper (https://arxiv.org/abs/2410.19313) on end-to-end memory and speed: models of 7, 13 and 30 billion
 # parameters on 1 to 8 GPUs, everything divided over them (ZeRO stage 3). For each row the memory at the paper's batch, and
 # the largest micro-batch (1, 2, 4, ...) that fits into a limit, with its speed at 8 micro-batches a step.
-#   scripts/reproduce/end_to_end.sh [--plan-only] [--memory-limit GB] OUT [MODEL.GPUS...]
+#   scripts/reproduce/end_to_end.sh [--plan-only|--speed-only] [--memory-limit GB] OUT [MODEL.GPUS...]
 # By default all rows: 7b.1 7b.2 7b.4 7b.8 13b.2 13b.4 13b.8 30b.8. Memory is that of `parka plan`; rows for which this machine
-# has the GPUs are also run, unless --plan-only is given. The limit is 80 by default. OUT gets plans and measurements as JSON,
-# and the table, end_to_end.md. RECIPES names the recipes (default "bf16 fp8_linear coat parka", as recipe_options.sh sets
-# them), PARKA the program (default build/cuda/parka), MPIRUN what starts several ranks (default mpirun).
+# has the GPUs are also run, with each of the two batches, unless --plan-only is given; --speed-only leaves out the paper's. The
+# limit is 80 by default. OUT gets plans and measurements as JSON, and the table, end_to_end.md. RECIPES names the recipes
+# (default "bf16 fp8_linear coat parka", as recipe_options.sh sets them), PARKA the program (default build/cuda/parka), MPIRUN
+# what starts several ranks (default mpirun).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . scripts/reproduce/recipe_options.sh
-usage() { echo "usage: scripts/reproduce/end_to_end.sh [--plan-only] [--memory-limit GB] OUT [MODEL.GPUS...]" >&2; exit 2; }
+usage() {
+  echo "usage: scripts/reproduce/end_to_end.sh [--plan-only|--speed-only] [--memory-limit GB] OUT [MODEL.GPUS...]" >&2
+  exit 2
+}
 limit=80
+runs_memory=true
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
 while [ $# -gt 0 ]; do
   case $1 in
     --plan-only) gpus=0; shift ;;
+    --speed-only) runs_memory=false; shift ;;
     --memory-limit) [ $# -ge 2 ] || usage; limit=$2; shift 2 ;;
     -*) usage ;;
     *) break ;;
@@ -76,8 +82,12 @@ for row in "$@"; do
     done
     rm -f "$out/$name.try.plan.json"
     [ "$gpus" -ge "$ranks" ] || continue
-    if fits "$name.memory"; then bench "$name.memory" "$ranks" "$batch"; fi
     if [ $largest -gt 0 ]; then bench "$name.speed" "$ranks" $largest; fi
+    if [ $largest -eq "$batch" ]; then
+      cp "$out/$name.speed.json" "$out/$name.memory.json"
+    elif $runs_memory && fits "$name.memory"; then
+      bench "$name.memory" "$ranks" "$batch"
+    fi
   done
 done
 python3 scripts/reproduce/paper_tables.py end_to_end "$out" "$@" | tee "$out/end_to_end.md"

@@ -57,6 +57,12 @@ struct AnyWeight {
 
 template <typename X, typename Weight>
 struct NormSource {
+  // Whether the mean is subtracted as x is decoded.
+  static constexpr bool kDecodesLess =
+      Weight::kCentred && requires(const X& of, const typename X::Fetched& fetched, float (&y)[4]) {
+    of.decode_less(fetched, 0, 0.0f, y);
+  };
+
   X x;
   Weight weight;
   const float* mean_T;  // null for RMSNorm: zeros
@@ -76,10 +82,15 @@ struct NormSource {
   __device__ void decode(const Fetched& fetched, int quarter, float (&y)[4]) const {
     float w[4];
     weight.load(fetched.col + 4 * quarter, w);
-    x.decode(fetched.x, quarter, y);
+    if constexpr (kDecodesLess) {
+      x.decode_less(fetched.x, quarter, fetched.mean, y);
+    } else {
+      x.decode(fetched.x, quarter, y);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      y[i] = Weight::times(normalized<Weight::kCentred>(y[i], fetched.mean, fetched.rstd), w[i]);
+      constexpr bool kSubtracts = Weight::kCentred && !kDecodesLess;
+      y[i] = Weight::times(normalized<kSubtracts>(y[i], fetched.mean, fetched.rstd), w[i]);
     }
   }
   __device__ void load(int row, int col, float (&y)[kSourceWidth]) const { load_of(*this, row, col, y); }
