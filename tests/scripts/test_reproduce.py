@@ -129,6 +129,29 @@ class Measured(RunFolder):
         self.assertEqual(row[8], f"{forward:.2f}")
         self.assertAlmostEqual(float(row[10]), float(row[8]) + float(row[9]), delta=0.011)
 
+    def test_what_is_run(self):
+        """With a GPU that is made up, and a program that plans, and only writes down what it should measure."""
+        programs = self.path("programs")
+        os.mkdir(programs)
+        for name, text in (("nvidia-smi", "echo 'GPU 0: made up'"), ("parka", f"""
+[ "$1" != plan ] || exec '{os.path.abspath(PROGRAM)}' "$@"
+while [ $# -gt 0 ]; do [ "$1" != --json ] || echo '{{"used_bytes": 5e9, "tokens_per_step": 8, "step_seconds": [2], "ranks": 1}}' > "$2"; shift; done""")):
+            with open(os.path.join(programs, name), "w", encoding="utf-8") as file:
+                file.write(f"#!/bin/sh\n{text}\n")
+            os.chmod(file.name, 0o755)
+        # Of 80 GB one sequence of `coat` is all that fits, which is the paper's batch; of `parka` four fit.
+        for option, measured in (("--speed-only", {"parka.speed", "coat.speed", "coat.memory"}),
+                                 ("", {"parka.speed", "parka.memory", "coat.speed", "coat.memory"})):
+            out = self.path(f"out{option}")
+            result = run("end_to_end.sh", *option.split(), out, "7b.1", RECIPES="coat parka", PARKA=f"{programs}/parka",
+                         PATH=f"{programs}:{os.environ['PATH']}")
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertEqual({name[len("7b.1."):-len(".json")] for name in os.listdir(out)
+                              if name.endswith(".json") and not name.endswith(".plan.json")}, measured)
+            coat, made = table(result.stdout)
+            self.assertEqual((coat[12:], made[13:]), (["5.0", "1", "4"], ["4", "4"]))
+            self.assertEqual(made[12], "-" if option else "5.0")
+
 
 if __name__ == "__main__":
     unittest.main()
