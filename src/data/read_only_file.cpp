@@ -37,7 +37,9 @@ ReadOnlyFile::ReadOnlyFile(std::string path) : path_(std::move(path)) {
   struct stat status {};
   // Asked before the file is opened, because opening a named pipe would wait for a writer.
   if (stat(path_.c_str(), &status) != 0) {
-    if (errno == ENOENT) throw_bad_input("{}: no such file; check the paths in the config's data section", path_);
+    if (errno == ENOENT)
+      throw_bad_input("{}: no such file; check the path, which is of the config's data section or the command line",
+                      path_);
     throw_bad_input("{}: cannot be opened ({}); check its path and permissions", path_, describe_errno(errno));
   }
   if (S_ISDIR(status.st_mode)) throw_bad_input("{}: is a directory; list the token files in it instead", path_);

@@ -57,7 +57,9 @@ std::vector<std::string> expand_source(const std::string& source) {
   }
   globfree(&found);
   if (files.empty())
-    throw_bad_input("{}: no token file matches; check the paths in the config's data section", source);
+    throw_bad_input(
+        "{}: no token file matches; check the path, which is of the config's data section or the command line",
+        source);
   return files;
 }
 

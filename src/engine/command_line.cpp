@@ -13,6 +13,20 @@
 namespace parka {
 namespace {
 
+// Numbers; CLI11's own checks end their message with the largest number there is, in 309 digits.
+CLI::Validator number_that(const char* must, const char* name, bool (*holds)(double)) {
+  return {[must, holds](std::string& text) {
+            char* end = nullptr;
+            const double value = std::strtod(text.c_str(), &end);
+            const bool is_number = end != text.c_str() && *end == '\0';
+            return is_number && holds(value) ? std::string() : fmt::format("{} is given; it must {}", text, must);
+          },
+          name};
+}
+const CLI::Validator kNotNegative =
+    number_that("be a number that is not negative", "NONNEGATIVE", [](double x) { return x >= 0; });
+const CLI::Validator kPositive = number_that("be a number above 0", "POSITIVE", [](double x) { return x > 0; });
+
 constexpr const char* kFooter =
     "\nExit codes: 0 done; 1 defect of Parka; 2 bad input (config, data, checkpoint, command line);\n"
     "3 loss or gradients not finite; 4 reading or writing failed (disk full, ...); 5 another rank died or hung.\n"
@@ -50,7 +64,7 @@ void add_step_model(CLI::App& command, CLI::Option& measured, PlanOptions& optio
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
       ->needs(&measured);
   const auto add = [&](const char* name, double& value, const char* help) {
-    command.add_option(name, value, help)->check(CLI::PositiveNumber)->needs(&measured)->capture_default_str();
+    command.add_option(name, value, help)->check(kPositive)->needs(&measured)->capture_default_str();
   };
   add("--link-bandwidth", options.link_bandwidth, "NCCL's bus bandwidth within a node, GB/s");
   add("--network-bandwidth", options.network_bandwidth, "Bandwidth of one GPU to other nodes, GB/s");
@@ -67,7 +81,7 @@ void add_step_model(CLI::App& command, CLI::Option& measured, PlanOptions& optio
   command
       .add_option("--slowest-gpu", options.slowest_gpu,
                   "By how many per cent the slowest GPU is slower than the measured one")
-      ->check(CLI::NonNegativeNumber)
+      ->check(kNotNegative)
       ->needs(&measured)
       ->capture_default_str();
 }
@@ -79,7 +93,7 @@ void add_plan(CLI::App& app, PlanOptions& options) {
   add_config_options(command, options.config_path, options.overrides);
   command.add_option("--gpus", options.num_gpus, "Number of GPUs")->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
   command.add_option("--memory-limit", options.memory_limit_gb, "Memory of one GPU in GB (1e9 bytes)")
-      ->check(CLI::PositiveNumber);
+      ->check(kPositive);
   command.add_flag("--json", options.json, "Print JSON");
   CLI::Option& measured = *command
                                .add_option("--measured", options.measured_path,
@@ -127,11 +141,11 @@ void add_eval(CLI::App& app, EvalOptions& options) {
   command
       .add_option("--max-sequences", options.max_sequences,
                   "Sequences to evaluate, spread evenly over the files of a set; 0 is all")
-      ->check(CLI::NonNegativeNumber);
+      ->check(kNotNegative);
   command
       .add_option("--max-documents", options.max_documents,
                   "Documents of each task, spread evenly over it; 0 is all")
-      ->check(CLI::NonNegativeNumber);
+      ->check(kNotNegative);
   command.add_option("--predictions", options.predictions, "Write the log-likelihood of every choice to this file")
       ->type_name("FILE");
   command.add_flag("--json", options.json, "Print JSON");
@@ -151,18 +165,18 @@ void add_generate(CLI::App& app, GenerateOptions& options) {
       ->type_name("ID,ID,...")
       ->allow_extra_args(false);
   command.add_option("--tokens", options.num_tokens, "Tokens to generate for each prompt, at most")
-      ->check(CLI::NonNegativeNumber);
+      ->check(kNotNegative);
   SamplingOptions& sampling = options.sampling;
   command
       .add_option("--temperature", sampling.temperature, "Divides the logits; 0 always takes the likeliest token")
-      ->check(CLI::NonNegativeNumber);
+      ->check(kNotNegative);
   command.add_option("--top-k", sampling.top_k, "Sample among the k likeliest tokens; 0 is all")
-      ->check(CLI::NonNegativeNumber);
+      ->check(kNotNegative);
   command
       .add_option("--top-p", sampling.top_p,
                   "Sample among the fewest likeliest tokens that have this probability together; 1 is all")
       ->check(CLI::Range(0.0, 1.0));
-  command.add_option("--seed", sampling.seed, "Seed of the sampling")->check(CLI::NonNegativeNumber);
+  command.add_option("--seed", sampling.seed, "Seed of the sampling")->check(kNotNegative);
   command.add_option("--stop-token", options.stop_tokens, "End before this token id (may be repeated)")
       ->allow_extra_args(false);
   command.add_option("--batch", options.batch, "Prompts to continue at a time")
@@ -212,8 +226,7 @@ void add_data(CLI::App& app, DataOptions& options) {
       ->required();
   command.add_option("--dtype", options.dtype, "Type of a token id in raw files; without it uint16")
       ->check(CLI::IsMember({"uint16", "uint32"}));
-  command.add_option("--document-end", options.document_end, "The id that ends a document")
-      ->check(CLI::NonNegativeNumber);
+  command.add_option("--document-end", options.document_end, "The id that ends a document")->check(kNotNegative);
   command.add_option("--set", options.overrides, "Override a key of the config")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
@@ -300,6 +313,13 @@ int parse_and_run(int argc, char** argv) {
   return run_config(config);
 }
 
+// What a command has printed may still be on its way, to a file on a disk that is full.
+void finish_output() {
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    throw_io("standard output: cannot be written; is the disk full?");
+  }
+}
+
 // An error message may quote what the user wrote: keep it on one line.
 std::string one_line(std::string text) {
   for (char& c : text) {
@@ -316,7 +336,9 @@ int run_command_line(int argc, char** argv) {
   spdlog::set_default_logger(spdlog::stderr_logger_mt("parka"));
   spdlog::set_pattern("%H:%M:%S %v");
   try {
-    return parse_and_run(argc, argv);
+    const int status = parse_and_run(argc, argv);
+    finish_output();
+    return status;
   } catch (const Error& error) {
     std::fprintf(stderr, "parka: error: %s\n", one_line(error.what()).c_str());
     return static_cast<int>(error.code());

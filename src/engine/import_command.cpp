@@ -225,7 +225,8 @@ class Importer {
 
 int run_import(const ImportOptions& options) {
   std::error_code ignored;
-  if (!fs::is_directory(options.folder, ignored)) throw_bad_input("{}: no such folder", options.folder);
+  if (!fs::is_directory(options.folder, ignored))
+    throw_bad_input("{}: no such folder; download the model into one first", options.folder);
   const Importer importer(options.folder);
   importer.write(options.output);
   std::printf("%s: %s\ntrain from it with   parka train %s/config.json --set data.train='[\"tokens.npy\"]'\n",

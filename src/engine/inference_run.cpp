@@ -27,7 +27,8 @@ void copy_converted(Device& device, DType dtype, ByteSpan bytes, const TensorVie
 
 LoadedCheckpoint open_checkpoint(const std::string& path, const LoadGroup& group) {
   if (std::filesystem::exists(path + "/manifest.json")) return load_checkpoint(path, group);
-  if (!std::filesystem::is_directory(path)) throw_bad_input("{}: no such checkpoint or run folder", path);
+  if (!std::filesystem::is_directory(path))
+    throw_bad_input("{}: no such checkpoint or run folder; check the path", path);
   auto newest = load_newest(
       path, [](const std::string& message) { spdlog::warn("{}", message); }, group);
   if (!newest) throw_bad_input("{}: holds no checkpoint (looked for step_*/manifest.json)", path);

@@ -229,6 +229,21 @@ class BadInput(RunFolder):
         self.assert_refused(result, ["2 steps in a row"], code=NOT_FINITE)
         self.assertIn("skipped", result.stderr)
 
+    @unittest.skipUnless(os.path.exists("/dev/full"), "needs /dev/full")
+    def test_output_that_cannot_be_written(self):
+        for arguments in [("config", "show", self.write_config(self.config)), ("config", "schema")]:
+            with self.subTest(arguments), open("/dev/full", "w", encoding="utf-8") as full:
+                result = subprocess.run([PROGRAM, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+                self.assertEqual(result.returncode, IO_FAILED)
+                self.assertIn("standard output: cannot be written", result.stderr)
+
+    def test_numbers_on_the_command_line(self):
+        for value, message in [("-1", "above 0"), ("0", "above 0"), ("many", "a number above 0"), ("1e", "a number above 0")]:
+            with self.subTest(value):
+                result = parka("plan", self.write_config(self.config), f"--memory-limit={value}")
+                self.assert_refused(result, [f"--memory-limit: {value} is given", message])
+                self.assertLess(len(result.stderr), 120)
+
     def test_help_succeeds(self):
         for arguments in [("--help",), ("train", "--help"), ("config", "show", "--help"), ("--version",)]:
             result = parka(*arguments)
