@@ -1,7 +1,9 @@
 #include <CLI/CLI.hpp>
 
+#include <cmath>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
@@ -18,7 +20,7 @@ CLI::Validator number_that(const char* must, const char* name, bool (*holds)(dou
   return {[must, holds](std::string& text) {
             char* end = nullptr;
             const double value = std::strtod(text.c_str(), &end);
-            const bool is_number = end != text.c_str() && *end == '\0';
+            const bool is_number = end != text.c_str() && *end == '\0' && std::isfinite(value);
             return is_number && holds(value) ? std::string() : fmt::format("{} is given; it must {}", text, must);
           },
           name};
