@@ -31,7 +31,29 @@ if [ -z "$build" ]; then
   cmake --build --preset cuda --parallel "$(nproc)"
 fi
 
-ctest --test-dir "$build" --output-on-failure --no-tests=error --parallel "$(nproc)"
+# Each GPU has a share of the tests, because most use the first GPU that they see. A ctest of its own for each, in a folder of
+# its own for what it writes.
+num_gpus=$(nvidia-smi -L | grep -c '^GPU ')
+shares=$(mktemp -d)
+trap 'rm -rf "$shares"' EXIT
+test_share() {  # NUMBER from 0
+  local i devices=$1 folder=$shares/$1
+  for ((i = 1; i < num_gpus; ++i)); do devices+=,$((($1 + i) % num_gpus)); done
+  mkdir "$folder"
+  echo "subdirs(\"$(realpath "$build")\")" > "$folder/CTestTestfile.cmake"
+  CUDA_VISIBLE_DEVICES=$devices ctest --test-dir "$folder" --tests-information "$(($1 + 1)),,$num_gpus" --output-on-failure \
+    --no-tests=error --parallel $((($(nproc) + num_gpus - 1) / num_gpus)) > "$folder/log" 2>&1
+}
+running=() passed=true
+for ((share = 0; share < num_gpus; ++share)); do
+  test_share $share &
+  running+=($!)
+done
+for ((share = 0; share < num_gpus; ++share)); do
+  wait "${running[$share]}" || passed=false
+  cat "$shares/$share/log"
+done
+$passed || { echo "gpu_check.sh: tests failed"; exit 1; }
 
 # One test under the tool, on one of the GPUs: TEST_NAME.
 check_one() {
@@ -43,8 +65,8 @@ check_one() {
 }
 if $sanitize; then
   export -f check_one
-  export TOOL NUM_GPUS SANITIZER=${COMPUTE_SANITIZER:-compute-sanitizer} TEST_KERNELS=$build/tests/test_kernels
-  NUM_GPUS=$(nvidia-smi -L | wc -l)
+  export TOOL SANITIZER=${COMPUTE_SANITIZER:-compute-sanitizer} TEST_KERNELS=$build/tests/test_kernels
+  export NUM_GPUS=$num_gpus
   list=(--list-tests --verbosity quiet)
   ! "$TEST_KERNELS" --help | grep -q list-test-names-only || list=(--list-test-names-only)  # Catch2 v2
   for TOOL in memcheck racecheck; do

@@ -162,7 +162,7 @@ struct PrecisionConfig {
         "false: in fp32 every 128 terms, slower");
     visit("fast_input_gradient", fast_input_gradient, "The same for input gradients");
     visit("fast_weight_gradient", fast_weight_gradient,
-          "The same for weight gradients, which are sums over all tokens of the micro-batch");
+          "The same for weight gradients, which are sums over all tokens of the micro-batch: the loss gets worse");
     visit("recompute", recompute,
           "none, or block: keep only each block's input and run the block's forward again in backward (same bits)");
     visit("offload_blocks", offload_blocks,

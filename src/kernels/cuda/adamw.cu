@@ -209,23 +209,76 @@ __device__ void find_unchanged_amax(const T* weight_N, int count, float* weight_
   raise_weight_amax<Part::kThreads>(weight_amax, largest);
 }
 
+// `tensors` at the lane's first element of a block of elements.
+template <typename Tensors>
+__device__ Tensors of_block(const Tensors& tensors, int block) {
+  Tensors moved = tensors;
+  moved.move(int64_t{block} * Tensors::Part::kBlockElements + Tensors::Part::offset());
+  return moved;
+}
+
+// The turns of one warp of a grid whose warps do not wait for each other: each has its place's share in one block of
+// elements after another, of `count`. The first two blocks are given; which ones follow is counted by the warps with that
+// place in all thread blocks, so that the faster ones take more. (A counter for each place, because additions to one
+// number take 2.3 ns each.)
+class Turns {
+ public:
+  // `counters` is CudaDevice's. Every thread of the grid makes Turns.
+  __device__ Turns(unsigned* counters, int count)
+      : counter_(counters + threadIdx.x / kWarpSize * CudaDevice::kCounterStride),
+        count_(count),
+        block_(static_cast<int>(blockIdx.x)),
+        next_(block_ + static_cast<int>(gridDim.x)) {}
+
+  __device__ bool has_block() const { return block_ < count_; }
+  __device__ bool has_next() const { return next_ < count_; }
+  __device__ int block() const { return block_; }
+  __device__ int next() const { return next_; }
+  // Asks for the block after the next, for advance(), which comes some time later.
+  __device__ void ask() {
+    const bool asks = threadIdx.x % kWarpSize == 0 && has_next();
+    after_next_ = asks ? 2 * static_cast<int>(gridDim.x) + static_cast<int>(atomicAdd(counter_, 1u)) : count_;
+  }
+  __device__ void advance() {
+    block_ = next_;
+    next_ = __shfl_sync(kFullWarp, after_next_, 0);
+  }
+
+  // Once no thread of the block has a turn left: the last block to call this zeroes the counters.
+  template <int kThreads>
+  static __device__ void end(unsigned* counters) {
+    constexpr int kPlaces = kThreads / kWarpSize;
+    static_assert(kPlaces < CudaDevice::kNumCounters);
+    unsigned* const num_ended = counters + kPlaces * CudaDevice::kCounterStride;
+    __syncthreads();
+    if (threadIdx.x != 0 || atomicAdd(num_ended, 1u) != gridDim.x - 1) return;
+    for (int place = 0; place <= kPlaces; ++place) counters[place * CudaDevice::kCounterStride] = 0;
+  }
+
+ private:
+  unsigned* counter_;
+  int count_, block_, next_, after_next_ = 0;
+};
+
 // The fast step with fp8 moments, of `count` times Part::kBlockElements elements of aligned tensors: both moments
 // have one format, whose table of roots every block copies to its shared memory, so there is one block for each SM.
 //
-// Memory is not what limits it but the instructions issued, so these are what to count before a change. On sm_90,
-// with a split master and a bf16 gradient, one element takes 71:
-//   4  loads, stores and their addresses           10  decoding two moments
+// What a warp has next is loaded while it encodes; asynchronous copies, under way all the time, are slower. Turns
+// matter: with as many for every warp, some multiprocessors wait for others during 8 % of the time. Next to memory
+// it is instructions that count, more so at the lower clock in a step. On sm_90, with a split master and a bf16
+// gradient, one element takes 72:
+//   5  loads, stores, their addresses and turns    10  decoding two moments
 //   2  gradient: to fp32, scaled                    7  new moments
 //   5  extremes of a group, a third in shuffles    14  direction: exact root and quotient
 //   4  new weight                                   4  weight joined and split
 //  15  encoding two moments                         4  exponents and constants of two groups
 //   1  largest weight
-// and about one more for codes in doubt. Of a scheduler's 71 cycles for 32 elements, MUFU is busy for 53 and the
+// and about one more for codes in doubt. Of a scheduler's 72 cycles for 32 elements, MUFU is busy for 53 and the
 // integer units for 43. Registers are used up: a few more live values spill.
 template <typename Tensors>
 __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
-    adamw_fp8_kernel(Tensors tensors, const float* grad_scale, float* weight_amax, UpdateConstants constants,
-                     int count) {
+    adamw_fp8_kernel(const __grid_constant__ Tensors tensors, const float* grad_scale, float* weight_amax,
+                     UpdateConstants constants, int count, unsigned* counters) {
   using Part = typename Tensors::Part;
   wait_for_kernel_before();
   const float scale = *grad_scale;
@@ -233,26 +286,22 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
     find_unchanged_amax<Tensors>(tensors.weights.weight_N, count, weight_amax);
     return;
   }
-  const int stride = static_cast<int>(gridDim.x);
-  int block = static_cast<int>(blockIdx.x);
-  tensors.move(int64_t{block} * Part::kBlockElements + Part::offset());
-  typename Tensors::LargestWeight largest;
-  auto elements = load_elements<true>(tensors, Part{});
+  Turns turns(counters, count);
+  auto elements = load_elements<true>(of_block(tensors, turns.block()), Part{});
 
   extern __shared__ uint4 shared[];
   auto& roots = *reinterpret_cast<RootTable*>(shared);
   copy_roots<Part::kThreads>(kRootTable<typename decltype(Tensors::exp_avg)::Format>, roots);
   __syncthreads();
 
-  for (; block < count; block += stride) {
-    const bool is_last = block + stride >= count;
-    Tensors next = tensors;
-    step_fp8<true>(tensors, Part{}, roots, roots, scale, constants, elements, largest, [&] {
-      next.move(int64_t{stride} * Part::kBlockElements);
-      if (!is_last) elements = load_elements<true>(next, Part{});
+  typename Tensors::LargestWeight largest;
+  for (; turns.has_block(); turns.advance()) {
+    turns.ask();
+    step_fp8<true>(of_block(tensors, turns.block()), Part{}, roots, roots, scale, constants, elements, largest, [&] {
+      if (turns.has_next()) elements = load_elements<true>(of_block(tensors, turns.next()), Part{});
     });
-    tensors = next;
   }
+  Turns::end<Part::kThreads>(counters);
   raise_weight_amax<Part::kThreads>(weight_amax, largest);
 }
 
@@ -389,7 +438,7 @@ void launch_fast_step(CudaDevice& device, const AdamwStep& a, const Tensors& ten
   const int count = static_cast<int>(num_elements / LargePart::kBlockElements);
   const int blocks = std::min(count, device.num_multiprocessors());
   launch_early(device, kernel, {static_cast<unsigned>(blocks), LargePart::kThreads, kSharedBytes}, tensors,
-               a.grad_scale.as<float>(), weight_amax_of(a), UpdateConstants(a), count);
+               a.grad_scale.as<float>(), weight_amax_of(a), UpdateConstants(a), count, device.counters());
   check_launch("adamw_step");
 }
 

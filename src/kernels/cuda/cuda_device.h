@@ -71,6 +71,11 @@ class CudaDevice final : public Device {
   // Error(kInternal) naming the op when the workspace is smaller.
   void* workspace(std::string_view op, int64_t bytes) const;
 
+  // kNumCounters zeros on the GPU, kCounterStride numbers apart: apart enough for the GPU to add to several at once.
+  // Kernels that count with them leave zeros.
+  static constexpr int kNumCounters = 32, kCounterStride = 64;
+  unsigned* counters() const { return counters_; }
+
   GemmCache& gemms() { return *gemms_; }
 
  private:
@@ -90,6 +95,7 @@ class CudaDevice final : public Device {
   PinnedPool reads_;  // of copy_to_host_later
   void* workspace_ = nullptr;
   int64_t workspace_bytes_ = 0;
+  unsigned* counters_ = nullptr;
   std::unique_ptr<GemmCache> gemms_;
   std::unique_ptr<OpTimer> timer_;
 };

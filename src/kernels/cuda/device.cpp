@@ -254,12 +254,16 @@ CudaDevice::CudaDevice(int ordinal) : ordinal_(ordinal) {
     staging.memory = static_cast<std::byte*>(memory);
     check(cudaEventCreateWithFlags(&staging.free, cudaEventDisableTiming), "event");
   }
+  constexpr int64_t kCounterBytes = kNumCounters * kCounterStride * sizeof(unsigned);
+  counters_ = static_cast<unsigned*>(allocate(kCounterBytes));
+  fill_zero(counters_, kCounterBytes);
   gemms_ = std::make_unique<GemmCache>();
 }
 
 CudaDevice::~CudaDevice() {
   cudaStreamSynchronize(stream_);
   gemms_.reset();
+  cudaFree(counters_);
   for (const Staging& staging : staging_) {
     cudaEventDestroy(staging.free);
     cudaFreeHost(staging.memory);
