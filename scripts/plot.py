@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plots the metrics of one or several runs into a PNG.
+"""Plots the metrics of one or several runs into a picture.
 
     scripts/plot.py runs/a/metrics.jsonl runs/b/metrics.jsonl --out loss.png
     scripts/plot.py runs/a/metrics.jsonl --telemetry --out telemetry.png
@@ -12,6 +12,8 @@ With --telemetry, of one run that was trained with telemetry.interval (docs/tele
 quantized tensor and block in the last report, and its median over the blocks over the steps; share of elements that
 became 0, likewise; the exponent k of each optimizer moment over the steps, as the median over all tensors of the
 quartiles of each.
+
+Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
 """
 import argparse
 import os
@@ -175,7 +177,7 @@ def draw_runs(plt, paths, smooth):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("metrics", nargs="+", help="metrics.jsonl of a run; several are drawn over each other")
-    parser.add_argument("--out", required=True, help="PNG to write")
+    parser.add_argument("--out", required=True, help="picture to write; its name ends in .png, .svg, .pdf or another format of matplotlib")
     parser.add_argument("--smooth", type=int, default=25, help="steps that the thick loss curve averages over")
     parser.add_argument("--telemetry", action="store_true", help="draw what telemetry.interval reports, of one run")
     arguments = parser.parse_args()
@@ -189,6 +191,10 @@ def main():
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    extension = os.path.splitext(arguments.out)[1]
+    if extension[1:].lower() not in plt.gcf().canvas.get_supported_filetypes():
+        fail(f"--out: {arguments.out}: ends in no format that can be drawn; .png, .svg and .pdf do")
+    plt.close()
     if arguments.telemetry:
         figure = draw_telemetry(plt, arguments.metrics[0])
     else:
@@ -196,7 +202,7 @@ def main():
     try:
         figure.savefig(arguments.out, dpi=110)
     except OSError as error:
-        fail(f"{arguments.out}: {error.strerror}")
+        fail(f"{arguments.out}: {error.strerror}", code=4)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@ import os
 import sys
 
 
-def fail(message):
-    """The user can mend it. One line: what, where, what to do."""
+def fail(message, code=2):
+    """The user can mend it. One line: what, where, what to do. Codes are those of `parka`: 2 bad input, 4 writing failed."""
     print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
 
 
 def read_records(path):

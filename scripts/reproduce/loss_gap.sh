@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# How much FP8 costs in loss: the 12 blocks of configs/olmo-150m.json on bytes of text, with bf16 and with FP8 recipes, over
-# the same batches in the same order.
+# How much FP8 costs in loss: the 12 blocks of configs/olmo-150m.json on bytes of text, with bf16 (or the run that BASE names)
+# and with FP8 recipes, over the same batches in the same order.
 #   scripts/reproduce/loss_gap.sh OUT TEXT_FOLDER [RUN...]
 # The text is all source code and documentation in the folder, an installation's Python packages for example. A RUN is a
 # recipe, or NAME=RECIPE,KEY=VALUE,... with config keys; by default coat, and parka as scripts/reproduce/one_gpu.sh measures
@@ -13,7 +13,7 @@ cd "$(dirname "$0")/../.."
 out=$1 text=$2
 shift 2
 [ $# -gt 0 ] || set -- coat parka=parka,precision.group_size=32
-set -- bf16 "$@"
+set -- "${BASE:-bf16}" "$@"
 PARKA=${PARKA:-build/cuda/parka}
 python=${PYTHON:-python3}
 GPUS=${GPUS:-0}

@@ -83,6 +83,14 @@ class Plot(unittest.TestCase):
                 self.assertEqual(result.returncode, 2)
                 self.assertRegex(result.stderr, f"^plot.py: error: .*{message}.*\n$")
 
+    def test_a_picture_that_cannot_be_written(self):
+        for name, code, message in (("out.xyz", 2, "out.xyz: ends in no format"), ("out", 2, "ends in no format"),
+                                    ("missing/out.png", 4, "missing/out.png: No such file or directory")):
+            with self.subTest(name):
+                result = self.plot([train_record(1)], "--out", os.path.join(self.folder, name))
+                self.assertEqual(result.returncode, code)
+                self.assertRegex(result.stderr, f"^plot.py: error: .*{message}.*\n$")
+
     def test_a_line_that_is_being_written(self):
         self.assert_drawn(self.plot([train_record(1)], tail='{"kind": "tra'))
 
