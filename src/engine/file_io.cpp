@@ -230,4 +230,14 @@ void replace_file(const std::string& path, std::string_view content) {
   sync_directory(parent_of(path));
 }
 
+void require_replaceable(const std::string& path) {
+  if (path.empty()) return;
+  std::error_code error;
+  if (fs::is_directory(path, error)) throw_open_error("create", path, EISDIR);
+  const std::string draft = path + ".tmp";
+  remove_tree(draft);
+  OutputFile(draft).close();
+  remove_tree(draft);
+}
+
 }  // namespace parka

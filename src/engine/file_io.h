@@ -101,6 +101,9 @@ void sync_directory(const std::string& path);
 
 // Gives the file at `path` new content: at every moment, also after a crash, it has all of the old or of the new.
 void replace_file(const std::string& path, std::string_view content);
+// Throws where replace_file() would, before the work whose result it is to write. An empty path, for no file, is
+// fine.
+void require_replaceable(const std::string& path);
 
 // Throws Error with "cannot <action> <path>: <reason of errno value>; <advice>".
 [[noreturn]] void throw_open_error(std::string_view action, const std::string& path, int error);

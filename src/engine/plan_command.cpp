@@ -183,6 +183,15 @@ int run_plan(const PlanOptions& options) {
   if (!fits && !change)
     std::printf(
         "No change of batch, precision or sharding makes it fit: use more GPUs (--gpus) or a smaller model.\n");
+  const int64_t per_micro_batch = options.num_gpus * config.training.micro_batch_size;
+  if (config.training.global_batch_size % per_micro_batch != 0) {
+    std::printf(
+        "No run starts with it, though: training.global_batch_size %lld is not a multiple of "
+        "training.micro_batch_size "
+        "%lld x %lld GPUs.\n",
+        static_cast<long long>(config.training.global_batch_size),
+        static_cast<long long>(config.training.micro_batch_size), static_cast<long long>(options.num_gpus));
+  }
   if (step) print_step(*step);
   return 0;
 }

@@ -4,6 +4,7 @@
 #include "engine/commands.h"
 #include "engine/config_io.h"
 #include "engine/device_setup.h"
+#include "engine/file_io.h"
 #include "engine/gemm_tuning_file.h"
 #include "engine/synthetic_data.h"
 #include "engine/training_run.h"
@@ -14,6 +15,7 @@ namespace parka {
 // micro-batches: a weight gradient is written by the first and added to by the second, which are two products.
 int run_tune(const TuneOptions& options) {
   Config config = load_config(options.config_path, options.overrides);
+  require_replaceable(options.output);
   config.device.kind = DeviceChoice::kCuda;
   config.device.gemm_tuning.clear();
   config.training.global_batch_size = 2 * config.training.micro_batch_size;

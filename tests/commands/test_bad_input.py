@@ -237,6 +237,22 @@ class BadInput(RunFolder):
                 self.assertEqual(result.returncode, IO_FAILED)
                 self.assertIn("standard output: cannot be written", result.stderr)
 
+    def test_a_result_file_that_cannot_be_written_is_refused_before_the_work(self):
+        config = self.write_config(self.config)
+        for path, reason in [(self.path("missing/one.json"), "No such file or directory"), (self.folder, "Is a directory")]:
+            for arguments in [("bench", config, "--json", path), ("tune", config, "--output", path)]:
+                with self.subTest(arguments):
+                    result = parka(*arguments)
+                    self.assert_refused(result, [f"cannot create {path}", reason])
+                    self.assertEqual(result.stdout, "")
+
+    def test_a_plan_says_that_a_batch_does_not_divide(self):
+        config = self.write_config(self.config)
+        batch = self.config["training"]["global_batch_size"]
+        self.assertNotIn("No run starts", parka("plan", config).stdout)
+        self.assertIn(f"No run starts with it, though: training.global_batch_size {batch} is not a multiple of",
+                      parka("plan", config, "--gpus", str(batch + 1)).stdout)
+
     def test_numbers_on_the_command_line(self):
         for value, message in [("-1", "above 0"), ("0", "above 0"), ("many", "a number above 0"), ("inf", "a number above 0")]:
             with self.subTest(value):

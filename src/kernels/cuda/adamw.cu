@@ -217,10 +217,10 @@ __device__ Tensors of_block(const Tensors& tensors, int block) {
   return moved;
 }
 
-// The turns of one warp of a grid whose warps do not wait for each other: each has its place's share in one block of
-// elements after another, of `count`. The first two blocks are given; which ones follow is counted by the warps with that
-// place in all thread blocks, so that the faster ones take more. (A counter for each place, because additions to one
-// number take 2.3 ns each.)
+// The turns of one warp of a grid whose warps do not wait for each other: each has its place's share in one block
+// of elements after another, of `count`. The first two blocks are given; which ones follow is counted by the warps
+// with that place in all thread blocks, so that the faster ones take more. (A counter for each place, because
+// additions to one number take 2.3 ns each.)
 class Turns {
  public:
   // `counters` is CudaDevice's. Every thread of the grid makes Turns.
@@ -297,9 +297,10 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
   typename Tensors::LargestWeight largest;
   for (; turns.has_block(); turns.advance()) {
     turns.ask();
-    step_fp8<true>(of_block(tensors, turns.block()), Part{}, roots, roots, scale, constants, elements, largest, [&] {
-      if (turns.has_next()) elements = load_elements<true>(of_block(tensors, turns.next()), Part{});
-    });
+    step_fp8<true>(of_block(tensors, turns.block()), Part{}, roots, roots, scale, constants, elements, largest,
+                   [&] {
+                     if (turns.has_next()) elements = load_elements<true>(of_block(tensors, turns.next()), Part{});
+                   });
   }
   Turns::end<Part::kThreads>(counters);
   raise_weight_amax<Part::kThreads>(weight_amax, largest);

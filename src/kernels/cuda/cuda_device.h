@@ -71,8 +71,8 @@ class CudaDevice final : public Device {
   // Error(kInternal) naming the op when the workspace is smaller.
   void* workspace(std::string_view op, int64_t bytes) const;
 
-  // kNumCounters zeros on the GPU, kCounterStride numbers apart: apart enough for the GPU to add to several at once.
-  // Kernels that count with them leave zeros.
+  // kNumCounters zeros on the GPU, kCounterStride numbers apart: apart enough for the GPU to add to several at
+  // once. Kernels that count with them leave zeros.
   static constexpr int kNumCounters = 32, kCounterStride = 64;
   unsigned* counters() const { return counters_; }
 
