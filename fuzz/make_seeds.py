@@ -145,7 +145,7 @@ def make_token_files():
 def make_evaluation():
     head = {"kind": "parka requests", "version": 1, "task": "arc", "metric": "acc"}
     choice = {"continuation": [4, 5], "characters": 6, "bytes": 7}
-    document = {"context": [1, 2, 3], "choices": [choice, dict(choice, context=[9])], "label": 1}
+    document = {"context": [1, 2, 999], "choices": [choice, dict(choice, context=[9])], "label": 1}
     lines = {"shared": [head, document], "pmi": [dict(head, metric="pmi_dc"), dict(document, domain=[8])]}
     for name, parts in lines.items():
         seed("requests", name, "".join(json.dumps(part) + "\n" for part in parts))

@@ -48,7 +48,7 @@ for target in "${targets[@]}"; do
   status=0
   # A file of a few KiB has room for all that a parser looks at; an allocation beyond 256 MiB is no file's size.
   TMPDIR=$scratch $build/fuzz/fuzz_"$target" -max_total_time="$seconds" -max_len=16384 -timeout=10 \
-    -rss_limit_mb=2048 -malloc_limit_mb=256 -print_final_stats=1 -artifact_prefix="$findings/" \
+    -dict=fuzz/values.dict -rss_limit_mb=2048 -malloc_limit_mb=256 -print_final_stats=1 -artifact_prefix="$findings/" \
     "$corpus" "fuzz/seeds/$target" >"$log" 2>&1 || status=$?
   executions=$(grep -oP 'stat::number_of_executed_units: \K[0-9]+' "$log" || echo 0)
   coverage=$(grep -oP 'cov: \K[0-9]+' "$log" | tail -1 || true)

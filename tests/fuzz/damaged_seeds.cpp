@@ -7,8 +7,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <iterator>
 #include <new>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "tests/support/catch.h"
@@ -48,7 +50,8 @@ class Damage {
 
   std::string next() {
     std::string text = seeds_[below(seeds_.size())];
-    for (size_t i = 1 + below(3); i > 0; --i) once(text);
+    const size_t times = below(2) == 0 ? 1 : 2 + below(2);
+    for (size_t i = 0; i < times; ++i) once(text);
     return text;
   }
 
@@ -58,7 +61,7 @@ class Damage {
 
   void once(std::string& text) {
     const size_t at = below(text.size()), length = 1 + below(16);
-    switch (below(9)) {
+    switch (below(12)) {  // a number in five of them
       case 0: flip(text, at); break;
       case 1: text.resize(at); break;
       case 2: text.erase(std::min(at, text.size()), length); break;
@@ -89,7 +92,7 @@ class Damage {
     text = text.substr(0, at) + other.substr(below(other.size()));
   }
 
-  // The first number in digits from `at` on.
+  // The number in digits at `at` or behind it: another one, or one more, which limits must see.
   void replace_number(std::string& text, size_t at) {
     constexpr std::array<const char*, 14> kNumbers = {"0",
                                                       "-1",
@@ -107,9 +110,13 @@ class Damage {
                                                       "[]"};
     const auto is_digit = [](unsigned char c) { return std::isdigit(c) != 0; };
     const auto from = text.begin() + static_cast<std::ptrdiff_t>(at);
-    const auto begin = std::find_if(from, text.end(), is_digit);
+    auto begin = std::find_if(from, text.end(), is_digit);
+    while (begin != text.begin() && is_digit(static_cast<unsigned char>(*std::prev(begin)))) --begin;
     const auto end = std::find_if_not(begin, text.end(), is_digit);
-    text.replace(begin, end, kNumbers[below(kNumbers.size())]);
+    const std::string number(begin, end);
+    const bool is_short = !number.empty() && number.size() < 18;
+    const std::string next = is_short ? std::to_string(std::stoll(number) + 1) : "1";
+    text.replace(begin, end, below(3) == 0 ? next : kNumbers[below(kNumbers.size())]);
   }
 
   const std::vector<std::string>& seeds_;
