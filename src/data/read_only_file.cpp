@@ -33,6 +33,11 @@ int open_for_reading(const std::string& path) {
 
 }  // namespace
 
+bool file_exists(const std::string& path) {
+  struct stat status {};
+  return stat(path.c_str(), &status) == 0;
+}
+
 ReadOnlyFile::ReadOnlyFile(std::string path) : path_(std::move(path)) {
   struct stat status {};
   // Asked before the file is opened, because opening a named pipe would wait for a writer.

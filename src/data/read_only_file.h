@@ -35,4 +35,7 @@ class ReadOnlyFile {
   int descriptor_ = -1;
 };
 
+// Whether there is something at `path`, as far as can be known: nothing where the path itself cannot be.
+bool file_exists(const std::string& path);
+
 }  // namespace parka

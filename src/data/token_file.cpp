@@ -91,7 +91,7 @@ TokenFile::TokenFile(const std::string& path, TokenType raw_type)
   const bool asks_for_index = ends_with(path, ".idx"), is_bin = ends_with(tokens_.path(), ".bin");
   if (is_bin && !asks_for_index && tokens_.size() >= 8 && is_llm_c_magic(read_value<int32_t>(tokens_, 0))) {
     open_llm_c();
-  } else if (asks_for_index || (is_bin && std::filesystem::exists(with_extension(path, ".idx")))) {
+  } else if (asks_for_index || (is_bin && file_exists(with_extension(path, ".idx")))) {
     open_megatron();
   } else {
     open_raw();
@@ -220,7 +220,7 @@ void TokenFile::read(int64_t first, int64_t count, int64_t vocab_size, int32_t* 
 
 void TokenFile::open_mask() {
   const std::string mask_path = path() + ".mask";
-  if (!std::filesystem::exists(mask_path)) {
+  if (!file_exists(mask_path)) {
     throw_bad_input(
         "{}: no such file; data.loss_mask, or data.documents without data.document_end, needs a mask file beside "
         "each "

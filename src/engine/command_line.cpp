@@ -1,15 +1,15 @@
 #include <CLI/CLI.hpp>
 
-#include <cmath>
 #include <csignal>
 #include <cstdio>
-#include <cstdlib>
+#include <optional>
 
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
 #include "core/error.h"
 #include "core/parallel.h"
+#include "engine/argument_values.h"
 #include "engine/commands.h"
 
 namespace parka {
@@ -18,10 +18,8 @@ namespace {
 // Numbers; CLI11's own checks end their message with the largest number there is, in 309 digits.
 CLI::Validator number_that(const char* must, const char* name, bool (*holds)(double)) {
   return {[must, holds](std::string& text) {
-            char* end = nullptr;
-            const double value = std::strtod(text.c_str(), &end);
-            const bool is_number = end != text.c_str() && *end == '\0' && std::isfinite(value);
-            return is_number && holds(value) ? std::string() : fmt::format("{} is given; it must {}", text, must);
+            const std::optional<double> value = parse_finite(text);
+            return value && holds(*value) ? std::string() : fmt::format("{} is given; it must {}", text, must);
           },
           name};
 }
@@ -251,18 +249,6 @@ void add_config(CLI::App& app, ConfigOptions& options) {
   add("reference", "Print docs/config.md", Action::kReference, false);
 }
 
-// "STEP:POINT" as two positive numbers.
-void parse_drill(const std::string& text, TrainOptions& options) {
-  if (text.empty()) return;
-  char end = 0;
-  long long step = 0, point = 0;
-  if (std::sscanf(text.c_str(), "%lld:%lld%c", &step, &point, &end) != 2 || step < 1 || point < 1) {
-    throw_bad_input("--drill-kill-in-save: expected STEP:POINT, two numbers from 1, got \"{}\"", text);
-  }
-  options.drill_step = step;
-  options.drill_point = point;
-}
-
 int parse_and_run(int argc, char** argv) {
   CLI::App app("Parka trains OLMo- and Llama-style language models with FP8 optimizer states and activations.",
                "parka");
@@ -302,7 +288,11 @@ int parse_and_run(int argc, char** argv) {
   }
   if (app.get_subcommands().empty()) throw_bad_input("command line: no subcommand was given; see parka --help");
   set_num_threads(threads);
-  parse_drill(drill, train);
+  if (!drill.empty()) {
+    const DrillPoint killed_at = parse_drill(drill);
+    train.drill_step = killed_at.step;
+    train.drill_point = killed_at.point;
+  }
   if (app.got_subcommand("train")) return run_train(train);
   if (app.got_subcommand("plan")) return run_plan(plan);
   if (app.got_subcommand("eval")) return run_eval(eval);

@@ -1,7 +1,6 @@
 #include "engine/data_statistics.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <utility>
 #include <vector>
 
@@ -11,7 +10,7 @@ namespace parka {
 
 DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t vocab_size) {
   constexpr int64_t kPiece = int64_t{1} << 20;
-  if (std::filesystem::exists(file.path() + ".mask")) file.open_mask();
+  if (file_exists(file.path() + ".mask")) file.open_mask();
   DataStatistics result;
   result.path = file.path();
   result.format = file.format();

@@ -10,6 +10,7 @@
 #include "engine/evaluation_suite.h"
 #include "engine/file_io.h"
 #include "engine/inference_run.h"
+#include "engine/saved_state.h"
 #include "engine/task_evaluation.h"
 
 namespace parka {

@@ -4,6 +4,7 @@
 
 #include "core/error.h"
 #include "data/read_only_file.h"
+#include "engine/json_text.h"
 #include "engine/run_data.h"
 
 namespace parka {
@@ -13,7 +14,7 @@ std::vector<NamedFiles> parse_sets(const std::vector<std::string>& entries, cons
   for (const std::string& entry : entries) {
     const size_t equals = entry.find('=');
     if (equals == std::string::npos || equals == 0 || equals + 1 == entry.size()) {
-      throw_bad_input("{}: \"{}\" is not of the form NAME=FILE", key, entry);
+      throw_bad_input("{}: \"{}\" is not of the form NAME=FILE", key, printable(entry));
     }
     const std::string name = entry.substr(0, equals), file = entry.substr(equals + 1);
     const auto found =

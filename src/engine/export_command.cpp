@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
@@ -11,6 +10,7 @@
 #include <spdlog/spdlog.h>
 
 #include "core/error.h"
+#include "engine/argument_values.h"
 #include "engine/checkpoint_weights.h"
 #include "engine/commands.h"
 #include "engine/config_io.h"
@@ -20,6 +20,7 @@
 #include "engine/huggingface_origin.h"
 #include "engine/inference_run.h"
 #include "engine/json_text.h"
+#include "engine/saved_state.h"
 
 namespace parka {
 namespace {
@@ -38,29 +39,6 @@ std::optional<DType> parse_format(const std::string& name) {
     if (text == name) return dtype;
   }
   return std::nullopt;  // not given; the command line knows no other
-}
-
-// "5GB", "500MB", "1GiB", "300000": as transformers reads max_shard_size.
-int64_t parse_size(const std::string& text) {
-  constexpr std::array<std::pair<std::string_view, double>, 9> kUnits{{{"", 1},
-                                                                       {"KB", 1e3},
-                                                                       {"MB", 1e6},
-                                                                       {"GB", 1e9},
-                                                                       {"TB", 1e12},
-                                                                       {"KIB", 0x1p10},
-                                                                       {"MIB", 0x1p20},
-                                                                       {"GIB", 0x1p30},
-                                                                       {"TIB", 0x1p40}}};
-  double number = 0;
-  const auto [rest, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  std::string unit(rest, text.data() + text.size());
-  std::transform(unit.begin(), unit.end(), unit.begin(), [](unsigned char c) { return std::toupper(c); });
-  const auto found = std::find_if(kUnits.begin(), kUnits.end(), [&](const auto& u) { return u.first == unit; });
-  const double bytes = found == kUnits.end() ? 0 : number * found->second;
-  if (error != std::errc() || !(bytes >= 1 && bytes < 1e18)) {
-    throw_bad_input("--shard-size: expected a size such as 5GB or 500MB, got \"{}\"", printable(text));
-  }
-  return static_cast<int64_t>(bytes);
 }
 
 class Exporter {
@@ -145,7 +123,8 @@ class Exporter {
       return;
     }
     const DType dtype = wanted ? *wanted : usual_format();
-    const int64_t max_bytes = options_.shard_size.empty() ? kDefaultFileBytes : parse_size(options_.shard_size);
+    const int64_t max_bytes =
+        options_.shard_size.empty() ? kDefaultFileBytes : parse_byte_size(options_.shard_size);
     layout_ = make_huggingface_layout(tensors_, dtype, max_bytes, table_.num_parameters());
   }
 
@@ -175,8 +154,7 @@ class Exporter {
   // The origin's own text as far as it is true of these weights.
   std::string config_text() const {
     const std::vector<DType> used = formats();
-    HuggingFaceModel described{config_.model,
-                               checkpoint_.state().value("max_positions", config_.data.sequence_length)};
+    HuggingFaceModel described{config_.model, max_positions_of(checkpoint_, config_.data.sequence_length)};
     if (!origin_) return make_huggingface_config(described, used.front(), nullptr);
     const HuggingFaceModel original =
         parse_huggingface_config(origin_config_, (fs::path(origin_->folder) / kHuggingFaceConfigName).string());

@@ -1,14 +1,15 @@
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <cstdio>
 
 #include <nlohmann/json.hpp>
 
+#include "engine/argument_values.h"
 #include "engine/commands.h"
 #include "engine/device_setup.h"
 #include "engine/generator.h"
 #include "engine/inference_run.h"
+#include "engine/saved_state.h"
 
 namespace parka {
 namespace {
@@ -16,21 +17,6 @@ namespace {
 // scripts/prepare_data.py's byte tokenizer: ids 0 to 255 are bytes, 256 ends a document.
 constexpr int32_t kEndOfDocument = 256;
 constexpr int64_t kMaxByteVocabulary = 1024;  // more rows than that are another tokenizer's
-
-std::vector<int32_t> parse_tokens(const std::string& text) {
-  std::vector<int32_t> tokens;
-  const char *at = text.data(), *const end = at + text.size();
-  while (true) {
-    int32_t token = 0;
-    const auto [next, error] = std::from_chars(at, end, token);
-    if (error != std::errc() || (next != end && *next != ',')) {
-      throw_bad_input("--prompt-tokens: expected token ids like 1,2,3, got \"{}\"", text);
-    }
-    tokens.push_back(token);
-    if (next == end) return tokens;
-    at = next + 1;
-  }
-}
 
 std::vector<int32_t> bytes_of(const std::string& text) {
   std::vector<int32_t> tokens;
@@ -60,7 +46,7 @@ std::vector<std::vector<int32_t>> prompts_of(const GenerateOptions& options, int
     for (const std::string& text : options.prompts) prompts.push_back(bytes_of(text));
     if (prompts.empty()) prompts.push_back(bytes_of(""));
   }
-  for (const std::string& text : options.prompt_tokens) prompts.push_back(parse_tokens(text));
+  for (const std::string& text : options.prompt_tokens) prompts.push_back(parse_token_list(text));
   for (const std::vector<int32_t>& prompt : prompts) check_tokens("prompt token", prompt, vocab_size);
   return prompts;
 }

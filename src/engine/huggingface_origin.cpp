@@ -31,6 +31,12 @@ std::string checkpoint_at(const std::string& path) {
   return checkpoints.empty() ? std::string() : checkpoints.front().path;
 }
 
+// checkpoint.init_from in the config of a checkpoint's state; empty where there is none.
+std::string init_from_of(const json& state) {
+  const json::json_pointer place("/config/checkpoint/init_from");
+  return state.contains(place) && state.at(place).is_string() ? state.at(place).get<std::string>() : std::string();
+}
+
 }  // namespace
 
 std::vector<std::string> carried_files(const std::string& folder) {
@@ -53,7 +59,7 @@ std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const json
       if (!layout->is_null()) origin.layout = parse_layout(*layout, at);
       return origin;
     }
-    const std::string init_from = here.value(json::json_pointer("/config/checkpoint/init_from"), std::string());
+    const std::string init_from = init_from_of(here);
     if (init_from.empty()) return std::nullopt;
     at = checkpoint_at(init_from);
     if (at.empty()) {

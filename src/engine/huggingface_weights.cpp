@@ -120,13 +120,18 @@ HuggingFaceLayout::File make_file(const std::string& name, const std::vector<con
 
 // The size of a file with this header.
 int64_t file_bytes_of(const std::string& header_text, const std::string& where) {
+  constexpr uint64_t kMostBytes = uint64_t{1} << 60;  // with the header's own below 2^63
   const json root = parse_json_text(header_text, where, JsonComments::kRefused);
-  int64_t data_bytes = 0;
+  uint64_t data_bytes = 0;
   for (const auto& [name, entry] : root.items()) {
     if (name == "__metadata__") continue;
-    data_bytes = std::max(data_bytes, entry.at("data_offsets").at(1).get<int64_t>());
+    const json& end = entry.at("data_offsets").at(1);
+    if (!end.is_number_unsigned() || end > kMostBytes) {
+      throw_bad_input("{}: data_offsets of \"{}\" are not those of a file", where, printable(name));
+    }
+    data_bytes = std::max(data_bytes, end.get<uint64_t>());
   }
-  return 8 + static_cast<int64_t>(header_text.size()) + data_bytes;
+  return static_cast<int64_t>(8 + header_text.size() + data_bytes);
 }
 
 bool has_weights(const std::string& folder) {

@@ -6,7 +6,6 @@
 
 #include <spdlog/spdlog.h>
 
-#include "engine/config_io.h"
 #include "engine/float_elements.h"
 #include "engine/training_run.h"
 
@@ -33,10 +32,6 @@ LoadedCheckpoint open_checkpoint(const std::string& path, const LoadGroup& group
       path, [](const std::string& message) { spdlog::warn("{}", message); }, group);
   if (!newest) throw_bad_input("{}: holds no checkpoint (looked for step_*/manifest.json)", path);
   return std::move(*newest);
-}
-
-Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides) {
-  return override_config(checkpoint.state().at("config"), overrides, checkpoint.path());
 }
 
 InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, const Config& config,

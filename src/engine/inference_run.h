@@ -14,9 +14,6 @@ namespace parka {
 // ones are logged). Throws Error(kBadInput) when there is none. All ranks of the group must call this.
 LoadedCheckpoint open_checkpoint(const std::string& path, const LoadGroup& group = {});
 
-// The checkpoint's own config with `overrides` applied.
-Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides);
-
 // A model with the weights of a checkpoint, for evaluation and generation only.
 class InferenceRun {
  public:

@@ -28,6 +28,15 @@ double positive(const nlohmann::json& value, const char* key, const std::string&
   return number;
 }
 
+// A whole number of at most kMaxExactInteger, so that products with others fit.
+int64_t count(const nlohmann::json& value, const char* key, const std::string& path) {
+  const double number = positive(value, key, path);
+  if (number < 1 || number > static_cast<double>(kMaxExactInteger)) {
+    throw_bad_input("{}: {} is {}, which no measurement gives: run `parka bench` again", path, key, number);
+  }
+  return static_cast<int64_t>(number);
+}
+
 double median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), middle, values.end());
@@ -38,7 +47,7 @@ OpSummary parse_op(const nlohmann::json& json, const std::string& path) {
   OpSummary op;
   op.section = json.at("section").get<std::string>();
   op.op = json.at("op").get<std::string>();
-  op.count = static_cast<int64_t>(positive(json.at("runs"), "runs", path));
+  op.count = count(json.at("runs"), "runs", path);
   op.seconds = json.at("seconds").get<double>();  // a timer may not see an op that takes next to nothing
   if (!(op.seconds >= 0))
     throw_bad_input("{}: {} takes {} seconds: run `parka bench` again", path, op.op, op.seconds);
@@ -127,7 +136,7 @@ StepMeasurement read_step_measurement(const std::string& path) {
   measured.path = path;
   try {
     measured.device = file.at("device").get<std::string>();
-    measured.ranks = file.contains("ranks") ? file.at("ranks").get<int64_t>() : 1;
+    measured.ranks = file.contains("ranks") ? count(file.at("ranks"), "ranks", path) : 1;
     std::vector<double> steps;
     for (const nlohmann::json& seconds : file.at("step_seconds")) {
       steps.push_back(positive(seconds, "step_seconds", path));
@@ -142,7 +151,9 @@ StepMeasurement read_step_measurement(const std::string& path) {
                     printable(error.what()));
   }
   const TrainingConfig& training = measured.config.training;
-  if (measured.ranks < 1 || training.global_batch_size % (training.micro_batch_size * measured.ranks) != 0) {
+  // Not of their product, which may be too large for 64 bits.
+  const int64_t micro_batches = training.global_batch_size / training.micro_batch_size;
+  if (micro_batches % measured.ranks != 0) {
     throw_bad_input("{}: {} ranks do not divide its batch: run `parka bench` again", path, measured.ranks);
   }
   return measured;

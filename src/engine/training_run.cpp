@@ -15,6 +15,7 @@
 #include "engine/evaluation.h"
 #include "engine/float_elements.h"
 #include "engine/run_data.h"
+#include "engine/saved_state.h"
 #include "kernels/cuda/workspace.h"
 
 namespace parka {
@@ -43,7 +44,7 @@ bool all_finite(DType dtype, ByteSpan bytes) {
 
 // Throws when `config` cannot go on from the checkpoint; returns how it goes on differently.
 std::vector<std::string> check_resumable(const LoadedCheckpoint& checkpoint, const Config& config) {
-  const Config saved = parse_config(checkpoint.state().at("config"), checkpoint.path());
+  const Config saved = config_of(checkpoint, {});
   ResumeDifferences differences = resume_differences(saved, config);
   if (differences.refused.empty()) return std::move(differences.allowed);
   throw_bad_input(
@@ -195,7 +196,7 @@ void TrainingRun::initialize_alike() {
 }
 
 std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& checkpoint) {
-  const Config saved = parse_config(checkpoint.state().at("config"), checkpoint.path());
+  const Config saved = config_of(checkpoint, {});
   ResumeDifferences differences = model_differences(saved.model, config_.model);
   if (!differences.refused.empty()) {
     throw_bad_input("{}: checkpoint.init_from has the weights of another model: {}; change the config's model",
@@ -255,15 +256,10 @@ CheckpointContents TrainingRun::snapshot() const {
 }
 
 std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint) {
-  if (!checkpoint.state().contains("data")) {
-    throw_bad_input(
-        "{}: is an imported model, which has weights but no run to go on with; start one with checkpoint.init_from",
-        checkpoint.path());
-  }
+  const SavedProgress progress = read_progress(checkpoint);
   std::vector<std::string> differences = check_resumable(checkpoint, config_);
-  const nlohmann::json& data = checkpoint.state().at("data");
-  const std::string difference = data.contains("files") ? file_difference(data.at("files"), data_files_) : "";
-  if (!difference.empty() || data.at("fingerprint").get<uint64_t>() != data_.fingerprint()) {
+  const std::string difference = progress.files.is_null() ? "" : file_difference(progress.files, data_files_);
+  if (!difference.empty() || progress.fingerprint != data_.fingerprint()) {
     throw_bad_input(
         "{}: data.train holds other tokens than the checkpoint was trained on{}, so its position in them means "
         "nothing; give the files back, or train in another checkpoint.folder",
@@ -298,8 +294,8 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
                            static_cast<int64_t>(bytes.size()));
   });
   completed_steps_ = checkpoint.step();
-  applied_steps_ = checkpoint.state().at("applied_steps").get<int64_t>();
-  start_loader({data.at("epoch").get<int64_t>(), data.at("consumed").get<int64_t>()});
+  applied_steps_ = progress.applied_steps;
+  start_loader(progress.position);
   weights_changed();
   return differences;
 }

@@ -176,6 +176,17 @@ TEST_CASE("patterns stand for matching files in sorted order", "[data][token_for
   CHECK((error.code() == ExitCode::kBadInput && contains(error, "none-*: no token file matches")));
 }
 
+TEST_CASE("names longer than the file system has are refused, not a crash", "[data][token_formats]") {
+  const TemporaryFolder folder;
+  const Error pattern = error_of([&] { expand_source(folder / (std::string(300, 'x') + "*")); });
+  CHECK((pattern.code() == ExitCode::kBadInput && contains(pattern, "no token file matches")));
+  // A token file whose mask's name is one letter too long.
+  const std::string path = folder / std::string(251, 'x');
+  write_tokens(path, kIds);
+  const Error mask = error_of([&] { TokenFile(path, TokenType::kUint16).open_mask(); });
+  CHECK((mask.code() == ExitCode::kBadInput && contains(mask, ".mask: no such file")));
+}
+
 TEST_CASE("every token but the last of a sequence has its successor as target", "[data][token_formats]") {
   const TemporaryFolder folder;
   write_tokens(folder / "a.npy", kIds);

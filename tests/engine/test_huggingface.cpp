@@ -11,6 +11,7 @@
 #include "engine/huggingface_config.h"
 #include "engine/huggingface_weights.h"
 #include "engine/inference_run.h"
+#include "engine/saved_state.h"
 #include "engine/training_run.h"
 #include "kernels/ops/cross_entropy.h"
 #include "tests/support/alone.h"
@@ -284,6 +285,22 @@ TEST_CASE("a config.json of Parka's own is read back as the same model", "[engin
   ModelConfig other_eps;
   other_eps.norm_eps = 1e-6;
   CHECK_THROWS_AS(make_huggingface_config({other_eps, 2048}, DType::kBF16, nullptr), Error);
+}
+
+TEST_CASE("a record of imported files with impossible sizes is refused", "[engine][huggingface]") {
+  for (const char* end : {"9223372036854775807", "18446744073709551615", "1e300", "-1", "null"}) {
+    CAPTURE(end);
+    const std::string header =
+        std::string(R"({"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, )") + end + "]}}";
+    const nlohmann::json state = {{"files", {{{"name", "a.safetensors"}, {"header", header}}}}, {"index", ""}};
+    std::string message;
+    try {
+      parse_layout(state, "model");
+    } catch (const Error& error) {
+      message = error.what();
+    }
+    CHECK(message.find("data_offsets") != std::string::npos);
+  }
 }
 
 TEST_CASE("config.json that Parka cannot compute is refused with what is the matter", "[engine][huggingface]") {

@@ -1,0 +1,54 @@
+#include "engine/huggingface_weights.h"
+
+#include "engine/json_text.h"
+#include "fuzz/target.h"
+
+using namespace parka;
+using namespace parka::fuzz;
+
+namespace {
+
+// The model that the seeds are of.
+ModelConfig tiny_model() {
+  ModelConfig model;
+  model.vocab_size = 8;
+  model.d_model = 4;
+  model.num_layers = 1;
+  model.num_heads = 2;
+  model.d_ffn = 6;
+  model.norm = NormKind::kRmsNorm;
+  return model;
+}
+
+bool same(const HuggingFaceLayout& a, const HuggingFaceLayout& b) {
+  bool equal = a.index_text == b.index_text && a.files.size() == b.files.size();
+  for (size_t i = 0; equal && i < a.files.size(); ++i) {
+    equal = a.files[i].name == b.files[i].name && a.files[i].header_text == b.files[i].header_text &&
+            a.files[i].header.tensors.size() == b.files[i].header.tensors.size();
+  }
+  return equal;
+}
+
+}  // namespace
+
+// The weights of a Hugging Face model: an index and two files, or no index and one file; then what a checkpoint
+// keeps of how they are laid out.
+FUZZ_TARGET(huggingface_weights) {
+  const std::vector<std::string_view> parts = parts_of(input, 3);
+  const bool has_index = !parts[0].empty();
+  place_file(kHuggingFaceIndexName, parts[0]);
+  place_file(kHuggingFaceFileName, has_index ? std::string_view() : parts[1]);
+  place_file("model-00001-of-00002.safetensors", has_index ? parts[1] : std::string_view());
+  place_file("model-00002-of-00002.safetensors", has_index ? parts[2] : std::string_view());
+  const std::string path = folder().path().string();
+  accepts([&] {
+    const HuggingFaceWeights weights = open_huggingface_weights(path);
+    require_accepted("a layout as it was written", [&] {
+      require(same(parse_layout(encode_layout(weights.layout), "written"), weights.layout),
+              "a layout changes when it is written");
+    });
+    static const std::vector<HuggingFaceTensor> tensors =
+        huggingface_tensors(tiny_model(), make_parameter_table(tiny_model(), false));
+    check_huggingface_weights(weights, tensors, path);
+  });
+}

@@ -1,0 +1,55 @@
+#include "engine/argument_values.h"
+
+#include "core/error.h"
+#include "engine/evaluation_suite.h"
+#include "tests/support/catch.h"
+
+using namespace parka;
+
+namespace {
+
+template <typename Parse>
+std::string refusal(const Parse& parse) {
+  try {
+    parse();
+  } catch (const Error& error) {
+    CHECK(error.code() == ExitCode::kBadInput);
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("numbers on the command line are finite and whole texts", "[engine][arguments]") {
+  CHECK(parse_finite("-1.5e-3") == -1.5e-3);
+  for (const char* text : {"", "x", "1x", "1 2", "inf", "nan", "1e999"}) CHECK_FALSE(parse_finite(text));
+}
+
+TEST_CASE("lists of tokens are read whole or refused", "[engine][arguments]") {
+  CHECK((parse_token_list("1,2,-3") == std::vector<int32_t>{1, 2, -3}));
+  for (const char* text : {"", "1,", ",1", "1, 2", "2147483648", "x"}) {
+    CHECK(refusal([&] { parse_token_list(text); }).find("--prompt-tokens") != std::string::npos);
+  }
+}
+
+TEST_CASE("sizes of files are read in units of 1000 and of 1024", "[engine][arguments]") {
+  CHECK(parse_byte_size("300000") == 300000);
+  CHECK(parse_byte_size("5GB") == 5'000'000'000);
+  CHECK(parse_byte_size("1.5kib") == 1536);
+  for (const char* text : {"", "5XB", "-1GB", "0", "0.5", "1e18", "inf", "nanGB", "GB"}) {
+    CHECK(refusal([&] { parse_byte_size(text); }).find("--shard-size") != std::string::npos);
+  }
+}
+
+TEST_CASE("a drill has a step and a point", "[engine][arguments]") {
+  CHECK((parse_drill("12:3").step == 12 && parse_drill("12:3").point == 3));
+  for (const char* text : {"", "12", "12:", ":3", "0:3", "12:0", "12:3x", "12:-3", "9223372036854775808:1"}) {
+    CHECK(refusal([&] { parse_drill(text); }).find("--drill-kill-in-save") != std::string::npos);
+  }
+}
+
+TEST_CASE("a refused set is quoted on one line", "[engine][arguments]") {
+  CHECK(refusal([] { parse_sets({"a\n\033[2J"}, "--sets"); }).find("\"a\\x0a\\x1b[2J\" is not") !=
+        std::string::npos);
+}

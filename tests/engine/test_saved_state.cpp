@@ -1,0 +1,87 @@
+#include "engine/saved_state.h"
+
+#include <functional>
+
+#include "core/error.h"
+#include "engine/huggingface_origin.h"
+#include "tests/support/catch.h"
+#include "tests/support/temporary_folder.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+using nlohmann::json;
+
+json state_of_a_run() {
+  return {{"applied_steps", 3},
+          {"config", {{"model", {{"d_model", 64}}}}},
+          {"data",
+           {{"epoch", 1},
+            {"consumed", 12},
+            {"fingerprint", 18446744073709551615u},
+            {"files", {{{"name", "a.npy"}, {"bytes", 1}, {"fingerprint", 2}}}}}}};
+}
+
+LoadedCheckpoint saved(const TemporaryFolder& folder, const json& state) {
+  save_checkpoint(folder.path().string(), {.step = 1, .state = state}, {});
+  return load_checkpoint(folder / "step_00000001");
+}
+
+// What is said of a state changed like this.
+std::string refusal(const std::function<void(json&)>& change,
+                    const std::function<void(const LoadedCheckpoint&)>& read) {
+  const TemporaryFolder folder;
+  json state = state_of_a_run();
+  change(state);
+  const LoadedCheckpoint checkpoint = saved(folder, state);
+  try {
+    read(checkpoint);
+  } catch (const Error& error) {
+    CHECK(error.code() == ExitCode::kBadInput);
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("the state of a run is read back", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  const LoadedCheckpoint checkpoint = saved(folder, state_of_a_run());
+  CHECK(config_of(checkpoint, {"training.steps=7"}).model.d_model == 64);
+  CHECK(max_positions_of(checkpoint, 2048) == 2048);
+  const SavedProgress progress = read_progress(checkpoint);
+  CHECK((progress.applied_steps == 3 && progress.position.epoch == 1 && progress.position.consumed == 12));
+  CHECK(progress.fingerprint == 18446744073709551615u);
+  CHECK(progress.files.size() == 1);
+}
+
+TEST_CASE("a state that lacks something or has it in another type is refused by name", "[engine][checkpoint]") {
+  const auto says = [](const std::string& message, const char* part) {
+    CAPTURE(message, part);
+    CHECK(message.find(part) != std::string::npos);
+  };
+  const auto config = [](const LoadedCheckpoint& checkpoint) { config_of(checkpoint, {}); };
+  says(refusal([](json& state) { state.erase("config"); }, config), "\"config\"");
+  says(refusal([](json& state) { state = nullptr; }, config), "\"config\"");
+  says(refusal([](json& state) { state["config"] = 3; }, config), "expected an object");
+  const auto positions = [](const LoadedCheckpoint& checkpoint) { max_positions_of(checkpoint, 1); };
+  says(refusal([](json& state) { state["max_positions"] = "many"; }, positions), "\"max_positions\"");
+  const auto progress = [](const LoadedCheckpoint& checkpoint) { read_progress(checkpoint); };
+  says(refusal([](json& state) { state.erase("data"); }, progress), "imported model");
+  says(refusal([](json& state) { state.erase("applied_steps"); }, progress), "\"applied_steps\"");
+  says(refusal([](json& state) { state["data"] = 1; }, progress), "\"epoch\"");
+  says(refusal([](json& state) { state["data"]["epoch"] = -1; }, progress), "\"epoch\"");
+  says(refusal([](json& state) { state["data"]["consumed"] = 1e300; }, progress), "\"consumed\"");
+  says(refusal([](json& state) { state["data"]["fingerprint"] = "x"; }, progress), "\"fingerprint\"");
+  says(refusal([](json& state) { state["data"]["files"] = {1}; }, progress), "\"files\"");
+}
+
+TEST_CASE("no origin is looked for where checkpoint.init_from is no text", "[engine][checkpoint]") {
+  const auto origin = [](const json& state) { return find_origin("model", state, [](const std::string&) {}); };
+  CHECK_FALSE(origin({{"config", {{"checkpoint", {{"init_from", 3}}}}}}));
+  CHECK_FALSE(origin({{"config", 3}}));
+  CHECK_FALSE(origin(3));
+}
