@@ -33,23 +33,23 @@ fi
 
 # Each GPU has a share of the tests, because most use the first GPU that they see. A ctest of its own for each, in a folder of
 # its own for what it writes.
-num_gpus=$(nvidia-smi -L | grep -c '^GPU ')
+IFS=, read -ra gpus <<< "${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $(($(nvidia-smi -L | grep -c '^GPU ') - 1)))}"
 shares=$(mktemp -d)
 trap 'rm -rf "$shares"' EXIT
 test_share() {  # NUMBER from 0
-  local i devices=$1 folder=$shares/$1
-  for ((i = 1; i < num_gpus; ++i)); do devices+=,$((($1 + i) % num_gpus)); done
+  local own_first=("${gpus[@]:$1}" "${gpus[@]:0:$1}") folder=$shares/$1
   mkdir "$folder"
   echo "subdirs(\"$(realpath "$build")\")" > "$folder/CTestTestfile.cmake"
-  CUDA_VISIBLE_DEVICES=$devices ctest --test-dir "$folder" --tests-information "$(($1 + 1)),,$num_gpus" --output-on-failure \
-    --no-tests=error --parallel $((($(nproc) + num_gpus - 1) / num_gpus)) > "$folder/log" 2>&1
+  CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${own_first[*]}") ctest --test-dir "$folder" --output-on-failure --no-tests=error \
+    --tests-information "$(($1 + 1)),,${#gpus[@]}" --parallel $((($(nproc) + ${#gpus[@]} - 1) / ${#gpus[@]})) \
+    > "$folder/log" 2>&1
 }
 running=() passed=true
-for ((share = 0; share < num_gpus; ++share)); do
+for ((share = 0; share < ${#gpus[@]}; ++share)); do
   test_share $share &
   running+=($!)
 done
-for ((share = 0; share < num_gpus; ++share)); do
+for ((share = 0; share < ${#gpus[@]}; ++share)); do
   wait "${running[$share]}" || passed=false
   cat "$shares/$share/log"
 done
@@ -57,16 +57,17 @@ $passed || { echo "gpu_check.sh: tests failed"; exit 1; }
 
 # One test under the tool, on one of the GPUs: TEST_NAME.
 check_one() {
-  local log
+  local log gpus
   log=$(mktemp)
-  CUDA_VISIBLE_DEVICES=$((SLOT % NUM_GPUS)) "$SANITIZER" --tool "$TOOL" --error-exitcode 1 "$TEST_KERNELS" "$1" \
+  read -ra gpus <<< "$GPUS"
+  CUDA_VISIBLE_DEVICES=${gpus[SLOT % ${#gpus[@]}]} "$SANITIZER" --tool "$TOOL" --error-exitcode 1 "$TEST_KERNELS" "$1" \
     > "$log" 2>&1 || { cat "$log"; echo "compute-sanitizer $TOOL: $1: FAILED"; exit 255; }  # 255: xargs starts no more
   rm "$log"
 }
 if $sanitize; then
   export -f check_one
   export TOOL SANITIZER=${COMPUTE_SANITIZER:-compute-sanitizer} TEST_KERNELS=$build/tests/test_kernels
-  export NUM_GPUS=$num_gpus
+  export GPUS="${gpus[*]}"
   list=(--list-tests --verbosity quiet)
   ! "$TEST_KERNELS" --help | grep -q list-test-names-only || list=(--list-test-names-only)  # Catch2 v2
   for TOOL in memcheck racecheck; do
@@ -75,7 +76,7 @@ if $sanitize; then
     names=$("$TEST_KERNELS" "$tests" "${list[@]}" || true)  # v2 exits with their number
     echo "== compute-sanitizer $TOOL, $(wc -l <<< "$names") tests"
     sed -e '/^ *$/d' -e 's/^ *//' -e 's/[][,]/\\&/g' <<< "$names" |  # commas and brackets would be syntax
-      xargs -d '\n' -n 1 -P $((12 * NUM_GPUS)) --process-slot-var=SLOT bash -euc 'check_one "$0"'
+      xargs -d '\n' -n 1 -P $((12 * ${#gpus[@]})) --process-slot-var=SLOT bash -euc 'check_one "$0"'
   done
 fi
 
