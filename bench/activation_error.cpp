@@ -10,6 +10,7 @@
 
 #include "engine/inference_run.h"
 #include "engine/run_data.h"
+#include "engine/saved_state.h"
 #include "engine/training_run.h"
 
 // Prints what E4M3 costs activations in groups of 16 to 128 and with one scale for all, as a Markdown table: of
