@@ -190,11 +190,11 @@ def main():
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.backend_bases import FigureCanvasBase
 
     extension = os.path.splitext(arguments.out)[1]
-    if extension[1:].lower() not in plt.gcf().canvas.get_supported_filetypes():
+    if extension[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
         fail(f"--out: {arguments.out}: ends in no format that can be drawn; .png, .svg and .pdf do")
-    plt.close()
     if arguments.telemetry:
         figure = draw_telemetry(plt, arguments.metrics[0])
     else:

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "core/error.h"
+#include "data/read_only_file.h"
 #include "engine/checkpoint.h"
 #include "engine/checkpoint_files.h"
 #include "engine/checkpoint_index.h"
@@ -18,12 +19,6 @@ namespace parka {
 namespace {
 
 namespace fs = std::filesystem;
-
-// As std::filesystem::exists, without its exceptions: what cannot be examined fails in the next step on it.
-bool exists(const std::string& path) {
-  std::error_code ignored;
-  return fs::exists(path, ignored);
-}
 
 // What the other ranks wait for must not be a checkpoint that cannot be loaded.
 int64_t count_tensors(const std::string& folder, const std::vector<Manifest::File>& files) {
@@ -121,7 +116,7 @@ class CheckpointWriter {
   void restore_displaced() {
     for (const StepFolder& found : list_step_folders(folder_)) {
       const std::string proper = path(found.step, StepFolderKind::kComplete);
-      if (found.kind == StepFolderKind::kDisplaced && !exists(proper)) {
+      if (found.kind == StepFolderKind::kDisplaced && !file_exists(proper)) {
         files_.rename(path(found.step, found.kind), proper);
       }
     }
@@ -157,8 +152,8 @@ class CheckpointWriter {
 
   // Gives the draft its name. An earlier save of the same step stays loadable until then, as .old.
   void publish(const std::string& draft) {
-    if (exists(final_)) {
-      if (exists(displaced_)) discard({contents_.step, StepFolderKind::kDisplaced});
+    if (file_exists(final_)) {
+      if (file_exists(displaced_)) discard({contents_.step, StepFolderKind::kDisplaced});
       files_.rename(final_, displaced_);
     }
     files_.rename(draft, final_);
@@ -169,14 +164,14 @@ class CheckpointWriter {
   // see.
   void undo() noexcept {
     std::error_code ignored;
-    if (!exists(final_) && exists(displaced_)) fs::rename(displaced_, final_, ignored);
+    if (!file_exists(final_) && file_exists(displaced_)) fs::rename(displaced_, final_, ignored);
     fs::remove_all(draft_, ignored);
   }
 
   // Removed under a name of its own: half a checkpoint never looks like a whole one.
   void discard(StepFolder folder) {
     const std::string doomed = path(folder.step, StepFolderKind::kDiscarded);
-    if (exists(doomed)) files_.remove(doomed);
+    if (file_exists(doomed)) files_.remove(doomed);
     files_.rename(path(folder.step, folder.kind), doomed);
     files_.remove(doomed);
   }

@@ -4,6 +4,7 @@
 #include <filesystem>
 
 #include "core/error.h"
+#include "data/read_only_file.h"
 #include "engine/checkpoint.h"
 #include "engine/checkpoint_layout.h"
 
@@ -18,15 +19,10 @@ constexpr std::array<std::string_view, 12> kCarriedFiles = {
     "merges.txt",        "special_tokens_map.json", "spiece.model",       "tokenizer.json",
     "tokenizer.model",   "tokenizer_config.json",   "vocab.json",         "vocab.txt"};
 
-bool is_there(const fs::path& path) {
-  std::error_code ignored;
-  return fs::exists(path, ignored);
-}
-
 // A checkpoint's folder from what init_from may name; empty when nothing is there any more.
 std::string checkpoint_at(const std::string& path) {
-  if (is_there(fs::path(path) / kManifestName)) return path;
-  if (!is_there(path)) return {};
+  if (file_exists(fs::path(path) / kManifestName)) return path;
+  if (!file_exists(path)) return {};
   const std::vector<CheckpointInfo> checkpoints = list_checkpoints(path);
   return checkpoints.empty() ? std::string() : checkpoints.front().path;
 }
@@ -75,7 +71,7 @@ std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const json
 }
 
 HuggingFaceOrigin open_origin(const std::string& folder) {
-  if (!is_there(fs::path(folder) / kHuggingFaceConfigName)) {
+  if (!file_exists(fs::path(folder) / kHuggingFaceConfigName)) {
     throw_bad_input("{}: has no {}, so it is not the folder of a Hugging Face model", folder,
                     kHuggingFaceConfigName);
   }

@@ -6,6 +6,7 @@
 
 #include <spdlog/spdlog.h>
 
+#include "data/read_only_file.h"
 #include "engine/float_elements.h"
 #include "engine/training_run.h"
 
@@ -25,8 +26,9 @@ void copy_converted(Device& device, DType dtype, ByteSpan bytes, const TensorVie
 }  // namespace
 
 LoadedCheckpoint open_checkpoint(const std::string& path, const LoadGroup& group) {
-  if (std::filesystem::exists(path + "/manifest.json")) return load_checkpoint(path, group);
-  if (!std::filesystem::is_directory(path))
+  if (file_exists(path + "/manifest.json")) return load_checkpoint(path, group);
+  std::error_code ignored;
+  if (!std::filesystem::is_directory(path, ignored))
     throw_bad_input("{}: no such checkpoint or run folder; check the path", path);
   auto newest = load_newest(
       path, [](const std::string& message) { spdlog::warn("{}", message); }, group);

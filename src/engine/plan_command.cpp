@@ -186,9 +186,8 @@ int run_plan(const PlanOptions& options) {
   const int64_t per_micro_batch = options.num_gpus * config.training.micro_batch_size;
   if (config.training.global_batch_size % per_micro_batch != 0) {
     std::printf(
-        "No run starts with it, though: training.global_batch_size %lld is not a multiple of "
-        "training.micro_batch_size "
-        "%lld x %lld GPUs.\n",
+        "No run starts with this batch: training.global_batch_size %lld is not a multiple of "
+        "training.micro_batch_size %lld x %lld GPUs.\n",
         static_cast<long long>(config.training.global_batch_size),
         static_cast<long long>(config.training.micro_batch_size), static_cast<long long>(options.num_gpus));
   }

@@ -31,7 +31,7 @@ double positive(const nlohmann::json& value, const char* key, const std::string&
 // A whole number of at most kMaxExactInteger, so that products with others fit.
 int64_t count(const nlohmann::json& value, const char* key, const std::string& path) {
   const double number = positive(value, key, path);
-  if (number < 1 || number > static_cast<double>(kMaxExactInteger)) {
+  if (number < 1 || number > static_cast<double>(kMaxExactInteger) || number != std::floor(number)) {
     throw_bad_input("{}: {} is {}, which no measurement gives: run `parka bench` again", path, key, number);
   }
   return static_cast<int64_t>(number);

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <csignal>
 #include <cstring>
-#include <filesystem>
 #include <numeric>
 
 #include <sys/resource.h>
@@ -11,6 +10,7 @@
 
 #include "comm/launch.h"
 #include "core/parallel.h"
+#include "data/read_only_file.h"
 #include "engine/checkpoint_saver.h"
 #include "engine/commands.h"
 #include "engine/config_io.h"
@@ -340,7 +340,7 @@ int run_train(const TrainOptions& options) {
       throw_bad_input("{}: data.train: nothing to train on; list token files (scripts/prepare_data.py makes them)",
                       options.config_path);
     }
-    if (std::filesystem::exists(config.checkpoint.folder + "/manifest.json")) {
+    if (file_exists(config.checkpoint.folder + "/manifest.json")) {
       throw_bad_input(
           "{}: is a checkpoint, not a run folder; to train from it name it in checkpoint.init_from, and give "
           "another "

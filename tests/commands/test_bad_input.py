@@ -246,11 +246,14 @@ class BadInput(RunFolder):
                     self.assert_refused(result, [f"cannot create {path}", reason])
                     self.assertEqual(result.stdout, "")
 
+    def test_a_checkpoint_whose_name_is_too_long(self):
+        self.assert_refused(parka("eval", self.path("x" * 300)), ["no such checkpoint or run folder"])
+
     def test_a_plan_says_that_a_batch_does_not_divide(self):
         config = self.write_config(self.config)
         batch = self.config["training"]["global_batch_size"]
         self.assertNotIn("No run starts", parka("plan", config).stdout)
-        self.assertIn(f"No run starts with it, though: training.global_batch_size {batch} is not a multiple of",
+        self.assertIn(f"No run starts with this batch: training.global_batch_size {batch} is not a multiple of",
                       parka("plan", config, "--gpus", str(batch + 1)).stdout)
 
     def test_numbers_on_the_command_line(self):

@@ -193,6 +193,7 @@ TEST_CASE("a file that is no measurement is refused", "[engine][step model]") {
   says(refused([](json& file) { file["ranks"] = 0; }), "ranks");
   says(refused([](json& file) { file["ranks"] = int64_t{1} << 62; }), "ranks");  // too large for a product
   says(refused([](json& file) { file["ranks"] = 1e300; }), "ranks");
+  says(refused([](json& file) { file["ranks"] = 1.5; }), "ranks");
   says(refused([](json& file) { file["ops"][3]["runs"] = 1e300; }), "runs");
   says(refused([](json& file) { file["config"]["training"]["steps"] = -1; }), "training.steps");
 }

@@ -266,14 +266,14 @@ class Turns {
 // What a warp has next is loaded while it encodes; asynchronous copies, under way all the time, are slower. Turns
 // matter: with as many for every warp, some multiprocessors wait for others during 8 % of the time. Next to memory
 // it is instructions that count, more so at the lower clock in a step. On sm_90, with a split master and a bf16
-// gradient, one element takes 72:
-//   5  loads, stores, their addresses and turns    10  decoding two moments
+// gradient, one element took 71 before turns:
+//   4  loads, stores and their addresses           10  decoding two moments
 //   2  gradient: to fp32, scaled                    7  new moments
 //   5  extremes of a group, a third in shuffles    14  direction: exact root and quotient
 //   4  new weight                                   4  weight joined and split
 //  15  encoding two moments                         4  exponents and constants of two groups
 //   1  largest weight
-// and about one more for codes in doubt. Of a scheduler's 72 cycles for 32 elements, MUFU is busy for 53 and the
+// and about one more for codes in doubt. Of a scheduler's 71 cycles for 32 elements, MUFU is busy for 53 and the
 // integer units for 43. Registers are used up: a few more live values spill.
 template <typename Tensors>
 __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
