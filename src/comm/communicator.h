@@ -69,13 +69,10 @@ class Communicator {
   // out [size * n] = `in` [n] of all peers one after the other, of any format. `in` may be its own place in `out`.
   virtual void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
 
-  // Collectives are numbered from 1 in order of their calls.
+  // Collectives are numbered from 1 in order of their calls; nobody has to wait for number 0.
   virtual uint64_t last_queued() const = 0;
   // The device's later work waits for collective `number` and those before it.
   virtual void wait(Device& device, uint64_t number) = 0;
-  // The same, but only until they have read their inputs, which may then be overwritten, if no result is a part of
-  // it.
-  virtual void wait_until_read(Device& device, uint64_t number) { wait(device, number); }
 
   // ---- Agreement between hosts; these wait for all ranks ----
 

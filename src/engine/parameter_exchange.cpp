@@ -56,8 +56,7 @@ void ParameterExchange::before_backward(Device& device, int unit) {
   if (!zero_.shards_gradients()) return;
   for (int parameter : opened_by(unit)) {
     const auto i = static_cast<size_t>(parameter);
-    device.time_wait("room for gradients",
-                     [&] { communicator_.wait_until_read(device, reduced_[optimizer_.room_of(i)]); });
+    wait(device, reduced_[optimizer_.room_of(i)], "room for gradients");
     optimizer_.open_gradient(device, i);
   }
 }

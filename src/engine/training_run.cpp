@@ -100,10 +100,10 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
   if (config.telemetry.interval > 0) telemetry.emplace(config, model, plan);
   if (device == DeviceKind::kCuda) workspace = declare_op_workspace(config, model.parameters(), plan);
   if (device == DeviceKind::kCuda && zero.shards_gradients()) {
-    // For all gradients of a unit, so that none has to wait for the sum of another.
+    // For what other ranks have of all gradients of a unit, so that none has to wait for the sum of another.
     std::vector<int64_t> of_units(static_cast<size_t>(model.parameters().num_units()));
     for (const ParameterInfo& p : model.parameters().all) {
-      of_units[static_cast<size_t>(p.unit)] += zero.shard.padded(p.numel());
+      of_units[static_cast<size_t>(p.unit)] += zero.shard.padded(p.numel()) - zero.shard.piece(p.numel());
     }
     const int64_t largest = *std::max_element(of_units.begin(), of_units.end());
     reduction_room = plan.add("gradient buckets", "reduction_room", config.optimizer.gradient, {largest});

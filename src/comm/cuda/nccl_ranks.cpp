@@ -2,24 +2,21 @@
 #include <array>
 #include <cstring>
 #include <exception>
+#include <optional>
+#include <tuple>
 #include <utility>
 
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
 #include "comm/cuda/counter.h"
+#include "comm/cuda/peer_window.h"
 #include "comm/cuda/sum_pieces.h"
 #include "comm/nccl_ranks.h"
 #include "comm/watchdog.h"
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/cuda_device.h"
 #include "kernels/ops/add.h"
-
-// Collectives over copy engines, and windows, are in NCCL from 2.28 on.
-#define PARKA_NCCL_COPIES (NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0))
-#if !PARKA_NCCL_COPIES
-using ncclWindow_t = void*;
-#endif
 
 namespace parka {
 namespace {
@@ -42,12 +39,11 @@ std::string reason_of(ncclResult_t status, ncclComm_t comm) {
 
 ncclDataType_t type_of(const TensorView& x) { return x.dtype == DType::kF32 ? ncclFloat32 : ncclBfloat16; }
 
-// Where a window of memory is known to all ranks of a node, gathers, and exchanges of the pieces that are to be
-// summed, are left to the GPUs' copy engines: kernels that need multiprocessors make GEMMs beside them, which take
-// all of them, wait for a second round.
+// Where a window of memory is known to all ranks of a node, NCCL leaves gathers to the GPUs' copy engines: kernels
+// that need multiprocessors make GEMMs beside them, which take all of them, wait for a second round.
 ncclConfig_t communicator_config() {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-#if PARKA_NCCL_COPIES
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0)
   config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
 #endif
   return config;
@@ -105,7 +101,6 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   uint64_t last_queued() const override { return last_queued_; }
   void wait(Device& device, uint64_t number) override;
-  void wait_until_read(Device& device, uint64_t number) override;
 
   std::vector<std::string> gather_text(const std::string& text) override { return hosts_.gather_text(text); }
   double max(double value) override { return hosts_.max(value); }
@@ -119,18 +114,15 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   // Those who take part in a collective; a null communicator where a circle is that of all, or of one.
   struct Circle {
     ncclComm_t comm = nullptr;
-    ncclWindow_t window = nullptr;
+    std::optional<cuda::PeerWindow> window;
   };
-  const Circle& circle_of(Peers peers) const {
-    const bool is_all = size_of(peers) == size();
-    return circles_[static_cast<size_t>(is_all ? Peers::kAll : peers)];
-  }
+  Circle& circle_of(Peers peers) { return circle(size_of(peers) == size() ? Peers::kAll : peers); }
   Circle& circle(Peers peers) { return circles_[static_cast<size_t>(peers)]; }
   bool are_on_one_host(Peers peers) const;
   void open_windows();
-  bool reduces_by_copies(const TensorView& in, Peers peers) const;
+  bool reduces_by_copies(const TensorView& in, Peers peers);
+  void reduce_by_copies(const TensorView& in, const TensorView& out, Peers peers, bool adds);
   std::byte* take_room(int64_t bytes);
-  void sum_pieces(std::byte* pieces, int count, const TensorView& out, bool adds);
   void wait_for_sums(const Span& memory);
   // A collective of one: `in` becomes `out`.
   ncclResult_t copy(const TensorView& in, const TensorView& out) {
@@ -183,7 +175,7 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   int64_t room_at_ = 0;  // where the next exchange puts its pieces, in bytes
   struct Sum {
     uint64_t number;
-    Span pieces, out;
+    std::array<Span, 3> memory;  // that it works on
   };
   std::vector<Sum> sums_;  // in their order, those that may not be over
   uint64_t last_sum_ = 0;
@@ -248,7 +240,7 @@ std::string NcclCommunicator::description() const {
 void NcclCommunicator::check_nccl(ncclResult_t status, const char* name) const {
   if (status == ncclSuccess || status == ncclInProgress) return;
   throw Error(exit_code_of(status), fmt::format("{}, collective {}: {}", name, last_queued_,
-                                                reason_of(status, circle_of(Peers::kAll).comm)));
+                                                reason_of(status, circles_[static_cast<size_t>(Peers::kAll)].comm)));
 }
 
 template <typename Call>
@@ -269,8 +261,11 @@ void* NcclCommunicator::allocate(Device& device, int64_t bytes) {
   PARKA_REQUIRE(memory_ == nullptr);
   if (device.memory_use().free_bytes < bytes) return device.allocate(bytes);  // says how much is free
   constexpr int64_t kMultiple = 4096;                                         // of which windows are
-  memory_bytes_ = ceil_div(std::max<int64_t>(bytes, 1), kMultiple) * kMultiple;
+  const int64_t signals_at = ceil_div(std::max<int64_t>(bytes, 1), kMultiple) * kMultiple;
+  constexpr int64_t kSignals = std::tuple_size_v<decltype(circles_)> * cuda::PeerWindow::kSignalBytes;
+  memory_bytes_ = signals_at + kSignals;
   check_nccl(ncclMemAlloc(&memory_, static_cast<size_t>(memory_bytes_)), "allocation");
+  check(cudaMemset(static_cast<std::byte*>(memory_) + signals_at, 0, kSignals), "allocation");
   open_windows();
   return memory_;
 }
@@ -281,8 +276,8 @@ void NcclCommunicator::release(Device& device, void* memory) {
   if (std::uncaught_exceptions() > 0) return;  // others may be writing to it, and this process ends
   synchronize();
   for (Circle& circle : circles_) {
-    if (circle.window != nullptr) ncclCommWindowDeregister(circle.comm, circle.window);
-    circle.window = nullptr;
+    if (circle.window) circle.window->close();
+    circle.window.reset();
   }
   ncclMemFree(memory_);
   memory_ = nullptr;
@@ -299,24 +294,22 @@ bool NcclCommunicator::are_on_one_host(Peers peers) const {
 // The memory is a window for peers on one host, where they can reach that of one another. Others have none: over a
 // network NCCL's rings send less.
 void NcclCommunicator::open_windows() {
-#if PARKA_NCCL_COPIES
+  if (memory_ == nullptr || !cuda::PeerWindow::is_available()) return;
+  std::byte* signals = static_cast<std::byte*>(memory_) + memory_bytes_;
   for (const Peers peers : {Peers::kAll, Peers::kGroup, Peers::kAcross}) {
     Circle& circle = this->circle(peers);
-    if (circle.comm == nullptr || circle.window != nullptr || memory_ == nullptr || !are_on_one_host(peers))
-      continue;
-    check_nccl(ncclCommWindowRegister(circle.comm, memory_, static_cast<size_t>(memory_bytes_), &circle.window,
-                                      NCCL_WIN_COLL_SYMMETRIC),
-               "window");
+    signals -= cuda::PeerWindow::kSignalBytes;
+    if (circle.comm == nullptr || circle.window || !are_on_one_host(peers)) continue;
+    circle.window.emplace(circle.comm, memory_, memory_bytes_, signals);
   }
-#endif
 }
 
 // What every rank decides alike: plans place tensors at the same offsets.
-bool NcclCommunicator::reduces_by_copies(const TensorView& in, Peers peers) const {
+bool NcclCommunicator::reduces_by_copies(const TensorView& in, Peers peers) {
   const auto* const begin = static_cast<const std::byte*>(memory_);
   const auto* const at = static_cast<const std::byte*>(in.data);
-  return circle_of(peers).window != nullptr && at >= begin && at < begin + memory_bytes_ && !room_.empty() &&
-         in.bytes() <= room_.bytes();
+  return circle_of(peers).window && at >= begin && at < begin + memory_bytes_ &&
+         in.bytes() / size_of(peers) * (size_of(peers) - 1) <= room_.bytes();
 }
 
 // A place in the room, which is used from end to end and then again: where a sum may still be reading, this waits.
@@ -329,21 +322,27 @@ std::byte* NcclCommunicator::take_room(int64_t bytes) {
   return begin;
 }
 
-// The sum of pieces that have come, beside the collectives that follow, on multiprocessors that the device's own
-// work leaves idle.
-void NcclCommunicator::sum_pieces(std::byte* pieces, int count, const TensorView& out, bool adds) {
+// The pieces of others come to the room. They are added up beside the collectives that follow, on multiprocessors
+// that the device's own work leaves idle.
+void NcclCommunicator::reduce_by_copies(const TensorView& in, const TensorView& out, Peers peers, bool adds) {
+  const int place = place_in(peers), count = size_of(peers);
+  const int64_t others_bytes = (count - 1) * out.bytes();
+  std::byte* const others = take_room(others_bytes);
+  const auto* const pieces = static_cast<const std::byte*>(in.data);
+  circle_of(peers).window->exchange(pieces, others, out.bytes(), stream_);
   check(cudaEventRecord(exchanged_, stream_), "reduce_scatter");
   check(cudaStreamWaitEvent(sum_stream_, exchanged_), "reduce_scatter");
-  cuda::queue_sum(pieces, count, out, adds, sum_stream_);
+  const std::byte* const own = pieces + place * out.bytes();
+  cuda::queue_sum({own, others, place, count}, out, adds, sum_stream_);
   last_sum_ = last_queued_;
   check(cudaEventRecord(summed(last_sum_), sum_stream_), "reduce_scatter");
-  sums_.push_back({last_sum_, {pieces, pieces + count * out.bytes()}, span_of(out)});
+  sums_.push_back({last_sum_, {{{own, own + out.bytes()}, {others, others + others_bytes}, span_of(out)}}});
 }
 
 // Later collectives wait for the sums that work on this memory, and so for those before them.
 void NcclCommunicator::wait_for_sums(const Span& memory) {
   const auto last = std::find_if(sums_.rbegin(), sums_.rend(), [&](const Sum& sum) {
-    return sum.pieces.overlaps(memory) || sum.out.overlaps(memory);
+    return std::any_of(sum.memory.begin(), sum.memory.end(), [&](const Span& used) { return used.overlaps(memory); });
   });
   if (last == sums_.rend()) return;
   check(cudaStreamWaitEvent(stream_, summed(last->number)), "wait for a sum");
@@ -367,18 +366,13 @@ void NcclCommunicator::reduce_scatter(Device& device, const TensorView& in, cons
   check_scattered(in, out, size);
   const bool adds = onto == Onto::kOldValue;
   wait_for_sums(span_of(in));
-#if PARKA_NCCL_COPIES
   if (size > 1 && reduces_by_copies(in, peers)) {
     queue(device, "reduce_scatter", [&] {
-      std::byte* const pieces = take_room(in.bytes());
-      const ncclResult_t status = ncclAlltoAll(in.data, pieces, static_cast<size_t>(out.numel()), type_of(in),
-                                               circle_of(peers).comm, stream_);
-      if (status == ncclSuccess) sum_pieces(pieces, size, out, adds);
-      return status;
+      reduce_by_copies(in, out, peers, adds);
+      return ncclSuccess;
     });
     return;
   }
-#endif
   const TensorView own(static_cast<std::byte*>(in.data) + place_in(peers) * out.bytes(), in.dtype, {out.numel()});
   if (adds) add(device, {.x = out, .total = own});
   wait_for_sums(span_of(out));
@@ -400,15 +394,11 @@ void NcclCommunicator::all_gather(Device& device, const TensorView& in, const Te
 }
 
 void NcclCommunicator::wait(Device& device, uint64_t number) {
-  wait_until_read(device, number);
-  const uint64_t sum = number == 0 ? 0 : sum_before(remembered(number));
-  if (sum != 0) check(cudaStreamWaitEvent(device_.stream(), summed(sum)), "wait for a sum");
-}
-
-void NcclCommunicator::wait_until_read(Device& device, uint64_t number) {
   PARKA_REQUIRE(&device == &device_ && number <= last_queued_);
   if (number == 0) return;
   check(cudaStreamWaitEvent(device_.stream(), done(remembered(number))), "wait for a collective");
+  const uint64_t sum = sum_before(remembered(number));
+  if (sum != 0) check(cudaStreamWaitEvent(device_.stream(), summed(sum)), "wait for a sum");
 }
 
 CollectiveCounts NcclCommunicator::counts() const {
@@ -417,7 +407,8 @@ CollectiveCounts NcclCommunicator::counts() const {
 }
 
 std::string NcclCommunicator::failure() {
-  for (const auto& [comm, window] : circles_) {
+  for (const Circle& circle : circles_) {
+    const ncclComm_t comm = circle.comm;
     if (comm == nullptr) continue;
     ncclResult_t status = ncclSuccess;
     const ncclResult_t asked = ncclCommGetAsyncError(comm, &status);

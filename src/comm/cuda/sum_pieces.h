@@ -5,8 +5,15 @@
 
 namespace parka::cuda {
 
-// out [n] = the sum of `count` pieces [n] that follow one another from `pieces` on, fp32 or bf16 as `out` is; with
-// `adds` what `out` held comes first. Added in fp32 in that order and rounded once. Throws Error(kInternal).
-void queue_sum(const void* pieces, int count, const TensorView& out, bool adds, cudaStream_t stream);
+// What one rank has of a sum over ranks.
+struct Addends {
+  const void* own;     // [n]: this rank's, the one of place `place`
+  const void* others;  // [count - 1, n]: those of the others, in the order of their places
+  int place, count;
+};
+
+// out [n] = the sum of the addends, fp32 or bf16 as `out` is; with `adds` what `out` held comes first. Added in fp32
+// in the order of places and rounded once. Throws Error(kInternal).
+void queue_sum(const Addends& addends, const TensorView& out, bool adds, cudaStream_t stream);
 
 }  // namespace parka::cuda

@@ -1,0 +1,127 @@
+#include "comm/cuda/peer_window.h"
+
+#include <algorithm>
+#include <string>
+
+#include <cuda.h>
+
+#include "core/error.h"
+#include "kernels/cuda/check.h"
+
+#define PARKA_HAS_WINDOWS (NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0))
+#if PARKA_HAS_WINDOWS
+#include <nccl_device.h>
+#endif
+
+namespace parka::cuda {
+
+#if PARKA_HAS_WINDOWS
+namespace {
+
+void check_nccl(ncclResult_t status, const char* what) {
+  if (status != ncclSuccess) throw Error(ExitCode::kInternal, std::string(what) + ": " + ncclGetErrorString(status));
+}
+
+__global__ void find_bases(ncclWindow_t window, int size, std::byte** bases) {
+  for (int place = 0; place < size; ++place) {
+    bases[place] = static_cast<std::byte*>(ncclGetPeerPointer(window, 0, place));
+  }
+}
+
+// The driver's function, found at run time: programs start without a driver too.
+decltype(&cuStreamBatchMemOp) find_batch_mem_op() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  check(cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &function, 12000, cudaEnableDefault, &found),
+        "cuStreamBatchMemOp");
+  PARKA_REQUIRE(found == cudaDriverEntryPointSuccess);
+  return reinterpret_cast<decltype(&cuStreamBatchMemOp)>(function);
+}
+
+CUdeviceptr address(const std::byte* memory) { return reinterpret_cast<CUdeviceptr>(memory); }
+
+}  // namespace
+
+// What a window is in memory is known to NCCL's headers alone.
+bool PeerWindow::is_available() {
+  int version = 0;
+  check_nccl(ncclGetVersion(&version), "version of NCCL");
+  return version / 100 == NCCL_VERSION_CODE / 100;
+}
+
+PeerWindow::PeerWindow(ncclComm_t comm, void* memory, int64_t bytes, std::byte* signals)
+    : comm_(comm), memory_(static_cast<std::byte*>(memory)), signals_(signals) {
+  int size = 0;
+  check_nccl(ncclCommCount(comm, &size), "window");
+  check_nccl(ncclCommUserRank(comm, &place_), "window");
+  PARKA_REQUIRE(size * static_cast<int64_t>(sizeof(uint32_t)) <= kSignalBytes);
+  ncclWindow_t window = nullptr;
+  check_nccl(ncclCommWindowRegister(comm, memory, static_cast<size_t>(bytes), &window, NCCL_WIN_COLL_SYMMETRIC),
+             "window");
+  window_ = window;
+  bases_.resize(static_cast<size_t>(size));
+  std::byte** found = nullptr;
+  check(cudaMallocHost(&found, bases_.size() * sizeof(std::byte*)), "window");
+  find_bases<<<1, 1>>>(window, size, found);
+  check_launch("window");
+  check(cudaDeviceSynchronize(), "window");
+  std::copy(found, found + size, bases_.begin());
+  check(cudaFreeHost(found), "window");
+}
+
+void PeerWindow::close() { check_nccl(ncclCommWindowDeregister(comm_, static_cast<ncclWindow_t>(window_)), "closing a window"); }
+
+// Each rank counts its meetings in a number of its own at every other, and waits until those of all others that it
+// has here have come as far. What was queued before is seen by all after it.
+void PeerWindow::meet(cudaStream_t stream) {
+  static const auto batch_mem_op = find_batch_mem_op();
+  ++meetings_;
+  const auto signal = [&](int place) { return signals_ + static_cast<size_t>(place) * sizeof(uint32_t); };
+  std::vector<CUstreamBatchMemOpParams> ops;
+  for (const auto kind : {CU_STREAM_MEM_OP_WRITE_VALUE_32, CU_STREAM_MEM_OP_WAIT_VALUE_32}) {
+    for (int place = 0; place < static_cast<int>(bases_.size()); ++place) {
+      if (place == place_) continue;
+      CUstreamBatchMemOpParams op{};
+      op.operation = kind;
+      if (kind == CU_STREAM_MEM_OP_WRITE_VALUE_32) {
+        op.writeValue.address = address(at(place, signal(place_)));
+        op.writeValue.value = meetings_;
+      } else {
+        op.waitValue.address = address(signal(place));
+        op.waitValue.value = meetings_;
+        op.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
+      }
+      ops.push_back(op);
+    }
+  }
+  const CUresult result = batch_mem_op(stream, static_cast<unsigned>(ops.size()), ops.data(), 0);
+  if (result != CUDA_SUCCESS) {
+    throw Error(ExitCode::kInternal, "cuStreamBatchMemOp: CUDA error " + std::to_string(static_cast<int>(result)));
+  }
+}
+
+void PeerWindow::exchange(const std::byte* in, std::byte* pieces, int64_t piece_bytes, cudaStream_t stream) {
+  const int size = static_cast<int>(bases_.size());
+  meet(stream);
+  for (int step = 1; step < size; ++step) {
+    const int to = (place_ + step) % size;  // one rank writes to a rank at a time
+    const int slot = place_ < to ? place_ : place_ - 1;
+    check(cudaMemcpyAsync(at(to, pieces + slot * piece_bytes), in + to * piece_bytes, static_cast<size_t>(piece_bytes),
+                          cudaMemcpyDefault, stream),
+          "exchange");
+  }
+  meet(stream);
+}
+
+#else
+
+bool PeerWindow::is_available() { return false; }
+PeerWindow::PeerWindow(ncclComm_t /*comm*/, void* /*memory*/, int64_t /*bytes*/, std::byte* /*signals*/) {
+  PARKA_REQUIRE(is_available());
+}
+void PeerWindow::close() {}
+void PeerWindow::exchange(const std::byte* /*in*/, std::byte* /*pieces*/, int64_t /*piece_bytes*/, cudaStream_t /*stream*/) {}
+
+#endif
+
+}  // namespace parka::cuda
