@@ -27,6 +27,10 @@ class SingleCommunicator final : public Communicator {
     reduce_alone(device, in, out, Onto::kNothing);
     ++last_queued_;
   }
+  void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override {
+    check_side_by_side(out, in, 1);
+    all_gather(device, in, out, peers);
+  }
 
   uint64_t last_queued() const override { return last_queued_; }
   void wait(Device&, uint64_t) override {}
@@ -69,6 +73,12 @@ void reduce_alone(Device& device, const TensorView& in, const TensorView& out, O
 void check_scattered(const TensorView& whole, const TensorView& part, int size) {
   if (whole.dtype == part.dtype && whole.numel() == part.numel() * size) return;
   throw_internal("{} is not {} times {}", describe(whole), size, describe(part));
+}
+
+void check_side_by_side(const TensorView& whole, const TensorView& part, int size) {
+  check_scattered(whole, part, size);
+  if (whole.rank == 2 && part.rank == 2 && whole.dim[0] == part.dim[0]) return;
+  throw_internal("{} is not {} side by side", describe(whole), describe(part));
 }
 
 }  // namespace parka

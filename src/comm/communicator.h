@@ -68,6 +68,9 @@ class Communicator {
                               Onto onto = Onto::kNothing) = 0;
   // out [size * n] = `in` [n] of all peers one after the other, of any format. `in` may be its own place in `out`.
   virtual void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
+  // out [rows, size * columns] = `in` [rows, columns] of all peers side by side, of any format, elsewhere. On GPUs of
+  // several nodes it takes as much of set_room() as `out` has.
+  virtual void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
 
   // Collectives are numbered from 1 in order of their calls; nobody has to wait for number 0.
   virtual uint64_t last_queued() const = 0;
@@ -102,8 +105,10 @@ std::unique_ptr<Communicator> make_single_communicator();
 
 // What every implementation asks of the tensors it is given; throws Error(kInternal) otherwise.
 void check_reducible(const TensorView& x);
-// `whole` has `size` times the elements of `part`, in the same format.
+// `whole` has `size` times the elements of `part`, in the same format...
 void check_scattered(const TensorView& whole, const TensorView& part, int size);
+// ... in as many rows.
+void check_side_by_side(const TensorView& whole, const TensorView& part, int size);
 // reduce_scatter of one rank, on the device's own stream.
 void reduce_alone(Device& device, const TensorView& in, const TensorView& out, Onto onto);
 

@@ -80,6 +80,7 @@ class MpiCommunicator final : public Communicator {
   void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) override;
   void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers, Onto onto) override;
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
+  void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   uint64_t last_queued() const override { return last_queued_; }
   void wait(Device&, uint64_t) override {}
 
@@ -226,6 +227,33 @@ void MpiCommunicator::all_gather(Device& device, const TensorView& in, const Ten
     for_each_other(circle, [&](int place, int rank) { receive(target + place * bytes + begin, count, rank); });
     for_each_other(circle, [&](int, int rank) { send(source + begin, count, rank); });
     wait_for_messages();
+  }
+}
+
+void MpiCommunicator::all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
+  const Circle circle = begin_collective(device, peers);
+  check_side_by_side(out, in, circle.size);
+  const CollectiveCounter::Span span(counter_);
+  const int64_t num_rows = in.dim[0], row_bytes = in.dim[1] * parka::size_of(in.dtype);
+  if (in.numel() == 0) return;
+  const int64_t most_rows = std::clamp<int64_t>(kPieceBytes / row_bytes / circle.size, 1, num_rows);
+  const auto needed = static_cast<size_t>(most_rows * row_bytes * circle.size);
+  if (scratch_.size() < needed) scratch_.resize(needed);
+  const auto* source = static_cast<const std::byte*>(in.data);
+  auto* target = static_cast<std::byte*>(out.data);
+  for (int64_t begin = 0; begin < num_rows; begin += most_rows) {
+    const int64_t rows = std::min(most_rows, num_rows - begin), bytes = rows * row_bytes;
+    const auto put = [&](int place, const std::byte* piece) {
+      for (int64_t r = 0; r < rows; ++r) {
+        std::memcpy(target + ((begin + r) * circle.size + place) * row_bytes, piece + r * row_bytes,
+                    static_cast<size_t>(row_bytes));
+      }
+    };
+    for_each_other(circle, [&](int place, int rank) { receive(scratch_.data() + place * bytes, bytes, rank); });
+    for_each_other(circle, [&](int, int rank) { send(source + begin * row_bytes, bytes, rank); });
+    wait_for_messages();
+    put(circle.place, source + begin * row_bytes);
+    for_each_other(circle, [&](int place, int) { put(place, scratch_.data() + place * bytes); });
   }
 }
 

@@ -8,24 +8,29 @@ ParameterExchange::ParameterExchange(const Zero& zero, Communicator& communicato
   PARKA_REQUIRE(communicator.size() > 1);
 }
 
-void ParameterExchange::gather(Device& device, int unit) {
+void ParameterExchange::gather(Device& device, int unit, Pass pass) {
   model_.weights().before_gather(device, unit);
-  for (const ModelWeights::Piece& piece : model_.weights().pieces(unit)) {
-    communicator_.all_gather(device, piece.own, piece.whole, Peers::kGroup);
+  for (const ModelWeights::Piece& piece : model_.weights().pieces(unit, pass)) {
+    if (piece.is_columns) {
+      communicator_.all_gather_columns(device, piece.own, piece.whole, Peers::kGroup);
+    } else {
+      communicator_.all_gather(device, piece.own, piece.whole, Peers::kGroup);
+    }
   }
 }
 
-void ParameterExchange::prefetch(Device& device, int unit) {
-  if (unit < 0 || unit >= model_.parameters().num_units() || !model_.weights().is_gathered_on_use(unit)) return;
+void ParameterExchange::prefetch(Device& device, int unit, Pass pass) {
+  const ModelWeights& weights = model_.weights();
+  if (unit < 0 || unit >= model_.parameters().num_units() || !weights.is_gathered_on_use(unit)) return;
   Gathered& room = gathered_[static_cast<size_t>(unit % 2)];
-  if (room.unit == unit) return;
-  gather(device, unit);
-  room = {unit, communicator_.last_queued(), false};
+  if (room.unit == unit && (room.pass == pass || !weights.has_pieces_for_backward())) return;
+  gather(device, unit, pass);
+  room = {unit, pass, communicator_.last_queued(), false};
 }
 
-void ParameterExchange::gather_on_use(Device& device, int unit) {
+void ParameterExchange::gather_on_use(Device& device, int unit, Pass pass) {
   if (!model_.weights().is_gathered_on_use(unit)) return;
-  prefetch(device, unit);
+  prefetch(device, unit, pass);
   Gathered& room = gathered_[static_cast<size_t>(unit % 2)];
   if (room.is_ready) return;
   wait(device, room.number, "gathered weights");
@@ -38,8 +43,8 @@ void ParameterExchange::wait(Device& device, uint64_t number, const char* what) 
 }
 
 void ParameterExchange::before_forward(Device& device, int unit) {
-  gather_on_use(device, unit);
-  prefetch(device, unit + 1);
+  gather_on_use(device, unit, Pass::kForward);
+  prefetch(device, unit + 1, Pass::kForward);
 }
 
 std::vector<int> ParameterExchange::opened_by(int unit) const {
@@ -52,7 +57,11 @@ std::vector<int> ParameterExchange::opened_by(int unit) const {
 }
 
 void ParameterExchange::before_backward(Device& device, int unit) {
-  gather_on_use(device, unit);
+  gather_on_use(device, unit, Pass::kBackward);
+  // Both rooms are free while the head is at work.
+  if (unit == model_.parameters().head_unit()) {
+    for (int last : {unit - 1, unit - 2}) prefetch(device, last, Pass::kBackward);
+  }
   if (!zero_.shards_gradients()) return;
   for (int parameter : opened_by(unit)) {
     const auto i = static_cast<size_t>(parameter);
@@ -62,7 +71,13 @@ void ParameterExchange::before_backward(Device& device, int unit) {
 }
 
 void ParameterExchange::after_backward(Device& device, int unit) {
-  prefetch(device, unit - 2);  // into this unit's room, and ahead of its gradients, which have more time
+  // Into this unit's room, and ahead of its gradients, which have more time: the weights of the block before the next
+  // one, or those with which the next micro-batch begins, unless they change before it.
+  if (unit > 2) {
+    prefetch(device, unit - 2, Pass::kBackward);
+  } else if (!place_.is_last) {
+    prefetch(device, unit, Pass::kForward);
+  }
   if (!place_.is_last && !zero_.shards_gradients()) return;
   for (int parameter : model_.parameters().unit(unit)) {
     const auto i = static_cast<size_t>(parameter);
@@ -100,7 +115,7 @@ void ParameterExchange::sum(Device& device, const TensorView& x, Peers peers) {
 void ParameterExchange::weights_changed(Device& device) {
   const ModelWeights& weights = model_.weights();
   for (int unit = 0; unit < model_.parameters().num_units(); ++unit) {
-    if (!weights.is_gathered_on_use(unit)) gather(device, unit);
+    if (!weights.is_gathered_on_use(unit)) gather(device, unit, Pass::kForward);
   }
   if (zero_.shards_states() && !weights.amax().empty()) {
     communicator_.all_reduce(device, weights.amax(), Reduction::kMax, Peers::kGroup);

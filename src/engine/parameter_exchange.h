@@ -46,9 +46,11 @@ class ParameterExchange final : public UnitHooks {
 
  private:
   void wait(Device& device, uint64_t number, const char* what);
-  void gather_on_use(Device& device, int unit);
-  void prefetch(Device& device, int unit);
-  void gather(Device& device, int unit);
+  using Pass = ModelWeights::Pass;
+
+  void gather_on_use(Device& device, int unit, Pass pass);
+  void prefetch(Device& device, int unit, Pass pass);
+  void gather(Device& device, int unit, Pass pass);
   // Parameters whose gradients begin, or are complete, with a unit of backward.
   std::vector<int> opened_by(int unit) const;
 
@@ -62,6 +64,7 @@ class ParameterExchange final : public UnitHooks {
   // to the next, whose forward pass begins with the blocks that backward has ended with.
   struct Gathered {
     int unit = -1;
+    Pass pass = Pass::kForward;
     uint64_t number = 0;  // of the collective
     bool is_ready = false;
   };

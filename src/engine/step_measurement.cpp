@@ -92,13 +92,14 @@ CopySeconds copy_seconds(const Config& config, const ParameterTable& table, cons
                          double copy_bandwidth) {
   if (config.precision.gemm == GemmPrecision::kCompute) return {};
   const Formats formats(config.precision);
-  const bool has_tensor_scales = formats.weight.scaling == Scaling::kTensor;
   const double plain = size_of(formats.compute.dtype);
   // Bytes per element. Codes with one scale are moved; codes of blocks are made from the weight again.
-  const double move = has_tensor_scales ? 2 : plain + 1;
+  const double move = formats.has_tensor_scales() ? 2 : plain + 1;
   CopySeconds bytes;
   if (zero.shards_weights()) {
-    bytes = {0, move, 0};
+    const bool has_transposed = gathers_transposed(table, formats, config.precision.weight_copies,
+                                                   training_use(config.precision), zero);
+    bytes = {0, has_transposed ? 0 : move, 0};
   } else if (config.precision.weight_copies == WeightCopies::kBoth) {
     bytes = {0, 0, plain + 2};
   } else if (config.precision.weight_copies == WeightCopies::kRows) {

@@ -8,6 +8,7 @@
 #include "engine/training_run.h"
 #include "model/formats.h"
 #include "model/parameter_table.h"
+#include "model/weights.h"
 
 namespace parka {
 namespace {
@@ -37,17 +38,17 @@ class Schedule {
     return zero_.shards_weights() && unit > 0 && unit < table_.head_unit();
   }
   static bool is_linear(const ParameterInfo& p) { return p.in_block && p.rows > 1; }
-  bool has_tensor_scales() const { return formats_.fp8_gemm && formats_.weight.scaling == Scaling::kTensor; }
   bool is_gathered_as_codes(const ParameterInfo& p) const {
-    return is_gathered_on_use(p.unit) && is_linear(p) && has_tensor_scales();
+    return is_gathered_on_use(p.unit) && is_linear(p) && formats_.has_tensor_scales();
   }
   int64_t gradient_bytes(int64_t numel) const { return numel * size_of(config_.optimizer.gradient); }
   size_t room_of(const ParameterInfo& p) const {
     const bool is_tied = p.unit == 0 && table_.head == table_.embedding;
     return is_tied ? 2 : static_cast<size_t>(p.unit % 2);
   }
-  double quantize_seconds(int64_t elements) const {  // read in the compute format, written as codes
-    const int64_t bytes = elements * (size_of(formats_.compute.dtype) + 1);
+  // Read in the compute format, written as codes, which may be transposed, too.
+  double quantize_seconds(int64_t elements, bool transposed = false) const {
+    const int64_t bytes = elements * (size_of(formats_.compute.dtype) + (transposed ? 2 : 1));
     return static_cast<double>(bytes) / (kQuantizeOfCopy * compute_.copy_bandwidth);
   }
   std::vector<int> opened_by(int unit) const;
@@ -55,8 +56,10 @@ class Schedule {
   void before_forward(int unit);
   void before_backward(int unit);
   void after_backward(int unit);
-  void gather_on_use(int unit);
-  void prefetch(int unit);
+  using Pass = ModelWeights::Pass;
+
+  void gather_on_use(int unit, Pass pass);
+  void prefetch(int unit, Pass pass);
   void gather(int unit);
   void quantize_gathered(int unit);
   void sum_pieces(const ParameterInfo& p);
@@ -67,13 +70,14 @@ class Schedule {
   Formats formats_;
   Zero zero_;
   bool is_exchanged_, has_several_groups_;
-  bool keeps_codes_;  // of this rank's pieces, for the whole step
+  bool keeps_codes_, gathers_transposed_;  // of this rank's pieces, for the whole step
   std::vector<std::vector<int>> units_;
   std::vector<StepAction> actions_;
 
   ParameterExchange::Place place_;
   struct Gathered {
     int unit = -1;
+    Pass pass = Pass::kForward;
     uint64_t number = 0;
     bool is_ready = false;
   };
@@ -90,7 +94,9 @@ Schedule::Schedule(const Config& config, int64_t num_gpus, const ComputeSeconds&
       zero_(zero_of(config.distributed, 0, num_gpus)),
       is_exchanged_(num_gpus > 1),
       has_several_groups_(zero_.shards_states() && zero_.shard.size < num_gpus),
-      keeps_codes_(zero_.shards_weights() && config.precision.weight_copies != WeightCopies::kNone) {
+      keeps_codes_(zero_.shards_weights() && config.precision.weight_copies != WeightCopies::kNone),
+      gathers_transposed_(gathers_transposed(table_, formats_, config.precision.weight_copies,
+                                             training_use(config.precision), zero_)) {
   for (int unit = 0; unit < table_.num_units(); ++unit) units_.push_back(table_.unit(unit));
 }
 
@@ -115,17 +121,17 @@ void Schedule::gather(int unit) {
   }
 }
 
-void Schedule::prefetch(int unit) {
+void Schedule::prefetch(int unit, Pass pass) {
   if (unit < 0 || unit >= table_.num_units() || !is_gathered_on_use(unit)) return;
   Gathered& room = gathered_[static_cast<size_t>(unit % 2)];
-  if (room.unit == unit) return;
+  if (room.unit == unit && (room.pass == pass || !gathers_transposed_)) return;
   gather(unit);
-  room = {unit, last_queued_, false};
+  room = {unit, pass, last_queued_, false};
 }
 
-void Schedule::gather_on_use(int unit) {
+void Schedule::gather_on_use(int unit, Pass pass) {
   if (!is_gathered_on_use(unit)) return;
-  prefetch(unit);
+  prefetch(unit, pass);
   Gathered& room = gathered_[static_cast<size_t>(unit % 2)];
   if (room.is_ready) return;
   wait(room.number);
@@ -135,7 +141,7 @@ void Schedule::gather_on_use(int unit) {
 
 // ModelWeights::gathered(): what was gathered in the compute format is read, and FP8 codes are written.
 void Schedule::quantize_gathered(int unit) {
-  if (!formats_.fp8_gemm || has_tensor_scales()) return;
+  if (!formats_.fp8_gemm || formats_.has_tensor_scales()) return;
   int64_t elements = 0;
   for (int index : units_[static_cast<size_t>(unit)]) {
     const ParameterInfo& p = table_.all[static_cast<size_t>(index)];
@@ -154,13 +160,16 @@ void Schedule::sum_pieces(const ParameterInfo& p) {
 
 void Schedule::before_forward(int unit) {
   if (!is_exchanged_) return;
-  gather_on_use(unit);
-  prefetch(unit + 1);
+  gather_on_use(unit, Pass::kForward);
+  prefetch(unit + 1, Pass::kForward);
 }
 
 void Schedule::before_backward(int unit) {
   if (!is_exchanged_) return;
-  gather_on_use(unit);
+  gather_on_use(unit, Pass::kBackward);
+  if (unit == table_.head_unit()) {
+    for (int last : {unit - 1, unit - 2}) prefetch(last, Pass::kBackward);
+  }
   if (!zero_.shards_gradients()) return;
   for (int index : opened_by(unit)) {
     // Optimizer::open_gradient() clears padding, which is next to nothing.
@@ -170,7 +179,11 @@ void Schedule::before_backward(int unit) {
 
 void Schedule::after_backward(int unit) {
   if (!is_exchanged_) return;
-  prefetch(unit - 2);
+  if (unit > 2) {
+    prefetch(unit - 2, Pass::kBackward);
+  } else if (!place_.is_last) {
+    prefetch(unit, Pass::kForward);
+  }
   if (!place_.is_last && !zero_.shards_gradients()) return;
   for (int index : units_[static_cast<size_t>(unit)]) {
     const ParameterInfo& p = table_.all[static_cast<size_t>(index)];
@@ -229,7 +242,7 @@ void Schedule::update() {
     for (int unit = 0; unit < table_.num_units(); ++unit) {
       if (!is_gathered_on_use(unit)) gather(unit);
     }
-    if (zero_.shards_states() && has_tensor_scales()) {  // the weights' maxima
+    if (zero_.shards_states() && formats_.has_tensor_scales()) {  // the weights' maxima
       collective(Kind::kAllReduce, num_parameters * size_of(DType::kF32), Peers::kGroup);
     }
     wait(last_queued_);
@@ -237,7 +250,7 @@ void Schedule::update() {
   compute(compute_.quantize_weights);
   if (keeps_codes_) {
     for (const ParameterInfo& p : table_.all) {
-      if (is_gathered_as_codes(p)) compute(quantize_seconds(zero_.shard.piece(p.numel())));
+      if (is_gathered_as_codes(p)) compute(quantize_seconds(zero_.shard.piece(p.numel()), gathers_transposed_));
     }
   }
 }

@@ -24,6 +24,9 @@ struct Formats {
   bool fp8_gemm = false;                  // FP8 GEMMs need transposed copies: their operands are K-major only
 
   explicit Formats(const PrecisionConfig& config);
+
+  // Whether weights have FP8 codes with one scale for a whole tensor, which can be moved as they are.
+  bool has_tensor_scales() const { return fp8_gemm && weight.scaling == Scaling::kTensor; }
 };
 
 // A matrix declared in a MemoryPlan: codes and scale. The scale of a kTensor matrix may be shared with another.

@@ -11,16 +11,36 @@ namespace {
 
 TensorView flat(const TensorView& t, int64_t numel) { return {t.data, t.dtype, {numel}}; }
 
+// Elements of which columns that are copied between GPUs are a multiple, so that rows begin where copies are fast.
+constexpr int64_t kColumnAlignment = 16;
+
 }  // namespace
 
-ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, WeightCopies copies,
-                           bool for_backward, const Zero& zero, MemoryPlan& plan)
+WeightUse training_use(const PrecisionConfig& precision) {
+  return precision.recompute == Recompute::kBlock ? WeightUse::kBackwardWithForward : WeightUse::kBackward;
+}
+
+bool gathers_transposed(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use,
+                        const Zero& zero) {
+  if (!zero.shards_weights() || !formats.has_tensor_scales()) return false;
+  if (copies != WeightCopies::kBoth || use != WeightUse::kBackward) return false;
+  const std::vector<int> block = table.unit(1);  // all blocks are alike
+  return std::all_of(block.begin(), block.end(), [&](int index) {
+    const ParameterInfo& p = table.all[static_cast<size_t>(index)];
+    return p.rows == 1 || (p.rows % zero.shard.size == 0 && p.rows / zero.shard.size % kColumnAlignment == 0 &&
+                           zero.shard.piece(p.numel()) * zero.shard.size == p.numel());
+  });
+}
+
+ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use,
+                           const Zero& zero, MemoryPlan& plan)
     : parameters_(table.all),
       formats_(formats),
       zero_(zero),
       keeps_rows_(copies != WeightCopies::kNone && !zero.shards_weights()),
-      keeps_transposed_(for_backward && copies == WeightCopies::kBoth && !zero.shards_weights()),
+      keeps_transposed_(use != WeightUse::kForward && copies == WeightCopies::kBoth && !zero.shards_weights()),
       keeps_piece_codes_(copies != WeightCopies::kNone && gathers_codes()),
+      gathers_transposed_(gathers_transposed(table, formats, copies, use, zero)),
       linear_(table.all.size(), false),
       gathered_unit_(static_cast<size_t>(table.num_units()), false),
       copy_ids_(table.all.size()),
@@ -47,11 +67,11 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (has_copy(i)) declare_copies(i, plan);
   }
-  if (has_tensor_scales()) {
+  if (formats_.has_tensor_scales()) {
     amax_id_ = plan.add("fp8 weights", "weight_amax", DType::kF32, {static_cast<int64_t>(parameters_.size())});
   }
   if (zero_.shards_weights()) declare_rooms(table, plan);
-  declare_workspace(for_backward, plan);
+  declare_workspace(use, plan);
 }
 
 void ModelWeights::declare_copies(size_t i, MemoryPlan& plan) {
@@ -59,19 +79,23 @@ void ModelWeights::declare_copies(size_t i, MemoryPlan& plan) {
   CopyIds& ids = copy_ids_[i];
   if (keeps_rows_) {
     ids.w = add_matrix(plan, "fp8 weights", p.name + ".fp8", formats_.weight, p.rows, p.cols, kAllPhases);
-  } else if (has_tensor_scales()) {
+  } else if (formats_.has_tensor_scales()) {
     ids.w.scale = plan.add("fp8 weights", p.name + ".fp8.scale", DType::kF32, {1});
   }
   if (keeps_piece_codes_) {
-    piece_code_ids_[i] =
-        plan.add("fp8 weights", p.name + ".fp8", formats_.weight.dtype, {zero_.shard.piece(p.numel())});
+    const auto add = [&](const char* suffix) {
+      return MatrixId{plan.add("fp8 weights", p.name + suffix, formats_.weight.dtype, {zero_.shard.piece(p.numel())}),
+                      ids.w.scale, formats_.weight};
+    };
+    piece_code_ids_[i].w = add(".fp8");
+    if (gathers_transposed_) piece_code_ids_[i].w_t = add(".fp8_t");
   }
   if (!keeps_transposed_) return;
   ids.w_t =
       add_matrix(plan, "fp8 weights", p.name + ".fp8_t", formats_.weight, p.cols, p.rows, kAllPhases, ids.w.scale);
 }
 
-void ModelWeights::declare_workspace(bool for_backward, MemoryPlan& plan) {
+void ModelWeights::declare_workspace(WeightUse use, MemoryPlan& plan) {
   int64_t most_codes = 0, most_scales = 1;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!has_copy(i)) continue;
@@ -87,7 +111,9 @@ void ModelWeights::declare_workspace(bool for_backward, MemoryPlan& plan) {
   constexpr PhaseMask kForward = kForwardAttention | kForwardFfn | kRerun | kEvaluation;
   // With stage 3 the codes are where they were gathered.
   if (!keeps_rows_ && !zero_.shards_weights()) rows_workspace_id_ = add("weight.fp8", kForward);
-  if (for_backward && !keeps_transposed_) transposed_workspace_id_ = add("weight.fp8_t", kBackwardLinear);
+  if (use != WeightUse::kForward && !keeps_transposed_ && !gathers_transposed_) {
+    transposed_workspace_id_ = add("weight.fp8_t", kBackwardLinear);
+  }
 }
 
 void ModelWeights::declare_rooms(const ParameterTable& table, MemoryPlan& plan) {
@@ -118,7 +144,9 @@ void ModelWeights::bind(const Arena& arena) {
   amax_ = arena[amax_id_];
   piece_plain_.resize(parameters_.size());
   piece_codes_.resize(parameters_.size());
+  piece_codes_t_.resize(parameters_.size());
   pieces_.resize(gathered_unit_.size());
+  backward_pieces_.resize(gathered_unit_.size());
   size_t in_unit = 0;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     in_unit = i > 0 && parameters_[i].unit == parameters_[i - 1].unit ? in_unit + 1 : 0;
@@ -148,7 +176,7 @@ void ModelWeights::bind_weight(const Arena& arena, size_t i) {
   const CopyIds& ids = copy_ids_[i];
   Copies copies = {(keeps_rows_ ? ids.w : rows_workspace_id_).view(arena, p.rows, p.cols),
                    (keeps_transposed_ ? ids.w_t : transposed_workspace_id_).view(arena, p.cols, p.rows)};
-  if (has_tensor_scales()) copies.w.scale = copies.w_t.scale = arena[ids.w.scale];
+  if (formats_.has_tensor_scales()) copies.w.scale = copies.w_t.scale = arena[ids.w.scale];
   copies_.push_back(copies);
 }
 
@@ -161,17 +189,32 @@ void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Room& room)
   Copies copies;
   if (has_copy(i)) copies.w_t = transposed_workspace_id_.view(arena, p.cols, p.rows);
   if (is_code) {
-    const int64_t piece = zero_.shard.piece(p.numel());
-    piece_codes_[i] = keeps_piece_codes_ ? arena[piece_code_ids_[i]] : whole.rows(zero_.shard.rank * piece, piece);
-    copies.w = {TensorView(whole.data, whole.dtype, {p.rows, p.cols}), arena[copy_ids_[i].w.scale],
-                Scaling::kTensor};
-    copies.w_t.scale = copies.w.scale;
+    bind_gathered_codes(arena, i, whole, copies);
   } else if (has_copy(i)) {
     copies.w = room.w.view(arena, p.rows, p.cols);
   }
   plain_.push_back(is_code ? TensorView() : TensorView(whole.data, whole.dtype, {p.rows, p.cols}));
   copies_.push_back(copies);
-  pieces_[static_cast<size_t>(p.unit)].push_back({is_code ? piece_codes_[i] : piece_plain_[i], whole});
+  const auto unit = static_cast<size_t>(p.unit);
+  pieces_[unit].push_back({is_code ? piece_codes_[i] : piece_plain_[i], whole});
+  if (piece_codes_t_[i].empty()) {
+    backward_pieces_[unit].push_back(pieces_[unit].back());
+  } else {
+    backward_pieces_[unit].push_back({piece_codes_t_[i], copies.w_t.data, true});
+  }
+}
+
+void ModelWeights::bind_gathered_codes(const Arena& arena, size_t i, const TensorView& whole, Copies& copies) {
+  const ParameterInfo& p = parameters_[i];
+  const CopyIds& kept = piece_code_ids_[i];
+  const int64_t piece = zero_.shard.piece(p.numel());
+  piece_codes_[i] = keeps_piece_codes_ ? arena[kept.w.data] : whole.rows(zero_.shard.rank * piece, piece);
+  const TensorView scale = arena[copy_ids_[i].w.scale];
+  copies.w = {TensorView(whole.data, whole.dtype, {p.rows, p.cols}), scale, Scaling::kTensor};
+  copies.w_t.scale = scale;
+  if (!gathers_transposed_) return;
+  piece_codes_t_[i] = arena[kept.w_t.data].reshaped({p.cols, p.rows / zero_.shard.size});
+  copies.w_t = {TensorView(whole.data, whole.dtype, {p.cols, p.rows}), scale, Scaling::kTensor};
 }
 
 void ModelWeights::quantize(Device& device) const {
@@ -193,11 +236,15 @@ void ModelWeights::find_amax(Device& device) const {
 // Makes the codes of this rank's piece of a weight, if codes are gathered.
 void ModelWeights::quantize_piece(Device& device, size_t i) const {
   if (piece_codes_[i].empty()) return;
-  // One scale for all: the shape is free, and this one fills tiles.
-  const int64_t groups = piece_codes_[i].numel() / Shard::kGroup;
-  const TensorView codes = piece_codes_[i].reshaped({groups, Shard::kGroup});
-  parka::quantize(device, {.x = piece_plain_[i].reshaped({groups, Shard::kGroup}),
-                           .out = {codes, copies_[i].w.scale, Scaling::kTensor},
+  const ScaledView& w = copies_[i].w;
+  const bool transposes = !piece_codes_t_[i].empty();
+  // One scale for all: where nothing is transposed the shape is free, and this one fills tiles.
+  const int64_t columns = transposes ? w.data.dim[1] : Shard::kGroup, rows = piece_codes_[i].numel() / columns;
+  const ScaledView codes = {piece_codes_[i].reshaped({rows, columns}), w.scale, Scaling::kTensor};
+  const ScaledView codes_t = {piece_codes_t_[i], w.scale, Scaling::kTensor};
+  parka::quantize(device, {.x = piece_plain_[i].reshaped({rows, columns}),
+                           .out = codes,
+                           .out_t = transposes ? codes_t : ScaledView{},
                            .amax = amax_of(i)});
 }
 
@@ -227,8 +274,8 @@ const ScaledView& ModelWeights::quantized(Device& device, int index) const {
 const ScaledView& ModelWeights::transposed(Device& device, int index) const {
   const auto i = static_cast<size_t>(index);
   const ScaledView& w_t = copies_[i].w_t;
-  if (keeps_transposed_) return w_t;
-  if (has_tensor_scales() && !rows_workspace_id_.valid()) {
+  if (keeps_transposed_ || gathers_transposed_) return w_t;
+  if (formats_.has_tensor_scales() && !rows_workspace_id_.valid()) {
     parka::quantize(device, {.x = copies_[i].w, .out_t = w_t, .scale_given = true});  // codes are moved
   } else {
     parka::quantize(device, {.x = plain_[i], .out_t = w_t, .amax = amax_of(i)});

@@ -9,6 +9,16 @@
 
 namespace parka {
 
+// What reads a model's weights: forward passes alone, backward too, or a backward that also runs forward again.
+enum class WeightUse { kForward, kBackward, kBackwardWithForward };
+WeightUse training_use(const PrecisionConfig& precision);
+
+// Whether ranks that have divided the blocks' weights (ZeRO stage 3) gather the transposed codes for backward,
+// instead of transposing what all of them have gathered: where both are kept for a whole step, and every rank's
+// pieces are whole rows of the weights.
+bool gathers_transposed(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use,
+                        const Zero& zero);
+
 // The weights that the model computes with, and their FP8 copies. With ZeRO stage 3 a rank keeps its piece of each
 // block's weights, and two blocks' worth of room, taken in turns, into which the pieces of all ranks are gathered
 // where the block is used: FP8 codes where GEMMs read nothing else.
@@ -17,8 +27,8 @@ class ModelWeights {
   // Declares category "weights", and "fp8 weights" when the linear layers are FP8; with ZeRO stage 3 "gathered
   // weights". `copies` says which FP8 copies are kept for a whole optimizer step, so that accumulation does not
   // quantize again; with ZeRO stage 3, unless none, those of this rank's pieces as they are gathered. Input
-  // gradients read the transposed ones: `for_backward`.
-  ModelWeights(const ParameterTable& table, const Formats& formats, WeightCopies copies, bool for_backward,
+  // gradients read the transposed ones.
+  ModelWeights(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use,
                const Zero& zero, MemoryPlan& plan);
 
   void bind(const Arena& arena);
@@ -46,12 +56,19 @@ class ModelWeights {
 
   // ---- For those who gather ----
 
-  // What a unit's weights are put together from: `whole` is the pieces of all ranks, flat.
+  // What a unit's weights are put together from: `whole` is the pieces of all ranks, one after the other and flat, or
+  // side by side: matrices.
   struct Piece {
     TensorView own, whole;
+    bool is_columns = false;
   };
-  // Of a unit, in the same order on every rank. Empty if no rank lacks anything.
-  const std::vector<Piece>& pieces(int unit) const { return pieces_[static_cast<size_t>(unit)]; }
+  enum class Pass { kForward, kBackward };
+  // Of a unit, in the same order on every rank. Empty if no rank lacks anything. Where backward reads other copies
+  // of a unit that is gathered on use, they are gathered over those of forward, which evaluation reads, too.
+  const std::vector<Piece>& pieces(int unit, Pass pass) const {
+    return (pass == Pass::kBackward && gathers_transposed_ ? backward_pieces_ : pieces_)[static_cast<size_t>(unit)];
+  }
+  bool has_pieces_for_backward() const { return gathers_transposed_; }
   // Whether the unit's weights are not kept, but have to be gathered before each use. Units u and u + 2 use the
   // same memory.
   bool is_gathered_on_use(int unit) const { return gathered_unit_[static_cast<size_t>(unit)]; }
@@ -74,32 +91,33 @@ class ModelWeights {
   };
   bool has_copy(size_t i) const { return formats_.fp8_gemm && linear_[i]; }
   void quantize_piece(Device& device, size_t i) const;
-  bool has_tensor_scales() const { return formats_.fp8_gemm && formats_.weight.scaling == Scaling::kTensor; }
-  bool gathers_codes() const { return zero_.shards_weights() && has_tensor_scales(); }
+  bool gathers_codes() const { return zero_.shards_weights() && formats_.has_tensor_scales(); }
   TensorView amax_of(size_t i) const { return amax_.empty() ? amax_ : amax_.rows(static_cast<int64_t>(i), 1); }
   void declare_rooms(const ParameterTable& table, MemoryPlan& plan);
   void declare_copies(size_t i, MemoryPlan& plan);
-  void declare_workspace(bool for_backward, MemoryPlan& plan);
+  void declare_workspace(WeightUse use, MemoryPlan& plan);
   void bind_weight(const Arena& arena, size_t i);
   void bind_gathered(const Arena& arena, size_t i, const Room& room);
+  void bind_gathered_codes(const Arena& arena, size_t i, const TensorView& whole, Copies& copies);
 
   std::vector<ParameterInfo> parameters_;
   Formats formats_;
   Zero zero_;
   bool keeps_rows_, keeps_transposed_;
-  bool keeps_piece_codes_;
+  bool keeps_piece_codes_, gathers_transposed_;
   std::vector<bool> linear_;         // the blocks' linear layers, by parameter
   std::vector<bool> gathered_unit_;  // is_gathered_on_use()
   std::vector<TensorId> plain_ids_;  // of whole weights, or of this rank's pieces
   std::vector<CopyIds> copy_ids_;    // of what is kept; the scale alone of codes that are made where they are used
-  std::vector<TensorId> piece_code_ids_;  // of codes of this rank's pieces that are kept
+  std::vector<CopyIds> piece_code_ids_;   // of codes of this rank's pieces that are kept
   std::vector<Room> rooms_[2];            // for a block's weights in their order, for units of even and odd numbers
   MatrixId rows_workspace_id_, transposed_workspace_id_;  // for copies that are not kept: large enough for any
   TensorId amax_id_;
   std::vector<TensorView> plain_, own_;
   std::vector<TensorView> piece_plain_, piece_codes_;  // flat and padded, of weights that are gathered on use
+  std::vector<TensorView> piece_codes_t_;              // [cols, rows / ranks]
   std::vector<Copies> copies_;
-  std::vector<std::vector<Piece>> pieces_;
+  std::vector<std::vector<Piece>> pieces_, backward_pieces_;  // by unit
   TensorView amax_;
 };
 

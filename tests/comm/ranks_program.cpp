@@ -6,6 +6,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <deque>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -164,16 +165,37 @@ void check_all_gather(const Checker& c, DType dtype, int64_t n) {
   check(whole.view().rows(rank * n, n), whole, " in place");
 }
 
+// Tensors in memory of allocate(), each of `bytes` of it.
+class OwnMemory {
+ public:
+  OwnMemory(const Checker& c, int count, int64_t bytes) : c_(c), bytes_(ceil_div(bytes, int64_t{256}) * 256) {
+    memory_ = static_cast<std::byte*>(c.ranks.allocate(c.device, count * bytes_));
+  }
+  ~OwnMemory() {
+    c_.ranks.set_room({});
+    c_.ranks.release(c_.device, memory_);
+  }
+  OwnMemory(const OwnMemory&) = delete;
+  OwnMemory& operator=(const OwnMemory&) = delete;
+
+  TensorView tensor(int place, DType dtype, std::initializer_list<int64_t> shape) const {
+    return {memory_ + place * bytes_, dtype, shape};
+  }
+
+ private:
+  const Checker& c_;
+  int64_t bytes_;
+  std::byte* memory_;
+};
+
 // Tensors where allocate() and set_room() put them, which GPUs exchange by copies: the same sums, onto what was
 // there too.
 void check_in_own_memory(const Checker& c, DType dtype, int64_t n) {
   const int rank = c.ranks.rank(), size = c.ranks.size();
   const std::string what = c.label("reduce_scatter in its own memory", dtype, n);
-  const int64_t bytes = ceil_div(size * n * size_of(dtype), int64_t{256}) * 256;
-  auto* const memory = static_cast<std::byte*>(c.ranks.allocate(c.device, 4 * bytes));
-  const auto tensor = [&](int place, int64_t count) { return TensorView(memory + place * bytes, dtype, {count}); };
-  const TensorView in = tensor(0, size * n), room = tensor(1, size * n), out = tensor(2, n),
-                   whole = tensor(3, size * n);
+  const OwnMemory memory(c, 4, size * n * size_of(dtype));
+  const TensorView in = memory.tensor(0, dtype, {size * n}), room = memory.tensor(1, dtype, {size * n});
+  const TensorView out = memory.tensor(2, dtype, {n}), whole = memory.tensor(3, dtype, {size * n});
   const std::vector<float> mine = input_of(dtype, rank, size * n), old = input_of(dtype, rank + size, n);
   const TestTensor source(c.device, dtype, {size * n}, mine), before(c.device, dtype, {n}, old);
   const TensorView too_small = room.rows(0, std::max<int64_t>((size - 1) * n - 1, 0));
@@ -198,8 +220,69 @@ void check_in_own_memory(const Checker& c, DType dtype, int64_t n) {
       expect(piece.host() == got.host(), what + ", gathered");
     }
   }
-  c.ranks.set_room({});
-  c.ranks.release(c.device, memory);
+}
+
+// One exchange after another, which are waited for together: more than the room holds at once.
+void check_many_in_own_memory(const Checker& c, DType dtype, int64_t n) {
+  const int rank = c.ranks.rank(), size = c.ranks.size();
+  constexpr int kMany = 9;
+  const std::string what = c.label("reduce_scatter, many in turn,", dtype, n);
+  const OwnMemory memory(c, 2 * kMany + 1, size * n * size_of(dtype));
+  c.ranks.set_room(memory.tensor(2 * kMany, dtype, {size * n}));
+  const auto count_of = [&](int i) { return n - i * (n / 12); };
+  const auto input = [&](int i, int r) { return input_of(dtype, r * kMany + i, size * count_of(i)); };
+  std::deque<TestTensor> sources;
+  for (int i = 0; i < kMany; ++i) {
+    const std::initializer_list<int64_t> shape = {size * count_of(i)};
+    sources.emplace_back(c.device, dtype, shape, input(i, rank));
+  }
+  for (const Onto onto : {Onto::kNothing, Onto::kOldValue}) {
+    for (int i = 0; i < kMany; ++i) {
+      const TensorView in = memory.tensor(i, dtype, {size * count_of(i)});
+      c.device.copy(in.data, sources[static_cast<size_t>(i)].view().data, in.bytes());
+      c.ranks.reduce_scatter(c.device, in, memory.tensor(kMany + i, dtype, {count_of(i)}), Peers::kAll, onto);
+    }
+    c.ranks.wait(c.device, c.ranks.last_queued());
+  }
+  for (int i = 0; i < kMany; ++i) {
+    std::vector<float> want(static_cast<size_t>(count_of(i)), 0.0f);
+    for (int pass = 0; pass < 2; ++pass) {
+      for (int r = 0; r < size; ++r) {
+        const std::vector<float> piece = part_of(input(i, r), rank, count_of(i));
+        for (size_t k = 0; k < want.size(); ++k) want[k] += piece[k];
+      }
+      want = rounded(dtype, std::move(want));
+    }
+    const TestTensor got(c.device, dtype, {count_of(i)});
+    c.device.copy(got.view().data, memory.tensor(kMany + i, dtype, {count_of(i)}).data, got.view().bytes());
+    c.agree(got, want, what + fmt::format(" number {}", i));
+  }
+}
+
+// Columns of all ranks side by side: from anywhere to memory of allocate(), and to elsewhere, for which GPUs need a
+// room.
+void check_all_gather_columns(const Checker& c, DType dtype, int64_t rows, int64_t columns) {
+  const int rank = c.ranks.rank(), size = c.ranks.size();
+  const std::string what = c.label("all_gather_columns", dtype, rows * columns);
+  std::vector<float> want(static_cast<size_t>(rows * columns * size));
+  for (int r = 0; r < size; ++r) {
+    const std::vector<float> values = input_of(dtype, r, rows * columns);
+    for (int64_t i = 0; i < rows * columns; ++i) {
+      want[static_cast<size_t>((i / columns * size + r) * columns + i % columns)] = values[static_cast<size_t>(i)];
+    }
+  }
+  const OwnMemory memory(c, 2, rows * columns * size * size_of(dtype));
+  c.ranks.set_room(memory.tensor(1, dtype, {rows * columns * size}));
+  const TestTensor in(c.device, dtype, {rows, columns}, input_of(dtype, rank, rows * columns));
+  const TensorView inside = memory.tensor(0, dtype, {rows, columns * size});
+  const TestTensor copied(c.device, dtype, {rows, columns * size}), outside(c.device, dtype, {rows, columns * size});
+  c.ranks.all_gather_columns(c.device, in, inside, Peers::kAll);
+  c.ranks.all_gather_columns(c.device, in, outside, Peers::kAll);
+  c.ranks.wait(c.device, c.ranks.last_queued());
+  c.device.copy(copied.view().data, inside.data, inside.bytes());
+  expect(copied.host() == want, what);
+  expect(outside.host() == want, what + ", elsewhere");
+  expect(outside.guard_intact(), what + ": wrote outside");
 }
 
 // Collectives of the groups of a second communicator: of consecutive ranks, and across groups.
@@ -276,6 +359,10 @@ int check_collectives(Launch& launch, bool on_gpu) {
   if (launch.size() == 2) check_all_gather(c, DType::kU8, kRound + 3);
   for (DType dtype : {DType::kF32, DType::kBF16}) {
     for (int64_t n : {1, 1000, 70'001}) check_in_own_memory(c, dtype, n);
+    for (int64_t n : {1, 1000, 70'001}) check_many_in_own_memory(c, dtype, n);
+    check_all_gather_columns(c, dtype, 1, 1);
+    check_all_gather_columns(c, dtype, 37, 48);
+    check_all_gather_columns(c, dtype, 2001, 1031);
   }
   expect(ranks->last_queued() > 0, "collectives are numbered");
   for (int group_size = 1; group_size <= launch.size(); ++group_size) {

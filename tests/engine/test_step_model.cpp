@@ -58,6 +58,10 @@ class RecordingCommunicator final : public Communicator {
     actions_.push_back({.kind = Kind::kAllGather, .bytes = out.bytes(), .peers = peers});
     real_.all_gather(device, in, out, peers);
   }
+  void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override {
+    actions_.push_back({.kind = Kind::kAllGather, .bytes = out.bytes(), .peers = peers});
+    real_.all_gather_columns(device, in, out, peers);
+  }
   uint64_t last_queued() const override { return real_.last_queued(); }
   void wait(Device& device, uint64_t number) override {
     if (number > before_) actions_.push_back({.kind = Kind::kWait, .number = number - before_});

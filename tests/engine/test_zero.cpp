@@ -127,16 +127,12 @@ class CopyCheck {
     const ParameterTable& table = run.model().parameters();
     for (size_t l = 0; l < table.blocks.size(); ++l) {
       const int unit = table.block_unit(static_cast<int64_t>(l));
-      if (weights.is_gathered_on_use(unit)) {
-        weights.before_gather(device, unit);
-        for (const ModelWeights::Piece& piece : weights.pieces(unit)) {
-          communicator.all_gather(device, piece.own, piece.whole, Peers::kGroup);
+      for (const auto pass : {ModelWeights::Pass::kForward, ModelWeights::Pass::kBackward}) {
+        if (weights.is_gathered_on_use(unit)) gather(weights, device, communicator, unit, pass);
+        const BlockParameters& block = table.blocks[l];
+        for (const int index : {block.qkv, block.attention_out, block.up_gate, block.down}) {
+          compare(weights, device, index, table.all[static_cast<size_t>(index)], pass);
         }
-        weights.gathered(device, unit);
-      }
-      const BlockParameters& block = table.blocks[l];
-      for (const int index : {block.qkv, block.attention_out, block.up_gate, block.down}) {
-        compare(weights, device, index, table.all[static_cast<size_t>(index)]);
       }
     }
     communicator.barrier();
@@ -144,7 +140,20 @@ class CopyCheck {
   int64_t num_wrong() const { return num_wrong_; }
 
  private:
-  void compare(const ModelWeights& weights, Device& device, int index, const ParameterInfo& p) {
+  static void gather(const ModelWeights& weights, Device& device, Communicator& communicator, int unit,
+                     ModelWeights::Pass pass) {
+    weights.before_gather(device, unit);
+    for (const ModelWeights::Piece& piece : weights.pieces(unit, pass)) {
+      if (piece.is_columns) {
+        communicator.all_gather_columns(device, piece.own, piece.whole, Peers::kGroup);
+      } else {
+        communicator.all_gather(device, piece.own, piece.whole, Peers::kGroup);
+      }
+    }
+    weights.gathered(device, unit);
+  }
+  void compare(const ModelWeights& weights, Device& device, int index, const ParameterInfo& p,
+               ModelWeights::Pass pass) {
     std::vector<std::byte> codes(static_cast<size_t>(p.numel())), codes_t(codes.size());
     float scale = 0;
     const TensorView wanted_scale(&scale, DType::kF32, {1});
@@ -157,8 +166,11 @@ class CopyCheck {
     const auto differs = [&](const ScaledView& got, const std::vector<std::byte>& bytes) {
       return got.scale.as<float>()[0] != scale || std::memcmp(got.data.data, bytes.data(), bytes.size()) != 0;
     };
-    num_wrong_ += differs(weights.quantized(device, index), codes) ? 1 : 0;
-    num_wrong_ += differs(weights.transposed(device, index), codes_t) ? 1 : 0;
+    if (pass == ModelWeights::Pass::kForward) {
+      num_wrong_ += differs(weights.quantized(device, index), codes) ? 1 : 0;
+    } else {
+      num_wrong_ += differs(weights.transposed(device, index), codes_t) ? 1 : 0;
+    }
   }
 
   std::mutex mutex_;

@@ -80,6 +80,18 @@ class ThreadRanks {
       }
       finish();
     }
+    void all_gather_columns(Device&, const TensorView& in, const TensorView& out, Peers peers) override {
+      const int size = size_of(peers);
+      check_side_by_side(out, in, size);
+      give(in);
+      const auto row_bytes = static_cast<size_t>(in.bytes() / in.dim[0]);
+      for (int64_t i = 0; i < in.dim[0] * size; ++i) {
+        const auto* const source = static_cast<const std::byte*>(given(peers, static_cast<int>(i % size)).data);
+        std::memcpy(static_cast<std::byte*>(out.data) + static_cast<size_t>(i) * row_bytes,
+                    source + static_cast<size_t>(i / size) * row_bytes, row_bytes);
+      }
+      finish();
+    }
     uint64_t last_queued() const override { return last_; }
     void wait(Device&, uint64_t number) override { PARKA_REQUIRE(number <= last_); }
 

@@ -99,6 +99,7 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) override;
   void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers, Onto onto) override;
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
+  void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   uint64_t last_queued() const override { return last_queued_; }
   void wait(Device& device, uint64_t number) override;
 
@@ -120,6 +121,7 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   Circle& circle(Peers peers) { return circles_[static_cast<size_t>(peers)]; }
   bool are_on_one_host(Peers peers) const;
   void open_windows();
+  bool is_in_window(const TensorView& x, Peers peers);
   bool reduces_by_copies(const TensorView& in, Peers peers);
   void reduce_by_copies(const TensorView& in, const TensorView& out, Peers peers, bool adds);
   std::byte* take_room(int64_t bytes);
@@ -305,11 +307,14 @@ void NcclCommunicator::open_windows() {
 }
 
 // What every rank decides alike: plans place tensors at the same offsets.
-bool NcclCommunicator::reduces_by_copies(const TensorView& in, Peers peers) {
+bool NcclCommunicator::is_in_window(const TensorView& x, Peers peers) {
   const auto* const begin = static_cast<const std::byte*>(memory_);
-  const auto* const at = static_cast<const std::byte*>(in.data);
-  return circle_of(peers).window && at >= begin && at < begin + memory_bytes_ &&
-         in.bytes() / size_of(peers) * (size_of(peers) - 1) <= room_.bytes();
+  const auto* const at = static_cast<const std::byte*>(x.data);
+  return circle_of(peers).window && at >= begin && at < begin + memory_bytes_;
+}
+
+bool NcclCommunicator::reduces_by_copies(const TensorView& in, Peers peers) {
+  return is_in_window(in, peers) && in.bytes() / size_of(peers) * (size_of(peers) - 1) <= room_.bytes();
 }
 
 // A place in the room, which is used from end to end and then again: where a sum may still be reading, this waits.
@@ -390,6 +395,33 @@ void NcclCommunicator::all_gather(Device& device, const TensorView& in, const Te
     if (size_of(peers) == 1) return copy(in, out);
     return ncclAllGather(in.data, out.data, static_cast<size_t>(in.bytes()), ncclUint8, circle_of(peers).comm,
                          stream_);
+  });
+}
+
+void NcclCommunicator::all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
+  const int size = size_of(peers);
+  check_side_by_side(out, in, size);
+  for (const TensorView& used : {in, out}) wait_for_sums(span_of(used));
+  const int64_t rows = in.dim[0], row_bytes = in.dim[1] * parka::size_of(in.dtype);
+  auto* const target = static_cast<std::byte*>(out.data);
+  queue(device, "all_gather_columns", [&] {
+    if (size == 1) return copy(in, out);
+    if (is_in_window(out, peers)) {
+      const auto* const source = static_cast<const std::byte*>(in.data);
+      circle_of(peers).window->gather_columns(source, target, rows, row_bytes, stream_);
+      return ncclSuccess;
+    }
+    PARKA_REQUIRE(out.bytes() <= room_.bytes());
+    std::byte* const pieces = take_room(out.bytes());
+    const ncclResult_t status = ncclAllGather(in.data, pieces, static_cast<size_t>(in.bytes()), ncclUint8,
+                                              circle_of(peers).comm, stream_);
+    for (int place = 0; place < size && status == ncclSuccess; ++place) {
+      const auto width = static_cast<size_t>(row_bytes);
+      check(cudaMemcpy2DAsync(target + place * row_bytes, size * width, pieces + place * in.bytes(), width, width,
+                              static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, stream_),
+            "all_gather_columns");
+    }
+    return status;
   });
 }
 

@@ -113,6 +113,20 @@ void PeerWindow::exchange(const std::byte* in, std::byte* pieces, int64_t piece_
   meet(stream);
 }
 
+void PeerWindow::gather_columns(const std::byte* in, std::byte* out, int64_t rows, int64_t row_bytes,
+                                cudaStream_t stream) {
+  const int size = static_cast<int>(bases_.size());
+  meet(stream);
+  for (int step = 1; step <= size; ++step) {  // this rank's own last
+    const int to = (place_ + step) % size;
+    std::byte* const columns = at(to, out + place_ * row_bytes);
+    const auto width = static_cast<size_t>(row_bytes), pitch = static_cast<size_t>(size) * width;
+    check(cudaMemcpy2DAsync(columns, pitch, in, width, width, static_cast<size_t>(rows), cudaMemcpyDefault, stream),
+          "gather of columns");
+  }
+  meet(stream);
+}
+
 #else
 
 bool PeerWindow::is_available() { return false; }
@@ -121,6 +135,8 @@ PeerWindow::PeerWindow(ncclComm_t /*comm*/, void* /*memory*/, int64_t /*bytes*/,
 }
 void PeerWindow::close() {}
 void PeerWindow::exchange(const std::byte* /*in*/, std::byte* /*pieces*/, int64_t /*piece_bytes*/, cudaStream_t /*stream*/) {}
+void PeerWindow::gather_columns(const std::byte* /*in*/, std::byte* /*out*/, int64_t /*rows*/, int64_t /*row_bytes*/,
+                                cudaStream_t /*stream*/) {}
 
 #endif
 

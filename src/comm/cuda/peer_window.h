@@ -30,6 +30,10 @@ class PeerWindow {
   // their places; it is in the memory, at the same place on every rank.
   void exchange(const std::byte* in, std::byte* pieces, int64_t piece_bytes, cudaStream_t stream);
 
+  // Queues a gather of columns: those of all ranks, `in` [rows, row_bytes], side by side in their order are what
+  // `out` [rows, size * row_bytes] holds on each afterwards, which is in the memory, at the same place on every rank.
+  void gather_columns(const std::byte* in, std::byte* out, int64_t rows, int64_t row_bytes, cudaStream_t stream);
+
  private:
   // A place in this rank's memory as it is mapped here of another's.
   std::byte* at(int place, std::byte* own) const { return bases_[static_cast<size_t>(place)] + (own - memory_); }
