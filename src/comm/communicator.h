@@ -68,8 +68,8 @@ class Communicator {
                               Onto onto = Onto::kNothing) = 0;
   // out [size * n] = `in` [n] of all peers one after the other, of any format. `in` may be its own place in `out`.
   virtual void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
-  // out [rows, size * columns] = `in` [rows, columns] of all peers side by side, of any format, elsewhere. On GPUs of
-  // several nodes it takes as much of set_room() as `out` has.
+  // out [rows, size * columns] = `in` [rows, columns] of all peers side by side, of any format, elsewhere. On GPUs
+  // of several nodes it takes as much of set_room() as `out` has.
   virtual void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
 
   // Collectives are numbered from 1 in order of their calls; nobody has to wait for number 0.

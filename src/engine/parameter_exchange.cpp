@@ -1,5 +1,7 @@
 #include "engine/parameter_exchange.h"
 
+#include <algorithm>
+
 namespace parka {
 
 ParameterExchange::ParameterExchange(const Zero& zero, Communicator& communicator, const Model& model,
@@ -63,16 +65,18 @@ void ParameterExchange::before_backward(Device& device, int unit) {
     for (int last : {unit - 1, unit - 2}) prefetch(device, last, Pass::kBackward);
   }
   if (!zero_.shards_gradients()) return;
-  for (int parameter : opened_by(unit)) {
-    const auto i = static_cast<size_t>(parameter);
-    wait(device, reduced_[optimizer_.room_of(i)], "room for gradients");
-    optimizer_.open_gradient(device, i);
+  const std::vector<int> opened = opened_by(unit);
+  uint64_t last_read = 0;
+  for (int parameter : opened) {
+    last_read = std::max(last_read, reduced_[optimizer_.room_of(static_cast<size_t>(parameter))]);
   }
+  wait(device, last_read, "room for gradients");
+  for (int parameter : opened) optimizer_.open_gradient(device, static_cast<size_t>(parameter));
 }
 
 void ParameterExchange::after_backward(Device& device, int unit) {
-  // Into this unit's room, and ahead of its gradients, which have more time: the weights of the block before the next
-  // one, or those with which the next micro-batch begins, unless they change before it.
+  // Into this unit's room, and ahead of its gradients, which have more time: the weights of the block before the
+  // next one, or those with which the next micro-batch begins, unless they change before it.
   if (unit > 2) {
     prefetch(device, unit - 2, Pass::kBackward);
   } else if (!place_.is_last) {

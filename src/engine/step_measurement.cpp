@@ -97,8 +97,8 @@ CopySeconds copy_seconds(const Config& config, const ParameterTable& table, cons
   const double move = formats.has_tensor_scales() ? 2 : plain + 1;
   CopySeconds bytes;
   if (zero.shards_weights()) {
-    const bool has_transposed = gathers_transposed(table, formats, config.precision.weight_copies,
-                                                   training_use(config.precision), zero);
+    const bool has_transposed =
+        gathers_transposed(table, formats, config.precision.weight_copies, training_use(config.precision), zero);
     bytes = {0, has_transposed ? 0 : move, 0};
   } else if (config.precision.weight_copies == WeightCopies::kBoth) {
     bytes = {0, 0, plain + 2};

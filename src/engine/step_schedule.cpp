@@ -171,10 +171,11 @@ void Schedule::before_backward(int unit) {
     for (int last : {unit - 1, unit - 2}) prefetch(last, Pass::kBackward);
   }
   if (!zero_.shards_gradients()) return;
+  uint64_t last_read = 0;
   for (int index : opened_by(unit)) {
-    // Optimizer::open_gradient() clears padding, which is next to nothing.
-    wait(reduced_[room_of(table_.all[static_cast<size_t>(index)])]);
+    last_read = std::max(last_read, reduced_[room_of(table_.all[static_cast<size_t>(index)])]);
   }
+  wait(last_read);  // Optimizer::open_gradient() clears padding, which is next to nothing
 }
 
 void Schedule::after_backward(int unit) {

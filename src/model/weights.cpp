@@ -11,9 +11,6 @@ namespace {
 
 TensorView flat(const TensorView& t, int64_t numel) { return {t.data, t.dtype, {numel}}; }
 
-// Elements of which columns that are copied between GPUs are a multiple, so that rows begin where copies are fast.
-constexpr int64_t kColumnAlignment = 16;
-
 }  // namespace
 
 WeightUse training_use(const PrecisionConfig& precision) {
@@ -27,8 +24,7 @@ bool gathers_transposed(const ParameterTable& table, const Formats& formats, Wei
   const std::vector<int> block = table.unit(1);  // all blocks are alike
   return std::all_of(block.begin(), block.end(), [&](int index) {
     const ParameterInfo& p = table.all[static_cast<size_t>(index)];
-    return p.rows == 1 || (p.rows % zero.shard.size == 0 && p.rows / zero.shard.size % kColumnAlignment == 0 &&
-                           zero.shard.piece(p.numel()) * zero.shard.size == p.numel());
+    return p.rows == 1 || (p.rows % zero.shard.size == 0 && zero.shard.padded(p.numel()) == p.numel());
   });
 }
 
@@ -84,8 +80,9 @@ void ModelWeights::declare_copies(size_t i, MemoryPlan& plan) {
   }
   if (keeps_piece_codes_) {
     const auto add = [&](const char* suffix) {
-      return MatrixId{plan.add("fp8 weights", p.name + suffix, formats_.weight.dtype, {zero_.shard.piece(p.numel())}),
-                      ids.w.scale, formats_.weight};
+      return MatrixId{
+          plan.add("fp8 weights", p.name + suffix, formats_.weight.dtype, {zero_.shard.piece(p.numel())}),
+          ids.w.scale, formats_.weight};
     };
     piece_code_ids_[i].w = add(".fp8");
     if (gathers_transposed_) piece_code_ids_[i].w_t = add(".fp8_t");

@@ -56,8 +56,8 @@ class ModelWeights {
 
   // ---- For those who gather ----
 
-  // What a unit's weights are put together from: `whole` is the pieces of all ranks, one after the other and flat, or
-  // side by side: matrices.
+  // What a unit's weights are put together from: `whole` is the pieces of all ranks, one after the other and flat,
+  // or side by side: matrices.
   struct Piece {
     TensorView own, whole;
     bool is_columns = false;
@@ -109,8 +109,8 @@ class ModelWeights {
   std::vector<bool> gathered_unit_;  // is_gathered_on_use()
   std::vector<TensorId> plain_ids_;  // of whole weights, or of this rank's pieces
   std::vector<CopyIds> copy_ids_;    // of what is kept; the scale alone of codes that are made where they are used
-  std::vector<CopyIds> piece_code_ids_;   // of codes of this rank's pieces that are kept
-  std::vector<Room> rooms_[2];            // for a block's weights in their order, for units of even and odd numbers
+  std::vector<CopyIds> piece_code_ids_;  // of codes of this rank's pieces that are kept
+  std::vector<Room> rooms_[2];           // for a block's weights in their order, for units of even and odd numbers
   MatrixId rows_workspace_id_, transposed_workspace_id_;  // for copies that are not kept: large enough for any
   TensorId amax_id_;
   std::vector<TensorView> plain_, own_;

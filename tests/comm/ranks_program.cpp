@@ -6,9 +6,9 @@
 #include <chrono>
 #include <csignal>
 #include <cstdio>
-#include <deque>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <limits>
 #include <map>
 #include <string>
@@ -275,11 +275,17 @@ void check_all_gather_columns(const Checker& c, DType dtype, int64_t rows, int64
   c.ranks.set_room(memory.tensor(1, dtype, {rows * columns * size}));
   const TestTensor in(c.device, dtype, {rows, columns}, input_of(dtype, rank, rows * columns));
   const TensorView inside = memory.tensor(0, dtype, {rows, columns * size});
-  const TestTensor copied(c.device, dtype, {rows, columns * size}), outside(c.device, dtype, {rows, columns * size});
-  c.ranks.all_gather_columns(c.device, in, inside, Peers::kAll);
+  const TestTensor copied(c.device, dtype, {rows, columns * size}),
+      outside(c.device, dtype, {rows, columns * size});
+  // Cleared and gathered again at once, which ranks come to at different times.
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    c.device.fill_zero(inside.data, inside.bytes());
+    c.ranks.all_gather_columns(c.device, in, inside, Peers::kAll);
+    c.ranks.wait(c.device, c.ranks.last_queued());
+  }
+  c.device.copy(copied.view().data, inside.data, inside.bytes());
   c.ranks.all_gather_columns(c.device, in, outside, Peers::kAll);
   c.ranks.wait(c.device, c.ranks.last_queued());
-  c.device.copy(copied.view().data, inside.data, inside.bytes());
   expect(copied.host() == want, what);
   expect(outside.host() == want, what + ", elsewhere");
   expect(outside.guard_intact(), what + ": wrote outside");

@@ -71,6 +71,7 @@ class Reproduce(unittest.TestCase):
             for micro in (largest, 2 * largest):
                 plan = parka("plan", str(ROOT / "configs/olmo-7b.json"), "--gpus", "8", "--json", "--memory-limit", str(limit),
                              "--set", "precision.recipe=parka", "--set", "precision.group_size=32",
+                             "--set", "precision.weight_copies=rows",
                              "--set", "optimizer.gradient=bf16", "--set", "distributed.zero_stage=3",
                              "--set", f"training.micro_batch_size={micro}")
                 plans[micro] = json.loads(plan.stdout)

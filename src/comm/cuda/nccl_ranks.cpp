@@ -241,8 +241,9 @@ std::string NcclCommunicator::description() const {
 
 void NcclCommunicator::check_nccl(ncclResult_t status, const char* name) const {
   if (status == ncclSuccess || status == ncclInProgress) return;
-  throw Error(exit_code_of(status), fmt::format("{}, collective {}: {}", name, last_queued_,
-                                                reason_of(status, circles_[static_cast<size_t>(Peers::kAll)].comm)));
+  throw Error(exit_code_of(status),
+              fmt::format("{}, collective {}: {}", name, last_queued_,
+                          reason_of(status, circles_[static_cast<size_t>(Peers::kAll)].comm)));
 }
 
 template <typename Call>
@@ -347,7 +348,8 @@ void NcclCommunicator::reduce_by_copies(const TensorView& in, const TensorView& 
 // Later collectives wait for the sums that work on this memory, and so for those before them.
 void NcclCommunicator::wait_for_sums(const Span& memory) {
   const auto last = std::find_if(sums_.rbegin(), sums_.rend(), [&](const Sum& sum) {
-    return std::any_of(sum.memory.begin(), sum.memory.end(), [&](const Span& used) { return used.overlaps(memory); });
+    return std::any_of(sum.memory.begin(), sum.memory.end(),
+                       [&](const Span& used) { return used.overlaps(memory); });
   });
   if (last == sums_.rend()) return;
   check(cudaStreamWaitEvent(stream_, summed(last->number)), "wait for a sum");
@@ -398,7 +400,8 @@ void NcclCommunicator::all_gather(Device& device, const TensorView& in, const Te
   });
 }
 
-void NcclCommunicator::all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
+void NcclCommunicator::all_gather_columns(Device& device, const TensorView& in, const TensorView& out,
+                                          Peers peers) {
   const int size = size_of(peers);
   check_side_by_side(out, in, size);
   for (const TensorView& used : {in, out}) wait_for_sums(span_of(used));
@@ -413,8 +416,8 @@ void NcclCommunicator::all_gather_columns(Device& device, const TensorView& in, 
     }
     PARKA_REQUIRE(out.bytes() <= room_.bytes());
     std::byte* const pieces = take_room(out.bytes());
-    const ncclResult_t status = ncclAllGather(in.data, pieces, static_cast<size_t>(in.bytes()), ncclUint8,
-                                              circle_of(peers).comm, stream_);
+    const ncclResult_t status =
+        ncclAllGather(in.data, pieces, static_cast<size_t>(in.bytes()), ncclUint8, circle_of(peers).comm, stream_);
     for (int place = 0; place < size && status == ncclSuccess; ++place) {
       const auto width = static_cast<size_t>(row_bytes);
       check(cudaMemcpy2DAsync(target + place * row_bytes, size * width, pieces + place * in.bytes(), width, width,

@@ -19,7 +19,8 @@ namespace parka::cuda {
 namespace {
 
 void check_nccl(ncclResult_t status, const char* what) {
-  if (status != ncclSuccess) throw Error(ExitCode::kInternal, std::string(what) + ": " + ncclGetErrorString(status));
+  if (status != ncclSuccess)
+    throw Error(ExitCode::kInternal, std::string(what) + ": " + ncclGetErrorString(status));
 }
 
 __global__ void find_bases(ncclWindow_t window, int size, std::byte** bases) {
@@ -69,7 +70,9 @@ PeerWindow::PeerWindow(ncclComm_t comm, void* memory, int64_t bytes, std::byte* 
   check(cudaFreeHost(found), "window");
 }
 
-void PeerWindow::close() { check_nccl(ncclCommWindowDeregister(comm_, static_cast<ncclWindow_t>(window_)), "closing a window"); }
+void PeerWindow::close() {
+  check_nccl(ncclCommWindowDeregister(comm_, static_cast<ncclWindow_t>(window_)), "closing a window");
+}
 
 // Each rank counts its meetings in a number of its own at every other, and waits until those of all others that it
 // has here have come as far. What was queued before is seen by all after it.
@@ -106,8 +109,8 @@ void PeerWindow::exchange(const std::byte* in, std::byte* pieces, int64_t piece_
   for (int step = 1; step < size; ++step) {
     const int to = (place_ + step) % size;  // one rank writes to a rank at a time
     const int slot = place_ < to ? place_ : place_ - 1;
-    check(cudaMemcpyAsync(at(to, pieces + slot * piece_bytes), in + to * piece_bytes, static_cast<size_t>(piece_bytes),
-                          cudaMemcpyDefault, stream),
+    check(cudaMemcpyAsync(at(to, pieces + slot * piece_bytes), in + to * piece_bytes,
+                          static_cast<size_t>(piece_bytes), cudaMemcpyDefault, stream),
           "exchange");
   }
   meet(stream);
@@ -134,9 +137,10 @@ PeerWindow::PeerWindow(ncclComm_t /*comm*/, void* /*memory*/, int64_t /*bytes*/,
   PARKA_REQUIRE(is_available());
 }
 void PeerWindow::close() {}
-void PeerWindow::exchange(const std::byte* /*in*/, std::byte* /*pieces*/, int64_t /*piece_bytes*/, cudaStream_t /*stream*/) {}
-void PeerWindow::gather_columns(const std::byte* /*in*/, std::byte* /*out*/, int64_t /*rows*/, int64_t /*row_bytes*/,
-                                cudaStream_t /*stream*/) {}
+void PeerWindow::exchange(const std::byte* /*in*/, std::byte* /*pieces*/, int64_t /*piece_bytes*/,
+                          cudaStream_t /*stream*/) {}
+void PeerWindow::gather_columns(const std::byte* /*in*/, std::byte* /*out*/, int64_t /*rows*/,
+                                int64_t /*row_bytes*/, cudaStream_t /*stream*/) {}
 
 #endif
 

@@ -31,7 +31,8 @@ class PeerWindow {
   void exchange(const std::byte* in, std::byte* pieces, int64_t piece_bytes, cudaStream_t stream);
 
   // Queues a gather of columns: those of all ranks, `in` [rows, row_bytes], side by side in their order are what
-  // `out` [rows, size * row_bytes] holds on each afterwards, which is in the memory, at the same place on every rank.
+  // `out` [rows, size * row_bytes] holds on each afterwards, which is in the memory, at the same place on every
+  // rank.
   void gather_columns(const std::byte* in, std::byte* out, int64_t rows, int64_t row_bytes, cudaStream_t stream);
 
  private:

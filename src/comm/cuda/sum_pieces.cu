@@ -46,7 +46,8 @@ void queue_sum(const Addends& addends, const TensorView& out, bool adds, cudaStr
   with_plain_type(out.dtype, [&](auto type) {
     using T = decltype(type);
     constexpr int kWide = 16 / sizeof(T);
-    const bool wide = n % kWide == 0 && is_aligned(addends.own, 16) && is_aligned(addends.others, 16) && is_aligned(out.data, 16);
+    const bool wide =
+        n % kWide == 0 && is_aligned(addends.own, 16) && is_aligned(addends.others, 16) && is_aligned(out.data, 16);
     const auto kernel = wide ? sum_kernel<T, kWide> : sum_kernel<T, 1>;
     const int64_t blocks = ceil_div(n, int64_t{kThreads} * (wide ? kWide : 1));
     PARKA_REQUIRE(blocks <= INT32_MAX);

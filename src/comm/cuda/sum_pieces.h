@@ -12,8 +12,8 @@ struct Addends {
   int place, count;
 };
 
-// out [n] = the sum of the addends, fp32 or bf16 as `out` is; with `adds` what `out` held comes first. Added in fp32
-// in the order of places and rounded once. Throws Error(kInternal).
+// out [n] = the sum of the addends, fp32 or bf16 as `out` is; with `adds` what `out` held comes first. Added in
+// fp32 in the order of places and rounded once. Throws Error(kInternal).
 void queue_sum(const Addends& addends, const TensorView& out, bool adds, cudaStream_t stream);
 
 }  // namespace parka::cuda
