@@ -269,6 +269,7 @@ void* NcclCommunicator::allocate(Device& device, int64_t bytes) {
   memory_bytes_ = signals_at + kSignals;
   check_nccl(ncclMemAlloc(&memory_, static_cast<size_t>(memory_bytes_)), "allocation");
   check(cudaMemset(static_cast<std::byte*>(memory_) + signals_at, 0, kSignals), "allocation");
+  check(cudaDeviceSynchronize(), "allocation");  // before others signal anything
   open_windows();
   return memory_;
 }
@@ -297,13 +298,13 @@ bool NcclCommunicator::are_on_one_host(Peers peers) const {
 // The memory is a window for peers on one host, where they can reach that of one another. Others have none: over a
 // network NCCL's rings send less.
 void NcclCommunicator::open_windows() {
-  if (memory_ == nullptr || !cuda::PeerWindow::is_available()) return;
+  if (memory_ == nullptr) return;
   std::byte* signals = static_cast<std::byte*>(memory_) + memory_bytes_;
   for (const Peers peers : {Peers::kAll, Peers::kGroup, Peers::kAcross}) {
     Circle& circle = this->circle(peers);
     signals -= cuda::PeerWindow::kSignalBytes;
     if (circle.comm == nullptr || circle.window || !are_on_one_host(peers)) continue;
-    circle.window.emplace(circle.comm, memory_, memory_bytes_, signals);
+    circle.window = cuda::PeerWindow::open(circle.comm, memory_, memory_bytes_, signals);
   }
 }
 

@@ -43,36 +43,41 @@ CUdeviceptr address(const std::byte* memory) { return reinterpret_cast<CUdevicep
 
 }  // namespace
 
-// What a window is in memory is known to NCCL's headers alone.
-bool PeerWindow::is_available() {
+std::optional<PeerWindow> PeerWindow::open(ncclComm_t comm, void* memory, int64_t bytes, std::byte* signals) {
   int version = 0;
-  check_nccl(ncclGetVersion(&version), "version of NCCL");
-  return version / 100 == NCCL_VERSION_CODE / 100;
+  check_nccl(ncclGetVersion(&version), "window");
+  if (version / 100 != NCCL_VERSION_CODE / 100) return {};  // what a window is in memory may differ
+  ncclWindow_t window = nullptr;
+  check_nccl(ncclCommWindowRegister(comm, memory, static_cast<size_t>(bytes), &window, NCCL_WIN_COLL_SYMMETRIC),
+             "window");
+  if (window == nullptr) return {};
+  // Where not all GPUs reach one another, it is a note of NCCL's own, in host memory.
+  cudaPointerAttributes attributes{};
+  check(cudaPointerGetAttributes(&attributes, window), "window");
+  if (attributes.type == cudaMemoryTypeUnregistered) {
+    check_nccl(ncclCommWindowDeregister(comm, window), "window");
+    return {};
+  }
+  return PeerWindow(comm, window, memory, signals);
 }
 
-PeerWindow::PeerWindow(ncclComm_t comm, void* memory, int64_t bytes, std::byte* signals)
-    : comm_(comm), memory_(static_cast<std::byte*>(memory)), signals_(signals) {
+PeerWindow::PeerWindow(ncclComm_t comm, void* window, void* memory, std::byte* signals)
+    : comm_(comm), window_(window), memory_(static_cast<std::byte*>(memory)), signals_(signals) {
   int size = 0;
   check_nccl(ncclCommCount(comm, &size), "window");
   check_nccl(ncclCommUserRank(comm, &place_), "window");
   PARKA_REQUIRE(size * static_cast<int64_t>(sizeof(uint32_t)) <= kSignalBytes);
-  ncclWindow_t window = nullptr;
-  check_nccl(ncclCommWindowRegister(comm, memory, static_cast<size_t>(bytes), &window, NCCL_WIN_COLL_SYMMETRIC),
-             "window");
-  window_ = window;
   bases_.resize(static_cast<size_t>(size));
   std::byte** found = nullptr;
   check(cudaMallocHost(&found, bases_.size() * sizeof(std::byte*)), "window");
-  find_bases<<<1, 1>>>(window, size, found);
+  find_bases<<<1, 1>>>(static_cast<ncclWindow_t>(window), size, found);
   check_launch("window");
   check(cudaDeviceSynchronize(), "window");
   std::copy(found, found + size, bases_.begin());
   check(cudaFreeHost(found), "window");
 }
 
-void PeerWindow::close() {
-  check_nccl(ncclCommWindowDeregister(comm_, static_cast<ncclWindow_t>(window_)), "closing a window");
-}
+void PeerWindow::close() { ncclCommWindowDeregister(comm_, static_cast<ncclWindow_t>(window_)); }
 
 // Each rank counts its meetings in a number of its own at every other, and waits until those of all others that it
 // has here have come as far. What was queued before is seen by all after it.
@@ -132,9 +137,9 @@ void PeerWindow::gather_columns(const std::byte* in, std::byte* out, int64_t row
 
 #else
 
-bool PeerWindow::is_available() { return false; }
-PeerWindow::PeerWindow(ncclComm_t /*comm*/, void* /*memory*/, int64_t /*bytes*/, std::byte* /*signals*/) {
-  PARKA_REQUIRE(is_available());
+std::optional<PeerWindow> PeerWindow::open(ncclComm_t /*comm*/, void* /*memory*/, int64_t /*bytes*/,
+                                           std::byte* /*signals*/) {
+  return {};
 }
 void PeerWindow::close() {}
 void PeerWindow::exchange(const std::byte* /*in*/, std::byte* /*pieces*/, int64_t /*piece_bytes*/,

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include <cuda_runtime_api.h>
@@ -15,13 +16,12 @@ namespace parka::cuda {
 // Every call but the accessors must be made by all ranks in the same order. Throws Error(kInternal).
 class PeerWindow {
  public:
-  // Whether this build and the NCCL that it runs with can open one.
-  static bool is_available();
   // Bytes of the memory that the window keeps for itself, zero before anyone opens it.
   static constexpr int64_t kSignalBytes = 4096;
 
-  // The memory is a multiple of 4096 bytes; `signals` is in it.
-  PeerWindow(ncclComm_t comm, void* memory, int64_t bytes, std::byte* signals);
+  // The memory is a multiple of 4096 bytes; `signals` is in it. None where GPUs cannot reach the memory of one
+  // another, and where NCCL is older than 2.28 or not the version that this was built with.
+  static std::optional<PeerWindow> open(ncclComm_t comm, void* memory, int64_t bytes, std::byte* signals);
   // NCCL forgets the memory, which no rank may be writing to.
   void close();
 
@@ -36,12 +36,13 @@ class PeerWindow {
   void gather_columns(const std::byte* in, std::byte* out, int64_t rows, int64_t row_bytes, cudaStream_t stream);
 
  private:
+  PeerWindow(ncclComm_t comm, void* window, void* memory, std::byte* signals);
   // A place in this rank's memory as it is mapped here of another's.
   std::byte* at(int place, std::byte* own) const { return bases_[static_cast<size_t>(place)] + (own - memory_); }
   void meet(cudaStream_t stream);
 
   ncclComm_t comm_;
-  void* window_ = nullptr;  // ncclWindow_t, which older versions of NCCL do not have
+  void* window_;  // ncclWindow_t, which older versions of NCCL do not have
   std::byte *memory_, *signals_;
   int place_ = 0;
   std::vector<std::byte*> bases_;  // of every rank's memory, by place
