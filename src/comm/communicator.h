@@ -52,8 +52,8 @@ class Communicator {
   // before the communicator goes. Throws as Device::allocate().
   virtual void* allocate(Device& device, int64_t bytes);
   virtual void release(Device& device, void* memory);
-  // A part of it that reduce_scatter may use until the memory is released, for tensors that are not larger; where
-  // it holds several, one need not wait for the sum of another.
+  // A part of it that reduce_scatter may use until the memory is released, for tensors of which other ranks have no
+  // more; where it holds the pieces of several, one need not wait for the sum of another.
   virtual void set_room(const TensorView& /*room*/) {}
 
   // ---- Tensors on the device (fp32 or bf16 where they are reduced) ----
