@@ -1,5 +1,6 @@
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <optional>
@@ -11,6 +12,7 @@
 #include "core/parallel.h"
 #include "engine/argument_values.h"
 #include "engine/commands.h"
+#include "engine/nearest_name.h"
 
 namespace parka {
 namespace {
@@ -249,6 +251,20 @@ void add_config(CLI::App& app, ConfigOptions& options) {
   add("reference", "Print docs/config.md", Action::kReference, false);
 }
 
+// What to do about a command line that cannot be read: its first word that nobody expected may be meant for a
+// command.
+std::string advice(const CLI::App& app, int argc, char** argv) {
+  std::vector<std::string> names;
+  for (const CLI::App* command : app.get_subcommands({})) names.push_back(command->get_name());
+  const std::vector<std::string> unexpected = app.remaining();
+  const char* const* const word = std::find_if(argv + 1, argv + argc, [&](const std::string& candidate) {
+    return std::find(unexpected.begin(), unexpected.end(), candidate) != unexpected.end();
+  });
+  const bool is_command = word != argv + argc && **word != '-' && app.get_subcommands().empty();
+  const std::string nearest = is_command ? nearest_name(*word, names) : std::string();
+  return nearest.empty() ? "see parka --help" : fmt::format("did you mean {}?", nearest);
+}
+
 int parse_and_run(int argc, char** argv) {
   CLI::App app("Parka trains OLMo- and Llama-style language models with FP8 optimizer states and activations.",
                "parka");
@@ -284,7 +300,7 @@ int parse_and_run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success))
       return app.exit(error);  // --help, --version
-    throw_bad_input("command line: {}; see parka --help", error.what());
+    throw_bad_input("command line: {}; {}", error.what(), advice(app, argc, argv));
   }
   if (app.get_subcommands().empty()) throw_bad_input("command line: no subcommand was given; see parka --help");
   set_num_threads(threads);

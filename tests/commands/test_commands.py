@@ -221,6 +221,18 @@ class Bench(RunFolder):
         self.assertFalse(os.path.exists(self.path("tuning.json")))
 
 
+class CommandLine(unittest.TestCase):
+    def test_what_to_do_about_one_that_cannot_be_read(self):
+        for words, advice in ((("trian", "x.json"), "did you mean train?"), (("pln",), "did you mean plan?"),
+                              (("quickstart",), "see parka --help"), (("--treads", "2"), "see parka --help"),
+                              (("train",), "see parka --help"), ((), "see parka --help")):
+            with self.subTest(words):
+                result = parka(*words)
+                self.assertEqual(result.returncode, 2)
+                self.assertIn(advice, result.stderr)
+                self.assertEqual(result.stderr.count("\n"), 1)
+
+
 class Config(unittest.TestCase):
     def test_what_show_prints_resolves_to_itself(self):
         for path in config_files():
