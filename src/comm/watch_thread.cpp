@@ -164,8 +164,10 @@ void WatchThread::announce(const Verdict& verdict) const {
   if (verdict.code == ExitCode::kRankLost) {
     spdlog::error("{}; rank {} ends with exit code {}", verdict.message, rank_, code);
   } else if (!verdict.common) {
-    spdlog::error("{} failed: {}; rank {} ends with its exit code {}", names_[static_cast<size_t>(verdict.rank)],
-                  verdict.message, rank_, code);
+    // The number comes from another process.
+    const auto blamed = static_cast<size_t>(verdict.rank);
+    const std::string name = blamed < names_.size() ? names_[blamed] : fmt::format("rank {}", verdict.rank);
+    spdlog::error("{} failed: {}; rank {} ends with its exit code {}", name, verdict.message, rank_, code);
   }
 }
 
