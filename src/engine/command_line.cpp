@@ -74,10 +74,9 @@ void add_step_model(CLI::App& command, CLI::Option& measured, PlanOptions& optio
   add("--link-latency", options.link_latency, "Of a hop within a node, microseconds");
   add("--network-latency", options.network_latency, "Of a hop between nodes, microseconds");
   command
-      .add_option(
-          "--interference", options.interference,
-          "What part of the time that its bytes take at the link bandwidth a collective costs the work beside it")
-      ->check(CLI::Range(0.0, 0.99))
+      .add_option("--interference", options.interference,
+                  "What a collective costs the work beside it, in times of what its bytes take in a GPU's memory")
+      ->check(kNotNegative)
       ->needs(&measured)
       ->capture_default_str();
   command

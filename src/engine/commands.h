@@ -31,7 +31,7 @@ struct PlanOptions {
   int64_t nodes = 0;                                                   // 0: as many as nodes of eight GPUs it takes
   double link_bandwidth = 340, network_bandwidth = 50;                 // 1e9 bytes per second
   double start_latency = 14, link_latency = 1.9, network_latency = 4;  // microseconds
-  double interference = 0.5;
+  double interference = 1.4;
   double slowest_gpu = 0;  // per cent
 };
 int run_plan(const PlanOptions& options);

@@ -94,6 +94,7 @@ StepPlan plan_step(const Config& config, const PlanOptions& options) {
   StepPlan plan;
   plan.links = links_of(options);
   plan.one = read_step_measurement(options.measured_path);
+  plan.links.memory_bandwidth = plan.one.copy_bandwidth;
   plan.num_gpus = options.num_gpus;
   plan.num_micro_batches = config.training.global_batch_size / per_micro_batch;
   plan.tokens_per_step = static_cast<double>(config.training.global_batch_size * config.data.sequence_length);

@@ -20,6 +20,13 @@ double bytes_sent(int64_t num_gpus, Kind kind, int64_t bytes) {
   return kind == Kind::kAllReduce ? 2 * once : once;
 }
 
+// Bytes that each GPU reads and writes in its memory. Of a gather its own piece is read for every GPU, and as many
+// are written; of a reduction what goes to others is read, and what comes from them written.
+double bytes_in_memory(int64_t num_gpus, Kind kind, int64_t bytes) {
+  if (kind == Kind::kAllGather) return 2 * static_cast<double>(bytes);
+  return 2 * bytes_sent(num_gpus, kind, bytes);
+}
+
 double latency(const Links& links, int64_t num_gpus, Kind kind) {
   const auto gpus = static_cast<double>(num_gpus), nodes = static_cast<double>(links.nodes);
   if (kind == Kind::kAllReduce) {
@@ -81,9 +88,11 @@ StepPrediction predict_step(const std::vector<StepAction>& actions, const Links&
           break;
         }
         const double seconds = collective_seconds(circle.links, circle.num_gpus, action.kind, action.bytes);
-        const double sent = bytes_sent(circle.num_gpus, action.kind, action.bytes);
-        timeline.collective(seconds, links.interference * sent / (links.link_bandwidth * seconds));
-        prediction.communicated_bytes += sent;
+        const double in_memory =
+            bytes_in_memory(circle.num_gpus, action.kind, action.bytes) / links.memory_bandwidth;
+        constexpr double kMost = 0.9;  // something gets on
+        timeline.collective(seconds, std::min(kMost, links.interference * in_memory / seconds));
+        prediction.communicated_bytes += bytes_sent(circle.num_gpus, action.kind, action.bytes);
         break;
       }
     }

@@ -14,7 +14,9 @@ struct Links {
   double start_latency = 0;      // of a collective, in seconds; then of each hop of its ring
   double link_latency = 0;
   double network_latency = 0;
-  // What the bytes that a GPU sends cost the work beside them, in times of what they take at link_bandwidth.
+  double memory_bandwidth = 0;  // of a GPU, bytes read and written per second
+  // What communication costs the work beside it, in times of what the bytes that it reads and writes in a GPU's
+  // memory take at memory_bandwidth.
   double interference = 0;
 };
 

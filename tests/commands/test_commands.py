@@ -160,7 +160,7 @@ class StepTime(RunFolder):
             (("--nodes", "2"), ["--measured"]),
             (("--interference", "0.5"), ["--measured"]),
             (("--compare", self.measured), ["--measured"]),
-            ((*measured, "--interference", "1"), ["--interference"]),
+            ((*measured, "--interference", "-1"), ["--interference"]),
             ((*measured, "--gpus", "4", "--nodes", "3"), ["--gpus", "--nodes"]),
             ((*measured, "--gpus", "3"), ["global_batch_size", "3 GPUs"]),
             ((*measured, "--set", "training.global_batch_size=40000"), ["global_batch_size", "20000 micro-batches"]),

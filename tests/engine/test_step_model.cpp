@@ -119,7 +119,7 @@ constexpr ComputeSeconds kSeconds = {.embedding_forward = 1,
                                      .copy_bandwidth = 1e30};
 
 // A byte a second and no latency: a collective of n GPUs takes (n - 1) / n of its bytes in seconds.
-constexpr Links kByteASecond = {.link_bandwidth = 1};
+constexpr Links kByteASecond = {.link_bandwidth = 1, .memory_bandwidth = 8};
 
 }  // namespace
 
@@ -201,16 +201,32 @@ TEST_CASE("bytes cost the work beside them the same however long they take", "[e
                                            {.kind = Kind::kCompute, .seconds = 1000},
                                            {.kind = Kind::kWait, .number = 1}};
   Links links = kByteASecond;
-  links.interference = 0.5;
+  links.interference = 1;
   for (const double latency : {0.0, 300.0}) {
     links.start_latency = latency;
     const StepPrediction step = predict_step(actions, links, 2);
-    CHECK(step.slowed_seconds == Approx(50));
+    CHECK(step.slowed_seconds == Approx(50));  // 200 bytes read and 200 written
     CHECK(step.seconds == Approx(1050));
     CHECK(step.communication_seconds == Approx(100 + latency));
     CHECK(step.communicated_bytes == 100);
     CHECK(step.hidden_fraction() == 1);
   }
+}
+
+TEST_CASE("what communication reads and writes in memory is what it costs, up to nearly all",
+          "[engine][step model]") {
+  const auto slowed = [](Kind kind, double interference) {
+    Links links = kByteASecond;
+    links.interference = interference;
+    const std::vector<StepAction> actions = {{.kind = kind, .bytes = 400},
+                                             {.kind = Kind::kCompute, .seconds = 1e5}};
+    return predict_step(actions, links, 4).slowed_seconds;
+  };
+  // Of 4 GPUs each reads its 100 bytes for all and writes 400; reads 300 for others and writes 300; does both.
+  CHECK(slowed(Kind::kAllGather, 1) == Approx(800 / 8.0));
+  CHECK(slowed(Kind::kReduceScatter, 1) == Approx(600 / 8.0));
+  CHECK(slowed(Kind::kAllReduce, 1) == Approx(1200 / 8.0));
+  CHECK(slowed(Kind::kAllGather, 1e6) == Approx(0.9 * 300));
 }
 
 TEST_CASE("the schedule of a step is what ranks queue, to the byte", "[engine][step model]") {
