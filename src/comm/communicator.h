@@ -52,8 +52,8 @@ class Communicator {
   // before the communicator goes. Throws as Device::allocate().
   virtual void* allocate(Device& device, int64_t bytes);
   virtual void release(Device& device, void* memory);
-  // A part of it that reduce_scatter may use until the memory is released, for tensors of which other ranks have no
-  // more; where it holds the pieces of several, one need not wait for the sum of another.
+  // A part of it that collectives may use until the memory is released. reduce_scatter puts there what others have
+  // for this rank, if that is not more; where there is room for several tensors, none waits for the sum of another.
   virtual void set_room(const TensorView& /*room*/) {}
 
   // ---- Tensors on the device (fp32 or bf16 where they are reduced) ----
@@ -69,7 +69,8 @@ class Communicator {
   // out [size * n] = `in` [n] of all peers one after the other, of any format. `in` may be its own place in `out`.
   virtual void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
   // out [rows, size * columns] = `in` [rows, columns] of all peers side by side, of any format, elsewhere. On GPUs
-  // of several nodes it takes as much of set_room() as `out` has.
+  // it takes as many bytes of set_room() as `out` has, unless `out` is in allocate()'s memory and GPUs reach one
+  // another.
   virtual void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
 
   // Collectives are numbered from 1 in order of their calls; nobody has to wait for number 0.

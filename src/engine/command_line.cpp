@@ -261,7 +261,7 @@ std::string advice(const CLI::App& app, int argc, char** argv) {
   });
   const bool is_command = word != argv + argc && **word != '-' && app.get_subcommands().empty();
   const std::string nearest = is_command ? nearest_name(*word, names) : std::string();
-  return nearest.empty() ? "see parka --help" : fmt::format("did you mean {}?", nearest);
+  return nearest.empty() ? "see parka --help" : fmt::format("by {}, did you mean {}?", *word, nearest);
 }
 
 int parse_and_run(int argc, char** argv) {

@@ -60,7 +60,7 @@ std::vector<int> ParameterExchange::opened_by(int unit) const {
 
 void ParameterExchange::before_backward(Device& device, int unit) {
   gather_on_use(device, unit, Pass::kBackward);
-  // Both rooms are free while the head is at work.
+  // Where backward has pieces of its own, both rooms are free while the head is at work.
   if (unit == model_.parameters().head_unit()) {
     for (int last : {unit - 1, unit - 2}) prefetch(device, last, Pass::kBackward);
   }

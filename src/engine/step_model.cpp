@@ -88,6 +88,7 @@ StepPrediction predict_step(const std::vector<StepAction>& actions, const Links&
           break;
         }
         const double seconds = collective_seconds(circle.links, circle.num_gpus, action.kind, action.bytes);
+        PARKA_REQUIRE(links.memory_bandwidth > 0);
         const double in_memory =
             bytes_in_memory(circle.num_gpus, action.kind, action.bytes) / links.memory_bandwidth;
         constexpr double kMost = 0.9;  // something gets on

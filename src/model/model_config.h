@@ -155,7 +155,9 @@ struct PrecisionConfig {
         "weight_copies", weight_copies,
         "FP8 copies of the weights kept for a whole step: both (as they are, and transposed for input gradients), "
         "rows (transposed where one is read), or none (made from the weight where it is read); same bits, each a "
-        "byte per parameter less. With ZeRO stage 3 those of a rank's own pieces, gathered where they are read");
+        "byte per parameter less. With ZeRO stage 3 those of a rank's own pieces, gathered where they are read: "
+        "transposed ones only if "
+        "all pieces are whole rows and recompute is none");
     visit(
         "fast_forward", fast_forward,
         "fp8_tensor on a GPU: forward's products are summed in the tensor cores' own accumulator of about 14 bits; "

@@ -66,7 +66,8 @@ class ModelWeights {
   // Of a unit, in the same order on every rank. Empty if no rank lacks anything. Where backward reads other copies
   // of a unit that is gathered on use, they are gathered over those of forward, which evaluation reads, too.
   const std::vector<Piece>& pieces(int unit, Pass pass) const {
-    return (pass == Pass::kBackward && gathers_transposed_ ? backward_pieces_ : pieces_)[static_cast<size_t>(unit)];
+    const bool differ = pass == Pass::kBackward && gathers_transposed_ && is_gathered_on_use(unit);
+    return (differ ? backward_pieces_ : pieces_)[static_cast<size_t>(unit)];
   }
   bool has_pieces_for_backward() const { return gathers_transposed_; }
   // Whether the unit's weights are not kept, but have to be gathered before each use. Units u and u + 2 use the

@@ -243,6 +243,10 @@ void check_many_in_own_memory(const Checker& c, DType dtype, int64_t n) {
       c.ranks.reduce_scatter(c.device, in, memory.tensor(kMany + i, dtype, {count_of(i)}), Peers::kAll, onto);
     }
     c.ranks.wait(c.device, c.ranks.last_queued());
+    // Whoever has waited may overwrite what was reduced.
+    const TensorView all = memory.tensor(0, dtype, {size * n});
+    const TensorView end = memory.tensor(kMany, dtype, {1});
+    c.device.fill_zero(all.data, static_cast<std::byte*>(end.data) - static_cast<std::byte*>(all.data));
   }
   for (int i = 0; i < kMany; ++i) {
     std::vector<float> want(static_cast<size_t>(count_of(i)), 0.0f);

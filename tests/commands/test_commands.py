@@ -223,8 +223,8 @@ class Bench(RunFolder):
 
 class CommandLine(unittest.TestCase):
     def test_what_to_do_about_one_that_cannot_be_read(self):
-        for words, advice in ((("trian", "x.json"), "did you mean train?"), (("pln",), "did you mean plan?"),
-                              (("quickstart",), "see parka --help"), (("--treads", "2"), "see parka --help"),
+        for words, advice in ((("trian", "x.json"), "by trian, did you mean train?"), (("pln",), "by pln, did you mean plan?"),
+                              (("quickstart",), "see parka --help"), (("--threads", "abc", "pln"), "--threads"), (("--treads", "2"), "see parka --help"),
                               (("train",), "see parka --help"), ((), "see parka --help")):
             with self.subTest(words):
                 result = parka(*words)

@@ -266,7 +266,7 @@ TEST_CASE("masks and documents add nothing to what ranks queue", "[engine][step 
 }
 
 TEST_CASE("groups of GPUs exchange within nodes, and pieces between them", "[engine][step model]") {
-  Links links = {.link_bandwidth = 300, .network_bandwidth = 50};
+  Links links = {.link_bandwidth = 300, .network_bandwidth = 50, .memory_bandwidth = 1};
   links.nodes = 2;  // of four GPUs each
   const auto seconds = [&](Kind kind, Peers peers, int64_t bytes, int64_t shard_size) {
     const std::vector<StepAction> actions = {{.kind = kind, .bytes = bytes, .peers = peers},

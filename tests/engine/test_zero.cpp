@@ -280,6 +280,51 @@ TEST_CASE("what is divided over ranks does not change a bit, once states are", "
   }
 }
 
+TEST_CASE("which copies of FP8 weights are kept does not change a bit of stage 3", "[engine][zero]") {
+  for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
+    const TemporaryFolder folder;
+    Config config = config_for(folder, "parka", 3);
+    config.model.num_layers = 4;
+    config.precision.recompute = recompute;
+    std::vector<Outcome> outcomes;
+    for (const WeightCopies copies : {WeightCopies::kRows, WeightCopies::kBoth, WeightCopies::kNone}) {
+      config.precision.weight_copies = copies;
+      // Four micro-batches a step on each rank, and evaluations between steps.
+      outcomes.push_back(train(config, 2, [](TrainingRun& run, int step) {
+        if (step % 2 == 1) run.evaluate(run.data());
+      }));
+      CAPTURE(name_of(recompute), name_of(copies));
+      CHECK(outcomes.back().losses == outcomes[0].losses);
+      CHECK(outcomes.back().norms == outcomes[0].norms);
+      CHECK(outcomes.back().held_out == outcomes[0].held_out);
+      CHECK((outcomes.back().tensors == outcomes[0].tensors));
+    }
+  }
+}
+
+TEST_CASE("transposed codes are gathered where forward is not run again and pieces are whole rows",
+          "[engine][zero]") {
+  const TemporaryFolder folder;
+  const auto gathers = [&](const Config& config, int64_t ranks) {
+    const ParameterTable table = make_parameter_table(config.model, config.optimizer.decay_embeddings);
+    return gathers_transposed(table, Formats(config.precision), config.precision.weight_copies,
+                              training_use(config.precision), zero_of(config.distributed, 0, ranks));
+  };
+  Config config = config_for(folder, "parka", 3);
+  CHECK(gathers(config, 2));
+  CHECK_FALSE(gathers(config, 1));
+  CHECK_FALSE(gathers(config, 5));  // 48 rows
+  CHECK_FALSE(gathers(config, 4));  // 80 x 48 weights are 30 groups
+  CHECK_FALSE(gathers(config_for(folder, "parka", 2), 2));
+  CHECK_FALSE(gathers(config_for(folder, "fp8_block", 3), 2));
+  CHECK_FALSE(gathers(config_for(folder, "bf16", 3), 2));
+  config.precision.recompute = Recompute::kBlock;
+  CHECK_FALSE(gathers(config, 2));
+  config.precision.recompute = Recompute::kNone;
+  config.precision.weight_copies = WeightCopies::kRows;
+  CHECK_FALSE(gathers(config, 2));
+}
+
 TEST_CASE("kept activations that wait in host memory do not change a bit of any stage", "[engine][zero][offload]") {
   for (const char* recipe : {"bf16", "parka"}) {
     for (int64_t stage = 0; stage <= 3; ++stage) {

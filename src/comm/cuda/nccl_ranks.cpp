@@ -10,6 +10,7 @@
 #include <nccl.h>
 
 #include "comm/cuda/counter.h"
+#include "comm/cuda/nccl_status.h"
 #include "comm/cuda/peer_window.h"
 #include "comm/cuda/sum_pieces.h"
 #include "comm/nccl_ranks.h"
@@ -22,20 +23,10 @@ namespace parka {
 namespace {
 
 using cuda::check;
+using cuda::exit_code_of;
+using cuda::reason_of;
 
 constexpr size_t kDefaultStackBytes = 1024;  // of a thread, as CUDA starts with
-
-// A failure of the network or of another rank is no defect of this one.
-ExitCode exit_code_of(ncclResult_t status) {
-  const bool others = status == ncclSystemError || status == ncclRemoteError;
-  return others ? ExitCode::kRankLost : ExitCode::kInternal;
-}
-
-std::string reason_of(ncclResult_t status, ncclComm_t comm) {
-  const char* last = ncclGetLastError(comm);
-  const bool says_more = last != nullptr && *last != '\0';
-  return fmt::format("NCCL: {}{}{}", ncclGetErrorString(status), says_more ? ": " : "", says_more ? last : "");
-}
 
 ncclDataType_t type_of(const TensorView& x) { return x.dtype == DType::kF32 ? ncclFloat32 : ncclBfloat16; }
 
@@ -276,8 +267,9 @@ void* NcclCommunicator::allocate(Device& device, int64_t bytes) {
 
 void NcclCommunicator::release(Device& device, void* memory) {
   if (memory != memory_) return device.release(memory);
+  // What is queued may wait for ranks that do not come, others may be writing to it, and this process ends.
+  if (std::uncaught_exceptions() > 0) return;
   cudaStreamSynchronize(device_.stream());
-  if (std::uncaught_exceptions() > 0) return;  // others may be writing to it, and this process ends
   synchronize();
   for (Circle& circle : circles_) {
     if (circle.window) circle.window->close();

@@ -5,6 +5,7 @@
 
 #include <cuda.h>
 
+#include "comm/cuda/nccl_status.h"
 #include "core/error.h"
 #include "kernels/cuda/check.h"
 
@@ -18,9 +19,8 @@ namespace parka::cuda {
 #if PARKA_HAS_WINDOWS
 namespace {
 
-void check_nccl(ncclResult_t status, const char* what) {
-  if (status != ncclSuccess)
-    throw Error(ExitCode::kInternal, std::string(what) + ": " + ncclGetErrorString(status));
+void check_nccl(ncclResult_t status, const char* what, ncclComm_t comm) {
+  if (status != ncclSuccess) throw Error(exit_code_of(status), std::string(what) + ": " + reason_of(status, comm));
 }
 
 __global__ void find_bases(ncclWindow_t window, int size, std::byte** bases) {
@@ -45,17 +45,17 @@ CUdeviceptr address(const std::byte* memory) { return reinterpret_cast<CUdevicep
 
 std::optional<PeerWindow> PeerWindow::open(ncclComm_t comm, void* memory, int64_t bytes, std::byte* signals) {
   int version = 0;
-  check_nccl(ncclGetVersion(&version), "window");
+  check_nccl(ncclGetVersion(&version), "window", comm);
   if (version / 100 != NCCL_VERSION_CODE / 100) return {};  // what a window is in memory may differ
   ncclWindow_t window = nullptr;
   check_nccl(ncclCommWindowRegister(comm, memory, static_cast<size_t>(bytes), &window, NCCL_WIN_COLL_SYMMETRIC),
-             "window");
+             "window", comm);
   if (window == nullptr) return {};
   // Where not all GPUs reach one another, it is a note of NCCL's own, in host memory.
   cudaPointerAttributes attributes{};
   check(cudaPointerGetAttributes(&attributes, window), "window");
   if (attributes.type == cudaMemoryTypeUnregistered) {
-    check_nccl(ncclCommWindowDeregister(comm, window), "window");
+    check_nccl(ncclCommWindowDeregister(comm, window), "window", comm);
     return {};
   }
   return PeerWindow(comm, window, memory, signals);
@@ -64,8 +64,8 @@ std::optional<PeerWindow> PeerWindow::open(ncclComm_t comm, void* memory, int64_
 PeerWindow::PeerWindow(ncclComm_t comm, void* window, void* memory, std::byte* signals)
     : comm_(comm), window_(window), memory_(static_cast<std::byte*>(memory)), signals_(signals) {
   int size = 0;
-  check_nccl(ncclCommCount(comm, &size), "window");
-  check_nccl(ncclCommUserRank(comm, &place_), "window");
+  check_nccl(ncclCommCount(comm, &size), "window", comm);
+  check_nccl(ncclCommUserRank(comm, &place_), "window", comm);
   PARKA_REQUIRE(size * static_cast<int64_t>(sizeof(uint32_t)) <= kSignalBytes);
   bases_.resize(static_cast<size_t>(size));
   std::byte** found = nullptr;

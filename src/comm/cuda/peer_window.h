@@ -13,7 +13,8 @@ namespace parka::cuda {
 // write into that of one another with their GPUs' copy engines, which take no multiprocessors from the work beside
 // them. NCCL opens it, and gathers through it by itself.
 //
-// Every call but the accessors must be made by all ranks in the same order. Throws Error(kInternal).
+// All ranks must make every call, in the same order. Throws Error(kInternal), and Error(kRankLost) where NCCL has
+// lost another rank.
 class PeerWindow {
  public:
   // Bytes of the memory that the window keeps for itself, zero before anyone opens it.
