@@ -3,11 +3,10 @@
 #include <algorithm>
 #include <string>
 
-#include <cuda.h>
-
 #include "comm/cuda/nccl_status.h"
 #include "core/error.h"
 #include "kernels/cuda/check.h"
+#include "kernels/cuda/driver_function.h"
 
 #define PARKA_HAS_WINDOWS (NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0))
 #if PARKA_HAS_WINDOWS
@@ -27,16 +26,6 @@ __global__ void find_bases(ncclWindow_t window, int size, std::byte** bases) {
   for (int place = 0; place < size; ++place) {
     bases[place] = static_cast<std::byte*>(ncclGetPeerPointer(window, 0, place));
   }
-}
-
-// The driver's function, found at run time: programs start without a driver too.
-decltype(&cuStreamBatchMemOp) find_batch_mem_op() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  check(cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &function, 12000, cudaEnableDefault, &found),
-        "cuStreamBatchMemOp");
-  PARKA_REQUIRE(found == cudaDriverEntryPointSuccess);
-  return reinterpret_cast<decltype(&cuStreamBatchMemOp)>(function);
 }
 
 CUdeviceptr address(const std::byte* memory) { return reinterpret_cast<CUdeviceptr>(memory); }
@@ -82,7 +71,7 @@ void PeerWindow::close() { ncclCommWindowDeregister(comm_, static_cast<ncclWindo
 // Each rank counts its meetings in a number of its own at every other, and waits until those of all others that it
 // has here have come as far. What was queued before is seen by all after it.
 void PeerWindow::meet(cudaStream_t stream) {
-  static const auto batch_mem_op = find_batch_mem_op();
+  static const auto batch_mem_op = driver_function<decltype(&cuStreamBatchMemOp)>("cuStreamBatchMemOp");
   ++meetings_;
   const auto signal = [&](int place) { return signals_ + static_cast<size_t>(place) * sizeof(uint32_t); };
   std::vector<CUstreamBatchMemOpParams> ops;

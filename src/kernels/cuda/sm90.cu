@@ -1,27 +1,12 @@
 #include "kernels/cuda/sm90.cuh"
 
-#include <cuda_runtime_api.h>
-
 #include "core/error.h"
-#include "kernels/cuda/check.h"
+#include "kernels/cuda/driver_function.h"
 
 namespace parka::cuda {
-namespace {
-
-// The driver's function, found at run time: programs start without a driver too.
-decltype(&cuTensorMapEncodeTiled) find_encode_tiled() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
-        "cuTensorMapEncodeTiled");
-  PARKA_REQUIRE(found == cudaDriverEntryPointSuccess);
-  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-}
-
-}  // namespace
 
 CUtensorMap make_tile_map(const BFloat16* x, int64_t columns, int64_t S, int64_t B, int box_rows) {
-  static const auto encode = find_encode_tiled();
+  static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   const cuuint64_t size[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(S),
                               static_cast<cuuint64_t>(B)};
   const cuuint64_t stride_bytes[2] = {size[0] * 2, size[0] * size[1] * 2};
