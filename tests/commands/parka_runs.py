@@ -9,6 +9,8 @@ import tempfile
 import unittest
 
 PROGRAM = os.environ.get("PARKA_PROGRAM", "build/release/parka")
+FAULTY_FILES_LIBRARY = os.environ.get("FAULTY_FILES_LIBRARY",
+                                      os.path.join(os.path.dirname(os.path.abspath(PROGRAM)), "tests", "libfaulty_files.so"))
 VOCAB = 64
 SEQUENCE = 16
 
@@ -55,6 +57,17 @@ def tiny_config(folder, recipe="bf16", steps=8, device="cpu", **optimizer):
 
 def parka(*arguments, **options):
     return subprocess.run([PROGRAM, "--threads", "1", *arguments], capture_output=True, text=True, timeout=300, **options)
+
+
+def faulty_files(*rules, slow_glob=None, bytes_per_second=None):
+    """The environment of a program whose file operations fail by rules OPERATION:GLOB:ERROR:FROM:COUNT, and whose writes
+    to files that match slow_glob are slow: see tests/support/faulty_files.cpp. Skips the test where it cannot be preloaded."""
+    if not os.path.exists(FAULTY_FILES_LIBRARY):
+        raise unittest.SkipTest("faulty_files is not built, or this build has a sanitizer")
+    environment = dict(os.environ, LD_PRELOAD=os.path.abspath(FAULTY_FILES_LIBRARY), FAULTY_FILES=";".join(rules))
+    if slow_glob is not None:
+        environment.update(FAULTY_WRITE_GLOB=slow_glob, FAULTY_WRITE_BYTES_PER_SECOND=str(bytes_per_second))
+    return environment
 
 
 class RunFolder(unittest.TestCase):
