@@ -57,6 +57,10 @@ struct SaveOptions {
   // Gets one line for what went wrong without harm to this checkpoint: an old one that could not be removed, a
   // damaged one found on the way.
   std::function<void(const std::string& message)> report = {};
+  // Throws when the folder is not the run's any more (RunLock::require_ours). Called before a save begins, while it
+  // waits for other ranks, before the checkpoint gets its name and before anything is removed; after it has thrown
+  // the save touches nothing.
+  std::function<void()> check_folder = {};
   SaveGroup group = {};
 };
 
@@ -64,8 +68,9 @@ struct SaveOptions {
 // and complete; until then whatever was there before can be loaded, also when the process is killed or step N is
 // saved a second time. Only older steps are ever removed, and not before this one is complete; steps newer than
 // this one (of a run resumed from an older one) are left alone and not counted. Leftovers of dead runs are cleared
-// away. One process at a time may save into a folder. Throws Error(kBadInput) when the folder cannot be used at all
-// and Error(kIo) when writing fails; what was written of this checkpoint is then removed, as far as that works.
+// away. One process at a time may save into a folder; a missing one is created unless options.check_folder watches
+// over it. Throws Error(kIo) when writing fails, for whatever reason; what was written of this checkpoint is then
+// removed, as far as that works.
 //
 // Where options.group has several ranks all of them must call this, and it returns on each when the whole
 // checkpoint is on disk. An error of one rank is thrown on all of them, on the others with that rank's number;

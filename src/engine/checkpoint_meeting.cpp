@@ -48,25 +48,31 @@ Error read_failed_note(const std::string& path, int rank) {
 
 }  // namespace
 
-SaveMeeting::SaveMeeting(const SaveGroup& group, ObservedFiles& files, std::string folder, std::string final_path,
-                         std::string draft)
-    : group_(group),
+SaveMeeting::SaveMeeting(const SaveOptions& options, ObservedFiles& files, std::string folder,
+                         std::string final_path, std::string draft)
+    : group_(options.group),
+      check_folder_(options.check_folder),
       files_(files),
       folder_(std::move(folder)),
       final_path_(std::move(final_path)),
       draft_(std::move(draft)),
-      attempt_name_("attempt_" + group.id),
+      attempt_name_("attempt_" + group_.id),
       attempt_path_((fs::path(draft_) / attempt_name_).string()),
       ranks_path_(attempt_path_ + ".ranks"),
-      farewell_(std::min(kFarewell, group.timeout)) {}
+      farewell_(std::min(kFarewell, group_.timeout)) {}
 
 std::string SaveMeeting::path_of(int rank, std::string_view state) const {
   return (fs::path(ranks_path_) / note_name(rank, state)).string();
 }
 
+void SaveMeeting::check_folder() const {
+  if (check_folder_) check_folder_();
+}
+
 bool SaveMeeting::poll(milliseconds patience, const std::function<bool()>& finished) const {
   const auto deadline = steady_clock::now() + patience;
   for (;;) {
+    check_folder();
     if (finished()) return true;
     if (steady_clock::now() >= deadline) return false;
     std::this_thread::sleep_for(group_.poll_interval);
@@ -115,6 +121,7 @@ void SaveMeeting::throw_missing() {
 }
 
 void SaveMeeting::check() {
+  check_folder();
   check_failures(list_names(ranks_path_));
   if (!is_attempt_there()) throw_given_up();
 }
@@ -190,6 +197,11 @@ void SaveMeeting::wait_until_complete() {
 
 void SaveMeeting::leave_failure(const std::string& message, ExitCode code) noexcept {
   const std::string path = path_of(group_.rank, kFailed);
+  try {
+    check_folder();
+  } catch (...) {
+    return;  // the others see for themselves that the folder is not the run's any more
+  }
   try {
     if (group_.rank == 0) make_directories(ranks_path_);  // the others may be waiting for the save to begin
     const json note = {{"code", static_cast<int>(failure_of_other_ ? failure_of_other_->code() : code)},

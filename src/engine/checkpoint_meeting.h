@@ -25,8 +25,9 @@ namespace parka {
 
 class SaveMeeting {
  public:
-  // `final_path` is the step's folder and `draft` its draft, in run folder `folder`.
-  SaveMeeting(const SaveGroup& group, ObservedFiles& files, std::string folder, std::string final_path,
+  // `final_path` is the step's folder and `draft` its draft, in run folder `folder`. While a rank waits it also
+  // asks options.check_folder.
+  SaveMeeting(const SaveOptions& options, ObservedFiles& files, std::string folder, std::string final_path,
               std::string draft);
 
   // Where the files of the checkpoint are written.
@@ -60,10 +61,12 @@ class SaveMeeting {
   [[noreturn]] void throw_missing();
   bool is_attempt_there() const;
   bool is_complete() const;
+  void check_folder() const;
   // Calls `finished` until it says so. False after more than `patience`.
   bool poll(std::chrono::milliseconds patience, const std::function<bool()>& finished) const;
 
   const SaveGroup& group_;
+  const std::function<void()>& check_folder_;
   ObservedFiles& files_;
   const std::string folder_, final_path_, draft_;
   const std::string attempt_name_, attempt_path_, ranks_path_;

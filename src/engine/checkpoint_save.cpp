@@ -76,7 +76,7 @@ class CheckpointWriter {
         displaced_(path(contents.step, StepFolderKind::kDisplaced)) {}
 
   void save() {
-    make_directories(folder_);
+    begin();
     restore_displaced();
     try {
       files_.remove(draft_);
@@ -91,10 +91,10 @@ class CheckpointWriter {
   }
 
   void save_with_others() {
-    SaveMeeting meeting(options_.group, files_, folder_, final_, draft_);
+    begin();
+    SaveMeeting meeting(options_, files_, folder_, final_, draft_);
     try {
       take_part(meeting, [&] {
-        make_directories(folder_);
         restore_displaced();
         files_.remove(draft_);
         write_draft_with_others(meeting);
@@ -111,6 +111,28 @@ class CheckpointWriter {
 
  private:
   std::string path(int64_t step, StepFolderKind kind) const { return step_folder_path(folder_, step, kind); }
+
+  // A run's folder is made once, when the run begins: made anew here it would be another one.
+  void begin() {
+    if (options_.check_folder) {
+      options_.check_folder();
+    } else {
+      make_directories(folder_);
+    }
+  }
+
+  void check_folder() const {
+    if (options_.check_folder) options_.check_folder();
+  }
+
+  bool may_touch_folder() const noexcept {
+    try {
+      check_folder();
+      return true;
+    } catch (...) {
+      return false;
+    }
+  }
 
   // A run that died between the two renames of publish() left the only copy of a step under its .old name.
   void restore_displaced() {
@@ -152,6 +174,7 @@ class CheckpointWriter {
 
   // Gives the draft its name. An earlier save of the same step stays loadable until then, as .old.
   void publish(const std::string& draft) {
+    check_folder();
     if (file_exists(final_)) {
       if (file_exists(displaced_)) discard({contents_.step, StepFolderKind::kDisplaced});
       files_.rename(final_, displaced_);
@@ -163,6 +186,7 @@ class CheckpointWriter {
   // Takes back a failed save as far as the file system lets it; the error that led here is what the user gets to
   // see.
   void undo() noexcept {
+    if (!may_touch_folder()) return;
     std::error_code ignored;
     if (!file_exists(final_) && file_exists(displaced_)) fs::rename(displaced_, final_, ignored);
     fs::remove_all(draft_, ignored);
@@ -179,6 +203,7 @@ class CheckpointWriter {
   // The new checkpoint is complete, so a failure to tidy up is reported and does not stop the run.
   template <typename Action>
   void try_to_tidy(Action action) {
+    check_folder();
     try {
       action();
     } catch (const Error& e) {
@@ -229,8 +254,9 @@ class CheckpointWriter {
 
 // Writes the part of a rank other than 0.
 void save_part(const std::string& folder, const CheckpointContents& contents, const SaveOptions& options) {
+  if (options.check_folder) options.check_folder();
   ObservedFiles files(options);
-  SaveMeeting meeting(options.group, files, folder, step_folder_path(folder, contents.step),
+  SaveMeeting meeting(options, files, folder, step_folder_path(folder, contents.step),
                       step_folder_path(folder, contents.step, StepFolderKind::kTemporary));
   take_part(meeting, [&] {
     meeting.wait_until_open();
@@ -242,6 +268,17 @@ void save_part(const std::string& folder, const CheckpointContents& contents, co
     }
     meeting.wait_until_complete();
   });
+}
+
+void save_alone_or_with_others(const std::string& folder, const CheckpointContents& contents,
+                               const SaveOptions& options) {
+  if (options.group.size == 1) {
+    CheckpointWriter(folder, contents, options).save();
+  } else if (options.group.rank == 0) {
+    CheckpointWriter(folder, contents, options).save_with_others();
+  } else {
+    save_part(folder, contents, options);
+  }
 }
 
 bool is_id(std::string_view id) {
@@ -265,14 +302,15 @@ void save_checkpoint(const std::string& folder, const CheckpointContents& conten
   if (group.size == 1) {
     PARKA_REQUIRE(std::none_of(contents.tensors.begin(), contents.tensors.end(), is_partial));
     check_names_unique(contents.tensors);
-    CheckpointWriter(folder, contents, options).save();
-    return;
-  }
-  PARKA_REQUIRE(is_id(group.id));
-  if (group.rank == 0) {
-    CheckpointWriter(folder, contents, options).save_with_others();
   } else {
-    save_part(folder, contents, options);
+    PARKA_REQUIRE(is_id(group.id));
+  }
+  try {
+    save_alone_or_with_others(folder, contents, options);
+  } catch (const Error& e) {
+    // The folder was good when the run began: that it is not any more is no bad input.
+    if (e.code() == ExitCode::kBadInput) throw Error(ExitCode::kIo, e.what());
+    throw;
   }
 }
 

@@ -99,7 +99,20 @@ FileDescriptor::~FileDescriptor() {
   if (fd_ != -1) ::close(fd_);
 }
 
+FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  return *this;
+}
+
 int FileDescriptor::release() { return std::exchange(fd_, -1); }
+
+bool is_at(int fd, const std::string& path) {
+  struct stat open, there;
+  if (::fstat(fd, &open) == -1) throw_io_error("examine", path, errno);
+  if (::stat(path.c_str(), &there) == 0) return there.st_dev == open.st_dev && there.st_ino == open.st_ino;
+  if (errno == ENOENT || errno == ENOTDIR || errno == ESTALE) return false;
+  throw_io_error("examine", path, errno);
+}
 
 struct Checksum::State {
   XXH3_state_t xxh3;

@@ -21,6 +21,7 @@ class FileDescriptor {
  public:
   explicit FileDescriptor(int fd) : fd_(fd) {}
   FileDescriptor(FileDescriptor&& other) noexcept : fd_(other.release()) {}
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept;
   FileDescriptor(const FileDescriptor&) = delete;
   FileDescriptor& operator=(const FileDescriptor&) = delete;
   ~FileDescriptor();
@@ -31,6 +32,9 @@ class FileDescriptor {
  private:
   int fd_;
 };
+
+// Whether the open file `fd` is the one that `path` leads to now. Throws Error(kIo) where that cannot be known.
+bool is_at(int fd, const std::string& path);
 
 // XXH3-128 of everything passed to update(), in any pieces.
 class Checksum {

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "core/error.h"
@@ -29,10 +30,23 @@ bool is_of_later_step(const nlohmann::json& record, int64_t step) {
 
 }  // namespace
 
-MetricsLog::MetricsLog(std::string path) : path_(std::move(path)), file_(open_for_adding(path_)) {}
+MetricsLog::MetricsLog(std::string path, MetricsHooks hooks)
+    : path_(std::move(path)), hooks_(std::move(hooks)), file_(open_for_adding(path_)) {}
+
+void MetricsLog::follow_path() {
+  if (is_at(file_.get(), path_)) return;
+  if (hooks_.check_folder) hooks_.check_folder();
+  file_ = open_for_adding(path_);
+  if (hooks_.report) {
+    hooks_.report(fmt::format(
+        "{}: was removed, moved or replaced while the run goes on; further records go to the file of this name",
+        path_));
+  }
+}
 
 void MetricsLog::write(const nlohmann::ordered_json& record) {
   constexpr auto kReplaceBadText = nlohmann::ordered_json::error_handler_t::replace;
+  follow_path();
   const std::string line = record.dump(-1, ' ', false, kReplaceBadText) + '\n';
   const off_t end_before = ::lseek(file_.get(), 0, SEEK_END);
   try {

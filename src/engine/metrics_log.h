@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include <nlohmann/json.hpp>
@@ -8,15 +9,23 @@
 
 namespace parka {
 
+struct MetricsHooks {
+  // Throws when the folder is not the run's any more (RunLock::require_ours).
+  std::function<void()> check_folder = {};
+  std::function<void(const std::string& message)> report = {};
+};
+
 // The metrics of a run: a text file to which one JSON object per line is added (JSON Lines). A record that
 // describes a training step has an integer field "step".
 class MetricsLog {
  public:
   // Opens the file for adding, creates it where there is none. Throws Error(kBadInput) or Error(kIo).
-  explicit MetricsLog(std::string path);
+  explicit MetricsLog(std::string path, MetricsHooks hooks = {});
 
   // Adds one line and hands it to the system before it returns, so that a kill of this process loses nothing. NaN
-  // and infinities become null. Throws Error(kIo); the file then still ends with a whole line.
+  // and infinities become null. Throws Error(kIo); the file then still ends with a whole line. Where the file was
+  // removed, moved or replaced since it was opened the line goes to the file that is at the path now, a new one
+  // where there is none, unless the folder is not the run's any more; that is reported.
   void write(const nlohmann::ordered_json& record);
 
   struct Removed {
@@ -28,7 +37,10 @@ class MetricsLog {
   static Removed truncate_after(const std::string& path, int64_t step);
 
  private:
+  void follow_path();
+
   std::string path_;
+  MetricsHooks hooks_;
   FileDescriptor file_;
 };
 

@@ -31,6 +31,8 @@
 namespace parka {
 namespace {
 
+void warn(const std::string& message) { spdlog::warn("{}", message); }
+
 double gib(int64_t bytes) { return static_cast<double>(bytes) / 0x1p30; }
 
 double peak_resident_gib() {
@@ -43,10 +45,12 @@ double peak_resident_gib() {
 // metrics and config; checkpoints are written and read by all ranks.
 class TrainCommand {
  public:
-  TrainCommand(const Config& config, const TrainOptions& options, Launch& launch, std::unique_ptr<Device> device)
+  TrainCommand(const Config& config, const TrainOptions& options, Launch& launch, const RunLock& lock,
+               std::unique_ptr<Device> device)
       : config_(config),
         options_(options),
         launch_(launch),
+        lock_(lock),
         device_(std::move(device)),
         communicator_(launch.make_communicator(*device_)),
         run_(config, *device_, *communicator_),
@@ -63,7 +67,7 @@ class TrainCommand {
     resume_or_initialize();
     if (is_first()) {
       replace_file(config_.checkpoint.folder + "/config.json", to_json(config_).dump(2) + "\n");
-      metrics_.emplace(metrics_path());
+      metrics_.emplace(metrics_path(), MetricsHooks{[this] { lock_.require_ours(); }, warn});
     }
     if (run_.completed_steps() >= config_.training.steps) {
       spdlog::info("nothing to do: the run is at step {} of {}", run_.completed_steps(), config_.training.steps);
@@ -101,7 +105,8 @@ class TrainCommand {
                      .size = communicator_->size(),
                      .id = communicator_->gather_text(make_save_id()).front()};
     options.keep = config_.checkpoint.keep;
-    options.report = [](const std::string& message) { spdlog::warn("{}", message); };
+    options.report = warn;
+    options.check_folder = [this] { lock_.require_ours(); };
     if (options_.drill_step > 0 && is_first()) {
       // The fault drill of docs/testing.md: die as if the power went, at a chosen point of a chosen save.
       options.observer = [step_name = fmt::format("step_{:08}", options_.drill_step), left = options_.drill_point,
@@ -320,6 +325,7 @@ class TrainCommand {
   Config config_;
   TrainOptions options_;
   Launch& launch_;
+  const RunLock& lock_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Communicator> communicator_;
   TrainingRun run_;
@@ -350,13 +356,14 @@ int run_train(const TrainOptions& options) {
     std::optional<RunLock> lock;
     if (launch.rank() == 0) {
       check_run_folder_writable(config.checkpoint.folder);
-      lock.emplace(config.checkpoint.folder);
+      lock.emplace(config.checkpoint.folder, RunLock::Role::kHolder, warn);
     }
     launch.hosts().barrier();  // no rank looks at a folder that is not there
+    if (!lock) lock.emplace(config.checkpoint.folder, RunLock::Role::kWitness, warn);
     catch_stop_signals();
     std::unique_ptr<Device> device = make_device(config, std::max(0, launch.agree_on_gpu(wants_gpu(config))));
     check_memory(config, *device, launch.size());
-    return TrainCommand(config, options, launch, std::move(device)).train();
+    return TrainCommand(config, options, launch, *lock, std::move(device)).train();
   });
 }
 

@@ -36,10 +36,10 @@ TEST_CASE("an error in the background reaches the next call, once", "[engine][ch
   write_file(folder / "file", "");
   CheckpointSaver saver(folder / "file/run", {});
   saver.save(small_contents(1));
-  CHECK(error_of([&] { saver.wait(); }).code() == ExitCode::kBadInput);
+  CHECK(error_of([&] { saver.wait(); }).code() == ExitCode::kIo);
   saver.wait();
   saver.save(small_contents(2));
-  CHECK(error_of([&] { saver.save(small_contents(3)); }).code() == ExitCode::kBadInput);
+  CHECK(error_of([&] { saver.save(small_contents(3)); }).code() == ExitCode::kIo);
   saver.wait();  // the contents of the call that threw were not taken
 }
 

@@ -1,0 +1,185 @@
+// A run folder that is moved, removed or taken by another run while a run trains in it.
+#include <atomic>
+#include <map>
+
+#include "engine/checkpoint.h"
+#include "engine/metrics_log.h"
+#include "engine/run_lock.h"
+#include "tests/engine/checkpoint_fixture_ranks.h"
+
+using namespace parka;
+using namespace parka::test;
+namespace fs = std::filesystem;
+
+namespace {
+
+void ignore(const std::string&) {}
+
+// The paths of all files below a folder, with their contents.
+std::map<std::string, std::string> files_in(const std::string& folder) {
+  std::map<std::string, std::string> files;
+  for (const auto& entry : fs::recursive_directory_iterator(folder)) {
+    files[entry.path().string()] = entry.is_regular_file() ? read_file(entry.path()) : "";
+  }
+  return files;
+}
+
+// A run folder whose name another run takes at a chosen look at it.
+class TakenFolder {
+ public:
+  explicit TakenFolder(const TemporaryFolder& folder) : run(folder / "run"), moved(folder / "moved") {
+    fs::create_directory(run);
+    for (const int64_t step : {10, 20}) save_checkpoint(run, small_contents(step), {.keep = 0});
+    for (const int64_t step : {10, 20, 30}) save_checkpoint(other, small_contents(step, 1), {.keep = 0});
+    fs::create_directory(other + "/step_00000010.old");  // what a save would clear away or rename
+    fs::create_directory(other + "/step_00000005.old");
+    fs::create_directory(other + "/step_00000030.tmp");
+    before = files_in(other);
+  }
+
+  // For SaveOptions::check_folder: after the look number `last` the folder is another.
+  std::function<void()> until_look(int last) {
+    return [this, last] {
+      if (num_looks++ == last) {
+        fs::rename(run, moved);
+        fs::rename(other, run);
+        taken = true;
+      }
+      if (taken) throw Error(ExitCode::kIo, "taken");
+    };
+  }
+
+  bool other_is_untouched() const {
+    std::map<std::string, std::string> now;
+    for (const auto& [path, content] : files_in(run)) now[other + path.substr(run.size())] = content;
+    return now == before;
+  }
+
+  const std::string run, moved, other = run + "_of_another";
+  std::map<std::string, std::string> before;
+  std::atomic<int> num_looks = 0;
+  std::atomic<bool> taken = false;
+};
+
+}  // namespace
+
+TEST_CASE("a lock says whether the folder is still the run's own", "[engine][run_folder]") {
+  const TemporaryFolder folder;
+  const std::string run = folder / "run", moved = folder / "moved";
+  fs::create_directory(run);
+  const RunLock lock(run, RunLock::Role::kHolder, ignore), witness(run, RunLock::Role::kWitness, ignore);
+  const auto is_ours = [&] {
+    std::vector<bool> answers;
+    for (const RunLock* each : {&lock, &witness}) {
+      try {
+        each->require_ours();
+        answers.push_back(true);
+      } catch (const Error& e) {
+        CHECK(e.code() == ExitCode::kIo);
+        CHECK(mentions(e.what(), run + ": is not the folder any more in which this run began"));
+        answers.push_back(false);
+      }
+    }
+    REQUIRE(answers[0] == answers[1]);
+    return static_cast<bool>(answers[0]);
+  };
+  CHECK(is_ours());
+  fs::rename(run, moved);
+  CHECK_FALSE(is_ours());
+  fs::create_directory(run);
+  CHECK_FALSE(is_ours());
+  const RunLock of_another(run, RunLock::Role::kHolder, ignore);
+  CHECK_FALSE(is_ours());
+  fs::remove_all(run);
+  fs::rename(moved, run);
+  CHECK(is_ours());
+  CHECK(mentions(error_of([&] { RunLock(run, RunLock::Role::kHolder, ignore); }).what(), "another process"));
+  fs::remove(run + "/lock");
+  CHECK_FALSE(is_ours());
+}
+
+TEST_CASE("a save whose folder another run has taken touches nothing there", "[engine][checkpoint][run_folder]") {
+  // The saves of a new step, which removes an old one, and of a step that is there already.
+  const int64_t step = GENERATE(30, 20);
+  bool taken = true;
+  for (int look = 0; taken; ++look) {
+    CAPTURE(step, look);
+    const TemporaryFolder folder;
+    TakenFolder place(folder);
+    SaveOptions options{.keep = 1, .max_shard_bytes = 100};
+    options.check_folder = place.until_look(look);
+    std::optional<Error> error;
+    try {
+      save_checkpoint(place.run, small_contents(step, 2), options);
+    } catch (const Error& e) {
+      error = e;
+    }
+    taken = place.taken;
+    REQUIRE(taken == error.has_value());
+    if (!taken) {
+      CHECK(look >= 3);  // before the save, before the rename, before the removal
+      continue;
+    }
+    CHECK(error->code() == ExitCode::kIo);
+    CHECK(place.other_is_untouched());
+    CHECK(read_newest(place.moved).contents);
+  }
+}
+
+TEST_CASE("ranks whose folder another run has taken touch nothing there",
+          "[engine][checkpoint][ranks][run_folder]") {
+  bool taken = true;
+  for (int look = 0; taken; look = 2 * look + 1) {
+    CAPTURE(look);
+    const TemporaryFolder folder;
+    TakenFolder place(folder);
+    const auto errors = save_by_ranks(place.run, small_contents(30, 2), 3, [&](int rank, SaveOptions& options) {
+      options.group.timeout = std::chrono::minutes(5);  // a hang would be seen
+      const std::function<void()> look_of_first = place.until_look(look);
+      options.check_folder = [&, rank, look_of_first] {
+        if (rank == 0) look_of_first();
+        if (place.taken) throw Error(ExitCode::kIo, "taken");
+      };
+    });
+    taken = place.taken;
+    if (!taken) continue;
+    REQUIRE(errors[0]);
+    CHECK(place.other_is_untouched());
+  }
+}
+
+TEST_CASE("a save does not make a run folder that is gone", "[engine][checkpoint][run_folder]") {
+  const TemporaryFolder folder;
+  const Error error =
+      error_of([&] { save_checkpoint(folder / "run", small_contents(10), {.check_folder = [] {}}); });
+  CHECK(error.code() == ExitCode::kIo);
+  CHECK(mentions(error.what(), "run/step_00000010.tmp"));
+  CHECK(names_in(folder.path()).empty());
+}
+
+TEST_CASE("metrics go on at their path when the file there is another", "[engine][metrics][run_folder]") {
+  const TemporaryFolder folder;
+  const std::string path = folder / "metrics.jsonl";
+  std::vector<std::string> reports;
+  bool ours = true;
+  const auto check = [&] {
+    if (!ours) throw Error(ExitCode::kIo, "taken");
+  };
+  MetricsLog log(path, {check, [&](const std::string& message) { reports.push_back(message); }});
+  log.write({{"step", 1}});
+  fs::rename(path, folder / "rotated");
+  log.write({{"step", 2}});
+  log.write({{"step", 3}});
+  CHECK(read_file(folder / "rotated") == "{\"step\":1}\n");
+  CHECK(read_file(path) == "{\"step\":2}\n{\"step\":3}\n");
+  REQUIRE(reports.size() == 1);
+  CHECK(mentions(reports[0], path + ": was removed, moved or replaced"));
+  fs::remove(path);
+  log.write({{"step", 4}});
+  CHECK(read_file(path) == "{\"step\":4}\n");
+  CHECK(reports.size() == 2);
+  fs::remove(path);
+  ours = false;
+  CHECK(error_of([&] { log.write({{"step", 5}}); }).code() == ExitCode::kIo);
+  CHECK(names_in(folder.path()) == std::set<std::string>{"rotated"});
+}
