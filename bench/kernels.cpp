@@ -211,6 +211,12 @@ void bench_optimizer(Bench& bench, const ModelShape& m) {
       },
       sum_of_squares);
   bench.time(
+      m.name, "bit_hash",
+      [&](Tensors& t) {
+        return BitHash{t.bf16({N}), t.make(DType::kU8, {kHashWordBytes})};
+      },
+      bit_hash);
+  bench.time(
       m.name, "adamw_step",
       [&](Tensors& t) {
         const TensorView m1 = t.bf16({N}), m2 = t.bf16({N});

@@ -135,6 +135,7 @@ OpCost cost_of(const ClipCoefficient& a) { return moved(0.0, a.coefficient); }
 OpCost cost_of(const AddSum& a) { return moved(bytes_of(a.x), a.x); }
 OpCost cost_of(const Add& a) { return moved(bytes_of(a.x) + 2 * bytes_of(a.total), a.x); }
 OpCost cost_of(const Amax& a) { return moved(bytes_of(a.x), a.x); }
+OpCost cost_of(const BitHash& a) { return moved(bytes_of(a.x), a.x); }
 
 OpCost cost_of(const AdamwStep& a) {
   // With a master apart, the weight is only written.

@@ -28,6 +28,7 @@ OpCost cost_of(const ClipCoefficient& a);
 OpCost cost_of(const AddSum& a);
 OpCost cost_of(const Add& a);
 OpCost cost_of(const Amax& a);
+OpCost cost_of(const BitHash& a);
 OpCost cost_of(const AdamwStep& a);
 OpCost cost_of(const MomentEncode& a);
 OpCost cost_of(const MomentDecode& a);
