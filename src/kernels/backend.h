@@ -1,6 +1,7 @@
 #pragma once
 #include "kernels/device.h"
 #include "kernels/op_cost.h"
+#include "kernels/op_output.h"
 
 namespace parka {
 
@@ -10,6 +11,10 @@ void run_op(Device& device, const char* op, const Args& args, const Run& run) {
   if (timer) timer->begin(op, cost_of(args));
   run();
   if (timer) timer->end();
+  if (OpFault* fault = device.op_fault()) {
+    const TensorView output = output_of(args);
+    if (output.numel() > 0) fault->after(device, op, output);
+  }
 }
 
 }  // namespace parka

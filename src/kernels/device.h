@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/tensor.h"
+#include "kernels/op_fault.h"
 #include "kernels/op_timer.h"
 
 namespace parka {
@@ -111,8 +112,13 @@ class Device {
     if (op_timer_ != nullptr) op_timer_->end();
   }
 
+  // From now on `fault` is called after every op, and nothing is replayed, until it is set to nullptr.
+  void set_op_fault(OpFault* fault) { op_fault_ = fault; }
+  OpFault* op_fault() const { return op_fault_; }
+
  protected:
   OpTimer* op_timer_ = nullptr;
+  OpFault* op_fault_ = nullptr;
 };
 
 std::unique_ptr<Device> make_cpu_device();

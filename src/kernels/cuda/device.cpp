@@ -372,7 +372,7 @@ std::unique_ptr<HostStore> CudaDevice::make_host_store(int64_t num_slots, int64_
 }
 
 void CudaDevice::replay(std::unique_ptr<Recording>& recording, const std::function<void()>& work) {
-  if (op_timer_ != nullptr) {
+  if (op_timer_ != nullptr || op_fault_ != nullptr) {
     work();
     return;
   }
