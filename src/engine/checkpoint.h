@@ -50,13 +50,17 @@ std::string make_save_id();
 
 struct SaveOptions {
   int64_t keep = 3;                            // newest checkpoints to keep, this one counted; 0 keeps all
-  int64_t max_shard_bytes = int64_t{4} << 30;  // a larger tensor gets a file of its own
+  int64_t max_shard_bytes = int64_t{1} << 30;  // a larger tensor gets a file of its own
+  int writers = 1;                             // threads that write files at the same time
   // Called before every step that changes the file system, "write <path>" every 256 KiB, so that a test can
   // kill the process at any of them.
   std::function<void(std::string_view point)> observer = {};
   // Gets one line for what went wrong without harm to this checkpoint: an old one that could not be removed, a
   // damaged one found on the way.
   std::function<void(const std::string& message)> report = {};
+  // Called when the checkpoint is complete, on the rank that makes it so: its folder, the bytes of its files, and
+  // how long the save took.
+  std::function<void(const std::string& path, int64_t num_bytes, double seconds)> saved = {};
   // Throws when the folder is not the run's any more (RunLock::require_ours). Called before a save begins, while it
   // waits for other ranks, before the checkpoint gets its name and before anything is removed; after it has thrown
   // the save touches nothing.

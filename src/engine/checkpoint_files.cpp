@@ -1,8 +1,13 @@
 #include "engine/checkpoint_files.h"
 
 #include <algorithm>
+#include <atomic>
+#include <exception>
 #include <filesystem>
+#include <mutex>
 #include <set>
+#include <system_error>
+#include <thread>
 
 #include "core/error.h"
 #include "engine/checkpoint_index.h"
@@ -21,8 +26,8 @@ std::vector<std::vector<const HostTensor*>> split_into_shards(const std::vector<
   std::vector<std::vector<const HostTensor*>> shards;
   int64_t filled = 0;
   for (const HostTensor& tensor : tensors) {
-    if (tensor.bytes.empty() && is_partial(tensor)) continue;
-    const auto bytes = static_cast<int64_t>(tensor.bytes.size());
+    const int64_t bytes = tensor.num_bytes();
+    if (bytes == 0 && is_partial(tensor)) continue;
     if (shards.empty() || (bytes > max_bytes - filled && !shards.back().empty())) {
       shards.emplace_back();
       filled = 0;
@@ -33,10 +38,56 @@ std::vector<std::vector<const HostTensor*>> split_into_shards(const std::vector<
   return shards;
 }
 
+// Threads of their own, which write files while the pool of parallel_for computes. Where the system grants no more
+// threads those that there are write them all.
+class Writers {
+ public:
+  Writers(int num_threads, size_t num_files) : num_threads_(num_threads), num_files_(num_files) {}
+
+  // Calls write(i) of each file; throws the first error when all calls have ended.
+  void run(const std::function<void(size_t)>& write) {
+    const auto draw = [&] {
+      for (size_t i = next_++; i < num_files_ && !failed_; i = next_++) {
+        try {
+          write(i);
+        } catch (...) {
+          const std::lock_guard lock(mutex_);
+          if (!failed_.exchange(true)) failure_ = std::current_exception();
+        }
+      }
+    };
+    std::vector<std::thread> threads;
+    try {
+      for (size_t n = 1; n < std::min(static_cast<size_t>(num_threads_), num_files_); ++n)
+        threads.emplace_back(draw);
+    } catch (const std::system_error&) {
+      num_threads_ = static_cast<int>(threads.size()) + 1;
+    }
+    draw();
+    for (std::thread& thread : threads) thread.join();
+    if (failure_) std::rethrow_exception(failure_);
+  }
+
+  // For a file that is being written while another one has failed.
+  void stop_if_failed() const {
+    if (failed_) throw_io("not written, since another file of the checkpoint could not be");
+  }
+
+ private:
+  int num_threads_;
+  size_t num_files_;
+  std::atomic<size_t> next_{0};
+  std::atomic<bool> failed_{false};
+  std::mutex mutex_;
+  std::exception_ptr failure_;
+};
+
 }  // namespace
 
-void ObservedFiles::announce(std::string_view action, const std::string& path) const {
-  if (observer_) observer_(fmt::format("{} {}", action, path));
+void ObservedFiles::announce(std::string_view action, const std::string& path) {
+  if (!observer_) return;
+  const std::lock_guard lock(mutex_);
+  observer_(fmt::format("{} {}", action, path));
 }
 
 void ObservedFiles::make_directory(const std::string& path) {
@@ -90,16 +141,25 @@ void check_names_unique(const std::vector<HostTensor>& tensors) {
 }
 
 std::vector<Manifest::File> write_shards(ObservedFiles& files, const std::string& folder,
-                                         const std::vector<HostTensor>& tensors, int64_t max_shard_bytes,
+                                         const std::vector<HostTensor>& tensors, const SaveOptions& options,
                                          const std::function<std::string(size_t index)>& name_of,
                                          const std::function<void()>& before_file) {
-  std::vector<Manifest::File> written;
-  for (const auto& shard : split_into_shards(tensors, max_shard_bytes)) {
-    if (before_file) before_file();
-    written.push_back(
-        files.write_file((fs::path(folder) / name_of(written.size())).string(),
-                         [&](const ByteSink& sink) { write_safetensors(shard, describe_pieces(shard), sink); }));
-  }
+  const auto shards = split_into_shards(tensors, options.max_shard_bytes);
+  std::vector<Manifest::File> written(shards.size());
+  Writers writers(options.writers, shards.size());
+  std::mutex one_at_a_time;
+  writers.run([&](size_t i) {
+    if (before_file) {
+      const std::lock_guard lock(one_at_a_time);
+      before_file();
+    }
+    written[i] = files.write_file((fs::path(folder) / name_of(i)).string(), [&](const ByteSink& sink) {
+      write_safetensors(shards[i], describe_pieces(shards[i]), [&](ByteSpan bytes) {
+        writers.stop_if_failed();
+        sink(bytes);
+      });
+    });
+  });
   return written;
 }
 

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cctype>
+#include <chrono>
 #include <filesystem>
 #include <random>
 #include <system_error>
@@ -57,8 +58,8 @@ std::vector<Manifest::File> write_part(SaveMeeting& meeting, ObservedFiles& file
                                        const CheckpointContents& contents, const SaveOptions& options) {
   check_names_unique(contents.tensors);
   const auto name_of = [&](size_t index) { return rank_shard_name(options.group.rank, index); };
-  auto written = write_shards(files, meeting.attempt_path(), contents.tensors, options.max_shard_bytes, name_of,
-                              [&] { meeting.check(); });
+  auto written =
+      write_shards(files, meeting.attempt_path(), contents.tensors, options, name_of, [&] { meeting.check(); });
   files.sync_directory(meeting.attempt_path());
   return written;
 }
@@ -82,6 +83,7 @@ class CheckpointWriter {
       files_.remove(draft_);
       write_draft();
       publish(draft_);
+      tell_saved();
     } catch (...) {
       undo();
       throw;
@@ -99,6 +101,7 @@ class CheckpointWriter {
         files_.remove(draft_);
         write_draft_with_others(meeting);
         publish(meeting.attempt_path());
+        tell_saved();
       });
     } catch (...) {
       meeting.wait_until_others_left();
@@ -134,6 +137,12 @@ class CheckpointWriter {
     }
   }
 
+  void tell_saved() const {
+    if (!options_.saved) return;
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begun_;
+    options_.saved(final_, num_bytes_, seconds.count());
+  }
+
   // A run that died between the two renames of publish() left the only copy of a step under its .old name.
   void restore_displaced() {
     for (const StepFolder& found : list_step_folders(folder_)) {
@@ -150,7 +159,7 @@ class CheckpointWriter {
                       .state = contents_.state,
                       .files = {},
                       .num_tensors = static_cast<int64_t>(contents_.tensors.size())};
-    manifest.files = write_shards(files_, draft_, contents_.tensors, options_.max_shard_bytes, shard_name);
+    manifest.files = write_shards(files_, draft_, contents_.tensors, options_, shard_name);
     complete_draft(draft_, manifest);
   }
 
@@ -168,6 +177,7 @@ class CheckpointWriter {
   }
 
   void complete_draft(const std::string& draft, const Manifest& manifest) {
+    for (const Manifest::File& file : manifest.files) num_bytes_ += file.num_bytes;
     files_.write_text((fs::path(draft) / kManifestName).string(), encode_manifest(manifest));
     files_.sync_directory(draft);
   }
@@ -250,6 +260,8 @@ class CheckpointWriter {
   const SaveOptions& options_;
   ObservedFiles files_;
   const std::string final_, draft_, displaced_;
+  const std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
+  int64_t num_bytes_ = 0;  // of the files, once they are written
 };
 
 // Writes the part of a rank other than 0.
@@ -296,7 +308,7 @@ std::string make_save_id() {
 void save_checkpoint(const std::string& folder, const CheckpointContents& contents, const SaveOptions& options) {
   PARKA_REQUIRE(contents.step >= 0);
   PARKA_REQUIRE(options.keep >= 0);
-  PARKA_REQUIRE(options.max_shard_bytes > 0);
+  PARKA_REQUIRE(options.max_shard_bytes > 0 && options.writers > 0);
   const SaveGroup& group = options.group;
   PARKA_REQUIRE(group.rank >= 0 && group.rank < group.size);
   if (group.size == 1) {

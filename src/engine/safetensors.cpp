@@ -49,9 +49,9 @@ void check_tensors(const std::vector<const HostTensor*>& tensors) {
       }
       expected = piece->size() * size;
     }
-    if (expected != static_cast<int64_t>(tensor->bytes.size())) {
+    if (expected != tensor->num_bytes()) {
       throw_internal("tensor \"{}\" has {} bytes where its dtype, shape and piece say {}", printable(tensor->name),
-                     tensor->bytes.size(), expected);
+                     tensor->num_bytes(), expected);
     }
   }
 }
@@ -184,7 +184,7 @@ void write_safetensors(const std::vector<const HostTensor*>& tensors, const Safe
     entries.push_back({.name = tensor->name, .dtype = tensor->dtype, .shape = shape});
   }
   sink(as_bytes(encode_safetensors_header(entries, metadata)));
-  for (const HostTensor* tensor : ordered) sink(tensor->bytes);
+  for (const HostTensor* tensor : ordered) tensor->read(sink);
 }
 
 std::string with_header_length(std::string_view header_text) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -27,13 +28,28 @@ struct ElementRange {
   bool operator==(const ElementRange&) const = default;
 };
 
-// A tensor, or the piece of one that a rank of a run holds, in host memory.
+using ByteSink = std::function<void(ByteSpan)>;
+
+// Bytes of a tensor that are elsewhere, or still on their way to the host.
+class TensorSource {
+ public:
+  virtual ~TensorSource() = default;
+  virtual int64_t num_bytes() const = 0;
+  // Passes all bytes to `sink`, in order and in pieces. Throws where they are not what they should be.
+  virtual void read(const ByteSink& sink) const = 0;
+};
+
+// A tensor, or the piece of one that a rank of a run holds, for a file.
 struct HostTensor {
   std::string name;
   DType dtype = DType::kF32;
-  std::vector<int64_t> shape;              // of the whole tensor
-  std::vector<std::byte> bytes;            // row-major; as many as dtype and shape, or the piece, say
-  std::optional<ElementRange> piece = {};  // what `bytes` holds; everything where there is none
+  std::vector<int64_t> shape;                       // of the whole tensor
+  std::vector<std::byte> bytes;                     // row-major; as many as dtype and shape, or the piece, say
+  std::optional<ElementRange> piece = {};           // what `bytes` holds; everything where there is none
+  std::shared_ptr<const TensorSource> source = {};  // where the bytes come from instead
+
+  int64_t num_bytes() const { return source ? source->num_bytes() : static_cast<int64_t>(bytes.size()); }
+  void read(const ByteSink& sink) const { source ? source->read(sink) : sink(bytes); }
 };
 
 // A tensor in a safetensors file.
@@ -53,7 +69,6 @@ struct SafetensorsHeader {
 
 // Text free for the writer to use; transformers wants {"format": "pt"}.
 using SafetensorsMetadata = std::map<std::string, std::string>;
-using ByteSink = std::function<void(ByteSpan)>;
 
 // Passes a whole file to `sink` in pieces: the header, then each tensor's bytes. Tensors with larger elements come
 // first, otherwise in the given order, so that every tensor in the file is aligned to its element size. A piece of
