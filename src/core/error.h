@@ -17,6 +17,7 @@ enum class ExitCode : int {
   kNonFinite = 3,  // NaN or Inf in loss or gradients and the policy says stop
   kIo = 4,         // writing failed: disk full, quota, permission lost during the run
   kRankLost = 5,   // another rank of the run died or hung, or the ranks cannot reach each other any more
+  kCorrupted = 6,  // silent data corruption: bits that must be equal differ, so a GPU or a memory is faulty
 };
 
 // The one exception type of Parka. `what()` is a single line: what, where, what to do.

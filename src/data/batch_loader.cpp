@@ -42,14 +42,24 @@ BatchLoader::~BatchLoader() {
   thread_.join();
 }
 
+void BatchLoader::wait_for(size_t count, std::unique_lock<std::mutex>& lock) {
+  const auto available = [&] { return ready_.size() >= count || error_; };
+  if (available()) return;
+  const auto begin = std::chrono::steady_clock::now();
+  changed_.wait(lock, available);
+  wait_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+std::exception_ptr BatchLoader::failure_within(int64_t count) {
+  PARKA_REQUIRE(count <= options_.prefetch);
+  std::unique_lock lock(mutex_);
+  wait_for(static_cast<size_t>(count), lock);
+  return static_cast<int64_t>(ready_.size()) < count ? error_ : nullptr;
+}
+
 MicroBatch BatchLoader::next() {
   std::unique_lock lock(mutex_);
-  const auto available = [this] { return !ready_.empty() || error_; };
-  if (!available()) {
-    const auto begin = std::chrono::steady_clock::now();
-    changed_.wait(lock, available);
-    wait_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  }
+  wait_for(1, lock);
   if (ready_.empty()) std::rethrow_exception(error_);
   MicroBatch batch = std::move(ready_.front());
   ready_.pop_front();

@@ -54,10 +54,15 @@ class BatchLoader {
   // that micro-batch, and by every call after it.
   MicroBatch next();
 
+  // Why one of the next `count` micro-batches, at most options.prefetch, cannot be read; null where all can. Waits
+  // until that is known; counts as waiting.
+  std::exception_ptr failure_within(int64_t count);
+
   // Seconds that all calls of next() so far spent waiting: what reading the data costs the training loop.
   double wait_seconds() const { return wait_seconds_; }
 
  private:
+  void wait_for(size_t count, std::unique_lock<std::mutex>& lock);
   void read_ahead();
   void read_batches();
   MicroBatch read_micro_batch(DataPosition batch_start, int64_t index);

@@ -38,6 +38,34 @@ void CheckpointSaver::wait() {
   wait_until_idle(lock);
 }
 
+std::exception_ptr CheckpointSaver::wait_for_failure() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return !next_ && !saving_; });
+  return std::exchange(failure_, nullptr);
+}
+
+bool CheckpointSaver::failed() const {
+  const std::lock_guard lock(mutex_);
+  return failure_ != nullptr;
+}
+
+void CheckpointSaver::save_here(CheckpointContents contents) {
+  std::unique_lock lock(mutex_);
+  wait_until_idle(lock);
+  failure_ = try_to_save(contents);
+}
+
+std::exception_ptr CheckpointSaver::try_to_save(const CheckpointContents& contents) {
+  try {
+    SaveOptions options = options_;
+    if (options.group.size > 1) options.group.id += fmt::format("_{}", ++num_saves_);
+    save_checkpoint(folder_, contents, options);
+    return nullptr;
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
 void CheckpointSaver::wait_until_idle(std::unique_lock<std::mutex>& lock) {
   changed_.wait(lock, [this] { return !next_ && !saving_; });
   if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
@@ -51,14 +79,7 @@ void CheckpointSaver::work() {
     std::optional<CheckpointContents> contents = std::exchange(next_, std::nullopt);
     saving_ = true;
     lock.unlock();
-    std::exception_ptr failure;
-    try {
-      SaveOptions options = options_;
-      if (options.group.size > 1) options.group.id += fmt::format("_{}", ++num_saves_);
-      save_checkpoint(folder_, *contents, options);
-    } catch (...) {
-      failure = std::current_exception();
-    }
+    std::exception_ptr failure = try_to_save(*contents);
     contents.reset();
     lock.lock();
     saving_ = false;

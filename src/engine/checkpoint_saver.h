@@ -26,20 +26,28 @@ class CheckpointSaver {
   // there is never more than one copy in memory that waits. Throws the previous save's error, if it had one; then
   // `contents` is not saved.
   void save(CheckpointContents contents);
+  // The same on this thread, for contents that only it can read. An error is kept as one of the background is.
+  void save_here(CheckpointContents contents);
   // Returns when nothing is left to save. Throws the error of the last save, if it had one, once.
   void wait();
+  // The same, and returns that error instead.
+  std::exception_ptr wait_for_failure();
+  // Whether the last save has failed and nobody has been told.
+  bool failed() const;
 
  private:
   void work();
+  // Saves; returns the error, if there is one.
+  std::exception_ptr try_to_save(const CheckpointContents& contents);
   void wait_until_idle(std::unique_lock<std::mutex>& lock);
 
   const std::string folder_;
   const SaveOptions options_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::optional<CheckpointContents> next_;  // handed over, not yet taken by the thread
   bool saving_ = false;
-  int64_t num_saves_ = 0;  // that the thread has begun; the same on all ranks
+  int64_t num_saves_ = 0;  // begun; the same on all ranks
   bool stopping_ = false;
   std::exception_ptr failure_;
   std::thread thread_;  // last: it uses everything above

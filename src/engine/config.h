@@ -182,6 +182,30 @@ struct DistributedConfig {
   }
 };
 
+struct ReliabilityConfig {
+  int64_t replay_interval = 500;
+  int64_t state_interval = 100;
+  int64_t replica_interval = 100;
+
+  bool operator==(const ReliabilityConfig&) const = default;
+
+  template <typename Visitor>
+  void fields(Visitor& visit) {
+    visit("replay_interval", replay_interval,
+          "Every so many steps one micro-batch is computed twice, and its gradients must be equal to the bit; 0 is "
+          "never. Changes no bit of the training",
+          IntegerRange{});
+    visit("state_interval", state_interval,
+          "After every so many steps, and before each save, weights and states must not change until the next "
+          "update reads them; 0 is never",
+          IntegerRange{});
+    visit("replica_interval", replica_interval,
+          "After every so many steps, and before each save, ranks that hold the same weights or states compare "
+          "them; 0 is never",
+          IntegerRange{});
+  }
+};
+
 enum class DeviceChoice : uint8_t { kAuto, kCpu, kCuda };
 
 struct DeviceConfig {
@@ -209,6 +233,7 @@ struct Config {
   TelemetryConfig telemetry;
   EvaluationConfig evaluation;
   DistributedConfig distributed;
+  ReliabilityConfig reliability;
   DeviceConfig device;
 
   bool operator==(const Config&) const = default;
@@ -225,6 +250,7 @@ struct Config {
     visit("evaluation", evaluation,
           "What else is evaluated on every training.eval_interval steps, see docs/evaluation.md");
     visit("distributed", distributed, "Sharding over ranks");
+    visit("reliability", reliability, "Checks for silent data corruption, see docs/reliability.md");
     visit("device", device, "What the run computes on");
   }
 };

@@ -37,6 +37,7 @@ constexpr std::string_view kNotHashed[] = {
     "telemetry.",
     "evaluation.",
     "distributed.",
+    "reliability.",
     "device.",
 };
 

@@ -84,6 +84,9 @@ void ParameterExchange::after_backward(Device& device, int unit) {
   }
   if (!place_.is_last && !zero_.shards_gradients()) return;
   for (int parameter : model_.parameters().unit(unit)) {
+    if (gradient_complete_) gradient_complete_(parameter);
+  }
+  for (int parameter : model_.parameters().unit(unit)) {
     const auto i = static_cast<size_t>(parameter);
     const Optimizer::GradientPieces& gradient = optimizer_.gradient_pieces(i);
     if (!zero_.shards_states()) {

@@ -1,5 +1,7 @@
 #pragma once
 #include <array>
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -29,6 +31,9 @@ class ParameterExchange final : public UnitHooks {
   };
   // Before the forward pass of a micro-batch of training, or of evaluation, which has no place in a step.
   void begin_micro_batch(const Place& place) { place_ = place; }
+  // From now on `called` is told of each parameter whose gradients of a micro-batch are complete, before anything
+  // is done with them; with an empty function nobody is.
+  void on_gradient(std::function<void(int parameter)> called) { gradient_complete_ = std::move(called); }
   // Whether nothing is queued in this micro-batch.
   bool is_idle() const { return !place_.is_last && !zero_.shards_gradients(); }
   void before_forward(Device& device, int unit) override;
@@ -59,6 +64,7 @@ class ParameterExchange final : public UnitHooks {
   const Model& model_;
   const Optimizer& optimizer_;
   Place place_;
+  std::function<void(int parameter)> gradient_complete_;
 
   // What is in the room that units of even and odd numbers share: until weights change, also from one micro-batch
   // to the next, whose forward pass begins with the blocks that backward has ended with.

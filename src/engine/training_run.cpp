@@ -96,7 +96,8 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
             {config.training.micro_batch_size, config.data.sequence_length,
              config.data.documents == DocumentMode::kSeparate},
             config.training.logits_chunk_tokens, Model::Use::kTraining, zero, plan),
-      optimizer(config.optimizer, config.precision.compute, model.parameters().all, zero, plan) {
+      optimizer(config.optimizer, config.precision.compute, model.parameters().all, zero, plan),
+      checks(config.reliability, model.parameters().all.size(), plan) {
   if (config.telemetry.interval > 0) telemetry.emplace(config, model, plan);
   if (device == DeviceKind::kCuda) workspace = declare_op_workspace(config, model.parameters(), plan);
   if (device == DeviceKind::kCuda && zero.shards_gradients()) {
@@ -138,21 +139,24 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
     declared_.model.set_hooks(&*exchange_);
   }
   if (declared_.telemetry) declared_.telemetry->bind(arena_);
+  declared_.checks.bind(arena_);
+  place_ = fmt::format("rank {} ({})", communicator.rank(), device.name());
+  watch_state();
   start_loader({});
 }
 
 void TrainingRun::start_loader(DataPosition position) {
   loader_.reset();  // joins the old one's thread before the new one reads
-  loader_ =
-      std::make_unique<BatchLoader>(data_, BatchLoaderOptions{.seed = config_.data.seed,
-                                                              .shuffle = config_.data.shuffle,
-                                                              .weights = config_.data.weights,
-                                                              .global_batch = config_.training.global_batch_size,
-                                                              .micro_batch = config_.training.micro_batch_size,
-                                                              .rank = communicator_.rank(),
-                                                              .world_size = communicator_.size(),
-                                                              .prefetch = config_.data.prefetch_batches,
-                                                              .start = position});
+  loader_ = std::make_unique<BatchLoader>(
+      data_, BatchLoaderOptions{.seed = config_.data.seed,
+                                .shuffle = config_.data.shuffle,
+                                .weights = config_.data.weights,
+                                .global_batch = config_.training.global_batch_size,
+                                .micro_batch = config_.training.micro_batch_size,
+                                .rank = communicator_.rank(),
+                                .world_size = communicator_.size(),
+                                .prefetch = std::max(config_.data.prefetch_batches, micro_batches_per_step()),
+                                .start = position});
   position_ = position;
 }
 
@@ -221,38 +225,9 @@ std::vector<NamedTensor> TrainingRun::tensors() const {
   const std::vector<TensorView>& weights = declared_.model.weights().own();
   for (size_t i = 0; i < weights.size(); ++i) {
     const ParameterInfo& p = declared_.model.parameters().all[i];
-    all.push_back({p.name, weights[i], {p.rows, p.cols}, declared_.optimizer.own_range(i).begin});
+    all.push_back({p.name, weights[i], {p.rows, p.cols}, declared_.optimizer.own_range(i).begin, i});
   }
   return all;
-}
-
-CheckpointContents TrainingRun::snapshot() const {
-  PARKA_REQUIRE(!unfinished_);
-  CheckpointContents contents;
-  contents.step = completed_steps_;
-  contents.state = {{"applied_steps", applied_steps_},
-                    {"data",
-                     {{"epoch", position_.epoch},
-                      {"consumed", position_.consumed},
-                      {"fingerprint", data_.fingerprint()},
-                      {"files", data_files_}}},
-                    {"tokens", completed_steps_ * tokens_per_step()},
-                    {"config", to_json(config_)},
-                    {"config_hash", config_hash(config_)}};
-  const bool several = communicator_.size() > 1;
-  // What several ranks have is saved by all of them, a part each.
-  const Shard among_copies = {communicator_.rank() / zero_.shard.size, communicator_.size() / zero_.shard.size};
-  for (const NamedTensor& tensor : tensors()) {
-    HostTensor host{tensor.name, tensor.view.dtype, tensor.shape, {}, {}};
-    const TensorView flat = tensor.view.reshaped({tensor.view.numel()});
-    const Shard::Range own = among_copies.own(flat.numel());
-    if (several) host.piece = ElementRange{tensor.begin + own.begin, tensor.begin + own.end};
-    const TensorView part = flat.rows(own.begin, own.count());
-    host.bytes.resize(static_cast<size_t>(part.bytes()));
-    device_.copy_to_host(host.bytes.data(), part.data, part.bytes());
-    contents.tensors.push_back(std::move(host));
-  }
-  return contents;
 }
 
 std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint) {
@@ -294,6 +269,7 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
                            static_cast<int64_t>(bytes.size()));
   });
   completed_steps_ = checkpoint.step();
+  hashed_step_ = -1;
   applied_steps_ = progress.applied_steps;
   start_loader(progress.position);
   weights_changed();
@@ -319,10 +295,26 @@ int64_t TrainingRun::share_targets(int64_t own) {
   return sum;
 }
 
+void TrainingRun::queue_micro_batch(const Model::Batch& batch, const Model::LossOptions& options,
+                                    const ParameterExchange::Place& place, bool with_telemetry) {
+  Model& model = declared_.model;
+  const std::vector<TensorView>& gradients = declared_.optimizer.gradients();
+  // Divided gradients leave their room in each micro-batch, and ParameterExchange adds them up.
+  const Model::Accumulation accumulation =
+      place.is_first || zero_.shards_gradients() ? Model::Accumulation::kBegin : Model::Accumulation::kContinue;
+  if (exchange_) exchange_->begin_micro_batch(place);
+  if (with_telemetry && place.is_first) {
+    model.accumulate_gradients_with_telemetry(device_, batch, options, gradients, accumulation);
+  } else {
+    model.accumulate_gradients(device_, batch, options, gradients, accumulation,
+                               /*may_replay=*/!exchange_ || exchange_->is_idle());
+  }
+}
+
 // With telemetry: of the first micro-batch.
-int64_t TrainingRun::queue_gradients(bool with_telemetry) {
+int64_t TrainingRun::queue_gradients(bool with_telemetry, std::vector<PendingComparison>& comparisons) {
   const TrainingConfig& training = config_.training;
-  const int64_t S = config_.data.sequence_length;
+  const int64_t S = config_.data.sequence_length, step = completed_steps_ + 1;
   const bool vary = data_.targets_vary();
   int64_t num_targets = training.global_batch_size * (S - 1);
   Optimizer& optimizer = declared_.optimizer;
@@ -330,7 +322,6 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry) {
   const int64_t own_sequences = training.global_batch_size / communicator_.size();
   for (int64_t done = 0; done < own_sequences; done += training.micro_batch_size) {
     const ParameterExchange::Place place = {done == 0, done + training.micro_batch_size == own_sequences};
-    if (exchange_) exchange_->begin_micro_batch(place);
     const MicroBatch batch = loader_->next();
     if (vary && place.is_first) num_targets = share_targets(batch.step_targets);
     const bool separate = !batch.first_keys.empty();
@@ -344,15 +335,11 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry) {
         .z_loss = static_cast<float>(training.z_loss),
         .grad_factor = vary ? arena_[declared_.target_share] : TensorView(),
         .loss_sum = optimizer.loss()};
-    // Divided gradients leave their room in each micro-batch, and ParameterExchange adds them up.
-    const Model::Accumulation accumulation =
-        place.is_first || zero_.shards_gradients() ? Model::Accumulation::kBegin : Model::Accumulation::kContinue;
-    if (with_telemetry && place.is_first) {
-      declared_.model.accumulate_gradients_with_telemetry(device_, on_host, options, optimizer.gradients(),
-                                                          accumulation);
+    const bool drilled = drills(FlipDrill::Target::kGradient, step) || drills(FlipDrill::Target::kGemm, step);
+    if (place.is_first && (declared_.checks.replay_is_due(step) || drilled)) {
+      queue_replayed(on_host, options, place, with_telemetry, comparisons);
     } else {
-      declared_.model.accumulate_gradients(device_, on_host, options, optimizer.gradients(), accumulation,
-                                           /*may_replay=*/!exchange_ || exchange_->is_idle());
+      queue_micro_batch(on_host, options, place, with_telemetry);
     }
     position_ = batch.after;
   }
@@ -382,7 +369,8 @@ std::optional<StepReport> TrainingRun::step() {
   report.step = completed_steps_ + 1;
   report.data = position_;
   const bool with_telemetry = declared_.telemetry && declared_.telemetry->is_due(report.step);
-  report.num_targets = queue_gradients(with_telemetry);
+  std::vector<PendingComparison> comparisons;
+  report.num_targets = queue_gradients(with_telemetry, comparisons);
   report.data_wait_seconds = loader_->wait_seconds() - wait_before;
 
   std::optional<StepReport> previous = finish();
@@ -394,13 +382,21 @@ std::optional<StepReport> TrainingRun::step() {
     sums.of_pieces = [this](const TensorView& x) { exchange_->sum_of_pieces(device_, x); };
     sums.of_batches = [this](const TensorView& x) { exchange_->sum(device_, x, Peers::kAll); };
   }
-  PendingStep result = declared_.optimizer.step(device_, applied_steps_ + 1, report.learning_rate,
-                                                static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey, sums);
+  if (hashed_step_ == completed_steps_) comparisons.push_back(compare_state());
+  // A save may still copy what the update changes.
+  const auto wait_for_copies = [this](size_t parameter) { staging_->order_after(last_staged_[parameter]); };
+  PendingStep result =
+      declared_.optimizer.step(device_, applied_steps_ + 1, report.learning_rate,
+                               static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey, sums,
+                               last_staged_.empty() ? std::function<void(size_t)>() : wait_for_copies);
+  last_staged_.clear();
   std::optional<PendingTelemetry> telemetry;
   if (with_telemetry) telemetry = declared_.telemetry->queue(device_, declared_.model, declared_.optimizer);
   weights_stepped();
   ++completed_steps_;
-  unfinished_.emplace(UnfinishedStep{std::move(report), std::move(result), std::move(telemetry), device_.mark()});
+  unfinished_.emplace(UnfinishedStep{std::move(report), std::move(result), std::move(telemetry), device_.mark(),
+                                     std::move(comparisons), nullptr});
+  after_update(*unfinished_);
   if (!previous && unfinished_->result.ready()) return finish();
   return previous;
 }
@@ -409,6 +405,8 @@ std::optional<StepReport> TrainingRun::finish() {
   if (!unfinished_) return std::nullopt;
   StepReport report = std::move(unfinished_->report);
   StepResult result = unfinished_->result.wait();
+  for (const PendingComparison& comparison : unfinished_->comparisons) comparison.check(report.step, place_);
+  if (unfinished_->replicas) compare_replicas(unfinished_->replicas->wait(), report.step);
   if (unfinished_->telemetry) report.telemetry = unfinished_->telemetry->wait();
   report.seconds = unfinished_->end->seconds_since(*step_began_);
   step_began_ = std::move(unfinished_->end);

@@ -14,6 +14,8 @@
 #include "engine/checkpoint.h"
 #include "engine/config.h"
 #include "engine/evaluation.h"
+#include "engine/flip_drill.h"
+#include "engine/integrity.h"
 #include "engine/parameter_exchange.h"
 #include "engine/task_evaluation.h"
 #include "engine/telemetry.h"
@@ -35,14 +37,19 @@ struct DeclaredRun {
   Model model;
   Optimizer optimizer;
   std::optional<Telemetry> telemetry;  // absent when telemetry.interval is 0
-  TensorId workspace;                  // of the ops; invalid on the CPU
-  TensorId reduction_room;             // Communicator::set_room(); on GPUs with divided gradients
-  TensorId target_share;               // [1] fp32, 1 / targets of the step; only where steps differ in that
+  IntegrityChecks checks;
+  TensorId workspace;       // of the ops; invalid on the CPU
+  TensorId reduction_room;  // Communicator::set_room(); on GPUs with divided gradients
+  TensorId target_share;    // [1] fp32, 1 / targets of the step; only where steps differ in that
 };
 
 // Declares the workspace of all ops that a model, trained or not, runs on a GPU; `cache` is of one that generates.
 TensorId declare_op_workspace(const Config& config, const ParameterTable& table, MemoryPlan& plan,
                               const CacheShape& cache = {});
+
+// Host memory that a rank of the run takes to save beside its training: what it writes of a checkpoint, and a few
+// hashes. `num_copies` ranks that hold the same share the writing. 0 where checkpoint.async is off.
+int64_t staging_bytes(const Config& config, const DeclaredRun& run, const Zero& zero, int64_t num_copies);
 
 // What happened in one optimizer step.
 struct StepReport {
@@ -80,8 +87,27 @@ class TrainingRun {
   // where that is allowed. Throws Error(kBadInput) when the checkpoint does not fit the config or holds values that
   // are not finite; the run must not be used then.
   std::vector<std::string> restore(const LoadedCheckpoint& checkpoint);
-  // Everything that restore() needs, copied to the host. No step may be unfinished.
-  CheckpointContents snapshot() const;
+  // Everything that restore() needs. No step may be unfinished.
+  enum class SnapshotForm : uint8_t {
+    kCopied,  // in memory of its own
+    kStaged,  // on its way to the staging buffer, beside the next step: valid until the next such snapshot, or
+              // until this run goes. Reading it throws Error(kCorrupted) where it is not what the device held
+    kDirect,  // still on the device: to be read on this thread, before anything else is done
+  };
+  CheckpointContents snapshot(SnapshotForm form = SnapshotForm::kCopied);
+  // From here on memory for kStaged is made ready.
+  void prepare_staging();
+  // Why there is none; empty: there is. Waits until that is known.
+  const std::string& staging_failure() { return staging_->failure(); }
+  // Before a save: throws Error(kCorrupted) where weights or states are not what the last update left, or not what
+  // other ranks have that must have the same. No step may be unfinished.
+  void check_before_save();
+
+  // How messages name this rank's place: "rank 1 (node2, NVIDIA H200)".
+  void set_place(std::string place) { place_ = std::move(place); }
+  void set_flip_drill(const FlipDrill& drill) { drill_ = drill; }
+  // Why the data of the next step cannot be read; null where it can. Waits until that is known.
+  std::exception_ptr data_failure() const { return loader_->failure_within(micro_batches_per_step()); }
 
   // Everything that a checkpoint holds on the device: this rank's part of it.
   std::vector<NamedTensor> tensors() const;
@@ -117,11 +143,44 @@ class TrainingRun {
     PendingStep result;
     std::optional<PendingTelemetry> telemetry;
     std::unique_ptr<Mark> end;
+    std::vector<PendingComparison> comparisons;
+    std::unique_ptr<HostRead> replicas;  // hashes of this step's result, where ranks compare them
+  };
+  // A tensor that an update leaves, and the ranks that hold the same.
+  struct WatchedTensor {
+    NamedTensor tensor;
+    int64_t replicas = 0;  // the same number on all ranks that have it
   };
 
   void start_loader(DataPosition position);
+  int64_t micro_batches_per_step() const {
+    return config_.training.global_batch_size / communicator_.size() / config_.training.micro_batch_size;
+  }
   // Returns the number of targets of the step.
-  int64_t queue_gradients(bool with_telemetry);
+  int64_t queue_gradients(bool with_telemetry, std::vector<PendingComparison>& comparisons);
+  void queue_micro_batch(const Model::Batch& batch, const Model::LossOptions& options,
+                         const ParameterExchange::Place& place, bool with_telemetry);
+
+  // integrity of a step: training_checks.cpp
+  void watch_state();
+  void queue_replayed(const Model::Batch& batch, const Model::LossOptions& options,
+                      const ParameterExchange::Place& place, bool with_telemetry,
+                      std::vector<PendingComparison>& comparisons);
+  void queue_hashed(IntegrityChecks::Table table, const Model::Batch& batch, const Model::LossOptions& options,
+                    const ParameterExchange::Place& place, bool with_telemetry);
+  bool drills(FlipDrill::Target target, int64_t step) const;
+  void flip_gradient();
+  void flip_state(FlipDrill::Target target);
+  void hash_state(IntegrityChecks::Table table) const;
+  bool state_is_watched_at(int64_t step) const;
+  PendingComparison compare_state();
+  void after_update(UnfinishedStep& step);
+  void compare_replicas(const void* hashes, int64_t step);
+
+  // snapshots: training_snapshot.cpp
+  nlohmann::json saved_state() const;
+  std::vector<HostTensor> saved_pieces(std::vector<TensorView>& parts) const;
+  void stage(CheckpointContents& contents, const std::vector<TensorView>& parts);
   int64_t share_targets(int64_t own);
   void begin_evaluation_batch();
   // Bring up to date what is made from this rank's weights: after a step, which finds their maxima, and after any
@@ -146,6 +205,13 @@ class TrainingRun {
   int64_t applied_steps_ = 0;  // updates done: what bias correction counts
   std::optional<UnfinishedStep> unfinished_;
   std::unique_ptr<Mark> step_began_;  // where the oldest unfinished step begins
+  std::string place_;
+  std::vector<WatchedTensor> watched_;
+  int64_t hashed_step_ = -1;  // after whose update Table::kUpdated was taken
+  std::optional<FlipDrill> drill_;
+  std::unique_ptr<StagingBuffer> staging_;
+  std::vector<size_t>
+      last_staged_;  // by parameter: the last of its tensors in the buffer; empty: nothing is staged
 };
 
 }  // namespace parka

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -49,6 +50,26 @@ class HostStore {
   virtual void wait() = 0;
 };
 
+// Host memory in which a device leaves copies of tensors, behind the work queued by then and beside what is queued
+// later, for other threads to read. It must not outlive its device. All but wait() is for the device's own thread.
+class StagingBuffer {
+ public:
+  virtual ~StagingBuffer() = default;  // waits for the copies
+  // Why the host cannot give the memory; empty: it can. Waits until that is known.
+  virtual const std::string& failure() = 0;
+  // Queues copies of the tensors, which take at most the place of which the buffer was made. Nobody may still read
+  // what begin() left before.
+  virtual void begin(const std::vector<TensorView>& tensors) = 0;
+  // The device's later work waits until tensor `index` of begin() is copied.
+  virtual void order_after(size_t index) = 0;
+  // Returns when it is copied: its bytes, valid until the next begin(). For any thread.
+  virtual std::span<const std::byte> wait(size_t index) = 0;
+
+  // What tensors of so many bytes take of a buffer, each by itself.
+  static constexpr int64_t kAlignment = 256;
+  static int64_t place_of(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+};
+
 // Where tensors live and ops run. Work is queued in order; on the CPU it is done when the call returns.
 // A Device is used from one thread.
 class Device {
@@ -80,6 +101,9 @@ class Device {
   // Throws Error(kBadInput) naming the size when the host has too little memory for it. What goes to and from it
   // cannot be part of what replay() records.
   virtual std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) = 0;
+
+  // Returns at once: memory that takes long to get is made ready in a thread.
+  virtual std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t bytes) = 0;
 
   // Queues `work`, which must queue the same ops and copies within the device with the same arguments whenever it
   // is called with the same `recording` (empty at first). A device may record what it queues, and queue the

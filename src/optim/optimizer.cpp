@@ -99,7 +99,7 @@ void Optimizer::declare_rooms(MemoryPlan& plan) {
 Optimizer::MomentIds Optimizer::declare_moment(const std::string& name, DType float8_format, int64_t numel,
                                                MemoryPlan& plan) const {
   const auto add = [&](const std::string& suffix, DType dtype, int64_t count) {
-    return plan.add("optimizer states", name + suffix, dtype, {count});
+    return plan.add(kStateCategory, name + suffix, dtype, {count});
   };
   const int64_t groups = ceil_div(numel, kMomentGroup);
   MomentIds ids;
@@ -111,7 +111,7 @@ Optimizer::MomentIds Optimizer::declare_moment(const std::string& name, DType fl
 
 TensorId Optimizer::declare_master(const ParameterInfo& parameter, MemoryPlan& plan) const {
   const auto add = [&](DType dtype) {
-    return plan.add("master weights", parameter.name + ".master", dtype, {zero_.shard.piece(parameter.numel())});
+    return plan.add(kMasterCategory, parameter.name + ".master", dtype, {zero_.shard.piece(parameter.numel())});
   };
   switch (config_.master) {
     case MasterForm::kFp32: return add(DType::kF32);
@@ -212,7 +212,8 @@ void Optimizer::open_gradient(Device& device, size_t i) const {
   if (padding.numel() > 0) device.fill_zero(padding.data, padding.bytes());
 }
 
-PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sums) {
+PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sums,
+                            const std::function<void(size_t parameter)>& before_update) {
   PARKA_REQUIRE(step >= 1 && states_.size() == parameters_.size());
   device.section("optimizer");
   std::vector<TensorView> own;  // padding, which is zeros, included
@@ -231,6 +232,7 @@ PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t se
     const ParameterInfo& p = parameters_[i];
     const Shard::Range range = own_range(i);
     if (range.count() == 0) continue;
+    if (before_update) before_update(i);
     adamw_step(device, {.weight = weights_[i],
                         .master = states_[i].master,
                         .master_form = config_.master,
@@ -277,7 +279,7 @@ std::vector<NamedTensor> Optimizer::state() const {
     const int64_t numel = parameters_[i].numel(), groups = ceil_div(numel, kMomentGroup);
     const int64_t begin = own_range(i).begin;
     const auto add = [&](std::string name, const TensorView& view, int64_t first, int64_t count) {
-      if (!view.empty()) tensors.push_back({std::move(name), view, {count}, first});
+      if (!view.empty()) tensors.push_back({std::move(name), view, {count}, first, i});
     };
     const auto add_moment = [&](const std::string& name, const MomentView& moment) {
       add(name, moment.values, begin, numel);

@@ -14,12 +14,16 @@
 
 namespace parka {
 
+// Categories of the memory plan.
+inline constexpr const char *kMasterCategory = "master weights", *kStateCategory = "optimizer states";
+
 // A tensor on the device under the name that a checkpoint gives it.
 struct NamedTensor {
   std::string name;
   TensorView view;
   std::vector<int64_t> shape = {};  // of the whole tensor
   int64_t begin = 0;                // where in it, flat, the elements of `view` lie
+  size_t parameter = 0;             // whose update changes it
 };
 
 // What came of one optimizer step.
@@ -109,7 +113,9 @@ class Optimizer {
     std::function<void(const TensorView&)> of_pieces;   // over those that share the states
     std::function<void(const TensorView&)> of_batches;  // over all, each of which has had other micro-batches
   };
-  PendingStep step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sums = {});
+  // `before_update` is told before the update of each parameter that this rank has a part of is queued.
+  PendingStep step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sums = {},
+                   const std::function<void(size_t parameter)>& before_update = {});
 
   // The largest global norm allowed at `step`: clip_norm * clip_warmup_factor while step <= clip_warmup_steps, then
   // clip_norm; infinity when clipping is off. It is the limit of this very step: OLMo's own trainer refreshes its

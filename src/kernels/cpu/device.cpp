@@ -49,6 +49,32 @@ class CpuStore final : public HostStore {
   std::vector<std::byte> memory_;
 };
 
+class CpuStaging final : public StagingBuffer {
+ public:
+  explicit CpuStaging(int64_t bytes) : bytes_(bytes) {}
+
+  const std::string& failure() override { return failure_; }
+  void begin(const std::vector<TensorView>& tensors) override {
+    memory_.resize(static_cast<size_t>(bytes_));
+    copies_.clear();
+    int64_t at = 0;
+    for (const TensorView& tensor : tensors) {
+      PARKA_REQUIRE(at + tensor.bytes() <= bytes_);
+      if (tensor.bytes() > 0) std::memcpy(memory_.data() + at, tensor.data, static_cast<size_t>(tensor.bytes()));
+      copies_.emplace_back(memory_.data() + at, static_cast<size_t>(tensor.bytes()));
+      at += place_of(tensor.bytes());
+    }
+  }
+  void order_after(size_t) override {}
+  std::span<const std::byte> wait(size_t index) override { return copies_.at(index); }
+
+ private:
+  int64_t bytes_;
+  std::string failure_;
+  std::vector<std::byte> memory_;
+  std::vector<std::span<const std::byte>> copies_;
+};
+
 using Clock = std::chrono::steady_clock;
 
 class CpuMark final : public Mark {
@@ -107,6 +133,9 @@ class CpuDevice final : public Device {
   }
   std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) override {
     return std::make_unique<CpuStore>(num_slots, slot_bytes);
+  }
+  std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t bytes) override {
+    return std::make_unique<CpuStaging>(bytes);
   }
   void replay(std::unique_ptr<Recording>&, const std::function<void()>& work) override { work(); }
   std::unique_ptr<Mark> mark() override { return std::make_unique<CpuMark>(); }

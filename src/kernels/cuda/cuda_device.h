@@ -56,6 +56,7 @@ class CudaDevice final : public Device {
   void copy(void* target, const void* source, int64_t bytes) override;
   void fill_zero(void* target, int64_t bytes) override;
   std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) override;
+  std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t bytes) override;
   void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& work) override;
   std::unique_ptr<Mark> mark() override;
   void synchronize() override;

@@ -9,6 +9,7 @@
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/cuda_device.h"
 #include "kernels/cuda/gemm_cache.h"
+#include "kernels/cuda/staging_buffer.h"
 
 namespace parka::cuda {
 namespace {
@@ -369,6 +370,10 @@ void CudaDevice::fill_zero(void* target, int64_t bytes) {
 
 std::unique_ptr<HostStore> CudaDevice::make_host_store(int64_t num_slots, int64_t slot_bytes) {
   return std::make_unique<CudaStore>(stream_, store_stream_, num_slots, slot_bytes);
+}
+
+std::unique_ptr<StagingBuffer> CudaDevice::make_staging_buffer(int64_t bytes) {
+  return std::make_unique<CudaStaging>(ordinal_, stream_, bytes);
 }
 
 void CudaDevice::replay(std::unique_ptr<Recording>& recording, const std::function<void()>& work) {
