@@ -64,7 +64,8 @@ class WatchThread {
   // Logs the verdict and ends the process; or, where the training thread waits in fail(), hands the verdict to it,
   // and run() must return.
   void conclude(const Verdict& verdict, const std::function<void()>& before_the_end = {});
-  // True when this thread itself was not running for long enough that it cannot judge others by the clock.
+  // True when this thread itself, or the whole process, was not running for long enough that it cannot judge others
+  // by the clock. To be asked once a round, with the very time by which it then judges.
   bool was_asleep(double now);
   int wake_fd() const { return wake_fd_; }
   void clear_wake() const;
