@@ -39,6 +39,8 @@ class WatchThread {
   WatchThread(const WatchThread&) = delete;
   WatchThread& operator=(const WatchThread&) = delete;
 
+  // Makes the thread, which does nothing yet. Throws Error(kBadInput) where the system allows no further one.
+  void prepare();
   void start();
   void stop();
 
@@ -84,7 +86,7 @@ class WatchThread {
   std::mutex mutex_;
   std::condition_variable changed_;
   Requests requests_;
-  bool waits_for_verdict_ = false, done_ = false, told_failure_ = false;
+  bool started_ = false, waits_for_verdict_ = false, done_ = false, told_failure_ = false;
   std::optional<Verdict> verdict_;
   double last_run_;
 };

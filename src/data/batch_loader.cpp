@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/thread.h"
 
 namespace parka {
 namespace {
@@ -30,7 +31,7 @@ BatchLoader::BatchLoader(const TokenFiles& files, const BatchLoaderOptions& opti
       order_(files.source_sequences(), options.seed, options.shuffle, options.weights) {
   check_options(options_);
   order_.batch_start(options_.start, options_.global_batch);  // throws here rather than in the thread
-  thread_ = std::thread([this] { read_ahead(); });
+  thread_ = start_thread("reads the data", [this] { read_ahead(); });
 }
 
 BatchLoader::~BatchLoader() {

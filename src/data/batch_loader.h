@@ -43,7 +43,7 @@ struct MicroBatch {
 class BatchLoader {
  public:
   // Throws Error(kBadInput) if the batch sizes do not divide, the data is smaller than one global batch, or `start`
-  // lies outside of the data.
+  // lies outside of the data, or the system allows no further thread.
   BatchLoader(const TokenFiles& files, const BatchLoaderOptions& options);
   // Stops the thread whatever it is doing: it ends after the micro-batch or the shuffle that it is at.
   ~BatchLoader();

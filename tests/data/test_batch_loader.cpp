@@ -10,6 +10,7 @@
 
 #include "tests/data/token_file_fixtures.h"
 #include "tests/support/catch.h"
+#include "tests/support/no_threads.h"
 
 using namespace parka;
 using namespace parka::test;
@@ -204,4 +205,16 @@ TEST_CASE("batches that cannot be made are refused at once", "[data][batch_loade
   const Error error = error_of([&, o = options] { BatchLoader(corpus.files, o); });
   CHECK(error.code() == ExitCode::kBadInput);
   CHECK(contains(error, message));
+}
+
+TEST_CASE("Where no thread can be made a loader says so, and leaves nothing behind", "[batch_loader]") {
+  const Corpus corpus;
+  std::string message;
+  try {
+    const NoThreads no_threads;
+    const BatchLoader loader(corpus.files, {});
+  } catch (const Error& error) {
+    message = error.what();
+  }
+  CHECK(message.find("cannot start the thread that reads the data") == 0);
 }
