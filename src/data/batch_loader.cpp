@@ -81,6 +81,7 @@ void BatchLoader::read_batches() {
     int64_t step_targets = 0;
     for (int64_t i = 0; i < num_micro_batches; ++i) {
       MicroBatch batch = read_micro_batch(start, i);
+      batch.start = start;
       batch.after = i + 1 == num_micro_batches ? position : start;
       if (files_.targets_vary()) {
         step_targets += batch.num_targets;

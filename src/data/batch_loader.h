@@ -31,6 +31,7 @@ struct MicroBatch {
   std::vector<int32_t> first_keys;  // empty unless documents are separate
   int64_t num_targets = 0;
   int64_t step_targets = 0;  // of all micro-batches of this rank in the same global batch
+  DataPosition start;        // of the global batch that it is part of
   // Where to resume if the run stops after this micro-batch: for the last one of a global batch the position past
   // that batch, for the others the position at which the batch starts (an unfinished step is done again).
   DataPosition after;

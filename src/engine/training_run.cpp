@@ -354,6 +354,7 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry) {
       declared_.model.accumulate_gradients(device_, on_host, options, optimizer.gradients(), accumulation,
                                            /*may_replay=*/!exchange_ || exchange_->is_idle());
     }
+    batch_start_ = batch.start;
     position_ = batch.after;
   }
   return num_targets;
@@ -380,9 +381,9 @@ std::optional<StepReport> TrainingRun::step() {
   const double wait_before = loader_->wait_seconds();
   StepReport report;
   report.step = completed_steps_ + 1;
-  report.data = position_;
   const bool with_telemetry = declared_.telemetry && declared_.telemetry->is_due(report.step);
   report.num_targets = queue_gradients(with_telemetry);
+  report.data = batch_start_;
   report.data_wait_seconds = loader_->wait_seconds() - wait_before;
 
   std::optional<StepReport> previous = finish();

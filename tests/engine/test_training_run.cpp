@@ -193,7 +193,20 @@ TEST_CASE("a step is scaled by its own number of targets", "[engine][training_ru
   CHECK(numbers.size() >= 6);
 }
 
-TEST_CASE("a step without any target changes weights by decay alone", "[engine][training_run]") {
+TEST_CASE("a step reports the sequences that it read, also where an epoch begins", "[engine][training_run]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  Config config = tiny_config(folder.path().string(), "fp32");
+  write_tokens(config.data.train[0], 11 * kSequence);  // 2 steps of 4 sequences, then the next epoch
+  TrainingRun run(config, *device, alone());
+  run.initialize();
+  for (const auto& [epoch, consumed] : {std::pair(0, 0), {0, 4}, {1, 0}, {1, 4}, {2, 0}}) {
+    const StepReport report = *run.step();
+    CHECK(report.data == DataPosition{epoch, consumed});
+  }
+}
+
+TEST_CASE("a step without any target is one with a gradient of zero", "[engine][training_run]") {
   for (const char* recipe : {"fp32", "bf16", "fp8_linear", "coat", "parka"}) {
     CAPTURE(recipe);
     const TemporaryFolder folder;
