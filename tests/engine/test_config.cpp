@@ -213,7 +213,7 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"save_norm_output", row.save_norm},
                                  {"save_silu", row.save_silu},
                                  {"save_product", row.save_product},
-                                 {"weight_copies", "both"},
+                                 {"weight_copies", "auto"},
                                  {"fast_forward", true},
                                  {"fast_input_gradient", true},
                                  {"fast_weight_gradient", false},
