@@ -228,8 +228,9 @@ class BadInput(RunFolder):
                 os.setgid(user)
                 os.setuid(user)
 
+            # The search for leaks wants a thread of its own.
             return subprocess.run([program, "--threads", "4", *arguments], capture_output=True, text=True, timeout=120,
-                                  preexec_fn=become_the_user)
+                                  preexec_fn=become_the_user, env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"})
 
         for limit in (1, 2):  # the thread that reads the data, and the one that saves
             self.assert_refused(run(limit, "train", config), ["cannot start the thread that", "ulimit -u"])
