@@ -6,7 +6,7 @@
 # By default all rows: 7b.1 7b.2 7b.4 7b.8 13b.2 13b.4 13b.8 30b.8. Memory is that of `parka plan`; rows for which this machine
 # has the GPUs are also run, with each of the two batches, unless --plan-only is given; --speed-only leaves out the paper's. The
 # limit is 80 by default. OUT gets plans and measurements as JSON, and the table, end_to_end.md. RECIPES names the recipes
-# (default "bf16 fp8_linear coat parka", as recipe_options.sh sets them), PARKA the program (default build/cuda/parka), MPIRUN
+# (default "bf16 fp8_linear coat parka", as recipe_options.sh sets them), PARKA the program (default build/cuda/parka, else build/release/parka), MPIRUN
 # what starts several ranks (default mpirun).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -31,7 +31,7 @@ done
 out=$1
 shift
 [ $# -gt 0 ] || set -- 7b.{1,2,4,8} 13b.{2,4,8} 30b.8
-parka=${PARKA:-build/cuda/parka}
+find_parka
 read -ra recipes <<< "${RECIPES:-bf16 fp8_linear coat parka}"
 accumulation=8
 mkdir -p "$out"

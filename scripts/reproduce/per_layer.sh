@@ -6,7 +6,7 @@
 # batch of 4; memory is that of `parka plan` at a batch of 8, which is what the paper's own figures are of. --plan-only, and a
 # machine without a GPU, leave out the times. OUT gets plans and measurements as JSON, and the table, per_layer.md. RECIPES names
 # the recipes (default "bf16 fp8_linear coat parka", as recipe_options.sh sets them), PARKA the program (default
-# build/cuda/parka).
+# build/cuda/parka, else build/release/parka).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . scripts/reproduce/recipe_options.sh
@@ -18,7 +18,7 @@ gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
 out=$1
 shift
 [ $# -gt 0 ] || set -- {2048,4096}.{2048,4096}
-parka=${PARKA:-build/cuda/parka}
+find_parka
 read -ra recipes <<< "${RECIPES:-bf16 fp8_linear coat parka}"
 mkdir -p "$out"
 

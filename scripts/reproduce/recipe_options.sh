@@ -1,7 +1,17 @@
-# Sourced by the scripts beside it: what they set for a recipe. recipe_options RECIPE fills the array `options`.
+# Sourced by the scripts beside it. find_parka sets `parka`, the program: PARKA, or the first of these builds that there is.
+find_parka() {
+  [ -z "${PARKA:-}" ] || { parka=$PARKA; return; }
+  for parka in build/cuda/parka build/release/parka; do
+    [ ! -x "$parka" ] || return 0
+  done
+  echo "${0##*/}: neither build/cuda/parka nor build/release/parka is there: build one (README.md), or set PARKA to the program" >&2
+  exit 2
+}
+
+# What they set for a recipe: recipe_options RECIPE fills the array `options`.
 # Every run has an exact fp32 master in 4 bytes per parameter and gradients in bf16; moments are bf16 (bf16, fp8_linear) or
 # expanded FP8 (coat, parka). parka is the lean one: it keeps activations in groups of 32, not 16, and transposes FP8 weights
-# where they are read instead of keeping both orders.
+# where they are read instead of keeping both orders, which all recipes do with divided weights.
 recipe_options() {
   local states
   case $1 in

@@ -53,6 +53,7 @@ bool RollCall::all_left() const {
 
 void RollCall::forgive(double now) {
   for (Rank& r : ranks_) r.heard = r.advanced = now;
+  if (first_bad_news_) first_bad_news_ = now;  // what explains it may still be on its way
 }
 
 void RollCall::remember_bad_news(double now) {

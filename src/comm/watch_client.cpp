@@ -22,8 +22,7 @@ class WatchClient final : public WatchThread {
       if (requests.stop) return;
       if (requests.failure) hub_->send(fail_line(requests.failure->code, requests.failure->message));
       if (requests.leave) return say_goodbye();
-      double now = seconds_now();
-      if (was_asleep(now)) heard_ = now;
+      const double now = seconds_now();
       if (now >= next_beat) {
         hub_->send(beat_line(state_.report()));
         next_beat = now + times_.beat;
@@ -43,7 +42,9 @@ class WatchClient final : public WatchThread {
       if (message.kind == WatchMessage::Kind::kEnd) return message.verdict;
     }
     if (hub_->closed()) return lost(fmt::format("{} died, last heard of {}", names_[0], describe(report_)));
-    const double silent = seconds_now() - heard_;
+    const double now = seconds_now();
+    if (was_asleep(now)) heard_ = now;
+    const double silent = now - heard_;
     if (silent <= times_.silence) return std::nullopt;
     const Verdict verdict = lost(
         fmt::format("{} has given no sign of life for {:.0f} s, the last {}: it hangs, or its host or network is "

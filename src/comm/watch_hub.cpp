@@ -22,12 +22,11 @@ class WatchHub final : public WatchThread {
     for (;;) {
       const Requests requests = take_requests();
       if (requests.stop) return;
-      double now = seconds_now();
+      const double now = seconds_now();
       if (requests.stall_seconds) roll_.set_stall_seconds(*requests.stall_seconds);
       if (requests.failure) roll_.failed(rank_, requests.failure->code, requests.failure->message, now);
       if (requests.leave) roll_.left(rank_);
       if (roll_.all_left()) return;
-      if (was_asleep(now)) roll_.forgive(now);
       if (now >= next_beat) {
         beat(now);
         next_beat = now + times_.beat;
@@ -37,7 +36,9 @@ class WatchHub final : public WatchThread {
       wait_readable(descriptors, std::min(next_beat - now, times_.settle));
       clear_wake();
       listen();
-      if (const std::optional<Verdict> verdict = roll_.verdict(seconds_now())) {
+      const double heard_all = seconds_now();
+      if (was_asleep(heard_all)) roll_.forgive(heard_all);
+      if (const std::optional<Verdict> verdict = roll_.verdict(heard_all)) {
         return conclude(*verdict, [&] { tell_all(*verdict); });
       }
     }

@@ -11,6 +11,8 @@
 
 #include <spdlog/spdlog.h>
 
+#include "core/thread.h"
+
 namespace parka {
 namespace {
 
@@ -80,24 +82,34 @@ WatchThread::WatchThread(int rank, std::vector<std::string> names, const Watchdo
 
 WatchThread::~WatchThread() { ::close(wake_fd_); }
 
-void WatchThread::start() {
-  // Signals are for the training thread: a new thread inherits the mask.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] {
+void WatchThread::prepare() {
+  thread_ = start_thread("watches over the ranks", [this] {
+    // Signals are for the training thread.
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, nullptr);
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return started_ || requests_.stop; });
+    }
     run();
     std::lock_guard lock(mutex_);
     done_ = true;
     changed_.notify_all();
   });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void WatchThread::start() {
+  std::lock_guard lock(mutex_);
+  started_ = true;
+  changed_.notify_all();
 }
 
 void WatchThread::stop() {
   {
     std::lock_guard lock(mutex_);
     requests_.stop = true;
+    changed_.notify_all();
   }
   wake();
   if (thread_.joinable()) thread_.join();

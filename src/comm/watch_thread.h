@@ -39,6 +39,8 @@ class WatchThread {
   WatchThread(const WatchThread&) = delete;
   WatchThread& operator=(const WatchThread&) = delete;
 
+  // Makes the thread, which does nothing yet. Throws Error(kBadInput) where the system allows no further one.
+  void prepare();
   void start();
   void stop();
 
@@ -64,7 +66,8 @@ class WatchThread {
   // Logs the verdict and ends the process; or, where the training thread waits in fail(), hands the verdict to it,
   // and run() must return.
   void conclude(const Verdict& verdict, const std::function<void()>& before_the_end = {});
-  // True when this thread itself was not running for long enough that it cannot judge others by the clock.
+  // True when this thread itself, or the whole process, was not running for long enough that it cannot judge others
+  // by the clock. To be asked once a round, with the very time by which it then judges.
   bool was_asleep(double now);
   int wake_fd() const { return wake_fd_; }
   void clear_wake() const;
@@ -83,7 +86,7 @@ class WatchThread {
   std::mutex mutex_;
   std::condition_variable changed_;
   Requests requests_;
-  bool waits_for_verdict_ = false, done_ = false, told_failure_ = false;
+  bool started_ = false, waits_for_verdict_ = false, done_ = false, told_failure_ = false;
   std::optional<Verdict> verdict_;
   double last_run_;
 };

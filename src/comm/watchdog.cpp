@@ -151,10 +151,20 @@ void Watchdog::start(Communicator& ranks, const std::string& host, int host_lead
     if (!hub) problem = fmt::format("{} cannot reach {} at any of: {}", names[rank], names[0], join(addresses));
     if (hub) thread_ = make_watch_client(std::move(hub), rank, names, times, state_);
   }
+  if (!problem.empty()) {
+    problem += fmt::format(", TCP port {}: open the network between the hosts for the watchdog", port);
+  } else if (thread_) {
+    try {
+      thread_->prepare();
+    } catch (const Error& error) {
+      problem = fmt::format("{}: {}", names[rank], error.what());
+    }
+  }
   // A rank that knows the addresses says more than rank 0: the last word counts.
   for (const std::string& word : ranks.gather_text(problem)) problem = word.empty() ? problem : word;
   if (!problem.empty()) {
-    throw_bad_input("{}, TCP port {}: open the network between the hosts for the watchdog", problem, port);
+    thread_.reset();  // it does not run, so that no failure can be told to it
+    throw_bad_input("{}", problem);
   }
   thread_->start();
 }

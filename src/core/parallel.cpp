@@ -10,6 +10,11 @@
 
 #include <sched.h>
 
+#include <spdlog/spdlog.h>
+
+#include "core/error.h"
+#include "core/thread.h"
+
 namespace parka {
 namespace {
 
@@ -20,14 +25,23 @@ int default_num_threads() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
+// More threads than cores help little, and thousands take long to start.
+constexpr int kMostThreadsPerCore = 4;
+
 std::atomic<int> requested_threads{0};
 thread_local bool inside_body = false;
 
 // Workers sleep between jobs; a job is a shared counter of pieces that workers and caller draw from.
 class WorkerPool {
  public:
+  // Goes on with fewer workers where the system does not allow as many.
   explicit WorkerPool(int num_workers) {
-    for (int i = 0; i < num_workers; ++i) threads_.emplace_back([this] { work(); });
+    threads_.reserve(static_cast<size_t>(num_workers));
+    try {
+      for (int i = 0; i < num_workers; ++i) threads_.push_back(start_thread("computes", [this] { work(); }));
+    } catch (const Error& error) {
+      spdlog::warn("going on with {} of {} CPU threads: {}", threads_.size() + 1, num_workers + 1, error.what());
+    }
   }
   ~WorkerPool() {
     {
@@ -112,7 +126,9 @@ int num_threads() {
   return requested > 0 ? requested : default_num_threads();
 }
 
-void set_num_threads(int count) { requested_threads.store(count); }
+void set_num_threads(int count) {
+  requested_threads.store(std::min(count, kMostThreadsPerCore * default_num_threads()));
+}
 
 void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body) {
   if (count <= 0) return;

@@ -11,9 +11,10 @@ namespace parka {
 // runs in parallel run inline.
 void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
 
-// Number of threads that parallel_for uses: PARKA's --threads option, else the cores this process may use.
+// Number of threads that parallel_for uses: PARKA's --threads option, else the cores this process may use. Where
+// the system does not allow as many, parallel_for warns once and uses those that there are.
 int num_threads();
-// Sets it; call before the first parallel_for. 0 means the default.
+// Sets it, to at most 4 for each core; call before the first parallel_for. 0 means the default.
 void set_num_threads(int count);
 
 }  // namespace parka

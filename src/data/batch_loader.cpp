@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/thread.h"
 
 namespace parka {
 namespace {
@@ -30,7 +31,7 @@ BatchLoader::BatchLoader(const TokenFiles& files, const BatchLoaderOptions& opti
       order_(files.source_sequences(), options.seed, options.shuffle, options.weights) {
   check_options(options_);
   order_.batch_start(options_.start, options_.global_batch);  // throws here rather than in the thread
-  thread_ = std::thread([this] { read_ahead(); });
+  thread_ = start_thread("reads the data", [this] { read_ahead(); });
 }
 
 BatchLoader::~BatchLoader() {
@@ -90,6 +91,7 @@ void BatchLoader::read_batches() {
     int64_t step_targets = 0;
     for (int64_t i = 0; i < num_micro_batches; ++i) {
       MicroBatch batch = read_micro_batch(start, i);
+      batch.start = start;
       batch.after = i + 1 == num_micro_batches ? position : start;
       if (files_.targets_vary()) {
         step_targets += batch.num_targets;

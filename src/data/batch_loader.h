@@ -31,6 +31,7 @@ struct MicroBatch {
   std::vector<int32_t> first_keys;  // empty unless documents are separate
   int64_t num_targets = 0;
   int64_t step_targets = 0;  // of all micro-batches of this rank in the same global batch
+  DataPosition start;        // of the global batch that it is part of
   // Where to resume if the run stops after this micro-batch: for the last one of a global batch the position past
   // that batch, for the others the position at which the batch starts (an unfinished step is done again).
   DataPosition after;
@@ -43,7 +44,7 @@ struct MicroBatch {
 class BatchLoader {
  public:
   // Throws Error(kBadInput) if the batch sizes do not divide, the data is smaller than one global batch, or `start`
-  // lies outside of the data.
+  // lies outside of the data, or the system allows no further thread.
   BatchLoader(const TokenFiles& files, const BatchLoaderOptions& options);
   // Stops the thread whatever it is doing: it ends after the micro-batch or the shuffle that it is at.
   ~BatchLoader();

@@ -59,8 +59,9 @@ int64_t DataOrder::Source::at(int64_t wanted_epoch, int64_t index) {
   constexpr int64_t kLeast = int64_t{1} << 16, kMost = int64_t{1} << 28;
   const bool makes_ahead = num_sequences >= kLeast && num_sequences <= kMost;
   if (makes_ahead && !of_next_epoch.valid() && index >= num_sequences / 4 * 3) {
-    of_next_epoch =
-        std::async(std::launch::async, [of_source = order, next = epoch + 1] { return of_source.epoch(next); });
+    // Deferred where the system allows no further thread.
+    of_next_epoch = std::async(std::launch::async | std::launch::deferred,
+                               [of_source = order, next = epoch + 1] { return of_source.epoch(next); });
   }
   return first_sequence + of_epoch[static_cast<size_t>(index)];
 }

@@ -4,10 +4,14 @@
 
 #include <fmt/format.h>
 
+#include "core/thread.h"
+
 namespace parka {
 
 CheckpointSaver::CheckpointSaver(std::string folder, SaveOptions options)
-    : folder_(std::move(folder)), options_(std::move(options)), thread_([this] { work(); }) {}
+    : folder_(std::move(folder)),
+      options_(std::move(options)),
+      thread_(start_thread("saves checkpoints", [this] { work(); })) {}
 
 CheckpointSaver::~CheckpointSaver() {
   {

@@ -16,6 +16,7 @@ namespace parka {
 // saver, and all savers get the same saves in the same order.
 class CheckpointSaver {
  public:
+  // Throws Error(kBadInput) where the system allows no further thread.
   CheckpointSaver(std::string folder, SaveOptions options);
   // Waits for the save under way. An error that nobody has seen yet goes to options.report.
   ~CheckpointSaver();

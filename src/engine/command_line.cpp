@@ -271,7 +271,8 @@ int parse_and_run(int argc, char** argv) {
   app.require_subcommand(0, 1);  // with (1, 1) a misspelt command would be told only that one is required
   app.footer(kFooter);
   int threads = 0;
-  app.add_option("--threads", threads, "CPU threads; 0 is all cores")->check(CLI::Range(0, 4096));
+  app.add_option("--threads", threads, "CPU threads, at most 4 for each core; 0 is all cores")
+      ->check(CLI::Range(0, 4096));
 
   TrainOptions train;
   PlanOptions plan;

@@ -7,6 +7,7 @@
 #include "engine/config_io.h"
 #include "engine/config_table.h"
 #include "engine/file_io.h"
+#include "model/weights.h"
 
 namespace parka {
 namespace {
@@ -107,6 +108,8 @@ Config canonical(const Config& config) {
     c.optimizer.exp_avg_format = defaults.optimizer.exp_avg_format;
     c.optimizer.exp_avg_sq_format = defaults.optimizer.exp_avg_sq_format;
   }
+  // As on several GPUs: one has nothing to divide.
+  c.precision.weight_copies = kept_copies(c.precision, make_zero(c.distributed.zero_stage, 0, 2));
   for (std::string& file : c.data.train) file = std::filesystem::path(file).filename().string();
   // With a slash at its end, whether it was given with one or not.
   const auto source = (std::filesystem::path(c.checkpoint.init_from) / "").lexically_normal();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <optional>
 
 #include <fmt/format.h>
@@ -115,7 +116,12 @@ std::string limit_problem(int64_t value, const IntegerField& field) {
   return fmt::format("{} is out of range; allowed: {} to {}", value, field.range.min, field.range.max);
 }
 
+// Nearer to 0 than this a number would be 0, or lose its precision, as the fp32 number that it becomes.
 std::string limit_problem(double value, const RealRange& range) {
+  if (value != 0 && std::abs(value) < double{std::numeric_limits<float>::min()}) {
+    return fmt::format("{} is too close to 0 for a number of 32 bits; give 0 or at least {:.3g}", value,
+                       std::numeric_limits<float>::min());
+  }
   if (value >= range.min && (range.max_excluded ? value < range.max : value <= range.max)) return {};
   return fmt::format("{} is out of range; allowed: {} {} {}", value, range.min,
                      range.max_excluded ? "to below" : "to", range.max);

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 
 #include <fmt/format.h>
 
@@ -165,6 +166,15 @@ void check_distributed(const Config& c) {
   }
 }
 
+void check_clipping(const OptimizerConfig& o) {
+  if (o.clip_warmup_steps == 0 || o.clip_norm * o.clip_warmup_factor <= double{std::numeric_limits<float>::max()})
+    return;
+  throw_bad_input(
+      "optimizer.clip_norm * clip_warmup_factor = {:.3g} is more than a number of 32 bits can be; make one of them "
+      "smaller",
+      o.clip_norm * o.clip_warmup_factor);
+}
+
 void check_schedule(const ScheduleConfig& s, int64_t training_steps) {
   const int64_t total = s.total_steps == 0 ? training_steps : s.total_steps;
   const std::string_view total_key = s.total_steps == 0 ? "training.steps" : "optimizer.schedule.total_steps";
@@ -239,6 +249,7 @@ void validate(const Config& config) {
   check_kept_activations(config.model, config.precision);
   check_compute(config.precision, config.optimizer);
   check_distributed(config);
+  check_clipping(config.optimizer);
   check_schedule(config.optimizer.schedule, config.training.steps);
   check_data(config.data, config.model.vocab_size);
   check_training(config);

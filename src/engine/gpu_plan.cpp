@@ -7,6 +7,7 @@
 #include "engine/recipe.h"
 #include "engine/training_run.h"
 #include "model/activation_offload.h"
+#include "model/weights.h"
 
 namespace parka {
 namespace {
@@ -35,8 +36,9 @@ std::vector<Change> possible_changes(const Config& config, int64_t num_gpus) {
          const bool norm = assign(c.precision.save_norm_output, false);
          return assign(c.precision.save_product, false) || norm;
        }});
+  const WeightCopies kept = kept_copies(config.precision, zero_of(config.distributed, 0, num_gpus));
   for (WeightCopies copies : {WeightCopies::kRows, WeightCopies::kNone}) {
-    if (config.precision.gemm == GemmPrecision::kCompute || config.precision.weight_copies >= copies) continue;
+    if (config.precision.gemm == GemmPrecision::kCompute || kept >= copies) continue;
     changes.push_back({fmt::format("precision.weight_copies={} (same bits)", name_of(copies)),
                        [copies](Config& c) { return assign(c.precision.weight_copies, copies); }, true});
   }

@@ -30,6 +30,21 @@ bool is_file(const json& file) {
   return file.is_object() && file.contains("name") && file.contains("bytes") && file.contains("fingerprint");
 }
 
+// A step applies at most one update, reads one global batch, and goes through no more than one epoch.
+void check_progress(const LoadedCheckpoint& checkpoint, const SavedProgress& progress) {
+  const int64_t step = checkpoint.step(), batch = config_of(checkpoint, {}).training.global_batch_size;
+  const auto [epoch, consumed] = progress.position;
+  if (progress.applied_steps <= step && consumed % batch == 0 && epoch <= step &&
+      consumed / batch <= step - epoch) {
+    return;
+  }
+  throw_bad_input(
+      "{}: says that {} steps with batches of {} sequences made {} updates and came to sequence {} of epoch {}, "
+      "which "
+      "cannot be; resume from an earlier checkpoint (move this one away)",
+      checkpoint.path(), step, batch, progress.applied_steps, consumed, epoch);
+}
+
 }  // namespace
 
 Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides) {
@@ -56,6 +71,7 @@ SavedProgress read_progress(const LoadedCheckpoint& checkpoint) {
     throw_bad_input("{}: \"fingerprint\" in its state is not one", checkpoint.path());
   }
   progress.fingerprint = fingerprint.get<uint64_t>();
+  check_progress(checkpoint, progress);
   if (!data.contains("files")) return progress;
   progress.files = data.at("files");
   if (!progress.files.is_array() || !std::all_of(progress.files.begin(), progress.files.end(), is_file)) {

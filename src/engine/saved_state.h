@@ -27,7 +27,8 @@ struct SavedProgress {
   uint64_t fingerprint = 0;  // TokenFiles::fingerprint
   nlohmann::json files;      // describe_files(); null in a checkpoint that has none
 };
-// Throws for an imported model, too, which has no progress.
+// Throws for an imported model, too, which has no progress, and for a progress that no run makes in the
+// checkpoint's steps.
 SavedProgress read_progress(const LoadedCheckpoint& checkpoint);
 
 }  // namespace parka

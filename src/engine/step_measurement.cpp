@@ -95,14 +95,14 @@ CopySeconds copy_seconds(const Config& config, const ParameterTable& table, cons
   const double plain = size_of(formats.compute.dtype);
   // Bytes per element. Codes with one scale are moved; codes of blocks are made from the weight again.
   const double move = formats.has_tensor_scales() ? 2 : plain + 1;
+  const WeightCopies copies = kept_copies(config.precision, zero);
   CopySeconds bytes;
   if (zero.shards_weights()) {
-    const bool has_transposed =
-        gathers_transposed(table, formats, config.precision.weight_copies, training_use(config.precision), zero);
+    const bool has_transposed = gathers_transposed(table, formats, copies, training_use(config.precision), zero);
     bytes = {0, has_transposed ? 0 : move, 0};
-  } else if (config.precision.weight_copies == WeightCopies::kBoth) {
+  } else if (copies == WeightCopies::kBoth) {
     bytes = {0, 0, plain + 2};
-  } else if (config.precision.weight_copies == WeightCopies::kRows) {
+  } else if (copies == WeightCopies::kRows) {
     bytes = {0, move, plain + 1};
   } else {
     bytes = {plain + 1, plain + 1, 0};

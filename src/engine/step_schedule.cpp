@@ -94,8 +94,8 @@ Schedule::Schedule(const Config& config, int64_t num_gpus, const ComputeSeconds&
       zero_(zero_of(config.distributed, 0, num_gpus)),
       is_exchanged_(num_gpus > 1),
       has_several_groups_(zero_.shards_states() && zero_.shard.size < num_gpus),
-      keeps_codes_(zero_.shards_weights() && config.precision.weight_copies != WeightCopies::kNone),
-      gathers_transposed_(gathers_transposed(table_, formats_, config.precision.weight_copies,
+      keeps_codes_(zero_.shards_weights() && kept_copies(config.precision, zero_) != WeightCopies::kNone),
+      gathers_transposed_(gathers_transposed(table_, formats_, kept_copies(config.precision, zero_),
                                              training_use(config.precision), zero_)) {
   for (int unit = 0; unit < table_.num_units(); ++unit) units_.push_back(table_.unit(unit));
 }

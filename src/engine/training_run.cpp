@@ -341,6 +341,7 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry, std::vector<PendingCom
     } else {
       queue_micro_batch(on_host, options, place, with_telemetry);
     }
+    batch_start_ = batch.start;
     position_ = batch.after;
   }
   return num_targets;
@@ -367,10 +368,10 @@ std::optional<StepReport> TrainingRun::step() {
   const double wait_before = loader_->wait_seconds();
   StepReport report;
   report.step = completed_steps_ + 1;
-  report.data = position_;
   const bool with_telemetry = declared_.telemetry && declared_.telemetry->is_due(report.step);
   std::vector<PendingComparison> comparisons;
   report.num_targets = queue_gradients(with_telemetry, comparisons);
+  report.data = batch_start_;
   report.data_wait_seconds = loader_->wait_seconds() - wait_before;
 
   std::optional<StepReport> previous = finish();

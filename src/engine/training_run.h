@@ -200,7 +200,8 @@ class TrainingRun {
   std::optional<ParameterExchange> exchange_;  // of several ranks
   std::function<void()> evaluation_progress_;
   std::unique_ptr<BatchLoader> loader_;
-  DataPosition position_;  // of the next global batch
+  DataPosition batch_start_;  // of the last global batch that was queued
+  DataPosition position_;     // of the next one, or past the end of the epoch
   int64_t completed_steps_ = 0;
   int64_t applied_steps_ = 0;  // updates done: what bias correction counts
   std::optional<UnfinishedStep> unfinished_;

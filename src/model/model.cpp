@@ -23,7 +23,7 @@ Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool d
     : config_(config),
       max_shape_(shape),
       table_(make_parameter_table(config, decay_embeddings)),
-      weights_(table_, Formats(precision), precision.weight_copies,
+      weights_(table_, Formats(precision), kept_copies(precision, zero),
                use == Use::kInference ? WeightUse::kForward : training_use(precision), zero, plan) {
   cos_sin_id_ = plan.add("tables", "cos_sin", DType::kF32, {shape.sequence_length, config.head_dim()});
   if (use == Use::kTraining) {

@@ -87,7 +87,7 @@ enum class Recipe : uint8_t {
 enum class GemmPrecision : uint8_t { kCompute, kFp8Tensor, kFp8Block };
 enum class Storage : uint8_t { kCompute, kFp8 };
 enum class Recompute : uint8_t { kNone, kBlock };
-enum class WeightCopies : uint8_t { kBoth, kRows, kNone };
+enum class WeightCopies : uint8_t { kAuto, kBoth, kRows, kNone };
 enum class EvalNumerics : uint8_t { kSame, kBf16 };
 
 // Number formats of forward and backward. `recipe` sets the defaults of everything here (model/precision_recipe.h)
@@ -106,7 +106,7 @@ struct PrecisionConfig {
   bool save_norm_output = true;
   bool save_silu = false;
   bool save_product = true;
-  WeightCopies weight_copies = WeightCopies::kBoth;
+  WeightCopies weight_copies = WeightCopies::kAuto;
   bool fast_forward = true;
   bool fast_input_gradient = true;
   bool fast_weight_gradient = false;
@@ -156,8 +156,8 @@ struct PrecisionConfig {
         "FP8 copies of the weights kept for a whole step: both (as they are, and transposed for input gradients), "
         "rows (transposed where one is read), or none (made from the weight where it is read); same bits, each a "
         "byte per parameter less. With ZeRO stage 3 those of a rank's own pieces, gathered where they are read: "
-        "transposed ones only if "
-        "all pieces are whole rows and recompute is none");
+        "transposed ones only if all pieces are whole rows and recompute is none. auto: rows where ZeRO stage 3 "
+        "divides the weights over several GPUs, else both");
     visit(
         "fast_forward", fast_forward,
         "fp8_tensor on a GPU: forward's products are summed in the tensor cores' own accumulator of about 14 bits; "
@@ -214,8 +214,10 @@ struct EnumNames<Storage> {
 };
 template <>
 struct EnumNames<WeightCopies> {
-  static constexpr EnumName<WeightCopies> kAll[] = {
-      {WeightCopies::kBoth, "both"}, {WeightCopies::kRows, "rows"}, {WeightCopies::kNone, "none"}};
+  static constexpr EnumName<WeightCopies> kAll[] = {{WeightCopies::kAuto, "auto"},
+                                                    {WeightCopies::kBoth, "both"},
+                                                    {WeightCopies::kRows, "rows"},
+                                                    {WeightCopies::kNone, "none"}};
 };
 
 template <>

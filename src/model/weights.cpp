@@ -17,8 +17,15 @@ WeightUse training_use(const PrecisionConfig& precision) {
   return precision.recompute == Recompute::kBlock ? WeightUse::kBackwardWithForward : WeightUse::kBackward;
 }
 
+// With ZeRO stage 3 memory is what is asked for, and transposing costs little beside gathering.
+WeightCopies kept_copies(const PrecisionConfig& precision, const Zero& zero) {
+  if (precision.weight_copies != WeightCopies::kAuto) return precision.weight_copies;
+  return zero.shards_weights() ? WeightCopies::kRows : WeightCopies::kBoth;
+}
+
 bool gathers_transposed(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use,
                         const Zero& zero) {
+  PARKA_REQUIRE(copies != WeightCopies::kAuto);
   if (!zero.shards_weights() || !formats.has_tensor_scales()) return false;
   if (copies != WeightCopies::kBoth || use != WeightUse::kBackward) return false;
   const std::vector<int> block = table.unit(1);  // all blocks are alike

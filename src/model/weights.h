@@ -13,9 +13,12 @@ namespace parka {
 enum class WeightUse { kForward, kBackward, kBackwardWithForward };
 WeightUse training_use(const PrecisionConfig& precision);
 
+// What precision.weight_copies stands for on a rank: itself, or what `auto` means there.
+WeightCopies kept_copies(const PrecisionConfig& precision, const Zero& zero);
+
 // Whether ranks that have divided the blocks' weights (ZeRO stage 3) gather the transposed codes for backward,
 // instead of transposing what all of them have gathered: where both are kept for a whole step, and every rank's
-// pieces are whole rows of the weights.
+// pieces are whole rows of the weights. `copies` are kept_copies().
 bool gathers_transposed(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use,
                         const Zero& zero);
 
@@ -25,9 +28,9 @@ bool gathers_transposed(const ParameterTable& table, const Formats& formats, Wei
 class ModelWeights {
  public:
   // Declares category "weights", and "fp8 weights" when the linear layers are FP8; with ZeRO stage 3 "gathered
-  // weights". `copies` says which FP8 copies are kept for a whole optimizer step, so that accumulation does not
-  // quantize again; with ZeRO stage 3, unless none, those of this rank's pieces as they are gathered. Input
-  // gradients read the transposed ones.
+  // weights". `copies`, kept_copies(), says which FP8 copies are kept for a whole optimizer step, so that
+  // accumulation does not quantize again; with ZeRO stage 3, unless none, those of this rank's pieces as they are
+  // gathered. Input gradients read the transposed ones.
   ModelWeights(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use,
                const Zero& zero, MemoryPlan& plan);
 

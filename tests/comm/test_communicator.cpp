@@ -1,7 +1,9 @@
 #include "comm/communicator.h"
 
 #include "comm/line_socket.h"
+#include "comm/watchdog.h"
 #include "tests/support/catch.h"
+#include "tests/support/no_threads.h"
 #include "tests/support/tensors.h"
 
 using namespace parka;
@@ -78,4 +80,23 @@ TEST_CASE("Line sockets carry whole lines and notice the end", "[watchdog]") {
   }
   CHECK_FALSE(connect_to("127.0.0.1", port, 1));
   CHECK_FALSE(connect_to("not an address", port, 1));
+}
+
+TEST_CASE("Where no thread can be made the watchdog says so, and no failure is told to it", "[watchdog]") {
+  const std::unique_ptr<Communicator> ranks = make_single_communicator();
+  Watchdog watchdog;
+  std::string message;
+  try {
+    const test::NoThreads no_threads;
+    watchdog.start(*ranks, "node1", 0, {});
+  } catch (const Error& error) {
+    CHECK(error.code() == ExitCode::kBadInput);
+    message = error.what();
+  }
+  CHECK(message.find("rank 0 (node1, pid ") == 0);
+  CHECK(message.find("cannot start the thread that watches over the ranks") != std::string::npos);
+  const double began = seconds_now();
+  const Verdict verdict = watchdog.fail(ExitCode::kBadInput, message);
+  CHECK(seconds_now() - began < 5);  // it waits 10 s for the answer of a thread
+  CHECK(verdict.common);
 }

@@ -94,6 +94,35 @@ TEST_CASE("A rank that falls silent hangs", "[watchdog]") {
   }
 }
 
+TEST_CASE("Who keeps the roll forgives what it slept through, and is as strict as before from then on",
+          "[watchdog]") {
+  RollCall roll = roll_of_three();
+  SECTION("silence") {
+    roll.forgive(1000);
+    CHECK_FALSE(roll.verdict(1019));
+    for (int r : {0, 2}) roll.heard(r, report(3, 1, 1), 1019);
+    CHECK(contains(roll.verdict(1021), "rank 1 has given no sign of life for 21 s"));
+  }
+  SECTION("standing still") {
+    const auto beat = [&](double now) {
+      for (int r = 0; r < 3; ++r) roll.heard(r, r == 1 ? report(3, 7, 7) : report(3, 8, 7), now);
+    };
+    beat(1);
+    roll.forgive(1000);
+    beat(1000);
+    CHECK_FALSE(roll.verdict(1000));
+    for (double now = 1001; now <= 1601; ++now) beat(now);
+    CHECK(contains(roll.verdict(1601), "rank 1 has stood still for 601 s"));
+  }
+  SECTION("news that it has not heard yet") {
+    roll.lost(2, 1);
+    roll.forgive(1000);
+    CHECK_FALSE(roll.verdict(1000));
+    roll.failed(1, ExitCode::kIo, "disk full", 1000.1);
+    CHECK(contains(roll.verdict(1000.3), "disk full"));
+  }
+}
+
 TEST_CASE("A rank that stands still while others wait for it is named", "[watchdog]") {
   RollCall roll = roll_of_three();
   const auto beat_until = [&](double from, double to, const std::array<RankReport, 3>& reports) {

@@ -38,6 +38,27 @@ class WatchdogTest(RanksTest):
                 self.assert_lines(run, rf"^rank {rank} \(.*\) has given no sign of life for \d+ s, the last in step \d+, .*;"
                                        rf" rank [{'012'.replace(str(rank), '')}] ends with exit code 5$", SIZE - 1)
 
+    def test_a_pause_of_all_ranks(self):
+        """As docker pause and scontrol suspend do. A rank that does not wake with the others is found all the same."""
+        run = self.drill(*SHORT, "stall_seconds=4")
+        for order in ((0, 1, 2), (2, 1, 0)):  # whoever wakes first hears nothing of the others
+            for rank in range(SIZE):
+                run.kill(rank, signal.SIGSTOP)
+            time.sleep(5)
+            for rank in order:
+                run.kill(rank, signal.SIGCONT)
+                time.sleep(0.1)
+            time.sleep(2)  # some steps
+            self.assertIsNone(run.process.poll(), "\n".join(run.lines))
+        for rank in range(SIZE):
+            run.kill(rank, signal.SIGSTOP)
+        time.sleep(5)
+        for rank in (0, 2):
+            run.kill(rank, signal.SIGCONT)
+        self.finish(run, 5)
+        self.assert_lines(run, r"^rank 1 \(.*\) has given no sign of life for \d+ s, the last in step \d+, .*; rank [02] ends"
+                               " with exit code 5$", SIZE - 1)
+
     def test_a_rank_that_stands_still(self):
         run = Run(SIZE, "drill", "stall=1", "stall_seconds=2", *SHORT)
         self.finish(run, 5)

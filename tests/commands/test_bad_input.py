@@ -211,6 +211,35 @@ class BadInput(RunFolder):
         self.assertEqual(checkpoints(self.path("run")), ["step_00000004", "step_00000008"])
         self.assert_exit(self.train(self.config), 0)  # with room again the run goes on
 
+    @unittest.skipUnless(os.getuid() == 0, "only root can be a user of whom nothing else runs")
+    def test_few_threads(self):
+        """Where the system allows fewer threads a run goes on with those, or says which limit it is that ends it."""
+        user = 61000 + os.getpid() % 4000
+        program = shutil.copy(PROGRAM, self.path("parka"))  # the folder that it is in may be closed to others
+        config = self.write_config(self.config)
+        for folder, _, names in os.walk(self.folder):
+            for path in [folder, *(os.path.join(folder, name) for name in names)]:
+                os.chown(path, user, user)
+
+        def run(limit, *arguments):
+            def become_the_user():
+                resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
+                os.setgroups([])
+                os.setgid(user)
+                os.setuid(user)
+
+            # The search for leaks wants a thread of its own.
+            return subprocess.run([program, "--threads", "4", *arguments], capture_output=True, text=True, timeout=120,
+                                  preexec_fn=become_the_user, env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"})
+
+        for limit in (1, 2):  # the thread that reads the data, and the one that saves
+            self.assert_refused(run(limit, "train", config), ["cannot start the thread that", "ulimit -u"])
+        # One that the sanitizers may have, the program's own, the two above and a worker: not one for each of 4.
+        result = run(5, "train", config)
+        self.assert_exit(result, 0)
+        self.assertRegex(result.stderr, r"going on with [23] of 4 CPU threads: cannot start the thread that computes: .*ulimit -u")
+        self.assertEqual(len(result.stderr.split("going on with")), 2, result.stderr)
+
     def test_two_runs_in_one_folder(self):
         with open(self.path("run/lock"), "a", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

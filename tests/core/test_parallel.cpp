@@ -166,6 +166,15 @@ TEST_CASE("many threads may call parallel_for at the same time", "[parallel]") {
   CHECK(sums == std::vector<int64_t>(kCallers, kRounds * 4950));
 }
 
+TEST_CASE("more threads than help are not made", "[parallel]") {
+  set_num_threads(0);
+  const int cores = num_threads();
+  set_num_threads(4096);
+  CHECK(num_threads() == std::min(4096, 4 * cores));
+  set_num_threads(1);
+  CHECK(num_threads() == 1);
+}
+
 TEST_CASE("the default number of threads is at least one", "[parallel]") {
   set_num_threads(0);
   CHECK(num_threads() >= 1);

@@ -10,6 +10,7 @@
 
 #include "tests/data/token_file_fixtures.h"
 #include "tests/support/catch.h"
+#include "tests/support/no_threads.h"
 
 using namespace parka;
 using namespace parka::test;
@@ -52,7 +53,7 @@ std::vector<int64_t> sequences_of(const MicroBatch& batch) {
 
 struct Read {
   std::vector<int64_t> sequences;
-  DataPosition after;
+  DataPosition start, after;
   bool operator==(const Read&) const = default;
 };
 
@@ -61,7 +62,7 @@ std::vector<Read> read_micro_batches(const TokenFiles& files, const BatchLoaderO
   std::vector<Read> reads;
   for (int i = 0; i < count; ++i) {
     const MicroBatch batch = loader.next();
-    reads.push_back({sequences_of(batch), batch.after});
+    reads.push_back({sequences_of(batch), batch.start, batch.after});
   }
   return reads;
 }
@@ -79,7 +80,7 @@ TEST_CASE("micro-batches follow the order through files and epochs", "[data][bat
     const int64_t step = i / 3, micro = i % 3, epoch = step / 3, first = step % 3 * 6;
     const std::vector<uint32_t> entries = order.epoch(epoch);
     const auto begin = entries.begin() + first + micro * 2;
-    const Read want{{begin, begin + 2}, {epoch, micro == 2 ? first + 6 : first}};
+    const Read want{{begin, begin + 2}, {epoch, first}, {epoch, micro == 2 ? first + 6 : first}};
     wrong += !(reads[static_cast<size_t>(i)] == want);
   }
   CHECK(wrong == 0);
@@ -204,4 +205,16 @@ TEST_CASE("batches that cannot be made are refused at once", "[data][batch_loade
   const Error error = error_of([&, o = options] { BatchLoader(corpus.files, o); });
   CHECK(error.code() == ExitCode::kBadInput);
   CHECK(contains(error, message));
+}
+
+TEST_CASE("Where no thread can be made a loader says so, and leaves nothing behind", "[batch_loader]") {
+  const Corpus corpus;
+  std::string message;
+  try {
+    const NoThreads no_threads;
+    const BatchLoader loader(corpus.files, {});
+  } catch (const Error& error) {
+    message = error.what();
+  }
+  CHECK(message.find("cannot start the thread that reads the data") == 0);
 }

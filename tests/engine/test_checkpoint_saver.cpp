@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "tests/engine/checkpoint_fixture.h"
+#include "tests/support/no_threads.h"
 
 using namespace parka;
 using namespace parka::test;
@@ -76,4 +77,13 @@ TEST_CASE("the saver's destructor finishes the save and reports its error", "[en
   }
   REQUIRE(reports.size() == 1);
   CHECK(mentions(reports[0], folder / "file"));
+}
+
+TEST_CASE("where no thread can be made the saver says so", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  const auto make_saver = [&] {
+    const NoThreads no_threads;
+    const CheckpointSaver saver(folder / "run", {});
+  };
+  CHECK(error_of(make_saver).code() == ExitCode::kBadInput);
 }

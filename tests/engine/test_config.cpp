@@ -124,6 +124,10 @@ TEST_CASE("a value of the wrong type or out of range is refused", "[engine][conf
       {R"({"optimizer": {"lr": -1e-9}})", "optimizer.lr: -1e-09 is out of range; allowed: 0 to 1e+30"},
       {R"({"optimizer": {"beta1": 1}})", "optimizer.beta1: 1 is out of range; allowed: 0 to below 1"},
       {R"({"optimizer": {"eps": 0}})", "optimizer.eps: 0 is out of range; allowed: 1e-30 to 1"},
+      {R"({"optimizer": {"clip_norm": 5e-324}})",
+       "optimizer.clip_norm: 5e-324 is too close to 0 for a number of 32 bits; give 0 or at least 1.18e-38"},
+      {R"({"training": {"z_loss": 1e-39}})",
+       "training.z_loss: 1e-39 is too close to 0 for a number of 32 bits; give 0 or at least 1.18e-38"},
       {R"({"model": {"num_layers": 1.5}})", "model.num_layers: expected an integer, got 1.5"},
       {R"({"model": {"num_layers": 0}})", "model.num_layers: 0 is out of range; allowed: 1 to 10000"},
       {R"({"model": {"num_layers": "4"}})", R"(model.num_layers: expected an integer, got a string "4")"},
@@ -209,7 +213,7 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"save_norm_output", row.save_norm},
                                  {"save_silu", row.save_silu},
                                  {"save_product", row.save_product},
-                                 {"weight_copies", "both"},
+                                 {"weight_copies", "auto"},
                                  {"fast_forward", true},
                                  {"fast_input_gradient", true},
                                  {"fast_weight_gradient", false},
@@ -349,6 +353,11 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
        "evaluation.sets: \"c.npy\" is not of the form NAME=FILE"},
       {[](Config& c) { c.evaluation.sets = {"=b.npy"}; }, "evaluation.sets: \"=b.npy\" is not of the form"},
       {[](Config& c) { c.evaluation.sets = {"b="}; }, "evaluation.sets: \"b=\" is not of the form"},
+      {[](Config& c) {
+         c.optimizer.clip_norm = c.optimizer.clip_warmup_factor = 1e20;
+         c.optimizer.clip_warmup_steps = 1;
+       },
+       "optimizer.clip_norm * clip_warmup_factor = 1e+40 is more than a number of 32 bits can be"},
       {[](Config& c) { c.optimizer.lr = std::nan(""); }, "optimizer.lr: nan is out of range"},
       {[](Config& c) { c.precision.compute = DType::kE4M3; }, "precision.compute: not valid; allowed: fp32, bf16"},
       {[](Config& c) { c.model.num_heads = 0; }, "model.num_heads: 0 is out of range"},

@@ -43,6 +43,7 @@ TEST_CASE("the hash covers what decides the numbers and nothing else", "[engine]
   same.model.rope_scaling.factor = 2;            // unused with kind = none
   same.model.init_std = 0.5;                     // unused with init = mitchell
   same.optimizer.exp_avg_format = DType::kE5M2;  // unused with states = fp32
+  same.precision.weight_copies = WeightCopies::kBoth;
   same.precision.recompute = Recompute::kBlock;
   same.precision.offload_blocks = 14;
   same.precision.save_product = false;
@@ -89,6 +90,7 @@ TEST_CASE("the hash covers what decides the numbers and nothing else", "[engine]
 TEST_CASE("resuming tells what must not and what may differ", "[engine][config]") {
   Config saved;
   saved.data.train = {"folder/a.npy"};
+  saved.precision.weight_copies = WeightCopies::kBoth;  // the default before there was `auto`
   CHECK(resume_differences(saved, saved).refused.empty());
   CHECK(resume_differences(saved, saved).allowed.empty());
 
@@ -101,6 +103,7 @@ TEST_CASE("resuming tells what must not and what may differ", "[engine][config]"
   now.model.num_kv_heads = 16;  // what 0 stands for
   now.model.init = InitKind::kNormal;
   now.precision.gemm = GemmPrecision::kFp8Tensor;
+  now.precision.weight_copies = WeightCopies::kAuto;
   now.precision.offload_blocks = 3;
   const ResumeDifferences allowed = resume_differences(saved, now);
   CHECK(allowed.refused.empty());
@@ -108,6 +111,7 @@ TEST_CASE("resuming tells what must not and what may differ", "[engine][config]"
                                "model.num_kv_heads: 0 in the checkpoint, 16 now",
                                "model.init: \"mitchell\" in the checkpoint, \"normal\" now",
                                "precision.gemm: \"compute\" in the checkpoint, \"fp8_tensor\" now",
+                               "precision.weight_copies: \"both\" in the checkpoint, \"auto\" now",
                                "precision.offload_blocks: 0 in the checkpoint, 3 now",
                                "optimizer.lr: 0.0004 in the checkpoint, 0.001 now",
                                "data.train: [\"folder/a.npy\"] in the checkpoint, [\"moved/a.npy\"] now",

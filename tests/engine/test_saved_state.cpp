@@ -15,18 +15,19 @@ namespace {
 using nlohmann::json;
 
 json state_of_a_run() {
-  return {{"applied_steps", 3},
-          {"config", {{"model", {{"d_model", 64}}}}},
-          {"data",
-           {{"epoch", 1},
-            {"consumed", 12},
-            {"fingerprint", 18446744073709551615u},
-            {"files", {{{"name", "a.npy"}, {"bytes", 1}, {"fingerprint", 2}}}}}}};
+  return {
+      {"applied_steps", 3},
+      {"config", {{"model", {{"d_model", 64}}}, {"training", {{"global_batch_size", 4}, {"micro_batch_size", 2}}}}},
+      {"data",
+       {{"epoch", 1},
+        {"consumed", 12},
+        {"fingerprint", 18446744073709551615u},
+        {"files", {{{"name", "a.npy"}, {"bytes", 1}, {"fingerprint", 2}}}}}}};
 }
 
 LoadedCheckpoint saved(const TemporaryFolder& folder, const json& state) {
-  save_checkpoint(folder.path().string(), {.step = 1, .state = state}, {});
-  return load_checkpoint(folder / "step_00000001");
+  save_checkpoint(folder.path().string(), {.step = 5, .state = state}, {});
+  return load_checkpoint(folder / "step_00000005");
 }
 
 // What is said of a state changed like this.
@@ -77,6 +78,33 @@ TEST_CASE("a state that lacks something or has it in another type is refused by 
   says(refusal([](json& state) { state["data"]["consumed"] = 1e300; }, progress), "\"consumed\"");
   says(refusal([](json& state) { state["data"]["fingerprint"] = "x"; }, progress), "\"fingerprint\"");
   says(refusal([](json& state) { state["data"]["files"] = {1}; }, progress), "\"files\"");
+}
+
+TEST_CASE("a progress that no run makes is refused", "[engine][checkpoint]") {
+  const auto change = [](int64_t applied, int64_t epoch, int64_t consumed) {
+    return refusal(
+        [=](json& state) {
+          state["applied_steps"] = applied;
+          state["data"]["epoch"] = epoch;
+          state["data"]["consumed"] = consumed;
+        },
+        read_progress);
+  };
+  CHECK(change(5, 0, 20).empty());
+  CHECK(change(0, 4, 4).empty());  // of data that is one batch
+  const auto [applied, epoch, consumed] = GENERATE(table<int64_t, int64_t, int64_t>({
+      {6, 0, 20},         // more updates than steps
+      {INT64_MAX, 1, 4},  //
+      {5, 6, 0},          // more epochs than steps
+      {5, int64_t{1} << 62, 4},
+      {5, 0, 24},  // more batches than steps
+      {5, 4, 8},   // one for each of the epochs before
+      {5, 0, INT64_MAX - 3},
+      {5, 0, 18},  // half a batch
+  }));
+  CAPTURE(applied, epoch, consumed);
+  const std::string message = change(applied, epoch, consumed);
+  CHECK(message.find("says that 5 steps with batches of 4 sequences made") != std::string::npos);
 }
 
 TEST_CASE("no origin is looked for where checkpoint.init_from is no text", "[engine][checkpoint]") {

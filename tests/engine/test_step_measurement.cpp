@@ -119,6 +119,7 @@ TEST_CASE("what ZeRO divides takes less, but for its launches", "[engine][step m
   for (int64_t stage = 0; stage <= 3; ++stage) {
     CAPTURE(stage);
     Config config = one.config;
+    config.precision.weight_copies = WeightCopies::kBoth;
     config.distributed.zero_stage = stage;
     const ComputeSeconds compute = compute_seconds(one, config, 4);
     CHECK(compute.update == Approx(stage >= 1 ? divided(0.1, 11) : kScale * 0.1));
@@ -133,6 +134,8 @@ TEST_CASE("what ZeRO divides takes less, but for its launches", "[engine][step m
     const double transposing = 2 * kBlockWeights / (0.8 * kCopy);
     Config rows = config;
     rows.precision.weight_copies = WeightCopies::kRows;
+    CHECK(compute_seconds(one, rows, 4).block_backward == Approx(kScale * 0.06 + transposing));
+    rows.precision.weight_copies = WeightCopies::kAuto;
     CHECK(compute_seconds(one, rows, 4).block_backward == Approx(kScale * 0.06 + transposing));
   }
 }
@@ -225,6 +228,7 @@ TEST_CASE("a measurement of another config or of several GPUs is refused", "[eng
       {[](Config& c) { c.training.global_batch_size = 16; }, "", true},
       {[](Config& c) { c.distributed.zero_stage = 2; }, "", true},
       {[](Config& c) { c.precision.weight_copies = WeightCopies::kRows; }, "", true},
+      {[](Config& c) { c.precision.weight_copies = WeightCopies::kBoth; }, "", false},  // what `auto` stands for
       {[](Config& c) { c.distributed.shard_size = 1; }, "", true},
       {[](Config& c) { c.optimizer.lr = 1; }, "", false},
       {[](Config& c) { c.data.loss_mask = true; }, "", false},

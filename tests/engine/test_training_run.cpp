@@ -63,6 +63,13 @@ HostTensor& tensor_named(CheckpointContents& contents, const std::string& name) 
   throw_internal("no tensor {}", name);
 }
 
+std::vector<float> floats(CheckpointContents& contents, const std::string& name) {
+  const HostTensor& tensor = tensor_named(contents, name);
+  std::vector<float> values(tensor.bytes.size() / sizeof(float));
+  std::memcpy(values.data(), tensor.bytes.data(), tensor.bytes.size());
+  return values;
+}
+
 std::string refusal(TrainingRun& run, const LoadedCheckpoint& checkpoint) {
   try {
     run.restore(checkpoint);
@@ -193,7 +200,20 @@ TEST_CASE("a step is scaled by its own number of targets", "[engine][training_ru
   CHECK(numbers.size() >= 6);
 }
 
-TEST_CASE("a step without any target changes weights by decay alone", "[engine][training_run]") {
+TEST_CASE("a step reports the sequences that it read, also where an epoch begins", "[engine][training_run]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  Config config = tiny_config(folder.path().string(), "fp32");
+  write_tokens(config.data.train[0], 11 * kSequence);  // 2 steps of 4 sequences, then the next epoch
+  TrainingRun run(config, *device, alone());
+  run.initialize();
+  for (const auto& [epoch, consumed] : {std::pair(0, 0), {0, 4}, {1, 0}, {1, 4}, {2, 0}}) {
+    const StepReport report = *run.step();
+    CHECK(report.data == DataPosition{epoch, consumed});
+  }
+}
+
+TEST_CASE("a step without any target is one with a gradient of zero", "[engine][training_run]") {
   for (const char* recipe : {"fp32", "bf16", "fp8_linear", "coat", "parka"}) {
     CAPTURE(recipe);
     const TemporaryFolder folder;
@@ -206,6 +226,42 @@ TEST_CASE("a step without any target changes weights by decay alone", "[engine][
     const StepReport report = *run.step();
     CHECK((report.applied && report.loss == 0 && report.grad_norm == 0 && report.num_targets == 0));
   }
+}
+
+TEST_CASE("a step without any target moves weights by decay and what moments are left", "[engine][training_run]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  Config config = tiny_config(folder.path().string(), "fp32");
+  config.data.shuffle = false;
+  config.data.loss_mask = true;
+  const std::string ordinary(3 * 4 * kSequence, 1), empty(28 * kSequence, 0);
+  std::ofstream(config.data.train[0] + ".mask", std::ios::binary) << ordinary << empty;
+  TrainingRun run(config, *device, alone());
+  run.initialize();
+  for (int i = 0; i < 3; ++i) run.step();
+  CheckpointContents before = run.snapshot();
+  const StepReport report = *run.step();
+  CHECK((report.applied && report.loss == 0 && report.num_targets == 0));
+  CheckpointContents after = run.snapshot();
+  const OptimizerConfig& o = config.optimizer;
+  const std::string name = "blocks.0.down";
+  const std::vector<float> w = floats(before, name), m = floats(before, name + ".exp_avg"),
+                           v = floats(before, name + ".exp_avg_sq"), w_after = floats(after, name),
+                           m_after = floats(after, name + ".exp_avg"),
+                           v_after = floats(after, name + ".exp_avg_sq");
+  double moved = 0, error = 0;
+  for (size_t i = 0; i < w.size(); ++i) {
+    // torch.optim.AdamW's step 4, with a gradient of 0.
+    const double exp_avg = o.beta1 * m[i], exp_avg_sq = o.beta2 * v[i];
+    const double update =
+        exp_avg / (1 - std::pow(o.beta1, 4)) / (std::sqrt(exp_avg_sq / (1 - std::pow(o.beta2, 4))) + o.eps);
+    const double want = w[i] * (1 - o.lr * o.weight_decay) - o.lr * update;
+    moved = std::max(moved, std::abs(o.lr * update));
+    error = std::max(
+        {error, std::abs(w_after[i] - want), std::abs(m_after[i] - exp_avg), std::abs(v_after[i] - exp_avg_sq)});
+  }
+  CHECK(moved > 0.3 * o.lr);
+  CHECK(error < 1e-3 * moved);
 }
 
 TEST_CASE("a restored run takes the same steps as the one that was saved", "[engine][training_run]") {

@@ -302,22 +302,47 @@ TEST_CASE("which copies of FP8 weights are kept does not change a bit of stage 3
   }
 }
 
+TEST_CASE("which copies `auto` keeps: both, but of divided weights rows", "[engine][zero]") {
+  const TemporaryFolder folder;
+  const auto plan_of = [&](int64_t stage, int64_t ranks, WeightCopies copies) {
+    Config config = config_for(folder, "coat", stage);
+    REQUIRE(config.precision.weight_copies == WeightCopies::kAuto);
+    config.precision.weight_copies = copies;
+    return DeclaredRun(config, DeviceKind::kCpu, zero_of(config.distributed, 0, ranks)).plan.total_bytes();
+  };
+  for (int64_t stage = 0; stage <= 3; ++stage) {
+    for (const int64_t ranks : {1, 2}) {
+      CAPTURE(stage, ranks);
+      const bool divided = stage == 3 && ranks == 2;
+      const int64_t both = plan_of(stage, ranks, WeightCopies::kBoth),
+                    rows = plan_of(stage, ranks, WeightCopies::kRows);
+      CHECK(both > rows);
+      CHECK(plan_of(stage, ranks, WeightCopies::kAuto) == (divided ? rows : both));
+    }
+  }
+}
+
 TEST_CASE("transposed codes are gathered where forward is not run again and pieces are whole rows",
           "[engine][zero]") {
   const TemporaryFolder folder;
   const auto gathers = [&](const Config& config, int64_t ranks) {
     const ParameterTable table = make_parameter_table(config.model, config.optimizer.decay_embeddings);
-    return gathers_transposed(table, Formats(config.precision), config.precision.weight_copies,
-                              training_use(config.precision), zero_of(config.distributed, 0, ranks));
+    const Zero zero = zero_of(config.distributed, 0, ranks);
+    return gathers_transposed(table, Formats(config.precision), kept_copies(config.precision, zero),
+                              training_use(config.precision), zero);
   };
   Config config = config_for(folder, "parka", 3);
+  CHECK_FALSE(gathers(config, 2));
+  config.precision.weight_copies = WeightCopies::kBoth;
   CHECK(gathers(config, 2));
   CHECK_FALSE(gathers(config, 1));
   CHECK_FALSE(gathers(config, 5));  // 48 rows
   CHECK_FALSE(gathers(config, 4));  // 80 x 48 weights are 30 groups
-  CHECK_FALSE(gathers(config_for(folder, "parka", 2), 2));
-  CHECK_FALSE(gathers(config_for(folder, "fp8_block", 3), 2));
-  CHECK_FALSE(gathers(config_for(folder, "bf16", 3), 2));
+  for (const auto& [recipe, stage] : {std::pair("parka", 2), {"fp8_block", 3}, {"bf16", 3}}) {
+    Config other = config_for(folder, recipe, stage);
+    other.precision.weight_copies = WeightCopies::kBoth;
+    CHECK_FALSE(gathers(other, 2));
+  }
   config.precision.recompute = Recompute::kBlock;
   CHECK_FALSE(gathers(config, 2));
   config.precision.recompute = Recompute::kNone;

@@ -2,6 +2,7 @@
 """Tests of scripts/reproduce/end_to_end.sh and per_layer.sh without a GPU: plans, the largest batch, tables."""
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -105,6 +106,32 @@ class Reproduce(unittest.TestCase):
         result = run("end_to_end.sh", "--plan-only", self.out, "7b.8", RECIPES="caot")
         self.assertEqual(result.returncode, 2)
         self.assertIn("no recipe caot", result.stderr)
+
+
+    def test_without_a_program_the_scripts_say_what_to_do(self):
+        scripts = Path(self.out) / "scripts" / "reproduce"
+        shutil.copytree(FOLDER, scripts)
+        for script in ("end_to_end.sh", "per_layer.sh"):
+            result = subprocess.run([scripts / script, "--plan-only", f"{self.out}/of_{script}"], capture_output=True, text=True,
+                                    env={key: value for key, value in os.environ.items() if key != "PARKA"})
+            self.assertEqual(result.returncode, 2, result.stderr)
+            self.assertIn("set PARKA to the program", result.stderr)
+        program = Path(self.out) / "build" / "release" / "parka"
+        program.parent.mkdir(parents=True)
+        program.symlink_to(os.path.abspath(PROGRAM))
+        (Path(self.out) / "configs").symlink_to(ROOT / "configs")
+        result = subprocess.run([scripts / "end_to_end.sh", "--plan-only", f"{self.out}/planned", "7b.8"], capture_output=True,
+                                text=True, env={key: value for key, value in os.environ.items() if key != "PARKA"})
+        self.assertEqual(result.returncode, 0, result.stderr)
+
+    def test_the_page_is_what_is_planned(self):
+        """Memory and batches of docs/results/end_to_end.md, to the printed digit."""
+        page = (ROOT / "docs/results/end_to_end.md").read_text(encoding="utf-8")
+        printed = table("\n".join(line for line in page.split("## One block")[0].splitlines() if line.startswith("|")))
+        planned = self.run_script("end_to_end.sh", self.out)
+        self.assertEqual(len(printed), 32)
+        without_measurements = [row[:12] + row[13:14] for row in printed]
+        self.assertEqual(without_measurements, planned)
 
 
 class Measured(RunFolder):

@@ -1,0 +1,12 @@
+#pragma once
+#include <functional>
+#include <string_view>
+#include <thread>
+
+namespace parka {
+
+// Starts a thread; `task` says in messages what it is for: "reads the data". Throws Error(kBadInput) that names the
+// limits where the system allows no further thread.
+std::thread start_thread(std::string_view task, std::function<void()> body);
+
+}  // namespace parka
