@@ -21,6 +21,8 @@
 namespace parka {
 
 inline constexpr std::string_view kManifestName = "manifest.json";
+// Of files with which a start tries out the run folder; one that was killed leaves its own.
+inline constexpr std::string_view kWriteTestPrefix = ".write_test_";
 
 enum class StepFolderKind : uint8_t { kComplete, kTemporary, kDisplaced, kDiscarded };
 

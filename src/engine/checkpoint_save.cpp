@@ -4,8 +4,6 @@
 #include <random>
 #include <system_error>
 
-#include <unistd.h>
-
 #include "core/error.h"
 #include "data/read_only_file.h"
 #include "engine/checkpoint.h"
@@ -316,8 +314,7 @@ void save_checkpoint(const std::string& folder, const CheckpointContents& conten
 
 void check_run_folder_writable(const std::string& folder) {
   make_directories(folder);
-  const std::string probe = (fs::path(folder) / fmt::format(".write_test_{}", ::getpid())).string();
-  remove_tree(probe);
+  const std::string probe = (fs::path(folder) / fmt::format("{}{}", kWriteTestPrefix, make_save_id())).string();
   try {
     OutputFile file(probe);
     file.write(as_bytes("Parka checks that it can write here.\n"));

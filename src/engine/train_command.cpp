@@ -23,6 +23,7 @@
 #include "engine/metrics_log.h"
 #include "engine/progress.h"
 #include "engine/run_data.h"
+#include "engine/run_folder.h"
 #include "engine/run_lock.h"
 #include "engine/speed.h"
 #include "engine/stop_signal.h"
@@ -32,6 +33,9 @@ namespace parka {
 namespace {
 
 void warn(const std::string& message) { spdlog::warn("{}", message); }
+
+// Of config.json in the run folder.
+std::string resolved_text(const Config& config) { return to_json(config).dump(2) + "\n"; }
 
 double gib(int64_t bytes) { return static_cast<double>(bytes) / 0x1p30; }
 
@@ -66,7 +70,7 @@ class TrainCommand {
     describe();
     resume_or_initialize();
     if (is_first()) {
-      replace_file(config_.checkpoint.folder + "/config.json", to_json(config_).dump(2) + "\n");
+      write_run_config(config_.checkpoint.folder, resolved_text(config_), options_.config_path);
       metrics_.emplace(metrics_path(), MetricsHooks{[this] { lock_.require_ours(); }, warn});
     }
     if (run_.completed_steps() >= config_.training.steps) {
@@ -341,7 +345,7 @@ int run_train(const TrainOptions& options) {
   return run_launched({.version = PARKA_VERSION, .watchdog = {}}, [&](Launch& launch) {
     if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
     const Config config = load_config(options.config_path, options.overrides);
-    launch.require_same("the config", to_json(config).dump(2), "start all ranks with one config and --set");
+    launch.require_same("the config", to_lines(config), "start all ranks with one config and --set");
     if (config.data.train.empty()) {
       throw_bad_input("{}: data.train: nothing to train on; list token files (scripts/prepare_data.py makes them)",
                       options.config_path);
@@ -355,10 +359,13 @@ int run_train(const TrainOptions& options) {
     }
     std::optional<RunLock> lock;
     if (launch.rank() == 0) {
+      check_run_folder(config.checkpoint.folder, resolved_text(config));
       check_run_folder_writable(config.checkpoint.folder);
       lock.emplace(config.checkpoint.folder, RunLock::Role::kHolder, warn);
+      clear_write_tests(config.checkpoint.folder);
     }
     launch.hosts().barrier();  // no rank looks at a folder that is not there
+    require_one_folder(launch, config.checkpoint.folder);
     if (!lock) lock.emplace(config.checkpoint.folder, RunLock::Role::kWitness, warn);
     catch_stop_signals();
     std::unique_ptr<Device> device = make_device(config, std::max(0, launch.agree_on_gpu(wants_gpu(config))));
