@@ -86,6 +86,8 @@ void check_run_folder_writable(const std::string& folder);
 struct CheckpointInfo {
   int64_t step = 0;
   std::string path;
+
+  bool operator==(const CheckpointInfo&) const = default;
 };
 
 // The checkpoints in a run folder, newest first, unverified; unfinished ones are not among them. A missing folder
@@ -144,11 +146,19 @@ class LoadedCheckpoint {
 // every byte is read by one of them, and what one of them throws all of them throw.
 LoadedCheckpoint load_checkpoint(const std::string& path, const LoadGroup& group = {});
 
-// The newest intact checkpoint of a run folder. Each one that is refused on the way is passed to `report` with the
-// reason. nullopt when there is none; Error(kBadInput) when there are some and none of them is intact. All ranks of
-// the group must call this, and all get the same.
+// The newest intact checkpoint of a run folder. One that is damaged is passed over: `report` gets the reason, and
+// `refused`, where given, which they were. One that a run removes meanwhile is not missed: its successor is taken.
+// nullopt when there is none. Throws Error(kBadInput) when there are some and all of them are damaged, and
+// Error(kIo) when one cannot be read for another reason than damage: what it holds must not be given up for that.
+// All ranks of the group must call this, and all get the same.
 std::optional<LoadedCheckpoint> load_newest(const std::string& folder,
                                             const std::function<void(const std::string& message)>& report,
-                                            const LoadGroup& group = {});
+                                            const LoadGroup& group = {},
+                                            std::vector<CheckpointInfo>* refused = nullptr);
+
+// For a run that goes on from an older checkpoint than those that were refused: gives these the names
+// step_<N>.refused, so that a later start cannot go back to one of them. Tells `report`.
+void set_refused_aside(const std::vector<CheckpointInfo>& refused,
+                       const std::function<void(const std::string& message)>& report);
 
 }  // namespace parka

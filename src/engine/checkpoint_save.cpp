@@ -136,9 +136,9 @@ class CheckpointWriter {
   void restore_displaced() {
     for (const StepFolder& found : list_step_folders(folder_)) {
       const std::string proper = path(found.step, StepFolderKind::kComplete);
-      if (found.kind == StepFolderKind::kDisplaced && !file_exists(proper)) {
-        files_.rename(path(found.step, found.kind), proper);
-      }
+      if (found.kind != StepFolderKind::kDisplaced) continue;
+      clear_way(proper);
+      if (!file_exists(proper)) files_.rename(path(found.step, found.kind), proper);
     }
   }
 
@@ -170,9 +170,15 @@ class CheckpointWriter {
     files_.sync_directory(draft);
   }
 
+  // A file or a link that leads nowhere has the name of a step folder: not Parka's, so kept.
+  void clear_way(const std::string& path) const {
+    if (is_in_the_way(path)) report(fmt::format("{}: is not a folder; renamed to {}", path, set_aside(path)));
+  }
+
   // Gives the draft its name. An earlier save of the same step stays loadable until then, as .old.
   void publish(const std::string& draft) {
     check_folder();
+    clear_way(final_);
     if (file_exists(final_)) {
       if (file_exists(displaced_)) discard({contents_.step, StepFolderKind::kDisplaced});
       files_.rename(final_, displaced_);

@@ -179,9 +179,11 @@ class TrainCommand {
           "checkpoint.folder",
           folder);
     }
-    const std::optional<LoadedCheckpoint> checkpoint = load_newest(folder, refused, group);
+    std::vector<CheckpointInfo> passed_over;
+    const std::optional<LoadedCheckpoint> checkpoint = load_newest(folder, refused, group, &passed_over);
     if (checkpoint) {
       const std::vector<std::string> differences = run_.restore(*checkpoint);
+      if (is_first()) set_refused_aside(passed_over, warn);
       spdlog::info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
       for (const std::string& difference : differences) spdlog::info("changed since: {}", difference);
     } else {

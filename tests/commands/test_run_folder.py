@@ -193,6 +193,58 @@ class AtTheStart(RunFolders):
         self.assertEqual(result.stderr.count("run/lock: cannot be locked (No locks available)"), 1, result.stderr)
 
 
+class Checkpoints(RunFolders):
+    def setUp(self):
+        super().setUp()
+        self.config = tiny_config(self.folder, "fp32", steps=8)
+        self.assert_exit(self.train(self.config), 0)
+        self.config["training"]["steps"] = 12
+
+    def test_an_error_of_reading_is_no_damage(self):
+        before = tree_digest(self.path("run"))
+        for rule in ("read:*/step_00000008/shard_0*:EIO:1:1", "read:*/step_00000008/manifest.json:ESTALE:1:1",
+                     "open:*/step_00000008/shard_0*:EMFILE:1:1", "open:*/step_00000008/shard_0*:EACCES:1:1",
+                     "open:*/step_00000008/manifest.json:EACCES:1:0", "open:*/step_00000008/shard_0*:ENOMEM:2:1"):
+            with self.subTest(rule):
+                result = self.train(self.config, env=faulty_files(rule))
+                self.assert_exit(result, IO_FAILED)
+                self.assertIn("parka: error: checkpoint of step 8 could not be read: cannot ", result.stderr)
+                self.assertEqual(tree_digest(self.path("run")), before)
+        self.assert_exit(self.train(self.config), 0)
+        self.assertEqual(len(metrics(self.path("run"))), 12)
+
+    def test_a_refused_checkpoint_does_not_come_back(self):
+        shard = self.path("run/step_00000008/shard_0.safetensors")
+        for name in ("step_00000008.refused", "step_00000008.refused.2"):
+            with self.subTest(name):
+                os.rename(shard, self.path("shard"))
+                for arguments in (("eval", self.path("run")), ("generate", self.path("run"), "--prompt-tokens", "1")):  # only read
+                    self.assert_exit(parka(*arguments), 0)
+                self.assertIn("step_00000008", checkpoints(self.path("run")))
+                result = self.train(self.config, "--set", "training.steps=6", "--set", "optimizer.schedule.total_steps=12")
+                self.assert_exit(result, 0)
+                self.assertIn("resuming from " + self.path("run/step_00000004"), result.stderr)
+                self.assertIn(name, result.stderr)
+                os.rename(self.path("shard"), self.path(f"run/{name}/shard_0.safetensors"))  # too late
+                again = self.train(self.config, "--set", "training.steps=8", "--set", "optimizer.schedule.total_steps=12")
+                self.assert_exit(again, 0)
+                self.assertIn("resuming from " + self.path("run/step_00000006"), again.stderr)
+                self.assertEqual(len(metrics(self.path("run"))), 8)
+                shutil.rmtree(self.path("run/step_00000006"))
+
+    def test_what_has_the_name_of_a_checkpoint_is_kept_aside(self):
+        os.symlink(self.path("nowhere"), self.path("run/step_00000012"))
+        result = self.train(self.config)
+        self.assert_exit(result, 0)
+        self.assertTrue(os.path.islink(self.path("run/step_00000012.refused")))
+        self.assertEqual(checkpoints(self.path("run")), ["step_00000004", "step_00000008", "step_00000012"])
+
+    def test_permission_that_is_lost_in_mid_run_is_an_io_error(self):
+        for rule in ("mkdir:*/step_00000012.tmp*:EACCES:1:0", "open:*/step_00000012.tmp/*:ENOENT:1:0"):
+            with self.subTest(rule):
+                self.assert_exit(self.train(self.config, env=faulty_files(rule)), IO_FAILED)
+
+
 class Ranks(RunFolders):
     def setUp(self):
         super().setUp()
