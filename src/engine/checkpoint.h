@@ -78,6 +78,10 @@ struct SaveOptions {
 // and removes what is there.
 void save_checkpoint(const std::string& folder, const CheckpointContents& contents, const SaveOptions& options);
 
+// Removes what dead runs left of saves, where no further save will. What cannot be removed is reported.
+void clear_unfinished_saves(const std::string& folder,
+                            const std::function<void(const std::string& message)>& report);
+
 // Creates the run folder, parents too, and proves that a file can be written, synced and removed in it. To be
 // called before training starts, so that a bad folder is not found hours later. Throws Error(kBadInput), or
 // Error(kIo) when the disk is full.

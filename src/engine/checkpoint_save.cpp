@@ -318,6 +318,18 @@ void save_checkpoint(const std::string& folder, const CheckpointContents& conten
   }
 }
 
+void clear_unfinished_saves(const std::string& folder,
+                            const std::function<void(const std::string& message)>& report) {
+  for (const StepFolder& found : list_step_folders(folder)) {
+    if (found.kind != StepFolderKind::kTemporary && found.kind != StepFolderKind::kDiscarded) continue;
+    try {
+      remove_tree(step_folder_path(folder, found.step, found.kind));
+    } catch (const Error& e) {
+      report(e.what());
+    }
+  }
+}
+
 void check_run_folder_writable(const std::string& folder) {
   make_directories(folder);
   const std::string probe = (fs::path(folder) / fmt::format("{}{}", kWriteTestPrefix, make_save_id())).string();

@@ -74,6 +74,7 @@ class TrainCommand {
       metrics_.emplace(metrics_path(), MetricsHooks{[this] { lock_.require_ours(); }, warn});
     }
     if (run_.completed_steps() >= config_.training.steps) {
+      if (is_first()) clear_unfinished_saves(config_.checkpoint.folder, warn);
       spdlog::info("nothing to do: the run is at step {} of {}", run_.completed_steps(), config_.training.steps);
       return 0;
     }
