@@ -61,6 +61,8 @@ struct SaveOptions {
   // waits for other ranks, before the checkpoint gets its name and before anything is removed; after it has thrown
   // the save touches nothing.
   std::function<void()> check_folder = {};
+  // Of rank 0: called when everything is on disk, just before the checkpoint gets its name.
+  std::function<void()> before_publish = {};
   SaveGroup group = {};
 };
 

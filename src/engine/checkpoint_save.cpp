@@ -177,6 +177,7 @@ class CheckpointWriter {
 
   // Gives the draft its name. An earlier save of the same step stays loadable until then, as .old.
   void publish(const std::string& draft) {
+    if (options_.before_publish) options_.before_publish();
     check_folder();
     clear_way(final_);
     if (file_exists(final_)) {

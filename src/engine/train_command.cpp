@@ -104,7 +104,7 @@ class TrainCommand {
 
   std::string metrics_path() const { return config_.checkpoint.folder + "/metrics.jsonl"; }
 
-  SaveOptions save_options() const {
+  SaveOptions save_options() {
     SaveOptions options;
     options.group = {.rank = communicator_->rank(),
                      .size = communicator_->size(),
@@ -112,6 +112,7 @@ class TrainCommand {
     options.keep = config_.checkpoint.keep;
     options.report = warn;
     options.check_folder = [this] { lock_.require_ours(); };
+    options.before_publish = [this] { sync_metrics(); };
     if (options_.drill_step > 0 && is_first()) {
       // The fault drill of docs/testing.md: die as if the power went, at a chosen point of a chosen save.
       options.observer = [step_name = fmt::format("step_{:08}", options_.drill_step), left = options_.drill_point,
@@ -121,6 +122,15 @@ class TrainCommand {
       };
     }
     return options;
+  }
+
+  // After a power failure a checkpoint must not be there without the records of its steps; but it is worth more.
+  void sync_metrics() {
+    try {
+      if (metrics_) metrics_->sync();
+    } catch (const Error& e) {
+      warn(e.what());
+    }
   }
 
   void describe() const {
@@ -191,11 +201,25 @@ class TrainCommand {
       start_new_run(group);
     }
     if (!is_first()) return;
-    const MetricsLog::Removed removed = MetricsLog::truncate_after(metrics_path(), run_.completed_steps());
-    if (removed.later > 0)
-      spdlog::info("{}: {} records after step {} removed; those steps are run again", metrics_path(), removed.later,
-                   run_.completed_steps());
-    if (removed.unreadable > 0) spdlog::warn("{}: {} torn lines removed", metrics_path(), removed.unreadable);
+    if (checkpoint) {
+      continue_metrics();
+    } else if (const std::string kept = MetricsLog::begin_anew(metrics_path()); !kept.empty()) {
+      spdlog::info("{}: begins anew; the records of the run before, of which there is no checkpoint, are in {}",
+                   metrics_path(), kept);
+    }
+  }
+
+  void continue_metrics() {
+    const int64_t step = run_.completed_steps();
+    const MetricsLog::Truncated result = MetricsLog::truncate_after(metrics_path(), step);
+    if (result.later > 0)
+      spdlog::info("{}: {} records after step {} removed; those steps are run again", metrics_path(), result.later,
+                   step);
+    if (result.unreadable > 0) spdlog::warn("{}: {} torn lines removed", metrics_path(), result.unreadable);
+    if (result.last_train_step < step) {
+      spdlog::warn("{}: the records of steps {} to {} are missing: the file was cut or replaced", metrics_path(),
+                   result.last_train_step + 1, step);
+    }
   }
 
   void start_new_run(const LoadGroup& group) {

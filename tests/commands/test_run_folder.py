@@ -245,6 +245,67 @@ class Checkpoints(RunFolders):
                 self.assert_exit(self.train(self.config, env=faulty_files(rule)), IO_FAILED)
 
 
+class Metrics(RunFolders):
+    def setUp(self):
+        super().setUp()
+        self.config = tiny_config(self.folder, "fp32", steps=8)
+        self.metrics_path = self.path("run/metrics.jsonl")
+
+    def test_records_are_durable_before_their_checkpoint_is(self):
+        """Only rank 0's save of step 8 syncs the metrics; a failure of that is told and no failure of the save."""
+        result = self.train(self.config, env=faulty_files("fsync:*/metrics.jsonl:EIO:2:1"))
+        self.assert_exit(result, 0)
+        self.assertEqual(result.stderr.count(f"cannot sync {self.metrics_path}: Input/output error"), 1, result.stderr)
+        self.assertEqual(len(checkpoints(self.path("run"))), 2)
+        shutil.rmtree(self.path("run"))
+        killed = self.train(self.config, env=faulty_files("fsync:*/metrics.jsonl:KILL:2:1"))
+        self.assertEqual(killed.returncode, -9)
+        self.assertEqual(checkpoints(self.path("run")), ["step_00000004"])  # not before
+
+    def test_missing_records_are_told_when_a_run_goes_on(self):
+        self.assert_exit(self.train(self.config), 0)
+        with open(self.metrics_path, encoding="utf-8") as file:
+            lines = file.readlines()
+        cut = [line for line in lines if json.loads(line)["step"] <= 5]
+        for remains, missing in ((lines, None), (cut, "steps 6 to 8"), ([], "steps 1 to 8"), (None, "steps 1 to 8")):
+            with self.subTest(missing):
+                os.remove(self.metrics_path)
+                if remains is not None:
+                    with open(self.metrics_path, "w", encoding="utf-8") as file:
+                        file.writelines(remains)
+                result = self.train(self.config, "--set", "training.steps=8")
+                self.assert_exit(result, 0)
+                self.assertEqual("are missing" in result.stderr, missing is not None, result.stderr)
+                self.assertIn(missing or "nothing to do", result.stderr)
+
+    def test_a_link_stays_a_link(self):
+        self.assert_exit(self.train(self.config), 0)
+        os.rename(self.metrics_path, self.path("elsewhere.jsonl"))
+        os.symlink(self.path("elsewhere.jsonl"), self.metrics_path)
+        with open(self.metrics_path, "a", encoding="utf-8") as file:
+            file.write('{"kind":"tr')
+        self.assert_exit(self.train(self.config, "--set", "training.steps=10"), 0)
+        self.assertTrue(os.path.islink(self.metrics_path))
+        self.assertEqual(len(metrics(self.path("run"))), 10)
+
+    def test_a_new_run_begins_with_an_empty_file(self):
+        killed = self.train(self.config, env=faulty_files("mkdir:*/step_00000004.tmp:KILL:1:1"))
+        self.assertEqual(killed.returncode, -9, killed.stderr)
+        self.assertEqual(len(metrics(self.path("run"), "eval")), 2)
+        result = self.train(self.config)
+        self.assert_exit(result, 0)
+        self.assertIn(self.metrics_path + ".1", result.stderr)
+        self.assertEqual([record["step"] for record in metrics(self.path("run"), "eval")], [0, 4, 8])
+        self.assertEqual(len(metrics(self.path("run"))), 8)
+        # Without a step there is nothing to keep.
+        shutil.rmtree(self.path("run"))
+        killed = self.train(self.config, env=faulty_files("write:*/metrics.jsonl:KILL:2:1"))
+        self.assertEqual(killed.returncode, -9, killed.stderr)
+        self.assert_exit(self.train(self.config), 0)
+        self.assertEqual([record["step"] for record in metrics(self.path("run"), "eval")], [0, 4, 8])
+        self.assertNotIn("metrics.jsonl.1", os.listdir(self.path("run")))
+
+
 class Ranks(RunFolders):
     def setUp(self):
         super().setUp()
