@@ -135,7 +135,7 @@ int run_bench(const BenchOptions& options) {
   return run_launched({.version = PARKA_VERSION, .watchdog = {}}, [&](Launch& launch) {
     if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
     const Config config = load_config(options.config_path, options.overrides);
-    launch.require_same("the config", to_json(config).dump(2), "start all ranks with one config and --set");
+    launch.require_same("the config", to_lines(config), "start all ranks with one config and --set");
     if (launch.rank() == 0) require_replaceable(options.json_path);
     const std::unique_ptr<Device> device = make_device(config, std::max(0, launch.agree_on_gpu(wants_gpu(config))));
     check_memory(config, *device, launch.size());

@@ -17,6 +17,9 @@ namespace {
 
 using nlohmann::json;
 
+// Checkpoints that are removed while they are read, one after the other: the run that saves is faster than we are.
+constexpr int kMaxRemoved = 20;
+
 // Runs `action` on every rank. All get the texts that it returned, or all throw what it threw on the lowest rank on
 // which it threw.
 std::vector<std::string> agree(const LoadGroup& group, const std::function<std::string()>& action) {
@@ -66,10 +69,34 @@ std::vector<std::string> verify_share(const std::vector<VerifiedFile>& files, co
   std::vector<std::string> sums(files.size());
   parallel_for(static_cast<int64_t>(files.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (ranks[i] == group.rank) sums[i] = verify_file(files[i].path, manifest.files[i].checksum);
+      if (ranks[i] != group.rank) continue;
+      const std::string& expected = manifest.files[i].checksum;
+      sums[i] = files[i].opened ? verify_file(*files[i].opened, expected)
+                                : verify_file(InputFile(files[i].path, NoPermission::kIsIo), expected);
     }
   });
   return sums;
+}
+
+// Rank 0's list of checkpoints, so that all look at the same folders.
+std::vector<CheckpointInfo> list_together(const std::string& folder, const LoadGroup& group) {
+  // Paths need not be UTF-8, names of step folders are.
+  std::vector<CheckpointInfo> checkpoints;
+  const std::vector<std::string> lists = agree(group, [&] {
+    if (group.rank == 0) checkpoints = list_checkpoints(folder);
+    json names = json::array();
+    for (const CheckpointInfo& checkpoint : checkpoints) {
+      names.push_back(std::filesystem::path(checkpoint.path).filename().string());
+    }
+    return names.dump();
+  });
+  if (group.rank == 0) return checkpoints;
+  for (const json& name : json::parse(lists[0])) {
+    const auto step_folder = parse_step_folder_name(name.get<std::string>());
+    PARKA_REQUIRE(step_folder);
+    checkpoints.push_back({step_folder->step, step_folder_path(folder, step_folder->step, step_folder->kind)});
+  }
+  return checkpoints;
 }
 
 // What identifies a checkpoint: the checksums of all its bytes. Through a cache of a network file system ranks
@@ -85,7 +112,9 @@ std::pair<Manifest, std::vector<VerifiedFile>> verify_together(const std::string
   const std::vector<std::string> shares = agree(group, [&] {
     manifest = read_manifest(path);
     for (const Manifest::File& file : manifest.files) {
-      files.push_back({(std::filesystem::path(path) / file.name).string(), file.num_bytes, {}});
+      files.push_back({(std::filesystem::path(path) / file.name).string(), file.num_bytes});
+      if (files.size() > kMaxOpenFiles) continue;
+      files.back().opened = std::make_shared<const InputFile>(files.back().path, NoPermission::kIsIo);
     }
     const std::vector<std::string> sums = verify_share(files, manifest, group);
     return json{{"identity", identity_of(manifest)}, {"sums", sums}}.dump();
@@ -218,30 +247,31 @@ void LoadedCheckpoint::read_ranges(const std::vector<TensorRange>& ranges, const
 
 std::optional<LoadedCheckpoint> load_newest(const std::string& folder,
                                             const std::function<void(const std::string& message)>& report,
-                                            const LoadGroup& group) {
-  // Rank 0's list, so that all look at the same folders. Paths need not be UTF-8, names of step folders are.
-  std::vector<CheckpointInfo> checkpoints;
-  const std::vector<std::string> lists = agree(group, [&] {
-    checkpoints = list_checkpoints(folder);
-    json names = json::array();
-    for (const CheckpointInfo& checkpoint : checkpoints) {
-      names.push_back(std::filesystem::path(checkpoint.path).filename().string());
-    }
-    return names.dump();
-  });
-  if (group.rank != 0) {
-    checkpoints.clear();
-    for (const json& name : json::parse(lists[0])) {
-      const auto step_folder = parse_step_folder_name(name.get<std::string>());
-      PARKA_REQUIRE(step_folder);
-      checkpoints.push_back({step_folder->step, step_folder_path(folder, step_folder->step, step_folder->kind)});
-    }
-  }
-  for (const CheckpointInfo& checkpoint : checkpoints) {
+                                            const LoadGroup& group, std::vector<CheckpointInfo>* refused) {
+  std::vector<CheckpointInfo> checkpoints = list_together(folder, group);
+  size_t num_refused = 0;
+  for (int num_removed = 0; num_refused < checkpoints.size();) {
+    const CheckpointInfo checkpoint = checkpoints[num_refused];
     try {
-      return load_checkpoint(checkpoint.path, group);
+      LoadedCheckpoint loaded = load_checkpoint(checkpoint.path, group);
+      if (refused)
+        refused->assign(checkpoints.begin(), checkpoints.begin() + static_cast<std::ptrdiff_t>(num_refused));
+      return loaded;
     } catch (const Error& e) {
+      if (e.code() != ExitCode::kBadInput) {
+        throw Error(e.code(),
+                    fmt::format("checkpoint of step {} could not be read: {}; no older one is used in its "
+                                "place; try again, or move it away",
+                                checkpoint.step, e.what()));
+      }
+      std::vector<CheckpointInfo> now = list_together(folder, group);
+      if (std::find(now.begin(), now.end(), checkpoint) == now.end() && ++num_removed <= kMaxRemoved) {
+        checkpoints = std::move(now);
+        num_refused = 0;
+        continue;
+      }
       if (report) report(fmt::format("checkpoint of step {} refused: {}", checkpoint.step, e.what()));
+      ++num_refused;
     }
   }
   if (checkpoints.empty()) return std::nullopt;
@@ -249,6 +279,18 @@ std::optional<LoadedCheckpoint> load_newest(const std::string& folder,
       "{}: none of its {} checkpoints can be loaded (reasons above); restore one from a backup, or move its step_* "
       "folders away to train from the start",
       folder, checkpoints.size());
+}
+
+void set_refused_aside(const std::vector<CheckpointInfo>& refused,
+                       const std::function<void(const std::string& message)>& report) {
+  for (const CheckpointInfo& checkpoint : refused) {
+    const std::string aside = set_aside(checkpoint.path);
+    report(fmt::format(
+        "the run goes on from an older checkpoint: what was refused is now {}, which is never loaded and "
+        "never removed",
+        aside));
+  }
+  if (!refused.empty()) sync_directory(std::filesystem::path(refused[0].path).parent_path().string());
 }
 
 }  // namespace parka

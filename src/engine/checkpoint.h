@@ -65,6 +65,8 @@ struct SaveOptions {
   // waits for other ranks, before the checkpoint gets its name and before anything is removed; after it has thrown
   // the save touches nothing.
   std::function<void()> check_folder = {};
+  // Of rank 0: called when everything is on disk, just before the checkpoint gets its name.
+  std::function<void()> before_publish = {};
   SaveGroup group = {};
 };
 
@@ -82,6 +84,10 @@ struct SaveOptions {
 // and removes what is there.
 void save_checkpoint(const std::string& folder, const CheckpointContents& contents, const SaveOptions& options);
 
+// Removes what dead runs left of saves, where no further save will. What cannot be removed is reported.
+void clear_unfinished_saves(const std::string& folder,
+                            const std::function<void(const std::string& message)>& report);
+
 // Creates the run folder, parents too, and proves that a file can be written, synced and removed in it. To be
 // called before training starts, so that a bad folder is not found hours later. Throws Error(kBadInput), or
 // Error(kIo) when the disk is full.
@@ -90,6 +96,8 @@ void check_run_folder_writable(const std::string& folder);
 struct CheckpointInfo {
   int64_t step = 0;
   std::string path;
+
+  bool operator==(const CheckpointInfo&) const = default;
 };
 
 // The checkpoints in a run folder, newest first, unverified; unfinished ones are not among them. A missing folder
@@ -148,11 +156,19 @@ class LoadedCheckpoint {
 // every byte is read by one of them, and what one of them throws all of them throw.
 LoadedCheckpoint load_checkpoint(const std::string& path, const LoadGroup& group = {});
 
-// The newest intact checkpoint of a run folder. Each one that is refused on the way is passed to `report` with the
-// reason. nullopt when there is none; Error(kBadInput) when there are some and none of them is intact. All ranks of
-// the group must call this, and all get the same.
+// The newest intact checkpoint of a run folder. One that is damaged is passed over: `report` gets the reason, and
+// `refused`, where given, which they were. One that a run removes meanwhile is not missed: its successor is taken.
+// nullopt when there is none. Throws Error(kBadInput) when there are some and all of them are damaged, and
+// Error(kIo) when one cannot be read for another reason than damage: what it holds must not be given up for that.
+// All ranks of the group must call this, and all get the same.
 std::optional<LoadedCheckpoint> load_newest(const std::string& folder,
                                             const std::function<void(const std::string& message)>& report,
-                                            const LoadGroup& group = {});
+                                            const LoadGroup& group = {},
+                                            std::vector<CheckpointInfo>* refused = nullptr);
+
+// For a run that goes on from an older checkpoint than those that were refused: gives these the names
+// step_<N>.refused, so that a later start cannot go back to one of them. Tells `report`.
+void set_refused_aside(const std::vector<CheckpointInfo>& refused,
+                       const std::function<void(const std::string& message)>& report);
 
 }  // namespace parka

@@ -101,6 +101,21 @@ std::string step_folder_path(const std::string& run_folder, int64_t step, StepFo
   return (fs::path(run_folder) / step_folder_name({step, kind})).string();
 }
 
+bool is_in_the_way(const std::string& path) {
+  std::error_code error;
+  return fs::exists(fs::symlink_status(path, error)) && !fs::is_directory(path, error);
+}
+
+std::string set_aside(const std::string& path) {
+  std::string aside = path + ".refused";
+  std::error_code error;
+  for (int i = 2; fs::exists(fs::symlink_status(aside, error)); ++i) {
+    aside = fmt::format("{}.refused.{}", path, i);
+  }
+  rename_path(path, aside);
+  return aside;
+}
+
 std::vector<StepFolder> list_step_folders(const std::string& run_folder) {
   std::vector<StepFolder> folders;
   std::error_code error;
@@ -208,7 +223,7 @@ Manifest parse_manifest(std::string_view content, std::string_view where) {
 
 Manifest read_manifest_alone(const std::string& checkpoint_path) {
   const std::string where = (fs::path(checkpoint_path) / kManifestName).string();
-  return parse_manifest(read_text(where, kMaxManifestBytes), where);
+  return parse_manifest(read_text(where, kMaxManifestBytes, NoPermission::kIsIo), where);
 }
 
 Manifest read_manifest(const std::string& checkpoint_path) {
@@ -221,7 +236,7 @@ Manifest read_manifest(const std::string& checkpoint_path) {
                     named->step);
   }
   for (const Manifest::File& file : manifest.files) {
-    const InputFile opened((folder / file.name).string());
+    const InputFile opened((folder / file.name).string(), NoPermission::kIsIo);
     if (opened.num_bytes() != file.num_bytes) {
       throw_bad_input("{}: has {} bytes, the manifest says {}: cut short or replaced", opened.path(),
                       opened.num_bytes(), file.num_bytes);

@@ -5,8 +5,6 @@
 #include <random>
 #include <system_error>
 
-#include <unistd.h>
-
 #include "core/error.h"
 #include "data/read_only_file.h"
 #include "engine/checkpoint.h"
@@ -147,9 +145,9 @@ class CheckpointWriter {
   void restore_displaced() {
     for (const StepFolder& found : list_step_folders(folder_)) {
       const std::string proper = path(found.step, StepFolderKind::kComplete);
-      if (found.kind == StepFolderKind::kDisplaced && !file_exists(proper)) {
-        files_.rename(path(found.step, found.kind), proper);
-      }
+      if (found.kind != StepFolderKind::kDisplaced) continue;
+      clear_way(proper);
+      if (!file_exists(proper)) files_.rename(path(found.step, found.kind), proper);
     }
   }
 
@@ -182,9 +180,16 @@ class CheckpointWriter {
     files_.sync_directory(draft);
   }
 
+  // A file or a link that leads nowhere has the name of a step folder: not Parka's, so kept.
+  void clear_way(const std::string& path) const {
+    if (is_in_the_way(path)) report(fmt::format("{}: is not a folder; renamed to {}", path, set_aside(path)));
+  }
+
   // Gives the draft its name. An earlier save of the same step stays loadable until then, as .old.
   void publish(const std::string& draft) {
+    if (options_.before_publish) options_.before_publish();
     check_folder();
+    clear_way(final_);
     if (file_exists(final_)) {
       if (file_exists(displaced_)) discard({contents_.step, StepFolderKind::kDisplaced});
       files_.rename(final_, displaced_);
@@ -326,10 +331,21 @@ void save_checkpoint(const std::string& folder, const CheckpointContents& conten
   }
 }
 
+void clear_unfinished_saves(const std::string& folder,
+                            const std::function<void(const std::string& message)>& report) {
+  for (const StepFolder& found : list_step_folders(folder)) {
+    if (found.kind != StepFolderKind::kTemporary && found.kind != StepFolderKind::kDiscarded) continue;
+    try {
+      remove_tree(step_folder_path(folder, found.step, found.kind));
+    } catch (const Error& e) {
+      report(e.what());
+    }
+  }
+}
+
 void check_run_folder_writable(const std::string& folder) {
   make_directories(folder);
-  const std::string probe = (fs::path(folder) / fmt::format(".write_test_{}", ::getpid())).string();
-  remove_tree(probe);
+  const std::string probe = (fs::path(folder) / fmt::format("{}{}", kWriteTestPrefix, make_save_id())).string();
   try {
     OutputFile file(probe);
     file.write(as_bytes("Parka checks that it can write here.\n"));

@@ -10,7 +10,6 @@ namespace parka {
 namespace {
 
 constexpr size_t kSumDigits = 32;  // of Checksum::hex()
-constexpr size_t kMaxOpenFiles = 256;
 
 std::string sum_of(ByteSpan block) {
   Checksum checksum;
@@ -20,8 +19,7 @@ std::string sum_of(ByteSpan block) {
 
 }  // namespace
 
-std::string verify_file(const std::string& path, const std::string& expected) {
-  const InputFile file(path);
+std::string verify_file(const InputFile& file, const std::string& expected) {
   Checksum whole;
   std::string sums;
   std::vector<std::byte> buffer(static_cast<size_t>(std::min(kVerifiedBlockBytes, file.num_bytes())));
@@ -33,16 +31,18 @@ std::string verify_file(const std::string& path, const std::string& expected) {
     sums += sum_of(block);
   }
   if (whole.hex() != expected) {
-    throw_bad_input("{}: has checksum {}, the manifest says {}: damaged or replaced", path, whole.hex(), expected);
+    throw_bad_input("{}: has checksum {}, the manifest says {}: damaged or replaced", file.path(), whole.hex(),
+                    expected);
   }
   return sums;
 }
 
 const InputFile& VerifiedReader::open(size_t file) {
+  if (files_[file].opened) return *files_[file].opened;
   const auto found = open_.find(file);
   if (found != open_.end()) return found->second;
   if (open_.size() >= kMaxOpenFiles) open_.clear();
-  return open_.emplace(file, files_[file].path).first->second;
+  return open_.try_emplace(file, files_[file].path, NoPermission::kIsIo).first->second;
 }
 
 void VerifiedReader::load(size_t file, int64_t begin, int64_t end) {

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -18,13 +19,17 @@ inline constexpr int64_t kVerifiedBlockBytes = 512 << 10;
 
 // The checksums of a file's blocks, as Checksum::hex() prints them, one after the other. Throws Error(kBadInput)
 // unless the file's own checksum is `expected`.
-std::string verify_file(const std::string& path, const std::string& expected);
+std::string verify_file(const InputFile& file, const std::string& expected);
 
 struct VerifiedFile {
   std::string path;
   int64_t num_bytes = 0;
-  std::string block_sums;  // from verify_file
+  std::string block_sums = {};  // from verify_file
+  // Where it is kept open: then a run that removes the checkpoint does not take it away from a reader.
+  std::shared_ptr<const InputFile> opened = {};
 };
+// How many files of a checkpoint are kept open.
+inline constexpr size_t kMaxOpenFiles = 256;
 
 // Reads parts of files that were verified. What it gives out was compared with the checksums of its blocks.
 class VerifiedReader {

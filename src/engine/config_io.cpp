@@ -201,4 +201,13 @@ ordered_json to_json(const Config& config) {
   return root;
 }
 
+std::string to_lines(const Config& config) {
+  Config copy = config;
+  std::string lines;
+  for (const ConfigField& field : make_config_table(copy).fields) {
+    lines += fmt::format("{}: {}\n", field.path, get_field(field).dump());
+  }
+  return lines;
+}
+
 }  // namespace parka

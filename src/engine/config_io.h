@@ -26,6 +26,9 @@ Config override_config(nlohmann::json root, const std::vector<std::string>& over
 // Every key with its value, nothing left to recipe or default. parse_config of it gives the same Config.
 nlohmann::ordered_json to_json(const Config& config);
 
+// The same for a comparison: a line `section.key: value` for each key.
+std::string to_lines(const Config& config);
+
 // Throws Error(kBadInput) when a value is out of range or two do not go together; says which to change.
 void validate(const Config& config);
 

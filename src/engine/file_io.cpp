@@ -80,6 +80,16 @@ FileDescriptor open_file(std::string_view action, const std::string& path, int f
   return FileDescriptor(fd);
 }
 
+FileDescriptor open_input(const std::string& path, NoPermission no_permission) {
+  // Without O_NONBLOCK a named pipe in place of the file would hang the open.
+  const int fd = retry([&] { return ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); });
+  if (fd != -1) return FileDescriptor(fd);
+  if (no_permission == NoPermission::kIsIo && (errno == EACCES || errno == EPERM)) {
+    throw_io_error("open", path, errno);
+  }
+  throw_open_error("open", path, errno);
+}
+
 std::string parent_of(const std::string& path) {
   const std::string parent = fs::path(path).parent_path().string();
   return parent.empty() ? "." : parent;
@@ -149,9 +159,8 @@ void OutputFile::close() {
   if (::close(file_.release()) == -1 && errno != EINTR) throw_io_error("close", path_, errno);
 }
 
-InputFile::InputFile(std::string path)
-    // Without O_NONBLOCK a named pipe in place of the file would hang the open.
-    : path_(std::move(path)), file_(open_file("open", path_, O_RDONLY | O_NONBLOCK)) {
+InputFile::InputFile(std::string path, NoPermission no_permission)
+    : path_(std::move(path)), file_(open_input(path_, no_permission)) {
   struct stat status;
   if (::fstat(file_.get(), &status) == -1) throw_io_error("examine", path_, errno);
   if (!S_ISREG(status.st_mode)) throw_bad_input("{}: is not a regular file", path_);
@@ -168,8 +177,8 @@ void InputFile::read(int64_t offset, std::span<std::byte> out) const {
   }
 }
 
-std::string read_text(const std::string& path, int64_t max_bytes) {
-  const InputFile file(path);
+std::string read_text(const std::string& path, int64_t max_bytes, NoPermission no_permission) {
+  const InputFile file(path, no_permission);
   if (file.num_bytes() > max_bytes) {
     throw_bad_input("{}: has {} bytes, more than the {} that such a file can have", path, file.num_bytes(),
                     max_bytes);

@@ -70,10 +70,14 @@ class OutputFile {
   int64_t num_bytes_ = 0;
 };
 
+// What it means that a file may not be opened: that the path is wrong, or, of a file that was read or written
+// before, that the machine fails.
+enum class NoPermission : uint8_t { kIsBadInput, kIsIo };
+
 // A regular file, open for reading. Not affected by a later rename of its folder.
 class InputFile {
  public:
-  explicit InputFile(std::string path);
+  explicit InputFile(std::string path, NoPermission no_permission = NoPermission::kIsBadInput);
 
   const std::string& path() const { return path_; }
   int64_t num_bytes() const { return num_bytes_; }  // when it was opened
@@ -87,7 +91,8 @@ class InputFile {
 };
 
 // The whole file; one larger than `max_bytes` is refused with Error(kBadInput).
-std::string read_text(const std::string& path, int64_t max_bytes);
+std::string read_text(const std::string& path, int64_t max_bytes,
+                      NoPermission no_permission = NoPermission::kIsBadInput);
 
 // Writes all of `bytes`, however many calls that takes; `path` is for the message.
 void write_fully(int fd, ByteSpan bytes, const std::string& path);

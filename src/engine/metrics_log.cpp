@@ -17,10 +17,25 @@
 namespace parka {
 namespace {
 
+namespace fs = std::filesystem;
+
 FileDescriptor open_for_adding(const std::string& path) {
   const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (fd == -1) throw_open_error("open", path, errno);
   return FileDescriptor(fd);
+}
+
+void for_each_line(std::string_view all, const std::function<void(std::string_view line)>& action) {
+  for (size_t begin = 0; begin < all.size();) {
+    const size_t end = std::min(all.find('\n', begin), all.size());
+    action(all.substr(begin, end - begin));
+    begin = end + 1;
+  }
+}
+
+bool is_train_record(const nlohmann::json& record) {
+  return record.is_object() && record.value("kind", nlohmann::json()) == "train" && record.contains("step") &&
+         record["step"].is_number_integer();
 }
 
 bool is_of_later_step(const nlohmann::json& record, int64_t step) {
@@ -46,6 +61,7 @@ void MetricsLog::follow_path() {
 
 void MetricsLog::write(const nlohmann::ordered_json& record) {
   constexpr auto kReplaceBadText = nlohmann::ordered_json::error_handler_t::replace;
+  const std::lock_guard lock(mutex_);
   follow_path();
   const std::string line = record.dump(-1, ' ', false, kReplaceBadText) + '\n';
   const off_t end_before = ::lseek(file_.get(), 0, SEEK_END);
@@ -58,27 +74,51 @@ void MetricsLog::write(const nlohmann::ordered_json& record) {
   }
 }
 
-MetricsLog::Removed MetricsLog::truncate_after(const std::string& path, int64_t step) {
-  Removed removed;
+void MetricsLog::sync() {
+  const std::lock_guard lock(mutex_);
+  // EINVAL: nothing that could be made durable, as /dev/null.
+  if (::fdatasync(file_.get()) == -1 && errno != EINVAL) throw_io_error("sync", path_, errno);
+}
+
+MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_t step) {
+  Truncated result;
   std::error_code error;
-  if (!std::filesystem::exists(path, error)) return removed;
+  if (!fs::exists(path, error)) return result;
   const std::string all = read_text(path, std::numeric_limits<int64_t>::max());
   std::string kept;
-  for (size_t begin = 0; begin < all.size();) {
-    const size_t end = std::min(all.find('\n', begin), all.size());
-    const std::string_view line(all.data() + begin, end - begin);
-    begin = end + 1;
+  for_each_line(all, [&](std::string_view line) {
     const auto record = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
     if (!record.is_object()) {
-      ++removed.unreadable;
+      ++result.unreadable;
     } else if (is_of_later_step(record, step)) {
-      ++removed.later;
+      ++result.later;
     } else {
       kept.append(line) += '\n';
+      if (is_train_record(record))
+        result.last_train_step = std::max(result.last_train_step, record["step"].get<int64_t>());
     }
+  });
+  if (kept != all) replace_file(fs::canonical(path), kept);
+  return result;
+}
+
+std::string MetricsLog::begin_anew(const std::string& path) {
+  std::error_code error;
+  if (!fs::exists(path, error)) return {};
+  const std::string all = read_text(path, std::numeric_limits<int64_t>::max());
+  bool has_steps = false;
+  for_each_line(all, [&](std::string_view line) {
+    has_steps = has_steps || is_train_record(nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false));
+  });
+  const std::string file = fs::canonical(path);
+  if (!has_steps) {
+    if (!all.empty()) replace_file(file, "");
+    return {};
   }
-  if (kept != all) replace_file(path, kept);
-  return removed;
+  std::string kept;
+  for (int i = 1; kept.empty() || fs::exists(fs::symlink_status(kept)); ++i) kept = fmt::format("{}.{}", file, i);
+  rename_path(file, kept);
+  return kept;
 }
 
 }  // namespace parka

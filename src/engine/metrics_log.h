@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <string>
 
 #include <nlohmann/json.hpp>
@@ -28,19 +29,29 @@ class MetricsLog {
   // where there is none, unless the folder is not the run's any more; that is reported.
   void write(const nlohmann::ordered_json& record);
 
-  struct Removed {
-    int64_t later = 0;       // records of a later step
-    int64_t unreadable = 0;  // lines that are not a JSON object: torn by a crash
+  // Makes what was written durable. May be called from another thread than write().
+  void sync();
+
+  struct Truncated {
+    int64_t later = 0;            // records of a later step that were removed
+    int64_t unreadable = 0;       // lines that were, for they are not a JSON object: torn by a crash
+    int64_t last_train_step = 0;  // of the records of kind "train" that stay; 0: there are none
   };
   // For a run that resumes after `step`: takes out what the dead run wrote after that step, in one atomic
-  // replacement. All other lines stay as they are, byte for byte. A missing file is fine.
-  static Removed truncate_after(const std::string& path, int64_t step);
+  // replacement. All other lines stay as they are, byte for byte. A missing file is fine; one that the path only
+  // links to is replaced where it lies.
+  static Truncated truncate_after(const std::string& path, int64_t step);
+
+  // For a new run: empties the file of what a run wrote that ended before its first checkpoint. Where there are
+  // records of training steps the file is kept under the name that is returned, <path>.1 and so on.
+  static std::string begin_anew(const std::string& path);
 
  private:
   void follow_path();
 
-  std::string path_;
+  const std::string path_;
   MetricsHooks hooks_;
+  std::mutex mutex_;  // of file_
   FileDescriptor file_;
 };
 

@@ -23,6 +23,7 @@
 #include "engine/metrics_log.h"
 #include "engine/progress.h"
 #include "engine/run_data.h"
+#include "engine/run_folder.h"
 #include "engine/run_lock.h"
 #include "engine/speed.h"
 #include "engine/stop_signal.h"
@@ -32,6 +33,9 @@ namespace parka {
 namespace {
 
 void warn(const std::string& message) { spdlog::warn("{}", message); }
+
+// Of config.json in the run folder.
+std::string resolved_text(const Config& config) { return to_json(config).dump(2) + "\n"; }
 
 double gib(int64_t bytes) { return static_cast<double>(bytes) / 0x1p30; }
 
@@ -66,10 +70,11 @@ class TrainCommand {
     describe();
     resume_or_initialize();
     if (is_first()) {
-      replace_file(config_.checkpoint.folder + "/config.json", to_json(config_).dump(2) + "\n");
+      write_run_config(config_.checkpoint.folder, resolved_text(config_), options_.config_path);
       metrics_.emplace(metrics_path(), MetricsHooks{[this] { lock_.require_ours(); }, warn});
     }
     if (run_.completed_steps() >= config_.training.steps) {
+      if (is_first()) clear_unfinished_saves(config_.checkpoint.folder, warn);
       spdlog::info("nothing to do: the run is at step {} of {}", run_.completed_steps(), config_.training.steps);
       return 0;
     }
@@ -99,7 +104,7 @@ class TrainCommand {
 
   std::string metrics_path() const { return config_.checkpoint.folder + "/metrics.jsonl"; }
 
-  SaveOptions save_options() const {
+  SaveOptions save_options() {
     SaveOptions options;
     options.group = {.rank = communicator_->rank(),
                      .size = communicator_->size(),
@@ -107,6 +112,7 @@ class TrainCommand {
     options.keep = config_.checkpoint.keep;
     options.report = warn;
     options.check_folder = [this] { lock_.require_ours(); };
+    options.before_publish = [this] { sync_metrics(); };
     if (options_.drill_step > 0 && is_first()) {
       // The fault drill of docs/testing.md: die as if the power went, at a chosen point of a chosen save.
       options.observer = [step_name = fmt::format("step_{:08}", options_.drill_step), left = options_.drill_point,
@@ -116,6 +122,15 @@ class TrainCommand {
       };
     }
     return options;
+  }
+
+  // After a power failure a checkpoint must not be there without the records of its steps; but it is worth more.
+  void sync_metrics() {
+    try {
+      if (metrics_) metrics_->sync();
+    } catch (const Error& e) {
+      warn(e.what());
+    }
   }
 
   void describe() const {
@@ -175,20 +190,36 @@ class TrainCommand {
           "checkpoint.folder",
           folder);
     }
-    const std::optional<LoadedCheckpoint> checkpoint = load_newest(folder, refused, group);
+    std::vector<CheckpointInfo> passed_over;
+    const std::optional<LoadedCheckpoint> checkpoint = load_newest(folder, refused, group, &passed_over);
     if (checkpoint) {
       const std::vector<std::string> differences = run_.restore(*checkpoint);
+      if (is_first()) set_refused_aside(passed_over, warn);
       spdlog::info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
       for (const std::string& difference : differences) spdlog::info("changed since: {}", difference);
     } else {
       start_new_run(group);
     }
     if (!is_first()) return;
-    const MetricsLog::Removed removed = MetricsLog::truncate_after(metrics_path(), run_.completed_steps());
-    if (removed.later > 0)
-      spdlog::info("{}: {} records after step {} removed; those steps are run again", metrics_path(), removed.later,
-                   run_.completed_steps());
-    if (removed.unreadable > 0) spdlog::warn("{}: {} torn lines removed", metrics_path(), removed.unreadable);
+    if (checkpoint) {
+      continue_metrics();
+    } else if (const std::string kept = MetricsLog::begin_anew(metrics_path()); !kept.empty()) {
+      spdlog::info("{}: begins anew; the records of the run before, of which there is no checkpoint, are in {}",
+                   metrics_path(), kept);
+    }
+  }
+
+  void continue_metrics() {
+    const int64_t step = run_.completed_steps();
+    const MetricsLog::Truncated result = MetricsLog::truncate_after(metrics_path(), step);
+    if (result.later > 0)
+      spdlog::info("{}: {} records after step {} removed; those steps are run again", metrics_path(), result.later,
+                   step);
+    if (result.unreadable > 0) spdlog::warn("{}: {} torn lines removed", metrics_path(), result.unreadable);
+    if (result.last_train_step < step) {
+      spdlog::warn("{}: the records of steps {} to {} are missing: the file was cut or replaced", metrics_path(),
+                   result.last_train_step + 1, step);
+    }
   }
 
   void start_new_run(const LoadGroup& group) {
@@ -341,7 +372,7 @@ int run_train(const TrainOptions& options) {
   return run_launched({.version = PARKA_VERSION, .watchdog = {}}, [&](Launch& launch) {
     if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
     const Config config = load_config(options.config_path, options.overrides);
-    launch.require_same("the config", to_json(config).dump(2), "start all ranks with one config and --set");
+    launch.require_same("the config", to_lines(config), "start all ranks with one config and --set");
     if (config.data.train.empty()) {
       throw_bad_input("{}: data.train: nothing to train on; list token files (scripts/prepare_data.py makes them)",
                       options.config_path);
@@ -355,10 +386,13 @@ int run_train(const TrainOptions& options) {
     }
     std::optional<RunLock> lock;
     if (launch.rank() == 0) {
+      check_run_folder(config.checkpoint.folder, resolved_text(config));
       check_run_folder_writable(config.checkpoint.folder);
       lock.emplace(config.checkpoint.folder, RunLock::Role::kHolder, warn);
+      clear_write_tests(config.checkpoint.folder);
     }
     launch.hosts().barrier();  // no rank looks at a folder that is not there
+    require_one_folder(launch, config.checkpoint.folder);
     if (!lock) lock.emplace(config.checkpoint.folder, RunLock::Role::kWitness, warn);
     catch_stop_signals();
     std::unique_ptr<Device> device = make_device(config, std::max(0, launch.agree_on_gpu(wants_gpu(config))));

@@ -6,7 +6,7 @@ import subprocess
 import time
 import unittest
 
-from parka_runs import PROGRAM, RunFolder, checkpoints, learning_curve, metrics, tiny_config, tree_digest
+from parka_runs import PROGRAM, RunFolder, checkpoints, faulty_files, metrics, parka, tiny_config, tree_digest
 
 BAD_INPUT, IO_FAILED = 2, 4
 ENDLESS = 1000000
@@ -52,7 +52,7 @@ class InMidRun(RunFolders):
         first.send_signal(18)
         _, log = first.communicate(timeout=120)
         self.assertEqual(first.returncode, IO_FAILED, log)
-        self.assertIn(f"parka: {self.path('run')}: is not the folder any more in which this run began", log)
+        self.assertIn(f"parka: error: {self.path('run')}: is not the folder any more in which this run began", log)
         self.assertEqual(tree_digest(self.path("run")), before)
         again = self.train(config)
         self.assert_exit(again, 0)
@@ -91,6 +91,264 @@ class InMidRun(RunFolders):
         with open(path + ".old", encoding="utf-8") as old, open(path, encoding="utf-8") as new:
             steps = [json.loads(line)["step"] for line in [*old, *new]]
         self.assertEqual(steps, list(range(1, len(steps) + 1)))
+
+
+class AtTheStart(RunFolders):
+    def setUp(self):
+        super().setUp()
+        self.config = tiny_config(self.folder, "fp32", steps=8)
+
+    def write(self, name, text):
+        os.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
+        with open(self.path(name), "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def read(self, name):
+        with open(self.path(name), encoding="utf-8") as file:
+            return file.read()
+
+    def assert_refused(self, result, *words):
+        self.assert_exit(result, BAD_INPUT)
+        errors = [line for line in result.stderr.splitlines() if line.startswith("parka: ")]
+        self.assertEqual(len(errors), 1, result.stderr)
+        for word in words:
+            self.assertIn(word, errors[0])
+
+    def test_files_that_no_run_wrote_are_not_taken(self):
+        own = "// mine\n" + json.dumps(self.config)
+        cases = [("config.json", own), ("config.json", '{"architectures": ["LlamaForCausalLM"], "vocab_size": 64}\n'), ("config.json", ""),
+                 ("config.json", json.dumps(self.config, indent=2) + "\n"), ("metrics.jsonl", '{"step": 1, "loss": 2.0}\n'),
+                 ("metrics.jsonl", "loss 2.0 at step 1\n")]
+        for name, text in cases:
+            with self.subTest(text[:20]):
+                self.write("run/" + name, text)
+                before = tree_digest(self.path("run"))
+                self.assert_refused(self.train(self.config), self.path("run/" + name), "was not written by a run", "rename")
+                self.assertEqual(tree_digest(self.path("run")), before)
+                shutil.rmtree(self.path("run"))
+        # The one that the command line names is no exception.
+        self.write("run/config.json", own)
+        self.assert_refused(parka("train", self.path("run/config.json")), self.path("run/config.json"))
+        self.assertEqual(self.read("run/config.json"), own)
+        self.assertEqual(os.listdir(self.path("run")), ["config.json"])
+
+    def test_the_config_of_a_run_may_be_named_and_stays(self):
+        self.assert_exit(self.train(self.config), 0)
+        before = self.read("run/config.json")
+        result = parka("train", self.path("run/config.json"), "--set", "training.steps=10")
+        self.assert_exit(result, 0)
+        self.assertIn("stays as it is", result.stderr)
+        self.assertEqual(self.read("run/config.json"), before)
+        self.assertEqual(len(metrics(self.path("run"))), 10)
+        # As the config of another file it is brought up to date.
+        self.config["training"]["steps"] = 12
+        self.assert_exit(self.train(self.config), 0)
+        self.assertEqual(json.loads(self.read("run/config.json"))["training"]["steps"], 12)
+
+    def test_the_folder_of_an_older_parka_goes_on(self):
+        self.assert_exit(self.train(self.config), 0)
+        older = json.loads(self.read("run/config.json"))
+        del older["telemetry"], older["training"]["seed"]
+        self.write("run/config.json", json.dumps(older, indent=2) + "\n")
+        self.config["training"]["steps"] = 10
+        self.assert_exit(self.train(self.config), 0)
+        self.assertIn("telemetry", json.loads(self.read("run/config.json")))
+
+    def test_folders_that_cannot_be_used_are_bad_input(self):
+        os.makedirs(self.path("run/config.json"))
+        self.assert_refused(self.train(self.config), self.path("run/config.json"))
+        os.rmdir(self.path("run/config.json"))
+        deep = self.path("run")
+        while len(deep) < 4070:
+            deep += "/" + "d" * min(200, 4075 - len(deep))
+        self.config["checkpoint"]["folder"] = deep
+        self.assert_refused(self.train(self.config), "checkpoint.folder", str(len(deep)))
+
+    def test_a_folder_without_search_permission_is_bad_input(self):
+        os.mkdir(self.path("run"))
+        os.chmod(self.path("run"), 0o644)
+        os.chmod(self.folder, 0o755)
+        other = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+        if other:
+            os.chown(self.path("run"), 65534, 65534)
+        self.assert_refused(self.train(self.config, **other), self.path("run"))
+
+    def test_what_killed_starts_left_is_removed(self):
+        for _ in range(2):
+            killed = self.train(self.config, env=faulty_files("unlink:*/.write_test_*:KILL:1:1"))
+            self.assertEqual(killed.returncode, -9, killed.stderr)
+        self.assertEqual(len([name for name in os.listdir(self.path("run")) if name.startswith(".write_test_")]), 2)
+        self.assert_exit(self.train(self.config), 0)
+        for name in ("step_00000012.tmp", "step_00000004.delete"):
+            self.write(f"run/{name}/shard_0.safetensors", "half of a file")
+        done = self.train(self.config)
+        self.assert_exit(done, 0)
+        self.assertIn("nothing to do", done.stderr)
+        self.assertEqual(sorted(os.listdir(self.path("run"))),
+                         ["config.json", "lock", "metrics.jsonl", "step_00000004", "step_00000008"])
+
+    def test_a_file_system_without_locks_is_told_of(self):
+        result = self.train(self.config, env=faulty_files("flock:*/run/lock:ENOLCK:1:0"))
+        self.assert_exit(result, 0)
+        self.assertEqual(result.stderr.count("run/lock: cannot be locked (No locks available)"), 1, result.stderr)
+
+
+class Checkpoints(RunFolders):
+    def setUp(self):
+        super().setUp()
+        self.config = tiny_config(self.folder, "fp32", steps=8)
+        self.assert_exit(self.train(self.config), 0)
+        self.config["training"]["steps"] = 12
+
+    def test_an_error_of_reading_is_no_damage(self):
+        before = tree_digest(self.path("run"))
+        for rule in ("read:*/step_00000008/shard_0*:EIO:1:1", "read:*/step_00000008/manifest.json:ESTALE:1:1",
+                     "open:*/step_00000008/shard_0*:EMFILE:1:1", "open:*/step_00000008/shard_0*:EACCES:1:1",
+                     "open:*/step_00000008/manifest.json:EACCES:1:0", "open:*/step_00000008/shard_0*:ENOMEM:2:1"):
+            with self.subTest(rule):
+                result = self.train(self.config, env=faulty_files(rule))
+                self.assert_exit(result, IO_FAILED)
+                self.assertIn("parka: error: checkpoint of step 8 could not be read: cannot ", result.stderr)
+                self.assertEqual(tree_digest(self.path("run")), before)
+        self.assert_exit(self.train(self.config), 0)
+        self.assertEqual(len(metrics(self.path("run"))), 12)
+
+    def test_a_refused_checkpoint_does_not_come_back(self):
+        shard = self.path("run/step_00000008/shard_0.safetensors")
+        for name in ("step_00000008.refused", "step_00000008.refused.2"):
+            with self.subTest(name):
+                os.rename(shard, self.path("shard"))
+                for arguments in (("eval", self.path("run")), ("generate", self.path("run"), "--prompt-tokens", "1")):  # only read
+                    self.assert_exit(parka(*arguments), 0)
+                self.assertIn("step_00000008", checkpoints(self.path("run")))
+                result = self.train(self.config, "--set", "training.steps=6", "--set", "optimizer.schedule.total_steps=12")
+                self.assert_exit(result, 0)
+                self.assertIn("resuming from " + self.path("run/step_00000004"), result.stderr)
+                self.assertIn(name, result.stderr)
+                os.rename(self.path("shard"), self.path(f"run/{name}/shard_0.safetensors"))  # too late
+                again = self.train(self.config, "--set", "training.steps=8", "--set", "optimizer.schedule.total_steps=12")
+                self.assert_exit(again, 0)
+                self.assertIn("resuming from " + self.path("run/step_00000006"), again.stderr)
+                self.assertEqual(len(metrics(self.path("run"))), 8)
+                shutil.rmtree(self.path("run/step_00000006"))
+
+    def test_what_has_the_name_of_a_checkpoint_is_kept_aside(self):
+        os.symlink(self.path("nowhere"), self.path("run/step_00000012"))
+        result = self.train(self.config)
+        self.assert_exit(result, 0)
+        self.assertTrue(os.path.islink(self.path("run/step_00000012.refused")))
+        self.assertEqual(checkpoints(self.path("run")), ["step_00000004", "step_00000008", "step_00000012"])
+
+    def test_permission_that_is_lost_in_mid_run_is_an_io_error(self):
+        for rule in ("mkdir:*/step_00000012.tmp*:EACCES:1:0", "open:*/step_00000012.tmp/*:ENOENT:1:0"):
+            with self.subTest(rule):
+                self.assert_exit(self.train(self.config, env=faulty_files(rule)), IO_FAILED)
+
+
+class Metrics(RunFolders):
+    def setUp(self):
+        super().setUp()
+        self.config = tiny_config(self.folder, "fp32", steps=8)
+        self.metrics_path = self.path("run/metrics.jsonl")
+
+    def test_records_are_durable_before_their_checkpoint_is(self):
+        """Only rank 0's save of step 8 syncs the metrics; a failure of that is told and no failure of the save."""
+        result = self.train(self.config, env=faulty_files("fsync:*/metrics.jsonl:EIO:2:1"))
+        self.assert_exit(result, 0)
+        self.assertEqual(result.stderr.count(f"cannot sync {self.metrics_path}: Input/output error"), 1, result.stderr)
+        self.assertEqual(len(checkpoints(self.path("run"))), 2)
+        shutil.rmtree(self.path("run"))
+        killed = self.train(self.config, env=faulty_files("fsync:*/metrics.jsonl:KILL:2:1"))
+        self.assertEqual(killed.returncode, -9)
+        self.assertEqual(checkpoints(self.path("run")), ["step_00000004"])  # not before
+
+    def test_missing_records_are_told_when_a_run_goes_on(self):
+        self.assert_exit(self.train(self.config), 0)
+        with open(self.metrics_path, encoding="utf-8") as file:
+            lines = file.readlines()
+        cut = [line for line in lines if json.loads(line)["step"] <= 5]
+        for remains, missing in ((lines, None), (cut, "steps 6 to 8"), ([], "steps 1 to 8"), (None, "steps 1 to 8")):
+            with self.subTest(missing):
+                os.remove(self.metrics_path)
+                if remains is not None:
+                    with open(self.metrics_path, "w", encoding="utf-8") as file:
+                        file.writelines(remains)
+                result = self.train(self.config, "--set", "training.steps=8")
+                self.assert_exit(result, 0)
+                self.assertEqual("are missing" in result.stderr, missing is not None, result.stderr)
+                self.assertIn(missing or "nothing to do", result.stderr)
+
+    def test_a_link_stays_a_link(self):
+        self.assert_exit(self.train(self.config), 0)
+        os.rename(self.metrics_path, self.path("elsewhere.jsonl"))
+        os.symlink(self.path("elsewhere.jsonl"), self.metrics_path)
+        with open(self.metrics_path, "a", encoding="utf-8") as file:
+            file.write('{"kind":"tr')
+        self.assert_exit(self.train(self.config, "--set", "training.steps=10"), 0)
+        self.assertTrue(os.path.islink(self.metrics_path))
+        self.assertEqual(len(metrics(self.path("run"))), 10)
+
+    def test_a_new_run_begins_with_an_empty_file(self):
+        killed = self.train(self.config, env=faulty_files("mkdir:*/step_00000004.tmp:KILL:1:1"))
+        self.assertEqual(killed.returncode, -9, killed.stderr)
+        self.assertEqual(len(metrics(self.path("run"), "eval")), 2)
+        result = self.train(self.config)
+        self.assert_exit(result, 0)
+        self.assertIn(self.metrics_path + ".1", result.stderr)
+        self.assertEqual([record["step"] for record in metrics(self.path("run"), "eval")], [0, 4, 8])
+        self.assertEqual(len(metrics(self.path("run"))), 8)
+        # Without a step there is nothing to keep.
+        shutil.rmtree(self.path("run"))
+        killed = self.train(self.config, env=faulty_files("write:*/metrics.jsonl:KILL:2:1"))
+        self.assertEqual(killed.returncode, -9, killed.stderr)
+        self.assert_exit(self.train(self.config), 0)
+        self.assertEqual([record["step"] for record in metrics(self.path("run"), "eval")], [0, 4, 8])
+        self.assertNotIn("metrics.jsonl.1", os.listdir(self.path("run")))
+
+
+class Ranks(RunFolders):
+    def setUp(self):
+        super().setUp()
+        if shutil.which("mpirun") is None:
+            self.skipTest("mpirun is not on PATH")
+
+    def run_ranks(self, *commands):
+        """Each command is that of a rank."""
+        environment = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+        joined = [word for command in commands for word in (":", "-np", "1", *command)]
+        program = ["mpirun", "--oversubscribe", "--bind-to", "none", *joined[1:]]
+        return subprocess.run(program, cwd=self.folder, env=environment, text=True, capture_output=True, timeout=200)
+
+    def setup_ranks(self):
+        config = tiny_config(self.folder, "fp32", steps=8)
+        config["checkpoint"]["folder"] = "run"
+        os.mkdir(self.path("other"))
+        return [os.path.abspath(PROGRAM), "--threads", "1", "train", self.write_config(config)]
+
+    def test_ranks_that_do_not_see_one_folder_are_named(self):
+        train = self.setup_ranks()
+        elsewhere = ["env", "-C", self.path("other"), *train]
+        for make in (False, True):
+            with self.subTest(make):
+                if make:
+                    os.mkdir(self.path("other/run"))
+                result = self.run_ranks(train, elsewhere)
+                output = result.stdout + result.stderr
+                self.assertEqual(result.returncode, BAD_INPUT, output)
+                for word in ("the ranks do not see one folder: rank 0 has", self.path("run") + ",", "found by rank 1 at", self.path("other/run")):
+                    self.assertIn(word, output)
+                self.assertNotIn("rank 0 at", output)
+                self.assertEqual([name for name in os.listdir(self.path("run")) if name != "lock"], [])
+        result = self.run_ranks(train, train)
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        self.assertEqual(checkpoints(self.path("run")), ["step_00000004", "step_00000008"])
+
+    def test_a_key_that_differs_between_ranks_is_named_with_its_section(self):
+        train = self.setup_ranks()
+        result = self.run_ranks(train, [*train, "--set", "optimizer.lr=0.5"])
+        output = result.stdout + result.stderr
+        self.assertEqual(result.returncode, BAD_INPUT, output)
+        self.assertIn("optimizer.lr: 0.5, not optimizer.lr: 0.003", output)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ TEST_CASE("resuming takes out later records and torn lines, and nothing else", "
   }));
   CAPTURE(before);
   write_file(path, before);
-  const MetricsLog::Removed removed = MetricsLog::truncate_after(path, 5);
+  const MetricsLog::Truncated removed = MetricsLog::truncate_after(path, 5);
   CHECK(read_file(path) == after);
   CHECK(removed.later == later);
   CHECK(removed.unreadable == unreadable);
@@ -102,7 +102,7 @@ TEST_CASE("metrics cut at any byte lose at most the torn line", "[engine][metric
 
 TEST_CASE("metrics that are not there need no truncation", "[engine][metrics]") {
   const TemporaryFolder folder;
-  const MetricsLog::Removed removed = MetricsLog::truncate_after(folder / "metrics.jsonl", 5);
+  const MetricsLog::Truncated removed = MetricsLog::truncate_after(folder / "metrics.jsonl", 5);
   CHECK(removed.later + removed.unreadable == 0);
   CHECK(names_in(folder.path()).empty());
 }

@@ -183,3 +183,78 @@ TEST_CASE("metrics go on at their path when the file there is another", "[engine
   CHECK(error_of([&] { log.write({{"step", 5}}); }).code() == ExitCode::kIo);
   CHECK(names_in(folder.path()) == std::set<std::string>{"rotated"});
 }
+
+TEST_CASE("what has the name of a step folder and is none is kept aside by a save",
+          "[engine][checkpoint][run_folder]") {
+  const TemporaryFolder folder;
+  const std::string run = folder / "run";
+  fs::create_directory(run);
+  fs::create_symlink(folder / "nowhere", run + "/step_00000010");
+  write_file(run + "/step_00000010.refused", "one from before");
+  write_file(run + "/step_00000020", "precious");
+  std::vector<std::string> reports;
+  const SaveOptions options{.report = [&](const std::string& message) { reports.push_back(message); }};
+  for (const int64_t step : {10, 20}) save_checkpoint(run, small_contents(step), options);
+  CHECK(names_in(run) == std::set<std::string>{"step_00000010", "step_00000010.refused", "step_00000010.refused.2",
+                                               "step_00000020", "step_00000020.refused"});
+  CHECK(fs::is_symlink(run + "/step_00000010.refused.2"));
+  CHECK(read_file(run + "/step_00000020.refused") == "precious");
+  REQUIRE(reports.size() == 2);
+  CHECK(mentions(reports[0], "step_00000010: is not a folder; renamed to " + run + "/step_00000010.refused.2"));
+  CHECK(same(*read_newest(run).contents, small_contents(20)));
+}
+
+TEST_CASE("a checkpoint that is removed while it is read does not fail its reader",
+          "[engine][checkpoint][run_folder]") {
+  const TemporaryFolder folder;
+  const std::string run = folder / "run";
+  for (const int64_t step : {10, 20}) save_checkpoint(run, small_contents(step), {.keep = 0});
+  // Between the list and the look at it: of a group of one the list is the first thing that is gathered, so the
+  // removal happens in the report of another that is refused.
+  fs::create_directory(run + "/step_00000030");
+  int num_reports = 0;
+  const auto loaded = load_newest(run, [&](const std::string&) {
+    if (++num_reports > 1) return;
+    fs::rename(run + "/step_00000020", run + "/step_00000020.delete");
+    save_checkpoint(run, small_contents(40), {.keep = 0});
+  });
+  REQUIRE(loaded);
+  CHECK(loaded->step() == 40);
+  // And once it is loaded.
+  fs::remove_all(run);
+  CHECK(same(read_contents(*loaded), small_contents(40)));
+}
+
+TEST_CASE("a new run keeps the steps of the one before aside, and a link stays one",
+          "[engine][metrics][run_folder]") {
+  const TemporaryFolder folder;
+  const std::string path = folder / "metrics.jsonl", target = folder / "target";
+  CHECK(MetricsLog::begin_anew(path).empty());
+  CHECK(names_in(folder.path()).empty());
+  fs::create_symlink(target, path);
+  write_file(target, R"({"kind":"eval","step":0})"
+                     "\n"
+                     R"({"kind":"tra)");
+  CHECK(MetricsLog::begin_anew(path).empty());
+  CHECK(read_file(target).empty());
+  const std::string steps = R"({"kind":"eval","step":0})"
+                            "\n"
+                            R"({"kind":"train","step":1})"
+                            "\n";
+  for (const char* suffix : {".1", ".2"}) {
+    write_file(target, steps);
+    CHECK(MetricsLog::begin_anew(path) == target + suffix);
+    CHECK(read_file(target + suffix) == steps);
+    CHECK_FALSE(fs::exists(target));
+  }
+  write_file(target, steps + R"({"kind":"train","step":2})"
+                             "\n"
+                             R"({"kind":"start","step":1})"
+                             "\n");
+  const MetricsLog::Truncated result = MetricsLog::truncate_after(path, 1);
+  CHECK(result.later == 1);
+  CHECK(result.last_train_step == 1);
+  CHECK(read_file(target) == steps + R"({"kind":"start","step":1})"
+                                     "\n");
+  CHECK(fs::is_symlink(path));
+}
