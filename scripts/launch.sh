@@ -51,9 +51,9 @@ trap 'stop SIGTERM' TERM
 trap 'stop SIGUSR1' USR1
 trap 'stop SIGINT' INT
 
-# Whether a run that ended with this code may go well when it is started again: another rank was lost (5), or a signal
-# ended one (128 + N). Bad input, numbers that are not finite, a full disk and defects stay what they are.
-may_pass() { [ "$1" -eq 5 ] || [ "$1" -gt 128 ]; }
+# Whether a run that ended with this code may go well when it is started again: another rank was lost (5), silent data
+# corruption was found (6), or a signal ended one (128 + N). Bad input, numbers that are not finite, a full disk and defects stay what they are.
+may_pass() { [ "$1" -eq 5 ] || [ "$1" -eq 6 ] || [ "$1" -gt 128 ]; }
 
 for ((start = 0; ; start++)); do
   say "starting: ${command[*]}"

@@ -11,6 +11,7 @@
 #include "engine/config_io.h"
 #include "engine/device_setup.h"
 #include "engine/file_io.h"
+#include "engine/version.h"
 
 namespace parka {
 namespace {
@@ -132,7 +133,7 @@ nlohmann::ordered_json result_json(const BenchResult& result, const Config& conf
 }  // namespace
 
 int run_bench(const BenchOptions& options) {
-  return run_launched({.version = PARKA_VERSION, .watchdog = {}}, [&](Launch& launch) {
+  return run_launched({.version = parka_version(), .watchdog = {}}, [&](Launch& launch) {
     if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
     const Config config = load_config(options.config_path, options.overrides);
     launch.require_same("the config", to_lines(config), "start all ranks with one config and --set");

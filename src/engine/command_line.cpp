@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <optional>
 
+#include <fmt/ranges.h>
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
@@ -13,6 +14,7 @@
 #include "engine/argument_values.h"
 #include "engine/commands.h"
 #include "engine/nearest_name.h"
+#include "engine/version.h"
 
 namespace parka {
 namespace {
@@ -53,6 +55,12 @@ void add_train(CLI::App& app, TrainOptions& options, std::string& drill) {
           "Fault drill: SIGKILL this process at the POINT-th file operation of saving step STEP, to prove that "
           "the run survives it (docs/testing.md)")
       ->type_name("STEP:POINT");
+  command
+      .add_option(
+          "--drill", options.drill,
+          "Drill of the checks for silent data corruption: flips one bit of a weight, moment, gradient or of "
+          "what a matrix product (gemm) writes, in step STEP on rank RANK (docs/reliability.md)")
+      ->type_name("flip:TARGET:STEP[:RANK[:SEED]]");
 }
 
 // Options of what `plan` knows about links between GPUs; see docs/scaling.md.
@@ -267,7 +275,7 @@ std::string advice(const CLI::App& app, int argc, char** argv) {
 int parse_and_run(int argc, char** argv) {
   CLI::App app("Parka trains OLMo- and Llama-style language models with FP8 optimizer states and activations.",
                "parka");
-  app.set_version_flag("--version", "parka " PARKA_VERSION);
+  app.set_version_flag("--version", fmt::format("parka {}", parka_version()));
   app.require_subcommand(0, 1);  // with (1, 1) a misspelt command would be told only that one is required
   app.footer(kFooter);
   int threads = 0;
@@ -304,6 +312,7 @@ int parse_and_run(int argc, char** argv) {
   }
   if (app.get_subcommands().empty()) throw_bad_input("command line: no subcommand was given; see parka --help");
   set_num_threads(threads);
+  train.command_line = fmt::format("{}", fmt::join(argv, argv + argc, " "));
   if (!drill.empty()) {
     const DrillPoint killed_at = parse_drill(drill);
     train.drill_step = killed_at.step;

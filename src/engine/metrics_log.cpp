@@ -38,6 +38,12 @@ bool is_train_record(const nlohmann::json& record) {
          record["step"].is_number_integer();
 }
 
+bool is_evaluation_at(const nlohmann::json& record, int64_t step) {
+  const auto kind = record.find("kind"), at = record.find("step");
+  if (kind == record.end() || at == record.end() || *at != step) return false;
+  return *kind == "eval" || *kind == "eval_set" || *kind == "task";
+}
+
 bool is_of_later_step(const nlohmann::json& record, int64_t step) {
   const auto it = record.find("step");
   return it != record.end() && it->is_number_integer() && *it > step;
@@ -80,7 +86,7 @@ void MetricsLog::sync() {
   if (::fdatasync(file_.get()) == -1 && errno != EINVAL) throw_io_error("sync", path_, errno);
 }
 
-MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_t step) {
+MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_t step, bool keep_evaluations) {
   Truncated result;
   std::error_code error;
   if (!fs::exists(path, error)) return result;
@@ -90,7 +96,7 @@ MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_
     const auto record = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
     if (!record.is_object()) {
       ++result.unreadable;
-    } else if (is_of_later_step(record, step)) {
+    } else if (is_of_later_step(record, step) || (!keep_evaluations && is_evaluation_at(record, step))) {
       ++result.later;
     } else {
       kept.append(line) += '\n';

@@ -39,8 +39,8 @@ class MetricsLog {
   };
   // For a run that resumes after `step`: takes out what the dead run wrote after that step, in one atomic
   // replacement. All other lines stay as they are, byte for byte. A missing file is fine; one that the path only
-  // links to is replaced where it lies.
-  static Truncated truncate_after(const std::string& path, int64_t step);
+  // links to is replaced where it lies. Without `keep_evaluations` what was evaluated at `step` is taken out, too.
+  static Truncated truncate_after(const std::string& path, int64_t step, bool keep_evaluations = true);
 
   // For a new run: empties the file of what a run wrote that ended before its first checkpoint. Where there are
   // records of training steps the file is kept under the name that is returned, <path>.1 and so on.

@@ -23,6 +23,10 @@ void catch_stop_signals() {
   action.sa_handler = remember;
   action.sa_flags = SA_RESTART;
   for (int signal : {SIGTERM, SIGUSR1, SIGINT}) sigaction(signal, &action, nullptr);
+  struct sigaction before = {};
+  sigaction(SIGHUP, nullptr, &before);
+  if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);
+  std::signal(SIGPIPE, SIG_IGN);  // what the log then cannot write is lost, and nothing else
 }
 
 int stop_signal() { return received.load(); }

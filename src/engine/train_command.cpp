@@ -11,7 +11,6 @@
 #include "comm/launch.h"
 #include "core/parallel.h"
 #include "data/read_only_file.h"
-#include "engine/checkpoint_saver.h"
 #include "engine/commands.h"
 #include "engine/config_io.h"
 #include "engine/device_setup.h"
@@ -25,9 +24,12 @@
 #include "engine/run_data.h"
 #include "engine/run_folder.h"
 #include "engine/run_lock.h"
+#include "engine/run_records.h"
+#include "engine/run_saver.h"
 #include "engine/speed.h"
 #include "engine/stop_signal.h"
 #include "engine/training_run.h"
+#include "engine/version.h"
 
 namespace parka {
 namespace {
@@ -49,45 +51,69 @@ double peak_resident_gib() {
 // metrics and config; checkpoints are written and read by all ranks.
 class TrainCommand {
  public:
-  TrainCommand(const Config& config, const TrainOptions& options, Launch& launch, const RunLock& lock,
+  // `gpu` is the device's number on its host, -1 for the CPU.
+  TrainCommand(const Config& config, const TrainOptions& options, Launch& launch, const RunLock& lock, int gpu,
                std::unique_ptr<Device> device)
       : config_(config),
         options_(options),
         launch_(launch),
         lock_(lock),
+        gpu_(gpu),
         device_(std::move(device)),
         communicator_(launch.make_communicator(*device_)),
         run_(config, *device_, *communicator_),
         speed_(speed_of(config, run_.model().parameters(), device_->name())),
-        saver_(config.checkpoint.folder, save_options()) {}
+        saver_(run_, *communicator_, config.checkpoint, save_options()) {
+    run_.set_place(place());
+    if (!options.drill.empty()) run_.set_flip_drill(parse_flip_drill(options.drill));
+  }
 
   int train() {
     launch_.require_same("the tokens of data.train", fmt::format("{:016x}", run_.data().fingerprint()),
                          "give all ranks the same files");
     suite_ = open_suite(config_);
     launch_.require_same("what is evaluated on", describe_suite(suite_), "give all ranks the same files");
-    run_.on_evaluation_batch([this] { launch_.watchdog().at(run_.completed_steps(), "evaluation"); });
+    run_.on_evaluation_batch([this] {
+      launch_.watchdog().at(run_.completed_steps(), "evaluation");
+      if (communicator_->max(stop_signal()) > 0) throw EvaluationStopped();
+    });
     describe();
     resume_or_initialize();
     if (is_first()) {
       write_run_config(config_.checkpoint.folder, resolved_text(config_), options_.config_path);
-      metrics_.emplace(metrics_path(), MetricsHooks{[this] { lock_.require_ours(); }, warn});
+      records_.open(metrics_path(), MetricsHooks{[this] { lock_.require_ours(); }, warn});
+      records_.write_start(run_.completed_steps(), start_facts());
     }
-    if (run_.completed_steps() >= config_.training.steps) {
+    const bool is_done = run_.completed_steps() >= config_.training.steps;
+    if (is_done) {
       if (is_first()) clear_unfinished_saves(config_.checkpoint.folder, warn);
       spdlog::info("nothing to do: the run is at step {} of {}", run_.completed_steps(), config_.training.steps);
-      return 0;
     }
-    const bool evaluates = config_.training.eval_interval > 0 && !suite_.empty();
-    if (evaluates && run_.completed_steps() == 0) evaluate();
-    const int exit_code = train_steps(evaluates);
-    saver_.wait();
-    report_memory();
-    return exit_code;
+    if (evaluation_is_missing_ && !evaluate()) return is_done ? 0 : stop();
+    if (is_done) return 0;
+    return train_steps();
   }
 
  private:
+  struct EvaluationStopped {};  // thrown on all ranks in the same batch
+
   bool is_first() const { return communicator_->rank() == 0; }
+
+  std::string place() const {
+    const std::string device = gpu_ < 0 ? device_->name() : fmt::format("{} {}", device_->name(), gpu_);
+    return fmt::format("rank {} ({}, {})", communicator_->rank(), launch_.host(), device);
+  }
+
+  nlohmann::ordered_json start_facts() const {
+    nlohmann::ordered_json facts = {{"host", launch_.host()}, {"device", device_->name()}};
+    for (const auto& [name, version] : device_->software()) facts[name] = version;
+    facts["ranks"] = communicator_->size();
+    if (communicator_->size() > 1) facts["collectives"] = communicator_->description();
+    facts["version"] = parka_version();
+    facts["commit"] = parka_commit();
+    facts["command"] = options_.command_line;
+    return facts;
+  }
 
   void report_memory() const {
     const double planned = gib(run_.plan().total_bytes());
@@ -110,7 +136,12 @@ class TrainCommand {
                      .size = communicator_->size(),
                      .id = communicator_->gather_text(make_save_id()).front()};
     options.keep = config_.checkpoint.keep;
+    // The CPU trains on its own cores; beside a GPU most are idle, but the loader's.
+    options.writers = device_->kind() == DeviceKind::kCpu ? 1 : std::clamp(num_threads() / 4, 1, 4);
     options.report = warn;
+    options.saved = [](const std::string& path, int64_t num_bytes, double seconds) {
+      spdlog::info("saved {}: {:.3g} GB in {:.1f} s", path, 1e-9 * static_cast<double>(num_bytes), seconds);
+    };
     options.check_folder = [this] { lock_.require_ours(); };
     options.before_publish = [this] { sync_metrics(); };
     if (options_.drill_step > 0 && is_first()) {
@@ -127,7 +158,7 @@ class TrainCommand {
   // After a power failure a checkpoint must not be there without the records of its steps; but it is worth more.
   void sync_metrics() {
     try {
-      if (metrics_) metrics_->sync();
+      records_.sync();
     } catch (const Error& e) {
       warn(e.what());
     }
@@ -200,6 +231,12 @@ class TrainCommand {
     } else {
       start_new_run(group);
     }
+    const int64_t step = run_.completed_steps();
+    const RunHistory history = is_first() && checkpoint ? read_history(metrics_path(), step) : RunHistory();
+    records_.set_history(history);
+    // The save comes before the evaluation of its step, which may have been cut off.
+    const bool is_missing = evaluation_is_due(step) && history.evaluations < suite_.num_records();
+    evaluation_is_missing_ = communicator_->max(is_first() && is_missing ? 1.0 : 0.0) > 0;
     if (!is_first()) return;
     if (checkpoint) {
       continue_metrics();
@@ -211,7 +248,8 @@ class TrainCommand {
 
   void continue_metrics() {
     const int64_t step = run_.completed_steps();
-    const MetricsLog::Truncated result = MetricsLog::truncate_after(metrics_path(), step);
+    const MetricsLog::Truncated result =
+        MetricsLog::truncate_after(metrics_path(), step, /*keep_evaluations=*/!evaluation_is_missing_);
     if (result.later > 0)
       spdlog::info("{}: {} records after step {} removed; those steps are run again", metrics_path(), result.later,
                    step);
@@ -235,14 +273,25 @@ class TrainCommand {
     for (const std::string& difference : differences) spdlog::info("other than there: {}", difference);
   }
 
-  int train_steps(bool evaluates) {
+  bool evaluation_is_due(int64_t step) const {
+    const TrainingConfig& training = config_.training;
+    if (training.eval_interval == 0 || suite_.empty()) return false;
+    return step % training.eval_interval == 0 || step == training.steps;
+  }
+
+  bool save_is_due(int64_t step) const {
+    const CheckpointConfig& checkpoint = config_.checkpoint;
+    return (checkpoint.interval > 0 && step % checkpoint.interval == 0) ||
+           (checkpoint.save_final && step == config_.training.steps);
+  }
+
+  int train_steps() {
     const TrainingConfig& training = config_.training;
     Progress progress(training.steps, run_.tokens_per_step(), speed_);
     int64_t skipped_in_a_row = 0;
     const auto handle = [&](const std::optional<StepReport>& report) {
       if (!report) return;
-      record(*report);
-      progress.add(*report);
+      progress.add(*report, record(*report));
       skipped_in_a_row = report->applied ? 0 : skipped_in_a_row + 1;
       if (!report->applied) handle_bad_step(*report, skipped_in_a_row);
       const bool last = report->step == training.steps;
@@ -252,26 +301,84 @@ class TrainCommand {
       launch_.watchdog().at(run_.completed_steps() + 1, "training");
       handle(run_.step());
       const int64_t step = run_.completed_steps();
-      const bool last = step == training.steps;
-      const bool eval_due = evaluates && (step % training.eval_interval == 0 || last);
-      const bool save_due = (config_.checkpoint.interval > 0 && step % config_.checkpoint.interval == 0) ||
-                            (last && config_.checkpoint.save_final);
-      // Ranks are told at different steps: they stop where the first of them has been.
-      const int signal = static_cast<int>(communicator_->max(stop_signal()));
-      if (eval_due || save_due || last || signal != 0) handle(run_.finish());
-      if (eval_due) evaluate();
-      if (save_due || signal != 0) save();
-      if (signal != 0) {
-        saver_.wait();
-        spdlog::info("{}: saved step {} and stopping; the same command continues the run", strsignal(signal), step);
-        return 0;
-      }
+      const bool last = step == training.steps, save_due = save_is_due(step), eval_due = evaluation_is_due(step);
+      const Agreement agreed = agree();
+      if (eval_due || save_due || last || agreed.any()) handle(run_.finish());
+      if (agreed.failed) end_after_failure();
+      if (agreed.stopped) return stop();
+      if (save_due || agreed.save_failed) save();
+      if (eval_due && !evaluate()) return stop();
     }
+    saver_.finish();
+    report_memory();
+    if (beside_) std::rethrow_exception(beside_);
     return 0;
   }
 
-  void record(const StepReport& report) {
-    if (!metrics_) return;
+  // What some rank has met with: ranks learn of things at different steps, and act on them in the same.
+  struct Agreement {
+    bool stopped = false;      // a signal asks to save and stop
+    bool save_failed = false;  // in the background
+    bool failed = false;       // reading data or writing metrics: the state is sound
+    bool any() const { return stopped || save_failed || failed; }
+  };
+
+  Agreement agree() {
+    if (!beside_ && run_.completed_steps() < config_.training.steps) beside_ = run_.data_failure();
+    // The largest value wins: what is left out is still there in the next step.
+    const int own = (beside_ ? 4 : 0) + (stop_signal() != 0 ? 2 : 0) + (saver_.failed() ? 1 : 0);
+    const int most = static_cast<int>(communicator_->max(own));
+    return {(most & 2) != 0, (most & 1) != 0, (most & 4) != 0};
+  }
+
+  void save() {
+    launch_.watchdog().at(run_.completed_steps(), "saving a checkpoint");
+    saver_.save();
+  }
+
+  // Returns when the present state is saved.
+  void save_now() {
+    if (saver_.newest_step() != run_.completed_steps()) save();
+    launch_.watchdog().at(run_.completed_steps(), "saving a checkpoint");
+    saver_.finish();
+  }
+
+  int stop() {
+    save_now();
+    const int signal = stop_signal();
+    spdlog::info("{}: saved step {} and stopping; the same command continues the run",
+                 signal == 0 ? "another rank was asked to stop" : strsignal(signal), run_.completed_steps());
+    return 0;
+  }
+
+  // Saves what is sound before the run ends because of something else, which all ranks then throw.
+  [[noreturn]] void end_after_failure() {
+    save_now();
+    nlohmann::json own;
+    if (beside_) {
+      try {
+        std::rethrow_exception(beside_);
+      } catch (const Error& e) {
+        own = {{"code", static_cast<int>(e.code())}, {"message", e.what()}};
+      }
+    }
+    constexpr auto kReplaceBadText = nlohmann::json::error_handler_t::replace;
+    const std::vector<std::string> all = communicator_->gather_text(own.dump(-1, ' ', false, kReplaceBadText));
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      const nlohmann::json failure = nlohmann::json::parse(all[rank]);
+      if (!failure.is_object()) continue;
+      const std::string who = all.size() == 1 ? "" : fmt::format("rank {}: ", rank);
+      throw Error(static_cast<ExitCode>(failure.at("code").get<int>()),
+                  fmt::format("{}{}; step {} is saved, and the same command goes on from there", who,
+                              failure.at("message").get<std::string>(), run_.completed_steps()));
+    }
+    throw_internal("ranks agreed on a failure that none of them has");
+  }
+
+  // Returns the share of the run's time that has gone into steps.
+  double record(const StepReport& report) {
+    const RunRecords::WallTime wall = records_.count_step(report.seconds, run_.tokens_per_step());
+    if (!records_.is_open()) return wall.goodput;
     const double tokens_per_second = static_cast<double>(run_.tokens_per_step()) / report.seconds;
     nlohmann::ordered_json line = {{"kind", "train"},
                                    {"step", report.step},
@@ -282,16 +389,30 @@ class TrainCommand {
                                    {"lr", report.learning_rate},
                                    {"applied", report.applied},
                                    {"tokens_per_second", tokens_per_second},
+                                   {"wall_tokens_per_second", wall.tokens_per_second},
+                                   {"goodput", wall.goodput},
                                    {"model_tflops", 1e-12 * tokens_per_second * speed_.flop_per_token},
                                    {"targets", report.num_targets},
                                    {"seconds", report.seconds},
-                                   {"data_wait_seconds", report.data_wait_seconds}};
+                                   {"data_wait_seconds", report.data_wait_seconds},
+                                   {"save_wait_seconds", saver_.take_wait_seconds()}};
     if (!config_.data.weights.empty()) line["source_epochs"] = run_.source_epochs(report.data);
     if (!report.culprit.empty()) line["culprit"] = report.culprit;
-    metrics_->write(line);
-    if (!report.telemetry) return;
+    write_record(line);
+    if (!report.telemetry) return wall.goodput;
     for (const auto& telemetry : telemetry_records(*report.telemetry, report.step, run_.model().parameters())) {
-      metrics_->write(telemetry);
+      write_record(telemetry);
+    }
+    return wall.goodput;
+  }
+
+  // A record that cannot be written ends the run, but not before its state is saved.
+  void write_record(const nlohmann::ordered_json& line) {
+    if (beside_) return;
+    try {
+      records_.write(line);
+    } catch (const Error&) {
+      beside_ = std::current_exception();
     }
   }
 
@@ -314,62 +435,63 @@ class TrainCommand {
     spdlog::warn("{}; skipped", what);
   }
 
-  void evaluate() {
+  // Returns false where a signal asks to stop, within a micro-batch: the rest is done when the run goes on.
+  bool evaluate() {
     launch_.watchdog().at(run_.completed_steps(), "evaluation");
-    if (suite_.held_out) report_loss(run_.evaluate(*suite_.held_out), "held-out", {{"kind", "eval"}});
-    for (const EvaluationSuite::Set& set : suite_.sets) {
-      report_loss(run_.evaluate(set.files), set.name, {{"kind", "eval_set"}, {"set", set.name}});
+    try {
+      if (suite_.held_out) report_loss(run_.evaluate(*suite_.held_out), "held-out", {{"kind", "eval"}});
+      for (const EvaluationSuite::Set& set : suite_.sets) {
+        report_loss(run_.evaluate(set.files), set.name, {{"kind", "eval_set"}, {"set", set.name}});
+      }
+      for (const EvalTask& task : suite_.tasks) report_task(task, run_.evaluate(task));
+    } catch (const EvaluationStopped&) {
+      return false;
     }
-    for (const EvalTask& task : suite_.tasks) report_task(task, run_.evaluate(task));
+    return true;
   }
 
   // `record` says in metrics.jsonl what was evaluated.
   void report_loss(const EvaluationResult& result, const std::string& name, nlohmann::ordered_json record) {
     spdlog::info("step {}: {} loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(), name,
                  result.loss, std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
-    if (!metrics_) return;
     record.update({{"step", run_.completed_steps()}, {"loss", result.loss}, {"num_targets", result.num_targets}});
-    metrics_->write(record);
+    write_record(record);
   }
 
   void report_task(const EvalTask& task, const TaskResult& result) {
     spdlog::info("step {}: {} {} {:.4f} over {} documents", run_.completed_steps(), task.name, name_of(task.metric),
                  result.score, result.documents.size());
-    if (!metrics_) return;
-    metrics_->write({{"kind", "task"},
-                     {"step", run_.completed_steps()},
-                     {"task", task.name},
-                     {"metric", name_of(task.metric)},
-                     {"score", result.score},
-                     {"acc", result.acc},
-                     {"len_norm", result.len_norm},
-                     {"bits_per_byte", result.bits_per_byte},
-                     {"documents", result.documents.size()}});
-  }
-
-  void save() {
-    launch_.watchdog().at(run_.completed_steps(), "saving a checkpoint");
-    saver_.save(run_.snapshot());
-    if (!config_.checkpoint.async) saver_.wait();
+    write_record({{"kind", "task"},
+                  {"step", run_.completed_steps()},
+                  {"task", task.name},
+                  {"metric", name_of(task.metric)},
+                  {"score", result.score},
+                  {"acc", result.acc},
+                  {"len_norm", result.len_norm},
+                  {"bits_per_byte", result.bits_per_byte},
+                  {"documents", result.documents.size()}});
   }
 
   Config config_;
   TrainOptions options_;
   Launch& launch_;
   const RunLock& lock_;
+  int gpu_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Communicator> communicator_;
   TrainingRun run_;
   ModelSpeed speed_;
   EvaluationSuite suite_;
-  std::optional<MetricsLog> metrics_;
-  CheckpointSaver saver_;
+  RunRecords records_;
+  bool evaluation_is_missing_ = false;  // of the step at which the run starts
+  std::exception_ptr beside_;           // what ends the run, though its state is sound
+  RunSaver saver_;
 };
 
 }  // namespace
 
 int run_train(const TrainOptions& options) {
-  return run_launched({.version = PARKA_VERSION, .watchdog = {}}, [&](Launch& launch) {
+  return run_launched({.version = parka_version(), .watchdog = {}}, [&](Launch& launch) {
     if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
     const Config config = load_config(options.config_path, options.overrides);
     launch.require_same("the config", to_lines(config), "start all ranks with one config and --set");
@@ -395,9 +517,10 @@ int run_train(const TrainOptions& options) {
     require_one_folder(launch, config.checkpoint.folder);
     if (!lock) lock.emplace(config.checkpoint.folder, RunLock::Role::kWitness, warn);
     catch_stop_signals();
-    std::unique_ptr<Device> device = make_device(config, std::max(0, launch.agree_on_gpu(wants_gpu(config))));
+    const int gpu = launch.agree_on_gpu(wants_gpu(config));
+    std::unique_ptr<Device> device = make_device(config, std::max(0, gpu));
     check_memory(config, *device, launch.size());
-    return TrainCommand(config, options, launch, *lock, std::move(device)).train();
+    return TrainCommand(config, options, launch, *lock, gpu, std::move(device)).train();
   });
 }
 

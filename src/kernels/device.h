@@ -4,6 +4,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/tensor.h"
@@ -78,6 +79,8 @@ class Device {
   virtual DeviceKind kind() const = 0;
   virtual std::string name() const = 0;         // of the product: "NVIDIA H200", "CPU"
   virtual std::string description() const = 0;  // "CPU, 2 threads"
+  // What runs it, by name: {"driver", "580.159.04"}, {"cuda", "13.0"}; nothing for the CPU.
+  virtual std::vector<std::pair<std::string, std::string>> software() const { return {}; }
 
   // Memory aligned to 256 bytes, contents undefined. Throws Error(kBadInput) naming the size when there is
   // not enough. `release(nullptr)` does nothing.

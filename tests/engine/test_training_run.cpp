@@ -376,19 +376,22 @@ TEST_CASE("numbers in progress lines are readable", "[engine][progress]") {
   CHECK(format_duration(86400 * 3) == "3d00h");
 }
 
-TEST_CASE("progress lines count the steps since the previous line", "[engine][progress]") {
-  Progress progress(100, 1000, {.flop_per_token = 1e9, .peak_flops = 4e12});
+TEST_CASE("progress lines count the steps since the previous line, and the time left by the clock on the wall",
+          "[engine][progress]") {
+  double now = 1000;
+  Progress progress(100, 1000, {.flop_per_token = 1e9, .peak_flops = 4e12}, [&] { return now; });
   StepReport report;
   report.loss = 2.5;
   for (int64_t step = 1; step <= 10; ++step) {
     report.step = step;
     report.seconds = 0.5;
-    progress.add(report);
+    progress.add(report, 0.625);
   }
+  now += 8;  // 5 of them in steps
   const std::string line = progress.take_line();
   CHECK(line.find("step  10/100") != std::string::npos);
   CHECK(line.find("tokens 10k") != std::string::npos);
   CHECK(line.find("loss 2.5000") != std::string::npos);
   CHECK(line.find("2k tok/s  2 TFLOP/s  MFU 50.0%") != std::string::npos);
-  CHECK(line.find("ETA 45s") != std::string::npos);
+  CHECK(line.find("goodput 62.5%  ETA 1m12s") != std::string::npos);
 }

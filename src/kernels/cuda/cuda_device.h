@@ -45,6 +45,7 @@ class CudaDevice final : public Device {
   DeviceKind kind() const override { return DeviceKind::kCuda; }
   std::string name() const override { return properties_.name; }
   std::string description() const override;
+  std::vector<std::pair<std::string, std::string>> software() const override;
 
   void* allocate(int64_t bytes) override;
   void release(void* memory) override;

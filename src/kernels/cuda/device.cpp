@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <fstream>
 #include <string>
 #include <utility>
 
@@ -277,6 +278,20 @@ std::string CudaDevice::description() const {
   return fmt::format("{}, {:.0f} GB, {} multiprocessors, compute capability {}.{}", properties_.name,
                      static_cast<double>(properties_.totalGlobalMem) * 1e-9, num_multiprocessors(),
                      properties_.major, properties_.minor);
+}
+
+std::vector<std::pair<std::string, std::string>> CudaDevice::software() const {
+  int cuda = 0;
+  check(cudaRuntimeGetVersion(&cuda), "reading CUDA's version");
+  std::string driver = "unknown";
+  // "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build ..."
+  std::ifstream file("/proc/driver/nvidia/version");
+  for (std::string word; driver == "unknown" && file >> word;) {
+    const bool is_version =
+        word.find('.') != std::string::npos && word.find_first_not_of("0123456789.") == std::string::npos;
+    if (is_version) driver = word;
+  }
+  return {{"driver", driver}, {"cuda", fmt::format("{}.{}", cuda / 1000, cuda % 1000 / 10)}};
 }
 
 void* CudaDevice::allocate(int64_t bytes) {
