@@ -27,6 +27,8 @@ std::vector<std::string> agree(const LoadGroup& group, const std::function<std::
   json outcome;
   try {
     outcome = {{"text", action()}};
+  } catch (const UnknownVersion& e) {
+    outcome = {{"code", static_cast<int>(e.code())}, {"message", e.what()}, {"unknown_version", true}};
   } catch (const Error& e) {
     outcome = {{"code", static_cast<int>(e.code())}, {"message", e.what()}};
   } catch (const std::exception& e) {
@@ -41,8 +43,9 @@ std::vector<std::string> agree(const LoadGroup& group, const std::function<std::
   for (const std::string& encoded : outcomes) {
     const json other = json::parse(encoded);
     if (other.contains("message")) {
-      throw Error(static_cast<ExitCode>(other.at("code").get<int>()),
-                  fmt::format("rank {}: {}", texts.size(), other.at("message").get<std::string>()));
+      const std::string message = fmt::format("rank {}: {}", texts.size(), other.at("message").get<std::string>());
+      if (other.contains("unknown_version")) throw UnknownVersion(message);
+      throw Error(static_cast<ExitCode>(other.at("code").get<int>()), message);
     }
     texts.push_back(other.at("text").get<std::string>());
   }
@@ -257,6 +260,8 @@ std::optional<LoadedCheckpoint> load_newest(const std::string& folder,
       if (refused)
         refused->assign(checkpoints.begin(), checkpoints.begin() + static_cast<std::ptrdiff_t>(num_refused));
       return loaded;
+    } catch (const UnknownVersion&) {
+      throw;
     } catch (const Error& e) {
       if (e.code() != ExitCode::kBadInput) {
         throw Error(e.code(),

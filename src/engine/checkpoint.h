@@ -158,9 +158,9 @@ LoadedCheckpoint load_checkpoint(const std::string& path, const LoadGroup& group
 
 // The newest intact checkpoint of a run folder. One that is damaged is passed over: `report` gets the reason, and
 // `refused`, where given, which they were. One that a run removes meanwhile is not missed: its successor is taken.
-// nullopt when there is none. Throws Error(kBadInput) when there are some and all of them are damaged, and
-// Error(kIo) when one cannot be read for another reason than damage: what it holds must not be given up for that.
-// All ranks of the group must call this, and all get the same.
+// nullopt when there is none. Throws Error(kBadInput) when there are some and all of them are damaged, or when one
+// is of a format that a later Parka wrote, and Error(kIo) when one cannot be read for another reason than damage:
+// what it holds must not be given up for that. All ranks of the group must call this, and all get the same.
 std::optional<LoadedCheckpoint> load_newest(const std::string& folder,
                                             const std::function<void(const std::string& message)>& report,
                                             const LoadGroup& group = {},

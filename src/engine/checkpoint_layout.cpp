@@ -198,8 +198,9 @@ Manifest parse_manifest(std::string_view content, std::string_view where) {
   }
   const int64_t version = count(root, "version", where);
   if (version != kVersion && version != kVersionOfRanks) {
-    throw_bad_input("{}: has format version {}, this Parka reads versions {} and {}: use the Parka that wrote it",
-                    where, version, kVersion, kVersionOfRanks);
+    throw UnknownVersion(
+        fmt::format("{}: has format version {}, this Parka reads versions {} and {}: use the Parka that wrote it",
+                    where, version, kVersion, kVersionOfRanks));
   }
   if (!field(root, "complete", json::value_t::boolean, where).get<bool>()) {
     throw_bad_input("{}: says that the checkpoint is not complete", where);

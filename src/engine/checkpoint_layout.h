@@ -7,6 +7,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "core/error.h"
 #include "engine/checkpoint.h"
 
 // What a run folder looks like on disk, shared by the code that saves and the code that loads:
@@ -68,10 +69,17 @@ nlohmann::ordered_json encode_files(const std::vector<Manifest::File>& files);
 // The inverse. Throws Error(kBadInput), whose message begins with `where`.
 std::vector<Manifest::File> parse_files(const nlohmann::json& files, std::string_view where);
 
+// A manifest is whole and of a version that this Parka does not know: bad input, and no damage.
+class UnknownVersion : public Error {
+ public:
+  explicit UnknownVersion(const std::string& message) : Error(ExitCode::kBadInput, message) {}
+};
+
 // The text of manifest.json. Its last line is a checksum of all text before it, and everything after that is fixed,
 // so that any changed byte shows.
 std::string encode_manifest(const Manifest& manifest);
-// Throws Error(kBadInput), whose message begins with `where`, unless `text` is what encode_manifest wrote.
+// Throws Error(kBadInput), whose message begins with `where`, unless `text` is what encode_manifest wrote;
+// UnknownVersion where that of a later Parka may have.
 Manifest parse_manifest(std::string_view text, std::string_view where);
 
 // Reads a checkpoint's manifest.

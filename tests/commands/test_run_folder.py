@@ -2,6 +2,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 import unittest
@@ -43,13 +44,13 @@ class InMidRun(RunFolders):
     def test_a_run_whose_folder_was_moved_leaves_the_next_run_there_alone(self):
         first = self.start(self.endless_config(interval=50))
         self.wait_for(self.has_checkpoint, first)
-        first.send_signal(19)  # SIGSTOP, so that it meets with the other run's files
+        first.send_signal(signal.SIGSTOP)  # so that it meets with the other run's files
         os.rename(self.path("run"), self.path("moved"))
         config = tiny_config(self.folder, "fp32", steps=8)
         config["training"]["seed"] = 7
         self.assert_exit(self.train(config), 0)
         before = tree_digest(self.path("run"))
-        first.send_signal(18)
+        first.send_signal(signal.SIGCONT)
         _, log = first.communicate(timeout=120)
         self.assertEqual(first.returncode, IO_FAILED, log)
         self.assertIn(f"parka: error: {self.path('run')}: is not the folder any more in which this run began", log)
@@ -176,7 +177,7 @@ class AtTheStart(RunFolders):
     def test_what_killed_starts_left_is_removed(self):
         for _ in range(2):
             killed = self.train(self.config, env=faulty_files("unlink:*/.write_test_*:KILL:1:1"))
-            self.assertEqual(killed.returncode, -9, killed.stderr)
+            self.assertEqual(killed.returncode, -signal.SIGKILL, killed.stderr)
         self.assertEqual(len([name for name in os.listdir(self.path("run")) if name.startswith(".write_test_")]), 2)
         self.assert_exit(self.train(self.config), 0)
         for name in ("step_00000012.tmp", "step_00000004.delete"):
@@ -259,7 +260,7 @@ class Metrics(RunFolders):
         self.assertEqual(len(checkpoints(self.path("run"))), 2)
         shutil.rmtree(self.path("run"))
         killed = self.train(self.config, env=faulty_files("fsync:*/metrics.jsonl:KILL:2:1"))
-        self.assertEqual(killed.returncode, -9)
+        self.assertEqual(killed.returncode, -signal.SIGKILL)
         self.assertEqual(checkpoints(self.path("run")), ["step_00000004"])  # not before
 
     def test_missing_records_are_told_when_a_run_goes_on(self):
@@ -290,7 +291,7 @@ class Metrics(RunFolders):
 
     def test_a_new_run_begins_with_an_empty_file(self):
         killed = self.train(self.config, env=faulty_files("mkdir:*/step_00000004.tmp:KILL:1:1"))
-        self.assertEqual(killed.returncode, -9, killed.stderr)
+        self.assertEqual(killed.returncode, -signal.SIGKILL, killed.stderr)
         self.assertEqual(len(metrics(self.path("run"), "eval")), 2)
         result = self.train(self.config)
         self.assert_exit(result, 0)
@@ -300,7 +301,7 @@ class Metrics(RunFolders):
         # Without a step there is nothing to keep.
         shutil.rmtree(self.path("run"))
         killed = self.train(self.config, env=faulty_files("write:*/metrics.jsonl:KILL:2:1"))
-        self.assertEqual(killed.returncode, -9, killed.stderr)
+        self.assertEqual(killed.returncode, -signal.SIGKILL, killed.stderr)
         self.assert_exit(self.train(self.config), 0)
         self.assertEqual([record["step"] for record in metrics(self.path("run"), "eval")], [0, 4, 8])
         self.assertNotIn("metrics.jsonl.1", os.listdir(self.path("run")))

@@ -134,7 +134,7 @@ TEST_CASE("a failure of any rank at any point of a save is told to all ranks and
   copy_folder(prepared, run);
   const std::vector<int> num_points = count_points(run, saved);
   const int victim = GENERATE(0, 1, 2);
-  const ExitCode code = victim == 1 ? ExitCode::kBadInput : ExitCode::kIo;
+  const ExitCode code = victim == 1 ? ExitCode::kInternal : ExitCode::kIo;
   std::string defects;
   int num_failed = 0;
   for (int point = 0; point < num_points[static_cast<size_t>(victim)]; ++point) {

@@ -3,6 +3,7 @@
 #include <map>
 
 #include "engine/checkpoint.h"
+#include "engine/file_io.h"
 #include "engine/metrics_log.h"
 #include "engine/run_lock.h"
 #include "tests/engine/checkpoint_fixture_ranks.h"
@@ -202,6 +203,27 @@ TEST_CASE("what has the name of a step folder and is none is kept aside by a sav
   REQUIRE(reports.size() == 2);
   CHECK(mentions(reports[0], "step_00000010: is not a folder; renamed to " + run + "/step_00000010.refused.2"));
   CHECK(same(*read_newest(run).contents, small_contents(20)));
+}
+
+TEST_CASE("a checkpoint of a later Parka is not passed over", "[engine][checkpoint][ranks][run_folder]") {
+  const TemporaryFolder folder;
+  const std::string run = folder / "run", manifest = run + "/step_00000020/manifest.json";
+  for (const int64_t step : {10, 20}) save_checkpoint(run, small_contents(step), {.keep = 0});
+  std::string body = read_file(manifest);
+  body.resize(body.rfind(",\n  \"manifest_xxh3_128\""));
+  const std::string version = "\"version\": 1";
+  body.replace(body.find(version), version.size(), "\"version\": 3");
+  Checksum checksum;
+  checksum.update(as_bytes(body));
+  write_file(manifest, body + ",\n  \"manifest_xxh3_128\": \"" + checksum.hex() + "\"\n}\n");
+  const int num_ranks = GENERATE(1, 2);
+  TextGather gather(num_ranks);
+  const auto errors = on_ranks(num_ranks, [&](int rank) { load_newest(run, ignore, gather.group(rank)); });
+  for (const auto& error : errors) {
+    REQUIRE(error);
+    CHECK(error->code() == ExitCode::kBadInput);
+    CHECK(mentions(error->what(), "format version 3, this Parka reads versions 1 and 2"));
+  }
 }
 
 TEST_CASE("a checkpoint that is removed while it is read does not fail its reader",
