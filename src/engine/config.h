@@ -58,8 +58,8 @@ struct DataConfig {
     visit("checksum", checksum,
           "Read all training files once at the start and keep their checksums in checkpoints, so that any change "
           "is noticed on resuming; false looks at names, sizes, beginnings and ends");
-    visit("prefetch_batches", prefetch_batches, "Micro-batches the loader thread keeps ready",
-          IntegerRange{1, 65536});
+    visit("prefetch_batches", prefetch_batches,
+          "Micro-batches the loader thread keeps ready, at least those of a step", IntegerRange{1, 65536});
   }
 };
 

@@ -89,12 +89,14 @@ bool fits(const Config& config, int64_t num_gpus, int64_t limit_bytes) {
 }  // namespace
 
 GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
-  const DeclaredRun run(config, DeviceKind::kCuda, zero_of(config.distributed, 0, num_gpus));
+  const Zero zero = zero_of(config.distributed, 0, num_gpus);
+  const DeclaredRun run(config, DeviceKind::kCuda, zero);
   const DeclaredRun alone(config, DeviceKind::kCuda);
   std::map<std::string, int64_t> unsharded;
   for (const MemoryPlan::CategoryTotal& total : alone.plan.summary()) unsharded[total.category] = total.bytes;
   GpuPlan result;
   result.host_bytes = run.model.host_bytes(run.plan);
+  result.staging_bytes = staging_bytes(config, run, zero, num_gpus / zero.shard.size);
   for (const MemoryPlan::CategoryTotal& total : run.plan.summary()) {
     result.lines.push_back({total.category, unsharded[total.category], total.bytes});
     result.total_bytes += total.bytes;

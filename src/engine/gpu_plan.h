@@ -24,6 +24,7 @@ struct GpuPlan {
   std::vector<Line> lines;
   int64_t total_bytes = 0;                 // sum of `bytes`
   int64_t host_bytes = 0;                  // of the process beside each GPU, for offloaded blocks
+  int64_t staging_bytes = 0;               // likewise, for checkpoints that are saved beside the training
   double saved_bytes_per_token_layer = 0;  // kept for backward, per token and block
 };
 

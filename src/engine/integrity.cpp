@@ -60,10 +60,10 @@ std::vector<std::string> suspects(const std::vector<Statement>& ranks, size_t i)
 }  // namespace
 
 IntegrityChecks::IntegrityChecks(const ReliabilityConfig& config, size_t num_parameters, MemoryPlan& plan)
-    : config_(config) {
-  const auto bytes = static_cast<int64_t>((kSlotsPerParameter * num_parameters + 1) * kHashWordBytes);
+    : config_(config),
+      table_bytes_(static_cast<int64_t>((kSlotsPerParameter * num_parameters + 1) * kHashWordBytes)) {
   for (size_t table = 0; table < kNumTables; ++table) {
-    ids_[table] = plan.add(kCategory, fmt::format("hashes.{}", table), DType::kU8, {bytes});
+    ids_[table] = plan.add(kCategory, fmt::format("hashes.{}", table), DType::kU8, {table_bytes_});
   }
 }
 

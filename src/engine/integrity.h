@@ -44,6 +44,7 @@ class IntegrityChecks {
   void hash(Device& device, Table table, const std::vector<TensorView>& tensors) const;
   void clear(Device& device, Table table) const;
   void hash_one(Device& device, Table table, size_t slot, const TensorView& tensor) const;
+  int64_t table_bytes() const { return table_bytes_; }
   // [slots * 8] uint8, little-endian hashes.
   TensorView view(Table table) const { return tables_.at(static_cast<size_t>(table)); }
   std::unique_ptr<HostRead> read_later(Device& device, Table table) const;
@@ -53,6 +54,7 @@ class IntegrityChecks {
 
   static constexpr size_t kNumTables = 5;
   ReliabilityConfig config_;
+  int64_t table_bytes_;
   std::array<TensorId, kNumTables> ids_;
   std::array<TensorView, kNumTables> tables_;
 };

@@ -36,6 +36,10 @@ void print_table(const Config& config, const GpuPlan& plan, const PlanOptions& o
     std::printf("%-34s %12s %9.3f GB for what %lld blocks keep for backward\n", "in host memory, for each GPU", "",
                 gb(plan.host_bytes), static_cast<long long>(config.precision.offload_blocks));
   }
+  if (plan.staging_bytes > 0) {
+    std::printf("%-34s %12s %9.3f GB pinned, to save beside the training (checkpoint.async)\n",
+                "in host memory, for each GPU", "", gb(plan.staging_bytes));
+  }
   std::printf("kept for backward: %.1f bytes per token and block (%.2f x 2 x d_model)\n",
               plan.saved_bytes_per_token_layer,
               plan.saved_bytes_per_token_layer / (2.0 * static_cast<double>(config.model.d_model)));
@@ -172,6 +176,7 @@ int run_plan(const PlanOptions& options) {
                                    {"fits", fits}};
     for (const GpuPlan::Line& line : plan.lines) json["bytes"][line.category] = line.bytes;
     if (plan.host_bytes > 0) json["host_bytes"] = plan.host_bytes;
+    if (plan.staging_bytes > 0) json["staging_bytes"] = plan.staging_bytes;
     json["saved_bytes_per_token_layer"] = plan.saved_bytes_per_token_layer;
     if (change) json["change_that_fits"] = *change;
     if (step) json["step"] = step_json(*step);

@@ -26,6 +26,8 @@ std::string time_text(std::chrono::system_clock::time_point time);
 // wall-clock time went into steps. Of rank 0; elsewhere, without a log, it only adds up.
 class RunRecords {
  public:
+  using Clock = std::chrono::steady_clock;
+  explicit RunRecords(Clock::time_point program_started) : begun_(program_started) {}
   void set_history(const RunHistory& history) { history_ = history; }  // of the starts before
   void open(const std::string& path, MetricsHooks hooks) { log_.emplace(path, std::move(hooks)); }
 
@@ -46,12 +48,11 @@ class RunRecords {
   bool is_open() const { return log_.has_value(); }
 
  private:
-  using Clock = std::chrono::steady_clock;
   double wall_seconds() const { return std::chrono::duration<double>(Clock::now() - begun_).count(); }
 
   RunHistory history_;
   std::optional<MetricsLog> log_;
-  Clock::time_point begun_ = Clock::now();
+  Clock::time_point begun_;
   double step_seconds_ = 0;
   double last_step_ = 0;  // wall_seconds() when a step was counted last
 };

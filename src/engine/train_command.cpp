@@ -51,9 +51,9 @@ double peak_resident_gib() {
 // metrics and config; checkpoints are written and read by all ranks.
 class TrainCommand {
  public:
-  // `gpu` is the device's number on its host, -1 for the CPU.
+  // `started` is when the program was; `gpu` the device's number on its host, -1 for the CPU.
   TrainCommand(const Config& config, const TrainOptions& options, Launch& launch, const RunLock& lock, int gpu,
-               std::unique_ptr<Device> device)
+               std::unique_ptr<Device> device, RunRecords::Clock::time_point started)
       : config_(config),
         options_(options),
         launch_(launch),
@@ -63,6 +63,7 @@ class TrainCommand {
         communicator_(launch.make_communicator(*device_)),
         run_(config, *device_, *communicator_),
         speed_(speed_of(config, run_.model().parameters(), device_->name())),
+        records_(started),
         saver_(run_, *communicator_, config.checkpoint, save_options()) {
     run_.set_place(place());
     if (!options.drill.empty()) run_.set_flip_drill(parse_flip_drill(options.drill));
@@ -491,6 +492,7 @@ class TrainCommand {
 }  // namespace
 
 int run_train(const TrainOptions& options) {
+  const auto started = RunRecords::Clock::now();
   return run_launched({.version = parka_version(), .watchdog = {}}, [&](Launch& launch) {
     if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
     const Config config = load_config(options.config_path, options.overrides);
@@ -520,7 +522,7 @@ int run_train(const TrainOptions& options) {
     const int gpu = launch.agree_on_gpu(wants_gpu(config));
     std::unique_ptr<Device> device = make_device(config, std::max(0, gpu));
     check_memory(config, *device, launch.size());
-    return TrainCommand(config, options, launch, *lock, gpu, std::move(device)).train();
+    return TrainCommand(config, options, launch, *lock, gpu, std::move(device), started).train();
   });
 }
 

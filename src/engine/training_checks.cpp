@@ -27,9 +27,9 @@ bool TrainingRun::drills(FlipDrill::Target target, int64_t step) const {
 
 void TrainingRun::flip_gradient() {
   std::vector<NamedTensor> gradients;
-  for (size_t i = 0; i < watched_.size() && i < declared_.model.parameters().all.size(); ++i) {
-    const ParameterInfo& p = declared_.model.parameters().all[i];
-    gradients.push_back({p.name + ".gradient", declared_.optimizer.gradients()[i]});
+  const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    gradients.push_back({parameters[i].name + ".gradient", declared_.optimizer.gradients()[i]});
   }
   flip_one_of(device_, gradients, *drill_);
 }

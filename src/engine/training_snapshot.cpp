@@ -79,11 +79,9 @@ int64_t staging_bytes(const Config& config, const DeclaredRun& run, const Zero& 
   for (const MemoryPlan::Entry& entry : run.plan.entries()) {
     if (entry.category == kMasterCategory || entry.category == kStateCategory) {
       bytes += place_of(entry.bytes / size_of(entry.dtype), entry.dtype);
-    } else if (entry.category == IntegrityChecks::kCategory) {
-      bytes += StagingBuffer::place_of(entry.bytes);
     }
   }
-  return bytes;
+  return bytes + StagingBuffer::place_of(run.checks.table_bytes());
 }
 
 nlohmann::json TrainingRun::saved_state() const {
