@@ -117,9 +117,8 @@ bool TrainingRun::state_is_watched_at(int64_t step) const {
   return checks.watches_state() && saves;
 }
 
-// Hashes the state again after hash_state(kUpdated): nothing has written it in between.
-PendingComparison TrainingRun::compare_state() {
-  hash_state(Table::kUnchanged);
+// Nothing has written the state between hash_state(kUpdated) and hash_state(kUnchanged).
+PendingComparison TrainingRun::compare_state() const {
   std::vector<std::string> names;
   names.reserve(watched_.size());
   for (const WatchedTensor& watched : watched_) names.push_back(watched.tensor.name);
@@ -154,10 +153,15 @@ void TrainingRun::compare_replicas(const void* hashes, int64_t step) {
 
 void TrainingRun::check_before_save() {
   PARKA_REQUIRE(!unfinished_);
-  if (hashed_step_ == completed_steps_) compare_state().check(completed_steps_, place_);
-  if (communicator_.size() == 1 || !declared_.checks.watches_replicas()) return;
+  const bool has_updated = hashed_step_ == completed_steps_;
+  const bool has_replicas = communicator_.size() > 1 && declared_.checks.watches_replicas();
+  if (!has_updated && !has_replicas) return;
   hash_state(Table::kUnchanged);
-  compare_replicas(declared_.checks.read_later(device_, Table::kUnchanged)->wait(), completed_steps_);
+  if (has_updated) compare_state().check(completed_steps_, place_);
+  if (has_replicas) {
+    compare_replicas(declared_.checks.read_later(device_, Table::kUnchanged)->wait(), completed_steps_);
+  }
+  hashes_to_save_ = communicator_.size() == 1;
 }
 
 }  // namespace parka

@@ -270,6 +270,7 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   });
   completed_steps_ = checkpoint.step();
   hashed_step_ = -1;
+  hashes_to_save_ = false;
   applied_steps_ = progress.applied_steps;
   start_loader(progress.position);
   weights_changed();
@@ -383,7 +384,11 @@ std::optional<StepReport> TrainingRun::step() {
     sums.of_pieces = [this](const TensorView& x) { exchange_->sum_of_pieces(device_, x); };
     sums.of_batches = [this](const TensorView& x) { exchange_->sum(device_, x, Peers::kAll); };
   }
-  if (hashed_step_ == completed_steps_) comparisons.push_back(compare_state());
+  hashes_to_save_ = false;
+  if (hashed_step_ == completed_steps_) {
+    hash_state(IntegrityChecks::Table::kUnchanged);
+    comparisons.push_back(compare_state());
+  }
   // A save may still copy what the update changes.
   const auto wait_for_copies = [this](size_t parameter) { staging_->order_after(last_staged_[parameter]); };
   PendingStep result =

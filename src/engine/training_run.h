@@ -173,7 +173,7 @@ class TrainingRun {
   void flip_state(FlipDrill::Target target);
   void hash_state(IntegrityChecks::Table table) const;
   bool state_is_watched_at(int64_t step) const;
-  PendingComparison compare_state();
+  PendingComparison compare_state() const;
   void after_update(UnfinishedStep& step);
   void compare_replicas(const void* hashes, int64_t step);
 
@@ -208,7 +208,8 @@ class TrainingRun {
   std::unique_ptr<Mark> step_began_;  // where the oldest unfinished step begins
   std::string place_;
   std::vector<WatchedTensor> watched_;
-  int64_t hashed_step_ = -1;  // after whose update Table::kUpdated was taken
+  int64_t hashed_step_ = -1;     // after whose update Table::kUpdated was taken
+  bool hashes_to_save_ = false;  // Table::kUnchanged begins with those of what a checkpoint holds now
   std::optional<FlipDrill> drill_;
   std::unique_ptr<StagingBuffer> staging_;
   std::vector<size_t>

@@ -123,14 +123,15 @@ void TrainingRun::prepare_staging() {
 
 // Parameters go in the order in which the next step updates them, so that it does not wait long for any.
 void TrainingRun::stage(CheckpointContents& contents, const std::vector<TensorView>& parts) {
-  constexpr auto kSaved = IntegrityChecks::Table::kSaved;
-  declared_.checks.hash(device_, kSaved, parts);
+  // One rank saves what it watches, tensor by tensor.
+  const auto table = hashes_to_save_ ? IntegrityChecks::Table::kUnchanged : IntegrityChecks::Table::kSaved;
+  if (!hashes_to_save_) declared_.checks.hash(device_, table, parts);
   const std::vector<NamedTensor> all = tensors();
   std::vector<size_t> order(parts.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::stable_sort(order.begin(), order.end(),
                    [&](size_t a, size_t b) { return all[a].parameter < all[b].parameter; });
-  std::vector<TensorView> staged = {declared_.checks.view(kSaved)};
+  std::vector<TensorView> staged = {declared_.checks.view(table)};
   last_staged_.assign(declared_.model.parameters().all.size(), 0);
   for (const size_t i : order) {
     contents.tensors[i].source =
