@@ -18,18 +18,17 @@ import statistics
 import threading
 from pathlib import Path
 
-from measured_runs import (SKIPPED_STEPS, RunParser, data_options, fail, positive, records, require_success,
+from measured_runs import (SKIPPED_STEPS, RunParser, shared_options, fail, positive, records, require_success,
                            resolved_config, run_main, training, wall_seconds_of_steps, write_report)
 
-SAVED = re.compile(r"\bsaved (.+/(step_\d+)): ([0-9.]+) ([kMGT]?i?B) in ([0-9.]+) s")
-UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "kiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+SAVED = re.compile(r"\bsaved .+/step_(\d+): (\S+) GB in (\S+) s")
 
 
 def saves_in(log):
     """What the program has told of the saves that are complete."""
     text = Path(log).read_text(encoding="utf-8", errors="replace")
-    return [{"step": int(name[len("step_"):]), "bytes": float(size) * UNITS[unit], "seconds": float(seconds)}
-            for _, name, size, unit, seconds in SAVED.findall(text)]
+    return [{"step": int(step), "bytes": 1e9 * float(size), "seconds": float(seconds)}
+            for step, size, seconds in SAVED.findall(text)]
 
 
 class Dropper(threading.Thread):
@@ -84,15 +83,15 @@ def compare(without, with_saves, steps, interval):
     def mean_step(runs):
         return statistics.mean(run["step_seconds"][step] for run in runs for step in counted)
 
-    def longest(runs):
-        return max(seconds for run in runs for step, seconds in run["step_seconds"].items() if step > SKIPPED_STEPS)
+    def all_steps(runs):
+        return [seconds for run in runs for step, seconds in run["step_seconds"].items() if step > SKIPPED_STEPS]
 
-    median = statistics.median(seconds for run in without for step, seconds in run["step_seconds"].items() if step > SKIPPED_STEPS)
+    median = statistics.median(all_steps(without))
     plain, saving = mean_step(without), mean_step(with_saves)
     return {
         "throughput_loss_percent": 100 * (1 - plain / saving),
-        "longest_step_ratio": longest(with_saves) / median,
-        "longest_step_ratio_without_saves": longest(without) / median,
+        "longest_step_ratio": max(all_steps(with_saves)) / median,
+        "longest_step_ratio_without_saves": max(all_steps(without)) / median,
         "mean_step_seconds_without": plain, "mean_step_seconds_with": saving, "median_step_seconds_without": median,
         "counted_steps": [counted[0], counted[-1]],
         "save_wait_seconds": [run["save_wait_seconds"] for run in with_saves],
@@ -107,7 +106,8 @@ def read_arguments():
     parser.add_argument("--turns", type=positive, default=1, help="runs of each kind")
     parser.add_argument("--name", default="model", help="of the model, in the names of the figures")
     parser.add_argument("--folder", type=Path, required=True, metavar="RUNS")
-    parser.add_argument("--drop-older", action="store_true", help="delete a checkpoint as soon as it is complete, but for the last")
+    parser.add_argument("--drop-older", action="store_true",
+                        help="delete a checkpoint as soon as it is complete, but for the last")
     parser.add_argument("--disk-rate", type=positive, metavar="BYTES_PER_S", help="let the disk be as slow as that")
     parser.add_argument("--faulty-library", type=Path, metavar="PATH", help="libfaulty_files.so, for --disk-rate")
     arguments = parser.parse_args()
@@ -124,7 +124,7 @@ def main():
     arguments = read_arguments()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     config = resolved_config(arguments)
-    sets = data_options(config, arguments.folder, arguments.steps)
+    sets = shared_options(config, arguments.folder, arguments.steps)
     runs = {False: [], True: []}
     for turn in range(arguments.turns):
         for with_saves in (False, True) if turn % 2 == 0 else (True, False):  # a drift of the clocks meets both alike

@@ -24,7 +24,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measured_runs import (RunParser, at_least, checkpoints, data_options, error_line, fail, positive, records,
+from measured_runs import (RunParser, at_least, checkpoints, shared_options, error_line, fail, positive, records,
                            require_success, resolved_config, run_main, training, write_report)
 
 TARGETS = ("weight", "moment", "gradient", "gemm")
@@ -74,16 +74,17 @@ def choose_flips(arguments):
 
 def judge(flip, code, messages, left, reference, latest):
     """What became of a flip. `left` and `reference` are states(); `latest` is how many steps a check may come after it."""
-    result = {**flip, "exit_code": code, "bad_states": sorted(step for step, state in left.items() if state != reference.get(step))}
+    bad_states = sorted(step for step, state in left.items() if state != reference.get(step))
+    result = {**flip, "exit_code": code, "bad_states": bad_states}
     found = FOUND.search(messages)
     if code == CORRUPTED and found:
         result["found_after_steps"] = int(found[1]) - flip["step"]
         result["outcome"] = "found" if 0 <= result["found_after_steps"] <= latest else "found late"
     elif code == 0 and left.keys() == reference.keys():
-        result["outcome"] = "missed" if result["bad_states"] else "no change"
+        result["outcome"] = "missed" if bad_states else "no change"
     else:
         result["outcome"] = "failed"
-    if result["outcome"] not in ("found", "no change"):
+    if code != 0:
         result["message"] = error_line(messages)
     return result
 
@@ -131,7 +132,7 @@ def print_outcomes(results):
         if outcomes:
             print(f"{target:10}" + "".join(f"{outcomes.count(outcome):12}" for outcome in OUTCOMES))
     for result in results:
-        if "message" in result or result["bad_states"]:
+        if result["outcome"] not in ("found", "no change") or result["bad_states"]:
             print(f"flip:{result['target']}:{result['step']}:{result['rank']}:{result['seed']}: {result['outcome']}, exit code "
                   f"{result['exit_code']}, bad states {result['bad_states']}: {result.get('message', '')}")
 
@@ -161,7 +162,7 @@ def read_arguments():
 def measure(arguments):
     """Results of all flips, and what became of the runs without any."""
     config = resolved_config(arguments)
-    sets = data_options(config, arguments.temporary, max(arguments.steps, arguments.quiet_steps))
+    sets = shared_options(config, arguments.temporary, max(arguments.steps, arguments.quiet_steps))
     reference_folder = arguments.temporary / "reference"
     code, messages = run(arguments, [*sets, *short_run(arguments)], reference_folder)
     if code != 0:

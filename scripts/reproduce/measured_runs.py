@@ -107,9 +107,11 @@ def write_tokens(path, count, config):
             array.array(code, (word % vocab for word in words)).tofile(file)
 
 
-def data_options(config, folder, steps):
-    """For --set: trains on the config's own files where they exist, else on folder/tokens.npy; evaluates nothing."""
-    sets = ["data.eval=[]", "training.eval_interval=0", "evaluation.sets=[]", "evaluation.tasks=[]"]
+def shared_options(config, folder, steps):
+    """For --set: the config's own files where they exist, else folder/tokens.npy; its schedule; no evaluation."""
+    schedule_steps = config["optimizer"]["schedule"]["total_steps"] or config["training"]["steps"]
+    sets = [f"optimizer.schedule.total_steps={schedule_steps}", "data.eval=[]", "training.eval_interval=0", "evaluation.sets=[]",
+            "evaluation.tasks=[]"]
     train = config["data"]["train"]
     if train and all(os.path.exists(entry) or glob.glob(entry) for entry in train):
         return sets

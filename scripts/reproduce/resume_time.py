@@ -19,7 +19,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from measured_runs import (RunParser, checkpoints, data_options, fail, positive, records, require_success,
+from measured_runs import (RunParser, checkpoints, shared_options, fail, positive, records, require_success,
                            resolved_config, run_main, train, training, wall_seconds_of_steps, write_report)
 
 CHUNK, BLOCK, PAGE = 256 << 20, 8 << 20, 4096  # bytes of a task of a thread, of a read, of what the page cache holds
@@ -117,7 +117,7 @@ def read_arguments():
 def main():
     arguments = read_arguments()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    sets = data_options(resolved_config(arguments), arguments.folder, 1)
+    sets = shared_options(resolved_config(arguments), arguments.folder, 1)
     if arguments.make:
         made = arguments.folder.resolve() / "with"
         shutil.rmtree(made, ignore_errors=True)
@@ -130,8 +130,9 @@ def main():
     of_disk = disk_seconds(files, arguments.reading_threads)
     shares.append(empty_cache(files))
     to_first_step, of_step = resume(arguments, sets, run_folder, step)
-    print(f"{total / 1e9:.2f} GB; the disk alone: {of_disk:.2f} s, {total / 1e9 / of_disk:.2f} GB/s; before it and before the start "
-          f"{' and '.join('?' if share is None else f'{100 * share:.1f} %' for share in shares)} of the files were in memory")
+    in_memory = " and ".join("?" if share is None else f"{100 * share:.1f} %" for share in shares)
+    print(f"{total / 1e9:.2f} GB; the disk alone: {of_disk:.2f} s, {total / 1e9 / of_disk:.2f} GB/s; "
+          f"before it and before the start {in_memory} of the files were in memory")
     print(f"from start to the end of the first step: {to_first_step:.2f} s; a median step: {of_step:.3f} s")
     write_report(arguments, {f"resume.{arguments.name}.seconds": to_first_step - of_step - of_disk},
                  {"step": step, "bytes": total, "disk_seconds": of_disk, "seconds_to_first_step": to_first_step,

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from measured_runs import (SKIPPED_STEPS, RunParser, data_options, positive, records, resolved_config, run_main, train,
+from measured_runs import (SKIPPED_STEPS, RunParser, shared_options, positive, records, resolved_config, run_main, train,
                            write_report)
 
 KINDS = ("replay", "state", "replica")
@@ -46,19 +46,25 @@ def cost_of_check(runs, interval):
     return sum(statistics.median(classes[place]) - plain for place in (0, 1))
 
 
+def later_steps(runs):
+    return [seconds for run in runs for step, seconds in run.items() if step > SKIPPED_STEPS]
+
+
 def mean_step(runs):
-    return statistics.mean(seconds for run in runs for step, seconds in run.items() if step > SKIPPED_STEPS)
+    return statistics.mean(later_steps(runs))
 
 
 def compare(runs, interval, configured):
     """Costs from lists of runs by kind. `configured` are the intervals of the config, by kind of check."""
-    plain = statistics.median(seconds for run in runs["off"] for step, seconds in run.items() if step > SKIPPED_STEPS)
+    plain = statistics.median(later_steps(runs["off"]))
     costs = {kind: cost_of_check(runs[kind], interval) for kind in KINDS if kind in runs}
     return {
         "step_seconds": plain,
         "check_seconds": costs,
-        "check_seconds_by_means": {kind: (mean_step(runs[kind]) - mean_step(runs["off"])) * interval for kind in runs if kind != "off"},
-        "cost_percent_by_check": {kind: 100 * cost / configured[kind] / plain for kind, cost in costs.items() if configured[kind] > 0},
+        "check_seconds_by_means": {kind: (mean_step(runs[kind]) - mean_step(runs["off"])) * interval
+                                   for kind in runs if kind != "off"},
+        "cost_percent_by_check": {kind: 100 * cost / configured[kind] / plain
+                                  for kind, cost in costs.items() if configured[kind] > 0},
     }
 
 
@@ -79,7 +85,7 @@ def main():
     kinds = variants(arguments.ranks)
     runs = {name: [] for name in kinds}
     with tempfile.TemporaryDirectory(prefix="parka-sdc-cost-") as folder:
-        sets = data_options(config, folder, arguments.steps)
+        sets = shared_options(config, folder, arguments.steps)
         for turn in range(arguments.turns):
             for name, checks in kinds.items():
                 runs[name].append(step_seconds(arguments, sets, checks, Path(folder) / f"{name}_{turn}"))

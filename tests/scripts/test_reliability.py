@@ -46,6 +46,7 @@ class Scripts(RunFolder):
         super().setUp()
         config = tiny_config(self.folder)
         config["data"]["train"] = ["not/there.npy"]
+        config["training"]["steps"] = 1000
         self.config = self.write_config(config)
 
     def made_up(self, text):
@@ -57,7 +58,8 @@ class Scripts(RunFolder):
 
     def script(self, name, program, *arguments, code=0):
         """What the script has written, and its standard output."""
-        command = [sys.executable, FOLDER / name, program, self.config, "--threads", "1", "--json", self.path("out.json"), *arguments]
+        command = [sys.executable, FOLDER / name, program, self.config, "--threads", "1", "--json", self.path("out.json"),
+                   *arguments]
         result = subprocess.run(command, capture_output=True, text=True, timeout=600)
         self.assertEqual(result.returncode, code, result.stdout + result.stderr)
         if code == 2:
@@ -90,6 +92,25 @@ for step in range(interval, steps + 1, interval) if interval else ():
         self.assertEqual(report["save_wait_seconds"], [34 * 0.25] * 2)
         self.assertAlmostEqual(report["tokens_per_second_without"], 64)
 
+    def test_checkpoints_are_dropped_before_the_next_save(self):
+        """With a program that keeps none of them away itself."""
+        program = self.made_up("""
+import time
+interval = int(sets["checkpoint.interval"])
+write_metrics(lambda step: 1.0)
+for step in range(interval, steps + 1, interval) if interval else ():
+    before, begun = folder / f"step_{step - interval:08}", time.monotonic()
+    while before.exists():
+        if time.monotonic() > begun + 30:
+            sys.exit(9)
+        time.sleep(0.01)
+    write_checkpoint(step, "good")
+    print(f"12:00:00 saved {folder}/step_{step:08}: 1e-05 GB in 0.0 s", flush=True)
+time.sleep(0.5 if interval else 0)  # in which the last one must stay
+""")
+        self.script("checkpoint_cost.py", program, "--steps", "15", "--interval", "5", "--folder", self.path("runs"), "--drop-older")
+        self.assertEqual(os.listdir(self.path("runs/with")).count("step_00000015"), 1)
+
     def test_cost_of_checks(self):
         # A replay takes 2 s in its own step; the state is hashed in its step, and compared in the one after it.
         program = self.made_up("""
@@ -104,7 +125,8 @@ write_metrics(seconds)
         self.assertAlmostEqual(report["check_seconds"]["state"], 0.75)
         self.assertAlmostEqual(report["check_seconds_by_means"]["all"], 2.75)
         self.assertAlmostEqual(report["figures"]["sdc.cost_percent"], 100 * (2 / 500 + 0.75 / 100) / 10)
-        self.assertEqual({name: len(runs) for name, runs in report["runs"].items()}, {"off": 2, "replay": 2, "state": 2, "all": 2})
+        self.assertEqual({name: len(runs) for name, runs in report["runs"].items()},
+                         {"off": 2, "replay": 2, "state": 2, "all": 2})
 
     def test_flips(self):
         """Of each target another outcome: found in time; found, but saved; missed; no bit of the state changed; failed."""
@@ -162,8 +184,10 @@ write_checkpoint(steps, "good")
                 ("checkpoint_cost.py", (*folder, "--disk-rate", "1000"), "go together"),
                 ("checkpoint_cost.py", (*folder, "--disk-rate", "1000", "--faulty-library", "not/there.so"), "does not exist"),
                 ("resume_time.py", folder, "no complete checkpoint"), ("sdc_cost.py", ("--interval", "3"), "at least 4"),
-                ("flip_drill.py", ("--targets", "weights"), "weight,moment"), ("flip_drill.py", ("--flips", "0"), "from 1, got 0"),
-                ("flip_drill.py", ("--set", "training.stepz=1"), "training.stepz"), ("sdc_cost.py", ("--json", "not/there"), "no folder")]:
+                ("flip_drill.py", ("--targets", "weights"), "weight,moment"),
+                ("flip_drill.py", ("--flips", "0"), "from 1, got 0"),
+                ("flip_drill.py", ("--set", "training.stepz=1"), "training.stepz"),
+                ("sdc_cost.py", ("--json", "not/there"), "no folder")]:
             with self.subTest(name, arguments=arguments):
                 message = self.script(name, PROGRAM, *arguments, code=2)
                 self.assertIn(word, message)
@@ -198,7 +222,9 @@ class OnTheCpu(Scripts):
 
     def test_flips(self):
         report = self.script("flip_drill.py", PROGRAM, "--flips", "8", "--jobs", "2", "--steps", "6", "--quiet-steps", "50")
-        self.assertEqual(len(report["flips"]), 8)
+        self.assertEqual([flip["target"] for flip in report["flips"]], 2 * ["weight", "moment", "gradient", "gemm"])
+        self.assertEqual((report["figures"]["sdc.found_percent"], report["figures"]["sdc.bad_states_saved"]), (100, 0))
+        self.assertGreater(report["counted"], 0)
         self.assertEqual(report["quiet_steps"], 56)
 
     def test_cost_of_checks(self):
