@@ -17,5 +17,8 @@ void decode_floats(DType dtype, ByteSpan bytes, std::span<float> values);
 void encode_floats(std::span<const float> values, DType dtype, std::span<std::byte> bytes);
 
 bool all_finite(std::span<const float> values);
+// The same of the elements of any dtype, at any alignment; always true for integers. On all threads of
+// parallel_for.
+bool all_finite(DType dtype, ByteSpan bytes);
 
 }  // namespace parka

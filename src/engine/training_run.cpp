@@ -24,24 +24,6 @@ namespace {
 // Stochastic rounding must not draw the numbers that initialization has drawn from training.seed.
 constexpr uint64_t kRoundingKey = 0x9e3779b97f4a7c15;
 
-// Whether all elements are finite; always true for integers.
-bool all_finite(DType dtype, ByteSpan bytes) {
-  const auto every = [&](auto element, auto is_finite) {
-    for (size_t offset = 0; offset + sizeof(element) <= bytes.size(); offset += sizeof(element)) {
-      std::memcpy(&element, bytes.data() + offset, sizeof(element));
-      if (!is_finite(element)) return false;
-    }
-    return true;
-  };
-  switch (dtype) {
-    case DType::kF32: return every(float{}, [](float x) { return std::isfinite(x); });
-    case DType::kBF16: return every(BFloat16{}, [](BFloat16 x) { return std::isfinite(decode_bf16(x)); });
-    case DType::kE4M3: return every(Float8E4M3{}, [](Float8E4M3 x) { return std::isfinite(decode_e4m3(x)); });
-    case DType::kE5M2: return every(Float8E5M2{}, [](Float8E5M2 x) { return std::isfinite(decode_e5m2(x)); });
-    default: return true;
-  }
-}
-
 // Throws when `config` cannot go on from the checkpoint; returns how it goes on differently.
 std::vector<std::string> check_resumable(const LoadedCheckpoint& checkpoint, const Config& config) {
   const Config saved = config_of(checkpoint, {});
@@ -174,10 +156,17 @@ void TrainingRun::weights_stepped() {
 }
 
 void TrainingRun::initialize_one(size_t i) {
+  // In pieces: a large tensor's fp32 values in fresh memory take longer to get than to compute.
+  constexpr int64_t kPiece = int64_t{1} << 20;
   Optimizer& optimizer = declared_.optimizer;
-  optimizer.set_weight(device_, i,
-                       initial_weight(config_.model, declared_.model.parameters(), i,
-                                      static_cast<uint64_t>(config_.training.seed), optimizer.own_range(i)));
+  const Shard::Range own = optimizer.own_range(i);
+  for (int64_t begin = own.begin; begin < own.end; begin += kPiece) {
+    const Shard::Range piece = {begin, std::min(begin + kPiece, own.end)};
+    optimizer.set_weight(device_, i,
+                         initial_weight(config_.model, declared_.model.parameters(), i,
+                                        static_cast<uint64_t>(config_.training.seed), piece),
+                         begin - own.begin);
+  }
 }
 
 void TrainingRun::initialize() {

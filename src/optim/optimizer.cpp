@@ -5,6 +5,7 @@
 #include <limits>
 #include <utility>
 
+#include "core/parallel.h"
 #include "core/split_float.h"
 #include "kernels/ops/grad_norm.h"
 
@@ -14,9 +15,10 @@ namespace {
 TensorView flat(const TensorView& view) { return view.reshaped({view.numel()}); }
 
 template <typename T>
-void upload(Device& device, const std::vector<T>& values, const TensorView& target) {
-  PARKA_REQUIRE(static_cast<int64_t>(values.size()) == target.numel());
-  device.copy_to_device(target.as<T>(), values.data(), target.bytes());
+void upload(Device& device, std::span<const T> values, const TensorView& target, int64_t first) {
+  const auto count = static_cast<int64_t>(values.size());
+  PARKA_REQUIRE(first >= 0 && first + count <= target.numel());
+  device.copy_to_device(target.as<T>() + first, values.data(), static_cast<int64_t>(values.size_bytes()));
 }
 
 template <typename T>
@@ -158,21 +160,24 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
   clip_coefficient_ = scalars_.rows(count + 2, 1);
 }
 
-void Optimizer::set_weight(Device& device, size_t i, const std::vector<float>& values) {
+void Optimizer::set_weight(Device& device, size_t i, std::span<const float> values, int64_t first) {
   if (config_.master == MasterForm::kNone) {
-    upload(device, values, weights_.at(i));
+    upload(device, values, weights_.at(i), first);
     return;
   }
   std::vector<BFloat16> weight(values.size());
   std::vector<uint16_t> remainder(values.size());
-  for (size_t n = 0; n < values.size(); ++n) {
-    const SplitFloat split = split_float(values[n]);
-    weight[n] = config_.master == MasterForm::kBf16Sr ? encode_bf16(values[n]) : split.weight;
-    remainder[n] = split.remainder;
-  }
-  upload(device, weight, weights_.at(i));
-  if (config_.master == MasterForm::kFp32) upload(device, values, states_[i].master);
-  if (config_.master == MasterForm::kFp32Split) upload(device, remainder, states_[i].master);
+  parallel_for(static_cast<int64_t>(values.size()), 1 << 16, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      const SplitFloat split = split_float(values[n]);
+      weight[n] = config_.master == MasterForm::kBf16Sr ? encode_bf16(values[n]) : split.weight;
+      remainder[n] = split.remainder;
+    }
+  });
+  const TensorView& master = states_[i].master;
+  upload(device, std::span<const BFloat16>(weight), weights_.at(i), first);
+  if (config_.master == MasterForm::kFp32) upload(device, values, master, first);
+  if (config_.master == MasterForm::kFp32Split) upload(device, std::span<const uint16_t>(remainder), master, first);
 }
 
 void Optimizer::copy_weight(Device& device, size_t from, size_t to) {

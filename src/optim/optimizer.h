@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -69,9 +70,9 @@ class Optimizer {
 
   // The elements of parameter i that this rank updates: all, or its piece.
   Shard::Range own_range(size_t i) const { return zero_.shard.own(parameters_.at(i).numel()); }
-  // Sets own_range(i) of parameter i from fp32 values on the host: compute weight and master, by the master form.
-  // (kBf16Sr: rounded to nearest.)
-  void set_weight(Device& device, size_t i, const std::vector<float>& values);
+  // Sets elements `first` and following of own_range(i) of parameter i from fp32 values on the host: compute weight
+  // and master, by the master form. (kBf16Sr: rounded to nearest.)
+  void set_weight(Device& device, size_t i, std::span<const float> values, int64_t first = 0);
   // Sets parameter `to` from parameter `from`, of as many elements, within the device.
   void copy_weight(Device& device, size_t from, size_t to);
   // The exact master values of own_range(i) as fp32.
