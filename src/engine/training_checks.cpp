@@ -162,6 +162,8 @@ void TrainingRun::check_before_save() {
     compare_replicas(declared_.checks.read_later(device_, Table::kUnchanged)->wait(), completed_steps_);
   }
   hashes_to_save_ = communicator_.size() == 1;
+  // Watched for the save alone, which has been checked now.
+  if (!declared_.checks.state_is_due(completed_steps_)) hashed_step_ = -1;
 }
 
 }  // namespace parka
