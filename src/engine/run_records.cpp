@@ -54,8 +54,8 @@ std::string time_text(std::chrono::system_clock::time_point time) {
   return fmt::format("{}.{:03}{}:{}", date.data(), since_epoch % 1000, offset.substr(0, 3), offset.substr(3));
 }
 
-RunRecords::WallTime RunRecords::count_step(double step_seconds, int64_t tokens) {
-  const double now = wall_seconds();
+RunRecords::WallTime RunRecords::count_step(double step_seconds, int64_t tokens, Clock::time_point finished) {
+  const double now = wall_seconds(finished);
   step_seconds_ += step_seconds;
   const double since_last = now - last_step_;
   last_step_ = now;
@@ -64,10 +64,11 @@ RunRecords::WallTime RunRecords::count_step(double step_seconds, int64_t tokens)
           all > 0 ? (history_.step_seconds + step_seconds_) / all : 0.0};
 }
 
-void RunRecords::write(nlohmann::ordered_json record) {
+void RunRecords::write(nlohmann::ordered_json record, Clock::time_point when) {
   if (!log_) return;
-  record["time"] = time_text(std::chrono::system_clock::now());
-  record["wall_seconds"] = wall_seconds();
+  const auto ago = std::chrono::duration_cast<std::chrono::system_clock::duration>(Clock::now() - when);
+  record["time"] = time_text(std::chrono::system_clock::now() - ago);
+  record["wall_seconds"] = wall_seconds(when);
   log_->write(record);
 }
 
@@ -75,7 +76,7 @@ void RunRecords::write_start(int64_t step, const nlohmann::ordered_json& facts) 
   nlohmann::ordered_json record = {{"kind", "start"}, {"step", step}};
   record.update(facts);
   record["earlier_seconds"] = history_.wall_seconds;
-  last_step_ = wall_seconds();
+  last_step_ = wall_seconds(Clock::now());
   write(record);
 }
 

@@ -36,10 +36,10 @@ class RunRecords {
     double tokens_per_second = 0;  // since the step before was counted
     double goodput = 0;            // share of the run's time so far, all starts together, that went into steps
   };
-  WallTime count_step(double step_seconds, int64_t tokens);
+  WallTime count_step(double step_seconds, int64_t tokens, Clock::time_point finished);
 
-  // Adds "time" and "wall_seconds". Throws Error(kIo).
-  void write(nlohmann::ordered_json record);
+  // Adds "time" and "wall_seconds" of the moment that it tells. Throws Error(kIo).
+  void write(nlohmann::ordered_json record, Clock::time_point when = Clock::now());
   void sync() {
     if (log_) log_->sync();
   }
@@ -48,7 +48,7 @@ class RunRecords {
   bool is_open() const { return log_.has_value(); }
 
  private:
-  double wall_seconds() const { return std::chrono::duration<double>(Clock::now() - begun_).count(); }
+  double wall_seconds(Clock::time_point when) const { return std::chrono::duration<double>(when - begun_).count(); }
 
   RunHistory history_;
   std::optional<MetricsLog> log_;

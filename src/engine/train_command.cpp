@@ -378,7 +378,7 @@ class TrainCommand {
 
   // Returns the share of the run's time that has gone into steps.
   double record(const StepReport& report) {
-    const RunRecords::WallTime wall = records_.count_step(report.seconds, run_.tokens_per_step());
+    const RunRecords::WallTime wall = records_.count_step(report.seconds, run_.tokens_per_step(), report.finished);
     if (!records_.is_open()) return wall.goodput;
     const double tokens_per_second = static_cast<double>(run_.tokens_per_step()) / report.seconds;
     nlohmann::ordered_json line = {{"kind", "train"},
@@ -399,7 +399,7 @@ class TrainCommand {
                                    {"save_wait_seconds", saver_.take_wait_seconds()}};
     if (!config_.data.weights.empty()) line["source_epochs"] = run_.source_epochs(report.data);
     if (!report.culprit.empty()) line["culprit"] = report.culprit;
-    write_record(line);
+    write_record(line, report.finished);
     if (!report.telemetry) return wall.goodput;
     for (const auto& telemetry : telemetry_records(*report.telemetry, report.step, run_.model().parameters())) {
       write_record(telemetry);
@@ -408,10 +408,11 @@ class TrainCommand {
   }
 
   // A record that cannot be written ends the run, but not before its state is saved.
-  void write_record(const nlohmann::ordered_json& line) {
+  void write_record(const nlohmann::ordered_json& line,
+                    RunRecords::Clock::time_point when = RunRecords::Clock::now()) {
     if (beside_) return;
     try {
-      records_.write(line);
+      records_.write(line, when);
     } catch (const Error&) {
       beside_ = std::current_exception();
     }

@@ -400,6 +400,7 @@ std::optional<StepReport> TrainingRun::finish() {
   if (!unfinished_) return std::nullopt;
   StepReport report = std::move(unfinished_->report);
   StepResult result = unfinished_->result.wait();
+  report.finished = std::chrono::steady_clock::now();
   for (const PendingComparison& comparison : unfinished_->comparisons) comparison.check(report.step, place_);
   if (unfinished_->replicas) compare_replicas(unfinished_->replicas->wait(), report.step);
   if (unfinished_->telemetry) report.telemetry = unfinished_->telemetry->wait();

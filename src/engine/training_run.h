@@ -1,4 +1,5 @@
 #pragma once
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -58,10 +59,11 @@ struct StepReport {
   double grad_norm = 0;  // before clipping
   double learning_rate = 0;
   double clip_limit = 0;
-  bool applied = false;          // false: loss or gradients were not finite; weights and states are unchanged
-  std::string culprit;           // when not applied: the first tensor whose gradient is not finite, if one is
-  DataPosition data;             // where this step's global batch starts
-  int64_t num_targets = 0;       // tokens of the global batch that were to be predicted
+  bool applied = false;     // false: loss or gradients were not finite; weights and states are unchanged
+  std::string culprit;      // when not applied: the first tensor whose gradient is not finite, if one is
+  DataPosition data;        // where this step's global batch starts
+  int64_t num_targets = 0;  // tokens of the global batch that were to be predicted
+  std::chrono::steady_clock::time_point finished;  // when the host knew its outcome
   double seconds = 0;            // that the device took, from the end of the step before where that was unfinished
   double data_wait_seconds = 0;  // that the host waited for batches
   std::optional<TelemetryReport> telemetry;  // where telemetry.interval asks for one

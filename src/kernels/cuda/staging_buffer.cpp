@@ -18,6 +18,8 @@ namespace {
 // One registration: small enough that the driver, which launches wait for, is not held up for long. No copy spans
 // two of them.
 constexpr int64_t kChunkBytes = int64_t{256} << 20;
+// Copies of so many bytes share an event.
+constexpr int64_t kBytesPerEvent = int64_t{128} << 20;
 // What is left to everything else on the host.
 constexpr int64_t kReserveBytes = int64_t{2} << 30;
 // A virtual machine's memory may grow as it is used.
@@ -46,7 +48,7 @@ CudaStaging::~CudaStaging() {
   if (preparing_.valid()) preparing_.wait();
   cudaStreamSynchronize(copies_);
   release_memory();
-  for (const Copy& copy : tensors_) cudaEventDestroy(copy.done);
+  for (const cudaEvent_t event : events_) cudaEventDestroy(event);
   cudaEventDestroy(ready_);
   cudaStreamDestroy(copies_);
 }
@@ -105,40 +107,62 @@ const std::string& CudaStaging::failure() {
   return failure_;
 }
 
+// What lies on the device as it will in the buffer is copied in one piece, and copies share events: about a
+// thousand entries fit a stream's queue, and with more the host would wait here for the copies.
 void CudaStaging::begin(const std::vector<TensorView>& tensors) {
   if (!failure().empty()) throw_internal("no memory to copy to: {}", failure_);
-  while (tensors_.size() < tensors.size()) {
-    Copy& copy = tensors_.emplace_back();
-    check(cudaEventCreateWithFlags(&copy.done, cudaEventDisableTiming | cudaEventBlockingSync), "event");
-  }
   check(cudaEventRecord(ready_, stream_), "copy to the host");
   check(cudaStreamWaitEvent(copies_, ready_), "copy to the host");
-  int64_t at = 0;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const int64_t count = tensors[i].bytes();
-    PARKA_REQUIRE(at + count <= bytes_);
-    for (int64_t done = 0; done < count;) {
-      const int64_t to = at + done, part = std::min(count - done, kChunkBytes - to % kChunkBytes);
-      check(cudaMemcpyAsync(memory_ + to, static_cast<const std::byte*>(tensors[i].data) + done,
-                            static_cast<size_t>(part), cudaMemcpyDeviceToHost, copies_),
-            "copy to the host");
-      done += part;
-    }
-    check(cudaEventRecord(tensors_[i].done, copies_), "copy to the host");
-    tensors_[i].bytes = {memory_ + at, static_cast<size_t>(count)};
-    at += place_of(count);
+  copied_.clear();
+  size_t events = 0;
+  int64_t at = 0, without_event = 0;
+  for (size_t i = 0; i < tensors.size();) {
+    const auto* const source = static_cast<const std::byte*>(tensors[i].data);
+    int64_t count = 0;
+    do {
+      PARKA_REQUIRE(at + count + tensors[i].bytes() <= bytes_);
+      copied_.push_back({{memory_ + at + count, static_cast<size_t>(tensors[i].bytes())}, events});
+      count += place_of(tensors[i].bytes());
+      ++i;
+    } while (i < tensors.size() && tensors[i].data == source + count);
+    // The last tensor has no padding behind it that is sure to be there.
+    const TensorView& last = tensors[i - 1];
+    copy(source, at, count - place_of(last.bytes()) + last.bytes());
+    at += count;
+    without_event += count;
+    if (without_event < kBytesPerEvent && i < tensors.size()) continue;
+    check(cudaEventRecord(event(events++), copies_), "copy to the host");
+    without_event = 0;
   }
+}
+
+void CudaStaging::copy(const std::byte* source, int64_t at, int64_t count) {
+  for (const int64_t end = at + count; at < end;) {
+    const int64_t part = std::min(end - at, kChunkBytes - at % kChunkBytes);
+    check(cudaMemcpyAsync(memory_ + at, source, static_cast<size_t>(part), cudaMemcpyDeviceToHost, copies_),
+          "copy to the host");
+    source += part;
+    at += part;
+  }
+}
+
+cudaEvent_t CudaStaging::event(size_t number) {
+  while (events_.size() <= number) {
+    check(cudaEventCreateWithFlags(&events_.emplace_back(), cudaEventDisableTiming | cudaEventBlockingSync),
+          "event");
+  }
+  return events_[number];
 }
 
 void CudaStaging::order_after(size_t index) {
-  check(cudaStreamWaitEvent(stream_, tensors_.at(index).done), "wait for copies");
+  check(cudaStreamWaitEvent(stream_, events_.at(copied_.at(index).event)), "wait for copies");
 }
 
 std::span<const std::byte> CudaStaging::wait(size_t index) {
-  const Copy& copy = tensors_.at(index);
+  const Copied& copied = copied_.at(index);
   cudaSetDevice(ordinal_);  // a new thread is on the first GPU, and would make a context there
-  check(cudaEventSynchronize(copy.done), "copy to the host");
-  return copy.bytes;
+  check(cudaEventSynchronize(events_.at(copied.event)), "copy to the host");
+  return copied.bytes;
 }
 
 }  // namespace parka::cuda

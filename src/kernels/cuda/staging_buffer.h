@@ -28,10 +28,12 @@ class CudaStaging final : public StagingBuffer {
   std::span<const std::byte> wait(size_t index) override;
 
  private:
-  struct Copy {
+  struct Copied {
     std::span<const std::byte> bytes;
-    cudaEvent_t done = nullptr;
+    size_t event;  // its number, after which they are there
   };
+  void copy(const std::byte* source, int64_t at, int64_t count);
+  cudaEvent_t event(size_t number);
   std::string prepare();
   std::string pin(int64_t begin, int64_t count);
   void release_memory();
@@ -42,7 +44,8 @@ class CudaStaging final : public StagingBuffer {
   int64_t bytes_;
   std::byte* memory_ = nullptr;
   int64_t pinned_bytes_ = 0;
-  std::vector<Copy> tensors_;  // events are used again
+  std::vector<Copied> copied_;
+  std::vector<cudaEvent_t> events_;  // used again
   std::atomic<bool> stopping_{false};
   std::future<std::string> preparing_;
   std::string failure_;
