@@ -17,9 +17,9 @@
 #include "model/parameter_table.h"
 #include "optim/optimizer.h"
 
-// Prints how fast the host does what a start of `parka train` waits for: loading a checkpoint, and giving new weights
-// their values. The checkpoint has the tensors of a run with bf16 weights, split masters and FP8 moments, and is
-// written into the folder first.
+// Prints how fast the host does what a start of `parka train` waits for: loading a checkpoint, and giving new
+// weights their values. The checkpoint has the tensors of a run with bf16 weights, split masters and FP8 moments,
+// and is written into the folder first.
 namespace {
 
 using namespace parka;

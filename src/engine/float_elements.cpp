@@ -82,9 +82,7 @@ void encode_floats(std::span<const float> values, DType dtype, std::span<std::by
   }
 }
 
-bool all_finite(std::span<const float> values) {
-  return all_finite(DType::kF32, std::as_bytes(values));
-}
+bool all_finite(std::span<const float> values) { return all_finite(DType::kF32, std::as_bytes(values)); }
 
 bool all_finite(DType dtype, ByteSpan bytes) {
   constexpr int64_t kPieceBytes = 256 << 10;
