@@ -34,12 +34,17 @@ PARKA_HOST_DEVICE inline std::array<uint32_t, 4> philox4x32(uint64_t seed, uint6
 // Uniform in (0, 1): never 0, so it can go into a logarithm.
 inline double uniform_open(uint32_t bits) { return (static_cast<double>(bits) + 0.5) * 0x1p-32; }
 
-// Two independent standard normals (Box-Muller, in double) from draw `index` of the stream.
+// Two independent standard normals (Box-Muller, in double) from two words of random bits.
+inline std::array<double, 2> normal2_of(uint32_t bits0, uint32_t bits1) {
+  const double radius = std::sqrt(-2.0 * std::log(uniform_open(bits0)));
+  const double angle = 6.283185307179586 * uniform_open(bits1);
+  return {radius * std::cos(angle), radius * std::sin(angle)};
+}
+
+// From draw `index` of the stream.
 inline std::array<double, 2> philox_normal2(uint64_t seed, uint64_t stream, uint64_t index) {
   const auto r = philox4x32(seed, stream, index);
-  const double radius = std::sqrt(-2.0 * std::log(uniform_open(r[0])));
-  const double angle = 6.283185307179586 * uniform_open(r[1]);
-  return {radius * std::cos(angle), radius * std::sin(angle)};
+  return normal2_of(r[0], r[1]);
 }
 
 }  // namespace parka

@@ -175,6 +175,37 @@ void plan_reads(const CheckpointIndex& index, size_t tensor, ElementRange elemen
   }
 }
 
+// Reads that lie close together and are made at once: `num_reads` of them, in whole blocks of a file.
+struct Window {
+  BlockRange blocks;
+  size_t num_reads = 0;
+};
+
+// Enough blocks for all threads, each several.
+constexpr int64_t kWindowBytes = 32 << 20;
+
+// The windows of reads in the order of the files. A block that is not wanted is in none.
+std::vector<Window> plan_windows(const std::vector<Read>& reads, const std::vector<SafetensorsEntry>& tensors,
+                                 const std::vector<VerifiedFile>& files) {
+  std::vector<Window> windows;
+  for (const Read& read : reads) {
+    const int64_t end = read.offset + read.elements.size() * size_of(tensors[read.tensor].dtype);
+    const BlockRange blocks = blocks_around(read.file, files[read.file].num_bytes, read.offset, end);
+    if (!windows.empty()) {
+      Window& last = windows.back();
+      const int64_t joined_end = std::max(last.blocks.end, blocks.end);
+      if (blocks.file == last.blocks.file && blocks.begin <= last.blocks.end &&
+          joined_end - last.blocks.begin <= kWindowBytes) {
+        last.blocks.end = joined_end;
+        ++last.num_reads;
+        continue;
+      }
+    }
+    windows.push_back({blocks, 1});
+  }
+  return windows;
+}
+
 }  // namespace
 
 std::vector<CheckpointInfo> list_checkpoints(const std::string& folder) {
@@ -240,11 +271,20 @@ void LoadedCheckpoint::read_ranges(const std::vector<TensorRange>& ranges, const
   }
   std::sort(reads.begin(), reads.end(),
             [](const Read& a, const Read& b) { return std::tie(a.file, a.offset) < std::tie(b.file, b.offset); });
-  VerifiedReader reader(*files_);
-  for (const Read& read : reads) {
-    const SafetensorsEntry& tensor = index_->tensors[read.tensor];
-    callback(tensor, read.elements.begin,
-             reader.view(read.file, read.offset, read.elements.size() * size_of(tensor.dtype)));
+  const std::vector<Window> windows = plan_windows(reads, index_->tensors, *files_);
+  std::vector<BlockRange> blocks;
+  blocks.reserve(windows.size());
+  for (const Window& window : windows) blocks.push_back(window.blocks);
+  BlockReadAhead reader(*files_, std::move(blocks));
+  auto read = reads.begin();
+  for (const Window& window : windows) {
+    const ByteSpan bytes = reader.next();
+    for (size_t i = 0; i < window.num_reads; ++i, ++read) {
+      const SafetensorsEntry& tensor = index_->tensors[read->tensor];
+      callback(tensor, read->elements.begin,
+               bytes.subspan(static_cast<size_t>(read->offset - window.blocks.begin),
+                             static_cast<size_t>(read->elements.size() * size_of(tensor.dtype))));
+    }
   }
 }
 

@@ -135,8 +135,9 @@ class LoadedCheckpoint {
   void for_each_tensor(const std::function<void(const SafetensorsEntry& tensor, ByteSpan bytes)>& callback) const;
 
   // Passes the elements that `ranges` name to `callback`, in pieces of at most kMaxPieceBytes as they lie in the
-  // files: `bytes` are elements `first_element` and following of `tensor`. Of the files little more is read than
-  // what is asked for. Throws Error(kBadInput) for a tensor that the checkpoint does not have.
+  // files: `bytes` are elements `first_element` and following of `tensor`, valid during the call. Of the files
+  // little more is read than what is asked for, and what comes next while `callback` works. Throws Error(kBadInput)
+  // for a tensor that the checkpoint does not have.
   static constexpr int64_t kMaxPieceBytes = 16 << 20;
   using RangeCallback = std::function<void(const SafetensorsEntry& tensor, int64_t first_element, ByteSpan bytes)>;
   void read_ranges(const std::vector<TensorRange>& ranges, const RangeCallback& callback) const;

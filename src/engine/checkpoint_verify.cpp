@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <string_view>
+#include <utility>
 
 #include "core/error.h"
 #include "core/parallel.h"
+#include "core/thread.h"
 
 namespace parka {
 namespace {
@@ -37,7 +39,7 @@ std::string verify_file(const InputFile& file, const std::string& expected) {
   return sums;
 }
 
-const InputFile& VerifiedReader::open(size_t file) {
+const InputFile& VerifiedFiles::open(size_t file) {
   if (files_[file].opened) return *files_[file].opened;
   const auto found = open_.find(file);
   if (found != open_.end()) return found->second;
@@ -45,13 +47,11 @@ const InputFile& VerifiedReader::open(size_t file) {
   return open_.try_emplace(file, files_[file].path, NoPermission::kIsIo).first->second;
 }
 
-void VerifiedReader::load(size_t file, int64_t begin, int64_t end) {
-  end_ = 0;  // nothing is valid if this throws
+void VerifiedFiles::read_blocks(size_t file, int64_t begin, std::span<std::byte> out) {
   const InputFile& opened = open(file);
-  buffer_.resize(static_cast<size_t>(end - begin));
-  parallel_for(end - begin, kVerifiedBlockBytes, [&](int64_t block_begin, int64_t block_end) {
+  parallel_for(static_cast<int64_t>(out.size()), kVerifiedBlockBytes, [&](int64_t block_begin, int64_t block_end) {
     const std::span block =
-        std::span(buffer_).subspan(static_cast<size_t>(block_begin), static_cast<size_t>(block_end - block_begin));
+        out.subspan(static_cast<size_t>(block_begin), static_cast<size_t>(block_end - block_begin));
     opened.read(begin + block_begin, block);
     const auto number = static_cast<size_t>((begin + block_begin) / kVerifiedBlockBytes);
     if (std::string_view(files_[file].block_sums).substr(number * kSumDigits, kSumDigits) != sum_of(block)) {
@@ -59,20 +59,24 @@ void VerifiedReader::load(size_t file, int64_t begin, int64_t end) {
                       begin + block_begin, begin + block_end - 1);
     }
   });
-  file_ = file;
-  begin_ = begin;
-  end_ = end;
+}
+
+BlockRange blocks_around(size_t file, int64_t file_bytes, int64_t begin, int64_t end) {
+  PARKA_REQUIRE(begin >= 0 && begin < end && end <= file_bytes);
+  const int64_t last = (end - 1) / kVerifiedBlockBytes * kVerifiedBlockBytes;
+  return {file, begin / kVerifiedBlockBytes * kVerifiedBlockBytes,
+          std::min(last + kVerifiedBlockBytes, file_bytes)};
 }
 
 ByteSpan VerifiedReader::view(size_t file, int64_t offset, int64_t num_bytes) {
-  PARKA_REQUIRE(num_bytes <= kMaxView && offset >= 0 && offset + num_bytes <= files_[file].num_bytes);
-  if (num_bytes == 0) return {};
-  if (file != file_ || offset < begin_ || offset + num_bytes > end_) {
-    const int64_t begin = offset / kVerifiedBlockBytes * kVerifiedBlockBytes;
-    const int64_t last = (offset + num_bytes - 1) / kVerifiedBlockBytes * kVerifiedBlockBytes;
-    load(file, begin, std::min(last + kVerifiedBlockBytes, files_[file].num_bytes));
+  if (file != loaded_.file || offset < loaded_.begin || offset + num_bytes > loaded_.end) {
+    loaded_ = {};  // nothing is valid if this throws
+    const BlockRange blocks = blocks_around(file, files_.num_bytes(file), offset, offset + num_bytes);
+    buffer_.resize(static_cast<size_t>(blocks.num_bytes()));
+    files_.read_blocks(file, blocks.begin, buffer_);
+    loaded_ = blocks;
   }
-  return ByteSpan(buffer_).subspan(static_cast<size_t>(offset - begin_), static_cast<size_t>(num_bytes));
+  return ByteSpan(buffer_).subspan(static_cast<size_t>(offset - loaded_.begin), static_cast<size_t>(num_bytes));
 }
 
 void VerifiedReader::read(size_t file, int64_t offset, std::span<std::byte> out) {
@@ -82,6 +86,73 @@ void VerifiedReader::read(size_t file, int64_t offset, std::span<std::byte> out)
     offset += static_cast<int64_t>(part);
     out = out.subspan(part);
   }
+}
+
+BlockReadAhead::BlockReadAhead(const std::vector<VerifiedFile>& files, std::vector<BlockRange> ranges)
+    : files_(files), ranges_(std::move(ranges)) {
+  if (ranges_.size() < 2) return;
+  try {
+    thread_ = start_thread("reads a checkpoint", [this] { read_all(); });
+  } catch (const Error&) {  // next() reads
+  }
+}
+
+BlockReadAhead::~BlockReadAhead() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+ByteSpan BlockReadAhead::read(size_t index) {
+  const BlockRange& range = ranges_[index];
+  const auto count = static_cast<size_t>(range.num_bytes());
+  std::vector<std::byte>& buffer = buffers_[index % kBuffers];
+  if (buffer.size() < count) buffer.resize(count);
+  const std::span bytes = std::span(buffer).first(count);
+  files_.read_blocks(range.file, range.begin, bytes);
+  return bytes;
+}
+
+void BlockReadAhead::read_all() {
+  for (size_t i = 0; i < ranges_.size(); ++i) {
+    {
+      // The buffer is free when the range after the one that it holds was asked for.
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return stopping_ || i < kBuffers || num_taken_ >= i - kBuffers + 2; });
+      if (stopping_) return;
+    }
+    std::exception_ptr failure;
+    try {
+      read(i);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      failure_ = failure;
+      if (!failure) ++num_read_;
+    }
+    changed_.notify_all();
+    if (failure) return;
+  }
+}
+
+ByteSpan BlockReadAhead::next() {
+  const size_t index = num_taken_;
+  PARKA_REQUIRE(index < ranges_.size());
+  if (!thread_.joinable()) {
+    ++num_taken_;
+    return read(index);
+  }
+  std::unique_lock lock(mutex_);
+  ++num_taken_;
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return failure_ || num_read_ > index; });
+  if (num_read_ <= index) std::rethrow_exception(failure_);
+  return ByteSpan(buffers_[index % kBuffers]).first(static_cast<size_t>(ranges_[index].num_bytes()));
 }
 
 }  // namespace parka

@@ -1,9 +1,13 @@
 #pragma once
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -31,6 +35,33 @@ struct VerifiedFile {
 // How many files of a checkpoint are kept open.
 inline constexpr size_t kMaxOpenFiles = 256;
 
+// Files that were verified, opened when they are first used.
+class VerifiedFiles {
+ public:
+  explicit VerifiedFiles(const std::vector<VerifiedFile>& files) : files_(files) {}
+
+  int64_t num_bytes(size_t file) const { return files_[file].num_bytes; }
+  // Fills `out` from byte `begin` of file `file` on with whole blocks (the file's last may be short), on all
+  // threads of parallel_for. Throws Error(kBadInput) when the file is not what it was.
+  void read_blocks(size_t file, int64_t begin, std::span<std::byte> out);
+
+ private:
+  const InputFile& open(size_t file);
+
+  const std::vector<VerifiedFile>& files_;
+  std::unordered_map<size_t, InputFile> open_;
+};
+
+// Whole blocks of a file: bytes [begin, end).
+struct BlockRange {
+  size_t file = 0;
+  int64_t begin = 0, end = 0;
+
+  int64_t num_bytes() const { return end - begin; }
+};
+// The blocks of file `file`, of `file_bytes` bytes, in which bytes [begin, end) lie.
+BlockRange blocks_around(size_t file, int64_t file_bytes, int64_t begin, int64_t end);
+
 // Reads parts of files that were verified. What it gives out was compared with the checksums of its blocks.
 class VerifiedReader {
  public:
@@ -38,20 +69,45 @@ class VerifiedReader {
 
   // Fills `out` from `offset` of file `file` on. Throws Error(kBadInput) when the file is not what it was.
   void read(size_t file, int64_t offset, std::span<std::byte> out);
-  // The same without a copy, for at most kMaxView bytes; valid until the next call.
-  static constexpr int64_t kMaxView = 16 << 20;
-  ByteSpan view(size_t file, int64_t offset, int64_t num_bytes);
 
  private:
-  const InputFile& open(size_t file);
-  void load(size_t file, int64_t begin, int64_t end);
+  static constexpr int64_t kMaxView = 16 << 20;
+  // Valid until the next call.
+  ByteSpan view(size_t file, int64_t offset, int64_t num_bytes);
 
-  const std::vector<VerifiedFile>& files_;
-  std::unordered_map<size_t, InputFile> open_;
-  // Bytes [begin_, end_) of a file, whole blocks.
-  size_t file_ = 0;
-  int64_t begin_ = 0, end_ = 0;
+  VerifiedFiles files_;
+  BlockRange loaded_;  // what buffer_ holds
   std::vector<std::byte> buffer_;
+};
+
+// Reads ranges of blocks in their order, the next one in a thread of its own while the present one is used. Where
+// the system allows no further thread each is read when it is asked for.
+class BlockReadAhead {
+ public:
+  BlockReadAhead(const std::vector<VerifiedFile>& files, std::vector<BlockRange> ranges);
+  ~BlockReadAhead();
+  BlockReadAhead(const BlockReadAhead&) = delete;
+  BlockReadAhead& operator=(const BlockReadAhead&) = delete;
+
+  // The bytes of the next range, valid until the next call. Throws what reading it threw; nothing follows then.
+  ByteSpan next();
+
+ private:
+  static constexpr size_t kBuffers = 2;
+
+  ByteSpan read(size_t index);
+  void read_all();
+
+  VerifiedFiles files_;
+  const std::vector<BlockRange> ranges_;
+  std::vector<std::byte> buffers_[kBuffers];
+  size_t num_taken_ = 0;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  size_t num_read_ = 0;
+  std::exception_ptr failure_;  // of range num_read_
+  bool stopping_ = false;
+  std::thread thread_;
 };
 
 }  // namespace parka

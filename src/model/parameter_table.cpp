@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
+#include <span>
 
 #include "core/error.h"
 #include "core/parallel.h"
@@ -30,14 +32,39 @@ double initial_std(const ModelConfig& config, const ParameterTable& table, int i
   return mitchell ? 1.0 / std::sqrt(d) : config.init_std;
 }
 
-// A standard normal from the stream of one parameter, drawn again while it lies outside the cutoff.
-double draw(uint64_t seed, size_t index, int64_t element, double cutoff) {
-  for (uint64_t attempt = 0;; ++attempt) {
-    const uint64_t stream = static_cast<uint64_t>(index) | attempt << 32;
-    const double value = philox_normal2(seed, stream, static_cast<uint64_t>(element))[0];
-    if (std::abs(value) <= cutoff) return value;
+// Standard normals from the stream of one parameter: each is the first within the cutoff of its element's draws.
+struct Normals {
+  uint64_t seed;
+  size_t parameter;
+  double cutoff;
+
+  // Those of element `first` and following, times `std`.
+  void fill(int64_t first, double std, std::span<float> out) const {
+    // All bits first, in a loop that compilers vectorise: they are most of the work.
+    constexpr size_t kBatch = 64;
+    uint32_t bits0[kBatch], bits1[kBatch];
+    for (size_t begin = 0; begin < out.size(); begin += kBatch) {
+      const auto element = static_cast<uint64_t>(first) + begin;
+      for (size_t i = 0; i < kBatch; ++i) {
+        const auto bits = philox4x32(seed, parameter, element + i);
+        bits0[i] = bits[0];
+        bits1[i] = bits[1];
+      }
+      for (size_t i = 0; i < std::min(kBatch, out.size() - begin); ++i) {
+        const double value = normal2_of(bits0[i], bits1[i])[0];
+        out[begin + i] = static_cast<float>(std * (std::abs(value) <= cutoff ? value : draw_again(element + i)));
+      }
+    }
   }
-}
+
+ private:
+  double draw_again(uint64_t element) const {
+    for (uint64_t attempt = 1;; ++attempt) {
+      const double value = philox_normal2(seed, static_cast<uint64_t>(parameter) | attempt << 32, element)[0];
+      if (std::abs(value) <= cutoff) return value;
+    }
+  }
+};
 
 }  // namespace
 
@@ -97,10 +124,10 @@ std::vector<float> initial_weight(const ModelConfig& config, const ParameterTabl
   std::vector<float> values(static_cast<size_t>(range.count()), 1.0f);
   if (std < 0) return values;
   const double cutoff = config.init == InitKind::kMitchell ? kMitchellCutoff : HUGE_VAL;
+  const Normals normals{seed, index, cutoff};
   parallel_for(range.count(), 1 << 14, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      values[i] = static_cast<float>(std * draw(seed, index, range.begin + i, cutoff));
-    }
+    const std::span piece = std::span(values).subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
+    normals.fill(range.begin + begin, std, piece);
   });
   return values;
 }

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "core/philox.h"
 #include "tests/support/catch.h"
 
 using namespace parka;
@@ -77,6 +78,26 @@ TEST_CASE("mitchell initialization has OLMo's deviations, cut at three of them",
     CHECK(std::abs(m.mean) < 0.02 * want);
     CHECK(m.largest <= 3 * want * (1 + 1e-6));
     CHECK(m.largest > 2.9 * want);
+  }
+}
+
+TEST_CASE("every initial value is the first draw of its own that is not cut off", "[model]") {
+  const ModelConfig config = olmo(128, 4, 1, 256, false);
+  const ParameterTable table = make_parameter_table(config, false);
+  const auto qkv = static_cast<size_t>(table.blocks[0].qkv);
+  const int64_t numel = table.all[qkv].numel();
+  const auto draw = [&](uint64_t seed, int64_t element) {
+    for (uint64_t attempt = 0;; ++attempt) {
+      const double value = philox_normal2(seed, qkv | attempt << 32, static_cast<uint64_t>(element))[0];
+      if (std::abs(value) <= 3.0) return static_cast<float>(1.0 / std::sqrt(128.0) * value);
+    }
+  };
+  for (const Shard::Range range : {Shard::Range{0, numel}, {1, 2}, {77, 77 + 129}, {16383, numel - 1}}) {
+    const std::vector<float> values = initial_weight(config, table, qkv, 5, range);
+    REQUIRE(static_cast<int64_t>(values.size()) == range.count());
+    int wrong = 0;
+    for (int64_t i = 0; i < range.count(); ++i) wrong += values[static_cast<size_t>(i)] != draw(5, range.begin + i);
+    CHECK(wrong == 0);
   }
 }
 
