@@ -48,7 +48,7 @@ Config tiny_config(const std::string& folder, const std::string& recipe) {
 }
 
 // Saves a run's state after `damage` has changed it, and loads the checkpoint.
-LoadedCheckpoint saved(const TrainingRun& run, const std::string& folder,
+LoadedCheckpoint saved(TrainingRun& run, const std::string& folder,
                        const std::function<void(CheckpointContents&)>& damage) {
   CheckpointContents contents = run.snapshot();
   damage(contents);
