@@ -347,20 +347,22 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry, std::vector<PendingCom
   return num_targets;
 }
 
-void TrainingRun::begin_evaluation_batch() {
-  if (evaluation_progress_) evaluation_progress_();
+void TrainingRun::begin_evaluation_batch(const std::exception_ptr& read_failure) {
+  if (evaluation_progress_) evaluation_progress_(read_failure);
   if (exchange_) exchange_->begin_micro_batch({});
 }
 
 EvaluationResult TrainingRun::evaluate(const TokenFiles& files) {
   return evaluate_loss(device_, declared_.model, files, config_.training.micro_batch_size,
-                       config_.training.eval_sequences, communicator_, [this] { begin_evaluation_batch(); });
+                       config_.training.eval_sequences, communicator_,
+                       [this](const std::exception_ptr& failure) { begin_evaluation_batch(failure); });
 }
 
 TaskResult TrainingRun::evaluate(const EvalTask& task) {
   return evaluate_task(device_, declared_.model, task,
                        {config_.training.micro_batch_size, config_.data.sequence_length},
-                       config_.evaluation.task_documents, communicator_, [this] { begin_evaluation_batch(); });
+                       config_.evaluation.task_documents, communicator_,
+                       [this](const std::exception_ptr& failure) { begin_evaluation_batch(failure); });
 }
 
 std::optional<StepReport> TrainingRun::step() {
