@@ -121,6 +121,7 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
       communicator_(communicator),
       zero_(zero_of(config.distributed, communicator.rank(), communicator.size())),
       data_(open_token_files(config.data.train, config)),
+      data_fingerprint_(data_.fingerprint()),
       data_files_(describe_files(data_, config.data.checksum, communicator)),
       declared_(config, device.kind(), zero_),
       arena_(device, declared_.plan,
@@ -234,7 +235,7 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   const SavedProgress progress = read_progress(checkpoint);
   std::vector<std::string> differences = check_resumable(checkpoint, config_);
   const std::string difference = progress.files.is_null() ? "" : file_difference(progress.files, data_files_);
-  if (!difference.empty() || progress.fingerprint != data_.fingerprint()) {
+  if (!difference.empty() || progress.fingerprint != data_fingerprint_) {
     throw_bad_input(
         "{}: data.train holds other tokens than the checkpoint was trained on{}, so its position in them means "
         "nothing; give the files back, or train in another checkpoint.folder",

@@ -194,6 +194,7 @@ class TrainingRun {
   Communicator& communicator_;
   Zero zero_;
   TokenFiles data_;
+  uint64_t data_fingerprint_;  // as read at the start: a save depends on no file of the data
   nlohmann::json data_files_;  // see describe_files()
   DeclaredRun declared_;
   Arena arena_;
