@@ -65,7 +65,7 @@ class TrainCommand {
         speed_(speed_of(config, run_.model().parameters(), device_->name())),
         saver_(run_, *communicator_, config.checkpoint, save_options()) {
     run_.set_place(place());
-    if (!options.drill.empty()) run_.set_flip_drill(parse_flip_drill(options.drill));
+    if (!options.drill.empty()) run_.set_flip_drill(checked_drill());
   }
 
   int train() {
@@ -97,6 +97,16 @@ class TrainCommand {
   };
 
   bool is_first() const { return communicator_->rank() == 0; }
+
+  // A drill that never takes place would look like one that no check has noticed.
+  FlipDrill checked_drill() const {
+    const FlipDrill drill = parse_flip_drill(options_.drill);
+    if (drill.rank >= communicator_->size() || drill.step > config_.training.steps) {
+      throw_bad_input("--drill {}: there are {} ranks, counted from 0, and {} steps; give one of each",
+                      options_.drill, communicator_->size(), config_.training.steps);
+    }
+    return drill;
+  }
 
   std::string place() const {
     const std::string device = gpu_ < 0 ? device_->name() : fmt::format("{} {}", device_->name(), gpu_);
