@@ -20,7 +20,7 @@ std::vector<int32_t> next_token_targets(const std::vector<int32_t>& tokens, int6
 
 EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& files, int64_t micro_batch,
                                int64_t max_sequences, Communicator& communicator,
-                               const std::function<void()>& before_each) {
+                               const BeforeEvaluationBatch& before_each) {
   const int64_t S = files.sequence_length(), total = files.num_sequences();
   EvaluationResult result;
   result.num_sequences = max_sequences > 0 ? std::min(max_sequences, total) : total;
@@ -36,12 +36,18 @@ EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& f
     std::vector<int32_t> tokens(static_cast<size_t>(count * S)), targets(tokens.size()), first_keys;
     if (separate) first_keys.resize(tokens.size());
     int64_t num_targets = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      num_targets += files.read_example(
-          (begin + i) * total / result.num_sequences,
-          {tokens.data() + i * S, targets.data() + i * S, separate ? first_keys.data() + i * S : nullptr});
+    std::exception_ptr read_failure;
+    try {
+      for (int64_t i = 0; i < count; ++i) {
+        num_targets += files.read_example(
+            (begin + i) * total / result.num_sequences,
+            {tokens.data() + i * S, targets.data() + i * S, separate ? first_keys.data() + i * S : nullptr});
+      }
+    } catch (...) {
+      read_failure = std::current_exception();
     }
-    if (before_each) before_each();
+    if (before_each) before_each(read_failure);
+    if (read_failure) std::rethrow_exception(read_failure);
     model.evaluate(device,
                    {tokens.data(), targets.data(), {count, S, separate}, separate ? first_keys.data() : nullptr});
     if (own != batch) continue;

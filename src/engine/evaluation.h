@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <vector>
 
@@ -20,10 +21,15 @@ struct EvaluationResult {
   int64_t num_sequences = 0;
 };
 
+// Called before each forward pass of an evaluation, by all ranks before the same one, with the error of reading
+// this rank's data for it, or null. What it throws on all ranks ends the evaluation, so that ranks can agree on
+// that beforehand; an error of reading is thrown behind it.
+using BeforeEvaluationBatch = std::function<void(const std::exception_ptr& read_failure)>;
+
 // Mean loss over `max_sequences` sequences spread evenly over `files` (0: all of them), `micro_batch` at a time. In
-// a run of several ranks each takes every so many-th micro-batch, and calls `before_each` before its forward pass.
+// a run of several ranks each takes every so many-th micro-batch.
 EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& files, int64_t micro_batch,
                                int64_t max_sequences, Communicator& communicator,
-                               const std::function<void()>& before_each = {});
+                               const BeforeEvaluationBatch& before_each = {});
 
 }  // namespace parka

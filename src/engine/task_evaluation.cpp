@@ -83,7 +83,7 @@ std::vector<double> run_batch(Device& device, Model& model, const std::vector<Qu
 }
 
 std::vector<double> score(Device& device, Model& model, const std::vector<Query>& queries, const BatchShape& shape,
-                          Communicator& communicator, const std::function<void()>& before_each) {
+                          Communicator& communicator, const BeforeEvaluationBatch& before_each) {
   const std::vector<QueryBatch> batches = make_batches(queries, shape);
   const auto count = static_cast<int64_t>(batches.size());
   const int64_t ranks = communicator.size();
@@ -91,7 +91,7 @@ std::vector<double> score(Device& device, Model& model, const std::vector<Query>
   for (int64_t round = 0; round < ceil_div(count, ranks); ++round) {
     // As in evaluate_loss: a rank without a batch does the last one again, and does not count it.
     const int64_t own = round * ranks + communicator.rank(), index = std::min(own, count - 1);
-    if (before_each) before_each();
+    if (before_each) before_each(nullptr);
     const QueryBatch& batch = batches[index];
     const std::vector<double> sums = run_batch(device, model, queries, batch);
     if (own != index) continue;
@@ -134,7 +134,7 @@ void add_document(const EvalTask& task, const TaskResult::Document& scored, Task
 
 TaskResult evaluate_task(Device& device, Model& model, const EvalTask& task, const BatchShape& shape,
                          int64_t max_documents, Communicator& communicator,
-                         const std::function<void()>& before_each) {
+                         const BeforeEvaluationBatch& before_each) {
   const auto total = static_cast<int64_t>(task.documents.size());
   const int64_t count = max_documents > 0 ? std::min(max_documents, total) : total;
   std::vector<Query> queries;

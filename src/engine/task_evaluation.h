@@ -5,6 +5,7 @@
 
 #include "comm/communicator.h"
 #include "engine/eval_requests.h"
+#include "engine/evaluation.h"
 #include "kernels/device.h"
 #include "model/model.h"
 
@@ -28,6 +29,6 @@ struct TaskResult {
 // do not fit are cut off on the left. Ranks divide the batches as in evaluate_loss.
 TaskResult evaluate_task(Device& device, Model& model, const EvalTask& task, const BatchShape& shape,
                          int64_t max_documents, Communicator& communicator,
-                         const std::function<void()>& before_each = {});
+                         const BeforeEvaluationBatch& before_each = {});
 
 }  // namespace parka

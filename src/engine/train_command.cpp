@@ -66,7 +66,7 @@ class TrainCommand {
         records_(started),
         saver_(run_, *communicator_, config.checkpoint, save_options()) {
     run_.set_place(place());
-    if (!options.drill.empty()) run_.set_flip_drill(parse_flip_drill(options.drill));
+    if (!options.drill.empty()) run_.set_flip_drill(checked_drill());
   }
 
   int train() {
@@ -74,10 +74,7 @@ class TrainCommand {
                          "give all ranks the same files");
     suite_ = open_suite(config_);
     launch_.require_same("what is evaluated on", describe_suite(suite_), "give all ranks the same files");
-    run_.on_evaluation_batch([this] {
-      launch_.watchdog().at(run_.completed_steps(), "evaluation");
-      if (communicator_->max(stop_signal()) > 0) throw EvaluationStopped();
-    });
+    run_.on_evaluation_batch([this](const std::exception_ptr& read_failure) { may_stop_evaluation(read_failure); });
     describe();
     resume_or_initialize();
     if (is_first()) {
@@ -96,9 +93,21 @@ class TrainCommand {
   }
 
  private:
-  struct EvaluationStopped {};  // thrown on all ranks in the same batch
+  struct EvaluationStopped {  // thrown on all ranks in the same batch
+    bool failed = false;      // because of an error, not of a signal
+  };
 
   bool is_first() const { return communicator_->rank() == 0; }
+
+  // A drill that never takes place would look like one that no check has noticed.
+  FlipDrill checked_drill() const {
+    const FlipDrill drill = parse_flip_drill(options_.drill);
+    if (drill.rank >= communicator_->size() || drill.step > config_.training.steps) {
+      throw_bad_input("--drill {}: there are {} ranks, counted from 0, and {} steps; give one of each",
+                      options_.drill, communicator_->size(), config_.training.steps);
+    }
+    return drill;
+  }
 
   std::string place() const {
     const std::string device = gpu_ < 0 ? device_->name() : fmt::format("{} {}", device_->name(), gpu_);
@@ -437,6 +446,13 @@ class TrainCommand {
     spdlog::warn("{}; skipped", what);
   }
 
+  void may_stop_evaluation(const std::exception_ptr& read_failure) {
+    launch_.watchdog().at(run_.completed_steps(), "evaluation");
+    if (!beside_) beside_ = read_failure;
+    const double most = communicator_->max((beside_ ? 2 : 0) + (stop_signal() != 0 ? 1 : 0));
+    if (most > 0) throw EvaluationStopped{.failed = most >= 2};
+  }
+
   // Returns false where a signal asks to stop, within a micro-batch: the rest is done when the run goes on.
   bool evaluate() {
     launch_.watchdog().at(run_.completed_steps(), "evaluation");
@@ -446,7 +462,8 @@ class TrainCommand {
         report_loss(run_.evaluate(set.files), set.name, {{"kind", "eval_set"}, {"set", set.name}});
       }
       for (const EvalTask& task : suite_.tasks) report_task(task, run_.evaluate(task));
-    } catch (const EvaluationStopped&) {
+    } catch (const EvaluationStopped& stopped) {
+      if (stopped.failed) end_after_failure();
       return false;
     }
     return true;

@@ -129,10 +129,9 @@ PendingComparison TrainingRun::compare_state() const {
 
 void TrainingRun::after_update(UnfinishedStep& step) {
   const bool compares = communicator_.size() > 1 && declared_.checks.replicas_are_due(completed_steps_);
-  if (state_is_watched_at(completed_steps_) || compares) {
-    hash_state(Table::kUpdated);
-    hashed_step_ = completed_steps_;
-  }
+  const bool watches = state_is_watched_at(completed_steps_);
+  if (watches || compares) hash_state(Table::kUpdated);
+  if (watches) hashed_step_ = completed_steps_;
   if (compares) step.replicas = declared_.checks.read_later(device_, Table::kUpdated);
   for (const auto target : {FlipDrill::Target::kWeight, FlipDrill::Target::kMoment}) {
     if (drills(target, completed_steps_)) flip_state(target);

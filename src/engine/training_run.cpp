@@ -103,6 +103,7 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
       communicator_(communicator),
       zero_(zero_of(config.distributed, communicator.rank(), communicator.size())),
       data_(open_token_files(config.data.train, config)),
+      data_fingerprint_(data_.fingerprint()),
       data_files_(describe_files(data_, config.data.checksum, communicator)),
       declared_(config, device.kind(), zero_),
       arena_(device, declared_.plan,
@@ -223,7 +224,7 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   const SavedProgress progress = read_progress(checkpoint);
   std::vector<std::string> differences = check_resumable(checkpoint, config_);
   const std::string difference = progress.files.is_null() ? "" : file_difference(progress.files, data_files_);
-  if (!difference.empty() || progress.fingerprint != data_.fingerprint()) {
+  if (!difference.empty() || progress.fingerprint != data_fingerprint_) {
     throw_bad_input(
         "{}: data.train holds other tokens than the checkpoint was trained on{}, so its position in them means "
         "nothing; give the files back, or train in another checkpoint.folder",
@@ -337,20 +338,22 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry, std::vector<PendingCom
   return num_targets;
 }
 
-void TrainingRun::begin_evaluation_batch() {
-  if (evaluation_progress_) evaluation_progress_();
+void TrainingRun::begin_evaluation_batch(const std::exception_ptr& read_failure) {
+  if (evaluation_progress_) evaluation_progress_(read_failure);
   if (exchange_) exchange_->begin_micro_batch({});
 }
 
 EvaluationResult TrainingRun::evaluate(const TokenFiles& files) {
   return evaluate_loss(device_, declared_.model, files, config_.training.micro_batch_size,
-                       config_.training.eval_sequences, communicator_, [this] { begin_evaluation_batch(); });
+                       config_.training.eval_sequences, communicator_,
+                       [this](const std::exception_ptr& failure) { begin_evaluation_batch(failure); });
 }
 
 TaskResult TrainingRun::evaluate(const EvalTask& task) {
   return evaluate_task(device_, declared_.model, task,
                        {config_.training.micro_batch_size, config_.data.sequence_length},
-                       config_.evaluation.task_documents, communicator_, [this] { begin_evaluation_batch(); });
+                       config_.evaluation.task_documents, communicator_,
+                       [this](const std::exception_ptr& failure) { begin_evaluation_batch(failure); });
 }
 
 std::optional<StepReport> TrainingRun::step() {

@@ -124,7 +124,7 @@ class TrainingRun {
   int64_t completed_steps() const { return completed_steps_; }  // queued ones count
 
   // `called` is told before each batch of an evaluation, which may take long.
-  void on_evaluation_batch(std::function<void()> called) { evaluation_progress_ = std::move(called); }
+  void on_evaluation_batch(BeforeEvaluationBatch called) { evaluation_progress_ = std::move(called); }
 
   const MemoryPlan& plan() const { return declared_.plan; }
   Model& model() { return declared_.model; }
@@ -184,7 +184,7 @@ class TrainingRun {
   std::vector<HostTensor> saved_pieces(std::vector<TensorView>& parts) const;
   void stage(CheckpointContents& contents, const std::vector<TensorView>& parts);
   int64_t share_targets(int64_t own);
-  void begin_evaluation_batch();
+  void begin_evaluation_batch(const std::exception_ptr& read_failure);
   // Bring up to date what is made from this rank's weights: after a step, which finds their maxima, and after any
   // other change.
   void weights_stepped();
@@ -196,11 +196,12 @@ class TrainingRun {
   Communicator& communicator_;
   Zero zero_;
   TokenFiles data_;
+  uint64_t data_fingerprint_;  // as read at the start: a save depends on no file of the data
   nlohmann::json data_files_;  // see describe_files()
   DeclaredRun declared_;
   Arena arena_;
   std::optional<ParameterExchange> exchange_;  // of several ranks
-  std::function<void()> evaluation_progress_;
+  BeforeEvaluationBatch evaluation_progress_;
   std::unique_ptr<BatchLoader> loader_;
   DataPosition batch_start_;  // of the last global batch that was queued
   DataPosition position_;     // of the next one, or past the end of the epoch

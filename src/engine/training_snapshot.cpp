@@ -89,7 +89,7 @@ nlohmann::json TrainingRun::saved_state() const {
           {"data",
            {{"epoch", position_.epoch},
             {"consumed", position_.consumed},
-            {"fingerprint", data_.fingerprint()},
+            {"fingerprint", data_fingerprint_},
             {"files", data_files_}}},
           {"tokens", completed_steps_ * tokens_per_step()},
           {"config", to_json(config_)},

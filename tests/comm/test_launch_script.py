@@ -61,7 +61,7 @@ class LaunchScriptTest(unittest.TestCase):
         self.assertIn("-np 2 --bind-to none run x", (self.folder / "calls").read_text())
 
     def test_a_lost_run_starts_again(self):
-        for codes in ("5 0", "137 5 139 0", "134 0"):
+        for codes in ("5 0", "6 0", "137 5 139 0", "6 5 0", "134 0"):
             with self.subTest(codes=codes):
                 (self.folder / "starts").unlink(missing_ok=True)
                 code, starts, errors = self.launch(codes)

@@ -14,8 +14,8 @@ namespace fs = std::filesystem;
 
 namespace {
 
-SaveOptions options_with(std::function<void(std::string_view)> observer) {
-  return {.keep = 2, .max_shard_bytes = 100, .observer = std::move(observer)};
+SaveOptions options_with(std::function<void(std::string_view)> observer, int writers = 1) {
+  return {.keep = 2, .max_shard_bytes = 50, .writers = writers, .observer = std::move(observer)};
 }
 
 // A folder before a save, and that save.
@@ -81,6 +81,7 @@ TEST_CASE("a kill at any point of a save loses nothing", "[engine][checkpoint][f
   const TemporaryFolder folder;
   const std::string prepared = folder / "prepared", run = folder / "run";
   const Scenario scenario = scenarios()[GENERATE(0u, 1u, 2u, 3u)];
+  const int writers = GENERATE(1, 3);
   scenario.prepare(prepared);
   int num_kills = 0;
   std::string defects;
@@ -88,9 +89,10 @@ TEST_CASE("a kill at any point of a save loses nothing", "[engine][checkpoint][f
     copy_folder(prepared, run);
     const int status = run_in_child([&] {
       int points_left = num_kills;
-      save_checkpoint(run, scenario.saved, options_with([&](std::string_view) {
-                        if (points_left-- == 0) std::raise(SIGKILL);
-                      }));
+      const auto kill = [&](std::string_view) {
+        if (points_left-- == 0) std::raise(SIGKILL);
+      };
+      save_checkpoint(run, scenario.saved, options_with(kill, writers));
       return 0;
     });
     killed = status == 128 + SIGKILL;
@@ -99,7 +101,7 @@ TEST_CASE("a kill at any point of a save loses nothing", "[engine][checkpoint][f
     if (defect.empty()) defect = defect_after_next_save(run);
     if (!defect.empty()) defects += fmt::format("point {}: {}\n", num_kills, defect);
   }
-  CAPTURE(scenario.name);
+  CAPTURE(scenario.name, writers);
   CHECK(defects == "");
   CHECK(num_kills > 20);
 }
@@ -139,6 +141,7 @@ TEST_CASE("a step of a save that fails leaves the earlier checkpoints and no dra
   const TemporaryFolder folder;
   const std::string prepared = folder / "prepared", run = folder / "run";
   const Scenario scenario = scenarios()[GENERATE(0u, 1u, 2u, 3u)];
+  const int writers = GENERATE(1, 3);
   scenario.prepare(prepared);
   std::string defects;
   int num_failures = 0, num_reports = 0;
@@ -146,11 +149,12 @@ TEST_CASE("a step of a save that fails leaves the earlier checkpoints and no dra
     copy_folder(prepared, run);
     int points_left = num_failures;
     reached = false;
-    SaveOptions options = options_with([&](std::string_view) {
+    const auto fail = [&](std::string_view) {
       if (points_left-- != 0) return;
       reached = true;
       throw Error(ExitCode::kIo, "the disk is on fire");
-    });
+    };
+    SaveOptions options = options_with(fail, writers);
     options.report = [&](const std::string& message) { num_reports += mentions(message, "the disk is on fire"); };
     bool saved = true;
     try {
@@ -158,6 +162,7 @@ TEST_CASE("a step of a save that fails leaves the earlier checkpoints and no dra
     } catch (const Error& e) {
       saved = false;
       REQUIRE(e.code() == ExitCode::kIo);
+      REQUIRE(mentions(e.what(), "the disk is on fire"));  // of several writers the one's that failed
     }
     // The new checkpoint may be there after a failure when only the last sync of all failed.
     std::string defect =
@@ -168,7 +173,7 @@ TEST_CASE("a step of a save that fails leaves the earlier checkpoints and no dra
     if (defect.empty()) defect = defect_after_next_save(run);
     if (!defect.empty()) defects += fmt::format("point {}: {}\n", num_failures, defect);
   }
-  CAPTURE(scenario.name);
+  CAPTURE(scenario.name, writers);
   CHECK(defects == "");
   CHECK(num_failures > 20);
   // A failure to tidy up is no failure of the save, but it is told.
@@ -208,6 +213,44 @@ TEST_CASE("everything is on disk before the checkpoint gets its name, and old on
                       "rename " + run + "/step_00000010",  // to .delete
                       "remove " + run + "/step_00000010.delete",
                   });
+}
+
+TEST_CASE("several writers write what one does", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  CheckpointContents contents = small_contents(10);
+  for (uint64_t i = 0; i < 40; ++i) {
+    contents.tensors.push_back(
+        random_tensor(fmt::format("more.{}", i), DType::kF32, {3, 5 + static_cast<int64_t>(i)}, i));
+  }
+  const auto files_by = [&](int writers) {
+    const std::string run = folder / fmt::format("run_{}", writers);
+    save_checkpoint(run, contents, options_with({}, writers));
+    std::map<std::string, std::string> files;
+    for (const std::string& name : names_in(run + "/step_00000010")) {
+      files[name] = read_file(run + "/step_00000010/" + name);
+    }
+    return files;
+  };
+  const auto expected = files_by(1);
+  CHECK(expected.size() > 30);
+  for (const int writers : {2, 3, 100}) CHECK(files_by(writers) == expected);
+}
+
+TEST_CASE("of several writers an error ends the others' files, too", "[engine][checkpoint][faults]") {
+  const TemporaryFolder folder;
+  const std::string run = folder / "run";
+  CheckpointContents contents{10, {}, {}};
+  for (uint64_t i = 0; i < 6; ++i) {
+    contents.tensors.push_back(random_tensor(fmt::format("large.{}", i), DType::kU8, {8 << 20}, i));
+  }
+  int num_writes = 0;
+  const auto fail_early = [&](std::string_view point) {
+    if (point.starts_with("write") && ++num_writes == 5) throw Error(ExitCode::kIo, "the disk is on fire");
+  };
+  const Error error = error_of([&] { save_checkpoint(run, contents, options_with(fail_early, 3)); });
+  CHECK(std::string(error.what()) == "the disk is on fire");
+  CHECK(names_in(run).empty());
+  CHECK(num_writes < 6 * 32);  // the files were not written to their ends
 }
 
 TEST_CASE("a disk that fills up is an I/O error and harms no earlier checkpoint", "[engine][checkpoint][faults]") {

@@ -1,0 +1,51 @@
+#include "core/host_memory.h"
+
+#include "tests/support/catch.h"
+
+using namespace parka;
+
+namespace {
+
+const std::string kMeminfo =
+    "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:    4000000 kB\nBuffers: 5 kB\n";
+constexpr int64_t kAvailable = int64_t{4000000} * 1024;
+
+}  // namespace
+
+TEST_CASE("without a container's limit there is what the kernel calls available", "[core]") {
+  CHECK(available_host_bytes(kMeminfo, "", "", "") == kAvailable);
+  CHECK(available_host_bytes(kMeminfo, "max\n", "123456\n", "inactive_file 99\n") == kAvailable);
+}
+
+TEST_CASE("a container's limit leaves what is not in use, with what of the page cache it gives back", "[core]") {
+  const std::string stat = "anon 700\nactive_file 50\ninactive_file 200\nslab 7\n";
+  CHECK(available_host_bytes(kMeminfo, "1000\n", "900\n", stat) == 300);
+  CHECK(available_host_bytes(kMeminfo, "1000\n", "900\n", "") == 100);
+  CHECK(available_host_bytes("", "1000\n", "900\n", stat) == 300);
+}
+
+TEST_CASE("the lesser of the kernel's and the container's bytes counts", "[core]") {
+  CHECK(available_host_bytes(kMeminfo, "8000000000\n", "0\n", "") == kAvailable);
+  CHECK(available_host_bytes(kMeminfo, "4000000000\n", "0\n", "") == 4000000000);
+  CHECK(available_host_bytes(kMeminfo, "9223372036854771712\n", "4096\n", "") ==
+        kAvailable);  // no limit, in old kernels
+}
+
+TEST_CASE("a limit that is exceeded leaves nothing to use", "[core]") {
+  const auto left = available_host_bytes(kMeminfo, "1000\n", "1100\n", "");
+  REQUIRE(left);
+  CHECK(*left <= 0);
+}
+
+TEST_CASE("what cannot be read is not guessed", "[core]") {
+  CHECK(available_host_bytes("", "", "", "") == std::nullopt);
+  CHECK(available_host_bytes("MemTotal: 16000000 kB\n", "max\n", "5\n", "") == std::nullopt);
+  CHECK(available_host_bytes("MemAvailable: much\n", "", "7\n", "") == std::nullopt);
+  CHECK(available_host_bytes(kMeminfo, "1000\n", "", "") == kAvailable);
+}
+
+TEST_CASE("this machine has memory", "[core]") {
+  const auto available = available_host_bytes();
+  REQUIRE(available);
+  CHECK(*available > 0);
+}

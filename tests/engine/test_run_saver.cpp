@@ -1,0 +1,193 @@
+#include "engine/run_saver.h"
+
+#include <fstream>
+#include <memory>
+#include <utility>
+
+#include "core/philox.h"
+#include "engine/config_io.h"
+#include "tests/engine/checkpoint_fixture.h"
+#include "tests/support/alone.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+// Staging memory that the host does not have.
+class NoStaging final : public StagingBuffer {
+ public:
+  const std::string& failure() override { return failure_; }
+  void begin(const std::vector<TensorView>&) override { FAIL("staged without memory"); }
+  void order_after(size_t) override { FAIL("nothing is staged"); }
+  std::span<const std::byte> wait(size_t) override { throw std::logic_error("nothing is staged"); }
+
+ private:
+  std::string failure_ = "3.0 GiB of host memory are not to be had";
+};
+
+// The CPU, whose host has no memory to stage checkpoints in.
+class DeviceWithoutStaging final : public Device {
+ public:
+  DeviceKind kind() const override { return cpu_->kind(); }
+  std::string name() const override { return cpu_->name(); }
+  std::string description() const override { return cpu_->description(); }
+  void* allocate(int64_t bytes) override { return cpu_->allocate(bytes); }
+  void release(void* memory) override { cpu_->release(memory); }
+  void set_workspace(void* memory, int64_t bytes) override { cpu_->set_workspace(memory, bytes); }
+  void copy_to_device(void* target, const void* host, int64_t bytes) override {
+    cpu_->copy_to_device(target, host, bytes);
+  }
+  void copy_to_host(void* host, const void* source, int64_t bytes) override {
+    cpu_->copy_to_host(host, source, bytes);
+  }
+  std::unique_ptr<HostRead> copy_to_host_later(const void* source, int64_t bytes) override {
+    return cpu_->copy_to_host_later(source, bytes);
+  }
+  void copy(void* target, const void* source, int64_t bytes) override { cpu_->copy(target, source, bytes); }
+  void fill_zero(void* target, int64_t bytes) override { cpu_->fill_zero(target, bytes); }
+  std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) override {
+    return cpu_->make_host_store(num_slots, slot_bytes);
+  }
+  std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t) override { return std::make_unique<NoStaging>(); }
+  void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& work) override {
+    cpu_->replay(recording, work);
+  }
+  std::unique_ptr<Mark> mark() override { return cpu_->mark(); }
+  void synchronize() override { cpu_->synchronize(); }
+  MemoryUse memory_use() const override { return cpu_->memory_use(); }
+  void start_op_timer() override { cpu_->start_op_timer(); }
+  std::vector<OpTime> stop_op_timer() override { return cpu_->stop_op_timer(); }
+
+ private:
+  std::unique_ptr<Device> cpu_ = make_cpu_device();
+};
+
+Config tiny_config(const std::string& folder) {
+  std::ofstream file(folder + "/train.npy", std::ios::binary);
+  for (uint64_t i = 0; i < 640; ++i) {
+    const auto token = static_cast<uint16_t>(philox4x32(1, 2, i)[0] % 64);
+    file.write(reinterpret_cast<const char*>(&token), sizeof(token));
+  }
+  file.close();
+  return parse_config(
+      {{"model", {{"vocab_size", 64}, {"d_model", 32}, {"num_layers", 2}, {"num_heads", 2}, {"d_ffn", 64}}},
+       {"precision", {{"recipe", "coat"}}},
+       {"optimizer", {{"lr", 3e-3}, {"schedule", {{"kind", "constant"}}}}},
+       {"data", {{"train", {folder + "/train.npy"}}, {"sequence_length", 16}}},
+       {"training", {{"steps", 10}, {"global_batch_size", 4}, {"micro_batch_size", 2}}},
+       {"checkpoint", {{"folder", folder + "/run"}, {"keep", 0}}}},
+      "test");
+}
+
+// Trains on `device` to step `steps`, saving after each, and one more step beside the last save.
+std::vector<std::string> train_and_save(Device& device, const Config& config, int64_t steps) {
+  std::vector<std::string> reports;
+  SaveOptions options;
+  options.keep = 0;
+  options.report = [&](const std::string& message) { reports.push_back(message); };
+  TrainingRun run(config, device, alone());
+  run.initialize();
+  RunSaver saver(run, alone(), config.checkpoint, options);
+  for (int64_t step = 1; step <= steps; ++step) {
+    run.step();
+    run.finish();
+    saver.save();
+    CHECK(saver.newest_step() == step);
+  }
+  run.step();
+  run.finish();
+  saver.finish();
+  CHECK(saver.take_wait_seconds() > 0);
+  CHECK(saver.take_wait_seconds() == 0);
+  return reports;
+}
+
+}  // namespace
+
+TEST_CASE("without memory to stage in a save is made while training waits, with the same bytes",
+          "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  Config config = tiny_config(folder.path());
+  const auto cpu = make_cpu_device();
+  CHECK(train_and_save(*cpu, config, 3).empty());
+  const std::string staged = config.checkpoint.folder;
+  config.checkpoint.folder = folder / "other";
+  DeviceWithoutStaging device;
+  const std::vector<std::string> reports = train_and_save(device, config, 3);
+  REQUIRE(reports.size() == 1);  // once, not for each save
+  CHECK(mentions(reports[0], "3.0 GiB of host memory are not to be had"));
+  CHECK(mentions(reports[0], "checkpoint.async=false"));
+  for (const CheckpointInfo& info : list_checkpoints(staged)) {
+    CheckpointContents one = read_contents(load_checkpoint(info.path));
+    CheckpointContents other =
+        read_contents(load_checkpoint(fmt::format("{}/step_{:08}", config.checkpoint.folder, info.step)));
+    one.state = other.state = {};  // names the folder
+    CHECK(same(one, other));
+  }
+  CHECK(list_checkpoints(staged).size() == 3);
+}
+
+TEST_CASE("with checkpoint.async off no memory to stage in is asked for", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  Config config = tiny_config(folder.path());
+  config.checkpoint.async = false;
+  DeviceWithoutStaging device;
+  CHECK(train_and_save(device, config, 2).empty());
+  CHECK(list_checkpoints(config.checkpoint.folder).size() == 2);
+}
+
+TEST_CASE("a save that failed is made up for with the state of the next call, and a second failure is thrown",
+          "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  Config config = tiny_config(folder.path());
+  config.checkpoint.async = GENERATE(true, false);
+  const auto device = make_cpu_device();
+  TrainingRun run(config, *device, alone());
+  run.initialize();
+  int failures_left = 0;
+  SaveOptions options;
+  options.observer = [&](std::string_view point) {
+    if (point.find(".tmp/manifest.json") == std::string_view::npos || failures_left == 0) return;
+    --failures_left;
+    throw Error(ExitCode::kIo, "the disk is on fire");
+  };
+  std::vector<std::string> reports;
+  options.report = [&](const std::string& message) { reports.push_back(message); };
+  RunSaver saver(run, alone(), config.checkpoint, options);
+  const auto step = [&] {
+    run.step();
+    run.finish();
+  };
+  const auto wait = [&] {
+    while (!saver.failed() && list_checkpoints(config.checkpoint.folder).empty()) std::this_thread::yield();
+  };
+
+  failures_left = 1;
+  step();
+  saver.save();
+  wait();
+  CHECK(saver.failed());
+  step();
+  saver.save();
+  CHECK(!saver.failed());
+  saver.finish();
+  REQUIRE(reports.size() == 1);
+  CHECK(mentions(reports[0], "the disk is on fire"));
+  REQUIRE(list_checkpoints(config.checkpoint.folder).size() == 1);
+  CHECK(list_checkpoints(config.checkpoint.folder)[0].step == 2);
+
+  failures_left = 1;  // the next failure is a first one again
+  step();
+  saver.save();
+  saver.finish();
+  CHECK(list_checkpoints(config.checkpoint.folder).front().step == 3);
+
+  failures_left = 2;
+  step();
+  saver.save();
+  const Error error = error_of([&] { saver.finish(); });
+  CHECK(error.code() == ExitCode::kIo);
+  CHECK(mentions(error.what(), "the disk is on fire"));
+  CHECK(list_checkpoints(config.checkpoint.folder).front().step == 3);
+}
