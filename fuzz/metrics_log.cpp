@@ -13,7 +13,7 @@ FUZZ_TARGET(metrics_log) {
   MetricsLog::truncate_after(path, kStep);
   const std::string kept = test::read_file(path);
   require(kept.size() <= input.size() + 1, "more is kept than there was");
-  const MetricsLog::Removed again = MetricsLog::truncate_after(path, kStep);
+  const MetricsLog::Truncated again = MetricsLog::truncate_after(path, kStep);
   require(again.later == 0 && again.unreadable == 0 && test::read_file(path) == kept,
           "cutting back a second time removes more");
 }

@@ -58,12 +58,14 @@ bool RunSaver::previous_failed() {
 }
 
 void RunSaver::begin() {
-  run_.check_before_save();
+  using Form = TrainingRun::SnapshotForm;
+  const Form form = can_stage() ? Form::kStaged : Form::kDirect;
+  run_.check_before_save(form);
   newest_step_ = run_.completed_steps();
-  if (can_stage()) {
-    saver_.save(run_.snapshot(TrainingRun::SnapshotForm::kStaged));
+  if (form == Form::kStaged) {
+    saver_.save(run_.snapshot(form));
   } else {
-    saver_.save_here(run_.snapshot(TrainingRun::SnapshotForm::kDirect));
+    saver_.save_here(run_.snapshot(form));
   }
 }
 

@@ -150,19 +150,17 @@ void TrainingRun::compare_replicas(const void* hashes, int64_t step) {
   parka::compare_replicas(communicator_, own, step, place_);
 }
 
-void TrainingRun::check_before_save() {
+void TrainingRun::check_before_save(SnapshotForm form) {
   PARKA_REQUIRE(!unfinished_);
-  const bool has_updated = hashed_step_ == completed_steps_;
+  // What is staged by one rank is held against the hashes of the update where it is written.
+  const bool has_updated =
+      hashed_step_ == completed_steps_ && (communicator_.size() > 1 || form != SnapshotForm::kStaged);
   const bool has_replicas = communicator_.size() > 1 && declared_.checks.watches_replicas();
   if (!has_updated && !has_replicas) return;
   hash_state(Table::kUnchanged);
   if (has_updated) compare_state().check(completed_steps_, place_);
-  if (has_replicas) {
-    compare_replicas(declared_.checks.read_later(device_, Table::kUnchanged)->wait(), completed_steps_);
-  }
-  hashes_to_save_ = communicator_.size() == 1;
-  // Watched for the save alone, which has been checked now.
-  if (!declared_.checks.state_is_due(completed_steps_)) hashed_step_ = -1;
+  if (!has_replicas) return;
+  compare_replicas(declared_.checks.read_later(device_, Table::kUnchanged)->wait(), completed_steps_);
 }
 
 }  // namespace parka

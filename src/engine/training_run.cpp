@@ -260,7 +260,6 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   });
   completed_steps_ = checkpoint.step();
   hashed_step_ = -1;
-  hashes_to_save_ = false;
   applied_steps_ = progress.applied_steps;
   start_loader(progress.position);
   weights_changed();
@@ -357,7 +356,10 @@ TaskResult TrainingRun::evaluate(const EvalTask& task) {
 }
 
 std::optional<StepReport> TrainingRun::step() {
-  if (!unfinished_) step_began_ = device_.mark();
+  if (!unfinished_) {
+    step_began_ = device_.mark();
+    step_began_at_ = std::chrono::steady_clock::now();
+  }
   const double wait_before = loader_->wait_seconds();
   StepReport report;
   report.step = completed_steps_ + 1;
@@ -376,7 +378,6 @@ std::optional<StepReport> TrainingRun::step() {
     sums.of_pieces = [this](const TensorView& x) { exchange_->sum_of_pieces(device_, x); };
     sums.of_batches = [this](const TensorView& x) { exchange_->sum(device_, x, Peers::kAll); };
   }
-  hashes_to_save_ = false;
   if (hashed_step_ == completed_steps_) {
     hash_state(IntegrityChecks::Table::kUnchanged);
     comparisons.push_back(compare_state());
@@ -403,12 +404,15 @@ std::optional<StepReport> TrainingRun::finish() {
   if (!unfinished_) return std::nullopt;
   StepReport report = std::move(unfinished_->report);
   StepResult result = unfinished_->result.wait();
-  report.finished = std::chrono::steady_clock::now();
   for (const PendingComparison& comparison : unfinished_->comparisons) comparison.check(report.step, place_);
   if (unfinished_->replicas) compare_replicas(unfinished_->replicas->wait(), report.step);
   if (unfinished_->telemetry) report.telemetry = unfinished_->telemetry->wait();
   report.seconds = unfinished_->end->seconds_since(*step_began_);
   step_began_ = std::move(unfinished_->end);
+  // The host may look later than that: it queues ahead.
+  report.finished = step_began_at_ + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                                         std::chrono::duration<double>(report.seconds));
+  step_began_at_ = report.finished;
   unfinished_.reset();
   report.loss = report.num_targets == 0 ? 0.0 : result.loss / static_cast<double>(report.num_targets);
   report.grad_norm = result.grad_norm;

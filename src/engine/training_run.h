@@ -63,7 +63,7 @@ struct StepReport {
   std::string culprit;      // when not applied: the first tensor whose gradient is not finite, if one is
   DataPosition data;        // where this step's global batch starts
   int64_t num_targets = 0;  // tokens of the global batch that were to be predicted
-  std::chrono::steady_clock::time_point finished;  // when the host knew its outcome
+  std::chrono::steady_clock::time_point finished;  // when the device had done it
   double seconds = 0;            // that the device took, from the end of the step before where that was unfinished
   double data_wait_seconds = 0;  // that the host waited for batches
   std::optional<TelemetryReport> telemetry;  // where telemetry.interval asks for one
@@ -101,9 +101,10 @@ class TrainingRun {
   void prepare_staging();
   // Why there is none; empty: there is. Waits until that is known.
   const std::string& staging_failure() { return staging_->failure(); }
-  // Before a save: throws Error(kCorrupted) where weights or states are not what the last update left, or not what
-  // other ranks have that must have the same. No step may be unfinished.
-  void check_before_save();
+  // Before a snapshot of this form: throws Error(kCorrupted) where weights or states are not what the last update
+  // left, or not what other ranks have that must have the same. No step may be unfinished. What one rank stages
+  // is held against that update where it is read.
+  void check_before_save(SnapshotForm form);
 
   // How messages name this rank's place: "rank 1 (node2, NVIDIA H200)".
   void set_place(std::string place) { place_ = std::move(place); }
@@ -209,10 +210,10 @@ class TrainingRun {
   int64_t applied_steps_ = 0;  // updates done: what bias correction counts
   std::optional<UnfinishedStep> unfinished_;
   std::unique_ptr<Mark> step_began_;  // where the oldest unfinished step begins
+  std::chrono::steady_clock::time_point step_began_at_;
   std::string place_;
   std::vector<WatchedTensor> watched_;
-  int64_t hashed_step_ = -1;     // after whose update Table::kUpdated was taken
-  bool hashes_to_save_ = false;  // Table::kUnchanged begins with those of what a checkpoint holds now
+  int64_t hashed_step_ = -1;  // after whose update Table::kUpdated was taken
   std::optional<FlipDrill> drill_;
   std::unique_ptr<StagingBuffer> staging_;
   std::vector<size_t>

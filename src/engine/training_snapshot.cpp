@@ -31,10 +31,11 @@ class StagedTensor final : public TensorSource {
     }
     std::memcpy(&expected, buffer_.wait(0).data() + slot_ * kHashWordBytes, sizeof(expected));
     if (hash == expected) return;
-    throw Error(ExitCode::kCorrupted,
-                fmt::format("silent data corruption: {} is not what the device held when it was saved: the copy to "
-                            "the host or its memory has changed it; nothing was saved",
-                            what_));
+    throw Error(
+        ExitCode::kCorrupted,
+        fmt::format("silent data corruption {} is not what its update left: memory of the device or the host "
+                    "has changed it, or the copy between them; it was not saved",
+                    what_));
   }
 
  private:
@@ -123,9 +124,12 @@ void TrainingRun::prepare_staging() {
 
 // Parameters go in the order in which the next step updates them, so that it does not wait long for any.
 void TrainingRun::stage(CheckpointContents& contents, const std::vector<TensorView>& parts) {
-  // One rank saves what it watches, tensor by tensor.
-  const auto table = hashes_to_save_ ? IntegrityChecks::Table::kUnchanged : IntegrityChecks::Table::kSaved;
-  if (!hashes_to_save_) declared_.checks.hash(device_, table, parts);
+  // One rank saves what it watches, tensor by tensor: what is written must be what the update has left.
+  const bool is_hashed = communicator_.size() == 1 && hashed_step_ == completed_steps_;
+  const auto table = is_hashed ? IntegrityChecks::Table::kUpdated : IntegrityChecks::Table::kSaved;
+  if (!is_hashed) declared_.checks.hash(device_, table, parts);
+  // Watched for this save alone: that check stands for the one before the next update.
+  if (is_hashed && !declared_.checks.state_is_due(completed_steps_)) hashed_step_ = -1;
   const std::vector<NamedTensor> all = tensors();
   std::vector<size_t> order(parts.size());
   std::iota(order.begin(), order.end(), size_t{0});
@@ -136,7 +140,7 @@ void TrainingRun::stage(CheckpointContents& contents, const std::vector<TensorVi
   for (const size_t i : order) {
     contents.tensors[i].source =
         std::make_shared<StagedTensor>(*staging_, staged.size(), i, parts[i].bytes(),
-                                       fmt::format("{}: {} of step {}", place_, all[i].name, completed_steps_));
+                                       fmt::format("in step {} on {}: {}", completed_steps_, place_, all[i].name));
     last_staged_[all[i].parameter] = staged.size();
     staged.push_back(parts[i]);
   }

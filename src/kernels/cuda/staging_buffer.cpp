@@ -2,14 +2,13 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
-#include <system_error>
 #include <thread>
 
 #include <sys/mman.h>
 
 #include "core/error.h"
 #include "core/host_memory.h"
+#include "core/thread.h"
 #include "kernels/cuda/check.h"
 
 namespace parka::cuda {
@@ -18,8 +17,9 @@ namespace {
 // One registration: small enough that the driver, which launches wait for, is not held up for long. No copy spans
 // two of them.
 constexpr int64_t kChunkBytes = int64_t{256} << 20;
-// Copies of so many bytes share an event.
-constexpr int64_t kBytesPerEvent = int64_t{128} << 20;
+// Copies of at least so many bytes share an event, and so many groups of them are queued at a time.
+constexpr int64_t kGroupBytes = int64_t{128} << 20;
+constexpr size_t kGroupsAhead = 4;
 // What is left to everything else on the host.
 constexpr int64_t kReserveBytes = int64_t{2} << 30;
 // A virtual machine's memory may grow as it is used.
@@ -36,21 +36,55 @@ CudaStaging::CudaStaging(int ordinal, cudaStream_t stream, int64_t bytes)
     : ordinal_(ordinal), stream_(stream), bytes_(bytes) {
   check(cudaStreamCreateWithFlags(&copies_, cudaStreamNonBlocking), "stream");
   check(cudaEventCreateWithFlags(&ready_, cudaEventDisableTiming), "event");
-  try {
-    preparing_ = std::async(std::launch::async, [this] { return prepare(); });
-  } catch (const std::system_error&) {
-    failure_ = prepare();  // no thread is to be had
-  }
+  thread_ = start_thread("copies checkpoints to the host", [this] { work(); });
 }
 
 CudaStaging::~CudaStaging() {
-  stopping_ = true;
-  if (preparing_.valid()) preparing_.wait();
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
   cudaStreamSynchronize(copies_);
   release_memory();
   for (const cudaEvent_t event : events_) cudaEventDestroy(event);
   cudaEventDestroy(ready_);
   cudaStreamDestroy(copies_);
+}
+
+void CudaStaging::work() {
+  cudaSetDevice(ordinal_);
+  std::string failure = prepare();
+  std::unique_lock lock(mutex_);
+  failure_ = std::move(failure);
+  prepared_ = true;
+  changed_.notify_all();
+  for (;;) {
+    changed_.wait(lock, [this] { return stopping_ || num_recorded_ < groups_.size(); });
+    if (stopping_) return;
+    try {
+      queue_groups(lock);
+    } catch (...) {
+      if (!lock.owns_lock()) lock.lock();
+      error_ = std::current_exception();
+      num_recorded_ = groups_.size();
+      changed_.notify_all();
+    }
+  }
+}
+
+void CudaStaging::queue_groups(std::unique_lock<std::mutex>& lock) {
+  while (num_recorded_ < groups_.size() && !stopping_) {
+    const size_t number = num_recorded_;
+    lock.unlock();
+    if (number >= kGroupsAhead) check(cudaEventSynchronize(events_[number - kGroupsAhead]), "copy to the host");
+    for (const Copy& copy : groups_[number].copies) queue(copy);
+    check(cudaEventRecord(events_[number], copies_), "copy to the host");
+    lock.lock();
+    num_recorded_ = number + 1;
+    changed_.notify_all();
+  }
 }
 
 void CudaStaging::release_memory() {
@@ -61,7 +95,6 @@ void CudaStaging::release_memory() {
 }
 
 std::string CudaStaging::prepare() {
-  cudaSetDevice(ordinal_);
   void* memory = ::mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) return fmt::format("{:.2f} GiB of addresses were refused", bytes_ / 0x1p30);
@@ -103,41 +136,50 @@ std::string CudaStaging::pin(int64_t begin, int64_t count) {
 }
 
 const std::string& CudaStaging::failure() {
-  if (preparing_.valid()) failure_ = preparing_.get();
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return prepared_; });
   return failure_;
 }
 
-// What lies on the device as it will in the buffer is copied in one piece, and copies share events: about a
-// thousand entries fit a stream's queue, and with more the host would wait here for the copies.
+// What lies on the device as it will in the buffer is copied in one piece.
 void CudaStaging::begin(const std::vector<TensorView>& tensors) {
   if (!failure().empty()) throw_internal("no memory to copy to: {}", failure_);
-  check(cudaEventRecord(ready_, stream_), "copy to the host");
-  check(cudaStreamWaitEvent(copies_, ready_), "copy to the host");
-  copied_.clear();
-  size_t events = 0;
-  int64_t at = 0, without_event = 0;
+  std::vector<Group> groups(1);
+  staged_.clear();
+  int64_t at = 0;
   for (size_t i = 0; i < tensors.size();) {
+    if (groups.back().bytes >= kGroupBytes) groups.emplace_back();
     const auto* const source = static_cast<const std::byte*>(tensors[i].data);
-    int64_t count = 0;
+    int64_t count = 0, without_padding = 0;
     do {
-      PARKA_REQUIRE(at + count + tensors[i].bytes() <= bytes_);
-      copied_.push_back({{memory_ + at + count, static_cast<size_t>(tensors[i].bytes())}, events});
-      count += place_of(tensors[i].bytes());
+      const int64_t bytes = tensors[i].bytes();
+      PARKA_REQUIRE(at + count + bytes <= bytes_);
+      staged_.push_back({{memory_ + at + count, static_cast<size_t>(bytes)}, groups.size() - 1});
+      without_padding = count + bytes;
+      count += place_of(bytes);
       ++i;
     } while (i < tensors.size() && tensors[i].data == source + count);
-    // The last tensor has no padding behind it that is sure to be there.
-    const TensorView& last = tensors[i - 1];
-    copy(source, at, count - place_of(last.bytes()) + last.bytes());
+    groups.back().copies.push_back({source, at, without_padding});
+    groups.back().bytes += count;
     at += count;
-    without_event += count;
-    if (without_event < kBytesPerEvent && i < tensors.size()) continue;
-    check(cudaEventRecord(event(events++), copies_), "copy to the host");
-    without_event = 0;
   }
+  while (events_.size() < groups.size()) {
+    check(cudaEventCreateWithFlags(&events_.emplace_back(), cudaEventDisableTiming | cudaEventBlockingSync),
+          "event");
+  }
+  check(cudaEventRecord(ready_, stream_), "copy to the host");
+  check(cudaStreamWaitEvent(copies_, ready_), "copy to the host");
+  const std::lock_guard lock(mutex_);
+  groups_ = std::move(groups);
+  num_recorded_ = 0;
+  error_ = nullptr;
+  changed_.notify_all();
 }
 
-void CudaStaging::copy(const std::byte* source, int64_t at, int64_t count) {
-  for (const int64_t end = at + count; at < end;) {
+void CudaStaging::queue(const Copy& copy) {
+  const std::byte* source = copy.source;
+  int64_t at = copy.at;
+  for (const int64_t end = at + copy.count; at < end;) {
     const int64_t part = std::min(end - at, kChunkBytes - at % kChunkBytes);
     check(cudaMemcpyAsync(memory_ + at, source, static_cast<size_t>(part), cudaMemcpyDeviceToHost, copies_),
           "copy to the host");
@@ -146,23 +188,22 @@ void CudaStaging::copy(const std::byte* source, int64_t at, int64_t count) {
   }
 }
 
-cudaEvent_t CudaStaging::event(size_t number) {
-  while (events_.size() <= number) {
-    check(cudaEventCreateWithFlags(&events_.emplace_back(), cudaEventDisableTiming | cudaEventBlockingSync),
-          "event");
-  }
-  return events_[number];
+cudaEvent_t CudaStaging::recorded(size_t group) {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return num_recorded_ > group; });
+  if (error_) std::rethrow_exception(error_);
+  return events_[group];
 }
 
 void CudaStaging::order_after(size_t index) {
-  check(cudaStreamWaitEvent(stream_, events_.at(copied_.at(index).event)), "wait for copies");
+  check(cudaStreamWaitEvent(stream_, recorded(staged_.at(index).group)), "wait for copies");
 }
 
 std::span<const std::byte> CudaStaging::wait(size_t index) {
-  const Copied& copied = copied_.at(index);
+  const Staged& staged = staged_.at(index);
   cudaSetDevice(ordinal_);  // a new thread is on the first GPU, and would make a context there
-  check(cudaEventSynchronize(events_.at(copied.event)), "copy to the host");
-  return copied.bytes;
+  check(cudaEventSynchronize(recorded(staged.group)), "copy to the host");
+  return staged.bytes;
 }
 
 }  // namespace parka::cuda
