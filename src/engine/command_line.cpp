@@ -33,7 +33,8 @@ const CLI::Validator kPositive = number_that("be a number above 0", "POSITIVE", 
 
 constexpr const char* kFooter =
     "\nExit codes: 0 done; 1 defect of Parka; 2 bad input (config, data, checkpoint, command line);\n"
-    "3 loss or gradients not finite; 4 reading or writing failed (disk full, ...); 5 another rank died or hung.\n"
+    "3 loss or gradients not finite; 4 reading or writing failed (disk full, ...); 5 another rank died or hung;\n"
+    "6 silent data corruption.\n"
     "Documentation: README.md and docs/.";
 
 void add_config_options(CLI::App& command, std::string& path, std::vector<std::string>& overrides) {

@@ -213,7 +213,7 @@ class TrainingRun {
   std::chrono::steady_clock::time_point step_began_at_;
   std::string place_;
   std::vector<WatchedTensor> watched_;
-  int64_t hashed_step_ = -1;  // after whose update Table::kUpdated was taken
+  int64_t hashed_step_ = -1;  // after whose update Table::kUpdated was taken, to be compared
   std::optional<FlipDrill> drill_;
   std::unique_ptr<StagingBuffer> staging_;
   std::vector<size_t>
