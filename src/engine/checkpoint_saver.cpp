@@ -53,7 +53,7 @@ bool CheckpointSaver::failed() const {
   return failure_ != nullptr;
 }
 
-void CheckpointSaver::save_here(CheckpointContents contents) {
+void CheckpointSaver::save_here(const CheckpointContents& contents) {
   std::unique_lock lock(mutex_);
   wait_until_idle(lock);
   failure_ = try_to_save(contents);

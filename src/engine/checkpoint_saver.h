@@ -28,7 +28,7 @@ class CheckpointSaver {
   // `contents` is not saved.
   void save(CheckpointContents contents);
   // The same on this thread, for contents that only it can read. An error is kept as one of the background is.
-  void save_here(CheckpointContents contents);
+  void save_here(const CheckpointContents& contents);
   // Returns when nothing is left to save. Throws the error of the last save, if it had one, once.
   void wait();
   // The same, and returns that error instead.

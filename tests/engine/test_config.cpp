@@ -103,7 +103,7 @@ TEST_CASE("an unknown key names the nearest one", "[engine][config]") {
       {R"({"training": {"lr": 1}})", "training.lr: unknown key; did you mean optimizer.lr?"},
       {R"({"zqxw": 1})",
        "zqxw: unknown key; there are: model precision optimizer data training checkpoint telemetry evaluation "
-       "distributed device"},
+       "distributed reliability device"},
       {R"({"distributed": {"": 1}})", "distributed.: unknown key; there are: zero_stage shard_size"},
       {R"({"optimizer.lr": 1})",
        R"("optimizer.lr": a key has no dots; write sections as objects, {"optimizer": {"lr": ...}})"},
