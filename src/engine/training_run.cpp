@@ -396,8 +396,15 @@ std::optional<StepReport> TrainingRun::step() {
   unfinished_.emplace(UnfinishedStep{std::move(report), std::move(result), std::move(telemetry), device_.mark(),
                                      std::move(comparisons), nullptr});
   after_update(*unfinished_);
-  if (!previous && unfinished_->result.ready()) return finish();
+  if (!previous && finishes_early()) return finish();
   return previous;
+}
+
+// All ranks come to finish() at the same point of their programs, for they compare what they have in common there. A
+// GPU's result may be ready on one rank and not on another; a CPU's always is.
+bool TrainingRun::finishes_early() const {
+  const bool alike = communicator_.size() == 1 || device_.kind() == DeviceKind::kCpu;
+  return alike && unfinished_->result.ready();
 }
 
 std::optional<StepReport> TrainingRun::finish() {

@@ -163,6 +163,7 @@ class TrainingRun {
   int64_t queue_gradients(bool with_telemetry, std::vector<PendingComparison>& comparisons);
   void queue_micro_batch(const Model::Batch& batch, const Model::LossOptions& options,
                          const ParameterExchange::Place& place, bool with_telemetry);
+  bool finishes_early() const;
 
   // integrity of a step: training_checks.cpp
   void watch_state();

@@ -19,7 +19,8 @@ class Ranks(RunFolder):
         """Those that the machine has the GPUs for; the first of a case is its number of ranks."""
         return [case for case in cases if DEVICE == "cpu" or case[0] <= num_gpus()]
 
-    def run_ranks(self, name, ranks, stage, steps=STEPS, recipe="bf16", shard_size=0, init_from="", blocks=2, offloaded=0):
+    def run_ranks(self, name, ranks, stage, steps=STEPS, recipe="bf16", shard_size=0, init_from="", blocks=2, offloaded=0,
+                  check_interval=100):
         config = tiny_config(self.folder, recipe, STEPS, device=DEVICE)
         config["model"]["num_layers"] = blocks
         config["precision"]["offload_blocks"] = offloaded
@@ -28,6 +29,7 @@ class Ranks(RunFolder):
         config["training"].update(steps=steps, global_batch_size=8, micro_batch_size=1)
         config["checkpoint"].update(folder=self.path(name), interval=2, init_from=init_from)
         config["distributed"] = {"zero_stage": stage, "shard_size": shard_size}
+        config["reliability"] = {f"{kind}_interval": check_interval for kind in ("replay", "state", "replica")}
         config["evaluation"] = {"tasks": [self.path("task.jsonl")], "sets": [f"held={self.path('held_out.npy')}"]}
         path = self.path(name + ".json")
         with open(path, "w", encoding="utf-8") as file:
@@ -104,6 +106,15 @@ class Ranks(RunFolder):
         self.assertIn("resuming from", self.run_ranks("resumed", 2, 3, recipe="coat"))
         self.assertEqual(self.losses("resumed"), self.losses("straight"))
         self.assertEqual(self.final_files("resumed"), self.final_files("straight"))
+
+    def test_checks_in_every_step_change_no_bit(self):
+        for ranks, stage in self.fit(((2, 0), (2, 1), (2, 3))):
+            with self.subTest(stage=stage):
+                plain, checked = f"plain-{stage}", f"checked-{stage}"
+                self.run_ranks(plain, ranks, stage, recipe="parka")
+                self.run_ranks(checked, ranks, stage, recipe="parka", check_interval=1)
+                self.assertEqual(self.losses(checked), self.losses(plain))
+                self.assertEqual(self.final_files(checked), self.final_files(plain))
 
     def test_activations_that_wait_in_host_memory_change_no_bit(self):
         for ranks, stage in self.fit(((2, 0), (2, 1), (2, 2), (2, 3))):
