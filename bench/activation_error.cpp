@@ -8,10 +8,10 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
-#include "engine/inference_run.h"
-#include "engine/run_data.h"
-#include "engine/saved_state.h"
-#include "engine/training_run.h"
+#include "engine/checkpoint/saved_state.h"
+#include "engine/config/data_sources.h"
+#include "engine/evaluation/inference_run.h"
+#include "engine/training/training_run.h"
 
 // Prints what E4M3 costs activations in groups of 16 to 128 and with one scale for all, as a Markdown table: of
 // random numbers and, given a checkpoint, of what the model keeps for backward on a batch of its training data.

@@ -13,8 +13,8 @@
 #include <string_view>
 
 #include "bench/kernel_bench.h"
-#include "kernels/copy_bandwidth.h"
-#include "kernels/cuda/workspace.h"
+#include "kernels/device/copy_bandwidth.h"
+#include "kernels/workspace.h"
 
 namespace parka::bench {
 namespace {

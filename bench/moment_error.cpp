@@ -7,7 +7,7 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
-#include "engine/inference_run.h"
+#include "engine/evaluation/inference_run.h"
 
 // Reads the fp32 moments of a training run from its checkpoint, stores them in 8 bits in every combination of
 // formats, and prints what that does to the update, as Markdown tables.

@@ -7,7 +7,7 @@
 #include "bench/dynamic_float8.h"
 #include "core/error.h"
 #include "core/parallel.h"
-#include "kernels/device.h"
+#include "kernels/device/device.h"
 
 // How far Adam's direction u = m / (sqrt(v) + eps) moves when m and v are stored in 8 bits. Used by the benchmark
 // of the same name and by its test.

@@ -6,7 +6,7 @@
 
 #include "core/dtype.h"
 #include "core/error.h"
-#include "kernels/device.h"
+#include "kernels/device/device.h"
 
 // Prints what FP8 costs a stored moment, plain and with range expansion, as a Markdown table or as JSON lines.
 namespace {

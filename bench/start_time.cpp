@@ -11,9 +11,9 @@
 
 #include "core/error.h"
 #include "core/parallel.h"
-#include "engine/checkpoint.h"
-#include "engine/float_elements.h"
-#include "kernels/device.h"
+#include "engine/checkpoint/checkpoint.h"
+#include "engine/files/float_elements.h"
+#include "kernels/device/device.h"
 #include "model/parameter_table.h"
 #include "optim/optimizer.h"
 

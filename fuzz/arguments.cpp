@@ -2,9 +2,9 @@
 
 #include <fmt/ranges.h>
 
-#include "engine/argument_values.h"
-#include "engine/checkpoint_layout.h"
-#include "engine/evaluation_suite.h"
+#include "engine/checkpoint/checkpoint_layout.h"
+#include "engine/commands/argument_values.h"
+#include "engine/config/data_sources.h"
 #include "fuzz/target.h"
 
 using namespace parka;

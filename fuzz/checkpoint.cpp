@@ -1,8 +1,8 @@
 #include <filesystem>
 
-#include "engine/checkpoint.h"
-#include "engine/checkpoint_index.h"
-#include "engine/checkpoint_layout.h"
+#include "engine/checkpoint/checkpoint.h"
+#include "engine/checkpoint/checkpoint_index.h"
+#include "engine/checkpoint/checkpoint_layout.h"
 #include "fuzz/target.h"
 
 using namespace parka;

@@ -1,8 +1,8 @@
-#include "engine/checkpoint.h"
-#include "engine/checkpoint_layout.h"
-#include "engine/huggingface_origin.h"
-#include "engine/run_data.h"
-#include "engine/saved_state.h"
+#include "engine/checkpoint/checkpoint.h"
+#include "engine/checkpoint/checkpoint_layout.h"
+#include "engine/checkpoint/saved_state.h"
+#include "engine/huggingface/huggingface_origin.h"
+#include "engine/training/run_data.h"
 #include "fuzz/sealed_manifest.h"
 #include "fuzz/target.h"
 

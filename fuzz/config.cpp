@@ -1,5 +1,5 @@
-#include "engine/config_io.h"
-#include "engine/json_text.h"
+#include "engine/config/config_io.h"
+#include "engine/files/json_text.h"
 #include "fuzz/target.h"
 
 using namespace parka;

@@ -1,4 +1,4 @@
-#include "engine/gemm_tuning_file.h"
+#include "engine/commands/gemm_tuning_file.h"
 
 #include "fuzz/target.h"
 

@@ -1,7 +1,7 @@
-#include "engine/huggingface_config.h"
+#include "engine/huggingface/huggingface_config.h"
 
-#include "engine/huggingface_tensors.h"
-#include "engine/json_text.h"
+#include "engine/files/json_text.h"
+#include "engine/huggingface/huggingface_tensors.h"
 #include "fuzz/target.h"
 
 using namespace parka;

@@ -1,5 +1,5 @@
-#include "engine/huggingface_weights.h"
-#include "engine/json_text.h"
+#include "engine/files/json_text.h"
+#include "engine/huggingface/huggingface_weights.h"
 #include "fuzz/target.h"
 
 using namespace parka;

@@ -1,6 +1,6 @@
-#include "engine/huggingface_weights.h"
+#include "engine/huggingface/huggingface_weights.h"
 
-#include "engine/json_text.h"
+#include "engine/files/json_text.h"
 #include "fuzz/target.h"
 
 using namespace parka;

@@ -1,4 +1,4 @@
-#include "engine/json_text.h"
+#include "engine/files/json_text.h"
 
 #include <algorithm>
 

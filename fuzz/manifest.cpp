@@ -1,5 +1,5 @@
-#include "engine/checkpoint_layout.h"
-#include "engine/json_text.h"
+#include "engine/checkpoint/checkpoint_layout.h"
+#include "engine/files/json_text.h"
 #include "fuzz/sealed_manifest.h"
 #include "fuzz/target.h"
 

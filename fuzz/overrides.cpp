@@ -1,4 +1,4 @@
-#include "engine/config_io.h"
+#include "engine/config/config_io.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "engine/eval_requests.h"
+#include "engine/evaluation/eval_requests.h"
 
 #include "fuzz/target.h"
 

@@ -1,4 +1,4 @@
-#include "engine/safetensors.h"
+#include "engine/files/safetensors.h"
 
 #include <limits>
 

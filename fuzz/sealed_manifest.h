@@ -4,7 +4,7 @@
 
 #include <fmt/format.h>
 
-#include "engine/file_io.h"
+#include "engine/files/file_io.h"
 
 namespace parka::fuzz {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "engine/json_text.h"
+#include "engine/files/json_text.h"
 
 namespace parka::fuzz {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "data/token_files.h"
-#include "engine/data_statistics.h"
+#include "engine/commands/data_statistics.h"
 #include "fuzz/target.h"
 
 using namespace parka;

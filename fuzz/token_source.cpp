@@ -2,7 +2,7 @@
 #include <filesystem>
 
 #include "data/token_files.h"
-#include "engine/json_text.h"
+#include "engine/files/json_text.h"
 #include "fuzz/target.h"
 
 using namespace parka;

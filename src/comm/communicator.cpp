@@ -1,6 +1,6 @@
 #include "comm/communicator.h"
 
-#include "kernels/device.h"
+#include "kernels/device/device.h"
 #include "kernels/ops/add.h"
 
 namespace parka {

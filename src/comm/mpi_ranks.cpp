@@ -10,7 +10,7 @@
 
 #include "comm/collective_counter.h"
 #include "core/parallel.h"
-#include "kernels/device.h"
+#include "kernels/device/device.h"
 
 namespace parka {
 namespace {

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "kernels/device.h"
+#include "kernels/device/device.h"
 
 namespace parka {
 

@@ -4,7 +4,7 @@
 #include <string_view>
 
 #include "core/tensor.h"
-#include "kernels/op_fault.h"
+#include "kernels/device/op_fault.h"
 
 namespace parka {
 

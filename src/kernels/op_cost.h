@@ -1,5 +1,5 @@
 #pragma once
-#include "kernels/op_timer.h"
+#include "kernels/device/op_timer.h"
 #include "kernels/ops.h"
 
 namespace parka {

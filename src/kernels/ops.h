@@ -6,7 +6,7 @@
 //   - fp32 arithmetic inside, rounding to nearest even on the way out; equal input gives equal bits;
 //   - nothing is allocated on the device and the host does not wait;
 //   - tensors with no elements are fine and do nothing.
-#include "kernels/device.h"
+#include "kernels/device/device.h"
 #include "kernels/ops/adamw.h"
 #include "kernels/ops/add.h"
 #include "kernels/ops/amax.h"

@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "core/memory_plan.h"
-#include "kernels/arena.h"
-#include "kernels/device.h"
+#include "kernels/device/arena.h"
+#include "kernels/device/device.h"
 
 namespace parka {
 

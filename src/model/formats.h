@@ -1,7 +1,7 @@
 #pragma once
 #include "core/memory_plan.h"
 #include "core/tensor.h"
-#include "kernels/arena.h"
+#include "kernels/device/arena.h"
 #include "model/model_config.h"
 
 namespace parka {

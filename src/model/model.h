@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/arena.h"
+#include "kernels/device/arena.h"
 #include "model/activations.h"
 #include "model/kv_cache.h"
 #include "model/model_config.h"

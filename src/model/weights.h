@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "core/shard.h"
-#include "kernels/arena.h"
+#include "kernels/device/arena.h"
 #include "model/formats.h"
 #include "model/model_config.h"
 #include "model/parameter_table.h"

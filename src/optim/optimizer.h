@@ -10,7 +10,7 @@
 #include "core/memory_plan.h"
 #include "core/parameter.h"
 #include "core/shard.h"
-#include "kernels/arena.h"
+#include "kernels/device/arena.h"
 #include "optim/optimizer_config.h"
 
 namespace parka {

@@ -19,7 +19,7 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
-#include "comm/launch.h"
+#include "comm/launch/launch.h"
 #include "core/parallel.h"
 #include "tests/support/tensors.h"
 

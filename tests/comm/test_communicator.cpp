@@ -1,7 +1,7 @@
 #include "comm/communicator.h"
 
-#include "comm/line_socket.h"
-#include "comm/watchdog.h"
+#include "comm/launch/line_socket.h"
+#include "comm/launch/watchdog.h"
 #include "tests/support/catch.h"
 #include "tests/support/no_threads.h"
 #include "tests/support/tensors.h"

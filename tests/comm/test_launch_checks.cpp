@@ -1,4 +1,4 @@
-#include "comm/launch_checks.h"
+#include "comm/launch/launch_checks.h"
 
 #include <map>
 

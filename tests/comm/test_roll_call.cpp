@@ -1,8 +1,8 @@
-#include "comm/roll_call.h"
+#include "comm/launch/roll_call.h"
 
 #include <array>
 
-#include "comm/watch_thread.h"
+#include "comm/launch/watch_thread.h"
 #include "tests/support/catch.h"
 
 using namespace parka;

@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 #include "core/error.h"
-#include "engine/checkpoint.h"
+#include "engine/checkpoint/checkpoint.h"
 #include "tests/support/catch.h"
 #include "tests/support/temporary_folder.h"
 

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine/checkpoint.h"
+#include "engine/checkpoint/checkpoint.h"
 #include "tests/engine/checkpoint_fixture.h"
 
 // Ranks that save and load checkpoints together: threads here, each of which does what a process of a run does.

@@ -1,7 +1,7 @@
-#include "engine/argument_values.h"
+#include "engine/commands/argument_values.h"
 
 #include "core/error.h"
-#include "engine/evaluation_suite.h"
+#include "engine/config/data_sources.h"
 #include "tests/support/catch.h"
 
 using namespace parka;

@@ -1,4 +1,4 @@
-#include "engine/checkpoint.h"
+#include "engine/checkpoint/checkpoint.h"
 
 #include <limits>
 #include <random>
@@ -7,7 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "engine/checkpoint_layout.h"
+#include "engine/checkpoint/checkpoint_layout.h"
 #include "tests/engine/checkpoint_fixture.h"
 
 using namespace parka;

@@ -4,8 +4,8 @@
 #include <fcntl.h>
 #include <sys/resource.h>
 
-#include "engine/checkpoint.h"
-#include "engine/file_io.h"
+#include "engine/checkpoint/checkpoint.h"
+#include "engine/files/file_io.h"
 #include "tests/engine/checkpoint_fixture.h"
 
 using namespace parka;

@@ -3,8 +3,8 @@
 #include <atomic>
 #include <csignal>
 
-#include "engine/checkpoint.h"
-#include "engine/file_io.h"
+#include "engine/checkpoint/checkpoint.h"
+#include "engine/files/file_io.h"
 #include "tests/engine/checkpoint_fixture_ranks.h"
 
 using namespace parka;

@@ -1,11 +1,11 @@
 // Checkpoints that several ranks save together, and any number of ranks loads.
 #include <random>
 
-#include "engine/checkpoint.h"
-#include "engine/checkpoint_index.h"
-#include "engine/checkpoint_layout.h"
-#include "engine/checkpoint_saver.h"
-#include "engine/checkpoint_verify.h"
+#include "engine/checkpoint/checkpoint.h"
+#include "engine/checkpoint/checkpoint_index.h"
+#include "engine/checkpoint/checkpoint_layout.h"
+#include "engine/checkpoint/checkpoint_saver.h"
+#include "engine/checkpoint/checkpoint_verify.h"
 #include "tests/engine/checkpoint_fixture_ranks.h"
 
 using namespace parka;

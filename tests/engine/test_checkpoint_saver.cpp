@@ -1,4 +1,4 @@
-#include "engine/checkpoint_saver.h"
+#include "engine/checkpoint/checkpoint_saver.h"
 
 #include <future>
 #include <thread>

@@ -1,4 +1,4 @@
-#include "engine/checkpoint_verify.h"
+#include "engine/checkpoint/checkpoint_verify.h"
 
 #include <chrono>
 #include <fstream>

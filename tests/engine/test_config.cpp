@@ -9,9 +9,9 @@
 
 #include "core/error.h"
 #include "core/philox.h"
-#include "engine/config_io.h"
-#include "engine/config_table.h"
-#include "engine/recipe.h"
+#include "engine/config/config_io.h"
+#include "engine/config/config_table.h"
+#include "engine/config/recipe.h"
 #include "tests/support/catch.h"
 #include "tests/support/temporary_folder.h"
 

@@ -6,9 +6,9 @@
 
 #include <fmt/format.h>
 
-#include "engine/config_io.h"
-#include "engine/config_table.h"
-#include "engine/recipe.h"
+#include "engine/config/config_io.h"
+#include "engine/config/config_table.h"
+#include "engine/config/recipe.h"
 #include "tests/support/catch.h"
 
 using namespace parka;

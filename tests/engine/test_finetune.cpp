@@ -5,10 +5,10 @@
 #include <cstring>
 #include <map>
 
-#include "engine/config_io.h"
-#include "engine/file_io.h"
-#include "engine/safetensors.h"
-#include "engine/training_run.h"
+#include "engine/config/config_io.h"
+#include "engine/files/file_io.h"
+#include "engine/files/safetensors.h"
+#include "engine/training/training_run.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
 #include "tests/support/temporary_folder.h"

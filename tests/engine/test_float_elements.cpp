@@ -1,4 +1,4 @@
-#include "engine/float_elements.h"
+#include "engine/files/float_elements.h"
 
 #include <bit>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "engine/metrics_log.h"
+#include "engine/training/metrics_log.h"
 
 #include <csignal>
 #include <limits>

@@ -2,10 +2,10 @@
 #include <atomic>
 #include <map>
 
-#include "engine/checkpoint.h"
-#include "engine/file_io.h"
-#include "engine/metrics_log.h"
-#include "engine/run_lock.h"
+#include "engine/checkpoint/checkpoint.h"
+#include "engine/files/file_io.h"
+#include "engine/training/metrics_log.h"
+#include "engine/training/run_lock.h"
 #include "tests/engine/checkpoint_fixture_ranks.h"
 
 using namespace parka;

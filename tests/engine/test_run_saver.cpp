@@ -1,11 +1,11 @@
-#include "engine/run_saver.h"
+#include "engine/training/run_saver.h"
 
 #include <fstream>
 #include <memory>
 #include <utility>
 
 #include "core/philox.h"
-#include "engine/config_io.h"
+#include "engine/config/config_io.h"
 #include "tests/engine/checkpoint_fixture.h"
 #include "tests/support/alone.h"
 

@@ -1,11 +1,11 @@
-#include "engine/safetensors.h"
+#include "engine/files/safetensors.h"
 
 #include <cstring>
 #include <random>
 #include <string>
 
 #include "core/error.h"
-#include "engine/file_io.h"
+#include "engine/files/file_io.h"
 #include "tests/engine/checkpoint_fixture.h"
 
 using namespace parka;

@@ -1,4 +1,4 @@
-#include "engine/sampling.h"
+#include "engine/evaluation/sampling.h"
 
 #include <cmath>
 #include <map>

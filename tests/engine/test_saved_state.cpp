@@ -1,9 +1,9 @@
-#include "engine/saved_state.h"
+#include "engine/checkpoint/saved_state.h"
 
 #include <functional>
 
 #include "core/error.h"
-#include "engine/huggingface_origin.h"
+#include "engine/huggingface/huggingface_origin.h"
 #include "tests/support/catch.h"
 #include "tests/support/temporary_folder.h"
 

@@ -1,4 +1,4 @@
-#include "engine/step_measurement.h"
+#include "engine/planning/step_measurement.h"
 
 #include <cmath>
 #include <functional>
@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 
 #include "core/error.h"
-#include "engine/config_io.h"
-#include "engine/step_model.h"
+#include "engine/config/config_io.h"
+#include "engine/planning/step_model.h"
 #include "tests/support/catch.h"
 #include "tests/support/temporary_folder.h"
 

@@ -1,11 +1,11 @@
-#include "engine/step_model.h"
+#include "engine/planning/step_model.h"
 
 #include <algorithm>
 
 #include "core/shard.h"
-#include "engine/config_io.h"
-#include "engine/stream_timeline.h"
-#include "engine/training_run.h"
+#include "engine/config/config_io.h"
+#include "engine/planning/stream_timeline.h"
+#include "engine/training/training_run.h"
 #include "model/parameter_table.h"
 #include "tests/support/catch.h"
 #include "tests/support/temporary_folder.h"

@@ -1,4 +1,4 @@
-#include "engine/telemetry.h"
+#include "engine/training/telemetry.h"
 
 #include <cmath>
 #include <fstream>
@@ -6,8 +6,8 @@
 #include <set>
 
 #include "core/philox.h"
-#include "engine/config_io.h"
-#include "engine/training_run.h"
+#include "engine/config/config_io.h"
+#include "engine/training/training_run.h"
 #include "model/precision_recipe.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"

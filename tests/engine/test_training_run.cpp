@@ -1,4 +1,4 @@
-#include "engine/training_run.h"
+#include "engine/training/training_run.h"
 
 #include <cmath>
 #include <cstring>
@@ -10,10 +10,10 @@
 #include <fmt/format.h>
 
 #include "core/philox.h"
-#include "engine/config_io.h"
-#include "engine/evaluation.h"
-#include "engine/progress.h"
-#include "engine/speed.h"
+#include "engine/config/config_io.h"
+#include "engine/evaluation/evaluation.h"
+#include "engine/training/progress.h"
+#include "engine/training/speed.h"
 #include "kernels/ops/cross_entropy.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"

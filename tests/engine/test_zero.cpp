@@ -6,8 +6,8 @@
 #include <map>
 
 #include "core/philox.h"
-#include "engine/config_io.h"
-#include "engine/training_run.h"
+#include "engine/config/config_io.h"
+#include "engine/training/training_run.h"
 #include "kernels/ops/quantize.h"
 #include "tests/support/catch.h"
 #include "tests/support/offload_plan.h"

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/safetensors.h"
+#include "engine/files/safetensors.h"
 #include "model/activations.h"
 #include "model/model_config.h"
 

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "engine/safetensors.h"
-#include "kernels/arena.h"
+#include "engine/files/safetensors.h"
+#include "kernels/device/arena.h"
 #include "kernels/ops/cross_entropy.h"
 #include "model/model.h"
 #include "model/precision_recipe.h"

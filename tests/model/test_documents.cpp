@@ -1,7 +1,7 @@
 // Documents packed into one sequence against the same documents alone.
 #include <cmath>
 
-#include "engine/evaluation.h"
+#include "engine/evaluation/evaluation.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"
 

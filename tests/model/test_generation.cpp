@@ -6,7 +6,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "engine/generator.h"
+#include "engine/evaluation/generator.h"
 #include "tests/model/fixture_model.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"

@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "core/parallel.h"
-#include "engine/evaluation.h"
+#include "engine/evaluation/evaluation.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"
 

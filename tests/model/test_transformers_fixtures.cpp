@@ -2,7 +2,7 @@
 // (tests/fixtures/make_model_fixtures.py made the files).
 #include <cmath>
 
-#include "engine/evaluation.h"
+#include "engine/evaluation/evaluation.h"
 #include "tests/model/fixture_model.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"

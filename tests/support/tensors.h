@@ -6,7 +6,7 @@
 
 #include "core/philox.h"
 #include "core/tensor.h"
-#include "kernels/device.h"
+#include "kernels/device/device.h"
 
 // Tensors for op tests: poisoned before use, with guard bands that show writes outside.
 namespace parka::test {

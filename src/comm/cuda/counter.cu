@@ -1,5 +1,5 @@
 #include "comm/cuda/counter.h"
-#include "kernels/cuda/check.h"
+#include "kernels/device/cuda/check.h"
 
 namespace parka::cuda {
 namespace {

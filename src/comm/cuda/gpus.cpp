@@ -3,7 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "comm/nccl_ranks.h"
-#include "kernels/cuda/check.h"
+#include "kernels/device/cuda/check.h"
 
 namespace parka {
 

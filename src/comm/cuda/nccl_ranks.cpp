@@ -13,10 +13,10 @@
 #include "comm/cuda/nccl_status.h"
 #include "comm/cuda/peer_window.h"
 #include "comm/cuda/sum_pieces.h"
+#include "comm/launch/watchdog.h"
 #include "comm/nccl_ranks.h"
-#include "comm/watchdog.h"
-#include "kernels/cuda/check.h"
-#include "kernels/cuda/cuda_device.h"
+#include "kernels/device/cuda/check.h"
+#include "kernels/device/cuda/cuda_device.h"
 #include "kernels/ops/add.h"
 
 namespace parka {

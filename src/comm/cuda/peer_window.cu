@@ -5,8 +5,8 @@
 
 #include "comm/cuda/nccl_status.h"
 #include "core/error.h"
-#include "kernels/cuda/check.h"
-#include "kernels/cuda/driver_function.h"
+#include "kernels/device/cuda/check.h"
+#include "kernels/device/cuda/driver_function.h"
 
 #define PARKA_HAS_WINDOWS (NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0))
 #if PARKA_HAS_WINDOWS

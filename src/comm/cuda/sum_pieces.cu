@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "kernels/cuda/check.h"
 #include "kernels/cuda/vector.cuh"
+#include "kernels/device/cuda/check.h"
 
 namespace parka::cuda {
 namespace {

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "core/number_formats.h"
-#include "kernels/device.h"
+#include "kernels/device/device.h"
 
 namespace parka::cpu {
 

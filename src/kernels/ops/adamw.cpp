@@ -7,7 +7,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/adamw.h"
-#include "kernels/cuda/adamw.h"
+#include "kernels/cuda/optimizer/adamw.h"
 
 namespace parka {
 namespace {

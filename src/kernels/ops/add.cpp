@@ -3,7 +3,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/add.h"
-#include "kernels/cuda/add.h"
+#include "kernels/cuda/elementwise/add.h"
 
 namespace parka {
 

@@ -3,7 +3,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/amax.h"
-#include "kernels/cuda/amax.h"
+#include "kernels/cuda/quantize/amax.h"
 
 namespace parka {
 

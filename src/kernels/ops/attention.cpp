@@ -5,7 +5,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/attention.h"
-#include "kernels/cuda/attention.h"
+#include "kernels/cuda/attention/attention.h"
 
 namespace parka {
 namespace {

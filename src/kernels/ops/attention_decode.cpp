@@ -5,7 +5,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/attention_decode.h"
-#include "kernels/cuda/attention_decode.h"
+#include "kernels/cuda/attention/attention_decode.h"
 
 namespace parka {
 namespace {

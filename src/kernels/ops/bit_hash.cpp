@@ -3,7 +3,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/bit_hash.h"
-#include "kernels/cuda/bit_hash.h"
+#include "kernels/cuda/elementwise/bit_hash.h"
 
 namespace parka {
 

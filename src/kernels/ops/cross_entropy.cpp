@@ -3,7 +3,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/cross_entropy.h"
-#include "kernels/cuda/cross_entropy.h"
+#include "kernels/cuda/elementwise/cross_entropy.h"
 
 namespace parka {
 

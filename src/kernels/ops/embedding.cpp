@@ -3,7 +3,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/embedding.h"
-#include "kernels/cuda/embedding.h"
+#include "kernels/cuda/elementwise/embedding.h"
 
 namespace parka {
 

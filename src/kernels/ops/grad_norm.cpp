@@ -5,7 +5,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/grad_norm.h"
-#include "kernels/cuda/grad_norm.h"
+#include "kernels/cuda/optimizer/grad_norm.h"
 
 namespace parka {
 

@@ -3,7 +3,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/norm.h"
-#include "kernels/cuda/norm.h"
+#include "kernels/cuda/norm/norm.h"
 
 namespace parka {
 namespace {

@@ -6,7 +6,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/quantization_statistics.h"
-#include "kernels/cuda/quantization_statistics.h"
+#include "kernels/cuda/quantize/quantization_statistics.h"
 
 namespace parka {
 

@@ -3,7 +3,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/quantize.h"
-#include "kernels/cuda/quantize.h"
+#include "kernels/cuda/quantize/quantize.h"
 
 namespace parka {
 namespace {

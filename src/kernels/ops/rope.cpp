@@ -7,7 +7,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/rope.h"
-#include "kernels/cuda/rope.h"
+#include "kernels/cuda/attention/rope.h"
 
 namespace parka {
 namespace {

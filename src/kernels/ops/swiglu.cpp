@@ -3,7 +3,7 @@
 #include "kernels/backend.h"
 #include "kernels/check.h"
 #include "kernels/cpu/swiglu.h"
-#include "kernels/cuda/swiglu.h"
+#include "kernels/cuda/swiglu/swiglu.h"
 
 namespace parka {
 namespace {

@@ -1,0 +1,180 @@
+#include "comm/launch/line_socket.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+
+#include <fcntl.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "core/error.h"
+
+namespace parka {
+namespace {
+
+// Longer lines come from nothing of ours.
+constexpr size_t kLongestLine = size_t{1} << 20;
+
+bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
+
+// Binds `fd` to a free port and listens; false where the address family cannot be had.
+bool listen_on(int fd, const sockaddr* address, socklen_t length) {
+  return fd >= 0 && ::bind(fd, address, length) == 0 && ::listen(fd, SOMAXCONN) == 0;
+}
+
+}  // namespace
+
+LineSocket::LineSocket(int fd) : fd_(fd) {
+  const int on = 1;
+  ::setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  ::fcntl(fd_, F_SETFL, ::fcntl(fd_, F_GETFL) | O_NONBLOCK);
+}
+
+LineSocket::~LineSocket() { close(); }
+
+void LineSocket::close() {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+}
+
+void LineSocket::end_sending() {
+  flush();
+  if (fd_ >= 0) ::shutdown(fd_, SHUT_WR);
+}
+
+void LineSocket::send(std::string_view line) {
+  const size_t begin = outgoing_.size();
+  outgoing_ += line;
+  std::replace(outgoing_.begin() + static_cast<std::ptrdiff_t>(begin), outgoing_.end(), '\n', ' ');
+  outgoing_ += '\n';
+  flush();
+}
+
+void LineSocket::flush() {
+  while (fd_ >= 0 && !outgoing_.empty()) {
+    const ssize_t sent = ::send(fd_, outgoing_.data(), outgoing_.size(), MSG_NOSIGNAL);
+    if (sent < 0) {
+      // A connection that failed is found closed by receive(), which first hands out what had arrived.
+      if (!would_block()) outgoing_.clear();
+      return;
+    }
+    outgoing_.erase(0, static_cast<size_t>(sent));
+  }
+}
+
+std::vector<std::string> LineSocket::receive() {
+  std::array<char, 4096> buffer;
+  while (fd_ >= 0) {
+    const ssize_t count = ::recv(fd_, buffer.data(), buffer.size(), 0);
+    if (count > 0) incoming_.append(buffer.data(), static_cast<size_t>(count));
+    if (count == 0 || (count < 0 && !would_block()) || incoming_.size() > kLongestLine) close();
+    if (count <= 0) break;
+  }
+  std::vector<std::string> lines;
+  for (size_t end = incoming_.find('\n'); end != std::string::npos; end = incoming_.find('\n')) {
+    lines.push_back(incoming_.substr(0, end));
+    incoming_.erase(0, end + 1);
+  }
+  return lines;
+}
+
+Listener::Listener() {
+  sockaddr_in6 any6{};
+  any6.sin6_family = AF_INET6;
+  any6.sin6_addr = in6addr_any;
+  sockaddr_in any4{};
+  any4.sin_family = AF_INET;
+  any4.sin_addr.s_addr = htonl(INADDR_ANY);
+
+  fd_ = ::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  const int off = 0;  // IPv4 too
+  if (fd_ >= 0) ::setsockopt(fd_, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));
+  if (!listen_on(fd_, reinterpret_cast<const sockaddr*>(&any6), sizeof(any6))) {  // a host without IPv6
+    if (fd_ >= 0) ::close(fd_);
+    fd_ = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (!listen_on(fd_, reinterpret_cast<const sockaddr*>(&any4), sizeof(any4))) {
+      const int reason = errno;
+      if (fd_ >= 0) ::close(fd_);
+      throw_bad_input("cannot listen on any TCP port: {}", std::strerror(reason));
+    }
+  }
+  sockaddr_in6 bound{};  // the port is at the same place for both families
+  socklen_t length = sizeof(bound);
+  ::getsockname(fd_, reinterpret_cast<sockaddr*>(&bound), &length);
+  port_ = ntohs(bound.sin6_port);
+}
+
+Listener::~Listener() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+std::unique_ptr<LineSocket> Listener::accept() const {
+  const int fd = ::accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC);
+  return fd < 0 ? nullptr : std::make_unique<LineSocket>(fd);
+}
+
+std::vector<std::string> own_addresses() {
+  std::vector<std::string> addresses;
+  ifaddrs* all = nullptr;
+  if (::getifaddrs(&all) != 0) return addresses;
+  for (const ifaddrs* i = all; i != nullptr; i = i->ifa_next) {
+    if (i->ifa_addr == nullptr || (i->ifa_flags & IFF_UP) == 0 || (i->ifa_flags & IFF_LOOPBACK) != 0) continue;
+    const int family = i->ifa_addr->sa_family;
+    if (family != AF_INET && family != AF_INET6) continue;
+    if (family == AF_INET6 &&
+        IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(i->ifa_addr)->sin6_addr)) {
+      continue;  // means nothing on another host
+    }
+    const socklen_t length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+    std::array<char, NI_MAXHOST> text{};
+    if (::getnameinfo(i->ifa_addr, length, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST) == 0) {
+      addresses.emplace_back(text.data());
+    }
+  }
+  ::freeifaddrs(all);
+  return addresses;
+}
+
+std::unique_ptr<LineSocket> connect_to(const std::string& address, int port, double seconds) {
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  if (::getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return nullptr;
+  const int fd = ::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  const bool begun = fd >= 0 && (::connect(fd, found->ai_addr, found->ai_addrlen) == 0 || errno == EINPROGRESS);
+  ::freeaddrinfo(found);
+  if (begun) {
+    pollfd writable{fd, POLLOUT, 0};
+    ::poll(&writable, 1, static_cast<int>(1000 * seconds));
+    int failure = 0;
+    socklen_t length = sizeof(failure);
+    ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &failure, &length);
+    if ((writable.revents & POLLOUT) != 0 && failure == 0) return std::make_unique<LineSocket>(fd);
+  }
+  if (fd >= 0) ::close(fd);
+  return nullptr;
+}
+
+void wait_readable(const std::vector<int>& descriptors, double seconds) {
+  std::vector<pollfd> polled;
+  polled.reserve(descriptors.size());
+  for (int fd : descriptors) polled.push_back({fd, POLLIN, 0});
+  ::poll(polled.data(), polled.size(), std::max(0, static_cast<int>(std::ceil(1000 * seconds))));
+}
+
+double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace parka

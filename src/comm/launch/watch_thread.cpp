@@ -1,0 +1,190 @@
+#include "comm/launch/watch_thread.h"
+
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <sstream>
+#include <utility>
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <spdlog/spdlog.h>
+
+#include "core/thread.h"
+
+namespace parka {
+namespace {
+
+// Longest wait of the training thread for a verdict on its own failure, in seconds: rank 0 answers at once or is
+// gone.
+constexpr double kVerdictSeconds = 10;
+
+std::string rest_of(std::istringstream& in) {
+  std::string text;
+  std::getline(in >> std::ws, text);
+  return text;
+}
+
+}  // namespace
+
+std::string beat_line(const RankReport& report) {
+  return fmt::format("beat {} {} {} {} {}", report.step, report.calls, report.collectives.reached,
+                     report.collectives.finished, report.what);
+}
+
+std::string fail_line(ExitCode code, const std::string& message) {
+  return fmt::format("fail {} {}", static_cast<int>(code), message);
+}
+
+std::string end_line(const Verdict& verdict) {
+  return fmt::format("end {} {} {} {}", static_cast<int>(verdict.code), verdict.rank, verdict.common ? 1 : 0,
+                     verdict.message);
+}
+
+WatchMessage parse_watch_line(const std::string& line) {
+  using Kind = WatchMessage::Kind;
+  std::istringstream in(line);
+  std::string kind;
+  in >> kind;
+  WatchMessage message;
+  int code = 0;
+  if (kind == "beat") {
+    message.kind = Kind::kBeat;
+    RankReport& report = message.report;
+    in >> report.step >> report.calls >> report.collectives.reached >> report.collectives.finished;
+    report.what = rest_of(in);
+  } else if (kind == "fail") {
+    message.kind = Kind::kFail;
+    in >> code;
+  } else if (kind == "end") {
+    message.kind = Kind::kEnd;
+    in >> code >> message.verdict.rank >> message.verdict.common;
+  } else if (kind == "bye") {
+    message.kind = Kind::kBye;
+  }
+  if (message.kind == Kind::kFail || message.kind == Kind::kEnd) {
+    message.verdict.code = static_cast<ExitCode>(code);
+    message.verdict.message = rest_of(in);
+  }
+  return message;
+}
+
+WatchThread::WatchThread(int rank, std::vector<std::string> names, const WatchdogTimes& times, RankState& state)
+    : rank_(rank),
+      names_(std::move(names)),
+      times_(times),
+      state_(state),
+      wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      last_run_(seconds_now()) {
+  if (wake_fd_ < 0) throw_bad_input("the watchdog cannot have another file descriptor (ulimit -n)");
+}
+
+WatchThread::~WatchThread() { ::close(wake_fd_); }
+
+void WatchThread::prepare() {
+  thread_ = start_thread("watches over the ranks", [this] {
+    // Signals are for the training thread.
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, nullptr);
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return started_ || requests_.stop; });
+    }
+    run();
+    std::lock_guard lock(mutex_);
+    done_ = true;
+    changed_.notify_all();
+  });
+}
+
+void WatchThread::start() {
+  std::lock_guard lock(mutex_);
+  started_ = true;
+  changed_.notify_all();
+}
+
+void WatchThread::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    requests_.stop = true;
+    changed_.notify_all();
+  }
+  wake();
+  if (thread_.joinable()) thread_.join();
+}
+
+void WatchThread::wake() const {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(wake_fd_, &one, sizeof(one));
+}
+
+void WatchThread::clear_wake() const {
+  uint64_t count = 0;
+  [[maybe_unused]] const ssize_t read = ::read(wake_fd_, &count, sizeof(count));
+}
+
+Verdict WatchThread::fail(ExitCode code, const std::string& message) {
+  std::unique_lock lock(mutex_);
+  requests_.failure = Failure{code, message};
+  waits_for_verdict_ = true;
+  wake();
+  changed_.wait_for(lock, std::chrono::duration<double>(kVerdictSeconds), [&] { return done_; });
+  return verdict_.value_or(Verdict{code, rank_, false, message});
+}
+
+void WatchThread::leave() {
+  std::unique_lock lock(mutex_);
+  requests_.leave = true;
+  wake();
+  changed_.wait(lock, [&] { return done_; });
+}
+
+void WatchThread::set_stall_seconds(double seconds) {
+  std::lock_guard lock(mutex_);
+  requests_.stall_seconds = seconds;
+}
+
+WatchThread::Requests WatchThread::take_requests() {
+  const std::string broken = state_.failure();
+  std::lock_guard lock(mutex_);
+  Requests taken = requests_;
+  requests_.failure.reset();
+  requests_.stall_seconds.reset();
+  if (!broken.empty() && !taken.failure && !told_failure_) {
+    taken.failure = Failure{ExitCode::kRankLost, fmt::format("{}: {}", names_[static_cast<size_t>(rank_)], broken)};
+  }
+  told_failure_ = told_failure_ || taken.failure.has_value();
+  return taken;
+}
+
+void WatchThread::conclude(const Verdict& verdict, const std::function<void()>& before_the_end) {
+  {
+    std::lock_guard lock(mutex_);
+    if (waits_for_verdict_) verdict_ = verdict;
+  }
+  if (!verdict_) announce(verdict);
+  if (before_the_end) before_the_end();
+  if (verdict_) return;
+  spdlog::default_logger()->flush();
+  std::_Exit(static_cast<int>(verdict.code));
+}
+
+void WatchThread::announce(const Verdict& verdict) const {
+  const int code = static_cast<int>(verdict.code);
+  if (verdict.code == ExitCode::kRankLost) {
+    spdlog::error("{}; rank {} ends with exit code {}", verdict.message, rank_, code);
+  } else if (!verdict.common) {
+    // The number comes from another process.
+    const auto blamed = static_cast<size_t>(verdict.rank);
+    const std::string name = blamed < names_.size() ? names_[blamed] : fmt::format("rank {}", verdict.rank);
+    spdlog::error("{} failed: {}; rank {} ends with its exit code {}", name, verdict.message, rank_, code);
+  }
+}
+
+bool WatchThread::was_asleep(double now) {
+  return now - std::exchange(last_run_, now) > times_.beat + times_.silence / 4;
+}
+
+}  // namespace parka

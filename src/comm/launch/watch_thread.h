@@ -1,0 +1,102 @@
+#pragma once
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/launch/line_socket.h"
+#include "comm/launch/roll_call.h"
+#include "comm/launch/watchdog.h"
+
+// The thread of the watchdog. On rank 0 it listens to all others and judges, elsewhere it reports to rank 0. What
+// they say to each other are lines:
+//   both:             beat STEP CALLS REACHED FINISHED WHAT    a sign of life
+//   other to rank 0:  fail CODE MESSAGE                        this rank cannot go on
+//                     bye                                      this rank is done
+//   rank 0 to other:  end CODE RANK COMMON MESSAGE             the verdict
+namespace parka {
+
+std::string beat_line(const RankReport& report);
+std::string fail_line(ExitCode code, const std::string& message);
+std::string end_line(const Verdict& verdict);
+
+struct WatchMessage {
+  enum class Kind { kUnknown, kBeat, kFail, kBye, kEnd };
+  Kind kind = Kind::kUnknown;
+  RankReport report;  // of kBeat
+  Verdict verdict;    // of kEnd; of kFail its code and message
+};
+WatchMessage parse_watch_line(const std::string& line);
+
+class WatchThread {
+ public:
+  WatchThread(int rank, std::vector<std::string> names, const WatchdogTimes& times, RankState& state);
+  virtual ~WatchThread();  // stop() must have been called
+  WatchThread(const WatchThread&) = delete;
+  WatchThread& operator=(const WatchThread&) = delete;
+
+  // Makes the thread, which does nothing yet. Throws Error(kBadInput) where the system allows no further one.
+  void prepare();
+  void start();
+  void stop();
+
+  Verdict fail(ExitCode code, const std::string& message);
+  void leave();
+  void set_stall_seconds(double seconds);
+
+ protected:
+  struct Failure {
+    ExitCode code;
+    std::string message;
+  };
+
+  // What the training thread, or its collectives, have asked since the last call.
+  struct Requests {
+    bool stop = false, leave = false;
+    std::optional<Failure> failure;  // once
+    std::optional<double> stall_seconds;
+  };
+  Requests take_requests();
+
+  virtual void run() = 0;
+  // Logs the verdict and ends the process; or, where the training thread waits in fail(), hands the verdict to it,
+  // and run() must return.
+  void conclude(const Verdict& verdict, const std::function<void()>& before_the_end = {});
+  // True when this thread itself, or the whole process, was not running for long enough that it cannot judge others
+  // by the clock. To be asked once a round, with the very time by which it then judges.
+  bool was_asleep(double now);
+  int wake_fd() const { return wake_fd_; }
+  void clear_wake() const;
+
+  const int rank_;
+  const std::vector<std::string> names_;
+  const WatchdogTimes times_;
+  RankState& state_;
+
+ private:
+  void wake() const;
+  void announce(const Verdict& verdict) const;
+
+  int wake_fd_;
+  std::thread thread_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  Requests requests_;
+  bool started_ = false, waits_for_verdict_ = false, done_ = false, told_failure_ = false;
+  std::optional<Verdict> verdict_;
+  double last_run_;
+};
+
+// `others[r]` is the connection of rank r; none of rank 0 itself.
+std::unique_ptr<WatchThread> make_watch_hub(std::vector<std::unique_ptr<LineSocket>> others,
+                                            std::vector<std::string> names, const WatchdogTimes& times,
+                                            RankState& state);
+std::unique_ptr<WatchThread> make_watch_client(std::unique_ptr<LineSocket> hub, int rank,
+                                               std::vector<std::string> names, const WatchdogTimes& times,
+                                               RankState& state);
+
+}  // namespace parka

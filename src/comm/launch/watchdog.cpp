@@ -1,0 +1,185 @@
+#include "comm/launch/watchdog.h"
+
+#include <random>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include <unistd.h>
+
+#include "comm/launch/line_socket.h"
+#include "comm/launch/watch_thread.h"
+
+namespace parka {
+namespace {
+
+constexpr double kConnectTrySeconds = 3;  // for one address
+
+// A number that only the ranks of this run know, so that nothing else is taken for one of them.
+std::string random_token() {
+  std::random_device device;
+  return fmt::format("{:08x}{:08x}", device(), device());
+}
+
+// Waits for the connections of all other ranks, which begin with "TOKEN RANK". Those that did not come are null.
+std::vector<std::unique_ptr<LineSocket>> accept_ranks(const Listener& listener, const std::string& token, int size,
+                                                      double seconds) {
+  std::vector<std::unique_ptr<LineSocket>> ranks(static_cast<size_t>(size)), strangers;
+  const double end = seconds_now() + seconds;
+  for (int missing = size - 1; missing > 0 && seconds_now() < end;) {
+    std::vector<int> descriptors = {listener.fd()};
+    for (const auto& stranger : strangers) descriptors.push_back(stranger ? stranger->fd() : -1);
+    wait_readable(descriptors, end - seconds_now());
+    while (std::unique_ptr<LineSocket> socket = listener.accept()) strangers.push_back(std::move(socket));
+    for (auto& stranger : strangers) {
+      if (!stranger) continue;
+      const std::vector<std::string> lines = stranger->receive();
+      if (lines.empty() && !stranger->closed()) continue;
+      std::istringstream in(lines.empty() ? "" : lines[0]);
+      std::string its_token;
+      int rank = 0;
+      in >> its_token >> rank;
+      const bool expected = its_token == token && rank > 0 && rank < size && !ranks[static_cast<size_t>(rank)];
+      if (expected) {
+        stranger->send("welcome");
+        ranks[static_cast<size_t>(rank)] = std::move(stranger);
+        --missing;
+      }
+      stranger.reset();
+    }
+  }
+  return ranks;
+}
+
+// The connection of `rank` to rank 0, which is said to be at `addresses`; nullptr where it cannot be reached.
+std::unique_ptr<LineSocket> connect_to_hub(const std::vector<std::string>& addresses, int port,
+                                           const std::string& token, int rank, double seconds) {
+  const double end = seconds_now() + seconds;
+  while (seconds_now() < end) {
+    for (const std::string& address : addresses) {
+      std::unique_ptr<LineSocket> socket = connect_to(address, port, kConnectTrySeconds);
+      if (!socket) continue;
+      socket->send(fmt::format("{} {}", token, rank));
+      const double answer_by = seconds_now() + kConnectTrySeconds;
+      // Something else may listen there: a port of the same number on another network.
+      while (!socket->closed() && seconds_now() < answer_by) {
+        wait_readable({socket->fd()}, answer_by - seconds_now());
+        const std::vector<std::string> lines = socket->receive();
+        if (!lines.empty() && lines[0] == "welcome" && !socket->closed()) return socket;
+      }
+    }
+    wait_readable({}, kConnectTrySeconds / 10);
+  }
+  return nullptr;
+}
+
+std::string join(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : " ") + word;
+  return text;
+}
+
+}  // namespace
+
+void RankState::at(int64_t step, std::string_view what) {
+  std::lock_guard lock(mutex_);
+  report_.step = step;
+  report_.what = what;
+  ++report_.calls;
+}
+
+void RankState::probe(CollectiveProbe* probe) {
+  std::lock_guard lock(mutex_);
+  probe_ = probe;
+}
+
+RankReport RankState::report() {
+  std::lock_guard lock(mutex_);
+  RankReport report = report_;
+  report.collectives = host_collectives.counts();
+  if (probe_ != nullptr) {
+    const CollectiveCounts more = probe_->counts();
+    report.collectives.reached += more.reached;
+    report.collectives.finished += more.finished;
+  }
+  return report;
+}
+
+std::string RankState::failure() {
+  std::lock_guard lock(mutex_);
+  return probe_ == nullptr ? std::string() : probe_->failure();
+}
+
+Watchdog::Watchdog() = default;
+
+Watchdog::~Watchdog() {
+  if (thread_) thread_->stop();
+}
+
+void Watchdog::start(Communicator& ranks, const std::string& host, int host_leader, const WatchdogTimes& times) {
+  const int rank = ranks.rank(), size = ranks.size();
+  std::vector<std::string> names = ranks.gather_text(fmt::format("{}, pid {}", host, ::getpid()));
+  for (int r = 0; r < size; ++r) names[r] = fmt::format("rank {} ({})", r, names[r]);
+
+  std::unique_ptr<Listener> listener;
+  std::string offer, problem;
+  if (rank == 0) {
+    try {
+      listener = std::make_unique<Listener>();
+      offer = fmt::format("{} {} {}", random_token(), listener->port(), join(own_addresses()));
+    } catch (const Error& error) {
+      offer = "failed 0";  // the others must not wait for it
+      problem = fmt::format("{}: {}", names[0], error.what());
+    }
+  }
+  std::istringstream in(ranks.gather_text(offer)[0]);
+  std::string token;
+  int port = 0;
+  in >> token >> port;
+  std::vector<std::string> addresses;
+  if (host_leader == 0) addresses = {"127.0.0.1", "::1"};
+  for (std::string address; in >> address;) addresses.push_back(address);
+
+  if (rank == 0 && listener) {
+    std::vector<std::unique_ptr<LineSocket>> others = accept_ranks(*listener, token, size, times.connect);
+    for (int r = 1; r < size; ++r) {
+      if (!others[r] && problem.empty()) problem = names[r] + " has not connected to rank 0";
+    }
+    thread_ = make_watch_hub(std::move(others), names, times, state_);
+  } else if (port != 0) {
+    std::unique_ptr<LineSocket> hub = connect_to_hub(addresses, port, token, rank, times.connect);
+    if (!hub) problem = fmt::format("{} cannot reach {} at any of: {}", names[rank], names[0], join(addresses));
+    if (hub) thread_ = make_watch_client(std::move(hub), rank, names, times, state_);
+  }
+  if (!problem.empty()) {
+    problem += fmt::format(", TCP port {}: open the network between the hosts for the watchdog", port);
+  } else if (thread_) {
+    try {
+      thread_->prepare();
+    } catch (const Error& error) {
+      problem = fmt::format("{}: {}", names[rank], error.what());
+    }
+  }
+  // A rank that knows the addresses says more than rank 0: the last word counts.
+  for (const std::string& word : ranks.gather_text(problem)) problem = word.empty() ? problem : word;
+  if (!problem.empty()) {
+    thread_.reset();  // it does not run, so that no failure can be told to it
+    throw_bad_input("{}", problem);
+  }
+  thread_->start();
+}
+
+void Watchdog::set_stall_seconds(double seconds) {
+  if (thread_) thread_->set_stall_seconds(seconds);
+}
+
+Verdict Watchdog::fail(ExitCode code, const std::string& message) {
+  if (thread_) return thread_->fail(code, message);
+  return {code, 0, true, message};
+}
+
+void Watchdog::leave() {
+  if (thread_) thread_->leave();
+}
+
+}  // namespace parka

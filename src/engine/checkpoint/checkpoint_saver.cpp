@@ -1,0 +1,95 @@
+#include "engine/checkpoint/checkpoint_saver.h"
+
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "core/thread.h"
+
+namespace parka {
+
+CheckpointSaver::CheckpointSaver(std::string folder, SaveOptions options)
+    : folder_(std::move(folder)),
+      options_(std::move(options)),
+      thread_(start_thread("saves checkpoints", [this] { work(); })) {}
+
+CheckpointSaver::~CheckpointSaver() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+  if (!failure_ || !options_.report) return;
+  try {
+    std::rethrow_exception(failure_);
+  } catch (const std::exception& e) {
+    options_.report(e.what());
+  }
+}
+
+void CheckpointSaver::save(CheckpointContents contents) {
+  {
+    std::unique_lock lock(mutex_);
+    wait_until_idle(lock);
+    next_ = std::move(contents);
+  }
+  changed_.notify_all();
+}
+
+void CheckpointSaver::wait() {
+  std::unique_lock lock(mutex_);
+  wait_until_idle(lock);
+}
+
+std::exception_ptr CheckpointSaver::wait_for_failure() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return !next_ && !saving_; });
+  return std::exchange(failure_, nullptr);
+}
+
+bool CheckpointSaver::failed() const {
+  const std::lock_guard lock(mutex_);
+  return failure_ != nullptr;
+}
+
+void CheckpointSaver::save_here(const CheckpointContents& contents) {
+  std::unique_lock lock(mutex_);
+  wait_until_idle(lock);
+  failure_ = try_to_save(contents);
+}
+
+std::exception_ptr CheckpointSaver::try_to_save(const CheckpointContents& contents) {
+  try {
+    SaveOptions options = options_;
+    if (options.group.size > 1) options.group.id += fmt::format("_{}", ++num_saves_);
+    save_checkpoint(folder_, contents, options);
+    return nullptr;
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+void CheckpointSaver::wait_until_idle(std::unique_lock<std::mutex>& lock) {
+  changed_.wait(lock, [this] { return !next_ && !saving_; });
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+}
+
+void CheckpointSaver::work() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return next_ || stopping_; });
+    if (!next_) return;
+    std::optional<CheckpointContents> contents = std::exchange(next_, std::nullopt);
+    saving_ = true;
+    lock.unlock();
+    std::exception_ptr failure = try_to_save(*contents);
+    contents.reset();
+    lock.lock();
+    saving_ = false;
+    failure_ = std::move(failure);
+    changed_.notify_all();
+  }
+}
+
+}  // namespace parka

@@ -1,0 +1,57 @@
+#pragma once
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "engine/checkpoint/checkpoint.h"
+
+namespace parka {
+
+// Saves checkpoints from a background thread while training goes on. To be used from one thread; the observer and
+// the report of `options` are called from the background thread. Where options.group has several ranks each has a
+// saver, and all savers get the same saves in the same order.
+class CheckpointSaver {
+ public:
+  // Throws Error(kBadInput) where the system allows no further thread.
+  CheckpointSaver(std::string folder, SaveOptions options);
+  // Waits for the save under way. An error that nobody has seen yet goes to options.report.
+  ~CheckpointSaver();
+  CheckpointSaver(const CheckpointSaver&) = delete;
+  CheckpointSaver& operator=(const CheckpointSaver&) = delete;
+
+  // Hands `contents` over; its memory is free again once it is saved. Waits for the previous save first, so that
+  // there is never more than one copy in memory that waits. Throws the previous save's error, if it had one; then
+  // `contents` is not saved.
+  void save(CheckpointContents contents);
+  // The same on this thread, for contents that only it can read. An error is kept as one of the background is.
+  void save_here(const CheckpointContents& contents);
+  // Returns when nothing is left to save. Throws the error of the last save, if it had one, once.
+  void wait();
+  // The same, and returns that error instead.
+  std::exception_ptr wait_for_failure();
+  // Whether the last save has failed and nobody has been told.
+  bool failed() const;
+
+ private:
+  void work();
+  // Saves; returns the error, if there is one.
+  std::exception_ptr try_to_save(const CheckpointContents& contents);
+  void wait_until_idle(std::unique_lock<std::mutex>& lock);
+
+  const std::string folder_;
+  const SaveOptions options_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::optional<CheckpointContents> next_;  // handed over, not yet taken by the thread
+  bool saving_ = false;
+  int64_t num_saves_ = 0;  // begun; the same on all ranks
+  bool stopping_ = false;
+  std::exception_ptr failure_;
+  std::thread thread_;  // last: it uses everything above
+};
+
+}  // namespace parka

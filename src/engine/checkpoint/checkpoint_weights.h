@@ -1,0 +1,38 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <span>
+
+#include "core/parameter.h"
+#include "core/shard.h"
+#include "engine/checkpoint/checkpoint.h"
+
+namespace parka {
+
+// Which values of a weight are meant: what the model computes with, or what the optimizer updates.
+enum class WeightForm : uint8_t { kCompute, kMaster };
+
+// The weights of a checkpoint as fp32 values, whatever formats and master form it has them in.
+class CheckpointWeights {
+ public:
+  // Throws Error(kBadInput) unless the checkpoint has all of these parameters, in their shapes and as floats.
+  CheckpointWeights(const LoadedCheckpoint& checkpoint, const std::vector<ParameterInfo>& parameters);
+
+  // Passes elements [range.begin, range.end) of a parameter in order to `callback`, kMaxElements at a time. Masters
+  // that the checkpoint does not have are its weights.
+  static constexpr int64_t kMaxElements = 2 << 20;
+  using Callback = std::function<void(int64_t first_element, std::span<const float> values)>;
+  void read(const ParameterInfo& parameter, Shard::Range range, WeightForm form, const Callback& callback) const;
+  // All of them at once.
+  std::vector<float> read(const ParameterInfo& parameter, Shard::Range range, WeightForm form) const;
+
+  // The format of a parameter's compute weights.
+  DType dtype(const ParameterInfo& parameter) const;
+
+ private:
+  void read_tensor(const SafetensorsEntry& tensor, Shard::Range range, std::span<std::byte> bytes) const;
+
+  const LoadedCheckpoint& checkpoint_;
+};
+
+}  // namespace parka

@@ -1,0 +1,83 @@
+#include "engine/checkpoint/saved_state.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/error.h"
+#include "engine/config/config_io.h"
+
+namespace parka {
+namespace {
+
+using nlohmann::json;
+
+const json& member(const LoadedCheckpoint& checkpoint, const json& object, const char* key) {
+  const auto found = object.find(key);
+  if (found == object.end()) throw_bad_input("{}: its state has no \"{}\"", checkpoint.path(), key);
+  return *found;
+}
+
+int64_t count(const LoadedCheckpoint& checkpoint, const json& object, const char* key) {
+  const json& value = member(checkpoint, object, key);
+  if (!value.is_number_unsigned() || value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) {
+    throw_bad_input("{}: \"{}\" in its state is no count", checkpoint.path(), key);
+  }
+  return value.get<int64_t>();
+}
+
+// Whether file_difference() can compare with it.
+bool is_file(const json& file) {
+  return file.is_object() && file.contains("name") && file.contains("bytes") && file.contains("fingerprint");
+}
+
+// A step applies at most one update, reads one global batch, and goes through no more than one epoch.
+void check_progress(const LoadedCheckpoint& checkpoint, const SavedProgress& progress) {
+  const int64_t step = checkpoint.step(), batch = config_of(checkpoint, {}).training.global_batch_size;
+  const auto [epoch, consumed] = progress.position;
+  if (progress.applied_steps <= step && consumed % batch == 0 && epoch <= step &&
+      consumed / batch <= step - epoch) {
+    return;
+  }
+  throw_bad_input(
+      "{}: says that {} steps with batches of {} sequences made {} updates and came to sequence {} of epoch {}, "
+      "which "
+      "cannot be; resume from an earlier checkpoint (move this one away)",
+      checkpoint.path(), step, batch, progress.applied_steps, consumed, epoch);
+}
+
+}  // namespace
+
+Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides) {
+  return override_config(member(checkpoint, checkpoint.state(), "config"), overrides, checkpoint.path());
+}
+
+int64_t max_positions_of(const LoadedCheckpoint& checkpoint, int64_t otherwise) {
+  constexpr const char* kKey = "max_positions";
+  return checkpoint.state().contains(kKey) ? count(checkpoint, checkpoint.state(), kKey) : otherwise;
+}
+
+SavedProgress read_progress(const LoadedCheckpoint& checkpoint) {
+  if (!checkpoint.state().contains("data")) {
+    throw_bad_input(
+        "{}: is an imported model, which has weights but no run to go on with; start one with checkpoint.init_from",
+        checkpoint.path());
+  }
+  const json& data = checkpoint.state().at("data");
+  SavedProgress progress;
+  progress.applied_steps = count(checkpoint, checkpoint.state(), "applied_steps");
+  progress.position = {count(checkpoint, data, "epoch"), count(checkpoint, data, "consumed")};
+  const json& fingerprint = member(checkpoint, data, "fingerprint");
+  if (!fingerprint.is_number_unsigned()) {
+    throw_bad_input("{}: \"fingerprint\" in its state is not one", checkpoint.path());
+  }
+  progress.fingerprint = fingerprint.get<uint64_t>();
+  check_progress(checkpoint, progress);
+  if (!data.contains("files")) return progress;
+  progress.files = data.at("files");
+  if (!progress.files.is_array() || !std::all_of(progress.files.begin(), progress.files.end(), is_file)) {
+    throw_bad_input("{}: \"files\" in its state are not those of token files", checkpoint.path());
+  }
+  return progress;
+}
+
+}  // namespace parka

@@ -1,0 +1,372 @@
+#include <CLI/CLI.hpp>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <optional>
+
+#include <fmt/ranges.h>
+#include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
+
+#include "core/error.h"
+#include "core/parallel.h"
+#include "engine/commands/argument_values.h"
+#include "engine/commands/commands.h"
+#include "engine/commands/version.h"
+#include "engine/config/nearest_name.h"
+
+namespace parka {
+namespace {
+
+// Numbers; CLI11's own checks end their message with the largest number there is, in 309 digits.
+CLI::Validator number_that(const char* must, const char* name, bool (*holds)(double)) {
+  return {[must, holds](std::string& text) {
+            const std::optional<double> value = parse_finite(text);
+            return value && holds(*value) ? std::string() : fmt::format("{} is given; it must {}", text, must);
+          },
+          name};
+}
+const CLI::Validator kNotNegative =
+    number_that("be a number that is not negative", "NONNEGATIVE", [](double x) { return x >= 0; });
+const CLI::Validator kPositive = number_that("be a number above 0", "POSITIVE", [](double x) { return x > 0; });
+
+constexpr const char* kFooter =
+    "\nExit codes: 0 done; 1 defect of Parka; 2 bad input (config, data, checkpoint, command line);\n"
+    "3 loss or gradients not finite; 4 reading or writing failed (disk full, ...); 5 another rank died or hung;\n"
+    "6 silent data corruption.\n"
+    "Documentation: README.md and docs/.";
+
+void add_config_options(CLI::App& command, std::string& path, std::vector<std::string>& overrides) {
+  command.add_option("config", path, "The run's JSON config, e.g. configs/quickstart.json")->required();
+  command.add_option("--set", overrides, "Override a key: --set optimizer.lr=1e-3 (may be repeated)")
+      ->type_name("KEY=VALUE")
+      ->allow_extra_args(false);
+}
+
+void add_train(CLI::App& app, TrainOptions& options, std::string& drill) {
+  CLI::App& command = *app.add_subcommand(
+      "train", "Train a model. Resumes from the newest good checkpoint in checkpoint.folder if there is one.");
+  add_config_options(command, options.config_path, options.overrides);
+  command.add_flag("--fresh", options.fresh,
+                   "Fail instead of resuming when checkpoint.folder already has checkpoints");
+  command
+      .add_option(
+          "--drill-kill-in-save", drill,
+          "Fault drill: SIGKILL this process at the POINT-th file operation of saving step STEP, to prove that "
+          "the run survives it (docs/testing.md)")
+      ->type_name("STEP:POINT");
+  command
+      .add_option(
+          "--drill", options.drill,
+          "Drill of the checks for silent data corruption: flips one bit of a weight, moment, gradient or of "
+          "what a matrix product (gemm) writes, in step STEP on rank RANK (docs/reliability.md)")
+      ->type_name("flip:TARGET:STEP[:RANK[:SEED]]");
+}
+
+// Options of what `plan` knows about links between GPUs; see docs/scaling.md.
+void add_step_model(CLI::App& command, CLI::Option& measured, PlanOptions& options) {
+  command
+      .add_option("--compare", options.compare_path,
+                  "The same of a run on --gpus GPUs, to compare the prediction to")
+      ->type_name("FILE")
+      ->needs(&measured);
+  command.add_option("--nodes", options.nodes, "Nodes that the GPUs are in; by default nodes of 8")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
+      ->needs(&measured);
+  const auto add = [&](const char* name, double& value, const char* help) {
+    command.add_option(name, value, help)->check(kPositive)->needs(&measured)->capture_default_str();
+  };
+  add("--link-bandwidth", options.link_bandwidth, "NCCL's bus bandwidth within a node, GB/s");
+  add("--network-bandwidth", options.network_bandwidth, "Bandwidth of one GPU to other nodes, GB/s");
+  add("--start-latency", options.start_latency, "Of a collective, microseconds");
+  add("--link-latency", options.link_latency, "Of a hop within a node, microseconds");
+  add("--network-latency", options.network_latency, "Of a hop between nodes, microseconds");
+  command
+      .add_option("--interference", options.interference,
+                  "What a collective costs the work beside it, in times of what its bytes take in a GPU's memory")
+      ->check(kNotNegative)
+      ->needs(&measured)
+      ->capture_default_str();
+  command
+      .add_option("--slowest-gpu", options.slowest_gpu,
+                  "By how many per cent the slowest GPU is slower than the measured one")
+      ->check(kNotNegative)
+      ->needs(&measured)
+      ->capture_default_str();
+}
+
+void add_plan(CLI::App& app, PlanOptions& options) {
+  CLI::App& command = *app.add_subcommand(
+      "plan",
+      "Print a run's memory on each GPU and what would make it fit; with --measured, also what a step takes.");
+  add_config_options(command, options.config_path, options.overrides);
+  command.add_option("--gpus", options.num_gpus, "Number of GPUs")->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+  command.add_option("--memory-limit", options.memory_limit_gb, "Memory of one GPU in GB (1e9 bytes)")
+      ->check(kPositive);
+  command.add_flag("--json", options.json, "Print JSON");
+  CLI::Option& measured = *command
+                               .add_option("--measured", options.measured_path,
+                                           "What `parka bench CONFIG --json FILE` wrote on one GPU")
+                               ->type_name("FILE");
+  add_step_model(command, measured, options);
+}
+
+void add_bench(CLI::App& app, BenchOptions& options) {
+  CLI::App& command = *app.add_subcommand(
+      "bench", "Time training steps of a config on synthetic tokens: whole steps, every op, and per block.");
+  add_config_options(command, options.config_path, options.overrides);
+  command.add_option("--steps", options.steps, "Steps to time, after two for warming up")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+  command.add_flag("--roofline", options.roofline,
+                   "Also measure what this device could reach for each op, and compare");
+  command.add_option("--json", options.json_path, "Write all figures to this file")->type_name("FILE");
+}
+
+void add_tune(CLI::App& app, TuneOptions& options) {
+  CLI::App& command = *app.add_subcommand(
+      "tune", "Time cuBLASLt's algorithms for every matrix product of a config, for device.gemm_tuning.");
+  add_config_options(command, options.config_path, options.overrides);
+  command.add_option("--output", options.output, "File to write")->type_name("FILE")->required();
+  command.add_option("--candidates", options.candidates, "Algorithms to try for each product")
+      ->check(CLI::Range(int64_t{1}, int64_t{1000}));
+  command.add_option("--seconds", options.seconds, "Longest time to measure for")->check(CLI::Range(1.0, 1e5));
+}
+
+void add_eval(CLI::App& app, EvalOptions& options) {
+  CLI::App& command = *app.add_subcommand(
+      "eval", "Loss and perplexity of a checkpoint on token files, and its scores in multiple-choice tasks.");
+  command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder for its newest one")
+      ->required();
+  command.add_option("--data", options.data,
+                     "Token files; without --data, --sets and --tasks all that the config evaluates on");
+  command.add_option("--sets", options.sets, "Named sets of token files, each with its own loss")
+      ->type_name("NAME=FILE");
+  command.add_option("--tasks", options.tasks, "Request files of tasks, which scripts/prepare_eval.py makes")
+      ->type_name("FILE");
+  command
+      .add_option("--set", options.overrides, "Override a key of the checkpoint's config, e.g. precision.eval=bf16")
+      ->type_name("KEY=VALUE")
+      ->allow_extra_args(false);
+  command
+      .add_option("--max-sequences", options.max_sequences,
+                  "Sequences to evaluate, spread evenly over the files of a set; 0 is all")
+      ->check(kNotNegative);
+  command
+      .add_option("--max-documents", options.max_documents,
+                  "Documents of each task, spread evenly over it; 0 is all")
+      ->check(kNotNegative);
+  command.add_option("--predictions", options.predictions, "Write the log-likelihood of every choice to this file")
+      ->type_name("FILE");
+  command.add_flag("--json", options.json, "Print JSON");
+}
+
+void add_generate(CLI::App& app, GenerateOptions& options) {
+  CLI::App& command = *app.add_subcommand("generate", "Sample continuations of prompts from a checkpoint.");
+  command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder for its newest one")
+      ->required();
+  command
+      .add_option("--prompt", options.prompts,
+                  "Prompt text, for models trained on bytes; if repeated, one line of JSON is printed for each")
+      ->allow_extra_args(false);
+  command
+      .add_option("--prompt-tokens", options.prompt_tokens,
+                  "Prompt as comma-separated token ids, for any model (may be repeated)")
+      ->type_name("ID,ID,...")
+      ->allow_extra_args(false);
+  command.add_option("--tokens", options.num_tokens, "Tokens to generate for each prompt, at most")
+      ->check(kNotNegative);
+  SamplingOptions& sampling = options.sampling;
+  command
+      .add_option("--temperature", sampling.temperature, "Divides the logits; 0 always takes the likeliest token")
+      ->check(kNotNegative);
+  command.add_option("--top-k", sampling.top_k, "Sample among the k likeliest tokens; 0 is all")
+      ->check(kNotNegative);
+  command
+      .add_option("--top-p", sampling.top_p,
+                  "Sample among the fewest likeliest tokens that have this probability together; 1 is all")
+      ->check(CLI::Range(0.0, 1.0));
+  command.add_option("--seed", sampling.seed, "Seed of the sampling")->check(kNotNegative);
+  command.add_option("--stop-token", options.stop_tokens, "End before this token id (may be repeated)")
+      ->allow_extra_args(false);
+  command.add_option("--batch", options.batch, "Prompts to continue at a time")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+  command.add_flag("--json", options.json, "Print JSON when all is done, also for one prompt");
+  command.add_option("--set", options.overrides, "Override a key of the checkpoint's config, e.g. device.kind=cpu")
+      ->type_name("KEY=VALUE")
+      ->allow_extra_args(false);
+}
+
+void add_import(CLI::App& app, ImportOptions& options) {
+  CLI::App& command = *app.add_subcommand(
+      "import",
+      "Make a checkpoint of Parka's of a Hugging Face model (Llama or OLMo), to train, evaluate or sample.");
+  command.add_option("folder", options.folder, "Folder with config.json and *.safetensors")->required();
+  command.add_option("--out", options.output, "Folder to make")->type_name("FOLDER")->required();
+}
+
+void add_export(CLI::App& app, ExportOptions& options) {
+  CLI::App& command =
+      *app.add_subcommand("export", "Make a folder that Hugging Face transformers loads of a checkpoint.");
+  command
+      .add_option("checkpoint", options.checkpoint,
+                  "A checkpoint, a run folder for its newest one, or an imported "
+                  "model")
+      ->required();
+  command.add_option("--out", options.output, "Folder to make")->type_name("FOLDER")->required();
+  command
+      .add_option("--dtype", options.dtype,
+                  "Format of the weights; without it that of the imported model, or what the run computes in")
+      ->check(CLI::IsMember({"bf16", "fp16", "fp32"}));
+  command
+      .add_option("--like", options.like,
+                  "Hugging Face folder whose tokenizer and other settings go with the export; without it those of "
+                  "the imported model that the weights come from")
+      ->type_name("FOLDER");
+  command
+      .add_option("--shard-size", options.shard_size,
+                  "Largest file of weights, e.g. 5GB; without it the files of the imported model, or 50GB")
+      ->type_name("SIZE");
+}
+
+void add_data(CLI::App& app, DataOptions& options) {
+  CLI::App& command = *app.add_subcommand(
+      "data", "Read token files whole: tokens, documents, range of ids, checksum. Refuses what training would.");
+  command.add_option("inputs", options.inputs, "Token files or patterns of such; or a config, for its files")
+      ->required();
+  command.add_option("--dtype", options.dtype, "Type of a token id in raw files; without it uint16")
+      ->check(CLI::IsMember({"uint16", "uint32"}));
+  command.add_option("--document-end", options.document_end, "The id that ends a document")->check(kNotNegative);
+  command.add_option("--set", options.overrides, "Override a key of the config")
+      ->type_name("KEY=VALUE")
+      ->allow_extra_args(false);
+  command.add_flag("--json", options.json, "Print JSON, a line for each file");
+}
+
+void add_config(CLI::App& app, ConfigOptions& options) {
+  CLI::App& command =
+      *app.add_subcommand("config", "Check a config, print it resolved, or print all there is to set.");
+  command.require_subcommand(1);
+  using Action = ConfigOptions::Action;
+  const auto add = [&](const char* name, const char* help, Action action, bool takes_config) {
+    CLI::App& sub = *command.add_subcommand(name, help);
+    if (takes_config) add_config_options(sub, options.config_path, options.overrides);
+    sub.callback([&options, action] { options.action = action; });
+  };
+  add("check", "Say whether a config is valid", Action::kCheck, true);
+  add("show", "Print a config with every key resolved", Action::kShow, true);
+  add("schema", "Print the JSON Schema of config files", Action::kSchema, false);
+  add("reference", "Print docs/config.md", Action::kReference, false);
+}
+
+// What to do about a command line that cannot be read: its first word that nobody expected may be meant for a
+// command.
+std::string advice(const CLI::App& app, int argc, char** argv) {
+  std::vector<std::string> names;
+  for (const CLI::App* command : app.get_subcommands({})) names.push_back(command->get_name());
+  const std::vector<std::string> unexpected = app.remaining();
+  const char* const* const word = std::find_if(argv + 1, argv + argc, [&](const std::string& candidate) {
+    return std::find(unexpected.begin(), unexpected.end(), candidate) != unexpected.end();
+  });
+  const bool is_command = word != argv + argc && **word != '-' && app.get_subcommands().empty();
+  const std::string nearest = is_command ? nearest_name(*word, names) : std::string();
+  return nearest.empty() ? "see parka --help" : fmt::format("by {}, did you mean {}?", *word, nearest);
+}
+
+int parse_and_run(int argc, char** argv) {
+  CLI::App app("Parka trains OLMo- and Llama-style language models with FP8 optimizer states and activations.",
+               "parka");
+  app.set_version_flag("--version", fmt::format("parka {}", parka_version()));
+  app.require_subcommand(0, 1);  // with (1, 1) a misspelt command would be told only that one is required
+  app.footer(kFooter);
+  int threads = 0;
+  app.add_option("--threads", threads, "CPU threads, at most 4 for each core; 0 is all cores")
+      ->check(CLI::Range(0, 4096));
+
+  TrainOptions train;
+  PlanOptions plan;
+  EvalOptions eval;
+  GenerateOptions generate;
+  ImportOptions import_options;
+  ExportOptions export_options;
+  ConfigOptions config;
+  BenchOptions bench;
+  TuneOptions tune;
+  DataOptions data;
+  std::string drill;
+  add_train(app, train, drill);
+  add_plan(app, plan);
+  add_eval(app, eval);
+  add_generate(app, generate);
+  add_import(app, import_options);
+  add_export(app, export_options);
+  add_bench(app, bench);
+  add_tune(app, tune);
+  add_data(app, data);
+  add_config(app, config);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success))
+      return app.exit(error);  // --help, --version
+    throw_bad_input("command line: {}; {}", error.what(), advice(app, argc, argv));
+  }
+  if (app.get_subcommands().empty()) throw_bad_input("command line: no subcommand was given; see parka --help");
+  set_num_threads(threads);
+  train.command_line = fmt::format("{}", fmt::join(argv, argv + argc, " "));
+  if (!drill.empty()) {
+    const DrillPoint killed_at = parse_drill(drill);
+    train.drill_step = killed_at.step;
+    train.drill_point = killed_at.point;
+  }
+  if (app.got_subcommand("train")) return run_train(train);
+  if (app.got_subcommand("plan")) return run_plan(plan);
+  if (app.got_subcommand("eval")) return run_eval(eval);
+  if (app.got_subcommand("generate")) return run_generate(generate);
+  if (app.got_subcommand("import")) return run_import(import_options);
+  if (app.got_subcommand("export")) return run_export(export_options);
+  if (app.got_subcommand("bench")) return run_bench(bench);
+  if (app.got_subcommand("tune")) return run_tune(tune);
+  if (app.got_subcommand("data")) return run_data(data);
+  return run_config(config);
+}
+
+// What a command has printed may still be on its way, to a file on a disk that is full.
+void finish_output() {
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    throw_io("standard output: cannot be written; is the disk full?");
+  }
+}
+
+// An error message may quote what the user wrote: keep it on one line.
+std::string one_line(std::string text) {
+  for (char& c : text) {
+    if (c == '\n' || c == '\r') c = ' ';
+  }
+  return text;
+}
+
+}  // namespace
+
+int run_command_line(int argc, char** argv) {
+  // A write beyond `ulimit -f` shall fail like one on a full disk, with a message, not end the process.
+  std::signal(SIGXFSZ, SIG_IGN);
+  spdlog::set_default_logger(spdlog::stderr_logger_mt("parka"));
+  spdlog::set_pattern("%H:%M:%S %v");
+  try {
+    const int status = parse_and_run(argc, argv);
+    finish_output();
+    return status;
+  } catch (const Error& error) {
+    std::fprintf(stderr, "parka: error: %s\n", one_line(error.what()).c_str());
+    return static_cast<int>(error.code());
+  } catch (const std::bad_alloc&) {
+    std::fprintf(stderr, "parka: error: out of memory; try a smaller training.micro_batch_size\n");
+    return static_cast<int>(ExitCode::kBadInput);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "parka: internal error: %s\n", one_line(error.what()).c_str());
+    return static_cast<int>(ExitCode::kInternal);
+  }
+}
+
+}  // namespace parka

@@ -1,0 +1,124 @@
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/evaluation/sampling.h"
+
+// What `parka <command>` does, one function each. They print to standard output, log to standard error, return the
+// exit code or throw Error.
+namespace parka {
+
+struct TrainOptions {
+  std::string config_path;
+  std::vector<std::string> overrides;
+  bool fresh = false;             // refuse to start where checkpoints exist
+  int64_t drill_step = 0;         // fault drill: SIGKILL while the checkpoint of this step is written...
+  int64_t drill_point = 0;        // ...at this file-system operation, counted from 1; see docs/testing.md
+  std::string drill = {};         // drill of silent data corruption, see FlipDrill; empty: none
+  std::string command_line = {};  // as it was given, for the record of the start
+};
+int run_train(const TrainOptions& options);
+
+struct PlanOptions {
+  std::string config_path;
+  std::vector<std::string> overrides;
+  int64_t num_gpus = 1;
+  double memory_limit_gb = 80.0;  // 1e9 bytes per GPU
+  bool json = false;
+
+  // What a step takes; without a measurement of one GPU it is not predicted. docs/scaling.md says where the
+  // defaults come from.
+  std::string measured_path, compare_path;
+  int64_t nodes = 0;                                                   // 0: as many as nodes of eight GPUs it takes
+  double link_bandwidth = 340, network_bandwidth = 50;                 // 1e9 bytes per second
+  double start_latency = 14, link_latency = 1.9, network_latency = 4;  // microseconds
+  double interference = 1.4;
+  double slowest_gpu = 0;  // per cent
+};
+int run_plan(const PlanOptions& options);
+
+// Without data, sets and tasks: what the checkpoint's config evaluates on.
+struct EvalOptions {
+  std::string checkpoint;          // a checkpoint, or a run folder: its newest
+  std::vector<std::string> data;   // token files
+  std::vector<std::string> sets;   // NAME=FILE, see EvaluationConfig
+  std::vector<std::string> tasks;  // request files
+  std::vector<std::string> overrides;
+  int64_t max_sequences = 0;  // of data and of each set; 0: all
+  int64_t max_documents = 0;  // of each task; 0: all
+  std::string predictions;    // file to write with what each document of a task got; empty: none
+  bool json = false;
+};
+int run_eval(const EvalOptions& options);
+
+struct GenerateOptions {
+  std::string checkpoint;
+  std::vector<std::string> overrides;
+  std::vector<std::string> prompts;        // text, for models of bytes
+  std::vector<std::string> prompt_tokens;  // comma-separated token ids, for any model
+  int64_t num_tokens = 200;
+  SamplingOptions sampling;
+  std::vector<int32_t> stop_tokens;
+  int64_t batch = 8;  // prompts at a time
+  bool json = false;
+};
+int run_generate(const GenerateOptions& options);
+
+struct ImportOptions {
+  std::string folder;  // of a Hugging Face model
+  std::string output;
+};
+int run_import(const ImportOptions& options);
+
+struct ExportOptions {
+  std::string checkpoint;
+  std::string output;
+  // "bf16", "fp16" or "fp32"; empty: as imported, or the format that the model computes in.
+  std::string dtype = {};
+  // A Hugging Face model's folder whose tokenizer goes with the export; empty: what is known.
+  std::string like = {};
+  // "5GB"; empty: as imported, or transformers' own.
+  std::string shard_size = {};
+};
+int run_export(const ExportOptions& options);
+
+struct BenchOptions {
+  std::string config_path;
+  std::vector<std::string> overrides;
+  int64_t steps = 5;      // timed ones
+  bool roofline = false;  // also measure what each op could reach
+  std::string json_path;  // empty: none is written
+};
+int run_bench(const BenchOptions& options);
+
+struct TuneOptions {
+  std::string config_path;
+  std::vector<std::string> overrides;
+  std::string output;
+  int64_t candidates = 64;  // per matrix product
+  double seconds = 150;     // of measuring, at most
+};
+int run_tune(const TuneOptions& options);
+
+struct DataOptions {
+  std::vector<std::string> inputs;  // token files or patterns of such, or one config (*.json)
+  std::vector<std::string> overrides;
+  std::string dtype;          // of raw token files: uint16, uint32; empty: uint16
+  int64_t document_end = -1;  // the id that ends a document; -1: index or mask tell
+  bool json = false;
+};
+int run_data(const DataOptions& options);
+
+struct ConfigOptions {
+  enum class Action { kCheck, kShow, kSchema, kReference };
+  Action action = Action::kCheck;
+  std::string config_path;
+  std::vector<std::string> overrides;
+};
+int run_config(const ConfigOptions& options);
+
+// Parses the command line and runs the command; the exit code of the process. Prints every error as one line.
+int run_command_line(int argc, char** argv);
+
+}  // namespace parka

@@ -1,0 +1,90 @@
+#include <cstdio>
+#include <limits>
+
+#include <nlohmann/json.hpp>
+
+#include "engine/commands/commands.h"
+#include "engine/commands/data_statistics.h"
+#include "engine/config/config_io.h"
+#include "engine/config/data_sources.h"
+
+namespace parka {
+namespace {
+
+struct Listed {
+  std::vector<std::string> sources;
+  TokenType type = TokenType::kUint16;
+  int64_t document_end = -1;
+  int64_t vocab_size = int64_t{std::numeric_limits<int32_t>::max()} + 1;
+};
+
+// Token files as the command line lists them, or those of a config.
+Listed list_files(const DataOptions& options) {
+  Listed listed;
+  const bool is_config = options.inputs.size() == 1 && options.inputs.front().ends_with(".json");
+  if (!is_config) {
+    if (!options.overrides.empty()) throw_bad_input("--set: overrides keys of a config, but token files are given");
+    listed.sources = options.inputs;
+    if (options.dtype == "uint32") listed.type = TokenType::kUint32;
+    listed.document_end = options.document_end;
+    return listed;
+  }
+  if (!options.dtype.empty() || options.document_end >= 0) {
+    throw_bad_input(
+        "--dtype and --document-end are for token files; set data.token_dtype and data.document_end in {}",
+        options.inputs.front());
+  }
+  const Config config = load_config(options.inputs.front(), options.overrides);
+  listed.sources = config.data.train;
+  const auto add = [&](const std::vector<std::string>& sources) {
+    listed.sources.insert(listed.sources.end(), sources.begin(), sources.end());
+  };
+  add(config.data.eval);
+  for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) add(set.files);
+  if (listed.sources.empty()) {
+    throw_bad_input("{}: data.train, data.eval and evaluation.sets list no files", options.inputs.front());
+  }
+  listed.type = config.data.token_dtype;
+  listed.document_end = config.data.document_end;
+  listed.vocab_size = config.model.vocab_size;
+  return listed;
+}
+
+nlohmann::ordered_json to_json(const DataStatistics& s) {
+  nlohmann::ordered_json line = {
+      {"file", s.path},         {"format", name_of(s.format)}, {"token_dtype", name_of(s.type)},
+      {"tokens", s.num_tokens}, {"min_id", s.min_id},          {"max_id", s.max_id}};
+  if (s.num_documents) line["documents"] = *s.num_documents;
+  if (s.num_targets) line["targets"] = *s.num_targets;
+  line["checksum"] = s.checksum;
+  return line;
+}
+
+}  // namespace
+
+int run_data(const DataOptions& options) {
+  const Listed listed = list_files(options);
+  int64_t files = 0, tokens = 0;
+  for (const std::string& source : listed.sources) {
+    for (const std::string& path : expand_source(source)) {
+      const DataStatistics s =
+          data_statistics(TokenFile(path, listed.type), listed.document_end, listed.vocab_size);
+      ++files;
+      tokens += s.num_tokens;
+      if (options.json) {
+        std::printf("%s\n", to_json(s).dump().c_str());
+        continue;
+      }
+      std::string text = fmt::format("{}: {}, {}, {} tokens, ids {} to {}", s.path, name_of(s.format),
+                                     name_of(s.type), s.num_tokens, s.min_id, s.max_id);
+      if (s.num_documents) text += fmt::format(", {} documents", *s.num_documents);
+      if (s.num_targets) text += fmt::format(", {} targets", *s.num_targets);
+      std::printf("%s, checksum %s\n", text.c_str(), s.checksum.c_str());
+    }
+  }
+  if (!options.json)
+    std::printf("%lld tokens in %lld files\n", static_cast<long long>(tokens), static_cast<long long>(files));
+  return 0;
+}
+
+}  // namespace parka

@@ -1,0 +1,51 @@
+#include "engine/commands/data_statistics.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "engine/config/data_sources.h"
+#include "engine/files/file_io.h"
+
+namespace parka {
+
+DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t vocab_size) {
+  constexpr int64_t kPiece = int64_t{1} << 20;
+  if (file_exists(file.path() + ".mask")) file.open_mask();
+  DataStatistics result;
+  result.path = file.path();
+  result.format = file.format();
+  result.type = file.type();
+  result.num_tokens = file.num_tokens();
+  int64_t ends = 0, starts = 0, targets = 0;
+  std::vector<int32_t> ids;
+  std::vector<uint8_t> marks;
+  for (int64_t begin = 0; begin < file.num_tokens(); begin += kPiece) {
+    const int64_t count = std::min(kPiece, file.num_tokens() - begin);
+    ids.resize(static_cast<size_t>(count));
+    file.read(begin, count, vocab_size, ids.data());
+    const auto [least, greatest] = std::minmax_element(ids.begin(), ids.end());
+    result.min_id = begin == 0 ? *least : std::min(result.min_id, *least);
+    result.max_id = std::max(result.max_id, *greatest);
+    ends += std::count(ids.begin(), ids.end(), document_end);
+    if (!file.has_mask()) continue;
+    marks.resize(ids.size());
+    file.read_marks(begin, count, marks.data());
+    for (const uint8_t mark : marks) {
+      starts += (mark & kMarkDocumentStart) != 0;
+      targets += (mark & kMarkTarget) != 0;
+    }
+  }
+  if (document_end >= 0) {
+    result.num_documents = ends;
+  } else if (file.has_document_index()) {
+    result.num_documents = static_cast<int64_t>(file.read_document_starts().size());
+  } else if (file.has_mask()) {
+    result.num_documents = starts;
+  }
+  if (file.has_mask()) result.num_targets = targets;
+  result.checksum = checksum_of(*file.files().front());
+  return result;
+}
+
+}  // namespace parka

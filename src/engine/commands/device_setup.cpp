@@ -1,0 +1,48 @@
+#include "engine/commands/device_setup.h"
+
+#include <optional>
+#include <string>
+
+#include <spdlog/spdlog.h>
+
+#include "engine/commands/gemm_tuning_file.h"
+#include "engine/planning/gpu_plan.h"
+
+namespace parka {
+namespace {
+
+// Products of two E5M2 matrices have no tensor-core form: cuBLASLt refuses them, and Parka's own kernel is slow.
+bool multiplies_e5m2_by_e5m2(const PrecisionConfig& precision) {
+  return precision.gemm != GemmPrecision::kCompute && precision.forward_format == DType::kE5M2;
+}
+
+}  // namespace
+
+bool wants_gpu(const Config& config) {
+  const DeviceChoice choice = config.device.kind;
+  return choice == DeviceChoice::kCuda || (choice == DeviceChoice::kAuto && num_cuda_devices() > 0);
+}
+
+std::unique_ptr<Device> make_device(const Config& config, int gpu) {
+  if (!wants_gpu(config)) return make_cpu_device();
+  if (multiplies_e5m2_by_e5m2(config.precision)) {
+    spdlog::warn("precision.forward_format = e5m2: GPUs have no tensor cores for products of e5m2 and e5m2; slow");
+  }
+  std::unique_ptr<Device> device = make_cuda_device(gpu);
+  if (!config.device.gemm_tuning.empty()) {
+    choose_gemm_algorithms(*device, read_gemm_tuning(config.device.gemm_tuning, *device));
+  }
+  return device;
+}
+
+void check_memory(const Config& config, const Device& device, int64_t num_gpus) {
+  if (device.kind() != DeviceKind::kCuda) return;
+  const int64_t free = device.memory_use().free_bytes, planned = plan_for_gpus(config, num_gpus).total_bytes;
+  if (planned <= free) return;
+  const std::optional<std::string> change = change_that_fits(config, num_gpus, free);
+  throw_bad_input("{}: the run needs {:.2f} GB and {:.2f} GB are free; {}", device.name(),
+                  static_cast<double>(planned) * 1e-9, static_cast<double>(free) * 1e-9,
+                  change ? "it would fit with " + *change : "no change of batch or precision makes it fit");
+}
+
+}  // namespace parka

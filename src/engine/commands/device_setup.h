@@ -1,0 +1,20 @@
+#pragma once
+#include <memory>
+
+#include "engine/config/config.h"
+#include "kernels/device/device.h"
+
+namespace parka {
+
+// Whether config.device asks for a GPU; `auto` does where there is one.
+bool wants_gpu(const Config& config);
+
+// The device that config.device asks for, ready for ops: GPU number `gpu` of those that this process sees, or the
+// CPU. Throws Error(kBadInput) when the device cannot be had, or its tuning file does not fit.
+std::unique_ptr<Device> make_device(const Config& config, int gpu = 0);
+
+// Throws Error(kBadInput), with what would fit, when a rank of a run of `config` on so many GPUs does not fit into
+// the memory that is free on the device. To be asked before anything is allocated. The CPU is not asked.
+void check_memory(const Config& config, const Device& device, int64_t num_gpus = 1);
+
+}  // namespace parka

@@ -1,0 +1,229 @@
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include <spdlog/spdlog.h>
+
+#include "core/error.h"
+#include "engine/checkpoint/checkpoint_weights.h"
+#include "engine/checkpoint/saved_state.h"
+#include "engine/commands/argument_values.h"
+#include "engine/commands/commands.h"
+#include "engine/config/config_io.h"
+#include "engine/evaluation/inference_run.h"
+#include "engine/files/draft_folder.h"
+#include "engine/files/float_elements.h"
+#include "engine/files/json_text.h"
+#include "engine/huggingface/huggingface_config.h"
+#include "engine/huggingface/huggingface_origin.h"
+
+namespace parka {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr int64_t kDefaultFileBytes = 50'000'000'000;  // of transformers' save_pretrained
+constexpr int64_t kMaxConfigBytes = 16 << 20;
+
+constexpr std::array<std::pair<std::string_view, DType>, 3> kFormats{
+    {{"bf16", DType::kBF16}, {"fp16", DType::kF16}, {"fp32", DType::kF32}}};
+
+std::optional<DType> parse_format(const std::string& name) {
+  for (const auto& [text, dtype] : kFormats) {
+    if (text == name) return dtype;
+  }
+  return std::nullopt;  // not given; the command line knows no other
+}
+
+class Exporter {
+ public:
+  explicit Exporter(const ExportOptions& options)
+      : options_(options),
+        checkpoint_(open_checkpoint(options.checkpoint)),
+        config_(config_of(checkpoint_, {})),
+        table_(make_parameter_table(config_.model, false)),
+        tensors_(huggingface_tensors(config_.model, table_)),
+        weights_(checkpoint_, table_.all) {
+    // What the weights come from says how they are laid out; --like, what goes along with them.
+    origin_ = find_origin(checkpoint_.path(), checkpoint_.state(), [&](const std::string& message) {
+      if (options.like.empty()) spdlog::warn("{}", message);
+    });
+    if (origin_) {
+      layout_of_origin_ = origin_->layout;
+      format_of_origin_ = huggingface_dtype(read_config(*origin_).second);
+    }
+    if (!options.like.empty()) origin_ = open_origin(options.like);
+    if (origin_) {
+      std::tie(origin_text_, origin_config_) = read_config(*origin_);
+    }
+    for (const HuggingFaceTensor& tensor : tensors_) by_name_.emplace(tensor.name, &tensor);
+    choose_layout();
+  }
+
+  void write(const std::string& out) const {
+    const std::string config = config_text();
+    DraftFolder draft(out);
+    write_new_file(draft / kHuggingFaceConfigName, config);
+    if (origin_) {
+      for (const std::string& name : carried_files(origin_->folder)) {
+        copy_to_new_file((fs::path(origin_->folder) / name).string(), draft / name);
+      }
+    }
+    for (const HuggingFaceLayout::File& file : layout_.files) write_file(draft / file.name, file);
+    if (!layout_.index_text.empty()) write_new_file(draft / kHuggingFaceIndexName, layout_.index_text);
+    draft.publish();
+  }
+
+  std::string description() const {
+    return fmt::format("step {} of {} in {}, {} file{}{}", checkpoint_.step(), checkpoint_.path(), format_names(),
+                       layout_.files.size(), layout_.files.size() == 1 ? "" : "s",
+                       origin_ ? fmt::format(", with what came with {}", origin_->folder) : "");
+  }
+
+ private:
+  // Its config.json as text and parsed.
+  static std::pair<std::string, json> read_config(const HuggingFaceOrigin& origin) {
+    const std::string path = (fs::path(origin.folder) / kHuggingFaceConfigName).string();
+    std::string text = read_text(path, kMaxConfigBytes);
+    json parsed = parse_json_text(text, path, JsonComments::kRefused);
+    return {std::move(text), std::move(parsed)};
+  }
+
+  // The tensor of a layout's name: a tied head is the embedding.
+  const HuggingFaceTensor* find(const std::string& name) const {
+    const auto found = by_name_.find(name);
+    if (found != by_name_.end()) return found->second;
+    return name == kHuggingFaceHead && config_.model.tie_embeddings ? &tensors_.front() : nullptr;
+  }
+
+  // Whether the files of the origin have a place for each of these weights and nothing else.
+  bool fits(const HuggingFaceLayout& layout, std::optional<DType> dtype) const {
+    size_t num_found = 0;
+    for (const HuggingFaceLayout::File& file : layout.files) {
+      for (const SafetensorsEntry& entry : file.header.tensors) {
+        const HuggingFaceTensor* tensor = find(entry.name);
+        if (tensor == nullptr || entry.shape != tensor->shape || !is_plain_float(entry.dtype)) return false;
+        if (dtype && entry.dtype != *dtype) return false;
+        num_found += by_name_.contains(entry.name);
+      }
+    }
+    return num_found == tensors_.size();
+  }
+
+  void choose_layout() {
+    const std::optional<DType> wanted = parse_format(options_.dtype);
+    if (layout_of_origin_ && options_.shard_size.empty() && fits(*layout_of_origin_, wanted)) {
+      layout_ = *layout_of_origin_;
+      return;
+    }
+    const DType dtype = wanted ? *wanted : usual_format();
+    const int64_t max_bytes =
+        options_.shard_size.empty() ? kDefaultFileBytes : parse_byte_size(options_.shard_size);
+    layout_ = make_huggingface_layout(tensors_, dtype, max_bytes, table_.num_parameters());
+  }
+
+  // The origin's format if it has one for all weights, else what the checkpoint computes in.
+  DType usual_format() const {
+    for (const auto& [text, dtype] : kFormats) {
+      if (format_of_origin_ == huggingface_name_of(dtype)) return dtype;
+    }
+    return weights_.dtype(table_.all.front());
+  }
+
+  std::vector<DType> formats() const {
+    std::vector<DType> used;
+    for (const HuggingFaceLayout::File& file : layout_.files) {
+      for (const SafetensorsEntry& entry : file.header.tensors) {
+        if (std::find(used.begin(), used.end(), entry.dtype) == used.end()) used.push_back(entry.dtype);
+      }
+    }
+    return used;
+  }
+  std::string format_names() const {
+    std::string names;
+    for (const DType dtype : formats()) names += fmt::format("{}{}", names.empty() ? "" : " and ", name_of(dtype));
+    return names;
+  }
+
+  // The origin's own text as far as it is true of these weights.
+  std::string config_text() const {
+    const std::vector<DType> used = formats();
+    HuggingFaceModel described{config_.model, max_positions_of(checkpoint_, config_.data.sequence_length)};
+    if (!origin_) return make_huggingface_config(described, used.front(), nullptr);
+    const HuggingFaceModel original =
+        parse_huggingface_config(origin_config_, (fs::path(origin_->folder) / kHuggingFaceConfigName).string());
+    const ResumeDifferences differences = model_differences(original.model, config_.model);
+    if (!differences.refused.empty() || !differences.allowed.empty()) {
+      return make_huggingface_config(described, used.front(), &origin_config_);
+    }
+    const std::optional<std::string> named = huggingface_dtype(origin_config_);
+    if (used.size() > 1 || !named || named == huggingface_name_of(used.front())) return origin_text_;
+    return with_huggingface_dtype(origin_text_, used.front());
+  }
+
+  void write_file(const std::string& path, const HuggingFaceLayout::File& layout) const {
+    OutputFile file(path);
+    file.write(as_bytes(with_header_length(layout.header_text)));
+    for (const SafetensorsEntry& entry : layout.header.tensors) write_tensor(*find(entry.name), entry, file);
+    file.sync();
+    file.close();
+  }
+
+  void write_tensor(const HuggingFaceTensor& tensor, const SafetensorsEntry& entry, OutputFile& file) const {
+    const ParameterInfo& parameter = table_.all[tensor.parameter];
+    const Shard::Range range = {tensor.first_row * parameter.cols,
+                                (tensor.first_row + tensor.num_rows) * parameter.cols};
+    // In bf16 the very weights that the run computes with: its rounding of ties differs from encode_floats'.
+    const WeightForm form = entry.dtype == DType::kBF16 ? WeightForm::kCompute : WeightForm::kMaster;
+    std::vector<std::byte> bytes;
+    weights_.read(parameter, range, form, [&](int64_t, std::span<const float> values) {
+      bytes.resize(values.size() * static_cast<size_t>(size_of(entry.dtype)));
+      encode_floats(values, entry.dtype, bytes);
+      if (entry.dtype == DType::kF16) check_range(values, bytes, entry.name);
+      file.write(bytes);
+    });
+  }
+
+  void check_range(std::span<const float> values, const std::vector<std::byte>& bytes,
+                   const std::string& name) const {
+    std::vector<float> rounded(values.size());
+    decode_floats(DType::kF16, bytes, rounded);
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (std::isfinite(values[i]) && !std::isfinite(rounded[i])) {
+        throw_bad_input("{}: {} has the value {:.6g}, too large for fp16; use --dtype bf16 or fp32",
+                        checkpoint_.path(), name, values[i]);
+      }
+    }
+  }
+
+  const ExportOptions& options_;
+  LoadedCheckpoint checkpoint_;
+  Config config_;
+  ParameterTable table_;
+  std::vector<HuggingFaceTensor> tensors_;
+  CheckpointWeights weights_;
+  std::unordered_map<std::string, const HuggingFaceTensor*> by_name_;
+  std::optional<HuggingFaceLayout> layout_of_origin_;  // of what the weights come from, and the format it names
+  std::optional<std::string> format_of_origin_;
+  std::optional<HuggingFaceOrigin> origin_;  // the same, or --like
+  std::string origin_text_;
+  json origin_config_;
+  HuggingFaceLayout layout_;
+};
+
+}  // namespace
+
+int run_export(const ExportOptions& options) {
+  const Exporter exporter(options);
+  exporter.write(options.output);
+  std::printf("%s: %s\n", options.output.c_str(), exporter.description().c_str());
+  return 0;
+}
+
+}  // namespace parka

@@ -1,0 +1,237 @@
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+
+#include "core/error.h"
+#include "engine/checkpoint/checkpoint_layout.h"
+#include "engine/commands/commands.h"
+#include "engine/config/config_io.h"
+#include "engine/files/draft_folder.h"
+#include "engine/files/float_elements.h"
+#include "engine/files/json_text.h"
+#include "engine/huggingface/huggingface_config.h"
+#include "engine/huggingface/huggingface_origin.h"
+#include "engine/training/progress.h"
+
+namespace parka {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+constexpr int64_t kPieceBytes = 8 << 20;
+constexpr int64_t kMaxShardBytes = int64_t{4} << 30;
+constexpr int64_t kMaxConfigBytes = 16 << 20;
+constexpr int64_t kLongestSequence = 4096;  // of the config that is written: a start, for the user to change
+constexpr int64_t kMostUint16Tokens = 1 << 16;
+
+// A parameter of Parka and the tensors that become its rows, in their order.
+struct Target {
+  SafetensorsEntry entry;
+  std::vector<const HuggingFaceWeights::Place*> sources;
+};
+
+// Copies weights into a checkpoint of Parka's, a few MiB in memory at a time.
+class Importer {
+ public:
+  explicit Importer(const std::string& folder)
+      : folder_(folder),
+        config_text_(read_text((fs::path(folder) / kHuggingFaceConfigName).string(), kMaxConfigBytes)),
+        described_(parse_huggingface_config(parse_json_text(config_text_, config_path(), JsonComments::kRefused),
+                                            config_path())),
+        table_(make_parameter_table(described_.model, false)),
+        tensors_(huggingface_tensors(described_.model, table_)),
+        weights_(open_huggingface_weights(folder)) {
+    check_huggingface_weights(weights_, tensors_, folder);
+    check_tied_head();
+    list_targets();
+  }
+
+  void write(const std::string& out) const {
+    DraftFolder draft(out);
+    Manifest manifest{.step = 0,
+                      .state = state(),
+                      .files = write_shards(draft),
+                      .num_tensors = static_cast<int64_t>(targets_.size())};
+    make_directory(draft / kHuggingFaceFolder);
+    const std::string beside = draft / kHuggingFaceFolder + "/";
+    write_new_file(beside + kHuggingFaceConfigName, config_text_);
+    for (const std::string& name : carried_files(folder_)) {
+      copy_to_new_file((fs::path(folder_) / name).string(), beside + name);
+    }
+    sync_directory(draft / kHuggingFaceFolder);
+    write_new_file(draft / "config.json", training_config(out));
+    write_new_file(draft / std::string(kManifestName), encode_manifest(manifest));
+    draft.publish();
+  }
+
+  std::string description() const {
+    return fmt::format("{} parameters, kept in {}", format_count(static_cast<double>(table_.num_parameters())),
+                       name_of(targets_.front().entry.dtype));
+  }
+
+ private:
+  std::string config_path() const { return (fs::path(folder_) / kHuggingFaceConfigName).string(); }
+  const HuggingFaceWeights::Place& place_of(std::string_view name) const {
+    return weights_.tensors.at(std::string(name));
+  }
+
+  // bf16 as it is; fp32 as it is; fp16, and parts that differ, as fp32, which is exact.
+  void list_targets() {
+    for (const ParameterInfo& p : table_.all) {
+      targets_.push_back({{.name = p.name, .dtype = DType::kBF16, .shape = {p.rows, p.cols}}, {}});
+    }
+    std::vector<const HuggingFaceTensor*> by_row;
+    for (const HuggingFaceTensor& tensor : tensors_) by_row.push_back(&tensor);
+    std::stable_sort(by_row.begin(), by_row.end(),
+                     [](const auto* a, const auto* b) { return a->first_row < b->first_row; });
+    for (const HuggingFaceTensor* tensor : by_row) {
+      Target& target = targets_[tensor->parameter];
+      target.sources.push_back(&place_of(tensor->name));
+      if (target.sources.back()->entry.dtype != DType::kBF16) target.entry.dtype = DType::kF32;
+    }
+  }
+
+  // In a model whose head is tied transformers passes over a head in the file; one that differs is a model that
+  // this config.json does not describe.
+  void check_tied_head() const {
+    if (!described_.model.tie_embeddings || !weights_.tensors.contains(std::string(kHuggingFaceHead))) return;
+    const HuggingFaceWeights::Place &head = place_of(kHuggingFaceHead), &table = place_of(kHuggingFaceEmbedding);
+    bool same = head.entry.dtype == table.entry.dtype;
+    std::vector<std::byte> a, b;
+    for (int64_t begin = 0; same && begin < head.entry.num_bytes; begin += kPieceBytes) {
+      a.resize(static_cast<size_t>(std::min(kPieceBytes, head.entry.num_bytes - begin)));
+      b.resize(a.size());
+      weights_.files[head.file].read(head.entry.offset + begin, a);
+      weights_.files[table.file].read(table.entry.offset + begin, b);
+      same = a == b;
+    }
+    if (!same) {
+      throw_bad_input("{}: tie_word_embeddings is true, but {} in {} is not {}", config_path(), kHuggingFaceHead,
+                      weights_.files[head.file].path(), kHuggingFaceEmbedding);
+    }
+  }
+
+  std::vector<Manifest::File> write_shards(const DraftFolder& draft) const {
+    std::vector<Manifest::File> files;
+    std::vector<const Target*> shard;
+    int64_t filled = 0;
+    for (const Target& target : targets_) {
+      const int64_t bytes = num_bytes_of(target.entry.dtype, target.entry.shape);
+      if (!shard.empty() && filled + bytes > kMaxShardBytes) {
+        files.push_back(write_shard(draft, shard_name(files.size()), shard));
+        shard.clear();
+        filled = 0;
+      }
+      shard.push_back(&target);
+      filled += bytes;
+    }
+    files.push_back(write_shard(draft, shard_name(files.size()), shard));
+    return files;
+  }
+
+  Manifest::File write_shard(const DraftFolder& draft, const std::string& name,
+                             std::vector<const Target*> shard) const {
+    // Larger elements first, so that all are aligned.
+    std::stable_sort(shard.begin(), shard.end(), [](const Target* a, const Target* b) {
+      return size_of(a->entry.dtype) > size_of(b->entry.dtype);
+    });
+    std::vector<SafetensorsEntry> entries;
+    entries.reserve(shard.size());
+    for (const Target* target : shard) entries.push_back(target->entry);
+    OutputFile file(draft / name);
+    file.write(as_bytes(encode_safetensors_header(entries, {})));
+    for (const Target* target : shard) {
+      for (const HuggingFaceWeights::Place* source : target->sources) copy(*source, target->entry.dtype, file);
+    }
+    file.sync();
+    Manifest::File written{name, file.num_bytes(), file.checksum()};
+    file.close();
+    return written;
+  }
+
+  void copy(const HuggingFaceWeights::Place& source, DType dtype, OutputFile& file) const {
+    std::vector<std::byte> bytes;
+    std::vector<float> values;
+    for (int64_t begin = 0; begin < source.entry.num_bytes; begin += kPieceBytes) {
+      bytes.resize(static_cast<size_t>(std::min(kPieceBytes, source.entry.num_bytes - begin)));
+      weights_.files[source.file].read(source.entry.offset + begin, bytes);
+      if (source.entry.dtype == dtype) {
+        file.write(bytes);
+      } else {
+        values.resize(bytes.size() / static_cast<size_t>(size_of(source.entry.dtype)));
+        decode_floats(source.entry.dtype, bytes, values);
+        file.write(std::as_bytes(std::span(values)));
+      }
+    }
+  }
+
+  // Evaluation and generation round nothing unless they are told to.
+  std::string_view recipe() const {
+    const bool all_bf16 = std::all_of(targets_.begin(), targets_.end(),
+                                      [](const Target& target) { return target.entry.dtype == DType::kBF16; });
+    return all_bf16 ? "bf16" : "fp32";
+  }
+
+  // What evaluation, generation and the configs of runs need to know of it. Only what the model says, so that
+  // overrides can choose a recipe.
+  ordered_json model_config() const {
+    Config config;
+    config.model = described_.model;
+    return {{"model", to_json(config).at("model")},
+            {"precision", {{"recipe", recipe()}}},
+            {"data",
+             {{"token_dtype", described_.model.vocab_size <= kMostUint16Tokens ? "uint16" : "uint32"},
+              {"sequence_length", std::min(described_.max_positions, kLongestSequence)}}}};
+  }
+
+  json state() const {
+    // Files with tensors that are not weights cannot be written again.
+    const auto& files = weights_.layout.files;
+    const bool complete = std::none_of(files.begin(), files.end(), [](const HuggingFaceLayout::File& file) {
+      return std::any_of(file.header.tensors.begin(), file.header.tensors.end(),
+                         [](const SafetensorsEntry& entry) { return is_ignored_huggingface_tensor(entry.name); });
+    });
+    return {{"config", model_config()},
+            {"max_positions", described_.max_positions},
+            {kLayoutKey, complete ? encode_layout(weights_.layout) : json()}};
+  }
+
+  // A run that goes on training the model.
+  std::string training_config(const std::string& out) const {
+    const fs::path normal = (fs::path(out) / "").lexically_normal();  // with a slash at the end
+    const std::string name = normal.parent_path().filename().string();
+    ordered_json config = model_config();
+    config["precision"]["recipe"] = "bf16";
+    config["optimizer"] = {{"lr", 2e-5}, {"schedule", {{"kind", "cosine"}, {"warmup_steps", 100}}}};
+    config["data"]["train"] = json::array();
+    config["training"] = {{"steps", 1000}, {"global_batch_size", 32}, {"micro_batch_size", 1}};
+    config["checkpoint"] = {{"folder", "runs/" + name}, {"interval", 500}, {"init_from", out}};
+    return "// Goes on training the imported model. Give token files in data.train, and look at what is below.\n" +
+           config.dump(2) + "\n";
+  }
+
+  std::string folder_;
+  std::string config_text_;
+  HuggingFaceModel described_;
+  ParameterTable table_;
+  std::vector<HuggingFaceTensor> tensors_;
+  HuggingFaceWeights weights_;
+  std::vector<Target> targets_;
+};
+
+}  // namespace
+
+int run_import(const ImportOptions& options) {
+  std::error_code ignored;
+  if (!fs::is_directory(options.folder, ignored))
+    throw_bad_input("{}: no such folder; download the model into one first", options.folder);
+  const Importer importer(options.folder);
+  importer.write(options.output);
+  std::printf("%s: %s\ntrain from it with   parka train %s/config.json --set data.train='[\"tokens.npy\"]'\n",
+              options.output.c_str(), importer.description().c_str(), options.output.c_str());
+  return 0;
+}
+
+}  // namespace parka

@@ -1,0 +1,546 @@
+#include <algorithm>
+#include <csignal>
+#include <cstring>
+#include <numeric>
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <spdlog/spdlog.h>
+
+#include "comm/launch/launch.h"
+#include "core/parallel.h"
+#include "data/read_only_file.h"
+#include "engine/commands/commands.h"
+#include "engine/commands/device_setup.h"
+#include "engine/commands/version.h"
+#include "engine/config/config_io.h"
+#include "engine/evaluation/evaluation.h"
+#include "engine/evaluation/evaluation_suite.h"
+#include "engine/evaluation/inference_run.h"
+#include "engine/files/file_io.h"
+#include "engine/planning/gpu_plan.h"
+#include "engine/training/metrics_log.h"
+#include "engine/training/progress.h"
+#include "engine/training/run_folder.h"
+#include "engine/training/run_lock.h"
+#include "engine/training/run_records.h"
+#include "engine/training/run_saver.h"
+#include "engine/training/speed.h"
+#include "engine/training/stop_signal.h"
+#include "engine/training/training_run.h"
+
+namespace parka {
+namespace {
+
+void warn(const std::string& message) { spdlog::warn("{}", message); }
+
+// Of config.json in the run folder.
+std::string resolved_text(const Config& config) { return to_json(config).dump(2) + "\n"; }
+
+double gib(int64_t bytes) { return static_cast<double>(bytes) / 0x1p30; }
+
+double peak_resident_gib() {
+  struct rusage usage = {};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<double>(usage.ru_maxrss) / 0x1p20;  // Linux gives KiB
+}
+
+// Trains one run folder from where it stands to training.steps: one rank of it. Rank 0 alone writes the run's log,
+// metrics and config; checkpoints are written and read by all ranks.
+class TrainCommand {
+ public:
+  // `started` is when the program was; `gpu` the device's number on its host, -1 for the CPU.
+  TrainCommand(const Config& config, const TrainOptions& options, Launch& launch, const RunLock& lock, int gpu,
+               std::unique_ptr<Device> device, RunRecords::Clock::time_point started)
+      : config_(config),
+        options_(options),
+        launch_(launch),
+        lock_(lock),
+        gpu_(gpu),
+        device_(std::move(device)),
+        communicator_(launch.make_communicator(*device_)),
+        run_(config, *device_, *communicator_),
+        speed_(speed_of(config, run_.model().parameters(), device_->name())),
+        records_(started),
+        saver_(run_, *communicator_, config.checkpoint, save_options()) {
+    run_.set_place(place());
+    if (!options.drill.empty()) run_.set_flip_drill(checked_drill());
+  }
+
+  int train() {
+    launch_.require_same("the tokens of data.train", fmt::format("{:016x}", run_.data().fingerprint()),
+                         "give all ranks the same files");
+    suite_ = open_suite(config_);
+    launch_.require_same("what is evaluated on", describe_suite(suite_), "give all ranks the same files");
+    run_.on_evaluation_batch([this](const std::exception_ptr& read_failure) { may_stop_evaluation(read_failure); });
+    describe();
+    resume_or_initialize();
+    if (is_first()) {
+      write_run_config(config_.checkpoint.folder, resolved_text(config_), options_.config_path);
+      records_.open(metrics_path(), MetricsHooks{[this] { lock_.require_ours(); }, warn});
+      records_.write_start(run_.completed_steps(), start_facts());
+    }
+    const bool is_done = run_.completed_steps() >= config_.training.steps;
+    if (is_done) {
+      if (is_first()) clear_unfinished_saves(config_.checkpoint.folder, warn);
+      spdlog::info("nothing to do: the run is at step {} of {}", run_.completed_steps(), config_.training.steps);
+    }
+    if (evaluation_is_missing_ && !evaluate()) return is_done ? 0 : stop();
+    if (is_done) return 0;
+    return train_steps();
+  }
+
+ private:
+  struct EvaluationStopped {  // thrown on all ranks in the same batch
+    bool failed = false;      // because of an error, not of a signal
+  };
+
+  bool is_first() const { return communicator_->rank() == 0; }
+
+  // A drill that never takes place would look like one that no check has noticed.
+  FlipDrill checked_drill() const {
+    const FlipDrill drill = parse_flip_drill(options_.drill);
+    if (drill.rank >= communicator_->size() || drill.step > config_.training.steps) {
+      throw_bad_input("--drill {}: there are {} ranks, counted from 0, and {} steps; give one of each",
+                      options_.drill, communicator_->size(), config_.training.steps);
+    }
+    return drill;
+  }
+
+  std::string place() const {
+    const std::string device = gpu_ < 0 ? device_->name() : fmt::format("{} {}", device_->name(), gpu_);
+    return fmt::format("rank {} ({}, {})", communicator_->rank(), launch_.host(), device);
+  }
+
+  nlohmann::ordered_json start_facts() const {
+    nlohmann::ordered_json facts = {{"host", launch_.host()}, {"device", device_->name()}};
+    for (const auto& [name, version] : device_->software()) facts[name] = version;
+    facts["ranks"] = communicator_->size();
+    if (communicator_->size() > 1) facts["collectives"] = communicator_->description();
+    facts["version"] = parka_version();
+    facts["commit"] = parka_commit();
+    facts["command"] = options_.command_line;
+    return facts;
+  }
+
+  void report_memory() const {
+    const double planned = gib(run_.plan().total_bytes());
+    if (device_->kind() == DeviceKind::kCpu) {
+      spdlog::info("peak memory {:.2f} GiB resident, {:.2f} GiB of it planned", peak_resident_gib(), planned);
+      return;
+    }
+    // Nothing is allocated after the start, so what is in use now is the peak.
+    const Device::MemoryUse use = device_->memory_use();
+    spdlog::info(
+        "GPU memory {:.2f} GiB planned; {:.2f} GiB in use on the device, its context and libraries included",
+        planned, gib(use.total_bytes - use.free_bytes));
+  }
+
+  std::string metrics_path() const { return config_.checkpoint.folder + "/metrics.jsonl"; }
+
+  SaveOptions save_options() {
+    SaveOptions options;
+    options.group = {.rank = communicator_->rank(),
+                     .size = communicator_->size(),
+                     .id = communicator_->gather_text(make_save_id()).front()};
+    options.keep = config_.checkpoint.keep;
+    // The CPU trains on its own cores; beside a GPU most are idle, but the loader's.
+    options.writers = device_->kind() == DeviceKind::kCpu ? 1 : std::clamp(num_threads() / 4, 1, 4);
+    options.report = warn;
+    options.saved = [](const std::string& path, int64_t num_bytes, double seconds) {
+      spdlog::info("saved {}: {:.3g} GB in {:.1f} s", path, 1e-9 * static_cast<double>(num_bytes), seconds);
+    };
+    options.check_folder = [this] { lock_.require_ours(); };
+    options.before_publish = [this] { sync_metrics(); };
+    if (options_.drill_step > 0 && is_first()) {
+      // The fault drill of docs/testing.md: die as if the power went, at a chosen point of a chosen save.
+      options.observer = [step_name = fmt::format("step_{:08}", options_.drill_step), left = options_.drill_point,
+                          armed = false](std::string_view point) mutable {
+        armed = armed || point.find(step_name) != std::string_view::npos;
+        if (armed && --left <= 0) kill(getpid(), SIGKILL);
+      };
+    }
+    return options;
+  }
+
+  // After a power failure a checkpoint must not be there without the records of its steps; but it is worth more.
+  void sync_metrics() {
+    try {
+      records_.sync();
+    } catch (const Error& e) {
+      warn(e.what());
+    }
+  }
+
+  void describe() const {
+    const ParameterTable& table = run_.model().parameters();
+    spdlog::info("{}; recipe {}", device_->description(), name_of(config_.precision.recipe));
+    if (communicator_->size() > 1) {
+      spdlog::info("{}, ZeRO stage {}", communicator_->description(), config_.distributed.zero_stage);
+    }
+    spdlog::info("model: {} parameters, {} FLOP/token = {}",
+                 format_count(static_cast<double>(table.num_parameters())), format_count(speed_.flop_per_token),
+                 kFlopFormula);
+    if (speed_.peak_flops > 0) {
+      spdlog::info("MFU is against the dense peak of {:.0f} TFLOP/s", 1e-12 * speed_.peak_flops);
+    }
+    std::string parts;
+    for (const auto& total : run_.plan().summary()) {
+      parts += fmt::format("{}{} {:.1f}", parts.empty() ? "" : ", ", total.category,
+                           static_cast<double>(total.bytes) / 0x1p20);
+    }
+    spdlog::info("memory plan: {:.1f} MiB: {}", static_cast<double>(run_.plan().total_bytes()) / 0x1p20, parts);
+    describe_data();
+  }
+
+  void describe_data() const {
+    const TokenFiles& data = run_.data();
+    const DataConfig& config = config_.data;
+    const int64_t batch = config_.training.global_batch_size;
+    const std::string tokens =
+        fmt::format("data: {} tokens in {} sequences of {}", format_count(static_cast<double>(data.num_tokens())),
+                    data.num_sequences(), config.sequence_length);
+    if (config.weights.empty()) {
+      spdlog::info("{}; {} steps per epoch", tokens, data.num_sequences() / batch);
+      return;
+    }
+    spdlog::info("{}, from {} sources by weight", tokens, config.weights.size());
+    const double sum = std::accumulate(config.weights.begin(), config.weights.end(), 0.0);
+    for (size_t i = 0; i < config.weights.size(); ++i) {
+      const double share = config.weights[i] / sum, sequences = static_cast<double>(data.source_sequences()[i]);
+      spdlog::info("  {:.3f} %: {}, {} sequences; {:.0f} steps per epoch", 100 * share, config.train[i],
+                   data.source_sequences()[i], sequences / (share * static_cast<double>(batch)));
+    }
+  }
+
+  void resume_or_initialize() {
+    launch_.watchdog().at(0, "loading a checkpoint");
+    const auto refused = [this](const std::string& message) {
+      if (is_first()) spdlog::warn("{}", message);
+    };
+    const LoadGroup group = {
+        .rank = communicator_->rank(), .size = communicator_->size(), .gather = [this](const std::string& text) {
+          return communicator_->gather_text(text);
+        }};
+    const std::string& folder = config_.checkpoint.folder;
+    if (options_.fresh && !list_checkpoints(folder).empty()) {
+      throw_bad_input(
+          "{}: has checkpoints of an earlier run and --fresh was given; remove them, or choose another "
+          "checkpoint.folder",
+          folder);
+    }
+    std::vector<CheckpointInfo> passed_over;
+    const std::optional<LoadedCheckpoint> checkpoint = load_newest(folder, refused, group, &passed_over);
+    if (checkpoint) {
+      const std::vector<std::string> differences = run_.restore(*checkpoint);
+      if (is_first()) set_refused_aside(passed_over, warn);
+      spdlog::info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
+      for (const std::string& difference : differences) spdlog::info("changed since: {}", difference);
+    } else {
+      start_new_run(group);
+    }
+    const int64_t step = run_.completed_steps();
+    const RunHistory history = is_first() && checkpoint ? read_history(metrics_path(), step) : RunHistory();
+    records_.set_history(history);
+    // The save comes before the evaluation of its step, which may have been cut off.
+    const bool is_missing = evaluation_is_due(step) && history.evaluations < suite_.num_records();
+    evaluation_is_missing_ = communicator_->max(is_first() && is_missing ? 1.0 : 0.0) > 0;
+    if (!is_first()) return;
+    if (checkpoint) {
+      continue_metrics();
+    } else if (const std::string kept = MetricsLog::begin_anew(metrics_path()); !kept.empty()) {
+      spdlog::info("{}: begins anew; the records of the run before, of which there is no checkpoint, are in {}",
+                   metrics_path(), kept);
+    }
+  }
+
+  void continue_metrics() {
+    const int64_t step = run_.completed_steps();
+    const MetricsLog::Truncated result =
+        MetricsLog::truncate_after(metrics_path(), step, /*keep_evaluations=*/!evaluation_is_missing_);
+    if (result.later > 0)
+      spdlog::info("{}: {} records after step {} removed; those steps are run again", metrics_path(), result.later,
+                   step);
+    if (result.unreadable > 0) spdlog::warn("{}: {} torn lines removed", metrics_path(), result.unreadable);
+    if (result.last_train_step < step) {
+      spdlog::warn("{}: the records of steps {} to {} are missing: the file was cut or replaced", metrics_path(),
+                   result.last_train_step + 1, step);
+    }
+  }
+
+  void start_new_run(const LoadGroup& group) {
+    const std::string& source = config_.checkpoint.init_from;
+    if (source.empty()) {
+      run_.initialize();
+      spdlog::info("starting a new run in {}", config_.checkpoint.folder);
+      return;
+    }
+    const LoadedCheckpoint checkpoint = open_checkpoint(source, group);
+    const std::vector<std::string> differences = run_.initialize_from(checkpoint);
+    spdlog::info("starting a new run in {} with the weights of {}", config_.checkpoint.folder, checkpoint.path());
+    for (const std::string& difference : differences) spdlog::info("other than there: {}", difference);
+  }
+
+  bool evaluation_is_due(int64_t step) const {
+    const TrainingConfig& training = config_.training;
+    if (training.eval_interval == 0 || suite_.empty()) return false;
+    return step % training.eval_interval == 0 || step == training.steps;
+  }
+
+  bool save_is_due(int64_t step) const {
+    const CheckpointConfig& checkpoint = config_.checkpoint;
+    return (checkpoint.interval > 0 && step % checkpoint.interval == 0) ||
+           (checkpoint.save_final && step == config_.training.steps);
+  }
+
+  int train_steps() {
+    const TrainingConfig& training = config_.training;
+    Progress progress(training.steps, run_.tokens_per_step(), speed_);
+    int64_t skipped_in_a_row = 0;
+    const auto handle = [&](const std::optional<StepReport>& report) {
+      if (!report) return;
+      progress.add(*report, record(*report));
+      skipped_in_a_row = report->applied ? 0 : skipped_in_a_row + 1;
+      if (!report->applied) handle_bad_step(*report, skipped_in_a_row);
+      const bool last = report->step == training.steps;
+      if (report->step % training.log_interval == 0 || last) spdlog::info("{}", progress.take_line());
+    };
+    while (run_.completed_steps() < training.steps) {
+      launch_.watchdog().at(run_.completed_steps() + 1, "training");
+      handle(run_.step());
+      const int64_t step = run_.completed_steps();
+      const bool last = step == training.steps, save_due = save_is_due(step), eval_due = evaluation_is_due(step);
+      const Agreement agreed = agree();
+      if (eval_due || save_due || last || agreed.any()) handle(run_.finish());
+      if (agreed.failed) end_after_failure();
+      if (agreed.stopped) return stop();
+      if (save_due || agreed.save_failed) save();
+      if (eval_due && !evaluate()) return stop();
+    }
+    saver_.finish();
+    report_memory();
+    if (beside_) std::rethrow_exception(beside_);
+    return 0;
+  }
+
+  // What some rank has met with: ranks learn of things at different steps, and act on them in the same.
+  struct Agreement {
+    bool stopped = false;      // a signal asks to save and stop
+    bool save_failed = false;  // in the background
+    bool failed = false;       // reading data or writing metrics: the state is sound
+    bool any() const { return stopped || save_failed || failed; }
+  };
+
+  Agreement agree() {
+    if (!beside_ && run_.completed_steps() < config_.training.steps) beside_ = run_.data_failure();
+    // The largest value wins: what is left out is still there in the next step.
+    const int own = (beside_ ? 4 : 0) + (stop_signal() != 0 ? 2 : 0) + (saver_.failed() ? 1 : 0);
+    const int most = static_cast<int>(communicator_->max(own));
+    return {(most & 2) != 0, (most & 1) != 0, (most & 4) != 0};
+  }
+
+  void save() {
+    launch_.watchdog().at(run_.completed_steps(), "saving a checkpoint");
+    saver_.save();
+  }
+
+  // Returns when the present state is saved.
+  void save_now() {
+    if (saver_.newest_step() != run_.completed_steps()) save();
+    launch_.watchdog().at(run_.completed_steps(), "saving a checkpoint");
+    saver_.finish();
+  }
+
+  int stop() {
+    save_now();
+    const int signal = stop_signal();
+    spdlog::info("{}: saved step {} and stopping; the same command continues the run",
+                 signal == 0 ? "another rank was asked to stop" : strsignal(signal), run_.completed_steps());
+    return 0;
+  }
+
+  // Saves what is sound before the run ends because of something else, which all ranks then throw.
+  [[noreturn]] void end_after_failure() {
+    save_now();
+    nlohmann::json own;
+    if (beside_) {
+      try {
+        std::rethrow_exception(beside_);
+      } catch (const Error& e) {
+        own = {{"code", static_cast<int>(e.code())}, {"message", e.what()}};
+      }
+    }
+    constexpr auto kReplaceBadText = nlohmann::json::error_handler_t::replace;
+    const std::vector<std::string> all = communicator_->gather_text(own.dump(-1, ' ', false, kReplaceBadText));
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      const nlohmann::json failure = nlohmann::json::parse(all[rank]);
+      if (!failure.is_object()) continue;
+      const std::string who = all.size() == 1 ? "" : fmt::format("rank {}: ", rank);
+      throw Error(static_cast<ExitCode>(failure.at("code").get<int>()),
+                  fmt::format("{}{}; step {} is saved, and the same command goes on from there", who,
+                              failure.at("message").get<std::string>(), run_.completed_steps()));
+    }
+    throw_internal("ranks agreed on a failure that none of them has");
+  }
+
+  // Returns the share of the run's time that has gone into steps.
+  double record(const StepReport& report) {
+    const RunRecords::WallTime wall = records_.count_step(report.seconds, run_.tokens_per_step(), report.finished);
+    if (!records_.is_open()) return wall.goodput;
+    const double tokens_per_second = static_cast<double>(run_.tokens_per_step()) / report.seconds;
+    nlohmann::ordered_json line = {{"kind", "train"},
+                                   {"step", report.step},
+                                   {"tokens", report.step * run_.tokens_per_step()},
+                                   {"epoch", report.data.epoch},
+                                   {"loss", report.loss},
+                                   {"grad_norm", report.grad_norm},
+                                   {"lr", report.learning_rate},
+                                   {"applied", report.applied},
+                                   {"tokens_per_second", tokens_per_second},
+                                   {"wall_tokens_per_second", wall.tokens_per_second},
+                                   {"goodput", wall.goodput},
+                                   {"model_tflops", 1e-12 * tokens_per_second * speed_.flop_per_token},
+                                   {"targets", report.num_targets},
+                                   {"seconds", report.seconds},
+                                   {"data_wait_seconds", report.data_wait_seconds},
+                                   {"save_wait_seconds", saver_.take_wait_seconds()}};
+    if (!config_.data.weights.empty()) line["source_epochs"] = run_.source_epochs(report.data);
+    if (!report.culprit.empty()) line["culprit"] = report.culprit;
+    write_record(line, report.finished);
+    if (!report.telemetry) return wall.goodput;
+    for (const auto& telemetry : telemetry_records(*report.telemetry, report.step, run_.model().parameters())) {
+      write_record(telemetry);
+    }
+    return wall.goodput;
+  }
+
+  // A record that cannot be written ends the run, but not before its state is saved.
+  void write_record(const nlohmann::ordered_json& line,
+                    RunRecords::Clock::time_point when = RunRecords::Clock::now()) {
+    if (beside_) return;
+    try {
+      records_.write(line, when);
+    } catch (const Error&) {
+      beside_ = std::current_exception();
+    }
+  }
+
+  void handle_bad_step(const StepReport& report, int64_t skipped_in_a_row) const {
+    const std::string what = fmt::format(
+        "step {}: loss {} and gradient norm {} are not both finite{}; batch: epoch {}, sequences {} to {} of its "
+        "order",
+        report.step, report.loss, report.grad_norm,
+        report.culprit.empty() ? "" : fmt::format(" (first bad gradient: {})", report.culprit), report.data.epoch,
+        report.data.consumed, report.data.consumed + config_.training.global_batch_size - 1);
+    if (config_.training.non_finite == NonFinitePolicy::kStop) {
+      throw Error(ExitCode::kNonFinite,
+                  what + "; the weights were not changed; set training.non_finite=skip to pass over such steps");
+    }
+    if (skipped_in_a_row >= config_.training.max_skipped_steps) {
+      throw Error(
+          ExitCode::kNonFinite,
+          what + fmt::format("; {} steps in a row were skipped (training.max_skipped_steps)", skipped_in_a_row));
+    }
+    spdlog::warn("{}; skipped", what);
+  }
+
+  void may_stop_evaluation(const std::exception_ptr& read_failure) {
+    launch_.watchdog().at(run_.completed_steps(), "evaluation");
+    if (!beside_) beside_ = read_failure;
+    const double most = communicator_->max((beside_ ? 2 : 0) + (stop_signal() != 0 ? 1 : 0));
+    if (most > 0) throw EvaluationStopped{.failed = most >= 2};
+  }
+
+  // Returns false where a signal asks to stop, within a micro-batch: the rest is done when the run goes on.
+  bool evaluate() {
+    launch_.watchdog().at(run_.completed_steps(), "evaluation");
+    try {
+      if (suite_.held_out) report_loss(run_.evaluate(*suite_.held_out), "held-out", {{"kind", "eval"}});
+      for (const EvaluationSuite::Set& set : suite_.sets) {
+        report_loss(run_.evaluate(set.files), set.name, {{"kind", "eval_set"}, {"set", set.name}});
+      }
+      for (const EvalTask& task : suite_.tasks) report_task(task, run_.evaluate(task));
+    } catch (const EvaluationStopped& stopped) {
+      if (stopped.failed) end_after_failure();
+      return false;
+    }
+    return true;
+  }
+
+  // `record` says in metrics.jsonl what was evaluated.
+  void report_loss(const EvaluationResult& result, const std::string& name, nlohmann::ordered_json record) {
+    spdlog::info("step {}: {} loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(), name,
+                 result.loss, std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
+    record.update({{"step", run_.completed_steps()}, {"loss", result.loss}, {"num_targets", result.num_targets}});
+    write_record(record);
+  }
+
+  void report_task(const EvalTask& task, const TaskResult& result) {
+    spdlog::info("step {}: {} {} {:.4f} over {} documents", run_.completed_steps(), task.name, name_of(task.metric),
+                 result.score, result.documents.size());
+    write_record({{"kind", "task"},
+                  {"step", run_.completed_steps()},
+                  {"task", task.name},
+                  {"metric", name_of(task.metric)},
+                  {"score", result.score},
+                  {"acc", result.acc},
+                  {"len_norm", result.len_norm},
+                  {"bits_per_byte", result.bits_per_byte},
+                  {"documents", result.documents.size()}});
+  }
+
+  Config config_;
+  TrainOptions options_;
+  Launch& launch_;
+  const RunLock& lock_;
+  int gpu_;
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<Communicator> communicator_;
+  TrainingRun run_;
+  ModelSpeed speed_;
+  EvaluationSuite suite_;
+  RunRecords records_;
+  bool evaluation_is_missing_ = false;  // of the step at which the run starts
+  std::exception_ptr beside_;           // what ends the run, though its state is sound
+  RunSaver saver_;
+};
+
+}  // namespace
+
+int run_train(const TrainOptions& options) {
+  const auto started = RunRecords::Clock::now();
+  return run_launched({.version = parka_version(), .watchdog = {}}, [&](Launch& launch) {
+    if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
+    const Config config = load_config(options.config_path, options.overrides);
+    launch.require_same("the config", to_lines(config), "start all ranks with one config and --set");
+    if (config.data.train.empty()) {
+      throw_bad_input("{}: data.train: nothing to train on; list token files (scripts/prepare_data.py makes them)",
+                      options.config_path);
+    }
+    if (file_exists(config.checkpoint.folder + "/manifest.json")) {
+      throw_bad_input(
+          "{}: is a checkpoint, not a run folder; to train from it name it in checkpoint.init_from, and give "
+          "another "
+          "checkpoint.folder",
+          config.checkpoint.folder);
+    }
+    std::optional<RunLock> lock;
+    if (launch.rank() == 0) {
+      check_run_folder(config.checkpoint.folder, resolved_text(config));
+      check_run_folder_writable(config.checkpoint.folder);
+      lock.emplace(config.checkpoint.folder, RunLock::Role::kHolder, warn);
+      clear_write_tests(config.checkpoint.folder);
+    }
+    launch.hosts().barrier();  // no rank looks at a folder that is not there
+    require_one_folder(launch, config.checkpoint.folder);
+    if (!lock) lock.emplace(config.checkpoint.folder, RunLock::Role::kWitness, warn);
+    catch_stop_signals();
+    const int gpu = launch.agree_on_gpu(wants_gpu(config));
+    std::unique_ptr<Device> device = make_device(config, std::max(0, gpu));
+    check_memory(config, *device, launch.size());
+    return TrainCommand(config, options, launch, *lock, gpu, std::move(device), started).train();
+  });
+}
+
+}  // namespace parka

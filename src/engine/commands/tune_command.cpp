@@ -1,0 +1,43 @@
+#include <cstdio>
+
+#include "core/error.h"
+#include "engine/commands/commands.h"
+#include "engine/commands/device_setup.h"
+#include "engine/commands/gemm_tuning_file.h"
+#include "engine/config/config_io.h"
+#include "engine/files/file_io.h"
+#include "engine/planning/synthetic_data.h"
+#include "engine/training/training_run.h"
+
+namespace parka {
+
+// One step of the run itself says which products there are; its tensors are what they are timed on. It has two
+// micro-batches: a weight gradient is written by the first and added to by the second, which are two products.
+int run_tune(const TuneOptions& options) {
+  Config config = load_config(options.config_path, options.overrides);
+  require_replaceable(options.output);
+  config.device.kind = DeviceChoice::kCuda;
+  config.device.gemm_tuning.clear();
+  config.training.global_batch_size = 2 * config.training.micro_batch_size;
+  const SyntheticTokens data(config);
+  config = data.apply(config);
+  const std::unique_ptr<Device> device = make_device(config);
+  check_memory(config, *device);
+  const std::unique_ptr<Communicator> alone = make_single_communicator();
+  TrainingRun run(config, *device, *alone);
+  run.initialize_alike();
+  run.step();
+  run.finish();
+  const std::vector<GemmChoice> choices = tune_gemms(
+      *device, {.max_candidates = static_cast<int>(options.candidates), .budget_seconds = options.seconds});
+  std::printf("%-72s %12s %12s %8s\n", "matrix product, M x N x K", "default us", "chosen us", "gain");
+  for (const GemmChoice& choice : choices) {
+    std::printf("%-72s %12.1f %12.1f %7.1f%%\n", choice.gemm.c_str(), choice.default_microseconds,
+                choice.microseconds, 100 * (choice.default_microseconds / choice.microseconds - 1));
+  }
+  write_gemm_tuning(options.output, choices, *device);
+  std::printf("wrote %s; use it with device.gemm_tuning=%s\n", options.output.c_str(), options.output.c_str());
+  return 0;
+}
+
+}  // namespace parka

@@ -1,0 +1,213 @@
+#include "engine/config/config_io.h"
+
+#include <algorithm>
+#include <set>
+
+#include <fmt/format.h>
+
+#include "core/error.h"
+#include "engine/config/config_table.h"
+#include "engine/config/nearest_name.h"
+#include "engine/config/recipe.h"
+#include "engine/files/file_io.h"
+#include "engine/files/json_text.h"
+
+namespace parka {
+namespace {
+
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+constexpr std::string_view kCommandLine = "command line";
+
+std::string_view last_part(std::string_view path) { return path.substr(path.rfind('.') + 1); }
+std::string_view parent_of(std::string_view path) {
+  const size_t dot = path.rfind('.');
+  return dot == std::string_view::npos ? std::string_view() : path.substr(0, dot);
+}
+
+// What to say about a key that does not exist: the nearest one that does, where being in another section counts
+// like one wrong letter; or what its section has, if nothing is near.
+std::string unknown_key(const ConfigTable& table, const std::string& path) {
+  const std::string parent(parent_of(path));
+  if (table.find(parent) != nullptr)
+    return fmt::format("{}: unknown key; {} has none inside", printable(path), parent);
+  if (!parent.empty() && !table.has_section(parent)) return unknown_key(table, parent);
+
+  const std::string_view key = last_part(path);
+  std::string nearest, siblings;
+  int smallest = plausible_distance(key) + 1;
+  const auto consider = [&](const std::string& candidate) {
+    const bool same_section = parent_of(candidate) == parent;
+    if (same_section) siblings += fmt::format(" {}", last_part(candidate));
+    const int distance = name_distance(key, last_part(candidate)) + (same_section ? 0 : 1);
+    if (distance >= smallest) return;
+    smallest = distance;
+    nearest = candidate;
+  };
+  for (const ConfigSection& section : table.sections) consider(section.path);
+  for (const ConfigField& field : table.fields) consider(field.path);
+  if (!nearest.empty()) return fmt::format("{}: unknown key; did you mean {}?", printable(path), nearest);
+  return fmt::format("{}: unknown key; there are:{}", printable(path), siblings);
+}
+
+// Reads one JSON tree into a Config.
+class ConfigReader {
+ public:
+  // Values of the keys in `overridden` came from the command line.
+  ConfigReader(std::string_view source, std::set<std::string> overridden)
+      : source_(source), overridden_(std::move(overridden)), table_(make_config_table(config_)) {}
+
+  Config read(const json& root) {
+    if (!root.is_object()) fail("expected an object of sections, got {}", describe_json(root));
+    collect(root, "");
+    if (!unknown_.empty()) fail("{}", describe_unknown());
+    // The recipe first: what it sets must not undo a key that is given.
+    for (const Given& given : given_) {
+      if (given.field->path != "precision.recipe") continue;
+      read_field(given);
+      apply_recipe(config_.precision.recipe, config_);
+    }
+    for (const Given& given : given_) read_field(given);
+    try {
+      validate(config_);
+    } catch (const Error& error) {
+      fail("{}", error.what());
+    }
+    return config_;
+  }
+
+ private:
+  struct Given {
+    const ConfigField* field;
+    const json* value;
+  };
+
+  template <typename... Args>
+  [[noreturn]] void fail(fmt::format_string<Args...> format, Args&&... args) const {
+    throw_bad_input("{}: {}", printable(source_), fmt::format(format, std::forward<Args>(args)...));
+  }
+
+  // Sorts the keys of `object` into given_ and unknown_.
+  void collect(const json& object, const std::string& prefix) {
+    for (const auto& [key, value] : object.items()) {
+      const std::string path = prefix + key;
+      if (key.find('.') != std::string::npos) {
+        fail("\"{}\": a key has no dots; write sections as objects, {{\"optimizer\": {{\"lr\": ...}}}}",
+             printable(path));
+      } else if (table_.has_section(path)) {
+        if (!value.is_object()) fail("{}: expected an object, got {}", path, describe_json(value));
+        collect(value, path + ".");
+      } else if (const ConfigField* field = table_.find(path)) {
+        given_.push_back({field, &value});
+      } else {
+        unknown_.push_back(path);
+      }
+    }
+  }
+
+  std::string describe_unknown() const {
+    constexpr size_t kMostNamed = 8;
+    std::string line = unknown_key(table_, unknown_.front());
+    for (size_t i = 1; i < std::min(unknown_.size(), kMostNamed); ++i) {
+      line += fmt::format("{}{}", i == 1 ? " Also unknown: " : ", ", printable(unknown_[i]));
+    }
+    if (unknown_.size() > kMostNamed) line += fmt::format(" and {} more", unknown_.size() - kMostNamed);
+    return line;
+  }
+
+  void read_field(const Given& given) const {
+    const std::string problem = set_field(*given.field, *given.value);
+    if (problem.empty()) return;
+    const std::string& path = given.field->path;
+    throw_bad_input("{}: {}: {}", overridden_.contains(path) ? std::string(kCommandLine) : printable(source_), path,
+                    problem);
+  }
+
+  std::string_view source_;
+  std::set<std::string> overridden_;
+  Config config_;
+  ConfigTable table_;
+  std::vector<Given> given_;
+  std::vector<std::string> unknown_;  // paths
+};
+
+// The value of an override, as the JSON that a file would have held.
+json override_value(const ConfigField& field, const std::string& text) {
+  json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const bool holds_text =
+      std::holds_alternative<TextField>(field.target) || std::holds_alternative<EnumField>(field.target);
+  if (value.is_discarded() || (holds_text && !value.is_string())) return text;
+  return value;
+}
+
+// Sets one key in the tree of a file; returns its path.
+std::string apply_override(json& root, const ConfigTable& table, const std::string& assignment,
+                           const std::string& source) {
+  const size_t equals = assignment.find('=');
+  if (equals == std::string::npos || equals == 0) {
+    throw_bad_input("{}: \"{}\" is not an override; write section.key=value", kCommandLine, printable(assignment));
+  }
+  const std::string path = assignment.substr(0, equals);
+  if (table.has_section(path)) {
+    throw_bad_input("{}: {} is a section; override its keys one by one, as in {}.<key>=value", kCommandLine, path,
+                    path);
+  }
+  const ConfigField* field = table.find(path);
+  if (field == nullptr) throw_bad_input("{}: {}", kCommandLine, unknown_key(table, path));
+
+  json* section = &root;
+  for (size_t begin = 0, dot; (dot = path.find('.', begin)) != std::string::npos; begin = dot + 1) {
+    json& child = section->emplace(path.substr(begin, dot - begin), json::object()).first.value();
+    if (!child.is_object()) {
+      throw_bad_input("{}: {}: expected an object, got {}", printable(source), path.substr(0, dot),
+                      describe_json(child));
+    }
+    section = &child;
+  }
+  (*section)[std::string(last_part(path))] = override_value(*field, assignment.substr(equals + 1));
+  return path;
+}
+
+}  // namespace
+
+Config parse_config(const json& root, std::string_view source) { return ConfigReader(source, {}).read(root); }
+
+Config override_config(json root, const std::vector<std::string>& overrides, const std::string& source) {
+  if (!root.is_object()) {
+    throw_bad_input("{}: expected an object of sections, got {}", printable(source), describe_json(root));
+  }
+  Config names_only;
+  const ConfigTable table = make_config_table(names_only);
+  std::set<std::string> overridden;
+  for (const std::string& assignment : overrides)
+    overridden.insert(apply_override(root, table, assignment, source));
+  return ConfigReader(source, std::move(overridden)).read(root);
+}
+
+Config load_config(const std::string& path, const std::vector<std::string>& overrides) {
+  constexpr int64_t kMaxFileBytes = int64_t{16} << 20;
+  return override_config(parse_json_text(read_text(path, kMaxFileBytes), path), overrides, path);
+}
+
+ordered_json to_json(const Config& config) {
+  Config copy = config;
+  ordered_json root = ordered_json::object();
+  for (const ConfigField& field : make_config_table(copy).fields) {
+    std::string pointer = "/" + field.path;
+    std::replace(pointer.begin(), pointer.end(), '.', '/');
+    root[ordered_json::json_pointer(pointer)] = get_field(field);
+  }
+  return root;
+}
+
+std::string to_lines(const Config& config) {
+  Config copy = config;
+  std::string lines;
+  for (const ConfigField& field : make_config_table(copy).fields) {
+    lines += fmt::format("{}: {}\n", field.path, get_field(field).dump());
+  }
+  return lines;
+}
+
+}  // namespace parka

@@ -1,0 +1,325 @@
+#include "engine/config/config_table.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "engine/config/nearest_name.h"
+#include "engine/files/json_text.h"
+
+namespace parka {
+namespace {
+
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+template <typename... Handlers>
+struct Overloaded : Handlers... {
+  using Handlers::operator()...;
+};
+template <typename... Handlers>
+Overloaded(Handlers...) -> Overloaded<Handlers...>;
+
+// The visitor that the config structs call for each of their fields.
+class TableBuilder {
+ public:
+  TableBuilder(ConfigTable& table, std::string prefix) : table_(table), prefix_(std::move(prefix)) {}
+
+  template <typename Section>
+  requires requires(Section& section, TableBuilder& builder) { section.fields(builder); }
+  void operator()(const char* key, Section& section, const char* help) {
+    table_.sections.push_back({prefix_ + key, help});
+    TableBuilder nested(table_, prefix_ + key + ".");
+    section.fields(nested);
+  }
+  void operator()(const char* key, bool& value, const char* help) { add(key, help, BooleanField{&value}); }
+  void operator()(const char* key, int64_t& value, const char* help, IntegerRange range) {
+    add(key, help, IntegerField{&value, range, {}});
+  }
+  template <size_t N>
+  void operator()(const char* key, int64_t& value, const char* help, const OneOf<int64_t, N>& limit) {
+    const auto [low, high] = std::minmax_element(limit.values.begin(), limit.values.end());
+    add(key, help, IntegerField{&value, {*low, *high}, {limit.values.begin(), limit.values.end()}});
+  }
+  void operator()(const char* key, double& value, const char* help, RealRange range) {
+    add(key, help, RealField{&value, range});
+  }
+  void operator()(const char* key, std::string& value, const char* help) { add(key, help, TextField{&value}); }
+  void operator()(const char* key, std::string& value, const char* help, MayBeEmpty) {
+    add(key, help, TextField{&value, true});
+  }
+  void operator()(const char* key, std::vector<std::string>& value, const char* help) {
+    add(key, help, TextListField{&value});
+  }
+  void operator()(const char* key, std::vector<double>& value, const char* help, RealRange range) {
+    add(key, help, RealListField{&value, range});
+  }
+  template <NamedEnum E>
+  void operator()(const char* key, E& value, const char* help) {
+    EnumField field{bytes_of(value), {}};
+    for (const auto& [choice, name] : EnumNames<E>::kAll) {
+      field.choices.push_back({static_cast<uint8_t>(choice), name});
+    }
+    add(key, help, std::move(field));
+  }
+  template <size_t N>
+  void operator()(const char* key, DType& value, const char* help, const OneOf<DType, N>& limit) {
+    EnumField field{bytes_of(value), {}};
+    for (const DType choice : limit.values)
+      field.choices.push_back({static_cast<uint8_t>(choice), name_of(choice)});
+    add(key, help, std::move(field));
+  }
+
+ private:
+  template <typename E>
+  static uint8_t* bytes_of(E& value) {
+    static_assert(sizeof(E) == 1, "config enums are uint8_t");
+    return reinterpret_cast<uint8_t*>(&value);
+  }
+  template <typename Target>
+  void add(const char* key, const char* help, Target target) {
+    table_.fields.push_back({prefix_ + key, help, std::move(target)});
+  }
+
+  ConfigTable& table_;
+  std::string prefix_;
+};
+
+std::string wrong_type(std::string_view expected, const json& value) {
+  return fmt::format("expected {}, got {}", expected, describe_json(value));
+}
+
+// The integer that `value` is; 1e3 and 16.0 are integers, too, as in JSON Schema.
+std::optional<int64_t> exact_integer(const json& value) {
+  if (value.is_number_unsigned()) {
+    const auto number = value.get<uint64_t>();
+    if (number > static_cast<uint64_t>(INT64_MAX)) return std::nullopt;
+    return static_cast<int64_t>(number);
+  }
+  if (value.is_number_integer()) return value.get<int64_t>();
+  const auto number = value.get<double>();
+  if (!(std::abs(number) <= static_cast<double>(kMaxExactInteger)) || number != std::trunc(number))
+    return std::nullopt;
+  return static_cast<int64_t>(number);
+}
+
+std::string limit_problem(int64_t value, const IntegerField& field) {
+  if (!field.choices.empty()) {
+    if (std::find(field.choices.begin(), field.choices.end(), value) != field.choices.end()) return {};
+    return fmt::format("{} is not valid; allowed: {}", value, fmt::join(field.choices, ", "));
+  }
+  if (value >= field.range.min && value <= field.range.max) return {};
+  return fmt::format("{} is out of range; allowed: {} to {}", value, field.range.min, field.range.max);
+}
+
+// Nearer to 0 than this a number would be 0, or lose its precision, as the fp32 number that it becomes.
+std::string limit_problem(double value, const RealRange& range) {
+  if (value != 0 && std::abs(value) < double{std::numeric_limits<float>::min()}) {
+    return fmt::format("{} is too close to 0 for a number of 32 bits; give 0 or at least {:.3g}", value,
+                       std::numeric_limits<float>::min());
+  }
+  if (value >= range.min && (range.max_excluded ? value < range.max : value <= range.max)) return {};
+  return fmt::format("{} is out of range; allowed: {} {} {}", value, range.min,
+                     range.max_excluded ? "to below" : "to", range.max);
+}
+
+// A string that is not could not be written back as JSON.
+bool is_utf8(const std::string& text) {
+  try {
+    return !json(text).dump().empty();
+  } catch (const json::type_error&) {
+    return false;
+  }
+}
+
+std::string limit_problem(const std::string& value) {
+  if (value.empty()) return "must not be empty";
+  if (std::any_of(value.begin(), value.end(), is_control))
+    return fmt::format("control characters are not allowed: \"{}\"", printable(value));
+  if (!is_utf8(value)) return fmt::format("not valid UTF-8: \"{}\"", printable(value));
+  return {};
+}
+
+std::string limit_problem(const std::string& value, const TextField& field) {
+  return value.empty() && field.may_be_empty ? std::string() : limit_problem(value);
+}
+
+std::string set_integer(const IntegerField& field, const json& value) {
+  if (!value.is_number()) return wrong_type("an integer", value);
+  const std::optional<int64_t> number = exact_integer(value);
+  if (!number) return wrong_type("an integer", value);
+  const std::string problem = limit_problem(*number, field);
+  if (problem.empty()) *field.value = *number;
+  return problem;
+}
+
+std::string set_real(const RealField& field, const json& value) {
+  if (!value.is_number()) return wrong_type("a number", value);
+  const auto number = value.get<double>();
+  const std::string problem = limit_problem(number, field.range);
+  if (problem.empty()) *field.value = number;
+  return problem;
+}
+
+std::string set_real_list(const RealListField& field, const json& value) {
+  if (!value.is_array()) return wrong_type("an array of numbers", value);
+  std::vector<double> numbers;
+  for (size_t i = 0; i < value.size(); ++i) {
+    if (!value[i].is_number()) return fmt::format("entry {}: {}", i, wrong_type("a number", value[i]));
+    numbers.push_back(value[i].get<double>());
+    if (const std::string problem = limit_problem(numbers.back(), field.range); !problem.empty()) {
+      return fmt::format("entry {}: {}", i, problem);
+    }
+  }
+  *field.value = std::move(numbers);
+  return {};
+}
+
+std::string set_text(const TextField& field, const json& value) {
+  if (!value.is_string()) return wrong_type("a string", value);
+  const auto& text = value.get_ref<const std::string&>();
+  const std::string problem = limit_problem(text, field);
+  if (problem.empty()) *field.value = text;
+  return problem;
+}
+
+std::string set_text_list(const TextListField& field, const json& value) {
+  if (value.is_string()) {
+    return fmt::format("expected an array of strings, got {}; write it in square brackets", describe_json(value));
+  }
+  if (!value.is_array()) return wrong_type("an array of strings", value);
+  std::vector<std::string> texts;
+  for (size_t i = 0; i < value.size(); ++i) {
+    if (!value[i].is_string()) return fmt::format("entry {}: {}", i, wrong_type("a string", value[i]));
+    texts.push_back(value[i].get<std::string>());
+    if (const std::string problem = limit_problem(texts.back()); !problem.empty()) {
+      return fmt::format("entry {}: {}", i, problem);
+    }
+  }
+  *field.value = std::move(texts);
+  return {};
+}
+
+std::vector<std::string> names_of(const EnumField& field) {
+  std::vector<std::string> names;
+  for (const auto& choice : field.choices) names.emplace_back(choice.name);
+  return names;
+}
+
+std::string set_enum(const EnumField& field, const json& value) {
+  const std::vector<std::string> names = names_of(field);
+  const std::string allowed = fmt::format("\"{}\"", fmt::join(names, "\", \""));
+  if (!value.is_string()) return fmt::format("{}; allowed: {}", wrong_type("a string", value), allowed);
+  const auto& text = value.get_ref<const std::string&>();
+  for (const auto& choice : field.choices) {
+    if (choice.name != text) continue;
+    *field.value = choice.value;
+    return {};
+  }
+  const std::string nearest = nearest_name(text, names);
+  const std::string advice = nearest.empty() ? "allowed" : fmt::format("did you mean \"{}\"? Allowed", nearest);
+  return fmt::format("\"{}\" is not valid; {}: {}", printable(text), advice, allowed);
+}
+
+}  // namespace
+
+const ConfigField* ConfigTable::find(std::string_view path) const {
+  for (const ConfigField& field : fields) {
+    if (field.path == path) return &field;
+  }
+  return nullptr;
+}
+
+bool ConfigTable::has_section(std::string_view path) const {
+  return std::any_of(sections.begin(), sections.end(),
+                     [&](const ConfigSection& section) { return section.path == path; });
+}
+
+ConfigTable make_config_table(Config& config) {
+  ConfigTable table;
+  TableBuilder builder(table, "");
+  config.fields(builder);
+  return table;
+}
+
+std::string set_field(const ConfigField& field, const json& value) {
+  return std::visit(Overloaded{
+                        [&](const BooleanField& f) {
+                          if (!value.is_boolean()) return wrong_type("true or false", value);
+                          *f.value = value.get<bool>();
+                          return std::string();
+                        },
+                        [&](const IntegerField& f) { return set_integer(f, value); },
+                        [&](const RealField& f) { return set_real(f, value); },
+                        [&](const TextField& f) { return set_text(f, value); },
+                        [&](const TextListField& f) { return set_text_list(f, value); },
+                        [&](const RealListField& f) { return set_real_list(f, value); },
+                        [&](const EnumField& f) { return set_enum(f, value); },
+                    },
+                    field.target);
+}
+
+ordered_json get_field(const ConfigField& field) {
+  return std::visit(Overloaded{
+                        [](const EnumField& f) {
+                          for (const auto& choice : f.choices) {
+                            if (choice.value == *f.value) return ordered_json(choice.name);
+                          }
+                          throw_internal("{} is not a value of its enum", *f.value);
+                        },
+                        [](const auto& f) { return ordered_json(*f.value); },
+                    },
+                    field.target);
+}
+
+std::string field_problem(const ConfigField& field) {
+  return std::visit(Overloaded{
+                        [](const BooleanField&) { return std::string(); },
+                        [](const IntegerField& f) { return limit_problem(*f.value, f); },
+                        [](const RealField& f) { return limit_problem(*f.value, f.range); },
+                        [](const TextField& f) { return limit_problem(*f.value, f); },
+                        [](const TextListField& f) {
+                          for (const std::string& text : *f.value) {
+                            if (std::string problem = limit_problem(text); !problem.empty()) return problem;
+                          }
+                          return std::string();
+                        },
+                        [](const RealListField& f) {
+                          for (const double number : *f.value) {
+                            if (std::string problem = limit_problem(number, f.range); !problem.empty())
+                              return problem;
+                          }
+                          return std::string();
+                        },
+                        [](const EnumField& f) {
+                          for (const auto& choice : f.choices) {
+                            if (choice.value == *f.value) return std::string();
+                          }
+                          return fmt::format("not valid; allowed: {}", fmt::join(names_of(f), ", "));
+                        },
+                    },
+                    field.target);
+}
+
+std::string describe_json(const json& value) {
+  switch (value.type()) {
+    case json::value_t::null: return "null";
+    case json::value_t::object: return "an object";
+    case json::value_t::array: return "an array";
+    case json::value_t::string:
+      return fmt::format("a string \"{}\"", printable(value.get_ref<const std::string&>()));
+    case json::value_t::boolean: return value.get<bool>() ? "true" : "false";
+    case json::value_t::number_integer: return fmt::format("{}", value.get<int64_t>());
+    case json::value_t::number_unsigned: return fmt::format("{}", value.get<uint64_t>());
+    case json::value_t::number_float: return fmt::format("{}", value.get<double>());
+    case json::value_t::binary: return "binary data";
+    case json::value_t::discarded: return "nothing";
+  }
+  return "an unknown value";
+}
+
+}  // namespace parka

@@ -1,0 +1,83 @@
+#pragma once
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "engine/config/config.h"
+
+// A Config as a flat table of its fields, each with a pointer to the member it stands for. Everything that is done
+// to all fields alike (reading, printing, limits, schema, documentation, comparison) is a loop over this table.
+namespace parka {
+
+struct BooleanField {
+  bool* value;
+};
+struct IntegerField {
+  int64_t* value;
+  IntegerRange range;
+  std::vector<int64_t> choices;  // empty: everything in range
+};
+struct RealField {
+  double* value;
+  RealRange range;
+};
+struct TextField {
+  std::string* value;
+  bool may_be_empty = false;
+};
+struct TextListField {
+  std::vector<std::string>* value;
+};
+struct RealListField {
+  std::vector<double>* value;
+  RealRange range;  // of each
+};
+struct EnumField {
+  struct Choice {
+    uint8_t value;
+    std::string_view name;
+  };
+  uint8_t* value;  // the enum's bytes
+  std::vector<Choice> choices;
+};
+
+struct ConfigField {
+  std::string path;  // "optimizer.schedule.kind"
+  std::string_view help;
+  std::variant<BooleanField, IntegerField, RealField, TextField, TextListField, RealListField, EnumField> target;
+};
+
+struct ConfigSection {
+  std::string path;  // "optimizer.schedule"
+  std::string_view help;
+};
+
+struct ConfigTable {
+  std::vector<ConfigSection> sections;
+  std::vector<ConfigField> fields;  // in the order of the structs
+
+  const ConfigField* find(std::string_view path) const;  // null when there is none
+  bool has_section(std::string_view path) const;
+};
+
+// The table of `config`, which must outlive it.
+ConfigTable make_config_table(Config& config);
+
+// Sets the field to a JSON value of the right type and within its limits. Otherwise leaves it alone and returns
+// what is wrong ("expected a number, got a string \"abc\""); an empty string means success.
+std::string set_field(const ConfigField& field, const nlohmann::json& value);
+
+// The field's value as JSON.
+nlohmann::ordered_json get_field(const ConfigField& field);
+
+// What is wrong with the value that the field holds now; empty when it is within the field's limits.
+std::string field_problem(const ConfigField& field);
+
+// A JSON value in a one-line message: `a string "abc"`, `1.5`, `an array`.
+std::string describe_json(const nlohmann::json& value);
+
+}  // namespace parka

@@ -1,0 +1,258 @@
+#include <algorithm>
+#include <limits>
+
+#include <fmt/format.h>
+
+#include "core/error.h"
+#include "engine/config/config_io.h"
+#include "engine/config/config_table.h"
+#include "engine/config/data_sources.h"
+#include "model/activation_offload.h"
+
+// Rules between fields. Each message names the keys with their values and says what to change.
+namespace parka {
+namespace {
+
+void check_limits(const Config& config) {
+  Config copy = config;
+  for (const ConfigField& field : make_config_table(copy).fields) {
+    const std::string problem = field_problem(field);
+    if (!problem.empty()) throw_bad_input("{}: {}", field.path, problem);
+  }
+}
+
+std::string_view head_dim_name(const ModelConfig& m) {
+  return m.given_head_dim == 0 ? "model.d_model / model.num_heads" : "model.head_dim";
+}
+
+void check_heads(const ModelConfig& m) {
+  if (m.d_model % m.num_heads != 0) {
+    throw_bad_input("model.d_model = {} is not a multiple of model.num_heads = {}; change one of them", m.d_model,
+                    m.num_heads);
+  }
+  if (m.head_dim() % 2 != 0) {
+    throw_bad_input("{} = {} is odd; rotary positions turn pairs, so make it even", head_dim_name(m), m.head_dim());
+  }
+  if (m.num_heads % m.kv_heads() != 0) {
+    throw_bad_input("model.num_kv_heads = {} does not divide model.num_heads = {}; change one of them",
+                    m.num_kv_heads, m.num_heads);
+  }
+}
+
+void check_rope_scaling(const RopeScalingConfig& s) {
+  if (s.kind == RopeScalingKind::kNone || s.low_frequency_factor < s.high_frequency_factor) return;
+  throw_bad_input(
+      "model.rope_scaling.low_frequency_factor = {} is not less than high_frequency_factor = {}; change one of "
+      "them",
+      s.low_frequency_factor, s.high_frequency_factor);
+}
+
+// Bounds on what is later computed in 64-bit integers, far above any machine.
+void check_size(const Config& c) {
+  constexpr double kMostParameters = 1e13;
+  constexpr double kMostElements = 1e15;
+  constexpr double kMostTokens = 1e18;
+  const double parameters = num_parameters(c.model);
+  if (parameters > kMostParameters) {
+    throw_bad_input(
+        "the model has {:.3g} parameters, more than {:.0e}; make model.d_model, d_ffn, num_layers or "
+        "vocab_size smaller",
+        parameters, kMostParameters);
+  }
+  const double tokens =
+      static_cast<double>(c.training.micro_batch_size) * static_cast<double>(c.data.sequence_length);
+  const double width = static_cast<double>(std::max({2 * c.model.d_ffn, c.model.d_qkv(), c.model.d_model}));
+  if (tokens * width > kMostElements) {
+    throw_bad_input(
+        "an activation of {:.3g} tokens x {:.3g} has more than {:.0e} elements; make "
+        "training.micro_batch_size or data.sequence_length smaller",
+        tokens, width, kMostElements);
+  }
+  const double all_tokens = static_cast<double>(c.training.steps) *
+                            static_cast<double>(c.training.global_batch_size) *
+                            static_cast<double>(c.data.sequence_length);
+  if (all_tokens > kMostTokens) {
+    throw_bad_input(
+        "training.steps x global_batch_size x data.sequence_length = {:.3g} tokens, more than {:.0e}; "
+        "make training.steps smaller",
+        all_tokens, kMostTokens);
+  }
+}
+
+// FP8 tensor cores work on 16 elements along the summed axis at a time, and every axis is summed over in one of
+// forward, input gradient and weight gradient; the last sums over tokens.
+void check_fp8_gemm(const Config& c) {
+  constexpr int64_t kUnit = 16;
+  if (c.precision.gemm == GemmPrecision::kCompute) return;
+  const auto require_multiple = [&](std::string_view what, int64_t value) {
+    if (value % kUnit == 0) return;
+    throw_bad_input(
+        "precision.gemm = {} needs {} = {} to be a multiple of {}; change it, or use precision.gemm = "
+        "compute",
+        name_of(c.precision.gemm), what, value, kUnit);
+  };
+  require_multiple("model.d_model", c.model.d_model);
+  require_multiple("model.d_ffn", c.model.d_ffn);
+  require_multiple("model.num_heads * model.head_dim", c.model.d_heads());
+  require_multiple(fmt::format("(model.num_heads + 2 * model.num_kv_heads) * {}",
+                               c.model.given_head_dim == 0 ? "d_model / num_heads" : "head_dim"),
+                   c.model.d_qkv());
+  require_multiple("training.micro_batch_size * data.sequence_length",
+                   c.training.micro_batch_size * c.data.sequence_length);
+}
+
+void check_kept_activations(const ModelConfig& m, const PrecisionConfig& p) {
+  const auto require_groups = [&](std::string_view key, Storage storage, std::string_view what, int64_t width) {
+    if (storage == Storage::kCompute || width % p.group_size == 0) return;
+    throw_bad_input(
+        "precision.{} = fp8 needs {} = {} to be a multiple of precision.group_size = {}; change one of "
+        "them, or use precision.{} = compute",
+        key, what, width, p.group_size, key);
+  };
+  require_groups("norm_input", p.norm_input, "model.d_model", m.d_model);
+  require_groups("up_gate", p.up_gate, "model.d_ffn", m.d_ffn);
+  require_groups("qkv", p.qkv, head_dim_name(m), m.head_dim());
+  if (p.save_silu && p.up_gate != Storage::kFp8) {
+    throw_bad_input("precision.save_silu = true needs precision.up_gate = fp8; set that, or save_silu = false");
+  }
+  const int64_t most = std::max<int64_t>(m.num_layers - ActivationOffload::kRooms, 0);
+  if (p.offload_blocks > most) {
+    throw_bad_input(
+        "precision.offload_blocks = {} is more than {}: of model.num_layers = {}, {} blocks always stay; make it "
+        "less",
+        p.offload_blocks, most, m.num_layers, ActivationOffload::kRooms);
+  }
+  if (p.attention_output == Storage::kFp8 && p.gemm != GemmPrecision::kFp8Tensor) {
+    throw_bad_input(
+        "precision.attention_output = fp8 needs precision.gemm = fp8_tensor, not {}; set that, or "
+        "attention_output = compute",
+        name_of(p.gemm));
+  }
+}
+
+void check_compute(const PrecisionConfig& p, const OptimizerConfig& o) {
+  const bool fp32 = p.compute == DType::kF32;
+  if (fp32 && o.master != MasterForm::kNone) {
+    throw_bad_input(
+        "precision.compute = fp32 needs optimizer.master = none, not {}: the weights are their own master",
+        name_of(o.master));
+  }
+  if (!fp32 && o.master == MasterForm::kNone) {
+    throw_bad_input(
+        "optimizer.master = none needs precision.compute = fp32; use master = fp32, fp32_split or bf16_sr");
+  }
+  if (fp32 && p.eval == EvalNumerics::kBf16) {
+    throw_bad_input("precision.eval = bf16 needs precision.compute = bf16; use eval = same");
+  }
+}
+
+void check_distributed(const Config& c) {
+  if (c.distributed.shard_size != 0 && c.distributed.zero_stage == 0) {
+    throw_bad_input(
+        "distributed.shard_size = {} has no meaning with zero_stage = 0, which divides nothing; set it to 0",
+        c.distributed.shard_size);
+  }
+  // Of FP8 weights only the codes are gathered.
+  if (c.distributed.zero_stage == 3 && c.precision.has_fp8() && c.precision.eval == EvalNumerics::kBf16) {
+    throw_bad_input(
+        "distributed.zero_stage = 3 with FP8 GEMMs has no bf16 weights to evaluate with; use precision.eval = "
+        "same, "
+        "or zero_stage = 2");
+  }
+  if (c.distributed.zero_stage == 3 && c.telemetry.interval > 0) {
+    throw_bad_input(
+        "telemetry.interval = {} looks at whole weights; use distributed.zero_stage = 2, or interval = 0",
+        c.telemetry.interval);
+  }
+}
+
+void check_clipping(const OptimizerConfig& o) {
+  if (o.clip_warmup_steps == 0 || o.clip_norm * o.clip_warmup_factor <= double{std::numeric_limits<float>::max()})
+    return;
+  throw_bad_input(
+      "optimizer.clip_norm * clip_warmup_factor = {:.3g} is more than a number of 32 bits can be; make one of them "
+      "smaller",
+      o.clip_norm * o.clip_warmup_factor);
+}
+
+void check_schedule(const ScheduleConfig& s, int64_t training_steps) {
+  const int64_t total = s.total_steps == 0 ? training_steps : s.total_steps;
+  const std::string_view total_key = s.total_steps == 0 ? "training.steps" : "optimizer.schedule.total_steps";
+  if (s.kind != ScheduleKind::kWsd && s.decay_steps != 0) {
+    throw_bad_input("optimizer.schedule.decay_steps = {} has no meaning with kind = {}; set it to 0, or kind = wsd",
+                    s.decay_steps, name_of(s.kind));
+  }
+  if (total == 0) return;  // nothing will be trained
+  if (s.warmup_steps > total) {
+    throw_bad_input("optimizer.schedule.warmup_steps = {} is more than {} = {}; change one of them", s.warmup_steps,
+                    total_key, total);
+  }
+  if (s.decay_steps > total - s.warmup_steps) {
+    throw_bad_input("optimizer.schedule.warmup_steps + decay_steps = {} is more than {} = {}; change one of them",
+                    s.warmup_steps + s.decay_steps, total_key, total);
+  }
+}
+
+void check_training(const Config& c) {
+  if (c.training.global_batch_size % c.training.micro_batch_size != 0) {
+    throw_bad_input(
+        "training.global_batch_size = {} is not a multiple of training.micro_batch_size = {}; change one "
+        "of them",
+        c.training.global_batch_size, c.training.micro_batch_size);
+  }
+  parse_sets(c.evaluation.sets, "evaluation.sets");
+  if (c.training.eval_interval > 0 && c.data.eval.empty() && c.evaluation.sets.empty() &&
+      c.evaluation.tasks.empty()) {
+    throw_bad_input(
+        "training.eval_interval = {} but data.eval, evaluation.sets and evaluation.tasks list no files; add some, "
+        "or set eval_interval = 0",
+        c.training.eval_interval);
+  }
+}
+
+void check_data(const DataConfig& d, int64_t vocab_size) {
+  if (!d.weights.empty() && d.weights.size() != d.train.size()) {
+    throw_bad_input("data.weights has {} numbers, but data.train has {} entries; give one for each, or none",
+                    d.weights.size(), d.train.size());
+  }
+  if (std::any_of(d.weights.begin(), d.weights.end(), [](double weight) { return weight == 0; })) {
+    throw_bad_input("data.weights holds 0; leave out sources that are not to be read");
+  }
+  if (d.document_end >= 0 && d.documents != DocumentMode::kSeparate) {
+    throw_bad_input("data.document_end = {} has no meaning with data.documents = joined; use separate, or -1",
+                    d.document_end);
+  }
+  if (d.document_end >= vocab_size) {
+    throw_bad_input(
+        "data.document_end = {} is no token of model.vocab_size = {}, so that no document would ever end",
+        d.document_end, vocab_size);
+  }
+}
+
+}  // namespace
+
+double num_parameters(const ModelConfig& m) {
+  const auto vocab = static_cast<double>(m.vocab_size), d = static_cast<double>(m.d_model),
+             ffn = static_cast<double>(m.d_ffn), qkv = static_cast<double>(m.d_qkv()),
+             heads = static_cast<double>(m.d_heads()), layers = static_cast<double>(m.num_layers);
+  const double norm = m.norm == NormKind::kRmsNorm ? d : 0.0;
+  const double block = d * qkv + d * heads + 3 * d * ffn + 2 * norm;
+  return vocab * d * (m.tie_embeddings ? 1 : 2) + layers * block + norm;
+}
+
+void validate(const Config& config) {
+  check_limits(config);
+  check_heads(config.model);
+  check_rope_scaling(config.model.rope_scaling);
+  check_size(config);
+  check_fp8_gemm(config);
+  check_kept_activations(config.model, config.precision);
+  check_compute(config.precision, config.optimizer);
+  check_distributed(config);
+  check_clipping(config.optimizer);
+  check_schedule(config.optimizer.schedule, config.training.steps);
+  check_data(config.data, config.model.vocab_size);
+  check_training(config);
+}
+
+}  // namespace parka

@@ -1,0 +1,40 @@
+#include "engine/config/data_sources.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+#include "engine/files/json_text.h"
+
+namespace parka {
+
+std::vector<NamedFiles> parse_sets(const std::vector<std::string>& entries, const char* key) {
+  std::vector<NamedFiles> sets;
+  for (const std::string& entry : entries) {
+    const size_t equals = entry.find('=');
+    if (equals == std::string::npos || equals == 0 || equals + 1 == entry.size()) {
+      throw_bad_input("{}: \"{}\" is not of the form NAME=FILE", key, printable(entry));
+    }
+    const std::string name = entry.substr(0, equals), file = entry.substr(equals + 1);
+    const auto found =
+        std::find_if(sets.begin(), sets.end(), [&](const NamedFiles& set) { return set.name == name; });
+    if (found != sets.end()) {
+      found->files.push_back(file);
+    } else {
+      sets.push_back({name, {file}});
+    }
+  }
+  return sets;
+}
+
+ExampleRules example_rules(const DataConfig& data) {
+  return {.loss_mask = data.loss_mask,
+          .separate_documents = data.documents == DocumentMode::kSeparate,
+          .document_end = data.document_end};
+}
+
+TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config) {
+  return TokenFiles(sources, config.data.token_dtype, config.data.sequence_length, config.model.vocab_size,
+                    example_rules(config.data));
+}
+
+}  // namespace parka

@@ -1,0 +1,25 @@
+#pragma once
+#include <string>
+#include <vector>
+
+#include "data/token_files.h"
+#include "engine/config/config.h"
+
+// The token files that a config or a command names.
+namespace parka {
+
+// The files of a set of token files, by its name.
+struct NamedFiles {
+  std::string name;
+  std::vector<std::string> files;
+};
+// What entries NAME=FILE say, in order of first mention; entries of one name are one set. Throws Error(kBadInput),
+// naming `key`, for an entry that is not of this form.
+std::vector<NamedFiles> parse_sets(const std::vector<std::string>& entries, const char* key);
+
+ExampleRules example_rules(const DataConfig& data);
+
+// Throws Error(kBadInput) for data that cannot be used.
+TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config);
+
+}  // namespace parka

@@ -1,0 +1,154 @@
+#include "engine/evaluation/eval_requests.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include "core/error.h"
+#include "engine/files/file_io.h"
+#include "engine/files/json_text.h"
+
+namespace parka {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::string_view kKind = "parka requests";
+constexpr int64_t kVersion = 1;
+constexpr size_t kMostChoices = 1000;
+
+// Reads the fields of one line, with `where` ("file, line 3") in every message.
+class LineReader {
+ public:
+  LineReader(json line, std::string where) : line_(std::move(line)), where_(std::move(where)) {
+    if (!line_.is_object()) fail("is not a JSON object");
+  }
+
+  [[noreturn]] void fail(const std::string& problem) const {
+    throw_bad_input("{}: {}; make the file again with scripts/prepare_eval.py", where_, problem);
+  }
+  const json& member(const json& object, const char* key) const {
+    const auto it = object.find(key);
+    if (it == object.end()) fail(fmt::format("\"{}\" is missing", key));
+    return *it;
+  }
+  int64_t integer(const json& object, const char* key, int64_t min, int64_t max) const {
+    const json& value = member(object, key);
+    if (!value.is_number_integer() || value < min || value > max) {
+      fail(fmt::format("\"{}\" is not an integer from {} to {}", key, min, max));
+    }
+    return value.get<int64_t>();
+  }
+  std::string text(const json& object, const char* key) const {
+    const json& value = member(object, key);
+    if (!value.is_string() || value.get_ref<const std::string&>().empty()) {
+      fail(fmt::format("\"{}\" is not a text", key));
+    }
+    return value.get<std::string>();
+  }
+  std::vector<int32_t> tokens(const json& value, const char* key, int64_t vocab_size) const {
+    if (!value.is_array() || value.empty()) fail(fmt::format("\"{}\" is not a list of token ids", key));
+    std::vector<int32_t> ids;
+    for (const json& id : value) {
+      if (!id.is_number_integer() || id < 0) {
+        fail(fmt::format("\"{}\" has {}, no token id", key, printable(id.dump())));
+      }
+      if (id >= vocab_size) {
+        throw_bad_input(
+            "{}: \"{}\" has token id {}, and the model's vocabulary is {}; prepare the task with the model's "
+            "tokenizer",
+            where_, key, id.dump(), vocab_size);
+      }
+      ids.push_back(id.get<int32_t>());
+    }
+    return ids;
+  }
+  const json& line() const { return line_; }
+  const std::string& where() const { return where_; }
+
+ private:
+  json line_;
+  std::string where_;
+};
+
+// A list of token ids that a choice has itself, or else its document.
+std::vector<int32_t> own_or_shared(const LineReader& reader, const json& choice, const char* key,
+                                   int64_t vocab_size) {
+  const json& holder = choice.contains(key) ? choice : reader.line();
+  return reader.tokens(reader.member(holder, key), key, vocab_size);
+}
+
+TaskDocument read_document(const LineReader& reader, TaskMetric metric, int64_t vocab_size,
+                           int64_t sequence_length) {
+  TaskDocument document;
+  const json& choices = reader.member(reader.line(), "choices");
+  if (!choices.is_array() || choices.size() < 2 || choices.size() > kMostChoices) {
+    reader.fail(fmt::format("\"choices\" is not a list of 2 to {}", kMostChoices));
+  }
+  for (const json& choice : choices) {
+    if (!choice.is_object()) reader.fail("a choice is not a JSON object");
+    TaskChoice one;
+    one.context = own_or_shared(reader, choice, "context", vocab_size);
+    one.continuation = reader.tokens(reader.member(choice, "continuation"), "continuation", vocab_size);
+    one.num_characters = reader.integer(choice, "characters", 1, kMaxDimension);
+    one.num_bytes = reader.integer(choice, "bytes", 1, kMaxDimension);
+    if (metric == TaskMetric::kPmiDc) one.domain = own_or_shared(reader, choice, "domain", vocab_size);
+    const auto length = static_cast<int64_t>(one.continuation.size());
+    if (length > sequence_length) {
+      throw_bad_input(
+          "{}: a continuation of {} tokens does not fit into the model's context of {}; leave the task out",
+          reader.where(), length, sequence_length);
+    }
+    document.choices.push_back(std::move(one));
+  }
+  document.label = reader.integer(reader.line(), "label", 0, static_cast<int64_t>(choices.size()) - 1);
+  return document;
+}
+
+TaskMetric read_metric(const LineReader& reader) {
+  const std::string name = reader.text(reader.line(), "metric");
+  for (const auto& [metric, metric_name] : EnumNames<TaskMetric>::kAll) {
+    if (name == metric_name) return metric;
+  }
+  reader.fail(fmt::format("\"metric\" is {}, not acc, len_norm or pmi_dc", printable(name)));
+}
+
+void read_header(const LineReader& reader, EvalTask& task) {
+  if (reader.line().value("kind", json()) != kKind) {
+    throw_bad_input("{}: is not the first line of a request file; make one with scripts/prepare_eval.py",
+                    reader.where());
+  }
+  if (reader.member(reader.line(), "version") != kVersion) {
+    reader.fail(fmt::format("\"version\" is not {}", kVersion));
+  }
+  task.name = reader.text(reader.line(), "task");
+  task.metric = read_metric(reader);
+}
+
+}  // namespace
+
+EvalTask read_requests(const std::string& path, int64_t vocab_size, int64_t sequence_length) {
+  constexpr int64_t kLargestFile = int64_t{4} << 30;
+  const std::string all = read_text(path, kLargestFile);
+  EvalTask task{.path = path, .name = {}, .metric = TaskMetric::kAcc, .documents = {}};
+  int64_t number = 0;
+  for (size_t begin = 0; begin < all.size(); ++number) {
+    const size_t end = std::min(all.find('\n', begin), all.size());
+    const std::string where = fmt::format("{}, line {}", path, number + 1);
+    const LineReader reader(
+        parse_json_text(std::string_view(all).substr(begin, end - begin), where, JsonComments::kRefused), where);
+    begin = end + 1;
+    if (number == 0) {
+      read_header(reader, task);
+    } else {
+      task.documents.push_back(read_document(reader, task.metric, vocab_size, sequence_length));
+    }
+  }
+  if (task.documents.empty()) {
+    throw_bad_input("{}: has no documents; make it with scripts/prepare_eval.py", path);
+  }
+  return task;
+}
+
+}  // namespace parka

@@ -1,0 +1,35 @@
+#pragma once
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "data/token_files.h"
+#include "kernels/device/device.h"
+#include "model/model.h"
+
+namespace parka {
+
+// Next-token targets of `sequences` rows of `tokens` [sequences, S]: targets[s, i] = tokens[s, i + 1], and
+// kIgnoreTarget at the last position, whose next token is not in the sequence.
+std::vector<int32_t> next_token_targets(const std::vector<int32_t>& tokens, int64_t sequence_length);
+
+struct EvaluationResult {
+  double loss = 0;  // mean cross-entropy over all targets, nats per token
+  int64_t num_targets = 0;
+  int64_t num_sequences = 0;
+};
+
+// Called before each forward pass of an evaluation, by all ranks before the same one, with the error of reading
+// this rank's data for it, or null. What it throws on all ranks ends the evaluation, so that ranks can agree on
+// that beforehand; an error of reading is thrown behind it.
+using BeforeEvaluationBatch = std::function<void(const std::exception_ptr& read_failure)>;
+
+// Mean loss over `max_sequences` sequences spread evenly over `files` (0: all of them), `micro_batch` at a time. In
+// a run of several ranks each takes every so many-th micro-batch.
+EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& files, int64_t micro_batch,
+                               int64_t max_sequences, Communicator& communicator,
+                               const BeforeEvaluationBatch& before_each = {});
+
+}  // namespace parka

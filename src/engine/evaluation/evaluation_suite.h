@@ -1,0 +1,35 @@
+#pragma once
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "data/token_files.h"
+#include "engine/config/config.h"
+#include "engine/evaluation/eval_requests.h"
+
+namespace parka {
+
+// All that a config evaluates on, opened and checked.
+struct EvaluationSuite {
+  struct Set {
+    std::string name;
+    TokenFiles files;
+  };
+  std::optional<TokenFiles> held_out;  // data.eval
+  std::vector<Set> sets;               // evaluation.sets
+  std::vector<EvalTask> tasks;         // evaluation.tasks
+
+  // Records that an evaluation leaves in metrics.jsonl.
+  int64_t num_records() const {
+    return (held_out ? 1 : 0) + static_cast<int64_t>(sets.size()) + static_cast<int64_t>(tasks.size());
+  }
+  bool empty() const { return num_records() == 0; }
+};
+
+// Throws Error(kBadInput) for files that cannot be used, and for two tasks of one name.
+EvaluationSuite open_suite(const Config& config);
+
+// What tells suites apart whose files have the same names, a line for each: ranks must have the same.
+std::string describe_suite(const EvaluationSuite& suite);
+
+}  // namespace parka

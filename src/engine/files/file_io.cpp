@@ -1,0 +1,277 @@
+#include "engine/files/file_io.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+// GCC 12's AVX-512 intrinsics warn of their own deliberately undefined registers.
+#ifndef __clang__
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+#ifndef __clang__
+#pragma GCC diagnostic pop
+#endif
+
+#include "core/error.h"
+
+namespace parka {
+namespace {
+
+namespace fs = std::filesystem;
+
+bool is_fault_of_path(int error) {
+  switch (error) {
+    case ENOENT:
+    case ENOTDIR:
+    case EACCES:
+    case EPERM:
+    case EROFS:
+    case EEXIST:
+    case EISDIR:
+    case ELOOP:
+    case ENAMETOOLONG: return true;
+    default: return false;
+  }
+}
+
+std::string_view advice(int error) {
+  switch (error) {
+    case ENOSPC: return "free space on that disk";
+    case EDQUOT: return "free space or have your disk quota raised";
+    case EFBIG: return "raise the file size limit (ulimit -f) or use another file system";
+    case EACCES:
+    case EPERM: return "check its permissions";
+    case EROFS: return "choose a folder on a writable file system";
+    case ENOTDIR: return "a part of this path is a file, not a folder";
+    case EEXIST: return "choose another path or remove what is there";
+    case ENOENT: return "check the path";
+    case EMFILE: return "raise the limit of open files (ulimit -n)";
+    default: return "check the file system it is on";
+  }
+}
+
+[[noreturn]] void throw_file_error(ExitCode code, std::string_view action, const std::string& path, int error) {
+  throw Error(code, fmt::format("cannot {} {}: {}; {}", action, path, std::generic_category().message(error),
+                                advice(error)));
+}
+
+// Repeats a system call that a signal interrupted.
+template <typename Call>
+auto retry(Call call) {
+  for (;;) {
+    const auto result = call();
+    if (result != -1 || errno != EINTR) return result;
+  }
+}
+
+FileDescriptor open_file(std::string_view action, const std::string& path, int flags) {
+  const int fd = retry([&] { return ::open(path.c_str(), flags | O_CLOEXEC, 0666); });
+  if (fd == -1) throw_open_error(action, path, errno);
+  return FileDescriptor(fd);
+}
+
+FileDescriptor open_input(const std::string& path, NoPermission no_permission) {
+  // Without O_NONBLOCK a named pipe in place of the file would hang the open.
+  const int fd = retry([&] { return ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); });
+  if (fd != -1) return FileDescriptor(fd);
+  if (no_permission == NoPermission::kIsIo && (errno == EACCES || errno == EPERM)) {
+    throw_io_error("open", path, errno);
+  }
+  throw_open_error("open", path, errno);
+}
+
+std::string parent_of(const std::string& path) {
+  const std::string parent = fs::path(path).parent_path().string();
+  return parent.empty() ? "." : parent;
+}
+
+}  // namespace
+
+void throw_open_error(std::string_view action, const std::string& path, int error) {
+  throw_file_error(is_fault_of_path(error) ? ExitCode::kBadInput : ExitCode::kIo, action, path, error);
+}
+
+void throw_io_error(std::string_view action, const std::string& path, int error) {
+  throw_file_error(ExitCode::kIo, action, path, error);
+}
+
+FileDescriptor::~FileDescriptor() {
+  if (fd_ != -1) ::close(fd_);
+}
+
+FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  return *this;
+}
+
+int FileDescriptor::release() { return std::exchange(fd_, -1); }
+
+bool is_at(int fd, const std::string& path) {
+  struct stat open, there;
+  if (::fstat(fd, &open) == -1) throw_io_error("examine", path, errno);
+  if (::stat(path.c_str(), &there) == 0) return there.st_dev == open.st_dev && there.st_ino == open.st_ino;
+  if (errno == ENOENT || errno == ENOTDIR || errno == ESTALE) return false;
+  throw_io_error("examine", path, errno);
+}
+
+struct Checksum::State {
+  XXH3_state_t xxh3;
+};
+
+Checksum::Checksum() : state_(std::make_unique<State>()) { XXH3_128bits_reset(&state_->xxh3); }
+Checksum::Checksum(Checksum&&) noexcept = default;
+Checksum::~Checksum() = default;
+
+void Checksum::update(ByteSpan bytes) {
+  if (!bytes.empty()) XXH3_128bits_update(&state_->xxh3, bytes.data(), bytes.size());
+}
+
+std::string Checksum::hex() const {
+  const XXH128_hash_t hash = XXH3_128bits_digest(&state_->xxh3);
+  return fmt::format("{:016x}{:016x}", hash.high64, hash.low64);
+}
+
+std::string checksum_of(const ReadOnlyFile& file) {
+  constexpr int64_t kPiece = int64_t{4} << 20;
+  Checksum checksum;
+  std::vector<std::byte> piece;
+  for (int64_t begin = 0; begin < file.size(); begin += kPiece) {
+    piece.resize(static_cast<size_t>(std::min(kPiece, file.size() - begin)));
+    file.read(begin, piece);
+    checksum.update(piece);
+  }
+  return checksum.hex();
+}
+
+OutputFile::OutputFile(std::string path)
+    : path_(std::move(path)), file_(open_file("create", path_, O_WRONLY | O_CREAT | O_EXCL)) {}
+
+void OutputFile::write(ByteSpan bytes) {
+  write_fully(file_.get(), bytes, path_);
+  checksum_.update(bytes);
+  num_bytes_ += static_cast<int64_t>(bytes.size());
+}
+
+void OutputFile::sync() {
+  if (retry([&] { return ::fsync(file_.get()); }) == -1) throw_io_error("sync", path_, errno);
+}
+
+void OutputFile::close() {
+  // Not repeated after EINTR: on Linux the descriptor is gone by then.
+  if (::close(file_.release()) == -1 && errno != EINTR) throw_io_error("close", path_, errno);
+}
+
+InputFile::InputFile(std::string path, NoPermission no_permission)
+    : path_(std::move(path)), file_(open_input(path_, no_permission)) {
+  struct stat status;
+  if (::fstat(file_.get(), &status) == -1) throw_io_error("examine", path_, errno);
+  if (!S_ISREG(status.st_mode)) throw_bad_input("{}: is not a regular file", path_);
+  num_bytes_ = status.st_size;
+}
+
+void InputFile::read(int64_t offset, std::span<std::byte> out) const {
+  while (!out.empty()) {
+    const ssize_t got = retry([&] { return ::pread(file_.get(), out.data(), out.size(), offset); });
+    if (got == -1) throw_io_error("read", path_, errno);
+    if (got == 0) throw_bad_input("{}: ends at byte {}, {} more were expected", path_, offset, out.size());
+    out = out.subspan(static_cast<size_t>(got));
+    offset += got;
+  }
+}
+
+std::string read_text(const std::string& path, int64_t max_bytes, NoPermission no_permission) {
+  const InputFile file(path, no_permission);
+  if (file.num_bytes() > max_bytes) {
+    throw_bad_input("{}: has {} bytes, more than the {} that such a file can have", path, file.num_bytes(),
+                    max_bytes);
+  }
+  std::string text(static_cast<size_t>(file.num_bytes()), '\0');
+  file.read(0, std::as_writable_bytes(std::span(text)));
+  return text;
+}
+
+void write_fully(int fd, ByteSpan bytes, const std::string& path) {
+  while (!bytes.empty()) {
+    const ssize_t written = retry([&] { return ::write(fd, bytes.data(), bytes.size()); });
+    if (written == -1) throw_io_error("write", path, errno);
+    bytes = bytes.subspan(static_cast<size_t>(written));
+  }
+}
+
+void make_directory(const std::string& path) {
+  if (::mkdir(path.c_str(), 0777) == -1) throw_open_error("create folder", path, errno);
+}
+
+void make_directories(const std::string& path) {
+  std::error_code error;
+  if (fs::is_directory(path, error)) return;
+  const fs::path trimmed = fs::path(path).has_filename() ? fs::path(path) : fs::path(path).parent_path();
+  const std::string parent = parent_of(trimmed.string());
+  if (parent != trimmed) make_directories(parent);
+  // Another rank may have made it in the meantime.
+  if (::mkdir(trimmed.c_str(), 0777) == -1 && !(errno == EEXIST && fs::is_directory(trimmed, error))) {
+    throw_open_error("create folder", path, errno);
+  }
+  sync_directory(parent);
+}
+
+void rename_path(const std::string& from, const std::string& to) {
+  if (::rename(from.c_str(), to.c_str()) == -1) throw_io_error("rename", from + " to " + to, errno);
+}
+
+void remove_tree(const std::string& path) {
+  std::error_code error;
+  fs::remove_all(path, error);
+  if (error) throw_io_error("remove", path, error.value());
+}
+
+std::vector<std::string> list_names(const std::string& path) {
+  std::vector<std::string> names;
+  std::error_code error;
+  fs::directory_iterator it(path, error);
+  for (; !error && it != fs::directory_iterator(); it.increment(error)) names.push_back(it->path().filename());
+  // A folder that is removed while it is listed is a missing one too.
+  if (error && error.value() != ENOENT && error.value() != ESTALE) {
+    throw_open_error("list folder", path, error.value());
+  }
+  return names;
+}
+
+void sync_directory(const std::string& path) {
+  const FileDescriptor folder = open_file("open folder", path, O_RDONLY | O_DIRECTORY);
+  // EINVAL: this file system has no such operation, and nothing else would do instead.
+  if (retry([&] { return ::fsync(folder.get()); }) == -1 && errno != EINVAL) throw_io_error("sync", path, errno);
+}
+
+void replace_file(const std::string& path, std::string_view content) {
+  const std::string draft = path + ".tmp";
+  remove_tree(draft);
+  OutputFile file(draft);
+  file.write(as_bytes(content));
+  file.sync();
+  file.close();
+  rename_path(draft, path);
+  sync_directory(parent_of(path));
+}
+
+void require_replaceable(const std::string& path) {
+  if (path.empty()) return;
+  std::error_code error;
+  if (fs::is_directory(path, error)) throw_open_error("create", path, EISDIR);
+  const std::string draft = path + ".tmp";
+  remove_tree(draft);
+  OutputFile(draft).close();
+  remove_tree(draft);
+}
+
+}  // namespace parka

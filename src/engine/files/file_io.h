@@ -1,0 +1,126 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "data/read_only_file.h"
+
+// Files with every error reported: path, the system's reason, what to do. Functions that open or create throw
+// Error(kBadInput) where the path itself is at fault (missing, no permission, a file where a folder should be) and
+// Error(kIo) otherwise; writing, syncing, renaming and removing always throw Error(kIo).
+namespace parka {
+
+using ByteSpan = std::span<const std::byte>;
+
+inline ByteSpan as_bytes(std::string_view text) { return std::as_bytes(std::span(text.data(), text.size())); }
+
+// An open file descriptor; the destructor closes it.
+class FileDescriptor {
+ public:
+  explicit FileDescriptor(int fd) : fd_(fd) {}
+  FileDescriptor(FileDescriptor&& other) noexcept : fd_(other.release()) {}
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept;
+  FileDescriptor(const FileDescriptor&) = delete;
+  FileDescriptor& operator=(const FileDescriptor&) = delete;
+  ~FileDescriptor();
+
+  int get() const { return fd_; }
+  int release();  // the caller closes it
+
+ private:
+  int fd_;
+};
+
+// Whether the open file `fd` is the one that `path` leads to now. Throws Error(kIo) where that cannot be known.
+bool is_at(int fd, const std::string& path);
+
+// XXH3-128 of everything passed to update(), in any pieces.
+class Checksum {
+ public:
+  Checksum();
+  Checksum(Checksum&&) noexcept;
+  ~Checksum();
+
+  void update(ByteSpan bytes);
+  std::string hex() const;  // 32 digits, as `xxh128sum` prints it
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// That of all bytes of a file.
+std::string checksum_of(const ReadOnlyFile& file);
+
+// A new file, checksummed while it is written. Nothing is durable before sync_and_close().
+class OutputFile {
+ public:
+  explicit OutputFile(std::string path);  // throws when `path` exists
+
+  void write(ByteSpan bytes);
+  void sync();
+  void close();  // here network file systems report what they could not write
+
+  int64_t num_bytes() const { return num_bytes_; }
+  std::string checksum() const { return checksum_.hex(); }
+
+ private:
+  std::string path_;
+  FileDescriptor file_;
+  Checksum checksum_;
+  int64_t num_bytes_ = 0;
+};
+
+// What it means that a file may not be opened: that the path is wrong, or, of a file that was read or written
+// before, that the machine fails.
+enum class NoPermission : uint8_t { kIsBadInput, kIsIo };
+
+// A regular file, open for reading. Not affected by a later rename of its folder.
+class InputFile {
+ public:
+  explicit InputFile(std::string path, NoPermission no_permission = NoPermission::kIsBadInput);
+
+  const std::string& path() const { return path_; }
+  int64_t num_bytes() const { return num_bytes_; }  // when it was opened
+  // Fills `out` from `offset` on. Throws Error(kBadInput) when the file ends before that.
+  void read(int64_t offset, std::span<std::byte> out) const;
+
+ private:
+  std::string path_;
+  FileDescriptor file_;
+  int64_t num_bytes_ = 0;
+};
+
+// The whole file; one larger than `max_bytes` is refused with Error(kBadInput).
+std::string read_text(const std::string& path, int64_t max_bytes,
+                      NoPermission no_permission = NoPermission::kIsBadInput);
+
+// Writes all of `bytes`, however many calls that takes; `path` is for the message.
+void write_fully(int fd, ByteSpan bytes, const std::string& path);
+
+// Creates `path` and its missing parents so that they survive a power failure. An existing folder is fine.
+void make_directories(const std::string& path);
+void make_directory(const std::string& path);  // throws when `path` exists
+void rename_path(const std::string& from, const std::string& to);
+void remove_tree(const std::string& path);  // a missing one is fine
+// The names in a folder, in no order; none where it is missing. On a network file system this asks the server,
+// while a look at a single path may be answered from a cache.
+std::vector<std::string> list_names(const std::string& path);
+// Makes the names in a folder durable: created, renamed and removed entries.
+void sync_directory(const std::string& path);
+
+// Gives the file at `path` new content: at every moment, also after a crash, it has all of the old or of the new.
+void replace_file(const std::string& path, std::string_view content);
+// Throws where replace_file() would, before the work whose result it is to write. An empty path, for no file, is
+// fine.
+void require_replaceable(const std::string& path);
+
+// Throws Error with "cannot <action> <path>: <reason of errno value>; <advice>".
+[[noreturn]] void throw_open_error(std::string_view action, const std::string& path, int error);
+[[noreturn]] void throw_io_error(std::string_view action, const std::string& path, int error);
+
+}  // namespace parka

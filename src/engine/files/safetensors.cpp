@@ -1,0 +1,252 @@
+#include "engine/files/safetensors.h"
+
+#include <algorithm>
+#include <array>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "core/error.h"
+#include "engine/files/json_text.h"
+
+namespace parka {
+namespace {
+
+using nlohmann::json;
+
+constexpr int64_t kLengthBytes = 8;
+constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the format's own limit
+constexpr int64_t kAlignment = 8;                 // of the tensors' bytes in the file, by padding the header
+constexpr std::string_view kMetadataKey = "__metadata__";
+
+constexpr std::array<std::pair<std::string_view, DType>, 8> kDTypes{{{"F32", DType::kF32},
+                                                                     {"F16", DType::kF16},
+                                                                     {"BF16", DType::kBF16},
+                                                                     {"F8_E4M3", DType::kE4M3},
+                                                                     {"F8_E5M2", DType::kE5M2},
+                                                                     {"I32", DType::kI32},
+                                                                     {"U16", DType::kU16},
+                                                                     {"U8", DType::kU8}}};
+
+std::string_view format_name(DType dtype) {
+  for (const auto& [name, value] : kDTypes) {
+    if (value == dtype) return name;
+  }
+  throw_internal("safetensors has no name for {}", name_of(dtype));
+}
+
+void check_tensors(const std::vector<const HostTensor*>& tensors) {
+  std::set<std::string_view> names{kMetadataKey};
+  for (const HostTensor* tensor : tensors) {
+    if (!names.insert(tensor->name).second)
+      throw_internal("two tensors have the name \"{}\"", printable(tensor->name));
+    int64_t expected = num_bytes_of(tensor->dtype, tensor->shape);
+    if (const auto& piece = tensor->piece; piece && expected >= 0) {
+      const int64_t size = size_of(tensor->dtype);
+      if (piece->begin < 0 || piece->end < piece->begin || piece->end > expected / size) {
+        throw_internal("tensor \"{}\" has {} elements, its piece is [{}, {})", printable(tensor->name),
+                       expected / size, piece->begin, piece->end);
+      }
+      expected = piece->size() * size;
+    }
+    if (expected != tensor->num_bytes()) {
+      throw_internal("tensor \"{}\" has {} bytes where its dtype, shape and piece say {}", printable(tensor->name),
+                     tensor->num_bytes(), expected);
+    }
+  }
+}
+
+// The length of the JSON text, checked against what the file can hold.
+int64_t decode_length(ByteSpan start, int64_t file_bytes, std::string_view where) {
+  if (file_bytes < kLengthBytes || start.size() < kLengthBytes) {
+    throw_bad_input("{}: has {} bytes, too few for a safetensors file", where, file_bytes);
+  }
+  uint64_t length = 0;
+  for (int i = 0; i < kLengthBytes; ++i) length |= std::to_integer<uint64_t>(start[i]) << (8 * i);
+  if (length > static_cast<uint64_t>(std::min(kMaxHeaderBytes, file_bytes - kLengthBytes))) {
+    throw_bad_input("{}: claims a header of {} bytes in a file of {}: cut short, or not safetensors", where, length,
+                    file_bytes);
+  }
+  return static_cast<int64_t>(length);
+}
+
+// What one header says of one tensor. The checks name the tensor, so they go through its `where`.
+class EntryParser {
+ public:
+  EntryParser(const std::string& name, const json& value, std::string_view file)
+      : name_(name), value_(value), where_(fmt::format("{}: tensor \"{}\"", file, printable(name))) {}
+
+  SafetensorsEntry parse(int64_t header_bytes, int64_t data_bytes) const {
+    if (!value_.is_object() || value_.size() != 3) {
+      throw_bad_input("{}: must be an object of dtype, shape and data_offsets", where_);
+    }
+    SafetensorsEntry entry{.name = name_, .dtype = dtype(), .shape = integers("shape")};
+    const std::vector<int64_t> range = integers("data_offsets");
+    if (range.size() != 2 || range[0] > range[1] || range[1] > data_bytes) {
+      throw_bad_input("{}: data_offsets do not lie in the file's {} bytes of data", where_, data_bytes);
+    }
+    entry.offset = header_bytes + range[0];
+    entry.num_bytes = range[1] - range[0];
+    if (entry.num_bytes != num_bytes_of(entry.dtype, entry.shape)) {
+      throw_bad_input("{}: data_offsets span {} bytes, which is not what dtype and shape say", where_,
+                      entry.num_bytes);
+    }
+    return entry;
+  }
+
+ private:
+  const json& field(const char* key) const {
+    const auto it = value_.find(key);
+    if (it == value_.end()) throw_bad_input("{}: has no {}", where_, key);
+    return *it;
+  }
+
+  DType dtype() const {
+    const json& value = field("dtype");
+    if (!value.is_string()) throw_bad_input("{}: dtype must be a string", where_);
+    const auto& text = value.get_ref<const std::string&>();
+    for (const auto& [name, dtype] : kDTypes) {
+      if (name == text) return dtype;
+    }
+    throw_bad_input("{}: dtype \"{}\" is not one that Parka reads", where_, printable(text));
+  }
+
+  std::vector<int64_t> integers(const char* key) const {
+    const json& list = field(key);
+    if (!list.is_array()) throw_bad_input("{}: {} must be a list of integers", where_, key);
+    std::vector<int64_t> values;
+    for (const json& value : list) {
+      if (!value.is_number_unsigned() || value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) {
+        throw_bad_input("{}: {} must hold integers from 0 to 2^63 - 1", where_, key);
+      }
+      values.push_back(value.get<int64_t>());
+    }
+    return values;
+  }
+
+  const std::string& name_;
+  const json& value_;
+  std::string where_;
+};
+
+std::map<std::string, std::string> parse_metadata(const json& value, std::string_view where) {
+  if (!value.is_object()) throw_bad_input("{}: {} must be an object", where, kMetadataKey);
+  std::map<std::string, std::string> metadata;
+  for (const auto& [key, text] : value.items()) {
+    if (!text.is_string()) throw_bad_input("{}: {} \"{}\" must be a string", where, kMetadataKey, printable(key));
+    metadata[key] = text.get<std::string>();
+  }
+  return metadata;
+}
+
+// Sorts the tensors by position and checks that they fill the file's data exactly.
+void check_layout(SafetensorsHeader& header, int64_t file_bytes, std::string_view where) {
+  // An empty tensor has the offset of its successor and must come before it.
+  const auto position = [](const SafetensorsEntry& e) { return std::tie(e.offset, e.num_bytes, e.name); };
+  std::sort(header.tensors.begin(), header.tensors.end(),
+            [&](const auto& a, const auto& b) { return position(a) < position(b); });
+  int64_t end = header.num_bytes;
+  for (const SafetensorsEntry& entry : header.tensors) {
+    if (entry.offset != end) {
+      throw_bad_input("{}: tensor \"{}\" begins at byte {}, the one before it ends at {}", where,
+                      printable(entry.name), entry.offset, end);
+    }
+    end += entry.num_bytes;
+  }
+  if (end != file_bytes) throw_bad_input("{}: tensors end at byte {}, the file at {}", where, end, file_bytes);
+}
+
+}  // namespace
+
+int64_t num_bytes_of(DType dtype, const std::vector<int64_t>& shape) {
+  int64_t bytes = size_of(dtype);
+  for (const int64_t dim : shape) {
+    if (dim < 0 || __builtin_mul_overflow(bytes, dim, &bytes)) return -1;
+  }
+  return bytes;
+}
+
+int64_t num_elements_of(const std::vector<int64_t>& shape) { return num_bytes_of(DType::kU8, shape); }
+
+bool is_partial(const HostTensor& tensor) {
+  return tensor.piece && *tensor.piece != ElementRange{0, num_elements_of(tensor.shape)};
+}
+
+void write_safetensors(const std::vector<const HostTensor*>& tensors, const SafetensorsMetadata& metadata,
+                       const ByteSink& sink) {
+  check_tensors(tensors);
+  std::vector<const HostTensor*> ordered = tensors;
+  std::stable_sort(ordered.begin(), ordered.end(),
+                   [](const HostTensor* a, const HostTensor* b) { return size_of(a->dtype) > size_of(b->dtype); });
+  std::vector<SafetensorsEntry> entries;
+  for (const HostTensor* tensor : ordered) {
+    const auto shape = is_partial(*tensor) ? std::vector<int64_t>{tensor->piece->size()} : tensor->shape;
+    entries.push_back({.name = tensor->name, .dtype = tensor->dtype, .shape = shape});
+  }
+  sink(as_bytes(encode_safetensors_header(entries, metadata)));
+  for (const HostTensor* tensor : ordered) tensor->read(sink);
+}
+
+std::string with_header_length(std::string_view header_text) {
+  std::string start;
+  for (int i = 0; i < kLengthBytes; ++i) start += static_cast<char>(uint64_t{header_text.size()} >> (8 * i));
+  return start.append(header_text);
+}
+
+std::string encode_safetensors_header(const std::vector<SafetensorsEntry>& tensors,
+                                      const SafetensorsMetadata& metadata) {
+  auto header = nlohmann::ordered_json::object();
+  if (!metadata.empty()) header[std::string(kMetadataKey)] = metadata;
+  int64_t begin = 0;
+  for (const SafetensorsEntry& tensor : tensors) {
+    const int64_t end = begin + num_bytes_of(tensor.dtype, tensor.shape);
+    header[tensor.name] = {
+        {"dtype", format_name(tensor.dtype)}, {"shape", tensor.shape}, {"data_offsets", {begin, end}}};
+    begin = end;
+  }
+  std::string text;
+  try {
+    text = header.dump();
+  } catch (const json::exception&) {
+    throw_internal("a tensor's name is not UTF-8");
+  }
+  while ((kLengthBytes + static_cast<int64_t>(text.size())) % kAlignment != 0) text += ' ';
+  return with_header_length(text);
+}
+
+SafetensorsHeader parse_safetensors_header(ByteSpan start, int64_t file_bytes, std::string_view where) {
+  const int64_t length = decode_length(start, file_bytes, where);
+  const ByteSpan bytes = start.subspan(kLengthBytes);
+  if (static_cast<int64_t>(bytes.size()) < length) throw_bad_input("{}: ends inside its header", where);
+  const std::string_view text(reinterpret_cast<const char*>(bytes.data()), static_cast<size_t>(length));
+  if (!text.starts_with('{')) throw_bad_input("{}: its header does not begin with '{{': not safetensors", where);
+  const json root = parse_json_text(text, where, JsonComments::kRefused);
+
+  SafetensorsHeader header;
+  header.num_bytes = kLengthBytes + length;
+  for (const auto& [name, value] : root.items()) {
+    if (name == kMetadataKey) {
+      header.metadata = parse_metadata(value, where);
+    } else {
+      header.tensors.push_back(
+          EntryParser(name, value, where).parse(header.num_bytes, file_bytes - header.num_bytes));
+    }
+  }
+  check_layout(header, file_bytes, where);
+  return header;
+}
+
+SafetensorsHeader read_safetensors_header(const FileReader& read, int64_t file_bytes, std::string_view where) {
+  std::vector<std::byte> start(static_cast<size_t>(std::min(kLengthBytes, file_bytes)));
+  read(0, start);
+  start.resize(static_cast<size_t>(kLengthBytes + decode_length(start, file_bytes, where)));
+  read(0, start);
+  return parse_safetensors_header(start, file_bytes, where);
+}
+
+SafetensorsHeader read_safetensors_header(const InputFile& file) {
+  const auto read = [&](int64_t offset, std::span<std::byte> out) { file.read(offset, out); };
+  return read_safetensors_header(read, file.num_bytes(), file.path());
+}
+
+}  // namespace parka

@@ -1,0 +1,104 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/dtype.h"
+#include "engine/files/file_io.h"
+
+// The safetensors format (github.com/huggingface/safetensors, "Format"): the length of the header as 8
+// little-endian bytes; the header, a JSON object {"name": {"dtype", "shape", "data_offsets": [begin, end]}, ...};
+// the tensors' bytes, row-major and little-endian, back to back. Dtypes F32, F16, BF16, F8_E4M3, F8_E5M2, I32, U16,
+// U8.
+namespace parka {
+
+// Elements [begin, end) of a tensor in row-major order.
+struct ElementRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+
+  int64_t size() const { return end - begin; }
+  bool operator==(const ElementRange&) const = default;
+};
+
+using ByteSink = std::function<void(ByteSpan)>;
+
+// Bytes of a tensor that are elsewhere, or still on their way to the host.
+class TensorSource {
+ public:
+  virtual ~TensorSource() = default;
+  virtual int64_t num_bytes() const = 0;
+  // Passes all bytes to `sink`, in order and in pieces. Throws where they are not what they should be.
+  virtual void read(const ByteSink& sink) const = 0;
+};
+
+// A tensor, or the piece of one that a rank of a run holds, for a file.
+struct HostTensor {
+  std::string name;
+  DType dtype = DType::kF32;
+  std::vector<int64_t> shape;                       // of the whole tensor
+  std::vector<std::byte> bytes;                     // row-major; as many as dtype and shape, or the piece, say
+  std::optional<ElementRange> piece = {};           // what `bytes` holds; everything where there is none
+  std::shared_ptr<const TensorSource> source = {};  // where the bytes come from instead
+
+  int64_t num_bytes() const { return source ? source->num_bytes() : static_cast<int64_t>(bytes.size()); }
+  void read(const ByteSink& sink) const { source ? source->read(sink) : sink(bytes); }
+};
+
+// A tensor in a safetensors file.
+struct SafetensorsEntry {
+  std::string name;
+  DType dtype = DType::kF32;
+  std::vector<int64_t> shape;
+  int64_t offset = 0;     // of its first byte, from the start of the file
+  int64_t num_bytes = 0;  // size_of(dtype) times the product of shape
+};
+
+struct SafetensorsHeader {
+  std::vector<SafetensorsEntry> tensors;        // in the order of their bytes in the file
+  std::map<std::string, std::string> metadata;  // "__metadata__": free text by the writer
+  int64_t num_bytes = 0;                        // of length and header; the tensors' bytes come next
+};
+
+// Text free for the writer to use; transformers wants {"format": "pt"}.
+using SafetensorsMetadata = std::map<std::string, std::string>;
+
+// Passes a whole file to `sink` in pieces: the header, then each tensor's bytes. Tensors with larger elements come
+// first, otherwise in the given order, so that every tensor in the file is aligned to its element size. A piece of
+// a tensor becomes a tensor of one dimension, of which tensor and where in it is for `metadata` to say; one that is
+// the whole keeps the tensor's shape. Throws Error(kInternal), before the first piece, when names repeat or a
+// tensor's bytes do not fit its dtype, shape and piece.
+void write_safetensors(const std::vector<const HostTensor*>& tensors, const SafetensorsMetadata& metadata,
+                       const ByteSink& sink);
+
+// The beginning of a file, length and header, that holds these tensors (name, dtype and shape count) back to back
+// in this order. Padded, so that the tensors' bytes begin at a multiple of 8.
+std::string encode_safetensors_header(const std::vector<SafetensorsEntry>& tensors,
+                                      const SafetensorsMetadata& metadata);
+// The same around a header's own text.
+std::string with_header_length(std::string_view header_text);
+
+// Reads a header. `start` is the file's beginning, at least as far as the header reaches; `file_bytes` the size of
+// the whole file. Whatever the bytes are, the result is one where every tensor lies inside the file, none overlap
+// and no byte is left over; or Error(kBadInput), whose message begins with `where`.
+SafetensorsHeader parse_safetensors_header(ByteSpan start, int64_t file_bytes, std::string_view where);
+SafetensorsHeader read_safetensors_header(const InputFile& file);
+// The same through `read`, which fills its second argument from an offset in the file on.
+using FileReader = std::function<void(int64_t offset, std::span<std::byte> out)>;
+SafetensorsHeader read_safetensors_header(const FileReader& read, int64_t file_bytes, std::string_view where);
+
+// Bytes of a dense tensor, or -1 when a dimension is negative or the product overflows.
+int64_t num_bytes_of(DType dtype, const std::vector<int64_t>& shape);
+// Elements of a dense tensor whose bytes can be counted.
+int64_t num_elements_of(const std::vector<int64_t>& shape);
+// Whether `bytes` are not all of the tensor.
+bool is_partial(const HostTensor& tensor);
+
+}  // namespace parka

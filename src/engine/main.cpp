@@ -1,3 +1,0 @@
-#include "engine/commands.h"
-
-int main(int argc, char** argv) { return parka::run_command_line(argc, argv); }

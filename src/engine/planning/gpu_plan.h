@@ -1,0 +1,39 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/config/config.h"
+
+namespace parka {
+
+// What the CUDA context, the kernels' code and cuBLASLt take of a GPU beside the plan, in bytes: measured on an
+// H200 with CUDA 13.0 (docs/results/memory.md), 0.293 and 0.302 GB for models of 1 and 7 billion parameters.
+// NCCL 2.28 took 0.94 to 1.27 GB more on two and four of them, and 0.268 GB are the stacks it needs.
+inline constexpr int64_t kContextBytes = 302'000'000, kNcclBytes = 1'203'000'000;
+inline int64_t context_bytes(int64_t num_gpus) { return kContextBytes + (num_gpus > 1 ? kNcclBytes : 0); }
+
+// What one GPU of a run holds, line by line.
+struct GpuPlan {
+  struct Line {
+    std::string category;
+    int64_t unsharded_bytes;  // as if there were one GPU
+    int64_t bytes;            // on each of num_gpus
+  };
+  std::vector<Line> lines;
+  int64_t total_bytes = 0;                 // sum of `bytes`
+  int64_t host_bytes = 0;                  // of the process beside each GPU, for offloaded blocks
+  int64_t staging_bytes = 0;               // likewise, for checkpoints that are saved beside the training
+  double saved_bytes_per_token_layer = 0;  // kept for backward, per token and block
+};
+
+// The plan of `config` on `num_gpus` GPUs under config.distributed: what a rank of such a run allocates. Allocates
+// nothing.
+GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus);
+
+// A change to the config that makes it fit into `limit_bytes`: the smallest of a fixed list of changes, those that
+// do not change a bit of the result first, or several of them together. nullopt when even all together do not.
+std::optional<std::string> change_that_fits(const Config& config, int64_t num_gpus, int64_t limit_bytes);
+
+}  // namespace parka

@@ -1,0 +1,44 @@
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/config/config.h"
+#include "engine/planning/bench.h"
+#include "engine/planning/step_schedule.h"
+
+namespace parka {
+
+// What `parka bench --json` has measured.
+struct StepMeasurement {
+  std::string path, device;
+  int64_t ranks = 1;
+  Config config;
+  double step_seconds = 0;     // median
+  double copy_bandwidth = 0;   // bytes per second, read and written
+  std::vector<OpSummary> ops;  // of one rank and one step
+
+  int64_t tokens_per_step() const { return config.training.global_batch_size * config.data.sequence_length; }
+  double tokens_per_second_per_gpu() const {
+    return static_cast<double>(tokens_per_step()) / step_seconds / static_cast<double>(ranks);
+  }
+  int64_t num_micro_batches() const {
+    return config.training.global_batch_size / (config.training.micro_batch_size * ranks);
+  }
+};
+
+// Throws Error(kBadInput) for a file that is none, or has times that cannot be.
+StepMeasurement read_step_measurement(const std::string& path);
+
+// What a rank of `num_gpus` under `config` takes for its own work, by a measurement on one GPU: what ZeRO divides
+// takes less, what it makes anew takes more. `config` may differ from the measured one in what it is asked about:
+// batch over accumulation and ranks, sharding, and which copies of weights are kept; throws Error(kBadInput)
+// naming the keys that must not differ, and for a measurement on several GPUs. Ranks wait for the slowest GPU,
+// which takes `slowest` times as long as the measured one.
+ComputeSeconds compute_seconds(const StepMeasurement& one, const Config& config, int64_t num_gpus,
+                               double slowest = 1);
+
+// Throws Error(kBadInput) unless `measured` is of `config` on `num_gpus` GPUs.
+void require_measurement_of(const StepMeasurement& measured, const Config& config, int64_t num_gpus);
+
+}  // namespace parka

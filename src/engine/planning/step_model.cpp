@@ -1,0 +1,108 @@
+#include "engine/planning/step_model.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/error.h"
+#include "core/tensor.h"
+#include "engine/planning/stream_timeline.h"
+
+namespace parka {
+namespace {
+
+using Kind = StepAction::Kind;
+
+// Bytes that each GPU sends: in a ring, all pieces but one pass it, for a reduction and for the gathering of its
+// result.
+double bytes_sent(int64_t num_gpus, Kind kind, int64_t bytes) {
+  const double once =
+      static_cast<double>(bytes) * static_cast<double>(num_gpus - 1) / static_cast<double>(num_gpus);
+  return kind == Kind::kAllReduce ? 2 * once : once;
+}
+
+// Bytes that each GPU reads and writes in its memory. Of a gather its own piece is read for every GPU, and as many
+// are written; of a reduction what goes to others is read, and what comes from them written.
+double bytes_in_memory(int64_t num_gpus, Kind kind, int64_t bytes) {
+  if (kind == Kind::kAllGather) return 2 * static_cast<double>(bytes);
+  return 2 * bytes_sent(num_gpus, kind, bytes);
+}
+
+double latency(const Links& links, int64_t num_gpus, Kind kind) {
+  const auto gpus = static_cast<double>(num_gpus), nodes = static_cast<double>(links.nodes);
+  if (kind == Kind::kAllReduce) {
+    const double up = (gpus / nodes - 1) * links.link_latency + std::ceil(std::log2(nodes)) * links.network_latency;
+    return links.start_latency + 2 * up;
+  }
+  return links.start_latency + (gpus - nodes) * links.link_latency + (nodes - 1) * links.network_latency;
+}
+
+// The GPUs of a collective, and the nodes that they are in.
+struct Circle {
+  int64_t num_gpus;
+  Links links;
+};
+Circle circle_of(Peers peers, const Links& links, int64_t num_gpus, int64_t shard_size) {
+  const int64_t per_node = num_gpus / links.nodes;
+  Circle circle = {num_gpus, links};
+  if (peers == Peers::kAll) return circle;
+  circle.num_gpus = peers == Peers::kGroup ? shard_size : num_gpus / shard_size;
+  // A group lies in as few nodes as hold it; those across have as many of its places in each node as there are
+  // groups in a node.
+  const int64_t in_a_node =
+      peers == Peers::kGroup ? std::min(shard_size, per_node) : std::max<int64_t>(1, per_node / shard_size);
+  circle.links.nodes = ceil_div(circle.num_gpus, in_a_node);
+  return circle;
+}
+
+}  // namespace
+
+double collective_seconds(const Links& links, int64_t num_gpus, Kind kind, int64_t bytes) {
+  PARKA_REQUIRE(num_gpus > 1 && links.nodes >= 1 && links.nodes <= num_gpus);
+  double bandwidth = links.link_bandwidth;
+  if (links.nodes > 1) {
+    // A ring leaves a node once, and there are as many rings as it takes to use all of a node's network cards.
+    const int64_t gpus_per_node = num_gpus / links.nodes;  // of the node with fewest
+    const double out = links.network_bandwidth * static_cast<double>(gpus_per_node);
+    bandwidth = std::min(bandwidth, out);
+  }
+  return latency(links, num_gpus, kind) + bytes_sent(num_gpus, kind, bytes) / bandwidth;
+}
+
+StepPrediction predict_step(const std::vector<StepAction>& actions, const Links& links, int64_t num_gpus,
+                            int64_t shard_size) {
+  StreamTimeline timeline;
+  StepPrediction prediction;
+  for (const StepAction& action : actions) {
+    switch (action.kind) {
+      case Kind::kCompute:
+        timeline.compute(action.seconds);
+        prediction.compute_seconds += action.seconds;
+        break;
+      case Kind::kWait: timeline.wait(action.number); break;
+      case Kind::kAllReduce:
+      case Kind::kReduceScatter:
+      case Kind::kAllGather: {
+        const Circle circle = circle_of(action.peers, links, num_gpus, shard_size == 0 ? num_gpus : shard_size);
+        if (circle.num_gpus == 1) {
+          timeline.collective(0, 0);
+          break;
+        }
+        const double seconds = collective_seconds(circle.links, circle.num_gpus, action.kind, action.bytes);
+        PARKA_REQUIRE(links.memory_bandwidth > 0);
+        const double in_memory =
+            bytes_in_memory(circle.num_gpus, action.kind, action.bytes) / links.memory_bandwidth;
+        constexpr double kMost = 0.9;  // something gets on
+        timeline.collective(seconds, std::min(kMost, links.interference * in_memory / seconds));
+        prediction.communicated_bytes += bytes_sent(circle.num_gpus, action.kind, action.bytes);
+        break;
+      }
+    }
+  }
+  prediction.seconds = timeline.now();
+  prediction.slowed_seconds = timeline.slowed_seconds();
+  prediction.exposed_seconds = timeline.exposed_seconds();
+  prediction.communication_seconds = timeline.communication_seconds();
+  return prediction;
+}
+
+}  // namespace parka

@@ -1,0 +1,43 @@
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "engine/planning/step_schedule.h"
+
+namespace parka {
+
+// How the GPUs of a run are connected, and what communication costs the work beside it.
+struct Links {
+  int64_t nodes = 1;             // with as many GPUs each
+  double link_bandwidth = 0;     // NCCL's bus bandwidth within a node, bytes per second
+  double network_bandwidth = 0;  // of one GPU to other nodes, bytes per second
+  double start_latency = 0;      // of a collective, in seconds; then of each hop of its ring
+  double link_latency = 0;
+  double network_latency = 0;
+  double memory_bandwidth = 0;  // of a GPU, bytes read and written per second
+  // What communication costs the work beside it, in times of what the bytes that it reads and writes in a GPU's
+  // memory take at memory_bandwidth.
+  double interference = 0;
+};
+
+// What a collective of `num_gpus` GPUs takes alone. Rings, whose bus bandwidth is that of the slower of a GPU's
+// links and a node's way out; sums that all keep (kAllReduce) go between nodes as trees.
+double collective_seconds(const Links& links, int64_t num_gpus, StepAction::Kind kind, int64_t bytes);
+
+struct StepPrediction {
+  double seconds = 0;          // of a step; the sum of the next three
+  double compute_seconds = 0;  // of the rank's own work, alone
+  double slowed_seconds = 0;   // that this work takes longer beside communication
+  double exposed_seconds = 0;  // that it waits for communication
+  double communication_seconds = 0;
+  double communicated_bytes = 0;  // that a GPU sends
+
+  double hidden_fraction() const {  // of the communication; 1 where there is none
+    return communication_seconds > 0 ? 1 - exposed_seconds / communication_seconds : 1;
+  }
+};
+// Of a run whose groups (Peers::kGroup) have `shard_size` GPUs; 0: all.
+StepPrediction predict_step(const std::vector<StepAction>& actions, const Links& links, int64_t num_gpus,
+                            int64_t shard_size = 0);
+
+}  // namespace parka

@@ -1,0 +1,39 @@
+#include "engine/planning/stream_timeline.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+
+namespace parka {
+
+void StreamTimeline::compute(double seconds) {
+  PARKA_REQUIRE(seconds >= 0);
+  // Collectives that are queued waited for nothing later than now: they run without a gap from here on.
+  for (; running_ < collectives_.size(); ++running_) {
+    const Collective& beside = collectives_[running_];
+    const double time = std::max(0.0, beside.end - now_), done = time * (1 - beside.interference);
+    if (done > seconds) break;
+    now_ += time;
+    slowed_ += time - done;
+    seconds -= done;
+  }
+  const double speed = running_ < collectives_.size() ? 1 - collectives_[running_].interference : 1;
+  now_ += seconds / speed;
+  slowed_ += seconds / speed - seconds;
+}
+
+void StreamTimeline::collective(double seconds, double interference) {
+  PARKA_REQUIRE(seconds >= 0 && interference >= 0 && interference < 1);
+  communication_ += seconds;
+  const double start = collectives_.empty() ? now_ : std::max(now_, collectives_.back().end);
+  collectives_.push_back({start + seconds, interference});
+}
+
+void StreamTimeline::wait(uint64_t number) {
+  PARKA_REQUIRE(number <= collectives_.size());
+  if (number == 0 || collectives_[number - 1].end <= now_) return;
+  exposed_ += collectives_[number - 1].end - now_;
+  now_ = collectives_[number - 1].end;
+}
+
+}  // namespace parka

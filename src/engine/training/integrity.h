@@ -1,0 +1,82 @@
+#pragma once
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "core/memory_plan.h"
+#include "core/shard.h"
+#include "engine/config/config.h"
+#include "kernels/device/arena.h"
+#include "optim/optimizer.h"
+
+namespace parka {
+
+// Checks for silent data corruption. A step is deterministic to the bit, so what was computed twice, what nothing
+// has written and what ranks hold in common must be equal: the checks hash it on the device
+// (kernels/ops/bit_hash.h) and compare. What differs throws Error(kCorrupted) that names step, rank, host, GPU and
+// tensor.
+class IntegrityChecks {
+ public:
+  // What is hashed, each in a table of its own.
+  enum class Table : uint8_t {
+    kFirstGradients,  // of the micro-batch that is computed twice, and its loss
+    kSecondGradients,
+    kUpdated,    // weights and states after an update
+    kUnchanged,  // the same before the next one
+    kSaved,      // what a checkpoint is written of
+  };
+
+  static constexpr const char* kCategory = "checks";
+  // Declares the tables in the plan, under kCategory.
+  IntegrityChecks(const ReliabilityConfig& config, size_t num_parameters, MemoryPlan& plan);
+  void bind(const Arena& arena);
+
+  bool replay_is_due(int64_t step) const { return is_due(config_.replay_interval, step); }
+  bool state_is_due(int64_t step) const { return is_due(config_.state_interval, step); }
+  bool replicas_are_due(int64_t step) const { return is_due(config_.replica_interval, step); }
+  bool watches_state() const { return config_.state_interval > 0; }
+  bool watches_replicas() const { return config_.replica_interval > 0; }
+
+  // Queues the hashes of the tensors, each into the slot of its index, after clearing the table.
+  void hash(Device& device, Table table, const std::vector<TensorView>& tensors) const;
+  void clear(Device& device, Table table) const;
+  void hash_one(Device& device, Table table, size_t slot, const TensorView& tensor) const;
+  int64_t table_bytes() const { return table_bytes_; }
+  // [slots * 8] uint8, little-endian hashes.
+  TensorView view(Table table) const { return tables_.at(static_cast<size_t>(table)); }
+  std::unique_ptr<HostRead> read_later(Device& device, Table table) const;
+
+ private:
+  static bool is_due(int64_t interval, int64_t step) { return interval > 0 && step % interval == 0; }
+
+  static constexpr size_t kNumTables = 5;
+  ReliabilityConfig config_;
+  int64_t table_bytes_;
+  std::array<TensorId, kNumTables> ids_;
+  std::array<TensorView, kNumTables> tables_;
+};
+
+// Two tables on their way to the host, which must be equal.
+struct PendingComparison {
+  std::unique_ptr<HostRead> one, other;
+  std::vector<std::string> names;  // of the tensors, by slot
+  std::string what;                // behind a tensor's name: "differs when its micro-batch is computed twice"
+
+  // Waits; throws where they differ. The first such tensor of the list is named.
+  void check(int64_t step, const std::string& where) const;
+};
+
+// What ranks have in common.
+struct ReplicaHashes {
+  std::vector<std::string> names;
+  std::vector<uint64_t> hashes;
+  std::vector<int64_t> groups;  // ranks that have the same number here hold the same tensor
+};
+// Throws the same Error(kCorrupted) on all ranks unless ranks of a group agree about every tensor. All ranks must
+// call this; each has the same tensors, in groups of its own.
+void compare_replicas(Communicator& communicator, const ReplicaHashes& own, int64_t step, const std::string& where);
+
+}  // namespace parka

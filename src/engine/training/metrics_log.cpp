@@ -1,0 +1,130 @@
+#include "engine/training/metrics_log.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <limits>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "core/error.h"
+
+namespace parka {
+namespace {
+
+namespace fs = std::filesystem;
+
+FileDescriptor open_for_adding(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  if (fd == -1) throw_open_error("open", path, errno);
+  return FileDescriptor(fd);
+}
+
+void for_each_line(std::string_view all, const std::function<void(std::string_view line)>& action) {
+  for (size_t begin = 0; begin < all.size();) {
+    const size_t end = std::min(all.find('\n', begin), all.size());
+    action(all.substr(begin, end - begin));
+    begin = end + 1;
+  }
+}
+
+bool is_train_record(const nlohmann::json& record) {
+  return record.is_object() && record.value("kind", nlohmann::json()) == "train" && record.contains("step") &&
+         record["step"].is_number_integer();
+}
+
+bool is_evaluation_at(const nlohmann::json& record, int64_t step) {
+  const auto kind = record.find("kind"), at = record.find("step");
+  if (kind == record.end() || at == record.end() || *at != step) return false;
+  return *kind == "eval" || *kind == "eval_set" || *kind == "task";
+}
+
+bool is_of_later_step(const nlohmann::json& record, int64_t step) {
+  const auto it = record.find("step");
+  return it != record.end() && it->is_number_integer() && *it > step;
+}
+
+}  // namespace
+
+MetricsLog::MetricsLog(std::string path, MetricsHooks hooks)
+    : path_(std::move(path)), hooks_(std::move(hooks)), file_(open_for_adding(path_)) {}
+
+void MetricsLog::follow_path() {
+  if (is_at(file_.get(), path_)) return;
+  if (hooks_.check_folder) hooks_.check_folder();
+  file_ = open_for_adding(path_);
+  if (hooks_.report) {
+    hooks_.report(fmt::format(
+        "{}: was removed, moved or replaced while the run goes on; further records go to the file of this name",
+        path_));
+  }
+}
+
+void MetricsLog::write(const nlohmann::ordered_json& record) {
+  constexpr auto kReplaceBadText = nlohmann::ordered_json::error_handler_t::replace;
+  const std::lock_guard lock(mutex_);
+  follow_path();
+  const std::string line = record.dump(-1, ' ', false, kReplaceBadText) + '\n';
+  const off_t end_before = ::lseek(file_.get(), 0, SEEK_END);
+  try {
+    write_fully(file_.get(), as_bytes(line), path_);
+  } catch (const Error&) {
+    // A full disk may have taken half of the line; where that cannot be undone truncate_after will.
+    if (end_before == -1 || ::ftruncate(file_.get(), end_before) == -1) throw;
+    throw;
+  }
+}
+
+void MetricsLog::sync() {
+  const std::lock_guard lock(mutex_);
+  // EINVAL: nothing that could be made durable, as /dev/null.
+  if (::fdatasync(file_.get()) == -1 && errno != EINVAL) throw_io_error("sync", path_, errno);
+}
+
+MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_t step, bool keep_evaluations) {
+  Truncated result;
+  std::error_code error;
+  if (!fs::exists(path, error)) return result;
+  const std::string all = read_text(path, std::numeric_limits<int64_t>::max());
+  std::string kept;
+  for_each_line(all, [&](std::string_view line) {
+    const auto record = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (!record.is_object()) {
+      ++result.unreadable;
+    } else if (is_of_later_step(record, step) || (!keep_evaluations && is_evaluation_at(record, step))) {
+      ++result.later;
+    } else {
+      kept.append(line) += '\n';
+      if (is_train_record(record))
+        result.last_train_step = std::max(result.last_train_step, record["step"].get<int64_t>());
+    }
+  });
+  if (kept != all) replace_file(fs::canonical(path), kept);
+  return result;
+}
+
+std::string MetricsLog::begin_anew(const std::string& path) {
+  std::error_code error;
+  if (!fs::exists(path, error)) return {};
+  const std::string all = read_text(path, std::numeric_limits<int64_t>::max());
+  bool has_steps = false;
+  for_each_line(all, [&](std::string_view line) {
+    has_steps = has_steps || is_train_record(nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false));
+  });
+  const std::string file = fs::canonical(path);
+  if (!has_steps) {
+    if (!all.empty()) replace_file(file, "");
+    return {};
+  }
+  std::string kept;
+  for (int i = 1; kept.empty() || fs::exists(fs::symlink_status(kept)); ++i) kept = fmt::format("{}.{}", file, i);
+  rename_path(file, kept);
+  return kept;
+}
+
+}  // namespace parka

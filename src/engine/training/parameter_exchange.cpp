@@ -1,0 +1,135 @@
+#include "engine/training/parameter_exchange.h"
+
+#include <algorithm>
+
+namespace parka {
+
+ParameterExchange::ParameterExchange(const Zero& zero, Communicator& communicator, const Model& model,
+                                     const Optimizer& optimizer)
+    : zero_(zero), communicator_(communicator), model_(model), optimizer_(optimizer) {
+  PARKA_REQUIRE(communicator.size() > 1);
+}
+
+void ParameterExchange::gather(Device& device, int unit, Pass pass) {
+  model_.weights().before_gather(device, unit);
+  for (const ModelWeights::Piece& piece : model_.weights().pieces(unit, pass)) {
+    if (piece.is_columns) {
+      communicator_.all_gather_columns(device, piece.own, piece.whole, Peers::kGroup);
+    } else {
+      communicator_.all_gather(device, piece.own, piece.whole, Peers::kGroup);
+    }
+  }
+}
+
+void ParameterExchange::prefetch(Device& device, int unit, Pass pass) {
+  const ModelWeights& weights = model_.weights();
+  if (unit < 0 || unit >= model_.parameters().num_units() || !weights.is_gathered_on_use(unit)) return;
+  Gathered& room = gathered_[static_cast<size_t>(unit % 2)];
+  if (room.unit == unit && (room.pass == pass || !weights.has_pieces_for_backward())) return;
+  gather(device, unit, pass);
+  room = {unit, pass, communicator_.last_queued(), false};
+}
+
+void ParameterExchange::gather_on_use(Device& device, int unit, Pass pass) {
+  if (!model_.weights().is_gathered_on_use(unit)) return;
+  prefetch(device, unit, pass);
+  Gathered& room = gathered_[static_cast<size_t>(unit % 2)];
+  if (room.is_ready) return;
+  wait(device, room.number, "gathered weights");
+  model_.weights().gathered(device, unit);
+  room.is_ready = true;
+}
+
+void ParameterExchange::wait(Device& device, uint64_t number, const char* what) {
+  device.time_wait(what, [&] { communicator_.wait(device, number); });
+}
+
+void ParameterExchange::before_forward(Device& device, int unit) {
+  gather_on_use(device, unit, Pass::kForward);
+  prefetch(device, unit + 1, Pass::kForward);
+}
+
+std::vector<int> ParameterExchange::opened_by(int unit) const {
+  const ParameterTable& table = model_.parameters();
+  const bool tied = table.head == table.embedding;
+  if (unit == 0) return tied ? std::vector<int>() : table.unit(0);
+  std::vector<int> opened = table.unit(unit);
+  if (tied && unit == table.head_unit()) opened.push_back(table.embedding);
+  return opened;
+}
+
+void ParameterExchange::before_backward(Device& device, int unit) {
+  gather_on_use(device, unit, Pass::kBackward);
+  // Where backward has pieces of its own, both rooms are free while the head is at work.
+  if (unit == model_.parameters().head_unit()) {
+    for (int last : {unit - 1, unit - 2}) prefetch(device, last, Pass::kBackward);
+  }
+  if (!zero_.shards_gradients()) return;
+  const std::vector<int> opened = opened_by(unit);
+  uint64_t last_read = 0;
+  for (int parameter : opened) {
+    last_read = std::max(last_read, reduced_[optimizer_.room_of(static_cast<size_t>(parameter))]);
+  }
+  wait(device, last_read, "room for gradients");
+  for (int parameter : opened) optimizer_.open_gradient(device, static_cast<size_t>(parameter));
+}
+
+void ParameterExchange::after_backward(Device& device, int unit) {
+  // Into this unit's room, and ahead of its gradients, which have more time: the weights of the block before the
+  // next one, or those with which the next micro-batch begins, unless they change before it.
+  if (unit > 2) {
+    prefetch(device, unit - 2, Pass::kBackward);
+  } else if (!place_.is_last) {
+    prefetch(device, unit, Pass::kForward);
+  }
+  if (!place_.is_last && !zero_.shards_gradients()) return;
+  for (int parameter : model_.parameters().unit(unit)) {
+    if (gradient_complete_) gradient_complete_(parameter);
+  }
+  for (int parameter : model_.parameters().unit(unit)) {
+    const auto i = static_cast<size_t>(parameter);
+    const Optimizer::GradientPieces& gradient = optimizer_.gradient_pieces(i);
+    if (!zero_.shards_states()) {
+      communicator_.all_reduce(device, gradient.whole, Reduction::kSum, Peers::kAll);
+      continue;
+    }
+    // Divided gradients: backward has overwritten the room with those of this micro-batch alone, and a rank's piece
+    // of their sum joins what it has accumulated.
+    const Onto onto = zero_.shards_gradients() && !place_.is_first ? Onto::kOldValue : Onto::kNothing;
+    communicator_.reduce_scatter(device, gradient.whole, gradient.own, Peers::kGroup, onto);
+    if (zero_.shards_gradients()) reduced_[optimizer_.room_of(i)] = communicator_.last_queued();
+    if (place_.is_last && communicator_.size_of(Peers::kAcross) > 1) {
+      communicator_.all_reduce(device, gradient.own, Reduction::kSum, Peers::kAcross);
+    }
+  }
+  // What follows the last micro-batch reads the sums.
+  if (unit == 0 && place_.is_last) wait(device, communicator_.last_queued(), "sums of gradients");
+}
+
+void ParameterExchange::sum_of_pieces(Device& device, const TensorView& x) {
+  sum(device, x, Peers::kGroup);
+  if (communicator_.size_of(Peers::kAcross) == 1) return;
+  // NCCL may add in another order in each group.
+  communicator_.all_reduce(device, x, Reduction::kMax, Peers::kAcross);
+  wait(device, communicator_.last_queued(), "sums of numbers");
+}
+
+void ParameterExchange::sum(Device& device, const TensorView& x, Peers peers) {
+  communicator_.all_reduce(device, x, Reduction::kSum, peers);
+  wait(device, communicator_.last_queued(), "sums of numbers");
+}
+
+void ParameterExchange::weights_changed(Device& device) {
+  const ModelWeights& weights = model_.weights();
+  for (int unit = 0; unit < model_.parameters().num_units(); ++unit) {
+    if (!weights.is_gathered_on_use(unit)) gather(device, unit, Pass::kForward);
+  }
+  if (zero_.shards_states() && !weights.amax().empty()) {
+    communicator_.all_reduce(device, weights.amax(), Reduction::kMax, Peers::kGroup);
+  }
+  wait(device, communicator_.last_queued(), "gathered weights");
+  weights.quantize(device);
+  gathered_ = {};
+}
+
+}  // namespace parka

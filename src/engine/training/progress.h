@@ -1,0 +1,47 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+
+#include "engine/training/speed.h"
+#include "engine/training/training_run.h"
+
+namespace parka {
+
+std::string format_count(double value);       // 1234567 -> "1.23M"
+std::string format_duration(double seconds);  // 4000 -> "1h06m"
+double steady_seconds();                      // of a clock that never goes back
+
+// Turns step reports into progress lines. Speed is that of the steps since the previous line by the device's time;
+// the time left goes by the clock on the wall, so that saves and evaluation count.
+class Progress {
+ public:
+  // `clock` gives seconds.
+  Progress(int64_t total_steps, int64_t tokens_per_step, const ModelSpeed& speed,
+           std::function<double()> clock = steady_seconds)
+      : total_steps_(total_steps),
+        tokens_per_step_(tokens_per_step),
+        speed_(speed),
+        clock_(std::move(clock)),
+        last_line_(clock_()) {}
+
+  void add(const StepReport& report, double goodput);
+  // "step  120/1000  tokens 1.97M  loss 2.1234  norm 0.87  lr 2.90e-03  31.2k tok/s  602 TFLOP/s
+  // MFU 60.9%  goodput 99.2%  ETA 4m12s" for the last step added: reads well in a terminal and in a log file. MFU
+  // only for cards whose peak is known. Starts a new interval.
+  std::string take_line();
+
+ private:
+  int64_t total_steps_, tokens_per_step_;
+  ModelSpeed speed_;
+  std::function<double()> clock_;
+  double last_line_;
+  StepReport last_;
+  double goodput_ = 0;
+  int64_t interval_steps_ = 0;
+  double interval_seconds_ = 0;
+  double wall_per_step_ = 0;  // smoothed over intervals, for the ETA
+};
+
+}  // namespace parka

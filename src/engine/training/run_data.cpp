@@ -1,0 +1,54 @@
+#include "engine/training/run_data.h"
+
+#include <algorithm>
+#include <string>
+
+#include <fmt/format.h>
+
+#include "engine/files/file_io.h"
+
+namespace parka {
+
+nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator) {
+  nlohmann::json all = nlohmann::json::array();
+  for (const TokenFiles::FileIdentity& identity : files.identities()) {
+    all.push_back({{"name", identity.name}, {"bytes", identity.bytes}, {"fingerprint", identity.fingerprint}});
+  }
+  if (!checksum) return all;
+  const std::vector<const ReadOnlyFile*> opened = files.files();
+  const auto rank = static_cast<size_t>(communicator.rank()), size = static_cast<size_t>(communicator.size());
+  // Each rank reads a file of every round. Ranks meet after a round, so that none waits long for another.
+  const std::vector<std::string> counts = communicator.gather_text(std::to_string(opened.size()));
+  if (std::any_of(counts.begin(), counts.end(), [&](const std::string& count) { return count != counts[0]; })) {
+    throw_bad_input("data.train: ranks see different numbers of files; give all ranks the same files");
+  }
+  for (size_t first = 0; first < opened.size(); first += size) {
+    const size_t own = first + rank;
+    const std::vector<std::string> of_ranks =
+        communicator.gather_text(own < opened.size() ? checksum_of(*opened[own]) : "");
+    for (size_t i = first; i < std::min(first + size, opened.size()); ++i) all[i]["checksum"] = of_ranks[i - first];
+  }
+  return all;
+}
+
+std::string file_difference(const nlohmann::json& saved, const nlohmann::json& now) {
+  for (size_t i = 0; i < std::min(saved.size(), now.size()); ++i) {
+    const auto &before = saved[i], &after = now[i];
+    if (before.at("name") != after.at("name")) {
+      return fmt::format("file {} is {}, was {}", i, after.at("name").dump(), before.at("name").dump());
+    }
+    if (before.at("bytes") != after.at("bytes")) {
+      return fmt::format("{} has {} bytes, had {}", after.at("name").dump(), after.at("bytes").dump(),
+                         before.at("bytes").dump());
+    }
+    const bool both = before.contains("checksum") && after.contains("checksum");
+    if (before.at("fingerprint") != after.at("fingerprint") ||
+        (both && before.at("checksum") != after.at("checksum"))) {
+      return fmt::format("{} holds other bytes", after.at("name").dump());
+    }
+  }
+  if (saved.size() != now.size()) return fmt::format("there are {} files, were {}", now.size(), saved.size());
+  return {};
+}
+
+}  // namespace parka

@@ -1,0 +1,46 @@
+#include "engine/training/run_lock.h"
+
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include <fcntl.h>
+#include <sys/file.h>
+
+#include "core/error.h"
+
+namespace parka {
+namespace {
+
+FileDescriptor open_lock(const std::string& path, RunLock::Role role) {
+  const int flags = role == RunLock::Role::kHolder ? O_RDWR | O_CREAT : O_RDONLY;
+  const int fd = ::open(path.c_str(), flags | O_CLOEXEC, 0644);
+  if (fd < 0) throw_open_error("open", path, errno);
+  return FileDescriptor(fd);
+}
+
+}  // namespace
+
+RunLock::RunLock(std::string folder, Role role, const std::function<void(const std::string& message)>& report)
+    : folder_(std::move(folder)), path_(folder_ + "/lock"), file_(open_lock(path_, role)) {
+  if (role == Role::kWitness || ::flock(file_.get(), LOCK_EX | LOCK_NB) == 0) return;
+  if (errno == EWOULDBLOCK) {
+    throw_bad_input(
+        "{}: another process is training in this folder; wait for it, or choose another checkpoint.folder",
+        folder_);
+  }
+  report(fmt::format("{}: cannot be locked ({}): see to it that no second run is started in this folder", path_,
+                     std::generic_category().message(errno)));
+}
+
+void RunLock::require_ours() const {
+  if (is_at(file_.get(), path_)) return;
+  throw_io(
+      "{}: is not the folder any more in which this run began: it was moved or removed, its file \"lock\" was, or "
+      "another run has taken its place; nothing in it was touched; to go on, give checkpoint.folder the folder "
+      "that "
+      "has this run's checkpoints",
+      folder_);
+}
+
+}  // namespace parka

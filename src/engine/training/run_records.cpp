@@ -1,0 +1,83 @@
+#include "engine/training/run_records.h"
+
+#include <algorithm>
+#include <array>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <system_error>
+
+#include <fmt/format.h>
+
+namespace parka {
+namespace {
+
+double number(const nlohmann::json& record, const char* key) {
+  const auto found = record.find(key);
+  return found != record.end() && found->is_number() ? found->get<double>() : 0.0;
+}
+
+bool is_evaluation(const std::string& kind) { return kind == "eval" || kind == "eval_set" || kind == "task"; }
+
+}  // namespace
+
+RunHistory read_history(const std::string& metrics_path, int64_t step) {
+  RunHistory history;
+  std::ifstream file(metrics_path);
+  double earlier = 0, latest = 0;  // before the newest start, and in it
+  for (std::string line; std::getline(file, line);) {
+    const auto record = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (!record.is_object() || !record.contains("kind") || !record["kind"].is_string()) continue;
+    const std::string kind = record["kind"];
+    if (kind == "start") {
+      earlier = number(record, "earlier_seconds");
+      latest = 0;
+    }
+    latest = std::max(latest, number(record, "wall_seconds"));
+    const auto of_step = static_cast<int64_t>(number(record, "step"));
+    if (kind == "train" && of_step <= step) history.step_seconds += number(record, "seconds");
+    if (is_evaluation(kind) && of_step == step) ++history.evaluations;
+  }
+  history.wall_seconds = earlier + latest;
+  return history;
+}
+
+std::string time_text(std::chrono::system_clock::time_point time) {
+  const std::time_t seconds = std::chrono::system_clock::to_time_t(time);
+  const auto since_epoch = std::chrono::duration_cast<std::chrono::milliseconds>(time.time_since_epoch()).count();
+  std::tm local{};
+  ::localtime_r(&seconds, &local);
+  std::array<char, 32> date{}, zone{};
+  std::strftime(date.data(), date.size(), "%Y-%m-%dT%H:%M:%S", &local);
+  std::strftime(zone.data(), zone.size(), "%z", &local);  // +0100
+  const std::string offset = zone.data();
+  return fmt::format("{}.{:03}{}:{}", date.data(), since_epoch % 1000, offset.substr(0, 3), offset.substr(3));
+}
+
+RunRecords::WallTime RunRecords::count_step(double step_seconds, int64_t tokens, Clock::time_point finished) {
+  const double now = wall_seconds(finished);
+  step_seconds_ += step_seconds;
+  const double since_last = now - last_step_;
+  last_step_ = now;
+  const double all = history_.wall_seconds + now;
+  return {since_last > 0 ? static_cast<double>(tokens) / since_last : 0.0,
+          all > 0 ? (history_.step_seconds + step_seconds_) / all : 0.0};
+}
+
+void RunRecords::write(nlohmann::ordered_json record, Clock::time_point when) {
+  if (!log_) return;
+  const auto ago = std::chrono::duration_cast<std::chrono::system_clock::duration>(Clock::now() - when);
+  record["time"] = time_text(std::chrono::system_clock::now() - ago);
+  record["wall_seconds"] = wall_seconds(when);
+  log_->write(record);
+}
+
+void RunRecords::write_start(int64_t step, const nlohmann::ordered_json& facts) {
+  nlohmann::ordered_json record = {{"kind", "start"}, {"step", step}};
+  record.update(facts);
+  record["earlier_seconds"] = history_.wall_seconds;
+  last_step_ = wall_seconds(Clock::now());
+  write(record);
+}
+
+}  // namespace parka

@@ -1,0 +1,60 @@
+#pragma once
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include "engine/training/metrics_log.h"
+
+namespace parka {
+
+// What metrics.jsonl says of the starts of a run before this one.
+struct RunHistory {
+  double wall_seconds = 0;  // that processes of the run have run
+  double step_seconds = 0;  // of the steps up to the one from which this start goes on
+  int64_t evaluations = 0;  // records of evaluations after that step
+};
+// Reads it, before later records are removed. A missing file and records of older versions count as nothing.
+RunHistory read_history(const std::string& metrics_path, int64_t step);
+
+// Local time with its zone: "2026-11-23T14:03:07.120+01:00".
+std::string time_text(std::chrono::system_clock::time_point time);
+
+// Writes the records of a run with the time and how long this start has run by then, and adds up how much of the
+// wall-clock time went into steps. Of rank 0; elsewhere, without a log, it only adds up.
+class RunRecords {
+ public:
+  using Clock = std::chrono::steady_clock;
+  explicit RunRecords(Clock::time_point program_started) : begun_(program_started) {}
+  void set_history(const RunHistory& history) { history_ = history; }  // of the starts before
+  void open(const std::string& path, MetricsHooks hooks) { log_.emplace(path, std::move(hooks)); }
+
+  // How a step went by the clock on the wall, beside what the device says.
+  struct WallTime {
+    double tokens_per_second = 0;  // since the step before was counted
+    double goodput = 0;            // share of the run's time so far, all starts together, that went into steps
+  };
+  WallTime count_step(double step_seconds, int64_t tokens, Clock::time_point finished);
+
+  // Adds "time" and "wall_seconds" of the moment that it tells. Throws Error(kIo).
+  void write(nlohmann::ordered_json record, Clock::time_point when = Clock::now());
+  void sync() {
+    if (log_) log_->sync();
+  }
+  // The record that begins a start: `facts` and what goodput needs of the starts before.
+  void write_start(int64_t step, const nlohmann::ordered_json& facts);
+  bool is_open() const { return log_.has_value(); }
+
+ private:
+  double wall_seconds(Clock::time_point when) const { return std::chrono::duration<double>(when - begun_).count(); }
+
+  RunHistory history_;
+  std::optional<MetricsLog> log_;
+  Clock::time_point begun_;
+  double step_seconds_ = 0;
+  double last_step_ = 0;  // wall_seconds() when a step was counted last
+};
+
+}  // namespace parka

@@ -1,0 +1,158 @@
+#include "engine/training/telemetry.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include <fmt/format.h>
+
+namespace parka {
+namespace {
+
+using nlohmann::ordered_json;
+
+constexpr int64_t kMomentsPerParameter = 2;
+
+// As a record should show it: more digits would be noise and only make lines long. What is not finite becomes null.
+double rounded(double x) { return std::isfinite(x) ? std::stod(fmt::format("{:.5g}", x)) : x; }
+
+// One tensor of all blocks.
+ordered_json tensor_record(const std::vector<QuantizationTotals>& tensors, QuantizedTensor which) {
+  ordered_json record;
+  for (size_t i = static_cast<size_t>(which); i < tensors.size(); i += kNumQuantizedTensors) {
+    const QuantizationTotals& t = tensors[i];
+    if (t.elements == 0) continue;
+    record["error"].push_back(rounded(double{t.error_norm} / t.norm));  // 0 / 0 for zeros: null
+    record["saturated"].push_back(rounded(double{t.saturated} / t.elements));
+    record["underflowed"].push_back(rounded(double{t.underflowed} / t.elements));
+    record["not_finite"].push_back(rounded(double{t.not_finite} / t.elements));
+    record["amax"].push_back(rounded(t.amax));
+    if (t.scale != 0) record["scale"].push_back(rounded(t.scale));
+  }
+  return record;
+}
+
+// "qkv" of "blocks.3.qkv"; the names of parameters outside of blocks as they are.
+std::string_view kind_of(std::string_view name) {
+  constexpr std::string_view kBlocks = "blocks.";
+  return name.starts_with(kBlocks) ? name.substr(name.find('.', kBlocks.size()) + 1) : name;
+}
+
+// The smallest k that at least this share of all groups does not exceed; NaN without groups.
+double k_quantile(const TelemetryReport::Moment& moment, double share) {
+  const auto total = static_cast<double>(std::accumulate(moment.counts.begin(), moment.counts.end(), int64_t{0}));
+  const double wanted = std::max(1.0, share * total);
+  int64_t seen = 0;
+  for (size_t exponent = 0; exponent < moment.counts.size(); ++exponent) {
+    seen += moment.counts[exponent];
+    if (static_cast<double>(seen) >= wanted) return static_cast<double>(exponent) / 16;
+  }
+  return std::numeric_limits<double>::quiet_NaN();
+}
+
+double k_mean(const TelemetryReport::Moment& moment) {
+  double sum = 0, total = 0;
+  for (size_t exponent = 0; exponent < moment.counts.size(); ++exponent) {
+    sum += static_cast<double>(moment.counts[exponent]) * static_cast<double>(exponent) / 16;
+    total += moment.counts[exponent];
+  }
+  return sum / total;
+}
+
+void add_moment(const TelemetryReport::Moment& moment, ordered_json& record) {
+  constexpr std::pair<const char*, double> kQuantiles[] = {
+      {"min", 0.0}, {"lower_quartile", 0.25}, {"median", 0.5}, {"upper_quartile", 0.75}, {"max", 1.0}};
+  for (const auto& [name, share] : kQuantiles) record["k"][name].push_back(k_quantile(moment, share));
+  record["k"]["mean"].push_back(rounded(k_mean(moment)));
+  const bool any = moment.largest_amax > 0;
+  record["amax"]["min"].push_back(any ? rounded(moment.smallest_amax) : 0.0);
+  record["amax"]["max"].push_back(rounded(moment.largest_amax));
+}
+
+}  // namespace
+
+std::vector<ordered_json> telemetry_records(const TelemetryReport& report, int64_t step,
+                                            const ParameterTable& table) {
+  ordered_json tensors = ordered_json::object(), moments = ordered_json::object();
+  for (const auto& [which, name] : EnumNames<QuantizedTensor>::kAll) {
+    ordered_json record = tensor_record(report.tensors, which);
+    if (!record.empty()) tensors[std::string(name)] = std::move(record);
+  }
+  for (size_t i = 0; i < report.moments.size(); ++i) {
+    const std::string kind(kind_of(table.all[i / kMomentsPerParameter].name));
+    add_moment(report.moments[i], moments[kind][i % kMomentsPerParameter == 0 ? "exp_avg" : "exp_avg_sq"]);
+  }
+  std::vector<ordered_json> records;
+  if (!tensors.empty()) {
+    records.push_back({{"kind", "quantization"},
+                       {"step", step},
+                       {"sampled_tokens", report.tokens},
+                       {"tensors", std::move(tensors)}});
+  }
+  if (!moments.empty()) {
+    records.push_back({{"kind", "moments"}, {"step", step}, {"parameters", std::move(moments)}});
+  }
+  return records;
+}
+
+TelemetryReport PendingTelemetry::wait() {
+  if (tensors_) {
+    std::memcpy(report_.tensors.data(), tensors_->wait(), report_.tensors.size() * sizeof(QuantizationTotals));
+  }
+  if (counts_) {
+    const auto* counts = static_cast<const int32_t*>(counts_->wait());
+    const auto* amax = static_cast<const float*>(amax_->wait());
+    for (TelemetryReport::Moment& moment : report_.moments) {
+      std::copy_n(counts, kNumMomentExponents, moment.counts.begin());
+      moment.smallest_amax = amax[0];
+      moment.largest_amax = amax[1];
+      counts += kNumMomentExponents;
+      amax += 2;
+    }
+  }
+  return std::move(report_);
+}
+
+Telemetry::Telemetry(const Config& config, Model& model, MemoryPlan& plan)
+    : interval_(config.telemetry.interval),
+      tokens_(std::min(config.training.micro_batch_size * config.data.sequence_length, Model::kTelemetryRows)) {
+  model.declare_telemetry(plan);
+  if (config.optimizer.states != StateFormat::kFp8Expanded) return;
+  const int64_t moments = kMomentsPerParameter * static_cast<int64_t>(model.parameters().all.size());
+  counts_id_ = plan.add("telemetry", "moment_exponents", DType::kI32, {moments, kNumMomentExponents});
+  amax_id_ = plan.add("telemetry", "moment_amax", DType::kF32, {moments, 2});
+}
+
+void Telemetry::bind(const Arena& arena) {
+  counts_ = arena[counts_id_];
+  amax_ = arena[amax_id_];
+}
+
+PendingTelemetry Telemetry::queue(Device& device, const Model& model, const Optimizer& optimizer) const {
+  device.section("telemetry");
+  const auto read = [&](const TensorView& view) {
+    return view.empty() ? nullptr : device.copy_to_host_later(view.data, view.bytes());
+  };
+  TelemetryReport report;
+  report.tokens = tokens_;
+  const TensorView tensors = model.telemetry();
+  if (!tensors.empty()) report.tensors.resize(static_cast<size_t>(tensors.dim[0]));
+  if (counts_.empty()) return {std::move(report), read(tensors), nullptr, nullptr};
+
+  report.moments.resize(static_cast<size_t>(counts_.dim[0]));
+  for (int64_t i = 0; i < counts_.dim[0]; ++i) {
+    const auto parameter = static_cast<size_t>(i / kMomentsPerParameter);
+    const bool is_first = i % kMomentsPerParameter == 0;
+    moment_statistics(device, {.moment = is_first ? optimizer.exp_avg(parameter) : optimizer.exp_avg_sq(parameter),
+                               .counts = counts_.rows(i, 1).reshaped({kNumMomentExponents}),
+                               .amax = amax_.rows(i, 1).reshaped({2})});
+  }
+  return {std::move(report), read(tensors), read(counts_), read(amax_)};
+}
+
+}  // namespace parka

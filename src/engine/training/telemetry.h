@@ -1,0 +1,70 @@
+#pragma once
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "core/memory_plan.h"
+#include "engine/config/config.h"
+#include "kernels/device/arena.h"
+#include "kernels/ops/quantization_statistics.h"
+#include "model/model.h"
+#include "model/quantized_tensors.h"
+#include "optim/optimizer.h"
+
+namespace parka {
+
+// What quantization did in one step. docs/telemetry.md says what the numbers tell.
+struct TelemetryReport {
+  struct Moment {
+    std::array<int32_t, kNumMomentExponents> counts;  // as moment_statistics leaves them
+    float smallest_amax, largest_amax;
+  };
+  int64_t tokens = 0;  // of the micro-batch that activations and gradients were sampled from
+  std::vector<QuantizationTotals>
+      tensors;                  // [blocks][kNumQuantizedTensors], no elements where not in FP8; or empty
+  std::vector<Moment> moments;  // [parameters][first, second]; empty without range expansion
+};
+
+// The report as records for the metrics: at most one of kind "quantization" and one of kind "moments".
+std::vector<nlohmann::ordered_json> telemetry_records(const TelemetryReport& report, int64_t step,
+                                                      const ParameterTable& table);
+
+// A report on its way to the host.
+class PendingTelemetry {
+ public:
+  PendingTelemetry(TelemetryReport report, std::unique_ptr<HostRead> tensors, std::unique_ptr<HostRead> counts,
+                   std::unique_ptr<HostRead> amax)
+      : report_(std::move(report)),
+        tensors_(std::move(tensors)),
+        counts_(std::move(counts)),
+        amax_(std::move(amax)) {}
+  // Waits for the report and for nothing queued after it.
+  TelemetryReport wait();
+
+ private:
+  TelemetryReport report_;  // sized, without numbers
+  std::unique_ptr<HostRead> tensors_, counts_, amax_;
+};
+
+// Takes reports of a run at every telemetry.interval steps.
+class Telemetry {
+ public:
+  // Declares what it and the model need in category "telemetry".
+  Telemetry(const Config& config, Model& model, MemoryPlan& plan);
+  void bind(const Arena& arena);
+
+  bool is_due(int64_t step) const { return step % interval_ == 0; }
+  // Queues the report of a step of which a micro-batch ran with telemetry, after its update.
+  PendingTelemetry queue(Device& device, const Model& model, const Optimizer& optimizer) const;
+
+ private:
+  int64_t interval_;
+  int64_t tokens_;
+  TensorId counts_id_, amax_id_;  // of all moments; invalid without range expansion
+  TensorView counts_, amax_;      // int32 [moments, kNumMomentExponents], fp32 [moments, 2]
+};
+
+}  // namespace parka

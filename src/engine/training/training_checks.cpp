@@ -1,0 +1,166 @@
+// What a TrainingRun does to notice silent data corruption, and to drill it.
+#include <cstring>
+#include <utility>
+
+#include "core/bit_hash.h"
+#include "engine/training/training_run.h"
+
+namespace parka {
+
+using Table = IntegrityChecks::Table;
+
+void TrainingRun::watch_state() {
+  const ModelWeights& weights = declared_.model.weights();
+  const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
+  // Numbers of ranks that hold the same: 0 for what all hold whole, else one for each place in a group.
+  for (NamedTensor& tensor : tensors()) watched_.push_back({std::move(tensor), 1 + zero_.shard.rank});
+  if (zero_.shard.size == 1) return;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (weights.is_gathered_on_use(parameters[i].unit)) continue;
+    watched_.push_back({{parameters[i].name + " (gathered)", weights.plain(static_cast<int>(i)), {}, 0, i}, 0});
+  }
+}
+
+bool TrainingRun::drills(FlipDrill::Target target, int64_t step) const {
+  return drill_ && drill_->target == target && drill_->step == step && drill_->rank == communicator_.rank();
+}
+
+void TrainingRun::flip_gradient() {
+  std::vector<NamedTensor> gradients;
+  const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    gradients.push_back({parameters[i].name + ".gradient", declared_.optimizer.gradients()[i]});
+  }
+  flip_one_of(device_, gradients, *drill_);
+}
+
+void TrainingRun::flip_state(FlipDrill::Target target) {
+  const bool weights = target == FlipDrill::Target::kWeight;
+  std::vector<NamedTensor> tensors;
+  for (const WatchedTensor& watched : watched_) {
+    const std::string& parameter = declared_.model.parameters().all[watched.tensor.parameter].name;
+    if ((watched.tensor.name == parameter) == weights) tensors.push_back(watched.tensor);
+  }
+  if (!tensors.empty()) flip_one_of(device_, tensors, *drill_);
+}
+
+// A micro-batch whose gradients are hashed before anything is done with them, by the hooks where ranks exchange
+// them at once and behind the micro-batch otherwise. The loss is hashed behind them.
+void TrainingRun::queue_hashed(Table table, const Model::Batch& batch, const Model::LossOptions& options,
+                               const ParameterExchange::Place& place, bool with_telemetry) {
+  const IntegrityChecks& checks = declared_.checks;
+  const Optimizer& optimizer = declared_.optimizer;
+  const size_t num_parameters = optimizer.gradients().size();
+  const bool flips = table == Table::kFirstGradients && drills(FlipDrill::Target::kGradient, completed_steps_ + 1);
+  const auto hash_gradient = [&](size_t i) { checks.hash_one(device_, table, i, optimizer.gradients()[i]); };
+  checks.clear(device_, table);
+  const bool by_hooks = exchange_ && !(place.is_first && !place.is_last && !zero_.shards_gradients());
+  if (by_hooks) {
+    exchange_->on_gradient([&](int parameter) {
+      // The bit is flipped in the head's gradient, which is complete first: of divided gradients no others are
+      // kept.
+      if (flips && parameter == declared_.model.parameters().head) {
+        flip_one_of(device_, {{"the head's gradient", optimizer.gradients()[static_cast<size_t>(parameter)]}},
+                    *drill_);
+      }
+      hash_gradient(static_cast<size_t>(parameter));
+    });
+  }
+  queue_micro_batch(batch, options, place, with_telemetry);
+  if (by_hooks) {
+    exchange_->on_gradient({});
+  } else {
+    if (flips) flip_gradient();
+    for (size_t i = 0; i < num_parameters; ++i) hash_gradient(i);
+  }
+  checks.hash_one(device_, table, num_parameters, options.loss_sum);
+}
+
+void TrainingRun::queue_replayed(const Model::Batch& batch, const Model::LossOptions& options,
+                                 const ParameterExchange::Place& place, bool with_telemetry,
+                                 std::vector<PendingComparison>& comparisons) {
+  const IntegrityChecks& checks = declared_.checks;
+  const int64_t step = completed_steps_ + 1;
+  std::unique_ptr<BitFlip> fault;
+  if (drills(FlipDrill::Target::kGemm, step)) fault = make_gemm_flip(*drill_, 9 * config_.model.num_layers);
+  device_.set_op_fault(fault.get());
+  if (!checks.replay_is_due(step)) {  // a drill of what no check sees
+    queue_hashed(Table::kFirstGradients, batch, options, place, with_telemetry);
+    device_.set_op_fault(nullptr);
+    return;
+  }
+  queue_hashed(Table::kFirstGradients, batch, options, place, /*with_telemetry=*/false);
+  device_.set_op_fault(nullptr);
+  device_.fill_zero(options.loss_sum.data, options.loss_sum.bytes());
+  queue_hashed(Table::kSecondGradients, batch, options, place, with_telemetry);
+  std::vector<std::string> names;
+  for (const ParameterInfo& p : declared_.model.parameters().all) names.push_back(p.name + ".gradient");
+  names.emplace_back("the loss");
+  comparisons.push_back({checks.read_later(device_, Table::kFirstGradients),
+                         checks.read_later(device_, Table::kSecondGradients), std::move(names),
+                         "differs when its micro-batch is computed twice"});
+}
+
+void TrainingRun::hash_state(Table table) const {
+  std::vector<TensorView> tensors;
+  tensors.reserve(watched_.size());
+  for (const WatchedTensor& watched : watched_) tensors.push_back(watched.tensor.view);
+  declared_.checks.hash(device_, table, tensors);
+}
+
+bool TrainingRun::state_is_watched_at(int64_t step) const {
+  const IntegrityChecks& checks = declared_.checks;
+  const CheckpointConfig& checkpoint = config_.checkpoint;
+  if (checks.state_is_due(step)) return true;
+  const bool saves = (checkpoint.interval > 0 && step % checkpoint.interval == 0) ||
+                     (checkpoint.save_final && step == config_.training.steps);
+  return checks.watches_state() && saves;
+}
+
+// Nothing has written the state between hash_state(kUpdated) and hash_state(kUnchanged).
+PendingComparison TrainingRun::compare_state() const {
+  std::vector<std::string> names;
+  names.reserve(watched_.size());
+  for (const WatchedTensor& watched : watched_) names.push_back(watched.tensor.name);
+  return {declared_.checks.read_later(device_, Table::kUpdated),
+          declared_.checks.read_later(device_, Table::kUnchanged), std::move(names),
+          "has changed since the update before, though nothing wrote it"};
+}
+
+void TrainingRun::after_update(UnfinishedStep& step) {
+  const bool compares = communicator_.size() > 1 && declared_.checks.replicas_are_due(completed_steps_);
+  const bool watches = state_is_watched_at(completed_steps_);
+  if (watches || compares) hash_state(Table::kUpdated);
+  if (watches) hashed_step_ = completed_steps_;
+  if (compares) step.replicas = declared_.checks.read_later(device_, Table::kUpdated);
+  for (const auto target : {FlipDrill::Target::kWeight, FlipDrill::Target::kMoment}) {
+    if (drills(target, completed_steps_)) flip_state(target);
+  }
+}
+
+void TrainingRun::compare_replicas(const void* hashes, int64_t step) {
+  ReplicaHashes own;
+  for (size_t i = 0; i < watched_.size(); ++i) {
+    uint64_t hash = 0;
+    std::memcpy(&hash, static_cast<const std::byte*>(hashes) + i * kHashWordBytes, sizeof(hash));
+    own.names.push_back(watched_[i].tensor.name);
+    own.hashes.push_back(hash);
+    own.groups.push_back(watched_[i].replicas);
+  }
+  parka::compare_replicas(communicator_, own, step, place_);
+}
+
+void TrainingRun::check_before_save(SnapshotForm form) {
+  PARKA_REQUIRE(!unfinished_);
+  // What is staged by one rank is held against the hashes of the update where it is written.
+  const bool has_updated =
+      hashed_step_ == completed_steps_ && (communicator_.size() > 1 || form != SnapshotForm::kStaged);
+  const bool has_replicas = communicator_.size() > 1 && declared_.checks.watches_replicas();
+  if (!has_updated && !has_replicas) return;
+  hash_state(Table::kUnchanged);
+  if (has_updated) compare_state().check(completed_steps_, place_);
+  if (!has_replicas) return;
+  compare_replicas(declared_.checks.read_later(device_, Table::kUnchanged)->wait(), completed_steps_);
+}
+
+}  // namespace parka

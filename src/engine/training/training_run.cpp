@@ -1,0 +1,411 @@
+#include "engine/training/training_run.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include <fmt/ranges.h>
+
+#include "engine/checkpoint/checkpoint_weights.h"
+#include "engine/checkpoint/saved_state.h"
+#include "engine/config/config_io.h"
+#include "engine/config/data_sources.h"
+#include "engine/evaluation/evaluation.h"
+#include "engine/files/float_elements.h"
+#include "engine/training/run_data.h"
+#include "model/op_workspace.h"
+
+namespace parka {
+namespace {
+
+// Stochastic rounding must not draw the numbers that initialization has drawn from training.seed.
+constexpr uint64_t kRoundingKey = 0x9e3779b97f4a7c15;
+
+// Throws when `config` cannot go on from the checkpoint; returns how it goes on differently.
+std::vector<std::string> check_resumable(const LoadedCheckpoint& checkpoint, const Config& config) {
+  const Config saved = config_of(checkpoint, {});
+  ResumeDifferences differences = resume_differences(saved, config);
+  if (differences.refused.empty()) return std::move(differences.allowed);
+  throw_bad_input(
+      "{}: the checkpoint belongs to another config: {}; change it back, or train in another checkpoint.folder",
+      checkpoint.path(), fmt::join(differences.refused, "; "));
+}
+
+}  // namespace
+
+Zero zero_of(const DistributedConfig& config, int64_t rank, int64_t size) {
+  const int64_t group = config.shard_size == 0 || size == 1 ? size : config.shard_size;
+  if (size % group != 0) {
+    throw_bad_input(
+        "distributed.shard_size = {} does not divide the {} ranks of the run; set it to the number of GPUs of a "
+        "node, "
+        "or to 0",
+        group, size);
+  }
+  return make_zero(config.zero_stage, rank % group, group);
+}
+
+DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& zero)
+    : model(config.model, config.precision, config.optimizer.decay_embeddings,
+            {config.training.micro_batch_size, config.data.sequence_length,
+             config.data.documents == DocumentMode::kSeparate},
+            config.training.logits_chunk_tokens, Model::Use::kTraining, zero, plan),
+      optimizer(config.optimizer, config.precision.compute, model.parameters().all, zero, plan),
+      checks(config.reliability, model.parameters().all.size(), plan) {
+  if (config.telemetry.interval > 0) telemetry.emplace(config, model, plan);
+  if (device == DeviceKind::kCuda) {
+    const int64_t tokens = config.training.micro_batch_size * config.data.sequence_length;
+    workspace = declare_op_workspace(config.model, config.precision, tokens, model.parameters(), plan);
+  }
+  if (device == DeviceKind::kCuda && zero.shards_gradients()) {
+    // For what other ranks have of all gradients of a unit, so that none has to wait for the sum of another.
+    std::vector<int64_t> of_units(static_cast<size_t>(model.parameters().num_units()));
+    for (const ParameterInfo& p : model.parameters().all) {
+      of_units[static_cast<size_t>(p.unit)] += zero.shard.padded(p.numel()) - zero.shard.piece(p.numel());
+    }
+    const int64_t largest = *std::max_element(of_units.begin(), of_units.end());
+    reduction_room = plan.add("gradient buckets", "reduction_room", config.optimizer.gradient, {largest});
+  }
+  if (config.data.loss_mask || config.data.documents == DocumentMode::kSeparate) {
+    target_share = plan.add("batch", "target_share", DType::kF32, {1});
+  }
+  plan.finish();
+}
+
+TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& communicator)
+    : config_(config),
+      device_(device),
+      communicator_(communicator),
+      zero_(zero_of(config.distributed, communicator.rank(), communicator.size())),
+      data_(open_token_files(config.data.train, config)),
+      data_fingerprint_(data_.fingerprint()),
+      data_files_(describe_files(data_, config.data.checksum, communicator)),
+      declared_(config, device.kind(), zero_),
+      arena_(device, declared_.plan,
+             {[&](int64_t bytes) { return communicator.allocate(device, bytes); },
+              [&](void* memory) { communicator.release(device, memory); }}) {
+  if (declared_.workspace.valid()) {
+    const TensorView workspace = arena_[declared_.workspace];
+    device.set_workspace(workspace.data, workspace.bytes());
+  }
+  communicator.set_room(arena_[declared_.reduction_room]);
+  declared_.model.bind(device, arena_);
+  declared_.optimizer.bind(arena_, declared_.model.weights().own(), declared_.model.weights().amax());
+  if (communicator.size() > 1) {
+    if (zero_.shards_states()) communicator.divide(static_cast<int>(zero_.shard.size));
+    exchange_.emplace(zero_, communicator, declared_.model, declared_.optimizer);
+    declared_.model.set_hooks(&*exchange_);
+  }
+  if (declared_.telemetry) declared_.telemetry->bind(arena_);
+  declared_.checks.bind(arena_);
+  place_ = fmt::format("rank {} ({})", communicator.rank(), device.name());
+  watch_state();
+  start_loader({});
+}
+
+void TrainingRun::start_loader(DataPosition position) {
+  loader_.reset();  // joins the old one's thread before the new one reads
+  loader_ = std::make_unique<BatchLoader>(
+      data_, BatchLoaderOptions{.seed = config_.data.seed,
+                                .shuffle = config_.data.shuffle,
+                                .weights = config_.data.weights,
+                                .global_batch = config_.training.global_batch_size,
+                                .micro_batch = config_.training.micro_batch_size,
+                                .rank = communicator_.rank(),
+                                .world_size = communicator_.size(),
+                                .prefetch = std::max(config_.data.prefetch_batches, micro_batches_per_step()),
+                                .start = position});
+  position_ = position;
+}
+
+void TrainingRun::weights_changed() {
+  declared_.model.weights().find_amax(device_);
+  weights_stepped();
+}
+
+void TrainingRun::weights_stepped() {
+  if (exchange_) {
+    exchange_->weights_changed(device_);
+  } else {
+    declared_.model.weights().quantize(device_);
+  }
+}
+
+void TrainingRun::initialize_one(size_t i) {
+  // In pieces: a large tensor's fp32 values in fresh memory take longer to get than to compute.
+  constexpr int64_t kPiece = int64_t{1} << 20;
+  Optimizer& optimizer = declared_.optimizer;
+  const Shard::Range own = optimizer.own_range(i);
+  for (int64_t begin = own.begin; begin < own.end; begin += kPiece) {
+    const Shard::Range piece = {begin, std::min(begin + kPiece, own.end)};
+    optimizer.set_weight(device_, i,
+                         initial_weight(config_.model, declared_.model.parameters(), i,
+                                        static_cast<uint64_t>(config_.training.seed), piece),
+                         begin - own.begin);
+  }
+}
+
+void TrainingRun::initialize() {
+  for (size_t i = 0; i < declared_.model.parameters().all.size(); ++i) initialize_one(i);
+  weights_changed();
+}
+
+void TrainingRun::initialize_alike() {
+  const ParameterTable& table = declared_.model.parameters();
+  std::map<std::pair<int64_t, int64_t>, size_t> first_of_shape;
+  for (size_t i = 0; i < table.all.size(); ++i) {
+    const auto [first, is_new] = first_of_shape.try_emplace({table.all[i].rows, table.all[i].cols}, i);
+    if (is_new) {
+      initialize_one(i);
+    } else {
+      declared_.optimizer.copy_weight(device_, first->second, i);
+    }
+  }
+  weights_changed();
+}
+
+std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& checkpoint) {
+  const Config saved = config_of(checkpoint, {});
+  ResumeDifferences differences = model_differences(saved.model, config_.model);
+  if (!differences.refused.empty()) {
+    throw_bad_input("{}: checkpoint.init_from has the weights of another model: {}; change the config's model",
+                    checkpoint.path(), fmt::join(differences.refused, "; "));
+  }
+  Optimizer& optimizer = declared_.optimizer;
+  const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
+  const CheckpointWeights weights(checkpoint, parameters);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const std::vector<float> values = weights.read(parameters[i], optimizer.own_range(i), WeightForm::kMaster);
+    if (!all_finite(values)) {
+      throw_bad_input("{}: {} holds NaN or infinite values", checkpoint.path(), parameters[i].name);
+    }
+    optimizer.set_weight(device_, i, values);
+  }
+  weights_changed();
+  return std::move(differences.allowed);
+}
+
+std::vector<NamedTensor> TrainingRun::tensors() const {
+  std::vector<NamedTensor> all = declared_.optimizer.state();
+  const std::vector<TensorView>& weights = declared_.model.weights().own();
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const ParameterInfo& p = declared_.model.parameters().all[i];
+    all.push_back({p.name, weights[i], {p.rows, p.cols}, declared_.optimizer.own_range(i).begin, i});
+  }
+  return all;
+}
+
+std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint) {
+  const SavedProgress progress = read_progress(checkpoint);
+  std::vector<std::string> differences = check_resumable(checkpoint, config_);
+  const std::string difference = progress.files.is_null() ? "" : file_difference(progress.files, data_files_);
+  if (!difference.empty() || progress.fingerprint != data_fingerprint_) {
+    throw_bad_input(
+        "{}: data.train holds other tokens than the checkpoint was trained on{}, so its position in them means "
+        "nothing; give the files back, or train in another checkpoint.folder",
+        checkpoint.path(), difference.empty() ? "" : fmt::format(" ({})", difference));
+  }
+  std::unordered_map<std::string, NamedTensor> wanted;
+  for (const NamedTensor& tensor : tensors()) wanted.emplace(tensor.name, tensor);
+  for (const SafetensorsEntry& entry : checkpoint.tensors()) {
+    const auto found = wanted.find(entry.name);
+    if (found == wanted.end())
+      throw_bad_input("{}: has a tensor {} that this config does not", checkpoint.path(), entry.name);
+    const NamedTensor& tensor = found->second;
+    if (entry.dtype != tensor.view.dtype || entry.shape != tensor.shape) {
+      throw_bad_input("{}: {} is {} [{}], this config wants {} [{}]", checkpoint.path(), entry.name,
+                      name_of(entry.dtype), fmt::join(entry.shape, ", "), name_of(tensor.view.dtype),
+                      fmt::join(tensor.shape, ", "));
+    }
+  }
+  std::vector<TensorRange> ranges;
+  for (const auto& [name, tensor] : wanted) {
+    if (checkpoint.find(name) == nullptr) throw_bad_input("{}: lacks the tensor {}", checkpoint.path(), name);
+    if (tensor.view.numel() > 0) ranges.push_back({name, {tensor.begin, tensor.begin + tensor.view.numel()}});
+  }
+  checkpoint.read_ranges(ranges, [&](const SafetensorsEntry& entry, int64_t first_element, ByteSpan bytes) {
+    if (!all_finite(entry.dtype, bytes)) {
+      throw_bad_input("{}: {} holds NaN or infinite values; resume from an earlier checkpoint (move this one away)",
+                      checkpoint.path(), entry.name);
+    }
+    const NamedTensor& tensor = wanted.at(entry.name);
+    auto* const target = static_cast<std::byte*>(tensor.view.data);
+    device_.copy_to_device(target + (first_element - tensor.begin) * size_of(entry.dtype), bytes.data(),
+                           static_cast<int64_t>(bytes.size()));
+  });
+  completed_steps_ = checkpoint.step();
+  hashed_step_ = -1;
+  applied_steps_ = progress.applied_steps;
+  start_loader(progress.position);
+  weights_changed();
+  return differences;
+}
+
+std::vector<double> TrainingRun::source_epochs(DataPosition position) const {
+  const std::vector<int64_t> counts = Mixture(config_.data.weights).counts(position.consumed);
+  std::vector<double> epochs;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    epochs.push_back(static_cast<double>(counts[i]) / static_cast<double>(data_.source_sequences()[i]));
+  }
+  return epochs;
+}
+
+// The sum over all ranks of their targets, whose inverse is put where the gradients will be scaled by it. A step
+// without any has a loss and gradients of 0.
+int64_t TrainingRun::share_targets(int64_t own) {
+  int64_t sum = 0;
+  for (const std::string& of_rank : communicator_.gather_text(fmt::format("{}", own))) sum += std::stoll(of_rank);
+  const float share = sum == 0 ? 0.0f : static_cast<float>(1.0 / static_cast<double>(sum));
+  device_.copy_to_device(arena_[declared_.target_share].data, &share, sizeof(share));
+  return sum;
+}
+
+void TrainingRun::queue_micro_batch(const Model::Batch& batch, const Model::LossOptions& options,
+                                    const ParameterExchange::Place& place, bool with_telemetry) {
+  Model& model = declared_.model;
+  const std::vector<TensorView>& gradients = declared_.optimizer.gradients();
+  // Divided gradients leave their room in each micro-batch, and ParameterExchange adds them up.
+  const Model::Accumulation accumulation =
+      place.is_first || zero_.shards_gradients() ? Model::Accumulation::kBegin : Model::Accumulation::kContinue;
+  if (exchange_) exchange_->begin_micro_batch(place);
+  if (with_telemetry && place.is_first) {
+    model.accumulate_gradients_with_telemetry(device_, batch, options, gradients, accumulation);
+  } else {
+    model.accumulate_gradients(device_, batch, options, gradients, accumulation,
+                               /*may_replay=*/!exchange_ || exchange_->is_idle());
+  }
+}
+
+// With telemetry: of the first micro-batch.
+int64_t TrainingRun::queue_gradients(bool with_telemetry, std::vector<PendingComparison>& comparisons) {
+  const TrainingConfig& training = config_.training;
+  const int64_t S = config_.data.sequence_length, step = completed_steps_ + 1;
+  const bool vary = data_.targets_vary();
+  int64_t num_targets = training.global_batch_size * (S - 1);
+  Optimizer& optimizer = declared_.optimizer;
+  optimizer.begin_step(device_);
+  const int64_t own_sequences = training.global_batch_size / communicator_.size();
+  for (int64_t done = 0; done < own_sequences; done += training.micro_batch_size) {
+    const ParameterExchange::Place place = {done == 0, done + training.micro_batch_size == own_sequences};
+    const MicroBatch batch = loader_->next();
+    if (vary && place.is_first) num_targets = share_targets(batch.step_targets);
+    const bool separate = !batch.first_keys.empty();
+    const Model::Batch on_host = {batch.tokens.data(),
+                                  batch.targets.data(),
+                                  {training.micro_batch_size, S, separate},
+                                  separate ? batch.first_keys.data() : nullptr};
+    // Where the number differs from step to step it is not a constant of what the device records.
+    const Model::LossOptions options = {
+        .grad_scale = vary ? 1.0f : static_cast<float>(1.0 / static_cast<double>(num_targets)),
+        .z_loss = static_cast<float>(training.z_loss),
+        .grad_factor = vary ? arena_[declared_.target_share] : TensorView(),
+        .loss_sum = optimizer.loss()};
+    const bool drilled = drills(FlipDrill::Target::kGradient, step) || drills(FlipDrill::Target::kGemm, step);
+    if (place.is_first && (declared_.checks.replay_is_due(step) || drilled)) {
+      queue_replayed(on_host, options, place, with_telemetry, comparisons);
+    } else {
+      queue_micro_batch(on_host, options, place, with_telemetry);
+    }
+    batch_start_ = batch.start;
+    position_ = batch.after;
+  }
+  return num_targets;
+}
+
+void TrainingRun::begin_evaluation_batch(const std::exception_ptr& read_failure) {
+  if (evaluation_progress_) evaluation_progress_(read_failure);
+  if (exchange_) exchange_->begin_micro_batch({});
+}
+
+EvaluationResult TrainingRun::evaluate(const TokenFiles& files) {
+  return evaluate_loss(device_, declared_.model, files, config_.training.micro_batch_size,
+                       config_.training.eval_sequences, communicator_,
+                       [this](const std::exception_ptr& failure) { begin_evaluation_batch(failure); });
+}
+
+TaskResult TrainingRun::evaluate(const EvalTask& task) {
+  return evaluate_task(device_, declared_.model, task,
+                       {config_.training.micro_batch_size, config_.data.sequence_length},
+                       config_.evaluation.task_documents, communicator_,
+                       [this](const std::exception_ptr& failure) { begin_evaluation_batch(failure); });
+}
+
+std::optional<StepReport> TrainingRun::step() {
+  if (!unfinished_) {
+    step_began_ = device_.mark();
+    step_began_at_ = std::chrono::steady_clock::now();
+  }
+  const double wait_before = loader_->wait_seconds();
+  StepReport report;
+  report.step = completed_steps_ + 1;
+  const bool with_telemetry = declared_.telemetry && declared_.telemetry->is_due(report.step);
+  std::vector<PendingComparison> comparisons;
+  report.num_targets = queue_gradients(with_telemetry, comparisons);
+  report.data = batch_start_;
+  report.data_wait_seconds = loader_->wait_seconds() - wait_before;
+
+  std::optional<StepReport> previous = finish();
+  if (previous && !previous->applied && config_.training.non_finite == NonFinitePolicy::kStop) return previous;
+  report.learning_rate = learning_rate(config_.optimizer, config_.training.steps, report.step);
+  report.clip_limit = declared_.optimizer.clip_limit(applied_steps_ + 1);
+  Optimizer::SumOverRanks sums;
+  if (exchange_) {
+    sums.of_pieces = [this](const TensorView& x) { exchange_->sum_of_pieces(device_, x); };
+    sums.of_batches = [this](const TensorView& x) { exchange_->sum(device_, x, Peers::kAll); };
+  }
+  if (hashed_step_ == completed_steps_) {
+    hash_state(IntegrityChecks::Table::kUnchanged);
+    comparisons.push_back(compare_state());
+  }
+  // A save may still copy what the update changes.
+  const auto wait_for_copies = [this](size_t parameter) { staging_->order_after(last_staged_[parameter]); };
+  PendingStep result =
+      declared_.optimizer.step(device_, applied_steps_ + 1, report.learning_rate,
+                               static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey, sums,
+                               last_staged_.empty() ? std::function<void(size_t)>() : wait_for_copies);
+  last_staged_.clear();
+  std::optional<PendingTelemetry> telemetry;
+  if (with_telemetry) telemetry = declared_.telemetry->queue(device_, declared_.model, declared_.optimizer);
+  weights_stepped();
+  ++completed_steps_;
+  unfinished_.emplace(UnfinishedStep{std::move(report), std::move(result), std::move(telemetry), device_.mark(),
+                                     std::move(comparisons), nullptr});
+  after_update(*unfinished_);
+  if (!previous && finishes_early()) return finish();
+  return previous;
+}
+
+// All ranks come to finish() at the same point of their programs, for they compare what they have in common there.
+// A GPU's result may be ready on one rank and not on another; a CPU's always is.
+bool TrainingRun::finishes_early() const {
+  const bool alike = communicator_.size() == 1 || device_.kind() == DeviceKind::kCpu;
+  return alike && unfinished_->result.ready();
+}
+
+std::optional<StepReport> TrainingRun::finish() {
+  if (!unfinished_) return std::nullopt;
+  StepReport report = std::move(unfinished_->report);
+  StepResult result = unfinished_->result.wait();
+  for (const PendingComparison& comparison : unfinished_->comparisons) comparison.check(report.step, place_);
+  if (unfinished_->replicas) compare_replicas(unfinished_->replicas->wait(), report.step);
+  if (unfinished_->telemetry) report.telemetry = unfinished_->telemetry->wait();
+  report.seconds = unfinished_->end->seconds_since(*step_began_);
+  step_began_ = std::move(unfinished_->end);
+  // The host may look later than that: it queues ahead.
+  report.finished = step_began_at_ + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                                         std::chrono::duration<double>(report.seconds));
+  step_began_at_ = report.finished;
+  unfinished_.reset();
+  report.loss = report.num_targets == 0 ? 0.0 : result.loss / static_cast<double>(report.num_targets);
+  report.grad_norm = result.grad_norm;
+  report.applied = result.applied;
+  report.culprit = std::move(result.culprit);
+  if (report.applied) ++applied_steps_;
+  return report;
+}
+
+}  // namespace parka

@@ -1,0 +1,220 @@
+#pragma once
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "core/memory_plan.h"
+#include "core/shard.h"
+#include "data/batch_loader.h"
+#include "data/token_files.h"
+#include "engine/checkpoint/checkpoint.h"
+#include "engine/config/config.h"
+#include "engine/evaluation/evaluation.h"
+#include "engine/evaluation/task_evaluation.h"
+#include "engine/training/flip_drill.h"
+#include "engine/training/integrity.h"
+#include "engine/training/parameter_exchange.h"
+#include "engine/training/telemetry.h"
+#include "kernels/device/arena.h"
+#include "model/model.h"
+#include "optim/optimizer.h"
+
+namespace parka {
+
+// What a rank of a run of `size` holds. Throws Error(kBadInput) if distributed.shard_size does not divide them.
+Zero zero_of(const DistributedConfig& config, int64_t rank, int64_t size);
+
+// Model and optimizer of a config with all their tensors declared; nothing is allocated. What `parka plan` prints
+// and what a run allocates come from the same declarations.
+struct DeclaredRun {
+  DeclaredRun(const Config& config, DeviceKind device, const Zero& zero = {});
+
+  MemoryPlan plan;
+  Model model;
+  Optimizer optimizer;
+  std::optional<Telemetry> telemetry;  // absent when telemetry.interval is 0
+  IntegrityChecks checks;
+  TensorId workspace;       // of the ops; invalid on the CPU
+  TensorId reduction_room;  // Communicator::set_room(); on GPUs with divided gradients
+  TensorId target_share;    // [1] fp32, 1 / targets of the step; only where steps differ in that
+};
+
+// Host memory that a rank of the run takes to save beside its training: what it writes of a checkpoint, and a few
+// hashes. `num_copies` ranks that hold the same share the writing. 0 where checkpoint.async is off.
+int64_t staging_bytes(const Config& config, const DeclaredRun& run, const Zero& zero, int64_t num_copies);
+
+// What happened in one optimizer step.
+struct StepReport {
+  int64_t step = 0;      // counts from 1
+  double loss = 0;       // mean over the global batch, nats per token, before the update
+  double grad_norm = 0;  // before clipping
+  double learning_rate = 0;
+  double clip_limit = 0;
+  bool applied = false;     // false: loss or gradients were not finite; weights and states are unchanged
+  std::string culprit;      // when not applied: the first tensor whose gradient is not finite, if one is
+  DataPosition data;        // where this step's global batch starts
+  int64_t num_targets = 0;  // tokens of the global batch that were to be predicted
+  std::chrono::steady_clock::time_point finished;  // when the device had done it
+  double seconds = 0;            // that the device took, from the end of the step before where that was unfinished
+  double data_wait_seconds = 0;  // that the host waited for batches
+  std::optional<TelemetryReport> telemetry;  // where telemetry.interval asks for one
+};
+
+// One rank of a training run: weights, optimizer states and the position in the data. All ranks must make the same
+// calls; what a step reports is of the whole run, and the same on all of them.
+class TrainingRun {
+ public:
+  // Opens the data, declares and allocates everything. The run is at step 0 with undefined weights: call
+  // initialize() or restore(). Throws Error(kBadInput) for data that cannot be used.
+  TrainingRun(const Config& config, Device& device, Communicator& communicator);
+
+  void initialize();
+  // For measuring speed: as initialize(), but parameters of one shape get the same values, which takes a fraction
+  // of the time for a large model.
+  void initialize_alike();
+  // Starts from the weights of a checkpoint, whatever its formats: at step 0 of this run's data, with fresh
+  // moments. Returns the settings of its model that differ, one line each, where that is allowed. Throws
+  // Error(kBadInput) when its model is another one or has values that are not finite.
+  std::vector<std::string> initialize_from(const LoadedCheckpoint& checkpoint);
+  // Takes over weights, states and position. Returns the settings that differ from the checkpoint's, one line each,
+  // where that is allowed. Throws Error(kBadInput) when the checkpoint does not fit the config or holds values that
+  // are not finite; the run must not be used then.
+  std::vector<std::string> restore(const LoadedCheckpoint& checkpoint);
+  // Everything that restore() needs. No step may be unfinished.
+  enum class SnapshotForm : uint8_t {
+    kCopied,  // in memory of its own
+    kStaged,  // on its way to the staging buffer, beside the next step: valid until the next such snapshot, or
+              // until this run goes. Reading it throws Error(kCorrupted) where it is not what the device held
+    kDirect,  // still on the device: to be read on this thread, before anything else is done
+  };
+  CheckpointContents snapshot(SnapshotForm form = SnapshotForm::kCopied);
+  // From here on memory for kStaged is made ready.
+  void prepare_staging();
+  // Why there is none; empty: there is. Waits until that is known.
+  const std::string& staging_failure() { return staging_->failure(); }
+  // Before a snapshot of this form: throws Error(kCorrupted) where weights or states are not what the last update
+  // left, or not what other ranks have that must have the same. No step may be unfinished. What one rank stages
+  // is held against that update where it is read.
+  void check_before_save(SnapshotForm form);
+
+  // How messages name this rank's place: "rank 1 (node2, NVIDIA H200)".
+  void set_place(std::string place) { place_ = std::move(place); }
+  void set_flip_drill(const FlipDrill& drill) { drill_ = drill; }
+  // Why the data of the next step cannot be read; null where it can. Waits until that is known.
+  std::exception_ptr data_failure() const { return loader_->failure_within(micro_batches_per_step()); }
+
+  // Everything that a checkpoint holds on the device: this rank's part of it.
+  std::vector<NamedTensor> tensors() const;
+
+  // Queues one step and does not wait for it; reports the one before, whose outcome the update waits for (the
+  // device then still has this step's forward and backward to work on). On a device that is done when it returns,
+  // as the CPU is, the report is of this step. After a step that was not applied under non_finite = stop nothing is
+  // queued any more.
+  std::optional<StepReport> step();
+  // The report of a step that step() has not reported yet, if there is one. Waits for it.
+  std::optional<StepReport> finish();
+  int64_t completed_steps() const { return completed_steps_; }  // queued ones count
+
+  // `called` is told before each batch of an evaluation, which may take long.
+  void on_evaluation_batch(BeforeEvaluationBatch called) { evaluation_progress_ = std::move(called); }
+
+  const MemoryPlan& plan() const { return declared_.plan; }
+  Model& model() { return declared_.model; }
+  const Model& model() const { return declared_.model; }
+  const Optimizer& optimizer() const { return declared_.optimizer; }
+  const TokenFiles& data() const { return data_; }
+  // How often each source of a mixture has been gone through at a position.
+  std::vector<double> source_epochs(DataPosition position) const;
+  // Held-out loss, and scores in a task; every rank does a part of it.
+  EvaluationResult evaluate(const TokenFiles& files);
+  TaskResult evaluate(const EvalTask& task);
+
+  int64_t tokens_per_step() const { return config_.training.global_batch_size * config_.data.sequence_length; }
+
+ private:
+  struct UnfinishedStep {
+    StepReport report;  // without what the device still computes
+    PendingStep result;
+    std::optional<PendingTelemetry> telemetry;
+    std::unique_ptr<Mark> end;
+    std::vector<PendingComparison> comparisons;
+    std::unique_ptr<HostRead> replicas;  // hashes of this step's result, where ranks compare them
+  };
+  // A tensor that an update leaves, and the ranks that hold the same.
+  struct WatchedTensor {
+    NamedTensor tensor;
+    int64_t replicas = 0;  // the same number on all ranks that have it
+  };
+
+  void start_loader(DataPosition position);
+  int64_t micro_batches_per_step() const {
+    return config_.training.global_batch_size / communicator_.size() / config_.training.micro_batch_size;
+  }
+  // Returns the number of targets of the step.
+  int64_t queue_gradients(bool with_telemetry, std::vector<PendingComparison>& comparisons);
+  void queue_micro_batch(const Model::Batch& batch, const Model::LossOptions& options,
+                         const ParameterExchange::Place& place, bool with_telemetry);
+  bool finishes_early() const;
+
+  // integrity of a step: training_checks.cpp
+  void watch_state();
+  void queue_replayed(const Model::Batch& batch, const Model::LossOptions& options,
+                      const ParameterExchange::Place& place, bool with_telemetry,
+                      std::vector<PendingComparison>& comparisons);
+  void queue_hashed(IntegrityChecks::Table table, const Model::Batch& batch, const Model::LossOptions& options,
+                    const ParameterExchange::Place& place, bool with_telemetry);
+  bool drills(FlipDrill::Target target, int64_t step) const;
+  void flip_gradient();
+  void flip_state(FlipDrill::Target target);
+  void hash_state(IntegrityChecks::Table table) const;
+  bool state_is_watched_at(int64_t step) const;
+  PendingComparison compare_state() const;
+  void after_update(UnfinishedStep& step);
+  void compare_replicas(const void* hashes, int64_t step);
+
+  // snapshots: training_snapshot.cpp
+  nlohmann::json saved_state() const;
+  std::vector<HostTensor> saved_pieces(std::vector<TensorView>& parts) const;
+  void stage(CheckpointContents& contents, const std::vector<TensorView>& parts);
+  int64_t share_targets(int64_t own);
+  void begin_evaluation_batch(const std::exception_ptr& read_failure);
+  // Bring up to date what is made from this rank's weights: after a step, which finds their maxima, and after any
+  // other change.
+  void weights_stepped();
+  void weights_changed();
+  void initialize_one(size_t i);
+
+  Config config_;
+  Device& device_;
+  Communicator& communicator_;
+  Zero zero_;
+  TokenFiles data_;
+  uint64_t data_fingerprint_;  // as read at the start: a save depends on no file of the data
+  nlohmann::json data_files_;  // see describe_files()
+  DeclaredRun declared_;
+  Arena arena_;
+  std::optional<ParameterExchange> exchange_;  // of several ranks
+  BeforeEvaluationBatch evaluation_progress_;
+  std::unique_ptr<BatchLoader> loader_;
+  DataPosition batch_start_;  // of the last global batch that was queued
+  DataPosition position_;     // of the next one, or past the end of the epoch
+  int64_t completed_steps_ = 0;
+  int64_t applied_steps_ = 0;  // updates done: what bias correction counts
+  std::optional<UnfinishedStep> unfinished_;
+  std::unique_ptr<Mark> step_began_;  // where the oldest unfinished step begins
+  std::chrono::steady_clock::time_point step_began_at_;
+  std::string place_;
+  std::vector<WatchedTensor> watched_;
+  int64_t hashed_step_ = -1;  // after whose update Table::kUpdated was taken, to be compared
+  std::optional<FlipDrill> drill_;
+  std::unique_ptr<StagingBuffer> staging_;
+  std::vector<size_t>
+      last_staged_;  // by parameter: the last of its tensors in the buffer; empty: nothing is staged
+};
+
+}  // namespace parka

@@ -1,0 +1,171 @@
+// How a TrainingRun hands over what a checkpoint holds.
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "core/bit_hash.h"
+#include "engine/config/config_io.h"
+#include "engine/training/training_run.h"
+
+namespace parka {
+namespace {
+
+constexpr int64_t kPieceBytes = int64_t{4} << 20;  // a multiple of kHashWordBytes
+
+// A tensor in a staging buffer, held against the hash that the device has made of it.
+class StagedTensor final : public TensorSource {
+ public:
+  // The hashes are the buffer's first tensor, of which this tensor's is number `slot`.
+  StagedTensor(StagingBuffer& buffer, size_t index, size_t slot, int64_t num_bytes, std::string what)
+      : buffer_(buffer), index_(index), slot_(slot), num_bytes_(num_bytes), what_(std::move(what)) {}
+
+  int64_t num_bytes() const override { return num_bytes_; }
+  void read(const ByteSink& sink) const override {
+    const ByteSpan bytes = buffer_.wait(index_);
+    uint64_t hash = 0, expected = 0;
+    for (size_t at = 0; at < bytes.size(); at += kPieceBytes) {
+      const ByteSpan piece = bytes.subspan(at, std::min(static_cast<size_t>(kPieceBytes), bytes.size() - at));
+      sink(piece);
+      hash += bit_hash_of(piece, at);
+    }
+    std::memcpy(&expected, buffer_.wait(0).data() + slot_ * kHashWordBytes, sizeof(expected));
+    if (hash == expected) return;
+    throw Error(
+        ExitCode::kCorrupted,
+        fmt::format("silent data corruption {} is not what its update left: memory of the device or the host "
+                    "has changed it, or the copy between them; it was not saved",
+                    what_));
+  }
+
+ private:
+  StagingBuffer& buffer_;
+  size_t index_, slot_;
+  int64_t num_bytes_;
+  std::string what_;
+};
+
+// A tensor on the device, which passes through a little host memory.
+class DeviceTensor final : public TensorSource {
+ public:
+  DeviceTensor(Device& device, const TensorView& tensor) : device_(device), tensor_(tensor) {}
+
+  int64_t num_bytes() const override { return tensor_.bytes(); }
+  void read(const ByteSink& sink) const override {
+    std::vector<std::byte> piece;
+    for (int64_t at = 0; at < num_bytes(); at += kPieceBytes) {
+      piece.resize(static_cast<size_t>(std::min(kPieceBytes, num_bytes() - at)));
+      device_.copy_to_host(piece.data(), static_cast<const std::byte*>(tensor_.data) + at,
+                           static_cast<int64_t>(piece.size()));
+      sink(piece);
+    }
+  }
+
+ private:
+  Device& device_;
+  TensorView tensor_;
+};
+
+}  // namespace
+
+int64_t staging_bytes(const Config& config, const DeclaredRun& run, const Zero& zero, int64_t num_copies) {
+  if (!config.checkpoint.async) return 0;
+  const auto place_of = [&](int64_t elements, DType dtype) {
+    return StagingBuffer::place_of(Shard{0, num_copies}.own(elements).count() * size_of(dtype));
+  };
+  int64_t bytes = 0;
+  for (const ParameterInfo& p : run.model.parameters().all) {
+    bytes += place_of(zero.shard.own(p.numel()).count(), config.precision.compute);
+  }
+  for (const MemoryPlan::Entry& entry : run.plan.entries()) {
+    if (entry.category == kMasterCategory || entry.category == kStateCategory) {
+      bytes += place_of(entry.bytes / size_of(entry.dtype), entry.dtype);
+    }
+  }
+  return bytes + StagingBuffer::place_of(run.checks.table_bytes());
+}
+
+nlohmann::json TrainingRun::saved_state() const {
+  return {{"applied_steps", applied_steps_},
+          {"data",
+           {{"epoch", position_.epoch},
+            {"consumed", position_.consumed},
+            {"fingerprint", data_fingerprint_},
+            {"files", data_files_}}},
+          {"tokens", completed_steps_ * tokens_per_step()},
+          {"config", to_json(config_)},
+          {"config_hash", config_hash(config_)}};
+}
+
+// The tensors of a checkpoint that this rank writes, without their bytes, and the elements of each.
+std::vector<HostTensor> TrainingRun::saved_pieces(std::vector<TensorView>& parts) const {
+  const bool several = communicator_.size() > 1;
+  // What several ranks have is saved by all of them, a part each.
+  const Shard among_copies = {communicator_.rank() / zero_.shard.size, communicator_.size() / zero_.shard.size};
+  std::vector<HostTensor> pieces;
+  for (const NamedTensor& tensor : tensors()) {
+    HostTensor host{tensor.name, tensor.view.dtype, tensor.shape, {}, {}, {}};
+    const TensorView flat = tensor.view.reshaped({tensor.view.numel()});
+    const Shard::Range own = among_copies.own(flat.numel());
+    if (several) host.piece = ElementRange{tensor.begin + own.begin, tensor.begin + own.end};
+    parts.push_back(flat.rows(own.begin, own.count()));
+    pieces.push_back(std::move(host));
+  }
+  return pieces;
+}
+
+void TrainingRun::prepare_staging() {
+  std::vector<TensorView> parts;
+  saved_pieces(parts);
+  int64_t bytes = StagingBuffer::place_of(declared_.checks.view(IntegrityChecks::Table::kSaved).bytes());
+  for (const TensorView& part : parts) bytes += StagingBuffer::place_of(part.bytes());
+  staging_ = device_.make_staging_buffer(bytes);
+}
+
+// Parameters go in the order in which the next step updates them, so that it does not wait long for any.
+void TrainingRun::stage(CheckpointContents& contents, const std::vector<TensorView>& parts) {
+  // One rank saves what it watches, tensor by tensor: what is written must be what the update has left.
+  const bool is_hashed = communicator_.size() == 1 && hashed_step_ == completed_steps_;
+  const auto table = is_hashed ? IntegrityChecks::Table::kUpdated : IntegrityChecks::Table::kSaved;
+  if (!is_hashed) declared_.checks.hash(device_, table, parts);
+  // Watched for this save alone: that check stands for the one before the next update.
+  if (is_hashed && !declared_.checks.state_is_due(completed_steps_)) hashed_step_ = -1;
+  const std::vector<NamedTensor> all = tensors();
+  std::vector<size_t> order(parts.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return all[a].parameter < all[b].parameter; });
+  std::vector<TensorView> staged = {declared_.checks.view(table)};
+  last_staged_.assign(declared_.model.parameters().all.size(), 0);
+  for (const size_t i : order) {
+    contents.tensors[i].source =
+        std::make_shared<StagedTensor>(*staging_, staged.size(), i, parts[i].bytes(),
+                                       fmt::format("in step {} on {}: {}", completed_steps_, place_, all[i].name));
+    last_staged_[all[i].parameter] = staged.size();
+    staged.push_back(parts[i]);
+  }
+  staging_->begin(staged);
+}
+
+CheckpointContents TrainingRun::snapshot(SnapshotForm form) {
+  PARKA_REQUIRE(!unfinished_);
+  CheckpointContents contents{completed_steps_, saved_state(), {}};
+  std::vector<TensorView> parts;
+  contents.tensors = saved_pieces(parts);
+  if (form == SnapshotForm::kStaged) {
+    stage(contents, parts);
+    return contents;
+  }
+  for (size_t i = 0; i < parts.size(); ++i) {
+    HostTensor& tensor = contents.tensors[i];
+    if (form == SnapshotForm::kDirect) {
+      tensor.source = std::make_shared<DeviceTensor>(device_, parts[i]);
+    } else {
+      tensor.bytes.resize(static_cast<size_t>(parts[i].bytes()));
+      device_.copy_to_host(tensor.bytes.data(), parts[i].data, parts[i].bytes());
+    }
+  }
+  return contents;
+}
+
+}  // namespace parka

@@ -1,0 +1,83 @@
+#include "kernels/cuda/attention/attention.h"
+
+#include <initializer_list>
+#include <string>
+#include <string_view>
+
+#include "kernels/cuda/attention/attention_paths.cuh"
+#include "kernels/cuda/quantize/matrix_source.cuh"
+#include "kernels/cuda/quantize/quantize_tiles.cuh"
+#include "kernels/cuda/vector.cuh"
+#include "kernels/device/cuda/check.h"
+
+namespace parka::cuda {
+namespace {
+
+// Whether the tensor-core kernels take this call. `tensors` are those they access 16 bytes at a time.
+template <typename Args>
+bool suits_mma(const Args& a, std::initializer_list<TensorView> tensors) {
+  const int64_t D = AttentionDims(a).D;
+  // They take the maximum of the scores before scaling them.
+  if (a.qkv.dtype != DType::kBF16 || (D != 64 && D != 128) || !(a.scale > 0.0f)) return false;
+  for (const TensorView& t : tensors) {
+    if (!is_aligned(t.data, 16)) return false;
+  }
+  return true;
+}
+
+// Whether the kernels for compute capability 9.0 were built, which need its "a" code, and this is such a GPU.
+bool runs_sm90_kernels(const CudaDevice& device) {
+  constexpr bool kBuilt = std::string_view(PARKA_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
+  return kBuilt && device.properties().major == 9 && device.properties().minor == 0;
+}
+
+template <typename Args>
+void check_generic(const Args& a) {
+  const int64_t D = AttentionDims(a).D;
+  if (D <= kGenericMaxHeadDim) return;
+  throw Error(ExitCode::kBadInput, "attention on a GPU takes heads of up to " + std::to_string(kGenericMaxHeadDim) +
+                                       " columns, not " + std::to_string(D) + ": use more heads");
+}
+
+void find_out_amax(CudaDevice& device, const AttentionForward& a) {
+  auto* const amax = a.out_amax.as<float>();
+  check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), "attention_forward");
+  with_plain_type(a.out.dtype, [&](auto x) {
+    find_amax(device, PlainSource<decltype(x)>(a.out), a.out.dim[0], a.out.dim[1], amax);
+  });
+  check_launch("attention_forward");
+}
+
+}  // namespace
+
+void attention_forward(Device& device, const AttentionForward& a) {
+  CudaDevice& cuda = as_cuda(device);
+  if (suits_mma(a, {a.qkv, a.out})) {
+    if (runs_sm90_kernels(cuda) && a.first_key.empty()) {
+      attention_forward_sm90(cuda, a);  // finds out_amax, too
+      return;
+    }
+    attention_forward_mma(cuda, a);
+  } else {
+    check_generic(a);
+    attention_forward_generic(cuda, a);
+  }
+  if (!a.out_amax.empty()) find_out_amax(cuda, a);
+}
+
+void attention_backward(Device& device, const AttentionBackward& a) {
+  CudaDevice& cuda = as_cuda(device);
+  if (!a.d_qkv_amax.empty()) {
+    check(cudaMemsetAsync(a.d_qkv_amax.data, 0, sizeof(float), cuda.stream()), "attention_backward");
+  }
+  if (suits_mma(a, {a.qkv, a.out, a.d_out, a.d_qkv, a.cos_sin, a.scratch})) {
+    const bool sm90 = runs_sm90_kernels(cuda) && a.first_key.empty();
+    auto* const backward = sm90 ? attention_backward_sm90 : attention_backward_mma;
+    backward(cuda, a);
+  } else {
+    check_generic(a);
+    attention_backward_generic(cuda, a);
+  }
+}
+
+}  // namespace parka::cuda

@@ -1,0 +1,320 @@
+#include "kernels/cuda/attention/attention_paths.cuh"
+#include "kernels/cuda/attention/attention_tiles.cuh"
+#include "kernels/device/cuda/check.h"
+#include "kernels/workspace.h"
+
+// Three kernels: what the other two need of each row; d_k and d_v, of which a block sums up a tile over all
+// queries; d_q, of which a block sums up a tile over all keys. Both of the latter compute the scores anew: that is
+// two products more than one kernel for all three would need, but nothing is added up across blocks, so equal input
+// gives equal bits.
+namespace parka::cuda {
+namespace {
+
+constexpr int kThreads = 128;  // of every block here
+constexpr int kWarps = kThreads / kWarpSize;
+
+// D / 8 lanes for each head of a token.
+template <int D>
+__global__ void __launch_bounds__(kThreads)
+    row_statistics_kernel(const BFloat16* out, const BFloat16* d_out, const float* lse, RowStatistics* statistics,
+                          AttentionDims dims) {
+  constexpr int kLanes = D / 8;
+  const int64_t count = int64_t{dims.B} * dims.S * dims.H;
+  const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kLanes, at = row < count ? row : count - 1;
+  const int lane = threadIdx.x % kLanes;
+  float x[8], y[8], delta = 0.0f;
+  load<8>(out + at * D + lane * 8, x);
+  load<8>(d_out + at * D + lane * 8, y);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) delta = fmaf(x[i], y[i], delta);
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) delta += __shfl_xor_sync(kFullWarp, delta, offset);
+  if (lane == 0 && row < count) {
+    const int64_t token = row / dims.H;
+    const int b = static_cast<int>(token / dims.S), i = static_cast<int>(token % dims.S);
+    const int64_t query = dims.query(b, i, static_cast<int>(row % dims.H));
+    statistics[query] = {lse[query] * kLog2E, delta};
+  }
+}
+
+// Starts the copy of the statistics of queries [begin, begin + kRows); of those from `end` on they become zeros.
+template <int kRows>
+__device__ void load_statistics_async(RowStatistics* tile, const RowStatistics* statistics, int begin, int end) {
+  static_assert(kRows <= kThreads);
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < kRows) cp_async_8(shared_address(tile + i), statistics + begin + i, begin + i < end);
+}
+
+// A warp owns 16 kM keys and meets kQueries queries at a time, in two places of shared memory in turn.
+template <int D>
+struct KeyTiling {
+  static constexpr int kM = 128 / D, kQueries = D / 2;  // d_k, d_v, scores and d_p together take 192 registers
+  static constexpr int kWarpKeys = 16 * kM, kKeys = kWarps * kWarpKeys;
+  static constexpr int kKeyBytes = kKeys * kRowBytes<D>, kQueryBytes = kQueries * kRowBytes<D>;
+  static constexpr int kStageBytes = 2 * kQueryBytes;  // queries and d_out
+  static constexpr int kStatisticsAt = 2 * kKeyBytes + 2 * kStageBytes;
+  static constexpr int kSharedBytes = kStatisticsAt + 2 * kQueries * static_cast<int>(sizeof(RowStatistics));
+};
+
+// In place of scores of keys (rows) and queries p, in place of d_p d_s = p * (d_p - delta).
+template <int kM, int kN>
+__device__ void score_gradient_by_key(float (&scores)[kM][kN][4], float (&d_p)[kM][kN][4],
+                                      const RowStatistics* statistics, float scale_log2) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    // Two queries: their lse_log2 in x and z, delta in y and w.
+    const float4 pair = *reinterpret_cast<const float4*>(statistics + n * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float p = exp2_approximate(fmaf(scores[m][n][e], scale_log2, e % 2 == 0 ? -pair.x : -pair.z));
+        scores[m][n][e] = p;
+        d_p[m][n][e] = p * (d_p[m][n][e] - (e % 2 == 0 ? pair.y : pair.w));
+      }
+    }
+  }
+}
+
+// kDocuments: there is a first_key, and each head is left after the last query that sees a key of the tile.
+template <int D, bool kDocuments>
+__global__ void __launch_bounds__(kThreads, 2)
+    key_value_gradient_kernel(const BFloat16* qkv, const int32_t* first_key, const BFloat16* d_out,
+                              const RowStatistics* statistics, GradientOutput<BFloat16> output, AttentionDims dims,
+                              int section_heads, float scale) {
+  using Tiling = KeyTiling<D>;
+  constexpr int kM = Tiling::kM, kQueries = Tiling::kQueries;
+  extern __shared__ __align__(1024) unsigned char shared[];
+
+  const auto find = [&] {
+    return find_work<Tiling::kKeys, Tiling::kWarpKeys, false>(dims, dims.Hkv, section_heads);
+  };
+  const auto [b, kv_head, warp_begin, warp_row] = find();
+  const int key_begin = warp_begin - warp_row;
+  const int32_t* const first = kDocuments ? first_key + int64_t{b} * dims.S : nullptr;
+  const BFloat16* k = qkv + dims.qkv_row(b, 0, dims.H + kv_head);
+
+  const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Tiling::kKeyBytes;
+  const uint32_t stages = v_tile + Tiling::kKeyBytes;
+  auto* const stage_statistics = reinterpret_cast<RowStatistics*>(shared + Tiling::kStatisticsAt);
+  const auto load_stage = [&](int stage, int h, int query_begin) {
+    const uint32_t tile = stages + stage * Tiling::kStageBytes;
+    load_tile_async<D, kQueries, kThreads>(tile, qkv + dims.qkv_row(b, 0, h), dims.qkv_stride(), query_begin,
+                                           dims.S);
+    load_tile_async<D, kQueries, kThreads>(tile + Tiling::kQueryBytes, d_out + dims.out_row(b, 0, h),
+                                           dims.out_stride(), query_begin, dims.S);
+    load_statistics_async<kQueries>(stage_statistics + stage * kQueries, statistics + dims.query(b, 0, h),
+                                    query_begin, dims.S);
+    cp_async_commit();
+  };
+  load_tile_async<D, Tiling::kKeys, kThreads>(k_tile, k, dims.qkv_stride(), key_begin, dims.S);
+  load_tile_async<D, Tiling::kKeys, kThreads>(v_tile, k + dims.Hkv * D, dims.qkv_stride(), key_begin, dims.S);
+
+  float d_k[kM][D / 8][4], d_v[kM][D / 8][4];
+  clear(d_k);
+  clear(d_v);
+  // All queries from key_begin on, a multiple of kQueries, of one head after the other, so in a fixed order.
+  int h = kv_head * dims.group(), query_begin = key_begin, stage = 0;
+  const int end_head = h + dims.group();
+  const uint32_t rows = k_tile + warp_row * kRowBytes<D> + lane_offset<D>();
+  load_stage(stage, h, query_begin);
+  while (h < end_head) {
+    const bool last_of_head = query_begin + kQueries >= dims.S ||
+                              (kDocuments && first[query_begin + kQueries] >= key_begin + Tiling::kKeys);
+    const int next_head = last_of_head ? h + 1 : h, next_begin = last_of_head ? key_begin : query_begin + kQueries;
+    cp_async_wait<0>();  // this stage is here, and the other warps are done with the other
+    __syncthreads();
+    if (next_head < end_head) load_stage(1 - stage, next_head, next_begin);
+    const bool sees_queries =
+        query_begin + kQueries > warp_begin && (!kDocuments || first[query_begin] < warp_begin + Tiling::kWarpKeys);
+    if (sees_queries) {
+      const uint32_t stage_tile = stages + stage * Tiling::kStageBytes;
+      const uint32_t left = stage_tile + lane_offset<D>(), right = stage_tile + lane_offset_transposed<D>();
+      float scores[kM][kQueries / 8][4], d_s[kM][kQueries / 8][4];
+      uint32_t packed[kM][kQueries / 16][4];
+      clear(scores);
+      multiply_transposed<D>(scores, {rows, 0}, {right, 0});
+      if (query_begin < warp_begin + Tiling::kWarpKeys) mask_later_keys<true>(scores, query_begin - warp_begin);
+      if (kDocuments && warp_begin < first[min(query_begin + kQueries, dims.S) - 1]) {
+        mask_earlier_keys<true>(scores, first + query_begin, dims.S - 1 - query_begin, warp_begin);
+      }
+      clear(d_s);
+      multiply_transposed<D>(d_s, {rows, Tiling::kKeyBytes}, {right, Tiling::kQueryBytes});
+      score_gradient_by_key(scores, d_s, stage_statistics + stage * kQueries, scale * kLog2E);
+      pack_rows(scores, packed);
+      multiply<D>(d_v, packed, {left, Tiling::kQueryBytes});
+      pack_rows(d_s, packed);
+      multiply<D>(d_k, packed, {left, 0});
+    }
+    h = next_head;
+    query_begin = next_begin;
+    stage = 1 - stage;
+  }
+
+  scale_by(d_k, scale);
+  const Work work = find();
+  const int num_rows = dims.S - work.begin;
+  if (output.cos_sin != nullptr) turn_back<D>(d_k, output.cos_sin, work.begin, dims.S);
+  if (output.amax != nullptr) {
+    raise_to_warp_max(output.amax, max_of_rows(max_of_rows(0.0f, d_k, num_rows), d_v, num_rows));
+  }
+  unsigned char* const warp_rows = shared + work.warp_row * kRowBytes<D>;
+  BFloat16* const d_k_rows = output.d_qkv + dims.qkv_row(work.b, work.begin, dims.H + work.head);
+  store_rows<D>(d_k, warp_rows, d_k_rows, dims.qkv_stride(), num_rows);
+  store_rows<D>(d_v, warp_rows + Tiling::kKeyBytes, d_k_rows + dims.Hkv * D, dims.qkv_stride(), num_rows);
+}
+
+// A warp owns 32 queries and meets kKeys keys at a time, in two places of shared memory in turn.
+template <int D>
+struct QueryTiling {
+  static constexpr int kM = 2, kKeys = 4096 / D;  // d_q, scores and d_p together take 192 registers
+  static constexpr int kWarpQueries = 16 * kM, kQueries = kWarps * kWarpQueries;
+  static constexpr int kQueryBytes = kQueries * kRowBytes<D>, kKeyBytes = kKeys * kRowBytes<D>;
+  static constexpr int kStageBytes = 2 * kKeyBytes;  // keys and values
+  static constexpr int kStatisticsAt = 2 * kQueryBytes + 2 * kStageBytes;
+  static constexpr int kSharedBytes = kStatisticsAt + kQueries * static_cast<int>(sizeof(RowStatistics));
+};
+
+// In place of d_p of queries (rows) and keys d_s = p * (d_p - delta).
+template <int kM, int kN>
+__device__ void score_gradient_by_query(const float (&scores)[kM][kN][4], float (&d_p)[kM][kN][4],
+                                        const RowStatistics* statistics, float scale_log2) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RowStatistics row = statistics[m * 16 + half * 8 + lane / 4];
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          const float p = exp2_approximate(fmaf(scores[m][n][e], scale_log2, -row.lse_log2));
+          d_p[m][n][e] = p * (d_p[m][n][e] - row.delta);
+        }
+      }
+    }
+  }
+}
+
+template <int D, bool kDocuments>
+__global__ void __launch_bounds__(kThreads, 2)
+    query_gradient_kernel(const BFloat16* qkv, const int32_t* first_key, const BFloat16* d_out,
+                          const RowStatistics* statistics, GradientOutput<BFloat16> output, AttentionDims dims,
+                          int section_heads, float scale) {
+  using Tiling = QueryTiling<D>;
+  constexpr int kM = Tiling::kM, kKeys = Tiling::kKeys;
+  extern __shared__ __align__(1024) unsigned char shared[];
+
+  const auto find = [&] {
+    return find_work<Tiling::kQueries, Tiling::kWarpQueries, true>(dims, dims.H, section_heads);
+  };
+  const auto [b, h, warp_begin, warp_row] = find();
+  const int query_begin = warp_begin - warp_row, key_end = min(query_begin + Tiling::kQueries, dims.S);
+  const BFloat16* k = qkv + dims.qkv_row(b, 0, dims.H + h / dims.group());
+  const BFloat16* v = k + dims.Hkv * D;
+  const int64_t stride = dims.qkv_stride();
+  const int32_t* const first = kDocuments ? first_key + int64_t{b} * dims.S : nullptr;
+  const int key_start = kDocuments ? first[query_begin] / kKeys * kKeys : 0;
+
+  const uint32_t q_tile = shared_address(shared), d_out_tile = q_tile + Tiling::kQueryBytes;
+  const uint32_t stages = d_out_tile + Tiling::kQueryBytes;
+  const auto load_stage = [&](int stage, int key_begin) {
+    const uint32_t tile = stages + stage * Tiling::kStageBytes;
+    load_tile_async<D, kKeys, kThreads>(tile, k, stride, key_begin, dims.S);
+    load_tile_async<D, kKeys, kThreads>(tile + Tiling::kKeyBytes, v, stride, key_begin, dims.S);
+    cp_async_commit();
+  };
+  load_tile_async<D, Tiling::kQueries, kThreads>(q_tile, qkv + dims.qkv_row(b, 0, h), stride, query_begin, dims.S);
+  load_tile_async<D, Tiling::kQueries, kThreads>(d_out_tile, d_out + dims.out_row(b, 0, h), dims.out_stride(),
+                                                 query_begin, dims.S);
+  auto* const tile_statistics = reinterpret_cast<RowStatistics*>(shared + Tiling::kStatisticsAt);
+  load_statistics_async<Tiling::kQueries>(tile_statistics, statistics + dims.query(b, 0, h), query_begin, dims.S);
+  load_stage(0, key_start);
+
+  float d_q[kM][D / 8][4];
+  clear(d_q);
+  const uint32_t rows = q_tile + warp_row * kRowBytes<D> + lane_offset<D>();
+  int stage = 0;
+  for (int key_begin = key_start; key_begin < key_end; key_begin += kKeys) {
+    cp_async_wait<0>();  // this stage is here, and the other warps are done with the other
+    __syncthreads();
+    if (key_begin + kKeys < key_end) load_stage(1 - stage, key_begin + kKeys);
+    const bool sees_keys = key_begin < warp_begin + Tiling::kWarpQueries &&
+                           (!kDocuments || first[min(warp_begin, dims.S - 1)] < key_begin + kKeys);
+    if (sees_keys) {
+      const uint32_t stage_tile = stages + stage * Tiling::kStageBytes;
+      const uint32_t right = stage_tile + lane_offset_transposed<D>();
+      float scores[kM][kKeys / 8][4], d_s[kM][kKeys / 8][4];
+      uint32_t packed[kM][kKeys / 16][4];
+      clear(scores);
+      multiply_transposed<D>(scores, {rows, 0}, {right, 0});
+      if (key_begin + kKeys > warp_begin + 1) mask_later_keys<false>(scores, warp_begin - key_begin);
+      if (kDocuments && key_begin < first[min(warp_begin + Tiling::kWarpQueries, dims.S) - 1]) {
+        mask_earlier_keys<false>(scores, first + warp_begin, dims.S - 1 - warp_begin, key_begin);
+      }
+      clear(d_s);
+      multiply_transposed<D>(d_s, {rows, Tiling::kQueryBytes}, {right, Tiling::kKeyBytes});
+      score_gradient_by_query(scores, d_s, tile_statistics + warp_row, scale * kLog2E);
+      pack_rows(d_s, packed);
+      multiply<D>(d_q, packed, {stage_tile + lane_offset<D>(), 0});
+    }
+    stage = 1 - stage;
+  }
+
+  scale_by(d_q, scale);
+  const Work work = find();
+  const int num_rows = dims.S - work.begin;
+  if (output.cos_sin != nullptr) turn_back<D>(d_q, output.cos_sin, work.begin, dims.S);
+  if (output.amax != nullptr) raise_to_warp_max(output.amax, max_of_rows(0.0f, d_q, num_rows));
+  store_rows<D>(d_q, shared + work.warp_row * kRowBytes<D>,
+                output.d_qkv + dims.qkv_row(work.b, work.begin, work.head), stride, num_rows);
+}
+
+template <int D, bool kDocuments>
+void launch_backward(CudaDevice& device, const AttentionBackward& a) {
+  const AttentionDims dims(a);
+  const BFloat16 *const qkv = a.qkv.as<BFloat16>(), *const d_out = a.d_out.as<BFloat16>();
+  auto* const statistics = static_cast<RowStatistics*>(
+      device.workspace("attention_backward", attention_backward_workspace_bytes(a.qkv.dim[0], a.num_heads)));
+  compute_row_statistics(device, a, statistics);
+
+  const auto launch = [&](auto* kernel, int shared_bytes, int tile_rows, int heads, int64_t bytes_per_head) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+          "attention_backward");
+    const int64_t blocks = ceil_div(dims.S, tile_rows) * heads;
+    kernel<<<static_cast<unsigned>(blocks), kThreads, shared_bytes, device.stream()>>>(
+        qkv, first_keys(a), d_out, statistics, GradientOutput<BFloat16>(a), dims,
+        heads_per_section(heads, bytes_per_head), a.scale);
+    check_launch("attention_backward");
+  };
+  const int64_t head_bytes = int64_t{2} * dims.S * kRowBytes<D>;  // of two tensors: q and d_out, or k and v
+  launch(key_value_gradient_kernel<D, kDocuments>, KeyTiling<D>::kSharedBytes, KeyTiling<D>::kKeys,
+         dims.B * dims.Hkv, head_bytes * dims.group());
+  launch(query_gradient_kernel<D, kDocuments>, QueryTiling<D>::kSharedBytes, QueryTiling<D>::kQueries,
+         dims.B * dims.H, head_bytes / dims.group());
+}
+
+}  // namespace
+
+void compute_row_statistics(CudaDevice& device, const AttentionBackward& a, RowStatistics* statistics) {
+  const AttentionDims dims(a);
+  const int64_t rows_per_block = kThreads / (dims.D / 8);
+  const int64_t blocks = ceil_div(a.qkv.dim[0] * dims.H, rows_per_block);
+  auto* const kernel = dims.D == 64 ? row_statistics_kernel<64> : row_statistics_kernel<128>;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, device.stream()>>>(
+      a.out.as<BFloat16>(), a.d_out.as<BFloat16>(), a.lse.as<float>(), statistics, dims);
+  check_launch("attention_backward");
+}
+
+void attention_backward_mma(CudaDevice& device, const AttentionBackward& a) {
+  const bool documents = !a.first_key.empty();
+  if (AttentionDims(a).D == 64) {
+    documents ? launch_backward<64, true>(device, a) : launch_backward<64, false>(device, a);
+  } else {
+    documents ? launch_backward<128, true>(device, a) : launch_backward<128, false>(device, a);
+  }
+}
+
+}  // namespace parka::cuda

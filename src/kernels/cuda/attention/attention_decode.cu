@@ -1,0 +1,148 @@
+#include "kernels/cuda/attention/attention_decode.h"
+
+#include <cfloat>
+#include <string>
+
+#include "kernels/cuda/attention/attention_rows.cuh"
+#include "kernels/cuda/quantize/matrix_source.cuh"
+#include "kernels/cuda/quantize/quantize_tiles.cuh"
+#include "kernels/device/cuda/check.h"
+#include "kernels/workspace.h"
+
+// A few new rows see thousands of keys each: the keys of a row and head are divided into pieces of
+// kDecodePieceKeys, a warp takes one, and a second kernel puts the pieces of each row and head together in their
+// order.
+namespace parka::cuda {
+namespace {
+
+constexpr int kWarps = 8, kThreads = kWarps * kWarpSize;  // of every block here
+constexpr int kPieceKeys = static_cast<int>(kDecodePieceKeys);
+
+// T rows against a cache of sequences of L tokens; H query heads and Hkv key/value heads of width D.
+struct DecodeDims {
+  int T, L, H, Hkv, D, pieces;
+
+  explicit DecodeDims(const AttentionDecode& a)
+      : T(static_cast<int>(a.qkv.dim[0])),
+        L(static_cast<int>(a.cache.dim[1])),
+        H(static_cast<int>(a.num_heads)),
+        Hkv(static_cast<int>(a.num_kv_heads)),
+        D(static_cast<int>(a.qkv.dim[1] / (a.num_heads + 2 * a.num_kv_heads))),
+        pieces(static_cast<int>(attention_decode_pieces(a.max_keys))) {}
+
+  __device__ int64_t query(int t, int head) const { return (int64_t{t} * (H + 2 * Hkv) + head) * D; }
+  __device__ int64_t kv_stride() const { return int64_t{2} * Hkv * D; }
+  // First element of a token's key head; its value head g is head Hkv + g.
+  __device__ int64_t cached(int slot, int position, int head) const {
+    return (int64_t{slot} * L + position) * kv_stride() + int64_t{head} * D;
+  }
+  // Of a piece in the workspace: D values, then the maximum and the sum.
+  __device__ int64_t partial(int64_t row_and_head, int piece) const {
+    return (row_and_head * pieces + piece) * (D + 2);
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    append_kernel(const T* qkv, T* cache, const int* slot, const int* position, int width, int kv_width, int L) {
+  const int t = static_cast<int>(blockIdx.x);
+  const T* from = qkv + int64_t{t} * width + (width - kv_width);
+  T* to = cache + (int64_t{slot[t]} * L + position[t]) * kv_width;
+  for (int i = static_cast<int>(threadIdx.x); i < kv_width; i += kThreads) to[i] = from[i];
+}
+
+template <int N, typename T>
+__global__ void __launch_bounds__(kThreads)
+    piece_kernel(const T* qkv, const T* cache, const int* slots, const int* positions, float* partials,
+                 DecodeDims dims, float scale) {
+  const int64_t row_and_head = int64_t{blockIdx.x} * kWarps + threadIdx.y;
+  if (row_and_head >= int64_t{dims.T} * dims.H) return;  // a whole warp
+  const int t = static_cast<int>(row_and_head / dims.H), head = static_cast<int>(row_and_head % dims.H);
+  const int piece = static_cast<int>(blockIdx.y), keys = positions[t] + 1, first = piece * kPieceKeys;
+  if (first >= keys) return;
+  const int count = min(kPieceKeys, keys - first), kv_head = head / (dims.H / dims.Hkv);
+  const T* k = cache + dims.cached(slots[t], first, kv_head);
+  const T* v = cache + dims.cached(slots[t], first, dims.Hkv + kv_head);
+  float q[N];
+  load_row(qkv + dims.query(t, head), dims.D, q);
+  RowSoftmax<N> row;
+  row.see(q, k, v, dims.kv_stride(), count, dims.D, scale);
+  float* partial = partials + dims.partial(row_and_head, piece);
+  store_row(partial, dims.D, row.acc);
+  if (threadIdx.x == 0) {
+    partial[dims.D] = row.max;
+    partial[dims.D + 1] = row.sum;
+  }
+}
+
+// A warp for each row and head.
+template <int N, typename T>
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const float* partials, const int* positions, T* out, DecodeDims dims) {
+  const int64_t row_and_head = int64_t{blockIdx.x} * kWarps + threadIdx.y;
+  if (row_and_head >= int64_t{dims.T} * dims.H) return;
+  const int keys = positions[row_and_head / dims.H] + 1;
+  float acc[N] = {}, max = -FLT_MAX, sum = 0.0f;
+  for (int piece = 0; piece * kPieceKeys < keys; ++piece) {
+    const float* partial = partials + dims.partial(row_and_head, piece);
+    const float piece_max = partial[dims.D], new_max = fmaxf(max, piece_max);
+    const float correction = expf(max - new_max), weight = expf(piece_max - new_max);
+    float x[N];
+    load_row(partial, dims.D, x);
+    scale_by(acc, correction);
+    add_scaled(acc, weight, x);
+    sum = fmaf(sum, correction, weight * partial[dims.D + 1]);
+    max = new_max;
+  }
+#pragma unroll
+  for (int n = 0; n < N; ++n) acc[n] /= sum;
+  store_row(out + row_and_head * dims.D, dims.D, acc);
+}
+
+void find_out_amax(CudaDevice& device, const AttentionDecode& a) {
+  auto* const amax = a.out_amax.as<float>();
+  check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), "attention_decode");
+  with_plain_type(a.out.dtype, [&](auto x) {
+    find_amax(device, PlainSource<decltype(x)>(a.out), a.out.dim[0], a.out.dim[1], amax);
+  });
+  check_launch("attention_decode");
+}
+
+}  // namespace
+
+void cache_append(Device& device, const CacheAppend& a) {
+  with_plain_type(a.qkv.dtype, [&](auto type) {
+    using T = decltype(type);
+    append_kernel<T><<<static_cast<unsigned>(a.qkv.dim[0]), kThreads, 0, as_cuda(device).stream()>>>(
+        a.qkv.as<T>(), a.cache.as<T>(), a.slot.as<int32_t>(), a.position.as<int32_t>(),
+        static_cast<int>(a.qkv.dim[1]), static_cast<int>(a.cache.dim[2]), static_cast<int>(a.cache.dim[1]));
+  });
+  check_launch("cache_append");
+}
+
+void attention_decode(Device& device, const AttentionDecode& a) {
+  CudaDevice& cuda = as_cuda(device);
+  const DecodeDims dims(a);
+  if (dims.D > kGenericMaxHeadDim) {
+    throw Error(ExitCode::kBadInput, "attention on a GPU takes heads of up to " +
+                                         std::to_string(kGenericMaxHeadDim) + " columns, not " +
+                                         std::to_string(dims.D) + ": use more heads");
+  }
+  auto* const partials = static_cast<float*>(
+      cuda.workspace("attention_decode", attention_decode_workspace_bytes(dims.T, dims.H, dims.D, a.max_keys)));
+  const auto blocks = static_cast<unsigned>(ceil_div(int64_t{dims.T} * dims.H, kWarps));
+  const dim3 threads(kWarpSize, kWarps);
+  with_plain_type(a.qkv.dtype, [&](auto type) {
+    using T = decltype(type);
+    with_row_size(dims.D, [&](auto n) {
+      piece_kernel<n(), T><<<dim3(blocks, dims.pieces), threads, 0, cuda.stream()>>>(
+          a.qkv.as<T>(), a.cache.as<T>(), a.slot.as<int32_t>(), a.position.as<int32_t>(), partials, dims, a.scale);
+      combine_kernel<n(), T>
+          <<<blocks, threads, 0, cuda.stream()>>>(partials, a.position.as<int32_t>(), a.out.as<T>(), dims);
+    });
+  });
+  check_launch("attention_decode");
+  if (!a.out_amax.empty()) find_out_amax(cuda, a);
+}
+
+}  // namespace parka::cuda

@@ -1,0 +1,371 @@
+#include "kernels/cuda/attention/rope.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "kernels/cuda/attention/rope_pairs.cuh"
+#include "kernels/cuda/quantize/matrix_source.cuh"
+#include "kernels/cuda/quantize/quantize_tiles.cuh"
+#include "kernels/device/cuda/check.h"
+#include "kernels/device/cuda/cuda_device.h"
+
+// Shapes: T rows (tokens), S positions, D elements of a head, W elements of a row of the fused QKV matrix. A block
+// works on heads of one row. A thread turns kWidth adjacent pairs of kHeads of them, all by the same angles.
+namespace parka::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kHeads = 4;
+constexpr int kPairHeads = 3;  // of Pairs: mostly as many heads are keys, and values, as queries
+
+// The position of a row, without a division.
+struct Positions {
+  unsigned count, inverse;  // inverse: 2^32 / count, rounded down
+
+  explicit Positions(int64_t positions)
+      : count(static_cast<unsigned>(positions)),
+        inverse(static_cast<unsigned>(std::min<int64_t>((int64_t{1} << 32) / positions, UINT32_MAX))) {}
+
+  __device__ int of(unsigned row) const {
+    const unsigned rest = row - __umulhi(row, inverse) * count;  // the quotient is at most 1 too small
+    return static_cast<int>(rest < count ? rest : rest - count);
+  }
+};
+
+// Turns the first `num_turned` heads of each row (queries and keys). half: D / 2.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kThreads) rope_kernel(T* qkv_TW, const float* cos_sin_SD, int64_t row_width,
+                                                        Positions positions, int num_turned, int half) {
+  const int pair = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
+  if (pair >= half) return;
+  const int first_head = blockIdx.z * blockDim.y * kHeads + threadIdx.y;
+  const auto head = [&](int n) { return first_head + n * static_cast<int>(blockDim.y); };
+  T* const row = qkv_TW + int64_t{blockIdx.x} * row_width + pair;
+  Stored<T, kWidth> low[kHeads], high[kHeads];
+#pragma unroll
+  for (int n = 0; n < kHeads; ++n) {
+    low[n] = load_stored<kWidth>(row + head(n) * 2 * half, head(n) < num_turned);
+    high[n] = load_stored<kWidth>(row + head(n) * 2 * half + half, head(n) < num_turned);
+  }
+  const float* const cos_D = cos_sin_SD + int64_t{positions.of(blockIdx.x)} * 2 * half + pair;
+  const auto cos = load_stored<kWidth>(cos_D), sin = load_stored<kWidth>(cos_D + half);
+#pragma unroll
+  for (int n = 0; n < kHeads; ++n) {
+    if (head(n) >= num_turned) return;
+    float new_low[kWidth], new_high[kWidth];
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      new_low[i] = turned_low(low[n][i], high[n][i], cos[i], sin[i]);
+      new_high[i] = turned_high(low[n][i], high[n][i], cos[i], sin[i]);
+    }
+    store(row + head(n) * 2 * half, new_low);
+    store(row + head(n) * 2 * half + half, new_high);
+  }
+}
+
+// What all kernels over pairs have in common.
+struct Shape {
+  int64_t row_width;
+  Positions positions;
+  int num_turned, num_heads;  // query and key heads; and value heads, which are not turned
+  int half;                   // D / 2
+};
+
+// A thread's pairs of one row, as in rope_kernel, of kPairHeads heads. All threads of a block stay to the end.
+// Where there is no pair or head a thread has those of a neighbour, which changes no maximum, and is not to be
+// written.
+template <typename T, int kWidth>
+struct Pairs {
+  int first_head;
+  bool in_head;
+  int column;      // of the row: of the pairs' low halves in the first head
+  int64_t offset;  // of the matrix: the same
+  int stride;      // columns from one head of a thread to its next one
+  Stored<T, kWidth> low[kPairHeads], high[kPairHeads];
+  Stored<float, kWidth> cos, sin;
+
+  __device__ Pairs(const T* qkv_TW, const float* cos_sin_SD, const Shape& shape)
+      : first_head(blockIdx.z * blockDim.y * kPairHeads + threadIdx.y),
+        stride(static_cast<int>(blockDim.y) * 2 * shape.half) {
+    int pair = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
+    in_head = pair < shape.half;
+    pair = min(pair, shape.half - kWidth);
+    const int64_t row_start = int64_t{blockIdx.x} * shape.row_width;
+    column = first_head * 2 * shape.half + pair;
+    offset = row_start + column;
+    const int last_column = (shape.num_heads - 1) * 2 * shape.half + pair;
+    const T* const row_W = qkv_TW + row_start;
+#pragma unroll
+    for (int n = 0; n < kPairHeads; ++n) {
+      const T* const p = row_W + min(column + n * stride, last_column);
+      low[n] = load_stored<kWidth>(p);
+      high[n] = load_stored<kWidth>(p + shape.half);
+    }
+    const float* const cos_D = cos_sin_SD + int64_t{shape.positions.of(blockIdx.x)} * 2 * shape.half + pair;
+    cos = load_stored<kWidth>(cos_D);
+    sin = load_stored<kWidth>(cos_D + shape.half);
+  }
+
+  __device__ int head(int n) const { return first_head + n * static_cast<int>(blockDim.y); }
+  __device__ bool has(int n, const Shape& shape) const { return in_head && head(n) < shape.num_heads; }
+
+  // The pairs of one head, turned if it is a query or a key.
+  __device__ void turn(int n, const Shape& shape, float (&new_low)[kWidth], float (&new_high)[kWidth]) const {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      new_low[i] = low[n][i];
+      new_high[i] = high[n][i];
+    }
+    if (head(n) >= shape.num_turned) return;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      new_low[i] = turned_low(low[n][i], high[n][i], cos[i], sin[i]);
+      new_high[i] = turned_high(low[n][i], high[n][i], cos[i], sin[i]);
+    }
+  }
+};
+
+template <int kWidth>
+__device__ float max_magnitude_of(const float (&x)[kWidth]) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) amax = max_magnitude(amax, x[i]);
+  return amax;
+}
+
+// ---- Forward, saving ----
+
+constexpr int kSaveBlocks = 6;  // that a multiprocessor should have room for
+
+// Where rotated values go: codes with scales S for groups of `lanes` neighbouring threads' columns.
+template <typename F8, typename S>
+struct SavedGroups {
+  F8* codes_TW;
+  S* scales;
+  int across;       // scales in a row
+  int group_shift;  // log2 of the columns of a group
+  int lanes;        // a power of 2, at least 2; of threads side by side there are a multiple
+
+  // Whether a thread writes a scale: the first two of a group do.
+  __device__ bool writes_scale() const { return (static_cast<int>(threadIdx.x) & (lanes - 1)) < 2; }
+};
+
+// The scales of the two groups that a thread has a part of, one in either half of a head. The threads of a group
+// share the work: even ones make the scale of the low half, odd ones that of the high half.
+struct GroupScales {
+  PieceScale low, high, own;
+
+  static __device__ bool is_low() { return threadIdx.x % 2 == 0; }
+};
+
+// To be called by whole warps.
+template <typename F8, typename S>
+__device__ GroupScales scales_for_groups(float low_amax, float high_amax, int lanes) {
+  const bool is_low = GroupScales::is_low();
+  float amax = is_low ? low_amax : high_amax;
+  amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, is_low ? high_amax : low_amax, 1));
+  for (int step = 2; step < lanes; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, step));
+  const PieceScale own = scale_for<F8, S>(amax);
+  const PieceScale other{__shfl_xor_sync(kFullWarp, own.scale, 1), __shfl_xor_sync(kFullWarp, own.inverse, 1)};
+  return {is_low ? own : other, is_low ? other : own, own};
+}
+
+// The codes of kWidth adjacent columns; leaves in x what they decode to.
+template <typename F8, int kWidth>
+__device__ Pack<uint32_t, kWidth / 4> encode(const PieceScale& piece, float (&x)[kWidth]) {
+  Pack<uint32_t, kWidth / 4> codes;
+#pragma unroll
+  for (int w = 0; w < kWidth / 4; ++w) {
+    float four[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) four[i] = __fmul_rn(x[4 * w + i], piece.inverse);
+    codes.element[w] = encode_float8x4<F8>(four[0], four[1], four[2], four[3]);
+    decode_float8x4<F8>(codes.element[w], four);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[4 * w + i] = __fmul_rn(four[i], piece.scale);
+  }
+  return codes;
+}
+
+// Turns queries and keys, quantizes all heads, and writes what they decode to back.
+template <typename T, int kWidth, typename F8, typename S>
+__global__ void __launch_bounds__(kThreads, kSaveBlocks)
+    rope_save_kernel(T* qkv_TW, const float* cos_sin_SD, const SavedGroups<F8, S> saved, const Shape shape) {
+  using Codes = Pack<uint32_t, kWidth / 4>;
+  const Pairs<T, kWidth> pairs(qkv_TW, cos_sin_SD, shape);
+  T* const qkv = qkv_TW + pairs.offset;
+  F8* const codes = saved.codes_TW + pairs.offset;
+  const int own_column = pairs.column + (GroupScales::is_low() ? 0 : shape.half);
+  S* const scales = saved.scales + int64_t{blockIdx.x} * saved.across + (own_column >> saved.group_shift);
+  const int scale_stride = pairs.stride >> saved.group_shift;
+#pragma unroll
+  for (int n = 0; n < kPairHeads; ++n) {
+    const bool wanted = pairs.has(n, shape);
+    if (!__any_sync(kFullWarp, wanted)) return;  // nor has any of the warp's heads that follow
+    float low[kWidth], high[kWidth];
+    pairs.turn(n, shape, low, high);
+    const GroupScales scale = scales_for_groups<F8, S>(max_magnitude_of(low), max_magnitude_of(high), saved.lanes);
+    const Codes low_codes = encode<F8>(scale.low, low), high_codes = encode<F8>(scale.high, high);
+    if (!wanted) continue;
+    const int start = n * pairs.stride;
+    *reinterpret_cast<Codes*>(codes + start) = low_codes;
+    *reinterpret_cast<Codes*>(codes + start + shape.half) = high_codes;
+    store(qkv + start, low);
+    store(qkv + start + shape.half, high);
+    if (saved.writes_scale()) scales[n * scale_stride] = from_float<S>(scale.own.scale);  // exact: it was rounded
+  }
+}
+
+// ---- Any format and shape ----
+
+// The turned matrix as a Source (quantize_tiles.cuh says what that is).
+template <typename T>
+struct RopeSource {
+  const T* qkv_TW;
+  const float* cos_sin_SD;
+  int row_width, half;
+  Positions positions;
+  int turned_width;  // columns of queries and keys
+
+  RopeSource(const TensorView& qkv, const TensorView& cos_sin, int64_t num_turned)
+      : qkv_TW(qkv.as<T>()),
+        cos_sin_SD(cos_sin.as<float>()),
+        row_width(static_cast<int>(qkv.dim[1])),
+        half(static_cast<int>(cos_sin.dim[1] / 2)),
+        positions(cos_sin.dim[0]),
+        turned_width(static_cast<int>(num_turned * cos_sin.dim[1])) {}
+
+  bool fits_wide() const {
+    return half % kSourceWidth == 0 && is_aligned(qkv_TW, 16) && is_aligned(cos_sin_SD, 16);
+  }
+  __device__ void load(int row, int col, float (&x)[kSourceWidth]) const { load_columns(row, col, x); }
+  __device__ float element(int row, int col) const {
+    float x[1];
+    load_columns(row, col, x);
+    return x[0];
+  }
+
+ private:
+  // Columns that lie in one half of a head.
+  template <int kWidth>
+  __device__ void load_columns(int row, int col, float (&x)[kWidth]) const {
+    const int column = col % (2 * half);  // of the head
+    const bool is_low = column < half;
+    const T* const own_W = qkv_TW + int64_t{row} * row_width + col;
+    const float* const cos_D =
+        cos_sin_SD + int64_t{positions.of(row)} * 2 * half + (is_low ? column : column - half);
+    const bool turns = col < turned_width;
+    const auto own = load_stored<kWidth>(own_W);
+    const auto partner = load_stored<kWidth>(is_low ? own_W + half : own_W - half, turns);
+    const auto cos = load_stored<kWidth>(cos_D, turns), sin = load_stored<kWidth>(cos_D + half, turns);
+    const float partner_sign = is_low ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      // turned_low and turned_high: their difference is a sum with the negated product.
+      const float value = __fadd_rn(__fmul_rn(own[i], cos[i]), __fmul_rn(partner[i], partner_sign * sin[i]));
+      x[i] = turns ? value : own[i];
+    }
+  }
+};
+
+// ---- Launches ----
+
+constexpr int kWideBytes = 16;
+
+Shape shape_of(const TensorView& qkv, const TensorView& cos_sin, int64_t num_heads, int64_t num_kv_heads) {
+  PARKA_REQUIRE(qkv.dim[0] <= INT32_MAX && qkv.dim[1] <= INT32_MAX && cos_sin.dim[0] <= INT32_MAX);
+  return {qkv.dim[1], Positions(cos_sin.dim[0]), static_cast<int>(num_heads + num_kv_heads),
+          static_cast<int>(num_heads + 2 * num_kv_heads), static_cast<int>(cos_sin.dim[1] / 2)};
+}
+
+bool fits_wide(const TensorView& qkv, const TensorView& cos_sin) {
+  return cos_sin.dim[1] / 2 % (kWideBytes / size_of(qkv.dtype)) == 0 && is_aligned(qkv.data, kWideBytes) &&
+         is_aligned(cos_sin.data, kWideBytes);
+}
+
+struct Launch {
+  dim3 blocks, threads;
+};
+
+// For `heads` heads of each row, with `packs` of pairs each.
+Launch launch_for(int64_t rows, int64_t packs, int64_t heads) {
+  const int64_t x = std::min<int64_t>(packs, kThreads), head_groups = ceil_div(heads, kHeads);
+  const int64_t y = std::min<int64_t>(head_groups, kThreads / x);
+  return {dim3(static_cast<unsigned>(rows), static_cast<unsigned>(ceil_div(packs, x)),
+               static_cast<unsigned>(ceil_div(head_groups, y))),
+          dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
+}
+
+// The same for Pairs: blocks of whole warps, and of a power of 2 of threads side by side.
+Launch launch_for_pairs(int64_t rows, int64_t packs, const Shape& shape) {
+  const auto at_least = [](int64_t n) { return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(n))); };
+  const int64_t x = std::min<int64_t>(at_least(packs), kThreads),
+                head_groups = ceil_div(shape.num_heads, kPairHeads);
+  const int64_t y = std::max<int64_t>(std::min(at_least(head_groups), kThreads / x), kWarpSize / x);
+  return {dim3(static_cast<unsigned>(rows), static_cast<unsigned>(ceil_div(packs, x)),
+               static_cast<unsigned>(ceil_div(head_groups, y))),
+          dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
+}
+
+void turn(CudaDevice& device, const TensorView& qkv, const TensorView& cos_sin, const Shape& shape) {
+  with_plain_type(qkv.dtype, [&](auto element) {
+    using T = decltype(element);
+    constexpr int kWidth = kWideBytes / sizeof(T);
+    const bool wide = fits_wide(qkv, cos_sin);
+    const auto kernel = wide ? rope_kernel<T, kWidth> : rope_kernel<T, 1>;
+    const Launch launch = launch_for(qkv.dim[0], shape.half / (wide ? kWidth : 1), shape.num_turned);
+    kernel<<<launch.blocks, launch.threads, 0, device.stream()>>>(qkv.as<T>(), cos_sin.as<float>(), shape.row_width,
+                                                                  shape.positions, shape.num_turned, shape.half);
+  });
+}
+
+// Turns and saves in one kernel, if groups hold whole packs of one half of a head and lie within a warp.
+bool turn_and_save(CudaDevice& device, const RopeForward& a, const Shape& shape) {
+  using T = BFloat16;
+  constexpr int kWidth = kWideBytes / sizeof(T);
+  const auto group = static_cast<uint64_t>(a.saved.group);
+  if (a.qkv.dtype != DType::kBF16 || !fits_wide(a.qkv, a.cos_sin) || !is_aligned(a.saved.data.data, kWidth) ||
+      !std::has_single_bit(group) || group < 2 * kWidth || group > uint64_t{kWidth} * kWarpSize ||
+      shape.half % static_cast<int>(group) != 0) {
+    return false;
+  }
+  const Launch launch = launch_for_pairs(a.qkv.dim[0], shape.half / kWidth, shape);
+  with_float8_type(a.saved.data.dtype, [&](auto f8) {
+    with_plain_type(a.saved.scale.dtype, [&](auto scale) {
+      using F8 = decltype(f8);
+      using S = decltype(scale);
+      const SavedGroups<F8, S> saved{.codes_TW = a.saved.data.as<F8>(),
+                                     .scales = a.saved.scale.as<S>(),
+                                     .across = static_cast<int>(a.saved.scale.dim[1]),
+                                     .group_shift = std::countr_zero(group),
+                                     .lanes = static_cast<int>(group) / kWidth};
+      rope_save_kernel<T, kWidth, F8, S><<<launch.blocks, launch.threads, 0, device.stream()>>>(
+          a.qkv.as<T>(), a.cos_sin.as<float>(), saved, shape);
+    });
+  });
+  return true;
+}
+
+// The same of any shape: the turned matrix is saved first, then read back.
+template <typename T>
+void save_and_read_back(CudaDevice& device, const RopeForward& a, const Shape& shape) {
+  const int64_t rows = a.qkv.dim[0], cols = a.qkv.dim[1];
+  const RopeSource<T> turned(a.qkv, a.cos_sin, shape.num_turned);
+  write_tiles(device, turned, rows, cols, a.saved, {}, nullptr);
+  write_tiles(device, AnySource(a.saved), rows, cols, a.qkv, {}, nullptr);
+}
+
+}  // namespace
+
+void rope_forward(Device& any_device, const RopeForward& a) {
+  CudaDevice& device = as_cuda(any_device);
+  const Shape shape = shape_of(a.qkv, a.cos_sin, a.num_heads, a.num_kv_heads);
+  if (a.saved.empty()) {
+    turn(device, a.qkv, a.cos_sin, shape);
+  } else if (!turn_and_save(device, a, shape)) {
+    with_plain_type(a.qkv.dtype, [&](auto type) { save_and_read_back<decltype(type)>(device, a, shape); });
+  }
+  check_launch("rope_forward");
+}
+
+}  // namespace parka::cuda

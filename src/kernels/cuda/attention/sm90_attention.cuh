@@ -1,0 +1,163 @@
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/cuda/attention/attention_paths.cuh"
+#include "kernels/cuda/attention/attention_tiles.cuh"
+#include "kernels/cuda/ptx/sm90.cuh"
+#include "kernels/cuda/vector.cuh"
+#include "kernels/device/cuda/check.h"
+
+// What the attention kernels for compute capability 9.0 have in common. As many blocks as multiprocessors each take
+// a tile of 128 rows, the next whenever one is done. A block is a warpgroup that copies tiles to shared memory, the
+// producer, and two consumers, which own 64 rows of the tile each and pass over other tiles.
+namespace parka::cuda::sm90 {
+
+constexpr int kWarpgroup = 128;  // threads
+constexpr int kConsumers = 2;    // warpgroups
+constexpr int kThreads = kWarpgroup * (1 + kConsumers);
+constexpr int kConsumerWarps = kConsumers * kWarpgroup / kWarpSize;
+constexpr int kConsumerRows = 64, kTileRows = kConsumers * kConsumerRows;
+// Registers per thread. Threads start with 168 (65536 over kThreads); 40 + 2 * 232 is three times that.
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+struct Tile {
+  int b, head, begin;  // sequence, head of it, first row
+};
+
+// Tiles in the order in which blocks take them: in sections of heads small enough for what their tiles read again
+// and again to stay in the L2 cache, and in a section those with most work first.
+struct TileOrder {
+  unsigned begin_head, num_heads, heads_per_sequence, num_tiles, section_heads;  // tiles of a head
+  bool last_head_first = false;
+
+  // Of all heads of all sequences. `bytes_per_head`: what the tiles of a head read.
+  TileOrder(const AttentionDims& dims, int heads, int64_t bytes_per_head, int blocks)
+      : begin_head(0),
+        num_heads(dims.B * heads),
+        heads_per_sequence(heads),
+        num_tiles((dims.S + kTileRows - 1) / kTileRows),
+        section_heads(std::max<unsigned>(heads_per_section(dims.B * heads, bytes_per_head),
+                                         (blocks + num_tiles - 1) / num_tiles)) {}
+
+  // Of `count` of the heads from `begin` on, in that order or the other way around.
+  TileOrder of_heads(unsigned begin, unsigned count, bool backwards) const {
+    TileOrder order = *this;
+    order.begin_head = begin;
+    order.num_heads = count;
+    order.last_head_first = backwards;
+    return order;
+  }
+
+  __host__ __device__ unsigned count() const { return num_heads * num_tiles; }
+
+  template <bool kLastIsLongest>
+  __device__ Tile tile(unsigned number) const {
+    const unsigned section_tiles = section_heads * num_tiles;
+    const unsigned first_head = number / section_tiles * section_heads, within = number % section_tiles;
+    const unsigned heads = min(section_heads, num_heads - first_head);
+    const unsigned nth_head = first_head + within % heads, rank = within / heads;
+    const unsigned head = begin_head + (last_head_first ? num_heads - 1 - nth_head : nth_head);
+    return {static_cast<int>(head / heads_per_sequence), static_cast<int>(head % heads_per_sequence),
+            static_cast<int>(kLastIsLongest ? num_tiles - 1 - rank : rank) * kTileRows};
+  }
+};
+
+#if PARKA_SM90_CODE
+
+// The barriers of kStages places in shared memory that are filled in turn; `slot` counts what is put there. Copies
+// report to `full`, and each consumer's warp that is done with it to `empty`.
+template <int kStages>
+struct Stages {
+  uint32_t full, empty;  // of place 0; eight bytes on for the next
+
+  static constexpr int kBytes = 2 * kStages * 8;
+  __device__ explicit Stages(uint32_t at) : full(at), empty(at + kStages * 8) {}
+  // By one thread. `producers`: how many arrivals fill a place.
+  __device__ void init(int producers) const {
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(full + stage * 8, producers);
+      barrier_init(empty + stage * 8, kConsumerWarps);
+    }
+  }
+  __device__ static uint32_t place(unsigned slot) { return slot % kStages; }
+  __device__ uint32_t full_at(unsigned slot) const { return full + place(slot) * 8; }
+  __device__ void wait_full(unsigned slot) const { barrier_wait(full_at(slot), slot / kStages % 2); }
+  __device__ void wait_empty(unsigned slot) const { barrier_wait(empty + place(slot) * 8, slot / kStages % 2 ^ 1); }
+  __device__ void release(unsigned slot) const {
+    __syncwarp();  // an arrival speaks for what its own thread has read, and here one speaks for the warp
+    if (threadIdx.x % kWarpSize == 0) barrier_arrive(empty + place(slot) * 8);
+  }
+};
+
+// The right to start products, which the two consumers pass to each other: products of one run while the other
+// computes.
+class Turn {
+ public:
+  __device__ explicit Turn(int consumer) : consumer_(consumer) {
+    if (consumer_ == 1) pass();
+  }
+  __device__ void wait() const { named_barrier_sync(1 + consumer_, 2 * kWarpgroup); }
+  __device__ void pass() const { named_barrier_arrive(2 - consumer_, 2 * kWarpgroup); }
+  __device__ void end() const {
+    if (consumer_ == 0) wait();
+  }
+
+ private:
+  int consumer_;
+};
+
+// In a consumer: which one, and the first of the 16 rows of the tile that this warp owns.
+__device__ inline int consumer_index() {
+  return __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroup, 0) - 1;
+}
+__device__ inline int warp_row() {
+  return __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x - kWarpgroup) / kWarpSize, 0) * 16;
+}
+
+// In the producer, by its first thread or, with kLanes = kWarpSize, its first warp: calls `copy` for each tile that
+// the block takes, having left its number at `number_at` for the consumers; one past the last ends their work.
+// `copy` arrives at `own.full`, once.
+template <bool kLastIsLongest, int kLanes, typename Copy>
+__device__ __forceinline__ void take_tiles(const TileOrder& order, unsigned* num_taken, const Stages<1>& own,
+                                           unsigned char* number_at, const Copy& copy) {
+  const bool first = threadIdx.x == 0;
+  unsigned number = blockIdx.x;
+  for (unsigned count = 0;; ++count) {
+    own.wait_empty(count);
+    if (first) *reinterpret_cast<unsigned*>(number_at) = number;
+    if (number >= order.count()) break;
+    copy(order.tile<kLastIsLongest>(number));
+    if (first) number = gridDim.x + atomicAdd(num_taken, 1);
+    if constexpr (kLanes == kWarpSize) number = __shfl_sync(kFullWarp, number, 0);
+  }
+  if (first) barrier_arrive(own.full);
+}
+
+// In a consumer: calls `work` for each tile that the block takes, once it is there. `work` releases `own`.
+template <bool kLastIsLongest, typename Work>
+__device__ __forceinline__ void for_each_taken_tile(const TileOrder& order, const Stages<1>& own,
+                                                    const unsigned char* number_at, const Work& work) {
+  for (unsigned count = 0;; ++count) {
+    own.wait_full(count);
+    unsigned number = 0;  // read by one lane, the one that later says that the warp is done
+    if (threadIdx.x % kWarpSize == 0) number = *reinterpret_cast<const volatile unsigned*>(number_at);
+    number = __shfl_sync(kFullWarp, number, 0);
+    if (number >= order.count()) break;
+    work(order.tile<kLastIsLongest>(number));
+  }
+}
+
+#endif  // PARKA_SM90_CODE
+
+// Launches a kernel whose blocks take tiles. Its arguments end with the order and the count of tiles taken, 0.
+template <typename Kernel, typename... Args>
+void launch_over_tiles(CudaDevice& device, const char* op, Kernel* kernel, int shared_bytes, const TileOrder& order,
+                       unsigned* num_taken, const Args&... args) {
+  const unsigned blocks = std::min<unsigned>(order.count(), device.num_multiprocessors());
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), op);
+  kernel<<<blocks, kThreads, shared_bytes, device.stream()>>>(args..., order, num_taken);
+  check_launch(op);
+}
+
+}  // namespace parka::cuda::sm90

@@ -1,0 +1,269 @@
+#include "kernels/cuda/attention/attention_paths.cuh"
+#include "kernels/cuda/attention/sm90_attention.cuh"
+#include "kernels/device/cuda/check.h"
+#include "kernels/workspace.h"
+
+// FlashAttention-3: a block takes a tile of queries and passes over the keys before them. Its consumers take turns
+// at starting products, so that those of one run while the other computes its exponentials; and each starts the
+// scores of a tile together with the product of probabilities and values of the tile before.
+namespace parka::cuda {
+namespace sm90 {
+
+constexpr int kForwardStages = 2;
+
+// Offsets into shared memory.
+template <int D>
+struct ForwardLayout {
+  static constexpr int kKeys = 128, kStages = kForwardStages;
+  static constexpr int kTileBytes = kTileRows * kRowBytes<D>;  // of queries, keys, values or results
+  static constexpr int kBlockBytes = kTileRows * kBlockRowBytes;
+  static constexpr int kKeysAt = kTileBytes, kValuesAt = kKeysAt + kStages * kTileBytes;
+  static constexpr int kOutAt = kValuesAt + kStages * kTileBytes;
+  static constexpr int kBarriersAt = kOutAt + kTileBytes;
+  static constexpr int kTileNumberAt = kBarriersAt + 16 + kStages * 32;
+  static constexpr int kBytes = kTileNumberAt + 16;
+  static_assert(kKeys == kTileRows);
+};
+
+}  // namespace sm90
+
+namespace {
+
+using namespace sm90;
+
+#if PARKA_SM90_CODE
+
+struct ForwardBarriers {
+  Stages<kForwardStages> keys, values;
+  Stages<1> queries;
+
+  __device__ explicit ForwardBarriers(uint32_t at)
+      : keys(at), values(at + Stages<kForwardStages>::kBytes), queries(at + 2 * Stages<kForwardStages>::kBytes) {}
+  __device__ void init() const {
+    keys.init(1);
+    values.init(1);
+    queries.init(1);
+    barrier_init_fence();
+  }
+};
+
+// The producer's part. Consumers learn the number of their tile together with its queries.
+template <int D>
+__device__ __forceinline__ void copy_tiles(const CUtensorMap& qkv_map, unsigned char* shared,
+                                           const AttentionDims& dims, const TileOrder& order, unsigned* num_taken,
+                                           const ForwardBarriers& barriers) {
+  using Layout = ForwardLayout<D>;
+  const uint32_t tiles = shared_address(shared);
+  unsigned slot = 0;
+  take_tiles<true, 1>(order, num_taken, barriers.queries, shared + Layout::kTileNumberAt, [&](Tile tile) {
+    const int k_column = (dims.H + tile.head / dims.group()) * D, v_column = k_column + dims.Hkv * D;
+    barrier_expect(barriers.queries.full, Layout::kTileBytes);
+    copy_tile_async<D, kTileRows>(tiles, qkv_map, tile.head * D, tile.begin, tile.b, barriers.queries.full);
+    for (int key_begin = tile.begin; key_begin >= 0; key_begin -= Layout::kKeys, ++slot) {
+      const uint32_t place = slot % Layout::kStages * Layout::kTileBytes;
+      const uint32_t keys_full = barriers.keys.full_at(slot), values_full = barriers.values.full_at(slot);
+      barriers.keys.wait_empty(slot);
+      barrier_expect(keys_full, Layout::kTileBytes);
+      copy_tile_async<D, Layout::kKeys>(tiles + Layout::kKeysAt + place, qkv_map, k_column, key_begin, tile.b,
+                                        keys_full);
+      barriers.values.wait_empty(slot);
+      barrier_expect(values_full, Layout::kTileBytes);
+      copy_tile_async<D, Layout::kKeys>(tiles + Layout::kValuesAt + place, qkv_map, v_column, key_begin, tile.b,
+                                        values_full);
+    }
+  });
+}
+
+// Of each of a lane's two rows: the largest score so far, before scaling; this lane's part of the sum of
+// exp2(scale_log2 * (score - max)); and by what results for an earlier maximum are to be multiplied.
+struct RowState {
+  float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, correction[2];
+};
+
+// Turns scores into exp2(scale_log2 * (score - max)). Each row has seen at least one finite score: the first tile
+// holds the query's own key.
+template <int kN>
+__device__ __forceinline__ void update_softmax(float (&scores)[1][kN][4], RowState& state, float scale_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float max = state.max[half];
+#pragma unroll
+    for (int n = 0; n < kN; ++n) max = fmaxf(max, fmaxf(scores[0][n][2 * half], scores[0][n][2 * half + 1]));
+    max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 1));
+    max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 2));
+    state.correction[half] = exp2_approximate((state.max[half] - max) * scale_log2);
+    state.max[half] = max;
+    const float offset = max * scale_log2;
+    float sum = state.sum[half] * state.correction[half];
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 2 * half; e < 2 * half + 2; ++e) {
+        scores[0][n][e] = exp2_approximate(fmaf(scores[0][n][e], scale_log2, -offset));
+        sum += scores[0][n][e];
+      }
+    }
+    state.sum[half] = sum;
+  }
+}
+
+template <int kN>
+__device__ __forceinline__ void scale_rows(float (&c)[1][kN][4], const float (&factor)[2]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) c[0][n][e] *= factor[e / 2];
+  }
+}
+
+// Divides the rows by their sums and stores the logs of those, of which the first `count` exist.
+template <int kN>
+__device__ __forceinline__ void finish_rows(RowState& state, float (&out)[1][kN][4], float scale_log2, float* lse,
+                                            int count) {
+  const int lane = threadIdx.x % kWarpSize;
+  float inverse[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = state.sum[half];
+    sum += __shfl_xor_sync(kFullWarp, sum, 1);
+    sum += __shfl_xor_sync(kFullWarp, sum, 2);
+    inverse[half] = 1.0f / sum;
+    const int row = half * 8 + lane / 4;
+    if (lane % 4 == 0 && row < count) lse[row] = (state.max[half] * scale_log2 + log2f(sum)) * kLn2;
+  }
+  scale_rows(out, inverse);
+}
+
+// The results of one tile of queries, in a consumer. `slot` counts tiles of keys.
+template <int D>
+__device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& state, int consumer, int num_key_tiles,
+                                       uint32_t shared, const ForwardBarriers& barriers, const Turn& turn,
+                                       unsigned& slot, float scale_log2) {
+  using Layout = ForwardLayout<D>;
+  const SharedTile queries = SharedTile{shared, Layout::kBlockBytes}.rows(consumer * kConsumerRows);
+  const auto keys = [&](unsigned at) {
+    return SharedTile{shared + Layout::kKeysAt + at % Layout::kStages * Layout::kTileBytes, Layout::kBlockBytes};
+  };
+  const auto values = [&](unsigned at) {
+    return SharedTile{shared + Layout::kValuesAt + at % Layout::kStages * Layout::kTileBytes, Layout::kBlockBytes};
+  };
+  uint32_t p[1][Layout::kKeys / 16][4];
+  {
+    float scores[1][Layout::kKeys / 8][4];
+    barriers.keys.wait_full(slot);
+    turn.wait();
+    products_begin();
+    start_product_transposed<D>(scores, queries, keys(slot));
+    products_commit();
+    turn.pass();
+    products_wait<0>();
+    keep_until_here(scores);
+    barriers.keys.release(slot);
+    mask_later_keys<false>(scores, warp_row());
+    update_softmax(scores, state, scale_log2);
+    pack_rows(scores, p);
+  }
+  for (int tile = 1; tile < num_key_tiles; ++tile, ++slot) {
+    float scores[1][Layout::kKeys / 8][4];
+    barriers.keys.wait_full(slot + 1);
+    turn.wait();
+    products_begin();
+    start_product_transposed<D>(scores, queries, keys(slot + 1));
+    products_commit();
+    barriers.values.wait_full(slot);
+    products_begin();
+    start_product(out, p, values(slot));
+    products_commit();
+    turn.pass();
+    products_wait<1>();
+    keep_until_here(scores);
+    barriers.keys.release(slot + 1);
+    update_softmax(scores, state, scale_log2);
+    products_wait<0>();
+    keep_until_here(out);
+    barriers.values.release(slot);
+    scale_rows(out, state.correction);
+    pack_rows(scores, p);
+  }
+  barriers.queries.release(0);
+  barriers.values.wait_full(slot);
+  products_begin();
+  start_product(out, p, values(slot));
+  products_commit();
+  products_wait<0>();
+  keep_until_here(out);
+  barriers.values.release(slot);
+  ++slot;
+}
+
+template <int D>
+__device__ __forceinline__ void consume_tiles(BFloat16* out, float* lse, float* out_amax, unsigned char* shared,
+                                              const AttentionDims& dims, const TileOrder& order,
+                                              const ForwardBarriers& barriers, float scale_log2) {
+  using Layout = ForwardLayout<D>;
+  const int consumer = consumer_index();
+  const Turn turn(consumer);
+  unsigned slot = 0;
+  for_each_taken_tile<true>(order, barriers.queries, shared + Layout::kTileNumberAt, [&](Tile tile) {
+    float acc[1][D / 8][4];
+    clear(acc);
+    RowState state;
+    attend<D>(acc, state, consumer, tile.begin / Layout::kKeys + 1, shared_address(shared), barriers, turn, slot,
+              scale_log2);
+    const int begin = tile.begin + warp_row(), rows = dims.S - begin;
+    finish_rows(state, acc, scale_log2, lse + dims.query(tile.b, begin, tile.head), rows);
+    if (out_amax != nullptr) raise_to_warp_max(out_amax, max_of_rows(0.0f, acc, rows));
+    store_rows<D>(acc, shared + Layout::kOutAt + warp_row() * kRowBytes<D>,
+                  out + dims.out_row(tile.b, begin, tile.head), dims.out_stride(), rows);
+  });
+  turn.end();
+}
+
+#endif  // PARKA_SM90_CODE
+
+template <int D>
+__global__ void __launch_bounds__(kThreads, 1)
+    attention_forward_sm90_kernel(const __grid_constant__ CUtensorMap qkv_map, BFloat16* out, float* lse,
+                                  float* out_amax, AttentionDims dims, float scale_log2, TileOrder order,
+                                  unsigned* num_taken) {
+#if PARKA_SM90_CODE
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const ForwardBarriers barriers(shared_address(shared) + ForwardLayout<D>::kBarriersAt);
+  if (threadIdx.x == 0) barriers.init();
+  __syncthreads();
+  if (threadIdx.x < kWarpgroup) {
+    give_registers_back<kProducerRegisters>();
+    if (threadIdx.x == 0) copy_tiles<D>(qkv_map, shared, dims, order, num_taken, barriers);
+  } else {
+    take_registers<kConsumerRegisters>();
+    consume_tiles<D>(out, lse, out_amax, shared, dims, order, barriers, scale_log2);
+  }
+#endif
+}
+
+template <int D>
+void launch_forward(CudaDevice& device, const AttentionForward& a) {
+  constexpr const char* kOp = "attention_forward";
+  const AttentionDims dims(a);
+  const int64_t head_bytes = int64_t{2} * dims.S * kRowBytes<D> / dims.group();  // keys and values
+  const TileOrder order(dims, dims.H, head_bytes, device.num_multiprocessors());
+  float* const out_amax = a.out_amax.empty() ? nullptr : a.out_amax.as<float>();
+  if (out_amax != nullptr) check(cudaMemsetAsync(out_amax, 0, sizeof(float), device.stream()), kOp);
+  auto* const num_taken = static_cast<unsigned*>(device.workspace(kOp, kAttentionForwardWorkspaceBytes));
+  check(cudaMemsetAsync(num_taken, 0, sizeof(unsigned), device.stream()), kOp);
+  launch_over_tiles(device, kOp, attention_forward_sm90_kernel<D>, ForwardLayout<D>::kBytes, order, num_taken,
+                    make_tile_map(a.qkv.as<BFloat16>(), dims.qkv_stride(), dims.S, dims.B, kTileRows),
+                    a.out.as<BFloat16>(), a.lse.as<float>(), out_amax, dims, a.scale * kLog2E);
+}
+
+}  // namespace
+
+void attention_forward_sm90(CudaDevice& device, const AttentionForward& a) {
+  if (AttentionDims(a).D == 64) {
+    launch_forward<64>(device, a);
+  } else {
+    launch_forward<128>(device, a);
+  }
+}
+
+}  // namespace parka::cuda

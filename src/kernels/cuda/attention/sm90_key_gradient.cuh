@@ -1,0 +1,210 @@
+#pragma once
+#include <cstdint>
+
+#include "kernels/cuda/attention/sm90_score_gradients.cuh"
+
+// The parts of the kernel that sums up d_k and d_v of tiles of keys over all queries.
+namespace parka::cuda::sm90 {
+
+// Offsets into shared memory of the kernel of d_k and d_v: the block's keys and values, results on their way out,
+// and places for queries, d_out and their statistics.
+template <int D>
+struct KeyLayout {
+  static constexpr int kQueries = D == 64 ? 128 : 64, kStages = 4;
+  static constexpr int kTileBytes = kTileRows * kRowBytes<D>, kTileBlockBytes = kTileRows * kBlockRowBytes;
+  static constexpr int kQueryBytes = kQueries * kRowBytes<D>, kQueryBlockBytes = kQueries * kBlockRowBytes;
+  static constexpr int kValuesAt = kTileBytes, kOutAt = 2 * kTileBytes, kQueriesAt = 3 * kTileBytes;
+  static constexpr int kDOutAt = kQueriesAt + kStages * kQueryBytes;
+  static constexpr int kStatisticsAt = kDOutAt + kStages * kQueryBytes;
+  static constexpr int kStatisticsBytes = kQueries * static_cast<int>(sizeof(RowStatistics));
+  static constexpr int kBarriersAt = kStatisticsAt + kStages * kStatisticsBytes;
+  static constexpr int kTileNumberAt = kBarriersAt + 16 + kStages * 16;
+  static constexpr int kBytes = kTileNumberAt + 16;
+};
+
+// Whether score gradients may be kept: where a tile of queries is as wide as a block of them.
+template <int D>
+constexpr bool kKeepsScores = D == 128 && KeyLayout<D>::kQueries == kScoreQueries;
+
+#if PARKA_SM90_CODE
+
+// Starts the copy of the statistics of a tile of queries; those from S on become zeros. By a whole warp.
+template <int kQueries>
+__device__ __forceinline__ void copy_statistics_async(uint32_t target, const RowStatistics* statistics, int begin,
+                                                      int S, uint32_t barrier) {
+  for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < kQueries; i += kWarpSize) {
+    cp_async_8(target + i * 8, statistics + begin + i, begin + i < S);
+  }
+  barrier_arrive_after_cp_async(barrier);
+}
+
+// The producer's part, by its first warp.
+template <int D>
+__device__ __forceinline__ void copy_key_tiles(const CUtensorMap& qkv_map, const CUtensorMap& qkv_query_map,
+                                               const CUtensorMap& d_out_map, const RowStatistics* statistics,
+                                               unsigned char* shared, const AttentionDims& dims,
+                                               const TileOrder& order, unsigned* num_taken,
+                                               const Barriers<KeyLayout<D>>& barriers) {
+  using Layout = KeyLayout<D>;
+  const bool first = threadIdx.x == 0;
+  const uint32_t base = shared_address(shared);
+  unsigned slot = 0;
+  take_tiles<false, kWarpSize>(order, num_taken, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
+    if (first) {
+      const int k_column = (dims.H + tile.head) * D, v_column = k_column + dims.Hkv * D;
+      barrier_expect(barriers.own.full, 2 * Layout::kTileBytes);
+      copy_tile_async<D, kTileRows>(base, qkv_map, k_column, tile.begin, tile.b, barriers.own.full);
+      copy_tile_async<D, kTileRows>(base + Layout::kValuesAt, qkv_map, v_column, tile.begin, tile.b,
+                                    barriers.own.full);
+    }
+    const int begin_head = tile.head * dims.group();
+    for (int h = begin_head; h < begin_head + dims.group(); ++h) {
+      for (int query_begin = tile.begin; query_begin < dims.S; query_begin += Layout::kQueries, ++slot) {
+        const uint32_t place = slot % Layout::kStages, full = barriers.passing.full_at(slot);
+        barriers.passing.wait_empty(slot);
+        if (first) {
+          barrier_expect(full, 2 * Layout::kQueryBytes);
+          copy_tile_async<D, Layout::kQueries>(base + Layout::kQueriesAt + place * Layout::kQueryBytes,
+                                               qkv_query_map, h * D, query_begin, tile.b, full);
+          copy_tile_async<D, Layout::kQueries>(base + Layout::kDOutAt + place * Layout::kQueryBytes, d_out_map,
+                                               h * D, query_begin, tile.b, full);
+        }
+        copy_statistics_async<Layout::kQueries>(base + Layout::kStatisticsAt + place * Layout::kStatisticsBytes,
+                                                statistics + dims.query(tile.b, 0, h), query_begin, dims.S, full);
+      }
+    }
+  });
+}
+
+// Of keys (rows) and queries: p in place of scores.
+template <int kN>
+__device__ __forceinline__ void probabilities_by_key(float (&scores)[1][kN][4], const RowStatistics* statistics,
+                                                     float scale_log2) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float4 pair = *reinterpret_cast<const float4*>(statistics + n * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      scores[0][n][e] = exp2_approximate(fmaf(scores[0][n][e], scale_log2, e % 2 == 0 ? -pair.x : -pair.z));
+    }
+  }
+}
+
+// d_s = p * (d_p - delta) in place of d_p.
+template <int kN>
+__device__ __forceinline__ void score_gradient_by_key(const float (&p)[1][kN][4], float (&d_p)[1][kN][4],
+                                                      const RowStatistics* statistics) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float4 pair = *reinterpret_cast<const float4*>(statistics + n * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d_p[0][n][e] = p[0][n][e] * (d_p[0][n][e] - (e % 2 == 0 ? pair.y : pair.w));
+  }
+}
+
+// Adds what a tile of queries gives to d_k and d_v of a consumer's 64 keys. `distance`: the first query less this
+// warp's first key. `scores`: where this warp's rows of the score gradients go, or null.
+template <int D>
+__device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d_v)[1][D / 8][4], SharedTile keys,
+                                            SharedTile values, SharedTile queries, SharedTile d_out,
+                                            const RowStatistics* statistics, bool masked, int distance,
+                                            float scale_log2, ScoreWriter& writer, unsigned char* scores) {
+  constexpr int kQueries = KeyLayout<D>::kQueries;
+  float p[1][kQueries / 8][4], d_s[1][kQueries / 8][4];
+  uint32_t packed_p[1][kQueries / 16][4], packed_d_s[1][kQueries / 16][4];
+  products_begin();
+  start_product_transposed<D>(p, keys, queries);
+  products_commit();
+  start_product_transposed<D>(d_s, values, d_out);
+  products_commit();
+  products_wait<1>();
+  keep_until_here(p);
+  if (masked) mask_later_keys<true>(p, distance);
+  probabilities_by_key(p, statistics, scale_log2);
+  const auto start_d_v = [&] {
+    pack_rows(p, packed_p);
+    products_begin();
+    start_product(d_v, packed_p, d_out);
+    products_commit();
+  };
+  // The sooner the better, but p twice and d_p of a wide tile take too many registers.
+  constexpr bool kSoon = kQueries == 64;
+  if constexpr (kSoon) start_d_v();
+  products_wait<kSoon ? 1 : 0>();
+  keep_until_here(d_s);
+  score_gradient_by_key(p, d_s, statistics);
+  if constexpr (!kSoon) start_d_v();
+  pack_rows(d_s, packed_d_s);
+  if constexpr (kKeepsScores<D>) {
+    if (scores != nullptr) writer.write(packed_d_s, scores);
+  }
+  products_begin();
+  start_product(d_k, packed_d_s, queries);
+  products_commit();
+  products_wait<0>();  // running on into the next step they would take too many registers
+  keep_until_here(d_k);
+  keep_until_here(d_v);
+}
+
+template <int D>
+__device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>& output, unsigned char* shared,
+                                                 const AttentionDims& dims, const TileOrder& order,
+                                                 const Barriers<KeyLayout<D>>& barriers, float scale,
+                                                 const ScoreGradients& scores) {
+  using Layout = KeyLayout<D>;
+  const int consumer = consumer_index();
+  const uint32_t base = shared_address(shared);
+  const SharedTile keys = SharedTile{base, Layout::kTileBlockBytes}.rows(consumer * kConsumerRows);
+  const SharedTile values{keys.address + Layout::kValuesAt, keys.block_bytes};
+  const int out_at = Layout::kOutAt + warp_row() * kRowBytes<D>;  // the warp's place for results
+  ScoreWriter writer(base + out_at);
+  float amax = 0.0f;  // of this thread's rows of all its tiles
+  unsigned slot = 0;
+  for_each_taken_tile<false>(order, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
+    const int consumer_begin = tile.begin + consumer * kConsumerRows;
+    float d_k[1][D / 8][4], d_v[1][D / 8][4];
+    clear(d_k);
+    clear(d_v);
+    // All queries from the first key on, of one head after the other, so in a fixed order.
+    for (int h = 0; h < dims.group(); ++h) {
+      const int head = tile.b * dims.H + tile.head * dims.group() + h;  // of all sequences
+      for (int query_begin = tile.begin; query_begin < dims.S; query_begin += Layout::kQueries, ++slot) {
+        const uint32_t place = slot % Layout::kStages;
+        barriers.passing.wait_full(slot);
+        if (query_begin + Layout::kQueries > consumer_begin) {
+          const SharedTile queries{base + Layout::kQueriesAt + place * Layout::kQueryBytes,
+                                   Layout::kQueryBlockBytes};
+          const SharedTile d_out{queries.address + Layout::kDOutAt - Layout::kQueriesAt, queries.block_bytes};
+          const auto* statistics = reinterpret_cast<const RowStatistics*>(shared + Layout::kStatisticsAt +
+                                                                          place * Layout::kStatisticsBytes);
+          unsigned char* scores_of_warp = nullptr;
+          if (kKeepsScores<D> && scores.pairs != nullptr) {
+            scores_of_warp = scores.block(head, query_begin / Layout::kQueries, consumer_begin / kConsumerRows) +
+                             warp_row() % kConsumerRows * kBlockRowBytes;
+          }
+          add_queries<D>(d_k, d_v, keys, values, queries, d_out, statistics,
+                         query_begin < consumer_begin + kConsumerRows, query_begin - tile.begin - warp_row(),
+                         scale * kLog2E, writer, scores_of_warp);
+        }
+        barriers.passing.release(slot);
+      }
+    }
+    barriers.own.release(0);
+    scale_by(d_k, scale);
+    const int begin = tile.begin + warp_row(), rows = dims.S - begin;
+    if (output.cos_sin != nullptr) turn_back<D>(d_k, output.cos_sin, begin, dims.S);
+    if (output.amax != nullptr) amax = max_of_rows(max_of_rows(amax, d_k, rows), d_v, rows);
+    if (kKeepsScores<D> && scores.pairs != nullptr) writer.finish();
+    unsigned char* const out = shared + out_at;
+    BFloat16* const d_k_rows = output.d_qkv + dims.qkv_row(tile.b, begin, dims.H + tile.head);
+    store_rows<D>(d_k, out, d_k_rows, dims.qkv_stride(), rows);
+    store_rows<D>(d_v, out, d_k_rows + dims.Hkv * D, dims.qkv_stride(), rows);
+  });
+  if (output.amax != nullptr) raise_to_warp_max(output.amax, amax);
+}
+
+#endif  // PARKA_SM90_CODE
+
+}  // namespace parka::cuda::sm90

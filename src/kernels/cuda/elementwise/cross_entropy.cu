@@ -1,0 +1,357 @@
+#include "kernels/cuda/elementwise/cross_entropy.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/cuda/ptx/early_launch.cuh"
+#include "kernels/cuda/ptx/mma.cuh"
+#include "kernels/cuda/vector.cuh"
+#include "kernels/device/cuda/check.h"
+#include "kernels/device/cuda/cuda_device.h"
+
+// A row of logits is read from memory once, with a running maximum and sum, and stays in shared memory until its
+// gradient is written. A block takes row after row. While it writes the gradient of one, every thread has packs of
+// the next copied to the places that it has just read, so that memory has work throughout. A row that does not fit
+// in shared memory is read twice.
+namespace parka::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kBatch = 4;          // packs that a thread has under way before it uses the first
+constexpr int kScratchBytes = 64;  // shared memory for reductions: a float for each warp
+static_assert(kScratchBytes == kThreads / kWarpSize * sizeof(float));
+
+template <typename T>
+constexpr int kWidth = 16 / sizeof(T);  // elements of a pack
+
+template <typename T>
+struct Arguments {
+  T* logits_TV;
+  const int32_t* targets_T;
+  float* loss_T;
+  float* z_loss_value_T;     // or null
+  const float* grad_factor;  // or null
+  int64_t num_rows;
+  int V;
+  float z_loss, grad_scale;
+  bool write_gradient;
+};
+
+// ---- A row ----
+
+// Rows of any length begin anywhere: aligned packs from the first 16-byte boundary on, and fewer than a pack's
+// elements before and after them, which the block's first threads take, one each.
+template <typename T>
+struct Row {
+  T* first;
+  int V, head, num_packs;
+
+  __device__ Row(T* begin, int length) : first(begin), V(length) {
+    const int misplaced = static_cast<int>(reinterpret_cast<uintptr_t>(begin) % 16 / sizeof(T));
+    const int to_boundary = misplaced == 0 ? 0 : kWidth<T> - misplaced;
+    head = to_boundary < V ? to_boundary : V;
+    num_packs = (V - head) / kWidth<T>;
+  }
+  __device__ uint4* packs() const { return reinterpret_cast<uint4*>(first + head); }
+  // This thread's element outside of the packs, or -1.
+  __device__ int edge() const {
+    const int t = static_cast<int>(threadIdx.x), tail = V - head - num_packs * kWidth<T>;
+    return t < head ? t : t < head + tail ? V - tail + (t - head) : -1;
+  }
+};
+
+// Packs of this thread, kThreads apart: the `index`-th batch of a row of `count` packs.
+struct Batch {
+  uint4 pack[kBatch];
+  int first, count;
+
+  __device__ Batch(const uint4* packs, int count_of_row, int index) : first(first_of(index)), count(count_of_row) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (has(b)) pack[b] = packs[at(b)];
+    }
+  }
+  static __device__ int first_of(int index) { return static_cast<int>(threadIdx.x) + index * kBatch * kThreads; }
+  __device__ int at(int b) const { return first + b * kThreads; }
+  __device__ bool has(int b) const { return at(b) < count; }
+};
+
+// Batches that hold any row of V elements, wherever it begins.
+template <typename T>
+__device__ int num_batches(int V) {
+  constexpr int kBatchElements = kBatch * kThreads * kWidth<T>;
+  return (V + kBatchElements - 1) / kBatchElements;
+}
+
+// Starts the copies of a batch to shared memory, as one group. A thread copies what it will read itself, over what
+// it has read.
+template <typename T>
+__device__ void start_copies(uint4* cache, const Row<T>& row, int index) {
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) {
+    const int i = Batch::first_of(index) + b * kThreads;
+    if (i < row.num_packs) cp_async_16(shared_address(cache + i), row.packs() + i, true);
+  }
+  cp_async_commit();
+}
+
+// Waits until at most `pending` of this thread's groups, the latest, are still under way (kMost at most).
+template <int kMost = 7>
+__device__ void wait_for_copies(int pending) {
+  if constexpr (kMost == 0) {
+    cp_async_wait<0>();
+  } else if (pending >= kMost) {
+    cp_async_wait<kMost>();
+  } else {
+    wait_for_copies<kMost - 1>(pending);
+  }
+}
+
+template <typename T>
+__device__ void write_zeros(const Row<T>& row) {
+  for (int i = static_cast<int>(threadIdx.x); i < row.num_packs; i += kThreads) row.packs()[i] = uint4{};
+  if (row.edge() >= 0) row.first[row.edge()] = T{};
+}
+
+// ---- Softmax ----
+
+// Exponentials are taken as 2^(x * kLog2E - c), one fused multiply-add and one instruction each, with
+// c = reference(max). The rounding error of c, large when max is, is a factor common to the whole row: it cancels
+// in the probabilities, and the loss takes it back. It stays within the range of fp32 for |max| < 1e9; past that
+// the loss is not finite.
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+constexpr float kLeastMax = -0x1p29f;  // lesser logits, -infinity among them, count 0
+
+// A value of its own: contracted with an addition it would not be the same c everywhere.
+__device__ float reference(float max) { return __fmul_rn(max, kLog2E); }
+
+__device__ float exp_relative(float x, float c) { return exp2_approximate(fmaf(x, kLog2E, -c)); }
+
+template <typename T>
+__device__ void unpack(const uint4& packed, float (&x)[kWidth<T>]) {
+  const auto pack = std::bit_cast<Pack<T, kWidth<T>>>(packed);
+#pragma unroll
+  for (int i = 0; i < kWidth<T>; ++i) x[i] = to_float(pack.element[i]);
+}
+
+template <typename T>
+__device__ float max_of(const uint4& packed) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&packed);
+    const __nv_bfloat162 max = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+    return fmaxf(__low2float(max), __high2float(max));
+  } else {
+    float x[kWidth<T>];
+    unpack<T>(packed, x);
+    return fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+  }
+}
+
+// sum = sum of 2^(x * kLog2E - reference(max)) over some logits.
+struct RunningSum {
+  float max = kLeastMax;
+  float sum = 0.0f;
+
+  // Products that are to be added are rounded first, here and below: fused in one kernel and not in another, they
+  // would make the loss depend on whether a gradient is wanted.
+  __device__ void raise_max(float new_max) {
+    sum = __fmul_rn(sum, exp2_approximate(reference(max) - reference(new_max)));
+    max = new_max;
+  }
+  template <int N>
+  __device__ void add(const float (&x)[N]) {
+    const float c = reference(max);
+    float added = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) added += exp_relative(x[i], c);
+    sum += added;
+  }
+  template <typename T>
+  __device__ void add(const Batch& batch) {
+    float new_max = max;
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (batch.has(b)) new_max = fmaxf(new_max, max_of<T>(batch.pack[b]));
+    }
+    raise_max(new_max);
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (!batch.has(b)) break;
+      float x[kWidth<T>];
+      unpack<T>(batch.pack[b], x);
+      add(x);
+    }
+  }
+};
+
+struct Gradient {
+  float c, factor;   // of 2^(x * kLog2E - c)
+  float grad_scale;  // subtracted at the target
+  int target;
+
+  // x holds the logits from column `first` on and becomes their gradient.
+  template <int N>
+  __device__ void apply(int first, float (&x)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = exp_relative(x[i], c) * factor;
+    if (target >= first && target < first + N) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) x[i] -= i == target - first ? grad_scale : 0.0f;
+    }
+  }
+  template <typename T>
+  __device__ void write(const Row<T>& row, const Batch& batch) const {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (!batch.has(b)) break;
+      float x[kWidth<T>];
+      unpack<T>(batch.pack[b], x);
+      const int first = row.head + batch.at(b) * kWidth<T>;
+      apply(first, x);
+      store(reinterpret_cast<T*>(row.packs() + batch.at(b)), x);
+    }
+  }
+};
+
+template <typename T>
+__device__ void write_losses(const Arguments<T>& a, int64_t t, float loss, float z_loss_value) {
+  a.loss_T[t] = loss;
+  if (a.z_loss_value_T != nullptr) a.z_loss_value_T[t] = z_loss_value;
+}
+
+// ---- Kernel ----
+
+// A row for start_copies: of length 0 when its target is to be ignored, as one after the last has it.
+template <typename T>
+__device__ Row<T> row_to_copy(const Arguments<T>& a, int64_t t, int target) {
+  return Row<T>(a.logits_TV + t * a.V, target == kIgnoreTarget ? 0 : a.V);
+}
+
+// Row t, whose target is not to be ignored. With a cache its packs are there or on their way, and those of the
+// block's next row follow them.
+template <typename T, bool kCached>
+__device__ void process_row(const Arguments<T>& a, int64_t t, int target, int next_target, uint4* cache,
+                            float* scratch) {
+  const Row<T> row(a.logits_TV + t * a.V, a.V);
+  // The CPU refuses other targets. Here the row becomes NaN, which the check of the loss finds.
+  const bool in_vocabulary = target >= 0 && target < a.V;
+  float target_logit = 0.0f;
+  if (threadIdx.x == 0 && in_vocabulary) target_logit = to_float(row.first[target]);
+  const int edge = row.edge();
+  float edge_x[1] = {0.0f};
+  if (edge >= 0) edge_x[0] = to_float(row.first[edge]);
+
+  const int batches = num_batches<T>(a.V);
+  const uint4* packs = row.packs();
+  if constexpr (kCached) packs = cache;
+  RunningSum running;
+  for (int i = 0; i < batches; ++i) {
+    if constexpr (kCached) wait_for_copies(batches - 1 - i);
+    running.template add<T>(Batch(packs, row.num_packs, i));
+  }
+  if (edge >= 0) {
+    running.raise_max(fmaxf(running.max, edge_x[0]));
+    running.add(edge_x);
+  }
+
+  const float max = block_max<kThreads>(running.max, scratch), c = reference(max);
+  running.raise_max(max);
+  float sum = block_sum<kThreads>(running.sum, scratch);
+  if (!in_vocabulary) sum = __int_as_float(0x7fffffff);
+  const float c_error = -fmaf(max, kLog2E, -c);
+  const float log_sum = fmaf(c_error, kLn2, logf(sum)), lse = max + log_sum;  // log_sum: of exp(x - max)
+  if (threadIdx.x == 0) write_losses(a, t, log_sum - (target_logit - max), a.z_loss * lse * lse);
+  if (!a.write_gradient) return;
+
+  // p as a quotient of exponentials: exp(x - lse) would carry the rounding error of lse, large when logits are.
+  const float grad_scale = a.grad_factor == nullptr ? a.grad_scale : a.grad_scale * *a.grad_factor;
+  const Gradient gradient{c, grad_scale * (1.0f + 2.0f * a.z_loss * lse) / sum, grad_scale, target};
+  const Row<T> next = row_to_copy(a, t + gridDim.x, next_target);
+  for (int i = 0; i < batches; ++i) {
+    gradient.write(row, Batch(packs, row.num_packs, i));
+    if constexpr (kCached) start_copies(cache, next, i);
+  }
+  if (edge >= 0) {
+    gradient.apply(edge, edge_x);
+    store(row.first + edge, edge_x);
+  }
+}
+
+// kCached: shared memory has room for the packs of a row after the scratch, and the gradient is wanted. Otherwise
+// packs are read from memory, a second time for the gradient.
+template <typename T, bool kCached>
+__global__ void __launch_bounds__(kThreads, 2) cross_entropy_kernel(Arguments<T> a) {
+  wait_for_kernel_before();
+  extern __shared__ uint4 shared_memory[];
+  float* scratch = reinterpret_cast<float*>(shared_memory);
+  uint4* cache = shared_memory + kScratchBytes / sizeof(uint4);
+
+  const auto target_of = [&](int64_t t) { return t < a.num_rows ? a.targets_T[t] : kIgnoreTarget; };
+  const auto copy_row = [&](int64_t t, int target) {
+    const Row<T> row = row_to_copy(a, t, target);
+    for (int i = 0; i < num_batches<T>(a.V); ++i) start_copies(cache, row, i);
+  };
+
+  int target = target_of(blockIdx.x);
+  if constexpr (kCached) copy_row(blockIdx.x, target);
+  for (int64_t t = blockIdx.x; t < a.num_rows; t += gridDim.x) {
+    const int next_target = target_of(t + gridDim.x);
+    if (target != kIgnoreTarget) {
+      process_row<T, kCached>(a, t, target, next_target, cache, scratch);
+    } else {
+      if (threadIdx.x == 0) write_losses(a, t, 0.0f, 0.0f);
+      if (a.write_gradient) write_zeros(Row<T>(a.logits_TV + t * a.V, a.V));
+      if constexpr (kCached) copy_row(t + gridDim.x, next_target);
+    }
+    target = next_target;
+  }
+}
+
+// ---- Launch ----
+
+template <typename T>
+void launch(const CudaDevice& device, const CrossEntropy& a) {
+  const int64_t num_rows = a.logits.dim[0], V = a.logits.dim[1];
+  PARKA_REQUIRE(num_rows <= INT32_MAX && V <= INT32_MAX / 2);
+  const Arguments<T> arguments{
+      .logits_TV = a.logits.as<T>(),
+      .targets_T = a.targets.as<int32_t>(),
+      .loss_T = a.loss.as<float>(),
+      .z_loss_value_T = a.z_loss_value.empty() ? nullptr : a.z_loss_value.as<float>(),
+      .grad_factor = a.grad_factor.empty() ? nullptr : a.grad_factor.as<float>(),
+      .num_rows = num_rows,
+      .V = static_cast<int>(V),
+      .z_loss = a.z_loss,
+      .grad_scale = a.grad_scale,
+      .write_gradient = a.write_gradient,
+  };
+  const int64_t cached_bytes = kScratchBytes + V / kWidth<T> * static_cast<int64_t>(sizeof(uint4));
+  const bool cached =
+      a.write_gradient && cached_bytes <= static_cast<int64_t>(device.properties().sharedMemPerBlockOptin);
+  const auto kernel = cached ? cross_entropy_kernel<T, true> : cross_entropy_kernel<T, false>;
+  const int shared_bytes = cached ? static_cast<int>(cached_bytes) : kScratchBytes;
+  int64_t num_blocks = num_rows;
+  if (cached) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "cross_entropy");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                               cudaSharedmemCarveoutMaxShared),
+          "cross_entropy");
+    int blocks_at_once = 0;  // on a multiprocessor
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_at_once, kernel, kThreads,
+                                                        static_cast<size_t>(shared_bytes)),
+          "cross_entropy");
+    num_blocks = std::min(num_rows, static_cast<int64_t>(blocks_at_once) * device.num_multiprocessors());
+  }
+  launch_early(device, kernel, {static_cast<unsigned>(num_blocks), kThreads, shared_bytes}, arguments);
+  check_launch("cross_entropy");
+}
+
+}  // namespace
+
+void cross_entropy(Device& device, const CrossEntropy& a) {
+  with_plain_type(a.logits.dtype, [&](auto type) { launch<decltype(type)>(as_cuda(device), a); });
+}
+
+}  // namespace parka::cuda

@@ -1,0 +1,228 @@
+#include "kernels/cuda/elementwise/embedding.h"
+
+#include "kernels/cuda/ptx/early_launch.cuh"
+#include "kernels/cuda/vector.cuh"
+#include "kernels/device/cuda/check.h"
+#include "kernels/device/cuda/cuda_device.h"
+#include "kernels/workspace.h"
+
+// Shapes: T tokens, V rows of the table, C columns.
+namespace parka::cuda {
+namespace {
+
+constexpr int kForwardThreads = 128;
+constexpr int kForwardUnits = 4;  // that a thread has under way at once
+
+// Copies rows of `row_units` units, 16 bytes or the 2 that every row is a multiple of.
+template <typename Unit>
+__global__ void __launch_bounds__(kForwardThreads)
+    embedding_forward_kernel(const int32_t* ids_T, const Unit* table_VC, Unit* out_TC, int64_t row_units) {
+  const Unit* const source = table_VC + ids_T[blockIdx.x] * row_units;
+  Unit* const target = out_TC + int64_t{blockIdx.x} * row_units;
+  for (int64_t first = threadIdx.x; first < row_units; first += kForwardUnits * kForwardThreads) {
+    Unit units[kForwardUnits] = {};
+#pragma unroll
+    for (int n = 0; n < kForwardUnits; ++n) {
+      const int64_t at = first + n * kForwardThreads;
+      if (at < row_units) units[n] = source[at];
+    }
+#pragma unroll
+    for (int n = 0; n < kForwardUnits; ++n) {
+      const int64_t at = first + n * kForwardThreads;
+      if (at < row_units) target[at] = units[n];
+    }
+  }
+}
+
+// embedding_backward is two kernels: one sums pieces of rows, and adds to d_table the sums of tokens that have no
+// other; the other adds the sums of the few tokens that have several pieces.
+constexpr int kBackwardThreads = 128;
+constexpr int kBackwardBlocks = 4;  // on a multiprocessor: leaves registers for many loads at once
+constexpr int kWindow = 32;
+constexpr int kPiece = kEmbeddingPiece;
+
+__device__ inline bool has_one_piece(const TokenRow& row) { return row.count <= kPiece; }
+// The slot in the workspace of the first piece of the token whose row is at a position of the order.
+__device__ inline int64_t first_slot(const TokenRow& row, int64_t position) {
+  return (position - row.rank) / kEmbeddingSlotRows;
+}
+
+// Threads have a few columns each. Blocks that follow one another are a group: together they have a whole row.
+struct RowBlocks {
+  unsigned per_row;
+  int cols;
+
+  RowBlocks(int64_t cols_, int width)
+      : per_row(static_cast<unsigned>(ceil_div(cols_, kBackwardThreads * width))), cols(static_cast<int>(cols_)) {}
+  __device__ int64_t group() const { return blockIdx.x / per_row; }
+  __device__ int column(int width) const {  // the first one of a thread
+    return static_cast<int>(blockIdx.x % per_row * kBackwardThreads + threadIdx.x) * width;
+  }
+};
+
+template <int kWidth, typename T>
+__device__ inline void add(const Stored<T, kWidth>& x, float (&sum)[kWidth]) {
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) sum[i] += x[i];
+}
+
+// What to do with the sum after a row of d_out has been added to it.
+enum class Then : int { kNothing, kAddToTable, kLeaveInSlot };
+
+struct Step {
+  int64_t source;  // where the row begins in d_out
+  int64_t target;  // and that in d_table or in the slots, if there is one
+  Then then;
+};
+
+// A block takes a window of kWindow positions of the order and sums the pieces that begin in it. Most pieces have a
+// row or two, so rows are loaded kDepth at once whatever pieces they belong to. The sum of a token's only piece is
+// added to d_table; others go to their slots.
+template <typename G, typename D, int kWidth>
+__global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
+    sum_pieces_kernel(const TokenRow* order_T, int64_t T, const G* d_out_TC, D* d_table_VC, float* slots_SC,
+                      RowBlocks blocks) {
+  // As many as registers are for.
+  constexpr int kDepth = Stored<G, kWidth>::kWords + Stored<D, kWidth>::kWords <= 8 ? 8 : 4;
+  __shared__ Step steps[kBackwardThreads];
+  static_assert(kBackwardThreads >= kWindow + kPiece + kDepth);  // the last piece may reach beyond the window
+  wait_for_kernel_before();
+  const int64_t begin = blocks.group() * kWindow, position = begin + threadIdx.x;
+  const int cols = blocks.cols, column = blocks.column(kWidth);
+  int64_t piece_begin = T;
+  if (position < T) {
+    const TokenRow row = order_T[position];
+    piece_begin = position - row.rank % kPiece;
+    Step& step = steps[threadIdx.x];
+    step.source = int64_t{row.row} * cols;
+    if (row.rank % kPiece != kPiece - 1 && row.rank != row.count - 1) {
+      step.then = Then::kNothing;
+    } else if (has_one_piece(row)) {
+      step.then = Then::kAddToTable;
+      step.target = int64_t{row.id} * cols;
+    } else {
+      step.then = Then::kLeaveInSlot;
+      step.target = (first_slot(row, position) + row.rank / kPiece) * cols;
+    }
+  }
+  const int first = __syncthreads_count(piece_begin < begin);
+  const int end = __syncthreads_count(piece_begin < min(begin + kWindow, T));
+  if (column >= cols) return;
+
+  float sum[kWidth] = {};
+  for (int n = first; n < end; n += kDepth) {
+    Stored<G, kWidth> values[kDepth];
+    Stored<D, kWidth> before[kDepth];
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      const Step& step = steps[n + i];
+      values[i] = load_stored<kWidth>(d_out_TC + step.source + column, n + i < end);
+      const bool adds = n + i < end && step.then == Then::kAddToTable;
+      before[i] = load_stored<kWidth>(d_table_VC + step.target + column, adds);
+    }
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      const Step& step = steps[n + i];
+      if (n + i >= end) break;
+      add(values[i], sum);
+      if (step.then == Then::kNothing) continue;
+      if (step.then == Then::kAddToTable) {
+        add(before[i], sum);
+        store(d_table_VC + step.target + column, sum);
+      } else {
+        store(slots_SC + step.target + column, sum);
+      }
+#pragma unroll
+      for (float& x : sum) x = 0.0f;
+    }
+  }
+}
+
+constexpr int kSlotWidth = 4;
+constexpr int kSlotDepth = 16;  // slots that are loaded at once
+
+// Adds to d_table the sums of the tokens that have several pieces. Such a token has rows at multiples of kPiece in
+// the order: the group of the first of these takes it.
+template <typename D, int kWidth>
+__global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
+    add_slots_kernel(const TokenRow* order_T, const float* slots_SC, D* d_table_VC, RowBlocks blocks) {
+  wait_for_kernel_before();
+  const int64_t position = blocks.group() * kPiece;
+  const TokenRow row = order_T[position];
+  const int column = blocks.column(kWidth);
+  if (has_one_piece(row) || row.rank >= kPiece || column >= blocks.cols) return;
+  const float* const slots = slots_SC + first_slot(row, position) * blocks.cols + column;
+  D* const target = d_table_VC + int64_t{row.id} * blocks.cols + column;
+  const Stored<D, kWidth> before = load_stored<kWidth>(target);
+  const int pieces = (row.count - 1) / kPiece + 1;
+  float sum[kWidth] = {};
+  for (int n = 0; n < pieces; n += kSlotDepth) {
+    Stored<float, kWidth> values[kSlotDepth];
+#pragma unroll
+    for (int i = 0; i < kSlotDepth; ++i) {
+      values[i] = load_stored<kWidth>(slots + int64_t{n + i} * blocks.cols, n + i < pieces);
+    }
+#pragma unroll
+    for (int i = 0; i < kSlotDepth; ++i) add(values[i], sum);  // zeros beyond the last piece change no sum
+  }
+  add(before, sum);
+  store(target, sum);
+}
+
+template <typename G, typename D, int kWidth>
+void launch_backward(CudaDevice& device, const EmbeddingBackward& a) {
+  const int64_t T = a.d_out.dim[0], C = a.d_out.dim[1];
+  PARKA_REQUIRE(C <= INT32_MAX / 2);
+  constexpr int kNarrow = kWidth < kSlotWidth ? kWidth : kSlotWidth;
+  const RowBlocks blocks(C, kWidth), slot_blocks(C, kNarrow);
+  const int64_t windows = ceil_div(T, kWindow), pieces = ceil_div(T, kPiece);
+  PARKA_REQUIRE(windows * blocks.per_row <= INT32_MAX && pieces * slot_blocks.per_row <= INT32_MAX);
+  auto* const slots_SC =
+      static_cast<float*>(device.workspace("embedding_backward", embedding_backward_workspace_bytes(T, C)));
+  D* const d_table_VC = a.d_table.as<D>();
+  const auto launch = [&](auto* kernel, int64_t blocks, const auto&... arguments) {
+    launch_early(device, kernel, {static_cast<unsigned>(blocks), kBackwardThreads}, arguments...);
+    check_launch("embedding_backward");
+  };
+  launch(sum_pieces_kernel<G, D, kWidth>, windows * blocks.per_row, a.rows(), T, a.d_out.as<G>(), d_table_VC,
+         slots_SC, blocks);
+  launch(add_slots_kernel<D, kNarrow>, pieces * slot_blocks.per_row, a.rows(), slots_SC, d_table_VC, slot_blocks);
+}
+
+template <typename G, typename D>
+void add_rows(CudaDevice& device, const EmbeddingBackward& a) {
+  constexpr int kWideWidth = 16 / sizeof(G);
+  if (a.d_out.dim[1] % kWideWidth == 0 && is_aligned(a.d_out.data, 16) && is_aligned(a.d_table.data, 16)) {
+    launch_backward<G, D, kWideWidth>(device, a);
+  } else {
+    launch_backward<G, D, 1>(device, a);
+  }
+}
+
+template <typename Unit>
+void copy_rows(CudaDevice& device, const EmbeddingForward& a, int64_t row_bytes) {
+  embedding_forward_kernel<<<static_cast<unsigned>(a.ids.dim[0]), kForwardThreads, 0, device.stream()>>>(
+      a.ids.as<int32_t>(), static_cast<const Unit*>(a.table.data), static_cast<Unit*>(a.out.data),
+      row_bytes / static_cast<int64_t>(sizeof(Unit)));
+}
+
+}  // namespace
+
+void embedding_forward(Device& device, const EmbeddingForward& a) {
+  PARKA_REQUIRE(a.ids.dim[0] <= INT32_MAX);
+  const int64_t row_bytes = a.table.dim[1] * size_of(a.table.dtype);
+  if (row_bytes % 16 == 0 && is_aligned(a.table.data, 16) && is_aligned(a.out.data, 16)) {
+    copy_rows<uint4>(as_cuda(device), a, row_bytes);
+  } else {
+    copy_rows<uint16_t>(as_cuda(device), a, row_bytes);
+  }
+  check_launch("embedding_forward");
+}
+
+void embedding_backward(Device& device, const EmbeddingBackward& a) {
+  with_plain_type(a.d_out.dtype, [&](auto g) {
+    with_plain_type(a.d_table.dtype, [&](auto d) { add_rows<decltype(g), decltype(d)>(as_cuda(device), a); });
+  });
+}
+
+}  // namespace parka::cuda

@@ -1,0 +1,276 @@
+#include "kernels/cuda/gemm/gemm.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "core/error.h"
+#include "kernels/cuda/gemm/gemm_cache.h"
+#include "kernels/cuda/gemm/gemm_kernels.h"
+#include "kernels/device/cuda/check.h"
+#include "kernels/device/cuda/cuda_device.h"
+#include "kernels/op_cost.h"
+#include "kernels/workspace.h"
+
+namespace parka::cuda {
+namespace {
+
+constexpr uint32_t kFullAlignment = 256;  // the most that cuBLASLt asks about
+
+// Of FP8 tensor cores: elements along the summed axis that are multiplied at a time, and bytes that operands must
+// be aligned to.
+constexpr int64_t kFloat8Unit = 16;
+constexpr uint32_t kFloat8Alignment = 16;
+constexpr int64_t kBlockScaleGroup = 128;  // the one that cuBLASLt has for fp32 scales
+constexpr int64_t kBlockScaleStride = 4;   // rows of 128x128 scales are multiples of this
+
+cudaDataType_t cuda_type(DType dtype) {
+  switch (dtype) {
+    case DType::kF32: return CUDA_R_32F;
+    case DType::kBF16: return CUDA_R_16BF;
+    case DType::kE4M3: return CUDA_R_8F_E4M3;
+    case DType::kE5M2: return CUDA_R_8F_E5M2;
+    default: throw_internal("gemm: {} operands are not supported on the GPU", name_of(dtype));
+  }
+}
+
+bool is_plain(const Gemm& a) { return a.a.scaling == Scaling::kNone; }
+bool is_block_scaled(const ScaledView& x) { return x.scaling == Scaling::kGroup || x.scaling == Scaling::kBlock; }
+
+// Block scaling adds up every 128 terms in fp32 as it is.
+bool accumulates_fast(const Gemm& a) { return a.fast_accumulation && a.a.scaling == Scaling::kTensor; }
+
+// The largest power of two up to 256 that divides the address.
+uint32_t alignment_of(const TensorView& t) {
+  const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(t.data) % kFullAlignment);
+  return address == 0 ? kFullAlignment : address & (~address + 1u);
+}
+
+std::string format_of(const ScaledView& x) {
+  switch (x.scaling) {
+    case Scaling::kNone: return std::string(name_of(x.data.dtype));
+    case Scaling::kTensor: return fmt::format("{} per tensor", name_of(x.data.dtype));
+    case Scaling::kGroup: return fmt::format("{} per 1x{}", name_of(x.data.dtype), x.group);
+    case Scaling::kBlock: return fmt::format("{} per {}x{}", name_of(x.data.dtype), x.group, x.group);
+  }
+  throw_internal("unknown scaling");
+}
+
+int32_t scale_mode(const ScaledView& x) {
+  switch (x.scaling) {
+    case Scaling::kGroup: return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+    case Scaling::kBlock: return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    default: return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+  }
+}
+
+// How the scales of a block-scaled operand come to lie at `to`; nothing where they lie as wanted already.
+ScaleLayout scale_layout(const ScaledView& x, float* to) {
+  const int rows = static_cast<int>(x.scale.dim[0]), cols = static_cast<int>(x.scale.dim[1]);
+  const bool transposed = x.scaling == Scaling::kGroup;
+  const int stride = transposed ? rows : static_cast<int>(ceil_div(cols, kBlockScaleStride) * kBlockScaleStride);
+  if (transposed ? rows == 1 || cols == 1 : stride == cols) return {};
+  return {x.scale.as<float>(), to, rows, cols, stride, transposed};
+}
+
+// A row-major tensor as the column-major matrix that it also is: its transpose.
+cublasLtMatrixLayout_t layout_of(const TensorView& t) {
+  cublasLtMatrixLayout_t layout = nullptr;
+  const auto rows = static_cast<uint64_t>(t.dim[1]), cols = static_cast<uint64_t>(t.dim[0]);
+  check(cublasLtMatrixLayoutCreate(&layout, cuda_type(t.dtype), rows, cols, t.dim[1]), "gemm");
+  return layout;
+}
+
+template <typename T>
+void set(cublasLtMatmulDesc_t product, cublasLtMatmulDescAttributes_t attribute, const T& value) {
+  check(cublasLtMatmulDescSetAttribute(product, attribute, &value, sizeof(value)), "gemm");
+}
+
+void set_scales(cublasLtMatmulDesc_t product, const void* scale_a, const void* scale_b) {
+  set(product, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, scale_b);
+  set(product, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, scale_a);
+}
+
+class Preference {
+ public:
+  Preference() { check(cublasLtMatmulPreferenceCreate(&preference_), "gemm"); }
+  ~Preference() { cublasLtMatmulPreferenceDestroy(preference_); }
+  Preference(const Preference&) = delete;
+  Preference& operator=(const Preference&) = delete;
+  template <typename T>
+  void set(cublasLtMatmulPreferenceAttributes_t attribute, const T& value) {
+    check(cublasLtMatmulPreferenceSetAttribute(preference_, attribute, &value, sizeof(value)), "gemm");
+  }
+  operator cublasLtMatmulPreference_t() const { return preference_; }
+
+ private:
+  cublasLtMatmulPreference_t preference_ = nullptr;
+};
+
+}  // namespace
+
+bool suits_cublaslt(const Gemm& a) {
+  if (is_plain(a)) return true;
+  for (const ScaledView* x : {&a.a, &a.b}) {
+    if (x->num_cols() % kFloat8Unit != 0) return false;
+    if (alignment_of(x->data) < kFloat8Alignment || alignment_of(x->scale) < kFloat8Alignment) return false;
+    if (is_block_scaled(*x) && (x->group != kBlockScaleGroup || x->scale.dtype != DType::kF32)) return false;
+  }
+  if (a.b.num_rows() % kFloat8Unit != 0 || alignment_of(a.out) < kFloat8Alignment) return false;
+  if (is_block_scaled(a.a) != is_block_scaled(a.b)) return false;
+  if (!is_block_scaled(a.a)) return true;
+  return a.a.num_rows() % kFloat8Unit == 0 && (a.a.scaling != Scaling::kBlock || a.b.scaling != Scaling::kBlock);
+}
+
+std::string key_of(const Gemm& a) {
+  std::string key = cost_of(a).shape;
+  if (!is_plain(a)) {
+    key += fmt::format(" [{}, {}{}]", format_of(a.a), format_of(a.b), accumulates_fast(a) ? ", fast" : "");
+  }
+  const uint32_t alignments[] = {alignment_of(a.a.data), alignment_of(a.b.data), alignment_of(a.out)};
+  if (*std::min_element(std::begin(alignments), std::end(alignments)) < kFullAlignment) {
+    key += fmt::format(" aligned {} {} {}", alignments[0], alignments[1], alignments[2]);
+  }
+  return key;
+}
+
+PreparedGemm::PreparedGemm(const Gemm& a) {
+  check(cublasLtMatmulDescCreate(&product_, CUBLAS_COMPUTE_32F, CUDA_R_32F), "gemm");
+  // b [N, K] is column-major [K, N] and must be transposed to come first; a [M, K], column-major [K, M], is as
+  // wanted.
+  set(product_, CUBLASLT_MATMUL_DESC_TRANSA, a.b_transposed ? CUBLAS_OP_N : CUBLAS_OP_T);
+  set(product_, CUBLASLT_MATMUL_DESC_TRANSB, a.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+  if (!is_plain(a)) {
+    set(product_, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(a.b));
+    set(product_, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(a.a));
+    set(product_, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(accumulates_fast(a)));
+    // Algorithms are asked for before the first run: any scales do for that.
+    set_scales(product_, a.a.scale.data, a.b.scale.data);
+  }
+  a_ = layout_of(a.b.data);
+  b_ = layout_of(a.a.data);
+  out_ = layout_of(a.out);
+}
+
+PreparedGemm::~PreparedGemm() {
+  for (cublasLtMatrixLayout_t layout : {a_, b_, out_}) cublasLtMatrixLayoutDestroy(layout);
+  cublasLtMatmulDescDestroy(product_);
+}
+
+std::vector<cublasLtMatmulAlgo_t> PreparedGemm::candidates(cublasLtHandle_t handle, const Gemm& a,
+                                                           int max_count) const {
+  Preference preference;
+  preference.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(kGemmWorkspaceBytes));
+  // Where the sum over k is split, its parts are added in fp32: some algorithms would add them in the output's
+  // format.
+  preference.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(a.b.data));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(a.a.data));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(a.out));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(a.out));
+  std::vector<cublasLtMatmulHeuristicResult_t> found(static_cast<size_t>(max_count));
+  int count = 0;
+  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, product_, a_, b_, out_, out_, preference,
+                                                               max_count, found.data(), &count);
+  // What it does not support fails, as two e5m2 operands do with CUBLAS_STATUS_NOT_SUPPORTED.
+  if (status != CUBLAS_STATUS_SUCCESS) return {};
+  std::vector<cublasLtMatmulAlgo_t> algorithms;
+  for (int i = 0; i < count; ++i) {
+    if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
+  }
+  return algorithms;
+}
+
+bool PreparedGemm::accepts(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm) const {
+  cublasLtMatmulHeuristicResult_t result = {};
+  const cublasStatus_t status = cublasLtMatmulAlgoCheck(handle, product_, a_, b_, out_, out_, &algorithm, &result);
+  return status == CUBLAS_STATUS_SUCCESS && static_cast<int64_t>(result.workspaceSize) <= kGemmWorkspaceBytes;
+}
+
+void PreparedGemm::use_scales(CudaDevice& device, const Gemm& a) const {
+  if (is_plain(a)) return;
+  const void *scale_a = a.a.scale.data, *scale_b = a.b.scale.data;
+  if (is_block_scaled(a.a)) {
+    const int64_t bytes_a = gemm_scales_bytes(a.a.num_rows(), a.a.num_cols());
+    const int64_t bytes_b = gemm_scales_bytes(a.b.num_rows(), a.b.num_cols());
+    auto* memory = static_cast<std::byte*>(device.workspace("gemm", kGemmWorkspaceBytes + bytes_a + bytes_b)) +
+                   kGemmWorkspaceBytes;
+    const ScaleLayout layout_a = scale_layout(a.a, reinterpret_cast<float*>(memory));
+    const ScaleLayout layout_b = scale_layout(a.b, reinterpret_cast<float*>(memory + bytes_a));
+    lay_out_scales(device, layout_a, layout_b);
+    if (layout_a.to != nullptr) scale_a = layout_a.to;
+    if (layout_b.to != nullptr) scale_b = layout_b.to;
+  }
+  set_scales(product_, scale_a, scale_b);
+}
+
+cublasStatus_t PreparedGemm::run(cublasLtHandle_t handle, const CudaDevice& device, const Gemm& a,
+                                 const cublasLtMatmulAlgo_t& chosen) const {
+  const float one = 1.0f, beta = a.accumulate ? 1.0f : 0.0f;
+  void* workspace = device.workspace("gemm", kGemmWorkspaceBytes);
+  return cublasLtMatmul(handle, product_, &one, a.b.data.data, a_, a.a.data.data, b_, &beta, a.out.data, out_,
+                        a.out.data, out_, &chosen, workspace, static_cast<size_t>(kGemmWorkspaceBytes),
+                        device.stream());
+}
+
+GemmCache::GemmCache() { check(cublasLtCreate(&handle_), "starting cuBLASLt"); }
+
+GemmCache::~GemmCache() { cublasLtDestroy(handle_); }
+
+const PreparedGemm* GemmCache::prepare(const Gemm& a) {
+  const auto [found, is_new] = entries_.try_emplace(key_of(a), a);
+  Entry& entry = found->second;
+  entry.latest = a;
+  entry.used = true;
+  if (is_new) choose_algorithm(found->first, entry);
+  return entry.supported ? &entry.prepared : nullptr;
+}
+
+void GemmCache::choose_algorithm(const std::string& key, Entry& entry) const {
+  const auto chosen = chosen_.find(key);
+  if (chosen == chosen_.end()) {
+    const auto candidates = entry.prepared.candidates(handle_, entry.latest, 1);
+    if (!candidates.empty()) {
+      entry.prepared.algorithm = candidates.front();
+    } else if (is_plain(entry.latest)) {
+      throw_internal("gemm {}: cuBLASLt has no algorithm for it", key);
+    } else {
+      entry.supported = false;
+    }
+  } else if (entry.prepared.accepts(handle_, chosen->second)) {
+    entry.prepared.algorithm = chosen->second;
+  } else {
+    throw_bad_input("device.gemm_tuning: this cuBLASLt refuses the algorithm chosen for {}: run `parka tune` again",
+                    key);
+  }
+}
+
+void GemmCache::choose(std::map<std::string, cublasLtMatmulAlgo_t> chosen) {
+  PARKA_REQUIRE(entries_.empty());
+  chosen_ = std::move(chosen);
+}
+
+std::vector<Gemm> GemmCache::take_used() {
+  std::vector<Gemm> used;
+  for (auto& [key, entry] : entries_) {
+    if (std::exchange(entry.used, false) && entry.supported) used.push_back(entry.latest);
+  }
+  return used;
+}
+
+void gemm(Device& device, const Gemm& a) {
+  CudaDevice& gpu = as_cuda(device);
+  const PreparedGemm* prepared = suits_cublaslt(a) ? gpu.gemms().prepare(a) : nullptr;
+  if (prepared == nullptr) {
+    multiply_float8(gpu, a);
+    return;
+  }
+  prepared->use_scales(gpu, a);
+  const cublasStatus_t status = prepared->run(gpu.gemms().handle(), gpu, a, prepared->algorithm);
+  if (status != CUBLAS_STATUS_SUCCESS) {
+    throw_internal("gemm {}: cuBLASLt: {}", key_of(a), cublasLtGetStatusName(status));
+  }
+}
+
+}  // namespace parka::cuda

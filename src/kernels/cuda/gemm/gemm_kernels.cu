@@ -1,0 +1,238 @@
+#include "kernels/cuda/gemm/gemm_kernels.h"
+
+#include <algorithm>
+
+#include "kernels/cuda/quantize/fp8.cuh"
+#include "kernels/device/cuda/check.h"
+#include "kernels/device/cuda/cuda_device.h"
+
+namespace parka::cuda {
+namespace {
+
+// ---- Products without tensor cores ----
+
+constexpr int kTile = 64;       // rows and columns of the output per block
+constexpr int kTileDepth = 16;  // terms per step
+constexpr int kPitch = kTile + 4;
+constexpr int kSide = 16;  // threads per side of a block; each makes kPart x kPart outputs
+constexpr int kPart = kTile / kSide;
+constexpr int kMultiplyThreads = kSide * kSide;
+
+// An fp8 matrix [rows, K].
+struct Float8Operand {
+  const uint8_t* codes;
+  __nv_fp8_interpretation_t kind;
+  const void* scale;  // fp32, or bf16
+  bool bf16_scale;
+  bool one_scale;  // kTensor: multiplies the sum, not the codes
+  int rows;
+  int group_rows, group_cols;  // of the piece that has one scale
+  int scale_cols;              // scales per row of the scale tensor
+};
+
+__device__ inline float scale_at(const Float8Operand& x, int64_t index) {
+  return x.bf16_scale ? decode_bf16(static_cast<const BFloat16*>(x.scale)[index])
+                      : static_cast<const float*>(x.scale)[index];
+}
+
+__device__ inline float value_at(const Float8Operand& x, int row, int k, int depth) {
+  if (row >= x.rows || k >= depth) return 0.0f;
+  const uint8_t code = x.codes[static_cast<int64_t>(row) * depth + k];
+  const float value = __half2float(__half(__nv_cvt_fp8_to_halfraw(code, x.kind)));
+  if (x.one_scale) return value;
+  return value * scale_at(x, static_cast<int64_t>(row / x.group_rows) * x.scale_cols + k / x.group_cols);
+}
+
+// tile[k][row] = the values of rows [row_begin, +kTile) at [k_begin, +kTileDepth); zeros beyond the matrix.
+__device__ inline void load_tile(const Float8Operand& x, int row_begin, int k_begin, int depth,
+                                 float (&tile)[kTileDepth][kPitch]) {
+#pragma unroll
+  for (int i = threadIdx.x; i < kTile * kTileDepth; i += kMultiplyThreads) {
+    const int row = i / kTileDepth, k = i % kTileDepth;
+    tile[k][row] = value_at(x, row_begin + row, k_begin + k, depth);
+  }
+}
+
+// out[m,n] = (accumulate ? out[m,n] : 0) + scale * sum_k a[m,k] b[n,k]; k ascending, so that the order of additions
+// is fixed.
+template <typename Out>
+__global__ void __launch_bounds__(kMultiplyThreads)
+    multiply_float8_kernel(Float8Operand a, Float8Operand b, int depth, Out* out, bool accumulate) {
+  __shared__ float a_tile[kTileDepth][kPitch], b_tile[kTileDepth][kPitch];
+  const int row_begin = blockIdx.x * kTile, col_begin = blockIdx.y * kTile;
+  const int row = threadIdx.x / kSide * kPart, col = threadIdx.x % kSide;  // its columns are kSide apart
+  float sum[kPart][kPart] = {};
+  for (int k_begin = 0; k_begin < depth; k_begin += kTileDepth) {
+    load_tile(a, row_begin, k_begin, depth, a_tile);
+    load_tile(b, col_begin, k_begin, depth, b_tile);
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kTileDepth; ++k) {
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) {
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) {
+          sum[i][j] = fmaf(a_tile[k][row + i], b_tile[k][col + j * kSide], sum[i][j]);
+        }
+      }
+    }
+    __syncthreads();
+  }
+  const float scale = __fmul_rn(a.one_scale ? scale_at(a, 0) : 1.0f, b.one_scale ? scale_at(b, 0) : 1.0f);
+#pragma unroll
+  for (int i = 0; i < kPart; ++i) {
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) {
+      const int m = row_begin + row + i, n = col_begin + col + j * kSide;
+      if (m >= a.rows || n >= b.rows) continue;
+      Out& target = out[static_cast<int64_t>(m) * b.rows + n];
+      float result = __fmul_rn(sum[i][j], scale);
+      if (accumulate) result = __fadd_rn(result, to_float(target));
+      target = from_float<Out>(result);
+    }
+  }
+}
+
+Float8Operand operand_of(const ScaledView& x) {
+  Float8Operand o = {};
+  o.codes = static_cast<const uint8_t*>(x.data.data);
+  o.kind = x.data.dtype == DType::kE4M3 ? __NV_E4M3 : __NV_E5M2;
+  o.scale = x.scale.data;
+  o.bf16_scale = x.scale.dtype == DType::kBF16;
+  o.one_scale = x.scaling == Scaling::kTensor;
+  o.rows = static_cast<int>(x.num_rows());
+  o.group_rows = x.scaling == Scaling::kBlock ? static_cast<int>(x.group) : 1;
+  o.group_cols = o.one_scale ? 1 : static_cast<int>(x.group);
+  o.scale_cols = static_cast<int>(scale_shape(x.scaling, x.group, x.num_rows(), x.num_cols())[1]);
+  return o;
+}
+
+// ---- Layout of scales ----
+
+constexpr int kScaleTile = 32;
+constexpr int kScaleTileRows = 8;  // of threads
+
+// Block (i, 0) does tile i of a, block (i, 1) that of b.
+__global__ void __launch_bounds__(kScaleTile* kScaleTileRows) lay_out_scales_kernel(ScaleLayout a, ScaleLayout b) {
+  __shared__ float tile[kScaleTile][kScaleTile + 1];
+  const ScaleLayout x = blockIdx.y == 0 ? a : b;
+  // The padding of rows that are not transposed is written too.
+  const int cols = x.transposed ? x.cols : x.to_stride;
+  const int tiles_per_row = (cols + kScaleTile - 1) / kScaleTile;
+  const int tile_row = blockIdx.x / tiles_per_row, tile_col = blockIdx.x - tile_row * tiles_per_row;
+  const int row_begin = tile_row * kScaleTile, col_begin = tile_col * kScaleTile;
+  if (x.from == nullptr || row_begin >= x.rows) return;
+  const int col = col_begin + threadIdx.x;
+  for (int i = threadIdx.y; i < kScaleTile; i += kScaleTileRows) {
+    const int row = row_begin + i;
+    const float scale = row < x.rows && col < x.cols ? x.from[static_cast<int64_t>(row) * x.cols + col] : 0.0f;
+    if (x.transposed) {
+      tile[i][threadIdx.x] = scale;
+    } else if (row < x.rows && col < cols) {
+      x.to[static_cast<int64_t>(row) * x.to_stride + col] = scale;
+    }
+  }
+  if (!x.transposed) return;
+  __syncthreads();
+  const int row = row_begin + threadIdx.x;
+  for (int i = threadIdx.y; i < kScaleTile; i += kScaleTileRows) {
+    if (row < x.rows && col_begin + i < cols) {
+      x.to[static_cast<int64_t>(col_begin + i) * x.to_stride + row] = tile[threadIdx.x][i];
+    }
+  }
+}
+
+int64_t num_tiles(const ScaleLayout& x) {
+  if (x.from == nullptr) return 0;
+  return ceil_div(x.rows, kScaleTile) * ceil_div(x.transposed ? x.cols : x.to_stride, kScaleTile);
+}
+
+// ---- Random operands ----
+
+constexpr int kFillThreads = 256;
+constexpr int kFillVector = 4;
+
+// 32 well mixed bits.
+__device__ inline uint32_t mix(uint32_t x) {
+  x = (x ^ x >> 16) * 0x7feb352du;
+  x = (x ^ x >> 15) * 0x846ca68bu;
+  return x ^ x >> 16;
+}
+
+// About normally distributed: the sum of four bytes, from its mean, in units of its standard deviation.
+__device__ inline float random_normal(uint32_t bits) {
+  constexpr float kMean = 510.0f, kDeviation = 147.8f;
+  const uint32_t pairs = (bits & 0x00ff00ffu) + (bits >> 8 & 0x00ff00ffu);
+  return (static_cast<float>((pairs & 0xffffu) + (pairs >> 16)) - kMean) * (1.0f / kDeviation);
+}
+
+template <typename T>
+__device__ inline void store_random(T* x, int64_t begin, int64_t count, const float (&values)[kFillVector]) {
+  if constexpr (kIsFloat8<T>) {
+    // Four deviations reach almost the largest code, as quantized tensors do.
+    constexpr float kScale = kFloat8Traits<T>.max / 4.0f;
+    const uint32_t codes =
+        encode_float8x4<T>(values[0] * kScale, values[1] * kScale, values[2] * kScale, values[3] * kScale);
+    auto* bytes = reinterpret_cast<uint8_t*>(x + begin);
+    for (int i = 0; i < count; ++i) bytes[i] = static_cast<uint8_t>(codes >> 8 * i);
+  } else {
+    for (int i = 0; i < count; ++i) x[begin + i] = from_float<T>(values[i]);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kFillThreads) fill_random_kernel(T* x, int64_t numel, uint32_t seed) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kFillThreads * kFillVector;
+  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kFillThreads + threadIdx.x) * kFillVector; i < numel;
+       i += stride) {
+    float values[kFillVector];
+#pragma unroll
+    for (int j = 0; j < kFillVector; ++j) {
+      values[j] = random_normal(mix(static_cast<uint32_t>(i) + static_cast<uint32_t>(j) + mix(seed)));
+    }
+    const int64_t left = numel - i;
+    store_random(x, i, left < kFillVector ? left : kFillVector, values);
+  }
+}
+
+}  // namespace
+
+void multiply_float8(CudaDevice& device, const Gemm& a) {
+  const int64_t rows = a.out.dim[0], cols = a.out.dim[1], depth = a.a.data.dim[1];
+  PARKA_REQUIRE(std::max({rows, cols, depth}) < (int64_t{1} << 30));
+  const dim3 grid(static_cast<unsigned>(ceil_div(rows, kTile)), static_cast<unsigned>(ceil_div(cols, kTile)));
+  with_plain_type(a.out.dtype, [&](auto type) {
+    using Out = decltype(type);
+    multiply_float8_kernel<<<grid, kMultiplyThreads, 0, device.stream()>>>(
+        operand_of(a.a), operand_of(a.b), static_cast<int>(depth), a.out.as<Out>(), a.accumulate);
+  });
+  check_launch("gemm");
+}
+
+void lay_out_scales(CudaDevice& device, const ScaleLayout& a, const ScaleLayout& b) {
+  const int64_t tiles = std::max(num_tiles(a), num_tiles(b));
+  if (tiles == 0) return;
+  constexpr unsigned kOperands = 2;
+  lay_out_scales_kernel<<<dim3(static_cast<unsigned>(tiles), kOperands), dim3(kScaleTile, kScaleTileRows), 0,
+                          device.stream()>>>(a, b);
+  check_launch("gemm");
+}
+
+void fill_random(CudaDevice& device, const TensorView& x, uint32_t seed) {
+  constexpr int kBlocksPerMultiprocessor = 8;
+  const int64_t blocks = std::clamp<int64_t>(ceil_div(x.numel(), kFillThreads * kFillVector), 1,
+                                             kBlocksPerMultiprocessor * device.num_multiprocessors());
+  const auto fill = [&](auto type) {
+    using T = decltype(type);
+    fill_random_kernel<<<static_cast<unsigned>(blocks), kFillThreads, 0, device.stream()>>>(x.as<T>(), x.numel(),
+                                                                                            seed);
+  };
+  if (size_of(x.dtype) == 1) {
+    with_float8_type(x.dtype, fill);
+  } else {
+    with_plain_type(x.dtype, fill);
+  }
+  check_launch("tune");
+}
+
+}  // namespace parka::cuda

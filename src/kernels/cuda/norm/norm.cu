@@ -1,0 +1,388 @@
+#include "kernels/cuda/norm/norm.h"
+
+#include <bit>
+#include <type_traits>
+
+#include "kernels/cuda/norm/norm_rows.cuh"
+#include "kernels/cuda/norm/norm_source.cuh"
+#include "kernels/cuda/quantize/quantize_tiles.cuh"
+#include "kernels/device/cuda/check.h"
+#include "kernels/device/cuda/cuda_device.h"
+
+// Shapes: T rows (tokens), C columns (elements of a row).
+//
+// Plain y is written by the kernel that has a row in registers. Quantized y takes two: that one finds the row's
+// statistics and the maximum of y, and write_tiles makes y again, from what the norm read, as norm_recompute does.
+namespace parka::cuda {
+namespace {
+
+template <typename Part>
+struct PartValues {
+  float element[Part::kPacks][Part::kWidth];
+};
+
+// normalized(x) * weight, without weight for LayerNorm
+template <bool kLayerNorm, typename Part, typename W>
+__device__ PartValues<Part> normalized_part(const Part& part, const float (&x)[Part::kPacks][Part::kWidth],
+                                            float mean, float rstd, const W* weight_C) {
+  PartValues<Part> y;
+  if constexpr (kLayerNorm) {
+    Part::for_each([&](int pack, int i) { y.element[pack][i] = normalized<true>(x[pack][i], mean, rstd); });
+  } else {
+    Stored<W, Part::kWidth> weight[Part::kPacks];
+    part.read(weight_C, weight);
+    Part::for_each([&](int pack, int i) {
+      y.element[pack][i] = __fmul_rn(normalized<false>(x[pack][i], mean, rstd), weight[pack][i]);
+    });
+  }
+  return y;
+}
+
+// ---- What the norm reads, if that is a quantized copy of the sum ----
+
+// None: the norm reads residual_out.
+struct NoCopy {
+  template <typename Part>
+  __device__ void quantize(const Part&, int, int, float (&)[Part::kPacks][Part::kWidth]) const {}
+};
+
+// fp8 codes with scales S for groups of a row, each of which is that of `lanes` neighbouring threads' packs.
+template <typename F8, typename S>
+struct GroupCopy {
+  F8* codes_TC;
+  S* scales;
+  int across;       // scales in a row
+  int group_shift;  // log2 of the columns of a group
+  int lanes;        // a power of 2, from 2 to 32
+
+  // Writes x of a row, and makes it what has been written. To be called by whole warps. A thread has a part of two
+  // groups; the threads of a group share the work: even ones make the scale of the first, odd ones of the second.
+  template <typename Part>
+  __device__ void quantize(const Part& part, int row, int cols, float (&x)[Part::kPacks][Part::kWidth]) const {
+    static_assert(Part::kPacks == 2);
+    const bool has_first = threadIdx.x % 2 == 0;
+    const float first_amax = max_magnitude_of(x[0]), second_amax = max_magnitude_of(x[1]);
+    float amax = has_first ? first_amax : second_amax;
+    amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, has_first ? second_amax : first_amax, 1));
+    for (int step = 2; step < lanes; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, step));
+    const PieceScale own = scale_for<F8, S>(amax);
+    const PieceScale other{__shfl_xor_sync(kFullWarp, own.scale, 1), __shfl_xor_sync(kFullWarp, own.inverse, 1)};
+    const PieceScale pieces[] = {{has_first ? own.scale : other.scale, has_first ? own.inverse : other.inverse},
+                                 {has_first ? other.scale : own.scale, has_first ? other.inverse : own.inverse}};
+    F8* const codes_C = codes_TC + int64_t{row} * cols;
+#pragma unroll
+    for (int pack = 0; pack < Part::kPacks; ++pack) {
+      auto codes = encode(pieces[pack], x[pack]);
+      if (part.has(pack)) *reinterpret_cast<decltype(codes)*>(codes_C + part.column(pack)) = codes;
+    }
+    const int column = part.column(has_first ? 0 : 1);
+    if ((static_cast<int>(threadIdx.x) & (lanes - 1)) < 2 && column < cols) {
+      scales[int64_t{row} * across + (column >> group_shift)] = from_float<S>(own.scale);  // exact: it was rounded
+    }
+  }
+
+ private:
+  template <int kWidth>
+  static __device__ float max_magnitude_of(const float (&x)[kWidth]) {
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) amax = max_magnitude(amax, x[i]);
+    return amax;
+  }
+
+  // The codes of x; leaves in x what they decode to.
+  template <int kWidth>
+  static __device__ Pack<uint32_t, kWidth / 4> encode(const PieceScale& piece, float (&x)[kWidth]) {
+    Pack<uint32_t, kWidth / 4> codes;
+#pragma unroll
+    for (int w = 0; w < kWidth / 4; ++w) {
+      float four[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four[i] = __fmul_rn(x[4 * w + i], piece.inverse);
+      codes.element[w] = encode_float8x4<F8>(four[0], four[1], four[2], four[3]);
+      decode_float8x4<F8>(codes.element[w], four);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[4 * w + i] = __fmul_rn(four[i], piece.scale);
+    }
+    return codes;
+  }
+};
+
+// ---- Forward ----
+
+// In place of y's type: only the maximum of |y| is found.
+struct AmaxOnly {};
+
+template <typename T, typename Y>
+struct ForwardTensors {
+  const T* residual_TC;
+  const T* branch_TC;  // not added unless `adds`, but read all the same: a condition would delay the loads
+  bool adds;
+  const T* weight_C;  // null for LayerNorm
+  T* residual_out_TC;
+  bool writes_sum;  // false where residual_out is the residual, and nothing is added
+  Y* y_TC;
+  float* mean_T;  // null for RMSNorm
+  float* rstd_T;
+  float* amax;  // AmaxOnly: raised to max |y|; null: not wanted either
+};
+
+template <typename T, typename Y, bool kLayerNorm, bool kWide, typename Copy>
+__global__ void __launch_bounds__(kMaxThreads)
+    norm_forward_kernel(const ForwardTensors<T, Y> a, const Copy copy, float eps, int cols, float inverse_cols) {
+  using Part = RowPart<T, kWide>;
+  __shared__ float shared[2][kMaxWarps];
+  // The first rows last: they are those that the kernel that follows finds in the cache.
+  const int t = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const int64_t row = int64_t{t} * cols;
+  float x[Part::kPacks][Part::kWidth];
+  const auto read_again = [&](const Part& part) {
+    if constexpr (!kWide) {
+      Stored<T, Part::kWidth> sum[Part::kPacks];
+      part.read(a.residual_out_TC + row, sum);
+      Part::for_each([&](int pack, int i) { x[pack][i] = sum[pack][i]; });
+    }
+  };
+
+  float sum = 0.0f;
+  Part::for_each_chunk(cols, [&](const Part& part) {
+    Stored<T, Part::kWidth> residual[Part::kPacks], branch[Part::kPacks];
+    part.read(a.residual_TC + row, residual);
+    part.read(a.branch_TC + row, branch);
+    if (a.adds) {
+#pragma unroll
+      for (int pack = 0; pack < Part::kPacks; ++pack) {
+        residual[pack] = rounded_sum(residual[pack], branch[pack]);
+      }
+    }
+    if (a.writes_sum) part.write(a.residual_out_TC + row, residual);
+    // The norm reads what backward will read: the sum as stored.
+    Part::for_each([&](int pack, int i) { x[pack][i] = residual[pack][i]; });
+    copy.quantize(part, t, cols, x);
+    Part::for_each([&](int pack, int i) { sum += x[pack][i]; });
+  });
+  const float count = static_cast<float>(cols);
+  const float mean = kLayerNorm ? divided(row_sum(sum, shared[0]), count, inverse_cols) : 0.0f;
+
+  float squares = 0.0f;
+  Part::for_each_chunk(cols, [&](const Part& part) {
+    read_again(part);
+    Part::for_each([&](int pack, int i) {
+      const float deviation = !kLayerNorm || part.has(pack) ? x[pack][i] - mean : 0.0f;
+      squares += deviation * deviation;
+    });
+  });
+  const float rstd = rsqrtf(divided(row_sum(squares, shared[1]), count, inverse_cols) + eps);
+  if (threadIdx.x == 0) {
+    if (kLayerNorm) a.mean_T[t] = mean;
+    a.rstd_T[t] = rstd;
+  }
+
+  if constexpr (!std::is_same_v<Y, AmaxOnly>) {
+    Part::for_each_chunk(cols, [&](const Part& part) {
+      read_again(part);
+      part.write(a.y_TC + row, normalized_part<kLayerNorm>(part, x, mean, rstd, a.weight_C).element);
+    });
+  } else if (a.amax != nullptr) {
+    float largest = 0.0f;
+    Part::for_each_chunk(cols, [&](const Part& part) {
+      read_again(part);
+      const auto y = normalized_part<kLayerNorm>(part, x, mean, rstd, a.weight_C);
+      Part::for_each([&](int pack, int i) {
+        // Of columns that are not there RMSNorm makes zeros.
+        largest = max_magnitude(largest, !kLayerNorm || part.has(pack) ? y.element[pack][i] : 0.0f);
+      });
+    });
+    largest = row_max(largest, shared[0]);
+    if (threadIdx.x == 0) raise_to(a.amax, largest);
+  }
+}
+
+// ---- Recompute ----
+
+template <typename X, typename W, typename Y, bool kLayerNorm, bool kWide>
+__global__ void __launch_bounds__(kMaxThreads)
+    norm_recompute_kernel(const X* x_TC, const W* weight_C, const float* mean_T, const float* rstd_T, Y* y_TC,
+                          int cols) {
+  using Part = RowPart<X, kWide>;
+  const int64_t row = int64_t{blockIdx.x} * cols;
+  const float mean = kLayerNorm ? mean_T[blockIdx.x] : 0.0f, rstd = rstd_T[blockIdx.x];
+  Part::for_each_chunk(cols, [&](const Part& part) {
+    Stored<X, Part::kWidth> stored[Part::kPacks];
+    part.read(x_TC + row, stored);
+    float x[Part::kPacks][Part::kWidth];
+    Part::for_each([&](int pack, int i) { x[pack][i] = stored[pack][i]; });
+    part.write(y_TC + row, normalized_part<kLayerNorm>(part, x, mean, rstd, weight_C).element);
+  });
+}
+
+// ---- Statistics alone ----
+
+constexpr int kStatisticsThreads = 256;
+
+// Of the rows of a matrix of any format, column by column: what norm_forward_kernel finds for those that it can
+// have in registers.
+__global__ void __launch_bounds__(kStatisticsThreads)
+    norm_statistics_kernel(const AnySource x, bool is_layer_norm, float eps, int cols, float* mean_T,
+                           float* rstd_T) {
+  __shared__ float shared[kStatisticsThreads / kWarpSize];
+  const int row = static_cast<int>(blockIdx.x);
+  const auto mean_of = [&](const auto& term) {
+    float sum = 0.0f;
+    for (int col = static_cast<int>(threadIdx.x); col < cols; col += kStatisticsThreads) {
+      sum += term(x.element(row, col));
+    }
+    return block_sum<kStatisticsThreads>(sum, shared) / static_cast<float>(cols);
+  };
+  const float mean = is_layer_norm ? mean_of([](float value) { return value; }) : 0.0f;
+  const float variance = mean_of([&](float value) { return (value - mean) * (value - mean); });
+  if (threadIdx.x != 0) return;
+  if (is_layer_norm) mean_T[row] = mean;
+  rstd_T[row] = rsqrtf(variance + eps);
+}
+
+// ---- Launches ----
+
+template <typename Y, bool kLayerNorm, bool kWide, typename T, typename Copy>
+void launch_forward(CudaDevice& device, const NormForward& a, const T* residual, const Copy& copy, float* amax) {
+  const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
+  const bool adds = !a.branch.empty();
+  ForwardTensors<T, Y> tensors{
+      .residual_TC = residual,
+      .branch_TC = adds ? a.branch.as<T>() : residual,
+      .adds = adds,
+      .weight_C = optional<T>(a.weight),
+      .residual_out_TC = a.residual_out.as<T>(),
+      .writes_sum = adds || a.residual_out.data != a.residual.data,
+      .y_TC = nullptr,
+      .mean_T = optional<float>(a.mean),
+      .rstd_T = a.rstd.as<float>(),
+      .amax = amax,
+  };
+  if constexpr (!std::is_same_v<Y, AmaxOnly>) tensors.y_TC = a.y.data.as<Y>();
+  norm_forward_kernel<T, Y, kLayerNorm, kWide, Copy>
+      <<<static_cast<unsigned>(rows), threads_for(cols), 0, device.stream()>>>(
+          tensors, copy, a.eps, static_cast<int>(cols), 1.0f / static_cast<float>(cols));
+  check_launch("norm_forward");
+}
+
+template <typename T>
+bool is_wide(const NormForward& a) {
+  return fits_wide(a.residual.dim[1], RowPart<T, true>::kWidth,
+                   {a.residual.data, a.branch.data, a.weight.data, a.residual_out.data, a.y.data.data});
+}
+
+// The sum, the statistics of the sum and y or its maximum.
+template <typename Y>
+void norm_of_sum(CudaDevice& device, const NormForward& a, float* amax) {
+  with_plain_type(a.residual.dtype, [&](auto residual) {
+    using T = decltype(residual);
+    with_constant(a.kind == NormKind::kLayerNorm, [&](auto layer_norm) {
+      with_constant(is_wide<T>(a), [&](auto wide) {
+        launch_forward<Y, layer_norm.value, wide.value>(device, a, a.residual.as<T>(), NoCopy(), amax);
+      });
+    });
+  });
+}
+
+// Whether one kernel can make the sum, its quantized copy and what follows.
+bool fits_group_copy(const NormForward& a) {
+  constexpr int kWidth = RowPart<BFloat16, true>::kWidth;
+  const auto group = static_cast<uint64_t>(a.x.group);
+  return a.residual.dtype == DType::kBF16 && is_wide<BFloat16>(a) && is_aligned(a.x.data.data, kWidth) &&
+         std::has_single_bit(group) && group >= 2 * kWidth && group <= uint64_t{kWidth} * kWarpSize;
+}
+
+// The sum, its quantized copy x, the statistics of x, and the maximum of y unless `amax` is null.
+void norm_of_copy(CudaDevice& device, const NormForward& a, float* amax) {
+  if (!fits_group_copy(a)) {
+    norm_of_sum<AmaxOnly>(device, a, nullptr);
+    const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
+    with_source(a.residual_out, [&](const auto& sum) { write_tiles(device, sum, rows, cols, a.x, {}, nullptr); });
+    norm_statistics_kernel<<<static_cast<unsigned>(rows), kStatisticsThreads, 0, device.stream()>>>(
+        AnySource(a.x), a.kind == NormKind::kLayerNorm, a.eps, static_cast<int>(cols), optional<float>(a.mean),
+        a.rstd.as<float>());
+    if (amax != nullptr) find_amax(device, any_norm_source(a.x, a.weight, a.mean, a.rstd), rows, cols, amax);
+    return;
+  }
+  with_float8_type(a.x.data.dtype, [&](auto f8) {
+    with_plain_type(a.x.scale.dtype, [&](auto scale) {
+      using F8 = decltype(f8);
+      using S = decltype(scale);
+      const auto group = static_cast<uint64_t>(a.x.group);
+      const GroupCopy<F8, S> copy{.codes_TC = a.x.data.as<F8>(),
+                                  .scales = a.x.scale.as<S>(),
+                                  .across = static_cast<int>(a.x.scale.dim[1]),
+                                  .group_shift = std::countr_zero(group),
+                                  .lanes = static_cast<int>(group) / RowPart<BFloat16, true>::kWidth};
+      with_constant(a.kind == NormKind::kLayerNorm, [&](auto layer_norm) {
+        launch_forward<AmaxOnly, layer_norm.value, true>(device, a, a.residual.as<BFloat16>(), copy, amax);
+      });
+    });
+  });
+}
+
+template <typename X, typename W, typename Y, bool kLayerNorm>
+void launch_recompute(CudaDevice& device, const NormRecompute& a) {
+  const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
+  const bool wide = fits_wide(cols, RowPart<X, true>::kWidth, {a.x.data.data, a.weight.data, a.y.data.data});
+  const auto kernel =
+      wide ? norm_recompute_kernel<X, W, Y, kLayerNorm, true> : norm_recompute_kernel<X, W, Y, kLayerNorm, false>;
+  kernel<<<static_cast<unsigned>(rows), threads_for(cols), 0, device.stream()>>>(
+      a.x.data.as<X>(), optional<W>(a.weight), optional<float>(a.mean), a.rstd.as<float>(), a.y.data.as<Y>(),
+      static_cast<int>(cols));
+  check_launch("norm_recompute");
+}
+
+bool is_tensor_scaled(const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kTensor; }
+
+}  // namespace
+
+void norm_forward(Device& any_device, const NormForward& a) {
+  CudaDevice& device = as_cuda(any_device);
+  const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
+  check_row_extents(rows, cols);
+  if (a.x.empty() && a.y.scaling == Scaling::kNone && a.y_t.empty()) {
+    with_plain_type(a.y.data.dtype, [&](auto y) { norm_of_sum<decltype(y)>(device, a, nullptr); });
+    return;
+  }
+  float* amax = nullptr;
+  if (is_tensor_scaled(a.y) || is_tensor_scaled(a.y_t)) {
+    amax = static_cast<float*>(device.workspace("norm_forward", sizeof(float)));
+    check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), "norm_forward");
+  }
+  if (a.x.empty()) {
+    norm_of_sum<AmaxOnly>(device, a, amax);
+  } else {
+    norm_of_copy(device, a, amax);
+  }
+  with_norm_source(a.x.empty() ? ScaledView(a.residual_out) : a.x, a.weight, a.mean, a.rstd,
+                   [&](const auto& y) { write_tiles(device, y, rows, cols, a.y, a.y_t, amax); });
+  check_launch("norm_forward");
+}
+
+void norm_recompute(Device& any_device, const NormRecompute& a) {
+  CudaDevice& device = as_cuda(any_device);
+  const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
+  check_row_extents(rows, cols);
+  if (a.x.scaling != Scaling::kNone || a.y.empty() || a.y.scaling != Scaling::kNone || !a.y_t.empty()) {
+    with_norm_source(a.x, a.weight, a.mean, a.rstd,
+                     [&](const auto& y) { write_tiles(device, y, rows, cols, a.y, a.y_t, nullptr); });
+    check_launch("norm_recompute");
+    return;
+  }
+  with_plain_type(a.x.data.dtype, [&](auto x) {
+    with_plain_type(a.y.data.dtype, [&](auto y) {
+      using X = decltype(x);
+      using Y = decltype(y);
+      if (a.kind == NormKind::kLayerNorm) {
+        launch_recompute<X, float, Y, true>(device, a);
+        return;
+      }
+      with_plain_type(a.weight.dtype,
+                      [&](auto weight) { launch_recompute<X, decltype(weight), Y, false>(device, a); });
+    });
+  });
+}
+
+}  // namespace parka::cuda

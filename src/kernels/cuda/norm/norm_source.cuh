@@ -1,0 +1,140 @@
+#pragma once
+#include "kernels/cuda/norm/norm_rows.cuh"
+#include "kernels/cuda/quantize/matrix_source.cuh"
+#include "kernels/ops/norm.h"
+
+// The output of a norm as a Source (quantize_tiles.cuh says what that is).
+namespace parka::cuda {
+
+// ---- Weights; LayerNorm has none. load(): 4 adjacent columns ----
+
+struct NoWeight {
+  static constexpr bool kCentred = true;  // the norm subtracts the mean
+
+  bool fits_wide() const { return true; }
+  __device__ void load(int, float (&)[4]) const {}
+  __device__ float element(int) const { return 1.0f; }
+  static __device__ float times(float x, float) { return x; }
+};
+
+struct BFloat16Weight {
+  static constexpr bool kCentred = false;
+  const BFloat16* weight_C;
+
+  bool fits_wide() const { return is_aligned(weight_C, 16); }
+  __device__ void load(int col, float (&w)[4]) const {
+    const uint2 words = __ldg(reinterpret_cast<const uint2*>(weight_C + col));
+    const Stored<BFloat16, 4> stored{{words.x, words.y}};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[i] = stored[i];
+  }
+  __device__ float element(int col) const { return to_float(weight_C[col]); }
+  static __device__ float times(float x, float w) { return __fmul_rn(x, w); }
+};
+
+// Of either format, or none: then null, and multiplying by 1 changes nothing.
+struct AnyWeight {
+  static constexpr bool kCentred = true;
+  const void* weight_C;
+  bool is_bf16;
+
+  explicit AnyWeight(const TensorView& weight) : weight_C(weight.data), is_bf16(weight.dtype == DType::kBF16) {}
+
+  bool fits_wide() const { return is_aligned(weight_C, 16); }
+  __device__ void load(int col, float (&w)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[i] = element(col + i);
+  }
+  __device__ float element(int col) const {
+    if (weight_C == nullptr) return 1.0f;
+    if (is_bf16) return to_float(static_cast<const BFloat16*>(weight_C)[col]);
+    return static_cast<const float*>(weight_C)[col];
+  }
+  static __device__ float times(float x, float w) { return __fmul_rn(x, w); }
+};
+
+// ---- What the norm read, normalized with the statistics of its rows and multiplied by the weight ----
+
+template <typename X, typename Weight>
+struct NormSource {
+  // Whether the mean is subtracted as x is decoded.
+  static constexpr bool kDecodesLess =
+      Weight::kCentred && requires(const X& of, const typename X::Fetched& fetched, float (&y)[4]) {
+    of.decode_less(fetched, 0, 0.0f, y);
+  };
+
+  X x;
+  Weight weight;
+  const float* mean_T;  // null for RMSNorm: zeros
+  const float* rstd_T;
+
+  struct Fetched {
+    typename X::Fetched x;
+    float mean, rstd;
+    int col;
+  };
+
+  bool fits_wide() const { return x.fits_wide() && weight.fits_wide(); }
+
+  __device__ Fetched fetch(int row, int col) const {
+    return {x.fetch(row, col), mean_of(row), __ldg(rstd_T + row), col};
+  }
+  __device__ void decode(const Fetched& fetched, int quarter, float (&y)[4]) const {
+    float w[4];
+    weight.load(fetched.col + 4 * quarter, w);
+    if constexpr (kDecodesLess) {
+      x.decode_less(fetched.x, quarter, fetched.mean, y);
+    } else {
+      x.decode(fetched.x, quarter, y);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      constexpr bool kSubtracts = Weight::kCentred && !kDecodesLess;
+      y[i] = Weight::times(normalized<kSubtracts>(y[i], fetched.mean, fetched.rstd), w[i]);
+    }
+  }
+  __device__ void load(int row, int col, float (&y)[kSourceWidth]) const { load_of(*this, row, col, y); }
+
+  __device__ float element(int row, int col) const {
+    return Weight::times(normalized<Weight::kCentred>(x.element(row, col), mean_of(row), rstd_T[row]),
+                         weight.element(col));
+  }
+
+ private:
+  __device__ float mean_of(int row) const {
+    if (!Weight::kCentred || (!std::is_same_v<Weight, NoWeight> && mean_T == nullptr)) return 0.0f;
+    return __ldg(mean_T + row);
+  }
+};
+
+// The norm of any input.
+inline NormSource<AnySource, AnyWeight> any_norm_source(const ScaledView& x, const TensorView& weight,
+                                                        const TensorView& mean, const TensorView& rstd) {
+  return {AnySource(x), AnyWeight(weight), optional<float>(mean), rstd.as<float>()};
+}
+
+// Calls f with the source: one made for the formats that training asks for, or one for any.
+template <typename F>
+void with_norm_source(const ScaledView& x, const TensorView& weight, const TensorView& mean, const TensorView& rstd,
+                      const F& f) {
+  const auto with_weight = [&](auto source) {
+    using X = decltype(source);
+    const float* const mean_T = optional<float>(mean);
+    if (weight.empty()) {
+      f(NormSource<X, NoWeight>{source, {}, mean_T, rstd.as<float>()});
+    } else {
+      f(NormSource<X, BFloat16Weight>{source, {weight.as<BFloat16>()}, mean_T, rstd.as<float>()});
+    }
+  };
+  if (!weight.empty() && weight.dtype != DType::kBF16) {
+    f(any_norm_source(x, weight, mean, rstd));
+  } else if (x.data.dtype == DType::kBF16) {
+    with_weight(PlainSource<BFloat16>(x));
+  } else if (x.data.dtype == DType::kE4M3 && BFloat16GroupScales::fits(x)) {
+    with_weight(GroupedSource<Float8E4M3>(x));
+  } else {
+    f(any_norm_source(x, weight, mean, rstd));
+  }
+}
+
+}  // namespace parka::cuda

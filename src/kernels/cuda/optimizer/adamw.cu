@@ -1,0 +1,511 @@
+#include "kernels/cuda/optimizer/adamw.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "kernels/cuda/optimizer/adamw_moments.cuh"
+#include "kernels/cuda/ptx/early_launch.cuh"
+#include "kernels/device/cuda/check.h"
+#include "kernels/device/cuda/cuda_device.h"
+
+// A warp takes one group of 128 elements, or several: it reads them of every tensor as fp32, updates them and
+// writes them back. There are two kernels: adamw_fp8_kernel for whole blocks of elements with expanded fp8 moments
+// of one format, and adamw_kernel for everything else.
+namespace parka::cuda {
+namespace {
+
+// ---- The update of elements ----
+
+template <typename Weights, typename GradientOf, typename ExpAvg, typename ExpAvgSq>
+struct Tensors {
+  using Part = typename ExpAvg::Part;
+  using LargestWeight = LargestStored<std::remove_pointer_t<decltype(Weights::weight_N)>>;
+
+  Weights weights;
+  GradientOf gradient;
+  ExpAvg exp_avg;
+  ExpAvgSq exp_avg_sq;
+
+  PARKA_HOST_DEVICE void move(int64_t elements) {
+    weights.move(elements);
+    gradient.move(elements);
+    exp_avg.move(elements);
+    exp_avg_sq.move(elements);
+  }
+};
+
+// With plain moments.
+template <bool kWhole, typename Tensors, typename Part>
+__device__ void step_plain(const Tensors& t, const Part& part, float grad_scale, const UpdateConstants& c,
+                           typename Tensors::LargestWeight& largest) {
+  PartValues<Part> g, w, m, v;
+  to_floats(t.gradient.template load<kWhole>(part), g);
+  to_floats(t.weights.template load<kWhole>(part), w);
+  t.exp_avg.template read<kWhole>(part, m);
+  t.exp_avg_sq.template read<kWhole>(part, v);
+  for_each_element<Part>([&](int pack, int i) {
+    float& m_i = m[pack][i];
+    float& v_i = v[pack][i];
+    update_moments(c, __fmul_rn(g[pack][i], grad_scale), m_i, v_i);
+    update_weight(c, direction_of(m_i, v_i, c.inverse_bias1, c.inverse_sqrt_bias2, c.eps), w[pack][i]);
+  });
+  largest.raise_to(t.weights.template store<kWhole>(part, w));
+  t.exp_avg.template write<kWhole>(part, m);
+  t.exp_avg_sq.template write<kWhole>(part, v);
+}
+
+// As a call, which takes few instructions where it is rarely wanted.
+__device__ __noinline__ float call_direction_of(float m, float v, float inverse_bias1, float inverse_sqrt_bias2,
+                                                float eps) {
+  return direction_of(m, v, inverse_bias1, inverse_sqrt_bias2, eps);
+}
+
+// direction_of, the same bits, for elements of groups that are in_safe_range: root and quotient by the sequences
+// that __fsqrt_rn and __fdiv_rn have for such operands, without their checks for others and the branches, which are
+// half of their instructions.
+__device__ float safe_direction_of(const UpdateConstants& c, float m, float v) {
+  const float inverse_root = approximate_rsqrt(v);
+  float root = __fmul_rn(v, inverse_root);
+  root = __fmaf_rn(__fmaf_rn(-root, root, v), __fmul_rn(inverse_root, 0.5f), root);
+  const float x = __fmul_rn(m, c.inverse_bias1), y = __fadd_rn(__fmul_rn(root, c.inverse_sqrt_bias2), c.eps);
+  float inverse = approximate_reciprocal(y);
+  inverse = __fmaf_rn(inverse, __fmaf_rn(-y, inverse, 1.0f), inverse);
+  const float quotient = __fmul_rn(x, inverse);
+  return __fmaf_rn(inverse, __fmaf_rn(-y, quotient, x), quotient);
+}
+
+constexpr float kLargestSafeV = 0x1p60f;
+
+// Whether no step of safe_direction_of can leave fp32's range, or lose bits below it, for any element of a group.
+__device__ bool in_safe_range(const UpdateConstants& c, const MomentExtremes& m, const MomentExtremes& v) {
+  return c.are_safe && m.amin >= 0x1p-80f && m.amax <= 0x1p10f && !v.has_zeros && v.amin >= 0x1p-100f &&
+         v.amax <= kLargestSafeV;
+}
+
+template <typename Part>
+__device__ void update_weights(const UpdateConstants& c, const PartValues<Part>& m, const PartValues<Part>& v,
+                               const MomentExtremes& of_m, const MomentExtremes& of_v, PartValues<Part>& w) {
+  if (__all_sync(kFullWarp, in_safe_range(c, of_m, of_v))) {
+    for_each_element<Part>(
+        [&](int pack, int i) { update_weight(c, safe_direction_of(c, m[pack][i], v[pack][i]), w[pack][i]); });
+  } else if (c.are_safe && of_m.amax == 0.0f && of_v.amax <= kLargestSafeV) {
+    // A quotient of zero, as in rows of an embedding that no token has had yet.
+    for_each_element<Part>([&](int pack, int i) { update_weight(c, m[pack][i], w[pack][i]); });
+  } else {
+    for_each_element<Part>([&](int pack, int i) {
+      const float direction =
+          call_direction_of(m[pack][i], v[pack][i], c.inverse_bias1, c.inverse_sqrt_bias2, c.eps);
+      update_weight(c, direction, w[pack][i]);
+    });
+  }
+}
+
+// A lane's elements of all tensors, as they are stored.
+template <typename Weights, typename GradientOf, typename ExpAvg, typename ExpAvgSq>
+struct StoredElements {
+  Weights weights;
+  GradientOf gradient;
+  ExpAvg exp_avg;
+  ExpAvgSq exp_avg_sq;
+};
+
+template <bool kWhole, typename Tensors, typename Part>
+__device__ auto load_elements(const Tensors& t, const Part& part) {
+  return StoredElements{t.weights.template load<kWhole>(part), t.gradient.template load<kWhole>(part),
+                        t.exp_avg.template load<kWhole>(part), t.exp_avg_sq.template load<kWhole>(part)};
+}
+
+// With fp8 moments: steps the `elements` of `part`. Calls load_next() once they are no longer needed, to load
+// others while moments are being encoded.
+template <bool kWhole, typename Tensors, typename Part, typename Elements, typename LoadNext>
+__device__ void step_fp8(const Tensors& t, const Part& part, const RootTable& roots, const RootTable& roots_sq,
+                         float grad_scale, const UpdateConstants& c, const Elements& elements,
+                         typename Tensors::LargestWeight& largest, const LoadNext& load_next) {
+  PartValues<Part> g, w, m, v;
+  to_floats(elements.gradient, g);
+  t.exp_avg.decode(elements.exp_avg, roots, m);
+  t.exp_avg_sq.decode(elements.exp_avg_sq, roots_sq, v);
+  for_each_element<Part>(
+      [&](int pack, int i) { update_moments(c, __fmul_rn(g[pack][i], grad_scale), m[pack][i], v[pack][i]); });
+  const MomentExtremes of_m = t.exp_avg.extremes(m), of_v = t.exp_avg_sq.extremes(v);
+  to_floats(elements.weights, w);
+  update_weights<Part>(c, m, v, of_m, of_v, w);
+  largest.raise_to(t.weights.template store<kWhole>(part, w));
+  load_next();
+  t.exp_avg.template store<kWhole>(part, m, of_m);
+  t.exp_avg_sq.template store<kWhole>(part, v, of_v);
+}
+
+// ---- Kernels ----
+
+// Calls f(part, first, kWhole) for the lane's part of a tensor of N elements, its first one's number and whether
+// the block's elements are all there, in aligned tensors.
+template <typename Part, typename F>
+__device__ void with_part(int64_t N, bool aligned, const F& f) {
+  const int64_t begin = int64_t{blockIdx.x} * Part::kBlockElements, first = begin + Part::offset();
+  const Part part{N - first};
+  if (aligned && begin + Part::kBlockElements <= N) {
+    f(part, first, std::true_type());
+  } else {
+    f(part, first, std::false_type());
+  }
+}
+
+// Raises *weight_amax, unless it is null, to what the threads of a block have found, as the last thing they do.
+template <int kThreads, typename LargestWeight>
+__device__ void raise_weight_amax(float* weight_amax, const LargestWeight& largest) {
+  __shared__ uint32_t shared[kThreads / kWarpSize];
+  if (weight_amax != nullptr) raise_to_block_max<kThreads>(weight_amax, largest.value(), shared);
+}
+
+template <typename Tensors>
+__global__ void __launch_bounds__(Tensors::Part::kThreads)
+    adamw_kernel(Tensors tensors, const float* grad_scale, float* weight_amax, UpdateConstants constants, int64_t N,
+                 bool aligned) {
+  using Part = typename Tensors::Part;
+  const float scale = *grad_scale;
+  const bool changes = isfinite(scale);
+  if (!changes && weight_amax == nullptr) return;
+  typename Tensors::LargestWeight largest;  // elements past the end, read as zeros, stay zeros or become NaN
+  with_part<Part>(N, aligned, [&](const auto& part, int64_t first, auto whole) {
+    tensors.move(first);
+    if (!changes) {
+      largest.raise_to(load_part<whole.value>(tensors.weights.weight_N, part));
+    } else if constexpr (kIsFp8Moment<decltype(Tensors::exp_avg)>) {
+      const RootTable& roots = kRootTable<typename decltype(Tensors::exp_avg)::Format>;
+      const RootTable& roots_sq = kRootTable<typename decltype(Tensors::exp_avg_sq)::Format>;
+      const auto elements = load_elements<whole.value>(tensors, part);
+      step_fp8<whole.value>(tensors, part, roots, roots_sq, scale, constants, elements, largest, [] {});
+    } else {
+      step_plain<whole.value>(tensors, part, scale, constants, largest);
+    }
+  });
+  raise_weight_amax<Part::kThreads>(weight_amax, largest);
+}
+
+// By a block of kThreads.
+template <int kThreads>
+__device__ void copy_roots(const RootTable& from, RootTable& to) {
+  constexpr int kVectors = sizeof(RootTable) / sizeof(uint4);
+  static_assert(kVectors % kThreads == 0);
+#pragma unroll
+  for (int i = 0; i < kVectors / kThreads; ++i) {
+    const int place = i * kThreads + static_cast<int>(threadIdx.x);
+    reinterpret_cast<uint4*>(&to)[place] = reinterpret_cast<const uint4*>(&from)[place];
+  }
+}
+
+// What is left for adamw_fp8_kernel to do where nothing is changed. It has pointers of its own: sharing the step's
+// would take registers from that.
+template <typename Tensors, typename T>
+__device__ void find_unchanged_amax(const T* weight_N, int count, float* weight_amax) {
+  using Part = typename Tensors::Part;
+  if (weight_amax == nullptr) return;
+  typename Tensors::LargestWeight largest;
+  for (int block = static_cast<int>(blockIdx.x); block < count; block += static_cast<int>(gridDim.x)) {
+    const T* const first = weight_N + int64_t{block} * Part::kBlockElements + Part::offset();
+    largest.raise_to(load_part<true>(first, Part{}));
+  }
+  raise_weight_amax<Part::kThreads>(weight_amax, largest);
+}
+
+// `tensors` at the lane's first element of a block of elements.
+template <typename Tensors>
+__device__ Tensors of_block(const Tensors& tensors, int block) {
+  Tensors moved = tensors;
+  moved.move(int64_t{block} * Tensors::Part::kBlockElements + Tensors::Part::offset());
+  return moved;
+}
+
+// The turns of one warp of a grid whose warps do not wait for each other: each has its place's share in one block
+// of elements after another, of `count`. The first two blocks are given; which ones follow is counted by the warps
+// with that place in all thread blocks, so that the faster ones take more. (A counter for each place, because
+// additions to one number take 2.3 ns each.)
+class Turns {
+ public:
+  // `counters` is CudaDevice's. Every thread of the grid makes Turns.
+  __device__ Turns(unsigned* counters, int count)
+      : counter_(counters + threadIdx.x / kWarpSize * CudaDevice::kCounterStride),
+        count_(count),
+        block_(static_cast<int>(blockIdx.x)),
+        next_(block_ + static_cast<int>(gridDim.x)) {}
+
+  __device__ bool has_block() const { return block_ < count_; }
+  __device__ bool has_next() const { return next_ < count_; }
+  __device__ int block() const { return block_; }
+  __device__ int next() const { return next_; }
+  // Asks for the block after the next, for advance(), which comes some time later.
+  __device__ void ask() {
+    const bool asks = threadIdx.x % kWarpSize == 0 && has_next();
+    after_next_ = asks ? 2 * static_cast<int>(gridDim.x) + static_cast<int>(atomicAdd(counter_, 1u)) : count_;
+  }
+  __device__ void advance() {
+    block_ = next_;
+    next_ = __shfl_sync(kFullWarp, after_next_, 0);
+  }
+
+  // Once no thread of the block has a turn left: the last block to call this zeroes the counters.
+  template <int kThreads>
+  static __device__ void end(unsigned* counters) {
+    constexpr int kPlaces = kThreads / kWarpSize;
+    static_assert(kPlaces < CudaDevice::kNumCounters);
+    unsigned* const num_ended = counters + kPlaces * CudaDevice::kCounterStride;
+    __syncthreads();
+    if (threadIdx.x != 0 || atomicAdd(num_ended, 1u) != gridDim.x - 1) return;
+    for (int place = 0; place <= kPlaces; ++place) counters[place * CudaDevice::kCounterStride] = 0;
+  }
+
+ private:
+  unsigned* counter_;
+  int count_, block_, next_, after_next_ = 0;
+};
+
+// The fast step with fp8 moments, of `count` times Part::kBlockElements elements of aligned tensors: both moments
+// have one format, whose table of roots every block copies to its shared memory, so there is one block for each SM.
+//
+// What a warp has next is loaded while it encodes; asynchronous copies, under way all the time, are slower. Turns
+// matter: with as many for every warp, some multiprocessors wait for others during 8 % of the time. Next to memory
+// it is instructions that count, more so at the lower clock in a step. On sm_90, with a split master and a bf16
+// gradient, one element took 71 before turns:
+//   4  loads, stores and their addresses           10  decoding two moments
+//   2  gradient: to fp32, scaled                    7  new moments
+//   5  extremes of a group, a third in shuffles    14  direction: exact root and quotient
+//   4  new weight                                   4  weight joined and split
+//  15  encoding two moments                         4  exponents and constants of two groups
+//   1  largest weight
+// and about one more for codes in doubt. Of a scheduler's 71 cycles for 32 elements, MUFU is busy for 53 and the
+// integer units for 43. Registers are used up: a few more live values spill.
+template <typename Tensors>
+__global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
+    adamw_fp8_kernel(const __grid_constant__ Tensors tensors, const float* grad_scale, float* weight_amax,
+                     UpdateConstants constants, int count, unsigned* counters) {
+  using Part = typename Tensors::Part;
+  wait_for_kernel_before();
+  const float scale = *grad_scale;
+  if (!isfinite(scale)) {
+    find_unchanged_amax<Tensors>(tensors.weights.weight_N, count, weight_amax);
+    return;
+  }
+  Turns turns(counters, count);
+  auto elements = load_elements<true>(of_block(tensors, turns.block()), Part{});
+
+  extern __shared__ uint4 shared[];
+  auto& roots = *reinterpret_cast<RootTable*>(shared);
+  copy_roots<Part::kThreads>(kRootTable<typename decltype(Tensors::exp_avg)::Format>, roots);
+  __syncthreads();
+
+  typename Tensors::LargestWeight largest;
+  for (; turns.has_block(); turns.advance()) {
+    turns.ask();
+    step_fp8<true>(of_block(tensors, turns.block()), Part{}, roots, roots, scale, constants, elements, largest,
+                   [&] {
+                     if (turns.has_next()) elements = load_elements<true>(of_block(tensors, turns.next()), Part{});
+                   });
+  }
+  Turns::end<Part::kThreads>(counters);
+  raise_weight_amax<Part::kThreads>(weight_amax, largest);
+}
+
+template <typename Moment>
+__global__ void __launch_bounds__(Moment::Part::kThreads)
+    moment_encode_kernel(const float* values_N, Moment moment, int64_t N, bool aligned) {
+  with_part<typename Moment::Part>(N, aligned, [&](const auto& part, int64_t first, auto whole) {
+    moment.move(first);
+    typename Moment::Values x;
+    to_floats(load_part<whole.value>(values_N + first, part), x);
+    moment.template write<whole.value>(part, x);
+  });
+}
+
+template <typename Moment>
+__global__ void __launch_bounds__(Moment::Part::kThreads)
+    moment_decode_kernel(Moment moment, float* values_N, int64_t N, bool aligned) {
+  with_part<typename Moment::Part>(N, aligned, [&](const auto& part, int64_t first, auto whole) {
+    moment.move(first);
+    typename Moment::Values x;
+    moment.template read<whole.value>(part, x);
+    store_part<whole.value>(values_N + first, part, to_stored<float, typename Moment::Part>(x));
+  });
+}
+
+// ---- Launches ----
+
+// Many lanes for each group, or few with wide accesses, which makes a group's own work cost less.
+using SmallPart = LanePart<1, 4, 8>;
+using LargePart = LanePart<2, 8, 16>;
+
+// Calls f with the weights' device form.
+template <typename F>
+void with_weights(const AdamwStep& a, const F& f) {
+  switch (a.master_form) {
+    case MasterForm::kFp32: f(Fp32Master{a.weight.as<BFloat16>(), a.master.as<float>()}); return;
+    case MasterForm::kFp32Split: f(SplitMaster{a.weight.as<BFloat16>(), a.master.as<uint16_t>()}); return;
+    case MasterForm::kBf16Sr: f(StochasticWeight{a.weight.as<BFloat16>(), a.seed, a.step, a.first_element}); return;
+    case MasterForm::kNone: f(Fp32Weight{a.weight.as<float>()}); return;
+  }
+}
+
+// Calls f with the moment's device form.
+template <typename F>
+void with_plain_moment(const MomentView& moment, const F& f) {
+  with_plain_type(moment.values.dtype, [&](auto type) {
+    using T = decltype(type);
+    f(PlainMoment<T, SmallPart>{moment.values.as<T>()});
+  });
+}
+
+template <typename F8, typename Part, bool kIsSecond, bool kOfFastStep = false>
+Fp8Moment<F8, Part, kIsSecond, kOfFastStep> fp8_moment(const MomentView& moment) {
+  uint8_t* const exponent = moment.exponent.empty() ? nullptr : moment.exponent.as<uint8_t>();
+  return {moment.values.as<F8>(), moment.amax.as<float>(), exponent};
+}
+
+template <typename Part, bool kIsSecond, typename F>
+void with_fp8_moment(const MomentView& moment, const F& f) {
+  with_float8_type(moment.values.dtype, [&](auto type) { f(fp8_moment<decltype(type), Part, kIsSecond>(moment)); });
+}
+
+template <typename F>
+void with_moment(const MomentView& moment, bool is_second, const F& f) {
+  if (!is_float8(moment.values.dtype)) {
+    with_plain_moment(moment, f);
+  } else if (is_second) {
+    with_fp8_moment<LargePart, true>(moment, f);
+  } else {
+    with_fp8_moment<LargePart, false>(moment, f);
+  }
+}
+
+// Calls f(weights, gradient) with their device forms.
+template <typename F>
+void with_weights_and_gradient(const AdamwStep& a, const F& f) {
+  with_weights(a, [&](auto weights) {
+    with_plain_type(a.gradient.dtype, [&](auto type) {
+      using T = decltype(type);
+      f(weights, Gradient<T>{a.gradient.as<T>()});
+    });
+  });
+}
+
+template <typename Part>
+unsigned num_blocks(int64_t N) {
+  return static_cast<unsigned>(ceil_div(N, Part::kBlockElements));
+}
+
+// Whether a lane can move a pack of `Part` as it likes to.
+template <typename Part>
+bool is_aligned_for(const TensorView& t) {
+  constexpr int64_t kWidestAccess = 16;
+  const int64_t pack_bytes = Part::kElements * size_of(t.dtype);
+  return is_aligned(t.data, static_cast<size_t>(std::min(pack_bytes, kWidestAccess)));
+}
+
+template <typename Part>
+bool is_aligned_for(const AdamwStep& a) {
+  bool aligned = true;
+  for (const TensorView& t : {a.weight, a.master, a.gradient, a.exp_avg.values, a.exp_avg_sq.values}) {
+    aligned = aligned && is_aligned_for<Part>(t);
+  }
+  return aligned;
+}
+
+float* weight_amax_of(const AdamwStep& a) { return a.weight_amax.empty() ? nullptr : a.weight_amax.as<float>(); }
+
+// Steps the elements from number `begin` on, a multiple of 128.
+template <typename Tensors>
+void launch_step(CudaDevice& device, const AdamwStep& a, Tensors tensors, int64_t begin = 0) {
+  using Part = typename Tensors::Part;
+  const int64_t N = a.weight.numel() - begin;
+  if (N == 0) return;
+  tensors.move(begin);
+  adamw_kernel<<<num_blocks<Part>(N), Part::kThreads, 0, device.stream()>>>(
+      tensors, a.grad_scale.as<float>(), weight_amax_of(a), UpdateConstants(a), N, is_aligned_for<Part>(a));
+}
+
+// Elements that the fast step can have, from the first on. Without range expansion there is one row of roots, which
+// any cache holds.
+int64_t num_fast_elements(const CudaDevice& device, const AdamwStep& a) {
+  const bool can = a.exp_avg.values.dtype == a.exp_avg_sq.values.dtype && !a.exp_avg.exponent.empty() &&
+                   !a.exp_avg_sq.exponent.empty() && is_aligned_for<LargePart>(a) &&
+                   device.properties().sharedMemPerBlockOptin >= sizeof(RootTable);
+  return can ? a.weight.numel() / LargePart::kBlockElements * LargePart::kBlockElements : 0;
+}
+
+template <typename Tensors>
+void launch_fast_step(CudaDevice& device, const AdamwStep& a, const Tensors& tensors, int64_t num_elements) {
+  auto* const kernel = adamw_fp8_kernel<Tensors>;
+  constexpr int kSharedBytes = sizeof(RootTable);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "adamw_step");
+  const int count = static_cast<int>(num_elements / LargePart::kBlockElements);
+  const int blocks = std::min(count, device.num_multiprocessors());
+  launch_early(device, kernel, {static_cast<unsigned>(blocks), LargePart::kThreads, kSharedBytes}, tensors,
+               a.grad_scale.as<float>(), weight_amax_of(a), UpdateConstants(a), count, device.counters());
+  check_launch("adamw_step");
+}
+
+void step_with_plain_moments(CudaDevice& device, const AdamwStep& a) {
+  with_weights_and_gradient(a, [&](auto weights, auto gradient) {
+    with_plain_moment(a.exp_avg, [&](auto exp_avg) {
+      with_plain_moment(a.exp_avg_sq, [&](auto exp_avg_sq) {
+        launch_step(device, a, Tensors{weights, gradient, exp_avg, exp_avg_sq});
+      });
+    });
+  });
+}
+
+void step_with_fp8_moments(CudaDevice& device, const AdamwStep& a) {
+  const int64_t num_fast = num_fast_elements(device, a);
+  with_weights_and_gradient(a, [&](auto weights, auto gradient) {
+    if (num_fast > 0) {
+      with_float8_type(a.exp_avg.values.dtype, [&](auto type) {
+        using F8 = decltype(type);
+        const auto exp_avg = fp8_moment<F8, LargePart, false, true>(a.exp_avg);
+        const auto exp_avg_sq = fp8_moment<F8, LargePart, true, true>(a.exp_avg_sq);
+        launch_fast_step(device, a, Tensors{weights, gradient, exp_avg, exp_avg_sq}, num_fast);
+      });
+    }
+    with_fp8_moment<SmallPart, false>(a.exp_avg, [&](auto exp_avg) {
+      with_fp8_moment<SmallPart, true>(a.exp_avg_sq, [&](auto exp_avg_sq) {
+        launch_step(device, a, Tensors{weights, gradient, exp_avg, exp_avg_sq}, num_fast);
+      });
+    });
+  });
+}
+
+}  // namespace
+
+// Both moments are plain, or both are fp8: there is no kernel for one of each, and no config asks for it.
+void adamw_step(Device& device, const AdamwStep& a) {
+  const bool is_fp8 = is_float8(a.exp_avg.values.dtype);
+  PARKA_REQUIRE(is_float8(a.exp_avg_sq.values.dtype) == is_fp8);
+  if (is_fp8) {
+    step_with_fp8_moments(as_cuda(device), a);
+  } else {
+    step_with_plain_moments(as_cuda(device), a);
+  }
+  check_launch("adamw_step");
+}
+
+void moment_encode(Device& device, const MomentEncode& a) {
+  const int64_t N = a.values.numel();
+  with_moment(a.moment, a.is_second, [&](auto moment) {
+    using Part = typename decltype(moment)::Part;
+    const bool aligned = is_aligned_for<Part>(a.values) && is_aligned_for<Part>(a.moment.values);
+    moment_encode_kernel<<<num_blocks<Part>(N), Part::kThreads, 0, as_cuda(device).stream()>>>(a.values.as<float>(),
+                                                                                               moment, N, aligned);
+  });
+  check_launch("moment_encode");
+}
+
+void moment_decode(Device& device, const MomentDecode& a) {
+  const int64_t N = a.values.numel();
+  with_moment(a.moment, /*is_second=*/false, [&](auto moment) {
+    using Part = typename decltype(moment)::Part;
+    const bool aligned = is_aligned_for<Part>(a.values) && is_aligned_for<Part>(a.moment.values);
+    moment_decode_kernel<<<num_blocks<Part>(N), Part::kThreads, 0, as_cuda(device).stream()>>>(
+        moment, a.values.as<float>(), N, aligned);
+  });
+  check_launch("moment_decode");
+}
+
+}  // namespace parka::cuda

@@ -1,0 +1,247 @@
+#include "kernels/cuda/quantize/quantize.h"
+
+#include <bit>
+
+#include "kernels/cuda/ptx/early_launch.cuh"
+#include "kernels/cuda/quantize/fp8.cuh"
+#include "kernels/cuda/quantize/matrix_source.cuh"
+#include "kernels/cuda/quantize/quantize_tiles.cuh"
+#include "kernels/cuda/vector.cuh"
+#include "kernels/device/cuda/check.h"
+#include "kernels/device/cuda/cuda_device.h"
+
+// Shapes: R rows and C columns of x.
+namespace parka::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWideWidth = 4;  // elements that convert_kernel moves as one: 16 bytes of fp32
+constexpr int kPacks = 4;      // per thread
+
+// Element by element, whatever the shape.
+template <typename X, typename Y, int kWidth>
+__global__ void __launch_bounds__(kThreads) convert_kernel(const X* x, Y* y, int64_t count) {
+  const int64_t first = (int64_t{blockIdx.x} * kThreads * kPacks + threadIdx.x) * kWidth;
+  Stored<X, kWidth> packs[kPacks];
+#pragma unroll
+  for (int n = 0; n < kPacks; ++n) {
+    const int64_t at = first + n * kThreads * kWidth;
+    packs[n] = load_stored<kWidth>(x + at, at < count);
+  }
+#pragma unroll
+  for (int n = 0; n < kPacks; ++n) {
+    const int64_t at = first + n * kThreads * kWidth;
+    if (at >= count) return;
+    float values[kWidth];
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[i] = packs[n][i];
+    store(y + at, values);
+  }
+}
+
+constexpr int kTile = 64;  // rows and columns that a block transposes
+constexpr int kTileWarps = kThreads / kWarpSize;
+
+// Calls f(n, across, along) for the elements of a tile that are this thread's: a warp goes along a line of the
+// tile.
+template <typename F>
+__device__ void for_each_in_tile(const F& f) {
+#pragma unroll
+  for (int n = 0; n < kTile * kTile / kThreads; ++n) {
+    constexpr int kPerLine = kTile / kWarpSize;
+    f(n, threadIdx.y + n / kPerLine * kTileWarps, threadIdx.x + n % kPerLine * kWarpSize);
+  }
+}
+
+template <typename X, typename Y>
+__global__ void __launch_bounds__(kThreads) transpose_kernel(const X* x_RC, Y* y_CR, int64_t rows, int64_t cols) {
+  __shared__ float tile[kTile][kTile + 1];  // a column more, so that columns too lie in different banks
+  const int64_t col_tiles = (cols + kTile - 1) / kTile;
+  const int64_t first_row = blockIdx.x / col_tiles * kTile, first_col = blockIdx.x % col_tiles * kTile;
+  Stored<X, 1> values[kTile * kTile / kThreads];
+  for_each_in_tile([&](int n, int r, int c) {
+    const int64_t row = first_row + r, col = first_col + c;
+    values[n] = load_stored<1>(x_RC + row * cols + col, row < rows && col < cols);
+  });
+  for_each_in_tile([&](int n, int r, int c) { tile[r][c] = values[n][0]; });
+  __syncthreads();
+  for_each_in_tile([&](int, int c, int r) {
+    const int64_t row = first_row + r, col = first_col + c;
+    if (row < rows && col < cols) y_CR[col * rows + row] = from_float<Y>(tile[r][c]);
+  });
+}
+
+template <typename X, typename Y>
+void convert(cudaStream_t stream, const TensorView& x, const TensorView& y) {
+  const bool wide = x.numel() % kWideWidth == 0 && is_aligned(x.data, 16) && is_aligned(y.data, 16);
+  const auto kernel = wide ? convert_kernel<X, Y, kWideWidth> : convert_kernel<X, Y, 1>;
+  const int64_t blocks = ceil_div(x.numel(), int64_t{kThreads} * kPacks * (wide ? kWideWidth : 1));
+  PARKA_REQUIRE(blocks <= INT32_MAX);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(x.as<X>(), y.as<Y>(), x.numel());
+}
+
+template <typename X, typename Y>
+void transpose(cudaStream_t stream, const TensorView& x, const TensorView& y) {
+  const int64_t rows = x.dim[0], cols = x.dim[1], blocks = ceil_div(rows, kTile) * ceil_div(cols, kTile);
+  PARKA_REQUIRE(blocks <= INT32_MAX);
+  transpose_kernel<X, Y>
+      <<<static_cast<unsigned>(blocks), dim3(kWarpSize, kTileWarps), 0, stream>>>(x.as<X>(), y.as<Y>(), rows, cols);
+}
+
+// Codes whose scales lie in the order of the elements: every 2^scale_shift of them have one.
+template <typename F8, typename S, typename Y, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    decode_kernel(const uint8_t* codes, const S* scales, int scale_shift, Y* y, int64_t count) {
+  static_assert(kWidth % 4 == 0);
+  const int64_t first = (int64_t{blockIdx.x} * kThreads * kPacks + threadIdx.x) * kWidth;
+  Stored<uint8_t, kWidth> packs[kPacks];
+  S scale[kPacks];
+#pragma unroll
+  for (int n = 0; n < kPacks; ++n) {
+    const int64_t at = first + n * kThreads * kWidth;
+    packs[n] = load_stored<kWidth>(codes + at, at < count);
+    scale[n] = scales[at < count ? at >> scale_shift : 0];
+  }
+#pragma unroll
+  for (int n = 0; n < kPacks; ++n) {
+    const int64_t at = first + n * kThreads * kWidth;
+    if (at >= count) return;
+    float values[kWidth];
+#pragma unroll
+    for (int w = 0; w < kWidth / 4; ++w) {
+      float numbers[4];
+      decode_float8x4<F8>(packs[n].word[w], numbers);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[4 * w + i] = __fmul_rn(numbers[i], to_float(scale[n]));
+    }
+    store(y + at, values);
+  }
+}
+
+// Whether decode_kernel can decode x to y.
+bool is_stream(const ScaledView& x, const TensorView& y) {
+  if (x.scaling != Scaling::kTensor && x.scaling != Scaling::kGroup) return false;
+  const bool whole = x.scaling == Scaling::kTensor;
+  const auto group = static_cast<uint64_t>(x.group);
+  const bool in_order = whole || (std::has_single_bit(group) && group >= 8 && x.num_cols() % x.group == 0);
+  return in_order && y.numel() % 8 == 0 && is_aligned(x.data.data, 16) && is_aligned(y.data, 16);
+}
+
+void decode_stream(cudaStream_t stream, const ScaledView& x, const TensorView& y) {
+  const int shift = x.scaling == Scaling::kTensor ? 63 : std::countr_zero(static_cast<uint64_t>(x.group));
+  with_float8_type(x.data.dtype, [&](auto f8) {
+    with_plain_type(x.scale.dtype, [&](auto s) {
+      with_plain_type(y.dtype, [&](auto out) {
+        using S = decltype(s);
+        using Y = decltype(out);
+        constexpr int kWidth = 16 / sizeof(Y);
+        const int64_t blocks = ceil_div(y.numel(), int64_t{kThreads} * kPacks * kWidth);
+        PARKA_REQUIRE(blocks <= INT32_MAX);
+        decode_kernel<decltype(f8), S, Y, kWidth><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+            static_cast<const uint8_t*>(x.data.data), x.scale.as<S>(), shift, y.as<Y>(), y.numel());
+      });
+    });
+  });
+}
+
+// Codes transposed as they are. kWide: rows of `codes_RC` are loaded 16 bytes at a time.
+template <bool kWide>
+__global__ void __launch_bounds__(tiles::kThreads)
+    move_codes_kernel(const uint8_t* codes_RC, const tiles::CodeOutput out) {
+  alignas(tiles::kTileAlignment) __shared__ uint32_t shared[tiles::kSharedWords];
+  wait_for_kernel_before();
+  const tiles::Place place;
+  tiles::Codes codes;
+#pragma unroll
+  for (int k = 0; k < tiles::kHeight; ++k) {
+    const uint8_t* const row = codes_RC + int64_t{min(place.row + k, out.rows - 1)} * out.cols;
+    if constexpr (kWide) {
+      const auto words = load_stored<tiles::kWidth>(row + min(place.col, out.cols - tiles::kWidth));
+#pragma unroll
+      for (int w = 0; w < tiles::kWords; ++w) codes[k][w] = words.word[w];
+    } else {
+#pragma unroll
+      for (int w = 0; w < tiles::kWords; ++w) {
+        codes[k][w] = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) codes[k][w] |= uint32_t{row[min(place.col + 4 * w + i, out.cols - 1)]} << 8 * i;
+      }
+    }
+  }
+  tiles::write_codes(codes, out, shared);
+}
+
+void move_codes(const CudaDevice& device, const TensorView& x, const ScaledView& out_t) {
+  const int64_t rows = x.dim[0], cols = x.dim[1];
+  tiles::check_extents(rows, cols);
+  const bool wide = cols % tiles::kWidth == 0 && is_aligned(x.data, 16);
+  const auto kernel = wide ? move_codes_kernel<true> : move_codes_kernel<false>;
+  launch_early(device, kernel, {tiles::grid_of(rows, cols), tiles::kThreads}, static_cast<const uint8_t*>(x.data),
+               tiles::code_output({}, out_t, rows, cols));
+}
+
+// Codes that keep their scale are moved: decoding and encoding them again could only lose.
+bool keeps_codes(const ScaledView& x, const ScaledView& out) {
+  return !out.empty() && x.scaling == Scaling::kTensor && out.scaling == Scaling::kTensor &&
+         x.data.dtype == out.data.dtype && x.scale.data == out.scale.data;
+}
+
+bool is_plain(const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kNone; }
+
+// What moves elements without arithmetic over more than one of them. Takes what it has done from `out` and `out_t`.
+void quantize_directly(const CudaDevice& device, const ScaledView& x, ScaledView& out, ScaledView& out_t) {
+  const cudaStream_t stream = device.stream();
+  if (keeps_codes(x, out)) {
+    check(cudaMemcpyAsync(out.data.data, x.data.data, static_cast<size_t>(out.data.bytes()),
+                          cudaMemcpyDeviceToDevice, stream),
+          "quantize");
+    out = {};
+  }
+  if (keeps_codes(x, out_t)) {
+    move_codes(device, x.data, out_t);
+    out_t = {};
+  }
+  if (is_plain(out) && is_stream(x, out.data)) {
+    decode_stream(stream, x, out.data);
+    out = {};
+  }
+  if (!is_plain(x)) return;
+  with_plain_type(x.data.dtype, [&](auto type) {
+    using X = decltype(type);
+    if (is_plain(out)) {
+      with_plain_type(out.data.dtype, [&](auto y) { convert<X, decltype(y)>(stream, x.data, out.data); });
+      out = {};
+    }
+    if (is_plain(out_t)) {
+      with_plain_type(out_t.data.dtype, [&](auto y) { transpose<X, decltype(y)>(stream, x.data, out_t.data); });
+      out_t = {};
+    }
+  });
+}
+
+}  // namespace
+
+void quantize(Device& device_, const Quantize& a) {
+  CudaDevice& device = as_cuda(device_);
+  const cudaStream_t stream = device.stream();
+  ScaledView out = a.out, out_t = a.out_t;  // what is left to do
+  quantize_directly(device, a.x, out, out_t);
+  const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
+  const bool has_tensor_scale =
+      (!out.empty() && out.scaling == Scaling::kTensor) || (!out_t.empty() && out_t.scaling == Scaling::kTensor);
+  if (!out.empty() || !out_t.empty()) {
+    with_source(a.x, [&](const auto& source) {
+      const float* amax = a.amax.empty() ? nullptr : a.amax.as<float>();
+      if (has_tensor_scale && !a.scale_given && amax == nullptr) {
+        auto* const found = static_cast<float*>(device.workspace("quantize", sizeof(float)));
+        check(cudaMemsetAsync(found, 0, sizeof(float), stream), "quantize");
+        find_amax(device, source, rows, cols, found);
+        amax = found;
+      }
+      write_tiles(device, source, rows, cols, out, out_t, amax);
+    });
+  }
+  check_launch("quantize");
+}
+
+}  // namespace parka::cuda

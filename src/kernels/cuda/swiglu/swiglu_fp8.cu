@@ -1,0 +1,378 @@
+#include "kernels/cuda/swiglu/swiglu_fp8.h"
+
+#include <algorithm>
+#include <bit>
+#include <type_traits>
+
+#include "kernels/cuda/quantize/matrix_source.cuh"
+#include "kernels/cuda/quantize/quantize.h"
+#include "kernels/cuda/quantize/quantize_tiles.cuh"
+#include "kernels/cuda/swiglu/swiglu_elements.cuh"
+#include "kernels/cuda/swiglu/swiglu_source.cuh"
+#include "kernels/device/cuda/check.h"
+
+// Shapes: T rows (tokens), F columns of the product; up_gate has 2F, up before gate.
+//
+// Everything is made of Sources (quantize_tiles.cuh), and tensors with one scale in two passes: one for the
+// maximum, one that computes the same numbers again and writes codes, which is cheaper than keeping them in
+// between.
+namespace parka::cuda {
+namespace {
+
+// ---- Forward: quantizing up_gate and finding the product's maximum in one pass ----
+
+struct GateQuantization {
+  PlainSource<BFloat16> up_gate;
+  uint8_t* codes_T2F;
+  BFloat16* scales;
+  uint8_t* silu_codes_TF;  // null: silu is not saved
+  BFloat16* silu_scales;
+  int rows, width;
+  int group_shift;  // log2 of the columns in a group
+  float* amax;      // of the product; null: not wanted
+
+  struct Fetched {
+    PlainSource<BFloat16>::Fetched up, gate;
+  };
+  __device__ Fetched fetch(int row, int col) const {
+    return {up_gate.fetch(row, col), up_gate.fetch(row, col + width)};
+  }
+};
+
+// The largest magnitude, of pairs together; NaN is skipped.
+__device__ float max_magnitude_of(const PlainSource<BFloat16>::Fetched& x) {
+  __nv_bfloat162 highest = __float2bfloat162_rn(0.0f), lowest = highest;
+#pragma unroll
+  for (const uint32_t word : x.word) {
+    const __nv_bfloat162 pair(std::bit_cast<__nv_bfloat162_raw>(word));
+    highest = __hmax2(highest, pair);
+    lowest = __hmin2(lowest, pair);
+  }
+  const __nv_bfloat162 largest = __hmax2(highest, __hneg2(lowest));
+  return fmaxf(__low2float(largest), __high2float(largest));
+}
+
+// The codes of 16 numbers of one group, and its scale.
+template <typename F8>
+struct GroupCodes {
+  uint32_t word[tiles::kWords];
+  PieceScale scale;
+
+  // Adjacent `lanes` threads have the group, `amax` is the maximum of this one's numbers.
+  __device__ GroupCodes(float amax, int lanes) : scale(scale_for<F8, BFloat16>(tiles::group_max(amax, lanes))) {}
+  // Encodes a quarter of the numbers. x becomes what the codes decode to.
+  __device__ void encode(int quarter, float (&x)[4]) {
+    word[quarter] = tiles::encode<F8>(x, scale.inverse);
+    // Nothing but to hide from the compiler where the word comes from: it would decode the halves it was made of,
+    // each moved to a register of its own first.
+    asm("" : "+r"(word[quarter]));
+    decode(quarter, x);
+  }
+  __device__ void decode(int quarter, float (&x)[4]) const { decode_4<F8>(word[quarter], scale.scale, x); }
+  __device__ void write(uint8_t* codes) const { tiles::store_16(codes, word); }
+};
+
+// A thread has up and gate of its part of a tile of [T, F].
+template <typename F8, bool kSavesSilu>
+__global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
+    quantize_gate_kernel(const GateQuantization q) {
+  __shared__ uint32_t shared[tiles::kWarps];
+  const tiles::Place place;
+  const int lanes = 1 << q.group_shift >> std::countr_zero(unsigned{kSourceWidth});
+  const int groups = q.width >> q.group_shift, group = place.col >> q.group_shift;
+  const bool is_first_of_group = place.col == group << q.group_shift;
+  uint8_t* const codes = q.codes_T2F + offset_of(place.row, 2 * q.width, place.col);
+  BFloat16* const scales = q.scales + offset_of(place.row, 2 * groups, group);
+  float amax = 0.0f;
+  tiles::for_each_row(q, q.rows, q.width, [&](int k, const GateQuantization::Fetched& fetched) {
+    GroupCodes<F8> up_codes(max_magnitude_of(fetched.up), lanes), gate_codes(max_magnitude_of(fetched.gate), lanes);
+    float silus[16], silu_amax = 0.0f;
+#pragma unroll
+    for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
+      float up[4], gate[4];
+      q.up_gate.decode(fetched.up, quarter, up);
+      up_codes.encode(quarter, up);
+      q.up_gate.decode(fetched.gate, quarter, gate);
+      gate_codes.encode(quarter, gate);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float own = silu(gate[i], kSavesSilu ? sigmoid(gate[i]) : sigmoid_of_coded(gate[i]));
+        silus[4 * quarter + i] = own;
+        if constexpr (kSavesSilu) {
+          silu_amax = max_magnitude(silu_amax, own);
+        } else {
+          amax = max_magnitude(amax, product_of(up[i], own));
+        }
+      }
+    }
+    const bool exists = place.row + k < q.rows && place.col < q.width;
+    if constexpr (kSavesSilu) {
+      GroupCodes<F8> silu_codes(silu_amax, lanes);
+#pragma unroll
+      for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
+        float up[4], saved[4];
+        up_codes.decode(quarter, up);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) saved[i] = silus[4 * quarter + i];
+        silu_codes.encode(quarter, saved);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) amax = max_magnitude(amax, product_of(up[i], saved[i]));
+      }
+      if (exists) silu_codes.write(q.silu_codes_TF + offset_of(place.row + k, q.width, place.col));
+      if (exists && is_first_of_group) {
+        q.silu_scales[offset_of(place.row + k, groups, group)] = from_float<BFloat16>(silu_codes.scale.scale);
+      }
+    }
+
+    if (!exists) return;
+    up_codes.write(codes + k * 2 * int64_t{q.width});
+    gate_codes.write(codes + (k * 2 + 1) * int64_t{q.width});
+    if (!is_first_of_group) return;
+    scales[k * 2 * int64_t{groups}] = from_float<BFloat16>(up_codes.scale.scale);
+    scales[(k * 2 + 1) * int64_t{groups}] = from_float<BFloat16>(gate_codes.scale.scale);
+  });
+  if (q.amax != nullptr) raise_to_block_max<tiles::kThreads>(q.amax, amax, shared);
+}
+
+// Whether quantize_gate_kernel can do it.
+bool fits_quantize_gate(const SwigluForward& a) {
+  const auto is_usual = [](const ScaledView& t) {
+    return t.scaling == Scaling::kGroup && tiles::fits_tiles(t) && t.scale.dtype == DType::kBF16 &&
+           is_aligned(t.data.data, 16);
+  };
+  const bool same_silu = a.silu.empty() || (is_usual(a.silu) && tiles::same_format(a.silu, a.up_gate));
+  return a.up_gate_plain.dtype == DType::kBF16 && is_aligned(a.up_gate_plain.data, 16) && is_usual(a.up_gate) &&
+         same_silu && a.product.num_cols() % kSourceWidth == 0;
+}
+
+void quantize_gate(CudaDevice& device, const SwigluForward& a, float* amax) {
+  const int64_t rows = a.product.num_rows(), width = a.product.num_cols();
+  const bool saves_silu = !a.silu.empty();
+  const GateQuantization q{
+      .up_gate = PlainSource<BFloat16>(a.up_gate_plain),
+      .codes_T2F = tiles::codes_of(a.up_gate),
+      .scales = a.up_gate.scale.as<BFloat16>(),
+      .silu_codes_TF = tiles::codes_of(a.silu),
+      .silu_scales = saves_silu ? a.silu.scale.as<BFloat16>() : nullptr,
+      .rows = static_cast<int>(rows),
+      .width = static_cast<int>(width),
+      .group_shift = std::countr_zero(static_cast<uint64_t>(a.up_gate.group)),
+      .amax = amax,
+  };
+  with_float8_type(a.up_gate.data.dtype, [&](auto f8) {
+    using F8 = decltype(f8);
+    const auto kernel = saves_silu ? quantize_gate_kernel<F8, true> : quantize_gate_kernel<F8, false>;
+    kernel<<<tiles::grid_of(rows, width), tiles::kThreads, 0, device.stream()>>>(q);
+  });
+}
+
+// ---- Backward: d_up, d_gate and the product of a tile together ----
+
+// d_up_gate with one scale, and the product, in the format of activations, with its given one.
+template <typename Inputs, typename F8, bool kProduct>
+__global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
+    gradient_codes_kernel(const Inputs inputs, const tiles::CodeOutput d_up, const tiles::CodeOutput d_gate,
+                          const tiles::TensorScale scale, const tiles::CodeOutput product,
+                          const tiles::TensorScale product_scale) {
+  alignas(tiles::kTileAlignment) __shared__ uint32_t shared[kProduct ? 3 : 2][tiles::kSharedWords];
+  const float inverse = scale.inverse<F8>();
+  const float product_inverse = kProduct ? product_scale.inverse<Float8E4M3>() : 0.0f;
+  const uint32_t part = tiles::part_address(shared[0]);
+  tiles::for_each_row(inputs, d_up.rows, d_up.cols, [&](int k, const auto& fetched) {
+    uint32_t up_codes[tiles::kWords], gate_codes[tiles::kWords];
+    [[maybe_unused]] uint32_t product_codes[tiles::kWords];
+#pragma unroll
+    for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
+      GradientParts<4> g;
+      inputs.read(fetched, quarter, g);
+      up_codes[quarter] = tiles::encode<F8>({g.d_up(0), g.d_up(1), g.d_up(2), g.d_up(3)}, inverse);
+      gate_codes[quarter] = tiles::encode<F8>({g.d_gate(0), g.d_gate(1), g.d_gate(2), g.d_gate(3)}, inverse);
+      if constexpr (kProduct) {
+        product_codes[quarter] =
+            tiles::encode<Float8E4M3>({g.product(0), g.product(1), g.product(2), g.product(3)}, product_inverse);
+      }
+    }
+    tiles::put_codes(up_codes, k, d_up, part);
+    tiles::put_codes(gate_codes, k, d_gate, part + tiles::kTileBytes);
+    if constexpr (kProduct) tiles::put_codes(product_codes, k, product, part + 2 * tiles::kTileBytes);
+  });
+  __syncthreads();
+  tiles::finish_codes(d_up, shared[0]);
+  tiles::finish_codes(d_gate, shared[1]);
+  if constexpr (kProduct) tiles::finish_codes(product, shared[2]);
+  scale.write<F8>();
+}
+
+template <typename Inputs, typename Y>
+__global__ void __launch_bounds__(tiles::kThreads)
+    gradient_plain_kernel(const Inputs inputs, Y* d_up_gate_T2F, int rows, int width) {
+  const tiles::Place place;
+  if (place.col >= width) return;
+#pragma unroll
+  for (int k = 0; k < tiles::kHeight; ++k) {
+    if (place.row + k >= rows) return;
+    const auto fetched = inputs.fetch(place.row + k, place.col);
+    float d_up[16], d_gate[16];
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      GradientParts<4> g;
+      inputs.read(fetched, quarter, g);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        d_up[4 * quarter + i] = g.d_up(i);
+        d_gate[4 * quarter + i] = g.d_gate(i);
+      }
+    }
+    Y* const target = d_up_gate_T2F + int64_t{place.row + k} * 2 * width + place.col;
+    store(target, d_up);
+    store(target + width, d_gate);
+  }
+}
+
+bool is_tensor(const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kTensor; }
+bool is_tensor_or_empty(const ScaledView& t) { return t.empty() || t.scaling == Scaling::kTensor; }
+bool is_e4m3_or_empty(const ScaledView& t) { return t.empty() || t.data.dtype == DType::kE4M3; }
+
+// Whether both have one scale for the tensor and go to tiles: what the kernels for usual formats write.
+bool fits_tensor_tiles(const ScaledView& t, const ScaledView& t_transposed) {
+  return is_tensor_or_empty(t) && is_tensor_or_empty(t_transposed) && is_aligned(t.data.data, 16) &&
+         (t.empty() || t_transposed.empty() || t.data.dtype == t_transposed.data.dtype);
+}
+
+// A maximum to be raised, 0 at first.
+float* zero_amax(CudaDevice& device, std::string_view op) {
+  auto* const amax = static_cast<float*>(device.workspace(op, sizeof(float)));
+  check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), op);
+  return amax;
+}
+
+// With `amax`, which `is_found` or 0, scales are made from it; with null they are inputs.
+void write_product(CudaDevice& device, const ScaledView& up_gate, const ScaledView& silu, const ScaledView& product,
+                   const ScaledView& product_t, float* amax, bool is_found) {
+  const int64_t rows = up_gate.num_rows(), width = up_gate.num_cols() / 2;
+  const bool wide = AnyGated(up_gate, AnySource(silu)).fits_wide() && fits_tensor_tiles(product, product_t);
+  with_gated(up_gate, silu, wide, [&](const auto& gated) {
+    using Gates = std::decay_t<decltype(gated)>;
+    const MadeSource source(ProductNumbers<Gates>{gated});
+    if (amax != nullptr && !is_found) find_amax(device, source, rows, width, amax);
+    if constexpr (std::is_same_v<Gates, AnyGated>) {
+      write_tiles(device, source, rows, width, product, product_t, amax);
+    } else {
+      tiles::write_tensor(device, source, rows, width, product, product_t, amax);
+    }
+  });
+}
+
+// Columns [first, first + width) of what the views, which may be empty, have.
+tiles::CodeOutput part_of(const ScaledView& t, const ScaledView& t_transposed, int64_t rows, int64_t first,
+                          int64_t width) {
+  const int64_t stride = t.empty() ? width : t.num_cols();
+  tiles::CodeOutput out = tiles::code_output(t, t_transposed, rows, width);
+  out.stride = static_cast<int>(stride);
+  if (out.codes_RC != nullptr) out.codes_RC += first;
+  if (out.codes_CR != nullptr) out.codes_CR += first * rows;
+  return out;
+}
+
+// The gradient as codes with one scale, and the product beside it if `with_product`.
+template <typename Inputs>
+void write_gradient_codes(CudaDevice& device, const Inputs& inputs, const SwigluBackward& a, bool with_product,
+                          const float* amax) {
+  const int64_t rows = a.d_product.dim[0], width = a.d_product.dim[1];
+  const ScaledView& any = a.d_up_gate.empty() ? a.d_up_gate_t : a.d_up_gate;
+  const tiles::CodeOutput d_up = part_of(a.d_up_gate, a.d_up_gate_t, rows, 0, width);
+  const tiles::CodeOutput d_gate = part_of(a.d_up_gate, a.d_up_gate_t, rows, width, width);
+  const tiles::CodeOutput product = part_of(a.product, a.product_t, rows, 0, width);
+  const ScaledView& any_product = a.product.empty() ? a.product_t : a.product;
+  const tiles::TensorScale scale = tiles::tensor_scale(any, amax);
+  const tiles::TensorScale product_scale =
+      with_product ? tiles::tensor_scale(any_product, nullptr) : tiles::TensorScale{};
+  with_float8_type(any.data.dtype, [&](auto f8) {
+    using F8 = decltype(f8);
+    const auto kernel =
+        with_product ? gradient_codes_kernel<Inputs, F8, true> : gradient_codes_kernel<Inputs, F8, false>;
+    kernel<<<tiles::grid_of(rows, width), tiles::kThreads, 0, device.stream()>>>(inputs, d_up, d_gate, scale,
+                                                                                 product, product_scale);
+  });
+}
+
+// Calls f with the GradientInputs of `a`; as with_gated().
+template <typename F>
+void with_gradient_inputs(const SwigluBackward& a, bool wide, const F& f) {
+  const bool has_kernels = wide && a.d_product.dtype == DType::kBF16;
+  with_gated(a.up_gate, a.silu, has_kernels, [&](const auto& gated) {
+    using Gates = std::decay_t<decltype(gated)>;
+    if constexpr (std::is_same_v<Gates, AnyGated>) {
+      f(AnyGradientInputs{gated, AnySource(a.d_product)});
+    } else {
+      f(GradientInputs<Gates, PlainSource<BFloat16>>{gated, PlainSource<BFloat16>(a.d_product)});
+    }
+  });
+}
+
+// Returns whether the product was made as well.
+bool write_gradient(CudaDevice& device, const SwigluBackward& a) {
+  const int64_t rows = a.d_product.dim[0], width = a.d_product.dim[1];
+  const AnyGradientInputs any{AnyGated(a.up_gate, AnySource(a.silu)), AnySource(a.d_product)};
+  const bool wide = any.fits_wide();
+  const bool has_codes_kernel = wide && fits_tensor_tiles(a.d_up_gate, a.d_up_gate_t);
+  const bool has_plain_kernel = wide && a.d_up_gate_t.empty() && a.d_up_gate.scaling == Scaling::kNone &&
+                                is_aligned(a.d_up_gate.data.data, 16);
+  const bool with_product = has_codes_kernel && !(a.product.empty() && a.product_t.empty()) &&
+                            fits_tensor_tiles(a.product, a.product_t) && is_e4m3_or_empty(a.product) &&
+                            is_e4m3_or_empty(a.product_t);
+  float* amax = nullptr;
+  if (is_tensor(a.d_up_gate) || is_tensor(a.d_up_gate_t)) amax = zero_amax(device, "swiglu_backward");
+  with_gradient_inputs(a, has_codes_kernel || has_plain_kernel, [&](const auto& inputs) {
+    using Inputs = std::decay_t<decltype(inputs)>;
+    if (amax != nullptr) {
+      find_amax(device, MadeSource(GradientMagnitudes<Inputs>{inputs}), rows, width, amax);
+    }
+    if (has_codes_kernel) {
+      write_gradient_codes(device, inputs, a, with_product, amax);
+    } else if (has_plain_kernel) {
+      with_plain_type(a.d_up_gate.data.dtype, [&](auto y) {
+        using Y = decltype(y);
+        gradient_plain_kernel<Inputs, Y><<<tiles::grid_of(rows, width), tiles::kThreads, 0, device.stream()>>>(
+            inputs, a.d_up_gate.data.as<Y>(), static_cast<int>(rows), static_cast<int>(width));
+      });
+    } else {
+      write_tiles(device, MadeSource(GradientNumbers<AnyGradientInputs>{any}), rows, 2 * width, a.d_up_gate,
+                  a.d_up_gate_t, amax);
+    }
+  });
+  return with_product;
+}
+
+}  // namespace
+
+void swiglu_forward_fp8(Device& device_, const SwigluForward& a) {
+  CudaDevice& device = as_cuda(device_);
+  const int64_t rows = a.product.num_rows(), width = a.product.num_cols();
+  tiles::check_extents(rows, 2 * width);
+  const bool fused = !a.up_gate_plain.empty() && fits_quantize_gate(a);
+  if (!a.up_gate_plain.empty() && !fused) cuda::quantize(device_, {.x = a.up_gate_plain, .out = a.up_gate});
+  float* amax = nullptr;
+  if (is_tensor(a.product) || is_tensor(a.product_t)) amax = zero_amax(device, "swiglu_forward");
+  if (fused) {
+    quantize_gate(device, a, amax);
+  } else if (!a.silu.empty()) {
+    const AnyGated gated(a.up_gate, AnySource(ScaledView()));
+    write_tiles(device, MadeSource(SiluNumbers<AnyGated>{gated}), rows, width, a.silu, {}, nullptr);
+  }
+  write_product(device, a.up_gate, a.silu, a.product, a.product_t, amax, fused);
+  check_launch("swiglu_forward");
+}
+
+void swiglu_backward_fp8(Device& device_, const SwigluBackward& a) {
+  CudaDevice& device = as_cuda(device_);
+  tiles::check_extents(a.up_gate.num_rows(), a.up_gate.num_cols());
+  const bool wants_gradient = !a.d_up_gate.empty() || !a.d_up_gate_t.empty();
+  const bool has_product = wants_gradient && write_gradient(device, a);
+  if (!has_product && !(a.product.empty() && a.product_t.empty())) {
+    write_product(device, a.up_gate, a.silu, a.product, a.product_t, nullptr, false);
+  }
+  check_launch("swiglu_backward");
+}
+
+}  // namespace parka::cuda

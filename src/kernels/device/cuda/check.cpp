@@ -1,0 +1,18 @@
+#include "kernels/device/cuda/check.h"
+
+#include "core/error.h"
+
+namespace parka::cuda {
+
+void check(cudaError_t status, std::string_view what) {
+  if (status == cudaSuccess) return;
+  throw_internal("{}: CUDA: {} ({}); the cause may be work that was queued before it", what,
+                 cudaGetErrorString(status), cudaGetErrorName(status));
+}
+
+void check(cublasStatus_t status, std::string_view what) {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  throw_internal("{}: cuBLASLt: {}", what, cublasLtGetStatusName(status));
+}
+
+}  // namespace parka::cuda

@@ -1,0 +1,445 @@
+#include "kernels/device/device.h"
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+#include "kernels/cuda/gemm/gemm_cache.h"
+#include "kernels/device/cuda/check.h"
+#include "kernels/device/cuda/cuda_device.h"
+#include "kernels/device/cuda/staging_buffer.h"
+
+namespace parka::cuda {
+namespace {
+
+// Copies pass through pieces of this size. There are enough of them that the small copies of many micro-batches
+// can be on their way before the host has to wait for the first.
+constexpr int64_t kStagingBytes = int64_t{1} << 20;
+constexpr size_t kStagingCount = 64;
+
+// The driver sets a stack aside for every thread that the GPU has room for, by default of 1 KiB: 0.28 GB on an
+// H200. A kernel with more on its stack still gets it, at its first launch; where that is known, as of all kernels
+// here.
+constexpr size_t kStackBytes = 32;
+
+// Whether code for `built`, "90a" or "80", runs on a GPU of this compute capability: machine code runs on later
+// minor versions of the same major one, except for an "a" version, which runs on its own alone.
+bool runs_on(std::string_view built, const cudaDeviceProp& gpu) {
+  const bool exact = built.ends_with('a');
+  const int version = std::stoi(std::string(built));
+  const int major = version / 10, minor = version % 10;
+  return major == gpu.major && (exact ? minor == gpu.minor : minor <= gpu.minor);
+}
+
+void check_supported(const cudaDeviceProp& gpu) {
+  std::string_view architectures = PARKA_CUDA_ARCHITECTURES;
+  for (;;) {
+    const size_t comma = architectures.find(',');
+    if (runs_on(architectures.substr(0, comma), gpu)) return;
+    if (comma == std::string_view::npos) break;
+    architectures.remove_prefix(comma + 1);
+  }
+  throw_bad_input(
+      "{} has compute capability {}.{}, and this parka was built for {}: build it with "
+      "-DPARKA_CUDA_ARCHITECTURES={}{}, or run on the CPU with device.kind=cpu",
+      gpu.name, gpu.major, gpu.minor, PARKA_CUDA_ARCHITECTURES, gpu.major, gpu.minor);
+}
+
+class Event {
+ public:
+  explicit Event(unsigned flags = cudaEventDisableTiming) {
+    check(cudaEventCreateWithFlags(&event_, flags), "event");
+  }
+  ~Event() { cudaEventDestroy(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  operator cudaEvent_t() const { return event_; }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+class CudaRead final : public HostRead {
+ public:
+  CudaRead(PinnedPool& pool, cudaStream_t stream, const void* source, int64_t bytes)
+      : pool_(pool), memory_(pool.take(bytes)) {
+    check(cudaMemcpyAsync(memory_.data, source, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream),
+          "copy to the host");
+    check(cudaEventRecord(done_, stream), "copy to the host");
+  }
+  ~CudaRead() override {
+    cudaEventSynchronize(done_);  // the copy must not write to memory that others use
+    pool_.give_back(memory_);
+  }
+  bool ready() const override { return cudaEventQuery(done_) == cudaSuccess; }
+  const void* wait() override {
+    check(cudaEventSynchronize(done_), "copy to the host");
+    return memory_.data;
+  }
+
+ private:
+  PinnedPool& pool_;
+  PinnedPool::Memory memory_;
+  Event done_;
+};
+
+class CudaMark final : public Mark {
+ public:
+  explicit CudaMark(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "mark"); }
+  double seconds_since(const Mark& earlier) const override {
+    float milliseconds = 0;
+    check(cudaEventSynchronize(event_), "mark");
+    check(cudaEventElapsedTime(&milliseconds, static_cast<const CudaMark&>(earlier).event_, event_), "mark");
+    return 1e-3 * milliseconds;
+  }
+
+ private:
+  Event event_{cudaEventDefault};
+};
+
+class CudaStore final : public HostStore {
+ public:
+  // `stream` is the device's own, `copies` the one for the copies.
+  CudaStore(cudaStream_t stream, cudaStream_t copies, int64_t num_slots, int64_t slot_bytes)
+      : stream_(stream), copies_(copies), slot_bytes_(slot_bytes) {
+    const auto bytes = static_cast<size_t>(num_slots * slot_bytes);
+    void* memory = nullptr;
+    const cudaError_t status = cudaHostAlloc(&memory, bytes, cudaHostAllocDefault);
+    if (status == cudaErrorMemoryAllocation) {
+      cudaGetLastError();
+      throw_bad_input("not enough host memory that the GPU can reach: {:.2f} GiB were asked for",
+                      static_cast<double>(bytes) / 0x1p30);
+    }
+    check(status, "pinned memory");
+    memory_ = static_cast<std::byte*>(memory);
+  }
+  ~CudaStore() override {
+    cudaEventSynchronize(done_);
+    cudaFreeHost(memory_);
+  }
+
+  void save(int64_t slot, const std::vector<TensorView>& tensors) override {
+    copy(slot, tensors, cudaMemcpyDeviceToHost);
+  }
+  void load(int64_t slot, const std::vector<TensorView>& tensors) override {
+    copy(slot, tensors, cudaMemcpyHostToDevice);
+  }
+  void wait() override { check(cudaStreamWaitEvent(stream_, done_), "wait for copies"); }
+
+ private:
+  void copy(int64_t slot, const std::vector<TensorView>& tensors, cudaMemcpyKind kind) {
+    check(cudaEventRecord(ready_, stream_), "copy to or from the host");
+    check(cudaStreamWaitEvent(copies_, ready_), "copy to or from the host");
+    std::byte* at = memory_ + slot * slot_bytes_;
+    for (const TensorView& tensor : tensors) {
+      void* target = at;
+      void* source = tensor.data;
+      if (kind == cudaMemcpyHostToDevice) std::swap(target, source);
+      check(cudaMemcpyAsync(target, source, static_cast<size_t>(tensor.bytes()), kind, copies_),
+            "copy to or from the host");
+      at += tensor.bytes();
+    }
+    check(cudaEventRecord(done_, copies_), "copy to or from the host");
+  }
+
+  cudaStream_t stream_, copies_;
+  int64_t slot_bytes_;
+  std::byte* memory_ = nullptr;
+  Event ready_, done_;
+};
+
+// The first run is queued as it is: libraries set themselves up in it. The second is captured.
+class GraphRecording final : public Recording {
+ public:
+  ~GraphRecording() override {
+    if (graph_) cudaGraphExecDestroy(graph_);
+  }
+  void run(cudaStream_t stream, const std::function<void()>& work) {
+    if (!ran_) {
+      work();
+      ran_ = true;
+      return;
+    }
+    if (!graph_) record(stream, work);
+    check(cudaGraphLaunch(graph_, stream), "graph launch");
+  }
+
+ private:
+  void record(cudaStream_t stream, const std::function<void()>& work) {
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "graph capture");
+    cudaGraph_t captured = nullptr;
+    try {
+      work();
+    } catch (...) {
+      cudaStreamEndCapture(stream, &captured);
+      cudaGraphDestroy(captured);
+      throw;
+    }
+    check(cudaStreamEndCapture(stream, &captured), "graph capture");
+    const cudaError_t status = cudaGraphInstantiate(&graph_, captured, 0);
+    cudaGraphDestroy(captured);
+    check(status, "graph instantiation");
+  }
+
+  bool ran_ = false;
+  cudaGraphExec_t graph_ = nullptr;
+};
+
+class CudaOpTimer final : public OpTimer {
+ public:
+  explicit CudaOpTimer(cudaStream_t stream) : stream_(stream) {}
+
+  void begin(std::string_view op, OpCost cost) override {
+    spans_.push_back(std::make_unique<Span>());
+    spans_.back()->time = {section, std::string(op), std::move(cost), 0.0};
+    check(cudaEventRecord(spans_.back()->begin, stream_), op);
+  }
+  void end() override { check(cudaEventRecord(spans_.back()->end, stream_), spans_.back()->time.op); }
+
+  std::vector<OpTime> results() {
+    std::vector<OpTime> times;
+    for (const auto& span : spans_) {
+      float milliseconds = 0;
+      check(cudaEventSynchronize(span->end), span->time.op);
+      check(cudaEventElapsedTime(&milliseconds, span->begin, span->end), span->time.op);
+      span->time.seconds = 1e-3 * milliseconds;
+      times.push_back(std::move(span->time));
+    }
+    return times;
+  }
+
+ private:
+  struct Span {
+    OpTime time;
+    Event begin{cudaEventDefault}, end{cudaEventDefault};
+  };
+  cudaStream_t stream_;
+  std::vector<std::unique_ptr<Span>> spans_;
+};
+
+}  // namespace
+
+PinnedPool::~PinnedPool() {
+  for (const Memory& memory : free_) cudaFreeHost(memory.data);
+}
+
+PinnedPool::Memory PinnedPool::take(int64_t bytes) {
+  const auto fits = std::find_if(free_.begin(), free_.end(), [&](const Memory& m) { return m.bytes >= bytes; });
+  if (fits != free_.end()) {
+    const Memory memory = *fits;
+    free_.erase(fits);
+    return memory;
+  }
+  constexpr int64_t kLeastBytes = 4096;
+  Memory memory{nullptr, std::max(bytes, kLeastBytes)};
+  check(cudaHostAlloc(&memory.data, static_cast<size_t>(memory.bytes), cudaHostAllocDefault), "pinned memory");
+  return memory;
+}
+
+CudaDevice::CudaDevice(int ordinal) : ordinal_(ordinal) {
+  check(cudaSetDevice(ordinal), "choosing the GPU");
+  check(cudaGetDeviceProperties(&properties_, ordinal), "reading the GPU's properties");
+  check_supported(properties_);
+  check(cudaDeviceSetLimit(cudaLimitStackSize, kStackBytes), "stack size");
+  int least = 0, greatest = 0;
+  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "stream priorities");
+  // Above what may wait for idle multiprocessors.
+  check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, std::max(greatest, least - 1)), "stream");
+  check(cudaStreamCreateWithFlags(&store_stream_, cudaStreamNonBlocking), "stream");
+  staging_.resize(kStagingCount);
+  for (Staging& staging : staging_) {
+    void* memory = nullptr;
+    check(cudaHostAlloc(&memory, kStagingBytes, cudaHostAllocDefault), "pinned memory");
+    staging.memory = static_cast<std::byte*>(memory);
+    check(cudaEventCreateWithFlags(&staging.free, cudaEventDisableTiming), "event");
+  }
+  constexpr int64_t kCounterBytes = kNumCounters * kCounterStride * sizeof(unsigned);
+  counters_ = static_cast<unsigned*>(allocate(kCounterBytes));
+  fill_zero(counters_, kCounterBytes);
+  gemms_ = std::make_unique<GemmCache>();
+}
+
+CudaDevice::~CudaDevice() {
+  cudaStreamSynchronize(stream_);
+  gemms_.reset();
+  cudaFree(counters_);
+  for (const Staging& staging : staging_) {
+    cudaEventDestroy(staging.free);
+    cudaFreeHost(staging.memory);
+  }
+  cudaStreamDestroy(store_stream_);
+  cudaStreamDestroy(stream_);
+}
+
+std::string CudaDevice::description() const {
+  return fmt::format("{}, {:.0f} GB, {} multiprocessors, compute capability {}.{}", properties_.name,
+                     static_cast<double>(properties_.totalGlobalMem) * 1e-9, num_multiprocessors(),
+                     properties_.major, properties_.minor);
+}
+
+std::vector<std::pair<std::string, std::string>> CudaDevice::software() const {
+  int cuda = 0;
+  check(cudaRuntimeGetVersion(&cuda), "reading CUDA's version");
+  std::string driver = "unknown";
+  // "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build ..."
+  std::ifstream file("/proc/driver/nvidia/version");
+  for (std::string word; driver == "unknown" && file >> word;) {
+    const bool is_version =
+        word.find('.') != std::string::npos && word.find_first_not_of("0123456789.") == std::string::npos;
+    if (is_version) driver = word;
+  }
+  return {{"driver", driver}, {"cuda", fmt::format("{}.{}", cuda / 1000, cuda % 1000 / 10)}};
+}
+
+void* CudaDevice::allocate(int64_t bytes) {
+  void* memory = nullptr;
+  const cudaError_t status = cudaMalloc(&memory, static_cast<size_t>(std::max<int64_t>(bytes, 1)));
+  if (status == cudaErrorMemoryAllocation) {
+    cudaGetLastError();  // or the next launch would be blamed for it
+    const MemoryUse use = memory_use();
+    throw_bad_input("{}: not enough memory: {:.2f} GB were asked for and {:.2f} of {:.2f} GB are free",
+                    properties_.name, static_cast<double>(bytes) * 1e-9, static_cast<double>(use.free_bytes) * 1e-9,
+                    static_cast<double>(use.total_bytes) * 1e-9);
+  }
+  check(status, "allocation");
+  return memory;
+}
+
+void CudaDevice::release(void* memory) {
+  cudaStreamSynchronize(stream_);  // queued work may still use it
+  cudaFree(memory);
+}
+
+void CudaDevice::set_workspace(void* memory, int64_t bytes) {
+  workspace_ = memory;
+  workspace_bytes_ = bytes;
+}
+
+void* CudaDevice::workspace(std::string_view op, int64_t bytes) const {
+  if (bytes > workspace_bytes_) {
+    throw_internal("{}: needs {} bytes of workspace, the device was given {}", op, bytes, workspace_bytes_);
+  }
+  return workspace_;
+}
+
+CudaDevice::Staging& CudaDevice::next_staging() {
+  Staging& staging = staging_[next_staging_];
+  next_staging_ = (next_staging_ + 1) % staging_.size();
+  check(cudaEventSynchronize(staging.free), "copy");
+  return staging;
+}
+
+void CudaDevice::copy_to_device(void* target, const void* host, int64_t bytes) {
+  for (int64_t done = 0; done < bytes; done += kStagingBytes) {
+    const auto count = static_cast<size_t>(std::min(kStagingBytes, bytes - done));
+    const Staging& staging = next_staging();
+    std::memcpy(staging.memory, static_cast<const std::byte*>(host) + done, count);
+    check(cudaMemcpyAsync(static_cast<std::byte*>(target) + done, staging.memory, count, cudaMemcpyHostToDevice,
+                          stream_),
+          "copy to the device");
+    check(cudaEventRecord(staging.free, stream_), "copy to the device");
+  }
+}
+
+// Pieces are fetched ahead into pinned memory while earlier ones are copied on.
+void CudaDevice::copy_to_host(void* host, const void* source, int64_t bytes) {
+  struct Piece {
+    const Staging* staging;
+    int64_t offset;
+    size_t count;
+  };
+  std::vector<Piece> window;
+  const auto take = [&](const Piece& piece) {
+    check(cudaEventSynchronize(piece.staging->free), "copy to the host");
+    std::memcpy(static_cast<std::byte*>(host) + piece.offset, piece.staging->memory, piece.count);
+  };
+  constexpr size_t kAhead = kStagingCount / 2;
+  size_t taken = 0;
+  for (int64_t done = 0; done < bytes; done += kStagingBytes) {
+    if (window.size() - taken == kAhead) take(window[taken++]);
+    const auto count = static_cast<size_t>(std::min(kStagingBytes, bytes - done));
+    const Staging& staging = next_staging();
+    check(cudaMemcpyAsync(staging.memory, static_cast<const std::byte*>(source) + done, count,
+                          cudaMemcpyDeviceToHost, stream_),
+          "copy to the host");
+    check(cudaEventRecord(staging.free, stream_), "copy to the host");
+    window.push_back({&staging, done, count});
+  }
+  while (taken < window.size()) take(window[taken++]);
+}
+
+std::unique_ptr<HostRead> CudaDevice::copy_to_host_later(const void* source, int64_t bytes) {
+  return std::make_unique<CudaRead>(reads_, stream_, source, bytes);
+}
+
+void CudaDevice::copy(void* target, const void* source, int64_t bytes) {
+  check(cudaMemcpyAsync(target, source, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream_), "copy");
+}
+
+void CudaDevice::fill_zero(void* target, int64_t bytes) {
+  check(cudaMemsetAsync(target, 0, static_cast<size_t>(bytes), stream_), "fill_zero");
+}
+
+std::unique_ptr<HostStore> CudaDevice::make_host_store(int64_t num_slots, int64_t slot_bytes) {
+  return std::make_unique<CudaStore>(stream_, store_stream_, num_slots, slot_bytes);
+}
+
+std::unique_ptr<StagingBuffer> CudaDevice::make_staging_buffer(int64_t bytes) {
+  return std::make_unique<CudaStaging>(ordinal_, stream_, bytes);
+}
+
+void CudaDevice::replay(std::unique_ptr<Recording>& recording, const std::function<void()>& work) {
+  if (op_timer_ != nullptr || op_fault_ != nullptr) {
+    work();
+    return;
+  }
+  if (!recording) recording = std::make_unique<GraphRecording>();
+  static_cast<GraphRecording&>(*recording).run(stream_, work);
+}
+
+std::unique_ptr<Mark> CudaDevice::mark() { return std::make_unique<CudaMark>(stream_); }
+
+void CudaDevice::synchronize() { check(cudaStreamSynchronize(stream_), "synchronize"); }
+
+Device::MemoryUse CudaDevice::memory_use() const {
+  size_t free_bytes = 0, total_bytes = 0;
+  check(cudaMemGetInfo(&free_bytes, &total_bytes), "reading free memory");
+  return {static_cast<int64_t>(total_bytes), static_cast<int64_t>(free_bytes)};
+}
+
+void CudaDevice::start_op_timer() {
+  timer_ = std::make_unique<CudaOpTimer>(stream_);
+  op_timer_ = timer_.get();
+}
+
+std::vector<OpTime> CudaDevice::stop_op_timer() {
+  PARKA_REQUIRE(timer_ != nullptr);
+  op_timer_ = nullptr;
+  std::vector<OpTime> times = static_cast<CudaOpTimer&>(*timer_).results();
+  timer_.reset();
+  return times;
+}
+
+}  // namespace parka::cuda
+
+namespace parka {
+
+int num_cuda_devices() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  cudaGetLastError();  // no driver, or no GPU
+  return 0;
+}
+
+std::unique_ptr<Device> make_cuda_device(int ordinal) {
+  const int count = num_cuda_devices();
+  if (count == 0)
+    throw_bad_input("no usable GPU was found (does nvidia-smi list one?); device.kind=cpu runs without");
+  if (ordinal >= count) throw_bad_input("GPU {} was asked for, and there are {}", ordinal, count);
+  return std::make_unique<cuda::CudaDevice>(ordinal);
+}
+
+}  // namespace parka

@@ -1,0 +1,108 @@
+#pragma once
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <cublasLt.h>
+#include <cuda_runtime_api.h>
+
+#include "kernels/device/device.h"
+
+namespace parka::cuda {
+
+class GemmCache;
+
+// Pinned host memory that is used again and again: taking and freeing it each time would make the host wait for all
+// queued work.
+class PinnedPool {
+ public:
+  struct Memory {
+    void* data;
+    int64_t bytes;
+  };
+  PinnedPool() = default;
+  ~PinnedPool();
+  PinnedPool(const PinnedPool&) = delete;
+  PinnedPool& operator=(const PinnedPool&) = delete;
+
+  Memory take(int64_t bytes);  // at least as many
+  void give_back(const Memory& memory) { free_.push_back(memory); }
+
+ private:
+  std::vector<Memory> free_;
+};
+
+// One GPU: a stream in whose order all work runs, the workspace that ops share, and pinned memory through which
+// copies pass, so that none of them makes the host wait for queued work.
+class CudaDevice final : public Device {
+ public:
+  // Throws Error(kBadInput) for a GPU that this build has no code for.
+  explicit CudaDevice(int ordinal);
+  ~CudaDevice() override;
+
+  DeviceKind kind() const override { return DeviceKind::kCuda; }
+  std::string name() const override { return properties_.name; }
+  std::string description() const override;
+  std::vector<std::pair<std::string, std::string>> software() const override;
+
+  void* allocate(int64_t bytes) override;
+  void release(void* memory) override;
+  void set_workspace(void* memory, int64_t bytes) override;
+
+  void copy_to_device(void* target, const void* host, int64_t bytes) override;
+  void copy_to_host(void* host, const void* source, int64_t bytes) override;
+  std::unique_ptr<HostRead> copy_to_host_later(const void* source, int64_t bytes) override;
+  void copy(void* target, const void* source, int64_t bytes) override;
+  void fill_zero(void* target, int64_t bytes) override;
+  std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) override;
+  std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t bytes) override;
+  void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& work) override;
+  std::unique_ptr<Mark> mark() override;
+  void synchronize() override;
+  MemoryUse memory_use() const override;
+  void start_op_timer() override;
+  std::vector<OpTime> stop_op_timer() override;
+
+  cudaStream_t stream() const { return stream_; }
+  int num_multiprocessors() const { return properties_.multiProcessorCount; }
+  const cudaDeviceProp& properties() const { return properties_; }
+
+  // The first `bytes` of the workspace, for the op at hand alone: the next op may overwrite them. Throws
+  // Error(kInternal) naming the op when the workspace is smaller.
+  void* workspace(std::string_view op, int64_t bytes) const;
+
+  // kNumCounters zeros on the GPU, kCounterStride numbers apart: apart enough for the GPU to add to several at
+  // once. Kernels that count with them leave zeros.
+  static constexpr int kNumCounters = 32, kCounterStride = 64;
+  unsigned* counters() const { return counters_; }
+
+  GemmCache& gemms() { return *gemms_; }
+
+ private:
+  // Pinned memory with the event after which it may be written again.
+  struct Staging {
+    std::byte* memory = nullptr;
+    cudaEvent_t free = nullptr;
+  };
+  Staging& next_staging();
+
+  int ordinal_;
+  cudaDeviceProp properties_{};
+  cudaStream_t stream_ = nullptr;
+  cudaStream_t store_stream_ = nullptr;  // of the copies of all stores
+  std::vector<Staging> staging_;
+  size_t next_staging_ = 0;
+  PinnedPool reads_;  // of copy_to_host_later
+  void* workspace_ = nullptr;
+  int64_t workspace_bytes_ = 0;
+  unsigned* counters_ = nullptr;
+  std::unique_ptr<GemmCache> gemms_;
+  std::unique_ptr<OpTimer> timer_;
+};
+
+// The device as what it is. The caller is an implementation in kernels/cuda: dispatch has looked at kind().
+inline CudaDevice& as_cuda(Device& device) { return static_cast<CudaDevice&>(device); }
+
+}  // namespace parka::cuda

@@ -1,0 +1,158 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/tensor.h"
+#include "kernels/device/op_fault.h"
+#include "kernels/device/op_timer.h"
+
+namespace parka {
+
+enum class DeviceKind { kCpu, kCuda };
+
+// Bytes on their way from the device to the host.
+class HostRead {
+ public:
+  virtual ~HostRead() = default;
+  virtual bool ready() const = 0;
+  // The bytes, valid as long as this object; waits for the work queued before the read and for nothing after it.
+  virtual const void* wait() = 0;
+};
+
+// A moment in the order of queued work, with the device's own time of it.
+class Mark {
+ public:
+  virtual ~Mark() = default;
+  // From `earlier`, a mark of the same device, to this one. Waits until both are reached.
+  virtual double seconds_since(const Mark& earlier) const = 0;
+};
+
+// What Device::replay() has recorded. It must not outlive its device.
+class Recording {
+ public:
+  virtual ~Recording() = default;
+};
+
+// Host memory in slots of one size, which a device copies tensors to and from while its ops go on. It must not
+// outlive its device.
+class HostStore {
+ public:
+  virtual ~HostStore() = default;  // waits for the copies
+  // Queue copies of the tensors to or from a slot, where they lie one after the other: behind the work that the
+  // device has queued by then, and behind all earlier copies.
+  virtual void save(int64_t slot, const std::vector<TensorView>& tensors) = 0;
+  virtual void load(int64_t slot, const std::vector<TensorView>& tensors) = 0;
+  // The device's later work waits for the copies of this store.
+  virtual void wait() = 0;
+};
+
+// Host memory in which a device leaves copies of tensors, behind the work queued by then and beside what is queued
+// later, for other threads to read. It must not outlive its device. All but wait() is for the device's own thread.
+class StagingBuffer {
+ public:
+  virtual ~StagingBuffer() = default;  // waits for the copies
+  // Why the host cannot give the memory; empty: it can. Waits until that is known.
+  virtual const std::string& failure() = 0;
+  // Queues copies of the tensors, which take at most the place of which the buffer was made. Nobody may still read
+  // what begin() left before.
+  virtual void begin(const std::vector<TensorView>& tensors) = 0;
+  // The device's later work waits until tensor `index` of begin() is copied.
+  virtual void order_after(size_t index) = 0;
+  // Returns when it is copied: its bytes, valid until the next begin(). For any thread.
+  virtual std::span<const std::byte> wait(size_t index) = 0;
+
+  // What tensors of so many bytes take of a buffer, each by itself.
+  static constexpr int64_t kAlignment = 256;
+  static int64_t place_of(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+};
+
+// Where tensors live and ops run. Work is queued in order; on the CPU it is done when the call returns.
+// A Device is used from one thread.
+class Device {
+ public:
+  virtual ~Device() = default;
+  virtual DeviceKind kind() const = 0;
+  virtual std::string name() const = 0;         // of the product: "NVIDIA H200", "CPU"
+  virtual std::string description() const = 0;  // "CPU, 2 threads"
+  // What runs it, by name: {"driver", "580.159.04"}, {"cuda", "13.0"}; nothing for the CPU.
+  virtual std::vector<std::pair<std::string, std::string>> software() const { return {}; }
+
+  // Memory aligned to 256 bytes, contents undefined. Throws Error(kBadInput) naming the size when there is
+  // not enough. `release(nullptr)` does nothing.
+  virtual void* allocate(int64_t bytes) = 0;
+  virtual void release(void* memory) = 0;
+
+  // Scratch memory for ops, which use it in turn: what they keep in it is of no use to the next op. It must hold
+  // what the largest op needs (kernels/workspace.h), stay allocated, and be set before the first op. The CPU
+  // needs none.
+  virtual void set_workspace(void* memory, int64_t bytes) = 0;
+
+  // `host` may be changed as soon as the call returns, though the copy itself is queued.
+  virtual void copy_to_device(void* target, const void* host, int64_t bytes) = 0;
+  // Waits for the bytes.
+  virtual void copy_to_host(void* host, const void* source, int64_t bytes) = 0;
+  // Queues the copy and does not wait.
+  virtual std::unique_ptr<HostRead> copy_to_host_later(const void* source, int64_t bytes) = 0;
+  virtual void copy(void* target, const void* source, int64_t bytes) = 0;
+  virtual void fill_zero(void* target, int64_t bytes) = 0;
+
+  // Throws Error(kBadInput) naming the size when the host has too little memory for it. What goes to and from it
+  // cannot be part of what replay() records.
+  virtual std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) = 0;
+
+  // Returns at once: memory that takes long to get is made ready in a thread.
+  virtual std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t bytes) = 0;
+
+  // Queues `work`, which must queue the same ops and copies within the device with the same arguments whenever it
+  // is called with the same `recording` (empty at first). A device may record what it queues, and queue the
+  // recording the next time instead of calling `work`.
+  virtual void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& work) = 0;
+
+  virtual std::unique_ptr<Mark> mark() = 0;
+  virtual void synchronize() = 0;  // returns when all queued work is done
+
+  struct MemoryUse {
+    int64_t total_bytes = 0;  // of the device; 0 where that is not known
+    int64_t free_bytes = 0;
+  };
+  virtual MemoryUse memory_use() const = 0;
+
+  // From start to stop every op is timed, and nothing is replayed. Stopping waits for the device.
+  virtual void start_op_timer() = 0;
+  virtual std::vector<OpTime> stop_op_timer() = 0;
+  // Where ops report to; nullptr: nowhere.
+  OpTimer* op_timer() const { return op_timer_; }
+  // Names the part of a step that the following ops belong to, for tables of times.
+  void section(const char* name) {
+    if (op_timer_ != nullptr) op_timer_->section = name;
+  }
+  // Calls `wait`, which makes the device's later work wait for `what`, and has it timed.
+  template <typename Wait>
+  void time_wait(const char* what, const Wait& wait) {
+    if (op_timer_ != nullptr) op_timer_->begin(kWaitOp, {.shape = what});
+    wait();
+    if (op_timer_ != nullptr) op_timer_->end();
+  }
+
+  // From now on `fault` is called after every op, and nothing is replayed, until it is set to nullptr.
+  void set_op_fault(OpFault* fault) { op_fault_ = fault; }
+  OpFault* op_fault() const { return op_fault_; }
+
+ protected:
+  OpTimer* op_timer_ = nullptr;
+  OpFault* op_fault_ = nullptr;
+};
+
+std::unique_ptr<Device> make_cpu_device();
+
+// GPUs that this program can use: 0 without a driver, and where it was built without CUDA.
+int num_cuda_devices();
+// Throws Error(kBadInput) when there is no such GPU, or none that this build has code for.
+std::unique_ptr<Device> make_cuda_device(int ordinal = 0);
+
+}  // namespace parka
