@@ -13,9 +13,10 @@ Ends with 1 where a run fails, where hashes differ from the file of --check, or 
 bits (a resumed one and a straight one, say); with 2 on bad input.
 
 A recorded file is good on one kind of CPU only, and with the compiler and libraries that it was made with. Sums are taken in
-the order of Eigen's vectors, 16 numbers at a time with AVX-512, 8 with AVX2; Eigen divides long sums of products into blocks
-by the sizes of the CPU's caches; the C library has other functions for CPUs without FMA. The file says what it was made on,
-and --check says what is different here. The old program, built on the same machine, is always a fair comparison."""
+the order of Eigen's vectors, 16 numbers at a time with AVX-512, 8 with AVX2, and Eigen divides long sums of products into
+blocks by the sizes of the CPU's caches: of a build with -march=x86-64-v3 no run has the hashes of one for the same machine's
+AVX-512. The file says what it was made on, and --check says what is different here. The old program, built on the same
+machine with the same options, is always a fair comparison."""
 import argparse
 import concurrent.futures
 import dataclasses
@@ -44,11 +45,13 @@ FIELDS = {
     "moments": None,
 }
 NOT_HASHED = ("time", "wall_seconds", "seconds")
+# Tokens show a changed bit only where it changes a choice, so there are many.
+MANY_PROMPTS = tuple(word for i in range(40) for word in ("--prompt-tokens", f"{i},{i + 7}"))
 GENERATIONS = (
     ("--prompt-tokens", "1,2,3", "--tokens", "10", "--temperature", "0"),
-    ("--prompt-tokens", "5", "--prompt-tokens", "6,7,8,9", "--prompt-tokens", "10,11", "--tokens", "12", "--batch", "2",
-     "--top-k", "20", "--top-p", "0.9", "--seed", "3"),
-    ("--prompt-tokens", "4,5,6", "--tokens", "30", "--temperature", "0.8"),  # past the context
+    (*MANY_PROMPTS, "--tokens", "22", "--batch", "7"),
+    (*MANY_PROMPTS[:8], "--tokens", "12", "--top-k", "20", "--top-p", "0.9", "--seed", "3"),
+    ("--prompt-tokens", "4,5,6", "--tokens", "60", "--temperature", "0.8"),  # past the context
 )
 
 
@@ -226,7 +229,7 @@ def difference(new, old):
     if new.losses != old.losses:
         step = next((i + 1 for i, pair in enumerate(zip(new.train_losses, old.train_losses)) if pair[0] != pair[1]), None)
         if step is None:
-            said.append("numbers of metrics.jsonl, though no loss of a step")
+            said.append("numbers of evaluations, telemetry or generation, or norms of gradients, though no loss of a step")
         else:
             said.append(f"losses from step {step} on ({new.train_losses[step - 1]}, was {old.train_losses[step - 1]})")
     if new.tensors != old.tensors:
