@@ -14,7 +14,7 @@
 
 #include "bench/kernel_bench.h"
 #include "kernels/device/copy_bandwidth.h"
-#include "kernels/workspace.h"
+#include "kernels/op/workspace.h"
 
 namespace parka::bench {
 namespace {

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "kernels/op/workspace.h"
 #include "kernels/ops/embedding.h"
-#include "kernels/workspace.h"
 
 namespace parka {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/workspace.h"
+#include "kernels/op/workspace.h"
 
 namespace parka {
 

@@ -3,9 +3,9 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/op/workspace.h"
 #include "kernels/ops/attention.h"
 #include "kernels/ops/rope.h"
-#include "kernels/workspace.h"
 #include "tests/kernels/attention_reference.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"

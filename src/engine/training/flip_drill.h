@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/bit_flip.h"
+#include "kernels/device/bit_flip.h"
 #include "optim/optimizer.h"
 
 namespace parka {

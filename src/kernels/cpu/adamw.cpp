@@ -1,4 +1,4 @@
-#include "kernels/cpu/adamw.h"
+#include "kernels/ops/adamw.h"
 
 #include <algorithm>
 #include <array>

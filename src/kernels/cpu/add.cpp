@@ -1,4 +1,4 @@
-#include "kernels/cpu/add.h"
+#include "kernels/ops/add.h"
 
 #include "core/number_formats.h"
 #include "core/parallel.h"

@@ -1,4 +1,4 @@
-#include "kernels/cpu/amax.h"
+#include "kernels/ops/amax.h"
 
 #include <cmath>
 

@@ -1,4 +1,4 @@
-#include "kernels/cpu/attention.h"
+#include "kernels/ops/attention.h"
 
 #include <algorithm>
 #include <cmath>

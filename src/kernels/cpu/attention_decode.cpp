@@ -1,4 +1,4 @@
-#include "kernels/cpu/attention_decode.h"
+#include "kernels/ops/attention_decode.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "kernels/cpu/bit_hash.h"
+#include "kernels/ops/bit_hash.h"
 
 #include <atomic>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "kernels/cpu/cross_entropy.h"
+#include "kernels/ops/cross_entropy.h"
 
 #include <cmath>
 

@@ -1,4 +1,4 @@
-#include "kernels/cpu/embedding.h"
+#include "kernels/ops/embedding.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "kernels/cpu/gemm.h"
+#include "kernels/ops/gemm.h"
 
 #include <algorithm>
 #include <optional>

@@ -1,4 +1,4 @@
-#include "kernels/cpu/grad_norm.h"
+#include "kernels/ops/grad_norm.h"
 
 #include <algorithm>
 #include <array>

@@ -1,4 +1,4 @@
-#include "kernels/cpu/norm.h"
+#include "kernels/ops/norm.h"
 
 #include <algorithm>
 #include <array>

@@ -1,4 +1,4 @@
-#include "kernels/cpu/quantization_statistics.h"
+#include "kernels/ops/quantization_statistics.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "kernels/cpu/quantize.h"
+#include "kernels/ops/quantize.h"
 
 #include <cstring>
 

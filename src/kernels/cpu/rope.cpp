@@ -2,6 +2,7 @@
 
 #include "core/parallel.h"
 #include "kernels/cpu/codec.h"
+#include "kernels/ops/rope.h"
 
 namespace parka::cpu {
 namespace {

@@ -1,9 +1,7 @@
 #pragma once
-#include "kernels/ops/rope.h"
+#include <cstdint>
 
 namespace parka::cpu {
-
-void rope_forward(Device& device, const RopeForward& a);
 
 // Turns one head of D elements by the angles of its position, a row of rope_table; sign -1 turns it back.
 void turn_head(float* head, const float* cos_sin_D, float sign, int64_t D);

@@ -1,4 +1,4 @@
-#include "kernels/cpu/swiglu.h"
+#include "kernels/ops/swiglu.h"
 
 #include <vector>
 

@@ -11,7 +11,8 @@ class Device;
 class OpFault {
  public:
   virtual ~OpFault() = default;
-  // An op of this name has been queued. `output` is what it writes (kernels/op_output.h), never without elements.
+  // An op of this name has been queued. `output` is what it writes (output_of, kernels/op/op.h), never without
+  // elements.
   virtual void after(Device& device, std::string_view op, const TensorView& output) = 0;
 };
 

@@ -4,10 +4,9 @@
 #include <cmath>
 #include <limits>
 
-#include "kernels/backend.h"
-#include "kernels/check.h"
-#include "kernels/cpu/adamw.h"
-#include "kernels/cuda/optimizer/adamw.h"
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
 
 namespace parka {
 namespace {
@@ -37,6 +36,8 @@ void check_weight(const AdamwStep& a, int64_t N) {
       return;
   }
 }
+
+double bytes_of(const MomentView& m) { return all_bytes(m.values, m.amax, m.exponent); }
 
 }  // namespace
 
@@ -84,5 +85,20 @@ float smallest_moment_amax(DType format) {
   const Float8Traits& traits = float8_traits(format);
   return std::numeric_limits<float>::min() * (traits.max / traits.min_subnormal);
 }
+
+OpCost cost_of(const AdamwStep& a) {
+  // With a master apart, the weight is only written.
+  const bool weight_read = a.master_form != MasterForm::kFp32;
+  return moved((weight_read ? 2 : 1) * bytes_of(a.weight) + 2 * bytes_of(a.master) + bytes_of(a.gradient) +
+                   2 * bytes_of(a.exp_avg) + 2 * bytes_of(a.exp_avg_sq),
+               a.weight);
+}
+TensorView output_of(const AdamwStep& a) { return a.weight; }
+
+OpCost cost_of(const MomentEncode& a) { return moved(bytes_of(a.values) + bytes_of(a.moment), a.values); }
+TensorView output_of(const MomentEncode& a) { return a.moment.values; }
+
+OpCost cost_of(const MomentDecode& a) { return moved(bytes_of(a.values) + bytes_of(a.moment), a.values); }
+TensorView output_of(const MomentDecode& a) { return a.values; }
 
 }  // namespace parka

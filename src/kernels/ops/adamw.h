@@ -1,10 +1,10 @@
 #pragma once
 #include <cstdint>
+#include "kernels/op/op.h"
 
 #include "core/tensor.h"
 
 namespace parka {
-class Device;
 
 // One moment of one parameter tensor of N elements: its number format decides what is stored.
 //   fp32 / bf16                     : values [N], no scale, no exponent
@@ -65,7 +65,7 @@ struct AdamwStep {
                            // a multiple of 128
 };
 // Gradients must be finite where grad_scale is: clip_coefficient sees to it. Does nothing for N == 0.
-void adamw_step(Device& device, const AdamwStep& a);
+PARKA_OP(adamw_step, AdamwStep);
 
 // k * 16 of a group with maximum `amax` and smallest nonzero magnitude `amin`, stored in `format`:
 // clamp(floor(16 * log2(R) / log2(amax / amin)), 16, 255). R is the range the group is stretched over: 448 * 448 /
@@ -86,12 +86,12 @@ struct MomentEncode {
   MomentView moment;  // out
   bool is_second;
 };
-void moment_encode(Device& device, const MomentEncode& a);
+PARKA_OP(moment_encode, MomentEncode);
 
 struct MomentDecode {
   MomentView moment;  // in
   TensorView values;  // [N] fp32, out
 };
-void moment_decode(Device& device, const MomentDecode& a);
+PARKA_OP(moment_decode, MomentDecode);
 
 }  // namespace parka

@@ -1,9 +1,8 @@
 #include "kernels/ops/add.h"
 
-#include "kernels/backend.h"
-#include "kernels/check.h"
-#include "kernels/cpu/add.h"
-#include "kernels/cuda/elementwise/add.h"
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
 
 namespace parka {
 
@@ -13,5 +12,8 @@ void add(Device& device, const Add& a) {
   if (a.x.numel() == 0) return;
   PARKA_DISPATCH(add, device, a);
 }
+
+OpCost cost_of(const Add& a) { return moved(bytes_of(a.x) + 2 * bytes_of(a.total), a.x); }
+TensorView output_of(const Add& a) { return a.total; }
 
 }  // namespace parka

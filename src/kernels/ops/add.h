@@ -1,14 +1,14 @@
 #pragma once
 #include "core/tensor.h"
+#include "kernels/op/op.h"
 
 namespace parka {
-class Device;
 
 // total += x, element by element, added in fp32 and rounded once to the dtype of both. They must not overlap.
 struct Add {
   TensorView x;      // [N] fp32 or bf16, in
   TensorView total;  // [N] of the same dtype, in/out
 };
-void add(Device& device, const Add& a);
+PARKA_OP(add, Add);
 
 }  // namespace parka

@@ -1,9 +1,8 @@
 #include "kernels/ops/amax.h"
 
-#include "kernels/backend.h"
-#include "kernels/check.h"
-#include "kernels/cpu/amax.h"
-#include "kernels/cuda/quantize/amax.h"
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
 
 namespace parka {
 
@@ -14,5 +13,8 @@ void amax(Device& device, const Amax& a) {
   if (flat.dim[0] == 0) return;
   PARKA_DISPATCH(amax, device, a);
 }
+
+OpCost cost_of(const Amax& a) { return moved(bytes_of(a.x), a.x); }
+TensorView output_of(const Amax& a) { return a.result; }
 
 }  // namespace parka

@@ -1,8 +1,8 @@
 #pragma once
 #include "core/tensor.h"
+#include "kernels/op/op.h"
 
 namespace parka {
-class Device;
 
 // result[0] = max(result[0], max |x|); NaN is skipped. For a maximum over several tensors, or over the parts of one
 // that lie on several devices. The caller sets result[0] first, to 0 as a rule.
@@ -10,6 +10,6 @@ struct Amax {
   TensorView x;       // any shape, fp32 or bf16, in
   TensorView result;  // [1] fp32, in/out; not negative
 };
-void amax(Device& device, const Amax& a);
+PARKA_OP(amax, Amax);
 
 }  // namespace parka

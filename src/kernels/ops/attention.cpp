@@ -2,10 +2,9 @@
 
 #include <string_view>
 
-#include "kernels/backend.h"
-#include "kernels/check.h"
-#include "kernels/cpu/attention.h"
-#include "kernels/cuda/attention/attention.h"
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
 
 namespace parka {
 namespace {
@@ -28,6 +27,11 @@ void check_attention(std::string_view op, const Args& a) {
   check_tensor(op, "out", a.out, {T, width / (H + 2 * Hkv) * H}, {a.qkv.dtype});
   check_tensor(op, "lse", a.lse, {T / S, H, S}, {DType::kF32});
   if (!a.first_key.empty()) check_tensor(op, "first_key", a.first_key, {T}, {DType::kI32});
+}
+
+// FLOP of q k^T and p v over the causal half.
+double attention_flop(const TensorView& out, int64_t sequence_length) {
+  return 2.0 * static_cast<double>(out.numel()) * static_cast<double>(sequence_length);
 }
 
 }  // namespace
@@ -55,5 +59,17 @@ void attention_backward(Device& device, const AttentionBackward& a) {
   if (a.qkv.numel() == 0) return;
   PARKA_DISPATCH(attention_backward, device, a);
 }
+
+// Causal: half of the S x S scores. Backward counts 2.5 times forward, for its five products.
+OpCost cost_of(const AttentionForward& a) {
+  return {all_bytes(a.qkv, a.out, a.lse), attention_flop(a.out, a.sequence_length), shape_of(a.out)};
+}
+TensorView output_of(const AttentionForward& a) { return a.out; }
+
+OpCost cost_of(const AttentionBackward& a) {
+  return {all_bytes(a.qkv, a.out, a.d_out, a.lse, a.cos_sin, a.d_qkv),
+          2.5 * attention_flop(a.out, a.sequence_length), shape_of(a.out)};
+}
+TensorView output_of(const AttentionBackward& a) { return a.d_qkv; }
 
 }  // namespace parka

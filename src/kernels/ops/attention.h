@@ -1,8 +1,8 @@
 #pragma once
 #include "core/tensor.h"
+#include "kernels/op/op.h"
 
 namespace parka {
-class Device;
 
 // Causal softmax attention within each sequence, with grouped-query heads: query head h reads key/value head
 // h / (H / Hkv). q, k and v are read straight from the fused QKV buffer (see RopeForward). T = B * S.
@@ -22,7 +22,7 @@ struct AttentionForward {
   // get wrong results. Empty: 0.
   TensorView first_key = {};
 };
-void attention_forward(Device& device, const AttentionForward& a);
+PARKA_OP(attention_forward, AttentionForward);
 
 //   d_p[i,j] = d_out_i . v_j for f_i <= j <= i;  d_s = p * (d_p - delta_i) with delta_i = d_out_i . out_i
 //   d_q_i = scale * sum_j d_s[i,j] k_j;  d_k_j = scale * sum_i d_s[i,j] q_i;  d_v_j = sum_i p[i,j] d_out_i
@@ -48,6 +48,6 @@ struct AttentionBackward {
   TensorView scratch = {};
 };
 // Deterministic: equal input gives equal bits, with scratch and without.
-void attention_backward(Device& device, const AttentionBackward& a);
+PARKA_OP(attention_backward, AttentionBackward);
 
 }  // namespace parka

@@ -2,10 +2,9 @@
 
 #include <string_view>
 
-#include "kernels/backend.h"
-#include "kernels/check.h"
-#include "kernels/cpu/attention_decode.h"
-#include "kernels/cuda/attention/attention_decode.h"
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
 
 namespace parka {
 namespace {
@@ -46,5 +45,20 @@ void attention_decode(Device& device, const AttentionDecode& a) {
   }
   PARKA_DISPATCH(attention_decode, device, a);
 }
+
+OpCost cost_of(const CacheAppend& a) {
+  const double heads = static_cast<double>(a.num_heads + 2 * a.num_kv_heads);
+  return moved(2 * bytes_of(a.qkv) * 2.0 * static_cast<double>(a.num_kv_heads) / heads, a.qkv);
+}
+TensorView output_of(const CacheAppend& a) { return a.cache; }
+
+// As if every row had max_keys keys: positions are on the device.
+OpCost cost_of(const AttentionDecode& a) {
+  const double keys = static_cast<double>(a.max_keys);
+  const double key_bytes = static_cast<double>(a.cache.dim[2] * size_of(a.cache.dtype));
+  return {2 * bytes_of(a.out) + static_cast<double>(a.qkv.dim[0]) * keys * key_bytes,
+          4.0 * static_cast<double>(a.out.numel()) * keys, shape_of(a.out)};
+}
+TensorView output_of(const AttentionDecode& a) { return a.out; }
 
 }  // namespace parka

@@ -1,8 +1,8 @@
 #pragma once
 #include "core/tensor.h"
+#include "kernels/op/op.h"
 
 namespace parka {
-class Device;
 
 // Attention of new tokens to all tokens before them, whose keys and values a cache holds, so that generation
 // computes each token once. Row t is the token at position[t] of the sequence that has slot[t] of the cache:
@@ -19,7 +19,7 @@ struct CacheAppend {
   int64_t num_kv_heads;
 };
 // Throws Error(kInternal) on a slot or position outside the cache (CPU; on a GPU it must not happen).
-void cache_append(Device& device, const CacheAppend& a);
+PARKA_OP(cache_append, CacheAppend);
 
 // Query head h reads key/value head h / (H / Hkv).
 //   p[t,j] = exp(scale * q_t . k_j) / sum over j of the same, for j <= position[t];  out_t = sum_j p[t,j] v_j
@@ -37,6 +37,6 @@ struct AttentionDecode {
   TensorView out_amax = {};  // [1] fp32, out: max |out| as stored, for quantize; empty: not wanted
 };
 // What a row gets does not depend on the other rows, nor on max_keys.
-void attention_decode(Device& device, const AttentionDecode& a);
+PARKA_OP(attention_decode, AttentionDecode);
 
 }  // namespace parka

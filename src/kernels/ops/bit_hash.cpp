@@ -1,9 +1,8 @@
 #include "kernels/ops/bit_hash.h"
 
-#include "kernels/backend.h"
-#include "kernels/check.h"
-#include "kernels/cpu/bit_hash.h"
-#include "kernels/cuda/elementwise/bit_hash.h"
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
 
 namespace parka {
 
@@ -20,5 +19,8 @@ void bit_hash(Device& device, const BitHash& a) {
   if (flat.dim[0] == 0) return;
   PARKA_DISPATCH(bit_hash, device, a);
 }
+
+OpCost cost_of(const BitHash& a) { return moved(bytes_of(a.x), a.x); }
+TensorView output_of(const BitHash& a) { return a.hash; }
 
 }  // namespace parka

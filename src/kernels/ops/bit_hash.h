@@ -1,11 +1,11 @@
 #pragma once
 #include <cstdint>
+#include "kernels/op/op.h"
 
 #include "core/bit_hash.h"
 #include "core/tensor.h"
 
 namespace parka {
-class Device;
 
 // hash += the hash of x's bytes (core/bit_hash.h), modulo 2^64. For a hash over several tensors, or over the pieces
 // of one that lie on several devices. The caller sets hash first, to 0 as a rule. They must not overlap.
@@ -14,6 +14,6 @@ struct BitHash {
   TensorView hash;          // [8] uint8, in/out: a little-endian 64-bit number, aligned to 8 bytes
   uint64_t first_byte = 0;  // where x begins in the whole that it is a piece of; a multiple of 8
 };
-void bit_hash(Device& device, const BitHash& a);
+PARKA_OP(bit_hash, BitHash);
 
 }  // namespace parka

@@ -1,9 +1,8 @@
 #include "kernels/ops/cross_entropy.h"
 
-#include "kernels/backend.h"
-#include "kernels/check.h"
-#include "kernels/cpu/cross_entropy.h"
-#include "kernels/cuda/elementwise/cross_entropy.h"
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
 
 namespace parka {
 
@@ -18,5 +17,12 @@ void cross_entropy(Device& device, const CrossEntropy& a) {
   if (V == 0) throw_internal("cross_entropy: logits is {}, wanted at least one column", describe(a.logits));
   PARKA_DISPATCH(cross_entropy, device, a);
 }
+
+OpCost cost_of(const CrossEntropy& a) {
+  return moved((a.write_gradient ? 2 : 1) * bytes_of(a.logits) + all_bytes(a.targets, a.loss, a.z_loss_value),
+               a.logits);
+}
+// The losses where no gradient is wanted.
+TensorView output_of(const CrossEntropy& a) { return a.write_gradient ? a.logits : a.loss; }
 
 }  // namespace parka

@@ -1,9 +1,9 @@
 #pragma once
 #include "core/ignored_target.h"
 #include "core/tensor.h"
+#include "kernels/op/op.h"
 
 namespace parka {
-class Device;
 
 // Softmax cross-entropy over a chunk of rows, with the gradient written over the logits:
 //   lse = log sum_v exp(logits[t,v]);  loss[t] = lse - logits[t, target] + z_loss * lse^2
@@ -22,6 +22,6 @@ struct CrossEntropy {
   bool write_gradient = true;
   TensorView grad_factor = {};  // [1] fp32, in: for a scale that differs from step to step; empty: 1
 };
-void cross_entropy(Device& device, const CrossEntropy& a);
+PARKA_OP(cross_entropy, CrossEntropy);
 
 }  // namespace parka

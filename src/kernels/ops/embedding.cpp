@@ -1,9 +1,8 @@
 #include "kernels/ops/embedding.h"
 
-#include "kernels/backend.h"
-#include "kernels/check.h"
-#include "kernels/cpu/embedding.h"
-#include "kernels/cuda/elementwise/embedding.h"
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
 
 namespace parka {
 
@@ -41,5 +40,16 @@ std::vector<TokenRow> embedding_order(const int32_t* ids, int64_t T, int64_t voc
   }
   return order;
 }
+
+OpCost cost_of(const EmbeddingForward& a) { return moved(bytes_of(a.ids) + 2 * bytes_of(a.out), a.out); }
+TensorView output_of(const EmbeddingForward& a) { return a.out; }
+
+// Every row of d_out may have an id of its own, whose row of d_table is then read and written.
+OpCost cost_of(const EmbeddingBackward& a) {
+  const double rows = static_cast<double>(std::min(a.d_out.dim[0], a.d_table.dim[0]));
+  const double row_bytes = static_cast<double>(a.d_table.dim[1] * size_of(a.d_table.dtype));
+  return moved(all_bytes(a.order, a.d_out) + 2 * rows * row_bytes, a.d_out);
+}
+TensorView output_of(const EmbeddingBackward& a) { return a.d_table; }
 
 }  // namespace parka

@@ -1,11 +1,11 @@
 #pragma once
 #include <cstdint>
 #include <vector>
+#include "kernels/op/op.h"
 
 #include "core/tensor.h"
 
 namespace parka {
-class Device;
 
 // out[t,c] = table[ids[t],c]
 struct EmbeddingForward {
@@ -14,7 +14,7 @@ struct EmbeddingForward {
   TensorView out;    // [T, C] as table, out
 };
 // Throws Error(kBadInput) on an id outside the table (CPU; the loader has checked ids before a GPU sees them).
-void embedding_forward(Device& device, const EmbeddingForward& a);
+PARKA_OP(embedding_forward, EmbeddingForward);
 
 // What embedding_backward has to know of a row of d_out, to add the rows of each token in order.
 struct alignas(16) TokenRow {  // read as one
@@ -42,6 +42,6 @@ struct EmbeddingBackward {
   const TokenRow* rows() const { return reinterpret_cast<const TokenRow*>(order.as<int32_t>()); }
 };
 // Throws Error(kBadInput) on an id outside the table (CPU).
-void embedding_backward(Device& device, const EmbeddingBackward& a);
+PARKA_OP(embedding_backward, EmbeddingBackward);
 
 }  // namespace parka

@@ -1,9 +1,8 @@
 #include "kernels/ops/gemm.h"
 
-#include "kernels/backend.h"
-#include "kernels/check.h"
-#include "kernels/cpu/gemm.h"
-#include "kernels/cuda/gemm/gemm.h"
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
 
 namespace parka {
 namespace {
@@ -34,5 +33,14 @@ void gemm(Device& device, const Gemm& a) {
   }
   PARKA_DISPATCH(gemm, device, a);
 }
+
+OpCost cost_of(const Gemm& a) {
+  const int64_t M = a.out.dim[0], N = a.out.dim[1], K = a.a.data.dim[a.a_transposed ? 0 : 1];
+  return {all_bytes(a.a, a.b) + (a.accumulate ? 2 : 1) * bytes_of(a.out),
+          2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K),
+          fmt::format("{} x {} x {} {}{}{} {}{}", M, N, K, name_of(a.a.data.dtype), a.a_transposed ? " T" : " N",
+                      a.b_transposed ? "T" : "N", name_of(a.out.dtype), a.accumulate ? " +=" : "")};
+}
+TensorView output_of(const Gemm& a) { return a.out; }
 
 }  // namespace parka

@@ -1,8 +1,8 @@
 #pragma once
 #include "core/tensor.h"
+#include "kernels/op/op.h"
 
 namespace parka {
-class Device;
 
 // out[m,n] = (accumulate ? out[m,n] : 0) + sum_k A[m,k] * B[n,k],   summed in fp32, rounded once to out's dtype.
 // A is `a`, or its transpose when a_transposed; likewise B. So, with row-major activations x [T, K], weight
@@ -26,6 +26,6 @@ struct Gemm {
   bool fast_accumulation = false;
 };
 // K == 0 yields zeros (or leaves out as it is when accumulating).
-void gemm(Device& device, const Gemm& a);
+PARKA_OP(gemm, Gemm);
 
 }  // namespace parka

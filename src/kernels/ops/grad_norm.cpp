@@ -2,10 +2,9 @@
 
 #include <utility>
 
-#include "kernels/backend.h"
-#include "kernels/check.h"
-#include "kernels/cpu/grad_norm.h"
-#include "kernels/cuda/optimizer/grad_norm.h"
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
 
 namespace parka {
 
@@ -36,5 +35,19 @@ void add_sum(Device& device, const AddSum& a) {
   if (flat.dim[0] == 0) return;
   PARKA_DISPATCH(add_sum, device, a);
 }
+
+OpCost cost_of(const SumOfSquares& a) {
+  OpCost cost;
+  for (const TensorView& part : a.parts) cost.bytes += bytes_of(part);
+  cost.shape = fmt::format("{} tensors", a.parts.size());
+  return cost;
+}
+TensorView output_of(const SumOfSquares& a) { return a.result; }
+
+OpCost cost_of(const ClipCoefficient& a) { return moved(0.0, a.coefficient); }
+TensorView output_of(const ClipCoefficient& a) { return a.coefficient; }
+
+OpCost cost_of(const AddSum& a) { return moved(bytes_of(a.x), a.x); }
+TensorView output_of(const AddSum& a) { return a.total; }
 
 }  // namespace parka

@@ -1,10 +1,10 @@
 #pragma once
 #include <vector>
+#include "kernels/op/op.h"
 
 #include "core/tensor.h"
 
 namespace parka {
-class Device;
 
 // result[0] = sum over all parts of sum of squares, accumulated in double in a fixed order that does not
 // depend on the number of threads; NaN or Inf anywhere makes it NaN or Inf, so it doubles as the finite check.
@@ -13,7 +13,7 @@ struct SumOfSquares {
   TensorView partial;  // [number of parts] fp32, out: the sum of each part, so that a bad tensor can be named
   TensorView result;   // [1] fp32, out
 };
-void sum_of_squares(Device& device, const SumOfSquares& a);
+PARKA_OP(sum_of_squares, SumOfSquares);
 
 // What gradients are multiplied with so that their norm is at most max_norm, as in OLMo and PyTorch:
 //   coefficient[0] = min(1, max_norm / (sqrt(sum_of_squares[0]) + 1e-6))
@@ -24,13 +24,13 @@ struct ClipCoefficient {
   float max_norm;             // infinity: no clipping
   TensorView coefficient;     // [1] fp32, out
 };
-void clip_coefficient(Device& device, const ClipCoefficient& a);
+PARKA_OP(clip_coefficient, ClipCoefficient);
 
 // total[0] += sum of x, which is summed in double in a fixed order and rounded once.
 struct AddSum {
   TensorView x;      // any shape, fp32, in
   TensorView total;  // [1] fp32, in/out
 };
-void add_sum(Device& device, const AddSum& a);
+PARKA_OP(add_sum, AddSum);
 
 }  // namespace parka

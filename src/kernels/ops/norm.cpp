@@ -1,9 +1,8 @@
 #include "kernels/ops/norm.h"
 
-#include "kernels/backend.h"
-#include "kernels/check.h"
-#include "kernels/cpu/norm.h"
-#include "kernels/cuda/norm/norm.h"
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
 
 namespace parka {
 namespace {
@@ -84,5 +83,28 @@ void norm_backward(Device& device, const NormBackward& a) {
   if (rows == 0 || cols == 0) return;
   PARKA_DISPATCH(norm_backward, device, a);
 }
+
+OpCost cost_of(const NormForward& a) {
+  const bool adds = !a.branch.empty() || a.residual_out.data != a.residual.data;
+  const double again = a.x.empty() ? bytes_of(a.residual_out) : bytes_of(a.x);
+  return moved(all_bytes(a.residual, a.branch, a.weight, a.x, a.y, a.y_t, a.mean, a.rstd) +
+                   (adds ? bytes_of(a.residual_out) : 0.0) + (read_twice(a.y) ? again : 0.0),
+               a.residual);
+}
+TensorView output_of(const NormForward& a) { return a.y.data; }
+
+OpCost cost_of(const NormRecompute& a) {
+  return moved(all_bytes(a.x, a.weight, a.mean, a.rstd, a.y, a.y_t), a.x.data);
+}
+TensorView output_of(const NormRecompute& a) { return first_given({a.y.data, a.y_t.data}); }
+
+OpCost cost_of(const NormBackward& a) {
+  return moved(all_bytes(a.x, a.weight, a.mean, a.rstd, a.d_y, a.d_residual, a.d_residual_out, a.d_quantized,
+                         a.d_quantized_t) +
+                   2 * bytes_of(a.d_weight) +
+                   (read_twice(a.d_quantized, a.d_quantized_t) ? bytes_of(a.d_residual_out) : 0.0),
+               a.x.data);
+}
+TensorView output_of(const NormBackward& a) { return a.d_residual_out; }
 
 }  // namespace parka

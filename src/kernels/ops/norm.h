@@ -1,8 +1,8 @@
 #pragma once
 #include "core/tensor.h"
+#include "kernels/op/op.h"
 
 namespace parka {
-class Device;
 
 enum class NormKind : uint8_t {
   kLayerNorm,  // non-parametric, as in OLMo v1: y = (x - mean) * rstd, rstd = 1 / sqrt(var + eps)
@@ -29,7 +29,7 @@ struct NormForward {
   TensorView rstd;          // [T] fp32, out
 };
 // Statistics are taken in fp32 over C elements exactly (two passes: mean first, then squared deviations).
-void norm_forward(Device& device, const NormForward& a);
+PARKA_OP(norm_forward, NormForward);
 
 // Computes y again from saved input and statistics: bit-identical to norm_forward's y. For kTensor scaling
 // y.scale is read, not computed, so no pass for the maximum is needed.
@@ -42,7 +42,7 @@ struct NormRecompute {
   ScaledView y = {};       // [T, C], out; empty: not wanted. kTensor: y.scale is an input
   ScaledView y_t = {};     // [C, T] transposed, out; empty: not wanted. kTensor: y_t.scale is an input
 };
-void norm_recompute(Device& device, const NormRecompute& a);
+PARKA_OP(norm_recompute, NormRecompute);
 
 // Gradient through the norm, added to the gradient of the residual stream:
 //   d_residual_out = d_residual + norm'(x) d_y        and d_weight += sum_t d_y * x * rstd
@@ -62,6 +62,6 @@ struct NormBackward {
 };
 // kTensor outputs share one scale: d_quantized_t.scale must be the memory of d_quantized.scale if both are
 // given. The quantized copies are made from d_residual_out after its rounding.
-void norm_backward(Device& device, const NormBackward& a);
+PARKA_OP(norm_backward, NormBackward);
 
 }  // namespace parka

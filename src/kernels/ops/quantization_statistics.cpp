@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/backend.h"
-#include "kernels/check.h"
-#include "kernels/cpu/quantization_statistics.h"
-#include "kernels/cuda/quantize/quantization_statistics.h"
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
 
 namespace parka {
 
@@ -37,5 +36,16 @@ void moment_statistics(Device& device, const MomentStatistics& a) {
   check_tensor(kOp, "amax", a.amax, {2}, {DType::kF32});
   PARKA_DISPATCH(moment_statistics, device, a);
 }
+
+OpCost cost_of(const QuantizationStatistics& a) {
+  const double read = static_cast<double>(a.q.data.numel() * size_of(a.x.dtype));
+  return moved(read + all_bytes(a.q, a.totals), a.q.data);
+}
+TensorView output_of(const QuantizationStatistics& a) { return a.totals; }
+
+OpCost cost_of(const MomentStatistics& a) {
+  return moved(all_bytes(a.moment.amax, a.moment.exponent, a.counts, a.amax), a.moment.amax);
+}
+TensorView output_of(const MomentStatistics& a) { return a.counts; }
 
 }  // namespace parka

@@ -1,11 +1,11 @@
 #pragma once
 #include <cstdint>
+#include "kernels/op/op.h"
 
 #include "core/tensor.h"
 #include "kernels/ops/adamw.h"
 
 namespace parka {
-class Device;
 
 // What became of numbers that were stored in FP8. Sums are taken in double in a fixed order.
 struct QuantizationTotals {
@@ -27,7 +27,7 @@ struct QuantizationStatistics {
   ScaledView q;  // [R, C] fp8 with any scaling, in: what they became
   TensorView totals;  // [QuantizationTotals::kCount] fp32, out: a QuantizationTotals
 };
-void quantization_statistics(Device& device, const QuantizationStatistics& a);
+PARKA_OP(quantization_statistics, QuantizationStatistics);
 
 // What an element's magnitude, divided by its scale, must exceed to be saturated: half way from the largest number
 // of the format to what would be the next one.
@@ -40,7 +40,7 @@ struct MomentStatistics {
                       // which have none of their own, are not counted
   TensorView amax;  // [2] fp32, out: the smallest and the largest amax of those groups; infinity and 0 without any
 };
-void moment_statistics(Device& device, const MomentStatistics& a);
+PARKA_OP(moment_statistics, MomentStatistics);
 inline constexpr int64_t kNumMomentExponents = 256;
 
 }  // namespace parka

@@ -1,9 +1,8 @@
 #include "kernels/ops/quantize.h"
 
-#include "kernels/backend.h"
-#include "kernels/check.h"
-#include "kernels/cpu/quantize.h"
-#include "kernels/cuda/quantize/quantize.h"
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
 
 namespace parka {
 namespace {
@@ -38,5 +37,11 @@ void quantize(Device& device, const Quantize& a) {
   if (rows == 0 || cols == 0 || (a.out.empty() && a.out_t.empty())) return;
   PARKA_DISPATCH(quantize, device, a);
 }
+
+OpCost cost_of(const Quantize& a) {
+  const bool finds_scale = read_twice(a.out, a.out_t) && !a.scale_given && a.amax.empty();
+  return moved(all_bytes(a.x, a.out, a.out_t) + (finds_scale ? bytes_of(a.x) : 0.0), a.x.data);
+}
+TensorView output_of(const Quantize& a) { return first_given({a.out.data, a.out_t.data}); }
 
 }  // namespace parka

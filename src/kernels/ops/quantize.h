@@ -1,8 +1,8 @@
 #pragma once
 #include "core/tensor.h"
+#include "kernels/op/op.h"
 
 namespace parka {
-class Device;
 
 // out = x in the number format and scaling of `out`, and the same transposed into out_t.
 //
@@ -21,6 +21,6 @@ struct Quantize {
 };
 // Also converts between plain formats (Scaling::kNone), dequantizes (fp8 x, plain out) and transposes
 // (out empty; an fp8 kTensor x with an out_t whose scale is the memory of x.scale is moved code for code).
-void quantize(Device& device, const Quantize& a);
+PARKA_OP(quantize, Quantize);
 
 }  // namespace parka

@@ -4,10 +4,9 @@
 #include <cmath>
 #include <numbers>
 
-#include "kernels/backend.h"
-#include "kernels/check.h"
-#include "kernels/cpu/rope.h"
-#include "kernels/cuda/attention/rope.h"
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
 
 namespace parka {
 namespace {
@@ -21,6 +20,11 @@ double scaled_frequency(double frequency, const RopeScaling& scaling) {
       static_cast<double>(scaling.original_length) * frequency / (2 * std::numbers::pi);  // over that length
   const double share = std::clamp((turns - low) / (high - low), 0.0, 1.0);
   return frequency * (share + (1 - share) / scaling.factor);
+}
+
+// The part of a fused QKV buffer that is rotated: all but the value heads.
+double rotated_bytes(const TensorView& qkv, int64_t heads, int64_t kv_heads) {
+  return bytes_of(qkv) * static_cast<double>(heads + kv_heads) / static_cast<double>(heads + 2 * kv_heads);
 }
 
 }  // namespace
@@ -66,5 +70,12 @@ std::vector<float> rope_table(int64_t sequence_length, int64_t head_dim, double 
   }
   return table;
 }
+
+OpCost cost_of(const RopeForward& a) {
+  // What is saved is all of qkv, and all of it becomes what the codes decode to.
+  if (!a.saved.empty()) return moved(2 * bytes_of(a.qkv) + bytes_of(a.saved), a.qkv);
+  return moved(2 * rotated_bytes(a.qkv, a.num_heads, a.num_kv_heads), a.qkv);
+}
+TensorView output_of(const RopeForward& a) { return a.qkv; }
 
 }  // namespace parka

@@ -1,11 +1,11 @@
 #pragma once
 #include <cstdint>
 #include <vector>
+#include "kernels/op/op.h"
 
 #include "core/tensor.h"
 
 namespace parka {
-class Device;
 
 // Rotary position embedding (Su et al. 2021), half-split layout as in NeoX, OLMo and Llama. The pair
 // (x[i], x[i + D/2]) of every query and key head is turned by the angle position * theta^(-2i/D):
@@ -23,7 +23,7 @@ struct RopeForward {
 };
 // D is even. `saved` is quantized from the rotated fp32 values, so that each is rounded once. Going backward,
 // attention_backward turns the gradients of queries and keys back.
-void rope_forward(Device& device, const RopeForward& a);
+PARKA_OP(rope_forward, RopeForward);
 
 enum class RopeScalingKind : uint8_t { kNone, kLlama3 };
 

@@ -1,9 +1,8 @@
 #include "kernels/ops/swiglu.h"
 
-#include "kernels/backend.h"
-#include "kernels/check.h"
-#include "kernels/cpu/swiglu.h"
-#include "kernels/cuda/swiglu/swiglu.h"
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
 
 namespace parka {
 namespace {
@@ -68,6 +67,22 @@ void swiglu_backward(Device& device, const SwigluBackward& a) {
   check_shared_scale(kOp, a.product, a.product_t);
   if (rows == 0 || width == 0) return;
   PARKA_DISPATCH(swiglu_backward, device, a);
+}
+
+OpCost cost_of(const SwigluForward& a) {
+  return moved(all_bytes(a.up_gate_plain, a.up_gate, a.silu, a.product, a.product_t) +
+                   (read_twice(a.product, a.product_t) ? all_bytes(a.up_gate, a.silu) : 0.0),
+               a.product.data);
+}
+TensorView output_of(const SwigluForward& a) { return a.product.data; }
+
+OpCost cost_of(const SwigluBackward& a) {
+  return moved(all_bytes(a.up_gate, a.silu, a.d_product, a.d_up_gate, a.d_up_gate_t, a.product, a.product_t) +
+                   (read_twice(a.d_up_gate, a.d_up_gate_t) ? all_bytes(a.up_gate, a.silu, a.d_product) : 0.0),
+               a.up_gate.data);
+}
+TensorView output_of(const SwigluBackward& a) {
+  return first_given({a.d_up_gate.data, a.d_up_gate_t.data, a.product.data, a.product_t.data});
 }
 
 }  // namespace parka

@@ -1,8 +1,8 @@
 #pragma once
 #include "core/tensor.h"
+#include "kernels/op/op.h"
 
 namespace parka {
-class Device;
 
 // product[t,f] = up[t,f] * silu(gate[t,f]),   silu(g) = g / (1 + exp(-g)).
 // up_gate holds [up | gate]: the first F columns are up, the last F gate (OLMo's order).
@@ -19,7 +19,7 @@ struct SwigluForward {
   // input.
   TensorView up_gate_plain = {};
 };
-void swiglu_forward(Device& device, const SwigluForward& a);
+PARKA_OP(swiglu_forward, SwigluForward);
 
 // d_up = d_product * silu(gate);  d_gate = d_product * up * (sig + silu * (1 - sig)),  sig = 1 / (1 + exp(-gate)).
 // Also recomputes the product, transposed, for the weight gradient of the down projection.
@@ -34,6 +34,6 @@ struct SwigluBackward {
   ScaledView product = {};  // [T, F], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
   ScaledView product_t = {};  // [F, T], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
 };
-void swiglu_backward(Device& device, const SwigluBackward& a);
+PARKA_OP(swiglu_backward, SwigluBackward);
 
 }  // namespace parka

@@ -1,4 +1,4 @@
-#include "kernels/cuda/attention/attention.h"
+#include "kernels/ops/attention.h"
 
 #include <initializer_list>
 #include <string>

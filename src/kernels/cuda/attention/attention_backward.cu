@@ -1,7 +1,7 @@
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/attention/attention_tiles.cuh"
 #include "kernels/device/cuda/check.h"
-#include "kernels/workspace.h"
+#include "kernels/op/workspace.h"
 
 // Three kernels: what the other two need of each row; d_k and d_v, of which a block sums up a tile over all
 // queries; d_q, of which a block sums up a tile over all keys. Both of the latter compute the scores anew: that is

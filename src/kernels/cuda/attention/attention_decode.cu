@@ -1,4 +1,4 @@
-#include "kernels/cuda/attention/attention_decode.h"
+#include "kernels/ops/attention_decode.h"
 
 #include <cfloat>
 #include <string>
@@ -7,7 +7,7 @@
 #include "kernels/cuda/quantize/matrix_source.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/device/cuda/check.h"
-#include "kernels/workspace.h"
+#include "kernels/op/workspace.h"
 
 // A few new rows see thousands of keys each: the keys of a row and head are divided into pieces of
 // kDecodePieceKeys, a warp takes one, and a second kernel puts the pieces of each row and head together in their

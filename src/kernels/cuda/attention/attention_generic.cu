@@ -3,7 +3,7 @@
 #include "kernels/cuda/attention/rope_pairs.cuh"
 #include "kernels/cuda/quantize/fp8.cuh"
 #include "kernels/device/cuda/check.h"
-#include "kernels/workspace.h"
+#include "kernels/op/workspace.h"
 
 // Attention for any head width and for fp32, with a warp for each row that is written.
 namespace parka::cuda {

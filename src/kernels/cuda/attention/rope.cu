@@ -1,4 +1,4 @@
-#include "kernels/cuda/attention/rope.h"
+#include "kernels/ops/rope.h"
 
 #include <algorithm>
 #include <bit>

@@ -2,7 +2,7 @@
 #include "kernels/cuda/attention/sm90_key_gradient.cuh"
 #include "kernels/cuda/attention/sm90_query_gradient.cuh"
 #include "kernels/device/cuda/check.h"
-#include "kernels/workspace.h"
+#include "kernels/op/workspace.h"
 
 // As in attention_backward.cu one kernel sums up d_k and d_v of tiles of keys over all queries, and one d_q of
 // tiles of queries over all keys; nothing is added up across blocks, so equal input gives equal bits. While one

@@ -1,7 +1,7 @@
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/attention/sm90_attention.cuh"
 #include "kernels/device/cuda/check.h"
-#include "kernels/workspace.h"
+#include "kernels/op/workspace.h"
 
 // FlashAttention-3: a block takes a tile of queries and passes over the keys before them. Its consumers take turns
 // at starting products, so that those of one run while the other computes its exponentials; and each starts the

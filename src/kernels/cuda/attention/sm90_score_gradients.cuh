@@ -2,7 +2,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/attention/sm90_attention.cuh"
-#include "kernels/workspace.h"
+#include "kernels/op/workspace.h"
 
 // Score gradients that the kernel of d_k and d_v leaves in scratch for one that makes d_q of them, and the barriers
 // of all kernels of attention's backward pass.

@@ -1,4 +1,4 @@
-#include "kernels/cuda/elementwise/bit_hash.h"
+#include "kernels/ops/bit_hash.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "kernels/cuda/elementwise/cross_entropy.h"
+#include "kernels/ops/cross_entropy.h"
 
 #include <algorithm>
 #include <bit>

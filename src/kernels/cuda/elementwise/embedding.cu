@@ -1,10 +1,10 @@
-#include "kernels/cuda/elementwise/embedding.h"
+#include "kernels/ops/embedding.h"
 
 #include "kernels/cuda/ptx/early_launch.cuh"
 #include "kernels/cuda/vector.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
-#include "kernels/workspace.h"
+#include "kernels/op/workspace.h"
 
 // Shapes: T tokens, V rows of the table, C columns.
 namespace parka::cuda {

@@ -1,4 +1,4 @@
-#include "kernels/cuda/gemm/gemm.h"
+#include "kernels/ops/gemm.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -10,8 +10,8 @@
 #include "kernels/cuda/gemm/gemm_kernels.h"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
-#include "kernels/op_cost.h"
-#include "kernels/workspace.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/workspace.h"
 
 namespace parka::cuda {
 namespace {

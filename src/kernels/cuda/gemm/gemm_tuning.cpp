@@ -17,7 +17,7 @@
 #include "kernels/cuda/gemm/gemm_kernels.h"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
-#include "kernels/op_cost.h"
+#include "kernels/op/cost.h"
 
 namespace parka {
 namespace cuda {

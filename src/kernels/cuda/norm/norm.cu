@@ -1,4 +1,4 @@
-#include "kernels/cuda/norm/norm.h"
+#include "kernels/ops/norm.h"
 
 #include <bit>
 #include <type_traits>

@@ -1,12 +1,12 @@
 #include <algorithm>
 
-#include "kernels/cuda/norm/norm.h"
 #include "kernels/cuda/norm/norm_rows.cuh"
 #include "kernels/cuda/quantize/matrix_source.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
-#include "kernels/workspace.h"
+#include "kernels/op/workspace.h"
+#include "kernels/ops/norm.h"
 
 // Shapes: T rows (tokens), C columns (elements of a row), B blocks.
 namespace parka::cuda {

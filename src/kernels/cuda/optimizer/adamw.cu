@@ -1,4 +1,4 @@
-#include "kernels/cuda/optimizer/adamw.h"
+#include "kernels/ops/adamw.h"
 
 #include <algorithm>
 #include <type_traits>

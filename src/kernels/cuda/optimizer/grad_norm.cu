@@ -1,4 +1,4 @@
-#include "kernels/cuda/optimizer/grad_norm.h"
+#include "kernels/ops/grad_norm.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include "kernels/cuda/vector.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
-#include "kernels/workspace.h"
+#include "kernels/op/workspace.h"
 
 namespace parka::cuda {
 namespace {

@@ -1,4 +1,4 @@
-#include "kernels/cuda/quantize/quantize.h"
+#include "kernels/ops/quantize.h"
 
 #include <bit>
 

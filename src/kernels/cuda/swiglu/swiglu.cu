@@ -1,4 +1,4 @@
-#include "kernels/cuda/swiglu/swiglu.h"
+#include "kernels/ops/swiglu.h"
 
 #include <initializer_list>
 

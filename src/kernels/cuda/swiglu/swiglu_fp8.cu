@@ -5,11 +5,11 @@
 #include <type_traits>
 
 #include "kernels/cuda/quantize/matrix_source.cuh"
-#include "kernels/cuda/quantize/quantize.h"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/cuda/swiglu/swiglu_elements.cuh"
 #include "kernels/cuda/swiglu/swiglu_source.cuh"
 #include "kernels/device/cuda/check.h"
+#include "kernels/ops/quantize.h"
 
 // Shapes: T rows (tokens), F columns of the product; up_gate has 2F, up before gate.
 //

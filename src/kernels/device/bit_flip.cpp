@@ -1,4 +1,4 @@
-#include "kernels/bit_flip.h"
+#include "kernels/device/bit_flip.h"
 
 #include <utility>
 

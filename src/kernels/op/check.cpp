@@ -1,4 +1,4 @@
-#include "kernels/check.h"
+#include "kernels/op/check.h"
 
 #include <fmt/ranges.h>
 

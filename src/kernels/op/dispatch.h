@@ -1,7 +1,5 @@
 #pragma once
 #include "kernels/device/device.h"
-#include "kernels/op_cost.h"
-#include "kernels/op_output.h"
 
 namespace parka {
 

@@ -1,7 +1,0 @@
-#pragma once
-#include "kernels/ops/quantize.h"
-
-namespace parka::cpu {
-// The caller, ops/quantize.cpp, has checked `a`; x is not empty.
-void quantize(Device& device, const Quantize& a);
-}  // namespace parka::cpu

@@ -1,0 +1,30 @@
+#pragma once
+#include <initializer_list>
+#include <string>
+
+#include "core/tensor.h"
+#include "kernels/device/op_timer.h"
+
+// What the costs of ops are put together from.
+namespace parka {
+
+double bytes_of(const TensorView& t);  // 0 for one that is not given
+double bytes_of(const ScaledView& t);  // with its scales
+
+template <typename... Tensors>
+double all_bytes(const Tensors&... tensors) {
+  return (bytes_of(tensors) + ...);
+}
+
+std::string shape_of(const TensorView& t);  // "8192 x 4096"
+
+// Whether what the codes are made of is read again: a tensor-wide scale is known only when every number has been
+// seen.
+bool read_twice(const ScaledView& out, const ScaledView& out_t = {});
+
+// Of an op that computes no matrix product.
+OpCost moved(double bytes, const TensorView& shape);
+
+TensorView first_given(std::initializer_list<TensorView> tensors);  // empty where none is
+
+}  // namespace parka

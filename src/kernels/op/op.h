@@ -1,0 +1,32 @@
+#pragma once
+#include "core/tensor.h"
+#include "kernels/device/op_timer.h"
+
+// What an op consists of, each in one place: `struct Args` with its tensors, whose header says the formula, shapes
+// and formats (ops/<op>.h); its checks, cost and output (ops/<op>.cpp); the reference (cpu/<op>.cpp); the kernel
+// (cuda/<room>/<op>.cu).
+namespace parka {
+class Device;
+}  // namespace parka
+
+// Declares the op `name` with its arguments, within namespace parka:
+//   name(device, args)   checks the arguments and runs the implementation of the device; what callers use;
+//   cpu::name, cuda::name   the implementations, whose arguments have been checked and which have elements to work
+//   on; cost_of(args)   what must move and be computed, tensors that are not given left out. In place counts as
+//   read and
+//       written; what a tensor-wide FP8 scale is found from counts twice;
+//   output_of(args)   the tensor that the op writes; of several the one that the next op of a model's step reads,
+//   of
+//       quantized ones the codes, the transposed ones where no others are wanted. Empty where the op leaves
+//       nothing.
+#define PARKA_OP(name, Args)                         \
+  void name(Device& device, const Args& a);          \
+  OpCost cost_of(const Args& a);                     \
+  TensorView output_of(const Args& a);               \
+  namespace cpu {                                    \
+  void name(::parka::Device& device, const Args& a); \
+  }                                                  \
+  namespace cuda {                                   \
+  void name(::parka::Device& device, const Args& a); \
+  }                                                  \
+  static_assert(true, "a semicolon follows")
