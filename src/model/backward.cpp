@@ -226,7 +226,7 @@ void Model::Pass::loss_and_backward(Device& device, const LossOptions& options,
   }
   device.section("embedding");
   before_backward(device, 0);
-  const bool has_head_gradient = table_->head == table_->embedding;  // which a GEMM has written already
+  const bool has_head_gradient = table_->ties_head();  // which a GEMM has written already
   embedding_backward(device, {.order = tensor(activations_.token_order, num_tokens_, kTokenRowInts),
                               .d_out = tensor(activations_.backward.d_residual, num_tokens_, config_.d_model),
                               .d_table = has_head_gradient ? (*gradients_)[table_->embedding]

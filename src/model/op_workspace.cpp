@@ -12,8 +12,7 @@ TensorId declare_op_workspace(const ModelConfig& model, const PrecisionConfig& p
   for (const ParameterInfo& parameter : table.all) pieces += cuda::sum_of_squares_pieces(parameter.numel());
   int64_t gemm_bytes = cuda::kGemmWorkspaceBytes;
   if (precision.gemm == GemmPrecision::kFp8Block) {
-    const BlockParameters& block = table.blocks.front();
-    for (int index : {block.qkv, block.attention_out, block.up_gate, block.down}) {
+    for (const int index : table.linear_weights(table.block_unit(0))) {
       const int64_t rows = table.all[index].rows, cols = table.all[index].cols;
       gemm_bytes = std::max({gemm_bytes, cuda::block_scaled_gemm_workspace_bytes(tokens, rows, cols),
                              cuda::block_scaled_gemm_workspace_bytes(tokens, cols, rows),

@@ -17,21 +17,6 @@ namespace {
 
 constexpr double kMitchellCutoff = 3.0;  // standard deviations
 
-// Standard deviation of parameter `index`; negative for norm weights, which start at 1.
-double initial_std(const ModelConfig& config, const ParameterTable& table, int index) {
-  const double d = static_cast<double>(config.d_model), f = static_cast<double>(config.d_ffn);
-  const bool mitchell = config.init == InitKind::kMitchell;
-  for (size_t l = 0; l < table.blocks.size(); ++l) {
-    const BlockParameters& block = table.blocks[l];
-    if (index == block.attention_norm || index == block.ffn_norm) return -1.0;
-    const double depth = 2.0 * static_cast<double>(l + 1);
-    if (mitchell && index == block.attention_out) return 1.0 / std::sqrt(depth * d);
-    if (mitchell && index == block.down) return 1.0 / std::sqrt(depth * f);
-  }
-  if (index == table.final_norm) return -1.0;
-  return mitchell ? 1.0 / std::sqrt(d) : config.init_std;
-}
-
 // Standard normals from the stream of one parameter: each is the first within the cutoff of its element's draws.
 struct Normals {
   uint64_t seed;
@@ -75,7 +60,7 @@ int64_t ParameterTable::num_parameters() const {
 }
 
 int64_t ParameterTable::num_compute_parameters() const {
-  return head == embedding ? num_parameters() : num_parameters() - all[static_cast<size_t>(embedding)].numel();
+  return ties_head() ? num_parameters() : num_parameters() - all[static_cast<size_t>(embedding)].numel();
 }
 
 std::vector<int> ParameterTable::unit(int index) const {
@@ -86,43 +71,63 @@ std::vector<int> ParameterTable::unit(int index) const {
   return members;
 }
 
+std::vector<int> ParameterTable::linear_weights(int unit) const {
+  std::vector<int> members = this->unit(unit);
+  std::erase_if(members, [&](int i) { return all[static_cast<size_t>(i)].role != ParameterRole::kLinear; });
+  return members;
+}
+
 ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embeddings) {
   ParameterTable table;
   int64_t next_element = 0;
   int unit = 0;
-  const auto add = [&](std::string name, int64_t rows, int64_t cols, bool decayed) {
-    const bool in_block = unit >= 1 && unit <= config.num_layers;
-    table.all.push_back({std::move(name), rows, cols, decayed, next_element, unit, in_block});
+  const auto add = [&](std::string name, int64_t rows, int64_t cols, ParameterRole role, bool decayed, double std) {
+    table.all.push_back({std::move(name), rows, cols, role, decayed, next_element, unit, std});
     next_element += ceil_div(rows * cols, kMomentGroup) * kMomentGroup;
     return static_cast<int>(table.all.size()) - 1;
   };
   const bool has_norm_weights = config.norm == NormKind::kRmsNorm;
+  const auto add_norm = [&](std::string name) {
+    return has_norm_weights ? add(std::move(name), 1, config.d_model, ParameterRole::kNorm, false, 0.0) : -1;
+  };
   const int64_t d = config.d_model, f = config.d_ffn;
-  table.embedding = add("embedding", config.vocab_size, d, decay_embeddings);
+  // Of a weight whose `fan_in` inputs are summed, into the residual after `depth` others: 0 for what goes
+  // elsewhere.
+  const auto std_of = [&](int64_t fan_in, double depth) {
+    if (config.init == InitKind::kNormal) return config.init_std;
+    return 1.0 / std::sqrt((depth == 0 ? 1.0 : depth) * static_cast<double>(fan_in));
+  };
+  const auto add_linear = [&](std::string name, int64_t rows, int64_t cols, double std) {
+    return add(std::move(name), rows, cols, ParameterRole::kLinear, true, std);
+  };
+  const ParameterRole embedding = config.tie_embeddings ? ParameterRole::kTiedEmbedding : ParameterRole::kEmbedding;
+  table.embedding = add("embedding", config.vocab_size, d, embedding, decay_embeddings, std_of(d, 0));
   for (int64_t l = 0; l < config.num_layers; ++l) {
     const std::string prefix = fmt::format("blocks.{}.", l);
+    const double depth = 2.0 * static_cast<double>(l + 1);
     BlockParameters block;
     ++unit;
-    if (has_norm_weights) block.attention_norm = add(prefix + "attention_norm", 1, d, false);
-    block.qkv = add(prefix + "qkv", config.d_qkv(), d, true);
-    block.attention_out = add(prefix + "attention_out", d, config.d_heads(), true);
-    if (has_norm_weights) block.ffn_norm = add(prefix + "ffn_norm", 1, d, false);
-    block.up_gate = add(prefix + "up_gate", 2 * f, d, true);
-    block.down = add(prefix + "down", d, f, true);
+    block.attention_norm = add_norm(prefix + "attention_norm");
+    block.qkv = add_linear(prefix + "qkv", config.d_qkv(), d, std_of(d, 0));
+    block.attention_out = add_linear(prefix + "attention_out", d, config.d_heads(), std_of(d, depth));
+    block.ffn_norm = add_norm(prefix + "ffn_norm");
+    block.up_gate = add_linear(prefix + "up_gate", 2 * f, d, std_of(d, 0));
+    block.down = add_linear(prefix + "down", d, f, std_of(f, depth));
     table.blocks.push_back(block);
   }
   ++unit;
-  if (has_norm_weights) table.final_norm = add("final_norm", 1, d, false);
-  table.head = config.tie_embeddings ? table.embedding : add("head", config.vocab_size, d, true);
+  table.final_norm = add_norm("final_norm");
+  table.head = config.tie_embeddings ? table.embedding
+                                     : add("head", config.vocab_size, d, ParameterRole::kHead, true, std_of(d, 0));
   return table;
 }
 
 std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index,
                                   uint64_t seed, Shard::Range range) {
   PARKA_REQUIRE(0 <= range.begin && range.begin <= range.end && range.end <= table.all.at(index).numel());
-  const double std = initial_std(config, table, static_cast<int>(index));
+  const double std = table.all[index].initial_std;
   std::vector<float> values(static_cast<size_t>(range.count()), 1.0f);
-  if (std < 0) return values;
+  if (std == 0) return values;
   const double cutoff = config.init == InitKind::kMitchell ? kMitchellCutoff : HUGE_VAL;
   const Normals normals{seed, index, cutoff};
   parallel_for(range.count(), 1 << 14, [&](int64_t begin, int64_t end) {

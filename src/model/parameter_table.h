@@ -31,6 +31,9 @@ struct ParameterTable {
   int head_unit() const { return num_units() - 1; }
   // Indices of a unit's parameters. A tied head's weight is in unit 0.
   std::vector<int> unit(int index) const;
+  // Of those, the weights that a block's GEMMs read.
+  std::vector<int> linear_weights(int unit) const;
+  bool ties_head() const { return head == embedding; }
 
   int64_t num_parameters() const;
   // Without the input embedding (a tied table counts, as the head): what FLOPs per token are counted from.

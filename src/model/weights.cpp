@@ -31,7 +31,8 @@ bool gathers_transposed(const ParameterTable& table, const Formats& formats, Wei
   const std::vector<int> block = table.unit(1);  // all blocks are alike
   return std::all_of(block.begin(), block.end(), [&](int index) {
     const ParameterInfo& p = table.all[static_cast<size_t>(index)];
-    return p.rows == 1 || (p.rows % zero.shard.size == 0 && zero.shard.padded(p.numel()) == p.numel());
+    return p.role == ParameterRole::kNorm ||
+           (p.rows % zero.shard.size == 0 && zero.shard.padded(p.numel()) == p.numel());
   });
 }
 
@@ -44,13 +45,9 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
       keeps_transposed_(use != WeightUse::kForward && copies == WeightCopies::kBoth && !zero.shards_weights()),
       keeps_piece_codes_(copies != WeightCopies::kNone && gathers_codes()),
       gathers_transposed_(gathers_transposed(table, formats, copies, use, zero)),
-      linear_(table.all.size(), false),
       gathered_unit_(static_cast<size_t>(table.num_units()), false),
       copy_ids_(table.all.size()),
       piece_code_ids_(table.all.size()) {
-  for (const BlockParameters& block : table.blocks) {
-    for (int index : {block.qkv, block.attention_out, block.up_gate, block.down}) linear_[index] = true;
-  }
   if (zero_.shards_weights()) std::fill(gathered_unit_.begin() + 1, gathered_unit_.end() - 1, true);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
@@ -290,7 +287,8 @@ const ScaledView& ModelWeights::transposed(Device& device, int index) const {
 TensorView ModelWeights::plain(int index) const {
   if (index < 0) return {};
   const TensorView& w = plain_[index];
-  return w.dim[0] == 1 ? w.reshaped({w.dim[1]}) : w;
+  const bool is_vector = parameters_[static_cast<size_t>(index)].role == ParameterRole::kNorm;
+  return is_vector ? w.reshaped({w.dim[1]}) : w;
 }
 
 }  // namespace parka

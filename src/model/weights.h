@@ -93,7 +93,7 @@ class ModelWeights {
     TensorId whole;  // what is gathered: codes, or the compute format
     MatrixId w;      // the FP8 copy: of `whole`, or made from it; invalid for weights that no FP8 GEMM reads
   };
-  bool has_copy(size_t i) const { return formats_.fp8_gemm && linear_[i]; }
+  bool has_copy(size_t i) const { return formats_.fp8_gemm && parameters_[i].role == ParameterRole::kLinear; }
   void quantize_piece(Device& device, size_t i) const;
   bool gathers_codes() const { return zero_.shards_weights() && formats_.has_tensor_scales(); }
   TensorView amax_of(size_t i) const { return amax_.empty() ? amax_ : amax_.rows(static_cast<int64_t>(i), 1); }
@@ -109,7 +109,6 @@ class ModelWeights {
   Zero zero_;
   bool keeps_rows_, keeps_transposed_;
   bool keeps_piece_codes_, gathers_transposed_;
-  std::vector<bool> linear_;         // the blocks' linear layers, by parameter
   std::vector<bool> gathered_unit_;  // is_gathered_on_use()
   std::vector<TensorId> plain_ids_;  // of whole weights, or of this rank's pieces
   std::vector<CopyIds> copy_ids_;    // of what is kept; the scale alone of codes that are made where they are used

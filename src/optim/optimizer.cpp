@@ -71,15 +71,10 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
                          {static_cast<int64_t>(parameters_.size()) + kNumStepScalars});
 }
 
-// A tied embedding is the only matrix outside the blocks, and its gradient is open from the head to the end of
-// backward, beside those of all other units.
+// A tied embedding's gradient is open from the head to the end of backward, beside those of all other units.
 size_t Optimizer::room_of(size_t i) const {
   const ParameterInfo& p = parameters_.at(i);
-  const auto is_head = [&](const ParameterInfo& other) {
-    return !other.in_block && other.unit != p.unit && other.rows > 1;
-  };
-  const bool is_tied = !p.in_block && p.rows > 1 && std::none_of(parameters_.begin(), parameters_.end(), is_head);
-  return is_tied ? 2 : static_cast<size_t>(p.unit % 2);
+  return p.role == ParameterRole::kTiedEmbedding ? 2 : static_cast<size_t>(p.unit % 2);
 }
 
 // One unit's gradients after another in a room.

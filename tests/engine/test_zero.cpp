@@ -129,8 +129,7 @@ class CopyCheck {
       const int unit = table.block_unit(static_cast<int64_t>(l));
       for (const auto pass : {ModelWeights::Pass::kForward, ModelWeights::Pass::kBackward}) {
         if (weights.is_gathered_on_use(unit)) gather(weights, device, communicator, unit, pass);
-        const BlockParameters& block = table.blocks[l];
-        for (const int index : {block.qkv, block.attention_out, block.up_gate, block.down}) {
+        for (const int index : table.linear_weights(unit)) {
           compare(weights, device, index, table.all[static_cast<size_t>(index)], pass);
         }
       }

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "kernels/op/cost.h"
+#include "kernels/ops/add.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 

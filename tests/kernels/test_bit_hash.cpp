@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "kernels/op/cost.h"
+#include "kernels/ops/bit_hash.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 

@@ -14,9 +14,13 @@ using namespace parka::test;
 
 namespace {
 
+constexpr ParameterRole kLinear = ParameterRole::kLinear;
+
 // Odd sizes, a vector, groups of 128 that end short; one of the three is not decayed.
 std::vector<ParameterInfo> small_table() {
-  return {{"first", 3, 50, true, 0}, {"norm", 1, 7, false, 256}, {"last", 5, 129, true, 384}};
+  return {{"first", 3, 50, kLinear, true, 0},
+          {"norm", 1, 7, ParameterRole::kNorm, false, 256},
+          {"last", 5, 129, kLinear, true, 384}};
 }
 
 // An optimizer with its memory and the weights that a model would own.
@@ -123,7 +127,7 @@ double minimise_quadratic(const OptimizerConfig& config) {
   const std::vector<float> target = random_normal(N, 21);
   std::vector<float> curvature(N);
   for (int64_t i = 0; i < N; ++i) curvature[i] = std::pow(10.0f, -2.0f * static_cast<float>(i) / 1000.0f);
-  TestRun run(config, {{"w", 1, N, false, 0}});
+  TestRun run(config, {{"w", 1, N, kLinear, false, 0}});
   run.optimizer.set_weight(run.device, 0, std::vector<float>(N));
   for (int64_t t = 1; t <= num_steps; ++t) {
     const std::vector<float> w = run.optimizer.master_weight(run.device, 0);
@@ -156,7 +160,7 @@ TEST_CASE("the plan has what each state format and master form needs, per parame
   constexpr int64_t kRows = 256, kCols = 1024;  // sizes that need no padding to 256 bytes
   int wrong = 0;
   for (const Case& c : cases) {
-    const TestRun run(config_of(c.states, c.master, DType::kBF16), {{"w", kRows, kCols, true, 0}});
+    const TestRun run(config_of(c.states, c.master, DType::kBF16), {{"w", kRows, kCols, kLinear, true, 0}});
     constexpr double kNumel = kRows * kCols;
     wrong += static_cast<double>(bytes_of(run.plan, "optimizer states")) != c.states_bytes * kNumel;
     wrong += static_cast<double>(bytes_of(run.plan, "master weights")) != c.master_bytes * kNumel;
@@ -438,7 +442,7 @@ TEST_CASE("hazard: range expansion that is silently off", "[optim][optimizer][ha
 TEST_CASE("stochastic rounding draws by the place in the flat parameter space", "[optim][optimizer]") {
   // Two parameters alike in everything but their place.
   TestRun run(config_of(StateFormat::kFp32, MasterForm::kBf16Sr),
-              {{"a", 1, 512, true, 0}, {"b", 1, 512, true, 512}});
+              {{"a", 1, 512, kLinear, true, 0}, {"b", 1, 512, kLinear, true, 512}});
   for (size_t i = 0; i < 2; ++i) {
     run.optimizer.set_weight(run.device, i, std::vector<float>(512, 1.0f));
     run.set_gradient(i, std::vector<float>(512, 1e-3f));
@@ -447,7 +451,7 @@ TEST_CASE("stochastic rounding draws by the place in the flat parameter space", 
   const auto a = run.optimizer.master_weight(run.device, 0), b = run.optimizer.master_weight(run.device, 1);
   CHECK(a != b);
   run.optimizer.set_weight(run.device, 0, std::vector<float>(512, 1.0f));
-  TestRun other_seed(config_of(StateFormat::kFp32, MasterForm::kBf16Sr), {{"a", 1, 512, true, 0}});
+  TestRun other_seed(config_of(StateFormat::kFp32, MasterForm::kBf16Sr), {{"a", 1, 512, kLinear, true, 0}});
   other_seed.optimizer.set_weight(other_seed.device, 0, std::vector<float>(512, 1.0f));
   other_seed.set_gradient(0, std::vector<float>(512, 1e-3f));
   other_seed.optimizer.step(other_seed.device, 1, 1e-3, 6);

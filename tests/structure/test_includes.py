@@ -13,6 +13,7 @@ LAYERS = [
     "core",
     "kernels/device",
     "kernels/device/cuda",
+    "kernels/op",
     "kernels/ops",
     "kernels/cpu",
     "kernels/cuda",

@@ -34,7 +34,7 @@ std::vector<HuggingFaceTensor> huggingface_tensors(const ModelConfig& config, co
     add_norm(prefix + "post_attention_layernorm.weight", block.ffn_norm);
   }
   add_norm("model.norm.weight", table.final_norm);
-  if (table.head != table.embedding) add_whole(std::string(kHuggingFaceHead), table.head);
+  if (!table.ties_head()) add_whole(std::string(kHuggingFaceHead), table.head);
   return tensors;
 }
 

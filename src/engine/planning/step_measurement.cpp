@@ -76,11 +76,9 @@ double divided(const Part& part, int64_t ranks) {
 }
 
 int64_t linear_elements_per_block(const ParameterTable& table) {
-  const BlockParameters& block = table.blocks.front();
   int64_t sum = 0;
-  for (int index : {block.qkv, block.attention_out, block.up_gate, block.down}) {
+  for (const int index : table.linear_weights(table.block_unit(0)))
     sum += table.all[static_cast<size_t>(index)].numel();
-  }
   return sum;
 }
 
@@ -116,8 +114,10 @@ CopySeconds copy_seconds(const Config& config, const ParameterTable& table, cons
 // Of clearing the gradients that no GEMM writes: those of norms, and of an embedding that is not the head.
 double clear_gradients_seconds(const Config& config, const ParameterTable& table, double copy_bandwidth) {
   int64_t elements = 0;
-  for (const ParameterInfo& p : table.all) elements += p.rows == 1 ? p.numel() : 0;
-  if (table.head != table.embedding) elements += table.all[static_cast<size_t>(table.embedding)].numel();
+  for (const ParameterInfo& p : table.all) {
+    const bool is_cleared = p.role == ParameterRole::kNorm || p.role == ParameterRole::kEmbedding;
+    elements += is_cleared ? p.numel() : 0;
+  }
   return static_cast<double>(elements * size_of(config.optimizer.gradient)) / copy_bandwidth;
 }
 

@@ -37,13 +37,13 @@ class Schedule {
   bool is_gathered_on_use(int unit) const {
     return zero_.shards_weights() && unit > 0 && unit < table_.head_unit();
   }
-  static bool is_linear(const ParameterInfo& p) { return p.in_block && p.rows > 1; }
+  static bool is_linear(const ParameterInfo& p) { return p.role == ParameterRole::kLinear; }
   bool is_gathered_as_codes(const ParameterInfo& p) const {
     return is_gathered_on_use(p.unit) && is_linear(p) && formats_.has_tensor_scales();
   }
   int64_t gradient_bytes(int64_t numel) const { return numel * size_of(config_.optimizer.gradient); }
   size_t room_of(const ParameterInfo& p) const {
-    const bool is_tied = p.unit == 0 && table_.head == table_.embedding;
+    const bool is_tied = p.role == ParameterRole::kTiedEmbedding;
     return is_tied ? 2 : static_cast<size_t>(p.unit % 2);
   }
   // Read in the compute format, written as codes, which may be transposed, too.
@@ -101,7 +101,7 @@ Schedule::Schedule(const Config& config, int64_t num_gpus, const ComputeSeconds&
 }
 
 std::vector<int> Schedule::opened_by(int unit) const {
-  const bool tied = table_.head == table_.embedding;
+  const bool tied = table_.ties_head();
   if (unit == 0) return tied ? std::vector<int>() : units_[0];
   std::vector<int> opened = units_[static_cast<size_t>(unit)];
   if (tied && unit == table_.head_unit()) opened.push_back(table_.embedding);

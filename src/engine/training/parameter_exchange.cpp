@@ -51,7 +51,7 @@ void ParameterExchange::before_forward(Device& device, int unit) {
 
 std::vector<int> ParameterExchange::opened_by(int unit) const {
   const ParameterTable& table = model_.parameters();
-  const bool tied = table.head == table.embedding;
+  const bool tied = table.ties_head();
   if (unit == 0) return tied ? std::vector<int>() : table.unit(0);
   std::vector<int> opened = table.unit(unit);
   if (tied && unit == table.head_unit()) opened.push_back(table.embedding);

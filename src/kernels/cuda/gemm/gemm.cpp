@@ -261,13 +261,13 @@ std::vector<Gemm> GemmCache::take_used() {
 
 void gemm(Device& device, const Gemm& a) {
   CudaDevice& gpu = as_cuda(device);
-  const PreparedGemm* prepared = suits_cublaslt(a) ? gpu.gemms().prepare(a) : nullptr;
+  const PreparedGemm* prepared = suits_cublaslt(a) ? gemms_of(gpu).prepare(a) : nullptr;
   if (prepared == nullptr) {
     multiply_float8(gpu, a);
     return;
   }
   prepared->use_scales(gpu, a);
-  const cublasStatus_t status = prepared->run(gpu.gemms().handle(), gpu, a, prepared->algorithm);
+  const cublasStatus_t status = prepared->run(gemms_of(gpu).handle(), gpu, a, prepared->algorithm);
   if (status != CUBLAS_STATUS_SUCCESS) {
     throw_internal("gemm {}: cuBLASLt: {}", key_of(a), cublasLtGetStatusName(status));
   }

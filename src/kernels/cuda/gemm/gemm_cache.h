@@ -5,11 +5,10 @@
 
 #include <cublasLt.h>
 
+#include "kernels/device/cuda/cuda_device.h"
 #include "kernels/ops/gemm.h"
 
 namespace parka::cuda {
-
-class CudaDevice;
 
 // Whether cuBLASLt is asked for this product at all. Of fp8 ones it takes operands that are 16-byte aligned, with N
 // and K multiples of 16, and
@@ -51,12 +50,10 @@ class PreparedGemm {
 };
 
 // The products that have been asked for, by key, and what `parka tune` has chosen for them.
-class GemmCache {
+class GemmCache final : public KeptByOps {
  public:
   GemmCache();
-  ~GemmCache();
-  GemmCache(const GemmCache&) = delete;
-  GemmCache& operator=(const GemmCache&) = delete;
+  ~GemmCache() override;
 
   cublasLtHandle_t handle() const { return handle_; }
   // Null for fp8 products that cuBLASLt does not support.
@@ -80,5 +77,7 @@ class GemmCache {
   std::map<std::string, Entry> entries_;
   std::map<std::string, cublasLtMatmulAlgo_t> chosen_;
 };
+
+inline GemmCache& gemms_of(CudaDevice& device) { return static_cast<GemmCache&>(device.kept_by_gemm()); }
 
 }  // namespace parka::cuda

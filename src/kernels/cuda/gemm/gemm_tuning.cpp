@@ -150,7 +150,7 @@ class Contest {
  public:
   Contest(CudaDevice& device, const Stopwatch& stopwatch, const Gemm& a, int max_candidates)
       : device_(device), stopwatch_(stopwatch), a_(a), prepared_(a) {
-    candidates_ = prepared_.candidates(device.gemms().handle(), a, max_candidates);
+    candidates_ = prepared_.candidates(gemms_of(device).handle(), a, max_candidates);
     PARKA_REQUIRE(!candidates_.empty());
     fill_operands();
     time(candidates_.front(), 1);
@@ -176,7 +176,7 @@ class Contest {
       if (std::chrono::steady_clock::now() > until) break;
       const bool known = std::any_of(candidates_.begin(), candidates_.end(),
                                      [&](const auto& candidate) { return same(candidate, variation); });
-      if (known || !prepared_.accepts(device_.gemms().handle(), variation) || !runs(variation)) continue;
+      if (known || !prepared_.accepts(gemms_of(device_).handle(), variation) || !runs(variation)) continue;
       timed.push_back({time(variation, 1), variation});
     }
     std::stable_sort(timed.begin(), timed.end(),
@@ -261,16 +261,17 @@ class Contest {
   int count_for(double seconds) const { return std::max(1, static_cast<int>(seconds / once_)); }
 
   bool runs(const cublasLtMatmulAlgo_t& algorithm) const {
-    return prepared_.run(device_.gemms().handle(), device_, a_, algorithm) == CUBLAS_STATUS_SUCCESS;
+    return prepared_.run(gemms_of(device_).handle(), device_, a_, algorithm) == CUBLAS_STATUS_SUCCESS;
   }
 
   double time(const cublasLtMatmulAlgo_t& algorithm, int count) const {
-    return stopwatch_.time(count, [&] { return prepared_.run(device_.gemms().handle(), device_, a_, algorithm); });
+    return stopwatch_.time(count,
+                           [&] { return prepared_.run(gemms_of(device_).handle(), device_, a_, algorithm); });
   }
 
   std::vector<float> result_of(const cublasLtMatmulAlgo_t& algorithm) const {
     device_.fill_zero(a_.out.data, a_.out.bytes());
-    check(prepared_.run(device_.gemms().handle(), device_, a_, algorithm), "tune");
+    check(prepared_.run(gemms_of(device_).handle(), device_, a_, algorithm), "tune");
     return host_values(device_, a_.out);
   }
 
@@ -339,7 +340,7 @@ std::vector<GemmChoice> tune(CudaDevice& device, const GemmTuneOptions& options)
   const auto spent = [&] { return std::chrono::duration<double>(Clock::now() - begin).count(); };
   const Stopwatch stopwatch(device);
   std::vector<std::unique_ptr<Contest>> contests;
-  for (const Gemm& a : device.gemms().take_used()) {
+  for (const Gemm& a : gemms_of(device).take_used()) {
     contests.push_back(std::make_unique<Contest>(device, stopwatch, a, options.max_candidates));
   }
   if (contests.empty()) return {};
@@ -380,7 +381,7 @@ std::string gemm_library_version() {
 void choose_gemm_algorithms(Device& device, const std::vector<GemmChoice>& choices) {
   std::map<std::string, cublasLtMatmulAlgo_t> chosen;
   for (const GemmChoice& choice : choices) chosen[choice.gemm] = cuda::from_hex(choice);
-  cuda::as_cuda(device).gemms().choose(std::move(chosen));
+  cuda::gemms_of(cuda::as_cuda(device)).choose(std::move(chosen));
 }
 
 std::vector<GemmChoice> tune_gemms(Device& device, const GemmTuneOptions& options) {

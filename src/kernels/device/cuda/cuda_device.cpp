@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "kernels/cuda/gemm/gemm_cache.h"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
 #include "kernels/device/cuda/staging_buffer.h"
@@ -239,7 +238,8 @@ PinnedPool::Memory PinnedPool::take(int64_t bytes) {
   return memory;
 }
 
-CudaDevice::CudaDevice(int ordinal) : ordinal_(ordinal) {
+CudaDevice::CudaDevice(int ordinal, const std::function<std::unique_ptr<KeptByOps>()>& make_kept)
+    : ordinal_(ordinal) {
   check(cudaSetDevice(ordinal), "choosing the GPU");
   check(cudaGetDeviceProperties(&properties_, ordinal), "reading the GPU's properties");
   check_supported(properties_);
@@ -259,12 +259,12 @@ CudaDevice::CudaDevice(int ordinal) : ordinal_(ordinal) {
   constexpr int64_t kCounterBytes = kNumCounters * kCounterStride * sizeof(unsigned);
   counters_ = static_cast<unsigned*>(allocate(kCounterBytes));
   fill_zero(counters_, kCounterBytes);
-  gemms_ = std::make_unique<GemmCache>();
+  kept_by_gemm_ = make_kept();
 }
 
 CudaDevice::~CudaDevice() {
   cudaStreamSynchronize(stream_);
-  gemms_.reset();
+  kept_by_gemm_.reset();
   cudaFree(counters_);
   for (const Staging& staging : staging_) {
     cudaEventDestroy(staging.free);
@@ -432,14 +432,6 @@ int num_cuda_devices() {
   if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
   cudaGetLastError();  // no driver, or no GPU
   return 0;
-}
-
-std::unique_ptr<Device> make_cuda_device(int ordinal) {
-  const int count = num_cuda_devices();
-  if (count == 0)
-    throw_bad_input("no usable GPU was found (does nvidia-smi list one?); device.kind=cpu runs without");
-  if (ordinal >= count) throw_bad_input("GPU {} was asked for, and there are {}", ordinal, count);
-  return std::make_unique<cuda::CudaDevice>(ordinal);
 }
 
 }  // namespace parka

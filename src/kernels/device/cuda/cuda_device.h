@@ -5,14 +5,11 @@
 #include <string_view>
 #include <vector>
 
-#include <cublasLt.h>
 #include <cuda_runtime_api.h>
 
 #include "kernels/device/device.h"
 
 namespace parka::cuda {
-
-class GemmCache;
 
 // Pinned host memory that is used again and again: taking and freeing it each time would make the host wait for all
 // queued work.
@@ -34,12 +31,22 @@ class PinnedPool {
   std::vector<Memory> free_;
 };
 
+// What ops keep with a device from call to call. It ends before the device's stream does.
+class KeptByOps {
+ public:
+  KeptByOps() = default;
+  virtual ~KeptByOps() = default;
+  KeptByOps(const KeptByOps&) = delete;
+  KeptByOps& operator=(const KeptByOps&) = delete;
+};
+
 // One GPU: a stream in whose order all work runs, the workspace that ops share, and pinned memory through which
 // copies pass, so that none of them makes the host wait for queued work.
 class CudaDevice final : public Device {
  public:
-  // Throws Error(kBadInput) for a GPU that this build has no code for.
-  explicit CudaDevice(int ordinal);
+  // `make_kept` makes what gemm() keeps here, when the device is there. Throws Error(kBadInput) for a GPU that this
+  // build has no code for.
+  CudaDevice(int ordinal, const std::function<std::unique_ptr<KeptByOps>()>& make_kept);
   ~CudaDevice() override;
 
   DeviceKind kind() const override { return DeviceKind::kCuda; }
@@ -78,7 +85,7 @@ class CudaDevice final : public Device {
   static constexpr int kNumCounters = 32, kCounterStride = 64;
   unsigned* counters() const { return counters_; }
 
-  GemmCache& gemms() { return *gemms_; }
+  KeptByOps& kept_by_gemm() { return *kept_by_gemm_; }
 
  private:
   // Pinned memory with the event after which it may be written again.
@@ -98,7 +105,7 @@ class CudaDevice final : public Device {
   void* workspace_ = nullptr;
   int64_t workspace_bytes_ = 0;
   unsigned* counters_ = nullptr;
-  std::unique_ptr<GemmCache> gemms_;
+  std::unique_ptr<KeptByOps> kept_by_gemm_;
   std::unique_ptr<OpTimer> timer_;
 };
 
