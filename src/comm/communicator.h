@@ -53,8 +53,8 @@ class Communicator {
   virtual void* allocate(Device& device, int64_t bytes);
   virtual void release(Device& device, void* memory);
   // A part of it that collectives may use until the memory is released. reduce_scatter puts there what others have
-  // for this rank, if that is not more; where there is room for several tensors, none waits for the sum of another.
-  virtual void set_room(const TensorView& /*room*/) {}
+  // for this rank, if that is not more; where it has space for several tensors, none waits for the sum of another.
+  virtual void set_exchange_buffer(const TensorView& /*buffer*/) {}
 
   // ---- Tensors on the device (fp32 or bf16 where they are reduced) ----
 
@@ -62,15 +62,15 @@ class Communicator {
   virtual void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) = 0;
   // out [n] = the sum over peers of elements [place * n, (place + 1) * n) of their `in` [size * n], onto nothing or
   // what `out` held; the latter may change its own place in `in`. bf16 is summed in fp32, in the order of peers,
-  // and rounded once; but over NCCL, where tensors do not lie as allocate() and set_room() say, or between nodes,
-  // it is rounded at every hop. `out` may be its own place in `in`, onto nothing.
+  // and rounded once; but over NCCL, where tensors do not lie as allocate() and set_exchange_buffer() say, or
+  // between nodes, it is rounded at every hop. `out` may be its own place in `in`, onto nothing.
   virtual void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers,
                               Onto onto = Onto::kNothing) = 0;
   // out [size * n] = `in` [n] of all peers one after the other, of any format. `in` may be its own place in `out`.
   virtual void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
   // out [rows, size * columns] = `in` [rows, columns] of all peers side by side, of any format, elsewhere. On GPUs
-  // it takes as many bytes of set_room() as `out` has, unless `out` is in allocate()'s memory and GPUs reach one
-  // another.
+  // it takes as many bytes of set_exchange_buffer() as `out` has, unless `out` is in allocate()'s memory and GPUs
+  // reach one another.
   virtual void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
 
   // Collectives are numbered from 1 in order of their calls; nobody has to wait for number 0.

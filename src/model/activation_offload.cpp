@@ -9,7 +9,7 @@ namespace parka {
 ActivationOffload::ActivationOffload(int64_t num_blocks, int64_t offload_blocks)
     : num_moved_(offload_blocks), places_(static_cast<size_t>(num_blocks), -1) {
   if (!moves_blocks()) return;
-  const int64_t count = num_moved_ + kRooms;
+  const int64_t count = num_moved_ + kBuffers;
   PARKA_REQUIRE(count <= num_blocks);
   for (int64_t place = 0; place < count; ++place) {
     blocks_.push_back(place * num_blocks / count);
@@ -17,58 +17,58 @@ ActivationOffload::ActivationOffload(int64_t num_blocks, int64_t offload_blocks)
   }
 }
 
-int64_t ActivationOffload::room_before(int64_t l) const {
+int64_t ActivationOffload::block_before(int64_t l) const {
   const int64_t place = place_of(l);
-  return place < kRooms ? -1 : blocks_[static_cast<size_t>(place - kRooms)];
+  return place < kBuffers ? -1 : blocks_[static_cast<size_t>(place - kBuffers)];
 }
 
-void ActivationOffload::set_room(int64_t l, std::vector<TensorId> tensors) {
+void ActivationOffload::set_buffer(int64_t l, std::vector<TensorId> tensors) {
   const int64_t place = place_of(l);
-  if (place >= 0) rooms_[static_cast<size_t>(place % kRooms)].ids = std::move(tensors);
+  if (place >= 0) buffers_[static_cast<size_t>(place % kBuffers)].ids = std::move(tensors);
 }
 
 int64_t ActivationOffload::host_bytes(const MemoryPlan& plan) const {
   int64_t bytes = 0;
   for (int64_t place = 0; place < num_moved_; ++place) {
-    for (TensorId id : room(place).ids) bytes += plan[id].bytes;
+    for (TensorId id : buffer(place).ids) bytes += plan[id].bytes;
   }
   return bytes;
 }
 
 void ActivationOffload::bind(Device& device, const Arena& arena) {
   for (int64_t place = 0; place < num_moved_; ++place) {
-    Room& room = rooms_[static_cast<size_t>(place % kRooms)];
-    if (room.store != nullptr) continue;
+    Buffer& buffer = buffers_[static_cast<size_t>(place % kBuffers)];
+    if (buffer.store != nullptr) continue;
     int64_t bytes = 0;
-    for (TensorId id : room.ids) {
-      room.tensors.push_back(arena[id]);
-      bytes += room.tensors.back().bytes();
+    for (TensorId id : buffer.ids) {
+      buffer.tensors.push_back(arena[id]);
+      bytes += buffer.tensors.back().bytes();
     }
-    room.store = device.make_host_store(ceil_div(num_moved_ - place, kRooms), bytes);
+    buffer.store = device.make_host_store(ceil_div(num_moved_ - place, kBuffers), bytes);
   }
 }
 
-// What the room holds is on its way to the host.
+// What the buffer holds is on its way to the host.
 void ActivationOffload::before_forward(Device& device, int64_t l) const {
   const int64_t place = place_of(l);
-  if (place >= kRooms) device.time_wait("copies to the host", [&] { room(place).store->wait(); });
+  if (place >= kBuffers) device.time_wait("copies to the host", [&] { buffer(place).store->wait(); });
 }
 
 void ActivationOffload::after_forward(int64_t l) const {
   const int64_t place = place_of(l);
-  if (place >= 0 && place < num_moved_) room(place).store->save(place / kRooms, room(place).tensors);
+  if (place >= 0 && place < num_moved_) buffer(place).store->save(place / kBuffers, buffer(place).tensors);
 }
 
 // What the block has left is on its way back.
 void ActivationOffload::before_backward(Device& device, int64_t l) const {
   const int64_t place = place_of(l);
   if (place < 0 || place >= num_moved_) return;
-  device.time_wait("copies from the host", [&] { room(place).store->wait(); });
+  device.time_wait("copies from the host", [&] { buffer(place).store->wait(); });
 }
 
 void ActivationOffload::after_backward(int64_t l) const {
   const int64_t place = place_of(l);
-  if (place >= kRooms) room(place).store->load(place / kRooms - 1, room(place).tensors);
+  if (place >= kBuffers) buffer(place).store->load(place / kBuffers - 1, buffer(place).tensors);
 }
 
 }  // namespace parka

@@ -9,25 +9,25 @@
 
 namespace parka {
 
-// Blocks that share the memory of two for what they keep for backward, in turn: its two rooms. What a block leaves
-// in a room goes to host memory after the block's forward, unless the room stays as it is until its backward, and
-// comes back while the blocks between go backward.
+// Blocks that share the memory of two for what they keep for backward, in turn: its two buffers. What a block
+// leaves in a buffer goes to host memory after the block's forward, unless the buffer stays as it is until its
+// backward, and comes back while the blocks between go backward.
 class ActivationOffload {
  public:
-  // `offload_blocks` of num_blocks blocks go to the host; they and two more share the rooms, evenly spread over the
-  // model, so that copies have the time of the blocks between. 0: none, and nothing below does anything.
+  // `offload_blocks` of num_blocks blocks go to the host; they and two more share the buffers, evenly spread over
+  // the model, so that copies have the time of the blocks between. 0: none, and nothing below does anything.
   ActivationOffload(int64_t num_blocks, int64_t offload_blocks);
 
-  static constexpr int64_t kRooms = 2;
+  static constexpr int64_t kBuffers = 2;
 
-  // The block whose room block l takes over; -1 if l has a place of its own, or is the first in a room.
-  int64_t room_before(int64_t l) const;
-  // Names the tensors of the room that block l is the first in; without effect for blocks outside of rooms.
-  void set_room(int64_t l, std::vector<TensorId> tensors);
+  // The block whose buffer block l takes over; -1 if l has a place of its own, or is the first in a buffer.
+  int64_t block_before(int64_t l) const;
+  // Names the tensors of the buffer that block l is the first in; without effect for blocks outside of buffers.
+  void set_buffer(int64_t l, std::vector<TensorId> tensors);
 
   bool moves_blocks() const { return num_moved_ > 0; }
   int64_t host_bytes(const MemoryPlan& plan) const;
-  // Allocates the host's memory. `arena` holds the rooms.
+  // Allocates the host's memory. `arena` holds the buffers.
   void bind(Device& device, const Arena& arena);
 
   // To be called around each block as a training micro-batch reaches it, in order.
@@ -37,18 +37,18 @@ class ActivationOffload {
   void after_backward(int64_t l) const;
 
  private:
-  struct Room {
+  struct Buffer {
     std::vector<TensorId> ids;
     std::vector<TensorView> tensors;
     std::unique_ptr<HostStore> store;  // of its blocks in their order, but for the last
   };
   int64_t place_of(int64_t l) const { return places_[static_cast<size_t>(l)]; }
-  const Room& room(int64_t place) const { return rooms_[static_cast<size_t>(place % kRooms)]; }
+  const Buffer& buffer(int64_t place) const { return buffers_[static_cast<size_t>(place % kBuffers)]; }
 
   int64_t num_moved_;
-  std::vector<int64_t> blocks_;  // that share rooms, in the model's order; the last two are not moved
+  std::vector<int64_t> blocks_;  // that share buffers, in the model's order; the last two are not moved
   std::vector<int64_t> places_;  // of every block in `blocks_`; -1: it is none of them
-  std::array<Room, kRooms> rooms_;
+  std::array<Buffer, kBuffers> buffers_;
 };
 
 }  // namespace parka

@@ -231,16 +231,16 @@ Activations::Activations(const ModelConfig& model, const PrecisionConfig& precis
     const std::string prefix = "blocks." + std::to_string(l) + ".";
     if (evaluation && l > 0) {
       blocks.push_back(blocks.front());
-    } else if (const int64_t before = offload.room_before(l); before >= 0) {
+    } else if (const int64_t before = offload.block_before(l); before >= 0) {
       blocks.push_back(blocks[static_cast<size_t>(before)]);
     } else if (!evaluation && precision.recompute == Recompute::kBlock) {
       blocks.push_back(l == 0 ? workspace : blocks.front());
       blocks.back().attention_norm.residual = declare.kept(prefix + "input", {num_tokens, d});
-      offload.set_room(l, {blocks.back().attention_norm.residual});
+      offload.set_buffer(l, {blocks.back().attention_norm.residual});
       if (l == 0) declare.keep(blocks.back(), "block.", workspace);
     } else {
       blocks.push_back(workspace);
-      offload.set_room(l, declare.keep(blocks.back(), prefix, workspace));
+      offload.set_buffer(l, declare.keep(blocks.back(), prefix, workspace));
     }
   }
 

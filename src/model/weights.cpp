@@ -61,7 +61,7 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
     }
   }
   if (!formats_.fp8_gemm) {
-    if (zero_.shards_weights()) declare_rooms(table, plan);
+    if (zero_.shards_weights()) declare_gather_buffers(table, plan);
     return;
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -70,7 +70,7 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
   if (formats_.has_tensor_scales()) {
     amax_id_ = plan.add("fp8 weights", "weight_amax", DType::kF32, {static_cast<int64_t>(parameters_.size())});
   }
-  if (zero_.shards_weights()) declare_rooms(table, plan);
+  if (zero_.shards_weights()) declare_gather_buffers(table, plan);
   declare_workspace(use, plan);
 }
 
@@ -117,26 +117,27 @@ void ModelWeights::declare_workspace(WeightUse use, MemoryPlan& plan) {
   }
 }
 
-void ModelWeights::declare_rooms(const ParameterTable& table, MemoryPlan& plan) {
+void ModelWeights::declare_gather_buffers(const ParameterTable& table, MemoryPlan& plan) {
   const std::vector<int> block = table.unit(1);  // all blocks are alike
-  for (size_t parity = 0; parity < 2; ++parity) {
+  for (size_t number = 0; number < kGatherBuffers; ++number) {
     for (int index : block) {
       const auto i = static_cast<size_t>(index);
       const ParameterInfo& p = parameters_[i];
-      const std::string name = p.name + (parity == 0 ? ".gathered_even" : ".gathered_odd");
+      const std::string name = p.name + (number == 0 ? ".gathered_even" : ".gathered_odd");
       const int64_t padded = zero_.shard.padded(p.numel());
-      Room room;
+      Gathered buffer;
       if (has_copy(i) && gathers_codes()) {
-        room.whole = plan.add("gathered weights", name, formats_.weight.dtype, {padded});
-        room.w.data = room.whole;
-        room.w.format = formats_.weight;  // the scale is the piece's own
+        buffer.whole = plan.add("gathered weights", name, formats_.weight.dtype, {padded});
+        buffer.w.data = buffer.whole;
+        buffer.w.format = formats_.weight;  // the scale is the piece's own
       } else {
-        room.whole = plan.add("gathered weights", name, formats_.compute.dtype, {padded});
+        buffer.whole = plan.add("gathered weights", name, formats_.compute.dtype, {padded});
         if (has_copy(i)) {
-          room.w = add_matrix(plan, "gathered weights", name + ".fp8", formats_.weight, p.rows, p.cols, kAllPhases);
+          buffer.w =
+              add_matrix(plan, "gathered weights", name + ".fp8", formats_.weight, p.rows, p.cols, kAllPhases);
         }
       }
-      rooms_[parity].push_back(room);
+      buffers_[number].push_back(buffer);
     }
   }
 }
@@ -153,7 +154,7 @@ void ModelWeights::bind(const Arena& arena) {
     in_unit = i > 0 && parameters_[i].unit == parameters_[i - 1].unit ? in_unit + 1 : 0;
     const ParameterInfo& p = parameters_[i];
     if (is_gathered_on_use(p.unit)) {
-      bind_gathered(arena, i, rooms_[p.unit % 2][in_unit]);
+      bind_gathered(arena, i, buffers_[gather_buffer_of(p.unit)][in_unit]);
     } else {
       bind_weight(arena, i);
     }
@@ -181,18 +182,18 @@ void ModelWeights::bind_weight(const Arena& arena, size_t i) {
   copies_.push_back(copies);
 }
 
-void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Room& room) {
+void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Gathered& buffer) {
   const ParameterInfo& p = parameters_[i];
   piece_plain_[i] = arena[plain_ids_[i]];
   own_.push_back(flat(piece_plain_[i], zero_.shard.own(p.numel()).count()));
-  const TensorView whole = arena[room.whole];
+  const TensorView whole = arena[buffer.whole];
   const bool is_code = has_copy(i) && gathers_codes();
   Copies copies;
   if (has_copy(i)) copies.w_t = transposed_workspace_id_.view(arena, p.cols, p.rows);
   if (is_code) {
     bind_gathered_codes(arena, i, whole, copies);
   } else if (has_copy(i)) {
-    copies.w = room.w.view(arena, p.rows, p.cols);
+    copies.w = buffer.w.view(arena, p.rows, p.cols);
   }
   plain_.push_back(is_code ? TensorView() : TensorView(whole.data, whole.dtype, {p.rows, p.cols}));
   copies_.push_back(copies);

@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "core/shard.h"
+#include "core/unit_buffers.h"
 #include "kernels/device/arena.h"
 #include "model/formats.h"
 #include "model/model_config.h"
@@ -23,8 +24,8 @@ bool gathers_transposed(const ParameterTable& table, const Formats& formats, Wei
                         const Zero& zero);
 
 // The weights that the model computes with, and their FP8 copies. With ZeRO stage 3 a rank keeps its piece of each
-// block's weights, and two blocks' worth of room, taken in turns, into which the pieces of all ranks are gathered
-// where the block is used: FP8 codes where GEMMs read nothing else.
+// block's weights, and two blocks' worth of buffers (core/unit_buffers.h), into which the pieces of all ranks are
+// gathered where the block is used: FP8 codes where GEMMs read nothing else.
 class ModelWeights {
  public:
   // Declares category "weights", and "fp8 weights" when the linear layers are FP8; with ZeRO stage 3 "gathered
@@ -73,8 +74,8 @@ class ModelWeights {
     return (differ ? backward_pieces_ : pieces_)[static_cast<size_t>(unit)];
   }
   bool has_pieces_for_backward() const { return gathers_transposed_; }
-  // Whether the unit's weights are not kept, but have to be gathered before each use. Units u and u + 2 use the
-  // same memory.
+  // Whether the unit's weights are not kept, but have to be gathered before each use. Units of one buffer
+  // (core/unit_buffers.h) use the same memory.
   bool is_gathered_on_use(int unit) const { return gathered_unit_[static_cast<size_t>(unit)]; }
   // To be called before such a unit is gathered, and when it has been: makes the FP8 codes of this rank's pieces if
   // codes are gathered and not kept, and those of the whole weights if they are not gathered.
@@ -89,7 +90,7 @@ class ModelWeights {
     ScaledView w, w_t;
   };
   // Where one weight of a block is gathered.
-  struct Room {
+  struct Gathered {
     TensorId whole;  // what is gathered: codes, or the compute format
     MatrixId w;      // the FP8 copy: of `whole`, or made from it; invalid for weights that no FP8 GEMM reads
   };
@@ -97,11 +98,11 @@ class ModelWeights {
   void quantize_piece(Device& device, size_t i) const;
   bool gathers_codes() const { return zero_.shards_weights() && formats_.has_tensor_scales(); }
   TensorView amax_of(size_t i) const { return amax_.empty() ? amax_ : amax_.rows(static_cast<int64_t>(i), 1); }
-  void declare_rooms(const ParameterTable& table, MemoryPlan& plan);
+  void declare_gather_buffers(const ParameterTable& table, MemoryPlan& plan);
   void declare_copies(size_t i, MemoryPlan& plan);
   void declare_workspace(WeightUse use, MemoryPlan& plan);
   void bind_weight(const Arena& arena, size_t i);
-  void bind_gathered(const Arena& arena, size_t i, const Room& room);
+  void bind_gathered(const Arena& arena, size_t i, const Gathered& buffer);
   void bind_gathered_codes(const Arena& arena, size_t i, const TensorView& whole, Copies& copies);
 
   std::vector<ParameterInfo> parameters_;
@@ -112,8 +113,8 @@ class ModelWeights {
   std::vector<bool> gathered_unit_;  // is_gathered_on_use()
   std::vector<TensorId> plain_ids_;  // of whole weights, or of this rank's pieces
   std::vector<CopyIds> copy_ids_;    // of what is kept; the scale alone of codes that are made where they are used
-  std::vector<CopyIds> piece_code_ids_;  // of codes of this rank's pieces that are kept
-  std::vector<Room> rooms_[2];           // for a block's weights in their order, for units of even and odd numbers
+  std::vector<CopyIds> piece_code_ids_;                   // of codes of this rank's pieces that are kept
+  std::vector<Gathered> buffers_[kGatherBuffers];         // for a block's weights in their order
   MatrixId rows_workspace_id_, transposed_workspace_id_;  // for copies that are not kept: large enough for any
   TensorId amax_id_;
   std::vector<TensorView> plain_, own_;

@@ -66,30 +66,24 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
     ids.exp_avg_sq = declare_moment(p.name + ".exp_avg_sq", config_.exp_avg_sq_format, piece, plan);
     ids_.push_back(ids);
   }
-  if (zero_.shards_gradients()) declare_rooms(plan);
+  if (zero_.shards_gradients()) declare_gradient_buffers(plan);
   scalars_id_ = plan.add("step scalars", "step_scalars", DType::kF32,
                          {static_cast<int64_t>(parameters_.size()) + kNumStepScalars});
 }
 
-// A tied embedding's gradient is open from the head to the end of backward, beside those of all other units.
-size_t Optimizer::room_of(size_t i) const {
-  const ParameterInfo& p = parameters_.at(i);
-  return p.role == ParameterRole::kTiedEmbedding ? 2 : static_cast<size_t>(p.unit % 2);
-}
-
-// One unit's gradients after another in a room.
-void Optimizer::declare_rooms(MemoryPlan& plan) {
-  int64_t sizes[kRooms] = {}, next = 0;
+// One unit's gradients after another in a buffer.
+void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
+  int64_t sizes[kGradientBuffers] = {}, next = 0;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (i == 0 || parameters_[i].unit != parameters_[i - 1].unit) next = 0;
-    room_offsets_.push_back(next);
+    buffer_offsets_.push_back(next);
     next += zero_.shard.padded(parameters_[i].numel());
-    sizes[room_of(i)] = std::max(sizes[room_of(i)], next);
+    sizes[gradient_buffer_of(parameters_[i])] = std::max(sizes[gradient_buffer_of(parameters_[i])], next);
   }
-  for (size_t room = 0; room < kRooms; ++room) {
-    if (sizes[room] == 0) continue;
-    room_ids_[room] =
-        plan.add("gradient buckets", "gradient_bucket." + std::to_string(room), config_.gradient, {sizes[room]});
+  for (size_t buffer = 0; buffer < kGradientBuffers; ++buffer) {
+    if (sizes[buffer] == 0) continue;
+    buffer_ids_[buffer] = plan.add("gradient buckets", "gradient_bucket." + std::to_string(buffer),
+                                   config_.gradient, {sizes[buffer]});
   }
 }
 
@@ -134,8 +128,9 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
 
     const int64_t piece = zero_.shard.piece(p.numel()), padded = zero_.shard.padded(p.numel());
     const TensorView kept = arena[ids_[i].gradient];
-    const TensorView whole =
-        zero_.shards_gradients() ? arena[room_ids_[room_of(i)]].rows(room_offsets_[i], padded) : kept;
+    const TensorView whole = zero_.shards_gradients() ? arena[buffer_ids_[gradient_buffer_of(parameters_[i])]].rows(
+                                                            buffer_offsets_[i], padded)
+                                                      : kept;
     const TensorView own = zero_.shards_gradients() ? kept : whole.rows(zero_.shard.rank * piece, piece);
     gradients_.push_back(whole.rows(0, p.numel()).reshaped({p.rows, p.cols}));
     gradient_pieces_.push_back({whole, own});

@@ -10,6 +10,7 @@
 #include "core/memory_plan.h"
 #include "core/parameter.h"
 #include "core/shard.h"
+#include "core/unit_buffers.h"
 #include "kernels/device/arena.h"
 #include "optim/optimizer_config.h"
 
@@ -51,7 +52,7 @@ class PendingStep {
 
 // AdamW over all parameter tensors: owns masters and moments, and the gradients' accumulators. Where ZeRO divides
 // states over ranks it updates this rank's piece of each tensor, and where it divides gradients it keeps this
-// rank's pieces of the accumulators, and room for the whole gradients of the units that backward is at. Order of
+// rank's pieces of the accumulators, and buffers for the whole gradients of the units that backward is at. Order of
 // use: construct, plan.finish(), make an Arena, bind(), set_weight() of each parameter or restore the weights and
 // state() from a checkpoint; then any number of begin_step(), gradients filled by the model, step().
 class Optimizer {
@@ -79,13 +80,14 @@ class Optimizer {
   std::vector<float> master_weight(Device& device, size_t i) const;
 
   // Where the model accumulates gradients, in the order of the parameters, [rows, cols] each. With divided
-  // gradients this is room for those of one micro-batch.
+  // gradients these are buffers for those of one micro-batch.
   const std::vector<TensorView>& gradients() const { return gradients_; }
 
   // ---- For those who reduce gradients over ranks ----
 
   // A parameter's gradient as its pieces for all ranks, flat, and this rank's piece as the update reads it. With
-  // divided states alone, it lies in `whole`; with divided gradients, `whole` is room that units u and u + 2 share.
+  // divided states alone, it lies in `whole`; with divided gradients, `whole` lies in a buffer that units share
+  // (core/unit_buffers.h).
   struct GradientPieces {
     TensorView whole, own;
   };
@@ -93,9 +95,6 @@ class Optimizer {
   // Before the gradient of parameter i is written anew: makes its padding zeros, which the sum of squares reads and
   // no op writes. The gradient itself need not be cleared.
   void open_gradient(Device& device, size_t i) const;
-  // Which room it is in: 0 and 1 are those of units of even and odd numbers, 2 that of a tied embedding.
-  static constexpr size_t kRooms = 3;
-  size_t room_of(size_t i) const;
 
   // ---- The step ----
 
@@ -148,7 +147,7 @@ class Optimizer {
     MomentView exp_avg, exp_avg_sq;
   };
   MomentIds declare_moment(const std::string& name, DType float8_format, int64_t numel, MemoryPlan& plan) const;
-  void declare_rooms(MemoryPlan& plan);
+  void declare_gradient_buffers(MemoryPlan& plan);
   TensorId declare_master(const ParameterInfo& parameter, MemoryPlan& plan) const;
 
   OptimizerConfig config_;
@@ -157,9 +156,9 @@ class Optimizer {
   std::vector<ParameterInfo> parameters_;
   std::vector<StateIds> ids_;
   TensorId scalars_id_;
-  TensorId room_ids_[kRooms];          // with divided gradients
-  std::vector<int64_t> room_offsets_;  // of each parameter's gradient in its room, in elements
-  std::vector<TensorView> weights_;    // flat, this rank's
+  TensorId buffer_ids_[kGradientBuffers];  // with divided gradients
+  std::vector<int64_t> buffer_offsets_;    // of each parameter's gradient in its buffer, in elements
+  std::vector<TensorView> weights_;        // flat, this rank's
   TensorView weight_amax_;
   std::vector<TensorView> gradients_;
   std::vector<GradientPieces> gradient_pieces_;

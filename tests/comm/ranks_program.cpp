@@ -172,7 +172,7 @@ class OwnMemory {
     memory_ = static_cast<std::byte*>(c.ranks.allocate(c.device, count * bytes_));
   }
   ~OwnMemory() {
-    c_.ranks.set_room({});
+    c_.ranks.set_exchange_buffer({});
     c_.ranks.release(c_.device, memory_);
   }
   OwnMemory(const OwnMemory&) = delete;
@@ -188,19 +188,19 @@ class OwnMemory {
   std::byte* memory_;
 };
 
-// Tensors where allocate() and set_room() put them, which GPUs exchange by copies: the same sums, onto what was
-// there too.
+// Tensors where allocate() and set_exchange_buffer() put them, which GPUs exchange by copies: the same sums, onto
+// what was there too.
 void check_in_own_memory(const Checker& c, DType dtype, int64_t n) {
   const int rank = c.ranks.rank(), size = c.ranks.size();
   const std::string what = c.label("reduce_scatter in its own memory", dtype, n);
   const OwnMemory memory(c, 4, size * n * size_of(dtype));
-  const TensorView in = memory.tensor(0, dtype, {size * n}), room = memory.tensor(1, dtype, {size * n});
+  const TensorView in = memory.tensor(0, dtype, {size * n}), buffer = memory.tensor(1, dtype, {size * n});
   const TensorView out = memory.tensor(2, dtype, {n}), whole = memory.tensor(3, dtype, {size * n});
   const std::vector<float> mine = input_of(dtype, rank, size * n), old = input_of(dtype, rank + size, n);
   const TestTensor source(c.device, dtype, {size * n}, mine), before(c.device, dtype, {n}, old);
-  const TensorView too_small = room.rows(0, std::max<int64_t>((size - 1) * n - 1, 0));
-  for (const TensorView& given : {room, too_small}) {
-    c.ranks.set_room(given);
+  const TensorView too_small = buffer.rows(0, std::max<int64_t>((size - 1) * n - 1, 0));
+  for (const TensorView& given : {buffer, too_small}) {
+    c.ranks.set_exchange_buffer(given);
     for (Onto onto : {Onto::kNothing, Onto::kOldValue}) {
       std::vector<float> want(static_cast<size_t>(n), 0.0f);
       if (onto == Onto::kOldValue) want = old;
@@ -222,13 +222,13 @@ void check_in_own_memory(const Checker& c, DType dtype, int64_t n) {
   }
 }
 
-// One exchange after another, which are waited for together: more than the room holds at once.
+// One exchange after another, which are waited for together: more than the buffer holds at once.
 void check_many_in_own_memory(const Checker& c, DType dtype, int64_t n) {
   const int rank = c.ranks.rank(), size = c.ranks.size();
   constexpr int kMany = 9;
   const std::string what = c.label("reduce_scatter, many in turn,", dtype, n);
   const OwnMemory memory(c, 2 * kMany + 1, size * n * size_of(dtype));
-  c.ranks.set_room(memory.tensor(2 * kMany, dtype, {size * n}));
+  c.ranks.set_exchange_buffer(memory.tensor(2 * kMany, dtype, {size * n}));
   const auto count_of = [&](int i) { return n - i * (n / 12); };
   const auto input = [&](int i, int r) { return input_of(dtype, r * kMany + i, size * count_of(i)); };
   std::deque<TestTensor> sources;
@@ -264,7 +264,7 @@ void check_many_in_own_memory(const Checker& c, DType dtype, int64_t n) {
 }
 
 // Columns of all ranks side by side: from anywhere to memory of allocate(), and to elsewhere, for which GPUs need a
-// room.
+// buffer.
 void check_all_gather_columns(const Checker& c, DType dtype, int64_t rows, int64_t columns) {
   const int rank = c.ranks.rank(), size = c.ranks.size();
   const std::string what = c.label("all_gather_columns", dtype, rows * columns);
@@ -276,7 +276,7 @@ void check_all_gather_columns(const Checker& c, DType dtype, int64_t rows, int64
     }
   }
   const OwnMemory memory(c, 2, rows * columns * size * size_of(dtype));
-  c.ranks.set_room(memory.tensor(1, dtype, {rows * columns * size}));
+  c.ranks.set_exchange_buffer(memory.tensor(1, dtype, {rows * columns * size}));
   const TestTensor in(c.device, dtype, {rows, columns}, input_of(dtype, rank, rows * columns));
   const TensorView inside = memory.tensor(0, dtype, {rows, columns * size});
   const TestTensor copied(c.device, dtype, {rows, columns * size}),

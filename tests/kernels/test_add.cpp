@@ -4,6 +4,7 @@
 
 #include "core/philox.h"
 #include "kernels/ops/add.h"
+#include "kernels/ops/gemm.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 

@@ -82,9 +82,9 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
 
   void* allocate(Device& device, int64_t bytes) override;
   void release(Device& device, void* memory) override;
-  void set_room(const TensorView& room) override {
-    room_ = room;
-    room_at_ = 0;
+  void set_exchange_buffer(const TensorView& buffer) override {
+    buffer_ = buffer;
+    buffer_at_ = 0;
   }
 
   void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) override;
@@ -103,19 +103,19 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
 
   void connect();
   void divided() override;
-  // Those who take part in a collective; a null communicator where a circle is that of all, or of one.
-  struct Circle {
+  // Those who take part in a collective; a null communicator where a group is that of all, or of one.
+  struct PeerGroup {
     ncclComm_t comm = nullptr;
     std::optional<cuda::PeerWindow> window;
   };
-  Circle& circle_of(Peers peers) { return circle(size_of(peers) == size() ? Peers::kAll : peers); }
-  Circle& circle(Peers peers) { return circles_[static_cast<size_t>(peers)]; }
+  PeerGroup& group_of(Peers peers) { return group(size_of(peers) == size() ? Peers::kAll : peers); }
+  PeerGroup& group(Peers peers) { return groups_[static_cast<size_t>(peers)]; }
   bool are_on_one_host(Peers peers) const;
   void open_windows();
   bool is_in_window(const TensorView& x, Peers peers);
   bool reduces_by_copies(const TensorView& in, Peers peers);
   void reduce_by_copies(const TensorView& in, const TensorView& out, Peers peers, bool adds);
-  std::byte* take_room(int64_t bytes);
+  std::byte* take_buffer(int64_t bytes);
   void wait_for_sums(const Span& memory);
   // A collective of one: `in` becomes `out`.
   ncclResult_t copy(const TensorView& in, const TensorView& out) {
@@ -161,11 +161,11 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   uint64_t *reached_ = nullptr, *finished_ = nullptr;       // counted by the GPU
   uint64_t last_queued_ = 0;
   std::vector<std::string> host_of_;  // by rank
-  std::array<Circle, 3> circles_;     // by Peers
+  std::array<PeerGroup, 3> groups_;   // by Peers
   void* memory_ = nullptr;            // of allocate()
   int64_t memory_bytes_ = 0;
-  TensorView room_;
-  int64_t room_at_ = 0;  // where the next exchange puts its pieces, in bytes
+  TensorView buffer_;
+  int64_t buffer_at_ = 0;  // where the next exchange puts its pieces, in bytes
   struct Sum {
     uint64_t number;
     std::array<Span, 3> memory;  // that it works on
@@ -189,17 +189,17 @@ void NcclCommunicator::connect() {
   // default, instead of what CudaDevice sets for kernels where it is known.
   check(cudaDeviceSetLimit(cudaLimitStackSize, kDefaultStackBytes), "NCCL stack size");
   ncclConfig_t config = communicator_config();
-  check_nccl(ncclCommInitRankConfig(&circle(Peers::kAll).comm, size(), id, rank(), &config), "start");
+  check_nccl(ncclCommInitRankConfig(&group(Peers::kAll).comm, size(), id, rank(), &config), "start");
 }
 
 void NcclCommunicator::divided() {
   if (size_of(Peers::kGroup) == 1 || size_of(Peers::kAcross) == 1) return;
-  const int group = place_in(Peers::kAcross), place = place_in(Peers::kGroup);
+  const int color = place_in(Peers::kAcross), place = place_in(Peers::kGroup);
   watchdog_.probe(nullptr);  // its thread asks the communicators
-  const ncclComm_t all = circle(Peers::kAll).comm;
+  const ncclComm_t all = group(Peers::kAll).comm;
   ncclConfig_t config = communicator_config();
-  check_nccl(ncclCommSplit(all, group, place, &circle(Peers::kGroup).comm, &config), "groups");
-  check_nccl(ncclCommSplit(all, place, group, &circle(Peers::kAcross).comm, &config), "groups");
+  check_nccl(ncclCommSplit(all, color, place, &group(Peers::kGroup).comm, &config), "groups");
+  check_nccl(ncclCommSplit(all, place, color, &group(Peers::kAcross).comm, &config), "groups");
   open_windows();
   watchdog_.probe(this);
 }
@@ -210,7 +210,7 @@ NcclCommunicator::~NcclCommunicator() {
   const bool failed = std::uncaught_exceptions() > 0;
   if (!failed) synchronize();
   for (const Peers peers : {Peers::kGroup, Peers::kAcross, Peers::kAll}) {
-    const ncclComm_t comm = circle(peers).comm;
+    const ncclComm_t comm = group(peers).comm;
     if (comm == nullptr) continue;
     if (failed) {
       ncclCommAbort(comm);
@@ -232,9 +232,8 @@ std::string NcclCommunicator::description() const {
 
 void NcclCommunicator::check_nccl(ncclResult_t status, const char* name) const {
   if (status == ncclSuccess || status == ncclInProgress) return;
-  throw Error(exit_code_of(status),
-              fmt::format("{}, collective {}: {}", name, last_queued_,
-                          reason_of(status, circles_[static_cast<size_t>(Peers::kAll)].comm)));
+  throw Error(exit_code_of(status), fmt::format("{}, collective {}: {}", name, last_queued_,
+                                                reason_of(status, groups_[static_cast<size_t>(Peers::kAll)].comm)));
 }
 
 template <typename Call>
@@ -256,7 +255,7 @@ void* NcclCommunicator::allocate(Device& device, int64_t bytes) {
   if (device.memory_use().free_bytes < bytes) return device.allocate(bytes);  // says how much is free
   constexpr int64_t kMultiple = 4096;                                         // of which windows are
   const int64_t signals_at = ceil_div(std::max<int64_t>(bytes, 1), kMultiple) * kMultiple;
-  constexpr int64_t kSignals = std::tuple_size_v<decltype(circles_)> * cuda::PeerWindow::kSignalBytes;
+  constexpr int64_t kSignals = std::tuple_size_v<decltype(groups_)> * cuda::PeerWindow::kSignalBytes;
   memory_bytes_ = signals_at + kSignals;
   check_nccl(ncclMemAlloc(&memory_, static_cast<size_t>(memory_bytes_)), "allocation");
   check(cudaMemset(static_cast<std::byte*>(memory_) + signals_at, 0, kSignals), "allocation");
@@ -271,13 +270,13 @@ void NcclCommunicator::release(Device& device, void* memory) {
   if (std::uncaught_exceptions() > 0) return;
   cudaStreamSynchronize(device_.stream());
   synchronize();
-  for (Circle& circle : circles_) {
-    if (circle.window) circle.window->close();
-    circle.window.reset();
+  for (PeerGroup& group : groups_) {
+    if (group.window) group.window->close();
+    group.window.reset();
   }
   ncclMemFree(memory_);
   memory_ = nullptr;
-  set_room({});
+  set_exchange_buffer({});
 }
 
 bool NcclCommunicator::are_on_one_host(Peers peers) const {
@@ -293,10 +292,10 @@ void NcclCommunicator::open_windows() {
   if (memory_ == nullptr) return;
   std::byte* signals = static_cast<std::byte*>(memory_) + memory_bytes_;
   for (const Peers peers : {Peers::kAll, Peers::kGroup, Peers::kAcross}) {
-    Circle& circle = this->circle(peers);
+    PeerGroup& group = this->group(peers);
     signals -= cuda::PeerWindow::kSignalBytes;
-    if (circle.comm == nullptr || circle.window || !are_on_one_host(peers)) continue;
-    circle.window = cuda::PeerWindow::open(circle.comm, memory_, memory_bytes_, signals);
+    if (group.comm == nullptr || group.window || !are_on_one_host(peers)) continue;
+    group.window = cuda::PeerWindow::open(group.comm, memory_, memory_bytes_, signals);
   }
 }
 
@@ -304,31 +303,32 @@ void NcclCommunicator::open_windows() {
 bool NcclCommunicator::is_in_window(const TensorView& x, Peers peers) {
   const auto* const begin = static_cast<const std::byte*>(memory_);
   const auto* const at = static_cast<const std::byte*>(x.data);
-  return circle_of(peers).window && at >= begin && at < begin + memory_bytes_;
+  return group_of(peers).window && at >= begin && at < begin + memory_bytes_;
 }
 
 bool NcclCommunicator::reduces_by_copies(const TensorView& in, Peers peers) {
-  return is_in_window(in, peers) && in.bytes() / size_of(peers) * (size_of(peers) - 1) <= room_.bytes();
+  return is_in_window(in, peers) && in.bytes() / size_of(peers) * (size_of(peers) - 1) <= buffer_.bytes();
 }
 
-// A place in the room, which is used from end to end and then again: where a sum may still be reading, this waits.
-std::byte* NcclCommunicator::take_room(int64_t bytes) {
-  if (room_at_ + bytes > room_.bytes()) room_at_ = 0;
-  std::byte* const begin = static_cast<std::byte*>(room_.data) + room_at_;
+// A place in the buffer, which is used from end to end and then again: where a sum may still be reading, this
+// waits.
+std::byte* NcclCommunicator::take_buffer(int64_t bytes) {
+  if (buffer_at_ + bytes > buffer_.bytes()) buffer_at_ = 0;
+  std::byte* const begin = static_cast<std::byte*>(buffer_.data) + buffer_at_;
   wait_for_sums({begin, begin + bytes});
   constexpr int64_t kMultiple = 256;
-  room_at_ += ceil_div(bytes, kMultiple) * kMultiple;
+  buffer_at_ += ceil_div(bytes, kMultiple) * kMultiple;
   return begin;
 }
 
-// The pieces of others come to the room. They are added up beside the collectives that follow, on multiprocessors
+// The pieces of others come to the buffer. They are added up beside the collectives that follow, on multiprocessors
 // that the device's own work leaves idle.
 void NcclCommunicator::reduce_by_copies(const TensorView& in, const TensorView& out, Peers peers, bool adds) {
   const int place = place_in(peers), count = size_of(peers);
   const int64_t others_bytes = (count - 1) * out.bytes();
-  std::byte* const others = take_room(others_bytes);
+  std::byte* const others = take_buffer(others_bytes);
   const auto* const pieces = static_cast<const std::byte*>(in.data);
-  circle_of(peers).window->exchange(pieces, others, out.bytes(), stream_);
+  group_of(peers).window->exchange(pieces, others, out.bytes(), stream_);
   check(cudaEventRecord(exchanged_, stream_), "reduce_scatter");
   check(cudaStreamWaitEvent(sum_stream_, exchanged_), "reduce_scatter");
   const std::byte* const own = pieces + place * out.bytes();
@@ -355,7 +355,7 @@ void NcclCommunicator::all_reduce(Device& device, const TensorView& x, Reduction
   queue(device, "all_reduce", [&] {
     if (size_of(peers) == 1) return ncclSuccess;
     return ncclAllReduce(x.data, x.data, static_cast<size_t>(x.numel()), type_of(x),
-                         reduction == Reduction::kSum ? ncclSum : ncclMax, circle_of(peers).comm, stream_);
+                         reduction == Reduction::kSum ? ncclSum : ncclMax, group_of(peers).comm, stream_);
   });
 }
 
@@ -379,7 +379,7 @@ void NcclCommunicator::reduce_scatter(Device& device, const TensorView& in, cons
   queue(device, "reduce_scatter", [&] {
     if (size == 1) return copy(in, out);
     return ncclReduceScatter(in.data, out.data, static_cast<size_t>(out.numel()), type_of(in), ncclSum,
-                             circle_of(peers).comm, stream_);
+                             group_of(peers).comm, stream_);
   });
 }
 
@@ -388,7 +388,7 @@ void NcclCommunicator::all_gather(Device& device, const TensorView& in, const Te
   for (const TensorView& used : {in, out}) wait_for_sums(span_of(used));
   queue(device, "all_gather", [&] {
     if (size_of(peers) == 1) return copy(in, out);
-    return ncclAllGather(in.data, out.data, static_cast<size_t>(in.bytes()), ncclUint8, circle_of(peers).comm,
+    return ncclAllGather(in.data, out.data, static_cast<size_t>(in.bytes()), ncclUint8, group_of(peers).comm,
                          stream_);
   });
 }
@@ -404,13 +404,13 @@ void NcclCommunicator::all_gather_columns(Device& device, const TensorView& in, 
     if (size == 1) return copy(in, out);
     if (is_in_window(out, peers)) {
       const auto* const source = static_cast<const std::byte*>(in.data);
-      circle_of(peers).window->gather_columns(source, target, rows, row_bytes, stream_);
+      group_of(peers).window->gather_columns(source, target, rows, row_bytes, stream_);
       return ncclSuccess;
     }
-    PARKA_REQUIRE(out.bytes() <= room_.bytes());
-    std::byte* const pieces = take_room(out.bytes());
+    PARKA_REQUIRE(out.bytes() <= buffer_.bytes());
+    std::byte* const pieces = take_buffer(out.bytes());
     const ncclResult_t status =
-        ncclAllGather(in.data, pieces, static_cast<size_t>(in.bytes()), ncclUint8, circle_of(peers).comm, stream_);
+        ncclAllGather(in.data, pieces, static_cast<size_t>(in.bytes()), ncclUint8, group_of(peers).comm, stream_);
     for (int place = 0; place < size && status == ncclSuccess; ++place) {
       const auto width = static_cast<size_t>(row_bytes);
       check(cudaMemcpy2DAsync(target + place * row_bytes, size * width, pieces + place * in.bytes(), width, width,
@@ -435,8 +435,8 @@ CollectiveCounts NcclCommunicator::counts() const {
 }
 
 std::string NcclCommunicator::failure() {
-  for (const Circle& circle : circles_) {
-    const ncclComm_t comm = circle.comm;
+  for (const PeerGroup& group : groups_) {
+    const ncclComm_t comm = group.comm;
     if (comm == nullptr) continue;
     ncclResult_t status = ncclSuccess;
     const ncclResult_t asked = ncclCommGetAsyncError(comm, &status);

@@ -115,12 +115,12 @@ void check_kept_activations(const ModelConfig& m, const PrecisionConfig& p) {
   if (p.save_silu && p.up_gate != Storage::kFp8) {
     throw_bad_input("precision.save_silu = true needs precision.up_gate = fp8; set that, or save_silu = false");
   }
-  const int64_t most = std::max<int64_t>(m.num_layers - ActivationOffload::kRooms, 0);
+  const int64_t most = std::max<int64_t>(m.num_layers - ActivationOffload::kBuffers, 0);
   if (p.offload_blocks > most) {
     throw_bad_input(
         "precision.offload_blocks = {} is more than {}: of model.num_layers = {}, {} blocks always stay; make it "
         "less",
-        p.offload_blocks, most, m.num_layers, ActivationOffload::kRooms);
+        p.offload_blocks, most, m.num_layers, ActivationOffload::kBuffers);
   }
   if (p.attention_output == Storage::kFp8 && p.gemm != GemmPrecision::kFp8Tensor) {
     throw_bad_input(

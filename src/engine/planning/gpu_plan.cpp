@@ -44,7 +44,7 @@ std::vector<Change> possible_changes(const Config& config, int64_t num_gpus) {
   }
   // Not more than half the blocks: copies have to keep up with forward (docs/results/memory.md).
   for (const int64_t part : {4, 2}) {
-    const int64_t blocks = (config.model.num_layers - ActivationOffload::kRooms) / part;
+    const int64_t blocks = (config.model.num_layers - ActivationOffload::kBuffers) / part;
     if (blocks <= config.precision.offload_blocks) continue;
     changes.push_back({fmt::format("precision.offload_blocks={} (same bits, copied out and back)", blocks),
                        [blocks](Config& c) { return assign(c.precision.offload_blocks, blocks); }, true});

@@ -42,10 +42,6 @@ class Schedule {
     return is_gathered_on_use(p.unit) && is_linear(p) && formats_.has_tensor_scales();
   }
   int64_t gradient_bytes(int64_t numel) const { return numel * size_of(config_.optimizer.gradient); }
-  size_t room_of(const ParameterInfo& p) const {
-    const bool is_tied = p.role == ParameterRole::kTiedEmbedding;
-    return is_tied ? 2 : static_cast<size_t>(p.unit % 2);
-  }
   // Read in the compute format, written as codes, which may be transposed, too.
   double quantize_seconds(int64_t elements, bool transposed = false) const {
     const int64_t bytes = elements * (size_of(formats_.compute.dtype) + (transposed ? 2 : 1));
@@ -81,8 +77,8 @@ class Schedule {
     uint64_t number = 0;
     bool is_ready = false;
   };
-  std::array<Gathered, 2> gathered_;
-  std::array<uint64_t, 3> reduced_ = {};
+  std::array<Gathered, kGatherBuffers> gathered_;
+  std::array<uint64_t, kGradientBuffers> reduced_ = {};
   uint64_t last_queued_ = 0;
 };
 
@@ -123,20 +119,20 @@ void Schedule::gather(int unit) {
 
 void Schedule::prefetch(int unit, Pass pass) {
   if (unit < 0 || unit >= table_.num_units() || !is_gathered_on_use(unit)) return;
-  Gathered& room = gathered_[static_cast<size_t>(unit % 2)];
-  if (room.unit == unit && (room.pass == pass || !gathers_transposed_)) return;
+  Gathered& buffer = gathered_[gather_buffer_of(unit)];
+  if (buffer.unit == unit && (buffer.pass == pass || !gathers_transposed_)) return;
   gather(unit);
-  room = {unit, pass, last_queued_, false};
+  buffer = {unit, pass, last_queued_, false};
 }
 
 void Schedule::gather_on_use(int unit, Pass pass) {
   if (!is_gathered_on_use(unit)) return;
   prefetch(unit, pass);
-  Gathered& room = gathered_[static_cast<size_t>(unit % 2)];
-  if (room.is_ready) return;
-  wait(room.number);
+  Gathered& buffer = gathered_[gather_buffer_of(unit)];
+  if (buffer.is_ready) return;
+  wait(buffer.number);
   quantize_gathered(unit);
-  room.is_ready = true;
+  buffer.is_ready = true;
 }
 
 // ModelWeights::gathered(): what was gathered in the compute format is read, and FP8 codes are written.
@@ -173,7 +169,7 @@ void Schedule::before_backward(int unit) {
   if (!zero_.shards_gradients()) return;
   uint64_t last_read = 0;
   for (int index : opened_by(unit)) {
-    last_read = std::max(last_read, reduced_[room_of(table_.all[static_cast<size_t>(index)])]);
+    last_read = std::max(last_read, reduced_[gradient_buffer_of(table_.all[static_cast<size_t>(index)])]);
   }
   wait(last_read);  // Optimizer::open_gradient() clears padding, which is next to nothing
 }
@@ -194,7 +190,7 @@ void Schedule::after_backward(int unit) {
     }
     if (zero_.shards_gradients()) sum_pieces(p);
     collective(Kind::kReduceScatter, gradient_bytes(zero_.shard.padded(p.numel())), Peers::kGroup);
-    if (zero_.shards_gradients()) reduced_[room_of(p)] = last_queued_;
+    if (zero_.shards_gradients()) reduced_[gradient_buffer_of(p)] = last_queued_;
     if (place_.is_last && has_several_groups_) {
       collective(Kind::kAllReduce, gradient_bytes(zero_.shard.piece(p.numel())), Peers::kAcross);
     }

@@ -24,20 +24,20 @@ void ParameterExchange::gather(Device& device, int unit, Pass pass) {
 void ParameterExchange::prefetch(Device& device, int unit, Pass pass) {
   const ModelWeights& weights = model_.weights();
   if (unit < 0 || unit >= model_.parameters().num_units() || !weights.is_gathered_on_use(unit)) return;
-  Gathered& room = gathered_[static_cast<size_t>(unit % 2)];
-  if (room.unit == unit && (room.pass == pass || !weights.has_pieces_for_backward())) return;
+  Gathered& buffer = gathered_[gather_buffer_of(unit)];
+  if (buffer.unit == unit && (buffer.pass == pass || !weights.has_pieces_for_backward())) return;
   gather(device, unit, pass);
-  room = {unit, pass, communicator_.last_queued(), false};
+  buffer = {unit, pass, communicator_.last_queued(), false};
 }
 
 void ParameterExchange::gather_on_use(Device& device, int unit, Pass pass) {
   if (!model_.weights().is_gathered_on_use(unit)) return;
   prefetch(device, unit, pass);
-  Gathered& room = gathered_[static_cast<size_t>(unit % 2)];
-  if (room.is_ready) return;
-  wait(device, room.number, "gathered weights");
+  Gathered& buffer = gathered_[gather_buffer_of(unit)];
+  if (buffer.is_ready) return;
+  wait(device, buffer.number, "gathered weights");
   model_.weights().gathered(device, unit);
-  room.is_ready = true;
+  buffer.is_ready = true;
 }
 
 void ParameterExchange::wait(Device& device, uint64_t number, const char* what) {
@@ -60,22 +60,23 @@ std::vector<int> ParameterExchange::opened_by(int unit) const {
 
 void ParameterExchange::before_backward(Device& device, int unit) {
   gather_on_use(device, unit, Pass::kBackward);
-  // Where backward has pieces of its own, both rooms are free while the head is at work.
+  // Where backward has pieces of its own, both buffers are free while the head is at work.
   if (unit == model_.parameters().head_unit()) {
     for (int last : {unit - 1, unit - 2}) prefetch(device, last, Pass::kBackward);
   }
   if (!zero_.shards_gradients()) return;
+  const std::vector<ParameterInfo>& parameters = model_.parameters().all;
   const std::vector<int> opened = opened_by(unit);
   uint64_t last_read = 0;
   for (int parameter : opened) {
-    last_read = std::max(last_read, reduced_[optimizer_.room_of(static_cast<size_t>(parameter))]);
+    last_read = std::max(last_read, reduced_[gradient_buffer_of(parameters[static_cast<size_t>(parameter)])]);
   }
-  wait(device, last_read, "room for gradients");
+  wait(device, last_read, "buffer for gradients");
   for (int parameter : opened) optimizer_.open_gradient(device, static_cast<size_t>(parameter));
 }
 
 void ParameterExchange::after_backward(Device& device, int unit) {
-  // Into this unit's room, and ahead of its gradients, which have more time: the weights of the block before the
+  // Into this unit's buffer, and ahead of its gradients, which have more time: the weights of the block before the
   // next one, or those with which the next micro-batch begins, unless they change before it.
   if (unit > 2) {
     prefetch(device, unit - 2, Pass::kBackward);
@@ -83,6 +84,7 @@ void ParameterExchange::after_backward(Device& device, int unit) {
     prefetch(device, unit, Pass::kForward);
   }
   if (!place_.is_last && !zero_.shards_gradients()) return;
+  const std::vector<ParameterInfo>& parameters = model_.parameters().all;
   for (int parameter : model_.parameters().unit(unit)) {
     if (gradient_complete_) gradient_complete_(parameter);
   }
@@ -93,11 +95,11 @@ void ParameterExchange::after_backward(Device& device, int unit) {
       communicator_.all_reduce(device, gradient.whole, Reduction::kSum, Peers::kAll);
       continue;
     }
-    // Divided gradients: backward has overwritten the room with those of this micro-batch alone, and a rank's piece
-    // of their sum joins what it has accumulated.
+    // Divided gradients: backward has overwritten the buffer with those of this micro-batch alone, and a rank's
+    // piece of their sum joins what it has accumulated.
     const Onto onto = zero_.shards_gradients() && !place_.is_first ? Onto::kOldValue : Onto::kNothing;
     communicator_.reduce_scatter(device, gradient.whole, gradient.own, Peers::kGroup, onto);
-    if (zero_.shards_gradients()) reduced_[optimizer_.room_of(i)] = communicator_.last_queued();
+    if (zero_.shards_gradients()) reduced_[gradient_buffer_of(parameters[i])] = communicator_.last_queued();
     if (place_.is_last && communicator_.size_of(Peers::kAcross) > 1) {
       communicator_.all_reduce(device, gradient.own, Reduction::kSum, Peers::kAcross);
     }

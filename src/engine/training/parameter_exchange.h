@@ -66,7 +66,7 @@ class ParameterExchange final : public UnitHooks {
   Place place_;
   std::function<void(int parameter)> gradient_complete_;
 
-  // What is in the room that units of even and odd numbers share: until weights change, also from one micro-batch
+  // What is in each gather buffer: until weights change, also from one micro-batch
   // to the next, whose forward pass begins with the blocks that backward has ended with.
   struct Gathered {
     int unit = -1;
@@ -74,8 +74,8 @@ class ParameterExchange final : public UnitHooks {
     uint64_t number = 0;  // of the collective
     bool is_ready = false;
   };
-  std::array<Gathered, 2> gathered_;
-  std::array<uint64_t, 3> reduced_ = {};  // the last reduction out of each of the optimizer's rooms
+  std::array<Gathered, kGatherBuffers> gathered_;
+  std::array<uint64_t, kGradientBuffers> reduced_ = {};  // the last reduction out of each of the gradient buffers
 };
 
 }  // namespace parka

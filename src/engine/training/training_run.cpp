@@ -68,7 +68,7 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
       of_units[static_cast<size_t>(p.unit)] += zero.shard.padded(p.numel()) - zero.shard.piece(p.numel());
     }
     const int64_t largest = *std::max_element(of_units.begin(), of_units.end());
-    reduction_room = plan.add("gradient buckets", "reduction_room", config.optimizer.gradient, {largest});
+    exchange_buffer = plan.add("gradient buckets", "exchange_buffer", config.optimizer.gradient, {largest});
   }
   if (config.data.loss_mask || config.data.documents == DocumentMode::kSeparate) {
     target_share = plan.add("batch", "target_share", DType::kF32, {1});
@@ -92,7 +92,7 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
     const TensorView workspace = arena_[declared_.workspace];
     device.set_workspace(workspace.data, workspace.bytes());
   }
-  communicator.set_room(arena_[declared_.reduction_room]);
+  communicator.set_exchange_buffer(arena_[declared_.exchange_buffer]);
   declared_.model.bind(device, arena_);
   declared_.optimizer.bind(arena_, declared_.model.weights().own(), declared_.model.weights().amax());
   if (communicator.size() > 1) {
@@ -268,7 +268,7 @@ void TrainingRun::queue_micro_batch(const Model::Batch& batch, const Model::Loss
                                     const ParameterExchange::Place& place, bool with_telemetry) {
   Model& model = declared_.model;
   const std::vector<TensorView>& gradients = declared_.optimizer.gradients();
-  // Divided gradients leave their room in each micro-batch, and ParameterExchange adds them up.
+  // Divided gradients leave their buffers in each micro-batch, and ParameterExchange adds them up.
   const Model::Accumulation accumulation =
       place.is_first || zero_.shards_gradients() ? Model::Accumulation::kBegin : Model::Accumulation::kContinue;
   if (exchange_) exchange_->begin_micro_batch(place);

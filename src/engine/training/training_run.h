@@ -39,9 +39,9 @@ struct DeclaredRun {
   Optimizer optimizer;
   std::optional<Telemetry> telemetry;  // absent when telemetry.interval is 0
   IntegrityChecks checks;
-  TensorId workspace;       // of the ops; invalid on the CPU
-  TensorId reduction_room;  // Communicator::set_room(); on GPUs with divided gradients
-  TensorId target_share;    // [1] fp32, 1 / targets of the step; only where steps differ in that
+  TensorId workspace;        // of the ops; invalid on the CPU
+  TensorId exchange_buffer;  // Communicator::set_exchange_buffer(); on GPUs with divided gradients
+  TensorId target_share;     // [1] fp32, 1 / targets of the step; only where steps differ in that
 };
 
 // Host memory that a rank of the run takes to save beside its training: what it writes of a checkpoint, and a few
