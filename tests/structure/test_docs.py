@@ -1,4 +1,4 @@
-"""Files, folders and pages that the documentation names exist. Pages of docs/results are records of their day and may not."""
+"""Files, folders and pages that pages and comments name exist. Pages of docs/results are records of their day and may not."""
 import re
 import unittest
 from pathlib import Path
@@ -10,6 +10,9 @@ FOLDERS = "bench|configs|docs|fuzz|scripts|src|tests"
 FROM_ROOT = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*<>-]*)")
 # `core/shard.h`, between backticks: from src/.
 FROM_SOURCE = re.compile(r"`((?:comm|core|data|engine|kernels|model|optim)/[\w./*<>-]*)`")
+# core/shard.h in a comment: from the root, src/ or src/kernels/.
+IN_CODE = re.compile(rf"(?<![\w./-])((?:{FOLDERS}|comm|core|cpu|cuda|data|engine|kernels|model|ops|optim)/[\w./]+"
+                     r"\.(?:h|cpp|cu|cuh|py|md))\b")
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -33,6 +36,15 @@ class Docs(unittest.TestCase):
         text = ("`src/core/nowhere.h`, tests/core. `core/gone.h` `core/shard.h` scripts/*.sh configs/*.toml src/kernels/ops/<op>.h "
                 "build/src/x [page](testing.md) [none](none.md#part) [web](https://example.org/docs/none.md)")
         self.assertEqual(missing(ROOT / "docs/x.md", text), ["src/core/nowhere.h", "configs/*.toml", "core/gone.h", "none.md"])
+
+    def test_what_comments_name_exists(self):
+        found = []
+        for file in [file for folder in ("src", "bench", "fuzz", "tests") for file in (ROOT / folder).rglob("*.*")]:
+            if file.suffix in (".h", ".cpp", ".cu", ".cuh"):
+                names = IN_CODE.findall(file.read_text(encoding="utf-8"))
+                found += [f"{file.relative_to(ROOT)}: {name}" for name in names
+                          if not any((ROOT / folder / name).exists() for folder in ("", "src", "src/kernels"))]
+        self.assertEqual(found, [])
 
     def test_the_example_of_a_config_key_lists_its_files(self):
         page = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
