@@ -1,14 +1,40 @@
 #!/usr/bin/env bash
-# Builds Parka and runs its whole test suite on this machine: scripts/test.sh [preset], preset release (default), asan
-# or tsan. With a GPU the GPU tests run too; without one they say that they are skipped.
+# Builds Parka and runs its tests on this machine. With a GPU the GPU tests run too; without one they say that they are
+# skipped.
+#   scripts/test.sh [--quick] [PRESET] [FOLDER...]
+#   scripts/test.sh                       everything, built with the preset release
+#   scripts/test.sh asan                  everything with another preset: release, cuda, asan or tsan
+#   scripts/test.sh --quick               what takes less than a minute on two cores, once built
+#   scripts/test.sh kernels model         the tests of these folders of tests/
 set -euo pipefail
 cd "$(dirname "$0")/.."
-preset=${1:-release}
+
+fail() { echo "test.sh: $*" >&2; exit 2; }
+preset=release choice=()
+if [ "${1:-}" = --quick ]; then
+  choice+=(--label-regex '^quick$')
+  shift
+fi
+case "${1:-}" in
+  release | cuda | asan | tsan) preset=$1; shift ;;
+esac
+targets=()
+for folder; do
+  [ -d "tests/$folder" ] || fail "$folder is neither a preset (release, cuda, asan, tsan) nor a folder of tests/"
+  case "$folder" in
+    core | kernels | data | model | optim | engine | fuzz) targets+=("test_$folder") ;;  # one program has all their tests
+    *) targets+=(all) ;;
+  esac
+done
+if [ $# -gt 0 ]; then
+  choice+=(--tests-regex "^($(IFS='|' && echo "$*")): ")
+  targets=(--target parka "${targets[@]}")  # many tests run it
+fi
 
 scripts/setup.sh
 cmake --preset "$preset" >/dev/null
-cmake --build --preset "$preset" --parallel "$(nproc)"
+cmake --build --preset "$preset" --parallel "$(nproc)" "${targets[@]}"
 # Reports of a sanitizer fail the test that caused them.
 export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 export ASAN_OPTIONS=detect_leaks=1 TSAN_OPTIONS=halt_on_error=1
-ctest --test-dir "build/$preset" --output-on-failure --no-tests=error --parallel "$(nproc)"
+ctest --test-dir "build/$preset" --output-on-failure --no-tests=error --parallel "$(nproc)" "${choice[@]}"

@@ -22,8 +22,8 @@ enum class Peers {
 };
 
 // Collective operations of the ranks of a run. All ranks must call the same ones in the same order with the same
-// sizes, those of groups too; a rank that does not makes the others wait, and the watchdog (comm/watchdog.h) then
-// names it.
+// sizes, those of groups too; a rank that does not makes the others wait, and the watchdog (comm/launch/watchdog.h)
+// then names it.
 //
 // Collectives on tensors are queued in order, behind the work that the device has queued by then; the device's
 // later work runs beside them until it wait()s. On the CPU they are done when the call returns. The result is the

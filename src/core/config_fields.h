@@ -6,13 +6,13 @@
 #include "core/dtype.h"
 #include "core/error.h"
 
-// What config structs (model/model_config.h, optim/optimizer_config.h, engine/config.h) are written with.
+// What config structs (model/model_config.h, optim/optimizer_config.h, engine/config/config.h) are written with.
 //
 // A config struct lists its fields once, in `fields`: a visitor is called as
 //   visit("key", member, "help", limit)
 // where the limit says which values the field admits. Parsing, the check for unknown keys, the resolved print-out,
-// the schema and the documentation are all made from that list (engine/config_table.h), so that no field can be
-// known to one of them only.
+// the schema and the documentation are all made from that list (engine/config/config_table.h), so that no field can
+// be known to one of them only.
 namespace parka {
 
 // The largest integer that every JSON reader keeps exactly, 2^53.

@@ -126,8 +126,7 @@ struct PrecisionConfig {
   void fields(Visitor& visit) {
     visit("recipe", recipe,
           "Sets the defaults of the keys below and of the optimizer's states and master; keys that are given "
-          "override "
-          "it");
+          "override it");
     visit("compute", compute, "Residual stream, attention and everything else that is not FP8",
           one_of(DType::kF32, DType::kBF16));
     visit("gemm", gemm,
@@ -142,8 +141,7 @@ struct PrecisionConfig {
     visit("qkv", qkv, "How rotated q, k and v are kept: compute or fp8");
     visit("attention_output", attention_output,
           "How the attention output is kept: compute, or fp8 (the GEMM's own input; needs gemm = fp8_tensor). With "
-          "fp8 a "
-          "150M model diverged after 1,000 steps: docs/precision.md says why");
+          "fp8 a 150M model diverged after 1,000 steps: docs/precision.md says why");
     visit("group_size", group_size, "Elements per scale of kept FP8 activations", one_of<int64_t>(16, 32, 64, 128));
     visit("save_norm_output", save_norm_output,
           "Keep the norm's output for the weight gradient; false recomputes it in backward (same bits)");

@@ -1,4 +1,4 @@
-// What tests/comm/test_ranks.py starts under mpirun, in one of these ways:
+// What tests/comm/ranks.py starts under mpirun, in one of these ways:
 //   ranks_program collectives [cuda]    checks every collective; 77 where there are fewer GPUs than ranks
 //   ranks_program alone                 joins the others and ends
 //   ranks_program drill KEY=VALUE...    takes steps with collectives until something goes wrong

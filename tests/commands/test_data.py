@@ -1,6 +1,6 @@
 """Mixtures, loss masks and documents in whole runs, and the data command.
 
-test_data.py RECIPE runs the tests of one recipe, test_data.py alone all others.
+test_data.py [RECIPE] [TEST...]: the recipe of the class OfRecipe.
 """
 import array
 import json
@@ -259,9 +259,6 @@ class Data(DataFolder):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
+    if len(sys.argv) > 1 and sys.argv[1][0].islower():  # tests are named by their class
         RECIPE = sys.argv.pop(1)
-        del Data
-    else:
-        del OfRecipe
     unittest.main()

@@ -56,7 +56,7 @@ int count_overlaps(const MemoryPlan& plan) {
 
 }  // namespace
 
-TEST_CASE("random memory plans: no two tensors of a common phase overlap", "[memory_plan]") {
+TEST_CASE("random memory plans: no two tensors of a common phase overlap", "[memory_plan][slow]") {
   int overlaps = 0, misplaced = 0, wrong_totals = 0;
   int64_t planned = 0, unshared = 0;
   for (uint64_t seed = 0; seed < 300; ++seed) {

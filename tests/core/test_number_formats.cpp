@@ -241,7 +241,7 @@ TEST_CASE("FP8 stochastic rounding goes up exactly as often as the fraction says
   }
 }
 
-TEST_CASE("FP8 stochastic rounding of subnormals goes up as often as the fraction says", "[number_formats]") {
+TEST_CASE("FP8 stochastic rounding of subnormals goes up as often as the fraction says", "[number_formats][slow]") {
   const Float8Format& format = kFloat8Formats[GENERATE(0, 1)];
   CAPTURE(format.name);
   // Up exactly when the draw is at least a threshold that the fraction sets, checked on both sides of it.

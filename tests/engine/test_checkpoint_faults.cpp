@@ -77,7 +77,7 @@ std::string defect_after_next_save(const std::string& run) {
 
 }  // namespace
 
-TEST_CASE("a kill at any point of a save loses nothing", "[engine][checkpoint][faults]") {
+TEST_CASE("a kill at any point of a save loses nothing", "[engine][checkpoint][faults][slow]") {
   const TemporaryFolder folder;
   const std::string prepared = folder / "prepared", run = folder / "run";
   const Scenario scenario = scenarios()[GENERATE(0u, 1u, 2u, 3u)];
@@ -106,7 +106,7 @@ TEST_CASE("a kill at any point of a save loses nothing", "[engine][checkpoint][f
   CHECK(num_kills > 20);
 }
 
-TEST_CASE("a kill during the save that follows a kill loses nothing", "[engine][checkpoint][faults]") {
+TEST_CASE("a kill during the save that follows a kill loses nothing", "[engine][checkpoint][faults][slow]") {
   const TemporaryFolder folder;
   const Scenario scenario = scenarios()[GENERATE(2u, 3u)];
   scenario.prepare(folder / "prepared");

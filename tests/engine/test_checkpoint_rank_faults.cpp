@@ -62,7 +62,7 @@ std::string defect_after(const std::string& run, const CheckpointContents& befor
 
 }  // namespace
 
-TEST_CASE("a kill of any rank at any point of a save loses nothing", "[engine][checkpoint][faults][ranks]") {
+TEST_CASE("a kill of any rank at any point of a save loses nothing", "[engine][checkpoint][faults][ranks][slow]") {
   const TemporaryFolder folder;
   const std::string prepared = folder / "prepared", run = folder / "run";
   prepare(prepared);
@@ -198,7 +198,7 @@ TEST_CASE("ranks that never come are named", "[engine][checkpoint][faults][ranks
 }
 
 TEST_CASE("a rank of an earlier save that wakes up late does not disturb a later one of the same step",
-          "[engine][checkpoint][faults][ranks]") {
+          "[engine][checkpoint][faults][ranks][slow]") {
   const TemporaryFolder folder;
   const std::string run = folder / "run";
   // Rank 1 of the first save stands still in the middle of its file until the second is complete.

@@ -79,7 +79,8 @@ std::string piece_of_a(const std::string& shape, int64_t begin) {
 
 }  // namespace
 
-TEST_CASE("what any number of ranks saves any other number loads, bit for bit", "[engine][checkpoint][ranks]") {
+TEST_CASE("what any number of ranks saves any other number loads, bit for bit",
+          "[engine][checkpoint][ranks][slow]") {
   const TemporaryFolder folder;
   const std::string run = folder / "run";
   const int num_savers = GENERATE(1, 2, 3, 4);
@@ -202,7 +203,7 @@ TEST_CASE("a range is refused when its bytes changed after they were verified, o
 }
 
 TEST_CASE("any changed byte of a checkpoint of ranks is refused on all ranks, naming the file",
-          "[engine][checkpoint][ranks]") {
+          "[engine][checkpoint][ranks][slow]") {
   const TemporaryFolder folder;
   REQUIRE(messages_of(save_by_ranks(folder / "run", small_contents(5), 2)) == "");
   const std::string checkpoint = folder / "run/step_00000005";

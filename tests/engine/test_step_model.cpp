@@ -229,7 +229,7 @@ TEST_CASE("what communication reads and writes in memory is what it costs, up to
   CHECK(slowed(Kind::kAllGather, 1e6) == Approx(0.9 * 300));
 }
 
-TEST_CASE("the schedule of a step is what ranks queue, to the byte", "[engine][step model]") {
+TEST_CASE("the schedule of a step is what ranks queue, to the byte", "[engine][step model][slow]") {
   for (const char* recipe : {"fp32", "bf16", "coat", "fp8_block"}) {
     for (int64_t stage = 0; stage <= 3; ++stage) {
       for (const int ranks : {2, 3}) {

@@ -112,7 +112,7 @@ void check_moments(const nlohmann::ordered_json& moment, size_t num_blocks) {
 
 }  // namespace
 
-TEST_CASE("telemetry reports every tensor that a recipe has in FP8", "[engine][telemetry]") {
+TEST_CASE("telemetry reports every tensor that a recipe has in FP8", "[engine][telemetry][slow]") {
   const TemporaryFolder folder;
   for (Device* device : devices()) {
     for (const auto& [recipe, names] : quantized_tensors()) {
@@ -204,7 +204,8 @@ TEST_CASE("telemetry does not change a bit of the training", "[engine][telemetry
   }
 }
 
-TEST_CASE("telemetry and losses are the same where blocks wait in host memory", "[engine][telemetry][offload]") {
+TEST_CASE("telemetry and losses are the same where blocks wait in host memory",
+          "[engine][telemetry][offload][slow]") {
   const TemporaryFolder folder;
   for (Device* device : devices()) {
     for (const char* recipe : {"fp8_linear", "fp8_block", "coat", "parka"}) {

@@ -339,7 +339,7 @@ TEST_CASE("the plan of a run has less of what offloaded blocks keep, and of noth
   }
 }
 
-TEST_CASE("training lowers the loss on data that it sees again", "[engine][training_run]") {
+TEST_CASE("training lowers the loss on data that it sees again", "[engine][training_run][slow]") {
   const TemporaryFolder folder;
   const auto device = make_cpu_device();
   for (const char* recipe : {"fp32", "bf16", "fp8_linear", "fp8_block", "coat", "parka"}) {

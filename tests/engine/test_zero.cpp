@@ -196,7 +196,7 @@ double largest_difference(const std::vector<double>& a, const std::vector<double
 
 }  // namespace
 
-TEST_CASE("several ranks train as one does, at every ZeRO stage", "[engine][zero]") {
+TEST_CASE("several ranks train as one does, at every ZeRO stage", "[engine][zero][slow]") {
   // fp32 gradients are summed in another order; with bf16 and FP8 a last bit may become a code.
   const struct {
     const char* recipe;
@@ -225,7 +225,7 @@ TEST_CASE("several ranks train as one does, at every ZeRO stage", "[engine][zero
   }
 }
 
-TEST_CASE("groups of ranks with a copy each train as one rank does", "[engine][zero]") {
+TEST_CASE("groups of ranks with a copy each train as one rank does", "[engine][zero][slow]") {
   for (const char* recipe : {"fp32", "parka"}) {
     const TemporaryFolder folder;
     const bool exact = std::string(recipe) == "fp32";
@@ -255,7 +255,7 @@ TEST_CASE("groups of ranks with a copy each train as one rank does", "[engine][z
   }
 }
 
-TEST_CASE("what is divided over ranks does not change a bit, once states are", "[engine][zero]") {
+TEST_CASE("what is divided over ranks does not change a bit, once states are", "[engine][zero][slow]") {
   for (const char* recipe : {"bf16", "coat"}) {
     for (const bool tied : {false, true}) {
       const TemporaryFolder folder;
@@ -279,7 +279,7 @@ TEST_CASE("what is divided over ranks does not change a bit, once states are", "
   }
 }
 
-TEST_CASE("which copies of FP8 weights are kept does not change a bit of stage 3", "[engine][zero]") {
+TEST_CASE("which copies of FP8 weights are kept does not change a bit of stage 3", "[engine][zero][slow]") {
   for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
     const TemporaryFolder folder;
     Config config = config_for(folder, "parka", 3);
@@ -349,7 +349,8 @@ TEST_CASE("transposed codes are gathered where forward is not run again and piec
   CHECK_FALSE(gathers(config, 2));
 }
 
-TEST_CASE("kept activations that wait in host memory do not change a bit of any stage", "[engine][zero][offload]") {
+TEST_CASE("kept activations that wait in host memory do not change a bit of any stage",
+          "[engine][zero][offload][slow]") {
   for (const char* recipe : {"bf16", "parka"}) {
     for (int64_t stage = 0; stage <= 3; ++stage) {
       const TemporaryFolder folder;
@@ -376,7 +377,7 @@ TEST_CASE("kept activations that wait in host memory do not change a bit of any 
   }
 }
 
-TEST_CASE("what gradients held before a step changes nothing", "[engine][zero]") {
+TEST_CASE("what gradients held before a step changes nothing", "[engine][zero][slow]") {
   struct Case {
     const char* recipe;
     bool tied;
@@ -402,7 +403,7 @@ TEST_CASE("what gradients held before a step changes nothing", "[engine][zero]")
   }
 }
 
-TEST_CASE("gradients of a skipped step do not reach the next", "[engine][zero]") {
+TEST_CASE("gradients of a skipped step do not reach the next", "[engine][zero][slow]") {
   for (int64_t stage = 0; stage <= 3; ++stage) {
     for (const bool tied : {false, true}) {
       CAPTURE(stage, tied);
@@ -423,7 +424,7 @@ TEST_CASE("gradients of a skipped step do not reach the next", "[engine][zero]")
   }
 }
 
-TEST_CASE("FP8 copies are of the weights as they are, whatever has changed these", "[engine][zero]") {
+TEST_CASE("FP8 copies are of the weights as they are, whatever has changed these", "[engine][zero][slow]") {
   struct Ranks {
     int count;
     int64_t shard_size;

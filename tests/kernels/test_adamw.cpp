@@ -277,7 +277,7 @@ TEST_CASE("adamw_step changes no bit where grad_scale is not finite", "[kernels]
   }
 }
 
-TEST_CASE("adamw_step raises weight_amax to the weights as they are stored", "[kernels][adamw]") {
+TEST_CASE("adamw_step raises weight_amax to the weights as they are stored", "[kernels][adamw][slow]") {
   constexpr float kLarge = 1000.0f, kNan = std::numeric_limits<float>::quiet_NaN();
   const std::vector<Storage> storages = storages_of_all_kernels();
   for (Device* device : devices()) {

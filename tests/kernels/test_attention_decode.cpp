@@ -128,7 +128,7 @@ struct Decode {
   }
 };
 
-TEST_CASE("attention to a cache agrees with the double reference", "[kernels][attention][devices]") {
+TEST_CASE("attention to a cache agrees with the double reference", "[kernels][attention][devices][slow]") {
   const DecodeShape s = GENERATE(from_range(kShapes));
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   CAPTURE(s, name_of(dtype));
@@ -136,7 +136,7 @@ TEST_CASE("attention to a cache agrees with the double reference", "[kernels][at
 }
 
 TEST_CASE("attention to a cache agrees with the double reference on random shapes",
-          "[kernels][attention][devices]") {
+          "[kernels][attention][devices][slow]") {
   for (uint64_t i = 0; i < 30; ++i) {
     const auto r = philox4x32(9, 0, i), q = philox4x32(9, 1, i);
     const int64_t Hkv = 1 + r[0] % 4, T = 1 + r[1] % 9, B = 1 + r[2] % 9;

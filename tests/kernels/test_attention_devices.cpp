@@ -162,7 +162,7 @@ TEST_CASE("attention on other devices takes any scale", "[kernels][attention][de
   check_against_cpu(in, DType::kBF16);
 }
 
-TEST_CASE("attention on other devices keeps documents apart", "[kernels][attention][devices]") {
+TEST_CASE("attention on other devices keeps documents apart", "[kernels][attention][devices][slow]") {
   // Documents of one token, shorter than a tile, as long as tiles and longer, beginning at and beside tile borders.
   const std::vector<int64_t> documents =
       GENERATE(std::vector<int64_t>{333}, std::vector<int64_t>{1, 332}, std::vector<int64_t>{332, 1},

@@ -133,7 +133,7 @@ TEST_CASE("attention_backward turns the gradients of queries and keys back", "[k
   }
 }
 
-TEST_CASE("attention_backward finds the largest gradient wherever it is", "[kernels][attention]") {
+TEST_CASE("attention_backward finds the largest gradient wherever it is", "[kernels][attention][slow]") {
   const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128});
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   const AttentionShape s{2, 150, 4, 2, D};

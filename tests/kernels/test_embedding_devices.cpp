@@ -56,7 +56,7 @@ void check_against_cpu(const Case& c) {
   }
 }
 
-TEST_CASE("embedding on a GPU gives the bits of the CPU", "[kernels][embedding][devices]") {
+TEST_CASE("embedding on a GPU gives the bits of the CPU", "[kernels][embedding][devices][slow]") {
   const DType d_out_dtype = GENERATE(DType::kF32, DType::kBF16), table_dtype = GENERATE(DType::kF32, DType::kBF16);
   for (const TokenIds& of : ids_of_all_kinds()) {
     for (const int64_t C : {1, 7, 8, 20, 300, 512}) check_against_cpu({of, C, d_out_dtype, table_dtype});
@@ -64,7 +64,7 @@ TEST_CASE("embedding on a GPU gives the bits of the CPU", "[kernels][embedding][
   }
 }
 
-TEST_CASE("embedding on a GPU takes wide rows", "[kernels][embedding][devices]") {
+TEST_CASE("embedding on a GPU takes wide rows", "[kernels][embedding][devices][slow]") {
   const DType d_out_dtype = GENERATE(DType::kF32, DType::kBF16), table_dtype = GENERATE(DType::kF32, DType::kBF16);
   const TokenIds of = ids_of_counts("few", {70, 1, 64, 2, 3, 1, 130}, 7);
   for (const int64_t C : {2048, 5120, 4099, 11008}) check_against_cpu({of, C, d_out_dtype, table_dtype});

@@ -164,7 +164,7 @@ void fill_whole(Device& device, const TestMatrix& m, uint64_t seed) {
 
 }  // namespace
 
-TEST_CASE("gemm of fp8 whole numbers scaled by powers of two is exact", "[kernels][gemm]") {
+TEST_CASE("gemm of fp8 whole numbers scaled by powers of two is exact", "[kernels][gemm][slow]") {
   // Sums over 128 terms stay below 2^11, which FP8 tensor cores hold exactly; so does fp32 the scaled ones. A scale
   // that is read from the wrong place shows.
   const auto [m, n, k] = GENERATE(table<int64_t, int64_t, int64_t>({{16, 16, 16},

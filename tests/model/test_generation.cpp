@@ -120,7 +120,7 @@ TEST_CASE("greedy generation equals transformers' token for token", "[model][gen
   }
 }
 
-TEST_CASE("logits with a cache are those of whole sequences in every recipe", "[model][generation]") {
+TEST_CASE("logits with a cache are those of whole sequences in every recipe", "[model][generation][slow]") {
   const Recipe recipe = GENERATE(Recipe::kFp32, Recipe::kBf16, Recipe::kFp8Linear, Recipe::kFp8Block,
                                  Recipe::kCoatActivation, Recipe::kCoat, Recipe::kParka);
   const bool plain_evaluation = GENERATE(false, true);

@@ -84,7 +84,8 @@ bool same_bits(const std::vector<std::vector<float>>& a, const std::vector<std::
 
 }  // namespace
 
-TEST_CASE("blocks that wait in host memory give the same bits from less memory of the device", "[model][offload]") {
+TEST_CASE("blocks that wait in host memory give the same bits from less memory of the device",
+          "[model][offload][slow]") {
   const auto [norm, tied, documents, eval] = GENERATE(table<NormKind, bool, bool, EvalNumerics>({
       {NormKind::kLayerNorm, true, false, EvalNumerics::kSame},
       {NormKind::kRmsNorm, false, true, EvalNumerics::kBf16},

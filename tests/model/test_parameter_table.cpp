@@ -61,7 +61,7 @@ TEST_CASE("tensors lie on multiples of the optimizer group, and only linear weig
   CHECK(make_parameter_table(config, true).all.front().decayed);
 }
 
-TEST_CASE("mitchell initialization has OLMo's deviations, cut at three of them", "[model]") {
+TEST_CASE("mitchell initialization has OLMo's deviations, cut at three of them", "[model][slow]") {
   const ModelConfig config = olmo(256, 4, 3, 512, true);
   const ParameterTable table = make_parameter_table(config, false);
   const double cut_std = 0.98658;  // of a standard normal cut at 3
@@ -101,7 +101,7 @@ TEST_CASE("every initial value is the first draw of its own that is not cut off"
   }
 }
 
-TEST_CASE("normal initialization, norm weights, seeds", "[model]") {
+TEST_CASE("normal initialization, norm weights, seeds", "[model][slow]") {
   ModelConfig config = olmo(128, 4, 1, 256, false);
   config.init = InitKind::kNormal;
   config.init_std = 0.02;

@@ -91,7 +91,7 @@ TEST_CASE("every recipe's gradients are close to fp32's", "[model][recipes]") {
   }
 }
 
-TEST_CASE("recomputing what was not kept gives the same bits", "[model][recipes]") {
+TEST_CASE("recomputing what was not kept gives the same bits", "[model][recipes][slow]") {
   for (NormKind norm : {NormKind::kLayerNorm, NormKind::kRmsNorm}) {
     const ModelConfig config = small_config(norm, true, 2);
     std::vector<PrecisionConfig> bases;
@@ -162,7 +162,7 @@ TEST_CASE("gradients of micro-batches add up to those of the batch", "[model]") 
   CHECK(relative_error(m.all_gradients(), whole) < 1e-5);
 }
 
-TEST_CASE("a sum of micro-batches begins whatever gradients held, and goes on from it", "[model]") {
+TEST_CASE("a sum of micro-batches begins whatever gradients held, and goes on from it", "[model][slow]") {
   const Recipe recipe = GENERATE(Recipe::kFp32, Recipe::kBf16, Recipe::kParka, Recipe::kFp8Block);
   const bool tied = GENERATE(false, true);
   const int64_t logits_chunk = GENERATE(1 << 20, 7);  // one, and several of which the last is shorter

@@ -83,8 +83,7 @@ int Launch::agree_on_gpu(bool wanted) {
     if (wanted && !built_with_nccl()) {
       throw_bad_input(
           "{} ranks were started on GPUs, and this parka was built without NCCL: install NCCL (libnccl-dev) and "
-          "build "
-          "again, or run one rank",
+          "build again, or run one rank",
           size_);
     }
   }

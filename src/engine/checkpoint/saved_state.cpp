@@ -40,8 +40,7 @@ void check_progress(const LoadedCheckpoint& checkpoint, const SavedProgress& pro
   }
   throw_bad_input(
       "{}: says that {} steps with batches of {} sequences made {} updates and came to sequence {} of epoch {}, "
-      "which "
-      "cannot be; resume from an earlier checkpoint (move this one away)",
+      "which cannot be; resume from an earlier checkpoint (move this one away)",
       checkpoint.path(), step, batch, progress.applied_steps, consumed, epoch);
 }
 

@@ -83,16 +83,14 @@ StepPlan plan_step(const Config& config, const PlanOptions& options) {
   if (config.training.global_batch_size % per_micro_batch != 0) {
     throw_bad_input(
         "training.global_batch_size {} is not a positive multiple of training.micro_batch_size {} x {} GPUs; "
-        "change "
-        "one of them",
+        "change one of them",
         config.training.global_batch_size, config.training.micro_batch_size, options.num_gpus);
   }
   constexpr int64_t kMostMicroBatches = 16384;
   if (config.training.global_batch_size / per_micro_batch > kMostMicroBatches) {
     throw_bad_input(
         "training.global_batch_size {} is {} micro-batches on each GPU, and a step of more than {} is not "
-        "predicted: "
-        "make it smaller",
+        "predicted: make it smaller",
         config.training.global_batch_size, config.training.global_batch_size / per_micro_batch, kMostMicroBatches);
   }
   StepPlan plan;

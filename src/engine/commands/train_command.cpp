@@ -521,8 +521,7 @@ int run_train(const TrainOptions& options) {
     if (file_exists(config.checkpoint.folder + "/manifest.json")) {
       throw_bad_input(
           "{}: is a checkpoint, not a run folder; to train from it name it in checkpoint.init_from, and give "
-          "another "
-          "checkpoint.folder",
+          "another checkpoint.folder",
           config.checkpoint.folder);
     }
     std::optional<RunLock> lock;

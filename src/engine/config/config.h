@@ -176,8 +176,7 @@ struct DistributedConfig {
           IntegerRange{0, 3});
     visit("shard_size", shard_size,
           "Over how many consecutive ranks it is divided, the GPUs of a node for example: each group of so many "
-          "has a "
-          "copy, and groups add up their gradients once a step; 0: over all ranks",
+          "has a copy, and groups add up their gradients once a step; 0: over all ranks",
           IntegerRange{});
   }
 };

@@ -156,8 +156,7 @@ void check_distributed(const Config& c) {
   if (c.distributed.zero_stage == 3 && c.precision.has_fp8() && c.precision.eval == EvalNumerics::kBf16) {
     throw_bad_input(
         "distributed.zero_stage = 3 with FP8 GEMMs has no bf16 weights to evaluate with; use precision.eval = "
-        "same, "
-        "or zero_stage = 2");
+        "same, or zero_stage = 2");
   }
   if (c.distributed.zero_stage == 3 && c.telemetry.interval > 0) {
     throw_bad_input(

@@ -68,8 +68,7 @@ void check_config(const std::string& folder, bool has_been_run, const std::strin
   if (text == config_text || (has_been_run && is_resolved_config(text))) return;
   throw_bad_input(
       "{}: was not written by a run, and a run keeps its resolved config under this name: rename the file, or "
-      "choose "
-      "another checkpoint.folder",
+      "choose another checkpoint.folder",
       path);
 }
 
@@ -165,8 +164,7 @@ void require_one_folder(Launch& launch, const std::string& folder, std::chrono::
   if (blind.empty()) return;
   throw_bad_input(
       "checkpoint.folder: the ranks do not see one folder: rank 0 has {}, which is not what is found by {}; give "
-      "it as "
-      "an absolute path on a file system that all hosts share",
+      "it as an absolute path on a file system that all hosts share",
       answers[0].substr(1), blind);
 }
 

@@ -38,8 +38,7 @@ void RunLock::require_ours() const {
   throw_io(
       "{}: is not the folder any more in which this run began: it was moved or removed, its file \"lock\" was, or "
       "another run has taken its place; nothing in it was touched; to go on, give checkpoint.folder the folder "
-      "that "
-      "has this run's checkpoints",
+      "that has this run's checkpoints",
       folder_);
 }
 

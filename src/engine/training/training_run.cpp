@@ -42,8 +42,7 @@ Zero zero_of(const DistributedConfig& config, int64_t rank, int64_t size) {
   if (size % group != 0) {
     throw_bad_input(
         "distributed.shard_size = {} does not divide the {} ranks of the run; set it to the number of GPUs of a "
-        "node, "
-        "or to 0",
+        "node, or to 0",
         group, size);
   }
   return make_zero(config.zero_stage, rank % group, group);

@@ -88,7 +88,7 @@ class Device {
   virtual void release(void* memory) = 0;
 
   // Scratch memory for ops, which use it in turn: what they keep in it is of no use to the next op. It must hold
-  // what the largest op needs (kernels/workspace.h), stay allocated, and be set before the first op. The CPU
+  // what the largest op needs (kernels/op/workspace.h), stay allocated, and be set before the first op. The CPU
   // needs none.
   virtual void set_workspace(void* memory, int64_t bytes) = 0;
 

@@ -10,15 +10,13 @@ class Device;
 }  // namespace parka
 
 // Declares the op `name` with its arguments, within namespace parka:
-//   name(device, args)   checks the arguments and runs the implementation of the device; what callers use;
-//   cpu::name, cuda::name   the implementations, whose arguments have been checked and which have elements to work
-//   on; cost_of(args)   what must move and be computed, tensors that are not given left out. In place counts as
-//   read and
-//       written; what a tensor-wide FP8 scale is found from counts twice;
-//   output_of(args)   the tensor that the op writes; of several the one that the next op of a model's step reads,
-//   of
-//       quantized ones the codes, the transposed ones where no others are wanted. Empty where the op leaves
-//       nothing.
+//   name(device, args)      checks the arguments and runs the device's implementation; what callers use
+//   cpu::name, cuda::name   the implementations, whose arguments have been checked and have elements to work on
+//   cost_of(args)           what must move and be computed, tensors that are not given left out. What is changed in
+//                           place counts as read and written; what a tensor-wide FP8 scale is found from, twice
+//   output_of(args)         the tensor that the op writes; of several the one that the next op of a step reads, of
+//                           quantized ones the codes, the transposed ones where no others are wanted. Empty where
+//                           the op leaves nothing
 #define PARKA_OP(name, Args)                         \
   void name(Device& device, const Args& a);          \
   OpCost cost_of(const Args& a);                     \
