@@ -16,6 +16,7 @@ namespace parka {
 namespace {
 
 constexpr double kMitchellCutoff = 3.0;  // standard deviations
+constexpr double kMostParameters = 1e13;
 
 // Standard deviation of parameter `index`; negative for norm weights, which start at 1.
 double initial_std(const ModelConfig& config, const ParameterTable& table, int index) {
@@ -92,6 +93,13 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
   int unit = 0;
   const auto add = [&](std::string name, int64_t rows, int64_t cols, bool decayed) {
     const bool in_block = unit >= 1 && unit <= config.num_layers;
+    const double end = static_cast<double>(next_element) + static_cast<double>(rows) * static_cast<double>(cols);
+    if (end > kMostParameters) {
+      throw_bad_input(
+          "the model has {:.3g} parameters up to {}, more than {:.0e}; make model.d_model, d_ffn, num_layers or "
+          "vocab_size smaller",
+          end, name, kMostParameters);
+    }
     table.all.push_back({std::move(name), rows, cols, decayed, next_element, unit, in_block});
     next_element += ceil_div(rows * cols, kMomentGroup) * kMomentGroup;
     return static_cast<int>(table.all.size()) - 1;
