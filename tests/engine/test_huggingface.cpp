@@ -321,6 +321,24 @@ TEST_CASE("a model is exported as a family that can say all of it", "[engine][hu
   CHECK_THROWS_AS(make_huggingface_config({&olmo, model, 2048}, DType::kBF16, nullptr), Error);
 }
 
+TEST_CASE("a family without a key for a field has its default only", "[engine][huggingface]") {
+  HuggingFaceFamily family = *find_family("llama", huggingface_families());
+  std::erase_if(family.keys, [](const ModelKey& entry) {
+    const auto* key = std::get_if<IntegerKey>(&entry);
+    return key != nullptr && (key->key == "head_dim" || key->key == "num_key_value_heads");
+  });
+  ModelConfig model = {.d_model = 64, .num_heads = 8, .norm = NormKind::kRmsNorm};
+  model.init = InitKind::kMitchell;  // no longer matters
+  CHECK(family_problems(family, model).empty());
+  model.given_head_dim = 8;  // what 0 stands for
+  model.num_kv_heads = 8;
+  CHECK(family_problems(family, model).empty());
+  model.given_head_dim = 16;
+  model.num_kv_heads = 2;
+  CHECK(family_problems(family, model) ==
+        std::vector<std::string>{"model.num_kv_heads = 8, not 2", "model.head_dim = 8, not 16"});
+}
+
 TEST_CASE("a family more is one value in the table", "[engine][huggingface]") {
   // Llama's layers with a window that is on where nothing is said of it, other defaults and other names.
   std::vector<HuggingFaceFamily> families(huggingface_families().begin(), huggingface_families().end());
