@@ -23,9 +23,11 @@ FUZZ_TARGET(huggingface_config) {
     const HuggingFaceModel again = parse_huggingface_config(parse_json_text(written, "written"), "written");
     require(again.model == read.model && again.max_positions == read.max_positions,
             "a model changes when its config.json is written");
+    require(again.family == read.family, "a family changes when its config.json is written");
   });
   constexpr int64_t kMostLayers = 16;  // what more have takes time, and nothing that fewer have not
   if (read.model.num_layers <= kMostLayers) {
-    require(!huggingface_tensors(read.model, make_parameter_table(read.model, false)).empty(), "no tensors");
+    require(!huggingface_tensors(*read.family, read.model, make_parameter_table(read.model, false)).empty(),
+            "no tensors");
   }
 }

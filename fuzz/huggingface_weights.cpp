@@ -47,8 +47,9 @@ FUZZ_TARGET(huggingface_weights) {
       require(same(parse_layout(encode_layout(weights.layout), "written"), weights.layout),
               "a layout changes when it is written");
     });
+    static const HuggingFaceFamily& llama = *find_family("llama", huggingface_families());
     static const std::vector<HuggingFaceTensor> tensors =
-        huggingface_tensors(tiny_model(), make_parameter_table(tiny_model(), false));
-    check_huggingface_weights(weights, tensors, path);
+        huggingface_tensors(llama, tiny_model(), make_parameter_table(tiny_model(), false));
+    check_huggingface_weights(weights, tensors, llama.tensors.head, path);
   });
 }

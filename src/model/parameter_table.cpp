@@ -16,6 +16,7 @@ namespace parka {
 namespace {
 
 constexpr double kMitchellCutoff = 3.0;  // standard deviations
+constexpr double kMostParameters = 1e13;
 
 // Standard normals from the stream of one parameter: each is the first within the cutoff of its element's draws.
 struct Normals {
@@ -82,6 +83,13 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
   int64_t next_element = 0;
   int unit = 0;
   const auto add = [&](std::string name, int64_t rows, int64_t cols, ParameterRole role, bool decayed, double std) {
+    const double end = static_cast<double>(next_element) + static_cast<double>(rows) * static_cast<double>(cols);
+    if (end > kMostParameters) {
+      throw_bad_input(
+          "the model has {:.3g} parameters up to {}, more than {:.0e}; make model.d_model, d_ffn, num_layers or "
+          "vocab_size smaller",
+          end, name, kMostParameters);
+    }
     table.all.push_back({std::move(name), rows, cols, role, decayed, next_element, unit, std});
     next_element += ceil_div(rows * cols, kMomentGroup) * kMomentGroup;
     return static_cast<int>(table.all.size()) - 1;

@@ -41,6 +41,7 @@ struct ParameterTable {
 };
 
 // Decayed are the linear weights, an untied head included; the embedding (and so a tied head) only on request.
+// Throws Error(kBadInput) for more than 1e13 parameters: sums and products of their numbers stay far below 2^63.
 ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embeddings);
 
 // The initial fp32 values of elements [range.begin, range.end) of parameter `index`: a pure function of (config,

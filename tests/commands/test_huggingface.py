@@ -263,6 +263,10 @@ class BadInput(HuggingFace):
         self.refused("export", imported, "--shard-size", "much", words=["--shard-size", "much"])
         self.refused("export", imported, "--shard-size", "0", words=["--shard-size"])
         self.refused("export", imported, "--like", self.path("run"), words=["run"])
+        self.refused("export", imported, "--family", "gpt2", words=["gpt2", "llama", "olmo"])
+        self.refused("export", imported, "--family", "olmo", words=[imported, "model.norm", "rmsnorm", "layernorm"])
+        self.assert_exit(parka("export", imported, "--family", "llama", "--out", self.path("named")), 0)
+        self.assertEqual(tree_digest(self.path("named")), tree_digest(self.model))
         with open(f"{imported}/shard_0.safetensors", "r+b") as file:
             file.seek(5000)
             file.write(b"\x55\xaa")

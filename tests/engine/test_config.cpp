@@ -266,7 +266,19 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
        "model.rope_scaling.low_frequency_factor = 4 is not less than high_frequency_factor = 4"},
       {[](Config& c) { c.model.num_kv_heads = 3; }, "model.num_kv_heads = 3 does not divide model.num_heads = 4"},
       {[](Config& c) { c.model.num_kv_heads = 8; }, "model.num_kv_heads = 8 does not divide model.num_heads = 4"},
-      {[](Config& c) { c.model.d_model = int64_t{1} << 30; }, "the model has"},
+      {[](Config& c) {
+         c.model.d_model = c.model.num_heads = c.model.given_head_dim = kMaxDimension - 1;
+         c.model.vocab_size = 1;
+       },
+       "model.num_kv_heads = 6442450938 heads of model.head_dim = 2147483646 are more than 2147483647 columns"},
+      {[](Config& c) { c.model.d_model = int64_t{1} << 28; },
+       "the model has 2.16e+17 parameters up to blocks.0.qkv, more than 1e+13"},
+      {[](Config& c) {
+         c.model.d_model = 1 << 14;
+         c.model.d_ffn = 1 << 16;
+         c.model.num_layers = 10000;
+       },
+       "the model has 1e+13 parameters up to blocks.2328.up_gate, more than 1e+13"},
       {[](Config& c) {
          c.data.sequence_length = kMaxDimension;
          c.training.micro_batch_size = 1024;

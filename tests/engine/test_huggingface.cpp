@@ -92,6 +92,17 @@ std::vector<std::string> differing(const fs::path& a, const fs::path& b) {
   return names;
 }
 
+template <typename Function>
+std::string message_of(Function function) {
+  try {
+    function();
+  } catch (const Error& error) {
+    CHECK(error.code() == ExitCode::kBadInput);
+    return error.what();
+  }
+  return {};
+}
+
 std::string import_fixture(const std::string& name, const TemporaryFolder& folder) {
   const std::string imported = folder / ("imported_" + name);
   REQUIRE(run_import({.folder = kFixtures + name, .output = imported}) == 0);
@@ -266,10 +277,8 @@ TEST_CASE("exports in another format hold the rounded weights", "[engine][huggin
 
 TEST_CASE("a config.json of Parka's own is read back as the same model", "[engine][huggingface]") {
   for (const NormKind norm : {NormKind::kRmsNorm, NormKind::kLayerNorm}) {
-    HuggingFaceModel described;
-    described.max_positions = 777;
-    ModelConfig& model = described.model;
-    model = {.vocab_size = 300, .d_model = 64, .num_layers = 3, .num_heads = 8, .num_kv_heads = 2, .d_ffn = 96};
+    ModelConfig model = {
+        .vocab_size = 300, .d_model = 64, .num_layers = 3, .num_heads = 8, .num_kv_heads = 2, .d_ffn = 96};
     model.given_head_dim = 12;
     model.norm = norm;
     model.rope_theta = 12345.5;
@@ -277,14 +286,115 @@ TEST_CASE("a config.json of Parka's own is read back as the same model", "[engin
     model.rope_scaling.factor = 3.5;
     model.rope_scaling.original_length = 99;
     model.init = InitKind::kNormal;
-    const std::string text = make_huggingface_config(described, DType::kBF16, nullptr);
+    const HuggingFaceFamily& family = choose_family(model, "", nullptr, "here");
+    const std::string text = make_huggingface_config({&family, model, 777}, DType::kBF16, nullptr);
     const HuggingFaceModel back = parse_huggingface_config(nlohmann::json::parse(text), "test");
+    CHECK(back.family == &family);
     CHECK(back.model == model);
     CHECK(back.max_positions == 777);
   }
-  ModelConfig other_eps;
-  other_eps.norm_eps = 1e-6;
-  CHECK_THROWS_AS(make_huggingface_config({other_eps, 2048}, DType::kBF16, nullptr), Error);
+}
+
+TEST_CASE("a model is exported as a family that can say all of it", "[engine][huggingface]") {
+  const HuggingFaceFamily &llama = *find_family("llama", huggingface_families()),
+                          &olmo = *find_family("olmo", huggingface_families());
+  ModelConfig model;
+  model.norm_eps = 1e-5;
+  CHECK(&choose_family(model, "", nullptr, "here") == &olmo);
+  CHECK(&choose_family(model, "", &llama, "here") == &olmo);  // what it comes from was another model
+  CHECK(&choose_family(model, "olmo", &llama, "here") == &olmo);
+  model.norm = NormKind::kRmsNorm;
+  model.given_head_dim = model.d_model / model.num_heads;  // as not given
+  CHECK(&choose_family(model, "", &olmo, "here") == &llama);
+  CHECK(message_of([&] { choose_family(model, "olmo", nullptr, "here"); }) ==
+        "here: --family olmo has model.norm = \"layernorm\", not \"rmsnorm\"; name another family, or leave out "
+        "--family");
+  CHECK(message_of([&] { choose_family(model, "gpt2", nullptr, "here"); }) ==
+        "--family gpt2 is not known; llama (LlamaForCausalLM), olmo (OlmoForCausalLM) are");
+
+  // transformers' OLMo has one epsilon and no key for it.
+  model.norm = NormKind::kLayerNorm;
+  model.norm_eps = 0.25;
+  CHECK(message_of([&] { choose_family(model, "", &olmo, "here"); }) ==
+        "here: no family of Hugging Face models can be this model: llama has model.norm = \"rmsnorm\", not "
+        "\"layernorm\"; olmo has model.norm_eps = 1e-05, not 0.25; train one with the values of a family");
+  CHECK_THROWS_AS(make_huggingface_config({&olmo, model, 2048}, DType::kBF16, nullptr), Error);
+}
+
+TEST_CASE("a family without a key for a field has its default only", "[engine][huggingface]") {
+  HuggingFaceFamily family = *find_family("llama", huggingface_families());
+  std::erase_if(family.keys, [](const ModelKey& entry) {
+    const auto* key = std::get_if<IntegerKey>(&entry);
+    return key != nullptr && (key->key == "head_dim" || key->key == "num_key_value_heads");
+  });
+  ModelConfig model = {.d_model = 64, .num_heads = 8, .norm = NormKind::kRmsNorm};
+  model.init = InitKind::kMitchell;  // no longer matters
+  CHECK(family_problems(family, model).empty());
+  model.given_head_dim = 8;  // what 0 stands for
+  model.num_kv_heads = 8;
+  CHECK(family_problems(family, model).empty());
+  model.given_head_dim = 16;
+  model.num_kv_heads = 2;
+  CHECK(family_problems(family, model) ==
+        std::vector<std::string>{"model.num_kv_heads = 8, not 2", "model.head_dim = 8, not 16"});
+}
+
+TEST_CASE("a family more is one value in the table", "[engine][huggingface]") {
+  // Llama's layers with a window that is on where nothing is said of it, other defaults and other names.
+  std::vector<HuggingFaceFamily> families(huggingface_families().begin(), huggingface_families().end());
+  HuggingFaceFamily other = *find_family("llama", huggingface_families());
+  other.model_type = "other";
+  other.architecture = "OtherForCausalLM";
+  other.rope_theta = 1e6;
+  other.max_positions = 32768;
+  for (ModelKey& entry : other.keys) {
+    auto* key = std::get_if<IntegerKey>(&entry);
+    if (key != nullptr && key->key == "head_dim") key->otherwise = 32;
+  }
+  std::erase_if(other.fixed_keys, [](const FixedKey& fixed) { return fixed.key == "sliding_window"; });
+  other.fixed_keys.push_back({"sliding_window", {nullptr}, Presence::kRequired});
+  other.tensors.embedding = "table.weight";
+  other.tensors.blocks = "stack.";
+  other.tensors.in_block[0].name = "query.weight";
+  families.push_back(other);
+
+  nlohmann::json config = {{"model_type", "other"},      {"vocab_size", 60},         {"hidden_size", 32},
+                           {"num_hidden_layers", 1},     {"num_attention_heads", 4}, {"intermediate_size", 48},
+                           {"tie_word_embeddings", true}};
+  CHECK(message_of([&] { parse_huggingface_config(config, "here", families); }) ==
+        "here: has no sliding_window, which stands for a value that is not supported; null is");
+  config["sliding_window"] = nullptr;
+  const HuggingFaceModel read = parse_huggingface_config(config, "here", families);
+  CHECK(read.family == &families.back());
+  CHECK(read.model.norm == NormKind::kRmsNorm);
+  CHECK(read.model.rope_theta == 1e6);
+  CHECK(read.model.head_dim() == 32);
+  CHECK(read.max_positions == 32768);
+
+  const auto tensors = huggingface_tensors(*read.family, read.model, make_parameter_table(read.model, false));
+  CHECK(tensors.size() == 11);  // the head is tied
+  CHECK(tensors[0].name == "table.weight");
+  CHECK(tensors[1].name == "stack.0.query.weight");
+  CHECK(tensors[1].shape == std::vector<int64_t>{128, 32});
+
+  // Llama, too, can be this model, and is before it in the table.
+  CHECK(&choose_family(read.model, "", nullptr, "here", families) == &families.front());
+  CHECK(&choose_family(read.model, "", read.family, "here", families) == &families.back());
+  CHECK(&choose_family(read.model, "other", nullptr, "here", families) == &families.back());
+  const auto written = nlohmann::json::parse(make_huggingface_config(read, DType::kBF16, nullptr));
+  CHECK(written.at("sliding_window").is_null());
+  CHECK(written.at("architectures") == nlohmann::json{"OtherForCausalLM"});
+  CHECK(parse_huggingface_config(written, "written", families).model == read.model);
+}
+
+TEST_CASE("a family whose tensors leave out a weight is a defect", "[engine][huggingface]") {
+  HuggingFaceFamily family = *find_family("llama", huggingface_families());
+  ModelConfig model = {.vocab_size = 60, .d_model = 32, .num_layers = 2, .num_heads = 4, .d_ffn = 48};
+  model.norm = NormKind::kRmsNorm;
+  const ParameterTable table = make_parameter_table(model, false);
+  CHECK_NOTHROW(huggingface_tensors(family, model, table));
+  family.tensors.in_block.pop_back();
+  CHECK_THROWS_AS(huggingface_tensors(family, model, table), Error);
 }
 
 TEST_CASE("a record of imported files with impossible sizes is refused", "[engine][huggingface]") {

@@ -219,6 +219,12 @@ void add_export(CLI::App& app, ExportOptions& options) {
                   "Format of the weights; without it that of the imported model, or what the run computes in")
       ->check(CLI::IsMember({"bf16", "fp16", "fp32"}));
   command
+      .add_option(
+          "--family", options.family,
+          "model_type of the export, llama or olmo; without it that of the model that the weights or --like "
+          "come from, or the first that can be this model")
+      ->type_name("NAME");
+  command
       .add_option("--like", options.like,
                   "Hugging Face folder whose tokenizer and other settings go with the export; without it those of "
                   "the imported model that the weights come from")

@@ -76,6 +76,8 @@ struct ExportOptions {
   std::string output;
   // "bf16", "fp16" or "fp32"; empty: as imported, or the format that the model computes in.
   std::string dtype = {};
+  // A model_type; empty: that of the model that it comes from, or the first that can be this model.
+  std::string family = {};
   // A Hugging Face model's folder whose tokenizer goes with the export; empty: what is known.
   std::string like = {};
   // "5GB"; empty: as imported, or transformers' own.

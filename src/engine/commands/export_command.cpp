@@ -48,7 +48,6 @@ class Exporter {
         checkpoint_(open_checkpoint(options.checkpoint)),
         config_(config_of(checkpoint_, {})),
         table_(make_parameter_table(config_.model, false)),
-        tensors_(huggingface_tensors(config_.model, table_)),
         weights_(checkpoint_, table_.all) {
     // What the weights come from says how they are laid out; --like, what goes along with them.
     origin_ = find_origin(checkpoint_.path(), checkpoint_.state(), [&](const std::string& message) {
@@ -61,7 +60,12 @@ class Exporter {
     if (!options.like.empty()) origin_ = open_origin(options.like);
     if (origin_) {
       std::tie(origin_text_, origin_config_) = read_config(*origin_);
+      original_ =
+          parse_huggingface_config(origin_config_, (fs::path(origin_->folder) / kHuggingFaceConfigName).string());
     }
+    family_ =
+        &choose_family(config_.model, options.family, original_ ? original_->family : nullptr, checkpoint_.path());
+    tensors_ = huggingface_tensors(*family_, config_.model, table_);
     for (const HuggingFaceTensor& tensor : tensors_) by_name_.emplace(tensor.name, &tensor);
     choose_layout();
   }
@@ -99,7 +103,7 @@ class Exporter {
   const HuggingFaceTensor* find(const std::string& name) const {
     const auto found = by_name_.find(name);
     if (found != by_name_.end()) return found->second;
-    return name == kHuggingFaceHead && config_.model.tie_embeddings ? &tensors_.front() : nullptr;
+    return name == family_->tensors.head && config_.model.tie_embeddings ? &tensors_.front() : nullptr;
   }
 
   // Whether the files of the origin have a place for each of these weights and nothing else.
@@ -154,12 +158,11 @@ class Exporter {
   // The origin's own text as far as it is true of these weights.
   std::string config_text() const {
     const std::vector<DType> used = formats();
-    HuggingFaceModel described{config_.model, max_positions_of(checkpoint_, config_.data.sequence_length)};
+    const HuggingFaceModel described{family_, config_.model,
+                                     max_positions_of(checkpoint_, config_.data.sequence_length)};
     if (!origin_) return make_huggingface_config(described, used.front(), nullptr);
-    const HuggingFaceModel original =
-        parse_huggingface_config(origin_config_, (fs::path(origin_->folder) / kHuggingFaceConfigName).string());
-    const ResumeDifferences differences = model_differences(original.model, config_.model);
-    if (!differences.refused.empty() || !differences.allowed.empty()) {
+    const ResumeDifferences differences = model_differences(original_->model, config_.model);
+    if (original_->family != family_ || !differences.refused.empty() || !differences.allowed.empty()) {
       return make_huggingface_config(described, used.front(), &origin_config_);
     }
     const std::optional<std::string> named = huggingface_dtype(origin_config_);
@@ -206,7 +209,6 @@ class Exporter {
   LoadedCheckpoint checkpoint_;
   Config config_;
   ParameterTable table_;
-  std::vector<HuggingFaceTensor> tensors_;
   CheckpointWeights weights_;
   std::unordered_map<std::string, const HuggingFaceTensor*> by_name_;
   std::optional<HuggingFaceLayout> layout_of_origin_;  // of what the weights come from, and the format it names
@@ -214,6 +216,9 @@ class Exporter {
   std::optional<HuggingFaceOrigin> origin_;  // the same, or --like
   std::string origin_text_;
   json origin_config_;
+  std::optional<HuggingFaceModel> original_;   // what it describes
+  const HuggingFaceFamily* family_ = nullptr;  // of the export
+  std::vector<HuggingFaceTensor> tensors_;
   HuggingFaceLayout layout_;
 };
 

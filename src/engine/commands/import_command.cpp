@@ -41,9 +41,9 @@ class Importer {
         described_(parse_huggingface_config(parse_json_text(config_text_, config_path(), JsonComments::kRefused),
                                             config_path())),
         table_(make_parameter_table(described_.model, false)),
-        tensors_(huggingface_tensors(described_.model, table_)),
+        tensors_(huggingface_tensors(*described_.family, described_.model, table_)),
         weights_(open_huggingface_weights(folder)) {
-    check_huggingface_weights(weights_, tensors_, folder);
+    check_huggingface_weights(weights_, tensors_, names().head, folder);
     check_tied_head();
     list_targets();
   }
@@ -73,6 +73,7 @@ class Importer {
 
  private:
   std::string config_path() const { return (fs::path(folder_) / kHuggingFaceConfigName).string(); }
+  const TensorNames& names() const { return described_.family->tensors; }
   const HuggingFaceWeights::Place& place_of(std::string_view name) const {
     return weights_.tensors.at(std::string(name));
   }
@@ -96,8 +97,8 @@ class Importer {
   // In a model whose head is tied transformers passes over a head in the file; one that differs is a model that
   // this config.json does not describe.
   void check_tied_head() const {
-    if (!described_.model.tie_embeddings || !weights_.tensors.contains(std::string(kHuggingFaceHead))) return;
-    const HuggingFaceWeights::Place &head = place_of(kHuggingFaceHead), &table = place_of(kHuggingFaceEmbedding);
+    if (!described_.model.tie_embeddings || !weights_.tensors.contains(std::string(names().head))) return;
+    const HuggingFaceWeights::Place &head = place_of(names().head), &table = place_of(names().embedding);
     bool same = head.entry.dtype == table.entry.dtype;
     std::vector<std::byte> a, b;
     for (int64_t begin = 0; same && begin < head.entry.num_bytes; begin += kPieceBytes) {
@@ -108,8 +109,8 @@ class Importer {
       same = a == b;
     }
     if (!same) {
-      throw_bad_input("{}: tie_word_embeddings is true, but {} in {} is not {}", config_path(), kHuggingFaceHead,
-                      weights_.files[head.file].path(), kHuggingFaceEmbedding);
+      throw_bad_input("{}: tie_word_embeddings is true, but {} in {} is not {}", config_path(), names().head,
+                      weights_.files[head.file].path(), names().embedding);
     }
   }
 

@@ -38,9 +38,6 @@ nlohmann::ordered_json config_schema();
 // docs/config.md: every key with its type, range, default and meaning, and what the recipes set.
 std::string config_reference_markdown();
 
-// Number of weights, the head counted apart only when it is untied. In double: huge dimensions do not overflow.
-double num_parameters(const ModelConfig& model);
-
 // 32 hexadecimal digits of everything that decides the bits of a run: model, formats, optimizer and schedule, data
 // order (files by name, without their folder), batch and seeds. Not in it: folders, intervals, training.steps,
 // evaluation, sharding, and options that are documented to give the same bits.

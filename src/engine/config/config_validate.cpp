@@ -8,6 +8,7 @@
 #include "engine/config/config_table.h"
 #include "engine/config/data_sources.h"
 #include "model/activation_offload.h"
+#include "model/parameter_table.h"
 
 // Rules between fields. Each message names the keys with their values and says what to change.
 namespace parka {
@@ -37,6 +38,13 @@ void check_heads(const ModelConfig& m) {
     throw_bad_input("model.num_kv_heads = {} does not divide model.num_heads = {}; change one of them",
                     m.num_kv_heads, m.num_heads);
   }
+  const int64_t heads = m.num_heads + 2 * m.kv_heads();
+  if (heads > kMaxDimension / m.head_dim()) {
+    throw_bad_input(
+        "model.num_heads + 2 * model.num_kv_heads = {} heads of {} = {} are more than {} columns; make one of them "
+        "smaller",
+        heads, head_dim_name(m), m.head_dim(), kMaxDimension);
+  }
 }
 
 void check_rope_scaling(const RopeScalingConfig& s) {
@@ -49,16 +57,9 @@ void check_rope_scaling(const RopeScalingConfig& s) {
 
 // Bounds on what is later computed in 64-bit integers, far above any machine.
 void check_size(const Config& c) {
-  constexpr double kMostParameters = 1e13;
   constexpr double kMostElements = 1e15;
   constexpr double kMostTokens = 1e18;
-  const double parameters = num_parameters(c.model);
-  if (parameters > kMostParameters) {
-    throw_bad_input(
-        "the model has {:.3g} parameters, more than {:.0e}; make model.d_model, d_ffn, num_layers or "
-        "vocab_size smaller",
-        parameters, kMostParameters);
-  }
+  make_parameter_table(c.model, c.optimizer.decay_embeddings);  // refuses too many
   const double tokens =
       static_cast<double>(c.training.micro_batch_size) * static_cast<double>(c.data.sequence_length);
   const double width = static_cast<double>(std::max({2 * c.model.d_ffn, c.model.d_qkv(), c.model.d_model}));
@@ -229,15 +230,6 @@ void check_data(const DataConfig& d, int64_t vocab_size) {
 }
 
 }  // namespace
-
-double num_parameters(const ModelConfig& m) {
-  const auto vocab = static_cast<double>(m.vocab_size), d = static_cast<double>(m.d_model),
-             ffn = static_cast<double>(m.d_ffn), qkv = static_cast<double>(m.d_qkv()),
-             heads = static_cast<double>(m.d_heads()), layers = static_cast<double>(m.num_layers);
-  const double norm = m.norm == NormKind::kRmsNorm ? d : 0.0;
-  const double block = d * qkv + d * heads + 3 * d * ffn + 2 * norm;
-  return vocab * d * (m.tie_embeddings ? 1 : 2) + layers * block + norm;
-}
 
 void validate(const Config& config) {
   check_limits(config);

@@ -1,7 +1,6 @@
 #include "engine/huggingface/huggingface_config.h"
 
 #include <algorithm>
-#include <array>
 
 #include "core/error.h"
 #include "engine/config/config_io.h"
@@ -14,25 +13,17 @@ namespace {
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-constexpr double kOlmoNormEps = 1e-5;  // transformers' OLMo has no other
-
-struct Family {
-  std::string_view model_type, architecture;
-  NormKind norm;
-};
-constexpr Family kFamilies[] = {{"llama", "LlamaForCausalLM", NormKind::kRmsNorm},
-                                {"olmo", "OlmoForCausalLM", NormKind::kLayerNorm}};
-
 // Typed reads of an object's keys. A key that is null counts as absent, as in transformers.
 class Reader {
  public:
   Reader(const json& object, std::string where) : object_(object), where_(std::move(where)) {}
 
-  const json* find(const char* key) const {
+  bool has(std::string_view key) const { return object_.contains(key); }
+  const json* find(std::string_view key) const {
     const auto it = object_.find(key);
     return it == object_.end() || it->is_null() ? nullptr : &*it;
   }
-  int64_t integer(const char* key, std::optional<int64_t> otherwise = {}) const {
+  int64_t integer(std::string_view key, std::optional<int64_t> otherwise = {}) const {
     const json* value = find(key);
     if (value == nullptr && otherwise) return *otherwise;
     if (value == nullptr) fail("has no {}", key);
@@ -41,25 +32,30 @@ class Reader {
     }
     return value->get<int64_t>();
   }
-  double number(const char* key, std::optional<double> otherwise = {}) const {
+  double number(std::string_view key, std::optional<double> otherwise = {}) const {
     const json* value = find(key);
     if (value == nullptr && otherwise) return *otherwise;
     if (value == nullptr) fail("has no {}", key);
     if (!value->is_number()) fail("{}: expected a number, got {}", key, describe_json(*value));
     return value->get<double>();
   }
-  bool flag(const char* key, bool otherwise) const {
+  bool flag(std::string_view key, std::optional<bool> otherwise = {}) const {
     const json* value = find(key);
-    if (value == nullptr) return otherwise;
+    if (value == nullptr && otherwise) return *otherwise;
+    if (value == nullptr) fail("has no {}", key);
     if (!value->is_boolean()) fail("{}: expected true or false, got {}", key, describe_json(*value));
     return value->get<bool>();
   }
-  std::string text(const char* key, const std::string& otherwise) const {
+  std::string text(std::string_view key, const std::string& otherwise) const {
     const json* value = find(key);
     if (value == nullptr) return otherwise;
     if (!value->is_string()) fail("{}: expected a string, got {}", key, describe_json(*value));
     return value->get<std::string>();
   }
+  // Sets the key's field.
+  void read(const IntegerKey& key, ModelConfig& model) const { model.*key.field = integer(key.key, key.otherwise); }
+  void read(const RealKey& key, ModelConfig& model) const { model.*key.field = number(key.key, key.otherwise); }
+  void read(const FlagKey& key, ModelConfig& model) const { model.*key.field = flag(key.key, key.otherwise); }
 
   template <typename... Args>
   [[noreturn]] void fail(fmt::format_string<Args...> format, Args&&... args) const {
@@ -71,43 +67,33 @@ class Reader {
   std::string where_;
 };
 
-const Family& family_of(const Reader& config) {
+const HuggingFaceFamily& family_of(const Reader& config, std::span<const HuggingFaceFamily> families) {
   const std::string type = config.text("model_type", "");
-  for (const Family& family : kFamilies) {
-    if (family.model_type != type) continue;
-    const json* architectures = config.find("architectures");
-    if (architectures == nullptr || *architectures == json{family.architecture}) return family;
-    config.fail("architectures {} is not supported; {} is", printable(architectures->dump()), family.architecture);
+  const HuggingFaceFamily* family = find_family(type, families);
+  if (family == nullptr) {
+    config.fail("model_type \"{}\" is not supported; {} are", printable(type), names_of(families));
   }
-  config.fail("model_type \"{}\" is not supported; llama (LlamaForCausalLM) and olmo (OlmoForCausalLM) are",
-              printable(type));
+  const json* architectures = config.find("architectures");
+  if (architectures == nullptr || *architectures == json{family->architecture}) return *family;
+  config.fail("architectures {} is not supported; {} is", printable(architectures->dump()), family->architecture);
 }
 
-// What the two models of transformers can do and Parka cannot.
-void refuse_unsupported(const Reader& config) {
-  for (const char* key : {"attention_bias", "mlp_bias"}) {
-    if (config.flag(key, false)) config.fail("{} = true is not supported: Parka's linear layers have no bias", key);
+// What the family's models in transformers can do and Parka cannot.
+void check_fixed_key(const Reader& config, const FixedKey& fixed) {
+  const json& usual = fixed.accepted.front();
+  if (fixed.presence == Presence::kRequired && !config.has(fixed.key)) {
+    config.fail("has no {}, which stands for a value that is not supported; {} is", fixed.key, usual.dump());
   }
-  const std::string activation = config.text("hidden_act", "silu");
-  if (activation != "silu" && activation != "swish") {
-    config.fail("hidden_act = \"{}\" is not supported; silu is", printable(activation));
+  const json* value = config.find(fixed.key);
+  if (value == nullptr || std::find(fixed.accepted.begin(), fixed.accepted.end(), *value) != fixed.accepted.end()) {
+    return;
   }
-  if (config.number("attention_dropout", 0.0) != 0) {
-    config.fail("attention_dropout = {} is not supported; 0 is", config.number("attention_dropout"));
-  }
-  for (const char* key : {"clip_qkv", "sliding_window", "quantization_config"}) {
-    if (const json* value = config.find(key)) {
-      config.fail("{} = {} is not supported; null is", key, printable(value->dump()));
-    }
-  }
-  if (config.number("partial_rotary_factor", 1.0) != 1) {
-    config.fail("partial_rotary_factor = {} is not supported; 1 is", config.number("partial_rotary_factor"));
-  }
+  config.fail("{} = {} is not supported; {} is", fixed.key, printable(value->dump()), usual.dump());
 }
 
 // Before version 5 of transformers: rope_theta, and rope_scaling or null. Since then: rope_parameters with both.
-void read_rope(const Reader& config, const std::string& where, ModelConfig& model) {
-  model.rope_theta = config.number("rope_theta", 10000.0);
+void read_rope(const Reader& config, const std::string& where, double usual_theta, ModelConfig& model) {
+  model.rope_theta = config.number("rope_theta", usual_theta);
   const char* key = config.find("rope_scaling") != nullptr ? "rope_scaling" : "rope_parameters";
   const json* object = config.find(key);
   if (object == nullptr) return;
@@ -139,33 +125,35 @@ ordered_json rope_scaling_of(const RopeScalingConfig& scaling) {
           {"rope_type", "llama3"}};
 }
 
+// Fields where 0 stands for what follows from others are spelled out.
+template <typename T>
+void write_key(const ConfigKey<T>& key, const ModelConfig& model, json& config) {
+  if (key.omitted_if_otherwise && model.*key.field == key.otherwise) return;
+  ModelConfig spelled_out = model;
+  spelled_out.num_kv_heads = model.kv_heads();
+  spelled_out.given_head_dim = model.head_dim();
+  config[key.key] = spelled_out.*key.field;
+}
+
 const char* dtype_key(const json& config) { return config.contains("dtype") ? "dtype" : "torch_dtype"; }
 
 }  // namespace
 
-HuggingFaceModel parse_huggingface_config(const json& root, const std::string& where) {
+HuggingFaceModel parse_huggingface_config(const json& root, const std::string& where,
+                                          std::span<const HuggingFaceFamily> families) {
   if (!root.is_object()) throw_bad_input("{}: expected an object, got {}", where, describe_json(root));
   const Reader config(root, where);
-  const Family& family = family_of(config);
-  refuse_unsupported(config);
-  HuggingFaceModel result;
+  const HuggingFaceFamily& family = family_of(config, families);
+  for (const FixedKey& fixed : family.fixed_keys) check_fixed_key(config, fixed);
+  HuggingFaceModel result{.family = &family, .model = family.fixed};
   ModelConfig& model = result.model;
-  model.vocab_size = config.integer("vocab_size");
-  model.d_model = config.integer("hidden_size");
-  model.num_layers = config.integer("num_hidden_layers");
-  model.num_heads = config.integer("num_attention_heads");
-  model.num_kv_heads = config.integer("num_key_value_heads", model.num_heads);
-  model.d_ffn = config.integer("intermediate_size");
-  const int64_t usual_head_dim = model.d_model / model.num_heads;
-  const int64_t head_dim = config.integer("head_dim", usual_head_dim);
-  model.given_head_dim = head_dim == usual_head_dim ? 0 : head_dim;
-  model.norm = family.norm;
-  model.norm_eps = family.norm == NormKind::kRmsNorm ? config.number("rms_norm_eps", 1e-6) : kOlmoNormEps;
-  model.tie_embeddings = config.flag("tie_word_embeddings", false);
-  model.init = InitKind::kNormal;
-  model.init_std = config.number("initializer_range", 0.02);
-  read_rope(config, where, model);
-  result.max_positions = config.integer("max_position_embeddings", 2048);
+  for (const ModelKey& entry : family.keys) {
+    std::visit([&](const auto& key) { config.read(key, model); }, entry);
+  }
+  model.num_kv_heads = model.kv_heads();
+  if (model.given_head_dim == model.d_model / model.num_heads) model.given_head_dim = 0;
+  read_rope(config, where, family.rope_theta, model);
+  result.max_positions = config.integer("max_position_embeddings", family.max_positions);
   Config whole;
   whole.model = model;
   try {
@@ -178,37 +166,22 @@ HuggingFaceModel parse_huggingface_config(const json& root, const std::string& w
 
 std::string make_huggingface_config(const HuggingFaceModel& described, DType dtype, const json* origin) {
   const ModelConfig& model = described.model;
-  const auto* family = std::find_if(std::begin(kFamilies), std::end(kFamilies),
-                                    [&](const Family& f) { return f.norm == model.norm; });
-  const bool is_llama = model.norm == NormKind::kRmsNorm;
-  if (!is_llama && model.norm_eps != kOlmoNormEps) {
-    throw_bad_input("model.norm_eps = {} cannot be exported: transformers' OLMo has {} and no setting for it",
-                    model.norm_eps, kOlmoNormEps);
-  }
-  json config = {{"architectures", {family->architecture}},
-                 {"attention_bias", false},
-                 {"attention_dropout", 0.0},
-                 {"hidden_act", "silu"},
-                 {"hidden_size", model.d_model},
-                 {"initializer_range", model.init_std},
-                 {"intermediate_size", model.d_ffn},
+  const HuggingFaceFamily& family = *described.family;
+  PARKA_REQUIRE(family_problems(family, model).empty());
+  json config = {{"architectures", {family.architecture}},
                  {"max_position_embeddings", described.max_positions},
-                 {"model_type", family->model_type},
-                 {"num_attention_heads", model.num_heads},
-                 {"num_hidden_layers", model.num_layers},
-                 {"num_key_value_heads", model.kv_heads()},
+                 {"model_type", family.model_type},
                  {"rope_scaling", rope_scaling_of(model.rope_scaling)},
                  {"rope_theta", model.rope_theta},
-                 {"tie_word_embeddings", model.tie_embeddings},
                  {dtype_key(origin != nullptr ? *origin : json::object()), huggingface_name_of(dtype)},
-                 {"use_cache", true},
-                 {"vocab_size", model.vocab_size}};
-  if (is_llama) {
-    config["mlp_bias"] = false;
-    config["rms_norm_eps"] = model.norm_eps;
+                 {"use_cache", true}};
+  for (const FixedKey& fixed : family.fixed_keys) {
+    if (fixed.presence != Presence::kOptional) config[fixed.key] = fixed.accepted.front();
   }
-  if (is_llama || model.given_head_dim != 0) config["head_dim"] = model.head_dim();
-  // Null where nothing is known: an absent key would mean the ids of Llama's or OLMo's own tokenizer.
+  for (const ModelKey& entry : family.keys) {
+    std::visit([&](const auto& key) { write_key(key, model, config); }, entry);
+  }
+  // Null where nothing is known: an absent key would mean the ids of the family's own tokenizer.
   for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) {
     config[key] = origin != nullptr && origin->contains(key) ? origin->at(key) : json();
   }

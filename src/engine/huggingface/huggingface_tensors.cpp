@@ -2,39 +2,66 @@
 
 #include <fmt/format.h>
 
-namespace parka {
+#include "core/error.h"
 
-std::vector<HuggingFaceTensor> huggingface_tensors(const ModelConfig& config, const ParameterTable& table) {
-  std::vector<HuggingFaceTensor> tensors;
-  const auto add = [&](std::string name, int parameter, int64_t first_row, int64_t num_rows) {
-    const ParameterInfo& p = table.all[static_cast<size_t>(parameter)];
-    tensors.push_back({std::move(name), {num_rows, p.cols}, static_cast<size_t>(parameter), first_row, num_rows});
-  };
-  const auto add_whole = [&](std::string name, int parameter) {
-    add(std::move(name), parameter, 0, table.all[static_cast<size_t>(parameter)].rows);
-  };
-  const auto add_norm = [&](std::string name, int parameter) {
-    if (parameter < 0) return;
-    add_whole(std::move(name), parameter);
-    tensors.back().shape = {table.all[static_cast<size_t>(parameter)].cols};
-  };
-  const int64_t queries = config.d_heads(), keys = config.kv_heads() * config.head_dim(), f = config.d_ffn;
-  add_whole(std::string(kHuggingFaceEmbedding), table.embedding);
-  for (size_t l = 0; l < table.blocks.size(); ++l) {
-    const BlockParameters& block = table.blocks[l];
-    const std::string prefix = fmt::format("model.layers.{}.", l);
-    add(prefix + "self_attn.q_proj.weight", block.qkv, 0, queries);
-    add(prefix + "self_attn.k_proj.weight", block.qkv, queries, keys);
-    add(prefix + "self_attn.v_proj.weight", block.qkv, queries + keys, keys);
-    add_whole(prefix + "self_attn.o_proj.weight", block.attention_out);
-    add(prefix + "mlp.gate_proj.weight", block.up_gate, f, f);
-    add(prefix + "mlp.up_proj.weight", block.up_gate, 0, f);
-    add_whole(prefix + "mlp.down_proj.weight", block.down);
-    add_norm(prefix + "input_layernorm.weight", block.attention_norm);
-    add_norm(prefix + "post_attention_layernorm.weight", block.ffn_norm);
+namespace parka {
+namespace {
+
+// Rows of a parameter.
+struct Rows {
+  int parameter = -1;
+  int64_t first = 0;
+  int64_t count = 0;
+  bool is_vector = false;
+};
+
+Rows rows_of(BlockTensor tensor, const BlockParameters& block, const ModelConfig& config) {
+  const int64_t d = config.d_model, f = config.d_ffn;
+  const int64_t queries = config.d_heads(), keys = config.kv_heads() * config.head_dim();
+  switch (tensor) {
+    case BlockTensor::kQuery: return {block.qkv, 0, queries};
+    case BlockTensor::kKey: return {block.qkv, queries, keys};
+    case BlockTensor::kValue: return {block.qkv, queries + keys, keys};
+    case BlockTensor::kAttentionOut: return {block.attention_out, 0, d};
+    case BlockTensor::kGate: return {block.up_gate, f, f};
+    case BlockTensor::kUp: return {block.up_gate, 0, f};
+    case BlockTensor::kDown: return {block.down, 0, d};
+    case BlockTensor::kAttentionNorm: return {block.attention_norm, 0, 1, /*is_vector=*/true};
+    case BlockTensor::kFfnNorm: return {block.ffn_norm, 0, 1, /*is_vector=*/true};
   }
-  add_norm("model.norm.weight", table.final_norm);
-  if (!table.ties_head()) add_whole(std::string(kHuggingFaceHead), table.head);
+  throw_internal("a tensor of a block without a parameter");
+}
+
+// Whether each row of each parameter is in one tensor.
+bool covers(const std::vector<HuggingFaceTensor>& tensors, const ParameterTable& table) {
+  std::vector<int64_t> rows(table.all.size());
+  for (const HuggingFaceTensor& tensor : tensors) rows[tensor.parameter] += tensor.num_rows;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (rows[i] != table.all[i].rows) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::vector<HuggingFaceTensor> huggingface_tensors(const HuggingFaceFamily& family, const ModelConfig& config,
+                                                   const ParameterTable& table) {
+  std::vector<HuggingFaceTensor> tensors;
+  const auto add = [&](std::string name, const Rows& rows) {
+    const int64_t cols = table.all.at(static_cast<size_t>(rows.parameter)).cols;
+    const std::vector<int64_t> shape = rows.is_vector ? std::vector{cols} : std::vector{rows.count, cols};
+    tensors.push_back({std::move(name), shape, static_cast<size_t>(rows.parameter), rows.first, rows.count});
+  };
+  const TensorNames& names = family.tensors;
+  add(std::string(names.embedding), {table.embedding, 0, config.vocab_size});
+  for (size_t l = 0; l < table.blocks.size(); ++l) {
+    for (const auto& [holds, name] : names.in_block) {
+      add(fmt::format("{}{}.{}", names.blocks, l, name), rows_of(holds, table.blocks[l], config));
+    }
+  }
+  if (!names.final_norm.empty()) add(std::string(names.final_norm), {table.final_norm, 0, 1, /*is_vector=*/true});
+  if (!config.tie_embeddings) add(std::string(names.head), {table.head, 0, config.vocab_size});
+  PARKA_REQUIRE(covers(tensors, table));
   return tensors;
 }
 

@@ -214,7 +214,7 @@ HuggingFaceWeights open_huggingface_weights(const std::string& folder) {
 }
 
 void check_huggingface_weights(const HuggingFaceWeights& weights, const std::vector<HuggingFaceTensor>& tensors,
-                               const std::string& folder) {
+                               std::string_view head, const std::string& folder) {
   std::set<std::string_view> names;
   const auto check = [&](const HuggingFaceTensor& tensor, const SafetensorsEntry& entry, const std::string& path) {
     if (entry.shape != tensor.shape) {
@@ -234,7 +234,7 @@ void check_huggingface_weights(const HuggingFaceWeights& weights, const std::vec
   for (const auto& [name, place] : weights.tensors) {
     if (names.contains(name)) continue;
     const std::string& path = weights.files[place.file].path();
-    if (name != kHuggingFaceHead) {
+    if (name != head) {
       throw_bad_input("{}: has a tensor {} that this architecture does not", path, printable(name));
     }
     check(tensors.front(), place.entry, path);  // tied: compared with the embedding where that is copied

@@ -50,9 +50,9 @@ struct HuggingFaceWeights {
 // Reads headers and index. Throws Error(kBadInput) when a file is missing, damaged or contradicts the index.
 HuggingFaceWeights open_huggingface_weights(const std::string& folder);
 
-// Throws Error(kBadInput) unless the weights are exactly `tensors` (a tied head may be there too), in their shapes
-// and as plain floats.
+// Throws Error(kBadInput) unless the weights are exactly `tensors`, in their shapes and as plain floats. `head` is
+// the head's name: a tied one may be there too.
 void check_huggingface_weights(const HuggingFaceWeights& weights, const std::vector<HuggingFaceTensor>& tensors,
-                               const std::string& folder);
+                               std::string_view head, const std::string& folder);
 
 }  // namespace parka

@@ -1,0 +1,176 @@
+#include "engine/huggingface/huggingface_families.h"
+
+#include <algorithm>
+
+#include <fmt/ranges.h>
+
+#include "core/error.h"
+#include "engine/config/config_table.h"
+
+namespace parka {
+namespace {
+
+// `base` with `changes`: those of a key that is there replace it.
+template <typename Keys, typename NameOf>
+Keys merged(Keys base, const Keys& changes, NameOf name_of) {
+  for (const auto& change : changes) {
+    const auto same = [&](const auto& entry) { return name_of(entry) == name_of(change); };
+    const auto found = std::find_if(base.begin(), base.end(), same);
+    if (found == base.end()) {
+      base.push_back(change);
+    } else {
+      *found = change;
+    }
+  }
+  return base;
+}
+
+// The keys that families have in common, and `own`.
+std::vector<ModelKey> model_keys(const std::vector<ModelKey>& own) {
+  const std::vector<ModelKey> common = {
+      IntegerKey{"vocab_size", &ModelConfig::vocab_size},
+      IntegerKey{"hidden_size", &ModelConfig::d_model},
+      IntegerKey{"num_hidden_layers", &ModelConfig::num_layers},
+      IntegerKey{"num_attention_heads", &ModelConfig::num_heads},
+      IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads, 0},
+      IntegerKey{"intermediate_size", &ModelConfig::d_ffn},
+      IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0},
+      FlagKey{"tie_word_embeddings", &ModelConfig::tie_embeddings, false},
+      RealKey{"initializer_range", &ModelConfig::init_std, 0.02},
+  };
+  return merged(common, own,
+                [](const ModelKey& entry) { return std::visit([](const auto& key) { return key.key; }, entry); });
+}
+
+std::vector<FixedKey> fixed_keys(const std::vector<FixedKey>& own) {
+  const std::vector<FixedKey> common = {
+      {"attention_bias", {false}, Presence::kWritten},
+      {"mlp_bias", {false}},
+      {"hidden_act", {"silu", "swish"}, Presence::kWritten},
+      {"attention_dropout", {0.0}, Presence::kWritten},
+      {"clip_qkv", {nullptr}},
+      {"sliding_window", {nullptr}},
+      {"quantization_config", {nullptr}},
+      {"partial_rotary_factor", {1.0}},
+  };
+  return merged(common, own, [](const FixedKey& entry) { return entry.key; });
+}
+
+// The matrices of a block in transformers' order, and `norms` after them.
+std::vector<TensorNames::InBlock> tensors_in_block(const std::vector<TensorNames::InBlock>& norms) {
+  std::vector<TensorNames::InBlock> names = {
+      {BlockTensor::kQuery, "self_attn.q_proj.weight"}, {BlockTensor::kKey, "self_attn.k_proj.weight"},
+      {BlockTensor::kValue, "self_attn.v_proj.weight"}, {BlockTensor::kAttentionOut, "self_attn.o_proj.weight"},
+      {BlockTensor::kGate, "mlp.gate_proj.weight"},     {BlockTensor::kUp, "mlp.up_proj.weight"},
+      {BlockTensor::kDown, "mlp.down_proj.weight"},
+  };
+  names.insert(names.end(), norms.begin(), norms.end());
+  return names;
+}
+
+std::vector<HuggingFaceFamily> make_families() {
+  return {
+      {
+          .model_type = "llama",
+          .architecture = "LlamaForCausalLM",
+          .fixed = {.norm = NormKind::kRmsNorm, .init = InitKind::kNormal},
+          .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6}}),
+          .fixed_keys = fixed_keys({{"mlp_bias", {false}, Presence::kWritten}}),
+          .tensors = {.in_block = tensors_in_block({
+                          {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
+                          {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
+                      }),
+                      .final_norm = "model.norm.weight"},
+      },
+      {
+          // OLMo v1. transformers' OlmoConfig has no head_dim, but its attention reads one where it is given.
+          .model_type = "olmo",
+          .architecture = "OlmoForCausalLM",
+          .fixed = {.norm = NormKind::kLayerNorm, .norm_eps = 1e-5, .init = InitKind::kNormal},
+          .keys =
+              model_keys({IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0, /*omitted_if_otherwise=*/true}}),
+          .fixed_keys = fixed_keys({}),
+          .tensors = {.in_block = tensors_in_block({})},
+      },
+  };
+}
+
+// The model that is read back where the family's config.json is written for `model`.
+ModelConfig read_back(const HuggingFaceFamily& family, const ModelConfig& model) {
+  ModelConfig written = family.fixed;
+  for (const ModelKey& entry : family.keys) {
+    std::visit([&](const auto& key) { written.*key.field = model.*key.field; }, entry);
+  }
+  written.rope_theta = model.rope_theta;
+  written.rope_scaling = model.rope_scaling;
+  written.init = model.init;  // the weights are there
+  written.init_std = model.init_std;
+  return written;
+}
+
+// With the fields filled in that 0 stands for.
+Config config_with(ModelConfig model) {
+  Config config;
+  config.model = model;
+  config.model.num_kv_heads = model.kv_heads();
+  config.model.given_head_dim = model.head_dim();
+  return config;
+}
+
+}  // namespace
+
+std::span<const HuggingFaceFamily> huggingface_families() {
+  static const std::vector<HuggingFaceFamily> families = make_families();
+  return families;
+}
+
+std::string names_of(std::span<const HuggingFaceFamily> families) {
+  std::vector<std::string> names;
+  for (const HuggingFaceFamily& family : families) {
+    names.push_back(fmt::format("{} ({})", family.model_type, family.architecture));
+  }
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
+const HuggingFaceFamily* find_family(std::string_view model_type, std::span<const HuggingFaceFamily> families) {
+  const auto found = std::find_if(families.begin(), families.end(),
+                                  [&](const HuggingFaceFamily& family) { return family.model_type == model_type; });
+  return found == families.end() ? nullptr : &*found;
+}
+
+std::vector<std::string> family_problems(const HuggingFaceFamily& family, const ModelConfig& model) {
+  Config of_family = config_with(read_back(family, model)), wanted = config_with(model);
+  const ConfigTable table_of_family = make_config_table(of_family), table = make_config_table(wanted);
+  std::vector<std::string> problems;
+  for (size_t i = 0; i < table.fields.size(); ++i) {
+    const auto has = get_field(table_of_family.fields[i]), needs = get_field(table.fields[i]);
+    if (has == needs) continue;
+    problems.push_back(fmt::format("{} = {}, not {}", table.fields[i].path, has.dump(), needs.dump()));
+  }
+  return problems;
+}
+
+const HuggingFaceFamily& choose_family(const ModelConfig& model, std::string_view wanted,
+                                       const HuggingFaceFamily* origin, const std::string& where,
+                                       std::span<const HuggingFaceFamily> families) {
+  if (!wanted.empty()) {
+    const HuggingFaceFamily* family = find_family(wanted, families);
+    if (family == nullptr) throw_bad_input("--family {} is not known; {} are", wanted, names_of(families));
+    const std::vector<std::string> problems = family_problems(*family, model);
+    if (problems.empty()) return *family;
+    throw_bad_input("{}: --family {} has {}; name another family, or leave out --family", where, wanted,
+                    fmt::join(problems, ", and "));
+  }
+  if (origin != nullptr && family_problems(*origin, model).empty()) return *origin;
+  std::vector<std::string> reasons;
+  for (const HuggingFaceFamily& family : families) {
+    const std::vector<std::string> problems = family_problems(family, model);
+    if (problems.empty()) return family;
+    reasons.push_back(fmt::format("{} has {}", family.model_type, fmt::join(problems, ", and ")));
+  }
+  throw_bad_input(
+      "{}: no family of Hugging Face models can be this model: {}; train one with the values of a family", where,
+      fmt::join(reasons, "; "));
+}
+
+}  // namespace parka

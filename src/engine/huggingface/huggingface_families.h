@@ -1,0 +1,101 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "model/model_config.h"
+
+// The families of models that Parka reads and writes in Hugging Face's format. A family is one value in the table
+// of huggingface_families(); import and export know no family but by it.
+namespace parka {
+
+// A key of config.json that gives a field of the model.
+template <typename T>
+struct ConfigKey {
+  std::string_view key;
+  T ModelConfig::*field;
+  std::optional<T> otherwise = {};    // what transformers takes where the key is absent or null; nullopt: refused
+  bool omitted_if_otherwise = false;  // whether an export leaves the key out where the field has that value
+};
+using IntegerKey = ConfigKey<int64_t>;  // 1 to kMaxDimension; `otherwise` may be 0 where the field may
+using RealKey = ConfigKey<double>;
+using FlagKey = ConfigKey<bool>;
+using ModelKey = std::variant<IntegerKey, RealKey, FlagKey>;
+
+enum class Presence : uint8_t {
+  kOptional,  // an import may lack the key, an export leaves it out
+  kWritten,   // an import may lack it, an export has it
+  kRequired,  // an import must have it, since an absent key stands for another value; an export has it
+};
+
+// A key of config.json that must have one of a few values, because Parka has nothing for the others.
+struct FixedKey {
+  std::string_view key;
+  std::vector<nlohmann::json> accepted;  // the first is what an export writes, and what null stands for
+  Presence presence = Presence::kOptional;
+};
+
+// What a tensor in a block holds: a parameter of Parka's, or rows of one, since Parka keeps queries, keys and
+// values, and up and gate, as one matrix each.
+enum class BlockTensor : uint8_t {
+  kQuery,
+  kKey,
+  kValue,
+  kAttentionOut,
+  kGate,
+  kUp,
+  kDown,
+  kAttentionNorm,
+  kFfnNorm,
+};
+
+struct TensorNames {
+  struct InBlock {
+    BlockTensor holds;
+    std::string_view name;  // after the block's prefix: "self_attn.q_proj.weight"
+  };
+  std::string_view embedding = "model.embed_tokens.weight";
+  std::string_view blocks = "model.layers.";  // the prefix of block N is this, N and a dot
+  std::vector<InBlock> in_block;              // in transformers' order
+  std::string_view final_norm = {};           // empty: its models have no weights there
+  std::string_view head = "lm_head.weight";   // absent where it is tied
+};
+
+struct HuggingFaceFamily {
+  std::string_view model_type;    // "llama"
+  std::string_view architecture;  // "LlamaForCausalLM"
+  // The fields that no key of config.json gives have these values in all models of the family.
+  ModelConfig fixed;
+  std::vector<ModelKey> keys;
+  std::vector<FixedKey> fixed_keys;
+  // What transformers takes where config.json has no such key.
+  double rope_theta = 10000.0;
+  int64_t max_positions = 2048;
+  TensorNames tensors;
+};
+
+// All of them, the one first that an export chooses where several can be a model.
+std::span<const HuggingFaceFamily> huggingface_families();
+// "llama (LlamaForCausalLM), olmo (OlmoForCausalLM)".
+std::string names_of(std::span<const HuggingFaceFamily> families);
+// The family of this model_type; null where there is none.
+const HuggingFaceFamily* find_family(std::string_view model_type, std::span<const HuggingFaceFamily> families);
+
+// What of `model` a config.json of the family cannot say, one for each field: "model.norm_eps = 1e-05, not 1e-06",
+// with the family's value first. Empty where the family can be the model. How it is initialised does not count.
+std::vector<std::string> family_problems(const HuggingFaceFamily& family, const ModelConfig& model);
+
+// The family that `model` is exported as: the one of the model_type `wanted`, unless that is empty; then `origin`,
+// what the model comes from, if it can be the model; then the first of `families` that can. Throws Error(kBadInput)
+// whose message begins with `where` and says what does not fit.
+const HuggingFaceFamily& choose_family(const ModelConfig& model, std::string_view wanted,
+                                       const HuggingFaceFamily* origin, const std::string& where,
+                                       std::span<const HuggingFaceFamily> families = huggingface_families());
+
+}  // namespace parka
