@@ -9,8 +9,6 @@
 // What the tests of several ops have in common.
 namespace parka::test {
 
-inline Device& cpu() { return *devices().front(); }
-
 // The message of the Error(kInternal) that `call` throws; empty if it throws none.
 template <typename Call>
 std::string internal_error(const Call& call) {

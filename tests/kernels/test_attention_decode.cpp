@@ -173,7 +173,7 @@ TEST_CASE("attention to a cache gives a row the same bits in any batch", "[kerne
 
 TEST_CASE("attention to a cache does not depend on the number of threads", "[kernels][attention]") {
   CHECK(same_on_one_thread([] {
-    Decode decode(cpu(), {5, 3, 80, 6, 3, 16}, DType::kBF16);
+    Decode decode(cpu_device(), {5, 3, 80, 6, 3, 16}, DType::kBF16);
     decode.run(80);
     return decode.out.bytes();
   }));
@@ -181,9 +181,9 @@ TEST_CASE("attention to a cache does not depend on the number of threads", "[ker
 
 TEST_CASE("attention to a cache refuses what does not fit", "[kernels][attention]") {
   const DecodeShape s{2, 2, 9, 4, 2, 4};
-  const Decode d(cpu(), s, DType::kF32);
+  const Decode d(cpu_device(), s, DType::kF32);
   const auto decode_error = [&](const AttentionDecode& a) {
-    return internal_error([&] { attention_decode(cpu(), a); });
+    return internal_error([&] { attention_decode(cpu_device(), a); });
   };
   const AttentionDecode good{d.qkv, d.cache, d.slot, d.position, d.out, s.L, s.H, s.Hkv, d.scale};
   CHECK(decode_error(good).empty());
@@ -196,16 +196,16 @@ TEST_CASE("attention to a cache refuses what does not fit", "[kernels][attention
   bad = good;
   bad.num_kv_heads = 3;
   CHECK(contains(decode_error(bad), "do not share 3"));
-  const TestTensor narrow(cpu(), DType::kF32, {2, 9, 8}), one(cpu(), DType::kI32, {1});
+  const TestTensor narrow(cpu_device(), DType::kF32, {2, 9, 8}), one(cpu_device(), DType::kI32, {1});
   bad = good;
   bad.cache = narrow;
   CHECK(contains(decode_error(bad), "cache is fp32 [2, 9, 8], wanted shape [2, 9, 16]"));
   bad = good;
   bad.slot = one;
   CHECK(contains(decode_error(bad), "slot is"));
-  const TestTensor far(cpu(), DType::kI32, {2}, {0, 9});
+  const TestTensor far(cpu_device(), DType::kI32, {2}, {0, 9});
   CHECK(contains(internal_error([&] {
-                   cache_append(cpu(), {d.qkv, d.cache, d.slot, far, s.H, s.Hkv});
+                   cache_append(cpu_device(), {d.qkv, d.cache, d.slot, far, s.H, s.Hkv});
                  }),
                  "position < dims.L"));
 }

@@ -104,9 +104,9 @@ TEST_CASE("flip_bit flips one bit of a tensor and nothing else", "[kernels][bit_
 }
 
 TEST_CASE("flip_bit refuses a bit that the tensor does not have", "[kernels][bit_flip]") {
-  const TestTensor x(cpu(), DType::kBF16, {3});
-  CHECK(contains(internal_error([&] { flip_bit(cpu(), x, 48); }), "flip_bit: bf16 [3] has no bit 48"));
-  CHECK(contains(internal_error([&] { flip_bit(cpu(), x, -1); }), "has no bit -1"));
+  const TestTensor x(cpu_device(), DType::kBF16, {3});
+  CHECK(contains(internal_error([&] { flip_bit(cpu_device(), x, 48); }), "flip_bit: bf16 [3] has no bit 48"));
+  CHECK(contains(internal_error([&] { flip_bit(cpu_device(), x, -1); }), "has no bit -1"));
 }
 
 TEST_CASE("a BitFlip changes one bit of the n-th op of its name", "[kernels][bit_flip]") {

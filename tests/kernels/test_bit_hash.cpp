@@ -140,18 +140,19 @@ TEST_CASE("bit_hash of nothing adds nothing", "[kernels][bit_hash]") {
 }
 
 TEST_CASE("bit_hash gives the same bits on any number of threads", "[kernels][bit_hash]") {
-  const TestTensor x(cpu(), DType::kBF16, {1000001}, random_bf16(1000001, 5));
+  const TestTensor x(cpu_device(), DType::kBF16, {1000001}, random_bf16(1000001, 5));
   CHECK(same_on_one_thread([&] {
-    HashOn hash(cpu());
+    HashOn hash(cpu_device());
     hash.of(x);
     return hash.tensor().bytes();
   }));
 }
 
 TEST_CASE("bit_hash refuses wrong arguments", "[kernels][bit_hash]") {
-  const TestTensor x(cpu(), DType::kF32, {3}), room(cpu(), DType::kU8, {12}), codes(cpu(), DType::kE4M3, {8});
+  const TestTensor x(cpu_device(), DType::kF32, {3}), room(cpu_device(), DType::kU8, {12}),
+      codes(cpu_device(), DType::kE4M3, {8});
   const auto message = [&](const TensorView& of, const TensorView& hash, uint64_t first_byte = 0) {
-    return internal_error([&] { bit_hash(cpu(), {of, hash, first_byte}); });
+    return internal_error([&] { bit_hash(cpu_device(), {of, hash, first_byte}); });
   };
   const TensorView hash = room.view().rows(0, 8);
   CHECK(contains(message(TensorView(nullptr, DType::kF32, {3}), hash), "bit_hash: x"));
@@ -164,7 +165,7 @@ TEST_CASE("bit_hash refuses wrong arguments", "[kernels][bit_hash]") {
 }
 
 TEST_CASE("what bit_hash moves is what it reads", "[kernels][bit_hash]") {
-  const TestTensor x(cpu(), DType::kBF16, {3, 5}), hash(cpu(), DType::kU8, {8});
+  const TestTensor x(cpu_device(), DType::kBF16, {3, 5}), hash(cpu_device(), DType::kU8, {8});
   CHECK(cost_of(BitHash{x, hash}).bytes == 30);
 }
 
@@ -174,9 +175,9 @@ TEST_CASE("bit_hash on a GPU gives the bits of the CPU", "[kernels][bit_hash][de
   others.erase(others.begin());
   if (others.empty()) return;
   const std::vector<float> values = random_normal(kBytes / 4, 6);
-  const TestTensor on_cpu(cpu(), DType::kU8, {kBytes});
-  upload(cpu(), on_cpu, values);
-  HashOn want(cpu());
+  const TestTensor on_cpu(cpu_device(), DType::kU8, {kBytes});
+  upload(cpu_device(), on_cpu, values);
+  HashOn want(cpu_device());
   for (Device* device : others) {
     const TestTensor x(*device, DType::kU8, {kBytes});
     upload(*device, x, values);

@@ -152,7 +152,7 @@ struct NormOutput {
 };
 
 void check_norm_forward(Device& device, const NormInput& in, NormOutput::Variant variant) {
-  const NormOutput want(cpu(), in, variant), got(device, in, variant), again(device, in, variant);
+  const NormOutput want(cpu_device(), in, variant), got(device, in, variant), again(device, in, variant);
   CHECK((want.sum().bytes() == got.sum().bytes()));
   const std::vector<float> y = want.y.host();
   CHECK(agree(in.y_dtype, y, got.y.host(), row_slack(y, in.shape.rows)));
@@ -210,7 +210,7 @@ struct NormBackwardInput {
         d_residual(values(s.rows * s.cols, 5)),
         d_weight(values(s.cols, 6)) {
     // Statistics by the CPU, so that both devices have the same.
-    const NormOutput output(cpu(), forward);
+    const NormOutput output(cpu_device(), forward);
     x = output.sum().host();
     rstd = output.rstd.host();
     mean = forward.is_rms() ? std::vector<float>(rstd.size(), 0.0f) : output.mean.host();
@@ -285,7 +285,7 @@ struct NormBackwardOutput {
 
 void check_norm_backward(Device& device, const NormBackwardInput& in, DType weight_dtype) {
   using Output = NormBackwardOutput;
-  const Output want(cpu(), in, weight_dtype), got(device, in, weight_dtype);
+  const Output want(cpu_device(), in, weight_dtype), got(device, in, weight_dtype);
   CHECK(agree(in.dtype, want.out.host(), got.out.host(), in.slack()));
   const std::vector<double> weight_slack = in.weight_slack();
   CHECK(agree(weight_dtype, want.d_weight.host(), got.d_weight.host(), weight_slack));
@@ -343,13 +343,13 @@ TEST_CASE("rope on a GPU gives the bits of the CPU", "[kernels][devices]") {
         CAPTURE(s.T, s.S, s.H, s.Hkv, s.D, name_of(dtype));
         const int64_t width = (s.H + 2 * s.Hkv) * s.D;
         const std::vector<float> x = values(s.T * width, 7), cos_sin = rope_table(s.S, s.D, 1e4);
-        const TestTensor want(cpu(), dtype, {s.T, width}, x), got(*device, dtype, {s.T, width}, x);
-        const TestTensor want_table(cpu(), DType::kF32, {s.S, s.D}, cos_sin);
+        const TestTensor want(cpu_device(), dtype, {s.T, width}, x), got(*device, dtype, {s.T, width}, x);
+        const TestTensor want_table(cpu_device(), DType::kF32, {s.S, s.D}, cos_sin);
         const TestTensor got_table(*device, DType::kF32, {s.S, s.D}, cos_sin);
         const auto turn = [&](Device& d, const TensorView& qkv, const TensorView& table) {
           rope_forward(d, {.qkv = qkv, .cos_sin = table, .num_heads = s.H, .num_kv_heads = s.Hkv, .saved = {}});
         };
-        turn(cpu(), want, want_table);
+        turn(cpu_device(), want, want_table);
         turn(*device, got, got_table);
         CHECK((want.bytes() == got.bytes()));
         CHECK((got.guard_intact() && got_table.bytes() == want_table.bytes()));
@@ -412,7 +412,7 @@ TEST_CASE("swiglu on a GPU agrees with the CPU", "[kernels][devices]") {
         const bool all_equal = dtypes == 0 || dtypes == 15;
         if (s.rows * s.cols > 4000 && !all_equal) continue;
         CAPTURE(s, name_of(x), name_of(d), name_of(y), name_of(product));
-        const SwigluOutput want(cpu(), in, x, d, y, product), got(*device, in, x, d, y, product);
+        const SwigluOutput want(cpu_device(), in, x, d, y, product), got(*device, in, x, d, y, product);
         const std::vector<float> want_product = want.product.host(), want_gradient = want.d_up_gate.host();
         CHECK(agree(product, want_product, got.product.host(), row_slack(want_product, s.rows)));
         CHECK(agree(y, want_gradient, got.d_up_gate.host(), row_slack(want_gradient, s.rows)));
@@ -460,10 +460,11 @@ TEST_CASE("quantize on a GPU converts and transposes plain numbers as the CPU do
       for (const DType from : kPlain) {
         for (const DType to : kPlain) {
           CAPTURE(s, name_of(from), name_of(to));
-          const TestTensor want_x(cpu(), from, {s.rows, s.cols}, x), got_x(*device, from, {s.rows, s.cols}, x);
-          const TestTensor want(cpu(), to, {s.rows, s.cols}), got(*device, to, {s.rows, s.cols});
-          const TestTensor want_t(cpu(), to, {s.cols, s.rows}), got_t(*device, to, {s.cols, s.rows});
-          quantize(cpu(), {.x = want_x, .out = want, .out_t = want_t});
+          const TestTensor want_x(cpu_device(), from, {s.rows, s.cols}, x),
+              got_x(*device, from, {s.rows, s.cols}, x);
+          const TestTensor want(cpu_device(), to, {s.rows, s.cols}), got(*device, to, {s.rows, s.cols});
+          const TestTensor want_t(cpu_device(), to, {s.cols, s.rows}), got_t(*device, to, {s.cols, s.rows});
+          quantize(cpu_device(), {.x = want_x, .out = want, .out_t = want_t});
           quantize(*device, {.x = got_x, .out = got, .out_t = got_t});
           CHECK((want.bytes() == got.bytes()));
           CHECK((want_t.bytes() == got_t.bytes()));

@@ -50,7 +50,7 @@ void check_against_cpu(const Case& c) {
   const std::vector<float> table = random_bf16(c.of.V * c.C + c.offset, 13),
                            d_y = random_bf16(static_cast<int64_t>(c.of.ids.size()) * c.C + c.offset, 12);
   for (Device* device : other_devices()) {
-    const std::vector<std::byte> want = run(cpu(), c, table, d_y), got = run(*device, c, table, d_y);
+    const std::vector<std::byte> want = run(cpu_device(), c, table, d_y), got = run(*device, c, table, d_y);
     CHECK((want == got));
     CHECK((got == run(*device, c, table, d_y)));
   }
@@ -87,7 +87,7 @@ TEST_CASE("embedding_backward on a GPU is the same when it is replayed", "[kerne
     }
     return d_table.bytes();
   };
-  const std::vector<std::byte> want = add_four_times(cpu());
+  const std::vector<std::byte> want = add_four_times(cpu_device());
   for (Device* device : other_devices()) CHECK((add_four_times(*device) == want));
 }
 

@@ -72,16 +72,16 @@ std::vector<float> contents(Content content, const MatrixShape& s) {
 }
 
 std::unique_ptr<TestMatrix> source(const Format& format, const MatrixShape& s, const std::vector<float>& x) {
-  std::unique_ptr<TestMatrix> made(new TestMatrix(format.make(cpu(), s.rows, s.cols)));
-  quantize(cpu(), {.x = TestTensor(cpu(), DType::kF32, {s.rows, s.cols}, x), .out = *made});
+  std::unique_ptr<TestMatrix> made(new TestMatrix(format.make(cpu_device(), s.rows, s.cols)));
+  quantize(cpu_device(), {.x = TestTensor(cpu_device(), DType::kF32, {s.rows, s.cols}, x), .out = *made});
   return made;
 }
 
 void check_quantize(Device& device, const TestMatrix& x, const Format& format, const MatrixShape& s) {
   const std::unique_ptr<TestMatrix> x_there = copy_on(device, x);
   for (const Copies copies : kAllCopies) {
-    const Output want(cpu(), format, s.rows, s.cols, copies), got(device, format, s.rows, s.cols, copies);
-    quantize(cpu(), {.x = x, .out = want.row(), .out_t = want.transposed()});
+    const Output want(cpu_device(), format, s.rows, s.cols, copies), got(device, format, s.rows, s.cols, copies);
+    quantize(cpu_device(), {.x = x, .out = want.row(), .out_t = want.transposed()});
     quantize(device, {.x = *x_there, .out = got.row(), .out_t = got.transposed()});
     CAPTURE(s, describe(x.view()), describe(got.matrix.view()), copies);
     CHECK(first_difference("quantized", got, want) == "");
@@ -134,19 +134,19 @@ TEST_CASE("quantize on another device takes a given scale and a given maximum as
               CAPTURE(s, describe(x->view()), static_cast<int>(content), name_of(dtype), copies);
               const Format format{dtype, Scaling::kTensor};
               const Output got(*device, format, s.rows, s.cols, copies),
-                  want(cpu(), format, s.rows, s.cols, copies);
+                  want(cpu_device(), format, s.rows, s.cols, copies);
               // So small that many values lie beyond the format's maximum.
-              const TestTensor scale(cpu(), DType::kF32, {1}, {0.003f});
-              for (const Output* out : {&got, &want}) out->set_scale(out == &got ? *device : cpu(), scale);
-              quantize(cpu(), {.x = *x, .out = want.row(), .out_t = want.transposed(), .scale_given = true});
+              const TestTensor scale(cpu_device(), DType::kF32, {1}, {0.003f});
+              for (const Output* out : {&got, &want}) out->set_scale(out == &got ? *device : cpu_device(), scale);
+              quantize(cpu_device(), {.x = *x, .out = want.row(), .out_t = want.transposed(), .scale_given = true});
               quantize(*device, {.x = *x_there, .out = got.row(), .out_t = got.transposed(), .scale_given = true});
               CHECK(first_difference("with the scale given", got, want) == "");
 
               const Output found(*device, format, s.rows, s.cols, copies);
-              const Output searched(cpu(), format, s.rows, s.cols, copies);
+              const Output searched(cpu_device(), format, s.rows, s.cols, copies);
               const TestTensor amax(*device, DType::kF32, {1}, {largest});
               quantize(*device, {.x = *x_there, .out = found.row(), .out_t = found.transposed(), .amax = amax});
-              quantize(cpu(), {.x = *x, .out = searched.row(), .out_t = searched.transposed()});
+              quantize(cpu_device(), {.x = *x, .out = searched.row(), .out_t = searched.transposed()});
               CHECK(first_difference("with the maximum given", found, searched) == "");
               CHECK((amax.guard_intact() && amax.host()[0] == largest));
             }
@@ -174,11 +174,12 @@ TEST_CASE("quantize on another device takes tensors that are not aligned", "[ker
           const ScaledView out_t(below(codes_t), shared ? *scales.scale : *scales_t.scale, to.scaling, to.group);
           quantize(d, {.x = below(x), .out = out, .out_t = out_t});
         };
-        const TestTensor want(cpu(), to.dtype, {kAll, kCols}), got(*device, to.dtype, {kAll, kCols});
-        const TestTensor want_t(cpu(), to.dtype, {kCols + 1, kRows}), got_t(*device, to.dtype, {kCols + 1, kRows});
-        const TestMatrix want_s = to.make(cpu(), kRows, kCols), got_s = to.make(*device, kRows, kCols);
-        const TestMatrix want_s_t = to.make(cpu(), kCols, kRows), got_s_t = to.make(*device, kCols, kRows);
-        run(cpu(), want, want_t, want_s, want_s_t);
+        const TestTensor want(cpu_device(), to.dtype, {kAll, kCols}), got(*device, to.dtype, {kAll, kCols});
+        const TestTensor want_t(cpu_device(), to.dtype, {kCols + 1, kRows}),
+            got_t(*device, to.dtype, {kCols + 1, kRows});
+        const TestMatrix want_s = to.make(cpu_device(), kRows, kCols), got_s = to.make(*device, kRows, kCols);
+        const TestMatrix want_s_t = to.make(cpu_device(), kCols, kRows), got_s_t = to.make(*device, kCols, kRows);
+        run(cpu_device(), want, want_t, want_s, want_s_t);
         run(*device, got, got_t, got_s, got_s_t);
         CAPTURE(name_of(from), describe(want_s.view()));
         CHECK(first_difference("out", got, want) == "");
@@ -199,8 +200,9 @@ TEST_CASE("another device computes other groups and blocks as the CPU does, or r
     const std::unique_ptr<TestMatrix> x_there = copy_on(*device, *x);
     for (const Format to : {Format{DType::kE4M3, Scaling::kGroup, 5}, Format{DType::kE5M2, Scaling::kGroup, 256},
                             Format{DType::kE4M3, Scaling::kBlock, 16}}) {
-      const Output want(cpu(), to, s.rows, s.cols, Copies::kBoth), got(*device, to, s.rows, s.cols, Copies::kBoth);
-      quantize(cpu(), {.x = *x, .out = want.row(), .out_t = want.transposed()});
+      const Output want(cpu_device(), to, s.rows, s.cols, Copies::kBoth),
+          got(*device, to, s.rows, s.cols, Copies::kBoth);
+      quantize(cpu_device(), {.x = *x, .out = want.row(), .out_t = want.transposed()});
       bool is_refused = false;
       try {
         quantize(*device, {.x = *x_there, .out = got.row(), .out_t = got.transposed()});
@@ -253,10 +255,10 @@ TEST_CASE("rope_forward on another device saves the CPU's codes and leaves what 
           rope_forward(
               d, {.qkv = qkv, .cos_sin = table, .num_heads = s.H, .num_kv_heads = s.Hkv, .saved = saved.view()});
         };
-        const TestTensor want(cpu(), dtype, {s.T, s.width()}, x), got(*device, dtype, {s.T, s.width()}, x);
-        const TestMatrix want_saved = format.make(cpu(), s.T, s.width());
+        const TestTensor want(cpu_device(), dtype, {s.T, s.width()}, x), got(*device, dtype, {s.T, s.width()}, x);
+        const TestMatrix want_saved = format.make(cpu_device(), s.T, s.width());
         const TestMatrix got_saved = format.make(*device, s.T, s.width());
-        run(cpu(), want, want_saved);
+        run(cpu_device(), want, want_saved);
         run(*device, got, got_saved);
         CAPTURE(s, name_of(dtype), describe(want_saved.view()));
         CHECK(first_difference("saved", got_saved, want_saved) == "");

@@ -132,9 +132,9 @@ void check_recompute(const NormPass& pass) {
 
 void check_norm_forward(Device& device, const NormCase& c, const Format& y_format, Copies copies) {
   const std::vector<float> residual = random_bf16(c.shape.numel(), 201);
-  const NormPass want(cpu(), c, plain_format(DType::kF32), Copies::kRow, residual);
+  const NormPass want(cpu_device(), c, plain_format(DType::kF32), Copies::kRow, residual);
   const NormPass got(device, c, y_format, copies, residual), again(device, c, y_format, copies, residual);
-  norm_forward(cpu(), want.op());
+  norm_forward(cpu_device(), want.op());
   norm_forward(device, got.op());
   norm_forward(device, again.op());
   CAPTURE(c.shape, int(c.kind), name_of(c.dtype), c.x_format != nullptr, describe(got.y.matrix.view()), copies);
@@ -186,7 +186,7 @@ TEST_CASE("norm_forward in fp8 on another device works in place and without a br
         for (const bool has_branch : {true, false}) {
           const NormPass apart(*device, c, kE4M3, Copies::kBoth, residual);
           const NormPass in_place(*device, c, kE4M3, Copies::kBoth, residual);
-          const NormPass want(cpu(), c, kE4M3, Copies::kBoth, residual);
+          const NormPass want(cpu_device(), c, kE4M3, Copies::kBoth, residual);
           for (const NormPass* pass : {&apart, &in_place, &want}) {
             NormForward op = pass->op();
             if (!has_branch) op.branch = {};
@@ -217,9 +217,9 @@ TEST_CASE("norm_forward in fp8 on another device keeps bad values visible where 
           residual[7 * s.cols + 20] = bad;
           std::fill_n(residual.begin() + 9 * s.cols, s.cols, 0.0f);
           const NormCase c{kind, DType::kBF16, x_format, s};
-          const NormPass want(cpu(), c, kE4M3, Copies::kBoth, residual),
+          const NormPass want(cpu_device(), c, kE4M3, Copies::kBoth, residual),
               got(*device, c, kE4M3, Copies::kBoth, residual);
-          norm_forward(cpu(), want.op());
+          norm_forward(cpu_device(), want.op());
           norm_forward(*device, got.op());
           const std::vector<float> a = got.y.matrix.data.host(), b = want.y.matrix.data.host();
           int wrong = 0;
@@ -307,7 +307,8 @@ std::vector<double> weight_slack(const NormPass& forward) {
 void check_norm_backward(Device& device, const NormPass& forward, DType dtype, const Format& format,
                          Copies copies) {
   const NormCase& c = forward.c;
-  const NormGradient want(cpu(), forward, dtype, format, copies), got(device, forward, dtype, format, copies);
+  const NormGradient want(cpu_device(), forward, dtype, format, copies),
+      got(device, forward, dtype, format, copies);
   const NormGradient over_residual(device, forward, dtype, format, copies, NormGradient::kOverResidual);
   const NormGradient over_dy(device, forward, dtype, format, copies, NormGradient::kOverDy);
   CAPTURE(c.shape, int(c.kind), name_of(c.dtype), c.x_format != nullptr, name_of(dtype));
@@ -334,8 +335,9 @@ TEST_CASE("norm_backward in fp8 on another device", "[kernels][norm][devices]") 
         for (const DType dtype : {DType::kF32, DType::kBF16}) {
           if (s.numel() > 100000 && dtype == DType::kF32) continue;
           const NormCase c{kind, dtype, x_format, s};
-          const NormPass forward(cpu(), c, plain_format(DType::kF32), Copies::kRow, random_bf16(s.numel(), 201));
-          norm_forward(cpu(), forward.op());
+          const NormPass forward(cpu_device(), c, plain_format(DType::kF32), Copies::kRow,
+                                 random_bf16(s.numel(), 201));
+          norm_forward(cpu_device(), forward.op());
           for (const Copies copies : kAllCopies) check_norm_backward(*device, forward, dtype, kE5M2, copies);
           check_norm_backward(*device, forward, dtype, kE4M3, Copies::kBoth);
           check_norm_backward(*device, forward, dtype, kGroup128, Copies::kBoth);

@@ -46,10 +46,10 @@ struct SwigluPass {
       : c(c_),
         plain(device, DType::kBF16, {c.shape.rows, 2 * c.shape.cols}, up_gate_values(c.shape)),
         product(device, product_format, c.shape.rows, c.shape.cols, copies) {
-    const Output made(cpu(), c.up_gate, c.shape.rows, 2 * c.shape.cols, Copies::kRow);
-    const TestTensor values(cpu(), DType::kF32, {c.shape.rows, 2 * c.shape.cols}, up_gate_values(c.shape));
-    quantize(cpu(), {.x = values, .out = made.row()});
-    want_up_gate = copy_on(cpu(), made.matrix);
+    const Output made(cpu_device(), c.up_gate, c.shape.rows, 2 * c.shape.cols, Copies::kRow);
+    const TestTensor values(cpu_device(), DType::kF32, {c.shape.rows, 2 * c.shape.cols}, up_gate_values(c.shape));
+    quantize(cpu_device(), {.x = values, .out = made.row()});
+    want_up_gate = copy_on(cpu_device(), made.matrix);
     up_gate =
         c.from_plain
             ? std::unique_ptr<TestMatrix>(new TestMatrix(c.up_gate.make(device, c.shape.rows, 2 * c.shape.cols)))
@@ -95,20 +95,21 @@ void check_swiglu_forward(Device& device, const SwigluCase& c, const Format& for
   const SwigluPass got(device, c, format, copies), again(device, c, format, copies);
   CAPTURE(describe(c), describe(got.product.matrix.view()), copies);
   CHECK(first_difference("up_gate", *got.up_gate, *got.want_up_gate) == "");
-  const TestTensor product(device, DType::kF32, {s.rows, s.cols}), want(cpu(), DType::kF32, {s.rows, s.cols});
+  const TestTensor product(device, DType::kF32, {s.rows, s.cols}),
+      want(cpu_device(), DType::kF32, {s.rows, s.cols});
   if (c.silu) {
     const std::unique_ptr<TestTensor> silu = silu_values(device, *got.up_gate, s);
-    const std::unique_ptr<TestTensor> want_silu = silu_values(cpu(), *got.want_up_gate, s);
+    const std::unique_ptr<TestTensor> want_silu = silu_values(cpu_device(), *got.want_up_gate, s);
     CHECK(first_far("silu", *silu, *want_silu, row_slack(want_silu->host(), s.rows)) == "");
-    const Output saved(cpu(), *c.silu, s.rows, s.cols, Copies::kRow);
-    const TestTensor silu_here(cpu(), DType::kF32, {s.rows, s.cols}, silu->host());
-    quantize(cpu(), {.x = silu_here, .out = saved.row()});
+    const Output saved(cpu_device(), *c.silu, s.rows, s.cols, Copies::kRow);
+    const TestTensor silu_here(cpu_device(), DType::kF32, {s.rows, s.cols}, silu->host());
+    quantize(cpu_device(), {.x = silu_here, .out = saved.row()});
     CHECK(first_difference("silu", *got.silu, saved.matrix) == "");
-    const TestTensor exact(cpu(), DType::kF32, {s.rows, s.cols}, product_of_saved(got));
+    const TestTensor exact(cpu_device(), DType::kF32, {s.rows, s.cols}, product_of_saved(got));
     CHECK(unlike_quantized("product", got.product, exact) == "");
   } else {
     swiglu_forward(device, {.up_gate = got.up_gate->view(), .product = product});
-    swiglu_forward(cpu(), {.up_gate = got.want_up_gate->view(), .product = want});
+    swiglu_forward(cpu_device(), {.up_gate = got.want_up_gate->view(), .product = want});
     CHECK(first_far("product", product, want, row_slack(want.host(), s.rows)) == "");
     CHECK(unlike_quantized("product", got.product, product) == "");
   }
@@ -176,7 +177,7 @@ void check_swiglu_backward(Device& device, const SwigluCase& c, const Format& fo
   const SwigluPass pass(device, c, product_format, Copies::kBoth);
   const std::vector<float> d = random_bf16(s.numel(), 212, 1e-3f);
   const TestTensor d_product(device, d_dtype, {s.rows, s.cols}, d),
-      d_product_here(cpu(), d_dtype, {s.rows, s.cols}, d);
+      d_product_here(cpu_device(), d_dtype, {s.rows, s.cols}, d);
   const Output gradient(device, format, s.rows, 2 * s.cols, wanted.gradient);
   const Output product(device, product_format, s.rows, s.cols, wanted.product);
   if (product_format.scaling == Scaling::kTensor) product.set_scale(device, pass.product.tensor_scale());
@@ -202,14 +203,15 @@ void check_swiglu_backward(Device& device, const SwigluCase& c, const Format& fo
   }
   if (!wanted.has_gradient) return;
   // The same gradient in fp32.
-  const TestTensor plain(device, DType::kF32, {s.rows, 2 * s.cols}), want(cpu(), DType::kF32, {s.rows, 2 * s.cols});
+  const TestTensor plain(device, DType::kF32, {s.rows, 2 * s.cols}),
+      want(cpu_device(), DType::kF32, {s.rows, 2 * s.cols});
   swiglu_backward(device, {.up_gate = op.up_gate, .silu = op.silu, .d_product = op.d_product, .d_up_gate = plain});
-  const std::unique_ptr<TestMatrix> up_gate = copy_on(cpu(), *pass.up_gate);
-  const std::unique_ptr<TestMatrix> silu = pass.silu ? copy_on(cpu(), *pass.silu) : nullptr;
-  swiglu_backward(cpu(), {.up_gate = up_gate->view(),
-                          .silu = silu ? silu->view() : ScaledView(),
-                          .d_product = d_product_here,
-                          .d_up_gate = want});
+  const std::unique_ptr<TestMatrix> up_gate = copy_on(cpu_device(), *pass.up_gate);
+  const std::unique_ptr<TestMatrix> silu = pass.silu ? copy_on(cpu_device(), *pass.silu) : nullptr;
+  swiglu_backward(cpu_device(), {.up_gate = up_gate->view(),
+                                 .silu = silu ? silu->view() : ScaledView(),
+                                 .d_product = d_product_here,
+                                 .d_up_gate = want});
   CHECK(first_far("d_up_gate", plain, want, row_slack(want.host(), s.rows)) == "");
   CHECK(unlike_quantized("d_up_gate", gradient, plain) == "");
 }
@@ -261,10 +263,10 @@ TEST_CASE("swiglu in fp8 on another device keeps bad values visible", "[kernels]
         const TestTensor plain(d, DType::kBF16, {s.rows, 2 * s.cols}, values);
         swiglu_forward(d, {.up_gate = up_gate, .product = product, .up_gate_plain = plain});
       };
-      const TestMatrix want_up_gate = kGroup16.make(cpu(), s.rows, 2 * s.cols);
+      const TestMatrix want_up_gate = kGroup16.make(cpu_device(), s.rows, 2 * s.cols);
       const TestMatrix up_gate = kGroup16.make(*device, s.rows, 2 * s.cols);
-      const TestMatrix want = kE4M3.make(cpu(), s.rows, s.cols), got = kE4M3.make(*device, s.rows, s.cols);
-      run(cpu(), want_up_gate, want);
+      const TestMatrix want = kE4M3.make(cpu_device(), s.rows, s.cols), got = kE4M3.make(*device, s.rows, s.cols);
+      run(cpu_device(), want_up_gate, want);
       run(*device, up_gate, got);
       const std::vector<float> a = got.host(), b = want.host();
       int wrong = 0;

@@ -46,7 +46,7 @@ struct Reference {
   // Elements of `out` off by more than an fp32 sum of K products and one rounding to the output's format allow.
   // `operands` is their format, `device` where the sum was made.
   int count_wrong(const std::vector<float>& out, int64_t depth, DType dtype, const std::vector<float>& before = {},
-                  const Device& device = cpu(), Operands operands = Operands::kF32) {
+                  const Device& device = cpu_device(), Operands operands = Operands::kF32) {
     const bool tensor_cores = device.kind() == DeviceKind::kCuda && operands != Operands::kF32;
     // Tensor cores cut off instead of rounding when they align the terms of a sum: 2 bits less.
     const double unit = tensor_cores ? 0x1p-22 : 0x1p-24;
@@ -289,18 +289,18 @@ TEST_CASE("gemm gives the same bits on any number of threads and anywhere in mem
   std::vector<float> shifted_a = a, shifted_b = b;
   shifted_a.insert(shifted_a.begin(), 0.0f);
   shifted_b.insert(shifted_b.begin(), 0.0f);
-  const TestTensor ta(cpu(), DType::kF32, {m, k}, a), tb(cpu(), DType::kF32, {n, k}, b);
-  const TestTensor more_a(cpu(), DType::kF32, {m * k + 1}, shifted_a),
-      more_b(cpu(), DType::kF32, {n * k + 1}, shifted_b);
-  const TestTensor parallel(cpu(), DType::kF32, {m, n}), serial(cpu(), DType::kF32, {m, n});
-  const TestTensor shifted(cpu(), DType::kF32, {m, n});
+  const TestTensor ta(cpu_device(), DType::kF32, {m, k}, a), tb(cpu_device(), DType::kF32, {n, k}, b);
+  const TestTensor more_a(cpu_device(), DType::kF32, {m * k + 1}, shifted_a),
+      more_b(cpu_device(), DType::kF32, {n * k + 1}, shifted_b);
+  const TestTensor parallel(cpu_device(), DType::kF32, {m, n}), serial(cpu_device(), DType::kF32, {m, n});
+  const TestTensor shifted(cpu_device(), DType::kF32, {m, n});
   set_num_threads(3);
-  gemm(cpu(), {.a = ta, .b = tb, .out = parallel});
+  gemm(cpu_device(), {.a = ta, .b = tb, .out = parallel});
   set_num_threads(1);
-  gemm(cpu(), {.a = ta, .b = tb, .out = serial});
-  gemm(cpu(), {.a = more_a.view().rows(1, m * k).reshaped({m, k}),
-               .b = more_b.view().rows(1, n * k).reshaped({n, k}),
-               .out = shifted});
+  gemm(cpu_device(), {.a = ta, .b = tb, .out = serial});
+  gemm(cpu_device(), {.a = more_a.view().rows(1, m * k).reshaped({m, k}),
+                      .b = more_b.view().rows(1, n * k).reshaped({n, k}),
+                      .out = shifted});
   set_num_threads(0);
   CAPTURE(m, n, k);
   CHECK((parallel.bytes() == serial.bytes()));
@@ -323,13 +323,14 @@ TEST_CASE("gemm keeps bad values visible", "[kernels][gemm]") {
 }
 
 TEST_CASE("gemm refuses operands that do not fit, by name", "[kernels][gemm]") {
-  const TestTensor a(cpu(), DType::kF32, {4, 6}), b(cpu(), DType::kF32, {5, 6}), out(cpu(), DType::kF32, {4, 5});
-  const TestTensor b16(cpu(), DType::kBF16, {5, 6}), codes(cpu(), DType::kE4M3, {5, 6}),
-      ids(cpu(), DType::kI32, {4, 5});
-  const TestTensor scale(cpu(), DType::kF32, {1}, {1.0f}), vector(cpu(), DType::kF32, {4});
-  const TestTensor square(cpu(), DType::kF32, {5, 5});
+  const TestTensor a(cpu_device(), DType::kF32, {4, 6}), b(cpu_device(), DType::kF32, {5, 6}),
+      out(cpu_device(), DType::kF32, {4, 5});
+  const TestTensor b16(cpu_device(), DType::kBF16, {5, 6}), codes(cpu_device(), DType::kE4M3, {5, 6}),
+      ids(cpu_device(), DType::kI32, {4, 5});
+  const TestTensor scale(cpu_device(), DType::kF32, {1}, {1.0f}), vector(cpu_device(), DType::kF32, {4});
+  const TestTensor square(cpu_device(), DType::kF32, {5, 5});
   const ScaledView b8(codes, scale, Scaling::kTensor), unscaled(codes, {}, Scaling::kTensor);
-  const auto message = [&](const Gemm& op) { return internal_error([&] { gemm(cpu(), op); }); };
+  const auto message = [&](const Gemm& op) { return internal_error([&] { gemm(cpu_device(), op); }); };
   const auto refused = [&](const Gemm& op, const std::string& tensor) {
     const std::string text = message(op);
     return contains(text, "gemm: ") && contains(text, tensor);

@@ -125,19 +125,19 @@ TEST_CASE("another device stores fp8 moments with the CPU's bits and reads them"
         for (const bool is_second : {false, true}) {
           const auto N = static_cast<int64_t>(all[content].size());
           const std::vector<float> x = is_second ? all[content] : with_random_signs(all[content], 307);
-          const TestMoment want(cpu(), storage, N), got(*device, storage, N);
-          const TestTensor x_here(cpu(), DType::kF32, {N}, x), x_there(*device, DType::kF32, {N}, x);
-          moment_encode(cpu(), {x_here, want.view(), is_second});
+          const TestMoment want(cpu_device(), storage, N), got(*device, storage, N);
+          const TestTensor x_here(cpu_device(), DType::kF32, {N}, x), x_there(*device, DType::kF32, {N}, x);
+          moment_encode(cpu_device(), {x_here, want.view(), is_second});
           moment_encode(*device, {x_there, got.view(), is_second});
           CAPTURE(content, N, describe(storage), is_second);
           CHECK(first_difference("moment", got, want) == "");
 
           // Read from the CPU's bits, so that one error is not shown twice.
-          const TestTensor values(cpu(), DType::kF32, {N}), values_there(*device, DType::kF32, {N});
+          const TestTensor values(cpu_device(), DType::kF32, {N}), values_there(*device, DType::kF32, {N});
           copy_bits(want.values, *device, got.values);
           copy_bits(want.amax, *device, got.amax);
           if (storage.expanded) copy_bits(want.exponent, *device, got.exponent);
-          moment_decode(cpu(), {want.view(), values});
+          moment_decode(cpu_device(), {want.view(), values});
           moment_decode(*device, {got.view(), values_there});
           CHECK(first_far(values_there.host(), values.host(), decode_error(*device)) == "");
           CHECK((values_there.guard_intact() && x_there.guard_intact()));
@@ -163,7 +163,7 @@ TEST_CASE("another device finds the CPU's exponents of range expansion", "[kerne
           for (int64_t i = 0; i < kMomentGroup; ++i) x.push_back(i % 3 == 1 ? 1.7e-5f : 1.7e-5f * r);
         }
       }
-      const StoredMoment want = store_and_read(cpu(), x, {format, true}, false);
+      const StoredMoment want = store_and_read(cpu_device(), x, {format, true}, false);
       const StoredMoment got = store_and_read(*device, x, {format, true}, false);
       int64_t wrong = 0;
       for (size_t g = 0; g < want.exponent.size(); ++g) {
@@ -186,7 +186,7 @@ TEST_CASE("another device's first step with fp8 states gives the CPU's bits", "[
     for (const int64_t N : kSizes) {
       const std::vector<float> initial = random_normal(N, 311, 0.02f);
       for (const Storage& storage : float8_storages()) {
-        TestParameter want(cpu(), storage, initial), got(*device, storage, initial),
+        TestParameter want(cpu_device(), storage, initial), got(*device, storage, initial),
             again(*device, storage, initial);
         for (TestParameter* parameter : {&want, &got, &again}) {
           parameter->step(varied_gradient(N, 1), {}, 1, 0.37f, kFirst);
@@ -208,13 +208,13 @@ struct MomentDistance {
 
   MomentDistance(const TestMoment& got, const TestMoment& want, const MomentStorage& storage) {
     const int64_t N = want.values.view().numel();
-    const TestMoment got_here(cpu(), storage, N);
-    copy_bits(got.values, cpu(), got_here.values);
-    copy_bits(got.amax, cpu(), got_here.amax);
-    copy_bits(got.exponent, cpu(), got_here.exponent);
-    const TestTensor a(cpu(), DType::kF32, {N}), b(cpu(), DType::kF32, {N});
-    moment_decode(cpu(), {got_here.view(), a});
-    moment_decode(cpu(), {want.view(), b});
+    const TestMoment got_here(cpu_device(), storage, N);
+    copy_bits(got.values, cpu_device(), got_here.values);
+    copy_bits(got.amax, cpu_device(), got_here.amax);
+    copy_bits(got.exponent, cpu_device(), got_here.exponent);
+    const TestTensor a(cpu_device(), DType::kF32, {N}), b(cpu_device(), DType::kF32, {N});
+    moment_decode(cpu_device(), {got_here.view(), a});
+    moment_decode(cpu_device(), {want.view(), b});
     const std::vector<float> x = a.host(), y = b.host(), amax = want.amax.host();
     const Float8Traits& traits = float8_traits(storage.format);
     for (int64_t i = 0; i < N; ++i) {
@@ -234,10 +234,10 @@ TEST_CASE("another device's later steps with fp8 states stay near the CPU's", "[
     for (const int64_t N : {1, 129, 1000, 20000}) {
       const std::vector<float> initial = random_normal(N, 312, 0.02f);
       for (const Storage& storage : float8_storages()) {
-        TestParameter want(cpu(), storage, initial), got(*device, storage, initial);
+        TestParameter want(cpu_device(), storage, initial), got(*device, storage, initial);
         for (int64_t t = 1; t <= 5; ++t) {
           // Each step from the state that the device has: codes that differ once would differ from then on.
-          copy_state(got, cpu(), want);
+          copy_state(got, cpu_device(), want);
           want.step(varied_gradient(N, t), {}, t);
           got.step(varied_gradient(N, t), {}, t);
           const std::vector<float> w = got.master_values(), want_w = want.master_values();

@@ -180,7 +180,7 @@ TEST_CASE("range expansion reaches the published errors", "[kernels][moments]") 
                                     {2.63, 2.79}, {37, 37},     {6.6e-4, 2.1e-4}, {6.9e-4, 1.6e-5}};
   const auto contents = bench::all_group_contents();
   REQUIRE(contents.size() == want.size());
-  Device& device = cpu();
+  Device& device = cpu_device();
   int wrong = 0;
   for (size_t i = 0; i < contents.size(); ++i) {
     const bool is_relative = contents[i].kind == bench::GroupContent::Kind::kLogUniform;

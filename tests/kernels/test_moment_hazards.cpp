@@ -326,7 +326,7 @@ TEST_CASE("hazard: every thread adds its floor to the scale of a plain group", "
 }
 
 TEST_CASE("hazard: moments of a wrong shape, dtype or layout are taken without a check", "[kernels][hazards]") {
-  Device& device = cpu();
+  Device& device = cpu_device();
   const int64_t N = 130;
   const TestTensor values(device, DType::kF32, {N}, std::vector<float>(N, 1.0f)), bf16(device, DType::kBF16, {N});
   const TestTensor codes(device, DType::kE4M3, {N}), two(device, DType::kF32, {2}), one(device, DType::kF32, {1});

@@ -40,7 +40,9 @@ std::vector<float> weights(NormKind kind, int64_t cols) {
 // A matrix and, if its format is fp8, its transpose in the same format.
 struct WithTranspose {
   WithTranspose(const Format& format_, int64_t rows, int64_t cols)
-      : format(format_), matrix(format.make(cpu(), rows, cols)), transposed(format.make(cpu(), cols, rows)) {}
+      : format(format_),
+        matrix(format.make(cpu_device(), rows, cols)),
+        transposed(format.make(cpu_device(), cols, rows)) {}
 
   ScaledView transposed_view() const {
     if (format.scaling == Scaling::kNone) return {};
@@ -58,7 +60,7 @@ struct WithTranspose {
   // Both hold x, quantized.
   bool hold(const ScaledView& x) const {
     const WithTranspose want(format, x.num_rows(), x.num_cols());
-    quantize(cpu(), {.x = x, .out = want.matrix, .out_t = want.transposed_view()});
+    quantize(cpu_device(), {.x = x, .out = want.matrix, .out_t = want.transposed_view()});
     return equals(want);
   }
   bool guards_intact() const { return matrix.guard_intact() && transposed.guard_intact(); }
@@ -73,14 +75,14 @@ struct Forward {
           const Format& y_format = {DType::kF32})
       : kind(kind_),
         eps(eps_),
-        residual(cpu(), dtype, {rows, cols}, random_bf16(rows * cols, 91)),
-        branch(cpu(), dtype, {rows, cols}, random_bf16(rows * cols, 92, 0.5f)),
-        weight(cpu(), dtype, {cols}, weights(kind_, cols)),
-        residual_out(cpu(), dtype, {rows, cols}),
+        residual(cpu_device(), dtype, {rows, cols}, random_bf16(rows * cols, 91)),
+        branch(cpu_device(), dtype, {rows, cols}, random_bf16(rows * cols, 92, 0.5f)),
+        weight(cpu_device(), dtype, {cols}, weights(kind_, cols)),
+        residual_out(cpu_device(), dtype, {rows, cols}),
         y(y_format, rows, cols),
-        mean(cpu(), DType::kF32, {rows}),
-        rstd(cpu(), DType::kF32, {rows}) {
-    if (x_format) x.reset(new TestMatrix(x_format->make(cpu(), rows, cols)));
+        mean(cpu_device(), DType::kF32, {rows}),
+        rstd(cpu_device(), DType::kF32, {rows}) {
+    if (x_format) x.reset(new TestMatrix(x_format->make(cpu_device(), rows, cols)));
   }
   NormForward op() const {
     return {.kind = kind,
@@ -122,7 +124,7 @@ TEST_CASE("norm_forward rounds the fp64 result", "[kernels][norm]") {
   for (const NormKind kind : kKinds) {
     for (const Format* x_format : {static_cast<const Format*>(nullptr), &kGroup16}) {
       const Forward f(kind, dtype, rows, cols, eps, x_format, {dtype});
-      norm_forward(cpu(), f.op());
+      norm_forward(cpu_device(), f.op());
 
       const auto residual = f.residual.host(), branch = f.branch.host(), sum = f.residual_out.host();
       const auto x = f.norm_input_values(), y = f.y.matrix.host(), mean = f.mean.host(), rstd = f.rstd.host();
@@ -153,13 +155,13 @@ TEST_CASE("norm_forward without a branch normalizes the residual", "[kernels][no
       same(NormKind::kRmsNorm, DType::kBF16, 5, 24, 1e-5f);
   NormForward op = f.op();
   op.branch = {};
-  norm_forward(cpu(), op);
+  norm_forward(cpu_device(), op);
   CHECK((f.residual_out.host() == f.residual.host()));
 
-  const TestTensor zeros(cpu(), DType::kBF16, {5, 24}, std::vector<float>(5 * 24, 0.0f));
+  const TestTensor zeros(cpu_device(), DType::kBF16, {5, 24}, std::vector<float>(5 * 24, 0.0f));
   op = same.op();
   op.branch = zeros;
-  norm_forward(cpu(), op);
+  norm_forward(cpu_device(), op);
   CHECK(same_bits(f.y.matrix, same.y.matrix));
 }
 
@@ -168,12 +170,12 @@ TEST_CASE("norm_forward quantizes the rounded sum, and its own result", "[kernel
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   constexpr int64_t kRows = 37, kCols = 90;
   const Forward plain(kind, dtype, kRows, kCols, 1e-5f, &kGroup16);
-  norm_forward(cpu(), plain.op());
+  norm_forward(cpu_device(), plain.op());
   for (const Format& format : kFloat8Formats) {
     const Forward f(kind, dtype, kRows, kCols, 1e-5f, &kGroup16, format);
-    norm_forward(cpu(), f.op());
-    const TestMatrix x = kGroup16.make(cpu(), kRows, kCols);
-    quantize(cpu(), {.x = f.residual_out, .out = x});
+    norm_forward(cpu_device(), f.op());
+    const TestMatrix x = kGroup16.make(cpu_device(), kRows, kCols);
+    quantize(cpu_device(), {.x = f.residual_out, .out = x});
     CAPTURE(describe(f.y.matrix.view()));
     CHECK(same_bits(*f.x, x));
     CHECK(f.y.hold(plain.y.matrix));
@@ -188,16 +190,17 @@ TEST_CASE("norm statistics are exact where mean and deviation differ widely", "[
   const int64_t rows = 3;
   std::vector<float> x(static_cast<size_t>(rows * cols));
   for (size_t i = 0; i < x.size(); ++i) x[i] = 4096.0f + static_cast<float>(i % 2);
-  const TestTensor residual(cpu(), DType::kF32, {rows, cols}, x), out(cpu(), DType::kF32, {rows, cols});
-  const TestTensor y(cpu(), DType::kF32, {rows, cols}), mean(cpu(), DType::kF32, {rows}),
-      rstd(cpu(), DType::kF32, {rows});
-  norm_forward(cpu(), {.kind = NormKind::kLayerNorm,
-                       .eps = 0.0f,
-                       .residual = residual,
-                       .residual_out = out,
-                       .y = y,
-                       .mean = mean,
-                       .rstd = rstd});
+  const TestTensor residual(cpu_device(), DType::kF32, {rows, cols}, x),
+      out(cpu_device(), DType::kF32, {rows, cols});
+  const TestTensor y(cpu_device(), DType::kF32, {rows, cols}), mean(cpu_device(), DType::kF32, {rows}),
+      rstd(cpu_device(), DType::kF32, {rows});
+  norm_forward(cpu_device(), {.kind = NormKind::kLayerNorm,
+                              .eps = 0.0f,
+                              .residual = residual,
+                              .residual_out = out,
+                              .y = y,
+                              .mean = mean,
+                              .rstd = rstd});
   int wrong = 0;
   const auto got = y.host();
   for (size_t i = 0; i < got.size(); ++i) wrong += got[i] != (i % 2 ? 1.0f : -1.0f);
@@ -210,10 +213,10 @@ TEST_CASE("norm_forward may write over the residual", "[kernels][norm]") {
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   const Forward apart(NormKind::kLayerNorm, dtype, 19, 50, 1e-5f, &kGroup16);
   const Forward in_place(NormKind::kLayerNorm, dtype, 19, 50, 1e-5f, &kGroup16);
-  norm_forward(cpu(), apart.op());
+  norm_forward(cpu_device(), apart.op());
   NormForward op = in_place.op();
   op.residual_out = in_place.residual;
-  norm_forward(cpu(), op);
+  norm_forward(cpu_device(), op);
   CHECK((in_place.residual.bytes() == apart.residual_out.bytes()));
   CHECK((in_place.y.equals(apart.y) && same_bits(*in_place.x, *apart.x)));
   CHECK(in_place.guards_intact());
@@ -229,7 +232,7 @@ TEST_CASE("norm_recompute repeats norm_forward bit for bit", "[kernels][norm]") 
   for (const Format* x_format : {static_cast<const Format*>(nullptr), &kGroup16}) {
     for (const Format& format : y_formats) {
       const Forward f(kind, dtype, rows, cols, 1e-5f, x_format, format);
-      norm_forward(cpu(), f.op());
+      norm_forward(cpu_device(), f.op());
       const WithTranspose again(format, rows, cols), only_t(format, rows, cols);
       NormRecompute op{.kind = kind,
                        .x = f.norm_input(),
@@ -239,7 +242,7 @@ TEST_CASE("norm_recompute repeats norm_forward bit for bit", "[kernels][norm]") 
                        .y = again.matrix,
                        .y_t = again.transposed_view()};
       if (format.scaling == Scaling::kTensor) op.y.scale = op.y_t.scale = f.y.matrix.scale->view();
-      norm_recompute(cpu(), op);
+      norm_recompute(cpu_device(), op);
       CAPTURE(rows, cols, int(kind), describe(op.x), describe(op.y));
       CHECK((again.matrix.data.bytes() == f.y.matrix.data.bytes()));
       CHECK((format.scaling == Scaling::kNone || again.transposed.data.bytes() == f.y.transposed.data.bytes()));
@@ -249,7 +252,7 @@ TEST_CASE("norm_recompute repeats norm_forward bit for bit", "[kernels][norm]") 
       op.y = {};
       if (format.scaling == Scaling::kNone) continue;
       op.y_t.data = only_t.transposed.data.view();
-      norm_recompute(cpu(), op);
+      norm_recompute(cpu_device(), op);
       CHECK((only_t.transposed.data.bytes() == f.y.transposed.data.bytes()));
     }
   }
@@ -259,18 +262,19 @@ TEST_CASE("norm_recompute reads the scale of a tensor and does not compute it", 
   const NormKind kind = GENERATE(NormKind::kLayerNorm, NormKind::kRmsNorm);
   const Format format{DType::kE4M3, Scaling::kTensor};
   const Forward f(kind, DType::kBF16, 9, 40, 1e-5f, &kGroup16);  // y in fp32
-  norm_forward(cpu(), f.op());
+  norm_forward(cpu_device(), f.op());
   const WithTranspose got(format, 9, 40), want(format, 9, 40);
-  upload(cpu(), got.matrix.scale->view(), std::vector<float>{0.03f});
-  upload(cpu(), want.matrix.scale->view(), std::vector<float>{0.03f});
-  quantize(cpu(), {.x = f.y.matrix, .out = want.matrix, .out_t = want.transposed_view(), .scale_given = true});
-  norm_recompute(cpu(), {.kind = kind,
-                         .x = f.norm_input(),
-                         .weight = f.weight_view(),
-                         .mean = f.mean_view(),
-                         .rstd = f.rstd,
-                         .y = got.matrix,
-                         .y_t = got.transposed_view()});
+  upload(cpu_device(), got.matrix.scale->view(), std::vector<float>{0.03f});
+  upload(cpu_device(), want.matrix.scale->view(), std::vector<float>{0.03f});
+  quantize(cpu_device(),
+           {.x = f.y.matrix, .out = want.matrix, .out_t = want.transposed_view(), .scale_given = true});
+  norm_recompute(cpu_device(), {.kind = kind,
+                                .x = f.norm_input(),
+                                .weight = f.weight_view(),
+                                .mean = f.mean_view(),
+                                .rstd = f.rstd,
+                                .y = got.matrix,
+                                .y_t = got.transposed_view()});
   CHECK(got.equals(want));
 }
 
@@ -283,16 +287,16 @@ struct Backward {
         rows(rows_),
         cols(cols_),
         eps(eps_),
-        x(x_format ? x_format->make(cpu(), rows, cols) : TestMatrix(cpu(), dtype, rows, cols)),
-        weight(cpu(), dtype, {cols}, weights(kind, cols)),
-        mean(cpu(), DType::kF32, {rows}),
-        rstd(cpu(), DType::kF32, {rows}),
-        d_y(cpu(), dtype, {rows, cols}, random_bf16(rows * cols, 93)),
-        d_residual(cpu(), dtype, {rows, cols}, random_bf16(rows * cols, 94)),
-        d_residual_out(cpu(), dtype, {rows, cols}),
-        d_weight(cpu(), dtype, {cols}, random_bf16(cols, 95)) {
-    const TestTensor values(cpu(), DType::kF32, {rows, cols}, random_bf16(rows * cols, 96));
-    quantize(cpu(), {.x = values, .out = x});
+        x(x_format ? x_format->make(cpu_device(), rows, cols) : TestMatrix(cpu_device(), dtype, rows, cols)),
+        weight(cpu_device(), dtype, {cols}, weights(kind, cols)),
+        mean(cpu_device(), DType::kF32, {rows}),
+        rstd(cpu_device(), DType::kF32, {rows}),
+        d_y(cpu_device(), dtype, {rows, cols}, random_bf16(rows * cols, 93)),
+        d_residual(cpu_device(), dtype, {rows, cols}, random_bf16(rows * cols, 94)),
+        d_residual_out(cpu_device(), dtype, {rows, cols}),
+        d_weight(cpu_device(), dtype, {cols}, random_bf16(cols, 95)) {
+    const TestTensor values(cpu_device(), DType::kF32, {rows, cols}, random_bf16(rows * cols, 96));
+    quantize(cpu_device(), {.x = values, .out = x});
     std::vector<float> means, rstds;
     const auto read = x.host();
     for (int64_t r = 0; r < rows; ++r) {
@@ -300,8 +304,8 @@ struct Backward {
       means.push_back(static_cast<float>(s.mean));
       rstds.push_back(static_cast<float>(s.rstd));
     }
-    upload(cpu(), mean.view(), means);
-    upload(cpu(), rstd.view(), rstds);
+    upload(cpu_device(), mean.view(), means);
+    upload(cpu_device(), rstd.view(), rstds);
   }
   NormBackward op() const {
     const bool has_weight = kind == NormKind::kRmsNorm;
@@ -368,7 +372,7 @@ TEST_CASE("norm_backward is the derivative of norm_forward", "[kernels][norm]") 
     for (const Format* x_format : {static_cast<const Format*>(nullptr), &kGroup16}) {
       const Backward b(kind, dtype, rows, cols, eps, x_format);
       const auto d_weight_before = b.d_weight.host();
-      norm_backward(cpu(), b.op());
+      norm_backward(cpu_device(), b.op());
 
       const auto d_x = b.d_x(), d_w = b.d_w();
       const auto d_residual = b.d_residual.host(), out = b.d_residual_out.host(), d_weight = b.d_weight.host();
@@ -396,11 +400,11 @@ TEST_CASE("norm_backward without a residual gradient takes it as zero", "[kernel
   const Backward b(kind, DType::kF32, 7, 20, 1e-5f), same(kind, DType::kF32, 7, 20, 1e-5f);
   NormBackward op = b.op();
   op.d_residual = {};
-  norm_backward(cpu(), op);
-  const TestTensor zeros(cpu(), DType::kF32, {7, 20}, std::vector<float>(140, 0.0f));
+  norm_backward(cpu_device(), op);
+  const TestTensor zeros(cpu_device(), DType::kF32, {7, 20}, std::vector<float>(140, 0.0f));
   op = same.op();
   op.d_residual = zeros;
-  norm_backward(cpu(), op);
+  norm_backward(cpu_device(), op);
   CHECK((b.d_residual_out.bytes() == same.d_residual_out.bytes()));
 }
 
@@ -409,13 +413,13 @@ TEST_CASE("norm_backward may write over either gradient it reads", "[kernels][no
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   const Backward apart(kind, dtype, 70, 33, 1e-5f), over_residual(kind, dtype, 70, 33, 1e-5f);
   const Backward over_y(kind, dtype, 70, 33, 1e-5f);
-  norm_backward(cpu(), apart.op());
+  norm_backward(cpu_device(), apart.op());
   NormBackward op = over_residual.op();
   op.d_residual_out = over_residual.d_residual;
-  norm_backward(cpu(), op);
+  norm_backward(cpu_device(), op);
   op = over_y.op();
   op.d_residual_out = over_y.d_y;
-  norm_backward(cpu(), op);
+  norm_backward(cpu_device(), op);
   CHECK((over_residual.d_residual.bytes() == apart.d_residual_out.bytes()));
   CHECK((over_y.d_y.bytes() == apart.d_residual_out.bytes()));
   CHECK((over_y.d_weight.bytes() == apart.d_weight.bytes()));
@@ -430,13 +434,13 @@ TEST_CASE("norm_backward quantizes the gradient as it rounded it", "[kernels][no
     NormBackward op = b.op();
     op.d_quantized = quantized.matrix;
     op.d_quantized_t = quantized.transposed_view();
-    norm_backward(cpu(), op);
+    norm_backward(cpu_device(), op);
     CAPTURE(describe(op.d_quantized));
     CHECK(quantized.hold(b.d_residual_out));
 
     op.d_quantized = {};
     op.d_quantized_t = only_t.transposed_view();
-    norm_backward(cpu(), op);
+    norm_backward(cpu_device(), op);
     CHECK((only_t.transposed.data.bytes() == quantized.transposed.data.bytes()));
     CHECK((quantized.guards_intact() && only_t.guards_intact()));
   }
@@ -448,11 +452,11 @@ TEST_CASE("norm ops give the same bits on any number of threads", "[kernels][nor
   const Forward serial(kind, DType::kBF16, 201, 40, 1e-5f, &kGroup16);
   const Backward parallel_b(kind, DType::kF32, 201, 40, 1e-5f), serial_b(kind, DType::kF32, 201, 40, 1e-5f);
   set_num_threads(3);
-  norm_forward(cpu(), parallel.op());
-  norm_backward(cpu(), parallel_b.op());
+  norm_forward(cpu_device(), parallel.op());
+  norm_backward(cpu_device(), parallel_b.op());
   set_num_threads(1);
-  norm_forward(cpu(), serial.op());
-  norm_backward(cpu(), serial_b.op());
+  norm_forward(cpu_device(), serial.op());
+  norm_backward(cpu_device(), serial_b.op());
   set_num_threads(0);
   CHECK((parallel.y.equals(serial.y) && parallel.rstd.bytes() == serial.rstd.bytes()));
   CHECK((parallel_b.d_residual_out.bytes() == serial_b.d_residual_out.bytes()));
@@ -466,8 +470,8 @@ TEST_CASE("norm ops keep bad values visible, in their own row", "[kernels][norm]
   const Forward f(kind, DType::kF32, 5, 32, 1e-5f, x_format);
   auto values = f.residual.host();
   values[2 * 32 + 9] = bad;
-  upload(cpu(), f.residual.view(), values);
-  norm_forward(cpu(), f.op());
+  upload(cpu_device(), f.residual.view(), values);
+  norm_forward(cpu_device(), f.op());
   const auto y = f.y.matrix.host();
   int bad_elements = 0, bad_elsewhere = 0;
   for (int64_t i = 0; i < 5 * 32; ++i) {
@@ -481,10 +485,10 @@ TEST_CASE("norm ops of nothing do nothing", "[kernels][norm]") {
   const Forward f(NormKind::kRmsNorm, DType::kF32, 0, 8, 1e-5f);
   const Backward b(NormKind::kRmsNorm, DType::kF32, 0, 8, 1e-5f);
   const auto before = b.d_weight.host();
-  norm_forward(cpu(), f.op());
-  norm_recompute(cpu(),
+  norm_forward(cpu_device(), f.op());
+  norm_recompute(cpu_device(),
                  {.kind = f.kind, .x = f.norm_input(), .weight = f.weight_view(), .rstd = f.rstd, .y = f.y.matrix});
-  norm_backward(cpu(), b.op());
+  norm_backward(cpu_device(), b.op());
   CHECK((f.guards_intact() && b.guards_intact()));
   CHECK((b.d_weight.host() == before));
 }
@@ -493,15 +497,15 @@ TEST_CASE("norm ops refuse tensors that do not fit, by name", "[kernels][norm]")
   const Forward rms(NormKind::kRmsNorm, DType::kF32, 4, 6, 1e-5f, &kGroup16);
   const Forward layer(NormKind::kLayerNorm, DType::kF32, 4, 6, 1e-5f);
   const Backward b(NormKind::kRmsNorm, DType::kF32, 4, 6, 1e-5f);
-  const TestTensor small(cpu(), DType::kF32, {4, 5}), bf16(cpu(), DType::kBF16, {4, 6});
+  const TestTensor small(cpu_device(), DType::kF32, {4, 5}), bf16(cpu_device(), DType::kBF16, {4, 6});
   const WithTranspose fp8({DType::kE5M2, Scaling::kTensor}, 4, 6);
   const auto forward = [](NormForward op, auto change) {
     change(op);
-    return internal_error([&] { norm_forward(cpu(), op); });
+    return internal_error([&] { norm_forward(cpu_device(), op); });
   };
   const auto backward = [](NormBackward op, auto change) {
     change(op);
-    return internal_error([&] { norm_backward(cpu(), op); });
+    return internal_error([&] { norm_backward(cpu_device(), op); });
   };
   using F = NormForward&;
   using B = NormBackward&;
@@ -531,8 +535,8 @@ TEST_CASE("norm ops refuse tensors that do not fit, by name", "[kernels][norm]")
   CHECK(contains(backward(b.op(), [&](B a) { a.kind = NormKind::kLayerNorm; }), "norm_backward: weight is fp32"));
 
   NormRecompute op{.kind = rms.kind, .x = rms.norm_input(), .weight = rms.weight, .rstd = rms.rstd, .y = small};
-  CHECK(contains(internal_error([&] { norm_recompute(cpu(), op); }), "norm_recompute: y is fp32 [4, 5]"));
+  CHECK(contains(internal_error([&] { norm_recompute(cpu_device(), op); }), "norm_recompute: y is fp32 [4, 5]"));
   op.y = ScaledView();
   op.y_t = small;
-  CHECK(contains(internal_error([&] { norm_recompute(cpu(), op); }), "norm_recompute: y_t is fp32 [4, 5]"));
+  CHECK(contains(internal_error([&] { norm_recompute(cpu_device(), op); }), "norm_recompute: y_t is fp32 [4, 5]"));
 }

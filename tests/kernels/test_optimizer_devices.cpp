@@ -65,7 +65,7 @@ TEST_CASE("another device's adamw_step gives the CPU's bits", "[kernels][adamw][
       const std::vector<std::vector<float>> gradients = {wide_gradient(N, 1), wide_gradient(N, 2),
                                                          wide_gradient(N, 3)};
       for (const Storage& storage : plain_storages()) {
-        TestParameter want(cpu(), storage, initial), got(*device, storage, initial),
+        TestParameter want(cpu_device(), storage, initial), got(*device, storage, initial),
             again(*device, storage, initial);
         for (int64_t t = 1; t <= 3; ++t) {
           for (TestParameter* parameter : {&want, &got, &again}) {
@@ -106,9 +106,9 @@ TEST_CASE("another device steps views that are not aligned as the CPU does", "[k
   const std::vector<float> initial = random_normal(N, 23, 0.02f);
   for (Device* device : other_devices()) {
     for (const Storage& storage : plain_storages()) {
-      TestParameter want(cpu(), storage, initial), got(*device, storage, initial);
+      TestParameter want(cpu_device(), storage, initial), got(*device, storage, initial);
       for (int64_t t = 1; t <= 2; ++t) {
-        const TestTensor want_gradient(cpu(), storage.gradient, {N}, gradient_at(N, t));
+        const TestTensor want_gradient(cpu_device(), storage.gradient, {N}, gradient_at(N, t));
         const TestTensor gradient(*device, storage.gradient, {N}, gradient_at(N, t));
         // Element 1 is number 128 of the flat space.
         want.step_range(want_gradient, {}, t, 1, N, 1.0f, 127);
@@ -126,7 +126,7 @@ TEST_CASE("another device encodes and decodes plain moments as the CPU does", "[
     for (int64_t N : kSizes) {
       const std::vector<float> x = random_normal(N, 24);
       for (DType format : {DType::kF32, DType::kBF16}) {
-        const StoredMoment want = store_and_read(cpu(), x, {format}, true);
+        const StoredMoment want = store_and_read(cpu_device(), x, {format}, true);
         const StoredMoment got = store_and_read(*device, x, {format}, true);
         CAPTURE(N, name_of(format));
         CHECK(got.codes == want.codes);
@@ -160,11 +160,12 @@ struct Parts {
 TEST_CASE("another device's sum_of_squares agrees with the CPU's", "[kernels][grad_norm][devices]") {
   for (Device* device : other_devices()) {
     for (int64_t count : {0, 1, 2, 10, 159, 160, 161, 333}) {  // 160 go into one launch
-      const Parts want_parts(cpu(), count), parts(*device, count);
-      const TestTensor want_partial(cpu(), DType::kF32, {count}), want_result(cpu(), DType::kF32, {1});
+      const Parts want_parts(cpu_device(), count), parts(*device, count);
+      const TestTensor want_partial(cpu_device(), DType::kF32, {count}),
+          want_result(cpu_device(), DType::kF32, {1});
       const TestTensor partial(*device, DType::kF32, {count}), result(*device, DType::kF32, {1});
       const TestTensor partial_again(*device, DType::kF32, {count}), again(*device, DType::kF32, {1});
-      sum_of_squares(cpu(), {want_parts.views, want_partial, want_result});
+      sum_of_squares(cpu_device(), {want_parts.views, want_partial, want_result});
       sum_of_squares(*device, {parts.views, partial, result});
       sum_of_squares(*device, {parts.views, partial_again, again});
       const std::vector<float> want = want_partial.host(), got = partial.host();
@@ -190,7 +191,7 @@ TEST_CASE("another device's clip_coefficient gives the CPU's bits", "[kernels][g
     int wrong = 0;
     for (float squares : log_uniform(200, 1e-20, 1e40, 25)) {
       for (float max_norm : {1.0f, 0.3f}) {
-        wrong += coefficient(*device, squares, max_norm) != coefficient(cpu(), squares, max_norm);
+        wrong += coefficient(*device, squares, max_norm) != coefficient(cpu_device(), squares, max_norm);
       }
     }
     CHECK(wrong == 0);
@@ -207,7 +208,7 @@ TEST_CASE("another device's add_sum agrees with the CPU's", "[kernels][grad_norm
         CHECK((values.guard_intact() && sum.guard_intact()));
         return sum.host()[0];
       };
-      const float want = total(cpu()), got = total(*device);
+      const float want = total(cpu_device()), got = total(*device);
       CAPTURE(N, want, got);
       CHECK(std::abs(got - want) <= 0x1p-23f * std::abs(want) + 1e-9f);
       CHECK(got == total(*device));
@@ -281,7 +282,7 @@ TEST_CASE("another device's cross_entropy agrees with the CPU's", "[kernels][cro
     for (const auto& [T, V] : shapes) {
       for (DType dtype : {DType::kF32, DType::kBF16}) {
         const std::vector<float> x = random_values(dtype, T * V, 28, 3.0f), targets = some_targets(T, V);
-        const Loss want(cpu(), dtype, T, V, x, targets), got(*device, dtype, T, V, x, targets);
+        const Loss want(cpu_device(), dtype, T, V, x, targets), got(*device, dtype, T, V, x, targets);
         const Loss again(*device, dtype, T, V, x, targets), forward(*device, dtype, T, V, x, targets);
         const std::vector<std::byte> untouched = forward.logits.bytes();
         for (const Loss* call : {&want, &got, &again}) call->run(kZLoss, kGradScale);
@@ -323,7 +324,7 @@ TEST_CASE("another device's cross_entropy counts logits of minus infinity as not
     if (i % V < V - 40) x[i] = -std::numeric_limits<float>::infinity();
   }
   for (Device* device : other_devices()) {
-    const Loss want(cpu(), DType::kF32, T, V, x, targets), got(*device, DType::kF32, T, V, x, targets);
+    const Loss want(cpu_device(), DType::kF32, T, V, x, targets), got(*device, DType::kF32, T, V, x, targets);
     for (const Loss* call : {&want, &got}) call->run(0.0f, 1.0f);
     CHECK(count_unlike(got.loss.host(), want.loss.host(), 1.0, DType::kF32) == 0);
     CHECK(count_unlike(got.logits.host(), want.logits.host(), 1.0, DType::kF32) == 0);

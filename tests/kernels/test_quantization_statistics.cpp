@@ -94,8 +94,9 @@ std::vector<float> wide_values(int64_t count) {
 
 // A quantized copy of x, [rows, cols].
 std::unique_ptr<TestMatrix> quantized(const Format& format, const MatrixShape& s, const std::vector<float>& x) {
-  std::unique_ptr<TestMatrix> q(new TestMatrix(format.make(cpu(), s.rows, s.cols)));
-  if (s.numel() > 0) quantize(cpu(), {.x = TestTensor(cpu(), DType::kF32, {s.rows, s.cols}, x), .out = *q});
+  std::unique_ptr<TestMatrix> q(new TestMatrix(format.make(cpu_device(), s.rows, s.cols)));
+  if (s.numel() > 0)
+    quantize(cpu_device(), {.x = TestTensor(cpu_device(), DType::kF32, {s.rows, s.cols}, x), .out = *q});
   return q;
 }
 
@@ -108,9 +109,9 @@ bool same(const QuantizationTotals& a, const QuantizationTotals& b) {
 // Two devices on the same bits.
 void check_device(Device& device, DType dtype, const MatrixShape& s, const std::vector<float>& x,
                   const TestMatrix& q) {
-  const TestTensor here(cpu(), dtype, {s.rows, s.cols}, x), there(device, dtype, {s.rows, s.cols}, x);
+  const TestTensor here(cpu_device(), dtype, {s.rows, s.cols}, x), there(device, dtype, {s.rows, s.cols}, x);
   const std::unique_ptr<TestMatrix> q_there = copy_on(device, q);
-  const QuantizationTotals want = totals_of(cpu(), here, q), got = totals_of(device, there, *q_there);
+  const QuantizationTotals want = totals_of(cpu_device(), here, q), got = totals_of(device, there, *q_there);
   CAPTURE(s, name_of(dtype), describe(q.view()));
   CHECK(same(got, want));
   const QuantizationTotals again = totals_of(device, there, *q_there);
@@ -129,8 +130,8 @@ TEST_CASE("quantization statistics are those of a plain count", "[kernels][telem
       const PlainTotals want = plain_totals(x, s.cols, *q);
       if (s.numel() > 500) CHECK(want.underflowed > 0);
       CHECK(want.saturated == 0);  // scales are those of the values themselves
-      const TestTensor before(cpu(), dtype, {s.rows, s.cols}, x);
-      check(totals_of(cpu(), before, *q), want, *q);
+      const TestTensor before(cpu_device(), dtype, {s.rows, s.cols}, x);
+      check(totals_of(cpu_device(), before, *q), want, *q);
     }
   }
 }
@@ -143,14 +144,14 @@ TEST_CASE("numbers too large for a given scale count as saturated, rounding does
     const float just_beyond = std::nextafter(threshold, 1e9f);
     const std::vector<float> x = {largest,      -largest,    threshold, -threshold, just_beyond,
                                   -just_beyond, 2 * largest, 1.0f,      0.0f,       1e30f};
-    const TestMatrix q(cpu(), dtype, 1, 10, Scaling::kTensor);
+    const TestMatrix q(cpu_device(), dtype, 1, 10, Scaling::kTensor);
     for (const float scale : {1.0f, 0.25f, 0x1p-20f}) {  // exact, so that the thresholds are
       std::vector<float> scaled = x;
       for (float& v : scaled) v *= scale;
-      const TestTensor before(cpu(), DType::kF32, {1, 10}, scaled);
-      upload(cpu(), q.scale->view(), std::vector<float>{scale});
-      quantize(cpu(), {.x = before, .out = q, .scale_given = true});
-      const QuantizationTotals totals = totals_of(cpu(), before, q);
+      const TestTensor before(cpu_device(), DType::kF32, {1, 10}, scaled);
+      upload(cpu_device(), q.scale->view(), std::vector<float>{scale});
+      quantize(cpu_device(), {.x = before, .out = q, .scale_given = true});
+      const QuantizationTotals totals = totals_of(cpu_device(), before, q);
       CHECK(totals.saturated == 4);
       CHECK(totals.underflowed == 0);
       CHECK(totals.amax == 1e30f * scale);
@@ -167,7 +168,7 @@ TEST_CASE("zeros, and numbers that are not finite, are counted apart", "[kernels
   const std::vector<float> x = {0, -0.0f, 0, 0, 0x1p-110f, -0x1p-110f, 0, 0x1p-120f,
                                 1, kNan,  2, 3, 4,         5,          6, kInfinity};
   const std::unique_ptr<TestMatrix> q = quantized(format, {1, 16}, x);
-  const QuantizationTotals totals = totals_of(cpu(), TestTensor(cpu(), DType::kF32, {1, 16}, x), *q);
+  const QuantizationTotals totals = totals_of(cpu_device(), TestTensor(cpu_device(), DType::kF32, {1, 16}, x), *q);
   CHECK(totals.elements == 16);
   CHECK(totals.underflowed == 3);
   CHECK(totals.not_finite == 5);
@@ -184,12 +185,12 @@ TEST_CASE("columns behind those of the codes do not count", "[kernels][telemetry
     std::vector<float> x;
     for (int64_t i = 0; i < s.numel(); ++i) x.push_back(all[i / s.cols * wide.cols + i % s.cols]);
     const std::unique_ptr<TestMatrix> q = quantized(format, s, x);
-    const TestTensor before(cpu(), DType::kF32, {wide.rows, wide.cols}, all);
-    check(totals_of(cpu(), before, *q), plain_totals(all, wide.cols, *q), *q);
+    const TestTensor before(cpu_device(), DType::kF32, {wide.rows, wide.cols}, all);
+    check(totals_of(cpu_device(), before, *q), plain_totals(all, wide.cols, *q), *q);
     for (Device* device : other_devices()) {
       if (!has_scaling(*device, format.scaling, format.group)) continue;
       const TestTensor there(*device, DType::kF32, {wide.rows, wide.cols}, all);
-      CHECK(same(totals_of(*device, there, *copy_on(*device, *q)), totals_of(cpu(), before, *q)));
+      CHECK(same(totals_of(*device, there, *copy_on(*device, *q)), totals_of(cpu_device(), before, *q)));
     }
   }
 }
@@ -198,10 +199,10 @@ TEST_CASE("quantization statistics do not depend on threads", "[kernels][telemet
   const MatrixShape s{301, 96};
   const std::vector<float> x = wide_values(s.numel());
   const std::unique_ptr<TestMatrix> q = quantized({DType::kE4M3, Scaling::kTensor}, s, x);
-  const TestTensor before(cpu(), DType::kF32, {s.rows, s.cols}, x);
+  const TestTensor before(cpu_device(), DType::kF32, {s.rows, s.cols}, x);
   CHECK(same_on_one_thread([&] {
-    const TestTensor totals(cpu(), DType::kF32, {QuantizationTotals::kCount});
-    quantization_statistics(cpu(), {.x = before, .q = *q, .totals = totals});
+    const TestTensor totals(cpu_device(), DType::kF32, {QuantizationTotals::kCount});
+    quantization_statistics(cpu_device(), {.x = before, .q = *q, .totals = totals});
     return totals.bytes();
   }));
 }
@@ -217,7 +218,7 @@ TEST_CASE("quantization statistics on another device are the CPU's", "[kernels][
       if (s.numel() == 0) continue;
       // Numbers and codes that have nothing to do with each other saturate, too; with bad ones in between.
       const std::unique_ptr<TestMatrix> q = quantized(format, s, x);
-      fill_random_codes(cpu(), *q, 3);
+      fill_random_codes(cpu_device(), *q, 3);
       for (size_t i = 0; i < x.size(); ++i) x[i] = std::ldexp(x[i], static_cast<int>(i % 31));
       x[x.size() / 2] = std::numeric_limits<float>::infinity();
       x[x.size() / 3] = std::numeric_limits<float>::quiet_NaN();
@@ -227,12 +228,13 @@ TEST_CASE("quantization statistics on another device are the CPU's", "[kernels][
 }
 
 TEST_CASE("quantization statistics of tensors that do not fit are refused", "[kernels][telemetry]") {
-  const TestMatrix q(cpu(), DType::kE4M3, 4, 16, Scaling::kTensor);
-  const TestTensor totals(cpu(), DType::kF32, {QuantizationTotals::kCount}), short_totals(cpu(), DType::kF32, {3});
-  const TestTensor x(cpu(), DType::kF32, {4, 16}), narrow(cpu(), DType::kF32, {4, 15}),
-      few(cpu(), DType::kF32, {3, 16});
+  const TestMatrix q(cpu_device(), DType::kE4M3, 4, 16, Scaling::kTensor);
+  const TestTensor totals(cpu_device(), DType::kF32, {QuantizationTotals::kCount}),
+      short_totals(cpu_device(), DType::kF32, {3});
+  const TestTensor x(cpu_device(), DType::kF32, {4, 16}), narrow(cpu_device(), DType::kF32, {4, 15}),
+      few(cpu_device(), DType::kF32, {3, 16});
   const auto refusal = [](const QuantizationStatistics& a) {
-    return internal_error([&] { quantization_statistics(cpu(), a); });
+    return internal_error([&] { quantization_statistics(cpu_device(), a); });
   };
   CHECK(contains(refusal({.x = narrow, .q = q, .totals = totals}), "x is fp32 [4, 15]"));
   CHECK(contains(refusal({.x = few, .q = q, .totals = totals}), "x is fp32 [3, 16]"));

@@ -82,9 +82,9 @@ bool equals(const TestMatrix& got, const Expected& want) {
 // One row quantized in groups: what most of the hazard tests need.
 struct QuantizedRow {
   QuantizedRow(const std::vector<float>& x, const Format& f)
-      : row(f.make(cpu(), 1, static_cast<int64_t>(x.size()))) {
-    const TestTensor input(cpu(), DType::kF32, {1, static_cast<int64_t>(x.size())}, x);
-    quantize(cpu(), {.x = input, .out = row});
+      : row(f.make(cpu_device(), 1, static_cast<int64_t>(x.size()))) {
+    const TestTensor input(cpu_device(), DType::kF32, {1, static_cast<int64_t>(x.size())}, x);
+    quantize(cpu_device(), {.x = input, .out = row});
   }
   TestMatrix row;
 };
@@ -335,42 +335,45 @@ TEST_CASE("the largest numbers quantize without overflow", "[kernels][quantize]"
 
 TEST_CASE("quantize gives the same bits on any number of threads", "[kernels][quantize]") {
   constexpr int64_t kRows = 301, kCols = 97;
-  const TestTensor x(cpu(), DType::kF32, {kRows, kCols}, random_normal(kRows * kCols, 8));
+  const TestTensor x(cpu_device(), DType::kF32, {kRows, kCols}, random_normal(kRows * kCols, 8));
   for (const Format& format : kFloat8Formats) {
-    const TestMatrix parallel = format.make(cpu(), kRows, kCols), serial = format.make(cpu(), kRows, kCols);
-    const TestMatrix parallel_t = format.make(cpu(), kCols, kRows), serial_t = format.make(cpu(), kCols, kRows);
+    const TestMatrix parallel = format.make(cpu_device(), kRows, kCols),
+                     serial = format.make(cpu_device(), kRows, kCols);
+    const TestMatrix parallel_t = format.make(cpu_device(), kCols, kRows),
+                     serial_t = format.make(cpu_device(), kCols, kRows);
     set_num_threads(3);
-    quantize(cpu(), {.x = x, .out = parallel});
-    quantize(cpu(), {.x = x, .out_t = parallel_t});
+    quantize(cpu_device(), {.x = x, .out = parallel});
+    quantize(cpu_device(), {.x = x, .out_t = parallel_t});
     set_num_threads(1);
-    quantize(cpu(), {.x = x, .out = serial});
-    quantize(cpu(), {.x = x, .out_t = serial_t});
+    quantize(cpu_device(), {.x = x, .out = serial});
+    quantize(cpu_device(), {.x = x, .out_t = serial_t});
     set_num_threads(0);
     CHECK((same_bits(parallel, serial) && same_bits(parallel_t, serial_t)));
   }
 }
 
 TEST_CASE("quantize of nothing does nothing", "[kernels][quantize]") {
-  const TestTensor x(cpu(), DType::kF32, {0, 8}), out(cpu(), DType::kBF16, {0, 8}),
-      some(cpu(), DType::kF32, {2, 2});
-  quantize(cpu(), {.x = x, .out = out});
-  quantize(cpu(), {.x = some});
+  const TestTensor x(cpu_device(), DType::kF32, {0, 8}), out(cpu_device(), DType::kBF16, {0, 8}),
+      some(cpu_device(), DType::kF32, {2, 2});
+  quantize(cpu_device(), {.x = x, .out = out});
+  quantize(cpu_device(), {.x = some});
   CHECK((out.guard_intact() && some.guard_intact()));
 }
 
 TEST_CASE("quantize refuses tensors that do not fit, by name", "[kernels][quantize]") {
-  const TestTensor x(cpu(), DType::kF32, {4, 6}), small(cpu(), DType::kF32, {4, 5}),
-      ids(cpu(), DType::kI32, {4, 6});
-  const TestTensor codes(cpu(), DType::kE4M3, {4, 6}), codes_t(cpu(), DType::kE4M3, {6, 4});
-  const TestTensor codes_e5m2(cpu(), DType::kE5M2, {4, 6}), vector(cpu(), DType::kF32, {24});
-  const TestTensor scale(cpu(), DType::kF32, {1}, {1.0f}), other_scale(cpu(), DType::kF32, {1}, {1.0f});
-  const TestTensor scale16(cpu(), DType::kBF16, {1});
-  const TestMatrix groups(cpu(), DType::kE4M3, 4, 6, Scaling::kGroup, 4);
+  const TestTensor x(cpu_device(), DType::kF32, {4, 6}), small(cpu_device(), DType::kF32, {4, 5}),
+      ids(cpu_device(), DType::kI32, {4, 6});
+  const TestTensor codes(cpu_device(), DType::kE4M3, {4, 6}), codes_t(cpu_device(), DType::kE4M3, {6, 4});
+  const TestTensor codes_e5m2(cpu_device(), DType::kE5M2, {4, 6}), vector(cpu_device(), DType::kF32, {24});
+  const TestTensor scale(cpu_device(), DType::kF32, {1}, {1.0f}),
+      other_scale(cpu_device(), DType::kF32, {1}, {1.0f});
+  const TestTensor scale16(cpu_device(), DType::kBF16, {1});
+  const TestMatrix groups(cpu_device(), DType::kE4M3, 4, 6, Scaling::kGroup, 4);
   const auto one_scale = [&](const TestTensor& t, const TestTensor& s) {
     return ScaledView(t, s, Scaling::kTensor);
   };
   const auto refused = [&](const Quantize& op, const std::string& tensor) {
-    const std::string text = internal_error([&] { quantize(cpu(), op); });
+    const std::string text = internal_error([&] { quantize(cpu_device(), op); });
     return contains(text, "quantize: ") && contains(text, tensor);
   };
   CHECK(refused({.x = x, .out = small}, "out is fp32 [4, 5], wanted shape [4, 6]"));

@@ -27,9 +27,9 @@ std::vector<float> random_up_gate(int64_t rows, int64_t width) {
 
 struct Case {
   Case(const Format& format, int64_t rows_, int64_t width_)
-      : rows(rows_), width(width_), up_gate(format.make(cpu(), rows, 2 * width)) {
-    const TestTensor values(cpu(), DType::kF32, {rows, 2 * width}, random_up_gate(rows, width));
-    quantize(cpu(), {.x = values, .out = up_gate});
+      : rows(rows_), width(width_), up_gate(format.make(cpu_device(), rows, 2 * width)) {
+    const TestTensor values(cpu_device(), DType::kF32, {rows, 2 * width}, random_up_gate(rows, width));
+    quantize(cpu_device(), {.x = values, .out = up_gate});
     const auto x = up_gate.host();
     for (int64_t i = 0; i < rows * width; ++i) {
       up.push_back(x[i / width * 2 * width + i % width]);
@@ -49,8 +49,8 @@ TEST_CASE("swiglu_forward rounds the fp64 result", "[kernels][swiglu]") {
   for (const Format& format :
        {Format{DType::kF32}, Format{DType::kBF16}, Format{DType::kE4M3, Scaling::kGroup, 1}}) {
     const Case c(format, rows, width);
-    const TestTensor product(cpu(), out_dtype, {rows, width});
-    swiglu_forward(cpu(), {.up_gate = c.up_gate, .product = product});
+    const TestTensor product(cpu_device(), out_dtype, {rows, width});
+    swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .product = product});
     const auto got = product.host();
     int wrong = 0;
     for (int64_t i = 0; i < rows * width; ++i) {
@@ -71,11 +71,12 @@ TEST_CASE("swiglu is right where exp overflows, and keeps bad values visible", "
   const auto count = static_cast<int64_t>(gate.size());
   std::vector<float> up_gate(gate.size(), 1.0f);
   up_gate.insert(up_gate.end(), gate.begin(), gate.end());
-  const TestTensor input(cpu(), DType::kF32, {1, 2 * count}, up_gate), product(cpu(), DType::kF32, {1, count});
-  const TestTensor d_product(cpu(), DType::kF32, {1, count}, std::vector<float>(gate.size(), 1.0f));
-  const TestTensor d_up_gate(cpu(), DType::kF32, {1, 2 * count});
-  swiglu_forward(cpu(), {.up_gate = input, .product = product});
-  swiglu_backward(cpu(), {.up_gate = input, .d_product = d_product, .d_up_gate = d_up_gate});
+  const TestTensor input(cpu_device(), DType::kF32, {1, 2 * count}, up_gate),
+      product(cpu_device(), DType::kF32, {1, count});
+  const TestTensor d_product(cpu_device(), DType::kF32, {1, count}, std::vector<float>(gate.size(), 1.0f));
+  const TestTensor d_up_gate(cpu_device(), DType::kF32, {1, 2 * count});
+  swiglu_forward(cpu_device(), {.up_gate = input, .product = product});
+  swiglu_backward(cpu_device(), {.up_gate = input, .d_product = d_product, .d_up_gate = d_up_gate});
   const auto got = product.host(), gradient = d_up_gate.host();
   int wrong = 0;
   for (size_t i = 0; i < gate.size(); ++i) {
@@ -94,16 +95,17 @@ TEST_CASE("swiglu_forward computes the product from the silu it saves", "[kernel
   const Format format = GENERATE(Format{kGroup16}, Format{kGroup3});
   const auto [rows, width] = GENERATE(table<int64_t, int64_t>({{1, 3}, {21, 48}, {5, 33}}));
   const Case c({DType::kBF16}, rows, width);
-  const TestMatrix saved = format.make(cpu(), rows, width), want = format.make(cpu(), rows, width);
-  const TestTensor product(cpu(), DType::kF32, {rows, width});
-  swiglu_forward(cpu(), {.up_gate = c.up_gate, .silu = saved, .product = product});
+  const TestMatrix saved = format.make(cpu_device(), rows, width), want = format.make(cpu_device(), rows, width);
+  const TestTensor product(cpu_device(), DType::kF32, {rows, width});
+  swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .silu = saved, .product = product});
 
   // With up = 1 the product is silu(gate).
   std::vector<float> ones(static_cast<size_t>(rows * 2 * width), 1.0f);
   for (int64_t i = 0; i < rows * width; ++i) ones[i / width * 2 * width + width + i % width] = c.gate[i];
-  const TestTensor one_gate(cpu(), DType::kF32, {rows, 2 * width}, ones), plain(cpu(), DType::kF32, {rows, width});
-  swiglu_forward(cpu(), {.up_gate = one_gate, .product = plain});
-  quantize(cpu(), {.x = plain, .out = want});
+  const TestTensor one_gate(cpu_device(), DType::kF32, {rows, 2 * width}, ones),
+      plain(cpu_device(), DType::kF32, {rows, width});
+  swiglu_forward(cpu_device(), {.up_gate = one_gate, .product = plain});
+  quantize(cpu_device(), {.x = plain, .out = want});
   CHECK(same_bits(saved, want));
 
   const auto values = saved.host(), got = product.host();
@@ -115,16 +117,16 @@ TEST_CASE("swiglu_forward computes the product from the silu it saves", "[kernel
 
 TEST_CASE("swiglu_forward quantizes its product", "[kernels][swiglu]") {
   const Case c(kGroup16, 37, 96);
-  const TestTensor plain(cpu(), DType::kF32, {37, 96});
-  swiglu_forward(cpu(), {.up_gate = c.up_gate, .product = plain});
+  const TestTensor plain(cpu_device(), DType::kF32, {37, 96});
+  swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .product = plain});
   for (const Format& format : kFloat8Formats) {
-    const TestMatrix product = format.make(cpu(), 37, 96), product_t = format.make(cpu(), 96, 37);
-    const TestMatrix want = format.make(cpu(), 37, 96), want_t = format.make(cpu(), 96, 37);
+    const TestMatrix product = format.make(cpu_device(), 37, 96), product_t = format.make(cpu_device(), 96, 37);
+    const TestMatrix want = format.make(cpu_device(), 37, 96), want_t = format.make(cpu_device(), 96, 37);
     ScaledView view_t = product_t;
     if (format.scaling == Scaling::kTensor) view_t.scale = product.scale->view();
-    swiglu_forward(cpu(), {.up_gate = c.up_gate, .product = product, .product_t = view_t});
-    quantize(cpu(), {.x = plain, .out = want});
-    quantize(cpu(), {.x = plain, .out_t = want_t});
+    swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .product = product, .product_t = view_t});
+    quantize(cpu_device(), {.x = plain, .out = want});
+    quantize(cpu_device(), {.x = plain, .out_t = want_t});
     CAPTURE(describe(product.view()));
     CHECK(same_bits(product, want));
     CHECK((product_t.data.bytes() == want_t.data.bytes()));
@@ -138,9 +140,9 @@ TEST_CASE("swiglu_backward is the derivative of swiglu_forward", "[kernels][swig
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   for (const Format& format : {Format{dtype}, Format{DType::kE4M3, Scaling::kGroup, 1}}) {
     const Case c(format, rows, width);
-    const TestTensor d_product(cpu(), dtype, {rows, width}, random_bf16(rows * width, 81));
-    const TestTensor d_up_gate(cpu(), dtype, {rows, 2 * width});
-    swiglu_backward(cpu(), {.up_gate = c.up_gate, .d_product = d_product, .d_up_gate = d_up_gate});
+    const TestTensor d_product(cpu_device(), dtype, {rows, width}, random_bf16(rows * width, 81));
+    const TestTensor d_up_gate(cpu_device(), dtype, {rows, 2 * width});
+    swiglu_backward(cpu_device(), {.up_gate = c.up_gate, .d_product = d_product, .d_up_gate = d_up_gate});
     const auto got = d_up_gate.host(), d = d_product.host();
     int wrong = 0;
     const auto is_wrong = [&](float value, double want) {
@@ -162,13 +164,14 @@ TEST_CASE("swiglu_backward is the derivative of swiglu_forward", "[kernels][swig
 TEST_CASE("swiglu_backward uses the saved silu wherever silu stands", "[kernels][swiglu]") {
   constexpr int64_t kRows = 21, kWidth = 48;
   const Case c(kGroup16, kRows, kWidth);
-  const TestMatrix saved = kGroup16.make(cpu(), kRows, kWidth);
-  const TestTensor product(cpu(), DType::kF32, {kRows, kWidth}), again(cpu(), DType::kF32, {kRows, kWidth});
-  const TestTensor d_product(cpu(), DType::kF32, {kRows, kWidth}, random_bf16(kRows * kWidth, 82));
-  const TestTensor d_up_gate(cpu(), DType::kF32, {kRows, 2 * kWidth});
-  swiglu_forward(cpu(), {.up_gate = c.up_gate, .silu = saved, .product = product});
+  const TestMatrix saved = kGroup16.make(cpu_device(), kRows, kWidth);
+  const TestTensor product(cpu_device(), DType::kF32, {kRows, kWidth}),
+      again(cpu_device(), DType::kF32, {kRows, kWidth});
+  const TestTensor d_product(cpu_device(), DType::kF32, {kRows, kWidth}, random_bf16(kRows * kWidth, 82));
+  const TestTensor d_up_gate(cpu_device(), DType::kF32, {kRows, 2 * kWidth});
+  swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .silu = saved, .product = product});
   swiglu_backward(
-      cpu(),
+      cpu_device(),
       {.up_gate = c.up_gate, .silu = saved, .d_product = d_product, .d_up_gate = d_up_gate, .product = again});
   CHECK((again.bytes() == product.bytes()));
   const auto s = saved.host(), d = d_product.host(), got = d_up_gate.host();
@@ -191,21 +194,24 @@ TEST_CASE("swiglu_backward recomputes the product of swiglu_forward bit for bit"
   std::vector<Format> formats(std::begin(kFloat8Formats), std::end(kFloat8Formats));
   formats.push_back({DType::kBF16});
   for (const Format& format : formats) {
-    const TestMatrix saved = kGroup16.make(cpu(), rows, width);
+    const TestMatrix saved = kGroup16.make(cpu_device(), rows, width);
     const ScaledView silu = saves_silu ? saved.view() : ScaledView();
-    const TestMatrix product = format.make(cpu(), rows, width), product_t = format.make(cpu(), width, rows);
-    const TestMatrix again = format.make(cpu(), rows, width), again_t = format.make(cpu(), width, rows);
+    const TestMatrix product = format.make(cpu_device(), rows, width),
+                     product_t = format.make(cpu_device(), width, rows);
+    const TestMatrix again = format.make(cpu_device(), rows, width),
+                     again_t = format.make(cpu_device(), width, rows);
     ScaledView view_t = product_t, again_view = again, again_view_t = again_t;
     if (format.scaling == Scaling::kTensor) {
       view_t.scale = again_view.scale = again_view_t.scale = product.scale->view();
     }
-    swiglu_forward(cpu(), {.up_gate = c.up_gate, .silu = silu, .product = product, .product_t = view_t});
-    swiglu_backward(cpu(), {.up_gate = c.up_gate, .silu = silu, .product = again_view, .product_t = again_view_t});
+    swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .silu = silu, .product = product, .product_t = view_t});
+    swiglu_backward(cpu_device(),
+                    {.up_gate = c.up_gate, .silu = silu, .product = again_view, .product_t = again_view_t});
     CAPTURE(rows, width, saves_silu, describe(product.view()));
     CHECK((again.data.bytes() == product.data.bytes()));
     CHECK((again_t.data.bytes() == product_t.data.bytes()));
 
-    swiglu_backward(cpu(), {.up_gate = c.up_gate, .silu = silu, .product_t = again_view_t});
+    swiglu_backward(cpu_device(), {.up_gate = c.up_gate, .silu = silu, .product_t = again_view_t});
     CHECK((again_t.data.bytes() == product_t.data.bytes()));
     CHECK((again.guard_intact() && again_t.guard_intact() && product_t.guard_intact()));
   }
@@ -213,14 +219,14 @@ TEST_CASE("swiglu_backward recomputes the product of swiglu_forward bit for bit"
 
 TEST_CASE("swiglu_backward reads the scale of the product and does not compute it", "[kernels][swiglu]") {
   const Case c(kGroup16, 9, 32);
-  const TestTensor plain(cpu(), DType::kF32, {9, 32});
-  const TestMatrix got(cpu(), DType::kE4M3, 9, 32, Scaling::kTensor),
-      want(cpu(), DType::kE4M3, 9, 32, Scaling::kTensor);
-  upload(cpu(), got.scale->view(), std::vector<float>{0.3f});
-  upload(cpu(), want.scale->view(), std::vector<float>{0.3f});
-  swiglu_forward(cpu(), {.up_gate = c.up_gate, .product = plain});
-  quantize(cpu(), {.x = plain, .out = want, .scale_given = true});
-  swiglu_backward(cpu(), {.up_gate = c.up_gate, .product = got});
+  const TestTensor plain(cpu_device(), DType::kF32, {9, 32});
+  const TestMatrix got(cpu_device(), DType::kE4M3, 9, 32, Scaling::kTensor),
+      want(cpu_device(), DType::kE4M3, 9, 32, Scaling::kTensor);
+  upload(cpu_device(), got.scale->view(), std::vector<float>{0.3f});
+  upload(cpu_device(), want.scale->view(), std::vector<float>{0.3f});
+  swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .product = plain});
+  quantize(cpu_device(), {.x = plain, .out = want, .scale_given = true});
+  swiglu_backward(cpu_device(), {.up_gate = c.up_gate, .product = got});
   CHECK(same_bits(got, want));
 }
 
@@ -228,29 +234,34 @@ TEST_CASE("swiglu values do not depend on their place in the tensor", "[kernels]
   // 65 columns end in a tail that is no whole vector; a single column is a tail by itself.
   constexpr int64_t kWidth = 65;
   const auto up_gate = random_up_gate(1, kWidth);
-  const TestTensor row(cpu(), DType::kF32, {1, 2 * kWidth}, up_gate), product(cpu(), DType::kF32, {1, kWidth});
+  const TestTensor row(cpu_device(), DType::kF32, {1, 2 * kWidth}, up_gate),
+      product(cpu_device(), DType::kF32, {1, kWidth});
   std::vector<float> pairs;
   for (int64_t i = 0; i < kWidth; ++i) pairs.insert(pairs.end(), {up_gate[i], up_gate[kWidth + i]});
-  const TestTensor column(cpu(), DType::kF32, {kWidth, 2}, pairs), column_product(cpu(), DType::kF32, {kWidth, 1});
-  swiglu_forward(cpu(), {.up_gate = row, .product = product});
-  swiglu_forward(cpu(), {.up_gate = column, .product = column_product});
+  const TestTensor column(cpu_device(), DType::kF32, {kWidth, 2}, pairs),
+      column_product(cpu_device(), DType::kF32, {kWidth, 1});
+  swiglu_forward(cpu_device(), {.up_gate = row, .product = product});
+  swiglu_forward(cpu_device(), {.up_gate = column, .product = column_product});
   CHECK((product.bytes() == column_product.bytes()));
 }
 
 TEST_CASE("swiglu_backward quantizes the gradient", "[kernels][swiglu]") {
   constexpr int64_t kRows = 37, kWidth = 50;
   const Case c({DType::kBF16}, kRows, kWidth);
-  const TestTensor d_product(cpu(), DType::kBF16, {kRows, kWidth}, random_bf16(kRows * kWidth, 83));
-  const TestTensor plain(cpu(), DType::kF32, {kRows, 2 * kWidth});
-  swiglu_backward(cpu(), {.up_gate = c.up_gate, .d_product = d_product, .d_up_gate = plain});
+  const TestTensor d_product(cpu_device(), DType::kBF16, {kRows, kWidth}, random_bf16(kRows * kWidth, 83));
+  const TestTensor plain(cpu_device(), DType::kF32, {kRows, 2 * kWidth});
+  swiglu_backward(cpu_device(), {.up_gate = c.up_gate, .d_product = d_product, .d_up_gate = plain});
   for (const Format& format : kFloat8Formats) {
-    const TestMatrix d = format.make(cpu(), kRows, 2 * kWidth), d_t = format.make(cpu(), 2 * kWidth, kRows);
-    const TestMatrix want = format.make(cpu(), kRows, 2 * kWidth), want_t = format.make(cpu(), 2 * kWidth, kRows);
+    const TestMatrix d = format.make(cpu_device(), kRows, 2 * kWidth),
+                     d_t = format.make(cpu_device(), 2 * kWidth, kRows);
+    const TestMatrix want = format.make(cpu_device(), kRows, 2 * kWidth),
+                     want_t = format.make(cpu_device(), 2 * kWidth, kRows);
     ScaledView view_t = d_t;
     if (format.scaling == Scaling::kTensor) view_t.scale = d.scale->view();
-    swiglu_backward(cpu(), {.up_gate = c.up_gate, .d_product = d_product, .d_up_gate = d, .d_up_gate_t = view_t});
-    quantize(cpu(), {.x = plain, .out = want});
-    quantize(cpu(), {.x = plain, .out_t = want_t});
+    swiglu_backward(cpu_device(),
+                    {.up_gate = c.up_gate, .d_product = d_product, .d_up_gate = d, .d_up_gate_t = view_t});
+    quantize(cpu_device(), {.x = plain, .out = want});
+    quantize(cpu_device(), {.x = plain, .out_t = want_t});
     CAPTURE(describe(d.view()));
     CHECK(same_bits(d, want));
     CHECK((d_t.data.bytes() == want_t.data.bytes()));
@@ -262,34 +273,38 @@ TEST_CASE("swiglu gives the same bits on any number of threads", "[kernels][swig
   constexpr int64_t kRows = 201, kWidth = 48;
   const Case c(kGroup16, kRows, kWidth);
   const Format format{DType::kE4M3, Scaling::kTensor};
-  const TestMatrix parallel = format.make(cpu(), kRows, kWidth), serial = format.make(cpu(), kRows, kWidth);
+  const TestMatrix parallel = format.make(cpu_device(), kRows, kWidth),
+                   serial = format.make(cpu_device(), kRows, kWidth);
   set_num_threads(3);
-  swiglu_forward(cpu(), {.up_gate = c.up_gate, .product = parallel});
+  swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .product = parallel});
   set_num_threads(1);
-  swiglu_forward(cpu(), {.up_gate = c.up_gate, .product = serial});
+  swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .product = serial});
   set_num_threads(0);
   CHECK(same_bits(parallel, serial));
 }
 
 TEST_CASE("swiglu of nothing does nothing", "[kernels][swiglu]") {
-  const TestTensor up_gate(cpu(), DType::kF32, {0, 8}), product(cpu(), DType::kF32, {0, 4});
-  swiglu_forward(cpu(), {.up_gate = up_gate, .product = product});
-  swiglu_backward(cpu(), {.up_gate = up_gate, .d_product = product, .d_up_gate = up_gate});
+  const TestTensor up_gate(cpu_device(), DType::kF32, {0, 8}), product(cpu_device(), DType::kF32, {0, 4});
+  swiglu_forward(cpu_device(), {.up_gate = up_gate, .product = product});
+  swiglu_backward(cpu_device(), {.up_gate = up_gate, .d_product = product, .d_up_gate = up_gate});
   CHECK((up_gate.guard_intact() && product.guard_intact()));
 }
 
 TEST_CASE("swiglu refuses tensors that do not fit, by name", "[kernels][swiglu]") {
-  const TestTensor up_gate(cpu(), DType::kF32, {4, 12}), product(cpu(), DType::kF32, {4, 6});
-  const TestTensor odd(cpu(), DType::kF32, {4, 11}), ids(cpu(), DType::kI32, {4, 6});
-  const TestMatrix codes(cpu(), DType::kE4M3, 4, 12, Scaling::kGroup, 4),
-      whole(cpu(), DType::kE4M3, 4, 12, Scaling::kTensor);
-  const TestMatrix silu(cpu(), DType::kE4M3, 4, 6, Scaling::kTensor),
-      d_t(cpu(), DType::kE5M2, 12, 4, Scaling::kTensor);
-  const TestMatrix d(cpu(), DType::kE5M2, 4, 12, Scaling::kTensor), p8(cpu(), DType::kE4M3, 4, 6, Scaling::kTensor);
-  const TestMatrix p8_t(cpu(), DType::kE4M3, 6, 4, Scaling::kTensor);
-  const auto forward = [](const SwigluForward& op) { return internal_error([&] { swiglu_forward(cpu(), op); }); };
+  const TestTensor up_gate(cpu_device(), DType::kF32, {4, 12}), product(cpu_device(), DType::kF32, {4, 6});
+  const TestTensor odd(cpu_device(), DType::kF32, {4, 11}), ids(cpu_device(), DType::kI32, {4, 6});
+  const TestMatrix codes(cpu_device(), DType::kE4M3, 4, 12, Scaling::kGroup, 4),
+      whole(cpu_device(), DType::kE4M3, 4, 12, Scaling::kTensor);
+  const TestMatrix silu(cpu_device(), DType::kE4M3, 4, 6, Scaling::kTensor),
+      d_t(cpu_device(), DType::kE5M2, 12, 4, Scaling::kTensor);
+  const TestMatrix d(cpu_device(), DType::kE5M2, 4, 12, Scaling::kTensor),
+      p8(cpu_device(), DType::kE4M3, 4, 6, Scaling::kTensor);
+  const TestMatrix p8_t(cpu_device(), DType::kE4M3, 6, 4, Scaling::kTensor);
+  const auto forward = [](const SwigluForward& op) {
+    return internal_error([&] { swiglu_forward(cpu_device(), op); });
+  };
   const auto backward = [](const SwigluBackward& op) {
-    return internal_error([&] { swiglu_backward(cpu(), op); });
+    return internal_error([&] { swiglu_backward(cpu_device(), op); });
   };
   CHECK(contains(forward({.up_gate = odd, .product = product}), "swiglu_forward: up_gate is fp32 [4, 11]"));
   CHECK(contains(forward({.up_gate = up_gate, .product = ids}), "swiglu_forward: product is int32"));
