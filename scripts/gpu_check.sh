@@ -27,7 +27,9 @@ build=${PARKA_BUILD:-}
 if [ -z "$build" ]; then
   build=build/cuda
   scripts/setup.sh
-  cmake --preset cuda >/dev/null
+  line_info=OFF
+  ! $sanitize || line_info=ON
+  cmake --preset cuda -DPARKA_CUDA_LINE_INFO=$line_info >/dev/null
   cmake --build --preset cuda --parallel "$(nproc)"
 fi
 

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Runs clang-tidy, by .clang-tidy, over the sources of src/ that a build folder compiles. Exits 1 on any finding.
+# The folder's commands must compile every file on its own: preset dev.
 #   scripts/lint.sh [build folder] [part of a path]
-#   scripts/lint.sh                            all of src/, with build/release
-#   scripts/lint.sh build/release src/core/    one library
+#   scripts/lint.sh                            all of src/, with build/dev
+#   scripts/lint.sh build/dev src/core/        one library
 set -euo pipefail
 cd "$(dirname "$0")/.."
-build=${1:-build/release}
+build=${1:-build/dev}
 part=${2:-}
 
 command -v clang-tidy >/dev/null || { echo "lint.sh: clang-tidy is missing: apt install clang-tidy" >&2; exit 2; }
 if [[ ! -f "$build/compile_commands.json" ]]; then
-  echo "lint.sh: no compile_commands.json in $build: configure it first, cmake --preset release" >&2
+  echo "lint.sh: no compile_commands.json in $build: configure it first, cmake --preset dev" >&2
   exit 2
 fi
 

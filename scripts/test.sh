@@ -3,7 +3,7 @@
 # skipped.
 #   scripts/test.sh [--quick] [PRESET] [FOLDER...]
 #   scripts/test.sh                       everything, built with the preset release
-#   scripts/test.sh asan                  everything with another preset: release, cuda, asan or tsan
+#   scripts/test.sh asan                  everything with another preset: release, dev, cuda, asan or tsan
 #   scripts/test.sh --quick               what takes less than a minute on two cores, once built
 #   scripts/test.sh kernels model         the tests of these folders of tests/
 set -euo pipefail
@@ -16,11 +16,11 @@ if [ "${1:-}" = --quick ]; then
   shift
 fi
 case "${1:-}" in
-  release | cuda | asan | tsan) preset=$1; shift ;;
+  release | dev | cuda | asan | tsan) preset=$1; shift ;;
 esac
 targets=()
 for folder; do
-  [ -d "tests/$folder" ] || fail "$folder is neither a preset (release, cuda, asan, tsan) nor a folder of tests/"
+  [ -d "tests/$folder" ] || fail "$folder is neither a preset (release, dev, cuda, asan, tsan) nor a folder of tests/"
   case "$folder" in
     core | kernels | data | model | optim | engine | fuzz) targets+=("test_$folder") ;;  # one program has all their tests
     *) targets+=(all) ;;

@@ -29,7 +29,6 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 constexpr int64_t kDefaultFileBytes = 50'000'000'000;  // of transformers' save_pretrained
-constexpr int64_t kMaxConfigBytes = 16 << 20;
 
 constexpr std::array<std::pair<std::string_view, DType>, 3> kFormats{
     {{"bf16", DType::kBF16}, {"fp16", DType::kF16}, {"fp32", DType::kF32}}};
@@ -94,7 +93,7 @@ class Exporter {
   // Its config.json as text and parsed.
   static std::pair<std::string, json> read_config(const HuggingFaceOrigin& origin) {
     const std::string path = (fs::path(origin.folder) / kHuggingFaceConfigName).string();
-    std::string text = read_text(path, kMaxConfigBytes);
+    std::string text = read_text(path, kMaxHuggingFaceConfigBytes);
     json parsed = parse_json_text(text, path, JsonComments::kRefused);
     return {std::move(text), std::move(parsed)};
   }

@@ -22,7 +22,6 @@ using nlohmann::ordered_json;
 
 constexpr int64_t kPieceBytes = 8 << 20;
 constexpr int64_t kMaxShardBytes = int64_t{4} << 30;
-constexpr int64_t kMaxConfigBytes = 16 << 20;
 constexpr int64_t kLongestSequence = 4096;  // of the config that is written: a start, for the user to change
 constexpr int64_t kMostUint16Tokens = 1 << 16;
 
@@ -37,7 +36,7 @@ class Importer {
  public:
   explicit Importer(const std::string& folder)
       : folder_(folder),
-        config_text_(read_text((fs::path(folder) / kHuggingFaceConfigName).string(), kMaxConfigBytes)),
+        config_text_(read_text((fs::path(folder) / kHuggingFaceConfigName).string(), kMaxHuggingFaceConfigBytes)),
         described_(parse_huggingface_config(parse_json_text(config_text_, config_path(), JsonComments::kRefused),
                                             config_path())),
         table_(make_parameter_table(described_.model, false)),

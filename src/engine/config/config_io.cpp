@@ -21,15 +21,10 @@ using nlohmann::ordered_json;
 constexpr std::string_view kCommandLine = "command line";
 
 std::string_view last_part(std::string_view path) { return path.substr(path.rfind('.') + 1); }
-std::string_view parent_of(std::string_view path) {
-  const size_t dot = path.rfind('.');
-  return dot == std::string_view::npos ? std::string_view() : path.substr(0, dot);
-}
-
 // What to say about a key that does not exist: the nearest one that does, where being in another section counts
 // like one wrong letter; or what its section has, if nothing is near.
 std::string unknown_key(const ConfigTable& table, const std::string& path) {
-  const std::string parent(parent_of(path));
+  const std::string parent(section_of(path));
   if (table.find(parent) != nullptr)
     return fmt::format("{}: unknown key; {} has none inside", printable(path), parent);
   if (!parent.empty() && !table.has_section(parent)) return unknown_key(table, parent);
@@ -38,7 +33,7 @@ std::string unknown_key(const ConfigTable& table, const std::string& path) {
   std::string nearest, siblings;
   int smallest = plausible_distance(key) + 1;
   const auto consider = [&](const std::string& candidate) {
-    const bool same_section = parent_of(candidate) == parent;
+    const bool same_section = section_of(candidate) == parent;
     if (same_section) siblings += fmt::format(" {}", last_part(candidate));
     const int distance = name_distance(key, last_part(candidate)) + (same_section ? 0 : 1);
     if (distance >= smallest) return;

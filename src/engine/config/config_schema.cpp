@@ -83,15 +83,10 @@ bool depends_on_recipe(const std::string& path) {
                      });
 }
 
-std::string_view parent_of(std::string_view path) {
-  const size_t dot = path.rfind('.');
-  return dot == std::string_view::npos ? std::string_view() : path.substr(0, dot);
-}
-
 // The node of a section in the schema: "optimizer.schedule" is /properties/optimizer/properties/schedule.
 ordered_json& schema_node(ordered_json& root, std::string_view path) {
   if (path.empty()) return root;
-  ordered_json& parent = schema_node(root, parent_of(path));
+  ordered_json& parent = schema_node(root, section_of(path));
   const size_t dot = path.rfind('.');
   return parent["properties"][std::string(dot == std::string_view::npos ? path : path.substr(dot + 1))];
 }
@@ -165,7 +160,7 @@ std::string config_reference_markdown() {
     text += fmt::format("\n## {}\n\n{}.\n\n| Key | Value | Default | Meaning |\n|---|---|---|---|\n", section.path,
                         section.help);
     for (const ConfigField& field : table.fields) {
-      if (parent_of(field.path) != section.path) continue;
+      if (section_of(field.path) != section.path) continue;
       const std::string value =
           depends_on_recipe(field.path) ? "by recipe" : fmt::format("`{}`", get_field(field).dump());
       text += fmt::format("| `{}` | {} | {} | {} |\n", field.path,

@@ -305,6 +305,11 @@ std::string field_problem(const ConfigField& field) {
                     field.target);
 }
 
+std::string_view section_of(std::string_view path) {
+  const size_t dot = path.rfind('.');
+  return dot == std::string_view::npos ? std::string_view() : path.substr(0, dot);
+}
+
 std::string describe_json(const json& value) {
   switch (value.type()) {
     case json::value_t::null: return "null";

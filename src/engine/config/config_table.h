@@ -64,6 +64,9 @@ struct ConfigTable {
   bool has_section(std::string_view path) const;
 };
 
+// The section that a field or a section lies in: "optimizer.schedule" of "optimizer.schedule.kind"; empty for "seed".
+std::string_view section_of(std::string_view path);
+
 // The table of `config`, which must outlive it.
 ConfigTable make_config_table(Config& config);
 

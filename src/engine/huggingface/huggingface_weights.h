@@ -14,6 +14,7 @@
 namespace parka {
 
 inline constexpr const char* kHuggingFaceConfigName = "config.json";
+inline constexpr int64_t kMaxHuggingFaceConfigBytes = 16 << 20;  // larger ones are refused
 inline constexpr const char* kHuggingFaceFileName = "model.safetensors";
 inline constexpr const char* kHuggingFaceIndexName = "model.safetensors.index.json";
 

@@ -10,6 +10,7 @@
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
 #include "kernels/device/cuda/staging_buffer.h"
+#include "kernels/device/gpu_architecture.h"
 
 namespace parka::cuda {
 namespace {
@@ -24,23 +25,8 @@ constexpr size_t kStagingCount = 64;
 // here.
 constexpr size_t kStackBytes = 32;
 
-// Whether code for `built`, "90a" or "80", runs on a GPU of this compute capability: machine code runs on later
-// minor versions of the same major one, except for an "a" version, which runs on its own alone.
-bool runs_on(std::string_view built, const cudaDeviceProp& gpu) {
-  const bool exact = built.ends_with('a');
-  const int version = std::stoi(std::string(built));
-  const int major = version / 10, minor = version % 10;
-  return major == gpu.major && (exact ? minor == gpu.minor : minor <= gpu.minor);
-}
-
 void check_supported(const cudaDeviceProp& gpu) {
-  std::string_view architectures = PARKA_CUDA_ARCHITECTURES;
-  for (;;) {
-    const size_t comma = architectures.find(',');
-    if (runs_on(architectures.substr(0, comma), gpu)) return;
-    if (comma == std::string_view::npos) break;
-    architectures.remove_prefix(comma + 1);
-  }
+  if (runs_on_gpu(PARKA_CUDA_ARCHITECTURES, gpu.major, gpu.minor)) return;
   throw_bad_input(
       "{} has compute capability {}.{}, and this parka was built for {}: build it with "
       "-DPARKA_CUDA_ARCHITECTURES={}{}, or run on the CPU with device.kind=cpu",
