@@ -113,10 +113,10 @@ void measure_initial_weights() {
   ModelConfig config;
   const ParameterTable table = make_parameter_table(config, false);
   const size_t index = static_cast<size_t>(table.blocks.at(0).qkv);
-  const Shard::Range range = {0, table.all[index].numel()};
+  const ElementRange range = {0, table.all[index].numel()};
   const double seconds = seconds_of([&] { initial_weight(config, table, index, 1, range); });
-  fmt::print("initial_weight, {} elements: {:.2f} ns each on {} threads\n", range.count(),
-             1e9 * seconds / static_cast<double>(range.count()), num_threads());
+  fmt::print("initial_weight, {} elements: {:.2f} ns each on {} threads\n", range.size(),
+             1e9 * seconds / static_cast<double>(range.size()), num_threads());
 }
 
 }  // namespace

@@ -59,6 +59,10 @@ def make_checkpoints():
     pieces = [safetensors({"w": ("F32", [4]), "b": ("U8", [3])}, {"parka_pieces": json.dumps(first)}),
               safetensors({"w": ("F32", [2])}, {"parka_pieces": json.dumps(second)})]
     seed("checkpoint", "pieces", DIVIDER.join(pieces))
+    left, right = ({"w": {"shape": [2, 3], "rows": [0, 2], "columns": columns}} for columns in ([0, 1], [1, 3]))
+    boxes = [safetensors({"w": ("F32", [2])}, {"parka_pieces": json.dumps(left)}),
+             safetensors({"w": ("F32", [4])}, {"parka_pieces": json.dumps(right)})]
+    seed("checkpoint", "boxes", DIVIDER.join(boxes))
     seed("checkpoint", "three", DIVIDER.join([safetensors({"a": ("U8", [3])}), safetensors({"b": ("BF16", [2])}),
                                               safetensors({"c": ("F32", [1])})]))
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/element_box.h"
 #include "core/tensor.h"
 
 namespace parka {
@@ -15,12 +16,6 @@ struct Shard {
   int64_t rank = 0;
   int64_t size = 1;
 
-  struct Range {
-    int64_t begin = 0, end = 0;
-    int64_t count() const { return end - begin; }
-    bool operator==(const Range&) const = default;
-  };
-
   // Elements of a piece of a tensor of `numel` elements, padding included.
   int64_t piece(int64_t numel) const {
     return size == 1 ? numel : ceil_div(ceil_div(numel, kGroup), size) * kGroup;
@@ -28,10 +23,22 @@ struct Shard {
   // Of all pieces together.
   int64_t padded(int64_t numel) const { return size * piece(numel); }
   // The elements that exist of a rank's piece; none, on the last ranks, of a small tensor.
-  Range range(int64_t numel, int64_t of_rank) const {
+  ElementRange range(int64_t numel, int64_t of_rank) const {
     return {std::min(numel, of_rank * piece(numel)), std::min(numel, (of_rank + 1) * piece(numel))};
   }
-  Range own(int64_t numel) const { return range(numel, rank); }
+  ElementRange own(int64_t numel) const { return range(numel, rank); }
+  // This rank's part of a box, of a tensor of `numel` elements, that all ranks of the group have: flat where the
+  // box is one run, whole rows of it otherwise.
+  ElementBox own(const ElementBox& box, int64_t numel) const {
+    if (box.is_one_run()) {
+      const int64_t first = box.run(0).begin;
+      const ElementRange part = own(box.numel());
+      return ElementBox::flat({first + part.begin, first + part.end}, numel);
+    }
+    const int64_t rows = ceil_div(box.rows.size(), size), end = box.rows.end;
+    const int64_t begin = std::min(end, box.rows.begin + rank * rows);
+    return {{begin, std::min(end, begin + rows)}, box.columns, box.row_length};
+  }
 
   bool operator==(const Shard&) const = default;
 };

@@ -131,14 +131,14 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
 }
 
 std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index,
-                                  uint64_t seed, Shard::Range range) {
+                                  uint64_t seed, ElementRange range) {
   PARKA_REQUIRE(0 <= range.begin && range.begin <= range.end && range.end <= table.all.at(index).numel());
   const double std = table.all[index].initial_std;
-  std::vector<float> values(static_cast<size_t>(range.count()), 1.0f);
+  std::vector<float> values(static_cast<size_t>(range.size()), 1.0f);
   if (std == 0) return values;
   const double cutoff = config.init == InitKind::kMitchell ? kMitchellCutoff : HUGE_VAL;
   const Normals normals{seed, index, cutoff};
-  parallel_for(range.count(), 1 << 14, [&](int64_t begin, int64_t end) {
+  parallel_for(range.size(), 1 << 14, [&](int64_t begin, int64_t end) {
     const std::span piece = std::span(values).subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
     normals.fill(range.begin + begin, std, piece);
   });

@@ -51,7 +51,7 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
 //   normal:          N(0, init_std)
 // Norm weights are 1.
 std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index,
-                                  uint64_t seed, Shard::Range range);
+                                  uint64_t seed, ElementRange range);
 // All of them.
 std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index,
                                   uint64_t seed);

@@ -165,8 +165,8 @@ void ModelWeights::bind_weight(const Arena& arena, size_t i) {
   const ParameterInfo& p = parameters_[i];
   const TensorView whole = arena[plain_ids_[i]];
   plain_.emplace_back(whole.data, whole.dtype, std::initializer_list<int64_t>{p.rows, p.cols});
-  const Shard::Range own = zero_.shard.own(p.numel());
-  own_.push_back(flat(whole, p.numel()).rows(own.begin, own.count()));
+  const ElementRange own = zero_.shard.own(p.numel());
+  own_.push_back(flat(whole, p.numel()).rows(own.begin, own.size()));
   if (zero_.shard.size > 1) {
     const int64_t piece = zero_.shard.piece(p.numel()), begin = zero_.shard.rank * piece;
     pieces_[static_cast<size_t>(p.unit)].push_back({whole.rows(begin, piece), whole});
@@ -185,7 +185,7 @@ void ModelWeights::bind_weight(const Arena& arena, size_t i) {
 void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Gathered& buffer) {
   const ParameterInfo& p = parameters_[i];
   piece_plain_[i] = arena[plain_ids_[i]];
-  own_.push_back(flat(piece_plain_[i], zero_.shard.own(p.numel()).count()));
+  own_.push_back(flat(piece_plain_[i], zero_.shard.own(p.numel()).size()));
   const TensorView whole = arena[buffer.whole];
   const bool is_code = has_copy(i) && gathers_codes();
   Copies copies;

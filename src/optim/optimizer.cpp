@@ -122,7 +122,7 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
   states_.clear();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
-    const int64_t count = own_range(i).count();
+    const int64_t count = own_range(i).size();
     PARKA_REQUIRE(weights[i].dtype == compute_ && weights[i].numel() == count);
     weights_.push_back(flat(weights[i]));
 
@@ -225,13 +225,13 @@ PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t se
   if (wants_amax) device.fill_zero(weight_amax_.data, weight_amax_.bytes());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
-    const Shard::Range range = own_range(i);
-    if (range.count() == 0) continue;
+    const ElementRange range = own_range(i);
+    if (range.size() == 0) continue;
     if (before_update) before_update(i);
     adamw_step(device, {.weight = weights_[i],
                         .master = states_[i].master,
                         .master_form = config_.master,
-                        .gradient = gradient_pieces_[i].own.rows(0, range.count()),
+                        .gradient = gradient_pieces_[i].own.rows(0, range.size()),
                         .exp_avg = states_[i].exp_avg,
                         .exp_avg_sq = states_[i].exp_avg_sq,
                         .lr = static_cast<float>(lr),
@@ -274,7 +274,9 @@ std::vector<NamedTensor> Optimizer::state() const {
     const int64_t numel = parameters_[i].numel(), groups = ceil_div(numel, kMomentGroup);
     const int64_t begin = own_range(i).begin;
     const auto add = [&](std::string name, const TensorView& view, int64_t first, int64_t count) {
-      if (!view.empty()) tensors.push_back({std::move(name), view, {count}, first, i});
+      if (view.empty()) return;
+      const ElementBox box = ElementBox::flat({first, first + view.numel()}, count);
+      tensors.push_back({std::move(name), view, {count}, box, i});
     };
     const auto add_moment = [&](const std::string& name, const MomentView& moment) {
       add(name, moment.values, begin, numel);

@@ -24,7 +24,7 @@ struct NamedTensor {
   std::string name;
   TensorView view;
   std::vector<int64_t> shape = {};  // of the whole tensor
-  int64_t begin = 0;                // where in it, flat, the elements of `view` lie
+  ElementBox box = {};              // the part of it that `view` is
   size_t parameter = 0;             // whose update changes it
 };
 
@@ -70,7 +70,7 @@ class Optimizer {
   void bind(const Arena& arena, std::vector<TensorView> weights, const TensorView& weight_amax = {});
 
   // The elements of parameter i that this rank updates: all, or its piece.
-  Shard::Range own_range(size_t i) const { return zero_.shard.own(parameters_.at(i).numel()); }
+  ElementRange own_range(size_t i) const { return zero_.shard.own(parameters_.at(i).numel()); }
   // Sets elements `first` and following of own_range(i) of parameter i from fp32 values on the host: compute weight
   // and master, by the master form. (kBf16Sr: rounded to nearest.)
   void set_weight(Device& device, size_t i, std::span<const float> values, int64_t first = 0);

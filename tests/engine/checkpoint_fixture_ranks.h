@@ -94,7 +94,7 @@ inline std::vector<CheckpointContents> split_contents(const CheckpointContents& 
            tensor.dtype,
            tensor.shape,
            {tensor.bytes.begin() + range.begin * size, tensor.bytes.begin() + range.end * size},
-           range});
+           ElementBox::flat(range, numel)});
     }
   }
   return parts;

@@ -77,7 +77,57 @@ std::string piece_of_a(const std::string& shape, int64_t begin) {
   return fmt::format(R"({{"a": {{"shape": {}, "begin": {}}}}})", shape, begin);
 }
 
+std::string box_of_a(const std::string& shape, const std::string& rows, const std::string& columns) {
+  return fmt::format(R"({{"a": {{"shape": {}, "rows": {}, "columns": {}}}}})", shape, rows, columns);
+}
+
+// The bytes of a box of a tensor, row by row.
+std::vector<std::byte> bytes_of(const HostTensor& tensor, const ElementBox& box) {
+  std::vector<std::byte> bytes;
+  const int64_t size = size_of(tensor.dtype);
+  for (int64_t i = 0; i < box.num_runs(); ++i) {
+    const ElementRange run = box.run(i);
+    bytes.insert(bytes.end(), tensor.bytes.begin() + run.begin * size, tensor.bytes.begin() + run.end * size);
+  }
+  return bytes;
+}
+
 }  // namespace
+
+TEST_CASE("what ranks save whose tensors are divided by columns other ranks load whole",
+          "[engine][checkpoint][ranks]") {
+  const TemporaryFolder folder;
+  const std::string run = folder / "run";
+  const HostTensor whole = random_tensor("w", DType::kBF16, {3, 5, 7}, 1);  // a matrix [15, 7]
+  const std::vector<ElementBox> boxes = {
+      {{0, 15}, {0, 3}, 7}, {{0, 15}, {6, 7}, 7}, {{0, 4}, {3, 6}, 7}, {{4, 15}, {3, 6}, 7}};
+  const int num_ranks = static_cast<int>(boxes.size());
+  const auto errors = on_ranks(num_ranks, [&](int rank) {
+    const ElementBox& box = boxes[static_cast<size_t>(rank)];
+    HostTensor part = {whole.name, whole.dtype, whole.shape, bytes_of(whole, box), box};
+    save_checkpoint(run, {7, {}, {std::move(part)}}, options_of_rank(rank, num_ranks, "id"));
+  });
+  REQUIRE(messages_of(errors) == "");
+  const LoadedCheckpoint loaded = load_checkpoint(run + "/step_00000007");
+  REQUIRE(loaded.tensors().size() == 1);
+  CHECK(loaded.tensors()[0].shape == whole.shape);
+  CHECK(read_contents(loaded).tensors[0].bytes == whole.bytes);
+
+  // Other boxes of it, as ranks of another division read them.
+  int64_t wrong = 0;
+  const std::vector<ElementBox> others = {
+      {{2, 9}, {1, 5}, 7}, {{0, 15}, {5, 7}, 7}, ElementBox::flat({10, 90}, 105)};
+  for (const ElementBox& box : others) {
+    std::vector<TensorRange> ranges;
+    for (int64_t i = 0; i < box.num_runs(); ++i) ranges.push_back({"w", box.run(i)});
+    std::vector<std::byte> got(static_cast<size_t>(box.numel() * size_of(whole.dtype)));
+    loaded.read_ranges(ranges, [&](const SafetensorsEntry&, int64_t first_element, ByteSpan bytes) {
+      std::copy(bytes.begin(), bytes.end(), got.begin() + box.place_of(first_element) * size_of(whole.dtype));
+    });
+    wrong += got != bytes_of(whole, box);
+  }
+  CHECK(wrong == 0);
+}
 
 TEST_CASE("what any number of ranks saves any other number loads, bit for bit",
           "[engine][checkpoint][ranks][slow]") {
@@ -105,11 +155,12 @@ TEST_CASE("the folder of a checkpoint of ranks holds their files and a manifest"
   const TemporaryFolder folder;
   const std::string checkpoint = folder / "run/step_00000007";
   CheckpointContents part0{7, {{"a", 1}}, {random_tensor("whole", DType::kU8, {3}, 1)}};
-  CheckpointContents part2{7, {}, {{"cut", DType::kBF16, {2, 3}, std::vector<std::byte>(8), ElementRange{2, 6}}}};
-  part0.tensors.push_back({"cut", DType::kBF16, {2, 3}, std::vector<std::byte>(4), ElementRange{0, 2}});
+  CheckpointContents part2{
+      7, {}, {{"cut", DType::kBF16, {2, 3}, std::vector<std::byte>(8), ElementBox::flat({2, 6}, 6)}}};
+  part0.tensors.push_back({"cut", DType::kBF16, {2, 3}, std::vector<std::byte>(4), ElementBox::flat({0, 2}, 6)});
   // Nothing of `cut`, and `full` as a piece that is the whole.
-  const CheckpointContents part1{7, {}, {{"cut", DType::kBF16, {2, 3}, {}, ElementRange{2, 2}}}};
-  part2.tensors.push_back({"full", DType::kU8, {1, 2}, std::vector<std::byte>(2), ElementRange{0, 2}});
+  const CheckpointContents part1{7, {}, {{"cut", DType::kBF16, {2, 3}, {}, ElementBox::flat({2, 2}, 6)}}};
+  part2.tensors.push_back({"full", DType::kU8, {1, 2}, std::vector<std::byte>(2), ElementBox::flat({0, 2}, 2)});
   const std::vector<CheckpointContents> parts{part0, part1, part2};
   const auto errors = on_ranks(3, [&](int rank) {
     SaveOptions options = options_of_rank(rank, 3, "id");
@@ -274,6 +325,15 @@ TEST_CASE("pieces must make up their tensors", "[engine][checkpoint][ranks]") {
       {{6}, piece_of_a("[2, 5.0]", 4), "must hold integers"},
       {{6}, piece_of_a("3", 4), "must be an object of shape and begin"},
       {{6, 1}, piece_of_a("[2, 5]", 4), "must have one dimension"},
+      {{6}, box_of_a("[2, 5]", "[0, 2]", "[2, 5]"), "g: elements 2 to 3 of tensor \"a\" are in f too"},
+      {{2}, box_of_a("[2, 5]", "[0, 2]", "[4, 5]"), "g: elements 5 to 8 of tensor \"a\", before those here"},
+      {{6}, box_of_a("[2, 5]", "[0, 2]", "[3, 5]"), "does not lie in its shape or is not of 6 elements"},
+      {{4}, box_of_a("[2, 5]", "[0, 2]", "[4, 6]"), "does not lie in its shape"},
+      {{4}, box_of_a("[2, 5]", "[1, 3]", "[3, 5]"), "does not lie in its shape"},
+      {{4}, box_of_a("[2, 5]", "[2, 0]", "[5, 3]"), "does not lie in its shape"},
+      {{4}, box_of_a("[2, 5]", "[0, 2, 2]", "[3, 5]"), "must be [begin, end]"},
+      {{4}, box_of_a("[2, 5]", "[0, 9223372036854775807]", "[0, 5]"), "does not lie in its shape"},
+      {{4}, R"({"a": {"shape": [2, 5], "rows": [0, 2]}})", "must be an object of shape and begin, or"},
       {{6}, "[]", "must be an object"},
       {{6}, "{", "syntax error"},
       {{2, 5}, R"({"b": {"shape": [6], "begin": 0}})", "names tensors that it does not hold"},
@@ -311,9 +371,9 @@ TEST_CASE("ranks whose pieces do not make up the tensors save nothing", "[engine
 TEST_CASE("one rank alone does not save pieces", "[engine][checkpoint][ranks]") {
   const TemporaryFolder folder;
   CheckpointContents contents = small_contents(1);
-  contents.tensors[0].piece = ElementRange{0, 35};
+  contents.tensors[0].piece = ElementBox::flat({0, 35}, 35);
   save_checkpoint(folder / "run", contents, {});  // a piece that is the whole
-  contents.tensors[0].piece = ElementRange{0, 34};
+  contents.tensors[0].piece = ElementBox::flat({0, 34}, 35);
   contents.tensors[0].bytes.pop_back();
   CHECK(error_of([&] { save_checkpoint(folder / "run", contents, {}); }).code() == ExitCode::kInternal);
 }

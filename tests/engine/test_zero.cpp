@@ -62,7 +62,8 @@ void collect(const TrainingRun& run, Device& device, TensorBytes& whole) {
     int64_t numel = 1;
     for (int64_t extent : t.shape) numel *= extent;
     bytes.resize(static_cast<size_t>(numel * size));
-    device.copy_to_host(bytes.data() + t.begin * size, t.view.data, t.view.bytes());
+    REQUIRE(t.box.is_one_run());
+    device.copy_to_host(bytes.data() + t.box.run(0).begin * size, t.view.data, t.view.bytes());
   }
 }
 

@@ -92,11 +92,11 @@ TEST_CASE("every initial value is the first draw of its own that is not cut off"
       if (std::abs(value) <= 3.0) return static_cast<float>(1.0 / std::sqrt(128.0) * value);
     }
   };
-  for (const Shard::Range range : {Shard::Range{0, numel}, {1, 2}, {77, 77 + 129}, {16383, numel - 1}}) {
+  for (const ElementRange range : {ElementRange{0, numel}, {1, 2}, {77, 77 + 129}, {16383, numel - 1}}) {
     const std::vector<float> values = initial_weight(config, table, qkv, 5, range);
-    REQUIRE(static_cast<int64_t>(values.size()) == range.count());
+    REQUIRE(static_cast<int64_t>(values.size()) == range.size());
     int wrong = 0;
-    for (int64_t i = 0; i < range.count(); ++i) wrong += values[static_cast<size_t>(i)] != draw(5, range.begin + i);
+    for (int64_t i = 0; i < range.size(); ++i) wrong += values[static_cast<size_t>(i)] != draw(5, range.begin + i);
     CHECK(wrong == 0);
   }
 }

@@ -32,7 +32,7 @@ class TestRun {
         optimizer(config, compute, table, zero, plan) {
     std::vector<TensorId> ids;
     for (const ParameterInfo& p : table) {
-      ids.push_back(plan.add("weights", p.name, compute, {zero.shard.own(p.numel()).count()}));
+      ids.push_back(plan.add("weights", p.name, compute, {zero.shard.own(p.numel()).size()}));
     }
     const TensorId amax = plan.add("amax", "weight_amax", DType::kF32, {static_cast<int64_t>(table.size())});
     plan.finish();

@@ -26,30 +26,43 @@ class PieceTable {
     if (!table_.is_object()) throw_bad_input("{}: {} must be an object", where_, kPiecesKey);
   }
 
-  // Gives `stored` the shape of its whole tensor; returns the elements that the file has of it.
-  ElementRange complete(SafetensorsEntry& stored) {
+  // Gives `stored` the shape of its whole tensor; returns the part of it that the file has.
+  ElementBox complete(SafetensorsEntry& stored) {
     const int64_t num_stored = num_elements_of(stored.shape);
     const auto piece = table_.find(stored.name);
-    if (piece == table_.end()) return {0, num_stored};
+    if (piece == table_.end()) return ElementBox::flat({0, num_stored}, num_stored);
     ++num_found_;
     const std::string where = fmt::format("{}: tensor \"{}\"", where_, printable(stored.name));
     if (!piece->is_object() || !piece->contains("shape") || !(*piece)["shape"].is_array() ||
-        !piece->contains("begin")) {
-      throw_bad_input("{}: its piece must be an object of shape and begin", where);
+        piece->contains("begin") == (piece->contains("rows") && piece->contains("columns"))) {
+      throw_bad_input("{}: its piece must be an object of shape and begin, or of shape, rows and columns", where);
     }
     if (stored.shape.size() != 1) throw_bad_input("{}: a piece must have one dimension", where);
     std::vector<int64_t> shape;
     for (const json& dim : (*piece)["shape"]) shape.push_back(integer(dim, where));
-    const int64_t begin = integer((*piece)["begin"], where);
     const int64_t num_bytes = num_bytes_of(stored.dtype, shape);
     const int64_t numel = num_bytes / size_of(stored.dtype);
-    if (num_bytes < 0 || begin > numel || num_stored > numel - begin) {
-      throw_bad_input("{}: its piece of {} elements from {} on does not lie in its shape", where, num_stored,
-                      begin);
+    if (num_bytes < 0) throw_bad_input("{}: its piece of {} elements does not lie in its shape", where, num_stored);
+    ElementBox box;
+    if (piece->contains("begin")) {
+      const int64_t begin = integer((*piece)["begin"], where);
+      if (begin > numel || num_stored > numel - begin) {
+        throw_bad_input("{}: its piece of {} elements from {} on does not lie in its shape", where, num_stored,
+                        begin);
+      }
+      box = ElementBox::flat({begin, begin + num_stored}, numel);
+    } else {
+      box = {range((*piece)["rows"], where), range((*piece)["columns"], where), shape.empty() ? 1 : shape.back()};
+      if (!box.lies_in(numel) || box.numel() != num_stored) {
+        throw_bad_input(
+            "{}: its piece, rows {} to {} and columns {} to {}, does not lie in its shape or is not of {} "
+            "elements",
+            where, box.rows.begin, box.rows.end, box.columns.begin, box.columns.end, num_stored);
+      }
     }
     stored.shape = std::move(shape);
     stored.num_bytes = num_bytes;
-    return {begin, begin + num_stored};
+    return box;
   }
 
   void check_all_found() const {
@@ -58,9 +71,16 @@ class PieceTable {
   }
 
  private:
+  static ElementRange range(const json& value, const std::string& where) {
+    if (!value.is_array() || value.size() != 2) {
+      throw_bad_input("{}: rows and columns of its piece must be [begin, end]", where);
+    }
+    return {integer(value[0], where), integer(value[1], where)};
+  }
+
   static int64_t integer(const json& value, const std::string& where) {
     if (!value.is_number_unsigned() || value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) {
-      throw_bad_input("{}: shape and begin of its piece must hold integers from 0 to 2^63 - 1", where);
+      throw_bad_input("{}: shape and place of its piece must hold integers from 0 to 2^63 - 1", where);
     }
     return value.get<int64_t>();
   }
@@ -102,7 +122,15 @@ void check_pieces(const std::vector<CheckpointFile>& files, const SafetensorsEnt
 SafetensorsMetadata describe_pieces(const std::vector<const HostTensor*>& tensors) {
   auto table = nlohmann::ordered_json::object();
   for (const HostTensor* tensor : tensors) {
-    if (is_partial(*tensor)) table[tensor->name] = {{"shape", tensor->shape}, {"begin", tensor->piece->begin}};
+    if (!is_partial(*tensor)) continue;
+    const ElementBox& box = *tensor->piece;
+    auto& piece = table[tensor->name] = {{"shape", tensor->shape}};
+    if (box.is_one_run()) {
+      piece["begin"] = box.run(0).begin;
+    } else {
+      piece["rows"] = {box.rows.begin, box.rows.end};
+      piece["columns"] = {box.columns.begin, box.columns.end};
+    }
   }
   if (table.empty()) return {};
   try {
@@ -117,8 +145,8 @@ CheckpointIndex index_tensors(const std::vector<CheckpointFile>& files) {
   for (size_t f = 0; f < files.size(); ++f) {
     PieceTable table(files[f]);
     for (SafetensorsEntry entry : files[f].header.tensors) {
-      const ElementRange range = table.complete(entry);
-      const int64_t offset = entry.offset;
+      const ElementBox box = table.complete(entry);
+      const int64_t offset = entry.offset, element_bytes = size_of(entry.dtype);
       const auto [known, is_new] = index.by_name.try_emplace(entry.name, index.tensors.size());
       if (is_new) {
         index.tensors.push_back(std::move(entry));
@@ -128,7 +156,10 @@ CheckpointIndex index_tensors(const std::vector<CheckpointFile>& files) {
         throw_bad_input("{}: tensor \"{}\" has another dtype or shape than in the files before it", files[f].path,
                         printable(entry.name));
       }
-      index.pieces[known->second].push_back({f, offset, range});
+      for (int64_t i = 0; i < box.num_runs(); ++i) {
+        const ElementRange run = box.run(i);
+        index.pieces[known->second].push_back({f, offset + box.place_of(run.begin) * element_bytes, run});
+      }
     }
     table.check_all_found();
   }

@@ -10,8 +10,10 @@
 // Which elements of which tensor lie where in the files of a checkpoint. A file says in its metadata which of its
 // tensors are pieces and of what:
 //   "__metadata__": {"parka_pieces": "{\"blocks.0.weight\": {\"shape\": [4096, 4096], \"begin\": 8388608}, ...}"}
-// The file has the piece under the tensor's own name as a tensor of one dimension: elements `begin` and following,
-// in row-major order, of a tensor of that shape. Tensors that are not named there are whole.
+// The file has the piece under the tensor's own name as a tensor of one dimension, in row-major order: elements
+// `begin` and following of a tensor of that shape. With "rows": [begin, end] and "columns": [begin, end] instead of
+// "begin" it is that box of the tensor as a matrix [rows, last dimension]. Tensors that are not named there are
+// whole.
 namespace parka {
 
 struct CheckpointFile {
@@ -20,6 +22,7 @@ struct CheckpointFile {
 };
 
 struct CheckpointIndex {
+  // Consecutive elements of a tensor in one file.
   struct Piece {
     size_t file = 0;
     int64_t offset = 0;  // of its first byte, from the start of the file

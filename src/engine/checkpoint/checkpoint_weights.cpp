@@ -47,7 +47,7 @@ DType CheckpointWeights::dtype(const ParameterInfo& parameter) const {
   return checkpoint_.find(parameter.name)->dtype;
 }
 
-void CheckpointWeights::read_tensor(const SafetensorsEntry& tensor, Shard::Range range,
+void CheckpointWeights::read_tensor(const SafetensorsEntry& tensor, ElementRange range,
                                     std::span<std::byte> bytes) const {
   const int64_t size = size_of(tensor.dtype);
   checkpoint_.read_ranges({{tensor.name, {range.begin, range.end}}}, [&](const SafetensorsEntry&,
@@ -56,7 +56,7 @@ void CheckpointWeights::read_tensor(const SafetensorsEntry& tensor, Shard::Range
   });
 }
 
-void CheckpointWeights::read(const ParameterInfo& parameter, Shard::Range range, WeightForm form,
+void CheckpointWeights::read(const ParameterInfo& parameter, ElementRange range, WeightForm form,
                              const Callback& callback) const {
   const SafetensorsEntry* weight = checkpoint_.find(parameter.name);
   const SafetensorsEntry* master =
@@ -66,8 +66,8 @@ void CheckpointWeights::read(const ParameterInfo& parameter, Shard::Range range,
   std::vector<std::byte> bytes, remainders;
   std::vector<float> values;
   for (int64_t begin = range.begin; begin < range.end; begin += kMaxElements) {
-    const Shard::Range part = {begin, std::min(begin + kMaxElements, range.end)};
-    const auto count = static_cast<size_t>(part.count());
+    const ElementRange part = {begin, std::min(begin + kMaxElements, range.end)};
+    const auto count = static_cast<size_t>(part.size());
     bytes.resize(count * static_cast<size_t>(size_of(source.dtype)));
     values.resize(count);
     read_tensor(source, part, bytes);
@@ -81,9 +81,9 @@ void CheckpointWeights::read(const ParameterInfo& parameter, Shard::Range range,
   }
 }
 
-std::vector<float> CheckpointWeights::read(const ParameterInfo& parameter, Shard::Range range,
+std::vector<float> CheckpointWeights::read(const ParameterInfo& parameter, ElementRange range,
                                            WeightForm form) const {
-  std::vector<float> all(static_cast<size_t>(range.count()));
+  std::vector<float> all(static_cast<size_t>(range.size()));
   read(parameter, range, form, [&](int64_t first_element, std::span<const float> values) {
     std::copy(values.begin(), values.end(), all.begin() + (first_element - range.begin));
   });

@@ -22,15 +22,15 @@ class CheckpointWeights {
   // that the checkpoint does not have are its weights.
   static constexpr int64_t kMaxElements = 2 << 20;
   using Callback = std::function<void(int64_t first_element, std::span<const float> values)>;
-  void read(const ParameterInfo& parameter, Shard::Range range, WeightForm form, const Callback& callback) const;
+  void read(const ParameterInfo& parameter, ElementRange range, WeightForm form, const Callback& callback) const;
   // All of them at once.
-  std::vector<float> read(const ParameterInfo& parameter, Shard::Range range, WeightForm form) const;
+  std::vector<float> read(const ParameterInfo& parameter, ElementRange range, WeightForm form) const;
 
   // The format of a parameter's compute weights.
   DType dtype(const ParameterInfo& parameter) const;
 
  private:
-  void read_tensor(const SafetensorsEntry& tensor, Shard::Range range, std::span<std::byte> bytes) const;
+  void read_tensor(const SafetensorsEntry& tensor, ElementRange range, std::span<std::byte> bytes) const;
 
   const LoadedCheckpoint& checkpoint_;
 };

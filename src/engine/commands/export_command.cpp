@@ -179,7 +179,7 @@ class Exporter {
 
   void write_tensor(const HuggingFaceTensor& tensor, const SafetensorsEntry& entry, OutputFile& file) const {
     const ParameterInfo& parameter = table_.all[tensor.parameter];
-    const Shard::Range range = {tensor.first_row * parameter.cols,
+    const ElementRange range = {tensor.first_row * parameter.cols,
                                 (tensor.first_row + tensor.num_rows) * parameter.cols};
     // In bf16 the very weights that the run computes with: its rounding of ties differs from encode_floats'.
     const WeightForm form = entry.dtype == DType::kBF16 ? WeightForm::kCompute : WeightForm::kMaster;

@@ -43,11 +43,12 @@ void check_tensors(const std::vector<const HostTensor*>& tensors) {
     int64_t expected = num_bytes_of(tensor->dtype, tensor->shape);
     if (const auto& piece = tensor->piece; piece && expected >= 0) {
       const int64_t size = size_of(tensor->dtype);
-      if (piece->begin < 0 || piece->end < piece->begin || piece->end > expected / size) {
-        throw_internal("tensor \"{}\" has {} elements, its piece is [{}, {})", printable(tensor->name),
-                       expected / size, piece->begin, piece->end);
+      if (!piece->lies_in(expected / size)) {
+        throw_internal("tensor \"{}\" has {} elements, its piece is rows [{}, {}) and columns [{}, {}) of {}",
+                       printable(tensor->name), expected / size, piece->rows.begin, piece->rows.end,
+                       piece->columns.begin, piece->columns.end, piece->row_length);
       }
-      expected = piece->size() * size;
+      expected = piece->numel() * size;
     }
     if (expected != tensor->num_bytes()) {
       throw_internal("tensor \"{}\" has {} bytes where its dtype, shape and piece say {}", printable(tensor->name),
@@ -169,7 +170,7 @@ int64_t num_bytes_of(DType dtype, const std::vector<int64_t>& shape) {
 int64_t num_elements_of(const std::vector<int64_t>& shape) { return num_bytes_of(DType::kU8, shape); }
 
 bool is_partial(const HostTensor& tensor) {
-  return tensor.piece && *tensor.piece != ElementRange{0, num_elements_of(tensor.shape)};
+  return tensor.piece && tensor.piece->numel() != num_elements_of(tensor.shape);
 }
 
 void write_safetensors(const std::vector<const HostTensor*>& tensors, const SafetensorsMetadata& metadata,
@@ -180,7 +181,7 @@ void write_safetensors(const std::vector<const HostTensor*>& tensors, const Safe
                    [](const HostTensor* a, const HostTensor* b) { return size_of(a->dtype) > size_of(b->dtype); });
   std::vector<SafetensorsEntry> entries;
   for (const HostTensor* tensor : ordered) {
-    const auto shape = is_partial(*tensor) ? std::vector<int64_t>{tensor->piece->size()} : tensor->shape;
+    const auto shape = is_partial(*tensor) ? std::vector<int64_t>{tensor->piece->numel()} : tensor->shape;
     entries.push_back({.name = tensor->name, .dtype = tensor->dtype, .shape = shape});
   }
   sink(as_bytes(encode_safetensors_header(entries, metadata)));

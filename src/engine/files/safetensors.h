@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/dtype.h"
+#include "core/element_box.h"
 #include "engine/files/file_io.h"
 
 // The safetensors format (github.com/huggingface/safetensors, "Format"): the length of the header as 8
@@ -18,15 +19,6 @@
 // the tensors' bytes, row-major and little-endian, back to back. Dtypes F32, F16, BF16, F8_E4M3, F8_E5M2, I32, U16,
 // U8.
 namespace parka {
-
-// Elements [begin, end) of a tensor in row-major order.
-struct ElementRange {
-  int64_t begin = 0;
-  int64_t end = 0;
-
-  int64_t size() const { return end - begin; }
-  bool operator==(const ElementRange&) const = default;
-};
 
 using ByteSink = std::function<void(ByteSpan)>;
 
@@ -45,7 +37,7 @@ struct HostTensor {
   DType dtype = DType::kF32;
   std::vector<int64_t> shape;                       // of the whole tensor
   std::vector<std::byte> bytes;                     // row-major; as many as dtype and shape, or the piece, say
-  std::optional<ElementRange> piece = {};           // what `bytes` holds; everything where there is none
+  std::optional<ElementBox> piece = {};             // what `bytes` holds; everything where there is none
   std::shared_ptr<const TensorSource> source = {};  // where the bytes come from instead
 
   int64_t num_bytes() const { return source ? source->num_bytes() : static_cast<int64_t>(bytes.size()); }

@@ -17,7 +17,7 @@ void TrainingRun::watch_state() {
   if (zero_.shard.size == 1) return;
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (weights.is_gathered_on_use(parameters[i].unit)) continue;
-    watched_.push_back({{parameters[i].name + " (gathered)", weights.plain(static_cast<int>(i)), {}, 0, i}, 0});
+    watched_.push_back({{parameters[i].name + " (gathered)", weights.plain(static_cast<int>(i)), {}, {}, i}, 0});
   }
 }
 

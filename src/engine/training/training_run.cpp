@@ -138,9 +138,9 @@ void TrainingRun::initialize_one(size_t i) {
   // In pieces: a large tensor's fp32 values in fresh memory take longer to get than to compute.
   constexpr int64_t kPiece = int64_t{1} << 20;
   Optimizer& optimizer = declared_.optimizer;
-  const Shard::Range own = optimizer.own_range(i);
+  const ElementRange own = optimizer.own_range(i);
   for (int64_t begin = own.begin; begin < own.end; begin += kPiece) {
-    const Shard::Range piece = {begin, std::min(begin + kPiece, own.end)};
+    const ElementRange piece = {begin, std::min(begin + kPiece, own.end)};
     optimizer.set_weight(device_, i,
                          initial_weight(config_.model, declared_.model.parameters(), i,
                                         static_cast<uint64_t>(config_.training.seed), piece),
@@ -193,7 +193,8 @@ std::vector<NamedTensor> TrainingRun::tensors() const {
   const std::vector<TensorView>& weights = declared_.model.weights().own();
   for (size_t i = 0; i < weights.size(); ++i) {
     const ParameterInfo& p = declared_.model.parameters().all[i];
-    all.push_back({p.name, weights[i], {p.rows, p.cols}, declared_.optimizer.own_range(i).begin, i});
+    const ElementBox box = ElementBox::flat(declared_.optimizer.own_range(i), p.numel());
+    all.push_back({p.name, weights[i], {p.rows, p.cols}, box, i});
   }
   return all;
 }
@@ -224,7 +225,9 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   std::vector<TensorRange> ranges;
   for (const auto& [name, tensor] : wanted) {
     if (checkpoint.find(name) == nullptr) throw_bad_input("{}: lacks the tensor {}", checkpoint.path(), name);
-    if (tensor.view.numel() > 0) ranges.push_back({name, {tensor.begin, tensor.begin + tensor.view.numel()}});
+    for (int64_t i = 0; tensor.view.numel() > 0 && i < tensor.box.num_runs(); ++i) {
+      ranges.push_back({name, tensor.box.run(i)});
+    }
   }
   checkpoint.read_ranges(ranges, [&](const SafetensorsEntry& entry, int64_t first_element, ByteSpan bytes) {
     if (!all_finite(entry.dtype, bytes)) {
@@ -233,7 +236,7 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
     }
     const NamedTensor& tensor = wanted.at(entry.name);
     auto* const target = static_cast<std::byte*>(tensor.view.data);
-    device_.copy_to_device(target + (first_element - tensor.begin) * size_of(entry.dtype), bytes.data(),
+    device_.copy_to_device(target + tensor.box.place_of(first_element) * size_of(entry.dtype), bytes.data(),
                            static_cast<int64_t>(bytes.size()));
   });
   completed_steps_ = checkpoint.step();

@@ -71,11 +71,11 @@ class DeviceTensor final : public TensorSource {
 int64_t staging_bytes(const Config& config, const DeclaredRun& run, const Zero& zero, int64_t num_copies) {
   if (!config.checkpoint.async) return 0;
   const auto place_of = [&](int64_t elements, DType dtype) {
-    return StagingBuffer::place_of(Shard{0, num_copies}.own(elements).count() * size_of(dtype));
+    return StagingBuffer::place_of(Shard{0, num_copies}.own(elements).size() * size_of(dtype));
   };
   int64_t bytes = 0;
   for (const ParameterInfo& p : run.model.parameters().all) {
-    bytes += place_of(zero.shard.own(p.numel()).count(), config.precision.compute);
+    bytes += place_of(zero.shard.own(p.numel()).size(), config.precision.compute);
   }
   for (const MemoryPlan::Entry& entry : run.plan.entries()) {
     if (entry.category == kMasterCategory || entry.category == kStateCategory) {
@@ -106,9 +106,9 @@ std::vector<HostTensor> TrainingRun::saved_pieces(std::vector<TensorView>& parts
   for (const NamedTensor& tensor : tensors()) {
     HostTensor host{tensor.name, tensor.view.dtype, tensor.shape, {}, {}, {}};
     const TensorView flat = tensor.view.reshaped({tensor.view.numel()});
-    const Shard::Range own = among_copies.own(flat.numel());
-    if (several) host.piece = ElementRange{tensor.begin + own.begin, tensor.begin + own.end};
-    parts.push_back(flat.rows(own.begin, own.count()));
+    const ElementBox own = among_copies.own(tensor.box, num_elements_of(tensor.shape));
+    if (several) host.piece = own;
+    parts.push_back(flat.rows(tensor.box.place_of(own.run(0).begin), own.numel()));
     pieces.push_back(std::move(host));
   }
   return pieces;
