@@ -6,6 +6,7 @@
 #include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <sched.h>
@@ -68,7 +69,10 @@ class WorkerPool {
     draw_pieces();
     std::unique_lock lock(mutex_);
     done_.wait(lock, [this] { return busy_ == 0; });
-    if (failure_) std::rethrow_exception(failure_);
+    // The caller's alone from here on: the next job's caller shall not release it.
+    const std::exception_ptr failure = std::exchange(failure_, nullptr);
+    lock.unlock();
+    if (failure) std::rethrow_exception(failure);
   }
 
  private:
