@@ -5,6 +5,7 @@
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
+#include "kernels/op/workspace.h"
 
 namespace parka {
 namespace {
@@ -65,11 +66,15 @@ OpCost cost_of(const AttentionForward& a) {
   return {all_bytes(a.qkv, a.out, a.lse), attention_flop(a.out, a.sequence_length), shape_of(a.out)};
 }
 TensorView output_of(const AttentionForward& a) { return a.out; }
+int64_t workspace_of(const AttentionForward&) { return cuda::kAttentionForwardWorkspaceBytes; }
 
 OpCost cost_of(const AttentionBackward& a) {
   return {all_bytes(a.qkv, a.out, a.d_out, a.lse, a.cos_sin, a.d_qkv),
           2.5 * attention_flop(a.out, a.sequence_length), shape_of(a.out)};
 }
 TensorView output_of(const AttentionBackward& a) { return a.d_qkv; }
+int64_t workspace_of(const AttentionBackward& a) {
+  return cuda::attention_backward_workspace_bytes(a.qkv.dim[0], a.num_heads);
+}
 
 }  // namespace parka
