@@ -85,10 +85,6 @@ inline int64_t gemm_scales_bytes(int64_t rows, int64_t depth) {
   const int64_t bytes = rows * ((depth + kGroup - 1) / kGroup) * kScale;
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
-// Of out [rows, cols] summed over `depth`.
-inline int64_t block_scaled_gemm_workspace_bytes(int64_t rows, int64_t cols, int64_t depth) {
-  return kGemmWorkspaceBytes + gemm_scales_bytes(rows, depth) + gemm_scales_bytes(cols, depth);
-}
 
 // Ops that find the maximum that a tensor-wide scale is made from: the maximum, fp32.
 inline constexpr int64_t kAmaxWorkspaceBytes = 4;

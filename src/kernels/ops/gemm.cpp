@@ -40,7 +40,8 @@ OpCost cost_of(const Gemm& a) {
   return {all_bytes(a.a, a.b) + (a.accumulate ? 2 : 1) * bytes_of(a.out),
           2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K),
           fmt::format("{} x {} x {} {}{}{} {}{}", M, N, K, name_of(a.a.data.dtype), a.a_transposed ? " T" : " N",
-                      a.b_transposed ? "T" : "N", name_of(a.out.dtype), a.accumulate ? " +=" : "")};
+                      a.b_transposed ? "T" : "N", name_of(a.out.dtype), a.accumulate ? kOntoOutput : ""),
+          Products::kGemm};
 }
 TensorView output_of(const Gemm& a) { return a.out; }
 int64_t workspace_of(const Gemm& a) {
