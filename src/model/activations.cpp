@@ -137,7 +137,7 @@ class Declarer {
   }
 
   // Evaluation with another precision works in the memory of training's activations, between steps.
-  std::string kept_category() const { return evaluation_ ? "evaluation" : "saved activations"; }
+  std::string kept_category() const { return evaluation_ ? "evaluation" : kSavedActivationsCategory; }
   std::string workspace_category() const { return evaluation_ ? "evaluation" : "workspace"; }
   PhaseMask kept_phases() const { return evaluation_ ? kEvaluation : kStep; }
   PhaseMask workspace_phases(PhaseMask training) const { return evaluation_ ? PhaseMask{kEvaluation} : training; }

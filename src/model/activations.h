@@ -7,6 +7,9 @@
 
 namespace parka {
 
+// The category of the memory plan with what forward keeps for backward.
+inline constexpr const char* kSavedActivationsCategory = "saved activations";
+
 // How many tokens one forward works on. Row t of an activation is position t % sequence_length of sequence
 // t / sequence_length.
 struct BatchShape {

@@ -211,7 +211,7 @@ void Model::Pass::loss_and_backward(Device& device, const LossOptions& options,
   if (!options.loss_sum.empty()) {
     add_sum(device, {.x = vector(activations_.losses, num_tokens_), .total = options.loss_sum});
   }
-  device.section("block backward");
+  device.section(StepSection::kBlockBackward);
   for (int64_t l = config_.num_layers - 1; l >= 0; --l) {
     before_backward(device, table_->block_unit(l));
     offload().before_backward(device, l);
@@ -224,7 +224,7 @@ void Model::Pass::loss_and_backward(Device& device, const LossOptions& options,
     offload().after_backward(l);
     after_backward(device, table_->block_unit(l));
   }
-  device.section("embedding");
+  device.section(StepSection::kEmbedding);
   before_backward(device, 0);
   const bool has_head_gradient = table_->ties_head();  // which a GEMM has written already
   embedding_backward(device, {.order = tensor(activations_.token_order, num_tokens_, kTokenRowInts),

@@ -79,13 +79,13 @@ void Model::Pass::load(Device& device, const Batch& batch, bool keep) {
 }
 
 void Model::Pass::forward(Device& device) {
-  device.section("embedding");
+  device.section(StepSection::kEmbedding);
   before_forward(device, 0);
   const TensorView tokens = vector(activations_.tokens, num_tokens_);
   TensorView residual = tensor(activations_.blocks.front().attention_norm.residual, num_tokens_, config_.d_model);
   embedding_forward(device, {.ids = tokens, .table = weights_->plain(table_->embedding), .out = residual});
   TensorView branch;  // nothing to add before the first block
-  device.section("block forward");
+  device.section(StepSection::kBlockForward);
   for (int64_t l = 0; l < config_.num_layers; ++l) {
     before_forward(device, table_->block_unit(l));
     if (keep_) offload().before_forward(device, l);
@@ -183,7 +183,7 @@ void Model::Pass::forward_block(Device& device, int64_t l, const TensorView& res
 }
 
 void Model::Pass::final_norm(Device& device) {
-  device.section("head");
+  device.section(StepSection::kHead);
   before_forward(device, table_->head_unit());
   const int64_t T = num_tokens_, d = config_.d_model;
   norm_forward(device, {.kind = config_.norm,

@@ -210,7 +210,7 @@ void Optimizer::open_gradient(Device& device, size_t i) const {
 PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sums,
                             const std::function<void(size_t parameter)>& before_update) {
   PARKA_REQUIRE(step >= 1 && states_.size() == parameters_.size());
-  device.section("optimizer");
+  device.section(StepSection::kOptimizer);
   std::vector<TensorView> own;  // padding, which is zeros, included
   own.reserve(gradient_pieces_.size());
   for (const GradientPieces& gradient : gradient_pieces_) own.push_back(gradient.own);

@@ -1,13 +1,16 @@
 #include "engine/planning/step_measurement.h"
 
-#include <cmath>
+#include <algorithm>
 #include <functional>
+#include <map>
+#include <variant>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
 #include "core/error.h"
 #include "engine/config/config_io.h"
-#include "engine/planning/step_model.h"
+#include "engine/step/recorded_step.h"
 #include "tests/support/catch.h"
 #include "tests/support/temporary_folder.h"
 
@@ -18,7 +21,7 @@ namespace {
 
 using nlohmann::json;
 
-// Four micro-batches of two blocks; 128 x (3 x 128 + 128 + 3 x 256) weights in each.
+// Four micro-batches of two blocks.
 json measured_config() {
   return {{"model",
            {{"vocab_size", 512},
@@ -30,36 +33,51 @@ json measured_config() {
             {"tie_embeddings", false}}},
           {"precision", {{"recipe", "parka"}}},
           {"optimizer", {{"gradient", "bf16"}}},
-          {"data", {{"train", {"train.npy"}}, {"sequence_length", 64}}},
+          {"data", {{"train", {"train.npy"}}, {"sequence_length", 96}}},
           {"training", {{"global_batch_size", 8}, {"micro_batch_size", 2}}}};
 }
-constexpr double kBlockWeights = 128.0 * (3 * 128 + 128 + 3 * 256), kEmbedding = 512 * 128;
-constexpr double kCopy = 1e9;
+constexpr double kCopy = 1e9, kLaunch = 5e-6;
 
-json op(const char* section, const char* name, int64_t runs, double seconds) {
-  return {{"section", section}, {"op", name}, {"shape", ""}, {"runs", runs},
-          {"seconds", seconds}, {"bytes", 1}, {"flop", 0}};
-}
+using Seconds = std::function<double(const RecordedOp&)>;
+double work_of(const RecordedOp& op) { return op.cost.flop > 0 ? op.cost.flop : op.cost.bytes; }
+double by_work(const RecordedOp& op) { return 1e-6 * work_of(op); }
 
-// Everything takes half as long again when it is timed as in the step without.
-json measurement() {
-  json file = {
-      {"device", "NVIDIA H200"}, {"ranks", 1}, {"step_seconds", {0.9, 0.8, 5.0}}, {"copy_bandwidth", kCopy}};
-  file["ops"] = {op("embedding", "embedding_forward", 4, 0.04),
-                 op("embedding", "embedding_backward", 4, 0.08),
-                 op("block forward", "gemm", 16, 0.3),
-                 op("block forward", "rope_forward", 8, 0.1),
-                 op("block backward", "gemm", 32, 0.48),
-                 op("head", "gemm", 12, 0.12),
-                 op("head", "add_sum", 4, 0.08),
-                 op("optimizer", "sum_of_squares", 1, 0.02),
-                 op("optimizer", "adamw_step", 10, 0.09),
-                 op("optimizer", "clip_coefficient", 1, 0.01),
-                 op("optimizer", "quantize", 8, 0.03)};
-  file["config"] = measured_config();
+// What `parka bench` writes of a step on one GPU in which ops take `seconds`: 0.9 seconds without timing each.
+json measurement(const Seconds& seconds = by_work, const json& config = measured_config()) {
+  json file = {{"device", "NVIDIA H200"}, {"ranks", 1},           {"step_seconds", {0.9, 0.8, 5.0}},
+               {"copy_bandwidth", kCopy}, {"ops", json::array()}, {"config", config}};
+  std::map<std::vector<std::string>, json> ops;
+  const RecordedStep step = record_step(parse_config(config, "test"), 1);
+  for (const RecordedStep::Part& part : step.parts) {
+    for (const RecordedStep::Work& work : part.work) {
+      const auto* op = std::get_if<RecordedOp>(&work);
+      if (op == nullptr) continue;
+      const std::string section(name_of(op->section));
+      json& line = ops.try_emplace({section, op->op, op->cost.shape}, json::object()).first->second;
+      const int64_t runs = line.value("runs", int64_t{0}), more = part.times;
+      const auto mean = [&](const char* key, double value) {
+        return (line.value(key, 0.0) * static_cast<double>(runs) + value * static_cast<double>(more)) /
+               static_cast<double>(runs + more);
+      };
+      line = {{"section", section},
+              {"op", op->op},
+              {"shape", op->cost.shape},
+              {"runs", runs + more},
+              {"seconds", line.value("seconds", 0.0) + seconds(*op) * static_cast<double>(more)},
+              {"bytes", mean("bytes", op->cost.bytes)},
+              {"flop", op->cost.flop}};
+    }
+  }
+  for (const auto& [key, line] : ops) file["ops"].push_back(line);
   return file;
 }
-constexpr double kTimed = 1.35 + 2 * kEmbedding / kCopy, kScale = 0.9 / kTimed;
+
+// Of all ops of a step of one of `gpus`, and of the zeros that it writes and the pieces that it adds up.
+double own_seconds(const Config& config, int64_t gpus, const Seconds& seconds) {
+  double sum = 0;
+  for (const StepAction& action : step_actions(record_step(config, gpus), {seconds, kCopy})) sum += action.seconds;
+  return sum;
+}
 
 struct Written {
   explicit Written(const json& file) { write_file(path, file.dump()); }
@@ -79,7 +97,9 @@ std::string refusal(const std::function<void()>& call) {
 }
 
 double step_seconds(const StepMeasurement& one, const Config& config, int64_t gpus) {
-  return predict_step(schedule_step(config, gpus, compute_seconds(one, config, gpus)), {}, gpus).seconds;
+  double sum = 0;
+  for (const StepAction& action : step_actions_by(one, config, gpus)) sum += action.seconds;
+  return sum;
 }
 
 }  // namespace
@@ -89,93 +109,88 @@ TEST_CASE("a measurement is read as bench writes it", "[engine][step model]") {
   CHECK(one.device == "NVIDIA H200");
   CHECK(one.step_seconds == 0.9);
   CHECK(one.num_micro_batches() == 4);
-  CHECK(one.tokens_per_second_per_gpu() == Approx(8 * 64 / 0.9));
-  const ComputeSeconds compute = compute_seconds(one, one.config, 1);
-  CHECK(compute.embedding_forward == Approx(kScale * 0.01));
-  CHECK(compute.embedding_backward == Approx(kScale * 0.02));
-  CHECK(compute.block_forward == Approx(kScale * 0.05));
-  CHECK(compute.block_backward == Approx(kScale * 0.06));
-  CHECK(compute.head == Approx(kScale * 0.05));
-  CHECK(compute.gradient_norm == Approx(kScale * 0.02));
-  CHECK(compute.update == Approx(kScale * 0.1));
-  CHECK(compute.quantize_weights == Approx(kScale * 0.03));
+  CHECK(one.tokens_per_second_per_gpu() == Approx(8 * 96 / 0.9));
+  const auto gemm =
+      std::find_if(one.ops.begin(), one.ops.end(), [](const OpSummary& op) { return op.op == "gemm"; });
+  REQUIRE(gemm != one.ops.end());
+  CHECK(gemm->section != StepSection::kNone);
+  CHECK(gemm->count > 0);
+  CHECK(gemm->seconds == Approx(1e-6 * gemm->cost.flop * static_cast<double>(gemm->count)));
+  CHECK(gemm->cost.shape.find(" x ") != std::string::npos);
 }
 
-TEST_CASE("one GPU is expected to take what it took, micro-batch by micro-batch", "[engine][step model]") {
-  const StepMeasurement one = Written(measurement()).read();
-  CHECK(step_seconds(one, one.config, 1) == Approx(0.9));
-  Config longer = one.config;
-  longer.training.global_batch_size = 16;
-  CHECK(step_seconds(one, longer, 1) == Approx(0.9 + kScale * 1.2));
-  CHECK(compute_seconds(one, longer, 1, 1.5).head == Approx(1.5 * kScale * 0.05));
-}
-
-TEST_CASE("what ZeRO divides takes less, but for its launches", "[engine][step model]") {
-  const StepMeasurement one = Written(measurement()).read();
-  constexpr double kLaunch = 5e-6;
-  const auto divided = [](double seconds, double launches) {
-    return kScale * (launches * kLaunch + (seconds - launches * kLaunch) / 4);
-  };
-  for (int64_t stage = 0; stage <= 3; ++stage) {
-    CAPTURE(stage);
-    Config config = one.config;
-    config.precision.weight_copies = WeightCopies::kBoth;
-    config.distributed.zero_stage = stage;
-    const ComputeSeconds compute = compute_seconds(one, config, 4);
-    CHECK(compute.update == Approx(stage >= 1 ? divided(0.1, 11) : kScale * 0.1));
-    CHECK(compute.gradient_norm == Approx(stage >= 1 ? divided(0.02, 1) : kScale * 0.02));
-    CHECK(compute.clear_gradients == Approx(kScale * 2 * kEmbedding / kCopy));
-    // Stage 3 keeps no codes of whole weights.
-    CHECK(compute.quantize_weights == Approx(stage == 3 ? 0.0 : kScale * 0.03));
-    CHECK(compute.block_backward == Approx(kScale * 0.06));
-    CHECK(compute.block_forward == Approx(kScale * 0.05));
-    if (stage < 3) continue;
-    // Where transposed ones are not gathered, weights are transposed where they are used, at 0.8 of copy bandwidth.
-    const double transposing = 2 * kBlockWeights / (0.8 * kCopy);
-    Config rows = config;
-    rows.precision.weight_copies = WeightCopies::kRows;
-    CHECK(compute_seconds(one, rows, 4).block_backward == Approx(kScale * 0.06 + transposing));
-    rows.precision.weight_copies = WeightCopies::kAuto;
-    CHECK(compute_seconds(one, rows, 4).block_backward == Approx(kScale * 0.06 + transposing));
+TEST_CASE("one GPU is expected to take what it took, whatever ops took", "[engine][step model]") {
+  const Seconds all_kinds[] = {by_work, [](const RecordedOp&) { return 1e-3; },
+                               [](const RecordedOp& op) { return op.section == StepSection::kHead ? 1.0 : 0.0; }};
+  for (const Seconds& seconds : all_kinds) {
+    const StepMeasurement one = Written(measurement(seconds)).read();
+    CHECK(step_seconds(one, one.config, 1) == Approx(0.9));
+    Config longer = one.config;
+    longer.training.global_batch_size = 16;
+    const double more = own_seconds(longer, 1, seconds) / own_seconds(one.config, 1, seconds);
+    CHECK(more > 1.5);
+    CHECK(step_seconds(one, longer, 1) == Approx(0.9 * more));
+    double slow = 0;
+    for (const StepAction& action : step_actions_by(one, longer, 1, 1.5)) slow += action.seconds;
+    CHECK(slow == Approx(1.5 * 0.9 * more));
   }
 }
 
-TEST_CASE("a measurement that transposed weights where they are used serves a run that keeps them",
-          "[engine][step model]") {
-  json file = measurement();
-  file["config"]["precision"]["weight_copies"] = "rows";
-  const StepMeasurement one = Written(file).read();
+TEST_CASE("what ZeRO divides takes less, but for its launches", "[engine][step model]") {
+  const auto is_divided = [](const RecordedOp& op) { return op.op == "adamw_step" || op.op == "sum_of_squares"; };
+  const Seconds seconds = [&](const RecordedOp& op) {
+    return is_divided(op) ? kLaunch + 1e-9 * op.cost.bytes : 0.0;
+  };
+  const StepMeasurement one = Written(measurement(seconds)).read();
   Config config = one.config;
-  CHECK(compute_seconds(one, config, 4).block_backward == Approx(kScale * 0.06));
-  config.precision.weight_copies = WeightCopies::kBoth;
-  CHECK(compute_seconds(one, config, 4).block_backward ==
-        Approx(kScale * 0.06 - 2 * kBlockWeights / (0.8 * kCopy)));
-  config.precision.weight_copies = WeightCopies::kNone;  // 2 bytes read and 1 written, each time
-  CHECK(compute_seconds(one, config, 4).block_backward == Approx(kScale * 0.06 + kBlockWeights / (0.8 * kCopy)));
-  CHECK(compute_seconds(one, config, 4).block_forward == Approx(kScale * 0.05 + 3 * kBlockWeights / (0.8 * kCopy)));
-  CHECK(compute_seconds(one, config, 4).quantize_weights == 0);
-  config.distributed.zero_stage = 3;  // which moves codes
-  CHECK(compute_seconds(one, config, 4).block_backward == Approx(kScale * 0.06));
+  const double scale = 0.9 / own_seconds(config, 1, seconds);
+  const RecordedStep step = record_step(config, 4);
+  double bytes = 0;
+  for (const RecordedStep::Work& work : step.parts.back().work) {
+    const auto* op = std::get_if<RecordedOp>(&work);
+    bytes += op != nullptr && is_divided(*op) ? op->cost.bytes : 0;
+  }
+  config.distributed.zero_stage = 1;
+  CHECK(bytes > 0);
+  CHECK(step_seconds(one, one.config, 4) - step_seconds(one, config, 4) == Approx(scale * 0.75 * 1e-9 * bytes));
 }
 
-TEST_CASE("codes in blocks are made of gathered weights and in no update", "[engine][step model]") {
-  json file = measurement();
-  file["config"]["precision"]["recipe"] = "fp8_block";
+TEST_CASE("ops that ZeRO and kept copies add take what their like took", "[engine][step model]") {
+  for (const char* recipe : {"parka", "fp8_block"}) {
+    json config_json = measured_config();
+    config_json["precision"]["recipe"] = recipe;
+    const StepMeasurement one = Written(measurement(by_work, config_json)).read();
+    const double scale = 0.9 / own_seconds(one.config, 1, by_work);
+    for (int64_t stage = 0; stage <= 3; ++stage) {
+      for (const auto copies : {WeightCopies::kBoth, WeightCopies::kRows, WeightCopies::kNone}) {
+        CAPTURE(recipe, stage, name_of(copies));
+        Config config = one.config;
+        config.distributed.zero_stage = stage;
+        config.precision.weight_copies = copies;
+        CHECK(step_seconds(one, config, 4) == Approx(scale * own_seconds(config, 4, by_work)).epsilon(1e-4));
+      }
+    }
+  }
+}
+
+TEST_CASE("ops without their like in the measurement make codes of weights, at a part of copy bandwidth",
+          "[engine][step model]") {
+  json config_json = measured_config();
+  config_json["precision"]["recipe"] = "fp8_linear";
+  json file = measurement(by_work, config_json);
+  json others = json::array();
+  for (const json& op : file["ops"]) {
+    if (op["op"] != "quantize") others.push_back(op);
+  }
+  file["ops"] = others;
   const StepMeasurement one = Written(file).read();
-  Config config = one.config;
-  config.distributed.zero_stage = 2;
-  CHECK(compute_seconds(one, config, 4).quantize_weights == Approx(kScale * 0.03));
-  config.distributed.zero_stage = 3;
-  const ComputeSeconds compute = compute_seconds(one, config, 4);
-  CHECK(compute.quantize_weights == 0);
-  // For input gradients they are made once more, transposed: 2 bytes read, 1 written.
-  CHECK(compute.block_backward == Approx(kScale * 0.06 + 3 * kBlockWeights / (0.8 * kCopy)));
-  int gathered = 0;  // before each use of each block, but the last two in backward, which are there from forward
-  const auto is_quantizing = [&](const StepAction& action) {
-    return action.seconds > 0 && std::abs(action.seconds - 3 * kBlockWeights / (0.8 * kCopy)) < 1e-12;
+  const Seconds expected = [](const RecordedOp& op) {
+    return op.op == "quantize" ? op.cost.bytes / (0.8 * kCopy) : by_work(op);
   };
-  for (const StepAction& action : schedule_step(config, 4, compute)) gathered += is_quantizing(action) ? 1 : 0;
-  CHECK(gathered == 2);
+  const double scale = 0.9 / own_seconds(one.config, 1, expected);
+  Config config = one.config;
+  config.precision.weight_copies = WeightCopies::kNone;
+  CHECK(step_seconds(one, config, 1) == Approx(scale * own_seconds(config, 1, expected)).epsilon(1e-4));
 }
 
 TEST_CASE("a file that is no measurement is refused", "[engine][step model]") {
@@ -196,6 +211,8 @@ TEST_CASE("a file that is no measurement is refused", "[engine][step model]") {
   says(refused([](json& file) { file["step_seconds"] = json::array(); }), "no step");
   says(refused([](json& file) { file["step_seconds"][1] = 0; }), "step_seconds");
   says(refused([](json& file) { file["ops"][3]["seconds"] = -1; }), "seconds");
+  says(refused([](json& file) { file["ops"][3]["bytes"] = -1; }), "bytes");
+  says(refused([](json& file) { file["ops"][3]["section"] = "attic"; }), "attic");
   says(refused([](json& file) { file["copy_bandwidth"] = 0; }), "copy_bandwidth");
   says(refused([](json& file) { file["ranks"] = 3; }), "ranks");
   says(refused([](json& file) { file["ranks"] = 0; }), "ranks");
@@ -211,7 +228,7 @@ TEST_CASE("a measurement of another config or of several GPUs is refused", "[eng
   const StepMeasurement one = Written(file).read();
   file["ranks"] = 4;
   const StepMeasurement four = Written(file).read();
-  CHECK(refusal([&] { compute_seconds(four, four.config, 4); }).find("4 GPUs") != std::string::npos);
+  CHECK(refusal([&] { step_actions_by(four, four.config, 4); }).find("4 GPUs") != std::string::npos);
 
   struct Change {
     void (*apply)(Config&);
@@ -240,7 +257,7 @@ TEST_CASE("a measurement of another config or of several GPUs is refused", "[eng
     CAPTURE(change.key);
     Config config = one.config;
     change.apply(config);
-    const std::string message = refusal([&] { compute_seconds(one, config, 2); });
+    const std::string message = refusal([&] { step_actions_by(one, config, 2); });
     CHECK(message.empty() == (*change.key == '\0'));
     CHECK(message.find(change.key) != std::string::npos);
     CHECK(refusal([&] { require_measurement_of(four, config, 4); }).empty() == !change.of_run);

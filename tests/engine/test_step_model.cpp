@@ -1,15 +1,14 @@
 #include "engine/planning/step_model.h"
 
 #include <algorithm>
+#include <variant>
 
 #include "core/shard.h"
-#include "engine/config/config_io.h"
 #include "engine/planning/stream_timeline.h"
-#include "engine/training/training_run.h"
 #include "model/parameter_table.h"
+#include "tests/engine/step_config.h"
 #include "tests/support/catch.h"
 #include "tests/support/temporary_folder.h"
-#include "tests/support/thread_ranks.h"
 
 using namespace parka;
 using namespace parka::test;
@@ -18,105 +17,25 @@ namespace {
 
 using Kind = StepAction::Kind;
 
-constexpr int64_t kSequence = 16;
+// Work that takes no time but where bytes are written or added up, and that at once.
+const WorkSeconds kNoTime = {[](const RecordedOp&) { return 0.0; }, 1e30};
 
-Config config_for(const std::string& folder, const std::string& recipe, int64_t stage, bool tied,
-                  int64_t micro_batches, int64_t ranks) {
-  write_file(folder + "/train.npy", std::string(100 * kSequence * 2, '\1'));
-  return parse_config({{"model",
-                        {{"vocab_size", 272},
-                         {"d_model", 48},
-                         {"num_layers", 4},
-                         {"num_heads", 3},
-                         {"d_ffn", 80},
-                         {"norm", tied ? "layernorm" : "rmsnorm"},
-                         {"tie_embeddings", tied}}},
-                       {"precision", {{"recipe", recipe}}},
-                       {"data", {{"train", {folder + "/train.npy"}}, {"sequence_length", kSequence}}},
-                       {"training", {{"global_batch_size", micro_batches * ranks}, {"micro_batch_size", 1}}},
-                       {"distributed", {{"zero_stage", stage}}}},
-                      "test");
+// So many seconds for every op of the head and of the blocks.
+WorkSeconds per_op(double head, double block) {
+  return {[=](const RecordedOp& op) {
+            switch (op.section) {
+              case StepSection::kHead: return head;
+              case StepSection::kBlockForward:
+              case StepSection::kBlockBackward: return block;
+              default: return 0.0;
+            }
+          },
+          1e30};
 }
 
-// Passes everything on and writes down what a rank has queued.
-class RecordingCommunicator final : public Communicator {
- public:
-  explicit RecordingCommunicator(Communicator& real) : real_(real) {}
-  int rank() const override { return real_.rank(); }
-  int size() const override { return real_.size(); }
-  std::string description() const override { return real_.description(); }
-  void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) override {
-    actions_.push_back({.kind = Kind::kAllReduce, .bytes = x.bytes(), .peers = peers});
-    real_.all_reduce(device, x, reduction, peers);
-  }
-  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers,
-                      Onto onto) override {
-    actions_.push_back({.kind = Kind::kReduceScatter, .bytes = in.bytes(), .peers = peers});
-    real_.reduce_scatter(device, in, out, peers, onto);
-  }
-  void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override {
-    actions_.push_back({.kind = Kind::kAllGather, .bytes = out.bytes(), .peers = peers});
-    real_.all_gather(device, in, out, peers);
-  }
-  void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override {
-    actions_.push_back({.kind = Kind::kAllGather, .bytes = out.bytes(), .peers = peers});
-    real_.all_gather_columns(device, in, out, peers);
-  }
-  uint64_t last_queued() const override { return real_.last_queued(); }
-  void wait(Device& device, uint64_t number) override {
-    if (number > before_) actions_.push_back({.kind = Kind::kWait, .number = number - before_});
-    real_.wait(device, number);
-  }
-  std::vector<std::string> gather_text(const std::string& text) override { return real_.gather_text(text); }
-  double max(double value) override { return real_.max(value); }
-  void barrier() override { real_.barrier(); }
-
-  void start() {
-    actions_.clear();
-    before_ = real_.last_queued();
-  }
-  const std::vector<StepAction>& actions() const { return actions_; }
-
- private:
-  void divided() override { real_.divide(size_of(Peers::kGroup)); }
-
-  Communicator& real_;
-  std::vector<StepAction> actions_;
-  uint64_t before_ = 0;
-};
-
-std::vector<StepAction> queued_by_a_run(const Config& config, int ranks) {
-  std::vector<StepAction> actions;
-  ThreadRanks(ranks).run([&](Communicator& real) {
-    RecordingCommunicator communicator(real);
-    const auto device = make_cpu_device();
-    TrainingRun run(config, *device, communicator);
-    run.initialize();
-    communicator.start();
-    PARKA_REQUIRE(run.step());  // Catch2's own are not for several threads
-    if (communicator.rank() == 0) actions = communicator.actions();
-  });
-  return actions;
+std::vector<StepAction> actions_of(const Config& config, int64_t ranks, const WorkSeconds& seconds) {
+  return step_actions(record_step(config, ranks), seconds);
 }
-
-std::vector<StepAction> without_compute(std::vector<StepAction> actions) {
-  actions.erase(std::remove_if(actions.begin(), actions.end(),
-                               [](const StepAction& action) { return action.kind == Kind::kCompute; }),
-                actions.end());
-  return actions;
-}
-
-// A second of work everywhere, and nothing for what is counted from bandwidth.
-constexpr ComputeSeconds kSeconds = {.embedding_forward = 1,
-                                     .block_forward = 1,
-                                     .head = 1,
-                                     .block_backward = 1,
-                                     .embedding_backward = 1,
-                                     .clear_gradients = 1,
-                                     .gradient_norm = 1,
-                                     .update = 1,
-                                     .quantize_weights = 1,
-                                     .copy_bandwidth = 1e30};
 
 // A byte a second and no latency: a collective of n GPUs takes (n - 1) / n of its bytes in seconds.
 constexpr Links kByteASecond = {.link_bandwidth = 1, .memory_bandwidth = 8};
@@ -229,42 +148,6 @@ TEST_CASE("what communication reads and writes in memory is what it costs, up to
   CHECK(slowed(Kind::kAllGather, 1e6) == Approx(0.9 * 300));
 }
 
-TEST_CASE("the schedule of a step is what ranks queue, to the byte", "[engine][step model][slow]") {
-  for (const char* recipe : {"fp32", "bf16", "coat", "fp8_block"}) {
-    for (int64_t stage = 0; stage <= 3; ++stage) {
-      for (const int ranks : {2, 3}) {
-        const bool tied = ranks == 3;
-        CAPTURE(recipe, stage, ranks);
-        const TemporaryFolder folder;
-        const Config config = config_for(folder.path().string(), recipe, stage, tied, 2, ranks);
-        const std::vector<StepAction> queued = queued_by_a_run(config, ranks);
-        REQUIRE(!queued.empty());
-        CHECK((without_compute(schedule_step(config, ranks, kSeconds)) == queued));
-      }
-      const TemporaryFolder folder;
-      Config config = config_for(folder.path().string(), recipe, stage, false, 2, 4);
-      config.distributed.shard_size = 2;
-      CAPTURE(recipe, stage, "two groups of two");
-      CHECK((without_compute(schedule_step(config, 4, kSeconds)) == queued_by_a_run(config, 4)));
-    }
-  }
-}
-
-TEST_CASE("masks and documents add nothing to what ranks queue", "[engine][step model]") {
-  for (int64_t stage = 0; stage <= 3; ++stage) {
-    CAPTURE(stage);
-    const TemporaryFolder folder;
-    Config config = config_for(folder.path().string(), "coat", stage, false, 2, 4);
-    std::string marks(100 * kSequence, '\0');
-    for (size_t i = 0; i < marks.size(); i += 7) marks[i] = i % 2 == 0 ? '\3' : '\1';
-    write_file(config.data.train[0] + ".mask", marks);
-    config.data.loss_mask = true;
-    config.data.documents = DocumentMode::kSeparate;
-    config.distributed.shard_size = stage == 0 ? 0 : 2;
-    CHECK((without_compute(schedule_step(config, 4, kSeconds)) == queued_by_a_run(config, 4)));
-  }
-}
-
 TEST_CASE("groups of GPUs exchange within nodes, and pieces between them", "[engine][step model]") {
   Links links = {.link_bandwidth = 300, .network_bandwidth = 50, .memory_bandwidth = 1};
   links.nodes = 2;  // of four GPUs each
@@ -291,13 +174,35 @@ TEST_CASE("groups of GPUs exchange within nodes, and pieces between them", "[eng
 
 TEST_CASE("one GPU only computes", "[engine][step model]") {
   const TemporaryFolder folder;
-  const Config config = config_for(folder.path().string(), "bf16", 3, false, 3, 1);
-  const std::vector<StepAction> actions = schedule_step(config, 1, kSeconds);
-  CHECK(without_compute(actions).empty());
+  const Config config = step_config(folder.path().string(), "bf16", 3, true, 3, 1);
+  const RecordedStep recorded = record_step(config, 1);
+  double ops = 0;
+  for (const RecordedStep::Part& part : recorded.parts) {
+    for (const RecordedStep::Work& work : part.work) ops += std::holds_alternative<RecordedOp>(work) ? 1 : 0;
+  }
+  const std::vector<StepAction> actions = step_actions(recorded, {[](const RecordedOp&) { return 1.0; }, 1e30});
   const StepPrediction step = predict_step(actions, kByteASecond, 1);
-  CHECK(step.seconds == Approx(3 * (3 + 2 * 4) + 4));
+  CHECK(step.seconds == Approx(ops));
   CHECK(step.seconds == step.compute_seconds);
   CHECK(step.hidden_fraction() == 1);
+  CHECK(std::all_of(actions.begin(), actions.end(),
+                    [](const StepAction& action) { return action.kind == Kind::kCompute; }));
+}
+
+TEST_CASE("micro-batches between the first and the last are each as one that is recorded", "[engine][step model]") {
+  RecordedStep step;
+  const auto op = [](const char* name) { return RecordedOp{.op = name}; };
+  const RecordedCollective sum = {RecordedCollective::Kind::kAllReduce, 8, Peers::kAll};
+  step.parts.push_back({{op("a"), sum, sum}});
+  step.parts.push_back({{RecordedWait{1}, op("b"), op("c"), sum}, 2});
+  step.parts.push_back({{RecordedWait{0}, RecordedFill{6}}});
+  const std::vector<StepAction> actions =
+      step_actions(step, {[](const RecordedOp& op) { return op.op == "a" ? 1.0 : 10.0; }, 2});
+  const StepAction queued = {.kind = Kind::kAllReduce, .bytes = 8};
+  const auto wait = [](uint64_t number) { return StepAction{.kind = Kind::kWait, .number = number}; };
+  const auto work = [](double seconds) { return StepAction{.kind = Kind::kCompute, .seconds = seconds}; };
+  CHECK((actions == std::vector<StepAction>{work(1), queued, queued, wait(1), work(20), queued, wait(2), work(20),
+                                            queued, wait(4), work(3)}));
 }
 
 TEST_CASE("gradients are cleared where they are written anew, and pieces of them are summed in every micro-batch",
@@ -305,18 +210,23 @@ TEST_CASE("gradients are cleared where they are written anew, and pieces of them
   constexpr int64_t kRanks = 4, kMicroBatches = 3;
   const TemporaryFolder folder;
   for (int64_t stage = 0; stage <= 3; ++stage) {
-    for (const bool tied : {false, true}) {
-      CAPTURE(stage, tied);
-      const Config config = config_for(folder.path().string(), "bf16", stage, tied, kMicroBatches, kRanks);
-      // Pieces of 4 ranks are read and one is written; but for the first time what there is of it is read, too.
-      int64_t summed = 0;  // bytes
+    for (const bool is_llama : {false, true}) {
+      CAPTURE(stage, is_llama);
+      const Config config = step_config(folder.path().string(), "bf16", stage, is_llama, kMicroBatches, kRanks);
+      const Shard shard = {0, kRanks};
+      int64_t cleared = 0, summed = 0;  // bytes, of a micro-batch and of a step
       for (const ParameterInfo& p : make_parameter_table(config.model, false).all) {
-        summed += (kMicroBatches * (kRanks + 2) - 1) * 4 * Shard{0, kRanks}.piece(p.numel());
+        const bool no_gemm_writes = p.role == ParameterRole::kNorm || p.role == ParameterRole::kEmbedding;
+        cleared += no_gemm_writes ? 4 * p.numel() : 0;
+        if (stage >= 1) cleared += 4 * (shard.padded(p.numel()) - p.numel());
+        // Pieces of 4 ranks are read and one is written; but for the first time what there is of it is read, too.
+        if (stage >= 2) summed += (kMicroBatches * (kRanks + 2) - 1) * 4 * shard.piece(p.numel());
       }
-      const ComputeSeconds compute = {.clear_gradients = 1e9, .copy_bandwidth = 1};
-      const StepPrediction step = predict_step(schedule_step(config, kRanks, compute), kByteASecond, kRanks);
-      const double expected = stage >= 2 ? kMicroBatches * 1e9 + static_cast<double>(summed) : 1e9;
-      CHECK(step.compute_seconds == Approx(expected));
+      const WorkSeconds byte_a_second = {[](const RecordedOp&) { return 0.0; }, 1};
+      const StepPrediction step = predict_step(actions_of(config, kRanks, byte_a_second), kByteASecond, kRanks);
+      const int64_t loss = 4;
+      CHECK(step.compute_seconds ==
+            Approx(static_cast<double>((stage >= 2 ? kMicroBatches : 1) * cleared + summed + loss)));
     }
   }
 }
@@ -324,7 +234,7 @@ TEST_CASE("gradients are cleared where they are written anew, and pieces of them
 TEST_CASE("each ZeRO stage waits for what nothing hides", "[engine][step model]") {
   constexpr int64_t kRanks = 4, kMicroBatches = 3;
   const TemporaryFolder folder;
-  Config config = config_for(folder.path().string(), "bf16", 0, false, kMicroBatches, kRanks);
+  Config config = step_config(folder.path().string(), "bf16", 0, true, kMicroBatches, kRanks);
   const ParameterTable table = make_parameter_table(config.model, false);
   const Shard shard = {0, kRanks};
   // Seconds of gathering, or reducing and scattering, a unit in bf16 or, twice as many bytes, in fp32.
@@ -351,28 +261,26 @@ TEST_CASE("each ZeRO stage waits for what nothing hides", "[engine][step model]"
       seconds(1, 2) + seconds(1, 4) + seconds(0, 4) + norm + ends,
   };
 
-  ComputeSeconds compute = kSeconds;
-  compute.embedding_forward = compute.embedding_backward = compute.clear_gradients = 0;
-  compute.head = compute.block_forward = compute.block_backward = 1e6;  // hides all the rest
+  constexpr double kLong = 1e6;  // hides all the rest
   for (int64_t stage = 0; stage <= 3; ++stage) {
     CAPTURE(stage);
     config.distributed.zero_stage = stage;
-    const StepPrediction step = predict_step(schedule_step(config, kRanks, compute), kByteASecond, kRanks);
+    const auto predicted = [&](const WorkSeconds& seconds, const Links& links) {
+      return predict_step(actions_of(config, kRanks, seconds), links, kRanks);
+    };
+    const StepPrediction step = predicted(per_op(kLong, kLong), kByteASecond);
     CHECK(step.exposed_seconds == Approx(expected[stage]));
     CHECK(step.slowed_seconds == 0);
     CHECK(step.seconds == Approx(step.compute_seconds + step.exposed_seconds));
     // With next to no work nearly everything is exposed.
-    const ComputeSeconds none = {.copy_bandwidth = 1e30};
-    const StepPrediction exposed = predict_step(schedule_step(config, kRanks, none), kByteASecond, kRanks);
+    const StepPrediction exposed = predicted(kNoTime, kByteASecond);
     CHECK(exposed.seconds == Approx(exposed.communication_seconds));
     CHECK(exposed.hidden_fraction() == Approx(0).margin(1e-12));
     // Whatever hides what, the parts add up.
     Links links = kByteASecond;
     links.interference = 0.5;
-    compute.block_forward = compute.block_backward = 20e3;
-    const StepPrediction mixed = predict_step(schedule_step(config, kRanks, compute), links, kRanks);
+    const StepPrediction mixed = predicted(per_op(kLong, 2e3), links);
     CHECK(mixed.slowed_seconds > 0);
     CHECK(mixed.seconds == Approx(mixed.compute_seconds + mixed.slowed_seconds + mixed.exposed_seconds));
-    compute.block_forward = compute.block_backward = 1e6;
   }
 }

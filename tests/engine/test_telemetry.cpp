@@ -1,4 +1,4 @@
-#include "engine/training/telemetry.h"
+#include "engine/step/telemetry.h"
 
 #include <cmath>
 #include <fstream>

@@ -27,6 +27,7 @@ LAYERS = [
     "engine/checkpoint",
     "engine/huggingface",
     "engine/evaluation",
+    "engine/step",
     "engine/training",
     "engine/planning",
     "engine/commands",

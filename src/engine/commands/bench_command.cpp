@@ -28,8 +28,9 @@ void print_ops(const BenchResult& result, bool roofline) {
               "achieved", roofline ? "of floor" : "of copy");
   for (const OpSummary& op : result.ops) {
     const double rate = rate_of(op);
-    std::printf("%-15s %-19s %-46s %6lld %9.3f %5.1f%% ", op.section.c_str(), op.op.c_str(), op.cost.shape.c_str(),
-                static_cast<long long>(op.count), 1e3 * op.seconds, 100 * op.seconds / result.own_op_seconds());
+    std::printf("%-15s %-19s %-46s %6lld %9.3f %5.1f%% ", std::string(name_of(op.section)).c_str(), op.op.c_str(),
+                op.cost.shape.c_str(), static_cast<long long>(op.count), 1e3 * op.seconds,
+                100 * op.seconds / result.own_op_seconds());
     if (is_matrix_bound(op)) {
       std::printf("%9.1f TFLOP/s", 1e-12 * rate);
     } else {
@@ -47,7 +48,7 @@ void print_ops(const BenchResult& result, bool roofline) {
 
 void print_sections(const BenchResult& result) {
   std::map<std::string, double> seconds;
-  for (const OpSummary& op : result.ops) seconds[op.section] += op.seconds;
+  for (const OpSummary& op : result.ops) seconds[std::string(name_of(op.section))] += op.seconds;
   std::printf("\n");
   for (const auto& [section, of_section] : seconds) {
     std::printf("%-15s %9.3f ms", section.c_str(), 1e3 * of_section);
@@ -81,8 +82,9 @@ void print_step(const BenchResult& result, bool roofline) {
     std::printf("of ranks        %9.2f to %.2f ms; the others wait for the slowest\n", 1e3 * *least, 1e3 * *most);
   }
   for (const OpSummary& wait : result.waits) {
-    std::printf("waits           %9.2f ms in %s for %s, %lld of them\n", 1e3 * wait.seconds, wait.section.c_str(),
-                wait.cost.shape.c_str(), static_cast<long long>(wait.count));
+    std::printf("waits           %9.2f ms in %s for %s, %lld of them\n", 1e3 * wait.seconds,
+                std::string(name_of(wait.section)).c_str(), wait.cost.shape.c_str(),
+                static_cast<long long>(wait.count));
   }
   std::printf("copy            %9.1f GB/s, read and written\n", 1e-9 * result.ceilings.copy_bandwidth);
   std::printf("memory          %9.3f GB planned, %.3f GB in use\n",
@@ -96,8 +98,12 @@ void print_step(const BenchResult& result, bool roofline) {
 nlohmann::ordered_json result_json(const BenchResult& result, const Config& config, bool roofline) {
   nlohmann::ordered_json ops = nlohmann::ordered_json::array();
   for (const OpSummary& op : result.ops) {
-    nlohmann::ordered_json line = {{"section", op.section}, {"op", op.op},           {"shape", op.cost.shape},
-                                   {"runs", op.count},      {"seconds", op.seconds}, {"bytes", op.cost.bytes},
+    nlohmann::ordered_json line = {{"section", name_of(op.section)},
+                                   {"op", op.op},
+                                   {"shape", op.cost.shape},
+                                   {"runs", op.count},
+                                   {"seconds", op.seconds},
+                                   {"bytes", op.cost.bytes},
                                    {"flop", op.cost.flop}};
     if (roofline) line["floor_seconds"] = op.floor_seconds;
     ops.push_back(std::move(line));
@@ -121,8 +127,10 @@ nlohmann::ordered_json result_json(const BenchResult& result, const Config& conf
   json["ops"] = std::move(ops);
   json["waits"] = nlohmann::ordered_json::array();
   for (const OpSummary& wait : result.waits) {
-    json["waits"].push_back(
-        {{"section", wait.section}, {"for", wait.cost.shape}, {"count", wait.count}, {"seconds", wait.seconds}});
+    json["waits"].push_back({{"section", name_of(wait.section)},
+                             {"for", wait.cost.shape},
+                             {"count", wait.count},
+                             {"seconds", wait.seconds}});
   }
   Config measured = config;
   measured.data.documents = result.documents;

@@ -100,10 +100,9 @@ StepPlan plan_step(const Config& config, const PlanOptions& options) {
   plan.num_gpus = options.num_gpus;
   plan.num_micro_batches = config.training.global_batch_size / per_micro_batch;
   plan.tokens_per_step = static_cast<double>(config.training.global_batch_size * config.data.sequence_length);
-  const ComputeSeconds compute =
-      compute_seconds(plan.one, config, options.num_gpus, 1 + 0.01 * options.slowest_gpu);
-  plan.prediction = predict_step(schedule_step(config, options.num_gpus, compute), plan.links, options.num_gpus,
-                                 config.distributed.shard_size);
+  const std::vector<StepAction> actions =
+      step_actions_by(plan.one, config, options.num_gpus, 1 + 0.01 * options.slowest_gpu);
+  plan.prediction = predict_step(actions, plan.links, options.num_gpus, config.distributed.shard_size);
   if (!options.compare_path.empty()) {
     plan.measured = read_step_measurement(options.compare_path);
     require_measurement_of(*plan.measured, config, options.num_gpus);

@@ -8,7 +8,7 @@
 
 #include "data/read_only_file.h"
 #include "engine/files/float_elements.h"
-#include "model/op_workspace.h"
+#include "kernels/device/recording_device.h"
 
 namespace parka {
 
@@ -21,6 +21,30 @@ void copy_converted(Device& device, DType dtype, ByteSpan bytes, const TensorVie
   std::vector<std::byte> converted(static_cast<size_t>(view.bytes()));
   encode_floats(values, view.dtype, converted);
   device.copy_to_device(view.data, converted.data(), view.bytes());
+}
+
+// All that inference queues, on a device that records: a batch with and without losses, and generation.
+int64_t record_workspace_bytes(const Config& config, const CacheShape& cache) {
+  RecordingDevice device(DeviceKind::kCuda);
+  DeclaredInference declared(config, cache, /*workspace_bytes=*/0);
+  const Arena arena(device, declared.plan);
+  Model& model = declared.model;
+  model.bind(device, arena);
+  model.weights_changed(device);
+  const BatchShape shape = {config.training.micro_batch_size, config.data.sequence_length,
+                            config.data.documents == DocumentMode::kSeparate};
+  const std::vector<int32_t> ids(static_cast<size_t>(shape.num_tokens()));
+  const Model::Batch batch = {ids.data(), ids.data(), shape, shape.separate_documents ? ids.data() : nullptr};
+  model.evaluate(device, batch);
+  model.logits(device, batch, shape.num_tokens() - 1, 1);
+  if (cache.num_slots == 0) return device.workspace_bytes();
+  model.prefill(device, 0, std::vector<int32_t>(static_cast<size_t>(cache.max_length)));
+  std::vector<Model::CachedToken> next;
+  for (int64_t slot = 0; slot < cache.num_slots; ++slot) {
+    next.push_back({static_cast<int32_t>(slot), static_cast<int32_t>(cache.max_length - 1), 0});
+  }
+  model.decode(device, next);
+  return device.workspace_bytes();
 }
 
 }  // namespace
@@ -36,28 +60,33 @@ LoadedCheckpoint open_checkpoint(const std::string& path, const LoadGroup& group
   return std::move(*newest);
 }
 
+DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cache, DeviceKind device)
+    : DeclaredInference(config, cache,
+                        device == DeviceKind::kCuda ? record_workspace_bytes(config, cache) : int64_t{0}) {}
+
+DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cache, int64_t workspace_bytes)
+    : model(config.model, config.precision, config.optimizer.decay_embeddings,
+            {config.training.micro_batch_size, config.data.sequence_length,
+             config.data.documents == DocumentMode::kSeparate},
+            config.training.logits_chunk_tokens, Model::Use::kInference, {}, plan) {
+  if (cache.num_slots > 0) model.declare_cache(cache, plan);
+  if (workspace_bytes > 0) workspace = plan.add(kWorkspaceCategory, "op_workspace", DType::kU8, {workspace_bytes});
+  plan.finish();
+}
+
 InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, const Config& config,
                            const CacheShape& cache)
     : config_(config),
-      model_(config_.model, config_.precision, config_.optimizer.decay_embeddings,
-             {config_.training.micro_batch_size, config_.data.sequence_length,
-              config_.data.documents == DocumentMode::kSeparate},
-             config_.training.logits_chunk_tokens, Model::Use::kInference, {}, plan_) {
-  if (cache.num_slots > 0) model_.declare_cache(cache, plan_);
-  TensorId workspace;
-  if (device.kind() == DeviceKind::kCuda) {
-    const int64_t tokens = config_.training.micro_batch_size * config_.data.sequence_length;
-    workspace = declare_op_workspace(config_.model, config_.precision, tokens, model_.parameters(), plan_, cache);
-  }
-  plan_.finish();
-  arena_ = std::make_unique<Arena>(device, plan_);
-  if (workspace.valid()) device.set_workspace((*arena_)[workspace].data, (*arena_)[workspace].bytes());
-  model_.bind(device, *arena_);
+      declared_(config_, cache, device.kind()),
+      arena_(std::make_unique<Arena>(device, declared_.plan)) {
+  Model& model = declared_.model;
+  const TensorView workspace = (*arena_)[declared_.workspace];
+  if (!workspace.empty()) device.set_workspace(workspace.data, workspace.bytes());
+  model.bind(device, *arena_);
   std::unordered_map<std::string, TensorView> wanted;
-  const std::vector<ParameterInfo>& parameters = model_.parameters().all;
+  const std::vector<ParameterInfo>& parameters = model.parameters().all;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    wanted.emplace(parameters[i].name,
-                   model_.weights().own()[i].reshaped({parameters[i].rows, parameters[i].cols}));
+    wanted.emplace(parameters[i].name, model.weights().own()[i].reshaped({parameters[i].rows, parameters[i].cols}));
   }
   checkpoint.for_each_tensor([&](const SafetensorsEntry& entry, ByteSpan bytes) {
     const auto found = wanted.find(entry.name);
@@ -77,7 +106,7 @@ InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, c
     wanted.erase(found);
   });
   if (!wanted.empty()) throw_bad_input("{}: lacks the weight {}", checkpoint.path(), wanted.begin()->first);
-  model_.weights_changed(device);
+  model.weights_changed(device);
 }
 
 }  // namespace parka

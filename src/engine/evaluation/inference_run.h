@@ -14,21 +14,32 @@ namespace parka {
 // ones are logged). Throws Error(kBadInput) when there is none. All ranks of the group must call this.
 LoadedCheckpoint open_checkpoint(const std::string& path, const LoadGroup& group = {});
 
+// The model of a config for inference with its tensors declared: for batches of up to config.training.
+// micro_batch_size sequences, and with a cache for generation if `cache` is not empty.
+struct DeclaredInference {
+  // On a GPU with the workspace that its ops take, which recording them tells.
+  DeclaredInference(const Config& config, const CacheShape& cache, DeviceKind device);
+  // With a workspace of so many bytes; 0: none.
+  DeclaredInference(const Config& config, const CacheShape& cache, int64_t workspace_bytes);
+
+  MemoryPlan plan;
+  Model model;
+  TensorId workspace;  // of the ops; invalid on the CPU
+};
+
 // A model with the weights of a checkpoint, for evaluation and generation only.
 class InferenceRun {
  public:
-  // `config` is the checkpoint's; batches of up to config.training.micro_batch_size sequences. With a cache for
-  // generation if `cache` is not empty.
+  // `config` is the checkpoint's.
   InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, const Config& config,
                const CacheShape& cache = {});
 
   const Config& config() const { return config_; }
-  Model& model() { return model_; }
+  Model& model() { return declared_.model; }
 
  private:
   Config config_;
-  MemoryPlan plan_;
-  Model model_;
+  DeclaredInference declared_;
   std::unique_ptr<Arena> arena_;
 };
 

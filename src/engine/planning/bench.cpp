@@ -29,7 +29,7 @@ constexpr double kAttentionForward[] = {484e12, 596e12}, kAttentionBackward[] = 
 double attention_floor(const OpSummary& op, const std::string& device, int64_t sequence_length) {
   if (!device.starts_with("NVIDIA H200")) return 0;
   const double where = std::clamp(std::log2(static_cast<double>(sequence_length) / 2048.0) / 2.0, 0.0, 1.0);
-  const auto& rates = op.op == "attention_forward" ? kAttentionForward : kAttentionBackward;
+  const auto& rates = op.cost.products == Products::kAttentionForward ? kAttentionForward : kAttentionBackward;
   return op.cost.flop / (rates[0] + where * (rates[1] - rates[0]));
 }
 
@@ -46,14 +46,17 @@ void add_floors(Device& device, const Config& config, BenchResult& result) {
   }
   for (OpSummary& op : result.ops) {
     double floor = op.cost.bytes / result.ceilings.copy_bandwidth;
-    if (op.op == "gemm") floor = gemm_seconds[op.cost.shape];
-    if (op.op.starts_with("attention_")) floor = attention_floor(op, result.device, config.data.sequence_length);
+    if (op.cost.products == Products::kGemm) {
+      floor = gemm_seconds[op.cost.shape];
+    } else if (op.cost.products != Products::kNone) {
+      floor = attention_floor(op, result.device, config.data.sequence_length);
+    }
     op.floor_seconds = static_cast<double>(op.count) * floor;
   }
 }
 
 std::vector<OpSummary> summarize(const std::vector<OpTime>& times) {
-  std::map<std::tuple<std::string, std::string, std::string>, OpSummary> by_kind;
+  std::map<std::tuple<StepSection, std::string, std::string>, OpSummary> by_kind;
   for (const OpTime& time : times) {
     OpSummary& summary = by_kind[{time.section, time.op, time.cost.shape}];
     summary.section = time.section;
@@ -62,6 +65,7 @@ std::vector<OpSummary> summarize(const std::vector<OpTime>& times) {
     summary.cost.bytes += time.cost.bytes;
     summary.cost.flop += time.cost.flop;
     summary.cost.shape = time.cost.shape;
+    summary.cost.products = time.cost.products;
     summary.seconds += time.seconds;
     ++summary.count;
   }

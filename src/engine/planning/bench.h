@@ -12,7 +12,8 @@ namespace parka {
 
 // All runs of one op on one shape within a step.
 struct OpSummary {
-  std::string section, op;
+  StepSection section = StepSection::kNone;
+  std::string op;
   OpCost cost;  // of one run
   int64_t count = 0;
   double seconds = 0;        // of all runs

@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <functional>
 #include <map>
+#include <utility>
 
+#include "engine/config/config_io.h"
 #include "engine/config/recipe.h"
 #include "engine/training/training_run.h"
 #include "model/activation_offload.h"
+#include "model/activations.h"
 #include "model/weights.h"
 
 namespace parka {
@@ -86,6 +89,19 @@ bool fits(const Config& config, int64_t num_gpus, int64_t limit_bytes) {
   return plan_for_gpus(config, num_gpus).total_bytes <= limit_bytes;
 }
 
+// Makes the change; false, and `config` is as it was, where nothing changes or keys would not go together.
+bool apply_valid(const Change& change, Config& config) {
+  Config changed = config;
+  if (!change.apply(changed)) return false;
+  try {
+    validate(changed);
+  } catch (const Error&) {
+    return false;
+  }
+  config = std::move(changed);
+  return true;
+}
+
 }  // namespace
 
 GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
@@ -100,7 +116,7 @@ GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
   for (const MemoryPlan::CategoryTotal& total : run.plan.summary()) {
     result.lines.push_back({total.category, unsharded[total.category], total.bytes});
     result.total_bytes += total.bytes;
-    if (total.category == "saved activations") {
+    if (total.category == kSavedActivationsCategory) {
       const double tokens = static_cast<double>(config.training.micro_batch_size * config.data.sequence_length);
       result.saved_bytes_per_token_layer = static_cast<double>(total.bytes + result.host_bytes) / tokens /
                                            static_cast<double>(config.model.num_layers);
@@ -113,12 +129,12 @@ std::optional<std::string> change_that_fits(const Config& config, int64_t num_gp
   const std::vector<Change> changes = possible_changes(config, num_gpus);
   for (const Change& change : changes) {
     Config changed = config;
-    if (change.apply(changed) && fits(changed, num_gpus, limit_bytes)) return change.text;
+    if (apply_valid(change, changed) && fits(changed, num_gpus, limit_bytes)) return change.text;
   }
   Config changed = config;
   std::vector<const Change*> together;
   for (const Change& change : changes) {
-    if (!change.apply(changed)) continue;
+    if (!apply_valid(change, changed)) continue;
     const bool replaces = change.one_of_a_series && !together.empty() && together.back()->one_of_a_series &&
                           key_of(*together.back()) == key_of(change);
     if (replaces) together.pop_back();

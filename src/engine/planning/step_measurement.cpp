@@ -1,7 +1,10 @@
 #include "engine/planning/step_measurement.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <map>
+#include <tuple>
 
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
@@ -10,15 +13,16 @@
 #include "engine/config/config_io.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
-#include "engine/training/training_run.h"
-#include "model/formats.h"
-#include "model/parameter_table.h"
+#include "engine/step/recorded_step.h"
 
 namespace parka {
 namespace {
 
 // What an op takes that has next to nothing to do: a launch is not divided over ranks.
 constexpr double kLaunchSeconds = 5e-6;
+// What quantizing or transposing a weight reaches of copy bandwidth within a step (docs/results/gpu_fp8.md: 75 to
+// 88 %).
+constexpr double kQuantizeOfCopy = 0.8;
 
 double positive(const nlohmann::json& value, const char* key, const std::string& path) {
   const double number = value.get<double>();
@@ -43,82 +47,91 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
+// What an op has to do: some do next to nothing.
+double amount(const nlohmann::json& op, const char* key, const std::string& path) {
+  const double number = op.at(key).get<double>();
+  if (!std::isfinite(number) || number < 0) {
+    throw_bad_input("{}: {} is {}, which no op has: run `parka bench` again", path, key, number);
+  }
+  return number;
+}
+
+StepSection section_of(const std::string& name, const std::string& path) {
+  for (const auto& [section, known] : EnumNames<StepSection>::kAll) {
+    if (known == name) return section;
+  }
+  throw_bad_input("{}: \"{}\" is no section of a step: run `parka bench` again", path, printable(name));
+}
+
 OpSummary parse_op(const nlohmann::json& json, const std::string& path) {
   OpSummary op;
-  op.section = json.at("section").get<std::string>();
+  op.section = section_of(json.at("section").get<std::string>(), path);
   op.op = json.at("op").get<std::string>();
   op.count = count(json.at("runs"), "runs", path);
+  op.cost = {.bytes = amount(json, "bytes", path), .flop = amount(json, "flop", path), .shape = json.at("shape")};
   op.seconds = json.at("seconds").get<double>();  // a timer may not see an op that takes next to nothing
   if (!(op.seconds >= 0))
     throw_bad_input("{}: {} takes {} seconds: run `parka bench` again", path, op.op, op.seconds);
   return op;
 }
 
-// Ops of a section, of one kind or (empty) of all.
-struct Part {
-  double seconds = 0;
-  int64_t launches = 0;
-};
-Part part_of(const StepMeasurement& measured, const std::string& section, const std::string& op = {}) {
-  Part part;
-  for (const OpSummary& summary : measured.ops) {
-    if (summary.section != section || (!op.empty() && summary.op != op)) continue;
-    part.seconds += summary.seconds;
-    part.launches += summary.count;
+// What ops take by a measurement.
+class MeasuredOps {
+ public:
+  explicit MeasuredOps(const StepMeasurement& one) : copy_bandwidth_(one.copy_bandwidth) {
+    for (const OpSummary& op : one.ops) {
+      for (const Key& key : keys_of(op.section, op.op, op.cost)) means_[key].add(op);
+    }
   }
-  return part;
-}
 
-// What is left where each launch has 1 / ranks as much to do.
-double divided(const Part& part, int64_t ranks) {
-  const double launches = std::min(part.seconds, static_cast<double>(part.launches) * kLaunchSeconds);
-  return launches + (part.seconds - launches) / static_cast<double>(ranks);
-}
+  // As long as the ops measured that are most like it, but for what it has more or less to do. Without any it is
+  // taken for one that makes codes of a weight, as ZeRO and kept copies may add and no measurement has.
+  double seconds(const RecordedOp& op) const {
+    const double work = work_of(op.cost);
+    for (const Key& key : keys_of(op.section, op.op, op.cost)) {
+      const auto found = means_.find(key);
+      if (found != means_.end()) return found->second.seconds_of(work);
+    }
+    return work / (kQuantizeOfCopy * copy_bandwidth_);
+  }
 
-int64_t linear_elements_per_block(const ParameterTable& table) {
-  int64_t sum = 0;
-  for (const int index : table.linear_weights(table.block_unit(0)))
-    sum += table.all[static_cast<size_t>(index)].numel();
+ private:
+  using Key = std::tuple<StepSection, std::string, std::string>;
+
+  static double work_of(const OpCost& cost) { return cost.flop > 0 ? cost.flop : cost.bytes; }
+
+  // From the most to the least like: of the same shape, of the same but for what becomes of the output, of the
+  // section, of any.
+  static std::array<Key, 4> keys_of(StepSection section, const std::string& op, const OpCost& cost) {
+    const bool adds = cost.shape.ends_with(kOntoOutput);
+    const std::string shape = adds ? cost.shape.substr(0, cost.shape.size() - kOntoOutput.size()) : cost.shape;
+    const char *const kEitherWay = " (either way)", *const kAnyShape = "any shape";
+    return {Key{section, op, cost.shape}, Key{section, op, shape + kEitherWay}, Key{section, op, kAnyShape},
+            Key{StepSection::kNone, op, kAnyShape}};
+  }
+
+  struct Mean {
+    double seconds = 0, work = 0, runs = 0;  // sums
+
+    void add(const OpSummary& op) {
+      seconds += op.seconds;
+      work += work_of(op.cost) * static_cast<double>(op.count);
+      runs += static_cast<double>(op.count);
+    }
+    // A launch takes its time whatever there is to do.
+    double seconds_of(double of_work) const {
+      const double mean = seconds / runs, launch = std::min(mean, kLaunchSeconds);
+      return work > 0 ? launch + (mean - launch) * of_work * runs / work : mean;
+    }
+  };
+  std::map<Key, Mean> means_;
+  double copy_bandwidth_;
+};
+
+double own_seconds(const RecordedStep& step, const WorkSeconds& seconds) {
+  double sum = 0;
+  for (const StepAction& action : step_actions(step, seconds)) sum += action.seconds;
   return sum;
-}
-
-// Seconds of making the FP8 copies of weights: in a block's forward and backward, and once a step.
-struct CopySeconds {
-  double block_forward = 0, block_backward = 0, step = 0;
-};
-CopySeconds copy_seconds(const Config& config, const ParameterTable& table, const Zero& zero,
-                         double copy_bandwidth) {
-  if (config.precision.gemm == GemmPrecision::kCompute) return {};
-  const Formats formats(config.precision);
-  const double plain = size_of(formats.compute.dtype);
-  // Bytes per element. Codes with one scale are moved; codes of blocks are made from the weight again.
-  const double move = formats.has_tensor_scales() ? 2 : plain + 1;
-  const WeightCopies copies = kept_copies(config.precision, zero);
-  CopySeconds bytes;
-  if (zero.shards_weights()) {
-    const bool has_transposed = gathers_transposed(table, formats, copies, training_use(config.precision), zero);
-    bytes = {0, has_transposed ? 0 : move, 0};
-  } else if (copies == WeightCopies::kBoth) {
-    bytes = {0, 0, plain + 2};
-  } else if (copies == WeightCopies::kRows) {
-    bytes = {0, move, plain + 1};
-  } else {
-    bytes = {plain + 1, plain + 1, 0};
-  }
-  const double of_block =
-      static_cast<double>(linear_elements_per_block(table)) / (kQuantizeOfCopy * copy_bandwidth);
-  return {bytes.block_forward * of_block, bytes.block_backward * of_block,
-          bytes.step * of_block * static_cast<double>(config.model.num_layers)};
-}
-
-// Of clearing the gradients that no GEMM writes: those of norms, and of an embedding that is not the head.
-double clear_gradients_seconds(const Config& config, const ParameterTable& table, double copy_bandwidth) {
-  int64_t elements = 0;
-  for (const ParameterInfo& p : table.all) {
-    const bool is_cleared = p.role == ParameterRole::kNorm || p.role == ParameterRole::kEmbedding;
-    elements += is_cleared ? p.numel() : 0;
-  }
-  return static_cast<double>(elements * size_of(config.optimizer.gradient)) / copy_bandwidth;
 }
 
 void refuse_differences(const StepMeasurement& measured, const std::vector<std::string>& differences) {
@@ -160,53 +173,19 @@ StepMeasurement read_step_measurement(const std::string& path) {
   return measured;
 }
 
-ComputeSeconds compute_seconds(const StepMeasurement& one, const Config& config, int64_t num_gpus, double slowest) {
+std::vector<StepAction> step_actions_by(const StepMeasurement& one, const Config& config, int64_t num_gpus,
+                                        double slowest) {
   if (one.ranks != 1) {
     throw_bad_input("{}: measured on {} GPUs, and a prediction starts from one: run `parka bench` without mpirun",
                     one.path, one.ranks);
   }
   refuse_differences(one, speed_differences(one.config, config, SpeedOf::kOneGpu));
-  const ParameterTable table = make_parameter_table(config.model, config.optimizer.decay_embeddings);
-  const Zero zero = zero_of(config.distributed, 0, num_gpus);
-  const auto micro_batches = static_cast<double>(one.num_micro_batches());
-  const double blocks = micro_batches * static_cast<double>(config.model.num_layers);
-
-  ComputeSeconds compute;
-  compute.copy_bandwidth = one.copy_bandwidth;
-  compute.clear_gradients = clear_gradients_seconds(config, table, one.copy_bandwidth);
+  const MeasuredOps ops(one);
+  WorkSeconds seconds = {[&](const RecordedOp& op) { return ops.seconds(op); }, one.copy_bandwidth};
   // Timing every op takes time, and between ops nothing is timed: all are scaled to the step without timing.
-  double timed = compute.clear_gradients;
-  for (const OpSummary& op : one.ops) timed += op.seconds;
-  const double scale = slowest * one.step_seconds / timed;
-  const auto of_micro_batch = [&](const char* section, const char* op, double runs) {
-    return scale * part_of(one, section, op).seconds / runs;
-  };
-  compute.embedding_forward = of_micro_batch("embedding", "embedding_forward", micro_batches);
-  compute.embedding_backward = of_micro_batch("embedding", "embedding_backward", micro_batches);
-  compute.head = of_micro_batch("head", "", micro_batches);
-  compute.block_forward = of_micro_batch("block forward", "", blocks);
-  compute.block_backward = of_micro_batch("block backward", "", blocks);
-  compute.clear_gradients *= scale;
-
-  const int64_t state_ranks = zero.shards_states() ? zero.shard.size : 1;
-  const Part norm = part_of(one, "optimizer", "sum_of_squares");
-  const Part quantize = part_of(one, "optimizer", "quantize");
-  Part update = part_of(one, "optimizer");
-  update.seconds -= norm.seconds + quantize.seconds;
-  update.launches -= norm.launches + quantize.launches;
-  compute.gradient_norm = scale * divided(norm, state_ranks);
-  compute.update = scale * divided(update, state_ranks);
-
-  // From copies as they were made when this was measured to copies as they are made here.
-  const CopySeconds before = copy_seconds(one.config, table, {}, one.copy_bandwidth),
-                    after = copy_seconds(config, table, zero, one.copy_bandwidth);
-  const auto changed = [](double seconds, double less, double more) {
-    return std::max(0.0, seconds - less + more);
-  };
-  compute.block_forward = changed(compute.block_forward, before.block_forward, after.block_forward);
-  compute.block_backward = changed(compute.block_backward, before.block_backward, after.block_backward);
-  compute.quantize_weights = after.step == 0 ? 0.0 : scale * changed(quantize.seconds, before.step, after.step);
-  return compute;
+  const double scale = slowest * one.step_seconds / own_seconds(record_step(one.config, 1), seconds);
+  seconds = {[&](const RecordedOp& op) { return scale * ops.seconds(op); }, one.copy_bandwidth / scale};
+  return step_actions(record_step(config, num_gpus), seconds);
 }
 
 void require_measurement_of(const StepMeasurement& measured, const Config& config, int64_t num_gpus) {

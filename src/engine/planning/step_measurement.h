@@ -5,7 +5,7 @@
 
 #include "engine/config/config.h"
 #include "engine/planning/bench.h"
-#include "engine/planning/step_schedule.h"
+#include "engine/planning/step_actions.h"
 
 namespace parka {
 
@@ -30,13 +30,13 @@ struct StepMeasurement {
 // Throws Error(kBadInput) for a file that is none, or has times that cannot be.
 StepMeasurement read_step_measurement(const std::string& path);
 
-// What a rank of `num_gpus` under `config` takes for its own work, by a measurement on one GPU: what ZeRO divides
-// takes less, what it makes anew takes more. `config` may differ from the measured one in what it is asked about:
-// batch over accumulation and ranks, sharding, and which copies of weights are kept; throws Error(kBadInput)
-// naming the keys that must not differ, and for a measurement on several GPUs. Ranks wait for the slowest GPU,
-// which takes `slowest` times as long as the measured one.
-ComputeSeconds compute_seconds(const StepMeasurement& one, const Config& config, int64_t num_gpus,
-                               double slowest = 1);
+// The step of a rank of `num_gpus` under `config`, in whose time ops take what they took in a measurement on one
+// GPU. `config` may differ from the measured one in what it is asked about: batch over accumulation and ranks,
+// sharding, and which copies of weights are kept; throws Error(kBadInput) naming the keys that must not differ, and
+// for a measurement on several GPUs. Ranks wait for the slowest GPU, which takes `slowest` times as long as the
+// measured one.
+std::vector<StepAction> step_actions_by(const StepMeasurement& one, const Config& config, int64_t num_gpus,
+                                        double slowest = 1);
 
 // Throws Error(kBadInput) unless `measured` is of `config` on `num_gpus` GPUs.
 void require_measurement_of(const StepMeasurement& measured, const Config& config, int64_t num_gpus);

@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine/planning/step_schedule.h"
+#include "engine/planning/step_actions.h"
 
 namespace parka {
 

@@ -54,9 +54,10 @@ void TrainingRun::queue_hashed(Table table, const Model::Batch& batch, const Mod
   const bool flips = table == Table::kFirstGradients && drills(FlipDrill::Target::kGradient, completed_steps_ + 1);
   const auto hash_gradient = [&](size_t i) { checks.hash_one(device_, table, i, optimizer.gradients()[i]); };
   checks.clear(device_, table);
-  const bool by_hooks = exchange_ && !(place.is_first && !place.is_last && !zero_.shards_gradients());
+  ParameterExchange* const exchange = queue_.exchange();
+  const bool by_hooks = exchange != nullptr && !(place.is_first && !place.is_last && !zero_.shards_gradients());
   if (by_hooks) {
-    exchange_->on_gradient([&](int parameter) {
+    exchange->on_gradient([&](int parameter) {
       // The bit is flipped in the head's gradient, which is complete first: of divided gradients no others are
       // kept.
       if (flips && parameter == declared_.model.parameters().head) {
@@ -66,9 +67,9 @@ void TrainingRun::queue_hashed(Table table, const Model::Batch& batch, const Mod
       hash_gradient(static_cast<size_t>(parameter));
     });
   }
-  queue_micro_batch(batch, options, place, with_telemetry);
+  queue_.micro_batch(batch, options, place, with_telemetry);
   if (by_hooks) {
-    exchange_->on_gradient({});
+    exchange->on_gradient({});
   } else {
     if (flips) flip_gradient();
     for (size_t i = 0; i < num_parameters; ++i) hash_gradient(i);

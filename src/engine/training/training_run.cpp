@@ -17,13 +17,9 @@
 #include "engine/evaluation/evaluation.h"
 #include "engine/files/float_elements.h"
 #include "engine/training/run_data.h"
-#include "model/op_workspace.h"
 
 namespace parka {
 namespace {
-
-// Stochastic rounding must not draw the numbers that initialization has drawn from training.seed.
-constexpr uint64_t kRoundingKey = 0x9e3779b97f4a7c15;
 
 // Throws when `config` cannot go on from the checkpoint; returns how it goes on differently.
 std::vector<std::string> check_resumable(const LoadedCheckpoint& checkpoint, const Config& config) {
@@ -37,44 +33,6 @@ std::vector<std::string> check_resumable(const LoadedCheckpoint& checkpoint, con
 
 }  // namespace
 
-Zero zero_of(const DistributedConfig& config, int64_t rank, int64_t size) {
-  const int64_t group = config.shard_size == 0 || size == 1 ? size : config.shard_size;
-  if (size % group != 0) {
-    throw_bad_input(
-        "distributed.shard_size = {} does not divide the {} ranks of the run; set it to the number of GPUs of a "
-        "node, or to 0",
-        group, size);
-  }
-  return make_zero(config.zero_stage, rank % group, group);
-}
-
-DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& zero)
-    : model(config.model, config.precision, config.optimizer.decay_embeddings,
-            {config.training.micro_batch_size, config.data.sequence_length,
-             config.data.documents == DocumentMode::kSeparate},
-            config.training.logits_chunk_tokens, Model::Use::kTraining, zero, plan),
-      optimizer(config.optimizer, config.precision.compute, model.parameters().all, zero, plan),
-      checks(config.reliability, model.parameters().all.size(), plan) {
-  if (config.telemetry.interval > 0) telemetry.emplace(config, model, plan);
-  if (device == DeviceKind::kCuda) {
-    const int64_t tokens = config.training.micro_batch_size * config.data.sequence_length;
-    workspace = declare_op_workspace(config.model, config.precision, tokens, model.parameters(), plan);
-  }
-  if (device == DeviceKind::kCuda && zero.shards_gradients()) {
-    // For what other ranks have of all gradients of a unit, so that none has to wait for the sum of another.
-    std::vector<int64_t> of_units(static_cast<size_t>(model.parameters().num_units()));
-    for (const ParameterInfo& p : model.parameters().all) {
-      of_units[static_cast<size_t>(p.unit)] += zero.shard.padded(p.numel()) - zero.shard.piece(p.numel());
-    }
-    const int64_t largest = *std::max_element(of_units.begin(), of_units.end());
-    exchange_buffer = plan.add("gradient buckets", "exchange_buffer", config.optimizer.gradient, {largest});
-  }
-  if (config.data.loss_mask || config.data.documents == DocumentMode::kSeparate) {
-    target_share = plan.add("batch", "target_share", DType::kF32, {1});
-  }
-  plan.finish();
-}
-
 TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& communicator)
     : config_(config),
       device_(device),
@@ -86,21 +44,8 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
       declared_(config, device.kind(), zero_),
       arena_(device, declared_.plan,
              {[&](int64_t bytes) { return communicator.allocate(device, bytes); },
-              [&](void* memory) { communicator.release(device, memory); }}) {
-  if (declared_.workspace.valid()) {
-    const TensorView workspace = arena_[declared_.workspace];
-    device.set_workspace(workspace.data, workspace.bytes());
-  }
-  communicator.set_exchange_buffer(arena_[declared_.exchange_buffer]);
-  declared_.model.bind(device, arena_);
-  declared_.optimizer.bind(arena_, declared_.model.weights().own(), declared_.model.weights().amax());
-  if (communicator.size() > 1) {
-    if (zero_.shards_states()) communicator.divide(static_cast<int>(zero_.shard.size));
-    exchange_.emplace(zero_, communicator, declared_.model, declared_.optimizer);
-    declared_.model.set_hooks(&*exchange_);
-  }
-  if (declared_.telemetry) declared_.telemetry->bind(arena_);
-  declared_.checks.bind(arena_);
+              [&](void* memory) { communicator.release(device, memory); }}),
+      queue_(config_, zero_, declared_, arena_, device, communicator) {
   place_ = fmt::format("rank {} ({})", communicator.rank(), device.name());
   watch_state();
   start_loader({});
@@ -121,19 +66,6 @@ void TrainingRun::start_loader(DataPosition position) {
   position_ = position;
 }
 
-void TrainingRun::weights_changed() {
-  declared_.model.weights().find_amax(device_);
-  weights_stepped();
-}
-
-void TrainingRun::weights_stepped() {
-  if (exchange_) {
-    exchange_->weights_changed(device_);
-  } else {
-    declared_.model.weights().quantize(device_);
-  }
-}
-
 void TrainingRun::initialize_one(size_t i) {
   // In pieces: a large tensor's fp32 values in fresh memory take longer to get than to compute.
   constexpr int64_t kPiece = int64_t{1} << 20;
@@ -150,7 +82,7 @@ void TrainingRun::initialize_one(size_t i) {
 
 void TrainingRun::initialize() {
   for (size_t i = 0; i < declared_.model.parameters().all.size(); ++i) initialize_one(i);
-  weights_changed();
+  queue_.weights_changed();
 }
 
 void TrainingRun::initialize_alike() {
@@ -164,7 +96,7 @@ void TrainingRun::initialize_alike() {
       declared_.optimizer.copy_weight(device_, first->second, i);
     }
   }
-  weights_changed();
+  queue_.weights_changed();
 }
 
 std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& checkpoint) {
@@ -184,7 +116,7 @@ std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& ch
     }
     optimizer.set_weight(device_, i, values);
   }
-  weights_changed();
+  queue_.weights_changed();
   return std::move(differences.allowed);
 }
 
@@ -243,7 +175,7 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   hashed_step_ = -1;
   applied_steps_ = progress.applied_steps;
   start_loader(progress.position);
-  weights_changed();
+  queue_.weights_changed();
   return differences;
 }
 
@@ -262,34 +194,17 @@ int64_t TrainingRun::share_targets(int64_t own) {
   int64_t sum = 0;
   for (const std::string& of_rank : communicator_.gather_text(fmt::format("{}", own))) sum += std::stoll(of_rank);
   const float share = sum == 0 ? 0.0f : static_cast<float>(1.0 / static_cast<double>(sum));
-  device_.copy_to_device(arena_[declared_.target_share].data, &share, sizeof(share));
+  queue_.set_target_share(share);
   return sum;
-}
-
-void TrainingRun::queue_micro_batch(const Model::Batch& batch, const Model::LossOptions& options,
-                                    const ParameterExchange::Place& place, bool with_telemetry) {
-  Model& model = declared_.model;
-  const std::vector<TensorView>& gradients = declared_.optimizer.gradients();
-  // Divided gradients leave their buffers in each micro-batch, and ParameterExchange adds them up.
-  const Model::Accumulation accumulation =
-      place.is_first || zero_.shards_gradients() ? Model::Accumulation::kBegin : Model::Accumulation::kContinue;
-  if (exchange_) exchange_->begin_micro_batch(place);
-  if (with_telemetry && place.is_first) {
-    model.accumulate_gradients_with_telemetry(device_, batch, options, gradients, accumulation);
-  } else {
-    model.accumulate_gradients(device_, batch, options, gradients, accumulation,
-                               /*may_replay=*/!exchange_ || exchange_->is_idle());
-  }
 }
 
 // With telemetry: of the first micro-batch.
 int64_t TrainingRun::queue_gradients(bool with_telemetry, std::vector<PendingComparison>& comparisons) {
   const TrainingConfig& training = config_.training;
   const int64_t S = config_.data.sequence_length, step = completed_steps_ + 1;
-  const bool vary = data_.targets_vary();
+  const bool vary = queue_.targets_vary();
   int64_t num_targets = training.global_batch_size * (S - 1);
-  Optimizer& optimizer = declared_.optimizer;
-  optimizer.begin_step(device_);
+  queue_.begin_step();
   const int64_t own_sequences = training.global_batch_size / communicator_.size();
   for (int64_t done = 0; done < own_sequences; done += training.micro_batch_size) {
     const ParameterExchange::Place place = {done == 0, done + training.micro_batch_size == own_sequences};
@@ -300,17 +215,12 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry, std::vector<PendingCom
                                   batch.targets.data(),
                                   {training.micro_batch_size, S, separate},
                                   separate ? batch.first_keys.data() : nullptr};
-    // Where the number differs from step to step it is not a constant of what the device records.
-    const Model::LossOptions options = {
-        .grad_scale = vary ? 1.0f : static_cast<float>(1.0 / static_cast<double>(num_targets)),
-        .z_loss = static_cast<float>(training.z_loss),
-        .grad_factor = vary ? arena_[declared_.target_share] : TensorView(),
-        .loss_sum = optimizer.loss()};
+    const Model::LossOptions options = queue_.loss_options(num_targets);
     const bool drilled = drills(FlipDrill::Target::kGradient, step) || drills(FlipDrill::Target::kGemm, step);
     if (place.is_first && (declared_.checks.replay_is_due(step) || drilled)) {
       queue_replayed(on_host, options, place, with_telemetry, comparisons);
     } else {
-      queue_micro_batch(on_host, options, place, with_telemetry);
+      queue_.micro_batch(on_host, options, place, with_telemetry);
     }
     batch_start_ = batch.start;
     position_ = batch.after;
@@ -320,7 +230,7 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry, std::vector<PendingCom
 
 void TrainingRun::begin_evaluation_batch(const std::exception_ptr& read_failure) {
   if (evaluation_progress_) evaluation_progress_(read_failure);
-  if (exchange_) exchange_->begin_micro_batch({});
+  queue_.begin_evaluation_batch();
 }
 
 EvaluationResult TrainingRun::evaluate(const TokenFiles& files) {
@@ -354,25 +264,18 @@ std::optional<StepReport> TrainingRun::step() {
   if (previous && !previous->applied && config_.training.non_finite == NonFinitePolicy::kStop) return previous;
   report.learning_rate = learning_rate(config_.optimizer, config_.training.steps, report.step);
   report.clip_limit = declared_.optimizer.clip_limit(applied_steps_ + 1);
-  Optimizer::SumOverRanks sums;
-  if (exchange_) {
-    sums.of_pieces = [this](const TensorView& x) { exchange_->sum_of_pieces(device_, x); };
-    sums.of_batches = [this](const TensorView& x) { exchange_->sum(device_, x, Peers::kAll); };
-  }
   if (hashed_step_ == completed_steps_) {
     hash_state(IntegrityChecks::Table::kUnchanged);
     comparisons.push_back(compare_state());
   }
   // A save may still copy what the update changes.
   const auto wait_for_copies = [this](size_t parameter) { staging_->order_after(last_staged_[parameter]); };
-  PendingStep result =
-      declared_.optimizer.step(device_, applied_steps_ + 1, report.learning_rate,
-                               static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey, sums,
-                               last_staged_.empty() ? std::function<void(size_t)>() : wait_for_copies);
+  PendingStep result = queue_.update(applied_steps_ + 1, report.learning_rate,
+                                     last_staged_.empty() ? std::function<void(size_t)>() : wait_for_copies);
   last_staged_.clear();
   std::optional<PendingTelemetry> telemetry;
   if (with_telemetry) telemetry = declared_.telemetry->queue(device_, declared_.model, declared_.optimizer);
-  weights_stepped();
+  queue_.weights_stepped();
   ++completed_steps_;
   unfinished_.emplace(UnfinishedStep{std::move(report), std::move(result), std::move(telemetry), device_.mark(),
                                      std::move(comparisons), nullptr});

@@ -16,33 +16,17 @@
 #include "engine/config/config.h"
 #include "engine/evaluation/evaluation.h"
 #include "engine/evaluation/task_evaluation.h"
+#include "engine/step/declared_run.h"
+#include "engine/step/integrity.h"
+#include "engine/step/parameter_exchange.h"
+#include "engine/step/step_queue.h"
+#include "engine/step/telemetry.h"
 #include "engine/training/flip_drill.h"
-#include "engine/training/integrity.h"
-#include "engine/training/parameter_exchange.h"
-#include "engine/training/telemetry.h"
 #include "kernels/device/arena.h"
 #include "model/model.h"
 #include "optim/optimizer.h"
 
 namespace parka {
-
-// What a rank of a run of `size` holds. Throws Error(kBadInput) if distributed.shard_size does not divide them.
-Zero zero_of(const DistributedConfig& config, int64_t rank, int64_t size);
-
-// Model and optimizer of a config with all their tensors declared; nothing is allocated. What `parka plan` prints
-// and what a run allocates come from the same declarations.
-struct DeclaredRun {
-  DeclaredRun(const Config& config, DeviceKind device, const Zero& zero = {});
-
-  MemoryPlan plan;
-  Model model;
-  Optimizer optimizer;
-  std::optional<Telemetry> telemetry;  // absent when telemetry.interval is 0
-  IntegrityChecks checks;
-  TensorId workspace;        // of the ops; invalid on the CPU
-  TensorId exchange_buffer;  // Communicator::set_exchange_buffer(); on GPUs with divided gradients
-  TensorId target_share;     // [1] fp32, 1 / targets of the step; only where steps differ in that
-};
 
 // Host memory that a rank of the run takes to save beside its training: what it writes of a checkpoint, and a few
 // hashes. `num_copies` ranks that hold the same share the writing. 0 where checkpoint.async is off.
@@ -157,8 +141,6 @@ class TrainingRun {
   }
   // Returns the number of targets of the step.
   int64_t queue_gradients(bool with_telemetry, std::vector<PendingComparison>& comparisons);
-  void queue_micro_batch(const Model::Batch& batch, const Model::LossOptions& options,
-                         const ParameterExchange::Place& place, bool with_telemetry);
   bool finishes_early() const;
 
   // integrity of a step: training_checks.cpp
@@ -183,10 +165,6 @@ class TrainingRun {
   void stage(CheckpointContents& contents, const std::vector<TensorView>& parts);
   int64_t share_targets(int64_t own);
   void begin_evaluation_batch(const std::exception_ptr& read_failure);
-  // Bring up to date what is made from this rank's weights: after a step, which finds their maxima, and after any
-  // other change.
-  void weights_stepped();
-  void weights_changed();
   void initialize_one(size_t i);
 
   Config config_;
@@ -198,7 +176,7 @@ class TrainingRun {
   nlohmann::json data_files_;  // see describe_files()
   DeclaredRun declared_;
   Arena arena_;
-  std::optional<ParameterExchange> exchange_;  // of several ranks
+  StepQueue queue_;
   BeforeEvaluationBatch evaluation_progress_;
   std::unique_ptr<BatchLoader> loader_;
   DataPosition batch_start_;  // of the last global batch that was queued

@@ -7,6 +7,9 @@
 
 namespace parka {
 
+// The category of a memory plan with the workspace of ops, Device::set_workspace().
+inline constexpr const char* kWorkspaceCategory = "workspace of GPU kernels";
+
 // The one allocation of a run: all tensors of a finished MemoryPlan.
 class Arena {
  public:

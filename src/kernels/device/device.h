@@ -88,8 +88,8 @@ class Device {
   virtual void release(void* memory) = 0;
 
   // Scratch memory for ops, which use it in turn: what they keep in it is of no use to the next op. It must hold
-  // what the largest op needs (kernels/op/workspace.h), stay allocated, and be set before the first op. The CPU
-  // needs none.
+  // what the largest op needs (workspace_of(), kernels/op/op.h), stay allocated, and be set before the first op.
+  // The CPU needs none.
   virtual void set_workspace(void* memory, int64_t bytes) = 0;
 
   // `host` may be changed as soon as the call returns, though the copy itself is queued.
@@ -127,9 +127,10 @@ class Device {
   virtual std::vector<OpTime> stop_op_timer() = 0;
   // Where ops report to; nullptr: nowhere.
   OpTimer* op_timer() const { return op_timer_; }
-  // Names the part of a step that the following ops belong to, for tables of times.
-  void section(const char* name) {
-    if (op_timer_ != nullptr) op_timer_->section = name;
+  // Says which part of a step the following ops belong to.
+  void section(StepSection section) {
+    section_ = section;
+    if (op_timer_ != nullptr) op_timer_->section = section;
   }
   // Calls `wait`, which makes the device's later work wait for `what`, and has it timed.
   template <typename Wait>
@@ -139,13 +140,18 @@ class Device {
     if (op_timer_ != nullptr) op_timer_->end();
   }
 
+  // Where ops are told to instead of being run; nullptr: they are run.
+  OpRecorder* op_recorder() const { return op_recorder_; }
+
   // From now on `fault` is called after every op, and nothing is replayed, until it is set to nullptr.
   void set_op_fault(OpFault* fault) { op_fault_ = fault; }
   OpFault* op_fault() const { return op_fault_; }
 
  protected:
   OpTimer* op_timer_ = nullptr;
+  OpRecorder* op_recorder_ = nullptr;
   OpFault* op_fault_ = nullptr;
+  StepSection section_ = StepSection::kNone;
 };
 
 std::unique_ptr<Device> make_cpu_device();

@@ -1,22 +1,55 @@
 #pragma once
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "core/config_fields.h"
+
 namespace parka {
+
+// The part of a step that an op belongs to.
+enum class StepSection : uint8_t {
+  kNone,
+  kEmbedding,
+  kBlockForward,
+  kHead,
+  kBlockBackward,
+  kOptimizer,
+  kTelemetry
+};
+template <>
+struct EnumNames<StepSection> {
+  static constexpr EnumName<StepSection> kAll[] = {
+      {StepSection::kNone, ""},
+      {StepSection::kEmbedding, "embedding"},
+      {StepSection::kBlockForward, "block forward"},
+      {StepSection::kHead, "head"},
+      {StepSection::kBlockBackward, "block backward"},
+      {StepSection::kOptimizer, "optimizer"},
+      {StepSection::kTelemetry, "telemetry"},
+  };
+};
+
+// What an op's matrix products are of: what they are measured against differs.
+enum class Products : uint8_t { kNone, kGemm, kAttentionForward, kAttentionBackward };
+
+// Ends the shape of an op that adds to what its output holds, where others of its kind overwrite it.
+inline constexpr std::string_view kOntoOutput = " +=";
 
 // The least an op must do, whatever the implementation: what its time is measured against.
 struct OpCost {
   double bytes = 0;   // each input read once, each output written once
   double flop = 0;    // of matrix products; 0 for ops that only move memory
   std::string shape;  // of the problem, for tables: "8192 x 4096 x 11008"
+  Products products = Products::kNone;
 };
 
 // The name under which timers have it that ops wait for copies or collectives; its shape says for what.
 inline constexpr std::string_view kWaitOp = "wait";
 
 struct OpTime {
-  std::string section;  // the part of the step that it belongs to, by Device::section()
+  StepSection section;  // by Device::section()
   std::string op;
   OpCost cost;
   double seconds;
@@ -29,7 +62,15 @@ class OpTimer {
   virtual void begin(std::string_view op, OpCost cost) = 0;
   virtual void end() = 0;
 
-  std::string section;  // of the ops that follow
+  StepSection section = StepSection::kNone;  // of the ops that follow
+};
+
+// Takes note of ops in their place: they are not run (recording_device.h).
+class OpRecorder {
+ public:
+  virtual ~OpRecorder() = default;
+  // `workspace_bytes`: that the op takes on a GPU.
+  virtual void record(std::string_view op, OpCost cost, int64_t workspace_bytes) = 0;
 };
 
 }  // namespace parka

@@ -16,6 +16,8 @@ bool read_twice(const ScaledView& out, const ScaledView& out_t) {
   return (out.empty() ? out_t : out).scaling == Scaling::kTensor;
 }
 
+bool has_tensor_scale(const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kTensor; }
+
 OpCost moved(double bytes, const TensorView& shape) { return {bytes, 0.0, shape_of(shape)}; }
 
 TensorView first_given(std::initializer_list<TensorView> tensors) {

@@ -22,6 +22,8 @@ std::string shape_of(const TensorView& t);  // "8192 x 4096"
 // seen.
 bool read_twice(const ScaledView& out, const ScaledView& out_t = {});
 
+bool has_tensor_scale(const ScaledView& t);  // and is given
+
 // Of an op that computes no matrix product.
 OpCost moved(double bytes, const TensorView& shape);
 

@@ -1,10 +1,15 @@
 #pragma once
 #include "kernels/device/device.h"
+#include "kernels/op/op.h"
 
 namespace parka {
 
 template <typename Args, typename Run>
 void run_op(Device& device, const char* op, const Args& args, const Run& run) {
+  if (OpRecorder* recorder = device.op_recorder()) {
+    recorder->record(op, cost_of(args), workspace_of(args));
+    return;
+  }
   OpTimer* timer = device.op_timer();
   if (timer) timer->begin(op, cost_of(args));
   run();

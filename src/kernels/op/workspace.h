@@ -1,8 +1,9 @@
 #pragma once
 #include <cstdint>
 
-// Bytes of workspace (Device::set_workspace) that ops need on a GPU: functions of shapes alone, so that a plan can
-// be made without one.
+// Bytes of workspace (Device::set_workspace) that ops take on a GPU: functions of shapes alone, so that a plan can
+// be made without one. workspace_of() of an op (kernels/op/op.h) says which of them it takes, and its kernel takes
+// them by the same function.
 namespace parka::cuda {
 
 // cuBLASLt's kernels. NVIDIA recommends 32 MiB for Hopper; no algorithm that tuning chose with that, for recipe
@@ -24,7 +25,7 @@ inline int64_t embedding_backward_workspace_bytes(int64_t tokens, int64_t cols) 
   return tokens / kEmbeddingSlotRows * cols * 4;
 }
 
-// attention_forward: how many tiles blocks have taken. Far less than others need: no plan has to count it.
+// attention_forward: how many tiles blocks have taken.
 inline constexpr int64_t kAttentionForwardWorkspaceBytes = 4;
 
 // attention_backward: log-sum-exp and delta of each row, two fp32 [B, H, S]; of each pass two counts of tiles
@@ -77,16 +78,18 @@ inline int64_t sum_of_squares_pieces(int64_t numel) {
 }
 inline int64_t sum_of_squares_workspace_bytes(int64_t pieces, int64_t parts) { return (pieces + parts) * 8; }
 
-// gemm of 1x128 and 128x128 scaled operands: behind cuBLASLt's workspace, the scales of an operand [rows, depth] in
-// cuBLASLt's layout, which as 1x128 are more than as 128x128.
+// gemm of 1x128 and 128x128 scaled operands: behind cuBLASLt's workspace, the scales of both. Of an operand
+// [rows, depth] the bytes in cuBLASLt's layout as 1x128, which are more than as 128x128.
 inline int64_t gemm_scales_bytes(int64_t rows, int64_t depth) {
   constexpr int64_t kAlignment = 256, kGroup = 128, kScale = 4;
   const int64_t bytes = rows * ((depth + kGroup - 1) / kGroup) * kScale;
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
-// Of out [rows, cols] summed over `depth`.
-inline int64_t block_scaled_gemm_workspace_bytes(int64_t rows, int64_t cols, int64_t depth) {
-  return kGemmWorkspaceBytes + gemm_scales_bytes(rows, depth) + gemm_scales_bytes(cols, depth);
-}
+
+// Ops that find the maximum that a tensor-wide scale is made from: the maximum, fp32.
+inline constexpr int64_t kAmaxWorkspaceBytes = 4;
+
+// quantization_statistics: the totals of each block of threads, two fp64 and four of 4 bytes.
+inline constexpr int64_t kStatisticsBlocks = 1024, kStatisticsWorkspaceBytes = kStatisticsBlocks * 32;
 
 }  // namespace parka::cuda

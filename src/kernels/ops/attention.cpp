@@ -5,6 +5,7 @@
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
+#include "kernels/op/workspace.h"
 
 namespace parka {
 namespace {
@@ -62,14 +63,19 @@ void attention_backward(Device& device, const AttentionBackward& a) {
 
 // Causal: half of the S x S scores. Backward counts 2.5 times forward, for its five products.
 OpCost cost_of(const AttentionForward& a) {
-  return {all_bytes(a.qkv, a.out, a.lse), attention_flop(a.out, a.sequence_length), shape_of(a.out)};
+  return {all_bytes(a.qkv, a.out, a.lse), attention_flop(a.out, a.sequence_length), shape_of(a.out),
+          Products::kAttentionForward};
 }
 TensorView output_of(const AttentionForward& a) { return a.out; }
+int64_t workspace_of(const AttentionForward&) { return cuda::kAttentionForwardWorkspaceBytes; }
 
 OpCost cost_of(const AttentionBackward& a) {
   return {all_bytes(a.qkv, a.out, a.d_out, a.lse, a.cos_sin, a.d_qkv),
-          2.5 * attention_flop(a.out, a.sequence_length), shape_of(a.out)};
+          2.5 * attention_flop(a.out, a.sequence_length), shape_of(a.out), Products::kAttentionBackward};
 }
 TensorView output_of(const AttentionBackward& a) { return a.d_qkv; }
+int64_t workspace_of(const AttentionBackward& a) {
+  return cuda::attention_backward_workspace_bytes(a.qkv.dim[0], a.num_heads);
+}
 
 }  // namespace parka

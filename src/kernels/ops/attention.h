@@ -23,6 +23,7 @@ struct AttentionForward {
   TensorView first_key = {};
 };
 PARKA_OP(attention_forward, AttentionForward);
+int64_t workspace_of(const AttentionForward& a);
 
 //   d_p[i,j] = d_out_i . v_j for f_i <= j <= i;  d_s = p * (d_p - delta_i) with delta_i = d_out_i . out_i
 //   d_q_i = scale * sum_j d_s[i,j] k_j;  d_k_j = scale * sum_i d_s[i,j] q_i;  d_v_j = sum_i p[i,j] d_out_i
@@ -49,5 +50,6 @@ struct AttentionBackward {
 };
 // Deterministic: equal input gives equal bits, with scratch and without.
 PARKA_OP(attention_backward, AttentionBackward);
+int64_t workspace_of(const AttentionBackward& a);
 
 }  // namespace parka

@@ -5,6 +5,7 @@
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
+#include "kernels/op/workspace.h"
 
 namespace parka {
 namespace {
@@ -60,5 +61,9 @@ OpCost cost_of(const AttentionDecode& a) {
           4.0 * static_cast<double>(a.out.numel()) * keys, shape_of(a.out)};
 }
 TensorView output_of(const AttentionDecode& a) { return a.out; }
+int64_t workspace_of(const AttentionDecode& a) {
+  const int64_t D = a.qkv.dim[1] / (a.num_heads + 2 * a.num_kv_heads);
+  return cuda::attention_decode_workspace_bytes(a.qkv.dim[0], a.num_heads, D, a.max_keys);
+}
 
 }  // namespace parka

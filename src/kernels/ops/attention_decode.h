@@ -38,5 +38,6 @@ struct AttentionDecode {
 };
 // What a row gets does not depend on the other rows, nor on max_keys.
 PARKA_OP(attention_decode, AttentionDecode);
+int64_t workspace_of(const AttentionDecode& a);
 
 }  // namespace parka

@@ -3,6 +3,7 @@
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
+#include "kernels/op/workspace.h"
 
 namespace parka {
 
@@ -51,5 +52,8 @@ OpCost cost_of(const EmbeddingBackward& a) {
   return moved(all_bytes(a.order, a.d_out) + 2 * rows * row_bytes, a.d_out);
 }
 TensorView output_of(const EmbeddingBackward& a) { return a.d_table; }
+int64_t workspace_of(const EmbeddingBackward& a) {
+  return cuda::embedding_backward_workspace_bytes(a.d_out.dim[0], a.d_out.dim[1]);
+}
 
 }  // namespace parka

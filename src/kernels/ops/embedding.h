@@ -43,5 +43,6 @@ struct EmbeddingBackward {
 };
 // Throws Error(kBadInput) on an id outside the table (CPU).
 PARKA_OP(embedding_backward, EmbeddingBackward);
+int64_t workspace_of(const EmbeddingBackward& a);
 
 }  // namespace parka

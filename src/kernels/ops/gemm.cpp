@@ -3,6 +3,7 @@
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
+#include "kernels/op/workspace.h"
 
 namespace parka {
 namespace {
@@ -39,8 +40,15 @@ OpCost cost_of(const Gemm& a) {
   return {all_bytes(a.a, a.b) + (a.accumulate ? 2 : 1) * bytes_of(a.out),
           2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K),
           fmt::format("{} x {} x {} {}{}{} {}{}", M, N, K, name_of(a.a.data.dtype), a.a_transposed ? " T" : " N",
-                      a.b_transposed ? "T" : "N", name_of(a.out.dtype), a.accumulate ? " +=" : "")};
+                      a.b_transposed ? "T" : "N", name_of(a.out.dtype), a.accumulate ? kOntoOutput : ""),
+          Products::kGemm};
 }
 TensorView output_of(const Gemm& a) { return a.out; }
+int64_t workspace_of(const Gemm& a) {
+  // Other products of scaled operands leave the scales where they are.
+  if (a.a.scaling != Scaling::kGroup && a.a.scaling != Scaling::kBlock) return cuda::kGemmWorkspaceBytes;
+  return cuda::kGemmWorkspaceBytes + cuda::gemm_scales_bytes(a.a.num_rows(), a.a.num_cols()) +
+         cuda::gemm_scales_bytes(a.b.num_rows(), a.b.num_cols());
+}
 
 }  // namespace parka

@@ -27,5 +27,6 @@ struct Gemm {
 };
 // K == 0 yields zeros (or leaves out as it is when accumulating).
 PARKA_OP(gemm, Gemm);
+int64_t workspace_of(const Gemm& a);
 
 }  // namespace parka

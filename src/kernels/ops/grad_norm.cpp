@@ -5,6 +5,7 @@
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
+#include "kernels/op/workspace.h"
 
 namespace parka {
 
@@ -43,6 +44,11 @@ OpCost cost_of(const SumOfSquares& a) {
   return cost;
 }
 TensorView output_of(const SumOfSquares& a) { return a.result; }
+int64_t workspace_of(const SumOfSquares& a) {
+  int64_t pieces = 0;
+  for (const TensorView& part : a.parts) pieces += cuda::sum_of_squares_pieces(part.numel());
+  return cuda::sum_of_squares_workspace_bytes(pieces, static_cast<int64_t>(a.parts.size()));
+}
 
 OpCost cost_of(const ClipCoefficient& a) { return moved(0.0, a.coefficient); }
 TensorView output_of(const ClipCoefficient& a) { return a.coefficient; }

@@ -14,6 +14,7 @@ struct SumOfSquares {
   TensorView result;   // [1] fp32, out
 };
 PARKA_OP(sum_of_squares, SumOfSquares);
+int64_t workspace_of(const SumOfSquares& a);
 
 // What gradients are multiplied with so that their norm is at most max_norm, as in OLMo and PyTorch:
 //   coefficient[0] = min(1, max_norm / (sqrt(sum_of_squares[0]) + 1e-6))

@@ -3,6 +3,7 @@
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
+#include "kernels/op/workspace.h"
 
 namespace parka {
 namespace {
@@ -92,6 +93,9 @@ OpCost cost_of(const NormForward& a) {
                a.residual);
 }
 TensorView output_of(const NormForward& a) { return a.y.data; }
+int64_t workspace_of(const NormForward& a) {
+  return has_tensor_scale(a.y) || has_tensor_scale(a.y_t) ? cuda::kAmaxWorkspaceBytes : 0;
+}
 
 OpCost cost_of(const NormRecompute& a) {
   return moved(all_bytes(a.x, a.weight, a.mean, a.rstd, a.y, a.y_t), a.x.data);
@@ -106,5 +110,9 @@ OpCost cost_of(const NormBackward& a) {
                a.x.data);
 }
 TensorView output_of(const NormBackward& a) { return a.d_residual_out; }
+int64_t workspace_of(const NormBackward& a) {
+  const bool finds_amax = has_tensor_scale(a.d_quantized) || has_tensor_scale(a.d_quantized_t);
+  return a.d_weight.empty() && !finds_amax ? 0 : cuda::norm_backward_workspace_bytes(a.x.num_cols());
+}
 
 }  // namespace parka

@@ -30,6 +30,7 @@ struct NormForward {
 };
 // Statistics are taken in fp32 over C elements exactly (two passes: mean first, then squared deviations).
 PARKA_OP(norm_forward, NormForward);
+int64_t workspace_of(const NormForward& a);
 
 // Computes y again from saved input and statistics: bit-identical to norm_forward's y. For kTensor scaling
 // y.scale is read, not computed, so no pass for the maximum is needed.
@@ -63,5 +64,6 @@ struct NormBackward {
 // kTensor outputs share one scale: d_quantized_t.scale must be the memory of d_quantized.scale if both are
 // given. The quantized copies are made from d_residual_out after its rounding.
 PARKA_OP(norm_backward, NormBackward);
+int64_t workspace_of(const NormBackward& a);
 
 }  // namespace parka

@@ -6,6 +6,7 @@
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
+#include "kernels/op/workspace.h"
 
 namespace parka {
 
@@ -42,6 +43,7 @@ OpCost cost_of(const QuantizationStatistics& a) {
   return moved(read + all_bytes(a.q, a.totals), a.q.data);
 }
 TensorView output_of(const QuantizationStatistics& a) { return a.totals; }
+int64_t workspace_of(const QuantizationStatistics&) { return cuda::kStatisticsWorkspaceBytes; }
 
 OpCost cost_of(const MomentStatistics& a) {
   return moved(all_bytes(a.moment.amax, a.moment.exponent, a.counts, a.amax), a.moment.amax);

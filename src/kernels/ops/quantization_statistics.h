@@ -28,6 +28,7 @@ struct QuantizationStatistics {
   TensorView totals;  // [QuantizationTotals::kCount] fp32, out: a QuantizationTotals
 };
 PARKA_OP(quantization_statistics, QuantizationStatistics);
+int64_t workspace_of(const QuantizationStatistics& a);
 
 // What an element's magnitude, divided by its scale, must exceed to be saturated: half way from the largest number
 // of the format to what would be the next one.

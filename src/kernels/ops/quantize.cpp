@@ -3,6 +3,7 @@
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
+#include "kernels/op/workspace.h"
 
 namespace parka {
 namespace {
@@ -43,5 +44,9 @@ OpCost cost_of(const Quantize& a) {
   return moved(all_bytes(a.x, a.out, a.out_t) + (finds_scale ? bytes_of(a.x) : 0.0), a.x.data);
 }
 TensorView output_of(const Quantize& a) { return first_given({a.out.data, a.out_t.data}); }
+int64_t workspace_of(const Quantize& a) {
+  const bool has_scale = has_tensor_scale(a.out) || has_tensor_scale(a.out_t);
+  return has_scale && !a.scale_given && a.amax.empty() ? cuda::kAmaxWorkspaceBytes : 0;
+}
 
 }  // namespace parka

@@ -22,5 +22,6 @@ struct Quantize {
 // Also converts between plain formats (Scaling::kNone), dequantizes (fp8 x, plain out) and transposes
 // (out empty; an fp8 kTensor x with an out_t whose scale is the memory of x.scale is moved code for code).
 PARKA_OP(quantize, Quantize);
+int64_t workspace_of(const Quantize& a);
 
 }  // namespace parka

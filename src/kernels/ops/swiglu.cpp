@@ -3,6 +3,7 @@
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
+#include "kernels/op/workspace.h"
 
 namespace parka {
 namespace {
@@ -75,6 +76,9 @@ OpCost cost_of(const SwigluForward& a) {
                a.product.data);
 }
 TensorView output_of(const SwigluForward& a) { return a.product.data; }
+int64_t workspace_of(const SwigluForward& a) {
+  return has_tensor_scale(a.product) || has_tensor_scale(a.product_t) ? cuda::kAmaxWorkspaceBytes : 0;
+}
 
 OpCost cost_of(const SwigluBackward& a) {
   return moved(all_bytes(a.up_gate, a.silu, a.d_product, a.d_up_gate, a.d_up_gate_t, a.product, a.product_t) +
@@ -83,6 +87,9 @@ OpCost cost_of(const SwigluBackward& a) {
 }
 TensorView output_of(const SwigluBackward& a) {
   return first_given({a.d_up_gate.data, a.d_up_gate_t.data, a.product.data, a.product_t.data});
+}
+int64_t workspace_of(const SwigluBackward& a) {
+  return has_tensor_scale(a.d_up_gate) || has_tensor_scale(a.d_up_gate_t) ? cuda::kAmaxWorkspaceBytes : 0;
 }
 
 }  // namespace parka

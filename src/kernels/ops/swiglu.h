@@ -20,6 +20,7 @@ struct SwigluForward {
   TensorView up_gate_plain = {};
 };
 PARKA_OP(swiglu_forward, SwigluForward);
+int64_t workspace_of(const SwigluForward& a);
 
 // d_up = d_product * silu(gate);  d_gate = d_product * up * (sig + silu * (1 - sig)),  sig = 1 / (1 + exp(-gate)).
 // Also recomputes the product, transposed, for the weight gradient of the down projection.
@@ -35,5 +36,6 @@ struct SwigluBackward {
   ScaledView product_t = {};  // [F, T], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
 };
 PARKA_OP(swiglu_backward, SwigluBackward);
+int64_t workspace_of(const SwigluBackward& a);
 
 }  // namespace parka

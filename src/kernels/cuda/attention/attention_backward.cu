@@ -276,8 +276,7 @@ template <int D, bool kDocuments>
 void launch_backward(CudaDevice& device, const AttentionBackward& a) {
   const AttentionDims dims(a);
   const BFloat16 *const qkv = a.qkv.as<BFloat16>(), *const d_out = a.d_out.as<BFloat16>();
-  auto* const statistics = static_cast<RowStatistics*>(
-      device.workspace("attention_backward", attention_backward_workspace_bytes(a.qkv.dim[0], a.num_heads)));
+  auto* const statistics = static_cast<RowStatistics*>(device.workspace("attention_backward", workspace_of(a)));
   compute_row_statistics(device, a, statistics);
 
   const auto launch = [&](auto* kernel, int shared_bytes, int tile_rows, int heads, int64_t bytes_per_head) {

@@ -128,8 +128,7 @@ void attention_decode(Device& device, const AttentionDecode& a) {
                                          std::to_string(kGenericMaxHeadDim) + " columns, not " +
                                          std::to_string(dims.D) + ": use more heads");
   }
-  auto* const partials = static_cast<float*>(
-      cuda.workspace("attention_decode", attention_decode_workspace_bytes(dims.T, dims.H, dims.D, a.max_keys)));
+  auto* const partials = static_cast<float*>(cuda.workspace("attention_decode", workspace_of(a)));
   const auto blocks = static_cast<unsigned>(ceil_div(int64_t{dims.T} * dims.H, kWarps));
   const dim3 threads(kWarpSize, kWarps);
   with_plain_type(a.qkv.dtype, [&](auto type) {

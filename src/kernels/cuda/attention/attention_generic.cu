@@ -157,8 +157,7 @@ void attention_forward_generic(CudaDevice& device, const AttentionForward& a) {
 
 void attention_backward_generic(CudaDevice& device, const AttentionBackward& a) {
   const AttentionDims dims(a);
-  auto* const delta = static_cast<float*>(
-      device.workspace("attention_backward", attention_backward_workspace_bytes(a.qkv.dim[0], a.num_heads)));
+  auto* const delta = static_cast<float*>(device.workspace("attention_backward", workspace_of(a)));
   const dim3 threads(kWarpSize, kWarps);
   with_plain_type(a.qkv.dtype, [&](auto type) {
     using T = decltype(type);

@@ -97,8 +97,7 @@ void launch_backward(CudaDevice& device, const AttentionBackward& a) {
   constexpr const char* kOp = "attention_backward";
   const AttentionDims dims(a);
   const int64_t tokens = a.qkv.dim[0];
-  auto* const statistics =
-      static_cast<RowStatistics*>(device.workspace(kOp, attention_backward_workspace_bytes(tokens, a.num_heads)));
+  auto* const statistics = static_cast<RowStatistics*>(device.workspace(kOp, workspace_of(a)));
   auto* num_taken = reinterpret_cast<unsigned*>(statistics + tokens * dims.H);
   compute_row_statistics(device, a, statistics);
 

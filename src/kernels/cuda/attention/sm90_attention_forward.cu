@@ -249,7 +249,7 @@ void launch_forward(CudaDevice& device, const AttentionForward& a) {
   const TileOrder order(dims, dims.H, head_bytes, device.num_multiprocessors());
   float* const out_amax = a.out_amax.empty() ? nullptr : a.out_amax.as<float>();
   if (out_amax != nullptr) check(cudaMemsetAsync(out_amax, 0, sizeof(float), device.stream()), kOp);
-  auto* const num_taken = static_cast<unsigned*>(device.workspace(kOp, kAttentionForwardWorkspaceBytes));
+  auto* const num_taken = static_cast<unsigned*>(device.workspace(kOp, workspace_of(a)));
   check(cudaMemsetAsync(num_taken, 0, sizeof(unsigned), device.stream()), kOp);
   launch_over_tiles(device, kOp, attention_forward_sm90_kernel<D>, ForwardLayout<D>::kBytes, order, num_taken,
                     make_tile_map(a.qkv.as<BFloat16>(), dims.qkv_stride(), dims.S, dims.B, kTileRows),

@@ -177,8 +177,7 @@ void launch_backward(CudaDevice& device, const EmbeddingBackward& a) {
   const RowBlocks blocks(C, kWidth), slot_blocks(C, kNarrow);
   const int64_t windows = ceil_div(T, kWindow), pieces = ceil_div(T, kPiece);
   PARKA_REQUIRE(windows * blocks.per_row <= INT32_MAX && pieces * slot_blocks.per_row <= INT32_MAX);
-  auto* const slots_SC =
-      static_cast<float*>(device.workspace("embedding_backward", embedding_backward_workspace_bytes(T, C)));
+  auto* const slots_SC = static_cast<float*>(device.workspace("embedding_backward", workspace_of(a)));
   D* const d_table_VC = a.d_table.as<D>();
   const auto launch = [&](auto* kernel, int64_t blocks, const auto&... arguments) {
     launch_early(device, kernel, {static_cast<unsigned>(blocks), kBackwardThreads}, arguments...);

@@ -193,9 +193,7 @@ void PreparedGemm::use_scales(CudaDevice& device, const Gemm& a) const {
   const void *scale_a = a.a.scale.data, *scale_b = a.b.scale.data;
   if (is_block_scaled(a.a)) {
     const int64_t bytes_a = gemm_scales_bytes(a.a.num_rows(), a.a.num_cols());
-    const int64_t bytes_b = gemm_scales_bytes(a.b.num_rows(), a.b.num_cols());
-    auto* memory = static_cast<std::byte*>(device.workspace("gemm", kGemmWorkspaceBytes + bytes_a + bytes_b)) +
-                   kGemmWorkspaceBytes;
+    auto* memory = static_cast<std::byte*>(device.workspace("gemm", workspace_of(a))) + kGemmWorkspaceBytes;
     const ScaleLayout layout_a = scale_layout(a.a, reinterpret_cast<float*>(memory));
     const ScaleLayout layout_b = scale_layout(a.b, reinterpret_cast<float*>(memory + bytes_a));
     lay_out_scales(device, layout_a, layout_b);

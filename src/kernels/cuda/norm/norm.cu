@@ -348,7 +348,7 @@ void norm_forward(Device& any_device, const NormForward& a) {
   }
   float* amax = nullptr;
   if (is_tensor_scaled(a.y) || is_tensor_scaled(a.y_t)) {
-    amax = static_cast<float*>(device.workspace("norm_forward", sizeof(float)));
+    amax = static_cast<float*>(device.workspace("norm_forward", workspace_of(a)));
     check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), "norm_forward");
   }
   if (a.x.empty()) {

@@ -211,7 +211,7 @@ struct Workspace {
     const bool wants_amax = is_tensor_scaled(a.d_quantized) || is_tensor_scaled(a.d_quantized_t);
     if (a.d_weight.empty() && !wants_amax) return;
     const int64_t cols = a.x.num_cols();
-    d_weight_BC = static_cast<float*>(device.workspace("norm_backward", norm_backward_workspace_bytes(cols)));
+    d_weight_BC = static_cast<float*>(device.workspace("norm_backward", workspace_of(a)));
     if (wants_amax) {
       amax = d_weight_BC + max_blocks * cols;
       check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), "norm_backward");

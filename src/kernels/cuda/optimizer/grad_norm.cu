@@ -185,10 +185,7 @@ void sum_of_squares(Device& device, const SumOfSquares& a) {
     check_launch("sum_of_squares");
   };
   const size_t num_parts = a.parts.size();
-  int64_t num_pieces = 0;
-  for (const TensorView& part : a.parts) num_pieces += sum_of_squares_pieces(part.numel());
-  const int64_t bytes = sum_of_squares_workspace_bytes(num_pieces, static_cast<int64_t>(num_parts));
-  auto* const part_sums = static_cast<double*>(cuda_device.workspace("sum_of_squares", bytes));
+  auto* const part_sums = static_cast<double*>(cuda_device.workspace("sum_of_squares", workspace_of(a)));
   double* piece_sums = part_sums + num_parts;
   float* partial = a.partial.as<float>();
 

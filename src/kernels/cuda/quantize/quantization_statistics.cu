@@ -6,6 +6,7 @@
 #include "kernels/cuda/quantize/matrix_source.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
+#include "kernels/op/workspace.h"
 
 namespace parka::cuda {
 namespace {
@@ -36,10 +37,9 @@ struct Totals {
   }
 };
 
-// What the blocks of a matrix leave to the kernel that adds them up. In the workspace it takes far less than other
-// ops need: no plan has to count it.
-constexpr int64_t kMaxBlocks = 1024;
-constexpr int64_t kPartialBytes = kMaxBlocks * sizeof(Totals);
+// What the blocks of a matrix leave to the kernel that adds them up. It lies in the workspace.
+constexpr int64_t kMaxBlocks = kStatisticsBlocks;
+static_assert(kMaxBlocks * sizeof(Totals) == kStatisticsWorkspaceBytes);
 
 // The sum over a block, in thread 0.
 __device__ Totals block_totals(Totals totals) {
@@ -204,7 +204,7 @@ void quantization_statistics(Device& any_device, const QuantizationStatistics& a
   const int64_t rows = a.q.num_rows(), cols = a.q.num_cols();
   PARKA_REQUIRE(rows <= INT32_MAX && cols <= INT32_MAX && rows * cols <= UINT32_MAX);
   const int64_t num_blocks = std::clamp<int64_t>(rows, 1, kMaxBlocks);
-  auto* const partial = static_cast<Totals*>(device.workspace("quantization_statistics", kPartialBytes));
+  auto* const partial = static_cast<Totals*>(device.workspace("quantization_statistics", workspace_of(a)));
   with_plain_type(a.x.dtype, [&](auto x) {
     with_float8_type(a.q.data.dtype, [&](auto f8) {
       add_up<decltype(x), decltype(f8)>(device, a, static_cast<unsigned>(num_blocks), partial);

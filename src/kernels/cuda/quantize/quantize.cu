@@ -233,7 +233,7 @@ void quantize(Device& device_, const Quantize& a) {
     with_source(a.x, [&](const auto& source) {
       const float* amax = a.amax.empty() ? nullptr : a.amax.as<float>();
       if (has_tensor_scale && !a.scale_given && amax == nullptr) {
-        auto* const found = static_cast<float*>(device.workspace("quantize", sizeof(float)));
+        auto* const found = static_cast<float*>(device.workspace("quantize", workspace_of(a)));
         check(cudaMemsetAsync(found, 0, sizeof(float), stream), "quantize");
         find_amax(device, source, rows, cols, found);
         amax = found;

@@ -9,6 +9,7 @@
 #include "kernels/cuda/swiglu/swiglu_elements.cuh"
 #include "kernels/cuda/swiglu/swiglu_source.cuh"
 #include "kernels/device/cuda/check.h"
+#include "kernels/op/workspace.h"
 #include "kernels/ops/quantize.h"
 
 // Shapes: T rows (tokens), F columns of the product; up_gate has 2F, up before gate.
@@ -241,7 +242,7 @@ bool fits_tensor_tiles(const ScaledView& t, const ScaledView& t_transposed) {
 
 // A maximum to be raised, 0 at first.
 float* zero_amax(CudaDevice& device, std::string_view op) {
-  auto* const amax = static_cast<float*>(device.workspace(op, sizeof(float)));
+  auto* const amax = static_cast<float*>(device.workspace(op, kAmaxWorkspaceBytes));
   check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), op);
   return amax;
 }

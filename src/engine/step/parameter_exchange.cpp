@@ -1,4 +1,4 @@
-#include "engine/training/parameter_exchange.h"
+#include "engine/step/parameter_exchange.h"
 
 #include <algorithm>
 

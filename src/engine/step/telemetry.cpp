@@ -1,4 +1,4 @@
-#include "engine/training/telemetry.h"
+#include "engine/step/telemetry.h"
 
 #include <algorithm>
 #include <cmath>
@@ -134,7 +134,7 @@ void Telemetry::bind(const Arena& arena) {
 }
 
 PendingTelemetry Telemetry::queue(Device& device, const Model& model, const Optimizer& optimizer) const {
-  device.section("telemetry");
+  device.section(StepSection::kTelemetry);
   const auto read = [&](const TensorView& view) {
     return view.empty() ? nullptr : device.copy_to_host_later(view.data, view.bytes());
   };

@@ -1,4 +1,4 @@
-#include "engine/training/integrity.h"
+#include "engine/step/integrity.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,0 +1,57 @@
+#include "comm/recording_communicator.h"
+
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "core/error.h"
+
+namespace parka {
+
+using Kind = RecordedCollective::Kind;
+
+RecordingCommunicator::RecordingCommunicator(int rank, int size, Listener listener)
+    : rank_(rank), size_(size), listener_(std::move(listener)) {
+  PARKA_REQUIRE(rank >= 0 && rank < size);
+}
+
+std::string RecordingCommunicator::description() const { return fmt::format("{} ranks, recorded", size_); }
+
+void RecordingCommunicator::record(const RecordedCollective& collective) {
+  ++last_queued_;
+  if (listener_.collective) listener_.collective(collective);
+}
+
+void RecordingCommunicator::all_reduce(Device&, const TensorView& x, Reduction, Peers peers) {
+  check_reducible(x);
+  record({Kind::kAllReduce, x.bytes(), peers});
+}
+
+void RecordingCommunicator::reduce_scatter(Device&, const TensorView& in, const TensorView& out, Peers peers,
+                                           Onto onto) {
+  check_reducible(in);
+  check_scattered(in, out, size_of(peers));
+  const int64_t written_and_added_to = (onto == Onto::kOldValue ? 2 : 1) * out.bytes();
+  record({Kind::kReduceScatter, in.bytes(), peers, has_exchange_buffer_ ? in.bytes() + written_and_added_to : 0});
+}
+
+void RecordingCommunicator::all_gather(Device&, const TensorView& in, const TensorView& out, Peers peers) {
+  check_scattered(out, in, size_of(peers));
+  record({Kind::kAllGather, out.bytes(), peers});
+}
+
+void RecordingCommunicator::all_gather_columns(Device&, const TensorView& in, const TensorView& out, Peers peers) {
+  check_side_by_side(out, in, size_of(peers));
+  record({Kind::kAllGather, out.bytes(), peers});
+}
+
+void RecordingCommunicator::wait(Device&, uint64_t number) {
+  PARKA_REQUIRE(number <= last_queued_);
+  if (number > 0 && listener_.wait) listener_.wait({last_queued_ - number});
+}
+
+std::vector<std::string> RecordingCommunicator::gather_text(const std::string& text) {
+  return std::vector<std::string>(static_cast<size_t>(size_), text);
+}
+
+}  // namespace parka

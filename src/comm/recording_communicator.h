@@ -1,0 +1,68 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace parka {
+
+// A collective as it was queued.
+struct RecordedCollective {
+  enum class Kind : uint8_t { kAllReduce, kReduceScatter, kAllGather };
+  Kind kind;
+  int64_t bytes;  // of the whole tensor, all ranks' pieces together
+  Peers peers;
+  // kReduceScatter through an exchange buffer: bytes that a rank reads and writes to add up the pieces that the
+  // others have put there.
+  int64_t summed_bytes = 0;
+
+  bool operator==(const RecordedCollective&) const = default;
+};
+
+// The device's later work waits for a collective...
+struct RecordedWait {
+  uint64_t newer;  // ... behind which so many others are queued
+
+  bool operator==(const RecordedWait&) const = default;
+};
+
+// A rank without the others. Collectives check their tensors and are told to a function; they move nothing. What
+// the other ranks say is what this one says.
+class RecordingCommunicator final : public Communicator {
+ public:
+  // The functions are told of calls in their order; empty ones are not called.
+  struct Listener {
+    std::function<void(RecordedCollective)> collective;
+    std::function<void(RecordedWait)> wait;
+  };
+  RecordingCommunicator(int rank, int size, Listener listener = {});
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  std::string description() const override;
+  void set_exchange_buffer(const TensorView& buffer) override { has_exchange_buffer_ = !buffer.empty(); }
+
+  void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) override;
+  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers, Onto onto) override;
+  void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
+  void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
+
+  uint64_t last_queued() const override { return last_queued_; }
+  void wait(Device& device, uint64_t number) override;
+
+  std::vector<std::string> gather_text(const std::string& text) override;
+  double max(double value) override { return value; }
+  void barrier() override {}
+
+ private:
+  void record(const RecordedCollective& collective);
+
+  int rank_, size_;
+  Listener listener_;
+  bool has_exchange_buffer_ = false;
+  uint64_t last_queued_ = 0;
+};
+
+}  // namespace parka

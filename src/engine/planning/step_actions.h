@@ -1,0 +1,34 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "engine/step/recorded_step.h"
+
+namespace parka {
+
+// One thing that a rank queues in a step of training, as the step model takes it.
+struct StepAction {
+  enum class Kind : uint8_t { kCompute, kAllReduce, kReduceScatter, kAllGather, kWait };
+  Kind kind = Kind::kCompute;
+  double seconds = 0;  // kCompute: with nothing beside it
+  int64_t bytes = 0;   // collectives: of the whole tensor, all ranks' pieces together
+  Peers peers = Peers::kAll;
+  uint64_t number = 0;  // kWait: for which collective of the step, counted from 1
+
+  bool operator==(const StepAction&) const = default;
+};
+
+// What a rank's own work takes, with no collective beside it.
+struct WorkSeconds {
+  std::function<double(const RecordedOp&)> of_op;
+  // Bytes read and written per second: of zeros that are written, and of pieces of gradients that are added up.
+  double copy_bandwidth = 0;
+};
+
+// The whole step. Work that nothing comes between is one action, but for that of several micro-batches. Adding up
+// pieces runs beside other work, which is taken to leave no multiprocessor idle for it.
+std::vector<StepAction> step_actions(const RecordedStep& step, const WorkSeconds& seconds);
+
+}  // namespace parka

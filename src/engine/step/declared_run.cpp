@@ -1,0 +1,49 @@
+#include "engine/step/declared_run.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "core/error.h"
+#include "engine/step/recorded_step.h"
+
+namespace parka {
+
+Zero zero_of(const DistributedConfig& config, int64_t rank, int64_t size) {
+  const int64_t group = config.shard_size == 0 || size == 1 ? size : config.shard_size;
+  if (size % group != 0) {
+    throw_bad_input(
+        "distributed.shard_size = {} does not divide the {} ranks of the run; set it to the number of GPUs of a "
+        "node, or to 0",
+        group, size);
+  }
+  return make_zero(config.zero_stage, rank % group, group);
+}
+
+DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& zero)
+    : DeclaredRun(config, device, zero, device == DeviceKind::kCuda ? record_workspace_bytes(config, zero) : 0) {}
+
+DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& zero, int64_t workspace_bytes)
+    : model(config.model, config.precision, config.optimizer.decay_embeddings,
+            {config.training.micro_batch_size, config.data.sequence_length,
+             config.data.documents == DocumentMode::kSeparate},
+            config.training.logits_chunk_tokens, Model::Use::kTraining, zero, plan),
+      optimizer(config.optimizer, config.precision.compute, model.parameters().all, zero, plan),
+      checks(config.reliability, model.parameters().all.size(), plan) {
+  if (config.telemetry.interval > 0) telemetry.emplace(config, model, plan);
+  if (workspace_bytes > 0) workspace = plan.add(kWorkspaceCategory, "op_workspace", DType::kU8, {workspace_bytes});
+  if (device == DeviceKind::kCuda && zero.shards_gradients()) {
+    // For what other ranks have of all gradients of a unit, so that none has to wait for the sum of another.
+    std::vector<int64_t> of_units(static_cast<size_t>(model.parameters().num_units()));
+    for (const ParameterInfo& p : model.parameters().all) {
+      of_units[static_cast<size_t>(p.unit)] += zero.shard.padded(p.numel()) - zero.shard.piece(p.numel());
+    }
+    const int64_t largest = *std::max_element(of_units.begin(), of_units.end());
+    exchange_buffer = plan.add("gradient buckets", "exchange_buffer", config.optimizer.gradient, {largest});
+  }
+  if (config.data.loss_mask || config.data.documents == DocumentMode::kSeparate) {
+    target_share = plan.add("batch", "target_share", DType::kF32, {1});
+  }
+  plan.finish();
+}
+
+}  // namespace parka

@@ -1,0 +1,37 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+
+#include "core/memory_plan.h"
+#include "core/shard.h"
+#include "engine/config/config.h"
+#include "engine/step/integrity.h"
+#include "engine/step/telemetry.h"
+#include "kernels/device/device.h"
+#include "model/model.h"
+#include "optim/optimizer.h"
+
+namespace parka {
+
+// What a rank of a run of `size` holds. Throws Error(kBadInput) if distributed.shard_size does not divide them.
+Zero zero_of(const DistributedConfig& config, int64_t rank, int64_t size);
+
+// Model and optimizer of a config with all their tensors declared; nothing is allocated. What `parka plan` prints
+// and what a run allocates come from the same declarations.
+struct DeclaredRun {
+  // With the workspace that the ops of the run take, which recording them tells (recorded_step.h).
+  DeclaredRun(const Config& config, DeviceKind device, const Zero& zero = {});
+  // With a workspace of so many bytes; 0: none.
+  DeclaredRun(const Config& config, DeviceKind device, const Zero& zero, int64_t workspace_bytes);
+
+  MemoryPlan plan;
+  Model model;
+  Optimizer optimizer;
+  std::optional<Telemetry> telemetry;  // absent when telemetry.interval is 0
+  IntegrityChecks checks;
+  TensorId workspace;        // of the ops; invalid on the CPU
+  TensorId exchange_buffer;  // Communicator::set_exchange_buffer(); on GPUs with divided gradients
+  TensorId target_share;     // [1] fp32, 1 / targets of the step; only where steps differ in that
+};
+
+}  // namespace parka

@@ -1,0 +1,116 @@
+#include "engine/step/recorded_step.h"
+
+#include <utility>
+
+#include "core/error.h"
+#include "engine/step/step_queue.h"
+
+namespace parka {
+namespace {
+
+using Work = RecordedStep::Work;
+
+// A rank whose device and communicator record.
+class RecordingRank {
+ public:
+  RecordingRank(const Config& config, const Zero& zero, int rank, int size)
+      : config_(config),
+        zero_(zero),
+        device_(DeviceKind::kCuda, {.op = [this](RecordedOp op) { add(std::move(op)); },
+                                    .fill = [this](RecordedFill fill) { add(fill); }}),
+        communicator_(rank, size,
+                      {.collective = [this](RecordedCollective collective) { add(collective); },
+                       .wait = [this](RecordedWait wait) { add(wait); }}),
+        declared_(config, DeviceKind::kCuda, zero, /*workspace_bytes=*/0),
+        arena_(device_, declared_.plan),
+        queue_(config_, zero_, declared_, arena_, device_, communicator_),
+        ids_(static_cast<size_t>(config.training.micro_batch_size * config.data.sequence_length)) {
+    take();
+  }
+
+  // What was queued since the last call.
+  std::vector<Work> take() { return std::exchange(work_, {}); }
+  int64_t workspace_bytes() const { return device_.workspace_bytes(); }
+
+  void begin_step() { queue_.begin_step(); }
+  void micro_batch(const ParameterExchange::Place& place, bool with_telemetry = false) {
+    queue_.micro_batch(batch(), queue_.loss_options(/*num_targets=*/1), place, with_telemetry);
+  }
+  void update() {
+    queue_.update(/*update=*/1, config_.optimizer.lr);
+    queue_.weights_stepped();
+  }
+  void telemetry_and_checks() {
+    if (declared_.telemetry) {
+      micro_batch({.is_first = true, .is_last = false}, /*with_telemetry=*/true);
+      declared_.telemetry->queue(device_, declared_.model, declared_.optimizer);
+    }
+    std::vector<TensorView> state = declared_.model.weights().own();
+    for (const NamedTensor& tensor : declared_.optimizer.state()) state.push_back(tensor.view);
+    declared_.checks.hash(device_, IntegrityChecks::Table::kUpdated, state);
+  }
+  void other_than_steps() {
+    queue_.weights_changed();
+    queue_.begin_evaluation_batch();
+    declared_.model.evaluate(device_, batch());
+  }
+
+ private:
+  void add(Work work) { work_.push_back(std::move(work)); }
+
+  // Every token is the first of the vocabulary, and its own target.
+  Model::Batch batch() const {
+    const bool separate = config_.data.documents == DocumentMode::kSeparate;
+    return {ids_.data(),
+            ids_.data(),
+            {config_.training.micro_batch_size, config_.data.sequence_length, separate},
+            separate ? ids_.data() : nullptr};
+  }
+
+  const Config& config_;
+  Zero zero_;
+  std::vector<Work> work_;
+  RecordingDevice device_;
+  RecordingCommunicator communicator_;
+  DeclaredRun declared_;
+  Arena arena_;
+  StepQueue queue_;
+  std::vector<int32_t> ids_;
+};
+
+}  // namespace
+
+RecordedStep record_step(const Config& config, int64_t num_gpus) {
+  const int64_t per_micro_batch = num_gpus * config.training.micro_batch_size;
+  PARKA_REQUIRE(config.training.global_batch_size % per_micro_batch == 0);
+  const int64_t num_micro_batches = config.training.global_batch_size / per_micro_batch;
+  RecordingRank rank(config, zero_of(config.distributed, 0, num_gpus), 0, static_cast<int>(num_gpus));
+  RecordedStep step;
+  rank.begin_step();
+  rank.micro_batch({.is_first = true, .is_last = num_micro_batches == 1});
+  step.parts.push_back({rank.take()});
+  if (num_micro_batches > 2) {
+    rank.micro_batch({.is_first = false, .is_last = false});
+    step.parts.push_back({rank.take(), num_micro_batches - 2});
+  }
+  if (num_micro_batches > 1) {
+    rank.micro_batch({.is_first = false, .is_last = true});
+    step.parts.push_back({rank.take()});
+  }
+  rank.update();
+  step.parts.push_back({rank.take()});
+  return step;
+}
+
+int64_t record_workspace_bytes(const Config& config, const Zero& zero) {
+  RecordingRank rank(config, zero, static_cast<int>(zero.shard.rank), static_cast<int>(zero.shard.size));
+  rank.begin_step();
+  rank.micro_batch({.is_first = true, .is_last = false});
+  rank.micro_batch({.is_first = false, .is_last = true});
+  rank.update();
+  rank.telemetry_and_checks();
+  rank.other_than_steps();
+  return rank.workspace_bytes();
+}
+
+}  // namespace parka

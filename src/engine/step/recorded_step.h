@@ -1,0 +1,33 @@
+#pragma once
+#include <cstdint>
+#include <variant>
+#include <vector>
+
+#include "comm/recording_communicator.h"
+#include "core/shard.h"
+#include "engine/config/config.h"
+#include "kernels/device/recording_device.h"
+
+// What a run would queue, without a GPU: the step itself, on a device and a communicator that record.
+namespace parka {
+
+// What a rank queues in a step of training, in its order.
+struct RecordedStep {
+  using Work = std::variant<RecordedOp, RecordedFill, RecordedCollective, RecordedWait>;
+  struct Part {
+    std::vector<Work> work;
+    int64_t times = 1;  // that it is queued one after the other
+  };
+  // The first micro-batch; those between, which are alike; the last one; the update with what follows it. The first
+  // is also the last where the step has no other.
+  std::vector<Part> parts;
+};
+
+// Of rank 0 of `num_gpus`, whose number must divide the batch of `config` into whole micro-batches.
+RecordedStep record_step(const Config& config, int64_t num_gpus);
+
+// The workspace that the ops of a run take on a GPU, where a rank holds what `zero` says: those of training with
+// its telemetry and checks, and of evaluation.
+int64_t record_workspace_bytes(const Config& config, const Zero& zero);
+
+}  // namespace parka

@@ -1,0 +1,90 @@
+#include "engine/step/step_queue.h"
+
+#include <vector>
+
+namespace parka {
+namespace {
+
+// Stochastic rounding must not draw the numbers that initialization has drawn from training.seed.
+constexpr uint64_t kRoundingKey = 0x9e3779b97f4a7c15;
+
+}  // namespace
+
+StepQueue::StepQueue(const Config& config, const Zero& zero, DeclaredRun& declared, const Arena& arena,
+                     Device& device, Communicator& communicator)
+    : config_(config), zero_(zero), declared_(declared), arena_(arena), device_(device) {
+  if (declared_.workspace.valid()) {
+    const TensorView workspace = arena_[declared_.workspace];
+    device.set_workspace(workspace.data, workspace.bytes());
+  }
+  communicator.set_exchange_buffer(arena_[declared_.exchange_buffer]);
+  declared_.model.bind(device, arena_);
+  declared_.optimizer.bind(arena_, declared_.model.weights().own(), declared_.model.weights().amax());
+  if (communicator.size() > 1) {
+    if (zero_.shards_states()) communicator.divide(static_cast<int>(zero_.shard.size));
+    exchange_.emplace(zero_, communicator, declared_.model, declared_.optimizer);
+    declared_.model.set_hooks(&*exchange_);
+  }
+  if (declared_.telemetry) declared_.telemetry->bind(arena_);
+  declared_.checks.bind(arena_);
+}
+
+void StepQueue::begin_step() { declared_.optimizer.begin_step(device_); }
+
+void StepQueue::set_target_share(float share) {
+  device_.copy_to_device(arena_[declared_.target_share].data, &share, sizeof(share));
+}
+
+Model::LossOptions StepQueue::loss_options(int64_t num_targets) const {
+  const bool vary = targets_vary();
+  return {.grad_scale = vary ? 1.0f : static_cast<float>(1.0 / static_cast<double>(num_targets)),
+          .z_loss = static_cast<float>(config_.training.z_loss),
+          .grad_factor = vary ? arena_[declared_.target_share] : TensorView(),
+          .loss_sum = declared_.optimizer.loss()};
+}
+
+void StepQueue::micro_batch(const Model::Batch& batch, const Model::LossOptions& options,
+                            const ParameterExchange::Place& place, bool with_telemetry) {
+  Model& model = declared_.model;
+  const std::vector<TensorView>& gradients = declared_.optimizer.gradients();
+  // Divided gradients leave their buffers in each micro-batch, and ParameterExchange adds them up.
+  const Model::Accumulation accumulation =
+      place.is_first || zero_.shards_gradients() ? Model::Accumulation::kBegin : Model::Accumulation::kContinue;
+  if (exchange_) exchange_->begin_micro_batch(place);
+  if (with_telemetry && place.is_first) {
+    model.accumulate_gradients_with_telemetry(device_, batch, options, gradients, accumulation);
+  } else {
+    model.accumulate_gradients(device_, batch, options, gradients, accumulation,
+                               /*may_replay=*/!exchange_ || exchange_->is_idle());
+  }
+}
+
+PendingStep StepQueue::update(int64_t update, double lr,
+                              const std::function<void(size_t parameter)>& before_update) {
+  Optimizer::SumOverRanks sums;
+  if (exchange_) {
+    sums.of_pieces = [this](const TensorView& x) { exchange_->sum_of_pieces(device_, x); };
+    sums.of_batches = [this](const TensorView& x) { exchange_->sum(device_, x, Peers::kAll); };
+  }
+  const uint64_t seed = static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey;
+  return declared_.optimizer.step(device_, update, lr, seed, sums, before_update);
+}
+
+void StepQueue::weights_stepped() {
+  if (exchange_) {
+    exchange_->weights_changed(device_);
+  } else {
+    declared_.model.weights().quantize(device_);
+  }
+}
+
+void StepQueue::weights_changed() {
+  declared_.model.weights().find_amax(device_);
+  weights_stepped();
+}
+
+void StepQueue::begin_evaluation_batch() {
+  if (exchange_) exchange_->begin_micro_batch({});
+}
+
+}  // namespace parka

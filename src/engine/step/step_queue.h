@@ -1,0 +1,56 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <optional>
+
+#include "comm/communicator.h"
+#include "engine/config/config.h"
+#include "engine/step/declared_run.h"
+#include "engine/step/parameter_exchange.h"
+#include "kernels/device/arena.h"
+
+namespace parka {
+
+// A declared run in its memory on a device: queues what a step of training consists of, whose parts are called in
+// the order below. Training queues it on a device that computes, planning on one that records.
+class StepQueue {
+ public:
+  // Binds the run to the arena, and gives workspace and exchange buffer to device and communicator. Divides the
+  // communicator's ranks as `zero`, zero_of() this rank, says. All arguments must outlive the queue.
+  StepQueue(const Config& config, const Zero& zero, DeclaredRun& declared, const Arena& arena, Device& device,
+            Communicator& communicator);
+  StepQueue(const StepQueue&) = delete;
+  StepQueue& operator=(const StepQueue&) = delete;
+
+  // Absent in a run of one rank.
+  ParameterExchange* exchange() { return exchange_ ? &*exchange_ : nullptr; }
+
+  void begin_step();
+  // Whether steps differ in their number of targets. Its inverse is then not a constant of what a device records,
+  // but in set_target_share()'s tensor.
+  bool targets_vary() const { return declared_.target_share.valid(); }
+  void set_target_share(float share);
+  Model::LossOptions loss_options(int64_t num_targets) const;
+  // Forward and backward of a micro-batch; with telemetry of the first one of a step.
+  void micro_batch(const Model::Batch& batch, const Model::LossOptions& options,
+                   const ParameterExchange::Place& place, bool with_telemetry = false);
+  // `update` counts from 1. For before_update see Optimizer::step().
+  PendingStep update(int64_t update, double lr, const std::function<void(size_t parameter)>& before_update = {});
+  // Brings up to date what is made from this rank's weights, after an update, which finds their maxima...
+  void weights_stepped();
+  // ... and after any other change.
+  void weights_changed();
+
+  // Before a batch of an evaluation, which has no place in a step.
+  void begin_evaluation_batch();
+
+ private:
+  const Config& config_;
+  const Zero& zero_;
+  DeclaredRun& declared_;
+  const Arena& arena_;
+  Device& device_;
+  std::optional<ParameterExchange> exchange_;
+};
+
+}  // namespace parka

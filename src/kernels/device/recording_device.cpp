@@ -1,0 +1,122 @@
+#include "kernels/device/recording_device.h"
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+#include <utility>
+
+#include <sys/mman.h>
+
+#include "core/error.h"
+
+namespace parka {
+namespace {
+
+class ZeroRead final : public HostRead {
+ public:
+  explicit ZeroRead(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {}
+  bool ready() const override { return true; }
+  const void* wait() override { return bytes_.data(); }
+
+ private:
+  std::vector<std::byte> bytes_;
+};
+
+class NoStore final : public HostStore {
+ public:
+  void save(int64_t, const std::vector<TensorView>&) override {}
+  void load(int64_t, const std::vector<TensorView>&) override {}
+  void wait() override {}
+};
+
+class ZeroStaging final : public StagingBuffer {
+ public:
+  const std::string& failure() override { return failure_; }
+  void begin(const std::vector<TensorView>& tensors) override {
+    sizes_.clear();
+    for (const TensorView& tensor : tensors) sizes_.push_back(static_cast<size_t>(tensor.bytes()));
+    zeros_.resize(sizes_.empty() ? 0 : *std::max_element(sizes_.begin(), sizes_.end()));
+  }
+  void order_after(size_t) override {}
+  std::span<const std::byte> wait(size_t index) override { return {zeros_.data(), sizes_.at(index)}; }
+
+ private:
+  std::string failure_;
+  std::vector<size_t> sizes_;
+  std::vector<std::byte> zeros_;
+};
+
+class NoMark final : public Mark {
+ public:
+  double seconds_since(const Mark&) const override { return 0; }
+};
+
+}  // namespace
+
+RecordingDevice::RecordingDevice(DeviceKind kind, Listener listener) : kind_(kind), listener_(std::move(listener)) {
+  op_recorder_ = this;
+}
+
+RecordingDevice::~RecordingDevice() {
+  for (const Mapping& mapping : mappings_) munmap(mapping.memory, mapping.bytes);
+}
+
+void* RecordingDevice::allocate(int64_t bytes) {
+  const auto size = static_cast<size_t>(std::max<int64_t>(1, bytes));
+  void* const memory = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) {
+    throw_bad_input("{:.2f} GiB have no addresses on this machine: plan a smaller model, or raise `ulimit -v`",
+                    static_cast<double>(bytes) / 0x1p30);
+  }
+  mappings_.push_back({memory, size});
+  return memory;
+}
+
+void RecordingDevice::release(void* memory) {
+  const auto found = std::find_if(mappings_.begin(), mappings_.end(),
+                                  [&](const Mapping& mapping) { return mapping.memory == memory; });
+  if (found == mappings_.end()) return;
+  munmap(found->memory, found->bytes);
+  mappings_.erase(found);
+}
+
+void RecordingDevice::set_workspace(void*, int64_t bytes) { given_workspace_ = bytes; }
+
+void RecordingDevice::copy_to_host(void* host, const void*, int64_t bytes) {
+  if (bytes > 0) std::memset(host, 0, static_cast<size_t>(bytes));
+}
+
+std::unique_ptr<HostRead> RecordingDevice::copy_to_host_later(const void*, int64_t bytes) {
+  return std::make_unique<ZeroRead>(bytes);
+}
+
+void RecordingDevice::fill_zero(void*, int64_t bytes) {
+  if (listener_.fill) listener_.fill({bytes});
+}
+
+std::unique_ptr<HostStore> RecordingDevice::make_host_store(int64_t, int64_t) {
+  return std::make_unique<NoStore>();
+}
+
+std::unique_ptr<StagingBuffer> RecordingDevice::make_staging_buffer(int64_t) {
+  return std::make_unique<ZeroStaging>();
+}
+
+std::unique_ptr<Mark> RecordingDevice::mark() { return std::make_unique<NoMark>(); }
+
+void RecordingDevice::start_op_timer() { throw_internal("a device that records has no times of ops"); }
+
+std::vector<OpTime> RecordingDevice::stop_op_timer() {
+  throw_internal("a device that records has no times of ops");
+}
+
+void RecordingDevice::record(std::string_view op, OpCost cost, int64_t workspace_bytes) {
+  if (given_workspace_ >= 0 && workspace_bytes > given_workspace_) {
+    throw_internal("{}: needs {} bytes of workspace, the device was given {}", op, workspace_bytes,
+                   given_workspace_);
+  }
+  most_workspace_ = std::max(most_workspace_, workspace_bytes);
+  if (listener_.op) listener_.op({section_, std::string(op), std::move(cost), workspace_bytes});
+}
+
+}  // namespace parka

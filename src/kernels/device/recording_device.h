@@ -1,0 +1,78 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kernels/device/device.h"
+
+namespace parka {
+
+// An op, with its checked arguments' cost, as a device was asked for it.
+struct RecordedOp {
+  StepSection section = StepSection::kNone;
+  std::string op;
+  OpCost cost;
+  int64_t workspace_bytes = 0;  // that it takes on a GPU
+};
+
+// Memory that was to become zeros.
+struct RecordedFill {
+  int64_t bytes = 0;
+};
+
+// A device that records instead of computing. Ops check their arguments and are told to a function, with their
+// costs and workspaces. Memory is addresses that nobody may read: a model plans in any RAM. What is read from the
+// device is zeros; marks, stores and staging buffers do nothing.
+class RecordingDevice final : public Device, private OpRecorder {
+ public:
+  // Stands for a device of this kind. The functions are told of work in its order; empty ones are not called.
+  struct Listener {
+    std::function<void(RecordedOp)> op;
+    std::function<void(RecordedFill)> fill;
+  };
+  explicit RecordingDevice(DeviceKind kind, Listener listener = {});
+  ~RecordingDevice() override;
+
+  DeviceKind kind() const override { return kind_; }
+  std::string name() const override { return "recording device"; }
+  std::string description() const override { return name(); }
+
+  void* allocate(int64_t bytes) override;
+  void release(void* memory) override;
+
+  // From here on an op that takes more throws Error(kInternal) with its name.
+  void set_workspace(void* memory, int64_t bytes) override;
+  // The most that an op so far takes.
+  int64_t workspace_bytes() const { return most_workspace_; }
+
+  void copy_to_device(void*, const void*, int64_t) override {}
+  void copy_to_host(void* host, const void* source, int64_t bytes) override;
+  std::unique_ptr<HostRead> copy_to_host_later(const void* source, int64_t bytes) override;
+  void copy(void*, const void*, int64_t) override {}
+  void fill_zero(void* target, int64_t bytes) override;
+  std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) override;
+  std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t bytes) override;
+  void replay(std::unique_ptr<Recording>&, const std::function<void()>& work) override { work(); }
+  std::unique_ptr<Mark> mark() override;
+  void synchronize() override {}
+  MemoryUse memory_use() const override { return {}; }
+  void start_op_timer() override;
+  std::vector<OpTime> stop_op_timer() override;
+
+ private:
+  void record(std::string_view op, OpCost cost, int64_t workspace_bytes) override;
+
+  struct Mapping {
+    void* memory;
+    size_t bytes;
+  };
+  DeviceKind kind_;
+  Listener listener_;
+  std::vector<Mapping> mappings_;
+  int64_t most_workspace_ = 0;
+  int64_t given_workspace_ = -1;  // not given
+};
+
+}  // namespace parka

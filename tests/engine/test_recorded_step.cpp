@@ -1,0 +1,358 @@
+#include "engine/step/recorded_step.h"
+
+#include <algorithm>
+#include <ctime>
+#include <map>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include <fmt/format.h>
+#include <sys/resource.h>
+
+#include "engine/planning/gpu_plan.h"
+#include "engine/step/step_queue.h"
+#include "engine/training/training_run.h"
+#include "kernels/op/workspace.h"
+#include "tests/engine/step_config.h"
+#include "tests/support/catch.h"
+#include "tests/support/thread_ranks.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+std::string line_of(StepSection section, const std::string& op, const OpCost& cost) {
+  return fmt::format("{}: {} of {}, {} bytes, {} flop", name_of(section), op, cost.shape, cost.bytes, cost.flop);
+}
+
+std::string line_of(const RecordedCollective& collective) {
+  return fmt::format("collective {} of {} bytes, peers {}", static_cast<int>(collective.kind), collective.bytes,
+                     static_cast<int>(collective.peers));
+}
+
+std::string line_of(const RecordedWait& wait) { return fmt::format("wait, {} newer", wait.newer); }
+
+std::vector<std::string> lines_of(const RecordedStep& step) {
+  std::vector<std::string> lines;
+  for (const RecordedStep::Part& part : step.parts) {
+    for (int64_t i = 0; i < part.times; ++i) {
+      for (const RecordedStep::Work& work : part.work) {
+        if (const auto* op = std::get_if<RecordedOp>(&work))
+          lines.push_back(line_of(op->section, op->op, op->cost));
+        if (const auto* collective = std::get_if<RecordedCollective>(&work)) lines.push_back(line_of(*collective));
+        if (const auto* wait = std::get_if<RecordedWait>(&work)) lines.push_back(line_of(*wait));
+      }
+    }
+  }
+  return lines;
+}
+
+constexpr const char* kLine = "a line";  // as the op timer has what TimedCommunicator writes down
+
+// Passes everything on, and puts it in its place among the ops that the device's timer has.
+class TimedCommunicator final : public Communicator {
+ public:
+  explicit TimedCommunicator(Communicator& real)
+      : real_(real),
+        recording_(real.rank(), real.size(),
+                   {.collective =
+                        [this](RecordedCollective collective) {
+                          ++queued_;
+                          write(line_of(collective));
+                        },
+                    .wait =
+                        [this](RecordedWait wait) {
+                          if (wait.newer < queued_) write(line_of(wait));  // others are of the step before
+                        }}) {}
+  int rank() const override { return real_.rank(); }
+  int size() const override { return real_.size(); }
+  std::string description() const override { return real_.description(); }
+  void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) override {
+    device_ = &device;
+    recording_.all_reduce(device, x, reduction, peers);
+    real_.all_reduce(device, x, reduction, peers);
+  }
+  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers,
+                      Onto onto) override {
+    device_ = &device;
+    recording_.reduce_scatter(device, in, out, peers, onto);
+    real_.reduce_scatter(device, in, out, peers, onto);
+  }
+  void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override {
+    device_ = &device;
+    recording_.all_gather(device, in, out, peers);
+    real_.all_gather(device, in, out, peers);
+  }
+  void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override {
+    device_ = &device;
+    recording_.all_gather_columns(device, in, out, peers);
+    real_.all_gather_columns(device, in, out, peers);
+  }
+  uint64_t last_queued() const override { return real_.last_queued(); }
+  void wait(Device& device, uint64_t number) override {
+    device_ = &device;
+    recording_.wait(device, number);
+    real_.wait(device, number);
+  }
+  std::vector<std::string> gather_text(const std::string& text) override { return real_.gather_text(text); }
+  double max(double value) override { return real_.max(value); }
+  void barrier() override { real_.barrier(); }
+
+  void start() { queued_ = 0; }
+
+ private:
+  void divided() override {
+    real_.divide(size_of(Peers::kGroup));
+    recording_.divide(size_of(Peers::kGroup));
+  }
+  void write(const std::string& line) const {
+    OpTimer* const timer = device_->op_timer();
+    if (timer == nullptr) return;
+    timer->begin(kLine, {.shape = line});
+    timer->end();
+  }
+
+  Communicator& real_;
+  Device* device_ = nullptr;
+  uint64_t queued_ = 0;
+  RecordingCommunicator recording_;
+};
+
+// What rank 0 of a real run has queued in its second step.
+std::vector<std::string> lines_of_a_run(const Config& config, int ranks) {
+  std::vector<std::string> lines;
+  ThreadRanks(ranks).run([&](Communicator& real) {
+    TimedCommunicator communicator(real);
+    const auto device = make_cpu_device();
+    TrainingRun run(config, *device, communicator);
+    run.initialize();
+    REQUIRE(run.step());
+    communicator.start();
+    device->start_op_timer();
+    REQUIRE(run.step());
+    const std::vector<OpTime> times = device->stop_op_timer();
+    if (communicator.rank() != 0) return;
+    for (const OpTime& time : times) {
+      if (time.op == kWaitOp && communicator.size() > 1) continue;  // beside the line of its collective
+      lines.push_back(time.op == kLine ? time.cost.shape : line_of(time.section, time.op, time.cost));
+    }
+  });
+  return lines;
+}
+
+void check_recording(const Config& config, int ranks) {
+  const std::vector<std::string> queued = lines_of_a_run(config, ranks),
+                                 recorded = lines_of(record_step(config, ranks));
+  REQUIRE(queued.size() > 100);
+  const auto [real, told] = std::mismatch(queued.begin(), queued.end(), recorded.begin(), recorded.end());
+  CAPTURE(queued.size(), recorded.size(), real == queued.end() ? "the end" : *real,
+          told == recorded.end() ? "the end" : *told);
+  CHECK((real == queued.end() && told == recorded.end()));
+}
+
+int64_t most_workspace(const RecordedStep& step) {
+  int64_t most = 0;
+  for (const RecordedStep::Part& part : step.parts) {
+    for (const RecordedStep::Work& work : part.work) {
+      if (const auto* op = std::get_if<RecordedOp>(&work)) most = std::max(most, op->workspace_bytes);
+    }
+  }
+  return most;
+}
+
+std::string refusal(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    CHECK(error.code() == ExitCode::kInternal);
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("a recorded step has the ops that a step of training times, one by one", "[engine][recorded step]") {
+  const TemporaryFolder folder;
+  for (const char* recipe : {"fp32", "bf16", "fp8_linear", "fp8_block", "coat", "parka"}) {
+    for (const bool is_llama : {false, true}) {
+      for (const int64_t micro_batches : {1, 2, 5}) {
+        CAPTURE(recipe, is_llama, micro_batches);
+        check_recording(step_config(folder.path().string(), recipe, 0, is_llama, micro_batches, 1), 1);
+      }
+      Config config = step_config(folder.path().string(), recipe, 0, is_llama, 3, 1);
+      config.precision.recompute = Recompute::kBlock;
+      if (config.precision.gemm != GemmPrecision::kCompute) config.precision.weight_copies = WeightCopies::kNone;
+      config.training.logits_chunk_tokens = 5;
+      CAPTURE(recipe, is_llama, "block recompute, no copies of weights, logits in chunks");
+      check_recording(config, 1);
+    }
+  }
+}
+
+TEST_CASE("a recorded step has the ops, collectives and waits of ranks in their order",
+          "[engine][recorded step][slow]") {
+  for (const char* recipe : {"fp32", "bf16", "coat", "fp8_block"}) {
+    for (int64_t stage = 0; stage <= 3; ++stage) {
+      for (const int ranks : {2, 3}) {
+        CAPTURE(recipe, stage, ranks);
+        const TemporaryFolder folder;
+        check_recording(step_config(folder.path().string(), recipe, stage, ranks == 2, 4, ranks), ranks);
+      }
+      const TemporaryFolder folder;
+      Config config = step_config(folder.path().string(), recipe, stage, true, 2, 4);
+      config.distributed.shard_size = 2;
+      if (config.precision.gemm != GemmPrecision::kCompute) config.precision.weight_copies = WeightCopies::kBoth;
+      CAPTURE(recipe, stage, "two groups of two");
+      check_recording(config, 4);
+    }
+  }
+}
+
+TEST_CASE("masks and documents are recorded as ranks queue them", "[engine][recorded step]") {
+  for (int64_t stage = 0; stage <= 3; ++stage) {
+    CAPTURE(stage);
+    const TemporaryFolder folder;
+    Config config = step_config(folder.path().string(), "coat", stage, true, 2, 4);
+    std::string marks(100 * kStepSequence, '\0');
+    for (size_t i = 0; i < marks.size(); i += 7) marks[i] = i % 2 == 0 ? '\3' : '\1';
+    write_file(config.data.train[0] + ".mask", marks);
+    config.data.loss_mask = true;
+    config.data.documents = DocumentMode::kSeparate;
+    config.distributed.shard_size = stage == 0 ? 0 : 2;
+    check_recording(config, 4);
+  }
+}
+
+TEST_CASE("the products of a recorded step are three of every weight matrix, and seven of attention",
+          "[engine][recorded step]") {
+  const TemporaryFolder folder;
+  for (const char* recipe : {"bf16", "parka"}) {
+    const Config config = step_config(folder.path().string(), recipe, 0, true, 4, 1);
+    std::map<Products, double> flop;
+    const RecordedStep step = record_step(config, 1);
+    for (const RecordedStep::Part& part : step.parts) {
+      for (const RecordedStep::Work& work : part.work) {
+        const auto* op = std::get_if<RecordedOp>(&work);
+        if (op != nullptr) flop[op->cost.products] += op->cost.flop * static_cast<double>(part.times);
+      }
+    }
+    double elements = 0;
+    for (const ParameterInfo& p : make_parameter_table(config.model, false).all) {
+      const bool multiplies = p.role != ParameterRole::kNorm && p.role != ParameterRole::kEmbedding;
+      elements += multiplies ? static_cast<double>(p.numel()) : 0.0;
+    }
+    const double tokens = 4 * kStepSequence, causal = 0.5;
+    CHECK(flop[Products::kNone] == 0);
+    CHECK(flop[Products::kGemm] == 3 * 2 * elements * tokens);
+    CHECK(flop[Products::kAttentionForward] == causal * 2 * 2 * 4 * 48 * kStepSequence * tokens);
+    CHECK(flop[Products::kAttentionBackward] == 2.5 * flop[Products::kAttentionForward]);
+  }
+}
+
+TEST_CASE("the plan of a run on a GPU has the workspace that its ops take, and no op gets less",
+          "[engine][recorded step]") {
+  const TemporaryFolder folder;
+  for (const char* recipe : {"fp32", "bf16", "fp8_linear", "fp8_block", "coat", "parka"}) {
+    for (int64_t stage = 0; stage <= 3; ++stage) {
+      CAPTURE(recipe, stage);
+      Config config = step_config(folder.path().string(), recipe, stage, true, 2, 2);
+      config.telemetry.interval = stage == 3 ? 0 : 1;  // which looks at whole weights
+      const Zero zero = zero_of(config.distributed, 1, 2);
+      DeclaredRun declared(config, DeviceKind::kCuda, zero);
+      const int64_t planned = declared.plan[declared.workspace].bytes;
+      CHECK(planned == most_workspace(record_step(config, 2)));
+      CHECK(planned == record_workspace_bytes(config, zero));
+      CHECK(planned >= cuda::kGemmWorkspaceBytes);
+      CHECK((planned > cuda::kGemmWorkspaceBytes) == (config.precision.gemm == GemmPrecision::kFp8Block));
+      CHECK(!DeclaredRun(config, DeviceKind::kCpu, zero).workspace.valid());
+    }
+  }
+}
+
+TEST_CASE("an op that takes more workspace than there is is refused by name", "[engine][recorded step]") {
+  const TemporaryFolder folder;
+  const Config config = step_config(folder.path().string(), "fp8_block", 0, true, 1, 1);
+  const int64_t taken = record_workspace_bytes(config, {});
+  const std::vector<int32_t> ids(kStepSequence);
+  const auto queue_step = [&](int64_t workspace) {
+    return refusal([&] {
+      RecordingDevice device(DeviceKind::kCuda);
+      RecordingCommunicator communicator(0, 1);
+      const Zero zero;
+      DeclaredRun declared(config, DeviceKind::kCuda, zero, workspace);
+      const Arena arena(device, declared.plan);
+      StepQueue queue(config, zero, declared, arena, device, communicator);
+      queue.micro_batch({ids.data(), ids.data(), {1, kStepSequence}}, queue.loss_options(1), {true, true});
+    });
+  };
+  CHECK(queue_step(taken).empty());
+  const std::string message = queue_step(taken - 1);
+  CHECK(message.find(fmt::format("gemm: needs {} bytes of workspace", taken)) != std::string::npos);
+}
+
+TEST_CASE("a plan proposes no change that a config refuses", "[engine][recorded step]") {
+  const TemporaryFolder folder;
+  Config config = step_config(folder.path().string(), "bf16", 0, true, 2, 2);
+  config.telemetry.interval = 1;  // which looks at whole weights, so that stage 3 is refused
+  const int64_t divisible = plan_for_gpus(config, 2).total_bytes - cuda::kGemmWorkspaceBytes;
+  bool proposed_stage = false;
+  for (int64_t part = 1; part < 20; ++part) {
+    const std::string change =
+        change_that_fits(config, 2, cuda::kGemmWorkspaceBytes + divisible * part / 20).value_or("");
+    CAPTURE(change);
+    CHECK(change.find("zero_stage=3") == std::string::npos);
+    proposed_stage = proposed_stage || change.find("zero_stage=2") != std::string::npos;
+  }
+  CHECK(proposed_stage);
+}
+
+TEST_CASE("memory of a device that records is addresses, of any size", "[engine][recorded step]") {
+  RecordingDevice device(DeviceKind::kCuda);
+  void* const one = device.allocate(int64_t{1} << 40);
+  void* const other = device.allocate(int64_t{1} << 40);
+  CHECK(one != other);
+  CHECK(reinterpret_cast<uintptr_t>(one) % 256 == 0);
+  device.release(one);
+  device.release(nullptr);
+  std::vector<char> host(3, 'x');
+  device.copy_to_host(host.data(), other, 3);
+  CHECK(host == std::vector<char>(3, '\0'));
+  CHECK(static_cast<const char*>(device.copy_to_host_later(other, 3)->wait())[2] == '\0');
+}
+
+TEST_CASE("a model of 70 billion parameters is planned in a small memory and a short time",
+          "[engine][recorded step]") {
+  Config config = parse_config({{"model",
+                                 {{"vocab_size", 128256},
+                                  {"d_model", 8192},
+                                  {"num_layers", 80},
+                                  {"num_heads", 64},
+                                  {"num_kv_heads", 8},
+                                  {"d_ffn", 28672},
+                                  {"norm", "rmsnorm"},
+                                  {"tie_embeddings", false}}},
+                                {"precision", {{"recipe", "parka"}}},
+                                {"data", {{"train", {"none.npy"}}, {"sequence_length", 8192}}},
+                                {"training", {{"global_batch_size", 512}, {"micro_batch_size", 1}}},
+                                {"distributed", {{"zero_stage", 3}}}},
+                               "test");
+  const auto memory_kb = [] {
+    rusage usage = {};
+    getrusage(RUSAGE_SELF, &usage);
+    return usage.ru_maxrss;
+  };
+  const auto cpu_seconds = [] { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; };
+  const auto memory_before = memory_kb();
+  const double start = cpu_seconds();
+  const DeclaredRun declared(config, DeviceKind::kCuda, zero_of(config.distributed, 0, 64));
+  const RecordedStep step = record_step(config, 64);
+  CHECK(declared.plan.total_bytes() > int64_t{10} << 30);
+  CHECK(declared.plan[declared.workspace].bytes == most_workspace(step));
+  REQUIRE(step.parts.size() == 4);
+  CHECK(step.parts[1].times == 512 / 64 - 2);
+  CHECK(memory_kb() - memory_before < 200 << 10);
+  CHECK(cpu_seconds() - start < 10);  // a sanitizer's too
+}
