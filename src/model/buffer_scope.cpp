@@ -16,11 +16,11 @@ BufferScope::BufferScope(const PrecisionConfig& precision, const BatchShape& sha
       reruns_(!evaluation_ && precision.recompute == Recompute::kBlock),
       plan_(plan) {}
 
-void BufferScope::enter_block(int64_t l, const ActivationOffload& offload) {
+void BufferScope::enter_block(std::string_view stack, int64_t l, const ActivationOffload& offload) {
   int64_t owner = evaluation_ ? 0 : l;
   while (offload.block_before(owner) >= 0) owner = offload.block_before(owner);
-  input_prefix_ = block_prefix(owner);
-  kept_prefix_ = reruns_ ? "block." : input_prefix_;
+  input_prefix_ = block_prefix(stack, owner);
+  kept_prefix_ = reruns_ ? std::string(stack) + "block." : input_prefix_;
   first_entry_ = plan_.entries().size();
 }
 
@@ -62,7 +62,7 @@ TensorId BufferScope::residual(const std::string& name, int64_t width, bool is_f
     return declare(kept_category(), input_prefix_ + "input", compute(), {tokens(), width}, kept_phases());
   }
   if (formats_.norm_input.scaling == Scaling::kNone) return kept(name, compute(), {tokens(), width});
-  return workspace("residual", compute(), {tokens(), width}, forward(kForward) | kHead);
+  return workspace("residual", compute(), {tokens(), width}, forward(kBlockForward) | kHead);
 }
 
 GemmInputIds BufferScope::gemm_input(const std::string& name, int64_t width, bool save, PhaseMask forward,

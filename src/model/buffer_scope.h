@@ -1,11 +1,12 @@
 #pragma once
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "model/activation_offload.h"
-#include "model/batch_shape.h"
 #include "model/formats.h"
+#include "model/micro_batch.h"
 #include "model/phases.h"
 
 namespace parka {
@@ -16,8 +17,8 @@ struct GemmInputIds {
   MatrixId row, transposed;
 };
 
-// Where the layers of a stack declare their buffers. A layer says what it needs, and of what phases; the scope
-// decides which category that is, and which blocks share it:
+// Where layers declare their buffers; stacks of different sizes have a scope each. A layer says what it needs, and
+// of what phases; the scope decides which category that is, and which blocks share it:
 //   workspace: all blocks, whatever the layer
 //   kept:      for backward. Each block has its own. With recompute = block one set serves all blocks, but for
 //   their
@@ -44,8 +45,8 @@ class BufferScope {
   // Of a part of a block's forward: with the phase in which backward runs it again, if it does.
   PhaseMask forward(PhaseMask phases) const { return phases | (reruns_ ? PhaseMask{kRerun} : PhaseMask{0}); }
 
-  // What is declared from here on belongs to block l, until the next call.
-  void enter_block(int64_t l, const ActivationOffload& offload);
+  // What is declared from here on belongs to block l of a stack of that name, until the next call.
+  void enter_block(std::string_view stack, int64_t l, const ActivationOffload& offload);
   // What that block keeps in buffers that it is the first to use.
   std::vector<TensorId> kept_in_block() const;
 

@@ -7,16 +7,17 @@
 #include <vector>
 
 #include "kernels/device/arena.h"
-#include "model/batch_shape.h"
 #include "model/kv_cache.h"
-#include "model/layers/head.h"
+#include "model/micro_batch.h"
 #include "model/model_config.h"
 #include "model/parameter_table.h"
-#include "model/step_context.h"
+#include "model/quantized_tensors.h"
 #include "model/unit_hooks.h"
 #include "model/weights.h"
 
 namespace parka {
+
+struct StepContext;
 
 // A decoder-only transformer (OLMo v1 or Llama): pre-norm blocks of attention and SwiGLU, written once against the
 // ops of kernels/ops.h. What number format each tensor has is decided by the PrecisionConfig, see formats.h.

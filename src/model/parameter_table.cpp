@@ -57,11 +57,15 @@ struct Normals {
 
 }  // namespace
 
-std::string block_prefix(int64_t l) { return fmt::format("blocks.{}.", l); }
+std::string block_prefix(std::string_view stack, int64_t l) { return fmt::format("{}blocks.{}.", stack, l); }
+
+ParameterTable::ParameterTable(std::vector<ParameterInfo> parameters) : all(std::move(parameters)) {
+  for (size_t i = 0; i < all.size(); ++i) by_name_.emplace(all[i].name, static_cast<int>(i));
+}
 
 int ParameterTable::index_of(const std::string& name) const {
-  const auto found = by_name.find(name);
-  return found == by_name.end() ? -1 : found->second;
+  const auto found = by_name_.find(name);
+  return found == by_name_.end() ? -1 : found->second;
 }
 
 int64_t ParameterTable::num_parameters() const {
@@ -109,13 +113,11 @@ double ParameterList::initial_std(int64_t fan_in, double depth) const {
 ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embeddings) {
   ParameterList list(config);
   Embedding::add_parameter(list, config, decay_embeddings);
-  Stack::add_parameters(list, config);
+  Stack::add_parameters(list, config, kDecoder);
   list.begin_unit();
   Head::add_parameters(list, config);
 
-  ParameterTable table;
-  table.all = list.take();
-  for (size_t i = 0; i < table.all.size(); ++i) table.by_name.emplace(table.all[i].name, static_cast<int>(i));
+  ParameterTable table(list.take());
   table.num_blocks = config.num_layers;
   table.embedding = table.index_of("embedding");
   table.final_norm = table.index_of("final_norm");

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -11,17 +12,21 @@
 
 namespace parka {
 
+// A stack of blocks (layers/stack.h) has a name, with which the names of its parameters and buffers begin. The
+// decoder's is empty.
+inline constexpr std::string_view kDecoder = "";
 // What the names of block l's parameters begin with: "blocks.3."
-std::string block_prefix(int64_t l);
+std::string block_prefix(std::string_view stack, int64_t l);
 
 // All parameter tensors in the order in which forward uses them. Linear weights are [out, in], as in PyTorch.
 struct ParameterTable {
+  explicit ParameterTable(std::vector<ParameterInfo> parameters);
+
   std::vector<ParameterInfo> all;
-  std::unordered_map<std::string, int> by_name;
-  int64_t num_blocks = 0;
-  int embedding = -1;   // [V, d]
-  int final_norm = -1;  // [d]    rmsnorm only
-  int head = -1;        // [V, d]; the embedding's index when tied
+  int64_t num_blocks = 0;  // of the decoder
+  int embedding = -1;      // [V, d]
+  int final_norm = -1;     // [d]    rmsnorm only
+  int head = -1;           // [V, d]; the embedding's index when tied
 
   // Of the parameter of this name; -1 where the model has none.
   int index_of(const std::string& name) const;
@@ -37,6 +42,9 @@ struct ParameterTable {
   int64_t num_parameters() const;
   // Without the input embedding (a tied table counts, as the head): what FLOPs per token are counted from.
   int64_t num_compute_parameters() const;
+
+ private:
+  std::unordered_map<std::string, int> by_name_;
 };
 
 // Where layers name their parameters, in the order in which forward uses them.

@@ -14,7 +14,7 @@ Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, co
     : precision_(precision),
       max_shape_(shape),
       head_unit_(table.head_unit()),
-      stack_(model, table, table.block_unit(0), scope),
+      stack_(model, table, kDecoder, table.block_unit(0), scope),
       embedding_(model, table, scope),
       head_(model, table, logits_chunk_tokens, scope) {
   if (shape.separate_documents) first_keys_ = scope.batch("first_keys", DType::kI32, {scope.tokens()});

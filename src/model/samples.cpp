@@ -9,7 +9,7 @@ namespace parka {
 
 void Samples::add(Device& device, int64_t block, QuantizedTensor which, const TensorView& x,
                   const ScaledView& q) const {
-  if (!taken() || q.scaling == Scaling::kNone) return;
+  if (!active() || q.scaling == Scaling::kNone) return;
   add_whole(device, block, which, first_rows(x), first_rows(q));
 }
 

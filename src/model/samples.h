@@ -8,9 +8,6 @@
 
 namespace parka {
 
-// Tokens of a micro-batch of which telemetry takes statistics.
-inline constexpr int64_t kTelemetryRows = 512;
-
 // What layers need to take samples: columns of the widest original that is computed again, and of the ones.
 struct SampleNeeds {
   int64_t buffer_cols = 0, ones_cols = 0;
@@ -30,7 +27,7 @@ class Samples {
       : rows_(rows), statistics_(statistics), buffer_(buffer), ones_(ones) {}
 
   // Otherwise nothing else may be called but add(), which does nothing.
-  bool taken() const { return rows_ > 0; }
+  bool active() const { return rows_ > 0; }
   // Adds the statistics of how a block's tensor `q`, [T, C], was made of `x`, by its first rows. Of an `x` that has
   // only those, too. Nothing where `q` is not quantized.
   void add(Device& device, int64_t block, QuantizedTensor which, const TensorView& x, const ScaledView& q) const;

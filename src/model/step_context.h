@@ -3,18 +3,14 @@
 
 #include "kernels/device/arena.h"
 #include "kernels/device/device.h"
-#include "model/batch_shape.h"
 #include "model/formats.h"
 #include "model/kv_cache.h"
+#include "model/micro_batch.h"
 #include "model/samples.h"
 #include "model/unit_hooks.h"
 #include "model/weights.h"
 
 namespace parka {
-
-// What becomes of what gradients hold. A sum over micro-batches begins by overwriting them, so that nobody need
-// clear them: a weight gradient's GEMM then writes without reading. Whatever was there, NaN included, is lost.
-enum class Accumulation { kBegin, kContinue };
 
 // What layers are told of the batch at hand, and where their tensors are. A view of buffers is cut to this batch,
 // which may be shorter than the largest. Made by whoever loads the batch; layers keep nothing of it.

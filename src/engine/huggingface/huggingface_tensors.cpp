@@ -19,7 +19,7 @@ struct Rows {
 Rows rows_of(BlockTensor tensor, const ParameterTable& table, int64_t l, const ModelConfig& config) {
   const int64_t d = config.d_model, f = config.d_ffn;
   const int64_t queries = config.d_heads(), keys = config.kv_heads() * config.head_dim();
-  const auto index_of = [&](const char* name) { return table.index_of(block_prefix(l) + name); };
+  const auto index_of = [&](const char* name) { return table.index_of(block_prefix(kDecoder, l) + name); };
   switch (tensor) {
     case BlockTensor::kQuery: return {index_of("qkv"), 0, queries};
     case BlockTensor::kKey: return {index_of("qkv"), queries, keys};

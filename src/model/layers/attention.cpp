@@ -200,7 +200,7 @@ void Attention::sample_weights(const StepContext& step) const {
 // What rope_forward is about to quantize: q, k and v rotated, before they are rounded. Empty where it is not
 // wanted.
 TensorView Attention::rotated_sample(const StepContext& step, const TensorView& qkv) const {
-  if (!step.samples.taken() || !qkv_saved_.valid()) return {};
+  if (!step.samples.active() || !qkv_saved_.valid()) return {};
   const TensorView rotated = step.samples.buffer(d_qkv());
   quantize(step.device, {.x = step.samples.first_rows(qkv), .out = rotated});
   rope_forward(step.device, {.qkv = rotated,

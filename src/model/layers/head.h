@@ -6,13 +6,6 @@
 
 namespace parka {
 
-struct LossOptions {
-  float grad_scale;  // usually 1 / number of targets in the optimizer step
-  float z_loss = 0;
-  TensorView grad_factor = {};  // [1] fp32, in: multiplies grad_scale, and may change where that is recorded
-  TensorView loss_sum = {};     // [1] fp32, in/out: the loss of all targets is added to it; empty: not wanted
-};
-
 // The final norm, the logits, some rows at a time, and the loss.
 class Head {
  public:

@@ -55,7 +55,7 @@ void Linear::weight_gradient(const StepContext& step, const GemmInput& d_out, co
 }
 
 void Linear::sample_weight(const StepContext& step, int64_t block, QuantizedTensor which) const {
-  if (!step.samples.taken() || !is_fp8_) return;
+  if (!step.samples.active() || !is_fp8_) return;
   step.samples.add_whole(step.device, block, which, step.weights.plain(weight_),
                          step.weights.quantized(step.device, weight_));
 }

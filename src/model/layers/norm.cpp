@@ -96,7 +96,7 @@ void Norm::backward(const StepContext& step, const TensorView& d_output, const T
 
 void Norm::sample(const StepContext& step, int64_t block, QuantizedTensor input, QuantizedTensor output) const {
   const Samples& samples = step.samples;
-  if (!samples.taken()) return;
+  if (!samples.active()) return;
   const int64_t T = step.num_tokens();
   samples.add(step.device, block, input, sum(step), step.matrix(input_, T, width_));
   if (output_.row.format.scaling == Scaling::kNone) return;

@@ -6,7 +6,7 @@ void ResidualStream::declare(BufferScope& scope, int64_t width, const BackwardPh
   width_ = width;
   const int64_t tokens = scope.tokens();
   const Format& gradient = scope.formats().gradient;
-  branch_ = scope.workspace("branch", scope.compute(), {tokens, width}, scope.forward(kForward) | kHead);
+  branch_ = scope.workspace("branch", scope.compute(), {tokens, width}, scope.forward(kBlockForward) | kHead);
   if (!scope.has_backward()) return;
   d_residual_ = scope.workspace("d_residual", scope.compute(), {tokens, width}, kHead | kBackward);
   d_norm_output_ = scope.workspace("d_norm_output", scope.compute(), {tokens, width},

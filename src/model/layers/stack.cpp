@@ -2,20 +2,21 @@
 
 namespace parka {
 
-void Stack::add_parameters(ParameterList& list, const ModelConfig& model) {
+void Stack::add_parameters(ParameterList& list, const ModelConfig& model, std::string_view name) {
   for (int64_t l = 0; l < model.num_layers; ++l) {
     list.begin_unit();
-    Block::add_parameters(list, model, block_prefix(l), l);
+    Block::add_parameters(list, model, block_prefix(name, l), l);
   }
 }
 
-Stack::Stack(const ModelConfig& model, const ParameterTable& table, int first_unit, BufferScope& scope)
+Stack::Stack(const ModelConfig& model, const ParameterTable& table, std::string_view name, int first_unit,
+             BufferScope& scope)
     : first_unit_(first_unit),
       reruns_(scope.precision().recompute == Recompute::kBlock),
       offload_(model.num_layers, scope.has_backward() ? scope.precision().offload_blocks : 0) {
   for (int64_t l = 0; l < model.num_layers; ++l) {
-    scope.enter_block(l, offload_);
-    blocks_.emplace_back(model, scope.precision(), table, l, block_prefix(l)).declare(scope);
+    scope.enter_block(name, l, offload_);
+    blocks_.emplace_back(model, scope.precision(), table, l, block_prefix(name, l)).declare(scope);
     if (offload_.block_before(l) < 0) offload_.set_buffer(l, scope.kept_in_block());
   }
   stream_.declare(scope, model.d_model,

@@ -1,4 +1,5 @@
 #pragma once
+#include <string_view>
 #include <vector>
 
 #include "model/layers/block.h"
@@ -9,11 +10,12 @@ namespace parka {
 // its input comes from, and what becomes of its output.
 class Stack {
  public:
-  // Each block's parameters are a unit of their own (ParameterInfo::unit).
-  static void add_parameters(ParameterList& list, const ModelConfig& model);
+  // Names begin with `name`. Each block's parameters are a unit of their own (ParameterInfo::unit).
+  static void add_parameters(ParameterList& list, const ModelConfig& model, std::string_view name);
 
   // The blocks' units are `first_unit` and following. Declares all buffers.
-  Stack(const ModelConfig& model, const ParameterTable& table, int first_unit, BufferScope& scope);
+  Stack(const ModelConfig& model, const ParameterTable& table, std::string_view name, int first_unit,
+        BufferScope& scope);
 
   // Takes host memory for blocks that are offloaded.
   void bind(Device& device, const Arena& arena) { offload_.bind(device, arena); }

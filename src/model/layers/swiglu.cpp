@@ -83,7 +83,7 @@ void Swiglu::sample_weights(const StepContext& step) const {
 
 void Swiglu::sample_forward(const StepContext& step, const TensorView& up_gate_plain) const {
   const Samples& samples = step.samples;
-  if (!samples.taken()) return;
+  if (!samples.active()) return;
   const int64_t T = step.num_tokens(), f = d_ffn_;
   const ScaledView up_gate = step.matrix(up_gate_, T, 2 * f), silu = step.matrix(silu_, T, f);
   samples.add(step.device, block_, QuantizedTensor::kUpGate, up_gate_plain, up_gate);
@@ -103,7 +103,7 @@ void Swiglu::sample_forward(const StepContext& step, const TensorView& up_gate_p
 
 void Swiglu::sample_backward(const StepContext& step) const {
   const Samples& samples = step.samples;
-  if (!samples.taken() || !d_up_gate_.transposed.valid()) return;
+  if (!samples.active() || !d_up_gate_.transposed.valid()) return;
   const int64_t T = step.num_tokens(), f = d_ffn_;
   const TensorView d_up_gate = samples.buffer(2 * f);
   swiglu_backward(step.device, {.up_gate = samples.first_rows(step.matrix(up_gate_, T, 2 * f)),
