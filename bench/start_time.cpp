@@ -112,7 +112,7 @@ void measure_loading(const std::string& folder, int64_t num_bytes) {
 void measure_initial_weights() {
   ModelConfig config;
   const ParameterTable table = make_parameter_table(config, false);
-  const size_t index = static_cast<size_t>(table.blocks.at(0).qkv);
+  const size_t index = static_cast<size_t>(table.index_of("blocks.0.qkv"));
   const ElementRange range = {0, table.all[index].numel()};
   const double seconds = seconds_of([&] { initial_weight(config, table, index, 1, range); });
   fmt::print("initial_weight, {} elements: {:.2f} ns each on {} threads\n", range.size(),

@@ -27,13 +27,13 @@ Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool d
                use == Use::kInference ? WeightUse::kForward : training_use(precision), zero, plan) {
   cos_sin_id_ = plan.add("tables", "cos_sin", DType::kF32, {shape.sequence_length, config.head_dim()});
   if (use == Use::kTraining) {
-    training_ = std::make_unique<Pass>(config, precision, shape, logits_chunk_tokens,
-                                       Activations::Purpose::kTraining, plan);
+    training_ = std::make_unique<Pass>(config, precision, table_, shape, logits_chunk_tokens,
+                                       BufferScope::Purpose::kTraining, plan);
   }
   const bool plain_evaluation = precision.eval == EvalNumerics::kBf16 && precision.has_fp8();
   if (plain_evaluation || use == Use::kInference) {
-    evaluation_ = std::make_unique<Pass>(config, plain_evaluation ? plain_precision(precision) : precision, shape,
-                                         logits_chunk_tokens, Activations::Purpose::kEvaluation, plan);
+    evaluation_ = std::make_unique<Pass>(config, plain_evaluation ? plain_precision(precision) : precision, table_,
+                                         shape, logits_chunk_tokens, BufferScope::Purpose::kEvaluation, plan);
   }
 }
 
@@ -52,9 +52,9 @@ void Model::bind(Device& device, const Arena& arena) {
       rope_table(cos_sin_.dim[0], config_.head_dim(), config_.rope_theta, config_.rope_scaling);
   device.copy_to_device(cos_sin_.data, table.data(), cos_sin_.bytes());
   device.synchronize();  // `table` ends here
-  if (training_) training_->bind(device, arena, table_, weights_, cos_sin_);
+  if (training_) training_->bind(device, arena, weights_, cos_sin_);
   if (with_telemetry_) training_->bind_telemetry(device);
-  if (evaluation_) evaluation_->bind(device, arena, table_, weights_, cos_sin_);
+  if (evaluation_) evaluation_->bind(device, arena, weights_, cos_sin_);
 }
 
 void Model::set_hooks(UnitHooks* hooks) {
@@ -66,11 +66,13 @@ void Model::accumulate_gradients(Device& device, const Batch& batch, const LossO
                                  const std::vector<TensorView>& gradients, Accumulation accumulation,
                                  bool may_replay) {
   PARKA_REQUIRE(training_ != nullptr && gradients.size() == table_.all.size());
-  last_ = training_.get();
-  training_->load(device, batch, /*keep=*/true);
+  StepContext step = training_->load(device, batch, /*keep=*/true);
+  step.gradients = &gradients;
+  step.accumulation = accumulation;
+  losses_ = training_->losses(step);
   const auto work = [&] {
-    training_->forward(device);
-    training_->loss_and_backward(device, options, gradients, accumulation);
+    training_->forward(step);
+    training_->loss_and_backward(step, options);
   };
   if (!may_replay || training_->offload().moves_blocks()) {
     work();
@@ -90,12 +92,13 @@ void Model::accumulate_gradients_with_telemetry(Device& device, const Batch& bat
                                                 const std::vector<TensorView>& gradients,
                                                 Accumulation accumulation) {
   PARKA_REQUIRE(with_telemetry_ && gradients.size() == table_.all.size());
-  training_->load(device, batch, /*keep=*/true);
-  training_->start_sampling(device);
-  training_->forward(device);
-  training_->loss_and_backward(device, options, gradients, accumulation);
-  training_->stop_sampling();
-  last_ = training_.get();
+  StepContext step = training_->load(device, batch, /*keep=*/true);
+  step.gradients = &gradients;
+  step.accumulation = accumulation;
+  losses_ = training_->losses(step);
+  training_->start_sampling(step);
+  training_->forward(step);
+  training_->loss_and_backward(step, options);
 }
 
 int64_t Model::host_bytes(const MemoryPlan& plan) const {
@@ -105,35 +108,38 @@ int64_t Model::host_bytes(const MemoryPlan& plan) const {
 TensorView Model::telemetry() const { return with_telemetry_ ? training_->telemetry_statistics() : TensorView(); }
 
 void Model::evaluate(Device& device, const Batch& batch) {
-  Pass& pass = evaluating();
-  pass.load(device, batch, /*keep=*/false);
-  pass.forward(device);
-  pass.loss(device);
-  last_ = &pass;
+  const Pass& pass = evaluating();
+  const StepContext step = pass.load(device, batch, /*keep=*/false);
+  pass.forward(step);
+  pass.loss(step);
+  losses_ = pass.losses(step);
 }
 
 std::vector<float> Model::losses(Device& device) const {
-  PARKA_REQUIRE(last_ != nullptr);
-  return last_->losses(device);
+  PARKA_REQUIRE(!losses_.empty());
+  std::vector<float> host(static_cast<size_t>(losses_.numel()));
+  device.copy_to_host(host.data(), losses_.data, losses_.bytes());
+  return host;
 }
 
 std::vector<float> Model::logits(Device& device, const Batch& batch, int64_t first_row, int64_t count) {
-  Pass& pass = evaluating();
-  pass.load(device, batch, /*keep=*/false);
-  pass.forward(device);
-  return read_logits(device, pass, first_row, count);
+  const Pass& pass = evaluating();
+  const StepContext step = pass.load(device, batch, /*keep=*/false);
+  pass.forward(step);
+  return read_logits(pass, step, first_row, count);
 }
 
-std::vector<float> Model::read_logits(Device& device, Pass& pass, int64_t first_row, int64_t count) const {
+std::vector<float> Model::read_logits(const Pass& pass, const StepContext& step, int64_t first_row,
+                                      int64_t count) const {
   std::vector<float> result(static_cast<size_t>(count * config_.vocab_size));
   for (int64_t done = 0; done < count;) {
     const int64_t rows = std::min(pass.max_logit_rows(), count - done);
-    const TensorView part = pass.logits(device, first_row + done, rows);
+    const TensorView part = pass.logits(step, first_row + done, rows);
     if (part.dtype == DType::kF32) {
-      device.copy_to_host(result.data() + done * config_.vocab_size, part.data, part.bytes());
+      step.device.copy_to_host(result.data() + done * config_.vocab_size, part.data, part.bytes());
     } else {
       std::vector<BFloat16> host(static_cast<size_t>(part.numel()));
-      device.copy_to_host(host.data(), part.data, part.bytes());
+      step.device.copy_to_host(host.data(), part.data, part.bytes());
       for (size_t i = 0; i < host.size(); ++i) result[done * config_.vocab_size + i] = decode_bf16(host[i]);
     }
     done += rows;

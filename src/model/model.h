@@ -7,14 +7,17 @@
 #include <vector>
 
 #include "kernels/device/arena.h"
-#include "model/activations.h"
 #include "model/kv_cache.h"
+#include "model/micro_batch.h"
 #include "model/model_config.h"
 #include "model/parameter_table.h"
+#include "model/quantized_tensors.h"
 #include "model/unit_hooks.h"
 #include "model/weights.h"
 
 namespace parka {
+
+struct StepContext;
 
 // A decoder-only transformer (OLMo v1 or Llama): pre-norm blocks of attention and SwiGLU, written once against the
 // ops of kernels/ops.h. What number format each tensor has is decided by the PrecisionConfig, see formats.h.
@@ -57,19 +60,12 @@ class Model {
     const int32_t* first_keys = nullptr;
   };
 
-  // What becomes of what `gradients` hold. A sum over micro-batches begins by overwriting them, so that nobody need
-  // clear them: a weight gradient's GEMM then writes without reading. Whatever was there, NaN included, is lost.
-  enum class Accumulation { kBegin, kContinue };
+  using Accumulation = parka::Accumulation;
+  using LossOptions = parka::LossOptions;
 
   // Forward and backward: the gradients of grad_scale * (sum of the loss over all targets) are written to
   // `gradients` or added to them, in the order of the parameter table. losses() has the per-token losses
   // afterwards. The host does not wait.
-  struct LossOptions {
-    float grad_scale;  // usually 1 / number of targets in the optimizer step
-    float z_loss = 0;
-    TensorView grad_factor = {};  // [1] fp32, in: multiplies grad_scale, and may change where that is recorded
-    TensorView loss_sum = {};     // [1] fp32, in/out: the loss of all targets is added to it; empty: not wanted
-  };
   // With `may_replay` the device may record the work and queue the recording instead: where hooks queue nothing.
   void accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,
                             const std::vector<TensorView>& gradients, Accumulation accumulation,
@@ -85,7 +81,7 @@ class Model {
 
   // Host memory that bind() takes for offloaded blocks.
   int64_t host_bytes(const MemoryPlan& plan) const;
-  static constexpr int64_t kTelemetryRows = 512;
+  static constexpr int64_t kTelemetryRows = parka::kTelemetryRows;
 
   // Forward only, in the evaluation precision; losses() has the per-token losses afterwards.
   void evaluate(Device& device, const Batch& batch);
@@ -112,7 +108,7 @@ class Model {
  private:
   class Pass;  // activations under one precision and what runs on them
 
-  std::vector<float> read_logits(Device& device, Pass& pass, int64_t first_row, int64_t count) const;
+  std::vector<float> read_logits(const Pass& pass, const StepContext& step, int64_t first_row, int64_t count) const;
 
   ModelConfig config_;
   BatchShape max_shape_;
@@ -123,7 +119,7 @@ class Model {
   std::unique_ptr<Pass> training_;    // absent for inference
   std::unique_ptr<Pass> evaluation_;  // absent when evaluation uses training's numerics and buffers
   std::optional<KvCache> cache_;
-  const Pass* last_ = nullptr;  // whose losses() are asked for
+  TensorView losses_;  // [T] fp32 of the last batch
 
   // What accumulate_gradients() has recorded, and with which arguments.
   struct RecordedWith {

@@ -11,6 +11,9 @@
 #include "core/philox.h"
 #include "core/tensor.h"
 #include "kernels/ops/adamw.h"
+#include "model/layers/embedding.h"
+#include "model/layers/head.h"
+#include "model/layers/stack.h"
 
 namespace parka {
 namespace {
@@ -54,6 +57,17 @@ struct Normals {
 
 }  // namespace
 
+std::string block_prefix(std::string_view stack, int64_t l) { return fmt::format("{}blocks.{}.", stack, l); }
+
+ParameterTable::ParameterTable(std::vector<ParameterInfo> parameters) : all(std::move(parameters)) {
+  for (size_t i = 0; i < all.size(); ++i) by_name_.emplace(all[i].name, static_cast<int>(i));
+}
+
+int ParameterTable::index_of(const std::string& name) const {
+  const auto found = by_name_.find(name);
+  return found == by_name_.end() ? -1 : found->second;
+}
+
 int64_t ParameterTable::num_parameters() const {
   int64_t sum = 0;
   for (const ParameterInfo& p : all) sum += p.numel();
@@ -78,55 +92,36 @@ std::vector<int> ParameterTable::linear_weights(int unit) const {
   return members;
 }
 
-ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embeddings) {
-  ParameterTable table;
-  int64_t next_element = 0;
-  int unit = 0;
-  const auto add = [&](std::string name, int64_t rows, int64_t cols, ParameterRole role, bool decayed, double std) {
-    const double end = static_cast<double>(next_element) + static_cast<double>(rows) * static_cast<double>(cols);
-    if (end > kMostParameters) {
-      throw_bad_input(
-          "the model has {:.3g} parameters up to {}, more than {:.0e}; make model.d_model, d_ffn, num_layers or "
-          "vocab_size smaller",
-          end, name, kMostParameters);
-    }
-    table.all.push_back({std::move(name), rows, cols, role, decayed, next_element, unit, std});
-    next_element += ceil_div(rows * cols, kMomentGroup) * kMomentGroup;
-    return static_cast<int>(table.all.size()) - 1;
-  };
-  const bool has_norm_weights = config.norm == NormKind::kRmsNorm;
-  const auto add_norm = [&](std::string name) {
-    return has_norm_weights ? add(std::move(name), 1, config.d_model, ParameterRole::kNorm, false, 0.0) : -1;
-  };
-  const int64_t d = config.d_model, f = config.d_ffn;
-  // Of a weight whose `fan_in` inputs are summed, into the residual after `depth` others: 0 for what goes
-  // elsewhere.
-  const auto std_of = [&](int64_t fan_in, double depth) {
-    if (config.init == InitKind::kNormal) return config.init_std;
-    return 1.0 / std::sqrt((depth == 0 ? 1.0 : depth) * static_cast<double>(fan_in));
-  };
-  const auto add_linear = [&](std::string name, int64_t rows, int64_t cols, double std) {
-    return add(std::move(name), rows, cols, ParameterRole::kLinear, true, std);
-  };
-  const ParameterRole embedding = config.tie_embeddings ? ParameterRole::kTiedEmbedding : ParameterRole::kEmbedding;
-  table.embedding = add("embedding", config.vocab_size, d, embedding, decay_embeddings, std_of(d, 0));
-  for (int64_t l = 0; l < config.num_layers; ++l) {
-    const std::string prefix = fmt::format("blocks.{}.", l);
-    const double depth = 2.0 * static_cast<double>(l + 1);
-    BlockParameters block;
-    ++unit;
-    block.attention_norm = add_norm(prefix + "attention_norm");
-    block.qkv = add_linear(prefix + "qkv", config.d_qkv(), d, std_of(d, 0));
-    block.attention_out = add_linear(prefix + "attention_out", d, config.d_heads(), std_of(d, depth));
-    block.ffn_norm = add_norm(prefix + "ffn_norm");
-    block.up_gate = add_linear(prefix + "up_gate", 2 * f, d, std_of(d, 0));
-    block.down = add_linear(prefix + "down", d, f, std_of(f, depth));
-    table.blocks.push_back(block);
+void ParameterList::add(std::string name, int64_t rows, int64_t cols, ParameterRole role, bool decayed,
+                        double initial_std) {
+  const double end = static_cast<double>(next_element_) + static_cast<double>(rows) * static_cast<double>(cols);
+  if (end > kMostParameters) {
+    throw_bad_input(
+        "the model has {:.3g} parameters up to {}, more than {:.0e}; make model.d_model, d_ffn, num_layers or "
+        "vocab_size smaller",
+        end, name, kMostParameters);
   }
-  ++unit;
-  table.final_norm = add_norm("final_norm");
-  table.head = config.tie_embeddings ? table.embedding
-                                     : add("head", config.vocab_size, d, ParameterRole::kHead, true, std_of(d, 0));
+  all_.push_back({std::move(name), rows, cols, role, decayed, next_element_, unit_, initial_std});
+  next_element_ += ceil_div(rows * cols, kMomentGroup) * kMomentGroup;
+}
+
+double ParameterList::initial_std(int64_t fan_in, double depth) const {
+  if (model_.init == InitKind::kNormal) return model_.init_std;
+  return 1.0 / std::sqrt((depth == 0 ? 1.0 : depth) * static_cast<double>(fan_in));
+}
+
+ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embeddings) {
+  ParameterList list(config);
+  Embedding::add_parameter(list, config, decay_embeddings);
+  Stack::add_parameters(list, config, kDecoder);
+  list.begin_unit();
+  Head::add_parameters(list, config);
+
+  ParameterTable table(list.take());
+  table.num_blocks = config.num_layers;
+  table.embedding = table.index_of("embedding");
+  table.final_norm = table.index_of("final_norm");
+  table.head = config.tie_embeddings ? table.embedding : table.index_of("head");
   return table;
 }
 

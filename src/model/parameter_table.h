@@ -1,5 +1,9 @@
 #pragma once
 #include <cstdint>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/parameter.h"
@@ -8,25 +12,25 @@
 
 namespace parka {
 
-// Indices into ParameterTable::all of one block's weights; -1 where the model has none.
-struct BlockParameters {
-  int attention_norm = -1;  // [d]                    rmsnorm only
-  int qkv = -1;             // [(H + 2 Hkv) * D, d]   rows: queries, keys, values
-  int attention_out = -1;   // [d, H * D]
-  int ffn_norm = -1;        // [d]                    rmsnorm only
-  int up_gate = -1;         // [2 f, d]               rows: up, gate
-  int down = -1;            // [d, f]
-};
+// A stack of blocks (layers/stack.h) has a name, with which the names of its parameters and buffers begin. The
+// decoder's is empty.
+inline constexpr std::string_view kDecoder = "";
+// What the names of block l's parameters begin with: "blocks.3."
+std::string block_prefix(std::string_view stack, int64_t l);
 
 // All parameter tensors in the order in which forward uses them. Linear weights are [out, in], as in PyTorch.
 struct ParameterTable {
-  std::vector<ParameterInfo> all;
-  int embedding = -1;  // [V, d]
-  std::vector<BlockParameters> blocks;
-  int final_norm = -1;  // [d]    rmsnorm only
-  int head = -1;        // [V, d]; the embedding's index when tied
+  explicit ParameterTable(std::vector<ParameterInfo> parameters);
 
-  int num_units() const { return static_cast<int>(blocks.size()) + 2; }
+  std::vector<ParameterInfo> all;
+  int64_t num_blocks = 0;  // of the decoder
+  int embedding = -1;      // [V, d]
+  int final_norm = -1;     // [d]    rmsnorm only
+  int head = -1;           // [V, d]; the embedding's index when tied
+
+  // Of the parameter of this name; -1 where the model has none.
+  int index_of(const std::string& name) const;
+  int num_units() const { return static_cast<int>(num_blocks) + 2; }
   int block_unit(int64_t l) const { return static_cast<int>(l) + 1; }
   int head_unit() const { return num_units() - 1; }
   // Indices of a unit's parameters. A tied head's weight is in unit 0.
@@ -38,6 +42,31 @@ struct ParameterTable {
   int64_t num_parameters() const;
   // Without the input embedding (a tied table counts, as the head): what FLOPs per token are counted from.
   int64_t num_compute_parameters() const;
+
+ private:
+  std::unordered_map<std::string, int> by_name_;
+};
+
+// Where layers name their parameters, in the order in which forward uses them.
+class ParameterList {
+ public:
+  explicit ParameterList(const ModelConfig& model) : model_(model) {}
+
+  // Throws Error(kBadInput) where there are more than 1e13 elements by then.
+  void add(std::string name, int64_t rows, int64_t cols, ParameterRole role, bool decayed, double initial_std);
+  // What is added from here on belongs to the next unit.
+  void begin_unit() { ++unit_; }
+  // Of a weight whose `fan_in` inputs are summed, into the residual stream behind `depth` branches: 0 for what goes
+  // elsewhere. See initial_weight().
+  double initial_std(int64_t fan_in, double depth) const;
+
+  std::vector<ParameterInfo> take() { return std::move(all_); }
+
+ private:
+  const ModelConfig& model_;
+  std::vector<ParameterInfo> all_;
+  int64_t next_element_ = 0;
+  int unit_ = 0;
 };
 
 // Decayed are the linear weights, an untied head included; the embedding (and so a tied head) only on request.

@@ -22,10 +22,11 @@ enum Phase : PhaseMask {
   kRerun = 1u << 11,         // recompute = block: the block's forward again, inside backward
   kEvaluation = 1u << 12,    // between steps, with another precision than training's
 };
+inline constexpr PhaseMask kBlockForward = kForwardAttention | kForwardFfn;
 // Where linear layers go backward.
 inline constexpr PhaseMask kBackwardLinear = kBackwardDown | kBackwardUpGate | kBackwardAttentionOut | kBackwardQkv;
 inline constexpr PhaseMask kBackward =
     kBackwardLinear | kBackwardSwiglu | kBackwardAttention | kBackwardQkvCodes | kBackwardNorm | kRerun;
-inline constexpr PhaseMask kStep = kForwardAttention | kForwardFfn | kHead | kBackward;
+inline constexpr PhaseMask kStep = kBlockForward | kHead | kBackward;
 
 }  // namespace parka

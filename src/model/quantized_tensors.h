@@ -52,4 +52,7 @@ struct EnumNames<QuantizedTensor> {
 };
 inline constexpr int64_t kNumQuantizedTensors = std::size(EnumNames<QuantizedTensor>::kAll);
 
+// Tokens of a micro-batch of which telemetry takes statistics.
+inline constexpr int64_t kTelemetryRows = 512;
+
 }  // namespace parka

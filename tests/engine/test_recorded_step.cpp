@@ -128,10 +128,10 @@ std::vector<std::string> lines_of_a_run(const Config& config, int ranks) {
     const auto device = make_cpu_device();
     TrainingRun run(config, *device, communicator);
     run.initialize();
-    REQUIRE(run.step());
+    PARKA_REQUIRE(run.step());  // Catch2's own are not for several threads
     communicator.start();
     device->start_op_timer();
-    REQUIRE(run.step());
+    PARKA_REQUIRE(run.step());
     const std::vector<OpTime> times = device->stop_op_timer();
     if (communicator.rank() != 0) return;
     for (const OpTime& time : times) {

@@ -125,8 +125,8 @@ class CopyCheck {
     communicator.barrier();
     const ModelWeights& weights = run.model().weights();
     const ParameterTable& table = run.model().parameters();
-    for (size_t l = 0; l < table.blocks.size(); ++l) {
-      const int unit = table.block_unit(static_cast<int64_t>(l));
+    for (int64_t l = 0; l < table.num_blocks; ++l) {
+      const int unit = table.block_unit(l);
       for (const auto pass : {ModelWeights::Pass::kForward, ModelWeights::Pass::kBackward}) {
         if (weights.is_gathered_on_use(unit)) gather(weights, device, communicator, unit, pass);
         for (const int index : table.linear_weights(unit)) {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "engine/files/safetensors.h"
-#include "model/activations.h"
+#include "model/micro_batch.h"
 #include "model/model_config.h"
 
 // The models in tests/fixtures that transformers computed.

@@ -84,7 +84,7 @@ TEST_CASE("mitchell initialization has OLMo's deviations, cut at three of them",
 TEST_CASE("every initial value is the first draw of its own that is not cut off", "[model]") {
   const ModelConfig config = olmo(128, 4, 1, 256, false);
   const ParameterTable table = make_parameter_table(config, false);
-  const auto qkv = static_cast<size_t>(table.blocks[0].qkv);
+  const auto qkv = static_cast<size_t>(table.index_of("blocks.0.qkv"));
   const int64_t numel = table.all[qkv].numel();
   const auto draw = [&](uint64_t seed, int64_t element) {
     for (uint64_t attempt = 0;; ++attempt) {
@@ -107,7 +107,7 @@ TEST_CASE("normal initialization, norm weights, seeds", "[model][slow]") {
   config.init_std = 0.02;
   config.norm = NormKind::kRmsNorm;
   const ParameterTable table = make_parameter_table(config, false);
-  const auto qkv = static_cast<size_t>(table.blocks[0].qkv);
+  const auto qkv = static_cast<size_t>(table.index_of("blocks.0.qkv"));
   CHECK(std::abs(moments(initial_weight(config, table, qkv, 1)).std - 0.02) < 0.0005);
   CHECK(initial_weight(config, table, static_cast<size_t>(table.final_norm), 1) == std::vector<float>(128, 1.0f));
   CHECK(initial_weight(config, table, qkv, 1) == initial_weight(config, table, qkv, 1));

@@ -15,19 +15,21 @@ struct Rows {
   bool is_vector = false;
 };
 
-Rows rows_of(BlockTensor tensor, const BlockParameters& block, const ModelConfig& config) {
+// Of block l.
+Rows rows_of(BlockTensor tensor, const ParameterTable& table, int64_t l, const ModelConfig& config) {
   const int64_t d = config.d_model, f = config.d_ffn;
   const int64_t queries = config.d_heads(), keys = config.kv_heads() * config.head_dim();
+  const auto index_of = [&](const char* name) { return table.index_of(block_prefix(kDecoder, l) + name); };
   switch (tensor) {
-    case BlockTensor::kQuery: return {block.qkv, 0, queries};
-    case BlockTensor::kKey: return {block.qkv, queries, keys};
-    case BlockTensor::kValue: return {block.qkv, queries + keys, keys};
-    case BlockTensor::kAttentionOut: return {block.attention_out, 0, d};
-    case BlockTensor::kGate: return {block.up_gate, f, f};
-    case BlockTensor::kUp: return {block.up_gate, 0, f};
-    case BlockTensor::kDown: return {block.down, 0, d};
-    case BlockTensor::kAttentionNorm: return {block.attention_norm, 0, 1, /*is_vector=*/true};
-    case BlockTensor::kFfnNorm: return {block.ffn_norm, 0, 1, /*is_vector=*/true};
+    case BlockTensor::kQuery: return {index_of("qkv"), 0, queries};
+    case BlockTensor::kKey: return {index_of("qkv"), queries, keys};
+    case BlockTensor::kValue: return {index_of("qkv"), queries + keys, keys};
+    case BlockTensor::kAttentionOut: return {index_of("attention_out"), 0, d};
+    case BlockTensor::kGate: return {index_of("up_gate"), f, f};
+    case BlockTensor::kUp: return {index_of("up_gate"), 0, f};
+    case BlockTensor::kDown: return {index_of("down"), 0, d};
+    case BlockTensor::kAttentionNorm: return {index_of("attention_norm"), 0, 1, /*is_vector=*/true};
+    case BlockTensor::kFfnNorm: return {index_of("ffn_norm"), 0, 1, /*is_vector=*/true};
   }
   throw_internal("a tensor of a block without a parameter");
 }
@@ -54,9 +56,9 @@ std::vector<HuggingFaceTensor> huggingface_tensors(const HuggingFaceFamily& fami
   };
   const TensorNames& names = family.tensors;
   add(std::string(names.embedding), {table.embedding, 0, config.vocab_size});
-  for (size_t l = 0; l < table.blocks.size(); ++l) {
+  for (int64_t l = 0; l < table.num_blocks; ++l) {
     for (const auto& [holds, name] : names.in_block) {
-      add(fmt::format("{}{}.{}", names.blocks, l, name), rows_of(holds, table.blocks[l], config));
+      add(fmt::format("{}{}.{}", names.blocks, l, name), rows_of(holds, table, l, config));
     }
   }
   if (!names.final_norm.empty()) add(std::string(names.final_norm), {table.final_norm, 0, 1, /*is_vector=*/true});

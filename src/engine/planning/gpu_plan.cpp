@@ -9,7 +9,7 @@
 #include "engine/config/recipe.h"
 #include "engine/training/training_run.h"
 #include "model/activation_offload.h"
-#include "model/activations.h"
+#include "model/buffer_scope.h"
 #include "model/weights.h"
 
 namespace parka {

@@ -1,0 +1,116 @@
+#include "model/buffer_scope.h"
+
+#include <utility>
+
+#include "core/error.h"
+#include "model/parameter_table.h"
+
+namespace parka {
+
+BufferScope::BufferScope(const PrecisionConfig& precision, const BatchShape& shape, Purpose purpose,
+                         MemoryPlan& plan)
+    : precision_(precision),
+      formats_(precision),
+      shape_(shape),
+      evaluation_(purpose == Purpose::kEvaluation),
+      reruns_(!evaluation_ && precision.recompute == Recompute::kBlock),
+      plan_(plan) {}
+
+void BufferScope::enter_block(std::string_view stack, int64_t l, const ActivationOffload& offload) {
+  int64_t owner = evaluation_ ? 0 : l;
+  while (offload.block_before(owner) >= 0) owner = offload.block_before(owner);
+  input_prefix_ = block_prefix(stack, owner);
+  kept_prefix_ = reruns_ ? std::string(stack) + "block." : input_prefix_;
+  first_entry_ = plan_.entries().size();
+}
+
+std::vector<TensorId> BufferScope::kept_in_block() const {
+  std::vector<TensorId> ids;
+  for (size_t i = first_entry_; i < plan_.entries().size(); ++i) {
+    const MemoryPlan::Entry& entry = plan_.entries()[i];
+    if (entry.category == kept_category() && entry.name.starts_with(input_prefix_)) {
+      ids.push_back({static_cast<int>(i)});
+    }
+  }
+  return ids;
+}
+
+TensorId BufferScope::batch(const std::string& name, DType dtype, std::vector<int64_t> dims) {
+  return declare("batch", name, dtype, std::move(dims), kept_phases());
+}
+
+TensorId BufferScope::workspace(const std::string& name, DType dtype, std::vector<int64_t> dims, PhaseMask phases) {
+  return declare(workspace_category(), name, dtype, std::move(dims), workspace_phases(phases));
+}
+
+MatrixId BufferScope::workspace(const std::string& name, const Format& format, int64_t rows, int64_t cols,
+                                PhaseMask phases, TensorId shared_scale) {
+  return declare(workspace_category(), name, format, rows, cols, workspace_phases(phases), shared_scale);
+}
+
+TensorId BufferScope::kept(const std::string& name, DType dtype, std::vector<int64_t> dims) {
+  return declare(kept_category(), kept_prefix_ + name, dtype, std::move(dims), kept_phases());
+}
+
+MatrixId BufferScope::kept(const std::string& name, const Format& format, int64_t rows, int64_t cols,
+                           TensorId shared_scale) {
+  return declare(kept_category(), kept_prefix_ + name, format, rows, cols, kept_phases(), shared_scale);
+}
+
+TensorId BufferScope::residual(const std::string& name, int64_t width, bool is_first_of_block) {
+  if (reruns_ && is_first_of_block) {
+    return declare(kept_category(), input_prefix_ + "input", compute(), {tokens(), width}, kept_phases());
+  }
+  if (formats_.norm_input.scaling == Scaling::kNone) return kept(name, compute(), {tokens(), width});
+  return workspace("residual", compute(), {tokens(), width}, forward(kBlockForward) | kHead);
+}
+
+GemmInputIds BufferScope::gemm_input(const std::string& name, int64_t width, bool save, PhaseMask forward,
+                                     PhaseMask backward) {
+  const Format& format = formats_.activation;
+  if (!formats_.fp8_gemm) {
+    return {
+        save ? kept(name, format, tokens(), width) : workspace(name, format, tokens(), width, forward | backward),
+        {}};
+  }
+  const TensorId scale = kept_scale(name);
+  GemmInputIds ids;
+  ids.row = workspace(name, format, tokens(), width, forward, scale);
+  if (!has_backward()) return ids;
+  ids.transposed = save ? kept(name + "_t", format, width, tokens(), scale)
+                        : workspace(name + "_t", format, width, tokens(), backward, scale);
+  return ids;
+}
+
+TensorId BufferScope::kept_scale(const std::string& name) {
+  if (formats_.activation.scaling != Scaling::kTensor) return {};
+  return kept(name + ".scale", DType::kF32, {1});
+}
+
+TensorId BufferScope::declare(const std::string& category, const std::string& name, DType dtype,
+                              std::vector<int64_t> dims, PhaseMask phases) {
+  const auto [known, is_new] = declared_.try_emplace(name);
+  if (is_new) {
+    known->second = plan_.add(category, name, dtype, std::move(dims), phases);
+  } else {
+    PARKA_REQUIRE(plan_[known->second].dtype == dtype && plan_[known->second].shape == dims);
+  }
+  return known->second;
+}
+
+MatrixId BufferScope::declare(const std::string& category, const std::string& name, const Format& format,
+                              int64_t rows, int64_t cols, PhaseMask phases, TensorId shared_scale) {
+  MatrixId matrix;
+  matrix.format = format;
+  matrix.data = declare(category, name, format.dtype, {rows, cols}, phases);
+  if (format.scaling == Scaling::kTensor) {
+    matrix.scale =
+        shared_scale.valid() ? shared_scale : declare(category, name + ".scale", DType::kF32, {1}, phases);
+  } else if (format.scaling != Scaling::kNone) {
+    const auto shape = scale_shape(format.scaling, format.group, rows, cols);
+    matrix.scale = declare(category, name + ".scale", format.scale_dtype, {shape[0], shape[1]}, phases);
+  }
+  return matrix;
+}
+
+}  // namespace parka

@@ -1,0 +1,101 @@
+#pragma once
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "model/activation_offload.h"
+#include "model/formats.h"
+#include "model/micro_batch.h"
+#include "model/phases.h"
+
+namespace parka {
+
+// The category of the memory plan with what forward keeps for backward.
+inline constexpr const char* kSavedActivationsCategory = "saved activations";
+
+// The input of a linear layer, declared: in rows for the GEMM of forward, and transposed for the weight gradient
+// where GEMMs are FP8.
+struct GemmInputIds {
+  MatrixId row, transposed;
+};
+
+// Where layers declare their buffers; stacks of different sizes have a scope each. A layer says what it needs, and
+// of what phases; the scope decides which category that is, and which blocks share it:
+//   workspace: all blocks, whatever the layer
+//   kept:      for backward. Each block has its own. With recompute = block one set serves all blocks, but for
+//   their
+//              inputs; blocks that take turns in a buffer (ActivationOffload) share what the first of them
+//              declared. Evaluation keeps nothing: one set serves all blocks, in memory that training uses at other
+//              times.
+// A buffer that is declared again under its name is the same buffer.
+class BufferScope {
+ public:
+  enum class Purpose {
+    kTraining,    // keeps what backward needs
+    kEvaluation,  // forward only
+  };
+  // `shape` is the largest batch. All arguments must outlive the scope.
+  BufferScope(const PrecisionConfig& precision, const BatchShape& shape, Purpose purpose, MemoryPlan& plan);
+
+  const PrecisionConfig& precision() const { return precision_; }
+  const Formats& formats() const { return formats_; }
+  const BatchShape& shape() const { return shape_; }
+  int64_t tokens() const { return shape_.num_tokens(); }
+  DType compute() const { return formats_.compute.dtype; }
+  // Whether there is a backward to declare for.
+  bool has_backward() const { return !evaluation_; }
+  // Of a part of a block's forward: with the phase in which backward runs it again, if it does.
+  PhaseMask forward(PhaseMask phases) const { return phases | (reruns_ ? PhaseMask{kRerun} : PhaseMask{0}); }
+
+  // What is declared from here on belongs to block l of a stack of that name, until the next call.
+  void enter_block(std::string_view stack, int64_t l, const ActivationOffload& offload);
+  // What that block keeps in buffers that it is the first to use.
+  std::vector<TensorId> kept_in_block() const;
+
+  // The tokens of the batch and what comes with them.
+  TensorId batch(const std::string& name, DType dtype, std::vector<int64_t> dims);
+
+  // `shared_scale` is that of the other copy, in rows or transposed, of a matrix with one scale (kTensor); other
+  // scalings have their own.
+  TensorId workspace(const std::string& name, DType dtype, std::vector<int64_t> dims, PhaseMask phases);
+  MatrixId workspace(const std::string& name, const Format& format, int64_t rows, int64_t cols, PhaseMask phases,
+                     TensorId shared_scale = {});
+
+  TensorId kept(const std::string& name, DType dtype, std::vector<int64_t> dims);
+  MatrixId kept(const std::string& name, const Format& format, int64_t rows, int64_t cols,
+                TensorId shared_scale = {});
+  // [T, width] the residual stream as a norm of the block reads it: kept, unless the norm keeps an FP8 copy. That
+  // of a block's first norm is each block's own with recompute = block, and then all that it keeps.
+  TensorId residual(const std::string& name, int64_t width, bool is_first_of_block);
+
+  // The input [T, width] of a linear layer, which its weight gradient reads again: kept if `save`, else workspace
+  // that backward refills. FP8 is kept transposed, as the weight gradient wants it. `forward` and `backward` are
+  // the phases in which it is written and read.
+  GemmInputIds gemm_input(const std::string& name, int64_t width, bool save, PhaseMask forward, PhaseMask backward);
+  // The kTensor scale of such an input, to be kept while its codes are workspace: with the scale at hand backward
+  // makes the same codes again in one pass. Invalid for other scalings.
+  TensorId kept_scale(const std::string& name);
+
+ private:
+  TensorId declare(const std::string& category, const std::string& name, DType dtype, std::vector<int64_t> dims,
+                   PhaseMask phases);
+  MatrixId declare(const std::string& category, const std::string& name, const Format& format, int64_t rows,
+                   int64_t cols, PhaseMask phases, TensorId shared_scale);
+  std::string kept_category() const { return evaluation_ ? "evaluation" : kSavedActivationsCategory; }
+  std::string workspace_category() const { return evaluation_ ? "evaluation" : "workspace"; }
+  PhaseMask kept_phases() const { return evaluation_ ? kEvaluation : kStep; }
+  PhaseMask workspace_phases(PhaseMask training) const { return evaluation_ ? PhaseMask{kEvaluation} : training; }
+
+  const PrecisionConfig& precision_;
+  Formats formats_;
+  BatchShape shape_;
+  bool evaluation_;
+  bool reruns_;  // backward runs the forward of each block again
+  MemoryPlan& plan_;
+  std::map<std::string, TensorId> declared_;
+  std::string input_prefix_, kept_prefix_;  // of the block at hand
+  size_t first_entry_ = 0;                  // of the block at hand, in the plan
+};
+
+}  // namespace parka

@@ -1,0 +1,216 @@
+#include "model/layers/attention.h"
+
+#include <cmath>
+
+#include "kernels/op/workspace.h"
+#include "kernels/ops/attention.h"
+#include "kernels/ops/quantize.h"
+#include "kernels/ops/rope.h"
+
+namespace parka {
+
+void Attention::add_parameters(ParameterList& list, const ModelConfig& model, const std::string& prefix,
+                               double depth) {
+  const int64_t d = model.d_model;
+  Linear::add_parameter(list, prefix + "qkv", model.d_qkv(), d, list.initial_std(d, 0));
+  Linear::add_parameter(list, prefix + "attention_out", d, model.d_heads(), list.initial_std(d, depth));
+}
+
+Attention::Attention(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
+                     int64_t block, const std::string& prefix)
+    : block_(block),
+      num_heads_(model.num_heads),
+      num_kv_heads_(model.kv_heads()),
+      head_dim_(model.head_dim()),
+      qkv_layer_(precision, table, prefix + "qkv"),
+      out_layer_(precision, table, prefix + "attention_out"),
+      keeps_fp8_output_(precision.attention_output == Storage::kFp8) {}
+
+float Attention::scale() const { return 1.0f / std::sqrt(static_cast<float>(head_dim_)); }
+
+void Attention::declare(BufferScope& scope) {
+  const int64_t T = scope.tokens();
+  const Format& saved = scope.formats().qkv;
+  const PhaseMask phases = scope.forward(kForwardAttention) | kBackwardAttentionOut | kBackwardAttention;
+  if (saved.scaling != Scaling::kNone) {
+    qkv_ = scope.workspace("qkv", scope.compute(), {T, d_qkv()}, phases);
+    qkv_saved_ = scope.kept("qkv_fp8", saved, T, d_qkv());
+  } else {
+    qkv_ = scope.kept("qkv", scope.compute(), {T, d_qkv()});
+  }
+  lse_ = scope.kept("lse", DType::kF32, {scope.shape().num_sequences, num_heads_, scope.shape().sequence_length});
+  attention_ = keeps_fp8_output_ ? scope.workspace("attention", scope.compute(), {T, d_heads()}, phases)
+                                 : scope.kept("attention", scope.compute(), {T, d_heads()});
+  if (scope.formats().fp8_gemm) declare_output(scope);
+  if (scope.has_backward()) declare_backward(scope);
+}
+
+void Attention::declare_output(BufferScope& scope) {
+  const int64_t T = scope.tokens();
+  const Format& format = scope.formats().activation;
+  const PhaseMask forward = scope.forward(kForwardAttention);
+  if (format.scaling == Scaling::kTensor) amax_ = scope.workspace("attention_amax", DType::kF32, {1}, forward);
+  const TensorId scale = scope.kept_scale("attention_fp8");
+  attention_fp8_.row = keeps_fp8_output_ ? scope.kept("attention_fp8", format, T, d_heads(), scale)
+                                         : scope.workspace("attention_fp8", format, T, d_heads(), forward, scale);
+  if (!scope.has_backward()) return;
+  attention_fp8_.transposed =
+      scope.workspace("attention_fp8_t", format, d_heads(), T, kBackwardAttentionOut, scale);
+}
+
+void Attention::declare_backward(BufferScope& scope) {
+  const int64_t T = scope.tokens();
+  const BatchShape& shape = scope.shape();
+  const Format& gradient = scope.formats().gradient;
+  const bool is_fp8 = scope.formats().fp8_gemm;
+  d_attention_ =
+      scope.workspace("d_attention", scope.compute(), {T, d_heads()}, kBackwardAttentionOut | kBackwardAttention);
+  // Read by GEMMs, or by what makes their FP8 inputs of it.
+  d_qkv_ = scope.workspace("d_qkv", scope.compute(), {T, d_qkv()},
+                           kBackwardAttention | (is_fp8 ? kBackwardQkvCodes : kBackwardQkv));
+  if (scope.compute() == DType::kBF16 && !shape.separate_documents) {
+    // On every device, so that a plan holds for all: where it is large, attention is not what needs most memory.
+    const int64_t bytes = cuda::attention_backward_scratch_bytes(shape.num_sequences, shape.sequence_length,
+                                                                 num_heads_, num_kv_heads_, head_dim_);
+    if (bytes > 0) scratch_ = scope.workspace("attention_scratch", DType::kU8, {bytes}, kBackwardAttention);
+  }
+  if (!is_fp8) return;
+  if (gradient.scaling == Scaling::kTensor) {
+    d_qkv_amax_ = scope.workspace("d_qkv_amax", DType::kF32, {1}, kBackwardAttention | kBackwardQkvCodes);
+  }
+  constexpr PhaseMask kCodes = kBackwardQkvCodes | kBackwardQkv;
+  d_qkv_fp8_.row = scope.workspace("d_qkv_fp8", gradient, T, d_qkv(), kCodes);
+  d_qkv_fp8_.transposed = scope.workspace("d_qkv_fp8_t", gradient, d_qkv(), T, kCodes, d_qkv_fp8_.row.scale);
+}
+
+void Attention::forward(const StepContext& step, const ScaledView& x, const TensorView& out) const {
+  const int64_t T = step.num_tokens();
+  const TensorView qkv = step.tensor(qkv_, T, d_qkv());
+  const TensorView attention = step.tensor(attention_, T, d_heads()), amax = step.vector(amax_, 1);
+  qkv_layer_.forward(step, x, qkv);
+  rotate(step, qkv);
+  attend(step, qkv, attention, amax);
+  ScaledView projected = attention;
+  if (attention_fp8_.row.valid()) {
+    projected = step.matrix(attention_fp8_.row, T, d_heads());
+    quantize(step.device, {.x = attention, .out = projected, .out_t = {}, .amax = amax});
+    step.samples.add(step.device, block_, QuantizedTensor::kAttention, attention, projected);
+  }
+  out_layer_.forward(step, projected, out);
+}
+
+void Attention::backward(const StepContext& step, const GemmInput& d_out, const InputAgain& x,
+                         const TensorView& d_x) const {
+  const int64_t T = step.num_tokens();
+  const TensorView qkv = step.tensor(qkv_, T, d_qkv()), attention = step.tensor(attention_, T, d_heads());
+  const TensorView d_attention = step.tensor(d_attention_, T, d_heads()),
+                   d_qkv_plain = step.tensor(d_qkv_, T, d_qkv());
+  const TensorView d_qkv_amax = step.vector(d_qkv_amax_, 1);
+  if (qkv_saved_.valid())
+    quantize(step.device, {.x = step.matrix(qkv_saved_, T, d_qkv()), .out = qkv, .out_t = {}});
+  if (keeps_fp8_output_) {
+    quantize(step.device, {.x = step.matrix(attention_fp8_.row, T, d_heads()), .out = attention, .out_t = {}});
+  }
+  out_layer_.input_gradient(step, d_out, d_attention);
+  out_layer_.weight_gradient(step, d_out, output_again(step, attention));
+  attend_backward(step, qkv, attention, d_attention, d_qkv_plain, d_qkv_amax);
+  GemmInput d_qkv_input = {d_qkv_plain, {}};
+  if (d_qkv_fp8_.row.valid()) {
+    d_qkv_input = {step.matrix(d_qkv_fp8_.row, T, d_qkv()), step.matrix(d_qkv_fp8_.transposed, d_qkv(), T)};
+    quantize(step.device,
+             {.x = d_qkv_plain, .out = d_qkv_input.row, .out_t = d_qkv_input.transposed, .amax = d_qkv_amax});
+    step.samples.add(step.device, block_, QuantizedTensor::kQkvGradient, d_qkv_plain, d_qkv_input.row);
+  }
+  qkv_layer_.input_gradient(step, d_qkv_input, d_x);
+  qkv_layer_.weight_gradient(step, d_qkv_input, x());
+}
+
+// In place, and in FP8 for backward where that is what is kept.
+void Attention::rotate(const StepContext& step, const TensorView& qkv) const {
+  const ScaledView saved = step.matrix(qkv_saved_, step.num_tokens(), d_qkv());
+  const TensorView sample = rotated_sample(step, qkv);
+  rope_forward(step.device, {.qkv = qkv,
+                             .cos_sin = step.rotations,
+                             .num_heads = num_heads_,
+                             .num_kv_heads = num_kv_heads_,
+                             .saved = saved});
+  step.samples.add(step.device, block_, QuantizedTensor::kQkv, sample, saved);
+}
+
+void Attention::attend(const StepContext& step, const TensorView& qkv, const TensorView& out,
+                       const TensorView& amax) const {
+  if (step.cache != nullptr) append_to_cache(step, qkv);
+  if (step.attends_to_cache()) {
+    attend_to_cache(step, qkv, out, amax);
+    return;
+  }
+  attention_forward(step.device, {.qkv = qkv,
+                                  .out = out,
+                                  .lse = log_sum_exp(step),
+                                  .sequence_length = step.shape.sequence_length,
+                                  .num_heads = num_heads_,
+                                  .num_kv_heads = num_kv_heads_,
+                                  .scale = scale(),
+                                  .out_amax = amax,
+                                  .first_key = step.first_keys});
+}
+
+// The input of the output projection as its weight gradient wants it.
+GemmInput Attention::output_again(const StepContext& step, const TensorView& attention) const {
+  if (!attention_fp8_.transposed.valid()) return {attention, {}};
+  const int64_t T = step.num_tokens();
+  const GemmInput again = {attention, step.matrix(attention_fp8_.transposed, d_heads(), T)};
+  // From the FP8 copy code for code, or from the BF16 one with the scale that forward kept: the same codes.
+  quantize(step.device,
+           {.x = keeps_fp8_output_ ? step.matrix(attention_fp8_.row, T, d_heads()) : ScaledView(attention),
+            .out = {},
+            .out_t = again.transposed,
+            .scale_given = again.transposed.scaling == Scaling::kTensor});
+  return again;
+}
+
+void Attention::attend_backward(const StepContext& step, const TensorView& qkv, const TensorView& attention,
+                                const TensorView& d_attention, const TensorView& d_qkv,
+                                const TensorView& d_qkv_amax) const {
+  attention_backward(step.device, {.qkv = qkv,
+                                   .out = attention,
+                                   .d_out = d_attention,
+                                   .lse = log_sum_exp(step),
+                                   .d_qkv = d_qkv,
+                                   .sequence_length = step.shape.sequence_length,
+                                   .num_heads = num_heads_,
+                                   .num_kv_heads = num_kv_heads_,
+                                   .scale = scale(),
+                                   .first_key = step.first_keys,
+                                   .cos_sin = step.rotations,
+                                   .d_qkv_amax = d_qkv_amax,
+                                   .scratch = step.arena[scratch_]});
+}
+
+TensorView Attention::log_sum_exp(const StepContext& step) const {
+  const TensorView whole = step.arena[lse_];
+  return {whole.data, whole.dtype, {step.shape.num_sequences, num_heads_, step.shape.sequence_length}};
+}
+
+void Attention::sample_weights(const StepContext& step) const {
+  qkv_layer_.sample_weight(step, block_, QuantizedTensor::kQkvWeight);
+  out_layer_.sample_weight(step, block_, QuantizedTensor::kAttentionOutWeight);
+}
+
+// What rope_forward is about to quantize: q, k and v rotated, before they are rounded. Empty where it is not
+// wanted.
+TensorView Attention::rotated_sample(const StepContext& step, const TensorView& qkv) const {
+  if (!step.samples.active() || !qkv_saved_.valid()) return {};
+  const TensorView rotated = step.samples.buffer(d_qkv());
+  quantize(step.device, {.x = step.samples.first_rows(qkv), .out = rotated});
+  rope_forward(step.device, {.qkv = rotated,
+                             .cos_sin = step.rotations,
+                             .num_heads = num_heads_,
+                             .num_kv_heads = num_kv_heads_,
+                             .saved = {}});
+  return rotated;
+}
+
+SampleNeeds Attention::sample_needs() const { return {.buffer_cols = qkv_saved_.valid() ? d_qkv() : 0}; }
+
+}  // namespace parka

@@ -1,0 +1,74 @@
+#pragma once
+#include <string>
+
+#include "model/buffer_scope.h"
+#include "model/layers/linear.h"
+#include "model/step_context.h"
+
+namespace parka {
+
+// out = W_out attend(rotate(W_qkv x)), causal within each sequence or document. An inner layer of Branch. The only
+// one that knows q, k and v.
+class Attention {
+ public:
+  static constexpr const char* kNormName = "attention_norm";
+  static constexpr PhaseMask kForwardPhase = kForwardAttention;
+  static constexpr PhaseMask kRowsPhases = kBackwardAttentionOut, kTransposedPhases = kBackwardAttentionOut;
+  static constexpr PhaseMask kLastBackwardPhase = kBackwardQkv;
+  static constexpr auto kNormInput = QuantizedTensor::kAttentionNormInput;
+  static constexpr auto kNormOutput = QuantizedTensor::kAttentionNormOutput;
+  static constexpr auto kOutputGradient = QuantizedTensor::kAttentionOutGradient;
+
+  static void add_parameters(ParameterList& list, const ModelConfig& model, const std::string& prefix,
+                             double depth);
+
+  Attention(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table, int64_t block,
+            const std::string& prefix);
+
+  void declare(BufferScope& scope);
+  void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
+  void backward(const StepContext& step, const GemmInput& d_out, const InputAgain& x, const TensorView& d_x) const;
+
+  void sample_weights(const StepContext& step) const;
+  SampleNeeds sample_needs() const;
+
+ private:
+  int64_t d_heads() const { return num_heads_ * head_dim_; }
+  int64_t d_qkv() const { return (num_heads_ + 2 * num_kv_heads_) * head_dim_; }
+  float scale() const;  // of the scores
+
+  void declare_output(BufferScope& scope);
+  void declare_backward(BufferScope& scope);
+
+  void rotate(const StepContext& step, const TensorView& qkv) const;
+  void attend(const StepContext& step, const TensorView& qkv, const TensorView& out, const TensorView& amax) const;
+  GemmInput output_again(const StepContext& step, const TensorView& attention) const;
+  void attend_backward(const StepContext& step, const TensorView& qkv, const TensorView& attention,
+                       const TensorView& d_attention, const TensorView& d_qkv, const TensorView& d_qkv_amax) const;
+  TensorView log_sum_exp(const StepContext& step) const;
+
+  // Generation (attention_cache.cpp).
+  void append_to_cache(const StepContext& step, const TensorView& qkv) const;
+  void attend_to_cache(const StepContext& step, const TensorView& qkv, const TensorView& out,
+                       const TensorView& amax) const;
+
+  TensorView rotated_sample(const StepContext& step, const TensorView& qkv) const;
+
+  int64_t block_;
+  int64_t num_heads_, num_kv_heads_, head_dim_;
+  Linear qkv_layer_, out_layer_;
+  bool keeps_fp8_output_;  // precision.attention_output
+
+  TensorId qkv_;                 // [T, (H + 2 Hkv) D] rotated q, k, and v: what attention reads
+  MatrixId qkv_saved_;           // the same in FP8; invalid: qkv_ itself is kept
+  TensorId lse_;                 // [B, H, S]
+  TensorId attention_;           // [T, H D] attention's output
+  TensorId amax_;                // [1] fp32 of it; only where its FP8 copies have a tensor-wide scale
+  GemmInputIds attention_fp8_;   // [T, H D] input of the output projection; invalid without FP8 GEMMs
+  TensorId d_attention_;         // [T, H D]
+  TensorId d_qkv_, d_qkv_amax_;  // as qkv_; [1] fp32 as amax_
+  TensorId scratch_;             // [bytes] u8; invalid where attention_backward has no use for it
+  GemmInputIds d_qkv_fp8_;       // as qkv_
+};
+
+}  // namespace parka

@@ -1,0 +1,43 @@
+#pragma once
+#include <vector>
+
+#include "model/layers/norm.h"
+#include "model/layers/residual_stream.h"
+
+namespace parka {
+
+// The final norm, the logits, some rows at a time, and the loss.
+class Head {
+ public:
+  static void add_parameters(ParameterList& list, const ModelConfig& model);
+
+  Head(const ModelConfig& model, const ParameterTable& table, int64_t logits_chunk_tokens, BufferScope& scope);
+
+  // Copies num_tokens() targets to the device.
+  void load(const StepContext& step, const int32_t* targets) const;
+  // The norm of residual + branch.
+  void forward(const StepContext& step, const TensorView& residual, const TensorView& branch) const;
+  // What follows needs forward(). Logits of some rows [count, V], until the next call; count is at most max_rows().
+  TensorView logits(const StepContext& step, int64_t first_row, int64_t count) const;
+  int64_t max_rows() const { return chunk_; }
+  // The loss of every token.
+  void loss(const StepContext& step) const;
+  // The same, and backward to the stream's d_residual, in FP8 too where GEMMs are.
+  void loss_and_backward(const StepContext& step, const LossOptions& options, const ResidualStream& stream) const;
+  // fp32 [T]
+  TensorView losses(const StepContext& step) const { return step.vector(losses_, step.num_tokens()); }
+
+ private:
+  void chunk_loss(const StepContext& step, int64_t begin, int64_t count, const LossOptions& options,
+                  bool gradient) const;
+
+  int64_t vocab_size_;
+  int64_t chunk_;  // rows
+  int weight_;
+  Norm norm_;
+  TensorId targets_;  // [T] int32
+  TensorId losses_;   // [T] fp32
+  TensorId logits_;   // [chunk, V]; their gradient overwrites them
+};
+
+}  // namespace parka

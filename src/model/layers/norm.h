@@ -1,0 +1,59 @@
+#pragma once
+#include <string>
+
+#include "kernels/ops/norm.h"
+#include "model/buffer_scope.h"
+#include "model/layers/linear.h"
+#include "model/step_context.h"
+
+namespace parka {
+
+// Adds a branch to the residual stream and normalises the sum: LayerNorm without parameters, or RMSNorm with a
+// weight (model.norm).
+class Norm {
+ public:
+  // Nothing where the norm has no weight.
+  static void add_parameter(ParameterList& list, const ModelConfig& model, const std::string& name);
+
+  Norm(const ModelConfig& model, const ParameterTable& table, const std::string& name);
+
+  // In front of a layer whose first op is a linear layer: it keeps the sum, in FP8 with precision.norm_input, and
+  // that linear layer's input. `forward` and `backward` are the phases in which that is written and read.
+  void declare_in_branch(BufferScope& scope, const std::string& name, bool is_first_of_block, PhaseMask forward,
+                         PhaseMask backward);
+  // Where forward and backward are one phase: nothing is kept, and all is in the compute format.
+  void declare_in_workspace(BufferScope& scope, const std::string& name, PhaseMask phase);
+
+  // sum = residual + branch; an empty branch adds nothing.
+  void forward(const StepContext& step, const TensorView& residual, const TensorView& branch) const;
+  TensorView sum(const StepContext& step) const;     // [T, d]
+  ScaledView output(const StepContext& step) const;  // [T, d]
+  // The output for a weight gradient: what forward kept, or made again.
+  GemmInput output_again(const StepContext& step) const;
+  // d_sum = d_residual + the gradient through the norm; an empty d_residual is zero. `quantized` is d_sum in FP8;
+  // empty views are not wanted.
+  void backward(const StepContext& step, const TensorView& d_output, const TensorView& d_residual,
+                const TensorView& d_sum, const GemmInput& quantized) const;
+
+  // Of the FP8 copy that the norm reads, and of its output. After forward.
+  void sample(const StepContext& step, int64_t block, QuantizedTensor input, QuantizedTensor output) const;
+  SampleNeeds sample_needs() const;
+
+ private:
+  ScaledView input(
+      const StepContext& step) const;  // what the norm reads: FP8 with precision.norm_input, or the sum
+  TensorView weight(const StepContext& step) const { return step.weights.plain(weight_); }
+
+  NormKind kind_;
+  float eps_;
+  int64_t width_;
+  int weight_;                // -1: none
+  bool saves_output_ = true;  // false: backward makes it again
+
+  TensorId sum_;  // [T, d] the residual stream after the add; a block's first one is all that block recompute keeps
+  MatrixId input_;        // [T, d] FP8 copy of it that the norm reads; invalid: it reads the sum
+  TensorId mean_, rstd_;  // [T]; LayerNorm has a mean
+  GemmInputIds output_;   // [T, d] the norm's output
+};
+
+}  // namespace parka

@@ -1,0 +1,57 @@
+#include "model/layers/stack.h"
+
+namespace parka {
+
+void Stack::add_parameters(ParameterList& list, const ModelConfig& model, std::string_view name) {
+  for (int64_t l = 0; l < model.num_layers; ++l) {
+    list.begin_unit();
+    Block::add_parameters(list, model, block_prefix(name, l), l);
+  }
+}
+
+Stack::Stack(const ModelConfig& model, const ParameterTable& table, std::string_view name, int first_unit,
+             BufferScope& scope)
+    : first_unit_(first_unit),
+      reruns_(scope.precision().recompute == Recompute::kBlock),
+      offload_(model.num_layers, scope.has_backward() ? scope.precision().offload_blocks : 0) {
+  for (int64_t l = 0; l < model.num_layers; ++l) {
+    scope.enter_block(name, l, offload_);
+    blocks_.emplace_back(model, scope.precision(), table, l, block_prefix(name, l)).declare(scope);
+    if (offload_.block_before(l) < 0) offload_.set_buffer(l, scope.kept_in_block());
+  }
+  stream_.declare(scope, model.d_model,
+                  {.rows = Attention::kRowsPhases | Swiglu::kRowsPhases,
+                   .transposed = Attention::kTransposedPhases | Swiglu::kTransposedPhases,
+                   .d_norm_output = Attention::kLastBackwardPhase | Swiglu::kLastBackwardPhase});
+}
+
+void Stack::forward(const StepContext& step) const {
+  TensorView residual = input(step), branch;  // nothing to add before the first block
+  for (size_t l = 0; l < blocks_.size(); ++l) {
+    step.before_forward(unit(l));
+    if (step.keep) offload_.before_forward(step.device, static_cast<int64_t>(l));
+    blocks_[l].forward(step, stream_, residual, branch);
+    if (step.keep) offload_.after_forward(static_cast<int64_t>(l));
+    residual = blocks_[l].residual(step);
+    branch = stream_.branch(step);
+  }
+}
+
+void Stack::backward(const StepContext& step) const {
+  for (size_t l = blocks_.size(); l-- > 0;) {
+    const Block& block = blocks_[l];
+    step.before_backward(unit(l));
+    offload_.before_backward(step.device, static_cast<int64_t>(l));
+    if (reruns_) block.forward(step, stream_, block.input(step), {});
+    // Nothing below the first block wants the gradient in FP8.
+    block.backward(step, stream_, /*quantize=*/l > 0);
+    offload_.after_backward(static_cast<int64_t>(l));
+    step.after_backward(unit(l));
+  }
+}
+
+void Stack::sample_weights(const StepContext& step) const {
+  for (const Block& block : blocks_) block.sample_weights(step);
+}
+
+}  // namespace parka

@@ -1,0 +1,122 @@
+#include "model/layers/swiglu.h"
+
+#include "kernels/ops/swiglu.h"
+
+namespace parka {
+
+void Swiglu::add_parameters(ParameterList& list, const ModelConfig& model, const std::string& prefix,
+                            double depth) {
+  const int64_t d = model.d_model, f = model.d_ffn;
+  Linear::add_parameter(list, prefix + "up_gate", 2 * f, d, list.initial_std(d, 0));
+  Linear::add_parameter(list, prefix + "down", d, f, list.initial_std(f, depth));
+}
+
+Swiglu::Swiglu(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
+               int64_t block, const std::string& prefix)
+    : block_(block),
+      d_ffn_(model.d_ffn),
+      up_gate_layer_(precision, table, prefix + "up_gate"),
+      down_layer_(precision, table, prefix + "down"),
+      saves_product_(precision.save_product) {}
+
+void Swiglu::declare(BufferScope& scope) {
+  const int64_t T = scope.tokens(), f = d_ffn_;
+  const Formats& formats = scope.formats();
+  const PhaseMask forward = scope.forward(kForwardFfn);
+  if (formats.up_gate.scaling != Scaling::kNone) {
+    up_gate_plain_ = scope.workspace("up_gate", scope.compute(), {T, 2 * f}, forward);
+  }
+  up_gate_ = scope.kept("up_gate", formats.up_gate, T, 2 * f);
+  if (scope.precision().save_silu) silu_ = scope.kept("silu", formats.silu, T, f);
+  product_ = scope.gemm_input("product", f, saves_product_, forward, kBackwardSwiglu);
+  if (!scope.has_backward()) return;
+  constexpr PhaseMask kGradient = kBackwardSwiglu | kBackwardUpGate;
+  d_product_ = scope.workspace("d_product", scope.compute(), {T, f}, kBackwardDown | kBackwardSwiglu);
+  d_up_gate_.row = scope.workspace("d_up_gate", formats.gradient, T, 2 * f, kGradient);
+  if (!formats.fp8_gemm) return;
+  d_up_gate_.transposed =
+      scope.workspace("d_up_gate_t", formats.gradient, 2 * f, T, kGradient, d_up_gate_.row.scale);
+}
+
+void Swiglu::forward(const StepContext& step, const ScaledView& x, const TensorView& out) const {
+  const int64_t T = step.num_tokens(), f = d_ffn_;
+  const ScaledView up_gate = step.matrix(up_gate_, T, 2 * f), product = step.matrix(product_.row, T, f);
+  const TensorView up_gate_plain = step.tensor(up_gate_plain_, T, 2 * f);
+  const TensorView projected = up_gate_plain.empty() ? up_gate.data : up_gate_plain;
+  up_gate_layer_.forward(step, x, projected);
+  swiglu_forward(step.device,
+                 {.up_gate = up_gate,
+                  .silu = step.matrix(silu_, T, f),
+                  .product = product,
+                  .product_t = step.keep && saves_product_ ? step.matrix(product_.transposed, f, T) : ScaledView{},
+                  .up_gate_plain = up_gate_plain});
+  sample_forward(step, projected);
+  down_layer_.forward(step, product, out);
+}
+
+void Swiglu::backward(const StepContext& step, const GemmInput& d_out, const InputAgain& x,
+                      const TensorView& d_x) const {
+  const int64_t T = step.num_tokens(), f = d_ffn_;
+  const TensorView d_product = step.tensor(d_product_, T, f);
+  const bool is_fp8 = product_.transposed.valid();
+  const GemmInput product = {is_fp8 ? ScaledView{} : step.matrix(product_.row, T, f),
+                             step.matrix(product_.transposed, f, T)};
+  const GemmInput d_up_gate = {step.matrix(d_up_gate_.row, T, 2 * f), step.matrix(d_up_gate_.transposed, 2 * f, T)};
+  down_layer_.input_gradient(step, d_out, d_product);
+  swiglu_backward(step.device, {.up_gate = step.matrix(up_gate_, T, 2 * f),
+                                .silu = step.matrix(silu_, T, f),
+                                .d_product = d_product,
+                                .d_up_gate = d_up_gate.row,
+                                .d_up_gate_t = d_up_gate.transposed,
+                                .product = saves_product_ ? ScaledView{} : product.row,
+                                .product_t = saves_product_ ? ScaledView{} : product.transposed});
+  sample_backward(step);
+  down_layer_.weight_gradient(step, d_out, product);
+  up_gate_layer_.input_gradient(step, d_up_gate, d_x);
+  up_gate_layer_.weight_gradient(step, d_up_gate, x());
+}
+
+void Swiglu::sample_weights(const StepContext& step) const {
+  up_gate_layer_.sample_weight(step, block_, QuantizedTensor::kUpGateWeight);
+  down_layer_.sample_weight(step, block_, QuantizedTensor::kDownWeight);
+}
+
+void Swiglu::sample_forward(const StepContext& step, const TensorView& up_gate_plain) const {
+  const Samples& samples = step.samples;
+  if (!samples.active()) return;
+  const int64_t T = step.num_tokens(), f = d_ffn_;
+  const ScaledView up_gate = step.matrix(up_gate_, T, 2 * f), silu = step.matrix(silu_, T, f);
+  samples.add(step.device, block_, QuantizedTensor::kUpGate, up_gate_plain, up_gate);
+  if (!silu.empty()) {
+    // d_up = d_product silu(gate): with ones for d_product the first f columns are what was quantized.
+    const TensorView d_up_gate = samples.buffer(2 * f);
+    swiglu_backward(step.device,
+                    {.up_gate = samples.first_rows(up_gate), .d_product = samples.ones(), .d_up_gate = d_up_gate});
+    samples.add(step.device, block_, QuantizedTensor::kSilu, d_up_gate, silu);
+  }
+  if (product_.row.format.scaling == Scaling::kNone) return;
+  const TensorView product = samples.buffer(f);
+  swiglu_backward(step.device,
+                  {.up_gate = samples.first_rows(up_gate), .silu = samples.first_rows(silu), .product = product});
+  samples.add(step.device, block_, QuantizedTensor::kProduct, product, step.matrix(product_.row, T, f));
+}
+
+void Swiglu::sample_backward(const StepContext& step) const {
+  const Samples& samples = step.samples;
+  if (!samples.active() || !d_up_gate_.transposed.valid()) return;
+  const int64_t T = step.num_tokens(), f = d_ffn_;
+  const TensorView d_up_gate = samples.buffer(2 * f);
+  swiglu_backward(step.device, {.up_gate = samples.first_rows(step.matrix(up_gate_, T, 2 * f)),
+                                .silu = samples.first_rows(step.matrix(silu_, T, f)),
+                                .d_product = samples.first_rows(step.tensor(d_product_, T, f)),
+                                .d_up_gate = d_up_gate});
+  samples.add(step.device, block_, QuantizedTensor::kUpGateGradient, d_up_gate,
+              step.matrix(d_up_gate_.row, T, 2 * f));
+}
+
+SampleNeeds Swiglu::sample_needs() const {
+  return {.buffer_cols = silu_.valid() || d_up_gate_.transposed.valid() ? 2 * d_ffn_ : 0,
+          .ones_cols = silu_.valid() ? d_ffn_ : 0};
+}
+
+}  // namespace parka

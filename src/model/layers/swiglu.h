@@ -1,0 +1,51 @@
+#pragma once
+#include <string>
+
+#include "model/buffer_scope.h"
+#include "model/layers/linear.h"
+#include "model/step_context.h"
+
+namespace parka {
+
+// out = W_down (up * silu(gate)), with [up, gate] = W_up_gate x. An inner layer of Branch.
+class Swiglu {
+ public:
+  static constexpr const char* kNormName = "ffn_norm";
+  static constexpr PhaseMask kForwardPhase = kForwardFfn;
+  static constexpr PhaseMask kRowsPhases = kBackwardDown, kTransposedPhases = kBackwardDown | kBackwardSwiglu;
+  static constexpr PhaseMask kLastBackwardPhase = kBackwardUpGate;
+  static constexpr auto kNormInput = QuantizedTensor::kFfnNormInput;
+  static constexpr auto kNormOutput = QuantizedTensor::kFfnNormOutput;
+  static constexpr auto kOutputGradient = QuantizedTensor::kDownGradient;
+
+  static void add_parameters(ParameterList& list, const ModelConfig& model, const std::string& prefix,
+                             double depth);
+
+  Swiglu(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table, int64_t block,
+         const std::string& prefix);
+
+  void declare(BufferScope& scope);
+  void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
+  void backward(const StepContext& step, const GemmInput& d_out, const InputAgain& x, const TensorView& d_x) const;
+
+  void sample_weights(const StepContext& step) const;
+  SampleNeeds sample_needs() const;
+
+ private:
+  void sample_forward(const StepContext& step, const TensorView& up_gate_plain) const;
+  void sample_backward(const StepContext& step) const;
+
+  int64_t block_;
+  int64_t d_ffn_;
+  Linear up_gate_layer_, down_layer_;
+  bool saves_product_;  // false: backward makes it again
+
+  TensorId up_gate_plain_;  // [T, 2f] as the GEMM leaves it; invalid when up_gate_ is that
+  MatrixId up_gate_;        // [T, 2f] rows: up, gate
+  MatrixId silu_;           // [T, f] with precision.save_silu
+  GemmInputIds product_;    // [T, f] input of the down projection
+  TensorId d_product_;      // [T, f]
+  GemmInputIds d_up_gate_;  // [T, 2f]
+};
+
+}  // namespace parka

@@ -1,0 +1,30 @@
+#pragma once
+#include <cstdint>
+
+#include "core/tensor.h"
+
+// What whoever runs a micro-batch says of it.
+namespace parka {
+
+// How many tokens one forward works on. Row t of an activation is position t % sequence_length of sequence
+// t / sequence_length.
+struct BatchShape {
+  int64_t num_sequences = 0;
+  int64_t sequence_length = 0;
+  bool separate_documents = false;  // attention stays within documents, whose beginnings come with the batch
+  int64_t num_tokens() const { return num_sequences * sequence_length; }
+  bool operator==(const BatchShape&) const = default;
+};
+
+// What becomes of what gradients hold. A sum over micro-batches begins by overwriting them, so that nobody need
+// clear them: a weight gradient's GEMM then writes without reading. Whatever was there, NaN included, is lost.
+enum class Accumulation { kBegin, kContinue };
+
+struct LossOptions {
+  float grad_scale;  // usually 1 / number of targets in the optimizer step
+  float z_loss = 0;
+  TensorView grad_factor = {};  // [1] fp32, in: multiplies grad_scale, and may change where that is recorded
+  TensorView loss_sum = {};     // [1] fp32, in/out: the loss of all targets is added to it; empty: not wanted
+};
+
+}  // namespace parka

@@ -1,0 +1,85 @@
+#include "model/pass.h"
+
+#include "kernels/ops/grad_norm.h"
+
+namespace parka {
+
+Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
+                  const BatchShape& shape, int64_t logits_chunk_tokens, BufferScope::Purpose purpose,
+                  MemoryPlan& plan)
+    : Pass(model, precision, table, shape, logits_chunk_tokens, BufferScope(precision, shape, purpose, plan)) {}
+
+Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
+                  const BatchShape& shape, int64_t logits_chunk_tokens, BufferScope&& scope)
+    : precision_(precision),
+      max_shape_(shape),
+      head_unit_(table.head_unit()),
+      stack_(model, table, kDecoder, table.block_unit(0), scope),
+      embedding_(model, table, scope),
+      head_(model, table, logits_chunk_tokens, scope) {
+  if (shape.separate_documents) first_keys_ = scope.batch("first_keys", DType::kI32, {scope.tokens()});
+}
+
+void Model::Pass::bind(Device& device, const Arena& arena, const ModelWeights& weights, const TensorView& cos_sin) {
+  stack_.bind(device, arena);
+  arena_ = &arena;
+  weights_ = &weights;
+  cos_sin_ = cos_sin;
+}
+
+StepContext Model::Pass::load(Device& device, const Batch& batch, bool keep) const {
+  const BatchShape& shape = batch.shape;
+  PARKA_REQUIRE(shape.num_tokens() <= max_shape_.num_tokens() &&
+                shape.sequence_length <= max_shape_.sequence_length);
+  PARKA_REQUIRE((batch.first_keys != nullptr) == shape.separate_documents);
+  StepContext step{.device = device, .arena = *arena_, .weights = *weights_, .hooks = hooks_};
+  step.shape = shape;
+  step.keep = keep;
+  step.rotations = cos_sin_.rows(0, shape.sequence_length);
+  embedding_.load(step, batch.tokens);
+  head_.load(step, batch.targets);
+  if (shape.separate_documents) {
+    PARKA_REQUIRE(max_shape_.separate_documents);
+    step.first_keys = step.vector(first_keys_, step.num_tokens());
+    device.copy_to_device(step.first_keys.data, batch.first_keys, step.first_keys.bytes());
+  }
+  return step;
+}
+
+void Model::Pass::forward(const StepContext& step) const {
+  step.device.section(StepSection::kEmbedding);
+  step.before_forward(0);
+  embedding_.forward(step, stack_.input(step));
+  step.device.section(StepSection::kBlockForward);
+  stack_.forward(step);
+  step.device.section(StepSection::kHead);
+  step.before_forward(head_unit_);
+  head_.forward(step, stack_.residual(step), stack_.branch(step));
+}
+
+void Model::Pass::loss_and_backward(const StepContext& step, const LossOptions& options) const {
+  PARKA_REQUIRE(step.keep && step.gradients != nullptr);
+  const ResidualStream& stream = stack_.stream();
+  step.before_backward(head_unit_);
+  head_.loss_and_backward(step, options, stream);
+  step.after_backward(head_unit_);
+  if (!options.loss_sum.empty()) add_sum(step.device, {.x = losses(step), .total = options.loss_sum});
+  step.device.section(StepSection::kBlockBackward);
+  stack_.backward(step);
+  step.device.section(StepSection::kEmbedding);
+  step.before_backward(0);
+  embedding_.backward(step, stream.d_residual(step));
+  step.after_backward(0);
+}
+
+void Model::Pass::declare_telemetry(MemoryPlan& plan) {
+  if (!precision_.has_fp8()) return;
+  telemetry_.declare(stack_.num_blocks(), max_shape_.num_tokens(), stack_.sample_needs(), plan);
+}
+
+void Model::Pass::start_sampling(StepContext& step) const {
+  step.samples = telemetry_.start(step.device, step.num_tokens());
+  stack_.sample_weights(step);
+}
+
+}  // namespace parka

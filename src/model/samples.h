@@ -1,0 +1,66 @@
+#pragma once
+#include <algorithm>
+
+#include "core/memory_plan.h"
+#include "kernels/device/arena.h"
+#include "kernels/device/device.h"
+#include "model/quantized_tensors.h"
+
+namespace parka {
+
+// What layers need to take samples: columns of the widest original that is computed again, and of the ones.
+struct SampleNeeds {
+  int64_t buffer_cols = 0, ones_cols = 0;
+  void add(const SampleNeeds& other) {
+    buffer_cols = std::max(buffer_cols, other.buffer_cols);
+    ones_cols = std::max(ones_cols, other.ones_cols);
+  }
+};
+
+// The observer of what a micro-batch quantizes. Layers call it where codes have just been made. Some originals are
+// in memory there; the others exist within kernels only, and are computed again for the first rows, in a buffer of
+// telemetry's own, with the same ops, which then write plain numbers. Nothing that layers read is written.
+class Samples {
+ public:
+  Samples() = default;  // takes none
+  Samples(int64_t rows, const TensorView& statistics, const TensorView& buffer, const TensorView& ones)
+      : rows_(rows), statistics_(statistics), buffer_(buffer), ones_(ones) {}
+
+  // Otherwise nothing else may be called but add(), which does nothing.
+  bool active() const { return rows_ > 0; }
+  // Adds the statistics of how a block's tensor `q`, [T, C], was made of `x`, by its first rows. Of an `x` that has
+  // only those, too. Nothing where `q` is not quantized.
+  void add(Device& device, int64_t block, QuantizedTensor which, const TensorView& x, const ScaledView& q) const;
+  // The same by all rows.
+  void add_whole(Device& device, int64_t block, QuantizedTensor which, const TensorView& x,
+                 const ScaledView& q) const;
+
+  // The rows that count. Empty views stay empty.
+  TensorView first_rows(const TensorView& x) const { return x.empty() ? x : x.rows(0, rows_); }
+  ScaledView first_rows(const ScaledView& x) const;
+  // fp32 [rows, cols] for an original that is computed again.
+  TensorView buffer(int64_t cols) const;
+  TensorView ones() const { return first_rows(ones_); }  // bf16 [rows, as declared]
+
+ private:
+  int64_t rows_ = 0;
+  TensorView statistics_, buffer_, ones_;
+};
+
+// The memory of samples ("telemetry").
+class SampleBuffers {
+ public:
+  // Before plan.finish(); for up to `tokens` of a micro-batch.
+  void declare(int64_t num_blocks, int64_t tokens, const SampleNeeds& needs, MemoryPlan& plan);
+  void bind(Device& device, const Arena& arena);
+  // Clears the statistics, and takes those of a micro-batch of `tokens`. Takes none where nothing was declared.
+  Samples start(Device& device, int64_t tokens) const;
+  // fp32 [blocks * kNumQuantizedTensors, QuantizationTotals::kCount]
+  const TensorView& statistics() const { return statistics_; }
+
+ private:
+  TensorId statistics_id_, buffer_id_, ones_id_;
+  TensorView statistics_, buffer_, ones_;
+};
+
+}  // namespace parka

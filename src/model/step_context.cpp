@@ -1,0 +1,28 @@
+#include "model/step_context.h"
+
+#include "core/error.h"
+
+namespace parka {
+
+TensorView StepContext::tensor(TensorId id, int64_t rows, int64_t cols) const {
+  if (!id.valid()) return {};
+  const TensorView whole = arena[id];
+  PARKA_REQUIRE(rows * cols <= whole.numel());
+  return {whole.data, whole.dtype, {rows, cols}};
+}
+
+TensorView StepContext::vector(TensorId id, int64_t count) const {
+  if (!id.valid()) return {};
+  const TensorView whole = arena[id];
+  PARKA_REQUIRE(count <= whole.numel());
+  return {whole.data, whole.dtype, {count}};
+}
+
+TensorView StepContext::gradient_to_add_to(int weight) const {
+  if (weight < 0) return {};
+  const TensorView& g = gradient(weight);
+  if (!adds_to_gradients()) device.fill_zero(g.data, g.bytes());
+  return g.dim[0] == 1 ? g.reshaped({g.dim[1]}) : g;
+}
+
+}  // namespace parka

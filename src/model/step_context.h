@@ -1,0 +1,62 @@
+#pragma once
+#include <vector>
+
+#include "kernels/device/arena.h"
+#include "kernels/device/device.h"
+#include "model/formats.h"
+#include "model/kv_cache.h"
+#include "model/micro_batch.h"
+#include "model/samples.h"
+#include "model/unit_hooks.h"
+#include "model/weights.h"
+
+namespace parka {
+
+// What layers are told of the batch at hand, and where their tensors are. A view of buffers is cut to this batch,
+// which may be shorter than the largest. Made by whoever loads the batch; layers keep nothing of it.
+struct StepContext {
+  Device& device;
+  const Arena& arena;
+  const ModelWeights& weights;
+  UnitHooks* hooks = nullptr;  // nullptr: nobody is told
+  Samples samples = {};
+
+  BatchShape shape = {};
+  bool keep = false;           // forward is to leave what backward needs
+  TensorView rotations = {};   // [S, D] the rotary table by positions; by rows with attends_to_cache()
+  TensorView first_keys = {};  // [T] int32, see AttentionForward; empty unless documents are separate
+
+  // Generation: forward appends the rows' keys and values to the cache.
+  const KvCache* cache = nullptr;  // nullptr: they go nowhere
+  bool newest_rows = false;  // each row is the newest token of a sequence; false: they are one from its beginning
+  int64_t num_keys = 0;      // up to which such rows attend to the cache
+
+  // Backward: by index in the parameter table.
+  const std::vector<TensorView>* gradients = nullptr;
+  Accumulation accumulation = Accumulation::kBegin;
+
+  int64_t num_tokens() const { return shape.num_tokens(); }
+  bool attends_to_cache() const { return cache != nullptr && newest_rows; }
+  bool adds_to_gradients() const { return accumulation == Accumulation::kContinue; }
+
+  TensorView tensor(TensorId id, int64_t rows, int64_t cols) const;
+  TensorView vector(TensorId id, int64_t count) const;
+  ScaledView matrix(const MatrixId& id, int64_t rows, int64_t cols) const { return id.view(arena, rows, cols); }
+
+  // The gradient of a weight, for a GEMM that overwrites it or adds as adds_to_gradients() says.
+  const TensorView& gradient(int weight) const { return (*gradients)[static_cast<size_t>(weight)]; }
+  // The same for an op that only adds to it: zeros where accumulation begins. Empty for no weight, -1.
+  TensorView gradient_to_add_to(int weight) const;
+
+  void before_forward(int unit) const {
+    if (hooks != nullptr) hooks->before_forward(device, unit);
+  }
+  void before_backward(int unit) const {
+    if (hooks != nullptr) hooks->before_backward(device, unit);
+  }
+  void after_backward(int unit) const {
+    if (hooks != nullptr) hooks->after_backward(device, unit);
+  }
+};
+
+}  // namespace parka
