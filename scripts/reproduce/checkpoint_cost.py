@@ -130,14 +130,14 @@ def main():
         for with_saves in (False, True) if turn % 2 == 0 else (True, False):  # a drift of the clocks meets both alike
             runs[with_saves].append(train_once(arguments, sets, with_saves))
     if not all(run["saves"] for run in runs[True]):
-        fail(f"{arguments.folder / 'with.log'}: tells of no save that is complete", 1)
+        fail(f"{arguments.folder / 'with.log'}: names no complete save", 1)
     result = compare(runs[False], runs[True], arguments.steps, arguments.interval)
     tokens = config["training"]["global_batch_size"] * config["data"]["sequence_length"]
     for kind in ("without", "with"):
         result[f"tokens_per_second_{kind}"] = tokens / result[f"mean_step_seconds_{kind}"]
         print(f"{kind} saves: {result[f'tokens_per_second_{kind}']:,.0f} tokens/s by the wall clock")
     print(f"saves took {', '.join(f'{seconds:.1f}' for run in result['save_seconds'] for seconds in run)} s; "
-          f"training stood still for {sum(result['save_wait_seconds']):.3f} s")
+          f"training waited for {sum(result['save_wait_seconds']):.3f} s")
     print(f"longest step without saves: {result['longest_step_ratio_without_saves']:.3f} median steps")
     figures = {f"checkpoint.{arguments.name}.{key}": result[key] for key in ("throughput_loss_percent", "longest_step_ratio")}
     write_report(arguments, figures, {**result, "runs": {"without": runs[False], "with": runs[True]}})

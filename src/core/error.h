@@ -12,7 +12,7 @@ namespace parka {
 // What `parka` exits with. Documented in README.md; scripts rely on these values.
 enum class ExitCode : int {
   kOk = 0,
-  kInternal = 1,   // a defect of Parka itself
+  kInternal = 1,   // a bug in Parka
   kBadInput = 2,   // config, command line, token file, checkpoint, folder: the user can mend it
   kNonFinite = 3,  // NaN or Inf in loss or gradients and the policy says stop
   kIo = 4,         // writing failed: disk full, quota, permission lost during the run

@@ -40,7 +40,7 @@ class WorkerPool {
     try {
       for (int i = 0; i < num_workers; ++i) threads_.push_back(start_thread("computes", [this] { work(); }));
     } catch (const Error& error) {
-      spdlog::warn("going on with {} of {} CPU threads: {}", threads_.size() + 1, num_workers + 1, error.what());
+      spdlog::warn("continuing with {} of {} CPU threads: {}", threads_.size() + 1, num_workers + 1, error.what());
     }
   }
   ~WorkerPool() {

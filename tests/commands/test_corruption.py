@@ -206,7 +206,7 @@ class Ranks(Corruption):
         config = self.config("fp32", dict(NEVER, replica_interval=1), zero_stage=0)
         config["checkpoint"].update(interval=100)
         result = self.train_ranks(config, 3, "--drill", f"flip:weight:{FLIP_STEP}:2")
-        self.assertRegex(self.message(result), rf"by step {FLIP_STEP + 1}: \S+ differs on ranks that hold the same: rank 2 \(")
+        self.assertRegex(self.message(result), rf"by step {FLIP_STEP + 1}: \S+ differs between ranks that must hold the same: rank 2 \(")
         self.assertEqual(checkpoints(self.path("run")), [])
 
     def test_the_checks_change_no_bit_of_several_ranks(self):

@@ -125,7 +125,7 @@ TEST_CASE("files that contradict themselves are refused", "[data][token_formats]
       {type.bytes(), "Megatron's type 5; only uint16 (8) and int32 (4)"},
       {good.bytes() + "x", "are not those of an index of 2 sequences and 3 document marks"},
       {good.bytes().substr(0, 40), "are not those of an index of 2 sequences"},
-      {longer.bytes(), "tells of 10 tokens of 2 bytes in a row, but"},
+      {longer.bytes(), "lists 10 tokens of 2 bytes, but"},
       {negative.bytes(), "has a sequence of -1 tokens"},
       {elsewhere.bytes(), "they do not belong together"},
   }));
@@ -140,10 +140,11 @@ TEST_CASE("files that contradict themselves are refused", "[data][token_formats]
 TEST_CASE("llm.c's files that contradict themselves are refused", "[data][token_formats]") {
   const TemporaryFolder folder;
   const auto [content, message] = GENERATE(table<std::string, std::string>({
-      {llm_c_header(20240520, 2, 9) + bytes_of(kIds), "of version 2, only version 1"},
-      {llm_c_header(20240801, 1, 9) + bytes_of(kIds), "of version 1, only version 7"},
-      {llm_c_header(20240520, 1, 10) + bytes_of(kIds), "tells of 10 tokens of 2 bytes, but it has 18 bytes"},
-      {llm_c_header(20240520, 1, -9) + bytes_of(kIds), "tells of -9 tokens"},
+      {llm_c_header(20240520, 2, 9) + bytes_of(kIds), "of version 2, but only version 1"},
+      {llm_c_header(20240801, 1, 9) + bytes_of(kIds), "of version 1, but only version 7"},
+      {llm_c_header(20240520, 1, 10) + bytes_of(kIds),
+       "its header says 10 tokens of 2 bytes, but 18 bytes follow it"},
+      {llm_c_header(20240520, 1, -9) + bytes_of(kIds), "its header says -9 tokens"},
       {llm_c_header(20240520, 1, 9).substr(0, 100), "ends within the header"},
   }));
   CAPTURE(message);

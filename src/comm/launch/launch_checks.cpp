@@ -81,8 +81,8 @@ void check_gpus(const std::vector<GpuClaim>& claims) {
     }
     if (!claim.wanted) continue;
     if (claim.num_visible == 0) {
-      throw_bad_input("rank {} ({}) finds no GPU (does nvidia-smi list one there?); device.kind=cpu runs without",
-                      r, claim.host);
+      throw_bad_input("rank {} ({}) finds no GPU (does nvidia-smi list one there?); device.kind=cpu needs none", r,
+                      claim.host);
     }
     if (claim.ordinal >= claim.num_visible) {
       throw_bad_input(

@@ -91,8 +91,8 @@ std::optional<Verdict> RollCall::silence(double now) const {
     const Rank& r = ranks_[i];
     if (r.state != State::kAlive || now - r.heard <= times_.silence) continue;
     return Verdict{ExitCode::kRankLost, static_cast<int>(i), false,
-                   fmt::format("{} has given no sign of life for {:.0f} s, the last {}: it hangs, or its host or "
-                               "network is gone",
+                   fmt::format("{} has sent nothing for {:.0f} s, last heard of {}: it hangs, or its host or "
+                               "network is down",
                                r.name, now - r.heard, describe(r.report))};
   }
   return std::nullopt;
@@ -123,9 +123,9 @@ std::optional<Verdict> RollCall::stall(double now) const {
     const bool stuck_too = has_stood && stuck_inside && &r != last;
     if (r.state != State::kAlive || !(waits || stuck_too)) continue;
     const std::string why = waits ? fmt::format("{} waits for it in collective {}", r.name, ahead.finished + 1)
-                                  : "other ranks do not get on either: the collective hangs";
+                                  : "the other ranks make no progress either: the collective hangs";
     return Verdict{ExitCode::kRankLost, static_cast<int>(last - ranks_.data()), false,
-                   fmt::format("{} has stood still for {:.0f} s {}; {}", last->name, now - last->advanced,
+                   fmt::format("{} has made no progress for {:.0f} s {}; {}", last->name, now - last->advanced,
                                describe(last->report), why)};
   }
   return std::nullopt;

@@ -47,8 +47,7 @@ class WatchClient final : public WatchThread {
     const double silent = now - heard_;
     if (silent <= times_.silence) return std::nullopt;
     const Verdict verdict = lost(
-        fmt::format("{} has given no sign of life for {:.0f} s, the last {}: it hangs, or its host or network is "
-                    "gone",
+        fmt::format("{} has sent nothing for {:.0f} s, last heard of {}: it hangs, or its host or network is down",
                     names_[0], silent, describe(report_)));
     // Should rank 0 wake up again, it must not take this rank for the one that died first.
     hub_->send(fail_line(verdict.code, verdict.message));
