@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/accumulation.h"
 #include "kernels/device/arena.h"
 #include "model/activations.h"
 #include "model/kv_cache.h"
@@ -57,9 +58,9 @@ class Model {
     const int32_t* first_keys = nullptr;
   };
 
-  // What becomes of what `gradients` hold. A sum over micro-batches begins by overwriting them, so that nobody need
-  // clear them: a weight gradient's GEMM then writes without reading. Whatever was there, NaN included, is lost.
-  enum class Accumulation { kBegin, kContinue };
+  // A sum of gradients over micro-batches begins by overwriting them, so that nobody needs to clear them: the GEMM
+  // of a weight gradient then writes without reading. Whatever was there, NaN included, is lost.
+  using Accumulation = parka::Accumulation;
 
   // Forward and backward: the gradients of grad_scale * (sum of the loss over all targets) are written to
   // `gradients` or added to them, in the order of the parameter table. losses() has the per-token losses

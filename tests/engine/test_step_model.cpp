@@ -50,9 +50,9 @@ class RecordingCommunicator final : public Communicator {
     real_.all_reduce(device, x, reduction, peers);
   }
   void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers,
-                      Onto onto) override {
+                      Accumulation accumulation) override {
     actions_.push_back({.kind = Kind::kReduceScatter, .bytes = in.bytes(), .peers = peers});
-    real_.reduce_scatter(device, in, out, peers, onto);
+    real_.reduce_scatter(device, in, out, peers, accumulation);
   }
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override {
     actions_.push_back({.kind = Kind::kAllGather, .bytes = out.bytes(), .peers = peers});

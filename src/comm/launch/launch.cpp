@@ -23,8 +23,8 @@ std::string host_name() {
   return name.data();
 }
 
-// For what goes wrong before ranks can speak with each other: the first rank says it, the others end with the same
-// code in silence.
+// For errors before the ranks can communicate: rank 0 reports the error, the others exit silently with the same
+// code.
 [[noreturn]] void fail_alone(int rank, const std::string& message) {
   if (rank != 0) std::_Exit(static_cast<int>(ExitCode::kBadInput));
   throw_bad_input("{}", message);

@@ -16,8 +16,8 @@
 namespace parka {
 namespace {
 
-// Longest wait of the training thread for a verdict on its own failure, in seconds: rank 0 answers at once or is
-// gone.
+// Longest wait of the training thread for a verdict on its own failure, in seconds: rank 0 answers at once, or is
+// lost.
 constexpr double kVerdictSeconds = 10;
 
 std::string rest_of(std::istringstream& in) {

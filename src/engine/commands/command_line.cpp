@@ -32,8 +32,7 @@ const CLI::Validator kNotNegative =
 const CLI::Validator kPositive = number_that("be a positive number", "POSITIVE", [](double x) { return x > 0; });
 
 constexpr const char* kFooter =
-    "\n"
-    "Exit codes: 0 done; 1 internal error (a bug in Parka); 2 bad input (config, data, checkpoint, command line);\n"
+    "\nExit codes: 0 done; 1 internal error (a bug); 2 bad input (config, data, checkpoint, command line);\n"
     "3 loss or gradients not finite; 4 reading or writing failed (disk full, ...); 5 another rank died or hung;\n"
     "6 silent data corruption.\n"
     "Documentation: README.md and docs/.";
