@@ -1,4 +1,4 @@
-// The one place that knows a GPU and its ops both.
+// The only file that knows both the GPU device and its ops.
 #include "core/error.h"
 #include "kernels/cuda/gemm/gemm_cache.h"
 #include "kernels/device/device.h"
