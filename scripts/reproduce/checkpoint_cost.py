@@ -104,11 +104,11 @@ def read_arguments():
     parser.add_argument("--steps", type=positive, default=150)
     parser.add_argument("--interval", type=positive, default=50, help="steps between saves")
     parser.add_argument("--turns", type=positive, default=1, help="runs of each kind")
-    parser.add_argument("--name", default="model", help="of the model, in the names of the figures")
+    parser.add_argument("--name", default="model", help="name of the model in the figures")
     parser.add_argument("--folder", type=Path, required=True, metavar="RUNS")
     parser.add_argument("--drop-older", action="store_true",
-                        help="delete a checkpoint as soon as it is complete, but for the last")
-    parser.add_argument("--disk-rate", type=positive, metavar="BYTES_PER_S", help="let the disk be as slow as that")
+                        help="delete each checkpoint once it is complete, except the last")
+    parser.add_argument("--disk-rate", type=positive, metavar="BYTES_PER_S", help="simulate a disk of this speed")
     parser.add_argument("--faulty-library", type=Path, metavar="PATH", help="libfaulty_files.so, for --disk-rate")
     arguments = parser.parse_args()
     if arguments.interval < SKIPPED_STEPS or arguments.steps < 2 * arguments.interval:
