@@ -197,7 +197,7 @@ class Ranks(Corruption):
         for ranks in (2, 3):
             config = self.config("fp32", dict(NEVER, replica_interval=1), zero_stage=0)
             message = self.flip(config, ranks, "weight", 1, 1)
-            self.assertIn("differs on ranks that hold the same", message)
+            self.assertIn("differs between ranks that must hold the same", message)
             named = re.findall(r"rank (\d) \(", message)
             self.assertEqual(named, ["0", "1"] if ranks == 2 else ["1"])
 

@@ -75,7 +75,7 @@ class InMidRun(RunFolders):
                     os.rename(self.path("run"), self.path("elsewhere"))
                 _, log = run.communicate(timeout=120)
                 self.assertEqual(run.returncode, IO_FAILED, log)
-                self.assertIn("is not the folder any more", log)
+                self.assertIn("is no longer the folder", log)
                 self.assertEqual(os.path.exists(self.path("run")), bool(remains))
                 shutil.rmtree(self.path("run"), ignore_errors=True)
 

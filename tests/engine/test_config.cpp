@@ -367,7 +367,7 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
          c.optimizer.clip_norm = c.optimizer.clip_warmup_factor = 1e20;
          c.optimizer.clip_warmup_steps = 1;
        },
-       "optimizer.clip_norm * clip_warmup_factor = 1e+40 is more than a number of 32 bits can be"},
+       "optimizer.clip_norm * clip_warmup_factor = 1e+40 is more than a 32-bit float can hold"},
       {[](Config& c) { c.optimizer.lr = std::nan(""); }, "optimizer.lr: nan is out of range"},
       {[](Config& c) { c.precision.compute = DType::kE4M3; }, "precision.compute: not valid; allowed: fp32, bf16"},
       {[](Config& c) { c.model.num_heads = 0; }, "model.num_heads: 0 is out of range"},

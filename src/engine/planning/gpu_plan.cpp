@@ -47,7 +47,7 @@ std::vector<Change> possible_changes(const Config& config, int64_t num_gpus) {
     const int64_t blocks = (config.model.num_layers - ActivationOffload::kBuffers) / part;
     if (blocks <= config.precision.offload_blocks) continue;
     changes.push_back(
-        {fmt::format("precision.offload_blocks={} (same bits, copied to host memory and back)", blocks),
+        {fmt::format("precision.offload_blocks={} (same bits, copied to CPU memory and back)", blocks),
          [blocks](Config& c) { return assign(c.precision.offload_blocks, blocks); }, true});
   }
   changes.push_back({"precision.recompute=block (same bits, about a third more work)",
