@@ -146,9 +146,9 @@ void TokenFile::open_megatron() {
   }
   type_ = code == 8 ? TokenType::kUint16 : TokenType::kUint32;
   const auto sequences = read_value<uint64_t>(file, 18), marks = read_value<uint64_t>(file, 26);
-  const auto room = static_cast<uint64_t>(file.size());
-  if (sequences > room || marks > room ||
-      static_cast<uint64_t>(kIndexHeaderBytes) + 12 * sequences + 8 * marks != room) {
+  const auto file_bytes = static_cast<uint64_t>(file.size());
+  if (sequences > file_bytes || marks > file_bytes ||
+      static_cast<uint64_t>(kIndexHeaderBytes) + 12 * sequences + 8 * marks != file_bytes) {
     throw_bad_input("{}: its {} bytes are not an index of {} sequences and {} document marks; copy it again", name,
                     file.size(), sequences, marks);
   }

@@ -4,7 +4,7 @@
 
 namespace parka {
 
-// How a token is drawn from logits. The temperature comes first, then top_k, then top_p among what that left.
+// How a token is drawn from logits: the temperature comes first, then top_k, then top_p among the tokens left.
 struct SamplingOptions {
   double temperature = 0.8;  // divides the logits; 0: always the most likely token, the first of equal ones
   int64_t top_k = 0;         // among the k most likely tokens; 0: all
