@@ -143,7 +143,7 @@ class OneRank(Corruption):
         for text in ("flip:weight:3:1", "flip:weight:9"):
             result = self.train_ranks(self.config("fp32", ALWAYS), 1, "--drill", text)
             self.assert_exit(result, BAD_INPUT)
-            self.assertIn("there are 1 ranks, counted from 0, and 8 steps", result.stderr)
+            self.assertIn("the run has 1 ranks, counted from 0, and 8 steps", result.stderr)
 
     def test_the_checks_change_no_bit(self):
         for recipe in ("fp32", "coat", "parka"):
