@@ -103,28 +103,29 @@ void bench_attention(Bench& bench, const ModelShape& m) {
       },
       attention_forward);
   const int64_t scratch = cuda::attention_backward_scratch_bytes(B, m.S, m.heads, m.heads, m.d / m.heads);
-  const auto time_backward = [&](const char* name, bool turns, bool finds_amax, int64_t room) {
+  const auto time_backward = [&](const char* name, bool rotates, bool finds_amax, int64_t scratch_bytes) {
     bench.time(
         m.name, name,
         [&](Tensors& t) {
-          return AttentionBackward{.qkv = t.bf16({m.T, 3 * m.d}),
-                                   .out = t.bf16({m.T, m.d}),
-                                   .d_out = t.bf16({m.T, m.d}),
-                                   .lse = t.fp32({B, m.heads, m.S}),
-                                   .d_qkv = t.bf16({m.T, 3 * m.d}),
-                                   .sequence_length = m.S,
-                                   .num_heads = m.heads,
-                                   .num_kv_heads = m.heads,
-                                   .scale = scale,
-                                   .cos_sin = turns ? cos_sin(t, m) : TensorView(),
-                                   .d_qkv_amax = finds_amax ? t.fp32({1}) : TensorView(),
-                                   .scratch = room > 0 ? t.make(DType::kU8, {room}) : TensorView()};
+          return AttentionBackward{
+              .qkv = t.bf16({m.T, 3 * m.d}),
+              .out = t.bf16({m.T, m.d}),
+              .d_out = t.bf16({m.T, m.d}),
+              .lse = t.fp32({B, m.heads, m.S}),
+              .d_qkv = t.bf16({m.T, 3 * m.d}),
+              .sequence_length = m.S,
+              .num_heads = m.heads,
+              .num_kv_heads = m.heads,
+              .scale = scale,
+              .cos_sin = rotates ? cos_sin(t, m) : TensorView(),
+              .d_qkv_amax = finds_amax ? t.fp32({1}) : TensorView(),
+              .scratch = scratch_bytes > 0 ? t.make(DType::kU8, {scratch_bytes}) : TensorView()};
         },
         attention_backward);
   };
   time_backward("attention_backward", false, false, scratch);  // alone, as others compute it
   time_backward("attention_backward.no_scratch", false, false, 0);
-  time_backward("attention_backward.turned", true, false, scratch);
+  time_backward("attention_backward.rotated", true, false, scratch);
   time_backward("attention_backward.fp8", true, true, scratch);
 }
 

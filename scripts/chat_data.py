@@ -1,7 +1,7 @@
 """What prepare_data.py --chat does with a conversation: template, loss marks, packing into sequences.
 
-A conversation becomes pieces of text, each of which is to be learnt or not: what the assistant says is, to the token
-that ends its turn, and all else is not. Pieces are tokenized one by one, so that a mark never falls into a token.
+A conversation becomes pieces of text, each of which counts in the loss or not: the assistant's text does, up to the token
+that ends its turn, and all other text does not. Pieces are tokenized one by one, so that a mark never falls into a token.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import BinaryIO, Callable, Iterator
 import numpy as np
 
 MARK_TARGET, MARK_DOCUMENT_START = 1, 2
-# Sequences that are filled at the same time. More waste less room at their ends, and move conversations further.
+# Sequences that are filled at the same time. More waste less space at their ends, and move conversations further.
 OPEN_SEQUENCES = 256
 
-Piece = tuple[str, bool]  # text, whether it is to be learnt
+Piece = tuple[str, bool]  # text, whether it counts in the loss
 Template = Callable[[list[dict]], list[Piece]]
 
 
 class ChatError(Exception):
-    """The user can mend it. One line: what is wrong and what to do, without the place."""
+    """The user can fix it. One line: what is wrong and what to do, without the place."""
 
 
 def messages_of(record: object) -> list[dict]:
@@ -32,7 +32,7 @@ def messages_of(record: object) -> list[dict]:
     for number, message in enumerate(messages):
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
-            raise ChatError(f'message {number} has no strings "role" and "content"; mend it or leave it out')
+            raise ChatError(f'message {number} has no strings "role" and "content"; fix it or leave it out')
     return messages
 
 
@@ -114,7 +114,7 @@ class JinjaTemplate:
                 messages=messages, add_generation_prompt=add_generation_prompt, **self._tokens
             )
         except self._error as error:
-            raise ChatError(f"the chat template refuses the conversation ({error}); mend it or leave it out")
+            raise ChatError(f"the chat template refuses the conversation ({error}); fix it or leave it out")
 
     def __call__(self, messages: list[dict]) -> list[Piece]:
         pieces: list[Piece] = []
@@ -157,28 +157,28 @@ def mark_conversation(pieces: list[Piece], ids: list[np.ndarray]) -> tuple[np.nd
 
 
 class Packer:
-    """Puts conversations into sequences of one length, each where it leaves the least room. None is cut in two."""
+    """Puts conversations into sequences of one length, each where it leaves the least space. None is cut in two."""
 
     def __init__(self, length: int, padding: int, write: Callable[[np.ndarray, np.ndarray], None]):
         self._length, self._padding, self._write = length, padding, write
         self._open: list[list[tuple[np.ndarray, np.ndarray]]] = []
-        self._room: list[int] = []
+        self._free: list[int] = []
         self.padding_tokens = 0
 
     def add(self, tokens: np.ndarray, marks: np.ndarray) -> None:
         """Of at most `length` tokens."""
-        fitting = [i for i, room in enumerate(self._room) if room >= len(tokens)]
+        fitting = [i for i, free in enumerate(self._free) if free >= len(tokens)]
         if fitting:
-            place = min(fitting, key=lambda i: self._room[i])
+            place = min(fitting, key=lambda i: self._free[i])
         else:
             if len(self._open) == OPEN_SEQUENCES:
-                self._close(min(range(len(self._room)), key=lambda i: self._room[i]))
+                self._close(min(range(len(self._free)), key=lambda i: self._free[i]))
             place = len(self._open)
             self._open.append([])
-            self._room.append(self._length)
+            self._free.append(self._length)
         self._open[place].append((tokens, marks))
-        self._room[place] -= len(tokens)
-        if self._room[place] == 0:
+        self._free[place] -= len(tokens)
+        if self._free[place] == 0:
             self._close(place)
 
     def finish(self) -> None:
@@ -186,12 +186,12 @@ class Packer:
             self._close(0)
 
     def _close(self, place: int) -> None:
-        parts, room = self._open.pop(place), self._room.pop(place)
-        self.padding_tokens += room
-        if room > 0:
-            marks = np.zeros(room, np.uint8)
+        parts, free = self._open.pop(place), self._free.pop(place)
+        self.padding_tokens += free
+        if free > 0:
+            marks = np.zeros(free, np.uint8)
             marks[0] = MARK_DOCUMENT_START
-            parts.append((np.full(room, self._padding, np.uint32), marks))
+            parts.append((np.full(free, self._padding, np.uint32), marks))
         self._write(np.concatenate([tokens for tokens, _ in parts]), np.concatenate([marks for _, marks in parts]))
 
 

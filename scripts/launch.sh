@@ -76,7 +76,7 @@ for ((start = 0; ; start++)); do
     say "ended with exit code $code after $stopping; not started again"
     exit "$code"
   fi
-  may_pass "$code" || { say "ended with exit code $code, which starting again would not mend"; exit "$code"; }
+  may_pass "$code" || { say "ended with exit code $code, which a restart would not fix"; exit "$code"; }
   [ "$start" -lt "$restarts" ] || { say "ended with exit code $code; given up after $restarts restarts"; exit "$code"; }
   say "ended with exit code $code; restart $((start + 1)) of $restarts"
   sleep "${PARKA_RESTART_SECONDS:-10}"

@@ -179,7 +179,7 @@ def main():
     parser.add_argument("metrics", nargs="+", help="metrics.jsonl of a run; several are drawn over each other")
     parser.add_argument("--out", required=True, help="picture to write; its name ends in .png, .svg, .pdf or another format of matplotlib")
     parser.add_argument("--smooth", type=int, default=25, help="steps that the thick loss curve averages over")
-    parser.add_argument("--telemetry", action="store_true", help="draw what telemetry.interval reports, of one run")
+    parser.add_argument("--telemetry", action="store_true", help="plot the telemetry of one run (telemetry.interval)")
     arguments = parser.parse_args()
     if arguments.smooth < 1:
         fail("--smooth: must be at least 1")

@@ -12,12 +12,12 @@ document. Names that end in .gz are decompressed. Each document is followed by t
 
 With --chat each line is a conversation, {"messages": [{"role": "user", "content": "..."}, ...]}. A template (chatml,
 llama2, llama3, or the chat_template of a tokenizer_config.json) makes text of it, of which only what the assistant says
-is to be learnt. Whole conversations are packed into sequences of --sequence-length tokens; longer ones are cut there.
+is a target. Whole conversations are packed into sequences of --sequence-length tokens; longer ones are cut there.
 
 Writes into the folder --out, which must not exist yet or be empty:
     train-00000.npy, ...   raw little-endian uint16 or uint32 ids, no header (the naming and form of OLMo)
     eval-00000.npy, ...    the same for held-out documents, with --eval-fraction
-    train-00000.npy.mask   with --chat: a byte per token: 1 is to be learnt, plus 2 for the first of a conversation
+    train-00000.npy.mask   with --chat: a byte per token: 1 for a target, plus 2 for the first of a conversation
     data.json              what was made: counts, vocabulary, tokenizer, dtype
 
 The folder appears whole or not at all. Identical documents are kept once, and whether a document is held out
@@ -61,7 +61,7 @@ EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>")
 
 
 class InputError(Exception):
-    """The user can mend it. One line: what, where, what to do."""
+    """The user can fix it. One line: what, where, what to do."""
 
 
 class ByteTokenizer:
@@ -261,7 +261,7 @@ def chat_documents(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 def is_binary(path: Path) -> bool:
-    """As git tells: there is a zero byte near the start."""
+    """As git decides: whether there is a zero byte near the start."""
     with open_input(path) as file:
         return b"\0" in file.read(8000)
 
@@ -286,7 +286,7 @@ class Corpus:
             try:
                 yield from self._documents_of(path)
             except (OSError, EOFError, zlib.error) as error:
-                raise InputError(f"{path}: cannot be read ({one_line(error)}); mend it or leave it out")
+                raise InputError(f"{path}: cannot be read ({one_line(error)}); fix it or leave it out")
 
     def _documents_of(self, path: Path) -> Iterator[tuple[bytes, bool]]:
         options = self._options
@@ -518,7 +518,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("input", nargs="+", type=Path, help="text or JSON Lines files, or folders of them")
-    add("--out", required=True, type=Path, help="folder to make")
+    add("--out", required=True, type=Path, help="folder to create")
     add(
         "--include",
         action="append",

@@ -147,7 +147,7 @@ def read_requests(path: Path, task: str) -> Iterator[Request]:
             except KeyError as error:
                 raise InputError(f"{where}: has no {one_line(error)}, or not as {task} has it; give {task}'s documents")
             except (AttributeError, IndexError, TypeError, ValueError) as error:
-                raise InputError(f"{where}: is no document of {task} ({one_line(error)}); give {task}'s documents")
+                raise InputError(f"{where}: is not a document of {task} ({one_line(error)}); give {task}'s documents")
             check(request, where)
             yield request
 
@@ -178,7 +178,7 @@ def tokenize(requests: list[Request], tokenizer) -> dict[str, list[int]]:
     try:
         encoded = tokenizer.encode([text.encode() for text in ordered])
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can hold
-        raise InputError(f"a document holds text that is no Unicode ({one_line(error)}); remove it")
+        raise InputError(f"a document holds text that is not Unicode ({one_line(error)}); remove it")
     return {text: ids.tolist() for text, ids in zip(ordered, encoded)}
 
 
@@ -225,11 +225,11 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("input", type=Path, help="JSON Lines file with the task's documents")
-    add("--out", required=True, type=Path, help="request file to make")
-    add("--task", required=True, choices=sorted(TASKS), help="which task the documents are of")
+    add("--out", required=True, type=Path, help="request file to create")
+    add("--task", required=True, choices=sorted(TASKS), help="the task that the documents belong to")
     add("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json (default: bytes)")
     add("--metric", choices=METRICS, help="how a choice is made (default: as OLMo does for the task)")
-    add("--name", help="what to call the task in results (default: its name)")
+    add("--name", help="name of the task in results (default: that of --task)")
     options = parser.parse_args(arguments)
     if options.name is not None and not options.name.strip():
         raise InputError("--name is empty; give the task a name")

@@ -5,7 +5,7 @@ import sys
 
 
 def fail(message, code=2):
-    """The user can mend it. One line: what, where, what to do. Codes are those of `parka`: 2 bad input, 4 writing failed."""
+    """The user can fix it. One line: what, where, what to do. Codes are those of `parka`: 2 bad input, 4 writing failed."""
     print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr)
     sys.exit(code)
 

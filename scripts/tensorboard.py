@@ -125,15 +125,15 @@ def export(run, out):
     try:
         write_events(folder, points, os.path.getmtime(path))
     except OSError as error:
-        fail(f"{folder}: cannot be written ({error.strerror}); choose another --out, or make room")
+        fail(f"{folder}: cannot be written ({error.strerror}); choose another --out, or free some space")
     tags = {tag for _, _, scalars in points for tag, _ in scalars}
     print(f"{folder}: {len(tags)} tags, steps {points[0][0]} to {points[-1][0]}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", nargs="+", help="run folder, which has metrics.jsonl in it")
-    parser.add_argument("--out", required=True, help="folder for TensorBoard; each run has a folder in it")
+    parser.add_argument("run", nargs="+", help="run folder with a metrics.jsonl")
+    parser.add_argument("--out", required=True, help="folder for TensorBoard, with a subfolder for each run")
     arguments = parser.parse_args()
     names = [run_name(run) for run in arguments.run]
     for name in names:

@@ -104,11 +104,11 @@ def read_arguments():
     parser.add_argument("--steps", type=positive, default=150)
     parser.add_argument("--interval", type=positive, default=50, help="steps between saves")
     parser.add_argument("--turns", type=positive, default=1, help="runs of each kind")
-    parser.add_argument("--name", default="model", help="of the model, in the names of the figures")
+    parser.add_argument("--name", default="model", help="name of the model in the figures")
     parser.add_argument("--folder", type=Path, required=True, metavar="RUNS")
     parser.add_argument("--drop-older", action="store_true",
-                        help="delete a checkpoint as soon as it is complete, but for the last")
-    parser.add_argument("--disk-rate", type=positive, metavar="BYTES_PER_S", help="let the disk be as slow as that")
+                        help="delete each checkpoint once it is complete, except the last")
+    parser.add_argument("--disk-rate", type=positive, metavar="BYTES_PER_S", help="simulate a disk of this speed")
     parser.add_argument("--faulty-library", type=Path, metavar="PATH", help="libfaulty_files.so, for --disk-rate")
     arguments = parser.parse_args()
     if arguments.interval < SKIPPED_STEPS or arguments.steps < 2 * arguments.interval:
@@ -130,14 +130,14 @@ def main():
         for with_saves in (False, True) if turn % 2 == 0 else (True, False):  # a drift of the clocks meets both alike
             runs[with_saves].append(train_once(arguments, sets, with_saves))
     if not all(run["saves"] for run in runs[True]):
-        fail(f"{arguments.folder / 'with.log'}: tells of no save that is complete", 1)
+        fail(f"{arguments.folder / 'with.log'}: names no complete save", 1)
     result = compare(runs[False], runs[True], arguments.steps, arguments.interval)
     tokens = config["training"]["global_batch_size"] * config["data"]["sequence_length"]
     for kind in ("without", "with"):
         result[f"tokens_per_second_{kind}"] = tokens / result[f"mean_step_seconds_{kind}"]
         print(f"{kind} saves: {result[f'tokens_per_second_{kind}']:,.0f} tokens/s by the wall clock")
     print(f"saves took {', '.join(f'{seconds:.1f}' for run in result['save_seconds'] for seconds in run)} s; "
-          f"training stood still for {sum(result['save_wait_seconds']):.3f} s")
+          f"training waited for {sum(result['save_wait_seconds']):.3f} s")
     print(f"longest step without saves: {result['longest_step_ratio_without_saves']:.3f} median steps")
     figures = {f"checkpoint.{arguments.name}.{key}": result[key] for key in ("throughput_loss_percent", "longest_step_ratio")}
     write_report(arguments, figures, {**result, "runs": {"without": runs[False], "with": runs[True]}})

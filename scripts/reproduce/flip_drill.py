@@ -148,14 +148,14 @@ def read_arguments():
     parser = RunParser(__doc__)
     parser.add_argument("--flips", type=positive, default=100, help="runs with a flip (default 100)")
     parser.add_argument("--targets", type=target_list, default=list(TARGETS), help=f"by default {','.join(TARGETS)}")
-    parser.add_argument("--jobs", type=positive, default=1, help="runs at once (default 1)")
-    parser.add_argument("--steps", type=positive, default=12, help="of a run with a flip (default 12)")
+    parser.add_argument("--jobs", type=positive, default=1, help="runs at the same time (default 1)")
+    parser.add_argument("--steps", type=positive, default=12, help="steps of a run with a flip (default 12)")
     parser.add_argument("--save-interval", type=positive, default=3, help="steps between saves (default 3)")
     for kind in ("replay", "state", "replica"):
         parser.add_argument(f"--{kind}-interval", type=at_least(0), default=1, help="steps between checks, 0: off (default 1)")
-    parser.add_argument("--quiet-steps", type=at_least(0), default=0, help="of a run without a flip (default: no such run)")
-    parser.add_argument("--seed", type=int, default=1, help="of where flips are (default 1)")
-    parser.add_argument("--timeout", type=positive, help="seconds after which a run is killed and has failed (default: never)")
+    parser.add_argument("--quiet-steps", type=at_least(0), default=0, help="steps of a run without a flip (default: no such run)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the places of flips (default 1)")
+    parser.add_argument("--timeout", type=positive, help="seconds after which a run is killed and counts as failed (default: never)")
     return parser.parse_args()
 
 

@@ -58,9 +58,9 @@ class RunParser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.add_argument("parka", type=Path, metavar="PARKA", help="the program")
         self.add_argument("config", type=Path, metavar="CONFIG")
-        self.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of parka train")
-        self.add_argument("--ranks", type=positive, default=1, help="started by mpirun where they are several (default 1)")
-        self.add_argument("--threads", type=positive, help="of the host, as of parka")
+        self.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for parka train")
+        self.add_argument("--ranks", type=positive, default=1, help="number of ranks; several are started by mpirun (default 1)")
+        self.add_argument("--threads", type=positive, help="CPU threads, as for parka")
         self.add_argument("--json", type=report_file, required=True, metavar="OUT", help="file for command, date and figures")
 
     def error(self, message):

@@ -107,10 +107,10 @@ def resume(arguments, sets, run_folder, step):
 
 def read_arguments():
     parser = RunParser(__doc__)
-    parser.add_argument("--name", default="model", help="of the model, in the name of the figure")
+    parser.add_argument("--name", default="model", help="name of the model in the figure")
     parser.add_argument("--folder", type=Path, required=True, metavar="RUNS")
     parser.add_argument("--make", action="store_true", help="train one step into RUNS/with and save first")
-    parser.add_argument("--reading-threads", type=positive, default=16, help="of the measurement of the disk (default 16)")
+    parser.add_argument("--reading-threads", type=positive, default=16, help="threads of the disk measurement (default 16)")
     return parser.parse_args()
 
 

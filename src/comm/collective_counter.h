@@ -4,10 +4,10 @@
 
 namespace parka {
 
-// How far a rank has come in its collectives.
+// How many collectives a rank has entered and left.
 struct CollectiveCounts {
-  uint64_t reached = 0;   // it takes part in, or is done with
-  uint64_t finished = 0;  // of them
+  uint64_t reached = 0;   // entered
+  uint64_t finished = 0;  // left again
 
   bool operator==(const CollectiveCounts&) const = default;
 };
@@ -15,7 +15,7 @@ struct CollectiveCounts {
 // Counts the collectives in which the host takes part. Written by one thread, read by any.
 class CollectiveCounter {
  public:
-  // While it lives, the rank is in a collective.
+  // The rank is in a collective as long as this lives.
   class Span {
    public:
     explicit Span(CollectiveCounter& counter) : counter_(counter) { counter_.reached_.fetch_add(1); }
@@ -28,7 +28,7 @@ class CollectiveCounter {
   };
 
   CollectiveCounts counts() const {
-    const uint64_t finished = finished_.load();  // first: it must not be seen ahead of `reached`
+    const uint64_t finished = finished_.load();  // read first, so that it is never larger than `reached`
     return {reached_.load(), finished};
   }
 

@@ -16,15 +16,16 @@ class SingleCommunicator final : public Communicator {
     check_reducible(x);
     ++last_queued_;
   }
-  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers, Onto onto) override {
+  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers,
+                      Accumulation accumulation) override {
     check_reducible(in);
     check_scattered(in, out, 1);
-    reduce_alone(device, in, out, onto);
+    reduce_alone(device, in, out, accumulation);
     ++last_queued_;
   }
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers) override {
     check_scattered(out, in, 1);
-    reduce_alone(device, in, out, Onto::kNothing);
+    reduce_alone(device, in, out, Accumulation::kBegin);
     ++last_queued_;
   }
   void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override {
@@ -62,8 +63,8 @@ void check_reducible(const TensorView& x) {
   throw_internal("{} cannot be reduced over ranks: only fp32 and bf16 can", describe(x));
 }
 
-void reduce_alone(Device& device, const TensorView& in, const TensorView& out, Onto onto) {
-  if (onto == Onto::kOldValue) {
+void reduce_alone(Device& device, const TensorView& in, const TensorView& out, Accumulation accumulation) {
+  if (accumulation == Accumulation::kContinue) {
     add(device, {.x = in, .total = out});
   } else if (in.data != out.data) {
     device.copy(out.data, in.data, in.bytes());

@@ -15,7 +15,7 @@
 namespace parka {
 namespace {
 
-constexpr int64_t kPieceBytes = int64_t{16} << 20;  // of scratch, and the longest message
+constexpr int64_t kChunkBytes = int64_t{16} << 20;  // of scratch memory, and the longest message
 constexpr int kTag = 1;
 
 void check(int status, const char* what) {
@@ -78,7 +78,8 @@ class MpiCommunicator final : public Communicator {
   std::string description() const override { return fmt::format("{} ranks over MPI", size_); }
 
   void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) override;
-  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers, Onto onto) override;
+  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers,
+                      Accumulation accumulation) override;
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   uint64_t last_queued() const override { return last_queued_; }
@@ -90,25 +91,24 @@ class MpiCommunicator final : public Communicator {
 
  private:
   // Elements [begin, begin + count) of a tensor, the part that one rank reduces.
-  struct Piece {
+  struct Chunk {
     int64_t begin, count;
   };
 
-  // Those who take part in a collective. Its messages are between ranks of the world, so that no group needs an
-  // MPI communicator of its own.
-  struct Circle {
+  // The ranks of a collective. Messages use ranks of MPI_COMM_WORLD, so no group needs its own MPI communicator.
+  struct Group {
     Peers peers;
     int size, place;
   };
 
-  Circle begin_collective(const Device& device, Peers peers) {
+  Group begin_collective(const Device& device, Peers peers) {
     PARKA_REQUIRE(device.kind() == DeviceKind::kCpu);
     ++last_queued_;
     return {peers, size_of(peers), place_in(peers)};
   }
-  // Elements of a piece when `size` pieces fit into the scratch memory.
-  static int64_t longest_piece(DType dtype, int size) {
-    return std::max<int64_t>(1, kPieceBytes / parka::size_of(dtype) / size);
+  // Elements of a chunk when `size` chunks fit into the scratch memory.
+  static int64_t longest_chunk(DType dtype, int size) {
+    return std::max<int64_t>(1, kChunkBytes / parka::size_of(dtype) / size);
   }
   void send(const void* data, int64_t bytes, int to) {
     if (bytes == 0) return;
@@ -126,22 +126,20 @@ class MpiCommunicator final : public Communicator {
     requests_.clear();
     check(status, "exchange");
   }
-  // Calls visit(place, rank) for the others, each rank in another order, so that they do not all talk to one at a
-  // time.
+  // Calls visit(place, rank) for the other ranks. Each rank has its own order, so that they do not all send to one.
   template <typename Visit>
-  void for_each_other(const Circle& circle, const Visit& visit) const {
-    for (int i = 1; i < circle.size; ++i) {
-      const int place = (circle.place + i) % circle.size;
-      visit(place, rank_at(circle.peers, place));
+  void for_each_other(const Group& group, const Visit& visit) const {
+    for (int i = 1; i < group.size; ++i) {
+      const int place = (group.place + i) % group.size;
+      visit(place, rank_at(group.peers, place));
     }
   }
 
-  // Sends every peer its piece of x and reduces what they send of this rank's piece into `out`, which may be that
-  // piece in x, onto nothing or what `out` held. `piece_of(place)` is the same on all of them, and pieces do not
-  // overlap.
-  template <typename PieceOf>
-  void exchange_and_reduce(const Circle& circle, Reduction reduction, const TensorView& x, const PieceOf& piece_of,
-                           void* out, Onto onto);
+  // Sends every peer its chunk of x, and reduces the received ones with this rank's own chunk into `out`, which may
+  // be that chunk of x. `chunk_of(place)` is the same on all ranks, and chunks do not overlap.
+  template <typename ChunkOf>
+  void exchange_and_reduce(const Group& group, Reduction reduction, const TensorView& x, const ChunkOf& chunk_of,
+                           void* out, Accumulation accumulation);
 
   CollectiveCounter& counter_;
   int rank_ = 0, size_ = 1;
@@ -150,110 +148,110 @@ class MpiCommunicator final : public Communicator {
   std::vector<MPI_Request> requests_;
 };
 
-template <typename PieceOf>
-void MpiCommunicator::exchange_and_reduce(const Circle& circle, Reduction reduction, const TensorView& x,
-                                          const PieceOf& piece_of, void* out, Onto onto) {
+template <typename ChunkOf>
+void MpiCommunicator::exchange_and_reduce(const Group& group, Reduction reduction, const TensorView& x,
+                                          const ChunkOf& chunk_of, void* out, Accumulation accumulation) {
   auto* base = static_cast<std::byte*>(x.data);
-  const Piece own = piece_of(circle.place);
+  const Chunk own = chunk_of(group.place);
   const int64_t element = parka::size_of(x.dtype), own_bytes = own.count * element;
-  const auto needed = static_cast<size_t>(own_bytes * circle.size);
+  const auto needed = static_cast<size_t>(own_bytes * group.size);
   if (scratch_.size() < needed) scratch_.resize(needed);
-  for_each_other(circle,
+  for_each_other(group,
                  [&](int place, int rank) { receive(scratch_.data() + place * own_bytes, own_bytes, rank); });
-  for_each_other(circle, [&](int place, int rank) {
-    const Piece piece = piece_of(place);
-    send(base + piece.begin * element, piece.count * element, rank);
+  for_each_other(group, [&](int place, int rank) {
+    const Chunk chunk = chunk_of(place);
+    send(base + chunk.begin * element, chunk.count * element, rank);
   });
-  std::vector<const void*> parts(static_cast<size_t>(circle.size));
-  for (int place = 0; place < circle.size; ++place) parts[place] = scratch_.data() + place * own_bytes;
-  parts[circle.place] = base + own.begin * element;
-  if (onto == Onto::kOldValue) parts.insert(parts.begin(), out);
+  std::vector<const void*> parts(static_cast<size_t>(group.size));
+  for (int place = 0; place < group.size; ++place) parts[place] = scratch_.data() + place * own_bytes;
+  parts[group.place] = base + own.begin * element;
+  if (accumulation == Accumulation::kContinue) parts.insert(parts.begin(), out);
   wait_for_messages();
   reduce_in_order(reduction, x.dtype, parts, out, own.count);
 }
 
 void MpiCommunicator::all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) {
   check_reducible(x);
-  const Circle circle = begin_collective(device, peers);
+  const Group group = begin_collective(device, peers);
   const CollectiveCounter::Span span(counter_);
   auto* base = static_cast<std::byte*>(x.data);
   const int64_t n = x.numel(), element = parka::size_of(x.dtype),
-                block = longest_piece(x.dtype, circle.size) * circle.size;
+                block = longest_chunk(x.dtype, group.size) * group.size;
   for (int64_t begin = 0; begin < n; begin += block) {
-    const int64_t count = std::min(block, n - begin), piece = ceil_div(count, circle.size);
-    const auto piece_of = [&](int place) {
-      const int64_t first = std::min(piece * place, count);
-      return Piece{begin + first, std::min(piece, count - first)};
+    const int64_t count = std::min(block, n - begin), chunk = ceil_div(count, group.size);
+    const auto chunk_of = [&](int place) {
+      const int64_t first = std::min(chunk * place, count);
+      return Chunk{begin + first, std::min(chunk, count - first)};
     };
-    const Piece own = piece_of(circle.place);
-    exchange_and_reduce(circle, reduction, x, piece_of, base + own.begin * element, Onto::kNothing);
-    for_each_other(circle, [&](int place, int rank) {
-      receive(base + piece_of(place).begin * element, piece_of(place).count * element, rank);
+    const Chunk own = chunk_of(group.place);
+    exchange_and_reduce(group, reduction, x, chunk_of, base + own.begin * element, Accumulation::kBegin);
+    for_each_other(group, [&](int place, int rank) {
+      receive(base + chunk_of(place).begin * element, chunk_of(place).count * element, rank);
     });
-    for_each_other(circle, [&](int, int rank) { send(base + own.begin * element, own.count * element, rank); });
+    for_each_other(group, [&](int, int rank) { send(base + own.begin * element, own.count * element, rank); });
     wait_for_messages();
   }
 }
 
 void MpiCommunicator::reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers,
-                                     Onto onto) {
+                                     Accumulation accumulation) {
   check_reducible(in);
-  const Circle circle = begin_collective(device, peers);
-  check_scattered(in, out, circle.size);
+  const Group group = begin_collective(device, peers);
+  check_scattered(in, out, group.size);
   const CollectiveCounter::Span span(counter_);
-  const int64_t n = out.numel(), piece = longest_piece(in.dtype, circle.size);
-  for (int64_t begin = 0; begin < n; begin += piece) {
+  const int64_t n = out.numel(), chunk = longest_chunk(in.dtype, group.size);
+  for (int64_t begin = 0; begin < n; begin += chunk) {
     exchange_and_reduce(
-        circle, Reduction::kSum, in,
+        group, Reduction::kSum, in,
         [&](int place) {
-          return Piece{place * n + begin, std::min(piece, n - begin)};
+          return Chunk{place * n + begin, std::min(chunk, n - begin)};
         },
-        static_cast<std::byte*>(out.data) + begin * parka::size_of(out.dtype), onto);
+        static_cast<std::byte*>(out.data) + begin * parka::size_of(out.dtype), accumulation);
   }
 }
 
 void MpiCommunicator::all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
-  const Circle circle = begin_collective(device, peers);
-  check_scattered(out, in, circle.size);
+  const Group group = begin_collective(device, peers);
+  check_scattered(out, in, group.size);
   const CollectiveCounter::Span span(counter_);
   const int64_t bytes = in.bytes();
   const auto* source = static_cast<const std::byte*>(in.data);
   auto* target = static_cast<std::byte*>(out.data);
-  if (bytes > 0 && target + circle.place * bytes != source) {
-    std::memcpy(target + circle.place * bytes, source, static_cast<size_t>(bytes));
+  if (bytes > 0 && target + group.place * bytes != source) {
+    std::memcpy(target + group.place * bytes, source, static_cast<size_t>(bytes));
   }
-  for (int64_t begin = 0; begin < bytes; begin += kPieceBytes) {
-    const int64_t count = std::min(kPieceBytes, bytes - begin);
-    for_each_other(circle, [&](int place, int rank) { receive(target + place * bytes + begin, count, rank); });
-    for_each_other(circle, [&](int, int rank) { send(source + begin, count, rank); });
+  for (int64_t begin = 0; begin < bytes; begin += kChunkBytes) {
+    const int64_t count = std::min(kChunkBytes, bytes - begin);
+    for_each_other(group, [&](int place, int rank) { receive(target + place * bytes + begin, count, rank); });
+    for_each_other(group, [&](int, int rank) { send(source + begin, count, rank); });
     wait_for_messages();
   }
 }
 
 void MpiCommunicator::all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
-  const Circle circle = begin_collective(device, peers);
-  check_side_by_side(out, in, circle.size);
+  const Group group = begin_collective(device, peers);
+  check_side_by_side(out, in, group.size);
   const CollectiveCounter::Span span(counter_);
   const int64_t num_rows = in.dim[0], row_bytes = in.dim[1] * parka::size_of(in.dtype);
   if (in.numel() == 0) return;
-  const int64_t most_rows = std::clamp<int64_t>(kPieceBytes / row_bytes / circle.size, 1, num_rows);
-  const auto needed = static_cast<size_t>(most_rows * row_bytes * circle.size);
+  const int64_t most_rows = std::clamp<int64_t>(kChunkBytes / row_bytes / group.size, 1, num_rows);
+  const auto needed = static_cast<size_t>(most_rows * row_bytes * group.size);
   if (scratch_.size() < needed) scratch_.resize(needed);
   const auto* source = static_cast<const std::byte*>(in.data);
   auto* target = static_cast<std::byte*>(out.data);
   for (int64_t begin = 0; begin < num_rows; begin += most_rows) {
     const int64_t rows = std::min(most_rows, num_rows - begin), bytes = rows * row_bytes;
-    const auto put = [&](int place, const std::byte* piece) {
+    const auto put = [&](int place, const std::byte* chunk) {
       for (int64_t r = 0; r < rows; ++r) {
-        std::memcpy(target + ((begin + r) * circle.size + place) * row_bytes, piece + r * row_bytes,
+        std::memcpy(target + ((begin + r) * group.size + place) * row_bytes, chunk + r * row_bytes,
                     static_cast<size_t>(row_bytes));
       }
     };
-    for_each_other(circle, [&](int place, int rank) { receive(scratch_.data() + place * bytes, bytes, rank); });
-    for_each_other(circle, [&](int, int rank) { send(source + begin * row_bytes, bytes, rank); });
+    for_each_other(group, [&](int place, int rank) { receive(scratch_.data() + place * bytes, bytes, rank); });
+    for_each_other(group, [&](int, int rank) { send(source + begin * row_bytes, bytes, rank); });
     wait_for_messages();
-    put(circle.place, source + begin * row_bytes);
-    for_each_other(circle, [&](int place, int) { put(place, scratch_.data() + place * bytes); });
+    put(group.place, source + begin * row_bytes);
+    for_each_other(group, [&](int place, int) { put(place, scratch_.data() + place * bytes); });
   }
 }
 
@@ -299,7 +297,7 @@ bool built_with_mpi() { return true; }
 MpiPlace start_mpi() {
   int provided = 0;
   check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided), "MPI_Init");
-  // Errors come back as codes, which become one line that names the collective.
+  // MPI returns error codes, from which check() makes one line that names the collective.
   check(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN), "error handler");
   MpiPlace place;
   check(MPI_Comm_rank(MPI_COMM_WORLD, &place.rank), "rank");

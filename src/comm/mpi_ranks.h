@@ -4,14 +4,14 @@
 
 #include "comm/communicator.h"
 
-// MPI as the rest of src/comm sees it: no other file includes the system's header. no_mpi.cpp stands in where Parka
-// is built without.
+// All that the rest of src/comm uses of MPI: no other file includes the system's header. no_mpi.cpp replaces it in
+// builds without MPI.
 namespace parka {
 class CollectiveCounter;
 
 bool built_with_mpi();
 
-// What MPI says of this process.
+// This process as MPI describes it.
 struct MpiPlace {
   int rank = 0, size = 1;
   int local_rank = 0, local_size = 1;  // among the ranks of this host
@@ -21,10 +21,10 @@ struct MpiPlace {
 
 // Joins the other ranks (MPI_Init). Only the calling thread may use MPI from now on.
 MpiPlace start_mpi();
-// Parts from them (MPI_Finalize); waits for all.
+// Leaves the other ranks (MPI_Finalize); waits for all of them.
 void finish_mpi();
 
-// The ranks of start_mpi(). Tensors are on the CPU. `counter` is told of every collective and must outlive it.
+// The ranks of start_mpi(). Tensors are on the CPU. `counter` counts every collective and must outlive the result.
 std::unique_ptr<Communicator> make_mpi_communicator(CollectiveCounter& counter);
 
 }  // namespace parka

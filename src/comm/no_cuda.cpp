@@ -1,7 +1,7 @@
 #include "comm/nccl_ranks.h"
 #include "core/error.h"
 
-// What stands in where Parka is built without CUDA: no GPU is visible then.
+// For builds without CUDA: no GPU is visible, so nothing calls this.
 namespace parka {
 
 std::string gpu_pci_bus_id(int) { throw_internal("gpu_pci_bus_id: built without CUDA"); }

@@ -1,7 +1,7 @@
 #include "comm/mpi_ranks.h"
 #include "core/error.h"
 
-// What stands in for MPI where Parka is built without it: runs of one process, which never come here.
+// For builds without MPI: they have runs of one process only, which never call these.
 namespace parka {
 
 bool built_with_mpi() { return false; }

@@ -28,10 +28,10 @@ void RecordingCommunicator::all_reduce(Device&, const TensorView& x, Reduction, 
 }
 
 void RecordingCommunicator::reduce_scatter(Device&, const TensorView& in, const TensorView& out, Peers peers,
-                                           Onto onto) {
+                                           Accumulation accumulation) {
   check_reducible(in);
   check_scattered(in, out, size_of(peers));
-  const int64_t written_and_added_to = (onto == Onto::kOldValue ? 2 : 1) * out.bytes();
+  const int64_t written_and_added_to = (accumulation == Accumulation::kContinue ? 2 : 1) * out.bytes();
   record({Kind::kReduceScatter, in.bytes(), peers, has_exchange_buffer_ ? in.bytes() + written_and_added_to : 0});
 }
 

@@ -6,13 +6,13 @@
 #include "core/dtype.h"
 #include "core/error.h"
 
-// What config structs (model/model_config.h, optim/optimizer_config.h, engine/config/config.h) are written with.
+// The vocabulary of config structs (model/model_config.h, optim/optimizer_config.h, engine/config/config.h).
 //
-// A config struct lists its fields once, in `fields`: a visitor is called as
+// A config struct lists its fields once, in `fields`, which calls a visitor as
 //   visit("key", member, "help", limit)
 // where the limit says which values the field admits. Parsing, the check for unknown keys, the resolved print-out,
-// the schema and the documentation are all made from that list (engine/config/config_table.h), so that no field can
-// be known to one of them only.
+// the schema and the documentation are all made from that list (engine/config/config_table.h). So every field is
+// known to all of them.
 namespace parka {
 
 // The largest integer that every JSON reader keeps exactly, 2^53.
@@ -26,14 +26,14 @@ struct IntegerRange {
   int64_t max = kMaxExactInteger;
 };
 
-// A real field admits min..max, or min <= x < max. The defaults are limits of sense, inside those of fp32.
+// A real field admits min..max, or min <= x < max. The defaults are generous limits inside the range of fp32.
 struct RealRange {
   double min = 0.0;
   double max = 1e30;
   bool max_excluded = false;
 };
 
-// A text field admits the empty text, too.
+// A text field admits the empty text too.
 struct MayBeEmpty {};
 
 // A field admits only these values.
@@ -46,7 +46,7 @@ constexpr OneOf<T, 1 + sizeof...(Rest)> one_of(T first, Rest... rest) {
   return {{first, T{rest}...}};
 }
 
-// The names of an enum's values in a config: specialised beside each enum that a config holds, as
+// The names of an enum's values in a config. It is specialised beside each enum that a config holds, as
 //   template <> struct EnumNames<Color> { static constexpr EnumName<Color> kAll[] = {{Color::kRed, "red"}, ...}; };
 template <typename E>
 struct EnumName {

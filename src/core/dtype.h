@@ -7,8 +7,8 @@
 
 namespace parka {
 
-// Element types of tensors. The names below are also what checkpoints and the config use. No op computes on fp16:
-// it is there for the files of other programs.
+// Element types of tensors. Checkpoints and configs use the same names. No op computes in fp16: it exists only to
+// read and write the files of other programs.
 enum class DType : uint8_t { kF32, kBF16, kE4M3, kE5M2, kI32, kU16, kU8, kF16 };
 
 int64_t size_of(DType dtype);  // bytes per element

@@ -9,18 +9,18 @@
 
 namespace parka {
 
-// What `parka` exits with. Documented in README.md; scripts rely on these values.
+// The exit codes of `parka`. Documented in README.md; scripts rely on these values.
 enum class ExitCode : int {
   kOk = 0,
-  kInternal = 1,   // a defect of Parka itself
-  kBadInput = 2,   // config, command line, token file, checkpoint, folder: the user can mend it
+  kInternal = 1,   // a bug in Parka
+  kBadInput = 2,   // config, command line, token file, checkpoint, folder: the user can fix it
   kNonFinite = 3,  // NaN or Inf in loss or gradients and the policy says stop
   kIo = 4,         // writing failed: disk full, quota, permission lost during the run
-  kRankLost = 5,   // another rank of the run died or hung, or the ranks cannot reach each other any more
+  kRankLost = 5,   // another rank of the run died or hung, or the ranks can no longer reach each other
   kCorrupted = 6,  // silent data corruption: bits that must be equal differ, so a GPU or a memory is faulty
 };
 
-// The one exception type of Parka. `what()` is a single line: what, where, what to do.
+// The only exception type of Parka. `what()` is a single line: what is wrong, where, and what to do.
 class Error : public std::runtime_error {
  public:
   Error(ExitCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
@@ -30,18 +30,18 @@ class Error : public std::runtime_error {
   ExitCode code_;
 };
 
-// Throws Error(kInternal) that says where which condition does not hold.
+// Throws Error(kInternal) with the condition that does not hold, and where.
 [[noreturn]] void throw_unmet(const char* file, int line, const char* condition);
 
 #ifndef __CUDACC__  // nvcc cannot compile fmt
 
-// Throws Error(kBadInput): something the user gave is wrong.
+// Throws Error(kBadInput): the user's input is wrong.
 template <typename... Args>
 [[noreturn]] void throw_bad_input(fmt::format_string<Args...> format, Args&&... args) {
   throw Error(ExitCode::kBadInput, fmt::format(format, std::forward<Args>(args)...));
 }
 
-// Throws Error(kIo): the machine refused a read or write in mid-run.
+// Throws Error(kIo): a read or write failed during the run.
 template <typename... Args>
 [[noreturn]] void throw_io(fmt::format_string<Args...> format, Args&&... args) {
   throw Error(ExitCode::kIo, fmt::format(format, std::forward<Args>(args)...));

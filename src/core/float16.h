@@ -4,12 +4,12 @@
 
 namespace parka {
 
-// IEEE 754 binary16, of which Parka knows only this: some models of other programs are stored in it.
+// IEEE 754 binary16. Parka only converts it, because some models of other programs are stored in it.
 struct Float16 {
   uint16_t bits;
 };
 
-// Nearest, ties to even; from 65520 on infinity.
+// Rounds to nearest, ties to even; 65520 and above become infinity.
 inline Float16 encode_fp16(float x) {
   constexpr uint32_t kInfinity = 0x7f800000, kOverflow = 0x477ff000, kMinNormal = 0x38800000;
   const uint32_t u = std::bit_cast<uint32_t>(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7fffffffu;

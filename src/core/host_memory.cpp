@@ -43,8 +43,8 @@ std::optional<int64_t> available_host_bytes(const std::string& meminfo, const st
   if (available) *available *= 1024;
   std::istringstream max_text(cgroup_max), current_text(cgroup_current);
   int64_t max = 0, current = 0;
-  if (max_text >> max && current_text >> current) {  // "max" is no number: no limit
-    // The page cache counts as used, and its older part is given back when it is wanted.
+  if (max_text >> max && current_text >> current) {  // "max" is not a number: no limit
+    // The page cache counts as used, but the kernel frees its older part on demand.
     const int64_t left = max - current + number_after(cgroup_stat, "inactive_file").value_or(0);
     available = std::min(available.value_or(left), left);
   }

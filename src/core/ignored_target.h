@@ -3,7 +3,7 @@
 
 namespace parka {
 
-// In place of a target: nothing is to be predicted here, and loss and gradient are 0.
+// A target with this value is ignored: nothing is predicted there, and loss and gradient are 0.
 inline constexpr int32_t kIgnoreTarget = -100;
 
 }  // namespace parka

@@ -17,10 +17,10 @@ constexpr double kMaxTensorBytes = 0x1p48;
 
 using Entry = MemoryPlan::Entry;
 
-// How often the search for an order starts anew before the best so far counts, and the orders tried in each.
+// How often the search for an order restarts, and how many orders each restart tries.
 constexpr int kPlacementStarts = 10, kPlacementAttempts = 2000;
 
-// Bytes alive in the phase that has most: no placement can do with less.
+// Bytes alive in the largest phase: no placement needs less.
 int64_t fullest_phase(const std::vector<Entry*>& entries) {
   int64_t fullest = 0;
   for (PhaseMask phase = 1; phase != 0; phase <<= 1) {
@@ -31,7 +31,7 @@ int64_t fullest_phase(const std::vector<Entry*>& entries) {
   return fullest;
 }
 
-// Places entries one after another, each as low as those placed before it let it. Returns where the last ends.
+// Places entries one after another, each at the lowest free offset. Returns the end of the highest one.
 int64_t place(const std::vector<Entry*>& order) {
   int64_t end = 0;
   std::vector<const Entry*> placed;  // by offset
@@ -50,7 +50,7 @@ int64_t place(const std::vector<Entry*>& order) {
   return end;
 }
 
-// Another order: one entry elsewhere, or two in each other's place.
+// A neighbouring order: one entry moved, or two swapped.
 std::vector<Entry*> change(std::vector<Entry*> order, std::mt19937_64& random) {
   const size_t from = random() % order.size(), to = random() % order.size();
   if (random() % 2 == 0) {
@@ -63,16 +63,16 @@ std::vector<Entry*> change(std::vector<Entry*> order, std::mt19937_64& random) {
   return order;
 }
 
-// Places entries close together, from 0 on, and returns where the last ends.
+// Packs entries closely, from offset 0, and returns the end of the highest one.
 int64_t place_well(std::vector<Entry*> order) {
   const int64_t least_bytes = fullest_phase(order);
-  // Large and long-lived ones first leaves the others to fill the gaps. From there on changes that make it little
-  // worse are followed, ever less as the search goes on, since the best order is seldom reached by improvements
-  // alone. The generator is the same everywhere, and so is the plan.
+  // The start: large and long-lived ones first, so that the others fill the gaps. Then simulated annealing: changes
+  // that are a little worse are accepted too, fewer and fewer of them, because improvements alone seldom reach the
+  // best order. The random generator is the same everywhere, and so is the plan.
   std::stable_sort(order.begin(), order.end(), [](const Entry* a, const Entry* b) {
     return a->bytes * std::popcount(a->phases) > b->bytes * std::popcount(b->phases);
   });
-  constexpr double kWorse = 0.03;  // that much at first
+  constexpr double kWorse = 0.03;  // accepted loss at the start
   std::mt19937_64 random;
   std::vector<Entry*> best = order;
   int64_t best_bytes = place(order);
@@ -115,8 +115,9 @@ TensorId MemoryPlan::add(std::string category, std::string name, DType dtype, st
 
 void MemoryPlan::finish() {
   PARKA_REQUIRE(!finished());
-  // Tensors of all phases one after another; then, likewise, those of the longest life among the others: there are
-  // hundreds of them (what all blocks keep for backward), and little to gain. What is left is placed with care.
+  // Tensors of all phases lie one after another. Then, likewise, those with the longest life among the others:
+  // there are hundreds of them (the saved activations of all blocks), with little to gain. The rest is packed by
+  // search.
   PhaseMask longest = 0;
   for (const Entry& entry : entries_) {
     if (entry.phases != kAllPhases && std::popcount(entry.phases) > std::popcount(longest)) longest = entry.phases;

@@ -14,12 +14,12 @@ struct TensorId {
   bool valid() const { return index >= 0; }
 };
 
-// Parts of a step, as bits. Tensors that have no phase in common may share memory.
+// Parts of a step, as bits. Tensors without a common phase may share memory.
 using PhaseMask = uint32_t;
 inline constexpr PhaseMask kAllPhases = ~PhaseMask{0};
 
-// Every tensor that a run will hold on a device, declared before anything is allocated. The same declarations
-// serve `parka plan` (which only adds up) and `parka train` (which allocates exactly this, once).
+// All tensors that a run will hold on a device, declared before anything is allocated. The same declarations serve
+// `parka plan`, which only adds up sizes, and `parka train`, which allocates exactly this, once.
 class MemoryPlan {
  public:
   struct Entry {
@@ -34,13 +34,14 @@ class MemoryPlan {
 
   static constexpr int64_t kAlignment = 256;  // of every tensor, in bytes
 
-  // Declares a tensor. One that is alive in all phases never shares memory.
-  // Throws Error(kBadInput) for one too large for any machine.
+  // Declares a tensor. A tensor of all phases never shares memory.
+  // Throws Error(kBadInput) if it is too large for any machine.
   TensorId add(std::string category, std::string name, DType dtype, std::vector<int64_t> shape,
                PhaseMask phases = kAllPhases);
 
-  // Assigns offsets: tensors of all phases one after another, then the transient ones, so that no two of a common
-  // phase overlap, and close together. The same declarations get the same offsets. Nothing may be added afterwards.
+  // Assigns offsets: first the tensors of all phases, one after another, then the transient ones, packed closely so
+  // that no two with a common phase overlap. The same declarations get the same offsets. Nothing may be added
+  // afterwards.
   void finish();
 
   bool finished() const { return total_bytes_ >= 0; }
@@ -53,9 +54,8 @@ class MemoryPlan {
     int64_t bytes;
     int64_t num_tensors;
   };
-  // Bytes per category in order of first declaration. Memory that several categories share counts for the one that
-  // was declared first, so the totals add up to total_bytes() and each says what dropping the later ones would not
-  // save.
+  // Bytes per category, in order of first declaration. Memory that several categories share counts for the one
+  // declared first. So the totals add up to total_bytes(), and dropping a later category saves only its own total.
   std::vector<CategoryTotal> summary() const;
 
  private:

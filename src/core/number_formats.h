@@ -105,7 +105,7 @@ PARKA_HOST_DEVICE inline uint8_t encode_float8(float x) {
   // As in encode_bf16; the exponent field then moves to the other bias.
   const uint32_t rounded = (clamped + kBelowHalf + ((clamped >> Layout::kShift) & 1u)) >> Layout::kShift;
   const uint32_t normal = rounded - (Layout::kBiasDifference << kFormat.mantissa_bits);
-  // The float32 adder rounds a subnormal: the sum has no room for anything below its last place.
+  // The float32 adder rounds a subnormal: the sum has no bits below its last place.
   const float sum = std::bit_cast<float>(clamped) + Layout::kSubnormalMagic;
   const uint32_t subnormal = std::bit_cast<uint32_t>(sum) - std::bit_cast<uint32_t>(Layout::kSubnormalMagic);
   return float8_code<kFormat>(u, clamped, normal, subnormal);

@@ -32,16 +32,16 @@ constexpr int kMostThreadsPerCore = 4;
 std::atomic<int> requested_threads{0};
 thread_local bool inside_body = false;
 
-// Workers sleep between jobs; a job is a shared counter of pieces that workers and caller draw from.
+// Workers sleep between jobs. A job is a shared counter of chunks that workers and caller draw from.
 class WorkerPool {
  public:
-  // Goes on with fewer workers where the system does not allow as many.
+  // Continues with fewer workers if the system does not allow as many.
   explicit WorkerPool(int num_workers) {
     threads_.reserve(static_cast<size_t>(num_workers));
     try {
       for (int i = 0; i < num_workers; ++i) threads_.push_back(start_thread("computes", [this] { work(); }));
     } catch (const Error& error) {
-      spdlog::warn("going on with {} of {} CPU threads: {}", threads_.size() + 1, num_workers + 1, error.what());
+      spdlog::warn("continuing with {} of {} CPU threads: {}", threads_.size() + 1, num_workers + 1, error.what());
     }
   }
   ~WorkerPool() {
@@ -66,7 +66,7 @@ class WorkerPool {
       ++generation_;
     }
     wake_.notify_all();
-    draw_pieces();
+    draw_chunks();
     std::unique_lock lock(mutex_);
     done_.wait(lock, [this] { return busy_ == 0; });
     // The caller's alone from here on: the next job's caller shall not release it.
@@ -85,13 +85,13 @@ class WorkerPool {
         if (stopping_) return;
         seen = generation_;
       }
-      draw_pieces();
+      draw_chunks();
       std::lock_guard lock(mutex_);
       if (--busy_ == 0) done_.notify_one();
     }
   }
 
-  void draw_pieces() {
+  void draw_chunks() {
     inside_body = true;
     for (;;) {
       const int64_t begin = next_.fetch_add(grain_);
@@ -100,9 +100,9 @@ class WorkerPool {
         (*body_)(begin, std::min(begin + grain_, count_));
       } catch (...) {
         std::lock_guard lock(mutex_);
-        if (!failure_ || begin < failed_piece_) {
+        if (!failure_ || begin < failed_chunk_) {
           failure_ = std::current_exception();
-          failed_piece_ = begin;
+          failed_chunk_ = begin;
         }
       }
     }
@@ -119,8 +119,8 @@ class WorkerPool {
   int busy_ = 0;
   uint64_t generation_ = 0;
   bool stopping_ = false;
-  std::exception_ptr failure_;  // of the first piece, in their order, that failed
-  int64_t failed_piece_ = 0;
+  std::exception_ptr failure_;  // of the first chunk, in their order, that failed
+  int64_t failed_chunk_ = 0;
 };
 
 }  // namespace
@@ -138,7 +138,7 @@ void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t
   if (count <= 0) return;
   grain = std::max<int64_t>(1, grain);
   if (inside_body || count <= grain || num_threads() == 1) {
-    // Same pieces as in parallel.
+    // The same chunks as in parallel.
     for (int64_t begin = 0; begin < count; begin += grain) body(begin, std::min(begin + grain, count));
     return;
   }

@@ -4,17 +4,17 @@
 
 namespace parka {
 
-// Calls body(begin, end) over pieces of [0, count) on all worker threads and returns when all are done.
-// Pieces are `grain` long (the last may be short) whatever the number of threads, so a result that
-// depends on the piece boundaries is still the same on every machine. An exception in a piece is rethrown
-// here, of several that of the first piece; pieces after it may or may not have run. Calls from inside a body that
-// runs in parallel run inline.
+// Calls body(begin, end) over chunks of [0, count) on all worker threads, and returns when all are done.
+// Chunks are `grain` long (the last may be shorter) for any number of threads, so a result that depends on the
+// chunk boundaries is the same on every machine. An exception in a chunk is rethrown here; of several, that of the
+// first chunk. Chunks after it may or may not have run. A nested call, from inside a body that runs in parallel,
+// runs inline.
 void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
 
-// Number of threads that parallel_for uses: PARKA's --threads option, else the cores this process may use. Where
-// the system does not allow as many, parallel_for warns once and uses those that there are.
+// Number of threads that parallel_for uses: the option --threads, else the number of cores this process may use. If
+// the system does not allow as many threads, parallel_for warns once and uses fewer.
 int num_threads();
-// Sets it, to at most 4 for each core; call before the first parallel_for. 0 means the default.
+// Sets the number of threads, limited to 4 per core; 0 means the default. Call it before the first parallel_for.
 void set_num_threads(int count);
 
 }  // namespace parka

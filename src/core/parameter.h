@@ -4,16 +4,16 @@
 
 namespace parka {
 
-// What a parameter is used as.
+// How a parameter is used.
 enum class ParameterRole : uint8_t {
-  kEmbedding,      // [V, d], from which tokens' rows are looked up
+  kEmbedding,      // [V, d], the table of token embeddings
   kTiedEmbedding,  // the same, and the head's weight as well
   kNorm,           // [1, d], the weight of a norm
-  kLinear,         // [N, K], a weight of a block that a GEMM reads
-  kHead,           // [V, d], from which logits are made
+  kLinear,         // [N, K], the weight of a linear layer in a block
+  kHead,           // [V, d], the weight of the output head
 };
 
-// What optimizer and checkpoint need to know of one parameter tensor; the model makes the table of them.
+// What optimizer and checkpoint need to know about one parameter tensor. The model makes the table of all.
 struct ParameterInfo {
   std::string name;  // "blocks.3.qkv", stable across versions: checkpoints use it
   int64_t rows = 0;  // 1 for vectors
@@ -23,10 +23,10 @@ struct ParameterInfo {
   // Position of its first element in the flat parameter space: a multiple of 128, so that optimizer groups are
   // the same however the space is split over ranks.
   int64_t first_element = 0;
-  // Parameters of one unit are used at one time, and so gathered and reduced together: 0 is the embedding, 1 + l
-  // block l, the last the final norm and the head.
+  // Parameters of one unit are used at the same time, so they are gathered and reduced together. Unit 0 is the
+  // embedding, 1 + l is block l, and the last one is the final norm and the head.
   int unit = 0;
-  // Standard deviation of the normal distribution that it is drawn from; 0: it starts as ones.
+  // Standard deviation of the normal distribution for its initial values; 0: they are ones.
   double initial_std = 0;
 
   int64_t numel() const { return rows * cols; }

@@ -6,8 +6,8 @@
 #include "core/host_device.h"
 
 // Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as
-// 1, 2, 3" (SC 2011). A draw is a pure function of (seed, stream, index): the same on CPU and GPU,
-// whatever the order or the number of threads and ranks.
+// 1, 2, 3" (SC 2011). A draw is a pure function of (seed, stream, index): it is the same on CPU and GPU,
+// in any order and with any number of threads and ranks.
 namespace parka {
 
 PARKA_HOST_DEVICE inline std::array<uint32_t, 4> philox4x32(uint64_t seed, uint64_t stream, uint64_t index) {
@@ -31,7 +31,7 @@ PARKA_HOST_DEVICE inline std::array<uint32_t, 4> philox4x32(uint64_t seed, uint6
   return {c0, c1, c2, c3};
 }
 
-// Uniform in (0, 1): never 0, so it can go into a logarithm.
+// Uniform in (0, 1): never 0, so its logarithm is finite.
 inline double uniform_open(uint32_t bits) { return (static_cast<double>(bits) + 0.5) * 0x1p-32; }
 
 // Two independent standard normals (Box-Muller, in double) from two words of random bits.
@@ -41,7 +41,7 @@ inline std::array<double, 2> normal2_of(uint32_t bits0, uint32_t bits1) {
   return {radius * std::cos(angle), radius * std::sin(angle)};
 }
 
-// From draw `index` of the stream.
+// Two standard normals from draw `index` of the stream.
 inline std::array<double, 2> philox_normal2(uint64_t seed, uint64_t stream, uint64_t index) {
   const auto r = philox4x32(seed, stream, index);
   return normal2_of(r[0], r[1]);

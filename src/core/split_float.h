@@ -5,16 +5,16 @@
 #include "core/host_device.h"
 #include "core/number_formats.h"
 
-// A float32 as the bfloat16 that the model computes with and the 16 bits that it lacks, so that an exact fp32
-// master weight costs two bytes beside the weight instead of four.
+// A float32 split into the bfloat16 that the model computes with and the 16 bits that it lacks. So an exact fp32
+// master weight takes two bytes beside the weight instead of four.
 //   weight    = (bits + 0x8000) >> 16        nearest bfloat16, ties away from zero
 //   remainder = bits - (weight << 16)        a signed number, -0x8000 .. 0x7fff, in units of the last place
-// The two formulas together give remainder = bits mod 2^16: read as unsigned, the remainder is just the low half
-// of the float, and only the weight knows whether rounding went up. Hence
+// The two formulas give remainder = bits mod 2^16: read as unsigned, the remainder is the low half of the float,
+// and only the weight shows whether rounding went up. Hence
 //   bits = (weight << 16) + sign_extend(remainder)   (mod 2^32)
-// for every one of the 2^32 patterns. Ties away from zero, not to even, because a tie's remainder must tell
-// from the weight alone which way it went: 0x8000 always means "rounded up".
-// Magnitudes from 0x1.ffp127 on round to infinity, and the weight of a NaN need not be a NaN: masters are finite.
+// for each of the 2^32 patterns. Ties go away from zero, not to even, because the remainder of a tie must show
+// which way it was rounded: 0x8000 always means "rounded up". Magnitudes from 0x1.ffp127 on round to infinity, and
+// the weight of a NaN need not be a NaN: masters are finite.
 namespace parka {
 
 struct SplitFloat {

@@ -9,7 +9,7 @@
 
 namespace parka {
 
-// A dense row-major tensor in memory that somebody else owns (an Arena, a test). Cheap to copy.
+// A dense row-major tensor in memory owned by somebody else (an Arena, a test). Cheap to copy.
 struct TensorView {
   static constexpr int kMaxRank = 4;
 
@@ -50,12 +50,12 @@ enum class Scaling : uint8_t {
   kBlock,   // one fp32 scale per group x group tile; edge tiles may be short
 };
 
-// A matrix [R, C] with its scales: the one type for activations, weights and gradients in every number
-// format. Ops read and write it, and choose what to compute from its format, so the model is written once.
+// A matrix [R, C] with its scales: the type of activations, weights and gradients in every number format. Ops read
+// and write it, and its format decides what they compute. So the model is written once for all formats.
 //   scaling kTensor: scale is fp32 [1]
 //   scaling kGroup:  scale is bf16 or fp32 [R, ceil(C / group)]
 //   scaling kBlock:  scale is fp32 [ceil(R / group), ceil(C / group)]
-// Scales are stored 16-byte aligned, as cuBLASLt wants them.
+// Scales are 16-byte aligned, as cuBLASLt requires.
 struct ScaledView {
   TensorView data;
   TensorView scale;

@@ -5,8 +5,8 @@
 
 namespace parka {
 
-// Starts a thread; `task` says in messages what it is for: "reads the data". Throws Error(kBadInput) that names the
-// limits where the system allows no further thread.
+// Starts a thread. `task` says in messages what it does: "reads the data". Throws Error(kBadInput), which names the
+// limits, if the system allows no further thread.
 std::thread start_thread(std::string_view task, std::function<void()> body);
 
 }  // namespace parka

@@ -37,29 +37,29 @@ struct MicroBatch {
   DataPosition after;
 };
 
-// Reads one rank's micro-batches ahead of the training loop, in a thread of its own and in a fixed order: each
-// global batch of DataOrder in turn, this rank's sequences of it cut into consecutive micro-batches. Where
-// sequences differ in their number of targets the thread reads all of a rank's micro-batches of a step before it
-// hands out the first. One thread may use a loader; `files` must outlive it.
+// Prefetches one rank's micro-batches in its own thread, in a fixed order: this rank's sequences of each global
+// batch of DataOrder, cut into consecutive micro-batches. If sequences differ in their number of targets, the
+// thread reads all micro-batches of a step before it hands out the first. Only one thread may use a loader; `files`
+// must outlive it.
 class BatchLoader {
  public:
-  // Throws Error(kBadInput) if the batch sizes do not divide, the data is smaller than one global batch, or `start`
-  // lies outside of the data, or the system allows no further thread.
+  // Throws Error(kBadInput) if the batch sizes do not divide, the data is smaller than one global batch, `start`
+  // lies outside the data, or the system allows no further thread.
   BatchLoader(const TokenFiles& files, const BatchLoaderOptions& options);
-  // Stops the thread whatever it is doing: it ends after the micro-batch or the shuffle that it is at.
+  // Stops the thread: it ends after its current micro-batch or shuffle.
   ~BatchLoader();
   BatchLoader(const BatchLoader&) = delete;
   BatchLoader& operator=(const BatchLoader&) = delete;
 
-  // The next micro-batch; waits for it if need be. A failed read is thrown by the call that would have returned
-  // that micro-batch, and by every call after it.
+  // The next micro-batch; waits for it if necessary. A failed read is thrown by the call that would have returned
+  // that micro-batch, and by every later call.
   MicroBatch next();
 
-  // Why one of the next `count` micro-batches, at most options.prefetch, cannot be read; null where all can. Waits
-  // until that is known; counts as waiting.
+  // Why one of the next `count` micro-batches, at most options.prefetch, cannot be read; null if all can. Waits
+  // until that is known, which counts as waiting.
   std::exception_ptr failure_within(int64_t count);
 
-  // Seconds that all calls of next() so far spent waiting: what reading the data costs the training loop.
+  // Seconds that all calls of next() have spent waiting: the cost of reading data for the training loop.
   double wait_seconds() const { return wait_seconds_; }
 
  private:
@@ -67,7 +67,7 @@ class BatchLoader {
   void read_ahead();
   void read_batches();
   MicroBatch read_micro_batch(DataPosition batch_start, int64_t index);
-  // Waits for room in the queue. Returns false if the loader is being destroyed.
+  // Waits until the queue is not full. Returns false if the loader is being destroyed.
   bool push(MicroBatch batch);
 
   const TokenFiles& files_;

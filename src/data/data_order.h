@@ -9,16 +9,14 @@
 
 namespace parka {
 
-// Which sequences of a list of sources a run trains on, in order: those of all sources shuffled together, epoch by
-// epoch (SampleOrder, OLMo's order), or a Mixture of them by weight. In a mixture each source is gone through in an
-// order of its own, that of a SampleOrder with the seed plus 2^32 times the number of the source, and begins its
-// next epoch wherever it runs out; DataPosition::epoch is 0 for good and `consumed` counts the sequences of the
-// run.
+// The order in which a run trains on the sequences of a list of sources. Either all sources are shuffled together,
+// epoch by epoch (SampleOrder, OLMo's order), or they are a Mixture by weight. In a mixture each source has its own
+// order, that of a SampleOrder with the seed plus 2^32 times the number of the source, and begins its next epoch
+// when it runs out. DataPosition::epoch is then always 0, and `consumed` counts the sequences of the run.
 //
-// Not to be used by several threads: it keeps the orders of the epochs at hand, 4 bytes for each sequence. The next
-// epoch's is made in a thread of its own while the last quarter of an epoch is read, as shuffling takes seconds for
-// 10^8 sequences; where the sequences are more than 2^28 that memory is not taken, and the order is made when it is
-// needed.
+// Only one thread may use it. It keeps the orders of the current epochs, 4 bytes for each sequence. Shuffling takes
+// seconds for 10^8 sequences, so another thread prepares the next epoch's order while the last quarter of an epoch
+// is read. With more than 2^28 sequences it does not, to save memory, and the order is made when it is needed.
 class DataOrder {
  public:
   // `weights`: one for each source, or none. Throws Error(kBadInput) as SampleOrder and Mixture do.
@@ -28,8 +26,7 @@ class DataOrder {
   // Where the next whole global batch starts, see SampleOrder::batch_start; in a mixture always at `position`.
   DataPosition batch_start(DataPosition position, int64_t global_batch) const;
 
-  // The sequence that entry `entry` of the batch at `start` is. Quick for entries that follow each other, with gaps
-  // or without.
+  // The sequence at entry `entry` of the batch at `start`. Fast if the entries of consecutive calls increase.
   int64_t sequence(DataPosition start, int64_t entry);
 
  private:

@@ -23,7 +23,7 @@ Mixture::Mixture(const std::vector<double>& weights) : takes_(weights.size()) {
   double rest = 0;  // of this source and those behind it
   for (size_t i = weights.size(); i-- > 0;) {
     if (!(weights[i] > 0) || !std::isfinite(weights[i])) {
-      throw_bad_input("data.weights: {} is not a positive number; leave out sources that are not to be read",
+      throw_bad_input("data.weights: {} is not a positive number; remove the sources that you do not want",
                       weights[i]);
     }
     rest += weights[i];

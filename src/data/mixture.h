@@ -5,16 +5,16 @@
 
 namespace parka {
 
-// Which source each sequence of a run is taken from, so that at every moment each source has had its share of all
-// sequences so far to within half of one for each split that leads to it: less than half the number of sources, and
-// less than one where there are three or fewer.
+// Which source each sequence of a run comes from. At every moment the share of each source is exact to within half
+// a sequence for each split that leads to it: less than half the number of sources, and less than one sequence for
+// three sources or fewer.
 //
-// The first source takes round(share * n) of the first n sequences; of those that it leaves the second takes its
-// share of the rest in the same way, and so on. That is a function of n alone, in integers: a run may be resumed
-// anywhere, on any number of ranks, and the same weights give the same sequence on any machine.
+// The first source takes round(share * n) of the first n sequences. The second takes its share of the rest in the
+// same way, and so on. That is a function of n alone, in integers: a run may be resumed anywhere, on any number of
+// ranks, and the same weights give the same sequence on any machine.
 class Mixture {
  public:
-  // Throws Error(kBadInput) unless there is a weight and all are positive; only their ratios count.
+  // Only the ratios of the weights count. Throws Error(kBadInput) if there are none, or one is not positive.
   explicit Mixture(const std::vector<double>& weights);
 
   size_t num_sources() const { return takes_.size(); }

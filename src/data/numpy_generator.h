@@ -4,8 +4,8 @@
 
 namespace parka {
 
-// The part of numpy.random.Generator(PCG64(seed)) that shuffling needs, with the same stream of numbers, so that a
-// run reads its data in the order in which OLMo's trainer does.
+// The part of numpy.random.Generator(PCG64(seed)) that shuffling needs, with the same stream of numbers. So a run
+// reads its data in the same order as OLMo's trainer.
 //
 // PCG64 is pcg_setseq_128_xsl_rr_64 of O'Neill, "PCG: A family of simple fast space-efficient statistically good
 // algorithms for random number generation" (2014). Its state is seeded from numpy's SeedSequence.

@@ -43,7 +43,7 @@ ReadOnlyFile::ReadOnlyFile(std::string path) : path_(std::move(path)) {
   // Asked before the file is opened, because opening a named pipe would wait for a writer.
   if (stat(path_.c_str(), &status) != 0) {
     if (errno == ENOENT)
-      throw_bad_input("{}: no such file; check the path, which is of the config's data section or the command line",
+      throw_bad_input("{}: no such file; check the path in the config's data section or on the command line",
                       path_);
     throw_bad_input("{}: cannot be opened ({}); check its path and permissions", path_, describe_errno(errno));
   }

@@ -8,13 +8,13 @@ namespace parka {
 
 // An open regular file that is read at given offsets.
 //
-// pread, not mmap: a mapped file that shrinks, or a file server that goes away, kills the process with SIGBUS; here
+// It uses pread, not mmap: if a mapped file shrinks, or its file server goes away, SIGBUS kills the process. Here
 // it is an Error that names the file. A training batch is a few scattered reads of some KiB, so mapping saves
 // nothing.
 class ReadOnlyFile {
  public:
-  // Throws Error(kBadInput) if the path is missing, is not a regular file or may not be read. Where the process has
-  // used up its soft limit of open files, raises that to the hard limit: corpora of thousands of files are common.
+  // Throws Error(kBadInput) if the path is missing, is not a regular file or may not be read. If the process has
+  // reached its soft limit of open files, raises that to the hard limit: corpora of thousands of files are common.
   explicit ReadOnlyFile(std::string path);
   ~ReadOnlyFile();
   ReadOnlyFile(ReadOnlyFile&& other) noexcept;
@@ -35,7 +35,7 @@ class ReadOnlyFile {
   int descriptor_ = -1;
 };
 
-// Whether there is something at `path`, as far as can be known: nothing where the path itself cannot be.
+// Whether something exists at `path`, as far as can be known; false for a path that cannot exist.
 bool file_exists(const std::string& path);
 
 }  // namespace parka

@@ -9,7 +9,7 @@ namespace parka {
 
 SampleOrder::SampleOrder(int64_t num_sequences, int64_t seed, bool shuffle)
     : num_sequences_(num_sequences), seed_(seed), shuffle_(shuffle) {
-  if (seed < 0) throw_bad_input("data.seed is {}; give a number that is not negative", seed);
+  if (seed < 0) throw_bad_input("data.seed is {}; give a non-negative number", seed);
   if (num_sequences > int64_t{1} << 32) {
     throw_bad_input("the data has {} sequences, more than the 2^32 that an epoch can hold; list fewer token files",
                     num_sequences);

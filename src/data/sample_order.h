@@ -4,14 +4,14 @@
 
 namespace parka {
 
-// Where a run is in its data.
+// The position of a run in its data.
 struct DataPosition {
   int64_t epoch = 0;
   int64_t consumed = 0;  // sequences of this epoch's order that all ranks together have trained on
   bool operator==(const DataPosition&) const = default;
 };
 
-// The order in which a run goes through its sequences: OLMo's, number for number.
+// The order in which a run reads its sequences: exactly OLMo's.
 //
 // Epoch e reads numpy's Generator(PCG64(seed + e)).shuffle(arange(num_sequences, dtype=uint32)), or file order
 // without shuffling. A global batch is the next `global_batch` entries of it; rank r of W trains on entries

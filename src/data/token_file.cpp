@@ -112,21 +112,21 @@ void TokenFile::open_raw() {
 void TokenFile::open_llm_c() {
   format_ = TokenFormat::kLlmC;
   if (tokens_.size() < kLlmCHeaderBytes) {
-    throw_bad_input("{}: begins as a file of llm.c but ends within the header; make it again", path());
+    throw_bad_input("{}: begins like a file of llm.c but ends within the header; make it again", path());
   }
   const auto magic = read_value<int32_t>(tokens_, 0), version = read_value<int32_t>(tokens_, 4);
   const bool wide = magic == 20240801;
   const int32_t known_version = wide ? 7 : 1;
   if (version != known_version) {
-    throw_bad_input("{}: is an llm.c file {} of version {}, only version {} can be read; make it again", path(),
+    throw_bad_input("{}: is an llm.c file {} of version {}, but only version {} can be read; make it again", path(),
                     magic, version, known_version);
   }
   type_ = wide ? TokenType::kUint32 : TokenType::kUint16;
   first_byte_ = kLlmCHeaderBytes;
   num_tokens_ = read_value<int32_t>(tokens_, 8);
   if (num_tokens_ < 0 || tokens_.size() != first_byte_ + num_tokens_ * size_of(type_)) {
-    throw_bad_input("{}: its header tells of {} tokens of {} bytes, but it has {} bytes behind it; copy it again",
-                    path(), num_tokens_, size_of(type_), tokens_.size() - first_byte_);
+    throw_bad_input("{}: its header says {} tokens of {} bytes, but {} bytes follow it; copy it again", path(),
+                    num_tokens_, size_of(type_), tokens_.size() - first_byte_);
   }
 }
 
@@ -137,20 +137,20 @@ void TokenFile::open_megatron() {
   std::array<char, kIndexMagic.size()> magic{};
   if (file.size() >= kIndexHeaderBytes) file.read(0, std::as_writable_bytes(std::span(magic)));
   if (std::string_view(magic.data(), magic.size()) != kIndexMagic || read_value<uint64_t>(file, 9) != 1) {
-    throw_bad_input("{}: is not an index of Megatron's (MMIDIDX, version 1); make it again, or rename {}", name,
-                    path());
+    throw_bad_input("{}: is not a Megatron index (MMIDIDX, version 1); make it again, or rename {}", name, path());
   }
   const int code = read_value<uint8_t>(file, 17);
   if (code != 8 && code != 4) {
-    throw_bad_input("{}: ids are of Megatron's type {}; only uint16 (8) and int32 (4) can be read", name, code);
+    throw_bad_input("{}: its token ids have Megatron's type {}; only uint16 (8) and int32 (4) can be read", name,
+                    code);
   }
   type_ = code == 8 ? TokenType::kUint16 : TokenType::kUint32;
   const auto sequences = read_value<uint64_t>(file, 18), marks = read_value<uint64_t>(file, 26);
-  const auto room = static_cast<uint64_t>(file.size());
-  if (sequences > room || marks > room ||
-      static_cast<uint64_t>(kIndexHeaderBytes) + 12 * sequences + 8 * marks != room) {
-    throw_bad_input("{}: {} bytes are not those of an index of {} sequences and {} document marks; copy it again",
-                    name, file.size(), sequences, marks);
+  const auto file_bytes = static_cast<uint64_t>(file.size());
+  if (sequences > file_bytes || marks > file_bytes ||
+      static_cast<uint64_t>(kIndexHeaderBytes) + 12 * sequences + 8 * marks != file_bytes) {
+    throw_bad_input("{}: its {} bytes are not an index of {} sequences and {} document marks; copy it again", name,
+                    file.size(), sequences, marks);
   }
   index_.emplace(Index{std::move(file), static_cast<int64_t>(sequences), static_cast<int64_t>(marks)});
   int64_t last_length = 0;
@@ -167,7 +167,7 @@ void TokenFile::open_megatron() {
                (num_tokens_ - last_length) * token_size;
   }
   if (!fits) {
-    throw_bad_input("{}: tells of {} tokens of {} bytes in a row, but {} has {} bytes; they do not belong together",
+    throw_bad_input("{}: lists {} tokens of {} bytes, but {} has {} bytes; the two files do not belong together",
                     index_->file.path(), num_tokens_, token_size, path(), tokens_.size());
   }
 }
@@ -228,7 +228,7 @@ void TokenFile::open_mask() {
   }
   ReadOnlyFile file(mask_path);
   if (file.size() != num_tokens_) {
-    throw_bad_input("{}: {} bytes are not one for each of the {} tokens of {}; make both again", mask_path,
+    throw_bad_input("{}: its {} bytes are not one for each of the {} tokens of {}; make both again", mask_path,
                     file.size(), num_tokens_, path());
   }
   mask_.emplace(std::move(file));

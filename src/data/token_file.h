@@ -15,25 +15,25 @@ enum class TokenType : uint8_t { kUint16, kUint32 };
 
 int64_t size_of(TokenType type);
 
-// Forms of token files, all little-endian (docs/data.md):
+// Formats of token files, all little-endian (docs/data.md):
 enum class TokenFormat : uint8_t {
   kRaw,       // ids and nothing else; OLMo calls such files ".npy"
-  kMegatron,  // x.bin with the same, and x.idx beside it: type, and lengths of sequences and documents
+  kMegatron,  // x.bin with ids only, and x.idx beside it: type, and lengths of sequences and documents
   kLlmC,      // a header of 256 int32 (magic number, version, tokens), then ids
 };
 std::string_view name_of(TokenFormat format);
 
-// What a mask file says of a token: one byte for each, any of these added up.
+// A mask file has one byte for each token, the sum of these marks.
 inline constexpr uint8_t kMarkTarget = 1;         // to be predicted: counts in the loss
 inline constexpr uint8_t kMarkDocumentStart = 2;  // the first of a document
 
 // One token file. Threads may read at the same time.
 class TokenFile {
  public:
-  // Which form it is in: Megatron's where `path` ends in .idx, or ends in .bin and a file .idx lies beside it;
-  // llm.c's where it ends in .bin and begins with one of llm.c's magic numbers; raw otherwise, and then its ids are
-  // of `raw_type`. Throws Error(kBadInput), naming the file and what to do, for a file that is missing, cannot be
-  // read or contradicts itself.
+  // The format is Megatron's if `path` ends in .idx, or ends in .bin and a file .idx lies beside it. It is llm.c's
+  // if `path` ends in .bin and the file begins with one of llm.c's magic numbers. Otherwise it is raw, with ids of
+  // `raw_type`. Throws Error(kBadInput), naming the file and what to do, if the file is missing, cannot be read or
+  // contradicts itself.
   TokenFile(const std::string& path, TokenType raw_type);
 
   const std::string& path() const { return tokens_.path(); }
@@ -46,11 +46,11 @@ class TokenFile {
   void read(int64_t first, int64_t count, int64_t vocab_size, int32_t* out) const;
 
   // Opens the mask file, whose name is the token file's with .mask added. Throws Error(kBadInput) if there is none
-  // or it has not one byte per token.
+  // or it does not have one byte per token.
   void open_mask();
   bool has_mask() const { return mask_.has_value(); }
-  // The marks of `count` tokens from `first` on. Throws Error(kBadInput) naming the place of a byte that is no sum
-  // of marks.
+  // The marks of `count` tokens from `first` on. Throws Error(kBadInput) naming the position of a byte that is not
+  // a sum of marks.
   void read_marks(int64_t first, int64_t count, uint8_t* out) const;
 
   // Whether the file itself says where documents begin, without looking at ids: Megatron's do.
@@ -59,7 +59,7 @@ class TokenFile {
   // index that contradicts itself.
   std::vector<int64_t> read_document_starts() const;
 
-  // Everything that decides what is read here: tokens, index, mask.
+  // All files that decide what is read: tokens, index, mask.
   std::vector<const ReadOnlyFile*> files() const;
 
  private:

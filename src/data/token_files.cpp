@@ -57,9 +57,8 @@ std::vector<std::string> expand_source(const std::string& source) {
   }
   globfree(&found);
   if (files.empty())
-    throw_bad_input(
-        "{}: no token file matches; check the path, which is of the config's data section or the command line",
-        source);
+    throw_bad_input("{}: no token file matches; check the path in the config's data section or on the command line",
+                    source);
   return files;
 }
 
@@ -80,8 +79,10 @@ TokenFiles::TokenFiles(const std::vector<std::string>& sources, TokenType raw_ty
 void TokenFiles::add_file(const std::string& path) {
   TokenFile file(path, raw_type_);
   if (file.num_tokens() < sequence_length_) {
-    throw_bad_input("{}: {} tokens are less than one sequence of {}; leave it out or lower data.sequence_length",
-                    path, file.num_tokens(), sequence_length_);
+    throw_bad_input(
+        "{}: {} tokens are fewer than one sequence of {}; remove the file or lower "
+        "data.sequence_length",
+        path, file.num_tokens(), sequence_length_);
   }
   const bool by_marks = rules_.separate_documents && rules_.document_end < 0;
   std::vector<int64_t> document_starts;

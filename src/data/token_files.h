@@ -7,23 +7,23 @@
 
 namespace parka {
 
-// What of a sequence is learnt, and what its tokens see of each other.
+// Which tokens of a sequence are targets, and which tokens they attend to.
 struct ExampleRules {
   bool loss_mask = false;           // only tokens with kMarkTarget in the mask files are targets
-  bool separate_documents = false;  // tokens see their own document only
+  bool separate_documents = false;  // tokens attend only to their own document
   // The id that ends a document; -1: documents begin where Megatron's index says so, or the mask file.
   int64_t document_end = -1;
   bool operator==(const ExampleRules&) const = default;
 };
 
-// The files that an entry of the config's lists stands for: the file of that name, or where *, ? or [...] are in it
-// and there is none all files that match, in sorted order; of Megatron's the .bin files, mask files never. Throws
-// Error(kBadInput) if nothing matches.
+// The files that an entry of the config's lists stands for: the file of that name; or, if there is none and the
+// entry has *, ? or [...], all files that match, in sorted order. Of Megatron's files these are the .bin files;
+// mask files never match. Throws Error(kBadInput) if nothing matches.
 std::vector<std::string> expand_source(const std::string& source);
 
-// A list of token files, seen as one array of sequences of S tokens. Sequence i of a file is its tokens
-// [S*i, S*(i+1)); the remainder of each file is dropped, so that no sequence spans two files. Files follow each
-// other in the order given.
+// A list of token files as one array of sequences of S tokens. Sequence i of a file is its tokens
+// [S*i, S*(i+1)); the remainder of each file is dropped, so that no sequence spans two files. Files are in the
+// order given.
 class TokenFiles {
  public:
   // Each of `sources` stands for one file or several, see expand_source(). Throws Error(kBadInput), naming the file
@@ -38,7 +38,7 @@ class TokenFiles {
   // The sequences of each source, which follow each other.
   const std::vector<int64_t>& source_sequences() const { return source_sequences_; }
   const ExampleRules& rules() const { return rules_; }
-  // Whether sequences differ in how many targets they have.
+  // Whether sequences differ in their number of targets.
   bool targets_vary() const { return rules_.loss_mask || rules_.separate_documents; }
 
   // Writes the sequence_length() ids of sequence `sequence` to `out`. Threads may read at the same time. Throws
@@ -48,20 +48,20 @@ class TokenFiles {
   // A sequence as a model is trained on it; S elements each.
   struct Example {
     int32_t* tokens;
-    int32_t* targets;  // what follows each token; kIgnoreTarget where that is not to be learnt: at the end, where
-                       // the mask does not ask for it, and from one document to the next where they are separate
+    int32_t* targets;  // the token after each token; kIgnoreTarget at the end of the sequence, where the mask does
+                       // not mark it, and at the end of a document if documents are separate
     int32_t* first_keys;  // the position at which each token's document begins; null unless documents are separate
   };
   // Returns the number of targets. Throws as read() does.
   int64_t read_example(int64_t sequence, const Example& out) const;
 
-  // A hash of all that gives a sequence number its meaning: sequence length, token type, and each file's name
-  // (without its folder), size, first 4 KiB and last 4 KiB, of index and mask files too. A checkpoint keeps it, to
-  // tell on resuming that the data changed. A changed token in the middle of a file goes unseen: reading terabytes
-  // would take longer than it is worth.
+  // A hash of all that defines a sequence number: sequence length, token type, and each file's name (without its
+  // folder), size, first 4 KiB and last 4 KiB, of index and mask files too. A checkpoint keeps it, to detect
+  // changed data on resuming. A changed token in the middle of a file is not detected: reading terabytes would take
+  // too long.
   uint64_t fingerprint() const;
 
-  // The same of each file alone, by its name, to say which one changed.
+  // The same for each file separately, to tell which one changed.
   struct FileIdentity {
     std::string name;  // without its folder
     int64_t bytes;

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "core/accumulation.h"
 #include "core/tensor.h"
 
 // What whoever runs a micro-batch says of it.
@@ -15,10 +16,6 @@ struct BatchShape {
   int64_t num_tokens() const { return num_sequences * sequence_length; }
   bool operator==(const BatchShape&) const = default;
 };
-
-// What becomes of what gradients hold. A sum over micro-batches begins by overwriting them, so that nobody need
-// clear them: a weight gradient's GEMM then writes without reading. Whatever was there, NaN included, is lost.
-enum class Accumulation { kBegin, kContinue };
 
 struct LossOptions {
   float grad_scale;  // usually 1 / number of targets in the optimizer step

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/accumulation.h"
 #include "kernels/device/arena.h"
 #include "model/kv_cache.h"
 #include "model/micro_batch.h"
@@ -60,6 +61,8 @@ class Model {
     const int32_t* first_keys = nullptr;
   };
 
+  // A sum of gradients over micro-batches begins by overwriting them, so that nobody needs to clear them: the GEMM
+  // of a weight gradient then writes without reading. Whatever was there, NaN included, is lost.
   using Accumulation = parka::Accumulation;
   using LossOptions = parka::LossOptions;
 

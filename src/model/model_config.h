@@ -15,13 +15,13 @@ struct RopeScalingConfig : RopeScaling {
 
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("kind", kind, "none, or llama3: low frequencies are divided by `factor`, high ones left alone");
+    visit("kind", kind, "none, or llama3: low frequencies are divided by `factor`, high ones stay as they are");
     visit("factor", factor, "llama3: what low frequencies are divided by", RealRange{1.0, 1e6});
     visit("low_frequency_factor", low_frequency_factor,
-          "llama3: pairs that turn less than this often in original_length are divided by the whole factor",
+          "llama3: pairs with fewer rotations than this in original_length are divided by the whole factor",
           RealRange{0.0, 1e6});
     visit("high_frequency_factor", high_frequency_factor,
-          "llama3: pairs that turn more than this often in it are left alone", RealRange{0.0, 1e6});
+          "llama3: pairs with more rotations than this in original_length are left alone", RealRange{0.0, 1e6});
     visit("original_length", original_length, "llama3: sequence length that the model was first trained on",
           IntegerRange{1, kMaxDimension});
   }
@@ -57,7 +57,8 @@ struct ModelConfig {
           "Rows of the embedding table, padding rows included; all take part in the softmax", dimension);
     visit("d_model", d_model, "Width of the residual stream", dimension);
     visit("num_layers", num_layers, "Transformer blocks", IntegerRange{1, 10000});
-    visit("num_heads", num_heads, "Query heads; d_model must be an even multiple of it", dimension);
+    visit("num_heads", num_heads, "Query heads; unless head_dim is given, d_model must be an even multiple of it",
+          dimension);
     visit("num_kv_heads", num_kv_heads,
           "Key/value heads (grouped-query attention), a divisor of num_heads; 0 means num_heads",
           IntegerRange{0, kMaxDimension});
@@ -65,9 +66,10 @@ struct ModelConfig {
           IntegerRange{0, kMaxDimension});
     visit("d_ffn", d_ffn, "Inner width of the SwiGLU feed-forward (width of up, and of gate)", dimension);
     visit("norm", norm, "layernorm: non-parametric LayerNorm (OLMo v1); rmsnorm: RMSNorm with a weight (Llama)");
-    visit("norm_eps", norm_eps, "Added to the variance or mean square under the root", RealRange{1e-30, 1.0});
+    visit("norm_eps", norm_eps, "Added to the variance or mean square under the square root",
+          RealRange{1e-30, 1.0});
     visit("rope_theta", rope_theta, "Base of the rotary position angles", RealRange{1.0});
-    visit("rope_scaling", rope_scaling, "Stretching of the rotary angles for long contexts");
+    visit("rope_scaling", rope_scaling, "Scaling of the rotary frequencies for long contexts");
     visit("tie_embeddings", tie_embeddings, "Use the embedding table as the output head");
     visit("init", init, "mitchell: OLMo's depth-scaled truncated normal; normal: N(0, init_std)");
     visit("init_std", init_std, "Standard deviation for init = normal", RealRange{1e-30});
@@ -124,9 +126,9 @@ struct PrecisionConfig {
 
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("recipe", recipe,
-          "Sets the defaults of the keys below and of the optimizer's states and master; keys that are given "
-          "override it");
+    visit(
+        "recipe", recipe,
+        "Sets the defaults of the keys below and of the optimizer's states and master; explicit keys override it");
     visit("compute", compute, "Residual stream, attention and everything else that is not FP8",
           one_of(DType::kF32, DType::kBF16));
     visit("gemm", gemm,
@@ -136,7 +138,7 @@ struct PrecisionConfig {
           one_of(DType::kE4M3, DType::kE5M2));
     visit("backward_format", backward_format, "FP8 format of output gradients", one_of(DType::kE4M3, DType::kE5M2));
     visit("norm_input", norm_input,
-          "How the inputs of the norms are kept for backward: compute, or fp8 (one scale per 1 x group_size)");
+          "How the norms' inputs are kept for backward: compute, or fp8 (one scale per 1 x group_size)");
     visit("up_gate", up_gate, "How the outputs of the up and gate projections are kept: compute or fp8");
     visit("qkv", qkv, "How rotated q, k and v are kept: compute or fp8");
     visit("attention_output", attention_output,
@@ -149,25 +151,24 @@ struct PrecisionConfig {
           "Keep silu(gate) as FP8 and use it in the product, as COAT does; needs up_gate = fp8");
     visit("save_product", save_product,
           "Keep the SwiGLU product for the weight gradient; false recomputes it in backward (same bits)");
-    visit(
-        "weight_copies", weight_copies,
-        "FP8 copies of the weights kept for a whole step: both (as they are, and transposed for input gradients), "
-        "rows (transposed where one is read), or none (made from the weight where it is read); same bits, each a "
-        "byte per parameter less. With ZeRO stage 3 those of a rank's own pieces, gathered where they are read: "
-        "transposed ones only if all pieces are whole rows and recompute is none. auto: rows where ZeRO stage 3 "
-        "divides the weights over several GPUs, else both");
-    visit(
-        "fast_forward", fast_forward,
-        "fp8_tensor on a GPU: forward's products are summed in the tensor cores' own accumulator of about 14 bits; "
-        "false: in fp32 every 128 terms, slower");
+    visit("weight_copies", weight_copies,
+          "FP8 copies of the weights kept for a whole step: both (row-major, and transposed for input gradients), "
+          "rows (transposed on use), or none (quantized on use); same bits, each a byte per parameter less. With "
+          "ZeRO stage 3 a rank keeps copies of its own shards, which are gathered on use; transposed ones only if "
+          "all shards are whole rows and recompute is none. auto: rows where ZeRO stage 3 shards the weights over "
+          "several GPUs, else both");
+    visit("fast_forward", fast_forward,
+          "fp8_tensor on a GPU: forward's products are summed in the tensor cores' accumulator of about 14 bits; "
+          "false: added up in fp32 every 128 terms, slower");
     visit("fast_input_gradient", fast_input_gradient, "The same for input gradients");
     visit("fast_weight_gradient", fast_weight_gradient,
-          "The same for weight gradients, which are sums over all tokens of the micro-batch: the loss gets worse");
+          "The same for weight gradients, which are sums over all tokens of the micro-batch; true makes the loss "
+          "worse");
     visit("recompute", recompute,
           "none, or block: keep only each block's input and run the block's forward again in backward (same bits)");
     visit("offload_blocks", offload_blocks,
-          "Blocks that leave what they keep for backward in host memory meanwhile (same bits): up to "
-          "model.num_layers - 2, evenly spread; the copies run beside other work",
+          "Blocks whose saved activations are offloaded to host memory until backward (same bits): up to "
+          "model.num_layers - 2, evenly spread; the copies overlap with other work",
           IntegerRange{0, kMaxDimension});
     visit("eval", eval, "same: evaluate with the training numerics; bf16: evaluate with BF16 linear layers");
   }

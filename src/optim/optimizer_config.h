@@ -65,12 +65,12 @@ struct OptimizerConfig {
     visit("lr", lr, "Peak learning rate", RealRange{});
     visit("beta1", beta1, "Decay of the first moment", decay_rate);
     visit("beta2", beta2, "Decay of the second moment", decay_rate);
-    visit("eps", eps, "Added to the root of the second moment", RealRange{1e-30, 1.0});
+    visit("eps", eps, "Added to the square root of the second moment", RealRange{1e-30, 1.0});
     visit("weight_decay", weight_decay, "Decoupled weight decay of linear weights; norms are never decayed",
           RealRange{});
     visit("decay_embeddings", decay_embeddings, "Also decay the embedding (and so a tied head)");
-    visit("clip_norm", clip_norm,
-          "Global gradient norm above which gradients are scaled down; 0 switches clipping off", RealRange{});
+    visit("clip_norm", clip_norm, "Global gradient norm above which gradients are scaled down; 0: no clipping",
+          RealRange{});
     visit("clip_warmup_steps", clip_warmup_steps,
           "While step <= this, the limit is clip_norm * clip_warmup_factor (OLMo-7B: 1000)", IntegerRange{});
     visit("clip_warmup_factor", clip_warmup_factor, "See clip_warmup_steps", RealRange{1.0});
@@ -80,9 +80,10 @@ struct OptimizerConfig {
     visit("exp_avg_sq_format", exp_avg_sq_format, "FP8 format of the second moment, likewise",
           one_of(DType::kE4M3, DType::kE5M2));
     visit("master", master,
-          "fp32, fp32_split (same bits in less memory), bf16_sr (stochastic rounding), or none (exactly when "
-          "precision.compute = fp32)");
-    visit("gradient", gradient, "Number format gradients are accumulated in", one_of(DType::kF32, DType::kBF16));
+          "Master weights: fp32, fp32_split (same bits in less memory), bf16_sr (stochastic rounding), or none "
+          "(if and only if precision.compute = fp32)");
+    visit("gradient", gradient, "Number format that gradients are accumulated in",
+          one_of(DType::kF32, DType::kBF16));
     visit("schedule", schedule, "Learning rate over the steps");
   }
 };

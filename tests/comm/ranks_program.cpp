@@ -201,16 +201,16 @@ void check_in_own_memory(const Checker& c, DType dtype, int64_t n) {
   const TensorView too_small = buffer.rows(0, std::max<int64_t>((size - 1) * n - 1, 0));
   for (const TensorView& given : {buffer, too_small}) {
     c.ranks.set_exchange_buffer(given);
-    for (Onto onto : {Onto::kNothing, Onto::kOldValue}) {
+    for (Accumulation accumulation : {Accumulation::kBegin, Accumulation::kContinue}) {
       std::vector<float> want(static_cast<size_t>(n), 0.0f);
-      if (onto == Onto::kOldValue) want = old;
+      if (accumulation == Accumulation::kContinue) want = old;
       for (int r = 0; r < size; ++r) {
         const std::vector<float> piece = part_of(input_of(dtype, r, size * n), rank, n);
         for (size_t i = 0; i < want.size(); ++i) want[i] += piece[i];
       }
       c.device.copy(in.data, source.view().data, in.bytes());
       c.device.copy(out.data, before.view().data, out.bytes());
-      c.ranks.reduce_scatter(c.device, in, out, Peers::kAll, onto);
+      c.ranks.reduce_scatter(c.device, in, out, Peers::kAll, accumulation);
       c.ranks.all_gather(c.device, out, whole, Peers::kAll);
       c.ranks.wait(c.device, c.ranks.last_queued());
       const TestTensor got(c.device, dtype, {n}), piece(c.device, dtype, {n});
@@ -236,11 +236,12 @@ void check_many_in_own_memory(const Checker& c, DType dtype, int64_t n) {
     const std::initializer_list<int64_t> shape = {size * count_of(i)};
     sources.emplace_back(c.device, dtype, shape, input(i, rank));
   }
-  for (const Onto onto : {Onto::kNothing, Onto::kOldValue}) {
+  for (const Accumulation accumulation : {Accumulation::kBegin, Accumulation::kContinue}) {
     for (int i = 0; i < kMany; ++i) {
       const TensorView in = memory.tensor(i, dtype, {size * count_of(i)});
       c.device.copy(in.data, sources[static_cast<size_t>(i)].view().data, in.bytes());
-      c.ranks.reduce_scatter(c.device, in, memory.tensor(kMany + i, dtype, {count_of(i)}), Peers::kAll, onto);
+      c.ranks.reduce_scatter(c.device, in, memory.tensor(kMany + i, dtype, {count_of(i)}), Peers::kAll,
+                             accumulation);
     }
     c.ranks.wait(c.device, c.ranks.last_queued());
     // Whoever has waited may overwrite what was reduced.

@@ -78,7 +78,7 @@ TEST_CASE("A rank that falls silent hangs", "[watchdog]") {
     CHECK(roll.verdict(second).has_value() == (second > 24));
   }
   CHECK(roll.verdict(25)->rank == 2);
-  CHECK(contains(roll.verdict(25), "no sign of life for 21 s, the last in step 4"));
+  CHECK(contains(roll.verdict(25), "sent nothing for 21 s, last heard of in step 4"));
 
   SECTION("but not when whoever listens was asleep itself") {
     roll.forgive(25);
@@ -101,7 +101,7 @@ TEST_CASE("Who keeps the roll forgives what it slept through, and is as strict a
     roll.forgive(1000);
     CHECK_FALSE(roll.verdict(1019));
     for (int r : {0, 2}) roll.heard(r, report(3, 1, 1), 1019);
-    CHECK(contains(roll.verdict(1021), "rank 1 has given no sign of life for 21 s"));
+    CHECK(contains(roll.verdict(1021), "rank 1 has sent nothing for 21 s"));
   }
   SECTION("standing still") {
     const auto beat = [&](double now) {
@@ -112,7 +112,7 @@ TEST_CASE("Who keeps the roll forgives what it slept through, and is as strict a
     beat(1000);
     CHECK_FALSE(roll.verdict(1000));
     for (double now = 1001; now <= 1601; ++now) beat(now);
-    CHECK(contains(roll.verdict(1601), "rank 1 has stood still for 601 s"));
+    CHECK(contains(roll.verdict(1601), "rank 1 has made no progress for 601 s"));
   }
   SECTION("news that it has not heard yet") {
     roll.lost(2, 1);
@@ -138,7 +138,7 @@ TEST_CASE("A rank that stands still while others wait for it is named", "[watchd
     const auto verdict = roll.verdict(602);
     REQUIRE(verdict);
     CHECK(verdict->rank == 1);
-    CHECK(contains(verdict, "rank 1 has stood still for 601 s in step 3"));
+    CHECK(contains(verdict, "rank 1 has made no progress for 601 s in step 3"));
     CHECK(contains(verdict, "rank 0 waits for it in collective 8"));
   }
   SECTION("not one that says that it gets on") {

@@ -35,7 +35,7 @@ class WatchdogTest(RanksTest):
                 run = self.drill(*SHORT)
                 run.kill(rank, signal.SIGSTOP)
                 self.finish(run, 5)
-                self.assert_lines(run, rf"^rank {rank} \(.*\) has given no sign of life for \d+ s, the last in step \d+, .*;"
+                self.assert_lines(run, rf"^rank {rank} \(.*\) has sent nothing for \d+ s, last heard of in step \d+, .*;"
                                        rf" rank [{'012'.replace(str(rank), '')}] ends with exit code 5$", SIZE - 1)
 
     def test_a_pause_of_all_ranks(self):
@@ -56,13 +56,13 @@ class WatchdogTest(RanksTest):
         for rank in (0, 2):
             run.kill(rank, signal.SIGCONT)
         self.finish(run, 5)
-        self.assert_lines(run, r"^rank 1 \(.*\) has given no sign of life for \d+ s, the last in step \d+, .*; rank [02] ends"
+        self.assert_lines(run, r"^rank 1 \(.*\) has sent nothing for \d+ s, last heard of in step \d+, .*; rank [02] ends"
                                " with exit code 5$", SIZE - 1)
 
     def test_a_rank_that_stands_still(self):
         run = Run(SIZE, "drill", "stall=1", "stall_seconds=2", *SHORT)
         self.finish(run, 5)
-        self.assert_lines(run, r"^rank 1 \(.*\) has stood still for \d+ s in step 3, forward, after \d+ collectives; "
+        self.assert_lines(run, r"^rank 1 \(.*\) has made no progress for \d+ s in step 3, forward, after \d+ collectives; "
                                r"rank \d \(.*\) waits for it in collective \d+; rank \d ends with exit code 5$", SIZE)
 
     def test_an_error_of_one_rank(self):

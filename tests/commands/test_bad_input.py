@@ -237,8 +237,8 @@ class BadInput(RunFolder):
         # One that the sanitizers may have, the program's own, the two above and a worker: not one for each of 4.
         result = run(5, "train", config)
         self.assert_exit(result, 0)
-        self.assertRegex(result.stderr, r"going on with [23] of 4 CPU threads: cannot start the thread that computes: .*ulimit -u")
-        self.assertEqual(len(result.stderr.split("going on with")), 2, result.stderr)
+        self.assertRegex(result.stderr, r"continuing with [23] of 4 CPU threads: cannot start the thread that computes: .*ulimit -u")
+        self.assertEqual(len(result.stderr.split("continuing with")), 2, result.stderr)
 
     def test_two_runs_in_one_folder(self):
         with open(self.path("run/lock"), "a", encoding="utf-8") as file:
@@ -281,15 +281,15 @@ class BadInput(RunFolder):
     def test_a_plan_says_that_a_batch_does_not_divide(self):
         config = self.write_config(self.config)
         batch = self.config["training"]["global_batch_size"]
-        self.assertNotIn("No run starts", parka("plan", config).stdout)
-        self.assertIn(f"No run starts with this batch: training.global_batch_size {batch} is not a multiple of",
+        self.assertNotIn("cannot be divided", parka("plan", config).stdout)
+        self.assertIn(f"This batch cannot be divided: training.global_batch_size {batch} is not a multiple of",
                       parka("plan", config, "--gpus", str(batch + 1)).stdout)
 
     def test_numbers_on_the_command_line(self):
-        for value, message in [("-1", "above 0"), ("0", "above 0"), ("many", "a number above 0"), ("inf", "a number above 0")]:
+        for value, message in [(value, "be a positive number") for value in ("-1", "0", "many", "inf")]:
             with self.subTest(value):
                 result = parka("plan", self.write_config(self.config), f"--memory-limit={value}")
-                self.assert_refused(result, [f"--memory-limit: {value} is given", message])
+                self.assert_refused(result, [f"--memory-limit: got {value}; it must", message])
                 self.assertLess(len(result.stderr), 120)
 
     def test_help_succeeds(self):

@@ -225,7 +225,7 @@ class Bench(RunFolder):
 
 class CommandLine(unittest.TestCase):
     def test_what_to_do_about_one_that_cannot_be_read(self):
-        for words, advice in ((("trian", "x.json"), "by trian, did you mean train?"), (("pln",), "by pln, did you mean plan?"),
+        for words, advice in ((("trian", "x.json"), "trian: did you mean train?"), (("pln",), "pln: did you mean plan?"),
                               (("quickstart",), "see parka --help"), (("--threads", "abc", "pln"), "--threads"), (("--treads", "2"), "see parka --help"),
                               (("train",), "see parka --help"), ((), "see parka --help")):
             with self.subTest(words):

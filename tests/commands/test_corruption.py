@@ -143,7 +143,7 @@ class OneRank(Corruption):
         for text in ("flip:weight:3:1", "flip:weight:9"):
             result = self.train_ranks(self.config("fp32", ALWAYS), 1, "--drill", text)
             self.assert_exit(result, BAD_INPUT)
-            self.assertIn("there are 1 ranks, counted from 0, and 8 steps", result.stderr)
+            self.assertIn("the run has 1 ranks, counted from 0, and 8 steps", result.stderr)
 
     def test_the_checks_change_no_bit(self):
         for recipe in ("fp32", "coat", "parka"):
@@ -197,7 +197,7 @@ class Ranks(Corruption):
         for ranks in (2, 3):
             config = self.config("fp32", dict(NEVER, replica_interval=1), zero_stage=0)
             message = self.flip(config, ranks, "weight", 1, 1)
-            self.assertIn("differs on ranks that hold the same", message)
+            self.assertIn("differs between ranks that must hold the same", message)
             named = re.findall(r"rank (\d) \(", message)
             self.assertEqual(named, ["0", "1"] if ranks == 2 else ["1"])
 
@@ -206,7 +206,7 @@ class Ranks(Corruption):
         config = self.config("fp32", dict(NEVER, replica_interval=1), zero_stage=0)
         config["checkpoint"].update(interval=100)
         result = self.train_ranks(config, 3, "--drill", f"flip:weight:{FLIP_STEP}:2")
-        self.assertRegex(self.message(result), rf"by step {FLIP_STEP + 1}: \S+ differs on ranks that hold the same: rank 2 \(")
+        self.assertRegex(self.message(result), rf"by step {FLIP_STEP + 1}: \S+ differs between ranks that must hold the same: rank 2 \(")
         self.assertEqual(checkpoints(self.path("run")), [])
 
     def test_the_checks_change_no_bit_of_several_ranks(self):

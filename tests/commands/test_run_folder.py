@@ -53,7 +53,7 @@ class InMidRun(RunFolders):
         first.send_signal(signal.SIGCONT)
         _, log = first.communicate(timeout=120)
         self.assertEqual(first.returncode, IO_FAILED, log)
-        self.assertIn(f"parka: error: {self.path('run')}: is not the folder any more in which this run began", log)
+        self.assertIn(f"parka: error: {self.path('run')}: is no longer the folder in which this run began", log)
         self.assertEqual(tree_digest(self.path("run")), before)
         again = self.train(config)
         self.assert_exit(again, 0)
@@ -75,7 +75,7 @@ class InMidRun(RunFolders):
                     os.rename(self.path("run"), self.path("elsewhere"))
                 _, log = run.communicate(timeout=120)
                 self.assertEqual(run.returncode, IO_FAILED, log)
-                self.assertIn("is not the folder any more", log)
+                self.assertIn("is no longer the folder", log)
                 self.assertEqual(os.path.exists(self.path("run")), bool(remains))
                 shutil.rmtree(self.path("run"), ignore_errors=True)
 
@@ -337,7 +337,7 @@ class Ranks(RunFolders):
                 result = self.run_ranks(train, elsewhere)
                 output = result.stdout + result.stderr
                 self.assertEqual(result.returncode, BAD_INPUT, output)
-                for word in ("the ranks do not see one folder: rank 0 has", self.path("run") + ",", "found by rank 1 at", self.path("other/run")):
+                for word in ("the ranks do not see the same folder: rank 0 has", self.path("run") + ",", "differs from that of rank 1 at", self.path("other/run")):
                     self.assertIn(word, output)
                 self.assertNotIn("rank 0 at", output)
                 self.assertEqual([name for name in os.listdir(self.path("run")) if name != "lock"], [])

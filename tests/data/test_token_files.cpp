@@ -109,8 +109,8 @@ TEST_CASE("bad token files are refused by name", "[data][token_files]") {
       {"loop", "cannot be opened"},
       {"pipe", "is not a regular file"},
       {"odd", "9 bytes are not a whole number of 2-byte tokens"},
-      {"short", "3 tokens are less than one sequence of 4"},
-      {"empty", "0 tokens are less than one sequence of 4"},
+      {"short", "3 tokens are fewer than one sequence of 4"},
+      {"empty", "0 tokens are fewer than one sequence of 4"},
       {"saved", "has the header of numpy.save()"},
   }));
   CAPTURE(name);

@@ -119,15 +119,15 @@ TEST_CASE("files that contradict themselves are refused", "[data][token_formats]
   elsewhere.pointers = {2, 10};
   version.version = 2;
   const auto [content, message] = GENERATE_COPY(table<std::string, std::string>({
-      {"", "is not an index of Megatron's"},
-      {std::string(100, 'x'), "is not an index of Megatron's"},
-      {version.bytes(), "is not an index of Megatron's"},
+      {"", "is not a Megatron index"},
+      {std::string(100, 'x'), "is not a Megatron index"},
+      {version.bytes(), "is not a Megatron index"},
       {type.bytes(), "Megatron's type 5; only uint16 (8) and int32 (4)"},
-      {good.bytes() + "x", "are not those of an index of 2 sequences and 3 document marks"},
-      {good.bytes().substr(0, 40), "are not those of an index of 2 sequences"},
-      {longer.bytes(), "tells of 10 tokens of 2 bytes in a row, but"},
+      {good.bytes() + "x", "are not an index of 2 sequences and 3 document marks"},
+      {good.bytes().substr(0, 40), "are not an index of 2 sequences"},
+      {longer.bytes(), "lists 10 tokens of 2 bytes, but"},
       {negative.bytes(), "has a sequence of -1 tokens"},
-      {elsewhere.bytes(), "they do not belong together"},
+      {elsewhere.bytes(), "the two files do not belong together"},
   }));
   CAPTURE(message);
   write_file(folder / "a.idx", content);
@@ -140,10 +140,11 @@ TEST_CASE("files that contradict themselves are refused", "[data][token_formats]
 TEST_CASE("llm.c's files that contradict themselves are refused", "[data][token_formats]") {
   const TemporaryFolder folder;
   const auto [content, message] = GENERATE(table<std::string, std::string>({
-      {llm_c_header(20240520, 2, 9) + bytes_of(kIds), "of version 2, only version 1"},
-      {llm_c_header(20240801, 1, 9) + bytes_of(kIds), "of version 1, only version 7"},
-      {llm_c_header(20240520, 1, 10) + bytes_of(kIds), "tells of 10 tokens of 2 bytes, but it has 18 bytes"},
-      {llm_c_header(20240520, 1, -9) + bytes_of(kIds), "tells of -9 tokens"},
+      {llm_c_header(20240520, 2, 9) + bytes_of(kIds), "of version 2, but only version 1"},
+      {llm_c_header(20240801, 1, 9) + bytes_of(kIds), "of version 1, but only version 7"},
+      {llm_c_header(20240520, 1, 10) + bytes_of(kIds),
+       "its header says 10 tokens of 2 bytes, but 18 bytes follow it"},
+      {llm_c_header(20240520, 1, -9) + bytes_of(kIds), "its header says -9 tokens"},
       {llm_c_header(20240520, 1, 9).substr(0, 100), "ends within the header"},
   }));
   CAPTURE(message);

@@ -175,7 +175,7 @@ TEST_CASE("a step folder must hold its own step, a copy may have any name", "[en
   save_checkpoint(folder / "run", small_contents(10), kKeepAll);
   copy_folder(folder / "run/step_00000010", folder / "run/step_00000020");
   copy_folder(folder / "run/step_00000010", folder / "best so far");
-  CHECK(refused_naming(folder / "run/step_00000020", "is of step 10, its folder of step 20"));
+  CHECK(refused_naming(folder / "run/step_00000020", "is a manifest of step 10 in a folder of step 20"));
   CHECK(same(read_contents(load_checkpoint(folder / "best so far")), small_contents(10)));
   CHECK(same(read_contents(load_checkpoint(folder / "run/step_00000010/")), small_contents(10)));
 }

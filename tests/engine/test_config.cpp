@@ -102,9 +102,9 @@ TEST_CASE("an unknown key names the nearest one", "[engine][config]") {
       {R"({"lr": 1})", "lr: unknown key; did you mean optimizer.lr?"},
       {R"({"training": {"lr": 1}})", "training.lr: unknown key; did you mean optimizer.lr?"},
       {R"({"zqxw": 1})",
-       "zqxw: unknown key; there are: model precision optimizer data training checkpoint telemetry evaluation "
+       "zqxw: unknown key; the keys are: model precision optimizer data training checkpoint telemetry evaluation "
        "distributed reliability device"},
-      {R"({"distributed": {"": 1}})", "distributed.: unknown key; there are: zero_stage shard_size"},
+      {R"({"distributed": {"": 1}})", "distributed.: unknown key; the keys are: zero_stage shard_size"},
       {R"({"optimizer.lr": 1})",
        R"("optimizer.lr": a key has no dots; write sections as objects, {"optimizer": {"lr": ...}})"},
       {R"({"model": {"d_modle": 1, "zz": 2}, "x\ny": 1})",
@@ -125,9 +125,9 @@ TEST_CASE("a value of the wrong type or out of range is refused", "[engine][conf
       {R"({"optimizer": {"beta1": 1}})", "optimizer.beta1: 1 is out of range; allowed: 0 to below 1"},
       {R"({"optimizer": {"eps": 0}})", "optimizer.eps: 0 is out of range; allowed: 1e-30 to 1"},
       {R"({"optimizer": {"clip_norm": 5e-324}})",
-       "optimizer.clip_norm: 5e-324 is too close to 0 for a number of 32 bits; give 0 or at least 1.18e-38"},
+       "optimizer.clip_norm: 5e-324 is too close to 0 for a 32-bit float; give 0 or at least 1.18e-38"},
       {R"({"training": {"z_loss": 1e-39}})",
-       "training.z_loss: 1e-39 is too close to 0 for a number of 32 bits; give 0 or at least 1.18e-38"},
+       "training.z_loss: 1e-39 is too close to 0 for a 32-bit float; give 0 or at least 1.18e-38"},
       {R"({"model": {"num_layers": 1.5}})", "model.num_layers: expected an integer, got 1.5"},
       {R"({"model": {"num_layers": 0}})", "model.num_layers: 0 is out of range; allowed: 1 to 10000"},
       {R"({"model": {"num_layers": "4"}})", R"(model.num_layers: expected an integer, got a string "4")"},
@@ -153,11 +153,9 @@ TEST_CASE("a value of the wrong type or out of range is refused", "[engine][conf
       {R"({"model": {"norm": 1}})", R"(model.norm: expected a string, got 1; allowed: "layernorm", "rmsnorm")"},
       {R"({"distributed": {"zero_stage": 4}})", "distributed.zero_stage: 4 is out of range; allowed: 0 to 3"},
       {R"({"distributed": {"shard_size": 8}})",
-       "distributed.shard_size = 8 has no meaning with zero_stage = 0, which divides nothing; set "
-       "it to 0"},
+       "distributed.shard_size = 8 has no meaning with zero_stage = 0, which shards nothing; set it to 0"},
       {R"({"data": {"documents": "separate", "document_end": 50304}})",
-       "data.document_end = 50304 is no token of model.vocab_size = 50304, so that no document would ever "
-       "end"},
+       "data.document_end = 50304 is not a token of model.vocab_size = 50304, so no document would ever end"},
       {R"({"data": {"sequence_length": 1}})", "data.sequence_length: 1 is out of range; allowed: 2 to 2147483647"},
   }));
   CHECK(parse_error(text) == "test.json: " + want);
@@ -369,7 +367,7 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
          c.optimizer.clip_norm = c.optimizer.clip_warmup_factor = 1e20;
          c.optimizer.clip_warmup_steps = 1;
        },
-       "optimizer.clip_norm * clip_warmup_factor = 1e+40 is more than a number of 32 bits can be"},
+       "optimizer.clip_norm * clip_warmup_factor = 1e+40 is more than a 32-bit float can hold"},
       {[](Config& c) { c.optimizer.lr = std::nan(""); }, "optimizer.lr: nan is out of range"},
       {[](Config& c) { c.precision.compute = DType::kE4M3; }, "precision.compute: not valid; allowed: fp32, bf16"},
       {[](Config& c) { c.model.num_heads = 0; }, "model.num_heads: 0 is out of range"},
@@ -483,7 +481,7 @@ TEST_CASE("a bad override is refused", "[engine][config]") {
       {"=1", "command line: \"=1\" is not an override; write section.key=value"},
       {"optimizer.lrr=1", "command line: optimizer.lrr: unknown key; did you mean optimizer.lr?"},
       {"optimzer.lr=1", "command line: optimzer: unknown key; did you mean optimizer?"},
-      {"optimizer.lr.x=1", "command line: optimizer.lr.x: unknown key; optimizer.lr has none inside"},
+      {"optimizer.lr.x=1", "command line: optimizer.lr.x: unknown key; optimizer.lr is not a section"},
       {"optimizer={}",
        "command line: optimizer is a section; override its keys one by one, as in optimizer.<key>=value"},
       {"optimizer.lr=abc", "command line: optimizer.lr: expected a number, got a string \"abc\""},

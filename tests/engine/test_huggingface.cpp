@@ -316,7 +316,7 @@ TEST_CASE("a model is exported as a family that can say all of it", "[engine][hu
   model.norm = NormKind::kLayerNorm;
   model.norm_eps = 0.25;
   CHECK(message_of([&] { choose_family(model, "", &olmo, "here"); }) ==
-        "here: no family of Hugging Face models can be this model: llama has model.norm = \"rmsnorm\", not "
+        "here: no supported Hugging Face family can express this model: llama has model.norm = \"rmsnorm\", not "
         "\"layernorm\"; olmo has model.norm_eps = 1e-05, not 0.25; train one with the values of a family");
   CHECK_THROWS_AS(make_huggingface_config({&olmo, model, 2048}, DType::kBF16, nullptr), Error);
 }
@@ -362,7 +362,7 @@ TEST_CASE("a family more is one value in the table", "[engine][huggingface]") {
                            {"num_hidden_layers", 1},     {"num_attention_heads", 4}, {"intermediate_size", 48},
                            {"tie_word_embeddings", true}};
   CHECK(message_of([&] { parse_huggingface_config(config, "here", families); }) ==
-        "here: has no sliding_window, which stands for a value that is not supported; null is");
+        "here: has no sliding_window, and its default is not supported; null is");
   config["sliding_window"] = nullptr;
   const HuggingFaceModel read = parse_huggingface_config(config, "here", families);
   CHECK(read.family == &families.back());

@@ -75,10 +75,10 @@ class TimedCommunicator final : public Communicator {
     real_.all_reduce(device, x, reduction, peers);
   }
   void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers,
-                      Onto onto) override {
+                      Accumulation accumulation) override {
     device_ = &device;
-    recording_.reduce_scatter(device, in, out, peers, onto);
-    real_.reduce_scatter(device, in, out, peers, onto);
+    recording_.reduce_scatter(device, in, out, peers, accumulation);
+    real_.reduce_scatter(device, in, out, peers, accumulation);
   }
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override {
     device_ = &device;

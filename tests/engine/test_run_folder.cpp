@@ -77,7 +77,7 @@ TEST_CASE("a lock says whether the folder is still the run's own", "[engine][run
         answers.push_back(true);
       } catch (const Error& e) {
         CHECK(e.code() == ExitCode::kIo);
-        CHECK(mentions(e.what(), run + ": is not the folder any more in which this run began"));
+        CHECK(mentions(e.what(), run + ": is no longer the folder in which this run began"));
         answers.push_back(false);
       }
     }

@@ -45,7 +45,7 @@ TEST_CASE("tokens are drawn with their probabilities", "[engine][sampling]") {
                {{0, 0.09 / sum}, {1, 0.0025 / sum}, {2, 0.25 / sum}, {3, 0.0225 / sum}}));
 }
 
-TEST_CASE("top-k and top-p leave the likeliest tokens", "[engine][sampling]") {
+TEST_CASE("top-k and top-p leave the most likely tokens", "[engine][sampling]") {
   CHECK(agrees(draw(kLogits, {.temperature = 1, .top_k = 2}), {{0, 0.3 / 0.8}, {2, 0.5 / 0.8}}));
   CHECK(agrees(draw(kLogits, {.temperature = 1, .top_k = 9}), {{0, 0.3}, {1, 0.05}, {2, 0.5}, {3, 0.15}}));
   // 0.5 is not 0.6 yet; with the next it is.
@@ -56,7 +56,7 @@ TEST_CASE("top-k and top-p leave the likeliest tokens", "[engine][sampling]") {
   CHECK(agrees(draw(kLogits, {.temperature = 1, .top_k = 3, .top_p = 0.55}), {{0, 0.3 / 0.8}, {2, 0.5 / 0.8}}));
 }
 
-TEST_CASE("at temperature 0 the first of the likeliest tokens is taken", "[engine][sampling]") {
+TEST_CASE("at temperature 0 the first of the most likely tokens is taken", "[engine][sampling]") {
   CHECK(sample_token({1, 3, -2, 3}, {.temperature = 0}, 0, 0) == 1);
   CHECK(sample_token({1, 3, -2, 3}, {.temperature = 1e-300}, 0, 7) >= 1);  // no overflow: one of the two
   CHECK(sample_token({1, 3, -2, 3}, {.temperature = 1, .top_k = 1}, 0, 0) == 1);

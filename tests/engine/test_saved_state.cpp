@@ -104,7 +104,7 @@ TEST_CASE("a progress that no run makes is refused", "[engine][checkpoint]") {
   }));
   CAPTURE(applied, epoch, consumed);
   const std::string message = change(applied, epoch, consumed);
-  CHECK(message.find("says that 5 steps with batches of 4 sequences made") != std::string::npos);
+  CHECK(message.find("says 5 steps with batches of 4 sequences,") != std::string::npos);
 }
 
 TEST_CASE("no origin is looked for where checkpoint.init_from is no text", "[engine][checkpoint]") {

@@ -158,12 +158,12 @@ TEST_CASE("a run refuses to go on with other data and names the file", "[engine]
   CHECK(message().empty());
   change_byte(16000);
   const std::string middle = message();
-  CHECK((middle.find("\"train.npy\" holds other bytes") != std::string::npos) == config.data.checksum);
+  CHECK((middle.find("\"train.npy\" holds different bytes") != std::string::npos) == config.data.checksum);
   CHECK(middle.empty() == !config.data.checksum);
   change_byte(16000);
   CHECK(message().empty());
   change_byte(0);
-  CHECK(message().find("\"train.npy\" holds other bytes") != std::string::npos);
+  CHECK(message().find("\"train.npy\" holds different bytes") != std::string::npos);
   change_byte(0);
   std::filesystem::resize_file(path, 32 * 999);
   CHECK(message().find("\"train.npy\" has 31968 bytes, had 32000") != std::string::npos);

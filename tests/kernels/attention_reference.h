@@ -134,8 +134,8 @@ inline BackwardReference backward_reference(const AttentionShape& s, const Doubl
   return r;
 }
 
-// Turns the gradients of queries and keys back by the angles of their positions, cos_sin [S, D].
-inline void turn_back(BackwardReference& r, const AttentionShape& s, const std::vector<float>& cos_sin) {
+// Rotates the gradients of queries and keys back by the angles of their positions, cos_sin [S, D].
+inline void rotate_back(BackwardReference& r, const AttentionShape& s, const std::vector<float>& cos_sin) {
   const int64_t half = s.D / 2;
   for (int64_t t = 0; t < s.T(); ++t) {
     for (int64_t c = 0; c < (s.H + s.Hkv) * s.D; ++c) {
@@ -143,13 +143,13 @@ inline void turn_back(BackwardReference& r, const AttentionShape& s, const std::
       const int64_t low = t * s.width() + c, high = low + half, angle = t % s.S * s.D + c % s.D;
       const double cos = cos_sin[angle], sin = cos_sin[angle + half];
       const double x = r.d_qkv[low], y = r.d_qkv[high], x_bound = r.bound[low], y_bound = r.bound[high];
-      const auto turn = [&](int64_t at, double from_x, double from_y) {
+      const auto rotate = [&](int64_t at, double from_x, double from_y) {
         r.d_qkv[at] = x * from_x + y * from_y;
         r.bound[at] = std::abs(from_x) * (x_bound + 2 * kUnit * (std::abs(x) + x_bound)) +
                       std::abs(from_y) * (y_bound + 2 * kUnit * (std::abs(y) + y_bound));
       };
-      turn(low, cos, sin);
-      turn(high, -sin, cos);
+      rotate(low, cos, sin);
+      rotate(high, -sin, cos);
     }
   }
 }

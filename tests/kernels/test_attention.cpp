@@ -75,19 +75,19 @@ struct Attention {
                                                           to_doubles(lse.host()), scale, unit_p);
     CHECK(count_wrong(d_qkv.host(), backward.d_qkv, backward.bound, dtype) == 0);
     CHECK((out.guard_intact() && lse.guard_intact() && d_qkv.guard_intact()));
-    check_turned(backward);
+    check_rotated(backward);
     CHECK((qkv.guard_intact() && d_out.guard_intact() && qkv.host() == x && d_out.host() == d_y));
   }
   // Backward as models call it.
-  void check_turned(BackwardReference reference) {
+  void check_rotated(BackwardReference reference) {
     if (s.D % 2 != 0) return;
     const std::vector<float> cos_sin = rope_table(s.S, s.D, 100.0);
     const TestTensor table(device, DType::kF32, {s.S, s.D}, cos_sin), amax(device, DType::kF32, {1});
-    const TestTensor turned(device, dtype, {s.T(), s.width()});
-    attention_backward(device, {qkv, out, d_out, lse, turned, s.S, s.H, s.Hkv, scale, {}, table, amax});
-    turn_back(reference, s, cos_sin);
-    CHECK(count_wrong(turned.host(), reference.d_qkv, reference.bound, dtype) == 0);
-    CHECK((turned.guard_intact() && amax.guard_intact() && table.host() == cos_sin));
+    const TestTensor rotated(device, dtype, {s.T(), s.width()});
+    attention_backward(device, {qkv, out, d_out, lse, rotated, s.S, s.H, s.Hkv, scale, {}, table, amax});
+    rotate_back(reference, s, cos_sin);
+    CHECK(count_wrong(rotated.host(), reference.d_qkv, reference.bound, dtype) == 0);
+    CHECK((rotated.guard_intact() && amax.guard_intact() && table.host() == cos_sin));
   }
 };
 

@@ -49,7 +49,7 @@ int64_t scratch_bytes(const AttentionShape& s) {
   return cuda::attention_backward_scratch_bytes(s.B, s.S, s.H, s.Hkv, s.D);
 }
 
-Results run(Device& device, const Inputs& in, DType dtype, int64_t room) {
+Results run(Device& device, const Inputs& in, DType dtype, int64_t scratch_size) {
   const AttentionShape& s = in.s;
   const TestTensor qkv(device, dtype, {s.T(), s.width()}, in.qkv), out(device, dtype, {s.T(), s.out_width()});
   const TestTensor d_out(device, dtype, {s.T(), s.out_width()}, in.d_out), d_qkv(device, dtype, {s.T(), s.width()});
@@ -59,7 +59,7 @@ Results run(Device& device, const Inputs& in, DType dtype, int64_t room) {
   const TensorView first = in.first_keys.empty() ? TensorView() : first_key.view();
   attention_forward(device, {qkv, out, lse, s.S, s.H, s.Hkv, in.scale, {}, first});
   const TestTensor table(device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 1e4)),
-      amax(device, DType::kF32, {1}), scratch(device, DType::kU8, {room});
+      amax(device, DType::kF32, {1}), scratch(device, DType::kU8, {scratch_size});
   attention_backward(device, {qkv, out, d_out, lse, d_qkv, s.S, s.H, s.Hkv, in.scale, first, table, amax, scratch});
 
   Results r{out.host(), lse.host(), {}, {}, {}, {}, true};
@@ -239,16 +239,16 @@ void check_rooms_for_score_gradients(const AttentionShape& s) {
     CAPTURE(device->name());
     const Results without = run(*device, in, DType::kBF16, 0);
     // Nothing fits; passes of one key/value head; of two, the last one maybe of one; as models have it.
-    for (const int64_t room : {of_group - 1, of_group, 2 * of_group + 16, scratch_bytes(s)}) {
-      CAPTURE(room);
-      const Results with = run(*device, in, DType::kBF16, room);
+    for (const int64_t scratch_size : {of_group - 1, of_group, 2 * of_group + 16, scratch_bytes(s)}) {
+      CAPTURE(scratch_size);
+      const Results with = run(*device, in, DType::kBF16, scratch_size);
       CHECK(with.bytes == without.bytes);
       CHECK((with.intact && without.intact));
     }
   }
 }
 
-TEST_CASE("attention_backward gives the same bits whatever room it has for score gradients",
+TEST_CASE("attention_backward gives the same bits with any scratch memory for score gradients",
           "[kernels][attention][devices]") {
   // Lengths beside multiples of 64 and 128 rows, query heads that share keys.
   check_rooms_for_score_gradients(GENERATE(AttentionShape{2, 1, 1, 1, 128}, AttentionShape{1, 63, 2, 2, 128},
@@ -259,13 +259,13 @@ TEST_CASE("attention_backward gives the same bits whatever room it has for score
 }
 
 // Apart from the others: under racecheck they take very long.
-TEST_CASE("attention_backward gives the same bits whatever room it has, in long sequences",
+TEST_CASE("attention_backward gives the same bits with any scratch memory, in long sequences",
           "[kernels][attention][devices][large]") {
   check_rooms_for_score_gradients(GENERATE(AttentionShape{9, 1100, 8, 4, 128}, AttentionShape{4, 1024, 8, 8, 128},
                                            AttentionShape{3, 2048, 8, 4, 128}, AttentionShape{2, 4100, 4, 4, 128}));
 }
 
-TEST_CASE("room for score gradients of attention: none where it is of no use", "[kernels][attention]") {
+TEST_CASE("scratch memory for score gradients of attention: none where it is of no use", "[kernels][attention]") {
   CHECK(cuda::attention_backward_scratch_bytes(4, 2048, 32, 32, 64) == 0);
   CHECK(cuda::attention_backward_scratch_bytes(1, 32768, 32, 32, 128) == 0);
   // Llama-2-7B at 4 x 2048: 4 passes of 32 of its 128 heads, each with 16 * 17 pairs of 16 KiB.

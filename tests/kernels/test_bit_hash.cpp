@@ -149,17 +149,17 @@ TEST_CASE("bit_hash gives the same bits on any number of threads", "[kernels][bi
 }
 
 TEST_CASE("bit_hash refuses wrong arguments", "[kernels][bit_hash]") {
-  const TestTensor x(cpu_device(), DType::kF32, {3}), room(cpu_device(), DType::kU8, {12}),
+  const TestTensor x(cpu_device(), DType::kF32, {3}), bytes(cpu_device(), DType::kU8, {12}),
       codes(cpu_device(), DType::kE4M3, {8});
   const auto message = [&](const TensorView& of, const TensorView& hash, uint64_t first_byte = 0) {
     return internal_error([&] { bit_hash(cpu_device(), {of, hash, first_byte}); });
   };
-  const TensorView hash = room.view().rows(0, 8);
+  const TensorView hash = bytes.view().rows(0, 8);
   CHECK(contains(message(TensorView(nullptr, DType::kF32, {3}), hash), "bit_hash: x"));
   CHECK(contains(message(x, codes), "bit_hash: hash is e4m3"));
-  CHECK(contains(message(x, room), "bit_hash: hash"));
+  CHECK(contains(message(x, bytes), "bit_hash: hash"));
   CHECK(contains(message(x, {}), "bit_hash: hash"));
-  CHECK(contains(message(x, room.view().rows(4, 8)), "not aligned to 8 bytes"));
+  CHECK(contains(message(x, bytes.view().rows(4, 8)), "not aligned to 8 bytes"));
   CHECK(contains(message(x, hash, 12), "first_byte is 12"));
   CHECK(message(x, hash, 16).empty());
 }

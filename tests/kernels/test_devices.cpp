@@ -346,11 +346,11 @@ TEST_CASE("rope on a GPU gives the bits of the CPU", "[kernels][devices]") {
         const TestTensor want(cpu_device(), dtype, {s.T, width}, x), got(*device, dtype, {s.T, width}, x);
         const TestTensor want_table(cpu_device(), DType::kF32, {s.S, s.D}, cos_sin);
         const TestTensor got_table(*device, DType::kF32, {s.S, s.D}, cos_sin);
-        const auto turn = [&](Device& d, const TensorView& qkv, const TensorView& table) {
+        const auto rotate = [&](Device& d, const TensorView& qkv, const TensorView& table) {
           rope_forward(d, {.qkv = qkv, .cos_sin = table, .num_heads = s.H, .num_kv_heads = s.Hkv, .saved = {}});
         };
-        turn(cpu_device(), want, want_table);
-        turn(*device, got, got_table);
+        rotate(cpu_device(), want, want_table);
+        rotate(*device, got, got_table);
         CHECK((want.bytes() == got.bytes()));
         CHECK((got.guard_intact() && got_table.bytes() == want_table.bytes()));
       }

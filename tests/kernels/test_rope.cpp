@@ -17,7 +17,7 @@ namespace {
 struct Shape {
   int64_t T, S, H, Hkv, D;
   int64_t width() const { return (H + 2 * Hkv) * D; }
-  int64_t turned() const { return (H + Hkv) * D; }  // columns of queries and keys
+  int64_t rotated() const { return (H + Hkv) * D; }  // columns of queries and keys
 };
 
 std::ostream& operator<<(std::ostream& out, const Shape& s) {
@@ -27,7 +27,7 @@ std::ostream& operator<<(std::ostream& out, const Shape& s) {
 const std::vector<Shape> kShapes = {{1, 1, 1, 1, 2},  {3, 1, 2, 2, 4},    {6, 3, 4, 4, 8},
                                     {21, 7, 4, 2, 6}, {26, 13, 5, 1, 34}, {34, 17, 3, 3, 64}};
 
-// Where element c of a row is turned: its partner in the pair, and the sign its sine gets.
+// Where element c of a row is rotated: its partner in the pair, and the sign its sine gets.
 struct Pair {
   int64_t partner, angle;
   double sine_sign;
@@ -90,7 +90,7 @@ TEST_CASE("rope_table stretches low frequencies as Llama 3.1 does", "[kernels][r
   CHECK(between > 0);
 }
 
-TEST_CASE("rope_forward turns queries and keys and leaves values alone", "[kernels][rope]") {
+TEST_CASE("rope_forward rotates queries and keys and leaves values alone", "[kernels][rope]") {
   const Shape s = GENERATE(from_range(kShapes));
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   CAPTURE(s, name_of(dtype));
@@ -103,7 +103,7 @@ TEST_CASE("rope_forward turns queries and keys and leaves values alone", "[kerne
     for (int64_t t = 0; t < s.T; ++t) {
       for (int64_t c = 0; c < s.width(); ++c) {
         const int64_t at = t * s.width() + c;
-        if (c >= s.turned()) {
+        if (c >= s.rotated()) {
           wrong += y[at] != x[at];
           continue;
         }
@@ -157,17 +157,17 @@ TEST_CASE("rope_forward leaves in qkv what the saved copy decodes to", "[kernels
 TEST_CASE("rope keeps a NaN to its pair", "[kernels][rope]") {
   const Shape s{6, 3, 2, 2, 4};
   std::vector<float> x = random_normal(s.T * s.width(), 5);
-  const auto turned = [&](Device& device) {
+  const auto rotated = [&](Device& device) {
     TestTensor table(device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 100.0));
     TestTensor qkv(device, DType::kF32, {s.T, s.width()}, x);
     rope_forward(device, {.qkv = qkv, .cos_sin = table, .num_heads = s.H, .num_kv_heads = s.Hkv, .saved = {}});
     return qkv.host();
   };
   for (Device* device : devices()) {
-    const std::vector<float> clean = turned(*device);
+    const std::vector<float> clean = rotated(*device);
     const int64_t poisoned = 4 * s.width() + 5;
     const float kept = std::exchange(x[poisoned], std::nanf(""));
-    const std::vector<float> y = turned(*device);
+    const std::vector<float> y = rotated(*device);
     x[poisoned] = kept;
     int wrong = 0;
     for (int64_t at = 0; at < s.T * s.width(); ++at) {

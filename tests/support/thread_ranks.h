@@ -60,10 +60,11 @@ class ThreadRanks {
       write(x, result);
       finish();
     }
-    void reduce_scatter(Device&, const TensorView& in, const TensorView& out, Peers peers, Onto onto) override {
+    void reduce_scatter(Device&, const TensorView& in, const TensorView& out, Peers peers,
+                        Accumulation accumulation) override {
       PARKA_REQUIRE(in.numel() == out.numel() * size_of(peers));
       std::vector<float> result = reduced(in, place_in(peers) * out.numel(), out.numel(), Reduction::kSum, peers);
-      for (size_t i = 0; i < result.size() && onto == Onto::kOldValue; ++i) {
+      for (size_t i = 0; i < result.size() && accumulation == Accumulation::kContinue; ++i) {
         result[i] += read(out, static_cast<int64_t>(i));
       }
       ranks_.barrier_.arrive_and_wait();

@@ -5,7 +5,8 @@
 
 namespace parka::cuda {
 
-// Queues an addition of one to *counter, host memory that the GPU can reach. One stream at a time may count on it.
+// Queues an increment of *counter, which is host memory that the GPU can access. Only one stream at a time may
+// increment a counter.
 void queue_count(uint64_t* counter, cudaStream_t stream);
 
 }  // namespace parka::cuda

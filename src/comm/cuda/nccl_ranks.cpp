@@ -12,7 +12,7 @@
 #include "comm/cuda/counter.h"
 #include "comm/cuda/nccl_status.h"
 #include "comm/cuda/peer_window.h"
-#include "comm/cuda/sum_pieces.h"
+#include "comm/cuda/sum_chunks.h"
 #include "comm/launch/watchdog.h"
 #include "comm/nccl_ranks.h"
 #include "kernels/device/cuda/check.h"
@@ -26,12 +26,12 @@ using cuda::check;
 using cuda::exit_code_of;
 using cuda::reason_of;
 
-constexpr size_t kDefaultStackBytes = 1024;  // of a thread, as CUDA starts with
+constexpr size_t kDefaultStackBytes = 1024;  // per thread, CUDA's default
 
 ncclDataType_t type_of(const TensorView& x) { return x.dtype == DType::kF32 ? ncclFloat32 : ncclBfloat16; }
 
-// Where a window of memory is known to all ranks of a node, NCCL leaves gathers to the GPUs' copy engines: kernels
-// that need multiprocessors make GEMMs beside them, which take all of them, wait for a second round.
+// With a window that all ranks of a node have registered, NCCL gathers with the GPUs' copy engines. Kernels would
+// take multiprocessors, and a GEMM beside them, which needs all of them, would need a second wave.
 ncclConfig_t communicator_config() {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0)
@@ -48,10 +48,10 @@ struct Span {
 
 Span span_of(const TensorView& x) { return {x.data, static_cast<const std::byte*>(x.data) + x.bytes()}; }
 
-// Collectives run in order on a stream of their own, of high priority: the few multiprocessors that they need are
-// given to them as soon as a kernel of the device's stream frees any. Two events order the streams: a collective
-// waits for the device's work of that time, and wait() makes the device wait for a collective. Sums of exchanged
-// pieces have a third stream, of low priority; what uses their memory afterwards waits for them.
+// Collectives run in order on their own stream, of high priority: they get the few multiprocessors they need as
+// soon as a kernel of the device's stream frees any. Events order the two streams: a collective waits for the work
+// the device has queued by then, and wait() makes the device wait for a collective. Sums of exchanged chunks run on
+// a third stream, of low priority; whatever uses their memory afterwards waits for them.
 class NcclCommunicator final : public Communicator, private CollectiveProbe {
  public:
   NcclCommunicator(Communicator& hosts, std::vector<std::string> host_of, cuda::CudaDevice& device,
@@ -88,7 +88,8 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   }
 
   void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) override;
-  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers, Onto onto) override;
+  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers,
+                      Accumulation accumulation) override;
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   uint64_t last_queued() const override { return last_queued_; }
@@ -103,7 +104,7 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
 
   void connect();
   void divided() override;
-  // Those who take part in a collective; a null communicator where a group is that of all, or of one.
+  // The ranks of a collective. The communicator is null for a group of one rank, or of all ranks.
   struct PeerGroup {
     ncclComm_t comm = nullptr;
     std::optional<cuda::PeerWindow> window;
@@ -127,7 +128,7 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   cudaEvent_t done(uint64_t number) const { return done_[number % kRemembered]; }
   cudaEvent_t summed(uint64_t number) const { return summed_[number % kRemembered]; }
   uint64_t& sum_before(uint64_t number) { return sum_before_[number % kRemembered]; }
-  // wait() for one that is further back waits for a later one.
+  // wait() for an older collective than those remembered waits for a later one.
   uint64_t remembered(uint64_t number) const {
     return last_queued_ < kRemembered ? number : std::max(number, last_queued_ - kRemembered + 1);
   }
@@ -147,7 +148,7 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   void queue(const Device& device, const char* name, const Call& call);
   void check_nccl(ncclResult_t status, const char* name) const;
 
-  // Of the watchdog's thread.
+  // Called by the watchdog's thread.
   CollectiveCounts counts() const override;
   std::string failure() override;
 
@@ -158,19 +159,19 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   cudaEvent_t ready_ = nullptr, exchanged_ = nullptr;
   std::array<cudaEvent_t, kRemembered> done_{}, summed_{};  // the ends of the latest collectives, and of their sums
   std::array<uint64_t, kRemembered> sum_before_{};          // the last sum up to each of them; 0: none
-  uint64_t *reached_ = nullptr, *finished_ = nullptr;       // counted by the GPU
+  uint64_t *reached_ = nullptr, *finished_ = nullptr;       // incremented by the GPU
   uint64_t last_queued_ = 0;
   std::vector<std::string> host_of_;  // by rank
   std::array<PeerGroup, 3> groups_;   // by Peers
   void* memory_ = nullptr;            // of allocate()
   int64_t memory_bytes_ = 0;
   TensorView buffer_;
-  int64_t buffer_at_ = 0;  // where the next exchange puts its pieces, in bytes
+  int64_t buffer_at_ = 0;  // where the next exchange puts its chunks, in bytes
   struct Sum {
     uint64_t number;
     std::array<Span, 3> memory;  // that it works on
   };
-  std::vector<Sum> sums_;  // in their order, those that may not be over
+  std::vector<Sum> sums_;  // in order, those that may still run
   uint64_t last_sum_ = 0;
 };
 
@@ -185,8 +186,8 @@ void NcclCommunicator::connect() {
   ncclUniqueId id;
   PARKA_REQUIRE(text.size() == sizeof(id.internal));
   std::memcpy(id.internal, text.data(), sizeof(id.internal));
-  // NCCL's kernels call functions through tables, so that the driver cannot know how much stack they need: CUDA's
-  // default, instead of what CudaDevice sets for kernels where it is known.
+  // NCCL's kernels call functions through tables, so the driver cannot know how much stack they need. They get
+  // CUDA's default instead of the smaller size that CudaDevice sets for Parka's own kernels.
   check(cudaDeviceSetLimit(cudaLimitStackSize, kDefaultStackBytes), "NCCL stack size");
   ncclConfig_t config = communicator_config();
   check_nccl(ncclCommInitRankConfig(&group(Peers::kAll).comm, size(), id, rank(), &config), "start");
@@ -195,7 +196,7 @@ void NcclCommunicator::connect() {
 void NcclCommunicator::divided() {
   if (size_of(Peers::kGroup) == 1 || size_of(Peers::kAcross) == 1) return;
   const int color = place_in(Peers::kAcross), place = place_in(Peers::kGroup);
-  watchdog_.probe(nullptr);  // its thread asks the communicators
+  watchdog_.probe(nullptr);  // its thread uses the communicators
   const ncclComm_t all = group(Peers::kAll).comm;
   ncclConfig_t config = communicator_config();
   check_nccl(ncclCommSplit(all, color, place, &group(Peers::kGroup).comm, &config), "groups");
@@ -204,7 +205,7 @@ void NcclCommunicator::divided() {
   watchdog_.probe(this);
 }
 
-// When an Error is on its way out, other ranks may never come to the collectives that are still queued.
+// When this is destroyed because of an Error, other ranks may never reach the collectives that are still queued.
 NcclCommunicator::~NcclCommunicator() {
   watchdog_.probe(nullptr);
   const bool failed = std::uncaught_exceptions() > 0;
@@ -266,7 +267,7 @@ void* NcclCommunicator::allocate(Device& device, int64_t bytes) {
 
 void NcclCommunicator::release(Device& device, void* memory) {
   if (memory != memory_) return device.release(memory);
-  // What is queued may wait for ranks that do not come, others may be writing to it, and this process ends.
+  // Queued work may wait for ranks that never come, and others may be writing here; the process ends anyway.
   if (std::uncaught_exceptions() > 0) return;
   cudaStreamSynchronize(device_.stream());
   synchronize();
@@ -286,8 +287,8 @@ bool NcclCommunicator::are_on_one_host(Peers peers) const {
   return true;
 }
 
-// The memory is a window for peers on one host, where they can reach that of one another. Others have none: over a
-// network NCCL's rings send less.
+// Peers on one host that can access each other's memory get a window. Others get none: over a network NCCL's rings
+// send less.
 void NcclCommunicator::open_windows() {
   if (memory_ == nullptr) return;
   std::byte* signals = static_cast<std::byte*>(memory_) + memory_bytes_;
@@ -299,7 +300,7 @@ void NcclCommunicator::open_windows() {
   }
 }
 
-// What every rank decides alike: plans place tensors at the same offsets.
+// All ranks get the same answer, because plans place tensors at the same offsets.
 bool NcclCommunicator::is_in_window(const TensorView& x, Peers peers) {
   const auto* const begin = static_cast<const std::byte*>(memory_);
   const auto* const at = static_cast<const std::byte*>(x.data);
@@ -310,8 +311,7 @@ bool NcclCommunicator::reduces_by_copies(const TensorView& in, Peers peers) {
   return is_in_window(in, peers) && in.bytes() / size_of(peers) * (size_of(peers) - 1) <= buffer_.bytes();
 }
 
-// A place in the buffer, which is used from end to end and then again: where a sum may still be reading, this
-// waits.
+// Takes memory from the exchange buffer, which is used as a ring. Waits where a sum may still be reading.
 std::byte* NcclCommunicator::take_buffer(int64_t bytes) {
   if (buffer_at_ + bytes > buffer_.bytes()) buffer_at_ = 0;
   std::byte* const begin = static_cast<std::byte*>(buffer_.data) + buffer_at_;
@@ -321,17 +321,17 @@ std::byte* NcclCommunicator::take_buffer(int64_t bytes) {
   return begin;
 }
 
-// The pieces of others come to the buffer. They are added up beside the collectives that follow, on multiprocessors
-// that the device's own work leaves idle.
+// The chunks of the others arrive in the buffer. They are summed beside the collectives that follow, on
+// multiprocessors that the device's own work leaves idle.
 void NcclCommunicator::reduce_by_copies(const TensorView& in, const TensorView& out, Peers peers, bool adds) {
   const int place = place_in(peers), count = size_of(peers);
   const int64_t others_bytes = (count - 1) * out.bytes();
   std::byte* const others = take_buffer(others_bytes);
-  const auto* const pieces = static_cast<const std::byte*>(in.data);
-  group_of(peers).window->exchange(pieces, others, out.bytes(), stream_);
+  const auto* const chunks = static_cast<const std::byte*>(in.data);
+  group_of(peers).window->exchange(chunks, others, out.bytes(), stream_);
   check(cudaEventRecord(exchanged_, stream_), "reduce_scatter");
   check(cudaStreamWaitEvent(sum_stream_, exchanged_), "reduce_scatter");
-  const std::byte* const own = pieces + place * out.bytes();
+  const std::byte* const own = chunks + place * out.bytes();
   cuda::queue_sum({own, others, place, count}, out, adds, sum_stream_);
   last_sum_ = last_queued_;
   check(cudaEventRecord(summed(last_sum_), sum_stream_), "reduce_scatter");
@@ -360,11 +360,11 @@ void NcclCommunicator::all_reduce(Device& device, const TensorView& x, Reduction
 }
 
 void NcclCommunicator::reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers,
-                                      Onto onto) {
+                                      Accumulation accumulation) {
   check_reducible(in);
   const int size = size_of(peers);
   check_scattered(in, out, size);
-  const bool adds = onto == Onto::kOldValue;
+  const bool adds = accumulation == Accumulation::kContinue;
   wait_for_sums(span_of(in));
   if (size > 1 && reduces_by_copies(in, peers)) {
     queue(device, "reduce_scatter", [&] {
@@ -408,12 +408,12 @@ void NcclCommunicator::all_gather_columns(Device& device, const TensorView& in, 
       return ncclSuccess;
     }
     PARKA_REQUIRE(out.bytes() <= buffer_.bytes());
-    std::byte* const pieces = take_buffer(out.bytes());
+    std::byte* const blocks = take_buffer(out.bytes());
     const ncclResult_t status =
-        ncclAllGather(in.data, pieces, static_cast<size_t>(in.bytes()), ncclUint8, group_of(peers).comm, stream_);
+        ncclAllGather(in.data, blocks, static_cast<size_t>(in.bytes()), ncclUint8, group_of(peers).comm, stream_);
     for (int place = 0; place < size && status == ncclSuccess; ++place) {
       const auto width = static_cast<size_t>(row_bytes);
-      check(cudaMemcpy2DAsync(target + place * row_bytes, size * width, pieces + place * in.bytes(), width, width,
+      check(cudaMemcpy2DAsync(target + place * row_bytes, size * width, blocks + place * in.bytes(), width, width,
                               static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, stream_),
             "all_gather_columns");
     }

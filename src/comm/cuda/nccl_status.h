@@ -7,7 +7,7 @@
 
 namespace parka::cuda {
 
-// A failure of the network or of another rank is no defect of this one.
+// A failure of the network or of another rank is not a bug in this one.
 inline ExitCode exit_code_of(ncclResult_t status) {
   const bool others = status == ncclSystemError || status == ncclRemoteError;
   return others ? ExitCode::kRankLost : ExitCode::kInternal;

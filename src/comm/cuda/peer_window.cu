@@ -35,12 +35,12 @@ CUdeviceptr address(const std::byte* memory) { return reinterpret_cast<CUdevicep
 std::optional<PeerWindow> PeerWindow::open(ncclComm_t comm, void* memory, int64_t bytes, std::byte* signals) {
   int version = 0;
   check_nccl(ncclGetVersion(&version), "window", comm);
-  if (version / 100 != NCCL_VERSION_CODE / 100) return {};  // what a window is in memory may differ
+  if (version / 100 != NCCL_VERSION_CODE / 100) return {};  // the layout of a window may differ
   ncclWindow_t window = nullptr;
   check_nccl(ncclCommWindowRegister(comm, memory, static_cast<size_t>(bytes), &window, NCCL_WIN_COLL_SYMMETRIC),
              "window", comm);
   if (window == nullptr) return {};
-  // Where not all GPUs reach one another, it is a note of NCCL's own, in host memory.
+  // Where some GPUs cannot access each other, the window is an NCCL structure in host memory.
   cudaPointerAttributes attributes{};
   check(cudaPointerGetAttributes(&attributes, window), "window");
   if (attributes.type == cudaMemoryTypeUnregistered) {
@@ -68,8 +68,8 @@ PeerWindow::PeerWindow(ncclComm_t comm, void* window, void* memory, std::byte* s
 
 void PeerWindow::close() { ncclCommWindowDeregister(comm_, static_cast<ncclWindow_t>(window_)); }
 
-// Each rank counts its meetings in a number of its own at every other, and waits until those of all others that it
-// has here have come as far. What was queued before is seen by all after it.
+// A barrier on the stream: each rank writes its number of meetings to every other rank, and waits until it has
+// received the same number from all others. What was queued before is visible to all ranks afterwards.
 void PeerWindow::meet(cudaStream_t stream) {
   static const auto batch_mem_op = driver_function<decltype(&cuStreamBatchMemOp)>("cuStreamBatchMemOp");
   ++meetings_;
@@ -97,14 +97,14 @@ void PeerWindow::meet(cudaStream_t stream) {
   }
 }
 
-void PeerWindow::exchange(const std::byte* in, std::byte* pieces, int64_t piece_bytes, cudaStream_t stream) {
+void PeerWindow::exchange(const std::byte* in, std::byte* chunks, int64_t chunk_bytes, cudaStream_t stream) {
   const int size = static_cast<int>(bases_.size());
   meet(stream);
   for (int step = 1; step < size; ++step) {
     const int to = (place_ + step) % size;  // one rank writes to a rank at a time
     const int slot = place_ < to ? place_ : place_ - 1;
-    check(cudaMemcpyAsync(at(to, pieces + slot * piece_bytes), in + to * piece_bytes,
-                          static_cast<size_t>(piece_bytes), cudaMemcpyDefault, stream),
+    check(cudaMemcpyAsync(at(to, chunks + slot * chunk_bytes), in + to * chunk_bytes,
+                          static_cast<size_t>(chunk_bytes), cudaMemcpyDefault, stream),
           "exchange");
   }
   meet(stream);
@@ -131,7 +131,7 @@ std::optional<PeerWindow> PeerWindow::open(ncclComm_t /*comm*/, void* /*memory*/
   return {};
 }
 void PeerWindow::close() {}
-void PeerWindow::exchange(const std::byte* /*in*/, std::byte* /*pieces*/, int64_t /*piece_bytes*/,
+void PeerWindow::exchange(const std::byte* /*in*/, std::byte* /*chunks*/, int64_t /*chunk_bytes*/,
                           cudaStream_t /*stream*/) {}
 void PeerWindow::gather_columns(const std::byte* /*in*/, std::byte* /*out*/, int64_t /*rows*/,
                                 int64_t /*row_bytes*/, cudaStream_t /*stream*/) {}

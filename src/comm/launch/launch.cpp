@@ -23,8 +23,8 @@ std::string host_name() {
   return name.data();
 }
 
-// For what goes wrong before ranks can speak with each other: the first rank says it, the others end with the same
-// code in silence.
+// For errors before the ranks can communicate: rank 0 reports the error, the others exit silently with the same
+// code.
 [[noreturn]] void fail_alone(int rank, const std::string& message) {
   if (rank != 0) std::_Exit(static_cast<int>(ExitCode::kBadInput));
   throw_bad_input("{}", message);
@@ -41,7 +41,7 @@ Launch::Launch() : hosts_{host_name()} {
   if (!built_with_mpi()) {
     fail_alone(
         launched.rank,
-        fmt::format("several processes were started together ({} is {}), and this parka was built without MPI: "
+        fmt::format("several processes were started together ({} is {}), but this parka was built without MPI: "
                     "run scripts/setup.sh, build again, or start one process",
                     launched.variable, launched.size));
   }
@@ -54,8 +54,8 @@ Launch::Launch() : hosts_{host_name()} {
   if (launched.size > 1 && place.size != launched.size) {
     fail_alone(
         launched.rank,
-        fmt::format("{} says that {} processes were started together, and MPI knows of {}: they were started "
-                    "by another MPI than {}, which this parka was built with; use its mpirun, or srun --mpi=pmix",
+        fmt::format("{} says that {} processes were started together, but MPI finds {}: they were started by "
+                    "another MPI than {}, which this parka was built with; use its mpirun, or srun --mpi=pmix",
                     launched.variable, launched.size, place.size, place.library));
   }
   agreement_ = make_mpi_communicator(watchdog_.host_collectives());
@@ -82,7 +82,7 @@ int Launch::agree_on_gpu(bool wanted) {
     check_gpus(claims);
     if (wanted && !built_with_nccl()) {
       throw_bad_input(
-          "{} ranks were started on GPUs, and this parka was built without NCCL: install NCCL (libnccl-dev) and "
+          "{} ranks were started on GPUs, but this parka was built without NCCL: install NCCL (libnccl-dev) and "
           "build again, or run one rank",
           size_);
     }

@@ -14,26 +14,25 @@ struct LaunchOptions {
   WatchdogTimes watchdog;
 };
 
-// The processes that mpirun or srun started together, and this one's place among them. A process that was started
-// alone is a run of one rank, needs no MPI and starts none.
+// The processes that mpirun or srun started together, and this process among them. A process started alone is a run
+// of one rank; it neither needs nor starts MPI.
 class Launch {
  public:
   int rank() const { return rank_; }
   int size() const { return size_; }
   const std::string& host() const { return hosts_[static_cast<size_t>(rank_)]; }
 
-  // Agreement between hosts; usable before there is a device.
+  // For agreement between the ranks' hosts; usable before there is a device.
   Communicator& hosts() { return *agreement_; }
   Watchdog& watchdog() { return watchdog_; }
 
   // These wait for all ranks, and throw the same Error(kBadInput) on all of them.
-  // `text` must be the same on all ranks. The error names a rank and the first line that differs: `what` is "the
-  // config", `remedy` says what to do.
+  // `text` must be the same on all ranks. Otherwise the error names a rank, the first line that differs, `what` the
+  // text is ("the config"), and `remedy`, what to do about it.
   void require_same(const std::string& what, const std::string& text, const std::string& remedy);
-  // The ordinal of the GPU that this rank shall compute on, by its place within its host, or -1 where it does not
-  // want one.
+  // The ordinal of the GPU that this rank computes on, chosen by its rank within the host; -1 if it wants none.
   int agree_on_gpu(bool wanted);
-  // The collectives of all ranks for tensors of `device`, which must outlive them: NCCL on GPUs, MPI on CPUs.
+  // The collectives of all ranks for tensors of `device`: NCCL on GPUs, MPI on CPUs. `device` must outlive them.
   std::unique_ptr<Communicator> make_communicator(Device& device);
 
  private:
@@ -51,11 +50,10 @@ class Launch {
   std::unique_ptr<Communicator> agreement_;
 };
 
-// Joins the other ranks of the run, if there are any, calls `body` on each and parts from them; returns the exit
-// code of the process. When a rank throws, all end with the code of its Error: the rank to blame gets the Error
-// rethrown here, with its name in front unless all ranks failed alike; on the others this returns the code, or the
-// watchdog has ended them already. `body` must have given up everything that it allocated when it returns or
-// throws.
+// Joins the other ranks of the run, if there are any, calls `body` on each and leaves them again. Returns the exit
+// code of the process. When a rank throws, all exit with the code of its Error. On the rank to blame the Error is
+// rethrown, with the rank's name in front unless all ranks failed alike. On the others this returns the code, or
+// the watchdog has ended them already. `body` must have released all that it allocated when it returns or throws.
 int run_launched(const LaunchOptions& options, const std::function<int(Launch&)>& body);
 
 }  // namespace parka

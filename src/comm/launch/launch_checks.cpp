@@ -20,7 +20,7 @@ int number_in(const char* text, int otherwise) {
   return number;
 }
 
-// The first line in which the texts differ, of both; empty where one has ended.
+// The first line in which the two texts differ, from each of them; empty where a text has ended.
 std::pair<std::string, std::string> first_difference(const std::string& a, const std::string& b) {
   std::istringstream in_a(a), in_b(b);
   std::string line_a, line_b;
@@ -44,7 +44,7 @@ LaunchedAs launched_as(const std::function<const char*(const char*)>& variable) 
   struct Launcher {
     const char *size, *rank;
   };
-  // In this order: mpirun under Slurm starts its helpers by srun, whose variables then mean those.
+  // The order matters: mpirun under Slurm starts its helpers with srun, whose variables then describe the helpers.
   constexpr Launcher kLaunchers[] = {{"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"},
                                      {"PMI_SIZE", "PMI_RANK"},
                                      {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"}};
@@ -81,8 +81,8 @@ void check_gpus(const std::vector<GpuClaim>& claims) {
     }
     if (!claim.wanted) continue;
     if (claim.num_visible == 0) {
-      throw_bad_input("rank {} ({}) finds no GPU (does nvidia-smi list one there?); device.kind=cpu runs without",
-                      r, claim.host);
+      throw_bad_input("rank {} ({}) finds no GPU (does nvidia-smi list one there?); device.kind=cpu needs none", r,
+                      claim.host);
     }
     if (claim.ordinal >= claim.num_visible) {
       throw_bad_input(

@@ -22,12 +22,12 @@
 namespace parka {
 namespace {
 
-// Longer lines come from nothing of ours.
+// Parka never sends longer lines.
 constexpr size_t kLongestLine = size_t{1} << 20;
 
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 
-// Binds `fd` to a free port and listens; false where the address family cannot be had.
+// Binds `fd` to a free port and listens; false if the address family is not available.
 bool listen_on(int fd, const sockaddr* address, socklen_t length) {
   return fd >= 0 && ::bind(fd, address, length) == 0 && ::listen(fd, SOMAXCONN) == 0;
 }
@@ -64,7 +64,7 @@ void LineSocket::flush() {
   while (fd_ >= 0 && !outgoing_.empty()) {
     const ssize_t sent = ::send(fd_, outgoing_.data(), outgoing_.size(), MSG_NOSIGNAL);
     if (sent < 0) {
-      // A connection that failed is found closed by receive(), which first hands out what had arrived.
+      // receive() reports a failed connection as closed, after it has returned what had arrived.
       if (!would_block()) outgoing_.clear();
       return;
     }

@@ -6,11 +6,10 @@
 
 namespace parka {
 
-// A TCP connection that carries lines of text and never makes the caller wait. A failed connection counts as
-// closed.
+// A TCP connection for lines of text that never blocks the caller. A failed connection counts as closed.
 class LineSocket {
  public:
-  explicit LineSocket(int fd);  // takes it over
+  explicit LineSocket(int fd);  // takes ownership
   ~LineSocket();
   LineSocket(const LineSocket&) = delete;
   LineSocket& operator=(const LineSocket&) = delete;
@@ -19,13 +18,13 @@ class LineSocket {
   int fd() const { return fd_; }
   bool closed() const { return fd_ < 0; }
 
-  // Queues the line, whose line breaks become spaces, and sends what the network takes.
+  // Queues the line, with line breaks replaced by spaces, and sends as much as the network takes.
   void send(std::string_view line);
   // Sends what is still queued.
   void flush();
-  // Whole lines that have arrived, also those before the other side closed.
+  // The complete lines that have arrived, including those sent before the other side closed.
   std::vector<std::string> receive();
-  // Tells the other side that nothing follows; it can still be heard.
+  // Closes the sending direction; receive() still works.
   void end_sending();
   void close();
 
@@ -44,20 +43,20 @@ class Listener {
 
   int fd() const { return fd_; }
   int port() const { return port_; }
-  // The next connection that waits; none: nullptr.
+  // The next waiting connection, or nullptr.
   std::unique_ptr<LineSocket> accept() const;
 
  private:
   int fd_ = -1, port_ = 0;
 };
 
-// Numeric addresses at which other hosts may reach this one, of all its interfaces but the loopback.
+// The numeric addresses of all network interfaces of this host except the loopback.
 std::vector<std::string> own_addresses();
 
-// Connects to a numeric address; nullptr where that fails or takes longer.
+// Connects to a numeric address; nullptr if that fails or takes longer than `seconds`.
 std::unique_ptr<LineSocket> connect_to(const std::string& address, int port, double seconds);
 
-// Returns when one of the descriptors is readable, or `seconds` later. Negative descriptors are passed over.
+// Returns when one of the descriptors is readable, at the latest after `seconds`. Ignores negative descriptors.
 void wait_readable(const std::vector<int>& descriptors, double seconds);
 
 double seconds_now();  // of a steady clock

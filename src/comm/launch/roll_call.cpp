@@ -38,7 +38,7 @@ void RollCall::failed(int rank, ExitCode code, const std::string& message, doubl
 
 void RollCall::lost(int rank, double now) {
   Rank& r = ranks_[static_cast<size_t>(rank)];
-  if (r.state != State::kAlive) return;  // it has said why it ends
+  if (r.state != State::kAlive) return;  // it has reported why it ends
   r.state = State::kLost;
   r.code = ExitCode::kRankLost;
   r.message = fmt::format("{} died, last heard of {}", r.name, describe(r.report));
@@ -53,7 +53,7 @@ bool RollCall::all_left() const {
 
 void RollCall::forgive(double now) {
   for (Rank& r : ranks_) r.heard = r.advanced = now;
-  if (first_bad_news_) first_bad_news_ = now;  // what explains it may still be on its way
+  if (first_bad_news_) first_bad_news_ = now;  // its explanation may still be on its way
 }
 
 void RollCall::remember_bad_news(double now) {
@@ -71,8 +71,8 @@ std::optional<Verdict> RollCall::verdict(double now) const {
   return stall(now);
 }
 
-// A rank that threw an Error of its own explains more than one that died, and both explain a rank that says that
-// others are lost to it. Of equals the lowest rank speaks.
+// The most informative failure: a rank that threw its own Error, then one that died, then one that has lost others.
+// Among equals it is the lowest rank.
 Verdict RollCall::worst_news() const {
   const auto weight = [](const Rank& r) {
     if (r.state == State::kFailed) return r.code == ExitCode::kRankLost ? 1 : 3;
@@ -91,17 +91,16 @@ std::optional<Verdict> RollCall::silence(double now) const {
     const Rank& r = ranks_[i];
     if (r.state != State::kAlive || now - r.heard <= times_.silence) continue;
     return Verdict{ExitCode::kRankLost, static_cast<int>(i), false,
-                   fmt::format("{} has given no sign of life for {:.0f} s, the last {}: it hangs, or its host or "
-                               "network is gone",
+                   fmt::format("{} has sent nothing for {:.0f} s, last heard of {}: it hangs, or its host or "
+                               "network is down",
                                r.name, now - r.heard, describe(r.report))};
   }
   return std::nullopt;
 }
 
-// The rank that others wait for is the one that has come to the fewest collectives. It may compute for long: it is
-// blamed when for that time nothing that it reports has changed, and another rank has been in a collective that it
-// has not come to.
-// When all have come to the same collective and none leaves it, the collective itself hangs.
+// The others wait for the rank that has reached the fewest collectives. It may be computing. It is blamed only if
+// its reports have not changed for the stall time, while another rank has been in a collective that it has not
+// reached. If all ranks have reached the same collective and none leaves it, the collective itself hangs.
 std::optional<Verdict> RollCall::stall(double now) const {
   const auto behind = [](const Rank& a, const Rank& b) {
     const CollectiveCounts &x = a.report.collectives, &y = b.report.collectives;
@@ -123,9 +122,9 @@ std::optional<Verdict> RollCall::stall(double now) const {
     const bool stuck_too = has_stood && stuck_inside && &r != last;
     if (r.state != State::kAlive || !(waits || stuck_too)) continue;
     const std::string why = waits ? fmt::format("{} waits for it in collective {}", r.name, ahead.finished + 1)
-                                  : "other ranks do not get on either: the collective hangs";
+                                  : "the other ranks make no progress either: the collective hangs";
     return Verdict{ExitCode::kRankLost, static_cast<int>(last - ranks_.data()), false,
-                   fmt::format("{} has stood still for {:.0f} s {}; {}", last->name, now - last->advanced,
+                   fmt::format("{} has made no progress for {:.0f} s {}; {}", last->name, now - last->advanced,
                                describe(last->report), why)};
   }
   return std::nullopt;

@@ -11,14 +11,14 @@ namespace parka {
 
 // In seconds.
 struct WatchdogTimes {
-  double beat = 1;       // between two signs of life of a rank
-  double silence = 20;   // without one, until a rank counts as hung
+  double beat = 1;       // between two heartbeats of a rank
+  double silence = 20;   // without a heartbeat, until a rank counts as hung
   double stall = 600;    // without progress while others wait, until a rank counts as hung
-  double settle = 0.25;  // after the first bad news, for more that may explain it
-  double connect = 30;   // at the start, for all ranks to find rank 0
+  double settle = 0.25;  // from the first failure to the verdict, for reports that may explain it
+  double connect = 30;   // at the start, for all ranks to connect to rank 0
 };
 
-// What a rank says of itself with every beat.
+// What a rank reports about itself with every heartbeat.
 struct RankReport {
   int64_t step = 0;
   uint64_t calls = 0;  // of Watchdog::at()
@@ -28,36 +28,36 @@ struct RankReport {
   bool operator==(const RankReport&) const = default;
 };
 
-// "in step 12, backward blocks.3, in collective 513"; without a step what the rank says of itself.
+// "in step 12, backward blocks.3, in collective 513"; outside of steps only report.what.
 std::string describe(const RankReport& report);
 
-// Why a run ends, the same on all ranks.
+// Why a run ends; the same on all ranks.
 struct Verdict {
   ExitCode code = ExitCode::kRankLost;
-  int rank = 0;         // that is to blame
+  int rank = 0;         // the rank to blame
   bool common = false;  // all ranks failed with this message
   std::string message;  // what that rank threw, or "rank 1 (node2, pid 4242) died, last heard of in step 12"
 };
 
-// What rank 0 knows of all ranks, and what it concludes. Time is in seconds of any steady clock; no thread, no
-// network.
+// What rank 0 knows about all ranks, and what it concludes. Time is in seconds of any steady clock. Has no thread
+// and no network.
 class RollCall {
  public:
-  // `names` are how messages call the ranks: "rank 1 (node2, pid 4242)".
+  // `names`: how messages name the ranks, such as "rank 1 (node2, pid 4242)".
   RollCall(std::vector<std::string> names, const WatchdogTimes& times, double now);
 
   void heard(int rank, const RankReport& report, double now);
-  // The rank threw an Error, or says that its collectives cannot go on.
+  // The rank threw an Error, or reports that its collectives have failed.
   void failed(int rank, ExitCode code, const std::string& message, double now);
   // Its connection closed without goodbye.
   void lost(int rank, double now);
   void left(int rank);  // it said goodbye
   bool all_left() const;
-  // Whoever keeps this roll was itself not running for a while: what it did not hear in that time means nothing.
+  // Rank 0 itself was not running for a while: silence in that time means nothing.
   void forgive(double now);
   void set_stall_seconds(double seconds) { times_.stall = seconds; }
 
-  // The run must end. To be asked after every event, and now and then.
+  // The verdict, if the run must end. Call it after every event and periodically.
   std::optional<Verdict> verdict(double now) const;
 
  private:

@@ -33,7 +33,7 @@ class WatchClient final : public WatchThread {
     }
   }
 
-  // Rank 0's verdict, or that rank 0 is gone.
+  // Rank 0's verdict, or this rank's own if rank 0 is lost.
   std::optional<Verdict> listen() {
     for (const std::string& line : hub_->receive()) {
       const WatchMessage message = parse_watch_line(line);
@@ -47,17 +47,16 @@ class WatchClient final : public WatchThread {
     const double silent = now - heard_;
     if (silent <= times_.silence) return std::nullopt;
     const Verdict verdict = lost(
-        fmt::format("{} has given no sign of life for {:.0f} s, the last {}: it hangs, or its host or network is "
-                    "gone",
+        fmt::format("{} has sent nothing for {:.0f} s, last heard of {}: it hangs, or its host or network is down",
                     names_[0], silent, describe(report_)));
-    // Should rank 0 wake up again, it must not take this rank for the one that died first.
+    // If rank 0 wakes up again, it must not think that this rank died first.
     hub_->send(fail_line(verdict.code, verdict.message));
     return verdict;
   }
 
   static Verdict lost(const std::string& message) { return {ExitCode::kRankLost, 0, false, message}; }
 
-  // Rank 0 closes the connection when it has read it.
+  // Rank 0 closes the connection after it has read that.
   void say_goodbye() {
     constexpr double kLongest = 2;
     hub_->send("bye");

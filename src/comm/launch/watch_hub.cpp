@@ -6,7 +6,7 @@
 namespace parka {
 namespace {
 
-// The watchdog of rank 0, which hears all ranks and judges.
+// The watchdog of rank 0, which receives the reports of all ranks and decides.
 class WatchHub final : public WatchThread {
  public:
   WatchHub(std::vector<std::unique_ptr<LineSocket>> others, std::vector<std::string> names,
@@ -79,7 +79,7 @@ class WatchHub final : public WatchThread {
     if (socket.closed()) roll_.lost(rank, seconds_now());
   }
 
-  // Returns when all others have read it and ended; those that hang are not waited for.
+  // Returns when all other ranks have read it and ended; does not wait for ranks that hang.
   void tell_all(const Verdict& verdict) {
     constexpr double kLongest = 1;
     const std::string line = end_line(verdict);

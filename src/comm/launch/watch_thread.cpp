@@ -16,8 +16,8 @@
 namespace parka {
 namespace {
 
-// Longest wait of the training thread for a verdict on its own failure, in seconds: rank 0 answers at once or is
-// gone.
+// Longest wait of the training thread for a verdict on its own failure, in seconds: rank 0 answers at once, or is
+// lost.
 constexpr double kVerdictSeconds = 10;
 
 std::string rest_of(std::istringstream& in) {
@@ -77,7 +77,7 @@ WatchThread::WatchThread(int rank, std::vector<std::string> names, const Watchdo
       state_(state),
       wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       last_run_(seconds_now()) {
-  if (wake_fd_ < 0) throw_bad_input("the watchdog cannot have another file descriptor (ulimit -n)");
+  if (wake_fd_ < 0) throw_bad_input("the watchdog has no file descriptor left; raise the limit (ulimit -n)");
 }
 
 WatchThread::~WatchThread() { ::close(wake_fd_); }

@@ -12,10 +12,10 @@
 #include "comm/launch/roll_call.h"
 #include "comm/launch/watchdog.h"
 
-// The thread of the watchdog. On rank 0 it listens to all others and judges, elsewhere it reports to rank 0. What
-// they say to each other are lines:
-//   both:             beat STEP CALLS REACHED FINISHED WHAT    a sign of life
-//   other to rank 0:  fail CODE MESSAGE                        this rank cannot go on
+// The thread of the watchdog. On rank 0 it receives the reports of all ranks and decides; elsewhere it reports to
+// rank 0. They exchange lines of text:
+//   both:             beat STEP CALLS REACHED FINISHED WHAT    a heartbeat
+//   other to rank 0:  fail CODE MESSAGE                        this rank has failed
 //                     bye                                      this rank is done
 //   rank 0 to other:  end CODE RANK COMMON MESSAGE             the verdict
 namespace parka {
@@ -27,8 +27,8 @@ std::string end_line(const Verdict& verdict);
 struct WatchMessage {
   enum class Kind { kUnknown, kBeat, kFail, kBye, kEnd };
   Kind kind = Kind::kUnknown;
-  RankReport report;  // of kBeat
-  Verdict verdict;    // of kEnd; of kFail its code and message
+  RankReport report;  // kBeat
+  Verdict verdict;    // kEnd; kFail has only its code and message
 };
 WatchMessage parse_watch_line(const std::string& line);
 
@@ -39,7 +39,7 @@ class WatchThread {
   WatchThread(const WatchThread&) = delete;
   WatchThread& operator=(const WatchThread&) = delete;
 
-  // Makes the thread, which does nothing yet. Throws Error(kBadInput) where the system allows no further one.
+  // Creates the thread, which does nothing yet. Throws Error(kBadInput) if the system allows no further thread.
   void prepare();
   void start();
   void stop();
@@ -54,20 +54,20 @@ class WatchThread {
     std::string message;
   };
 
-  // What the training thread, or its collectives, have asked since the last call.
+  // What the training thread or its collectives have requested since the last call.
   struct Requests {
     bool stop = false, leave = false;
-    std::optional<Failure> failure;  // once
+    std::optional<Failure> failure;  // reported once
     std::optional<double> stall_seconds;
   };
   Requests take_requests();
 
   virtual void run() = 0;
-  // Logs the verdict and ends the process; or, where the training thread waits in fail(), hands the verdict to it,
-  // and run() must return.
+  // Logs the verdict and ends the process. If the training thread waits in fail(), hands the verdict to it instead;
+  // run() must then return.
   void conclude(const Verdict& verdict, const std::function<void()>& before_the_end = {});
-  // True when this thread itself, or the whole process, was not running for long enough that it cannot judge others
-  // by the clock. To be asked once a round, with the very time by which it then judges.
+  // True if this thread, or the whole process, was not running for so long that it cannot judge the silence of
+  // others. Call it once per round, with the same `now` that the judgement uses.
   bool was_asleep(double now);
   int wake_fd() const { return wake_fd_; }
   void clear_wake() const;
@@ -91,7 +91,7 @@ class WatchThread {
   double last_run_;
 };
 
-// `others[r]` is the connection of rank r; none of rank 0 itself.
+// `others[r]` is the connection to rank r; null for rank 0 itself.
 std::unique_ptr<WatchThread> make_watch_hub(std::vector<std::unique_ptr<LineSocket>> others,
                                             std::vector<std::string> names, const WatchdogTimes& times,
                                             RankState& state);

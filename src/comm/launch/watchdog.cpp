@@ -15,13 +15,13 @@ namespace {
 
 constexpr double kConnectTrySeconds = 3;  // for one address
 
-// A number that only the ranks of this run know, so that nothing else is taken for one of them.
+// A random number that only the ranks of this run know, so that no other process is taken for one of them.
 std::string random_token() {
   std::random_device device;
   return fmt::format("{:08x}{:08x}", device(), device());
 }
 
-// Waits for the connections of all other ranks, which begin with "TOKEN RANK". Those that did not come are null.
+// Waits for the connections of all other ranks, which begin with "TOKEN RANK". Missing ones are null.
 std::vector<std::unique_ptr<LineSocket>> accept_ranks(const Listener& listener, const std::string& token, int size,
                                                       double seconds) {
   std::vector<std::unique_ptr<LineSocket>> ranks(static_cast<size_t>(size)), strangers;

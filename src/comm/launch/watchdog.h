@@ -13,15 +13,15 @@
 namespace parka {
 class WatchThread;
 
-// What collectives that run beside the host tell the watchdog, which asks from its own thread once a beat.
+// The state of collectives that run asynchronously. The watchdog's thread reads it at every heartbeat.
 class CollectiveProbe {
  public:
   virtual ~CollectiveProbe() = default;
   virtual CollectiveCounts counts() const = 0;
-  virtual std::string failure() = 0;  // why they cannot go on; empty: nothing is wrong
+  virtual std::string failure() = 0;  // why they failed; empty: they did not
 };
 
-// What a rank reports; told by the thread that trains, read by the watchdog's.
+// What a rank reports. Written by the training thread, read by the watchdog's thread.
 class RankState {
  public:
   void at(int64_t step, std::string_view what);
@@ -37,34 +37,33 @@ class RankState {
   CollectiveProbe* probe_ = nullptr;
 };
 
-// Sees to it that a run of several ranks ends when one of them cannot go on: dies, hangs, or throws an Error. A
-// thread of every rank tells rank 0 once a second, over TCP, what the rank is doing. Rank 0 names the rank that
-// is to blame and tells all others, whose threads log one line and end their process at once, whatever the rest of
-// it is waiting for. Should rank 0 itself be lost, all others see that. In a run of one rank nothing of this
-// exists.
+// Ends a run of several ranks when one of them dies, hangs, or throws an Error. A thread of every rank reports to
+// rank 0 once a second, over TCP, what the rank is doing. Rank 0 decides which rank is to blame and tells all
+// others. Their threads log one line and end their process at once, whatever it is waiting for. If rank 0 itself is
+// lost, the others detect it. A run of one rank has no such thread.
 class Watchdog {
  public:
   Watchdog();
   ~Watchdog();
 
-  // All ranks must call it together. `host` names this one in messages; `host_leader` is the lowest rank of its
-  // host. Throws the same Error on all ranks when one cannot reach rank 0.
+  // All ranks must call it together. `host` names this rank's host in messages; `host_leader` is the lowest rank on
+  // it. Throws the same Error on all ranks if one cannot reach rank 0.
   void start(Communicator& ranks, const std::string& host, int host_leader, const WatchdogTimes& times);
-  // How long a rank may stand still while others wait for it. Counts on rank 0.
+  // How long a rank may make no progress while others wait for it. Only rank 0's value counts.
   void set_stall_seconds(double seconds);
 
-  // What this rank does from now on: the step, counted from 1, and "forward" or "saving a checkpoint"; step 0 is
-  // outside of steps, "loading a checkpoint". Also says that the rank gets on: work that takes long should call it
-  // now and then. Cheap.
+  // What this rank does from now on: the step, counted from 1, and "forward" or "saving a checkpoint". Step 0 means
+  // outside of steps ("loading a checkpoint"). It also reports progress, so long work should call it periodically.
+  // Cheap.
   void at(int64_t step, std::string_view what) { state_.at(step, what); }
 
   CollectiveCounter& host_collectives() { return state_.host_collectives; }
-  // Adds collectives that run beside the host. Must be taken back, with nullptr, before it ends.
+  // Adds collectives that run asynchronously. Must be reset, with nullptr, before `probe` is destroyed.
   void probe(CollectiveProbe* probe) { state_.probe(probe); }
 
-  // This rank cannot go on. Tells rank 0 and returns what it concludes; the caller must end the process with that.
+  // This rank has failed. Tells rank 0 and returns its verdict, with which the caller must end the process.
   Verdict fail(ExitCode code, const std::string& message);
-  // This rank is done. Returns, on rank 0, when all others are done too. The process must end soon.
+  // This rank is done; its process must end soon. On rank 0 this returns when all other ranks are done too.
   void leave();
 
  private:

@@ -331,8 +331,8 @@ void set_refused_aside(const std::vector<CheckpointInfo>& refused,
   for (const CheckpointInfo& checkpoint : refused) {
     const std::string aside = set_aside(checkpoint.path);
     report(fmt::format(
-        "the run goes on from an older checkpoint: what was refused is now {}, which is never loaded and "
-        "never removed",
+        "the run resumes from an older checkpoint; the refused one is now {}, which is never loaded and never "
+        "removed",
         aside));
   }
   if (!refused.empty()) sync_directory(std::filesystem::path(refused[0].path).parent_path().string());

@@ -70,7 +70,7 @@ class Writers {
 
   // For a file that is being written while another one has failed.
   void stop_if_failed() const {
-    if (failed_) throw_io("not written, since another file of the checkpoint could not be");
+    if (failed_) throw_io("not written, because another file of the checkpoint could not be written");
   }
 
  private:

@@ -12,7 +12,7 @@
 // The steps of a save that change the file system.
 namespace parka {
 
-// Announces each step to the observer of the save before it is taken: one at a time, whatever thread takes it.
+// Announces each step to the observer of the save before it is done, one at a time, from any thread.
 class ObservedFiles {
  public:
   explicit ObservedFiles(const SaveOptions& options) : observer_(options.observer) {}
@@ -21,7 +21,7 @@ class ObservedFiles {
   void sync_directory(const std::string& path);
   void rename(const std::string& from, const std::string& to);
   void remove(const std::string& path);
-  // Creates a file with what `produce` passes to its argument, and makes its content durable.
+  // Creates a file with the bytes that `produce` passes to its argument, and makes it durable.
   Manifest::File write_file(const std::string& path, const std::function<void(const ByteSink&)>& produce);
   Manifest::File write_text(const std::string& path, std::string_view text);
 

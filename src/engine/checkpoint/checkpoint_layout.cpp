@@ -233,8 +233,8 @@ Manifest read_manifest(const std::string& checkpoint_path) {
   // A folder under another name is the user's copy; a step folder must hold the step that it is named after.
   if (const auto named = parse_step_folder_name(folder.filename().string());
       named && named->step != manifest.step) {
-    throw_bad_input("{}: is of step {}, its folder of step {}", (folder / kManifestName).string(), manifest.step,
-                    named->step);
+    throw_bad_input("{}: is a manifest of step {} in a folder of step {}", (folder / kManifestName).string(),
+                    manifest.step, named->step);
   }
   for (const Manifest::File& file : manifest.files) {
     const InputFile opened((folder / file.name).string(), NoPermission::kIsIo);

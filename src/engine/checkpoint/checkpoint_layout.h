@@ -20,11 +20,11 @@
 //   step_00000100.old/        complete; displaced while step 100 is saved again, loaded where its successor is
 //                             missing
 //   step_00000100.delete/     being removed: never loaded
-//   step_00000100.refused     what could not be loaded, or was no folder: never loaded, never removed
+//   step_00000100.refused     could not be loaded, or was not a folder: never loaded, never removed
 namespace parka {
 
 inline constexpr std::string_view kManifestName = "manifest.json";
-// Of files with which a start tries out the run folder; one that was killed leaves its own.
+// Prefix of the files with which a start tests the run folder; a killed start leaves one.
 inline constexpr std::string_view kWriteTestPrefix = ".write_test_";
 
 enum class StepFolderKind : uint8_t { kComplete, kTemporary, kDisplaced, kDiscarded };
@@ -39,9 +39,9 @@ std::string step_folder_name(StepFolder folder);
 std::optional<StepFolder> parse_step_folder_name(std::string_view name);
 std::string step_folder_path(const std::string& run_folder, int64_t step,
                              StepFolderKind kind = StepFolderKind::kComplete);
-// Whether something that is not a folder has the name `path`: a file, a link that leads nowhere.
+// Whether something that is not a folder has the name `path`: a file, or a dangling link.
 bool is_in_the_way(const std::string& path);
-// Renames `path` to <path>.refused, or .refused.2 and so on where that is taken; the new name.
+// Renames `path` to <path>.refused, or .refused.2 and so on if that exists; returns the new name.
 std::string set_aside(const std::string& path);
 // All of them in a run folder, newest first. A missing run folder is empty; a file in its place is kBadInput.
 std::vector<StepFolder> list_step_folders(const std::string& run_folder);

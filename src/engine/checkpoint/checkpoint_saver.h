@@ -11,29 +11,29 @@
 
 namespace parka {
 
-// Saves checkpoints from a background thread while training goes on. To be used from one thread; the observer and
-// the report of `options` are called from the background thread. Where options.group has several ranks each has a
-// saver, and all savers get the same saves in the same order.
+// Saves checkpoints from a background thread while training continues. Use it from one thread; the observer and the
+// report of `options` are called from the background thread. If options.group has several ranks, each has a saver,
+// and all savers get the same saves in the same order.
 class CheckpointSaver {
  public:
   // Throws Error(kBadInput) where the system allows no further thread.
   CheckpointSaver(std::string folder, SaveOptions options);
-  // Waits for the save under way. An error that nobody has seen yet goes to options.report.
+  // Waits for the current save. An error that nobody has seen yet goes to options.report.
   ~CheckpointSaver();
   CheckpointSaver(const CheckpointSaver&) = delete;
   CheckpointSaver& operator=(const CheckpointSaver&) = delete;
 
-  // Hands `contents` over; its memory is free again once it is saved. Waits for the previous save first, so that
-  // there is never more than one copy in memory that waits. Throws the previous save's error, if it had one; then
-  // `contents` is not saved.
+  // Saves `contents` in the background; its memory is freed after that. Waits for the previous save first, so that
+  // only one copy is in memory. Throws the previous save's error, if it had one; then `contents` is not saved.
   void save(CheckpointContents contents);
-  // The same on this thread, for contents that only it can read. An error is kept as one of the background is.
+  // The same on this thread, for contents that only it can read. An error is kept like one of the background
+  // thread.
   void save_here(const CheckpointContents& contents);
-  // Returns when nothing is left to save. Throws the error of the last save, if it had one, once.
+  // Waits until nothing is left to save. Throws the error of the last save, if it had one, once.
   void wait();
   // The same, and returns that error instead.
   std::exception_ptr wait_for_failure();
-  // Whether the last save has failed and nobody has been told.
+  // Whether the last save has failed and its error has not been thrown or returned yet.
   bool failed() const;
 
  private:

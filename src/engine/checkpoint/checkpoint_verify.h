@@ -13,10 +13,9 @@
 
 #include "engine/files/file_io.h"
 
-// Every byte of a checkpoint is compared with the manifest before the checkpoint is used, and again when it is
-// used, which may be a part of a file only. So the first pass, which adds up a file's checksum, also leaves a
-// checksum of each block of the file; those of several ranks, each of which read a share of the files, can be put
-// together.
+// Every byte of a checkpoint is compared with the manifest before the checkpoint is used, and again on use. Use may
+// read only a part of a file. So the first pass, which computes a file's checksum, also computes one for each block
+// of the file. Ranks that each read a share of the files can exchange these.
 namespace parka {
 
 inline constexpr int64_t kVerifiedBlockBytes = 512 << 10;
@@ -29,7 +28,7 @@ struct VerifiedFile {
   std::string path;
   int64_t num_bytes = 0;
   std::string block_sums = {};  // from verify_file
-  // Where it is kept open: then a run that removes the checkpoint does not take it away from a reader.
+  // Set if the file is kept open, so that a run that removes the checkpoint does not take it away from a reader.
   std::shared_ptr<const InputFile> opened = {};
 };
 // How many files of a checkpoint are kept open.
@@ -41,8 +40,8 @@ class VerifiedFiles {
   explicit VerifiedFiles(const std::vector<VerifiedFile>& files) : files_(files) {}
 
   int64_t num_bytes(size_t file) const { return files_[file].num_bytes; }
-  // Fills `out` from byte `begin` of file `file` on with whole blocks (the file's last may be short), on all
-  // threads of parallel_for. Throws Error(kBadInput) when the file is not what it was.
+  // Fills `out` with whole blocks of file `file` from byte `begin` on (the last block of a file may be short), on
+  // all threads of parallel_for. Throws Error(kBadInput) if the file has changed.
   void read_blocks(size_t file, int64_t begin, std::span<std::byte> out);
 
  private:
@@ -62,12 +61,12 @@ struct BlockRange {
 // The blocks of file `file`, of `file_bytes` bytes, in which bytes [begin, end) lie.
 BlockRange blocks_around(size_t file, int64_t file_bytes, int64_t begin, int64_t end);
 
-// Reads parts of files that were verified. What it gives out was compared with the checksums of its blocks.
+// Reads parts of verified files, and compares them with the checksums of their blocks.
 class VerifiedReader {
  public:
   explicit VerifiedReader(const std::vector<VerifiedFile>& files) : files_(files) {}
 
-  // Fills `out` from `offset` of file `file` on. Throws Error(kBadInput) when the file is not what it was.
+  // Fills `out` from `offset` of file `file` on. Throws Error(kBadInput) if the file has changed.
   void read(size_t file, int64_t offset, std::span<std::byte> out);
 
  private:
@@ -80,8 +79,8 @@ class VerifiedReader {
   std::vector<std::byte> buffer_;
 };
 
-// Reads ranges of blocks in their order, the next one in a thread of its own while the present one is used. Where
-// the system allows no further thread each is read when it is asked for.
+// Reads ranges of blocks in order. Another thread prefetches the next range while the present one is used. If the
+// system allows no further thread, each range is read on demand.
 class BlockReadAhead {
  public:
   BlockReadAhead(const std::vector<VerifiedFile>& files, std::vector<BlockRange> ranges);
@@ -89,7 +88,7 @@ class BlockReadAhead {
   BlockReadAhead(const BlockReadAhead&) = delete;
   BlockReadAhead& operator=(const BlockReadAhead&) = delete;
 
-  // The bytes of the next range, valid until the next call. Throws what reading it threw; nothing follows then.
+  // The bytes of the next range, valid until the next call. Throws the error of reading it; it was then the last.
   ByteSpan next();
 
  private:

@@ -9,17 +9,17 @@
 
 namespace parka {
 
-// Which values of a weight are meant: what the model computes with, or what the optimizer updates.
+// Which values of a weight to read: those that the model computes with, or those that the optimizer updates.
 enum class WeightForm : uint8_t { kCompute, kMaster };
 
-// The weights of a checkpoint as fp32 values, whatever formats and master form it has them in.
+// The weights of a checkpoint as fp32 values, from any format and master form.
 class CheckpointWeights {
  public:
   // Throws Error(kBadInput) unless the checkpoint has all of these parameters, in their shapes and as floats.
   CheckpointWeights(const LoadedCheckpoint& checkpoint, const std::vector<ParameterInfo>& parameters);
 
-  // Passes elements [range.begin, range.end) of a parameter in order to `callback`, kMaxElements at a time. Masters
-  // that the checkpoint does not have are its weights.
+  // Passes elements [range.begin, range.end) of a parameter in order to `callback`, kMaxElements at a time. Without
+  // masters in the checkpoint, its weights stand for them.
   static constexpr int64_t kMaxElements = 2 << 20;
   using Callback = std::function<void(int64_t first_element, std::span<const float> values)>;
   void read(const ParameterInfo& parameter, ElementRange range, WeightForm form, const Callback& callback) const;

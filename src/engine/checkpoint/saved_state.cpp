@@ -20,7 +20,7 @@ const json& member(const LoadedCheckpoint& checkpoint, const json& object, const
 int64_t count(const LoadedCheckpoint& checkpoint, const json& object, const char* key) {
   const json& value = member(checkpoint, object, key);
   if (!value.is_number_unsigned() || value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) {
-    throw_bad_input("{}: \"{}\" in its state is no count", checkpoint.path(), key);
+    throw_bad_input("{}: \"{}\" in its state is not a non-negative integer", checkpoint.path(), key);
   }
   return value.get<int64_t>();
 }
@@ -39,8 +39,8 @@ void check_progress(const LoadedCheckpoint& checkpoint, const SavedProgress& pro
     return;
   }
   throw_bad_input(
-      "{}: says that {} steps with batches of {} sequences made {} updates and came to sequence {} of epoch {}, "
-      "which cannot be; resume from an earlier checkpoint (move this one away)",
+      "{}: its state says {} steps with batches of {} sequences, {} updates, sequence {} of epoch {}: these "
+      "contradict each other; resume from an earlier checkpoint (move this one away)",
       checkpoint.path(), step, batch, progress.applied_steps, consumed, epoch);
 }
 
@@ -58,7 +58,7 @@ int64_t max_positions_of(const LoadedCheckpoint& checkpoint, int64_t otherwise) 
 SavedProgress read_progress(const LoadedCheckpoint& checkpoint) {
   if (!checkpoint.state().contains("data")) {
     throw_bad_input(
-        "{}: is an imported model, which has weights but no run to go on with; start one with checkpoint.init_from",
+        "{}: is an imported model, which has weights but no run to resume; start one with checkpoint.init_from",
         checkpoint.path());
   }
   const json& data = checkpoint.state().at("data");
@@ -67,14 +67,14 @@ SavedProgress read_progress(const LoadedCheckpoint& checkpoint) {
   progress.position = {count(checkpoint, data, "epoch"), count(checkpoint, data, "consumed")};
   const json& fingerprint = member(checkpoint, data, "fingerprint");
   if (!fingerprint.is_number_unsigned()) {
-    throw_bad_input("{}: \"fingerprint\" in its state is not one", checkpoint.path());
+    throw_bad_input("{}: \"fingerprint\" in its state is not a fingerprint", checkpoint.path());
   }
   progress.fingerprint = fingerprint.get<uint64_t>();
   check_progress(checkpoint, progress);
   if (!data.contains("files")) return progress;
   progress.files = data.at("files");
   if (!progress.files.is_array() || !std::all_of(progress.files.begin(), progress.files.end(), is_file)) {
-    throw_bad_input("{}: \"files\" in its state are not those of token files", checkpoint.path());
+    throw_bad_input("{}: \"files\" in its state does not describe token files", checkpoint.path());
   }
   return progress;
 }

@@ -4,11 +4,10 @@
 #include <string>
 #include <vector>
 
-// Values of command-line options that are more than a word. The functions that name an option throw
-// Error(kBadInput) for any other text.
+// Parsers of command-line values. Functions that name an option throw Error(kBadInput) for any other text.
 namespace parka {
 
-// The number that the whole text is, if it is one and finite.
+// The whole text as a finite number; nullopt if it is not one.
 std::optional<double> parse_finite(const std::string& text);
 
 // --prompt-tokens: "1,2,3".

@@ -79,7 +79,7 @@ void print_step(const BenchResult& result, bool roofline) {
               100 * of_ops / result.timed_step_seconds, 1e3 * result.timed_step_seconds);
   if (result.ranks > 1) {
     const auto [least, most] = std::minmax_element(result.op_seconds.begin(), result.op_seconds.end());
-    std::printf("of ranks        %9.2f to %.2f ms; the others wait for the slowest\n", 1e3 * *least, 1e3 * *most);
+    std::printf("of ranks        %9.2f to %.2f ms; faster ranks wait for the slowest\n", 1e3 * *least, 1e3 * *most);
   }
   for (const OpSummary& wait : result.waits) {
     std::printf("waits           %9.2f ms in %s for %s, %lld of them\n", 1e3 * wait.seconds,
@@ -144,7 +144,7 @@ int run_bench(const BenchOptions& options) {
   return run_launched({.version = parka_version(), .watchdog = {}}, [&](Launch& launch) {
     if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
     const Config config = load_config(options.config_path, options.overrides);
-    launch.require_same("the config", to_lines(config), "start all ranks with one config and --set");
+    launch.require_same("the config", to_lines(config), "start all ranks with the same config and --set");
     if (launch.rank() == 0) require_replaceable(options.json_path);
     const std::unique_ptr<Device> device = make_device(config, std::max(0, launch.agree_on_gpu(wants_gpu(config))));
     check_memory(config, *device, launch.size());

@@ -23,16 +23,16 @@ namespace {
 CLI::Validator number_that(const char* must, const char* name, bool (*holds)(double)) {
   return {[must, holds](std::string& text) {
             const std::optional<double> value = parse_finite(text);
-            return value && holds(*value) ? std::string() : fmt::format("{} is given; it must {}", text, must);
+            return value && holds(*value) ? std::string() : fmt::format("got {}; it must {}", text, must);
           },
           name};
 }
 const CLI::Validator kNotNegative =
-    number_that("be a number that is not negative", "NONNEGATIVE", [](double x) { return x >= 0; });
-const CLI::Validator kPositive = number_that("be a number above 0", "POSITIVE", [](double x) { return x > 0; });
+    number_that("be a non-negative number", "NONNEGATIVE", [](double x) { return x >= 0; });
+const CLI::Validator kPositive = number_that("be a positive number", "POSITIVE", [](double x) { return x > 0; });
 
 constexpr const char* kFooter =
-    "\nExit codes: 0 done; 1 defect of Parka; 2 bad input (config, data, checkpoint, command line);\n"
+    "\nExit codes: 0 done; 1 internal error (a bug); 2 bad input (config, data, checkpoint, command line);\n"
     "3 loss or gradients not finite; 4 reading or writing failed (disk full, ...); 5 another rank died or hung;\n"
     "6 silent data corruption.\n"
     "Documentation: README.md and docs/.";
@@ -53,14 +53,14 @@ void add_train(CLI::App& app, TrainOptions& options, std::string& drill) {
   command
       .add_option(
           "--drill-kill-in-save", drill,
-          "Fault drill: SIGKILL this process at the POINT-th file operation of saving step STEP, to prove that "
-          "the run survives it (docs/testing.md)")
+          "Fault drill: SIGKILL this process at the POINT-th file operation of saving step STEP, to show that the "
+          "run survives it (docs/testing.md)")
       ->type_name("STEP:POINT");
   command
       .add_option(
           "--drill", options.drill,
-          "Drill of the checks for silent data corruption: flips one bit of a weight, moment, gradient or of "
-          "what a matrix product (gemm) writes, in step STEP on rank RANK (docs/reliability.md)")
+          "Drill of the checks for silent data corruption: flip one bit of a weight, moment, gradient or matrix "
+          "product (gemm), in step STEP on rank RANK (docs/reliability.md)")
       ->type_name("flip:TARGET:STEP[:RANK[:SEED]]");
 }
 
@@ -68,29 +68,30 @@ void add_train(CLI::App& app, TrainOptions& options, std::string& drill) {
 void add_step_model(CLI::App& command, CLI::Option& measured, PlanOptions& options) {
   command
       .add_option("--compare", options.compare_path,
-                  "The same of a run on --gpus GPUs, to compare the prediction to")
+                  "Such a measurement on --gpus GPUs, to compare the prediction with")
       ->type_name("FILE")
       ->needs(&measured);
-  command.add_option("--nodes", options.nodes, "Nodes that the GPUs are in; by default nodes of 8")
+  command.add_option("--nodes", options.nodes, "Number of nodes that the GPUs are in (default: 8 GPUs in each)")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
       ->needs(&measured);
   const auto add = [&](const char* name, double& value, const char* help) {
     command.add_option(name, value, help)->check(kPositive)->needs(&measured)->capture_default_str();
   };
   add("--link-bandwidth", options.link_bandwidth, "NCCL's bus bandwidth within a node, GB/s");
-  add("--network-bandwidth", options.network_bandwidth, "Bandwidth of one GPU to other nodes, GB/s");
-  add("--start-latency", options.start_latency, "Of a collective, microseconds");
-  add("--link-latency", options.link_latency, "Of a hop within a node, microseconds");
-  add("--network-latency", options.network_latency, "Of a hop between nodes, microseconds");
+  add("--network-bandwidth", options.network_bandwidth, "Bandwidth from one GPU to other nodes, GB/s");
+  add("--start-latency", options.start_latency, "Latency of starting a collective, microseconds");
+  add("--link-latency", options.link_latency, "Latency of a hop within a node, microseconds");
+  add("--network-latency", options.network_latency, "Latency of a hop between nodes, microseconds");
   command
       .add_option("--interference", options.interference,
-                  "What a collective costs the work beside it, in times of what its bytes take in a GPU's memory")
+                  "Slowdown of the work beside a collective, as a multiple of the time its bytes take in GPU "
+                  "memory")
       ->check(kNotNegative)
       ->needs(&measured)
       ->capture_default_str();
   command
       .add_option("--slowest-gpu", options.slowest_gpu,
-                  "By how many per cent the slowest GPU is slower than the measured one")
+                  "How much slower the slowest GPU is than the measured one, in per cent")
       ->check(kNotNegative)
       ->needs(&measured)
       ->capture_default_str();
@@ -99,7 +100,8 @@ void add_step_model(CLI::App& command, CLI::Option& measured, PlanOptions& optio
 void add_plan(CLI::App& app, PlanOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "plan",
-      "Print a run's memory on each GPU and what would make it fit; with --measured, also what a step takes.");
+      "Print the memory a run needs on each GPU and what would make it fit; with --measured, also predict its "
+      "step time.");
   add_config_options(command, options.config_path, options.overrides);
   command.add_option("--gpus", options.num_gpus, "Number of GPUs")->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
   command.add_option("--memory-limit", options.memory_limit_gb, "Memory of one GPU in GB (1e9 bytes)")
@@ -107,7 +109,7 @@ void add_plan(CLI::App& app, PlanOptions& options) {
   command.add_flag("--json", options.json, "Print JSON");
   CLI::Option& measured = *command
                                .add_option("--measured", options.measured_path,
-                                           "What `parka bench CONFIG --json FILE` wrote on one GPU")
+                                           "Measurement on one GPU, written by `parka bench CONFIG --json FILE`")
                                ->type_name("FILE");
   add_step_model(command, measured, options);
 }
@@ -116,33 +118,34 @@ void add_bench(CLI::App& app, BenchOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "bench", "Time training steps of a config on synthetic tokens: whole steps, every op, and per block.");
   add_config_options(command, options.config_path, options.overrides);
-  command.add_option("--steps", options.steps, "Steps to time, after two for warming up")
+  command.add_option("--steps", options.steps, "Steps to time, after two warm-up steps")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
   command.add_flag("--roofline", options.roofline,
-                   "Also measure what this device could reach for each op, and compare");
+                   "Also measure the least time this device could need for each op, and compare");
   command.add_option("--json", options.json_path, "Write all figures to this file")->type_name("FILE");
 }
 
 void add_tune(CLI::App& app, TuneOptions& options) {
   CLI::App& command = *app.add_subcommand(
-      "tune", "Time cuBLASLt's algorithms for every matrix product of a config, for device.gemm_tuning.");
+      "tune", "Find the fastest cuBLASLt algorithm for every matrix product of a config, for device.gemm_tuning.");
   add_config_options(command, options.config_path, options.overrides);
   command.add_option("--output", options.output, "File to write")->type_name("FILE")->required();
   command.add_option("--candidates", options.candidates, "Algorithms to try for each product")
       ->check(CLI::Range(int64_t{1}, int64_t{1000}));
-  command.add_option("--seconds", options.seconds, "Longest time to measure for")->check(CLI::Range(1.0, 1e5));
+  command.add_option("--seconds", options.seconds, "Time limit of the measurement, in seconds")
+      ->check(CLI::Range(1.0, 1e5));
 }
 
 void add_eval(CLI::App& app, EvalOptions& options) {
   CLI::App& command = *app.add_subcommand(
-      "eval", "Loss and perplexity of a checkpoint on token files, and its scores in multiple-choice tasks.");
-  command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder for its newest one")
+      "eval", "Evaluate a checkpoint: loss and perplexity on token files, and scores in multiple-choice tasks.");
+  command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder (its newest checkpoint)")
       ->required();
   command.add_option("--data", options.data,
-                     "Token files; without --data, --sets and --tasks all that the config evaluates on");
+                     "Token files (without --data, --sets and --tasks: everything the config evaluates on)");
   command.add_option("--sets", options.sets, "Named sets of token files, each with its own loss")
       ->type_name("NAME=FILE");
-  command.add_option("--tasks", options.tasks, "Request files of tasks, which scripts/prepare_eval.py makes")
+  command.add_option("--tasks", options.tasks, "Request files of tasks, made by scripts/prepare_eval.py")
       ->type_name("FILE");
   command
       .add_option("--set", options.overrides, "Override a key of the checkpoint's config, e.g. precision.eval=bf16")
@@ -150,11 +153,10 @@ void add_eval(CLI::App& app, EvalOptions& options) {
       ->allow_extra_args(false);
   command
       .add_option("--max-sequences", options.max_sequences,
-                  "Sequences to evaluate, spread evenly over the files of a set; 0 is all")
+                  "Sequences to evaluate, spread evenly over the files of a set; 0: all")
       ->check(kNotNegative);
   command
-      .add_option("--max-documents", options.max_documents,
-                  "Documents of each task, spread evenly over it; 0 is all")
+      .add_option("--max-documents", options.max_documents, "Documents of each task, spread evenly over it; 0: all")
       ->check(kNotNegative);
   command.add_option("--predictions", options.predictions, "Write the log-likelihood of every choice to this file")
       ->type_name("FILE");
@@ -163,7 +165,7 @@ void add_eval(CLI::App& app, EvalOptions& options) {
 
 void add_generate(CLI::App& app, GenerateOptions& options) {
   CLI::App& command = *app.add_subcommand("generate", "Sample continuations of prompts from a checkpoint.");
-  command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder for its newest one")
+  command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder (its newest checkpoint)")
       ->required();
   command
       .add_option("--prompt", options.prompts,
@@ -174,24 +176,24 @@ void add_generate(CLI::App& app, GenerateOptions& options) {
                   "Prompt as comma-separated token ids, for any model (may be repeated)")
       ->type_name("ID,ID,...")
       ->allow_extra_args(false);
-  command.add_option("--tokens", options.num_tokens, "Tokens to generate for each prompt, at most")
+  command.add_option("--tokens", options.num_tokens, "Maximum number of tokens to generate for each prompt")
       ->check(kNotNegative);
   SamplingOptions& sampling = options.sampling;
   command
-      .add_option("--temperature", sampling.temperature, "Divides the logits; 0 always takes the likeliest token")
+      .add_option("--temperature", sampling.temperature, "Divides the logits; 0 always takes the most likely token")
       ->check(kNotNegative);
-  command.add_option("--top-k", sampling.top_k, "Sample among the k likeliest tokens; 0 is all")
+  command.add_option("--top-k", sampling.top_k, "Sample among the k most likely tokens; 0: all")
       ->check(kNotNegative);
   command
       .add_option("--top-p", sampling.top_p,
-                  "Sample among the fewest likeliest tokens that have this probability together; 1 is all")
+                  "Sample among the most likely tokens whose total probability reaches this; 1: all")
       ->check(CLI::Range(0.0, 1.0));
   command.add_option("--seed", sampling.seed, "Seed of the sampling")->check(kNotNegative);
-  command.add_option("--stop-token", options.stop_tokens, "End before this token id (may be repeated)")
+  command.add_option("--stop-token", options.stop_tokens, "Stop before this token id (may be repeated)")
       ->allow_extra_args(false);
-  command.add_option("--batch", options.batch, "Prompts to continue at a time")
+  command.add_option("--batch", options.batch, "Prompts to continue at the same time")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
-  command.add_flag("--json", options.json, "Print JSON when all is done, also for one prompt");
+  command.add_flag("--json", options.json, "Print JSON once all prompts are done");
   command.add_option("--set", options.overrides, "Override a key of the checkpoint's config, e.g. device.kind=cpu")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
@@ -199,59 +201,57 @@ void add_generate(CLI::App& app, GenerateOptions& options) {
 
 void add_import(CLI::App& app, ImportOptions& options) {
   CLI::App& command = *app.add_subcommand(
-      "import",
-      "Make a checkpoint of Parka's of a Hugging Face model (Llama or OLMo), to train, evaluate or sample.");
+      "import", "Import a Hugging Face model (Llama or OLMo) as a checkpoint, to train, evaluate or sample from.");
   command.add_option("folder", options.folder, "Folder with config.json and *.safetensors")->required();
-  command.add_option("--out", options.output, "Folder to make")->type_name("FOLDER")->required();
+  command.add_option("--out", options.output, "Folder to create")->type_name("FOLDER")->required();
 }
 
 void add_export(CLI::App& app, ExportOptions& options) {
-  CLI::App& command =
-      *app.add_subcommand("export", "Make a folder that Hugging Face transformers loads of a checkpoint.");
+  CLI::App& command = *app.add_subcommand("export", "Export a checkpoint for Hugging Face transformers.");
   command
       .add_option("checkpoint", options.checkpoint,
-                  "A checkpoint, a run folder for its newest one, or an imported "
-                  "model")
+                  "A checkpoint, a run folder (its newest checkpoint), or an imported model")
       ->required();
-  command.add_option("--out", options.output, "Folder to make")->type_name("FOLDER")->required();
+  command.add_option("--out", options.output, "Folder to create")->type_name("FOLDER")->required();
   command
       .add_option("--dtype", options.dtype,
-                  "Format of the weights; without it that of the imported model, or what the run computes in")
+                  "Format of the weights (default: the imported model's, else the run's compute format)")
       ->check(CLI::IsMember({"bf16", "fp16", "fp32"}));
   command
       .add_option(
           "--family", options.family,
-          "model_type of the export, llama or olmo; without it that of the model that the weights or --like "
-          "come from, or the first that can be this model")
+          "model_type of the export, llama or olmo (default: that of the model that the weights or --like come "
+          "from, else the first that can express this model)")
       ->type_name("NAME");
   command
       .add_option("--like", options.like,
-                  "Hugging Face folder whose tokenizer and other settings go with the export; without it those of "
-                  "the imported model that the weights come from")
+                  "Hugging Face folder to copy the tokenizer and other settings from (default: the imported model "
+                  "that the weights come from)")
       ->type_name("FOLDER");
   command
       .add_option("--shard-size", options.shard_size,
-                  "Largest file of weights, e.g. 5GB; without it the files of the imported model, or 50GB")
+                  "Largest size of a weight file, e.g. 5GB (default: split like the imported model, else 50GB)")
       ->type_name("SIZE");
 }
 
 void add_data(CLI::App& app, DataOptions& options) {
   CLI::App& command = *app.add_subcommand(
-      "data", "Read token files whole: tokens, documents, range of ids, checksum. Refuses what training would.");
-  command.add_option("inputs", options.inputs, "Token files or patterns of such; or a config, for its files")
+      "data",
+      "Check token files by reading them whole: tokens, documents, range of ids, checksum. Refuses what "
+      "training would refuse.");
+  command.add_option("inputs", options.inputs, "Token files or patterns; or a config, for the files it names")
       ->required();
-  command.add_option("--dtype", options.dtype, "Type of a token id in raw files; without it uint16")
+  command.add_option("--dtype", options.dtype, "Type of a token id in raw files (default: uint16)")
       ->check(CLI::IsMember({"uint16", "uint32"}));
-  command.add_option("--document-end", options.document_end, "The id that ends a document")->check(kNotNegative);
+  command.add_option("--document-end", options.document_end, "Token id that ends a document")->check(kNotNegative);
   command.add_option("--set", options.overrides, "Override a key of the config")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
-  command.add_flag("--json", options.json, "Print JSON, a line for each file");
+  command.add_flag("--json", options.json, "Print one line of JSON for each file");
 }
 
 void add_config(CLI::App& app, ConfigOptions& options) {
-  CLI::App& command =
-      *app.add_subcommand("config", "Check a config, print it resolved, or print all there is to set.");
+  CLI::App& command = *app.add_subcommand("config", "Check a config, print it resolved, or print all keys.");
   command.require_subcommand(1);
   using Action = ConfigOptions::Action;
   const auto add = [&](const char* name, const char* help, Action action, bool takes_config) {
@@ -259,7 +259,7 @@ void add_config(CLI::App& app, ConfigOptions& options) {
     if (takes_config) add_config_options(sub, options.config_path, options.overrides);
     sub.callback([&options, action] { options.action = action; });
   };
-  add("check", "Say whether a config is valid", Action::kCheck, true);
+  add("check", "Check whether a config is valid", Action::kCheck, true);
   add("show", "Print a config with every key resolved", Action::kShow, true);
   add("schema", "Print the JSON Schema of config files", Action::kSchema, false);
   add("reference", "Print docs/config.md", Action::kReference, false);
@@ -276,7 +276,7 @@ std::string advice(const CLI::App& app, int argc, char** argv) {
   });
   const bool is_command = word != argv + argc && **word != '-' && app.get_subcommands().empty();
   const std::string nearest = is_command ? nearest_name(*word, names) : std::string();
-  return nearest.empty() ? "see parka --help" : fmt::format("by {}, did you mean {}?", *word, nearest);
+  return nearest.empty() ? "see parka --help" : fmt::format("{}: did you mean {}?", *word, nearest);
 }
 
 int parse_and_run(int argc, char** argv) {
@@ -286,7 +286,7 @@ int parse_and_run(int argc, char** argv) {
   app.require_subcommand(0, 1);  // with (1, 1) a misspelt command would be told only that one is required
   app.footer(kFooter);
   int threads = 0;
-  app.add_option("--threads", threads, "CPU threads, at most 4 for each core; 0 is all cores")
+  app.add_option("--threads", threads, "CPU threads, at most 4 for each core; 0: one for each core")
       ->check(CLI::Range(0, 4096));
 
   TrainOptions train;

@@ -5,8 +5,8 @@
 
 #include "engine/evaluation/sampling.h"
 
-// What `parka <command>` does, one function each. They print to standard output, log to standard error, return the
-// exit code or throw Error.
+// The commands `parka <command>`, one function each. They print to standard output, log to standard error, and
+// return the exit code or throw Error.
 namespace parka {
 
 struct TrainOptions {
@@ -27,10 +27,10 @@ struct PlanOptions {
   double memory_limit_gb = 80.0;  // 1e9 bytes per GPU
   bool json = false;
 
-  // What a step takes; without a measurement of one GPU it is not predicted. docs/scaling.md says where the
-  // defaults come from.
+  // To predict the time of a step; needs a measurement of one GPU. docs/scaling.md says where the defaults come
+  // from.
   std::string measured_path, compare_path;
-  int64_t nodes = 0;                                                   // 0: as many as nodes of eight GPUs it takes
+  int64_t nodes = 0;                                                   // 0: nodes of eight GPUs
   double link_bandwidth = 340, network_bandwidth = 50;                 // 1e9 bytes per second
   double start_latency = 14, link_latency = 1.9, network_latency = 4;  // microseconds
   double interference = 1.4;
@@ -47,7 +47,7 @@ struct EvalOptions {
   std::vector<std::string> overrides;
   int64_t max_sequences = 0;  // of data and of each set; 0: all
   int64_t max_documents = 0;  // of each task; 0: all
-  std::string predictions;    // file to write with what each document of a task got; empty: none
+  std::string predictions;    // file to write with the log-likelihood of every choice; empty: none
   bool json = false;
 };
 int run_eval(const EvalOptions& options);
@@ -74,13 +74,13 @@ int run_import(const ImportOptions& options);
 struct ExportOptions {
   std::string checkpoint;
   std::string output;
-  // "bf16", "fp16" or "fp32"; empty: as imported, or the format that the model computes in.
+  // "bf16", "fp16" or "fp32"; empty: as imported, or the run's compute format.
   std::string dtype = {};
-  // A model_type; empty: that of the model that it comes from, or the first that can be this model.
+  // A model_type; empty: that of the model that it comes from, or the first that can express this model.
   std::string family = {};
-  // A Hugging Face model's folder whose tokenizer goes with the export; empty: what is known.
+  // A Hugging Face folder whose tokenizer the export copies; empty: that of the imported model, if known.
   std::string like = {};
-  // "5GB"; empty: as imported, or transformers' own.
+  // "5GB"; empty: as imported, or transformers' default.
   std::string shard_size = {};
 };
 int run_export(const ExportOptions& options);
@@ -88,8 +88,8 @@ int run_export(const ExportOptions& options);
 struct BenchOptions {
   std::string config_path;
   std::vector<std::string> overrides;
-  int64_t steps = 5;      // timed ones
-  bool roofline = false;  // also measure what each op could reach
+  int64_t steps = 5;      // that are timed
+  bool roofline = false;  // also measure the least time of each op
   std::string json_path;  // empty: none is written
 };
 int run_bench(const BenchOptions& options);
@@ -104,7 +104,7 @@ struct TuneOptions {
 int run_tune(const TuneOptions& options);
 
 struct DataOptions {
-  std::vector<std::string> inputs;  // token files or patterns of such, or one config (*.json)
+  std::vector<std::string> inputs;  // token files or patterns, or one config (*.json)
   std::vector<std::string> overrides;
   std::string dtype;          // of raw token files: uint16, uint32; empty: uint16
   int64_t document_end = -1;  // the id that ends a document; -1: index or mask tell

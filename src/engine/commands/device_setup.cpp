@@ -26,7 +26,9 @@ bool wants_gpu(const Config& config) {
 std::unique_ptr<Device> make_device(const Config& config, int gpu) {
   if (!wants_gpu(config)) return make_cpu_device();
   if (multiplies_e5m2_by_e5m2(config.precision)) {
-    spdlog::warn("precision.forward_format = e5m2: GPUs have no tensor cores for products of e5m2 and e5m2; slow");
+    spdlog::warn(
+        "precision.forward_format = e5m2: GPUs have no tensor cores for products of two e5m2 matrices, "
+        "so this is slow");
   }
   std::unique_ptr<Device> device = make_cuda_device(gpu);
   if (!config.device.gemm_tuning.empty()) {
@@ -40,7 +42,7 @@ void check_memory(const Config& config, const Device& device, int64_t num_gpus) 
   const int64_t free = device.memory_use().free_bytes, planned = plan_for_gpus(config, num_gpus).total_bytes;
   if (planned <= free) return;
   const std::optional<std::string> change = change_that_fits(config, num_gpus, free);
-  throw_bad_input("{}: the run needs {:.2f} GB and {:.2f} GB are free; {}", device.name(),
+  throw_bad_input("{}: the run needs {:.2f} GB, but {:.2f} GB are free; {}", device.name(),
                   static_cast<double>(planned) * 1e-9, static_cast<double>(free) * 1e-9,
                   change ? "it would fit with " + *change : "no change of batch or precision makes it fit");
 }

@@ -13,8 +13,8 @@ bool wants_gpu(const Config& config);
 // CPU. Throws Error(kBadInput) when the device cannot be had, or its tuning file does not fit.
 std::unique_ptr<Device> make_device(const Config& config, int gpu = 0);
 
-// Throws Error(kBadInput), with what would fit, when a rank of a run of `config` on so many GPUs does not fit into
-// the memory that is free on the device. To be asked before anything is allocated. The CPU is not asked.
+// Throws Error(kBadInput), with changes that would fit, if a rank of this run of `config` does not fit into the
+// free memory of the device. Call it before anything is allocated. It does not check a CPU.
 void check_memory(const Config& config, const Device& device, int64_t num_gpus = 1);
 
 }  // namespace parka

@@ -143,7 +143,7 @@ int run_eval(const EvalOptions& options) {
                     checkpoint.path());
   }
   if (!options.predictions.empty() && suite.tasks.empty()) {
-    throw_bad_input("--predictions are those of tasks, and there is none; give some with --tasks");
+    throw_bad_input("--predictions needs tasks, and there are none; give some with --tasks");
   }
   require_replaceable(options.predictions);
   const std::unique_ptr<Device> device = make_device(config);

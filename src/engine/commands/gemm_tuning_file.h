@@ -6,7 +6,7 @@
 
 namespace parka {
 
-// What `parka tune` writes: the chosen algorithms, with the GPU and the library version that they hold for.
+// The file that `parka tune` writes: the chosen algorithms, with the GPU and the library version that they are for.
 void write_gemm_tuning(const std::string& path, const std::vector<GemmChoice>& choices, const Device& device);
 
 // Throws Error(kBadInput) when the file cannot be read or is for another GPU or library version.

@@ -40,7 +40,8 @@ std::vector<std::vector<int32_t>> prompts_of(const GenerateOptions& options, int
   if (options.prompt_tokens.empty()) {
     if (vocab_size <= kEndOfDocument || vocab_size > kMaxByteVocabulary) {
       throw_bad_input(
-          "--prompt is for models trained on bytes, and this one's vocabulary is {}; give --prompt-tokens instead",
+          "--prompt is for models trained on bytes, but this model's vocabulary is {}; give --prompt-tokens "
+          "instead",
           vocab_size);
     }
     for (const std::string& text : options.prompts) prompts.push_back(bytes_of(text));

@@ -66,8 +66,8 @@ Links links_of(const PlanOptions& options) {
   Links links;
   links.nodes = options.nodes > 0 ? options.nodes : (options.num_gpus + kGpusPerNode - 1) / kGpusPerNode;
   if (options.num_gpus % links.nodes != 0) {
-    throw_bad_input("command line: {} GPUs are not as many on each of {} nodes; change --gpus or --nodes",
-                    options.num_gpus, links.nodes);
+    throw_bad_input("command line: --gpus {} is not a multiple of --nodes {}; change one of them", options.num_gpus,
+                    links.nodes);
   }
   links.link_bandwidth = 1e9 * options.link_bandwidth;
   links.network_bandwidth = 1e9 * options.network_bandwidth;
@@ -120,7 +120,7 @@ void print_step(const StepPlan& plan) {
               static_cast<long long>(plan.links.nodes), plan.links.nodes == 1 ? "" : "s",
               static_cast<long long>(plan.num_micro_batches), plan.num_micro_batches == 1 ? "" : "es");
   std::printf("%-18s %9.2f ms\n", "own work", 1e3 * step.compute_seconds);
-  std::printf("%-18s %9.2f ms longer for communication beside it\n", "", 1e3 * step.slowed_seconds);
+  std::printf("%-18s %9.2f ms slowdown by communication beside it\n", "", 1e3 * step.slowed_seconds);
   std::printf("%-18s %9.2f ms waiting for communication\n", "", 1e3 * step.exposed_seconds);
   std::printf("%-18s %9.2f ms\n", "step", 1e3 * step.seconds);
   std::printf("%-18s %9.2f ms, %.1f %% of it hidden, %.2f GB sent by each GPU\n", "communication",
@@ -189,7 +189,7 @@ int run_plan(const PlanOptions& options) {
   const int64_t per_micro_batch = options.num_gpus * config.training.micro_batch_size;
   if (config.training.global_batch_size % per_micro_batch != 0) {
     std::printf(
-        "No run starts with this batch: training.global_batch_size %lld is not a multiple of "
+        "This batch cannot be divided: training.global_batch_size %lld is not a multiple of "
         "training.micro_batch_size %lld x %lld GPUs.\n",
         static_cast<long long>(config.training.global_batch_size),
         static_cast<long long>(config.training.micro_batch_size), static_cast<long long>(options.num_gpus));

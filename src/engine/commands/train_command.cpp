@@ -102,7 +102,7 @@ class TrainCommand {
   FlipDrill checked_drill() const {
     const FlipDrill drill = parse_flip_drill(options_.drill);
     if (drill.rank >= communicator_->size() || drill.step > config_.training.steps) {
-      throw_bad_input("--drill {}: there are {} ranks, counted from 0, and {} steps; give one of each",
+      throw_bad_input("--drill {}: the run has {} ranks, counted from 0, and {} steps; name one of each",
                       options_.drill, communicator_->size(), config_.training.steps);
     }
     return drill;
@@ -183,7 +183,7 @@ class TrainCommand {
                  format_count(static_cast<double>(table.num_parameters())), format_count(speed_.flop_per_token),
                  kFlopFormula);
     if (speed_.peak_flops > 0) {
-      spdlog::info("MFU is against the dense peak of {:.0f} TFLOP/s", 1e-12 * speed_.peak_flops);
+      spdlog::info("MFU is relative to the dense peak of {:.0f} TFLOP/s", 1e-12 * speed_.peak_flops);
     }
     std::string parts;
     for (const auto& total : run_.plan().summary()) {
@@ -250,7 +250,7 @@ class TrainCommand {
     if (checkpoint) {
       continue_metrics();
     } else if (const std::string kept = MetricsLog::begin_anew(metrics_path()); !kept.empty()) {
-      spdlog::info("{}: begins anew; the records of the run before, of which there is no checkpoint, are in {}",
+      spdlog::info("{}: starts anew; records of an earlier run, which left no checkpoint, are now in {}",
                    metrics_path(), kept);
     }
   }
@@ -279,7 +279,7 @@ class TrainCommand {
     const LoadedCheckpoint checkpoint = open_checkpoint(source, group);
     const std::vector<std::string> differences = run_.initialize_from(checkpoint);
     spdlog::info("starting a new run in {} with the weights of {}", config_.checkpoint.folder, checkpoint.path());
-    for (const std::string& difference : differences) spdlog::info("other than there: {}", difference);
+    for (const std::string& difference : differences) spdlog::info("different from its config: {}", difference);
   }
 
   bool evaluation_is_due(int64_t step) const {
@@ -378,7 +378,7 @@ class TrainCommand {
       if (!failure.is_object()) continue;
       const std::string who = all.size() == 1 ? "" : fmt::format("rank {}: ", rank);
       throw Error(static_cast<ExitCode>(failure.at("code").get<int>()),
-                  fmt::format("{}{}; step {} is saved, and the same command goes on from there", who,
+                  fmt::format("{}{}; step {} is saved, and the same command resumes from there", who,
                               failure.at("message").get<std::string>(), run_.completed_steps()));
     }
     throw_internal("ranks agreed on a failure that none of them has");
@@ -435,7 +435,7 @@ class TrainCommand {
         report.data.consumed, report.data.consumed + config_.training.global_batch_size - 1);
     if (config_.training.non_finite == NonFinitePolicy::kStop) {
       throw Error(ExitCode::kNonFinite,
-                  what + "; the weights were not changed; set training.non_finite=skip to pass over such steps");
+                  what + "; the weights were not changed; set training.non_finite=skip to skip such steps");
     }
     if (skipped_in_a_row >= config_.training.max_skipped_steps) {
       throw Error(
@@ -513,7 +513,7 @@ int run_train(const TrainOptions& options) {
   return run_launched({.version = parka_version(), .watchdog = {}}, [&](Launch& launch) {
     if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
     const Config config = load_config(options.config_path, options.overrides);
-    launch.require_same("the config", to_lines(config), "start all ranks with one config and --set");
+    launch.require_same("the config", to_lines(config), "start all ranks with the same config and --set");
     if (config.data.train.empty()) {
       throw_bad_input("{}: data.train: nothing to train on; list token files (scripts/prepare_data.py makes them)",
                       options.config_path);

@@ -37,29 +37,31 @@ struct DataConfig {
         "Sources of tokens, each a file or a pattern like \"wiki/*.npy\": raw ids (OLMo's .npy files), Megatron's "
         ".bin with its .idx, or llm.c's .bin; see docs/data.md");
     visit("weights", weights,
-          "Share of each entry of train in every batch, by number of tokens (only their ratios count); []: all "
-          "entries are one source, gone through once per epoch",
+          "Share of each entry of train in every batch, by number of tokens (only the ratios count); []: all "
+          "entries are one source, read once per epoch",
           RealRange{});
-    visit("eval", eval, "Held-out token files, of the same kinds");
-    visit("token_dtype", token_dtype, "Type of a token id in raw files; the others say theirs");
+    visit("eval", eval, "Held-out token files, in the same formats");
+    visit("token_dtype", token_dtype, "Type of a token id in raw files; other formats store it");
     visit("sequence_length", sequence_length, "Tokens per training sequence; each file is cut into whole sequences",
           IntegerRange{2, kMaxDimension});
     visit("seed", seed, "Seed of the data order; epoch e uses seed + e", IntegerRange{});
     visit("shuffle", shuffle,
           "Shuffle the sequences of each epoch (in OLMo's order); false reads them in file order");
     visit("loss_mask", loss_mask,
-          "Learn only the tokens that a mask file beside each token file marks (x.npy.mask), as in fine-tuning");
-    visit("documents", documents,
-          "joined: a token sees all that stands before it in its sequence; separate: only its own document");
+          "Compute the loss only on tokens that a mask file beside each token file (x.npy.mask) marks, as in "
+          "fine-tuning");
+    visit(
+        "documents", documents,
+        "joined: a token attends to everything before it in its sequence; separate: only within its own document");
     visit("document_end", document_end,
-          "With documents = separate: the id that ends a document; -1: documents begin where Megatron's index or "
-          "the mask file says",
+          "With documents = separate: the token id that ends a document; -1: documents begin where Megatron's "
+          "index or the mask file says",
           IntegerRange{-1, kMaxDimension});
     visit("checksum", checksum,
-          "Read all training files once at the start and keep their checksums in checkpoints, so that any change "
-          "is noticed on resuming; false looks at names, sizes, beginnings and ends");
+          "Read all training files once at the start and keep their checksums in checkpoints, so that resuming "
+          "detects any change; false: compare only names, sizes, beginnings and ends");
     visit("prefetch_batches", prefetch_batches,
-          "Micro-batches the loader thread keeps ready, at least those of a step", IntegerRange{1, 65536});
+          "Micro-batches that the loader thread keeps ready, at least those of a step", IntegerRange{1, 65536});
   }
 };
 
@@ -89,18 +91,22 @@ struct TrainingConfig {
     visit("micro_batch_size", micro_batch_size,
           "Sequences per forward/backward on one rank; must divide global_batch_size", batch);
     visit("seed", seed, "Seed of the weights and of stochastic rounding", IntegerRange{});
-    visit("z_loss", z_loss, "Weight of the squared log-partition term (OLMo's option: 1e-4); 0 is off",
+    visit("z_loss", z_loss,
+          "Weight of the z-loss, the squared log-partition function (OLMo's option: 1e-4); 0: "
+          "off",
           RealRange{});
-    visit("eval_interval", eval_interval, "Evaluate every so many steps, and at the end; 0 is never",
+    visit("eval_interval", eval_interval, "Steps between evaluations, and one at the end; 0: never",
           IntegerRange{});
     visit("eval_sequences", eval_sequences,
-          "Held-out sequences per evaluation, spread evenly over the files; 0 is all", IntegerRange{});
+          "Held-out sequences per evaluation, spread evenly over the files; 0: all", IntegerRange{});
     visit("non_finite", non_finite, "NaN or Inf in loss or gradients: stop (exit code 3), or skip the step");
     visit("max_skipped_steps", max_skipped_steps, "With non_finite = skip: stop after this many skips in a row",
           IntegerRange{1});
     visit("log_interval", log_interval, "Steps between progress lines; metrics are written for every step",
           IntegerRange{1});
-    visit("logits_chunk_tokens", logits_chunk_tokens, "Tokens whose logits exist at one time",
+    visit("logits_chunk_tokens", logits_chunk_tokens,
+          "Tokens whose logits are computed at a time; fewer take "
+          "less memory",
           IntegerRange{1, kMaxDimension});
   }
 };
@@ -118,14 +124,14 @@ struct CheckpointConfig {
   template <typename Visitor>
   void fields(Visitor& visit) {
     visit("folder", folder, "Run folder: checkpoints, metrics.jsonl and the resolved config go here");
-    visit("interval", interval, "Save every so many steps; 0 is never", IntegerRange{});
-    visit("keep", keep, "Newest complete checkpoints to keep; 0 keeps all", IntegerRange{});
-    visit("async", async, "Write from a background thread while training goes on");
+    visit("interval", interval, "Steps between saves; 0: never", IntegerRange{});
+    visit("keep", keep, "Newest complete checkpoints to keep; 0: all", IntegerRange{});
+    visit("async", async, "Write from a background thread while training continues");
     visit("save_final", save_final, "Save after the last step");
     visit(
         "init_from", init_from,
         "Checkpoint, run folder or imported model whose weights a new run starts from, at step 0 and with a fresh "
-        "optimizer; its formats may be other ones. Empty: weights are drawn at random",
+        "optimizer; its number formats may differ. Empty: random weights",
         MayBeEmpty{});
   }
 };
@@ -138,8 +144,8 @@ struct TelemetryConfig {
   template <typename Visitor>
   void fields(Visitor& visit) {
     visit("interval", interval,
-          "Report every so many steps what quantization does to each kind of tensor that is in FP8, see "
-          "docs/telemetry.md; 0 is never. Changes no bit of the training",
+          "Steps between reports of the quantization error of each kind of FP8 tensor, see docs/telemetry.md; 0: "
+          "never. Does not change a bit of the training",
           IntegerRange{});
   }
 };
@@ -154,11 +160,11 @@ struct EvaluationConfig {
   template <typename Visitor>
   void fields(Visitor& visit) {
     visit("sets", sets,
-          "Named sets of held-out token files, each with a loss of its own: NAME=FILE; entries of one name are one "
-          "set");
-    visit("tasks", tasks, "Request files of multiple-choice tasks, which scripts/prepare_eval.py makes");
-    visit("task_documents", task_documents,
-          "Documents of each task per evaluation, spread evenly over it; 0 is all", IntegerRange{});
+          "Named sets of held-out token files, each with its own loss: NAME=FILE; entries with the same name are "
+          "one set");
+    visit("tasks", tasks, "Request files of multiple-choice tasks, made by scripts/prepare_eval.py");
+    visit("task_documents", task_documents, "Documents of each task per evaluation, spread evenly over it; 0: all",
+          IntegerRange{});
   }
 };
 
@@ -171,12 +177,12 @@ struct DistributedConfig {
   template <typename Visitor>
   void fields(Visitor& visit) {
     visit("zero_stage", zero_stage,
-          "What is divided over the ranks of a run: 0: nothing; 1: masters and moments; 2: and gradients; 3: and "
-          "weights",
+          "ZeRO stage, what is sharded over the ranks: 0: nothing; 1: master weights and moments; 2: and "
+          "gradients; 3: and weights",
           IntegerRange{0, 3});
     visit("shard_size", shard_size,
-          "Over how many consecutive ranks it is divided, the GPUs of a node for example: each group of so many "
-          "has a copy, and groups add up their gradients once a step; 0: over all ranks",
+          "Number of consecutive ranks to shard over, e.g. the GPUs of a node; groups of this size replicate each "
+          "other and all-reduce their gradients once per step; 0: all ranks",
           IntegerRange{});
   }
 };
@@ -191,16 +197,16 @@ struct ReliabilityConfig {
   template <typename Visitor>
   void fields(Visitor& visit) {
     visit("replay_interval", replay_interval,
-          "Every so many steps one micro-batch is computed twice, and its gradients must be equal to the bit; 0 is "
-          "never. Changes no bit of the training",
+          "Steps between replays: one micro-batch is computed twice, and its gradients must be bitwise equal; 0: "
+          "never. Does not change a bit of the training",
           IntegerRange{});
     visit("state_interval", state_interval,
-          "After every so many steps, and before each save, weights and states must not change until the next "
-          "update reads them; 0 is never",
+          "Steps between checks that weights and optimizer states do not change between two updates; also before "
+          "each save; 0: never",
           IntegerRange{});
     visit("replica_interval", replica_interval,
-          "After every so many steps, and before each save, ranks that hold the same weights or states compare "
-          "them; 0 is never",
+          "Steps between comparisons of weights and optimizer states that several ranks hold; also before each "
+          "save; 0: never",
           IntegerRange{});
   }
 };
@@ -215,7 +221,7 @@ struct DeviceConfig {
 
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("kind", kind, "cuda: a GPU; cpu; auto: a GPU where there is one that can do what the config asks for");
+    visit("kind", kind, "cuda: a GPU; cpu: the CPU; auto: a GPU if there is one that can run the config");
     visit("gemm_tuning", gemm_tuning,
           "File of GEMM algorithms that `parka tune` wrote for this GPU; empty: cuBLASLt's first choice",
           MayBeEmpty{});
@@ -243,14 +249,14 @@ struct Config {
     visit("precision", precision, "Number formats of forward and backward");
     visit("optimizer", optimizer, "AdamW, its states and its schedule");
     visit("data", data, "Token files and their order");
-    visit("training", training, "Length, batch, evaluation and what to do about bad steps");
+    visit("training", training, "Length, batch size, evaluation and handling of bad steps");
     visit("checkpoint", checkpoint, "The run folder and when to save");
     visit("telemetry", telemetry, "Reports on FP8 in metrics.jsonl");
     visit("evaluation", evaluation,
-          "What else is evaluated on every training.eval_interval steps, see docs/evaluation.md");
+          "Further evaluations every training.eval_interval steps, see docs/evaluation.md");
     visit("distributed", distributed, "Sharding over ranks");
     visit("reliability", reliability, "Checks for silent data corruption, see docs/reliability.md");
-    visit("device", device, "What the run computes on");
+    visit("device", device, "The device that the run computes on");
   }
 };
 

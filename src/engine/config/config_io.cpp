@@ -26,7 +26,7 @@ std::string_view last_part(std::string_view path) { return path.substr(path.rfin
 std::string unknown_key(const ConfigTable& table, const std::string& path) {
   const std::string parent(section_of(path));
   if (table.find(parent) != nullptr)
-    return fmt::format("{}: unknown key; {} has none inside", printable(path), parent);
+    return fmt::format("{}: unknown key; {} is not a section", printable(path), parent);
   if (!parent.empty() && !table.has_section(parent)) return unknown_key(table, parent);
 
   const std::string_view key = last_part(path);
@@ -43,7 +43,7 @@ std::string unknown_key(const ConfigTable& table, const std::string& path) {
   for (const ConfigSection& section : table.sections) consider(section.path);
   for (const ConfigField& field : table.fields) consider(field.path);
   if (!nearest.empty()) return fmt::format("{}: unknown key; did you mean {}?", printable(path), nearest);
-  return fmt::format("{}: unknown key; there are:{}", printable(path), siblings);
+  return fmt::format("{}: unknown key; the keys are:{}", printable(path), siblings);
 }
 
 // Reads one JSON tree into a Config.

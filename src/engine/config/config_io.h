@@ -9,53 +9,52 @@
 
 namespace parka {
 
-// The configuration that `root` describes: defaults, then what precision.recipe implies, then the keys given.
-// Throws Error(kBadInput) with one line, `source: key path: what was given, what is allowed`, for anything that is
-// not exactly right: an unknown key, a wrong type, a value that is out of range, a combination that validate()
-// refuses.
+// The configuration that `root` describes: defaults, then the defaults of precision.recipe, then the keys given.
+// Throws Error(kBadInput) with one line, `source: key path: what was given, what is allowed`, for any error: an
+// unknown key, a wrong type, a value out of range, a combination that validate() refuses.
 Config parse_config(const nlohmann::json& root, std::string_view source);
 
 // The same from a JSON file, which may hold // comments, with overrides of single keys: "optimizer.lr=1e-3",
-// "data.train=[\"a\",\"b\"]". A value is read as JSON; what is not JSON, and whatever is given for a key that holds
-// text, is taken as a string. Of several overrides of one key the last counts.
+// "data.train=[\"a\",\"b\"]". A value is read as JSON; if it is not JSON, or the key holds text, it is a string. Of
+// several overrides of one key the last counts.
 Config load_config(const std::string& path, const std::vector<std::string>& overrides);
 
 // parse_config with overrides as above.
 Config override_config(nlohmann::json root, const std::vector<std::string>& overrides, const std::string& source);
 
-// Every key with its value, nothing left to recipe or default. parse_config of it gives the same Config.
+// Every key with its value, independent of recipe and defaults. parse_config of it gives the same Config.
 nlohmann::ordered_json to_json(const Config& config);
 
 // The same for a comparison: a line `section.key: value` for each key.
 std::string to_lines(const Config& config);
 
-// Throws Error(kBadInput) when a value is out of range or two do not go together; says which to change.
+// Throws Error(kBadInput) if a value is out of range or two contradict each other; says which to change.
 void validate(const Config& config);
 
-// A JSON Schema (draft 2020-12) of the config file, for editors. Cross-field rules are validate()'s alone.
+// A JSON Schema (draft 2020-12) of the config file, for editors. Only validate() has the rules across fields.
 nlohmann::ordered_json config_schema();
 
 // docs/config.md: every key with its type, range, default and meaning, and what the recipes set.
 std::string config_reference_markdown();
 
-// 32 hexadecimal digits of everything that decides the bits of a run: model, formats, optimizer and schedule, data
-// order (files by name, without their folder), batch and seeds. Not in it: folders, intervals, training.steps,
-// evaluation, sharding, and options that are documented to give the same bits.
+// A hash, 32 hexadecimal digits, of everything that decides the bits of a run: model, formats, optimizer and
+// schedule, data order (files by name, without their folder), batch and seeds. It leaves out folders, intervals,
+// training.steps, evaluation, sharding, and options that are documented to give the same bits.
 std::string config_hash(const Config& config);
 
-// How the config of a checkpoint and the config that wants to resume from it differ; each entry is one line with
+// The differences between a checkpoint's config and the config that resumes from it; each entry is one line with
 // the key and both values.
 struct ResumeDifferences {
   std::vector<std::string> refused;  // the checkpoint does not fit, or the data position would lose its meaning
-  std::vector<std::string> allowed;  // fits, but the run goes on differently: to be logged
+  std::vector<std::string> allowed;  // fits, but the run continues differently: to be logged
 };
 ResumeDifferences resume_differences(const Config& saved, const Config& now);
 
-// The same of two models, for a new run with the weights of `saved`: rotary angles may differ, nothing else that
-// weights depend on. Both lists are empty when the models compute the same.
+// The same for two models, for a new run with the weights of `saved`: rotary frequencies may differ, but nothing
+// else that weights depend on. Both lists are empty if the models compute the same.
 ResumeDifferences model_differences(const ModelConfig& saved, const ModelConfig& now);
 
-// The keys that decide how fast a run is and that differ, one line each with both values.
+// The differing keys that decide how fast a run is, one line each with both values.
 enum class SpeedOf : uint8_t {
   kRun,     // of all ranks
   kOneGpu,  // of one GPU's work in a micro-batch: not how many there are, nor how ranks share the model

@@ -108,7 +108,7 @@ constexpr std::string_view kIntroduction =
     R"(# Configuration
 
 A run is described by one JSON file; `//` comments are allowed. Every key has a default, so a file holds only what
-differs. `section.key=value` on the command line overrides one key. An unknown key, a value of the wrong type or out of
+differs. `--set section.key=value` on the command line overrides one key. An unknown key, a value of the wrong type or out of
 range, a key given twice and a combination that cannot work are errors; nothing is ignored. Paths are relative to the
 folder that `parka` is started in. A number may be written 1e-3, an integer also 1e3.
 )";

@@ -119,7 +119,7 @@ std::string limit_problem(int64_t value, const IntegerField& field) {
 // Nearer to 0 than this a number would be 0, or lose its precision, as the fp32 number that it becomes.
 std::string limit_problem(double value, const RealRange& range) {
   if (value != 0 && std::abs(value) < double{std::numeric_limits<float>::min()}) {
-    return fmt::format("{} is too close to 0 for a number of 32 bits; give 0 or at least {:.3g}", value,
+    return fmt::format("{} is too close to 0 for a 32-bit float; give 0 or at least {:.3g}", value,
                        std::numeric_limits<float>::min());
   }
   if (value >= range.min && (range.max_excluded ? value < range.max : value <= range.max)) return {};

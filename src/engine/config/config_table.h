@@ -9,8 +9,8 @@
 
 #include "engine/config/config.h"
 
-// A Config as a flat table of its fields, each with a pointer to the member it stands for. Everything that is done
-// to all fields alike (reading, printing, limits, schema, documentation, comparison) is a loop over this table.
+// A Config as a flat table of its fields, each with a pointer to its member. Everything that treats all fields
+// alike (reading, printing, limits, schema, documentation, comparison) is a loop over this table.
 namespace parka {
 
 struct BooleanField {
@@ -64,20 +64,21 @@ struct ConfigTable {
   bool has_section(std::string_view path) const;
 };
 
-// The section that a field or a section lies in: "optimizer.schedule" of "optimizer.schedule.kind"; empty for "seed".
+// The section that a field or a section lies in: "optimizer.schedule" of "optimizer.schedule.kind"; empty for
+// "seed".
 std::string_view section_of(std::string_view path);
 
 // The table of `config`, which must outlive it.
 ConfigTable make_config_table(Config& config);
 
-// Sets the field to a JSON value of the right type and within its limits. Otherwise leaves it alone and returns
-// what is wrong ("expected a number, got a string \"abc\""); an empty string means success.
+// Sets the field to a JSON value of the right type and within its limits. Otherwise leaves it unchanged and returns
+// the reason ("expected a number, got a string \"abc\""); an empty string means success.
 std::string set_field(const ConfigField& field, const nlohmann::json& value);
 
 // The field's value as JSON.
 nlohmann::ordered_json get_field(const ConfigField& field);
 
-// What is wrong with the value that the field holds now; empty when it is within the field's limits.
+// Why the field's present value is invalid; empty if it is within the field's limits.
 std::string field_problem(const ConfigField& field);
 
 // A JSON value in a one-line message: `a string "abc"`, `1.5`, `an array`.

@@ -32,7 +32,8 @@ void check_heads(const ModelConfig& m) {
                     m.num_heads);
   }
   if (m.head_dim() % 2 != 0) {
-    throw_bad_input("{} = {} is odd; rotary positions turn pairs, so make it even", head_dim_name(m), m.head_dim());
+    throw_bad_input("{} = {} is odd; rotary position embedding rotates pairs of columns, so make it even",
+                    head_dim_name(m), m.head_dim());
   }
   if (m.num_heads % m.kv_heads() != 0) {
     throw_bad_input("model.num_kv_heads = {} does not divide model.num_heads = {}; change one of them",
@@ -119,8 +120,8 @@ void check_kept_activations(const ModelConfig& m, const PrecisionConfig& p) {
   const int64_t most = std::max<int64_t>(m.num_layers - ActivationOffload::kBuffers, 0);
   if (p.offload_blocks > most) {
     throw_bad_input(
-        "precision.offload_blocks = {} is more than {}: of model.num_layers = {}, {} blocks always stay; make it "
-        "less",
+        "precision.offload_blocks = {} is more than {}: of model.num_layers = {}, {} blocks always stay on the "
+        "device; make it smaller",
         p.offload_blocks, most, m.num_layers, ActivationOffload::kBuffers);
   }
   if (p.attention_output == Storage::kFp8 && p.gemm != GemmPrecision::kFp8Tensor) {
@@ -150,7 +151,7 @@ void check_compute(const PrecisionConfig& p, const OptimizerConfig& o) {
 void check_distributed(const Config& c) {
   if (c.distributed.shard_size != 0 && c.distributed.zero_stage == 0) {
     throw_bad_input(
-        "distributed.shard_size = {} has no meaning with zero_stage = 0, which divides nothing; set it to 0",
+        "distributed.shard_size = {} has no meaning with zero_stage = 0, which shards nothing; set it to 0",
         c.distributed.shard_size);
   }
   // Of FP8 weights only the codes are gathered.
@@ -160,9 +161,8 @@ void check_distributed(const Config& c) {
         "same, or zero_stage = 2");
   }
   if (c.distributed.zero_stage == 3 && c.telemetry.interval > 0) {
-    throw_bad_input(
-        "telemetry.interval = {} looks at whole weights; use distributed.zero_stage = 2, or interval = 0",
-        c.telemetry.interval);
+    throw_bad_input("telemetry.interval = {} needs whole weights; use distributed.zero_stage = 2, or interval = 0",
+                    c.telemetry.interval);
   }
 }
 
@@ -170,7 +170,7 @@ void check_clipping(const OptimizerConfig& o) {
   if (o.clip_warmup_steps == 0 || o.clip_norm * o.clip_warmup_factor <= double{std::numeric_limits<float>::max()})
     return;
   throw_bad_input(
-      "optimizer.clip_norm * clip_warmup_factor = {:.3g} is more than a number of 32 bits can be; make one of them "
+      "optimizer.clip_norm * clip_warmup_factor = {:.3g} is more than a 32-bit float can hold; make one of them "
       "smaller",
       o.clip_norm * o.clip_warmup_factor);
 }
@@ -216,16 +216,15 @@ void check_data(const DataConfig& d, int64_t vocab_size) {
                     d.weights.size(), d.train.size());
   }
   if (std::any_of(d.weights.begin(), d.weights.end(), [](double weight) { return weight == 0; })) {
-    throw_bad_input("data.weights holds 0; leave out sources that are not to be read");
+    throw_bad_input("data.weights holds 0; remove the sources that you do not want");
   }
   if (d.document_end >= 0 && d.documents != DocumentMode::kSeparate) {
     throw_bad_input("data.document_end = {} has no meaning with data.documents = joined; use separate, or -1",
                     d.document_end);
   }
   if (d.document_end >= vocab_size) {
-    throw_bad_input(
-        "data.document_end = {} is no token of model.vocab_size = {}, so that no document would ever end",
-        d.document_end, vocab_size);
+    throw_bad_input("data.document_end = {} is not a token of model.vocab_size = {}, so no document would ever end",
+                    d.document_end, vocab_size);
   }
 }
 

@@ -13,8 +13,8 @@ struct NamedFiles {
   std::string name;
   std::vector<std::string> files;
 };
-// What entries NAME=FILE say, in order of first mention; entries of one name are one set. Throws Error(kBadInput),
-// naming `key`, for an entry that is not of this form.
+// The sets that entries NAME=FILE define, in order of first mention; entries with the same name are one set. Throws
+// Error(kBadInput), naming `key`, for an entry that does not have this form.
 std::vector<NamedFiles> parse_sets(const std::vector<std::string>& entries, const char* key);
 
 ExampleRules example_rules(const DataConfig& data);

@@ -5,14 +5,14 @@
 
 namespace parka {
 
-// How many letters must be inserted, deleted, replaced or swapped with their neighbour to turn `a` into `b`. Only
-// the first 64 letters of each are looked at.
+// The edit distance of `a` and `b`: insertions, deletions, replacements and swaps of neighbouring letters. Only
+// the first 64 letters of each count.
 int edit_distance(std::string_view a, std::string_view b);
 
-// How far `given` is from a name that may have been meant: the edit distance, but 1 when it is a part of the name.
+// The distance of `given` from a name that may be meant: the edit distance, or 1 if `given` is a part of the name.
 int name_distance(std::string_view given, std::string_view name);
 
-// The largest name_distance at which it is likely that the name was meant.
+// The largest name_distance at which the name is likely to be meant.
 int plausible_distance(std::string_view given);
 
 // The first of the names nearest to `given`, or an empty string when none is plausible.

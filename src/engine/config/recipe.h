@@ -3,7 +3,7 @@
 
 namespace parka {
 
-// Sets every key that precision.recipe has a say in: the whole precision section, and optimizer.states,
+// Sets every key that depends on precision.recipe: the whole precision section, and optimizer.states,
 // optimizer.master and optimizer.gradient.
 void apply_recipe(Recipe recipe, Config& config);
 

@@ -43,7 +43,7 @@ class LineReader {
   std::string text(const json& object, const char* key) const {
     const json& value = member(object, key);
     if (!value.is_string() || value.get_ref<const std::string&>().empty()) {
-      fail(fmt::format("\"{}\" is not a text", key));
+      fail(fmt::format("\"{}\" is not a string", key));
     }
     return value.get<std::string>();
   }
@@ -52,11 +52,11 @@ class LineReader {
     std::vector<int32_t> ids;
     for (const json& id : value) {
       if (!id.is_number_integer() || id < 0) {
-        fail(fmt::format("\"{}\" has {}, no token id", key, printable(id.dump())));
+        fail(fmt::format("\"{}\" has {}, which is not a token id", key, printable(id.dump())));
       }
       if (id >= vocab_size) {
         throw_bad_input(
-            "{}: \"{}\" has token id {}, and the model's vocabulary is {}; prepare the task with the model's "
+            "{}: \"{}\" has token id {}, but the model's vocabulary is {}; prepare the task with the model's "
             "tokenizer",
             where_, key, id.dump(), vocab_size);
       }

@@ -8,7 +8,7 @@
 
 namespace parka {
 
-// How the choice of a model is found from the log-likelihoods of a document's continuations: the largest
+// A model chooses the continuation of a document with the largest
 //   acc       log p(continuation | context)
 //   len_norm  the same over the number of characters of the continuation
 //   pmi_dc    log p(continuation | context) - log p(continuation | domain context)
@@ -30,15 +30,15 @@ struct TaskDocument {
   int64_t label;  // the right one
 };
 
-// The requests of a multiple-choice task as scripts/prepare_eval.py writes them; docs/evaluation.md has the format.
+// The requests of a multiple-choice task, written by scripts/prepare_eval.py; docs/evaluation.md has the format.
 struct EvalTask {
   std::string path, name;
   TaskMetric metric;
   std::vector<TaskDocument> documents;
 };
 
-// Reads a request file for a model of this vocabulary and context. Throws Error(kBadInput) that names file and line
-// for anything the format does not say, token ids that the model lacks, and continuations longer than its context.
+// Reads a request file for a model of this vocabulary and context. Throws Error(kBadInput), which names file and
+// line, for violations of the format, token ids outside the vocabulary, and continuations longer than the context.
 EvalTask read_requests(const std::string& path, int64_t vocab_size, int64_t sequence_length);
 
 }  // namespace parka

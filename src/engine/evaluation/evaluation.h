@@ -21,13 +21,13 @@ struct EvaluationResult {
   int64_t num_sequences = 0;
 };
 
-// Called before each forward pass of an evaluation, by all ranks before the same one, with the error of reading
-// this rank's data for it, or null. What it throws on all ranks ends the evaluation, so that ranks can agree on
-// that beforehand; an error of reading is thrown behind it.
+// Called before each forward pass of an evaluation, on all ranks before the same one, with the error of reading
+// this rank's data for it, or null. So ranks can agree to end the evaluation: it may throw, on all of them. If it
+// returns, an error of reading is thrown afterwards.
 using BeforeEvaluationBatch = std::function<void(const std::exception_ptr& read_failure)>;
 
-// Mean loss over `max_sequences` sequences spread evenly over `files` (0: all of them), `micro_batch` at a time. In
-// a run of several ranks each takes every so many-th micro-batch.
+// Mean loss over `max_sequences` sequences spread evenly over `files` (0: all of them), `micro_batch` at a time. Of
+// several ranks, rank r takes every size-th micro-batch.
 EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& files, int64_t micro_batch,
                                int64_t max_sequences, Communicator& communicator,
                                const BeforeEvaluationBatch& before_each = {});

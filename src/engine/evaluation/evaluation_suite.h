@@ -26,10 +26,11 @@ struct EvaluationSuite {
   bool empty() const { return num_records() == 0; }
 };
 
-// Throws Error(kBadInput) for files that cannot be used, and for two tasks of one name.
+// Throws Error(kBadInput) for files that cannot be used, and for two tasks with the same name.
 EvaluationSuite open_suite(const Config& config);
 
-// What tells suites apart whose files have the same names, a line for each: ranks must have the same.
+// A line for each file that distinguishes suites whose files have the same names. All ranks must have the same
+// lines.
 std::string describe_suite(const EvaluationSuite& suite);
 
 }  // namespace parka

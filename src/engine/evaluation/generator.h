@@ -15,7 +15,7 @@ struct GenerationOptions {
   std::vector<int32_t> stop_tokens;  // a continuation ends before any of these
 };
 
-// Told of each token as it is drawn: which prompt it continues, and the token.
+// Called with each token as it is drawn: the number of the prompt that it continues, and the token.
 using TokenListener = std::function<void(size_t prompt, int32_t token)>;
 
 struct Continuation {
@@ -23,9 +23,9 @@ struct Continuation {
   bool stopped = false;  // by a stop token, not for its length
 };
 
-// Continues every prompt, as many at a time as the model's cache has slots. A sequence that has outgrown the cache
-// goes on with its latest tokens alone, as many as the cache has room for; their positions change with every token,
-// so that each then costs a whole forward. `model` has a cache of `shape`, and prompts are not empty.
+// Continues every prompt, as many at a time as the model's cache has slots. If a sequence outgrows the cache, it
+// continues with its latest tokens, as many as fit in the cache. Their positions change with every token, so each
+// then costs a whole forward pass. `model` has a cache of `shape`, and prompts are not empty.
 std::vector<Continuation> generate(Device& device, Model& model, const CacheShape& shape,
                                    const std::vector<std::vector<int32_t>>& prompts,
                                    const GenerationOptions& options, const TokenListener& listener = {});

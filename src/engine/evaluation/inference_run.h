@@ -10,8 +10,8 @@
 
 namespace parka {
 
-// The checkpoint at `path`: a checkpoint folder itself, or a run folder, whose newest good one is taken (damaged
-// ones are logged). Throws Error(kBadInput) when there is none. All ranks of the group must call this.
+// The checkpoint at `path`, which is a checkpoint folder, or a run folder; then it is the newest good one (damaged
+// ones are logged). Throws Error(kBadInput) if there is none. All ranks of the group must call this.
 LoadedCheckpoint open_checkpoint(const std::string& path, const LoadGroup& group = {});
 
 // The model of a config for inference with its tensors declared: for batches of up to config.training.

@@ -10,8 +10,8 @@
 namespace parka {
 namespace {
 
-// The tokens that may be drawn, likeliest first, those of equal logits in their order.
-std::vector<int32_t> likeliest(const std::vector<float>& logits, int64_t top_k) {
+// The tokens that may be drawn, most likely first, those of equal logits in their order.
+std::vector<int32_t> most_likely(const std::vector<float>& logits, int64_t top_k) {
   std::vector<int32_t> order(logits.size());
   std::iota(order.begin(), order.end(), 0);
   const auto likelier = [&](int32_t a, int32_t b) {
@@ -30,13 +30,14 @@ int32_t sample_token(const std::vector<float>& logits, const SamplingOptions& op
   for (size_t i = 0; i < logits.size(); ++i) {
     if (!std::isfinite(logits[i])) {
       throw Error(ExitCode::kNonFinite,
-                  fmt::format("the logit of token {} is {}: the checkpoint's weights are not sound", i, logits[i]));
+                  fmt::format("the logit of token {} is {}: the checkpoint's weights are damaged or diverged", i,
+                              logits[i]));
     }
   }
   if (options.temperature == 0) {
     return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
   }
-  const std::vector<int32_t> order = likeliest(logits, options.top_k);
+  const std::vector<int32_t> order = most_likely(logits, options.top_k);
   std::vector<double> weight;
   double sum = 0;
   for (int32_t token : order) {

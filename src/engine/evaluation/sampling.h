@@ -4,11 +4,11 @@
 
 namespace parka {
 
-// How a token is drawn from logits. The temperature comes first, then top_k, then top_p among what that left.
+// How a token is drawn from logits: the temperature comes first, then top_k, then top_p among the tokens left.
 struct SamplingOptions {
-  double temperature = 0.8;  // divides the logits; 0: always the likeliest token, the first of equal ones
-  int64_t top_k = 0;         // among the k likeliest tokens; 0: all
-  double top_p = 1.0;        // among the fewest likeliest tokens with at least this probability together; 1: all
+  double temperature = 0.8;  // divides the logits; 0: always the most likely token, the first of equal ones
+  int64_t top_k = 0;         // among the k most likely tokens; 0: all
+  double top_p = 1.0;        // among the fewest most likely tokens with at least this total probability; 1: all
   int64_t seed = 0;
 };
 

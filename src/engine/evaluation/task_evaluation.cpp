@@ -150,7 +150,7 @@ TaskResult evaluate_task(Device& device, Model& model, const EvalTask& task, con
   const std::vector<double> scores = score(device, model, queries, shape, communicator, before_each);
   if (!std::all_of(scores.begin(), scores.end(), [](double x) { return std::isfinite(x); })) {
     throw Error(ExitCode::kNonFinite,
-                fmt::format("{}: a log-likelihood is not finite: the weights are not sound", task.path));
+                fmt::format("{}: a log-likelihood is not finite: the weights are damaged or diverged", task.path));
   }
   TaskResult result;
   auto next = scores.begin();

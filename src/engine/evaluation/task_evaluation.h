@@ -11,8 +11,8 @@
 
 namespace parka {
 
-// What a model makes of a task. Shares are of the documents whose right choice came first; of equal choices the
-// first wins.
+// The results of a model in a task. Scores are shares of documents for which the model chose the right
+// continuation; of equal ones it chooses the first.
 struct TaskResult {
   double score = 0;          // by the task's own metric
   double acc = 0;            // by TaskMetric::kAcc
@@ -25,8 +25,8 @@ struct TaskResult {
   std::vector<Document> documents;
 };
 
-// `max_documents` of the task, spread evenly (0: all of them), in batches of up to `shape`'s tokens. Contexts that
-// do not fit are cut off on the left. Ranks divide the batches as in evaluate_loss.
+// Evaluates `max_documents` of the task, spread evenly (0: all of them), in batches of up to `shape`'s tokens.
+// Contexts that do not fit are cut on the left. Ranks share the batches as in evaluate_loss.
 TaskResult evaluate_task(Device& device, Model& model, const EvalTask& task, const BatchShape& shape,
                          int64_t max_documents, Communicator& communicator,
                          const BeforeEvaluationBatch& before_each = {});

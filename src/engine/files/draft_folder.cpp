@@ -21,7 +21,7 @@ bool is_there(const std::string& path) {
 
 std::string without_slashes(std::string path) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
-  if (path.empty()) throw_bad_input("an empty path is no folder to write to");
+  if (path.empty()) throw_bad_input("the path of the folder to write is empty");
   return path;
 }
 

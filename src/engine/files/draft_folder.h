@@ -3,11 +3,11 @@
 
 namespace parka {
 
-// A new folder that appears under its name when it is complete, and not at all when something goes wrong before.
-// Until then it is <path>.tmp.
+// A new folder that gets its name only when it is complete; after an error it does not appear at all. Until then it
+// is <path>.tmp.
 class DraftFolder {
  public:
-  // Throws Error(kBadInput) when something is at `path` already: nothing is ever overwritten.
+  // Throws Error(kBadInput) if `path` exists: nothing is ever overwritten.
   explicit DraftFolder(std::string path);
   DraftFolder(const DraftFolder&) = delete;
   DraftFolder& operator=(const DraftFolder&) = delete;

@@ -9,9 +9,9 @@
 
 #include "data/read_only_file.h"
 
-// Files with every error reported: path, the system's reason, what to do. Functions that open or create throw
-// Error(kBadInput) where the path itself is at fault (missing, no permission, a file where a folder should be) and
-// Error(kIo) otherwise; writing, syncing, renaming and removing always throw Error(kIo).
+// File operations whose errors name the path, the system's reason and what to do. Functions that open or create
+// throw Error(kBadInput) if the path itself is wrong (missing, no permission, a file where a folder should be) and
+// Error(kIo) otherwise. Writing, syncing, renaming and removing always throw Error(kIo).
 namespace parka {
 
 using ByteSpan = std::span<const std::byte>;
@@ -35,10 +35,10 @@ class FileDescriptor {
   int fd_;
 };
 
-// Whether the open file `fd` is the one that `path` leads to now. Throws Error(kIo) where that cannot be known.
+// Whether `path` still leads to the open file `fd`. Throws Error(kIo) if that cannot be determined.
 bool is_at(int fd, const std::string& path);
 
-// XXH3-128 of everything passed to update(), in any pieces.
+// XXH3-128 of everything passed to update(), in parts of any size.
 class Checksum {
  public:
   Checksum();
@@ -63,7 +63,7 @@ class OutputFile {
 
   void write(ByteSpan bytes);
   void sync();
-  void close();  // here network file systems report what they could not write
+  void close();  // network file systems report failed writes here
 
   int64_t num_bytes() const { return num_bytes_; }
   std::string checksum() const { return checksum_.hex(); }
@@ -75,8 +75,8 @@ class OutputFile {
   int64_t num_bytes_ = 0;
 };
 
-// What it means that a file may not be opened: that the path is wrong, or, of a file that was read or written
-// before, that the machine fails.
+// What a failure to open a file means: that the path is wrong, or, for a file that was read or written before, that
+// the machine fails.
 enum class NoPermission : uint8_t { kIsBadInput, kIsIo };
 
 // A regular file, open for reading. Not affected by a later rename of its folder.
@@ -95,7 +95,7 @@ class InputFile {
   int64_t num_bytes_ = 0;
 };
 
-// The whole file; one larger than `max_bytes` is refused with Error(kBadInput).
+// The whole file. Throws Error(kBadInput) if it is larger than `max_bytes`.
 std::string read_text(const std::string& path, int64_t max_bytes,
                       NoPermission no_permission = NoPermission::kIsBadInput);
 
@@ -107,16 +107,17 @@ void make_directories(const std::string& path);
 void make_directory(const std::string& path);  // throws when `path` exists
 void rename_path(const std::string& from, const std::string& to);
 void remove_tree(const std::string& path);  // a missing one is fine
-// The names in a folder, in no order; none where it is missing. On a network file system this asks the server,
-// while a look at a single path may be answered from a cache.
+// The names in a folder, in no order; none if it is missing. On a network file system this asks the server, while
+// checking a single path may be answered from a cache.
 std::vector<std::string> list_names(const std::string& path);
 // Makes the names in a folder durable: created, renamed and removed entries.
 void sync_directory(const std::string& path);
 
-// Gives the file at `path` new content: at every moment, also after a crash, it has all of the old or of the new.
+// Replaces the content of the file at `path` atomically: at every moment, even after a crash, it is the old or the
+// new.
 void replace_file(const std::string& path, std::string_view content);
-// Throws where replace_file() would, before the work whose result it is to write. An empty path, for no file, is
-// fine.
+// Throws if replace_file() would. Call it before the work whose result the file is for. An empty path means no file
+// and is fine.
 void require_replaceable(const std::string& path);
 
 // Throws Error with "cannot <action> <path>: <reason of errno value>; <advice>".

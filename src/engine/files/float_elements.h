@@ -4,7 +4,7 @@
 #include "core/dtype.h"
 #include "engine/files/file_io.h"
 
-// Weights in files as fp32 values, whichever of the formats without scales a file has them in.
+// Converts weights in files to and from fp32 values, for all formats without scales.
 namespace parka {
 
 inline bool is_plain_float(DType dtype) {
@@ -17,7 +17,7 @@ void decode_floats(DType dtype, ByteSpan bytes, std::span<float> values);
 void encode_floats(std::span<const float> values, DType dtype, std::span<std::byte> bytes);
 
 bool all_finite(std::span<const float> values);
-// The same of the elements of any dtype, at any alignment; always true for integers. On all threads of
+// The same for elements of any dtype, at any alignment; always true for integers. Uses all threads of
 // parallel_for.
 bool all_finite(DType dtype, ByteSpan bytes);
 

@@ -9,15 +9,15 @@ namespace parka {
 
 enum class JsonComments : uint8_t { kAllowed, kRefused };
 
-// Parses JSON that may hold // and /* */ comments unless they are refused. Throws Error(kBadInput) naming `source`
-// and, for a syntax error, line, column and what stands there; also for a key given twice, nesting deeper than 64,
-// and text after the end.
+// Parses JSON, with // and /* */ comments unless they are refused. Throws Error(kBadInput), which names `source`;
+// for a syntax error it also gives line, column and the text there. Other errors are a key given twice, nesting
+// deeper than 64, and text after the end.
 nlohmann::json parse_json_text(std::string_view text, std::string_view source,
                                JsonComments comments = JsonComments::kAllowed);
 
-bool is_control(char c);  // of ASCII: what would break or garble a line
+bool is_control(char c);  // an ASCII control character, which would break or garble a line
 
-// `text` as it may stand in a one-line message: control characters and invalid UTF-8 escaped, long text cut.
+// `text` for a one-line message: control characters and invalid UTF-8 escaped, long text shortened.
 std::string printable(std::string_view text);
 
 }  // namespace parka

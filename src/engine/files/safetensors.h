@@ -22,12 +22,12 @@ namespace parka {
 
 using ByteSink = std::function<void(ByteSpan)>;
 
-// Bytes of a tensor that are elsewhere, or still on their way to the host.
+// Bytes of a tensor that are elsewhere, or still being copied to the host.
 class TensorSource {
  public:
   virtual ~TensorSource() = default;
   virtual int64_t num_bytes() const = 0;
-  // Passes all bytes to `sink`, in order and in pieces. Throws where they are not what they should be.
+  // Passes all bytes to `sink`, in order and in parts. Throws if they are corrupted.
   virtual void read(const ByteSink& sink) const = 0;
 };
 
@@ -59,27 +59,27 @@ struct SafetensorsHeader {
   int64_t num_bytes = 0;                        // of length and header; the tensors' bytes come next
 };
 
-// Text free for the writer to use; transformers wants {"format": "pt"}.
+// Free text of the writer; transformers requires {"format": "pt"}.
 using SafetensorsMetadata = std::map<std::string, std::string>;
 
-// Passes a whole file to `sink` in pieces: the header, then each tensor's bytes. Tensors with larger elements come
+// Passes a whole file to `sink` in parts: the header, then each tensor's bytes. Tensors with larger elements come
 // first, otherwise in the given order, so that every tensor in the file is aligned to its element size. A piece of
-// a tensor becomes a tensor of one dimension, of which tensor and where in it is for `metadata` to say; one that is
-// the whole keeps the tensor's shape. Throws Error(kInternal), before the first piece, when names repeat or a
-// tensor's bytes do not fit its dtype, shape and piece.
+// a tensor becomes a tensor of one dimension, and `metadata` must say which part of which tensor it is; a piece
+// that is the whole tensor keeps its shape. Throws Error(kInternal), before it passes anything, if names repeat or
+// a tensor's bytes do not fit its dtype, shape and piece.
 void write_safetensors(const std::vector<const HostTensor*>& tensors, const SafetensorsMetadata& metadata,
                        const ByteSink& sink);
 
-// The beginning of a file, length and header, that holds these tensors (name, dtype and shape count) back to back
-// in this order. Padded, so that the tensors' bytes begin at a multiple of 8.
+// The beginning of a file, length and header, for these tensors (only name, dtype and shape count), back to back in
+// this order. It is padded, so that the tensors' bytes begin at a multiple of 8.
 std::string encode_safetensors_header(const std::vector<SafetensorsEntry>& tensors,
                                       const SafetensorsMetadata& metadata);
 // The same around a header's own text.
 std::string with_header_length(std::string_view header_text);
 
-// Reads a header. `start` is the file's beginning, at least as far as the header reaches; `file_bytes` the size of
-// the whole file. Whatever the bytes are, the result is one where every tensor lies inside the file, none overlap
-// and no byte is left over; or Error(kBadInput), whose message begins with `where`.
+// Reads a header. `start` is the file's beginning, at least to the end of the header; `file_bytes` is the size of
+// the whole file. For any bytes, either every tensor of the result lies inside the file, none overlap and no byte
+// is left over; or it throws Error(kBadInput), whose message begins with `where`.
 SafetensorsHeader parse_safetensors_header(ByteSpan start, int64_t file_bytes, std::string_view where);
 SafetensorsHeader read_safetensors_header(const InputFile& file);
 // The same through `read`, which fills its second argument from an offset in the file on.

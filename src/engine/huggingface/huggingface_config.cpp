@@ -82,7 +82,7 @@ const HuggingFaceFamily& family_of(const Reader& config, std::span<const Hugging
 void check_fixed_key(const Reader& config, const FixedKey& fixed) {
   const json& usual = fixed.accepted.front();
   if (fixed.presence == Presence::kRequired && !config.has(fixed.key)) {
-    config.fail("has no {}, which stands for a value that is not supported; {} is", fixed.key, usual.dump());
+    config.fail("has no {}, and its default is not supported; {} is", fixed.key, usual.dump());
   }
   const json* value = config.find(fixed.key);
   if (value == nullptr || std::find(fixed.accepted.begin(), fixed.accepted.end(), *value) != fixed.accepted.end()) {
@@ -159,7 +159,7 @@ HuggingFaceModel parse_huggingface_config(const json& root, const std::string& w
   try {
     validate(whole);
   } catch (const Error& error) {
-    throw Error(error.code(), fmt::format("{}: as a model of Parka: {}", where, error.what()));
+    throw Error(error.code(), fmt::format("{}: not a model that Parka supports: {}", where, error.what()));
   }
   return result;
 }
@@ -205,7 +205,7 @@ std::string huggingface_name_of(DType dtype) {
     case DType::kF32: return "float32";
     case DType::kBF16: return "bfloat16";
     case DType::kF16: return "float16";
-    default: throw_internal("transformers' models are not in {}", name_of(dtype));
+    default: throw_internal("transformers has no name for {}", name_of(dtype));
   }
 }
 

@@ -9,7 +9,7 @@
 #include "engine/huggingface/huggingface_families.h"
 #include "model/model_config.h"
 
-// config.json of a Hugging Face model, as transformers reads and writes it, by the table of families.
+// Reads and writes the config.json of a Hugging Face model, as transformers does, by the table of families.
 namespace parka {
 
 struct HuggingFaceModel {
@@ -18,21 +18,21 @@ struct HuggingFaceModel {
   int64_t max_positions = 2048;  // longest sequence that the model is meant for
 };
 
-// The model that computes what transformers computes from this config.json. Keys that transformers does not look at
-// are passed over, all that change what is computed are either understood or refused: Error(kBadInput) whose
-// message begins with `where`.
+// The model that computes what transformers computes from this config.json. Keys that transformers ignores are
+// ignored. Keys that change the computation are either supported or refused, with Error(kBadInput) whose message
+// begins with `where`.
 HuggingFaceModel parse_huggingface_config(const nlohmann::json& config, const std::string& where,
                                           std::span<const HuggingFaceFamily> families = huggingface_families());
 
-// A new config.json for a model in `dtype`, which its family can be. `origin`, if there is one, is the config.json
-// that the model comes from: special tokens are taken over.
+// A new config.json for a model in `dtype` that its family can express. `origin`, if given, is the config.json that
+// the model comes from: its special tokens are copied.
 std::string make_huggingface_config(const HuggingFaceModel& model, DType dtype, const nlohmann::json* origin);
 
-// The format of its weights that a config.json names; nullopt where it names none.
+// The format of the weights that a config.json names; nullopt if it names none.
 std::optional<std::string> huggingface_dtype(const nlohmann::json& config);
-// config.json with another format named, and otherwise as it was.
+// The same config.json with another format.
 std::string with_huggingface_dtype(const std::string& config_text, DType dtype);
-// What transformers calls a format: "bfloat16".
+// The name of a format in transformers, such as "bfloat16".
 std::string huggingface_name_of(DType dtype);
 
 }  // namespace parka

@@ -169,8 +169,8 @@ const HuggingFaceFamily& choose_family(const ModelConfig& model, std::string_vie
     reasons.push_back(fmt::format("{} has {}", family.model_type, fmt::join(problems, ", and ")));
   }
   throw_bad_input(
-      "{}: no family of Hugging Face models can be this model: {}; train one with the values of a family", where,
-      fmt::join(reasons, "; "));
+      "{}: no supported Hugging Face family can express this model: {}; train one with the values of a family",
+      where, fmt::join(reasons, "; "));
 }
 
 }  // namespace parka

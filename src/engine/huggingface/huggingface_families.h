@@ -11,8 +11,8 @@
 
 #include "model/model_config.h"
 
-// The families of models that Parka reads and writes in Hugging Face's format. A family is one value in the table
-// of huggingface_families(); import and export know no family but by it.
+// The families of models that Parka reads and writes in Hugging Face format. A family is one entry in the table of
+// huggingface_families(); import and export use nothing else about it.
 namespace parka {
 
 // A key of config.json that gives a field of the model.
@@ -41,8 +41,8 @@ struct FixedKey {
   Presence presence = Presence::kOptional;
 };
 
-// What a tensor in a block holds: a parameter of Parka's, or rows of one, since Parka keeps queries, keys and
-// values, and up and gate, as one matrix each.
+// What a tensor in a block holds: a Parka parameter, or rows of one, because Parka keeps queries, keys and values,
+// and up and gate, as one matrix each.
 enum class BlockTensor : uint8_t {
   kQuery,
   kKey,
@@ -80,19 +80,19 @@ struct HuggingFaceFamily {
   TensorNames tensors;
 };
 
-// All of them, the one first that an export chooses where several can be a model.
+// All families. If several can express a model, an export chooses the first.
 std::span<const HuggingFaceFamily> huggingface_families();
 // "llama (LlamaForCausalLM), olmo (OlmoForCausalLM)".
 std::string names_of(std::span<const HuggingFaceFamily> families);
 // The family of this model_type; null where there is none.
 const HuggingFaceFamily* find_family(std::string_view model_type, std::span<const HuggingFaceFamily> families);
 
-// What of `model` a config.json of the family cannot say, one for each field: "model.norm_eps = 1e-05, not 1e-06",
-// with the family's value first. Empty where the family can be the model. How it is initialised does not count.
+// The fields of `model` that a config.json of the family cannot express, as "model.norm_eps = 1e-05, not 1e-06",
+// with the family's value first. Empty if the family can express the model. Its initialisation does not count.
 std::vector<std::string> family_problems(const HuggingFaceFamily& family, const ModelConfig& model);
 
-// The family that `model` is exported as: the one of the model_type `wanted`, unless that is empty; then `origin`,
-// what the model comes from, if it can be the model; then the first of `families` that can. Throws Error(kBadInput)
+// The family to export `model` as: that of the model_type `wanted`, unless it is empty; else `origin`, which the
+// model comes from, if it can express the model; else the first of `families` that can. Throws Error(kBadInput)
 // whose message begins with `where` and says what does not fit.
 const HuggingFaceFamily& choose_family(const ModelConfig& model, std::string_view wanted,
                                        const HuggingFaceFamily* origin, const std::string& where,

@@ -60,8 +60,7 @@ std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const json
     at = checkpoint_at(init_from);
     if (at.empty()) {
       report(
-          fmt::format("{}, which checkpoint.init_from named, is gone: nothing is known of a tokenizer; "
-                      "--like FOLDER can say",
+          fmt::format("{}, named by checkpoint.init_from, is gone, so the tokenizer is unknown; give --like FOLDER",
                       init_from));
       return std::nullopt;
     }

@@ -9,8 +9,8 @@
 
 namespace parka {
 
-// A weight of a Hugging Face model: whole rows of a parameter of Parka, which keeps queries, keys and values, and
-// up and gate, as one matrix each.
+// A weight of a Hugging Face model: whole rows of a Parka parameter. Parka keeps queries, keys and values, and up
+// and gate, as one matrix each.
 struct HuggingFaceTensor {
   std::string name;            // "model.layers.0.self_attn.q_proj.weight"
   std::vector<int64_t> shape;  // [rows, cols], or [cols] of a norm
@@ -19,13 +19,13 @@ struct HuggingFaceTensor {
   int64_t num_rows = 0;
 };
 
-// All that a model of the family has, in transformers' order, the embedding first. A tied head is not among them,
-// but some files have it beside the embedding, with the same values.
+// All weights of a model of the family, in transformers' order, the embedding first. A tied head is not among them,
+// but some files have it besides the embedding, with the same values.
 std::vector<HuggingFaceTensor> huggingface_tensors(const HuggingFaceFamily& family, const ModelConfig& config,
                                                    const ParameterTable& table);
 
-// Whether a file may have a tensor of this name that is no weight: frequencies of rotary positions, which older
-// versions of transformers saved and no version reads.
+// Whether a file may have a tensor of this name that is not a weight: rotary frequencies, which older versions of
+// transformers saved and no version reads.
 bool is_ignored_huggingface_tensor(std::string_view name);
 
 }  // namespace parka

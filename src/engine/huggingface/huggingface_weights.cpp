@@ -73,7 +73,7 @@ void check_index(const std::map<std::string, std::string>& index, const HuggingF
     if (is_ignored_huggingface_tensor(tensor)) continue;
     const auto found = weights.tensors.find(tensor);
     if (found == weights.tensors.end() || weights.layout.files[found->second.file].name != file) {
-      throw_bad_input("{}: says that {} has the tensor {}, and it has not", where, file, printable(tensor));
+      throw_bad_input("{}: says that {} has the tensor {}, but it has not", where, file, printable(tensor));
     }
   }
 }
@@ -188,7 +188,7 @@ HuggingFaceLayout parse_layout(const json& state, const std::string& where) {
     }
     return layout;
   } catch (const json::exception& e) {
-    throw_bad_input("{}: its record of the imported files is not one of Parka: {}", where, e.what());
+    throw_bad_input("{}: its record of the imported files was not written by Parka: {}", where, e.what());
   }
 }
 
@@ -235,7 +235,7 @@ void check_huggingface_weights(const HuggingFaceWeights& weights, const std::vec
     if (names.contains(name)) continue;
     const std::string& path = weights.files[place.file].path();
     if (name != head) {
-      throw_bad_input("{}: has a tensor {} that this architecture does not", path, printable(name));
+      throw_bad_input("{}: has a tensor {} that this architecture does not have", path, printable(name));
     }
     check(tensors.front(), place.entry, path);  // tied: compared with the embedding where that is copied
   }

@@ -18,7 +18,7 @@ inline constexpr int64_t kMaxHuggingFaceConfigBytes = 16 << 20;  // larger ones 
 inline constexpr const char* kHuggingFaceFileName = "model.safetensors";
 inline constexpr const char* kHuggingFaceIndexName = "model.safetensors.index.json";
 
-// Which tensors lie where in the files of a model.
+// Where each tensor lies in the files of a model.
 struct HuggingFaceLayout {
   struct File {
     std::string name;         // in the model's folder
@@ -29,12 +29,12 @@ struct HuggingFaceLayout {
   std::string index_text;  // of model.safetensors.index.json; empty: one file and no index
 };
 
-// The layout that transformers' save_pretrained gives a model in `dtype`: files of at most `max_file_bytes`, or of
-// one tensor.
+// The layout of transformers' save_pretrained for a model in `dtype`: files of at most `max_file_bytes`, or of one
+// tensor.
 HuggingFaceLayout make_huggingface_layout(const std::vector<HuggingFaceTensor>& tensors, DType dtype,
                                           int64_t max_file_bytes, int64_t num_parameters);
 
-// A layout as a checkpoint's state keeps it, so that an export can write the same files.
+// The form in which a checkpoint's state stores a layout, so that an export can write the same files.
 nlohmann::json encode_layout(const HuggingFaceLayout& layout);
 HuggingFaceLayout parse_layout(const nlohmann::json& state, const std::string& where);
 

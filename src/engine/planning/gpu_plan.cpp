@@ -49,10 +49,11 @@ std::vector<Change> possible_changes(const Config& config, int64_t num_gpus) {
   for (const int64_t part : {4, 2}) {
     const int64_t blocks = (config.model.num_layers - ActivationOffload::kBuffers) / part;
     if (blocks <= config.precision.offload_blocks) continue;
-    changes.push_back({fmt::format("precision.offload_blocks={} (same bits, copied out and back)", blocks),
-                       [blocks](Config& c) { return assign(c.precision.offload_blocks, blocks); }, true});
+    changes.push_back(
+        {fmt::format("precision.offload_blocks={} (same bits, copied to CPU memory and back)", blocks),
+         [blocks](Config& c) { return assign(c.precision.offload_blocks, blocks); }, true});
   }
-  changes.push_back({"precision.recompute=block (same bits, about a third more forward work)",
+  changes.push_back({"precision.recompute=block (same bits, about a third more work)",
                      [](Config& c) { return assign(c.precision.recompute, Recompute::kBlock); }});
   if (num_gpus > 1) {
     for (int64_t stage = config.distributed.zero_stage + 1; stage <= 3; ++stage) {

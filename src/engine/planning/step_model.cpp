@@ -12,7 +12,7 @@ namespace {
 
 using Kind = StepAction::Kind;
 
-// Bytes that each GPU sends: in a ring, all pieces but one pass it, for a reduction and for the gathering of its
+// Bytes that each GPU sends in a ring: all shards but one, for a reduction and again for the gathering of its
 // result.
 double bytes_sent(int64_t num_gpus, Kind kind, int64_t bytes) {
   const double once =
@@ -20,8 +20,8 @@ double bytes_sent(int64_t num_gpus, Kind kind, int64_t bytes) {
   return kind == Kind::kAllReduce ? 2 * once : once;
 }
 
-// Bytes that each GPU reads and writes in its memory. Of a gather its own piece is read for every GPU, and as many
-// are written; of a reduction what goes to others is read, and what comes from them written.
+// Bytes that each GPU reads and writes in its memory. An all-gather reads the local shard once per GPU and writes
+// every shard. A reduction reads what it sends and writes what it receives.
 double bytes_in_memory(int64_t num_gpus, Kind kind, int64_t bytes) {
   if (kind == Kind::kAllGather) return 2 * static_cast<double>(bytes);
   return 2 * bytes_sent(num_gpus, kind, bytes);
@@ -37,21 +37,20 @@ double latency(const Links& links, int64_t num_gpus, Kind kind) {
 }
 
 // The GPUs of a collective, and the nodes that they are in.
-struct Circle {
+struct Group {
   int64_t num_gpus;
   Links links;
 };
-Circle circle_of(Peers peers, const Links& links, int64_t num_gpus, int64_t shard_size) {
+Group group_of(Peers peers, const Links& links, int64_t num_gpus, int64_t shard_size) {
   const int64_t per_node = num_gpus / links.nodes;
-  Circle circle = {num_gpus, links};
-  if (peers == Peers::kAll) return circle;
-  circle.num_gpus = peers == Peers::kGroup ? shard_size : num_gpus / shard_size;
-  // A group lies in as few nodes as hold it; those across have as many of its places in each node as there are
-  // groups in a node.
+  Group group = {num_gpus, links};
+  if (peers == Peers::kAll) return group;
+  group.num_gpus = peers == Peers::kGroup ? shard_size : num_gpus / shard_size;
+  // A group spans as few nodes as possible. Of the ranks across groups, each node has as many as it has groups.
   const int64_t in_a_node =
       peers == Peers::kGroup ? std::min(shard_size, per_node) : std::max<int64_t>(1, per_node / shard_size);
-  circle.links.nodes = ceil_div(circle.num_gpus, in_a_node);
-  return circle;
+  group.links.nodes = ceil_div(group.num_gpus, in_a_node);
+  return group;
 }
 
 }  // namespace
@@ -82,18 +81,18 @@ StepPrediction predict_step(const std::vector<StepAction>& actions, const Links&
       case Kind::kAllReduce:
       case Kind::kReduceScatter:
       case Kind::kAllGather: {
-        const Circle circle = circle_of(action.peers, links, num_gpus, shard_size == 0 ? num_gpus : shard_size);
-        if (circle.num_gpus == 1) {
+        const Group group = group_of(action.peers, links, num_gpus, shard_size == 0 ? num_gpus : shard_size);
+        if (group.num_gpus == 1) {
           timeline.collective(0, 0);
           break;
         }
-        const double seconds = collective_seconds(circle.links, circle.num_gpus, action.kind, action.bytes);
+        const double seconds = collective_seconds(group.links, group.num_gpus, action.kind, action.bytes);
         PARKA_REQUIRE(links.memory_bandwidth > 0);
         const double in_memory =
-            bytes_in_memory(circle.num_gpus, action.kind, action.bytes) / links.memory_bandwidth;
+            bytes_in_memory(group.num_gpus, action.kind, action.bytes) / links.memory_bandwidth;
         constexpr double kMost = 0.9;  // something gets on
         timeline.collective(seconds, std::min(kMost, links.interference * in_memory / seconds));
-        prediction.communicated_bytes += bytes_sent(circle.num_gpus, action.kind, action.bytes);
+        prediction.communicated_bytes += bytes_sent(group.num_gpus, action.kind, action.bytes);
         break;
       }
     }

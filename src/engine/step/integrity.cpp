@@ -20,7 +20,7 @@ using nlohmann::json;
 // Weight, master, and two moments of codes, amax and exponents each; then weights that several ranks hold whole.
 constexpr size_t kSlotsPerParameter = 9;
 constexpr std::string_view kRemedy =
-    "; its GPU or memory is faulty: take it out of service; the same command goes on from the last good checkpoint";
+    "; its GPU or memory is faulty: take it out of service; the same command resumes from the last good checkpoint";
 
 uint64_t hash_at(const void* table, size_t slot) {
   uint64_t hash = 0;
@@ -125,9 +125,10 @@ void compare_replicas(Communicator& communicator, const ReplicaHashes& own, int6
   for (size_t i = 0; i < own.names.size(); ++i) {
     const std::vector<std::string> found = suspects(ranks, i);
     if (found.empty()) continue;
-    throw Error(ExitCode::kCorrupted,
-                fmt::format("silent data corruption by step {}: {} differs on ranks that hold the same: {}{}", step,
-                            own.names[i], fmt::join(found, " and "), kRemedy));
+    throw Error(
+        ExitCode::kCorrupted,
+        fmt::format("silent data corruption by step {}: {} differs between ranks that must hold the same: {}{}",
+                    step, own.names[i], fmt::join(found, " and "), kRemedy));
   }
   throw_internal("replicas differ and no tensor does");
 }

@@ -14,19 +14,19 @@
 
 namespace parka {
 
-// Checks for silent data corruption. A step is deterministic to the bit, so what was computed twice, what nothing
-// has written and what ranks hold in common must be equal: the checks hash it on the device
-// (kernels/ops/bit_hash.h) and compare. What differs throws Error(kCorrupted) that names step, rank, host, GPU and
-// tensor.
+// Checks for silent data corruption. A step is deterministic to the bit. So results computed twice, memory that
+// nothing has written, and tensors that several ranks hold must be equal. The checks hash them on the device
+// (kernels/ops/bit_hash.h) and compare. A difference throws Error(kCorrupted), which names step, rank, host, GPU
+// and tensor.
 class IntegrityChecks {
  public:
-  // What is hashed, each in a table of its own.
+  // What is hashed; each has its own table.
   enum class Table : uint8_t {
     kFirstGradients,  // of the micro-batch that is computed twice, and its loss
     kSecondGradients,
     kUpdated,    // weights and states after an update
     kUnchanged,  // the same before the next one
-    kSaved,      // what a checkpoint is written of
+    kSaved,      // the tensors that a checkpoint is written from
   };
 
   static constexpr const char* kCategory = "checks";
@@ -59,24 +59,24 @@ class IntegrityChecks {
   std::array<TensorView, kNumTables> tables_;
 };
 
-// Two tables on their way to the host, which must be equal.
+// Two tables that are being copied to the host and must be equal.
 struct PendingComparison {
   std::unique_ptr<HostRead> one, other;
   std::vector<std::string> names;  // of the tensors, by slot
   std::string what;                // behind a tensor's name: "differs when its micro-batch is computed twice"
 
-  // Waits; throws where they differ. The first such tensor of the list is named.
+  // Waits; throws if they differ. The error names the first such tensor of the list.
   void check(int64_t step, const std::string& where) const;
 };
 
-// What ranks have in common.
+// Which tensors several ranks hold.
 struct ReplicaHashes {
   std::vector<std::string> names;
   std::vector<uint64_t> hashes;
   std::vector<int64_t> groups;  // ranks that have the same number here hold the same tensor
 };
-// Throws the same Error(kCorrupted) on all ranks unless ranks of a group agree about every tensor. All ranks must
-// call this; each has the same tensors, in groups of its own.
+// Throws the same Error(kCorrupted) on all ranks unless the ranks of each group agree about every tensor. All ranks
+// must call this, with the same tensors; groups may differ from tensor to tensor.
 void compare_replicas(Communicator& communicator, const ReplicaHashes& own, int64_t step, const std::string& where);
 
 }  // namespace parka

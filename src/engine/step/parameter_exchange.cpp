@@ -97,8 +97,9 @@ void ParameterExchange::after_backward(Device& device, int unit) {
     }
     // Divided gradients: backward has overwritten the buffer with those of this micro-batch alone, and a rank's
     // piece of their sum joins what it has accumulated.
-    const Onto onto = zero_.shards_gradients() && !place_.is_first ? Onto::kOldValue : Onto::kNothing;
-    communicator_.reduce_scatter(device, gradient.whole, gradient.own, Peers::kGroup, onto);
+    const Accumulation accumulation =
+        zero_.shards_gradients() && !place_.is_first ? Accumulation::kContinue : Accumulation::kBegin;
+    communicator_.reduce_scatter(device, gradient.whole, gradient.own, Peers::kGroup, accumulation);
     if (zero_.shards_gradients()) reduced_[gradient_buffer_of(parameters[i])] = communicator_.last_queued();
     if (place_.is_last && communicator_.size_of(Peers::kAcross) > 1) {
       communicator_.all_reduce(device, gradient.own, Reduction::kSum, Peers::kAcross);

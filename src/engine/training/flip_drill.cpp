@@ -80,7 +80,7 @@ void flip_one_of(Device& device, const std::vector<NamedTensor>& tensors, const 
 std::unique_ptr<BitFlip> make_gemm_flip(const FlipDrill& drill, int64_t num_gemms) {
   const auto n = static_cast<int64_t>(draw(drill, 0) % static_cast<uint64_t>(num_gemms)) + 1;
   const auto bit = static_cast<int64_t>(draw(drill, 1) >> 8);
-  spdlog::warn("drill: flipping a bit of what matrix product {} of the micro-batch writes", n);
+  spdlog::warn("drill: flipping a bit of the output of matrix product {} of the micro-batch", n);
   return std::make_unique<BitFlip>("gemm", n, bit);
 }
 

@@ -60,8 +60,7 @@ void MetricsLog::follow_path() {
   file_ = open_for_adding(path_);
   if (hooks_.report) {
     hooks_.report(fmt::format(
-        "{}: was removed, moved or replaced while the run goes on; further records go to the file of this name",
-        path_));
+        "{}: was removed, moved or replaced during the run; further records go to a new file of this name", path_));
   }
 }
 

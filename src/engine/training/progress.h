@@ -13,8 +13,8 @@ std::string format_count(double value);       // 1234567 -> "1.23M"
 std::string format_duration(double seconds);  // 4000 -> "1h06m"
 double steady_seconds();                      // of a clock that never goes back
 
-// Turns step reports into progress lines. Speed is that of the steps since the previous line by the device's time;
-// the time left goes by the clock on the wall, so that saves and evaluation count.
+// Makes progress lines from step reports. Speed is that of the steps since the previous line, by the device's time.
+// The time left is based on the wall clock, so saves and evaluation count.
 class Progress {
  public:
   // `clock` gives seconds.

@@ -44,7 +44,7 @@ std::string file_difference(const nlohmann::json& saved, const nlohmann::json& n
     const bool both = before.contains("checksum") && after.contains("checksum");
     if (before.at("fingerprint") != after.at("fingerprint") ||
         (both && before.at("checksum") != after.at("checksum"))) {
-      return fmt::format("{} holds other bytes", after.at("name").dump());
+      return fmt::format("{} holds different bytes", after.at("name").dump());
     }
   }
   if (saved.size() != now.size()) return fmt::format("there are {} files, were {}", now.size(), saved.size());

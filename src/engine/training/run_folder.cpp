@@ -115,8 +115,10 @@ class MarkFile {
 
 void check_run_folder(const std::string& folder, const std::string& config_text) {
   if (folder.size() + kLongestName.size() >= PATH_MAX) {
-    throw_bad_input("checkpoint.folder: has {} letters, {} are possible: a save needs names of {} more below it",
-                    folder.size(), PATH_MAX - 1 - kLongestName.size(), kLongestName.size());
+    throw_bad_input(
+        "checkpoint.folder: its path has {} characters, at most {} are possible: a save needs names "
+        "of {} more below it",
+        folder.size(), PATH_MAX - 1 - kLongestName.size(), kLongestName.size());
   }
   const bool has_been_run = has_been_run_in(folder);
   check_config(folder, has_been_run, config_text);
@@ -130,8 +132,10 @@ void write_run_config(const std::string& folder, const std::string& config_text,
   if (file_exists(path)) {
     if (read_text(path, kMaxConfigBytes) == config_text) return;
     if (fs::equivalent(path, file_of_command_line, error)) {
-      spdlog::info("{}: stays as it is, for it is the config of this command; checkpoints hold the values of --set",
-                   path);
+      spdlog::info(
+          "{}: stays as it is, because it is the config of this command; checkpoints hold the values of "
+          "--set",
+          path);
       return;
     }
   }
@@ -163,8 +167,8 @@ void require_one_folder(Launch& launch, const std::string& folder, std::chrono::
   }
   if (blind.empty()) return;
   throw_bad_input(
-      "checkpoint.folder: the ranks do not see one folder: rank 0 has {}, which is not what is found by {}; give "
-      "it as an absolute path on a file system that all hosts share",
+      "checkpoint.folder: the ranks do not see the same folder: rank 0 has {}, which differs from that of {}; "
+      "give it as an absolute path on a file system that all hosts share",
       answers[0].substr(1), blind);
 }
 

@@ -29,15 +29,15 @@ RunLock::RunLock(std::string folder, Role role, const std::function<void(const s
         "{}: another process is training in this folder; wait for it, or choose another checkpoint.folder",
         folder_);
   }
-  report(fmt::format("{}: cannot be locked ({}): see to it that no second run is started in this folder", path_,
+  report(fmt::format("{}: cannot be locked ({}): make sure that no second run is started in this folder", path_,
                      std::generic_category().message(errno)));
 }
 
 void RunLock::require_ours() const {
   if (is_at(file_.get(), path_)) return;
   throw_io(
-      "{}: is not the folder any more in which this run began: it was moved or removed, its file \"lock\" was, or "
-      "another run has taken its place; nothing in it was touched; to go on, give checkpoint.folder the folder "
+      "{}: is no longer the folder in which this run began: it or its file \"lock\" was moved or removed, or "
+      "another run has taken its place; nothing in it was touched; to resume, set checkpoint.folder to the folder "
       "that has this run's checkpoints",
       folder_);
 }

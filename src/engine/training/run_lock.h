@@ -7,20 +7,20 @@
 
 namespace parka {
 
-// Keeps a second training process out of a run folder, where the two would clear away each other's unfinished
-// checkpoints. The lock ends with the process, however it ends; the file `lock` stays. Since that file stays open,
-// it also tells whether the folder of that name is still the one in which the run began.
+// Keeps a second training process out of a run folder, where the two would remove each other's unfinished
+// checkpoints. The lock ends with the process, however it ends; the file `lock` stays. The file is kept open, so it
+// also shows whether the folder of that name is still the one in which the run began.
 class RunLock {
  public:
   enum class Role : uint8_t {
     kHolder,   // locks the folder: rank 0
-    kWitness,  // of the other ranks: knows the file that rank 0 has locked
+    kWitness,  // the other ranks: know the file that rank 0 has locked
   };
-  // Throws Error(kBadInput) when another process holds the lock. A file system without locks is told to `report`
-  // and is no reason not to train.
+  // Throws Error(kBadInput) if another process holds the lock. On a file system without locks it calls `report` and
+  // continues.
   RunLock(std::string folder, Role role, const std::function<void(const std::string& message)>& report);
 
-  // Throws Error(kIo) unless <folder>/lock is still the file that was there at the start: the folder was moved or
+  // Throws Error(kIo) unless <folder>/lock is still the file of the start: otherwise the folder was moved or
   // removed, or another run has taken its name. May be called from any thread.
   void require_ours() const;
 

@@ -10,20 +10,20 @@
 
 namespace parka {
 
-// What metrics.jsonl says of the starts of a run before this one.
+// What metrics.jsonl says about the earlier starts of a run.
 struct RunHistory {
   double wall_seconds = 0;  // that processes of the run have run
-  double step_seconds = 0;  // of the steps up to the one from which this start goes on
+  double step_seconds = 0;  // of the steps up to the one from which this start resumes
   int64_t evaluations = 0;  // records of evaluations after that step
 };
-// Reads it, before later records are removed. A missing file and records of older versions count as nothing.
+// Reads the history, before later records are removed. A missing file and records of older versions count as zero.
 RunHistory read_history(const std::string& metrics_path, int64_t step);
 
 // Local time with its zone: "2026-11-23T14:03:07.120+01:00".
 std::string time_text(std::chrono::system_clock::time_point time);
 
-// Writes the records of a run with the time and how long this start has run by then, and adds up how much of the
-// wall-clock time went into steps. Of rank 0; elsewhere, without a log, it only adds up.
+// Writes the records of a run, with the time and how long this start has run, and adds up how much of the
+// wall-clock time went into steps. For rank 0; on other ranks, without a log, it only adds up.
 class RunRecords {
  public:
   using Clock = std::chrono::steady_clock;
@@ -31,14 +31,14 @@ class RunRecords {
   void set_history(const RunHistory& history) { history_ = history; }  // of the starts before
   void open(const std::string& path, MetricsHooks hooks) { log_.emplace(path, std::move(hooks)); }
 
-  // How a step went by the clock on the wall, beside what the device says.
+  // The speed of a step by the wall clock, besides the device's own times.
   struct WallTime {
     double tokens_per_second = 0;  // since the step before was counted
     double goodput = 0;            // share of the run's time so far, all starts together, that went into steps
   };
   WallTime count_step(double step_seconds, int64_t tokens, Clock::time_point finished);
 
-  // Adds "time" and "wall_seconds" of the moment that it tells. Throws Error(kIo).
+  // Writes a record with "time" and "wall_seconds" added. Throws Error(kIo).
   void write(nlohmann::ordered_json record, Clock::time_point when = Clock::now());
   void sync() {
     if (log_) log_->sync();

@@ -31,10 +31,8 @@ bool RunSaver::can_stage() {
   const std::string& failure = run_.staging_failure();
   if (failure.empty()) return true;
   if (!told_ && report_) {
-    report_(
-        fmt::format("saves will stop the training for as long as they take: {}; free host memory, or set "
-                    "checkpoint.async=false",
-                    failure));
+    report_(fmt::format("training will pause during each save: {}; free host memory, or set checkpoint.async=false",
+                        failure));
   }
   told_ = true;
   return false;
@@ -48,7 +46,7 @@ bool RunSaver::previous_failed() {
       std::rethrow_exception(failure);
     } catch (const Error& e) {
       if (e.code() == ExitCode::kCorrupted || is_second_try_) throw;
-      if (report_) report_(fmt::format("{}; trying once more, with the state of now", e.what()));
+      if (report_) report_(fmt::format("{}; trying once more, with the current state", e.what()));
     }
   } else if (failed && is_second_try_) {
     throw_io("another rank could not save the checkpoint of step {}", newest_step_);

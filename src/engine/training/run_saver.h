@@ -8,24 +8,24 @@
 
 namespace parka {
 
-// When and how a training run is saved: beside the training where there is memory for it, otherwise while the
-// training waits. A save that fails is tried again, with the state of then; when that fails too, the run ends. All
-// ranks of the run make the same calls after the same steps. No step may be unfinished in any of them but failed().
+// Decides when and how a training run is saved: asynchronously if there is memory for it, otherwise while training
+// waits. A failed save is tried again with the state of that moment; if that fails too, the run ends. All ranks of
+// the run make the same calls after the same steps. No step may be unfinished in any call except failed().
 class RunSaver {
  public:
-  // Uses `run` and `options` until it goes. With config.async off nothing is done beside the training.
+  // `run` and `options` must outlive it. With config.async off, training waits for every save.
   RunSaver(TrainingRun& run, Communicator& communicator, const CheckpointConfig& config, SaveOptions options);
 
-  // Begins a save of the present state; waits for the one before. Throws Error(kCorrupted) where the state is not
-  // sound, and the error of a save whose second try has failed.
+  // Begins a save of the current state; waits for the previous one. Throws Error(kCorrupted) if the state is
+  // corrupted, and the error of a save whose second try has failed.
   void save();
-  // Whether a save has failed on this rank since the last call of another function. Ranks learn of it at different
-  // steps: they agree on when to save() again.
+  // Whether a save has failed on this rank since the last call of another function. Ranks see this at different
+  // steps, so they must agree on when to save() again.
   bool failed() const { return saver_.failed(); }
-  // Returns when nothing is left to save and the newest save is good.
+  // Waits until nothing is left to save and the newest save is good.
   void finish();
 
-  // Seconds for which training has stood still for saving since the last call.
+  // Seconds for which training has waited for saves since the last call.
   double take_wait_seconds();
   // Of the newest save that was begun; -1: none.
   int64_t newest_step() const { return newest_step_; }
@@ -33,7 +33,7 @@ class RunSaver {
  private:
   void begin();
   bool can_stage();
-  // Whether the save before has failed on any rank. Throws where no other try may follow.
+  // Whether the previous save has failed on any rank. Throws if it may not be tried again.
   bool previous_failed();
 
   TrainingRun& run_;

@@ -13,7 +13,7 @@ inline constexpr const char* kFlopFormula =
 // backward, without recomputation.
 double flop_per_token(const ModelConfig& model, const ParameterTable& table, int64_t sequence_length);
 
-// What a run's tokens per second are turned into FLOP/s and utilization (MFU) with.
+// Converts a run's tokens per second to FLOP/s and utilization (MFU).
 struct ModelSpeed {
   double flop_per_token = 0;
   double peak_flops = 0;  // dense peak of the card in the format of the GEMMs; 0: unknown, and so is the MFU

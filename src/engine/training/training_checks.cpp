@@ -125,7 +125,7 @@ PendingComparison TrainingRun::compare_state() const {
   for (const WatchedTensor& watched : watched_) names.push_back(watched.tensor.name);
   return {declared_.checks.read_later(device_, Table::kUpdated),
           declared_.checks.read_later(device_, Table::kUnchanged), std::move(names),
-          "has changed since the update before, though nothing wrote it"};
+          "has changed since the last update, although nothing wrote it"};
 }
 
 void TrainingRun::after_update(UnfinishedStep& step) {

@@ -138,7 +138,7 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   if (!difference.empty() || progress.fingerprint != data_fingerprint_) {
     throw_bad_input(
         "{}: data.train holds other tokens than the checkpoint was trained on{}, so its position in them means "
-        "nothing; give the files back, or train in another checkpoint.folder",
+        "nothing; restore the files, or train in another checkpoint.folder",
         checkpoint.path(), difference.empty() ? "" : fmt::format(" ({})", difference));
   }
   std::unordered_map<std::string, NamedTensor> wanted;
@@ -146,7 +146,7 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   for (const SafetensorsEntry& entry : checkpoint.tensors()) {
     const auto found = wanted.find(entry.name);
     if (found == wanted.end())
-      throw_bad_input("{}: has a tensor {} that this config does not", checkpoint.path(), entry.name);
+      throw_bad_input("{}: has a tensor {} that this config does not have", checkpoint.path(), entry.name);
     const NamedTensor& tensor = found->second;
     if (entry.dtype != tensor.view.dtype || entry.shape != tensor.shape) {
       throw_bad_input("{}: {} is {} [{}], this config wants {} [{}]", checkpoint.path(), entry.name,

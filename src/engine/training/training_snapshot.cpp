@@ -33,8 +33,8 @@ class StagedTensor final : public TensorSource {
     if (hash == expected) return;
     throw Error(
         ExitCode::kCorrupted,
-        fmt::format("silent data corruption {} is not what its update left: memory of the device or the host "
-                    "has changed it, or the copy between them; it was not saved",
+        fmt::format("silent data corruption {} is not what its update left: memory of the device or the host, or "
+                    "the copy between them, has changed it; it was not saved",
                     what_));
   }
 

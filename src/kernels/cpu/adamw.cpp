@@ -18,7 +18,7 @@
 namespace parka::cpu {
 namespace {
 
-constexpr int64_t kGroupGrain = 64;  // groups per piece of parallel_for: 8192 elements
+constexpr int64_t kGroupGrain = 64;  // groups per chunk of parallel_for: 8192 elements
 constexpr uint32_t kMagnitudeBits = 0x7fffffffu;
 
 using GroupValues = std::array<float, kMomentGroup>;

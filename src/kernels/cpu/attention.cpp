@@ -9,10 +9,10 @@
 #include "kernels/cpu/exp.h"
 #include "kernels/cpu/rope.h"
 
-// Query rows are taken in tiles: a tile of R rows that ends before row N sees keys F..N-1, where F is the first key
-// of its first row, so its scores and probabilities are [R, N - F] matrices and memory grows with S, not S^2. Only
-// the last R columns, and those before the first key of a later row, hold masked pairs; their probabilities are
-// zero. (A NaN in v can thus reach other rows of the same tile: 0 * NaN = NaN.)
+// Query rows are processed in tiles. A tile of R rows that ends before row N attends to keys F..N-1, where F is the
+// first key of its first row. So its scores and probabilities are [R, N - F] matrices, and memory grows with S, not
+// S^2. Only the last R columns, and those before the first key of a later row, hold masked pairs; their
+// probabilities are zero. (So a NaN in v can reach other rows of the same tile: 0 * NaN = NaN.)
 namespace parka::cpu {
 namespace {
 
@@ -131,11 +131,11 @@ void score_gradient(const RowStatistics& rows, const FirstKeys& first, int64_t b
   }
 }
 
-// Gradients of a query or key head, turned back before they are rounded if the op wants that.
+// Gradients of a query or key head, rotated back before they are rounded if the op wants that.
 void store_gradient(RowMatrix& d_x, const AttentionBackward& a, const Dims& dims, int64_t b, int64_t head) {
   if (!a.cos_sin.empty()) {
     for (int64_t i = 0; i < dims.S; ++i) {
-      turn_head(d_x.row(i).data(), a.cos_sin.as<float>() + i * dims.D, -1.0f, dims.D);
+      rotate_head(d_x.row(i).data(), a.cos_sin.as<float>() + i * dims.D, -1.0f, dims.D);
     }
   }
   store_head(d_x, a.d_qkv, dims, b, head);

@@ -24,7 +24,7 @@ void check_id(const char* op, int64_t row, int32_t id, int64_t V) {
 // The rows of one token, in order.
 using Run = std::span<const TokenRow>;
 
-// Throws Error(kInternal) when `order` is not what embedding_order makes of any ids.
+// Throws Error(kInternal) if embedding_order could not have made `order` from any ids.
 std::vector<Run> runs_of(const EmbeddingBackward& a) {
   const Run order(a.rows(), static_cast<size_t>(a.order.dim[0]));
   std::vector<Run> runs;

@@ -8,8 +8,8 @@
 #include "core/error.h"
 #include "core/number_formats.h"
 
-// What memory-bound kernels are made of: wide loads and stores that convert between fp32 and the stored format, and
-// reductions in a fixed order.
+// Building blocks of memory-bound kernels: wide loads and stores that convert between fp32 and the stored format,
+// and reductions in a fixed order.
 namespace parka::cuda {
 
 constexpr int kWarpSize = 32;
@@ -50,8 +50,8 @@ __device__ inline void store(T* p, const float (&x)[N]) {
   *reinterpret_cast<Pack<T, N>*>(p) = pack;
 }
 
-// The sum over the lanes of a warp, in every lane; the order of additions is fixed. They are not to be fused with a
-// product that makes x, or lanes would get different sums.
+// The sum over the lanes of a warp, in every lane, added in a fixed order. The additions must not be fused with a
+// product that yields x, or lanes would get different sums.
 __device__ inline float warp_sum(float x) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) x = __fadd_rn(x, __shfl_xor_sync(kFullWarp, x, offset));
@@ -65,7 +65,7 @@ __device__ inline float warp_max(float x) {
 }
 
 // The sum over a block of kThreads (a multiple of 32, all of them here), in every thread, in a fixed order.
-// `shared` has room for kThreads / 32 floats; the call begins and ends with it free for any use.
+// `shared` holds kThreads / 32 floats and may be used for anything else before and after the call.
 template <int kThreads>
 __device__ inline float block_sum(float x, float* shared) {
   constexpr int kWarps = kThreads / kWarpSize;
@@ -106,8 +106,8 @@ void with_plain_type(DType dtype, const F& f) {
   }
 }
 
-// N elements as they lie in memory. Unlike floats made by load() they take no more registers than memory, and
-// nothing waits for them until one is read: what to use where many loads should be under way at once.
+// N elements in their stored format. Unlike the floats of load() they take no more registers than memory, and
+// nothing waits for them until one is read. Use them where many loads should be in flight at once.
 template <typename T, int N>
 struct Stored {
   static constexpr int kWords = N * sizeof(T) <= 4 ? 1 : N * sizeof(T) / 4;

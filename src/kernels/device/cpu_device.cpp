@@ -112,7 +112,7 @@ class CpuDevice final : public Device {
     const int64_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
     void* memory = std::aligned_alloc(kAlignment, static_cast<size_t>(rounded == 0 ? kAlignment : rounded));
     if (memory == nullptr)
-      throw_bad_input("not enough memory: {:.2f} GiB were asked for; try a smaller training.micro_batch_size",
+      throw_bad_input("not enough memory: {:.2f} GiB were requested; try a smaller training.micro_batch_size",
                       bytes / 0x1p30);
     return memory;
   }

@@ -4,7 +4,7 @@
 
 // What an op consists of, each in one place: `struct Args` with its tensors, whose header says the formula, shapes
 // and formats (ops/<op>.h); its checks, cost and output (ops/<op>.cpp); the reference (cpu/<op>.cpp); the kernel
-// (cuda/<room>/<op>.cu).
+// (cuda/<folder>/<op>.cu).
 namespace parka {
 class Device;
 

@@ -6,19 +6,19 @@
 
 namespace parka {
 
-// One moment of one parameter tensor of N elements: its number format decides what is stored.
+// A moment of a parameter tensor of N elements. Its number format decides what is stored:
 //   fp32 / bf16                     : values [N], no scale, no exponent
 //   fp8                             : codes [N]; amax [ceil(N / 128)] fp32;            value = amax * q / max
 //   fp8 with exponent (range expansion): ... and exponent [ceil(N / 128)] uint8, k = exponent / 16;
 //                                       value = sgn(q) * amax * (|q| / max)^(1 / k)
-// Groups are 128 consecutive elements of the tensor in memory order; the last may be short. Zeroed memory reads as
-// zeros, so that is how a moment starts. See docs/precision.md.
+// Groups are 128 consecutive elements of the tensor in memory order; the last may be short. Zeroed memory decodes
+// to zeros, so a moment starts as zeroed memory. See docs/precision.md.
 //
 // Storing a group in fp8 (COAT, arXiv 2410.19313, without its centring, which cancels):
 //   amax = max |x|, raised to smallest_moment_amax() unless it is 0;  a group of zeros has amax 0 and codes 0
 //   q = sgn(x) * rn(max * (|x| / amax)^k), to nearest even;           k = 1 without range expansion
-//   A nonzero second moment is never stored as 0 but at least as the smallest code: 0 below a first moment that is
-//   not 0 would explode the update. A first moment may round to 0. Zero has one code, 0x00.
+//   A nonzero second moment is stored at least as the smallest code, never as 0: a zero under a nonzero first
+//   moment would explode the update. A first moment may round to 0. Zero has only the code 0x00.
 // A non-finite amax is never stored: the CPU throws Error(kInternal).
 struct MomentView {
   TensorView values;
@@ -37,9 +37,9 @@ enum class MasterForm : uint8_t {
 // AdamW, decoupled weight decay (Loshchilov & Hutter 2019), one parameter tensor:
 //   m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
 //   w -= lr * (m / bias1 / (sqrt(v / bias2) + eps) + weight_decay * w),  bias_i = 1 - b_i^t
-// with g = gradient * grad_scale. The update uses m and v before they are stored in their format. Moments are
-// evaluated as m + (1 - b)(g - m): the only constant that gets rounded is 1 - b, so b2 = 0.999 is not off by 1e-5.
-// A range of a tensor that begins at a multiple of 128 elements can be stepped alone, with the same result.
+// with g = gradient * grad_scale. The update uses m and v before they are rounded to their format. Moments are
+// evaluated as m + (1 - b)(g - m): the only rounded constant is 1 - b, so b2 = 0.999 is not off by 1e-5.
+// A range that begins at a multiple of 128 elements can be stepped on its own, with the same result.
 struct AdamwStep {
   TensorView weight;  // [N] fp32 (kNone) or bf16, in/out: what the model computes with
   TensorView master;  // [N] fp32 (kFp32), uint16 with the remainder's bits (kFp32Split), or empty, in/out
@@ -47,15 +47,15 @@ struct AdamwStep {
   TensorView gradient;    // [N] fp32 or bf16, in
   MomentView exp_avg;     // m, in/out
   MomentView exp_avg_sq;  // v, in/out
-  // Hyperparameters of this step; bias corrections are taken in double on the host from a 64-bit step count.
+  // Hyperparameters of this step. The host computes bias corrections in double from a 64-bit step count.
   float lr;
   double beta1, beta2;  // double, so that 1 - beta can be rounded once
   float eps;
   float weight_decay;                        // 0 for tensors that are not decayed
   float bias_correction1, bias_correction2;  // 1 - beta^t
   TensorView grad_scale;  // [1] fp32, in: clipping coefficient (clip_coefficient); not finite: nothing is changed
-  // [1] fp32, in/out, not negative; empty: not wanted. Becomes max(weight_amax, max |weight|) of the weight as it
-  // is stored after the step, changed or not; NaN is skipped. So quantize() need not read the weight to find it.
+  // [1] fp32, in/out, not negative; empty: not wanted. Becomes max(weight_amax, max |weight|) of the weight as
+  // stored after the step, even if nothing was changed; NaN is ignored. So quantize() need not read the weight.
   TensorView weight_amax = {};
   // kBf16Sr: the random bits of element i are word e % 4 of philox4x32(seed, stream = step, index = e / 4) with
   // e = first_element + i; encode_bf16_stochastic takes their low half.
@@ -64,23 +64,23 @@ struct AdamwStep {
   uint64_t first_element;  // position of element 0 in the flat parameter space, the same for every world size;
                            // a multiple of 128
 };
-// Gradients must be finite where grad_scale is: clip_coefficient sees to it. Does nothing for N == 0.
+// If grad_scale is finite, the gradients must be finite too: clip_coefficient ensures it. Does nothing for N == 0.
 PARKA_OP(adamw_step, AdamwStep);
 
 // k * 16 of a group with maximum `amax` and smallest nonzero magnitude `amin`, stored in `format`:
-// clamp(floor(16 * log2(R) / log2(amax / amin)), 16, 255). R is the range the group is stretched over: 448 * 448 /
-// 2 for E4M3 (as COAT has it), half of largest over smallest subnormal for E5M2 (57344 * 2^16 / 2): the smallest
-// member then lands on code 2. 16 (k = 1) for a group of one magnitude or of zeros, and for one wider than R: k < 1
-// would make every member coarser to save the smallest. Shared by the CPU reference and tests.
+// clamp(floor(16 * log2(R) / log2(amax / amin)), 16, 255). R is the range that the group is expanded to: 448 * 448
+// / 2 for E4M3, as in COAT; for E5M2 half the ratio of the largest to the smallest subnormal, 57344 * 2^16 / 2. The
+// smallest member then gets code 2. The result is 16 (k = 1) for a group of one magnitude or of zeros, and for a
+// group wider than R: k < 1 would make every member coarser to save the smallest. Used by CPU reference and tests.
 uint8_t range_expansion_exponent(float amax, float amin, DType format);
 
 // The smallest nonzero amax that is stored, 2^-126 * max / smallest subnormal: 2.7e-33 for E4M3, 4.4e-29 for E5M2.
-// From it on every code decodes to a normal fp32 number, so devices that flush subnormals see the same values.
+// With it every code decodes to a normal fp32 number, so devices that flush subnormals read the same values.
 // Members of a smaller group are stored relative to it: a first moment may become 0, a second moment does not.
 float smallest_moment_amax(DType format);
 
-// Stores `values` (fp32 [N]) in a moment's format, and reads it back: what adamw_step does around its update.
-// `is_second` keeps nonzero values from becoming code 0 (a zero v with a nonzero m would explode the update).
+// Encode `values` (fp32 [N]) into a moment's format, and decode them: what adamw_step does around its update.
+// With `is_second`, nonzero values never become code 0 (a zero v with a nonzero m would explode the update).
 struct MomentEncode {
   TensorView values;  // [N] fp32, in
   MomentView moment;  // out

@@ -4,7 +4,7 @@
 
 namespace parka {
 
-// total += x, element by element, added in fp32 and rounded once to the dtype of both. They must not overlap.
+// total += x, element by element, added in fp32 and rounded once to their dtype. x and total must not overlap.
 struct Add {
   TensorView x;      // [N] fp32 or bf16, in
   TensorView total;  // [N] of the same dtype, in/out

@@ -51,7 +51,7 @@ void attention_backward(Device& device, const AttentionBackward& a) {
   if (!a.cos_sin.empty()) {
     const int64_t D = a.qkv.dim[1] / (a.num_heads + 2 * a.num_kv_heads);
     check_tensor("attention_backward", "cos_sin", a.cos_sin, {a.sequence_length, D}, {DType::kF32});
-    if (D % 2 != 0) throw_internal("attention_backward: heads of {} columns have no pairs to turn back", D);
+    if (D % 2 != 0) throw_internal("attention_backward: heads of {} columns have no pairs to rotate back", D);
   }
   if (!a.d_qkv_amax.empty()) check_tensor("attention_backward", "d_qkv_amax", a.d_qkv_amax, {1}, {DType::kF32});
   if (!a.scratch.empty()) {

@@ -4,10 +4,10 @@
 
 namespace parka {
 
-// Causal softmax attention within each sequence, with grouped-query heads: query head h reads key/value head
-// h / (H / Hkv). q, k and v are read straight from the fused QKV buffer (see RopeForward). T = B * S.
+// Causal softmax attention within each sequence, with grouped-query heads: query head h uses key/value head
+// h / (H / Hkv). q, k and v are read directly from the fused QKV buffer (see RopeForward). T = B * S.
 //   p[i,j] = exp(scale * q_i . k_j - lse_i) for f_i <= j <= i;  out_i = sum_j p[i,j] v_j
-// where f is 0, or first_key: several documents in one sequence then see nothing of each other.
+// where f is 0, or first_key: then documents in one sequence do not attend to each other.
 struct AttentionForward {
   TensorView qkv;           // [T, (H + 2 * Hkv) * D] fp32 or bf16, in
   TensorView out;           // [T, H * D] as qkv, out
@@ -17,9 +17,9 @@ struct AttentionForward {
   int64_t num_kv_heads;
   float scale;
   TensorView out_amax = {};  // [1] fp32, out: max |out| as stored, for quantize; empty: not wanted
-  // [T] int32, in: the first position of its sequence that each row attends to. 0 <= first_key <= its own position,
-  // and never less than that of the row before in the sequence: on a GPU nobody checks that, and rows that break it
-  // get wrong results. Empty: 0.
+  // [T] int32, in: the first position in its sequence that each row attends to. 0 <= first_key <= its own position,
+  // and not less than that of the previous row in the sequence. GPUs do not check that; rows that break it get
+  // wrong results. Empty: 0.
   TensorView first_key = {};
 };
 PARKA_OP(attention_forward, AttentionForward);
@@ -38,14 +38,14 @@ struct AttentionBackward {
   int64_t num_kv_heads;
   float scale;
   TensorView first_key = {};  // as in AttentionForward
-  // [S, D] fp32, in: rope_table's. d_q and d_k are then gradients of queries and keys as they were before
-  // rope_forward: each pair is turned back by the angle of its position, before anything is rounded. D is even.
-  // Empty: not turned.
+  // [S, D] fp32, in: from rope_table. d_q and d_k are then the gradients of queries and keys before rope_forward:
+  // each pair is rotated back by the angle of its position, before anything is rounded. D is even. Empty: no
+  // rotation.
   TensorView cos_sin = {};
   TensorView d_qkv_amax = {};  // [1] fp32, out: max |d_qkv| as stored, for quantize; empty: not wanted
-  // [bytes] u8, scratch in which a GPU may keep d_s of some heads at a time
-  // (cuda::attention_backward_scratch_bytes). Empty, or too little: it is computed twice, once for d_k and once for
-  // d_q.
+  // [bytes] u8, scratch memory in which a GPU may keep d_s of some heads at a time
+  // (cuda::attention_backward_scratch_bytes). If it is empty or too small, d_s is computed twice, once for d_k and
+  // once for d_q.
   TensorView scratch = {};
 };
 // Deterministic: equal input gives equal bits, with scratch and without.

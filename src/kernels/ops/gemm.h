@@ -5,27 +5,27 @@
 namespace parka {
 
 // out[m,n] = (accumulate ? out[m,n] : 0) + sum_k A[m,k] * B[n,k],   summed in fp32, rounded once to out's dtype.
-// A is `a`, or its transpose when a_transposed; likewise B. So, with row-major activations x [T, K], weight
-// w [N, K] and output gradient d_y [T, N]:
+// A is `a`, or its transpose when a_transposed; likewise B. For row-major activations x [T, K], a weight w [N, K]
+// and an output gradient d_y [T, N]:
 //   y   [T, N] : a = x,                   b = w
 //   d_x [T, K] : a = d_y,                 b = w, b_transposed
 //   d_w [N, K] : a = d_y, a_transposed,   b = x, b_transposed
-// On a GPU, fp8 products that accumulate to bf16 may be rounded to bf16 before they are added, so twice.
-// FP8 tensor cores take both operands K-major only, so FP8 operands must not be flagged transposed: give
-// transposed copies (w_t [K, N], d_y_t [N, T], x_t [K, T]) instead.
+// On a GPU, fp8 products that accumulate into bf16 may be rounded twice: to bf16 before they are added, and after.
+// FP8 tensor cores take only K-major operands, so FP8 operands must not be flagged transposed. Give transposed
+// copies (w_t [K, N], d_y_t [N, T], x_t [K, T]) instead.
 struct Gemm {
   ScaledView a;  // [M, K] (or [K, M] when a_transposed): fp32, bf16; or fp8 with kTensor, kGroup or kBlock scaling
-  ScaledView b;  // [N, K] (or [K, N] when b_transposed): as a; fp32/bf16 with its like, fp8 with fp8
+  ScaledView b;  // [N, K] (or [K, N] when b_transposed): as a; fp32 or bf16 with the same, fp8 with fp8
   bool a_transposed = false;
   bool b_transposed = false;
   TensorView out;  // [M, N] fp32 or bf16
   bool accumulate = false;
-  // FP8 tensor cores add products in an accumulator of about 14 bits. Unless this is set, its sums over 128 terms
-  // are added up in fp32; with it, sums over long K lose more, for speed. Only kTensor-scaled products on a GPU
-  // look at it.
+  // FP8 tensor cores sum products in an accumulator of about 14 bits. By default their sums over 128 terms are
+  // added up in fp32. With fast_accumulation they are not: faster, but sums over a long K lose more bits. It
+  // affects only kTensor-scaled products on a GPU.
   bool fast_accumulation = false;
 };
-// K == 0 yields zeros (or leaves out as it is when accumulating).
+// K == 0 yields zeros (or leaves `out` unchanged when accumulating).
 PARKA_OP(gemm, Gemm);
 int64_t workspace_of(const Gemm& a);
 

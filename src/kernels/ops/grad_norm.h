@@ -6,8 +6,8 @@
 
 namespace parka {
 
-// result[0] = sum over all parts of sum of squares, accumulated in double in a fixed order that does not
-// depend on the number of threads; NaN or Inf anywhere makes it NaN or Inf, so it doubles as the finite check.
+// result[0] = sum over all parts of their sums of squares, accumulated in double, in a fixed order that does not
+// depend on the number of threads. A NaN or Inf anywhere makes it NaN or Inf, so it is the finite check too.
 struct SumOfSquares {
   std::vector<TensorView> parts;  // any shape, fp32 or bf16, in
   TensorView partial;  // [number of parts] fp32, out: the sum of each part, so that a bad tensor can be named
@@ -16,9 +16,9 @@ struct SumOfSquares {
 PARKA_OP(sum_of_squares, SumOfSquares);
 int64_t workspace_of(const SumOfSquares& a);
 
-// What gradients are multiplied with so that their norm is at most max_norm, as in OLMo and PyTorch:
+// The factor that limits the norm of the gradients to max_norm, as in OLMo and PyTorch:
 //   coefficient[0] = min(1, max_norm / (sqrt(sum_of_squares[0]) + 1e-6))
-// and NaN, which adamw_step takes as "do not update", when sum_of_squares or loss is not finite.
+// or NaN if sum_of_squares or loss is not finite: then adamw_step changes nothing.
 struct ClipCoefficient {
   TensorView sum_of_squares;  // [1] fp32, in: of all gradients
   TensorView loss;            // [1] fp32, in
@@ -27,7 +27,7 @@ struct ClipCoefficient {
 };
 PARKA_OP(clip_coefficient, ClipCoefficient);
 
-// total[0] += sum of x, which is summed in double in a fixed order and rounded once.
+// total[0] += the sum of x, computed in double in a fixed order and rounded once.
 struct AddSum {
   TensorView x;      // any shape, fp32, in
   TensorView total;  // [1] fp32, in/out

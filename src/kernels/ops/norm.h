@@ -12,8 +12,8 @@ enum class NormKind : uint8_t {
 // Residual add and norm in one:
 //   sum = residual + branch, rounded to the dtype of residual_out
 //   x   = quantize(sum)                          when x is given
-//   y   = norm(x if given, else residual_out)    statistics, too, are those of what the norm reads
-// What the norm reads is what backward gets, so its gradient is exact for the quantized function.
+//   y   = norm(x if given, else residual_out)    with statistics of that same input
+// Backward gets the same input of the norm, so the gradient is exact for the quantized function.
 struct NormForward {
   NormKind kind;
   float eps;
@@ -28,12 +28,12 @@ struct NormForward {
   TensorView mean = {};     // [T] fp32, out; empty for kRmsNorm
   TensorView rstd;          // [T] fp32, out
 };
-// Statistics are taken in fp32 over C elements exactly (two passes: mean first, then squared deviations).
+// Statistics are computed in fp32 over exactly C elements, in two passes: the mean first, then squared deviations.
 PARKA_OP(norm_forward, NormForward);
 int64_t workspace_of(const NormForward& a);
 
-// Computes y again from saved input and statistics: bit-identical to norm_forward's y. For kTensor scaling
-// y.scale is read, not computed, so no pass for the maximum is needed.
+// Recomputes y from the saved input and statistics: bitwise equal to norm_forward's y. With kTensor scaling y.scale
+// is an input, so no pass for the maximum is needed.
 struct NormRecompute {
   NormKind kind;
   ScaledView x;            // [T, C] what the norm read, in
@@ -47,7 +47,7 @@ PARKA_OP(norm_recompute, NormRecompute);
 
 // Gradient through the norm, added to the gradient of the residual stream:
 //   d_residual_out = d_residual + norm'(x) d_y        and d_weight += sum_t d_y * x * rstd
-// The quantization of x is passed straight through (its derivative is taken as 1).
+// The quantization of x has derivative 1 (straight-through estimator).
 struct NormBackward {
   NormKind kind;
   ScaledView x;                   // [T, C] what the norm read, in
@@ -61,8 +61,8 @@ struct NormBackward {
   ScaledView d_quantized_t = {};  // [C, T] fp8, out: the same transposed; empty: not wanted
   TensorView d_weight = {};       // [C] fp32 or bf16, in/out; empty for kLayerNorm
 };
-// kTensor outputs share one scale: d_quantized_t.scale must be the memory of d_quantized.scale if both are
-// given. The quantized copies are made from d_residual_out after its rounding.
+// kTensor outputs share one scale: if both are given, d_quantized_t.scale must be the memory of d_quantized.scale.
+// The quantized copies are made from d_residual_out after rounding.
 PARKA_OP(norm_backward, NormBackward);
 int64_t workspace_of(const NormBackward& a);
 

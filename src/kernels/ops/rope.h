@@ -8,30 +8,30 @@
 namespace parka {
 
 // Rotary position embedding (Su et al. 2021), half-split layout as in NeoX, OLMo and Llama. The pair
-// (x[i], x[i + D/2]) of every query and key head is turned by the angle position * theta^(-2i/D):
+// (x[i], x[i + D/2]) of every query and key head is rotated by the angle position * theta^(-2i/D):
 //   y[i]       = x[i] * cos - x[i + D/2] * sin
 //   y[i + D/2] = x[i + D/2] * cos + x[i] * sin
-// In place in the fused QKV buffer; value heads are left alone. The position of row t is t mod S.
+// In place in the fused QKV buffer; value heads stay unchanged. The position of row t is t mod S.
 struct RopeForward {
   TensorView qkv;      // [T, (H + 2 * Hkv) * D] fp32 or bf16, in/out: H query heads, Hkv key heads, Hkv value heads
   TensorView cos_sin;  // [S, D] fp32, in: D/2 cosines, then D/2 sines, from rope_table
   int64_t num_heads;
   int64_t num_kv_heads;
-  // kGroup fp8 [T, (H + 2 * Hkv) * D], out: the rotated q and k, and v, as saved for backward. When given, qkv
-  // is overwritten with the decoded saved values, so that attention forward and backward see the same numbers.
+  // kGroup fp8 [T, (H + 2 * Hkv) * D], out: the rotated q and k, and v, as saved for backward. If given, qkv is
+  // overwritten with the decoded saved values, so that attention forward and backward use the same numbers.
   ScaledView saved;
 };
-// D is even. `saved` is quantized from the rotated fp32 values, so that each is rounded once. Going backward,
-// attention_backward turns the gradients of queries and keys back.
+// D is even. `saved` is quantized from the rotated fp32 values, so each is rounded once. In backward,
+// attention_backward rotates the gradients of queries and keys back.
 PARKA_OP(rope_forward, RopeForward);
 
 enum class RopeScalingKind : uint8_t { kNone, kLlama3 };
 
-// How angles are stretched for positions beyond those that a model was first trained on. With kLlama3 (Llama 3.1),
-// a pair that turns by f radians per position, and so has the wavelength 2 pi / f, turns instead by
+// Scaling of the rotary frequencies, for positions beyond those that a model was first trained on. With kLlama3
+// (Llama 3.1) a pair of frequency f (radians per position) and wavelength 2 pi / f gets the frequency
 //   f                                wavelength < original_length / high_frequency_factor
 //   f / factor                       wavelength > original_length / low_frequency_factor
-//   f (s + (1 - s) / factor)         between them, where s goes from 0 to 1 with the frequency:
+//   f (s + (1 - s) / factor)         between them, where s rises from 0 to 1 with the frequency:
 //     s = (original_length / wavelength - low_frequency_factor) / (high_frequency_factor - low_frequency_factor)
 struct RopeScaling {
   RopeScalingKind kind = RopeScalingKind::kNone;
@@ -43,7 +43,7 @@ struct RopeScaling {
   bool operator==(const RopeScaling&) const = default;
 };
 
-// The contents of cos_sin, [S, D] row by row. Angles, cosines and sines in double, rounded once to fp32. D is even.
+// The contents of cos_sin, [S, D] row-major. Angles, cosines and sines in double, rounded once to fp32. D is even.
 std::vector<float> rope_table(int64_t sequence_length, int64_t head_dim, double theta,
                               const RopeScaling& scaling = {});
 

@@ -61,7 +61,7 @@ void swiglu_backward(Device& device, const SwigluBackward& a) {
   if (!a.d_product.empty()) {
     check_tensor(kOp, "d_product", a.d_product, {rows, width}, {DType::kF32, DType::kBF16});
   } else if (!a.d_up_gate.empty() || !a.d_up_gate_t.empty()) {
-    throw_internal("{}: d_up_gate is wanted but d_product is not given", kOp);
+    throw_internal("{}: d_up_gate is given, but d_product is not given", kOp);
   }
   check_optional(kOp, "product", a.product, rows, width);
   check_optional(kOp, "product_t", a.product_t, width, rows);

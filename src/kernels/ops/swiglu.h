@@ -8,15 +8,14 @@ namespace parka {
 // up_gate holds [up | gate]: the first F columns are up, the last F gate (OLMo's order).
 struct SwigluForward {
   ScaledView up_gate;  // [T, 2F] fp32, bf16, or fp8 kGroup, in; a group never spans the two halves (F % group == 0)
-  // [T, F] fp8 kGroup, out: silu(gate) as COAT saves it. When given, product is computed from its decoded
-  // values. Empty: silu stays in fp32.
+  // [T, F] fp8 kGroup, out: silu(gate), saved as in COAT. If given, product is computed from its decoded values.
+  // Empty: silu stays in fp32.
   ScaledView silu = {};
   ScaledView product;         // [T, F] fp32, bf16, or fp8, out
   ScaledView product_t = {};  // [F, T] fp8, out: the product transposed for the weight gradient; empty: not wanted;
                               // shares a kTensor scale with product, and a kGroup one has its groups along T
-  // [T, 2F] fp32 or bf16, in: the numbers that up_gate, then fp8 kGroup and an output, is quantized from. The
-  // product is computed from what up_gate holds, so that backward sees the same numbers. Empty: up_gate is an
-  // input.
+  // [T, 2F] fp32 or bf16, in: if given, up_gate is an output, fp8 kGroup, quantized from this. The product is
+  // computed from the decoded up_gate, so that backward uses the same numbers. Empty: up_gate is an input.
   TensorView up_gate_plain = {};
 };
 PARKA_OP(swiglu_forward, SwigluForward);
@@ -25,14 +24,13 @@ int64_t workspace_of(const SwigluForward& a);
 // d_up = d_product * silu(gate);  d_gate = d_product * up * (sig + silu * (1 - sig)),  sig = 1 / (1 + exp(-gate)).
 // Also recomputes the product, transposed, for the weight gradient of the down projection.
 struct SwigluBackward {
-  ScaledView up_gate;  // [T, 2F], in
-  ScaledView silu =
-      {};  // [T, F] as saved by forward, in; empty if forward saved none. Used wherever silu(gate) stands
+  ScaledView up_gate;         // [T, 2F], in
+  ScaledView silu = {};       // [T, F] as saved by forward, in: used for silu(gate); empty if forward saved none
   TensorView d_product = {};  // [T, F] fp32 or bf16, in; empty: only the product is wanted
-  ScaledView d_up_gate = {};  // [T, 2F] fp32, bf16 (may be any scaling of fp8), out; empty: not wanted
-  ScaledView d_up_gate_t =
-      {};                   // [2F, T] fp8 transposed, out; empty: not wanted; shares a kTensor scale with d_up_gate
-  ScaledView product = {};  // [T, F], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
+  ScaledView d_up_gate = {};  // [T, 2F] fp32, bf16, or fp8 with any scaling, out; empty: not wanted
+  // [2F, T] fp8, out: d_up_gate transposed; empty: not wanted; shares a kTensor scale with d_up_gate
+  ScaledView d_up_gate_t = {};
+  ScaledView product = {};    // [T, F], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
   ScaledView product_t = {};  // [F, T], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
 };
 PARKA_OP(swiglu_backward, SwigluBackward);

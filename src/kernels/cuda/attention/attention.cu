@@ -25,7 +25,7 @@ bool suits_mma(const Args& a, std::initializer_list<TensorView> tensors) {
   return true;
 }
 
-// Whether the kernels for compute capability 9.0 were built, which need its "a" code, and this is such a GPU.
+// Whether this GPU has compute capability 9.0 and its kernels were built (for 90a).
 bool runs_sm90_kernels(const CudaDevice& device) {
   constexpr bool kBuilt = std::string_view(PARKA_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
   return kBuilt && device.properties().major == 9 && device.properties().minor == 0;

@@ -3,9 +3,9 @@
 #include "kernels/device/cuda/check.h"
 #include "kernels/op/workspace.h"
 
-// Three kernels: what the other two need of each row; d_k and d_v, of which a block sums up a tile over all
-// queries; d_q, of which a block sums up a tile over all keys. Both of the latter compute the scores anew: that is
-// two products more than one kernel for all three would need, but nothing is added up across blocks, so equal input
+// Three kernels. The first computes the statistics of each row that the others need. In the second a block sums a
+// tile of d_k and d_v over all queries; in the third a block sums a tile of d_q over all keys. Both recompute the
+// scores: two products more than in one kernel for all three. But nothing is summed across blocks, so equal input
 // gives equal bits.
 namespace parka::cuda {
 namespace {
@@ -45,7 +45,7 @@ __device__ void load_statistics_async(RowStatistics* tile, const RowStatistics* 
   if (i < kRows) cp_async_8(shared_address(tile + i), statistics + begin + i, begin + i < end);
 }
 
-// A warp owns 16 kM keys and meets kQueries queries at a time, in two places of shared memory in turn.
+// A warp owns 16 kM keys and processes kQueries queries at a time, double-buffered in shared memory.
 template <int D>
 struct KeyTiling {
   static constexpr int kM = 128 / D, kQueries = D / 2;  // d_k, d_v, scores and d_p together take 192 registers
@@ -56,7 +56,7 @@ struct KeyTiling {
   static constexpr int kSharedBytes = kStatisticsAt + 2 * kQueries * static_cast<int>(sizeof(RowStatistics));
 };
 
-// In place of scores of keys (rows) and queries p, in place of d_p d_s = p * (d_p - delta).
+// For keys (rows) and queries: replaces the scores by p, and d_p by d_s = p * (d_p - delta).
 template <int kM, int kN>
 __device__ void score_gradient_by_key(float (&scores)[kM][kN][4], float (&d_p)[kM][kN][4],
                                       const RowStatistics* statistics, float scale_log2) {
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   scale_by(d_k, scale);
   const Work work = find();
   const int num_rows = dims.S - work.begin;
-  if (output.cos_sin != nullptr) turn_back<D>(d_k, output.cos_sin, work.begin, dims.S);
+  if (output.cos_sin != nullptr) rotate_back<D>(d_k, output.cos_sin, work.begin, dims.S);
   if (output.amax != nullptr) {
     raise_to_warp_max(output.amax, max_of_rows(max_of_rows(0.0f, d_k, num_rows), d_v, num_rows));
   }
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   store_rows<D>(d_v, warp_rows + Tiling::kKeyBytes, d_k_rows + dims.Hkv * D, dims.qkv_stride(), num_rows);
 }
 
-// A warp owns 32 queries and meets kKeys keys at a time, in two places of shared memory in turn.
+// A warp owns 32 queries and processes kKeys keys at a time, double-buffered in shared memory.
 template <int D>
 struct QueryTiling {
   static constexpr int kM = 2, kKeys = 4096 / D;  // d_q, scores and d_p together take 192 registers
@@ -176,7 +176,7 @@ struct QueryTiling {
   static constexpr int kSharedBytes = kStatisticsAt + kQueries * static_cast<int>(sizeof(RowStatistics));
 };
 
-// In place of d_p of queries (rows) and keys d_s = p * (d_p - delta).
+// For queries (rows) and keys: replaces d_p by d_s = p * (d_p - delta).
 template <int kM, int kN>
 __device__ void score_gradient_by_query(const float (&scores)[kM][kN][4], float (&d_p)[kM][kN][4],
                                         const RowStatistics* statistics, float scale_log2) {
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   scale_by(d_q, scale);
   const Work work = find();
   const int num_rows = dims.S - work.begin;
-  if (output.cos_sin != nullptr) turn_back<D>(d_q, output.cos_sin, work.begin, dims.S);
+  if (output.cos_sin != nullptr) rotate_back<D>(d_q, output.cos_sin, work.begin, dims.S);
   if (output.amax != nullptr) raise_to_warp_max(output.amax, max_of_rows(0.0f, d_q, num_rows));
   store_rows<D>(d_q, shared + work.warp_row * kRowBytes<D>,
                 output.d_qkv + dims.qkv_row(work.b, work.begin, work.head), stride, num_rows);

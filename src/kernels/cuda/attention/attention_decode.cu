@@ -9,8 +9,8 @@
 #include "kernels/device/cuda/check.h"
 #include "kernels/op/workspace.h"
 
-// A few new rows see thousands of keys each: the keys of a row and head are divided into pieces of
-// kDecodePieceKeys, a warp takes one, and a second kernel puts the pieces of each row and head together in their
+// Split-KV decoding: a few new rows attend to thousands of keys each. The keys of a row and head are divided into
+// pieces of kDecodePieceKeys, one for each warp. A second kernel combines the pieces of each row and head, in
 // order.
 namespace parka::cuda {
 namespace {

@@ -26,9 +26,9 @@ struct RowState {
   float max[kM][2], sum[kM][2];
 };
 
-// Turns scores into exp2(scale_log2 * (score - max)) for the maximum up to here, and rescales what was summed up
-// for the one before. Without documents each row has seen a finite score, for key 0 is in the first tile and
-// precedes no query; with them a row's own may come in a later tile, and until then its maximum is kNoScore.
+// Replaces scores by exp2(scale_log2 * (score - max)) for the running maximum, and rescales what was summed with
+// the previous one. Without documents every row has seen a finite score, because key 0 is in the first tile. With
+// them a row's first key may be in a later tile; until then its maximum is kNoScore.
 constexpr float kNoScore = -1e30f;  // finite: the difference of two is 0
 template <int kM, int kN, int kOutN>
 __device__ void online_softmax(float (&scores)[kM][kN][4], RowState<kM>& state, float (&out)[kM][kOutN][4],
@@ -87,8 +87,8 @@ __device__ void finish_rows(const RowState<kM>& state, float (&out)[kM][kOutN][4
   }
 }
 
-// Tiles of keys and of values take turns in three places of shared memory: while one is in use, the next of each
-// kind is on its way. kDocuments: there is a first_key; tiles before that of the block's first query are left out.
+// Tiles of keys and of values share three buffers in shared memory: while one is in use, the next of each kind is
+// being loaded. kDocuments: there is a first_key; tiles before that of the block's first query are skipped.
 template <int D, bool kDocuments>
 __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
     attention_forward_kernel(const BFloat16* qkv, const int32_t* first_key, BFloat16* out, float* lse,

@@ -48,9 +48,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) lse[dims.query(row.b, row.i, row.head)] = softmax.max + logf(softmax.sum);
 }
 
-// Turns a warp's row back by the angles of its position. The elements of a pair are in different lanes.
+// Rotates a warp's row back by the angles of its position. The elements of a pair are in different lanes.
 template <int N>
-__device__ void turn_back(float (&x)[N], const float* cos_sin_D, int D) {
+__device__ void rotate_back(float (&x)[N], const float* cos_sin_D, int D) {
   __shared__ float shared[kWarps][N * kWarpSize];
   float* const row = shared[threadIdx.y];
 #pragma unroll
@@ -62,7 +62,7 @@ __device__ void turn_back(float (&x)[N], const float* cos_sin_D, int D) {
     const int d = n * kWarpSize + static_cast<int>(threadIdx.x), pair = d < half ? d : d - half;
     if (d >= D) continue;
     const float low = row[pair], high = row[pair + half], cos = cos_sin_D[pair], sin = -cos_sin_D[pair + half];
-    x[n] = d < half ? turned_low(low, high, cos, sin) : turned_high(low, high, cos, sin);
+    x[n] = d < half ? rotated_low(low, high, cos, sin) : rotated_high(low, high, cos, sin);
   }
 }
 
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     add_scaled(d_q, p * (d_p - row_delta), x);
   }
   scale_by(d_q, scale);
-  if (output.cos_sin != nullptr) turn_back(d_q, output.cos_sin + int64_t{row.i} * dims.D, dims.D);
+  if (output.cos_sin != nullptr) rotate_back(d_q, output.cos_sin + int64_t{row.i} * dims.D, dims.D);
   store_gradient(output.d_qkv + dims.qkv_row(row.b, row.i, row.head), dims.D, d_q, output.amax);
 }
 
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   scale_by(d_k, scale);
-  if (output.cos_sin != nullptr) turn_back(d_k, output.cos_sin + int64_t{row.i} * dims.D, dims.D);
+  if (output.cos_sin != nullptr) rotate_back(d_k, output.cos_sin + int64_t{row.i} * dims.D, dims.D);
   store_gradient(output.d_qkv + k_at, dims.D, d_k, output.amax);
   store_gradient(output.d_qkv + v_at, dims.D, d_v, output.amax);
 }

@@ -4,7 +4,7 @@
 #include "kernels/device/cuda/cuda_device.h"
 #include "kernels/ops/attention.h"
 
-// The implementations between which attention.cu chooses.
+// The implementations that attention.cu chooses from.
 namespace parka::cuda {
 
 // B sequences of S rows; H query heads and Hkv key/value heads of width D.
@@ -44,7 +44,7 @@ const int32_t* first_keys(const Args& a) {
 template <typename T>
 struct GradientOutput {
   T* d_qkv;
-  const float* cos_sin;  // null: queries and keys are not turned back
+  const float* cos_sin;  // null: queries and keys are not rotated back
   float* amax;           // null: not wanted
 
   explicit GradientOutput(const AttentionBackward& a)
@@ -61,8 +61,8 @@ void attention_backward_mma(CudaDevice& device, const AttentionBackward& a);
 void attention_forward_sm90(CudaDevice& device, const AttentionForward& a);
 void attention_backward_sm90(CudaDevice& device, const AttentionBackward& a);
 
-// Of a query of a head, as the score gradient needs it. Of rows that a tile has past the end all is zero, and their
-// queries and d_out too, so that they add nothing.
+// Per query and head, what the score gradient needs. For rows of a tile past the end all of it is zero, and so are
+// their queries and d_out: they add nothing.
 struct alignas(8) RowStatistics {
   float lse_log2;  // log-sum-exp in units of log 2: p = exp2(scale_log2 * q . k - lse_log2)
   float delta;     // d_out . out

@@ -50,14 +50,14 @@ __device__ void scale_by(float (&x)[N], float factor) {
   for (int n = 0; n < N; ++n) x[n] *= factor;
 }
 
-// A query's softmax-weighted sum of values, as far as keys have been seen: acc / sum, with weights relative to the
+// Online softmax: a query's weighted sum of values over the keys so far is acc / sum, with weights relative to the
 // largest score.
 template <int N>
 struct RowSoftmax {
   float acc[N] = {}, max = -FLT_MAX, sum = 0.0f;
 
-  // Sees `count` keys and their values, rows of D that are `stride` apart, 32 at a time, of each of which one lane
-  // holds the score.
+  // Adds `count` keys and their values, rows of D that are `stride` apart. It takes 32 at a time, one score per
+  // lane.
   template <typename T>
   __device__ void see(const float (&q)[N], const T* k, const T* v, int64_t stride, int count, int D, float scale) {
     const int lane = static_cast<int>(threadIdx.x);

@@ -10,9 +10,9 @@
 #include "kernels/cuda/quantize/fp8.cuh"
 #include "kernels/cuda/vector.cuh"
 
-// What the tensor-core attention kernels are made of. A tile is rows of D bf16 elements in shared memory. A warp
-// multiplies tiles into accumulators c[m][n][4], fp32 fragments of 16 x 8 as mma_m16n8k16 holds them: of a lane,
-// element e of c[m][n] is at row 16 m + 8 (e / 2) + lane / 4, column 8 n + 2 (lane % 4) + e % 2.
+// Building blocks of the tensor-core attention kernels. A tile is rows of D bf16 elements in shared memory. A warp
+// multiplies tiles into accumulators c[m][n][4], fp32 fragments of 16 x 8 in the layout of mma_m16n8k16: element e
+// of a lane's c[m][n] is at row 16 m + 8 (e / 2) + lane / 4, column 8 n + 2 (lane % 4) + e % 2.
 namespace parka::cuda {
 
 constexpr float kLog2E = 1.44269504088896341f;  // log2(e)
@@ -179,10 +179,10 @@ __device__ inline void mask_earlier_keys(float (&scores)[kM][kN][4], const int32
   mask_scores<kRowsAreKeys>(scores, [&](int query, int key) { return first + key < first_key[min(query, last)]; });
 }
 
-// Turns a warp's rows, which are positions from `begin` on of S, back by the angles of cos_sin [S, D]. A lane has
-// both elements of each of its pairs. Rows past the end are turned by those of the last one.
+// Rotates a warp's rows, which are positions from `begin` on of S, back by the angles of cos_sin [S, D]. A lane has
+// both elements of each of its pairs. Rows past the end are rotated by those of the last one.
 template <int D, int kM>
-__device__ inline void turn_back(float (&c)[kM][D / 8][4], const float* cos_sin, int begin, int S) {
+__device__ inline void rotate_back(float (&c)[kM][D / 8][4], const float* cos_sin, int begin, int S) {
   constexpr int kHalf = D / 2, kTiles = D / 16;      // of a half of a head: columns, and fragments across
   const int lane = read_thread_index() % kWarpSize;  // anew, as in store_rows
 #pragma unroll
@@ -199,8 +199,8 @@ __device__ inline void turn_back(float (&c)[kM][D / 8][4], const float* cos_sin,
         for (int e = 0; e < 2; ++e) {
           float &low = c[m][n][2 * half + e], &high = c[m][n + kTiles][2 * half + e];
           const float old_low = low, cos_e = e == 0 ? cos.x : cos.y, sin_e = e == 0 ? sin.x : sin.y;
-          low = turned_low(old_low, high, cos_e, -sin_e);
-          high = turned_high(old_low, high, cos_e, -sin_e);
+          low = rotated_low(old_low, high, cos_e, -sin_e);
+          high = rotated_high(old_low, high, cos_e, -sin_e);
         }
       }
     }
@@ -269,10 +269,10 @@ struct Work {
   int b, head, begin, warp_row;
 };
 
-// Blocks start about in the order of their index. They take a section of the heads of all sequences at a time, one
-// small enough for what the blocks read again and again to stay in the L2 cache, and in it the tiles with most work
-// first, so that no long tile is left over at the end. Called again after a kernel's main loop, this computes
-// everything again: the loop needs the registers that would hold it.
+// Blocks start roughly in the order of their index. They process a section of the heads of all sequences at a time,
+// small enough for the data they reuse to stay in the L2 cache. In a section, tiles with the most work come first,
+// so that no long tile is left at the end. A second call, after a kernel's main loop, recomputes everything: the
+// loop needs the registers that would hold it.
 template <int kTileRows, int kWarpRows, bool kLastIsLongest>
 __device__ inline Work find_work(const AttentionDims& dims, int heads_per_sequence, int section_heads) {
   // blockIdx.x and threadIdx.x, which the compiler does not know to be the same at the next call.

@@ -4,13 +4,14 @@
 #include <bit>
 
 #include "kernels/cuda/attention/rope_pairs.cuh"
+#include "kernels/cuda/quantize/group_codes.cuh"
 #include "kernels/cuda/quantize/matrix_source.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
 
 // Shapes: T rows (tokens), S positions, D elements of a head, W elements of a row of the fused QKV matrix. A block
-// works on heads of one row. A thread turns kWidth adjacent pairs of kHeads of them, all by the same angles.
+// works on heads of one row. A thread rotates kWidth adjacent pairs of kHeads of them, all by the same angles.
 namespace parka::cuda {
 namespace {
 
@@ -32,10 +33,10 @@ struct Positions {
   }
 };
 
-// Turns the first `num_turned` heads of each row (queries and keys). half: D / 2.
+// Rotates the first `num_rotated` heads of each row (queries and keys). half: D / 2.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads) rope_kernel(T* qkv_TW, const float* cos_sin_SD, int64_t row_width,
-                                                        Positions positions, int num_turned, int half) {
+                                                        Positions positions, int num_rotated, int half) {
   const int pair = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
   if (pair >= half) return;
   const int first_head = blockIdx.z * blockDim.y * kHeads + threadIdx.y;
@@ -44,19 +45,19 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(T* qkv_TW, const float* 
   Stored<T, kWidth> low[kHeads], high[kHeads];
 #pragma unroll
   for (int n = 0; n < kHeads; ++n) {
-    low[n] = load_stored<kWidth>(row + head(n) * 2 * half, head(n) < num_turned);
-    high[n] = load_stored<kWidth>(row + head(n) * 2 * half + half, head(n) < num_turned);
+    low[n] = load_stored<kWidth>(row + head(n) * 2 * half, head(n) < num_rotated);
+    high[n] = load_stored<kWidth>(row + head(n) * 2 * half + half, head(n) < num_rotated);
   }
   const float* const cos_D = cos_sin_SD + int64_t{positions.of(blockIdx.x)} * 2 * half + pair;
   const auto cos = load_stored<kWidth>(cos_D), sin = load_stored<kWidth>(cos_D + half);
 #pragma unroll
   for (int n = 0; n < kHeads; ++n) {
-    if (head(n) >= num_turned) return;
+    if (head(n) >= num_rotated) return;
     float new_low[kWidth], new_high[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      new_low[i] = turned_low(low[n][i], high[n][i], cos[i], sin[i]);
-      new_high[i] = turned_high(low[n][i], high[n][i], cos[i], sin[i]);
+      new_low[i] = rotated_low(low[n][i], high[n][i], cos[i], sin[i]);
+      new_high[i] = rotated_high(low[n][i], high[n][i], cos[i], sin[i]);
     }
     store(row + head(n) * 2 * half, new_low);
     store(row + head(n) * 2 * half + half, new_high);
@@ -67,13 +68,12 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(T* qkv_TW, const float* 
 struct Shape {
   int64_t row_width;
   Positions positions;
-  int num_turned, num_heads;  // query and key heads; and value heads, which are not turned
-  int half;                   // D / 2
+  int num_rotated, num_heads;  // query and key heads; and value heads, which are not rotated
+  int half;                    // D / 2
 };
 
-// A thread's pairs of one row, as in rope_kernel, of kPairHeads heads. All threads of a block stay to the end.
-// Where there is no pair or head a thread has those of a neighbour, which changes no maximum, and is not to be
-// written.
+// A thread's pairs of one row, as in rope_kernel, of kPairHeads heads. All threads of a block stay to the end. A
+// thread past the last pair or head has a copy of a neighbour's, which changes no maximum and must not be written.
 template <typename T, int kWidth>
 struct Pairs {
   int first_head;
@@ -109,85 +109,41 @@ struct Pairs {
   __device__ int head(int n) const { return first_head + n * static_cast<int>(blockDim.y); }
   __device__ bool has(int n, const Shape& shape) const { return in_head && head(n) < shape.num_heads; }
 
-  // The pairs of one head, turned if it is a query or a key.
-  __device__ void turn(int n, const Shape& shape, float (&new_low)[kWidth], float (&new_high)[kWidth]) const {
+  // The pairs of one head, rotated if it is a query or a key.
+  __device__ void rotate(int n, const Shape& shape, float (&new_low)[kWidth], float (&new_high)[kWidth]) const {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       new_low[i] = low[n][i];
       new_high[i] = high[n][i];
     }
-    if (head(n) >= shape.num_turned) return;
+    if (head(n) >= shape.num_rotated) return;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      new_low[i] = turned_low(low[n][i], high[n][i], cos[i], sin[i]);
-      new_high[i] = turned_high(low[n][i], high[n][i], cos[i], sin[i]);
+      new_low[i] = rotated_low(low[n][i], high[n][i], cos[i], sin[i]);
+      new_high[i] = rotated_high(low[n][i], high[n][i], cos[i], sin[i]);
     }
   }
 };
 
-template <int kWidth>
-__device__ float max_magnitude_of(const float (&x)[kWidth]) {
-  float amax = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) amax = max_magnitude(amax, x[i]);
-  return amax;
-}
-
 // ---- Forward, saving ----
 
-constexpr int kSaveBlocks = 6;  // that a multiprocessor should have room for
+constexpr int kSaveBlocks = 6;  // that should fit on a multiprocessor
 
-// Where rotated values go: codes with scales S for groups of `lanes` neighbouring threads' columns.
+// Where rotated values go: codes with scales S, as group_codes.cuh has them. A thread's two groups are in the low
+// and the high half of a head.
 template <typename F8, typename S>
 struct SavedGroups {
   F8* codes_TW;
   S* scales;
   int across;       // scales in a row
   int group_shift;  // log2 of the columns of a group
-  int lanes;        // a power of 2, at least 2; of threads side by side there are a multiple
+  int lanes;        // threads side by side are a multiple of it
 
   // Whether a thread writes a scale: the first two of a group do.
   __device__ bool writes_scale() const { return (static_cast<int>(threadIdx.x) & (lanes - 1)) < 2; }
 };
 
-// The scales of the two groups that a thread has a part of, one in either half of a head. The threads of a group
-// share the work: even ones make the scale of the low half, odd ones that of the high half.
-struct GroupScales {
-  PieceScale low, high, own;
-
-  static __device__ bool is_low() { return threadIdx.x % 2 == 0; }
-};
-
-// To be called by whole warps.
-template <typename F8, typename S>
-__device__ GroupScales scales_for_groups(float low_amax, float high_amax, int lanes) {
-  const bool is_low = GroupScales::is_low();
-  float amax = is_low ? low_amax : high_amax;
-  amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, is_low ? high_amax : low_amax, 1));
-  for (int step = 2; step < lanes; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, step));
-  const PieceScale own = scale_for<F8, S>(amax);
-  const PieceScale other{__shfl_xor_sync(kFullWarp, own.scale, 1), __shfl_xor_sync(kFullWarp, own.inverse, 1)};
-  return {is_low ? own : other, is_low ? other : own, own};
-}
-
-// The codes of kWidth adjacent columns; leaves in x what they decode to.
-template <typename F8, int kWidth>
-__device__ Pack<uint32_t, kWidth / 4> encode(const PieceScale& piece, float (&x)[kWidth]) {
-  Pack<uint32_t, kWidth / 4> codes;
-#pragma unroll
-  for (int w = 0; w < kWidth / 4; ++w) {
-    float four[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) four[i] = __fmul_rn(x[4 * w + i], piece.inverse);
-    codes.element[w] = encode_float8x4<F8>(four[0], four[1], four[2], four[3]);
-    decode_float8x4<F8>(codes.element[w], four);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[4 * w + i] = __fmul_rn(four[i], piece.scale);
-  }
-  return codes;
-}
-
-// Turns queries and keys, quantizes all heads, and writes what they decode to back.
+// Rotates queries and keys, quantizes all heads, and writes what they decode to back.
 template <typename T, int kWidth, typename F8, typename S>
 __global__ void __launch_bounds__(kThreads, kSaveBlocks)
     rope_save_kernel(T* qkv_TW, const float* cos_sin_SD, const SavedGroups<F8, S> saved, const Shape shape) {
@@ -195,17 +151,19 @@ __global__ void __launch_bounds__(kThreads, kSaveBlocks)
   const Pairs<T, kWidth> pairs(qkv_TW, cos_sin_SD, shape);
   T* const qkv = qkv_TW + pairs.offset;
   F8* const codes = saved.codes_TW + pairs.offset;
-  const int own_column = pairs.column + (GroupScales::is_low() ? 0 : shape.half);
+  const int own_column = pairs.column + (GroupScales::owns_first() ? 0 : shape.half);
   S* const scales = saved.scales + int64_t{blockIdx.x} * saved.across + (own_column >> saved.group_shift);
   const int scale_stride = pairs.stride >> saved.group_shift;
 #pragma unroll
   for (int n = 0; n < kPairHeads; ++n) {
     const bool wanted = pairs.has(n, shape);
-    if (!__any_sync(kFullWarp, wanted)) return;  // nor has any of the warp's heads that follow
+    if (!__any_sync(kFullWarp, wanted)) return;  // and so for all later heads of the warp
     float low[kWidth], high[kWidth];
-    pairs.turn(n, shape, low, high);
-    const GroupScales scale = scales_for_groups<F8, S>(max_magnitude_of(low), max_magnitude_of(high), saved.lanes);
-    const Codes low_codes = encode<F8>(scale.low, low), high_codes = encode<F8>(scale.high, high);
+    pairs.rotate(n, shape, low, high);
+    const GroupScales scale =
+        scales_for_groups<F8, S>(max_magnitude_of(0.0f, low), max_magnitude_of(0.0f, high), saved.lanes);
+    const Codes low_codes = encode_and_decode<F8>(scale.first, low);
+    const Codes high_codes = encode_and_decode<F8>(scale.second, high);
     if (!wanted) continue;
     const int start = n * pairs.stride;
     *reinterpret_cast<Codes*>(codes + start) = low_codes;
@@ -218,22 +176,22 @@ __global__ void __launch_bounds__(kThreads, kSaveBlocks)
 
 // ---- Any format and shape ----
 
-// The turned matrix as a Source (quantize_tiles.cuh says what that is).
+// The rotated matrix as a Source (quantize_tiles.cuh says what that is).
 template <typename T>
 struct RopeSource {
   const T* qkv_TW;
   const float* cos_sin_SD;
   int row_width, half;
   Positions positions;
-  int turned_width;  // columns of queries and keys
+  int rotated_width;  // columns of queries and keys
 
-  RopeSource(const TensorView& qkv, const TensorView& cos_sin, int64_t num_turned)
+  RopeSource(const TensorView& qkv, const TensorView& cos_sin, int64_t num_rotated)
       : qkv_TW(qkv.as<T>()),
         cos_sin_SD(cos_sin.as<float>()),
         row_width(static_cast<int>(qkv.dim[1])),
         half(static_cast<int>(cos_sin.dim[1] / 2)),
         positions(cos_sin.dim[0]),
-        turned_width(static_cast<int>(num_turned * cos_sin.dim[1])) {}
+        rotated_width(static_cast<int>(num_rotated * cos_sin.dim[1])) {}
 
   bool fits_wide() const {
     return half % kSourceWidth == 0 && is_aligned(qkv_TW, 16) && is_aligned(cos_sin_SD, 16);
@@ -254,16 +212,16 @@ struct RopeSource {
     const T* const own_W = qkv_TW + int64_t{row} * row_width + col;
     const float* const cos_D =
         cos_sin_SD + int64_t{positions.of(row)} * 2 * half + (is_low ? column : column - half);
-    const bool turns = col < turned_width;
+    const bool rotates = col < rotated_width;
     const auto own = load_stored<kWidth>(own_W);
-    const auto partner = load_stored<kWidth>(is_low ? own_W + half : own_W - half, turns);
-    const auto cos = load_stored<kWidth>(cos_D, turns), sin = load_stored<kWidth>(cos_D + half, turns);
+    const auto partner = load_stored<kWidth>(is_low ? own_W + half : own_W - half, rotates);
+    const auto cos = load_stored<kWidth>(cos_D, rotates), sin = load_stored<kWidth>(cos_D + half, rotates);
     const float partner_sign = is_low ? -1.0f : 1.0f;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      // turned_low and turned_high: their difference is a sum with the negated product.
+      // rotated_low and rotated_high: their difference is a sum with the negated product.
       const float value = __fadd_rn(__fmul_rn(own[i], cos[i]), __fmul_rn(partner[i], partner_sign * sin[i]));
-      x[i] = turns ? value : own[i];
+      x[i] = rotates ? value : own[i];
     }
   }
 };
@@ -307,20 +265,20 @@ Launch launch_for_pairs(int64_t rows, int64_t packs, const Shape& shape) {
           dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
 }
 
-void turn(CudaDevice& device, const TensorView& qkv, const TensorView& cos_sin, const Shape& shape) {
+void rotate(CudaDevice& device, const TensorView& qkv, const TensorView& cos_sin, const Shape& shape) {
   with_plain_type(qkv.dtype, [&](auto element) {
     using T = decltype(element);
     constexpr int kWidth = kWideBytes / sizeof(T);
     const bool wide = fits_wide(qkv, cos_sin);
     const auto kernel = wide ? rope_kernel<T, kWidth> : rope_kernel<T, 1>;
-    const Launch launch = launch_for(qkv.dim[0], shape.half / (wide ? kWidth : 1), shape.num_turned);
+    const Launch launch = launch_for(qkv.dim[0], shape.half / (wide ? kWidth : 1), shape.num_rotated);
     kernel<<<launch.blocks, launch.threads, 0, device.stream()>>>(qkv.as<T>(), cos_sin.as<float>(), shape.row_width,
-                                                                  shape.positions, shape.num_turned, shape.half);
+                                                                  shape.positions, shape.num_rotated, shape.half);
   });
 }
 
-// Turns and saves in one kernel, if groups hold whole packs of one half of a head and lie within a warp.
-bool turn_and_save(CudaDevice& device, const RopeForward& a, const Shape& shape) {
+// Rotates and saves in one kernel, if groups hold whole packs of one half of a head and lie within a warp.
+bool rotate_and_save(CudaDevice& device, const RopeForward& a, const Shape& shape) {
   using T = BFloat16;
   constexpr int kWidth = kWideBytes / sizeof(T);
   const auto group = static_cast<uint64_t>(a.saved.group);
@@ -346,12 +304,12 @@ bool turn_and_save(CudaDevice& device, const RopeForward& a, const Shape& shape)
   return true;
 }
 
-// The same of any shape: the turned matrix is saved first, then read back.
+// The same for any shape: the rotated matrix is saved first, then read back.
 template <typename T>
 void save_and_read_back(CudaDevice& device, const RopeForward& a, const Shape& shape) {
   const int64_t rows = a.qkv.dim[0], cols = a.qkv.dim[1];
-  const RopeSource<T> turned(a.qkv, a.cos_sin, shape.num_turned);
-  write_tiles(device, turned, rows, cols, a.saved, {}, nullptr);
+  const RopeSource<T> rotated(a.qkv, a.cos_sin, shape.num_rotated);
+  write_tiles(device, rotated, rows, cols, a.saved, {}, nullptr);
   write_tiles(device, AnySource(a.saved), rows, cols, a.qkv, {}, nullptr);
 }
 
@@ -361,8 +319,8 @@ void rope_forward(Device& any_device, const RopeForward& a) {
   CudaDevice& device = as_cuda(any_device);
   const Shape shape = shape_of(a.qkv, a.cos_sin, a.num_heads, a.num_kv_heads);
   if (a.saved.empty()) {
-    turn(device, a.qkv, a.cos_sin, shape);
-  } else if (!turn_and_save(device, a, shape)) {
+    rotate(device, a.qkv, a.cos_sin, shape);
+  } else if (!rotate_and_save(device, a, shape)) {
     with_plain_type(a.qkv.dtype, [&](auto type) { save_and_read_back<decltype(type)>(device, a, shape); });
   }
   check_launch("rope_forward");

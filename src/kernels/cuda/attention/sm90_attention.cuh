@@ -8,9 +8,10 @@
 #include "kernels/cuda/vector.cuh"
 #include "kernels/device/cuda/check.h"
 
-// What the attention kernels for compute capability 9.0 have in common. As many blocks as multiprocessors each take
-// a tile of 128 rows, the next whenever one is done. A block is a warpgroup that copies tiles to shared memory, the
-// producer, and two consumers, which own 64 rows of the tile each and pass over other tiles.
+// What the attention kernels for compute capability 9.0 share. They are persistent and warp-specialised: one block
+// per multiprocessor takes tiles of 128 rows, the next one whenever it is done. A block has a producer warpgroup,
+// which copies tiles to shared memory, and two consumer warpgroups. Each consumer owns 64 rows of the tile and
+// iterates over the other tiles.
 namespace parka::cuda::sm90 {
 
 constexpr int kWarpgroup = 128;  // threads
@@ -25,8 +26,8 @@ struct Tile {
   int b, head, begin;  // sequence, head of it, first row
 };
 
-// Tiles in the order in which blocks take them: in sections of heads small enough for what their tiles read again
-// and again to stay in the L2 cache, and in a section those with most work first.
+// Tiles in the order in which blocks take them. A section of heads is small enough for the data that its tiles
+// reuse to stay in the L2 cache; within a section, tiles with the most work come first.
 struct TileOrder {
   unsigned begin_head, num_heads, heads_per_sequence, num_tiles, section_heads;  // tiles of a head
   bool last_head_first = false;
@@ -65,8 +66,8 @@ struct TileOrder {
 
 #if PARKA_SM90_CODE
 
-// The barriers of kStages places in shared memory that are filled in turn; `slot` counts what is put there. Copies
-// report to `full`, and each consumer's warp that is done with it to `empty`.
+// The barriers of a ring of kStages buffers in shared memory; `slot` counts the buffers filled so far. Copies
+// arrive at `full`, and each warp of a consumer arrives at `empty` when it is done with a buffer.
 template <int kStages>
 struct Stages {
   uint32_t full, empty;  // of place 0; eight bytes on for the next
@@ -76,25 +77,27 @@ struct Stages {
   // By one thread. `producers`: how many arrivals fill a place.
   __device__ void init(int producers) const {
     for (int stage = 0; stage < kStages; ++stage) {
-      barrier_init(full + stage * 8, producers);
-      barrier_init(empty + stage * 8, kConsumerWarps);
+      mbarrier_init(full + stage * 8, producers);
+      mbarrier_init(empty + stage * 8, kConsumerWarps);
     }
   }
   __device__ static uint32_t place(unsigned slot) { return slot % kStages; }
   __device__ uint32_t full_at(unsigned slot) const { return full + place(slot) * 8; }
-  __device__ void wait_full(unsigned slot) const { barrier_wait(full_at(slot), slot / kStages % 2); }
-  __device__ void wait_empty(unsigned slot) const { barrier_wait(empty + place(slot) * 8, slot / kStages % 2 ^ 1); }
+  __device__ void wait_full(unsigned slot) const { mbarrier_wait(full_at(slot), slot / kStages % 2); }
+  __device__ void wait_empty(unsigned slot) const {
+    mbarrier_wait(empty + place(slot) * 8, slot / kStages % 2 ^ 1);
+  }
   __device__ void release(unsigned slot) const {
-    __syncwarp();  // an arrival speaks for what its own thread has read, and here one speaks for the warp
-    if (threadIdx.x % kWarpSize == 0) barrier_arrive(empty + place(slot) * 8);
+    __syncwarp();  // an arrival covers only the reads of its own thread, and here one arrives for the whole warp
+    if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(empty + place(slot) * 8);
   }
 };
 
-// The right to start products, which the two consumers pass to each other: products of one run while the other
-// computes.
-class Turn {
+// Ping-pong scheduling of the two consumers: they take turns at starting products, so that the products of one run
+// while the other computes its softmax.
+class PingPongBarrier {
  public:
-  __device__ explicit Turn(int consumer) : consumer_(consumer) {
+  __device__ explicit PingPongBarrier(int consumer) : consumer_(consumer) {
     if (consumer_ == 1) pass();
   }
   __device__ void wait() const { named_barrier_sync(1 + consumer_, 2 * kWarpgroup); }
@@ -115,9 +118,9 @@ __device__ inline int warp_row() {
   return __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x - kWarpgroup) / kWarpSize, 0) * 16;
 }
 
-// In the producer, by its first thread or, with kLanes = kWarpSize, its first warp: calls `copy` for each tile that
-// the block takes, having left its number at `number_at` for the consumers; one past the last ends their work.
-// `copy` arrives at `own.full`, once.
+// For the producer's first thread or, with kLanes = kWarpSize, its first warp. Calls `copy` for each tile that the
+// block takes, after storing the tile's number at `number_at` for the consumers. A number past the last tile ends
+// their work. `copy` arrives at `own.full` once.
 template <bool kLastIsLongest, int kLanes, typename Copy>
 __device__ __forceinline__ void take_tiles(const TileOrder& order, unsigned* num_taken, const Stages<1>& own,
                                            unsigned char* number_at, const Copy& copy) {
@@ -131,16 +134,16 @@ __device__ __forceinline__ void take_tiles(const TileOrder& order, unsigned* num
     if (first) number = gridDim.x + atomicAdd(num_taken, 1);
     if constexpr (kLanes == kWarpSize) number = __shfl_sync(kFullWarp, number, 0);
   }
-  if (first) barrier_arrive(own.full);
+  if (first) mbarrier_arrive(own.full);
 }
 
-// In a consumer: calls `work` for each tile that the block takes, once it is there. `work` releases `own`.
+// For a consumer: calls `work` for each tile that the block takes, once it is loaded. `work` releases `own`.
 template <bool kLastIsLongest, typename Work>
 __device__ __forceinline__ void for_each_taken_tile(const TileOrder& order, const Stages<1>& own,
                                                     const unsigned char* number_at, const Work& work) {
   for (unsigned count = 0;; ++count) {
     own.wait_full(count);
-    unsigned number = 0;  // read by one lane, the one that later says that the warp is done
+    unsigned number = 0;  // read by the lane that later arrives for the warp
     if (threadIdx.x % kWarpSize == 0) number = *reinterpret_cast<const volatile unsigned*>(number_at);
     number = __shfl_sync(kFullWarp, number, 0);
     if (number >= order.count()) break;

@@ -4,14 +4,14 @@
 #include "kernels/device/cuda/check.h"
 #include "kernels/op/workspace.h"
 
-// As in attention_backward.cu one kernel sums up d_k and d_v of tiles of keys over all queries, and one d_q of
-// tiles of queries over all keys; nothing is added up across blocks, so equal input gives equal bits. While one
+// As in attention_backward.cu, one kernel sums d_k and d_v of tiles of keys over all queries, and one sums d_q of
+// tiles of queries over all keys. Nothing is summed across blocks, so equal input gives equal bits. While one
 // consumer computes score gradients, the other's products run.
 //
-// With scratch for them the first kernel leaves its score gradients there, and d_q is one product of five instead
-// of three of seven. Both ways they are the same numbers, rounded to bf16 for the products. What is written and
-// read again, 2 bytes for each 256 multiplications saved, takes about as long as these while the clock is high, and
-// less once the power limit has lowered it (docs/results/attention.md).
+// With scratch memory the first kernel stores its score gradients there. Then d_q takes one product, five in all,
+// instead of three, seven in all. The numbers are the same both ways, rounded to bf16 for the products. Writing and
+// reading 2 bytes for each 256 multiplications saved takes about as long as those at a high clock, and less once
+// the power limit has lowered it (docs/results/attention.md).
 namespace parka::cuda {
 namespace {
 
@@ -30,12 +30,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) barriers.init(1 + kWarpSize);
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
-    give_registers_back<kProducerRegisters>();
+    setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x < kWarpSize) {
       copy_key_tiles<D>(qkv_map, qkv_query_map, d_out_map, statistics, shared, dims, order, num_taken, barriers);
     }
   } else {
-    take_registers<kConsumerRegisters>();
+    setmaxnreg_inc<kConsumerRegisters>();
     sum_over_queries<D>(output, shared, dims, order, barriers, scale, scores);
   }
 #endif
@@ -53,10 +53,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) barriers.init(1);
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
-    give_registers_back<kProducerRegisters>();
+    setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x == 0) copy_query_tiles<D>(qkv_map, d_out_map, shared, dims, order, num_taken, barriers);
   } else {
-    take_registers<kConsumerRegisters>();
+    setmaxnreg_inc<kConsumerRegisters>();
     sum_over_keys<D>(output, statistics, shared, dims, order, barriers, scale);
   }
 #endif
@@ -73,16 +73,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) barriers.init(1);
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
-    give_registers_back<kProducerRegisters>();
+    setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x == 0) copy_score_tiles<D>(qkv_map, scores, shared, dims, order, num_taken, barriers);
   } else {
-    take_registers<kConsumerRegisters>();
+    setmaxnreg_inc<kConsumerRegisters>();
     sum_scores_over_keys<D>(output, shared, dims, order, barriers, scale);
   }
 #endif
 }
 
-// How many key/value heads the scratch has room for, with their query heads; 0: not enough to be of use.
+// How many key/value heads, with their query heads, fit into the scratch memory; 0: too few to be useful.
 template <int D>
 int64_t heads_of_pass(const AttentionBackward& a, const AttentionDims& dims) {
   if (!kKeepsScores<D> || a.scratch.empty()) return 0;

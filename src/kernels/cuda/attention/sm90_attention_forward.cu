@@ -3,9 +3,9 @@
 #include "kernels/device/cuda/check.h"
 #include "kernels/op/workspace.h"
 
-// FlashAttention-3: a block takes a tile of queries and passes over the keys before them. Its consumers take turns
-// at starting products, so that those of one run while the other computes its exponentials; and each starts the
-// scores of a tile together with the product of probabilities and values of the tile before.
+// FlashAttention-3: a block takes a tile of queries and iterates over the keys before them. Its consumers take
+// turns at starting products (ping-pong), so that those of one run while the other computes its exponentials. Each
+// consumer starts the scores of a tile together with the product of probabilities and values of the previous tile.
 namespace parka::cuda {
 namespace sm90 {
 
@@ -43,7 +43,7 @@ struct ForwardBarriers {
     keys.init(1);
     values.init(1);
     queries.init(1);
-    barrier_init_fence();
+    mbarrier_init_fence();
   }
 };
 
@@ -57,25 +57,25 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap& qkv_map, unsigned 
   unsigned slot = 0;
   take_tiles<true, 1>(order, num_taken, barriers.queries, shared + Layout::kTileNumberAt, [&](Tile tile) {
     const int k_column = (dims.H + tile.head / dims.group()) * D, v_column = k_column + dims.Hkv * D;
-    barrier_expect(barriers.queries.full, Layout::kTileBytes);
+    mbarrier_expect_tx(barriers.queries.full, Layout::kTileBytes);
     copy_tile_async<D, kTileRows>(tiles, qkv_map, tile.head * D, tile.begin, tile.b, barriers.queries.full);
     for (int key_begin = tile.begin; key_begin >= 0; key_begin -= Layout::kKeys, ++slot) {
       const uint32_t place = slot % Layout::kStages * Layout::kTileBytes;
       const uint32_t keys_full = barriers.keys.full_at(slot), values_full = barriers.values.full_at(slot);
       barriers.keys.wait_empty(slot);
-      barrier_expect(keys_full, Layout::kTileBytes);
+      mbarrier_expect_tx(keys_full, Layout::kTileBytes);
       copy_tile_async<D, Layout::kKeys>(tiles + Layout::kKeysAt + place, qkv_map, k_column, key_begin, tile.b,
                                         keys_full);
       barriers.values.wait_empty(slot);
-      barrier_expect(values_full, Layout::kTileBytes);
+      mbarrier_expect_tx(values_full, Layout::kTileBytes);
       copy_tile_async<D, Layout::kKeys>(tiles + Layout::kValuesAt + place, qkv_map, v_column, key_begin, tile.b,
                                         values_full);
     }
   });
 }
 
-// Of each of a lane's two rows: the largest score so far, before scaling; this lane's part of the sum of
-// exp2(scale_log2 * (score - max)); and by what results for an earlier maximum are to be multiplied.
+// For each of a lane's two rows: the largest score so far, before scaling; this lane's part of the sum of
+// exp2(scale_log2 * (score - max)); and the factor that rescales results for an earlier maximum.
 struct RowState {
   float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, correction[2];
 };
@@ -137,8 +137,8 @@ __device__ __forceinline__ void finish_rows(RowState& state, float (&out)[1][kN]
 // The results of one tile of queries, in a consumer. `slot` counts tiles of keys.
 template <int D>
 __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& state, int consumer, int num_key_tiles,
-                                       uint32_t shared, const ForwardBarriers& barriers, const Turn& turn,
-                                       unsigned& slot, float scale_log2) {
+                                       uint32_t shared, const ForwardBarriers& barriers,
+                                       const PingPongBarrier& ping_pong, unsigned& slot, float scale_log2) {
   using Layout = ForwardLayout<D>;
   const SharedTile queries = SharedTile{shared, Layout::kBlockBytes}.rows(consumer * kConsumerRows);
   const auto keys = [&](unsigned at) {
@@ -151,13 +151,13 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
   {
     float scores[1][Layout::kKeys / 8][4];
     barriers.keys.wait_full(slot);
-    turn.wait();
-    products_begin();
+    ping_pong.wait();
+    wgmma_fence();
     start_product_transposed<D>(scores, queries, keys(slot));
-    products_commit();
-    turn.pass();
-    products_wait<0>();
-    keep_until_here(scores);
+    wgmma_commit_group();
+    ping_pong.pass();
+    wgmma_wait_group<0>();
+    fence_operand(scores);
     barriers.keys.release(slot);
     mask_later_keys<false>(scores, warp_row());
     update_softmax(scores, state, scale_log2);
@@ -166,32 +166,32 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
   for (int tile = 1; tile < num_key_tiles; ++tile, ++slot) {
     float scores[1][Layout::kKeys / 8][4];
     barriers.keys.wait_full(slot + 1);
-    turn.wait();
-    products_begin();
+    ping_pong.wait();
+    wgmma_fence();
     start_product_transposed<D>(scores, queries, keys(slot + 1));
-    products_commit();
+    wgmma_commit_group();
     barriers.values.wait_full(slot);
-    products_begin();
+    wgmma_fence();
     start_product(out, p, values(slot));
-    products_commit();
-    turn.pass();
-    products_wait<1>();
-    keep_until_here(scores);
+    wgmma_commit_group();
+    ping_pong.pass();
+    wgmma_wait_group<1>();
+    fence_operand(scores);
     barriers.keys.release(slot + 1);
     update_softmax(scores, state, scale_log2);
-    products_wait<0>();
-    keep_until_here(out);
+    wgmma_wait_group<0>();
+    fence_operand(out);
     barriers.values.release(slot);
     scale_rows(out, state.correction);
     pack_rows(scores, p);
   }
   barriers.queries.release(0);
   barriers.values.wait_full(slot);
-  products_begin();
+  wgmma_fence();
   start_product(out, p, values(slot));
-  products_commit();
-  products_wait<0>();
-  keep_until_here(out);
+  wgmma_commit_group();
+  wgmma_wait_group<0>();
+  fence_operand(out);
   barriers.values.release(slot);
   ++slot;
 }
@@ -202,21 +202,21 @@ __device__ __forceinline__ void consume_tiles(BFloat16* out, float* lse, float* 
                                               const ForwardBarriers& barriers, float scale_log2) {
   using Layout = ForwardLayout<D>;
   const int consumer = consumer_index();
-  const Turn turn(consumer);
+  const PingPongBarrier ping_pong(consumer);
   unsigned slot = 0;
   for_each_taken_tile<true>(order, barriers.queries, shared + Layout::kTileNumberAt, [&](Tile tile) {
     float acc[1][D / 8][4];
     clear(acc);
     RowState state;
-    attend<D>(acc, state, consumer, tile.begin / Layout::kKeys + 1, shared_address(shared), barriers, turn, slot,
-              scale_log2);
+    attend<D>(acc, state, consumer, tile.begin / Layout::kKeys + 1, shared_address(shared), barriers, ping_pong,
+              slot, scale_log2);
     const int begin = tile.begin + warp_row(), rows = dims.S - begin;
     finish_rows(state, acc, scale_log2, lse + dims.query(tile.b, begin, tile.head), rows);
     if (out_amax != nullptr) raise_to_warp_max(out_amax, max_of_rows(0.0f, acc, rows));
     store_rows<D>(acc, shared + Layout::kOutAt + warp_row() * kRowBytes<D>,
                   out + dims.out_row(tile.b, begin, tile.head), dims.out_stride(), rows);
   });
-  turn.end();
+  ping_pong.end();
 }
 
 #endif  // PARKA_SM90_CODE
@@ -232,10 +232,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
-    give_registers_back<kProducerRegisters>();
+    setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x == 0) copy_tiles<D>(qkv_map, shared, dims, order, num_taken, barriers);
   } else {
-    take_registers<kConsumerRegisters>();
+    setmaxnreg_inc<kConsumerRegisters>();
     consume_tiles<D>(out, lse, out_amax, shared, dims, order, barriers, scale_log2);
   }
 #endif

@@ -35,7 +35,7 @@ __device__ __forceinline__ void copy_statistics_async(uint32_t target, const Row
   for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < kQueries; i += kWarpSize) {
     cp_async_8(target + i * 8, statistics + begin + i, begin + i < S);
   }
-  barrier_arrive_after_cp_async(barrier);
+  mbarrier_arrive_after_cp_async(barrier);
 }
 
 // The producer's part, by its first warp.
@@ -52,7 +52,7 @@ __device__ __forceinline__ void copy_key_tiles(const CUtensorMap& qkv_map, const
   take_tiles<false, kWarpSize>(order, num_taken, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
     if (first) {
       const int k_column = (dims.H + tile.head) * D, v_column = k_column + dims.Hkv * D;
-      barrier_expect(barriers.own.full, 2 * Layout::kTileBytes);
+      mbarrier_expect_tx(barriers.own.full, 2 * Layout::kTileBytes);
       copy_tile_async<D, kTileRows>(base, qkv_map, k_column, tile.begin, tile.b, barriers.own.full);
       copy_tile_async<D, kTileRows>(base + Layout::kValuesAt, qkv_map, v_column, tile.begin, tile.b,
                                     barriers.own.full);
@@ -63,7 +63,7 @@ __device__ __forceinline__ void copy_key_tiles(const CUtensorMap& qkv_map, const
         const uint32_t place = slot % Layout::kStages, full = barriers.passing.full_at(slot);
         barriers.passing.wait_empty(slot);
         if (first) {
-          barrier_expect(full, 2 * Layout::kQueryBytes);
+          mbarrier_expect_tx(full, 2 * Layout::kQueryBytes);
           copy_tile_async<D, Layout::kQueries>(base + Layout::kQueriesAt + place * Layout::kQueryBytes,
                                                qkv_query_map, h * D, query_begin, tile.b, full);
           copy_tile_async<D, Layout::kQueries>(base + Layout::kDOutAt + place * Layout::kQueryBytes, d_out_map,
@@ -114,38 +114,38 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
   constexpr int kQueries = KeyLayout<D>::kQueries;
   float p[1][kQueries / 8][4], d_s[1][kQueries / 8][4];
   uint32_t packed_p[1][kQueries / 16][4], packed_d_s[1][kQueries / 16][4];
-  products_begin();
+  wgmma_fence();
   start_product_transposed<D>(p, keys, queries);
-  products_commit();
+  wgmma_commit_group();
   start_product_transposed<D>(d_s, values, d_out);
-  products_commit();
-  products_wait<1>();
-  keep_until_here(p);
+  wgmma_commit_group();
+  wgmma_wait_group<1>();
+  fence_operand(p);
   if (masked) mask_later_keys<true>(p, distance);
   probabilities_by_key(p, statistics, scale_log2);
   const auto start_d_v = [&] {
     pack_rows(p, packed_p);
-    products_begin();
+    wgmma_fence();
     start_product(d_v, packed_p, d_out);
-    products_commit();
+    wgmma_commit_group();
   };
   // The sooner the better, but p twice and d_p of a wide tile take too many registers.
   constexpr bool kSoon = kQueries == 64;
   if constexpr (kSoon) start_d_v();
-  products_wait<kSoon ? 1 : 0>();
-  keep_until_here(d_s);
+  wgmma_wait_group<kSoon ? 1 : 0>();
+  fence_operand(d_s);
   score_gradient_by_key(p, d_s, statistics);
   if constexpr (!kSoon) start_d_v();
   pack_rows(d_s, packed_d_s);
   if constexpr (kKeepsScores<D>) {
     if (scores != nullptr) writer.write(packed_d_s, scores);
   }
-  products_begin();
+  wgmma_fence();
   start_product(d_k, packed_d_s, queries);
-  products_commit();
-  products_wait<0>();  // running on into the next step they would take too many registers
-  keep_until_here(d_k);
-  keep_until_here(d_v);
+  wgmma_commit_group();
+  wgmma_wait_group<0>();  // running on into the next step they would take too many registers
+  fence_operand(d_k);
+  fence_operand(d_v);
 }
 
 template <int D>
@@ -194,7 +194,7 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
     barriers.own.release(0);
     scale_by(d_k, scale);
     const int begin = tile.begin + warp_row(), rows = dims.S - begin;
-    if (output.cos_sin != nullptr) turn_back<D>(d_k, output.cos_sin, begin, dims.S);
+    if (output.cos_sin != nullptr) rotate_back<D>(d_k, output.cos_sin, begin, dims.S);
     if (output.amax != nullptr) amax = max_of_rows(max_of_rows(amax, d_k, rows), d_v, rows);
     if (kKeepsScores<D> && scores.pairs != nullptr) writer.finish();
     unsigned char* const out = shared + out_at;

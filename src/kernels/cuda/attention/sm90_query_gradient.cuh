@@ -44,14 +44,14 @@ __device__ __forceinline__ void copy_query_tiles(const CUtensorMap& qkv_map, con
   unsigned slot = 0;
   take_tiles<true, 1>(order, num_taken, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
     const int k_column = (dims.H + tile.head / dims.group()) * D, v_column = k_column + dims.Hkv * D;
-    barrier_expect(barriers.own.full, 2 * Layout::kTileBytes);
+    mbarrier_expect_tx(barriers.own.full, 2 * Layout::kTileBytes);
     copy_tile_async<D, kTileRows>(base, qkv_map, tile.head * D, tile.begin, tile.b, barriers.own.full);
     copy_tile_async<D, kTileRows>(base + Layout::kDOutAt, d_out_map, tile.head * D, tile.begin, tile.b,
                                   barriers.own.full);
     for (int key_begin = tile.begin; key_begin >= 0; key_begin -= Layout::kKeys, ++slot) {
       const uint32_t place = slot % Layout::kStages * Layout::kTileBytes, full = barriers.passing.full_at(slot);
       barriers.passing.wait_empty(slot);
-      barrier_expect(full, 2 * Layout::kTileBytes);
+      mbarrier_expect_tx(full, 2 * Layout::kTileBytes);
       copy_tile_async<D, kTileRows>(base + Layout::kKeysAt + place, qkv_map, k_column, key_begin, tile.b, full);
       copy_tile_async<D, kTileRows>(base + Layout::kValuesAt + place, qkv_map, v_column, key_begin, tile.b, full);
     }
@@ -90,7 +90,7 @@ __device__ __forceinline__ float store_query_gradient(float (&d_q)[1][D / 8][4],
                                                       const AttentionDims& dims, const Tile& tile, int begin,
                                                       float scale, float amax) {
   scale_by(d_q, scale);
-  if (output.cos_sin != nullptr) turn_back<D>(d_q, output.cos_sin, begin, dims.S);
+  if (output.cos_sin != nullptr) rotate_back<D>(d_q, output.cos_sin, begin, dims.S);
   if (output.amax != nullptr) amax = max_of_rows(amax, d_q, dims.S - begin);
   store_rows<D>(d_q, out, output.d_qkv + dims.qkv_row(tile.b, begin, tile.head), dims.qkv_stride(), dims.S - begin);
   return amax;
@@ -100,30 +100,30 @@ __device__ __forceinline__ float store_query_gradient(float (&d_q)[1][D / 8][4],
 template <int D>
 __device__ __forceinline__ void add_keys(float (&d_q)[1][D / 8][4], SharedTile queries, SharedTile d_out,
                                          SharedTile keys, SharedTile values, const RowStatistics (&statistics)[2],
-                                         bool masked, float scale_log2, const Turn& turn) {
+                                         bool masked, float scale_log2, const PingPongBarrier& ping_pong) {
   constexpr int kKeys = QueryLayout<D>::kKeys;
   float p[1][kKeys / 8][4], d_s[1][kKeys / 8][4];
   uint32_t packed[1][kKeys / 16][4];
-  turn.wait();
-  products_begin();
+  ping_pong.wait();
+  wgmma_fence();
   start_product_transposed<D>(p, queries, keys);
-  products_commit();
+  wgmma_commit_group();
   start_product_transposed<D>(d_s, d_out, values);
-  products_commit();
-  turn.pass();
-  products_wait<1>();
-  keep_until_here(p);
+  wgmma_commit_group();
+  ping_pong.pass();
+  wgmma_wait_group<1>();
+  fence_operand(p);
   if (masked) mask_later_keys<false>(p, warp_row());
   probabilities_by_query(p, statistics, scale_log2);
-  products_wait<0>();
-  keep_until_here(d_s);
+  wgmma_wait_group<0>();
+  fence_operand(d_s);
   score_gradient_by_query(p, d_s, statistics);
   pack_rows(d_s, packed);
-  products_begin();
+  wgmma_fence();
   start_product(d_q, packed, keys);
-  products_commit();
-  products_wait<0>();  // running on into the next step it would take too many registers
-  keep_until_here(d_q);
+  wgmma_commit_group();
+  wgmma_wait_group<0>();  // running on into the next step it would take too many registers
+  fence_operand(d_q);
 }
 
 template <int D>
@@ -136,7 +136,7 @@ __device__ __forceinline__ void sum_over_keys(const GradientOutput<BFloat16>& ou
   const uint32_t base = shared_address(shared);
   const SharedTile queries = SharedTile{base, Layout::kBlockBytes}.rows(consumer * kConsumerRows);
   const SharedTile d_out{queries.address + Layout::kDOutAt, queries.block_bytes};
-  const Turn turn(consumer);
+  const PingPongBarrier ping_pong(consumer);
   float amax = 0.0f;  // of this thread's rows of all its tiles
   unsigned slot = 0;
   for_each_taken_tile<true>(order, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
@@ -154,14 +154,14 @@ __device__ __forceinline__ void sum_over_keys(const GradientOutput<BFloat16>& ou
                             Layout::kBlockBytes};
       const SharedTile values{keys.address + Layout::kValuesAt - Layout::kKeysAt, keys.block_bytes};
       barriers.passing.wait_full(slot);
-      add_keys<D>(d_q, queries, d_out, keys, values, rows, key_begin == tile.begin, scale * kLog2E, turn);
+      add_keys<D>(d_q, queries, d_out, keys, values, rows, key_begin == tile.begin, scale * kLog2E, ping_pong);
       barriers.passing.release(slot);
     }
     barriers.own.release(0);
     amax = store_query_gradient<D>(d_q, output, shared + Layout::kOutAt + warp_row() * kRowBytes<D>, dims, tile,
                                    begin, scale, amax);
   });
-  turn.end();
+  ping_pong.end();
   if (output.amax != nullptr) raise_to_warp_max(output.amax, amax);
 }
 
@@ -177,13 +177,13 @@ __device__ __forceinline__ void copy_score_tiles(const CUtensorMap& qkv_map, con
   const int group = dims.group();  // a division, once and not for each tile
   unsigned slot = 0;
   take_tiles<true, 1>(order, num_taken, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
-    barrier_arrive(barriers.own.full);
+    mbarrier_arrive(barriers.own.full);
     const int k_column = (dims.H + tile.head / group) * D, head = tile.b * dims.H + tile.head;
     const int query_tile = tile.begin / kConsumerRows, consumers = tile.begin + kConsumerRows < dims.S ? 2 : 1;
     for (int key_begin = tile.begin; key_begin >= 0; key_begin -= Layout::kKeys, ++slot) {
       const uint32_t place = slot % Layout::kStages, full = barriers.passing.full_at(slot);
       barriers.passing.wait_empty(slot);
-      barrier_expect(full, Layout::kTileBytes + consumers * Layout::kPairBytes);
+      mbarrier_expect_tx(full, Layout::kTileBytes + consumers * Layout::kPairBytes);
       copy_tile_async<D, kTileRows>(base + Layout::kKeysAt + place * Layout::kTileBytes, qkv_map, k_column,
                                     key_begin, tile.b, full);
       for (int consumer = 0; consumer < consumers; ++consumer) {
@@ -216,16 +216,16 @@ __device__ __forceinline__ void sum_scores_over_keys(const GradientOutput<BFloat
                            ScoreGradients::kBlockBytes};
       barriers.passing.wait_full(slot);
       if (has_queries) {
-        products_begin();
+        wgmma_fence();
         // The second block of keys comes after all queries of the first consumer, and nobody has written it.
         if (key_begin == tile.begin && consumer == 0) {
           start_product_of_rows<Layout::kKeys / 2>(d_q, d_s, keys);
         } else {
           start_product_of_rows<Layout::kKeys>(d_q, d_s, keys);
         }
-        products_commit();
-        products_wait<0>();
-        keep_until_here(d_q);
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+        fence_operand(d_q);
       }
       barriers.passing.release(slot);
     }

@@ -4,7 +4,7 @@
 #include "kernels/cuda/attention/sm90_attention.cuh"
 #include "kernels/op/workspace.h"
 
-// Score gradients that the kernel of d_k and d_v leaves in scratch for one that makes d_q of them, and the barriers
+// Score gradients, which the kernel of d_k and d_v stores in scratch memory for the kernel of d_q, and the barriers
 // of all kernels of attention's backward pass.
 namespace parka::cuda::sm90 {
 
@@ -36,11 +36,11 @@ struct Barriers {
   __device__ void init(int passing_producers) const {
     own.init(1);
     passing.init(passing_producers);
-    barrier_init_fence();
+    mbarrier_init_fence();
   }
 };
 
-// A warp's way of writing its 16 rows of blocks of score gradients: two places in shared memory take turns.
+// Writes a warp's 16 rows of blocks of score gradients, double-buffered in shared memory.
 class ScoreWriter {
  public:
   static constexpr int kRowsBytes = 16 * kBlockRowBytes;

@@ -11,10 +11,10 @@
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
 
-// A row of logits is read from memory once, with a running maximum and sum, and stays in shared memory until its
-// gradient is written. A block takes row after row. While it writes the gradient of one, every thread has packs of
-// the next copied to the places that it has just read, so that memory has work throughout. A row that does not fit
-// in shared memory is read twice.
+// A row of logits is read from memory once, with a running maximum and sum (online softmax), and stays in shared
+// memory until its gradient is written. A block processes row after row. While it writes the gradient of one, each
+// thread copies packs of the next row to the places that it has just read, so that memory is always busy. A row
+// that does not fit in shared memory is read twice.
 namespace parka::cuda {
 namespace {
 
@@ -117,10 +117,10 @@ __device__ void write_zeros(const Row<T>& row) {
 
 // ---- Softmax ----
 
-// Exponentials are taken as 2^(x * kLog2E - c), one fused multiply-add and one instruction each, with
-// c = reference(max). The rounding error of c, large when max is, is a factor common to the whole row: it cancels
-// in the probabilities, and the loss takes it back. It stays within the range of fp32 for |max| < 1e9; past that
-// the loss is not finite.
+// Exponentials are computed as 2^(x * kLog2E - c) with c = reference(max): one fused multiply-add and one
+// instruction. The rounding error of c is large when max is, but it is a common factor of the whole row: it cancels
+// in the probabilities, and the loss corrects for it. It stays within the range of fp32 for |max| < 1e9; beyond
+// that the loss is not finite.
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 constexpr float kLeastMax = -0x1p29f;  // lesser logits, -infinity among them, count 0
 
@@ -279,8 +279,8 @@ __device__ void process_row(const Arguments<T>& a, int64_t t, int target, int ne
   }
 }
 
-// kCached: shared memory has room for the packs of a row after the scratch, and the gradient is wanted. Otherwise
-// packs are read from memory, a second time for the gradient.
+// kCached: the packs of a row fit in shared memory after the scratch, and the gradient is wanted. Otherwise packs
+// are read from memory, and a second time for the gradient.
 template <typename T, bool kCached>
 __global__ void __launch_bounds__(kThreads, 2) cross_entropy_kernel(Arguments<T> a) {
   wait_for_kernel_before();

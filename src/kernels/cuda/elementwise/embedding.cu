@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(kForwardThreads)
   }
 }
 
-// embedding_backward is two kernels: one sums pieces of rows, and adds to d_table the sums of tokens that have no
-// other; the other adds the sums of the few tokens that have several pieces.
+// embedding_backward has two kernels. One sums pieces of rows; the sum of a token's only piece is added to d_table.
+// The other adds the sums of the few tokens that have several pieces.
 constexpr int kBackwardThreads = 128;
 constexpr int kBackwardBlocks = 4;  // on a multiprocessor: leaves registers for many loads at once
 constexpr int kWindow = 32;
@@ -75,9 +75,9 @@ struct Step {
   Then then;
 };
 
-// A block takes a window of kWindow positions of the order and sums the pieces that begin in it. Most pieces have a
-// row or two, so rows are loaded kDepth at once whatever pieces they belong to. The sum of a token's only piece is
-// added to d_table; others go to their slots.
+// A block takes a window of kWindow positions of the order and sums the pieces that begin in it. Most pieces have
+// one or two rows, so kDepth rows are loaded at once, of whatever pieces. The sum of a token's only piece is added
+// to d_table; other sums go to their slots.
 template <typename G, typename D, int kWidth>
 __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
     sum_pieces_kernel(const TokenRow* order_T, int64_t T, const G* d_out_TC, D* d_table_VC, float* slots_SC,

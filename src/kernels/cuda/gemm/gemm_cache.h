@@ -10,19 +10,19 @@
 
 namespace parka::cuda {
 
-// Whether cuBLASLt is asked for this product at all. Of fp8 ones it takes operands that are 16-byte aligned, with N
-// and K multiples of 16, and
-//   both scaled kTensor, or
+// Whether cuBLASLt gets this product at all. FP8 products need operands that are 16-byte aligned, N and K that are
+// multiples of 16, and
+//   both operands scaled kTensor, or
 //   both scaled in fp32 per 128, kGroup with kGroup or kBlock in either order; then M is a multiple of 16 too.
-// Two e5m2 operands, and FP8 on GPUs that have none, are left to the library to refuse.
+// The library itself refuses two e5m2 operands, and FP8 on GPUs without it.
 bool suits_cublaslt(const Gemm& a);
 
-// What distinguishes products for cuBLASLt: "8192 x 4096 x 11008 e4m3 NN bf16 [e4m3 per 1x128, e4m3 per 128x128]",
-// with the alignment of operands that are not 256-byte aligned.
+// The key of a product: "8192 x 4096 x 11008 e4m3 NN bf16 [e4m3 per 1x128, e4m3 per 128x128]", with the alignment
+// of operands that are not 256-byte aligned.
 std::string key_of(const Gemm& a);
 
-// Everything cuBLASLt wants to know of one matrix product, made once and used whenever it comes again.
-// cuBLASLt is column-major: it is asked for out^T [N, M] = B A^T, so our b is its A and our a its B.
+// All that cuBLASLt needs to know about one matrix product, made once and reused. cuBLASLt is column-major: it
+// computes out^T [N, M] = B A^T, so our b is its A and our a is its B.
 class PreparedGemm {
  public:
   // Of a product that suits cuBLASLt.
@@ -49,7 +49,7 @@ class PreparedGemm {
   cublasLtMatrixLayout_t a_ = nullptr, b_ = nullptr, out_ = nullptr;
 };
 
-// The products that have been asked for, by key, and what `parka tune` has chosen for them.
+// The products that have been run, by key, and the algorithms that `parka tune` has chosen.
 class GemmCache final : public KeptByOps {
  public:
   GemmCache();

@@ -5,14 +5,14 @@ namespace parka::cuda {
 
 class CudaDevice;
 
-// What gemm() needs besides cuBLASLt.
+// The kernels that gemm() needs besides cuBLASLt.
 
-// A product of fp8 operands in any shape, alignment and scaling, in plain fp32 arithmetic without tensor cores: for
-// what cuBLASLt does not take, which no training step should contain. Codes with kGroup or kBlock scales are
-// decoded first, as on the CPU; kTensor scales multiply the sum.
+// A product of fp8 operands in any shape, alignment and scaling, in plain fp32 arithmetic without tensor cores. It
+// is for products that cuBLASLt does not support; no training step should contain one. Codes with kGroup or kBlock
+// scales are decoded first, as on the CPU; kTensor scales multiply the sum.
 void multiply_float8(CudaDevice& device, const Gemm& a);
 
-// Scales as cuBLASLt wants them, with R rows of the operand and L = ceil(K / 128):
+// Copies scales to cuBLASLt's layout, with R rows of the operand and L = ceil(K / 128):
 //   kGroup, fp32 [R, L]:              laid out as [L, R]
 //   kBlock, fp32 [ceil(R / 128), L]:  rows padded to a multiple of 4 scales, by zeros
 struct ScaleLayout {

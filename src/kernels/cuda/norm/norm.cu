@@ -5,14 +5,16 @@
 
 #include "kernels/cuda/norm/norm_rows.cuh"
 #include "kernels/cuda/norm/norm_source.cuh"
+#include "kernels/cuda/quantize/group_codes.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
 
 // Shapes: T rows (tokens), C columns (elements of a row).
 //
-// Plain y is written by the kernel that has a row in registers. Quantized y takes two: that one finds the row's
-// statistics and the maximum of y, and write_tiles makes y again, from what the norm read, as norm_recompute does.
+// Plain y is written by the kernel that has a row in registers. Quantized y takes two kernels: that one finds the
+// row's statistics and the maximum of y, and write_tiles recomputes y from the norm's input, as norm_recompute
+// does.
 namespace parka::cuda {
 namespace {
 
@@ -46,7 +48,8 @@ struct NoCopy {
   __device__ void quantize(const Part&, int, int, float (&)[Part::kPacks][Part::kWidth]) const {}
 };
 
-// fp8 codes with scales S for groups of a row, each of which is that of `lanes` neighbouring threads' packs.
+// fp8 codes with scales S for groups of a row, as group_codes.cuh has them. A thread's two groups are those of its
+// two packs.
 template <typename F8, typename S>
 struct GroupCopy {
   F8* codes_TC;
@@ -55,62 +58,30 @@ struct GroupCopy {
   int group_shift;  // log2 of the columns of a group
   int lanes;        // a power of 2, from 2 to 32
 
-  // Writes x of a row, and makes it what has been written. To be called by whole warps. A thread has a part of two
-  // groups; the threads of a group share the work: even ones make the scale of the first, odd ones of the second.
+  // Writes x of a row, and replaces it by the values that were written. To be called by whole warps.
   template <typename Part>
   __device__ void quantize(const Part& part, int row, int cols, float (&x)[Part::kPacks][Part::kWidth]) const {
     static_assert(Part::kPacks == 2);
-    const bool has_first = threadIdx.x % 2 == 0;
-    const float first_amax = max_magnitude_of(x[0]), second_amax = max_magnitude_of(x[1]);
-    float amax = has_first ? first_amax : second_amax;
-    amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, has_first ? second_amax : first_amax, 1));
-    for (int step = 2; step < lanes; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, step));
-    const PieceScale own = scale_for<F8, S>(amax);
-    const PieceScale other{__shfl_xor_sync(kFullWarp, own.scale, 1), __shfl_xor_sync(kFullWarp, own.inverse, 1)};
-    const PieceScale pieces[] = {{has_first ? own.scale : other.scale, has_first ? own.inverse : other.inverse},
-                                 {has_first ? other.scale : own.scale, has_first ? other.inverse : own.inverse}};
+    const GroupScales scale =
+        scales_for_groups<F8, S>(max_magnitude_of(0.0f, x[0]), max_magnitude_of(0.0f, x[1]), lanes);
+    const PieceScale pieces[] = {scale.first, scale.second};
     F8* const codes_C = codes_TC + int64_t{row} * cols;
 #pragma unroll
     for (int pack = 0; pack < Part::kPacks; ++pack) {
-      auto codes = encode(pieces[pack], x[pack]);
+      auto codes = encode_and_decode<F8>(pieces[pack], x[pack]);
       if (part.has(pack)) *reinterpret_cast<decltype(codes)*>(codes_C + part.column(pack)) = codes;
     }
-    const int column = part.column(has_first ? 0 : 1);
+    const int column = part.column(GroupScales::owns_first() ? 0 : 1);
     if ((static_cast<int>(threadIdx.x) & (lanes - 1)) < 2 && column < cols) {
-      scales[int64_t{row} * across + (column >> group_shift)] = from_float<S>(own.scale);  // exact: it was rounded
+      scales[int64_t{row} * across + (column >> group_shift)] =
+          from_float<S>(scale.own.scale);  // exact: it was rounded
     }
-  }
-
- private:
-  template <int kWidth>
-  static __device__ float max_magnitude_of(const float (&x)[kWidth]) {
-    float amax = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) amax = max_magnitude(amax, x[i]);
-    return amax;
-  }
-
-  // The codes of x; leaves in x what they decode to.
-  template <int kWidth>
-  static __device__ Pack<uint32_t, kWidth / 4> encode(const PieceScale& piece, float (&x)[kWidth]) {
-    Pack<uint32_t, kWidth / 4> codes;
-#pragma unroll
-    for (int w = 0; w < kWidth / 4; ++w) {
-      float four[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) four[i] = __fmul_rn(x[4 * w + i], piece.inverse);
-      codes.element[w] = encode_float8x4<F8>(four[0], four[1], four[2], four[3]);
-      decode_float8x4<F8>(codes.element[w], four);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[4 * w + i] = __fmul_rn(four[i], piece.scale);
-    }
-    return codes;
   }
 };
 
 // ---- Forward ----
 
-// In place of y's type: only the maximum of |y| is found.
+// Stands for y's type where only the maximum of |y| is wanted.
 struct AmaxOnly {};
 
 template <typename T, typename Y>
@@ -132,7 +103,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     norm_forward_kernel(const ForwardTensors<T, Y> a, const Copy copy, float eps, int cols, float inverse_cols) {
   using Part = RowPart<T, kWide>;
   __shared__ float shared[2][kMaxWarps];
-  // The first rows last: they are those that the kernel that follows finds in the cache.
+  // The first rows come last, so that the next kernel, which begins with them, finds them in the cache.
   const int t = static_cast<int>(gridDim.x - 1 - blockIdx.x);
   const int64_t row = int64_t{t} * cols;
   float x[Part::kPacks][Part::kWidth];
@@ -156,7 +127,7 @@ __global__ void __launch_bounds__(kMaxThreads)
       }
     }
     if (a.writes_sum) part.write(a.residual_out_TC + row, residual);
-    // The norm reads what backward will read: the sum as stored.
+    // The norm uses what backward will read: the sum as stored.
     Part::for_each([&](int pack, int i) { x[pack][i] = residual[pack][i]; });
     copy.quantize(part, t, cols, x);
     Part::for_each([&](int pack, int i) { sum += x[pack][i]; });
@@ -189,7 +160,7 @@ __global__ void __launch_bounds__(kMaxThreads)
       read_again(part);
       const auto y = normalized_part<kLayerNorm>(part, x, mean, rstd, a.weight_C);
       Part::for_each([&](int pack, int i) {
-        // Of columns that are not there RMSNorm makes zeros.
+        // Past the last column RMSNorm yields zeros.
         largest = max_magnitude(largest, !kLayerNorm || part.has(pack) ? y.element[pack][i] : 0.0f);
       });
     });

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<Rows, G, kLayerNorm>)
   float largest = 0.0f;                 // of what this thread has written
   int buffer = 0;
   for (unsigned done = blockIdx.x; done < rows; done += gridDim.x, buffer ^= 1) {
-    // The first rows last: they are those that the kernel that follows finds in the cache.
+    // The first rows come last, so that the next kernel, which begins with them, finds them in the cache.
     const unsigned t = rows - 1 - done;
     const int64_t row = int64_t{t} * cols;
     const float mean = kLayerNorm ? a.mean_T[t] : 0.0f, rstd = a.rstd_T[t];
@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-// The workspace: partial sums of d_weight, one row per block, and behind the last row that a block may have the
-// maximum of d_residual_out.
+// The workspace: partial sums of d_weight, one row per block, and after the last possible row the maximum of
+// d_residual_out.
 struct Workspace {
   float* d_weight_BC = nullptr;  // null for LayerNorm
   float* amax = nullptr;         // null if not wanted

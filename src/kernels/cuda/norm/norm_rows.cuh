@@ -7,7 +7,7 @@
 #include "core/tensor.h"
 #include "kernels/cuda/vector.cuh"
 
-// What the norms' kernels over rows share. One block works on one row at a time.
+// What the norm kernels share. One block works on one row at a time.
 namespace parka::cuda {
 
 constexpr int kThreadElements = 16;  // of a row, that a thread holds in registers
@@ -30,9 +30,9 @@ __device__ inline void store_stored(E* p, const Stored<E, N>& x) {
   }
 }
 
-// A thread's share of a chunk of a row: kPacks packs of kWidth adjacent columns, `stride` apart. Wide: packs of 16
-// bytes of T, and the row is one chunk, which stays in registers from pass to pass. If not: single columns, and as
-// many chunks as the row needs, read again in every pass.
+// A thread's share of a chunk of a row: kPacks packs of kWidth adjacent columns, `stride` apart. Wide: packs are 16
+// bytes of T, and the row is one chunk, which stays in registers between passes. Not wide: packs are single
+// columns, and a row has as many chunks as it needs, read again in every pass.
 template <typename T, bool kWide>
 struct RowPart {
   static constexpr int kWidth = kWide ? 16 / sizeof(T) : 1;
@@ -126,16 +126,16 @@ __device__ inline float row_max(float x, float* shared) {
   return warp_max_of_magnitudes(lane < static_cast<int>(blockDim.x) / kWarpSize ? shared[lane] : 0.0f);
 }
 
-// x / n for an n whose inverse is known, rounded as a division rounds: by what the product misses, added to it. Of
-// an infinite x that would be infinity less infinity.
+// x / n for an n whose inverse is known, rounded as a division rounds: the product plus its remainder. An infinite
+// x is treated apart, because its remainder would be infinity minus infinity.
 __device__ inline float divided(float x, float n, float inverse) {
   const float quotient = x * inverse;
   if (isinf(quotient)) return quotient;
   return fmaf(fmaf(-quotient, n, x), inverse, quotient);
 }
 
-// What y is made of in every kernel, in operations that the compiler cannot fuse into others: norm_recompute
-// repeats norm_forward bit for bit. kCentred: the norm subtracts the mean.
+// The operations that compute y in every kernel. The compiler cannot fuse them, so norm_recompute repeats
+// norm_forward bit for bit. kCentred: the norm subtracts the mean.
 template <bool kCentred>
 __device__ inline float normalized(float x, float mean, float rstd) {
   if constexpr (kCentred) x = __fsub_rn(x, mean);
@@ -179,7 +179,7 @@ inline int threads_for(int64_t cols) {
   return static_cast<int>(std::min<int64_t>(warps, kMaxWarps)) * kWarpSize;
 }
 
-// Rows and columns as kernels count them: a block per row, and columns with room for one chunk more in an int.
+// Checks the limits of rows and columns: a block per row, and columns plus one chunk must fit in an int.
 inline void check_row_extents(int64_t rows, int64_t cols) {
   PARKA_REQUIRE(rows <= INT32_MAX && cols <= INT32_MAX - kMaxWideCols);
 }

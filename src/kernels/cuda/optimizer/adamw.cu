@@ -217,14 +217,14 @@ __device__ Tensors of_block(const Tensors& tensors, int block) {
   return moved;
 }
 
-// The turns of one warp of a grid whose warps do not wait for each other: each has its place's share in one block
-// of elements after another, of `count`. The first two blocks are given; which ones follow is counted by the warps
-// with that place in all thread blocks, so that the faster ones take more. (A counter for each place, because
-// additions to one number take 2.3 ns each.)
-class Turns {
+// Dynamic scheduling of the warps of a grid, which do not wait for each other. A warp takes its share, by its place
+// in the thread block, of one block of elements after another, of `count`. The first two are given. Each next one
+// comes from a counter shared by the warps with that place in all thread blocks, so that faster warps take more.
+// (One counter for each place, because additions to one number take 2.3 ns each.)
+class BlockScheduler {
  public:
-  // `counters` is CudaDevice's. Every thread of the grid makes Turns.
-  __device__ Turns(unsigned* counters, int count)
+  // `counters` is CudaDevice's. Every thread of the grid makes BlockScheduler.
+  __device__ BlockScheduler(unsigned* counters, int count)
       : counter_(counters + threadIdx.x / kWarpSize * CudaDevice::kCounterStride),
         count_(count),
         block_(static_cast<int>(blockIdx.x)),
@@ -244,7 +244,7 @@ class Turns {
     next_ = __shfl_sync(kFullWarp, after_next_, 0);
   }
 
-  // Once no thread of the block has a turn left: the last block to call this zeroes the counters.
+  // To be called when no thread of the block has work left: the last block to call it zeroes the counters.
   template <int kThreads>
   static __device__ void end(unsigned* counters) {
     constexpr int kPlaces = kThreads / kWarpSize;
@@ -263,10 +263,10 @@ class Turns {
 // The fast step with fp8 moments, of `count` times Part::kBlockElements elements of aligned tensors: both moments
 // have one format, whose table of roots every block copies to its shared memory, so there is one block for each SM.
 //
-// What a warp has next is loaded while it encodes; asynchronous copies, under way all the time, are slower. Turns
-// matter: with as many for every warp, some multiprocessors wait for others during 8 % of the time. Next to memory
-// it is instructions that count, more so at the lower clock in a step. On sm_90, with a split master and a bf16
-// gradient, one element took 71 before turns:
+// A warp loads its next elements while it encodes; asynchronous copies all the time are slower. Dynamic scheduling
+// matters: with equal shares for all warps, some multiprocessors wait for others during 8 % of the time. After
+// memory, instructions are the limit, more so at the lower clock in a step. On sm_90, with a split master and a
+// bf16 gradient, one element took 71 instructions before dynamic scheduling:
 //   4  loads, stores and their addresses           10  decoding two moments
 //   2  gradient: to fp32, scaled                    7  new moments
 //   5  extremes of a group, a third in shuffles    14  direction: exact root and quotient
@@ -286,8 +286,8 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
     find_unchanged_amax<Tensors>(tensors.weights.weight_N, count, weight_amax);
     return;
   }
-  Turns turns(counters, count);
-  auto elements = load_elements<true>(of_block(tensors, turns.block()), Part{});
+  BlockScheduler scheduler(counters, count);
+  auto elements = load_elements<true>(of_block(tensors, scheduler.block()), Part{});
 
   extern __shared__ uint4 shared[];
   auto& roots = *reinterpret_cast<RootTable*>(shared);
@@ -295,14 +295,15 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
   __syncthreads();
 
   typename Tensors::LargestWeight largest;
-  for (; turns.has_block(); turns.advance()) {
-    turns.ask();
-    step_fp8<true>(of_block(tensors, turns.block()), Part{}, roots, roots, scale, constants, elements, largest,
+  for (; scheduler.has_block(); scheduler.advance()) {
+    scheduler.ask();
+    step_fp8<true>(of_block(tensors, scheduler.block()), Part{}, roots, roots, scale, constants, elements, largest,
                    [&] {
-                     if (turns.has_next()) elements = load_elements<true>(of_block(tensors, turns.next()), Part{});
+                     if (scheduler.has_next())
+                       elements = load_elements<true>(of_block(tensors, scheduler.next()), Part{});
                    });
   }
-  Turns::end<Part::kThreads>(counters);
+  BlockScheduler::end<Part::kThreads>(counters);
   raise_weight_amax<Part::kThreads>(weight_amax, largest);
 }
 

@@ -10,14 +10,15 @@
 #include "kernels/cuda/vector.cuh"
 #include "kernels/ops/adamw.h"
 
-// What every AdamW kernel is made of, whatever its moments are stored in: the elements that a lane takes of each
-// tensor, the master forms, and the arithmetic of the update.
+// Building blocks of all AdamW kernels, for any format of the moments: the elements of a lane, the master forms,
+// and the arithmetic of the update.
 namespace parka::cuda {
 
 // ---- One lane's elements ----
 
-// What a lane takes: kPacks packs of kElements neighbours in one group of 128, which it shares with kLanes - 1
-// lanes next to it. Packs of a group's lanes are next to each other, so that a warp moves whole sectors.
+// A lane's part of a group of 128 elements: kPacks packs of kElements neighbours. It shares the group with the
+// kLanes
+// - 1 lanes next to it. Packs of these lanes are adjacent, so that a warp moves whole sectors.
 template <int kPacks_, int kElements_, int kWarps>
 struct LanePart {
   static constexpr int kPacks = kPacks_, kElements = kElements_;

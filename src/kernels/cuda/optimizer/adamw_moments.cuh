@@ -5,8 +5,8 @@
 #include "kernels/cuda/optimizer/adamw_elements.cuh"
 #include "kernels/cuda/optimizer/fp8_moment.cuh"
 
-// Moments as AdamW's kernels have them: a lane's elements of one tensor and what goes with them. Each can move() by
-// a number of elements, which unless it is of a lane's first element is a multiple of 128, and read() and write()
+// Moments in AdamW's kernels: a lane's elements of one tensor, with their scales. move() goes on by a number of
+// elements: to the lane's first element at the beginning, then by multiples of 128. read() and write() convert
 // values. Members are called by all lanes of a warp.
 namespace parka::cuda {
 

@@ -153,7 +153,7 @@ constexpr float kLargestReciprocal = 0x1p125f;  // numbers below this have a rec
 
 // ---- Encoding ----
 
-// log2 of the range a group is stretched over, as range_expansion_exponent has it.
+// log2 of the range that a group is expanded to, as in range_expansion_exponent.
 template <typename F8>
 constexpr double kLog2Range = std::is_same_v<F8, Float8E4M3>
                                   ? detail::log2_of(448.0 * 448.0 / 2)
@@ -184,7 +184,7 @@ __device__ inline float moment_exponent(float amax, float amin) {
   return static_cast<float>(fmin(fmax(exact, double{kLeastExponent}), double{kMostExponent}));
 }
 
-// What a group is stored by.
+// The extremes of a group, which decide how it is stored.
 struct MomentExtremes {
   float amax;  // NaN if a member is
   float amin;  // smallest magnitude that is not zero; 0 if there is none

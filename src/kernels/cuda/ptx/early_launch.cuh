@@ -2,14 +2,13 @@
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
 
-// Kernels that are on their way when the one before them in the stream ends, so that short ones lose less time at
-// their start (programmatic dependent launch, compute capability 9.0 and later; elsewhere they are launched as any
-// other).
+// Programmatic dependent launch: a kernel is launched before the previous one in the stream ends, so that short
+// kernels lose less time at their start. Compute capability 9.0 and later; on others it is an ordinary launch.
 namespace parka::cuda {
 
-// The first thing that all threads of a kernel do, if it is launched by launch_early(): waits for the kernel
-// before, and lets the blocks of the next one start where there is room. All blocks have to wait: if none did, this
-// kernel could end before the one before, and an op after both begin too early.
+// All threads of a kernel launched by launch_early() call this first. It waits for the previous kernel, and lets
+// the blocks of the next one start as soon as resources are free. All blocks must wait: otherwise this kernel could
+// end before the previous one, and an op after both could begin too early.
 __device__ inline void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();

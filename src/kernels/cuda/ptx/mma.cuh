@@ -1,8 +1,8 @@
 #pragma once
 #include <cstdint>
 
-// PTX that CUDA C++ has no name for: tensor-core products of bf16, copies from global to shared memory that run
-// beside the threads, the base-2 exponential as one instruction. For compute capability 8.0 and later.
+// PTX that CUDA C++ has no name for: tensor-core products of bf16 (mma), asynchronous copies from global to shared
+// memory (cp.async), and the base-2 exponential in one instruction. For compute capability 8.0 and later.
 namespace parka::cuda {
 
 // The address of shared memory as PTX takes it.
@@ -26,7 +26,7 @@ __device__ inline void cp_async_8(uint32_t shared, const void* global, bool vali
 // Ends a group of the copies that this thread started.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
-// Waits until at most kPending of this thread's groups, the latest, are still under way.
+// Waits until at most the latest kPending of this thread's groups are still in flight.
 template <int kPending>
 __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
@@ -75,7 +75,8 @@ __device__ inline float exp2_approximate(float x) {
   return y;
 }
 
-// blockIdx.x and threadIdx.x, read anew by each call: what a kernel derives from them again it need not keep.
+// blockIdx.x and threadIdx.x, read again by each call, so that a kernel can recompute what it derives from them
+// instead of keeping it in registers.
 __device__ inline unsigned read_block_index() {
   unsigned index;
   asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(index));

@@ -6,11 +6,12 @@
 #include "core/number_formats.h"
 #include "kernels/cuda/ptx/mma.cuh"
 
-// PTX for compute capability 9.0: products of a warpgroup (4 warps) with operands in shared memory, copies of whole
-// tiles, barriers in shared memory on which those report, and registers that move between warpgroups.
+// PTX for compute capability 9.0: wgmma, the products of a warpgroup (4 warps) with operands in shared memory; bulk
+// copies (TMA) of whole tiles; mbarriers in shared memory that signal their completion; and setmaxnreg, which moves
+// registers between warpgroups.
 //
-// A tile of C bf16 columns lies in shared memory as C / 64 blocks of rows of 128 bytes, in each of which the copy
-// permutes the 16-byte chunks (chunk ^ row % 8). It begins at a multiple of 1024 bytes.
+// A tile of C bf16 columns lies in shared memory as C / 64 blocks of rows of 128 bytes. In each row the copy
+// permutes the 16-byte chunks (chunk ^ row % 8), the 128-byte swizzle. A tile begins at a multiple of 1024 bytes.
 namespace parka::cuda {
 
 // Kernels whose body is compiled only for these GPUs put it between #if and #endif on this.
@@ -22,7 +23,7 @@ namespace parka::cuda {
 
 constexpr int kBlockRowBytes = 128, kBlockColumns = 64;
 
-// ---- Host: descriptions of tensors for copies ----
+// ---- Host: tensor maps for bulk copies ----
 
 // Rows of a [B, S, columns] bf16 tensor, in boxes of `box_rows` rows of a sequence and 64 columns. Copies fill rows
 // past the end of a sequence with zeros.
@@ -30,29 +31,31 @@ CUtensorMap make_tile_map(const BFloat16* x, int64_t columns, int64_t S, int64_t
 
 #if PARKA_SM90_CODE
 
-// ---- Barriers in shared memory ----
-// Each completes a phase when `count` arrivals and all expected bytes have come in; phases alternate in parity, the
-// first being 0.
+// ---- mbarriers: barriers in shared memory ----
+// An mbarrier completes a phase after `count` arrivals and all expected bytes. Phases alternate in parity; the
+// first has parity 0.
 
-__device__ inline void barrier_init(uint32_t barrier, int count) {
+__device__ inline void mbarrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(count) : "memory");
 }
-// Makes initialised barriers known to copies.
-__device__ inline void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory"); }
-__device__ inline void barrier_arrive(uint32_t barrier) {
+// Makes initialised barriers visible to bulk copies.
+__device__ inline void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
+__device__ inline void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 // Arrives, and adds to the bytes that the phase waits for.
-__device__ inline void barrier_expect(uint32_t barrier, int bytes) {
+__device__ inline void mbarrier_expect_tx(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Arrives once all copies that this thread started with cp_async_* have come in.
-__device__ inline void barrier_arrive_after_cp_async(uint32_t barrier) {
+// Arrives once all copies that this thread started with cp_async_* are complete.
+__device__ inline void mbarrier_arrive_after_cp_async(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
 }
-// Returns once the phase of this parity has completed: at once if the barrier is in the phase after it, which a new
-// barrier is for parity 1.
-__device__ inline void barrier_wait(uint32_t barrier, unsigned parity) {
+// Returns once the phase of this parity has completed. Returns at once if the barrier is already in the next phase;
+// for parity 1 a new barrier is.
+__device__ inline void mbarrier_wait(uint32_t barrier, unsigned parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -64,7 +67,7 @@ __device__ inline void barrier_wait(uint32_t barrier, unsigned parity) {
       : "memory");
 }
 
-// The numbered barriers of a block (0 is __syncthreads): `threads` of it wait or arrive, whole warps.
+// The named barriers of a block (0 is __syncthreads): `threads` threads, in whole warps, wait or arrive.
 __device__ inline void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
@@ -95,15 +98,15 @@ __device__ inline void copy_tile_async(uint32_t target, const CUtensorMap& map, 
   }
 }
 
-// Starts the copy of `bytes` that lie in one piece, multiples of 16 like the addresses.
+// Starts the copy of `bytes` contiguous bytes. Their number and the addresses are multiples of 16.
 __device__ inline void copy_bytes_async(uint32_t target, const void* source, int bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(target),
       "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
 }
-// The same from shared memory, where copies see what threads have stored after the fence of each. This thread's
-// copies so far may be waited for: wait_copied_out<n> returns when all but the latest n have read their source.
+// The same from shared memory. Copies see what a thread has stored before its copy_fence(). wait_copied_out<n>
+// returns when all of this thread's copies but the latest n have read their source.
 __device__ inline void copy_fence() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 __device__ inline void copy_bytes_out_async(void* target, uint32_t source, int bytes) {
   asm volatile(
@@ -117,38 +120,38 @@ __device__ inline void wait_copied_out() {
   asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
 }
 
-// Stores four 8 x 8 matrices of bf16 as mma_m16n8k16 holds a left operand: each lane gives the address of a row, of
-// the upper and lower 8 rows of the left half, then of the right.
+// Stores four 8 x 8 matrices of bf16 from registers that hold a left operand of mma_m16n8k16. Each lane gives the
+// address of a row: of the upper and lower 8 rows of the left half, then of the right half.
 __device__ inline void store_matrices(uint32_t row, const uint32_t (&a)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(row), "r"(a[0]),
                "r"(a[1]), "r"(a[2]), "r"(a[3])
                : "memory");
 }
 
-// ---- Registers per thread of this warpgroup ----
+// ---- Registers per thread of this warpgroup: releases or acquires them until it has kCount ----
 
 template <int kCount>
-__device__ inline void give_registers_back() {
+__device__ inline void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kCount));
 }
 template <int kCount>
-__device__ inline void take_registers() {
+__device__ inline void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kCount));
 }
 
-// ---- Products of a warpgroup ----
-// Accumulators c[0][n][4] are of 64 rows, 16 per warp, each as mma_m16n8k16 holds them; so is a left operand in
-// registers. Products run on after they are started: their registers must not be used before products_wait, and
-// keep_until_here then stops the compiler from using them earlier.
+// ---- wgmma: products of a warpgroup ----
+// Accumulators c[0][n][4] have 64 rows, 16 per warp, in the layout of mma_m16n8k16; so has a left operand in
+// registers. wgmma is asynchronous: its registers must not be used before wgmma_wait_group. After that,
+// fence_operand keeps the compiler from using them earlier.
 
-__device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
-__device__ inline void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ inline void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int kPending>
-__device__ inline void products_wait() {
+__device__ inline void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 template <int kN>
-__device__ inline void keep_until_here(float (&c)[1][kN][4]) {
+__device__ inline void fence_operand(float (&c)[1][kN][4]) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -156,7 +159,7 @@ __device__ inline void keep_until_here(float (&c)[1][kN][4]) {
   }
 }
 
-// What a product is told of an operand in shared memory. Stepping along the summed dimension or between rows adds
+// The matrix descriptor of an operand in shared memory. To step along the summed dimension or between rows, add
 // bytes / 16.
 //   kRowsSummed false: the tile's columns are summed over, its rows are the product's rows or columns.
 //   kRowsSummed true: the tile's rows are summed over; block_bytes is the distance between its blocks of 64
@@ -184,7 +187,7 @@ __device__ inline uint64_t operand_descriptor(uint32_t address, uint32_t block_b
 
 // c += A B^T, or c = A B^T, for A [64, 16] and B [8 kN, 16], both with their columns summed over.
 template <int kN>
-__device__ inline void product_step(float (&c)[1][kN][4], uint64_t a, uint64_t b, bool accumulate) {
+__device__ inline void wgmma_step(float (&c)[1][kN][4], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(kN == 8 || kN == 16);
   if constexpr (kN == 8) {
     asm volatile(
@@ -205,7 +208,7 @@ __device__ inline void product_step(float (&c)[1][kN][4], uint64_t a, uint64_t b
 
 // c += A B for A [64, 16] in registers and B [16, 8 kN], with its rows summed over.
 template <int kN>
-__device__ inline void product_step(float (&c)[1][kN][4], const uint32_t (&a)[4], uint64_t b) {
+__device__ inline void wgmma_step(float (&c)[1][kN][4], const uint32_t (&a)[4], uint64_t b) {
   static_assert(kN == 8 || kN == 16);
   if constexpr (kN == 8) {
     asm volatile(
@@ -225,7 +228,7 @@ __device__ inline void product_step(float (&c)[1][kN][4], const uint32_t (&a)[4]
 }
 
 // c += A^T B for A [16, 64] and B [16, 128], both with their rows summed over.
-__device__ inline void product_step_of_rows(float (&c)[1][16][4], uint64_t a, uint64_t b) {
+__device__ inline void wgmma_step_of_rows(float (&c)[1][16][4], uint64_t a, uint64_t b) {
   asm volatile(
       "{\n.reg .pred accumulate;\nsetp.eq.b32 accumulate, 0, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" PARKA_R64
@@ -254,8 +257,8 @@ __device__ inline void start_product_transposed(float (&c)[1][kN][4], SharedTile
 #pragma unroll
   for (int k = 0; k < D / 16; ++k) {
     const int within = k % 4 * 32;  // bytes of a row; four steps make a block
-    product_step(c, a + (k / 4 * a_tile.block_bytes + within) / 16, b + (k / 4 * b_tile.block_bytes + within) / 16,
-                 k > 0);
+    wgmma_step(c, a + (k / 4 * a_tile.block_bytes + within) / 16, b + (k / 4 * b_tile.block_bytes + within) / 16,
+               k > 0);
   }
 }
 
@@ -264,7 +267,7 @@ template <int kN, int kK>
 __device__ inline void start_product(float (&c)[1][kN][4], const uint32_t (&a)[1][kK][4], SharedTile b_tile) {
   const uint64_t b = operand_descriptor<true>(b_tile.address, b_tile.block_bytes);
 #pragma unroll
-  for (int k = 0; k < kK; ++k) product_step(c, a[0][k], b + k * 16 * kBlockRowBytes / 16);
+  for (int k = 0; k < kK; ++k) wgmma_step(c, a[0][k], b + k * 16 * kBlockRowBytes / 16);
 }
 
 // Starts c += A^T B for A [kRows, 64] and B [kRows, 128].
@@ -275,7 +278,7 @@ __device__ inline void start_product_of_rows(float (&c)[1][16][4], SharedTile a_
 #pragma unroll
   for (int k = 0; k < kRows / 16; ++k) {
     constexpr int kStep = 16 * kBlockRowBytes / 16;
-    product_step_of_rows(c, a + k * kStep, b + k * kStep);
+    wgmma_step_of_rows(c, a + k * kStep, b + k * kStep);
   }
 }
 

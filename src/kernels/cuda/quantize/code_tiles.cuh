@@ -43,13 +43,6 @@ __device__ inline void encode(const float (&x)[kWidth], float inverse, uint32_t 
   }
 }
 
-template <int kCount>
-__device__ inline float max_magnitude_of(float amax, const float (&x)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) amax = max_magnitude(amax, x[i]);
-  return amax;
-}
-
 // `target` is aligned to 16 bytes.
 __device__ inline void store_16(uint8_t* target, const uint32_t (&codes)[kWords]) {
   *reinterpret_cast<Pack<uint32_t, kWords>*>(target) = {codes[0], codes[1], codes[2], codes[3]};
@@ -66,9 +59,9 @@ struct CodeOutput {
 
 // ---- The tile in shared memory ----
 //
-// Row after row of 128 bytes, 8 pieces of 16 columns each. A piece is stored at its place XOR a number that differs
-// between the rows of which write_transposed() reads the same piece at once: they lie in different banks. So do the
-// 8 pieces of a row, which are stored at once. A tile is aligned to kTileAlignment.
+// Rows of 128 bytes, in 8 pieces of 16 columns. To avoid bank conflicts the pieces are swizzled: each is stored at
+// its place XOR a number that differs between the rows that write_transposed() reads at once. The 8 pieces of a
+// row, which are stored at once, lie in different banks too. A tile is aligned to kTileAlignment.
 
 constexpr int kTileAlignment = 128;
 

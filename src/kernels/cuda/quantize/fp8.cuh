@@ -7,7 +7,7 @@
 
 #include "kernels/cuda/vector.cuh"
 
-// FP8 on the GPU, bit for bit what core/number_formats.h and kernels/cpu/codec.cpp define.
+// FP8 on the GPU, bitwise equal to core/number_formats.h and kernels/cpu/codec.cpp.
 namespace parka::cuda {
 
 template <typename F8>
@@ -48,12 +48,12 @@ struct PieceScale {
   float inverse;  // encoding multiplies by it
 };
 
-// 1 / scale, correctly rounded: what __frcp_rn() does where neither number can be subnormal, without its branches,
-// across which nothing could be scheduled. `scale` is one that scale_for() makes; of infinity, 0.
+// 1 / scale, correctly rounded, for scales of scale_for(); 0 for infinity. Equals __frcp_rn() where neither number
+// is subnormal, but without its branches, across which the compiler could not schedule other work.
 __device__ inline float inverse_of_scale(float scale) {
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
-  // Infinity * 0 is NaN, of which fminf makes a number; else the error is far below 1.
+  // Infinity * 0 is NaN, which fminf replaces by 1; otherwise the error is far below 1.
   const float error = fminf(__fmaf_rn(scale, inverse, -1.0f), 1.0f);
   return __fmaf_rn(inverse, -error, inverse);
 }
@@ -64,7 +64,7 @@ template <typename F8>
 __device__ inline float scale_of_maximum(float amax) {
   constexpr float kMax = kFloat8Traits<F8>.max, kInverse = 1.0f / kMax;
   const float estimate = __fmul_rn(amax, kInverse);
-  // Of infinity NaN, of which fminf makes infinity; else the remainder is far below amax.
+  // For infinity this is NaN, which fminf replaces by infinity; otherwise the remainder is far below amax.
   const float remainder = fminf(__fmaf_rn(-estimate, kMax, amax), amax);
   return __fmaf_rn(remainder, kInverse, estimate);
 }
@@ -81,8 +81,15 @@ __device__ inline PieceScale scale_for(float amax) {
   return {is_tiny ? 1.0f : scale, is_tiny ? 0.0f : inverse};
 }
 
-// The maximum of `amax` and |x|; NaN is skipped: it stays visible because its code is NaN.
+// The maximum of `amax` and |x|. NaN is ignored: it stays visible because its code is NaN.
 __device__ inline float max_magnitude(float amax, float x) { return fmaxf(amax, fabsf(x)); }
+
+template <int kCount>
+__device__ inline float max_magnitude_of(float amax, const float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) amax = max_magnitude(amax, x[i]);
+  return amax;
+}
 
 // Raises *target, which is not negative, to `amax`: what every block of a kernel does with its own maximum. The
 // result does not depend on the order.

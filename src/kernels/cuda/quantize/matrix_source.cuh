@@ -6,8 +6,8 @@
 #include "core/tensor.h"
 #include "kernels/cuda/quantize/fp8.cuh"
 
-// Sources (quantize_tiles.cuh says what they are) of matrices in memory. What load() gives they also give in two
-// steps: fetch() loads, and decode() makes numbers of what was loaded, of 4 of the 16 columns at a time.
+// Sources (see quantize_tiles.cuh) of matrices in memory. Besides load() they have two steps: fetch() loads, and
+// decode() converts what was loaded to numbers, 4 of the 16 columns at a time.
 namespace parka::cuda {
 
 constexpr int kSourceWidth = 16;  // adjacent columns that load() gives

@@ -10,8 +10,8 @@
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
 
-// Writes a matrix in any format and both orders, whatever its numbers are made of: find_amax and write_tiles at the
-// end of this file take them from a Source, which has
+// Writes a matrix in any format, row-major and transposed, from any source of numbers: find_amax and write_tiles at
+// the end of this file take a Source, which has
 //   // x[i] = the number at (row, col + i), in fp32. Called only if fits_wide(): col is a multiple of 16, and all
 //   // 16 columns exist. It may be called several times for the same place, and must then give the same bits.
 //   __device__ void load(int row, int col, float (&x)[16]) const;
@@ -41,7 +41,7 @@ concept Fetchable = requires(const Source& source) {
 
 // Fetches of so few bytes a thread has under way for all of its rows at once: codes with their scale.
 constexpr size_t kSmallFetch = 40;
-// Blocks that a multiprocessor should have room for. With load() all numbers of a thread are in registers together.
+// Blocks that should fit on a multiprocessor. With load() all numbers of a thread are in registers together.
 constexpr int kLoadingBlocks = 3, kFetchingBlocks = 4;
 
 // All numbers of a thread. Where there is no row or column they repeat the last ones, which changes no maximum.
@@ -366,7 +366,7 @@ __global__ void __launch_bounds__(kThreads) pieces_kernel(const Source source, c
 
 // ---- Launches ----
 
-// Columns with room for a tile more in an int, and tiles one below the other in a grid's y.
+// Checks the limits: columns plus a tile must fit in an int, and the tiles of a column in a grid's y.
 inline void check_extents(int64_t rows, int64_t cols) {
   constexpr int64_t kMaxGridY = 65535, kMaxCols = int64_t{1} << 30;
   PARKA_REQUIRE(rows <= kMaxGridY * kSize && cols <= kMaxCols);

@@ -2,8 +2,8 @@
 #include "kernels/cuda/ptx/mma.cuh"
 #include "kernels/cuda/vector.cuh"
 
-// The functions of one element of SwiGLU. Nothing can fuse their operations with others: every kernel that uses the
-// same ones makes the same bits, forward and backward, plain and FP8.
+// The functions of one element of SwiGLU. The compiler cannot fuse their operations with others, so every kernel
+// gets the same bits, forward and backward, plain and FP8.
 namespace parka::cuda {
 
 constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;

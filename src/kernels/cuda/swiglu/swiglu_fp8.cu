@@ -14,9 +14,8 @@
 
 // Shapes: T rows (tokens), F columns of the product; up_gate has 2F, up before gate.
 //
-// Everything is made of Sources (quantize_tiles.cuh), and tensors with one scale in two passes: one for the
-// maximum, one that computes the same numbers again and writes codes, which is cheaper than keeping them in
-// between.
+// All tensors are written from Sources (quantize_tiles.cuh). Tensors with one scale take two passes: one finds the
+// maximum, the other recomputes the same numbers and writes codes. That is cheaper than keeping the numbers.
 namespace parka::cuda {
 namespace {
 

@@ -4,7 +4,7 @@
 #include "kernels/cuda/quantize/matrix_source.cuh"
 #include "kernels/cuda/swiglu/swiglu_elements.cuh"
 
-// What SwiGLU makes of up_gate, the saved silu and d_product, as Sources (quantize_tiles.cuh says what those are).
+// The results of SwiGLU from up_gate, the saved silu and d_product, as Sources (see quantize_tiles.cuh).
 //
 // Shapes: T rows (tokens), F columns of the product; up_gate has 2F, up before gate.
 namespace parka::cuda {

@@ -6,8 +6,8 @@ namespace parka::cuda {
 
 void check(cudaError_t status, std::string_view what) {
   if (status == cudaSuccess) return;
-  throw_internal("{}: CUDA: {} ({}); the cause may be work that was queued before it", what,
-                 cudaGetErrorString(status), cudaGetErrorName(status));
+  throw_internal("{}: CUDA: {} ({}); the cause may be work queued before it", what, cudaGetErrorString(status),
+                 cudaGetErrorName(status));
 }
 
 void check(cublasStatus_t status, std::string_view what) {

@@ -95,7 +95,7 @@ class CudaStore final : public HostStore {
     const cudaError_t status = cudaHostAlloc(&memory, bytes, cudaHostAllocDefault);
     if (status == cudaErrorMemoryAllocation) {
       cudaGetLastError();
-      throw_bad_input("not enough host memory that the GPU can reach: {:.2f} GiB were asked for",
+      throw_bad_input("not enough host memory that the GPU can access: {:.2f} GiB were requested",
                       static_cast<double>(bytes) / 0x1p30);
     }
     check(status, "pinned memory");
@@ -286,7 +286,7 @@ void* CudaDevice::allocate(int64_t bytes) {
   if (status == cudaErrorMemoryAllocation) {
     cudaGetLastError();  // or the next launch would be blamed for it
     const MemoryUse use = memory_use();
-    throw_bad_input("{}: not enough memory: {:.2f} GB were asked for and {:.2f} of {:.2f} GB are free",
+    throw_bad_input("{}: not enough memory: {:.2f} GB were requested and {:.2f} of {:.2f} GB are free",
                     properties_.name, static_cast<double>(bytes) * 1e-9, static_cast<double>(use.free_bytes) * 1e-9,
                     static_cast<double>(use.total_bytes) * 1e-9);
   }
@@ -306,7 +306,7 @@ void CudaDevice::set_workspace(void* memory, int64_t bytes) {
 
 void* CudaDevice::workspace(std::string_view op, int64_t bytes) const {
   if (bytes > workspace_bytes_) {
-    throw_internal("{}: needs {} bytes of workspace, the device was given {}", op, bytes, workspace_bytes_);
+    throw_internal("{}: needs {} bytes of workspace, but the device has {}", op, bytes, workspace_bytes_);
   }
   return workspace_;
 }

@@ -97,7 +97,7 @@ void CudaStaging::release_memory() {
 std::string CudaStaging::prepare() {
   void* memory = ::mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) return fmt::format("{:.2f} GiB of addresses were refused", bytes_ / 0x1p30);
+  if (memory == MAP_FAILED) return fmt::format("{:.2f} GiB of address space were refused", bytes_ / 0x1p30);
   memory_ = static_cast<std::byte*>(memory);
   ::madvise(memory_, static_cast<size_t>(bytes_), MADV_HUGEPAGE);
   ::madvise(memory_, static_cast<size_t>(bytes_), MADV_DONTFORK);  // a child would get copies of all pinned pages
@@ -114,7 +114,7 @@ std::string CudaStaging::pin(int64_t begin, int64_t count) {
   const auto deadline = std::chrono::steady_clock::now() + kGrowth;
   while (!has_room(count)) {
     if (stopping_ || std::chrono::steady_clock::now() >= deadline) {
-      return fmt::format("{:.2f} GiB of host memory are wanted, and after {:.2f} GiB too little was left",
+      return fmt::format("{:.2f} GiB of host memory are needed, and after {:.2f} GiB too little was left",
                          bytes_ / 0x1p30, begin / 0x1p30);
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(100));

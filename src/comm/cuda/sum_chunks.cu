@@ -1,4 +1,4 @@
-#include "comm/cuda/sum_pieces.h"
+#include "comm/cuda/sum_chunks.h"
 
 #include <algorithm>
 
@@ -9,9 +9,9 @@ namespace parka::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kDepth = 4;  // addends that are loaded at once
+constexpr int kDepth = 4;  // addends loaded at once
 
-// Blocks that end soon: they fill gaps in other work, and are not to hold up what comes after.
+// Short blocks: they fill gaps in other work and must not delay what comes after.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads) sum_kernel(Addends addends, T* out, int64_t n, bool adds) {
   const int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kWidth;

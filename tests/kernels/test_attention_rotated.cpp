@@ -9,7 +9,7 @@
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 
-// What attention_backward does beside: d_q and d_k turned back by their positions, and the largest gradient found.
+// What attention_backward does beside: d_q and d_k rotated back by their positions, and the largest gradient found.
 // On every device against its own plain gradient, which test_attention*.cpp hold against references.
 using namespace parka;
 using namespace parka::test;
@@ -32,8 +32,8 @@ struct Inputs {
 
 // One forward, and backward in every form.
 struct Results {
-  std::vector<float> plain, turned;  // d_qkv
-  float plain_amax, turned_amax;
+  std::vector<float> plain, rotated;  // d_qkv
+  float plain_amax, rotated_amax;
   bool same;    // asking for the maximum changes no bit
   bool intact;  // nothing written outside the outputs
 };
@@ -56,17 +56,17 @@ Results run(Device& device, const Inputs& in) {
     intact = intact && d_qkv.guard_intact();
     return d_qkv.host();
   };
-  const TestTensor plain_amax(device, DType::kF32, {1}), turned_amax(device, DType::kF32, {1});
+  const TestTensor plain_amax(device, DType::kF32, {1}), rotated_amax(device, DType::kF32, {1});
   Results r{backward({}, {}), backward(table, {}), 0, 0, true, true};
   // As bits: a NaN is not equal to itself.
   const auto same_bits = [](const std::vector<float>& a, const std::vector<float>& b) {
     return std::equal(a.begin(), a.end(), b.begin(), b.end(),
                       [](float x, float y) { return x == y || (std::isnan(x) && std::isnan(y)); });
   };
-  r.same = same_bits(backward({}, plain_amax), r.plain) && same_bits(backward(table, turned_amax), r.turned);
+  r.same = same_bits(backward({}, plain_amax), r.plain) && same_bits(backward(table, rotated_amax), r.rotated);
   r.plain_amax = plain_amax.host()[0];
-  r.turned_amax = turned_amax.host()[0];
-  r.intact = intact && plain_amax.guard_intact() && turned_amax.guard_intact() && table.host() == in.cos_sin;
+  r.rotated_amax = rotated_amax.host()[0];
+  r.intact = intact && plain_amax.guard_intact() && rotated_amax.guard_intact() && table.host() == in.cos_sin;
   return r;
 }
 
@@ -77,21 +77,21 @@ float largest_of(const std::vector<float>& x) {
   return largest;
 }
 
-// Elements of `turned` that are not the plain gradient turned back. In fp32 the bits are equal; in bf16 the plain
+// Elements of `rotated` that are not the plain gradient rotated back. In fp32 the bits are equal; in bf16 the plain
 // gradient has been rounded before, once an element.
-int64_t count_wrong_turns(const Inputs& in, const Results& r) {
+int64_t count_wrong_rotations(const Inputs& in, const Results& r) {
   const AttentionShape& s = in.s;
   const int64_t half = s.D / 2;
   const double unit = in.dtype == DType::kBF16 ? unit_roundoff(DType::kBF16) : 0.0;
   int64_t wrong = 0;
   const auto check = [&](size_t at, float want, double magnitude) {
-    wrong += !(std::abs(double{r.turned[at]} - want) <= 1.01 * unit * (magnitude + std::abs(want)));
+    wrong += !(std::abs(double{r.rotated[at]} - want) <= 1.01 * unit * (magnitude + std::abs(want)));
   };
   for (int64_t t = 0; t < s.T(); ++t) {
     for (int64_t c = 0; c < s.width(); ++c) {
       const int64_t at = t * s.width() + c, i = c % s.D;
       if (c >= (s.H + s.Hkv) * s.D) {
-        wrong += r.turned[at] != r.plain[at];
+        wrong += r.rotated[at] != r.plain[at];
       } else if (i < half) {
         const float low = r.plain[at], high = r.plain[at + half];
         const float cos = in.cos_sin[t % s.S * s.D + i], sin = -in.cos_sin[t % s.S * s.D + half + i];
@@ -111,7 +111,7 @@ FirstKeys documents_of(const AttentionShape& s, int64_t length) {
   return keys;
 }
 
-TEST_CASE("attention_backward turns the gradients of queries and keys back", "[kernels][attention][rope]") {
+TEST_CASE("attention_backward rotates the gradients of queries and keys back", "[kernels][attention][rope]") {
   // Heads narrow and wide, of which halves are whole warps or not; lengths beside those of tiles.
   const AttentionShape s = GENERATE(
       AttentionShape{2, 1, 1, 1, 2}, AttentionShape{3, 7, 4, 2, 6}, AttentionShape{1, 50, 5, 1, 34},
@@ -126,9 +126,9 @@ TEST_CASE("attention_backward turns the gradients of queries and keys back", "[k
   for (Device* device : devices()) {
     CAPTURE(device->name());
     const Results r = run(*device, in);
-    CHECK(count_wrong_turns(in, r) == 0);
+    CHECK(count_wrong_rotations(in, r) == 0);
     CHECK(r.plain_amax == largest_of(r.plain));
-    CHECK(r.turned_amax == largest_of(r.turned));
+    CHECK(r.rotated_amax == largest_of(r.rotated));
     CHECK((r.same && r.intact));
   }
 }
@@ -147,7 +147,7 @@ TEST_CASE("attention_backward finds the largest gradient wherever it is", "[kern
         (head < 0 ? in.d_out[row * s.out_width() + D - 3] : in.qkv[row * s.width() + head * D + 5]) = -50.0f;
         const Results r = run(*device, in);
         CHECK(r.plain_amax == largest_of(r.plain));
-        CHECK(r.turned_amax == largest_of(r.turned));
+        CHECK(r.rotated_amax == largest_of(r.rotated));
       }
     }
   }
@@ -165,7 +165,7 @@ TEST_CASE("the largest gradient of attention passes over a NaN and not over infi
       in.d_out[3 * s.out_width() + 2] = value;  // in the first sequence: the second has gradients of its own
       const Results r = run(*device, in);
       CHECK(r.plain_amax == largest_of(r.plain));
-      CHECK(r.turned_amax == largest_of(r.turned));
+      CHECK(r.rotated_amax == largest_of(r.rotated));
       CHECK((r.same && r.intact));
     }
   }
