@@ -45,7 +45,8 @@ class RecordingCommunicator final : public Communicator {
   void set_exchange_buffer(const TensorView& buffer) override { has_exchange_buffer_ = !buffer.empty(); }
 
   void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) override;
-  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers, Accumulation accumulation) override;
+  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers,
+                      Accumulation accumulation) override;
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
 
