@@ -36,5 +36,5 @@ cmake --preset "$preset" >/dev/null
 cmake --build --preset "$preset" --parallel "$(nproc)" "${targets[@]}"
 # Reports of a sanitizer fail the test that caused them.
 export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
-export ASAN_OPTIONS=detect_leaks=1 TSAN_OPTIONS=halt_on_error=1:die_after_fork=0
+export ASAN_OPTIONS=detect_leaks=1 TSAN_OPTIONS=halt_on_error=1
 ctest --test-dir "build/$preset" --output-on-failure --no-tests=error --parallel "$(nproc)" "${choice[@]}"
