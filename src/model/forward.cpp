@@ -63,11 +63,12 @@ void Model::Pass::load(Device& device, const Batch& batch, bool keep) {
   keep_ = keep;
   cache_ = nullptr;
   PARKA_REQUIRE(num_tokens_ <= max_shape_.num_tokens() && shape_.sequence_length <= max_shape_.sequence_length);
+  PARKA_REQUIRE((batch.first_keys != nullptr) == shape_.separate_documents);
+  if (device.op_recorder() != nullptr) return;  // which would read nothing
   const TensorView tokens = vector(activations_.tokens, num_tokens_);
   device.copy_to_device(tokens.data, batch.tokens, tokens.bytes());
   const TensorView targets = vector(activations_.targets, num_tokens_);
   device.copy_to_device(targets.data, batch.targets, targets.bytes());
-  PARKA_REQUIRE((batch.first_keys != nullptr) == shape_.separate_documents);
   if (shape_.separate_documents) {
     PARKA_REQUIRE(max_shape_.separate_documents);
     device.copy_to_device(first_keys().data, batch.first_keys, first_keys().bytes());
