@@ -161,7 +161,7 @@ def make_measurements():
             "default_microseconds": 13}
     seed("gemm_tuning", "cpu", {"gpu": "CPU", "cublaslt": "", "gemms": [gemm, gemm]})
     seed("gemm_tuning", "other", {"gpu": "NVIDIA H200", "cublaslt": "13.1.0", "gemms": []})
-    ops = [{"section": section, "op": op, "shape": "", "runs": runs, "seconds": 0.25}
+    ops = [{"section": section, "op": op, "shape": "", "runs": runs, "seconds": 0.25, "bytes": 1e6, "flop": 0}
            for section, op, runs in (("embedding", "embedding_forward", 4), ("embedding", "embedding_backward", 4),
                                      ("block forward", "gemm", 16), ("block backward", "gemm", 32),
                                      ("head", "gemm", 12), ("optimizer", "adamw_step", 10),

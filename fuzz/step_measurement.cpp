@@ -14,6 +14,8 @@ FUZZ_TARGET(step_measurement) {
   require(measured.step_seconds > 0 && measured.tokens_per_second_per_gpu() > 0, "a step that takes no time");
   constexpr int64_t kMostLayers = 16;  // what more have takes time, and nothing that fewer have not
   if (measured.config.model.num_layers > kMostLayers) return;
-  accepts([&] { compute_seconds(measured, measured.config, 1); });
+  constexpr int64_t kMostMicroBatches = 100;  // `parka plan` takes more, and no more than 16384
+  if (measured.ranks * measured.num_micro_batches() > kMostMicroBatches) return;
+  accepts([&] { step_actions_by(measured, measured.config, 1); });
   accepts([&] { require_measurement_of(measured, measured.config, 1); });
 }

@@ -48,10 +48,12 @@ void Model::declare_telemetry(MemoryPlan& plan) {
 void Model::bind(Device& device, const Arena& arena) {
   weights_.bind(arena);
   cos_sin_ = arena[cos_sin_id_];
-  const std::vector<float> table =
-      rope_table(cos_sin_.dim[0], config_.head_dim(), config_.rope_theta, config_.rope_scaling);
-  device.copy_to_device(cos_sin_.data, table.data(), cos_sin_.bytes());
-  device.synchronize();  // `table` ends here
+  if (device.op_recorder() == nullptr) {  // a recording's memory is never read
+    const std::vector<float> table =
+        rope_table(cos_sin_.dim[0], config_.head_dim(), config_.rope_theta, config_.rope_scaling);
+    device.copy_to_device(cos_sin_.data, table.data(), cos_sin_.bytes());
+    device.synchronize();  // `table` ends here
+  }
   if (training_) training_->bind(device, arena, weights_, cos_sin_);
   if (with_telemetry_) training_->bind_telemetry(device);
   if (evaluation_) evaluation_->bind(device, arena, weights_, cos_sin_);

@@ -36,11 +36,14 @@ StepContext Model::Pass::load(Device& device, const Batch& batch, bool keep) con
   step.shape = shape;
   step.keep = keep;
   step.rotations = cos_sin_.rows(0, shape.sequence_length);
-  embedding_.load(step, batch.tokens);
-  head_.load(step, batch.targets);
   if (shape.separate_documents) {
     PARKA_REQUIRE(max_shape_.separate_documents);
     step.first_keys = step.vector(first_keys_, step.num_tokens());
+  }
+  if (device.op_recorder() != nullptr) return step;  // its memory is never read
+  embedding_.load(step, batch.tokens);
+  head_.load(step, batch.targets);
+  if (shape.separate_documents) {
     device.copy_to_device(step.first_keys.data, batch.first_keys, step.first_keys.bytes());
   }
   return step;

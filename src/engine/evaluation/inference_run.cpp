@@ -33,8 +33,8 @@ int64_t record_workspace_bytes(const Config& config, const CacheShape& cache) {
   model.weights_changed(device);
   const BatchShape shape = {config.training.micro_batch_size, config.data.sequence_length,
                             config.data.documents == DocumentMode::kSeparate};
-  const std::vector<int32_t> ids(static_cast<size_t>(shape.num_tokens()));
-  const Model::Batch batch = {ids.data(), ids.data(), shape, shape.separate_documents ? ids.data() : nullptr};
+  const int32_t unread = 0;  // a device that records reads no tokens
+  const Model::Batch batch = {&unread, &unread, shape, shape.separate_documents ? &unread : nullptr};
   model.evaluate(device, batch);
   model.logits(device, batch, shape.num_tokens() - 1, 1);
   if (cache.num_slots == 0) return device.workspace_bytes();

@@ -47,6 +47,16 @@ class PartActions {
 
 }  // namespace
 
+double compute_seconds(const RecordedStep& step, const WorkSeconds& seconds) {
+  double sum = 0;
+  for (const RecordedStep::Part& part : step.parts) {
+    PartActions once(seconds);
+    for (const RecordedStep::Work& work : part.work) std::visit(once, work);
+    for (const StepAction& action : once.actions()) sum += static_cast<double>(part.times) * action.seconds;
+  }
+  return sum;
+}
+
 std::vector<StepAction> step_actions(const RecordedStep& step, const WorkSeconds& seconds) {
   std::vector<StepAction> actions;
   uint64_t queued = 0;  // collectives

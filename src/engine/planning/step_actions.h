@@ -31,4 +31,7 @@ struct WorkSeconds {
 // pieces runs beside other work, which is taken to leave no multiprocessor idle for it.
 std::vector<StepAction> step_actions(const RecordedStep& step, const WorkSeconds& seconds);
 
+// What all of the step's own work takes.
+double compute_seconds(const RecordedStep& step, const WorkSeconds& seconds);
+
 }  // namespace parka

@@ -128,12 +128,6 @@ class MeasuredOps {
   double copy_bandwidth_;
 };
 
-double own_seconds(const RecordedStep& step, const WorkSeconds& seconds) {
-  double sum = 0;
-  for (const StepAction& action : step_actions(step, seconds)) sum += action.seconds;
-  return sum;
-}
-
 void refuse_differences(const StepMeasurement& measured, const std::vector<std::string>& differences) {
   if (differences.empty()) return;
   throw_bad_input(
@@ -183,7 +177,7 @@ std::vector<StepAction> step_actions_by(const StepMeasurement& one, const Config
   const MeasuredOps ops(one);
   WorkSeconds seconds = {[&](const RecordedOp& op) { return ops.seconds(op); }, one.copy_bandwidth};
   // Timing every op takes time, and between ops nothing is timed: all are scaled to the step without timing.
-  const double scale = slowest * one.step_seconds / own_seconds(record_step(one.config, 1), seconds);
+  const double scale = slowest * one.step_seconds / compute_seconds(record_step(one.config, 1), seconds);
   seconds = {[&](const RecordedOp& op) { return scale * ops.seconds(op); }, one.copy_bandwidth / scale};
   return step_actions(record_step(config, num_gpus), seconds);
 }

@@ -23,8 +23,7 @@ class RecordingRank {
                        .wait = [this](RecordedWait wait) { add(wait); }}),
         declared_(config, DeviceKind::kCuda, zero, /*workspace_bytes=*/0),
         arena_(device_, declared_.plan),
-        queue_(config_, zero_, declared_, arena_, device_, communicator_),
-        ids_(static_cast<size_t>(config.training.micro_batch_size * config.data.sequence_length)) {
+        queue_(config_, zero_, declared_, arena_, device_, communicator_) {
     take();
   }
 
@@ -58,13 +57,14 @@ class RecordingRank {
  private:
   void add(Work work) { work_.push_back(std::move(work)); }
 
-  // Every token is the first of the vocabulary, and its own target.
+  // Without the tokens, which a device that records does not read.
   Model::Batch batch() const {
+    static constexpr int32_t kUnread = 0;
     const bool separate = config_.data.documents == DocumentMode::kSeparate;
-    return {ids_.data(),
-            ids_.data(),
+    return {&kUnread,
+            &kUnread,
             {config_.training.micro_batch_size, config_.data.sequence_length, separate},
-            separate ? ids_.data() : nullptr};
+            separate ? &kUnread : nullptr};
   }
 
   const Config& config_;
@@ -75,7 +75,6 @@ class RecordingRank {
   DeclaredRun declared_;
   Arena arena_;
   StepQueue queue_;
-  std::vector<int32_t> ids_;
 };
 
 }  // namespace
