@@ -14,7 +14,7 @@ namespace parka {
 
 // A stack of blocks (layers/stack.h) has a name, with which the names of its parameters and buffers begin. The
 // decoder's is empty.
-inline constexpr std::string_view kDecoder = "";
+inline constexpr std::string_view kDecoder{};
 // What the names of block l's parameters begin with: "blocks.3."
 std::string block_prefix(std::string_view stack, int64_t l);
 

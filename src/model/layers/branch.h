@@ -9,20 +9,24 @@ namespace parka {
 // One half of a block: a norm, and behind it an inner layer, Attention or Swiglu, whose output the next norm adds
 // to the residual stream.
 //
-// An inner layer declares its buffers, runs forward from the norm's output to `out`, and runs backward from the
-// gradient of `out` to that of the norm's output. Constants name what is its own of what a branch does: phases of
-// its ops, and the names by which telemetry knows the tensors around it.
+// An inner layer begins and ends with a Linear. It declares its buffers, runs forward from the norm's output x to
+// `out`, and runs backward from the gradient of `out` to that of x. Its constants say what a branch has to know:
+//   kNormName                         of the norm in front
+//   kForwardPhase                     in which forward runs
+//   kRowsPhases, kTransposedPhases    in which backward reads the gradient of `out`, in rows and transposed
+//   kLastBackwardPhase                in which it reads x again and writes the gradient of x
+//   kNormInput, kNormOutput, kOutputGradient    what telemetry calls the tensors around it
 template <typename Inner>
 class Branch {
  public:
-  // Names are `prefix` and what follows: of a norm, `norm_name`.
+  // Block `block` of a stack; names of parameters begin with `prefix`.
   Branch(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table, int64_t block,
          const std::string& prefix)
       : block_(block),
         norm_(model, table, prefix + Inner::kNormName),
         inner_(model, precision, table, block, prefix) {}
 
-  // `depth`: how many branches are added to the residual stream up to this one's block.
+  // `depth`: how many branches are added to the residual stream up to the end of the block.
   static void add_parameters(ParameterList& list, const ModelConfig& model, const std::string& prefix,
                              double depth) {
     Norm::add_parameter(list, model, prefix + Inner::kNormName);

@@ -40,8 +40,8 @@ class Norm {
   SampleNeeds sample_needs() const;
 
  private:
-  ScaledView input(
-      const StepContext& step) const;  // what the norm reads: FP8 with precision.norm_input, or the sum
+  // What the norm reads: the sum, or its FP8 copy.
+  ScaledView input(const StepContext& step) const;
   TensorView weight(const StepContext& step) const { return step.weights.plain(weight_); }
 
   NormKind kind_;
@@ -50,7 +50,8 @@ class Norm {
   int weight_;                // -1: none
   bool saves_output_ = true;  // false: backward makes it again
 
-  TensorId sum_;  // [T, d] the residual stream after the add; a block's first one is all that block recompute keeps
+  // [T, d] the residual stream after the add. A block's first one is all that recompute = block keeps.
+  TensorId sum_;
   MatrixId input_;        // [T, d] FP8 copy of it that the norm reads; invalid: it reads the sum
   TensorId mean_, rstd_;  // [T]; LayerNorm has a mean
   GemmInputIds output_;   // [T, d] the norm's output

@@ -50,6 +50,12 @@ void Stack::backward(const StepContext& step) const {
   }
 }
 
+SampleNeeds Stack::sample_needs() const {
+  SampleNeeds needs;
+  for (const Block& block : blocks_) needs.add(block.sample_needs());
+  return needs;
+}
+
 void Stack::sample_weights(const StepContext& step) const {
   for (const Block& block : blocks_) block.sample_weights(step);
 }

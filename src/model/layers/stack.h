@@ -33,7 +33,7 @@ class Stack {
   void backward(const StepContext& step) const;
 
   void sample_weights(const StepContext& step) const;
-  SampleNeeds sample_needs() const { return blocks_.front().sample_needs(); }
+  SampleNeeds sample_needs() const;
 
  private:
   int unit(size_t l) const { return first_unit_ + static_cast<int>(l); }
