@@ -311,12 +311,13 @@ TEST_CASE("a plan proposes no change that a config refuses", "[engine][recorded 
 
 TEST_CASE("memory of a device that records is addresses, of any size", "[engine][recorded step]") {
   RecordingDevice device(DeviceKind::kCuda);
-  void* const one = device.allocate(int64_t{1} << 40);
-  void* const other = device.allocate(int64_t{1} << 40);
+  void* const one = device.allocate(int64_t{1} << 55);
+  void* const other = device.allocate(int64_t{1} << 55);
   CHECK(one != other);
   CHECK(reinterpret_cast<uintptr_t>(one) % 256 == 0);
   device.release(one);
   device.release(nullptr);
+  CHECK_THROWS(device.allocate(int64_t{1} << 62));
   std::vector<char> host(3, 'x');
   device.copy_to_host(host.data(), other, 3);
   CHECK(host == std::vector<char>(3, '\0'));

@@ -5,8 +5,6 @@
 #include <span>
 #include <utility>
 
-#include <sys/mman.h>
-
 #include "core/error.h"
 
 namespace parka {
@@ -57,27 +55,15 @@ RecordingDevice::RecordingDevice(DeviceKind kind, Listener listener) : kind_(kin
   op_recorder_ = this;
 }
 
-RecordingDevice::~RecordingDevice() {
-  for (const Mapping& mapping : mappings_) munmap(mapping.memory, mapping.bytes);
-}
-
 void* RecordingDevice::allocate(int64_t bytes) {
-  const auto size = static_cast<size_t>(std::max<int64_t>(1, bytes));
-  void* const memory = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) {
-    throw_bad_input("{:.2f} GiB have no addresses on this machine: plan a smaller model, or raise `ulimit -v`",
+  constexpr int64_t kAlignment = 256, kLast = int64_t{1} << 62;
+  if (bytes > kLast - kAlignment - next_address_) {
+    throw_bad_input("{:.2f} GiB are more than there are addresses for: plan a smaller model",
                     static_cast<double>(bytes) / 0x1p30);
   }
-  mappings_.push_back({memory, size});
-  return memory;
-}
-
-void RecordingDevice::release(void* memory) {
-  const auto found = std::find_if(mappings_.begin(), mappings_.end(),
-                                  [&](const Mapping& mapping) { return mapping.memory == memory; });
-  if (found == mappings_.end()) return;
-  munmap(found->memory, found->bytes);
-  mappings_.erase(found);
+  const int64_t address = next_address_;
+  next_address_ += (bytes / kAlignment + 1) * kAlignment;
+  return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr): of nothing
 }
 
 void RecordingDevice::set_workspace(void*, int64_t bytes) { given_workspace_ = bytes; }
