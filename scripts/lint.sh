@@ -1,17 +1,15 @@
 #!/usr/bin/env bash
 # Runs clang-tidy, by .clang-tidy, over the sources of src/ that a build folder compiles. Exits 1 on any finding.
-# The folder's commands must compile every file on its own: preset dev.
-#   scripts/lint.sh [build folder] [part of a path]
-#   scripts/lint.sh                            all of src/, with build/dev
-#   scripts/lint.sh build/dev src/core/        one library
+#   scripts/lint.sh                            all of src/, with build/release: a folder at a time, as it is compiled
+#   scripts/lint.sh build/dev [part of a path] each file on its own; with a part, as src/core/, those files alone
 set -euo pipefail
 cd "$(dirname "$0")/.."
-build=${1:-build/dev}
+build=${1:-build/release}
 part=${2:-}
 
 command -v clang-tidy >/dev/null || { echo "lint.sh: clang-tidy is missing: apt install clang-tidy" >&2; exit 2; }
 if [[ ! -f "$build/compile_commands.json" ]]; then
-  echo "lint.sh: no compile_commands.json in $build: configure it first, cmake --preset dev" >&2
+  echo "lint.sh: no compile_commands.json in $build: configure it first, cmake --preset ${build#build/}" >&2
   exit 2
 fi
 
@@ -21,7 +19,7 @@ trap 'rm -rf "$commands"' EXIT
 sed -E 's/ -m(move|store)-max=[0-9]+//g' "$build/compile_commands.json" > "$commands/compile_commands.json"
 
 mapfile -t files < <(grep -oE '"file": "[^"]+"' "$commands/compile_commands.json" | cut -d'"' -f4 | sort -u |
-  grep -F "$PWD/src/" | grep -F -- "$part" | grep '\.cpp$')
+  grep -E "^$PWD/(src/.*\.cpp|$build/CMakeFiles/parka.*/Unity/.*\.cxx)$" | grep -F -- "$part")
 if [[ ${#files[@]} -eq 0 ]]; then
   echo "lint.sh: $build compiles no source in $PWD/src/ whose path contains '$part'" >&2
   exit 2
