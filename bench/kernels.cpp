@@ -11,6 +11,7 @@
 #include <numeric>
 #include <string>
 #include <string_view>
+#include <tuple>
 
 #include "bench/kernel_bench.h"
 #include "kernels/device/copy_bandwidth.h"
@@ -25,6 +26,46 @@ constexpr ModelShape kModels[] = {
 };
 
 TensorView cos_sin(Tensors& t, const ModelShape& m) { return t.fp32({m.S, m.d / m.heads}); }
+
+// Of either kind; backward with the maximum that FP8 training wants.
+void bench_qk_norm(Bench& bench, const ModelShape& m) {
+  const int64_t D = m.d / m.heads;
+  for (const auto& [kind, forward, backward] :
+       {std::tuple{QkNormKind::kPerHead, "qk_norm_forward per_head", "qk_norm_backward per_head"},
+        {QkNormKind::kFull, "qk_norm_forward full", "qk_norm_backward full"}}) {
+    const int64_t cols = kind == QkNormKind::kFull ? m.d : D, groups = qk_norm_groups(kind, m.heads, m.heads);
+    bench.time(
+        m.name, forward,
+        [&](Tensors& t) {
+          return QkNormForward{.kind = kind,
+                               .x = t.bf16({m.T, 3 * m.d}),
+                               .q_weight = t.bf16({cols}),
+                               .k_weight = t.bf16({cols}),
+                               .num_heads = m.heads,
+                               .num_kv_heads = m.heads,
+                               .eps = 1e-6f,
+                               .out = t.bf16({m.T, 3 * m.d}),
+                               .rstd = t.fp32({m.T, groups})};
+        },
+        qk_norm_forward);
+    bench.time(
+        m.name, backward,
+        [&](Tensors& t) {
+          return QkNormBackward{.kind = kind,
+                                .x = t.bf16({m.T, 3 * m.d}),
+                                .rstd = t.fp32({m.T, groups}),
+                                .q_weight = t.bf16({cols}),
+                                .k_weight = t.bf16({cols}),
+                                .d_qkv = t.bf16({m.T, 3 * m.d}),
+                                .d_q_weight = t.fp32({cols}),
+                                .d_k_weight = t.fp32({cols}),
+                                .num_heads = m.heads,
+                                .num_kv_heads = m.heads,
+                                .d_qkv_amax = t.fp32({1})};
+        },
+        qk_norm_backward);
+  }
+}
 
 void bench_activations(Bench& bench, const ModelShape& m) {
   const bool layernorm = m.norm == NormKind::kLayerNorm;
@@ -70,6 +111,7 @@ void bench_activations(Bench& bench, const ModelShape& m) {
                             .d_weight = layernorm ? TensorView() : t.fp32({m.d})};
       },
       norm_backward);
+  bench_qk_norm(bench, m);
   bench.time(
       m.name, "rope_forward",
       [&](Tensors& t) {

@@ -18,6 +18,7 @@
 #include "kernels/ops/gemm.h"
 #include "kernels/ops/grad_norm.h"
 #include "kernels/ops/norm.h"
+#include "kernels/ops/qk_norm.h"
 #include "kernels/ops/quantization_statistics.h"
 #include "kernels/ops/quantize.h"
 #include "kernels/ops/rope.h"

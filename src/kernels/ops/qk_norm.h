@@ -1,0 +1,56 @@
+#pragma once
+#include <cstdint>
+
+#include "core/tensor.h"
+#include "kernels/op/op.h"
+
+namespace parka {
+
+enum class QkNormKind : uint8_t {
+  kNone,
+  kPerHead,  // as Qwen3: each head is normalised on its own, all query heads by one weight and all key heads by one
+  kFull,     // as OLMo 2: the queries of a row together, and its keys together
+};
+
+// RMSNorm of queries and keys, before rope_forward. A group is one head of D columns (kPerHead), or all H D columns
+// of the queries or all Hkv D of the keys (kFull). Of each group x:
+//   y = x * rstd * weight,   rstd = 1 / sqrt(mean(x^2) + eps)
+// Values are copied.
+struct QkNormForward {
+  QkNormKind kind;      // not kNone
+  TensorView x;         // [T, (H + 2 * Hkv) * D] fp32 or bf16, in: as RopeForward's qkv
+  TensorView q_weight;  // [D], or [H * D] with kFull, fp32 or bf16, in
+  TensorView k_weight;  // [D], or [Hkv * D] with kFull, as q_weight, in
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  float eps;
+  TensorView out;   // as x, out; other memory than x
+  TensorView rstd;  // [T, groups] fp32, out: of the queries' groups, then of the keys'
+};
+PARKA_OP(qk_norm_forward, QkNormForward);
+
+// Groups of a row: H + Hkv, or 2 with kFull.
+int64_t qk_norm_groups(QkNormKind kind, int64_t num_heads, int64_t num_kv_heads);
+
+// Of each group, in place in the gradient of `out`, and added up for the weights:
+//   d_x = rstd * (g - xhat * mean(g * xhat)),   g = d_y * weight,   xhat = x * rstd
+//   d_weight += sum d_y * xhat, over rows, and with kPerHead over heads
+struct QkNormBackward {
+  QkNormKind kind;        // not kNone
+  TensorView x;           // [T, (H + 2 * Hkv) * D] fp32 or bf16, in: what forward read
+  TensorView rstd;        // [T, groups] fp32, in
+  TensorView q_weight;    // as in forward, in
+  TensorView k_weight;    // as in forward, in
+  TensorView d_qkv;       // as x, in/out; the gradient of values stays as it is
+  TensorView d_q_weight;  // as q_weight in shape, fp32 or bf16, in/out
+  TensorView d_k_weight;  // as k_weight in shape, as d_q_weight, in/out
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  TensorView d_qkv_amax =
+      {};  // [1] fp32, out: max |d_qkv| as stored, values included, for quantize; empty: not wanted
+};
+// Deterministic: equal input gives equal bits.
+PARKA_OP(qk_norm_backward, QkNormBackward);
+int64_t workspace_of(const QkNormBackward& a);
+
+}  // namespace parka
