@@ -4,6 +4,7 @@
 #include "core/config_fields.h"
 #include "core/dtype.h"
 #include "kernels/ops/norm.h"
+#include "kernels/ops/qk_norm.h"
 #include "kernels/ops/rope.h"
 
 namespace parka {
@@ -37,6 +38,7 @@ struct ModelConfig {
   int64_t d_ffn = 8192;
   NormKind norm = NormKind::kLayerNorm;
   double norm_eps = 1e-5;
+  QkNormKind qk_norm = QkNormKind::kNone;
   double rope_theta = 10000.0;
   RopeScalingConfig rope_scaling = {};
   bool tie_embeddings = true;
@@ -68,6 +70,10 @@ struct ModelConfig {
     visit("norm", norm, "layernorm: non-parametric LayerNorm (OLMo v1); rmsnorm: RMSNorm with a weight (Llama)");
     visit("norm_eps", norm_eps, "Added to the variance or mean square under the square root",
           RealRange{1e-30, 1.0});
+    visit(
+        "qk_norm", qk_norm,
+        "RMSNorm of queries and keys before they are rotated, with weights: none; per_head: of each head (Qwen3); "
+        "full: of all query heads together, and of all key heads (OLMo 2)");
     visit("rope_theta", rope_theta, "Base of the rotary position angles", RealRange{1.0});
     visit("rope_scaling", rope_scaling, "Scaling of the rotary frequencies for long contexts");
     visit("tie_embeddings", tie_embeddings, "Use the embedding table as the output head");
@@ -140,7 +146,9 @@ struct PrecisionConfig {
     visit("norm_input", norm_input,
           "How the norms' inputs are kept for backward: compute, or fp8 (one scale per 1 x group_size)");
     visit("up_gate", up_gate, "How the outputs of the up and gate projections are kept: compute or fp8");
-    visit("qkv", qkv, "How rotated q, k and v are kept: compute or fp8");
+    visit(
+        "qkv", qkv,
+        "How rotated q, k and v are kept: compute or fp8. With model.qk_norm they are kept unnormalised and unrotated");
     visit("attention_output", attention_output,
           "How the attention output is kept: compute, or fp8 (the GEMM's own input; needs gemm = fp8_tensor). With "
           "fp8 a 150M model diverged after 1,000 steps: docs/precision.md says why");
@@ -178,6 +186,11 @@ template <>
 struct EnumNames<NormKind> {
   static constexpr EnumName<NormKind> kAll[] = {{NormKind::kLayerNorm, "layernorm"},
                                                 {NormKind::kRmsNorm, "rmsnorm"}};
+};
+template <>
+struct EnumNames<QkNormKind> {
+  static constexpr EnumName<QkNormKind> kAll[] = {
+      {QkNormKind::kNone, "none"}, {QkNormKind::kPerHead, "per_head"}, {QkNormKind::kFull, "full"}};
 };
 template <>
 struct EnumNames<RopeScalingKind> {

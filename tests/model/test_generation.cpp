@@ -86,6 +86,12 @@ ModelConfig small_config() {
   return config;
 }
 
+ModelConfig config_with(QkNormKind qk_norm) {
+  ModelConfig config = small_config();
+  config.qk_norm = qk_norm;
+  return config;
+}
+
 std::vector<Tokens> random_prompts(const std::vector<int64_t>& lengths) {
   std::vector<Tokens> prompts;
   for (int64_t length : lengths) prompts.push_back(random_tokens(length, 97, 100 + prompts.size()));
@@ -124,12 +130,13 @@ TEST_CASE("logits with a cache are those of whole sequences in every recipe", "[
   const Recipe recipe = GENERATE(Recipe::kFp32, Recipe::kBf16, Recipe::kFp8Linear, Recipe::kFp8Block,
                                  Recipe::kCoatActivation, Recipe::kCoat, Recipe::kParka);
   const bool plain_evaluation = GENERATE(false, true);
+  const ModelConfig config = config_with(GENERATE(QkNormKind::kNone, QkNormKind::kPerHead, QkNormKind::kFull));
   PrecisionConfig precision = precision_recipe(recipe);
   if (plain_evaluation) precision.eval = EvalNumerics::kBf16;
   for (Device* device : devices()) {
-    CAPTURE(name_of(recipe), plain_evaluation, device->name());
-    CachedModel m(small_config(), precision, {4, 40}, *device);
-    CachedModel fp32(small_config(), precision_recipe(Recipe::kFp32), {4, 40}, *device);
+    CAPTURE(name_of(recipe), plain_evaluation, name_of(config.qk_norm), device->name());
+    CachedModel m(config, precision, {4, 40}, *device);
+    CachedModel fp32(config, precision_recipe(Recipe::kFp32), {4, 40}, *device);
     m.initialize(1);
     fp32.initialize(1);
     // Three sequences of different lengths grow together, in slots of which one is not used.

@@ -13,7 +13,7 @@ using namespace parka::test;
 
 namespace {
 
-ModelConfig small_config(NormKind norm, bool tied, int64_t num_kv_heads) {
+ModelConfig small_config(NormKind norm, bool tied, int64_t num_kv_heads, QkNormKind qk_norm = QkNormKind::kNone) {
   ModelConfig config;
   config.vocab_size = 97;
   config.d_model = 64;
@@ -22,6 +22,7 @@ ModelConfig small_config(NormKind norm, bool tied, int64_t num_kv_heads) {
   config.num_kv_heads = num_kv_heads;
   config.d_ffn = 176;  // not a multiple of 128
   config.norm = norm;
+  config.qk_norm = qk_norm;
   config.tie_embeddings = tied;
   return config;
 }
@@ -63,9 +64,13 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
 }  // namespace
 
 TEST_CASE("every recipe's gradients are close to fp32's", "[model][recipes]") {
-  for (NormKind norm : {NormKind::kLayerNorm, NormKind::kRmsNorm}) {
+  for (const auto& [norm, qk_norm] : {std::pair{NormKind::kLayerNorm, QkNormKind::kNone},
+                                      {NormKind::kRmsNorm, QkNormKind::kNone},
+                                      {NormKind::kRmsNorm, QkNormKind::kPerHead},
+                                      {NormKind::kRmsNorm, QkNormKind::kFull}}) {
+    CAPTURE(name_of(norm), name_of(qk_norm));
     const ModelConfig config =
-        small_config(norm, norm == NormKind::kLayerNorm, norm == NormKind::kLayerNorm ? 0 : 2);
+        small_config(norm, norm == NormKind::kLayerNorm, norm == NormKind::kLayerNorm ? 0 : 2, qk_norm);
     const Result exact = run(config, precision_recipe(Recipe::kFp32));
     for (Recipe recipe : kAllRecipes) {
       CAPTURE(name_of(recipe));
@@ -92,8 +97,11 @@ TEST_CASE("every recipe's gradients are close to fp32's", "[model][recipes]") {
 }
 
 TEST_CASE("recomputing what was not kept gives the same bits", "[model][recipes][slow]") {
-  for (NormKind norm : {NormKind::kLayerNorm, NormKind::kRmsNorm}) {
-    const ModelConfig config = small_config(norm, true, 2);
+  for (const auto& [norm, qk_norm] : {std::pair{NormKind::kLayerNorm, QkNormKind::kNone},
+                                      {NormKind::kRmsNorm, QkNormKind::kNone},
+                                      {NormKind::kRmsNorm, QkNormKind::kPerHead}}) {
+    CAPTURE(name_of(norm), name_of(qk_norm));
+    const ModelConfig config = small_config(norm, true, 2, qk_norm);
     std::vector<PrecisionConfig> bases;
     for (Recipe recipe : kAllRecipes) bases.push_back(precision_recipe(recipe));
     bases.push_back(precision_recipe(Recipe::kParka));
@@ -166,7 +174,8 @@ TEST_CASE("a sum of micro-batches begins whatever gradients held, and goes on fr
   const Recipe recipe = GENERATE(Recipe::kFp32, Recipe::kBf16, Recipe::kParka, Recipe::kFp8Block);
   const bool tied = GENERATE(false, true);
   const int64_t logits_chunk = GENERATE(1 << 20, 7);  // one, and several of which the last is shorter
-  const ModelConfig config = small_config(NormKind::kRmsNorm, tied, 0);
+  const ModelConfig config =
+      small_config(NormKind::kRmsNorm, tied, 0, tied ? QkNormKind::kPerHead : QkNormKind::kNone);
   const std::vector<int32_t> tokens = random_tokens(kShape.num_tokens(), config.vocab_size, 5);
   const std::vector<int32_t> targets = next_token_targets(tokens, kShape.sequence_length);
   for (Device* device : devices()) {

@@ -13,6 +13,15 @@ void Attention::add_parameters(ParameterList& list, const ModelConfig& model, co
                                double depth) {
   const int64_t d = model.d_model;
   Linear::add_parameter(list, prefix + "qkv", model.d_qkv(), d, list.initial_std(d, 0));
+  if (model.qk_norm != QkNormKind::kNone) {
+    const bool full = model.qk_norm == QkNormKind::kFull;
+    const int64_t D = model.head_dim();
+    const auto add = [&](const char* name, int64_t heads) {
+      list.add(prefix + name, 1, full ? heads * D : D, ParameterRole::kNorm, /*decayed=*/false, 0.0);
+    };
+    add("q_norm", model.num_heads);
+    add("k_norm", model.kv_heads());
+  }
   Linear::add_parameter(list, prefix + "attention_out", d, model.d_heads(), list.initial_std(d, depth));
 }
 
@@ -22,6 +31,10 @@ Attention::Attention(const ModelConfig& model, const PrecisionConfig& precision,
       num_heads_(model.num_heads),
       num_kv_heads_(model.kv_heads()),
       head_dim_(model.head_dim()),
+      qk_norm_(model.qk_norm),
+      norm_eps_(static_cast<float>(model.norm_eps)),
+      q_norm_(table.index_of(prefix + "q_norm")),
+      k_norm_(table.index_of(prefix + "k_norm")),
       qkv_layer_(precision, table, prefix + "qkv"),
       out_layer_(precision, table, prefix + "attention_out"),
       keeps_fp8_output_(precision.attention_output == Storage::kFp8) {}
@@ -37,6 +50,13 @@ void Attention::declare(BufferScope& scope) {
     qkv_saved_ = scope.kept("qkv_fp8", saved, T, d_qkv());
   } else {
     qkv_ = scope.kept("qkv", scope.compute(), {T, d_qkv()});
+  }
+  if (has_qk_norm()) {
+    // Backward makes them again: both are one pass over q, k and v.
+    const PhaseMask again = scope.forward(kForwardAttention) | kBackwardAttention;
+    rotated_ = scope.workspace("qkv_rotated", scope.compute(), {T, d_qkv()}, again);
+    rstd_ = scope.workspace("qk_norm_rstd", DType::kF32, {T, qk_norm_groups(qk_norm_, num_heads_, num_kv_heads_)},
+                            again);
   }
   lse_ = scope.kept("lse", DType::kF32, {scope.shape().num_sequences, num_heads_, scope.shape().sequence_length});
   attention_ = keeps_fp8_output_ ? scope.workspace("attention", scope.compute(), {T, d_heads()}, phases)
@@ -89,7 +109,7 @@ void Attention::forward(const StepContext& step, const ScaledView& x, const Tens
   const TensorView attention = step.tensor(attention_, T, d_heads()), amax = step.vector(amax_, 1);
   qkv_layer_.forward(step, x, qkv);
   rotate(step, qkv);
-  attend(step, qkv, attention, amax);
+  attend(step, rotated(step), attention, amax);
   ScaledView projected = attention;
   if (attention_fp8_.row.valid()) {
     projected = step.matrix(attention_fp8_.row, T, d_heads());
@@ -113,7 +133,11 @@ void Attention::backward(const StepContext& step, const GemmInput& d_out, const 
   }
   out_layer_.input_gradient(step, d_out, d_attention);
   out_layer_.weight_gradient(step, d_out, output_again(step, attention));
-  attend_backward(step, qkv, attention, d_attention, d_qkv_plain, d_qkv_amax);
+  if (has_qk_norm()) normalize_and_rotate(step, qkv);
+  // The maximum is of what the GEMMs read: the op that writes that finds it.
+  attend_backward(step, rotated(step), attention, d_attention, d_qkv_plain,
+                  has_qk_norm() ? TensorView{} : d_qkv_amax);
+  if (has_qk_norm()) normalize_backward(step, qkv, d_qkv_plain, d_qkv_amax);
   GemmInput d_qkv_input = {d_qkv_plain, {}};
   if (d_qkv_fp8_.row.valid()) {
     d_qkv_input = {step.matrix(d_qkv_fp8_.row, T, d_qkv()), step.matrix(d_qkv_fp8_.transposed, d_qkv(), T)};
@@ -125,8 +149,18 @@ void Attention::backward(const StepContext& step, const GemmInput& d_out, const 
   qkv_layer_.weight_gradient(step, d_qkv_input, x());
 }
 
-// In place, and in FP8 for backward where that is what is kept.
+// What attention reads.
+TensorView Attention::rotated(const StepContext& step) const {
+  return step.tensor(has_qk_norm() ? rotated_ : qkv_, step.num_tokens(), d_qkv());
+}
+
+// From what the projection has written; and in FP8 for backward where that is what is kept.
 void Attention::rotate(const StepContext& step, const TensorView& qkv) const {
+  if (has_qk_norm()) {
+    if (qkv_saved_.valid()) save_unnormalized(step, qkv);
+    normalize_and_rotate(step, qkv);
+    return;
+  }
   const ScaledView saved = step.matrix(qkv_saved_, step.num_tokens(), d_qkv());
   const TensorView sample = rotated_sample(step, qkv);
   rope_forward(step.device, {.qkv = qkv,
@@ -135,6 +169,46 @@ void Attention::rotate(const StepContext& step, const TensorView& qkv) const {
                              .num_kv_heads = num_kv_heads_,
                              .saved = saved});
   step.samples.add(step.device, block_, QuantizedTensor::kQkv, sample, saved);
+}
+
+// Forward goes on with what backward will read.
+void Attention::save_unnormalized(const StepContext& step, const TensorView& qkv) const {
+  const ScaledView saved = step.matrix(qkv_saved_, step.num_tokens(), d_qkv());
+  quantize(step.device, {.x = qkv, .out = saved, .out_t = {}});
+  step.samples.add(step.device, block_, QuantizedTensor::kQkv, qkv, saved);
+  quantize(step.device, {.x = saved, .out = qkv, .out_t = {}});
+}
+
+void Attention::normalize_and_rotate(const StepContext& step, const TensorView& qkv) const {
+  const TensorView out = rotated(step);
+  qk_norm_forward(step.device, {.kind = qk_norm_,
+                                .x = qkv,
+                                .q_weight = step.weights.plain(q_norm_),
+                                .k_weight = step.weights.plain(k_norm_),
+                                .num_heads = num_heads_,
+                                .num_kv_heads = num_kv_heads_,
+                                .eps = norm_eps_,
+                                .out = out,
+                                .rstd = step.tensor(rstd_, step.num_tokens(), step.arena[rstd_].dim[1])});
+  rope_forward(
+      step.device,
+      {.qkv = out, .cos_sin = step.rotations, .num_heads = num_heads_, .num_kv_heads = num_kv_heads_, .saved = {}});
+}
+
+// d_qkv, of what the norm has written, becomes that of what it reads.
+void Attention::normalize_backward(const StepContext& step, const TensorView& qkv, const TensorView& d_qkv,
+                                   const TensorView& d_qkv_amax) const {
+  qk_norm_backward(step.device, {.kind = qk_norm_,
+                                 .x = qkv,
+                                 .rstd = step.tensor(rstd_, step.num_tokens(), step.arena[rstd_].dim[1]),
+                                 .q_weight = step.weights.plain(q_norm_),
+                                 .k_weight = step.weights.plain(k_norm_),
+                                 .d_qkv = d_qkv,
+                                 .d_q_weight = step.gradient_to_add_to(q_norm_),
+                                 .d_k_weight = step.gradient_to_add_to(k_norm_),
+                                 .num_heads = num_heads_,
+                                 .num_kv_heads = num_kv_heads_,
+                                 .d_qkv_amax = d_qkv_amax});
 }
 
 void Attention::attend(const StepContext& step, const TensorView& qkv, const TensorView& out,
@@ -211,6 +285,9 @@ TensorView Attention::rotated_sample(const StepContext& step, const TensorView& 
   return rotated;
 }
 
-SampleNeeds Attention::sample_needs() const { return {.buffer_cols = qkv_saved_.valid() ? d_qkv() : 0}; }
+// With a norm the original of the FP8 copy is in memory.
+SampleNeeds Attention::sample_needs() const {
+  return {.buffer_cols = qkv_saved_.valid() && !has_qk_norm() ? d_qkv() : 0};
+}
 
 }  // namespace parka

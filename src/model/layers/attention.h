@@ -1,14 +1,15 @@
 #pragma once
 #include <string>
 
+#include "kernels/ops/qk_norm.h"
 #include "model/buffer_scope.h"
 #include "model/layers/linear.h"
 #include "model/step_context.h"
 
 namespace parka {
 
-// out = W_out attend(rotate(W_qkv x)), causal within each sequence or document. An inner layer of Branch. The only
-// one that knows q, k and v.
+// out = W_out attend(rotate(W_qkv x)), causal within each sequence or document; with model.qk_norm the queries and
+// keys are normalised before they are rotated. An inner layer of Branch. The only one that knows q, k and v.
 class Attention {
  public:
   static constexpr const char* kNormName = "attention_norm";
@@ -40,7 +41,13 @@ class Attention {
   void declare_output(BufferScope& scope);
   void declare_backward(BufferScope& scope);
 
+  bool has_qk_norm() const { return qk_norm_ != QkNormKind::kNone; }
+  TensorView rotated(const StepContext& step) const;
   void rotate(const StepContext& step, const TensorView& qkv) const;
+  void save_unnormalized(const StepContext& step, const TensorView& qkv) const;
+  void normalize_and_rotate(const StepContext& step, const TensorView& qkv) const;
+  void normalize_backward(const StepContext& step, const TensorView& qkv, const TensorView& d_qkv,
+                          const TensorView& d_qkv_amax) const;
   void attend(const StepContext& step, const TensorView& qkv, const TensorView& out, const TensorView& amax) const;
   GemmInput output_again(const StepContext& step, const TensorView& attention) const;
   void attend_backward(const StepContext& step, const TensorView& qkv, const TensorView& attention,
@@ -56,11 +63,17 @@ class Attention {
 
   int64_t block_;
   int64_t num_heads_, num_kv_heads_, head_dim_;
+  QkNormKind qk_norm_;
+  float norm_eps_;
+  int q_norm_, k_norm_;  // their weights; -1: none
   Linear qkv_layer_, out_layer_;
   bool keeps_fp8_output_;  // precision.attention_output
 
-  TensorId qkv_;                 // [T, (H + 2 Hkv) D] rotated q, k, and v: what attention reads
+  // [T, (H + 2 Hkv) D] rotated q, k, and v: what attention reads. With a norm: q, k and v as they are projected.
+  TensorId qkv_;
   MatrixId qkv_saved_;           // the same in FP8; invalid: qkv_ itself is kept
+  TensorId rotated_;             // with a norm only: what attention reads
+  TensorId rstd_;                // with a norm only: [T, groups] its statistics
   TensorId lse_;                 // [B, H, S]
   TensorId attention_;           // [T, H D] attention's output
   TensorId amax_;                // [1] fp32 of it; only where its FP8 copies have a tensor-wide scale
