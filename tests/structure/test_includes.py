@@ -7,6 +7,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 MOST_FILES = 30
+MOST_FILES_OF = {"kernels/ops": 40}  # two for each op
 # From the lowest to the highest. A file includes files of its own folder and of folders above it in this list, never of one
 # below. What a folder may not include though it is higher stands in NEVER.
 LAYERS = [
@@ -88,7 +89,8 @@ class Structure(unittest.TestCase):
 
     def test_no_folder_is_crowded(self):
         for folder in {path.parent for path in sources()}:
-            self.assertLessEqual(sum(path.is_file() for path in folder.iterdir()), MOST_FILES, folder)
+            most = MOST_FILES_OF.get(folder.relative_to(SOURCE).as_posix(), MOST_FILES)
+            self.assertLessEqual(sum(path.is_file() for path in folder.iterdir()), most, folder)
 
     def test_includes_are_of_files_that_exist(self):
         for path in sources():
