@@ -309,16 +309,121 @@ TEST_CASE("a model is exported as a family that can say all of it", "[engine][hu
   CHECK(message_of([&] { choose_family(model, "olmo", nullptr, "here"); }) ==
         "here: --family olmo has model.norm = \"layernorm\", not \"rmsnorm\"; name another family, or leave out "
         "--family");
-  CHECK(message_of([&] { choose_family(model, "gpt2", nullptr, "here"); }) ==
-        "--family gpt2 is not known; llama (LlamaForCausalLM), olmo (OlmoForCausalLM) are");
+  CHECK(
+      message_of([&] { choose_family(model, "gpt2", nullptr, "here"); }) ==
+      "--family gpt2 is not known; llama (LlamaForCausalLM), qwen3 (Qwen3ForCausalLM), olmo (OlmoForCausalLM) are");
 
   // transformers' OLMo has one epsilon and no key for it.
   model.norm = NormKind::kLayerNorm;
   model.norm_eps = 0.25;
-  CHECK(message_of([&] { choose_family(model, "", &olmo, "here"); }) ==
-        "here: no supported Hugging Face family can express this model: llama has model.norm = \"rmsnorm\", not "
-        "\"layernorm\"; olmo has model.norm_eps = 1e-05, not 0.25; train one with the values of a family");
+  CHECK(
+      message_of([&] { choose_family(model, "", &olmo, "here"); }) ==
+      "here: no supported Hugging Face family can express this model: llama has model.norm = \"rmsnorm\", not "
+      "\"layernorm\"; qwen3 has model.norm = \"rmsnorm\", not \"layernorm\", and model.qk_norm = \"per_head\", not "
+      "\"none\"; olmo has model.norm_eps = 1e-05, not 0.25; train one with the values of a family");
   CHECK_THROWS_AS(make_huggingface_config({&olmo, model, 2048}, DType::kBF16, nullptr), Error);
+}
+
+namespace {
+
+// As published with Qwen3 0.6B, but for its size.
+const char* const kQwen3Config = R"({
+  "architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 1,
+  "eos_token_id": 2, "head_dim": 12, "hidden_act": "silu", "hidden_size": 32, "initializer_range": 0.02,
+  "intermediate_size": 40, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+  "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+  "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null, "tie_word_embeddings": true,
+  "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true, "use_sliding_window": false,
+  "vocab_size": 67})";
+
+// A run of that model with weights of its own, not trained; the run's folder.
+std::string save_model(const ModelConfig& model, const TemporaryFolder& folder) {
+  const std::string tokens = folder / "tokens.npy", run_folder = folder / "run";
+  std::vector<uint16_t> ids(40 * 16, 3);
+  write_file(tokens, {reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(uint16_t)});
+  Config config;
+  config.model = model;
+  nlohmann::json written = {{"model", to_json(config).at("model")}};
+  written["precision"] = {{"recipe", "fp32"}};
+  written["data"] = {{"train", {tokens}}, {"sequence_length", 16}};
+  written["training"] = {{"steps", 5}, {"global_batch_size", 4}, {"micro_batch_size", 2}};
+  written["checkpoint"] = {{"folder", run_folder}};
+  const auto device = make_cpu_device();
+  TrainingRun run(parse_config(written, "test"), *device, alone());
+  run.initialize();
+  for (int i = 0; i < 3; ++i) run.step();  // so that no norm is all ones
+  save_checkpoint(run_folder, run.snapshot(), {});
+  return run_folder;
+}
+
+}  // namespace
+
+TEST_CASE("a Qwen3 config.json is a model with a norm of each head", "[engine][huggingface]") {
+  const nlohmann::json published = nlohmann::json::parse(kQwen3Config);
+  const HuggingFaceModel read = parse_huggingface_config(published, "test");
+  const ModelConfig want = {.vocab_size = 67,
+                            .d_model = 32,
+                            .num_layers = 2,
+                            .num_heads = 4,
+                            .num_kv_heads = 2,
+                            .given_head_dim = 12,
+                            .d_ffn = 40,
+                            .norm = NormKind::kRmsNorm,
+                            .norm_eps = 1e-6,
+                            .qk_norm = QkNormKind::kPerHead,
+                            .rope_theta = 1e6,
+                            .tie_embeddings = true,
+                            .init = InitKind::kNormal};
+  CHECK(read.model == want);
+  CHECK(read.family->model_type == "qwen3");
+  CHECK(&choose_family(want, "", nullptr, "here") == read.family);
+  // Keys for which transformers has defaults that are those of one size.
+  for (const char* key : {"head_dim", "num_key_value_heads"}) {
+    nlohmann::json lacking = published;
+    lacking.erase(key);
+    CHECK(message_of([&] { parse_huggingface_config(lacking, "test"); }) == std::string("test: has no ") + key);
+  }
+  for (const auto& [key, value] : {std::pair<const char*, nlohmann::json>{"use_sliding_window", true},
+                                   {"sliding_window", 4096},
+                                   {"attention_bias", true}}) {
+    nlohmann::json other = published;
+    other[key] = value;
+    CHECK(message_of([&] { parse_huggingface_config(other, "test"); }).find(key) != std::string::npos);
+  }
+
+  // A norm of all heads together is no Qwen3.
+  ModelConfig full = want;
+  full.qk_norm = QkNormKind::kFull;
+  CHECK(message_of([&] {
+          choose_family(full, "qwen3", nullptr, "here");
+        }).find("model.qk_norm = \"per_head\", not \"full\"") != std::string::npos);
+}
+
+TEST_CASE("a model with a norm of each head is exported as Qwen3 and imported again", "[engine][huggingface]") {
+  const TemporaryFolder folder;
+  const ModelConfig model = parse_huggingface_config(nlohmann::json::parse(kQwen3Config), "test").model;
+  const std::string run = save_model(model, folder);
+  REQUIRE(run_export({.checkpoint = run, .output = folder / "exported"}) == 0);
+  const HuggingFaceWeights weights = open_huggingface_weights(folder / "exported");
+  const auto shape_of = [&](const std::string& name) { return weights.tensors.at(name).entry.shape; };
+  CHECK(weights.tensors.size() == 1 + 2 * 11 + 1);
+  CHECK(shape_of("model.layers.1.self_attn.q_norm.weight") == std::vector<int64_t>{12});
+  CHECK(shape_of("model.layers.1.self_attn.k_norm.weight") == std::vector<int64_t>{12});
+  CHECK(shape_of("model.layers.0.self_attn.q_proj.weight") == std::vector<int64_t>{48, 32});
+  const nlohmann::json config = nlohmann::json::parse(read_file(folder / "exported/config.json"));
+  CHECK(config.at("architectures") == nlohmann::json{"Qwen3ForCausalLM"});
+  CHECK(config.at("head_dim") == 12);
+  CHECK(config.at("use_sliding_window") == false);
+  CHECK(config.at("tie_word_embeddings") == true);
+
+  REQUIRE(run_import({.folder = folder / "exported", .output = folder / "imported"}) == 0);
+  CHECK(config_of(open_checkpoint(folder / "imported"), {}).model.qk_norm == QkNormKind::kPerHead);
+  REQUIRE(run_export({.checkpoint = folder / "imported", .output = folder / "again"}) == 0);
+  CHECK(differing(folder / "exported", folder / "again") == std::vector<std::string>{});
+  Expected batch{.shape = {2, 16}, .tokens = {}};
+  for (int i = 0; i < 32; ++i) batch.tokens.push_back(i * 7 % 67);
+  CHECK(logits_of(folder / "imported", batch, {"precision.recipe=fp32"}) ==
+        logits_of(run, batch, {"precision.recipe=fp32"}));
 }
 
 TEST_CASE("a family without a key for a field has its default only", "[engine][huggingface]") {

@@ -225,6 +225,26 @@ TEST_CASE("several ranks train as one does, at every ZeRO stage", "[engine][zero
   }
 }
 
+TEST_CASE("a norm of queries and keys trains the same on one to four ranks", "[engine][zero][qk_norm]") {
+  const auto [recipe, bound] = GENERATE(table<const char*, double>({{"fp32", 2e-6}, {"parka", 4e-3}}));
+  const QkNormKind kind = GENERATE(QkNormKind::kPerHead, QkNormKind::kFull);
+  const TemporaryFolder folder;
+  Config config = config_for(folder, recipe, 0);
+  config.model.qk_norm = kind;
+  config.training.global_batch_size = 12;
+  const Outcome one = train(config, 1);
+  for (int ranks : {2, 3, 4}) {
+    for (int64_t stage = 1; stage <= 3; ++stage) {
+      CAPTURE(recipe, name_of(kind), ranks, stage);
+      config.distributed.zero_stage = stage;
+      const Outcome several = train(config, ranks);
+      CHECK(largest_difference(several.losses, one.losses) < bound);
+      CHECK(largest_difference(several.norms, one.norms) < 10 * bound);
+      CHECK(several.tensors.size() == one.tensors.size());
+    }
+  }
+}
+
 TEST_CASE("groups of ranks with a copy each train as one rank does", "[engine][zero][slow]") {
   for (const char* recipe : {"fp32", "parka"}) {
     const TemporaryFolder folder;

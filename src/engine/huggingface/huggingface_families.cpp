@@ -56,14 +56,17 @@ std::vector<FixedKey> fixed_keys(const std::vector<FixedKey>& own) {
   return merged(common, own, [](const FixedKey& entry) { return entry.key; });
 }
 
-// The matrices of a block in transformers' order, and `norms` after them.
-std::vector<TensorNames::InBlock> tensors_in_block(const std::vector<TensorNames::InBlock>& norms) {
+// The matrices of a block in transformers' order, `in_attention` after those of attention, and `norms` at the end.
+std::vector<TensorNames::InBlock> tensors_in_block(const std::vector<TensorNames::InBlock>& norms,
+                                                   const std::vector<TensorNames::InBlock>& in_attention = {}) {
+  constexpr int kOfAttention = 4;
   std::vector<TensorNames::InBlock> names = {
       {BlockTensor::kQuery, "self_attn.q_proj.weight"}, {BlockTensor::kKey, "self_attn.k_proj.weight"},
       {BlockTensor::kValue, "self_attn.v_proj.weight"}, {BlockTensor::kAttentionOut, "self_attn.o_proj.weight"},
       {BlockTensor::kGate, "mlp.gate_proj.weight"},     {BlockTensor::kUp, "mlp.up_proj.weight"},
       {BlockTensor::kDown, "mlp.down_proj.weight"},
   };
+  names.insert(names.begin() + kOfAttention, in_attention.begin(), in_attention.end());
   names.insert(names.end(), norms.begin(), norms.end());
   return names;
 }
@@ -80,6 +83,28 @@ std::vector<HuggingFaceFamily> make_families() {
                           {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
                           {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
                       }),
+                      .final_norm = "model.norm.weight"},
+      },
+      {
+          // transformers takes 128 and 32 where head_dim and num_key_value_heads are absent; published models have
+          // both.
+          .model_type = "qwen3",
+          .architecture = "Qwen3ForCausalLM",
+          .fixed = {.norm = NormKind::kRmsNorm, .qk_norm = QkNormKind::kPerHead, .init = InitKind::kNormal},
+          .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
+                              IntegerKey{"head_dim", &ModelConfig::given_head_dim},
+                              IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads}}),
+          .fixed_keys = fixed_keys({{"use_sliding_window", {false}, Presence::kWritten}}),
+          .max_positions = 32768,
+          .tensors = {.in_block = tensors_in_block(
+                          {
+                              {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
+                              {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
+                          },
+                          {
+                              {BlockTensor::kQueryNorm, "self_attn.q_norm.weight"},
+                              {BlockTensor::kKeyNorm, "self_attn.k_norm.weight"},
+                          }),
                       .final_norm = "model.norm.weight"},
       },
       {

@@ -48,6 +48,8 @@ enum class BlockTensor : uint8_t {
   kKey,
   kValue,
   kAttentionOut,
+  kQueryNorm,
+  kKeyNorm,
   kGate,
   kUp,
   kDown,

@@ -25,6 +25,8 @@ Rows rows_of(BlockTensor tensor, const ParameterTable& table, int64_t l, const M
     case BlockTensor::kKey: return {index_of("qkv"), queries, keys};
     case BlockTensor::kValue: return {index_of("qkv"), queries + keys, keys};
     case BlockTensor::kAttentionOut: return {index_of("attention_out"), 0, d};
+    case BlockTensor::kQueryNorm: return {index_of("q_norm"), 0, 1, /*is_vector=*/true};
+    case BlockTensor::kKeyNorm: return {index_of("k_norm"), 0, 1, /*is_vector=*/true};
     case BlockTensor::kGate: return {index_of("up_gate"), f, f};
     case BlockTensor::kUp: return {index_of("up_gate"), 0, f};
     case BlockTensor::kDown: return {index_of("down"), 0, d};
