@@ -24,7 +24,8 @@ class WatchdogTest(RanksTest):
                 run = self.drill("beat=0.1")
                 began = time.monotonic()
                 run.kill(rank, signal.SIGKILL)
-                self.finish(run, 128 + signal.SIGKILL)
+                # mpirun gives the code of whichever rank's end it hears of first.
+                self.assertIn(run.finish(), (128 + signal.SIGKILL, 5), "\n".join(run.lines))
                 self.assertLess(time.monotonic() - began, 30)
                 self.assert_lines(run, rf"^rank {rank} \(.*, pid {run.pids[rank]}\) died, last heard of in step \d+, "
                                        rf"(forward|all_reduce of x), .*; rank \d ends with exit code 5$", SIZE - 1)

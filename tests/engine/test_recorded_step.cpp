@@ -13,6 +13,7 @@
 #include "engine/planning/gpu_plan.h"
 #include "engine/step/step_queue.h"
 #include "engine/training/training_run.h"
+#include "kernels/device/step_section_names.h"
 #include "kernels/op/workspace.h"
 #include "tests/engine/step_config.h"
 #include "tests/support/catch.h"

@@ -11,6 +11,7 @@
 #include "core/error.h"
 #include "engine/config/config_io.h"
 #include "engine/step/recorded_step.h"
+#include "kernels/device/step_section_names.h"
 #include "tests/support/catch.h"
 #include "tests/support/temporary_folder.h"
 

@@ -433,7 +433,7 @@ TEST_CASE("gradients of a skipped step do not reach the next", "[engine][zero][s
       const auto after_skipped_step = [&](bool cleared) {
         return train(config, 2, [cleared](TrainingRun& run, int step) {
           if (step != 1) return;
-          CHECK(skips_a_step(run));
+          PARKA_REQUIRE(skips_a_step(run));  // Catch2's own are not for several threads
           if (cleared) fill_gradients(run, 0);
         });
       };

@@ -12,6 +12,7 @@
 #include "engine/config/config_io.h"
 #include "engine/files/file_io.h"
 #include "engine/planning/bench.h"
+#include "kernels/device/step_section_names.h"
 
 namespace parka {
 namespace {

@@ -14,6 +14,7 @@
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 #include "engine/step/recorded_step.h"
+#include "kernels/device/step_section_names.h"
 
 namespace parka {
 namespace {

@@ -4,11 +4,9 @@
 #include <string_view>
 #include <vector>
 
-#include "core/config_fields.h"
-
 namespace parka {
 
-// The part of a step that an op belongs to.
+// The part of a step that an op belongs to. step_section_names.h has their names.
 enum class StepSection : uint8_t {
   kNone,
   kEmbedding,
@@ -17,18 +15,6 @@ enum class StepSection : uint8_t {
   kBlockBackward,
   kOptimizer,
   kTelemetry
-};
-template <>
-struct EnumNames<StepSection> {
-  static constexpr EnumName<StepSection> kAll[] = {
-      {StepSection::kNone, ""},
-      {StepSection::kEmbedding, "embedding"},
-      {StepSection::kBlockForward, "block forward"},
-      {StepSection::kHead, "head"},
-      {StepSection::kBlockBackward, "block backward"},
-      {StepSection::kOptimizer, "optimizer"},
-      {StepSection::kTelemetry, "telemetry"},
-  };
 };
 
 // What an op's matrix products are of: what they are measured against differs.
