@@ -1,7 +1,6 @@
 #pragma once
 #include <array>
 #include <cstdint>
-#include <string>
 #include <string_view>
 
 #include "core/dtype.h"
@@ -68,8 +67,7 @@ std::string_view name_of(E value) {
   for (const EnumName<E>& entry : EnumNames<E>::kAll) {
     if (entry.value == value) return entry.name;
   }
-  // Not throw_internal(): ops' headers include this file, and nvcc cannot compile fmt.
-  throw Error(ExitCode::kInternal, std::to_string(static_cast<int>(value)) + " is not a value of its enum");
+  throw_internal("{} is not a value of its enum", static_cast<int>(value));
 }
 
 }  // namespace parka
