@@ -225,7 +225,7 @@ TEST_CASE("several ranks train as one does, at every ZeRO stage", "[engine][zero
   }
 }
 
-TEST_CASE("a norm of queries and keys trains the same on one to four ranks", "[engine][zero][qk_norm]") {
+TEST_CASE("a norm of queries and keys trains the same on one to four ranks", "[engine][zero][slow]") {
   const auto [recipe, bound] = GENERATE(table<const char*, double>({{"fp32", 2e-6}, {"parka", 4e-3}}));
   const QkNormKind kind = GENERATE(QkNormKind::kPerHead, QkNormKind::kFull);
   const TemporaryFolder folder;
