@@ -1,6 +1,8 @@
 #include "model/model.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <cstring>
 #include <utility>
 
 #include "kernels/ops/rope.h"
@@ -137,12 +139,18 @@ std::vector<float> Model::read_logits(const Pass& pass, const StepContext& step,
   for (int64_t done = 0; done < count;) {
     const int64_t rows = std::min(pass.max_logit_rows(), count - done);
     const TensorView part = pass.logits(step, first_row + done, rows);
-    if (part.dtype == DType::kF32) {
-      step.device.copy_to_host(result.data() + done * config_.vocab_size, part.data, part.bytes());
-    } else {
-      std::vector<BFloat16> host(static_cast<size_t>(part.numel()));
-      step.device.copy_to_host(host.data(), part.data, part.bytes());
-      for (size_t i = 0; i < host.size(); ++i) result[done * config_.vocab_size + i] = decode_bf16(host[i]);
+    std::vector<std::byte> host(static_cast<size_t>(part.bytes()));
+    step.device.copy_to_host(host.data(), part.data, part.bytes());
+    const int64_t stride = part.dim[1];  // not less than the vocabulary
+    for (int64_t row = 0; row < rows; ++row) {
+      float* const to = result.data() + (done + row) * config_.vocab_size;
+      const std::byte* const from = host.data() + row * stride * size_of(part.dtype);
+      if (part.dtype == DType::kF32) {
+        std::memcpy(to, from, static_cast<size_t>(config_.vocab_size) * sizeof(float));
+      } else {
+        const auto* elements = reinterpret_cast<const BFloat16*>(from);
+        for (int64_t v = 0; v < config_.vocab_size; ++v) to[v] = decode_bf16(elements[v]);
+      }
     }
     done += rows;
   }

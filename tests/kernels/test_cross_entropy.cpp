@@ -123,6 +123,43 @@ TEST_CASE("cross_entropy agrees with the double reference", "[kernels][cross_ent
   }
 }
 
+TEST_CASE("cross_entropy neither reads nor writes columns that pad rows", "[kernels][cross_entropy]") {
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const auto [V, padding] = GENERATE(table<int64_t, int64_t>({{131, 13}, {50278, 10}, {1, 15}}));
+  const int64_t T = 5, stride = V + padding;
+  CAPTURE(V, name_of(dtype));
+  std::vector<float> targets = random_targets(T, V, 5);
+  targets[3] = kIgnoreTarget;
+  const std::vector<float> x = random_values(dtype, T * V, 4);
+  std::vector<float> padded(static_cast<size_t>(T * stride), std::numeric_limits<float>::infinity());
+  for (int64_t t = 0; t < T; ++t) std::copy_n(x.begin() + t * V, V, padded.begin() + t * stride);
+  for (Device* device : devices()) {
+    const TestTensor dense(*device, dtype, {T, V}, x), rows(*device, dtype, {T, stride}, padded);
+    const TestTensor target(*device, DType::kI32, {T}, targets);
+    const TestTensor loss(*device, DType::kF32, {T}), want_loss(*device, DType::kF32, {T});
+    CrossEntropy call{.logits = dense, .targets = target, .loss = want_loss, .z_loss_value = {}, .z_loss = 1e-3f};
+    cross_entropy(*device, call);
+    call.logits = rows;
+    call.loss = loss;
+    call.padding = padding;
+    cross_entropy(*device, call);
+    const std::vector<float> want = dense.host(), got = rows.host();
+    const float bound = 2.0f * unit_roundoff(dtype);  // sums over a row may begin elsewhere
+    int wrong = 0;
+    for (int64_t t = 0; t < T; ++t) {
+      for (int64_t v = 0; v < stride; ++v) {
+        const float value = got[t * stride + v];
+        wrong += v < V ? !(std::abs(value - want[t * V + v]) <= bound * std::abs(want[t * V + v]) + 1e-7f)
+                       : value != std::numeric_limits<float>::infinity();
+      }
+      wrong += !(std::abs(loss.host()[t] - want_loss.host()[t]) <= 1e-5f);
+    }
+    CAPTURE(device->name());
+    CHECK(wrong == 0);
+    CHECK((rows.guard_intact() && loss.guard_intact()));
+  }
+}
+
 TEST_CASE("cross_entropy leaves the logits alone without write_gradient", "[kernels][cross_entropy]") {
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   const int64_t T = 5, V = 131;

@@ -1,5 +1,9 @@
 #include "kernels/ops/gemm.h"
 
+#include <cmath>
+#include <limits>
+#include <vector>
+
 #include "tests/kernels/op_checks.h"
 #include "tests/support/catch.h"
 
@@ -99,6 +103,60 @@ TEST_CASE("gemm of plain operands rounds the fp64 sum", "[kernels][gemm]") {
         CHECK(want.count_wrong(out.host(), k, dtype, {}, *device, operands) == 0);
         CHECK(want.count_wrong(sum.host(), k, dtype, before, *device, operands) == 0);
         CHECK((out.guard_intact() && sum.guard_intact() && ta.guard_intact() && tb.guard_intact()));
+      }
+    }
+  }
+}
+
+namespace {
+
+// Rows of `cols` elements, each followed by `padding` NaNs.
+std::vector<float> padded_rows(const std::vector<float>& x, int64_t cols, int64_t padding) {
+  std::vector<float> rows;
+  for (size_t i = 0; i < x.size(); i += static_cast<size_t>(cols)) {
+    rows.insert(rows.end(), x.begin() + static_cast<int64_t>(i), x.begin() + static_cast<int64_t>(i) + cols);
+    rows.insert(rows.end(), static_cast<size_t>(padding), std::numeric_limits<float>::quiet_NaN());
+  }
+  return rows;
+}
+
+}  // namespace
+
+TEST_CASE("gemm neither reads nor writes columns that pad rows", "[kernels][gemm]") {
+  const auto [m, n, k, padding] =
+      GENERATE(table<int64_t, int64_t, int64_t, int64_t>({{5, 7, 9, 9}, {33, 70, 64, 10}, {130, 278, 48, 10}}));
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const auto random = dtype == DType::kBF16 ? random_bf16 : random_normal;
+  const auto a = random(m * k, 1, 1.0f), b = random(n * k, 2, 1.0f), before = random(m * n, 3, 1.0f);
+  for (Device* device : devices()) {
+    for (const bool a_transposed : {false, true}) {
+      for (const bool accumulate : {false, true}) {
+        const int64_t a_rows = a_transposed ? k : m, a_cols = a_transposed ? m : k;
+        const TestTensor ta(*device, dtype, {a_rows, a_cols + padding}, padded_rows(a, a_cols, padding));
+        const TestTensor tb(*device, dtype, {n, k}, b);
+        const TestTensor out(*device, dtype, {m, n + padding}, padded_rows(before, n, padding));
+        gemm(*device, {.a = ta,
+                       .b = tb,
+                       .a_transposed = a_transposed,
+                       .out = out,
+                       .accumulate = accumulate,
+                       .a_padding = padding,
+                       .out_padding = padding});
+        const std::vector<float> rows = out.host();
+        std::vector<float> product;
+        int64_t written = 0;  // of the padding
+        for (size_t i = 0; i < rows.size(); ++i) {
+          const bool is_padding = static_cast<int64_t>(i) % (n + padding) >= n;
+          if (!is_padding) product.push_back(rows[i]);
+          written += is_padding && !std::isnan(rows[i]);
+        }
+        Reference want({m, n, k}, a, a_transposed, b, false);
+        const Operands operands = dtype == DType::kBF16 ? Operands::kBF16 : Operands::kF32;
+        CAPTURE(m, n, k, a_transposed, accumulate, name_of(dtype), device->name());
+        CHECK(want.count_wrong(product, k, dtype, accumulate ? before : std::vector<float>{}, *device, operands) ==
+              0);
+        CHECK(written == 0);
+        CHECK(out.guard_intact());
       }
     }
   }

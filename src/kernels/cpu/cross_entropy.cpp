@@ -47,7 +47,7 @@ RowLoss row_loss(const CrossEntropy& a, float grad_scale, int32_t target, Eigen:
 }  // namespace
 
 void cross_entropy(Device&, const CrossEntropy& a) {
-  const int64_t T = a.logits.dim[0], V = a.logits.dim[1];
+  const int64_t T = a.logits.dim[0], stride = a.logits.dim[1], V = stride - a.padding;
   check_targets(a.targets, V);
   const int32_t* targets = a.targets.as<int32_t>();
   const float grad_scale = a.grad_factor.empty() ? a.grad_scale : a.grad_scale * a.grad_factor.as<float>()[0];
@@ -58,12 +58,12 @@ void cross_entropy(Device&, const CrossEntropy& a) {
       if (targets[t] == kIgnoreTarget) {
         x.setZero();
       } else {
-        decode_elements(a.logits, t * V, V, x.data());
+        decode_elements(a.logits, t * stride, V, x.data());
         row = row_loss(a, grad_scale, targets[t], x);
       }
       a.loss.as<float>()[t] = row.loss;
       if (!a.z_loss_value.empty()) a.z_loss_value.as<float>()[t] = row.z_loss;
-      if (a.write_gradient) encode_elements(x.data(), t * V, V, a.logits);
+      if (a.write_gradient) encode_elements(x.data(), t * stride, V, a.logits);
     }
   });
 }

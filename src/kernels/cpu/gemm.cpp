@@ -95,15 +95,15 @@ TileShape choose_tile(int64_t rows, int64_t cols) {
 }  // namespace
 
 void gemm(Device&, const Gemm& g) {
-  const int64_t rows = g.out.dim[0], cols = g.out.dim[1], depth = g.a.data.dim[g.a_transposed ? 0 : 1];
+  const GemmShape s = gemm_shape(g);
   const Operand a(g.a), b(g.b);
-  const TileShape shape = choose_tile(rows, cols);
-  const int64_t tiles_per_row = ceil_div(cols, shape.cols);
-  parallel_for(ceil_div(rows, shape.rows) * tiles_per_row, 1, [&](int64_t begin, int64_t end) {
+  const TileShape shape = choose_tile(s.rows, s.cols);
+  const int64_t tiles_per_row = ceil_div(s.cols, shape.cols);
+  parallel_for(ceil_div(s.rows, shape.rows) * tiles_per_row, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = i / tiles_per_row * shape.rows, col = i % tiles_per_row * shape.cols;
-      const Tile tile{row, std::min(shape.rows, rows - row), col, std::min(shape.cols, cols - col)};
-      store(multiply(g, a, b, depth, tile), a.scale() * b.scale(), g.accumulate, g.out, tile);
+      const Tile tile{row, std::min(shape.rows, s.rows - row), col, std::min(shape.cols, s.cols - col)};
+      store(multiply(g, a, b, s.depth, tile), a.scale() * b.scale(), g.accumulate, g.out, tile);
     }
   });
 }

@@ -7,14 +7,15 @@
 namespace parka {
 
 void cross_entropy(Device& device, const CrossEntropy& a) {
-  const int64_t T = a.logits.dim[0], V = a.logits.dim[1];
-  check_tensor("cross_entropy", "logits", a.logits, {T, V}, {DType::kF32, DType::kBF16});
+  const int64_t T = a.logits.dim[0], V = a.logits.dim[1] - a.padding;
+  PARKA_REQUIRE(a.padding >= 0);
+  check_tensor("cross_entropy", "logits", a.logits, {T, V + a.padding}, {DType::kF32, DType::kBF16});
   check_tensor("cross_entropy", "targets", a.targets, {T}, {DType::kI32});
   check_tensor("cross_entropy", "loss", a.loss, {T}, {DType::kF32});
   if (!a.z_loss_value.empty()) check_tensor("cross_entropy", "z_loss_value", a.z_loss_value, {T}, {DType::kF32});
   if (!a.grad_factor.empty()) check_tensor("cross_entropy", "grad_factor", a.grad_factor, {1}, {DType::kF32});
   if (T == 0) return;
-  if (V == 0) throw_internal("cross_entropy: logits is {}, wanted at least one column", describe(a.logits));
+  if (V <= 0) throw_internal("cross_entropy: logits is {}, wanted at least one column", describe(a.logits));
   PARKA_DISPATCH(cross_entropy, device, a);
 }
 

@@ -8,8 +8,9 @@
 namespace parka {
 namespace {
 
-void check_operand(std::string_view name, const ScaledView& t, bool transposed, int64_t extent, int64_t depth) {
-  check_matrix("gemm", name, t, transposed ? depth : extent, transposed ? extent : depth);
+void check_operand(std::string_view name, const ScaledView& t, bool transposed, int64_t extent, int64_t depth,
+                   int64_t padding) {
+  check_matrix("gemm", name, t, transposed ? depth : extent, (transposed ? extent : depth) + padding);
   if (transposed && t.scaling != Scaling::kNone) {
     throw_internal("gemm: {} is {} and flagged transposed: give a transposed copy instead", name, describe(t));
   }
@@ -18,14 +19,17 @@ void check_operand(std::string_view name, const ScaledView& t, bool transposed, 
 }  // namespace
 
 void gemm(Device& device, const Gemm& a) {
-  const int64_t rows = a.out.dim[0], cols = a.out.dim[1], depth = a.a.data.dim[a.a_transposed ? 0 : 1];
-  check_tensor("gemm", "out", a.out, {rows, cols}, {DType::kF32, DType::kBF16});
-  check_operand("a", a.a, a.a_transposed, rows, depth);
-  check_operand("b", a.b, a.b_transposed, cols, depth);
+  const auto [rows, cols, depth] = gemm_shape(a);
+  check_tensor("gemm", "out", a.out, {rows, cols + a.out_padding}, {DType::kF32, DType::kBF16});
+  check_operand("a", a.a, a.a_transposed, rows, depth, a.a_padding);
+  check_operand("b", a.b, a.b_transposed, cols, depth, 0);
   const bool both_fp8 = a.a.scaling != Scaling::kNone && a.b.scaling != Scaling::kNone;
   if (!both_fp8 && a.a.data.dtype != a.b.data.dtype) {
     throw_internal("gemm: a is {} and b is {}: wanted two fp8 operands, or two of one dtype", describe(a.a),
                    describe(a.b));
+  }
+  if (a.a_padding != 0 || a.out_padding != 0) {
+    PARKA_REQUIRE(!both_fp8 && a.a_padding >= 0 && a.out_padding >= 0 && depth > 0);
   }
   if (rows == 0 || cols == 0) return;
   if (depth == 0) {
@@ -35,8 +39,13 @@ void gemm(Device& device, const Gemm& a) {
   PARKA_DISPATCH(gemm, device, a);
 }
 
+GemmShape gemm_shape(const Gemm& a) {
+  const int64_t depth = a.a_transposed ? a.a.data.dim[0] : a.a.data.dim[1] - a.a_padding;
+  return {a.out.dim[0], a.out.dim[1] - a.out_padding, depth};
+}
+
 OpCost cost_of(const Gemm& a) {
-  const int64_t M = a.out.dim[0], N = a.out.dim[1], K = a.a.data.dim[a.a_transposed ? 0 : 1];
+  const auto [M, N, K] = gemm_shape(a);
   return {all_bytes(a.a, a.b) + (a.accumulate ? 2 : 1) * bytes_of(a.out),
           2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K),
           fmt::format("{} x {} x {} {}{}{} {}{}", M, N, K, name_of(a.a.data.dtype), a.a_transposed ? " T" : " N",

@@ -22,7 +22,7 @@ Head::Head(const ModelConfig& model, const ParameterTable& table, int64_t logits
   targets_ = scope.batch("targets", DType::kI32, {scope.tokens()});
   losses_ = scope.batch("losses", DType::kF32, {scope.tokens()});
   norm_.declare_in_workspace(scope, "final", kHead);
-  logits_ = scope.workspace("logits", scope.compute(), {chunk_, vocab_size_}, kHead);
+  logits_ = scope.workspace("logits", scope.compute(), {chunk_, vocab_size_ + padding()}, kHead);
 }
 
 void Head::load(const StepContext& step, const int32_t* targets) const {
@@ -35,9 +35,11 @@ void Head::forward(const StepContext& step, const TensorView& residual, const Te
 }
 
 TensorView Head::logits(const StepContext& step, int64_t first_row, int64_t count) const {
-  const TensorView out = step.tensor(logits_, count, vocab_size_);
-  gemm(step.device,
-       {.a = norm_.output(step).data.rows(first_row, count), .b = step.weights.plain(weight_), .out = out});
+  const TensorView out = step.tensor(logits_, count, vocab_size_ + padding());
+  gemm(step.device, {.a = norm_.output(step).data.rows(first_row, count),
+                     .b = step.weights.plain(weight_),
+                     .out = out,
+                     .out_padding = padding()});
   return out;
 }
 
@@ -50,7 +52,8 @@ void Head::chunk_loss(const StepContext& step, int64_t begin, int64_t count, con
                               .z_loss = options.z_loss,
                               .grad_scale = options.grad_scale,
                               .write_gradient = gradient,
-                              .grad_factor = options.grad_factor});
+                              .grad_factor = options.grad_factor,
+                              .padding = padding()});
 }
 
 void Head::loss(const StepContext& step) const {
@@ -66,15 +69,19 @@ void Head::loss_and_backward(const StepContext& step, const LossOptions& options
   for (int64_t begin = 0; begin < step.num_tokens(); begin += chunk_) {
     const int64_t count = std::min(chunk_, step.num_tokens() - begin);
     chunk_loss(step, begin, count, options, true);
-    const TensorView d_logits = step.tensor(logits_, count, vocab_size_);
-    gemm(step.device,
-         {.a = d_logits, .b = step.weights.plain(weight_), .b_transposed = true, .out = d_y.rows(begin, count)});
+    const TensorView d_logits = step.tensor(logits_, count, vocab_size_ + padding());
+    gemm(step.device, {.a = d_logits,
+                       .b = step.weights.plain(weight_),
+                       .b_transposed = true,
+                       .out = d_y.rows(begin, count),
+                       .a_padding = padding()});
     gemm(step.device, {.a = d_logits,
                        .b = y.rows(begin, count),
                        .a_transposed = true,
                        .b_transposed = true,
                        .out = step.gradient(weight_),
-                       .accumulate = begin > 0 || step.adds_to_gradients()});
+                       .accumulate = begin > 0 || step.adds_to_gradients(),
+                       .a_padding = padding()});
   }
   norm_.backward(step, d_y, /*d_residual=*/{}, stream.d_residual(step), stream.d_branch_codes(step));
 }

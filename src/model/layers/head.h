@@ -17,9 +17,12 @@ class Head {
   void load(const StepContext& step, const int32_t* targets) const;
   // The norm of residual + branch.
   void forward(const StepContext& step, const TensorView& residual, const TensorView& branch) const;
-  // What follows needs forward(). Logits of some rows [count, V], until the next call; count is at most max_rows().
+  // What follows needs forward(). Logits of some rows, until the next call: [count, V + padding()]. count is at
+  // most max_rows().
   TensorView logits(const StepContext& step, int64_t first_row, int64_t count) const;
   int64_t max_rows() const { return chunk_; }
+  // Columns behind the vocabulary, of no meaning: tensor cores want rows at multiples of 16 bytes.
+  int64_t padding() const { return (kLogitsAlignment - vocab_size_ % kLogitsAlignment) % kLogitsAlignment; }
   // The loss of every token.
   void loss(const StepContext& step) const;
   // The same, and backward to the stream's d_residual, in FP8 too where GEMMs are.
@@ -31,13 +34,15 @@ class Head {
   void chunk_loss(const StepContext& step, int64_t begin, int64_t count, const LossOptions& options,
                   bool gradient) const;
 
+  static constexpr int64_t kLogitsAlignment = 16;
+
   int64_t vocab_size_;
   int64_t chunk_;  // rows
   int weight_;
   Norm norm_;
   TensorId targets_;  // [T] int32
   TensorId losses_;   // [T] fp32
-  TensorId logits_;   // [chunk, V]; their gradient overwrites them
+  TensorId logits_;   // [chunk, V + padding()]; their gradient overwrites them
 };
 
 }  // namespace parka

@@ -35,6 +35,7 @@ struct Arguments {
   const float* grad_factor;  // or null
   int64_t num_rows;
   int V;
+  int64_t stride;  // of rows, V or more
   float z_loss, grad_scale;
   bool write_gradient;
 };
@@ -226,7 +227,7 @@ __device__ void write_losses(const Arguments<T>& a, int64_t t, float loss, float
 // A row for start_copies: of length 0 when its target is to be ignored, as one after the last has it.
 template <typename T>
 __device__ Row<T> row_to_copy(const Arguments<T>& a, int64_t t, int target) {
-  return Row<T>(a.logits_TV + t * a.V, target == kIgnoreTarget ? 0 : a.V);
+  return Row<T>(a.logits_TV + t * a.stride, target == kIgnoreTarget ? 0 : a.V);
 }
 
 // Row t, whose target is not to be ignored. With a cache its packs are there or on their way, and those of the
@@ -234,7 +235,7 @@ __device__ Row<T> row_to_copy(const Arguments<T>& a, int64_t t, int target) {
 template <typename T, bool kCached>
 __device__ void process_row(const Arguments<T>& a, int64_t t, int target, int next_target, uint4* cache,
                             float* scratch) {
-  const Row<T> row(a.logits_TV + t * a.V, a.V);
+  const Row<T> row(a.logits_TV + t * a.stride, a.V);
   // The CPU refuses other targets. Here the row becomes NaN, which the check of the loss finds.
   const bool in_vocabulary = target >= 0 && target < a.V;
   float target_logit = 0.0f;
@@ -302,7 +303,7 @@ __global__ void __launch_bounds__(kThreads, 2) cross_entropy_kernel(Arguments<T>
       process_row<T, kCached>(a, t, target, next_target, cache, scratch);
     } else {
       if (threadIdx.x == 0) write_losses(a, t, 0.0f, 0.0f);
-      if (a.write_gradient) write_zeros(Row<T>(a.logits_TV + t * a.V, a.V));
+      if (a.write_gradient) write_zeros(Row<T>(a.logits_TV + t * a.stride, a.V));
       if constexpr (kCached) copy_row(t + gridDim.x, next_target);
     }
     target = next_target;
@@ -313,7 +314,7 @@ __global__ void __launch_bounds__(kThreads, 2) cross_entropy_kernel(Arguments<T>
 
 template <typename T>
 void launch(const CudaDevice& device, const CrossEntropy& a) {
-  const int64_t num_rows = a.logits.dim[0], V = a.logits.dim[1];
+  const int64_t num_rows = a.logits.dim[0], stride = a.logits.dim[1], V = stride - a.padding;
   PARKA_REQUIRE(num_rows <= INT32_MAX && V <= INT32_MAX / 2);
   const Arguments<T> arguments{
       .logits_TV = a.logits.as<T>(),
@@ -323,6 +324,7 @@ void launch(const CudaDevice& device, const CrossEntropy& a) {
       .grad_factor = a.grad_factor.empty() ? nullptr : a.grad_factor.as<float>(),
       .num_rows = num_rows,
       .V = static_cast<int>(V),
+      .stride = stride,
       .z_loss = a.z_loss,
       .grad_scale = a.grad_scale,
       .write_gradient = a.write_gradient,

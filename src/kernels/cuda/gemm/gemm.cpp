@@ -74,10 +74,11 @@ ScaleLayout scale_layout(const ScaledView& x, float* to) {
   return {x.scale.as<float>(), to, rows, cols, stride, transposed};
 }
 
-// A row-major tensor as the column-major matrix that it also is: its transpose.
-cublasLtMatrixLayout_t layout_of(const TensorView& t) {
+// A row-major tensor, but for the last `padding` columns, as the column-major matrix that it also is: its
+// transpose.
+cublasLtMatrixLayout_t layout_of(const TensorView& t, int64_t padding = 0) {
   cublasLtMatrixLayout_t layout = nullptr;
-  const auto rows = static_cast<uint64_t>(t.dim[1]), cols = static_cast<uint64_t>(t.dim[0]);
+  const auto rows = static_cast<uint64_t>(t.dim[1] - padding), cols = static_cast<uint64_t>(t.dim[0]);
   check(cublasLtMatrixLayoutCreate(&layout, cuda_type(t.dtype), rows, cols, t.dim[1]), "gemm");
   return layout;
 }
@@ -128,6 +129,7 @@ std::string key_of(const Gemm& a) {
   if (!is_plain(a)) {
     key += fmt::format(" [{}, {}{}]", format_of(a.a), format_of(a.b), accumulates_fast(a) ? ", fast" : "");
   }
+  if (a.a_padding != 0 || a.out_padding != 0) key += fmt::format(" padded {} {}", a.a_padding, a.out_padding);
   const uint32_t alignments[] = {alignment_of(a.a.data), alignment_of(a.b.data), alignment_of(a.out)};
   if (*std::min_element(std::begin(alignments), std::end(alignments)) < kFullAlignment) {
     key += fmt::format(" aligned {} {} {}", alignments[0], alignments[1], alignments[2]);
@@ -149,8 +151,8 @@ PreparedGemm::PreparedGemm(const Gemm& a) {
     set_scales(product_, a.a.scale.data, a.b.scale.data);
   }
   a_ = layout_of(a.b.data);
-  b_ = layout_of(a.a.data);
-  out_ = layout_of(a.out);
+  b_ = layout_of(a.a.data, a.a_padding);
+  out_ = layout_of(a.out, a.out_padding);
 }
 
 PreparedGemm::~PreparedGemm() {
