@@ -208,7 +208,7 @@ void Optimizer::open_gradient(Device& device, size_t i) const {
 }
 
 PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sums,
-                            const std::function<void(size_t parameter)>& before_update) {
+                            const std::function<void(size_t parameter)>& before_update, const StepLimits& limits) {
   PARKA_REQUIRE(step >= 1 && states_.size() == parameters_.size());
   device.section(StepSection::kOptimizer);
   std::vector<TensorView> own;  // padding, which is zeros, included
@@ -220,6 +220,8 @@ PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t se
   clip_coefficient(device, {.sum_of_squares = total_squares_,
                             .loss = loss_,
                             .max_norm = static_cast<float>(clip_limit(step)),
+                            .most_squares = static_cast<float>(limits.grad_norm * limits.grad_norm),
+                            .most_loss = static_cast<float>(limits.loss),
                             .coefficient = clip_coefficient_});
   const bool wants_amax = !weight_amax_.empty();
   if (wants_amax) device.fill_zero(weight_amax_.data, weight_amax_.bytes());

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -32,8 +33,14 @@ struct NamedTensor {
 struct StepResult {
   double loss;          // Optimizer::loss() at the step
   double grad_norm;     // global L2 norm before clipping; NaN or Inf if a gradient is
-  bool applied;         // false: loss or gradients were not finite and nothing was changed
+  bool applied;         // false: nothing was changed, for loss or gradients were not finite, or beyond StepLimits
   std::string culprit;  // first parameter whose gradient is not finite; empty otherwise
+};
+
+// A step whose loss or gradients are beyond these changes nothing.
+struct StepLimits {
+  double loss = std::numeric_limits<double>::infinity();       // of Optimizer::loss()
+  double grad_norm = std::numeric_limits<double>::infinity();  // before clipping
 };
 
 // The result of a queued step, on its way to the host.
@@ -106,16 +113,16 @@ class Optimizer {
 
   // Queues one update with learning rate `lr`; `step` counts from 1 and drives bias correction and stochastic
   // rounding. Gradients are scaled by min(1, clip_limit(step) / (norm + 1e-6)), as in OLMo and PyTorch. A loss or a
-  // gradient that is not finite, or gradients whose sum of squares exceeds fp32, leave weights and states as they
-  // are. The optimizer must outlive the result. In a run of several ranks the functions of `sums` must replace the
-  // fp32 tensor that they are given by its sum over ranks.
+  // gradient that is not finite, gradients whose sum of squares exceeds fp32, and what is beyond `limits` leave
+  // weights and states as they are. The optimizer must outlive the result. In a run of several ranks the functions
+  // of `sums` must replace the fp32 tensor that they are given by its sum over ranks.
   struct SumOverRanks {
     std::function<void(const TensorView&)> of_pieces;   // over those that share the states
     std::function<void(const TensorView&)> of_batches;  // over all, each of which has had other micro-batches
   };
   // `before_update` is told before the update of each parameter that this rank has a part of is queued.
   PendingStep step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sums = {},
-                   const std::function<void(size_t parameter)>& before_update = {});
+                   const std::function<void(size_t parameter)>& before_update = {}, const StepLimits& limits = {});
 
   // The largest global norm allowed at `step`: clip_norm * clip_warmup_factor while step <= clip_warmup_steps, then
   // clip_norm; infinity when clipping is off. It is the limit of this very step: OLMo's own trainer refreshes its

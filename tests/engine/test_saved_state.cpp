@@ -57,6 +57,21 @@ TEST_CASE("the state of a run is read back", "[engine][checkpoint]") {
   CHECK((progress.applied_steps == 3 && progress.position.epoch == 1 && progress.position.consumed == 12));
   CHECK(progress.fingerprint == 18446744073709551615u);
   CHECK(progress.files.size() == 1);
+  CHECK(progress.recent_steps.empty());
+}
+
+TEST_CASE("recent steps of a run are read back, or refused", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  json state = state_of_a_run();
+  state["recent_steps"] = {{2.5, 0.125}, {2, 0.25}};
+  const std::vector<SpikeGuard::Step> steps = read_progress(saved(folder, state)).recent_steps;
+  REQUIRE(steps.size() == 2);
+  CHECK((steps[0].loss == 2.5 && steps[0].grad_norm == 0.125 && steps[1].loss == 2));
+  for (const json& bad : {json(3), json{{1.0}}, json{{1.0, "2"}}, json{{1.0, 2.0, 3.0}}}) {
+    const std::string message = refusal([&](json& changed) { changed["recent_steps"] = bad; },
+                                        [](const LoadedCheckpoint& checkpoint) { read_progress(checkpoint); });
+    CHECK(message.find("\"recent_steps\" in its state") != std::string::npos);
+  }
 }
 
 TEST_CASE("a state that lacks something or has it in another type is refused by name", "[engine][checkpoint]") {

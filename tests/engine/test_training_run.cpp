@@ -287,6 +287,41 @@ TEST_CASE("a restored run takes the same steps as the one that was saved", "[eng
   }
 }
 
+TEST_CASE("a step that is a spike changes nothing, in a resumed run too", "[engine][training_run]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  Config config = tiny_config(folder.path().string(), "parka");
+  config.training.spike_window = 4;
+  config.training.spike_sigma = 0.25;  // a spike every few steps
+  TrainingRun run(config, *device, alone()), restored(config, *device, alone());
+  run.initialize();
+  int skipped = 0;
+  bool same = true, same_weights = true, is_restored = false;
+  for (int i = 0; i < 24; ++i) {
+    const std::vector<HostTensor> before = run.snapshot().tensors;
+    const StepReport report = *run.step();
+    if (is_restored) {
+      const StepReport again = *restored.step();
+      same = same && again.applied == report.applied && again.loss == report.loss &&
+             again.grad_norm == report.grad_norm && again.limits.loss == report.limits.loss;
+    }
+    const bool is_spike = report.loss > report.limits.loss || report.grad_norm > report.limits.grad_norm;
+    CHECK(report.applied == !is_spike);
+    CHECK(report.is_finite());
+    if (!is_spike) continue;
+    ++skipped;
+    const std::vector<HostTensor> after = run.snapshot().tensors;
+    same_weights = same_weights && std::equal(before.begin(), before.end(), after.begin(), after.end(),
+                                              [](const auto& a, const auto& b) { return a.bytes == b.bytes; });
+    if (is_restored) continue;
+    restored.restore(saved(run, folder.path().string() + "/run", [](auto&) {}));
+    is_restored = true;
+  }
+  CHECK((skipped >= 2 && skipped <= 20));
+  CHECK(same);
+  CHECK(same_weights);
+}
+
 TEST_CASE("a restored run takes the same steps wherever kept activations wait", "[engine][training_run][offload]") {
   for (const char* recipe : {"fp32", "coat", "parka"}) {
     const TemporaryFolder folder;

@@ -163,6 +163,26 @@ TEST_CASE("clip_coefficient with an infinite limit is 1", "[kernels][grad_norm]"
   }
 }
 
+TEST_CASE("clip_coefficient is NaN beyond the limits of a step", "[kernels][grad_norm]") {
+  for (Device* device : devices()) {
+    const TestTensor squares(*device, DType::kF32, {1}, {16.0f}), loss(*device, DType::kF32, {1}, {3.0f});
+    const TestTensor coefficient(*device, DType::kF32, {1});
+    const auto of = [&](float most_squares, float most_loss) {
+      clip_coefficient(*device, {.sum_of_squares = squares,
+                                 .loss = loss,
+                                 .max_norm = kInfinity,
+                                 .most_squares = most_squares,
+                                 .most_loss = most_loss,
+                                 .coefficient = coefficient});
+      return coefficient.host()[0];
+    };
+    CHECK(of(16.0f, 3.0f) == 1.0f);
+    CHECK(std::isnan(of(15.99f, 3.0f)));
+    CHECK(std::isnan(of(16.0f, 2.99f)));
+    CHECK(std::isnan(of(16.0f, -kInfinity)));
+  }
+}
+
 TEST_CASE("clip_coefficient is NaN where the norm or the loss is not finite", "[kernels][grad_norm]") {
   const float bad = GENERATE(std::numeric_limits<float>::quiet_NaN(), kInfinity, -kInfinity);
   const float limit = GENERATE(1.0f, kInfinity);
@@ -179,7 +199,10 @@ TEST_CASE("clip_coefficient refuses wrong arguments", "[kernels][grad_norm]") {
   TestTensor one(device, DType::kF32, {1}, {1.0f}), two(device, DType::kF32, {2}), half(device, DType::kBF16, {1});
   const auto message = [&](const TensorView& squares, const TensorView& loss, const TensorView& coefficient,
                            float max_norm) {
-    return internal_error([&] { clip_coefficient(device, {squares, loss, max_norm, coefficient}); });
+    return internal_error([&] {
+      clip_coefficient(device,
+                       {.sum_of_squares = squares, .loss = loss, .max_norm = max_norm, .coefficient = coefficient});
+    });
   };
   CHECK(contains(message(two, one, one, 1), "clip_coefficient: sum_of_squares"));
   CHECK(contains(message(one, half, one, 1), "clip_coefficient: loss"));

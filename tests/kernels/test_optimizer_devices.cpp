@@ -185,7 +185,7 @@ TEST_CASE("another device's clip_coefficient gives the CPU's bits", "[kernels][g
     const auto coefficient = [](Device& where, float squares, float max_norm) {
       const TestTensor s(where, DType::kF32, {1}, {squares}), loss(where, DType::kF32, {1}, {1.0f});
       const TestTensor out(where, DType::kF32, {1});
-      clip_coefficient(where, {s, loss, max_norm, out});
+      clip_coefficient(where, {.sum_of_squares = s, .loss = loss, .max_norm = max_norm, .coefficient = out});
       return out.host()[0];
     };
     int wrong = 0;

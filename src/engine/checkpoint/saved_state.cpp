@@ -44,6 +44,21 @@ void check_progress(const LoadedCheckpoint& checkpoint, const SavedProgress& pro
       checkpoint.path(), step, batch, progress.applied_steps, consumed, epoch);
 }
 
+std::vector<SpikeGuard::Step> recent_steps(const LoadedCheckpoint& checkpoint) {
+  std::vector<SpikeGuard::Step> steps;
+  const auto found = checkpoint.state().find("recent_steps");
+  if (found == checkpoint.state().end()) return steps;
+  const auto is_step = [](const json& entry) {
+    return entry.is_array() && entry.size() == 2 && entry[0].is_number() && entry[1].is_number();
+  };
+  if (!found->is_array() || !std::all_of(found->begin(), found->end(), is_step)) {
+    throw_bad_input("{}: \"recent_steps\" in its state is not a list of losses and gradient norms",
+                    checkpoint.path());
+  }
+  for (const json& entry : *found) steps.push_back({entry[0].get<double>(), entry[1].get<double>()});
+  return steps;
+}
+
 }  // namespace
 
 Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides) {
@@ -71,6 +86,7 @@ SavedProgress read_progress(const LoadedCheckpoint& checkpoint) {
   }
   progress.fingerprint = fingerprint.get<uint64_t>();
   check_progress(checkpoint, progress);
+  progress.recent_steps = recent_steps(checkpoint);
   if (!data.contains("files")) return progress;
   progress.files = data.at("files");
   if (!progress.files.is_array() || !std::all_of(progress.files.begin(), progress.files.end(), is_file)) {

@@ -8,6 +8,7 @@
 #include "data/data_order.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/config/config.h"
+#include "optim/spike_guard.h"
 
 // Readers of a checkpoint's state. Its bytes are intact, but another version of Parka or another program may have
 // written them. So all functions throw Error(kBadInput), which names the checkpoint, if something is missing or has
@@ -24,8 +25,9 @@ int64_t max_positions_of(const LoadedCheckpoint& checkpoint, int64_t otherwise);
 struct SavedProgress {
   int64_t applied_steps = 0;
   DataPosition position;
-  uint64_t fingerprint = 0;  // TokenFiles::fingerprint
-  nlohmann::json files;      // describe_files(); null in a checkpoint that has none
+  uint64_t fingerprint = 0;                    // TokenFiles::fingerprint
+  nlohmann::json files;                        // describe_files(); null in a checkpoint that has none
+  std::vector<SpikeGuard::Step> recent_steps;  // the oldest first; none in a run that had no training.spike_window
 };
 // Throws also for an imported model, which has no progress, and for progress that contradicts the checkpoint's
 // step.

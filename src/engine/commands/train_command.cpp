@@ -301,8 +301,9 @@ class TrainCommand {
     const auto handle = [&](const std::optional<StepReport>& report) {
       if (!report) return;
       progress.add(*report, record(*report));
-      skipped_in_a_row = report->applied ? 0 : skipped_in_a_row + 1;
-      if (!report->applied) handle_bad_step(*report, skipped_in_a_row);
+      skipped_in_a_row = report->is_finite() ? 0 : skipped_in_a_row + 1;
+      if (!report->is_finite()) handle_bad_step(*report, skipped_in_a_row);
+      if (report->is_finite() && !report->applied) warn_of_spike(*report);
       const bool last = report->step == training.steps;
       if (report->step % training.log_interval == 0 || last) spdlog::info("{}", progress.take_line());
     };
@@ -424,6 +425,13 @@ class TrainCommand {
     } catch (const Error&) {
       beside_ = std::current_exception();
     }
+  }
+
+  static void warn_of_spike(const StepReport& report) {
+    spdlog::warn(
+        "step {}: loss {:.4f} (limit {:.4f}) or gradient norm {:.4g} (limit {:.4g}) is a spike: skipped "
+        "(training.spike_window)",
+        report.step, report.loss, report.limits.loss, report.grad_norm, report.limits.grad_norm);
   }
 
   void handle_bad_step(const StepReport& report, int64_t skipped_in_a_row) const {

@@ -77,6 +77,8 @@ struct TrainingConfig {
   int64_t eval_sequences = 0;
   NonFinitePolicy non_finite = NonFinitePolicy::kStop;
   int64_t max_skipped_steps = 10;
+  int64_t spike_window = 0;
+  double spike_sigma = 6.0;
   int64_t log_interval = 1;
   int64_t logits_chunk_tokens = 4096;
 
@@ -102,6 +104,11 @@ struct TrainingConfig {
     visit("non_finite", non_finite, "NaN or Inf in loss or gradients: stop (exit code 3), or skip the step");
     visit("max_skipped_steps", max_skipped_steps, "With non_finite = skip: stop after this many skips in a row",
           IntegerRange{1});
+    visit("spike_window", spike_window,
+          "Skip the update of a step whose loss or gradient norm exceeds the mean of so many steps before it by "
+          "spike_sigma standard deviations; the first half window is not judged; 0: off (OLMo 2: 128)",
+          IntegerRange{0, 65536});
+    visit("spike_sigma", spike_sigma, "Standard deviations above the mean that make a spike", RealRange{1e-3});
     visit("log_interval", log_interval, "Steps between progress lines; metrics are written for every step",
           IntegerRange{1});
     visit("logits_chunk_tokens", logits_chunk_tokens,

@@ -59,15 +59,15 @@ void StepQueue::micro_batch(const Model::Batch& batch, const Model::LossOptions&
   }
 }
 
-PendingStep StepQueue::update(int64_t update, double lr,
-                              const std::function<void(size_t parameter)>& before_update) {
+PendingStep StepQueue::update(int64_t update, double lr, const std::function<void(size_t parameter)>& before_update,
+                              const StepLimits& limits) {
   Optimizer::SumOverRanks sums;
   if (exchange_) {
     sums.of_pieces = [this](const TensorView& x) { exchange_->sum_of_pieces(device_, x); };
     sums.of_batches = [this](const TensorView& x) { exchange_->sum(device_, x, Peers::kAll); };
   }
   const uint64_t seed = static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey;
-  return declared_.optimizer.step(device_, update, lr, seed, sums, before_update);
+  return declared_.optimizer.step(device_, update, lr, seed, sums, before_update, limits);
 }
 
 void StepQueue::weights_stepped() {

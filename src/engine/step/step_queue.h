@@ -34,8 +34,9 @@ class StepQueue {
   // Forward and backward of a micro-batch; with telemetry of the first one of a step.
   void micro_batch(const Model::Batch& batch, const Model::LossOptions& options,
                    const ParameterExchange::Place& place, bool with_telemetry = false);
-  // `update` counts from 1. For before_update see Optimizer::step().
-  PendingStep update(int64_t update, double lr, const std::function<void(size_t parameter)>& before_update = {});
+  // `update` counts from 1. For before_update and limits see Optimizer::step().
+  PendingStep update(int64_t update, double lr, const std::function<void(size_t parameter)>& before_update = {},
+                     const StepLimits& limits = {});
   // Brings up to date what is made from this rank's weights, after an update, which finds their maxima...
   void weights_stepped();
   // ... and after any other change.

@@ -45,7 +45,8 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
       arena_(device, declared_.plan,
              {[&](int64_t bytes) { return communicator.allocate(device, bytes); },
               [&](void* memory) { communicator.release(device, memory); }}),
-      queue_(config_, zero_, declared_, arena_, device, communicator) {
+      queue_(config_, zero_, declared_, arena_, device, communicator),
+      spikes_(config.training.spike_window, config.training.spike_sigma) {
   place_ = fmt::format("rank {} ({})", communicator.rank(), device.name());
   watch_state();
   start_loader({});
@@ -174,6 +175,7 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   completed_steps_ = checkpoint.step();
   hashed_step_ = -1;
   applied_steps_ = progress.applied_steps;
+  spikes_.restore(progress.recent_steps);
   start_loader(progress.position);
   queue_.weights_changed();
   return differences;
@@ -246,6 +248,16 @@ TaskResult TrainingRun::evaluate(const EvalTask& task) {
                        [this](const std::exception_ptr& failure) { begin_evaluation_batch(failure); });
 }
 
+namespace {
+
+// A step without targets has a loss and gradients of 0, whatever the others have.
+StepLimits step_limits(const StepReport& report) {
+  if (report.num_targets == 0) return {};
+  return {report.limits.loss * static_cast<double>(report.num_targets), report.limits.grad_norm};
+}
+
+}  // namespace
+
 std::optional<StepReport> TrainingRun::step() {
   if (!unfinished_) {
     step_began_ = device_.mark();
@@ -261,17 +273,19 @@ std::optional<StepReport> TrainingRun::step() {
   report.data_wait_seconds = loader_->wait_seconds() - wait_before;
 
   std::optional<StepReport> previous = finish();
-  if (previous && !previous->applied && config_.training.non_finite == NonFinitePolicy::kStop) return previous;
+  if (previous && !previous->is_finite() && config_.training.non_finite == NonFinitePolicy::kStop) return previous;
   report.learning_rate = learning_rate(config_.optimizer, config_.training.steps, report.step);
   report.clip_limit = declared_.optimizer.clip_limit(applied_steps_ + 1);
+  report.limits = spikes_.limits();
   if (hashed_step_ == completed_steps_) {
     hash_state(IntegrityChecks::Table::kUnchanged);
     comparisons.push_back(compare_state());
   }
   // A save may still copy what the update changes.
   const auto wait_for_copies = [this](size_t parameter) { staging_->order_after(last_staged_[parameter]); };
-  PendingStep result = queue_.update(applied_steps_ + 1, report.learning_rate,
-                                     last_staged_.empty() ? std::function<void(size_t)>() : wait_for_copies);
+  PendingStep result =
+      queue_.update(applied_steps_ + 1, report.learning_rate,
+                    last_staged_.empty() ? std::function<void(size_t)>() : wait_for_copies, step_limits(report));
   last_staged_.clear();
   std::optional<PendingTelemetry> telemetry;
   if (with_telemetry) telemetry = declared_.telemetry->queue(device_, declared_.model, declared_.optimizer);
@@ -310,6 +324,7 @@ std::optional<StepReport> TrainingRun::finish() {
   report.applied = result.applied;
   report.culprit = std::move(result.culprit);
   if (report.applied) ++applied_steps_;
+  if (report.num_targets > 0) spikes_.add({report.loss, report.grad_norm});
   return report;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -25,6 +26,7 @@
 #include "kernels/device/arena.h"
 #include "model/model.h"
 #include "optim/optimizer.h"
+#include "optim/spike_guard.h"
 
 namespace parka {
 
@@ -39,7 +41,8 @@ struct StepReport {
   double grad_norm = 0;  // before clipping
   double learning_rate = 0;
   double clip_limit = 0;
-  bool applied = false;     // false: loss or gradients were not finite; weights and states are unchanged
+  bool applied = false;  // false: loss or gradients were not finite, or a spike; weights and states are unchanged
+  SpikeGuard::Step limits;  // beyond which this step was a spike
   std::string culprit;      // when not applied: the first tensor whose gradient is not finite, if one is
   DataPosition data;        // where this step's global batch starts
   int64_t num_targets = 0;  // tokens of the global batch that were to be predicted
@@ -47,6 +50,8 @@ struct StepReport {
   double seconds = 0;            // that the device took, from the end of the step before where that was unfinished
   double data_wait_seconds = 0;  // that the host waited for batches
   std::optional<TelemetryReport> telemetry;  // where telemetry.interval asks for one
+
+  bool is_finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
 };
 
 // One rank of a training run: weights, optimizer states and the position in the data. All ranks must make the same
@@ -183,6 +188,7 @@ class TrainingRun {
   DataPosition position_;     // of the next one, or past the end of the epoch
   int64_t completed_steps_ = 0;
   int64_t applied_steps_ = 0;  // updates done: what bias correction counts
+  SpikeGuard spikes_;
   std::optional<UnfinishedStep> unfinished_;
   std::unique_ptr<Mark> step_began_;  // where the oldest unfinished step begins
   std::chrono::steady_clock::time_point step_began_at_;

@@ -86,15 +86,19 @@ int64_t staging_bytes(const Config& config, const DeclaredRun& run, const Zero& 
 }
 
 nlohmann::json TrainingRun::saved_state() const {
-  return {{"applied_steps", applied_steps_},
-          {"data",
-           {{"epoch", position_.epoch},
-            {"consumed", position_.consumed},
-            {"fingerprint", data_fingerprint_},
-            {"files", data_files_}}},
-          {"tokens", completed_steps_ * tokens_per_step()},
-          {"config", to_json(config_)},
-          {"config_hash", config_hash(config_)}};
+  nlohmann::json state = {{"applied_steps", applied_steps_},
+                          {"data",
+                           {{"epoch", position_.epoch},
+                            {"consumed", position_.consumed},
+                            {"fingerprint", data_fingerprint_},
+                            {"files", data_files_}}},
+                          {"tokens", completed_steps_ * tokens_per_step()},
+                          {"config", to_json(config_)},
+                          {"config_hash", config_hash(config_)}};
+  if (config_.training.spike_window == 0) return state;
+  nlohmann::json& recent = state["recent_steps"] = nlohmann::json::array();
+  for (const SpikeGuard::Step& step : spikes_.steps()) recent.push_back({step.loss, step.grad_norm});
+  return state;
 }
 
 // The tensors of a checkpoint that this rank writes, without their bytes, and the elements of each.

@@ -70,8 +70,9 @@ void clip_coefficient(Device&, const ClipCoefficient& a) {
   constexpr float kEpsilon = 1e-6f;
   const float squares = a.sum_of_squares.as<float>()[0], loss = a.loss.as<float>()[0];
   const bool finite = std::isfinite(squares) && std::isfinite(loss);
-  a.coefficient.as<float>()[0] = finite ? std::min(1.0f, a.max_norm / (std::sqrt(squares) + kEpsilon))
-                                        : std::numeric_limits<float>::quiet_NaN();
+  const bool fits = finite && squares <= a.most_squares && loss <= a.most_loss;
+  a.coefficient.as<float>()[0] =
+      fits ? std::min(1.0f, a.max_norm / (std::sqrt(squares) + kEpsilon)) : std::numeric_limits<float>::quiet_NaN();
 }
 
 void add_sum(Device&, const AddSum& a) {

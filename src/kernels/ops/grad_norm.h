@@ -1,8 +1,9 @@
 #pragma once
+#include <limits>
 #include <vector>
-#include "kernels/op/op.h"
 
 #include "core/tensor.h"
+#include "kernels/op/op.h"
 
 namespace parka {
 
@@ -18,12 +19,14 @@ int64_t workspace_of(const SumOfSquares& a);
 
 // The factor that limits the norm of the gradients to max_norm, as in OLMo and PyTorch:
 //   coefficient[0] = min(1, max_norm / (sqrt(sum_of_squares[0]) + 1e-6))
-// or NaN if sum_of_squares or loss is not finite: then adamw_step changes nothing.
+// or NaN if sum_of_squares or loss is not finite, or exceeds its limit: then adamw_step changes nothing.
 struct ClipCoefficient {
   TensorView sum_of_squares;  // [1] fp32, in: of all gradients
   TensorView loss;            // [1] fp32, in
   float max_norm;             // infinity: no clipping
-  TensorView coefficient;     // [1] fp32, out
+  float most_squares = std::numeric_limits<float>::infinity();
+  float most_loss = std::numeric_limits<float>::infinity();
+  TensorView coefficient;  // [1] fp32, out
 };
 PARKA_OP(clip_coefficient, ClipCoefficient);
 
