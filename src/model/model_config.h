@@ -16,15 +16,24 @@ struct RopeScalingConfig : RopeScaling {
 
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("kind", kind, "none, or llama3: low frequencies are divided by `factor`, high ones stay as they are");
-    visit("factor", factor, "llama3: what low frequencies are divided by", RealRange{1.0, 1e6});
+    visit("kind", kind,
+          "none; linear: all frequencies are divided by `factor`; llama3 and yarn: low ones are, high ones stay as "
+          "they are, and with yarn queries and keys are multiplied by `attention_factor`");
+    visit("factor", factor, "What frequencies are divided by", RealRange{1.0, 1e6});
     visit("low_frequency_factor", low_frequency_factor,
           "llama3: pairs with fewer rotations than this in original_length are divided by the whole factor",
           RealRange{0.0, 1e6});
     visit("high_frequency_factor", high_frequency_factor,
           "llama3: pairs with more rotations than this in original_length are left alone", RealRange{0.0, 1e6});
-    visit("original_length", original_length, "llama3: sequence length that the model was first trained on",
-          IntegerRange{1, kMaxDimension});
+    visit("original_length", original_length,
+          "llama3 and yarn: sequence length that the model was first trained on", IntegerRange{1, kMaxDimension});
+    visit("beta_fast", beta_fast, "yarn: pairs with more rotations than this in original_length are left alone",
+          RealRange{1e-3, 1e6});
+    visit("beta_slow", beta_slow,
+          "yarn: pairs with fewer rotations than this in original_length are divided by the whole factor",
+          RealRange{1e-3, 1e6});
+    visit("attention_factor", attention_factor, "yarn: see kind; 0: 0.1 x ln(factor) + 1", RealRange{0.0, 1e6});
+    visit("truncate", truncate, "yarn: round the first and the last pair between those to whole pairs");
   }
 };
 
@@ -195,7 +204,9 @@ struct EnumNames<QkNormKind> {
 template <>
 struct EnumNames<RopeScalingKind> {
   static constexpr EnumName<RopeScalingKind> kAll[] = {{RopeScalingKind::kNone, "none"},
-                                                       {RopeScalingKind::kLlama3, "llama3"}};
+                                                       {RopeScalingKind::kLlama3, "llama3"},
+                                                       {RopeScalingKind::kLinear, "linear"},
+                                                       {RopeScalingKind::kYarn, "yarn"}};
 };
 template <>
 struct EnumNames<InitKind> {

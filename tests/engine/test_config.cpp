@@ -262,6 +262,16 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
          c.model.rope_scaling.low_frequency_factor = 4;
        },
        "model.rope_scaling.low_frequency_factor = 4 is not less than high_frequency_factor = 4"},
+      {[](Config& c) {
+         c.model.rope_scaling.kind = RopeScalingKind::kYarn;
+         c.model.rope_scaling.beta_slow = 33;
+       },
+       "model.rope_scaling.beta_slow = 33 is more than beta_fast = 32"},
+      {[](Config& c) {
+         c.model.rope_scaling.kind = RopeScalingKind::kYarn;
+         c.model.rope_theta = 1;
+       },
+       "model.rope_theta = 1 to be more than 1"},
       {[](Config& c) { c.model.num_kv_heads = 3; }, "model.num_kv_heads = 3 does not divide model.num_heads = 4"},
       {[](Config& c) { c.model.num_kv_heads = 8; }, "model.num_kv_heads = 8 does not divide model.num_heads = 4"},
       {[](Config& c) {

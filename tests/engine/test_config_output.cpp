@@ -64,6 +64,7 @@ TEST_CASE("the hash covers what decides the numbers and nothing else", "[engine]
       [](Config& c) { c.model.num_kv_heads = 2; },
       [](Config& c) { c.model.given_head_dim = 64; },
       [](Config& c) { c.model.rope_scaling.kind = RopeScalingKind::kLlama3; },
+      [](Config& c) { c.model.rope_scaling.kind = RopeScalingKind::kYarn; },
       [](Config& c) { c.checkpoint.init_from = "runs/other/"; },
       [](Config& c) { c.precision.gemm = GemmPrecision::kFp8Tensor; },
       [](Config& c) { c.precision.norm_input = Storage::kFp8; },

@@ -48,12 +48,24 @@ void check_heads(const ModelConfig& m) {
   }
 }
 
-void check_rope_scaling(const RopeScalingConfig& s) {
-  if (s.kind == RopeScalingKind::kNone || s.low_frequency_factor < s.high_frequency_factor) return;
-  throw_bad_input(
-      "model.rope_scaling.low_frequency_factor = {} is not less than high_frequency_factor = {}; change one of "
-      "them",
-      s.low_frequency_factor, s.high_frequency_factor);
+void check_rope_scaling(const ModelConfig& m) {
+  const RopeScalingConfig& s = m.rope_scaling;
+  if (s.kind == RopeScalingKind::kLlama3 && s.low_frequency_factor >= s.high_frequency_factor) {
+    throw_bad_input(
+        "model.rope_scaling.low_frequency_factor = {} is not less than high_frequency_factor = {}; change one of "
+        "them",
+        s.low_frequency_factor, s.high_frequency_factor);
+  }
+  if (s.kind != RopeScalingKind::kYarn) return;
+  if (s.beta_slow > s.beta_fast) {
+    throw_bad_input("model.rope_scaling.beta_slow = {} is more than beta_fast = {}; change one of them",
+                    s.beta_slow, s.beta_fast);
+  }
+  if (m.rope_theta <= 1) {
+    throw_bad_input(
+        "model.rope_scaling.kind = yarn needs frequencies that differ, so model.rope_theta = {} to be more than 1",
+        m.rope_theta);
+  }
 }
 
 // Bounds on what is later computed in 64-bit integers, far above any machine.
@@ -233,7 +245,7 @@ void check_data(const DataConfig& d, int64_t vocab_size) {
 void validate(const Config& config) {
   check_limits(config);
   check_heads(config.model);
-  check_rope_scaling(config.model.rope_scaling);
+  check_rope_scaling(config.model);
   check_size(config);
   check_fp8_gemm(config);
   check_kept_activations(config.model, config.precision);
