@@ -65,7 +65,7 @@ constexpr std::string_view kFixedOnResume[] = {
 constexpr std::string_view kFreeOnResume[] = {"model.init", "model.init_std"};
 
 // What weights keep their meaning under, if not all of it: longer contexts are trained with other angles.
-constexpr std::string_view kFreeOnInit[] = {"model.rope_theta", "model.rope_scaling."};
+constexpr std::string_view kFreeOnInit[] = {"model.rope_theta", "model.rope_scaling.", "model.local_rope_theta"};
 
 // Keys and sections that decide how long one GPU takes for a micro-batch and an update...
 constexpr std::string_view kSpeed[] = {
@@ -82,8 +82,9 @@ constexpr std::string_view kSpeed[] = {
     "device.gemm_tuning",
 };
 // ... but for these...
-constexpr std::string_view kNoSpeed[] = {"model.norm_eps", "model.rope_theta", "model.init",
-                                         "model.init_std", "precision.recipe", "precision.eval"};
+constexpr std::string_view kNoSpeed[] = {"model.norm_eps", "model.rope_theta", "model.local_rope_theta",
+                                         "model.init",     "model.init_std",   "precision.recipe",
+                                         "precision.eval"};
 // ... and what beside them decides how long a run of several takes for a step.
 constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies", "training.global_batch_size",
                                             "distributed."};
@@ -122,6 +123,7 @@ Config canonical(const Config& config) {
   Config c = config;
   c.model.num_kv_heads = c.model.kv_heads();
   c.model.given_head_dim = c.model.head_dim();
+  if (c.model.sliding_window > 0) c.model.local_rope_theta = c.model.windowed_rope_theta();
   c.model.rope_scaling = used_keys(c.model.rope_scaling);
   if (c.model.init != InitKind::kNormal) c.model.init_std = defaults.model.init_std;
   if (!is_float8(c.optimizer.states)) {
