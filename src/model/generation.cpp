@@ -55,9 +55,15 @@ StepContext Model::Pass::load_cached(Device& device, const KvCache& cache, const
   device.copy_to_device(slot.data, slots.data(), slot.bytes());
   device.copy_to_device(position.data, positions.data(), position.bytes());
   if (!newest) return step;
-  // Row t of the gathered table is that of row t's position.
-  step.rotations = step.tensor(cache.cos_sin, T, cos_sin_.dim[1]);
-  embedding_forward(device, {.ids = position, .table = cos_sin_, .out = step.rotations});
+  // Row t of a gathered table is that of row t's position.
+  const auto gather = [&](const TensorView& table, TensorId rows) {
+    const TensorView gathered = step.tensor(rows, T, table.dim[1]);
+    embedding_forward(device, {.ids = position, .table = table, .out = gathered});
+    return gathered;
+  };
+  TensorView &full = step.positions.rotations, &windowed = step.windowed_positions.rotations;
+  full = gather(tables_.full, cache.cos_sin);
+  windowed = cache.windowed_cos_sin.valid() ? gather(tables_.windowed, cache.windowed_cos_sin) : full;
   return step;
 }
 

@@ -17,6 +17,8 @@ KvCache::KvCache(const ModelConfig& model, const PrecisionConfig& precision, con
   slot = plan.add("kv cache", "slot", DType::kI32, {rows});
   position = plan.add("kv cache", "position", DType::kI32, {rows});
   cos_sin = plan.add("kv cache", "cos_sin", DType::kF32, {shape.num_slots, model.head_dim()});
+  if (!model.has_windowed_rotations()) return;
+  windowed_cos_sin = plan.add("kv cache", "windowed_cos_sin", DType::kF32, {shape.num_slots, model.head_dim()});
 }
 
 }  // namespace parka

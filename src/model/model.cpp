@@ -27,7 +27,11 @@ Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool d
       table_(make_parameter_table(config, decay_embeddings)),
       weights_(table_, Formats(precision), kept_copies(precision, zero),
                use == Use::kInference ? WeightUse::kForward : training_use(precision), zero, plan) {
-  cos_sin_id_ = plan.add("tables", "cos_sin", DType::kF32, {shape.sequence_length, config.head_dim()});
+  const std::vector<int64_t> table = {shape.sequence_length, config.head_dim()};
+  cos_sin_ = plan.add("tables", "cos_sin", DType::kF32, table);
+  if (config.has_windowed_rotations()) {
+    windowed_cos_sin_ = plan.add("tables", "windowed_cos_sin", DType::kF32, table);
+  }
   if (use == Use::kTraining) {
     training_ = std::make_unique<Pass>(config, precision, table_, shape, logits_chunk_tokens,
                                        BufferScope::Purpose::kTraining, plan);
@@ -49,16 +53,20 @@ void Model::declare_telemetry(MemoryPlan& plan) {
 
 void Model::bind(Device& device, const Arena& arena) {
   weights_.bind(arena);
-  cos_sin_ = arena[cos_sin_id_];
-  if (device.op_recorder() == nullptr) {  // a recording's memory is never read
-    const std::vector<float> table =
-        rope_table(cos_sin_.dim[0], config_.head_dim(), config_.rope_theta, config_.rope_scaling);
-    device.copy_to_device(cos_sin_.data, table.data(), cos_sin_.bytes());
-    device.synchronize();  // `table` ends here
-  }
-  if (training_) training_->bind(device, arena, weights_, cos_sin_);
+  const auto filled = [&](TensorId id, double theta, const RopeScaling& scaling) {
+    const TensorView table = arena[id];
+    if (device.op_recorder() != nullptr) return table;  // a recording's memory is never read
+    const std::vector<float> values = rope_table(table.dim[0], table.dim[1], theta, scaling);
+    device.copy_to_device(table.data, values.data(), table.bytes());
+    device.synchronize();  // `values` ends here
+    return table;
+  };
+  Pass::RotaryTables tables;
+  tables.full = tables.windowed = filled(cos_sin_, config_.rope_theta, config_.rope_scaling);
+  if (windowed_cos_sin_.valid()) tables.windowed = filled(windowed_cos_sin_, config_.windowed_rope_theta(), {});
+  if (training_) training_->bind(device, arena, weights_, tables);
   if (with_telemetry_) training_->bind_telemetry(device);
-  if (evaluation_) evaluation_->bind(device, arena, weights_, cos_sin_);
+  if (evaluation_) evaluation_->bind(device, arena, weights_, tables);
 }
 
 void Model::set_hooks(UnitHooks* hooks) {

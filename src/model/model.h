@@ -117,8 +117,8 @@ class Model {
   BatchShape max_shape_;
   ParameterTable table_;
   ModelWeights weights_;
-  TensorId cos_sin_id_;
-  TensorView cos_sin_;                // [S, D] fp32
+  // Rotary tables, [S, D] fp32. Blocks with a window have another one with model.local_rope_theta or rope_scaling.
+  TensorId cos_sin_, windowed_cos_sin_;
   std::unique_ptr<Pass> training_;    // absent for inference
   std::unique_ptr<Pass> evaluation_;  // absent when evaluation uses training's numerics and buffers
   std::optional<KvCache> cache_;

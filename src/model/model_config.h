@@ -16,15 +16,24 @@ struct RopeScalingConfig : RopeScaling {
 
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("kind", kind, "none, or llama3: low frequencies are divided by `factor`, high ones stay as they are");
-    visit("factor", factor, "llama3: what low frequencies are divided by", RealRange{1.0, 1e6});
+    visit("kind", kind,
+          "none; linear: all frequencies are divided by `factor`; llama3 and yarn: low ones are, high ones stay as "
+          "they are, and with yarn queries and keys are multiplied by `attention_factor`");
+    visit("factor", factor, "What frequencies are divided by", RealRange{1.0, 1e6});
     visit("low_frequency_factor", low_frequency_factor,
           "llama3: pairs with fewer rotations than this in original_length are divided by the whole factor",
           RealRange{0.0, 1e6});
     visit("high_frequency_factor", high_frequency_factor,
           "llama3: pairs with more rotations than this in original_length are left alone", RealRange{0.0, 1e6});
-    visit("original_length", original_length, "llama3: sequence length that the model was first trained on",
-          IntegerRange{1, kMaxDimension});
+    visit("original_length", original_length,
+          "llama3 and yarn: sequence length that the model was first trained on", IntegerRange{1, kMaxDimension});
+    visit("beta_fast", beta_fast, "yarn: pairs with more rotations than this in original_length are left alone",
+          RealRange{1e-3, 1e6});
+    visit("beta_slow", beta_slow,
+          "yarn: pairs with fewer rotations than this in original_length are divided by the whole factor",
+          RealRange{1e-3, 1e6});
+    visit("attention_factor", attention_factor, "yarn: see kind; 0: 0.1 x ln(factor) + 1", RealRange{0.0, 1e6});
+    visit("truncate", truncate, "yarn: round the first and the last pair between those to whole pairs");
   }
 };
 
@@ -41,6 +50,9 @@ struct ModelConfig {
   QkNormKind qk_norm = QkNormKind::kNone;
   double rope_theta = 10000.0;
   RopeScalingConfig rope_scaling = {};
+  int64_t sliding_window = 0;        // 0: none
+  int64_t full_attention_every = 0;  // with a window: blocks of full attention; 0: none
+  double local_rope_theta = 0;       // 0: rope_theta
   bool tie_embeddings = true;
   InitKind init = InitKind::kMitchell;
   double init_std = 0.02;
@@ -49,6 +61,16 @@ struct ModelConfig {
   int64_t kv_heads() const { return num_kv_heads == 0 ? num_heads : num_kv_heads; }
   int64_t d_heads() const { return num_heads * head_dim(); }
   int64_t d_qkv() const { return (num_heads + 2 * kv_heads()) * head_dim(); }
+  // Whether block l attends through the window.
+  bool is_windowed(int64_t l) const {
+    return sliding_window > 0 && (full_attention_every == 0 || (l + 1) % full_attention_every != 0);
+  }
+  double windowed_rope_theta() const { return local_rope_theta == 0 ? rope_theta : local_rope_theta; }
+  // Whether queries and keys are rotated otherwise in such blocks.
+  bool has_windowed_rotations() const {
+    return sliding_window > 0 &&
+           (windowed_rope_theta() != rope_theta || rope_scaling.kind != RopeScalingKind::kNone);
+  }
 
   bool operator==(const ModelConfig&) const = default;
 
@@ -75,7 +97,17 @@ struct ModelConfig {
         "RMSNorm of queries and keys before they are rotated, with weights: none; per_head: of each head (Qwen3); "
         "full: of all query heads together, and of all key heads (OLMo 2)");
     visit("rope_theta", rope_theta, "Base of the rotary position angles", RealRange{1.0});
-    visit("rope_scaling", rope_scaling, "Scaling of the rotary frequencies for long contexts");
+    visit("rope_scaling", rope_scaling,
+          "Scaling of the rotary frequencies for long contexts; not in blocks with a sliding window");
+    visit("sliding_window", sliding_window,
+          "Attention sees only this many latest tokens, the token itself included; 0: all",
+          IntegerRange{0, kMaxDimension});
+    visit("full_attention_every", full_attention_every,
+          "With sliding_window: every n-th block attends to all tokens (OLMo 3: 4; Gemma 3: 6); 0: none does "
+          "(Mistral 7B v0.1)",
+          IntegerRange{0, 10000});
+    visit("local_rope_theta", local_rope_theta,
+          "Base of the rotary position angles in blocks with a sliding window; 0: rope_theta", RealRange{0.0});
     visit("tie_embeddings", tie_embeddings, "Use the embedding table as the output head");
     visit("init", init, "mitchell: OLMo's depth-scaled truncated normal; normal: N(0, init_std)");
     visit("init_std", init_std, "Standard deviation for init = normal", RealRange{1e-30});
@@ -195,7 +227,9 @@ struct EnumNames<QkNormKind> {
 template <>
 struct EnumNames<RopeScalingKind> {
   static constexpr EnumName<RopeScalingKind> kAll[] = {{RopeScalingKind::kNone, "none"},
-                                                       {RopeScalingKind::kLlama3, "llama3"}};
+                                                       {RopeScalingKind::kLlama3, "llama3"},
+                                                       {RopeScalingKind::kLinear, "linear"},
+                                                       {RopeScalingKind::kYarn, "yarn"}};
 };
 template <>
 struct EnumNames<InitKind> {

@@ -1,5 +1,8 @@
 #include "model/pass.h"
 
+#include <algorithm>
+#include <vector>
+
 #include "kernels/ops/grad_norm.h"
 
 namespace parka {
@@ -13,18 +16,23 @@ Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, co
                   const BatchShape& shape, int64_t logits_chunk_tokens, BufferScope&& scope)
     : precision_(precision),
       max_shape_(shape),
+      window_(model.sliding_window),
       head_unit_(table.head_unit()),
       stack_(model, table, kDecoder, table.block_unit(0), scope),
       embedding_(model, table, scope),
       head_(model, table, logits_chunk_tokens, scope) {
   if (shape.separate_documents) first_keys_ = scope.batch("first_keys", DType::kI32, {scope.tokens()});
+  if (window_ > 0 && window_ < shape.sequence_length) {
+    windowed_first_keys_ = scope.batch("windowed_first_keys", DType::kI32, {scope.tokens()});
+  }
 }
 
-void Model::Pass::bind(Device& device, const Arena& arena, const ModelWeights& weights, const TensorView& cos_sin) {
+void Model::Pass::bind(Device& device, const Arena& arena, const ModelWeights& weights,
+                       const RotaryTables& tables) {
   stack_.bind(device, arena);
   arena_ = &arena;
   weights_ = &weights;
-  cos_sin_ = cos_sin;
+  tables_ = tables;
 }
 
 StepContext Model::Pass::load(Device& device, const Batch& batch, bool keep) const {
@@ -35,18 +43,38 @@ StepContext Model::Pass::load(Device& device, const Batch& batch, bool keep) con
   StepContext step{.device = device, .arena = *arena_, .weights = *weights_, .hooks = hooks_};
   step.shape = shape;
   step.keep = keep;
-  step.rotations = cos_sin_.rows(0, shape.sequence_length);
-  if (shape.separate_documents) {
-    PARKA_REQUIRE(max_shape_.separate_documents);
-    step.first_keys = step.vector(first_keys_, step.num_tokens());
-  }
+  PARKA_REQUIRE(!shape.separate_documents || max_shape_.separate_documents);
+  step.positions.rotations = tables_.full.rows(0, shape.sequence_length);
+  step.windowed_positions.rotations = tables_.windowed.rows(0, shape.sequence_length);
+  load_first_keys(step, batch.first_keys);
   if (device.op_recorder() != nullptr) return step;  // its memory is never read
   embedding_.load(step, batch.tokens);
   head_.load(step, batch.targets);
-  if (shape.separate_documents) {
-    device.copy_to_device(step.first_keys.data, batch.first_keys, step.first_keys.bytes());
-  }
   return step;
+}
+
+// Windows that are not shorter than the sequences leave what documents do: nothing, mostly, for which attention has
+// faster kernels.
+void Model::Pass::load_first_keys(StepContext& step, const int32_t* of_documents) const {
+  const int64_t T = step.num_tokens(), S = step.shape.sequence_length;
+  const bool is_recorded = step.device.op_recorder() != nullptr;
+  TensorView &full = step.positions.first_keys, &windowed = step.windowed_positions.first_keys;
+  if (of_documents != nullptr) {
+    full = step.vector(first_keys_, T);
+    if (!is_recorded) step.device.copy_to_device(full.data, of_documents, full.bytes());
+  }
+  if (window_ == 0 || window_ >= S) {
+    windowed = full;
+    return;
+  }
+  windowed = step.vector(windowed_first_keys_, T);
+  if (is_recorded) return;
+  std::vector<int32_t> first_keys(static_cast<size_t>(T));
+  for (int64_t t = 0; t < T; ++t) {
+    const auto of_window = static_cast<int32_t>(std::max<int64_t>(t % S - window_ + 1, 0));
+    first_keys[t] = of_documents == nullptr ? of_window : std::max(of_window, of_documents[t]);
+  }
+  step.device.copy_to_device(windowed.data, first_keys.data(), windowed.bytes());
 }
 
 void Model::Pass::forward(const StepContext& step) const {

@@ -15,8 +15,11 @@ class Model::Pass {
   Pass(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
        const BatchShape& shape, int64_t logits_chunk_tokens, BufferScope::Purpose purpose, MemoryPlan& plan);
 
-  // The arguments must outlive the pass. `cos_sin` is the rotary table, [S, D].
-  void bind(Device& device, const Arena& arena, const ModelWeights& weights, const TensorView& cos_sin);
+  // The arguments must outlive the pass. `tables` are the rotary tables, [S, D].
+  struct RotaryTables {
+    TensorView full, windowed;  // of blocks of full attention, and with a window; may be the same
+  };
+  void bind(Device& device, const Arena& arena, const ModelWeights& weights, const RotaryTables& tables);
 
   const PrecisionConfig& precision() const { return precision_; }
   const ActivationOffload& offload() const { return stack_.offload(); }
@@ -54,19 +57,23 @@ class Model::Pass {
   Pass(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
        const BatchShape& shape, int64_t logits_chunk_tokens, BufferScope&& scope);
 
+  void load_first_keys(StepContext& step, const int32_t* of_documents) const;
+
   PrecisionConfig precision_;
   BatchShape max_shape_;
+  int64_t window_;  // model.sliding_window
   int head_unit_;
   Stack stack_;
   Embedding embedding_;
   Head head_;
-  TensorId first_keys_;  // [T] int32 see AttentionForward; only where documents may be separate
+  // [T] int32 see AttentionForward: where documents may be separate; where a window is shorter than sequences.
+  TensorId first_keys_, windowed_first_keys_;
   SampleBuffers telemetry_;
 
   const Arena* arena_ = nullptr;
   const ModelWeights* weights_ = nullptr;
   UnitHooks* hooks_ = nullptr;
-  TensorView cos_sin_;
+  RotaryTables tables_;
 };
 
 }  // namespace parka

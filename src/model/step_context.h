@@ -12,6 +12,12 @@
 
 namespace parka {
 
+// What attention is told of the rows' positions.
+struct Positions {
+  TensorView rotations = {};   // [S, D] the rotary table by positions; by rows with attends_to_cache()
+  TensorView first_keys = {};  // [T] int32, see AttentionForward; empty: rows see their sequence from its beginning
+};
+
 // What layers are told of the batch at hand, and where their tensors are. A view of buffers is cut to this batch,
 // which may be shorter than the largest. Made by whoever loads the batch; layers keep nothing of it.
 struct StepContext {
@@ -22,9 +28,9 @@ struct StepContext {
   Samples samples = {};
 
   BatchShape shape = {};
-  bool keep = false;           // forward is to leave what backward needs
-  TensorView rotations = {};   // [S, D] the rotary table by positions; by rows with attends_to_cache()
-  TensorView first_keys = {};  // [T] int32, see AttentionForward; empty unless documents are separate
+  bool keep = false;                  // forward is to leave what backward needs
+  Positions positions = {};           // in blocks of full attention
+  Positions windowed_positions = {};  // in blocks with a window
 
   // Generation: forward appends the rows' keys and values to the cache.
   const KvCache* cache = nullptr;  // nullptr: they go nowhere

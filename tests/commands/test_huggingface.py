@@ -10,7 +10,8 @@ import unittest
 from parka_runs import PROGRAM, RunFolder, metrics, parka, tree_digest, write_tokens
 
 FIXTURES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures", "huggingface")
-NAMES = ["llama_mha", "llama3_gqa", "llama_tied", "olmo_untied", "olmo_tied"]
+NAMES = ["llama_mha", "llama3_gqa", "llama_tied", "olmo_untied", "olmo_tied", "mistral_window", "mistral_full", "llama_yarn",
+         "llama_linear"]
 
 try:
     import torch
@@ -309,7 +310,7 @@ class Transformers(HuggingFace):
         for name in NAMES:
             with self.subTest(name):
                 self.use(name)
-                tokens = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(1))  # the smallest vocabulary
+                tokens = torch.randint(0, 53, (2, 40), generator=torch.Generator().manual_seed(1))  # the smallest vocabulary
                 want = self.logits(self.model, tokens)
                 imported = self.import_model(f"imported_{name}")
                 for arguments in ((), ("--dtype", "fp32"), ("--shard-size", "20KB")):
@@ -337,20 +338,28 @@ class Transformers(HuggingFace):
                         self.assertEqual(tree_digest(got, only), tree_digest(want, only))
 
     def test_loads_a_model_that_was_never_imported(self):
-        for norm, eps in (("rmsnorm", 1e-6), ("layernorm", 1e-5)):
-            with self.subTest(norm):
+        llama3 = {"kind": "llama3", "factor": 4, "original_length": 8}
+        yarn = {"kind": "yarn", "factor": 4, "original_length": 64, "beta_fast": 8, "truncate": False}
+        for name, norm, eps, changes in (("llama", "rmsnorm", 1e-6, {"rope_scaling": llama3}),
+                                         ("olmo", "layernorm", 1e-5, {"rope_scaling": llama3}),
+                                         ("mistral", "rmsnorm", 1e-6, {"sliding_window": 5}),
+                                         ("llama", "rmsnorm", 1e-5, {"rope_scaling": {"kind": "linear", "factor": 3}}),
+                                         ("llama", "rmsnorm", 1e-5, {"rope_scaling": yarn})):
+            with self.subTest(name=name, changes=changes):
+                run = self.path(f"run_{name}_{eps}_{len(str(changes))}")
                 config = {"device": {"kind": "cpu"},
                           "model": {"vocab_size": 64, "d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ffn": 48,
-                                    "norm": norm, "norm_eps": eps, "tie_embeddings": norm == "layernorm",
-                                    "rope_scaling": {"kind": "llama3", "factor": 4, "original_length": 8}},
+                                    "norm": norm, "norm_eps": eps, "tie_embeddings": norm == "layernorm", **changes},
                           "precision": {"recipe": "fp32"},
                           "data": {"train": [self.path("a.npy")], "eval": [self.path("held_out.npy")], "sequence_length": 16},
                           "training": {"steps": 3, "global_batch_size": 4, "micro_batch_size": 2},
-                          "checkpoint": {"folder": self.path(f"run_{norm}")}}
+                          "checkpoint": {"folder": run}}
                 self.assert_exit(parka("train", self.write_config(config)), 0)
-                out = self.path(f"exported_{norm}")
-                self.assert_exit(parka("export", self.path(f"run_{norm}"), "--out", out), 0)
-                result = parka("eval", self.path(f"run_{norm}"), "--json")
+                out = run.replace("run_", "exported_")
+                self.assert_exit(parka("export", run, "--out", out), 0)
+                with open(f"{out}/config.json", encoding="utf-8") as file:
+                    self.assertEqual(json.load(file)["model_type"], name)
+                result = parka("eval", run, "--json")
                 with open(self.path("held_out.npy"), "rb") as file:
                     tokens = torch.frombuffer(bytearray(file.read()), dtype=torch.int16).long().reshape(-1, 16)
                 logits = self.logits(out, tokens)

@@ -262,6 +262,41 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
          c.model.rope_scaling.low_frequency_factor = 4;
        },
        "model.rope_scaling.low_frequency_factor = 4 is not less than high_frequency_factor = 4"},
+      {[](Config& c) {
+         c.model.rope_scaling.kind = RopeScalingKind::kYarn;
+         c.model.rope_scaling.beta_slow = 33;
+       },
+       "model.rope_scaling.beta_slow = 33 is more than beta_fast = 32"},
+      {[](Config& c) {
+         c.model.rope_scaling.kind = RopeScalingKind::kYarn;
+         c.model.rope_theta = 1;
+       },
+       "model.rope_theta = 1 to be more than 1"},
+      {[](Config& c) { c.model.full_attention_every = 2; },
+       "model.full_attention_every = 2 has no meaning without model.sliding_window"},
+      {[](Config& c) { c.model.local_rope_theta = 100; },
+       "model.local_rope_theta = 100 has no meaning without model.sliding_window"},
+      {[](Config& c) { c.model.local_rope_theta = 0.5; }, "model.local_rope_theta = 0.5 is less than 1"},
+      {[](Config& c) {
+         c.model.sliding_window = 8;
+         c.model.full_attention_every = 1;
+       },
+       "model.full_attention_every = 1 leaves no block to model.sliding_window"},
+      {[](Config& c) {
+         c.model.sliding_window = 8;
+         c.model.full_attention_every = c.model.num_layers + 1;
+       },
+       "so no block has full attention; set it to 0"},
+      {[](Config& c) {
+         c.model.sliding_window = 8;
+         c.model.local_rope_theta = 100;
+       },
+       "model.local_rope_theta = 100 has no meaning where all blocks have a window"},
+      {[](Config& c) {
+         c.model.sliding_window = 8;
+         c.model.rope_scaling.kind = RopeScalingKind::kLinear;
+       },
+       "model.rope_scaling.kind = linear scales no block where all have a window"},
       {[](Config& c) { c.model.num_kv_heads = 3; }, "model.num_kv_heads = 3 does not divide model.num_heads = 4"},
       {[](Config& c) { c.model.num_kv_heads = 8; }, "model.num_kv_heads = 8 does not divide model.num_heads = 4"},
       {[](Config& c) {

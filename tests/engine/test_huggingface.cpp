@@ -26,7 +26,8 @@ namespace {
 namespace fs = std::filesystem;
 
 const std::string kFixtures = std::string(PARKA_SOURCE_DIR) + "/tests/fixtures/huggingface/";
-const char* const kNames[] = {"llama_mha", "llama3_gqa", "llama_tied", "olmo_untied", "olmo_tied"};
+const char* const kNames[] = {"llama_mha",      "llama3_gqa",   "llama_tied", "olmo_untied", "olmo_tied",
+                              "mistral_window", "mistral_full", "llama_yarn", "llama_linear"};
 
 struct Expected {
   BatchShape shape;
@@ -309,9 +310,9 @@ TEST_CASE("a model is exported as a family that can say all of it", "[engine][hu
   CHECK(message_of([&] { choose_family(model, "olmo", nullptr, "here"); }) ==
         "here: --family olmo has model.norm = \"layernorm\", not \"rmsnorm\"; name another family, or leave out "
         "--family");
-  CHECK(
-      message_of([&] { choose_family(model, "gpt2", nullptr, "here"); }) ==
-      "--family gpt2 is not known; llama (LlamaForCausalLM), qwen3 (Qwen3ForCausalLM), olmo (OlmoForCausalLM) are");
+  CHECK(message_of([&] { choose_family(model, "gpt2", nullptr, "here"); }) ==
+        "--family gpt2 is not known; llama (LlamaForCausalLM), mistral (MistralForCausalLM), qwen3 "
+        "(Qwen3ForCausalLM), olmo (OlmoForCausalLM) are");
 
   // transformers' OLMo has one epsilon and no key for it.
   model.norm = NormKind::kLayerNorm;
@@ -319,7 +320,7 @@ TEST_CASE("a model is exported as a family that can say all of it", "[engine][hu
   CHECK(
       message_of([&] { choose_family(model, "", &olmo, "here"); }) ==
       "here: no supported Hugging Face family can express this model: llama has model.norm = \"rmsnorm\", not "
-      "\"layernorm\"; qwen3 has model.norm = \"rmsnorm\", not \"layernorm\", and model.qk_norm = \"per_head\", not "
+      "\"layernorm\"; mistral has model.norm = \"rmsnorm\", not \"layernorm\"; qwen3 has model.norm = \"rmsnorm\", not \"layernorm\", and model.qk_norm = \"per_head\", not "
       "\"none\"; olmo has model.norm_eps = 1e-05, not 0.25; train one with the values of a family");
   CHECK_THROWS_AS(make_huggingface_config({&olmo, model, 2048}, DType::kBF16, nullptr), Error);
 }
@@ -524,7 +525,7 @@ TEST_CASE("config.json that Parka cannot compute is refused with what is the mat
     const char* patch;
     const char* says;
   } cases[] = {
-      {R"({"model_type": "mistral"})", "model_type \"mistral\""},
+      {R"({"model_type": "gpt2"})", "model_type \"gpt2\""},
       {R"({"architectures": ["LlamaForSequenceClassification"]})", "LlamaForSequenceClassification"},
       {R"({"attention_bias": true})", "attention_bias"},
       {R"({"mlp_bias": true})", "mlp_bias"},
@@ -533,8 +534,13 @@ TEST_CASE("config.json that Parka cannot compute is refused with what is the mat
       {R"({"clip_qkv": 8.0})", "clip_qkv = 8.0"},
       {R"({"sliding_window": 4096})", "sliding_window = 4096"},
       {R"({"quantization_config": {"bits": 4}})", "quantization_config"},
-      {R"({"rope_parameters": {"rope_type": "yarn"}})", "rope_type = \"yarn\""},
-      {R"({"rope_scaling": {"type": "linear", "factor": 2.0}})", "rope_type = \"linear\""},
+      {R"({"rope_parameters": {"rope_type": "longrope"}})", "rope_type = \"longrope\""},
+      {R"({"rope_scaling": {"type": "dynamic", "factor": 2.0}})", "rope_type = \"dynamic\""},
+      {R"({"rope_scaling": {"type": "linear"}})", "has no factor"},
+      {R"({"rope_parameters": {"rope_type": "yarn", "beta_slow": 33}})", "beta_slow = 33"},
+      {R"({"rope_parameters": {"rope_type": "yarn", "attention_factor": 0}})", "attention_factor = 0"},
+      {R"({"rope_parameters": {"rope_type": "yarn", "truncate": 1}})", "truncate: expected true or false"},
+      {R"({"original_max_position_embeddings": 8})", "original_max_position_embeddings"},
       {R"({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}})", "low_freq_factor"},
       {R"({"rope_parameters": {"low_freq_factor": 4.0}})", "low_frequency_factor = 4"},
       {R"({"partial_rotary_factor": 0.5})", "partial_rotary_factor = 0.5"},
@@ -579,4 +585,152 @@ TEST_CASE("config.json of transformers 4 means the same as that of transformers 
   const ModelConfig plain = parse_huggingface_config(config, "test").model;
   CHECK(plain.rope_theta == 500000);
   CHECK(plain.rope_scaling.kind == RopeScalingKind::kNone);
+}
+
+TEST_CASE("rope_type yarn says all that transformers reads", "[engine][huggingface]") {
+  auto config = nlohmann::json::parse(read_file(kFixtures + "llama_yarn/config.json"));
+  const auto read = [&](const char* patch) {
+    nlohmann::json changed = config;
+    changed["rope_parameters"].merge_patch(nlohmann::json::parse(patch));
+    return parse_huggingface_config(changed, "test").model.rope_scaling;
+  };
+  RopeScalingConfig want;
+  want.kind = RopeScalingKind::kYarn;
+  want.factor = 4;
+  want.original_length = 16;
+  CHECK(read("{}") == want);
+  CHECK(read(R"({"beta_fast": 0, "beta_slow": null})") == want);
+  CHECK(read(R"({"original_max_position_embeddings": null})").original_length == 64);  // max_position_embeddings
+  CHECK(read(R"({"mscale": 0.5})") == want);
+  CHECK(std::abs(read(R"({"mscale": 0.5, "mscale_all_dim": 2})").attention_factor -
+                 (0.05 * std::log(4.0) + 1) / (0.2 * std::log(4.0) + 1)) < 1e-15);
+  want.beta_fast = 20;
+  want.beta_slow = 2.5;
+  want.attention_factor = 1.25;
+  want.truncate = false;
+  CHECK(read(R"({"beta_fast": 20, "beta_slow": 2.5, "attention_factor": 1.25, "truncate": false, "mscale": 3})") ==
+        want);
+}
+
+TEST_CASE("scalings and windows are written so that they are read back", "[engine][huggingface]") {
+  ModelConfig model = {.vocab_size = 300, .d_model = 64, .num_layers = 3, .num_heads = 8, .d_ffn = 96};
+  model.num_kv_heads = 2;
+  model.norm = NormKind::kRmsNorm;
+  model.tie_embeddings = false;
+  model.init = InitKind::kNormal;
+  const auto written_as = [&](const char* family_name) {
+    const HuggingFaceFamily& family = choose_family(model, "", nullptr, "here");
+    CHECK(family.model_type == family_name);
+    const auto json = nlohmann::json::parse(make_huggingface_config({&family, model, 777}, DType::kBF16, nullptr));
+    CHECK(parse_huggingface_config(json, "test").model == model);
+    return json;
+  };
+  model.rope_scaling.kind = RopeScalingKind::kLinear;
+  model.rope_scaling.factor = 2.5;
+  CHECK(written_as("llama").at("rope_scaling") == nlohmann::json{{"factor", 2.5}, {"rope_type", "linear"}});
+  model.rope_scaling.kind = RopeScalingKind::kYarn;
+  CHECK(written_as("llama").at("rope_scaling").size() == 5);
+  model.rope_scaling.attention_factor = 1.5;
+  model.rope_scaling.truncate = false;
+  model.rope_scaling.beta_fast = 17;
+  CHECK(written_as("llama").at("rope_scaling").at("truncate") == false);
+  model.rope_scaling = {};
+  model.sliding_window = 12;
+  CHECK(written_as("mistral").at("sliding_window") == 12);
+  const auto family_of = [&](const char* name) { return *find_family(name, huggingface_families()); };
+  CHECK(family_problems(family_of("llama"), model) == std::vector<std::string>{"model.sliding_window = 0, not 12"});
+  model.full_attention_every = 2;
+  CHECK(family_problems(family_of("mistral"), model) ==
+        std::vector<std::string>{"model.full_attention_every = 0, not 2"});
+}
+
+TEST_CASE("a Mistral config.json without a window is one of 4096, with null of none", "[engine][huggingface]") {
+  auto config = nlohmann::json::parse(read_file(kFixtures + "mistral_window/config.json"));
+  CHECK(parse_huggingface_config(config, "test").model.sliding_window == 7);
+  config["sliding_window"] = nullptr;
+  const HuggingFaceModel without = parse_huggingface_config(config, "test");
+  CHECK(without.model.sliding_window == 0);
+  CHECK(
+      nlohmann::json::parse(make_huggingface_config(without, DType::kF32, nullptr)).at("sliding_window").is_null());
+  config.erase("sliding_window");
+  CHECK(parse_huggingface_config(config, "test").model.sliding_window == 4096);
+  config["sliding_window"] = 0;
+  CHECK(message_of([&] { parse_huggingface_config(config, "test"); }).find("sliding_window: expected") !=
+        std::string::npos);
+  // transformers scales the angles of all its layers.
+  config["sliding_window"] = 7;
+  config["rope_parameters"] = {{"rope_type", "linear"}, {"factor", 2}};
+  CHECK(message_of([&] { parse_huggingface_config(config, "test"); }).find("model.rope_scaling.kind = linear") !=
+        std::string::npos);
+}
+
+// What OLMo 3 needs of it, with Llama's layers.
+TEST_CASE("layers of two types have windows and angles of their own", "[engine][huggingface]") {
+  std::vector<HuggingFaceFamily> families = {*find_family("mistral", huggingface_families())};
+  families[0].model_type = "two";
+  families[0].rope_theta = 5e5;
+  families[0].full_attention_every = 4;
+  const auto yarn = nlohmann::json::parse(
+      R"({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192,
+          "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0})");
+  nlohmann::json config = nlohmann::json::parse(read_file(kFixtures + "mistral_window/config.json"));
+  config["model_type"] = "two";
+  config["num_hidden_layers"] = 8;
+  config.erase("rope_parameters");
+  const auto read = [&] { return parse_huggingface_config(config, "here", families).model; };
+  const auto types = [&](const std::string& letters) {
+    nlohmann::json list;
+    for (const char letter : letters) list.push_back(letter == 'w' ? "sliding_attention" : "full_attention");
+    return list;
+  };
+  const auto written = [&](const ModelConfig& model) {
+    REQUIRE(family_problems(families[0], model).empty());
+    return nlohmann::json::parse(make_huggingface_config({&families[0], model, 777}, DType::kBF16, nullptr));
+  };
+
+  CHECK((read().sliding_window == 7 && read().full_attention_every == 4 && read().local_rope_theta == 0));
+  CHECK(read().rope_theta == 5e5);
+  const std::pair<const char*, int64_t> lists[] = {
+      {"wwwfwwwf", 4}, {"wfwfwfwf", 2}, {"wwwwwfww", 6}, {"wwwwwwww", 0}};
+  for (const auto& [letters, every] : lists) {
+    config["layer_types"] = types(letters);
+    CHECK(read().full_attention_every == every);
+    CHECK(written(read()).at("layer_types") == config["layer_types"]);
+    CHECK(parse_huggingface_config(written(read()), "again", families).model == read());
+  }
+  config["layer_types"] = types("ffffffff");
+  CHECK((read().full_attention_every == 0 && read().sliding_window == 0));
+  CHECK(parse_huggingface_config(written(read()), "again", families).model == read());
+  for (const char* letters : {"wwwfwwff", "fwwwfwww", "wwwf", "wwwfwwwfw"}) {
+    config["layer_types"] = types(letters);
+    CHECK(message_of(read).find("layer_types is not supported") != std::string::npos);
+  }
+  config["layer_types"] = types("wwwfwwwf");
+  config["sliding_window"] = nullptr;
+  CHECK(message_of(read).find("sliding_window is null") != std::string::npos);
+  config["sliding_window"] = 7;
+
+  // As transformers 4 writes it: of layers with full attention.
+  config["rope_theta"] = 1e4;
+  config["rope_scaling"] = yarn;
+  const ModelConfig scaled = read();
+  CHECK((scaled.rope_theta == 1e4 && scaled.local_rope_theta == 0));
+  CHECK(scaled.rope_scaling.kind == RopeScalingKind::kYarn);
+  CHECK((scaled.has_windowed_rotations() && scaled.windowed_rope_theta() == 1e4));
+  // As 5 does.
+  config.erase("rope_theta");
+  config.erase("rope_scaling");
+  config["rope_parameters"] = {{"full_attention", yarn}, {"sliding_attention", {{"rope_type", "default"}}}};
+  config["rope_parameters"]["full_attention"]["rope_theta"] = 1e4;
+  config["rope_parameters"]["sliding_attention"]["rope_theta"] = 1e4;
+  CHECK(read() == scaled);
+  CHECK(parse_huggingface_config(written(scaled), "again", families).model == scaled);
+  config["rope_parameters"]["sliding_attention"]["rope_theta"] = 500;
+  CHECK(read().local_rope_theta == 500);
+  CHECK(written(read()).at("rope_parameters").at("sliding_attention").at("rope_theta") == 500);
+  CHECK(parse_huggingface_config(written(read()), "again", families).model == read());
+  config["rope_parameters"]["sliding_attention"] = yarn;
+  CHECK(message_of(read).find("sliding_attention: rope_type = \"yarn\" is not supported") != std::string::npos);
+  config["rope_parameters"]["sliding_attention"] = 5;
+  CHECK(message_of(read).find("expected an object") != std::string::npos);
 }

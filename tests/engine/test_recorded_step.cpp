@@ -227,6 +227,32 @@ TEST_CASE("masks and documents are recorded as ranks queue them", "[engine][reco
   }
 }
 
+TEST_CASE("windows are recorded as they are queued, without the pairs that they leave out",
+          "[engine][recorded step]") {
+  for (const bool documents : {false, true}) {
+    CAPTURE(documents);
+    const TemporaryFolder folder;
+    Config config = step_config(folder.path().string(), "coat", 0, true, 2, 1);
+    config.model.sliding_window = 6;
+    config.model.full_attention_every = 4;
+    config.model.local_rope_theta = 100;
+    config.data.documents = documents ? DocumentMode::kSeparate : DocumentMode::kJoined;
+    if (documents) config.data.document_end = 7;
+    check_recording(config, 1);
+    double flop = 0;
+    const RecordedStep step = record_step(config, 1);
+    for (const RecordedStep::Part& part : step.parts) {
+      for (const RecordedStep::Work& work : part.work) {
+        const auto* op = std::get_if<RecordedOp>(&work);
+        if (op == nullptr || op->cost.products != Products::kAttentionForward) continue;
+        flop += op->cost.flop * static_cast<double>(part.times);
+      }
+    }
+    const double tokens = 2 * kStepSequence, full = kStepSequence / 2.0, windowed = 6 - 36 / (2.0 * kStepSequence);
+    CHECK(flop == 2 * 2 * 48 * tokens * (full + 3 * windowed));
+  }
+}
+
 TEST_CASE("the products of a recorded step are three of every weight matrix, and seven of attention",
           "[engine][recorded step]") {
   const TemporaryFolder folder;

@@ -30,6 +30,16 @@ inline int64_t first_key_of(const FirstKeys& first_keys, const AttentionShape& s
   return first_keys.empty() ? 0 : first_keys[static_cast<size_t>(b * s.S + i)];
 }
 
+// Each row sees `window` keys, its own included, and none before that of `others`.
+inline FirstKeys windowed(const AttentionShape& s, int64_t window, const FirstKeys& others = {}) {
+  FirstKeys keys;
+  for (int64_t row = 0; row < s.T(); ++row) {
+    const int64_t other = first_key_of(others, s, row / s.S, row % s.S);
+    keys.push_back(static_cast<int32_t>(std::max(row % s.S - window + 1, other)));
+  }
+  return keys;
+}
+
 using Doubles = std::vector<double>;
 inline Doubles to_doubles(const std::vector<float>& x) { return Doubles(x.begin(), x.end()); }
 

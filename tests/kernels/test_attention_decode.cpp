@@ -36,19 +36,22 @@ const std::vector<DecodeShape> kShapes = {{1, 1, 1, 1, 1, 1},    {2, 2, 9, 2, 2,
                                           {4, 4, 67, 4, 1, 48},  {5, 3, 256, 4, 4, 64}, {7, 4, 600, 4, 2, 128},
                                           {2, 2, 1100, 2, 1, 7}, {1, 2, 520, 3, 3, 200}};
 
-// Tensors of one call. The cache is poison wherever no row may look: beyond each row's position and in other slots.
+// Tensors of one call. The cache is poison wherever no row may look: beyond each row's position, before its window
+// and in other slots.
 struct Decode {
   DecodeShape s;
   DType dtype;
+  int64_t window;
   std::vector<int32_t> slots, positions;
   std::vector<float> x, before;  // qkv, and the cache without the rows' own keys and values
   TestTensor qkv, cache, slot, position, out, amax;
   Device& device;
   float scale;
 
-  Decode(Device& device_, const DecodeShape& s_, DType dtype_, float magnitude = 1.0f)
+  Decode(Device& device_, const DecodeShape& s_, DType dtype_, float magnitude = 1.0f, int64_t window_ = 0)
       : s(s_),
         dtype(dtype_),
+        window(window_),
         slots(static_cast<size_t>(s.T)),
         positions(static_cast<size_t>(s.T)),
         x(random_values(dtype, s.T * s.width(), 1, magnitude)),
@@ -62,6 +65,10 @@ struct Decode {
         device(device_),
         scale(1.0f / std::sqrt(static_cast<float>(s.D))) {}
 
+  int64_t first_key(int64_t t) const {
+    return window > 0 ? std::max<int64_t>(positions[t] + 1 - window, 0) : int64_t{0};
+  }
+
   // Slots in turn from the last one on; the first row is as far into its sequence as fits, and where two rows have
   // a slot in common the later row is the next token.
   const std::vector<float>& fill_before(float magnitude) {
@@ -73,14 +80,15 @@ struct Decode {
           static_cast<int32_t>(t == 0 ? s.L - 1 - (s.T - 1) / s.B : random % std::max<int64_t>(s.L - s.T, 1));
       if (t >= s.B) positions[t] = positions[t - s.B] + 1;
       if (t >= s.B) continue;
-      for (int64_t i = s.cached(slots[t], 0, 0); i < s.cached(slots[t], positions[t], 0); ++i) before[i] = old[i];
+      for (int64_t i = s.cached(slots[t], first_key(t), 0); i < s.cached(slots[t], positions[t], 0); ++i)
+        before[i] = old[i];
     }
     return before;
   }
 
   void run(int64_t max_keys) {
     cache_append(device, {qkv, cache, slot, position, s.H, s.Hkv});
-    attention_decode(device, {qkv, cache, slot, position, out, max_keys, s.H, s.Hkv, scale, amax});
+    attention_decode(device, {qkv, cache, slot, position, out, max_keys, s.H, s.Hkv, scale, amax, window});
   }
 
   // The cache as it has to be after the rows were appended.
@@ -104,11 +112,11 @@ struct Decode {
     float largest = 0;
     for (int64_t t = 0; t < s.T; ++t) {
       // The same as the last row of a sequence of its own.
-      const int64_t S = positions[t] + 1;
+      const int64_t first = first_key(t), S = positions[t] + 1 - first;
       const AttentionShape one{1, S, s.H, s.Hkv, s.D};
       Doubles sequence(static_cast<size_t>(S * one.width()));
       for (int64_t j = 0; j < S; ++j) {
-        const float* from = &kv[s.cached(slots[t], j, 0)];
+        const float* from = &kv[s.cached(slots[t], first + j, 0)];
         std::copy(from, from + s.kv_width(), &sequence[one.k(0, j, 0)]);
       }
       std::copy(&x[t * s.width()], &x[t * s.width()] + s.H * s.D, &sequence[one.q(0, S - 1, 0)]);
@@ -148,6 +156,17 @@ TEST_CASE("attention to a cache agrees with the double reference on random shape
   }
 }
 
+TEST_CASE("attention to a cache reads no further back than its window", "[kernels][attention][devices]") {
+  const int64_t window =
+      GENERATE(int64_t{1}, int64_t{7}, int64_t{255}, int64_t{256}, int64_t{257}, int64_t{590}, int64_t{5000});
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  CAPTURE(window, name_of(dtype));
+  for (Device* device : devices()) {
+    Decode(*device, {7, 4, 600, 4, 2, 16}, dtype, 1.0f, window).check();
+    Decode(*device, {2, 2, 9, 2, 2, 4}, dtype, 1.0f, window).check();
+  }
+}
+
 TEST_CASE("attention to a cache takes large scores", "[kernels][attention][devices]") {
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   // Scores of a few hundred: nearly all probability is on one key, in one piece.
@@ -156,16 +175,26 @@ TEST_CASE("attention to a cache takes large scores", "[kernels][attention][devic
 
 TEST_CASE("attention to a cache gives a row the same bits in any batch", "[kernels][attention][devices]") {
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const int64_t window = GENERATE(int64_t{0}, int64_t{300});
   for (Device* device : devices()) {
-    Decode all(*device, {4, 4, 700, 4, 2, 64}, dtype);
+    Decode all(*device, {4, 4, 700, 4, 2, 64}, dtype, 1.0f, window);
     all.run(700);
     const std::vector<float> together = all.out.host();
     const int64_t row = all.s.H * all.s.D;
     for (int64_t t = 0; t < all.s.T; ++t) {
       const TestTensor out(*device, dtype, {1, row});
       const int64_t keys = all.positions[t] + 1;
-      attention_decode(*device, {all.qkv.view().rows(t, 1), all.cache, all.slot.view().rows(t, 1),
-                                 all.position.view().rows(t, 1), out, keys, all.s.H, all.s.Hkv, all.scale});
+      attention_decode(*device, {all.qkv.view().rows(t, 1),
+                                 all.cache,
+                                 all.slot.view().rows(t, 1),
+                                 all.position.view().rows(t, 1),
+                                 out,
+                                 keys,
+                                 all.s.H,
+                                 all.s.Hkv,
+                                 all.scale,
+                                 {},
+                                 window});
       CHECK(out.host() == std::vector<float>(&together[t * row], &together[t * row] + row));
     }
   }
@@ -193,6 +222,9 @@ TEST_CASE("attention to a cache refuses what does not fit", "[kernels][attention
   bad = good;
   bad.max_keys = 3;  // a row is further than that
   CHECK(contains(decode_error(bad), "position < a.max_keys"));
+  bad = good;
+  bad.window = -1;
+  CHECK(contains(decode_error(bad), "a window of -1 keys"));
   bad = good;
   bad.num_kv_heads = 3;
   CHECK(contains(decode_error(bad), "do not share 3"));

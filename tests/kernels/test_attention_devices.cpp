@@ -31,6 +31,7 @@ struct Inputs {
   std::vector<float> qkv, d_out;
   float scale;
   FirstKeys first_keys = {};
+  int64_t window = 0;
 
   explicit Inputs(const AttentionShape& shape, float qkv_scale = 1.0f)
       : s(shape),
@@ -57,10 +58,11 @@ Results run(Device& device, const Inputs& in, DType dtype, int64_t scratch_size)
   const std::vector<float> keys(in.first_keys.begin(), in.first_keys.end());
   const TestTensor first_key(device, DType::kI32, {s.T()}, keys);
   const TensorView first = in.first_keys.empty() ? TensorView() : first_key.view();
-  attention_forward(device, {qkv, out, lse, s.S, s.H, s.Hkv, in.scale, {}, first});
+  attention_forward(device, {qkv, out, lse, s.S, s.H, s.Hkv, in.scale, {}, first, in.window});
   const TestTensor table(device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 1e4)),
       amax(device, DType::kF32, {1}), scratch(device, DType::kU8, {scratch_size});
-  attention_backward(device, {qkv, out, d_out, lse, d_qkv, s.S, s.H, s.Hkv, in.scale, first, table, amax, scratch});
+  attention_backward(
+      device, {qkv, out, d_out, lse, d_qkv, s.S, s.H, s.Hkv, in.scale, first, table, amax, scratch, in.window});
 
   Results r{out.host(), lse.host(), {}, {}, {}, {}, true};
   const std::vector<float> gradient = d_qkv.host();
@@ -180,6 +182,23 @@ TEST_CASE("attention on other devices keeps documents apart", "[kernels][attenti
   in.first_keys = one;
   in.first_keys.insert(in.first_keys.end(), other.begin(), other.end());
   CAPTURE(documents);
+  check_against_cpu(in, dtype);
+  for (Device* device : other_devices()) CHECK(run(*device, in, dtype).bytes == run(*device, in, dtype).bytes);
+}
+
+TEST_CASE("attention on other devices looks through a window", "[kernels][attention][devices][slow]") {
+  // One key, fewer than a tile has, one less, a tile, one more, several, all but one.
+  const int64_t window = GENERATE(int64_t{1}, int64_t{9}, int64_t{63}, int64_t{64}, int64_t{65}, int64_t{128},
+                                  int64_t{200}, int64_t{332});
+  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128});
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const bool documents = GENERATE(false, true);
+  Inputs in({2, 333, 4, 2, D});
+  FirstKeys begins;  // of documents of 77 tokens
+  for (int64_t row = 0; row < in.s.T(); ++row) begins.push_back(static_cast<int32_t>(row % in.s.S / 77 * 77));
+  in.first_keys = windowed(in.s, window, documents ? begins : FirstKeys());
+  in.window = window;
+  CAPTURE(window, documents);
   check_against_cpu(in, dtype);
   for (Device* device : other_devices()) CHECK(run(*device, in, dtype).bytes == run(*device, in, dtype).bytes);
 }

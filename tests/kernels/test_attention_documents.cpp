@@ -8,7 +8,7 @@
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 
-// Attention that stays within documents (first_key).
+// Attention that stays within documents, and within windows (first_key).
 using namespace parka;
 using namespace parka::test;
 
@@ -24,6 +24,7 @@ struct Inputs {
   std::vector<float> qkv, d_out;
   FirstKeys first_keys;
   float scale;
+  int64_t window = 0;
 
   Inputs(const AttentionShape& shape, DType type, uint64_t seed)
       : s(shape),
@@ -42,8 +43,9 @@ Results run(Device& device, const Inputs& in) {
   const std::vector<float> keys(in.first_keys.begin(), in.first_keys.end());
   const TestTensor first_key(device, DType::kI32, {s.T()}, keys);
   const TensorView first = in.first_keys.empty() ? TensorView() : first_key.view();
-  attention_forward(device, {qkv, out, lse, s.S, s.H, s.Hkv, in.scale, {}, first});
-  attention_backward(device, {qkv, out, d_out, lse, d_qkv, s.S, s.H, s.Hkv, in.scale, first});
+  attention_forward(device, {qkv, out, lse, s.S, s.H, s.Hkv, in.scale, {}, first, in.window});
+  attention_backward(device,
+                     {qkv, out, d_out, lse, d_qkv, s.S, s.H, s.Hkv, in.scale, first, {}, {}, {}, in.window});
   CHECK((out.guard_intact() && lse.guard_intact() && d_qkv.guard_intact()));
   return {out.host(), lse.host(), d_qkv.host()};
 }
@@ -74,6 +76,21 @@ Inputs cut(const Inputs& in, int64_t begin, int64_t length) {
   return part;
 }
 
+void check(const Inputs& in) {
+  const AttentionShape& s = in.s;
+  for (Device* device : devices()) {
+    const Results got = run(*device, in);
+    const double unit_p = device->kind() == DeviceKind::kCuda && in.dtype == DType::kBF16 ? 0x1p-8 : 0.0;
+    const ForwardReference forward = forward_reference(s, to_doubles(in.qkv), in.scale, unit_p, in.first_keys);
+    CHECK(count_wrong(got.out, forward.out, forward.out_bound, in.dtype) == 0);
+    CHECK(count_wrong(got.lse, forward.lse, forward.lse_bound, DType::kF32) == 0);
+    const BackwardReference backward =
+        backward_reference(s, to_doubles(in.qkv), to_doubles(got.out), to_doubles(in.d_out), to_doubles(got.lse),
+                           in.scale, unit_p, in.first_keys);
+    CHECK(count_wrong(got.d_qkv, backward.d_qkv, backward.bound, in.dtype) == 0);
+  }
+}
+
 TEST_CASE("attention within documents agrees with the double reference", "[kernels][attention]") {
   const AttentionShape s = GENERATE(AttentionShape{2, 131, 2, 1, 7}, AttentionShape{3, 67, 4, 2, 16},
                                     AttentionShape{1, 200, 2, 2, 64}, AttentionShape{1, 150, 4, 2, 128});
@@ -82,17 +99,39 @@ TEST_CASE("attention within documents agrees with the double reference", "[kerne
   CAPTURE(s.B, s.S, s.H, s.Hkv, s.D, name_of(dtype), seed);
   Inputs in(s, dtype, seed);
   in.first_keys = random_documents(s, seed);
-  for (Device* device : devices()) {
-    const Results got = run(*device, in);
-    const double unit_p = device->kind() == DeviceKind::kCuda && dtype == DType::kBF16 ? 0x1p-8 : 0.0;
-    const ForwardReference forward = forward_reference(s, to_doubles(in.qkv), in.scale, unit_p, in.first_keys);
-    CHECK(count_wrong(got.out, forward.out, forward.out_bound, dtype) == 0);
-    CHECK(count_wrong(got.lse, forward.lse, forward.lse_bound, DType::kF32) == 0);
-    const BackwardReference backward =
-        backward_reference(s, to_doubles(in.qkv), to_doubles(got.out), to_doubles(in.d_out), to_doubles(got.lse),
-                           in.scale, unit_p, in.first_keys);
-    CHECK(count_wrong(got.d_qkv, backward.d_qkv, backward.bound, dtype) == 0);
-  }
+  check(in);
+}
+
+TEST_CASE("attention through a window agrees with the double reference", "[kernels][attention]") {
+  const AttentionShape s = GENERATE(AttentionShape{3, 67, 4, 2, 16}, AttentionShape{1, 200, 2, 2, 64},
+                                    AttentionShape{1, 150, 4, 2, 128});
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  // One key, fewer than a tile has, a tile, more; no more than documents leave.
+  const int64_t window = GENERATE(int64_t{1}, int64_t{5}, int64_t{64}, int64_t{100}, int64_t{1000});
+  const bool documents = GENERATE(false, true);
+  CAPTURE(s.B, s.S, s.H, s.Hkv, s.D, name_of(dtype), window, documents);
+  Inputs in(s, dtype, 3);
+  in.first_keys = windowed(s, window, documents ? random_documents(s, 8) : FirstKeys());
+  in.window = window;
+  check(in);
+}
+
+TEST_CASE("the cost of attention through a window is that of the pairs of its band", "[kernels][attention]") {
+  const TestTensor qkv(cpu_device(), DType::kF32, {2 * 24, 3 * 8}), out(cpu_device(), DType::kF32, {2 * 24, 8});
+  const TestTensor lse(cpu_device(), DType::kF32, {2, 1, 24}), first(cpu_device(), DType::kI32, {2 * 24});
+  const auto forward = [&](int64_t window) {
+    return cost_of(AttentionForward{qkv, out, lse, 24, 1, 1, 1.0f, {}, first, window});
+  };
+  const auto backward = [&](int64_t window) {
+    return cost_of(AttentionBackward{qkv, out, out, lse, qkv, 24, 1, 1, 1.0f, first, {}, {}, {}, window});
+  };
+  const double causal = forward(0).flop;
+  CHECK(causal == 2 * 4 * 8 * (24 * 24 / 2));
+  CHECK(forward(24).flop == causal);
+  CHECK(forward(100).flop == causal);
+  CHECK(forward(6).flop == 2 * 4 * 8 * (6 * 24 - 6 * 6 / 2));
+  CHECK(backward(6).flop == 2.5 * forward(6).flop);
+  CHECK((forward(24).shape == "48 x 8" && forward(6).shape == "48 x 8, window 6"));
 }
 
 TEST_CASE("attention within documents is what each document alone gives", "[kernels][attention]") {
@@ -143,6 +182,12 @@ TEST_CASE("first keys that cannot be are refused", "[kernels][attention]") {
   }
   in.first_keys = {0, 1, 1, 3};
   CHECK_NOTHROW(run(cpu_device(), in));
+  in.window = 2;
+  CHECK_NOTHROW(run(cpu_device(), in));
+  in.window = 1;  // the third row sees two keys
+  CHECK_THROWS_AS(run(cpu_device(), in), Error);
+  in.first_keys.clear();
+  CHECK_THROWS_AS(run(cpu_device(), in), Error);
 }
 
 }  // namespace

@@ -119,9 +119,13 @@ TEST_CASE("attention_backward rotates the gradients of queries and keys back", "
       AttentionShape{2, 200, 3, 1, 64}, AttentionShape{2, 65, 2, 2, 128}, AttentionShape{1, 333, 4, 2, 128},
       AttentionShape{1, 9, 2, 1, 130}, AttentionShape{1, 20, 1, 1, 512});
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
-  const bool documents = GENERATE(false, true);
-  CAPTURE(s.B, s.S, s.H, s.Hkv, s.D, name_of(dtype), documents);
+  const bool documents = GENERATE(false, true), scaled = GENERATE(false, true);
+  CAPTURE(s.B, s.S, s.H, s.Hkv, s.D, name_of(dtype), documents, scaled);
   Inputs in(s, dtype);
+  // Where queries and keys were made larger on the way, their gradients are, too.
+  if (scaled) {
+    in.cos_sin = rope_table(s.S, s.D, 100.0, {.kind = RopeScalingKind::kYarn, .attention_factor = 1.7});
+  }
   if (documents) in.first_keys = documents_of(s, 30);
   for (Device* device : devices()) {
     CAPTURE(device->name());

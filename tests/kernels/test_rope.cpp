@@ -90,6 +90,64 @@ TEST_CASE("rope_table stretches low frequencies as Llama 3.1 does", "[kernels][r
   CHECK(between > 0);
 }
 
+TEST_CASE("rope_table divides all frequencies where scaling is linear", "[kernels][rope]") {
+  RopeScaling scaling = {.kind = RopeScalingKind::kLinear, .factor = 8.0};
+  const std::vector<float> scaled = rope_table(80, 12, 1e4, scaling), plain = rope_table(10, 12, 1e4);
+  int wrong = 0;
+  for (int s = 0; s < 10; ++s) {
+    for (int i = 0; i < 12; ++i) wrong += !(std::abs(scaled[8 * s * 12 + i] - plain[s * 12 + i]) <= 0x1p-23);
+  }
+  CHECK(wrong == 0);
+}
+
+// Of some pairs the frequencies and of all the factor that transformers 5.23 has.
+TEST_CASE("rope_table scales frequencies and sizes as transformers' YaRN", "[kernels][rope]") {
+  struct Case {
+    int D;
+    double theta;
+    RopeScaling scaling;
+    double amplitude;
+    std::vector<std::pair<int, double>> frequencies;
+  };
+  const auto yarn = [](double factor, int64_t length) {
+    return RopeScaling{.kind = RopeScalingKind::kYarn, .factor = factor, .original_length = length};
+  };
+  const double of_8 = 1.2079441541679836, of_4 = 1.138629436111989;
+  std::vector<Case> cases = {
+      // OLMo 3; the same in fractions of pairs.
+      {128,
+       5e5,
+       yarn(8, 8192),
+       of_8,
+       {{0, 1.0},
+        {16, 0.03760603070259094},
+        {32, 0.00039514785748906434},
+        {38, 5.165906986803748e-05},
+        {63, 3.068925877869333e-07}}},
+      {128, 5e5, yarn(8, 8192), of_8, {{16, 0.03760603070259094}, {32, 0.0003952386323362589}}},
+      // Most pairs make less than a turn; none makes one; all make more than 32.
+      {64, 1e4, yarn(4, 16), of_4, {{0, 1.0}, {8, 0.02500000037252903}, {31, 3.333803761051968e-05}}},
+      {64, 1e4, yarn(4, 4), of_4, {{8, 0.10000000149011612}, {31, 0.0001333521504420787}}},
+      {16, 100, yarn(4, 1000000), 1.5, {{2, 0.3162277638912201}, {7, 0.017782794311642647}}},
+  };
+  cases[1].scaling.truncate = false;
+  cases[2].scaling.beta_fast = 1.0;
+  cases[4].scaling.attention_factor = 1.5;
+  for (const Case& c : cases) {
+    const std::vector<float> table = rope_table(2, c.D, c.theta, c.scaling);
+    CAPTURE(c.D, c.scaling.original_length, c.scaling.truncate);
+    for (int i = 0; i < c.D / 2; ++i) {
+      CHECK(std::abs(table[i] - c.amplitude) <= 2e-7);  // position 0
+      CHECK(table[c.D / 2 + i] == 0);
+      CHECK(std::abs(std::hypot(table[c.D + i], table[c.D + c.D / 2 + i]) - c.amplitude) <= 3e-7);
+    }
+    for (const auto& [i, want] : c.frequencies) {
+      const double got = std::atan2(double{table[c.D + c.D / 2 + i]}, double{table[c.D + i]});
+      CHECK(std::abs(got - want) <= 1e-6 * want);
+    }
+  }
+}
+
 TEST_CASE("rope_forward rotates queries and keys and leaves values alone", "[kernels][rope]") {
   const Shape s = GENERATE(from_range(kShapes));
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);

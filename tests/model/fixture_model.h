@@ -18,6 +18,27 @@ struct Fixture {
   std::map<std::string, std::vector<float>> tensors;
 };
 
+template <typename Metadata>
+void read_rope_scaling(const Metadata& meta, RopeScaling& scaling) {
+  const auto read = [&](const std::string& key, double& value) {
+    if (meta.contains("rope_scaling." + key)) value = std::stod(meta.at("rope_scaling." + key));
+  };
+  scaling.kind = RopeScalingKind::kLlama3;
+  if (meta.contains("rope_scaling.type")) {
+    scaling.kind = meta.at("rope_scaling.type") == "yarn" ? RopeScalingKind::kYarn : RopeScalingKind::kLinear;
+  }
+  read("factor", scaling.factor);
+  read("low_freq_factor", scaling.low_frequency_factor);
+  read("high_freq_factor", scaling.high_frequency_factor);
+  read("beta_fast", scaling.beta_fast);
+  read("beta_slow", scaling.beta_slow);
+  read("attention_factor", scaling.attention_factor);
+  if (meta.contains("rope_scaling.truncate")) scaling.truncate = meta.at("rope_scaling.truncate") == "True";
+  if (meta.contains("rope_scaling.original_max_position_embeddings")) {
+    scaling.original_length = std::stoll(meta.at("rope_scaling.original_max_position_embeddings"));
+  }
+}
+
 inline Fixture load_fixture(const std::string& name) {
   const InputFile file(std::string(PARKA_SOURCE_DIR) + "/tests/fixtures/" + name + ".safetensors");
   const SafetensorsHeader header = read_safetensors_header(file);
@@ -35,13 +56,11 @@ inline Fixture load_fixture(const std::string& name) {
   c.rope_theta = std::stod(meta.at("rope_theta"));
   c.tie_embeddings = meta.at("tie_embeddings") == "true";
   if (meta.contains("head_dim")) c.given_head_dim = std::stoll(meta.at("head_dim"));
-  if (meta.contains("rope_scaling.factor")) {
-    c.rope_scaling.kind = RopeScalingKind::kLlama3;
-    c.rope_scaling.factor = std::stod(meta.at("rope_scaling.factor"));
-    c.rope_scaling.low_frequency_factor = std::stod(meta.at("rope_scaling.low_freq_factor"));
-    c.rope_scaling.high_frequency_factor = std::stod(meta.at("rope_scaling.high_freq_factor"));
-    c.rope_scaling.original_length = std::stoll(meta.at("rope_scaling.original_max_position_embeddings"));
-  }
+  if (meta.contains("rope_scaling.factor")) read_rope_scaling(meta, c.rope_scaling);
+  if (meta.contains("qk_norm")) c.qk_norm = QkNormKind::kPerHead;
+  if (meta.contains("sliding_window")) c.sliding_window = std::stoll(meta.at("sliding_window"));
+  if (meta.contains("full_attention_every")) c.full_attention_every = std::stoll(meta.at("full_attention_every"));
+  if (meta.contains("local_rope_theta")) c.local_rope_theta = std::stod(meta.at("local_rope_theta"));
   fixture.shape = {std::stoll(meta.at("batch")), std::stoll(meta.at("seq"))};
   for (const SafetensorsEntry& entry : header.tensors) {
     std::vector<std::byte> bytes(static_cast<size_t>(entry.num_bytes));
@@ -58,7 +77,8 @@ inline Fixture load_fixture(const std::string& name) {
   return fixture;
 }
 
-inline const char* const kFixtures[] = {"olmo_tied", "olmo_untied",    "llama_mha",
-                                        "llama_gqa", "llama_mqa_tied", "llama3_wide_heads"};
+inline const char* const kFixtures[] = {"olmo_tied",      "olmo_untied",       "llama_mha",      "llama_gqa",
+                                        "llama_mqa_tied", "llama3_wide_heads", "mistral_window", "llama_linear",
+                                        "llama_yarn",     "qwen3_windows"};
 
 }  // namespace parka::test

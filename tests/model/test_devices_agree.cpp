@@ -90,6 +90,31 @@ TEST_CASE("a GPU's loss and gradients of a whole model are those of the CPU", "[
   }
 }
 
+// Half the blocks look through a window: with tensor cores, as attention does within documents.
+TEST_CASE("a GPU's loss and gradients of a model with windows are those of the CPU", "[model][devices]") {
+  if (gpu() == nullptr) return;
+  const int64_t heads = GENERATE(int64_t{4}, int64_t{8}, int64_t{16}), window = GENERATE(int64_t{50}, int64_t{128});
+  ModelConfig config = config_of(NormKind::kRmsNorm, heads, heads / 2, QkNormKind::kNone);
+  config.sliding_window = window;
+  config.full_attention_every = 2;
+  config.local_rope_theta = 500;
+  config.rope_scaling.kind = RopeScalingKind::kYarn;
+  config.rope_scaling.original_length = 64;
+  const Result exact = run(config, precision_recipe(Recipe::kFp32), cpu_device());
+  const Result fp32 = run(config, precision_recipe(Recipe::kFp32), *gpu());
+  const Result cpu_bf16 = run(config, precision_recipe(Recipe::kBf16), cpu_device()),
+               gpu_bf16 = run(config, precision_recipe(Recipe::kBf16), *gpu());
+  CAPTURE(heads, window);
+  CHECK(distance(fp32.losses, exact.losses) < 1e-6);
+  CHECK(distance(gpu_bf16.losses, exact.losses) < 2e-3);
+  for (size_t p = 0; p < exact.gradients.size(); ++p) {
+    CAPTURE(p);
+    CHECK(distance(fp32.gradients[p], exact.gradients[p]) < 1e-5);
+    const double of_cpu = distance(cpu_bf16.gradients[p], exact.gradients[p]);
+    CHECK(distance(gpu_bf16.gradients[p], exact.gradients[p]) < 1.5 * of_cpu + 1e-3);
+  }
+}
+
 namespace {
 
 // Widths are multiples of 16, as FP8 tensor cores want them; of 128 only some.

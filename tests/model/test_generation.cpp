@@ -92,6 +92,16 @@ ModelConfig config_with(QkNormKind qk_norm) {
   return config;
 }
 
+// In every second block, with angles of its own.
+ModelConfig windowed_config() {
+  ModelConfig config = small_config();
+  config.sliding_window = 7;
+  config.full_attention_every = 2;
+  config.local_rope_theta = 100;
+  config.rope_scaling.kind = RopeScalingKind::kYarn;
+  return config;
+}
+
 std::vector<Tokens> random_prompts(const std::vector<int64_t>& lengths) {
   std::vector<Tokens> prompts;
   for (int64_t length : lengths) prompts.push_back(random_tokens(length, 97, 100 + prompts.size()));
@@ -130,11 +140,12 @@ TEST_CASE("logits with a cache are those of whole sequences in every recipe", "[
   const Recipe recipe = GENERATE(Recipe::kFp32, Recipe::kBf16, Recipe::kFp8Linear, Recipe::kFp8Block,
                                  Recipe::kCoatActivation, Recipe::kCoat, Recipe::kParka);
   const bool plain_evaluation = GENERATE(false, true);
-  const ModelConfig config = config_with(GENERATE(QkNormKind::kNone, QkNormKind::kPerHead, QkNormKind::kFull));
+  const ModelConfig config = GENERATE(config_with(QkNormKind::kNone), config_with(QkNormKind::kPerHead),
+                                      config_with(QkNormKind::kFull), windowed_config());
   PrecisionConfig precision = precision_recipe(recipe);
   if (plain_evaluation) precision.eval = EvalNumerics::kBf16;
   for (Device* device : devices()) {
-    CAPTURE(name_of(recipe), plain_evaluation, name_of(config.qk_norm), device->name());
+    CAPTURE(name_of(recipe), plain_evaluation, name_of(config.qk_norm), config.sliding_window, device->name());
     CachedModel m(config, precision, {4, 40}, *device);
     CachedModel fp32(config, precision_recipe(Recipe::kFp32), {4, 40}, *device);
     m.initialize(1);
@@ -193,7 +204,7 @@ TEST_CASE("what a sequence gets does not depend on the batch it is in", "[model]
 }
 
 TEST_CASE("a sequence longer than the cache goes on with its latest tokens", "[model][generation]") {
-  CachedModel m(small_config(), precision_recipe(Recipe::kFp32), {2, 16});
+  CachedModel m(GENERATE(small_config(), windowed_config()), precision_recipe(Recipe::kFp32), {2, 16});
   m.initialize(3);
   const std::vector<Tokens> prompts = random_prompts({3, 40});  // one is too long from the beginning
   const std::vector<Continuation> got = m.generate(prompts, greedy(30));

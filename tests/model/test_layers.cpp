@@ -89,9 +89,9 @@ struct Stacks {
     step.shape = kShape;
     step.keep = true;
     step.gradients = &gradients;
-    step.rotations = (*arena)[cos_sin_ids[which]];
+    step.positions.rotations = (*arena)[cos_sin_ids[which]];
     const int64_t numel = kShape.num_tokens() * one.config.d_model;
-    upload(device, step.rotations, random_normal(step.rotations.numel(), 5));
+    upload(device, step.positions.rotations, random_normal(step.positions.rotations.numel(), 5));
     upload(device, stack.input(step), random_normal(numel, seed));
     stack.forward(step);
     std::vector<float> all = download(device, stack.residual(step));

@@ -65,7 +65,7 @@ constexpr std::string_view kFixedOnResume[] = {
 constexpr std::string_view kFreeOnResume[] = {"model.init", "model.init_std"};
 
 // What weights keep their meaning under, if not all of it: longer contexts are trained with other angles.
-constexpr std::string_view kFreeOnInit[] = {"model.rope_theta", "model.rope_scaling."};
+constexpr std::string_view kFreeOnInit[] = {"model.rope_theta", "model.rope_scaling.", "model.local_rope_theta"};
 
 // Keys and sections that decide how long one GPU takes for a micro-batch and an update...
 constexpr std::string_view kSpeed[] = {
@@ -82,8 +82,9 @@ constexpr std::string_view kSpeed[] = {
     "device.gemm_tuning",
 };
 // ... but for these...
-constexpr std::string_view kNoSpeed[] = {"model.norm_eps", "model.rope_theta", "model.init",
-                                         "model.init_std", "precision.recipe", "precision.eval"};
+constexpr std::string_view kNoSpeed[] = {"model.norm_eps", "model.rope_theta", "model.local_rope_theta",
+                                         "model.init",     "model.init_std",   "precision.recipe",
+                                         "precision.eval"};
 // ... and what beside them decides how long a run of several takes for a step.
 constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies", "training.global_batch_size",
                                             "distributed."};
@@ -95,6 +96,26 @@ bool is_listed(const std::string& path, const std::string_view (&list)[N]) {
   });
 }
 
+// With defaults for the keys of other kinds of scaling.
+RopeScalingConfig used_keys(const RopeScalingConfig& s) {
+  RopeScalingConfig used;
+  used.kind = s.kind;
+  if (s.kind == RopeScalingKind::kNone) return used;
+  used.factor = s.factor;
+  if (s.kind == RopeScalingKind::kLinear) return used;
+  used.original_length = s.original_length;
+  if (s.kind == RopeScalingKind::kLlama3) {
+    used.low_frequency_factor = s.low_frequency_factor;
+    used.high_frequency_factor = s.high_frequency_factor;
+    return used;
+  }
+  used.beta_fast = s.beta_fast;
+  used.beta_slow = s.beta_slow;
+  used.attention_factor = s.attention_factor;
+  used.truncate = s.truncate;
+  return used;
+}
+
 // The same run written in one way only: defaults that stand for another key filled in, keys without effect set to
 // their defaults, and files by name, since a data set may move between folders.
 Config canonical(const Config& config) {
@@ -102,7 +123,8 @@ Config canonical(const Config& config) {
   Config c = config;
   c.model.num_kv_heads = c.model.kv_heads();
   c.model.given_head_dim = c.model.head_dim();
-  if (c.model.rope_scaling.kind == RopeScalingKind::kNone) c.model.rope_scaling = defaults.model.rope_scaling;
+  if (c.model.sliding_window > 0) c.model.local_rope_theta = c.model.windowed_rope_theta();
+  c.model.rope_scaling = used_keys(c.model.rope_scaling);
   if (c.model.init != InitKind::kNormal) c.model.init_std = defaults.model.init_std;
   if (!is_float8(c.optimizer.states)) {
     c.optimizer.exp_avg_format = defaults.optimizer.exp_avg_format;

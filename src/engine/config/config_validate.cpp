@@ -48,12 +48,56 @@ void check_heads(const ModelConfig& m) {
   }
 }
 
-void check_rope_scaling(const RopeScalingConfig& s) {
-  if (s.kind == RopeScalingKind::kNone || s.low_frequency_factor < s.high_frequency_factor) return;
-  throw_bad_input(
-      "model.rope_scaling.low_frequency_factor = {} is not less than high_frequency_factor = {}; change one of "
-      "them",
-      s.low_frequency_factor, s.high_frequency_factor);
+void check_rope_scaling(const ModelConfig& m) {
+  const RopeScalingConfig& s = m.rope_scaling;
+  if (s.kind == RopeScalingKind::kLlama3 && s.low_frequency_factor >= s.high_frequency_factor) {
+    throw_bad_input(
+        "model.rope_scaling.low_frequency_factor = {} is not less than high_frequency_factor = {}; change one of "
+        "them",
+        s.low_frequency_factor, s.high_frequency_factor);
+  }
+  if (s.kind != RopeScalingKind::kYarn) return;
+  if (s.beta_slow > s.beta_fast) {
+    throw_bad_input("model.rope_scaling.beta_slow = {} is more than beta_fast = {}; change one of them",
+                    s.beta_slow, s.beta_fast);
+  }
+  if (m.rope_theta <= 1) {
+    throw_bad_input(
+        "model.rope_scaling.kind = yarn needs frequencies that differ, so model.rope_theta = {} to be more than 1",
+        m.rope_theta);
+  }
+}
+
+void check_window(const ModelConfig& m) {
+  const auto refuse = [](std::string_view key, const auto& value, std::string_view why) {
+    throw_bad_input("model.{} = {} {}", key, value, why);
+  };
+  if (m.local_rope_theta > 0 && m.local_rope_theta < 1) {
+    refuse("local_rope_theta", m.local_rope_theta, "is less than 1; give 0 (as model.rope_theta) or at least 1");
+  }
+  if (m.sliding_window == 0) {
+    constexpr std::string_view kNoWindow = "has no meaning without model.sliding_window; set that, or 0 here";
+    if (m.full_attention_every != 0) refuse("full_attention_every", m.full_attention_every, kNoWindow);
+    if (m.local_rope_theta != 0) refuse("local_rope_theta", m.local_rope_theta, kNoWindow);
+    return;
+  }
+  if (m.full_attention_every == 1) {
+    refuse("full_attention_every", 1, "leaves no block to model.sliding_window; set one of them to 0");
+  }
+  if (m.full_attention_every > m.num_layers) {
+    refuse("full_attention_every", m.full_attention_every,
+           fmt::format("is more than model.num_layers = {}, so no block has full attention; set it to 0",
+                       m.num_layers));
+  }
+  if (m.full_attention_every != 0) return;
+  if (m.local_rope_theta != 0) {
+    refuse("local_rope_theta", m.local_rope_theta,
+           "has no meaning where all blocks have a window (full_attention_every = 0); set model.rope_theta");
+  }
+  if (m.rope_scaling.kind != RopeScalingKind::kNone) {
+    refuse("rope_scaling.kind", name_of(m.rope_scaling.kind),
+           "scales no block where all have a window (model.full_attention_every = 0); use kind = none");
+  }
 }
 
 // Bounds on what is later computed in 64-bit integers, far above any machine.
@@ -233,7 +277,8 @@ void check_data(const DataConfig& d, int64_t vocab_size) {
 void validate(const Config& config) {
   check_limits(config);
   check_heads(config.model);
-  check_rope_scaling(config.model.rope_scaling);
+  check_rope_scaling(config.model);
+  check_window(config.model);
   check_size(config);
   check_fp8_gemm(config);
   check_kept_activations(config.model, config.precision);

@@ -1,6 +1,7 @@
 #include "engine/huggingface/huggingface_config.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "core/error.h"
 #include "engine/config/config_io.h"
@@ -53,7 +54,10 @@ class Reader {
     return value->get<std::string>();
   }
   // Sets the key's field.
-  void read(const IntegerKey& key, ModelConfig& model) const { model.*key.field = integer(key.key, key.otherwise); }
+  void read(const IntegerKey& key, ModelConfig& model) const {
+    const bool is_null = has(key.key) && find(key.key) == nullptr;
+    model.*key.field = is_null && key.of_null ? *key.of_null : integer(key.key, key.otherwise);
+  }
   void read(const RealKey& key, ModelConfig& model) const { model.*key.field = number(key.key, key.otherwise); }
   void read(const FlagKey& key, ModelConfig& model) const { model.*key.field = flag(key.key, key.otherwise); }
 
@@ -91,38 +95,165 @@ void check_fixed_key(const Reader& config, const FixedKey& fixed) {
   config.fail("{} = {} is not supported; {} is", fixed.key, printable(value->dump()), usual.dump());
 }
 
+constexpr std::pair<RopeScalingKind, std::string_view> kRopeTypes[] = {{RopeScalingKind::kNone, "default"},
+                                                                       {RopeScalingKind::kLinear, "linear"},
+                                                                       {RopeScalingKind::kLlama3, "llama3"},
+                                                                       {RopeScalingKind::kYarn, "yarn"}};
+
+RopeScalingKind rope_type(const Reader& rope) {
+  const std::string type = rope.text("rope_type", rope.text("type", "default"));
+  for (const auto& [kind, name] : kRopeTypes) {
+    if (name == type) return kind;
+  }
+  rope.fail("rope_type = \"{}\" is not supported; default, linear, llama3 and yarn are", printable(type));
+}
+
+// Absent: 0.1 ln factor + 1, unless two other keys say what it is.
+double yarn_attention_factor(const Reader& rope, double factor) {
+  if (rope.find("attention_factor") != nullptr) {
+    const double given = rope.number("attention_factor");
+    if (given <= 0) rope.fail("attention_factor = {} is not supported; more than 0 is", given);
+    return given;
+  }
+  const double of_factor = rope.number("mscale", 0.0), of_all = rope.number("mscale_all_dim", 0.0);
+  if (of_factor == 0 || of_all == 0 || factor <= 1) return 0;
+  return (0.1 * of_factor * std::log(factor) + 1) / (0.1 * of_all * std::log(factor) + 1);
+}
+
+void read_rope_scaling(const Reader& rope, int64_t max_positions, RopeScalingConfig& scaling) {
+  if (rope.number("partial_rotary_factor", 1.0) != 1) {
+    rope.fail("partial_rotary_factor = {} is not supported; 1 is", rope.number("partial_rotary_factor"));
+  }
+  scaling.kind = rope_type(rope);
+  if (scaling.kind == RopeScalingKind::kNone) return;
+  scaling.factor = rope.number("factor");
+  if (scaling.kind == RopeScalingKind::kLinear) return;
+  if (scaling.kind == RopeScalingKind::kLlama3) {
+    scaling.low_frequency_factor = rope.number("low_freq_factor");
+    scaling.high_frequency_factor = rope.number("high_freq_factor");
+    scaling.original_length = rope.integer("original_max_position_embeddings");
+    return;
+  }
+  const RopeScaling usual;  // transformers takes 0 for an absent key here
+  scaling.beta_fast = rope.number("beta_fast", 0.0);
+  if (scaling.beta_fast == 0) scaling.beta_fast = usual.beta_fast;
+  scaling.beta_slow = rope.number("beta_slow", 0.0);
+  if (scaling.beta_slow == 0) scaling.beta_slow = usual.beta_slow;
+  scaling.attention_factor = yarn_attention_factor(rope, scaling.factor);
+  scaling.truncate = rope.flag("truncate", true);
+  scaling.original_length = rope.integer("original_max_position_embeddings", max_positions);
+}
+
 // Before version 5 of transformers: rope_theta, and rope_scaling or null. Since then: rope_parameters with both.
-void read_rope(const Reader& config, const std::string& where, double usual_theta, ModelConfig& model) {
-  model.rope_theta = config.number("rope_theta", usual_theta);
+void read_rope(const Reader& config, const std::string& where, const HuggingFaceModel& read, ModelConfig& model) {
+  model.rope_theta = config.number("rope_theta", read.family->rope_theta);
   const char* key = config.find("rope_scaling") != nullptr ? "rope_scaling" : "rope_parameters";
   const json* object = config.find(key);
   if (object == nullptr) return;
   if (!object->is_object()) config.fail("{}: expected an object, got {}", key, describe_json(*object));
   const Reader rope(*object, fmt::format("{}: {}", where, key));
   model.rope_theta = rope.number("rope_theta", model.rope_theta);
-  if (rope.number("partial_rotary_factor", 1.0) != 1) {
-    rope.fail("partial_rotary_factor = {} is not supported; 1 is", rope.number("partial_rotary_factor"));
-  }
-  const std::string type = rope.text("rope_type", rope.text("type", "default"));
-  if (type == "default") return;
-  if (type != "llama3") {
-    rope.fail("rope_type = \"{}\" is not supported; default and llama3 are", printable(type));
-  }
-  RopeScalingConfig& scaling = model.rope_scaling;
-  scaling.kind = RopeScalingKind::kLlama3;
-  scaling.factor = rope.number("factor");
-  scaling.low_frequency_factor = rope.number("low_freq_factor");
-  scaling.high_frequency_factor = rope.number("high_freq_factor");
-  scaling.original_length = rope.integer("original_max_position_embeddings");
+  read_rope_scaling(rope, read.max_positions, model.rope_scaling);
 }
 
-ordered_json rope_scaling_of(const RopeScalingConfig& scaling) {
+constexpr std::string_view kWindowed = "sliding_attention", kFull = "full_attention";
+
+// The same where layers are of two types. rope_parameters may have what belongs to each; otherwise theta is that of
+// both, and the scaling, as rope_scaling always is, of full attention.
+void read_rope_of_types(const Reader& config, const std::string& where, const HuggingFaceModel& read,
+                        ModelConfig& model) {
+  const double theta = config.number("rope_theta", read.family->rope_theta);
+  json full = json::object(), local;
+  const auto take = [&](const json* from, const std::string& name, json& to) {
+    if (from == nullptr) return;
+    if (!from->is_object()) config.fail("{}: expected an object, got {}", name, describe_json(*from));
+    to.update(*from);
+  };
+  if (const json* parameters = config.find("rope_parameters"); parameters != nullptr) {
+    const bool of_types = parameters->contains(kFull) || parameters->contains(kWindowed);
+    if (of_types) {
+      const Reader each(*parameters, where);
+      local = json::object();
+      take(each.find(kFull), fmt::format("rope_parameters: {}", kFull), full);
+      take(each.find(kWindowed), fmt::format("rope_parameters: {}", kWindowed), local);
+    } else {
+      take(parameters, "rope_parameters", full);
+    }
+  }
+  take(config.find("rope_scaling"), "rope_scaling", full);
+
+  const Reader of_full(full, fmt::format("{}: {}", where, kFull));
+  model.rope_theta = of_full.number("rope_theta", theta);
+  read_rope_scaling(of_full, read.max_positions, model.rope_scaling);
+  model.rope_scaling.truncate = true;  // transformers does not look for it there
+  if (local.is_null()) return;
+  const Reader of_local(local, fmt::format("{}: {}", where, kWindowed));
+  const double local_theta = of_local.number("rope_theta", theta);
+  if (local_theta != model.rope_theta) model.local_rope_theta = local_theta;
+  if (rope_type(of_local) != RopeScalingKind::kNone) {
+    of_local.fail("rope_type = \"{}\" is not supported; default is", of_local.text("rope_type", ""));
+  }
+}
+
+std::vector<std::string> layer_types_of(const ModelConfig& model) {
+  std::vector<std::string> types;
+  for (int64_t l = 0; l < model.num_layers; ++l) types.emplace_back(model.is_windowed(l) ? kWindowed : kFull);
+  return types;
+}
+
+// Sets full_attention_every, and no window where no layer has it.
+void read_layer_types(const Reader& config, int64_t usual_every, ModelConfig& model) {
+  const json* types = config.find("layer_types");
+  const int64_t window = model.sliding_window;
+  model.sliding_window = 1;  // any, while layers are compared
+  const auto is_like = [&](int64_t every) {
+    model.full_attention_every = every;
+    return json(layer_types_of(model)) == *types;
+  };
+  if (types == nullptr) {
+    model.full_attention_every = usual_every <= model.num_layers ? usual_every : 0;
+  } else {
+    int64_t every = 0;
+    while (every <= model.num_layers && !is_like(every)) ++every;
+    if (every > model.num_layers) {
+      config.fail("layer_types is not supported; one {} in every so many, counted from the first, is", kFull);
+    }
+  }
+  model.sliding_window = window;
+  if (model.full_attention_every == 1) {
+    model.full_attention_every = model.sliding_window = 0;
+  } else if (window == 0) {
+    config.fail("sliding_window is null, and layer_types has {}", kWindowed);
+  }
+}
+
+json rope_scaling_of(const RopeScalingConfig& scaling) {
   if (scaling.kind == RopeScalingKind::kNone) return nullptr;
-  return {{"factor", scaling.factor},
-          {"high_freq_factor", scaling.high_frequency_factor},
-          {"low_freq_factor", scaling.low_frequency_factor},
-          {"original_max_position_embeddings", scaling.original_length},
-          {"rope_type", "llama3"}};
+  const auto* type = std::find_if(std::begin(kRopeTypes), std::end(kRopeTypes),
+                                  [&](const auto& entry) { return entry.first == scaling.kind; });
+  json written = {{"factor", scaling.factor}, {"rope_type", type->second}};
+  if (scaling.kind == RopeScalingKind::kLinear) return written;
+  written["original_max_position_embeddings"] = scaling.original_length;
+  if (scaling.kind == RopeScalingKind::kLlama3) {
+    written["high_freq_factor"] = scaling.high_frequency_factor;
+    written["low_freq_factor"] = scaling.low_frequency_factor;
+    return written;
+  }
+  written["beta_fast"] = scaling.beta_fast;
+  written["beta_slow"] = scaling.beta_slow;
+  if (scaling.attention_factor > 0) written["attention_factor"] = scaling.attention_factor;
+  if (!scaling.truncate) written["truncate"] = false;
+  return written;
+}
+
+// Beside rope_theta and rope_scaling, from which version 5 of transformers takes no theta for layers with a window.
+void write_layer_types(const ModelConfig& model, json& config) {
+  json full = rope_scaling_of(model.rope_scaling);
+  if (full.is_null()) full = {{"rope_type", "default"}};
+  full["rope_theta"] = model.rope_theta;
+  config["rope_parameters"] = {
+      {kFull, full}, {kWindowed, {{"rope_theta", model.windowed_rope_theta()}, {"rope_type", "default"}}}};
+  config["layer_types"] = layer_types_of(model);
 }
 
 // Fields where 0 stands for what follows from others are spelled out.
@@ -132,6 +263,10 @@ void write_key(const ConfigKey<T>& key, const ModelConfig& model, json& config) 
   ModelConfig spelled_out = model;
   spelled_out.num_kv_heads = model.kv_heads();
   spelled_out.given_head_dim = model.head_dim();
+  if (key.of_null && spelled_out.*key.field == key.of_null) {
+    config[key.key] = nullptr;
+    return;
+  }
   config[key.key] = spelled_out.*key.field;
 }
 
@@ -152,8 +287,18 @@ HuggingFaceModel parse_huggingface_config(const json& root, const std::string& w
   }
   model.num_kv_heads = model.kv_heads();
   if (model.given_head_dim == model.d_model / model.num_heads) model.given_head_dim = 0;
-  read_rope(config, where, family.rope_theta, model);
   result.max_positions = config.integer("max_position_embeddings", family.max_positions);
+  if (family.full_attention_every > 0) {
+    read_layer_types(config, family.full_attention_every, model);
+    read_rope_of_types(config, where, result, model);
+  } else {
+    read_rope(config, where, result, model);
+  }
+  // transformers prefers it to that of the scaling.
+  if (model.rope_scaling.kind != RopeScalingKind::kNone &&
+      config.find("original_max_position_embeddings") != nullptr) {
+    config.fail("original_max_position_embeddings is supported in rope_parameters and rope_scaling only");
+  }
   Config whole;
   whole.model = model;
   try {
@@ -181,6 +326,7 @@ std::string make_huggingface_config(const HuggingFaceModel& described, DType dty
   for (const ModelKey& entry : family.keys) {
     std::visit([&](const auto& key) { write_key(key, model, config); }, entry);
   }
+  if (family.full_attention_every > 0) write_layer_types(model, config);
   // Null where nothing is known: an absent key would mean the ids of the family's own tokenizer.
   for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) {
     config[key] = origin != nullptr && origin->contains(key) ? origin->at(key) : json();

@@ -49,12 +49,13 @@ std::vector<FixedKey> fixed_keys(const std::vector<FixedKey>& own) {
       {"hidden_act", {"silu", "swish"}, Presence::kWritten},
       {"attention_dropout", {0.0}, Presence::kWritten},
       {"clip_qkv", {nullptr}},
-      {"sliding_window", {nullptr}},
       {"quantization_config", {nullptr}},
       {"partial_rotary_factor", {1.0}},
   };
   return merged(common, own, [](const FixedKey& entry) { return entry.key; });
 }
+
+const FixedKey kNoWindow = {"sliding_window", {nullptr}};
 
 // The matrices of a block in transformers' order, `in_attention` after those of attention, and `norms` at the end.
 std::vector<TensorNames::InBlock> tensors_in_block(const std::vector<TensorNames::InBlock>& norms,
@@ -78,7 +79,23 @@ std::vector<HuggingFaceFamily> make_families() {
           .architecture = "LlamaForCausalLM",
           .fixed = {.norm = NormKind::kRmsNorm, .init = InitKind::kNormal},
           .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6}}),
-          .fixed_keys = fixed_keys({{"mlp_bias", {false}, Presence::kWritten}}),
+          .fixed_keys = fixed_keys({{"mlp_bias", {false}, Presence::kWritten}, kNoWindow}),
+          .tensors = {.in_block = tensors_in_block({
+                          {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
+                          {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
+                      }),
+                      .final_norm = "model.norm.weight"},
+      },
+      {
+          // A window is that of all layers.
+          .model_type = "mistral",
+          .architecture = "MistralForCausalLM",
+          .fixed = {.norm = NormKind::kRmsNorm, .init = InitKind::kNormal},
+          .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
+                              IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads, 8, false, 0},
+                              IntegerKey{"sliding_window", &ModelConfig::sliding_window, 4096, false, 0}}),
+          .fixed_keys = fixed_keys({{"attention_bias", {false}}}),
+          .max_positions = 131072,
           .tensors = {.in_block = tensors_in_block({
                           {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
                           {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
@@ -94,7 +111,7 @@ std::vector<HuggingFaceFamily> make_families() {
           .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
                               IntegerKey{"head_dim", &ModelConfig::given_head_dim},
                               IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads}}),
-          .fixed_keys = fixed_keys({{"use_sliding_window", {false}, Presence::kWritten}}),
+          .fixed_keys = fixed_keys({{"use_sliding_window", {false}, Presence::kWritten}, kNoWindow}),
           .max_positions = 32768,
           .tensors = {.in_block = tensors_in_block(
                           {
@@ -114,7 +131,7 @@ std::vector<HuggingFaceFamily> make_families() {
           .fixed = {.norm = NormKind::kLayerNorm, .norm_eps = 1e-5, .init = InitKind::kNormal},
           .keys =
               model_keys({IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0, /*omitted_if_otherwise=*/true}}),
-          .fixed_keys = fixed_keys({}),
+          .fixed_keys = fixed_keys({kNoWindow}),
           .tensors = {.in_block = tensors_in_block({})},
       },
   };
@@ -128,6 +145,11 @@ ModelConfig read_back(const HuggingFaceFamily& family, const ModelConfig& model)
   }
   written.rope_theta = model.rope_theta;
   written.rope_scaling = model.rope_scaling;
+  if (family.full_attention_every > 0) {
+    written.full_attention_every = model.full_attention_every;
+    written.local_rope_theta = model.local_rope_theta;
+    written.rope_scaling.truncate = true;  // transformers has no key for it there
+  }
   written.init = model.init;  // the weights are there
   written.init_std = model.init_std;
   return written;

@@ -22,6 +22,7 @@ struct ConfigKey {
   T ModelConfig::*field;
   std::optional<T> otherwise = {};    // what transformers takes where the key is absent or null; nullopt: refused
   bool omitted_if_otherwise = false;  // whether an export leaves the key out where the field has that value
+  std::optional<T> of_null = {};      // what null stands for and is written for, where that is not `otherwise`
 };
 using IntegerKey = ConfigKey<int64_t>;  // 1 to kMaxDimension; `otherwise` may be 0 where the field may
 using RealKey = ConfigKey<double>;
@@ -79,6 +80,9 @@ struct HuggingFaceFamily {
   // What transformers takes where config.json has no such key.
   double rope_theta = 10000.0;
   int64_t max_positions = 2048;
+  // Of families with a list of `layer_types`, where one layer in so many has full attention if there is none, and
+  // with angles of each type: those of layers with a window are not scaled. 0: all layers are alike.
+  int64_t full_attention_every = 0;
   TensorNames tensors;
 };
 

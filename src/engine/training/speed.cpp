@@ -1,5 +1,6 @@
 #include "engine/training/speed.h"
 
+#include <algorithm>
 #include <string_view>
 
 namespace parka {
@@ -19,8 +20,10 @@ constexpr CardPeak kPeaks[] = {
 }  // namespace
 
 double flop_per_token(const ModelConfig& model, const ParameterTable& table, int64_t sequence_length) {
-  const double attention = static_cast<double>(model.num_layers) * static_cast<double>(sequence_length) *
-                           static_cast<double>(model.d_heads());
+  const double S = static_cast<double>(sequence_length), W = std::min(static_cast<double>(model.sliding_window), S);
+  double keys = 0;  // twice those of a query on average, of all layers
+  for (int64_t l = 0; l < model.num_layers; ++l) keys += model.is_windowed(l) ? W * (2 - W / S) : S;
+  const double attention = keys * static_cast<double>(model.d_heads());
   return 6.0 * static_cast<double>(table.num_compute_parameters()) + 6.0 * attention;
 }
 

@@ -46,8 +46,8 @@ class FirstKeys {
   const int32_t* of_sequence_;
 };
 
-// Before anything is written: the tiles rely on it.
-void check_first_keys(const TensorView& first_key, const Dims& dims) {
+// Before anything is written: the tiles rely on it, and the op's cost on its window.
+void check_first_keys(const TensorView& first_key, int64_t window, const Dims& dims) {
   if (first_key.empty()) return;
   for (int64_t b = 0; b < dims.B; ++b) {
     const FirstKeys first(first_key, dims, b);
@@ -55,6 +55,10 @@ void check_first_keys(const TensorView& first_key, const Dims& dims) {
       if (first[i] < (i == 0 ? 0 : first[i - 1]) || first[i] > i) {
         throw_internal("attention: first_key of position {} of sequence {} is {}, wanted {} to {}", i, b, first[i],
                        i == 0 ? 0 : first[i - 1], i);
+      }
+      if (window > 0 && i - first[i] >= window) {
+        throw_internal("attention: position {} of sequence {} attends to {} keys with a window of {}", i, b,
+                       i - first[i] + 1, window);
       }
     }
   }
@@ -174,7 +178,7 @@ void backward_group(const AttentionBackward& a, const Dims& dims, int64_t b, int
 
 void attention_forward(Device&, const AttentionForward& a) {
   const Dims dims(a);
-  check_first_keys(a.first_key, dims);
+  check_first_keys(a.first_key, a.window, dims);
   parallel_for(dims.B * dims.H, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) forward_head(a, dims, i / dims.H, i % dims.H);
   });
@@ -183,7 +187,7 @@ void attention_forward(Device&, const AttentionForward& a) {
 
 void attention_backward(Device&, const AttentionBackward& a) {
   const Dims dims(a);
-  check_first_keys(a.first_key, dims);
+  check_first_keys(a.first_key, a.window, dims);
   parallel_for(dims.B * dims.Hkv, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) backward_group(a, dims, i / dims.Hkv, i % dims.Hkv);
   });

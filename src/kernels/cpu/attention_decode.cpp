@@ -26,12 +26,12 @@ struct Dims {
   }
 };
 
-// The keys or values of one head of the first `count` tokens, [count, D].
-std::vector<float> load_cached(const TensorView& cache, const Dims& dims, int64_t slot, int64_t head,
+// The keys or values of one head of `count` tokens from `first` on, [count, D].
+std::vector<float> load_cached(const TensorView& cache, const Dims& dims, int64_t slot, int64_t head, int64_t first,
                                int64_t count) {
   std::vector<float> rows(static_cast<size_t>(count * dims.D));
   for (int64_t j = 0; j < count; ++j) {
-    decode_elements(cache, dims.cached(slot, j, head), dims.D, rows.data() + j * dims.D);
+    decode_elements(cache, dims.cached(slot, first + j, head), dims.D, rows.data() + j * dims.D);
   }
   return rows;
 }
@@ -48,9 +48,10 @@ void softmax(std::vector<float>& p) {
 
 // All query heads that share a key/value head, of one row.
 void decode_group(const AttentionDecode& a, const Dims& dims, int64_t t, int64_t kv_head) {
-  const int64_t slot = a.slot.as<int32_t>()[t], count = a.position.as<int32_t>()[t] + 1, D = dims.D;
-  const std::vector<float> k = load_cached(a.cache, dims, slot, kv_head, count);
-  const std::vector<float> v = load_cached(a.cache, dims, slot, dims.Hkv + kv_head, count);
+  const int64_t slot = a.slot.as<int32_t>()[t], end = a.position.as<int32_t>()[t] + 1, D = dims.D;
+  const int64_t first = a.window > 0 ? std::max<int64_t>(end - a.window, 0) : 0, count = end - first;
+  const std::vector<float> k = load_cached(a.cache, dims, slot, kv_head, first, count);
+  const std::vector<float> v = load_cached(a.cache, dims, slot, dims.Hkv + kv_head, first, count);
   std::vector<float> q(static_cast<size_t>(D)), p(static_cast<size_t>(count)), out(static_cast<size_t>(D));
   const int64_t group = dims.H / dims.Hkv;
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {

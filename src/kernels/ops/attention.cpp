@@ -2,6 +2,8 @@
 
 #include <string_view>
 
+#include <fmt/format.h>
+
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
@@ -28,11 +30,29 @@ void check_attention(std::string_view op, const Args& a) {
   check_tensor(op, "out", a.out, {T, width / (H + 2 * Hkv) * H}, {a.qkv.dtype});
   check_tensor(op, "lse", a.lse, {T / S, H, S}, {DType::kF32});
   if (!a.first_key.empty()) check_tensor(op, "first_key", a.first_key, {T}, {DType::kI32});
+  if (a.window < 0 || (a.window > 0 && a.first_key.empty())) {
+    throw_internal("{}: a window of {} keys {}", op, a.window, a.window < 0 ? "is none" : "without first_key");
+  }
 }
 
-// FLOP of q k^T and p v over the causal half.
-double attention_flop(const TensorView& out, int64_t sequence_length) {
-  return 2.0 * static_cast<double>(out.numel()) * static_cast<double>(sequence_length);
+template <typename Args>
+bool has_window(const Args& a) {
+  return a.window > 0 && a.window < a.sequence_length;
+}
+
+// Kernels of one shape take less time with a window.
+template <typename Args>
+std::string shape_with_window(const Args& a) {
+  return has_window(a) ? fmt::format("{}, window {}", shape_of(a.out), a.window) : shape_of(a.out);
+}
+
+// FLOP of q k^T and p v over the causal half, of which a window leaves a band.
+template <typename Args>
+double attention_flop(const Args& a) {
+  const double S = static_cast<double>(a.sequence_length), elements = static_cast<double>(a.out.numel());
+  if (!has_window(a)) return 2.0 * elements * S;
+  const double W = static_cast<double>(a.window);
+  return 4.0 * elements * (W - W * W / (2.0 * S));
 }
 
 }  // namespace
@@ -63,15 +83,14 @@ void attention_backward(Device& device, const AttentionBackward& a) {
 
 // Causal: half of the S x S scores. Backward counts 2.5 times forward, for its five products.
 OpCost cost_of(const AttentionForward& a) {
-  return {all_bytes(a.qkv, a.out, a.lse), attention_flop(a.out, a.sequence_length), shape_of(a.out),
-          Products::kAttentionForward};
+  return {all_bytes(a.qkv, a.out, a.lse), attention_flop(a), shape_with_window(a), Products::kAttentionForward};
 }
 TensorView output_of(const AttentionForward& a) { return a.out; }
 int64_t workspace_of(const AttentionForward&) { return cuda::kAttentionForwardWorkspaceBytes; }
 
 OpCost cost_of(const AttentionBackward& a) {
-  return {all_bytes(a.qkv, a.out, a.d_out, a.lse, a.cos_sin, a.d_qkv),
-          2.5 * attention_flop(a.out, a.sequence_length), shape_of(a.out), Products::kAttentionBackward};
+  return {all_bytes(a.qkv, a.out, a.d_out, a.lse, a.cos_sin, a.d_qkv), 2.5 * attention_flop(a),
+          shape_with_window(a), Products::kAttentionBackward};
 }
 TensorView output_of(const AttentionBackward& a) { return a.d_qkv; }
 int64_t workspace_of(const AttentionBackward& a) {

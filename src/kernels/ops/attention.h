@@ -7,7 +7,8 @@ namespace parka {
 // Causal softmax attention within each sequence, with grouped-query heads: query head h uses key/value head
 // h / (H / Hkv). q, k and v are read directly from the fused QKV buffer (see RopeForward). T = B * S.
 //   p[i,j] = exp(scale * q_i . k_j - lse_i) for f_i <= j <= i;  out_i = sum_j p[i,j] v_j
-// where f is 0, or first_key: then documents in one sequence do not attend to each other.
+// where f is 0, or first_key: then documents in one sequence do not attend to each other, and a sliding window
+// ends.
 struct AttentionForward {
   TensorView qkv;           // [T, (H + 2 * Hkv) * D] fp32 or bf16, in
   TensorView out;           // [T, H * D] as qkv, out
@@ -21,6 +22,8 @@ struct AttentionForward {
   // and not less than that of the previous row in the sequence. GPUs do not check that; rows that break it get
   // wrong results. Empty: 0.
   TensorView first_key = {};
+  // The most keys that first_key leaves to a row, its own included: what the op's cost counts. 0: it does not say.
+  int64_t window = 0;
 };
 PARKA_OP(attention_forward, AttentionForward);
 int64_t workspace_of(const AttentionForward& a);
@@ -47,6 +50,7 @@ struct AttentionBackward {
   // (cuda::attention_backward_scratch_bytes). If it is empty or too small, d_s is computed twice, once for d_k and
   // once for d_q.
   TensorView scratch = {};
+  int64_t window = 0;  // as in AttentionForward
 };
 // Deterministic: equal input gives equal bits, with scratch and without.
 PARKA_OP(attention_backward, AttentionBackward);

@@ -44,6 +44,7 @@ void attention_decode(Device& device, const AttentionDecode& a) {
   if (a.max_keys < 1 || a.max_keys > a.cache.dim[1]) {
     throw_internal("attention_decode: max_keys is {}, and the cache is {}", a.max_keys, describe(a.cache));
   }
+  if (a.window < 0) throw_internal("attention_decode: a window of {} keys is none", a.window);
   PARKA_DISPATCH(attention_decode, device, a);
 }
 
@@ -53,9 +54,9 @@ OpCost cost_of(const CacheAppend& a) {
 }
 TensorView output_of(const CacheAppend& a) { return a.cache; }
 
-// As if every row had max_keys keys: positions are on the device.
+// As if every row had the most keys: positions are on the device.
 OpCost cost_of(const AttentionDecode& a) {
-  const double keys = static_cast<double>(a.max_keys);
+  const double keys = static_cast<double>(most_keys(a));
   const double key_bytes = static_cast<double>(a.cache.dim[2] * size_of(a.cache.dtype));
   return {2 * bytes_of(a.out) + static_cast<double>(a.qkv.dim[0]) * keys * key_bytes,
           4.0 * static_cast<double>(a.out.numel()) * keys, shape_of(a.out)};
@@ -63,7 +64,7 @@ OpCost cost_of(const AttentionDecode& a) {
 TensorView output_of(const AttentionDecode& a) { return a.out; }
 int64_t workspace_of(const AttentionDecode& a) {
   const int64_t D = a.qkv.dim[1] / (a.num_heads + 2 * a.num_kv_heads);
-  return cuda::attention_decode_workspace_bytes(a.qkv.dim[0], a.num_heads, D, a.max_keys);
+  return cuda::attention_decode_workspace_bytes(a.qkv.dim[0], a.num_heads, D, most_keys(a));
 }
 
 }  // namespace parka

@@ -23,7 +23,8 @@ PARKA_OP(cache_append, CacheAppend);
 
 // Query head h uses key/value head h / (H / Hkv).
 //   p[t,j] = exp(scale * q_t . k_j) / sum over j of the same, for j <= position[t];  out_t = sum_j p[t,j] v_j
-// k_j and v_j are cache[slot[t], j]. They include the row's own, so cache_append comes first.
+// With a window only position[t] - window < j counts, and no earlier key is read. k_j and v_j are cache[slot[t],
+// j]. They include the row's own, so cache_append comes first.
 struct AttentionDecode {
   TensorView qkv;       // [T, (H + 2 * Hkv) * D] fp32 or bf16, in; only the queries are read
   TensorView cache;     // as qkv, in
@@ -35,7 +36,12 @@ struct AttentionDecode {
   int64_t num_kv_heads;
   float scale;
   TensorView out_amax = {};  // [1] fp32, out: max |out| as stored, for quantize; empty: not wanted
+  int64_t window = 0;        // keys that a row attends to, its own included; 0: all
 };
+// The most keys of a row.
+inline int64_t most_keys(const AttentionDecode& a) {
+  return a.window > 0 && a.window < a.max_keys ? a.window : a.max_keys;
+}
 // The result of a row depends neither on the other rows nor on max_keys.
 PARKA_OP(attention_decode, AttentionDecode);
 int64_t workspace_of(const AttentionDecode& a);

@@ -11,15 +11,62 @@
 namespace parka {
 namespace {
 
-// Radians per position of a pair that would turn by `frequency` without scaling.
-double scaled_frequency(double frequency, const RopeScaling& scaling) {
-  if (scaling.kind == RopeScalingKind::kNone) return frequency;
+// How much of a pair's frequency stays as it is; the rest is divided by the factor.
+double llama3_share(double frequency, const RopeScaling& scaling) {
   const double low = scaling.low_frequency_factor, high = scaling.high_frequency_factor;
-  PARKA_REQUIRE(scaling.factor > 0 && low < high && scaling.original_length > 0);
+  PARKA_REQUIRE(low < high && scaling.original_length > 0);
   const double turns =
       static_cast<double>(scaling.original_length) * frequency / (2 * std::numbers::pi);  // over that length
-  const double share = std::clamp((turns - low) / (high - low), 0.0, 1.0);
-  return frequency * (share + (1 - share) / scaling.factor);
+  return std::clamp((turns - low) / (high - low), 0.0, 1.0);
+}
+
+// The same for YaRN: of each pair.
+std::vector<double> yarn_shares(int64_t head_dim, double theta, const RopeScaling& scaling) {
+  PARKA_REQUIRE(scaling.beta_slow > 0 && scaling.beta_slow <= scaling.beta_fast && scaling.original_length > 0);
+  const double D = static_cast<double>(head_dim), length = static_cast<double>(scaling.original_length);
+  const auto pair_of = [&](double turns) {
+    return D * std::log(length / (turns * 2 * std::numbers::pi)) / (2 * std::log(theta));
+  };
+  double low = pair_of(scaling.beta_fast), high = pair_of(scaling.beta_slow);
+  if (scaling.truncate) {
+    low = std::floor(low);
+    high = std::ceil(high);
+  }
+  low = std::max(low, 0.0);
+  high = std::min(high, D - 1);
+  if (low == high) high += 0.001;  // as in transformers
+  std::vector<double> shares;
+  for (int64_t i = 0; i < head_dim / 2; ++i) {
+    shares.push_back(1 - std::clamp((static_cast<double>(i) - low) / (high - low), 0.0, 1.0));
+  }
+  return shares;
+}
+
+// Radians per position of each pair.
+std::vector<double> frequencies_of(int64_t head_dim, double theta, const RopeScaling& scaling) {
+  PARKA_REQUIRE(scaling.kind == RopeScalingKind::kNone || scaling.factor > 0);
+  std::vector<double> frequencies, shares;
+  if (scaling.kind == RopeScalingKind::kYarn) shares = yarn_shares(head_dim, theta, scaling);
+  for (int64_t i = 0; i < head_dim / 2; ++i) {
+    const double exponent = -2.0 * static_cast<double>(i) / static_cast<double>(head_dim);
+    const double frequency = std::pow(theta, exponent);
+    double share = 1;
+    switch (scaling.kind) {
+      case RopeScalingKind::kNone: break;
+      case RopeScalingKind::kLlama3: share = llama3_share(frequency, scaling); break;
+      case RopeScalingKind::kLinear: share = 0; break;
+      case RopeScalingKind::kYarn: share = shares[static_cast<size_t>(i)]; break;
+    }
+    frequencies.push_back(share == 1 ? frequency : frequency * (share + (1 - share) / scaling.factor));
+  }
+  return frequencies;
+}
+
+// What cosines and sines are multiplied by.
+double amplitude_of(const RopeScaling& scaling) {
+  if (scaling.kind != RopeScalingKind::kYarn) return 1;
+  return scaling.attention_factor > 0 ? scaling.attention_factor
+                                      : 0.1 * std::log(std::max(scaling.factor, 1.0)) + 1;
 }
 
 // The part of a fused QKV buffer that is rotated: all but the value heads.
@@ -54,18 +101,15 @@ void rope_forward(Device& device, const RopeForward& a) {
 std::vector<float> rope_table(int64_t sequence_length, int64_t head_dim, double theta, const RopeScaling& scaling) {
   PARKA_REQUIRE(sequence_length >= 0 && head_dim > 0 && head_dim % 2 == 0 && theta > 0);
   const int64_t half = head_dim / 2;
-  std::vector<double> frequencies;
-  for (int64_t i = 0; i < half; ++i) {
-    const double exponent = -2.0 * static_cast<double>(i) / static_cast<double>(head_dim);
-    frequencies.push_back(scaled_frequency(std::pow(theta, exponent), scaling));
-  }
+  const std::vector<double> frequencies = frequencies_of(head_dim, theta, scaling);
+  const double amplitude = amplitude_of(scaling);
   std::vector<float> table(static_cast<size_t>(sequence_length * head_dim));
   for (int64_t position = 0; position < sequence_length; ++position) {
     float* row = table.data() + position * head_dim;
     for (int64_t i = 0; i < half; ++i) {
       const double angle = static_cast<double>(position) * frequencies[i];
-      row[i] = static_cast<float>(std::cos(angle));
-      row[i + half] = static_cast<float>(std::sin(angle));
+      row[i] = static_cast<float>(amplitude * std::cos(angle));
+      row[i + half] = static_cast<float>(amplitude * std::sin(angle));
     }
   }
   return table;

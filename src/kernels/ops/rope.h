@@ -25,20 +25,30 @@ struct RopeForward {
 // attention_backward rotates the gradients of queries and keys back.
 PARKA_OP(rope_forward, RopeForward);
 
-enum class RopeScalingKind : uint8_t { kNone, kLlama3 };
+enum class RopeScalingKind : uint8_t { kNone, kLlama3, kLinear, kYarn };
 
-// Scaling of the rotary frequencies, for positions beyond those that a model was first trained on. With kLlama3
-// (Llama 3.1) a pair of frequency f (radians per position) and wavelength 2 pi / f gets the frequency
+// Scaling of the rotary frequencies, for positions beyond those that a model was first trained on. With kLinear all
+// are divided by `factor`. With kLlama3 (Llama 3.1) a pair of frequency f (radians per position) and wavelength
+// 2 pi / f gets the frequency
 //   f                                wavelength < original_length / high_frequency_factor
 //   f / factor                       wavelength > original_length / low_frequency_factor
 //   f (s + (1 - s) / factor)         between them, where s rises from 0 to 1 with the frequency:
 //     s = (original_length / wavelength - low_frequency_factor) / (high_frequency_factor - low_frequency_factor)
+// With kYarn (Peng et al. 2023, as in transformers) pair i of D / 2 gets the frequency
+//   f (1 - r) + f / factor r,  r = (i - low) / (high - low) within [0, 1]
+// where low and high are the pairs that make beta_fast and beta_slow turns in original_length; and cosines and
+// sines are multiplied by attention_factor, so that scores grow by its square. A gradient that is rotated back is
+// multiplied with it, too, as it should be.
 struct RopeScaling {
   RopeScalingKind kind = RopeScalingKind::kNone;
   double factor = 8.0;
   double low_frequency_factor = 1.0;
   double high_frequency_factor = 4.0;  // more than low_frequency_factor
   int64_t original_length = 8192;
+  double beta_fast = 32.0;
+  double beta_slow = 1.0;       // at most beta_fast
+  double attention_factor = 0;  // 0: 0.1 ln factor + 1
+  bool truncate = true;         // low is rounded down and high up to whole pairs
 
   bool operator==(const RopeScaling&) const = default;
 };

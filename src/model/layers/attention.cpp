@@ -31,6 +31,7 @@ Attention::Attention(const ModelConfig& model, const PrecisionConfig& precision,
       num_heads_(model.num_heads),
       num_kv_heads_(model.kv_heads()),
       head_dim_(model.head_dim()),
+      window_(model.is_windowed(block) ? model.sliding_window : 0),
       qk_norm_(model.qk_norm),
       norm_eps_(static_cast<float>(model.norm_eps)),
       q_norm_(table.index_of(prefix + "q_norm")),
@@ -88,7 +89,8 @@ void Attention::declare_backward(BufferScope& scope) {
   // Read by GEMMs, or by what makes their FP8 inputs of it.
   d_qkv_ = scope.workspace("d_qkv", scope.compute(), {T, d_qkv()},
                            kBackwardAttention | (is_fp8 ? kBackwardQkvCodes : kBackwardQkv));
-  if (scope.compute() == DType::kBF16 && !shape.separate_documents) {
+  const bool sees_all = !shape.separate_documents && (window_ == 0 || window_ >= shape.sequence_length);
+  if (scope.compute() == DType::kBF16 && sees_all) {
     // On every device, so that a plan holds for all: where it is large, attention is not what needs most memory.
     const int64_t bytes = cuda::attention_backward_scratch_bytes(shape.num_sequences, shape.sequence_length,
                                                                  num_heads_, num_kv_heads_, head_dim_);
@@ -164,7 +166,7 @@ void Attention::rotate(const StepContext& step, const TensorView& qkv) const {
   const ScaledView saved = step.matrix(qkv_saved_, step.num_tokens(), d_qkv());
   const TensorView sample = rotated_sample(step, qkv);
   rope_forward(step.device, {.qkv = qkv,
-                             .cos_sin = step.rotations,
+                             .cos_sin = positions(step).rotations,
                              .num_heads = num_heads_,
                              .num_kv_heads = num_kv_heads_,
                              .saved = saved});
@@ -190,9 +192,11 @@ void Attention::normalize_and_rotate(const StepContext& step, const TensorView& 
                                 .eps = norm_eps_,
                                 .out = out,
                                 .rstd = step.tensor(rstd_, step.num_tokens(), step.arena[rstd_].dim[1])});
-  rope_forward(
-      step.device,
-      {.qkv = out, .cos_sin = step.rotations, .num_heads = num_heads_, .num_kv_heads = num_kv_heads_, .saved = {}});
+  rope_forward(step.device, {.qkv = out,
+                             .cos_sin = positions(step).rotations,
+                             .num_heads = num_heads_,
+                             .num_kv_heads = num_kv_heads_,
+                             .saved = {}});
 }
 
 // d_qkv, of what the norm has written, becomes that of what it reads.
@@ -226,7 +230,8 @@ void Attention::attend(const StepContext& step, const TensorView& qkv, const Ten
                                   .num_kv_heads = num_kv_heads_,
                                   .scale = scale(),
                                   .out_amax = amax,
-                                  .first_key = step.first_keys});
+                                  .first_key = positions(step).first_keys,
+                                  .window = window(step)});
 }
 
 // The input of the output projection as its weight gradient wants it.
@@ -255,10 +260,11 @@ void Attention::attend_backward(const StepContext& step, const TensorView& qkv, 
                                    .num_heads = num_heads_,
                                    .num_kv_heads = num_kv_heads_,
                                    .scale = scale(),
-                                   .first_key = step.first_keys,
-                                   .cos_sin = step.rotations,
+                                   .first_key = positions(step).first_keys,
+                                   .cos_sin = positions(step).rotations,
                                    .d_qkv_amax = d_qkv_amax,
-                                   .scratch = step.arena[scratch_]});
+                                   .scratch = step.arena[scratch_],
+                                   .window = window(step)});
 }
 
 TensorView Attention::log_sum_exp(const StepContext& step) const {
@@ -278,7 +284,7 @@ TensorView Attention::rotated_sample(const StepContext& step, const TensorView& 
   const TensorView rotated = step.samples.buffer(d_qkv());
   quantize(step.device, {.x = step.samples.first_rows(qkv), .out = rotated});
   rope_forward(step.device, {.qkv = rotated,
-                             .cos_sin = step.rotations,
+                             .cos_sin = positions(step).rotations,
                              .num_heads = num_heads_,
                              .num_kv_heads = num_kv_heads_,
                              .saved = {}});

@@ -8,7 +8,8 @@
 
 namespace parka {
 
-// out = W_out attend(rotate(W_qkv x)), causal within each sequence or document; with model.qk_norm the queries and
+// out = W_out attend(rotate(W_qkv x)), causal within each sequence or document, through a window in the blocks that
+// model.sliding_window is for; with model.qk_norm the queries and
 // keys are normalised before they are rotated. An inner layer of Branch. The only one that knows q, k and v.
 class Attention {
  public:
@@ -41,6 +42,12 @@ class Attention {
   void declare_output(BufferScope& scope);
   void declare_backward(BufferScope& scope);
 
+  const Positions& positions(const StepContext& step) const {
+    return window_ > 0 ? step.windowed_positions : step.positions;
+  }
+  // What attention's ops are told of it: nothing where no row has earlier keys.
+  int64_t window(const StepContext& step) const { return positions(step).first_keys.empty() ? 0 : window_; }
+
   bool has_qk_norm() const { return qk_norm_ != QkNormKind::kNone; }
   TensorView rotated(const StepContext& step) const;
   void rotate(const StepContext& step, const TensorView& qkv) const;
@@ -63,6 +70,7 @@ class Attention {
 
   int64_t block_;
   int64_t num_heads_, num_kv_heads_, head_dim_;
+  int64_t window_;  // keys that a query attends to; 0: all
   QkNormKind qk_norm_;
   float norm_eps_;
   int q_norm_, k_norm_;  // their weights; -1: none

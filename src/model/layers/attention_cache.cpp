@@ -25,7 +25,8 @@ void Attention::attend_to_cache(const StepContext& step, const TensorView& qkv, 
                                  .num_heads = num_heads_,
                                  .num_kv_heads = num_kv_heads_,
                                  .scale = scale(),
-                                 .out_amax = amax});
+                                 .out_amax = amax,
+                                 .window = window_});
 }
 
 }  // namespace parka

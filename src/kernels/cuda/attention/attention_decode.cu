@@ -9,9 +9,9 @@
 #include "kernels/device/cuda/check.h"
 #include "kernels/op/workspace.h"
 
-// Split-KV decoding: a few new rows attend to thousands of keys each. The keys of a row and head are divided into
-// pieces of kDecodePieceKeys, one for each warp. A second kernel combines the pieces of each row and head, in
-// order.
+// Split-KV decoding: a few new rows attend to thousands of keys each. The keys of a row and head, those of its
+// window if there is one, are divided into pieces of kDecodePieceKeys, one for each warp. A second kernel combines
+// the pieces of each row and head, in order.
 namespace parka::cuda {
 namespace {
 
@@ -20,7 +20,7 @@ constexpr int kPieceKeys = static_cast<int>(kDecodePieceKeys);
 
 // T rows against a cache of sequences of L tokens; H query heads and Hkv key/value heads of width D.
 struct DecodeDims {
-  int T, L, H, Hkv, D, pieces;
+  int T, L, H, Hkv, D, window, pieces;
 
   explicit DecodeDims(const AttentionDecode& a)
       : T(static_cast<int>(a.qkv.dim[0])),
@@ -28,7 +28,11 @@ struct DecodeDims {
         H(static_cast<int>(a.num_heads)),
         Hkv(static_cast<int>(a.num_kv_heads)),
         D(static_cast<int>(a.qkv.dim[1] / (a.num_heads + 2 * a.num_kv_heads))),
-        pieces(static_cast<int>(attention_decode_pieces(a.max_keys))) {}
+        window(static_cast<int>(a.window > 0 ? most_keys(a) : 0)),
+        pieces(static_cast<int>(attention_decode_pieces(most_keys(a)))) {}
+
+  // The first key of a row that has `keys` up to its own.
+  __device__ int first_key(int keys) const { return window > 0 ? max(keys - window, 0) : 0; }
 
   __device__ int64_t query(int t, int head) const { return (int64_t{t} * (H + 2 * Hkv) + head) * D; }
   __device__ int64_t kv_stride() const { return int64_t{2} * Hkv * D; }
@@ -58,7 +62,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row_and_head = int64_t{blockIdx.x} * kWarps + threadIdx.y;
   if (row_and_head >= int64_t{dims.T} * dims.H) return;  // a whole warp
   const int t = static_cast<int>(row_and_head / dims.H), head = static_cast<int>(row_and_head % dims.H);
-  const int piece = static_cast<int>(blockIdx.y), keys = positions[t] + 1, first = piece * kPieceKeys;
+  const int piece = static_cast<int>(blockIdx.y), keys = positions[t] + 1;
+  const int first = dims.first_key(keys) + piece * kPieceKeys;
   if (first >= keys) return;
   const int count = min(kPieceKeys, keys - first), kv_head = head / (dims.H / dims.Hkv);
   const T* k = cache + dims.cached(slots[t], first, kv_head);
@@ -81,9 +86,9 @@ __global__ void __launch_bounds__(kThreads)
     combine_kernel(const float* partials, const int* positions, T* out, DecodeDims dims) {
   const int64_t row_and_head = int64_t{blockIdx.x} * kWarps + threadIdx.y;
   if (row_and_head >= int64_t{dims.T} * dims.H) return;
-  const int keys = positions[row_and_head / dims.H] + 1;
+  const int keys = positions[row_and_head / dims.H] + 1, count = keys - dims.first_key(keys);
   float acc[N] = {}, max = -FLT_MAX, sum = 0.0f;
-  for (int piece = 0; piece * kPieceKeys < keys; ++piece) {
+  for (int piece = 0; piece * kPieceKeys < count; ++piece) {
     const float* partial = partials + dims.partial(row_and_head, piece);
     const float piece_max = partial[dims.D], new_max = fmaxf(max, piece_max);
     const float correction = expf(max - new_max), weight = expf(piece_max - new_max);
