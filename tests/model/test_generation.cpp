@@ -86,9 +86,10 @@ ModelConfig small_config() {
   return config;
 }
 
-ModelConfig config_with(QkNormKind qk_norm) {
+ModelConfig config_with(QkNormKind qk_norm, NormPlacement placement) {
   ModelConfig config = small_config();
   config.qk_norm = qk_norm;
+  config.norm_placement = placement;
   return config;
 }
 
@@ -130,11 +131,15 @@ TEST_CASE("logits with a cache are those of whole sequences in every recipe", "[
   const Recipe recipe = GENERATE(Recipe::kFp32, Recipe::kBf16, Recipe::kFp8Linear, Recipe::kFp8Block,
                                  Recipe::kCoatActivation, Recipe::kCoat, Recipe::kParka);
   const bool plain_evaluation = GENERATE(false, true);
-  const ModelConfig config = config_with(GENERATE(QkNormKind::kNone, QkNormKind::kPerHead, QkNormKind::kFull));
+  const auto [qk_norm, placement] =
+      GENERATE(table<QkNormKind, NormPlacement>({{QkNormKind::kNone, NormPlacement::kBefore},
+                                                 {QkNormKind::kFull, NormPlacement::kAfter},
+                                                 {QkNormKind::kPerHead, NormPlacement::kBoth}}));
+  const ModelConfig config = config_with(qk_norm, placement);
   PrecisionConfig precision = precision_recipe(recipe);
   if (plain_evaluation) precision.eval = EvalNumerics::kBf16;
   for (Device* device : devices()) {
-    CAPTURE(name_of(recipe), plain_evaluation, name_of(config.qk_norm), device->name());
+    CAPTURE(name_of(recipe), plain_evaluation, name_of(qk_norm), name_of(placement), device->name());
     CachedModel m(config, precision, {4, 40}, *device);
     CachedModel fp32(config, precision_recipe(Recipe::kFp32), {4, 40}, *device);
     m.initialize(1);
