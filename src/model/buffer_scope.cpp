@@ -57,11 +57,11 @@ MatrixId BufferScope::kept(const std::string& name, const Format& format, int64_
   return declare(kept_category(), kept_prefix_ + name, format, rows, cols, kept_phases(), shared_scale);
 }
 
-TensorId BufferScope::residual(const std::string& name, int64_t width, bool is_first_of_block) {
+TensorId BufferScope::residual(const std::string& name, int64_t width, bool is_first_of_block, bool keep) {
   if (reruns_ && is_first_of_block) {
     return declare(kept_category(), input_prefix_ + "input", compute(), {tokens(), width}, kept_phases());
   }
-  if (formats_.norm_input.scaling == Scaling::kNone) return kept(name, compute(), {tokens(), width});
+  if (keep) return kept(name, compute(), {tokens(), width});
   return workspace("residual", compute(), {tokens(), width}, forward(kBlockForward) | kHead);
 }
 

@@ -65,9 +65,9 @@ class BufferScope {
   TensorId kept(const std::string& name, DType dtype, std::vector<int64_t> dims);
   MatrixId kept(const std::string& name, const Format& format, int64_t rows, int64_t cols,
                 TensorId shared_scale = {});
-  // [T, width] the residual stream as a norm of the block reads it: kept, unless the norm keeps an FP8 copy. That
-  // of a block's first norm is each block's own with recompute = block, and then all that it keeps.
-  TensorId residual(const std::string& name, int64_t width, bool is_first_of_block);
+  // [T, width] the residual stream as a norm of the block reads it: kept if backward reads it, too. That of a
+  // block's first norm is each block's own with recompute = block, and then all that it keeps.
+  TensorId residual(const std::string& name, int64_t width, bool is_first_of_block, bool keep);
 
   // The input [T, width] of a linear layer, which its weight gradient reads again: kept if `save`, else workspace
   // that backward refills. FP8 is kept transposed, as the weight gradient wants it. `forward` and `backward` are

@@ -11,6 +11,13 @@ namespace parka {
 
 enum class InitKind : uint8_t { kMitchell, kNormal };
 
+// Where a branch of a block, of input h and inner layer f, has norms.
+enum class NormPlacement : uint8_t {
+  kBefore,  // h += f(norm(h))
+  kAfter,   // h += norm(f(h))
+  kBoth,    // h += norm(f(norm(h))), with two norms
+};
+
 struct RopeScalingConfig : RopeScaling {
   bool operator==(const RopeScalingConfig&) const = default;
 
@@ -47,6 +54,7 @@ struct ModelConfig {
   int64_t d_ffn = 8192;
   NormKind norm = NormKind::kLayerNorm;
   double norm_eps = 1e-5;
+  NormPlacement norm_placement = NormPlacement::kBefore;
   QkNormKind qk_norm = QkNormKind::kNone;
   double rope_theta = 10000.0;
   RopeScalingConfig rope_scaling = {};
@@ -71,6 +79,9 @@ struct ModelConfig {
     return sliding_window > 0 &&
            (windowed_rope_theta() != rope_theta || rope_scaling.kind != RopeScalingKind::kNone);
   }
+  // Of a branch: in front of its inner layer, and whether there is one behind.
+  NormKind norm_in_front() const { return norm_placement == NormPlacement::kAfter ? NormKind::kNone : norm; }
+  bool has_norm_behind() const { return norm_placement != NormPlacement::kBefore; }
 
   bool operator==(const ModelConfig&) const = default;
 
@@ -92,6 +103,9 @@ struct ModelConfig {
     visit("norm", norm, "layernorm: non-parametric LayerNorm (OLMo v1); rmsnorm: RMSNorm with a weight (Llama)");
     visit("norm_eps", norm_eps, "Added to the variance or mean square under the square root",
           RealRange{1e-30, 1.0});
+    visit("norm_placement", norm_placement,
+          "Norms of attention and feed-forward: before: of what they read (Llama); after: of what they add to the "
+          "residual stream (OLMo 2); both (Gemma 3). The final norm is there always");
     visit(
         "qk_norm", qk_norm,
         "RMSNorm of queries and keys before they are rotated, with weights: none; per_head: of each head (Qwen3); "
@@ -214,10 +228,16 @@ struct PrecisionConfig {
   }
 };
 
+// A config has a norm: kNone has no name.
 template <>
 struct EnumNames<NormKind> {
   static constexpr EnumName<NormKind> kAll[] = {{NormKind::kLayerNorm, "layernorm"},
                                                 {NormKind::kRmsNorm, "rmsnorm"}};
+};
+template <>
+struct EnumNames<NormPlacement> {
+  static constexpr EnumName<NormPlacement> kAll[] = {
+      {NormPlacement::kBefore, "before"}, {NormPlacement::kAfter, "after"}, {NormPlacement::kBoth, "both"}};
 };
 template <>
 struct EnumNames<QkNormKind> {

@@ -19,7 +19,10 @@ VARIANTS = {
     "bf16_sr": ("bf16", {"master": "bf16_sr", "states": "bf16"}),
     "e5m2_states": ("coat", {"exp_avg_sq_format": "e5m2", "gradient": "bf16"}),
     "fp8_states": ("bf16", {"states": "fp8", "master": "fp32_split"}),
+    "norms_behind": ("parka", {}),
 }
+# Keys of `model` that a variant has.
+MODELS = {"norms_behind": {"norm": "rmsnorm", "norm_placement": "after", "qk_norm": "full"}}
 STEPS = 60
 VARIANT = "coat"
 DEVICE = "cpu"
@@ -29,6 +32,7 @@ class Resume(RunFolder):
     def config(self):
         recipe, optimizer = VARIANTS[VARIANT]
         config = tiny_config(self.folder, recipe, STEPS, DEVICE, **optimizer)
+        config["model"].update(MODELS.get(VARIANT, {}))
         config["checkpoint"]["interval"] = 10
         config["training"]["eval_interval"] = 15
         return config

@@ -190,6 +190,12 @@ TEST_CASE("a recorded step has the ops that a step of training times, one by one
       CAPTURE(recipe, is_llama, "block recompute, no copies of weights, logits in chunks");
       check_recording(config, 1);
     }
+    for (const NormPlacement placement : {NormPlacement::kAfter, NormPlacement::kBoth}) {
+      Config config = step_config(folder.path().string(), recipe, 0, true, 2, 1);
+      config.model.norm_placement = placement;
+      CAPTURE(recipe, name_of(placement));
+      check_recording(config, 1);
+    }
   }
 }
 

@@ -225,17 +225,20 @@ TEST_CASE("several ranks train as one does, at every ZeRO stage", "[engine][zero
   }
 }
 
-TEST_CASE("a norm of queries and keys trains the same on one to four ranks", "[engine][zero][slow]") {
-  const auto [recipe, bound] = GENERATE(table<const char*, double>({{"fp32", 2e-6}, {"parka", 4e-3}}));
-  const QkNormKind kind = GENERATE(QkNormKind::kPerHead, QkNormKind::kFull);
+TEST_CASE("norms of queries and keys, and behind branches, train the same on one to four ranks",
+          "[engine][zero][slow]") {
+  const auto [recipe, bound] = GENERATE(table<const char*, double>({{"fp32", 2e-6}, {"parka", 6e-3}}));
+  const auto [kind, placement] = GENERATE(table<QkNormKind, NormPlacement>(
+      {{QkNormKind::kPerHead, NormPlacement::kBoth}, {QkNormKind::kFull, NormPlacement::kAfter}}));
   const TemporaryFolder folder;
   Config config = config_for(folder, recipe, 0);
   config.model.qk_norm = kind;
+  config.model.norm_placement = placement;
   config.training.global_batch_size = 12;
   const Outcome one = train(config, 1);
   for (int ranks : {2, 3, 4}) {
     for (int64_t stage = 1; stage <= 3; ++stage) {
-      CAPTURE(recipe, name_of(kind), ranks, stage);
+      CAPTURE(recipe, name_of(kind), name_of(placement), ranks, stage);
       config.distributed.zero_stage = stage;
       const Outcome several = train(config, ranks);
       CHECK(largest_difference(several.losses, one.losses) < bound);

@@ -19,7 +19,7 @@ using namespace parka::test;
 namespace {
 
 constexpr DType kPlain[] = {DType::kF32, DType::kBF16};
-constexpr NormKind kKinds[] = {NormKind::kLayerNorm, NormKind::kRmsNorm};
+constexpr NormKind kKinds[] = {NormKind::kLayerNorm, NormKind::kRmsNorm, NormKind::kNone};
 
 // The devices that are not the reference.
 std::vector<Device*> others() {
@@ -102,6 +102,8 @@ struct NormInput {
         weight(values(s.cols, 3)) {}
 
   bool is_rms() const { return kind == NormKind::kRmsNorm; }
+  bool is_layer() const { return kind == NormKind::kLayerNorm; }
+  bool is_norm() const { return kind != NormKind::kNone; }
 
   NormKind kind;
   DType dtype, y_dtype;
@@ -132,11 +134,12 @@ struct NormOutput {
                           .residual_out = sum(),
                           .y = y,
                           .mean = mean_view(),
-                          .rstd = rstd});
+                          .rstd = rstd_view()});
   }
   const TestTensor& sum() const { return in_place ? residual : residual_out; }
   TensorView weight_view() const { return input.is_rms() ? weight.view() : TensorView(); }
-  TensorView mean_view() const { return input.is_rms() ? TensorView() : mean.view(); }
+  TensorView mean_view() const { return input.is_layer() ? mean.view() : TensorView(); }
+  TensorView rstd_view() const { return input.is_norm() ? rstd.view() : TensorView(); }
   bool same_bits_as(const NormOutput& other) const {
     return sum().bytes() == other.sum().bytes() && y.bytes() == other.y.bytes() &&
            mean.bytes() == other.mean.bytes() && rstd.bytes() == other.rstd.bytes();
@@ -158,8 +161,10 @@ void check_norm_forward(Device& device, const NormInput& in, NormOutput::Variant
   CHECK(agree(in.y_dtype, y, got.y.host(), row_slack(y, in.shape.rows)));
   const std::vector<float> rstd = want.rstd.host(), got_rstd = got.rstd.host();
   int wrong = 0;
-  for (size_t t = 0; t < rstd.size(); ++t) wrong += !(std::abs(rstd[t] - got_rstd[t]) <= 2e-6 * rstd[t]);
-  if (!in.is_rms()) {
+  for (size_t t = 0; t < rstd.size() && in.is_norm(); ++t) {
+    wrong += !(std::abs(rstd[t] - got_rstd[t]) <= 2e-6 * rstd[t]);
+  }
+  if (in.is_layer()) {
     const std::vector<float> mean = want.mean.host(), got_mean = got.mean.host();
     for (size_t t = 0; t < mean.size(); ++t) wrong += !(std::abs(mean[t] - got_mean[t]) <= 1e-6);
   }
@@ -172,7 +177,7 @@ void check_norm_forward(Device& device, const NormInput& in, NormOutput::Variant
                           .x = got.sum(),
                           .weight = got.weight_view(),
                           .mean = got.mean_view(),
-                          .rstd = got.rstd,
+                          .rstd = got.rstd_view(),
                           .y = y_again});
   CHECK((y_again.bytes() == got.y.bytes()));
   CHECK((y_again.guard_intact() && got.guards_intact()));
@@ -212,8 +217,8 @@ struct NormBackwardInput {
     // Statistics by the CPU, so that both devices have the same.
     const NormOutput output(cpu_device(), forward);
     x = output.sum().host();
-    rstd = output.rstd.host();
-    mean = forward.is_rms() ? std::vector<float>(rstd.size(), 0.0f) : output.mean.host();
+    rstd = forward.is_norm() ? output.rstd.host() : std::vector<float>(static_cast<size_t>(s.rows), 1.0f);
+    mean = forward.is_layer() ? output.mean.host() : std::vector<float>(rstd.size(), 0.0f);
   }
   float xhat(int64_t i) const { return (x[i] - mean[i / forward.shape.cols]) * rstd[i / forward.shape.cols]; }
   // Of each row, 1e-5 of the largest terms that d_residual_out is the sum of.
@@ -262,10 +267,10 @@ struct NormBackwardOutput {
                                      : d_residual_out) {
     const bool is_rms = in.forward.is_rms();
     norm_backward(device, {.kind = in.forward.kind,
-                           .x = x,
+                           .x = in.forward.is_norm() ? ScaledView(x) : ScaledView(),
                            .weight = is_rms ? weight.view() : TensorView(),
-                           .mean = is_rms ? TensorView() : mean.view(),
-                           .rstd = rstd,
+                           .mean = in.forward.is_layer() ? mean.view() : TensorView(),
+                           .rstd = in.forward.is_norm() ? rstd.view() : TensorView(),
                            .d_y = d_y,
                            .d_residual = variant == kNoResidual ? TensorView() : d_residual.view(),
                            .d_residual_out = out,

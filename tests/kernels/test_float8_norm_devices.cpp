@@ -27,6 +27,8 @@ struct NormCase {
   MatrixShape shape;
 
   bool is_rms() const { return kind == NormKind::kRmsNorm; }
+  bool is_layer() const { return kind == NormKind::kLayerNorm; }
+  bool is_norm() const { return kind != NormKind::kNone; }
 };
 
 std::vector<float> weights(int64_t cols) { return random_bf16(cols, 203); }
@@ -56,15 +58,15 @@ struct NormPass {
             .x = x ? x->view() : ScaledView(),
             .y = y.row(),
             .y_t = y.transposed(),
-            .mean = c.is_rms() ? TensorView() : mean.view(),
-            .rstd = rstd};
+            .mean = c.is_layer() ? mean.view() : TensorView(),
+            .rstd = c.is_norm() ? rstd.view() : TensorView()};
   }
   void recompute(const ScaledView& out, const ScaledView& out_t) const {
     norm_recompute(device, {.kind = c.kind,
                             .x = x ? x->view() : ScaledView(sum),
                             .weight = c.is_rms() ? weight.view() : TensorView(),
-                            .mean = c.is_rms() ? TensorView() : mean.view(),
-                            .rstd = rstd,
+                            .mean = c.is_layer() ? mean.view() : TensorView(),
+                            .rstd = c.is_norm() ? rstd.view() : TensorView(),
                             .y = out,
                             .y_t = out_t});
   }
@@ -103,8 +105,8 @@ std::string first_difference(const NormPass& got, const NormPass& want) {
 void check_statistics(const NormPass& got, const NormPass& want) {
   const std::vector<float> a = got.rstd.host(), b = want.rstd.host();
   int wrong = 0;
-  for (size_t t = 0; t < a.size(); ++t) wrong += !(std::abs(a[t] - b[t]) <= 2e-6f * b[t]);
-  if (!got.c.is_rms()) {
+  for (size_t t = 0; t < a.size() && got.c.is_norm(); ++t) wrong += !(std::abs(a[t] - b[t]) <= 2e-6f * b[t]);
+  if (got.c.is_layer()) {
     const std::vector<float> mean = got.mean.host(), want_mean = want.mean.host();
     for (size_t t = 0; t < mean.size(); ++t) wrong += !(std::abs(mean[t] - want_mean[t]) <= 1e-6f);
   }
@@ -157,10 +159,11 @@ const std::vector<MatrixShape> kNormShapes = {{1, 16},    {3, 7},     {37, 90}, 
 TEST_CASE("norm_forward in fp8 on another device", "[kernels][norm][devices]") {
   const MatrixShape s = GENERATE(from_range(kNormShapes));
   for (Device* device : other_devices()) {
-    for (const NormKind kind : {NormKind::kLayerNorm, NormKind::kRmsNorm}) {
+    for (const NormKind kind : {NormKind::kLayerNorm, NormKind::kRmsNorm, NormKind::kNone}) {
       for (const DType dtype : {DType::kF32, DType::kBF16}) {
         for (const Format* x_format : {static_cast<const Format*>(nullptr), &kGroup16, &kGroup32, &kGroup128}) {
           const NormCase c{kind, dtype, x_format, s};
+          if (x_format && !c.is_norm()) continue;
           for (const Copies copies : {Copies::kRow, Copies::kBoth}) {
             check_norm_forward(*device, c, kE4M3, copies);
             if (s.numel() > 100000 && dtype == DType::kF32) continue;
@@ -200,6 +203,35 @@ TEST_CASE("norm_forward in fp8 on another device works in place and without a br
           CHECK(first_difference("x in place", *in_place.x, *apart.x) == "");
           CHECK(first_difference("y in place", in_place.y, apart.y) == "");
           CHECK((apart.guards_intact() && in_place.guards_intact()));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("norm_forward on another device writes a norm behind a branch as norm_recompute does",
+          "[kernels][norm][devices]") {
+  for (Device* device : other_devices()) {
+    for (const MatrixShape s : {MatrixShape{37, 90}, MatrixShape{130, 768}, MatrixShape{33, 2048}}) {
+      for (const NormKind kind : {NormKind::kLayerNorm, NormKind::kRmsNorm}) {
+        for (const Format* x_format : {static_cast<const Format*>(nullptr), &kGroup16}) {
+          const NormCase c{kind, DType::kBF16, x_format, s};
+          const NormPass got(*device, c, plain_format(DType::kBF16), Copies::kRow, random_bf16(s.numel(), 201));
+          NormForward op = got.op();
+          op.branch = {};
+          op.residual_out = got.residual;
+          norm_forward(*device, op);
+          const TestTensor again(*device, DType::kBF16, {s.rows, s.cols});
+          norm_recompute(*device, {.kind = c.kind,
+                                   .x = got.x ? got.x->view() : ScaledView(got.residual),
+                                   .weight = op.weight,
+                                   .mean = op.mean,
+                                   .rstd = op.rstd,
+                                   .y = again});
+          CAPTURE(s, int(kind), x_format != nullptr);
+          CHECK(got.residual.host() == random_bf16(s.numel(), 201));
+          CHECK(first_difference("y", again, got.y.matrix.data) == "");
+          CHECK(got.guards_intact());
         }
       }
     }
@@ -261,10 +293,12 @@ struct NormGradient {
       copy_bits(*from, device, *to);
     }
     norm_backward(device, {.kind = c.kind,
-                           .x = x ? x->view() : ScaledView(sum),
+                           .x = !c.is_norm() ? ScaledView()
+                                : x          ? x->view()
+                                             : ScaledView(sum),
                            .weight = c.is_rms() ? weight.view() : TensorView(),
-                           .mean = c.is_rms() ? TensorView() : mean.view(),
-                           .rstd = rstd,
+                           .mean = c.is_layer() ? mean.view() : TensorView(),
+                           .rstd = c.is_norm() ? rstd.view() : TensorView(),
                            .d_y = d_y,
                            .d_residual = d_residual,
                            .d_residual_out = out,
@@ -282,7 +316,9 @@ struct NormGradient {
     for (const float w : weight) largest_weight = std::max(largest_weight, std::abs(double{w}));
     std::vector<double> terms = row_slack(random_bf16(c.shape.numel(), 204, 1e-3f), c.shape.rows);
     const std::vector<double> residual = row_slack(random_bf16(c.shape.numel(), 205, 1e-3f), c.shape.rows);
-    for (size_t t = 0; t < terms.size(); ++t) terms[t] = terms[t] * rstd[t] * largest_weight + residual[t];
+    for (size_t t = 0; t < terms.size(); ++t) {
+      terms[t] = terms[t] * (c.is_norm() ? rstd[t] : 1.0f) * largest_weight + residual[t];
+    }
     return terms;
   }
 
@@ -330,11 +366,12 @@ void check_norm_backward(Device& device, const NormPass& forward, DType dtype, c
 TEST_CASE("norm_backward in fp8 on another device", "[kernels][norm][devices]") {
   const MatrixShape s = GENERATE(from_range(kNormShapes));
   for (Device* device : other_devices()) {
-    for (const NormKind kind : {NormKind::kLayerNorm, NormKind::kRmsNorm}) {
+    for (const NormKind kind : {NormKind::kLayerNorm, NormKind::kRmsNorm, NormKind::kNone}) {
       for (const Format* x_format : {static_cast<const Format*>(nullptr), &kGroup16, &kGroup128}) {
         for (const DType dtype : {DType::kF32, DType::kBF16}) {
           if (s.numel() > 100000 && dtype == DType::kF32) continue;
           const NormCase c{kind, dtype, x_format, s};
+          if (x_format && !c.is_norm()) continue;
           const NormPass forward(cpu_device(), c, plain_format(DType::kF32), Copies::kRow,
                                  random_bf16(s.numel(), 201));
           norm_forward(cpu_device(), forward.op());

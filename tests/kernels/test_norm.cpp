@@ -9,7 +9,7 @@ using namespace parka::test;
 
 namespace {
 
-constexpr NormKind kKinds[] = {NormKind::kLayerNorm, NormKind::kRmsNorm};
+constexpr NormKind kKinds[] = {NormKind::kLayerNorm, NormKind::kRmsNorm, NormKind::kNone};
 const Format kGroup16{DType::kE4M3, Scaling::kGroup, 16, DType::kBF16};
 
 double relative_rounding(DType dtype) { return dtype == DType::kBF16 ? 0x1p-8 : 0x1p-24; }
@@ -20,10 +20,18 @@ struct RowStatistics {
   double mean = 0, rstd = 0;
 };
 
+// Only norms have statistics, and read a quantized copy of the sum.
+bool is_norm(NormKind kind) { return kind != NormKind::kNone; }
+std::vector<const Format*> x_formats_of(NormKind kind) {
+  if (is_norm(kind)) return {nullptr, &kGroup16};
+  return {nullptr};
+}
+
 // The definition in ops/norm.h, in double.
 template <typename T>
 RowStatistics statistics_of(NormKind kind, double eps, const T* x, int64_t cols) {
   RowStatistics s;
+  if (kind == NormKind::kNone) return {0, 1};
   if (kind == NormKind::kLayerNorm) {
     for (int64_t c = 0; c < cols; ++c) s.mean += double{x[c]} / static_cast<double>(cols);
   }
@@ -95,10 +103,11 @@ struct Forward {
             .y = y.matrix,
             .y_t = y.transposed_view(),
             .mean = mean_view(),
-            .rstd = rstd};
+            .rstd = rstd_view()};
   }
   TensorView weight_view() const { return kind == NormKind::kRmsNorm ? weight.view() : TensorView(); }
   TensorView mean_view() const { return kind == NormKind::kLayerNorm ? mean.view() : TensorView(); }
+  TensorView rstd_view() const { return is_norm(kind) ? rstd.view() : TensorView(); }
   ScaledView norm_input() const { return x ? x->view() : ScaledView(residual_out); }
   std::vector<float> norm_input_values() const { return x ? x->host() : residual_out.host(); }
   bool guards_intact() const {
@@ -122,7 +131,7 @@ TEST_CASE("norm_forward rounds the fp64 result", "[kernels][norm]") {
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   const float eps = GENERATE(1e-5f, 0.5f);  // 0.5, so that an eps that is not used shows
   for (const NormKind kind : kKinds) {
-    for (const Format* x_format : {static_cast<const Format*>(nullptr), &kGroup16}) {
+    for (const Format* x_format : x_formats_of(kind)) {
       const Forward f(kind, dtype, rows, cols, eps, x_format, {dtype});
       norm_forward(cpu_device(), f.op());
 
@@ -133,7 +142,7 @@ TEST_CASE("norm_forward rounds the fp64 result", "[kernels][norm]") {
       for (int64_t r = 0; r < rows; ++r) {
         const RowStatistics s = statistics_of(kind, eps, &x[r * cols], cols);
         if (kind == NormKind::kLayerNorm) wrong_statistics += !(std::abs(mean[r] - s.mean) <= 1e-6);
-        wrong_statistics += !(std::abs(rstd[r] - s.rstd) <= 1e-6 * s.rstd);
+        if (is_norm(kind)) wrong_statistics += !(std::abs(rstd[r] - s.rstd) <= 1e-6 * s.rstd);
         for (int64_t i = r * cols; i < (r + 1) * cols; ++i) {
           wrong_sum += sum[i] != round_to(dtype, residual[i] + branch[i]);
           const double w = weight[i - r * cols], want = (x[i] - s.mean) * s.rstd * w;
@@ -166,18 +175,19 @@ TEST_CASE("norm_forward without a branch normalizes the residual", "[kernels][no
 }
 
 TEST_CASE("norm_forward quantizes the rounded sum, and its own result", "[kernels][norm]") {
-  const NormKind kind = GENERATE(NormKind::kLayerNorm, NormKind::kRmsNorm);
+  const NormKind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   constexpr int64_t kRows = 37, kCols = 90;
-  const Forward plain(kind, dtype, kRows, kCols, 1e-5f, &kGroup16);
+  const Format* x_format = is_norm(kind) ? &kGroup16 : nullptr;
+  const Forward plain(kind, dtype, kRows, kCols, 1e-5f, x_format);
   norm_forward(cpu_device(), plain.op());
   for (const Format& format : kFloat8Formats) {
-    const Forward f(kind, dtype, kRows, kCols, 1e-5f, &kGroup16, format);
+    const Forward f(kind, dtype, kRows, kCols, 1e-5f, x_format, format);
     norm_forward(cpu_device(), f.op());
     const TestMatrix x = kGroup16.make(cpu_device(), kRows, kCols);
     quantize(cpu_device(), {.x = f.residual_out, .out = x});
-    CAPTURE(describe(f.y.matrix.view()));
-    CHECK(same_bits(*f.x, x));
+    CAPTURE(int(kind), describe(f.y.matrix.view()));
+    CHECK((f.x == nullptr || same_bits(*f.x, x)));
     CHECK(f.y.hold(plain.y.matrix));
     CHECK(f.guards_intact());
   }
@@ -222,14 +232,27 @@ TEST_CASE("norm_forward may write over the residual", "[kernels][norm]") {
   CHECK(in_place.guards_intact());
 }
 
+TEST_CASE("norm_forward without a norm may leave the sum alone", "[kernels][norm]") {
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const Forward apart(NormKind::kNone, dtype, 19, 50, 1e-5f, nullptr, {dtype});
+  const Forward alone(NormKind::kNone, dtype, 19, 50, 1e-5f, nullptr, {dtype});
+  norm_forward(cpu_device(), apart.op());
+  NormForward op = alone.op();
+  op.y = alone.residual_out;
+  norm_forward(cpu_device(), op);
+  CHECK((alone.residual_out.bytes() == apart.residual_out.bytes()));
+  CHECK((apart.y.matrix.data.bytes() == apart.residual_out.bytes()));
+  CHECK(alone.guards_intact());
+}
+
 TEST_CASE("norm_recompute repeats norm_forward bit for bit", "[kernels][norm]") {
-  const NormKind kind = GENERATE(NormKind::kLayerNorm, NormKind::kRmsNorm);
+  const NormKind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   const auto [rows, cols] = GENERATE(table<int64_t, int64_t>({{1, 1}, {37, 90}}));
   std::vector<Format> y_formats(std::begin(kFloat8Formats), std::end(kFloat8Formats));
   y_formats.push_back({DType::kF32});
   y_formats.push_back({DType::kBF16});
-  for (const Format* x_format : {static_cast<const Format*>(nullptr), &kGroup16}) {
+  for (const Format* x_format : x_formats_of(kind)) {
     for (const Format& format : y_formats) {
       const Forward f(kind, dtype, rows, cols, 1e-5f, x_format, format);
       norm_forward(cpu_device(), f.op());
@@ -238,7 +261,7 @@ TEST_CASE("norm_recompute repeats norm_forward bit for bit", "[kernels][norm]") 
                        .x = f.norm_input(),
                        .weight = f.weight_view(),
                        .mean = f.mean_view(),
-                       .rstd = f.rstd,
+                       .rstd = f.rstd_view(),
                        .y = again.matrix,
                        .y_t = again.transposed_view()};
       if (format.scaling == Scaling::kTensor) op.y.scale = op.y_t.scale = f.y.matrix.scale->view();
@@ -310,10 +333,10 @@ struct Backward {
   NormBackward op() const {
     const bool has_weight = kind == NormKind::kRmsNorm;
     return {.kind = kind,
-            .x = x,
+            .x = is_norm(kind) ? x.view() : ScaledView(),
             .weight = has_weight ? weight.view() : TensorView(),
-            .mean = has_weight ? TensorView() : mean.view(),
-            .rstd = rstd,
+            .mean = kind == NormKind::kLayerNorm ? mean.view() : TensorView(),
+            .rstd = is_norm(kind) ? rstd.view() : TensorView(),
             .d_y = d_y,
             .d_residual = d_residual,
             .d_residual_out = d_residual_out,
@@ -369,7 +392,7 @@ TEST_CASE("norm_backward is the derivative of norm_forward", "[kernels][norm]") 
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   const float eps = GENERATE(1e-3f, 0.5f);
   for (const NormKind kind : kKinds) {
-    for (const Format* x_format : {static_cast<const Format*>(nullptr), &kGroup16}) {
+    for (const Format* x_format : x_formats_of(kind)) {
       const Backward b(kind, dtype, rows, cols, eps, x_format);
       const auto d_weight_before = b.d_weight.host();
       norm_backward(cpu_device(), b.op());
@@ -396,7 +419,7 @@ TEST_CASE("norm_backward is the derivative of norm_forward", "[kernels][norm]") 
 }
 
 TEST_CASE("norm_backward without a residual gradient takes it as zero", "[kernels][norm]") {
-  const NormKind kind = GENERATE(NormKind::kLayerNorm, NormKind::kRmsNorm);
+  const NormKind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   const Backward b(kind, DType::kF32, 7, 20, 1e-5f), same(kind, DType::kF32, 7, 20, 1e-5f);
   NormBackward op = b.op();
   op.d_residual = {};
@@ -409,7 +432,7 @@ TEST_CASE("norm_backward without a residual gradient takes it as zero", "[kernel
 }
 
 TEST_CASE("norm_backward may write over either gradient it reads", "[kernels][norm]") {
-  const NormKind kind = GENERATE(NormKind::kLayerNorm, NormKind::kRmsNorm);
+  const NormKind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   const Backward apart(kind, dtype, 70, 33, 1e-5f), over_residual(kind, dtype, 70, 33, 1e-5f);
   const Backward over_y(kind, dtype, 70, 33, 1e-5f);
@@ -427,9 +450,10 @@ TEST_CASE("norm_backward may write over either gradient it reads", "[kernels][no
 }
 
 TEST_CASE("norm_backward quantizes the gradient as it rounded it", "[kernels][norm]") {
+  const NormKind kind = GENERATE(NormKind::kLayerNorm, NormKind::kNone);
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   for (const Format& format : kFloat8Formats) {
-    const Backward b(NormKind::kLayerNorm, dtype, 37, 90, 1e-5f, &kGroup16);
+    const Backward b(kind, dtype, 37, 90, 1e-5f, &kGroup16);
     const WithTranspose quantized(format, 37, 90), only_t(format, 37, 90);
     NormBackward op = b.op();
     op.d_quantized = quantized.matrix;
@@ -524,6 +548,10 @@ TEST_CASE("norm ops refuse tensors that do not fit, by name", "[kernels][norm]")
   CHECK(contains(forward(layer.op(), [&](F a) { a.mean = {}; }), "norm_forward: mean is no tensor"));
   CHECK(contains(forward(rms.op(), [&](F a) { a.mean = rms.mean; }), "norm_forward: mean is fp32 [4], but"));
   CHECK(contains(forward(rms.op(), [&](F a) { a.rstd = small; }), "norm_forward: rstd is fp32 [4, 5]"));
+  const Forward none(NormKind::kNone, DType::kF32, 4, 6, 1e-5f);
+  CHECK(contains(forward(none.op(), [&](F a) { a.x = rms.op().x; }), "this kind of norm reads the sum"));
+  CHECK(contains(forward(none.op(), [&](F a) { a.rstd = rms.rstd; }), "norm_forward: rstd is fp32 [4], but"));
+  CHECK(contains(forward(none.op(), [&](F a) { a.weight = rms.weight; }), "norm_forward: weight is fp32 [6], but"));
 
   CHECK(contains(backward(b.op(), [&](B a) { a.x = ScaledView(); }), "norm_backward: x is no tensor"));
   CHECK(contains(backward(b.op(), [&](B a) { a.d_y = small; }), "norm_backward: d_y is fp32 [4, 5]"));
@@ -533,6 +561,7 @@ TEST_CASE("norm ops refuse tensors that do not fit, by name", "[kernels][norm]")
   CHECK(contains(backward(b.op(), [&](B a) { a.d_quantized_t = fp8.matrix; }), "norm_backward: d_quantized_t is"));
   CHECK(contains(backward(b.op(), [&](B a) { a.d_weight = {}; }), "norm_backward: d_weight is no tensor"));
   CHECK(contains(backward(b.op(), [&](B a) { a.kind = NormKind::kLayerNorm; }), "norm_backward: weight is fp32"));
+  CHECK(contains(backward(b.op(), [&](B a) { a.kind = NormKind::kNone; }), "this kind of norm has no use for it"));
 
   NormRecompute op{.kind = rms.kind, .x = rms.norm_input(), .weight = rms.weight, .rstd = rms.rstd, .y = small};
   CHECK(contains(internal_error([&] { norm_recompute(cpu_device(), op); }), "norm_recompute: y is fp32 [4, 5]"));

@@ -11,7 +11,7 @@ namespace {
 
 constexpr BatchShape kShape{3, 200};  // no multiple of any tile
 
-ModelConfig config_of(NormKind norm, int64_t heads, int64_t kv_heads, QkNormKind qk_norm) {
+ModelConfig config_of(NormKind norm, int64_t heads, int64_t kv_heads, QkNormKind qk_norm, NormPlacement placement) {
   ModelConfig config;
   config.vocab_size = 1000;
   config.d_model = 512;
@@ -20,6 +20,7 @@ ModelConfig config_of(NormKind norm, int64_t heads, int64_t kv_heads, QkNormKind
   config.num_kv_heads = kv_heads;
   config.d_ffn = 1368;
   config.norm = norm;
+  config.norm_placement = placement;
   config.qk_norm = qk_norm;
   config.tie_embeddings = norm == NormKind::kLayerNorm;
   return config;
@@ -66,19 +67,23 @@ double distance(const std::vector<float>& got, const std::vector<float>& want) {
 
 TEST_CASE("a GPU's loss and gradients of a whole model are those of the CPU", "[model][devices]") {
   if (gpu() == nullptr) return;
-  const auto [norm, heads, kv_heads, qk_norm] = GENERATE(table<NormKind, int64_t, int64_t, QkNormKind>({
-      {NormKind::kLayerNorm, 4, 0, QkNormKind::kNone},  // head dim 128
-      {NormKind::kRmsNorm, 8, 2, QkNormKind::kNone},    // 64, grouped
-      {NormKind::kRmsNorm, 16, 0, QkNormKind::kNone},   // 32: not one that tensor cores are used for
-      {NormKind::kRmsNorm, 4, 2, QkNormKind::kPerHead},
-      {NormKind::kRmsNorm, 8, 2, QkNormKind::kFull},
-  }));
-  const ModelConfig config = config_of(norm, heads, kv_heads, qk_norm);
+  using Placement = NormPlacement;
+  const auto [norm, heads, kv_heads, qk_norm, placement] =
+      GENERATE(table<NormKind, int64_t, int64_t, QkNormKind, NormPlacement>({
+          {NormKind::kLayerNorm, 4, 0, QkNormKind::kNone, Placement::kBefore},  // head dim 128
+          {NormKind::kRmsNorm, 8, 2, QkNormKind::kNone, Placement::kBefore},    // 64, grouped
+          {NormKind::kRmsNorm, 16, 0, QkNormKind::kNone, Placement::kBefore},   // 32: tensor cores are not used
+          {NormKind::kRmsNorm, 4, 2, QkNormKind::kPerHead, Placement::kBefore},
+          {NormKind::kRmsNorm, 8, 2, QkNormKind::kFull, Placement::kBefore},
+          {NormKind::kRmsNorm, 8, 2, QkNormKind::kFull, Placement::kAfter},
+          {NormKind::kRmsNorm, 4, 2, QkNormKind::kPerHead, Placement::kBoth},
+      }));
+  const ModelConfig config = config_of(norm, heads, kv_heads, qk_norm, placement);
   const Result exact = run(config, precision_recipe(Recipe::kFp32), cpu_device());
   const Result fp32 = run(config, precision_recipe(Recipe::kFp32), *gpu());
   const Result cpu_bf16 = run(config, precision_recipe(Recipe::kBf16), cpu_device()),
                gpu_bf16 = run(config, precision_recipe(Recipe::kBf16), *gpu());
-  CAPTURE(name_of(norm), heads, kv_heads, name_of(qk_norm));
+  CAPTURE(name_of(norm), heads, kv_heads, name_of(qk_norm), name_of(placement));
   CHECK(distance(fp32.losses, exact.losses) < 1e-6);
   CHECK(distance(gpu_bf16.losses, exact.losses) < 2e-3);
   for (size_t p = 0; p < exact.gradients.size(); ++p) {
@@ -117,27 +122,31 @@ TEST_CASE("a GPU's loss and gradients of a model with windows are those of the C
 
 namespace {
 
+struct Float8Case {
+  NormKind norm;
+  int64_t heads, kv_heads;
+  BatchShape shape;
+  QkNormKind qk_norm = QkNormKind::kNone;
+  NormPlacement placement = NormPlacement::kBefore;
+};
+
 // Widths are multiples of 16, as FP8 tensor cores want them; of 128 only some.
-ModelConfig float8_config(NormKind norm, int64_t heads, int64_t kv_heads, QkNormKind qk_norm) {
-  ModelConfig config = config_of(norm, heads, kv_heads, qk_norm);
+ModelConfig float8_config(const Float8Case& c) {
+  ModelConfig config = config_of(c.norm, c.heads, c.kv_heads, c.qk_norm, c.placement);
   config.d_model = 256;
   config.num_layers = 2;
   config.d_ffn = 688;
   return config;
 }
 
-struct Float8Case {
-  NormKind norm;
-  int64_t heads, kv_heads;
-  BatchShape shape;
-  QkNormKind qk_norm = QkNormKind::kNone;
-};
 const std::vector<Float8Case> kFloat8Cases = {
     {NormKind::kLayerNorm, 4, 0, {2, 256}},  // head dim 64
     {NormKind::kRmsNorm, 2, 1, {2, 256}},    // 128, grouped
     {NormKind::kRmsNorm, 4, 2, {3, 200}},    // tokens that are no multiple of 16
     {NormKind::kRmsNorm, 2, 1, {2, 256}, QkNormKind::kPerHead},
     {NormKind::kRmsNorm, 4, 2, {3, 200}, QkNormKind::kFull},
+    {NormKind::kRmsNorm, 4, 2, {3, 200}, QkNormKind::kFull, NormPlacement::kAfter},
+    {NormKind::kRmsNorm, 2, 1, {2, 256}, QkNormKind::kPerHead, NormPlacement::kBoth},
 };
 const Recipe kFloat8Recipes[] = {Recipe::kFp8Linear, Recipe::kFp8Block, Recipe::kCoatActivation, Recipe::kCoat,
                                  Recipe::kParka};
@@ -171,12 +180,13 @@ double mean_of(const std::vector<float>& x) {
 TEST_CASE("a GPU's loss and gradients in every FP8 recipe are as exact as the CPU's", "[model][devices]") {
   if (gpu() == nullptr) return;
   const Float8Case c = GENERATE(from_range(kFloat8Cases));
-  const ModelConfig config = float8_config(c.norm, c.heads, c.kv_heads, c.qk_norm);
+  const ModelConfig config = float8_config(c);
   const Result exact = run(config, precision_recipe(Recipe::kFp32), cpu_device(), c.shape);
   for (const Recipe recipe : kFloat8Recipes) {
     const Result cpu = run(config, precision_recipe(recipe), cpu_device(), c.shape);
     const Result got = run(config, precision_recipe(recipe), *gpu(), c.shape);
-    CAPTURE(name_of(recipe), name_of(c.norm), name_of(c.qk_norm), c.heads, c.kv_heads, c.shape.sequence_length);
+    CAPTURE(name_of(recipe), name_of(c.norm), name_of(c.qk_norm), name_of(c.placement), c.heads, c.kv_heads,
+            c.shape.sequence_length);
     // Losses of single tokens are off by some 2 %, differently on each device; so is their mean, by that over the
     // root of 500.
     const double cpu_loss = mean_of(cpu.losses), got_loss = mean_of(got.losses);
@@ -202,7 +212,7 @@ TEST_CASE("a GPU's loss and gradients in every FP8 recipe are as exact as the CP
 TEST_CASE("a GPU's gradients have the same bits however memory is saved", "[model][devices]") {
   if (gpu() == nullptr) return;
   const Float8Case c = GENERATE(from_range(kFloat8Cases));
-  const ModelConfig config = float8_config(c.norm, c.heads, c.kv_heads, c.qk_norm);
+  const ModelConfig config = float8_config(c);
   std::vector<PrecisionConfig> bases;
   for (const Recipe recipe :
        {Recipe::kBf16, Recipe::kFp8Linear, Recipe::kFp8Block, Recipe::kCoat, Recipe::kParka}) {
@@ -220,8 +230,8 @@ TEST_CASE("a GPU's gradients have the same bits however memory is saved", "[mode
       if (change == 3) precision.weight_copies = WeightCopies::kRows;
       if (change == 4) precision.weight_copies = WeightCopies::kNone;
       const Result other = run(config, precision, *gpu(), c.shape);
-      CAPTURE(name_of(base.recipe), base.attention_output, name_of(c.norm), name_of(c.qk_norm), c.heads,
-              c.shape.sequence_length, change);
+      CAPTURE(name_of(base.recipe), base.attention_output, name_of(c.norm), name_of(c.qk_norm),
+              name_of(c.placement), c.heads, c.shape.sequence_length, change);
       CHECK((other.losses == reference.losses));
       for (size_t p = 0; p < reference.gradients.size(); ++p) {
         CAPTURE(p);

@@ -86,9 +86,10 @@ ModelConfig small_config() {
   return config;
 }
 
-ModelConfig config_with(QkNormKind qk_norm) {
+ModelConfig config_with(QkNormKind qk_norm, NormPlacement placement) {
   ModelConfig config = small_config();
   config.qk_norm = qk_norm;
+  config.norm_placement = placement;
   return config;
 }
 
@@ -140,8 +141,9 @@ TEST_CASE("logits with a cache are those of whole sequences in every recipe", "[
   const Recipe recipe = GENERATE(Recipe::kFp32, Recipe::kBf16, Recipe::kFp8Linear, Recipe::kFp8Block,
                                  Recipe::kCoatActivation, Recipe::kCoat, Recipe::kParka);
   const bool plain_evaluation = GENERATE(false, true);
-  const ModelConfig config = GENERATE(config_with(QkNormKind::kNone), config_with(QkNormKind::kPerHead),
-                                      config_with(QkNormKind::kFull), windowed_config());
+  const ModelConfig config = GENERATE(config_with(QkNormKind::kNone, NormPlacement::kBefore),
+                                      config_with(QkNormKind::kFull, NormPlacement::kAfter),
+                                      config_with(QkNormKind::kPerHead, NormPlacement::kBoth), windowed_config());
   PrecisionConfig precision = precision_recipe(recipe);
   if (plain_evaluation) precision.eval = EvalNumerics::kBf16;
   for (Device* device : devices()) {

@@ -98,7 +98,7 @@ struct Stacks {
     append(all, download(device, stack.branch(step)));
     const TensorView d_residual = stack.stream().d_residual(step);
     upload(device, d_residual, random_normal(numel, seed + 1));
-    const GemmInput codes = stack.stream().d_branch_codes(step);
+    const GemmInput codes = stack.stream().d_residual_codes(step);
     if (!codes.row.empty()) quantize(device, {.x = d_residual, .out = codes.row, .out_t = codes.transposed});
     stack.backward(step);
     append(all, download(device, d_residual));
@@ -176,11 +176,12 @@ TEST_CASE("a scope says which blocks share a buffer", "[model]") {
     BufferScope scope(rerun, kShape, Purpose::kTraining, plan);
     CHECK(kept_by(scope, 3, none) == std::vector{0, 0, 0});
     CHECK(scope.kept_in_block().empty());
-    const TensorId input = scope.residual("norm.input", 8, /*is_first_of_block=*/true);
+    const TensorId input = scope.residual("norm.input", 8, /*is_first_of_block=*/true, /*keep=*/true);
     CHECK(plan[input].name == "blocks.2.input");
     REQUIRE(scope.kept_in_block().size() == 1);
     CHECK(scope.kept_in_block()[0].index == input.index);
-    CHECK(plan[scope.residual("norm.input", 8, /*is_first_of_block=*/false)].name == "block.norm.input");
+    CHECK(plan[scope.residual("norm.input", 8, /*is_first_of_block=*/false, /*keep=*/true)].name ==
+          "block.norm.input");
   }
   SECTION("evaluation has one set, in memory of its own phase") {
     for (const PrecisionConfig& precision : {plain, rerun}) {

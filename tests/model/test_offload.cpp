@@ -86,11 +86,15 @@ bool same_bits(const std::vector<std::vector<float>>& a, const std::vector<std::
 
 TEST_CASE("blocks that wait in host memory give the same bits from less memory of the device",
           "[model][offload][slow]") {
-  const auto [norm, tied, documents, eval] = GENERATE(table<NormKind, bool, bool, EvalNumerics>({
-      {NormKind::kLayerNorm, true, false, EvalNumerics::kSame},
-      {NormKind::kRmsNorm, false, true, EvalNumerics::kBf16},
-  }));
-  const ModelConfig config = small_config(norm, tied);
+  const auto [norm, placement, tied, documents, eval] =
+      GENERATE(table<NormKind, NormPlacement, bool, bool, EvalNumerics>({
+          {NormKind::kLayerNorm, NormPlacement::kBefore, true, false, EvalNumerics::kSame},
+          {NormKind::kRmsNorm, NormPlacement::kBefore, false, true, EvalNumerics::kBf16},
+          {NormKind::kRmsNorm, NormPlacement::kAfter, false, false, EvalNumerics::kBf16},
+          {NormKind::kRmsNorm, NormPlacement::kBoth, true, false, EvalNumerics::kSame},
+      }));
+  ModelConfig config = small_config(norm, tied);
+  config.norm_placement = placement;
   const BatchShape shape = with_documents(kShape, documents);
   for (const auto& [recipe, name] : EnumNames<Recipe>::kAll) {
     for (Device* device : devices()) {
@@ -105,7 +109,7 @@ TEST_CASE("blocks that wait in host memory give the same bits from less memory o
           wanted = results_of(plain, documents);
         }
         for (const int64_t blocks : {1, 2, 3}) {
-          CAPTURE(name_of(norm), name, device->name(), name_of(recompute), blocks);
+          CAPTURE(name_of(norm), name_of(placement), name, device->name(), name_of(recompute), blocks);
           precision.offload_blocks = blocks;
           SmallModel offloaded(config, precision, shape, 1 << 20, *device);
           offloaded.initialize(config, 1);

@@ -13,7 +13,8 @@ using namespace parka::test;
 
 namespace {
 
-ModelConfig small_config(NormKind norm, bool tied, int64_t num_kv_heads, QkNormKind qk_norm = QkNormKind::kNone) {
+ModelConfig small_config(NormKind norm, bool tied, int64_t num_kv_heads, QkNormKind qk_norm = QkNormKind::kNone,
+                         NormPlacement placement = NormPlacement::kBefore) {
   ModelConfig config;
   config.vocab_size = 97;
   config.d_model = 64;
@@ -22,10 +23,23 @@ ModelConfig small_config(NormKind norm, bool tied, int64_t num_kv_heads, QkNormK
   config.num_kv_heads = num_kv_heads;
   config.d_ffn = 176;  // not a multiple of 128
   config.norm = norm;
+  config.norm_placement = placement;
   config.qk_norm = qk_norm;
   config.tie_embeddings = tied;
   return config;
 }
+
+struct Norms {
+  NormKind norm;
+  QkNormKind qk_norm;
+  NormPlacement placement;
+};
+const Norms kNorms[] = {{NormKind::kLayerNorm, QkNormKind::kNone, NormPlacement::kBefore},
+                        {NormKind::kRmsNorm, QkNormKind::kNone, NormPlacement::kBefore},
+                        {NormKind::kRmsNorm, QkNormKind::kPerHead, NormPlacement::kBefore},
+                        {NormKind::kRmsNorm, QkNormKind::kFull, NormPlacement::kAfter},
+                        {NormKind::kLayerNorm, QkNormKind::kNone, NormPlacement::kBoth},
+                        {NormKind::kRmsNorm, QkNormKind::kPerHead, NormPlacement::kBoth}};
 
 const Recipe kAllRecipes[] = {Recipe::kFp32,     Recipe::kBf16,           Recipe::kFp8Linear,
                               Recipe::kFp8Block, Recipe::kCoatActivation, Recipe::kCoatOptimizer,
@@ -64,13 +78,10 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
 }  // namespace
 
 TEST_CASE("every recipe's gradients are close to fp32's", "[model][recipes]") {
-  for (const auto& [norm, qk_norm] : {std::pair{NormKind::kLayerNorm, QkNormKind::kNone},
-                                      {NormKind::kRmsNorm, QkNormKind::kNone},
-                                      {NormKind::kRmsNorm, QkNormKind::kPerHead},
-                                      {NormKind::kRmsNorm, QkNormKind::kFull}}) {
-    CAPTURE(name_of(norm), name_of(qk_norm));
+  for (const auto& [norm, qk_norm, placement] : kNorms) {
+    CAPTURE(name_of(norm), name_of(qk_norm), name_of(placement));
     const ModelConfig config =
-        small_config(norm, norm == NormKind::kLayerNorm, norm == NormKind::kLayerNorm ? 0 : 2, qk_norm);
+        small_config(norm, norm == NormKind::kLayerNorm, norm == NormKind::kLayerNorm ? 0 : 2, qk_norm, placement);
     const Result exact = run(config, precision_recipe(Recipe::kFp32));
     for (Recipe recipe : kAllRecipes) {
       CAPTURE(name_of(recipe));
@@ -85,7 +96,9 @@ TEST_CASE("every recipe's gradients are close to fp32's", "[model][recipes]") {
       if (recipe == Recipe::kFp32) {
         CHECK((error == 0 && loss_error == 0));
       } else if (!precision.has_fp8()) {
-        CHECK((error < 0.02 && loss_error < 0.005 && std::abs(length - 1) < 0.005));
+        // A norm behind a branch is one rounding more, and scales the branch's own up.
+        const double bound = placement == NormPlacement::kBefore ? 0.02 : 0.025;
+        CHECK((error < bound && loss_error < 0.005 && std::abs(length - 1) < 0.005));
       } else {
         // E5M2 rounds with an rms error of 6.5 %; a gradient passes up to four such roundings in each of three
         // blocks, which add up to 22 % if they are independent. E4M3 is a third of that.
@@ -97,11 +110,9 @@ TEST_CASE("every recipe's gradients are close to fp32's", "[model][recipes]") {
 }
 
 TEST_CASE("recomputing what was not kept gives the same bits", "[model][recipes][slow]") {
-  for (const auto& [norm, qk_norm] : {std::pair{NormKind::kLayerNorm, QkNormKind::kNone},
-                                      {NormKind::kRmsNorm, QkNormKind::kNone},
-                                      {NormKind::kRmsNorm, QkNormKind::kPerHead}}) {
-    CAPTURE(name_of(norm), name_of(qk_norm));
-    const ModelConfig config = small_config(norm, true, 2, qk_norm);
+  for (const auto& [norm, qk_norm, placement] : kNorms) {
+    CAPTURE(name_of(norm), name_of(qk_norm), name_of(placement));
+    const ModelConfig config = small_config(norm, true, 2, qk_norm, placement);
     std::vector<PrecisionConfig> bases;
     for (Recipe recipe : kAllRecipes) bases.push_back(precision_recipe(recipe));
     bases.push_back(precision_recipe(Recipe::kParka));

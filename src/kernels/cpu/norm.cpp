@@ -37,11 +37,12 @@ float mean_of(int64_t count, const Term& term) {
 
 struct Statistics {
   float mean = 0;  // stays 0 for RMSNorm, which is LayerNorm without the mean
-  float rstd;
+  float rstd = 1;  // stays 1 for no norm
 };
 
 Statistics statistics_of(NormKind kind, float eps, const float* x, int64_t cols) {
   Statistics s;
+  if (kind == NormKind::kNone) return s;
   if (kind == NormKind::kLayerNorm) s.mean = mean_of(cols, [&](int64_t c) { return x[c]; });
   const float variance = mean_of(cols, [&](int64_t c) { return (x[c] - s.mean) * (x[c] - s.mean); });
   s.rstd = 1.0f / std::sqrt(variance + eps);
@@ -49,10 +50,10 @@ Statistics statistics_of(NormKind kind, float eps, const float* x, int64_t cols)
 }
 
 Statistics saved_statistics(const TensorView& mean, const TensorView& rstd, int64_t t) {
-  return {mean.empty() ? 0.0f : mean.as<float>()[t], rstd.as<float>()[t]};
+  return {mean.empty() ? 0.0f : mean.as<float>()[t], rstd.empty() ? 1.0f : rstd.as<float>()[t]};
 }
 
-// Ones for LayerNorm, which has no weight: multiplying by them changes nothing.
+// Ones for a norm without a weight: multiplying by them changes nothing.
 std::vector<float> weight_or_ones(const TensorView& weight, int64_t cols) {
   std::vector<float> values(static_cast<size_t>(cols), 1.0f);
   if (!weight.empty()) decode_elements(weight, 0, cols, values.data());
@@ -87,7 +88,7 @@ void norm_forward(Device&, const NormForward& a) {
       }
       const Statistics s = statistics_of(a.kind, a.eps, x.data(), cols);
       if (!a.mean.empty()) a.mean.as<float>()[t] = s.mean;
-      a.rstd.as<float>()[t] = s.rstd;
+      if (!a.rstd.empty()) a.rstd.as<float>()[t] = s.rstd;
       normalize(x.data(), s, weight.data(), cols, y.row(t));
     }
   });
@@ -108,10 +109,28 @@ void norm_recompute(Device&, const NormRecompute& a) {
   encode_with_transpose(y, a.y, a.y_t, ScaleSource::kGiven);
 }
 
+namespace {
+
+// kNone: d_residual_out = d_residual + d_y
+void add_gradients(const NormBackward& a) {
+  const int64_t rows = a.d_y.dim[0], cols = a.d_y.dim[1];
+  parallel_for(rows, kRowGrain, [&](int64_t begin, int64_t end) {
+    std::vector<float> d_x(static_cast<size_t>(cols)), d_residual(d_x);
+    for (int64_t t = begin; t < end; ++t) {
+      decode_elements(a.d_y, t * cols, cols, d_x.data());
+      if (!a.d_residual.empty()) {
+        decode_elements(a.d_residual, t * cols, cols, d_residual.data());
+        for (int64_t c = 0; c < cols; ++c) d_x[c] += d_residual[c];
+      }
+      encode_elements(d_x.data(), t * cols, cols, a.d_residual_out);
+    }
+  });
+}
+
 // With xhat = (x - mean) * rstd and g = d_y * weight, both functions of the row:
 //   d_x = rstd * (g - mean(g) - xhat * mean(g * xhat)),   without mean(g) for RMSNorm
 // which is d y / d x applied to d_y: xhat changes with x directly, through the mean, and through rstd.
-void norm_backward(Device&, const NormBackward& a) {
+void add_norm_gradient(const NormBackward& a) {
   const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
   const std::vector<float> weight = weight_or_ones(a.weight, cols);
   constexpr int64_t kTile = 64;  // rows whose part of d_weight is summed together
@@ -137,14 +156,23 @@ void norm_backward(Device&, const NormBackward& a) {
       encode_elements(d_x.data(), t * cols, cols, a.d_residual_out);
     }
   });
-  if (!a.d_weight.empty()) {
-    std::vector<float> total(static_cast<size_t>(cols), 0.0f), d_weight(total);
-    for (int64_t i = 0; i < d_weight_part.rows(); ++i) {
-      for (int64_t c = 0; c < cols; ++c) total[c] += d_weight_part.row(i)[c];
-    }
-    decode_elements(a.d_weight, 0, cols, d_weight.data());
-    for (int64_t c = 0; c < cols; ++c) d_weight[c] += total[c];
-    encode_elements(d_weight.data(), 0, cols, a.d_weight);
+  if (a.d_weight.empty()) return;
+  std::vector<float> total(static_cast<size_t>(cols), 0.0f), d_weight(total);
+  for (int64_t i = 0; i < d_weight_part.rows(); ++i) {
+    for (int64_t c = 0; c < cols; ++c) total[c] += d_weight_part.row(i)[c];
+  }
+  decode_elements(a.d_weight, 0, cols, d_weight.data());
+  for (int64_t c = 0; c < cols; ++c) d_weight[c] += total[c];
+  encode_elements(d_weight.data(), 0, cols, a.d_weight);
+}
+
+}  // namespace
+
+void norm_backward(Device&, const NormBackward& a) {
+  if (a.kind == NormKind::kNone) {
+    add_gradients(a);
+  } else {
+    add_norm_gradient(a);
   }
   if (a.d_quantized.empty() && a.d_quantized_t.empty()) return;
   encode_with_transpose(decode(a.d_residual_out), a.d_quantized, a.d_quantized_t);

@@ -23,7 +23,7 @@ void check_kind(std::string_view op, std::string_view name, const TensorView& t,
 void check_statistics(std::string_view op, NormKind kind, const TensorView& mean, const TensorView& rstd,
                       int64_t rows) {
   check_kind(op, "mean", mean, kind == NormKind::kLayerNorm, rows, {kF32});
-  check_tensor(op, "rstd", rstd, {rows}, {kF32});
+  check_kind(op, "rstd", rstd, kind != NormKind::kNone, rows, {kF32});
 }
 
 void check_float8(std::string_view op, std::string_view name, const ScaledView& t, int64_t rows, int64_t cols) {
@@ -42,6 +42,9 @@ void norm_forward(Device& device, const NormForward& a) {
   if (!a.branch.empty()) check_tensor(kOp, "branch", a.branch, {rows, cols}, {dtype});
   check_kind(kOp, "weight", a.weight, a.kind == NormKind::kRmsNorm, cols, {dtype});
   check_tensor(kOp, "residual_out", a.residual_out, {rows, cols}, {dtype});
+  if (a.kind == NormKind::kNone && !a.x.empty()) {
+    throw_internal("{}: x is {}, but this kind of norm reads the sum", kOp, describe(a.x));
+  }
   check_float8(kOp, "x", a.x, rows, cols);
   if (!a.x.empty() && a.x.scaling != Scaling::kGroup) {
     throw_internal("{}: x is {}, wanted one scale per group of a row", kOp, describe(a.x));
@@ -69,9 +72,14 @@ void norm_recompute(Device& device, const NormRecompute& a) {
 
 void norm_backward(Device& device, const NormBackward& a) {
   constexpr std::string_view kOp = "norm_backward";
-  const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
+  const TensorView& shape = a.kind == NormKind::kNone ? a.d_y : a.x.data;
+  const int64_t rows = shape.dim[0], cols = shape.dim[1];
   const bool has_weight = a.kind == NormKind::kRmsNorm;
-  check_matrix(kOp, "x", a.x, rows, cols);
+  if (a.kind != NormKind::kNone) {
+    check_matrix(kOp, "x", a.x, rows, cols);
+  } else if (!a.x.empty()) {
+    throw_internal("{}: x is {}, but this kind of norm has no use for it", kOp, describe(a.x));
+  }
   check_kind(kOp, "weight", a.weight, has_weight, cols, {kF32, kBF16});
   check_statistics(kOp, a.kind, a.mean, a.rstd, rows);
   check_tensor(kOp, "d_y", a.d_y, {rows, cols}, {kF32, kBF16});
@@ -87,9 +95,11 @@ void norm_backward(Device& device, const NormBackward& a) {
 
 OpCost cost_of(const NormForward& a) {
   const bool adds = !a.branch.empty() || a.residual_out.data != a.residual.data;
+  const bool is_sum = a.y.data.data == a.residual_out.data;  // kNone
   const double again = a.x.empty() ? bytes_of(a.residual_out) : bytes_of(a.x);
-  return moved(all_bytes(a.residual, a.branch, a.weight, a.x, a.y, a.y_t, a.mean, a.rstd) +
-                   (adds ? bytes_of(a.residual_out) : 0.0) + (read_twice(a.y) ? again : 0.0),
+  return moved(all_bytes(a.residual, a.branch, a.weight, a.x, a.y_t, a.mean, a.rstd) +
+                   (is_sum ? 0.0 : bytes_of(a.y)) + (adds ? bytes_of(a.residual_out) : 0.0) +
+                   (read_twice(a.y) ? again : 0.0),
                a.residual);
 }
 TensorView output_of(const NormForward& a) { return a.y.data; }
@@ -107,12 +117,12 @@ OpCost cost_of(const NormBackward& a) {
                          a.d_quantized_t) +
                    2 * bytes_of(a.d_weight) +
                    (read_twice(a.d_quantized, a.d_quantized_t) ? bytes_of(a.d_residual_out) : 0.0),
-               a.x.data);
+               a.d_y);
 }
 TensorView output_of(const NormBackward& a) { return a.d_residual_out; }
 int64_t workspace_of(const NormBackward& a) {
   const bool finds_amax = has_tensor_scale(a.d_quantized) || has_tensor_scale(a.d_quantized_t);
-  return a.d_weight.empty() && !finds_amax ? 0 : cuda::norm_backward_workspace_bytes(a.x.num_cols());
+  return a.d_weight.empty() && !finds_amax ? 0 : cuda::norm_backward_workspace_bytes(a.d_y.dim[1]);
 }
 
 }  // namespace parka

@@ -7,6 +7,7 @@ namespace parka {
 enum class NormKind : uint8_t {
   kLayerNorm,  // non-parametric, as in OLMo v1: y = (x - mean) * rstd, rstd = 1 / sqrt(var + eps)
   kRmsNorm,    // y = x * rstd * weight,         rstd = 1 / sqrt(mean(x^2) + eps)
+  kNone,       // y = x: a residual add alone, with the outputs of a norm. It has no statistics
 };
 
 // Residual add and norm in one:
@@ -19,14 +20,14 @@ struct NormForward {
   float eps;
   TensorView residual;      // [T, C] fp32 or bf16, in
   TensorView branch = {};   // [T, C] as residual, in; empty: sum = residual
-  TensorView weight = {};   // [C] as residual, in; empty for kLayerNorm
+  TensorView weight = {};   // [C] as residual, in; kRmsNorm only
   TensorView residual_out;  // [T, C] as residual, out; may be the memory of residual
-  ScaledView x = {};        // [T, C] fp8 kGroup, out; empty: the norm reads residual_out
-  ScaledView y;             // [T, C] fp32, bf16, or fp8 with any scaling, out
+  ScaledView x = {};        // [T, C] fp8 kGroup, out; empty, as for kNone always: the norm reads residual_out
+  ScaledView y;             // [T, C] fp32, bf16, or fp8 with any scaling, out; may be residual_out for kNone
   ScaledView y_t = {};      // [C, T] fp8, out: y transposed for the weight gradient; empty: not wanted; shares a
                             // kTensor scale with y, and a kGroup one has its groups along T
-  TensorView mean = {};     // [T] fp32, out; empty for kRmsNorm
-  TensorView rstd;          // [T] fp32, out
+  TensorView mean = {};     // [T] fp32, out; kLayerNorm only
+  TensorView rstd = {};     // [T] fp32, out; empty for kNone
 };
 // Statistics are computed in fp32 over exactly C elements, in two passes: the mean first, then squared deviations.
 PARKA_OP(norm_forward, NormForward);
@@ -37,9 +38,9 @@ int64_t workspace_of(const NormForward& a);
 struct NormRecompute {
   NormKind kind;
   ScaledView x;            // [T, C] what the norm read, in
-  TensorView weight = {};  // [C], in; empty for kLayerNorm
-  TensorView mean = {};    // [T] fp32, in; empty for kRmsNorm
-  TensorView rstd;         // [T] fp32, in
+  TensorView weight = {};  // [C], in; kRmsNorm only
+  TensorView mean = {};    // [T] fp32, in; kLayerNorm only
+  TensorView rstd = {};    // [T] fp32, in; empty for kNone
   ScaledView y = {};       // [T, C], out; empty: not wanted. kTensor: y.scale is an input
   ScaledView y_t = {};     // [C, T] transposed, out; empty: not wanted. kTensor: y_t.scale is an input
 };
@@ -50,16 +51,16 @@ PARKA_OP(norm_recompute, NormRecompute);
 // The quantization of x has derivative 1 (straight-through estimator).
 struct NormBackward {
   NormKind kind;
-  ScaledView x;                   // [T, C] what the norm read, in
-  TensorView weight = {};         // [C], in; empty for kLayerNorm
-  TensorView mean = {};           // [T] fp32, in; empty for kRmsNorm
-  TensorView rstd;                // [T] fp32, in
+  ScaledView x = {};              // [T, C] what the norm read, in; empty for kNone
+  TensorView weight = {};         // [C], in; kRmsNorm only
+  TensorView mean = {};           // [T] fp32, in; kLayerNorm only
+  TensorView rstd = {};           // [T] fp32, in; empty for kNone
   TensorView d_y;                 // [T, C] fp32 or bf16, in
   TensorView d_residual = {};     // [T, C] as d_y, in; empty: zero
   TensorView d_residual_out;      // [T, C] as d_y, out; may be the memory of d_residual or d_y
   ScaledView d_quantized = {};    // [T, C] fp8, out: d_residual_out quantized for the next GEMM; empty: not wanted
   ScaledView d_quantized_t = {};  // [C, T] fp8, out: the same transposed; empty: not wanted
-  TensorView d_weight = {};       // [C] fp32 or bf16, in/out; empty for kLayerNorm
+  TensorView d_weight = {};       // [C] fp32 or bf16, in/out; kRmsNorm only
 };
 // kTensor outputs share one scale: if both are given, d_quantized_t.scale must be the memory of d_quantized.scale.
 // The quantized copies are made from d_residual_out after rounding.

@@ -8,7 +8,7 @@
 namespace parka {
 
 void Head::add_parameters(ParameterList& list, const ModelConfig& model) {
-  Norm::add_parameter(list, model, "final_norm");
+  Norm::add_parameter(list, model.norm, model, "final_norm");
   if (model.tie_embeddings) return;
   list.add("head", model.vocab_size, model.d_model, ParameterRole::kHead, /*decayed=*/true,
            list.initial_std(model.d_model, 0));
@@ -18,7 +18,7 @@ Head::Head(const ModelConfig& model, const ParameterTable& table, int64_t logits
     : vocab_size_(model.vocab_size),
       chunk_(std::min(scope.tokens(), logits_chunk_tokens)),
       weight_(table.head),
-      norm_(model, table, "final_norm") {
+      norm_(model.norm, model, table, "final_norm") {
   targets_ = scope.batch("targets", DType::kI32, {scope.tokens()});
   losses_ = scope.batch("losses", DType::kF32, {scope.tokens()});
   norm_.declare_in_workspace(scope, "final", kHead);
@@ -83,7 +83,7 @@ void Head::loss_and_backward(const StepContext& step, const LossOptions& options
                        .accumulate = begin > 0 || step.adds_to_gradients(),
                        .a_padding = padding()});
   }
-  norm_.backward(step, d_y, /*d_residual=*/{}, stream.d_residual(step), stream.d_branch_codes(step));
+  norm_.backward(step, d_y, /*d_residual=*/{}, stream.d_residual(step), stream.d_residual_codes(step));
 }
 
 }  // namespace parka

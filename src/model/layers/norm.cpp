@@ -2,30 +2,50 @@
 
 namespace parka {
 
-void Norm::add_parameter(ParameterList& list, const ModelConfig& model, const std::string& name) {
-  if (model.norm != NormKind::kRmsNorm) return;
+void Norm::add_parameter(ParameterList& list, NormKind kind, const ModelConfig& model, const std::string& name) {
+  if (kind != NormKind::kRmsNorm) return;
   list.add(name, 1, model.d_model, ParameterRole::kNorm, /*decayed=*/false, 0.0);
 }
 
-Norm::Norm(const ModelConfig& model, const ParameterTable& table, const std::string& name)
-    : kind_(model.norm),
-      eps_(static_cast<float>(model.norm_eps)),
-      width_(model.d_model),
-      weight_(table.index_of(name)) {
+Norm::Norm(NormKind kind, const ModelConfig& model, const ParameterTable& table, const std::string& name)
+    : kind_(kind), eps_(static_cast<float>(model.norm_eps)), width_(model.d_model), weight_(table.index_of(name)) {
   PARKA_REQUIRE((weight_ >= 0) == (kind_ == NormKind::kRmsNorm));
 }
 
 void Norm::declare_in_branch(BufferScope& scope, const std::string& name, bool is_first_of_block, PhaseMask forward,
                              PhaseMask backward) {
+  if (kind_ == NormKind::kNone) {
+    // Backward reads nothing but the linear layer's input. That is the sum itself, or FP8 codes of it: there is
+    // nothing smaller that it could be made of again.
+    const bool is_fp8 = scope.formats().fp8_gemm;
+    sum_ = scope.residual(name + ".input", width_, is_first_of_block, /*keep=*/!is_fp8);
+    output_ = is_fp8 ? scope.gemm_input(name + ".output", width_, /*save=*/true, forward, backward)
+                     : GemmInputIds{{sum_, {}, scope.formats().compute}, {}};
+    return;
+  }
+  sum_ = scope.residual(name + ".input", width_, is_first_of_block,
+                        /*keep=*/scope.formats().norm_input.scaling == Scaling::kNone);
+  declare_statistics(scope, name);
+  saves_output_ = scope.precision().save_norm_output;
+  output_ = scope.gemm_input(name + ".output", width_, saves_output_, forward, backward);
+}
+
+void Norm::declare_behind(BufferScope& scope, const std::string& name) {
+  sum_ = scope.formats().norm_input.scaling == Scaling::kNone
+             ? scope.kept(name + ".input", scope.compute(), {scope.tokens(), width_})
+             : scope.workspace("branch_before_norm", scope.compute(), {scope.tokens(), width_},
+                               scope.forward(kBlockForward));
+  declare_statistics(scope, name);
+}
+
+// And the FP8 copy that they are of.
+void Norm::declare_statistics(BufferScope& scope, const std::string& name) {
   const int64_t tokens = scope.tokens();
-  sum_ = scope.residual(name + ".input", width_, is_first_of_block);
   if (scope.formats().norm_input.scaling != Scaling::kNone) {
     input_ = scope.kept(name + ".input_fp8", scope.formats().norm_input, tokens, width_);
   }
   if (kind_ == NormKind::kLayerNorm) mean_ = scope.kept(name + ".mean", DType::kF32, {tokens});
   rstd_ = scope.kept(name + ".rstd", DType::kF32, {tokens});
-  saves_output_ = scope.precision().save_norm_output;
-  output_ = scope.gemm_input(name + ".output", width_, saves_output_, forward, backward);
 }
 
 void Norm::declare_in_workspace(BufferScope& scope, const std::string& name, PhaseMask phase) {
@@ -47,20 +67,28 @@ ScaledView Norm::output(const StepContext& step) const {
 }
 
 void Norm::forward(const StepContext& step, const TensorView& residual, const TensorView& branch) const {
+  // Not kept: backward makes it again.
+  const bool transposed = step.keep && saves_output_;
+  run(step, residual, branch, output(step),
+      transposed ? step.matrix(output_.transposed, width_, step.num_tokens()) : ScaledView{});
+}
+
+void Norm::forward_behind(const StepContext& step, const TensorView& y) const { run(step, sum(step), {}, y, {}); }
+
+void Norm::run(const StepContext& step, const TensorView& residual, const TensorView& branch, const ScaledView& y,
+               const ScaledView& y_t) const {
   const int64_t T = step.num_tokens();
-  norm_forward(step.device,
-               {.kind = kind_,
-                .eps = eps_,
-                .residual = residual,
-                .branch = branch,
-                .weight = weight(step),
-                .residual_out = sum(step),
-                .x = step.matrix(input_, T, width_),
-                .y = output(step),
-                // Not kept: backward makes it again.
-                .y_t = step.keep && saves_output_ ? step.matrix(output_.transposed, width_, T) : ScaledView{},
-                .mean = step.vector(mean_, T),
-                .rstd = step.vector(rstd_, T)});
+  norm_forward(step.device, {.kind = kind_,
+                             .eps = eps_,
+                             .residual = residual,
+                             .branch = branch,
+                             .weight = weight(step),
+                             .residual_out = sum(step),
+                             .x = step.matrix(input_, T, width_),
+                             .y = y,
+                             .y_t = y_t,
+                             .mean = step.vector(mean_, T),
+                             .rstd = step.vector(rstd_, T)});
 }
 
 GemmInput Norm::output_again(const StepContext& step) const {
@@ -82,7 +110,7 @@ void Norm::backward(const StepContext& step, const TensorView& d_output, const T
                     const TensorView& d_sum, const GemmInput& quantized) const {
   const int64_t T = step.num_tokens();
   norm_backward(step.device, {.kind = kind_,
-                              .x = input(step),
+                              .x = kind_ == NormKind::kNone ? ScaledView{} : input(step),
                               .weight = weight(step),
                               .mean = step.vector(mean_, T),
                               .rstd = step.vector(rstd_, T),
@@ -94,20 +122,22 @@ void Norm::backward(const StepContext& step, const TensorView& d_output, const T
                               .d_weight = step.gradient_to_add_to(weight_)});
 }
 
-void Norm::sample(const StepContext& step, int64_t block, QuantizedTensor input, QuantizedTensor output) const {
+void Norm::sample_input(const StepContext& step, int64_t block, QuantizedTensor which) const {
+  step.samples.add(step.device, block, which, sum(step), step.matrix(input_, step.num_tokens(), width_));
+}
+
+void Norm::sample_output(const StepContext& step, int64_t block, QuantizedTensor which) const {
   const Samples& samples = step.samples;
-  if (!samples.active()) return;
+  if (!samples.active() || output_.row.format.scaling == Scaling::kNone) return;
   const int64_t T = step.num_tokens();
-  samples.add(step.device, block, input, sum(step), step.matrix(input_, T, width_));
-  if (output_.row.format.scaling == Scaling::kNone) return;
   const TensorView y = samples.buffer(width_);
   norm_recompute(step.device, {.kind = kind_,
-                               .x = samples.first_rows(this->input(step)),
+                               .x = samples.first_rows(input(step)),
                                .weight = weight(step),
                                .mean = samples.first_rows(step.vector(mean_, T)),
                                .rstd = samples.first_rows(step.vector(rstd_, T)),
                                .y = y});
-  samples.add(step.device, block, output, y, this->output(step));
+  samples.add(step.device, block, which, y, output(step));
 }
 
 SampleNeeds Norm::sample_needs() const {

@@ -9,23 +9,27 @@
 namespace parka {
 
 // Adds a branch to the residual stream and normalises the sum: LayerNorm without parameters, or RMSNorm with a
-// weight (model.norm).
+// weight (model.norm); or kNone, which hands on the sum as the norms of others hand on theirs.
 class Norm {
  public:
   // Nothing where the norm has no weight.
-  static void add_parameter(ParameterList& list, const ModelConfig& model, const std::string& name);
+  static void add_parameter(ParameterList& list, NormKind kind, const ModelConfig& model, const std::string& name);
 
-  Norm(const ModelConfig& model, const ParameterTable& table, const std::string& name);
+  Norm(NormKind kind, const ModelConfig& model, const ParameterTable& table, const std::string& name);
 
   // In front of a layer whose first op is a linear layer: it keeps the sum, in FP8 with precision.norm_input, and
   // that linear layer's input. `forward` and `backward` are the phases in which that is written and read.
   void declare_in_branch(BufferScope& scope, const std::string& name, bool is_first_of_block, PhaseMask forward,
                          PhaseMask backward);
+  // Behind such a layer, which writes into sum(). It keeps that, in FP8 with precision.norm_input.
+  void declare_behind(BufferScope& scope, const std::string& name);
   // Where forward and backward are one phase: nothing is kept, and all is in the compute format.
   void declare_in_workspace(BufferScope& scope, const std::string& name, PhaseMask phase);
 
   // sum = residual + branch; an empty branch adds nothing.
   void forward(const StepContext& step, const TensorView& residual, const TensorView& branch) const;
+  // Of what is in sum(), after declare_behind(); y [T, d] in the compute format.
+  void forward_behind(const StepContext& step, const TensorView& y) const;
   TensorView sum(const StepContext& step) const;     // [T, d]
   ScaledView output(const StepContext& step) const;  // [T, d]
   // The output for a weight gradient: what forward kept, or made again.
@@ -36,10 +40,14 @@ class Norm {
                 const TensorView& d_sum, const GemmInput& quantized) const;
 
   // Of the FP8 copy that the norm reads, and of its output. After forward.
-  void sample(const StepContext& step, int64_t block, QuantizedTensor input, QuantizedTensor output) const;
+  void sample_input(const StepContext& step, int64_t block, QuantizedTensor which) const;
+  void sample_output(const StepContext& step, int64_t block, QuantizedTensor which) const;
   SampleNeeds sample_needs() const;
 
  private:
+  void declare_statistics(BufferScope& scope, const std::string& name);
+  void run(const StepContext& step, const TensorView& residual, const TensorView& branch, const ScaledView& y,
+           const ScaledView& y_t) const;
   // What the norm reads: the sum, or its FP8 copy.
   ScaledView input(const StepContext& step) const;
   TensorView weight(const StepContext& step) const { return step.weights.plain(weight_); }
@@ -53,7 +61,7 @@ class Norm {
   // [T, d] the residual stream after the add. A block's first one is all that recompute = block keeps.
   TensorId sum_;
   MatrixId input_;        // [T, d] FP8 copy of it that the norm reads; invalid: it reads the sum
-  TensorId mean_, rstd_;  // [T]; LayerNorm has a mean
+  TensorId mean_, rstd_;  // [T]; LayerNorm has a mean, kNone neither
   GemmInputIds output_;   // [T, d] the norm's output
 };
 

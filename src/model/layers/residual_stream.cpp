@@ -2,26 +2,32 @@
 
 namespace parka {
 
-void ResidualStream::declare(BufferScope& scope, int64_t width, const BackwardPhases& phases) {
+void ResidualStream::declare(BufferScope& scope, int64_t width, const BackwardPhases& phases,
+                             bool has_norms_behind) {
   width_ = width;
+  has_norms_behind_ = has_norms_behind;
   const int64_t tokens = scope.tokens();
   const Format& gradient = scope.formats().gradient;
   branch_ = scope.workspace("branch", scope.compute(), {tokens, width}, scope.forward(kBlockForward) | kHead);
   if (!scope.has_backward()) return;
   d_residual_ = scope.workspace("d_residual", scope.compute(), {tokens, width}, kHead | kBackward);
+  const bool is_fp8 = scope.formats().fp8_gemm;
+  // GEMMs that are not FP8 read there what a norm behind has written.
+  const PhaseMask of_inner = has_norms_behind && !is_fp8 ? phases.rows | phases.transposed : PhaseMask{0};
   d_norm_output_ = scope.workspace("d_norm_output", scope.compute(), {tokens, width},
-                                   kHead | phases.d_norm_output | kBackwardNorm);
-  if (!scope.formats().fp8_gemm) return;
+                                   kHead | phases.d_norm_output | kBackwardNorm | of_inner);
+  if (!is_fp8) return;
   // The backward of the head or of a norm makes it, the next linear layer reads it: in rows for its input gradient,
-  // and transposed for its weight gradient.
-  const PhaseMask rows = scope.forward(kHead | kBackwardNorm) | phases.rows;
+  // and transposed for its weight gradient. A norm behind makes it after a block's forward has run again.
+  const PhaseMask made = has_norms_behind ? PhaseMask{kBackwardNorm} : scope.forward(kHead | kBackwardNorm);
+  const PhaseMask rows = made | phases.rows;
   const PhaseMask transposed = rows | phases.transposed;
   TensorId scale;
   if (gradient.scaling == Scaling::kTensor) {
     scale = scope.workspace("d_branch.scale", DType::kF32, {1}, transposed);
   }
-  d_branch_.row = scope.workspace("d_branch", gradient, tokens, width, rows, scale);
-  d_branch_.transposed = scope.workspace("d_branch_t", gradient, width, tokens, transposed, scale);
+  d_inner_.row = scope.workspace("d_branch", gradient, tokens, width, rows, scale);
+  d_inner_.transposed = scope.workspace("d_branch_t", gradient, width, tokens, transposed, scale);
 }
 
 TensorView ResidualStream::branch(const StepContext& step) const { return view(step, branch_); }
@@ -30,14 +36,18 @@ TensorView ResidualStream::d_residual(const StepContext& step) const { return vi
 
 TensorView ResidualStream::d_norm_output(const StepContext& step) const { return view(step, d_norm_output_); }
 
-GemmInput ResidualStream::d_branch(const StepContext& step) const {
-  if (!d_branch_.row.valid()) return {d_residual(step), {}};
-  return d_branch_codes(step);
+TensorView ResidualStream::d_inner_plain(const StepContext& step) const {
+  return has_norms_behind_ ? d_norm_output(step) : d_residual(step);
 }
 
-GemmInput ResidualStream::d_branch_codes(const StepContext& step) const {
-  return {step.matrix(d_branch_.row, step.num_tokens(), width_),
-          step.matrix(d_branch_.transposed, width_, step.num_tokens())};
+GemmInput ResidualStream::d_inner(const StepContext& step) const {
+  if (!d_inner_.row.valid()) return {d_inner_plain(step), {}};
+  return d_inner_codes(step);
+}
+
+GemmInput ResidualStream::d_inner_codes(const StepContext& step) const {
+  return {step.matrix(d_inner_.row, step.num_tokens(), width_),
+          step.matrix(d_inner_.transposed, width_, step.num_tokens())};
 }
 
 }  // namespace parka

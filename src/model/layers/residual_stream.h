@@ -8,27 +8,36 @@ namespace parka {
 // What the branches of a stack hand on to one another, forward and backward. One set of buffers for all of them.
 class ResidualStream {
  public:
-  // Phases in which branches read d_branch, in rows and transposed, and in which their last op writes
+  // Phases in which inner layers read d_inner, in rows and transposed, and in which their last op writes
   // d_norm_output.
   struct BackwardPhases {
     PhaseMask rows, transposed, d_norm_output;
   };
-  void declare(BufferScope& scope, int64_t width, const BackwardPhases& phases);
+  // `has_norms_behind`: between an inner layer and the stream is a norm.
+  void declare(BufferScope& scope, int64_t width, const BackwardPhases& phases, bool has_norms_behind);
 
   TensorView branch(const StepContext& step) const;      // [T, d] output of a branch, until the next norm adds it
   TensorView d_residual(const StepContext& step) const;  // [T, d] gradient of the residual stream
   TensorView d_norm_output(const StepContext& step) const;  // [T, d] gradient of a norm's output
-  // The gradient that flows into a branch: d_residual, in FP8 where GEMMs are.
-  GemmInput d_branch(const StepContext& step) const;
-  // Where whoever writes d_residual writes that, too: empty where it is d_residual itself.
-  GemmInput d_branch_codes(const StepContext& step) const;
+  // The gradient of an inner layer's output: d_residual itself, or what the norm behind makes of it.
+  TensorView d_inner_plain(const StepContext& step) const;
+  // The same as GEMMs read it: in FP8 where they are.
+  GemmInput d_inner(const StepContext& step) const;
+  // Where whoever writes d_inner_plain writes the FP8 codes, too: empty where there are none. Whoever writes
+  // d_residual does so unless it goes through a norm behind first.
+  GemmInput d_inner_codes(const StepContext& step) const;
+  GemmInput d_residual_codes(const StepContext& step) const {
+    return has_norms_behind_ ? GemmInput{} : d_inner_codes(step);
+  }
 
  private:
   TensorView view(const StepContext& step, TensorId id) const { return step.tensor(id, step.num_tokens(), width_); }
 
   int64_t width_ = 0;
-  TensorId branch_, d_residual_, d_norm_output_;
-  GemmInputIds d_branch_;  // invalid without FP8 GEMMs
+  bool has_norms_behind_ = false;
+  TensorId branch_, d_residual_;
+  TensorId d_norm_output_;  // and, at other times, what a norm behind makes of d_residual
+  GemmInputIds d_inner_;    // invalid without FP8 GEMMs
 };
 
 }  // namespace parka

@@ -22,7 +22,8 @@ Stack::Stack(const ModelConfig& model, const ParameterTable& table, std::string_
   stream_.declare(scope, model.d_model,
                   {.rows = Attention::kRowsPhases | Swiglu::kRowsPhases,
                    .transposed = Attention::kTransposedPhases | Swiglu::kTransposedPhases,
-                   .d_norm_output = Attention::kLastBackwardPhase | Swiglu::kLastBackwardPhase});
+                   .d_norm_output = Attention::kLastBackwardPhase | Swiglu::kLastBackwardPhase},
+                  model.has_norm_behind());
 }
 
 void Stack::forward(const StepContext& step) const {

@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/norm/norm_rows.cuh"
 #include "kernels/cuda/norm/norm_source.cuh"
+#include "kernels/cuda/norm/residual_sum.cuh"
 #include "kernels/cuda/quantize/group_codes.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/device/cuda/check.h"
@@ -12,7 +13,8 @@
 
 // Shapes: T rows (tokens), C columns (elements of a row).
 //
-// Plain y is written by the kernel that has a row in registers. Quantized y takes two kernels: that one finds the
+// Plain y is written by the kernel that has a row in registers; so it is where that kernel also makes a quantized
+// copy of the sum and reads it as it was rounded. Quantized y takes two kernels: that one finds the
 // row's statistics and the maximum of y, and write_tiles recomputes y from the norm's input, as norm_recompute
 // does.
 namespace parka::cuda {
@@ -264,18 +266,9 @@ bool fits_group_copy(const NormForward& a) {
          std::has_single_bit(group) && group >= 2 * kWidth && group <= uint64_t{kWidth} * kWarpSize;
 }
 
-// The sum, its quantized copy x, the statistics of x, and the maximum of y unless `amax` is null.
-void norm_of_copy(CudaDevice& device, const NormForward& a, float* amax) {
-  if (!fits_group_copy(a)) {
-    norm_of_sum<AmaxOnly>(device, a, nullptr);
-    const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
-    with_source(a.residual_out, [&](const auto& sum) { write_tiles(device, sum, rows, cols, a.x, {}, nullptr); });
-    norm_statistics_kernel<<<static_cast<unsigned>(rows), kStatisticsThreads, 0, device.stream()>>>(
-        AnySource(a.x), a.kind == NormKind::kLayerNorm, a.eps, static_cast<int>(cols), optional<float>(a.mean),
-        a.rstd.as<float>());
-    if (amax != nullptr) find_amax(device, any_norm_source(a.x, a.weight, a.mean, a.rstd), rows, cols, amax);
-    return;
-  }
+// The sum, its quantized copy x, the statistics of x, and y or, unless `amax` is null, its maximum.
+template <typename Y>
+void norm_with_group_copy(CudaDevice& device, const NormForward& a, float* amax) {
   with_float8_type(a.x.data.dtype, [&](auto f8) {
     with_plain_type(a.x.scale.dtype, [&](auto scale) {
       using F8 = decltype(f8);
@@ -287,8 +280,40 @@ void norm_of_copy(CudaDevice& device, const NormForward& a, float* amax) {
                                   .group_shift = std::countr_zero(group),
                                   .lanes = static_cast<int>(group) / RowPart<BFloat16, true>::kWidth};
       with_constant(a.kind == NormKind::kLayerNorm, [&](auto layer_norm) {
-        launch_forward<AmaxOnly, layer_norm.value, true>(device, a, a.residual.as<BFloat16>(), copy, amax);
+        launch_forward<Y, layer_norm.value, true>(device, a, a.residual.as<BFloat16>(), copy, amax);
       });
+    });
+  });
+}
+
+// The same in as many kernels as it takes, with the maximum of y.
+void norm_of_copy(CudaDevice& device, const NormForward& a, float* amax) {
+  if (!fits_group_copy(a)) {
+    norm_of_sum<AmaxOnly>(device, a, nullptr);
+    const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
+    with_source(a.residual_out, [&](const auto& sum) { write_tiles(device, sum, rows, cols, a.x, {}, nullptr); });
+    norm_statistics_kernel<<<static_cast<unsigned>(rows), kStatisticsThreads, 0, device.stream()>>>(
+        AnySource(a.x), a.kind == NormKind::kLayerNorm, a.eps, static_cast<int>(cols), optional<float>(a.mean),
+        a.rstd.as<float>());
+    if (amax != nullptr) find_amax(device, any_norm_source(a.x, a.weight, a.mean, a.rstd), rows, cols, amax);
+    return;
+  }
+  norm_with_group_copy<AmaxOnly>(device, a, amax);
+}
+
+// kNone: the sum, and y as a copy of it, or its maximum unless `amax` is null.
+void sum_alone(CudaDevice& device, const NormForward& a, float* amax) {
+  const bool copies = a.y.scaling == Scaling::kNone && a.y.data.data != a.residual_out.data;
+  with_plain_type(a.residual.dtype, [&](auto type) {
+    using T = decltype(type);
+    with_plain_type(copies ? a.y.data.dtype : a.residual.dtype, [&](auto y) {
+      using Y = decltype(y);
+      const ResidualSum<T, Y> sum{.x = a.residual.as<T>(),
+                                  .added = optional<T>(a.branch),
+                                  .sum = a.residual_out.as<T>(),
+                                  .copy = copies ? a.y.data.as<Y>() : nullptr,
+                                  .amax = amax};
+      launch_residual_sum(device, sum, a.residual.numel(), "norm_forward");
     });
   });
 }
@@ -313,14 +338,29 @@ void norm_forward(Device& any_device, const NormForward& a) {
   CudaDevice& device = as_cuda(any_device);
   const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
   check_row_extents(rows, cols);
-  if (a.x.empty() && a.y.scaling == Scaling::kNone && a.y_t.empty()) {
+  const bool is_plain = a.y.scaling == Scaling::kNone && a.y_t.empty();
+  if (is_plain && a.kind == NormKind::kNone) {
+    sum_alone(device, a, nullptr);
+    return;
+  }
+  if (is_plain && a.x.empty()) {
     with_plain_type(a.y.data.dtype, [&](auto y) { norm_of_sum<decltype(y)>(device, a, nullptr); });
+    return;
+  }
+  if (is_plain && a.y.data.dtype == DType::kBF16 && fits_group_copy(a)) {
+    norm_with_group_copy<BFloat16>(device, a, nullptr);
     return;
   }
   float* amax = nullptr;
   if (is_tensor_scaled(a.y) || is_tensor_scaled(a.y_t)) {
     amax = static_cast<float*>(device.workspace("norm_forward", workspace_of(a)));
     check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), "norm_forward");
+  }
+  if (a.kind == NormKind::kNone) {
+    sum_alone(device, a, amax);
+    with_source(a.residual_out, [&](const auto& y) { write_tiles(device, y, rows, cols, a.y, a.y_t, amax); });
+    check_launch("norm_forward");
+    return;
   }
   if (a.x.empty()) {
     norm_of_sum<AmaxOnly>(device, a, amax);
@@ -336,6 +376,11 @@ void norm_recompute(Device& any_device, const NormRecompute& a) {
   CudaDevice& device = as_cuda(any_device);
   const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
   check_row_extents(rows, cols);
+  if (a.kind == NormKind::kNone) {
+    with_source(a.x, [&](const auto& y) { write_tiles(device, y, rows, cols, a.y, a.y_t, nullptr); });
+    check_launch("norm_recompute");
+    return;
+  }
   if (a.x.scaling != Scaling::kNone || a.y.empty() || a.y.scaling != Scaling::kNone || !a.y_t.empty()) {
     with_norm_source(a.x, a.weight, a.mean, a.rstd,
                      [&](const auto& y) { write_tiles(device, y, rows, cols, a.y, a.y_t, nullptr); });

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/norm/norm_rows.cuh"
+#include "kernels/cuda/norm/residual_sum.cuh"
 #include "kernels/cuda/quantize/matrix_source.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/device/cuda/check.h"
@@ -206,11 +207,11 @@ struct Workspace {
   float* amax = nullptr;         // null if not wanted
   int64_t max_blocks;
 
-  Workspace(CudaDevice& device, const NormBackward& a) : max_blocks(norm_backward_max_blocks(a.x.num_cols()) - 1) {
+  Workspace(CudaDevice& device, const NormBackward& a) : max_blocks(norm_backward_max_blocks(a.d_y.dim[1]) - 1) {
     const auto is_tensor_scaled = [](const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kTensor; };
     const bool wants_amax = is_tensor_scaled(a.d_quantized) || is_tensor_scaled(a.d_quantized_t);
     if (a.d_weight.empty() && !wants_amax) return;
-    const int64_t cols = a.x.num_cols();
+    const int64_t cols = a.d_y.dim[1];
     d_weight_BC = static_cast<float*>(device.workspace("norm_backward", workspace_of(a)));
     if (wants_amax) {
       amax = d_weight_BC + max_blocks * cols;
@@ -308,10 +309,23 @@ void add_weight_gradient(CudaDevice& device, const float* d_weight_BC, const Ten
   check_launch("norm_backward");
 }
 
+// kNone
+template <typename G>
+RowsResult add_gradients(CudaDevice& device, const NormBackward& a, const Workspace& workspace) {
+  const bool adds = !a.d_residual.empty();
+  const ResidualSum<G, G> sum{.x = (adds ? a.d_residual : a.d_y).as<G>(),
+                              .added = adds ? a.d_y.as<G>() : nullptr,
+                              .sum = a.d_residual_out.as<G>(),
+                              .copy = nullptr,
+                              .amax = workspace.amax};
+  launch_residual_sum(device, sum, a.d_y.numel(), "norm_backward");
+  return {0, true};
+}
+
 // The quantized copies of d_residual_out.
 template <typename G>
 void quantize_gradient(CudaDevice& device, const NormBackward& a, float* amax, bool found_amax) {
-  const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
+  const int64_t rows = a.d_y.dim[0], cols = a.d_y.dim[1];
   const PlainSource<G> source(a.d_residual_out);
   if (amax != nullptr && !found_amax) find_amax(device, source, rows, cols, amax);
   write_tiles(device, source, rows, cols, a.d_quantized, a.d_quantized_t, amax);
@@ -322,13 +336,15 @@ void quantize_gradient(CudaDevice& device, const NormBackward& a, float* amax, b
 
 void norm_backward(Device& any_device, const NormBackward& a) {
   CudaDevice& device = as_cuda(any_device);
-  check_row_extents(a.x.num_rows(), a.x.num_cols());
+  check_row_extents(a.d_y.dim[0], a.d_y.dim[1]);
   const Workspace workspace(device, a);
   with_plain_type(a.d_y.dtype, [&](auto g) {
     using G = decltype(g);
     const G* const d_y = a.d_y.as<G>();
     RowsResult result{};
-    if (a.kind == NormKind::kLayerNorm) {
+    if (a.kind == NormKind::kNone) {
+      result = add_gradients<G>(device, a, workspace);
+    } else if (a.kind == NormKind::kLayerNorm) {
       result = launch_backward<true, float>(device, a, workspace, nullptr, d_y);
     } else {
       with_plain_type(a.weight.dtype, [&](auto weight) {
