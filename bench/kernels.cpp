@@ -134,6 +134,53 @@ void bench_activations(Bench& bench, const ModelShape& m) {
       swiglu_backward);
 }
 
+// Through a window of a quarter of the sequence, and within four documents in each; of the latter the rate counts
+// four times the pairs that there are.
+void bench_first_keys(Bench& bench, const ModelShape& m) {
+  const int64_t B = m.T / m.S, quarter = m.S / 4;
+  for (const bool windowed : {true, false}) {
+    const auto first_key = [&](Tensors& t) {
+      std::vector<int32_t> keys;
+      for (int64_t row = 0; row < m.T; ++row) {
+        const int64_t i = row % m.S;
+        keys.push_back(
+            static_cast<int32_t>(windowed ? std::max<int64_t>(i - quarter + 1, 0) : i / quarter * quarter));
+      }
+      return t.upload(keys);
+    };
+    bench.time(
+        m.name, windowed ? "attention_forward.window" : "attention_forward.documents",
+        [&](Tensors& t) {
+          return AttentionForward{.qkv = t.bf16({m.T, 3 * m.d}),
+                                  .out = t.bf16({m.T, m.d}),
+                                  .lse = t.fp32({B, m.heads, m.S}),
+                                  .sequence_length = m.S,
+                                  .num_heads = m.heads,
+                                  .num_kv_heads = m.heads,
+                                  .scale = 0.088f,
+                                  .first_key = first_key(t),
+                                  .window = windowed ? quarter : 0};
+        },
+        attention_forward);
+    bench.time(
+        m.name, windowed ? "attention_backward.window" : "attention_backward.documents",
+        [&](Tensors& t) {
+          return AttentionBackward{.qkv = t.bf16({m.T, 3 * m.d}),
+                                   .out = t.bf16({m.T, m.d}),
+                                   .d_out = t.bf16({m.T, m.d}),
+                                   .lse = t.fp32({B, m.heads, m.S}),
+                                   .d_qkv = t.bf16({m.T, 3 * m.d}),
+                                   .sequence_length = m.S,
+                                   .num_heads = m.heads,
+                                   .num_kv_heads = m.heads,
+                                   .scale = 0.088f,
+                                   .first_key = first_key(t),
+                                   .window = windowed ? quarter : 0};
+        },
+        attention_backward);
+  }
+}
+
 void bench_attention(Bench& bench, const ModelShape& m) {
   const int64_t B = m.T / m.S;
   const float scale = 0.088f;
@@ -169,6 +216,7 @@ void bench_attention(Bench& bench, const ModelShape& m) {
   time_backward("attention_backward.no_scratch", false, false, 0);
   time_backward("attention_backward.rotated", true, false, scratch);
   time_backward("attention_backward.fp8", true, true, scratch);
+  bench_first_keys(bench, m);
 }
 
 // A token more of each of some sequences as long as the context.

@@ -106,7 +106,7 @@ def layout():
 
 
 def make_hugging_face():
-    for name in ("llama3_gqa", "olmo_tied"):
+    for name in ("llama3_gqa", "olmo_tied", "mistral_window", "llama_yarn"):
         path = ROOT / "tests" / "fixtures" / "huggingface" / name / "config.json"
         seed("huggingface_config", name, path.read_bytes())
     old = json.loads((ROOT / "tests/fixtures/huggingface/llama3_gqa/config.json").read_text())

@@ -32,8 +32,8 @@ struct Fixture {
   }
 };
 
-Fixture load_fixture() {
-  const InputFile file(std::string(PARKA_SOURCE_DIR) + "/tests/fixtures/finetune.safetensors");
+Fixture load_fixture(const std::string& name = "finetune") {
+  const InputFile file(std::string(PARKA_SOURCE_DIR) + "/tests/fixtures/" + name + ".safetensors");
   const SafetensorsHeader header = read_safetensors_header(file);
   Fixture fixture;
   fixture.settings.insert(header.metadata.begin(), header.metadata.end());
@@ -64,6 +64,7 @@ Config config_of(const Fixture& f, const std::string& folder, int64_t steps) {
          {"num_kv_heads", integer("num_kv_heads")},
          {"d_ffn", integer("d_ffn")},
          {"rope_theta", f.number("rope_theta")},
+         {"sliding_window", f.settings.contains("sliding_window") ? integer("sliding_window") : 0},
          {"norm", "rmsnorm"},
          {"norm_eps", f.number("norm_eps")},
          {"tie_embeddings", false}}},
@@ -129,7 +130,7 @@ Worst run_against(const Fixture& fixture, const Config& config) {
 }  // namespace
 
 TEST_CASE("fine-tuning on packed documents follows transformers and PyTorch for 50 steps", "[engine][finetune]") {
-  const Fixture fixture = load_fixture();
+  const Fixture fixture = load_fixture(GENERATE("finetune", "finetune_window"));
   const TemporaryFolder folder;
   Config config = config_of(fixture, folder.path().string(), 50);
   config.training.micro_batch_size = GENERATE(1, 2, 4);
@@ -140,15 +141,14 @@ TEST_CASE("fine-tuning on packed documents follows transformers and PyTorch for 
   CHECK(worst.grad_norm <= 1e-3);
 }
 
-TEST_CASE("without its mask or its documents fine-tuning takes another course", "[engine][finetune]") {
+TEST_CASE("without its mask, its documents or its window fine-tuning takes another course", "[engine][finetune]") {
   // What the test above would not see if it passed whatever these keys did.
-  const Fixture fixture = load_fixture();
+  const Fixture fixture = load_fixture("finetune_window");
   const TemporaryFolder folder;
   Config config = config_of(fixture, folder.path().string(), 50);
-  if (GENERATE(true, false)) {
-    config.data.loss_mask = false;
-  } else {
-    config.data.documents = DocumentMode::kJoined;
-  }
+  const int without = GENERATE(0, 1, 2);
+  if (without == 0) config.data.loss_mask = false;
+  if (without == 1) config.data.documents = DocumentMode::kJoined;
+  if (without == 2) config.model.sliding_window = 0;
   CHECK(run_against(fixture, config).loss > 1e-2);
 }

@@ -243,6 +243,15 @@ TEST_CASE("a run does not start from the weights of another model", "[engine][hu
   other.norm_eps = 1e-6;
   other.num_heads = 2;
   CHECK(model_differences(saved.model, other).refused.size() == 2);
+  ModelConfig windowed = saved.model, local = windowed;
+  windowed.sliding_window = local.sliding_window = 8;
+  windowed.full_attention_every = local.full_attention_every = 2;
+  local.local_rope_theta = windowed.rope_theta;  // what 0 stands for
+  CHECK(model_differences(windowed, local).allowed.empty());
+  local.local_rope_theta = 500;
+  CHECK(model_differences(windowed, local).allowed.size() == 1);
+  CHECK(model_differences(windowed, local).refused.empty());
+  CHECK(model_differences(saved.model, local).refused.size() == 2);
   // A parameter that neither config shows, because the checkpoint is damaged, shows in the tensors.
   CHECK_THROWS_AS(CheckpointWeights(checkpoint, make_parameter_table({}, false).all), Error);
 }

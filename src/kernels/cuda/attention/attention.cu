@@ -53,7 +53,7 @@ void find_out_amax(CudaDevice& device, const AttentionForward& a) {
 void attention_forward(Device& device, const AttentionForward& a) {
   CudaDevice& cuda = as_cuda(device);
   if (suits_mma(a, {a.qkv, a.out})) {
-    if (runs_sm90_kernels(cuda) && a.first_key.empty()) {
+    if (runs_sm90_kernels(cuda)) {
       attention_forward_sm90(cuda, a);  // finds out_amax, too
       return;
     }
@@ -71,8 +71,7 @@ void attention_backward(Device& device, const AttentionBackward& a) {
     check(cudaMemsetAsync(a.d_qkv_amax.data, 0, sizeof(float), cuda.stream()), "attention_backward");
   }
   if (suits_mma(a, {a.qkv, a.out, a.d_out, a.d_qkv, a.cos_sin, a.scratch})) {
-    const bool sm90 = runs_sm90_kernels(cuda) && a.first_key.empty();
-    auto* const backward = sm90 ? attention_backward_sm90 : attention_backward_mma;
+    auto* const backward = runs_sm90_kernels(cuda) ? attention_backward_sm90 : attention_backward_mma;
     backward(cuda, a);
   } else {
     check_generic(a);

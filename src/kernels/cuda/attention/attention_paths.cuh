@@ -57,7 +57,7 @@ struct GradientOutput {
 void attention_forward_mma(CudaDevice& device, const AttentionForward& a);
 void attention_backward_mma(CudaDevice& device, const AttentionBackward& a);
 
-// The same on compute capability 9.0, without first_key.
+// The same on compute capability 9.0.
 void attention_forward_sm90(CudaDevice& device, const AttentionForward& a);
 void attention_backward_sm90(CudaDevice& device, const AttentionBackward& a);
 

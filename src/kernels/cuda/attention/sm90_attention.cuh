@@ -19,6 +19,7 @@ constexpr int kConsumers = 2;    // warpgroups
 constexpr int kThreads = kWarpgroup * (1 + kConsumers);
 constexpr int kConsumerWarps = kConsumers * kWarpgroup / kWarpSize;
 constexpr int kConsumerRows = 64, kTileRows = kConsumers * kConsumerRows;
+constexpr int kWarpRows = 16;
 // Registers per thread. Threads start with 168 (65536 over kThreads); 40 + 2 * 232 is three times that.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
@@ -152,6 +153,28 @@ __device__ __forceinline__ void for_each_taken_tile(const TileOrder& order, cons
 }
 
 #endif  // PARKA_SM90_CODE
+
+// Of one sequence of AttentionForward::first_key; nothing where rows see all earlier keys.
+template <bool kGiven>
+struct FirstKeys {
+  const int32_t* of_row;
+  int S;
+
+  __device__ FirstKeys(const int32_t* first_key, const AttentionDims& dims, int b)
+      : of_row(kGiven ? first_key + int64_t{b} * dims.S : nullptr), S(dims.S) {}
+
+  // The first tile of keys that a tile of queries from `begin` on sees.
+  __device__ int first_tile(int begin) const { return kGiven ? of_row[begin] / kTileRows * kTileRows : 0; }
+  // Whether any query from `begin` on, which is there, sees a key before `key_end`.
+  __device__ bool sees(int begin, int key_end) const { return !kGiven || of_row[begin] < key_end; }
+  // Hides what comes before the first key of each query: of scores of queries and keys from these on, of which the
+  // last query is `queries` later.
+  template <bool kRowsAreKeys, int kN>
+  __device__ void mask(float (&scores)[1][kN][4], int query_begin, int queries, int key_begin) const {
+    if (!kGiven || key_begin >= of_row[min(query_begin + queries, S) - 1]) return;
+    mask_earlier_keys<kRowsAreKeys>(scores, of_row + query_begin, S - 1 - query_begin, key_begin);
+  }
+};
 
 // Launches a kernel whose blocks take tiles. Its arguments end with the order and the count of tiles taken, 0.
 template <typename Kernel, typename... Args>

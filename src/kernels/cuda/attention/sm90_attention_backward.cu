@@ -17,11 +17,12 @@ namespace {
 
 using namespace sm90;
 
-template <int D>
+template <int D, bool kFirstKeys>
 __global__ void __launch_bounds__(kThreads, 1)
     key_value_gradient_sm90_kernel(const __grid_constant__ CUtensorMap qkv_map,
                                    const __grid_constant__ CUtensorMap qkv_query_map,
-                                   const __grid_constant__ CUtensorMap d_out_map, const RowStatistics* statistics,
+                                   const __grid_constant__ CUtensorMap d_out_map, const int32_t* first_key,
+                                   const RowStatistics* statistics,
                                    const __grid_constant__ GradientOutput<BFloat16> output, AttentionDims dims,
                                    float scale, ScoreGradients scores, TileOrder order, unsigned* num_taken) {
 #if PARKA_SM90_CODE
@@ -32,19 +33,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < kWarpgroup) {
     setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x < kWarpSize) {
-      copy_key_tiles<D>(qkv_map, qkv_query_map, d_out_map, statistics, shared, dims, order, num_taken, barriers);
+      copy_key_tiles<D, kFirstKeys>(qkv_map, qkv_query_map, d_out_map, first_key, statistics, shared, dims, order,
+                                    num_taken, barriers);
     }
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
-    sum_over_queries<D>(output, shared, dims, order, barriers, scale, scores);
+    sum_over_queries<D, kFirstKeys>(output, first_key, shared, dims, order, barriers, scale, scores);
   }
 #endif
 }
 
-template <int D>
+template <int D, bool kFirstKeys>
 __global__ void __launch_bounds__(kThreads, 1)
     query_gradient_sm90_kernel(const __grid_constant__ CUtensorMap qkv_map,
-                               const __grid_constant__ CUtensorMap d_out_map, const RowStatistics* statistics,
+                               const __grid_constant__ CUtensorMap d_out_map, const int32_t* first_key,
+                               const RowStatistics* statistics,
                                const __grid_constant__ GradientOutput<BFloat16> output, AttentionDims dims,
                                float scale, TileOrder order, unsigned* num_taken) {
 #if PARKA_SM90_CODE
@@ -54,10 +57,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x == 0) copy_query_tiles<D>(qkv_map, d_out_map, shared, dims, order, num_taken, barriers);
+    if (threadIdx.x == 0)
+      copy_query_tiles<D, kFirstKeys>(qkv_map, d_out_map, first_key, shared, dims, order, num_taken, barriers);
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
-    sum_over_keys<D>(output, statistics, shared, dims, order, barriers, scale);
+    sum_over_keys<D, kFirstKeys>(output, first_key, statistics, shared, dims, order, barriers, scale);
   }
 #endif
 }
@@ -82,17 +86,18 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// How many key/value heads, with their query heads, fit into the scratch memory; 0: too few to be useful.
+// How many key/value heads, with their query heads, fit into the scratch memory; 0: too few to be useful, or rows
+// have first keys, with which whole tiles are skipped.
 template <int D>
 int64_t heads_of_pass(const AttentionBackward& a, const AttentionDims& dims) {
-  if (!kKeepsScores<D> || a.scratch.empty()) return 0;
+  if (!kKeepsScores<D> || a.scratch.empty() || !a.first_key.empty()) return 0;
   const int64_t heads = int64_t{dims.B} * dims.Hkv;
   const int64_t fit = std::min(heads, a.scratch.bytes() / (dims.group() * score_gradient_bytes(dims.S)));
   if (fit == 0 || ceil_div(heads, fit) > kAttentionMaxPasses) return 0;
   return ceil_div(heads, ceil_div(heads, fit));  // passes of one length
 }
 
-template <int D>
+template <int D, bool kFirstKeys>
 void launch_backward(CudaDevice& device, const AttentionBackward& a) {
   constexpr const char* kOp = "attention_backward";
   const AttentionDims dims(a);
@@ -112,14 +117,14 @@ void launch_backward(CudaDevice& device, const AttentionBackward& a) {
   const TileOrder key_order(dims, dims.Hkv, head_bytes * dims.group(), blocks);
   const TileOrder query_order(dims, dims.H, head_bytes / dims.group(), blocks);
   const auto sum_over_queries_of = [&](const TileOrder& order, const ScoreGradients& scores, unsigned* taken) {
-    launch_over_tiles(device, kOp, key_value_gradient_sm90_kernel<D>, KeyLayout<D>::kBytes, order, taken, qkv_map,
-                      qkv_query_map, d_out_map, static_cast<const RowStatistics*>(statistics), output, dims,
-                      a.scale, scores);
+    launch_over_tiles(device, kOp, key_value_gradient_sm90_kernel<D, kFirstKeys>, KeyLayout<D>::kBytes, order,
+                      taken, qkv_map, qkv_query_map, d_out_map, first_keys(a),
+                      static_cast<const RowStatistics*>(statistics), output, dims, a.scale, scores);
   };
   const int64_t pass_heads = heads_of_pass<D>(a, dims), heads = int64_t{dims.B} * dims.Hkv;
   const int64_t passes = pass_heads == 0 ? 1 : ceil_div(heads, pass_heads);
   check(cudaMemsetAsync(num_taken, 0, static_cast<size_t>(2 * passes) * sizeof(unsigned), device.stream()), kOp);
-  if constexpr (kKeepsScores<D>) {
+  if constexpr (kKeepsScores<D> && !kFirstKeys) {
     for (int64_t begin = 0; pass_heads > 0 && begin < heads; begin += pass_heads, num_taken += 2) {
       const auto first = static_cast<unsigned>(begin),
                  count = static_cast<unsigned>(std::min(pass_heads, heads - begin));
@@ -135,18 +140,19 @@ void launch_backward(CudaDevice& device, const AttentionBackward& a) {
     if (pass_heads > 0) return;
   }
   sum_over_queries_of(key_order, {}, num_taken);
-  launch_over_tiles(device, kOp, query_gradient_sm90_kernel<D>, QueryLayout<D>::kBytes, query_order, num_taken + 1,
-                    qkv_map, map(a.d_out, kTileRows), static_cast<const RowStatistics*>(statistics), output, dims,
-                    a.scale);
+  launch_over_tiles(device, kOp, query_gradient_sm90_kernel<D, kFirstKeys>, QueryLayout<D>::kBytes, query_order,
+                    num_taken + 1, qkv_map, map(a.d_out, kTileRows), first_keys(a),
+                    static_cast<const RowStatistics*>(statistics), output, dims, a.scale);
 }
 
 }  // namespace
 
 void attention_backward_sm90(CudaDevice& device, const AttentionBackward& a) {
+  const bool given = !a.first_key.empty();
   if (AttentionDims(a).D == 64) {
-    launch_backward<64>(device, a);
+    given ? launch_backward<64, true>(device, a) : launch_backward<64, false>(device, a);
   } else {
-    launch_backward<128>(device, a);
+    given ? launch_backward<128, true>(device, a) : launch_backward<128, false>(device, a);
   }
 }
 

@@ -48,10 +48,10 @@ struct ForwardBarriers {
 };
 
 // The producer's part. Consumers learn the number of their tile together with its queries.
-template <int D>
-__device__ __forceinline__ void copy_tiles(const CUtensorMap& qkv_map, unsigned char* shared,
-                                           const AttentionDims& dims, const TileOrder& order, unsigned* num_taken,
-                                           const ForwardBarriers& barriers) {
+template <int D, bool kFirstKeys>
+__device__ __forceinline__ void copy_tiles(const CUtensorMap& qkv_map, const int32_t* first_key,
+                                           unsigned char* shared, const AttentionDims& dims, const TileOrder& order,
+                                           unsigned* num_taken, const ForwardBarriers& barriers) {
   using Layout = ForwardLayout<D>;
   const uint32_t tiles = shared_address(shared);
   unsigned slot = 0;
@@ -59,7 +59,8 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap& qkv_map, unsigned 
     const int k_column = (dims.H + tile.head / dims.group()) * D, v_column = k_column + dims.Hkv * D;
     mbarrier_expect_tx(barriers.queries.full, Layout::kTileBytes);
     copy_tile_async<D, kTileRows>(tiles, qkv_map, tile.head * D, tile.begin, tile.b, barriers.queries.full);
-    for (int key_begin = tile.begin; key_begin >= 0; key_begin -= Layout::kKeys, ++slot) {
+    const int last_begin = FirstKeys<kFirstKeys>(first_key, dims, tile.b).first_tile(tile.begin);
+    for (int key_begin = tile.begin; key_begin >= last_begin; key_begin -= Layout::kKeys, ++slot) {
       const uint32_t place = slot % Layout::kStages * Layout::kTileBytes;
       const uint32_t keys_full = barriers.keys.full_at(slot), values_full = barriers.values.full_at(slot);
       barriers.keys.wait_empty(slot);
@@ -135,10 +136,11 @@ __device__ __forceinline__ void finish_rows(RowState& state, float (&out)[1][kN]
 }
 
 // The results of one tile of queries, in a consumer. `slot` counts tiles of keys.
-template <int D>
-__device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& state, int consumer, int num_key_tiles,
-                                       uint32_t shared, const ForwardBarriers& barriers,
-                                       const PingPongBarrier& ping_pong, unsigned& slot, float scale_log2) {
+template <int D, bool kFirstKeys>
+__device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& state, int consumer, int tile_begin,
+                                       const FirstKeys<kFirstKeys>& first_keys, uint32_t shared,
+                                       const ForwardBarriers& barriers, const PingPongBarrier& ping_pong,
+                                       unsigned& slot, float scale_log2) {
   using Layout = ForwardLayout<D>;
   const SharedTile queries = SharedTile{shared, Layout::kBlockBytes}.rows(consumer * kConsumerRows);
   const auto keys = [&](unsigned at) {
@@ -147,6 +149,7 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
   const auto values = [&](unsigned at) {
     return SharedTile{shared + Layout::kValuesAt + at % Layout::kStages * Layout::kTileBytes, Layout::kBlockBytes};
   };
+  const int last_begin = first_keys.first_tile(tile_begin), warp_begin = tile_begin + warp_row();
   uint32_t p[1][Layout::kKeys / 16][4];
   {
     float scores[1][Layout::kKeys / 8][4];
@@ -160,10 +163,11 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
     fence_operand(scores);
     barriers.keys.release(slot);
     mask_later_keys<false>(scores, warp_row());
+    first_keys.template mask<false>(scores, warp_begin, kWarpRows, tile_begin);
     update_softmax(scores, state, scale_log2);
     pack_rows(scores, p);
   }
-  for (int tile = 1; tile < num_key_tiles; ++tile, ++slot) {
+  for (int key_begin = tile_begin - Layout::kKeys; key_begin >= last_begin; key_begin -= Layout::kKeys, ++slot) {
     float scores[1][Layout::kKeys / 8][4];
     barriers.keys.wait_full(slot + 1);
     ping_pong.wait();
@@ -178,6 +182,7 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
     wgmma_wait_group<1>();
     fence_operand(scores);
     barriers.keys.release(slot + 1);
+    first_keys.template mask<false>(scores, warp_begin, kWarpRows, key_begin);
     update_softmax(scores, state, scale_log2);
     wgmma_wait_group<0>();
     fence_operand(out);
@@ -196,10 +201,11 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
   ++slot;
 }
 
-template <int D>
-__device__ __forceinline__ void consume_tiles(BFloat16* out, float* lse, float* out_amax, unsigned char* shared,
-                                              const AttentionDims& dims, const TileOrder& order,
-                                              const ForwardBarriers& barriers, float scale_log2) {
+template <int D, bool kFirstKeys>
+__device__ __forceinline__ void consume_tiles(const int32_t* first_key, BFloat16* out, float* lse, float* out_amax,
+                                              unsigned char* shared, const AttentionDims& dims,
+                                              const TileOrder& order, const ForwardBarriers& barriers,
+                                              float scale_log2) {
   using Layout = ForwardLayout<D>;
   const int consumer = consumer_index();
   const PingPongBarrier ping_pong(consumer);
@@ -208,8 +214,8 @@ __device__ __forceinline__ void consume_tiles(BFloat16* out, float* lse, float* 
     float acc[1][D / 8][4];
     clear(acc);
     RowState state;
-    attend<D>(acc, state, consumer, tile.begin / Layout::kKeys + 1, shared_address(shared), barriers, ping_pong,
-              slot, scale_log2);
+    attend<D>(acc, state, consumer, tile.begin, FirstKeys<kFirstKeys>(first_key, dims, tile.b),
+              shared_address(shared), barriers, ping_pong, slot, scale_log2);
     const int begin = tile.begin + warp_row(), rows = dims.S - begin;
     finish_rows(state, acc, scale_log2, lse + dims.query(tile.b, begin, tile.head), rows);
     if (out_amax != nullptr) raise_to_warp_max(out_amax, max_of_rows(0.0f, acc, rows));
@@ -221,11 +227,11 @@ __device__ __forceinline__ void consume_tiles(BFloat16* out, float* lse, float* 
 
 #endif  // PARKA_SM90_CODE
 
-template <int D>
+template <int D, bool kFirstKeys>
 __global__ void __launch_bounds__(kThreads, 1)
-    attention_forward_sm90_kernel(const __grid_constant__ CUtensorMap qkv_map, BFloat16* out, float* lse,
-                                  float* out_amax, AttentionDims dims, float scale_log2, TileOrder order,
-                                  unsigned* num_taken) {
+    attention_forward_sm90_kernel(const __grid_constant__ CUtensorMap qkv_map, const int32_t* first_key,
+                                  BFloat16* out, float* lse, float* out_amax, AttentionDims dims, float scale_log2,
+                                  TileOrder order, unsigned* num_taken) {
 #if PARKA_SM90_CODE
   extern __shared__ __align__(1024) unsigned char shared[];
   const ForwardBarriers barriers(shared_address(shared) + ForwardLayout<D>::kBarriersAt);
@@ -233,15 +239,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x == 0) copy_tiles<D>(qkv_map, shared, dims, order, num_taken, barriers);
+    if (threadIdx.x == 0) copy_tiles<D, kFirstKeys>(qkv_map, first_key, shared, dims, order, num_taken, barriers);
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
-    consume_tiles<D>(out, lse, out_amax, shared, dims, order, barriers, scale_log2);
+    consume_tiles<D, kFirstKeys>(first_key, out, lse, out_amax, shared, dims, order, barriers, scale_log2);
   }
 #endif
 }
 
-template <int D>
+template <int D, bool kFirstKeys>
 void launch_forward(CudaDevice& device, const AttentionForward& a) {
   constexpr const char* kOp = "attention_forward";
   const AttentionDims dims(a);
@@ -251,18 +257,19 @@ void launch_forward(CudaDevice& device, const AttentionForward& a) {
   if (out_amax != nullptr) check(cudaMemsetAsync(out_amax, 0, sizeof(float), device.stream()), kOp);
   auto* const num_taken = static_cast<unsigned*>(device.workspace(kOp, workspace_of(a)));
   check(cudaMemsetAsync(num_taken, 0, sizeof(unsigned), device.stream()), kOp);
-  launch_over_tiles(device, kOp, attention_forward_sm90_kernel<D>, ForwardLayout<D>::kBytes, order, num_taken,
-                    make_tile_map(a.qkv.as<BFloat16>(), dims.qkv_stride(), dims.S, dims.B, kTileRows),
-                    a.out.as<BFloat16>(), a.lse.as<float>(), out_amax, dims, a.scale * kLog2E);
+  launch_over_tiles(device, kOp, attention_forward_sm90_kernel<D, kFirstKeys>, ForwardLayout<D>::kBytes, order,
+                    num_taken, make_tile_map(a.qkv.as<BFloat16>(), dims.qkv_stride(), dims.S, dims.B, kTileRows),
+                    first_keys(a), a.out.as<BFloat16>(), a.lse.as<float>(), out_amax, dims, a.scale * kLog2E);
 }
 
 }  // namespace
 
 void attention_forward_sm90(CudaDevice& device, const AttentionForward& a) {
+  const bool given = !a.first_key.empty();
   if (AttentionDims(a).D == 64) {
-    launch_forward<64>(device, a);
+    given ? launch_forward<64, true>(device, a) : launch_forward<64, false>(device, a);
   } else {
-    launch_forward<128>(device, a);
+    given ? launch_forward<128, true>(device, a) : launch_forward<128, false>(device, a);
   }
 }
 

@@ -39,12 +39,12 @@ __device__ __forceinline__ void copy_statistics_async(uint32_t target, const Row
 }
 
 // The producer's part, by its first warp.
-template <int D>
+template <int D, bool kFirstKeys>
 __device__ __forceinline__ void copy_key_tiles(const CUtensorMap& qkv_map, const CUtensorMap& qkv_query_map,
-                                               const CUtensorMap& d_out_map, const RowStatistics* statistics,
-                                               unsigned char* shared, const AttentionDims& dims,
-                                               const TileOrder& order, unsigned* num_taken,
-                                               const Barriers<KeyLayout<D>>& barriers) {
+                                               const CUtensorMap& d_out_map, const int32_t* first_key,
+                                               const RowStatistics* statistics, unsigned char* shared,
+                                               const AttentionDims& dims, const TileOrder& order,
+                                               unsigned* num_taken, const Barriers<KeyLayout<D>>& barriers) {
   using Layout = KeyLayout<D>;
   const bool first = threadIdx.x == 0;
   const uint32_t base = shared_address(shared);
@@ -58,8 +58,12 @@ __device__ __forceinline__ void copy_key_tiles(const CUtensorMap& qkv_map, const
                                     barriers.own.full);
     }
     const int begin_head = tile.head * dims.group();
+    const FirstKeys<kFirstKeys> first_keys(first_key, dims, tile.b);
+    const auto sees_keys = [&](int query_begin) {
+      return query_begin < dims.S && first_keys.sees(query_begin, tile.begin + kTileRows);
+    };
     for (int h = begin_head; h < begin_head + dims.group(); ++h) {
-      for (int query_begin = tile.begin; query_begin < dims.S; query_begin += Layout::kQueries, ++slot) {
+      for (int query_begin = tile.begin; sees_keys(query_begin); query_begin += Layout::kQueries, ++slot) {
         const uint32_t place = slot % Layout::kStages, full = barriers.passing.full_at(slot);
         barriers.passing.wait_empty(slot);
         if (first) {
@@ -105,12 +109,14 @@ __device__ __forceinline__ void score_gradient_by_key(const float (&p)[1][kN][4]
 }
 
 // Adds what a tile of queries gives to d_k and d_v of a consumer's 64 keys. `distance`: the first query less this
-// warp's first key. `scores`: where this warp's rows of the score gradients go, or null.
-template <int D>
+// warp's first key; `mask_earlier` hides keys before the first of each query. `scores`: where this warp's rows of
+// the score gradients go, or null.
+template <int D, typename MaskEarlier>
 __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d_v)[1][D / 8][4], SharedTile keys,
                                             SharedTile values, SharedTile queries, SharedTile d_out,
                                             const RowStatistics* statistics, bool masked, int distance,
-                                            float scale_log2, ScoreWriter& writer, unsigned char* scores) {
+                                            const MaskEarlier& mask_earlier, float scale_log2, ScoreWriter& writer,
+                                            unsigned char* scores) {
   constexpr int kQueries = KeyLayout<D>::kQueries;
   float p[1][kQueries / 8][4], d_s[1][kQueries / 8][4];
   uint32_t packed_p[1][kQueries / 16][4], packed_d_s[1][kQueries / 16][4];
@@ -122,6 +128,7 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
   wgmma_wait_group<1>();
   fence_operand(p);
   if (masked) mask_later_keys<true>(p, distance);
+  mask_earlier(p);
   probabilities_by_key(p, statistics, scale_log2);
   const auto start_d_v = [&] {
     pack_rows(p, packed_p);
@@ -148,12 +155,13 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
   fence_operand(d_v);
 }
 
-template <int D>
-__device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>& output, unsigned char* shared,
-                                                 const AttentionDims& dims, const TileOrder& order,
-                                                 const Barriers<KeyLayout<D>>& barriers, float scale,
-                                                 const ScoreGradients& scores) {
+template <int D, bool kFirstKeys>
+__device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>& output, const int32_t* first_key,
+                                                 unsigned char* shared, const AttentionDims& dims,
+                                                 const TileOrder& order, const Barriers<KeyLayout<D>>& barriers,
+                                                 float scale, const ScoreGradients& scores) {
   using Layout = KeyLayout<D>;
+  constexpr bool kWritesScores = kKeepsScores<D> && !kFirstKeys;
   const int consumer = consumer_index();
   const uint32_t base = shared_address(shared);
   const SharedTile keys = SharedTile{base, Layout::kTileBlockBytes}.rows(consumer * kConsumerRows);
@@ -167,26 +175,34 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
     float d_k[1][D / 8][4], d_v[1][D / 8][4];
     clear(d_k);
     clear(d_v);
-    // All queries from the first key on, of one head after the other, so in a fixed order.
+    const FirstKeys<kFirstKeys> first_keys(first_key, dims, tile.b);
+    const auto sees_keys = [&](int query_begin) {
+      return query_begin < dims.S && first_keys.sees(query_begin, tile.begin + kTileRows);
+    };
+    // All queries from the first key on that see any, of one head after the other, so in a fixed order.
     for (int h = 0; h < dims.group(); ++h) {
       const int head = tile.b * dims.H + tile.head * dims.group() + h;  // of all sequences
-      for (int query_begin = tile.begin; query_begin < dims.S; query_begin += Layout::kQueries, ++slot) {
+      for (int query_begin = tile.begin; sees_keys(query_begin); query_begin += Layout::kQueries, ++slot) {
         const uint32_t place = slot % Layout::kStages;
         barriers.passing.wait_full(slot);
-        if (query_begin + Layout::kQueries > consumer_begin) {
+        if (query_begin + Layout::kQueries > consumer_begin &&
+            first_keys.sees(query_begin, consumer_begin + kConsumerRows)) {
           const SharedTile queries{base + Layout::kQueriesAt + place * Layout::kQueryBytes,
                                    Layout::kQueryBlockBytes};
           const SharedTile d_out{queries.address + Layout::kDOutAt - Layout::kQueriesAt, queries.block_bytes};
           const auto* statistics = reinterpret_cast<const RowStatistics*>(shared + Layout::kStatisticsAt +
                                                                           place * Layout::kStatisticsBytes);
           unsigned char* scores_of_warp = nullptr;
-          if (kKeepsScores<D> && scores.pairs != nullptr) {
+          if (kWritesScores && scores.pairs != nullptr) {
             scores_of_warp = scores.block(head, query_begin / Layout::kQueries, consumer_begin / kConsumerRows) +
                              warp_row() % kConsumerRows * kBlockRowBytes;
           }
+          const auto mask_earlier = [&](float(&p)[1][Layout::kQueries / 8][4]) {
+            first_keys.template mask<true>(p, query_begin, Layout::kQueries, tile.begin + warp_row());
+          };
           add_queries<D>(d_k, d_v, keys, values, queries, d_out, statistics,
                          query_begin < consumer_begin + kConsumerRows, query_begin - tile.begin - warp_row(),
-                         scale * kLog2E, writer, scores_of_warp);
+                         mask_earlier, scale * kLog2E, writer, scores_of_warp);
         }
         barriers.passing.release(slot);
       }
@@ -196,7 +212,7 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
     const int begin = tile.begin + warp_row(), rows = dims.S - begin;
     if (output.cos_sin != nullptr) rotate_back<D>(d_k, output.cos_sin, begin, dims.S);
     if (output.amax != nullptr) amax = max_of_rows(max_of_rows(amax, d_k, rows), d_v, rows);
-    if (kKeepsScores<D> && scores.pairs != nullptr) writer.finish();
+    if (kWritesScores && scores.pairs != nullptr) writer.finish();
     unsigned char* const out = shared + out_at;
     BFloat16* const d_k_rows = output.d_qkv + dims.qkv_row(tile.b, begin, dims.H + tile.head);
     store_rows<D>(d_k, out, d_k_rows, dims.qkv_stride(), rows);

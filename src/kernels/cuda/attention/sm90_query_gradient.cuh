@@ -34,11 +34,11 @@ struct ScoreLayout {
 
 #if PARKA_SM90_CODE
 
-template <int D>
+template <int D, bool kFirstKeys>
 __device__ __forceinline__ void copy_query_tiles(const CUtensorMap& qkv_map, const CUtensorMap& d_out_map,
-                                                 unsigned char* shared, const AttentionDims& dims,
-                                                 const TileOrder& order, unsigned* num_taken,
-                                                 const Barriers<QueryLayout<D>>& barriers) {
+                                                 const int32_t* first_key, unsigned char* shared,
+                                                 const AttentionDims& dims, const TileOrder& order,
+                                                 unsigned* num_taken, const Barriers<QueryLayout<D>>& barriers) {
   using Layout = QueryLayout<D>;
   const uint32_t base = shared_address(shared);
   unsigned slot = 0;
@@ -48,7 +48,8 @@ __device__ __forceinline__ void copy_query_tiles(const CUtensorMap& qkv_map, con
     copy_tile_async<D, kTileRows>(base, qkv_map, tile.head * D, tile.begin, tile.b, barriers.own.full);
     copy_tile_async<D, kTileRows>(base + Layout::kDOutAt, d_out_map, tile.head * D, tile.begin, tile.b,
                                   barriers.own.full);
-    for (int key_begin = tile.begin; key_begin >= 0; key_begin -= Layout::kKeys, ++slot) {
+    const int last_begin = FirstKeys<kFirstKeys>(first_key, dims, tile.b).first_tile(tile.begin);
+    for (int key_begin = tile.begin; key_begin >= last_begin; key_begin -= Layout::kKeys, ++slot) {
       const uint32_t place = slot % Layout::kStages * Layout::kTileBytes, full = barriers.passing.full_at(slot);
       barriers.passing.wait_empty(slot);
       mbarrier_expect_tx(full, 2 * Layout::kTileBytes);
@@ -96,11 +97,13 @@ __device__ __forceinline__ float store_query_gradient(float (&d_q)[1][D / 8][4],
   return amax;
 }
 
-// Adds what a tile of keys gives to d_q of a consumer's 64 queries.
-template <int D>
+// Adds what a tile of keys gives to d_q of a consumer's 64 queries. `mask_earlier` hides keys before the first of
+// each query.
+template <int D, typename MaskEarlier>
 __device__ __forceinline__ void add_keys(float (&d_q)[1][D / 8][4], SharedTile queries, SharedTile d_out,
                                          SharedTile keys, SharedTile values, const RowStatistics (&statistics)[2],
-                                         bool masked, float scale_log2, const PingPongBarrier& ping_pong) {
+                                         bool masked, const MaskEarlier& mask_earlier, float scale_log2,
+                                         const PingPongBarrier& ping_pong) {
   constexpr int kKeys = QueryLayout<D>::kKeys;
   float p[1][kKeys / 8][4], d_s[1][kKeys / 8][4];
   uint32_t packed[1][kKeys / 16][4];
@@ -114,6 +117,7 @@ __device__ __forceinline__ void add_keys(float (&d_q)[1][D / 8][4], SharedTile q
   wgmma_wait_group<1>();
   fence_operand(p);
   if (masked) mask_later_keys<false>(p, warp_row());
+  mask_earlier(p);
   probabilities_by_query(p, statistics, scale_log2);
   wgmma_wait_group<0>();
   fence_operand(d_s);
@@ -126,8 +130,8 @@ __device__ __forceinline__ void add_keys(float (&d_q)[1][D / 8][4], SharedTile q
   fence_operand(d_q);
 }
 
-template <int D>
-__device__ __forceinline__ void sum_over_keys(const GradientOutput<BFloat16>& output,
+template <int D, bool kFirstKeys>
+__device__ __forceinline__ void sum_over_keys(const GradientOutput<BFloat16>& output, const int32_t* first_key,
                                               const RowStatistics* statistics, unsigned char* shared,
                                               const AttentionDims& dims, const TileOrder& order,
                                               const Barriers<QueryLayout<D>>& barriers, float scale) {
@@ -149,12 +153,18 @@ __device__ __forceinline__ void sum_over_keys(const GradientOutput<BFloat16>& ou
     }
     float d_q[1][D / 8][4];
     clear(d_q);
-    for (int key_begin = tile.begin; key_begin >= 0; key_begin -= Layout::kKeys, ++slot) {
+    const FirstKeys<kFirstKeys> first_keys(first_key, dims, tile.b);
+    const int last_begin = first_keys.first_tile(tile.begin);
+    for (int key_begin = tile.begin; key_begin >= last_begin; key_begin -= Layout::kKeys, ++slot) {
       const SharedTile keys{base + Layout::kKeysAt + slot % Layout::kStages * Layout::kTileBytes,
                             Layout::kBlockBytes};
       const SharedTile values{keys.address + Layout::kValuesAt - Layout::kKeysAt, keys.block_bytes};
       barriers.passing.wait_full(slot);
-      add_keys<D>(d_q, queries, d_out, keys, values, rows, key_begin == tile.begin, scale * kLog2E, ping_pong);
+      const auto mask_earlier = [&](float(&p)[1][Layout::kKeys / 8][4]) {
+        first_keys.template mask<false>(p, begin, kWarpRows, key_begin);
+      };
+      add_keys<D>(d_q, queries, d_out, keys, values, rows, key_begin == tile.begin, mask_earlier, scale * kLog2E,
+                  ping_pong);
       barriers.passing.release(slot);
     }
     barriers.own.release(0);
