@@ -10,7 +10,7 @@ import unittest
 from parka_runs import PROGRAM, RunFolder, metrics, parka, tree_digest, write_tokens
 
 FIXTURES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures", "huggingface")
-NAMES = ["llama_mha", "llama3_gqa", "llama_tied", "olmo_untied", "olmo_tied"]
+NAMES = ["llama_mha", "llama3_gqa", "llama_tied", "olmo_untied", "olmo_tied", "qwen3_tied", "olmo2_gqa"]
 
 try:
     import torch
@@ -309,7 +309,7 @@ class Transformers(HuggingFace):
         for name in NAMES:
             with self.subTest(name):
                 self.use(name)
-                tokens = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(1))  # the smallest vocabulary
+                tokens = torch.randint(0, 53, (2, 40), generator=torch.Generator().manual_seed(1))  # the smallest vocabulary
                 want = self.logits(self.model, tokens)
                 imported = self.import_model(f"imported_{name}")
                 for arguments in ((), ("--dtype", "fp32"), ("--shard-size", "20KB")):
@@ -337,20 +337,25 @@ class Transformers(HuggingFace):
                         self.assertEqual(tree_digest(got, only), tree_digest(want, only))
 
     def test_loads_a_model_that_was_never_imported(self):
-        for norm, eps in (("rmsnorm", 1e-6), ("layernorm", 1e-5)):
-            with self.subTest(norm):
+        llama = {"norm": "rmsnorm", "norm_eps": 1e-6}
+        for family, keys in (("llama", llama), ("olmo", {"norm": "layernorm", "norm_eps": 1e-5, "tie_embeddings": True}),
+                             ("qwen3", {**llama, "qk_norm": "per_head"}),
+                             ("olmo2", {**llama, "norm_placement": "after", "qk_norm": "full"})):
+            with self.subTest(family):
                 config = {"device": {"kind": "cpu"},
                           "model": {"vocab_size": 64, "d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ffn": 48,
-                                    "norm": norm, "norm_eps": eps, "tie_embeddings": norm == "layernorm",
+                                    "tie_embeddings": False, **keys,
                                     "rope_scaling": {"kind": "llama3", "factor": 4, "original_length": 8}},
                           "precision": {"recipe": "fp32"},
                           "data": {"train": [self.path("a.npy")], "eval": [self.path("held_out.npy")], "sequence_length": 16},
                           "training": {"steps": 3, "global_batch_size": 4, "micro_batch_size": 2},
-                          "checkpoint": {"folder": self.path(f"run_{norm}")}}
+                          "checkpoint": {"folder": self.path(f"run_{family}")}}
                 self.assert_exit(parka("train", self.write_config(config)), 0)
-                out = self.path(f"exported_{norm}")
-                self.assert_exit(parka("export", self.path(f"run_{norm}"), "--out", out), 0)
-                result = parka("eval", self.path(f"run_{norm}"), "--json")
+                out = self.path(f"exported_{family}")
+                self.assert_exit(parka("export", self.path(f"run_{family}"), "--out", out), 0)
+                with open(f"{out}/config.json", encoding="utf-8") as file:
+                    self.assertEqual(json.load(file)["model_type"], family)
+                result = parka("eval", self.path(f"run_{family}"), "--json")
                 with open(self.path("held_out.npy"), "rb") as file:
                     tokens = torch.frombuffer(bytearray(file.read()), dtype=torch.int16).long().reshape(-1, 16)
                 logits = self.logits(out, tokens)

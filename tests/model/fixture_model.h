@@ -18,6 +18,14 @@ struct Fixture {
   std::map<std::string, std::vector<float>> tensors;
 };
 
+template <NamedEnum E>
+E value_named(std::string_view name) {
+  for (const EnumName<E>& entry : EnumNames<E>::kAll) {
+    if (entry.name == name) return entry.value;
+  }
+  throw_internal("{} is no value of its enum", name);
+}
+
 inline Fixture load_fixture(const std::string& name) {
   const InputFile file(std::string(PARKA_SOURCE_DIR) + "/tests/fixtures/" + name + ".safetensors");
   const SafetensorsHeader header = read_safetensors_header(file);
@@ -34,6 +42,8 @@ inline Fixture load_fixture(const std::string& name) {
   c.norm_eps = std::stod(meta.at("norm_eps"));
   c.rope_theta = std::stod(meta.at("rope_theta"));
   c.tie_embeddings = meta.at("tie_embeddings") == "true";
+  if (meta.contains("norm_placement")) c.norm_placement = value_named<NormPlacement>(meta.at("norm_placement"));
+  if (meta.contains("qk_norm")) c.qk_norm = value_named<QkNormKind>(meta.at("qk_norm"));
   if (meta.contains("head_dim")) c.given_head_dim = std::stoll(meta.at("head_dim"));
   if (meta.contains("rope_scaling.factor")) {
     c.rope_scaling.kind = RopeScalingKind::kLlama3;
@@ -58,7 +68,7 @@ inline Fixture load_fixture(const std::string& name) {
   return fixture;
 }
 
-inline const char* const kFixtures[] = {"olmo_tied", "olmo_untied",    "llama_mha",
-                                        "llama_gqa", "llama_mqa_tied", "llama3_wide_heads"};
+inline const char* const kFixtures[] = {"olmo_tied",      "olmo_untied",       "llama_mha",        "llama_gqa",
+                                        "llama_mqa_tied", "llama3_wide_heads", "qwen3_wide_heads", "olmo2_gqa"};
 
 }  // namespace parka::test

@@ -55,6 +55,8 @@ enum class BlockTensor : uint8_t {
   kDown,
   kAttentionNorm,
   kFfnNorm,
+  kAttentionPostNorm,
+  kFfnPostNorm,
 };
 
 struct TensorNames {
