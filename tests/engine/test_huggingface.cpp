@@ -26,8 +26,9 @@ namespace {
 namespace fs = std::filesystem;
 
 const std::string kFixtures = std::string(PARKA_SOURCE_DIR) + "/tests/fixtures/huggingface/";
-const char* const kNames[] = {"llama_mha",      "llama3_gqa",   "llama_tied", "olmo_untied", "olmo_tied",
-                              "mistral_window", "mistral_full", "llama_yarn", "llama_linear"};
+const char* const kNames[] = {"llama_mha",    "llama3_gqa",     "llama_tied",   "olmo_untied",
+                              "olmo_tied",    "mistral_window", "mistral_full", "llama_yarn",
+                              "llama_linear", "qwen3_tied",     "olmo2_gqa"};
 
 struct Expected {
   BatchShape shape;
@@ -321,7 +322,7 @@ TEST_CASE("a model is exported as a family that can say all of it", "[engine][hu
         "--family");
   CHECK(message_of([&] { choose_family(model, "gpt2", nullptr, "here"); }) ==
         "--family gpt2 is not known; llama (LlamaForCausalLM), mistral (MistralForCausalLM), qwen3 "
-        "(Qwen3ForCausalLM), olmo (OlmoForCausalLM) are");
+        "(Qwen3ForCausalLM), olmo2 (Olmo2ForCausalLM), olmo (OlmoForCausalLM) are");
 
   // transformers' OLMo has one epsilon and no key for it.
   model.norm = NormKind::kLayerNorm;
@@ -329,8 +330,10 @@ TEST_CASE("a model is exported as a family that can say all of it", "[engine][hu
   CHECK(
       message_of([&] { choose_family(model, "", &olmo, "here"); }) ==
       "here: no supported Hugging Face family can express this model: llama has model.norm = \"rmsnorm\", not "
-      "\"layernorm\"; mistral has model.norm = \"rmsnorm\", not \"layernorm\"; qwen3 has model.norm = \"rmsnorm\", not \"layernorm\", and model.qk_norm = \"per_head\", not "
-      "\"none\"; olmo has model.norm_eps = 1e-05, not 0.25; train one with the values of a family");
+      "\"layernorm\"; mistral has model.norm = \"rmsnorm\", not \"layernorm\"; qwen3 has model.norm = \"rmsnorm\", not "
+      "\"layernorm\", and model.qk_norm = \"per_head\", not "
+      "\"none\"; olmo2 has model.norm = \"rmsnorm\", not \"layernorm\", and model.norm_placement = \"after\", not "
+      "\"before\", and model.qk_norm = \"full\", not \"none\"; olmo has model.norm_eps = 1e-05, not 0.25; train one with the values of a family");
   CHECK_THROWS_AS(make_huggingface_config({&olmo, model, 2048}, DType::kBF16, nullptr), Error);
 }
 
@@ -407,6 +410,48 @@ TEST_CASE("a Qwen3 config.json is a model with a norm of each head", "[engine][h
   CHECK(message_of([&] {
           choose_family(full, "qwen3", nullptr, "here");
         }).find("model.qk_norm = \"per_head\", not \"full\"") != std::string::npos);
+}
+
+TEST_CASE("an OLMo 2 config.json is a model with norms behind its branches", "[engine][huggingface]") {
+  // As published with OLMo 2 7B, but for its size.
+  const nlohmann::json published = nlohmann::json::parse(R"({
+    "architectures": ["Olmo2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 40,
+    "max_position_embeddings": 4096, "model_type": "olmo2", "num_attention_heads": 4, "num_hidden_layers": 2,
+    "num_key_value_heads": 4, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": null,
+    "rope_theta": 500000, "tie_word_embeddings": false, "torch_dtype": "float32", "transformers_version": "4.47.0",
+    "use_cache": false, "vocab_size": 67})");
+  const HuggingFaceModel read = parse_huggingface_config(published, "test");
+  const ModelConfig want = {.vocab_size = 67,
+                            .d_model = 32,
+                            .num_layers = 2,
+                            .num_heads = 4,
+                            .num_kv_heads = 4,
+                            .d_ffn = 40,
+                            .norm = NormKind::kRmsNorm,
+                            .norm_eps = 1e-6,
+                            .norm_placement = NormPlacement::kAfter,
+                            .qk_norm = QkNormKind::kFull,
+                            .rope_theta = 5e5,
+                            .tie_embeddings = false,
+                            .init = InitKind::kNormal};
+  CHECK(read.model == want);
+  CHECK(read.max_positions == 4096);
+  CHECK(&choose_family(want, "", nullptr, "here") == read.family);
+  nlohmann::json other = published;
+  other["attention_bias"] = true;
+  CHECK(message_of([&] { parse_huggingface_config(other, "test"); }).find("attention_bias") != std::string::npos);
+
+  // No family has norms in front and behind, or one behind alone without norms of queries and keys.
+  for (const auto& [placement, qk_norm] : {std::pair{NormPlacement::kBoth, QkNormKind::kFull},
+                                           {NormPlacement::kAfter, QkNormKind::kNone},
+                                           {NormPlacement::kBefore, QkNormKind::kFull}}) {
+    ModelConfig none = want;
+    none.norm_placement = placement;
+    none.qk_norm = qk_norm;
+    CHECK(message_of([&] { choose_family(none, "", nullptr, "here"); }).find("can express this model") !=
+          std::string::npos);
+  }
 }
 
 TEST_CASE("a model with a norm of each head is exported as Qwen3 and imported again", "[engine][huggingface]") {

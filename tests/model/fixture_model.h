@@ -39,6 +39,14 @@ void read_rope_scaling(const Metadata& meta, RopeScaling& scaling) {
   }
 }
 
+template <NamedEnum E>
+E value_named(std::string_view name) {
+  for (const EnumName<E>& entry : EnumNames<E>::kAll) {
+    if (entry.name == name) return entry.value;
+  }
+  throw_internal("{} is no value of its enum", name);
+}
+
 inline Fixture load_fixture(const std::string& name) {
   const InputFile file(std::string(PARKA_SOURCE_DIR) + "/tests/fixtures/" + name + ".safetensors");
   const SafetensorsHeader header = read_safetensors_header(file);
@@ -55,9 +63,10 @@ inline Fixture load_fixture(const std::string& name) {
   c.norm_eps = std::stod(meta.at("norm_eps"));
   c.rope_theta = std::stod(meta.at("rope_theta"));
   c.tie_embeddings = meta.at("tie_embeddings") == "true";
+  if (meta.contains("norm_placement")) c.norm_placement = value_named<NormPlacement>(meta.at("norm_placement"));
+  if (meta.contains("qk_norm")) c.qk_norm = value_named<QkNormKind>(meta.at("qk_norm"));
   if (meta.contains("head_dim")) c.given_head_dim = std::stoll(meta.at("head_dim"));
   if (meta.contains("rope_scaling.factor")) read_rope_scaling(meta, c.rope_scaling);
-  if (meta.contains("qk_norm")) c.qk_norm = QkNormKind::kPerHead;
   if (meta.contains("sliding_window")) c.sliding_window = std::stoll(meta.at("sliding_window"));
   if (meta.contains("full_attention_every")) c.full_attention_every = std::stoll(meta.at("full_attention_every"));
   if (meta.contains("local_rope_theta")) c.local_rope_theta = std::stod(meta.at("local_rope_theta"));
@@ -77,8 +86,8 @@ inline Fixture load_fixture(const std::string& name) {
   return fixture;
 }
 
-inline const char* const kFixtures[] = {"olmo_tied",      "olmo_untied",       "llama_mha",      "llama_gqa",
-                                        "llama_mqa_tied", "llama3_wide_heads", "mistral_window", "llama_linear",
-                                        "llama_yarn",     "qwen3_windows"};
+inline const char* const kFixtures[] = {"olmo_tied",      "olmo_untied",       "llama_mha",        "llama_gqa",
+                                        "llama_mqa_tied", "llama3_wide_heads", "mistral_window",   "llama_linear",
+                                        "llama_yarn",     "qwen3_windows",     "qwen3_wide_heads", "olmo2_gqa"};
 
 }  // namespace parka::test

@@ -77,7 +77,10 @@ std::vector<HuggingFaceFamily> make_families() {
       {
           .model_type = "llama",
           .architecture = "LlamaForCausalLM",
-          .fixed = {.norm = NormKind::kRmsNorm, .init = InitKind::kNormal},
+          .fixed = {.norm = NormKind::kRmsNorm,
+                    .norm_placement = NormPlacement::kBefore,
+                    .qk_norm = QkNormKind::kNone,
+                    .init = InitKind::kNormal},
           .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6}}),
           .fixed_keys = fixed_keys({{"mlp_bias", {false}, Presence::kWritten}, kNoWindow}),
           .tensors = {.in_block = tensors_in_block({
@@ -107,7 +110,10 @@ std::vector<HuggingFaceFamily> make_families() {
           // both.
           .model_type = "qwen3",
           .architecture = "Qwen3ForCausalLM",
-          .fixed = {.norm = NormKind::kRmsNorm, .qk_norm = QkNormKind::kPerHead, .init = InitKind::kNormal},
+          .fixed = {.norm = NormKind::kRmsNorm,
+                    .norm_placement = NormPlacement::kBefore,
+                    .qk_norm = QkNormKind::kPerHead,
+                    .init = InitKind::kNormal},
           .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
                               IntegerKey{"head_dim", &ModelConfig::given_head_dim},
                               IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads}}),
@@ -125,10 +131,38 @@ std::vector<HuggingFaceFamily> make_families() {
                       .final_norm = "model.norm.weight"},
       },
       {
+          // post_attention_layernorm is behind attention here, not in front of the MLP. head_dim is as with OLMo
+          // v1.
+          .model_type = "olmo2",
+          .architecture = "Olmo2ForCausalLM",
+          .fixed = {.norm = NormKind::kRmsNorm,
+                    .norm_placement = NormPlacement::kAfter,
+                    .qk_norm = QkNormKind::kFull,
+                    .init = InitKind::kNormal},
+          .keys =
+              model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-5},
+                          IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0, /*omitted_if_otherwise=*/true}}),
+          .fixed_keys = fixed_keys({}),
+          .tensors = {.in_block = tensors_in_block(
+                          {
+                              {BlockTensor::kAttentionPostNorm, "post_attention_layernorm.weight"},
+                              {BlockTensor::kFfnPostNorm, "post_feedforward_layernorm.weight"},
+                          },
+                          {
+                              {BlockTensor::kQueryNorm, "self_attn.q_norm.weight"},
+                              {BlockTensor::kKeyNorm, "self_attn.k_norm.weight"},
+                          }),
+                      .final_norm = "model.norm.weight"},
+      },
+      {
           // OLMo v1. transformers' OlmoConfig has no head_dim, but its attention reads one where it is given.
           .model_type = "olmo",
           .architecture = "OlmoForCausalLM",
-          .fixed = {.norm = NormKind::kLayerNorm, .norm_eps = 1e-5, .init = InitKind::kNormal},
+          .fixed = {.norm = NormKind::kLayerNorm,
+                    .norm_eps = 1e-5,
+                    .norm_placement = NormPlacement::kBefore,
+                    .qk_norm = QkNormKind::kNone,
+                    .init = InitKind::kNormal},
           .keys =
               model_keys({IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0, /*omitted_if_otherwise=*/true}}),
           .fixed_keys = fixed_keys({kNoWindow}),

@@ -56,6 +56,8 @@ enum class BlockTensor : uint8_t {
   kDown,
   kAttentionNorm,
   kFfnNorm,
+  kAttentionPostNorm,
+  kFfnPostNorm,
 };
 
 struct TensorNames {

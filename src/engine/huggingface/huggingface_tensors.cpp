@@ -32,6 +32,8 @@ Rows rows_of(BlockTensor tensor, const ParameterTable& table, int64_t l, const M
     case BlockTensor::kDown: return {index_of("down"), 0, d};
     case BlockTensor::kAttentionNorm: return {index_of("attention_norm"), 0, 1, /*is_vector=*/true};
     case BlockTensor::kFfnNorm: return {index_of("ffn_norm"), 0, 1, /*is_vector=*/true};
+    case BlockTensor::kAttentionPostNorm: return {index_of("attention_post_norm"), 0, 1, /*is_vector=*/true};
+    case BlockTensor::kFfnPostNorm: return {index_of("ffn_post_norm"), 0, 1, /*is_vector=*/true};
   }
   throw_internal("a tensor of a block without a parameter");
 }
