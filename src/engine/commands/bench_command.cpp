@@ -68,7 +68,7 @@ void print_step(const BenchResult& result, bool roofline) {
   std::printf("step            %9.2f ms (%.2f to %.2f in %zu steps), %lld tokens\n", 1e3 * median, 1e3 * *shortest,
               1e3 * *longest, result.step_seconds.size(), static_cast<long long>(result.tokens_per_step));
   std::printf("speed           %9.0f tok/s, %.1f TFLOP/s at FLOP/token = %s%s\n",
-              result.tokens_per_second_per_rank(), 1e-12 * flops, kFlopFormula,
+              result.tokens_per_second_per_rank(), 1e-12 * flops, result.speed.formula,
               result.ranks == 1 ? "" : ", per rank");
   if (result.speed.peak_flops > 0) {
     std::printf("MFU             %9.1f %% of %.0f TFLOP/s\n", 100 * flops / result.speed.peak_flops,

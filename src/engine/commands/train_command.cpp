@@ -181,7 +181,7 @@ class TrainCommand {
     }
     spdlog::info("model: {} parameters, {} FLOP/token = {}",
                  format_count(static_cast<double>(table.num_parameters())), format_count(speed_.flop_per_token),
-                 kFlopFormula);
+                 speed_.formula);
     if (speed_.peak_flops > 0) {
       spdlog::info("MFU is relative to the dense peak of {:.0f} TFLOP/s", 1e-12 * speed_.peak_flops);
     }

@@ -30,6 +30,7 @@ double flop_per_token(const ModelConfig& model, const ParameterTable& table, int
 ModelSpeed speed_of(const Config& config, const ParameterTable& table, const std::string& device_name) {
   ModelSpeed speed;
   speed.flop_per_token = flop_per_token(config.model, table, config.data.sequence_length);
+  if (config.model.sliding_window > 0) speed.formula = kWindowedFlopFormula;
   for (const CardPeak& card : kPeaks) {
     if (!device_name.starts_with(card.name)) continue;
     if (config.precision.gemm != GemmPrecision::kCompute) {
