@@ -10,7 +10,7 @@ import unittest
 from parka_runs import PROGRAM, RunFolder, metrics, parka, tree_digest, write_tokens
 
 FIXTURES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures", "huggingface")
-NAMES = ["llama_mha", "llama3_gqa", "llama_tied", "olmo_untied", "olmo_tied", "qwen3_tied", "olmo2_gqa"]
+NAMES = ["llama_mha", "llama3_gqa", "llama_tied", "olmo_untied", "olmo_tied", "qwen3_tied", "olmo2_gqa", "qwen2_tied"]
 
 try:
     import torch
@@ -339,7 +339,7 @@ class Transformers(HuggingFace):
     def test_loads_a_model_that_was_never_imported(self):
         llama = {"norm": "rmsnorm", "norm_eps": 1e-6}
         for family, keys in (("llama", llama), ("olmo", {"norm": "layernorm", "norm_eps": 1e-5, "tie_embeddings": True}),
-                             ("qwen3", {**llama, "qk_norm": "per_head"}),
+                             ("qwen2", {**llama, "qkv_bias": True}), ("qwen3", {**llama, "qk_norm": "per_head"}),
                              ("olmo2", {**llama, "norm_placement": "after", "qk_norm": "full"})):
             with self.subTest(family):
                 config = {"device": {"kind": "cpu"},
