@@ -291,6 +291,22 @@ void bench_ends(Bench& bench, const ModelShape& m) {
       cross_entropy);
 }
 
+void bench_bias(Bench& bench, const ModelShape& m) {
+  const int64_t N = 3 * m.d;
+  bench.time(
+      m.name, "bias_forward",
+      [&](Tensors& t) {
+        return BiasForward{.bias = t.bf16({N}), .x = t.bf16({m.T, N})};
+      },
+      bias_forward);
+  bench.time(
+      m.name, "bias_backward",
+      [&](Tensors& t) {
+        return BiasBackward{.d_y = t.bf16({m.T, N}), .d_bias = t.bf16({N})};
+      },
+      bias_backward);
+}
+
 void bench_optimizer(Bench& bench, const ModelShape& m) {
   const int64_t N = 2 * m.f * m.d;  // the largest tensor of a block
   bench.time(
@@ -352,6 +368,7 @@ int run(int argc, char** argv) {
     bench_attention(bench, model);
     bench_decode(bench, model);
     bench_ends(bench, model);
+    bench_bias(bench, model);
     bench_optimizer(bench, model);
     bench_float8(bench, model);
   }

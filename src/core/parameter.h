@@ -10,13 +10,14 @@ enum class ParameterRole : uint8_t {
   kTiedEmbedding,  // the same, and the head's weight as well
   kNorm,           // [1, d], the weight of a norm
   kLinear,         // [N, K], the weight of a linear layer in a block
+  kBias,           // [N, 1], its bias: a number for each row of the weight
   kHead,           // [V, d], the weight of the output head
 };
 
 // What optimizer and checkpoint need to know about one parameter tensor. The model makes the table of all.
 struct ParameterInfo {
   std::string name;  // "blocks.3.qkv", stable across versions: checkpoints use it
-  int64_t rows = 0;  // 1 for vectors
+  int64_t rows = 0;  // 1 for the weights of norms
   int64_t cols = 0;
   ParameterRole role = ParameterRole::kLinear;
   bool decayed = false;  // weight decay applies
@@ -26,7 +27,7 @@ struct ParameterInfo {
   // Parameters of one unit are used at the same time, so they are gathered and reduced together. Unit 0 is the
   // embedding, 1 + l is block l, and the last one is the final norm and the head.
   int unit = 0;
-  // Standard deviation of the normal distribution for its initial values; 0: they are ones.
+  // Standard deviation of the normal distribution for its initial values; 0: they are ones, or zeros of a bias.
   double initial_std = 0;
 
   int64_t numel() const { return rows * cols; }

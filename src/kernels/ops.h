@@ -12,6 +12,7 @@
 #include "kernels/ops/amax.h"
 #include "kernels/ops/attention.h"
 #include "kernels/ops/attention_decode.h"
+#include "kernels/ops/bias.h"
 #include "kernels/ops/bit_hash.h"
 #include "kernels/ops/cross_entropy.h"
 #include "kernels/ops/embedding.h"

@@ -56,6 +56,7 @@ struct ModelConfig {
   double norm_eps = 1e-5;
   NormPlacement norm_placement = NormPlacement::kBefore;
   QkNormKind qk_norm = QkNormKind::kNone;
+  bool qkv_bias = false;
   double rope_theta = 10000.0;
   RopeScalingConfig rope_scaling = {};
   int64_t sliding_window = 0;        // 0: none
@@ -110,6 +111,7 @@ struct ModelConfig {
         "qk_norm", qk_norm,
         "RMSNorm of queries and keys before they are rotated, with weights: none; per_head: of each head (Qwen3); "
         "full: of all query heads together, and of all key heads (OLMo 2)");
+    visit("qkv_bias", qkv_bias, "Add a bias to queries, keys and values as they are projected (Qwen2.5)");
     visit("rope_theta", rope_theta, "Base of the rotary position angles", RealRange{1.0});
     visit("rope_scaling", rope_scaling,
           "Scaling of the rotary frequencies for long contexts; not in blocks with a sliding window");

@@ -31,7 +31,7 @@ bool gathers_transposed(const ParameterTable& table, const Formats& formats, Wei
   const std::vector<int> block = table.unit(1);  // all blocks are alike
   return std::all_of(block.begin(), block.end(), [&](int index) {
     const ParameterInfo& p = table.all[static_cast<size_t>(index)];
-    return p.role == ParameterRole::kNorm ||
+    return p.role != ParameterRole::kLinear ||
            (p.rows % zero.shard.size == 0 && zero.shard.padded(p.numel()) == p.numel());
   });
 }
@@ -288,8 +288,9 @@ const ScaledView& ModelWeights::transposed(Device& device, int index) const {
 TensorView ModelWeights::plain(int index) const {
   if (index < 0) return {};
   const TensorView& w = plain_[index];
-  const bool is_vector = parameters_[static_cast<size_t>(index)].role == ParameterRole::kNorm;
-  return is_vector ? w.reshaped({w.dim[1]}) : w;
+  const ParameterRole role = parameters_[static_cast<size_t>(index)].role;
+  const bool is_vector = role == ParameterRole::kNorm || role == ParameterRole::kBias;
+  return is_vector ? w.reshaped({w.numel()}) : w;
 }
 
 }  // namespace parka

@@ -11,7 +11,7 @@ from parka_runs import PROGRAM, RunFolder, metrics, parka, tree_digest, write_to
 
 FIXTURES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures", "huggingface")
 NAMES = ["llama_mha", "llama3_gqa", "llama_tied", "olmo_untied", "olmo_tied", "mistral_window", "mistral_full", "llama_yarn",
-         "llama_linear", "qwen3_tied", "olmo2_gqa"]
+         "llama_linear", "qwen3_tied", "olmo2_gqa", "qwen2_tied"]
 
 try:
     import torch
@@ -343,6 +343,7 @@ class Transformers(HuggingFace):
         for name, norm, eps, changes in (("llama", "rmsnorm", 1e-6, {"rope_scaling": llama3}),
                                          ("olmo", "layernorm", 1e-5, {"rope_scaling": llama3}),
                                          ("mistral", "rmsnorm", 1e-6, {"sliding_window": 5}),
+                                         ("qwen2", "rmsnorm", 1e-6, {"qkv_bias": True, "rope_scaling": llama3}),
                                          ("qwen3", "rmsnorm", 1e-6, {"qk_norm": "per_head", "rope_scaling": llama3}),
                                          ("olmo2", "rmsnorm", 1e-6, {"qk_norm": "full", "norm_placement": "after",
                                                                      "rope_scaling": llama3}),

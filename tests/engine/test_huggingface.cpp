@@ -28,7 +28,7 @@ namespace fs = std::filesystem;
 const std::string kFixtures = std::string(PARKA_SOURCE_DIR) + "/tests/fixtures/huggingface/";
 const char* const kNames[] = {"llama_mha",    "llama3_gqa",     "llama_tied",   "olmo_untied",
                               "olmo_tied",    "mistral_window", "mistral_full", "llama_yarn",
-                              "llama_linear", "qwen3_tied",     "olmo2_gqa"};
+                              "llama_linear", "qwen3_tied",     "olmo2_gqa",    "qwen2_tied"};
 
 struct Expected {
   BatchShape shape;
@@ -182,7 +182,7 @@ TEST_CASE("an imported model is exported as it was, byte for byte", "[engine][hu
   CHECK(differing(kFixtures + name, folder / "exported") == std::vector<std::string>{});
 
   // Without the record of its files, the ones that transformers would write: the same.
-  const std::string size = name == "llama3_gqa" ? "9KB" : "50GB";
+  const std::string size = fs::exists(kFixtures + name + "/model.safetensors.index.json") ? "9KB" : "50GB";
   REQUIRE(run_export({.checkpoint = imported, .output = folder / "again", .shard_size = size}) == 0);
   CHECK(differing(kFixtures + name, folder / "again") == std::vector<std::string>{});
 }
@@ -320,9 +320,10 @@ TEST_CASE("a model is exported as a family that can say all of it", "[engine][hu
   CHECK(message_of([&] { choose_family(model, "olmo", nullptr, "here"); }) ==
         "here: --family olmo has model.norm = \"layernorm\", not \"rmsnorm\"; name another family, or leave out "
         "--family");
-  CHECK(message_of([&] { choose_family(model, "gpt2", nullptr, "here"); }) ==
-        "--family gpt2 is not known; llama (LlamaForCausalLM), mistral (MistralForCausalLM), qwen3 "
-        "(Qwen3ForCausalLM), olmo2 (Olmo2ForCausalLM), olmo (OlmoForCausalLM) are");
+  CHECK(
+      message_of([&] { choose_family(model, "gpt2", nullptr, "here"); }) ==
+      "--family gpt2 is not known; llama (LlamaForCausalLM), mistral (MistralForCausalLM), qwen2 (Qwen2ForCausalLM), qwen3 "
+      "(Qwen3ForCausalLM), olmo2 (Olmo2ForCausalLM), olmo (OlmoForCausalLM) are");
 
   // transformers' OLMo has one epsilon and no key for it.
   model.norm = NormKind::kLayerNorm;
@@ -330,7 +331,7 @@ TEST_CASE("a model is exported as a family that can say all of it", "[engine][hu
   CHECK(
       message_of([&] { choose_family(model, "", &olmo, "here"); }) ==
       "here: no supported Hugging Face family can express this model: llama has model.norm = \"rmsnorm\", not "
-      "\"layernorm\"; mistral has model.norm = \"rmsnorm\", not \"layernorm\"; qwen3 has model.norm = \"rmsnorm\", not "
+      "\"layernorm\"; mistral has model.norm = \"rmsnorm\", not \"layernorm\"; qwen2 has model.norm = \"rmsnorm\", not \"layernorm\", and model.qkv_bias = true, not false; qwen3 has model.norm = \"rmsnorm\", not "
       "\"layernorm\", and model.qk_norm = \"per_head\", not "
       "\"none\"; olmo2 has model.norm = \"rmsnorm\", not \"layernorm\", and model.norm_placement = \"after\", not "
       "\"before\", and model.qk_norm = \"full\", not \"none\"; olmo has model.norm_eps = 1e-05, not 0.25; train one with the values of a family");
@@ -410,6 +411,45 @@ TEST_CASE("a Qwen3 config.json is a model with a norm of each head", "[engine][h
   CHECK(message_of([&] {
           choose_family(full, "qwen3", nullptr, "here");
         }).find("model.qk_norm = \"per_head\", not \"full\"") != std::string::npos);
+}
+
+TEST_CASE("a Qwen2.5 config.json is a model with biases of queries, keys and values", "[engine][huggingface]") {
+  // As published with Qwen2.5 7B, but for its size.
+  const nlohmann::json published = nlohmann::json::parse(R"({
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 40,
+    "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 4,
+    "num_hidden_layers": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 131072, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1", "use_cache": true, "use_mrope": false, "use_sliding_window": false,
+    "vocab_size": 67})");
+  const HuggingFaceModel read = parse_huggingface_config(published, "test");
+  const ModelConfig want = {.vocab_size = 67,
+                            .d_model = 32,
+                            .num_layers = 2,
+                            .num_heads = 4,
+                            .num_kv_heads = 2,
+                            .d_ffn = 40,
+                            .norm = NormKind::kRmsNorm,
+                            .norm_eps = 1e-6,
+                            .qkv_bias = true,
+                            .rope_theta = 1e6,
+                            .tie_embeddings = false,
+                            .init = InitKind::kNormal};
+  CHECK(read.model == want);
+  CHECK(&choose_family(want, "", nullptr, "here") == read.family);
+  nlohmann::json windowed = published;
+  windowed["use_sliding_window"] = true;
+  CHECK(message_of([&] { parse_huggingface_config(windowed, "test"); }) ==
+        "test: use_sliding_window = true is not supported; false is");
+  nlohmann::json lacking = published;
+  lacking.erase("num_key_value_heads");
+  CHECK(message_of([&] { parse_huggingface_config(lacking, "test"); }) == "test: has no num_key_value_heads");
+  // Their transformers class has no key for biases: what others take for one is none of its config.
+  const nlohmann::json written =
+      nlohmann::json::parse(make_huggingface_config({read.family, want, 2048}, DType::kBF16, nullptr));
+  CHECK((!written.contains("attention_bias") && !written.contains("sliding_window")));
+  CHECK(written.at("use_sliding_window") == false);
 }
 
 TEST_CASE("an OLMo 2 config.json is a model with norms behind its branches", "[engine][huggingface]") {

@@ -193,6 +193,7 @@ TEST_CASE("a recorded step has the ops that a step of training times, one by one
     for (const NormPlacement placement : {NormPlacement::kAfter, NormPlacement::kBoth}) {
       Config config = step_config(folder.path().string(), recipe, 0, true, 2, 1);
       config.model.norm_placement = placement;
+      config.model.qkv_bias = placement == NormPlacement::kBoth;
       CAPTURE(recipe, name_of(placement));
       check_recording(config, 1);
     }

@@ -225,15 +225,18 @@ TEST_CASE("several ranks train as one does, at every ZeRO stage", "[engine][zero
   }
 }
 
-TEST_CASE("norms of queries and keys, and behind branches, train the same on one to four ranks",
+TEST_CASE("norms of queries and keys, norms behind branches, and biases train the same on one to four ranks",
           "[engine][zero][slow]") {
   const auto [recipe, bound] = GENERATE(table<const char*, double>({{"fp32", 2e-6}, {"parka", 6e-3}}));
-  const auto [kind, placement] = GENERATE(table<QkNormKind, NormPlacement>(
-      {{QkNormKind::kPerHead, NormPlacement::kBoth}, {QkNormKind::kFull, NormPlacement::kAfter}}));
+  const auto [kind, placement] =
+      GENERATE(table<QkNormKind, NormPlacement>({{QkNormKind::kPerHead, NormPlacement::kBoth},
+                                                 {QkNormKind::kFull, NormPlacement::kAfter},
+                                                 {QkNormKind::kNone, NormPlacement::kBefore}}));
   const TemporaryFolder folder;
   Config config = config_for(folder, recipe, 0);
   config.model.qk_norm = kind;
   config.model.norm_placement = placement;
+  config.model.qkv_bias = kind == QkNormKind::kNone;
   config.training.global_batch_size = 12;
   const Outcome one = train(config, 1);
   for (int ranks : {2, 3, 4}) {

@@ -65,6 +65,7 @@ inline Fixture load_fixture(const std::string& name) {
   c.tie_embeddings = meta.at("tie_embeddings") == "true";
   if (meta.contains("norm_placement")) c.norm_placement = value_named<NormPlacement>(meta.at("norm_placement"));
   if (meta.contains("qk_norm")) c.qk_norm = value_named<QkNormKind>(meta.at("qk_norm"));
+  c.qkv_bias = meta.contains("qkv_bias");
   if (meta.contains("head_dim")) c.given_head_dim = std::stoll(meta.at("head_dim"));
   if (meta.contains("rope_scaling.factor")) read_rope_scaling(meta, c.rope_scaling);
   if (meta.contains("sliding_window")) c.sliding_window = std::stoll(meta.at("sliding_window"));
@@ -88,6 +89,7 @@ inline Fixture load_fixture(const std::string& name) {
 
 inline const char* const kFixtures[] = {"olmo_tied",      "olmo_untied",       "llama_mha",        "llama_gqa",
                                         "llama_mqa_tied", "llama3_wide_heads", "mistral_window",   "llama_linear",
-                                        "llama_yarn",     "qwen3_windows",     "qwen3_wide_heads", "olmo2_gqa"};
+                                        "llama_yarn",     "qwen3_windows",     "qwen3_wide_heads", "olmo2_gqa",
+                                        "qwen2_gqa"};
 
 }  // namespace parka::test

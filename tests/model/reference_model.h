@@ -77,6 +77,7 @@ class ReferenceModel {
   Vector qkv(const Vector& x, int64_t position, const std::string& prefix) const {
     const int64_t D = c_.head_dim(), H = c_.num_heads, Hkv = c_.kv_heads();
     Vector qkv = times(weight(prefix + "qkv"), in_front(x, prefix + "attention_norm"));
+    for (size_t i = 0; c_.qkv_bias && i < qkv.size(); ++i) qkv[i] += weight(prefix + "qkv_bias")[i];
     if (c_.qk_norm == QkNormKind::kFull) {
       normalize(qkv.data(), H * D, weight(prefix + "q_norm"));
       normalize(qkv.data() + H * D, Hkv * D, weight(prefix + "k_norm"));

@@ -21,6 +21,7 @@ ModelConfig config_of(NormKind norm, int64_t heads, int64_t kv_heads, QkNormKind
   config.d_ffn = 1368;
   config.norm = norm;
   config.norm_placement = placement;
+  config.qkv_bias = placement == NormPlacement::kBoth;
   config.qk_norm = qk_norm;
   config.tie_embeddings = norm == NormKind::kLayerNorm;
   return config;

@@ -90,6 +90,7 @@ ModelConfig config_with(QkNormKind qk_norm, NormPlacement placement) {
   ModelConfig config = small_config();
   config.qk_norm = qk_norm;
   config.norm_placement = placement;
+  config.qkv_bias = placement == NormPlacement::kBoth;
   return config;
 }
 

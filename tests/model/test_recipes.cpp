@@ -33,13 +33,15 @@ struct Norms {
   NormKind norm;
   QkNormKind qk_norm;
   NormPlacement placement;
+  bool qkv_bias = false;
 };
 const Norms kNorms[] = {{NormKind::kLayerNorm, QkNormKind::kNone, NormPlacement::kBefore},
                         {NormKind::kRmsNorm, QkNormKind::kNone, NormPlacement::kBefore},
                         {NormKind::kRmsNorm, QkNormKind::kPerHead, NormPlacement::kBefore},
                         {NormKind::kRmsNorm, QkNormKind::kFull, NormPlacement::kAfter},
                         {NormKind::kLayerNorm, QkNormKind::kNone, NormPlacement::kBoth},
-                        {NormKind::kRmsNorm, QkNormKind::kPerHead, NormPlacement::kBoth}};
+                        {NormKind::kRmsNorm, QkNormKind::kPerHead, NormPlacement::kBoth},
+                        {NormKind::kRmsNorm, QkNormKind::kNone, NormPlacement::kBefore, /*qkv_bias=*/true}};
 
 const Recipe kAllRecipes[] = {Recipe::kFp32,     Recipe::kBf16,           Recipe::kFp8Linear,
                               Recipe::kFp8Block, Recipe::kCoatActivation, Recipe::kCoatOptimizer,
@@ -78,10 +80,11 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
 }  // namespace
 
 TEST_CASE("every recipe's gradients are close to fp32's", "[model][recipes]") {
-  for (const auto& [norm, qk_norm, placement] : kNorms) {
-    CAPTURE(name_of(norm), name_of(qk_norm), name_of(placement));
-    const ModelConfig config =
+  for (const auto& [norm, qk_norm, placement, qkv_bias] : kNorms) {
+    CAPTURE(name_of(norm), name_of(qk_norm), name_of(placement), qkv_bias);
+    ModelConfig config =
         small_config(norm, norm == NormKind::kLayerNorm, norm == NormKind::kLayerNorm ? 0 : 2, qk_norm, placement);
+    config.qkv_bias = qkv_bias;
     const Result exact = run(config, precision_recipe(Recipe::kFp32));
     for (Recipe recipe : kAllRecipes) {
       CAPTURE(name_of(recipe));
@@ -110,9 +113,10 @@ TEST_CASE("every recipe's gradients are close to fp32's", "[model][recipes]") {
 }
 
 TEST_CASE("recomputing what was not kept gives the same bits", "[model][recipes][slow]") {
-  for (const auto& [norm, qk_norm, placement] : kNorms) {
-    CAPTURE(name_of(norm), name_of(qk_norm), name_of(placement));
-    const ModelConfig config = small_config(norm, true, 2, qk_norm, placement);
+  for (const auto& [norm, qk_norm, placement, qkv_bias] : kNorms) {
+    CAPTURE(name_of(norm), name_of(qk_norm), name_of(placement), qkv_bias);
+    ModelConfig config = small_config(norm, true, 2, qk_norm, placement);
+    config.qkv_bias = qkv_bias;
     std::vector<PrecisionConfig> bases;
     for (Recipe recipe : kAllRecipes) bases.push_back(precision_recipe(recipe));
     bases.push_back(precision_recipe(Recipe::kParka));

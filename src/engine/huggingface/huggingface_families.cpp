@@ -57,6 +57,13 @@ std::vector<FixedKey> fixed_keys(const std::vector<FixedKey>& own) {
 
 const FixedKey kNoWindow = {"sliding_window", {nullptr}};
 
+// Those but for keys that say nothing about the family's models.
+std::vector<FixedKey> fixed_keys_without(const std::vector<std::string_view>& names, std::vector<FixedKey> keys) {
+  std::erase_if(
+      keys, [&](const FixedKey& entry) { return std::find(names.begin(), names.end(), entry.key) != names.end(); });
+  return keys;
+}
+
 // The matrices of a block in transformers' order, `in_attention` after those of attention, and `norms` at the end.
 std::vector<TensorNames::InBlock> tensors_in_block(const std::vector<TensorNames::InBlock>& norms,
                                                    const std::vector<TensorNames::InBlock>& in_attention = {}) {
@@ -72,6 +79,18 @@ std::vector<TensorNames::InBlock> tensors_in_block(const std::vector<TensorNames
   return names;
 }
 
+// With the biases of queries, keys and values, each behind its matrix.
+std::vector<TensorNames::InBlock> with_biases(const std::vector<TensorNames::InBlock>& names) {
+  std::vector<TensorNames::InBlock> all;
+  for (const TensorNames::InBlock& one : names) {
+    all.push_back(one);
+    if (one.holds == BlockTensor::kQuery) all.push_back({BlockTensor::kQueryBias, "self_attn.q_proj.bias"});
+    if (one.holds == BlockTensor::kKey) all.push_back({BlockTensor::kKeyBias, "self_attn.k_proj.bias"});
+    if (one.holds == BlockTensor::kValue) all.push_back({BlockTensor::kValueBias, "self_attn.v_proj.bias"});
+  }
+  return all;
+}
+
 std::vector<HuggingFaceFamily> make_families() {
   return {
       {
@@ -80,6 +99,7 @@ std::vector<HuggingFaceFamily> make_families() {
           .fixed = {.norm = NormKind::kRmsNorm,
                     .norm_placement = NormPlacement::kBefore,
                     .qk_norm = QkNormKind::kNone,
+                    .qkv_bias = false,
                     .init = InitKind::kNormal},
           .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6}}),
           .fixed_keys = fixed_keys({{"mlp_bias", {false}, Presence::kWritten}, kNoWindow}),
@@ -93,7 +113,11 @@ std::vector<HuggingFaceFamily> make_families() {
           // A window is that of all layers.
           .model_type = "mistral",
           .architecture = "MistralForCausalLM",
-          .fixed = {.norm = NormKind::kRmsNorm, .init = InitKind::kNormal},
+          .fixed = {.norm = NormKind::kRmsNorm,
+                    .norm_placement = NormPlacement::kBefore,
+                    .qk_norm = QkNormKind::kNone,
+                    .qkv_bias = false,
+                    .init = InitKind::kNormal},
           .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
                               IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads, 8, false, 0},
                               IntegerKey{"sliding_window", &ModelConfig::sliding_window, 4096, false, 0}}),
@@ -106,6 +130,29 @@ std::vector<HuggingFaceFamily> make_families() {
                       .final_norm = "model.norm.weight"},
       },
       {
+          // Qwen2 and Qwen2.5. transformers takes 32 where num_key_value_heads is absent; published models have it.
+          // They also have a sliding_window, which means nothing unless use_sliding_window is true.
+          .model_type = "qwen2",
+          .architecture = "Qwen2ForCausalLM",
+          .fixed = {.norm = NormKind::kRmsNorm,
+                    .norm_placement = NormPlacement::kBefore,
+                    .qk_norm = QkNormKind::kNone,
+                    .qkv_bias = true,
+                    .init = InitKind::kNormal},
+          .keys =
+              model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
+                          IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads},
+                          IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0, /*omitted_if_otherwise=*/true}}),
+          .fixed_keys = fixed_keys_without({"attention_bias"},
+                                           fixed_keys({{"use_sliding_window", {false}, Presence::kWritten}})),
+          .max_positions = 32768,
+          .tensors = {.in_block = with_biases(tensors_in_block({
+                          {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
+                          {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
+                      })),
+                      .final_norm = "model.norm.weight"},
+      },
+      {
           // transformers takes 128 and 32 where head_dim and num_key_value_heads are absent; published models have
           // both.
           .model_type = "qwen3",
@@ -113,6 +160,7 @@ std::vector<HuggingFaceFamily> make_families() {
           .fixed = {.norm = NormKind::kRmsNorm,
                     .norm_placement = NormPlacement::kBefore,
                     .qk_norm = QkNormKind::kPerHead,
+                    .qkv_bias = false,
                     .init = InitKind::kNormal},
           .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
                               IntegerKey{"head_dim", &ModelConfig::given_head_dim},
@@ -138,11 +186,12 @@ std::vector<HuggingFaceFamily> make_families() {
           .fixed = {.norm = NormKind::kRmsNorm,
                     .norm_placement = NormPlacement::kAfter,
                     .qk_norm = QkNormKind::kFull,
+                    .qkv_bias = false,
                     .init = InitKind::kNormal},
           .keys =
               model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-5},
                           IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0, /*omitted_if_otherwise=*/true}}),
-          .fixed_keys = fixed_keys({}),
+          .fixed_keys = fixed_keys({kNoWindow}),
           .tensors = {.in_block = tensors_in_block(
                           {
                               {BlockTensor::kAttentionPostNorm, "post_attention_layernorm.weight"},
@@ -162,6 +211,7 @@ std::vector<HuggingFaceFamily> make_families() {
                     .norm_eps = 1e-5,
                     .norm_placement = NormPlacement::kBefore,
                     .qk_norm = QkNormKind::kNone,
+                    .qkv_bias = false,
                     .init = InitKind::kNormal},
           .keys =
               model_keys({IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0, /*omitted_if_otherwise=*/true}}),

@@ -25,6 +25,9 @@ Rows rows_of(BlockTensor tensor, const ParameterTable& table, int64_t l, const M
     case BlockTensor::kKey: return {index_of("qkv"), queries, keys};
     case BlockTensor::kValue: return {index_of("qkv"), queries + keys, keys};
     case BlockTensor::kAttentionOut: return {index_of("attention_out"), 0, d};
+    case BlockTensor::kQueryBias: return {index_of("qkv_bias"), 0, queries, /*is_vector=*/true};
+    case BlockTensor::kKeyBias: return {index_of("qkv_bias"), queries, keys, /*is_vector=*/true};
+    case BlockTensor::kValueBias: return {index_of("qkv_bias"), queries + keys, keys, /*is_vector=*/true};
     case BlockTensor::kQueryNorm: return {index_of("q_norm"), 0, 1, /*is_vector=*/true};
     case BlockTensor::kKeyNorm: return {index_of("k_norm"), 0, 1, /*is_vector=*/true};
     case BlockTensor::kGate: return {index_of("up_gate"), f, f};
@@ -55,7 +58,8 @@ std::vector<HuggingFaceTensor> huggingface_tensors(const HuggingFaceFamily& fami
   std::vector<HuggingFaceTensor> tensors;
   const auto add = [&](std::string name, const Rows& rows) {
     const int64_t cols = table.all.at(static_cast<size_t>(rows.parameter)).cols;
-    const std::vector<int64_t> shape = rows.is_vector ? std::vector{cols} : std::vector{rows.count, cols};
+    const std::vector<int64_t> shape =
+        rows.is_vector ? std::vector{rows.count * cols} : std::vector{rows.count, cols};
     tensors.push_back({std::move(name), shape, static_cast<size_t>(rows.parameter), rows.first, rows.count});
   };
   const TensorNames& names = family.tensors;

@@ -13,7 +13,7 @@ namespace parka {
 // and gate, as one matrix each.
 struct HuggingFaceTensor {
   std::string name;            // "model.layers.0.self_attn.q_proj.weight"
-  std::vector<int64_t> shape;  // [rows, cols], or [cols] of a norm
+  std::vector<int64_t> shape;  // [rows, cols], or [n] of a norm or a bias
   size_t parameter = 0;        // in ParameterTable::all
   int64_t first_row = 0;
   int64_t num_rows = 0;

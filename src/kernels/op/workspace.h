@@ -17,6 +17,17 @@ inline int64_t norm_backward_max_blocks(int64_t cols) {
 }
 inline int64_t norm_backward_workspace_bytes(int64_t cols) { return norm_backward_max_blocks(cols) * cols * 4; }
 
+// bias_backward: sums of pieces of the rows, fp32 [pieces, C]. Their number is one of rows alone, so that a sum has
+// the same order on every GPU.
+inline int64_t bias_backward_pieces(int64_t rows) {
+  constexpr int64_t kMostPieces = 128, kFewestRows = 64;
+  const int64_t pieces = (rows + kFewestRows - 1) / kFewestRows;
+  return pieces < kMostPieces ? pieces : kMostPieces;
+}
+inline int64_t bias_backward_workspace_bytes(int64_t rows, int64_t cols) {
+  return bias_backward_pieces(rows) * cols * 4;
+}
+
 // embedding_backward: fp32 sums [T / 32, C] of the pieces of tokens that have more than one. A token whose rows
 // begin at position p of the order has slots p / 32 and on. No two tokens meet: one with n > 64 rows has n / 64
 // pieces, rounded up, and the next token's slots begin at least n / 32, rounded down, behind its own.

@@ -13,6 +13,7 @@ void Attention::add_parameters(ParameterList& list, const ModelConfig& model, co
                                double depth) {
   const int64_t d = model.d_model;
   Linear::add_parameter(list, prefix + "qkv", model.d_qkv(), d, list.initial_std(d, 0));
+  if (model.qkv_bias) Linear::add_bias(list, prefix + "qkv", model.d_qkv());
   if (model.qk_norm != QkNormKind::kNone) {
     const bool full = model.qk_norm == QkNormKind::kFull;
     const int64_t D = model.head_dim();
@@ -140,6 +141,7 @@ void Attention::backward(const StepContext& step, const GemmInput& d_out, const 
   attend_backward(step, rotated(step), attention, d_attention, d_qkv_plain,
                   has_qk_norm() ? TensorView{} : d_qkv_amax);
   if (has_qk_norm()) normalize_backward(step, qkv, d_qkv_plain, d_qkv_amax);
+  qkv_layer_.bias_gradient(step, d_qkv_plain);
   GemmInput d_qkv_input = {d_qkv_plain, {}};
   if (d_qkv_fp8_.row.valid()) {
     d_qkv_input = {step.matrix(d_qkv_fp8_.row, T, d_qkv()), step.matrix(d_qkv_fp8_.transposed, d_qkv(), T)};

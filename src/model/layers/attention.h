@@ -9,8 +9,8 @@
 namespace parka {
 
 // out = W_out attend(rotate(W_qkv x)), causal within each sequence or document, through a window in the blocks that
-// model.sliding_window is for; with model.qk_norm the queries and
-// keys are normalised before they are rotated. An inner layer of Branch. The only one that knows q, k and v.
+// model.sliding_window is for. With model.qkv_bias q, k and v have a bias, and with model.qk_norm the queries and
+// keys are then normalised before they are rotated. An inner layer of Branch. The only one that knows q, k and v.
 class Attention {
  public:
   static constexpr const char *kNormName = "attention_norm", *kNormBehindName = "attention_post_norm";

@@ -1,5 +1,6 @@
 #include "model/layers/linear.h"
 
+#include "kernels/ops/bias.h"
 #include "kernels/ops/gemm.h"
 #include "model/step_context.h"
 
@@ -9,8 +10,13 @@ void Linear::add_parameter(ParameterList& list, const std::string& name, int64_t
   list.add(name, rows, cols, ParameterRole::kLinear, /*decayed=*/true, std);
 }
 
+void Linear::add_bias(ParameterList& list, const std::string& name, int64_t rows) {
+  list.add(name + "_bias", rows, 1, ParameterRole::kBias, /*decayed=*/false, 0.0);
+}
+
 Linear::Linear(const PrecisionConfig& precision, const ParameterTable& table, const std::string& name)
     : weight_(table.index_of(name)),
+      bias_(table.index_of(name + "_bias")),
       is_fp8_(precision.gemm != GemmPrecision::kCompute),
       fast_forward_(precision.fast_forward),
       fast_input_gradient_(precision.fast_input_gradient),
@@ -24,6 +30,7 @@ void Linear::forward(const StepContext& step, const ScaledView& x, const TensorV
         .b = is_fp8_ ? step.weights.quantized(step.device, weight_) : ScaledView(step.weights.plain(weight_)),
         .out = out,
         .fast_accumulation = fast_forward_});
+  if (bias_ >= 0) bias_forward(step.device, {.bias = step.weights.plain(bias_), .x = out});
 }
 
 void Linear::input_gradient(const StepContext& step, const GemmInput& d_out, const TensorView& d_x) const {
@@ -52,6 +59,12 @@ void Linear::weight_gradient(const StepContext& step, const GemmInput& d_out, co
                        .out = step.gradient(weight_),
                        .accumulate = step.adds_to_gradients()});
   }
+}
+
+void Linear::bias_gradient(const StepContext& step, const TensorView& d_out) const {
+  if (bias_ < 0) return;
+  const TensorView d_bias = step.gradient_to_add_to(bias_);
+  bias_backward(step.device, {.d_y = d_out, .d_bias = d_bias.reshaped({d_bias.numel()})});
 }
 
 void Linear::sample_weight(const StepContext& step, int64_t block, QuantizedTensor which) const {

@@ -20,23 +20,27 @@ struct GemmInput {
 // Makes the input of a linear layer again, as its weight gradient wants it, or finds what forward kept.
 using InputAgain = std::function<GemmInput()>;
 
-// out = x W^T, with the weight W [N, K].
+// out = x W^T + b, with the weight W [N, K] and, where the table has a parameter <name>_bias, the bias b [N].
 class Linear {
  public:
   // `std` is what the weight is drawn with at first.
   static void add_parameter(ParameterList& list, const std::string& name, int64_t rows, int64_t cols, double std);
+  static void add_bias(ParameterList& list, const std::string& name, int64_t rows);
 
   Linear(const PrecisionConfig& precision, const ParameterTable& table, const std::string& name);
 
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void input_gradient(const StepContext& step, const GemmInput& d_out, const TensorView& d_x) const;
   void weight_gradient(const StepContext& step, const GemmInput& d_out, const GemmInput& x) const;
+  // Of d_out [T, N] before it is quantized. Nothing without a bias.
+  void bias_gradient(const StepContext& step, const TensorView& d_out) const;
 
   // Of the weight's FP8 copy.
   void sample_weight(const StepContext& step, int64_t block, QuantizedTensor which) const;
 
  private:
   int weight_;
+  int bias_;  // -1: none
   bool is_fp8_;
   bool fast_forward_, fast_input_gradient_, fast_weight_gradient_;
 };
