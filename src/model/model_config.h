@@ -201,8 +201,10 @@ struct PrecisionConfig {
           "How the attention output is kept: compute, or fp8 (the GEMM's own input; needs gemm = fp8_tensor). With "
           "fp8 a 150M model diverged after 1,000 steps: docs/precision.md says why");
     visit("group_size", group_size, "Elements per scale of kept FP8 activations", one_of<int64_t>(16, 32, 64, 128));
-    visit("save_norm_output", save_norm_output,
-          "Keep the norm's output for the weight gradient; false recomputes it in backward (same bits)");
+    visit(
+        "save_norm_output", save_norm_output,
+        "Keep the norm's output for the weight gradient; false recomputes it in backward (same bits), where there is "
+        "a norm: with model.norm_placement = after GEMMs read the residual stream, which is kept as they read it");
     visit("save_silu", save_silu,
           "Keep silu(gate) as FP8 and use it in the product, as COAT does; needs up_gate = fp8");
     visit("save_product", save_product,

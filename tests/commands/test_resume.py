@@ -19,10 +19,10 @@ VARIANTS = {
     "bf16_sr": ("bf16", {"master": "bf16_sr", "states": "bf16"}),
     "e5m2_states": ("coat", {"exp_avg_sq_format": "e5m2", "gradient": "bf16"}),
     "fp8_states": ("bf16", {"states": "fp8", "master": "fp32_split"}),
-    "norms_behind": ("parka", {}),
+    "norms_and_biases": ("parka", {}),
 }
 # Keys of `model` that a variant has.
-MODELS = {"norms_behind": {"norm": "rmsnorm", "norm_placement": "after", "qk_norm": "full"}}
+MODELS = {"norms_and_biases": {"norm": "rmsnorm", "norm_placement": "after", "qk_norm": "full", "qkv_bias": True}}
 STEPS = 60
 VARIANT = "coat"
 DEVICE = "cpu"
