@@ -100,7 +100,7 @@ TEST_CASE("a GPU's loss and gradients of a whole model are those of the CPU", "[
 TEST_CASE("a GPU's loss and gradients of a model with windows are those of the CPU", "[model][devices]") {
   if (gpu() == nullptr) return;
   const int64_t heads = GENERATE(int64_t{4}, int64_t{8}, int64_t{16}), window = GENERATE(int64_t{50}, int64_t{128});
-  ModelConfig config = config_of(NormKind::kRmsNorm, heads, heads / 2, QkNormKind::kNone);
+  ModelConfig config = config_of(NormKind::kRmsNorm, heads, heads / 2, QkNormKind::kNone, NormPlacement::kBefore);
   config.sliding_window = window;
   config.full_attention_every = 2;
   config.local_rope_theta = 500;
