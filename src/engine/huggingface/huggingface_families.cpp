@@ -91,133 +91,141 @@ std::vector<TensorNames::InBlock> with_biases(const std::vector<TensorNames::InB
   return all;
 }
 
-std::vector<HuggingFaceFamily> make_families() {
+HuggingFaceFamily llama_family() {
   return {
-      {
-          .model_type = "llama",
-          .architecture = "LlamaForCausalLM",
-          .fixed = {.norm = NormKind::kRmsNorm,
-                    .norm_placement = NormPlacement::kBefore,
-                    .qk_norm = QkNormKind::kNone,
-                    .qkv_bias = false,
-                    .init = InitKind::kNormal},
-          .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6}}),
-          .fixed_keys = fixed_keys({{"mlp_bias", {false}, Presence::kWritten}, kNoWindow}),
-          .tensors = {.in_block = tensors_in_block({
-                          {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
-                          {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
-                      }),
-                      .final_norm = "model.norm.weight"},
-      },
-      {
-          // A window is that of all layers.
-          .model_type = "mistral",
-          .architecture = "MistralForCausalLM",
-          .fixed = {.norm = NormKind::kRmsNorm,
-                    .norm_placement = NormPlacement::kBefore,
-                    .qk_norm = QkNormKind::kNone,
-                    .qkv_bias = false,
-                    .init = InitKind::kNormal},
-          .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
-                              IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads, 8, false, 0},
-                              IntegerKey{"sliding_window", &ModelConfig::sliding_window, 4096, false, 0}}),
-          .fixed_keys = fixed_keys({{"attention_bias", {false}}}),
-          .max_positions = 131072,
-          .tensors = {.in_block = tensors_in_block({
-                          {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
-                          {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
-                      }),
-                      .final_norm = "model.norm.weight"},
-      },
-      {
-          // Qwen2 and Qwen2.5. transformers takes 32 where num_key_value_heads is absent; published models have it.
-          // They also have a sliding_window, which means nothing unless use_sliding_window is true.
-          .model_type = "qwen2",
-          .architecture = "Qwen2ForCausalLM",
-          .fixed = {.norm = NormKind::kRmsNorm,
-                    .norm_placement = NormPlacement::kBefore,
-                    .qk_norm = QkNormKind::kNone,
-                    .qkv_bias = true,
-                    .init = InitKind::kNormal},
-          .keys =
-              model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
+      .model_type = "llama",
+      .architecture = "LlamaForCausalLM",
+      .fixed = {.norm = NormKind::kRmsNorm,
+                .norm_placement = NormPlacement::kBefore,
+                .qk_norm = QkNormKind::kNone,
+                .qkv_bias = false,
+                .init = InitKind::kNormal},
+      .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6}}),
+      .fixed_keys = fixed_keys({{"mlp_bias", {false}, Presence::kWritten}, kNoWindow}),
+      .tensors = {.in_block = tensors_in_block({
+                      {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
+                      {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
+                  }),
+                  .final_norm = "model.norm.weight"},
+  };
+}
+
+// A window is that of all layers.
+HuggingFaceFamily mistral_family() {
+  return {
+      .model_type = "mistral",
+      .architecture = "MistralForCausalLM",
+      .fixed = {.norm = NormKind::kRmsNorm,
+                .norm_placement = NormPlacement::kBefore,
+                .qk_norm = QkNormKind::kNone,
+                .qkv_bias = false,
+                .init = InitKind::kNormal},
+      .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
+                          IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads, 8, false, 0},
+                          IntegerKey{"sliding_window", &ModelConfig::sliding_window, 4096, false, 0}}),
+      .fixed_keys = fixed_keys({{"attention_bias", {false}}}),
+      .max_positions = 131072,
+      .tensors = {.in_block = tensors_in_block({
+                      {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
+                      {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
+                  }),
+                  .final_norm = "model.norm.weight"},
+  };
+}
+
+// Qwen2 and Qwen2.5. transformers takes 32 where num_key_value_heads is absent; published models have it. They
+// also have a sliding_window, which means nothing unless use_sliding_window is true.
+HuggingFaceFamily qwen2_family() {
+  return {
+      .model_type = "qwen2",
+      .architecture = "Qwen2ForCausalLM",
+      .fixed = {.norm = NormKind::kRmsNorm,
+                .norm_placement = NormPlacement::kBefore,
+                .qk_norm = QkNormKind::kNone,
+                .qkv_bias = true,
+                .init = InitKind::kNormal},
+      .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
                           IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads},
                           IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0, /*omitted_if_otherwise=*/true}}),
-          .fixed_keys = fixed_keys_without({"attention_bias"},
-                                           fixed_keys({{"use_sliding_window", {false}, Presence::kWritten}})),
-          .max_positions = 32768,
-          .tensors = {.in_block = with_biases(tensors_in_block({
+      .fixed_keys =
+          fixed_keys_without({"attention_bias"}, fixed_keys({{"use_sliding_window", {false}, Presence::kWritten}})),
+      .max_positions = 32768,
+      .tensors = {.in_block = with_biases(tensors_in_block({
+                      {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
+                      {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
+                  })),
+                  .final_norm = "model.norm.weight"},
+  };
+}
+
+// transformers takes 128 and 32 where head_dim and num_key_value_heads are absent; published models have both.
+HuggingFaceFamily qwen3_family() {
+  return {
+      .model_type = "qwen3",
+      .architecture = "Qwen3ForCausalLM",
+      .fixed = {.norm = NormKind::kRmsNorm,
+                .norm_placement = NormPlacement::kBefore,
+                .qk_norm = QkNormKind::kPerHead,
+                .qkv_bias = false,
+                .init = InitKind::kNormal},
+      .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
+                          IntegerKey{"head_dim", &ModelConfig::given_head_dim},
+                          IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads}}),
+      .fixed_keys = fixed_keys({{"use_sliding_window", {false}, Presence::kWritten}, kNoWindow}),
+      .max_positions = 32768,
+      .tensors = {.in_block = tensors_in_block(
+                      {
                           {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
                           {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
-                      })),
-                      .final_norm = "model.norm.weight"},
-      },
-      {
-          // transformers takes 128 and 32 where head_dim and num_key_value_heads are absent; published models have
-          // both.
-          .model_type = "qwen3",
-          .architecture = "Qwen3ForCausalLM",
-          .fixed = {.norm = NormKind::kRmsNorm,
-                    .norm_placement = NormPlacement::kBefore,
-                    .qk_norm = QkNormKind::kPerHead,
-                    .qkv_bias = false,
-                    .init = InitKind::kNormal},
-          .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
-                              IntegerKey{"head_dim", &ModelConfig::given_head_dim},
-                              IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads}}),
-          .fixed_keys = fixed_keys({{"use_sliding_window", {false}, Presence::kWritten}, kNoWindow}),
-          .max_positions = 32768,
-          .tensors = {.in_block = tensors_in_block(
-                          {
-                              {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
-                              {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
-                          },
-                          {
-                              {BlockTensor::kQueryNorm, "self_attn.q_norm.weight"},
-                              {BlockTensor::kKeyNorm, "self_attn.k_norm.weight"},
-                          }),
-                      .final_norm = "model.norm.weight"},
-      },
-      {
-          // post_attention_layernorm is behind attention here, not in front of the MLP. head_dim is as with OLMo
-          // v1.
-          .model_type = "olmo2",
-          .architecture = "Olmo2ForCausalLM",
-          .fixed = {.norm = NormKind::kRmsNorm,
-                    .norm_placement = NormPlacement::kAfter,
-                    .qk_norm = QkNormKind::kFull,
-                    .qkv_bias = false,
-                    .init = InitKind::kNormal},
-          .keys =
-              model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-5},
+                      },
+                      {
+                          {BlockTensor::kQueryNorm, "self_attn.q_norm.weight"},
+                          {BlockTensor::kKeyNorm, "self_attn.k_norm.weight"},
+                      }),
+                  .final_norm = "model.norm.weight"},
+  };
+}
+
+// post_attention_layernorm is behind attention here, not in front of the MLP. head_dim is as with OLMo v1.
+HuggingFaceFamily olmo2_family() {
+  return {
+      .model_type = "olmo2",
+      .architecture = "Olmo2ForCausalLM",
+      .fixed = {.norm = NormKind::kRmsNorm,
+                .norm_placement = NormPlacement::kAfter,
+                .qk_norm = QkNormKind::kFull,
+                .qkv_bias = false,
+                .init = InitKind::kNormal},
+      .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-5},
                           IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0, /*omitted_if_otherwise=*/true}}),
-          .fixed_keys = fixed_keys({kNoWindow}),
-          .tensors = {.in_block = tensors_in_block(
-                          {
-                              {BlockTensor::kAttentionPostNorm, "post_attention_layernorm.weight"},
-                              {BlockTensor::kFfnPostNorm, "post_feedforward_layernorm.weight"},
-                          },
-                          {
-                              {BlockTensor::kQueryNorm, "self_attn.q_norm.weight"},
-                              {BlockTensor::kKeyNorm, "self_attn.k_norm.weight"},
-                          }),
-                      .final_norm = "model.norm.weight"},
-      },
-      {
-          // OLMo v1. transformers' OlmoConfig has no head_dim, but its attention reads one where it is given.
-          .model_type = "olmo",
-          .architecture = "OlmoForCausalLM",
-          .fixed = {.norm = NormKind::kLayerNorm,
-                    .norm_eps = 1e-5,
-                    .norm_placement = NormPlacement::kBefore,
-                    .qk_norm = QkNormKind::kNone,
-                    .qkv_bias = false,
-                    .init = InitKind::kNormal},
-          .keys =
-              model_keys({IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0, /*omitted_if_otherwise=*/true}}),
-          .fixed_keys = fixed_keys({kNoWindow}),
-          .tensors = {.in_block = tensors_in_block({})},
-      },
+      .fixed_keys = fixed_keys({kNoWindow}),
+      .tensors = {.in_block = tensors_in_block(
+                      {
+                          {BlockTensor::kAttentionPostNorm, "post_attention_layernorm.weight"},
+                          {BlockTensor::kFfnPostNorm, "post_feedforward_layernorm.weight"},
+                      },
+                      {
+                          {BlockTensor::kQueryNorm, "self_attn.q_norm.weight"},
+                          {BlockTensor::kKeyNorm, "self_attn.k_norm.weight"},
+                      }),
+                  .final_norm = "model.norm.weight"},
+  };
+}
+
+// OLMo v1. transformers' OlmoConfig has no head_dim, but its attention reads one where it is given.
+HuggingFaceFamily olmo_family() {
+  return {
+      .model_type = "olmo",
+      .architecture = "OlmoForCausalLM",
+      .fixed = {.norm = NormKind::kLayerNorm,
+                .norm_eps = 1e-5,
+                .norm_placement = NormPlacement::kBefore,
+                .qk_norm = QkNormKind::kNone,
+                .qkv_bias = false,
+                .init = InitKind::kNormal},
+      .keys = model_keys({IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0, /*omitted_if_otherwise=*/true}}),
+      .fixed_keys = fixed_keys({kNoWindow}),
+      .tensors = {.in_block = tensors_in_block({})},
   };
 }
 
@@ -251,7 +259,8 @@ Config config_with(ModelConfig model) {
 }  // namespace
 
 std::span<const HuggingFaceFamily> huggingface_families() {
-  static const std::vector<HuggingFaceFamily> families = make_families();
+  static const std::vector<HuggingFaceFamily> families = {llama_family(), mistral_family(), qwen2_family(),
+                                                          qwen3_family(), olmo2_family(),   olmo_family()};
   return families;
 }
 
