@@ -26,9 +26,9 @@ namespace {
 namespace fs = std::filesystem;
 
 const std::string kFixtures = std::string(PARKA_SOURCE_DIR) + "/tests/fixtures/huggingface/";
-const char* const kNames[] = {"llama_mha",    "llama3_gqa",     "llama_tied",   "olmo_untied",
-                              "olmo_tied",    "mistral_window", "mistral_full", "llama_yarn",
-                              "llama_linear", "qwen3_tied",     "olmo2_gqa",    "qwen2_tied"};
+const char* const kNames[] = {"llama_mha",      "llama3_gqa",   "llama_tied",   "olmo_untied",  "olmo_tied",
+                              "mistral_window", "mistral_full", "llama_yarn",   "llama_linear", "qwen3_tied",
+                              "olmo2_gqa",      "qwen2_tied",   "olmo3_windows"};
 
 struct Expected {
   BatchShape shape;
@@ -323,7 +323,7 @@ TEST_CASE("a model is exported as a family that can say all of it", "[engine][hu
   CHECK(
       message_of([&] { choose_family(model, "gpt2", nullptr, "here"); }) ==
       "--family gpt2 is not known; llama (LlamaForCausalLM), mistral (MistralForCausalLM), qwen2 (Qwen2ForCausalLM), qwen3 "
-      "(Qwen3ForCausalLM), olmo2 (Olmo2ForCausalLM), olmo (OlmoForCausalLM) are");
+      "(Qwen3ForCausalLM), olmo2 (Olmo2ForCausalLM), olmo3 (Olmo3ForCausalLM), olmo (OlmoForCausalLM) are");
 
   // transformers' OLMo has one epsilon and no key for it.
   model.norm = NormKind::kLayerNorm;
@@ -334,6 +334,7 @@ TEST_CASE("a model is exported as a family that can say all of it", "[engine][hu
       "\"layernorm\"; mistral has model.norm = \"rmsnorm\", not \"layernorm\"; qwen2 has model.norm = \"rmsnorm\", not \"layernorm\", and model.qkv_bias = true, not false; qwen3 has model.norm = \"rmsnorm\", not "
       "\"layernorm\", and model.qk_norm = \"per_head\", not "
       "\"none\"; olmo2 has model.norm = \"rmsnorm\", not \"layernorm\", and model.norm_placement = \"after\", not "
+      "\"before\", and model.qk_norm = \"full\", not \"none\"; olmo3 has model.norm = \"rmsnorm\", not \"layernorm\", and model.norm_placement = \"after\", not "
       "\"before\", and model.qk_norm = \"full\", not \"none\"; olmo has model.norm_eps = 1e-05, not 0.25; train one with the values of a family");
   CHECK_THROWS_AS(make_huggingface_config({&olmo, model, 2048}, DType::kBF16, nullptr), Error);
 }

@@ -90,6 +90,6 @@ inline Fixture load_fixture(const std::string& name) {
 inline const char* const kFixtures[] = {"olmo_tied",      "olmo_untied",       "llama_mha",        "llama_gqa",
                                         "llama_mqa_tied", "llama3_wide_heads", "mistral_window",   "llama_linear",
                                         "llama_yarn",     "qwen3_windows",     "qwen3_wide_heads", "olmo2_gqa",
-                                        "qwen2_gqa"};
+                                        "qwen2_gqa",      "olmo3_windows"};
 
 }  // namespace parka::test

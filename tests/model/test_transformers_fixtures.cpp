@@ -79,9 +79,11 @@ TEST_CASE("bf16 gradients stay within bf16 noise of transformers' fp32", "[model
       const std::string& parameter = m.model.parameters().all[i].name;
       CAPTURE(parameter);
       const std::vector<float>& expected = fixture.tensors.at("grad/" + parameter);
-      // Roundings of up to 2^-8 each, some twenty of them between tokens and gradient; the fixtures' large random
-      // weights make attention sharp, which multiplies errors of its logits by a few.
-      CHECK(relative_error(m.gradient(i), expected) < 0.06);
+      // Roundings of up to 2^-8 each, some ten of them in a block between tokens and gradient, which add up as
+      // their squares; the fixtures' large random weights make attention sharp, which multiplies errors of its
+      // logits.
+      CHECK(relative_error(m.gradient(i), expected) <
+            0.06 * std::sqrt(static_cast<double>(fixture.config.num_layers) / 2));
     }
   }
 }

@@ -212,6 +212,18 @@ HuggingFaceFamily olmo2_family() {
   };
 }
 
+// OLMo 2 with windows, in three of four layers where there is no list of layer_types.
+HuggingFaceFamily olmo3_family() {
+  HuggingFaceFamily family = olmo2_family();
+  family.model_type = "olmo3";
+  family.architecture = "Olmo3ForCausalLM";
+  family.keys.push_back(IntegerKey{"sliding_window", &ModelConfig::sliding_window, 4096, false, 0});
+  family.fixed_keys = fixed_keys({});
+  family.rope_theta = 500000.0;
+  family.full_attention_every = 4;
+  return family;
+}
+
 // OLMo v1. transformers' OlmoConfig has no head_dim, but its attention reads one where it is given.
 HuggingFaceFamily olmo_family() {
   return {
@@ -260,7 +272,8 @@ Config config_with(ModelConfig model) {
 
 std::span<const HuggingFaceFamily> huggingface_families() {
   static const std::vector<HuggingFaceFamily> families = {llama_family(), mistral_family(), qwen2_family(),
-                                                          qwen3_family(), olmo2_family(),   olmo_family()};
+                                                          qwen3_family(), olmo2_family(),   olmo3_family(),
+                                                          olmo_family()};
   return families;
 }
 
