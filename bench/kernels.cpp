@@ -27,36 +27,52 @@ constexpr ModelShape kModels[] = {
 
 TensorView cos_sin(Tensors& t, const ModelShape& m) { return t.fp32({m.S, m.d / m.heads}); }
 
-// Of either kind; backward with the maximum that FP8 training wants.
+// Of either kind, as FP8 training has them: forward saves q, k and v, and backward, which also finds the maximum,
+// reads what was saved.
 void bench_qk_norm(Bench& bench, const ModelShape& m) {
-  const int64_t D = m.d / m.heads;
-  for (const auto& [kind, forward, backward] :
-       {std::tuple{QkNormKind::kPerHead, "qk_norm_forward per_head", "qk_norm_backward per_head"},
-        {QkNormKind::kFull, "qk_norm_forward full", "qk_norm_backward full"}}) {
+  const int64_t D = m.d / m.heads, N = 3 * m.d;
+  const auto saved = [&](Tensors& t) { return t.fp8(DType::kE4M3, m.T, N, Scaling::kGroup, 32); };
+  for (const auto& [kind, suffix] : {std::pair{QkNormKind::kPerHead, " per_head"}, {QkNormKind::kFull, " full"}}) {
     const int64_t cols = kind == QkNormKind::kFull ? m.d : D, groups = qk_norm_groups(kind, m.heads, m.heads);
-    bench.time(
-        m.name, forward,
-        [&](Tensors& t) {
-          return QkNormForward{.kind = kind,
-                               .x = t.bf16({m.T, 3 * m.d}),
+    const auto forward = [&](Tensors& t) {
+      return QkNormRopeForward{.kind = kind,
+                               .x = {},
                                .q_weight = t.bf16({cols}),
                                .k_weight = t.bf16({cols}),
+                               .cos_sin = cos_sin(t, m),
                                .num_heads = m.heads,
                                .num_kv_heads = m.heads,
                                .eps = 1e-6f,
-                               .out = t.bf16({m.T, 3 * m.d}),
+                               .saved = {},
+                               .out = t.bf16({m.T, N}),
                                .rstd = t.fp32({m.T, groups})};
-        },
-        qk_norm_forward);
+    };
     bench.time(
-        m.name, backward,
+        m.name, (std::string("qk_norm_rope_forward") + suffix).c_str(),
+        [&](Tensors& t) {
+          QkNormRopeForward op = forward(t);
+          op.x = t.bf16({m.T, N});
+          op.saved = saved(t);
+          return op;
+        },
+        qk_norm_rope_forward);
+    bench.time(
+        m.name, (std::string("qk_norm_rope_forward.again") + suffix).c_str(),
+        [&](Tensors& t) {
+          QkNormRopeForward op = forward(t);
+          op.x = saved(t);
+          return op;
+        },
+        qk_norm_rope_forward);
+    bench.time(
+        m.name, (std::string("qk_norm_backward") + suffix).c_str(),
         [&](Tensors& t) {
           return QkNormBackward{.kind = kind,
-                                .x = t.bf16({m.T, 3 * m.d}),
+                                .x = saved(t),
                                 .rstd = t.fp32({m.T, groups}),
                                 .q_weight = t.bf16({cols}),
                                 .k_weight = t.bf16({cols}),
-                                .d_qkv = t.bf16({m.T, 3 * m.d}),
+                                .d_qkv = t.bf16({m.T, N}),
                                 .d_q_weight = t.fp32({cols}),
                                 .d_k_weight = t.fp32({cols}),
                                 .num_heads = m.heads,

@@ -1,9 +1,12 @@
-#include "kernels/ops/qk_norm.h"
-
+#include <algorithm>
 #include <cmath>
 #include <ostream>
+#include <string>
 #include <vector>
 
+#include "kernels/ops/qk_norm.h"
+#include "kernels/ops/quantize.h"
+#include "kernels/ops/rope.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 
@@ -12,6 +15,7 @@ using namespace parka::test;
 
 namespace {
 
+constexpr int64_t kPositions = 7;
 constexpr QkNormKind kKinds[] = {QkNormKind::kPerHead, QkNormKind::kFull};
 
 struct Shape {
@@ -25,9 +29,10 @@ std::ostream& operator<<(std::ostream& out, const Shape& s) {
   return out << "T " << s.T << " H " << s.H << " Hkv " << s.Hkv << " D " << s.D;
 }
 
-// Heads of odd widths, of those of models, and of more columns than a warp holds; more rows than a sum of the
-// weights' gradients has parts; and with kFull more columns than a block of a GPU holds in registers.
-const std::vector<Shape> kShapes = {{1, 1, 1, 1},    {3, 2, 1, 4},    {33, 4, 2, 8},   {5, 3, 1, 34},
+// Heads of widths that are no multiple of a pack, of those of models, and of more columns than a warp holds; more
+// rows than a sum of the weights' gradients has parts; and with kFull more columns than a block of a GPU holds in
+// registers.
+const std::vector<Shape> kShapes = {{1, 1, 1, 2},    {3, 2, 1, 4},    {33, 4, 2, 8},   {5, 3, 1, 34},
                                     {17, 4, 4, 16},  {70, 8, 2, 64},  {9, 6, 2, 128},  {300, 5, 1, 128},
                                     {4, 5, 1, 256},  {2, 2, 1, 512},  {19, 16, 4, 96}, {2, 40, 8, 256},
                                     {2, 3, 3, 1024}, {1100, 2, 2, 16}};
@@ -70,16 +75,19 @@ struct Pass {
         d_qkv(on, dtype, {s.T, s.width()}, random_values(dtype, s.numel(), 4)),
         d_q_weight(on, DType::kF32, {weight_cols(kind, s.H, s.D)}, random_bf16(weight_cols(kind, s.H, s.D), 5)),
         d_k_weight(on, DType::kF32, {weight_cols(kind, s.Hkv, s.D)}, random_bf16(weight_cols(kind, s.Hkv, s.D), 6)),
-        amax(on, DType::kF32, {1}) {}
+        amax(on, DType::kF32, {1}),
+        cos_sin(on, DType::kF32, {kPositions, s.D}, rope_table(kPositions, s.D, 100.0)) {}
 
-  QkNormForward forward() const {
+  QkNormRopeForward forward() const {
     return {.kind = kind,
             .x = x,
             .q_weight = q_weight,
             .k_weight = k_weight,
+            .cos_sin = cos_sin,
             .num_heads = s.H,
             .num_kv_heads = s.Hkv,
             .eps = eps,
+            .saved = {},
             .out = out,
             .rstd = rstd};
   }
@@ -96,9 +104,9 @@ struct Pass {
             .num_kv_heads = s.Hkv,
             .d_qkv_amax = amax};
   }
-  std::vector<float> rstds() const {
+  std::vector<float> rstds() const { return rstds_of(x.host()); }
+  std::vector<float> rstds_of(const std::vector<float>& values) const {
     std::vector<float> all;
-    const std::vector<float> values = x.host();
     for (int64_t t = 0; t < s.T; ++t) {
       for (const Group& g : groups_of(kind, s)) {
         all.push_back(static_cast<float>(rstd_of(&values[t * s.width() + g.first_col], g.width, eps)));
@@ -115,13 +123,68 @@ struct Pass {
   QkNormKind kind;
   Shape s;
   float eps;
-  TestTensor x, q_weight, k_weight, out, rstd, given_rstd, d_qkv, d_q_weight, d_k_weight, amax;
+  TestTensor x, q_weight, k_weight, out, rstd, given_rstd, d_qkv, d_q_weight, d_k_weight, amax, cos_sin;
 };
 
 // fp32 sums of a group have no more additions in a row on any device: a thread's columns, then the threads.
 constexpr double kSumError = 64 * 0x1p-24;
 
-TEST_CASE("qk_norm_forward normalizes each group of queries and keys, and copies values", "[kernels][qk_norm]") {
+// Where element c of a row is rotated to: with its partner in the pair.
+struct Angle {
+  int64_t partner, cosine, sine;  // the latter two in a row of cos_sin
+  double sign;                    // of the sine
+};
+Angle angle_of(int64_t c, int64_t D) {
+  const int64_t i = c % D, half = D / 2;
+  return i < half ? Angle{c + half, i, i + half, -1.0} : Angle{c - half, i - half, i, 1.0};
+}
+
+// Elements and statistics of forward that are not the definition's of `x`, in double, within rounding; values have
+// been rounded to `dtype` once.
+struct Wrong {
+  int normalized = 0, rstd = 0, values = 0;
+};
+
+Wrong wrong_forward(const Pass& pass, DType dtype, const std::vector<float>& x) {
+  const Shape& s = pass.s;
+  const std::vector<float> got = pass.out.host(), got_rstd = pass.rstd.host(), cos_sin = pass.cos_sin.host();
+  const std::vector<float> q_weight = pass.q_weight.host(), k_weight = pass.k_weight.host();
+  const std::vector<Group> groups = groups_of(pass.kind, s);
+  Wrong wrong;
+  std::vector<double> y(static_cast<size_t>(s.width()));
+  for (int64_t t = 0; t < s.T; ++t) {
+    for (size_t g = 0; g < groups.size(); ++g) {
+      const float* const group = &x[t * s.width() + groups[g].first_col];
+      const double rstd = rstd_of(group, groups[g].width, pass.eps);
+      wrong.rstd += !(std::abs(got_rstd[t * groups.size() + g] - rstd) <= kSumError * rstd);
+      for (int64_t c = 0; c < groups[g].width; ++c) {
+        y[groups[g].first_col + c] = group[c] * rstd * (groups[g].is_key ? k_weight : q_weight)[c];
+      }
+    }
+    for (int64_t c = 0; c < s.width(); ++c) {
+      const float value = got[t * s.width() + c], before = x[t * s.width() + c];
+      if (c >= s.normalized()) {
+        wrong.values += value != (dtype == DType::kBF16 ? decode_bf16(encode_bf16(before)) : before);
+        continue;
+      }
+      const Angle angle = angle_of(c, s.D);
+      const float* const row = &cos_sin[t % kPositions * s.D];
+      const double own = y[c] * row[angle.cosine], other = angle.sign * y[angle.partner] * row[angle.sine];
+      const double bound =
+          kSumError * (std::abs(own) + std::abs(other)) + 1.01 * unit_roundoff(dtype) * std::abs(own + other);
+      wrong.normalized += !(std::abs(value - (own + other)) <= bound);
+    }
+  }
+  return wrong;
+}
+
+void check_none(const Wrong& wrong) {
+  CHECK(wrong.normalized == 0);
+  CHECK(wrong.rstd == 0);
+  CHECK(wrong.values == 0);
+}
+
+TEST_CASE("qk_norm_rope_forward normalizes and rotates queries and keys, and copies values", "[kernels][qk_norm]") {
   const Shape s = GENERATE(from_range(kShapes));
   const QkNormKind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
@@ -129,31 +192,61 @@ TEST_CASE("qk_norm_forward normalizes each group of queries and keys, and copies
   CAPTURE(s, int(kind), name_of(dtype), eps);
   for (Device* device : devices()) {
     CAPTURE(device->name());
-    const Pass pass(*device, kind, s, dtype, dtype, eps);
-    qk_norm_forward(*device, pass.forward());
-    const std::vector<float> x = pass.x.host(), y = pass.out.host(), rstd = pass.rstd.host();
-    const std::vector<float> q_weight = pass.q_weight.host(), k_weight = pass.k_weight.host();
-    const std::vector<Group> groups = groups_of(kind, s);
-    int wrong = 0, wrong_rstd = 0, wrong_values = 0;
-    for (int64_t t = 0; t < s.T; ++t) {
-      for (size_t g = 0; g < groups.size(); ++g) {
-        const int64_t begin = t * s.width() + groups[g].first_col;
-        const double want_rstd = rstd_of(&x[begin], groups[g].width, eps);
-        wrong_rstd += !(std::abs(rstd[t * groups.size() + g] - want_rstd) <= kSumError * want_rstd);
-        for (int64_t c = 0; c < groups[g].width; ++c) {
-          const double want = x[begin + c] * want_rstd * (groups[g].is_key ? k_weight : q_weight)[c];
-          const double bound = (1.01 * unit_roundoff(dtype) + kSumError) * std::abs(want);
-          wrong += !(std::abs(y[begin + c] - want) <= bound);
-        }
-      }
-      for (int64_t c = s.normalized(); c < s.width(); ++c) {
-        wrong_values += y[t * s.width() + c] != x[t * s.width() + c];
-      }
-    }
-    CHECK(wrong == 0);
-    CHECK(wrong_rstd == 0);
-    CHECK(wrong_values == 0);
+    const Pass pass(*device, kind, s, dtype, dtype, eps), in_place(*device, kind, s, dtype, dtype, eps);
+    qk_norm_rope_forward(*device, pass.forward());
+    check_none(wrong_forward(pass, dtype, pass.x.host()));
     CHECK(pass.guards_intact());
+
+    QkNormRopeForward op = in_place.forward();
+    op.out = in_place.x;
+    qk_norm_rope_forward(*device, op);
+    CHECK((in_place.x.bytes() == pass.out.bytes() && in_place.rstd.bytes() == pass.rstd.bytes()));
+    CHECK(in_place.guards_intact());
+  }
+}
+
+// FP8 with a scale per group, as q, k and v are saved.
+struct SavedFormat {
+  DType codes;
+  int64_t group;
+  DType scale;
+};
+
+const std::vector<SavedFormat> kSavedFormats = {{DType::kE4M3, 16, DType::kBF16},
+                                                {DType::kE4M3, 32, DType::kBF16},
+                                                {DType::kE5M2, 32, DType::kBF16},
+                                                {DType::kE4M3, 128, DType::kBF16},
+                                                {DType::kE4M3, 16, DType::kF32}};
+
+TEST_CASE("qk_norm_rope_forward saves its input and computes with what was saved", "[kernels][qk_norm]") {
+  const Shape s = GENERATE(from_range(kShapes));
+  const QkNormKind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
+  const SavedFormat format = GENERATE(from_range(kSavedFormats));
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  CAPTURE(s, int(kind), name_of(dtype), name_of(format.codes), format.group, name_of(format.scale));
+  for (Device* device : devices()) {
+    if (!has_scaling(*device, Scaling::kGroup, format.group)) continue;
+    CAPTURE(device->name());
+    const auto matrix = [&] {
+      return TestMatrix(*device, format.codes, s.T, s.width(), Scaling::kGroup, format.group, format.scale);
+    };
+    const Pass pass(*device, kind, s, dtype, dtype, 1e-6f), again(*device, kind, s, dtype, dtype, 1e-6f);
+    const TestMatrix saved = matrix(), wanted = matrix();
+    quantize(*device, {.x = pass.x, .out = wanted, .out_t = {}});
+    QkNormRopeForward op = pass.forward();
+    op.saved = saved;
+    qk_norm_rope_forward(*device, op);
+    CHECK(saved.data.bytes() == wanted.data.bytes());
+    CHECK(saved.scale->bytes() == wanted.scale->bytes());
+    check_none(wrong_forward(pass, dtype, saved.host()));
+    CHECK((pass.guards_intact() && saved.guard_intact()));
+
+    // From what was saved: the same bits.
+    op = again.forward();
+    op.x = saved;
+    qk_norm_rope_forward(*device, op);
+    CHECK((again.out.bytes() == pass.out.bytes() && again.rstd.bytes() == pass.rstd.bytes()));
+    CHECK(again.guards_intact());
   }
 }
 
@@ -162,9 +255,9 @@ struct Gradients {
   std::vector<double> d_qkv, d_qkv_bound, d_weight[2], d_weight_bound[2];  // of queries, of keys
 };
 
-Gradients gradients_of(const Pass& pass) {
+Gradients gradients_of(const Pass& pass, const std::vector<float>& x) {
   const Shape& s = pass.s;
-  const std::vector<float> x = pass.x.host(), d_y = pass.d_qkv.host(), rstd = pass.given_rstd.host();
+  const std::vector<float> d_y = pass.d_qkv.host(), rstd = pass.given_rstd.host();
   const std::vector<float> weights[2] = {pass.q_weight.host(), pass.k_weight.host()};
   const std::vector<float> before[2] = {pass.d_q_weight.host(), pass.d_k_weight.host()};
   Gradients want;
@@ -221,7 +314,7 @@ TEST_CASE("qk_norm_backward gives the gradients of the definition in float64", "
     const Pass pass(*device, kind, s, dtype, weight_dtype, 1e-3f),
         same(*device, kind, s, dtype, weight_dtype, 1e-3f);
     const Pass no_amax(*device, kind, s, dtype, weight_dtype, 1e-3f);
-    const Gradients want = gradients_of(pass);
+    const Gradients want = gradients_of(pass, pass.x.host());
     const std::vector<float> before = pass.d_qkv.host();
     qk_norm_backward(*device, pass.backward());
     const std::vector<float> got = pass.d_qkv.host();
@@ -252,7 +345,30 @@ TEST_CASE("qk_norm_backward gives the gradients of the definition in float64", "
   }
 }
 
-TEST_CASE("qk_norm_backward is the derivative of qk_norm_forward", "[kernels][qk_norm]") {
+TEST_CASE("qk_norm_backward reads what forward saved", "[kernels][qk_norm]") {
+  const Shape s = GENERATE(from_range(kShapes));
+  const QkNormKind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
+  const SavedFormat format = GENERATE(from_range(kSavedFormats));
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  CAPTURE(s, int(kind), name_of(dtype), name_of(format.codes), format.group, name_of(format.scale));
+  for (Device* device : devices()) {
+    if (!has_scaling(*device, Scaling::kGroup, format.group)) continue;
+    CAPTURE(device->name());
+    const Pass pass(*device, kind, s, dtype, dtype, 1e-3f);
+    const TestMatrix saved(*device, format.codes, s.T, s.width(), Scaling::kGroup, format.group, format.scale);
+    quantize(*device, {.x = pass.x, .out = saved, .out_t = {}});
+    const Gradients want = gradients_of(pass, saved.host());
+    QkNormBackward op = pass.backward();
+    op.x = saved;
+    qk_norm_backward(*device, op);
+    CHECK(outside(pass.d_qkv.host(), want.d_qkv, want.d_qkv_bound, 1.01 * unit_roundoff(dtype)) == 0);
+    CHECK(outside(pass.d_q_weight.host(), want.d_weight[0], want.d_weight_bound[0], 0x1p-24) == 0);
+    CHECK(outside(pass.d_k_weight.host(), want.d_weight[1], want.d_weight_bound[1], 0x1p-24) == 0);
+    CHECK((pass.guards_intact() && saved.guard_intact()));
+  }
+}
+
+TEST_CASE("qk_norm_backward is the derivative of the norm", "[kernels][qk_norm]") {
   const Shape s = GENERATE(Shape{2, 2, 1, 6}, Shape{1, 3, 3, 8});
   const QkNormKind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   const float eps = GENERATE(1e-3f, 0.5f);
@@ -291,7 +407,7 @@ TEST_CASE("qk_norm_backward adds to gradients in bf16", "[kernels][qk_norm]") {
   const Shape s{40, 4, 2, 32};
   for (Device* device : devices()) {
     const Pass pass(*device, kind, s, DType::kBF16, DType::kBF16, 1e-6f);
-    const Gradients want = gradients_of(pass);
+    const Gradients want = gradients_of(pass, pass.x.host());
     const TestTensor d_q(*device, DType::kBF16, {weight_cols(kind, s.H, s.D)}, pass.d_q_weight.host());
     const TestTensor d_k(*device, DType::kBF16, {weight_cols(kind, s.Hkv, s.D)}, pass.d_k_weight.host());
     QkNormBackward op = pass.backward();
@@ -315,7 +431,7 @@ TEST_CASE("qk_norm keeps a NaN to its group", "[kernels][qk_norm]") {
     x[at] = std::nanf("");
     upload(*device, bad.x.view(), x);
     for (const Pass* pass : {&clean, &bad}) {
-      qk_norm_forward(*device, pass->forward());
+      qk_norm_rope_forward(*device, pass->forward());
       qk_norm_backward(*device, pass->backward());
     }
     const int64_t begin = 2 * s.width() + (kind == QkNormKind::kFull ? 0 : s.D);
@@ -336,7 +452,7 @@ TEST_CASE("qk_norm gives the same bits on any number of threads", "[kernels][qk_
   const QkNormKind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   CHECK(same_on_one_thread([&] {
     const Pass pass(cpu_device(), kind, {201, 4, 2, 8}, DType::kBF16, DType::kBF16, 1e-6f);
-    qk_norm_forward(cpu_device(), pass.forward());
+    qk_norm_rope_forward(cpu_device(), pass.forward());
     qk_norm_backward(cpu_device(), pass.backward());
     std::vector<std::byte> all = pass.out.bytes();
     for (const TestTensor* t : {&pass.d_qkv, &pass.d_q_weight, &pass.d_k_weight}) {
@@ -350,15 +466,15 @@ TEST_CASE("qk_norm gives the same bits on any number of threads", "[kernels][qk_
 TEST_CASE("qk_norm accepts no rows and refuses wrong arguments", "[kernels][qk_norm]") {
   Device& device = cpu_device();
   const Pass none(device, QkNormKind::kPerHead, {0, 2, 1, 4}, DType::kF32, DType::kF32, 1e-6f);
-  qk_norm_forward(device, none.forward());
+  qk_norm_rope_forward(device, none.forward());
   qk_norm_backward(device, none.backward());
   CHECK(none.guards_intact());
 
   const Pass pass(device, QkNormKind::kPerHead, {3, 2, 1, 4}, DType::kF32, DType::kF32, 1e-6f);
   const auto forward_error = [&](auto change) {
-    QkNormForward op = pass.forward();
+    QkNormRopeForward op = pass.forward();
     change(op);
-    return internal_error([&] { qk_norm_forward(device, op); });
+    return internal_error([&] { qk_norm_rope_forward(device, op); });
   };
   const auto backward_error = [&](auto change) {
     QkNormBackward op = pass.backward();
@@ -366,13 +482,14 @@ TEST_CASE("qk_norm accepts no rows and refuses wrong arguments", "[kernels][qk_n
     return internal_error([&] { qk_norm_backward(device, op); });
   };
   CHECK(contains(forward_error([](auto& op) { op.kind = QkNormKind::kNone; }), "kind is none"));
-  CHECK(contains(forward_error([](auto& op) { op.num_heads = 0; }), "qk_norm_forward: 0 query heads"));
-  CHECK(contains(forward_error([](auto& op) { op.num_heads = op.num_kv_heads = 3; }), "qk_norm_forward: x"));
-  CHECK(contains(forward_error([](auto& op) { op.kind = QkNormKind::kFull; }), "qk_norm_forward: rstd"));
-  CHECK(contains(forward_error([](auto& op) { op.q_weight = op.rstd; }), "qk_norm_forward: q_weight"));
-  CHECK(contains(forward_error([](auto& op) { op.k_weight = {}; }), "qk_norm_forward: k_weight"));
-  CHECK(contains(forward_error([](auto& op) { op.out = op.out.rows(0, 2); }), "qk_norm_forward: out"));
-  CHECK(contains(forward_error([](auto& op) { op.out = op.x; }), "out is the memory of x"));
+  CHECK(contains(forward_error([](auto& op) { op.num_heads = 0; }), "qk_norm_rope_forward: 0 query heads"));
+  CHECK(contains(forward_error([](auto& op) { op.num_heads = op.num_kv_heads = 3; }), "qk_norm_rope_forward: x"));
+  CHECK(contains(forward_error([](auto& op) { op.kind = QkNormKind::kFull; }), "qk_norm_rope_forward: rstd"));
+  CHECK(contains(forward_error([](auto& op) { op.q_weight = op.rstd; }), "qk_norm_rope_forward: q_weight"));
+  CHECK(contains(forward_error([](auto& op) { op.k_weight = {}; }), "qk_norm_rope_forward: k_weight"));
+  CHECK(contains(forward_error([](auto& op) { op.out = op.out.rows(0, 2); }), "qk_norm_rope_forward: out"));
+  CHECK(contains(forward_error([](auto& op) { op.cos_sin = {}; }), "qk_norm_rope_forward: cos_sin"));
+  CHECK(contains(forward_error([](auto& op) { op.saved = op.out; }), "wanted x plain and saved in fp8"));
   CHECK(contains(backward_error([](auto& op) { op.rstd = {}; }), "qk_norm_backward: rstd"));
   CHECK(contains(backward_error([](auto& op) { op.d_qkv = op.d_qkv.rows(0, 1); }), "qk_norm_backward: d_qkv"));
   CHECK(contains(backward_error([](auto& op) { op.d_q_weight = {}; }), "qk_norm_backward: d_q_weight"));

@@ -6,6 +6,7 @@
 
 #include "core/parallel.h"
 #include "kernels/cpu/codec.h"
+#include "kernels/cpu/rope.h"
 
 namespace parka::cpu {
 namespace {
@@ -29,7 +30,7 @@ std::vector<float> decoded(const TensorView& weight) {
 
 template <typename Args>
 std::vector<Groups> groups_of(const Args& a) {
-  const int64_t queries = a.num_heads, keys = a.num_kv_heads, D = a.x.dim[1] / (queries + 2 * keys);
+  const int64_t queries = a.num_heads, keys = a.num_kv_heads, D = a.x.num_cols() / (queries + 2 * keys);
   if (a.kind == QkNormKind::kFull) {
     return {{0, 1, 0, queries * D, decoded(a.q_weight)}, {1, 1, queries * D, keys * D, decoded(a.k_weight)}};
   }
@@ -46,13 +47,17 @@ float mean_over(int64_t count, const Term& term) {
 
 }  // namespace
 
-void qk_norm_forward(Device&, const QkNormForward& a) {
-  const int64_t T = a.x.dim[0], width = a.x.dim[1];
+void qk_norm_rope_forward(Device&, const QkNormRopeForward& a) {
+  const int64_t T = a.x.num_rows(), width = a.x.num_cols(), S = a.cos_sin.dim[0], D = a.cos_sin.dim[1];
   const std::vector<Groups> parts = groups_of(a);
   parallel_for(T, kQkRowGrain, [&](int64_t begin, int64_t end) {
     std::vector<float> row(static_cast<size_t>(width));
     for (int64_t t = begin; t < end; ++t) {
-      decode_elements(a.x, t * width, width, row.data());
+      decode_rows(a.x, t, 1, row.data());
+      if (!a.saved.empty()) {
+        encode_row(row.data(), t, a.saved);
+        decode_rows(a.saved, t, 1, row.data());
+      }
       for (const Groups& part : parts) {
         for (int64_t g = 0; g < part.count; ++g) {
           float* const x = row.data() + part.first_col + g * part.width;
@@ -61,6 +66,9 @@ void qk_norm_forward(Device&, const QkNormForward& a) {
           a.rstd.as<float>()[t * a.rstd.dim[1] + part.first + g] = rstd;
           for (int64_t c = 0; c < part.width; ++c) x[c] = x[c] * rstd * part.weight[static_cast<size_t>(c)];
         }
+      }
+      for (int64_t head = 0; head < a.num_heads + a.num_kv_heads; ++head) {
+        rotate_head(row.data() + head * D, a.cos_sin.as<float>() + t % S * D, 1.0f, D);
       }
       encode_elements(row.data(), t * width, width, a.out);
     }
@@ -94,7 +102,7 @@ void add_to(const TensorView& d_weight, const Matrix& parts, int64_t first_col) 
 }  // namespace
 
 void qk_norm_backward(Device&, const QkNormBackward& a) {
-  const int64_t T = a.x.dim[0], width = a.x.dim[1];
+  const int64_t T = a.x.num_rows(), width = a.x.num_cols();
   const int64_t q_cols = a.d_q_weight.dim[0], k_cols = a.d_k_weight.dim[0];
   const std::vector<Groups> parts = groups_of(a);
   constexpr int64_t kTile = 64;  // rows whose part of the weights' gradients is summed together
@@ -104,7 +112,7 @@ void qk_norm_backward(Device&, const QkNormBackward& a) {
     float* const d_weight = d_weights.row(begin / kTile);
     std::fill_n(d_weight, q_cols + k_cols, 0.0f);
     for (int64_t t = begin; t < end; ++t) {
-      decode_elements(a.x, t * width, width, x.data());
+      decode_rows(a.x, t, 1, x.data());
       for (const Groups& part : parts) {
         for (int64_t g = 0; g < part.count; ++g) {
           const int64_t col = part.first_col + g * part.width;

@@ -12,36 +12,41 @@ enum class QkNormKind : uint8_t {
   kFull,     // as OLMo 2: the queries of a row together, and its keys together
 };
 
-// RMSNorm of queries and keys, before rope_forward. A group is one head of D columns (kPerHead), or all H D columns
-// of the queries or all Hkv D of the keys (kFull). Of each group x:
+// RMSNorm of queries and keys, and their rotation (ops/rope.h) in the same pass. A group is one head of D columns
+// (kPerHead), or all H D columns of the queries or all Hkv D of the keys (kFull). Of each group x:
 //   y = x * rstd * weight,   rstd = 1 / sqrt(mean(x^2) + eps)
-// Values are copied.
-struct QkNormForward {
+// and of the heads of y, in fp32, what rope_forward makes of them. Values are copied.
+struct QkNormRopeForward {
   QkNormKind kind;      // not kNone
-  TensorView x;         // [T, (H + 2 * Hkv) * D] fp32 or bf16, in: as RopeForward's qkv
+  ScaledView x;         // [T, (H + 2 * Hkv) * D] fp32, bf16 or kGroup fp8, in: as RopeForward's qkv
   TensorView q_weight;  // [D], or [H * D] with kFull, fp32 or bf16, in
   TensorView k_weight;  // [D], or [Hkv * D] with kFull, as q_weight, in
+  TensorView cos_sin;   // [S, D] fp32, in: as RopeForward's
   int64_t num_heads;
   int64_t num_kv_heads;
   float eps;
-  TensorView out;   // as x, out; other memory than x
+  // kGroup fp8, as x, out: x as saved for backward. If given, x is plain, and all else is made of the decoded saved
+  // values, so that forward and backward use the same numbers. Empty: not wanted.
+  ScaledView saved;
+  TensorView out;   // as x, fp32 or bf16, out; may be x
   TensorView rstd;  // [T, groups] fp32, out: of the queries' groups, then of the keys'
 };
-PARKA_OP(qk_norm_forward, QkNormForward);
+PARKA_OP(qk_norm_rope_forward, QkNormRopeForward);
 
 // Groups of a row: H + Hkv, or 2 with kFull.
 int64_t qk_norm_groups(QkNormKind kind, int64_t num_heads, int64_t num_kv_heads);
 
-// Of each group, in place in the gradient of `out`, and added up for the weights:
+// Backward of the norm alone: attention_backward has rotated the gradients back. Of each group, in place in the
+// gradient of y, and added up for the weights:
 //   d_x = rstd * (g - xhat * mean(g * xhat)),   g = d_y * weight,   xhat = x * rstd
 //   d_weight += sum d_y * xhat, over rows, and with kPerHead over heads
 struct QkNormBackward {
   QkNormKind kind;        // not kNone
-  TensorView x;           // [T, (H + 2 * Hkv) * D] fp32 or bf16, in: what forward read
+  ScaledView x;           // as in forward, in: what forward read, or what it saved
   TensorView rstd;        // [T, groups] fp32, in
   TensorView q_weight;    // as in forward, in
   TensorView k_weight;    // as in forward, in
-  TensorView d_qkv;       // as x, in/out; the gradient of values stays as it is
+  TensorView d_qkv;       // as x, fp32 or bf16, in/out; the gradient of values stays as it is
   TensorView d_q_weight;  // as q_weight in shape, fp32 or bf16, in/out
   TensorView d_k_weight;  // as k_weight in shape, as d_q_weight, in/out
   int64_t num_heads;

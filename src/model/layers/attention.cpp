@@ -54,9 +54,9 @@ void Attention::declare(BufferScope& scope) {
     qkv_ = scope.kept("qkv", scope.compute(), {T, d_qkv()});
   }
   if (has_qk_norm()) {
-    // Backward makes them again: both are one pass over q, k and v.
+    // Backward makes them again: it is one pass over q, k and v.
     const PhaseMask again = scope.forward(kForwardAttention) | kBackwardAttention;
-    rotated_ = scope.workspace("qkv_rotated", scope.compute(), {T, d_qkv()}, again);
+    rotated_ = qkv_saved_.valid() ? qkv_ : scope.workspace("qkv_rotated", scope.compute(), {T, d_qkv()}, again);
     rstd_ = scope.workspace("qk_norm_rstd", DType::kF32, {T, qk_norm_groups(qk_norm_, num_heads_, num_kv_heads_)},
                             again);
   }
@@ -129,18 +129,19 @@ void Attention::backward(const StepContext& step, const GemmInput& d_out, const 
   const TensorView d_attention = step.tensor(d_attention_, T, d_heads()),
                    d_qkv_plain = step.tensor(d_qkv_, T, d_qkv());
   const TensorView d_qkv_amax = step.vector(d_qkv_amax_, 1);
-  if (qkv_saved_.valid())
-    quantize(step.device, {.x = step.matrix(qkv_saved_, T, d_qkv()), .out = qkv, .out_t = {}});
+  const ScaledView saved = step.matrix(qkv_saved_, T, d_qkv());
+  if (!saved.empty() && !has_qk_norm()) quantize(step.device, {.x = saved, .out = qkv, .out_t = {}});
   if (keeps_fp8_output_) {
     quantize(step.device, {.x = step.matrix(attention_fp8_.row, T, d_heads()), .out = attention, .out_t = {}});
   }
   out_layer_.input_gradient(step, d_out, d_attention);
   out_layer_.weight_gradient(step, d_out, output_again(step, attention));
-  if (has_qk_norm()) normalize_and_rotate(step, qkv);
+  const ScaledView unnormalized = saved.empty() ? ScaledView(qkv) : saved;
+  if (has_qk_norm()) normalize_and_rotate(step, unnormalized, {});
   // The maximum is of what the GEMMs read: the op that writes that finds it.
   attend_backward(step, rotated(step), attention, d_attention, d_qkv_plain,
                   has_qk_norm() ? TensorView{} : d_qkv_amax);
-  if (has_qk_norm()) normalize_backward(step, qkv, d_qkv_plain, d_qkv_amax);
+  if (has_qk_norm()) normalize_backward(step, unnormalized, d_qkv_plain, d_qkv_amax);
   qkv_layer_.bias_gradient(step, d_qkv_plain);
   GemmInput d_qkv_input = {d_qkv_plain, {}};
   if (d_qkv_fp8_.row.valid()) {
@@ -160,52 +161,39 @@ TensorView Attention::rotated(const StepContext& step) const {
 
 // From what the projection has written; and in FP8 for backward where that is what is kept.
 void Attention::rotate(const StepContext& step, const TensorView& qkv) const {
-  if (has_qk_norm()) {
-    if (qkv_saved_.valid()) save_unnormalized(step, qkv);
-    normalize_and_rotate(step, qkv);
-    return;
-  }
   const ScaledView saved = step.matrix(qkv_saved_, step.num_tokens(), d_qkv());
-  const TensorView sample = rotated_sample(step, qkv);
-  rope_forward(step.device, {.qkv = qkv,
-                             .cos_sin = positions(step).rotations,
-                             .num_heads = num_heads_,
-                             .num_kv_heads = num_kv_heads_,
-                             .saved = saved});
+  const TensorView sample = sample_to_save(step, qkv);
+  if (has_qk_norm()) {
+    normalize_and_rotate(step, qkv, saved);
+  } else {
+    rope_forward(step.device, {.qkv = qkv,
+                               .cos_sin = positions(step).rotations,
+                               .num_heads = num_heads_,
+                               .num_kv_heads = num_kv_heads_,
+                               .saved = saved});
+  }
   step.samples.add(step.device, block_, QuantizedTensor::kQkv, sample, saved);
 }
 
-// Forward goes on with what backward will read.
-void Attention::save_unnormalized(const StepContext& step, const TensorView& qkv) const {
-  const ScaledView saved = step.matrix(qkv_saved_, step.num_tokens(), d_qkv());
-  quantize(step.device, {.x = qkv, .out = saved, .out_t = {}});
-  step.samples.add(step.device, block_, QuantizedTensor::kQkv, qkv, saved);
-  quantize(step.device, {.x = saved, .out = qkv, .out_t = {}});
-}
-
-void Attention::normalize_and_rotate(const StepContext& step, const TensorView& qkv) const {
-  const TensorView out = rotated(step);
-  qk_norm_forward(step.device, {.kind = qk_norm_,
-                                .x = qkv,
-                                .q_weight = step.weights.plain(q_norm_),
-                                .k_weight = step.weights.plain(k_norm_),
-                                .num_heads = num_heads_,
-                                .num_kv_heads = num_kv_heads_,
-                                .eps = norm_eps_,
-                                .out = out,
-                                .rstd = step.tensor(rstd_, step.num_tokens(), step.arena[rstd_].dim[1])});
-  rope_forward(step.device, {.qkv = out,
-                             .cos_sin = positions(step).rotations,
-                             .num_heads = num_heads_,
-                             .num_kv_heads = num_kv_heads_,
-                             .saved = {}});
+void Attention::normalize_and_rotate(const StepContext& step, const ScaledView& x, const ScaledView& saved) const {
+  qk_norm_rope_forward(step.device, {.kind = qk_norm_,
+                                     .x = x,
+                                     .q_weight = step.weights.plain(q_norm_),
+                                     .k_weight = step.weights.plain(k_norm_),
+                                     .cos_sin = positions(step).rotations,
+                                     .num_heads = num_heads_,
+                                     .num_kv_heads = num_kv_heads_,
+                                     .eps = norm_eps_,
+                                     .saved = saved,
+                                     .out = rotated(step),
+                                     .rstd = step.tensor(rstd_, step.num_tokens(), step.arena[rstd_].dim[1])});
 }
 
 // d_qkv, of what the norm has written, becomes that of what it reads.
-void Attention::normalize_backward(const StepContext& step, const TensorView& qkv, const TensorView& d_qkv,
+void Attention::normalize_backward(const StepContext& step, const ScaledView& x, const TensorView& d_qkv,
                                    const TensorView& d_qkv_amax) const {
   qk_norm_backward(step.device, {.kind = qk_norm_,
-                                 .x = qkv,
+                                 .x = x,
                                  .rstd = step.tensor(rstd_, step.num_tokens(), step.arena[rstd_].dim[1]),
                                  .q_weight = step.weights.plain(q_norm_),
                                  .k_weight = step.weights.plain(k_norm_),
@@ -279,23 +267,21 @@ void Attention::sample_weights(const StepContext& step) const {
   out_layer_.sample_weight(step, block_, QuantizedTensor::kAttentionOutWeight);
 }
 
-// What rope_forward is about to quantize: q, k and v rotated, before they are rounded. Empty where it is not
-// wanted.
-TensorView Attention::rotated_sample(const StepContext& step, const TensorView& qkv) const {
+// What is about to be quantized, before it is rounded: q, k and v, rotated unless there is a norm. Empty where it
+// is not wanted.
+TensorView Attention::sample_to_save(const StepContext& step, const TensorView& qkv) const {
   if (!step.samples.active() || !qkv_saved_.valid()) return {};
-  const TensorView rotated = step.samples.buffer(d_qkv());
-  quantize(step.device, {.x = step.samples.first_rows(qkv), .out = rotated});
-  rope_forward(step.device, {.qkv = rotated,
+  const TensorView sample = step.samples.buffer(d_qkv());
+  quantize(step.device, {.x = step.samples.first_rows(qkv), .out = sample});
+  if (has_qk_norm()) return sample;
+  rope_forward(step.device, {.qkv = sample,
                              .cos_sin = positions(step).rotations,
                              .num_heads = num_heads_,
                              .num_kv_heads = num_kv_heads_,
                              .saved = {}});
-  return rotated;
+  return sample;
 }
 
-// With a norm the original of the FP8 copy is in memory.
-SampleNeeds Attention::sample_needs() const {
-  return {.buffer_cols = qkv_saved_.valid() && !has_qk_norm() ? d_qkv() : 0};
-}
+SampleNeeds Attention::sample_needs() const { return {.buffer_cols = qkv_saved_.valid() ? d_qkv() : 0}; }
 
 }  // namespace parka

@@ -52,9 +52,8 @@ class Attention {
   bool has_qk_norm() const { return qk_norm_ != QkNormKind::kNone; }
   TensorView rotated(const StepContext& step) const;
   void rotate(const StepContext& step, const TensorView& qkv) const;
-  void save_unnormalized(const StepContext& step, const TensorView& qkv) const;
-  void normalize_and_rotate(const StepContext& step, const TensorView& qkv) const;
-  void normalize_backward(const StepContext& step, const TensorView& qkv, const TensorView& d_qkv,
+  void normalize_and_rotate(const StepContext& step, const ScaledView& x, const ScaledView& saved) const;
+  void normalize_backward(const StepContext& step, const ScaledView& x, const TensorView& d_qkv,
                           const TensorView& d_qkv_amax) const;
   void attend(const StepContext& step, const TensorView& qkv, const TensorView& out, const TensorView& amax) const;
   GemmInput output_again(const StepContext& step, const TensorView& attention) const;
@@ -67,7 +66,7 @@ class Attention {
   void attend_to_cache(const StepContext& step, const TensorView& qkv, const TensorView& out,
                        const TensorView& amax) const;
 
-  TensorView rotated_sample(const StepContext& step, const TensorView& qkv) const;
+  TensorView sample_to_save(const StepContext& step, const TensorView& qkv) const;
 
   int64_t block_;
   int64_t num_heads_, num_kv_heads_, head_dim_;
@@ -78,10 +77,12 @@ class Attention {
   Linear qkv_layer_, out_layer_;
   bool keeps_fp8_output_;  // precision.attention_output
 
-  // [T, (H + 2 Hkv) D] rotated q, k, and v: what attention reads. With a norm: q, k and v as they are projected.
+  // [T, (H + 2 Hkv) D] rotated q, k, and v: what attention reads. With a norm and no FP8 copy: q, k and v as they
+  // are projected.
   TensorId qkv_;
-  MatrixId qkv_saved_;           // the same in FP8; invalid: qkv_ itself is kept
-  TensorId rotated_;             // with a norm only: what attention reads
+  // The same in FP8, or with a norm q, k and v as they are projected; invalid: qkv_ itself is kept.
+  MatrixId qkv_saved_;
+  TensorId rotated_;             // with a norm only: what attention reads; qkv_ where it has an FP8 copy
   TensorId rstd_;                // with a norm only: [T, groups] its statistics
   TensorId lse_;                 // [B, H, S]
   TensorId attention_;           // [T, H D] attention's output

@@ -9,6 +9,7 @@
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
+#include "kernels/ops/quantize.h"
 
 // Shapes: T rows (tokens), S positions, D elements of a head, W elements of a row of the fused QKV matrix. A block
 // works on heads of one row. A thread rotates kWidth adjacent pairs of kHeads of them, all by the same angles.
@@ -18,20 +19,6 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kHeads = 4;
 constexpr int kPairHeads = 3;  // of Pairs: mostly as many heads are keys, and values, as queries
-
-// The position of a row, without a division.
-struct Positions {
-  unsigned count, inverse;  // inverse: 2^32 / count, rounded down
-
-  explicit Positions(int64_t positions)
-      : count(static_cast<unsigned>(positions)),
-        inverse(static_cast<unsigned>(std::min<int64_t>((int64_t{1} << 32) / positions, UINT32_MAX))) {}
-
-  __device__ int of(unsigned row) const {
-    const unsigned rest = row - __umulhi(row, inverse) * count;  // the quotient is at most 1 too small
-    return static_cast<int>(rest < count ? rest : rest - count);
-  }
-};
 
 // Rotates the first `num_rotated` heads of each row (queries and keys). half: D / 2.
 template <typename T, int kWidth>
@@ -309,8 +296,8 @@ template <typename T>
 void save_and_read_back(CudaDevice& device, const RopeForward& a, const Shape& shape) {
   const int64_t rows = a.qkv.dim[0], cols = a.qkv.dim[1];
   const RopeSource<T> rotated(a.qkv, a.cos_sin, shape.num_rotated);
-  write_tiles(device, rotated, rows, cols, a.saved, {}, nullptr);
-  write_tiles(device, AnySource(a.saved), rows, cols, a.qkv, {}, nullptr);
+  write_group_codes(device, rotated, rows, cols, a.saved);
+  cuda::quantize(device, Quantize{.x = a.saved, .out = a.qkv});
 }
 
 }  // namespace

@@ -429,17 +429,31 @@ void write_pieces(CudaDevice& device, const Source& source, int64_t rows, int64_
   pieces_kernel<Source><<<static_cast<unsigned>(blocks), kThreads, 0, device.stream()>>>(source, output);
 }
 
-// Of a kGroup matrix, in the source's order.
-template <typename Source>
-void write_groups(CudaDevice& device, const Source& source, const CodeOutput& output, const ScaledView& out) {
+// Of a kGroup matrix with scales in the format S, in the source's order.
+template <typename S, typename Source>
+void write_groups_scaled_by(CudaDevice& device, const Source& source, const CodeOutput& output,
+                            const ScaledView& out) {
   const dim3 grid = grid_of(output.rows, output.cols);
   const int lanes = static_cast<int>(out.group) / kWidth, across = static_cast<int>(out.scale.dim[1]);
   with_float8_type(out.data.dtype, [&](auto f8) {
-    with_plain_type(out.scale.dtype, [&](auto s) {
-      using S = decltype(s);
-      group_kernel<Source, decltype(f8), S>
-          <<<grid, kThreads, 0, device.stream()>>>(source, output, out.scale.as<S>(), across, lanes);
-    });
+    group_kernel<Source, decltype(f8), S>
+        <<<grid, kThreads, 0, device.stream()>>>(source, output, out.scale.as<S>(), across, lanes);
+  });
+}
+
+template <typename Source>
+void write_groups(CudaDevice& device, const Source& source, const CodeOutput& output, const ScaledView& out) {
+  with_plain_type(out.scale.dtype,
+                  [&](auto s) { write_groups_scaled_by<decltype(s)>(device, source, output, out); });
+}
+
+// Of a kGroup matrix, transposed.
+template <typename Source>
+void write_group_columns(CudaDevice& device, const Source& source, CodeOutput output, const ScaledView& out_t) {
+  output.codes_RC = nullptr;
+  with_float8_type(out_t.data.dtype, [&](auto f8) {
+    group_columns_kernel<Source, decltype(f8)><<<grid_of(output.rows, output.cols), kThreads, 0, device.stream()>>>(
+        source, output, scales_of(out_t), static_cast<int>(out_t.group) / kWarpRows);
   });
 }
 
@@ -463,30 +477,30 @@ void write_codes_of(CudaDevice& device, const Source& source, int64_t rows, int6
     write_tensor(device, source, rows, cols, out, out_t, amax);
     return;
   }
-  const dim3 grid = grid_of(rows, cols);
-  const cudaStream_t stream = device.stream();
   const CodeOutput output = code_output(out, out_t, rows, cols);
-  if (any.scaling == Scaling::kGroup && !out.empty()) {
-    CodeOutput row_output = output;
-    row_output.codes_CR = nullptr;
-    write_groups(device, source, row_output, out);
+  if (any.scaling == Scaling::kGroup) {
+    if (!out.empty()) write_groups(device, source, code_output(out, {}, rows, cols), out);
+    if (!out_t.empty()) write_group_columns(device, source, output, out_t);
+    return;
   }
   with_float8_type(any.data.dtype, [&](auto f8) {
-    using F8 = decltype(f8);
-    if (any.scaling == Scaling::kBlock) {
-      block_kernel<Source, F8><<<grid, kThreads, 0, stream>>>(source, output, scales_of(out), scales_of(out_t));
-    } else if (!out_t.empty()) {
-      CodeOutput column_output = output;
-      column_output.codes_RC = nullptr;
-      group_columns_kernel<Source, F8><<<grid, kThreads, 0, stream>>>(source, column_output, scales_of(out_t),
-                                                                      static_cast<int>(out_t.group) / kWarpRows);
-    }
+    block_kernel<Source, decltype(f8)>
+        <<<grid_of(rows, cols), kThreads, 0, device.stream()>>>(source, output, scales_of(out), scales_of(out_t));
   });
 }
 
 }  // namespace tiles
 
 // ---- What ops call; they call check_launch afterwards ----
+
+// find_amax() by single elements: one kernel, which takes any shape.
+template <typename Source>
+void find_amax_of_elements(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, float* amax) {
+  tiles::check_extents(rows, cols);
+  const int64_t blocks = std::min<int64_t>(rows, int64_t{8} * device.num_multiprocessors());
+  tiles::amax_elements_kernel<Source><<<static_cast<unsigned>(blocks), tiles::kThreads, 0, device.stream()>>>(
+      source, static_cast<int>(rows), static_cast<int>(cols), amax);
+}
 
 // Raises *amax, fp32 on the GPU, to max |x| over the [rows, cols] numbers of the source; NaN is skipped. The caller
 // has made it 0, or the maximum of other numbers.
@@ -498,9 +512,41 @@ void find_amax(CudaDevice& device, const Source& source, int64_t rows, int64_t c
     tiles::amax_kernel<Source>
         <<<tiles::grid_of(rows, cols), tiles::kThreads, 0, device.stream()>>>(source, r, c, amax);
   } else {
-    const int64_t blocks = std::min<int64_t>(rows, int64_t{8} * device.num_multiprocessors());
-    tiles::amax_elements_kernel<Source>
-        <<<static_cast<unsigned>(blocks), tiles::kThreads, 0, device.stream()>>>(source, r, c, amax);
+    find_amax_of_elements(device, source, rows, cols, amax);
+  }
+}
+
+// write_tiles() for sources of rare formats, which are not worth its many kernels: groups with fp32 scales are
+// written in tiles, for they are what GEMMs with such scales read, and all else by single elements.
+template <typename Source>
+void write_rare(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, const ScaledView& out,
+                const ScaledView& out_t, const float* amax) {
+  tiles::check_extents(rows, cols);
+  const auto fits = [&](const ScaledView& t) {
+    return source.fits_wide() && t.scaling == Scaling::kGroup && t.scale.dtype == DType::kF32 &&
+           tiles::fits_tiles(t);
+  };
+  if (fits(out) && is_aligned(out.data.data, 16)) {
+    tiles::write_groups_scaled_by<float>(device, source, tiles::code_output(out, {}, rows, cols), out);
+  } else {
+    tiles::write_pieces(device, source, rows, cols, out, false, amax);
+  }
+  if (fits(out_t)) {
+    tiles::write_group_columns(device, source, tiles::code_output({}, out_t, rows, cols), out_t);
+  } else {
+    tiles::write_pieces(device, source, rows, cols, out_t, true, amax);
+  }
+}
+
+// write_tiles() for a source whose only output is kGroup.
+template <typename Source>
+void write_group_codes(CudaDevice& device, const Source& source, int64_t rows, int64_t cols,
+                       const ScaledView& out) {
+  tiles::check_extents(rows, cols);
+  if (source.fits_wide() && is_aligned(out.data.data, 16) && tiles::fits_tiles(out)) {
+    tiles::write_groups(device, source, tiles::code_output(out, {}, rows, cols), out);
+  } else {
+    tiles::write_pieces(device, source, rows, cols, out, false, nullptr);
   }
 }
 

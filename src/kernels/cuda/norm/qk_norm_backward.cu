@@ -1,17 +1,17 @@
-#include "kernels/ops/qk_norm.h"
-
 #include <algorithm>
 #include <bit>
 
 #include "kernels/cuda/norm/norm_rows.cuh"
+#include "kernels/cuda/norm/qk_norm_input.cuh"
 #include "kernels/cuda/quantize/fp8.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
 #include "kernels/op/workspace.h"
+#include "kernels/ops/qk_norm.h"
 
 // Shapes: T rows (tokens), N columns of the fused QKV matrix, G groups of a row, W columns of a group, D of a head,
-// C columns of both weights, B blocks. Two kernels each way: one for heads that fit in a warp, with a team of
-// threads for each, and one with a block for a group, which takes any shape.
+// C columns of both weights, B blocks. Two kernels: one for heads that fit in a warp, with a team of threads for
+// each, and one with a block for a group, which takes any shape.
 namespace parka::cuda {
 namespace {
 
@@ -30,11 +30,10 @@ struct QkNormShape {
   __device__ QkvPart part(unsigned which) const { return which == 0 ? queries : which == 1 ? keys : values; }
 };
 
-template <typename Args>
-QkNormShape qk_norm_shape(const Args& a) {
-  check_row_extents(a.x.dim[0], a.x.dim[1]);
+QkNormShape qk_norm_shape(const QkNormBackward& a) {
+  check_row_extents(a.x.num_rows(), a.x.num_cols());
   const int H = static_cast<int>(a.num_heads), Hkv = static_cast<int>(a.num_kv_heads);
-  const int N = static_cast<int>(a.x.dim[1]), D = N / (H + 2 * Hkv), first_key = H * D,
+  const int N = static_cast<int>(a.x.num_cols()), D = N / (H + 2 * Hkv), first_key = H * D,
             first_value = first_key + Hkv * D;
   if (a.kind == QkNormKind::kFull) {
     return {.queries = {0, 0, 0, 1, H * D},
@@ -53,17 +52,7 @@ QkNormShape qk_norm_shape(const Args& a) {
 }
 
 template <typename T, typename W>
-struct QkForwardTensors {
-  const T* x_TN;
-  const W* weight[2];  // of queries, of keys
-  T* out_TN;
-  float* rstd_TG;
-  float eps;
-};
-
-template <typename T, typename W>
 struct QkBackwardTensors {
-  const T* x_TN;
   const float* rstd_TG;
   const W* weight[2];
   T* d_qkv_TN;
@@ -106,6 +95,15 @@ struct Team {
       x[pack] = load_stored<kWidth>(head + column(pack), wanted && has(pack));
     }
   }
+  // Of the input: the head that begins at a column of a row.
+  template <typename Input>
+  __device__ void read(const Input& input, int64_t row, int row_width, int first_column, bool wanted,
+                       float (&x)[kPacks][kWidth]) const {
+#pragma unroll
+    for (int pack = 0; pack < kPacks; ++pack) {
+      input.template load<kWidth>(row, row_width, first_column + column(pack), wanted && has(pack), x[pack]);
+    }
+  }
   // The sum over the team, in all of its threads. All threads of the warp must be here.
   __device__ float sum(float x) const {
     for (int offset = lanes / 2; offset > 0; offset /= 2) x = __fadd_rn(x, __shfl_xor_sync(kFullWarp, x, offset));
@@ -113,50 +111,11 @@ struct Team {
   }
 };
 
-template <typename T, typename W, int kPacks>
-__global__ void __launch_bounds__(kTeamThreads)
-    qk_norm_heads_kernel(const QkForwardTensors<T, W> a, const QkNormShape shape, unsigned items,
-                         unsigned row_heads, int lanes, float inverse_dim) {
-  constexpr int kWidth = Team<T, kPacks>::kWidth;
-  const Team<T, kPacks> team(lanes, shape.queries.width);
-  const unsigned item = blockIdx.x * static_cast<unsigned>(team.count()) + static_cast<unsigned>(team.index);
-  const bool wanted = item < items;
-  const unsigned t = item / row_heads;
-  const int head = static_cast<int>(item - t * row_heads);
-  const int64_t offset = int64_t{t} * shape.row_width + head * team.head_dim;
-  Stored<T, kWidth> x[kPacks];
-  team.read(a.x_TN + offset, wanted, x);
-  const bool is_value = head >= shape.row_groups, is_key = head >= shape.queries.groups;
-  Stored<W, kWidth> weight[kPacks];
-  team.read(is_key ? a.weight[1] : a.weight[0], wanted && !is_value, weight);
-  float squares = 0.0f;
-#pragma unroll
-  for (int pack = 0; pack < kPacks; ++pack) {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) squares += x[pack][i] * x[pack][i];
-  }
-  const float rstd = 1.0f / sqrtf(team.sum(squares) * inverse_dim + a.eps);
-  if (!wanted) return;
-#pragma unroll
-  for (int pack = 0; pack < kPacks; ++pack) {
-    if (!team.has(pack)) continue;
-    if (is_value) {
-      store_stored<kWidth>(a.out_TN + offset + team.column(pack), x[pack]);
-      continue;
-    }
-    float y[kWidth];
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) y[i] = __fmul_rn(normalized<false>(x[pack][i], 0.0f, rstd), weight[pack][i]);
-    store(a.out_TN + offset + team.column(pack), y);
-  }
-  if (team.lane == 0 && !is_value) a.rstd_TG[int64_t{t} * shape.row_groups + head] = rstd;
-}
-
 // Values are among the heads if the maximum is wanted: they are read for it.
-template <typename T, typename W, int kPacks>
+template <typename Input, typename T, typename W, int kPacks>
 __global__ void __launch_bounds__(kTeamThreads)
-    qk_norm_backward_heads_kernel(const QkBackwardTensors<T, W> a, const QkNormShape shape, unsigned items,
-                                  unsigned row_heads, int lanes, float inverse_dim) {
+    qk_norm_backward_heads_kernel(const Input x_TN, const QkBackwardTensors<T, W> a, const QkNormShape shape,
+                                  unsigned items, unsigned row_heads, int lanes, float inverse_dim) {
   using HeadTeam = Team<T, kPacks>;
   constexpr int kWidth = HeadTeam::kWidth;
   __shared__ float shared[HeadTeam::kSharedFloats];
@@ -173,10 +132,11 @@ __global__ void __launch_bounds__(kTeamThreads)
     const bool is_value = head >= shape.row_groups, is_key = head >= shape.queries.groups;
     const bool normalizes = wanted && !is_value;
     const int64_t offset = int64_t{t} * shape.row_width + head * team.head_dim;
-    Stored<T, kWidth> x[kPacks], d_y[kPacks];
+    float x[kPacks][kWidth];
+    Stored<T, kWidth> d_y[kPacks];
     Stored<W, kWidth> weight[kPacks];
     team.read(a.d_qkv_TN + offset, wanted, d_y);
-    team.read(a.x_TN + offset, normalizes, x);
+    team.read(x_TN, t, shape.row_width, head * team.head_dim, normalizes, x);
     team.read(is_key ? a.weight[1] : a.weight[0], normalizes, weight);
     const float rstd = normalizes ? a.rstd_TG[int64_t{t} * shape.row_groups + head] : 0.0f;
     float sum = 0.0f;
@@ -239,50 +199,26 @@ __global__ void __launch_bounds__(kTeamThreads)
 
 // ---- Any shape ----
 
-// Block (t, p): part p of row t, one group after another. Wide: a group is in registers.
-template <typename T, typename W, bool kWide>
-__global__ void __launch_bounds__(kMaxThreads)
-    qk_norm_groups_kernel(const QkForwardTensors<T, W> a, const QkNormShape shape) {
-  using Part = RowPart<T, kWide>;
-  constexpr int kPacks = Part::kPacks, kWidth = Part::kWidth;
-  __shared__ float shared[2][kMaxWarps];
-  const QkvPart qkv = shape.part(blockIdx.y);
-  const int64_t t = blockIdx.x;
-  const float inverse_width = 1.0f / static_cast<float>(qkv.width);
-  for (int group = 0; group < qkv.groups; ++group) {
-    const int64_t offset = t * shape.row_width + qkv.first_column + group * qkv.width;
-    Stored<T, kWidth> x[kPacks];
-    if (blockIdx.y == 2) {
-      Part::for_each_chunk(qkv.width, [&](const Part& part) {
-        part.read(a.x_TN + offset, x);
-        part.write(a.out_TN + offset, x);
-      });
-      continue;
+// A thread's part of a group that begins at a column of a row.
+template <typename Part, typename Input, int kWidth>
+__device__ void read_part(const Part& part, const Input& input, unsigned row, int row_width, int first_column,
+                          float (&x)[Part::kPacks][kWidth]) {
+#pragma unroll
+  for (int pack = 0; pack < Part::kPacks; ++pack) {
+    const int column = first_column + part.column(pack);
+    if constexpr (kWidth == 1) {
+      x[pack][0] = part.has(pack) ? input.element(static_cast<int>(row), column) : 0.0f;
+    } else {
+      input.template load<kWidth>(row, row_width, column, part.has(pack), x[pack]);
     }
-    float squares = 0.0f;
-    Part::for_each_chunk(qkv.width, [&](const Part& part) {
-      part.read(a.x_TN + offset, x);
-      Part::for_each([&](int pack, int i) { squares += x[pack][i] * x[pack][i]; });
-    });
-    const float rstd = 1.0f / sqrtf(row_sum(squares, shared[group % 2]) * inverse_width + a.eps);
-    Part::for_each_chunk(qkv.width, [&](const Part& part) {
-      Stored<W, kWidth> weight[kPacks];
-      part.read(blockIdx.y == 0 ? a.weight[0] : a.weight[1], weight);
-      if constexpr (!kWide) part.read(a.x_TN + offset, x);
-      float y[kPacks][kWidth];
-      Part::for_each([&](int pack, int i) {
-        y[pack][i] = __fmul_rn(normalized<false>(x[pack][i], 0.0f, rstd), weight[pack][i]);
-      });
-      part.write(a.out_TN + offset, y);
-    });
-    if (threadIdx.x == 0) a.rstd_TG[t * shape.row_groups + qkv.first_group + group] = rstd;
   }
 }
 
 // Blocks (b, p) have part p of every gridDim.x-th row. Values are only read, if the maximum is wanted.
-template <typename T, typename W, bool kWide>
+template <typename Input, typename T, typename W, bool kWide>
 __global__ void __launch_bounds__(kMaxThreads)
-    qk_norm_backward_groups_kernel(const QkBackwardTensors<T, W> a, const QkNormShape shape, unsigned rows) {
+    qk_norm_backward_groups_kernel(const Input x_TN, const QkBackwardTensors<T, W> a, const QkNormShape shape,
+                                   unsigned rows) {
   using Part = RowPart<T, kWide>;
   constexpr int kPacks = Part::kPacks, kWidth = Part::kWidth;
   __shared__ float shared[2][kMaxWarps];
@@ -296,7 +232,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   for (unsigned t = blockIdx.x; t < rows; t += gridDim.x) {
     for (int group = 0; group < qkv.groups; ++group, buffer ^= 1) {
       const int64_t offset = int64_t{t} * shape.row_width + qkv.first_column + group * qkv.width;
-      Stored<T, kWidth> x[kPacks], d_y[kPacks];
+      float x[kPacks][kWidth];
+      Stored<T, kWidth> d_y[kPacks];
       if (blockIdx.y == 2) {
         Part::for_each_chunk(qkv.width, [&](const Part& part) {
           part.read(a.d_qkv_TN + offset, d_y);
@@ -308,7 +245,7 @@ __global__ void __launch_bounds__(kMaxThreads)
       const float rstd = a.rstd_TG[int64_t{t} * shape.row_groups + qkv.first_group + group];
       Stored<W, kWidth> weight[kPacks];
       const auto read = [&](const Part& part) {
-        part.read(a.x_TN + offset, x);
+        read_part(part, x_TN, t, shape.row_width, qkv.first_column + group * qkv.width, x);
         part.read(a.d_qkv_TN + offset, d_y);
         part.read(weight_W, weight);
       };
@@ -380,33 +317,6 @@ bool fits_wide_groups(const QkNormShape& shape, int width, std::initializer_list
          fits_wide(shape.keys.width, width, tensors);
 }
 
-template <typename T, typename W>
-void launch_qk_forward(CudaDevice& device, const QkNormForward& a, const QkNormShape& shape) {
-  const QkForwardTensors<T, W> tensors{.x_TN = a.x.as<T>(),
-                                       .weight = {a.q_weight.as<W>(), a.k_weight.as<W>()},
-                                       .out_TN = a.out.as<T>(),
-                                       .rstd_TG = a.rstd.as<float>(),
-                                       .eps = a.eps};
-  const int64_t rows = a.x.dim[0], row_heads = a.num_heads + 2 * a.num_kv_heads;
-  const int width = shape.queries.width;
-  const std::initializer_list<const void*> pointers = {a.x.data, a.q_weight.data, a.k_weight.data, a.out.data};
-  const bool by_team = with_team_packs<T>(a.kind, width, pointers, [&](auto packs) {
-    constexpr int kPacks = decltype(packs)::value;
-    const int lanes = team_lanes<T>(width, kPacks);
-    const int64_t items = rows * row_heads;
-    PARKA_REQUIRE(items <= INT32_MAX);
-    const auto blocks = static_cast<unsigned>(ceil_div(items, int64_t{kTeamThreads / lanes}));
-    qk_norm_heads_kernel<T, W, kPacks><<<blocks, kTeamThreads, 0, device.stream()>>>(
-        tensors, shape, static_cast<unsigned>(items), static_cast<unsigned>(row_heads), lanes,
-        1.0f / static_cast<float>(width));
-  });
-  if (by_team) return;
-  with_constant(fits_wide_groups(shape, kQkWidth<T>, pointers), [&](auto wide) {
-    qk_norm_groups_kernel<T, W, wide.value>
-        <<<dim3(static_cast<unsigned>(rows), 3), threads_for(width), 0, device.stream()>>>(tensors, shape);
-  });
-}
-
 // Blocks of a kernel that run at once, as far as there is work and workspace for them.
 template <typename Kernel>
 unsigned backward_blocks(CudaDevice& device, const Kernel& kernel, int threads, int64_t parts, int64_t work,
@@ -418,42 +328,72 @@ unsigned backward_blocks(CudaDevice& device, const Kernel& kernel, int threads, 
       std::min({work, ceil_div(at_once, parts), norm_backward_max_blocks(weight_columns)}));
 }
 
-// Returns how many rows of d_weight_BC were written.
+// What a launch needs besides the input.
+template <typename T, typename W>
+struct QkBackwardLaunch {
+  CudaDevice& device;
+  const QkNormBackward& a;
+  const QkNormShape& shape;
+  QkBackwardTensors<T, W> tensors;
+
+  bool wants_amax() const { return tensors.amax != nullptr; }
+
+  // Each returns how many rows of d_weight_BC were written.
+  template <int kPacks, typename Input>
+  unsigned by_heads(const Input& x) const {
+    const int width = shape.queries.width, lanes = team_lanes<T>(width, kPacks);
+    const int64_t row_heads = a.num_heads + (wants_amax() ? 2 : 1) * a.num_kv_heads,
+                  items = a.x.num_rows() * row_heads;
+    PARKA_REQUIRE(items <= INT32_MAX);
+    const auto kernel = qk_norm_backward_heads_kernel<Input, T, W, kPacks>;
+    const unsigned blocks = backward_blocks(device, kernel, kTeamThreads, 1,
+                                            ceil_div(items, int64_t{kTeamThreads / lanes}), shape.weight_columns);
+    kernel<<<blocks, kTeamThreads, 0, device.stream()>>>(x, tensors, shape, static_cast<unsigned>(items),
+                                                         static_cast<unsigned>(row_heads), lanes,
+                                                         1.0f / static_cast<float>(width));
+    return blocks;
+  }
+  template <bool kWide, typename Input>
+  unsigned by_groups(const Input& x) const {
+    const unsigned parts = wants_amax() ? 3 : 2;
+    const int threads = threads_for(shape.queries.width);
+    const auto rows = static_cast<unsigned>(a.x.num_rows());
+    const auto kernel = qk_norm_backward_groups_kernel<Input, T, W, kWide>;
+    const unsigned blocks = backward_blocks(device, kernel, threads, parts, rows, shape.weight_columns);
+    kernel<<<dim3(blocks, parts), threads, 0, device.stream()>>>(x, tensors, shape, rows);
+    return blocks;
+  }
+  // The fastest that takes the shape; 0 where none does.
+  template <typename Input>
+  unsigned wide(const Input& x) const {
+    const std::initializer_list<const void*> pointers = {a.q_weight.data, a.k_weight.data, a.d_qkv.data};
+    unsigned blocks = 0;
+    if (!with_team_packs<T>(a.kind, shape.queries.width, pointers,
+                            [&](auto packs) { blocks = by_heads<packs.value>(x); }) &&
+        fits_wide_groups(shape, kQkWidth<T>, pointers)) {
+      blocks = by_groups<true>(x);
+    }
+    return blocks;
+  }
+};
+
 template <typename T, typename W>
 unsigned launch_qk_backward(CudaDevice& device, const QkNormBackward& a, const QkNormShape& shape,
                             float* d_weight_BC) {
-  const QkBackwardTensors<T, W> tensors{.x_TN = a.x.as<T>(),
-                                        .rstd_TG = a.rstd.as<float>(),
-                                        .weight = {a.q_weight.as<W>(), a.k_weight.as<W>()},
-                                        .d_qkv_TN = a.d_qkv.as<T>(),
-                                        .d_weight_BC = d_weight_BC,
-                                        .amax = optional<float>(a.d_qkv_amax)};
-  const bool wants_amax = tensors.amax != nullptr;
-  const int64_t rows = a.x.dim[0];
-  const int width = shape.queries.width;
-  const std::initializer_list<const void*> pointers = {a.x.data, a.q_weight.data, a.k_weight.data, a.d_qkv.data};
+  const QkBackwardLaunch<T, W> launch{device, a, shape,
+                                      QkBackwardTensors<T, W>{.rstd_TG = a.rstd.as<float>(),
+                                                              .weight = {a.q_weight.as<W>(), a.k_weight.as<W>()},
+                                                              .d_qkv_TN = a.d_qkv.as<T>(),
+                                                              .d_weight_BC = d_weight_BC,
+                                                              .amax = optional<float>(a.d_qkv_amax)}};
   unsigned blocks = 0;
-  const bool by_team = with_team_packs<T>(a.kind, width, pointers, [&](auto packs) {
-    constexpr int kPacks = decltype(packs)::value;
-    const int lanes = team_lanes<T>(width, kPacks);
-    const int64_t row_heads = a.num_heads + (wants_amax ? 2 : 1) * a.num_kv_heads, items = rows * row_heads;
-    PARKA_REQUIRE(items <= INT32_MAX);
-    const auto kernel = qk_norm_backward_heads_kernel<T, W, kPacks>;
-    blocks = backward_blocks(device, kernel, kTeamThreads, 1, ceil_div(items, int64_t{kTeamThreads / lanes}),
-                             shape.weight_columns);
-    kernel<<<blocks, kTeamThreads, 0, device.stream()>>>(tensors, shape, static_cast<unsigned>(items),
-                                                         static_cast<unsigned>(row_heads), lanes,
-                                                         1.0f / static_cast<float>(width));
-  });
-  if (by_team) return blocks;
-  const unsigned parts = wants_amax ? 3 : 2;
-  const int threads = threads_for(width);
-  with_constant(fits_wide_groups(shape, kQkWidth<T>, pointers), [&](auto wide) {
-    const auto kernel = qk_norm_backward_groups_kernel<T, W, wide.value>;
-    blocks = backward_blocks(device, kernel, threads, parts, rows, shape.weight_columns);
-    kernel<<<dim3(blocks, parts), threads, 0, device.stream()>>>(tensors, shape, static_cast<unsigned>(rows));
-  });
-  return blocks;
+  if (PlainInput<T>::fits(a.x)) blocks = launch.wide(PlainInput<T>(a.x));
+  if constexpr (std::is_same_v<T, BFloat16> && std::is_same_v<W, BFloat16>) {
+    if (CodesInput<Float8E4M3>::fits(a.x, kQkWidth<T>)) {
+      with_float8_type(a.x.data.dtype, [&](auto f8) { blocks = launch.wide(CodesInput<decltype(f8)>(a.x)); });
+    }
+  }
+  return blocks > 0 ? blocks : launch.template by_groups<false>(AnySource(a.x));
 }
 
 constexpr int kQkSumThreads = kWarpSize * kWarpSize;
@@ -484,16 +424,6 @@ __global__ void __launch_bounds__(kQkSumThreads)
 
 }  // namespace
 
-void qk_norm_forward(Device& any_device, const QkNormForward& a) {
-  CudaDevice& device = as_cuda(any_device);
-  const QkNormShape shape = qk_norm_shape(a);
-  with_plain_type(a.x.dtype, [&](auto x) {
-    with_plain_type(a.q_weight.dtype,
-                    [&](auto w) { launch_qk_forward<decltype(x), decltype(w)>(device, a, shape); });
-  });
-  check_launch("qk_norm_forward");
-}
-
 void qk_norm_backward(Device& any_device, const QkNormBackward& a) {
   CudaDevice& device = as_cuda(any_device);
   const QkNormShape shape = qk_norm_shape(a);
@@ -502,7 +432,7 @@ void qk_norm_backward(Device& any_device, const QkNormBackward& a) {
     check(cudaMemsetAsync(a.d_qkv_amax.data, 0, sizeof(float), device.stream()), "qk_norm_backward");
   }
   unsigned blocks = 0;
-  with_plain_type(a.x.dtype, [&](auto x) {
+  with_plain_type(a.d_qkv.dtype, [&](auto x) {
     with_plain_type(a.q_weight.dtype, [&](auto w) {
       blocks = launch_qk_backward<decltype(x), decltype(w)>(device, a, shape, d_weight_BC);
     });
