@@ -165,6 +165,8 @@ struct FirstKeys {
 
   // The first tile of keys that a tile of queries from `begin` on sees.
   __device__ int first_tile(int begin) const { return kGiven ? of_row[begin] / kTileRows * kTileRows : 0; }
+  // The first key that all queries of that tile see.
+  __device__ int first_seen_by_all(int begin) const { return kGiven ? of_row[min(begin + kTileRows, S) - 1] : 0; }
   // Whether any query from `begin` on, which is there, sees a key before `key_end`.
   __device__ bool sees(int begin, int key_end) const { return !kGiven || of_row[begin] < key_end; }
   // Hides what comes before the first key of each query: of scores of queries and keys from these on, of which the

@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/attention/sm90_attention.cuh"
 #include "kernels/device/cuda/check.h"
@@ -167,7 +169,8 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
     update_softmax(scores, state, scale_log2);
     pack_rows(scores, p);
   }
-  for (int key_begin = tile_begin - Layout::kKeys; key_begin >= last_begin; key_begin -= Layout::kKeys, ++slot) {
+  int key_begin = tile_begin - Layout::kKeys;
+  const auto next_tile = [&](auto hides_earlier_keys) {
     float scores[1][Layout::kKeys / 8][4];
     barriers.keys.wait_full(slot + 1);
     ping_pong.wait();
@@ -182,13 +185,23 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
     wgmma_wait_group<1>();
     fence_operand(scores);
     barriers.keys.release(slot + 1);
-    first_keys.template mask<false>(scores, warp_begin, kWarpRows, key_begin);
+    if constexpr (hides_earlier_keys.value) {
+      first_keys.template mask<false>(scores, warp_begin, kWarpRows, key_begin);
+    }
     update_softmax(scores, state, scale_log2);
     wgmma_wait_group<0>();
     fence_operand(out);
     barriers.values.release(slot);
     scale_rows(out, state.correction);
     pack_rows(scores, p);
+    key_begin -= Layout::kKeys;
+    ++slot;
+  };
+  // In a loop of its own what all queries see needs no look at their first keys.
+  const int seen_from = first_keys.first_seen_by_all(tile_begin);
+  while (key_begin >= seen_from) next_tile(std::false_type());
+  if constexpr (kFirstKeys) {
+    while (key_begin >= last_begin) next_tile(std::true_type());
   }
   barriers.queries.release(0);
   barriers.values.wait_full(slot);
