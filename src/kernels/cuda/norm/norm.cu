@@ -10,6 +10,7 @@
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
+#include "kernels/ops/quantize.h"
 
 // Shapes: T rows (tokens), C columns (elements of a row).
 //
@@ -291,11 +292,13 @@ void norm_of_copy(CudaDevice& device, const NormForward& a, float* amax) {
   if (!fits_group_copy(a)) {
     norm_of_sum<AmaxOnly>(device, a, nullptr);
     const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
-    with_source(a.residual_out, [&](const auto& sum) { write_tiles(device, sum, rows, cols, a.x, {}, nullptr); });
+    cuda::quantize(device, Quantize{.x = a.residual_out, .out = a.x});
     norm_statistics_kernel<<<static_cast<unsigned>(rows), kStatisticsThreads, 0, device.stream()>>>(
         AnySource(a.x), a.kind == NormKind::kLayerNorm, a.eps, static_cast<int>(cols), optional<float>(a.mean),
         a.rstd.as<float>());
-    if (amax != nullptr) find_amax(device, any_norm_source(a.x, a.weight, a.mean, a.rstd), rows, cols, amax);
+    if (amax != nullptr) {
+      find_amax_of_elements(device, any_norm_source(a.x, a.weight, a.mean, a.rstd), rows, cols, amax);
+    }
     return;
   }
   norm_with_group_copy<AmaxOnly>(device, a, amax);
@@ -330,6 +333,16 @@ void launch_recompute(CudaDevice& device, const NormRecompute& a) {
   check_launch("norm_recompute");
 }
 
+template <typename Source>
+void write_norm(CudaDevice& device, const Source& y, int64_t rows, int64_t cols, const ScaledView& out,
+                const ScaledView& out_t, const float* amax) {
+  if constexpr (std::is_same_v<Source, AnyNormSource>) {
+    write_rare(device, y, rows, cols, out, out_t, amax);
+  } else {
+    write_tiles(device, y, rows, cols, out, out_t, amax);
+  }
+}
+
 bool is_tensor_scaled(const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kTensor; }
 
 }  // namespace
@@ -358,8 +371,8 @@ void norm_forward(Device& any_device, const NormForward& a) {
   }
   if (a.kind == NormKind::kNone) {
     sum_alone(device, a, amax);
-    with_source(a.residual_out, [&](const auto& y) { write_tiles(device, y, rows, cols, a.y, a.y_t, amax); });
-    check_launch("norm_forward");
+    const TensorView found = amax == nullptr ? TensorView{} : TensorView(amax, DType::kF32, {1});
+    cuda::quantize(device, Quantize{.x = a.residual_out, .out = a.y, .out_t = a.y_t, .amax = found});
     return;
   }
   if (a.x.empty()) {
@@ -368,7 +381,7 @@ void norm_forward(Device& any_device, const NormForward& a) {
     norm_of_copy(device, a, amax);
   }
   with_norm_source(a.x.empty() ? ScaledView(a.residual_out) : a.x, a.weight, a.mean, a.rstd,
-                   [&](const auto& y) { write_tiles(device, y, rows, cols, a.y, a.y_t, amax); });
+                   [&](const auto& y) { write_norm(device, y, rows, cols, a.y, a.y_t, amax); });
   check_launch("norm_forward");
 }
 
@@ -377,13 +390,12 @@ void norm_recompute(Device& any_device, const NormRecompute& a) {
   const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
   check_row_extents(rows, cols);
   if (a.kind == NormKind::kNone) {
-    with_source(a.x, [&](const auto& y) { write_tiles(device, y, rows, cols, a.y, a.y_t, nullptr); });
-    check_launch("norm_recompute");
+    cuda::quantize(device, Quantize{.x = a.x, .out = a.y, .out_t = a.y_t, .scale_given = true});
     return;
   }
   if (a.x.scaling != Scaling::kNone || a.y.empty() || a.y.scaling != Scaling::kNone || !a.y_t.empty()) {
     with_norm_source(a.x, a.weight, a.mean, a.rstd,
-                     [&](const auto& y) { write_tiles(device, y, rows, cols, a.y, a.y_t, nullptr); });
+                     [&](const auto& y) { write_norm(device, y, rows, cols, a.y, a.y_t, nullptr); });
     check_launch("norm_recompute");
     return;
   }

@@ -8,6 +8,7 @@
 #include "kernels/device/cuda/cuda_device.h"
 #include "kernels/op/workspace.h"
 #include "kernels/ops/norm.h"
+#include "kernels/ops/quantize.h"
 
 // Shapes: T rows (tokens), C columns (elements of a row), B blocks.
 namespace parka::cuda {
@@ -328,8 +329,9 @@ void quantize_gradient(CudaDevice& device, const NormBackward& a, float* amax, b
   const int64_t rows = a.d_y.dim[0], cols = a.d_y.dim[1];
   const PlainSource<G> source(a.d_residual_out);
   if (amax != nullptr && !found_amax) find_amax(device, source, rows, cols, amax);
-  write_tiles(device, source, rows, cols, a.d_quantized, a.d_quantized_t, amax);
-  check_launch("norm_backward");
+  const TensorView found = amax == nullptr ? TensorView{} : TensorView(amax, DType::kF32, {1});
+  cuda::quantize(device,
+                 Quantize{.x = a.d_residual_out, .out = a.d_quantized, .out_t = a.d_quantized_t, .amax = found});
 }
 
 }  // namespace

@@ -108,8 +108,9 @@ struct NormSource {
 };
 
 // The norm of any input.
-inline NormSource<AnySource, AnyWeight> any_norm_source(const ScaledView& x, const TensorView& weight,
-                                                        const TensorView& mean, const TensorView& rstd) {
+using AnyNormSource = NormSource<AnySource, AnyWeight>;
+inline AnyNormSource any_norm_source(const ScaledView& x, const TensorView& weight, const TensorView& mean,
+                                     const TensorView& rstd) {
   return {AnySource(x), AnyWeight(weight), optional<float>(mean), rstd.as<float>()};
 }
 

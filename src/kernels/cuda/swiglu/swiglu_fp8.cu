@@ -254,10 +254,12 @@ void write_product(CudaDevice& device, const ScaledView& up_gate, const ScaledVi
   with_gated(up_gate, silu, wide, [&](const auto& gated) {
     using Gates = std::decay_t<decltype(gated)>;
     const MadeSource source(ProductNumbers<Gates>{gated});
-    if (amax != nullptr && !is_found) find_amax(device, source, rows, width, amax);
+    const bool wants_amax = amax != nullptr && !is_found;
     if constexpr (std::is_same_v<Gates, AnyGated>) {
-      write_tiles(device, source, rows, width, product, product_t, amax);
+      if (wants_amax) find_amax_of_elements(device, source, rows, width, amax);
+      write_rare(device, source, rows, width, product, product_t, amax);
     } else {
+      if (wants_amax) find_amax(device, source, rows, width, amax);
       tiles::write_tensor(device, source, rows, width, product, product_t, amax);
     }
   });
@@ -323,25 +325,29 @@ bool write_gradient(CudaDevice& device, const SwigluBackward& a) {
                             is_e4m3_or_empty(a.product_t);
   float* amax = nullptr;
   if (is_tensor(a.d_up_gate) || is_tensor(a.d_up_gate_t)) amax = zero_amax(device, "swiglu_backward");
+  bool made_product = false;
   with_gradient_inputs(a, has_codes_kernel || has_plain_kernel, [&](const auto& inputs) {
     using Inputs = std::decay_t<decltype(inputs)>;
-    if (amax != nullptr) {
-      find_amax(device, MadeSource(GradientMagnitudes<Inputs>{inputs}), rows, width, amax);
-    }
-    if (has_codes_kernel) {
-      write_gradient_codes(device, inputs, a, with_product, amax);
-    } else if (has_plain_kernel) {
+    const MadeSource magnitudes(GradientMagnitudes<Inputs>{inputs});
+    if constexpr (std::is_same_v<Inputs, AnyGradientInputs>) {
+      if (amax != nullptr) find_amax_of_elements(device, magnitudes, rows, width, amax);
+      write_rare(device, MadeSource(GradientNumbers<Inputs>{inputs}), rows, 2 * width, a.d_up_gate, a.d_up_gate_t,
+                 amax);
+    } else {
+      if (amax != nullptr) find_amax(device, magnitudes, rows, width, amax);
+      if (has_codes_kernel) {
+        write_gradient_codes(device, inputs, a, with_product, amax);
+        made_product = with_product;
+        return;
+      }
       with_plain_type(a.d_up_gate.data.dtype, [&](auto y) {
         using Y = decltype(y);
         gradient_plain_kernel<Inputs, Y><<<tiles::grid_of(rows, width), tiles::kThreads, 0, device.stream()>>>(
             inputs, a.d_up_gate.data.as<Y>(), static_cast<int>(rows), static_cast<int>(width));
       });
-    } else {
-      write_tiles(device, MadeSource(GradientNumbers<AnyGradientInputs>{any}), rows, 2 * width, a.d_up_gate,
-                  a.d_up_gate_t, amax);
     }
   });
-  return with_product;
+  return made_product;
 }
 
 }  // namespace
@@ -358,7 +364,7 @@ void swiglu_forward_fp8(Device& device_, const SwigluForward& a) {
     quantize_gate(device, a, amax);
   } else if (!a.silu.empty()) {
     const AnyGated gated(a.up_gate, AnySource(ScaledView()));
-    write_tiles(device, MadeSource(SiluNumbers<AnyGated>{gated}), rows, width, a.silu, {}, nullptr);
+    write_rare(device, MadeSource(SiluNumbers<AnyGated>{gated}), rows, width, a.silu, {}, nullptr);
   }
   write_product(device, a.up_gate, a.silu, a.product, a.product_t, amax, fused);
   check_launch("swiglu_forward");
