@@ -5,7 +5,7 @@
 # The text is all source code and documentation in the folder, an installation's Python packages for example. A RUN is a
 # recipe, or NAME=RECIPE,KEY=VALUE,... with config keys; by default coat, and parka as scripts/reproduce/one_gpu.sh measures
 # it. TOKENS sets how many are trained on (default 300 million), PARKA the program (default build/cuda/parka), PYTHON the
-# interpreter with numpy, GPUS the GPUs to use ("0 1 2 3"; default 0), one run on each at a time. OUT gets the runs' metrics,
+# interpreter with numpy, MODEL what to change in the model for all runs ("model.norm=rmsnorm model.qk_norm=full"), GPUS the GPUs to use ("0 1 2 3"; default 0), one run on each at a time. OUT gets the runs' metrics,
 # their gaps (loss_gap.jsonl) and a plot. Runs save when they get SIGTERM; the same command continues them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -17,6 +17,7 @@ set -- "${BASE:-bf16}" "$@"
 PARKA=${PARKA:-build/cuda/parka}
 python=${PYTHON:-python3}
 GPUS=${GPUS:-0}
+MODEL=${MODEL:-}
 tokens=${TOKENS:-300000000}
 batch=64 length=2048
 steps=$((tokens / (batch * length)))
@@ -30,7 +31,8 @@ mkdir -p "$work"
 train() {  # NAME=RECIPE,KEY=VALUE,... or a recipe; SLOT is which of the GPUs
   local name=${1%%=*} values=${1#*=} gpus
   read -ra gpus <<< "$GPUS"
-  local set=(--set "precision.recipe=${values%%,*}")
+  local set=(--set "precision.recipe=${values%%,*}") change
+  for change in $MODEL; do set+=(--set "$change"); done
   while [[ $values == *,* ]]; do
     values=${values#*,}
     set+=(--set "${values%%,*}")
@@ -42,7 +44,7 @@ train() {  # NAME=RECIPE,KEY=VALUE,... or a recipe; SLOT is which of the GPUs
     --set optimizer.lr=1e-3 --set checkpoint.folder="$work/$name" --set checkpoint.interval=0 >> "$out/$name.txt" 2>&1
 }
 export -f train
-export PARKA GPUS work out steps batch
+export PARKA GPUS MODEL work out steps batch
 printf '%s\0' "$@" | xargs -0 -n 1 -P "$(wc -w <<< "$GPUS")" --process-slot-var=SLOT bash -euc 'train "$0"'
 
 compared=()

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# How much FP8 costs in loss in the shape of other families: scripts/reproduce/loss_gap.sh with the norms of Qwen3 (of each
+# query and key head) and of OLMo 2 (of all queries and all keys, and behind the branches).
+#   scripts/reproduce/family_gap.sh OUT TEXT_FOLDER [FAMILY...]      qwen3 and olmo2, by default both
+# OUT/FAMILY gets what loss_gap.sh writes. RUNS sets the runs beside bf16 (default parka with groups of 32), TOKENS how many are
+# trained on (default 150 million); the rest as there.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+[ $# -ge 2 ] || { echo "usage: scripts/reproduce/family_gap.sh OUT TEXT_FOLDER [FAMILY...]" >&2; exit 2; }
+out=$1 text=$2
+shift 2
+[ $# -gt 0 ] || set -- qwen3 olmo2
+export TOKENS=${TOKENS:-150000000}
+read -ra runs <<< "${RUNS:-parka=parka,precision.group_size=32}"
+declare -A model=(
+  [qwen3]="model.norm=rmsnorm model.norm_eps=1e-6 model.qk_norm=per_head model.num_kv_heads=4 model.rope_theta=1000000"
+  [olmo2]="model.norm=rmsnorm model.norm_eps=1e-6 model.qk_norm=full model.norm_placement=after model.rope_theta=500000"
+)
+for family; do
+  [ -n "${model[$family]:-}" ] || { echo "family_gap.sh: $family is neither qwen3 nor olmo2" >&2; exit 2; }
+  mkdir -p "$out/$family/work"
+  # All train on the same tokens.
+  [ ! -e "$out/tokens" ] || [ -e "$out/$family/work/tokens" ] || ln -s "$(realpath "$out/tokens")" "$out/$family/work/tokens"
+  MODEL=${model[$family]} scripts/reproduce/loss_gap.sh "$out/$family" "$text" "${runs[@]}"
+  [ -e "$out/tokens" ] || ln -s "$(realpath "$out/$family/work/tokens")" "$out/tokens"
+done
