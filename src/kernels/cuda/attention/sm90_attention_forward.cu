@@ -62,7 +62,8 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap& qkv_map, const int
     mbarrier_expect_tx(barriers.queries.full, Layout::kTileBytes);
     copy_tile_async<D, kTileRows>(tiles, qkv_map, tile.head * D, tile.begin, tile.b, barriers.queries.full);
     const int last_begin = FirstKeys<kFirstKeys>(first_key, dims, tile.b).first_tile(tile.begin);
-    for (int key_begin = tile.begin; key_begin >= last_begin; key_begin -= Layout::kKeys, ++slot) {
+    int key_begin = tile.begin;
+    do {  // the first tile is there, so that its copy does not wait for last_begin
       const uint32_t place = slot % Layout::kStages * Layout::kTileBytes;
       const uint32_t keys_full = barriers.keys.full_at(slot), values_full = barriers.values.full_at(slot);
       barriers.keys.wait_empty(slot);
@@ -73,7 +74,9 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap& qkv_map, const int
       mbarrier_expect_tx(values_full, Layout::kTileBytes);
       copy_tile_async<D, Layout::kKeys>(tiles + Layout::kValuesAt + place, qkv_map, v_column, key_begin, tile.b,
                                         values_full);
-    }
+      key_begin -= Layout::kKeys;
+      ++slot;
+    } while (key_begin >= last_begin);
   });
 }
 
@@ -137,6 +140,37 @@ __device__ __forceinline__ void finish_rows(RowState& state, float (&out)[1][kN]
   scale_rows(out, inverse);
 }
 
+// The first keys of a lane's two rows and of the last row of its warp's, loaded while the scores are computed.
+template <bool kGiven>
+struct LaneFirstKeys {
+  int of_row[2], of_last;
+
+  __device__ LaneFirstKeys(const FirstKeys<kGiven>& keys, int warp_begin) {
+    if constexpr (kGiven) {
+      const int row = warp_begin + static_cast<int>(threadIdx.x) % kWarpSize / 4;
+      of_row[0] = keys.of_row[min(row, keys.S - 1)];
+      of_row[1] = keys.of_row[min(row + 8, keys.S - 1)];
+      of_last = keys.of_row[min(warp_begin + kWarpRows, keys.S) - 1];
+    }
+  }
+
+  // Hides what comes before them, of scores of keys from `key_begin` on.
+  template <int kN>
+  __device__ void mask(float (&scores)[1][kN][4], int key_begin) const {
+    if constexpr (kGiven) {
+      if (key_begin >= of_last) return;
+      const int key = key_begin + static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (key + n * 8 + e % 2 < of_row[e / 2]) scores[0][n][e] = -INFINITY;
+        }
+      }
+    }
+  }
+};
+
 // The results of one tile of queries, in a consumer. `slot` counts tiles of keys.
 template <int D, bool kFirstKeys>
 __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& state, int consumer, int tile_begin,
@@ -151,7 +185,8 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
   const auto values = [&](unsigned at) {
     return SharedTile{shared + Layout::kValuesAt + at % Layout::kStages * Layout::kTileBytes, Layout::kBlockBytes};
   };
-  const int last_begin = first_keys.first_tile(tile_begin), warp_begin = tile_begin + warp_row();
+  const int last_begin = first_keys.first_tile(tile_begin), seen_from = first_keys.first_seen_by_all(tile_begin);
+  const LaneFirstKeys<kFirstKeys> lane_keys(first_keys, tile_begin + warp_row());
   uint32_t p[1][Layout::kKeys / 16][4];
   {
     float scores[1][Layout::kKeys / 8][4];
@@ -165,7 +200,7 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
     fence_operand(scores);
     barriers.keys.release(slot);
     mask_later_keys<false>(scores, warp_row());
-    first_keys.template mask<false>(scores, warp_begin, kWarpRows, tile_begin);
+    lane_keys.mask(scores, tile_begin);
     update_softmax(scores, state, scale_log2);
     pack_rows(scores, p);
   }
@@ -185,9 +220,7 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
     wgmma_wait_group<1>();
     fence_operand(scores);
     barriers.keys.release(slot + 1);
-    if constexpr (hides_earlier_keys.value) {
-      first_keys.template mask<false>(scores, warp_begin, kWarpRows, key_begin);
-    }
+    if constexpr (hides_earlier_keys.value) lane_keys.mask(scores, key_begin);
     update_softmax(scores, state, scale_log2);
     wgmma_wait_group<0>();
     fence_operand(out);
@@ -198,7 +231,6 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
     ++slot;
   };
   // In a loop of its own what all queries see needs no look at their first keys.
-  const int seen_from = first_keys.first_seen_by_all(tile_begin);
   while (key_begin >= seen_from) next_tile(std::false_type());
   if constexpr (kFirstKeys) {
     while (key_begin >= last_begin) next_tile(std::true_type());

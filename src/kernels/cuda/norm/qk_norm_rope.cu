@@ -90,7 +90,7 @@ __device__ void save_pairs(const SavedCodes<F8>& saved, int64_t row, int row_wid
 template <typename Input, typename Saved, bool kFull>
 __global__ void __launch_bounds__(kFull ? kMaxThreads : kHeadThreads)
     qk_norm_rope_kernel(const Input x_TN, const QkRopeTensors<BFloat16, BFloat16> a, const Saved saved,
-                        const QkRopeShape shape, int head_packs, float inverse_width) {
+                        const QkRopeShape shape, int head_packs) {
   __shared__ float shared[kMaxWarps];
   const int first_head = !kFull || blockIdx.y == 0 ? 0
                          : blockIdx.y == 1         ? shape.num_heads
@@ -139,6 +139,8 @@ __global__ void __launch_bounds__(kFull ? kMaxThreads : kHeadThreads)
   }
   if (!wanted) return;
   if (normalizes) {
+    const int group_heads = kFull ? last_head - first_head : 1;
+    const float inverse_width = 1.0f / static_cast<float>(group_heads * 2 * shape.half);
     const float rstd = 1.0f / sqrtf(squares * inverse_width + a.eps);
 #pragma unroll
     for (int i = 0; i < kPackPairs; ++i) {
@@ -210,10 +212,10 @@ QkRopeTensors<T, W> qk_rope_tensors(const QkNormRopeForward& a) {
           .eps = a.eps};
 }
 
-// Whether the groups of `saved` are as SavedCodes has them.
-bool fits_codes(const ScaledView& saved, int half) {
-  const auto group = static_cast<uint64_t>(saved.group);
-  return saved.scale.dtype == DType::kBF16 && is_aligned(saved.data.data, kPackPairs) &&
+// Whether the groups are as SavedCodes and CodesInput have them.
+bool fits_codes(const ScaledView& codes, int half) {
+  const auto group = static_cast<uint64_t>(codes.group);
+  return codes.scale.dtype == DType::kBF16 && is_aligned(codes.data.data, kPackPairs) &&
          std::has_single_bit(group) && group >= 2 * kPackPairs && group <= uint64_t{kPackPairs} * kWarpSize &&
          half % static_cast<int>(group) == 0;
 }
@@ -224,8 +226,10 @@ bool fits_packs(const QkNormRopeForward& a, const QkRopeShape& shape) {
   for (const void* p : {a.q_weight.data, a.k_weight.data, a.cos_sin.data, a.out.data}) {
     if (!is_aligned(p, 16)) return false;
   }
-  if (!CodesInput<Float8E4M3>::fits(a.x, kPackPairs) && !PlainInput<BFloat16>::fits(a.x)) return false;
-  if (!a.saved.empty() && !fits_codes(a.saved, shape.half)) return false;
+  // Codes that were saved are read by the kernel that saved them, so that both give the same bits.
+  const ScaledView& codes = a.x.scaling == Scaling::kNone ? a.saved : a.x;
+  if (!codes.empty() && !fits_codes(codes, shape.half)) return false;
+  if (a.x.scaling == Scaling::kNone && !PlainInput<BFloat16>::fits(a.x)) return false;
   const int head_packs = shape.half / kPackPairs;
   if (a.kind == QkNormKind::kFull) return a.num_heads * head_packs <= kMaxThreads;
   return std::has_single_bit(static_cast<unsigned>(head_packs)) && head_packs <= kWarpSize;
@@ -240,14 +244,14 @@ void launch_packs(CudaDevice& device, const QkNormRopeForward& a, const QkRopeSh
   if (a.kind == QkNormKind::kFull) {
     const int packs = shape.num_heads * head_packs;
     const auto threads = static_cast<unsigned>(ceil_div(packs, kWarpSize)) * kWarpSize;
-    qk_norm_rope_kernel<Input, Saved, true><<<dim3(rows, 3), threads, 0, device.stream()>>>(
-        x, tensors, saved, shape, head_packs, 1.0f / static_cast<float>(packs * 2 * kPackPairs));
+    qk_norm_rope_kernel<Input, Saved, true>
+        <<<dim3(rows, 3), threads, 0, device.stream()>>>(x, tensors, saved, shape, head_packs);
     return;
   }
   const int packs = (shape.num_heads + 2 * shape.num_kv_heads) * head_packs;
   qk_norm_rope_kernel<Input, Saved, false>
       <<<dim3(rows, static_cast<unsigned>(ceil_div(packs, kHeadThreads))), kHeadThreads, 0, device.stream()>>>(
-          x, tensors, saved, shape, head_packs, 1.0f / static_cast<float>(2 * shape.half));
+          x, tensors, saved, shape, head_packs);
 }
 
 void launch_packs(CudaDevice& device, const QkNormRopeForward& a, const QkRopeShape& shape) {
