@@ -273,9 +273,9 @@ class PrepareDataTest(unittest.TestCase):
             ("0 files matched", "empty", ["--include", "*.md"]),
             ("bad.gz: cannot be read", "bad.gz", []),
             ("cut.gz: cannot be read", "cut.gz", []),
-            ("a.jsonl: is JSON Lines; name the field", "a.jsonl", []),
+            ("a.jsonl: is JSON, not plain text; name the field", "a.jsonl", []),
             ("number.json:2: has no string field", "number.json", field),
-            ("list.json:1: has no string field", "list.json", field),
+            ("list.json:1: is an array; give JSON Lines", "list.json", field),
             ("broken.json:3: is not JSON", "broken.json", field),
             ('a.jsonl:1: has no string field "body"', "a.jsonl", ["--jsonl-field", "body"]),
         ):
