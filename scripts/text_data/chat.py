@@ -74,7 +74,8 @@ class ChatTemplate:
         self._special_tokens = special_tokens_of(tokenizer_config(path.with_name("tokenizer_config.json")))
         self._special_tokens = tokenizer.special_tokens | self._special_tokens
         self._tokenizer = tokenizer
-        self._ends = tuple(set(tokenizer.added_tokens) | {self._special_tokens.get("eos_token")} - {None, ""})
+        ends = set(tokenizer.added_tokens) | {self._special_tokens.get("eos_token", "")}
+        self._ends = sorted(ends - {""}, key=len, reverse=True)  # the longest of those that begin alike
         self._render_template = import_renderer()
         from jinja2 import TemplateSyntaxError
 
@@ -127,16 +128,18 @@ class ChatTemplate:
         return texts[0], spans[0] if spans else []
 
     def _assistant_spans(self, template: str, text: str, messages: list[dict], tools: list | None) -> Iterator[Span]:
-        """A turn begins where the prompt for it ends, and ends where the conversation up to it ends."""
+        """A turn begins where the prompt for it ends, and ends with the token that the template puts after its words."""
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             prompt, _ = self._render(template, messages[:number], tools, add_generation_prompt=True)
             so_far, _ = self._render(template, messages[: number + 1], tools)
-            first, last = len(prompt), len(so_far)
-            if not text.startswith(so_far):
-                # A template may show an earlier turn in another way than the last one, as without its reasoning.
-                end = self._end_of_turn(template, so_far, messages[: number + 1], tools)
+            rest = self._after_the_words(template, so_far, messages[: number + 1], tools)
+            end = self._end_of_turn(rest, message)
+            if text.startswith(so_far):
+                first, last = len(prompt), len(so_far) - len(rest) + len(end)
+            else:  # an earlier turn may look otherwise than a last one, as without its reasoning
+                first = len(prompt)
                 found = text.find(end, first) if end else -1
                 last = found + len(end) if found >= 0 else -1
             if not text.startswith(prompt) or last < first:
@@ -144,19 +147,21 @@ class ChatTemplate:
                     "the chat template changes what came before when a message is added, so that the assistant's "
                     "words cannot be told apart; mark them in it with {% generation %}"
                 )
-            yield first, self._without_rest(text, first, last)
+            yield first, last
 
-    def _end_of_turn(self, template: str, so_far: str, messages: list[dict], tools: list | None) -> str:
-        """What the template puts after the words of the last message: it stays where they become longer."""
-        words = messages[-1]["content"]
+    def _after_the_words(self, template: str, so_far: str, messages: list[dict], tools: list | None) -> str:
+        """What the template puts after the words of the last message: that stays where they become longer."""
+        words = messages[-1].get("content", "")
         longer = {**messages[-1], "content": words + ("a" if not words.endswith("a") else "b")}
         other, _ = self._render(template, [*messages[:-1], longer], tools)
-        return os.path.commonprefix((so_far[::-1], other[::-1]))[::-1].rstrip()
+        return os.path.commonprefix((so_far[::-1], other[::-1]))[::-1] if other != so_far else ""
 
-    def _without_rest(self, text: str, first: int, last: int) -> int:
-        """The end of a turn without the line ends that follow the token which ends it."""
-        words = text[first:last].rstrip()
-        return first + len(words) if self._ends and words.endswith(self._ends) else last
+    def _end_of_turn(self, rest: str, message: dict) -> str:
+        """`rest` up to its first token of the tokenizer's own, after the last one where it holds calls of tools."""
+        ends = [match.end() for match in re.finditer("|".join(map(re.escape, self._ends)), rest)] if self._ends else []
+        if not ends:
+            return rest
+        return rest[: ends[-1] if message.get("tool_calls") else ends[0]]
 
 
 def spelled_out_markers(name: str, tokenizer) -> list[str]:

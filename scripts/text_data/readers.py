@@ -277,8 +277,9 @@ def conversation_of(record: object, place: str) -> bytes:
     if not isinstance(messages, list) or not messages:
         raise InputError(f'{place}: has no list "messages" with a message in it; --chat wants one conversation per record')
     for number, message in enumerate(messages):
-        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
+        # A call of tools may have no words.
+        keys = ("role",) if isinstance(message, dict) and message.get("tool_calls") else ("role", "content")
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in keys):
             raise InputError(f'{place}: message {number} has no strings "role" and "content"; fix it or leave it out')
     kept = {"messages": [{key: value for key, value in m.items() if value is not None} for m in messages]}
     if isinstance(record.get("tools"), list):

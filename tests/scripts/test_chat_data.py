@@ -30,8 +30,12 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from text_data.chat import ChatError, ChatTemplate  # noqa: E402
 from text_data.common import InputError  # noqa: E402
 from text_data.packing import Packer  # noqa: E402
-from text_data.tokenizer import ByteTokenizer  # noqa: E402
+from text_data.readers import conversation_of  # noqa: E402
+from text_data.tokenizer import ByteTokenizer, make_tokenizer  # noqa: E402
 
+from chat_tokenizers import make_chat_tokenizer  # noqa: E402
+
+FIXTURES = ROOT / "tests/fixtures"
 EOS = 256  # of the byte tokenizer
 DIALOGUE = [
     {"role": "system", "content": "Be brief."},
@@ -138,6 +142,56 @@ class Templates(unittest.TestCase):
         ):
             with self.subTest(source=source), self.assertRaisesRegex(kind, message):
                 marked(self.config(source), DIALOGUE)
+
+
+class Fixtures(unittest.TestCase):
+    def check(self, template_of):
+        """Ids and marks by a template, which template_of makes of (folder, text) and which is given by the path that it
+        returns, against those of transformers."""
+        fixture = json.loads((FIXTURES / "chat_templates.json").read_text())
+        self.assertGreaterEqual(len(fixture), 10)
+        for name, cases in fixture.items():
+            with tempfile.TemporaryDirectory() as folder:
+                tokenizer_path = make_chat_tokenizer(name, Path(folder))
+                path = template_of(Path(folder), (FIXTURES / "chat_templates" / f"{name}.jinja").read_text())
+                template = ChatTemplate(str(path), make_tokenizer(str(tokenizer_path)))
+                for number, case in enumerate(cases):
+                    with self.subTest(name=name, number=number):
+                        document = conversation_of(case["record"], "here")
+                        ((ids, marks),) = template.mark([document], ["here"])
+                        self.assertEqual(ids.tolist(), case["ids"])
+                        self.assertEqual((marks & 1)[1:].tolist(), case["mask"][1:])
+                        self.assertEqual(marks[0], 2)
+
+    def test_ids_and_masks_are_those_of_transformers(self):
+        def jinja(folder, text):
+            (folder / "chat_template.jinja").write_text(text)
+            return folder
+
+        def in_config(folder, text):
+            path = folder / "tokenizer_config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": text}))
+            return path
+
+        self.check(jinja)
+        self.check(in_config)
+        self.check(lambda folder, text: in_config(folder, [{"name": "default", "template": text}]))
+
+    def test_calls_of_tools_are_targets(self):
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "<é>"}}}
+        record = {"messages": [
+            {"role": "user", "content": "1 + 1?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "It is 2."},
+        ], "tools": [call]}
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer = make_tokenizer(str(make_chat_tokenizer("qwen25", Path(folder))))
+            template = ChatTemplate(str(FIXTURES / "chat_templates/qwen25.jinja"), tokenizer)
+            text, spans = template.text_and_spans(**json.loads(conversation_of(record, "here")))
+        self.assertIn(json.dumps(call, ensure_ascii=False), text)
+        calls = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "<é>"}}\n</tool_call><|im_end|>'
+        self.assertEqual([text[first:last] for first, last in spans], [calls, "It is 2.<|im_end|>"])
 
 
 class Packing(unittest.TestCase):
