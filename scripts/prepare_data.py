@@ -223,8 +223,9 @@ def print_summary(info: dict, out: Path) -> None:
     left_out = info["left_out"]
     print("left out: " + ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in left_out.items()))
     paths = {split: [str(out / name) for name in info[split]["files"]] for split in ("train", "eval")}
-    bos = f"begin with {' '.join(map(str, info['bos']))}, " if info["bos"] and "chat" not in info else ""
-    print(f"documents: {bos}end with {info['eos']}")
+    if "chat" not in info:
+        bos = f"begin with {' '.join(map(str, info['bos']))}, " if info["bos"] else ""
+        print(f"documents: {bos}end with {info['eos']}")
     print(f"vocabulary: {info['vocab_size']} ids, in the config {info['padded_vocab_size']}")
     print("config:")
     config = {
