@@ -92,11 +92,13 @@ class Output:
         ids = part.tokens(".ids", self._dtype)
         marks = part.tokens(".marks", "u1") if self._options.chat is not None else None
         last = 0
-        for digest, length in zip(part.digests.tolist(), part.lengths.tolist()):
+        for digest, length in zip(map(bytes, part.digests), part.lengths.tolist()):
             first, last = last, last + length
-            if not self._is_new(digest):
+            if not self._options.keep_duplicates and not parts.is_new(digest, self._seen):
+                self.counts["duplicate_documents"] += 1
                 continue
-            split = self.splits["eval" if digest[0] < self._options.eval_fraction * 2**64 else "train"]
+            held_out = int.from_bytes(digest[:8], "big") < self._options.eval_fraction * 2**64
+            split = self.splits["eval" if held_out else "train"]
             if marks is not None:
                 split.add(ids[first:last], marks[first:last])
                 continue
@@ -106,17 +108,6 @@ class Output:
             self._left -= len(taken)
             if self._left == 0:
                 return
-
-    def _is_new(self, digest: list[int]) -> bool:
-        if self._options.keep_duplicates:
-            return True
-        # Half of the digest, to save memory: a false match among 100 million documents has a chance of 1 in 4000.
-        key = digest[1]
-        if key in self._seen:
-            self.counts["duplicate_documents"] += 1
-            return False
-        self._seen.add(key)
-        return True
 
 
 def make_chat_split(folder: Path, split: str, options: argparse.Namespace, maker: parts.PartMaker) -> ChatSplit:
@@ -246,7 +237,7 @@ def check_chat_options(options: argparse.Namespace) -> None:
         if options.sequence_length is not None:
             raise InputError("--sequence-length packs conversations; it needs --chat")
         return
-    for name in ("jsonl_field", "split_bytes", "max_tokens"):
+    for name in ("jsonl_field", "split_bytes", "max_tokens", "bos"):
         if getattr(options, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} cannot be used with --chat; leave it out")
     if options.sequence_length is None or options.sequence_length < 2:

@@ -350,6 +350,7 @@ class Files(unittest.TestCase):
             (("--chat", "chatml", "--sequence-length", 1), "give --sequence-length"),
             (("--chat", "chatml", "--sequence-length", 64, "--max-tokens", 5), "--max-tokens cannot be used with --chat"),
             (("--chat", "chatml", "--sequence-length", 64, "--jsonl-field", "x"), "--jsonl-field cannot be used"),
+            (("--chat", "chatml", "--sequence-length", 64, "--bos", "<s>"), "--bos cannot be used with --chat"),
             (("--sequence-length", 64), "it needs --chat"),
             (("--chat", "no-such-template", "--sequence-length", 64), "--chat no-such-template: "),
         ):
