@@ -333,6 +333,8 @@ class Partial:
         """Keeps finished parts for the next run, unless the output is in its place."""
         if not self.staging.exists() or not any(self.path.glob("*.npz")):
             shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            print_line(f"finished files are kept in {self.path}: the same command continues")
         self._lock.close()
 
     def forget(self) -> None:

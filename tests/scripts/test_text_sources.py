@@ -218,7 +218,9 @@ class Workers(Files):
         corpus = self.write_corpus(2)
         bad = self.write("corpus/z.jsonl", b"{\n")
         self.out = self.folder / "out"
-        self.assertEqual(self.call(corpus, *self.options).returncode, 2)
+        result = self.call(corpus, *self.options)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("out.partial: the same command continues", result.stderr)
         self.assertEqual(len(list(self.folder.glob(".out.partial/*.npz"))), 2)
         bad.write_bytes(jsonl(["repaired"]))
         result = self.call(corpus, *self.options)  # the last part holds another file now
