@@ -71,8 +71,7 @@ class ChatTemplate:
             path = jinja if jinja.is_file() else path / "tokenizer_config.json"
         self._place = f"--chat {name}"
         self.texts = template_texts(path)
-        self._special_tokens = special_tokens_of(tokenizer_config(path.with_name("tokenizer_config.json")))
-        self._special_tokens = tokenizer.special_tokens | self._special_tokens
+        self._special_tokens = tokenizer.special_tokens | special_tokens_of(tokenizer_config(path.parent))
         self._tokenizer = tokenizer
         ends = set(tokenizer.added_tokens) | {self._special_tokens.get("eos_token", "")}
         self._ends = sorted(ends - {""}, key=len, reverse=True)  # the longest of those that begin alike

@@ -67,7 +67,7 @@ class JsonTokenizer:
         self.name, self._path = path.name, path
         self.sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        config = tokenizer_config(path.with_name("tokenizer_config.json"))
+        config = tokenizer_config(path.parent)
         self.special_tokens = special_tokens_of(config)
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.added_tokens = tuple(token.content for token in added if not token.content.isspace())
@@ -136,17 +136,23 @@ def make_tokenizer(name: str, bos_name: str | None = None, eos_name: str | None 
     return ByteTokenizer()
 
 
-def tokenizer_config(path: Path) -> dict:
-    """The object in a tokenizer_config.json, empty where there is no such file."""
+def tokenizer_config(folder: Path) -> dict:
+    """What the tokenizer_config.json of a folder says, with the special_tokens_map.json of folders of an older form."""
+    config = read_object(folder / "tokenizer_config.json")
+    return config if "added_tokens_decoder" in config else config | read_object(folder / "special_tokens_map.json")
+
+
+def read_object(path: Path) -> dict:
+    """The object in a JSON file, empty where there is no such file."""
     try:
-        config = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); fix it or move it away")
     except ValueError as error:
         raise InputError(f"{path}: is not JSON ({one_line(error)}); fix it or move it away")
-    return config if isinstance(config, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def special_tokens_of(config: dict) -> dict[str, str]:

@@ -88,7 +88,12 @@ class Specials(Preparation):
         self.assertEqual(self.info["eos"], own.token_to_id("<|im_end|>"))
         self.documents(path, "--eos", "<|endoftext|>")
         self.assertEqual(self.info["eos"], own.token_to_id("<|endoftext|>"))
-        path.with_name("tokenizer_config.json").unlink()
+        path.with_name("special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_start|>"}}')
+        self.documents(path)
+        self.assertEqual(self.info["eos"], AutoTokenizer.from_pretrained(path.parent).eos_token_id)
+        self.assertEqual(self.info["eos"], own.token_to_id("<|im_start|>"))
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            path.with_name(name).unlink()
         self.documents(path)
         self.assertEqual(self.info["eos"], own.token_to_id("<|endoftext|>"))
 
