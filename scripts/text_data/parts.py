@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import collections
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -150,30 +151,25 @@ class PartMaker:
     def make(self, index: int, group: list[File]) -> None:
         path = self.path(index, group)
         counts = collections.Counter(files=0, binary_files=0, empty_documents=0, duplicate_documents=0)
-        digests = bytearray()
-        lengths = array.array("q")
-        total = 0
-        marks_file = open(path.with_suffix(".marks"), "wb") if self._template is not None else None
-        with open(path.with_suffix(".ids"), "wb") as ids_file:
+        digests, lengths, total = bytearray(), array.array("q"), 0
+        suffixes = [".ids"] if self._template is None else [".ids", ".marks"]
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(open(path.with_suffix(suffix), "wb")) for suffix in suffixes]
             for batch in batches(self._documents(group, counts)):
-                for (_, digest, _), (ids, marks) in zip(batch, self._encode(batch)):
-                    ids_file.write(ids.data)
-                    if marks_file is not None:
-                        marks_file.write(marks.data)
+                for (_, digest, _), arrays in zip(batch, self._encode(batch)):
+                    for file, content in zip(files, arrays):
+                        file.write(content.data)
                     digests += digest
-                    lengths.append(len(ids))
+                    lengths.append(len(arrays[0]))
                 more = sum(lengths[-len(batch) :])
                 self.progress.add(0, more)
                 total += more
                 # More than the first max_tokens of a part are never taken, because its documents are distinct.
                 if self.settings.max_tokens is not None and total >= self.settings.max_tokens:
                     break
-            sync(ids_file)
-        if marks_file is not None:
-            with marks_file:
-                sync(marks_file)
-        staged = path.with_suffix(".tmp")
-        with open(staged, "wb") as file:
+            for file in files:
+                sync(file)
+        with open(path.with_suffix(".tmp"), "wb") as file:
             np.savez(
                 file,
                 digests=np.frombuffer(digests, np.uint8).reshape(-1, 16),
@@ -182,7 +178,7 @@ class PartMaker:
                 names=np.array(list(counts)),
             )
             sync(file)
-        staged.rename(path.with_suffix(".npz"))
+        path.with_suffix(".tmp").rename(path.with_suffix(".npz"))
 
     def _documents(self, group: list[File], counts: collections.Counter) -> Iterator[tuple[bytes, bytes, str]]:
         """(document, digest, place)"""
@@ -214,7 +210,8 @@ class PartMaker:
         except UnicodeDecodeError as error:
             raise InputError(f"{path}: is not UTF-8 (byte {error.start} of a document); convert it or leave it out")
 
-    def _encode(self, batch: list[tuple[bytes, bytes, str]]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    def _encode(self, batch: list[tuple[bytes, bytes, str]]) -> Iterator[tuple[np.ndarray, ...]]:
+        """The ids of each document, of a conversation with its marks."""
         documents = [document for document, _, _ in batch]
         if self._template is not None:
             for ids, marks in self._template.mark(documents, [place for _, _, place in batch]):
@@ -222,7 +219,7 @@ class PartMaker:
             return
         bos, eos = self.tokenizer.bos, [self.tokenizer.eos]
         for ids in self.tokenizer.encode(documents):
-            yield np.concatenate((bos, ids, eos), dtype=self.dtype, casting="unsafe"), None
+            yield (np.concatenate((bos, ids, eos), dtype=self.dtype, casting="unsafe"),)
 
 
 def is_new(digest: bytes, seen: set[int]) -> bool:

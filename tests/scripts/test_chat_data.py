@@ -34,6 +34,7 @@ from text_data.readers import conversation_of  # noqa: E402
 from text_data.tokenizer import ByteTokenizer, make_tokenizer  # noqa: E402
 
 from chat_tokenizers import make_chat_tokenizer  # noqa: E402
+from preparation import Preparation  # noqa: E402
 
 FIXTURES = ROOT / "tests/fixtures"
 EOS = 256  # of the byte tokenizer
@@ -225,25 +226,13 @@ class Packing(unittest.TestCase):
         self.assertLess(padding, 0.03 * 64 * len(written))
 
 
-class Files(unittest.TestCase):
-    def setUp(self):
-        temporary = tempfile.TemporaryDirectory()
-        self.addCleanup(temporary.cleanup)
-        self.folder = Path(temporary.name)
-        self.out = self.folder / "out"
-
+class Files(Preparation):
     def write_chats(self, conversations):
-        path = self.folder / "chats.jsonl"
-        path.write_text("".join(json.dumps({"messages": c, "id": 1}) + "\n\n" for c in conversations))
-        return path
-
-    def call(self, *arguments):
-        command = [sys.executable, ROOT / "scripts/prepare_data.py", *arguments, "--out", self.out]
-        return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300)
+        return self.write("chats.jsonl", "".join(json.dumps({"messages": c, "id": 1}) + "\n\n" for c in conversations))
 
     def prepare(self, *arguments):
-        result = self.call(*arguments)
-        self.assertEqual(result.returncode, 0, result.stderr)
+        """Runs it, which must succeed without a word, and returns data.json."""
+        self.assertEqual(self.call_in_this_process(*arguments), (0, ""))
         return json.loads((self.out / "data.json").read_text())
 
     def read(self, name="train-00000"):
@@ -295,8 +284,7 @@ class Files(unittest.TestCase):
         tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
         tokenizer.save(str(self.folder / "tokenizer.json"))
         arguments = (self.write_chats([QUESTION]), "--tokenizer", self.folder / "tokenizer.json", "--sequence-length", 16)
-        result = self.call(*arguments, "--chat", "chatml")
-        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.prepare(*arguments, "--chat", "chatml")
         tokens, marks = self.read()
         # <|im_start|> user / 1+1? <|im_end|> / <|im_start|> assistant / 2 <|im_end|>
         self.assertEqual(tokens.tolist(), [0, 3, 3, 1, 0, 3, 3, 1] + [2] * 8)
@@ -340,10 +328,7 @@ class Files(unittest.TestCase):
         ):
             with self.subTest(line=line):
                 path.write_text(f"{good}\n{line}\n")
-                result = self.call(path, "--chat", "chatml", "--sequence-length", 64)
-                self.assertEqual(result.returncode, 2)
-                self.assertIn(f"chats.jsonl:2: {message}", result.stderr)
-                self.assertFalse(self.out.exists())
+                self.refuse(f"chats.jsonl:2: {message}", path, "--chat", "chatml", "--sequence-length", 64)
         path.write_text(good)
         for arguments, message in (
             (("--chat", "chatml"), "give --sequence-length"),
@@ -355,10 +340,7 @@ class Files(unittest.TestCase):
             (("--chat", "no-such-template", "--sequence-length", 64), "--chat no-such-template: "),
         ):
             with self.subTest(arguments=arguments):
-                result = self.call(path, *arguments)
-                self.assertEqual(result.returncode, 2)
-                self.assertIn(message, result.stderr)
-                self.assertEqual(len(result.stderr.splitlines()), 1)
+                self.refuse(message, path, *arguments)
 
 
 if __name__ == "__main__":

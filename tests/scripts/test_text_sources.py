@@ -154,13 +154,15 @@ class Sources(Files):
 
 
 class Workers(Files):
-    def setUp(self):
-        super().setUp()
+    options = ["--eval-fraction", "0.02", *FIELD]
+
+    def slow_options(self):
+        """With a tokenizer that takes about a second for a file."""
         words = {f"w{i}": i for i in range(2000)} | {"</s>": 2000, "[UNK]": 2001}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         tokenizer.save(str(self.folder / "tokenizer.json"))
-        self.options = ["--tokenizer", self.folder / "tokenizer.json", "--eval-fraction", "0.02", *FIELD]
+        return [*self.options, "--tokenizer", self.folder / "tokenizer.json"]
 
     def write_corpus(self, files):
         """Files of more than 4 MiB, each a part of its own, with documents that are in several files or twice in one."""
@@ -179,8 +181,8 @@ class Workers(Files):
         self.assertEqual(self.bytes_of(corpus, *self.options, "--workers", "2"), want)
         limit = [*self.options, "--max-tokens", "1000001"]
         self.assertEqual(self.bytes_of(corpus, *limit, "--workers", "2"), self.bytes_of(corpus, *limit))
-        self.assertEqual(json.loads((self.out / "data.json").read_text())["train"]["tokens"] +
-                         json.loads((self.out / "data.json").read_text())["eval"]["tokens"], 1000001)
+        info = json.loads((self.out / "data.json").read_text())
+        self.assertEqual(info["train"]["tokens"] + info["eval"]["tokens"], 1000001)
 
     def test_an_error_in_a_worker_is_one_line(self):
         corpus = self.write_corpus(1)
@@ -192,11 +194,12 @@ class Workers(Files):
 
     def test_a_killed_run_goes_on_where_it_was(self):
         corpus = self.write_corpus(3)
-        want = self.bytes_of(corpus, *self.options)
+        options = self.slow_options()
+        want = self.bytes_of(corpus, *options)
         self.out = self.folder / "killed"
         for workers in ("1", "2"):
             with self.subTest(workers=workers):
-                command = [sys.executable, SCRIPT, corpus, *self.options, "--workers", workers, "--out", self.out]
+                command = [sys.executable, SCRIPT, corpus, *options, "--workers", workers, "--out", self.out]
                 process = subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL)
                 partial = self.folder / ".killed.partial"
                 while not list(partial.glob("*.npz")):
@@ -205,7 +208,7 @@ class Workers(Files):
                 process.send_signal(signal.SIGKILL)
                 process.wait()
                 made = len(list(partial.glob("*.npz")))
-                result = self.call(corpus, *self.options)
+                result = self.call(corpus, *options)
                 self.assertEqual(result.returncode, 0, result.stderr)
                 self.assertIn(f"continues: {made} of 3 parts are there", result.stderr)
                 got = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(self.out.iterdir())}
@@ -230,7 +233,7 @@ class Workers(Files):
         self.out = self.folder / "out2"
         self.assertEqual(self.call(corpus, *self.options).returncode, 2)
         bad.write_bytes(jsonl(["repaired"]))
-        result = self.call(corpus, *self.options, "--eos", "w7")
+        result = self.call(corpus, *self.options, "--keep-duplicates")
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertNotIn("continues", result.stderr)
 
