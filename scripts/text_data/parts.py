@@ -295,7 +295,7 @@ def make_in_workers(maker: PartMaker, groups: list[list[File]], missing: list[in
             future.result()
             yield index
     except BrokenProcessPool:
-        raise OSError("a worker process died, perhaps because memory ran out; use fewer --workers")
+        raise InputError("a worker process died, perhaps because memory ran out; use fewer --workers")
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for child in multiprocessing.active_children():

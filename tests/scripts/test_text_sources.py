@@ -5,11 +5,13 @@ package is missing."""
 import gzip
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 import unittest
+from pathlib import Path
 
 try:
     import numpy
@@ -216,6 +218,21 @@ class Workers(Files):
                 self.assertFalse(partial.exists())
                 for path in self.out.iterdir():
                     path.unlink()
+
+    def test_a_killed_worker_ends_the_run_with_a_message(self):
+        corpus = self.write_corpus(3)
+        command = [sys.executable, SCRIPT, corpus, *self.slow_options(), "--workers", "2", "--out", self.folder / "out"]
+        process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True)
+        workers = []
+        while not workers:
+            self.assertIsNone(process.poll())
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            workers = [child for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
+        os.kill(int(workers[0]), signal.SIGKILL)
+        _, error = process.communicate()
+        self.assertEqual(process.returncode, 2, error)
+        self.assertIn("error: a worker process died, perhaps because memory ran out; use fewer --workers\n", error)
+        self.assertNotIn("Traceback", error)
 
     def test_parts_of_other_options_or_other_files_are_not_used(self):
         corpus = self.write_corpus(2)
