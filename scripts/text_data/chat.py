@@ -151,7 +151,7 @@ class ChatTemplate:
     def _after_the_words(self, template: str, so_far: str, messages: list[dict], tools: list | None) -> str:
         """What the template puts after the words of the last message: that stays where they become longer."""
         words = messages[-1].get("content", "")
-        longer = {**messages[-1], "content": words + ("a" if not words.endswith("a") else "b")}
+        longer = {**messages[-1], "content": words + ("a" if not words.rstrip().endswith("a") else "b")}
         other, _ = self._render(template, [*messages[:-1], longer], tools)
         return os.path.commonprefix((so_far[::-1], other[::-1]))[::-1] if other != so_far else ""
 
