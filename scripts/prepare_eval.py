@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Iterator
 
-from prepare_data import ByteTokenizer, InputError, JsonTokenizer, Parser, one_line, sync_and_close, sync_folder
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from text_data.common import InputError, Parser, one_line, sync_and_close, sync_folder  # noqa: E402
+from text_data.tokenizer import make_tokenizer  # noqa: E402
 
 METRICS = ("acc", "len_norm", "pmi_dc")
 LETTERS = "ABCDE"
@@ -119,13 +121,6 @@ TASKS: dict[str, tuple[Callable[[dict], Request], str]] = {
 }
 
 
-class RequestTokenizer(JsonTokenizer):
-    """Requests do not end documents."""
-
-    def _find_eos(self, path: Path, eos_name: str | None) -> None:
-        return None
-
-
 def read_requests(path: Path, task: str) -> Iterator[Request]:
     """The requests of a file, each checked."""
     make_request, _ = TASKS[task]
@@ -171,28 +166,54 @@ def check(request: Request, where: str) -> None:
         raise InputError(f"{where}: a prompt or a choice is empty; remove the line")
 
 
-def tokenize(requests: list[Request], tokenizer) -> dict[str, list[int]]:
-    """The ids of every text, each of which is tokenized alone."""
-    texts = {text for r in requests for text in r.contexts + r.continuations + r.domains}
-    ordered = sorted(texts)
+@dataclass
+class RequestIds:
+    """The ids of a request: a context and a continuation for each choice, and of each of `domains`."""
+
+    contexts: list[list[int]]
+    continuations: list[list[int]]
+    domains: list[list[int]]
+
+
+def tokenize(requests: list[Request], tokenizer) -> list[RequestIds]:
+    """A context and its continuation are tokenized as one text, because a tokenizer may begin every text with a space.
+    A token with a character of the continuation belongs to it."""
+    pairs = [pair for request in requests for pair in zip(for_each_choice(request), request.continuations)]
     try:
-        encoded = tokenizer.encode([text.encode() for text in ordered])
+        domains = iter(tokenizer.encode([domain.encode() for request in requests for domain in request.domains]))
+        for context, continuation in pairs:
+            (context + continuation).encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can hold
         raise InputError(f"a document holds text that is not Unicode ({one_line(error)}); remove it")
-    return {text: ids.tolist() for text, ids in zip(ordered, encoded)}
+    texts = [context + continuation for context, continuation in pairs]
+    spans = [[(len(context), len(text))] for (context, _), text in zip(pairs, texts)]
+    encoded = iter(tokenizer.encode_marked(texts, spans))
+    result = []
+    for request in requests:
+        own = RequestIds([], [], [tokenizer.bos + next(domains).tolist() for _ in request.domains])
+        for _ in request.continuations:
+            ids, of_continuation = next(encoded)
+            first = int(of_continuation.argmax())
+            own.contexts.append(tokenizer.bos + ids[:first].tolist())
+            own.continuations.append(ids[first:].tolist())
+        result.append(own)
+    return result
 
 
-def document(request: Request, metric: str, ids: dict[str, list[int]]) -> dict:
+def for_each_choice(request: Request) -> list[str]:
+    return request.contexts * (len(request.continuations) if len(request.contexts) == 1 else 1)
+
+
+def document(request: Request, metric: str, ids: RequestIds) -> dict:
     """A line of the request file."""
-    shared = {"context": request.contexts}
+    own = {"context": ids.contexts}
     if metric == "pmi_dc":
-        shared["domain"] = request.domains
-    result = {"label": request.label}
-    result |= {key: ids[texts[0]] for key, texts in shared.items() if len(texts) == 1}
-    result["choices"] = []
+        own["domain"] = ids.domains
+    shared = {key: lists[0] for key, lists in own.items() if all(one == lists[0] for one in lists)}
+    result = {"label": request.label} | shared | {"choices": []}
     for i, continuation in enumerate(request.continuations):
-        choice = {key: ids[texts[i]] for key, texts in shared.items() if len(texts) > 1}
-        choice["continuation"] = ids[continuation]
+        choice = {key: lists[i] for key, lists in own.items() if key not in shared}
+        choice["continuation"] = ids.continuations[i]
         choice["characters"] = len(continuation) - 1
         choice["bytes"] = len(continuation[1:].encode())
         result["choices"].append(choice)
@@ -228,6 +249,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--out", required=True, type=Path, help="request file to create")
     add("--task", required=True, choices=sorted(TASKS), help="the task that the documents belong to")
     add("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json (default: bytes)")
+    add("--bos", metavar="NAME", help="token that begins each context, or none (default: as prepare_data.py)")
     add("--metric", choices=METRICS, help="how a choice is made (default: as OLMo does for the task)")
     add("--name", help="name of the task in results (default: that of --task)")
     options = parser.parse_args(arguments)
@@ -238,7 +260,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 def run(arguments: list[str]) -> None:
     options = parse_options(arguments)
-    tokenizer = ByteTokenizer() if options.tokenizer == "bytes" else RequestTokenizer(Path(options.tokenizer), None)
+    tokenizer = make_tokenizer(options.tokenizer, options.bos, needs_eos=False)
     metric = options.metric or TASKS[options.task][1]
     requests = list(read_requests(options.input, options.task))
     if not requests:
@@ -253,7 +275,7 @@ def run(arguments: list[str]) -> None:
         "tokenizer_sha256": tokenizer.sha256,
         "documents": len(requests),
     }
-    write_lines(options.out, [header] + [document(request, metric, ids) for request in requests])
+    write_lines(options.out, [header] + [document(request, metric, own) for request, own in zip(requests, ids)])
     print(f"{options.out}: {len(requests):,} documents of {options.task}, metric {metric}")
 
 

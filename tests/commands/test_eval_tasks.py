@@ -170,7 +170,7 @@ class Tasks(RunFolder):
         for line, (_, contexts, choices, _, _) in zip(lines, TASKS["piqa"][1]):
             def ids(text):
                 return tokenizer.encode(text, add_special_tokens=False).ids
-            self.assertEqual(line["context"], ids(contexts[0]))
+            self.assertEqual(line["context"], [0, *ids(contexts[0])])  # with the <s> that the tokenizer asks for
             self.assertEqual([choice["continuation"] for choice in line["choices"]], [ids(text) for text in choices])
             self.assertLess(len(line["context"]), len(contexts[0]))  # not bytes
 

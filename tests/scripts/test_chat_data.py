@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
-"""Tests of prepare_data.py --chat. Exits with 77 (skipped) where numpy is missing."""
+"""Tests of prepare_data.py --chat. Exits with 77 (skipped) where a package is missing."""
+
+import os
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # else it says that PyTorch is missing
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,19 +19,24 @@ except ImportError:
     sys.exit(77)
 
 try:
-    import jinja2
-except ImportError:
-    jinja2 = None
-
-try:
     import tokenizers
+    import transformers
 except ImportError:
-    tokenizers = None
+    print("skipped: tokenizers or transformers is missing")
+    sys.exit(77)
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-import chat_data  # noqa: E402
+from text_data.chat import ChatError, ChatTemplate  # noqa: E402
+from text_data.common import InputError  # noqa: E402
+from text_data.packing import Packer  # noqa: E402
+from text_data.readers import conversation_of  # noqa: E402
+from text_data.tokenizer import ByteTokenizer, make_tokenizer  # noqa: E402
 
+from chat_tokenizers import make_chat_tokenizer  # noqa: E402
+from preparation import Preparation  # noqa: E402
+
+FIXTURES = ROOT / "tests/fixtures"
 EOS = 256  # of the byte tokenizer
 DIALOGUE = [
     {"role": "system", "content": "Be brief."},
@@ -44,22 +52,35 @@ CHATML_JINJA = (
 )
 
 
-def marked(pieces):
-    """The text with what is to be learnt in braces."""
-    return "".join("{" + text + "}" if learnt else text for text, learnt in pieces)
+def marked(name, messages):
+    """The text of a conversation with the targets in braces."""
+    text, spans = ChatTemplate(str(name), ByteTokenizer()).text_and_spans(messages)
+    for first, last in reversed(spans):
+        text = text[:first] + "{" + text[first:last] + "}" + text[last:]
+    return text
 
 
 class Templates(unittest.TestCase):
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = Path(temporary.name)
+
+    def config(self, chat_template, **more):
+        path = self.folder / "tokenizer_config.json"
+        path.write_text(json.dumps({"chat_template": chat_template, "bos_token": {"content": "<s>"}, **more}))
+        return path
+
     def test_chatml(self):
         self.assertEqual(
-            marked(chat_data.chatml(DIALOGUE[:3])),
+            marked("chatml", DIALOGUE[:3]),
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
             "{Hello.<|im_end|>}\n",
         )
 
     def test_llama3(self):
         self.assertEqual(
-            marked(chat_data.llama3(DIALOGUE[1:4])),
+            marked("llama3", DIALOGUE[1:4]),
             "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
             "<|start_header_id|>assistant<|end_header_id|>\n\n{Hello.<|eot_id|>}"
             "<|start_header_id|>user<|end_header_id|>\n\nBye<|eot_id|>",
@@ -67,43 +88,118 @@ class Templates(unittest.TestCase):
 
     def test_llama2(self):
         self.assertEqual(
-            marked(chat_data.llama2(DIALOGUE)),
+            marked("llama2", DIALOGUE),
             "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST]{ Hello. </s>}<s>[INST] Bye [/INST]{ Bye! </s>}",
         )
-        with self.assertRaisesRegex(chat_data.ChatError, "user and assistant in turn"):
-            chat_data.llama2(DIALOGUE[2:])
+        with self.assertRaisesRegex(ChatError, "user and assistant in turn"):
+            marked("llama2", DIALOGUE[2:])
 
-    @unittest.skipIf(jinja2 is None, "jinja2 is missing")
-    def test_a_jinja_template_marks_the_same(self):
+    def test_a_template_without_generation_marks_up_to_the_token_that_ends_the_turn(self):
+        path = self.config(CHATML_JINJA, eos_token="<|im_end|>")
+        for messages in (DIALOGUE, QUESTION, DIALOGUE[:4], DIALOGUE[:2]):
+            with self.subTest(messages=len(messages)):
+                self.assertEqual(marked(path, messages), marked("chatml", messages))
+        self.assertEqual(marked(self.config("{{ bos_token }}{{ messages[0].content }}"), QUESTION[:1]), "<s>1+1?")
+
+    def test_an_earlier_turn_may_be_shown_in_another_way_than_the_last(self):
+        shorter = CHATML_JINJA.replace(
+            "message['content']", "(message['content'] if loop.last else message['content'].split('</think>')[-1])"
+        )
+        thinking = [{**m, "content": "<think>Hm</think>" + m["content"]} for m in DIALOGUE]
+        messages = [m if m["role"] == "user" else t for m, t in zip(DIALOGUE, thinking)][1:]
+        self.assertEqual(
+            marked(self.config(shorter, eos_token="<|im_end|>"), messages),
+            marked("chatml", DIALOGUE[1:4] + thinking[4:]),
+        )
+        with self.assertRaisesRegex(ChatError, "mark them in it with {% generation %}"):
+            marked(self.config("{{ messages | length }}"), DIALOGUE)
+
+    def test_all_forms_in_which_models_have_their_template(self):
+        want = marked("chatml", DIALOGUE)
+        listed = [{"name": "rag", "template": "{{ 1 }}"}, {"name": "default", "template": CHATML_JINJA}]
+        self.assertEqual(marked(self.config(listed, eos_token="<|im_end|>"), DIALOGUE), want)
+        self.assertEqual(marked(self.folder, DIALOGUE), want)
+        self.config(None, eos_token="<|im_end|>")
+        jinja = self.folder / "chat_template.jinja"
+        jinja.write_text(CHATML_JINJA)
+        for name in (jinja, self.folder, self.folder / "tokenizer_config.json"):
+            self.assertEqual(marked(name, DIALOGUE), want)
+
+    def test_expressions_of_transformers_are_there(self):
+        source = (
+            "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
+            "{{ strftime_now('%Y') | length }}{% generation %}<&>{% endgeneration %}"
+        )
+        messages = [{"role": "user", "content": "<é&>"}, {"role": "assistant", "content": "b"}]
+        self.assertEqual(marked(self.config(source), messages), '{"role": "user", "content": "<é&>"}4{<&>}')
+
+    def test_bad_templates(self):
+        for source, kind, message in (
+            ("{{ raise_exception('no system') }}", ChatError, "no system"),
+            ("{{ 1 + 'a' }}", ChatError, "refuses the conversation"),
+            ("{% if %}", InputError, "cannot be used"),
+            (None, InputError, "has no chat_template"),
+            ([{"name": "rag", "template": "x"}], InputError, "has the chat templates rag and none named default"),
+        ):
+            with self.subTest(source=source), self.assertRaisesRegex(kind, message):
+                marked(self.config(source), DIALOGUE)
+
+
+class Fixtures(unittest.TestCase):
+    def check(self, template_of):
+        """Ids and marks by a template, which template_of makes of (folder, text) and which is given by the path that it
+        returns, against those of transformers."""
+        fixture = json.loads((FIXTURES / "chat_templates.json").read_text())
+        self.assertGreaterEqual(len(fixture), 10)
+        for name, cases in fixture.items():
+            with tempfile.TemporaryDirectory() as folder:
+                tokenizer_path = make_chat_tokenizer(name, Path(folder))
+                path = template_of(Path(folder), (FIXTURES / "chat_templates" / f"{name}.jinja").read_text())
+                template = ChatTemplate(str(path), make_tokenizer(str(tokenizer_path)))
+                for number, case in enumerate(cases):
+                    with self.subTest(name=name, number=number):
+                        document = conversation_of(case["record"], "here")
+                        ((ids, marks),) = template.mark([document], ["here"])
+                        self.assertEqual(ids.tolist(), case["ids"])
+                        self.assertEqual((marks & 1)[1:].tolist(), case["mask"][1:])
+                        self.assertEqual(marks[0], 2)
+
+    def test_ids_and_masks_are_those_of_transformers(self):
+        def jinja(folder, text):
+            (folder / "chat_template.jinja").write_text(text)
+            return folder
+
+        def in_config(folder, text):
+            path = folder / "tokenizer_config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": text}))
+            return path
+
+        self.check(jinja)
+        self.check(in_config)
+        self.check(lambda folder, text: in_config(folder, [{"name": "default", "template": text}]))
+
+    def test_calls_of_tools_are_targets(self):
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "<é>"}}}
+        record = {"messages": [
+            {"role": "user", "content": "1 + 1?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "It is 2."},
+        ], "tools": [call]}
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "tokenizer_config.json"
-
-            def template(source):
-                path.write_text(json.dumps({"chat_template": source, "bos_token": {"content": "<s>"}}))
-                return chat_data.make_template(str(path))
-
-            chatml = template(CHATML_JINJA)
-            for messages in (DIALOGUE, QUESTION, DIALOGUE[:4], DIALOGUE[:2]):
-                with self.subTest(messages=len(messages)):
-                    # The template's own line end belongs to the turn; the built-in one leaves it out of the loss.
-                    expected = marked(chat_data.chatml(messages)).replace("<|im_end|>}\n", "<|im_end|>\n}")
-                    self.assertEqual(marked(chatml(messages)), expected)
-            self.assertEqual(marked(template("{{ bos_token }}{{ messages[0].content }}")(QUESTION[:1])), "<s>1+1?")
-            for source, message in (
-                ("{{ raise_exception('no system') }}", "no system"),
-                ("{{ messages | length }}", "changes what came before"),
-                ("{% if %}", "cannot be used"),
-                (None, "has no chat_template"),
-            ):
-                with self.assertRaisesRegex(chat_data.ChatError, message):
-                    template(source)(DIALOGUE)
+            tokenizer = make_tokenizer(str(make_chat_tokenizer("qwen25", Path(folder))))
+            template = ChatTemplate(str(FIXTURES / "chat_templates/qwen25.jinja"), tokenizer)
+            text, spans = template.text_and_spans(**json.loads(conversation_of(record, "here")))
+        self.assertIn(json.dumps(call, ensure_ascii=False), text)
+        calls = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "<é>"}}\n</tool_call><|im_end|>'
+        self.assertEqual([text[first:last] for first, last in spans], [calls, "It is 2.<|im_end|>"])
 
 
 class Packing(unittest.TestCase):
     def test_every_conversation_is_in_one_sequence_once(self):
         random = np.random.default_rng(1)
         written = []
-        packer = chat_data.Packer(64, EOS, lambda tokens, marks: written.append((tokens, marks)))
+        packer = Packer(64, EOS, lambda tokens, marks: written.append((tokens, marks)))
         given = {}
         for number in range(1000, 4000):
             given[number] = int(random.integers(1, 65))
@@ -130,25 +226,13 @@ class Packing(unittest.TestCase):
         self.assertLess(padding, 0.03 * 64 * len(written))
 
 
-class Files(unittest.TestCase):
-    def setUp(self):
-        temporary = tempfile.TemporaryDirectory()
-        self.addCleanup(temporary.cleanup)
-        self.folder = Path(temporary.name)
-        self.out = self.folder / "out"
-
+class Files(Preparation):
     def write_chats(self, conversations):
-        path = self.folder / "chats.jsonl"
-        path.write_text("".join(json.dumps({"messages": c, "id": 1}) + "\n\n" for c in conversations))
-        return path
-
-    def call(self, *arguments):
-        command = [sys.executable, ROOT / "scripts/prepare_data.py", *arguments, "--out", self.out]
-        return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300)
+        return self.write("chats.jsonl", "".join(json.dumps({"messages": c, "id": 1}) + "\n\n" for c in conversations))
 
     def prepare(self, *arguments):
-        result = self.call(*arguments)
-        self.assertEqual(result.returncode, 0, result.stderr)
+        """Runs it, which must succeed without a word, and returns data.json."""
+        self.assertEqual(self.call_in_this_process(*arguments), (0, ""))
         return json.loads((self.out / "data.json").read_text())
 
     def read(self, name="train-00000"):
@@ -157,10 +241,11 @@ class Files(unittest.TestCase):
     def test_files_hold_the_template_with_its_marks(self):
         info = self.prepare(self.write_chats([QUESTION]), "--chat", "chatml", "--sequence-length", 128)
         tokens, marks = self.read()
-        pieces = chat_data.chatml(QUESTION)
-        text = "".join(piece for piece, _ in pieces).encode()
+        text = b"<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
         self.assertEqual(tokens.tolist(), [*text, *[EOS] * (128 - len(text))])
-        expected = [int(learnt) for piece, learnt in pieces for _ in piece] + [0] * (128 - len(text))
+        expected = [0] * 128
+        first = text.index(b"2<|im_end|>")
+        expected[first : len(text) - 1] = [1] * len("2<|im_end|>")
         expected[0] = expected[len(text)] = 2
         self.assertEqual(marks.tolist(), expected)
         self.assertEqual(info["train"]["targets"], len("2<|im_end|>"))
@@ -192,7 +277,6 @@ class Files(unittest.TestCase):
                 self.assertEqual(len(marks), len(tokens))
                 self.assertTrue((marks.reshape(-1, 400)[:, 0] == 2).all())
 
-    @unittest.skipIf(tokenizers is None, "tokenizers is missing")
     def test_markers_that_are_no_tokens_are_told(self):
         words = {"<|im_start|>": 0, "<|im_end|>": 1, "<|endoftext|>": 2, "[UNK]": 3}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
@@ -200,8 +284,7 @@ class Files(unittest.TestCase):
         tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
         tokenizer.save(str(self.folder / "tokenizer.json"))
         arguments = (self.write_chats([QUESTION]), "--tokenizer", self.folder / "tokenizer.json", "--sequence-length", 16)
-        result = self.call(*arguments, "--chat", "chatml")
-        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.prepare(*arguments, "--chat", "chatml")
         tokens, marks = self.read()
         # <|im_start|> user / 1+1? <|im_end|> / <|im_start|> assistant / 2 <|im_end|>
         self.assertEqual(tokens.tolist(), [0, 3, 3, 1, 0, 3, 3, 1] + [2] * 8)
@@ -245,24 +328,19 @@ class Files(unittest.TestCase):
         ):
             with self.subTest(line=line):
                 path.write_text(f"{good}\n{line}\n")
-                result = self.call(path, "--chat", "chatml", "--sequence-length", 64)
-                self.assertEqual(result.returncode, 2)
-                self.assertIn(f"chats.jsonl:2: {message}", result.stderr)
-                self.assertFalse(self.out.exists())
+                self.refuse(f"chats.jsonl:2: {message}", path, "--chat", "chatml", "--sequence-length", 64)
         path.write_text(good)
         for arguments, message in (
             (("--chat", "chatml"), "give --sequence-length"),
             (("--chat", "chatml", "--sequence-length", 1), "give --sequence-length"),
             (("--chat", "chatml", "--sequence-length", 64, "--max-tokens", 5), "--max-tokens cannot be used with --chat"),
             (("--chat", "chatml", "--sequence-length", 64, "--jsonl-field", "x"), "--jsonl-field cannot be used"),
+            (("--chat", "chatml", "--sequence-length", 64, "--bos", "<s>"), "--bos cannot be used with --chat"),
             (("--sequence-length", 64), "it needs --chat"),
             (("--chat", "no-such-template", "--sequence-length", 64), "--chat no-such-template: "),
         ):
             with self.subTest(arguments=arguments):
-                result = self.call(path, *arguments)
-                self.assertEqual(result.returncode, 2)
-                self.assertIn(message, result.stderr)
-                self.assertEqual(len(result.stderr.splitlines()), 1)
+                self.refuse(message, path, *arguments)
 
 
 if __name__ == "__main__":

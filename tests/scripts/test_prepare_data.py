@@ -1,20 +1,13 @@
 #!/usr/bin/env python3
 """Tests of scripts/prepare_data.py. Exits with 77 (skipped) where numpy is missing."""
 
-import contextlib
 import gzip
 import hashlib
-import importlib.util
-import io
 import json
 import os
 import resource
-import subprocess
 import sys
-import tempfile
 import unittest
-from pathlib import Path
-from unittest import mock
 
 try:
     import numpy as np
@@ -27,12 +20,9 @@ try:
 except ImportError:
     tokenizers = None
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
-EOS = 256
+from preparation import Preparation  # noqa: E402
 
-spec = importlib.util.spec_from_file_location("prepare_data", SCRIPT)
-prepare_data = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(prepare_data)
+EOS = 256
 
 
 def ids_of(*texts):
@@ -48,55 +38,7 @@ def is_held_out(text, fraction):
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-class PrepareDataTest(unittest.TestCase):
-    def setUp(self):
-        temporary = tempfile.TemporaryDirectory()
-        self.addCleanup(temporary.cleanup)
-        self.folder = Path(temporary.name)
-        self.out = self.folder / "out"
-
-    def write(self, name, content):
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return path
-
-    def write_jsonl(self, name, texts, field="text"):
-        return self.write(name, "".join(json.dumps({"id": 1, field: t}) + "\n" for t in texts))
-
-    def call(self, *arguments, preexec=None):
-        command = [sys.executable, str(SCRIPT), *map(str, arguments), "--out", str(self.out)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, preexec_fn=preexec)
-
-    def call_in_this_process(self, *arguments):
-        """Saves starting Python for each of many errors. Returns (exit code, standard error)."""
-        error = io.StringIO()
-        command = ["prepare_data.py", *map(str, arguments), "--out", str(self.out)]
-        with mock.patch.object(sys, "argv", command), contextlib.redirect_stderr(error):
-            return prepare_data.main(), error.getvalue()
-
-    def prepare(self, *arguments):
-        """Runs it, which must succeed, and returns data.json."""
-        result = self.call(*arguments)
-        self.assertEqual(result.returncode, 0, result.stderr)
-        self.assertEqual(self.leftovers(), [])
-        return json.loads((self.out / "data.json").read_text())
-
-    def refuse(self, message, *arguments):
-        """Runs it, which must end with exit code 2, one line that holds `message`, and no output."""
-        code, error = self.call_in_this_process(*arguments)
-        self.assertEqual(code, 2, error)
-        self.assertRegex(error, r"\Aprepare_data: error: [^\n]+\n\Z")
-        self.assertIn(message, error)
-        self.assertFalse(self.out.exists())
-        self.assertEqual(self.leftovers(), [])
-
-    def leftovers(self):
-        return [p.name for p in self.folder.iterdir() if p.name.startswith(".out")]
-
-    def ids(self, name="train-00000.npy", dtype="<u2"):
-        return np.fromfile(self.out / name, dtype).tolist()
-
+class PrepareDataTest(Preparation):
     # --- documents
 
     def test_folder_in_sorted_order(self):
@@ -273,9 +215,9 @@ class PrepareDataTest(unittest.TestCase):
             ("0 files matched", "empty", ["--include", "*.md"]),
             ("bad.gz: cannot be read", "bad.gz", []),
             ("cut.gz: cannot be read", "cut.gz", []),
-            ("a.jsonl: is JSON Lines; name the field", "a.jsonl", []),
+            ("a.jsonl: is JSON, not plain text; name the field", "a.jsonl", []),
             ("number.json:2: has no string field", "number.json", field),
-            ("list.json:1: has no string field", "list.json", field),
+            ("list.json:1: is an array; give JSON Lines", "list.json", field),
             ("broken.json:3: is not JSON", "broken.json", field),
             ('a.jsonl:1: has no string field "body"', "a.jsonl", ["--jsonl-field", "body"]),
         ):

@@ -1,0 +1,169 @@
+"""Makes text of a conversation, and says which of it counts in the loss.
+
+Chat templates are rendered by the transformers library, so that a model is trained on the text that it is prompted with.
+The text is tokenized as a whole. What the assistant says is a target, up to the token that ends its turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+
+from .common import InputError, one_line
+from .tokenizer import Span, special_tokens_of, tokenizer_config
+
+MARK_TARGET, MARK_DOCUMENT_START = 1, 2
+BUILT_IN = Path(__file__).resolve().parent / "templates"
+# Tokens that the text of a built-in template needs.
+MARKERS = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama2": ("<s>", "</s>"),
+    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+}
+
+
+class ChatError(Exception):
+    """What is wrong with a conversation and what to do, without its place."""
+
+
+def import_renderer():
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it says that PyTorch is missing
+    try:
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError:
+        raise InputError("--chat needs the transformers package; install it with: pip install transformers jinja2")
+    return render_jinja_template
+
+
+def template_texts(path: Path) -> dict[str, str]:
+    """The templates in a file by name: a .jinja file has one, "default"; a tokenizer_config.json has one or a list."""
+    try:
+        if path.suffix == ".jinja":
+            return {"default": path.read_text(encoding="utf-8")}
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"--chat {path}: cannot be read ({error.strerror}); give {', '.join(MARKERS)}, a file or a folder")
+    except ValueError as error:
+        raise InputError(f"--chat {path}: is not JSON ({one_line(error)}); give a .jinja or a tokenizer_config.json")
+    found = config.get("chat_template") if isinstance(config, dict) else None
+    if isinstance(found, str):
+        return {"default": found}
+    if isinstance(found, list) and all(isinstance(t, dict) and {"name", "template"} <= t.keys() for t in found):
+        return {template["name"]: template["template"] for template in found}
+    beside = path.with_name("chat_template.jinja")
+    if beside.is_file():
+        return template_texts(beside)
+    raise InputError(f"--chat {path}: has no chat_template; use {', '.join(MARKERS)} or a .jinja file")
+
+
+class ChatTemplate:
+    """One of the built-in templates, or that of a file or a folder of a model."""
+
+    def __init__(self, name: str, tokenizer):
+        path = BUILT_IN / f"{name}.jinja" if name in MARKERS else Path(name)
+        if path.is_dir():
+            jinja = path / "chat_template.jinja"
+            path = jinja if jinja.is_file() else path / "tokenizer_config.json"
+        self._place = f"--chat {name}"
+        self.texts = template_texts(path)
+        self._special_tokens = tokenizer.special_tokens | special_tokens_of(tokenizer_config(path.parent))
+        self._tokenizer = tokenizer
+        ends = set(tokenizer.added_tokens) | {self._special_tokens.get("eos_token", "")}
+        self._ends = sorted(ends - {""}, key=len, reverse=True)  # the longest of those that begin alike
+        self._render_template = import_renderer()
+        from jinja2 import TemplateSyntaxError
+
+        self._syntax_error = TemplateSyntaxError
+
+    def mark(self, documents: list[bytes], places: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Tokens and marks of conversations, as readers.conversation_of writes them, from these places."""
+        texts, spans = [], []
+        for document, place in zip(documents, places):
+            try:
+                text, marked = self.text_and_spans(**json.loads(document))
+            except ChatError as error:
+                raise InputError(f"{place}: {error}")
+            texts.append(text)
+            spans.append(marked)
+        result = []
+        for ids, targets in self._tokenizer.encode_marked(texts, spans):
+            marks = np.where(targets, MARK_TARGET, 0).astype(np.uint8)
+            marks[:1] = MARK_DOCUMENT_START  # nothing predicts the first token of a document
+            result.append((ids, marks))
+        return result
+
+    def text_and_spans(self, messages: list[dict], tools: list | None = None) -> tuple[str, list[Span]]:
+        """The text of a conversation, and where in it the targets are."""
+        template = self._template_for(tools)
+        if re.search(r"\{%-?\s*generation\s*-?%\}", template):
+            return self._render(template, messages, tools, return_assistant_tokens_mask=True)
+        text, _ = self._render(template, messages, tools)
+        return text, list(self._assistant_spans(template, text, messages, tools))
+
+    def _template_for(self, tools: list | None) -> str:
+        """As transformers chooses among several."""
+        name = "tool_use" if tools is not None and "tool_use" in self.texts else "default"
+        if name not in self.texts:
+            raise InputError(
+                f"{self._place}: has the chat templates {', '.join(self.texts)} and none named default; "
+                "write one of them into a .jinja file"
+            )
+        return self.texts[name]
+
+    def _render(self, template: str, messages: list[dict], tools: list | None, **options) -> tuple[str, list[Span]]:
+        try:
+            texts, spans = self._render_template(
+                [messages], tools=tools, chat_template=template, **self._special_tokens, **options
+            )
+        except self._syntax_error as error:
+            raise InputError(f"{self._place}: its chat template cannot be used ({one_line(error)}); give another")
+        except Exception as error:  # whatever the template's expressions raise
+            raise ChatError(f"the chat template refuses the conversation ({one_line(error)}); fix it or leave it out")
+        return texts[0], spans[0] if spans else []
+
+    def _assistant_spans(self, template: str, text: str, messages: list[dict], tools: list | None) -> Iterator[Span]:
+        """A turn begins where the prompt for it ends, and ends with the token that the template puts after its words."""
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt, _ = self._render(template, messages[:number], tools, add_generation_prompt=True)
+            so_far, _ = self._render(template, messages[: number + 1], tools)
+            rest = self._after_the_words(template, so_far, messages[: number + 1], tools)
+            end = self._end_of_turn(rest, message)
+            if text.startswith(so_far):
+                first, last = len(prompt), len(so_far) - len(rest) + len(end)
+            else:  # an earlier turn may look otherwise than a last one, as without its reasoning
+                first = len(prompt)
+                found = text.find(end, first) if end else -1
+                last = found + len(end) if found >= 0 else -1
+            if not text.startswith(prompt) or last < first:
+                raise ChatError(
+                    "the chat template changes what came before when a message is added, so that the assistant's "
+                    "words cannot be told apart; mark them in it with {% generation %}"
+                )
+            yield first, last
+
+    def _after_the_words(self, template: str, so_far: str, messages: list[dict], tools: list | None) -> str:
+        """What the template puts after the words of the last message: that stays where they become longer."""
+        words = messages[-1].get("content", "")
+        longer = {**messages[-1], "content": words + ("a" if not words.rstrip().endswith("a") else "b")}
+        other, _ = self._render(template, [*messages[:-1], longer], tools)
+        return os.path.commonprefix((so_far[::-1], other[::-1]))[::-1] if other != so_far else ""
+
+    def _end_of_turn(self, rest: str, message: dict) -> str:
+        """`rest` up to its first token of the tokenizer's own, after the last one where it holds calls of tools."""
+        ends = [match.end() for match in re.finditer("|".join(map(re.escape, self._ends)), rest)] if self._ends else []
+        if not ends:
+            return rest
+        return rest[: ends[-1] if message.get("tool_calls") else ends[0]]
+
+
+def spelled_out_markers(name: str, tokenizer) -> list[str]:
+    """The markers of a built-in template that are several tokens of a tokenizer, which was then not made for it."""
+    markers = MARKERS.get(name, ())
+    return [marker for marker, ids in zip(markers, tokenizer.encode([m.encode() for m in markers])) if len(ids) != 1]

@@ -1,0 +1,322 @@
+"""Tokenizes the input files, a group of them at a time, into parts that a later run of the same command finds again.
+
+A part is what one group holds: KEY.ids (ids one after the other), with conversations KEY.marks (a byte per id), and
+KEY.npz (see Part), whose presence says that the part is complete. KEY depends on all that decides the ids.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Callable, Iterator
+
+import numpy as np
+
+from .chat import ChatTemplate
+from .common import InputError, sync
+from .readers import InputFile, Reading
+from .tokenizer import make_tokenizer
+
+# Counts changes of what a part holds.
+VERSION = 1
+# Documents are tokenized together up to this many bytes, so that a tokenizer can use all cores.
+BATCH_BYTES = 8 * 2**20
+# Small files are made together into a part up to this size; a larger file is one of its own.
+GROUP_BYTES = 4 * 2**20
+REPORT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides which ids the documents have."""
+
+    reading: Reading
+    tokenizer: str  # bytes, or the path of a tokenizer.json
+    bos: str | None
+    eos: str | None
+    chat: str | None
+    max_tokens: int | None
+    keep_duplicates: bool
+
+
+@dataclass(frozen=True)
+class File:
+    path: Path
+    size: int
+    changed: int  # modification time in nanoseconds
+
+
+@dataclass(frozen=True)
+class Part:
+    """A complete part. Documents are distinct, except with Settings.keep_duplicates."""
+
+    path: Path  # without a suffix
+    digests: np.ndarray  # uint8 [documents, 16]: BLAKE2b of the document
+    lengths: np.ndarray  # int64 [documents]: tokens
+    counts: dict[str, int]  # files, binary_files, empty_documents, duplicate_documents
+
+    def tokens(self, suffix: str, dtype: str) -> np.ndarray:
+        path = self.path.with_suffix(suffix)
+        return np.memmap(path, dtype, "r") if path.stat().st_size > 0 else np.zeros(0, dtype)
+
+
+def stat_file(path: Path) -> File:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); fix it or leave it out")
+    return File(path, status.st_size, status.st_mtime_ns)
+
+
+def groups_of(files: list[File]) -> list[list[File]]:
+    """Files that follow each other, together while they are small."""
+    groups: list[list[File]] = []
+    size = GROUP_BYTES
+    for file in files:
+        if size >= GROUP_BYTES or file.size >= GROUP_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(file)
+        size += file.size
+    return groups
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counters that all processes share, and a thread that prints them."""
+
+    bytes_read: multiprocessing.Value
+    tokens: multiprocessing.Value
+
+    def add(self, bytes_read: int, tokens: int) -> None:
+        for counter, more in ((self.bytes_read, bytes_read), (self.tokens, tokens)):
+            with counter.get_lock():
+                counter.value += more
+
+    def line(self, total: int, seconds: float) -> str:
+        """Of `total` bytes in all, after so many seconds."""
+        done, tokens = self.bytes_read.value, self.tokens.value
+        left = (total - done) * seconds / done if done else 0
+        return (
+            f"{100 * done / max(total, 1):.1f} % of {total / 1e9:.3f} GB read, {tokens:,} tokens, "
+            f"{tokens / seconds:,.0f} tokens/s, {int(left // 3600)}:{int(left // 60 % 60):02}:{int(left % 60):02} left"
+        )
+
+    def report(self, total: int, print_line: Callable[[str], None]) -> threading.Event:
+        """Prints a line every few seconds until the event is set."""
+        start, stop = time.monotonic(), threading.Event()
+
+        def run() -> None:
+            while not stop.wait(REPORT_SECONDS):
+                print_line(self.line(total, time.monotonic() - start))
+
+        threading.Thread(target=run, daemon=True).start()
+        return stop
+
+
+def make_progress() -> Progress:
+    context = multiprocessing.get_context("spawn")
+    return Progress(context.Value("q", 0), context.Value("q", 0))
+
+
+class PartMaker:
+    """Makes parts in a folder; a process has one."""
+
+    def __init__(self, settings: Settings, folder: Path, progress: Progress):
+        self.settings, self.folder, self.progress = settings, folder, progress
+        self.tokenizer = make_tokenizer(settings.tokenizer, settings.bos, settings.eos)
+        self._template = ChatTemplate(settings.chat, self.tokenizer) if settings.chat is not None else None
+        self.dtype = "<u2" if self.tokenizer.vocab_size <= 2**16 else "<u4"
+        templates = self._template.texts if self._template is not None else None
+        known = [VERSION, asdict(settings), self.tokenizer.sha256, self.tokenizer.bos, self.tokenizer.eos, templates]
+        self._fingerprint = json.dumps(known)
+
+    def path(self, index: int, group: list[File]) -> Path:
+        files = [(str(file.path.resolve()), file.size, file.changed) for file in group]
+        key = hashlib.blake2b(json.dumps([self._fingerprint, index, files]).encode(), digest_size=12).hexdigest()
+        return self.folder / f"{index:06d}-{key}"
+
+    def make(self, index: int, group: list[File]) -> None:
+        path = self.path(index, group)
+        counts = collections.Counter(files=0, binary_files=0, empty_documents=0, duplicate_documents=0)
+        digests, lengths, total = bytearray(), array.array("q"), 0
+        suffixes = [".ids"] if self._template is None else [".ids", ".marks"]
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(open(path.with_suffix(suffix), "wb")) for suffix in suffixes]
+            for batch in batches(self._documents(group, counts)):
+                for (_, digest, _), arrays in zip(batch, self._encode(batch)):
+                    for file, content in zip(files, arrays):
+                        file.write(content.data)
+                    digests += digest
+                    lengths.append(len(arrays[0]))
+                more = sum(lengths[-len(batch) :])
+                self.progress.add(0, more)
+                total += more
+                # More than the first max_tokens of a part are never taken, because its documents are distinct.
+                if self.settings.max_tokens is not None and total >= self.settings.max_tokens:
+                    break
+            for file in files:
+                sync(file)
+        with open(path.with_suffix(".tmp"), "wb") as file:
+            np.savez(
+                file,
+                digests=np.frombuffer(digests, np.uint8).reshape(-1, 16),
+                lengths=np.array(lengths, np.int64),
+                counts=np.array(list(counts.values())),
+                names=np.array(list(counts)),
+            )
+            sync(file)
+        path.with_suffix(".tmp").rename(path.with_suffix(".npz"))
+
+    def _documents(self, group: list[File], counts: collections.Counter) -> Iterator[tuple[bytes, bytes, str]]:
+        """(document, digest, place)"""
+        seen: set[int] = set()
+        for file in group:
+            counts["files"] += 1
+            source = InputFile(file.path, self.settings.reading)
+            reported = 0
+            for document in source.documents():
+                self._check_text(document, file.path)
+                digest = hashlib.blake2b(document, digest_size=16).digest()
+                if not document.strip():
+                    counts["empty_documents"] += 1
+                elif not self.settings.keep_duplicates and not is_new(digest, seen):
+                    counts["duplicate_documents"] += 1
+                else:
+                    yield document, digest, source.place
+                    position = min(source.position, file.size)
+                    self.progress.add(position - reported, 0)
+                    reported = position
+            counts["binary_files"] += source.is_binary
+            self.progress.add(file.size - reported, 0)
+
+    def _check_text(self, document: bytes, path: Path) -> None:
+        if self.settings.tokenizer == "bytes":
+            return
+        try:
+            document.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: is not UTF-8 (byte {error.start} of a document); convert it or leave it out")
+
+    def _encode(self, batch: list[tuple[bytes, bytes, str]]) -> Iterator[tuple[np.ndarray, ...]]:
+        """The ids of each document, of a conversation with its marks."""
+        documents = [document for document, _, _ in batch]
+        if self._template is not None:
+            for ids, marks in self._template.mark(documents, [place for _, _, place in batch]):
+                yield ids.astype(self.dtype), marks
+            return
+        bos, eos = self.tokenizer.bos, [self.tokenizer.eos]
+        for ids in self.tokenizer.encode(documents):
+            yield (np.concatenate((bos, ids, eos), dtype=self.dtype, casting="unsafe"),)
+
+
+def is_new(digest: bytes, seen: set[int]) -> bool:
+    """Whether a document was not there before; adds it."""
+    # Half of the digest, to save memory: a false match among 100 million documents has a chance of 1 in 4000.
+    key = int.from_bytes(digest[8:], "big")
+    if key in seen:
+        return False
+    seen.add(key)
+    return True
+
+
+def batches(documents: Iterator[tuple[bytes, bytes, str]]) -> Iterator[list[tuple[bytes, bytes, str]]]:
+    batch: list[tuple[bytes, bytes, str]] = []
+    size = 0
+    for item in documents:
+        batch.append(item)
+        size += len(item[0])
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def load_part(path: Path) -> Part:
+    with np.load(path.with_suffix(".npz")) as stored:
+        counts = dict(zip(stored["names"].tolist(), stored["counts"].tolist()))
+        return Part(path, stored["digests"], stored["lengths"], counts)
+
+
+def make_parts(maker: PartMaker, groups: list[list[File]], workers: int) -> Iterator[Part]:
+    """The parts of all groups in order. Those that are there are not made again."""
+    missing = [index for index, group in enumerate(groups) if not is_made(maker.path(index, group))]
+    made = (make_here if workers == 1 else make_in_workers)(maker, groups, missing, workers)
+    waiting = set(missing)
+    try:
+        for index, group in enumerate(groups):
+            while index in waiting:
+                waiting.remove(next(made))
+            yield load_part(maker.path(index, group))
+    finally:
+        made.close()
+
+
+def is_made(path: Path) -> bool:
+    return path.with_suffix(".npz").exists()
+
+
+def make_here(maker: PartMaker, groups: list[list[File]], missing: list[int], _: int) -> Iterator[int]:
+    """Makes these parts in order and gives their indices."""
+    for index in missing:
+        maker.make(index, groups[index])
+        yield index
+
+
+def make_in_workers(maker: PartMaker, groups: list[list[File]], missing: list[int], workers: int) -> Iterator[int]:
+    """The same in several processes."""
+    progress = maker.progress
+    arguments = (maker.settings, maker.folder, progress.bytes_read, progress.tokens)
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, start_worker, arguments)
+    pending: collections.deque = collections.deque()
+    left = iter(missing)
+    try:
+        while True:
+            # Enough beyond the first that no worker waits for it, and no more, because max_tokens may end the run.
+            while len(pending) < 4 * workers and (index := next(left, None)) is not None:
+                pending.append((index, pool.submit(make_in_worker, index, groups[index])))
+            if not pending:
+                return
+            index, future = pending.popleft()
+            future.result()
+            yield index
+    except BrokenProcessPool:
+        raise InputError("a worker process died, perhaps because memory ran out; use fewer --workers")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():
+            child.terminate()
+
+
+worker_maker: PartMaker | None = None
+
+
+def start_worker(settings: Settings, folder: Path, bytes_read, tokens) -> None:
+    global worker_maker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one thread
+    worker_maker = PartMaker(settings, folder, Progress(bytes_read, tokens))
+
+
+def end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def make_in_worker(index: int, group: list[File]) -> None:
+    worker_maker.make(index, group)

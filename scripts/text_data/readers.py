@@ -1,0 +1,287 @@
+"""Finds the input files and reads the documents in them.
+
+A file is plain text, JSON Lines, Parquet, or a table in the Arrow format, in which Hugging Face's datasets library keeps
+a data set on disk. Text and JSON Lines may be compressed (.gz, .zst).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import gzip
+import io
+import json
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Iterator
+
+from .common import InputError, one_line
+
+# Bounds the memory: a document is tokenized as a whole.
+MAX_DOCUMENT_BYTES = 64 * 2**20
+# Rows of a table that are in memory at the same time, beside what the format itself keeps (a group of rows of Parquet).
+TABLE_ROWS = 256
+FORMAT_NAMES = {"parquet": "Parquet", "arrow": "an Arrow table"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is a document in a file. At most one of these is set."""
+
+    field: str | None = None  # the text's field of JSON Lines, or its column of a table
+    chat: bool = False  # a record is a conversation
+    split_bytes: int | None = None  # plain text is cut into documents of about this size
+
+
+def find_files(inputs: list[Path], patterns: list[str], out: Path) -> Iterator[Path]:
+    """Files as given, folders walked in sorted order. The output folder is left out: it may lie inside an input."""
+    for given in inputs:
+        if os.path.isfile(given):
+            yield given
+        elif os.path.isdir(given):
+            for folder, folders, names in os.walk(given, onerror=raise_unreadable):
+                visible = [f for f in folders if not f.startswith(".")]
+                folders[:] = sorted(f for f in visible if (Path(folder) / f).resolve() != out)
+                for name in data_set_files(Path(folder), names) or sorted(names):
+                    path = Path(folder) / name
+                    if is_wanted_name(path.relative_to(given), patterns) and os.path.isfile(path):
+                        yield path
+        else:
+            raise InputError(f"{given}: no such file or folder, or not one that you may read")
+
+
+def is_wanted_name(path: Path, patterns: list[str]) -> bool:
+    if path.name.startswith("."):
+        return False
+    return not patterns or any(
+        fnmatch.fnmatchcase(name, pattern) for name in (path.name, path.as_posix()) for pattern in patterns
+    )
+
+
+def raise_unreadable(error: OSError) -> None:
+    raise InputError(f"{error.filename}: cannot be read ({error.strerror})")
+
+
+def data_set_files(folder: Path, names: list[str]) -> list[str]:
+    """The tables, in their order, of a folder that the datasets library wrote (`save_to_disk`), else nothing."""
+    try:
+        if "dataset_dict.json" in names:
+            splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+            raise InputError(f"{folder}: is a data set with splits; give one or more of them: {', '.join(splits)}")
+        if "state.json" in names and "dataset_info.json" in names:
+            return [file["filename"] for file in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder}: is a data set that cannot be read ({one_line(error)}); save it again")
+    return []
+
+
+def file_format(path: Path) -> str:
+    """gz, zst, parquet, arrow, or plain. A suffix of a compressed file counts, even where the content disagrees."""
+    if path.suffix in (".gz", ".zst"):
+        return path.suffix[1:]
+    with open(path, "rb") as file:
+        start = file.read(6)
+    # An Arrow stream begins with the mark of a message, which is followed by the length of its schema.
+    signs = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst", b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff" * 4: "arrow"}
+    return next((name for sign, name in signs.items() if start.startswith(sign)), "plain")
+
+
+def import_pyarrow(path: Path, what: str):
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError(f"{path}: {what} needs the pyarrow package; install it with: pip install pyarrow")
+    return pyarrow
+
+
+def check_size(document: bytes, place: str, advice: str) -> None:
+    if len(document) > MAX_DOCUMENT_BYTES:
+        raise InputError(f"{place}: a document of more than {MAX_DOCUMENT_BYTES // 2**20} MiB; {advice}")
+
+
+class InputFile:
+    """The documents of a file, as bytes of UTF-8; a conversation as JSON in one form."""
+
+    def __init__(self, path: Path, reading: Reading):
+        self.path, self._reading = path, reading
+        self._raw: BinaryIO | None = None  # the file as it is stored
+        self.is_binary = False  # valid once documents() has ended: nothing was read
+        self.place = str(path)  # of the last document
+
+    @property
+    def position(self) -> int:
+        """Bytes read of the stored file."""
+        return self._raw.tell() if self._raw is not None and not self._raw.closed else 0
+
+    def documents(self) -> Iterator[bytes]:
+        try:
+            yield from self._documents()
+        except (OSError, EOFError, zlib.error) as error:
+            raise InputError(f"{self.path}: cannot be read ({one_line(error)}); fix it or leave it out")
+
+    def _documents(self) -> Iterator[bytes]:
+        reading = self._reading
+        if (kind := file_format(self.path)) in FORMAT_NAMES:
+            yield from self._table_documents(kind)
+        elif reading.field is not None or reading.chat:
+            with self._open(kind) as file:
+                yield from self._jsonl_documents(file)
+        elif not self._looks_binary(kind):
+            with self._open(kind) as file:
+                yield from self._text_documents(file)
+
+    @contextlib.contextmanager
+    def _open(self, kind: str) -> Iterator[BinaryIO]:
+        """The content, decompressed. A cut file ends with an error, not early."""
+        with open(self.path, "rb") as self._raw:
+            if kind == "gz":
+                with gzip.open(self._raw, "rb") as file:
+                    yield file
+            elif kind == "zst":
+                # Not the zstandard package, which reads the beginning of a cut file as if it were the whole.
+                stream = import_pyarrow(self.path, "Zstandard").CompressedInputStream(self._raw, "zstd")
+                with io.BufferedReader(stream) as file:
+                    yield file
+            else:
+                yield self._raw
+
+    def _looks_binary(self, kind: str) -> bool:
+        """As git decides: whether there is a zero byte near the start. Refuses JSON, which is no plain text."""
+        with self._open(kind) as file:
+            self.is_binary = b"\0" in file.read(8000)
+        if self.is_binary:
+            return True
+        name = self.path.name.removesuffix(".gz").removesuffix(".zst")
+        with self._open(kind) as file:
+            is_json = name.endswith((".jsonl", ".ndjson")) or holds_json(file, name.endswith(".json"))
+        if is_json:
+            raise InputError(
+                f"{self.path}: is JSON, not plain text; name the field of its text with --jsonl-field, use --chat for "
+                "conversations, or choose other files with --include"
+            )
+        return False
+
+    def _text_documents(self, file: BinaryIO) -> Iterator[bytes]:
+        """The whole file, or pieces of about split_bytes that end at line ends."""
+        split_bytes = self._reading.split_bytes
+        size = split_bytes or MAX_DOCUMENT_BYTES + 1
+        document = file.read(size)
+        while True:
+            if split_bytes and not document.endswith(b"\n"):
+                document += file.readline(MAX_DOCUMENT_BYTES + 1)
+            check_size(document, str(self.path), "cut it at line ends with --split-bytes, or leave it out")
+            yield document
+            document = file.read(size)
+            if not document:
+                return
+
+    def _jsonl_documents(self, file: BinaryIO) -> Iterator[bytes]:
+        number = 0
+        while line := file.readline(MAX_DOCUMENT_BYTES + 1):
+            number += 1
+            self.place = place = f"{self.path}:{number}"
+            check_size(line, place, "split this record")
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{place}: is not JSON ({one_line(error)}); give JSON Lines, one object per line")
+            yield self._document_of(record, place)
+
+    def _table_documents(self, kind: str) -> Iterator[bytes]:
+        """The rows of a Parquet file or an Arrow table."""
+        pyarrow = import_pyarrow(self.path, FORMAT_NAMES[kind])
+        fields = ["messages", "tools"] if self._reading.chat else [self._reading.field]
+        if fields == [None]:
+            raise InputError(f"{self.path}: is {FORMAT_NAMES[kind]}; name the column of its text with --jsonl-field")
+        self._raw = open(self.path, "rb")
+        number = 0
+        try:
+            with self._raw:
+                for row in table_rows(pyarrow, self._raw, kind, fields, self.path):
+                    number += 1
+                    self.place = place = f"{self.path}, row {number}"
+                    document = self._document_of(without_nulls(row), place)
+                    check_size(document, place, "split this record")
+                    yield document
+        except pyarrow.ArrowException as error:
+            raise InputError(f"{self.path}: is not {FORMAT_NAMES[kind]} ({one_line(error)}); fix it or leave it out")
+
+    def _document_of(self, record: object, place: str) -> bytes:
+        if isinstance(record, list):
+            raise InputError(f"{place}: is an array; give JSON Lines, one object per line (jq -c '.[]' makes them)")
+        if self._reading.chat:
+            return conversation_of(record, place)
+        field = self._reading.field
+        if not isinstance(record, dict) or not isinstance(record.get(field), str):
+            raise InputError(f'{place}: has no string field "{field}"; name the text\'s field with --jsonl-field')
+        # JSON can spell half of a surrogate pair, which no UTF-8 text can hold: it becomes a question mark.
+        return record[field].encode("utf-8", "replace")
+
+
+def holds_json(file: BinaryIO, any_json: bool) -> bool:
+    """Whether the first line with text is a JSON object or an array of such; with `any_json` whether it begins as one."""
+    line = b""
+    while not line.strip():
+        if not (line := file.readline(MAX_DOCUMENT_BYTES + 1)):
+            return False
+    line = line.removeprefix(b"\xef\xbb\xbf").strip()
+    if line[:1] not in (b"{", b"["):
+        return False
+    if any_json:
+        return True
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
+
+
+def table_rows(pyarrow, file: BinaryIO, kind: str, fields: list[str], path: Path) -> Iterator[dict]:
+    """The rows with the values of these columns, of which the first must be there."""
+    stream = kind == "arrow" and file.read(6) != b"ARROW1"
+    file.seek(0)
+    if kind == "parquet":
+        table = pyarrow.parquet.ParquetFile(file)
+        schema = table.schema_arrow
+        pieces = table.iter_batches(TABLE_ROWS, columns=fields, use_threads=False)
+    elif stream:
+        table = pieces = pyarrow.ipc.open_stream(file)
+        schema = table.schema
+    else:
+        table = pyarrow.ipc.open_file(file)
+        schema = table.schema
+        pieces = map(table.get_batch, range(table.num_record_batches))
+    if fields[0] not in schema.names:
+        raise InputError(f"{path}: has no column {fields[0]}; it has {', '.join(schema.names)}")
+    for piece in pieces:
+        piece = piece.select([name for name in fields if name in schema.names])
+        for start in range(0, len(piece), TABLE_ROWS):
+            yield from piece.slice(start, TABLE_ROWS).to_pylist()
+
+
+def without_nulls(value: object) -> object:
+    """A table gives every record all keys: those that a record does not have are null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def conversation_of(record: object, place: str) -> bytes:
+    """The checked messages of a record {"messages": [{"role": ..., "content": ...}, ...]}, with its tools if it has any,
+    as JSON in one form. Keys without a value are left out, as tables have them."""
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise InputError(f'{place}: has no list "messages" with a message in it; --chat wants one conversation per record')
+    for number, message in enumerate(messages):
+        # A call of tools may have no words.
+        keys = ("role",) if isinstance(message, dict) and message.get("tool_calls") else ("role", "content")
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in keys):
+            raise InputError(f'{place}: message {number} has no strings "role" and "content"; fix it or leave it out')
+    kept = {"messages": [{key: value for key, value in m.items() if value is not None} for m in messages]}
+    if isinstance(record.get("tools"), list):
+        kept["tools"] = record["tools"]
+    return json.dumps(kept, ensure_ascii=False).encode("utf-8", "replace")

@@ -1,0 +1,166 @@
+"""Turns text into ids, with what a tokenizer puts before and after a document."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from .common import InputError, one_line
+
+# Names of the token that ends a document, where no tokenizer_config.json says which.
+EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>")
+
+Span = tuple[int, int]  # [first, last) characters of a text
+
+
+class ByteTokenizer:
+    """Ids 0-255 are the bytes themselves, 256 ends a document."""
+
+    name = "bytes"
+    sha256 = None
+    vocab_size = 257
+    bos: list[int] = []
+    eos = 256
+    special_tokens: dict[str, str] = {}
+    added_tokens: tuple[str, ...] = ()
+
+    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(text, np.uint8) for text in texts]
+
+    def encode_marked(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids of each text, and for each id whether it belongs to a span."""
+        result = []
+        for text, marked in zip(texts, spans):
+            ids = np.frombuffer(text.encode(), np.uint8)
+            mask = np.zeros(len(ids), bool)
+            for first, last in marked:
+                mask[len(text[:first].encode()) : len(text[:last].encode())] = True
+            result.append((ids, mask))
+        return result
+
+
+class JsonTokenizer:
+    """A tokenizer.json of Hugging Face's tokenizers library. A tokenizer_config.json beside it names the tokens that
+    begin and end a document.
+
+    `bos` is what comes before a document, none or more ids; `eos` ends it. `bos_name` and `eos_name` take the place of
+    what the tokenizer says; a bos_name "none" is no token. Without `needs_eos`, eos may be None.
+    """
+
+    def __init__(self, path: Path, bos_name: str | None = None, eos_name: str | None = None, needs_eos: bool = True):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise InputError("--tokenizer needs the tokenizers package; install it with: pip install tokenizers")
+        if not path.is_file():
+            raise InputError(f"{path}: no such tokenizer file; give bytes, or the path of a tokenizer.json")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise InputError(f"{path}: is not a tokenizer.json ({one_line(error)}); give another file")
+        # A tokenizer.json may carry the settings of whoever saved it; both would damage documents.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.name, self._path = path.name, path
+        self.sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        config = tokenizer_config(path.parent)
+        self.special_tokens = special_tokens_of(config)
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.added_tokens = tuple(token.content for token in added if not token.content.isspace())
+        self.bos = self._find_bos(bos_name, config.get("add_bos_token"))
+        self.eos = self._find_eos(eos_name, needs_eos)
+
+    def _find_bos(self, name: str | None, add_bos_token: object) -> list[int]:
+        if name == "none":
+            return []
+        if name is not None:
+            return [self._id_of(name, "--bos")]
+        added = self._added_in_front()
+        if isinstance(add_bos_token, bool):
+            own = self._tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))
+            return (added or ([] if own is None else [own])) if add_bos_token else []
+        return added
+
+    def _added_in_front(self) -> list[int]:
+        """What the post-processor puts before a text."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        mask = [*encoding.special_tokens_mask, 0]
+        return encoding.ids[: mask.index(0)]
+
+    def _find_eos(self, name: str | None, needed: bool) -> int | None:
+        if name is not None:
+            return self._id_of(name, "--eos")
+        for known in (self.special_tokens.get("eos_token", ""), *EOS_NAMES):
+            if (token := self._tokenizer.token_to_id(known)) is not None:
+                return token
+        if needed:
+            raise InputError(
+                f"{self._path}: has none of {', '.join(EOS_NAMES)}; name its end-of-document token with --eos"
+            )
+        return None
+
+    def _id_of(self, name: str, option: str) -> int:
+        if (token := self._tokenizer.token_to_id(name)) is None:
+            raise InputError(f"{self._path}: has no token {name}; give {option} another name")
+        return token
+
+    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
+        """Ids of each text, each tokenized as a whole, without bos and eos."""
+        decoded = [text.decode("utf-8") for text in texts]
+        encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def encode_marked(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids of each text, and for each id whether a part of it belongs to a span."""
+        result = []
+        for encoding, marked in zip(self._tokenizer.encode_batch(texts, add_special_tokens=False), spans):
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            mask = np.zeros(len(offsets), bool)
+            for first, last in marked:
+                mask |= (offsets[:, 0] < last) & (offsets[:, 1] > first)
+            result.append((np.array(encoding.ids, np.uint32), mask))
+        return result
+
+
+def make_tokenizer(name: str, bos_name: str | None = None, eos_name: str | None = None, needs_eos: bool = True):
+    """Of --tokenizer, --bos and --eos."""
+    if name != "bytes":
+        return JsonTokenizer(Path(name), bos_name, eos_name, needs_eos)
+    for option, given in (("--bos", bos_name), ("--eos", eos_name)):
+        if given is not None:
+            raise InputError(f"{option} names a token of a tokenizer.json; the byte tokenizer ends documents with id 256")
+    return ByteTokenizer()
+
+
+def tokenizer_config(folder: Path) -> dict:
+    """What the tokenizer_config.json of a folder says, with the special_tokens_map.json of folders of an older form."""
+    config = read_object(folder / "tokenizer_config.json")
+    return config if "added_tokens_decoder" in config else config | read_object(folder / "special_tokens_map.json")
+
+
+def read_object(path: Path) -> dict:
+    """The object in a JSON file, empty where there is no such file."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); fix it or move it away")
+    except ValueError as error:
+        raise InputError(f"{path}: is not JSON ({one_line(error)}); fix it or move it away")
+    return value if isinstance(value, dict) else {}
+
+
+def special_tokens_of(config: dict) -> dict[str, str]:
+    """bos_token, eos_token and so on of a tokenizer_config.json, each a string or an object with one."""
+    found = {}
+    for key, token in config.items():
+        if key.endswith("_token"):
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                found[key] = token
+    return found
