@@ -24,31 +24,20 @@ import os
 
 import numpy as np
 
-from run_metrics import centred_mean, fail, metrics_path, named_runs, read_records, smooth_curve
+from run_metrics import RunClock, centred_mean, fail, metrics_path, named_runs, read_records, smooth_curve
 
 REPLICATES = 1000
 BAND_POINTS = 100  # of the picture, for each run
 AXES = ("steps", "tokens", "hours")
 
 
-def hours_of(records):
-    """Hours that processes of the run had run when each record was written."""
-    hours, earlier, steps = [], 0.0, 0.0
-    for record in records:
-        if record.get("kind") == "start":
-            earlier = record.get("earlier_seconds") or 0.0
-        steps += record.get("seconds") or 0.0
-        # Records of older versions only say how long their step took.
-        hours.append((earlier + record["wall_seconds"] if "wall_seconds" in record else steps) / 3600)
-    return hours
-
-
 class Run:
     def __init__(self, name, run):
         path = metrics_path(run)
         records = read_records(path)
+        clock = RunClock()
         points = [(record["step"], record.get("tokens", 0), hours, record["loss"])
-                  for record, hours in zip(records, hours_of(records))
+                  for record, hours in zip(records, map(clock.hours, records))
                   if record.get("kind") == "train" and record.get("loss") is not None]
         if not points:
             fail(f"{path}: holds no training steps")

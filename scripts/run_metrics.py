@@ -62,6 +62,20 @@ def read_records(path):
     return records
 
 
+class RunClock:
+    """Hours that the run's processes had run, all starts together, when a record was written. Wants all records, in order."""
+
+    def __init__(self):
+        self.earlier = self.steps = 0.0
+
+    def hours(self, record):
+        if record.get("kind") == "start":
+            self.earlier = record.get("earlier_seconds") or 0.0
+        self.steps += record.get("seconds") or 0.0
+        # Records of older versions only say how long their step took.
+        return (self.earlier + record["wall_seconds"] if "wall_seconds" in record else self.steps) / 3600
+
+
 def centred_mean(values, width):
     """Means over windows of at most `width` values, each with as many before its middle as behind. Near the ends windows are
     narrower: a window to one side of its value would lie above a falling curve, or below it."""
