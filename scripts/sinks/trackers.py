@@ -7,6 +7,7 @@ another run of the tracker.
 import hashlib
 import json
 import os
+import re
 import sys
 
 from run_metrics import fail
@@ -147,18 +148,24 @@ class MLflow(Tracker):
         self.is_known = bool(known)
         if known:
             self.id = known[0].info.run_id
-            self.client.set_terminated(self.id, "RUNNING")
+            self.client.update_run(self.id, status="RUNNING")
             return
         self.id = self.client.create_run(experiment, run_name=self.name, tags={"parka.run": identity}).info.run_id
         parameters = [self.entities.Param(key, value) for key, value in flat(resolved_config(self.run))]
         for i in range(0, len(parameters), MOST_PARAMETERS):
             self.client.log_batch(self.id, params=parameters[i:i + MOST_PARAMETERS])
 
+    @staticmethod
+    def key(tag):
+        """Other characters are refused."""
+        return re.sub(r"[^\w\-./ ]", "_", tag, flags=re.ASCII)
+
     def last_sent(self, tag):
-        return max((metric.step for metric in self.client.get_metric_history(self.id, tag)), default=-1) if self.is_known else -1
+        history = self.client.get_metric_history(self.id, self.key(tag)) if self.is_known else []
+        return max((metric.step for metric in history), default=-1)
 
     def send(self, step, time, points):
-        self.waiting += [self.entities.Metric(tag, value, round(1000 * time), step) for tag, value in points]
+        self.waiting += [self.entities.Metric(self.key(tag), float(value), round(1000 * time), step) for tag, value in points]
         if len(self.waiting) >= MOST_METRICS:
             self.flush()
 
