@@ -33,10 +33,23 @@ def train_record(step, loss, tokens_per_step=64, seconds=2.0, **more):
     return {"kind": "train", "step": step, "tokens": tokens_per_step * step, "loss": loss, "seconds": seconds, **more}
 
 
+# Instead of `parka train`: each recipe's loss lies at its place in a list.
+MADE_UP_PROGRAM = f"""#!{sys.executable}
+import json, pathlib, sys
+sets = dict(sys.argv[i + 1].split("=", 1) for i, word in enumerate(sys.argv) if word == "--set")
+loss = 2 + 0.125 * ["bf16", "coat", "parka"].index(sets["precision.recipe"])
+folder = pathlib.Path(sets["checkpoint.folder"])
+folder.mkdir(parents=True)
+(folder / "metrics.jsonl").write_text("".join(json.dumps(dict(
+    kind="train", step=step, tokens=64 * step, loss=loss, grad_norm=1, lr=1, tokens_per_second=1)) + "\\n"
+    for step in range(1, int(sets["training.steps"]) + 1)))
+"""
+
+
 class Statistics(unittest.TestCase):
     def test_the_interval_of_correlated_differences_covers_the_offset_at_its_rate(self):
         generator = np.random.default_rng(5)
-        trials, steps, offset = 1000, 500, 0.003
+        trials, steps, offset = 600, 500, 0.003
         for phi in (0.0, 0.5, 0.8):
             with self.subTest(phi=phi):
                 covered = 0
@@ -172,6 +185,22 @@ class Compare(unittest.TestCase):
         self.assertAlmostEqual(gap[-1], (self.noise + 0.01)[-101:].mean())
         self.assertGreater(np.mean(np.abs(gap - 0.01) < half), 0.85)
         self.assertLess(half.max(), 0.003)
+
+    def test_the_script_that_measures_recipes_reports_their_gaps(self):
+        text, program, out = self.folder / "text", self.folder / "parka", self.folder / "out"
+        text.mkdir()
+        (text / "a.txt").write_text("some text\n" * 1000)
+        program.write_text(MADE_UP_PROGRAM)
+        program.chmod(0o755)
+        result = subprocess.run([SCRIPTS / "reproduce" / "loss_gap.sh", out, text, "coat", "mine=parka,precision.group_size=32"],
+                                capture_output=True, text=True, env={
+                                    **os.environ, "PARKA": str(program), "PYTHON": sys.executable, "TOKENS": str(40 * 64 * 2048),
+                                    "MPLCONFIGDIR": str(self.folder)})
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        gaps = [json.loads(line) for line in (out / "loss_gap.jsonl").read_text().splitlines()]
+        self.assertEqual([(gap["run"], gap["against"], gap["nats"], gap["steps"]) for gap in gaps],
+                         [("coat", "bf16", 0.125, [39, 40]), ("mine", "bf16", 0.25, [39, 40])])
+        self.assertTrue((out / "loss_gap.png").exists() and (out / "differences.png").exists())
 
     def test_bad_input(self):
         a, b = self.run_of("a", [4.0, 3.0]), self.run_of("b", [4.0, 3.0])
