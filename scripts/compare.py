@@ -198,7 +198,8 @@ def main():
     parser.add_argument("--axis", choices=AXES, default="steps", help="what runs have in common (default: steps)")
     parser.add_argument("--last", type=float, default=0.05, metavar="SHARE",
                         help="share of the compared points that the table averages over (default: 0.05)")
-    parser.add_argument("--smooth", type=int, metavar="STEPS", help="width of the picture's windows (default: --last of the first run)")
+    parser.add_argument("--smooth", type=int, metavar="STEPS",
+                        help="width of the picture's windows (default: a twentieth of the first run, at least 25)")
     parser.add_argument("--out", metavar="PICTURE", help="its name ends in .png, .svg, .pdf or another format of matplotlib")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")
     options = parser.parse_args()
@@ -216,7 +217,7 @@ def main():
     else:
         print_table(runs, compared, options.axis, options.last)
     if options.out:
-        save_picture(runs, options.axis, options.smooth or max(25, round(options.last * len(runs[0].loss))), options.out)
+        save_picture(runs, options.axis, options.smooth or max(25, len(runs[0].loss) // 20), options.out)
 
 
 if __name__ == "__main__":
