@@ -50,8 +50,16 @@ class Tail:
 
     def open_anew(self, left):
         """Begins with the file that has the path now. `left` is what the file before still held: dropped, unless it goes on."""
+        try:
+            file = open(self.path, "rb")
+        except FileNotFoundError:  # moved away just now
+            return Batch(left)
+        if not file.readline().endswith(b"\n"):  # made just now: its first record is to tell whether it goes on
+            file.close()
+            return Batch(left)
+        file.seek(0)
         self.close()
-        self.file, self.rest = open(self.path, "rb"), b""
+        self.file, self.rest = file, b""
         before, self.last_step = self.last_step, -1
         batch = self.read()
         goes_on = before >= 0 and batch.records and batch.records[0].get("kind") != "start" and batch.records[0]["step"] > before

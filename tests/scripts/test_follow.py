@@ -89,12 +89,24 @@ class Tail(FollowTest):
         RunFile(self.run_file.folder, [start_record(), train_record(1)])
         self.assertEqual(self.poll(), (True, [("start", 0), ("train", 1)]))
 
+    def test_a_file_that_is_moved_away_during_a_look_at_it(self):
+        self.poll()
+        self.run_file.resume(1)
+        with mock.patch("builtins.open", side_effect=FileNotFoundError):
+            self.assertEqual(self.poll(), (False, []))
+        self.assertEqual(self.poll(), (True, [("start", 0), ("train", 1), ("start", 1)]))
+
     def test_a_file_that_was_rotated_away_goes_on_in_the_new_one(self):
         self.poll()
         self.run_file.add(train_record(2))
         self.run_file.path.rename(self.run_file.path.with_suffix(".jsonl.old"))
-        RunFile(self.run_file.folder, [train_record(3)])
-        self.assertEqual(self.poll(), (False, [("train", 2), ("train", 3)]))
+        line = json.dumps(train_record(3)) + "\n"
+        new = RunFile(self.run_file.folder)
+        self.assertEqual(self.poll(), (False, [("train", 2)]))
+        new.write(line[:9])
+        self.assertEqual(self.poll(), (False, []))
+        new.write(line[9:])
+        self.assertEqual(self.poll(), (False, [("train", 3)]))
         self.run_file.add(train_record(4))
         self.assertEqual(self.poll(), (False, [("train", 4)]))
 
