@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Plots the metrics of one or several runs into a picture.
 
-    scripts/plot.py runs/a/metrics.jsonl runs/b/metrics.jsonl --out loss.png
-    scripts/plot.py runs/a/metrics.jsonl --telemetry --out telemetry.png
+    scripts/plot.py runs/a runs/b --out loss.png
+    scripts/plot.py runs/a --telemetry --out telemetry.png
 
-Panels: training loss (thin: every step, thick: smoothed) with held-out loss as dots, gradient norm, learning rate,
-tokens per second; and where runs have them the losses of named evaluation sets and the scores of tasks (docs/evaluation.md).
-Runs differ in color, sets and tasks in marker and dashes.
+Panels: training loss (thin: every step, thick: means over centred windows) with held-out loss as dots, gradient norm,
+learning rate, tokens per second; and where runs have them the losses of named evaluation sets and the scores of tasks
+(docs/evaluation.md). Runs differ in color, sets and tasks in marker and dashes.
 
 With --telemetry, of one run that was trained with telemetry.interval (docs/telemetry.md): relative error of each
 quantized tensor and block in the last report, and its median over the blocks over the steps; share of elements that
@@ -18,7 +18,7 @@ Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writin
 import argparse
 import os
 
-from run_metrics import fail, median, read_records
+from run_metrics import fail, median, metrics_path, read_records, run_name, smooth_curve
 
 MARKERS = "osv^D*P<>X"
 DASHES = ("-", "--", ":", "-.")
@@ -36,19 +36,6 @@ def named(records, kind, name_key):
         if record.get("kind") == kind:
             result.setdefault(record.get(name_key), []).append(record)
     return result
-
-
-def smoothed(values, width):
-    """Mean over the last `width` values."""
-    result, total = [], 0.0
-    for i, value in enumerate(values):
-        total += value - (values[i - width] if i >= width else 0.0)
-        result.append(total / min(i + 1, width))
-    return result
-
-
-def run_name(path):
-    return os.path.basename(os.path.dirname(os.path.abspath(path))) or path
 
 
 def numbers(values):
@@ -88,7 +75,8 @@ def draw_exponents(axis, records, moment, color):
     axis.plot(steps, middle, color=color, marker=".", label=moment)
 
 
-def draw_telemetry(plt, path):
+def draw_telemetry(plt, run):
+    path = metrics_path(run)
     records = read_records(path)
     quantization = [record for record in records if record.get("kind") == "quantization"]
     moments = [record for record in records if record.get("kind") == "moments"]
@@ -141,7 +129,7 @@ def draw_training(axes, runs, smooth):
         color = f"C{index}"
         steps, losses = series(records, "train", "loss")
         loss_axis.plot(steps, losses, color=color, alpha=0.25, linewidth=0.7)
-        loss_axis.plot(steps, smoothed(losses, smooth), color=color, linewidth=1.6, label=name)
+        loss_axis.plot(*smooth_curve(steps, losses, smooth), color=color, linewidth=1.6, label=name)
         held_out = series(records, "eval", "loss")
         if held_out[0]:
             loss_axis.plot(*held_out, "o", color=color, markersize=4, markeredgecolor="black", label=f"{name}, held out")
@@ -156,13 +144,13 @@ def draw_training(axes, runs, smooth):
     speed_axis.set_title("tokens per second")
 
 
-def draw_runs(plt, paths, smooth):
+def draw_runs(plt, given, smooth):
     runs = []
-    for path in paths:
-        records = read_records(path)
+    for run in given:
+        records = read_records(metrics_path(run))
         if not series(records, "train", "loss")[0]:
-            fail(f"{path}: holds no training steps")
-        runs.append((run_name(path), records))
+            fail(f"{metrics_path(run)}: holds no training steps")
+        runs.append((run_name(run), records))
     evaluated = any(record.get("kind") in ("eval_set", "task") for _, records in runs for record in records)
     rows = 3 if evaluated else 2
     figure, axes = plt.subplots(rows, 2, figsize=(12, 4 * rows), constrained_layout=True)
@@ -176,14 +164,14 @@ def draw_runs(plt, paths, smooth):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("metrics", nargs="+", help="metrics.jsonl of a run; several are drawn over each other")
+    parser.add_argument("run", nargs="+", help="run folder, or its metrics.jsonl; several are drawn over each other")
     parser.add_argument("--out", required=True, help="picture to write; its name ends in .png, .svg, .pdf or another format of matplotlib")
-    parser.add_argument("--smooth", type=int, default=25, help="steps that the thick loss curve averages over")
+    parser.add_argument("--smooth", type=int, default=25, help="width of the windows that the thick loss curve averages over, in steps")
     parser.add_argument("--telemetry", action="store_true", help="plot the telemetry of one run (telemetry.interval)")
     arguments = parser.parse_args()
     if arguments.smooth < 1:
         fail("--smooth: must be at least 1")
-    if arguments.telemetry and len(arguments.metrics) > 1:
+    if arguments.telemetry and len(arguments.run) > 1:
         fail("--telemetry: draws one run at a time")
 
     import matplotlib
@@ -196,9 +184,9 @@ def main():
     if extension[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
         fail(f"--out: {arguments.out}: ends in no format that can be drawn; .png, .svg and .pdf do")
     if arguments.telemetry:
-        figure = draw_telemetry(plt, arguments.metrics[0])
+        figure = draw_telemetry(plt, arguments.run[0])
     else:
-        figure = draw_runs(plt, arguments.metrics, arguments.smooth)
+        figure = draw_runs(plt, arguments.run, arguments.smooth)
     try:
         figure.savefig(arguments.out, dpi=110)
     except OSError as error:

@@ -1,4 +1,6 @@
-"""What plot.py and tensorboard.py share: the records of a run's metrics.jsonl (docs/telemetry.md, docs/evaluation.md)."""
+"""What the scripts that read a run's metrics.jsonl share (docs/telemetry.md, docs/evaluation.md): runs as they are named on
+the command line, their records, and how curves are smoothed."""
+import itertools
 import json
 import os
 import sys
@@ -10,24 +12,85 @@ def fail(message, code=2):
     sys.exit(code)
 
 
+def metrics_path(run):
+    """Of a run folder; a metrics.jsonl may be named itself."""
+    return os.path.join(run, "metrics.jsonl") if os.path.isdir(run) else run
+
+
+def run_name(run):
+    """The name of the run's folder."""
+    path = os.path.abspath(run)
+    return os.path.basename(path if os.path.isdir(path) else os.path.dirname(path)) or run
+
+
+def named_runs(arguments):
+    """[(name, run), ...] of run folders, each of which may be given as NAME=FOLDER."""
+    runs = []
+    for argument in arguments:
+        name, separator, run = argument.partition("=")
+        runs.append((name, run) if separator and not os.path.exists(argument) else (run_name(argument), argument))
+    names = [name for name, _ in runs]
+    for name in names:
+        if names.count(name) > 1:
+            fail(f"{name}: the name of several runs; name them by NAME=FOLDER")
+    return runs
+
+
+def parse_record(line):
+    """None where the line is not a record of a run."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
 def read_records(path):
+    """Of a metrics.jsonl; a last line that is being written is left out."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            lines = file.read().splitlines()
+            lines = file.read().split("\n")
     except OSError as error:
-        fail(f"{path}: {error.strerror}; give the metrics.jsonl of a run folder")
+        fail(f"{path}: {error.strerror}; give a run folder or its metrics.jsonl")
     records = []
     for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            if number == len(lines):  # a running training may be writing the last line
-                break
-            record = None
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            fail(f"{path}:{number}: not a record of a run; give the metrics.jsonl of a run folder")
-        records.append(record)
+        record = parse_record(line)
+        if record is not None:
+            records.append(record)
+        elif number < len(lines):
+            fail(f"{path}:{number}: not a record of a run; give a run folder or its metrics.jsonl")
     return records
+
+
+class RunClock:
+    """Hours that the run's processes had run, all starts together, when a record was written. Wants all records, in order."""
+
+    def __init__(self):
+        self.earlier = self.steps = 0.0
+
+    def hours(self, record):
+        if record.get("kind") == "start":
+            self.earlier = record.get("earlier_seconds") or 0.0
+        self.steps += record.get("seconds") or 0.0
+        # Records of older versions only say how long their step took.
+        return (self.earlier + record["wall_seconds"] if "wall_seconds" in record else self.steps) / 3600
+
+
+def centred_mean(values, width):
+    """Means over windows of at most `width` values, each with as many before its middle as behind. Near the ends windows are
+    narrower: a window to one side of its value would lie above a falling curve, or below it."""
+    sums = [0.0, *itertools.accumulate(values)]
+    result = []
+    for i in range(len(values)):
+        half = min((width - 1) // 2, i, len(values) - 1 - i)
+        result.append((sums[i + half + 1] - sums[i - half]) / (2 * half + 1))
+    return result
+
+
+def smooth_curve(x, values, width):
+    """(x, centred means) without the last of them, whose windows have become too narrow to average out noise."""
+    end = len(values) - min(width, len(values)) // 4
+    return x[:end], centred_mean(values, width)[:end]
 
 
 def median(values):

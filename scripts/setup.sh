@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what Parka needs on Debian 12 or Ubuntu 24.04: compiler and libraries from the system's packages, and a
-# Python environment in .venv for the scripts (data preparation, plots, TensorBoard). Safe to run again; does nothing
+# Python environment in .venv for the scripts (data preparation, plots, following runs). Safe to run again; does nothing
 # that is done.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -35,7 +35,7 @@ if command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ]; then
 fi
 
 # The distribution's python3, whatever else is first on PATH: it is the one that python3-venv was installed for.
-if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c 'import jinja2, matplotlib, numpy, pyarrow, tensorboardX, tokenizers, transformers' 2>/dev/null; then
+if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c 'import jinja2, matplotlib, numpy, pyarrow, tokenizers, transformers' 2>/dev/null; then
   echo "setup.sh: making .venv for the Python scripts"
   /usr/bin/python3 -m venv .venv
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -r scripts/requirements.txt

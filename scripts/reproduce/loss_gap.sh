@@ -5,8 +5,9 @@
 # The text is all source code and documentation in the folder, an installation's Python packages for example. A RUN is a
 # recipe, or NAME=RECIPE,KEY=VALUE,... with config keys; by default coat, and parka as scripts/reproduce/one_gpu.sh measures
 # it. TOKENS sets how many are trained on (default 300 million), PARKA the program (default build/cuda/parka), PYTHON the
-# interpreter with numpy, MODEL what to change in the model for all runs ("model.norm=rmsnorm model.qk_norm=full"), GPUS the GPUs to use ("0 1 2 3"; default 0), one run on each at a time. OUT gets the runs' metrics,
-# their gaps (loss_gap.jsonl) and a plot. Runs save when they get SIGTERM; the same command continues them.
+# interpreter with numpy and matplotlib, MODEL what to change in the model for all runs ("model.norm=rmsnorm model.qk_norm=full"),
+# GPUS the GPUs to use ("0 1 2 3"; default 0), one run on each at a time. OUT gets the runs' metrics, their gaps
+# (loss_gap.jsonl) and plots. Runs save when they get SIGTERM; the same command continues them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ $# -ge 2 ] || { echo "usage: scripts/reproduce/loss_gap.sh OUT TEXT_FOLDER [RUN...]" >&2; exit 2; }
@@ -52,7 +53,7 @@ for run in "$@"; do
   name=${run%%=*}
   mkdir -p "$out/$name"
   cp "$work/$name/metrics.jsonl" "$out/$name/"
-  compared+=("$name=$out/$name/metrics.jsonl")
+  compared+=("$name=$out/$name")
 done
-"$python" scripts/loss_gap.py "${compared[@]}" | tee "$out/loss_gap.jsonl"
+"$python" scripts/compare.py "${compared[@]}" --json --out "$out/differences.png" | tee "$out/loss_gap.jsonl"
 "$python" scripts/plot.py "$out"/*/metrics.jsonl --out "$out/loss_gap.png"

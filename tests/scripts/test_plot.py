@@ -64,6 +64,12 @@ class Plot(unittest.TestCase):
         # What it does not draw does not disturb it.
         self.assert_drawn(self.plot(records + [quantization_record(8)]))
 
+    def test_a_run_folder(self):
+        self.assert_drawn(self.plot([train_record(step) for step in range(1, 9)]))
+        os.remove(self.picture)
+        self.assert_drawn(subprocess.run([sys.executable, SCRIPT, self.folder, "--out", self.picture], capture_output=True, text=True,
+                                         env={**os.environ, "MPLCONFIGDIR": self.folder}))
+
     def test_several_runs(self):
         self.assert_drawn(self.plot([train_record(step) for step in range(1, 9)], copies=2))
 

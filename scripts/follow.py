@@ -1,0 +1,140 @@
+#!/usr/bin/env python3
+"""Follows a run and shows its metrics elsewhere, also while it is training.
+
+    scripts/follow.py runs/a --http 8000                          # a page with live curves: http://127.0.0.1:8000/
+    scripts/follow.py runs/a --tensorboard runs/tensorboard       # then: tensorboard --logdir runs/tensorboard
+    scripts/follow.py runs/a --wandb PROJECT --prometheus /var/lib/node_exporter/a.prom
+    scripts/follow.py runs/a --mlflow EXPERIMENT --once
+
+It reads the run's metrics.jsonl, waits for it where it is not there yet, and goes on until Ctrl-C or SIGTERM; with --once it
+ends when it has sent what is there. Several sinks may be given at once. When a resumed run repeats steps, no sink has them
+twice: the page, TensorBoard and Prometheus show the new ones, W&B and MLflow keep the first (both are the same, unless the
+config was changed). Starting follow.py again adds what is missing, or for TensorBoard replaces what it wrote before.
+
+Curves in TensorBoard, W&B and MLflow:
+
+    train/loss, train/grad_norm, train/lr, train/tokens_per_second, ...   every number of each step's record
+    train/source_epochs/0, ...                    with data.weights: epochs of each entry of data.train
+    eval/loss                                     data.eval
+    eval_sets/NAME/loss                           evaluation.sets
+    tasks/NAME/score, acc, len_norm, ...          evaluation.tasks
+    telemetry/TENSOR/error/median, .../max, ...   docs/telemetry.md, kind "quantization": over the blocks
+    telemetry/PARAMETER/MOMENT/k/median, ...      kind "moments": quartiles and mean of k, each the median over the blocks
+
+Numbers that were not finite are left out; train/applied is 0 where a step was skipped.
+
+Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
+"""
+import argparse
+import os
+import signal
+import sys
+import threading
+
+from run_metrics import fail
+from run_tail import NotARun, Tail
+
+
+def poll(tail):
+    try:
+        return tail.poll()
+    except NotARun as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{tail.path}: {error.strerror}; give a run folder")
+
+
+def follow(tail, sinks, once, stop, interval):
+    """Until `stop` is set, or all has been read. What was written before `stop` was set is sent, too."""
+    has_begun = has_waited = False
+    while True:
+        is_last = once or stop.is_set()
+        batch = poll(tail)
+        for sink in sinks if batch.anew or batch.records else ():
+            if batch.anew:
+                sink.begin()
+            sink.add(batch.records)
+        has_begun = has_begun or bool(batch.records)
+        if batch.more:
+            continue
+        if has_begun:
+            for sink in sinks:
+                sink.flush()
+        elif once:
+            fail(f"{tail.path}: {'holds no metrics yet' if os.path.exists(tail.path) else 'is not there'}; give a run that has begun")
+        elif not has_waited:
+            has_waited = True
+            print(f"waiting for the first record in {tail.path}", file=sys.stderr, flush=True)
+        if is_last:
+            return
+        stop.wait(interval)
+
+
+def open_sinks(options, name):
+    # Each is imported when it is asked for.
+    sinks = []
+    if options.tensorboard:
+        from sinks.event_file import EventFile
+
+        sinks.append(EventFile(options.tensorboard, name))
+    if options.prometheus:
+        from sinks.prometheus import Prometheus
+
+        sinks.append(Prometheus(options.prometheus, name))
+    if options.wandb:
+        from sinks.trackers import WandB
+
+        sinks.append(WandB(options.run, name, options.wandb))
+    if options.mlflow:
+        from sinks.trackers import MLflow
+
+        sinks.append(MLflow(options.run, name, options.mlflow))
+    if options.http is not None:
+        from sinks.page import Page
+
+        sinks.append(Page(options.run, name, options.http, options.parka))
+        print(f"http://127.0.0.1:{sinks[-1].port}/", flush=True)
+    return sinks
+
+
+def parse_options():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="run folder")
+    parser.add_argument("--tensorboard", metavar="DIR", help="write an event file to DIR/NAME")
+    parser.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases (pip install wandb)")
+    parser.add_argument("--mlflow", metavar="EXPERIMENT", help="log to MLflow, at MLFLOW_TRACKING_URI (pip install mlflow)")
+    parser.add_argument("--prometheus", metavar="FILE", help="write a text file for the node exporter, whose names end in .prom")
+    parser.add_argument("--http", metavar="PORT", type=int, help="serve a page on this machine, at 127.0.0.1; 0 takes a free port")
+    parser.add_argument("--name", help="name of the run in all of these (default: its folder's)")
+    parser.add_argument("--once", action="store_true", help="end when all that is there has been sent")
+    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks at the file (default: 2)")
+    parser.add_argument("--parka", metavar="PROGRAM", help="the program whose `plan` tells the page the memory of a GPU (default: "
+                        "the one in build/, else on PATH)")
+    options = parser.parse_args()
+    if not (options.tensorboard or options.wandb or options.mlflow or options.prometheus or options.http is not None):
+        fail("nothing to do; give --tensorboard, --wandb, --mlflow, --prometheus or --http")
+    if options.once and options.http is not None:
+        fail("--once: ends before anybody can see the page of --http; leave one of them out")
+    if options.interval <= 0:
+        fail("--interval: must be above 0")
+    return options
+
+
+def main():
+    options = parse_options()
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    tail = Tail(os.path.join(options.run, "metrics.jsonl"))
+    try:
+        sinks = open_sinks(options, options.name or os.path.basename(os.path.abspath(options.run)))
+        follow(tail, sinks, options.once, stop, options.interval)
+        for sink in sinks:
+            sink.close()
+        tail.close()
+    except OSError as error:
+        fail(f"{error.filename or options.run}: {error.strerror}; nothing more is written", code=4)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Prometheus: a text file for the node exporter's textfile collector, whose names end in .prom. It is replaced as a whole."""
+import os
+
+from run_metrics import median
+
+from .scalars import WallTime
+
+# Metric, key of the train record, help.
+OF_STEP = (
+    ("step", "step", "Training steps that are done."),
+    ("tokens", "tokens", "Tokens that the run has been trained on."),
+    ("loss", "loss", "Training loss of the last step in nats per token; NaN where it was not finite."),
+    ("grad_norm", "grad_norm", "Gradient norm before clipping."),
+    ("learning_rate", "lr", "Learning rate."),
+    ("tokens_per_second", "tokens_per_second", "Speed of the last step, of all GPUs together."),
+    ("wall_tokens_per_second", "wall_tokens_per_second", "Speed by the wall clock, with all that is between two steps."),
+    ("model_tflops", "model_tflops", "Useful TFLOP/s of all GPUs together."),
+    ("goodput_ratio", "goodput", "Share of the run's time, all starts together, that went into steps."),
+    ("data_wait_seconds", "data_wait_seconds", "How long the last step waited for data."),
+    ("save_wait_seconds", "save_wait_seconds", "How long training waited for saves since the step before."),
+)
+FACTS = ("host", "device", "ranks", "version", "commit")
+
+
+def escape(text):
+    return str(text).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def number(value):
+    return "NaN" if value is None or value != value else repr(float(value))
+
+
+class Prometheus:
+    def __init__(self, path, name):
+        self.path, self.name = path, name
+
+    def begin(self):
+        self.clock, self.time, self.started, self.starts, self.skipped = WallTime(), 0.0, None, 0, 0
+        self.facts, self.step = {}, {}
+        self.held_out, self.sets, self.tasks, self.errors = {}, {}, {}, {}
+
+    def add(self, records):
+        for record in records:
+            self.time = self.clock.of(record)
+            kind = record.get("kind")
+            if kind == "start":
+                self.facts, self.started, self.starts = record, self.time, self.starts + 1
+            elif kind == "train":
+                self.step = record
+                self.skipped += record.get("applied") is False
+            elif kind == "eval":
+                self.held_out = {(): record["loss"]}
+            elif kind == "eval_set":
+                self.sets[("set", record["set"]),] = record["loss"]
+            elif kind == "task":
+                self.tasks[("task", record["task"]), ("metric", record["metric"])] = record["score"]
+            elif kind == "quantization":
+                self.errors = {(("tensor", tensor),): median(statistics["error"])
+                               for tensor, statistics in record["tensors"].items()}
+
+    def families(self):
+        """(metric, help, {labels: value})"""
+        yield "info", "What runs where.", {tuple((key, self.facts[key]) for key in FACTS if key in self.facts): 1}
+        if self.started is not None:
+            yield "start_time_seconds", "When the run was started last, since 1970.", {(): self.started}
+        yield "starts", "How often the run was started.", {(): self.starts}
+        yield "last_record_time_seconds", "When the run wrote a record last, since 1970.", {(): self.time}
+        yield "skipped_steps", "Steps that were not applied.", {(): self.skipped}
+        for metric, key, text in OF_STEP:
+            if key in self.step:
+                yield metric, text, {(): self.step[key]}
+        yield "held_out_loss", "Loss on data.eval in nats per token.", self.held_out
+        yield "eval_set_loss", "Loss on an evaluation set in nats per token.", self.sets
+        yield "task_score", "Score of a task.", self.tasks
+        yield "quantization_error", "Relative error of a kind of FP8 tensor, median of the blocks.", self.errors
+
+    def text(self):
+        lines = []
+        for metric, text, samples in self.families():
+            if samples:
+                lines += [f"# HELP parka_{metric} {text}", f"# TYPE parka_{metric} gauge"]
+            for labels, value in samples.items():
+                pairs = ",".join(f'{key}="{escape(label)}"' for key, label in (("run", self.name), *labels))
+                lines.append(f"parka_{metric}{{{pairs}}} {number(value)}")
+        return "\n".join(lines) + "\n"
+
+    def flush(self):
+        draft = f"{self.path}.{os.getpid()}"
+        with open(draft, "w", encoding="utf-8") as file:
+            file.write(self.text())
+        os.replace(draft, self.path)
+
+    def close(self):
+        pass

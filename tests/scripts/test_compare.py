@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""Tests of scripts/compare.py. Exits with 77 (skipped) where numpy or matplotlib is missing."""
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+try:
+    import matplotlib  # noqa: F401
+    import numpy as np
+except ImportError as error:
+    print(f"skipped: {error}")
+    sys.exit(77)
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+import compare  # noqa: E402
+from run_metrics import centred_mean, smooth_curve  # noqa: E402
+
+
+def correlated(generator, shape, phi):
+    """AR(1) noise of variance 1 along the last axis."""
+    noise = generator.standard_normal(shape)
+    for i in range(1, shape[-1]):
+        noise[..., i] = phi * noise[..., i - 1] + np.sqrt(1 - phi**2) * noise[..., i]
+    return noise
+
+
+def train_record(step, loss, tokens_per_step=64, seconds=2.0, **more):
+    return {"kind": "train", "step": step, "tokens": tokens_per_step * step, "loss": loss, "seconds": seconds, **more}
+
+
+# Instead of `parka train`: each recipe's loss lies at its place in a list.
+MADE_UP_PROGRAM = f"""#!{sys.executable}
+import json, pathlib, sys
+sets = dict(sys.argv[i + 1].split("=", 1) for i, word in enumerate(sys.argv) if word == "--set")
+loss = 2 + 0.125 * ["bf16", "coat", "parka"].index(sets["precision.recipe"])
+folder = pathlib.Path(sets["checkpoint.folder"])
+folder.mkdir(parents=True)
+(folder / "metrics.jsonl").write_text("".join(json.dumps(dict(
+    kind="train", step=step, tokens=64 * step, loss=loss, grad_norm=1, lr=1, tokens_per_second=1)) + "\\n"
+    for step in range(1, int(sets["training.steps"]) + 1)))
+"""
+
+
+class Statistics(unittest.TestCase):
+    def test_the_interval_of_correlated_differences_covers_the_offset_at_its_rate(self):
+        generator = np.random.default_rng(5)
+        trials, steps, offset = 600, 500, 0.003
+        for phi in (0.0, 0.5, 0.8):
+            with self.subTest(phi=phi):
+                covered = 0
+                for gaps in offset + 0.01 * correlated(generator, (trials, steps), phi):
+                    _, half = compare.interval(gaps, compare.block_length(gaps, len(gaps)), generator)
+                    covered += abs(gaps.mean() - offset) <= half
+                self.assertLessEqual(abs(covered / trials - 0.95), 0.03)
+
+    def test_the_interval_is_as_wide_as_the_mean_varies(self):
+        generator = np.random.default_rng(6)
+        series = correlated(generator, (300, 2000), 0.6)
+        errors = [compare.interval(gaps, compare.block_length(gaps, len(gaps)), generator)[0] for gaps in series]
+        self.assertLess(abs(np.mean(errors) / series.mean(axis=1).std() - 1), 0.1)
+
+    def test_differences_that_do_not_vary_have_an_interval_of_no_width(self):
+        for count in (2, 3, 50):
+            gaps = np.full(count, 0.25)
+            self.assertEqual(compare.interval(gaps, compare.block_length(gaps, len(gaps)), np.random.default_rng(0)), (0.0, 0.0))
+
+    def test_a_centred_mean_leaves_a_straight_line_as_it_is(self):
+        line = [9.0 - 0.5 * i for i in range(20)]
+        for width in (1, 2, 5, 8, 100):
+            for smooth, value in zip(centred_mean(line, width), line):
+                self.assertAlmostEqual(smooth, value)
+        self.assertEqual(centred_mean([0.0, 3.0, 0.0, 3.0, 0.0], 3), [0.0, 1.0, 2.0, 1.0, 0.0])
+
+    def test_a_smooth_curve_ends_before_its_windows_are_narrow(self):
+        values = list(range(100))
+        x, means = smooth_curve(values, values, 20)
+        self.assertEqual((x, [round(mean) for mean in means]), (values[:95], values[:95]))
+        self.assertEqual(smooth_curve([7], [1.0], 20), ([7], [1.0]))
+
+
+class Compare(unittest.TestCase):
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory(prefix="parka-test-")
+        self.addCleanup(temporary.cleanup)
+        self.folder = Path(temporary.name)
+        generator = np.random.default_rng(1)
+        self.base = 3 + 4 / np.sqrt(np.arange(1, 601)) + 0.05 * correlated(generator, (600,), 0.3)
+        self.noise = 0.002 * correlated(generator, (600,), 0.5)
+
+    def make_run(self, name, records):
+        run = self.folder / name
+        run.mkdir()
+        (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return run
+
+    def run_of(self, name, losses, **options):
+        return self.make_run(name, [train_record(step, loss, **options) for step, loss in enumerate(losses, 1)])
+
+    def compare(self, *arguments):
+        return subprocess.run([sys.executable, SCRIPTS / "compare.py", *map(str, arguments)], capture_output=True, text=True,
+                              env={**os.environ, "MPLCONFIGDIR": str(self.folder)})
+
+    def compared(self, *arguments):
+        result = self.compare("--json", *arguments)
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        return [json.loads(line) for line in result.stdout.splitlines()]
+
+    def test_an_offset_is_found(self):
+        a, b = self.run_of("a", self.base), self.run_of("b", self.base + self.noise + 0.01)
+        (found,) = self.compared(f"bf16={a}", b, "--last", "0.5")
+        self.assertEqual((found["run"], found["against"], found["steps"]), ("b", "bf16", [301, 600]))
+        self.assertAlmostEqual(found["nats"], 0.01 + self.noise[300:].mean())
+        self.assertAlmostEqual(found["loss"], (self.base + self.noise + 0.01)[300:].mean())
+        low, high = found["interval"]
+        self.assertTrue(low < 0.01 < high)
+        self.assertAlmostEqual((low + high) / 2, found["nats"])
+        self.assertTrue(2 * 0.0001 < high - low < 0.002)
+
+    def test_runs_of_other_lengths_and_gaps_are_compared_where_both_have_records(self):
+        records = [train_record(step, 2.5 if step != 199 else None) for step in range(101, 201)]
+        b = self.make_run("b", records)
+        a, c = self.run_of("a", np.full(600, 2.0)), self.run_of("c", np.full(20, 2.0))
+        (found,) = self.compared(a, b, "--last", "1")
+        self.assertEqual((found["steps"], found["nats"]), ([101, 200], 0.5))
+        result = self.compare(c, b)
+        self.assertEqual(result.returncode, 2)
+        self.assertRegex(result.stderr, "^compare.py: error: b and c have no two points in common on the axis of steps.*\n$")
+
+    def test_tokens_compare_runs_of_other_batches(self):
+        def curve(tokens):
+            return 5 - tokens / 10000
+
+        a = self.run_of("a", curve(64 * np.arange(1, 101)))
+        b = self.run_of("b", 0.25 + curve(128 * np.arange(1, 41)), tokens_per_step=128)
+        (found,) = self.compared(a, b, "--axis", "tokens", "--last", "1")
+        self.assertEqual(found["tokens"], [128, 40 * 128])
+        self.assertAlmostEqual(found["nats"], 0.25)
+
+    def test_hours_count_all_starts(self):
+        def records(seconds, losses):
+            yield {"kind": "start", "step": 0, "earlier_seconds": 0.0, "wall_seconds": 1.0}
+            for step in range(1, 51):
+                yield train_record(step, losses(seconds * step), wall_seconds=seconds * step)
+            yield {"kind": "start", "step": 50, "earlier_seconds": 100.0 * seconds, "wall_seconds": 1.0}
+            for step in range(51, 101):
+                yield train_record(step, losses(seconds * (step + 50)), wall_seconds=seconds * (step - 50))
+
+        a = self.make_run("a", records(36.0, lambda seconds: 5 - seconds / 3600))
+        b = self.make_run("b", records(72.0, lambda seconds: 5.5 - seconds / 3600))
+        (found,) = self.compared(a, b, "--axis", "hours", "--last", "1")
+        self.assertAlmostEqual(found["nats"], 0.5)
+        self.assertAlmostEqual(found["hours"][1], 1.5)
+
+    def test_the_table_has_final_losses_and_differences(self):
+        a = self.make_run("a", [train_record(1, 4.0), train_record(2, 2.0), {"kind": "eval", "step": 2, "loss": 2.125}])
+        b = self.run_of("b", [4.5, 2.5, 1.5])
+        result = self.compare(a, b, "--last", "0.5")
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        header, first, second = [line.split("  ") for line in result.stdout.splitlines()]
+        cells = [[cell.strip() for cell in line if cell.strip()] for line in (header, first, second)]
+        self.assertEqual(cells[0], ["run", "steps", "tokens", "hours", "loss, last 50 %", "held out", "difference", "95 % interval",
+                                    "over steps"])
+        self.assertEqual(cells[1], ["a", "2", "128", "0.00111", "2.0000", "2.1250"])
+        self.assertEqual(cells[2], ["b", "3", "192", "0.00167", "2.0000", "+0.5000", "+0.5000 to +0.5000", "1 to 2"])
+
+    def test_the_picture(self):
+        runs = [self.run_of("a", self.base), self.run_of("b", self.base + self.noise), self.run_of("c", self.base[:40])]
+        for axis in compare.AXES:
+            with self.subTest(axis):
+                picture = self.folder / f"{axis}.png"
+                result = self.compare(*runs, "--axis", axis, "--out", picture)
+                self.assertEqual((result.returncode, result.stderr), (0, ""))
+                self.assertEqual(picture.read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
+
+    def test_differences_of_the_picture_are_means_with_intervals(self):
+        runs = [compare.Run("a", str(self.run_of("a", self.base))), compare.Run("b", str(self.run_of("b", self.base + self.noise + 0.01)))]
+        x, of_base, of_run = compare.differences(*runs, "steps")
+        middle, gap, half = compare.band(x, of_run - of_base, 101, np.random.default_rng(0))
+        self.assertEqual((middle[0], middle[-1], len(middle)), (51, 550, compare.BAND_POINTS))
+        self.assertAlmostEqual(gap[-1], (self.noise + 0.01)[-101:].mean())
+        self.assertGreater(np.mean(np.abs(gap - 0.01) < half), 0.85)
+        self.assertLess(half.max(), 0.003)
+
+    def test_the_script_that_measures_recipes_reports_their_gaps(self):
+        text, program, out = self.folder / "text", self.folder / "parka", self.folder / "out"
+        text.mkdir()
+        (text / "a.txt").write_text("some text\n" * 1000)
+        program.write_text(MADE_UP_PROGRAM)
+        program.chmod(0o755)
+        result = subprocess.run([SCRIPTS / "reproduce" / "loss_gap.sh", out, text, "coat", "mine=parka,precision.group_size=32"],
+                                capture_output=True, text=True, env={
+                                    **os.environ, "PARKA": str(program), "PYTHON": sys.executable, "TOKENS": str(40 * 64 * 2048),
+                                    "MPLCONFIGDIR": str(self.folder)})
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        gaps = [json.loads(line) for line in (out / "loss_gap.jsonl").read_text().splitlines()]
+        self.assertEqual([(gap["run"], gap["against"], gap["nats"], gap["steps"]) for gap in gaps],
+                         [("coat", "bf16", 0.125, [39, 40]), ("mine", "bf16", 0.25, [39, 40])])
+        self.assertTrue((out / "loss_gap.png").exists() and (out / "differences.png").exists())
+
+    def test_bad_input(self):
+        a, b = self.run_of("a", [4.0, 3.0]), self.run_of("b", [4.0, 3.0])
+        empty = self.make_run("empty", [])
+        for message, *arguments in (
+                ("give at least two runs", a), ("a: the name of several runs", a, a), ("must be above 0 and at most 1", a, b, "--last", "0"),
+                ("--smooth: must be at least 2", a, b, "--smooth", "1"), ("holds no training steps", a, empty),
+                ("No such file or directory; give a run folder", a, self.folder / "nowhere"),
+                ("ends in no format", a, b, "--out", self.folder / "x.xyz")):
+            with self.subTest(message):
+                result = self.compare(*arguments)
+                self.assertEqual(result.returncode, 2)
+                self.assertRegex(result.stderr, f"^compare.py: error: .*{message}.*\n$")
+        result = self.compare(a, b, "--out", self.folder / "nowhere/x.png")
+        self.assertEqual(result.returncode, 4)
+        self.assertRegex(result.stderr, "^compare.py: error: .*nowhere/x.png: No such file or directory\n$")
+
+
+if __name__ == "__main__":
+    unittest.main()
