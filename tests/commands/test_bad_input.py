@@ -139,7 +139,8 @@ class BadInput(RunFolder):
             (("train", config, "--set", "optimizer.lr"), ["optimizer.lr"]),
             (("train", config, "--set", "optimizer.lrr=1"), ["optimizer.lrr", "optimizer.lr"]),
             (("train", config, "--set", "training.steps=many"), ["training.steps", "many"]),
-            (("train", config, "--fresh"), ["--fresh"]),
+            (("train", config, "--must-be-new"), ["--must-be-new"]),
+            (("train", config, "--fresh"), ["--must-be-new"]),  # its old name
             (("train", config, "--drill-kill-in-save", "3"), ["STEP:POINT"]),
             (("plan", config, "--gpus", "0"), ["--gpus"]),
             (("eval", self.path("nowhere")), ["nowhere"]),
@@ -291,6 +292,12 @@ class BadInput(RunFolder):
                 result = parka("plan", self.write_config(self.config), f"--memory-limit={value}")
                 self.assert_refused(result, [f"--memory-limit: got {value}; it must", message])
                 self.assertLess(len(result.stderr), 120)
+
+    def test_a_memory_limit_may_have_a_unit(self):
+        config = self.write_config(self.config)
+        for text, limit in (("24", "24.0"), ("24GB", "24.0"), ("24 GB", "24.0"), ("24GiB", "25.8")):
+            self.assertIn(f"into {limit} GB", parka("plan", config, "--memory-limit", text).stdout)
+        self.assert_refused(parka("plan", config, "--memory-limit", "24XB"), ["--memory-limit: got 24XB; it must"])
 
     def test_help_succeeds(self):
         for arguments in [("--help",), ("train", "--help"), ("config", "show", "--help"), ("--version",)]:

@@ -225,9 +225,16 @@ class Bench(RunFolder):
 
 class CommandLine(unittest.TestCase):
     def test_what_to_do_about_one_that_cannot_be_read(self):
-        for words, advice in ((("trian", "x.json"), "trian: did you mean train?"), (("pln",), "pln: did you mean plan?"),
-                              (("quickstart",), "see parka --help"), (("--threads", "abc", "pln"), "--threads"), (("--treads", "2"), "see parka --help"),
-                              (("train",), "see parka --help"), ((), "see parka --help")):
+        for words, advice in ((("trian", "x.json"), "nothing takes trian x.json; trian: did you mean train?"), (("pln",), "pln: did you mean plan?"),
+                              (("quickstart",), "see parka --help"), (("--threads", "abc", "pln"), "--threads"),
+                              (("--treads", "2"), "nothing takes --treads 2; --treads: did you mean --threads?"),
+                              (("train", "x.json", "--lr", "3e-4"), "nothing takes --lr 3e-4; --lr: did you mean --optimizer.lr=VALUE?"),
+                              (("train", "x.json", "--must-be-nev"), "did you mean --must-be-new?"),
+                              (("plan", "x.json", "y.json", "z.json"), "nothing takes y.json z.json; see parka plan --help"),
+                              (("import", "x", "--out", "y", "--optimizer.lr=3"), "nothing takes --set optimizer.lr=3; see parka import --help"),
+                              (("config", "show", "x.json", "--json"), "see parka config show --help"),
+                              (("train", "x.json", "--optimizer.lr"), "--optimizer.lr: has no value; write --optimizer.lr=VALUE"),
+                              (("train",), "see parka train --help"), ((), "see parka --help")):
             with self.subTest(words):
                 result = parka(*words)
                 self.assertEqual(result.returncode, 2)
@@ -236,6 +243,21 @@ class CommandLine(unittest.TestCase):
 
 
 class Config(unittest.TestCase):
+    def show(self, *arguments):
+        result = parka("config", "show", *arguments)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return result.stdout
+
+    def test_a_key_may_be_an_option(self):
+        path = os.path.join(ROOT, "configs", "quickstart.json")
+        wanted = self.show(path, "--set", "optimizer.lr=0.25", "--set", "optimizer.schedule.kind=constant")
+        self.assertIn('"lr": 0.25', wanted)
+        self.assertEqual(self.show(path, "--optimizer.lr=0.25", "--optimizer.schedule.kind=constant"), wanted)
+        self.assertEqual(self.show("--optimizer.lr", "0.25", path, "--optimizer.schedule.kind", "constant"), wanted)
+        refused = parka("config", "check", path, "--optimizer.lrr=1")
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("command line: optimizer.lrr: unknown key; did you mean optimizer.lr?", refused.stderr)
+
     def test_what_show_prints_resolves_to_itself(self):
         for path in config_files():
             with self.subTest(os.path.basename(path)):

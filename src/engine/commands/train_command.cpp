@@ -224,9 +224,9 @@ class TrainCommand {
           return communicator_->gather_text(text);
         }};
     const std::string& folder = config_.checkpoint.folder;
-    if (options_.fresh && !list_checkpoints(folder).empty()) {
+    if (options_.must_be_new && !list_checkpoints(folder).empty()) {
       throw_bad_input(
-          "{}: has checkpoints of an earlier run and --fresh was given; remove them, or choose another "
+          "{}: has checkpoints of an earlier run and --must-be-new was given; remove them, or choose another "
           "checkpoint.folder",
           folder);
     }

@@ -108,9 +108,9 @@ constexpr std::string_view kIntroduction =
     R"(# Configuration
 
 A run is described by one JSON file; `//` comments are allowed. Every key has a default, so a file holds only what
-differs. `--set section.key=value` on the command line overrides one key. An unknown key, a value of the wrong type or out of
-range, a key given twice and a combination that cannot work are errors; nothing is ignored. Paths are relative to the
-folder that `parka` is started in. A number may be written 1e-3, an integer also 1e3.
+differs. `--set section.key=value` on the command line overrides one key; `--section.key=value` is short for it. An unknown key, a
+value of the wrong type or out of range, a key given twice and a combination that cannot work are errors; nothing is ignored. Paths are
+relative to the folder that `parka` is started in. A number may be written 1e-3, an integer also 1e3.
 )";
 
 std::string recipe_table(const ConfigTable& table) {
