@@ -5,9 +5,11 @@ import shutil
 import subprocess
 import tempfile
 import unittest
+from pathlib import Path
 
 from parka_runs import PROGRAM
 
+ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["train", "plan", "eval", "generate", "import", "export", "bench", "tune", "data", "config", "version", "man", "completion"]
 
 
@@ -22,6 +24,8 @@ def config_keys():
     """Dotted names of all keys, from the schema."""
     def walk(node, path):
         for name, child in node["properties"].items():
+            if name == "$schema":
+                continue
             if "properties" in child:
                 yield from walk(child, [*path, name])
             else:
@@ -123,6 +127,11 @@ class Completion(unittest.TestCase):
                 file.flush()
                 result = subprocess.run([*check, file.name], capture_output=True, text=True)
                 self.assertEqual((result.returncode, result.stderr), (0, ""))
+
+
+class Schema(unittest.TestCase):
+    def test_the_shipped_schema_is_the_program_s(self):
+        self.assertEqual((ROOT / "configs/parka.schema.json").read_text(encoding="utf-8"), output("config", "schema"))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 
 
 def config_files():
-    return sorted(glob.glob(os.path.join(ROOT, "configs", "*.json")))
+    return sorted(set(glob.glob(os.path.join(ROOT, "configs", "*.json"))) - {os.path.join(ROOT, "configs", "parka.schema.json")})
 
 
 class Plan(unittest.TestCase):
@@ -257,6 +257,31 @@ class Config(unittest.TestCase):
         refused = parka("config", "check", path, "--optimizer.lrr=1")
         self.assertEqual(refused.returncode, 2)
         self.assertIn("command line: optimizer.lrr: unknown key; did you mean optimizer.lr?", refused.stderr)
+
+    def test_a_config_may_name_its_schema(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "config.json")
+            for schema, code in (("parka.schema.json", 0), (3, 2)):
+                with open(path, "w", encoding="utf-8") as file:
+                    json.dump({"$schema": schema, "optimizer": {"lr": 0.25}}, file)
+                self.assertEqual(parka("config", "check", path).returncode, code)
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"optimizer": {"$schema": "parka.schema.json"}}, file)
+            self.assertIn("optimizer.$schema: unknown key", parka("config", "check", path).stderr)
+
+    def test_a_folder_stands_for_its_config(self):
+        with tempfile.TemporaryDirectory() as folder:
+            self.assertIn("is a folder without a config.json", parka("config", "check", folder).stderr)
+            path = os.path.join(folder, "config.json")
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"optimizer": {"lr": 0.25}}, file)
+            self.assertEqual(self.show(folder), self.show(path))
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, file)
+            self.assertIn("is the config of a Hugging Face model; `parka import", parka("config", "check", folder).stderr)
+            with open(path + ".yaml", "w", encoding="utf-8") as file:
+                file.write("optimizer:\n  lr: 0.25\n")
+            self.assertIn("configs are JSON files", parka("config", "check", path + ".yaml").stderr)
 
     def test_what_show_prints_resolves_to_itself(self):
         for path in config_files():

@@ -48,7 +48,7 @@ constexpr const char* kFooter =
 void add_config_options(CLI::App& command, std::string& path, std::vector<std::string>& overrides) {
   command
       .add_option("config", path,
-                  "The run's JSON config, e.g. configs/quickstart.json")
+                  "The run's JSON config, e.g. configs/quickstart.json; or a folder with its config.json")
       ->required();
   command
       .add_option(

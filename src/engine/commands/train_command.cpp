@@ -77,7 +77,7 @@ class TrainCommand {
     describe();
     resume_or_initialize();
     if (is_first()) {
-      write_run_config(config_.checkpoint.folder, resolved_text(config_), options_.config_path);
+      write_run_config(config_.checkpoint.folder, resolved_text(config_), config_file(options_.config_path));
       records_.open(metrics_path(), MetricsHooks{[this] { lock_.require_ours(); }, warn});
       records_.write_start(run_.completed_steps(), start_facts());
     }
