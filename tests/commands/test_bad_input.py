@@ -241,6 +241,17 @@ class BadInput(RunFolder):
         self.assertRegex(result.stderr, r"continuing with [23] of 4 CPU threads: cannot start the thread that computes: .*ulimit -u")
         self.assertEqual(len(result.stderr.split("continuing with")), 2, result.stderr)
 
+    def test_a_refused_start_leaves_no_file(self):
+        self.config["checkpoint"]["folder"] = self.path("new")
+        for change, words in [(setting("data.train", [self.path("missing.npy")]), ["missing.npy"]),
+                              (setting("checkpoint.init_from", self.path("nowhere")), ["nowhere"])]:
+            config = json.loads(json.dumps(self.config))
+            change(self, config)
+            self.assert_refused(self.train(config), words)
+            self.assertEqual(os.listdir(self.path("new")), [])
+        self.assert_exit(self.train(self.config), 0)
+        self.assertIn("lock", os.listdir(self.path("new")))
+
     def test_two_runs_in_one_folder(self):
         with open(self.path("run/lock"), "a", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -406,7 +406,7 @@ int run_command_line(int argc, char** argv) {
   // A write beyond `ulimit -f` shall fail like one on a full disk, with a message, not end the process.
   std::signal(SIGXFSZ, SIG_IGN);
   spdlog::set_default_logger(spdlog::stderr_logger_mt("parka"));
-  spdlog::set_pattern("%H:%M:%S %v");
+  spdlog::set_pattern("%Y-%m-%d %H:%M:%S %v");
   try {
     const int status = parse_and_run(argc, argv);
     finish_output();
