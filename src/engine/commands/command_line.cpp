@@ -43,7 +43,7 @@ constexpr const char* kFooter =
     "\nExit codes: 0 done; 1 internal error (a bug); 2 bad input (config, data, checkpoint, command line);\n"
     "3 loss or gradients not finite; 4 reading or writing failed (disk full, ...); 5 another rank died or hung;\n"
     "6 silent data corruption.\n"
-    "Documentation: README.md and docs/.";
+    "Documentation: README.md and docs/; of an installed program, share/doc/parka beside its bin.";
 
 void add_config_options(CLI::App& command, std::string& path, std::vector<std::string>& overrides) {
   command
