@@ -219,7 +219,7 @@ class Bench(RunFolder):
             self.skipTest("there is a GPU")
         result = parka("tune", self.write_config(tiny_config(self.folder)), "--output", self.path("tuning.json"))
         self.assert_exit(result, 2)
-        self.assertRegex(result.stderr, "GPU|CUDA")  # a build without CUDA cannot tell
+        self.assertRegex(result.stderr, "parka tune times algorithms on a GPU, and (this parka was built without CUDA|no GPU is visible here)")
         self.assertFalse(os.path.exists(self.path("tuning.json")))
 
 
@@ -297,6 +297,20 @@ class Config(unittest.TestCase):
         self.assertIn("properties", json.loads(parka("config", "schema").stdout))
         with open(os.path.join(ROOT, "docs", "config.md"), encoding="utf-8") as file:
             self.assertEqual(parka("config", "reference").stdout, file.read())
+
+
+class EndOfRun(RunFolder):
+    def test_the_log_says_where_the_model_is_and_what_to_run_next(self):
+        config = tiny_config(self.folder)
+        run = self.path("run")
+        log = self.train(config).stderr
+        self.assertIn(f"step 8 was the last; the model is in {run}/step_00000008; next: parka eval {run}, parka generate {run}", log)
+        for line in log.splitlines():
+            self.assertRegex(line, r"^20\d\d-\d\d-\d\d \d\d:\d\d:\d\d ")
+        self.assertRegex(log.splitlines()[0], r" parka \d[\d.]+ \(.*\) on .*; times here are UTC[+-]\d{4}$")
+        self.assertIn("nothing to do: the run is at step 8 of 8; a larger training.steps continues it", self.train(config).stderr)
+        config["checkpoint"].update(folder=self.path("other"), interval=0, save_final=False)
+        self.assertIn("step 8 was the last; it is not saved, as checkpoint.save_final is false", self.train(config).stderr)
 
 
 class GenerateAndEval(RunFolder):
