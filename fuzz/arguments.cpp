@@ -26,6 +26,8 @@ FUZZ_TARGET(arguments) {
     const DrillPoint drill = parse_drill(text);
     require(drill.step >= 1 && drill.point >= 1, "a drill at no point");
   });
+  accepts([&] { require(expand_arguments({text, text}).size() >= 2, "an argument is lost"); });
+  require(without_gigabytes(text).empty() == text.empty(), "a size is lost");
   if (const std::optional<double> number = parse_finite(text)) require(std::isfinite(*number), "not finite");
   accepts([&] {
     for (const NamedFiles& set : parse_sets({text, text}, "--sets")) {

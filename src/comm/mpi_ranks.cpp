@@ -294,6 +294,15 @@ void MpiCommunicator::barrier() {
 
 bool built_with_mpi() { return true; }
 
+std::string mpi_library() {  // may be called before MPI_Init
+  std::array<char, MPI_MAX_LIBRARY_VERSION_STRING> text{};
+  int length = 0;
+  check(MPI_Get_library_version(text.data(), &length), "version");
+  std::string version(text.data(), length);
+  version.resize(std::min(version.size(), version.find_first_of(",\n")));
+  return version;
+}
+
 MpiPlace start_mpi() {
   int provided = 0;
   check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided), "MPI_Init");
@@ -309,11 +318,7 @@ MpiPlace start_mpi() {
   place.host_leader = place.rank;
   check(MPI_Bcast(&place.host_leader, 1, MPI_INT, 0, host), "host");
   check(MPI_Comm_free(&host), "host");
-  std::array<char, MPI_MAX_LIBRARY_VERSION_STRING> version{};
-  int length = 0;
-  check(MPI_Get_library_version(version.data(), &length), "version");
-  place.library = std::string(version.data(), length);
-  place.library.resize(std::min(place.library.size(), place.library.find_first_of(",\n")));
+  place.library = mpi_library();
   return place;
 }
 

@@ -10,6 +10,7 @@ namespace parka {
 class CollectiveCounter;
 
 bool built_with_mpi();
+std::string mpi_library();  // "Open MPI v4.1.4"; empty without MPI
 
 // This process as MPI describes it.
 struct MpiPlace {

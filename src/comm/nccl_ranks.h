@@ -14,6 +14,7 @@ class Watchdog;
 std::string gpu_pci_bus_id(int ordinal);
 
 bool built_with_nccl();
+std::string nccl_version();  // "2.28.3"; empty without NCCL
 // Collectives on the GPUs of all ranks of `agreement`, one GPU per rank. All ranks must call it together. `host_of`
 // names the host of each rank; `device` is this rank's. `agreement`, `device` and `watchdog` must outlive the
 // result.

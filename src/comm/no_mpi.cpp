@@ -5,6 +5,7 @@
 namespace parka {
 
 bool built_with_mpi() { return false; }
+std::string mpi_library() { return {}; }
 MpiPlace start_mpi() { throw_internal("start_mpi: built without MPI"); }
 void finish_mpi() {}
 std::unique_ptr<Communicator> make_mpi_communicator(CollectiveCounter&) {

@@ -5,6 +5,7 @@
 namespace parka {
 
 bool built_with_nccl() { return false; }
+std::string nccl_version() { return {}; }
 // The signature must be that of nccl_ranks.h. NOLINTNEXTLINE(performance-unnecessary-value-param)
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator&, std::vector<std::string>, Device&, Watchdog&) {
   throw_internal("make_nccl_communicator: built without NCCL");

@@ -139,7 +139,8 @@ class BadInput(RunFolder):
             (("train", config, "--set", "optimizer.lr"), ["optimizer.lr"]),
             (("train", config, "--set", "optimizer.lrr=1"), ["optimizer.lrr", "optimizer.lr"]),
             (("train", config, "--set", "training.steps=many"), ["training.steps", "many"]),
-            (("train", config, "--fresh"), ["--fresh"]),
+            (("train", config, "--must-be-new"), ["--must-be-new"]),
+            (("train", config, "--fresh"), ["--must-be-new"]),  # its old name
             (("train", config, "--drill-kill-in-save", "3"), ["STEP:POINT"]),
             (("plan", config, "--gpus", "0"), ["--gpus"]),
             (("eval", self.path("nowhere")), ["nowhere"]),
@@ -240,6 +241,17 @@ class BadInput(RunFolder):
         self.assertRegex(result.stderr, r"continuing with [23] of 4 CPU threads: cannot start the thread that computes: .*ulimit -u")
         self.assertEqual(len(result.stderr.split("continuing with")), 2, result.stderr)
 
+    def test_a_refused_start_leaves_no_file(self):
+        self.config["checkpoint"]["folder"] = self.path("new")
+        for change, words in [(setting("data.train", [self.path("missing.npy")]), ["missing.npy"]),
+                              (setting("checkpoint.init_from", self.path("nowhere")), ["nowhere"])]:
+            config = json.loads(json.dumps(self.config))
+            change(self, config)
+            self.assert_refused(self.train(config), words)
+            self.assertEqual(os.listdir(self.path("new")), [])
+        self.assert_exit(self.train(self.config), 0)
+        self.assertIn("lock", os.listdir(self.path("new")))
+
     def test_two_runs_in_one_folder(self):
         with open(self.path("run/lock"), "a", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -291,6 +303,12 @@ class BadInput(RunFolder):
                 result = parka("plan", self.write_config(self.config), f"--memory-limit={value}")
                 self.assert_refused(result, [f"--memory-limit: got {value}; it must", message])
                 self.assertLess(len(result.stderr), 120)
+
+    def test_a_memory_limit_may_have_a_unit(self):
+        config = self.write_config(self.config)
+        for text, limit in (("24", "24.0"), ("24GB", "24.0"), ("24 GB", "24.0"), ("24GiB", "25.8")):
+            self.assertIn(f"into {limit} GB", parka("plan", config, "--memory-limit", text).stdout)
+        self.assert_refused(parka("plan", config, "--memory-limit", "24XB"), ["--memory-limit: got 24XB; it must"])
 
     def test_help_succeeds(self):
         for arguments in [("--help",), ("train", "--help"), ("config", "show", "--help"), ("--version",)]:

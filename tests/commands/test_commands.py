@@ -13,7 +13,7 @@ ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 
 
 def config_files():
-    return sorted(glob.glob(os.path.join(ROOT, "configs", "*.json")))
+    return sorted(set(glob.glob(os.path.join(ROOT, "configs", "*.json"))) - {os.path.join(ROOT, "configs", "parka.schema.json")})
 
 
 class Plan(unittest.TestCase):
@@ -219,15 +219,22 @@ class Bench(RunFolder):
             self.skipTest("there is a GPU")
         result = parka("tune", self.write_config(tiny_config(self.folder)), "--output", self.path("tuning.json"))
         self.assert_exit(result, 2)
-        self.assertRegex(result.stderr, "GPU|CUDA")  # a build without CUDA cannot tell
+        self.assertRegex(result.stderr, "parka tune times algorithms on a GPU, and (this parka was built without CUDA|no GPU is visible here)")
         self.assertFalse(os.path.exists(self.path("tuning.json")))
 
 
 class CommandLine(unittest.TestCase):
     def test_what_to_do_about_one_that_cannot_be_read(self):
-        for words, advice in ((("trian", "x.json"), "trian: did you mean train?"), (("pln",), "pln: did you mean plan?"),
-                              (("quickstart",), "see parka --help"), (("--threads", "abc", "pln"), "--threads"), (("--treads", "2"), "see parka --help"),
-                              (("train",), "see parka --help"), ((), "see parka --help")):
+        for words, advice in ((("trian", "x.json"), "nothing takes trian x.json; trian: did you mean train?"), (("pln",), "pln: did you mean plan?"),
+                              (("quickstart",), "see parka --help"), (("--threads", "abc", "pln"), "--threads"),
+                              (("--treads", "2"), "nothing takes --treads 2; --treads: did you mean --threads?"),
+                              (("train", "x.json", "--lr", "3e-4"), "nothing takes --lr 3e-4; --lr: did you mean --optimizer.lr=VALUE?"),
+                              (("train", "x.json", "--must-be-nev"), "did you mean --must-be-new?"),
+                              (("plan", "x.json", "y.json", "z.json"), "nothing takes y.json z.json; see parka plan --help"),
+                              (("import", "x", "--out", "y", "--optimizer.lr=3"), "nothing takes --set optimizer.lr=3; see parka import --help"),
+                              (("config", "show", "x.json", "--json"), "see parka config show --help"),
+                              (("train", "x.json", "--optimizer.lr"), "--optimizer.lr: has no value; write --optimizer.lr=VALUE"),
+                              (("train",), "see parka train --help"), ((), "see parka --help")):
             with self.subTest(words):
                 result = parka(*words)
                 self.assertEqual(result.returncode, 2)
@@ -236,6 +243,46 @@ class CommandLine(unittest.TestCase):
 
 
 class Config(unittest.TestCase):
+    def show(self, *arguments):
+        result = parka("config", "show", *arguments)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return result.stdout
+
+    def test_a_key_may_be_an_option(self):
+        path = os.path.join(ROOT, "configs", "quickstart.json")
+        wanted = self.show(path, "--set", "optimizer.lr=0.25", "--set", "optimizer.schedule.kind=constant")
+        self.assertIn('"lr": 0.25', wanted)
+        self.assertEqual(self.show(path, "--optimizer.lr=0.25", "--optimizer.schedule.kind=constant"), wanted)
+        self.assertEqual(self.show("--optimizer.lr", "0.25", path, "--optimizer.schedule.kind", "constant"), wanted)
+        refused = parka("config", "check", path, "--optimizer.lrr=1")
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("command line: optimizer.lrr: unknown key; did you mean optimizer.lr?", refused.stderr)
+
+    def test_a_config_may_name_its_schema(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "config.json")
+            for schema, code in (("parka.schema.json", 0), (3, 2)):
+                with open(path, "w", encoding="utf-8") as file:
+                    json.dump({"$schema": schema, "optimizer": {"lr": 0.25}}, file)
+                self.assertEqual(parka("config", "check", path).returncode, code)
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"optimizer": {"$schema": "parka.schema.json"}}, file)
+            self.assertIn("optimizer.$schema: unknown key", parka("config", "check", path).stderr)
+
+    def test_a_folder_stands_for_its_config(self):
+        with tempfile.TemporaryDirectory() as folder:
+            self.assertIn("is a folder without a config.json", parka("config", "check", folder).stderr)
+            path = os.path.join(folder, "config.json")
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"optimizer": {"lr": 0.25}}, file)
+            self.assertEqual(self.show(folder), self.show(path))
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, file)
+            self.assertIn("is the config of a Hugging Face model; `parka import", parka("config", "check", folder).stderr)
+            with open(path + ".yaml", "w", encoding="utf-8") as file:
+                file.write("optimizer:\n  lr: 0.25\n")
+            self.assertIn("configs are JSON files", parka("config", "check", path + ".yaml").stderr)
+
     def test_what_show_prints_resolves_to_itself(self):
         for path in config_files():
             with self.subTest(os.path.basename(path)):
@@ -250,6 +297,20 @@ class Config(unittest.TestCase):
         self.assertIn("properties", json.loads(parka("config", "schema").stdout))
         with open(os.path.join(ROOT, "docs", "config.md"), encoding="utf-8") as file:
             self.assertEqual(parka("config", "reference").stdout, file.read())
+
+
+class EndOfRun(RunFolder):
+    def test_the_log_says_where_the_model_is_and_what_to_run_next(self):
+        config = tiny_config(self.folder)
+        run = self.path("run")
+        log = self.train(config).stderr
+        self.assertIn(f"step 8 was the last; the model is in {run}/step_00000008; next: parka eval {run}, parka generate {run}", log)
+        for line in log.splitlines():
+            self.assertRegex(line, r"^20\d\d-\d\d-\d\d \d\d:\d\d:\d\d ")
+        self.assertRegex(log.splitlines()[0], r" parka \d[\d.]+ \(.*\) on .*; times here are UTC[+-]\d{4}$")
+        self.assertIn("nothing to do: the run is at step 8 of 8; a larger training.steps continues it", self.train(config).stderr)
+        config["checkpoint"].update(folder=self.path("other"), interval=0, save_final=False)
+        self.assertIn("step 8 was the last; it is not saved, as checkpoint.save_final is false", self.train(config).stderr)
 
 
 class GenerateAndEval(RunFolder):

@@ -222,6 +222,7 @@ class Data(DataFolder):
         result = parka("data", self.write_config(config))
         self.assert_exit(result, 0)
         self.assertIn(f"{63 * SEQUENCE + 5} tokens in 4 files", result.stdout)
+        self.assertRegex(parka("data", self.path("a.npy")).stdout, r" tokens in 1 file\n\Z")
         with open(self.path("a.npy.mask"), "rb") as file:
             starts = sum(mark >> 1 for mark in file.read())
         self.assertIn(f", {starts} documents", result.stdout.splitlines()[0])

@@ -244,6 +244,13 @@ class BadInput(HuggingFace):
                 damage()
                 self.refused("import", self.model, words=words)
 
+    def test_a_folder_that_is_not_imported_is_told_of_import(self):
+        for arguments, words in ((("eval", self.model), "is a Hugging Face model; `parka import"),
+                                 (("train", self.model), "is the config of a Hugging Face model; `parka import")):
+            result = parka(*arguments)
+            self.assert_exit(result, 2)
+            self.assertIn(words, result.stderr)
+
     def test_nothing_is_overwritten(self):
         os.mkdir(self.path("there"))
         with open(self.path("there/file"), "w", encoding="utf-8") as file:

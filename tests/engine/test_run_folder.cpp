@@ -99,6 +99,30 @@ TEST_CASE("a lock says whether the folder is still the run's own", "[engine][run
   CHECK_FALSE(is_ours());
 }
 
+TEST_CASE("a lock that is new and alone in its folder is removed with its object", "[engine][run_folder]") {
+  const TemporaryFolder folder;
+  const std::string run = folder / "run", lock = run + "/lock";
+  fs::create_directory(run);
+  const auto hold = [&](const std::function<void()>& meanwhile) {
+    const RunLock held(run, RunLock::Role::kHolder, ignore);
+    CHECK(fs::exists(lock));
+    meanwhile();
+  };
+  hold([] {});
+  CHECK(fs::is_empty(run));
+  hold([&] {  // another run has taken the folder's name
+    fs::rename(run, run + "_moved");
+    fs::create_directory(run);
+    std::ofstream(lock) << "";
+  });
+  CHECK(fs::exists(lock));
+  hold([] {});
+  CHECK(fs::exists(lock));  // it was there before
+  fs::remove(lock);
+  hold([&] { std::ofstream(run + "/config.json") << "{}"; });
+  CHECK(fs::exists(lock));
+}
+
 TEST_CASE("a save whose folder another run has taken touches nothing there", "[engine][checkpoint][run_folder]") {
   // The saves of a new step, which removes an old one, and of a step that is there already.
   const int64_t step = GENERATE(30, 20);

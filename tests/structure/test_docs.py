@@ -51,7 +51,8 @@ class Docs(unittest.TestCase):
         section = page[page.index("\n## A config key\n"):]
         key = re.search(r"`\w+\.(\w+)` is the example", section)[1]
         listed = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
-        files = [*(ROOT / "src").rglob("*.*"), *(ROOT / "tests").rglob("*.cpp"), *(ROOT / "docs").glob("*.md")]
+        files = [*(ROOT / "src").rglob("*.*"), *(ROOT / "tests").rglob("*.cpp"), *(ROOT / "docs").glob("*.md"),
+                 *(ROOT / "configs").glob("*.json")]
         known = {str(file.relative_to(ROOT)) for file in files if key in file.read_text(encoding="utf-8")}
         self.assertEqual(known - {"docs/extending.md"}, set(listed))
 

@@ -226,9 +226,7 @@ NcclCommunicator::~NcclCommunicator() {
 }
 
 std::string NcclCommunicator::description() const {
-  int version = 0;
-  check_nccl(ncclGetVersion(&version), "version");
-  return fmt::format("{} GPUs over NCCL {}.{}.{}", size(), version / 10000, version / 100 % 100, version % 100);
+  return fmt::format("{} GPUs over NCCL {}", size(), nccl_version());
 }
 
 void NcclCommunicator::check_nccl(ncclResult_t status, const char* name) const {
@@ -450,6 +448,12 @@ std::string NcclCommunicator::failure() {
 }  // namespace
 
 bool built_with_nccl() { return true; }
+
+std::string nccl_version() {
+  int version = 0;
+  if (ncclGetVersion(&version) != ncclSuccess) return "unknown";
+  return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
+}
 
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator& agreement, std::vector<std::string> host_of,
                                                      Device& device, Watchdog& watchdog) {

@@ -13,6 +13,47 @@
 #include "engine/files/json_text.h"
 
 namespace parka {
+namespace {
+
+// "optimizer.lr" of "--optimizer.lr" and "--optimizer.lr=1": no option of a command has a dot. Empty for others.
+std::string_view dotted_key(std::string_view argument) {
+  if (!argument.starts_with("--")) return {};
+  const std::string_view key = argument.substr(2, argument.find('=') - 2);
+  const bool is_dotted =
+      key.find('.') != std::string_view::npos && std::isalpha(static_cast<unsigned char>(key[0])) != 0;
+  return is_dotted && key.find_first_of(" /\t\n") == std::string_view::npos ? key : std::string_view();
+}
+
+}  // namespace
+
+std::vector<std::string> expand_arguments(const std::vector<std::string>& arguments) {
+  std::vector<std::string> expanded;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const std::string& argument = arguments[i];
+    if (argument == "--") {
+      expanded.insert(expanded.end(), arguments.begin() + static_cast<std::ptrdiff_t>(i), arguments.end());
+      break;
+    }
+    const std::string_view key = dotted_key(argument);
+    if (key.empty()) {
+      expanded.push_back(argument);
+      continue;
+    }
+    std::string assignment = argument.substr(2);
+    if (assignment.size() == key.size()) {
+      if (i + 1 == arguments.size() || arguments[i + 1].starts_with("--")) {
+        throw_bad_input("command line: {}: has no value; write {}=VALUE", printable(argument), printable(argument));
+      }
+      assignment += "=" + arguments[++i];
+    }
+    expanded.insert(expanded.end(), {"--set", assignment});
+  }
+  if (!expanded.empty() && expanded.front() == "help") {
+    expanded.erase(expanded.begin());
+    expanded.emplace_back("--help");
+  }
+  return expanded;
+}
 
 std::optional<double> parse_finite(const std::string& text) {
   char* end = nullptr;
@@ -56,6 +97,17 @@ int64_t parse_byte_size(const std::string& text) {
     throw_bad_input("--shard-size: expected a size such as 5GB or 500MB, got \"{}\"", printable(text));
   }
   return static_cast<int64_t>(bytes);
+}
+
+std::string without_gigabytes(const std::string& text) {
+  constexpr std::array<std::pair<std::string_view, double>, 2> kUnits{{{"GiB", 0x1p30 / 1e9}, {"GB", 1}}};
+  for (const auto& [unit, gigabytes] : kUnits) {
+    if (!text.ends_with(unit)) continue;
+    std::string number = text.substr(0, text.size() - unit.size());
+    number.resize(number.find_last_not_of(' ') + 1);
+    if (const std::optional<double> value = parse_finite(number)) return fmt::format("{}", *value * gigabytes);
+  }
+  return text;
 }
 
 DrillPoint parse_drill(const std::string& text) {

@@ -65,8 +65,9 @@ void print_step(const BenchResult& result, bool roofline) {
   const double median = result.median_step_seconds(),
                flops = result.tokens_per_second_per_rank() * result.speed.flop_per_token;
   std::printf("\n%s, %d rank%s\n", result.device.c_str(), result.ranks, result.ranks == 1 ? "" : "s");
-  std::printf("step            %9.2f ms (%.2f to %.2f in %zu steps), %lld tokens\n", 1e3 * median, 1e3 * *shortest,
-              1e3 * *longest, result.step_seconds.size(), static_cast<long long>(result.tokens_per_step));
+  std::printf("step            %9.2f ms (%.2f to %.2f in %zu step%s), %lld tokens\n", 1e3 * median, 1e3 * *shortest,
+              1e3 * *longest, result.step_seconds.size(), result.step_seconds.size() == 1 ? "" : "s",
+              static_cast<long long>(result.tokens_per_step));
   std::printf("speed           %9.0f tok/s, %.1f TFLOP/s at FLOP/token = %s%s\n",
               result.tokens_per_second_per_rank(), 1e-12 * flops, result.speed.formula,
               result.ranks == 1 ? "" : ", per rank");

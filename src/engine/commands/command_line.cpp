@@ -12,9 +12,11 @@
 #include "core/error.h"
 #include "core/parallel.h"
 #include "engine/commands/argument_values.h"
+#include "engine/commands/command_advice.h"
+#include "engine/commands/command_completion.h"
+#include "engine/commands/command_help.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/version.h"
-#include "engine/config/nearest_name.h"
 
 namespace parka {
 namespace {
@@ -29,17 +31,29 @@ CLI::Validator number_that(const char* must, const char* name, bool (*holds)(dou
 }
 const CLI::Validator kNotNegative =
     number_that("be a non-negative number", "NONNEGATIVE", [](double x) { return x >= 0; });
+const CLI::Validator kGigabytes(
+    [](std::string& text) {
+      text = without_gigabytes(text);
+      return std::string();
+    },
+    "");
 const CLI::Validator kPositive = number_that("be a positive number", "POSITIVE", [](double x) { return x > 0; });
 
 constexpr const char* kFooter =
     "\nExit codes: 0 done; 1 internal error (a bug); 2 bad input (config, data, checkpoint, command line);\n"
     "3 loss or gradients not finite; 4 reading or writing failed (disk full, ...); 5 another rank died or hung;\n"
     "6 silent data corruption.\n"
-    "Documentation: README.md and docs/.";
+    "Documentation: README.md and docs/; of an installed program, share/doc/parka beside its bin.";
 
 void add_config_options(CLI::App& command, std::string& path, std::vector<std::string>& overrides) {
-  command.add_option("config", path, "The run's JSON config, e.g. configs/quickstart.json")->required();
-  command.add_option("--set", overrides, "Override a key: --set optimizer.lr=1e-3 (may be repeated)")
+  command
+      .add_option("config", path,
+                  "The run's JSON config, e.g. configs/quickstart.json; or a folder with its config.json")
+      ->required();
+  command
+      .add_option(
+          "--set", overrides,
+          "Override a key of the config: --set optimizer.lr=1e-3, or --optimizer.lr=1e-3 for short (may be repeated)")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
 }
@@ -48,8 +62,9 @@ void add_train(CLI::App& app, TrainOptions& options, std::string& drill) {
   CLI::App& command = *app.add_subcommand(
       "train", "Train a model. Resumes from the newest good checkpoint in checkpoint.folder if there is one.");
   add_config_options(command, options.config_path, options.overrides);
-  command.add_flag("--fresh", options.fresh,
-                   "Fail instead of resuming when checkpoint.folder already has checkpoints");
+  command.add_flag(
+      "--must-be-new,--fresh", options.must_be_new,
+      "Fail instead of resuming when checkpoint.folder already has checkpoints (--fresh: its old name)");
   command
       .add_option(
           "--drill-kill-in-save", drill,
@@ -73,9 +88,10 @@ void add_step_model(CLI::App& command, CLI::Option& measured, PlanOptions& optio
       ->needs(&measured);
   command.add_option("--nodes", options.nodes, "Number of nodes that the GPUs are in (default: 8 GPUs in each)")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
-      ->needs(&measured);
+      ->needs(&measured)
+      ->default_str("");
   const auto add = [&](const char* name, double& value, const char* help) {
-    command.add_option(name, value, help)->check(kPositive)->needs(&measured)->capture_default_str();
+    command.add_option(name, value, help)->check(kPositive)->needs(&measured);
   };
   add("--link-bandwidth", options.link_bandwidth, "NCCL's bus bandwidth within a node, GB/s");
   add("--network-bandwidth", options.network_bandwidth, "Bandwidth from one GPU to other nodes, GB/s");
@@ -87,14 +103,12 @@ void add_step_model(CLI::App& command, CLI::Option& measured, PlanOptions& optio
                   "Slowdown of the work beside a collective, as a multiple of the time its bytes take in GPU "
                   "memory")
       ->check(kNotNegative)
-      ->needs(&measured)
-      ->capture_default_str();
+      ->needs(&measured);
   command
       .add_option("--slowest-gpu", options.slowest_gpu,
                   "How much slower the slowest GPU is than the measured one, in per cent")
       ->check(kNotNegative)
-      ->needs(&measured)
-      ->capture_default_str();
+      ->needs(&measured);
 }
 
 void add_plan(CLI::App& app, PlanOptions& options) {
@@ -104,7 +118,10 @@ void add_plan(CLI::App& app, PlanOptions& options) {
       "step time.");
   add_config_options(command, options.config_path, options.overrides);
   command.add_option("--gpus", options.num_gpus, "Number of GPUs")->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
-  command.add_option("--memory-limit", options.memory_limit_gb, "Memory of one GPU in GB (1e9 bytes)")
+  command
+      .add_option("--memory-limit", options.memory_limit_gb,
+                  "Memory of one GPU in GB (1e9 bytes), or with a unit: 80GiB")
+      ->transform(kGigabytes)
       ->check(kPositive);
   command.add_flag("--json", options.json, "Print JSON");
   CLI::Option& measured = *command
@@ -201,7 +218,8 @@ void add_generate(CLI::App& app, GenerateOptions& options) {
 
 void add_import(CLI::App& app, ImportOptions& options) {
   CLI::App& command = *app.add_subcommand(
-      "import", "Import a Hugging Face model (Llama or OLMo) as a checkpoint, to train, evaluate or sample from.");
+      "import",
+      "Import a Hugging Face model (Llama, Mistral, Qwen or OLMo) as a checkpoint, to train, evaluate or sample from.");
   command.add_option("folder", options.folder, "Folder with config.json and *.safetensors")->required();
   command.add_option("--out", options.output, "Folder to create")->type_name("FOLDER")->required();
 }
@@ -220,8 +238,8 @@ void add_export(CLI::App& app, ExportOptions& options) {
   command
       .add_option(
           "--family", options.family,
-          "model_type of the export, llama or olmo (default: that of the model that the weights or --like come "
-          "from, else the first that can express this model)")
+          "model_type of the export, such as llama or olmo2 (default: that of the model that the weights or --like "
+          "come from, else the first that can express this model)")
       ->type_name("NAME");
   command
       .add_option("--like", options.like,
@@ -243,7 +261,9 @@ void add_data(CLI::App& app, DataOptions& options) {
       ->required();
   command.add_option("--dtype", options.dtype, "Type of a token id in raw files (default: uint16)")
       ->check(CLI::IsMember({"uint16", "uint32"}));
-  command.add_option("--document-end", options.document_end, "Token id that ends a document")->check(kNotNegative);
+  command.add_option("--document-end", options.document_end, "Token id that ends a document")
+      ->check(kNotNegative)
+      ->default_str("");
   command.add_option("--set", options.overrides, "Override a key of the config")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
@@ -265,76 +285,104 @@ void add_config(CLI::App& app, ConfigOptions& options) {
   add("reference", "Print docs/config.md", Action::kReference, false);
 }
 
-// What to do about a command line that cannot be read: its first word that nobody expected may be meant for a
-// command.
-std::string advice(const CLI::App& app, int argc, char** argv) {
-  std::vector<std::string> names;
-  for (const CLI::App* command : app.get_subcommands({})) names.push_back(command->get_name());
-  const std::vector<std::string> unexpected = app.remaining();
-  const char* const* const word = std::find_if(argv + 1, argv + argc, [&](const std::string& candidate) {
-    return std::find(unexpected.begin(), unexpected.end(), candidate) != unexpected.end();
-  });
-  const bool is_command = word != argv + argc && **word != '-' && app.get_subcommands().empty();
-  const std::string nearest = is_command ? nearest_name(*word, names) : std::string();
-  return nearest.empty() ? "see parka --help" : fmt::format("{}: did you mean {}?", *word, nearest);
+void add_version(CLI::App& app, VersionOptions& options) {
+  CLI::App& command = *app.add_subcommand("version", "Print the version.");
+  command.add_flag(
+      "--verbose", options.verbose,
+      "Also print the commit, compiler, libraries, GPU architectures and this machine, for a bug report");
 }
 
-int parse_and_run(int argc, char** argv) {
-  CLI::App app("Parka trains OLMo- and Llama-style language models with FP8 optimizer states and activations.",
-               "parka");
-  app.set_version_flag("--version", fmt::format("parka {}", parka_version()));
-  app.require_subcommand(0, 1);  // with (1, 1) a misspelt command would be told only that one is required
-  app.footer(kFooter);
-  int threads = 0;
-  app.add_option("--threads", threads, "CPU threads, at most 4 for each core; 0: one for each core")
-      ->check(CLI::Range(0, 4096));
+// Commands about the program itself, which packages call.
+void add_texts(CLI::App& app, std::string& shell) {
+  app.add_subcommand("man", "Print the man page, as roff.");
+  app.add_subcommand("completion", "Print a script that completes commands, options and config keys in a shell.")
+      ->add_option("shell", shell, "The shell")
+      ->required()
+      ->check(CLI::IsMember({"bash", "zsh", "fish"}));
+}
 
+// What the command line says.
+struct CommandLine {
+  int threads = 0;
   TrainOptions train;
   PlanOptions plan;
   EvalOptions eval;
   GenerateOptions generate;
   ImportOptions import_options;
   ExportOptions export_options;
-  ConfigOptions config;
   BenchOptions bench;
   TuneOptions tune;
   DataOptions data;
-  std::string drill;
-  add_train(app, train, drill);
-  add_plan(app, plan);
-  add_eval(app, eval);
-  add_generate(app, generate);
-  add_import(app, import_options);
-  add_export(app, export_options);
-  add_bench(app, bench);
-  add_tune(app, tune);
-  add_data(app, data);
-  add_config(app, config);
+  ConfigOptions config;
+  VersionOptions version;
+  std::string drill, shell;
+};
+
+void add_all(CLI::App& app, CommandLine& line) {
+  app.formatter(make_help_formatter());
+  app.option_defaults()->always_capture_default();
+  app.set_version_flag("-V,--version", fmt::format("parka {}", parka_version()));
+  app.require_subcommand(0, 1);  // with (1, 1) a misspelt command would be told only that one is required
+  app.footer(kFooter);
+  app.add_option("--threads", line.threads, "CPU threads, at most 4 for each core; 0: one for each core")
+      ->check(CLI::Range(0, 4096));
+  add_train(app, line.train, line.drill);
+  add_plan(app, line.plan);
+  add_eval(app, line.eval);
+  add_generate(app, line.generate);
+  add_import(app, line.import_options);
+  add_export(app, line.export_options);
+  add_bench(app, line.bench);
+  add_tune(app, line.tune);
+  add_data(app, line.data);
+  add_config(app, line.config);
+  add_version(app, line.version);
+  add_texts(app, line.shell);
+}
+
+int print_text(const std::string& text) {
+  std::fputs(text.c_str(), stdout);
+  return 0;
+}
+
+int run_command(const CLI::App& app, const CommandLine& line) {
+  if (app.got_subcommand("train")) return run_train(line.train);
+  if (app.got_subcommand("plan")) return run_plan(line.plan);
+  if (app.got_subcommand("eval")) return run_eval(line.eval);
+  if (app.got_subcommand("generate")) return run_generate(line.generate);
+  if (app.got_subcommand("import")) return run_import(line.import_options);
+  if (app.got_subcommand("export")) return run_export(line.export_options);
+  if (app.got_subcommand("bench")) return run_bench(line.bench);
+  if (app.got_subcommand("tune")) return run_tune(line.tune);
+  if (app.got_subcommand("data")) return run_data(line.data);
+  if (app.got_subcommand("config")) return run_config(line.config);
+  if (app.got_subcommand("version")) return print_text(version_text(line.version.verbose));
+  if (app.got_subcommand("man")) return print_text(man_page(app, parka_version()));
+  if (app.got_subcommand("completion")) return print_text(completion_script(app, line.shell));
+  throw_bad_input("command line: no subcommand was given; see parka --help");
+}
+
+int parse_and_run(int argc, char** argv) {
+  CLI::App app("Parka trains Llama- and OLMo-style language models with FP8 optimizer states and activations.",
+               "parka");
+  CommandLine line;
+  add_all(app, line);
+  const std::vector<std::string> arguments = expand_arguments({argv + 1, argv + argc});
   try {
-    app.parse(argc, argv);
+    app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));  // CLI11 takes the last one first
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success))
       return app.exit(error);  // --help, --version
-    throw_bad_input("command line: {}; {}", error.what(), advice(app, argc, argv));
+    throw_bad_input("command line: {}", describe_parse_error(app, error, arguments));
   }
-  if (app.get_subcommands().empty()) throw_bad_input("command line: no subcommand was given; see parka --help");
-  set_num_threads(threads);
-  train.command_line = fmt::format("{}", fmt::join(argv, argv + argc, " "));
-  if (!drill.empty()) {
-    const DrillPoint killed_at = parse_drill(drill);
-    train.drill_step = killed_at.step;
-    train.drill_point = killed_at.point;
+  set_num_threads(line.threads);
+  line.train.command_line = fmt::format("{}", fmt::join(argv, argv + argc, " "));
+  if (!line.drill.empty()) {
+    const DrillPoint killed_at = parse_drill(line.drill);
+    line.train.drill_step = killed_at.step;
+    line.train.drill_point = killed_at.point;
   }
-  if (app.got_subcommand("train")) return run_train(train);
-  if (app.got_subcommand("plan")) return run_plan(plan);
-  if (app.got_subcommand("eval")) return run_eval(eval);
-  if (app.got_subcommand("generate")) return run_generate(generate);
-  if (app.got_subcommand("import")) return run_import(import_options);
-  if (app.got_subcommand("export")) return run_export(export_options);
-  if (app.got_subcommand("bench")) return run_bench(bench);
-  if (app.got_subcommand("tune")) return run_tune(tune);
-  if (app.got_subcommand("data")) return run_data(data);
-  return run_config(config);
+  return run_command(app, line);
 }
 
 // What a command has printed may still be on its way, to a file on a disk that is full.
@@ -358,7 +406,7 @@ int run_command_line(int argc, char** argv) {
   // A write beyond `ulimit -f` shall fail like one on a full disk, with a message, not end the process.
   std::signal(SIGXFSZ, SIG_IGN);
   spdlog::set_default_logger(spdlog::stderr_logger_mt("parka"));
-  spdlog::set_pattern("%H:%M:%S %v");
+  spdlog::set_pattern("%Y-%m-%d %H:%M:%S %v");
   try {
     const int status = parse_and_run(argc, argv);
     finish_output();

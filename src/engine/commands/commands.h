@@ -12,7 +12,7 @@ namespace parka {
 struct TrainOptions {
   std::string config_path;
   std::vector<std::string> overrides;
-  bool fresh = false;             // refuse to start where checkpoints exist
+  bool must_be_new = false;       // refuse to start where checkpoints exist
   int64_t drill_step = 0;         // fault drill: SIGKILL while the checkpoint of this step is written...
   int64_t drill_point = 0;        // ...at this file-system operation, counted from 1; see docs/testing.md
   std::string drill = {};         // drill of silent data corruption, see FlipDrill; empty: none
@@ -119,6 +119,10 @@ struct ConfigOptions {
   std::vector<std::string> overrides;
 };
 int run_config(const ConfigOptions& options);
+
+struct VersionOptions {
+  bool verbose = false;
+};
 
 // Parses the command line and runs the command; the exit code of the process. Prints every error as one line.
 int run_command_line(int argc, char** argv);

@@ -77,13 +77,16 @@ int run_data(const DataOptions& options) {
       }
       std::string text = fmt::format("{}: {}, {}, {} tokens, ids {} to {}", s.path, name_of(s.format),
                                      name_of(s.type), s.num_tokens, s.min_id, s.max_id);
-      if (s.num_documents) text += fmt::format(", {} documents", *s.num_documents);
+      if (s.num_documents)
+        text += fmt::format(", {} document{}", *s.num_documents, *s.num_documents == 1 ? "" : "s");
       if (s.num_targets) text += fmt::format(", {} targets", *s.num_targets);
       std::printf("%s, checksum %s\n", text.c_str(), s.checksum.c_str());
     }
   }
-  if (!options.json)
-    std::printf("%lld tokens in %lld files\n", static_cast<long long>(tokens), static_cast<long long>(files));
+  if (!options.json) {
+    std::printf("%lld tokens in %lld file%s\n", static_cast<long long>(tokens), static_cast<long long>(files),
+                files == 1 ? "" : "s");
+  }
   return 0;
 }
 

@@ -1,6 +1,8 @@
 #include <algorithm>
+#include <array>
 #include <csignal>
 #include <cstring>
+#include <ctime>
 #include <numeric>
 
 #include <sys/resource.h>
@@ -11,6 +13,7 @@
 #include "comm/launch/launch.h"
 #include "core/parallel.h"
 #include "data/read_only_file.h"
+#include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
 #include "engine/commands/version.h"
@@ -46,6 +49,15 @@ double peak_resident_gib() {
   return static_cast<double>(usage.ru_maxrss) / 0x1p20;  // Linux gives KiB
 }
 
+// That of local time, "+0100".
+std::string utc_offset() {
+  const std::time_t now = std::time(nullptr);
+  std::tm local = {};
+  localtime_r(&now, &local);
+  std::array<char, 8> text{};
+  return {text.data(), std::strftime(text.data(), text.size(), "%z", &local)};
+}
+
 // Trains one run folder from where it stands to training.steps: one rank of it. Rank 0 alone writes the run's log,
 // metrics and config; checkpoints are written and read by all ranks.
 class TrainCommand {
@@ -77,14 +89,15 @@ class TrainCommand {
     describe();
     resume_or_initialize();
     if (is_first()) {
-      write_run_config(config_.checkpoint.folder, resolved_text(config_), options_.config_path);
+      write_run_config(config_.checkpoint.folder, resolved_text(config_), config_file(options_.config_path));
       records_.open(metrics_path(), MetricsHooks{[this] { lock_.require_ours(); }, warn});
       records_.write_start(run_.completed_steps(), start_facts());
     }
     const bool is_done = run_.completed_steps() >= config_.training.steps;
     if (is_done) {
       if (is_first()) clear_unfinished_saves(config_.checkpoint.folder, warn);
-      spdlog::info("nothing to do: the run is at step {} of {}", run_.completed_steps(), config_.training.steps);
+      spdlog::info("nothing to do: the run is at step {} of {}; a larger training.steps continues it",
+                   run_.completed_steps(), config_.training.steps);
     }
     if (evaluation_is_missing_ && !evaluate()) return is_done ? 0 : stop();
     if (is_done) return 0;
@@ -137,6 +150,20 @@ class TrainCommand {
         planned, gib(use.total_bytes - use.free_bytes));
   }
 
+  // At the end of a run: where its model is, and what can be done with it.
+  void say_what_next() const {
+    const std::string& folder = config_.checkpoint.folder;
+    if (saver_.newest_step() != run_.completed_steps()) {
+      spdlog::info("step {} was the last; it is not saved, as checkpoint.save_final is false",
+                   run_.completed_steps());
+      return;
+    }
+    spdlog::info(
+        "step {} was the last; the model is in {}; next: parka eval {}, parka generate {} --prompt TEXT, or parka "
+        "export {} --out FOLDER for Hugging Face",
+        run_.completed_steps(), step_folder_path(folder, run_.completed_steps()), folder, folder, folder);
+  }
+
   std::string metrics_path() const { return config_.checkpoint.folder + "/metrics.jsonl"; }
 
   SaveOptions save_options() {
@@ -175,6 +202,8 @@ class TrainCommand {
 
   void describe() const {
     const ParameterTable& table = run_.model().parameters();
+    spdlog::info("parka {} ({}) on {}; times here are UTC{}", parka_version(), parka_commit(), launch_.host(),
+                 utc_offset());
     spdlog::info("{}; recipe {}", device_->description(), name_of(config_.precision.recipe));
     if (communicator_->size() > 1) {
       spdlog::info("{}, ZeRO stage {}", communicator_->description(), config_.distributed.zero_stage);
@@ -224,9 +253,9 @@ class TrainCommand {
           return communicator_->gather_text(text);
         }};
     const std::string& folder = config_.checkpoint.folder;
-    if (options_.fresh && !list_checkpoints(folder).empty()) {
+    if (options_.must_be_new && !list_checkpoints(folder).empty()) {
       throw_bad_input(
-          "{}: has checkpoints of an earlier run and --fresh was given; remove them, or choose another "
+          "{}: has checkpoints of an earlier run and --must-be-new was given; remove them, or choose another "
           "checkpoint.folder",
           folder);
     }
@@ -250,7 +279,7 @@ class TrainCommand {
     if (checkpoint) {
       continue_metrics();
     } else if (const std::string kept = MetricsLog::begin_anew(metrics_path()); !kept.empty()) {
-      spdlog::info("{}: starts anew; records of an earlier run, which left no checkpoint, are now in {}",
+      spdlog::info("{}: is new; the records of an earlier run, which left no checkpoint, are now in {}",
                    metrics_path(), kept);
     }
   }
@@ -321,6 +350,7 @@ class TrainCommand {
     }
     saver_.finish();
     report_memory();
+    if (!beside_) say_what_next();
     if (beside_) std::rethrow_exception(beside_);
     return 0;
   }

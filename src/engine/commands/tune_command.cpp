@@ -16,6 +16,11 @@ namespace parka {
 int run_tune(const TuneOptions& options) {
   Config config = load_config(options.config_path, options.overrides);
   require_replaceable(options.output);
+  if (num_cuda_devices() == 0) {
+    throw_bad_input(
+        "parka tune times algorithms on a GPU, and {}; run it on the machine that trains, with a build that has CUDA",
+        cuda_version().empty() ? "this parka was built without CUDA" : "no GPU is visible here");
+  }
   config.device.kind = DeviceChoice::kCuda;
   config.device.gemm_tuning.clear();
   config.training.global_batch_size = 2 * config.training.micro_batch_size;

@@ -1,6 +1,7 @@
 #include "engine/config/config_io.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <set>
 
 #include <fmt/format.h>
@@ -19,6 +20,7 @@ using nlohmann::json;
 using nlohmann::ordered_json;
 
 constexpr std::string_view kCommandLine = "command line";
+constexpr std::string_view kSchemaKey = "$schema";  // for editors
 
 std::string_view last_part(std::string_view path) { return path.substr(path.rfind('.') + 1); }
 // What to say about a key that does not exist: the nearest one that does, where being in another section counts
@@ -87,7 +89,9 @@ class ConfigReader {
   void collect(const json& object, const std::string& prefix) {
     for (const auto& [key, value] : object.items()) {
       const std::string path = prefix + key;
-      if (key.find('.') != std::string::npos) {
+      if (path == kSchemaKey) {
+        if (!value.is_string()) fail("{}: expected the path of a schema, got {}", path, describe_json(value));
+      } else if (key.find('.') != std::string::npos) {
         fail("\"{}\": a key has no dots; write sections as objects, {{\"optimizer\": {{\"lr\": ...}}}}",
              printable(path));
       } else if (table_.has_section(path)) {
@@ -180,9 +184,29 @@ Config override_config(json root, const std::vector<std::string>& overrides, con
   return ConfigReader(source, std::move(overridden)).read(root);
 }
 
+std::string config_file(const std::string& path) {
+  std::error_code ignored;
+  if (!std::filesystem::is_directory(path, ignored)) return path;
+  const std::string file = (std::filesystem::path(path) / "config.json").string();
+  if (!file_exists(file))
+    throw_bad_input("{}: is a folder without a config.json; name a config file", printable(path));
+  return file;
+}
+
 Config load_config(const std::string& path, const std::vector<std::string>& overrides) {
   constexpr int64_t kMaxFileBytes = int64_t{16} << 20;
-  return override_config(parse_json_text(read_text(path, kMaxFileBytes), path), overrides, path);
+  const std::string file = config_file(path);
+  if (file.ends_with(".yaml") || file.ends_with(".yml") || file.ends_with(".toml")) {
+    throw_bad_input("{}: configs are JSON files; see configs/ for examples", printable(file));
+  }
+  const json root = parse_json_text(read_text(file, kMaxFileBytes), file);
+  if (root.is_object() && root.contains("model_type") && root.contains("architectures")) {
+    throw_bad_input(
+        "{}: is the config of a Hugging Face model; `parka import FOLDER --out NEW` makes a checkpoint and a config of "
+        "Parka from it",
+        printable(file));
+  }
+  return override_config(root, overrides, file);
 }
 
 ordered_json to_json(const Config& config) {

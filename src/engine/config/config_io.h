@@ -9,14 +9,19 @@
 
 namespace parka {
 
+// The file of a config that is named by itself or by its folder, which then has a config.json: that of a run, or of
+// an imported model. Throws Error(kBadInput) for a folder without one.
+std::string config_file(const std::string& path);
+
 // The configuration that `root` describes: defaults, then the defaults of precision.recipe, then the keys given.
 // Throws Error(kBadInput) with one line, `source: key path: what was given, what is allowed`, for any error: an
 // unknown key, a wrong type, a value out of range, a combination that validate() refuses.
 Config parse_config(const nlohmann::json& root, std::string_view source);
 
-// The same from a JSON file, which may hold // comments, with overrides of single keys: "optimizer.lr=1e-3",
-// "data.train=[\"a\",\"b\"]". A value is read as JSON; if it is not JSON, or the key holds text, it is a string. Of
-// several overrides of one key the last counts.
+// The same from a JSON file, or from the config.json of a folder. The file may hold // comments, and at its root
+// "$schema", which is for editors. With overrides of single keys: "optimizer.lr=1e-3", "data.train=[\"a\",\"b\"]".
+// A value is read as JSON; if it is not JSON, or the key holds text, it is a string. Of several overrides of one
+// key the last counts.
 Config load_config(const std::string& path, const std::vector<std::string>& overrides);
 
 // parse_config with overrides as above.
@@ -31,7 +36,8 @@ std::string to_lines(const Config& config);
 // Throws Error(kBadInput) if a value is out of range or two contradict each other; says which to change.
 void validate(const Config& config);
 
-// A JSON Schema (draft 2020-12) of the config file, for editors. Only validate() has the rules across fields.
+// A JSON Schema (draft 2020-12) of the config file, for editors: configs/parka.schema.json. Keys whose default the
+// recipe decides have none there. Only validate() has the rules across fields.
 nlohmann::ordered_json config_schema();
 
 // docs/config.md: every key with its type, range, default and meaning, and what the recipes set.

@@ -108,9 +108,12 @@ constexpr std::string_view kIntroduction =
     R"(# Configuration
 
 A run is described by one JSON file; `//` comments are allowed. Every key has a default, so a file holds only what
-differs. `--set section.key=value` on the command line overrides one key. An unknown key, a value of the wrong type or out of
-range, a key given twice and a combination that cannot work are errors; nothing is ignored. Paths are relative to the
-folder that `parka` is started in. A number may be written 1e-3, an integer also 1e3.
+differs. `--set section.key=value` on the command line overrides one key; `--section.key=value` is short for it. An unknown key, a
+value of the wrong type or out of range, a key given twice and a combination that cannot work are errors; nothing is ignored. Paths are
+relative to the folder that `parka` is started in. A number may be written 1e-3, an integer also 1e3.
+
+`"$schema": "parka.schema.json"` at the top of a file lets editors complete and check it: `configs/parka.schema.json` is the output of
+`parka config schema`.
 )";
 
 std::string recipe_table(const ConfigTable& table) {
@@ -140,13 +143,16 @@ ordered_json config_schema() {
   ordered_json root = {{"$schema", "https://json-schema.org/draft/2020-12/schema"},
                        {"title", "Parka configuration"}};
   root.update(closed_object("One training run of Parka"));
+  root["allowComments"] = true;  // for Visual Studio Code
+  root["properties"]["$schema"] = {{"description", "Path or URL of this schema, for editors"}, {"type", "string"}};
   for (const ConfigSection& section : table.sections) schema_node(root, section.path) = closed_object(section.help);
   for (const ConfigField& field : table.fields) {
     std::string description(field.help);
-    if (depends_on_recipe(field.path)) description += ". The default is that of recipe bf16; recipes set it";
+    const bool by_recipe = depends_on_recipe(field.path);
+    if (by_recipe) description += ". The default is set by precision.recipe";
     ordered_json node = {{"description", description}};
     node.update(std::visit([](const auto& target) { return constraints(target); }, field.target));
-    node["default"] = get_field(field);
+    if (!by_recipe) node["default"] = get_field(field);  // editors insert it
     schema_node(root, field.path) = std::move(node);
   }
   return root;

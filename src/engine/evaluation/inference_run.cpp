@@ -56,8 +56,12 @@ LoadedCheckpoint open_checkpoint(const std::string& path, const LoadGroup& group
     throw_bad_input("{}: no such checkpoint or run folder; check the path", path);
   auto newest = load_newest(
       path, [](const std::string& message) { spdlog::warn("{}", message); }, group);
-  if (!newest) throw_bad_input("{}: holds no checkpoint (looked for step_*/manifest.json)", path);
-  return std::move(*newest);
+  if (newest) return std::move(*newest);
+  if (file_exists(path + "/model.safetensors") || file_exists(path + "/model.safetensors.index.json")) {
+    throw_bad_input("{}: is a Hugging Face model; `parka import {} --out NEW` makes a checkpoint of it", path,
+                    path);
+  }
+  throw_bad_input("{}: holds no checkpoint (looked for step_*/manifest.json)", path);
 }
 
 DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cache, DeviceKind device)

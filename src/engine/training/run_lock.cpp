@@ -1,6 +1,8 @@
 #include "engine/training/run_lock.h"
 
 #include <cerrno>
+#include <filesystem>
+#include <iterator>
 #include <system_error>
 #include <utility>
 
@@ -22,8 +24,16 @@ FileDescriptor open_lock(const std::string& path, RunLock::Role role) {
 }  // namespace
 
 RunLock::RunLock(std::string folder, Role role, const std::function<void(const std::string& message)>& report)
-    : folder_(std::move(folder)), path_(folder_ + "/lock"), file_(open_lock(path_, role)) {
-  if (role == Role::kWitness || ::flock(file_.get(), LOCK_EX | LOCK_NB) == 0) return;
+    : folder_(std::move(folder)),
+      path_(folder_ + "/lock"),
+      is_new_(role == Role::kHolder && !file_exists(path_)),
+      file_(open_lock(path_, role)) {
+  if (role == Role::kWitness) return;
+  if (::flock(file_.get(), LOCK_EX | LOCK_NB) == 0) {
+    require_ours();  // a start that was refused at this moment has removed the file
+    return;
+  }
+  is_new_ = false;
   if (errno == EWOULDBLOCK) {
     throw_bad_input(
         "{}: another process is training in this folder; wait for it, or choose another checkpoint.folder",
@@ -31,6 +41,20 @@ RunLock::RunLock(std::string folder, Role role, const std::function<void(const s
   }
   report(fmt::format("{}: cannot be locked ({}): make sure that no second run is started in this folder", path_,
                      std::generic_category().message(errno)));
+}
+
+RunLock::~RunLock() {
+  if (!is_new_) return;
+  try {
+    if (!is_at(file_.get(), path_)) return;
+  } catch (const Error&) {
+    return;
+  }
+  std::error_code ignored;
+  const std::filesystem::directory_iterator begin(folder_, ignored);
+  // A run that began has its config there, too.
+  if (ignored || std::distance(begin, std::filesystem::directory_iterator()) != 1) return;
+  std::filesystem::remove(path_, ignored);
 }
 
 void RunLock::require_ours() const {

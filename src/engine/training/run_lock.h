@@ -9,7 +9,8 @@ namespace parka {
 
 // Keeps a second training process out of a run folder, where the two would remove each other's unfinished
 // checkpoints. The lock ends with the process, however it ends; the file `lock` stays. The file is kept open, so it
-// also shows whether the folder of that name is still the one in which the run began.
+// also shows whether the folder of that name is still the one in which the run began. The destructor
+// removes a new `lock` that is alone in its folder: then the start was refused.
 class RunLock {
  public:
   enum class Role : uint8_t {
@@ -19,6 +20,9 @@ class RunLock {
   // Throws Error(kBadInput) if another process holds the lock. On a file system without locks it calls `report` and
   // continues.
   RunLock(std::string folder, Role role, const std::function<void(const std::string& message)>& report);
+  RunLock(const RunLock&) = delete;
+  RunLock& operator=(const RunLock&) = delete;
+  ~RunLock();
 
   // Throws Error(kIo) unless <folder>/lock is still the file of the start: otherwise the folder was moved or
   // removed, or another run has taken its name. May be called from any thread.
@@ -26,6 +30,7 @@ class RunLock {
 
  private:
   std::string folder_, path_;
+  bool is_new_;  // this object made the file
   FileDescriptor file_;
 };
 

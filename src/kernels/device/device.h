@@ -158,6 +158,12 @@ std::unique_ptr<Device> make_cpu_device();
 
 // GPUs that this program can use: 0 without a driver, and where it was built without CUDA.
 int num_cuda_devices();
+// Of each of these: "NVIDIA H200, compute capability 9.0, 141 GB, driver 580.159.04".
+std::vector<std::string> describe_cuda_devices();
+// Of the CUDA that this program was built with, "13.0", and the architectures that it has code for,
+// "80,89,90a,90-virtual"; empty without CUDA.
+std::string cuda_version();
+std::string cuda_architectures();
 // Throws Error(kBadInput) when there is no such GPU, or none that this build has code for.
 std::unique_ptr<Device> make_cuda_device(int ordinal = 0);
 

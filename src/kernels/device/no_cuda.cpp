@@ -6,6 +6,9 @@
 namespace parka {
 
 int num_cuda_devices() { return 0; }
+std::vector<std::string> describe_cuda_devices() { return {}; }
+std::string cuda_version() { return {}; }
+std::string cuda_architectures() { return {}; }
 
 std::unique_ptr<Device> make_cuda_device(int) {
   throw_bad_input(

@@ -33,6 +33,19 @@ void check_supported(const cudaDeviceProp& gpu) {
       gpu.name, gpu.major, gpu.minor, PARKA_CUDA_ARCHITECTURES, gpu.major, gpu.minor);
 }
 
+std::string version_name(int cuda) { return fmt::format("{}.{}", cuda / 1000, cuda % 1000 / 10); }
+
+std::string driver_version() {
+  // "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build ..."
+  std::ifstream file("/proc/driver/nvidia/version");
+  for (std::string word; file >> word;) {
+    const bool is_version =
+        word.find('.') != std::string::npos && word.find_first_not_of("0123456789.") == std::string::npos;
+    if (is_version) return word;
+  }
+  return "unknown";
+}
+
 class Event {
  public:
   explicit Event(unsigned flags = cudaEventDisableTiming) {
@@ -269,15 +282,7 @@ std::string CudaDevice::description() const {
 std::vector<std::pair<std::string, std::string>> CudaDevice::software() const {
   int cuda = 0;
   check(cudaRuntimeGetVersion(&cuda), "reading CUDA's version");
-  std::string driver = "unknown";
-  // "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build ..."
-  std::ifstream file("/proc/driver/nvidia/version");
-  for (std::string word; driver == "unknown" && file >> word;) {
-    const bool is_version =
-        word.find('.') != std::string::npos && word.find_first_not_of("0123456789.") == std::string::npos;
-    if (is_version) driver = word;
-  }
-  return {{"driver", driver}, {"cuda", fmt::format("{}.{}", cuda / 1000, cuda % 1000 / 10)}};
+  return {{"driver", driver_version()}, {"cuda", version_name(cuda)}};
 }
 
 void* CudaDevice::allocate(int64_t bytes) {
@@ -419,5 +424,20 @@ int num_cuda_devices() {
   cudaGetLastError();  // no driver, or no GPU
   return 0;
 }
+
+std::vector<std::string> describe_cuda_devices() {
+  std::vector<std::string> devices;
+  for (int i = 0; i < num_cuda_devices(); ++i) {
+    cudaDeviceProp gpu = {};
+    cuda::check(cudaGetDeviceProperties(&gpu, i), "reading what the GPU is");
+    devices.push_back(fmt::format("{}, compute capability {}.{}, {:.0f} GB, driver {}", gpu.name, gpu.major,
+                                  gpu.minor, static_cast<double>(gpu.totalGlobalMem) * 1e-9,
+                                  cuda::driver_version()));
+  }
+  return devices;
+}
+
+std::string cuda_version() { return cuda::version_name(CUDART_VERSION); }
+std::string cuda_architectures() { return PARKA_CUDA_ARCHITECTURES; }
 
 }  // namespace parka

@@ -1,0 +1,51 @@
+# `cmake --install` and packages: the program, its man page and completion, configs, the scripts that users need, and pages.
+include(GNUInstallDirs)
+set(CMAKE_SKIP_INSTALL_ALL_DEPENDENCY ON)  # tests need not be built
+
+# Libraries of MPI and CUDA are found where they were when it was built.
+set_target_properties(parka PROPERTIES INSTALL_RPATH_USE_LINK_PATH ON)
+install(TARGETS parka)
+
+# What the program prints of its own commands, when it is installed.
+set(texts ${CMAKE_BINARY_DIR}/install)
+file(MAKE_DIRECTORY ${texts})
+install(CODE "
+  set(parka \"$<TARGET_FILE:parka>\")
+  execute_process(COMMAND \${parka} man COMMAND gzip -9n OUTPUT_FILE ${texts}/parka.1.gz COMMAND_ERROR_IS_FATAL ANY)
+  execute_process(COMMAND \${parka} completion bash OUTPUT_FILE ${texts}/parka COMMAND_ERROR_IS_FATAL ANY)
+  execute_process(COMMAND \${parka} completion zsh OUTPUT_FILE ${texts}/_parka COMMAND_ERROR_IS_FATAL ANY)
+  execute_process(COMMAND \${parka} completion fish OUTPUT_FILE ${texts}/parka.fish COMMAND_ERROR_IS_FATAL ANY)
+")
+install(FILES ${texts}/parka.1.gz DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
+install(FILES ${texts}/parka DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions)
+install(FILES ${texts}/_parka DESTINATION ${CMAKE_INSTALL_DATADIR}/zsh/site-functions)     # in /usr/local
+install(FILES ${texts}/_parka DESTINATION ${CMAKE_INSTALL_DATADIR}/zsh/vendor-completions)  # of packages, on Debian
+install(FILES ${texts}/parka.fish DESTINATION ${CMAKE_INSTALL_DATADIR}/fish/vendor_completions.d)
+
+set(shared ${CMAKE_INSTALL_DATADIR}/parka)
+install(DIRECTORY configs DESTINATION ${shared})
+# Not those that build, test or measure Parka itself.
+install(DIRECTORY scripts DESTINATION ${shared} USE_SOURCE_PERMISSIONS FILES_MATCHING PATTERN "*.py" PATTERN "requirements.txt"
+  PATTERN "launch.sh" PATTERN "reproduce" EXCLUDE PATTERN "__pycache__" EXCLUDE PATTERN "figures.py" EXCLUDE PATTERN "*_vs_*.py" EXCLUDE)
+
+set(pages ${CMAKE_INSTALL_DOCDIR})
+install(FILES README.md CHANGELOG.md CITATION.cff DESTINATION ${pages})
+install(FILES LICENSE DESTINATION ${pages} RENAME copyright)  # where Debian has licences
+install(FILES LICENSE DESTINATION ${pages})
+install(DIRECTORY docs DESTINATION ${pages} FILES_MATCHING PATTERN "*.md" PATTERN "*.png" PATTERN "scaling" EXCLUDE PATTERN "tuning" EXCLUDE)
+
+set(CPACK_GENERATOR DEB)
+set(CPACK_PACKAGE_NAME parka)
+set(CPACK_PACKAGE_VENDOR "The Parka authors")
+set(CPACK_PACKAGE_CONTACT "The Parka authors")
+set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "trains language models with FP8 optimizer states and activations")
+set(CPACK_PACKAGE_DESCRIPTION "Trains, evaluates and samples from Llama- and OLMo-style language models on CPUs and NVIDIA GPUs,
+and predicts the memory of a run without a GPU. Built for ${PARKA_MARCH}.")
+set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
+set(CPACK_STRIP_FILES ON)
+set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_PACKAGE_SECTION science)
+set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
+set(CPACK_DEBIAN_PACKAGE_RECOMMENDS "python3-venv")  # for the scripts
+set(CPACK_DEBIAN_PACKAGE_SUGGESTS "openmpi-bin")     # for several ranks
+include(CPack)

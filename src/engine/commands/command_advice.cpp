@@ -1,0 +1,84 @@
+#include "engine/commands/command_advice.h"
+
+#include <CLI/CLI.hpp>
+
+#include <algorithm>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "engine/config/config_table.h"
+#include "engine/config/nearest_name.h"
+
+namespace parka {
+namespace {
+
+// The words that nothing takes, in the order of the command line: CLI11 2.1 lists them backwards.
+std::vector<std::string> unexpected_words(const CLI::App& app, const std::vector<std::string>& arguments) {
+  std::vector<std::string> left = app.remaining(/*recurse=*/true), words;
+  for (const std::string& argument : arguments) {
+    const auto found = std::find(left.begin(), left.end(), argument);
+    if (found == left.end()) continue;
+    words.push_back(argument);
+    left.erase(found);
+  }
+  return words;
+}
+
+// The innermost command that was given: "config show" of `parka config show x.json`.
+const CLI::App& given_command(const CLI::App& app, std::string& name) {
+  const std::vector<CLI::App*> given = app.get_subcommands();
+  if (given.empty()) return app;
+  name += " " + given.front()->get_name();
+  return given_command(*given.front(), name);
+}
+
+// The option of the command that may be meant by "--stepz=3", or the key of a config by "--lr"; empty: neither.
+std::string nearest_option(const CLI::App& command, const std::string& word) {
+  std::vector<std::string> names, shown;
+  for (const CLI::Option* option : command.get_options()) {
+    for (const std::string& name : option->get_lnames()) {
+      names.push_back(name);
+      shown.push_back("--" + name);
+    }
+  }
+  Config config;
+  const ConfigTable table = make_config_table(config);
+  if (command.get_option_no_throw("--set") != nullptr) {
+    for (const ConfigField& field : table.fields) {
+      names.push_back(field.path.substr(field.path.rfind('.') + 1));
+      shown.push_back(fmt::format("--{}=VALUE", field.path));
+    }
+  }
+  const std::string given = word.substr(2, word.find('=') - 2);
+  const auto found = std::find(names.begin(), names.end(), nearest_name(given, names));
+  return found == names.end() ? "" : shown[static_cast<size_t>(found - names.begin())];
+}
+
+}  // namespace
+
+std::string describe_parse_error(const CLI::App& app, const CLI::ParseError& error,
+                                 const std::vector<std::string>& arguments) {
+  std::string name = "parka";
+  const CLI::App& command = given_command(app, name);
+  const std::vector<std::string> unexpected = unexpected_words(app, arguments);
+  if (unexpected.empty() || dynamic_cast<const CLI::ExtrasError*>(&error) == nullptr) {
+    return fmt::format("{}; see {} --help", error.what(), name);
+  }
+  const std::string& first = unexpected.front();
+  std::string nearest;
+  if (first.starts_with("--") && first.size() > 2) {
+    nearest = nearest_option(command, first);
+  } else if (&command == &app && !first.starts_with('-')) {
+    std::vector<std::string> commands;
+    for (const CLI::App* one : app.get_subcommands([](const CLI::App*) { return true; })) {
+      commands.push_back(one->get_name());
+    }
+    nearest = nearest_name(first, commands);
+  }
+  return fmt::format(
+      "nothing takes {}; {}", fmt::join(unexpected, " "),
+      nearest.empty() ? fmt::format("see {} --help", name) : fmt::format("{}: did you mean {}?", first, nearest));
+}
+
+}  // namespace parka

@@ -1,0 +1,17 @@
+#pragma once
+#include <string>
+#include <vector>
+
+namespace CLI {
+class App;
+class ParseError;
+}  // namespace CLI
+
+namespace parka {
+
+// What is wrong with a command line that CLI11 could not read, and what to do about it. `arguments` is what was
+// parsed, without the program.
+std::string describe_parse_error(const CLI::App& app, const CLI::ParseError& error,
+                                 const std::vector<std::string>& arguments);
+
+}  // namespace parka

@@ -1,0 +1,138 @@
+"""Help, the man page and completion: they come from the same tree of commands and options, and say defaults."""
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+import unittest
+from pathlib import Path
+
+from parka_runs import PROGRAM
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ["train", "plan", "eval", "generate", "import", "export", "bench", "tune", "data", "config", "version", "man", "completion"]
+
+
+def output(*arguments):
+    result = subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
+    if result.returncode != 0:
+        raise AssertionError(result.stderr)
+    return result.stdout
+
+
+def config_keys():
+    """Dotted names of all keys, from the schema."""
+    def walk(node, path):
+        for name, child in node["properties"].items():
+            if name == "$schema":
+                continue
+            if "properties" in child:
+                yield from walk(child, [*path, name])
+            else:
+                yield ".".join([*path, name])
+
+    return list(walk(json.loads(output("config", "schema")), []))
+
+
+class Help(unittest.TestCase):
+    def test_every_command_is_listed(self):
+        listed = re.findall(r"^  (\w+) ", output("--help").split("Subcommands:")[1], re.MULTILINE)
+        self.assertEqual(listed, COMMANDS)
+
+    def test_defaults_are_shown(self):
+        for command, defaults in (("plan", ["(default: 1)", "(default: 80)", "(default: 340; needs --measured)"]),
+                                  ("bench", ["(default: 5)"]), ("tune", ["(default: 64)", "(default: 150)"]),
+                                  ("generate", ["(default: 200)", "(default: 8)"])):
+            text = output(command, "--help")
+            for default in defaults:
+                self.assertIn(default, text)
+            self.assertNotIn("[]", text)
+        for command in COMMANDS:  # a default that stands for something else is not shown
+            self.assertNotRegex(output(command, "--help"), r"default: -1|default: 0; needs --measured\)\s+--link")
+
+    def test_help_is_a_command_too(self):
+        self.assertEqual(output("help", "train"), output("train", "--help"))
+        self.assertEqual(output("help"), output("--help"))
+
+
+class Version(unittest.TestCase):
+    def test_the_short_forms_agree(self):
+        self.assertEqual({output("version"), output("--version"), output("-V")}, {output("version")})
+        self.assertRegex(output("version"), r"\Aparka \d+\.\d+\.\d+\n\Z")
+
+    def test_verbose_has_what_a_bug_report_needs(self):
+        lines = output("version", "--verbose").splitlines()
+        self.assertEqual(lines[0], output("version").strip())
+        facts = dict(line.split(maxsplit=1) for line in lines[1:])
+        self.assertEqual([name for name in ("commit", "compiler", "build", "CUDA", "architectures", "NCCL", "MPI", "system", "CPU", "GPU")
+                          if name not in facts], [])
+        self.assertRegex(facts["commit"], r"^([0-9a-f]{7,}|unknown|v?\d)")
+        self.assertIn("-march=", facts["build"])
+
+
+class ManPage(unittest.TestCase):
+    def test_it_has_every_command_and_option(self):
+        page = output("man").replace("\\-", "-")
+        for command in COMMANDS:
+            self.assertIn(f"\n.SS parka {command}\n", page)
+            for option in re.findall(r"(?<=[\s,])--[a-z-]+", output(command, "--help").split("Options:")[1].split("\n\n")[0]):
+                self.assertIn(option, page)
+        self.assertIn(".SS parka config show", page)
+
+    @unittest.skipIf(shutil.which("man") is None or shutil.which("groff") is None, "needs man and groff")
+    def test_groff_accepts_it(self):
+        with tempfile.NamedTemporaryFile("w", suffix=".1") as file:
+            file.write(output("man"))
+            file.flush()
+            result = subprocess.run(["groff", "-man", "-ww", "-Tutf8", "-z", file.name], capture_output=True, text=True)
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+
+
+class Completion(unittest.TestCase):
+    def complete(self, *words):
+        """What bash offers for the last of these words."""
+        with tempfile.NamedTemporaryFile("w", suffix=".bash") as file:
+            file.write(output("completion", "bash"))
+            file.flush()
+            script = ('source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); '
+                      '_parka parka "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"; printf "%s\\n" "${COMPREPLY[@]}"')
+            result = subprocess.run(["bash", "-c", script, "bash", file.name, *words], capture_output=True, text=True)
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        return result.stdout.split()
+
+    def test_bash_completes_commands_options_and_values(self):
+        self.assertEqual(self.complete("parka", "tr"), ["train"])
+        self.assertTrue(set(COMMANDS) < set(self.complete("parka", "")))
+        self.assertEqual(self.complete("parka", "train", "--must"), ["--must-be-new"])
+        self.assertEqual(self.complete("parka", "export", "--dtype", "b"), ["bf16"])
+        self.assertEqual(self.complete("parka", "config", "sh"), ["show"])
+        self.assertEqual(self.complete("parka", "completion", ""), ["bash", "zsh", "fish"])
+        self.assertEqual(self.complete("parka", "train", "conf"), [])  # bash completes files then
+        self.assertEqual(self.complete("parka", "import", "--set"), [])
+
+    def test_bash_completes_config_keys(self):
+        self.assertEqual(self.complete("parka", "train", "x.json", "--optimizer.lr"), ["--optimizer.lr="])
+        self.assertEqual(self.complete("parka", "config", "show", "--optimizer.schedule.k"), ["--optimizer.schedule.kind="])
+        self.assertEqual(len([word for word in self.complete("parka", "plan", "--") if "." in word]), len(config_keys()))
+
+    def test_other_shells_accept_their_scripts(self):
+        for shell, check in (("zsh", ["zsh", "-n"]), ("fish", ["fish", "--no-execute"])):
+            script = output("completion", shell)
+            for word in (*COMMANDS, "must-be-new", "optimizer.lr="):
+                self.assertIn(word, script)
+            if shutil.which(shell) is None:
+                continue
+            with self.subTest(shell), tempfile.NamedTemporaryFile("w") as file:
+                file.write(script)
+                file.flush()
+                result = subprocess.run([*check, file.name], capture_output=True, text=True)
+                self.assertEqual((result.returncode, result.stderr), (0, ""))
+
+
+class Schema(unittest.TestCase):
+    def test_the_shipped_schema_is_the_program_s(self):
+        self.assertEqual((ROOT / "configs/parka.schema.json").read_text(encoding="utf-8"), output("config", "schema"))
+
+
+if __name__ == "__main__":
+    unittest.main()

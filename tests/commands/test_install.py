@@ -1,0 +1,69 @@
+"""What `cmake --install` and the Debian package put where, and that it runs there."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+BUILD = os.environ.get("BUILD_FOLDER", "build/release")
+ROOT = Path(__file__).resolve().parents[2]
+EXPECTED = ["bin/parka", "share/man/man1/parka.1.gz", "share/bash-completion/completions/parka", "share/zsh/site-functions/_parka",
+            "share/fish/vendor_completions.d/parka.fish", "share/parka/configs/quickstart.json", "share/parka/configs/parka.schema.json",
+            "share/parka/scripts/prepare_data.py", "share/parka/scripts/plot.py", "share/parka/scripts/launch.sh",
+            "share/parka/scripts/requirements.txt", "share/doc/parka/copyright", "share/doc/parka/docs/install.md",
+            "share/doc/parka/docs/results/quickstart.png"]
+
+
+def run(*command, **options):
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+    if result.returncode != 0:
+        raise AssertionError(f"{command}: {result.stdout}{result.stderr}")
+    return result.stdout
+
+
+class Install(unittest.TestCase):
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory(prefix="parka-test-")
+        self.addCleanup(temporary.cleanup)
+        self.folder = Path(temporary.name)
+
+    def check_tree(self, prefix):
+        for name in EXPECTED:
+            self.assertGreater((prefix / name).stat().st_size, 0, name)
+        scripts = {path.name for path in (prefix / "share/parka/scripts").rglob("*")}
+        self.assertFalse(scripts & {"setup.sh", "test.sh", "figures.py", "attention_vs_cudnn.py", "kill_drill.py", "__pycache__"})
+        plan = run(prefix / "bin/parka", "plan", prefix / "share/parka/configs/llama2-7b.json", cwd=self.folder)
+        self.assertIn("GB", plan)
+        help_text = run(sys.executable, prefix / "share/parka/scripts/prepare_data.py", "--help", cwd=self.folder)
+        self.assertIn("--tokenizer", help_text)
+        run("bash", prefix / "share/parka/scripts/launch.sh", "--help", cwd=self.folder)
+
+    def test_cmake_install(self):
+        run("cmake", "--install", BUILD, "--prefix", self.folder / "usr")
+        self.check_tree(self.folder / "usr")
+
+    def test_debian_package(self):
+        for tool in ("cpack", "dpkg-deb", "dpkg-shlibdeps", "file"):
+            if shutil.which(tool) is None:
+                self.skipTest(f"{tool} is not installed")
+        run("cpack", "--config", f"{BUILD}/CPackConfig.cmake", "-B", self.folder)
+        (package,) = self.folder.glob("parka_*.deb")
+        fields = dict(re.findall(r"^ ([A-Z][\w-]*): (.*)$", run("dpkg-deb", "--info", package), re.MULTILINE))
+        version = run(os.environ.get("PARKA_PROGRAM", f"{BUILD}/parka"), "--version").split()[1]
+        self.assertEqual((fields["Package"], fields["Version"]), ("parka", version))
+        for library in ("libc6", "libstdc++6"):
+            self.assertIn(library, fields["Depends"])
+        run("dpkg-deb", "--extract", package, self.folder / "root")
+        self.check_tree(self.folder / "root/usr")
+        # Every library that the program wants is of a package that it depends on, or comes with one of these.
+        program = self.folder / "root/usr/bin/parka"
+        needed = re.findall(r"NEEDED\s+(\S+)", run("objdump", "-p", program))
+        self.assertNotIn("not found", run("ldd", program))
+        self.assertEqual([name for name in needed if name.startswith(("libspdlog", "libfmt", "libcudart"))], [])
+
+
+if __name__ == "__main__":
+    unittest.main()

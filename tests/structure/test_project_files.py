@@ -1,0 +1,44 @@
+"""LICENSE, CHANGELOG.md, CITATION.cff and CMakeLists.txt agree about version, date and licence; requirements are pinned."""
+import re
+import unittest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def text_of(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+class ProjectFiles(unittest.TestCase):
+    def test_the_version_is_the_same_everywhere(self):
+        built = re.search(r"project\(parka VERSION ([0-9.]+) ", text_of("CMakeLists.txt"))[1]
+        newest = re.search(r"^## (\S+), (\S+)$", text_of("CHANGELOG.md"), re.MULTILINE)
+        cited = text_of("CITATION.cff")
+        self.assertEqual(newest[1], built)
+        self.assertIn(f"\nversion: {built}\n", cited)
+        self.assertIn(f"\ndate-released: {newest[2]}\n", cited)
+
+    def test_versions_of_the_changelog_fall(self):
+        entries = re.findall(r"^## (\S+), (\d{4}-\d{2}-\d{2})$", text_of("CHANGELOG.md"), re.MULTILINE)
+        self.assertEqual(len(entries), text_of("CHANGELOG.md").count("\n## "))
+        order = [(tuple(map(int, version.split("."))), date) for version, date in entries]
+        self.assertEqual(order, sorted(order, reverse=True))
+
+    def test_the_licence_is_apache_2(self):
+        licence = text_of("LICENSE")
+        self.assertRegex(licence, r"\A\s*Apache License\s+Version 2\.0, January 2004\s+http://www\.apache\.org/licenses/")
+        for section in range(1, 10):
+            self.assertRegex(licence, rf"\n   {section}\. [A-Z]")
+        self.assertIn("\n   Copyright 2026 The Parka authors\n", licence)
+        self.assertIn("\nlicense: Apache-2.0\n", text_of("CITATION.cff"))
+        self.assertIn("(LICENSE)", text_of("README.md"))
+
+    def test_requirements_are_pinned(self):
+        for name in ("scripts/requirements.txt", "scripts/requirements-dev.txt"):
+            lines = [line for line in text_of(name).splitlines() if line and not line.startswith("#")]
+            self.assertEqual([line for line in lines if "==" not in line and line != "tensorboardX"], [], name)
+
+
+if __name__ == "__main__":
+    unittest.main()
