@@ -59,7 +59,8 @@ class PythonTests(unittest.TestCase):
         folders = [folder.name for folder in TESTS.iterdir() if folder.is_dir()]
         names = [name for name, _ in entries_of(os.environ["BUILD_FOLDER"])]
         self.assertGreater(len(names), 20)
-        self.assertEqual([name for name in names if not name.startswith(tuple(f"{folder}: " for folder in folders))], [])
+        others = [name for name in names if not name.startswith(tuple(f"{folder}: " for folder in folders))]
+        self.assertEqual(others[:5], [])
 
 
 if __name__ == "__main__":
