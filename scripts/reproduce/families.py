@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What FP8 costs in loss with the layers of each model family: tiny models on bytes of real text, on the CPU.
 
-    scripts/reproduce/families.py PARKA --folder RUNS --json OUT [--steps 400] [--seeds 3] [--jobs 2]
+    scripts/reproduce/families.py PARKA --folder RUNS --json OUT [--steps 400] [--seeds 5] [--jobs 2]
 
 The text is the system's C headers; --text takes another folder. A model of each of FAMILIES is trained with each of RECIPES
 over the same batches in the same order, and its loss on held-out text is compared with that of bf16. Prints a table, and
@@ -35,6 +35,7 @@ FAMILIES = {
 }
 RECIPES = {
     "bf16": {"recipe": "bf16"},
+    "fp32": {"recipe": "fp32"},  # shows what bf16 itself costs
     "coat": {"recipe": "coat"},
     "parka": {"recipe": "parka"},
     "parka_fp8_attention_output": {"recipe": "parka", "attention_output": "fp8"},
@@ -134,7 +135,7 @@ def read_arguments():
     parser.add_argument("--text", type=Path, default=Path("/usr/include"), help="folder of C headers (default /usr/include)")
     parser.add_argument("--tokens", type=positive, default=4000000, help="bytes of it at most (default 4 million)")
     parser.add_argument("--steps", type=positive, default=400, help=f"of {BATCH} sequences of {SEQUENCE} bytes (default 400)")
-    parser.add_argument("--seeds", type=positive, default=3, help="runs of each kind (default 3)")
+    parser.add_argument("--seeds", type=positive, default=5, help="runs of each kind (default 5)")
     parser.add_argument("--width", type=positive, default=32, help=f"model.d_model, a multiple of {2 * HEAD} (default 32)")
     parser.add_argument("--layers", type=positive, default=2, help="model.num_layers, at least 2 (default 2)")
     parser.add_argument("--lr", type=float, default=1e-2, help="peak learning rate (default 0.01)")
