@@ -51,20 +51,27 @@ def report_file(text):
     return path
 
 
-class RunParser(argparse.ArgumentParser):
-    """Has the options of all scripts, and says in one line what is wrong."""
+class ScriptParser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
 
     def __init__(self, description):
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message):
+        fail(f"{message}; see --help")
+
+
+class RunParser(ScriptParser):
+    """Has the options of all scripts that measure a run of a config."""
+
+    def __init__(self, description):
+        super().__init__(description)
         self.add_argument("parka", type=Path, metavar="PARKA", help="the program")
         self.add_argument("config", type=Path, metavar="CONFIG")
         self.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for parka train")
         self.add_argument("--ranks", type=positive, default=1, help="number of ranks; several are started by mpirun (default 1)")
         self.add_argument("--threads", type=positive, help="CPU threads, as for parka")
         self.add_argument("--json", type=report_file, required=True, metavar="OUT", help="file for command, date and figures")
-
-    def error(self, message):
-        fail(f"{message}; see --help")
 
 
 def program(arguments):

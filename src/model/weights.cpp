@@ -28,7 +28,7 @@ bool gathers_transposed(const ParameterTable& table, const Formats& formats, Wei
   PARKA_REQUIRE(copies != WeightCopies::kAuto);
   if (!zero.shards_weights() || !formats.has_tensor_scales()) return false;
   if (copies != WeightCopies::kBoth || use != WeightUse::kBackward) return false;
-  const std::vector<int> block = table.unit(1);  // all blocks are alike
+  const std::vector<int> block = table.unit(1);  // blocks differ in windows, not in weights
   return std::all_of(block.begin(), block.end(), [&](int index) {
     const ParameterInfo& p = table.all[static_cast<size_t>(index)];
     return p.role != ParameterRole::kLinear ||
@@ -118,7 +118,7 @@ void ModelWeights::declare_workspace(WeightUse use, MemoryPlan& plan) {
 }
 
 void ModelWeights::declare_gather_buffers(const ParameterTable& table, MemoryPlan& plan) {
-  const std::vector<int> block = table.unit(1);  // all blocks are alike
+  const std::vector<int> block = table.unit(1);  // blocks differ in windows, not in weights
   for (size_t number = 0; number < kGatherBuffers; ++number) {
     for (int index : block) {
       const auto i = static_cast<size_t>(index);

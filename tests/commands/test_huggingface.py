@@ -1,6 +1,7 @@
 """import and export from the command line: round trips, bad input, memory, and what transformers makes of an export."""
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -12,6 +13,20 @@ from parka_runs import PROGRAM, RunFolder, metrics, parka, tree_digest, write_to
 FIXTURES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures", "huggingface")
 NAMES = ["llama_mha", "llama3_gqa", "llama_tied", "olmo_untied", "olmo_tied", "mistral_window", "mistral_full", "llama_yarn",
          "llama_linear", "qwen3_tied", "olmo2_gqa", "olmo3_windows", "qwen2_tied"]
+
+# What config.json may ask of each family and Parka does not compute, beside REFUSED_OF_ALL. docs/huggingface.md lists them.
+WINDOW = {"sliding_window": 8}
+REFUSED = {
+    "llama": {"attention_bias": True, "mlp_bias": True, **WINDOW},
+    "mistral": {"attention_bias": True},
+    "qwen2": {"use_sliding_window": True},
+    "qwen3": {"attention_bias": True, "use_sliding_window": True, **WINDOW},
+    "olmo2": {"attention_bias": True, **WINDOW},
+    "olmo3": {"attention_bias": True, "layer_types": ["full_attention", "sliding_attention"]},
+    "olmo": {"attention_bias": True, "clip_qkv": 8.0, **WINDOW},
+}
+REFUSED_OF_ALL = {"architectures": ["OtherForSequenceClassification"], "hidden_act": "gelu", "attention_dropout": 0.5,
+                  "partial_rotary_factor": 0.25, "quantization_config": {"quant_method": "fp8"}}
 
 try:
     import torch
@@ -251,6 +266,35 @@ class BadInput(HuggingFace):
             self.assert_exit(result, 2)
             self.assertIn(words, result.stderr)
 
+    def test_what_a_family_asks_and_parka_lacks(self):
+        families = {}
+        for name in NAMES:
+            with open(os.path.join(FIXTURES, name, "config.json"), encoding="utf-8") as file:
+                families.setdefault(json.load(file)["model_type"], name)
+        self.assertEqual(set(families), set(REFUSED))
+        for family, name in families.items():
+            for key, value in (REFUSED_OF_ALL | REFUSED[family]).items():
+                with self.subTest(family=family, key=key):
+                    self.use(name)
+                    edit_json(f"{self.model}/config.json", lambda config: config.update({key: value}))
+                    self.refused("import", self.model, words=[key, "is not supported"])
+            for rope_type in ("dynamic", "longrope"):
+                with self.subTest(family=family, rope_type=rope_type):
+                    self.use(name)
+                    scaling = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
+                    edit_json(f"{self.model}/config.json", lambda config: config.update(rope_scaling=scaling))
+                    self.refused("import", self.model, words=["rope_type", rope_type, "is not supported"])
+
+    def test_every_family_has_models_here(self):
+        """All tests of this file go over NAMES; docs/huggingface.md has a row for each family in both of its tables."""
+        result = parka("export", self.import_model(), "--family", "none", "--out", self.path("out"))
+        families = re.findall(r"(\w+) \((\w+ForCausalLM)\)", result.stderr)
+        self.assertEqual({family for family, _ in families}, set(REFUSED))
+        with open(os.path.join(FIXTURES, "..", "..", "..", "docs", "huggingface.md"), encoding="utf-8") as file:
+            rows = [line for line in file if line.startswith("|")]
+        for _, architecture in families:
+            self.assertGreaterEqual(sum(f"`{architecture}`" in row for row in rows), 2, architecture)
+
     def test_nothing_is_overwritten(self):
         os.mkdir(self.path("there"))
         with open(self.path("there/file"), "w", encoding="utf-8") as file:
@@ -327,6 +371,31 @@ class Transformers(HuggingFace):
                     out = self.path("exported_" + name + "".join(arguments))
                     self.assert_exit(parka("export", imported, "--out", out, *arguments), 0)
                     self.assertEqual((self.logits(out, tokens) - want).abs().max().item(), 0)
+
+    def test_continues_prompts_token_for_token(self):
+        """Greedily in FP32, up to where the two likeliest tokens are so close that rounding decides."""
+        random = torch.Generator().manual_seed(2)
+        for name in NAMES:
+            self.use(name)
+            imported = self.import_model(f"imported_{name}")
+            model = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32, attn_implementation="eager")
+            compared = 0
+            for length in (1, 5, 12):
+                prompt = torch.randint(0, 53, (1, length), generator=random)
+                with torch.no_grad():
+                    out = model.eval().generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=30, do_sample=False,
+                                                output_logits=True, return_dict_in_generate=True, pad_token_id=0, eos_token_id=None)
+                best = torch.cat(out.logits).topk(2).values
+                close = ((best[:, 0] - best[:, 1]) < 1e-3).tolist()
+                count = close.index(True) if True in close else len(close)
+                result = parka("generate", imported, "--prompt-tokens", ",".join(map(str, prompt[0].tolist())), "--tokens", "30",
+                               "--temperature", "0", "--json", "--set", "device.kind=cpu", "--set", "precision.recipe=fp32",
+                               "--set", "data.sequence_length=64")
+                self.assert_exit(result, 0)
+                with self.subTest(name=name, length=length):
+                    self.assertEqual(json.loads(result.stdout)["tokens"][:count], out.sequences[0, length:length + count].tolist())
+                compared += count
+            self.assertGreater(compared, 45, name)
 
     def test_writes_the_same_files(self):
         """In another format, and where a tensor is larger than a file may be."""

@@ -23,6 +23,9 @@ struct Fixture {
   std::map<std::string, std::vector<std::byte>> tensors;
 
   double number(const std::string& key) const { return std::stod(settings.at(key)); }
+  std::string text(const std::string& key, const std::string& otherwise) const {
+    return settings.contains(key) ? settings.at(key) : otherwise;
+  }
   template <typename T>
   std::vector<T> values(const std::string& name) const {
     const std::vector<std::byte>& bytes = tensors.at(name);
@@ -54,7 +57,7 @@ Config config_of(const Fixture& f, const std::string& folder, int64_t steps) {
   };
   write_file(folder + "/train.npy", text_of(ids));
   write_file(folder + "/train.npy.mask", text_of(f.tensors.at("marks")));
-  const auto integer = [&](const char* key) { return static_cast<int64_t>(f.number(key)); };
+  const auto integer = [&](const char* key) { return static_cast<int64_t>(std::stod(f.text(key, "0"))); };
   return parse_config(
       {{"model",
         {{"vocab_size", integer("vocab_size")},
@@ -64,8 +67,11 @@ Config config_of(const Fixture& f, const std::string& folder, int64_t steps) {
          {"num_kv_heads", integer("num_kv_heads")},
          {"d_ffn", integer("d_ffn")},
          {"rope_theta", f.number("rope_theta")},
-         {"sliding_window", f.settings.contains("sliding_window") ? integer("sliding_window") : 0},
+         {"head_dim", integer("head_dim")},
+         {"qk_norm", f.text("qk_norm", "none")},
+         {"sliding_window", integer("sliding_window")},
          {"norm", "rmsnorm"},
+         {"norm_placement", f.text("norm_placement", "before")},
          {"norm_eps", f.number("norm_eps")},
          {"tie_embeddings", false}}},
        {"precision", {{"recipe", "fp32"}}},
@@ -130,7 +136,8 @@ Worst run_against(const Fixture& fixture, const Config& config) {
 }  // namespace
 
 TEST_CASE("fine-tuning on packed documents follows transformers and PyTorch for 50 steps", "[engine][finetune]") {
-  const Fixture fixture = load_fixture(GENERATE("finetune", "finetune_window"));
+  const Fixture fixture =
+      load_fixture(GENERATE("finetune", "finetune_window", "finetune_qk_norm", "finetune_norms_behind"));
   const TemporaryFolder folder;
   Config config = config_of(fixture, folder.path().string(), 50);
   config.training.micro_batch_size = GENERATE(1, 2, 4);

@@ -1,4 +1,4 @@
-"""Every test of every Python file under tests/ is reached by a ctest entry."""
+"""Every test of every Python file under tests/ is reached by a ctest entry, and entries are named by their folder."""
 import json
 import os
 import subprocess
@@ -18,12 +18,16 @@ def reached(tests, arguments):
     return set(named or tests)
 
 
-def commands_of(build):
-    """(file, arguments) of each Python test that ctest would run in a build folder."""
+def entries_of(build):
+    """What ctest would run in a build folder: its name and its command, which tests of programs that are not built lack."""
     listing = subprocess.run([os.environ["CTEST"], "--test-dir", build, "--show-only=json-v1"], capture_output=True, text=True,
                              check=True)
-    for test in json.loads(listing.stdout)["tests"]:
-        command = test.get("command", [])  # tests of programs that are not built have none
+    return [(test["name"], test["command"]) for test in json.loads(listing.stdout)["tests"] if "command" in test]
+
+
+def commands_of(build):
+    """(file, arguments) of each Python test among them."""
+    for _, command in entries_of(build):
         if len(command) > 1 and command[1].endswith(".py"):
             yield Path(command[1]), command[2:]
 
@@ -48,6 +52,15 @@ class PythonTests(unittest.TestCase):
             left[file] -= reached(list_tests(file.read_text(encoding="utf-8")), arguments)
         for file, tests in left.items():
             self.assertEqual(tests, set(), f"{file}: no ctest entry runs these; see tests/CMakeLists.txt")
+
+    @unittest.skipUnless("BUILD_FOLDER" in os.environ, "ctest says which build folder to look at")
+    def test_names_begin_with_the_folder(self):
+        """By which scripts/test.sh chooses."""
+        folders = [folder.name for folder in TESTS.iterdir() if folder.is_dir()]
+        names = [name for name, _ in entries_of(os.environ["BUILD_FOLDER"])]
+        self.assertGreater(len(names), 20)
+        others = [name for name in names if not name.startswith(tuple(f"{folder}: " for folder in folders))]
+        self.assertEqual(others[:5], [])
 
 
 if __name__ == "__main__":
