@@ -49,8 +49,10 @@ class Exporter {
         table_(make_parameter_table(config_.model, false)),
         weights_(checkpoint_, table_.all) {
     // What the weights come from says how they are laid out; --like, what goes along with them.
-    origin_ = find_origin(checkpoint_.path(), checkpoint_.state(), [&](const std::string& message) {
-      if (options.like.empty()) spdlog::warn("{}", message);
+    origin_ = find_origin(checkpoint_.path(), checkpoint_.state(), [&](const std::string& gone) {
+      if (!options.like.empty()) return;
+      spdlog::warn("{}, named by checkpoint.init_from, is gone, so the tokenizer is unknown; give --like FOLDER",
+                   gone);
     });
     if (origin_) {
       layout_of_origin_ = origin_->layout;
