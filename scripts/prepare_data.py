@@ -19,6 +19,7 @@ Writes into the folder --out, which must not exist yet or be empty:
     eval-00000.npy, ...    the same for held-out documents, with --eval-fraction
     train-00000.npy.mask   with --chat: a byte per token: 1 for a target, plus 2 for the first of a conversation
     data.json              what was made: counts, vocabulary, tokenizer, dtype
+    tokenizer/             a copy of the tokenizer.json and what lies beside it, for `parka generate` and `parka export`
 
 The folder appears whole or not at all. Identical documents are kept once, and whether a document is held out
 depends on its content alone: neither another order, other names nor more data move it between train and eval.
@@ -50,6 +51,7 @@ except ImportError:
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import chat_data  # noqa: E402
+from tokenizer_files import copy_tokenizer  # noqa: E402
 
 # Bounds the memory: a document is tokenized as a whole.
 MAX_DOCUMENT_BYTES = 64 * 2**20
@@ -457,6 +459,8 @@ def prepare(options: argparse.Namespace, staging: Path) -> dict:
         info["chat"] = options.chat if options.chat in chat_data.TEMPLATES else Path(options.chat).name
         info["sequence_length"] = options.sequence_length
         info["left_out"]["conversations_without_targets"] = sum(w.without_targets for w in writers.values())
+    if options.tokenizer != "bytes":
+        copy_tokenizer(Path(options.tokenizer), staging / "tokenizer")
     with open(staging / "data.json", "wb") as file:
         file.write((json.dumps(info, indent=2) + "\n").encode())
         sync(file)
