@@ -125,10 +125,11 @@ class Chat:
         self._place, self._template = self._find_template(text.folder)
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
-        except ImportError:
+            import jinja2  # noqa: F401, transformers asks for it only when it renders
+        except ImportError as error:
             raise InputError(
-                f"--chat needs Python's transformers package, which {sys.executable} lacks; install it with: "
-                f"{sys.executable} -m pip install transformers jinja2"
+                f"--chat needs Python's transformers and jinja2 packages ({one_line(error)}); install them with: "
+                f"{sys.executable} -m pip install --upgrade transformers jinja2"
             )
         self._render_template = render_jinja_template
         text.stop = text.stop + [id for id in self._ends_of_turn() if id not in text.stop]

@@ -125,6 +125,16 @@ class ChatTest(TokenizerFolder):
         (self.folder / "chat_template.jinja").write_text(self.TEMPLATE)
         self.assertEqual(self.chat({})[0].encode(messages), want)
 
+    def test_prompts_are_those_of_transformers(self):
+        tokenizer = sentencepiece_tokenizer()
+        for single in (None, "<s> $A"):
+            if single is not None:
+                tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 1)])
+            text = self.write(tokenizer, tokenizer_config={"bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"})
+            theirs = transformers.AutoTokenizer.from_pretrained(self.folder)
+            for words in ("a b", " a", "a\n\u00e9 b", "</s>b"):
+                self.assertEqual(text.encode(words), theirs(words).input_ids, (single, words))
+
     def test_an_answer_ends_where_the_template_ends_a_turn(self):
         self.assertEqual(self.chat({"chat_template": self.TEMPLATE})[1].stop, [2])
         plain = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
