@@ -25,7 +25,7 @@ std::pair<ExitCode, std::string> error_of(const Action& action) {
 
 }  // namespace
 
-TEST_CASE("a helper process answers long and short lines in order") {
+TEST_CASE("a helper process answers long and short lines in order", "[engine][text]") {
   HelperProcess helper({"cat"});
   const std::string longer(50'000, 'x');
   helper.send("one");
@@ -36,13 +36,13 @@ TEST_CASE("a helper process answers long and short lines in order") {
   CHECK(helper.receive(seconds(60)) == longer);
 }
 
-TEST_CASE("a helper process that cannot be started is bad input") {
+TEST_CASE("a helper process that cannot be started is bad input", "[engine][text]") {
   const auto [code, message] = error_of([] { HelperProcess helper({"/nowhere/python3"}); });
   CHECK(code == ExitCode::kBadInput);
   CHECK(message.find("/nowhere/python3: cannot be started: No such file") == 0);
 }
 
-TEST_CASE("the end of a helper process is an error that says how it ended") {
+TEST_CASE("the end of a helper process is an error that says how it ended", "[engine][text]") {
   HelperProcess exits({"sh", "-c", "exit 3"});
   const auto [code, message] = error_of([&] { exits.receive(seconds(60)); });
   CHECK(code == ExitCode::kIo);
@@ -54,7 +54,8 @@ TEST_CASE("the end of a helper process is an error that says how it ended") {
   CHECK(error_of([&] { killed.send("more"); }).first == ExitCode::kIo);  // and no SIGPIPE
 }
 
-TEST_CASE("a helper process that does not answer is not waited for forever, nor at its end", "[slow]") {
+TEST_CASE("a helper process that does not answer is not waited for forever, nor at its end",
+          "[engine][text][slow]") {
   const auto start = std::chrono::steady_clock::now();
   {
     HelperProcess helper({"sleep", "1000"});
