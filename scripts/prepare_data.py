@@ -22,6 +22,7 @@ Writes into the folder --out, which must not exist yet or be empty:
     eval-00000.npy, ...    the same for held-out documents, with --eval-fraction
     train-00000.npy.mask   with --chat: a byte per token: 1 for a target, plus 2 for the first of a conversation
     data.json              what was made: counts, vocabulary, tokenizer, dtype
+    tokenizer/             a copy of the tokenizer.json and what lies beside it, for `parka generate` and `parka export`
 
 The folder appears whole or not at all. Until then the tokens of finished files lie in the hidden folder .NAME.partial
 beside it, and take as much room again. If a run is stopped, the same command continues: it reads only those files again
@@ -58,6 +59,7 @@ from text_data.packing import ChatSplit  # noqa: E402
 from text_data.readers import MAX_DOCUMENT_BYTES, Reading, find_files  # noqa: E402
 from text_data.token_writer import TokenWriter  # noqa: E402
 from text_data.tokenizer import EOS_NAMES  # noqa: E402
+from tokenizer_files import copy_tokenizer  # noqa: E402
 
 
 def print_line(text: str) -> None:
@@ -166,6 +168,8 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     if options.chat is not None:
         warn_of_spelled_out_markers(options, maker)
     info = summary(options, maker, output)
+    if options.tokenizer != "bytes":
+        copy_tokenizer(Path(options.tokenizer), partial.staging / "tokenizer")
     with open(partial.staging / "data.json", "wb") as file:
         file.write((json.dumps(info, indent=2) + "\n").encode())
         sync(file)

@@ -280,6 +280,15 @@ class PrepareDataTest(Preparation):
         self.assertEqual(info["tokenizer_sha256"], hashlib.sha256(path.read_bytes()).hexdigest())
 
     @unittest.skipIf(tokenizers is None, "tokenizers is missing")
+    def test_the_tokenizer_is_kept_with_the_data(self):
+        path = self.word_tokenizer(["[UNK]", "a", "</s>"]).rename(self.folder / "words.json")
+        (self.folder / "chat_template.jinja").write_text("{{ messages }}")
+        self.prepare(self.write("a.txt", "a"), "--tokenizer", path)
+        kept = self.out / "tokenizer"
+        self.assertEqual(sorted(p.name for p in kept.iterdir()), ["chat_template.jinja", "tokenizer.json"])
+        self.assertEqual((kept / "tokenizer.json").read_bytes(), path.read_bytes())
+
+    @unittest.skipIf(tokenizers is None, "tokenizers is missing")
     def test_large_vocabulary_makes_uint32(self):
         names = ["[UNK]", *(f"w{i}" for i in range(70000)), "<end>"]
         path = self.word_tokenizer(names)

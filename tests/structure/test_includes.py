@@ -27,6 +27,7 @@ LAYERS = [
     "engine/config",
     "engine/checkpoint",
     "engine/huggingface",
+    "engine/text",
     "engine/evaluation",
     "engine/step",
     "engine/training",

@@ -181,18 +181,30 @@ void add_eval(CLI::App& app, EvalOptions& options) {
 }
 
 void add_generate(CLI::App& app, GenerateOptions& options) {
-  CLI::App& command = *app.add_subcommand("generate", "Sample continuations of prompts from a checkpoint.");
+  CLI::App& command = *app.add_subcommand("generate", "Continue prompts with a checkpoint, or chat with it.");
   command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder (its newest checkpoint)")
       ->required();
+  CLI::Option& prompt =
+      *command
+           .add_option("--prompt", options.prompts,
+                       "Prompt text, by the model's tokenizer; if repeated, one line of JSON is printed for each")
+           ->allow_extra_args(false);
+  CLI::Option& prompt_tokens = *command
+                                    .add_option("--prompt-tokens", options.prompt_tokens,
+                                                "Prompt as comma-separated token ids (may be repeated)")
+                                    ->type_name("ID,ID,...")
+                                    ->allow_extra_args(false);
   command
-      .add_option("--prompt", options.prompts,
-                  "Prompt text, for models trained on bytes; if repeated, one line of JSON is printed for each")
-      ->allow_extra_args(false);
-  command
-      .add_option("--prompt-tokens", options.prompt_tokens,
-                  "Prompt as comma-separated token ids, for any model (may be repeated)")
-      ->type_name("ID,ID,...")
-      ->allow_extra_args(false);
+      .add_option("--tokenizer", options.tokenizer,
+                  "Folder with a tokenizer.json (default: the one kept with the run or the imported model)")
+      ->type_name("FOLDER")
+      ->excludes(&prompt_tokens);
+  CLI::Option& chat = *command
+                           .add_flag("--chat", options.chat,
+                                     "Chat by the model's template: each line of standard input is answered")
+                           ->excludes(&prompt)
+                           ->excludes(&prompt_tokens);
+  command.add_option("--system", options.system, "System message of the chat")->type_name("TEXT")->needs(&chat);
   command.add_option("--tokens", options.num_tokens, "Maximum number of tokens to generate for each prompt")
       ->check(kNotNegative);
   SamplingOptions& sampling = options.sampling;
@@ -209,8 +221,9 @@ void add_generate(CLI::App& app, GenerateOptions& options) {
   command.add_option("--stop-token", options.stop_tokens, "Stop before this token id (may be repeated)")
       ->allow_extra_args(false);
   command.add_option("--batch", options.batch, "Prompts to continue at the same time")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
-  command.add_flag("--json", options.json, "Print JSON once all prompts are done");
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
+      ->excludes(&chat);
+  command.add_flag("--json", options.json, "Print JSON once all prompts are done")->excludes(&chat);
   command.add_option("--set", options.overrides, "Override a key of the checkpoint's config, e.g. device.kind=cpu")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);

@@ -55,8 +55,11 @@ int run_eval(const EvalOptions& options);
 struct GenerateOptions {
   std::string checkpoint;
   std::vector<std::string> overrides;
-  std::vector<std::string> prompts;        // text, for models of bytes
-  std::vector<std::string> prompt_tokens;  // comma-separated token ids, for any model
+  std::vector<std::string> prompts;        // text
+  std::vector<std::string> prompt_tokens;  // comma-separated token ids
+  std::string tokenizer;                   // its folder; empty: the checkpoint's own
+  bool chat = false;                       // take turns with standard input
+  std::string system;                      // message of the chat; empty: none
   int64_t num_tokens = 200;
   SamplingOptions sampling;
   std::vector<int32_t> stop_tokens;

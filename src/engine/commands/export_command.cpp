@@ -21,6 +21,7 @@
 #include "engine/files/json_text.h"
 #include "engine/huggingface/huggingface_config.h"
 #include "engine/huggingface/huggingface_origin.h"
+#include "engine/text/tokenizer_files.h"
 
 namespace parka {
 namespace {
@@ -48,9 +49,13 @@ class Exporter {
         config_(config_of(checkpoint_, {})),
         table_(make_parameter_table(config_.model, false)),
         weights_(checkpoint_, table_.all) {
-    // What the weights come from says how they are laid out; --like, what goes along with them.
-    origin_ = find_origin(checkpoint_.path(), checkpoint_.state(), [&](const std::string& message) {
-      if (options.like.empty()) spdlog::warn("{}", message);
+    // What the weights come from says how they are laid out; --like, what goes along with them, or the tokenizer
+    // that the run keeps.
+    if (options.like.empty()) tokenizer_ = find_tokenizer(checkpoint_.path(), checkpoint_.state());
+    origin_ = find_origin(checkpoint_.path(), checkpoint_.state(), [&](const std::string& gone) {
+      if (!options.like.empty() || tokenizer_) return;
+      spdlog::warn("{}, named by checkpoint.init_from, is gone, so the tokenizer is unknown; give --like FOLDER",
+                   gone);
     });
     if (origin_) {
       layout_of_origin_ = origin_->layout;
@@ -73,9 +78,9 @@ class Exporter {
     const std::string config = config_text();
     DraftFolder draft(out);
     write_new_file(draft / kHuggingFaceConfigName, config);
-    if (origin_) {
-      for (const std::string& name : carried_files(origin_->folder)) {
-        copy_to_new_file((fs::path(origin_->folder) / name).string(), draft / name);
+    if (const std::optional<std::string> folder = came_with()) {
+      for (const std::string& name : carried_files(*folder)) {
+        copy_to_new_file((fs::path(*folder) / name).string(), draft / name);
       }
     }
     for (const HuggingFaceLayout::File& file : layout_.files) write_file(draft / file.name, file);
@@ -86,7 +91,7 @@ class Exporter {
   std::string description() const {
     return fmt::format("step {} of {} in {}, {} file{}{}", checkpoint_.step(), checkpoint_.path(), format_names(),
                        layout_.files.size(), layout_.files.size() == 1 ? "" : "s",
-                       origin_ ? fmt::format(", with what came with {}", origin_->folder) : "");
+                       came_with() ? fmt::format(", with what came with {}", *came_with()) : "");
   }
 
  private:
@@ -96,6 +101,11 @@ class Exporter {
     std::string text = read_text(path, kMaxHuggingFaceConfigBytes);
     json parsed = parse_json_text(text, path, JsonComments::kRefused);
     return {std::move(text), std::move(parsed)};
+  }
+
+  // The folder of the files that go along.
+  std::optional<std::string> came_with() const {
+    return tokenizer_ || !origin_ ? tokenizer_ : std::optional(origin_->folder);
   }
 
   // The tensor of a layout's name: a tied head is the embedding.
@@ -159,7 +169,10 @@ class Exporter {
     const std::vector<DType> used = formats();
     const HuggingFaceModel described{family_, config_.model,
                                      max_positions_of(checkpoint_, config_.data.sequence_length)};
-    if (!origin_) return make_huggingface_config(described, used.front(), nullptr);
+    if (!origin_) {
+      const json special_tokens = tokenizer_ ? special_token_ids(*tokenizer_) : json::object();
+      return make_huggingface_config(described, used.front(), &special_tokens);
+    }
     const ResumeDifferences differences = model_differences(original_->model, config_.model);
     if (original_->family != family_ || !differences.refused.empty() || !differences.allowed.empty()) {
       return make_huggingface_config(described, used.front(), &origin_config_);
@@ -213,6 +226,7 @@ class Exporter {
   std::optional<HuggingFaceLayout> layout_of_origin_;  // of what the weights come from, and the format it names
   std::optional<std::string> format_of_origin_;
   std::optional<HuggingFaceOrigin> origin_;  // the same, or --like
+  std::optional<std::string> tokenizer_;     // the folder of the run's or the model's own; not with --like
   std::string origin_text_;
   json origin_config_;
   std::optional<HuggingFaceModel> original_;   // what it describes

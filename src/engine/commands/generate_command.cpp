@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <memory>
+#include <optional>
 
 #include <nlohmann/json.hpp>
 
@@ -8,47 +10,32 @@
 #include "engine/commands/argument_values.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
+#include "engine/commands/generate_text.h"
 #include "engine/evaluation/generator.h"
 #include "engine/evaluation/inference_run.h"
+#include "engine/text/byte_codec.h"
+#include "engine/text/text_tokenizer.h"
+#include "engine/text/tokenizer_files.h"
 
 namespace parka {
 namespace {
 
-// scripts/prepare_data.py's byte tokenizer: ids 0 to 255 are bytes, 256 ends a document.
-constexpr int32_t kEndOfDocument = 256;
-constexpr int64_t kMaxByteVocabulary = 1024;  // more rows than that are another tokenizer's
-
-std::vector<int32_t> bytes_of(const std::string& text) {
-  std::vector<int32_t> tokens;
-  for (unsigned char byte : text) tokens.push_back(byte);
-  if (tokens.empty()) tokens.push_back(kEndOfDocument);  // what stands before every document but the first
-  return tokens;
-}
-
-void check_tokens(const char* what, const std::vector<int32_t>& tokens, int64_t vocab_size) {
-  for (int32_t id : tokens) {
-    if (id < 0 || id >= vocab_size) {
-      throw_bad_input("{} {} is outside of the vocabulary of {}", what, id, vocab_size);
-    }
+std::unique_ptr<TextCodec> open_codec(const GenerateOptions& options, const LoadedCheckpoint& checkpoint,
+                                      int64_t vocab_size) {
+  if (const std::optional<std::string> folder = tokenizer_folder(options, checkpoint)) {
+    return std::make_unique<TextTokenizer>(*folder, TextTokenizer::Use::kPrompts);
   }
+  if (ByteCodec::fits(vocab_size)) return std::make_unique<ByteCodec>(vocab_size);
+  throw_bad_input("{}: has no tokenizer for --prompt; name its folder with --tokenizer, or give --prompt-tokens",
+                  checkpoint.path());
 }
 
-std::vector<std::vector<int32_t>> prompts_of(const GenerateOptions& options, int64_t vocab_size) {
-  if (!options.prompts.empty() && !options.prompt_tokens.empty())
-    throw_bad_input("give --prompt or --prompt-tokens, not both");
+// `codec` is of text; null where the options give ids.
+std::vector<std::vector<int32_t>> prompts_of(const GenerateOptions& options, TextCodec* codec) {
   std::vector<std::vector<int32_t>> prompts;
-  if (options.prompt_tokens.empty()) {
-    if (vocab_size <= kEndOfDocument || vocab_size > kMaxByteVocabulary) {
-      throw_bad_input(
-          "--prompt is for models trained on bytes, but this model's vocabulary is {}; give --prompt-tokens "
-          "instead",
-          vocab_size);
-    }
-    for (const std::string& text : options.prompts) prompts.push_back(bytes_of(text));
-    if (prompts.empty()) prompts.push_back(bytes_of(""));
-  }
   for (const std::string& text : options.prompt_tokens) prompts.push_back(parse_token_list(text));
-  for (const std::vector<int32_t>& prompt : prompts) check_tokens("prompt token", prompt, vocab_size);
+  for (const std::string& text : options.prompts) prompts.push_back(codec->encode(text));
+  if (prompts.empty()) prompts.push_back(codec->encode(""));
   return prompts;
 }
 
@@ -60,30 +47,28 @@ int64_t context_of(const std::vector<std::vector<int32_t>>& prompts, int64_t num
                                                                                           : longest + num_tokens;
 }
 
-std::string text_of(const std::vector<int32_t>& bytes) { return {bytes.begin(), bytes.end()}; }
+std::string text_of(TextCodec& codec, const std::vector<int32_t>& prompt, const std::vector<int32_t>& tokens) {
+  codec.begin(prompt);
+  std::string text;
+  for (const int32_t token : tokens) text += codec.next(token);
+  return text + codec.end();
+}
 
-void print_json(const std::vector<int32_t>& prompt, const Continuation& continuation, bool as_text) {
+void print_json(const std::vector<int32_t>& prompt, const Continuation& continuation, TextCodec* codec) {
   nlohmann::ordered_json line = {{"prompt_tokens", prompt}};
-  if (as_text) line["text"] = text_of(continuation.tokens);
+  if (codec != nullptr) line["text"] = text_of(*codec, prompt, continuation.tokens);
   line["tokens"] = continuation.tokens;
   line["stopped"] = continuation.stopped;
   // A model of bytes may write what is no UTF-8.
   std::printf("%s\n", line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
 }
 
-// Prints a continuation while it is drawn, behind its prompt if that is text.
-void print_streaming(Device& device, Model& model, const CacheShape& shape,
-                     const std::vector<std::vector<int32_t>>& prompts, const GenerationOptions& generation,
-                     const GenerateOptions& options) {
-  const bool as_text = options.prompt_tokens.empty();
-  if (as_text && !options.prompts.empty()) std::fputs(options.prompts.front().c_str(), stdout);
+// Prints the ids of a continuation while they are drawn.
+void print_streaming_ids(Device& device, Model& model, const CacheShape& shape, const std::vector<int32_t>& prompt,
+                         const GenerationOptions& generation) {
   bool first = true;
-  generate(device, model, shape, prompts, generation, [&](size_t, int32_t token) {
-    if (as_text) {
-      std::putchar(token);
-    } else {
-      std::printf("%s%d", first ? "" : ",", token);
-    }
+  generate(device, model, shape, {prompt}, generation, [&](size_t, int32_t token) {
+    std::printf("%s%d", first ? "" : ",", token);
     first = false;
     std::fflush(stdout);
   });
@@ -92,19 +77,53 @@ void print_streaming(Device& device, Model& model, const CacheShape& shape,
 
 }  // namespace
 
+std::optional<std::string> tokenizer_folder(const GenerateOptions& options, const LoadedCheckpoint& checkpoint) {
+  if (!options.tokenizer.empty()) return open_tokenizer(options.tokenizer, "--tokenizer");
+  return find_tokenizer(checkpoint.path(), checkpoint.state());
+}
+
+void check_tokens(const char* what, const std::vector<int32_t>& tokens, int64_t vocab_size) {
+  for (int32_t id : tokens) {
+    if (id < 0 || id >= vocab_size) {
+      throw_bad_input("{} {} is outside of the vocabulary of {}", what, id, vocab_size);
+    }
+  }
+}
+
+Continuation print_streaming(Device& device, Model& model, const CacheShape& shape,
+                             const std::vector<int32_t>& prompt, const GenerationOptions& generation,
+                             TextCodec& codec, std::string* shown) {
+  const auto show = [&](const std::string& text) {
+    std::fwrite(text.data(), 1, text.size(), stdout);
+    std::fflush(stdout);
+    if (shown != nullptr) *shown += text;
+  };
+  codec.begin(prompt);
+  const std::vector<Continuation> result =
+      generate(device, model, shape, {prompt}, generation, [&](size_t, int32_t token) { show(codec.next(token)); });
+  show(codec.end());
+  std::putchar('\n');
+  return result.front();
+}
+
 int run_generate(const GenerateOptions& options) {
   if (!std::isfinite(options.sampling.temperature) || std::isnan(options.sampling.top_p)) {
     throw_bad_input("--temperature and --top-p must be finite numbers");
   }
+  if (!options.prompts.empty() && !options.prompt_tokens.empty())
+    throw_bad_input("give --prompt or --prompt-tokens, not both");
   const LoadedCheckpoint checkpoint = open_checkpoint(options.checkpoint);
   Config config = config_of(checkpoint, options.overrides);
-  const std::vector<std::vector<int32_t>> prompts = prompts_of(options, config.model.vocab_size);
   check_tokens("--stop-token", options.stop_tokens, config.model.vocab_size);
+  if (options.chat) return run_chat(options, checkpoint, config);
+  std::unique_ptr<TextCodec> codec;
+  if (options.prompt_tokens.empty()) codec = open_codec(options, checkpoint, config.model.vocab_size);
+  const std::vector<std::vector<int32_t>> prompts = prompts_of(options, codec.get());
+  for (const std::vector<int32_t>& prompt : prompts) check_tokens("prompt token", prompt, config.model.vocab_size);
   GenerationOptions generation{options.sampling, options.num_tokens, options.stop_tokens};
-  const bool as_text = options.prompt_tokens.empty();
-  if (as_text) {  // what is no byte ends a text
-    for (int64_t id = kEndOfDocument; id < config.model.vocab_size; ++id)
-      generation.stop_tokens.push_back(static_cast<int32_t>(id));
+  if (codec) {
+    generation.stop_tokens.insert(generation.stop_tokens.end(), codec->stop_tokens().begin(),
+                                  codec->stop_tokens().end());
   }
   const CacheShape shape{std::min(options.batch, static_cast<int64_t>(prompts.size())),
                          context_of(prompts, options.num_tokens, config.data.sequence_length)};
@@ -113,11 +132,16 @@ int run_generate(const GenerateOptions& options) {
   const std::unique_ptr<Device> device = make_device(config);
   InferenceRun run(*device, checkpoint, config, shape);
   if (prompts.size() == 1 && !options.json) {
-    print_streaming(*device, run.model(), shape, prompts, generation, options);
+    if (!codec) {
+      print_streaming_ids(*device, run.model(), shape, prompts.front(), generation);
+      return 0;
+    }
+    if (!options.prompts.empty()) std::fputs(options.prompts.front().c_str(), stdout);
+    print_streaming(*device, run.model(), shape, prompts.front(), generation, *codec);
     return 0;
   }
   const std::vector<Continuation> continuations = generate(*device, run.model(), shape, prompts, generation);
-  for (size_t i = 0; i < prompts.size(); ++i) print_json(prompts[i], continuations[i], as_text);
+  for (size_t i = 0; i < prompts.size(); ++i) print_json(prompts[i], continuations[i], codec.get());
   return 0;
 }
 

@@ -23,6 +23,7 @@
 #include "engine/evaluation/inference_run.h"
 #include "engine/files/file_io.h"
 #include "engine/planning/gpu_plan.h"
+#include "engine/text/tokenizer_files.h"
 #include "engine/training/metrics_log.h"
 #include "engine/training/progress.h"
 #include "engine/training/run_folder.h"
@@ -90,6 +91,7 @@ class TrainCommand {
     resume_or_initialize();
     if (is_first()) {
       write_run_config(config_.checkpoint.folder, resolved_text(config_), config_file(options_.config_path));
+      keep_tokenizer(config_);
       records_.open(metrics_path(), MetricsHooks{[this] { lock_.require_ours(); }, warn});
       records_.write_start(run_.completed_steps(), start_facts());
     }
@@ -565,6 +567,7 @@ int run_train(const TrainOptions& options) {
     std::optional<RunLock> lock;
     if (launch.rank() == 0) {
       check_run_folder(config.checkpoint.folder, resolved_text(config));
+      check_tokenizer(config);
       check_run_folder_writable(config.checkpoint.folder);
       lock.emplace(config.checkpoint.folder, RunLock::Role::kHolder, warn);
       clear_write_tests(config.checkpoint.folder);

@@ -27,6 +27,7 @@ struct DataConfig {
   int64_t document_end = -1;
   bool checksum = false;
   int64_t prefetch_batches = 4;
+  std::string tokenizer = {};
 
   bool operator==(const DataConfig&) const = default;
 
@@ -62,6 +63,12 @@ struct DataConfig {
           "detects any change; false: compare only names, sizes, beginnings and ends");
     visit("prefetch_batches", prefetch_batches,
           "Micro-batches that the loader thread keeps ready, at least those of a step", IntegerRange{1, 65536});
+    visit(
+        "tokenizer", tokenizer,
+        "Folder with the tokenizer.json of the token files, which the run copies for `parka generate` and `parka "
+        "export`. Empty: that of checkpoint.init_from, else the folder `tokenizer` beside the first file of train, "
+        "if there is one",
+        MayBeEmpty{});
   }
 };
 

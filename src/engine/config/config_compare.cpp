@@ -24,6 +24,7 @@ constexpr std::string_view kNotHashed[] = {
     "data.eval",
     "data.prefetch_batches",
     "data.checksum",
+    "data.tokenizer",
     "training.steps",
     "training.eval_interval",
     "training.eval_sequences",

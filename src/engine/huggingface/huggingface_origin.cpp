@@ -19,14 +19,6 @@ constexpr std::array<std::string_view, 12> kCarriedFiles = {
     "merges.txt",        "special_tokens_map.json", "spiece.model",       "tokenizer.json",
     "tokenizer.model",   "tokenizer_config.json",   "vocab.json",         "vocab.txt"};
 
-// A checkpoint's folder from what init_from may name; empty when nothing is there any more.
-std::string checkpoint_at(const std::string& path) {
-  if (file_exists(fs::path(path) / kManifestName)) return path;
-  if (!file_exists(path)) return {};
-  const std::vector<CheckpointInfo> checkpoints = list_checkpoints(path);
-  return checkpoints.empty() ? std::string() : checkpoints.front().path;
-}
-
 // checkpoint.init_from in the config of a checkpoint's state; empty where there is none.
 std::string init_from_of(const json& state) {
   const json::json_pointer place("/config/checkpoint/init_from");
@@ -44,29 +36,40 @@ std::vector<std::string> carried_files(const std::string& folder) {
   return names;
 }
 
-std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const json& state,
-                                             const std::function<void(const std::string& message)>& report) {
+std::string checkpoint_at(const std::string& path) {
+  if (file_exists(fs::path(path) / kManifestName)) return path;
+  if (!file_exists(path)) return {};
+  const std::vector<CheckpointInfo> checkpoints = list_checkpoints(path);
+  return checkpoints.empty() ? std::string() : checkpoints.front().path;
+}
+
+std::string follow_sources(const std::string& path, const json& state,
+                           const std::function<bool(const std::string& path, const json& state)>& visit) {
   constexpr int kLongestChain = 32;  // a chain that is longer goes round
   std::string at = path;
   json here = state;
-  for (int link = 0; link < kLongestChain; ++link) {
-    if (const auto layout = here.find(kLayoutKey); layout != here.end()) {
-      HuggingFaceOrigin origin{(fs::path(at) / kHuggingFaceFolder).string(), {}};
-      if (!layout->is_null()) origin.layout = parse_layout(*layout, at);
-      return origin;
-    }
+  for (int link = 0; link < kLongestChain && !visit(at, here); ++link) {
     const std::string init_from = init_from_of(here);
-    if (init_from.empty()) return std::nullopt;
+    if (init_from.empty()) return {};
     at = checkpoint_at(init_from);
-    if (at.empty()) {
-      report(
-          fmt::format("{}, named by checkpoint.init_from, is gone, so the tokenizer is unknown; give --like FOLDER",
-                      init_from));
-      return std::nullopt;
-    }
+    if (at.empty()) return init_from;
     here = read_manifest_alone(at).state;
   }
-  return std::nullopt;
+  return {};
+}
+
+std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const json& state,
+                                             const std::function<void(const std::string& gone)>& report) {
+  std::optional<HuggingFaceOrigin> origin;
+  const std::string gone = follow_sources(path, state, [&](const std::string& at, const json& here) {
+    const auto layout = here.find(kLayoutKey);
+    if (layout == here.end()) return false;
+    origin = HuggingFaceOrigin{(fs::path(at) / kHuggingFaceFolder).string(), {}};
+    if (!layout->is_null()) origin->layout = parse_layout(*layout, at);
+    return true;
+  });
+  if (!gone.empty()) report(gone);
+  return origin;
 }
 
 HuggingFaceOrigin open_origin(const std::string& folder) {

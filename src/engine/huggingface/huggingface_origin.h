@@ -22,11 +22,20 @@ struct HuggingFaceOrigin {
 // The existing files that an export copies besides the weights: the tokenizer's files, and generation_config.json.
 std::vector<std::string> carried_files(const std::string& folder);
 
+// The checkpoint's folder from what checkpoint.init_from may name; empty when nothing is there any more.
+std::string checkpoint_at(const std::string& path);
+
+// Calls `visit` for the checkpoint in folder `path` with this state, then for the model or run that its config's
+// checkpoint.init_from names, and so on, until it returns true. Returns the init_from that no longer exists; empty
+// if there is none such.
+std::string follow_sources(const std::string& path, const nlohmann::json& state,
+                           const std::function<bool(const std::string& path, const nlohmann::json& state)>& visit);
+
 // The origin of the checkpoint in folder `path` with this state: its own if it is an imported model, otherwise that
-// of the model or run that its config's checkpoint.init_from names, and so on. nullopt if there is none; calls
-// `report` if something that init_from names no longer exists.
+// of the model or run that init_from leads to. nullopt if there is none; calls `report` with an init_from that no
+// longer exists.
 std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const nlohmann::json& state,
-                                             const std::function<void(const std::string& message)>& report);
+                                             const std::function<void(const std::string& gone)>& report);
 
 // A folder named on the command line as origin. Throws Error(kBadInput) if it has no config.json.
 HuggingFaceOrigin open_origin(const std::string& folder);

@@ -1,0 +1,252 @@
+#!/usr/bin/env python3
+"""Turns text into token ids and back for `parka generate`, which starts it and ends it.
+
+    tokenizer_helper.py FOLDER [--chat]
+
+FOLDER holds a tokenizer.json and, where the model has them, tokenizer_config.json, generation_config.json, config.json and
+chat_template.jinja. Requests and answers are lines of JSON on standard input and output. The first answer comes unasked:
+    {"stop": [ids]}         the tokens at which a continuation ends; with --chat those of a turn of the assistant too
+then, for each request,
+    {"encode": TEXT}        {"ids": [...]}: of a prompt, with what the tokenizer puts before a text
+    {"chat": MESSAGES}      {"ids": [...]}: of a conversation by the model's template, up to where the assistant speaks
+    {"begin": [ids]}        {"text": ""}: a continuation of this prompt follows
+    {"token": ID}           {"text": TEXT}: what can be shown after this token. Half a character waits for its rest
+    {"end": true}           {"text": TEXT}: what was still waiting
+or, to any of them, {"error": TEXT}: one line for the user. It ends with its input, or after an error at its start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+# What a character in UTF-8 decodes to while bytes of it are missing: one of these, or one for each byte that is there.
+INCOMPLETE = "\ufffd"
+MOST_INCOMPLETE = 3
+# Stands for the assistant's words.
+WORDS = "Parka"
+
+
+class InputError(Exception):
+    """The user can fix it. One line: what, where, what to do."""
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def read_json(path: Path) -> dict:
+    """The object in a file, empty where there is no such file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); fix it or move it away")
+    except ValueError as error:
+        raise InputError(f"{path}: is not JSON ({one_line(error)}); fix it or move it away")
+    return content if isinstance(content, dict) else {}
+
+
+def special_tokens_of(config: dict) -> dict[str, str]:
+    """bos_token, eos_token and so on of a tokenizer_config.json, each a string or an object with one."""
+    found = {}
+    for key, token in config.items():
+        if key.endswith("_token"):
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                found[key] = token
+    return found
+
+
+def load_tokenizer(path: Path):
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise InputError(
+            f"text needs Python's tokenizers package, which {sys.executable} lacks; install it with: "
+            f"{sys.executable} -m pip install tokenizers"
+        )
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; put the model's tokenizer.json there")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise InputError(f"{path}: is not a tokenizer.json ({one_line(error)}); replace it with the model's")
+    # A tokenizer.json may carry the settings of whoever saved it.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+class Text:
+    """Prompts of text, and the ids at which a continuation ends."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.tokenizer = load_tokenizer(folder / "tokenizer.json")
+        config = read_json(folder / "tokenizer_config.json")
+        self.special_tokens = special_tokens_of(config)
+        self.stop = self._find_stop()
+        self._bos = self._find_bos(config.get("add_bos_token"))
+
+    def _find_stop(self) -> list[int]:
+        """As transformers' generate, which asks the model's configs and not the tokenizer."""
+        for name in ("generation_config.json", "config.json"):
+            ids = read_json(self.folder / name).get("eos_token_id")
+            ids = ids if isinstance(ids, list) else [ids]
+            if ids and all(isinstance(id, int) for id in ids):
+                return ids
+        own = self.tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
+        return [] if own is None else [own]
+
+    def _find_bos(self, add_bos_token: object) -> list[int]:
+        encoding = self.tokenizer.encode("a", add_special_tokens=True)
+        in_front = encoding.ids[: [*encoding.special_tokens_mask, 0].index(0)]
+        if not isinstance(add_bos_token, bool):
+            return in_front
+        own = self.tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))
+        return (in_front or ([] if own is None else [own])) if add_bos_token else []
+
+    def encode(self, text: str) -> list[int]:
+        """What a tokenizer puts behind a text is left out: the text goes on."""
+        ids = self._bos + self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids or self.stop[:1]  # what stands before a document, too
+
+
+class Chat:
+    """The model's template, rendered by the transformers library."""
+
+    def __init__(self, text: Text):
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # else it says that PyTorch is missing
+        self._text = text
+        self._place, self._template = self._find_template(text.folder)
+        try:
+            from transformers.utils.chat_template_utils import render_jinja_template
+            import jinja2  # noqa: F401, transformers asks for it only when it renders
+        except ImportError as error:
+            raise InputError(
+                f"--chat needs Python's transformers and jinja2 packages ({one_line(error)}); install them with: "
+                f"{sys.executable} -m pip install --upgrade transformers jinja2"
+            )
+        self._render_template = render_jinja_template
+        text.stop = text.stop + [id for id in self._ends_of_turn() if id not in text.stop]
+
+    @staticmethod
+    def _find_template(folder: Path) -> tuple[Path, str]:
+        path = folder / "chat_template.jinja"
+        if path.is_file():
+            return path, path.read_text(encoding="utf-8")
+        path = folder / "tokenizer_config.json"
+        found = read_json(path).get("chat_template")
+        if isinstance(found, list):  # several by name
+            found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get("default")
+        if not isinstance(found, str):
+            raise InputError(
+                f"{folder}: the tokenizer has no chat template, so the model was not made for --chat; use --prompt, or put a "
+                "chat_template.jinja there"
+            )
+        return path, found
+
+    def _render(self, messages: list[dict], add_generation_prompt: bool) -> str:
+        try:
+            texts, _ = self._render_template(
+                [messages],
+                chat_template=self._template,
+                add_generation_prompt=add_generation_prompt,
+                **self._text.special_tokens,
+            )
+        except Exception as error:  # whatever the template's expressions raise
+            raise InputError(f"{self._place}: the chat template refuses the conversation ({one_line(error)})")
+        return texts[0]
+
+    def _ends_of_turn(self) -> list[int]:
+        """The special token that the template puts after the assistant's words, if it does."""
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": WORDS}]
+        _, _, behind = self._render(messages, add_generation_prompt=False).rpartition(WORDS)
+        ids = self._text.tokenizer.encode(behind, add_special_tokens=False).ids
+        special = self._text.tokenizer.get_added_tokens_decoder()
+        return ids[:1] if ids and ids[0] in special and special[ids[0]].special else []
+
+    def encode(self, messages: list[dict]) -> list[int]:
+        text = self._render(messages, add_generation_prompt=True)
+        return self._text.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+class Stream:
+    """The text of a continuation, token by token.
+
+    A token's text may depend on those before it, so text is decoded from some tokens back, and what of it has been shown is
+    left out: the first `known` characters of the text of ids[prefix:]. All text of ids[:shown] has been.
+    """
+
+    CONTEXT = 8  # tokens of the prompt
+
+    def __init__(self, tokenizer, prompt: list[int]):
+        self._tokenizer = tokenizer
+        self._ids = prompt[-self.CONTEXT :]
+        self._prefix, self._shown = 0, len(self._ids)
+        self._known = len(tokenizer.decode(self._ids))
+
+    def push(self, id: int) -> str:
+        self._ids.append(id)
+        text = self._tokenizer.decode(self._ids[self._prefix :])[self._known :]
+        waiting = min(len(text) - len(text.rstrip(INCOMPLETE)), MOST_INCOMPLETE)
+        text = text[: len(text) - waiting]
+        self._known += len(text)
+        if waiting == 0:
+            self._prefix, self._shown = self._shown, len(self._ids)
+            self._known = len(self._tokenizer.decode(self._ids[self._prefix :]))
+        return text
+
+    def end(self) -> str:
+        return self._tokenizer.decode(self._ids[self._prefix :])[self._known :]
+
+
+class Helper:
+    def __init__(self, folder: Path, chat: bool):
+        self._text = Text(folder)
+        self._chat = Chat(self._text) if chat else None
+        self._stream = Stream(self._text.tokenizer, [])
+        self.stop = self._text.stop
+
+    def answer(self, request: dict) -> dict:
+        ((kind, value),) = request.items()
+        if kind == "encode":
+            return {"ids": self._text.encode(value)}
+        if kind == "chat":
+            return {"ids": self._chat.encode(value)}
+        if kind == "begin":
+            self._stream = Stream(self._text.tokenizer, value)
+            return {"text": ""}
+        return {"text": self._stream.push(value) if kind == "token" else self._stream.end()}
+
+
+def send(answer: dict) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        helper = Helper(Path(arguments[0]), "--chat" in arguments[1:])
+    except InputError as error:
+        send({"error": str(error)})
+        return 2
+    send({"stop": helper.stop})
+    for line in sys.stdin.buffer:
+        try:
+            send(helper.answer(json.loads(line)))
+        except InputError as error:
+            send({"error": str(error)})
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except BrokenPipeError:
+        # Whoever asked is gone. Python must not find that out again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,40 @@
+#pragma once
+#include <chrono>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <sys/types.h>
+
+#include "engine/files/file_io.h"
+
+namespace parka {
+
+// A child process that answers lines on its standard output with lines on its standard input. It gets its end of
+// input when this object, or the process that has it, is gone; then it has to end. A terminal's Ctrl-C does not
+// reach it.
+class HelperProcess {
+ public:
+  // `command` is the program, found along PATH, and its arguments. Throws Error(kBadInput) if it cannot be started.
+  explicit HelperProcess(const std::vector<std::string>& command);
+  HelperProcess(const HelperProcess&) = delete;
+  HelperProcess& operator=(const HelperProcess&) = delete;
+  ~HelperProcess();  // waits for its end, and kills it if it takes longer than a second
+
+  // `line` has no line end.
+  void send(std::string_view line);
+  // Its next line, without the line end. Throws Error(kIo) if it has ended, or does not answer for so long.
+  std::string receive(std::chrono::seconds patience);
+
+ private:
+  [[noreturn]] void throw_ended();
+  bool wait_for_end(std::chrono::milliseconds patience);  // whether it has ended
+
+  std::string name_;  // for messages
+  FileDescriptor socket_{-1};
+  pid_t pid_ = -1;  // -1 once it has ended
+  int status_ = 0;  // as waitpid() gives it, then
+  std::string received_;
+};
+
+}  // namespace parka

@@ -1,0 +1,149 @@
+#include "engine/text/tokenizer_files.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <vector>
+
+#include <spdlog/spdlog.h>
+
+#include "core/error.h"
+#include "data/read_only_file.h"
+#include "engine/checkpoint/checkpoint_layout.h"
+#include "engine/files/draft_folder.h"
+#include "engine/files/file_io.h"
+#include "engine/huggingface/huggingface_origin.h"
+
+namespace parka {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+bool has_tokenizer(const fs::path& folder) {
+  std::error_code ignored;
+  return fs::is_regular_file(folder / kTokenizerName, ignored);
+}
+
+std::string kept_tokenizer(const Config& config) {
+  return (fs::path(config.checkpoint.folder) / kTokenizerFolder).string();
+}
+
+// That of data.tokenizer; empty if it is not given, or gone while the run has its copy.
+std::string named_tokenizer(const Config& config) {
+  const std::string& path = config.data.tokenizer;
+  if (path.empty() || (!file_exists(path) && has_tokenizer(kept_tokenizer(config)))) return {};
+  return open_tokenizer(path, "data.tokenizer");
+}
+
+// What a run has that names none. A run does not end because a tokenizer cannot be found.
+std::optional<std::string> tokenizer_of_sources(const Config& config) {
+  try {
+    const std::string source = checkpoint_at(config.checkpoint.init_from);
+    if (!source.empty()) {
+      if (auto found = find_tokenizer(source, read_manifest_alone(source).state)) return found;
+    }
+  } catch (const Error& error) {
+    spdlog::warn("no tokenizer is kept with the run: {}", error.what());
+  }
+  if (config.data.train.empty()) return std::nullopt;
+  const fs::path beside = fs::path(config.data.train.front()).parent_path() / kTokenizerFolder;
+  return has_tokenizer(beside) ? std::optional(beside.string()) : std::nullopt;
+}
+
+bool is_same_file(const fs::path& a, const fs::path& b) {
+  return checksum_of(ReadOnlyFile(a.string())) == checksum_of(ReadOnlyFile(b.string()));
+}
+
+bool is_copy(const std::string& copy, const std::string& source) {
+  const std::vector<std::string> names = carried_files(source);
+  return carried_files(copy) == names && std::all_of(names.begin(), names.end(), [&](const std::string& name) {
+           return is_same_file(fs::path(source) / name, fs::path(copy) / name);
+         });
+}
+
+// Only what the functions below look at: a vocabulary is long.
+json read_outline(const std::string& path) {
+  constexpr int64_t kMaxBytes = int64_t{1} << 30;
+  const auto keep = [](int depth, json::parse_event_t event, json& parsed) {
+    return depth != 1 || event != json::parse_event_t::key || (parsed != "model" && parsed != "post_processor");
+  };
+  json outline = json::parse(read_text(path, kMaxBytes), keep, /*allow_exceptions=*/false);
+  return outline.is_object() ? outline : json::object();
+}
+
+json read_if_there(const fs::path& path) {
+  return file_exists(path.string()) ? read_outline(path.string()) : json::object();
+}
+
+// The id of a token, which tokenizer_config.json names as a string or as an object with one; null if it is unknown.
+json id_of(const json& token, const json& tokenizer) {
+  const json text = token.is_object() ? token.value("content", json()) : token;
+  const json added = tokenizer.value("added_tokens", json::array());
+  for (const json& entry : added) {
+    if (entry.is_object() && entry.value("content", json()) == text) return entry.value("id", json());
+  }
+  return {};
+}
+
+}  // namespace
+
+std::optional<std::string> find_tokenizer(const std::string& path, const json& state) {
+  std::optional<std::string> found;
+  follow_sources(path, state, [&](const std::string& at, const json&) {
+    std::vector<fs::path> places = {fs::path(at) / kHuggingFaceFolder, fs::path(at) / kTokenizerFolder};
+    const fs::path normal = (fs::path(at) / "").lexically_normal().parent_path();
+    if (parse_step_folder_name(normal.filename().string()))
+      places.push_back(normal.parent_path() / kTokenizerFolder);
+    const auto place = std::find_if(places.begin(), places.end(), has_tokenizer);
+    if (place != places.end()) found = place->string();
+    return found.has_value();
+  });
+  return found;
+}
+
+std::string open_tokenizer(const std::string& path, const std::string& where) {
+  const fs::path given = path;
+  const fs::path folder = given.filename() == kTokenizerName ? given.parent_path() : given;
+  if (!has_tokenizer(folder)) {
+    throw_bad_input("{}: {} is not a folder with a {}; name the folder of a Hugging Face tokenizer", where, path,
+                    kTokenizerName);
+  }
+  return folder.empty() ? "." : folder.string();
+}
+
+void check_tokenizer(const Config& config) { named_tokenizer(config); }
+
+void keep_tokenizer(const Config& config) {
+  const std::string copy = kept_tokenizer(config);
+  std::string source = named_tokenizer(config);
+  if (file_exists(copy)) {
+    if (!source.empty() && !is_copy(copy, source)) {
+      spdlog::warn("{}: differs from data.tokenizer {} and stays as it is; remove it to take the other", copy,
+                   source);
+    }
+    return;
+  }
+  if (source.empty()) source = tokenizer_of_sources(config).value_or("");
+  if (source.empty()) return;
+  remove_tree(copy + ".tmp");  // of a start that was killed
+  DraftFolder draft(copy);
+  for (const std::string& name : carried_files(source)) {
+    copy_to_new_file((fs::path(source) / name).string(), draft / name);
+  }
+  draft.publish();
+  spdlog::info("{}: a copy of the tokenizer in {}", copy, source);
+}
+
+json special_token_ids(const std::string& folder) {
+  const json generation = read_if_there(fs::path(folder) / "generation_config.json");
+  const json config = read_if_there(fs::path(folder) / "tokenizer_config.json");
+  const json tokenizer = read_if_there(fs::path(folder) / kTokenizerName);
+  json ids;
+  for (const std::string name : {"bos_token", "eos_token", "pad_token"}) {
+    json id = generation.value(name + "_id", json());
+    ids[name + "_id"] = id.is_null() ? id_of(config.value(name, json()), tokenizer) : std::move(id);
+  }
+  return ids;
+}
+
+}  // namespace parka

@@ -1,0 +1,38 @@
+#pragma once
+#include <optional>
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include "engine/config/config.h"
+
+// Where the tokenizer of a model lies: a folder with tokenizer.json, and with the files of carried_files() that it
+// has.
+namespace parka {
+
+// The subfolder of a run, and of what scripts/prepare_data.py makes, that is such a folder.
+inline constexpr const char* kTokenizerFolder = "tokenizer";
+inline constexpr const char* kTokenizerName = "tokenizer.json";
+
+// The tokenizer of the checkpoint in folder `path` with this state: its own, that of the run that it lies in, or
+// that of the model or run that its config's checkpoint.init_from names, and so on. nullopt if there is none.
+std::optional<std::string> find_tokenizer(const std::string& path, const nlohmann::json& state);
+
+// The folder that a path of the user's means, which may also be that of its tokenizer.json. Throws
+// Error(kBadInput), whose message begins with `where`, if there is none.
+std::string open_tokenizer(const std::string& path, const std::string& where);
+
+// Copies the tokenizer of a run into the run folder, unless there is one already: that of data.tokenizer, or else
+// of checkpoint.init_from, or else what scripts/prepare_data.py has left beside the first file of data.train. For
+// the rank that has locked the folder. Throws Error(kBadInput) if data.tokenizer is missing and there is no copy
+// either.
+void keep_tokenizer(const Config& config);
+
+// Throws what keep_tokenizer() would throw; it writes nothing.
+void check_tokenizer(const Config& config);
+
+// bos_token_id, eos_token_id and pad_token_id of config.json, as the files of a tokenizer tell; null where they do
+// not.
+nlohmann::json special_token_ids(const std::string& folder);
+
+}  // namespace parka

@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Tests of scripts/tokenizer_helper.py. Exits with 77 (skipped) where the tokenizers package is missing."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+try:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+except ImportError:
+    print("skipped: tokenizers is missing")
+    sys.exit(77)
+try:
+    import transformers
+except ImportError:
+    transformers = None
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "tokenizer_helper.py"
+FIXTURES = ROOT / "tests" / "fixtures" / "text"
+
+spec = importlib.util.spec_from_file_location("tokenizer_helper", SCRIPT)
+helper = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(helper)
+
+
+def sentencepiece_tokenizer():
+    """Like Llama 2's: words begin with a mark that is no part of a text's beginning; unknown characters are bytes."""
+    bytes_of = {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    words = {word: 259 + i for i, word in enumerate(["\u2581", "a", "b", "\u2581a", "\u2581b"])}
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **bytes_of, **words}
+    tokenizer = Tokenizer(models.BPE(vocab, [("\u2581", "a"), ("\u2581", "b")], unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<unk>", "<s>", "</s>")])
+    return tokenizer
+
+
+class TokenizerFolder(unittest.TestCase):
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = Path(temporary.name)
+
+    def write(self, tokenizer, **files):
+        tokenizer.save(str(self.folder / "tokenizer.json"))
+        for name, content in files.items():
+            (self.folder / f"{name}.json").write_text(json.dumps(content))
+        return helper.Text(self.folder)
+
+
+class TextTest(TokenizerFolder):
+    def test_what_stands_before_a_text(self):
+        tokenizer = sentencepiece_tokenizer()
+        ids = [262, 263]  # of "a b"
+        tokens = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+        self.assertEqual(self.write(tokenizer).encode("a b"), ids)
+        self.assertEqual(self.write(tokenizer, tokenizer_config=tokens).encode("a b"), ids)
+        self.assertEqual(self.write(tokenizer, tokenizer_config={"add_bos_token": True, **tokens}).encode("a b"), [1, *ids])
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+        self.assertEqual(self.write(tokenizer, tokenizer_config={"add_bos_token": False, **tokens}).encode("a b"), ids)
+        # An end would be no prompt to continue.
+        self.assertEqual(self.write(tokenizer, tokenizer_config=tokens).encode("a b"), [1, *ids])
+
+    def test_a_text_without_tokens_begins_with_what_ends_documents(self):
+        tokens = {"eos_token": "</s>"}
+        self.assertEqual(self.write(sentencepiece_tokenizer(), tokenizer_config=tokens).encode(""), [2])
+
+    def test_where_a_continuation_ends(self):
+        tokenizer, tokens = sentencepiece_tokenizer(), {"eos_token": "</s>"}
+        self.assertEqual(self.write(tokenizer).stop, [])
+        self.assertEqual(self.write(tokenizer, tokenizer_config=tokens).stop, [2])
+        self.assertEqual(self.write(tokenizer, config={"eos_token_id": 7}).stop, [7])
+        self.assertEqual(self.write(tokenizer, generation_config={"eos_token_id": [8, 9]}).stop, [8, 9])
+
+    def pieces(self, prompt, tokens):
+        text = self.write(sentencepiece_tokenizer())
+        stream = helper.Stream(text.tokenizer, prompt)
+        return [*(stream.push(token) for token in tokens), stream.end()]
+
+    def test_a_space_between_prompt_and_continuation_stays(self):
+        self.assertEqual(self.pieces([1, 262], [263, 262, 260]), [" b", " a", "a", ""])
+
+    def test_half_characters_wait_for_their_rest(self):
+        cat = [3 + byte for byte in "\U0001f431".encode()]
+        self.assertEqual(self.pieces([262], [*cat, 260]), ["", "", "", "\U0001f431", "a", ""])
+        self.assertEqual(self.pieces([262], cat[:2]), ["", "", "\ufffd\ufffd"])
+        # What can no longer become a character does not wait for ever.
+        shown = self.pieces([262], [3 + 0xFF] * 5)
+        self.assertEqual(shown, ["", "", "", "\ufffd", "\ufffd", "\ufffd\ufffd\ufffd"])
+
+    def test_pieces_of_a_continuation_are_its_text(self):
+        cases = json.loads((FIXTURES / "expected.json").read_text(encoding="utf-8"))["prompts"]
+        text = helper.Text(FIXTURES / "llama3")
+        for case in cases:
+            self.assertEqual(text.encode(case["prompt"]), case["ids"])
+            stream = helper.Stream(text.tokenizer, case["ids"])
+            pieces = [*(stream.push(token) for token in case["tokens"]), stream.end()]
+            self.assertEqual("".join(pieces), case["continuation"])
+            self.assertFalse(any(helper.INCOMPLETE in piece for piece in pieces[:-1]))
+
+
+@unittest.skipIf(transformers is None, "transformers is missing")
+class ChatTest(TokenizerFolder):
+    TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+
+    def chat(self, config):
+        text = self.write(sentencepiece_tokenizer(), tokenizer_config={"bos_token": "<s>", **config})
+        return helper.Chat(text), text
+
+    def test_templates_of_every_form_give_what_transformers_does(self):
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=sentencepiece_tokenizer(), bos_token="<s>", chat_template=self.TEMPLATE)
+        messages = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "\u00e9"}]
+        want = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": self.TEMPLATE}]
+        for template in (self.TEMPLATE, several):
+            self.assertEqual(self.chat({"chat_template": template})[0].encode(messages), want)
+        (self.folder / "chat_template.jinja").write_text(self.TEMPLATE)
+        self.assertEqual(self.chat({})[0].encode(messages), want)
+
+    def test_prompts_are_those_of_transformers(self):
+        tokenizer = sentencepiece_tokenizer()
+        for single in (None, "<s> $A"):
+            if single is not None:
+                tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 1)])
+            text = self.write(tokenizer, tokenizer_config={"bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"})
+            theirs = transformers.AutoTokenizer.from_pretrained(self.folder)
+            for words in ("a b", " a", "a\n\u00e9 b", "</s>b"):
+                self.assertEqual(text.encode(words), theirs(words).input_ids, (single, words))
+
+    def test_an_answer_ends_where_the_template_ends_a_turn(self):
+        self.assertEqual(self.chat({"chat_template": self.TEMPLATE})[1].stop, [2])
+        plain = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+        self.assertEqual(self.chat({"chat_template": plain, "eos_token": "<unk>"})[1].stop, [0])
+
+    def test_no_template(self):
+        for config in ({}, {"chat_template": None}, {"chat_template": [{"name": "rag", "template": "x"}]}):
+            with self.assertRaises(helper.InputError) as raised:
+                self.chat(config)
+            self.assertIn("chat template", str(raised.exception))
+
+
+class ProcessTest(TokenizerFolder):
+    def run_helper(self, lines, folder=FIXTURES / "llama3"):
+        return subprocess.run([sys.executable, SCRIPT, folder], input="".join(f"{json.dumps(line)}\n" for line in lines),
+                              capture_output=True, text=True, timeout=60)
+
+    def test_answers_are_lines(self):
+        result = self.run_helper([{"encode": "The cat"}, {"begin": [300, 293]}, {"token": 284}, {"end": True}])
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.assertEqual([json.loads(line) for line in result.stdout.splitlines()],
+                         [{"stop": [301, 304]}, {"ids": [300, 293, 284]}, {"text": ""}, {"text": " cat"}, {"text": ""}])
+
+    def test_an_error_at_the_start_ends_it(self):
+        result = self.run_helper([], self.folder)
+        self.assertEqual((result.returncode, result.stderr), (2, ""))
+        self.assertIn("tokenizer.json: no such file", json.loads(result.stdout)["error"])
+
+
+if __name__ == "__main__":
+    unittest.main()
