@@ -7,7 +7,7 @@
 # tasks under Slurm, else the GPUs of this host, else 1. K (default 3) is how often a lost run is started again.
 #
 # SIGTERM, SIGUSR1 and Ctrl-C to this script ask the ranks to save and stop; nothing is started again then. Ends with
-# the last exit code. PARKA_RESTART_SECONDS (default 10) is the wait before a restart.
+# the last exit code: 0 if the run is done, 75 if it was stopped and has more to do. PARKA_RESTART_SECONDS (default 10) is the wait before a restart.
 set -uo pipefail
 
 fail() { echo "launch.sh: $*" >&2; exit 2; }
@@ -71,6 +71,10 @@ for ((start = 0; ; start++)); do
   if [ "$code" -eq 0 ]; then
     say "done"
     exit 0
+  fi
+  if [ "$code" -eq 75 ]; then
+    say "saved and stopped, not done (exit code 75): the same command continues the run"
+    exit 75
   fi
   if [ -n "$stopping" ]; then
     say "ended with exit code $code after $stopping; not started again"

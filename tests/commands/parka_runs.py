@@ -13,6 +13,7 @@ FAULTY_FILES_LIBRARY = os.environ.get("FAULTY_FILES_LIBRARY",
                                       os.path.join(os.path.dirname(os.path.abspath(PROGRAM)), "tests", "libfaulty_files.so"))
 VOCAB = 64
 SEQUENCE = 16
+STOPPED = 75  # the exit code of a run that a signal asked to save and stop
 
 
 def write_tokens(path, count, seed, vocab=VOCAB):

@@ -100,7 +100,8 @@ int Launch::finish(int exit_code) {
   watchdog_.at(0, "at the end of the run");
   if (uses_mpi_) finish_mpi();
   watchdog_.leave();
-  return exit_code;
+  // mpirun and srun kill the other ranks when one ends with another code than 0: only rank 0, the last to end, does.
+  return uses_mpi_ && rank_ != 0 && exit_code == static_cast<int>(ExitCode::kStopped) ? 0 : exit_code;
 }
 
 int Launch::fail(ExitCode code, const std::string& message) {

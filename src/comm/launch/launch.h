@@ -51,7 +51,8 @@ class Launch {
 };
 
 // Joins the other ranks of the run, if there are any, calls `body` on each and leaves them again. Returns the exit
-// code of the process. When a rank throws, all exit with the code of its Error. On the rank to blame the Error is
+// code of the process, the one that `body` returned; under mpirun and srun only rank 0 ends with kStopped, the others
+// with 0. When a rank throws, all exit with the code of its Error. On the rank to blame the Error is
 // rethrown, with the rank's name in front unless all ranks failed alike. On the others this returns the code, or
 // the watchdog has ended them already. `body` must have released all that it allocated when it returns or throws.
 int run_launched(const LaunchOptions& options, const std::function<int(Launch&)>& body);

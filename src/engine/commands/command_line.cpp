@@ -34,7 +34,7 @@ const CLI::Validator kPositive = number_that("be a positive number", "POSITIVE",
 constexpr const char* kFooter =
     "\nExit codes: 0 done; 1 internal error (a bug); 2 bad input (config, data, checkpoint, command line);\n"
     "3 loss or gradients not finite; 4 reading or writing failed (disk full, ...); 5 another rank died or hung;\n"
-    "6 silent data corruption.\n"
+    "6 silent data corruption; 75 a signal stopped the run: its state is saved, the same command continues it.\n"
     "Documentation: README.md and docs/.";
 
 void add_config_options(CLI::App& command, std::string& path, std::vector<std::string>& overrides) {

@@ -86,7 +86,7 @@ class TrainCommand {
       if (is_first()) clear_unfinished_saves(config_.checkpoint.folder, warn);
       spdlog::info("nothing to do: the run is at step {} of {}", run_.completed_steps(), config_.training.steps);
     }
-    if (evaluation_is_missing_ && !evaluate()) return is_done ? 0 : stop();
+    if (evaluation_is_missing_ && !evaluate()) return is_done ? stopped() : stop();
     if (is_done) return 0;
     return train_steps();
   }
@@ -315,7 +315,7 @@ class TrainCommand {
       const Agreement agreed = agree();
       if (eval_due || save_due || last || agreed.any()) handle(run_.finish());
       if (agreed.failed) end_after_failure();
-      if (agreed.stopped) return stop();
+      if (agreed.stopped && (!last || eval_due)) return stop();
       if (save_due || agreed.save_failed) save();
       if (eval_due && !evaluate()) return stop();
     }
@@ -355,10 +355,15 @@ class TrainCommand {
 
   int stop() {
     save_now();
+    return stopped();
+  }
+
+  // The exit code of a run that is saved and has more to do.
+  int stopped() const {
     const int signal = stop_signal();
     spdlog::info("{}: saved step {} and stopping; the same command continues the run",
                  signal == 0 ? "another rank was asked to stop" : strsignal(signal), run_.completed_steps());
-    return 0;
+    return static_cast<int>(ExitCode::kStopped);
   }
 
   // Saves what is sound before the run ends because of something else, which all ranks then throw.
