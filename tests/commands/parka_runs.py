@@ -5,8 +5,12 @@ import json
 import os
 import random
 import subprocess
+import sys
 import tempfile
 import unittest
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
+import starters  # noqa: E402, F401
 
 PROGRAM = os.environ.get("PARKA_PROGRAM", "build/release/parka")
 FAULTY_FILES_LIBRARY = os.environ.get("FAULTY_FILES_LIBRARY",

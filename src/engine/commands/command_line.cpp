@@ -44,10 +44,20 @@ void add_config_options(CLI::App& command, std::string& path, std::vector<std::s
       ->allow_extra_args(false);
 }
 
+void add_started_ranks(CLI::App& command, StartedRanks& started) {
+  constexpr int kMost = 4096;
+  CLI::Option& gpus = *command.add_option("--gpus", started.gpus, "Start one rank on each of N GPUs of this host");
+  CLI::Option& ranks = *command.add_option("--ranks", started.ranks,
+                                           "Start N ranks on this host, also on the CPU (docs/distributed.md)");
+  for (CLI::Option* option : {&gpus, &ranks}) option->type_name("N")->check(CLI::Range(1, kMost));
+  gpus.excludes(&ranks);
+}
+
 void add_train(CLI::App& app, TrainOptions& options, std::string& drill) {
   CLI::App& command = *app.add_subcommand(
       "train", "Train a model. Resumes from the newest good checkpoint in checkpoint.folder if there is one.");
   add_config_options(command, options.config_path, options.overrides);
+  add_started_ranks(command, options.started);
   command.add_flag("--fresh", options.fresh,
                    "Fail instead of resuming when checkpoint.folder already has checkpoints");
   command
@@ -118,6 +128,7 @@ void add_bench(CLI::App& app, BenchOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "bench", "Time training steps of a config on synthetic tokens: whole steps, every op, and per block.");
   add_config_options(command, options.config_path, options.overrides);
+  add_started_ranks(command, options.started);
   command.add_option("--steps", options.steps, "Steps to time, after two warm-up steps")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
   command.add_flag("--roofline", options.roofline,

@@ -523,7 +523,9 @@ class TrainCommand {
 
 int run_train(const TrainOptions& options) {
   const auto started = RunRecords::Clock::now();
-  return run_launched({.version = parka_version(), .watchdog = {}}, [&](Launch& launch) {
+  const LaunchOptions launch_options = {
+      .version = parka_version(), .watchdog = {}, .local_ranks = num_local_ranks(options.started)};
+  return run_launched(launch_options, [&](Launch& launch) {
     if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
     const Config config = load_config(options.config_path, options.overrides);
     launch.require_same("the config", to_lines(config), "start all ranks with the same config and --set");
@@ -548,7 +550,7 @@ int run_train(const TrainOptions& options) {
     require_one_folder(launch, config.checkpoint.folder);
     if (!lock) lock.emplace(config.checkpoint.folder, RunLock::Role::kWitness, warn);
     catch_stop_signals();
-    const int gpu = launch.agree_on_gpu(wants_gpu(config));
+    const int gpu = launch.agree_on_gpu(wants_gpu(config, options.started));
     std::unique_ptr<Device> device = make_device(config, std::max(0, gpu));
     check_memory(config, *device, launch.size());
     return TrainCommand(config, options, launch, *lock, gpu, std::move(device), started).train();
