@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """scripts/launch.sh and examples/slurm.sbatch with programs that end as they are told, and an mpirun and srun that only start one process."""
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -47,9 +48,9 @@ class LaunchScriptTest(unittest.TestCase):
 
     def start(self, codes, *options, **variables):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-        environment.update(PATH=f"{self.folder}:/usr/bin:/bin", FOLDER=str(self.folder), CODES=codes,
-                           PARKA_RESTART_SECONDS="0", **variables)
-        return subprocess.Popen(["bash", str(SCRIPT), *options], env=environment, stderr=subprocess.PIPE, text=True)
+        environment.update({"PATH": f"{self.folder}:/usr/bin:/bin", "FOLDER": str(self.folder), "CODES": codes,
+                            "PARKA_RESTART_SECONDS": "0", **variables})
+        return subprocess.Popen([shutil.which("bash"), str(SCRIPT), *options], env=environment, stderr=subprocess.PIPE, text=True)
 
     def launch(self, codes, *options, **variables):
         process = self.start(codes, *(options or ("-np", "2", "--", "run", "x")), **variables)
@@ -110,8 +111,20 @@ class LaunchScriptTest(unittest.TestCase):
         self.write("srun", LAUNCHER)
         code, starts, errors = self.launch("0", "-np", "16", "--gpus-per-task=1", "--", "run", SLURM_JOB_ID="7")
         self.assertEqual((code, starts), (0, 1), errors)
-        self.assertIn("srun --kill-on-bad-exit=1 --mpi=pmix -n 16 --gpus-per-task=1 run",
-                      (self.folder / "calls").read_text())
+        self.assertIn("srun --kill-on-bad-exit=1 -n 16 --mpi=none --gpus-per-task=1 run", (self.folder / "calls").read_text())
+        self.launch("0", "--mpi=pmix", "--", "run", SLURM_JOB_ID="7")
+        self.assertIn("srun --kill-on-bad-exit=1 --mpi=pmix run", (self.folder / "calls").read_text())
+
+    def test_without_a_launcher_the_program_starts_its_ranks(self):
+        self.write("run", '#!/bin/bash\necho "$*" >> "$FOLDER/calls"\n')
+        (self.folder / "mpirun").unlink()
+        for tool in ("bash", "cat", "grep", "setsid", "sleep"):
+            (self.folder / tool).symlink_to(shutil.which(tool))
+        code, _, errors = self.launch("0", "-np", "4", "--", "run", "train", PATH=str(self.folder))
+        self.assertEqual((code, (self.folder / "calls").read_text()), (0, "train --ranks 4\n"), errors)
+        code, _, errors = self.launch("0", "--hostfile", "hosts", "--", "run", PATH=str(self.folder))
+        self.assertEqual(code, 2)
+        self.assertIn("neither mpirun nor srun was found, which could take --hostfile hosts", errors)
 
     def submit(self, codes):
         """Runs the example as Slurm does the script of a job: its exit code, and what it asked of scontrol."""
