@@ -3,11 +3,14 @@
 # the newest good checkpoint.
 #   scripts/launch.sh [-np N] [--restarts K] [OPTIONS OF MPIRUN OR SRUN] -- PROGRAM ARGUMENTS
 #   scripts/launch.sh -np 8 -- build/cuda/parka train configs/llama2-7b-parka.json
-# Uses srun inside a Slurm job and mpirun elsewhere. N is the number of ranks over all hosts: by default the job's
-# tasks under Slurm, else the GPUs of this host, else 1. K (default 3) is how often a lost run is started again.
+# Uses srun inside a Slurm job and mpirun elsewhere; without either, parka starts its ranks itself (--ranks N). srun gets
+# --mpi=none unless the options say otherwise: the ranks then find each other over TCP. N is the number of ranks over all
+# hosts: by default the job's tasks under Slurm, else the GPUs of this host, else 1. K (default 3) is how often a lost run
+# is started again.
 #
 # SIGTERM, SIGUSR1 and Ctrl-C to this script ask the ranks to save and stop; nothing is started again then. Ends with
-# the last exit code. PARKA_RESTART_SECONDS (default 10) is the wait before a restart.
+# the last exit code: 0 if the run is done, 75 if it was stopped and has more to do. PARKA_RESTART_SECONDS (default 10)
+# is the wait before a restart.
 set -uo pipefail
 
 fail() { echo "launch.sh: $*" >&2; exit 2; }
@@ -26,21 +29,24 @@ done
 [ $# -ge 2 ] || fail "nothing to start; usage: scripts/launch.sh [-np N] [--restarts K] [OPTIONS] -- PROGRAM ARGUMENTS"
 shift
 
-if [ -n "${SLURM_JOB_ID:-}" ] && command -v srun >/dev/null; then
+[ -n "${SLURM_JOB_ID:-}" ] && command -v srun >/dev/null && slurm=1 || slurm=""
+if [ -z "$slurm" ] && [ -z "$ranks" ]; then
+  ranks=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+  [ "$ranks" -gt 0 ] || ranks=1
+fi
+if [ -n "$slurm" ]; then
+  [[ " ${options[*]}" == *" --mpi"* ]] || options=(--mpi=none "${options[@]}")
   # A rank that ends with an error takes the others with it, should they not notice by themselves.
-  command=(srun --kill-on-bad-exit=1 --mpi=pmix ${ranks:+-n "$ranks"} "${options[@]}" "$@")
+  command=(srun --kill-on-bad-exit=1 ${ranks:+-n "$ranks"} "${options[@]}" "$@")
 elif command -v mpirun >/dev/null; then
-  if [ -z "$ranks" ]; then
-    ranks=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
-    [ "$ranks" -gt 0 ] || ranks=1
-  fi
   command=(mpirun -np "$ranks" --bind-to none "${options[@]}" "$@")
 else
-  fail "neither mpirun nor srun was found; scripts/setup.sh installs Open MPI"
+  [ ${#options[@]} -eq 0 ] || fail "neither mpirun nor srun was found, which could take ${options[*]}; leave it out"
+  command=("$@" --ranks "$ranks")
 fi
 
-# mpirun answers SIGTERM and Ctrl-C by killing its ranks a second later, and hands SIGUSR1 on to them: parka then saves
-# and stops. Running it under setsid keeps a terminal's Ctrl-C from it.
+# mpirun answers SIGTERM and Ctrl-C by killing its ranks a second later, and hands SIGUSR1 on to them, as srun and parka
+# do: parka then saves and stops. Running them under setsid keeps a terminal's Ctrl-C from it.
 child="" stopping=""
 stop() {
   stopping=$1
@@ -71,6 +77,10 @@ for ((start = 0; ; start++)); do
   if [ "$code" -eq 0 ]; then
     say "done"
     exit 0
+  fi
+  if [ "$code" -eq 75 ]; then
+    say "saved and stopped, not done (exit code 75): the same command continues the run"
+    exit 75
   fi
   if [ -n "$stopping" ]; then
     say "ended with exit code $code after $stopping; not started again"

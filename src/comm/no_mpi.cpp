@@ -1,15 +1,11 @@
-#include "comm/mpi_ranks.h"
+#include "comm/mpi_transport.h"
 #include "core/error.h"
 
-// For builds without MPI: they have runs of one process only, which never call these.
+// For builds without MPI: mpirun cannot start their ranks, so nothing calls these.
 namespace parka {
 
 bool built_with_mpi() { return false; }
 std::string mpi_library() { return {}; }
-MpiPlace start_mpi() { throw_internal("start_mpi: built without MPI"); }
-void finish_mpi() {}
-std::unique_ptr<Communicator> make_mpi_communicator(CollectiveCounter&) {
-  throw_internal("make_mpi_communicator: built without MPI");
-}
+std::unique_ptr<Transport> join_over_mpi() { throw_internal("join_over_mpi: built without MPI"); }
 
 }  // namespace parka

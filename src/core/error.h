@@ -18,6 +18,7 @@ enum class ExitCode : int {
   kIo = 4,         // writing failed: disk full, quota, permission lost during the run
   kRankLost = 5,   // another rank of the run died or hung, or the ranks can no longer reach each other
   kCorrupted = 6,  // silent data corruption: bits that must be equal differ, so a GPU or a memory is faulty
+  kStopped = 75,   // EX_TEMPFAIL: a signal asked to save and stop, and the same command continues the run
 };
 
 // The only exception type of Parka. `what()` is a single line: what is wrong, where, and what to do.

@@ -1,7 +1,6 @@
-"""Starts tests/comm/ranks_program.cpp under mpirun and watches what becomes of it."""
+"""Starts ranks of tests/comm/ranks_program.cpp and watches what becomes of them."""
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -9,25 +8,19 @@ import threading
 import time
 import unittest
 
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
+import starters  # noqa: E402
+
 PROGRAM = os.environ.get("RANKS_PROGRAM", "build/release/tests/ranks_program")
 SECONDS = 120  # after which a run counts as hung; a busy machine is slow
 
 
-def skip_without_mpi():
-    if shutil.which("mpirun") is None or not os.path.exists(PROGRAM):
-        print("skipped: built without MPI, or mpirun is not on PATH")
-        sys.exit(77)
-
-
 class Run:
-    """N processes of the program. `lines` are what they and mpirun print, as it comes."""
+    """N ranks of the program. `lines` are what they and their starter print, as it comes."""
 
     def __init__(self, size, *arguments, variables=None):
-        environment = dict(os.environ)
-        environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-        environment.update(variables or {})
-        command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(size), PROGRAM, *arguments]
-        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        self.process = subprocess.Popen(starters.command(size, [PROGRAM, *arguments]),
+                                        env=starters.environment(**(variables or {})), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                         text=True, start_new_session=True)
         self.lines = []
         self.pids = {}
@@ -53,7 +46,7 @@ class Run:
         os.kill(self.pids[rank], signal_number)
 
     def finish(self):
-        """The exit code of mpirun; 128 + N for a signal."""
+        """The exit code of the starter; 128 + N for a signal."""
         try:
             code = self.process.wait(SECONDS)
         except subprocess.TimeoutExpired:

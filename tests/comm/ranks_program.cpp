@@ -1,6 +1,7 @@
-// What tests/comm/ranks.py starts under mpirun, in one of these ways:
+// What tests/comm/ranks.py starts, in one of these ways, with --ranks=N where it shall start its ranks itself:
 //   ranks_program collectives [cuda]    checks every collective; 77 where there are fewer GPUs than ranks
 //   ranks_program alone                 joins the others and ends
+//   ranks_program chatter               logs long lines on all ranks at once
 //   ranks_program drill KEY=VALUE...    takes steps with collectives until something goes wrong
 #include <array>
 #include <chrono>
@@ -38,7 +39,7 @@ void expect(bool holds, const std::string& what) {
 
 // ---- Collectives ----
 
-// MPI's results are known to the bit. NCCL may add in any order, and rounds bf16 at every hop.
+// The results on CPUs are known to the bit. NCCL may add in any order, and rounds bf16 at every hop.
 struct Checker {
   Communicator& ranks;
   Device& device;
@@ -427,6 +428,14 @@ int drill(Launch& launch, const Options& options) {
   return 0;
 }
 
+// Lines of one letter each, which may not be mixed within a line.
+int chatter(Launch& launch) {
+  constexpr size_t kLength = 3000;
+  launch.hosts().barrier();
+  for (int i = 0; i < 200; ++i) spdlog::warn("{}", std::string(kLength, static_cast<char>('a' + launch.rank())));
+  return 0;
+}
+
 int run(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
   Options options;
@@ -437,6 +446,9 @@ int run(int argc, char** argv) {
   }
   LaunchOptions launch_options;
   const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
+  if (rank == nullptr) rank = std::getenv("RANK");
+  launch_options.local_ranks = static_cast<int>(number_of(options, "--ranks", 1));
+  launch_options.meeting_seconds = number_of(options, "meeting_seconds", launch_options.meeting_seconds);
   launch_options.version = text_of(options, std::string("version") + (rank ? rank : ""), "1.0");
   WatchdogTimes& times = launch_options.watchdog;
   times.beat = number_of(options, "beat", times.beat);
@@ -445,6 +457,7 @@ int run(int argc, char** argv) {
   return run_launched(launch_options, [&](Launch& launch) {
     if (mode == "collectives") return check_collectives(launch, options.contains("cuda"));
     if (mode == "drill") return drill(launch, options);
+    if (mode == "chatter") return chatter(launch);
     std::fprintf(stderr, "rank %d of %d\n", launch.rank(), launch.size());
     return 0;
   });

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Every collective over 2, 3 and 4 ranks: test_collectives.py SIZE [cuda]. Exits with 77 (skipped) without MPI or
-where there are fewer GPUs than ranks."""
+"""Every collective over 2, 3 and 4 ranks: test_collectives.py SIZE [cuda]. RANKS_STARTER says who starts
+them (tests/support/starters.py). Exits with 77 (skipped) where there are fewer GPUs than ranks, or no mpirun."""
 import sys
 
-from ranks import Run, skip_without_mpi
+from ranks import Run, starters
 
-skip_without_mpi()
+starters.skip_without_starter()
 run = Run(sys.argv[1], "collectives", *sys.argv[2:])
 code = run.finish()
 print("\n".join(run.lines))

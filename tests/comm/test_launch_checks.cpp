@@ -9,11 +9,12 @@ using namespace parka;
 
 namespace {
 
-LaunchedAs launched_with(const std::map<std::string, std::string>& environment) {
-  return launched_as([&](const char* name) {
+LaunchedAs launched_with(const std::map<std::string, std::string>& environment, bool has_mpi = true) {
+  const auto variable = [&](const char* name) {
     const auto found = environment.find(name);
     return found == environment.end() ? nullptr : found->second.c_str();
-  });
+  };
+  return launched_as(variable, has_mpi);
 }
 
 // The message of the Error(kBadInput) that `action` throws; empty if it throws none.
@@ -45,12 +46,77 @@ TEST_CASE("The environment says how many processes were started together", "[lau
   CHECK(by_mpirun.size == 4);
   CHECK(by_mpirun.rank == 3);
   CHECK(by_mpirun.variable == "OMPI_COMM_WORLD_SIZE");
+  CHECK(by_mpirun.over == LaunchedAs::Over::kMpi);
   CHECK(launched_with({{"PMI_SIZE", "8"}, {"PMI_RANK", "1"}}).size == 8);
-  CHECK(launched_with({{"SLURM_STEP_NUM_TASKS", "16"}, {"SLURM_PROCID", "9"}}).rank == 9);
   CHECK(launched_with({{"PMIX_RANK", "2"}}).size == 0);
   CHECK(launched_with({{"PMI_SIZE", "many"}}).size == 1);
   // A batch script of a job of 8 tasks is one process.
   CHECK(launched_with({{"SLURM_NTASKS", "8"}, {"SLURM_PROCID", "0"}}).size == 1);
+}
+
+TEST_CASE("RANK, WORLD_SIZE and MASTER_ADDR start ranks without MPI", "[launch]") {
+  using Environment = std::map<std::string, std::string>;
+  const Environment torch = {{"RANK", "5"}, {"WORLD_SIZE", "8"}, {"MASTER_ADDR", "node1"}, {"MASTER_PORT", "1234"}};
+  const LaunchedAs launched = launched_with(torch);
+  CHECK(launched.over == LaunchedAs::Over::kTcp);
+  CHECK(launched.rank == 5);
+  CHECK(launched.size == 8);
+  CHECK(launched.address == "node1");
+  CHECK(launched.port == 1234);
+  const auto with = [&](const char* name, const char* value) {
+    Environment changed = torch;
+    if (value == nullptr) {
+      changed.erase(name);
+    } else {
+      changed[name] = value;
+    }
+    return changed;
+  };
+  CHECK(launched_with(with("MASTER_PORT", nullptr)).port == 29500);
+  CHECK(launched_with(with("TORCHELASTIC_USE_AGENT_STORE", "True")).port == 1235);
+  CHECK(launched_with(with("TORCHELASTIC_RUN_ID", "a b")).token != launched.token);
+  CHECK(launched_with(with("TORCHELASTIC_RUN_ID", "a b")).token.find(' ') == std::string::npos);
+  CHECK(launched_with(with("OMPI_COMM_WORLD_SIZE", "2")).over == LaunchedAs::Over::kMpi);
+  CHECK(launched_with(with("SLURM_STEP_NUM_TASKS", "3")).size == 8);
+  CHECK(launched_with({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_ADDR", "a"}}).over == LaunchedAs::Over::kNone);
+
+  const auto error = [](const Environment& environment) { return error_of([&] { launched_with(environment); }); };
+  CHECK(error(with("RANK", "8")) == "RANK is 8 and WORLD_SIZE 8: RANK must be a number from 0 to WORLD_SIZE - 1");
+  CHECK(error(with("RANK", "first")).starts_with("RANK is first and"));
+  CHECK(error(with("MASTER_PORT", "70000")).starts_with("MASTER_PORT: 70000 is no TCP port"));
+  CHECK(error(with("RANK", nullptr)).starts_with("WORLD_SIZE is 8, but RANK is not set"));
+  CHECK(error(with("MASTER_ADDR", nullptr)).starts_with("WORLD_SIZE is 8, but MASTER_ADDR is not set"));
+}
+
+TEST_CASE("Slurm's variables start ranks, over MPI only where Slurm has prepared it", "[launch]") {
+  std::map<std::string, std::string> slurm = {{"SLURM_STEP_NUM_TASKS", "16"},
+                                              {"SLURM_PROCID", "9"},
+                                              {"SLURM_JOB_ID", "4711"},
+                                              {"SLURM_STEP_ID", "2"},
+                                              {"SLURM_STEP_NODELIST", "gpu[003-010,12],login1"}};
+  const LaunchedAs plain = launched_with(slurm);
+  CHECK(plain.over == LaunchedAs::Over::kTcp);
+  CHECK(plain.rank == 9);
+  CHECK(plain.size == 16);
+  CHECK(plain.address == "gpu003");
+  CHECK(plain.port == 20000 + (7 * 4711 + 2) % 10000);
+  CHECK(plain.token == "slurm/4711.2");
+  slurm["PMIX_RANK"] = "9";
+  CHECK(launched_with(slurm).over == LaunchedAs::Over::kMpi);
+  CHECK(launched_with(slurm).size == 16);
+  CHECK(launched_with(slurm, /*has_mpi=*/false).over == LaunchedAs::Over::kTcp);
+  slurm["PMI_SIZE"] = "16";
+  CHECK(launched_with(slurm).over == LaunchedAs::Over::kMpi);
+  CHECK(launched_with(slurm, /*has_mpi=*/false).over == LaunchedAs::Over::kTcp);
+}
+
+TEST_CASE("The first host of a list of Slurm's", "[launch]") {
+  CHECK(first_host("node1") == "node1");
+  CHECK(first_host("node1,node[2-3]") == "node1");
+  CHECK(first_host("node[07]") == "node07");
+  CHECK(first_host("node[2,5-6],a") == "node2");
+  CHECK(first_host("rack[1-2]-node[3-4].net,b") == "rack1-node3.net");
+  CHECK(first_host("") == "");
 }
 
 TEST_CASE("Texts that differ between ranks are named by their first line that does", "[launch]") {

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""scripts/launch.sh with programs that end as they are told, and an mpirun and srun that only start one process."""
+"""scripts/launch.sh and examples/slurm.sbatch with programs that end as they are told, and an mpirun and srun that only start one process."""
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -8,7 +9,9 @@ import time
 import unittest
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "launch.sh"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "launch.sh"
+STOPPED = 75
 # Starts what follows the options once, as the launchers do, and hands SIGUSR1 on.
 LAUNCHER = """#!/usr/bin/env bash
 echo "$0 $*" >> "$FOLDER/calls"
@@ -23,7 +26,7 @@ echo start >> "$FOLDER/starts"
 codes=($CODES)
 code=${codes[$(($(wc -l < "$FOLDER/starts") - 1))]}
 if [[ $code == wait ]]; then
-  trap 'exit 0' USR1
+  trap 'exit 75' USR1
   touch "$FOLDER/waiting"
   while :; do sleep 0.05; done
 fi
@@ -45,9 +48,9 @@ class LaunchScriptTest(unittest.TestCase):
 
     def start(self, codes, *options, **variables):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-        environment.update(PATH=f"{self.folder}:/usr/bin:/bin", FOLDER=str(self.folder), CODES=codes,
-                           PARKA_RESTART_SECONDS="0", **variables)
-        return subprocess.Popen(["bash", str(SCRIPT), *options], env=environment, stderr=subprocess.PIPE, text=True)
+        environment.update({"PATH": f"{self.folder}:/usr/bin:/bin", "FOLDER": str(self.folder), "CODES": codes,
+                            "PARKA_RESTART_SECONDS": "0", **variables})
+        return subprocess.Popen([shutil.which("bash"), str(SCRIPT), *options], env=environment, stderr=subprocess.PIPE, text=True)
 
     def launch(self, codes, *options, **variables):
         process = self.start(codes, *(options or ("-np", "2", "--", "run", "x")), **variables)
@@ -92,15 +95,61 @@ class LaunchScriptTest(unittest.TestCase):
                     time.sleep(0.02)
                 process.send_signal(number)
                 _, errors = process.communicate(timeout=60)
-                self.assertEqual(process.returncode, 0, errors)
+                self.assertEqual(process.returncode, STOPPED, errors)
                 self.assertIn(f"{number.name}: asking the run to save and stop", errors)
+                self.assertIn("not done", errors)
+
+    def test_a_stopped_run_is_not_done(self):
+        code, starts, errors = self.launch(f"{STOPPED} 0")
+        self.assertEqual((code, starts), (STOPPED, 1), errors)
+        self.assertIn("saved and stopped, not done (exit code 75): the same command continues the run", errors)
+        self.assertNotIn("launch.sh: done", errors)
+        (self.folder / "starts").unlink()
+        self.assertIn("launch.sh: done", self.launch("0", "--", "run")[2])
 
     def test_slurm(self):
         self.write("srun", LAUNCHER)
         code, starts, errors = self.launch("0", "-np", "16", "--gpus-per-task=1", "--", "run", SLURM_JOB_ID="7")
         self.assertEqual((code, starts), (0, 1), errors)
-        self.assertIn("srun --kill-on-bad-exit=1 --mpi=pmix -n 16 --gpus-per-task=1 run",
-                      (self.folder / "calls").read_text())
+        self.assertIn("srun --kill-on-bad-exit=1 -n 16 --mpi=none --gpus-per-task=1 run", (self.folder / "calls").read_text())
+        self.launch("0", "--mpi=pmix", "--", "run", SLURM_JOB_ID="7")
+        self.assertIn("srun --kill-on-bad-exit=1 --mpi=pmix run", (self.folder / "calls").read_text())
+
+    def test_without_a_launcher_the_program_starts_its_ranks(self):
+        self.write("run", '#!/bin/bash\necho "$*" >> "$FOLDER/calls"\n')
+        (self.folder / "mpirun").unlink()
+        for tool in ("bash", "cat", "grep", "setsid", "sleep"):
+            (self.folder / tool).symlink_to(shutil.which(tool))
+        code, _, errors = self.launch("0", "-np", "4", "--", "run", "train", PATH=str(self.folder))
+        self.assertEqual((code, (self.folder / "calls").read_text()), (0, "train --ranks 4\n"), errors)
+        code, _, errors = self.launch("0", "--hostfile", "hosts", "--", "run", PATH=str(self.folder))
+        self.assertEqual(code, 2)
+        self.assertIn("neither mpirun nor srun was found, which could take --hostfile hosts", errors)
+
+    def submit(self, codes):
+        """Runs the example as Slurm does the script of a job: its exit code, and what it asked of scontrol."""
+        self.write("srun", LAUNCHER)
+        self.write("scontrol", '#!/bin/sh\necho "$*" >> "$FOLDER/scontrol_calls"\n')
+        for name in ("starts", "scontrol_calls"):
+            (self.folder / name).unlink(missing_ok=True)
+        environment = dict(os.environ, PATH=f"{self.folder}:/usr/bin:/bin", FOLDER=str(self.folder), CODES=codes, PARKA="run",
+                           PARKA_RESTART_SECONDS="0", SLURM_JOB_ID="4711", SLURM_SUBMIT_DIR=str(ROOT))
+        result = subprocess.run(["bash", str(ROOT / "examples" / "slurm.sbatch"), "config.json"], env=environment,
+                                capture_output=True, text=True, timeout=60)
+        asked = self.folder / "scontrol_calls"
+        return result.returncode, asked.read_text().splitlines() if asked.exists() else []
+
+    def test_a_stopped_job_goes_back_into_the_queue(self):
+        self.assertEqual(self.submit(str(STOPPED)), (STOPPED, ["requeue 4711"]))
+        self.assertEqual(self.submit(f"5 {STOPPED}"), (STOPPED, ["requeue 4711"]))
+        for code in ("0", "2", "4"):
+            self.assertEqual(self.submit(code), (int(code), []))
+        self.assertIn("run train config.json", (self.folder / "calls").read_text())
+
+    def test_the_job_is_told_to_stop_in_time_and_keeps_its_log(self):
+        options = (ROOT / "examples" / "slurm.sbatch").read_text()
+        for line in ("--signal=USR1@300", "--requeue", "--open-mode=append"):
+            self.assertIn(f"#SBATCH {line}\n", options)
 
     def test_wrong_options(self):
         for options, message in ((("-np", "two", "--", "run"), "-np: expected a number, got 'two'"),

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Ranks that die, hang, stand still or fail: the others name them and end. Exits with 77 (skipped) without MPI."""
+"""Ranks that die, hang, stand still or fail: the others name them and end. Exits with 77 (skipped) without mpirun."""
 import signal
 import time
 import unittest
 
-from ranks import RanksTest, Run, skip_without_mpi
+from ranks import RanksTest, Run, starters
 
-skip_without_mpi()
+starters.skip_without_starter()
 
 SIZE = 3
 SHORT = ("beat=0.2", "silence=3")  # of the watchdog, in seconds

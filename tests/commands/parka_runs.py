@@ -5,14 +5,19 @@ import json
 import os
 import random
 import subprocess
+import sys
 import tempfile
 import unittest
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
+import starters  # noqa: E402, F401
 
 PROGRAM = os.environ.get("PARKA_PROGRAM", "build/release/parka")
 FAULTY_FILES_LIBRARY = os.environ.get("FAULTY_FILES_LIBRARY",
                                       os.path.join(os.path.dirname(os.path.abspath(PROGRAM)), "tests", "libfaulty_files.so"))
 VOCAB = 64
 SEQUENCE = 16
+STOPPED = 75  # the exit code of a run that a signal asked to save and stop
 
 
 def write_tokens(path, count, seed, vocab=VOCAB):

@@ -8,7 +8,8 @@ import socket
 import subprocess
 import unittest
 
-from parka_runs import PROGRAM, SEQUENCE, VOCAB, RunFolder, checkpoints, learning_curve, metrics, tiny_config, tree_digest, write_tokens
+from parka_runs import (PROGRAM, SEQUENCE, VOCAB, RunFolder, checkpoints, learning_curve, metrics, starters, tiny_config,
+                        tree_digest, write_tokens)
 
 BAD_INPUT, CORRUPTED = 2, 6
 NEVER = {"replay_interval": 0, "state_interval": 0, "replica_interval": 0}
@@ -28,12 +29,9 @@ class Corruption(RunFolder):
         return config
 
     def train_ranks(self, config, ranks, *arguments):
-        launcher = []
-        if ranks > 1:
-            launcher = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
-        environment = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-        return subprocess.run([*launcher, PROGRAM, "--threads", "1", "train", self.write_config(config), *arguments],
-                              env=environment, capture_output=True, text=True, timeout=200)
+        program = [PROGRAM, "--threads", "1", "train", self.write_config(config), *arguments]
+        return subprocess.run(starters.command(ranks, program) if ranks > 1 else program, env=starters.environment(),
+                              capture_output=True, text=True, timeout=200)
 
     def message(self, result):
         """The line that says what was found, without the rank that says it: of several that do, they say the same."""
@@ -181,7 +179,7 @@ class OneRank(Corruption):
 class Ranks(Corruption):
     def setUp(self):
         super().setUp()
-        if shutil.which("mpirun") is None:
+        if not starters.is_available():
             self.skipTest("mpirun is not on PATH")
 
     def test_a_flip_on_one_rank_is_found_named_and_not_saved(self):

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import unittest
 
-from parka_runs import PROGRAM, SEQUENCE, VOCAB, RunFolder, learning_curve, metrics, parka, tiny_config, tree_digest, write_tokens
+from parka_runs import (PROGRAM, SEQUENCE, VOCAB, RunFolder, learning_curve, metrics, parka, starters, tiny_config, tree_digest,
+                        write_tokens)
 
 STEPS = 24
 RECIPE = "parka"
@@ -48,10 +49,9 @@ class DataFolder(RunFolder):
 
     def run_config(self, config, ranks=1):
         path = self.write_config(config)
-        environment = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-        launcher = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)] if ranks > 1 else []
-        result = subprocess.run([*launcher, PROGRAM, "--threads", "1", "train", path], env=environment, text=True,
-                                capture_output=True, timeout=200)
+        program = [PROGRAM, "--threads", "1", "train", path]
+        result = subprocess.run(starters.command(ranks, program) if ranks > 1 else program, env=starters.environment(),
+                                text=True, capture_output=True, timeout=200)
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         return result.stdout + result.stderr
 

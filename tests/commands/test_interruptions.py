@@ -8,7 +8,7 @@ import subprocess
 import time
 import unittest
 
-from parka_runs import (PROGRAM, SEQUENCE, RunFolder, checkpoints, faulty_files, learning_curve, metrics, tiny_config,
+from parka_runs import (PROGRAM, SEQUENCE, STOPPED, RunFolder, checkpoints, faulty_files, learning_curve, metrics, tiny_config,
                         tree_digest, write_tokens)
 
 IO_FAILED = 4
@@ -166,7 +166,7 @@ class Saves(Interruptions):
                 run = self.start(config, env=environment)
                 self.wait_for(lambda: os.path.exists(self.path("run/step_00000050.tmp")), run)
                 run.terminate()
-                self.end(run, 0)
+                self.end(run, STOPPED)
                 self.assertEqual(self.saved_steps(), [self.step_reached()])
                 self.assertTrue(self.step_reached() > 50 if asynchronous else self.step_reached() == 51, self.step_reached())
                 self.assertEqual(self.log().count("trying once more"), 1, self.log())
@@ -264,7 +264,7 @@ class Signals(Interruptions):
                 self.wait_for(lambda: self.saved_steps()[-1:] == [4], run)
             self.assertNotIn(step, self.steps_in_metrics("eval_set"))
             run.terminate()
-            self.end(run, 0)
+            self.end(run, STOPPED)
             self.assertNotIn(step, self.steps_in_metrics("eval_set"))
             self.assertEqual(self.saved_steps()[-1], step)
             self.assertIn(f"saved step {step} and stopping", self.log())
@@ -290,7 +290,7 @@ class Signals(Interruptions):
         run = self.start(self.endless())
         self.wait_for(lambda: len(self.steps_in_metrics()) > 5, run)
         run.send_signal(signal.SIGHUP)
-        self.end(run, 0)
+        self.end(run, STOPPED)
         self.assertEqual(self.saved_steps(), [self.step_reached()])
         self.assertIn("Hangup: saved step", self.log())
 
@@ -301,7 +301,7 @@ class Signals(Interruptions):
         reached = self.step_reached()
         self.wait_for(lambda: self.step_reached() > reached + 50, run)
         run.terminate()
-        self.end(run, 0)
+        self.end(run, STOPPED)
         self.assertIn("Terminated: saved step", self.log())
 
     def test_a_log_that_nobody_reads_ends_nothing(self):
@@ -478,7 +478,7 @@ class Ranks(Interruptions):
             run = self.start(config)
             self.wait_for(lambda at=step: self.steps_in_metrics("eval")[-1:] == [at], run)
             self.signal_rank(rank, signal.SIGTERM)
-            self.end(run, 0)
+            self.end(run, STOPPED)
             self.assertNotIn(step, self.steps_in_metrics("eval_set"))
             self.assertEqual(self.saved_steps()[-1], step)
         self.assert_exit(self.train_ranks(config, None, None), 0)
@@ -488,7 +488,7 @@ class Ranks(Interruptions):
         run = self.start(self.endless())
         self.wait_for(lambda: len(self.steps_in_metrics()) > 5, run)
         self.signal_rank(1, signal.SIGHUP)
-        self.end(run, 0)
+        self.end(run, STOPPED)
         self.assertEqual(self.saved_steps(), [self.step_reached()])
         self.assertIn("another rank was asked to stop: saved step", self.log())
 

@@ -1,14 +1,13 @@
 """Training on several ranks: as one rank does, bit for bit repeatable, resumed on other numbers of ranks. On CPUs, or as
-test_ranks.py cuda on GPUs, of which two do, and four show all; exits with 77 (skipped) without MPI or with fewer.
-unittest's options come after cpu or cuda."""
+test_ranks.py cuda on GPUs, of which two do, and four show all; exits with 77 (skipped) without mpirun or with fewer.
+unittest's options come after cpu or cuda. RANKS_STARTER says who starts the ranks (tests/support/starters.py)."""
 import json
 import os
-import shutil
 import subprocess
 import sys
 import unittest
 
-from parka_runs import PROGRAM, SEQUENCE, RunFolder, num_gpus, parka, tiny_config, write_tokens
+from parka_runs import PROGRAM, SEQUENCE, RunFolder, num_gpus, parka, starters, tiny_config, write_tokens
 
 STEPS = 8
 DEVICE = "cpu"
@@ -20,13 +19,13 @@ class Ranks(RunFolder):
         return [case for case in cases if DEVICE == "cpu" or case[0] <= num_gpus()]
 
     def run_ranks(self, name, ranks, stage, steps=STEPS, recipe="bf16", shard_size=0, init_from="", blocks=2, offloaded=0,
-                  check_interval=100):
+                  check_interval=100, batch=8, starter=starters.STARTER):
         config = tiny_config(self.folder, recipe, STEPS, device=DEVICE)
         config["model"]["num_layers"] = blocks
         config["precision"]["offload_blocks"] = offloaded
         config["data"]["train"] = [self.path("long.npy")]
         config["optimizer"]["schedule"]["total_steps"] = STEPS
-        config["training"].update(steps=steps, global_batch_size=8, micro_batch_size=1)
+        config["training"].update(steps=steps, global_batch_size=batch, micro_batch_size=1)
         config["checkpoint"].update(folder=self.path(name), interval=2, init_from=init_from)
         config["distributed"] = {"zero_stage": stage, "shard_size": shard_size}
         config["reliability"] = {f"{kind}_interval": check_interval for kind in ("replay", "state", "replica")}
@@ -34,10 +33,9 @@ class Ranks(RunFolder):
         path = self.path(name + ".json")
         with open(path, "w", encoding="utf-8") as file:
             json.dump(config, file)
-        environment = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-        launcher = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)] if ranks > 1 else []
-        result = subprocess.run([*launcher, PROGRAM, "--threads", "1", "train", path], env=environment, text=True,
-                                capture_output=True, timeout=200)
+        program = [PROGRAM, "--threads", "1", "train", path]
+        command = starters.command(ranks, program, starter) if ranks > 1 else program
+        result = subprocess.run(command, env=starters.environment(), text=True, capture_output=True, timeout=200)
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         return result.stdout + result.stderr
 
@@ -100,6 +98,17 @@ class Ranks(RunFolder):
                     self.run_ranks(name, ranks, stage, recipe=recipe, shard_size=size)
                     self.assert_near(name, f"{recipe}-1", bound)
 
+    def test_every_starter_gives_equal_bits(self):
+        for ranks, stage, recipe in self.fit(((2, 1, "fp32"), (3, 3, "parka") if DEVICE == "cpu" else (2, 3, "parka"))):
+            names = []
+            for starter in filter(starters.is_available, starters.STARTERS):
+                names.append(f"{starter}-{recipe}")
+                self.run_ranks(names[-1], ranks, stage, recipe=recipe, batch=6, starter=starter)
+            for name in names[1:]:
+                with self.subTest(name):
+                    self.assertEqual(self.losses(name), self.losses(names[0]))
+                    self.assertEqual(self.final_files(name), self.final_files(names[0]))
+
     def test_equal_runs_give_equal_bits_also_when_resumed(self):
         self.run_ranks("straight", 2, 3, recipe="coat")
         self.run_ranks("resumed", 2, 3, steps=4, recipe="coat")
@@ -157,9 +166,7 @@ class Ranks(RunFolder):
 
 
 if __name__ == "__main__":
-    if shutil.which("mpirun") is None:
-        print("skipped: mpirun is not on PATH")
-        sys.exit(77)
+    starters.skip_without_starter()
     if len(sys.argv) > 1:
         DEVICE = sys.argv.pop(1)
     if DEVICE == "cuda" and num_gpus() < 2:

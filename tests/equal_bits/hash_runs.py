@@ -10,7 +10,8 @@ print where a run has them. `checkpoint` is one of the tensors of all its checkp
 each in its file, and of which piece of a tensor it is. Neither covers times, paths, manifests or configs.
 
 Ends with 1 where a run fails, where hashes differ from the file of --check, or where two runs differ that promise the same
-bits (a resumed one and a straight one, say); with 2 on bad input.
+bits (a resumed one and a straight one, say); with 2 on bad input. RANKS_STARTER in the environment says who starts several
+ranks (tests/support/starters.py): all starters give the same bits.
 
 A recorded file is good on one kind of CPU only, and with the compiler and libraries that it was made with. Sums are taken in
 the order of Eigen's vectors, 16 numbers at a time with AVX-512, 8 with AVX2, and Eigen divides long sums of products into
@@ -34,7 +35,9 @@ import tempfile
 
 from run_cases import all_cases, merged, write_data
 
-MPI_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
+import starters  # noqa: E402
+
 # Of each kind of record; None is all but NOT_HASHED.
 FIELDS = {
     "train": ("step", "loss", "grad_norm", "lr", "applied", "targets"),
@@ -134,9 +137,10 @@ def hash_checkpoints(run_folder):
 
 
 def run_parka(program, folder, *arguments, ranks=1, threads=1):
-    launcher = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)] if ranks > 1 else []
-    result = subprocess.run([*launcher, program, "--threads", str(threads), *arguments], cwd=folder, text=True, timeout=300,
-                            capture_output=True, env={**os.environ, **MPI_ENVIRONMENT})
+    command = [program, "--threads", str(threads), *arguments]
+    if ranks > 1:
+        command = starters.command(ranks, command)
+    result = subprocess.run(command, cwd=folder, text=True, timeout=300, capture_output=True, env=starters.environment())
     if result.returncode != 0:
         lines = (result.stdout + result.stderr).strip().splitlines() or [""]
         reason = next((line for line in lines if " error: " in line), lines[-1])  # mpirun has much to say after it
@@ -316,7 +320,7 @@ def main():
     chosen = [case for case in cases if fnmatch.fnmatchcase(case.name, arguments.only)]
     if not chosen:
         fail(f"no run has a name like {arguments.only}")
-    if shutil.which("mpirun") is None and any(case.ranks() > 1 for case in chosen):
+    if not starters.is_available() and any(case.ranks() > 1 for case in chosen):
         fail("mpirun is not on PATH; install MPI or choose runs with --only")
     results, commit = run_cases(program, chosen, max(arguments.jobs, 1))
     description = {**describe_program(program, commit), **describe_machine()}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = "bench|configs|docs|fuzz|scripts|src|tests"
+FOLDERS = "bench|configs|docs|examples|fuzz|scripts|src|tests"
 # `src/core/shard.h`, scripts/test.sh, tests/engine: from the root. Not what follows a letter, a dot or a slash.
 FROM_ROOT = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*<>-]*)")
 # `core/shard.h`, between backticks: from src/.

@@ -1,5 +1,6 @@
 #include "comm/launch/launch.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <new>
@@ -9,8 +10,12 @@
 
 #include <spdlog/spdlog.h>
 
+#include "comm/host_communicator.h"
 #include "comm/launch/launch_checks.h"
-#include "comm/mpi_ranks.h"
+#include "comm/launch/local_ranks.h"
+#include "comm/launch/meeting.h"
+#include "comm/launch/tcp_transport.h"
+#include "comm/mpi_transport.h"
 #include "comm/nccl_ranks.h"
 #include "kernels/device/device.h"
 
@@ -30,39 +35,72 @@ std::string host_name() {
   throw_bad_input("{}", message);
 }
 
-}  // namespace
-
-Launch::Launch() : hosts_{host_name()} {
-  const LaunchedAs launched = launched_as([](const char* name) { return std::getenv(name); });
-  if (launched.size == 1) {
-    agreement_ = make_single_communicator();
-    return;
-  }
+std::unique_ptr<Transport> join_mpi(const LaunchedAs& launched) {
   if (!built_with_mpi()) {
     fail_alone(
         launched.rank,
-        fmt::format("several processes were started together ({} is {}), but this parka was built without MPI: "
-                    "run scripts/setup.sh, build again, or start one process",
+        fmt::format("mpirun has started several processes ({} is {}), but this parka was built without MPI: start "
+                    "it with --ranks or --gpus, or with RANK, WORLD_SIZE and MASTER_ADDR (docs/distributed.md), or "
+                    "run scripts/setup.sh and build again",
                     launched.variable, launched.size));
   }
-  const MpiPlace place = start_mpi();
-  uses_mpi_ = true;
-  rank_ = place.rank;
-  size_ = place.size;
-  local_rank_ = place.local_rank;
-  host_leader_ = place.host_leader;
-  if (launched.size > 1 && place.size != launched.size) {
+  std::unique_ptr<Transport> transport = join_over_mpi();
+  if (launched.size > 1 && transport->size() != launched.size) {
     fail_alone(
         launched.rank,
         fmt::format("{} says that {} processes were started together, but MPI finds {}: they were started by "
                     "another MPI than {}, which this parka was built with; use its mpirun, or srun --mpi=pmix",
-                    launched.variable, launched.size, place.size, place.library));
+                    launched.variable, launched.size, transport->size(), mpi_library()));
   }
-  agreement_ = make_mpi_communicator(watchdog_.host_collectives());
+  return transport;
+}
+
+// Every process of the launcher has become as many ranks as `local` says.
+std::unique_ptr<Transport> meet(const LaunchedAs& launched, const LocalRank& local, double seconds) {
+  const int rank = launched.rank * local.size + local.rank, size = launched.size * local.size;
+  MeetingPlace place;
+  if (launched.over == LaunchedAs::Over::kTcp) {
+    place.addresses = {launched.address};
+    place.port = launched.port;
+    place.token = fmt::format("{}/{}", launched.token, size);
+  } else {
+    place.addresses = {"127.0.0.1", "::1"};
+    place.port = local.port;
+    place.token = local.token;
+    place.listener = local.listener;
+  }
+  return join_over_tcp(place, rank, size, seconds);
+}
+
+// mpirun and srun do; torchrun and Kubernetes look at the code of each process.
+bool kills_all_at_once(const LaunchedAs& launched) {
+  return launched.over == LaunchedAs::Over::kMpi || launched.variable.starts_with("SLURM_");
+}
+
+}  // namespace
+
+Launch::Launch(const LaunchOptions& options, const LaunchedAs& launched, const LocalRank& local)
+    : hosts_{host_name()} {
+  one_code_for_all_ = kills_all_at_once(launched);
+  if (launched.over == LaunchedAs::Over::kMpi) {
+    transport_ = join_mpi(launched);
+  } else if (launched.size * local.size > 1) {
+    transport_ = meet(launched, local, options.meeting_seconds);
+  } else {
+    agreement_ = make_single_communicator();
+    return;
+  }
+  rank_ = transport_->rank();
+  size_ = transport_->size();
+  agreement_ = make_host_communicator(*transport_, watchdog_.host_collectives());
 }
 
 void Launch::join(const LaunchOptions& options) {
   hosts_ = agreement_->gather_text(host_name());
+  const std::vector<std::string> keys = agreement_->gather_text(host_key());
+  const auto own = keys.begin() + rank_;
+  host_leader_ = static_cast<int>(std::find(keys.begin(), own, *own) - keys.begin());
+  local_rank_ = static_cast<int>(std::count(keys.begin(), own, *own));
   require_same("the version of parka", options.version, "install the same on all hosts");
   watchdog_.start(*agreement_, host(), host_leader_, options.watchdog);
 }
@@ -92,30 +130,36 @@ int Launch::agree_on_gpu(bool wanted) {
 
 std::unique_ptr<Communicator> Launch::make_communicator(Device& device) {
   if (size_ == 1) return make_single_communicator();
-  if (device.kind() == DeviceKind::kCpu) return make_mpi_communicator(watchdog_.host_collectives());
+  if (device.kind() == DeviceKind::kCpu) {
+    transport_->connect_all();
+    return make_host_communicator(*transport_, watchdog_.host_collectives());
+  }
   return make_nccl_communicator(*agreement_, hosts_, device, watchdog_);
 }
 
 int Launch::finish(int exit_code) {
   watchdog_.at(0, "at the end of the run");
-  if (uses_mpi_) finish_mpi();
+  if (transport_) transport_->finish();
   watchdog_.leave();
-  return exit_code;
+  // Rank 0 ends last.
+  return one_code_for_all_ && rank_ != 0 && exit_code == static_cast<int>(ExitCode::kStopped) ? 0 : exit_code;
 }
 
 int Launch::fail(ExitCode code, const std::string& message) {
   const Verdict verdict = watchdog_.fail(code, message);
-  if (verdict.rank == rank_) {
+  // Before there is a watchdog, each rank speaks for itself about those that it has lost.
+  if (verdict.rank == rank_ || (verdict.common && code == ExitCode::kRankLost)) {
     throw Error(verdict.code, verdict.common ? message : fmt::format("rank {} ({}): {}", rank_, host(), message));
   }
-  if (verdict.message != message) {
+  if (verdict.message != message && code != ExitCode::kRankLost) {
     spdlog::error("rank {} ({}): {}; after this: {}", rank_, host(), message, verdict.message);
   }
   return static_cast<int>(verdict.code);
 }
 
-int run_launched(const LaunchOptions& options, const std::function<int(Launch&)>& body) {
-  Launch launch;
+int run_rank(const LaunchOptions& options, const LaunchedAs& launched, const LocalRank& local,
+             const std::function<int(Launch&)>& body) {
+  Launch launch(options, launched, local);
   if (launch.size() == 1) return launch.finish(body(launch));
   try {
     launch.join(options);
@@ -127,6 +171,20 @@ int run_launched(const LaunchOptions& options, const std::function<int(Launch&)>
   } catch (const std::exception& error) {
     return launch.fail(ExitCode::kInternal, std::string("internal error: ") + error.what());
   }
+}
+
+int run_launched(const LaunchOptions& options, const std::function<int(Launch&)>& body) {
+  const LaunchedAs launched = launched_as([](const char* name) { return std::getenv(name); }, built_with_mpi());
+  if (options.local_ranks == 1) return run_rank(options, launched, {}, body);
+  if (launched.over == LaunchedAs::Over::kMpi) {
+    fail_alone(launched.rank,
+               fmt::format("this process shall start {} ranks, but is itself one of those that mpirun or "
+                           "srun has started ({} is {}): leave out --ranks and --gpus, or start parka "
+                           "without mpirun (srun: with --mpi=none)",
+                           options.local_ranks, launched.variable, launched.size));
+  }
+  return run_local_ranks(options.local_ranks,
+                         [&](const LocalRank& local) { return run_rank(options, launched, local, body); });
 }
 
 }  // namespace parka

@@ -6,16 +6,21 @@
 
 #include "comm/communicator.h"
 #include "comm/launch/watchdog.h"
+#include "comm/transport.h"
 
 namespace parka {
+struct LaunchedAs;
+struct LocalRank;
 
 struct LaunchOptions {
   std::string version;  // of Parka: must be the same on all ranks
   WatchdogTimes watchdog;
+  int local_ranks = 1;           // that each process becomes, on its host
+  double meeting_seconds = 300;  // without MPI: until all ranks must be there
 };
 
-// The processes that mpirun or srun started together, and this process among them. A process started alone is a run
-// of one rank; it neither needs nor starts MPI.
+// The ranks of a run, and this process among them. mpirun has started them, or srun, or run_launched() itself, or
+// whoever sets RANK, WORLD_SIZE and MASTER_ADDR. A process started alone is a run of one rank.
 class Launch {
  public:
   int rank() const { return rank_; }
@@ -32,28 +37,34 @@ class Launch {
   void require_same(const std::string& what, const std::string& text, const std::string& remedy);
   // The ordinal of the GPU that this rank computes on, chosen by its rank within the host; -1 if it wants none.
   int agree_on_gpu(bool wanted);
-  // The collectives of all ranks for tensors of `device`: NCCL on GPUs, MPI on CPUs. `device` must outlive them.
+  // The collectives of all ranks for tensors of `device`: NCCL on GPUs, MPI or TCP on CPUs. `device` must outlive
+  // them.
   std::unique_ptr<Communicator> make_communicator(Device& device);
 
  private:
-  friend int run_launched(const LaunchOptions& options, const std::function<int(Launch&)>& body);
-  Launch();
+  friend int run_rank(const LaunchOptions& options, const LaunchedAs& launched, const LocalRank& local,
+                      const std::function<int(Launch&)>& body);
+  // Finds the other ranks.
+  Launch(const LaunchOptions& options, const LaunchedAs& launched, const LocalRank& local);
 
   void join(const LaunchOptions& options);
   int finish(int exit_code);
   int fail(ExitCode code, const std::string& message);
 
   int rank_ = 0, size_ = 1, local_rank_ = 0, host_leader_ = 0;
-  bool uses_mpi_ = false;
+  bool one_code_for_all_ = false;   // the launcher kills the other ranks when one ends with another code than 0
   std::vector<std::string> hosts_;  // their names, by rank
   Watchdog watchdog_;
+  std::unique_ptr<Transport> transport_;  // null for one rank
   std::unique_ptr<Communicator> agreement_;
 };
 
-// Joins the other ranks of the run, if there are any, calls `body` on each and leaves them again. Returns the exit
-// code of the process. When a rank throws, all exit with the code of its Error. On the rank to blame the Error is
-// rethrown, with the rank's name in front unless all ranks failed alike. On the others this returns the code, or
-// the watchdog has ended them already. `body` must have released all that it allocated when it returns or throws.
+// Starts options.local_ranks, joins the other ranks of the run, if there are any, calls `body` on each and leaves
+// them again. Returns the exit code of the process, the one that `body` returned; under mpirun and srun only rank 0
+// ends with kStopped, the others with 0. When a rank throws, all exit with the code of its Error. On the rank to
+// blame the Error is rethrown, with the rank's name in front unless all ranks failed alike. On the others this
+// returns the code, or the watchdog has ended them already. `body` must have released all that it allocated when it
+// returns or throws.
 int run_launched(const LaunchOptions& options, const std::function<int(Launch&)>& body);
 
 }  // namespace parka

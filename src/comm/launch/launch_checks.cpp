@@ -38,22 +38,97 @@ std::pair<std::string, std::string> first_difference(const std::string& a, const
   return {shown(line_a), shown(line_b)};
 }
 
+using Environment = std::function<const char*(const char*)>;
+
+std::string text_in(const Environment& variable, const char* name) {
+  const char* const text = variable(name);
+  return text == nullptr ? "" : text;
+}
+
+// A word of the characters that separate no words.
+std::string one_word(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return c <= ' '; }, '_');
+  return text;
+}
+
+// By torchrun's variables, which many other launchers set too.
+LaunchedAs named_by_variables(const Environment& variable) {
+  constexpr int kPort = 29500;  // PyTorch's
+  LaunchedAs launched{.over = LaunchedAs::Over::kTcp, .variable = "WORLD_SIZE"};
+  launched.size = number_in(variable("WORLD_SIZE"), 0);
+  launched.rank = number_in(variable("RANK"), -1);
+  launched.address = text_in(variable, "MASTER_ADDR");
+  launched.port = number_in(variable("MASTER_PORT"), kPort);
+  // torchrun listens there itself.
+  if (text_in(variable, "TORCHELASTIC_USE_AGENT_STORE") == "True") ++launched.port;
+  if (launched.size < 1 || launched.rank < 0 || launched.rank >= launched.size) {
+    throw_bad_input("RANK is {} and WORLD_SIZE {}: RANK must be a number from 0 to WORLD_SIZE - 1",
+                    variable("RANK"), variable("WORLD_SIZE"));
+  }
+  if (launched.port < 1 || launched.port > 65535) {
+    throw_bad_input("MASTER_PORT: {} is no TCP port; name one that is free on the host of rank 0",
+                    text_in(variable, "MASTER_PORT"));
+  }
+  launched.token = one_word(fmt::format("parka/{}/{}", text_in(variable, "TORCHELASTIC_RUN_ID"),
+                                        text_in(variable, "TORCHELASTIC_RESTART_COUNT")));
+  return launched;
+}
+
+// srun sets no variable for the port: it follows from the numbers of job and step, below those that systems give to
+// outgoing connections.
+LaunchedAs named_by_slurm(const Environment& variable) {
+  constexpr int kFirstPort = 20000, kPorts = 10000;
+  LaunchedAs launched{.over = LaunchedAs::Over::kTcp, .variable = "SLURM_STEP_NUM_TASKS"};
+  launched.size = number_in(variable("SLURM_STEP_NUM_TASKS"), 0);
+  launched.rank = number_in(variable("SLURM_PROCID"), 0);
+  const unsigned job = static_cast<unsigned>(number_in(variable("SLURM_JOB_ID"), 0)),
+                 step = static_cast<unsigned>(number_in(variable("SLURM_STEP_ID"), 0));
+  launched.address = text_in(variable, "MASTER_ADDR");
+  if (launched.address.empty()) launched.address = first_host(text_in(variable, "SLURM_STEP_NODELIST"));
+  launched.port = number_in(variable("MASTER_PORT"), kFirstPort + static_cast<int>((7 * job + step) % kPorts));
+  launched.token = fmt::format("slurm/{}.{}", job, step);
+  return launched;
+}
+
 }  // namespace
 
-LaunchedAs launched_as(const std::function<const char*(const char*)>& variable) {
-  struct Launcher {
-    const char *size, *rank;
+std::string first_host(const std::string& list) {
+  const size_t open = list.find('['), comma = list.find(',');
+  if (open == std::string::npos || comma < open) return list.substr(0, comma);
+  const size_t close = list.find(']', open), number_end = list.find_first_of("-,]", open);
+  if (close == std::string::npos) return list.substr(0, open);
+  const std::string after = list.substr(close + 1);
+  return list.substr(0, open) + list.substr(open + 1, number_end - open - 1) + first_host(after);
+}
+
+LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, bool has_mpi) {
+  using Over = LaunchedAs::Over;
+  const auto number_of = [&](const char* name) { return number_in(variable(name), 0); };
+  const auto mpi = [&](const char* size, const char* rank) {
+    return LaunchedAs{.over = Over::kMpi, .size = number_of(size), .rank = number_of(rank), .variable = size};
   };
+  LaunchedAs launched;
   // The order matters: mpirun under Slurm starts its helpers with srun, whose variables then describe the helpers.
-  constexpr Launcher kLaunchers[] = {{"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"},
-                                     {"PMI_SIZE", "PMI_RANK"},
-                                     {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"}};
-  for (const Launcher& launcher : kLaunchers) {
-    const int size = number_in(variable(launcher.size), 0);
-    if (size > 0) return {size, number_in(variable(launcher.rank), 0), launcher.size};
+  if (number_of("OMPI_COMM_WORLD_SIZE") > 0) {
+    launched = mpi("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK");
+  } else if (variable("RANK") != nullptr && variable("WORLD_SIZE") != nullptr &&
+             variable("MASTER_ADDR") != nullptr) {
+    launched = named_by_variables(variable);
+  } else if (number_of("PMI_SIZE") > 0 && (has_mpi || number_of("SLURM_STEP_NUM_TASKS") == 0)) {
+    launched = mpi("PMI_SIZE", "PMI_RANK");
+  } else if (number_of("SLURM_STEP_NUM_TASKS") > 0) {
+    const bool over_mpi = has_mpi && variable("PMIX_RANK") != nullptr;
+    launched = over_mpi ? mpi("SLURM_STEP_NUM_TASKS", "SLURM_PROCID") : named_by_slurm(variable);
+  } else if (variable("PMIX_RANK") != nullptr) {
+    return {.over = Over::kMpi, .size = 0, .rank = number_of("PMIX_RANK"), .variable = "PMIX_RANK"};
+  } else if (number_of("WORLD_SIZE") > 1) {
+    throw_bad_input(
+        "WORLD_SIZE is {}, but {} is not set: every rank needs RANK (from 0), WORLD_SIZE, MASTER_ADDR (the host of "
+        "rank 0) and MASTER_PORT (a free port there); unset WORLD_SIZE to start one rank",
+        number_of("WORLD_SIZE"), variable("RANK") == nullptr ? "RANK" : "MASTER_ADDR");
   }
-  if (variable("PMIX_RANK") != nullptr) return {0, number_in(variable("PMIX_RANK"), 0), "PMIX_RANK"};
-  return {};
+  return launched.size == 1 ? LaunchedAs{} : launched;
 }
 
 void check_same_text(const std::string& what, const std::vector<std::string>& texts,
@@ -86,14 +161,14 @@ void check_gpus(const std::vector<GpuClaim>& claims) {
     }
     if (claim.ordinal >= claim.num_visible) {
       throw_bad_input(
-          "{} ranks were started on {}, where {} GPUs are visible; start one rank per GPU (mpirun --map-by "
-          "ppr:{}:node, and see CUDA_VISIBLE_DEVICES)",
-          ranks_on_host[claim.host_leader], claim.host, claim.num_visible, claim.num_visible);
+          "{} ranks were started on {}, where {} GPUs are visible; start one rank per GPU (--gpus {}, mpirun "
+          "--map-by ppr:{}:node, and see CUDA_VISIBLE_DEVICES)",
+          ranks_on_host[claim.host_leader], claim.host, claim.num_visible, claim.num_visible, claim.num_visible);
     }
     const auto [owner, is_new] = owners.try_emplace({claim.host_leader, claim.pci_bus_id}, r);
     if (!is_new) {
       throw_bad_input(
-          "ranks {} and {} both have the GPU {} of {}; give every rank its own (mpirun -np, CUDA_VISIBLE_DEVICES)",
+          "ranks {} and {} both have the GPU {} of {}; give every rank its own (--gpus, mpirun -np, CUDA_VISIBLE_DEVICES)",
           owner->second, r, claim.pci_bus_id, claim.host);
     }
   }

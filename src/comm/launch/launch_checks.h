@@ -7,14 +7,25 @@
 // comes to the same conclusion. Nothing here waits or looks at the machine.
 namespace parka {
 
-// What a launcher (mpirun, srun) says in the environment of the processes that it starts.
+// What a launcher (mpirun, srun, torchrun, Kubernetes) says in the environment of the processes that it starts.
 struct LaunchedAs {
+  enum class Over { kNone, kMpi, kTcp };  // how the processes find each other
+  Over over = Over::kNone;
   int size = 1;  // 0: unknown, perhaps several
   int rank = 0;
-  std::string variable;  // the environment variable that says so; empty: none does
+  std::string variable = {};  // the environment variable that says so; empty: none does
+  // kTcp: the host of rank 0, the port on which it listens, and a word that processes of another start do not know.
+  std::string address = {};
+  int port = 0;
+  std::string token = {};
 };
-// `variable(name)` returns its value or nullptr, as getenv does.
-LaunchedAs launched_as(const std::function<const char*(const char*)>& variable);
+// `variable(name)` returns its value or nullptr, as getenv does. Of several launchers mpirun counts first, then
+// RANK, WORLD_SIZE and MASTER_ADDR, then Slurm; processes of srun use MPI if `has_mpi` and Slurm has prepared it.
+// Throws Error(kBadInput) if the variables contradict each other.
+LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, bool has_mpi);
+
+// The first host of a list such as Slurm's "gpu[003-010,12],login1".
+std::string first_host(const std::string& list);
 
 // Throws Error(kBadInput) when texts [ranks] differ. It names the first rank that differs from rank 0 and the first
 // line that differs. `what` is the name of the text ("the config"), `remedy` says what to do about it.

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include <fcntl.h>
 #include <ifaddrs.h>
@@ -27,9 +28,27 @@ constexpr size_t kLongestLine = size_t{1} << 20;
 
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 
-// Binds `fd` to a free port and listens; false if the address family is not available.
+// Binds `fd` and listens; false if the address family or the port is not available.
 bool listen_on(int fd, const sockaddr* address, socklen_t length) {
+  // A port is free again as soon as nobody listens on it, though connections of an earlier run may linger there.
+  const int on = 1;
+  if (fd >= 0) ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
   return fd >= 0 && ::bind(fd, address, length) == 0 && ::listen(fd, SOMAXCONN) == 0;
+}
+
+// nullptr if that fails or takes longer than `seconds`.
+std::unique_ptr<LineSocket> connect_to(const addrinfo& address, double seconds) {
+  const int fd = ::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (fd >= 0 && (::connect(fd, address.ai_addr, address.ai_addrlen) == 0 || errno == EINPROGRESS)) {
+    pollfd writable{fd, POLLOUT, 0};
+    ::poll(&writable, 1, static_cast<int>(1000 * seconds));
+    int failure = 0;
+    socklen_t length = sizeof(failure);
+    ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &failure, &length);
+    if ((writable.revents & POLLOUT) != 0 && failure == 0) return std::make_unique<LineSocket>(fd);
+  }
+  if (fd >= 0) ::close(fd);
+  return nullptr;
 }
 
 }  // namespace
@@ -45,6 +64,11 @@ LineSocket::~LineSocket() { close(); }
 void LineSocket::close() {
   if (fd_ >= 0) ::close(fd_);
   fd_ = -1;
+}
+
+int LineSocket::release() {
+  PARKA_REQUIRE(incoming_.empty() && outgoing_.empty());
+  return std::exchange(fd_, -1);
 }
 
 void LineSocket::end_sending() {
@@ -88,12 +112,14 @@ std::vector<std::string> LineSocket::receive() {
   return lines;
 }
 
-Listener::Listener() {
+Listener::Listener(int port) {
   sockaddr_in6 any6{};
   any6.sin6_family = AF_INET6;
+  any6.sin6_port = htons(static_cast<uint16_t>(port));
   any6.sin6_addr = in6addr_any;
   sockaddr_in any4{};
   any4.sin_family = AF_INET;
+  any4.sin_port = any6.sin6_port;
   any4.sin_addr.s_addr = htonl(INADDR_ANY);
 
   fd_ = ::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -105,7 +131,8 @@ Listener::Listener() {
     if (!listen_on(fd_, reinterpret_cast<const sockaddr*>(&any4), sizeof(any4))) {
       const int reason = errno;
       if (fd_ >= 0) ::close(fd_);
-      throw_bad_input("cannot listen on any TCP port: {}", std::strerror(reason));
+      throw_bad_input("cannot listen on {}: {}", port == 0 ? "any TCP port" : fmt::format("TCP port {}", port),
+                      std::strerror(reason));
     }
   }
   sockaddr_in6 bound{};  // the port is at the same place for both families
@@ -147,23 +174,14 @@ std::vector<std::string> own_addresses() {
 
 std::unique_ptr<LineSocket> connect_to(const std::string& address, int port, double seconds) {
   addrinfo hints{};
-  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  hints.ai_flags = AI_NUMERICSERV;
   hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (::getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return nullptr;
-  const int fd = ::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  const bool begun = fd >= 0 && (::connect(fd, found->ai_addr, found->ai_addrlen) == 0 || errno == EINPROGRESS);
-  ::freeaddrinfo(found);
-  if (begun) {
-    pollfd writable{fd, POLLOUT, 0};
-    ::poll(&writable, 1, static_cast<int>(1000 * seconds));
-    int failure = 0;
-    socklen_t length = sizeof(failure);
-    ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &failure, &length);
-    if ((writable.revents & POLLOUT) != 0 && failure == 0) return std::make_unique<LineSocket>(fd);
-  }
-  if (fd >= 0) ::close(fd);
-  return nullptr;
+  addrinfo* all = nullptr;
+  if (::getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &all) != 0) return nullptr;
+  std::unique_ptr<LineSocket> socket;
+  for (const addrinfo* i = all; i != nullptr && !socket; i = i->ai_next) socket = connect_to(*i, seconds);
+  ::freeaddrinfo(all);
+  return socket;
 }
 
 void wait_readable(const std::vector<int>& descriptors, double seconds) {

@@ -27,16 +27,19 @@ class LineSocket {
   // Closes the sending direction; receive() still works.
   void end_sending();
   void close();
+  // Hands the connection to the caller, who closes it. Nothing may be queued or received in part.
+  int release();
 
  private:
   int fd_;
   std::string incoming_, outgoing_;
 };
 
-// Waits for connections on a free port of all interfaces.
+// Waits for connections on a port of all interfaces.
 class Listener {
  public:
-  Listener();
+  // 0: a free port. Throws Error(kBadInput) if the port cannot be had.
+  explicit Listener(int port = 0);
   ~Listener();
   Listener(const Listener&) = delete;
   Listener& operator=(const Listener&) = delete;
@@ -53,7 +56,8 @@ class Listener {
 // The numeric addresses of all network interfaces of this host except the loopback.
 std::vector<std::string> own_addresses();
 
-// Connects to a numeric address; nullptr if that fails or takes longer than `seconds`.
+// Connects to a host by its name or numeric address; nullptr if that fails or takes longer than `seconds` for each
+// address of the name.
 std::unique_ptr<LineSocket> connect_to(const std::string& address, int port, double seconds);
 
 // Returns when one of the descriptors is readable, at the latest after `seconds`. Ignores negative descriptors.

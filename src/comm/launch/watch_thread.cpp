@@ -131,6 +131,8 @@ Verdict WatchThread::fail(ExitCode code, const std::string& message) {
   waits_for_verdict_ = true;
   wake();
   changed_.wait_for(lock, std::chrono::duration<double>(kVerdictSeconds), [&] { return done_; });
+  // A rank that has lost another one says the same as one whose watchdog hears of it first.
+  if (code == ExitCode::kRankLost && verdict_ && verdict_->rank != rank_) announce(*verdict_);
   return verdict_.value_or(Verdict{code, rank_, false, message});
 }
 

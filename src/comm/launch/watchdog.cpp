@@ -1,86 +1,15 @@
 #include "comm/launch/watchdog.h"
 
-#include <random>
 #include <sstream>
 #include <utility>
 #include <vector>
 
 #include <unistd.h>
 
-#include "comm/launch/line_socket.h"
+#include "comm/launch/meeting.h"
 #include "comm/launch/watch_thread.h"
 
 namespace parka {
-namespace {
-
-constexpr double kConnectTrySeconds = 3;  // for one address
-
-// A random number that only the ranks of this run know, so that no other process is taken for one of them.
-std::string random_token() {
-  std::random_device device;
-  return fmt::format("{:08x}{:08x}", device(), device());
-}
-
-// Waits for the connections of all other ranks, which begin with "TOKEN RANK". Missing ones are null.
-std::vector<std::unique_ptr<LineSocket>> accept_ranks(const Listener& listener, const std::string& token, int size,
-                                                      double seconds) {
-  std::vector<std::unique_ptr<LineSocket>> ranks(static_cast<size_t>(size)), strangers;
-  const double end = seconds_now() + seconds;
-  for (int missing = size - 1; missing > 0 && seconds_now() < end;) {
-    std::vector<int> descriptors = {listener.fd()};
-    for (const auto& stranger : strangers) descriptors.push_back(stranger ? stranger->fd() : -1);
-    wait_readable(descriptors, end - seconds_now());
-    while (std::unique_ptr<LineSocket> socket = listener.accept()) strangers.push_back(std::move(socket));
-    for (auto& stranger : strangers) {
-      if (!stranger) continue;
-      const std::vector<std::string> lines = stranger->receive();
-      if (lines.empty() && !stranger->closed()) continue;
-      std::istringstream in(lines.empty() ? "" : lines[0]);
-      std::string its_token;
-      int rank = 0;
-      in >> its_token >> rank;
-      const bool expected = its_token == token && rank > 0 && rank < size && !ranks[static_cast<size_t>(rank)];
-      if (expected) {
-        stranger->send("welcome");
-        ranks[static_cast<size_t>(rank)] = std::move(stranger);
-        --missing;
-      }
-      stranger.reset();
-    }
-  }
-  return ranks;
-}
-
-// The connection of `rank` to rank 0, which is said to be at `addresses`; nullptr where it cannot be reached.
-std::unique_ptr<LineSocket> connect_to_hub(const std::vector<std::string>& addresses, int port,
-                                           const std::string& token, int rank, double seconds) {
-  const double end = seconds_now() + seconds;
-  while (seconds_now() < end) {
-    for (const std::string& address : addresses) {
-      std::unique_ptr<LineSocket> socket = connect_to(address, port, kConnectTrySeconds);
-      if (!socket) continue;
-      socket->send(fmt::format("{} {}", token, rank));
-      const double answer_by = seconds_now() + kConnectTrySeconds;
-      // Something else may listen there: a port of the same number on another network.
-      while (!socket->closed() && seconds_now() < answer_by) {
-        wait_readable({socket->fd()}, answer_by - seconds_now());
-        const std::vector<std::string> lines = socket->receive();
-        if (!lines.empty() && lines[0] == "welcome" && !socket->closed()) return socket;
-      }
-    }
-    wait_readable({}, kConnectTrySeconds / 10);
-  }
-  return nullptr;
-}
-
-std::string join(const std::vector<std::string>& words) {
-  std::string text;
-  for (const std::string& word : words) text += (text.empty() ? "" : " ") + word;
-  return text;
-}
-
-}  // namespace
-
 void RankState::at(int64_t step, std::string_view what) {
   std::lock_guard lock(mutex_);
   report_.step = step;
@@ -141,13 +70,13 @@ void Watchdog::start(Communicator& ranks, const std::string& host, int host_lead
   for (std::string address; in >> address;) addresses.push_back(address);
 
   if (rank == 0 && listener) {
-    std::vector<std::unique_ptr<LineSocket>> others = accept_ranks(*listener, token, size, times.connect);
+    std::vector<std::unique_ptr<LineSocket>> others = accept_ranks(*listener, token, 1, size, times.connect);
     for (int r = 1; r < size; ++r) {
       if (!others[r] && problem.empty()) problem = names[r] + " has not connected to rank 0";
     }
     thread_ = make_watch_hub(std::move(others), names, times, state_);
   } else if (port != 0) {
-    std::unique_ptr<LineSocket> hub = connect_to_hub(addresses, port, token, rank, times.connect);
+    std::unique_ptr<LineSocket> hub = connect_to_rank(addresses, port, token, rank, times.connect);
     if (!hub) problem = fmt::format("{} cannot reach {} at any of: {}", names[rank], names[0], join(addresses));
     if (hub) thread_ = make_watch_client(std::move(hub), rank, names, times, state_);
   }

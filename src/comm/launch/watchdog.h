@@ -61,7 +61,8 @@ class Watchdog {
   // Adds collectives that run asynchronously. Must be reset, with nullptr, before `probe` is destroyed.
   void probe(CollectiveProbe* probe) { state_.probe(probe); }
 
-  // This rank has failed. Tells rank 0 and returns its verdict, with which the caller must end the process.
+  // This rank has failed. Tells rank 0 and returns its verdict, with which the caller must end the process. If
+  // `code` is kRankLost and another rank is to blame, the verdict is logged.
   Verdict fail(ExitCode code, const std::string& message);
   // This rank is done; its process must end soon. On rank 0 this returns when all other ranks are done too.
   void leave();

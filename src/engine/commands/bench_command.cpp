@@ -143,12 +143,15 @@ nlohmann::ordered_json result_json(const BenchResult& result, const Config& conf
 }  // namespace
 
 int run_bench(const BenchOptions& options) {
-  return run_launched({.version = parka_version(), .watchdog = {}}, [&](Launch& launch) {
+  const LaunchOptions launch_options = {
+      .version = parka_version(), .watchdog = {}, .local_ranks = num_local_ranks(options.started)};
+  return run_launched(launch_options, [&](Launch& launch) {
     if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
     const Config config = load_config(options.config_path, options.overrides);
     launch.require_same("the config", to_lines(config), "start all ranks with the same config and --set");
     if (launch.rank() == 0) require_replaceable(options.json_path);
-    const std::unique_ptr<Device> device = make_device(config, std::max(0, launch.agree_on_gpu(wants_gpu(config))));
+    const int gpu = launch.agree_on_gpu(wants_gpu(config, options.started));
+    const std::unique_ptr<Device> device = make_device(config, std::max(0, gpu));
     check_memory(config, *device, launch.size());
     const std::unique_ptr<Communicator> communicator = launch.make_communicator(*device);
     launch.watchdog().at(0, "benchmark");

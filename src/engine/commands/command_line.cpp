@@ -42,7 +42,7 @@ const CLI::Validator kPositive = number_that("be a positive number", "POSITIVE",
 constexpr const char* kFooter =
     "\nExit codes: 0 done; 1 internal error (a bug); 2 bad input (config, data, checkpoint, command line);\n"
     "3 loss or gradients not finite; 4 reading or writing failed (disk full, ...); 5 another rank died or hung;\n"
-    "6 silent data corruption.\n"
+    "6 silent data corruption; 75 a signal stopped the run: its state is saved, the same command continues it.\n"
     "Documentation: README.md and docs/; of an installed program, share/doc/parka beside its bin.";
 
 void add_config_options(CLI::App& command, std::string& path, std::vector<std::string>& overrides) {
@@ -58,10 +58,20 @@ void add_config_options(CLI::App& command, std::string& path, std::vector<std::s
       ->allow_extra_args(false);
 }
 
+void add_started_ranks(CLI::App& command, StartedRanks& started) {
+  constexpr int kMost = 4096;
+  CLI::Option& gpus = *command.add_option("--gpus", started.gpus, "Start one rank on each of N GPUs of this host");
+  CLI::Option& ranks = *command.add_option("--ranks", started.ranks,
+                                           "Start N ranks on this host, also on the CPU (docs/distributed.md)");
+  for (CLI::Option* option : {&gpus, &ranks}) option->type_name("N")->check(CLI::Range(1, kMost));
+  gpus.excludes(&ranks);
+}
+
 void add_train(CLI::App& app, TrainOptions& options, std::string& drill) {
   CLI::App& command = *app.add_subcommand(
       "train", "Train a model. Resumes from the newest good checkpoint in checkpoint.folder if there is one.");
   add_config_options(command, options.config_path, options.overrides);
+  add_started_ranks(command, options.started);
   command.add_flag(
       "--must-be-new,--fresh", options.must_be_new,
       "Fail instead of resuming when checkpoint.folder already has checkpoints (--fresh: its old name)");
@@ -135,6 +145,7 @@ void add_bench(CLI::App& app, BenchOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "bench", "Time training steps of a config on synthetic tokens: whole steps, every op, and per block.");
   add_config_options(command, options.config_path, options.overrides);
+  add_started_ranks(command, options.started);
   command.add_option("--steps", options.steps, "Steps to time, after two warm-up steps")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
   command.add_flag("--roofline", options.roofline,

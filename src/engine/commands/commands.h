@@ -9,9 +9,17 @@
 // return the exit code or throw Error.
 namespace parka {
 
+// The ranks that a command starts on this host; at most one of the two is above 0. If neither is, it is one rank,
+// or a launcher has started all.
+struct StartedRanks {
+  int ranks = 0;  // on the device that the config says
+  int gpus = 0;   // one on each of so many GPUs
+};
+
 struct TrainOptions {
   std::string config_path;
   std::vector<std::string> overrides;
+  StartedRanks started;
   bool must_be_new = false;       // refuse to start where checkpoints exist
   int64_t drill_step = 0;         // fault drill: SIGKILL while the checkpoint of this step is written...
   int64_t drill_point = 0;        // ...at this file-system operation, counted from 1; see docs/testing.md
@@ -91,6 +99,7 @@ int run_export(const ExportOptions& options);
 struct BenchOptions {
   std::string config_path;
   std::vector<std::string> overrides;
+  StartedRanks started;
   int64_t steps = 5;      // that are timed
   bool roofline = false;  // also measure the least time of each op
   std::string json_path;  // empty: none is written

@@ -1,5 +1,6 @@
 #include "engine/commands/device_setup.h"
 
+#include <algorithm>
 #include <optional>
 #include <string>
 
@@ -21,6 +22,18 @@ bool multiplies_e5m2_by_e5m2(const PrecisionConfig& precision) {
 bool wants_gpu(const Config& config) {
   const DeviceChoice choice = config.device.kind;
   return choice == DeviceChoice::kCuda || (choice == DeviceChoice::kAuto && num_cuda_devices() > 0);
+}
+
+int num_local_ranks(const StartedRanks& started) { return std::max({1, started.ranks, started.gpus}); }
+
+bool wants_gpu(const Config& config, const StartedRanks& started) {
+  const bool wanted = wants_gpu(config);
+  if (started.gpus > 0 && !wanted) {
+    throw_bad_input(
+        "--gpus {}: this run computes on the CPU, because {}; --ranks {} starts ranks on the CPU", started.gpus,
+        config.device.kind == DeviceChoice::kCpu ? "device.kind is cpu" : "no GPU was found", started.gpus);
+  }
+  return wanted;
 }
 
 std::unique_ptr<Device> make_device(const Config& config, int gpu) {

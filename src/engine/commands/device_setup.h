@@ -1,6 +1,7 @@
 #pragma once
 #include <memory>
 
+#include "engine/commands/commands.h"
 #include "engine/config/config.h"
 #include "kernels/device/device.h"
 
@@ -8,6 +9,12 @@ namespace parka {
 
 // Whether config.device asks for a GPU; `auto` does where there is one.
 bool wants_gpu(const Config& config);
+
+// LaunchOptions::local_ranks of a command.
+int num_local_ranks(const StartedRanks& started);
+
+// wants_gpu(config). Throws Error(kBadInput) if it does not after --gpus.
+bool wants_gpu(const Config& config, const StartedRanks& started);
 
 // The device that config.device asks for, ready for ops: GPU number `gpu` of those that this process sees, or the
 // CPU. Throws Error(kBadInput) when the device cannot be had, or its tuning file does not fit.

@@ -101,7 +101,7 @@ class TrainCommand {
       spdlog::info("nothing to do: the run is at step {} of {}; a larger training.steps continues it",
                    run_.completed_steps(), config_.training.steps);
     }
-    if (evaluation_is_missing_ && !evaluate()) return is_done ? 0 : stop();
+    if (evaluation_is_missing_ && !evaluate()) return is_done ? stopped() : stop();
     if (is_done) return 0;
     return train_steps();
   }
@@ -346,7 +346,7 @@ class TrainCommand {
       const Agreement agreed = agree();
       if (eval_due || save_due || last || agreed.any()) handle(run_.finish());
       if (agreed.failed) end_after_failure();
-      if (agreed.stopped) return stop();
+      if (agreed.stopped && (!last || eval_due)) return stop();
       if (save_due || agreed.save_failed) save();
       if (eval_due && !evaluate()) return stop();
     }
@@ -387,10 +387,15 @@ class TrainCommand {
 
   int stop() {
     save_now();
+    return stopped();
+  }
+
+  // The exit code of a run that is saved and has more to do.
+  int stopped() const {
     const int signal = stop_signal();
     spdlog::info("{}: saved step {} and stopping; the same command continues the run",
                  signal == 0 ? "another rank was asked to stop" : strsignal(signal), run_.completed_steps());
-    return 0;
+    return static_cast<int>(ExitCode::kStopped);
   }
 
   // Saves what is sound before the run ends because of something else, which all ranks then throw.
@@ -550,7 +555,9 @@ class TrainCommand {
 
 int run_train(const TrainOptions& options) {
   const auto started = RunRecords::Clock::now();
-  return run_launched({.version = parka_version(), .watchdog = {}}, [&](Launch& launch) {
+  const LaunchOptions launch_options = {
+      .version = parka_version(), .watchdog = {}, .local_ranks = num_local_ranks(options.started)};
+  return run_launched(launch_options, [&](Launch& launch) {
     if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
     const Config config = load_config(options.config_path, options.overrides);
     launch.require_same("the config", to_lines(config), "start all ranks with the same config and --set");
@@ -576,7 +583,7 @@ int run_train(const TrainOptions& options) {
     require_one_folder(launch, config.checkpoint.folder);
     if (!lock) lock.emplace(config.checkpoint.folder, RunLock::Role::kWitness, warn);
     catch_stop_signals();
-    const int gpu = launch.agree_on_gpu(wants_gpu(config));
+    const int gpu = launch.agree_on_gpu(wants_gpu(config, options.started));
     std::unique_ptr<Device> device = make_device(config, std::max(0, gpu));
     check_memory(config, *device, launch.size());
     return TrainCommand(config, options, launch, *lock, gpu, std::move(device), started).train();

@@ -8,7 +8,7 @@
 
 #include <fmt/format.h>
 
-#include "comm/mpi_ranks.h"
+#include "comm/mpi_transport.h"
 #include "comm/nccl_ranks.h"
 #include "kernels/device/device.h"
 

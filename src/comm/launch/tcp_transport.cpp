@@ -1,0 +1,262 @@
+#include "comm/launch/tcp_transport.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <deque>
+#include <numeric>
+#include <sstream>
+#include <utility>
+
+#include <poll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "comm/launch/meeting.h"
+#include "core/error.h"
+
+namespace parka {
+namespace {
+
+constexpr double kLinkSeconds = 60;  // for a rank to connect to another, once both run
+
+// Agreement goes through rank 0, with which every rank is connected. Ranks other than 0 are connected with each
+// other once connect_all() is called.
+class TcpTransport final : public Transport {
+ public:
+  // `connections[r]` is the one with rank r; on ranks other than 0 there is only that with rank 0.
+  TcpTransport(int rank, std::vector<std::unique_ptr<LineSocket>> connections);
+  ~TcpTransport() override;
+  TcpTransport(const TcpTransport&) = delete;
+  TcpTransport& operator=(const TcpTransport&) = delete;
+
+  int rank() const override { return rank_; }
+  int size() const override { return static_cast<int>(links_.size()); }
+  std::string name() const override { return "TCP"; }
+
+  void connect_all() override;
+  void send(const void* data, int64_t bytes, int to) override {
+    if (bytes > 0) link(to).outgoing.push_back({static_cast<const std::byte*>(data), bytes});
+  }
+  void receive(void* data, int64_t bytes, int from) override {
+    if (bytes > 0) link(from).incoming.push_back({static_cast<std::byte*>(data), bytes});
+  }
+  void wait() override;
+
+  std::vector<std::string> gather_text(const std::string& text) override;
+  double max(double value) override;
+  void barrier() override { max(0); }
+  void finish() override { barrier(); }
+
+ private:
+  template <typename Byte>
+  struct Message {
+    Byte* data;
+    int64_t bytes;  // still to come
+  };
+  struct Link {
+    int fd = -1;
+    std::deque<Message<const std::byte>> outgoing;
+    std::deque<Message<std::byte>> incoming;
+  };
+
+  Link& link(int rank) {
+    Link& link = links_[static_cast<size_t>(rank)];
+    PARKA_REQUIRE(link.fd >= 0);
+    return link;
+  }
+  void adopt(int rank, LineSocket& connection) { links_[static_cast<size_t>(rank)].fd = connection.release(); }
+  // Moves what the network takes or has; false if nothing is left to move.
+  bool advance(int rank);
+  [[noreturn]] static void throw_lost(int rank, const std::string& reason) {
+    throw Error(ExitCode::kRankLost, fmt::format("the connection to rank {} is lost: {}", rank, reason));
+  }
+
+  int rank_;
+  std::vector<Link> links_;  // by rank; none with itself
+  bool all_connected_ = false;
+};
+
+TcpTransport::TcpTransport(int rank, std::vector<std::unique_ptr<LineSocket>> connections)
+    : rank_(rank), links_(connections.size()) {
+  for (size_t r = 0; r < connections.size(); ++r) {
+    if (connections[r]) adopt(static_cast<int>(r), *connections[r]);
+  }
+  all_connected_ = connections.size() == 2;
+}
+
+TcpTransport::~TcpTransport() {
+  for (const Link& link : links_) {
+    if (link.fd >= 0) ::close(link.fd);
+  }
+}
+
+void TcpTransport::connect_all() {
+  if (std::exchange(all_connected_, true)) return;
+  std::unique_ptr<Listener> listener;
+  std::string token, offer;
+  if (rank_ > 0 && rank_ + 1 < size()) {
+    listener = std::make_unique<Listener>();
+    token = random_token();
+    offer = fmt::format("{} {} {} {}", token, listener->port(), host_key(), join(own_addresses()));
+  }
+  const std::vector<std::string> offers = gather_text(offer);
+  for (int r = 1; r < rank_; ++r) {
+    std::istringstream in(offers[static_cast<size_t>(r)]);
+    std::string its_token, its_host;
+    int port = 0;
+    in >> its_token >> port >> its_host;
+    std::vector<std::string> addresses;
+    if (its_host == host_key()) addresses = {"127.0.0.1", "::1"};
+    for (std::string address; in >> address;) addresses.push_back(address);
+    const std::unique_ptr<LineSocket> connection = connect_to_rank(addresses, port, its_token, rank_, kLinkSeconds);
+    if (!connection) {
+      throw Error(
+          ExitCode::kRankLost,
+          fmt::format("rank {} cannot reach rank {} at any of: {}, TCP port {}: open the network between the "
+                      "hosts",
+                      rank_, r, join(addresses), port));
+    }
+    adopt(r, *connection);
+  }
+  if (!listener) return;
+  const auto later = accept_ranks(*listener, token, rank_ + 1, size(), kLinkSeconds);
+  for (int r = rank_ + 1; r < size(); ++r) {
+    LineSocket* const connection = later[static_cast<size_t>(r)].get();
+    if (connection == nullptr) throw_lost(r, fmt::format("it has not come to TCP port {}", listener->port()));
+    adopt(r, *connection);
+  }
+}
+
+bool TcpTransport::advance(int rank) {
+  Link& link = links_[static_cast<size_t>(rank)];
+  while (!link.outgoing.empty()) {
+    auto& [data, bytes] = link.outgoing.front();
+    const ssize_t count = ::send(link.fd, data, static_cast<size_t>(bytes), MSG_NOSIGNAL);
+    if (count < 0 && errno != EAGAIN && errno != EINTR) throw_lost(rank, std::strerror(errno));
+    if (count < 0) break;
+    data += count;
+    bytes -= count;
+    if (bytes == 0) link.outgoing.pop_front();
+  }
+  while (!link.incoming.empty()) {
+    auto& [data, bytes] = link.incoming.front();
+    const ssize_t count = ::recv(link.fd, data, static_cast<size_t>(bytes), 0);
+    if (count == 0) throw_lost(rank, "it has ended");
+    if (count < 0 && errno != EAGAIN && errno != EINTR) throw_lost(rank, std::strerror(errno));
+    if (count < 0) break;
+    data += count;
+    bytes -= count;
+    if (bytes == 0) link.incoming.pop_front();
+  }
+  return !link.outgoing.empty() || !link.incoming.empty();
+}
+
+// Sends and receives at the same time, so that two ranks with long messages for each other do not both wait for
+// room.
+void TcpTransport::wait() {
+  std::vector<pollfd> polled;
+  do {
+    polled.clear();
+    for (int r = 0; r < size(); ++r) {
+      if (!advance(r)) continue;
+      const Link& waiting = link(r);
+      const int events = (waiting.outgoing.empty() ? 0 : POLLOUT) | (waiting.incoming.empty() ? 0 : POLLIN);
+      polled.push_back({waiting.fd, static_cast<short>(events), 0});
+    }
+    if (!polled.empty()) ::poll(polled.data(), polled.size(), -1);
+  } while (!polled.empty());
+}
+
+// Every rank sends its text, after the length of it, to rank 0, which sends all of them to every rank.
+std::vector<std::string> TcpTransport::gather_text(const std::string& text) {
+  std::vector<int64_t> lengths(links_.size()), offsets(links_.size());
+  const auto bytes_of_lengths = static_cast<int64_t>(lengths.size() * sizeof(lengths[0]));
+  const auto own_length = static_cast<int64_t>(text.size());
+  if (rank_ == 0) {
+    lengths[0] = own_length;
+    for (int r = 1; r < size(); ++r) receive(&lengths[r], sizeof(lengths[r]), r);
+  } else {
+    send(&own_length, sizeof(own_length), 0);
+    send(text.data(), own_length, 0);
+    receive(lengths.data(), bytes_of_lengths, 0);
+  }
+  wait();
+  std::exclusive_scan(lengths.begin(), lengths.end(), offsets.begin(), int64_t{0});
+  std::string all(static_cast<size_t>(offsets.back() + lengths.back()), '\0');
+  if (rank_ == 0) {
+    text.copy(all.data(), text.size());
+    for (int r = 1; r < size(); ++r) receive(all.data() + offsets[r], lengths[r], r);
+    wait();
+    for (int r = 1; r < size(); ++r) {
+      send(lengths.data(), bytes_of_lengths, r);
+      send(all.data(), static_cast<int64_t>(all.size()), r);
+    }
+  } else {
+    receive(all.data(), static_cast<int64_t>(all.size()), 0);
+  }
+  wait();
+  std::vector<std::string> texts;
+  texts.reserve(links_.size());
+  for (int r = 0; r < size(); ++r) texts.push_back(all.substr(offsets[r], lengths[r]));
+  return texts;
+}
+
+double TcpTransport::max(double value) {
+  if (rank_ != 0) {
+    double largest = value;
+    send(&value, sizeof(value), 0);
+    receive(&largest, sizeof(largest), 0);
+    wait();
+    return largest;
+  }
+  std::vector<double> values(links_.size(), value);
+  for (int r = 1; r < size(); ++r) receive(&values[r], sizeof(value), r);
+  wait();
+  const double largest = *std::max_element(values.begin(), values.end());
+  for (int r = 1; r < size(); ++r) send(&largest, sizeof(largest), r);
+  wait();
+  return largest;
+}
+
+// Rank 0 has two connections with every other rank: one here, one of the watchdog.
+void allow_many_connections() {
+  rlimit files{};
+  if (::getrlimit(RLIMIT_NOFILE, &files) != 0) return;
+  files.rlim_cur = files.rlim_max;
+  ::setrlimit(RLIMIT_NOFILE, &files);
+}
+
+}  // namespace
+
+std::unique_ptr<Transport> join_over_tcp(const MeetingPlace& place, int rank, int size, double seconds) {
+  std::vector<std::unique_ptr<LineSocket>> connections(static_cast<size_t>(size));
+  if (rank != 0) {
+    connections[0] = connect_to_rank(place.addresses, place.port, place.token, rank, seconds);
+    if (!connections[0]) {
+      throw_bad_input(
+          "rank {} of {} cannot reach rank 0 at {}, TCP port {}, within {:.0f} s: is rank 0 started there, as one of "
+          "as many ranks, and is the port open?",
+          rank, size, join(place.addresses), place.port, seconds);
+    }
+    return std::make_unique<TcpTransport>(rank, std::move(connections));
+  }
+  allow_many_connections();
+  const std::shared_ptr<Listener> listener =
+      place.listener ? place.listener : std::make_shared<Listener>(place.port);
+  connections = accept_ranks(*listener, place.token, 1, size, seconds);
+  std::vector<std::string> missing;
+  for (int r = 1; r < size; ++r) {
+    if (!connections[static_cast<size_t>(r)]) missing.push_back(std::to_string(r));
+  }
+  if (!missing.empty()) {
+    throw_bad_input(
+        "of {} ranks these have not come to rank 0, TCP port {}, within {:.0f} s: {}; are they started, and does "
+        "MASTER_ADDR name this host?",
+        size, listener->port(), seconds, join(missing));
+  }
+  return std::make_unique<TcpTransport>(rank, std::move(connections));
+}
+
+}  // namespace parka

@@ -1,0 +1,23 @@
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/launch/line_socket.h"
+#include "comm/transport.h"
+
+namespace parka {
+
+// Where the ranks of a run meet.
+struct MeetingPlace {
+  std::vector<std::string> addresses;  // of rank 0's host: names or numbers
+  int port = 0;
+  std::string token;                   // what ranks of this run say, see accept_ranks()
+  std::shared_ptr<Listener> listener;  // on rank 0: already listens there; null: it is to listen
+};
+
+// Joins the other `size` - 1 ranks, of which those other than 0 connect to rank 0. Throws Error(kBadInput) if some
+// are still missing after `seconds`.
+std::unique_ptr<Transport> join_over_tcp(const MeetingPlace& place, int rank, int size, double seconds);
+
+}  // namespace parka

@@ -1,0 +1,39 @@
+"""The ways to start the ranks of a run, of which the environment variable RANKS_STARTER chooses one:
+    mpirun     the default
+    ranks      the program starts them itself, by its option --ranks
+    variables  each is started alone, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, by tests/support/start_ranks.py
+"""
+import os
+import shutil
+import sys
+
+STARTERS = ("mpirun", "ranks", "variables")
+STARTER = os.environ.get("RANKS_STARTER", "mpirun")
+# What tells a process that a launcher has started it.
+LAUNCHER_VARIABLES = ("OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+
+
+def is_available(starter=STARTER):
+    return starter != "mpirun" or shutil.which("mpirun") is not None
+
+
+def skip_without_starter():
+    if not is_available():
+        print("skipped: mpirun is not on PATH")
+        sys.exit(77)
+
+
+def command(size, program, starter=STARTER):
+    """The command that starts `size` ranks of the program, a list of words."""
+    if starter == "mpirun":
+        return ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(size), *program]
+    if starter == "ranks":
+        return [*program, f"--ranks={size}"]
+    assert starter == "variables", starter
+    return [sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "start_ranks.py"), str(size), *program]
+
+
+def environment(**variables):
+    """In which the command runs: without what another launcher may have left."""
+    own = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_VARIABLES)}
+    return {**own, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **variables}
