@@ -23,7 +23,7 @@ install(FILES ${texts}/_parka DESTINATION ${CMAKE_INSTALL_DATADIR}/zsh/vendor-co
 install(FILES ${texts}/parka.fish DESTINATION ${CMAKE_INSTALL_DATADIR}/fish/vendor_completions.d)
 
 set(shared ${CMAKE_INSTALL_DATADIR}/parka)
-install(DIRECTORY configs DESTINATION ${shared})
+install(DIRECTORY configs examples DESTINATION ${shared})
 # Not those that build, test or measure Parka itself.
 install(DIRECTORY scripts DESTINATION ${shared} USE_SOURCE_PERMISSIONS FILES_MATCHING PATTERN "*.py" PATTERN "*.jinja" PATTERN "*.html" PATTERN "requirements.txt"
   PATTERN "launch.sh" PATTERN "reproduce" EXCLUDE PATTERN "__pycache__" EXCLUDE PATTERN "figures.py" EXCLUDE PATTERN "*_vs_*.py" EXCLUDE)
