@@ -14,7 +14,7 @@ enum class QkNormKind : uint8_t {
 
 // RMSNorm of queries and keys, before rope_forward. A group is one head of D columns (kPerHead), or all H D columns
 // of the queries or all Hkv D of the keys (kFull). Of each group x:
-//   y = x * rstd * weight,   rstd = 1 / sqrt(mean(x^2) + eps)
+//   y = x * rstd * w,   rstd = 1 / sqrt(mean(x^2) + eps),   w = weight + weight_offset
 // Values are copied.
 struct QkNormForward {
   QkNormKind kind;      // not kNone
@@ -24,8 +24,9 @@ struct QkNormForward {
   int64_t num_heads;
   int64_t num_kv_heads;
   float eps;
-  TensorView out;   // as x, out; other memory than x
-  TensorView rstd;  // [T, groups] fp32, out: of the queries' groups, then of the keys'
+  TensorView out;           // as x, out; other memory than x
+  TensorView rstd;          // [T, groups] fp32, out: of the queries' groups, then of the keys'
+  float weight_offset = 0;  // of both weights, added in fp32: 1 where they are kept as what they differ from 1 by
 };
 PARKA_OP(qk_norm_forward, QkNormForward);
 
@@ -33,7 +34,7 @@ PARKA_OP(qk_norm_forward, QkNormForward);
 int64_t qk_norm_groups(QkNormKind kind, int64_t num_heads, int64_t num_kv_heads);
 
 // Of each group, in place in the gradient of `out`, and added up for the weights:
-//   d_x = rstd * (g - xhat * mean(g * xhat)),   g = d_y * weight,   xhat = x * rstd
+//   d_x = rstd * (g - xhat * mean(g * xhat)),   g = d_y * w,   xhat = x * rstd
 //   d_weight += sum d_y * xhat, over rows, and with kPerHead over heads
 struct QkNormBackward {
   QkNormKind kind;        // not kNone
@@ -48,6 +49,7 @@ struct QkNormBackward {
   int64_t num_kv_heads;
   TensorView d_qkv_amax =
       {};  // [1] fp32, out: max |d_qkv| as stored, values included, for quantize; empty: not wanted
+  float weight_offset = 0;  // as in forward
 };
 // Deterministic: equal input gives equal bits.
 PARKA_OP(qk_norm_backward, QkNormBackward);

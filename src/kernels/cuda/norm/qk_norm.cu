@@ -58,7 +58,7 @@ struct QkForwardTensors {
   const W* weight[2];  // of queries, of keys
   T* out_TN;
   float* rstd_TG;
-  float eps;
+  float eps, weight_offset;
 };
 
 template <typename T, typename W>
@@ -69,6 +69,7 @@ struct QkBackwardTensors {
   T* d_qkv_TN;
   float* d_weight_BC;  // what each block adds to the gradients of both weights
   float* amax;         // raised to max |d_qkv|; null: not wanted
+  float weight_offset;
 };
 
 // d_x of an element, from its d_y * weight, and the mean of g * xhat over the group.
@@ -146,7 +147,9 @@ __global__ void __launch_bounds__(kTeamThreads)
     }
     float y[kWidth];
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) y[i] = __fmul_rn(normalized<false>(x[pack][i], 0.0f, rstd), weight[pack][i]);
+    for (int i = 0; i < kWidth; ++i) {
+      y[i] = __fmul_rn(normalized<false>(x[pack][i], 0.0f, rstd), weight[pack][i] + a.weight_offset);
+    }
     store(a.out_TN + offset + team.column(pack), y);
   }
   if (team.lane == 0 && !is_value) a.rstd_TG[int64_t{t} * shape.row_groups + head] = rstd;
@@ -185,7 +188,7 @@ __global__ void __launch_bounds__(kTeamThreads)
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const float xhat = normalized<false>(x[pack][i], 0.0f, rstd), d_weight = d_y[pack][i] * xhat;
-        sum += d_y[pack][i] * weight[pack][i] * xhat;
+        sum += d_y[pack][i] * (weight[pack][i] + a.weight_offset) * xhat;
         if (!normalizes) continue;
         if (is_key) {
           d_k_weight[pack][i] += d_weight;
@@ -201,8 +204,8 @@ __global__ void __launch_bounds__(kTeamThreads)
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const float xhat = normalized<false>(x[pack][i], 0.0f, rstd);
-        d_x[i] =
-            is_value ? d_y[pack][i] : qk_input_gradient(d_y[pack][i] * weight[pack][i], xhat, mean_g_xhat, rstd);
+        const float g = d_y[pack][i] * (weight[pack][i] + a.weight_offset);
+        d_x[i] = is_value ? d_y[pack][i] : qk_input_gradient(g, xhat, mean_g_xhat, rstd);
         largest = max_magnitude(largest, d_x[i]);
       }
       if (normalizes && team.has(pack)) store(a.d_qkv_TN + offset + team.column(pack), d_x);
@@ -271,7 +274,7 @@ __global__ void __launch_bounds__(kMaxThreads)
       if constexpr (!kWide) part.read(a.x_TN + offset, x);
       float y[kPacks][kWidth];
       Part::for_each([&](int pack, int i) {
-        y[pack][i] = __fmul_rn(normalized<false>(x[pack][i], 0.0f, rstd), weight[pack][i]);
+        y[pack][i] = __fmul_rn(normalized<false>(x[pack][i], 0.0f, rstd), weight[pack][i] + a.weight_offset);
       });
       part.write(a.out_TN + offset, y);
     });
@@ -313,11 +316,12 @@ __global__ void __launch_bounds__(kMaxThreads)
         part.read(weight_W, weight);
       };
       const auto xhat = [&](int pack, int i) { return normalized<false>(x[pack][i], 0.0f, rstd); };
+      const auto g = [&](int pack, int i) { return d_y[pack][i] * (weight[pack][i] + a.weight_offset); };
       float sum = 0.0f;
       Part::for_each_chunk(qkv.width, [&](const Part& part) {
         read(part);
         Part::for_each([&](int pack, int i) {
-          sum += d_y[pack][i] * weight[pack][i] * xhat(pack, i);
+          sum += g(pack, i) * xhat(pack, i);
           if constexpr (kWide) {
             d_weight[pack][i] += d_y[pack][i] * xhat(pack, i);
           } else if (part.has(pack)) {
@@ -331,7 +335,7 @@ __global__ void __launch_bounds__(kMaxThreads)
         if constexpr (!kWide) read(part);
         float d_x[kPacks][kWidth];
         Part::for_each([&](int pack, int i) {
-          d_x[pack][i] = qk_input_gradient(d_y[pack][i] * weight[pack][i], xhat(pack, i), mean_g_xhat, rstd);
+          d_x[pack][i] = qk_input_gradient(g(pack, i), xhat(pack, i), mean_g_xhat, rstd);
           largest = max_magnitude(largest, d_x[pack][i]);
         });
         part.write(a.d_qkv_TN + offset, d_x);
@@ -386,7 +390,8 @@ void launch_qk_forward(CudaDevice& device, const QkNormForward& a, const QkNormS
                                        .weight = {a.q_weight.as<W>(), a.k_weight.as<W>()},
                                        .out_TN = a.out.as<T>(),
                                        .rstd_TG = a.rstd.as<float>(),
-                                       .eps = a.eps};
+                                       .eps = a.eps,
+                                       .weight_offset = a.weight_offset};
   const int64_t rows = a.x.dim[0], row_heads = a.num_heads + 2 * a.num_kv_heads;
   const int width = shape.queries.width;
   const std::initializer_list<const void*> pointers = {a.x.data, a.q_weight.data, a.k_weight.data, a.out.data};
@@ -427,7 +432,8 @@ unsigned launch_qk_backward(CudaDevice& device, const QkNormBackward& a, const Q
                                         .weight = {a.q_weight.as<W>(), a.k_weight.as<W>()},
                                         .d_qkv_TN = a.d_qkv.as<T>(),
                                         .d_weight_BC = d_weight_BC,
-                                        .amax = optional<float>(a.d_qkv_amax)};
+                                        .amax = optional<float>(a.d_qkv_amax),
+                                        .weight_offset = a.weight_offset};
   const bool wants_amax = tensors.amax != nullptr;
   const int64_t rows = a.x.dim[0];
   const int width = shape.queries.width;
