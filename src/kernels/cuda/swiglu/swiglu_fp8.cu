@@ -25,11 +25,12 @@ struct GateQuantization {
   PlainSource<BFloat16> up_gate;
   uint8_t* codes_T2F;
   BFloat16* scales;
-  uint8_t* silu_codes_TF;  // null: silu is not saved
+  uint8_t* silu_codes_TF;  // null: act(gate) is not saved
   BFloat16* silu_scales;
   int rows, width;
   int group_shift;  // log2 of the columns in a group
-  float* amax;      // of the product; null: not wanted
+  GateActivation activation;
+  float* amax;  // of the product; null: not wanted
 
   struct Fetched {
     PlainSource<BFloat16>::Fetched up, gate;
@@ -94,14 +95,15 @@ __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
       up_codes.encode(quarter, up);
       q.up_gate.decode(fetched.gate, quarter, gate);
       gate_codes.encode(quarter, gate);
+      float activated[4], slope[4];
+      activate(q.activation, /*coded=*/!kSavesSilu, /*saved=*/false, gate, activated, slope);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float own = silu(gate[i], kSavesSilu ? sigmoid(gate[i]) : sigmoid_of_coded(gate[i]));
-        silus[4 * quarter + i] = own;
+        silus[4 * quarter + i] = activated[i];
         if constexpr (kSavesSilu) {
-          silu_amax = max_magnitude(silu_amax, own);
+          silu_amax = max_magnitude(silu_amax, activated[i]);
         } else {
-          amax = max_magnitude(amax, product_of(up[i], own));
+          amax = max_magnitude(amax, product_of(up[i], activated[i]));
         }
       }
     }
@@ -157,6 +159,7 @@ void quantize_gate(CudaDevice& device, const SwigluForward& a, float* amax) {
       .rows = static_cast<int>(rows),
       .width = static_cast<int>(width),
       .group_shift = std::countr_zero(static_cast<uint64_t>(a.up_gate.group)),
+      .activation = a.activation,
       .amax = amax,
   };
   with_float8_type(a.up_gate.data.dtype, [&](auto f8) {
@@ -246,19 +249,20 @@ float* zero_amax(CudaDevice& device, std::string_view op) {
   return amax;
 }
 
-// With `amax`, which `is_found` or 0, scales are made from it; with null they are inputs.
-void write_product(CudaDevice& device, const ScaledView& up_gate, const ScaledView& silu, const ScaledView& product,
-                   const ScaledView& product_t, float* amax, bool is_found) {
-  const int64_t rows = up_gate.num_rows(), width = up_gate.num_cols() / 2;
-  const bool wide = AnyGated(up_gate, AnySource(silu)).fits_wide() && fits_tensor_tiles(product, product_t);
-  with_gated(up_gate, silu, wide, [&](const auto& gated) {
+// Of forward or backward. With `amax`, which `is_found` or 0, scales are made from it; with null they are inputs.
+template <typename Args>
+void write_product(CudaDevice& device, const Args& a, float* amax, bool is_found) {
+  const int64_t rows = a.up_gate.num_rows(), width = a.up_gate.num_cols() / 2;
+  const bool wide =
+      AnyGated(a.up_gate, AnySource(a.silu), a.activation).fits_wide() && fits_tensor_tiles(a.product, a.product_t);
+  with_gated(a.up_gate, a.silu, a.activation, wide, [&](const auto& gated) {
     using Gates = std::decay_t<decltype(gated)>;
     const MadeSource source(ProductNumbers<Gates>{gated});
     if (amax != nullptr && !is_found) find_amax(device, source, rows, width, amax);
     if constexpr (std::is_same_v<Gates, AnyGated>) {
-      write_tiles(device, source, rows, width, product, product_t, amax);
+      write_tiles(device, source, rows, width, a.product, a.product_t, amax);
     } else {
-      tiles::write_tensor(device, source, rows, width, product, product_t, amax);
+      tiles::write_tensor(device, source, rows, width, a.product, a.product_t, amax);
     }
   });
 }
@@ -300,7 +304,7 @@ void write_gradient_codes(CudaDevice& device, const Inputs& inputs, const Swiglu
 template <typename F>
 void with_gradient_inputs(const SwigluBackward& a, bool wide, const F& f) {
   const bool has_kernels = wide && a.d_product.dtype == DType::kBF16;
-  with_gated(a.up_gate, a.silu, has_kernels, [&](const auto& gated) {
+  with_gated(a.up_gate, a.silu, a.activation, has_kernels, [&](const auto& gated) {
     using Gates = std::decay_t<decltype(gated)>;
     if constexpr (std::is_same_v<Gates, AnyGated>) {
       f(AnyGradientInputs{gated, AnySource(a.d_product)});
@@ -313,7 +317,7 @@ void with_gradient_inputs(const SwigluBackward& a, bool wide, const F& f) {
 // Returns whether the product was made as well.
 bool write_gradient(CudaDevice& device, const SwigluBackward& a) {
   const int64_t rows = a.d_product.dim[0], width = a.d_product.dim[1];
-  const AnyGradientInputs any{AnyGated(a.up_gate, AnySource(a.silu)), AnySource(a.d_product)};
+  const AnyGradientInputs any{AnyGated(a.up_gate, AnySource(a.silu), a.activation), AnySource(a.d_product)};
   const bool wide = any.fits_wide();
   const bool has_codes_kernel = wide && fits_tensor_tiles(a.d_up_gate, a.d_up_gate_t);
   const bool has_plain_kernel = wide && a.d_up_gate_t.empty() && a.d_up_gate.scaling == Scaling::kNone &&
@@ -357,10 +361,10 @@ void swiglu_forward_fp8(Device& device_, const SwigluForward& a) {
   if (fused) {
     quantize_gate(device, a, amax);
   } else if (!a.silu.empty()) {
-    const AnyGated gated(a.up_gate, AnySource(ScaledView()));
+    const AnyGated gated(a.up_gate, AnySource(ScaledView()), a.activation);
     write_tiles(device, MadeSource(SiluNumbers<AnyGated>{gated}), rows, width, a.silu, {}, nullptr);
   }
-  write_product(device, a.up_gate, a.silu, a.product, a.product_t, amax, fused);
+  write_product(device, a, amax, fused);
   check_launch("swiglu_forward");
 }
 
@@ -370,7 +374,7 @@ void swiglu_backward_fp8(Device& device_, const SwigluBackward& a) {
   const bool wants_gradient = !a.d_up_gate.empty() || !a.d_up_gate_t.empty();
   const bool has_product = wants_gradient && write_gradient(device, a);
   if (!has_product && !(a.product.empty() && a.product_t.empty())) {
-    write_product(device, a.up_gate, a.silu, a.product, a.product_t, nullptr, false);
+    write_product(device, a, nullptr, false);
   }
   check_launch("swiglu_backward");
 }
