@@ -68,18 +68,20 @@ void bench_rope(Bench& bench, const ModelShape& m) {
       rope_forward);
 }
 
-void bench_swiglu(Bench& bench, const ModelShape& m) {
+void bench_swiglu(Bench& bench, const ModelShape& m, const char* forward, const char* backward,
+                  GateActivation activation) {
   const auto kept = [&](Tensors& t) { return t.fp8(DType::kE4M3, m.T, 2 * m.f, Scaling::kGroup, kGroup); };
   bench.time(
-      m.name, "swiglu_forward.fp8",
+      m.name, forward,
       [&](Tensors& t) {
         return SwigluForward{.up_gate = kept(t),
                              .product = t.fp8(DType::kE4M3, m.T, m.f, Scaling::kTensor),
-                             .up_gate_plain = t.bf16({m.T, 2 * m.f})};
+                             .up_gate_plain = t.bf16({m.T, 2 * m.f}),
+                             .activation = activation};
       },
       swiglu_forward);
   bench.time(
-      m.name, "swiglu_backward.fp8",
+      m.name, backward,
       [&](Tensors& t) {
         const ScaledView d_up_gate = t.fp8(DType::kE5M2, m.T, 2 * m.f, Scaling::kTensor);
         return SwigluBackward{
@@ -87,7 +89,8 @@ void bench_swiglu(Bench& bench, const ModelShape& m) {
             .d_product = t.bf16({m.T, m.f}),
             .d_up_gate = d_up_gate,
             .d_up_gate_t = t.fp8(DType::kE5M2, 2 * m.f, m.T, Scaling::kTensor, 0, d_up_gate.scale),
-            .product_t = t.fp8(DType::kE4M3, m.f, m.T, Scaling::kTensor)};
+            .product_t = t.fp8(DType::kE4M3, m.f, m.T, Scaling::kTensor),
+            .activation = activation};
       },
       swiglu_backward);
 }
@@ -152,7 +155,8 @@ void bench_adamw(Bench& bench, const ModelShape& m) {
 void bench_float8(Bench& bench, const ModelShape& model) {
   bench_norm(bench, model);
   bench_rope(bench, model);
-  bench_swiglu(bench, model);
+  bench_swiglu(bench, model, "swiglu_forward.fp8", "swiglu_backward.fp8", GateActivation::kSilu);
+  bench_swiglu(bench, model, "swiglu_forward.fp8.gelu", "swiglu_backward.fp8.gelu", GateActivation::kGeluTanh);
   bench_quantize(bench, model);
   bench_adamw(bench, model);
 }

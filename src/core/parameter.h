@@ -27,7 +27,7 @@ struct ParameterInfo {
   // Parameters of one unit are used at the same time, so they are gathered and reduced together. Unit 0 is the
   // embedding, 1 + l is block l, and the last one is the final norm and the head.
   int unit = 0;
-  // Standard deviation of the normal distribution for its initial values; 0: they are ones, or zeros of a bias.
+  // Standard deviation of the normal distribution for its initial values; 0: initial_weight() says what they are.
   double initial_std = 0;
 
   int64_t numel() const { return rows * cols; }

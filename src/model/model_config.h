@@ -6,6 +6,7 @@
 #include "kernels/ops/norm.h"
 #include "kernels/ops/qk_norm.h"
 #include "kernels/ops/rope.h"
+#include "kernels/ops/swiglu.h"
 
 namespace parka {
 
@@ -16,6 +17,12 @@ enum class NormPlacement : uint8_t {
   kBefore,  // h += f(norm(h))
   kAfter,   // h += norm(f(h))
   kBoth,    // h += norm(f(norm(h))), with two norms
+};
+
+// What embeddings are multiplied by where blocks begin.
+enum class EmbeddingScale : uint8_t {
+  kNone,
+  kSqrtDModel,  // sqrt(d_model), rounded to the compute format
 };
 
 struct RopeScalingConfig : RopeScaling {
@@ -56,7 +63,11 @@ struct ModelConfig {
   double norm_eps = 1e-5;
   NormPlacement norm_placement = NormPlacement::kBefore;
   QkNormKind qk_norm = QkNormKind::kNone;
+  bool norm_unit_offset = false;
   bool qkv_bias = false;
+  GateActivation activation = GateActivation::kSilu;
+  EmbeddingScale embedding_scale = EmbeddingScale::kNone;
+  int64_t query_pre_attn_scalar = 0;  // 0: head_dim
   double rope_theta = 10000.0;
   RopeScalingConfig rope_scaling = {};
   int64_t sliding_window = 0;        // 0: none
@@ -68,6 +79,8 @@ struct ModelConfig {
 
   int64_t head_dim() const { return given_head_dim == 0 ? d_model / num_heads : given_head_dim; }
   int64_t kv_heads() const { return num_kv_heads == 0 ? num_heads : num_kv_heads; }
+  // Attention divides its scores by the square root of this.
+  int64_t pre_attn_scalar() const { return query_pre_attn_scalar == 0 ? head_dim() : query_pre_attn_scalar; }
   int64_t d_heads() const { return num_heads * head_dim(); }
   int64_t d_qkv() const { return (num_heads + 2 * kv_heads()) * head_dim(); }
   // Whether block l attends through the window.
@@ -83,6 +96,8 @@ struct ModelConfig {
   // Of a branch: in front of its inner layer, and whether there is one behind.
   NormKind norm_in_front() const { return norm_placement == NormPlacement::kAfter ? NormKind::kNone : norm; }
   bool has_norm_behind() const { return norm_placement != NormPlacement::kBefore; }
+  // What is added to the weights of norms before anything is multiplied by them.
+  float norm_weight_offset() const { return norm_unit_offset ? 1.0f : 0.0f; }
 
   bool operator==(const ModelConfig&) const = default;
 
@@ -100,7 +115,7 @@ struct ModelConfig {
           IntegerRange{0, kMaxDimension});
     visit("head_dim", given_head_dim, "Width of a head, even; 0 means d_model / num_heads",
           IntegerRange{0, kMaxDimension});
-    visit("d_ffn", d_ffn, "Inner width of the SwiGLU feed-forward (width of up, and of gate)", dimension);
+    visit("d_ffn", d_ffn, "Inner width of the gated feed-forward (width of up, and of gate)", dimension);
     visit("norm", norm, "layernorm: non-parametric LayerNorm (OLMo v1); rmsnorm: RMSNorm with a weight (Llama)");
     visit("norm_eps", norm_eps, "Added to the variance or mean square under the square root",
           RealRange{1e-30, 1.0});
@@ -111,7 +126,18 @@ struct ModelConfig {
         "qk_norm", qk_norm,
         "RMSNorm of queries and keys before they are rotated, with weights: none; per_head: of each head (Qwen3); "
         "full: of all query heads together, and of all key heads (OLMo 2)");
+    visit("norm_unit_offset", norm_unit_offset,
+          "Norms, those of queries and keys too, multiply by 1 + weight, and weights start at 0 (Gemma 3)");
     visit("qkv_bias", qkv_bias, "Add a bias to queries, keys and values as they are projected (Qwen2.5)");
+    visit("activation", activation,
+          "Of the feed-forward's gate: silu (SwiGLU), or gelu_tanh: GELU in its tanh form (Gemma 3)");
+    visit(
+        "embedding_scale", embedding_scale,
+        "What embeddings are multiplied by where the blocks begin, but not in a tied head: none, or sqrt_d_model: "
+        "the square root of d_model (Gemma 3)");
+    visit("query_pre_attn_scalar", query_pre_attn_scalar,
+          "Attention's scores are divided by the square root of this; 0: of head_dim",
+          IntegerRange{0, kMaxDimension});
     visit("rope_theta", rope_theta, "Base of the rotary position angles", RealRange{1.0});
     visit("rope_scaling", rope_scaling,
           "Scaling of the rotary frequencies for long contexts; not in blocks with a sliding window");
@@ -205,10 +231,12 @@ struct PrecisionConfig {
         "save_norm_output", save_norm_output,
         "Keep the norm's output for the weight gradient; false recomputes it in backward (same bits), where there is "
         "a norm: with model.norm_placement = after GEMMs read the residual stream, which is kept as they read it");
-    visit("save_silu", save_silu,
-          "Keep silu(gate) as FP8 and use it in the product, as COAT does; needs up_gate = fp8");
+    visit(
+        "save_silu", save_silu,
+        "Keep silu(gate), or what model.activation makes of it, as FP8 and use it in the product, as COAT does; needs "
+        "up_gate = fp8");
     visit("save_product", save_product,
-          "Keep the SwiGLU product for the weight gradient; false recomputes it in backward (same bits)");
+          "Keep the gated product for the weight gradient; false recomputes it in backward (same bits)");
     visit("weight_copies", weight_copies,
           "FP8 copies of the weights kept for a whole step: both (row-major, and transposed for input gradients), "
           "rows (transposed on use), or none (quantized on use); same bits, each a byte per parameter less. With "
@@ -247,6 +275,16 @@ template <>
 struct EnumNames<QkNormKind> {
   static constexpr EnumName<QkNormKind> kAll[] = {
       {QkNormKind::kNone, "none"}, {QkNormKind::kPerHead, "per_head"}, {QkNormKind::kFull, "full"}};
+};
+template <>
+struct EnumNames<GateActivation> {
+  static constexpr EnumName<GateActivation> kAll[] = {{GateActivation::kSilu, "silu"},
+                                                      {GateActivation::kGeluTanh, "gelu_tanh"}};
+};
+template <>
+struct EnumNames<EmbeddingScale> {
+  static constexpr EnumName<EmbeddingScale> kAll[] = {{EmbeddingScale::kNone, "none"},
+                                                      {EmbeddingScale::kSqrtDModel, "sqrt_d_model"}};
 };
 template <>
 struct EnumNames<RopeScalingKind> {

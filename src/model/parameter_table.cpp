@@ -129,7 +129,8 @@ std::vector<float> initial_weight(const ModelConfig& config, const ParameterTabl
                                   uint64_t seed, ElementRange range) {
   PARKA_REQUIRE(0 <= range.begin && range.begin <= range.end && range.end <= table.all.at(index).numel());
   const double std = table.all[index].initial_std;
-  const float constant = table.all[index].role == ParameterRole::kBias ? 0.0f : 1.0f;
+  const bool is_bias = table.all[index].role == ParameterRole::kBias;
+  const float constant = is_bias ? 0.0f : 1.0f - config.norm_weight_offset();
   std::vector<float> values(static_cast<size_t>(range.size()), constant);
   if (std == 0) return values;
   const double cutoff = config.init == InitKind::kMitchell ? kMitchellCutoff : HUGE_VAL;

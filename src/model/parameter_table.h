@@ -78,7 +78,7 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
 //   mitchell (OLMo): normal, cut at 3 standard deviations; std 1/sqrt(d) for embedding, QKV, up/gate and head,
 //                    1/sqrt(2 d (l+1)) for attention_out and 1/sqrt(2 f (l+1)) for down of block l (from 0)
 //   normal:          N(0, init_std)
-// Norm weights are 1, biases 0.
+// Norm weights are 1, or 0 with norm_unit_offset; biases 0.
 std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index,
                                   uint64_t seed, ElementRange range);
 // All of them.

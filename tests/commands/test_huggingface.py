@@ -12,7 +12,7 @@ from parka_runs import PROGRAM, RunFolder, metrics, parka, tree_digest, write_to
 
 FIXTURES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures", "huggingface")
 NAMES = ["llama_mha", "llama3_gqa", "llama_tied", "olmo_untied", "olmo_tied", "mistral_window", "mistral_full", "llama_yarn",
-         "llama_linear", "qwen3_tied", "olmo2_gqa", "olmo3_windows", "qwen2_tied"]
+         "llama_linear", "qwen3_tied", "olmo2_gqa", "olmo3_windows", "qwen2_tied", "gemma3_windows", "gemma3_untied"]
 
 # What config.json may ask of each family and Parka does not compute, beside REFUSED_OF_ALL. docs/huggingface.md lists them.
 WINDOW = {"sliding_window": 8}
@@ -429,6 +429,11 @@ class Transformers(HuggingFace):
                                          ("olmo3", "rmsnorm", 1e-6, {"qk_norm": "full", "norm_placement": "after",
                                                                      "rope_scaling": {**yarn, "truncate": True},
                                                                      "sliding_window": 5, "full_attention_every": 2}),
+                                         ("gemma3_text", "rmsnorm", 1e-6, {
+                                             "qk_norm": "per_head", "norm_placement": "both", "norm_unit_offset": True,
+                                             "activation": "gelu_tanh", "embedding_scale": "sqrt_d_model", "query_pre_attn_scalar": 5,
+                                             "rope_scaling": {"kind": "linear", "factor": 3}, "sliding_window": 5,
+                                             "full_attention_every": 2, "local_rope_theta": 100}),
                                          ("llama", "rmsnorm", 1e-5, {"rope_scaling": {"kind": "linear", "factor": 3}}),
                                          ("llama", "rmsnorm", 1e-5, {"rope_scaling": yarn})):
             with self.subTest(name=name, changes=changes):

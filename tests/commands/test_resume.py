@@ -21,9 +21,12 @@ VARIANTS = {
     "e5m2_states": ("coat", {"exp_avg_sq_format": "e5m2", "gradient": "bf16"}),
     "fp8_states": ("bf16", {"states": "fp8", "master": "fp32_split"}),
     "norms_and_biases": ("parka", {}),
+    "gemma": ("coat", {}),
 }
 # Keys of `model` that a variant has.
-MODELS = {"norms_and_biases": {"norm": "rmsnorm", "norm_placement": "after", "qk_norm": "full", "qkv_bias": True}}
+MODELS = {"norms_and_biases": {"norm": "rmsnorm", "norm_placement": "after", "qk_norm": "full", "qkv_bias": True},
+          "gemma": {"norm": "rmsnorm", "norm_placement": "both", "qk_norm": "per_head", "norm_unit_offset": True,
+                    "activation": "gelu_tanh", "embedding_scale": "sqrt_d_model", "query_pre_attn_scalar": 5}}
 STEPS = 60
 VARIANT = "coat"
 DEVICE = "cpu"

@@ -272,6 +272,8 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
          c.model.rope_theta = 1;
        },
        "model.rope_theta = 1 to be more than 1"},
+      {[](Config& c) { c.model.norm_unit_offset = true; },
+       "model.norm_unit_offset = true has no meaning where norms have no weights"},
       {[](Config& c) { c.model.full_attention_every = 2; },
        "model.full_attention_every = 2 has no meaning without model.sliding_window"},
       {[](Config& c) { c.model.local_rope_theta = 100; },

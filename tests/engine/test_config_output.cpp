@@ -53,6 +53,7 @@ TEST_CASE("the hash covers what decides the numbers and nothing else", "[engine]
   same.data.prefetch_batches = 9;
   same.model.num_kv_heads = 16;                  // what 0 stands for
   same.model.given_head_dim = 128;               // likewise
+  same.model.query_pre_attn_scalar = 128;        // likewise
   same.model.rope_scaling.factor = 2;            // unused with kind = none
   same.model.init_std = 0.5;                     // unused with init = mitchell
   same.optimizer.exp_avg_format = DType::kE5M2;  // unused with states = fp32
@@ -75,6 +76,10 @@ TEST_CASE("the hash covers what decides the numbers and nothing else", "[engine]
       [](Config& c) { c.model.rope_theta = 500000; },
       [](Config& c) { c.model.num_kv_heads = 2; },
       [](Config& c) { c.model.given_head_dim = 64; },
+      [](Config& c) { c.model.norm_unit_offset = true; },
+      [](Config& c) { c.model.activation = GateActivation::kGeluTanh; },
+      [](Config& c) { c.model.embedding_scale = EmbeddingScale::kSqrtDModel; },
+      [](Config& c) { c.model.query_pre_attn_scalar = 64; },
       [](Config& c) { c.model.rope_scaling.kind = RopeScalingKind::kLlama3; },
       [](Config& c) { c.model.rope_scaling.kind = RopeScalingKind::kYarn; },
       [](Config& c) { c.model.sliding_window = 8; },

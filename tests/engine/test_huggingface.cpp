@@ -26,9 +26,9 @@ namespace {
 namespace fs = std::filesystem;
 
 const std::string kFixtures = std::string(PARKA_SOURCE_DIR) + "/tests/fixtures/huggingface/";
-const char* const kNames[] = {"llama_mha",      "llama3_gqa",   "llama_tied",   "olmo_untied",  "olmo_tied",
-                              "mistral_window", "mistral_full", "llama_yarn",   "llama_linear", "qwen3_tied",
-                              "olmo2_gqa",      "qwen2_tied",   "olmo3_windows"};
+const char* const kNames[] = {"llama_mha",      "llama3_gqa",   "llama_tied",    "olmo_untied",    "olmo_tied",
+                              "mistral_window", "mistral_full", "llama_yarn",    "llama_linear",   "qwen3_tied",
+                              "olmo2_gqa",      "qwen2_tied",   "olmo3_windows", "gemma3_windows", "gemma3_untied"};
 
 struct Expected {
   BatchShape shape;
@@ -323,7 +323,7 @@ TEST_CASE("a model is exported as a family that can say all of it", "[engine][hu
   CHECK(
       message_of([&] { choose_family(model, "gpt2", nullptr, "here"); }) ==
       "--family gpt2 is not known; llama (LlamaForCausalLM), mistral (MistralForCausalLM), qwen2 (Qwen2ForCausalLM), qwen3 "
-      "(Qwen3ForCausalLM), olmo2 (Olmo2ForCausalLM), olmo3 (Olmo3ForCausalLM), olmo (OlmoForCausalLM) are");
+      "(Qwen3ForCausalLM), olmo2 (Olmo2ForCausalLM), olmo3 (Olmo3ForCausalLM), gemma3_text (Gemma3ForCausalLM), olmo (OlmoForCausalLM) are");
 
   // transformers' OLMo has one epsilon and no key for it.
   model.norm = NormKind::kLayerNorm;
@@ -335,7 +335,11 @@ TEST_CASE("a model is exported as a family that can say all of it", "[engine][hu
       "\"layernorm\", and model.qk_norm = \"per_head\", not "
       "\"none\"; olmo2 has model.norm = \"rmsnorm\", not \"layernorm\", and model.norm_placement = \"after\", not "
       "\"before\", and model.qk_norm = \"full\", not \"none\"; olmo3 has model.norm = \"rmsnorm\", not \"layernorm\", and model.norm_placement = \"after\", not "
-      "\"before\", and model.qk_norm = \"full\", not \"none\"; olmo has model.norm_eps = 1e-05, not 0.25; train one with the values of a family");
+      "\"before\", and model.qk_norm = \"full\", not \"none\"; gemma3_text has model.norm = \"rmsnorm\", not \"layernorm\", and "
+      "model.norm_placement = \"both\", not \"before\", and model.qk_norm = \"per_head\", not \"none\", and "
+      "model.norm_unit_offset = true, not false, and model.activation = \"gelu_tanh\", not \"silu\", and "
+      "model.embedding_scale = \"sqrt_d_model\", not \"none\"; olmo has model.norm_eps = 1e-05, not 0.25; train one "
+      "with the values of a family");
   CHECK_THROWS_AS(make_huggingface_config({&olmo, model, 2048}, DType::kBF16, nullptr), Error);
 }
 
@@ -483,7 +487,7 @@ TEST_CASE("an OLMo 2 config.json is a model with norms behind its branches", "[e
   other["attention_bias"] = true;
   CHECK(message_of([&] { parse_huggingface_config(other, "test"); }).find("attention_bias") != std::string::npos);
 
-  // No family has norms in front and behind, or one behind alone without norms of queries and keys.
+  // No family has norms in front and behind but Gemma 3, or one behind alone without norms of queries and keys.
   for (const auto& [placement, qk_norm] : {std::pair{NormPlacement::kBoth, QkNormKind::kFull},
                                            {NormPlacement::kAfter, QkNormKind::kNone},
                                            {NormPlacement::kBefore, QkNormKind::kFull}}) {
@@ -492,6 +496,106 @@ TEST_CASE("an OLMo 2 config.json is a model with norms behind its branches", "[e
     none.qk_norm = qk_norm;
     CHECK(message_of([&] { choose_family(none, "", nullptr, "here"); }).find("can express this model") !=
           std::string::npos);
+  }
+}
+
+namespace {
+
+// As published with Gemma 3 1B, but for its size.
+const char* const kGemma3Config = R"({
+  "architectures": ["Gemma3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "attn_logit_softcapping": null, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+  "final_logit_softcapping": null, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 32,
+  "initializer_range": 0.02, "intermediate_size": 40, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+  "num_attention_heads": 4, "num_hidden_layers": 8, "num_key_value_heads": 1, "pad_token_id": 0,
+  "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": null,
+  "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+  "transformers_version": "4.50.0.dev0", "use_cache": true, "vocab_size": 67})";
+
+}  // namespace
+
+TEST_CASE("a Gemma 3 config.json is a model with all that Gemma 3 has", "[engine][huggingface]") {
+  const nlohmann::json published = nlohmann::json::parse(kGemma3Config);
+  const HuggingFaceModel read = parse_huggingface_config(published, "test");
+  const ModelConfig want = {.vocab_size = 67,
+                            .d_model = 32,
+                            .num_layers = 8,
+                            .num_heads = 4,
+                            .num_kv_heads = 1,
+                            .given_head_dim = 256,
+                            .d_ffn = 40,
+                            .norm = NormKind::kRmsNorm,
+                            .norm_eps = 1e-6,
+                            .norm_placement = NormPlacement::kBoth,
+                            .qk_norm = QkNormKind::kPerHead,
+                            .norm_unit_offset = true,
+                            .activation = GateActivation::kGeluTanh,
+                            .embedding_scale = EmbeddingScale::kSqrtDModel,
+                            .rope_theta = 1e6,
+                            .sliding_window = 512,
+                            .full_attention_every = 6,
+                            .local_rope_theta = 1e4,
+                            .tie_embeddings = true,
+                            .init = InitKind::kNormal};
+  CHECK(read.model == want);
+  CHECK(read.max_positions == 32768);
+  CHECK(&choose_family(want, "", nullptr, "here") == read.family);
+  const auto with = [&](const char* patch) {
+    nlohmann::json changed = published;
+    changed.merge_patch(nlohmann::json::parse(patch));
+    return changed;
+  };
+  const auto model_with = [&](const char* patch) { return parse_huggingface_config(with(patch), "test").model; };
+
+  // The key of a number of layers, and what transformers takes where keys of angles and widths are absent.
+  CHECK(model_with(R"({"sliding_window_pattern": 4})").full_attention_every == 4);
+  CHECK(model_with(R"({"sliding_window_pattern": null})").full_attention_every == 6);
+  CHECK(model_with(R"({"rope_local_base_freq": 500})").local_rope_theta == 500);
+  const ModelConfig bare = model_with(
+      R"({"rope_local_base_freq": null, "rope_theta": null, "head_dim": null, "query_pre_attn_scalar": null,
+          "sliding_window": null, "num_key_value_heads": 4, "sliding_window_pattern": 1})");
+  CHECK((bare.rope_theta == 1e6 && bare.head_dim() == 256 && bare.pre_attn_scalar() == 256));
+  CHECK((bare.sliding_window == 0 && bare.local_rope_theta == 0));
+  CHECK(model_with(R"({"rope_local_base_freq": null})").local_rope_theta == 1e4);
+  CHECK(model_with(R"({"query_pre_attn_scalar": 168})").query_pre_attn_scalar == 168);
+  CHECK(!model_with(R"({"tie_word_embeddings": false})").tie_embeddings);
+  // All layers have a window: angles are theirs, and what full attention would have is of no layer.
+  const ModelConfig local =
+      model_with(R"({"num_hidden_layers": 5, "rope_scaling": {"rope_type": "linear", "factor": 8}})");
+  CHECK((local.full_attention_every == 0 && local.rope_theta == 1e4 && local.local_rope_theta == 0));
+  CHECK(local.rope_scaling.kind == RopeScalingKind::kNone);
+  // As transformers 5 writes it.
+  const ModelConfig now = model_with(
+      R"({"rope_theta": 5, "rope_local_base_freq": 6, "rope_parameters": {
+          "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+          "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0}}})");
+  CHECK((now.rope_theta == 1e6 && now.local_rope_theta == 2e4));
+  CHECK((now.rope_scaling.kind == RopeScalingKind::kLinear && now.rope_scaling.factor == 8));
+
+  for (const ModelConfig& model : {want, bare, local, now}) {
+    const std::string text = make_huggingface_config({read.family, model, 777}, DType::kBF16, nullptr);
+    CHECK(parse_huggingface_config(nlohmann::json::parse(text), "again").model == model);
+  }
+  const nlohmann::json written =
+      nlohmann::json::parse(make_huggingface_config({read.family, want, 777}, DType::kBF16, nullptr));
+  CHECK(written.at("hidden_activation") == "gelu_pytorch_tanh");
+  CHECK((!written.contains("hidden_act") && written.at("rope_local_base_freq") == 1e4));
+  CHECK((written.at("query_pre_attn_scalar") == 256 && written.at("final_logit_softcapping").is_null()));
+
+  for (const auto& [patch, says] : {
+           std::pair{R"({"final_logit_softcapping": 30.0})",
+                     "final_logit_softcapping = 30.0 is not supported; null is"},
+           {R"({"attn_logit_softcapping": 50.0})", "attn_logit_softcapping = 50.0 is not supported; null is"},
+           {R"({"use_bidirectional_attention": true})", "use_bidirectional_attention = true is not supported"},
+           {R"({"hidden_activation": "gelu"})", "hidden_activation = \"gelu\" is not supported"},
+           {R"({"attention_bias": true})", "attention_bias = true is not supported"},
+           {R"({"model_type": "gemma3"})", "model_type \"gemma3\" is not supported"},
+           {R"({"architectures": ["Gemma3ForConditionalGeneration"]})", "Gemma3ForConditionalGeneration"},
+           {R"({"rope_parameters": {"rope_type": "default", "rope_theta": 5}})",
+            "rope_parameters: has neither full_attention nor sliding_attention"},
+       }) {
+    CAPTURE(patch);
+    CHECK(message_of([&] { parse_huggingface_config(with(patch), "test"); }).find(says) != std::string::npos);
   }
 }
 

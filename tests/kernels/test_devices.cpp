@@ -377,8 +377,8 @@ struct SwigluInput {
 };
 
 struct SwigluOutput {
-  SwigluOutput(Device& device, const SwigluInput& in, DType x_dtype, DType d_dtype, DType y_dtype,
-               DType product_dtype)
+  SwigluOutput(Device& device, const SwigluInput& in, GateActivation activation, DType x_dtype, DType d_dtype,
+               DType y_dtype, DType product_dtype)
       : up_gate(device, x_dtype, {in.shape.rows, 2 * in.shape.cols}, in.up_gate),
         d_product(device, d_dtype, {in.shape.rows, in.shape.cols}, in.d_product),
         product(device, product_dtype, {in.shape.rows, in.shape.cols}),
@@ -386,11 +386,15 @@ struct SwigluOutput {
         both_d_up_gate(device, y_dtype, {in.shape.rows, 2 * in.shape.cols}),
         both_product(device, product_dtype, {in.shape.rows, in.shape.cols}),
         only_product(device, product_dtype, {in.shape.rows, in.shape.cols}) {
-    swiglu_forward(device, {.up_gate = up_gate, .product = product});
-    swiglu_backward(device, {.up_gate = up_gate, .d_product = d_product, .d_up_gate = d_up_gate});
-    swiglu_backward(
-        device, {.up_gate = up_gate, .d_product = d_product, .d_up_gate = both_d_up_gate, .product = both_product});
-    swiglu_backward(device, {.up_gate = up_gate, .product = only_product});
+    swiglu_forward(device, {.up_gate = up_gate, .product = product, .activation = activation});
+    swiglu_backward(device,
+                    {.up_gate = up_gate, .d_product = d_product, .d_up_gate = d_up_gate, .activation = activation});
+    swiglu_backward(device, {.up_gate = up_gate,
+                             .d_product = d_product,
+                             .d_up_gate = both_d_up_gate,
+                             .product = both_product,
+                             .activation = activation});
+    swiglu_backward(device, {.up_gate = up_gate, .product = only_product, .activation = activation});
   }
   bool consistent() const {
     return product.bytes() == both_product.bytes() && product.bytes() == only_product.bytes() &&
@@ -407,6 +411,7 @@ struct SwigluOutput {
 }  // namespace
 
 TEST_CASE("swiglu on a GPU agrees with the CPU", "[kernels][devices]") {
+  const GateActivation activation = GENERATE(GateActivation::kSilu, GateActivation::kGeluTanh);
   for (Device* device : others()) {
     for (const Shape s : {Shape{1, 1}, Shape{3, 7}, Shape{130, 16}, Shape{33, 100}, Shape{33, 768}, Shape{3, 2049},
                           Shape{33, 4096}, Shape{3, 11008}}) {
@@ -416,8 +421,9 @@ TEST_CASE("swiglu on a GPU agrees with the CPU", "[kernels][devices]") {
         const DType y = kPlain[dtypes >> 2 & 1], product = kPlain[dtypes >> 3];
         const bool all_equal = dtypes == 0 || dtypes == 15;
         if (s.rows * s.cols > 4000 && !all_equal) continue;
-        CAPTURE(s, name_of(x), name_of(d), name_of(y), name_of(product));
-        const SwigluOutput want(cpu_device(), in, x, d, y, product), got(*device, in, x, d, y, product);
+        CAPTURE(s, int(activation), name_of(x), name_of(d), name_of(y), name_of(product));
+        const SwigluOutput want(cpu_device(), in, activation, x, d, y, product);
+        const SwigluOutput got(*device, in, activation, x, d, y, product);
         const std::vector<float> want_product = want.product.host(), want_gradient = want.d_up_gate.host();
         CHECK(agree(product, want_product, got.product.host(), row_slack(want_product, s.rows)));
         CHECK(agree(y, want_gradient, got.d_up_gate.host(), row_slack(want_gradient, s.rows)));

@@ -123,9 +123,45 @@ TEST_CASE("embedding_backward adds the rows of each token in order, once", "[ker
   }
 }
 
+TEST_CASE("embedding multiplies rows and the sums of their gradients by its scale, rounding once",
+          "[kernels][embedding]") {
+  const Shape s = GENERATE(from_range(kShapes));
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const float scale = 25.25f;
+  CAPTURE(s, name_of(dtype));
+  const std::vector<float> ids = random_ids(s, 1), x = random_values(dtype, s.V * s.C, 2);
+  const std::vector<float> d_y = random_values(dtype, s.T * s.C, 4);
+  const auto rounded = [&](float v) { return dtype == DType::kBF16 ? decode_bf16(encode_bf16(v)) : v; };
+  for (Device* device : devices()) {
+    TestTensor id(*device, DType::kI32, {s.T}, ids), table(*device, dtype, {s.V, s.C}, x);
+    TestTensor order(*device, DType::kI32, {s.T, kTokenRowInts}, order_of(ids, s.V));
+    TestTensor out(*device, dtype, {s.T, s.C}), d_out(*device, dtype, {s.T, s.C}, d_y);
+    embedding_forward(*device, {.ids = id, .table = table, .out = out, .scale = scale});
+    const std::vector<float> y = out.host();
+    int wrong = 0;
+    for (int64_t t = 0; t < s.T; ++t) {
+      for (int64_t c = 0; c < s.C; ++c) {
+        wrong += y[t * s.C + c] != rounded(x[static_cast<int64_t>(ids[t]) * s.C + c] * scale);
+      }
+    }
+    CHECK(wrong == 0);
+
+    // The sum alone, in fp32, is that of a table of zeros without a scale.
+    const std::vector<float> zeros(static_cast<size_t>(s.V * s.C));
+    TestTensor sums(*device, DType::kF32, {s.V, s.C}, zeros);
+    embedding_backward(*device, {.order = order, .d_out = d_out, .d_table = sums});
+    embedding_backward(*device, {.order = order, .d_out = d_out, .d_table = table, .scale = scale});
+    const std::vector<float> sum = sums.host(), got = table.host();
+    for (size_t i = 0; i < got.size(); ++i) wrong += got[i] != rounded(x[i] + sum[i] * scale);
+    CHECK(wrong == 0);
+    CHECK((table.guard_intact() && out.guard_intact()));
+  }
+}
+
 TEST_CASE("embedding_backward is the transpose of embedding_forward", "[kernels][embedding]") {
   // Whole numbers, so that sum d_out * forward(table) = sum backward(d_out) * table holds exactly.
   const Shape s{53, 11, 7};
+  const float scale = GENERATE(1.0f, 3.0f);
   const auto whole = [](int64_t count, uint64_t seed) {
     std::vector<float> values = random_normal(count, seed, 4.0f);
     for (float& v : values) v = std::round(v);
@@ -139,8 +175,8 @@ TEST_CASE("embedding_backward is the transpose of embedding_forward", "[kernels]
     TestTensor table(*device, DType::kF32, {s.V, s.C}, x);
     TestTensor out(*device, DType::kF32, {s.T, s.C}), d_out(*device, DType::kF32, {s.T, s.C}, d_y);
     TestTensor d_table(*device, DType::kF32, {s.V, s.C}, std::vector<float>(x.size()));
-    embedding_forward(*device, {.ids = id, .table = table, .out = out});
-    embedding_backward(*device, {.order = order, .d_out = d_out, .d_table = d_table});
+    embedding_forward(*device, {.ids = id, .table = table, .out = out, .scale = scale});
+    embedding_backward(*device, {.order = order, .d_out = d_out, .d_table = d_table, .scale = scale});
     const std::vector<float> y = out.host(), d_x = d_table.host();
     double forward = 0, backward = 0;
     for (size_t i = 0; i < y.size(); ++i) forward += double{y[i]} * d_y[i];

@@ -22,6 +22,7 @@ struct Case {
   int64_t C;
   DType d_out_dtype, table_dtype;
   int64_t offset = 0;  // of d_out and d_table, in elements: where rows are not aligned
+  float scale = 1;
 };
 
 // What forward and backward leave on a device.
@@ -36,9 +37,10 @@ std::vector<std::byte> run(Device& device, const Case& c, const std::vector<floa
   const auto matrix = [&](const TestTensor& t, int64_t rows) {
     return t.view().rows(c.offset, rows * c.C).reshaped({rows, c.C});
   };
-  embedding_forward(device, {.ids = ids, .table = matrix(d_table, V), .out = out});
+  embedding_forward(device, {.ids = ids, .table = matrix(d_table, V), .out = out, .scale = c.scale});
   std::vector<std::byte> result = out.bytes();
-  embedding_backward(device, {.order = order, .d_out = matrix(d_out, T), .d_table = matrix(d_table, V)});
+  embedding_backward(device,
+                     {.order = order, .d_out = matrix(d_out, T), .d_table = matrix(d_table, V), .scale = c.scale});
   const std::vector<std::byte> sums = d_table.bytes();
   result.insert(result.end(), sums.begin(), sums.end());
   for (const TestTensor* t : {&ids, &order, &d_out, &d_table, &out}) CHECK(t->guard_intact());
@@ -46,7 +48,7 @@ std::vector<std::byte> run(Device& device, const Case& c, const std::vector<floa
 }
 
 void check_against_cpu(const Case& c) {
-  CAPTURE(c.of.name, c.C, name_of(c.d_out_dtype), name_of(c.table_dtype), c.offset);
+  CAPTURE(c.of.name, c.C, name_of(c.d_out_dtype), name_of(c.table_dtype), c.offset, c.scale);
   const std::vector<float> table = random_bf16(c.of.V * c.C + c.offset, 13),
                            d_y = random_bf16(static_cast<int64_t>(c.of.ids.size()) * c.C + c.offset, 12);
   for (Device* device : other_devices()) {
@@ -61,13 +63,18 @@ TEST_CASE("embedding on a GPU gives the bits of the CPU", "[kernels][embedding][
   for (const TokenIds& of : ids_of_all_kinds()) {
     for (const int64_t C : {1, 7, 8, 20, 300, 512}) check_against_cpu({of, C, d_out_dtype, table_dtype});
     check_against_cpu({of, 16, d_out_dtype, table_dtype, 1});
+    for (const int64_t C : {7, 300, 512}) check_against_cpu({of, C, d_out_dtype, table_dtype, 0, 25.25f});
+    check_against_cpu({of, 16, d_out_dtype, table_dtype, 1, 25.25f});
   }
 }
 
 TEST_CASE("embedding on a GPU takes wide rows", "[kernels][embedding][devices][slow]") {
   const DType d_out_dtype = GENERATE(DType::kF32, DType::kBF16), table_dtype = GENERATE(DType::kF32, DType::kBF16);
   const TokenIds of = ids_of_counts("few", {70, 1, 64, 2, 3, 1, 130}, 7);
-  for (const int64_t C : {2048, 5120, 4099, 11008}) check_against_cpu({of, C, d_out_dtype, table_dtype});
+  for (const int64_t C : {2048, 5120, 4099, 11008}) {
+    check_against_cpu({of, C, d_out_dtype, table_dtype});
+    check_against_cpu({of, C, d_out_dtype, table_dtype, 0, 45.25f});
+  }
 }
 
 TEST_CASE("embedding_backward on a GPU is the same when it is replayed", "[kernels][embedding][devices]") {

@@ -32,12 +32,14 @@ struct SwigluCase {
   Format up_gate;
   bool from_plain;
   const Format* silu;  // null: not saved
+  GateActivation activation = GateActivation::kSilu;
 };
 
 std::string describe(const SwigluCase& c) {
   return std::to_string(c.shape.rows) + " x " + std::to_string(c.shape.cols) + ", up_gate " +
          std::string(name_of(c.up_gate.dtype)) + " groups of " + std::to_string(c.up_gate.group) +
-         (c.from_plain ? " made by the op" : "") + (c.silu ? ", silu saved" : "");
+         (c.from_plain ? " made by the op" : "") + (c.silu ? ", silu saved" : "") +
+         (c.activation == GateActivation::kGeluTanh ? ", GELU" : "");
 }
 
 // A forward pass on one device, with the product in some format.
@@ -59,7 +61,8 @@ struct SwigluPass {
                             .silu = silu_view(),
                             .product = product.row(),
                             .product_t = product.transposed(),
-                            .up_gate_plain = c.from_plain ? plain.view() : TensorView()});
+                            .up_gate_plain = c.from_plain ? plain.view() : TensorView(),
+                            .activation = c.activation});
   }
   ScaledView silu_view() const { return silu ? silu->view() : ScaledView(); }
 
@@ -69,19 +72,20 @@ struct SwigluPass {
   std::unique_ptr<TestMatrix> up_gate, want_up_gate, silu;
 };
 
-// silu(gate) in fp32 as the device computes it: the product with up = 1.
-std::unique_ptr<TestTensor> silu_values(Device& device, const TestMatrix& up_gate, const MatrixShape& s) {
+// act(gate) in fp32 as the device computes it: the product with up = 1.
+std::unique_ptr<TestTensor> activated_values(Device& device, const TestMatrix& up_gate, const SwigluCase& c) {
+  const MatrixShape& s = c.shape;
   std::vector<float> ones = up_gate.host();
   for (int64_t i = 0; i < s.rows * 2 * s.cols; ++i) {
     if (i % (2 * s.cols) < s.cols) ones[i] = 1;
   }
   const TestTensor input(device, DType::kF32, {s.rows, 2 * s.cols}, ones);
   auto result = std::make_unique<TestTensor>(device, DType::kF32, std::initializer_list<int64_t>{s.rows, s.cols});
-  swiglu_forward(device, {.up_gate = input, .product = *result});
+  swiglu_forward(device, {.up_gate = input, .product = *result, .activation = c.activation});
   return result;
 }
 
-// up * silu of the saved silu is one product of given numbers: it is known exactly.
+// up * act(gate) of what was saved of that is one product of given numbers: it is known exactly.
 std::vector<float> product_of_saved(const SwigluPass& pass) {
   const MatrixShape& s = pass.c.shape;
   const std::vector<float> up_gate = pass.up_gate->host();
@@ -98,8 +102,8 @@ void check_swiglu_forward(Device& device, const SwigluCase& c, const Format& for
   const TestTensor product(device, DType::kF32, {s.rows, s.cols}),
       want(cpu_device(), DType::kF32, {s.rows, s.cols});
   if (c.silu) {
-    const std::unique_ptr<TestTensor> silu = silu_values(device, *got.up_gate, s);
-    const std::unique_ptr<TestTensor> want_silu = silu_values(cpu_device(), *got.want_up_gate, s);
+    const std::unique_ptr<TestTensor> silu = activated_values(device, *got.up_gate, c);
+    const std::unique_ptr<TestTensor> want_silu = activated_values(cpu_device(), *got.want_up_gate, c);
     CHECK(first_far("silu", *silu, *want_silu, row_slack(want_silu->host(), s.rows)) == "");
     const Output saved(cpu_device(), *c.silu, s.rows, s.cols, Copies::kRow);
     const TestTensor silu_here(cpu_device(), DType::kF32, {s.rows, s.cols}, silu->host());
@@ -108,8 +112,9 @@ void check_swiglu_forward(Device& device, const SwigluCase& c, const Format& for
     const TestTensor exact(cpu_device(), DType::kF32, {s.rows, s.cols}, product_of_saved(got));
     CHECK(unlike_quantized("product", got.product, exact) == "");
   } else {
-    swiglu_forward(device, {.up_gate = got.up_gate->view(), .product = product});
-    swiglu_forward(cpu_device(), {.up_gate = got.want_up_gate->view(), .product = want});
+    swiglu_forward(device, {.up_gate = got.up_gate->view(), .product = product, .activation = c.activation});
+    swiglu_forward(cpu_device(),
+                   {.up_gate = got.want_up_gate->view(), .product = want, .activation = c.activation});
     CHECK(first_far("product", product, want, row_slack(want.host(), s.rows)) == "");
     CHECK(unlike_quantized("product", got.product, product) == "");
   }
@@ -119,7 +124,8 @@ void check_swiglu_forward(Device& device, const SwigluCase& c, const Format& for
 const std::vector<MatrixShape> kSwigluShapes = {{1, 16},   {37, 48},   {130, 128}, {64, 256},
                                                 {129, 96}, {33, 1376}, {192, 640}, {5, 11008}};
 
-// Every way to be given up_gate that is possible at this width.
+// Every way to be given up_gate that is possible at this width. Which activation it is is a number that kernels are
+// given: with GELU only what has kernels of its own.
 std::vector<SwigluCase> swiglu_cases(const MatrixShape& s) {
   std::vector<SwigluCase> cases = {{s, plain_format(DType::kF32), false, nullptr},
                                    {s, plain_format(DType::kBF16), false, nullptr},
@@ -131,6 +137,12 @@ std::vector<SwigluCase> swiglu_cases(const MatrixShape& s) {
         cases.push_back({s, format, from_plain, silu ? (format.group == 128 ? &kGroup128 : &kGroup16) : nullptr});
       }
     }
+  }
+  cases.push_back({s, plain_format(DType::kBF16), false, nullptr, GateActivation::kGeluTanh});
+  cases.push_back({s, plain_format(DType::kBF16), false, &kGroup16, GateActivation::kGeluTanh});
+  if (s.cols % kGroup16.group == 0) {
+    cases.push_back({s, kGroup16, true, nullptr, GateActivation::kGeluTanh});
+    cases.push_back({s, kGroup16, true, &kGroup16, GateActivation::kGeluTanh});
   }
   return cases;
 }
@@ -187,7 +199,8 @@ void check_swiglu_backward(Device& device, const SwigluCase& c, const Format& fo
                           .d_up_gate = wanted.has_gradient ? gradient.row() : ScaledView(),
                           .d_up_gate_t = wanted.has_gradient ? gradient.transposed() : ScaledView(),
                           .product = wanted.has_product ? product.row() : ScaledView(),
-                          .product_t = wanted.has_product ? product.transposed() : ScaledView()};
+                          .product_t = wanted.has_product ? product.transposed() : ScaledView(),
+                          .activation = c.activation};
   swiglu_backward(device, op);
   CAPTURE(describe(c), describe(gradient.matrix.view()), describe(product.matrix.view()), name_of(d_dtype));
   CAPTURE(wanted.has_gradient, wanted.gradient, wanted.has_product, wanted.product);
@@ -205,13 +218,18 @@ void check_swiglu_backward(Device& device, const SwigluCase& c, const Format& fo
   // The same gradient in fp32.
   const TestTensor plain(device, DType::kF32, {s.rows, 2 * s.cols}),
       want(cpu_device(), DType::kF32, {s.rows, 2 * s.cols});
-  swiglu_backward(device, {.up_gate = op.up_gate, .silu = op.silu, .d_product = op.d_product, .d_up_gate = plain});
+  swiglu_backward(device, {.up_gate = op.up_gate,
+                           .silu = op.silu,
+                           .d_product = op.d_product,
+                           .d_up_gate = plain,
+                           .activation = c.activation});
   const std::unique_ptr<TestMatrix> up_gate = copy_on(cpu_device(), *pass.up_gate);
   const std::unique_ptr<TestMatrix> silu = pass.silu ? copy_on(cpu_device(), *pass.silu) : nullptr;
   swiglu_backward(cpu_device(), {.up_gate = up_gate->view(),
                                  .silu = silu ? silu->view() : ScaledView(),
                                  .d_product = d_product_here,
-                                 .d_up_gate = want});
+                                 .d_up_gate = want,
+                                 .activation = c.activation});
   CHECK(first_far("d_up_gate", plain, want, row_slack(want.host(), s.rows)) == "");
   CHECK(unlike_quantized("d_up_gate", gradient, plain) == "");
 }

@@ -15,6 +15,18 @@ const Format kGroup3{DType::kE4M3, Scaling::kGroup, 3, DType::kF32};
 double relative_rounding(DType dtype) { return dtype == DType::kBF16 ? 0x1p-8 : 0x1p-24; }
 double sigmoid(double gate) { return 1 / (1 + std::exp(-gate)); }
 double silu(double gate) { return gate * sigmoid(gate); }
+constexpr GateActivation kActivations[] = {GateActivation::kSilu, GateActivation::kGeluTanh};
+// The definitions in double. GELU with tanh as papers write it, where it is not all cancellation.
+double activated(GateActivation activation, double gate) {
+  if (activation == GateActivation::kSilu) return silu(gate);
+  const double inner = std::sqrt(2 / std::acos(-1.0)) * (gate + 0.044715 * gate * gate * gate);
+  return inner < -4 ? gate * sigmoid(2 * inner) : gate * 0.5 * (1 + std::tanh(inner));
+}
+// How much a relative error of the sigmoid's argument changes the result, relative to it.
+double argument_magnitude(GateActivation activation, double gate) {
+  if (activation == GateActivation::kSilu || gate > 0) return 0;
+  return std::abs(gate) * (1.6 + 0.072 * gate * gate);
+}
 
 // up_gate of one token after another, with gates from -40 to 40.
 std::vector<float> random_up_gate(int64_t rows, int64_t width) {
@@ -46,28 +58,32 @@ struct Case {
 TEST_CASE("swiglu_forward rounds the fp64 result", "[kernels][swiglu]") {
   const auto [rows, width] = GENERATE(table<int64_t, int64_t>({{1, 1}, {3, 7}, {5, 48}, {37, 65}, {2, 300}}));
   const DType out_dtype = GENERATE(DType::kF32, DType::kBF16);
+  const GateActivation activation = GENERATE(from_range(std::begin(kActivations), std::end(kActivations)));
   for (const Format& format :
        {Format{DType::kF32}, Format{DType::kBF16}, Format{DType::kE4M3, Scaling::kGroup, 1}}) {
     const Case c(format, rows, width);
     const TestTensor product(cpu_device(), out_dtype, {rows, width});
-    swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .product = product});
+    swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .product = product, .activation = activation});
     const auto got = product.host();
     int wrong = 0;
     for (int64_t i = 0; i < rows * width; ++i) {
-      const double want = c.up[i] * silu(c.gate[i]);
+      const double want = c.up[i] * activated(activation, c.gate[i]);
       // Rounding, the error of exp (5 units in the last place at the far end), and its flush to zero.
-      const double bound = (1.01 * relative_rounding(out_dtype) + 8e-7) * std::abs(want) + 1e-36;
+      const double argument = 4 * 0x1p-24 * argument_magnitude(activation, c.gate[i]);
+      const double bound = (1.01 * relative_rounding(out_dtype) + 8e-7 + argument) * std::abs(want) + 1e-36;
       wrong += !(std::abs(got[i] - want) <= bound);
     }
-    CAPTURE(rows, width, describe(c.up_gate.view()));
+    CAPTURE(rows, width, describe(c.up_gate.view()), int(activation));
     CHECK(wrong == 0);
     CHECK((product.guard_intact() && c.up_gate.guard_intact()));
   }
 }
 
 TEST_CASE("swiglu is right where exp overflows, and keeps bad values visible", "[kernels][swiglu]") {
-  const std::vector<float> gate = {-1e4f, -100.0f, -89.0f, -0.0f, 89.0f, 1e4f, 3e38f, NAN, INFINITY, -INFINITY};
-  const std::vector<float> want = {0.0f, 0.0f, 0.0f, 0.0f, 89.0f, 1e4f, 3e38f, NAN, INFINITY, NAN};
+  const GateActivation activation = GENERATE(from_range(std::begin(kActivations), std::end(kActivations)));
+  const float most = activation == GateActivation::kSilu ? 3e38f : 1e18f;  // GELU's slope squares it
+  const std::vector<float> gate = {-1e4f, -100.0f, -89.0f, -0.0f, 89.0f, 1e4f, most, NAN, INFINITY, -INFINITY};
+  const std::vector<float> want = {0.0f, 0.0f, 0.0f, 0.0f, 89.0f, 1e4f, most, NAN, INFINITY, NAN};
   const auto count = static_cast<int64_t>(gate.size());
   std::vector<float> up_gate(gate.size(), 1.0f);
   up_gate.insert(up_gate.end(), gate.begin(), gate.end());
@@ -75,8 +91,9 @@ TEST_CASE("swiglu is right where exp overflows, and keeps bad values visible", "
       product(cpu_device(), DType::kF32, {1, count});
   const TestTensor d_product(cpu_device(), DType::kF32, {1, count}, std::vector<float>(gate.size(), 1.0f));
   const TestTensor d_up_gate(cpu_device(), DType::kF32, {1, 2 * count});
-  swiglu_forward(cpu_device(), {.up_gate = input, .product = product});
-  swiglu_backward(cpu_device(), {.up_gate = input, .d_product = d_product, .d_up_gate = d_up_gate});
+  swiglu_forward(cpu_device(), {.up_gate = input, .product = product, .activation = activation});
+  swiglu_backward(cpu_device(),
+                  {.up_gate = input, .d_product = d_product, .d_up_gate = d_up_gate, .activation = activation});
   const auto got = product.host(), gradient = d_up_gate.host();
   int wrong = 0;
   for (size_t i = 0; i < gate.size(); ++i) {
@@ -94,17 +111,18 @@ TEST_CASE("swiglu is right where exp overflows, and keeps bad values visible", "
 TEST_CASE("swiglu_forward computes the product from the silu it saves", "[kernels][swiglu]") {
   const Format format = GENERATE(Format{kGroup16}, Format{kGroup3});
   const auto [rows, width] = GENERATE(table<int64_t, int64_t>({{1, 3}, {21, 48}, {5, 33}}));
+  const GateActivation activation = GENERATE(from_range(std::begin(kActivations), std::end(kActivations)));
   const Case c({DType::kBF16}, rows, width);
   const TestMatrix saved = format.make(cpu_device(), rows, width), want = format.make(cpu_device(), rows, width);
   const TestTensor product(cpu_device(), DType::kF32, {rows, width});
-  swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .silu = saved, .product = product});
+  swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .silu = saved, .product = product, .activation = activation});
 
-  // With up = 1 the product is silu(gate).
+  // With up = 1 the product is act(gate).
   std::vector<float> ones(static_cast<size_t>(rows * 2 * width), 1.0f);
   for (int64_t i = 0; i < rows * width; ++i) ones[i / width * 2 * width + width + i % width] = c.gate[i];
   const TestTensor one_gate(cpu_device(), DType::kF32, {rows, 2 * width}, ones),
       plain(cpu_device(), DType::kF32, {rows, width});
-  swiglu_forward(cpu_device(), {.up_gate = one_gate, .product = plain});
+  swiglu_forward(cpu_device(), {.up_gate = one_gate, .product = plain, .activation = activation});
   quantize(cpu_device(), {.x = plain, .out = want});
   CHECK(same_bits(saved, want));
 
@@ -138,11 +156,14 @@ TEST_CASE("swiglu_forward quantizes its product", "[kernels][swiglu]") {
 TEST_CASE("swiglu_backward is the derivative of swiglu_forward", "[kernels][swiglu]") {
   const auto [rows, width] = GENERATE(table<int64_t, int64_t>({{1, 1}, {3, 7}, {5, 48}, {37, 65}}));
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const GateActivation activation = GENERATE(from_range(std::begin(kActivations), std::end(kActivations)));
   for (const Format& format : {Format{dtype}, Format{DType::kE4M3, Scaling::kGroup, 1}}) {
     const Case c(format, rows, width);
     const TestTensor d_product(cpu_device(), dtype, {rows, width}, random_bf16(rows * width, 81));
     const TestTensor d_up_gate(cpu_device(), dtype, {rows, 2 * width});
-    swiglu_backward(cpu_device(), {.up_gate = c.up_gate, .d_product = d_product, .d_up_gate = d_up_gate});
+    swiglu_backward(
+        cpu_device(),
+        {.up_gate = c.up_gate, .d_product = d_product, .d_up_gate = d_up_gate, .activation = activation});
     const auto got = d_up_gate.host(), d = d_product.host();
     int wrong = 0;
     const auto is_wrong = [&](float value, double want) {
@@ -150,12 +171,13 @@ TEST_CASE("swiglu_backward is the derivative of swiglu_forward", "[kernels][swig
     };
     for (int64_t i = 0; i < rows * width; ++i) {
       constexpr double kStep = 1e-5;
-      const double slope = (silu(c.gate[i] + kStep) - silu(c.gate[i] - kStep)) / (2 * kStep);
+      const double slope =
+          (activated(activation, c.gate[i] + kStep) - activated(activation, c.gate[i] - kStep)) / (2 * kStep);
       const int64_t at = i / width * 2 * width + i % width;
-      wrong += is_wrong(got[at], d[i] * silu(c.gate[i]));
+      wrong += is_wrong(got[at], d[i] * activated(activation, c.gate[i]));
       wrong += is_wrong(got[at + width], d[i] * c.up[i] * slope);
     }
-    CAPTURE(rows, width, describe(c.up_gate.view()));
+    CAPTURE(rows, width, describe(c.up_gate.view()), int(activation));
     CHECK(wrong == 0);
     CHECK((d_up_gate.guard_intact() && d_product.guard_intact()));
   }
@@ -163,25 +185,32 @@ TEST_CASE("swiglu_backward is the derivative of swiglu_forward", "[kernels][swig
 
 TEST_CASE("swiglu_backward uses the saved silu wherever silu stands", "[kernels][swiglu]") {
   constexpr int64_t kRows = 21, kWidth = 48;
+  const GateActivation activation = GENERATE(from_range(std::begin(kActivations), std::end(kActivations)));
   const Case c(kGroup16, kRows, kWidth);
   const TestMatrix saved = kGroup16.make(cpu_device(), kRows, kWidth);
   const TestTensor product(cpu_device(), DType::kF32, {kRows, kWidth}),
       again(cpu_device(), DType::kF32, {kRows, kWidth});
   const TestTensor d_product(cpu_device(), DType::kF32, {kRows, kWidth}, random_bf16(kRows * kWidth, 82));
   const TestTensor d_up_gate(cpu_device(), DType::kF32, {kRows, 2 * kWidth});
-  swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .silu = saved, .product = product});
-  swiglu_backward(
-      cpu_device(),
-      {.up_gate = c.up_gate, .silu = saved, .d_product = d_product, .d_up_gate = d_up_gate, .product = again});
+  swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .silu = saved, .product = product, .activation = activation});
+  swiglu_backward(cpu_device(), {.up_gate = c.up_gate,
+                                 .silu = saved,
+                                 .d_product = d_product,
+                                 .d_up_gate = d_up_gate,
+                                 .product = again,
+                                 .activation = activation});
   CHECK((again.bytes() == product.bytes()));
   const auto s = saved.host(), d = d_product.host(), got = d_up_gate.host();
   int wrong = 0;
   for (int64_t i = 0; i < kRows * kWidth; ++i) {
-    const double sig = sigmoid(c.gate[i]);
-    const double d_gate = d[i] * c.up[i] * (sig + s[i] * (1 - sig));
+    const double g = c.gate[i], c0 = 2 * std::sqrt(2 / std::acos(-1.0)), c1 = 0.044715 * c0;
+    const bool is_silu = activation == GateActivation::kSilu;
+    const double sig = sigmoid(is_silu ? g : c0 * g + c1 * g * g * g), inner = is_silu ? 1 : c0 + 3 * c1 * g * g;
+    const double d_gate = d[i] * c.up[i] * (sig + s[i] * inner * (1 - sig));
     const int64_t at = i / kWidth * 2 * kWidth + i % kWidth;
     wrong += got[at] != d[i] * s[i];
-    wrong += !(std::abs(got[at + kWidth] - d_gate) <= 2e-6 * std::abs(d[i] * c.up[i]) * (1 + std::abs(s[i])));
+    wrong +=
+        !(std::abs(got[at + kWidth] - d_gate) <= 2e-6 * std::abs(d[i] * c.up[i]) * (1 + std::abs(s[i] * inner)));
   }
   CHECK(wrong == 0);
 }
@@ -190,6 +219,7 @@ TEST_CASE("swiglu_backward recomputes the product of swiglu_forward bit for bit"
   const auto [rows, width] = GENERATE(table<int64_t, int64_t>({{1, 1}, {37, 96}, {40, 65}}));
   const Format input = GENERATE(Format{DType::kBF16}, Format{DType::kE4M3, Scaling::kGroup, 1, DType::kBF16});
   const bool saves_silu = GENERATE(false, true);
+  const GateActivation activation = GENERATE(from_range(std::begin(kActivations), std::end(kActivations)));
   const Case c(input, rows, width);
   std::vector<Format> formats(std::begin(kFloat8Formats), std::end(kFloat8Formats));
   formats.push_back({DType::kBF16});
@@ -204,14 +234,20 @@ TEST_CASE("swiglu_backward recomputes the product of swiglu_forward bit for bit"
     if (format.scaling == Scaling::kTensor) {
       view_t.scale = again_view.scale = again_view_t.scale = product.scale->view();
     }
-    swiglu_forward(cpu_device(), {.up_gate = c.up_gate, .silu = silu, .product = product, .product_t = view_t});
-    swiglu_backward(cpu_device(),
-                    {.up_gate = c.up_gate, .silu = silu, .product = again_view, .product_t = again_view_t});
-    CAPTURE(rows, width, saves_silu, describe(product.view()));
+    swiglu_forward(
+        cpu_device(),
+        {.up_gate = c.up_gate, .silu = silu, .product = product, .product_t = view_t, .activation = activation});
+    swiglu_backward(cpu_device(), {.up_gate = c.up_gate,
+                                   .silu = silu,
+                                   .product = again_view,
+                                   .product_t = again_view_t,
+                                   .activation = activation});
+    CAPTURE(rows, width, saves_silu, describe(product.view()), int(activation));
     CHECK((again.data.bytes() == product.data.bytes()));
     CHECK((again_t.data.bytes() == product_t.data.bytes()));
 
-    swiglu_backward(cpu_device(), {.up_gate = c.up_gate, .silu = silu, .product_t = again_view_t});
+    swiglu_backward(cpu_device(),
+                    {.up_gate = c.up_gate, .silu = silu, .product_t = again_view_t, .activation = activation});
     CHECK((again_t.data.bytes() == product_t.data.bytes()));
     CHECK((again.guard_intact() && again_t.guard_intact() && product_t.guard_intact()));
   }

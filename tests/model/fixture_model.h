@@ -66,6 +66,11 @@ inline Fixture load_fixture(const std::string& name) {
   if (meta.contains("norm_placement")) c.norm_placement = value_named<NormPlacement>(meta.at("norm_placement"));
   if (meta.contains("qk_norm")) c.qk_norm = value_named<QkNormKind>(meta.at("qk_norm"));
   c.qkv_bias = meta.contains("qkv_bias");
+  c.norm_unit_offset = meta.contains("norm_unit_offset");
+  if (meta.contains("activation")) c.activation = value_named<GateActivation>(meta.at("activation"));
+  if (meta.contains("embedding_scale")) c.embedding_scale = value_named<EmbeddingScale>(meta.at("embedding_scale"));
+  if (meta.contains("query_pre_attn_scalar"))
+    c.query_pre_attn_scalar = std::stoll(meta.at("query_pre_attn_scalar"));
   if (meta.contains("head_dim")) c.given_head_dim = std::stoll(meta.at("head_dim"));
   if (meta.contains("rope_scaling.factor")) read_rope_scaling(meta, c.rope_scaling);
   if (meta.contains("sliding_window")) c.sliding_window = std::stoll(meta.at("sliding_window"));
@@ -90,6 +95,6 @@ inline Fixture load_fixture(const std::string& name) {
 inline const char* const kFixtures[] = {"olmo_tied",      "olmo_untied",       "llama_mha",        "llama_gqa",
                                         "llama_mqa_tied", "llama3_wide_heads", "mistral_window",   "llama_linear",
                                         "llama_yarn",     "qwen3_windows",     "qwen3_wide_heads", "olmo2_gqa",
-                                        "qwen2_gqa",      "olmo3_windows"};
+                                        "qwen2_gqa",      "olmo3_windows",     "gemma3_windows",   "gemma3_untied"};
 
 }  // namespace parka::test

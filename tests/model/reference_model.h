@@ -27,6 +27,9 @@ class ReferenceModel {
       for (int64_t s = 0; s < S; ++s) {
         const double* row = weight("embedding").data() + tokens[first + s] * c_.d_model;
         x.emplace_back(row, row + c_.d_model);
+        if (c_.embedding_scale == EmbeddingScale::kSqrtDModel) {
+          for (double& v : x.back()) v *= std::sqrt(static_cast<double>(c_.d_model));
+        }
       }
       for (int64_t l = 0; l < c_.num_layers; ++l) block(x, "blocks." + std::to_string(l) + ".");
       for (int64_t s = 0; s < S; ++s) {
@@ -58,7 +61,8 @@ class ReferenceModel {
     double squares = 0;
     for (int64_t i = 0; i < count; ++i) squares += x[i] * x[i];
     const double rstd = 1 / std::sqrt(squares / static_cast<double>(count) + static_cast<float>(c_.norm_eps));
-    for (int64_t i = 0; i < count; ++i) x[i] *= rstd * weight[static_cast<size_t>(i)];
+    for (int64_t i = 0; i < count; ++i)
+      x[i] *= rstd * (weight[static_cast<size_t>(i)] + (c_.norm_unit_offset ? 1 : 0));
   }
 
   bool has(const std::string& name) const { return table_.index_of(name) >= 0; }
@@ -112,7 +116,7 @@ class ReferenceModel {
         for (int64_t j = 0; j <= s; ++j) {
           double score = 0;
           for (int64_t i = 0; i < D; ++i) score += all[s][h * D + i] * all[j][key + i];
-          p.push_back(std::exp(score / std::sqrt(static_cast<double>(D))));
+          p.push_back(std::exp(score / std::sqrt(static_cast<double>(c_.pre_attn_scalar()))));
           total += p.back();
         }
         for (int64_t j = 0; j <= s; ++j) {
@@ -124,10 +128,16 @@ class ReferenceModel {
       Vector product(static_cast<size_t>(c_.d_ffn));
       for (int64_t i = 0; i < c_.d_ffn; ++i) {
         const double gate = up_gate[c_.d_ffn + i];
-        product[i] = up_gate[i] * gate / (1 + std::exp(-gate));
+        product[i] = up_gate[i] * activated(gate);
       }
       add(x[s], times(weight(prefix + "down"), product), prefix + "ffn_post_norm");
     }
+  }
+
+  double activated(double gate) const {
+    if (c_.activation == GateActivation::kSilu) return gate / (1 + std::exp(-gate));
+    const double inner = std::sqrt(2 / std::acos(-1.0)) * (gate + 0.044715 * gate * gate * gate);
+    return gate * 0.5 * (1 + std::tanh(inner));
   }
 
   const ModelConfig& c_;

@@ -83,9 +83,10 @@ constexpr std::string_view kSpeed[] = {
     "device.gemm_tuning",
 };
 // ... but for these...
-constexpr std::string_view kNoSpeed[] = {"model.norm_eps", "model.rope_theta", "model.local_rope_theta",
-                                         "model.init",     "model.init_std",   "precision.recipe",
-                                         "precision.eval"};
+constexpr std::string_view kNoSpeed[] = {"model.norm_eps",   "model.query_pre_attn_scalar",
+                                         "model.rope_theta", "model.local_rope_theta",
+                                         "model.init",       "model.init_std",
+                                         "precision.recipe", "precision.eval"};
 // ... and what beside them decides how long a run of several takes for a step.
 constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies", "training.global_batch_size",
                                             "distributed."};
@@ -124,6 +125,7 @@ Config canonical(const Config& config) {
   Config c = config;
   c.model.num_kv_heads = c.model.kv_heads();
   c.model.given_head_dim = c.model.head_dim();
+  c.model.query_pre_attn_scalar = c.model.pre_attn_scalar();
   if (c.model.sliding_window > 0) c.model.local_rope_theta = c.model.windowed_rope_theta();
   c.model.rope_scaling = used_keys(c.model.rope_scaling);
   if (c.model.init != InitKind::kNormal) c.model.init_std = defaults.model.init_std;

@@ -48,6 +48,13 @@ void check_heads(const ModelConfig& m) {
   }
 }
 
+void check_norms(const ModelConfig& m) {
+  if (!m.norm_unit_offset || m.norm == NormKind::kRmsNorm || m.qk_norm != QkNormKind::kNone) return;
+  throw_bad_input(
+      "model.norm_unit_offset = true has no meaning where norms have no weights; set model.norm = rmsnorm, or false "
+      "here");
+}
+
 void check_rope_scaling(const ModelConfig& m) {
   const RopeScalingConfig& s = m.rope_scaling;
   if (s.kind == RopeScalingKind::kLlama3 && s.low_frequency_factor >= s.high_frequency_factor) {
@@ -277,6 +284,7 @@ void check_data(const DataConfig& d, int64_t vocab_size) {
 void validate(const Config& config) {
   check_limits(config);
   check_heads(config.model);
+  check_norms(config.model);
   check_rope_scaling(config.model);
   check_window(config.model);
   check_size(config);

@@ -158,11 +158,34 @@ void read_rope(const Reader& config, const std::string& where, const HuggingFace
 
 constexpr std::string_view kWindowed = "sliding_attention", kFull = "full_attention";
 
+// Of layers with a window, where `local` has their rope_parameters or is null; `theta` is that of the whole config.
+void read_local_rope(const Reader& config, const std::string& where, const json& local, double theta,
+                     const HuggingFaceFamily& family, ModelConfig& model) {
+  const std::string_view key = family.local_rope_theta_key;
+  double local_theta = local.is_null() ? model.rope_theta : theta;
+  if (!key.empty()) local_theta = config.number(key, family.local_rope_theta);
+  if (!local.is_null()) {
+    const Reader of_local(local, where);
+    local_theta = of_local.number("rope_theta", local_theta);
+    if (rope_type(of_local) != RopeScalingKind::kNone) {
+      of_local.fail("rope_type = \"{}\" is not supported; default is", of_local.text("rope_type", ""));
+    }
+  }
+  if (model.sliding_window == 0) return;  // no layer has one
+  if (model.full_attention_every != 0) {
+    if (local_theta != model.rope_theta) model.local_rope_theta = local_theta;
+  } else {  // all layers have one
+    model.rope_theta = local_theta;
+    model.rope_scaling = {};
+  }
+}
+
 // The same where layers are of two types. rope_parameters may have what belongs to each; otherwise theta is that of
-// both, and the scaling, as rope_scaling always is, of full attention.
+// both, unless the family has a key for the other, and the scaling, as rope_scaling always is, of full attention.
 void read_rope_of_types(const Reader& config, const std::string& where, const HuggingFaceModel& read,
                         ModelConfig& model) {
-  const double theta = config.number("rope_theta", read.family->rope_theta);
+  const HuggingFaceFamily& family = *read.family;
+  const double theta = config.number("rope_theta", family.rope_theta);
   json full = json::object(), local;
   const auto take = [&](const json* from, const std::string& name, json& to) {
     if (from == nullptr) return;
@@ -176,8 +199,10 @@ void read_rope_of_types(const Reader& config, const std::string& where, const Hu
       local = json::object();
       take(each.find(kFull), fmt::format("rope_parameters: {}", kFull), full);
       take(each.find(kWindowed), fmt::format("rope_parameters: {}", kWindowed), local);
-    } else {
+    } else if (family.local_rope_theta_key.empty()) {
       take(parameters, "rope_parameters", full);
+    } else {
+      config.fail("rope_parameters: has neither {} nor {}", kFull, kWindowed);
     }
   }
   take(config.find("rope_scaling"), "rope_scaling", full);
@@ -186,13 +211,7 @@ void read_rope_of_types(const Reader& config, const std::string& where, const Hu
   model.rope_theta = of_full.number("rope_theta", theta);
   read_rope_scaling(of_full, read.max_positions, model.rope_scaling);
   model.rope_scaling.truncate = true;  // transformers does not look for it there
-  if (local.is_null()) return;
-  const Reader of_local(local, fmt::format("{}: {}", where, kWindowed));
-  const double local_theta = of_local.number("rope_theta", theta);
-  if (local_theta != model.rope_theta) model.local_rope_theta = local_theta;
-  if (rope_type(of_local) != RopeScalingKind::kNone) {
-    of_local.fail("rope_type = \"{}\" is not supported; default is", of_local.text("rope_type", ""));
-  }
+  read_local_rope(config, fmt::format("{}: {}", where, kWindowed), local, theta, family, model);
 }
 
 std::vector<std::string> layer_types_of(const ModelConfig& model) {
@@ -247,12 +266,13 @@ json rope_scaling_of(const RopeScalingConfig& scaling) {
 }
 
 // Beside rope_theta and rope_scaling, from which version 5 of transformers takes no theta for layers with a window.
-void write_layer_types(const ModelConfig& model, json& config) {
+void write_layer_types(const HuggingFaceFamily& family, const ModelConfig& model, json& config) {
   json full = rope_scaling_of(model.rope_scaling);
   if (full.is_null()) full = {{"rope_type", "default"}};
   full["rope_theta"] = model.rope_theta;
   config["rope_parameters"] = {
       {kFull, full}, {kWindowed, {{"rope_theta", model.windowed_rope_theta()}, {"rope_type", "default"}}}};
+  if (!family.local_rope_theta_key.empty()) config[family.local_rope_theta_key] = model.windowed_rope_theta();
   config["layer_types"] = layer_types_of(model);
 }
 
@@ -263,6 +283,7 @@ void write_key(const ConfigKey<T>& key, const ModelConfig& model, json& config) 
   ModelConfig spelled_out = model;
   spelled_out.num_kv_heads = model.kv_heads();
   spelled_out.given_head_dim = model.head_dim();
+  spelled_out.query_pre_attn_scalar = model.pre_attn_scalar();
   if (key.of_null && spelled_out.*key.field == key.of_null) {
     config[key.key] = nullptr;
     return;
@@ -287,9 +308,12 @@ HuggingFaceModel parse_huggingface_config(const json& root, const std::string& w
   }
   model.num_kv_heads = model.kv_heads();
   if (model.given_head_dim == model.d_model / model.num_heads) model.given_head_dim = 0;
+  if (model.query_pre_attn_scalar == model.head_dim()) model.query_pre_attn_scalar = 0;
   result.max_positions = config.integer("max_position_embeddings", family.max_positions);
   if (family.full_attention_every > 0) {
-    read_layer_types(config, family.full_attention_every, model);
+    const std::string_view key = family.full_attention_every_key;
+    const int64_t usual_every = family.full_attention_every;
+    read_layer_types(config, key.empty() ? usual_every : config.integer(key, usual_every), model);
     read_rope_of_types(config, where, result, model);
   } else {
     read_rope(config, where, result, model);
@@ -326,7 +350,7 @@ std::string make_huggingface_config(const HuggingFaceModel& described, DType dty
   for (const ModelKey& entry : family.keys) {
     std::visit([&](const auto& key) { write_key(key, model, config); }, entry);
   }
-  if (family.full_attention_every > 0) write_layer_types(model, config);
+  if (family.full_attention_every > 0) write_layer_types(family, model, config);
   // Null where nothing is known: an absent key would mean the ids of the family's own tokenizer.
   for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) {
     config[key] = origin != nullptr && origin->contains(key) ? origin->at(key) : json();

@@ -224,6 +224,51 @@ HuggingFaceFamily olmo3_family() {
   return family;
 }
 
+// The text models of Gemma 3. Its norms multiply by 1 + weight, and post_attention_layernorm is behind attention.
+HuggingFaceFamily gemma3_family() {
+  return {
+      .model_type = "gemma3_text",
+      .architecture = "Gemma3ForCausalLM",
+      .fixed = {.norm = NormKind::kRmsNorm,
+                .norm_placement = NormPlacement::kBoth,
+                .qk_norm = QkNormKind::kPerHead,
+                .norm_unit_offset = true,
+                .qkv_bias = false,
+                .activation = GateActivation::kGeluTanh,
+                .embedding_scale = EmbeddingScale::kSqrtDModel,
+                .init = InitKind::kNormal},
+      .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
+                          IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads, 4},
+                          IntegerKey{"head_dim", &ModelConfig::given_head_dim, 256},
+                          IntegerKey{"query_pre_attn_scalar", &ModelConfig::query_pre_attn_scalar, 256},
+                          IntegerKey{"sliding_window", &ModelConfig::sliding_window, 4096, false, 0},
+                          FlagKey{"tie_word_embeddings", &ModelConfig::tie_embeddings, true}}),
+      .fixed_keys = fixed_keys_without({"hidden_act"},
+                                       fixed_keys({{"hidden_activation", {"gelu_pytorch_tanh"}, Presence::kWritten},
+                                                   {"attn_logit_softcapping", {nullptr}, Presence::kWritten},
+                                                   {"final_logit_softcapping", {nullptr}, Presence::kWritten},
+                                                   {"use_bidirectional_attention", {false}, Presence::kWritten}})),
+      .rope_theta = 1e6,
+      .max_positions = 131072,
+      .full_attention_every = 6,
+      .full_attention_every_key = "sliding_window_pattern",
+      .local_rope_theta_key = "rope_local_base_freq",
+      .local_rope_theta = 10000.0,
+      .tensors = {.in_block = tensors_in_block(
+                      {
+                          {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
+                          {BlockTensor::kAttentionPostNorm, "post_attention_layernorm.weight"},
+                          {BlockTensor::kFfnNorm, "pre_feedforward_layernorm.weight"},
+                          {BlockTensor::kFfnPostNorm, "post_feedforward_layernorm.weight"},
+                      },
+                      {
+                          {BlockTensor::kQueryNorm, "self_attn.q_norm.weight"},
+                          {BlockTensor::kKeyNorm, "self_attn.k_norm.weight"},
+                      }),
+                  .final_norm = "model.norm.weight"},
+  };
+}
+
 // OLMo v1. transformers' OlmoConfig has no head_dim, but its attention reads one where it is given.
 HuggingFaceFamily olmo_family() {
   return {
@@ -259,21 +304,22 @@ ModelConfig read_back(const HuggingFaceFamily& family, const ModelConfig& model)
   return written;
 }
 
-// With the fields filled in that 0 stands for.
+// With the fields filled in that 0 stands for, but for one that follows from another of them.
 Config config_with(ModelConfig model) {
   Config config;
   config.model = model;
   config.model.num_kv_heads = model.kv_heads();
   config.model.given_head_dim = model.head_dim();
+  if (model.pre_attn_scalar() == model.head_dim()) config.model.query_pre_attn_scalar = 0;
   return config;
 }
 
 }  // namespace
 
 std::span<const HuggingFaceFamily> huggingface_families() {
-  static const std::vector<HuggingFaceFamily> families = {llama_family(), mistral_family(), qwen2_family(),
-                                                          qwen3_family(), olmo2_family(),   olmo3_family(),
-                                                          olmo_family()};
+  static const std::vector<HuggingFaceFamily> families = {llama_family(),  mistral_family(), qwen2_family(),
+                                                          qwen3_family(),  olmo2_family(),   olmo3_family(),
+                                                          gemma3_family(), olmo_family()};
   return families;
 }
 

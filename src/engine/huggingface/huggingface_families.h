@@ -88,6 +88,11 @@ struct HuggingFaceFamily {
   // Of families with a list of `layer_types`, where one layer in so many has full attention if there is none, and
   // with angles of each type: those of layers with a window are not scaled. 0: all layers are alike.
   int64_t full_attention_every = 0;
+  // Of those: the key for another such number, and that for the theta of layers with a window, with what
+  // transformers takes where it is absent. Empty: there are none, and theta is that of all layers.
+  std::string_view full_attention_every_key = {};
+  std::string_view local_rope_theta_key = {};
+  double local_rope_theta = 0;
   TensorNames tensors;
 };
 

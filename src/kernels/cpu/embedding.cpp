@@ -54,14 +54,21 @@ void add(const std::vector<float>& x, std::vector<float>& sum) {
 }  // namespace
 
 void embedding_forward(Device&, const EmbeddingForward& a) {
-  const int64_t row_bytes = a.table.dim[1] * size_of(a.table.dtype);
+  const int64_t C = a.table.dim[1], row_bytes = C * size_of(a.table.dtype);
   const int32_t* ids = a.ids.as<int32_t>();
   for (int64_t t = 0; t < a.ids.dim[0]; ++t) check_id("embedding_forward", t, ids[t], a.table.dim[0]);
   const std::byte* table = static_cast<const std::byte*>(a.table.data);
   std::byte* out = static_cast<std::byte*>(a.out.data);
   parallel_for(a.ids.dim[0], kRowGrain, [&](int64_t begin, int64_t end) {
+    std::vector<float> row(static_cast<size_t>(a.scale == 1 ? 0 : C));
     for (int64_t t = begin; t < end; ++t) {
-      std::memcpy(out + t * row_bytes, table + ids[t] * row_bytes, static_cast<size_t>(row_bytes));
+      if (a.scale == 1) {
+        std::memcpy(out + t * row_bytes, table + ids[t] * row_bytes, static_cast<size_t>(row_bytes));
+        continue;
+      }
+      decode_elements(a.table, ids[t] * C, C, row.data());
+      for (float& x : row) x *= a.scale;
+      encode_elements(row.data(), t * C, C, a.out);
     }
   });
 }
@@ -82,6 +89,7 @@ void embedding_backward(Device&, const EmbeddingBackward& a) {
         }
         add(piece, sum);
       }
+      for (float& x : sum) x *= a.scale;
       const int64_t target = run.front().id * C;
       decode_elements(a.d_table, target, C, row.data());
       add(row, sum);

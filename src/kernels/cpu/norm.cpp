@@ -54,9 +54,11 @@ Statistics saved_statistics(const TensorView& mean, const TensorView& rstd, int6
 }
 
 // Ones for a norm without a weight: multiplying by them changes nothing.
-std::vector<float> weight_or_ones(const TensorView& weight, int64_t cols) {
+std::vector<float> weight_or_ones(const TensorView& weight, float offset, int64_t cols) {
   std::vector<float> values(static_cast<size_t>(cols), 1.0f);
-  if (!weight.empty()) decode_elements(weight, 0, cols, values.data());
+  if (weight.empty()) return values;
+  decode_elements(weight, 0, cols, values.data());
+  for (float& w : values) w += offset;
   return values;
 }
 
@@ -69,7 +71,7 @@ void normalize(const float* x, const Statistics& s, const float* weight, int64_t
 
 void norm_forward(Device&, const NormForward& a) {
   const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
-  const std::vector<float> weight = weight_or_ones(a.weight, cols);
+  const std::vector<float> weight = weight_or_ones(a.weight, a.weight_offset, cols);
   Matrix y(rows, cols);
   parallel_for(rows, kRowGrain, [&](int64_t begin, int64_t end) {
     std::vector<float> x(static_cast<size_t>(cols)), branch(static_cast<size_t>(cols));
@@ -97,7 +99,7 @@ void norm_forward(Device&, const NormForward& a) {
 
 void norm_recompute(Device&, const NormRecompute& a) {
   const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
-  const std::vector<float> weight = weight_or_ones(a.weight, cols);
+  const std::vector<float> weight = weight_or_ones(a.weight, a.weight_offset, cols);
   Matrix y(rows, cols);
   parallel_for(rows, kRowGrain, [&](int64_t begin, int64_t end) {
     std::vector<float> x(static_cast<size_t>(cols));
@@ -132,7 +134,7 @@ void add_gradients(const NormBackward& a) {
 // which is d y / d x applied to d_y: xhat changes with x directly, through the mean, and through rstd.
 void add_norm_gradient(const NormBackward& a) {
   const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
-  const std::vector<float> weight = weight_or_ones(a.weight, cols);
+  const std::vector<float> weight = weight_or_ones(a.weight, a.weight_offset, cols);
   constexpr int64_t kTile = 64;  // rows whose part of d_weight is summed together
   Matrix d_weight_part(ceil_div(rows, kTile), cols);
   parallel_for(rows, kTile, [&](int64_t begin, int64_t end) {

@@ -22,19 +22,21 @@ struct Groups {
   std::vector<float> weight;
 };
 
-std::vector<float> decoded(const TensorView& weight) {
+std::vector<float> decoded(const TensorView& weight, float offset) {
   std::vector<float> values(static_cast<size_t>(weight.dim[0]));
   decode_elements(weight, 0, weight.dim[0], values.data());
+  for (float& w : values) w += offset;
   return values;
 }
 
 template <typename Args>
 std::vector<Groups> groups_of(const Args& a) {
   const int64_t queries = a.num_heads, keys = a.num_kv_heads, D = a.x.num_cols() / (queries + 2 * keys);
+  const std::vector<float> of_q = decoded(a.q_weight, a.weight_offset), of_k = decoded(a.k_weight, a.weight_offset);
   if (a.kind == QkNormKind::kFull) {
-    return {{0, 1, 0, queries * D, decoded(a.q_weight)}, {1, 1, queries * D, keys * D, decoded(a.k_weight)}};
+    return {{0, 1, 0, queries * D, of_q}, {1, 1, queries * D, keys * D, of_k}};
   }
-  return {{0, queries, 0, D, decoded(a.q_weight)}, {queries, keys, queries * D, D, decoded(a.k_weight)}};
+  return {{0, queries, 0, D, of_q}, {queries, keys, queries * D, D, of_k}};
 }
 
 // term(0) + ... + term(count - 1), in double: sums of long rows and short ones are equally good.

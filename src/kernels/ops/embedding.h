@@ -7,11 +7,12 @@
 
 namespace parka {
 
-// out[t,c] = table[ids[t],c]
+// out[t,c] = table[ids[t],c] * scale, rounded once
 struct EmbeddingForward {
   TensorView ids;    // [T]    int32, in; each in [0, V)
   TensorView table;  // [V, C] fp32 or bf16, in
   TensorView out;    // [T, C] as table, out
+  float scale = 1;   // 1: the bits are copied
 };
 // Throws Error(kBadInput) on an id outside the table (CPU only; the loader has checked the ids that a GPU gets).
 PARKA_OP(embedding_forward, EmbeddingForward);
@@ -30,15 +31,16 @@ static_assert(sizeof(TokenRow) == kTokenRowInts * sizeof(int32_t));
 // last, as if they were of one token.
 std::vector<TokenRow> embedding_order(const int32_t* ids, int64_t T, int64_t vocab_size);
 
-// d_table[v,c] += sum over the rows t of token v of d_out[t,c]
+// d_table[v,c] += scale * (sum over the rows t of token v of d_out[t,c])
 // The rows of a token are summed in fp32 in pieces of kEmbeddingPiece rows, each piece in the order of t. Then the
-// sums of the pieces are added in order, and the total is added to the table once. So many threads can share the
-// rows of a frequent token.
+// sums of the pieces are added in order, and the total, times the scale, is added to the table once. So many
+// threads can share the rows of a frequent token.
 inline constexpr int64_t kEmbeddingPiece = 64;
 struct EmbeddingBackward {
   TensorView order;    // [T, kTokenRowInts] int32, in: from embedding_order
   TensorView d_out;    // [T, C] fp32 or bf16, in
   TensorView d_table;  // [V, C] fp32 or bf16, in/out
+  float scale = 1;     // as in forward
 
   const TokenRow* rows() const { return reinterpret_cast<const TokenRow*>(order.as<int32_t>()); }
 };

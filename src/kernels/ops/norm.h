@@ -6,7 +6,7 @@ namespace parka {
 
 enum class NormKind : uint8_t {
   kLayerNorm,  // non-parametric, as in OLMo v1: y = (x - mean) * rstd, rstd = 1 / sqrt(var + eps)
-  kRmsNorm,    // y = x * rstd * weight,         rstd = 1 / sqrt(mean(x^2) + eps)
+  kRmsNorm,    // y = x * rstd * w,              rstd = 1 / sqrt(mean(x^2) + eps),  w = weight + weight_offset
   kNone,       // y = x: a residual add alone, with the outputs of a norm. It has no statistics
 };
 
@@ -28,6 +28,7 @@ struct NormForward {
                             // kTensor scale with y, and a kGroup one has its groups along T
   TensorView mean = {};     // [T] fp32, out; kLayerNorm only
   TensorView rstd = {};     // [T] fp32, out; empty for kNone
+  float weight_offset = 0;  // added in fp32: 1 for weights that are kept as what they differ from 1 by
 };
 // Statistics are computed in fp32 over exactly C elements, in two passes: the mean first, then squared deviations.
 PARKA_OP(norm_forward, NormForward);
@@ -37,12 +38,13 @@ int64_t workspace_of(const NormForward& a);
 // is an input, so no pass for the maximum is needed.
 struct NormRecompute {
   NormKind kind;
-  ScaledView x;            // [T, C] what the norm read, in
-  TensorView weight = {};  // [C], in; kRmsNorm only
-  TensorView mean = {};    // [T] fp32, in; kLayerNorm only
-  TensorView rstd = {};    // [T] fp32, in; empty for kNone
-  ScaledView y = {};       // [T, C], out; empty: not wanted. kTensor: y.scale is an input
-  ScaledView y_t = {};     // [C, T] transposed, out; empty: not wanted. kTensor: y_t.scale is an input
+  ScaledView x;             // [T, C] what the norm read, in
+  TensorView weight = {};   // [C], in; kRmsNorm only
+  TensorView mean = {};     // [T] fp32, in; kLayerNorm only
+  TensorView rstd = {};     // [T] fp32, in; empty for kNone
+  ScaledView y = {};        // [T, C], out; empty: not wanted. kTensor: y.scale is an input
+  ScaledView y_t = {};      // [C, T] transposed, out; empty: not wanted. kTensor: y_t.scale is an input
+  float weight_offset = 0;  // as in forward
 };
 PARKA_OP(norm_recompute, NormRecompute);
 
@@ -61,6 +63,7 @@ struct NormBackward {
   ScaledView d_quantized = {};    // [T, C] fp8, out: d_residual_out quantized for the next GEMM; empty: not wanted
   ScaledView d_quantized_t = {};  // [C, T] fp8, out: the same transposed; empty: not wanted
   TensorView d_weight = {};       // [C] fp32 or bf16, in/out; kRmsNorm only
+  float weight_offset = 0;        // as in forward
 };
 // kTensor outputs share one scale: if both are given, d_quantized_t.scale must be the memory of d_quantized.scale.
 // The quantized copies are made from d_residual_out after rounding.

@@ -14,7 +14,7 @@ enum class QkNormKind : uint8_t {
 
 // RMSNorm of queries and keys, and their rotation (ops/rope.h) in the same pass. A group is one head of D columns
 // (kPerHead), or all H D columns of the queries or all Hkv D of the keys (kFull). Of each group x:
-//   y = x * rstd * weight,   rstd = 1 / sqrt(mean(x^2) + eps)
+//   y = x * rstd * w,   rstd = 1 / sqrt(mean(x^2) + eps),   w = weight + weight_offset
 // and of the heads of y, in fp32, what rope_forward makes of them. Values are copied.
 struct QkNormRopeForward {
   QkNormKind kind;      // not kNone
@@ -28,8 +28,9 @@ struct QkNormRopeForward {
   // kGroup fp8, as x, out: x as saved for backward. If given, x is plain, and all else is made of the decoded saved
   // values, so that forward and backward use the same numbers. Empty: not wanted.
   ScaledView saved;
-  TensorView out;   // as x, fp32 or bf16, out; may be x
-  TensorView rstd;  // [T, groups] fp32, out: of the queries' groups, then of the keys'
+  TensorView out;           // as x, fp32 or bf16, out; may be x
+  TensorView rstd;          // [T, groups] fp32, out: of the queries' groups, then of the keys'
+  float weight_offset = 0;  // of both weights, added in fp32: 1 where they are kept as what they differ from 1 by
 };
 PARKA_OP(qk_norm_rope_forward, QkNormRopeForward);
 
@@ -38,7 +39,7 @@ int64_t qk_norm_groups(QkNormKind kind, int64_t num_heads, int64_t num_kv_heads)
 
 // Backward of the norm alone: attention_backward has rotated the gradients back. Of each group, in place in the
 // gradient of y, and added up for the weights:
-//   d_x = rstd * (g - xhat * mean(g * xhat)),   g = d_y * weight,   xhat = x * rstd
+//   d_x = rstd * (g - xhat * mean(g * xhat)),   g = d_y * w,   xhat = x * rstd
 //   d_weight += sum d_y * xhat, over rows, and with kPerHead over heads
 struct QkNormBackward {
   QkNormKind kind;        // not kNone
@@ -53,6 +54,7 @@ struct QkNormBackward {
   int64_t num_kv_heads;
   TensorView d_qkv_amax =
       {};  // [1] fp32, out: max |d_qkv| as stored, values included, for quantize; empty: not wanted
+  float weight_offset = 0;  // as in forward
 };
 // Deterministic: equal input gives equal bits.
 PARKA_OP(qk_norm_backward, QkNormBackward);

@@ -4,12 +4,19 @@
 
 namespace parka {
 
-// product[t,f] = up[t,f] * silu(gate[t,f]),   silu(g) = g / (1 + exp(-g)).
+// What is made of the gate: act(g) = g sig(v(g)),  sig(v) = 1 / (1 + exp(-v)).
+enum class GateActivation : uint8_t {
+  kSilu,      // v(g) = g
+  kGeluTanh,  // v(g) = 2 sqrt(2 / pi) (g + 0.044715 g^3): g (1 + tanh(v / 2)) / 2, as in Gemma
+};
+inline constexpr float kGeluLinear = 1.5957691216f, kGeluCubic = 0.044715f * kGeluLinear;
+
+// product[t,f] = up[t,f] * act(gate[t,f])
 // up_gate holds [up | gate]: the first F columns are up, the last F gate (OLMo's order).
 struct SwigluForward {
   ScaledView up_gate;  // [T, 2F] fp32, bf16, or fp8 kGroup, in; a group never spans the two halves (F % group == 0)
-  // [T, F] fp8 kGroup, out: silu(gate), saved as in COAT. If given, product is computed from its decoded values.
-  // Empty: silu stays in fp32.
+  // [T, F] fp8 kGroup, out: act(gate), saved as in COAT. If given, product is computed from its decoded values.
+  // Empty: act(gate) stays in fp32.
   ScaledView silu = {};
   ScaledView product;         // [T, F] fp32, bf16, or fp8, out
   ScaledView product_t = {};  // [F, T] fp8, out: the product transposed for the weight gradient; empty: not wanted;
@@ -17,21 +24,24 @@ struct SwigluForward {
   // [T, 2F] fp32 or bf16, in: if given, up_gate is an output, fp8 kGroup, quantized from this. The product is
   // computed from the decoded up_gate, so that backward uses the same numbers. Empty: up_gate is an input.
   TensorView up_gate_plain = {};
+  GateActivation activation = GateActivation::kSilu;
 };
 PARKA_OP(swiglu_forward, SwigluForward);
 int64_t workspace_of(const SwigluForward& a);
 
-// d_up = d_product * silu(gate);  d_gate = d_product * up * (sig + silu * (1 - sig)),  sig = 1 / (1 + exp(-gate)).
-// Also recomputes the product, transposed, for the weight gradient of the down projection.
+// d_up = d_product * act(gate);  d_gate = d_product * up * act'(gate),  act' = sig + act * v' * (1 - sig), with v'
+// of the gate and sig of v. Also recomputes the product, transposed, for the weight gradient of the down
+// projection.
 struct SwigluBackward {
   ScaledView up_gate;         // [T, 2F], in
-  ScaledView silu = {};       // [T, F] as saved by forward, in: used for silu(gate); empty if forward saved none
+  ScaledView silu = {};       // [T, F] as saved by forward, in: used for act(gate); empty if forward saved none
   TensorView d_product = {};  // [T, F] fp32 or bf16, in; empty: only the product is wanted
   ScaledView d_up_gate = {};  // [T, 2F] fp32, bf16, or fp8 with any scaling, out; empty: not wanted
   // [2F, T] fp8, out: d_up_gate transposed; empty: not wanted; shares a kTensor scale with d_up_gate
   ScaledView d_up_gate_t = {};
   ScaledView product = {};    // [T, F], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
   ScaledView product_t = {};  // [F, T], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
+  GateActivation activation = GateActivation::kSilu;
 };
 PARKA_OP(swiglu_backward, SwigluBackward);
 int64_t workspace_of(const SwigluBackward& a);

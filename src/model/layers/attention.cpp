@@ -35,13 +35,13 @@ Attention::Attention(const ModelConfig& model, const PrecisionConfig& precision,
       window_(model.is_windowed(block) ? model.sliding_window : 0),
       qk_norm_(model.qk_norm),
       norm_eps_(static_cast<float>(model.norm_eps)),
+      norm_weight_offset_(model.norm_weight_offset()),
+      scale_(1.0f / std::sqrt(static_cast<float>(model.pre_attn_scalar()))),
       q_norm_(table.index_of(prefix + "q_norm")),
       k_norm_(table.index_of(prefix + "k_norm")),
       qkv_layer_(precision, table, prefix + "qkv"),
       out_layer_(precision, table, prefix + "attention_out"),
       keeps_fp8_output_(precision.attention_output == Storage::kFp8) {}
-
-float Attention::scale() const { return 1.0f / std::sqrt(static_cast<float>(head_dim_)); }
 
 void Attention::declare(BufferScope& scope) {
   const int64_t T = scope.tokens();
@@ -186,7 +186,8 @@ void Attention::normalize_and_rotate(const StepContext& step, const ScaledView& 
                                      .eps = norm_eps_,
                                      .saved = saved,
                                      .out = rotated(step),
-                                     .rstd = step.tensor(rstd_, step.num_tokens(), step.arena[rstd_].dim[1])});
+                                     .rstd = step.tensor(rstd_, step.num_tokens(), step.arena[rstd_].dim[1]),
+                                     .weight_offset = norm_weight_offset_});
 }
 
 // d_qkv, of what the norm has written, becomes that of what it reads.
@@ -202,7 +203,8 @@ void Attention::normalize_backward(const StepContext& step, const ScaledView& x,
                                  .d_k_weight = step.gradient_to_add_to(k_norm_),
                                  .num_heads = num_heads_,
                                  .num_kv_heads = num_kv_heads_,
-                                 .d_qkv_amax = d_qkv_amax});
+                                 .d_qkv_amax = d_qkv_amax,
+                                 .weight_offset = norm_weight_offset_});
 }
 
 void Attention::attend(const StepContext& step, const TensorView& qkv, const TensorView& out,
@@ -218,7 +220,7 @@ void Attention::attend(const StepContext& step, const TensorView& qkv, const Ten
                                   .sequence_length = step.shape.sequence_length,
                                   .num_heads = num_heads_,
                                   .num_kv_heads = num_kv_heads_,
-                                  .scale = scale(),
+                                  .scale = scale_,
                                   .out_amax = amax,
                                   .first_key = positions(step).first_keys,
                                   .window = window(step)});
@@ -249,7 +251,7 @@ void Attention::attend_backward(const StepContext& step, const TensorView& qkv, 
                                    .sequence_length = step.shape.sequence_length,
                                    .num_heads = num_heads_,
                                    .num_kv_heads = num_kv_heads_,
-                                   .scale = scale(),
+                                   .scale = scale_,
                                    .first_key = positions(step).first_keys,
                                    .cos_sin = positions(step).rotations,
                                    .d_qkv_amax = d_qkv_amax,

@@ -38,7 +38,6 @@ class Attention {
  private:
   int64_t d_heads() const { return num_heads_ * head_dim_; }
   int64_t d_qkv() const { return (num_heads_ + 2 * num_kv_heads_) * head_dim_; }
-  float scale() const;  // of the scores
 
   void declare_output(BufferScope& scope);
   void declare_backward(BufferScope& scope);
@@ -72,7 +71,8 @@ class Attention {
   int64_t num_heads_, num_kv_heads_, head_dim_;
   int64_t window_;  // keys that a query attends to; 0: all
   QkNormKind qk_norm_;
-  float norm_eps_;
+  float norm_eps_, norm_weight_offset_;
+  float scale_;          // of the scores
   int q_norm_, k_norm_;  // their weights; -1: none
   Linear qkv_layer_, out_layer_;
   bool keeps_fp8_output_;  // precision.attention_output

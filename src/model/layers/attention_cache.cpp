@@ -24,7 +24,7 @@ void Attention::attend_to_cache(const StepContext& step, const TensorView& qkv, 
                                  .max_keys = step.num_keys,
                                  .num_heads = num_heads_,
                                  .num_kv_heads = num_kv_heads_,
-                                 .scale = scale(),
+                                 .scale = scale_,
                                  .out_amax = amax,
                                  .window = window_});
 }

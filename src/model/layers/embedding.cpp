@@ -1,10 +1,21 @@
 #include "model/layers/embedding.h"
 
+#include <cmath>
 #include <vector>
 
+#include "core/number_formats.h"
 #include "kernels/ops/embedding.h"
 
 namespace parka {
+namespace {
+
+float scale_of(const ModelConfig& model, DType compute) {
+  if (model.embedding_scale == EmbeddingScale::kNone) return 1.0f;
+  const auto scale = static_cast<float>(std::sqrt(static_cast<double>(model.d_model)));
+  return compute == DType::kBF16 ? decode_bf16(encode_bf16(scale)) : scale;
+}
+
+}  // namespace
 
 void Embedding::add_parameter(ParameterList& list, const ModelConfig& model, bool decayed) {
   list.add("embedding", model.vocab_size, model.d_model,
@@ -13,7 +24,10 @@ void Embedding::add_parameter(ParameterList& list, const ModelConfig& model, boo
 }
 
 Embedding::Embedding(const ModelConfig& model, const ParameterTable& table, BufferScope& scope)
-    : vocab_size_(model.vocab_size), weight_(table.embedding), is_tied_(table.ties_head()) {
+    : vocab_size_(model.vocab_size),
+      weight_(table.embedding),
+      is_tied_(table.ties_head()),
+      scale_(scale_of(model, scope.compute())) {
   tokens_ = scope.batch("tokens", DType::kI32, {scope.tokens()});
   if (scope.has_backward()) order_ = scope.batch("token_order", DType::kI32, {scope.tokens(), kTokenRowInts});
 }
@@ -30,14 +44,14 @@ void Embedding::load(const StepContext& step, const int32_t* tokens) const {
 
 void Embedding::forward(const StepContext& step, const TensorView& out) const {
   const TensorView ids = step.vector(tokens_, step.num_tokens());
-  embedding_forward(step.device, {.ids = ids, .table = step.weights.plain(weight_), .out = out});
+  embedding_forward(step.device, {.ids = ids, .table = step.weights.plain(weight_), .out = out, .scale = scale_});
 }
 
 void Embedding::backward(const StepContext& step, const TensorView& d_out) const {
-  embedding_backward(step.device,
-                     {.order = step.tensor(order_, step.num_tokens(), kTokenRowInts),
-                      .d_out = d_out,
-                      .d_table = is_tied_ ? step.gradient(weight_) : step.gradient_to_add_to(weight_)});
+  embedding_backward(step.device, {.order = step.tensor(order_, step.num_tokens(), kTokenRowInts),
+                                   .d_out = d_out,
+                                   .d_table = is_tied_ ? step.gradient(weight_) : step.gradient_to_add_to(weight_),
+                                   .scale = scale_});
 }
 
 }  // namespace parka

@@ -5,7 +5,7 @@
 
 namespace parka {
 
-// out[t] = table[tokens[t]]
+// out[t] = table[tokens[t]], times what model.embedding_scale stands for
 class Embedding {
  public:
   static void add_parameter(ParameterList& list, const ModelConfig& model, bool decayed);
@@ -22,6 +22,7 @@ class Embedding {
   int64_t vocab_size_;
   int weight_;
   bool is_tied_;
+  float scale_;
   TensorId tokens_;  // [T] int32
   TensorId order_;   // [T, kTokenRowInts] int32 what embedding_order makes of tokens; training only
 };

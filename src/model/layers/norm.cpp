@@ -8,7 +8,11 @@ void Norm::add_parameter(ParameterList& list, NormKind kind, const ModelConfig& 
 }
 
 Norm::Norm(NormKind kind, const ModelConfig& model, const ParameterTable& table, const std::string& name)
-    : kind_(kind), eps_(static_cast<float>(model.norm_eps)), width_(model.d_model), weight_(table.index_of(name)) {
+    : kind_(kind),
+      eps_(static_cast<float>(model.norm_eps)),
+      width_(model.d_model),
+      weight_(table.index_of(name)),
+      weight_offset_(model.norm_weight_offset()) {
   PARKA_REQUIRE((weight_ >= 0) == (kind_ == NormKind::kRmsNorm));
 }
 
@@ -88,7 +92,8 @@ void Norm::run(const StepContext& step, const TensorView& residual, const Tensor
                              .y = y,
                              .y_t = y_t,
                              .mean = step.vector(mean_, T),
-                             .rstd = step.vector(rstd_, T)});
+                             .rstd = step.vector(rstd_, T),
+                             .weight_offset = weight_offset_});
 }
 
 GemmInput Norm::output_again(const StepContext& step) const {
@@ -102,7 +107,8 @@ GemmInput Norm::output_again(const StepContext& step) const {
                                .mean = step.vector(mean_, T),
                                .rstd = step.vector(rstd_, T),
                                .y = y.row,
-                               .y_t = y.transposed});
+                               .y_t = y.transposed,
+                               .weight_offset = weight_offset_});
   return y;
 }
 
@@ -119,7 +125,8 @@ void Norm::backward(const StepContext& step, const TensorView& d_output, const T
                               .d_residual_out = d_sum,
                               .d_quantized = quantized.row,
                               .d_quantized_t = quantized.transposed,
-                              .d_weight = step.gradient_to_add_to(weight_)});
+                              .d_weight = step.gradient_to_add_to(weight_),
+                              .weight_offset = weight_offset_});
 }
 
 void Norm::sample_input(const StepContext& step, int64_t block, QuantizedTensor which) const {
@@ -136,7 +143,8 @@ void Norm::sample_output(const StepContext& step, int64_t block, QuantizedTensor
                                .weight = weight(step),
                                .mean = samples.first_rows(step.vector(mean_, T)),
                                .rstd = samples.first_rows(step.vector(rstd_, T)),
-                               .y = y});
+                               .y = y,
+                               .weight_offset = weight_offset_});
   samples.add(step.device, block, which, y, output(step));
 }
 

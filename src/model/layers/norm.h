@@ -9,7 +9,8 @@
 namespace parka {
 
 // Adds a branch to the residual stream and normalises the sum: LayerNorm without parameters, or RMSNorm with a
-// weight (model.norm); or kNone, which hands on the sum as the norms of others hand on theirs.
+// weight (model.norm), or 1 + that (model.norm_unit_offset); or kNone, which hands on the sum as the norms of
+// others hand on theirs.
 class Norm {
  public:
   // Nothing where the norm has no weight.
@@ -55,7 +56,8 @@ class Norm {
   NormKind kind_;
   float eps_;
   int64_t width_;
-  int weight_;                // -1: none
+  int weight_;  // -1: none
+  float weight_offset_;
   bool saves_output_ = true;  // false: backward makes it again
 
   // [T, d] the residual stream after the add. A block's first one is all that recompute = block keeps.

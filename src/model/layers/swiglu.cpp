@@ -15,6 +15,7 @@ Swiglu::Swiglu(const ModelConfig& model, const PrecisionConfig& precision, const
                int64_t block, const std::string& prefix)
     : block_(block),
       d_ffn_(model.d_ffn),
+      activation_(model.activation),
       up_gate_layer_(precision, table, prefix + "up_gate"),
       down_layer_(precision, table, prefix + "down"),
       saves_product_(precision.save_product) {}
@@ -49,7 +50,8 @@ void Swiglu::forward(const StepContext& step, const ScaledView& x, const TensorV
                   .silu = step.matrix(silu_, T, f),
                   .product = product,
                   .product_t = step.keep && saves_product_ ? step.matrix(product_.transposed, f, T) : ScaledView{},
-                  .up_gate_plain = up_gate_plain});
+                  .up_gate_plain = up_gate_plain,
+                  .activation = activation_});
   sample_forward(step, projected);
   down_layer_.forward(step, product, out);
 }
@@ -69,7 +71,8 @@ void Swiglu::backward(const StepContext& step, const GemmInput& d_out, const Inp
                                 .d_up_gate = d_up_gate.row,
                                 .d_up_gate_t = d_up_gate.transposed,
                                 .product = saves_product_ ? ScaledView{} : product.row,
-                                .product_t = saves_product_ ? ScaledView{} : product.transposed});
+                                .product_t = saves_product_ ? ScaledView{} : product.transposed,
+                                .activation = activation_});
   sample_backward(step);
   down_layer_.weight_gradient(step, d_out, product);
   up_gate_layer_.input_gradient(step, d_up_gate, d_x);
@@ -88,16 +91,20 @@ void Swiglu::sample_forward(const StepContext& step, const TensorView& up_gate_p
   const ScaledView up_gate = step.matrix(up_gate_, T, 2 * f), silu = step.matrix(silu_, T, f);
   samples.add(step.device, block_, QuantizedTensor::kUpGate, up_gate_plain, up_gate);
   if (!silu.empty()) {
-    // d_up = d_product silu(gate): with ones for d_product the first f columns are what was quantized.
+    // d_up = d_product act(gate): with ones for d_product the first f columns are what was quantized.
     const TensorView d_up_gate = samples.buffer(2 * f);
-    swiglu_backward(step.device,
-                    {.up_gate = samples.first_rows(up_gate), .d_product = samples.ones(), .d_up_gate = d_up_gate});
+    swiglu_backward(step.device, {.up_gate = samples.first_rows(up_gate),
+                                  .d_product = samples.ones(),
+                                  .d_up_gate = d_up_gate,
+                                  .activation = activation_});
     samples.add(step.device, block_, QuantizedTensor::kSilu, d_up_gate, silu);
   }
   if (product_.row.format.scaling == Scaling::kNone) return;
   const TensorView product = samples.buffer(f);
-  swiglu_backward(step.device,
-                  {.up_gate = samples.first_rows(up_gate), .silu = samples.first_rows(silu), .product = product});
+  swiglu_backward(step.device, {.up_gate = samples.first_rows(up_gate),
+                                .silu = samples.first_rows(silu),
+                                .product = product,
+                                .activation = activation_});
   samples.add(step.device, block_, QuantizedTensor::kProduct, product, step.matrix(product_.row, T, f));
 }
 
@@ -109,7 +116,8 @@ void Swiglu::sample_backward(const StepContext& step) const {
   swiglu_backward(step.device, {.up_gate = samples.first_rows(step.matrix(up_gate_, T, 2 * f)),
                                 .silu = samples.first_rows(step.matrix(silu_, T, f)),
                                 .d_product = samples.first_rows(step.tensor(d_product_, T, f)),
-                                .d_up_gate = d_up_gate});
+                                .d_up_gate = d_up_gate,
+                                .activation = activation_});
   samples.add(step.device, block_, QuantizedTensor::kUpGateGradient, d_up_gate,
               step.matrix(d_up_gate_.row, T, 2 * f));
 }

@@ -7,7 +7,8 @@
 
 namespace parka {
 
-// out = W_down (up * silu(gate)), with [up, gate] = W_up_gate x. An inner layer of Branch.
+// out = W_down (up * act(gate)), with [up, gate] = W_up_gate x and act of model.activation. An inner layer of
+// Branch.
 class Swiglu {
  public:
   static constexpr const char *kNormName = "ffn_norm", *kNormBehindName = "ffn_post_norm";
@@ -38,6 +39,7 @@ class Swiglu {
 
   int64_t block_;
   int64_t d_ffn_;
+  GateActivation activation_;
   Linear up_gate_layer_, down_layer_;
   bool saves_product_;  // false: backward makes it again
 

@@ -34,6 +34,31 @@ __global__ void __launch_bounds__(kForwardThreads)
   }
 }
 
+// The same with each element times `scale`: packs of kWidth elements, 16 bytes or one.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kForwardThreads)
+    scaled_embedding_kernel(const int32_t* ids_T, const T* table_VC, T* out_TC, int64_t cols, float scale) {
+  const T* const source = table_VC + ids_T[blockIdx.x] * cols;
+  T* const target = out_TC + int64_t{blockIdx.x} * cols;
+  constexpr int kStride = kForwardThreads * kWidth;
+  for (int64_t first = int64_t{threadIdx.x} * kWidth; first < cols; first += kForwardUnits * kStride) {
+    Stored<T, kWidth> x[kForwardUnits];
+#pragma unroll
+    for (int n = 0; n < kForwardUnits; ++n) {
+      const int64_t at = first + n * kStride;
+      x[n] = load_stored<kWidth>(source + at, at < cols);
+    }
+#pragma unroll
+    for (int n = 0; n < kForwardUnits; ++n) {
+      const int64_t at = first + n * kStride;
+      float scaled[kWidth];
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) scaled[i] = x[n][i] * scale;
+      if (at < cols) store(target + at, scaled);
+    }
+  }
+}
+
 // embedding_backward has two kernels. One sums pieces of rows; the sum of a token's only piece is added to d_table.
 // The other adds the sums of the few tokens that have several pieces.
 constexpr int kBackwardThreads = 128;
@@ -66,6 +91,13 @@ __device__ inline void add(const Stored<T, kWidth>& x, float (&sum)[kWidth]) {
   for (int i = 0; i < kWidth; ++i) sum[i] += x[i];
 }
 
+// The total of a token's rows becomes what its row of the table is to be.
+template <int kWidth, typename T>
+__device__ inline void add_scaled(float scale, const Stored<T, kWidth>& before, float (&sum)[kWidth]) {
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) sum[i] = __fadd_rn(__fmul_rn(sum[i], scale), before[i]);
+}
+
 // What to do with the sum after a row of d_out has been added to it.
 enum class Then : int { kNothing, kAddToTable, kLeaveInSlot };
 
@@ -81,7 +113,7 @@ struct Step {
 template <typename G, typename D, int kWidth>
 __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
     sum_pieces_kernel(const TokenRow* order_T, int64_t T, const G* d_out_TC, D* d_table_VC, float* slots_SC,
-                      RowBlocks blocks) {
+                      RowBlocks blocks, float scale) {
   // As many as registers are for.
   constexpr int kDepth = Stored<G, kWidth>::kWords + Stored<D, kWidth>::kWords <= 8 ? 8 : 4;
   __shared__ Step steps[kBackwardThreads];
@@ -127,7 +159,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
       add(values[i], sum);
       if (step.then == Then::kNothing) continue;
       if (step.then == Then::kAddToTable) {
-        add(before[i], sum);
+        add_scaled(scale, before[i], sum);
         store(d_table_VC + step.target + column, sum);
       } else {
         store(slots_SC + step.target + column, sum);
@@ -145,7 +177,7 @@ constexpr int kSlotDepth = 16;  // slots that are loaded at once
 // the order: the group of the first of these takes it.
 template <typename D, int kWidth>
 __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
-    add_slots_kernel(const TokenRow* order_T, const float* slots_SC, D* d_table_VC, RowBlocks blocks) {
+    add_slots_kernel(const TokenRow* order_T, const float* slots_SC, D* d_table_VC, RowBlocks blocks, float scale) {
   wait_for_kernel_before();
   const int64_t position = blocks.group() * kPiece;
   const TokenRow row = order_T[position];
@@ -165,7 +197,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
 #pragma unroll
     for (int i = 0; i < kSlotDepth; ++i) add(values[i], sum);  // zeros beyond the last piece change no sum
   }
-  add(before, sum);
+  add_scaled(scale, before, sum);
   store(target, sum);
 }
 
@@ -184,8 +216,9 @@ void launch_backward(CudaDevice& device, const EmbeddingBackward& a) {
     check_launch("embedding_backward");
   };
   launch(sum_pieces_kernel<G, D, kWidth>, windows * blocks.per_row, a.rows(), T, a.d_out.as<G>(), d_table_VC,
-         slots_SC, blocks);
-  launch(add_slots_kernel<D, kNarrow>, pieces * slot_blocks.per_row, a.rows(), slots_SC, d_table_VC, slot_blocks);
+         slots_SC, blocks, a.scale);
+  launch(add_slots_kernel<D, kNarrow>, pieces * slot_blocks.per_row, a.rows(), slots_SC, d_table_VC, slot_blocks,
+         a.scale);
 }
 
 template <typename G, typename D>
@@ -205,12 +238,24 @@ void copy_rows(CudaDevice& device, const EmbeddingForward& a, int64_t row_bytes)
       row_bytes / static_cast<int64_t>(sizeof(Unit)));
 }
 
+void scale_rows(CudaDevice& device, const EmbeddingForward& a, bool wide) {
+  with_plain_type(a.table.dtype, [&](auto type) {
+    using T = decltype(type);
+    const auto kernel = wide ? scaled_embedding_kernel<T, 16 / sizeof(T)> : scaled_embedding_kernel<T, 1>;
+    kernel<<<static_cast<unsigned>(a.ids.dim[0]), kForwardThreads, 0, device.stream()>>>(
+        a.ids.as<int32_t>(), a.table.as<T>(), a.out.as<T>(), a.table.dim[1], a.scale);
+  });
+}
+
 }  // namespace
 
 void embedding_forward(Device& device, const EmbeddingForward& a) {
   PARKA_REQUIRE(a.ids.dim[0] <= INT32_MAX);
   const int64_t row_bytes = a.table.dim[1] * size_of(a.table.dtype);
-  if (row_bytes % 16 == 0 && is_aligned(a.table.data, 16) && is_aligned(a.out.data, 16)) {
+  const bool wide = row_bytes % 16 == 0 && is_aligned(a.table.data, 16) && is_aligned(a.out.data, 16);
+  if (a.scale != 1) {
+    scale_rows(as_cuda(device), a, wide);
+  } else if (wide) {
     copy_rows<uint4>(as_cuda(device), a, row_bytes);
   } else {
     copy_rows<uint16_t>(as_cuda(device), a, row_bytes);

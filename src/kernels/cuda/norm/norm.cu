@@ -26,10 +26,10 @@ struct PartValues {
   float element[Part::kPacks][Part::kWidth];
 };
 
-// normalized(x) * weight, without weight for LayerNorm
+// normalized(x) * (weight + weight_offset), without weight for LayerNorm
 template <bool kLayerNorm, typename Part, typename W>
 __device__ PartValues<Part> normalized_part(const Part& part, const float (&x)[Part::kPacks][Part::kWidth],
-                                            float mean, float rstd, const W* weight_C) {
+                                            float mean, float rstd, const W* weight_C, float weight_offset) {
   PartValues<Part> y;
   if constexpr (kLayerNorm) {
     Part::for_each([&](int pack, int i) { y.element[pack][i] = normalized<true>(x[pack][i], mean, rstd); });
@@ -37,7 +37,7 @@ __device__ PartValues<Part> normalized_part(const Part& part, const float (&x)[P
     Stored<W, Part::kWidth> weight[Part::kPacks];
     part.read(weight_C, weight);
     Part::for_each([&](int pack, int i) {
-      y.element[pack][i] = __fmul_rn(normalized<false>(x[pack][i], mean, rstd), weight[pack][i]);
+      y.element[pack][i] = __fmul_rn(normalized<false>(x[pack][i], mean, rstd), weight[pack][i] + weight_offset);
     });
   }
   return y;
@@ -99,6 +99,7 @@ struct ForwardTensors {
   float* mean_T;  // null for RMSNorm
   float* rstd_T;
   float* amax;  // AmaxOnly: raised to max |y|; null: not wanted either
+  float weight_offset;
 };
 
 template <typename T, typename Y, bool kLayerNorm, bool kWide, typename Copy>
@@ -155,13 +156,14 @@ __global__ void __launch_bounds__(kMaxThreads)
   if constexpr (!std::is_same_v<Y, AmaxOnly>) {
     Part::for_each_chunk(cols, [&](const Part& part) {
       read_again(part);
-      part.write(a.y_TC + row, normalized_part<kLayerNorm>(part, x, mean, rstd, a.weight_C).element);
+      const auto y = normalized_part<kLayerNorm>(part, x, mean, rstd, a.weight_C, a.weight_offset);
+      part.write(a.y_TC + row, y.element);
     });
   } else if (a.amax != nullptr) {
     float largest = 0.0f;
     Part::for_each_chunk(cols, [&](const Part& part) {
       read_again(part);
-      const auto y = normalized_part<kLayerNorm>(part, x, mean, rstd, a.weight_C);
+      const auto y = normalized_part<kLayerNorm>(part, x, mean, rstd, a.weight_C, a.weight_offset);
       Part::for_each([&](int pack, int i) {
         // Past the last column RMSNorm yields zeros.
         largest = max_magnitude(largest, !kLayerNorm || part.has(pack) ? y.element[pack][i] : 0.0f);
@@ -177,7 +179,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 template <typename X, typename W, typename Y, bool kLayerNorm, bool kWide>
 __global__ void __launch_bounds__(kMaxThreads)
     norm_recompute_kernel(const X* x_TC, const W* weight_C, const float* mean_T, const float* rstd_T, Y* y_TC,
-                          int cols) {
+                          float weight_offset, int cols) {
   using Part = RowPart<X, kWide>;
   const int64_t row = int64_t{blockIdx.x} * cols;
   const float mean = kLayerNorm ? mean_T[blockIdx.x] : 0.0f, rstd = rstd_T[blockIdx.x];
@@ -186,7 +188,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     part.read(x_TC + row, stored);
     float x[Part::kPacks][Part::kWidth];
     Part::for_each([&](int pack, int i) { x[pack][i] = stored[pack][i]; });
-    part.write(y_TC + row, normalized_part<kLayerNorm>(part, x, mean, rstd, weight_C).element);
+    part.write(y_TC + row, normalized_part<kLayerNorm>(part, x, mean, rstd, weight_C, weight_offset).element);
   });
 }
 
@@ -232,6 +234,7 @@ void launch_forward(CudaDevice& device, const NormForward& a, const T* residual,
       .mean_T = optional<float>(a.mean),
       .rstd_T = a.rstd.as<float>(),
       .amax = amax,
+      .weight_offset = a.weight_offset,
   };
   if constexpr (!std::is_same_v<Y, AmaxOnly>) tensors.y_TC = a.y.data.as<Y>();
   norm_forward_kernel<T, Y, kLayerNorm, kWide, Copy>
@@ -296,9 +299,7 @@ void norm_of_copy(CudaDevice& device, const NormForward& a, float* amax) {
     norm_statistics_kernel<<<static_cast<unsigned>(rows), kStatisticsThreads, 0, device.stream()>>>(
         AnySource(a.x), a.kind == NormKind::kLayerNorm, a.eps, static_cast<int>(cols), optional<float>(a.mean),
         a.rstd.as<float>());
-    if (amax != nullptr) {
-      find_amax_of_elements(device, any_norm_source(a.x, a.weight, a.mean, a.rstd), rows, cols, amax);
-    }
+    if (amax != nullptr) find_amax_of_elements(device, any_norm_source(a.x, a), rows, cols, amax);
     return;
   }
   norm_with_group_copy<AmaxOnly>(device, a, amax);
@@ -329,7 +330,7 @@ void launch_recompute(CudaDevice& device, const NormRecompute& a) {
       wide ? norm_recompute_kernel<X, W, Y, kLayerNorm, true> : norm_recompute_kernel<X, W, Y, kLayerNorm, false>;
   kernel<<<static_cast<unsigned>(rows), threads_for(cols), 0, device.stream()>>>(
       a.x.data.as<X>(), optional<W>(a.weight), optional<float>(a.mean), a.rstd.as<float>(), a.y.data.as<Y>(),
-      static_cast<int>(cols));
+      a.weight_offset, static_cast<int>(cols));
   check_launch("norm_recompute");
 }
 
@@ -380,7 +381,7 @@ void norm_forward(Device& any_device, const NormForward& a) {
   } else {
     norm_of_copy(device, a, amax);
   }
-  with_norm_source(a.x.empty() ? ScaledView(a.residual_out) : a.x, a.weight, a.mean, a.rstd,
+  with_norm_source(a.x.empty() ? ScaledView(a.residual_out) : a.x, a,
                    [&](const auto& y) { write_norm(device, y, rows, cols, a.y, a.y_t, amax); });
   check_launch("norm_forward");
 }
@@ -394,8 +395,7 @@ void norm_recompute(Device& any_device, const NormRecompute& a) {
     return;
   }
   if (a.x.scaling != Scaling::kNone || a.y.empty() || a.y.scaling != Scaling::kNone || !a.y_t.empty()) {
-    with_norm_source(a.x, a.weight, a.mean, a.rstd,
-                     [&](const auto& y) { write_norm(device, y, rows, cols, a.y, a.y_t, nullptr); });
+    with_norm_source(a.x, a, [&](const auto& y) { write_norm(device, y, rows, cols, a.y, a.y_t, nullptr); });
     check_launch("norm_recompute");
     return;
   }

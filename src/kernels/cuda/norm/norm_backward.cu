@@ -98,6 +98,7 @@ struct BackwardTensors {
   G* d_residual_out_TC;  // may be d_y or d_residual: a thread reads its part of a row before it writes it
   float* d_weight_BC;    // null for LayerNorm: what the rows of each block add to d_weight
   float* amax;           // kFindsAmax: raised to max |d_residual_out|, unless it is null
+  float weight_offset;
 };
 
 // No block has 768 threads. The bound keeps registers few enough for that many on a multiprocessor at once, beside
@@ -106,7 +107,7 @@ template <typename Rows, typename G, bool kLayerNorm>
 constexpr int kBackwardMaxThreads =
     !kLayerNorm && sizeof(typename Rows::Element) == 2 && sizeof(G) == 2 ? 768 : kMaxThreads;
 
-// With xhat = (x - mean) * rstd and g = d_y * weight, both functions of the row:
+// With xhat = (x - mean) * rstd and g = d_y * (weight + weight_offset), both functions of the row:
 //   d_x = rstd * (g - mean(g) - xhat * mean(g * xhat)),   without mean(g) for RMSNorm
 template <typename Rows, typename W, typename G, bool kLayerNorm, bool kWide, bool kFindsAmax>
 __global__ void __launch_bounds__(kBackwardMaxThreads<Rows, G, kLayerNorm>)
@@ -133,7 +134,9 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<Rows, G, kLayerNorm>)
       if constexpr (!kLayerNorm) part.read(a.weight_C, weight);
     };
     const auto xhat = [&](int pack, int i) { return normalized<kLayerNorm>(x[pack][i], mean, rstd); };
-    const auto g = [&](int pack, int i) { return kLayerNorm ? d_y[pack][i] : d_y[pack][i] * weight[pack][i]; };
+    const auto g = [&](int pack, int i) {
+      return kLayerNorm ? d_y[pack][i] : d_y[pack][i] * (weight[pack][i] + a.weight_offset);
+    };
 
     float2 sums = {0.0f, 0.0f};  // of g, if that is wanted, and of g * xhat
     Part::for_each_chunk(cols, [&](const Part& part) {
@@ -250,6 +253,7 @@ int launch_rows(CudaDevice& device, const NormBackward& a, const Workspace& work
       .d_residual_out_TC = a.d_residual_out.as<G>(),
       .d_weight_BC = workspace.d_weight_BC,
       .amax = workspace.amax,
+      .weight_offset = a.weight_offset,
   };
   kernel<<<static_cast<unsigned>(blocks), threads, 0, device.stream()>>>(
       tensors, static_cast<unsigned>(rows), static_cast<int>(cols), 1.0f / static_cast<float>(cols));

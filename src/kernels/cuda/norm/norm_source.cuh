@@ -6,7 +6,7 @@
 // The output of a norm as a Source (quantize_tiles.cuh says what that is).
 namespace parka::cuda {
 
-// ---- Weights; LayerNorm has none. load(): 4 adjacent columns ----
+// ---- Weights, offset included; LayerNorm has none. load(): 4 adjacent columns ----
 
 struct NoWeight {
   static constexpr bool kCentred = true;  // the norm subtracts the mean
@@ -20,15 +20,16 @@ struct NoWeight {
 struct BFloat16Weight {
   static constexpr bool kCentred = false;
   const BFloat16* weight_C;
+  float offset;
 
   bool fits_wide() const { return is_aligned(weight_C, 16); }
   __device__ void load(int col, float (&w)[4]) const {
     const uint2 words = __ldg(reinterpret_cast<const uint2*>(weight_C + col));
     const Stored<BFloat16, 4> stored{{words.x, words.y}};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = stored[i];
+    for (int i = 0; i < 4; ++i) w[i] = stored[i] + offset;
   }
-  __device__ float element(int col) const { return to_float(weight_C[col]); }
+  __device__ float element(int col) const { return to_float(weight_C[col]) + offset; }
   static __device__ float times(float x, float w) { return __fmul_rn(x, w); }
 };
 
@@ -37,8 +38,10 @@ struct AnyWeight {
   static constexpr bool kCentred = true;
   const void* weight_C;
   bool is_bf16;
+  float offset;
 
-  explicit AnyWeight(const TensorView& weight) : weight_C(weight.data), is_bf16(weight.dtype == DType::kBF16) {}
+  AnyWeight(const TensorView& weight, float offset_)
+      : weight_C(weight.data), is_bf16(weight.dtype == DType::kBF16), offset(offset_) {}
 
   bool fits_wide() const { return is_aligned(weight_C, 16); }
   __device__ void load(int col, float (&w)[4]) const {
@@ -47,8 +50,8 @@ struct AnyWeight {
   }
   __device__ float element(int col) const {
     if (weight_C == nullptr) return 1.0f;
-    if (is_bf16) return to_float(static_cast<const BFloat16*>(weight_C)[col]);
-    return static_cast<const float*>(weight_C)[col];
+    if (is_bf16) return to_float(static_cast<const BFloat16*>(weight_C)[col]) + offset;
+    return static_cast<const float*>(weight_C)[col] + offset;
   }
   static __device__ float times(float x, float w) { return __fmul_rn(x, w); }
 };
@@ -107,34 +110,35 @@ struct NormSource {
   }
 };
 
-// The norm of any input.
 using AnyNormSource = NormSource<AnySource, AnyWeight>;
-inline AnyNormSource any_norm_source(const ScaledView& x, const TensorView& weight, const TensorView& mean,
-                                     const TensorView& rstd) {
-  return {AnySource(x), AnyWeight(weight), optional<float>(mean), rstd.as<float>()};
+// The norm of x with the weight and the statistics of `a`, forward's or recompute's arguments: of any input.
+template <typename Args>
+AnyNormSource any_norm_source(const ScaledView& x, const Args& a) {
+  return {AnySource(x), AnyWeight(a.weight, a.weight_offset), optional<float>(a.mean), a.rstd.template as<float>()};
 }
 
 // Calls f with the source: one made for the formats that training asks for, or one for any.
-template <typename F>
-void with_norm_source(const ScaledView& x, const TensorView& weight, const TensorView& mean, const TensorView& rstd,
-                      const F& f) {
+template <typename Args, typename F>
+void with_norm_source(const ScaledView& x, const Args& a, const F& f) {
+  const TensorView& weight = a.weight;
   const auto with_weight = [&](auto source) {
     using X = decltype(source);
-    const float* const mean_T = optional<float>(mean);
+    const float* const mean_T = optional<float>(a.mean);
+    const auto* const rstd_T = a.rstd.template as<float>();
     if (weight.empty()) {
-      f(NormSource<X, NoWeight>{source, {}, mean_T, rstd.as<float>()});
+      f(NormSource<X, NoWeight>{source, {}, mean_T, rstd_T});
     } else {
-      f(NormSource<X, BFloat16Weight>{source, {weight.as<BFloat16>()}, mean_T, rstd.as<float>()});
+      f(NormSource<X, BFloat16Weight>{source, {weight.as<BFloat16>(), a.weight_offset}, mean_T, rstd_T});
     }
   };
   if (!weight.empty() && weight.dtype != DType::kBF16) {
-    f(any_norm_source(x, weight, mean, rstd));
+    f(any_norm_source(x, a));
   } else if (x.data.dtype == DType::kBF16) {
     with_weight(PlainSource<BFloat16>(x));
   } else if (x.data.dtype == DType::kE4M3 && BFloat16GroupScales::fits(x)) {
     with_weight(GroupedSource<Float8E4M3>(x));
   } else {
-    f(any_norm_source(x, weight, mean, rstd));
+    f(any_norm_source(x, a));
   }
 }
 

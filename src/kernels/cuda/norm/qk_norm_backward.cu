@@ -58,6 +58,7 @@ struct QkBackwardTensors {
   T* d_qkv_TN;
   float* d_weight_BC;  // what each block adds to the gradients of both weights
   float* amax;         // raised to max |d_qkv|; null: not wanted
+  float weight_offset;
 };
 
 // d_x of an element, from its d_y * weight, and the mean of g * xhat over the group.
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(kTeamThreads)
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const float xhat = normalized<false>(x[pack][i], 0.0f, rstd), d_weight = d_y[pack][i] * xhat;
-        sum += d_y[pack][i] * weight[pack][i] * xhat;
+        sum += d_y[pack][i] * (weight[pack][i] + a.weight_offset) * xhat;
         if (!normalizes) continue;
         if (is_key) {
           d_k_weight[pack][i] += d_weight;
@@ -161,8 +162,8 @@ __global__ void __launch_bounds__(kTeamThreads)
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const float xhat = normalized<false>(x[pack][i], 0.0f, rstd);
-        d_x[i] =
-            is_value ? d_y[pack][i] : qk_input_gradient(d_y[pack][i] * weight[pack][i], xhat, mean_g_xhat, rstd);
+        const float g = d_y[pack][i] * (weight[pack][i] + a.weight_offset);
+        d_x[i] = is_value ? d_y[pack][i] : qk_input_gradient(g, xhat, mean_g_xhat, rstd);
         largest = max_magnitude(largest, d_x[i]);
       }
       if (normalizes && team.has(pack)) store(a.d_qkv_TN + offset + team.column(pack), d_x);
@@ -250,11 +251,12 @@ __global__ void __launch_bounds__(kMaxThreads)
         part.read(weight_W, weight);
       };
       const auto xhat = [&](int pack, int i) { return normalized<false>(x[pack][i], 0.0f, rstd); };
+      const auto g = [&](int pack, int i) { return d_y[pack][i] * (weight[pack][i] + a.weight_offset); };
       float sum = 0.0f;
       Part::for_each_chunk(qkv.width, [&](const Part& part) {
         read(part);
         Part::for_each([&](int pack, int i) {
-          sum += d_y[pack][i] * weight[pack][i] * xhat(pack, i);
+          sum += g(pack, i) * xhat(pack, i);
           if constexpr (kWide) {
             d_weight[pack][i] += d_y[pack][i] * xhat(pack, i);
           } else if (part.has(pack)) {
@@ -268,7 +270,7 @@ __global__ void __launch_bounds__(kMaxThreads)
         if constexpr (!kWide) read(part);
         float d_x[kPacks][kWidth];
         Part::for_each([&](int pack, int i) {
-          d_x[pack][i] = qk_input_gradient(d_y[pack][i] * weight[pack][i], xhat(pack, i), mean_g_xhat, rstd);
+          d_x[pack][i] = qk_input_gradient(g(pack, i), xhat(pack, i), mean_g_xhat, rstd);
           largest = max_magnitude(largest, d_x[pack][i]);
         });
         part.write(a.d_qkv_TN + offset, d_x);
@@ -385,7 +387,8 @@ unsigned launch_qk_backward(CudaDevice& device, const QkNormBackward& a, const Q
                                                               .weight = {a.q_weight.as<W>(), a.k_weight.as<W>()},
                                                               .d_qkv_TN = a.d_qkv.as<T>(),
                                                               .d_weight_BC = d_weight_BC,
-                                                              .amax = optional<float>(a.d_qkv_amax)}};
+                                                              .amax = optional<float>(a.d_qkv_amax),
+                                                              .weight_offset = a.weight_offset}};
   unsigned blocks = 0;
   if (PlainInput<T>::fits(a.x)) blocks = launch.wide(PlainInput<T>(a.x));
   if constexpr (std::is_same_v<T, BFloat16> && std::is_same_v<W, BFloat16>) {

@@ -28,7 +28,7 @@ struct QkRopeTensors {
   const float* cos_sin_SD;
   T* out_TN;
   float* rstd_TG;
-  float eps;
+  float eps, weight_offset;
 };
 
 // x * rstd * weight of a pair, rotated.
@@ -144,7 +144,8 @@ __global__ void __launch_bounds__(kFull ? kMaxThreads : kHeadThreads)
     const float rstd = 1.0f / sqrtf(squares * inverse_width + a.eps);
 #pragma unroll
     for (int i = 0; i < kPackPairs; ++i) {
-      const NormalizedPair y(low[i], high[i], rstd, low_weight[i], high_weight[i], cos[i], sin[i]);
+      const NormalizedPair y(low[i], high[i], rstd, low_weight[i] + a.weight_offset,
+                             high_weight[i] + a.weight_offset, cos[i], sin[i]);
       low[i] = y.low;
       high[i] = y.high;
     }
@@ -190,7 +191,8 @@ __global__ void __launch_bounds__(kMaxThreads)
     for (int i = static_cast<int>(threadIdx.x); i < width / 2; i += threads) {
       const int pair = i % shape.half, low = i / shape.half * D + pair, high = low + shape.half;
       const NormalizedPair y(x_TN.element(row, first_col + low), x_TN.element(row, first_col + high), rstd,
-                             to_float(a.weight[part][low]), to_float(a.weight[part][high]), cos_D[pair],
+                             to_float(a.weight[part][low]) + a.weight_offset,
+                             to_float(a.weight[part][high]) + a.weight_offset, cos_D[pair],
                              cos_D[pair + shape.half]);
       out_N[first_col + low] = from_float<T>(y.low);
       out_N[first_col + high] = from_float<T>(y.high);
@@ -209,7 +211,8 @@ QkRopeTensors<T, W> qk_rope_tensors(const QkNormRopeForward& a) {
           .cos_sin_SD = a.cos_sin.as<float>(),
           .out_TN = a.out.as<T>(),
           .rstd_TG = a.rstd.as<float>(),
-          .eps = a.eps};
+          .eps = a.eps,
+          .weight_offset = a.weight_offset};
 }
 
 // Whether the groups are as SavedCodes and CodesInput have them.

@@ -30,9 +30,9 @@ struct Piece {
         pack(static_cast<int>(blockIdx.x % static_cast<unsigned>(pieces)) * packs_per_piece + threadIdx.x) {}
 };
 
-template <typename X, typename Y, int kWidth>
+template <typename X, typename Y, int kWidth, typename Activation>
 __global__ void __launch_bounds__(kThreads)
-    swiglu_forward_kernel(const X* up_gate_T2F, Y* product_TF, int width, int pieces) {
+    swiglu_forward_kernel(const X* up_gate_T2F, Y* product_TF, Activation activation, int width, int pieces) {
   const Piece piece(pieces, kThreads * kForwardPacks);
   const X* const up_F = up_gate_T2F + piece.row * 2 * width;
   const X* const gate_F = up_F + width;
@@ -47,24 +47,28 @@ __global__ void __launch_bounds__(kThreads)
   for (int n = 0; n < kForwardPacks; ++n) {
     const int64_t column = int64_t{piece.pack + n * kThreads} * kWidth;
     if (column >= width) return;
-    float product[kWidth];
+    float gates[kWidth], activated[kWidth], slope[kWidth], product[kWidth];
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) product[i] = product_of(up[n][i], silu(gate[n][i], sigmoid(gate[n][i])));
+    for (int i = 0; i < kWidth; ++i) gates[i] = gate[n][i];
+    activate(activation, /*coded=*/false, /*saved=*/false, gates, activated, slope);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) product[i] = product_of(up[n][i], activated[i]);
     store(product_TF + piece.row * width + column, product);
   }
 }
 
-template <typename X, typename D, typename Y>
+template <typename X, typename D, typename Y, typename Activation>
 struct BackwardTensors {
   const X* up_gate_T2F;
   const D* d_product_TF;
   Y* d_up_gate_T2F;
   Y* product_TF;  // null: not wanted
+  Activation activation;
 };
 
-template <typename X, typename D, typename Y, int kWidth>
+template <int kWidth, typename X, typename D, typename Y, typename Activation>
 __global__ void __launch_bounds__(kThreads)
-    swiglu_backward_kernel(const BackwardTensors<X, D, Y> a, int width, int pieces) {
+    swiglu_backward_kernel(const BackwardTensors<X, D, Y, Activation> a, int width, int pieces) {
   const Piece piece(pieces, kThreads);
   const int64_t column = int64_t{piece.pack} * kWidth;
   if (column >= width) return;
@@ -73,13 +77,15 @@ __global__ void __launch_bounds__(kThreads)
   const auto up = load_stored<kWidth>(a.up_gate_T2F + up_at);
   const auto gate = load_stored<kWidth>(a.up_gate_T2F + gate_at);
   const auto d_product = load_stored<kWidth>(a.d_product_TF + product_at);
-  float d_up[kWidth], d_gate[kWidth], product[kWidth];
+  float gates[kWidth], activated[kWidth], slope[kWidth], d_up[kWidth], d_gate[kWidth], product[kWidth];
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) gates[i] = gate[i];
+  activate(a.activation, /*coded=*/false, /*saved=*/false, gates, activated, slope);
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
-    const float s = sigmoid(gate[i]), g = silu(gate[i], s);
-    d_up[i] = up_gradient(d_product[i], g);
-    d_gate[i] = gate_gradient(d_product[i], up[i], s, g);
-    product[i] = product_of(up[i], g);
+    d_up[i] = up_gradient(d_product[i], activated[i]);
+    d_gate[i] = gate_gradient(d_product[i], up[i], slope[i]);
+    product[i] = product_of(up[i], activated[i]);
   }
   store(a.d_up_gate_T2F + up_at, d_up);
   store(a.d_up_gate_T2F + gate_at, d_gate);
@@ -97,7 +103,8 @@ unsigned num_blocks(int64_t rows, int64_t pieces) {
   return static_cast<unsigned>(rows * pieces);
 }
 
-void make_product(CudaDevice& device, const TensorView& up_gate, const TensorView& product) {
+void make_product(CudaDevice& device, const TensorView& up_gate, const TensorView& product,
+                  GateActivation activation) {
   const int64_t rows = product.dim[0], cols = product.dim[1];
   PARKA_REQUIRE(cols <= INT32_MAX);
   with_plain_type(up_gate.dtype, [&](auto x) {
@@ -105,10 +112,14 @@ void make_product(CudaDevice& device, const TensorView& up_gate, const TensorVie
       using X = decltype(x);
       using Y = decltype(y);
       const bool wide = fits_wide(cols, kWideWidth<X>, {up_gate.data, product.data});
-      const auto kernel = wide ? swiglu_forward_kernel<X, Y, kWideWidth<X>> : swiglu_forward_kernel<X, Y, 1>;
       const int64_t pieces = ceil_div(cols, int64_t{kThreads} * kForwardPacks * (wide ? kWideWidth<X> : 1));
-      kernel<<<num_blocks(rows, pieces), kThreads, 0, device.stream()>>>(
-          up_gate.as<X>(), product.as<Y>(), static_cast<int>(cols), static_cast<int>(pieces));
+      with_activation(activation, [&](auto act) {
+        using A = decltype(act);
+        const auto kernel =
+            wide ? swiglu_forward_kernel<X, Y, kWideWidth<X>, A> : swiglu_forward_kernel<X, Y, 1, A>;
+        kernel<<<num_blocks(rows, pieces), kThreads, 0, device.stream()>>>(
+            up_gate.as<X>(), product.as<Y>(), act, static_cast<int>(cols), static_cast<int>(pieces));
+      });
     });
   });
 }
@@ -124,15 +135,18 @@ void make_gradient(CudaDevice& device, const SwigluBackward& a, const TensorView
         using X = decltype(x);
         using D = decltype(d);
         using Y = decltype(y);
-        const BackwardTensors<X, D, Y> tensors{up_gate.as<X>(), a.d_product.as<D>(), d_up_gate.as<Y>(),
-                                               product.empty() ? nullptr : product.as<Y>()};
         const bool wide =
             fits_wide(cols, kWideWidth<X>, {up_gate.data, a.d_product.data, d_up_gate.data, product.data});
-        const auto kernel =
-            wide ? swiglu_backward_kernel<X, D, Y, kWideWidth<X>> : swiglu_backward_kernel<X, D, Y, 1>;
         const int64_t pieces = ceil_div(cols, int64_t{kThreads} * (wide ? kWideWidth<X> : 1));
-        kernel<<<num_blocks(rows, pieces), kThreads, 0, device.stream()>>>(tensors, static_cast<int>(cols),
-                                                                           static_cast<int>(pieces));
+        with_activation(a.activation, [&](auto act) {
+          using A = decltype(act);
+          const BackwardTensors<X, D, Y, A> tensors{up_gate.as<X>(), a.d_product.as<D>(), d_up_gate.as<Y>(),
+                                                    product.empty() ? nullptr : product.as<Y>(), act};
+          const auto kernel =
+              wide ? swiglu_backward_kernel<kWideWidth<X>, X, D, Y, A> : swiglu_backward_kernel<1, X, D, Y, A>;
+          kernel<<<num_blocks(rows, pieces), kThreads, 0, device.stream()>>>(tensors, static_cast<int>(cols),
+                                                                             static_cast<int>(pieces));
+        });
       });
     });
   });
@@ -148,7 +162,7 @@ void swiglu_forward(Device& device, const SwigluForward& a) {
     swiglu_forward_fp8(device, a);
     return;
   }
-  make_product(as_cuda(device), a.up_gate.data, a.product.data);
+  make_product(as_cuda(device), a.up_gate.data, a.product.data, a.activation);
   check_launch("swiglu_forward");
 }
 
@@ -162,7 +176,7 @@ void swiglu_backward(Device& device, const SwigluBackward& a) {
   const TensorView &d_up_gate = a.d_up_gate.data, &product = a.product.data;
   const bool together = !d_up_gate.empty() && d_up_gate.dtype == product.dtype;
   if (!d_up_gate.empty()) make_gradient(as_cuda(device), a, together ? product : TensorView());
-  if (!product.empty() && !together) make_product(as_cuda(device), a.up_gate.data, product);
+  if (!product.empty() && !together) make_product(as_cuda(device), a.up_gate.data, product, a.activation);
   check_launch("swiglu_backward");
 }
 

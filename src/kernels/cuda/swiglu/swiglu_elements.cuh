@@ -1,6 +1,9 @@
 #pragma once
+#include <type_traits>
+
 #include "kernels/cuda/ptx/mma.cuh"
 #include "kernels/cuda/vector.cuh"
+#include "kernels/ops/swiglu.h"
 
 // The functions of one element of SwiGLU. The compiler cannot fuse their operations with others, so every kernel
 // gets the same bits, forward and backward, plain and FP8.
@@ -32,24 +35,64 @@ __device__ inline float sigmoid_of_coded(float gate) {
 }
 
 __device__ inline float silu(float gate, float sigmoid_of_gate) { return __fmul_rn(gate, sigmoid_of_gate); }
-__device__ inline float product_of(float up, float silu_of_gate) { return __fmul_rn(up, silu_of_gate); }
+__device__ inline float silu_slope(float sigmoid_of_gate, float silu_of_gate) {
+  return __fmaf_rn(silu_of_gate, __fsub_rn(1.0f, sigmoid_of_gate), sigmoid_of_gate);
+}
 
-__device__ inline float up_gradient(float d_product, float silu_of_gate) {
-  return __fmul_rn(d_product, silu_of_gate);
+// Kernels get the activation as a constant where it is SiLU, which most models have, and otherwise as a number: the
+// former then hold no branch, and the compiler has two kernels to make of each and not three.
+using SiluActivation = std::integral_constant<GateActivation, GateActivation::kSilu>;
+
+template <typename F>
+void with_activation(GateActivation activation, const F& f) {
+  if (activation == GateActivation::kSilu) {
+    f(SiluActivation());
+  } else {
+    f(activation);
+  }
 }
-// up times the derivative of silu.
-__device__ inline float up_times_slope(float up, float sigmoid_of_gate, float silu_of_gate) {
-  return __fmul_rn(up, __fmaf_rn(silu_of_gate, __fsub_rn(1.0f, sigmoid_of_gate), sigmoid_of_gate));
+
+// v(gate) of GELU, and its derivative.
+__device__ inline float gelu_argument(float gate) {
+  return __fmul_rn(gate, __fmaf_rn(__fmul_rn(kGeluCubic, gate), gate, kGeluLinear));
 }
-__device__ inline float gate_gradient(float d_product, float up, float sigmoid_of_gate, float silu_of_gate) {
-  return __fmul_rn(d_product, up_times_slope(up, sigmoid_of_gate, silu_of_gate));
+__device__ inline float gelu_argument_slope(float gate) {
+  return __fmaf_rn(__fmul_rn(3 * kGeluCubic, gate), gate, kGeluLinear);
+}
+
+// What is made of some gates: activated = act(gate), unless it holds what was saved of that, and slope =
+// act'(gate). `coded`: the gates are stored as FP8.
+template <int kCount>
+__device__ inline void activate(GateActivation activation, bool coded, bool saved, const float (&gate)[kCount],
+                                float (&activated)[kCount], float (&slope)[kCount]) {
+  if (activation == GateActivation::kSilu) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float s = coded ? sigmoid_of_coded(gate[i]) : sigmoid(gate[i]);
+      if (!saved) activated[i] = silu(gate[i], s);
+      slope[i] = silu_slope(s, activated[i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float s = sigmoid(gelu_argument(gate[i]));
+      if (!saved) activated[i] = silu(gate[i], s);
+      slope[i] = __fmaf_rn(__fmul_rn(activated[i], __fsub_rn(1.0f, s)), gelu_argument_slope(gate[i]), s);
+    }
+  }
+}
+
+__device__ inline float product_of(float up, float activated) { return __fmul_rn(up, activated); }
+
+__device__ inline float up_gradient(float d_product, float activated) { return __fmul_rn(d_product, activated); }
+__device__ inline float gate_gradient(float d_product, float up, float slope) {
+  return __fmul_rn(d_product, __fmul_rn(up, slope));
 }
 
 // The larger magnitude of both gradients, bit for bit: rounding keeps the order of |d_product| times the two
 // factors.
-__device__ inline float gradient_magnitude(float d_product, float up, float sigmoid_of_gate, float silu_of_gate) {
-  const float slope = up_times_slope(up, sigmoid_of_gate, silu_of_gate);
-  return __fmul_rn(fabsf(d_product), fmaxf(fabsf(silu_of_gate), fabsf(slope)));
+__device__ inline float gradient_magnitude(float d_product, float up, float activated, float slope) {
+  return __fmul_rn(fabsf(d_product), fmaxf(fabsf(activated), fabsf(__fmul_rn(up, slope))));
 }
 
 }  // namespace parka::cuda

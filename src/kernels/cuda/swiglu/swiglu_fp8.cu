@@ -21,15 +21,17 @@ namespace {
 
 // ---- Forward: quantizing up_gate and finding the product's maximum in one pass ----
 
+template <typename Activation>
 struct GateQuantization {
   PlainSource<BFloat16> up_gate;
   uint8_t* codes_T2F;
   BFloat16* scales;
-  uint8_t* silu_codes_TF;  // null: silu is not saved
+  uint8_t* silu_codes_TF;  // null: act(gate) is not saved
   BFloat16* silu_scales;
   int rows, width;
   int group_shift;  // log2 of the columns in a group
-  float* amax;      // of the product; null: not wanted
+  Activation activation;
+  float* amax;  // of the product; null: not wanted
 
   struct Fetched {
     PlainSource<BFloat16>::Fetched up, gate;
@@ -73,9 +75,9 @@ struct GroupCodes {
 };
 
 // A thread has up and gate of its part of a tile of [T, F].
-template <typename F8, bool kSavesSilu>
+template <typename F8, bool kSavesSilu, typename Activation>
 __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
-    quantize_gate_kernel(const GateQuantization q) {
+    quantize_gate_kernel(const GateQuantization<Activation> q) {
   __shared__ uint32_t shared[tiles::kWarps];
   const tiles::Place place;
   const int lanes = 1 << q.group_shift >> std::countr_zero(unsigned{kSourceWidth});
@@ -84,53 +86,56 @@ __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
   uint8_t* const codes = q.codes_T2F + offset_of(place.row, 2 * q.width, place.col);
   BFloat16* const scales = q.scales + offset_of(place.row, 2 * groups, group);
   float amax = 0.0f;
-  tiles::for_each_row(q, q.rows, q.width, [&](int k, const GateQuantization::Fetched& fetched) {
-    GroupCodes<F8> up_codes(max_magnitude_of(fetched.up), lanes), gate_codes(max_magnitude_of(fetched.gate), lanes);
-    float silus[16], silu_amax = 0.0f;
+  tiles::for_each_row(
+      q, q.rows, q.width, [&](int k, const typename GateQuantization<Activation>::Fetched& fetched) {
+        GroupCodes<F8> up_codes(max_magnitude_of(fetched.up), lanes),
+            gate_codes(max_magnitude_of(fetched.gate), lanes);
+        float silus[16], silu_amax = 0.0f;
 #pragma unroll
-    for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
-      float up[4], gate[4];
-      q.up_gate.decode(fetched.up, quarter, up);
-      up_codes.encode(quarter, up);
-      q.up_gate.decode(fetched.gate, quarter, gate);
-      gate_codes.encode(quarter, gate);
+        for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
+          float up[4], gate[4];
+          q.up_gate.decode(fetched.up, quarter, up);
+          up_codes.encode(quarter, up);
+          q.up_gate.decode(fetched.gate, quarter, gate);
+          gate_codes.encode(quarter, gate);
+          float activated[4], slope[4];
+          activate(q.activation, /*coded=*/!kSavesSilu, /*saved=*/false, gate, activated, slope);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float own = silu(gate[i], kSavesSilu ? sigmoid(gate[i]) : sigmoid_of_coded(gate[i]));
-        silus[4 * quarter + i] = own;
-        if constexpr (kSavesSilu) {
-          silu_amax = max_magnitude(silu_amax, own);
-        } else {
-          amax = max_magnitude(amax, product_of(up[i], own));
+          for (int i = 0; i < 4; ++i) {
+            silus[4 * quarter + i] = activated[i];
+            if constexpr (kSavesSilu) {
+              silu_amax = max_magnitude(silu_amax, activated[i]);
+            } else {
+              amax = max_magnitude(amax, product_of(up[i], activated[i]));
+            }
+          }
         }
-      }
-    }
-    const bool exists = place.row + k < q.rows && place.col < q.width;
-    if constexpr (kSavesSilu) {
-      GroupCodes<F8> silu_codes(silu_amax, lanes);
+        const bool exists = place.row + k < q.rows && place.col < q.width;
+        if constexpr (kSavesSilu) {
+          GroupCodes<F8> silu_codes(silu_amax, lanes);
 #pragma unroll
-      for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
-        float up[4], saved[4];
-        up_codes.decode(quarter, up);
+          for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
+            float up[4], saved[4];
+            up_codes.decode(quarter, up);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) saved[i] = silus[4 * quarter + i];
-        silu_codes.encode(quarter, saved);
+            for (int i = 0; i < 4; ++i) saved[i] = silus[4 * quarter + i];
+            silu_codes.encode(quarter, saved);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) amax = max_magnitude(amax, product_of(up[i], saved[i]));
-      }
-      if (exists) silu_codes.write(q.silu_codes_TF + offset_of(place.row + k, q.width, place.col));
-      if (exists && is_first_of_group) {
-        q.silu_scales[offset_of(place.row + k, groups, group)] = from_float<BFloat16>(silu_codes.scale.scale);
-      }
-    }
+            for (int i = 0; i < 4; ++i) amax = max_magnitude(amax, product_of(up[i], saved[i]));
+          }
+          if (exists) silu_codes.write(q.silu_codes_TF + offset_of(place.row + k, q.width, place.col));
+          if (exists && is_first_of_group) {
+            q.silu_scales[offset_of(place.row + k, groups, group)] = from_float<BFloat16>(silu_codes.scale.scale);
+          }
+        }
 
-    if (!exists) return;
-    up_codes.write(codes + k * 2 * int64_t{q.width});
-    gate_codes.write(codes + (k * 2 + 1) * int64_t{q.width});
-    if (!is_first_of_group) return;
-    scales[k * 2 * int64_t{groups}] = from_float<BFloat16>(up_codes.scale.scale);
-    scales[(k * 2 + 1) * int64_t{groups}] = from_float<BFloat16>(gate_codes.scale.scale);
-  });
+        if (!exists) return;
+        up_codes.write(codes + k * 2 * int64_t{q.width});
+        gate_codes.write(codes + (k * 2 + 1) * int64_t{q.width});
+        if (!is_first_of_group) return;
+        scales[k * 2 * int64_t{groups}] = from_float<BFloat16>(up_codes.scale.scale);
+        scales[(k * 2 + 1) * int64_t{groups}] = from_float<BFloat16>(gate_codes.scale.scale);
+      });
   if (q.amax != nullptr) raise_to_block_max<tiles::kThreads>(q.amax, amax, shared);
 }
 
@@ -148,21 +153,27 @@ bool fits_quantize_gate(const SwigluForward& a) {
 void quantize_gate(CudaDevice& device, const SwigluForward& a, float* amax) {
   const int64_t rows = a.product.num_rows(), width = a.product.num_cols();
   const bool saves_silu = !a.silu.empty();
-  const GateQuantization q{
-      .up_gate = PlainSource<BFloat16>(a.up_gate_plain),
-      .codes_T2F = tiles::codes_of(a.up_gate),
-      .scales = a.up_gate.scale.as<BFloat16>(),
-      .silu_codes_TF = tiles::codes_of(a.silu),
-      .silu_scales = saves_silu ? a.silu.scale.as<BFloat16>() : nullptr,
-      .rows = static_cast<int>(rows),
-      .width = static_cast<int>(width),
-      .group_shift = std::countr_zero(static_cast<uint64_t>(a.up_gate.group)),
-      .amax = amax,
+  const auto quantization = [&](auto activation) {
+    return GateQuantization<decltype(activation)>{
+        .up_gate = PlainSource<BFloat16>(a.up_gate_plain),
+        .codes_T2F = tiles::codes_of(a.up_gate),
+        .scales = a.up_gate.scale.as<BFloat16>(),
+        .silu_codes_TF = tiles::codes_of(a.silu),
+        .silu_scales = saves_silu ? a.silu.scale.as<BFloat16>() : nullptr,
+        .rows = static_cast<int>(rows),
+        .width = static_cast<int>(width),
+        .group_shift = std::countr_zero(static_cast<uint64_t>(a.up_gate.group)),
+        .activation = activation,
+        .amax = amax,
+    };
   };
-  with_float8_type(a.up_gate.data.dtype, [&](auto f8) {
-    using F8 = decltype(f8);
-    const auto kernel = saves_silu ? quantize_gate_kernel<F8, true> : quantize_gate_kernel<F8, false>;
-    kernel<<<tiles::grid_of(rows, width), tiles::kThreads, 0, device.stream()>>>(q);
+  with_activation(a.activation, [&](auto activation) {
+    with_float8_type(a.up_gate.data.dtype, [&](auto f8) {
+      using F8 = decltype(f8);
+      using A = decltype(activation);
+      const auto kernel = saves_silu ? quantize_gate_kernel<F8, true, A> : quantize_gate_kernel<F8, false, A>;
+      kernel<<<tiles::grid_of(rows, width), tiles::kThreads, 0, device.stream()>>>(quantization(activation));
+    });
   });
 }
 
@@ -246,21 +257,22 @@ float* zero_amax(CudaDevice& device, std::string_view op) {
   return amax;
 }
 
-// With `amax`, which `is_found` or 0, scales are made from it; with null they are inputs.
-void write_product(CudaDevice& device, const ScaledView& up_gate, const ScaledView& silu, const ScaledView& product,
-                   const ScaledView& product_t, float* amax, bool is_found) {
-  const int64_t rows = up_gate.num_rows(), width = up_gate.num_cols() / 2;
-  const bool wide = AnyGated(up_gate, AnySource(silu)).fits_wide() && fits_tensor_tiles(product, product_t);
-  with_gated(up_gate, silu, wide, [&](const auto& gated) {
+// Of forward or backward. With `amax`, which `is_found` or 0, scales are made from it; with null they are inputs.
+template <typename Args>
+void write_product(CudaDevice& device, const Args& a, float* amax, bool is_found) {
+  const int64_t rows = a.up_gate.num_rows(), width = a.up_gate.num_cols() / 2;
+  const bool wide =
+      AnyGated(a.up_gate, AnySource(a.silu), a.activation).fits_wide() && fits_tensor_tiles(a.product, a.product_t);
+  with_gated(a.up_gate, a.silu, a.activation, wide, [&](const auto& gated) {
     using Gates = std::decay_t<decltype(gated)>;
     const MadeSource source(ProductNumbers<Gates>{gated});
     const bool wants_amax = amax != nullptr && !is_found;
     if constexpr (std::is_same_v<Gates, AnyGated>) {
       if (wants_amax) find_amax_of_elements(device, source, rows, width, amax);
-      write_rare(device, source, rows, width, product, product_t, amax);
+      write_rare(device, source, rows, width, a.product, a.product_t, amax);
     } else {
       if (wants_amax) find_amax(device, source, rows, width, amax);
-      tiles::write_tensor(device, source, rows, width, product, product_t, amax);
+      tiles::write_tensor(device, source, rows, width, a.product, a.product_t, amax);
     }
   });
 }
@@ -302,7 +314,7 @@ void write_gradient_codes(CudaDevice& device, const Inputs& inputs, const Swiglu
 template <typename F>
 void with_gradient_inputs(const SwigluBackward& a, bool wide, const F& f) {
   const bool has_kernels = wide && a.d_product.dtype == DType::kBF16;
-  with_gated(a.up_gate, a.silu, has_kernels, [&](const auto& gated) {
+  with_gated(a.up_gate, a.silu, a.activation, has_kernels, [&](const auto& gated) {
     using Gates = std::decay_t<decltype(gated)>;
     if constexpr (std::is_same_v<Gates, AnyGated>) {
       f(AnyGradientInputs{gated, AnySource(a.d_product)});
@@ -315,7 +327,7 @@ void with_gradient_inputs(const SwigluBackward& a, bool wide, const F& f) {
 // Returns whether the product was made as well.
 bool write_gradient(CudaDevice& device, const SwigluBackward& a) {
   const int64_t rows = a.d_product.dim[0], width = a.d_product.dim[1];
-  const AnyGradientInputs any{AnyGated(a.up_gate, AnySource(a.silu)), AnySource(a.d_product)};
+  const AnyGradientInputs any{AnyGated(a.up_gate, AnySource(a.silu), a.activation), AnySource(a.d_product)};
   const bool wide = any.fits_wide();
   const bool has_codes_kernel = wide && fits_tensor_tiles(a.d_up_gate, a.d_up_gate_t);
   const bool has_plain_kernel = wide && a.d_up_gate_t.empty() && a.d_up_gate.scaling == Scaling::kNone &&
@@ -363,10 +375,10 @@ void swiglu_forward_fp8(Device& device_, const SwigluForward& a) {
   if (fused) {
     quantize_gate(device, a, amax);
   } else if (!a.silu.empty()) {
-    const AnyGated gated(a.up_gate, AnySource(ScaledView()));
+    const AnyGated gated(a.up_gate, AnySource(ScaledView()), a.activation);
     write_rare(device, MadeSource(SiluNumbers<AnyGated>{gated}), rows, width, a.silu, {}, nullptr);
   }
-  write_product(device, a.up_gate, a.silu, a.product, a.product_t, amax, fused);
+  write_product(device, a, amax, fused);
   check_launch("swiglu_forward");
 }
 
@@ -376,7 +388,7 @@ void swiglu_backward_fp8(Device& device_, const SwigluBackward& a) {
   const bool wants_gradient = !a.d_up_gate.empty() || !a.d_up_gate_t.empty();
   const bool has_product = wants_gradient && write_gradient(device, a);
   if (!has_product && !(a.product.empty() && a.product_t.empty())) {
-    write_product(device, a.up_gate, a.silu, a.product, a.product_t, nullptr, false);
+    write_product(device, a, nullptr, false);
   }
   check_launch("swiglu_backward");
 }

@@ -14,7 +14,7 @@ struct Element {
   int row, col;
 };
 
-// No saved silu(gate): it is computed.
+// No saved act(gate): it is computed.
 struct NoSource {
   struct Fetched {};
   bool fits_wide() const { return true; }
@@ -42,10 +42,11 @@ __device__ constexpr bool is_coded(const CodedSource<F8, Scales>&) {
 __device__ inline bool is_coded(const AnySource& x) { return x.dtype != DType::kF32 && x.dtype != DType::kBF16; }
 
 // Up and gate of [T, F].
-template <typename UpGate, typename Silu>
+template <typename UpGate, typename Silu, typename Activation>
 struct Gated {
   UpGate up_gate;
   Silu saved_silu;
+  Activation activation;
   int width;
 
   struct Fetched {
@@ -53,8 +54,11 @@ struct Gated {
     typename Silu::Fetched silu;
   };
 
-  Gated(const ScaledView& up_gate_, const Silu& saved)
-      : up_gate(up_gate_), saved_silu(saved), width(static_cast<int>(up_gate_.num_cols() / 2)) {}
+  Gated(const ScaledView& up_gate_, const Silu& saved, Activation activation_)
+      : up_gate(up_gate_),
+        saved_silu(saved),
+        activation(activation_),
+        width(static_cast<int>(up_gate_.num_cols() / 2)) {}
 
   bool fits_wide() const { return width % kSourceWidth == 0 && up_gate.fits_wide() && saved_silu.fits_wide(); }
   __device__ Fetched fetch(int row, int col) const {
@@ -71,17 +75,14 @@ struct Gated {
   __device__ void read_gate(const Element& at, int, float (&gate)[1]) const {
     gate[0] = up_gate.element(at.row, at.col + width);
   }
-  // What the product and gradients are made of.
+  // What the product and gradients are made of: act(gate) and act'(gate).
   template <typename Place, int kCount>
-  __device__ void read_silu(const Place& at, int quarter, float (&sigmoids)[kCount], float (&silus)[kCount]) const {
+  __device__ void read_activated(const Place& at, int quarter, float (&activated)[kCount],
+                                 float (&slope)[kCount]) const {
     float gate[kCount];
     read_gate(at, quarter, gate);
-    if (is_given(saved_silu)) read_saved_silu(at, quarter, silus);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      sigmoids[i] = is_coded(up_gate) ? sigmoid_of_coded(gate[i]) : sigmoid(gate[i]);
-      if (!is_given(saved_silu)) silus[i] = silu(gate[i], sigmoids[i]);
-    }
+    if (is_given(saved_silu)) read_saved_silu(at, quarter, activated);
+    activate(activation, is_coded(up_gate), is_given(saved_silu), gate, activated, slope);
   }
 
  private:
@@ -93,7 +94,7 @@ struct Gated {
   }
 };
 
-using AnyGated = Gated<AnySource, AnySource>;
+using AnyGated = Gated<AnySource, AnySource, GateActivation>;
 
 // The members of a Source that all those below have in common: Numbers has make(at, quarter, x), for 4 numbers of
 // what its fetch() gave, and for an Element.
@@ -113,7 +114,7 @@ struct MadeSource : Numbers {
   }
 };
 
-// silu(gate) as it is to be saved, [T, F].
+// act(gate) as it is to be saved, [T, F].
 template <typename Gates>
 struct SiluNumbers {
   Gates gated;
@@ -124,13 +125,13 @@ struct SiluNumbers {
   __device__ Fetched fetch(int row, int col) const { return gated.fetch(row, col); }
   template <typename Place, int kCount>
   __device__ void make(const Place& at, int quarter, float (&x)[kCount]) const {
-    gated.read_gate(at, quarter, x);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = silu(x[i], sigmoid(x[i]));
+    float gate[kCount], slope[kCount];
+    gated.read_gate(at, quarter, gate);
+    activate(gated.activation, /*coded=*/false, /*saved=*/false, gate, x, slope);
   }
 };
 
-// up * silu(gate), [T, F].
+// up * act(gate), [T, F].
 template <typename Gates>
 struct ProductNumbers {
   Gates gated;
@@ -141,23 +142,25 @@ struct ProductNumbers {
   __device__ Fetched fetch(int row, int col) const { return gated.fetch(row, col); }
   template <typename Place, int kCount>
   __device__ void make(const Place& at, int quarter, float (&x)[kCount]) const {
-    float up[kCount], sigmoids[kCount], silus[kCount];
+    float up[kCount], activated[kCount], slope[kCount];
     gated.read_up(at, quarter, up);
-    gated.read_silu(at, quarter, sigmoids, silus);
+    gated.read_activated(at, quarter, activated, slope);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = product_of(up[i], silus[i]);
+    for (int i = 0; i < kCount; ++i) x[i] = product_of(up[i], activated[i]);
   }
 };
 
 // What gradients of kCount places are made of, in fp32.
 template <int kCount>
 struct GradientParts {
-  float up[kCount], d_product[kCount], sigmoid[kCount], silu[kCount];
+  float up[kCount], d_product[kCount], activated[kCount], slope[kCount];
 
-  __device__ float d_up(int i) const { return up_gradient(d_product[i], silu[i]); }
-  __device__ float d_gate(int i) const { return gate_gradient(d_product[i], up[i], sigmoid[i], silu[i]); }
-  __device__ float product(int i) const { return product_of(up[i], silu[i]); }
-  __device__ float magnitude(int i) const { return gradient_magnitude(d_product[i], up[i], sigmoid[i], silu[i]); }
+  __device__ float d_up(int i) const { return up_gradient(d_product[i], activated[i]); }
+  __device__ float d_gate(int i) const { return gate_gradient(d_product[i], up[i], slope[i]); }
+  __device__ float product(int i) const { return product_of(up[i], activated[i]); }
+  __device__ float magnitude(int i) const {
+    return gradient_magnitude(d_product[i], up[i], activated[i], slope[i]);
+  }
 };
 
 // Of a place in [T, F].
@@ -176,12 +179,12 @@ struct GradientInputs {
   // As Gated's: a quarter of what was fetched, or one element.
   __device__ void read(const Fetched& at, int quarter, GradientParts<4>& g) const {
     gated.read_up(at.gated, quarter, g.up);
-    gated.read_silu(at.gated, quarter, g.sigmoid, g.silu);
+    gated.read_activated(at.gated, quarter, g.activated, g.slope);
     d_product.decode(at.d_product, quarter, g.d_product);
   }
   __device__ void read(const Element& at, int, GradientParts<1>& g) const {
     gated.read_up(at, 0, g.up);
-    gated.read_silu(at, 0, g.sigmoid, g.silu);
+    gated.read_activated(at, 0, g.activated, g.slope);
     g.d_product[0] = d_product.element(at.row, at.col);
   }
 };
@@ -241,20 +244,24 @@ struct GradientMagnitudes {
 
 // Calls f with the Gated of these matrices. The formats that training uses have kernels of their own, if `wide`.
 template <typename F>
-void with_gated(const ScaledView& up_gate, const ScaledView& silu, bool wide, const F& f) {
+void with_gated(const ScaledView& up_gate, const ScaledView& silu, GateActivation activation, bool wide,
+                const F& f) {
   const auto is_saved = [](const ScaledView& t) {
     return t.data.dtype == DType::kE4M3 && BFloat16GroupScales::fits(t);
   };
   const bool is_plain = up_gate.data.dtype == DType::kBF16;
   const auto with_silu = [&]<typename UpGate>(std::type_identity<UpGate>) {
-    if (silu.empty()) {
-      f(Gated<UpGate, NoSource>(up_gate, NoSource()));
-    } else {
-      f(Gated<UpGate, GroupedSource<Float8E4M3>>(up_gate, GroupedSource<Float8E4M3>(silu)));
-    }
+    with_activation(activation, [&](auto act) {
+      using Saved = GroupedSource<Float8E4M3>;
+      if (silu.empty()) {
+        f(Gated<UpGate, NoSource, decltype(act)>(up_gate, NoSource(), act));
+      } else {
+        f(Gated<UpGate, Saved, decltype(act)>(up_gate, Saved(silu), act));
+      }
+    });
   };
   if (!wide || !(is_plain || is_saved(up_gate)) || !(silu.empty() || is_saved(silu))) {
-    f(AnyGated(up_gate, AnySource(silu)));
+    f(AnyGated(up_gate, AnySource(silu), activation));
   } else if (is_plain) {
     with_silu(std::type_identity<PlainSource<BFloat16>>());
   } else {
