@@ -7,6 +7,7 @@
 
 #include "core/error.h"
 #include "engine/config/config_table.h"
+#include "engine/config/given_keys.h"
 #include "engine/config/nearest_name.h"
 #include "engine/config/recipe.h"
 #include "engine/files/file_io.h"
@@ -164,11 +165,9 @@ std::string apply_override(json& root, const ConfigTable& table, const std::stri
   return path;
 }
 
-}  // namespace
-
-Config parse_config(const json& root, std::string_view source) { return ConfigReader(source, {}).read(root); }
-
-Config override_config(json root, const std::vector<std::string>& overrides, const std::string& source) {
+// Sets keys in the tree of a file; returns their paths.
+std::set<std::string> apply_overrides(json& root, const std::vector<std::string>& overrides,
+                                      const std::string& source) {
   if (!root.is_object()) {
     throw_bad_input("{}: expected an object of sections, got {}", printable(source), describe_json(root));
   }
@@ -177,22 +176,50 @@ Config override_config(json root, const std::vector<std::string>& overrides, con
   std::set<std::string> overridden;
   for (const std::string& assignment : overrides)
     overridden.insert(apply_override(root, table, assignment, source));
+  return overridden;
+}
+
+json read_config_file(const std::string& path) {
+  constexpr int64_t kMaxFileBytes = int64_t{16} << 20;
+  return parse_json_text(read_text(path, kMaxFileBytes), path);
+}
+
+ordered_json::json_pointer pointer_to(const ConfigField& field) {
+  std::string pointer = "/" + field.path;
+  std::replace(pointer.begin(), pointer.end(), '.', '/');
+  return ordered_json::json_pointer(pointer);
+}
+
+}  // namespace
+
+Config parse_config(const json& root, std::string_view source) { return ConfigReader(source, {}).read(root); }
+
+Config override_config(json root, const std::vector<std::string>& overrides, const std::string& source) {
+  std::set<std::string> overridden = apply_overrides(root, overrides, source);
   return ConfigReader(source, std::move(overridden)).read(root);
 }
 
 Config load_config(const std::string& path, const std::vector<std::string>& overrides) {
-  constexpr int64_t kMaxFileBytes = int64_t{16} << 20;
-  return override_config(parse_json_text(read_text(path, kMaxFileBytes), path), overrides, path);
+  return override_config(read_config_file(path), overrides, path);
+}
+
+ordered_json given_keys(const std::string& path, const std::vector<std::string>& overrides) {
+  json root = read_config_file(path);
+  apply_overrides(root, overrides, path);
+  const ordered_json given = root;
+  ordered_json result = ordered_json::object();
+  Config names_only;
+  for (const ConfigField& field : make_config_table(names_only).fields) {
+    const auto pointer = pointer_to(field);
+    if (given.contains(pointer)) result[pointer] = given.at(pointer);
+  }
+  return result;
 }
 
 ordered_json to_json(const Config& config) {
   Config copy = config;
   ordered_json root = ordered_json::object();
-  for (const ConfigField& field : make_config_table(copy).fields) {
-    std::string pointer = "/" + field.path;
-    std::replace(pointer.begin(), pointer.end(), '.', '/');
-    root[ordered_json::json_pointer(pointer)] = get_field(field);
-  }
+  for (const ConfigField& field : make_config_table(copy).fields) root[pointer_to(field)] = get_field(field);
   return root;
 }
 
