@@ -147,6 +147,22 @@ class Figures(unittest.TestCase):
         self.assertEqual(wrong, {})
         self.assertEqual(sorted(set(values) - used - set(printed)), [])
 
+    def test_the_front_page_quotes_figures(self):
+        page = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+        quotes = {"step.llama2-7b.parka.1gpu.tok_s_gpu": r"Llama-2-7B at ([\d,]+)\s+tokens/s", "step.llama2-7b.parka.1gpu.peak_gb": r"in ([\d.]+)\s+GB",
+                  "step.olmo-1b.parka.1gpu.tok_s_gpu": r"OLMo-1B at ([\d,]+)\s+tokens/s",
+                  "step.olmo-1b.parka.1gpu.peak_gb": r"tokens/s in ([\d.]+)\s+GB,\s+\[`configs/olmo-1b-bench",
+                  "loss_gap.olmo-150m.coat": r"([\d.]+) \(`coat`\)", "loss_gap.olmo-150m.parka": r"([\d.]+) nats per byte \(`parka`\)",
+                  "step.llama2-7b.parka.both.zero1.2gpu.tok_s_gpu": r"([\d,]+)\s+tokens/s per GPU with stage 1",
+                  "step.llama2-7b.parka.both.2gpu.tok_s_gpu": r"and ([\d,]+)\s+with\s+stage 3",
+                  "quickstart.minutes": r"took ([\d.]+)\s+minutes"}
+        values = {figure["name"]: figure["value"] for figure in read_figures()}
+        for name, pattern in quotes.items():
+            with self.subTest(name):
+                found = re.search(pattern, page)
+                self.assertIsNotNone(found, pattern)
+                self.assertTrue(is_value(found[1], values[name], False), f"{found[1]}, not {values[name]}")
+
     def test_figures_are_complete(self):
         names = [figure["name"] for figure in read_figures()]
         self.assertEqual(len(names), len(set(names)))
