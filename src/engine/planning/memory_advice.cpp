@@ -75,6 +75,7 @@ class ChosenChanges {
   // Adds changes until they fit; false where all are not enough. Leaves out what contradicts those before it.
   bool add_until(int64_t limit_bytes) {
     if (planned() <= limit_bytes) return true;
+    if (!can_fit(limit_bytes)) return false;
     for (size_t i = 0; i < possible_.size(); ++i) {
       const std::vector<bool> before = chosen_;
       choose(i);
@@ -102,6 +103,15 @@ class ChosenChanges {
   }
 
  private:
+  // False where all changes together, which do not contradict each other, are not enough: soon said.
+  bool can_fit(int64_t limit_bytes) {
+    const std::vector<bool> before = chosen_;
+    for (size_t i = 0; i < possible_.size(); ++i) choose(i);
+    const int64_t bytes = planned();
+    chosen_ = before;
+    return bytes <= limit_bytes || bytes == kNever;
+  }
+
   bool same_key(size_t i, size_t j) const { return key_of(possible_[i]) == key_of(possible_[j]); }
 
   void choose(size_t i) {
