@@ -225,7 +225,7 @@ struct PrecisionConfig {
         "How rotated q, k and v are kept: compute or fp8. With model.qk_norm they are kept unnormalised and unrotated");
     visit("attention_output", attention_output,
           "How the attention output is kept: compute, or fp8 (the GEMM's own input; needs gemm = fp8_tensor). With "
-          "fp8 a 150M model diverged after 1,000 steps: docs/precision.md says why");
+          "fp8 a model of 85M parameters diverged after 1,000 steps: docs/precision.md says why");
     visit("group_size", group_size, "Elements per scale of kept FP8 activations", one_of<int64_t>(16, 32, 64, 128));
     visit(
         "save_norm_output", save_norm_output,

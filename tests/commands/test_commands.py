@@ -58,11 +58,59 @@ class Plan(unittest.TestCase):
         tight = ("--memory-limit", "60", "--set", "training.micro_batch_size=8", "--set", "training.global_batch_size=64")
         plan = self.plan("llama2-7b-parka.json", *tight)
         self.assertFalse(plan["fits"])
-        overrides = []
-        for change in plan["change_that_fits"].split(" + "):
-            for assignment in change.split(" (")[0].split(" and "):
-                overrides += ["--set", assignment]
-        self.assertTrue(self.plan("llama2-7b-parka.json", *tight, *overrides)["fits"])
+        advice = plan["fits_with"]
+        overrides = [argument for change in advice["changes"] for argument in ("--set", change)]
+        changed = self.plan("llama2-7b-parka.json", *tight, *overrides)
+        self.assertTrue(changed["fits"])
+        self.assertEqual(changed["total_bytes"], advice["total_bytes"])
+        self.assertFalse({"fits_with", "fits_on"} & set(changed))
+        more = plan["fits_on"]
+        overrides = [argument for change in more["changes"] for argument in ("--set", change)]
+        self.assertTrue(self.plan("llama2-7b-parka.json", *tight, *overrides, "--gpus", str(more["gpus"]))["fits"])
+
+    def test_the_advice_can_be_pasted_and_written(self):
+        path = os.path.join(ROOT, "configs", "llama2-7b-parka.json")
+        with tempfile.TemporaryDirectory(prefix="parka-test-") as folder:
+            written = os.path.join(folder, "fits.json")
+            result = parka("plan", path, "--memory-limit", "48", "--write", written)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertIn("Does not fit into 48.0 GB.", result.stdout)
+            self.assertIn(f"wrote {written}\n", result.stdout)
+            pasted = re.findall(r"^    (--set) (\S+)  +# \S", result.stdout, re.MULTILINE)
+            self.assertGreater(len(pasted), 1)
+            (in_use,) = re.findall(r"cheapest \(([0-9.]+ GB) in use\)", result.stdout)
+            for arguments in ([path, *(word for words in pasted for word in words)], [written]):
+                fits = parka("plan", *arguments, "--memory-limit", "48").stdout
+                self.assertIn("\nFits into 48.0 GB.\n", fits)
+                self.assertRegex(fits, rf"\nin use on the GPU +{in_use} +100.0 %\n")
+            (gpus, arguments) = re.findall(r"As it is, it fits on \d+ GPUs: --gpus (\d+)((?: --set \S+)*) \(", result.stdout)[0]
+            self.assertIn("\nFits into 48.0 GB.\n",
+                          parka("plan", path, "--memory-limit", "48", "--gpus", gpus, *arguments.split()).stdout)
+
+            # Nothing to change: the config as it was given. Nothing that helps: no file.
+            self.assertEqual(parka("plan", path, "--memory-limit", "200", "--write", written).returncode, 0)
+            self.assertEqual(parka("config", "show", written).stdout, parka("config", "show", path).stdout)
+            refused = parka("plan", path, "--memory-limit", "4", "--write", os.path.join(folder, "none.json"))
+            self.assertEqual(refused.returncode, 2)
+            self.assertIn("no change makes it fit into 4.0 GB", refused.stderr)
+            self.assertEqual(os.listdir(folder), ["fits.json"])
+
+    def test_the_table_adds_up_and_has_no_empty_lines(self):
+        for name, gpus in (("llama2-7b-parka.json", 1), ("olmo-7b-coat.json", 8), ("quickstart.json", 1)):
+            with self.subTest(name):
+                text = parka("plan", os.path.join(ROOT, "configs", name), "--gpus", str(gpus)).stdout
+                self.assertFalse([line for line in text.splitlines() if line != line.rstrip()])
+                self.assertNotIn(" 0.000 GB", text)
+                rows = re.findall(r"^(\S.*?) +((?:(?:[0-9.]+ GB|-) +)+)([0-9.]+) %$", text, re.MULTILINE)
+                names, columns, shares = zip(*rows)
+                self.assertEqual(names[-3:], ("planned", "CUDA context and libraries", "in use on the GPU"))
+                numbers = [[float(number.replace("-", "0")) for number in re.findall("[0-9.]+|-", column)] for column in columns]
+                for column in zip(*numbers):
+                    self.assertAlmostEqual(sum(column[:-3]), column[-3], delta=0.0005 * len(column))
+                    self.assertAlmostEqual(column[-3] + column[-2], column[-1], delta=0.0011)
+                self.assertEqual(len(numbers[0]), 2 if gpus > 1 else 1)
+                self.assertAlmostEqual(sum(map(float, shares[:-3])), float(shares[-3]), delta=0.05 * len(shares))
+                self.assertEqual(shares[-1], "100.0")
 
     def test_offloaded_blocks_are_in_host_memory(self):
         name, blocks, layers = "olmo-7b-coat.json", 20, 32

@@ -8,6 +8,7 @@
 
 #include "engine/config/config_io.h"
 #include "engine/config/config_table.h"
+#include "engine/config/given_keys.h"
 #include "engine/config/recipe.h"
 #include "model/parameter_table.h"
 #include "tests/support/catch.h"
@@ -40,6 +41,20 @@ bool depends_on_recipe(const std::string& path) {
 std::string shipped(const std::string& name) { return PARKA_SOURCE_DIR "/configs/" + name + ".json"; }
 
 }  // namespace
+
+TEST_CASE("what a file and overrides give can be written and read again", "[engine][config]") {
+  for (const std::string& path : shipped_configs()) {
+    CAPTURE(path);
+    const std::vector<std::string> overrides = {"precision.recipe=coat", "data.train=[\"a.npy\",\"b.npy\"]",
+                                                "optimizer.schedule.warmup_steps=7"};
+    const std::string written = given_keys(path, overrides).dump(2);
+    CHECK(to_json(parse_config(json::parse(written), "written")) == to_json(load_config(path, overrides)));
+  }
+  const nlohmann::ordered_json given = given_keys(shipped("tiny-llama"), {"training.steps=3"});
+  CHECK(given["training"]["steps"] == 3);
+  CHECK_FALSE(given.contains("telemetry"));  // as the file
+  CHECK_THROWS(given_keys(shipped("tiny-llama"), {"training.stepz=3"}));
+}
 
 TEST_CASE("the hash covers what decides the numbers and nothing else", "[engine][config]") {
   Config base;

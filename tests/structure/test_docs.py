@@ -1,10 +1,11 @@
-"""Files, folders and pages that pages and comments name exist. Pages of docs/results are records of their day and may not."""
+"""Files, folders and pages that pages and comments name exist. Pages of docs/results/history are records of their day: only what
+they link to does."""
 import re
 import unittest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/results").glob("*.md"))]
 FOLDERS = "bench|configs|docs|examples|fuzz|scripts|src|tests"
 # `src/core/shard.h`, scripts/test.sh, tests/engine: from the root. Not what follows a letter, a dot or a slash.
 FROM_ROOT = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*<>-]*)")
@@ -31,6 +32,12 @@ class Docs(unittest.TestCase):
     def test_what_pages_name_exists(self):
         found = {str(page.relative_to(ROOT)): missing(page, page.read_text(encoding="utf-8")) for page in PAGES}
         self.assertEqual({page: names for page, names in found.items() if names}, {})
+
+    def test_what_pages_of_history_link_to_exists(self):
+        pages = sorted((ROOT / "docs/results/history").glob("*.md"))
+        found = [f"{page.name}: {name}" for page in pages for name in LINK.findall(page.read_text(encoding="utf-8"))
+                 if "://" not in name and not (page.parent / name).exists()]
+        self.assertEqual(found, [])
 
     def test_what_is_missing_is_found(self):
         text = ("`src/core/nowhere.h`, tests/core. `core/gone.h` `core/shard.h` scripts/*.sh configs/*.toml src/kernels/ops/<op>.h "

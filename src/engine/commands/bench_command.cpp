@@ -10,6 +10,7 @@
 #include "engine/commands/device_setup.h"
 #include "engine/commands/version.h"
 #include "engine/config/config_io.h"
+#include "engine/config/given_keys.h"
 #include "engine/files/file_io.h"
 #include "engine/planning/bench.h"
 #include "kernels/device/step_section_names.h"
@@ -152,7 +153,7 @@ int run_bench(const BenchOptions& options) {
     if (launch.rank() == 0) require_replaceable(options.json_path);
     const int gpu = launch.agree_on_gpu(wants_gpu(config, options.started));
     const std::unique_ptr<Device> device = make_device(config, std::max(0, gpu));
-    check_memory(config, *device, launch.size());
+    check_memory(config, given_keys(options.config_path, options.overrides), *device, launch.size());
     const std::unique_ptr<Communicator> communicator = launch.make_communicator(*device);
     launch.watchdog().at(0, "benchmark");
     const BenchResult result = run_benchmark(config, *device, *communicator, options.steps, options.roofline);

@@ -127,13 +127,20 @@ void add_plan(CLI::App& app, PlanOptions& options) {
       "Print the memory a run needs on each GPU and what would make it fit; with --measured, also predict its "
       "step time.");
   add_config_options(command, options.config_path, options.overrides);
-  command.add_option("--gpus", options.num_gpus, "Number of GPUs")->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+  command.add_option("--gpus", options.num_gpus, "Number of GPUs")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
+      ->capture_default_str();
   command
       .add_option("--memory-limit", options.memory_limit_gb,
                   "Memory of one GPU in GB (1e9 bytes), or with a unit: 80GiB")
       ->transform(kGigabytes)
-      ->check(kPositive);
+      ->check(kPositive)
+      ->capture_default_str();
   command.add_flag("--json", options.json, "Print JSON");
+  command
+      .add_option("--write", options.write_path,
+                  "Write the config to this file, with the cheapest changes that make it fit")
+      ->type_name("FILE");
   CLI::Option& measured = *command
                                .add_option("--measured", options.measured_path,
                                            "Measurement on one GPU, written by `parka bench CONFIG --json FILE`")

@@ -34,6 +34,7 @@ struct PlanOptions {
   int64_t num_gpus = 1;
   double memory_limit_gb = 80.0;  // 1e9 bytes per GPU
   bool json = false;
+  std::string write_path = {};  // of a config with the changes that make it fit; empty: none is written
 
   // To predict the time of a step; needs a measurement of one GPU. docs/scaling.md says where the defaults come
   // from.

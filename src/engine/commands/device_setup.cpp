@@ -8,6 +8,7 @@
 
 #include "engine/commands/gemm_tuning_file.h"
 #include "engine/planning/gpu_plan.h"
+#include "engine/planning/memory_advice.h"
 
 namespace parka {
 namespace {
@@ -50,14 +51,15 @@ std::unique_ptr<Device> make_device(const Config& config, int gpu) {
   return device;
 }
 
-void check_memory(const Config& config, const Device& device, int64_t num_gpus) {
+void check_memory(const Config& config, const nlohmann::json& given, const Device& device, int64_t num_gpus) {
   if (device.kind() != DeviceKind::kCuda) return;
-  const int64_t free = device.memory_use().free_bytes, planned = plan_for_gpus(config, num_gpus).total_bytes;
+  const int64_t free = device.memory_use().free_bytes, planned = planned_bytes(config, num_gpus);
   if (planned <= free) return;
-  const std::optional<std::string> change = change_that_fits(config, num_gpus, free);
+  const std::optional<MemoryAdvice> advice = cheapest_changes(given, num_gpus, free);
   throw_bad_input("{}: the run needs {:.2f} GB, but {:.2f} GB are free; {}", device.name(),
                   static_cast<double>(planned) * 1e-9, static_cast<double>(free) * 1e-9,
-                  change ? "it would fit with " + *change : "no change of batch or precision makes it fit");
+                  advice ? "it would fit with " + advice->arguments()
+                         : "no change of batch, precision or sharding makes it fit: use more GPUs");
 }
 
 }  // namespace parka

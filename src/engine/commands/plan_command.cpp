@@ -6,7 +6,10 @@
 
 #include "engine/commands/commands.h"
 #include "engine/config/config_io.h"
+#include "engine/config/given_keys.h"
+#include "engine/files/file_io.h"
 #include "engine/planning/gpu_plan.h"
+#include "engine/planning/memory_advice.h"
 #include "engine/planning/step_measurement.h"
 #include "engine/planning/step_model.h"
 
@@ -15,34 +18,102 @@ namespace {
 
 double gb(int64_t bytes) { return static_cast<double>(bytes) * 1e-9; }
 
-void print_table(const Config& config, const GpuPlan& plan, const PlanOptions& options) {
-  std::printf("%-34s %12s %12s\n", "", "one GPU", options.num_gpus > 1 ? "each GPU" : "");
+// A line of the table; on several GPUs with what one GPU alone would hold, which may be nothing.
+void print_line(const GpuPlan::Line& line, int64_t num_gpus, int64_t in_use) {
+  std::printf("%-30s", line.category.c_str());
+  if (num_gpus > 1 && line.unsharded_bytes == 0) std::printf(" %12s", "-");
+  if (num_gpus > 1 && line.unsharded_bytes > 0) std::printf(" %9.3f GB", gb(line.unsharded_bytes));
+  std::printf(" %9.3f GB %7.1f %%\n", gb(line.bytes),
+              100 * static_cast<double>(line.bytes) / static_cast<double>(in_use));
+}
+
+void print_table(const Config& config, const GpuPlan& plan, int64_t num_gpus) {
+  constexpr int64_t kPrintsAsZero = 500'000;
+  const std::string where =
+      num_gpus == 1 ? "1 GPU"
+                    : fmt::format("each of {} GPUs, ZeRO stage {}", num_gpus, config.distributed.zero_stage);
+  fmt::print("recipe {}, {} x {} tokens on {}\n", name_of(config.precision.recipe),
+             config.training.micro_batch_size, config.data.sequence_length, where);
+  if (num_gpus > 1) std::printf("%-30s %12s %12s %9s\n", "", "one alone", "each", "share");
+  GpuPlan::Line other{"other", 0, 0}, planned{"planned", 0, 0};
+  const GpuPlan::Line context{"CUDA context and libraries", context_bytes(1), context_bytes(num_gpus)};
+  const int64_t in_use = plan.total_bytes + context.bytes;
   for (const GpuPlan::Line& line : plan.lines) {
-    std::printf("%-34s %9.3f GB", line.category.c_str(), gb(line.unsharded_bytes));
-    if (options.num_gpus > 1) std::printf(" %9.3f GB", gb(line.bytes));
-    std::printf("\n");
+    planned.unsharded_bytes += line.unsharded_bytes;
+    planned.bytes += line.bytes;
+    const bool small = std::max(line.unsharded_bytes, line.bytes) < kPrintsAsZero;
+    if (!small) print_line(line, num_gpus, in_use);
+    if (small) other.unsharded_bytes += line.unsharded_bytes;
+    if (small) other.bytes += line.bytes;
   }
-  std::printf("%-34s %12s %9.3f GB on each of %lld GPU%s (ZeRO stage %lld, recipe %s, %lld x %lld tokens)\n",
-              "total", "", gb(plan.total_bytes), static_cast<long long>(options.num_gpus),
-              options.num_gpus > 1 ? "s" : "",
-              static_cast<long long>(options.num_gpus > 1 ? config.distributed.zero_stage : 0),
-              std::string(name_of(config.precision.recipe)).c_str(),
-              static_cast<long long>(config.training.micro_batch_size),
-              static_cast<long long>(config.data.sequence_length));
-  std::printf("%-34s %12s %9.3f GB\n", "CUDA context and libraries", "", gb(context_bytes(options.num_gpus)));
-  std::printf("%-34s %12s %9.3f GB\n", "in use on the GPU", "",
-              gb(plan.total_bytes + context_bytes(options.num_gpus)));
+  if (std::max(other.unsharded_bytes, other.bytes) >= kPrintsAsZero) print_line(other, num_gpus, in_use);
+  print_line(planned, num_gpus, in_use);
+  print_line(context, num_gpus, in_use);
+  print_line({"in use on the GPU", planned.unsharded_bytes + context.unsharded_bytes, in_use}, num_gpus, in_use);
   if (plan.host_bytes > 0) {
-    std::printf("%-34s %12s %9.3f GB for what %lld blocks keep for backward\n", "in host memory, for each GPU", "",
+    std::printf("in host memory, for each GPU: %.3f GB for what %lld blocks keep for backward\n",
                 gb(plan.host_bytes), static_cast<long long>(config.precision.offload_blocks));
   }
   if (plan.staging_bytes > 0) {
-    std::printf("%-34s %12s %9.3f GB pinned, to save beside the training (checkpoint.async)\n",
-                "in host memory, for each GPU", "", gb(plan.staging_bytes));
+    std::printf("in host memory, for each GPU: %.3f GB pinned, to save beside the training (checkpoint.async)\n",
+                gb(plan.staging_bytes));
   }
   std::printf("kept for backward: %.1f bytes per token and block (%.2f x 2 x d_model)\n",
               plan.saved_bytes_per_token_layer,
               plan.saved_bytes_per_token_layer / (2.0 * static_cast<double>(config.model.d_model)));
+}
+
+// What makes a run fit that does not.
+struct Advice {
+  std::optional<MemoryAdvice> here;       // on as many GPUs
+  std::optional<MemoryAdvice> more_gpus;  // as it is; where no changes are enough here, with changes
+};
+
+Advice advice_for(const PlanOptions& options) {
+  const nlohmann::json given = given_keys(options.config_path, options.overrides);
+  const auto gpu_bytes = static_cast<int64_t>(options.memory_limit_gb * 1e9);
+  Advice advice;
+  advice.here = cheapest_changes(given, options.num_gpus, gpu_bytes - context_bytes(options.num_gpus));
+  advice.more_gpus =
+      fewest_gpus(given, options.num_gpus, gpu_bytes, advice.here ? MoreGpus::kWithStages : MoreGpus::kWithChanges);
+  return advice;
+}
+
+double in_use_gb(const MemoryAdvice& advice) { return gb(advice.planned_bytes + context_bytes(advice.num_gpus)); }
+
+void print_advice(const Advice& advice) {
+  if (advice.here) {
+    std::printf("It fits with these changes, the cheapest (%.3f GB in use):\n", in_use_gb(*advice.here));
+    for (const MemoryAdvice::Change& change : advice.here->changes) {
+      std::printf("    --set %-36s  # %s\n", change.override.c_str(), change.cost.c_str());
+    }
+  } else {
+    std::printf("No change of batch, precision or sharding makes it fit.\n");
+  }
+  if (advice.more_gpus) {
+    const std::string arguments = advice.more_gpus->arguments();
+    std::printf("%s %lld GPUs: --gpus %lld%s%s (%.3f GB in use on each)\n",
+                advice.here ? "As it is, it fits on" : "The fewest that it fits on are",
+                static_cast<long long>(advice.more_gpus->num_gpus),
+                static_cast<long long>(advice.more_gpus->num_gpus), arguments.empty() ? "" : " ", arguments.c_str(),
+                in_use_gb(*advice.more_gpus));
+  } else if (!advice.here) {
+    std::printf("Nor do up to 1024 GPUs: use a smaller model or a shorter data.sequence_length.\n");
+  }
+}
+
+nlohmann::ordered_json advice_json(const MemoryAdvice& advice) {
+  return {{"gpus", advice.num_gpus}, {"changes", advice.overrides()}, {"total_bytes", advice.planned_bytes}};
+}
+
+void write_config(const PlanOptions& options, const Advice& advice) {
+  if (!advice.here) {
+    throw_bad_input("{}: no change makes it fit into {:.1f} GB, so {} is not written: use more GPUs (--gpus)",
+                    options.config_path, options.memory_limit_gb, options.write_path);
+  }
+  std::vector<std::string> overrides = options.overrides;
+  for (const std::string& override : advice.here->overrides()) overrides.push_back(override);
+  replace_file(options.write_path, given_keys(options.config_path, overrides).dump(2) + "\n");
 }
 
 // What a step of the run is expected to take, beside what was measured.
@@ -155,46 +226,56 @@ nlohmann::ordered_json step_json(const StepPlan& plan) {
   return json;
 }
 
+void print_plan_json(const GpuPlan& plan, const Config& config, const PlanOptions& options, const Advice& advice,
+                     const std::optional<StepPlan>& step) {
+  const bool fits = advice.here && advice.here->changes.empty();
+  nlohmann::ordered_json json = {{"gpus", options.num_gpus},
+                                 {"micro_batch_size", config.training.micro_batch_size},
+                                 {"total_bytes", plan.total_bytes},
+                                 {"context_bytes", context_bytes(options.num_gpus)},
+                                 {"fits", fits}};
+  for (const GpuPlan::Line& line : plan.lines) json["bytes"][line.category] = line.bytes;
+  if (plan.host_bytes > 0) json["host_bytes"] = plan.host_bytes;
+  if (plan.staging_bytes > 0) json["staging_bytes"] = plan.staging_bytes;
+  json["saved_bytes_per_token_layer"] = plan.saved_bytes_per_token_layer;
+  if (!fits && advice.here) json["fits_with"] = advice_json(*advice.here);
+  if (advice.more_gpus) json["fits_on"] = advice_json(*advice.more_gpus);
+  if (step) json["step"] = step_json(*step);
+  std::printf("%s\n", json.dump(2).c_str());
+}
+
+void print_indivisible_batch(const Config& config, int64_t num_gpus) {
+  if (config.training.global_batch_size % (num_gpus * config.training.micro_batch_size) == 0) return;
+  std::printf(
+      "This batch cannot be divided: training.global_batch_size %lld is not a multiple of "
+      "training.micro_batch_size %lld x %lld GPUs.\n",
+      static_cast<long long>(config.training.global_batch_size),
+      static_cast<long long>(config.training.micro_batch_size), static_cast<long long>(num_gpus));
+}
+
 }  // namespace
 
 int run_plan(const PlanOptions& options) {
+  require_replaceable(options.write_path);
   const Config config = load_config(options.config_path, options.overrides);
   std::optional<StepPlan> step;
   if (!options.measured_path.empty()) step = plan_step(config, options);
   const GpuPlan plan = plan_for_gpus(config, options.num_gpus);
   const int64_t limit = static_cast<int64_t>(options.memory_limit_gb * 1e9) - context_bytes(options.num_gpus);
   const bool fits = plan.total_bytes <= limit;
-  const std::optional<std::string> change = fits ? std::nullopt : change_that_fits(config, options.num_gpus, limit);
+  const Advice advice = fits ? Advice{.here = MemoryAdvice{}, .more_gpus = {}} : advice_for(options);
   if (options.json) {
-    nlohmann::ordered_json json = {{"gpus", options.num_gpus},
-                                   {"micro_batch_size", config.training.micro_batch_size},
-                                   {"total_bytes", plan.total_bytes},
-                                   {"context_bytes", context_bytes(options.num_gpus)},
-                                   {"fits", fits}};
-    for (const GpuPlan::Line& line : plan.lines) json["bytes"][line.category] = line.bytes;
-    if (plan.host_bytes > 0) json["host_bytes"] = plan.host_bytes;
-    if (plan.staging_bytes > 0) json["staging_bytes"] = plan.staging_bytes;
-    json["saved_bytes_per_token_layer"] = plan.saved_bytes_per_token_layer;
-    if (change) json["change_that_fits"] = *change;
-    if (step) json["step"] = step_json(*step);
-    std::printf("%s\n", json.dump(2).c_str());
-    return 0;
+    print_plan_json(plan, config, options, advice, step);
+  } else {
+    print_table(config, plan, options.num_gpus);
+    std::printf("%s into %.1f GB.\n", fits ? "Fits" : "Does not fit", options.memory_limit_gb);
+    if (!fits) print_advice(advice);
+    print_indivisible_batch(config, options.num_gpus);
+    if (step) print_step(*step);
   }
-  print_table(config, plan, options);
-  std::printf("%s into %.1f GB.\n", fits ? "Fits" : "Does not fit", options.memory_limit_gb);
-  if (change) std::printf("Would fit with: %s\n", change->c_str());
-  if (!fits && !change)
-    std::printf(
-        "No change of batch, precision or sharding makes it fit: use more GPUs (--gpus) or a smaller model.\n");
-  const int64_t per_micro_batch = options.num_gpus * config.training.micro_batch_size;
-  if (config.training.global_batch_size % per_micro_batch != 0) {
-    std::printf(
-        "This batch cannot be divided: training.global_batch_size %lld is not a multiple of "
-        "training.micro_batch_size %lld x %lld GPUs.\n",
-        static_cast<long long>(config.training.global_batch_size),
-        static_cast<long long>(config.training.micro_batch_size), static_cast<long long>(options.num_gpus));
-  }
-  if (step) print_step(*step);
+  if (options.write_path.empty()) return 0;
+  write_config(options, advice);
+  if (!options.json) std::printf("wrote %s\n", options.write_path.c_str());
   return 0;
 }
 

@@ -18,6 +18,7 @@
 #include "engine/commands/device_setup.h"
 #include "engine/commands/version.h"
 #include "engine/config/config_io.h"
+#include "engine/config/given_keys.h"
 #include "engine/evaluation/evaluation.h"
 #include "engine/evaluation/evaluation_suite.h"
 #include "engine/evaluation/inference_run.h"
@@ -585,7 +586,7 @@ int run_train(const TrainOptions& options) {
     catch_stop_signals();
     const int gpu = launch.agree_on_gpu(wants_gpu(config, options.started));
     std::unique_ptr<Device> device = make_device(config, std::max(0, gpu));
-    check_memory(config, *device, launch.size());
+    check_memory(config, given_keys(options.config_path, options.overrides), *device, launch.size());
     return TrainCommand(config, options, launch, *lock, gpu, std::move(device), started).train();
   });
 }

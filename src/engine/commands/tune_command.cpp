@@ -5,6 +5,7 @@
 #include "engine/commands/device_setup.h"
 #include "engine/commands/gemm_tuning_file.h"
 #include "engine/config/config_io.h"
+#include "engine/config/given_keys.h"
 #include "engine/files/file_io.h"
 #include "engine/planning/synthetic_data.h"
 #include "engine/training/training_run.h"
@@ -24,10 +25,12 @@ int run_tune(const TuneOptions& options) {
   config.device.kind = DeviceChoice::kCuda;
   config.device.gemm_tuning.clear();
   config.training.global_batch_size = 2 * config.training.micro_batch_size;
+  nlohmann::json given = given_keys(options.config_path, options.overrides);
+  given["training"]["global_batch_size"] = config.training.global_batch_size;
   const SyntheticTokens data(config);
   config = data.apply(config);
   const std::unique_ptr<Device> device = make_device(config);
-  check_memory(config, *device);
+  check_memory(config, given, *device);
   const std::unique_ptr<Communicator> alone = make_single_communicator();
   TrainingRun run(config, *device, *alone);
   run.initialize_alike();

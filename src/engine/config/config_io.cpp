@@ -8,6 +8,7 @@
 
 #include "core/error.h"
 #include "engine/config/config_table.h"
+#include "engine/config/given_keys.h"
 #include "engine/config/nearest_name.h"
 #include "engine/config/recipe.h"
 #include "engine/files/file_io.h"
@@ -168,11 +169,9 @@ std::string apply_override(json& root, const ConfigTable& table, const std::stri
   return path;
 }
 
-}  // namespace
-
-Config parse_config(const json& root, std::string_view source) { return ConfigReader(source, {}).read(root); }
-
-Config override_config(json root, const std::vector<std::string>& overrides, const std::string& source) {
+// Sets keys in the tree of a file; returns their paths.
+std::set<std::string> apply_overrides(json& root, const std::vector<std::string>& overrides,
+                                      const std::string& source) {
   if (!root.is_object()) {
     throw_bad_input("{}: expected an object of sections, got {}", printable(source), describe_json(root));
   }
@@ -181,6 +180,36 @@ Config override_config(json root, const std::vector<std::string>& overrides, con
   std::set<std::string> overridden;
   for (const std::string& assignment : overrides)
     overridden.insert(apply_override(root, table, assignment, source));
+  return overridden;
+}
+
+json read_config_file(const std::string& file) {
+  constexpr int64_t kMaxFileBytes = int64_t{16} << 20;
+  if (file.ends_with(".yaml") || file.ends_with(".yml") || file.ends_with(".toml")) {
+    throw_bad_input("{}: configs are JSON files; see configs/ for examples", printable(file));
+  }
+  json root = parse_json_text(read_text(file, kMaxFileBytes), file);
+  if (root.is_object() && root.contains("model_type") && root.contains("architectures")) {
+    throw_bad_input(
+        "{}: is the config of a Hugging Face model; `parka import FOLDER --out NEW` makes a checkpoint and a config of "
+        "Parka from it",
+        printable(file));
+  }
+  return root;
+}
+
+ordered_json::json_pointer pointer_to(const ConfigField& field) {
+  std::string pointer = "/" + field.path;
+  std::replace(pointer.begin(), pointer.end(), '.', '/');
+  return ordered_json::json_pointer(pointer);
+}
+
+}  // namespace
+
+Config parse_config(const json& root, std::string_view source) { return ConfigReader(source, {}).read(root); }
+
+Config override_config(json root, const std::vector<std::string>& overrides, const std::string& source) {
+  std::set<std::string> overridden = apply_overrides(root, overrides, source);
   return ConfigReader(source, std::move(overridden)).read(root);
 }
 
@@ -194,29 +223,28 @@ std::string config_file(const std::string& path) {
 }
 
 Config load_config(const std::string& path, const std::vector<std::string>& overrides) {
-  constexpr int64_t kMaxFileBytes = int64_t{16} << 20;
   const std::string file = config_file(path);
-  if (file.ends_with(".yaml") || file.ends_with(".yml") || file.ends_with(".toml")) {
-    throw_bad_input("{}: configs are JSON files; see configs/ for examples", printable(file));
+  return override_config(read_config_file(file), overrides, file);
+}
+
+ordered_json given_keys(const std::string& path, const std::vector<std::string>& overrides) {
+  const std::string file = config_file(path);
+  json root = read_config_file(file);
+  apply_overrides(root, overrides, file);
+  const ordered_json given = root;
+  ordered_json result = ordered_json::object();
+  Config names_only;
+  for (const ConfigField& field : make_config_table(names_only).fields) {
+    const auto pointer = pointer_to(field);
+    if (given.contains(pointer)) result[pointer] = given.at(pointer);
   }
-  const json root = parse_json_text(read_text(file, kMaxFileBytes), file);
-  if (root.is_object() && root.contains("model_type") && root.contains("architectures")) {
-    throw_bad_input(
-        "{}: is the config of a Hugging Face model; `parka import FOLDER --out NEW` makes a checkpoint and a config of "
-        "Parka from it",
-        printable(file));
-  }
-  return override_config(root, overrides, file);
+  return result;
 }
 
 ordered_json to_json(const Config& config) {
   Config copy = config;
   ordered_json root = ordered_json::object();
-  for (const ConfigField& field : make_config_table(copy).fields) {
-    std::string pointer = "/" + field.path;
-    std::replace(pointer.begin(), pointer.end(), '.', '/');
-    root[ordered_json::json_pointer(pointer)] = get_field(field);
-  }
+  for (const ConfigField& field : make_config_table(copy).fields) root[pointer_to(field)] = get_field(field);
   return root;
 }
 

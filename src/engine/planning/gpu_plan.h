@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,8 +31,7 @@ struct GpuPlan {
 // nothing.
 GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus);
 
-// A change to the config that makes it fit into `limit_bytes`: the smallest of a fixed list of changes, those that
-// do not change a bit of the result first, or several of them together. nullopt when even all together do not.
-std::optional<std::string> change_that_fits(const Config& config, int64_t num_gpus, int64_t limit_bytes);
+// The sum of its lines alone.
+int64_t planned_bytes(const Config& config, int64_t num_gpus);
 
 }  // namespace parka
