@@ -1,4 +1,4 @@
-#include "engine/commands/gemm_tuning_file.h"
+#include "engine/files/gemm_tuning_file.h"
 
 #include "fuzz/target.h"
 

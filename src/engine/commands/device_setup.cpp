@@ -6,7 +6,7 @@
 
 #include <spdlog/spdlog.h>
 
-#include "engine/commands/gemm_tuning_file.h"
+#include "engine/files/gemm_tuning_file.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/planning/memory_advice.h"
 
