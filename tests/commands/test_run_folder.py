@@ -87,7 +87,7 @@ class InMidRun(RunFolders):
         self.wait_for(lambda: os.path.exists(path) and os.path.getsize(path) > 3000, run)
         run.terminate()
         _, log = run.communicate(timeout=120)
-        self.assertEqual(run.returncode, 0, log)
+        self.assertEqual(run.returncode, 75, log)
         self.assertEqual(log.count("was removed, moved or replaced"), 1, log)
         with open(path + ".old", encoding="utf-8") as old, open(path, encoding="utf-8") as new:
             records = [json.loads(line) for line in [*old, *new]]

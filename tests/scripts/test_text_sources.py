@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,13 +39,18 @@ def jsonl(texts, **more):
     return "".join(json.dumps({"id": i, "text": text, **more}) + "\n" for i, text in enumerate(texts)).encode()
 
 
+def hashes_of(folder):
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
 class Files(Preparation):
     def bytes_of(self, *arguments):
         """The files that it makes, by name, and data.json."""
         self.out = self.folder / f"out{len(list(self.folder.glob('out*')))}"
         code, error = self.call_in_this_process(*arguments)
         self.assertEqual(code, 0, error)
-        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(self.out.iterdir())}
+        return hashes_of(self.out)
 
 
 class Sources(Files):
@@ -213,11 +219,10 @@ class Workers(Files):
                 result = self.call(corpus, *options)
                 self.assertEqual(result.returncode, 0, result.stderr)
                 self.assertIn(f"continues: {made} of 3 parts are there", result.stderr)
-                got = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(self.out.iterdir())}
+                got = hashes_of(self.out)
                 self.assertEqual(got, want)
                 self.assertFalse(partial.exists())
-                for path in self.out.iterdir():
-                    path.unlink()
+                shutil.rmtree(self.out)
 
     def test_a_killed_worker_ends_the_run_with_a_message(self):
         corpus = self.write_corpus(3)
