@@ -3,10 +3,10 @@
 #include "core/error.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
-#include "engine/files/gemm_tuning_file.h"
 #include "engine/config/config_io.h"
 #include "engine/config/given_keys.h"
 #include "engine/files/file_io.h"
+#include "engine/files/gemm_tuning_file.h"
 #include "engine/planning/synthetic_data.h"
 #include "engine/training/training_run.h"
 
