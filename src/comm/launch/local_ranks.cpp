@@ -31,7 +31,7 @@ constexpr std::array kForwarded = {SIGTERM, SIGUSR1, SIGINT, SIGHUP};
 class RankParent {
  public:
   // `signals` are blocked: those that are forwarded, and SIGCHLD.
-  RankParent(std::vector<pid_t> ranks, const sigset_t& signals) : signals_(signals) {
+  RankParent(const std::vector<pid_t>& ranks, const sigset_t& signals) : signals_(signals) {
     for (const pid_t pid : ranks) ranks_.push_back({pid, {}, false});
   }
 

@@ -15,8 +15,6 @@
 
 #include "core/error.h"
 
-extern char** environ;
-
 namespace parka {
 namespace {
 
@@ -24,6 +22,7 @@ namespace {
 // failed, or 0.
 int spawn(const std::vector<std::string>& command, int socket, pid_t& pid) {
   std::vector<char*> arguments;
+  arguments.reserve(command.size() + 1);
   for (const std::string& word : command) arguments.push_back(const_cast<char*>(word.c_str()));
   arguments.push_back(nullptr);
   posix_spawn_file_actions_t actions;
