@@ -154,7 +154,7 @@ int run_local_ranks(int size, const std::function<int(const LocalRank&)>& body) 
     ranks.push_back(pid);
   }
   local.listener.reset();
-  return RankParent(std::move(ranks), signals).wait_for_all();
+  return RankParent(ranks, signals).wait_for_all();
 }
 
 }  // namespace parka
