@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <cstring>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include <sys/prctl.h>
@@ -140,7 +139,7 @@ int run_local_ranks(int size, const std::function<int(const LocalRank&)>& body) 
     const pid_t pid = ::fork();
     if (pid < 0) {
       const int reason = errno;
-      RankParent parent(std::move(ranks), signals);
+      RankParent parent(ranks, signals);
       parent.kill_the_rest();
       parent.wait_for_all();
       throw_bad_input("cannot start rank {} of {}: {}; raise the limit of processes (ulimit -u)", local.rank, size,
