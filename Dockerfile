@@ -1,6 +1,6 @@
 # An image with Parka's Debian package, which the first stage builds. For NVIDIA GPUs:
 #   docker build -t parka .
-#   docker run --gpus all --shm-size 1g --user "$(id -u):$(id -g)" -v "$PWD:/work" parka train config.json
+#   docker run --gpus all --shm-size 1g --user "$(id -u):$(id -g)" -v "$PWD:/runs" parka train config.json
 # For CPUs:
 #   docker build -t parka --build-arg BUILD_IMAGE=debian:12 --build-arg RUN_IMAGE=debian:12 .
 # Packages have no versions here, so that the images can be of any Debian 12 or Ubuntu 24.04.
@@ -29,5 +29,5 @@ RUN apt-get update \
   && python3 -m venv /opt/parka \
   && /opt/parka/bin/pip install --no-cache-dir -r /usr/share/parka/scripts/requirements.txt \
   && parka plan /usr/share/parka/configs/olmo-1b.json
-WORKDIR /work
+WORKDIR /runs
 ENTRYPOINT ["parka"]
