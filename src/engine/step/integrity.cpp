@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
-#include <numeric>
 #include <utility>
 
 #include <fmt/ranges.h>
@@ -40,19 +39,20 @@ Statement statement_of(const std::string& text) {
   return {said.at("where"), said.at("hashes"), said.at("groups")};
 }
 
-// The ranks that differ from most of their group in tensor `i`, or all of a group where no value has most ranks.
+// The ranks, in their order, that differ from most of their group in tensor `i`, or all of a group where no value
+// has most ranks.
 std::vector<std::string> suspects(const std::vector<Statement>& ranks, size_t i) {
-  std::map<int64_t, std::map<uint64_t, std::vector<const Statement*>>> groups;
-  for (const Statement& rank : ranks) groups[rank.groups[i]][rank.hashes[i]].push_back(&rank);
+  std::map<int64_t, std::map<uint64_t, size_t>> holders;  // of each value in each group
+  std::map<int64_t, size_t> members;
+  for (const Statement& rank : ranks) {
+    ++holders[rank.groups[i]][rank.hashes[i]];
+    ++members[rank.groups[i]];
+  }
   std::vector<std::string> found;
-  for (const auto& [group, values] : groups) {
-    if (values.size() == 1) continue;
-    const size_t members = std::accumulate(values.begin(), values.end(), size_t{0},
-                                           [](size_t n, const auto& value) { return n + value.second.size(); });
-    for (const auto& [hash, holders] : values) {
-      if (2 * holders.size() > members) continue;
-      for (const Statement* rank : holders) found.push_back(rank->where);
-    }
+  for (const Statement& rank : ranks) {
+    const int64_t group = rank.groups[i];
+    const bool differs = holders[group].size() > 1;
+    if (differs && 2 * holders[group][rank.hashes[i]] <= members[group]) found.push_back(rank.where);
   }
   return found;
 }
