@@ -22,43 +22,15 @@ import os
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from text_data.common import InputError, one_line  # noqa: E402
+from text_data.special_tokens import bos_of, read_object, special_tokens_of, tokenizer_config  # noqa: E402
+
 # What a character in UTF-8 decodes to while bytes of it are missing: one of these, or one for each byte that is there.
 INCOMPLETE = "\ufffd"
 MOST_INCOMPLETE = 3
 # Stands for the assistant's words.
 WORDS = "Parka"
-
-
-class InputError(Exception):
-    """The user can fix it. One line: what, where, what to do."""
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
-def read_json(path: Path) -> dict:
-    """The object in a file, empty where there is no such file."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); fix it or move it away")
-    except ValueError as error:
-        raise InputError(f"{path}: is not JSON ({one_line(error)}); fix it or move it away")
-    return content if isinstance(content, dict) else {}
-
-
-def special_tokens_of(config: dict) -> dict[str, str]:
-    """bos_token, eos_token and so on of a tokenizer_config.json, each a string or an object with one."""
-    found = {}
-    for key, token in config.items():
-        if key.endswith("_token"):
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
-                found[key] = token
-    return found
 
 
 def load_tokenizer(path: Path):
@@ -87,28 +59,20 @@ class Text:
     def __init__(self, folder: Path):
         self.folder = folder
         self.tokenizer = load_tokenizer(folder / "tokenizer.json")
-        config = read_json(folder / "tokenizer_config.json")
+        config = tokenizer_config(folder)
         self.special_tokens = special_tokens_of(config)
         self.stop = self._find_stop()
-        self._bos = self._find_bos(config.get("add_bos_token"))
+        self._bos = bos_of(self.tokenizer, self.special_tokens, config.get("add_bos_token"))
 
     def _find_stop(self) -> list[int]:
         """As transformers' generate, which asks the model's configs and not the tokenizer."""
         for name in ("generation_config.json", "config.json"):
-            ids = read_json(self.folder / name).get("eos_token_id")
+            ids = read_object(self.folder / name).get("eos_token_id")
             ids = ids if isinstance(ids, list) else [ids]
             if ids and all(isinstance(id, int) for id in ids):
                 return ids
         own = self.tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
         return [] if own is None else [own]
-
-    def _find_bos(self, add_bos_token: object) -> list[int]:
-        encoding = self.tokenizer.encode("a", add_special_tokens=True)
-        in_front = encoding.ids[: [*encoding.special_tokens_mask, 0].index(0)]
-        if not isinstance(add_bos_token, bool):
-            return in_front
-        own = self.tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))
-        return (in_front or ([] if own is None else [own])) if add_bos_token else []
 
     def encode(self, text: str) -> list[int]:
         """What a tokenizer puts behind a text is left out: the text goes on."""
@@ -140,7 +104,7 @@ class Chat:
         if path.is_file():
             return path, path.read_text(encoding="utf-8")
         path = folder / "tokenizer_config.json"
-        found = read_json(path).get("chat_template")
+        found = read_object(path).get("chat_template")
         if isinstance(found, list):  # several by name
             found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get("default")
         if not isinstance(found, str):

@@ -15,7 +15,8 @@ from typing import Iterator
 import numpy as np
 
 from .common import InputError, one_line
-from .tokenizer import Span, special_tokens_of, tokenizer_config
+from .special_tokens import special_tokens_of, tokenizer_config
+from .tokenizer import Span
 
 MARK_TARGET, MARK_DOCUMENT_START = 1, 2
 BUILT_IN = Path(__file__).resolve().parent / "templates"

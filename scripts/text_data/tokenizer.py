@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import numpy as np
 
 from .common import InputError, one_line
+from .special_tokens import bos_of, special_tokens_of, tokenizer_config
 
 # Names of the token that ends a document, where no tokenizer_config.json says which.
 EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>")
@@ -79,17 +79,7 @@ class JsonTokenizer:
             return []
         if name is not None:
             return [self._id_of(name, "--bos")]
-        added = self._added_in_front()
-        if isinstance(add_bos_token, bool):
-            own = self._tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))
-            return (added or ([] if own is None else [own])) if add_bos_token else []
-        return added
-
-    def _added_in_front(self) -> list[int]:
-        """What the post-processor puts before a text."""
-        encoding = self._tokenizer.encode("a", add_special_tokens=True)
-        mask = [*encoding.special_tokens_mask, 0]
-        return encoding.ids[: mask.index(0)]
+        return bos_of(self._tokenizer, self.special_tokens, add_bos_token)
 
     def _find_eos(self, name: str | None, needed: bool) -> int | None:
         if name is not None:
@@ -134,33 +124,3 @@ def make_tokenizer(name: str, bos_name: str | None = None, eos_name: str | None 
         if given is not None:
             raise InputError(f"{option} names a token of a tokenizer.json; the byte tokenizer ends documents with id 256")
     return ByteTokenizer()
-
-
-def tokenizer_config(folder: Path) -> dict:
-    """What the tokenizer_config.json of a folder says, with the special_tokens_map.json of folders of an older form."""
-    config = read_object(folder / "tokenizer_config.json")
-    return config if "added_tokens_decoder" in config else config | read_object(folder / "special_tokens_map.json")
-
-
-def read_object(path: Path) -> dict:
-    """The object in a JSON file, empty where there is no such file."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); fix it or move it away")
-    except ValueError as error:
-        raise InputError(f"{path}: is not JSON ({one_line(error)}); fix it or move it away")
-    return value if isinstance(value, dict) else {}
-
-
-def special_tokens_of(config: dict) -> dict[str, str]:
-    """bos_token, eos_token and so on of a tokenizer_config.json, each a string or an object with one."""
-    found = {}
-    for key, token in config.items():
-        if key.endswith("_token"):
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
-                found[key] = token
-    return found

@@ -1,0 +1,48 @@
+"""Special tokens of a tokenizer's folder, for prepared text and for prompts. Needs no package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .common import InputError, one_line
+
+
+def tokenizer_config(folder: Path) -> dict:
+    """What the tokenizer_config.json of a folder says, with the special_tokens_map.json of folders of an older form."""
+    config = read_object(folder / "tokenizer_config.json")
+    return config if "added_tokens_decoder" in config else config | read_object(folder / "special_tokens_map.json")
+
+
+def read_object(path: Path) -> dict:
+    """The object in a JSON file, empty where there is no such file."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); fix it or move it away")
+    except ValueError as error:
+        raise InputError(f"{path}: is not JSON ({one_line(error)}); fix it or move it away")
+    return value if isinstance(value, dict) else {}
+
+
+def special_tokens_of(config: dict) -> dict[str, str]:
+    """bos_token, eos_token and so on of a tokenizer_config.json, each a string or an object with one."""
+    found = {}
+    for key, token in config.items():
+        if key.endswith("_token"):
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                found[key] = token
+    return found
+
+
+def bos_of(tokenizer, special_tokens: dict[str, str], add_bos_token: object) -> list[int]:
+    """What begins a text: as `add_bos_token` of tokenizer_config.json says, or else what the post-processor puts there."""
+    encoding = tokenizer.encode("a", add_special_tokens=True)
+    in_front = encoding.ids[: [*encoding.special_tokens_mask, 0].index(0)]
+    if not isinstance(add_bos_token, bool):
+        return in_front
+    own = tokenizer.token_to_id(special_tokens.get("bos_token", ""))
+    return (in_front or ([] if own is None else [own])) if add_bos_token else []
