@@ -18,9 +18,10 @@ declare -A model=(
 )
 for family; do
   [ -n "${model[$family]:-}" ] || { echo "family_gap.sh: $family is neither qwen3 nor olmo2" >&2; exit 2; }
-  mkdir -p "$out/$family/work"
+  work=$out/$family/work  # of loss_gap.sh
+  mkdir -p "$work"
   # All train on the same tokens.
-  [ ! -e "$out/tokens" ] || [ -e "$out/$family/work/tokens" ] || ln -s "$(realpath "$out/tokens")" "$out/$family/work/tokens"
+  [ ! -e "$out/tokens" ] || [ -e "$work/tokens" ] || ln -s "$(realpath "$out/tokens")" "$work/tokens"
   MODEL=${model[$family]} scripts/reproduce/loss_gap.sh "$out/$family" "$text" "${runs[@]}"
-  [ -e "$out/tokens" ] || ln -s "$(realpath "$out/$family/work/tokens")" "$out/tokens"
+  [ -e "$out/tokens" ] || ln -s "$(realpath "$work/tokens")" "$out/tokens"
 done
