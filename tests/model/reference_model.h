@@ -13,6 +13,24 @@ namespace parka::test {
 
 using Vector = std::vector<double>;
 
+// A model that it is checked with, small enough for central differences of every weight: heads of another width
+// than d_model / num_heads, in groups of two for each key head.
+inline ModelConfig reference_config() {
+  ModelConfig config;
+  config.vocab_size = 13;
+  config.d_model = 12;
+  config.num_layers = 2;
+  config.num_heads = 4;
+  config.num_kv_heads = 2;
+  config.given_head_dim = 4;
+  config.d_ffn = 10;
+  config.norm = NormKind::kRmsNorm;
+  config.norm_eps = 1e-3;
+  config.rope_theta = 100.0;
+  config.tie_embeddings = false;
+  return config;
+}
+
 // An RMSNorm model with an untied head: one sequence after another, token by token, as the papers write it.
 class ReferenceModel {
  public:

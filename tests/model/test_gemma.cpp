@@ -10,22 +10,6 @@ using namespace parka::test;
 
 namespace {
 
-ModelConfig tiny_config() {
-  ModelConfig config;
-  config.vocab_size = 13;
-  config.d_model = 12;
-  config.num_layers = 2;
-  config.num_heads = 4;
-  config.num_kv_heads = 2;
-  config.given_head_dim = 4;
-  config.d_ffn = 10;
-  config.norm = NormKind::kRmsNorm;
-  config.norm_eps = 1e-3;
-  config.rope_theta = 100.0;
-  config.tie_embeddings = false;
-  return config;
-}
-
 ModelConfig gemma_of(ModelConfig config) {
   config.norm_placement = NormPlacement::kBoth;
   config.qk_norm = QkNormKind::kPerHead;
@@ -38,7 +22,7 @@ ModelConfig gemma_of(ModelConfig config) {
 
 // Widths of FP8, windows, and a tied head.
 ModelConfig small_gemma() {
-  ModelConfig config = gemma_of(tiny_config());
+  ModelConfig config = gemma_of(reference_config());
   config.vocab_size = 97;
   config.d_model = 64;
   config.num_layers = 3;
@@ -78,7 +62,7 @@ Result run(const ModelConfig& config, const PrecisionConfig& precision) {
 TEST_CASE("fp32 loss and every gradient with what Gemma 3 has are those of float64", "[model][gemma]") {
   const auto check = [](const char* what, auto change) {
     CAPTURE(what);
-    ModelConfig config = tiny_config();
+    ModelConfig config = reference_config();
     change(config);
     check_against_float64(config);
   };

@@ -9,19 +9,8 @@ namespace {
 constexpr NormPlacement kPlacements[] = {NormPlacement::kBefore, NormPlacement::kAfter, NormPlacement::kBoth};
 
 ModelConfig config_of(NormPlacement placement) {
-  ModelConfig config;
-  config.vocab_size = 13;
-  config.d_model = 12;
-  config.num_layers = 2;
-  config.num_heads = 4;
-  config.num_kv_heads = 2;
-  config.d_ffn = 10;
-  config.given_head_dim = 4;
-  config.norm = NormKind::kRmsNorm;
-  config.norm_eps = 1e-3;
+  ModelConfig config = reference_config();
   config.norm_placement = placement;
-  config.rope_theta = 100.0;
-  config.tie_embeddings = false;
   return config;
 }
 

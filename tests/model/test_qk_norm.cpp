@@ -7,21 +7,10 @@ using namespace parka::test;
 
 namespace {
 
-// Heads of another width than d_model / num_heads, in groups of two for each key head.
 ModelConfig config_of(QkNormKind kind) {
-  ModelConfig config;
-  config.vocab_size = 13;
-  config.d_model = 12;
-  config.num_layers = 2;
-  config.num_heads = 4;
-  config.num_kv_heads = 2;
+  ModelConfig config = reference_config();
   config.given_head_dim = 6;
-  config.d_ffn = 10;
-  config.norm = NormKind::kRmsNorm;
-  config.norm_eps = 1e-3;
   config.qk_norm = kind;
-  config.rope_theta = 100.0;
-  config.tie_embeddings = false;
   return config;
 }
 

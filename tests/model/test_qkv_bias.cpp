@@ -7,19 +7,8 @@ using namespace parka::test;
 namespace {
 
 ModelConfig biased_config() {
-  ModelConfig config;
-  config.vocab_size = 13;
-  config.d_model = 12;
-  config.num_layers = 2;
-  config.num_heads = 4;
-  config.num_kv_heads = 2;
-  config.given_head_dim = 4;
-  config.d_ffn = 10;
-  config.norm = NormKind::kRmsNorm;
-  config.norm_eps = 1e-3;
+  ModelConfig config = reference_config();
   config.qkv_bias = true;
-  config.rope_theta = 100.0;
-  config.tie_embeddings = false;
   return config;
 }
 
