@@ -211,6 +211,18 @@ PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t se
                             const std::function<void(size_t parameter)>& before_update, const StepLimits& limits) {
   PARKA_REQUIRE(step >= 1 && states_.size() == parameters_.size());
   device.section(StepSection::kOptimizer);
+  find_coefficient(device, step, sums, limits);
+  if (!weight_amax_.empty()) device.fill_zero(weight_amax_.data, weight_amax_.bytes());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const ElementRange range = own_range(i);
+    if (range.size() == 0) continue;
+    if (before_update) before_update(i);
+    update_parameter(device, {.step = step, .lr = lr, .seed = seed}, i);
+  }
+  return {device.copy_to_host_later(scalars_.data, scalars_.bytes()), parameters_};
+}
+
+void Optimizer::find_coefficient(Device& device, int64_t step, const SumOverRanks& sums, const StepLimits& limits) {
   std::vector<TensorView> own;  // padding, which is zeros, included
   own.reserve(gradient_pieces_.size());
   for (const GradientPieces& gradient : gradient_pieces_) own.push_back(gradient.own);
@@ -223,33 +235,30 @@ PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t se
                             .most_squares = static_cast<float>(limits.grad_norm * limits.grad_norm),
                             .most_loss = static_cast<float>(limits.loss),
                             .coefficient = clip_coefficient_});
-  const bool wants_amax = !weight_amax_.empty();
-  if (wants_amax) device.fill_zero(weight_amax_.data, weight_amax_.bytes());
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const ParameterInfo& p = parameters_[i];
-    const ElementRange range = own_range(i);
-    if (range.size() == 0) continue;
-    if (before_update) before_update(i);
-    adamw_step(device, {.weight = weights_[i],
-                        .master = states_[i].master,
-                        .master_form = config_.master,
-                        .gradient = gradient_pieces_[i].own.rows(0, range.size()),
-                        .exp_avg = states_[i].exp_avg,
-                        .exp_avg_sq = states_[i].exp_avg_sq,
-                        .lr = static_cast<float>(lr),
-                        .beta1 = config_.beta1,
-                        .beta2 = config_.beta2,
-                        .eps = static_cast<float>(config_.eps),
-                        .weight_decay = p.decayed ? static_cast<float>(config_.weight_decay) : 0.0f,
-                        .bias_correction1 = static_cast<float>(bias_correction(config_.beta1, step)),
-                        .bias_correction2 = static_cast<float>(bias_correction(config_.beta2, step)),
-                        .grad_scale = clip_coefficient_,
-                        .weight_amax = wants_amax ? weight_amax_.rows(static_cast<int64_t>(i), 1) : TensorView(),
-                        .seed = seed,
-                        .step = static_cast<uint64_t>(step),
-                        .first_element = static_cast<uint64_t>(p.first_element + range.begin)});
-  }
-  return {device.copy_to_host_later(scalars_.data, scalars_.bytes()), parameters_};
+}
+
+void Optimizer::update_parameter(Device& device, const Update& update, size_t i) {
+  const ParameterInfo& p = parameters_[i];
+  const ElementRange range = own_range(i);
+  adamw_step(device,
+             {.weight = weights_[i],
+              .master = states_[i].master,
+              .master_form = config_.master,
+              .gradient = gradient_pieces_[i].own.rows(0, range.size()),
+              .exp_avg = states_[i].exp_avg,
+              .exp_avg_sq = states_[i].exp_avg_sq,
+              .lr = static_cast<float>(update.lr),
+              .beta1 = config_.beta1,
+              .beta2 = config_.beta2,
+              .eps = static_cast<float>(config_.eps),
+              .weight_decay = p.decayed ? static_cast<float>(config_.weight_decay) : 0.0f,
+              .bias_correction1 = static_cast<float>(bias_correction(config_.beta1, update.step)),
+              .bias_correction2 = static_cast<float>(bias_correction(config_.beta2, update.step)),
+              .grad_scale = clip_coefficient_,
+              .weight_amax = weight_amax_.empty() ? TensorView() : weight_amax_.rows(static_cast<int64_t>(i), 1),
+              .seed = update.seed,
+              .step = static_cast<uint64_t>(update.step),
+              .first_element = static_cast<uint64_t>(p.first_element + range.begin)});
 }
 
 StepResult PendingStep::wait() const {

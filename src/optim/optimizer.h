@@ -153,6 +153,15 @@ class Optimizer {
     TensorView master;
     MomentView exp_avg, exp_avg_sq;
   };
+  struct Update {
+    int64_t step;
+    double lr;
+    uint64_t seed;
+  };
+  // Queues the global norm over ranks, and the clipping coefficient of the step.
+  void find_coefficient(Device& device, int64_t step, const SumOverRanks& sums, const StepLimits& limits);
+  // Queues the update of this rank's part of parameter i, which is not empty.
+  void update_parameter(Device& device, const Update& update, size_t i);
   MomentIds declare_moment(const std::string& name, DType float8_format, int64_t numel, MemoryPlan& plan) const;
   void declare_gradient_buffers(MemoryPlan& plan);
   TensorId declare_master(const ParameterInfo& parameter, MemoryPlan& plan) const;
