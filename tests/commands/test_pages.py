@@ -76,24 +76,40 @@ class Pages(unittest.TestCase):
                         self.assertIsNone(difference(expected, self.run_example(command, folder)))
         self.assertGreaterEqual(found, 4)
 
+    def expected_step(self, gpus, stage, copies, measured, *options, shard_size=0):
+        """Of Llama-2-7B on several GPUs, with the settings of scaling.md, as the plan says."""
+        keys = {"precision.recipe": "parka", "precision.group_size": 32, "precision.weight_copies": copies,
+                "optimizer.gradient": "bf16", "training.micro_batch_size": 4, "training.global_batch_size": 32 * int(gpus),
+                "distributed.zero_stage": stage, "distributed.shard_size": shard_size,
+                "device.gemm_tuning": "docs/results/tuning/llama2-7b.parka.tuning.json"}
+        overrides = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+        result = parka("plan", "configs/llama2-7b.json", "--json", "--gpus", gpus, "--measured",
+                       f"docs/results/scaling/llama2-7b.parka.{measured}.json", "--memory-limit", "1000", *options, *overrides,
+                       executable=os.path.abspath(PROGRAM), cwd=ROOT)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return json.loads(result.stdout)["step"]
+
     def test_what_is_expected_of_many_gpus_is_what_the_plan_expects(self):
         page = (ROOT / "docs/results/scaling.md").read_text(encoding="utf-8")
         rows = re.findall(r"^\| (\d+) \((\d+)\), (\d)(?:, (\w+))? \| ([\d,]+) \| ([\d.]+) % \| (\d+) % \|", page, re.MULTILINE)
         self.assertEqual(len(rows), 14)
         for gpus, nodes, stage, shard, speed, efficiency, hidden in rows:
             with self.subTest(gpus=gpus, stage=stage, shard=shard):
-                keys = {"precision.recipe": "parka", "precision.group_size": 32, "precision.weight_copies": "both",
-                        "optimizer.gradient": "bf16", "training.micro_batch_size": 4, "training.global_batch_size": 32 * int(gpus),
-                        "distributed.zero_stage": stage, "distributed.shard_size": shard if shard == "8" else 0,
-                        "device.gemm_tuning": "docs/results/tuning/llama2-7b.parka.tuning.json"}
-                overrides = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-                result = parka("plan", "configs/llama2-7b.json", "--json", "--gpus", gpus, "--nodes", nodes, "--measured",
-                               "docs/results/scaling/llama2-7b.parka.both.of2.json", "--memory-limit", "1000", *overrides,
-                               executable=os.path.abspath(PROGRAM), cwd=ROOT)
-                self.assertEqual(result.returncode, 0, result.stderr)
-                step = json.loads(result.stdout)["step"]
+                step = self.expected_step(gpus, stage, "both", "both.of2", "--nodes", nodes, shard_size=shard if shard == "8" else 0)
                 self.assertEqual((f"{step['tokens_per_second_per_gpu']:,.0f}", f"{100 * step['efficiency']:.1f}",
                                   f"{100 * step['hidden_fraction']:.0f}"), (speed, efficiency, hidden))
+
+    def test_steps_measured_on_several_gpus_are_near_what_the_plan_expects(self):
+        page = (ROOT / "docs/results/scaling.md").read_text(encoding="utf-8")
+        rows = re.findall(r"^\| (two|four), stage (\d), `(\w+)` \| ([\d,]+) \|.*\| (-?[\d.]+) % \|", page, re.MULTILINE)
+        self.assertEqual(len(rows), 6)
+        for number, stage, copies, measured, error in rows:
+            with self.subTest(gpus=number, stage=stage, copies=copies):
+                gpus, most = {"two": ("2", 0.01), "four": ("4", 0.015)}[number]
+                step = self.expected_step(gpus, stage, copies, f"{copies}.of2" if gpus == "2" else "tuned.of4")
+                difference = float(measured.replace(",", "")) / step["tokens_per_second_per_gpu"] - 1  # of times
+                self.assertLess(abs(difference), most)
+                self.assertEqual(f"{100 * difference:.1f}", error)
 
     def test_output_that_differs_is_found(self):
         page = "`x.json`:\n\n```json\n{}\n```\n\n```bash\nbuild/release/parka plan x.json \\\n  --gpus 2\n```\n\n```\na\n...\nc\n```\n\n" \
