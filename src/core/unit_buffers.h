@@ -11,8 +11,9 @@ namespace parka {
 inline constexpr size_t kGatherBuffers = 2;
 inline size_t gather_buffer_of(int unit) { return static_cast<size_t>(unit) % kGatherBuffers; }
 
-// Whole gradients before they are reduced (stages 2 and 3). That of a tied embedding is open from the head to the
-// end of backward, beside those of all other units: it has a buffer of its own.
+// Whole gradients before they are reduced (stages 2 and 3), or weights are updated with them
+// (optimizer.release_gradients). That of a tied embedding is open from the head to the end of backward, beside
+// those of all other units: it has a buffer of its own.
 inline constexpr size_t kGradientBuffers = 3;
 inline size_t gradient_buffer_of(const ParameterInfo& parameter) {
   return parameter.role == ParameterRole::kTiedEmbedding ? 2 : static_cast<size_t>(parameter.unit) % 2;

@@ -42,6 +42,7 @@ std::vector<T> download(Device& device, const TensorView& source) {
 }
 
 constexpr int64_t kNumStepScalars = 3;  // beside the squares of every parameter: their sum, loss, coefficient
+constexpr int64_t kNumReleaseScalars = 3;
 
 DType state_dtype(StateFormat states, DType float8_format) {
   switch (states) {
@@ -73,15 +74,18 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
     const int64_t piece = zero_.shard.piece(p.numel());
     const int64_t kept = zero_.shards_gradients() ? piece : zero_.shard.padded(p.numel());
     StateIds ids;
-    ids.gradient = plan.add("gradients", p.name + ".gradient", config_.gradient, {kept});
+    if (!releases_gradients()) {
+      ids.gradient = plan.add(kGradientCategory, p.name + ".gradient", config_.gradient, {kept});
+    }
     ids.master = declare_master(p, plan);
     ids.exp_avg = declare_moment(p.name + ".exp_avg", config_.exp_avg_format, piece, plan);
     ids.exp_avg_sq = declare_moment(p.name + ".exp_avg_sq", config_.exp_avg_sq_format, piece, plan);
     ids_.push_back(ids);
   }
-  if (zero_.shards_gradients()) declare_gradient_buffers(plan);
-  scalars_id_ = plan.add("step scalars", "step_scalars", DType::kF32,
-                         {static_cast<int64_t>(parameters_.size()) + kNumStepScalars});
+  if (shares_gradient_buffers()) declare_gradient_buffers(plan);
+  const int64_t more = kNumStepScalars + (releases_gradients() ? kNumReleaseScalars : 0);
+  scalars_id_ =
+      plan.add("step scalars", "step_scalars", DType::kF32, {static_cast<int64_t>(parameters_.size()) + more});
 }
 
 // One unit's gradients after another in a buffer.
@@ -95,8 +99,8 @@ void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
   }
   for (size_t buffer = 0; buffer < kGradientBuffers; ++buffer) {
     if (sizes[buffer] == 0) continue;
-    buffer_ids_[buffer] = plan.add("gradient buckets", "gradient_bucket." + std::to_string(buffer),
-                                   config_.gradient, {sizes[buffer]});
+    buffer_ids_[buffer] = plan.add(releases_gradients() ? kGradientCategory : "gradient buckets",
+                                   "gradient_bucket." + std::to_string(buffer), config_.gradient, {sizes[buffer]});
   }
 }
 
@@ -142,10 +146,11 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
 
     const int64_t piece = zero_.shard.piece(p.numel()), padded = zero_.shard.padded(p.numel());
     const TensorView kept = arena[ids_[i].gradient];
-    const TensorView whole = zero_.shards_gradients() ? arena[buffer_ids_[gradient_buffer_of(parameters_[i])]].rows(
-                                                            buffer_offsets_[i], padded)
-                                                      : kept;
-    const TensorView own = zero_.shards_gradients() ? kept : whole.rows(zero_.shard.rank * piece, piece);
+    const TensorView whole = shares_gradient_buffers()
+                                 ? arena[buffer_ids_[gradient_buffer_of(p)]].rows(buffer_offsets_[i], padded)
+                                 : kept;
+    const bool is_apart = zero_.shards_gradients() && !releases_gradients();
+    const TensorView own = is_apart ? kept : whole.rows(zero_.shard.rank * piece, piece);
     gradients_.push_back(whole.rows(0, p.numel()).reshaped({p.rows, p.cols}));
     gradient_pieces_.push_back({whole, own});
 
@@ -162,6 +167,10 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
   total_squares_ = scalars_.rows(count, 1);
   loss_ = scalars_.rows(count + 1, 1);
   clip_coefficient_ = scalars_.rows(count + 2, 1);
+  if (!releases_gradients()) return;
+  last_squares_ = scalars_.rows(count + 3, 1);
+  own_loss_ = scalars_.rows(count + 4, 1);
+  unit_squares_ = scalars_.rows(count + 5, 1);
 }
 
 void Optimizer::set_weight(Device& device, size_t i, std::span<const float> values, int64_t first) {
@@ -214,10 +223,13 @@ std::vector<float> Optimizer::master_weight(Device& device, size_t i) const {
 }
 
 void Optimizer::begin_step(Device& device) const {
-  if (!zero_.shards_gradients()) {
+  if (!shares_gradient_buffers()) {
     for (size_t i = 0; i < parameters_.size(); ++i) open_gradient(device, i);
   }
-  device.fill_zero(loss_.data, loss_.bytes());
+  device.fill_zero(loss().data, loss().bytes());
+  if (!releases_gradients()) return;
+  device.copy(last_squares_.data, total_squares_.data, total_squares_.bytes());
+  device.fill_zero(total_squares_.data, total_squares_.bytes());
 }
 
 void Optimizer::open_gradient(Device& device, size_t i) const {
@@ -229,7 +241,7 @@ void Optimizer::open_gradient(Device& device, size_t i) const {
 
 PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sums,
                             const std::function<void(size_t parameter)>& before_update, const StepLimits& limits) {
-  PARKA_REQUIRE(step >= 1 && states_.size() == parameters_.size());
+  PARKA_REQUIRE(!releases_gradients() && step >= 1 && states_.size() == parameters_.size());
   device.section(StepSection::kOptimizer);
   find_coefficient(device, step, sums, limits);
   if (!weight_amax_.empty()) device.fill_zero(weight_amax_.data, weight_amax_.bytes());
@@ -239,7 +251,7 @@ PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t se
     if (before_update) before_update(i);
     update_parameter(device, {.step = step, .lr = lr, .seed = seed}, i);
   }
-  return {device.copy_to_host_later(scalars_.data, scalars_.bytes()), parameters_};
+  return end_step(device);
 }
 
 void Optimizer::find_coefficient(Device& device, int64_t step, const SumOverRanks& sums, const StepLimits& limits) {
@@ -255,6 +267,55 @@ void Optimizer::find_coefficient(Device& device, int64_t step, const SumOverRank
                             .most_squares = static_cast<float>(limits.grad_norm * limits.grad_norm),
                             .most_loss = static_cast<float>(limits.loss),
                             .coefficient = clip_coefficient_});
+}
+
+void Optimizer::begin_update(Device& device, const SumOverRanks& sums) {
+  PARKA_REQUIRE(releases_gradients());
+  device.copy(loss_.data, own_loss_.data, loss_.bytes());
+  if (sums.of_batches) sums.of_batches(loss_);
+}
+
+void Optimizer::step_unit(Device& device, const Update& update, int unit, const SumOverRanks& sums,
+                          const std::function<void(size_t parameter)>& before_update) {
+  PARKA_REQUIRE(releases_gradients() && update.step >= 1 && states_.size() == parameters_.size());
+  const auto of_unit = std::ranges::equal_range(parameters_, unit, {}, &ParameterInfo::unit);
+  const auto begin = static_cast<size_t>(of_unit.begin() - parameters_.begin()), end = begin + of_unit.size();
+  if (begin == end) return;
+  find_unit_coefficient(device, update.step, begin, end, sums);
+  if (!weight_amax_.empty()) {  // not sooner: backward reads them
+    const TensorView amax = weight_amax_.rows(static_cast<int64_t>(begin), static_cast<int64_t>(end - begin));
+    device.fill_zero(amax.data, amax.bytes());
+  }
+  for (size_t i = begin; i < end; ++i) {
+    if (before_update) before_update(i);
+    if (own_range(i).size() > 0) update_parameter(device, update, i);
+  }
+}
+
+// What is not finite stays in the sum, and so keeps all later units from being updated.
+void Optimizer::find_unit_coefficient(Device& device, int64_t step, size_t begin, size_t end,
+                                      const SumOverRanks& sums) {
+  std::vector<TensorView> own;
+  for (size_t i = begin; i < end; ++i) own.push_back(gradient_pieces_[i].own);
+  const TensorView squares = squares_.rows(static_cast<int64_t>(begin), static_cast<int64_t>(end - begin));
+  sum_of_squares(device, {.parts = std::move(own), .partial = squares, .result = unit_squares_});
+  if (zero_.shards_states()) sums.of_pieces(squares);
+  add_sum(device, {.x = squares, .total = total_squares_});
+  clip_coefficient(device, {.sum_of_squares = total_squares_,
+                            .loss = loss_,
+                            .max_norm = static_cast<float>(clip_limit(step)),
+                            .coefficient = clip_coefficient_,
+                            .clipped_squares = last_squares_});
+}
+
+PendingStep Optimizer::end_step(Device& device) const {
+  return {device.copy_to_host_later(scalars_.data, scalars_.bytes()), parameters_};
+}
+
+void Optimizer::set_last_norm(Device& device, double norm) const {
+  PARKA_REQUIRE(releases_gradients());
+  const auto squares = static_cast<float>(norm * norm);
+  device.copy_to_device(total_squares_.data, &squares, sizeof(squares));
 }
 
 void Optimizer::update_parameter(Device& device, const Update& update, size_t i) {

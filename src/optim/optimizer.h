@@ -18,7 +18,8 @@
 namespace parka {
 
 // Categories of the memory plan.
-inline constexpr const char *kMasterCategory = "master weights", *kStateCategory = "optimizer states";
+inline constexpr const char *kGradientCategory = "gradients", *kMasterCategory = "master weights",
+                            *kStateCategory = "optimizer states";
 
 // A tensor on the device under the name that a checkpoint gives it.
 struct NamedTensor {
@@ -59,9 +60,11 @@ class PendingStep {
 
 // AdamW over all parameter tensors: owns masters and moments, and the gradients' accumulators. Where ZeRO divides
 // states over ranks it updates this rank's piece of each tensor, and where it divides gradients it keeps this
-// rank's pieces of the accumulators, and buffers for the whole gradients of the units that backward is at. Order of
-// use: construct, plan.finish(), make an Arena, bind(), set_weight() of each parameter or restore the weights and
-// state() from a checkpoint; then any number of begin_step(), gradients filled by the model, step().
+// rank's pieces of the accumulators, and buffers for the whole gradients of the units that backward is at. With
+// config.release_gradients there are these buffers alone. Order of use: construct, plan.finish(), make an Arena,
+// bind(), set_weight() of each parameter or restore the weights and state() from a checkpoint; then any number of
+// begin_step(), gradients filled by the model, step(). With config.release_gradients the gradients of one unit
+// after the other, as backward fills them, and step_unit(), then end_step().
 class Optimizer {
  public:
   // Declares gradients (category "gradients"), masters ("master weights") and moments ("optimizer states") in the
@@ -87,14 +90,17 @@ class Optimizer {
   std::vector<float> master_weight(Device& device, size_t i) const;
 
   // Where the model accumulates gradients, in the order of the parameters, [rows, cols] each. With divided
-  // gradients these are buffers for those of one micro-batch.
+  // gradients, and where they are released, these are buffers for those of one micro-batch.
   const std::vector<TensorView>& gradients() const { return gradients_; }
+  // Whether units share them (core/unit_buffers.h).
+  bool shares_gradient_buffers() const { return releases_gradients() || zero_.shards_gradients(); }
+  bool releases_gradients() const { return config_.release_gradients; }
 
   // ---- For those who reduce gradients over ranks ----
 
   // A parameter's gradient as its pieces for all ranks, flat, and this rank's piece as the update reads it. With
-  // divided states alone, it lies in `whole`; with divided gradients, `whole` lies in a buffer that units share
-  // (core/unit_buffers.h).
+  // divided states alone, and where gradients are released, it lies in `whole`, which lies in a buffer with
+  // shares_gradient_buffers().
   struct GradientPieces {
     TensorView whole, own;
   };
@@ -106,7 +112,7 @@ class Optimizer {
   // ---- The step ----
 
   // [1] fp32, to which the model adds the loss of the step; an update needs it to be finite.
-  const TensorView& loss() const { return loss_; }
+  const TensorView& loss() const { return releases_gradients() ? own_loss_ : loss_; }
   // Before the first micro-batch of a step, which overwrites the gradients: clears the loss, and opens the
   // gradients that this rank keeps whole.
   void begin_step(Device& device) const;
@@ -123,6 +129,27 @@ class Optimizer {
   // `before_update` is told before the update of each parameter that this rank has a part of is queued.
   PendingStep step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sums = {},
                    const std::function<void(size_t parameter)>& before_update = {}, const StepLimits& limits = {});
+
+  // ---- The step with config.release_gradients, in place of step() ----
+
+  // One update of all parameters: arguments of step().
+  struct Update {
+    int64_t step;
+    double lr;
+    uint64_t seed;
+  };
+  // Queues, before the first unit of a step, what all are held against: the loss over all ranks.
+  void begin_update(Device& device, const SumOverRanks& sums);
+  // Queues the update of a unit, whose gradient is complete. The norm of the step before gives the clipping
+  // coefficient. The unit and those after it in the step are left as they are if the loss, the unit's gradient or
+  // that of a unit before it is not finite. `before_update` is told of each parameter of the unit.
+  void step_unit(Device& device, const Update& update, int unit, const SumOverRanks& sums,
+                 const std::function<void(size_t parameter)>& before_update);
+  // After the last unit. Of a step that was not applied, units before the culprit's were updated.
+  PendingStep end_step(Device& device) const;
+  // The global norm of the newest step, which gives the coefficient of the next: 0, which clips nothing, of a run
+  // without a step.
+  void set_last_norm(Device& device, double norm) const;
 
   // The largest global norm allowed at `step`: clip_norm * clip_warmup_factor while step <= clip_warmup_steps, then
   // clip_norm; infinity when clipping is off. It is the limit of this very step: OLMo's own trainer refreshes its
@@ -153,13 +180,10 @@ class Optimizer {
     TensorView master;
     MomentView exp_avg, exp_avg_sq;
   };
-  struct Update {
-    int64_t step;
-    double lr;
-    uint64_t seed;
-  };
   // Queues the global norm over ranks, and the clipping coefficient of the step.
   void find_coefficient(Device& device, int64_t step, const SumOverRanks& sums, const StepLimits& limits);
+  // The same of a unit, whose parameters are [begin, end), and of the units before it.
+  void find_unit_coefficient(Device& device, int64_t step, size_t begin, size_t end, const SumOverRanks& sums);
   // Queues the update of this rank's part of parameter i, which is not empty.
   void update_parameter(Device& device, const Update& update, size_t i);
   MomentIds declare_moment(const std::string& name, DType float8_format, int64_t numel, MemoryPlan& plan) const;
@@ -172,16 +196,18 @@ class Optimizer {
   std::vector<ParameterInfo> parameters_;
   std::vector<StateIds> ids_;
   TensorId scalars_id_;
-  TensorId buffer_ids_[kGradientBuffers];  // with divided gradients
+  TensorId buffer_ids_[kGradientBuffers];  // with shares_gradient_buffers()
   std::vector<int64_t> buffer_offsets_;    // of each parameter's gradient in its buffer, in elements
   std::vector<TensorView> weights_;        // flat, this rank's
   TensorView weight_amax_;
   std::vector<TensorView> gradients_;
   std::vector<GradientPieces> gradient_pieces_;
   std::vector<State> states_;
-  // fp32: the sum of squares of each gradient, then that of all, the loss and the clipping coefficient.
+  // fp32: the sum of squares of each gradient, then that of all, the loss and the clipping coefficient. Where
+  // gradients are released there follow the squares of the step before, this rank's loss, and those of a unit.
   TensorView scalars_;
   TensorView squares_, total_squares_, loss_, clip_coefficient_;  // parts of scalars_
+  TensorView last_squares_, own_loss_, unit_squares_;
 };
 
 // 1 - beta^step, exact to double rounding for any step: neither beta near 1 nor a large step cancels.

@@ -55,6 +55,7 @@ struct OptimizerConfig {
   DType exp_avg_sq_format = DType::kE4M3;
   MasterForm master = MasterForm::kFp32;
   DType gradient = DType::kF32;
+  bool release_gradients = false;
   ScheduleConfig schedule;
 
   bool operator==(const OptimizerConfig&) const = default;
@@ -84,6 +85,9 @@ struct OptimizerConfig {
           "rounding), or none (if and only if precision.compute = fp32)");
     visit("gradient", gradient, "Number format that gradients are accumulated in",
           one_of(DType::kF32, DType::kBF16));
+    visit("release_gradients", release_gradients,
+          "Update the weights of each block as soon as backward has their gradients, and use the gradients' memory "
+          "again; steps of one micro-batch only. Clips by the gradient norm of the step before");
     visit("schedule", schedule, "Learning rate over the steps");
   }
 };

@@ -2,6 +2,7 @@
 import fcntl
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -269,6 +270,19 @@ class BadInput(RunFolder):
         result = self.train(self.config)
         self.assert_refused(result, ["2 steps in a row"], code=NOT_FINITE)
         self.assertIn("skipped", result.stderr)
+
+    def test_loss_that_is_not_finite_where_gradients_are_released(self):
+        self.config["optimizer"].update(lr=1e30, schedule={"kind": "constant"}, release_gradients=True)
+        self.config["training"]["micro_batch_size"] = self.config["training"]["global_batch_size"]
+        self.config["checkpoint"].update(interval=1, folder=self.path("released"))
+        result = self.train(self.config)
+        wanted = ["step ", "not both finite", "parts of the weights", "not saved", "goes on from the last checkpoint"]
+        self.assert_refused(result, wanted, code=NOT_FINITE)
+        bad_step = int(re.search(r"step (\d+): loss", result.stderr)[1])
+        saved = [f"step_{step:08}" for step in range(1, bad_step)]
+        self.assertEqual(checkpoints(self.path("released")), saved)
+        self.config["training"]["non_finite"] = "skip"
+        self.assert_refused(self.train(self.config), ["optimizer.release_gradients = true cannot skip"])
 
     @unittest.skipUnless(os.path.exists("/dev/full"), "needs /dev/full")
     def test_output_that_cannot_be_written(self):

@@ -191,6 +191,15 @@ class Ranks(Corruption):
                     message = self.flip(config, ranks, target, rank, 1)
                     self.assertIn(f"rank {rank} (", message)
 
+    def test_a_flip_is_found_where_gradients_are_released(self):
+        for stage in (0, 3):
+            for target in TARGETS:
+                config = self.config("fp32", ALWAYS, zero_stage=stage)
+                config["training"].update(micro_batch_size=6)
+                config["optimizer"]["release_gradients"] = True
+                with self.subTest(f"stage {stage}"):
+                    self.assertIn("rank 1 (", self.flip(config, 2, target, 1, 1))
+
     def test_ranks_that_compare_find_a_weight_that_differs(self):
         for ranks in (2, 3):
             config = self.config("fp32", dict(NEVER, replica_interval=1), zero_stage=0)

@@ -23,6 +23,7 @@ VARIANTS = {
     "fp8_states": ("bf16", {"states": "fp8", "master": "fp32_split"}),
     "norms_and_biases": ("parka", {}),
     "gemma": ("coat", {}),
+    "released": ("coat", {"release_gradients": True, "clip_norm": 0.1}),  # every step clips the next one
 }
 # Keys of `model` that a variant has.
 MODELS = {"norms_and_biases": {"norm": "rmsnorm", "norm_placement": "after", "qk_norm": "full", "qkv_bias": True},
@@ -38,6 +39,8 @@ class Resume(RunFolder):
         recipe, optimizer = VARIANTS[VARIANT]
         config = tiny_config(self.folder, recipe, STEPS, DEVICE, **optimizer)
         config["model"].update(MODELS.get(VARIANT, {}))
+        if optimizer.get("release_gradients"):
+            config["training"]["micro_batch_size"] = config["training"]["global_batch_size"]
         config["checkpoint"]["interval"] = 10
         config["training"]["eval_interval"] = 15
         return config

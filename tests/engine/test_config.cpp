@@ -274,6 +274,17 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
        "model.rope_theta = 1 to be more than 1"},
       {[](Config& c) { c.model.norm_unit_offset = true; },
        "model.norm_unit_offset = true has no meaning where norms have no weights"},
+      {[](Config& c) {
+         c.optimizer.release_gradients = true;
+         c.training.non_finite = NonFinitePolicy::kSkip;
+       },
+       "optimizer.release_gradients = true cannot skip a step of which a part is done: set training.non_finite = stop"},
+      {[](Config& c) {
+         c.optimizer.release_gradients = true;
+         c.training.spike_window = 128;
+       },
+       "optimizer.release_gradients = true cannot skip a spike, whose gradient norm is known when its step is done: "
+       "set training.spike_window = 0, not 128"},
       {[](Config& c) { c.model.full_attention_every = 2; },
        "model.full_attention_every = 2 has no meaning without model.sliding_window"},
       {[](Config& c) { c.model.local_rope_theta = 100; },

@@ -4,6 +4,7 @@
 #include <ctime>
 #include <map>
 #include <string>
+#include <tuple>
 #include <variant>
 #include <vector>
 
@@ -214,6 +215,23 @@ TEST_CASE("a recorded step has the ops, collectives and waits of ranks in their 
       if (config.precision.gemm != GemmPrecision::kCompute) config.precision.weight_copies = WeightCopies::kBoth;
       CAPTURE(recipe, stage, "two groups of two");
       check_recording(config, 4);
+    }
+  }
+}
+
+TEST_CASE("updates in backward are recorded as ranks queue them", "[engine][recorded step][release]") {
+  for (const char* recipe : {"bf16", "parka"}) {
+    for (const auto& [ranks, stage, shard_size] :
+         {std::tuple<int, int64_t, int64_t>{1, 0, 0}, {2, 0, 0}, {2, 1, 0}, {3, 2, 0}, {2, 3, 0}, {4, 3, 2}}) {
+      CAPTURE(recipe, ranks, stage, shard_size);
+      const TemporaryFolder folder;
+      Config config = step_config(folder.path().string(), recipe, stage, ranks == 2, 1, ranks);
+      config.optimizer.release_gradients = true;
+      config.distributed.shard_size = shard_size;
+      check_recording(config, ranks);
+      const Zero zero = zero_of(config, 0, ranks);
+      const DeclaredRun declared(config, DeviceKind::kCuda, zero);
+      CHECK(declared.plan[declared.workspace].bytes >= most_workspace(record_step(config, ranks)));
     }
   }
 }

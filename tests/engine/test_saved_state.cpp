@@ -74,6 +74,20 @@ TEST_CASE("recent steps of a run are read back, or refused", "[engine][checkpoin
   }
 }
 
+TEST_CASE("the last norm of a run is read back, or refused", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  json state = state_of_a_run();
+  CHECK(read_progress(saved(folder, state)).last_norm == 0);
+  state["last_norm"] = 0.1;
+  const TemporaryFolder other;
+  CHECK(read_progress(saved(other, state)).last_norm == 0.1);
+  for (const json& bad : {json("0.1"), json(-1), json(nullptr)}) {
+    const std::string message = refusal([&](json& changed) { changed["last_norm"] = bad; },
+                                        [](const LoadedCheckpoint& checkpoint) { read_progress(checkpoint); });
+    CHECK(message.find("\"last_norm\" in its state is not a norm") != std::string::npos);
+  }
+}
+
 TEST_CASE("a state that lacks something or has it in another type is refused by name", "[engine][checkpoint]") {
   const auto says = [](const std::string& message, const char* part) {
     CAPTURE(message, part);

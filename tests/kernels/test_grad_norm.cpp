@@ -194,6 +194,27 @@ TEST_CASE("clip_coefficient is NaN where the norm or the loss is not finite", "[
   }
 }
 
+TEST_CASE("clip_coefficient limits the norm that it is given, where both are finite", "[kernels][grad_norm]") {
+  for (Device* device : devices()) {
+    const auto of = [&](float squares, float clipped) {
+      const TestTensor sum(*device, DType::kF32, {1}, {squares}), other(*device, DType::kF32, {1}, {clipped});
+      const TestTensor loss(*device, DType::kF32, {1}, {2.5f}), coefficient(*device, DType::kF32, {1});
+      clip_coefficient(*device, {.sum_of_squares = sum,
+                                 .loss = loss,
+                                 .max_norm = 2.0f,
+                                 .coefficient = coefficient,
+                                 .clipped_squares = other});
+      return coefficient.host()[0];
+    };
+    CHECK(of(1e8f, 64.0f) == coefficient_of(*device, 64.0f, 2.5f, 2.0f));
+    CHECK(of(1e8f, 1.0f) == 1.0f);
+    CHECK(of(1e8f, 0.0f) == 1.0f);
+    CHECK(std::isnan(of(kInfinity, 1.0f)));
+    CHECK(std::isnan(of(1.0f, kInfinity)));
+    CHECK(std::isnan(of(1.0f, std::numeric_limits<float>::quiet_NaN())));
+  }
+}
+
 TEST_CASE("clip_coefficient refuses wrong arguments", "[kernels][grad_norm]") {
   Device& device = *devices()[0];
   TestTensor one(device, DType::kF32, {1}, {1.0f}), two(device, DType::kF32, {2}), half(device, DType::kBF16, {1});
@@ -210,6 +231,11 @@ TEST_CASE("clip_coefficient refuses wrong arguments", "[kernels][grad_norm]") {
   CHECK(contains(message(one, one, one, 0), "max_norm > 0"));
   CHECK(contains(message(one, one, one, std::numeric_limits<float>::quiet_NaN()), "max_norm > 0"));
   CHECK(message(one, one, one, kInfinity).empty());
+  const std::string clipped = internal_error([&] {
+    clip_coefficient(
+        device, {.sum_of_squares = one, .loss = one, .max_norm = 1, .coefficient = one, .clipped_squares = two});
+  });
+  CHECK(contains(clipped, "clip_coefficient: clipped_squares"));
 }
 
 TEST_CASE("add_sum sums in double and rounds once", "[kernels][grad_norm]") {

@@ -188,11 +188,21 @@ TEST_CASE("another device's clip_coefficient gives the CPU's bits", "[kernels][g
       clip_coefficient(where, {.sum_of_squares = s, .loss = loss, .max_norm = max_norm, .coefficient = out});
       return out.host()[0];
     };
+    const auto of_other_norm = [](Device& where, float squares, float clipped) {
+      const TestTensor s(where, DType::kF32, {1}, {squares}), loss(where, DType::kF32, {1}, {1.0f});
+      const TestTensor c(where, DType::kF32, {1}, {clipped}), out(where, DType::kF32, {1});
+      clip_coefficient(
+          where, {.sum_of_squares = s, .loss = loss, .max_norm = 0.3f, .coefficient = out, .clipped_squares = c});
+      return out.host()[0];
+    };
     int wrong = 0;
     for (float squares : log_uniform(200, 1e-20, 1e40, 25)) {
       for (float max_norm : {1.0f, 0.3f}) {
         wrong += coefficient(*device, squares, max_norm) != coefficient(cpu_device(), squares, max_norm);
       }
+      const float other = of_other_norm(*device, 4.0f, squares);
+      wrong += other != of_other_norm(cpu_device(), 4.0f, squares);
+      wrong += !std::isnan(of_other_norm(*device, std::numeric_limits<float>::infinity(), squares));
     }
     CHECK(wrong == 0);
   }

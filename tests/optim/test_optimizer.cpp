@@ -287,6 +287,102 @@ TEST_CASE("step follows AdamW in double: clipping, decay of decayed parameters o
   CHECK(wrong_norms == 0);
 }
 
+TEST_CASE("released gradients are clipped by the norm of the step before", "[optim][optimizer]") {
+  std::vector<ParameterInfo> table = small_table();
+  for (size_t i = 0; i < table.size(); ++i) table[i].unit = static_cast<int>(i);
+  OptimizerConfig config = config_of(StateFormat::kFp32, MasterForm::kFp32);
+  config.clip_norm = 0;
+  TestRun plain(config, table);
+  config.clip_norm = 0.03;  // norms are about 0.03, 0.06 and 0.09
+  config.clip_warmup_steps = 3;
+  config.clip_warmup_factor = 2;
+  config.release_gradients = true;
+  TestRun released(config, table), resumed(config, table);
+  plain.initialize(1);
+  released.initialize(1);
+  released.optimizer.set_last_norm(released.device, 0);
+  const auto step = [](TestRun& run, int64_t t, float scale) {
+    run.optimizer.begin_step(run.device);
+    run.optimizer.begin_update(run.device, {});
+    for (int unit = 2; unit >= 0; --unit) {  // the first and the last lie in one buffer
+      run.set_gradient(static_cast<size_t>(unit), run.gradient_of(static_cast<size_t>(unit), t, scale));
+      run.optimizer.step_unit(run.device, {.step = t, .lr = 1e-3, .seed = 99}, unit, {}, {});
+    }
+    return run.optimizer.end_step(run.device).wait();
+  };
+  float squares = 0;  // of the step before
+  int num_clipped = 0;
+  for (int64_t t = 1; t <= 9; ++t) {
+    const float scale = 1e-3f * static_cast<float>(t % 3 + 1), limit = t <= 3 ? 0.06f : 0.03f;
+    const float coefficient = std::min(1.0f, limit / (std::sqrt(squares) + 1e-6f));
+    num_clipped += coefficient < 1;
+    double sum = 0;
+    for (size_t i = 0; i < table.size(); ++i) {
+      std::vector<float> gradient = plain.gradient_of(i, t, scale);
+      for (float& g : gradient) {
+        sum += double{g} * g;
+        g *= coefficient;
+      }
+      plain.set_gradient(i, gradient);
+    }
+    REQUIRE(plain.optimizer.step(plain.device, t, 1e-3, 99).wait().applied);
+    if (t == 6) {
+      resumed.restore(released.bytes());
+      resumed.optimizer.set_last_norm(resumed.device, std::sqrt(double{squares}));
+    }
+    const StepResult result = step(released, t, scale);
+    CAPTURE(t, coefficient);
+    CHECK(result.applied);
+    CHECK(std::abs(result.grad_norm - std::sqrt(sum)) <= 1e-6 * std::sqrt(sum));
+    CHECK(released.bytes() == plain.bytes());
+    if (t >= 6) step(resumed, t, scale);
+    if (t >= 6) CHECK(resumed.bytes() == plain.bytes());
+    squares = static_cast<float>(result.grad_norm * result.grad_norm);
+  }
+  CHECK((num_clipped >= 4 && num_clipped <= 8));
+}
+
+TEST_CASE("hazard: a released gradient that is not finite reaches its weights or those of later units",
+          "[optim][optimizer][hazards]") {
+  const auto bad = GENERATE(std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), 1e20f);
+  std::vector<ParameterInfo> table = small_table();
+  for (size_t i = 0; i < table.size(); ++i) table[i].unit = static_cast<int>(i);
+  for (OptimizerConfig config : all_configs()) {
+    config.release_gradients = true;
+    TestRun run(config, table);
+    run.initialize(2);
+    run.optimizer.set_last_norm(run.device, 1);
+    const auto bytes_of_parameter = [&](size_t i) {
+      std::vector<TensorView> views = {run.weights[i]};
+      for (const NamedTensor& tensor : run.optimizer.state()) {
+        if (tensor.parameter == i) views.push_back(tensor.view);
+      }
+      std::vector<std::byte> bytes;
+      for (const TensorView& view : views) {
+        const auto* const data = static_cast<const std::byte*>(view.data);
+        bytes.insert(bytes.end(), data, data + view.bytes());
+      }
+      return bytes;
+    };
+    run.optimizer.begin_step(run.device);
+    run.optimizer.begin_update(run.device, {});
+    std::vector<bool> has_changed;
+    for (const size_t i : {2, 1, 0}) {
+      std::vector<float> gradient = run.gradient_of(i, 1, 1e-3f);
+      if (i == 1) gradient[3] = bad;
+      run.set_gradient(i, gradient);
+      const std::vector<std::byte> before = bytes_of_parameter(i);
+      run.optimizer.step_unit(run.device, {.step = 1, .lr = 1e-3, .seed = 99}, static_cast<int>(i), {}, {});
+      has_changed.push_back(bytes_of_parameter(i) != before);
+    }
+    const StepResult result = run.optimizer.end_step(run.device).wait();
+    CHECK(has_changed == std::vector<bool>{true, false, false});
+    CHECK_FALSE(result.applied);
+    CHECK_FALSE(std::isfinite(result.grad_norm));
+    CHECK(result.culprit == "norm");
+  }
+}
+
 TEST_CASE("clip_limit is the limit of the step itself, and 0 switches clipping off", "[optim][optimizer]") {
   OptimizerConfig config;
   config.clip_norm = 0.5;

@@ -1,6 +1,7 @@
 #include "engine/checkpoint/saved_state.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "core/error.h"
@@ -42,6 +43,14 @@ void check_progress(const LoadedCheckpoint& checkpoint, const SavedProgress& pro
       "{}: its state says {} steps with batches of {} sequences, {} updates, sequence {} of epoch {}: these "
       "contradict each other; resume from an earlier checkpoint (move this one away)",
       checkpoint.path(), step, batch, progress.applied_steps, consumed, epoch);
+}
+
+double last_norm(const LoadedCheckpoint& checkpoint) {
+  const auto found = checkpoint.state().find("last_norm");
+  if (found == checkpoint.state().end()) return 0;
+  const double norm = found->is_number() ? found->get<double>() : -1;
+  if (norm >= 0 && std::isfinite(norm)) return norm;
+  throw_bad_input("{}: \"last_norm\" in its state is not a norm of gradients", checkpoint.path());
 }
 
 std::vector<SpikeGuard::Step> recent_steps(const LoadedCheckpoint& checkpoint) {
@@ -86,6 +95,7 @@ SavedProgress read_progress(const LoadedCheckpoint& checkpoint) {
   }
   progress.fingerprint = fingerprint.get<uint64_t>();
   check_progress(checkpoint, progress);
+  progress.last_norm = last_norm(checkpoint);
   progress.recent_steps = recent_steps(checkpoint);
   if (!data.contains("files")) return progress;
   progress.files = data.at("files");

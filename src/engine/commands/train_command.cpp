@@ -479,6 +479,12 @@ class TrainCommand {
         report.step, report.loss, report.grad_norm,
         report.culprit.empty() ? "" : fmt::format(" (first bad gradient: {})", report.culprit), report.data.epoch,
         report.data.consumed, report.data.consumed + config_.training.global_batch_size - 1);
+    if (config_.optimizer.release_gradients) {
+      throw Error(ExitCode::kNonFinite,
+                  what +
+                      "; parts of the weights were updated (optimizer.release_gradients), and are not saved: the "
+                      "same command goes on from the last checkpoint");
+    }
     if (config_.training.non_finite == NonFinitePolicy::kStop) {
       throw Error(ExitCode::kNonFinite,
                   what + "; the weights were not changed; set training.non_finite=skip to skip such steps");

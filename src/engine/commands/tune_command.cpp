@@ -14,6 +14,7 @@ namespace parka {
 
 // One step of the run itself says which products there are; its tensors are what they are timed on. It has two
 // micro-batches: a weight gradient is written by the first and added to by the second, which are two products.
+// Where gradients are released it has one.
 int run_tune(const TuneOptions& options) {
   Config config = load_config(options.config_path, options.overrides);
   require_replaceable(options.output);
@@ -24,7 +25,8 @@ int run_tune(const TuneOptions& options) {
   }
   config.device.kind = DeviceChoice::kCuda;
   config.device.gemm_tuning.clear();
-  config.training.global_batch_size = 2 * config.training.micro_batch_size;
+  config.training.global_batch_size =
+      (config.optimizer.release_gradients ? 1 : 2) * config.training.micro_batch_size;
   nlohmann::json given = given_keys(options.config_path, options.overrides);
   given["training"]["global_batch_size"] = config.training.global_batch_size;
   const SyntheticTokens data(config);

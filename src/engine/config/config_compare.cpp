@@ -75,6 +75,7 @@ constexpr std::string_view kSpeed[] = {
     "optimizer.states",
     "optimizer.master",
     "optimizer.gradient",
+    "optimizer.release_gradients",
     "data.sequence_length",
     "data.documents",
     "data.document_end",
@@ -162,6 +163,8 @@ void for_each_difference(const Config& saved, const Config& now, Visit visit) {
 
 std::string config_hash(const Config& config) {
   Config c = canonical(config);
+  // Without clipping no step looks at the norm of the one before.
+  if (c.optimizer.clip_norm == 0) c.optimizer.release_gradients = false;
   nlohmann::json hashed;  // sorts by key, so that the order of fields in the structs does not matter
   for (const ConfigField& field : make_config_table(c).fields) {
     if (!is_listed(field.path, kNotHashed)) hashed[field.path] = get_field(field);

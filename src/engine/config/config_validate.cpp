@@ -227,6 +227,22 @@ void check_clipping(const OptimizerConfig& o) {
       o.clip_norm * o.clip_warmup_factor);
 }
 
+// Units are updated before the gradient norm of the step, and what is not finite in later gradients, are known.
+void check_release(const OptimizerConfig& o, const TrainingConfig& t) {
+  if (!o.release_gradients) return;
+  if (t.non_finite == NonFinitePolicy::kSkip) {
+    throw_bad_input(
+        "optimizer.release_gradients = true cannot skip a step of which a part is done: set training.non_finite = "
+        "stop, which goes on from the last checkpoint, or release_gradients = false");
+  }
+  if (t.spike_window > 0) {
+    throw_bad_input(
+        "optimizer.release_gradients = true cannot skip a spike, whose gradient norm is known when its step is "
+        "done: set training.spike_window = 0, not {}, or release_gradients = false",
+        t.spike_window);
+  }
+}
+
 void check_schedule(const ScheduleConfig& s, int64_t training_steps) {
   const int64_t total = s.total_steps == 0 ? training_steps : s.total_steps;
   const std::string_view total_key = s.total_steps == 0 ? "training.steps" : "optimizer.schedule.total_steps";
@@ -294,6 +310,7 @@ void validate(const Config& config) {
   check_compute(config.precision, config.optimizer);
   check_distributed(config);
   check_clipping(config.optimizer);
+  check_release(config.optimizer, config.training);
   check_schedule(config.optimizer.schedule, config.training.steps);
   check_data(config.data, config.model.vocab_size);
   check_training(config);

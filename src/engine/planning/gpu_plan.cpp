@@ -9,7 +9,7 @@
 namespace parka {
 
 GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
-  const Zero zero = zero_of(config.distributed, 0, num_gpus);
+  const Zero zero = zero_of(config, 0, num_gpus);
   const DeclaredRun run(config, DeviceKind::kCuda, zero);
   const DeclaredRun alone(config, DeviceKind::kCuda);
   std::map<std::string, int64_t> unsharded;
@@ -30,7 +30,7 @@ GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
 }
 
 int64_t planned_bytes(const Config& config, int64_t num_gpus) {
-  return DeclaredRun(config, DeviceKind::kCuda, zero_of(config.distributed, 0, num_gpus)).plan.total_bytes();
+  return DeclaredRun(config, DeviceKind::kCuda, zero_of(config, 0, num_gpus)).plan.total_bytes();
 }
 
 }  // namespace parka

@@ -19,6 +19,18 @@ Zero zero_of(const DistributedConfig& config, int64_t rank, int64_t size) {
   return make_zero(config.zero_stage, rank % group, group);
 }
 
+Zero zero_of(const Config& config, int64_t rank, int64_t size) {
+  const TrainingConfig& t = config.training;
+  const bool has_one = t.global_batch_size % size == 0 && t.global_batch_size / size == t.micro_batch_size;
+  if (config.optimizer.release_gradients && !has_one) {
+    throw_bad_input(
+        "optimizer.release_gradients = true needs steps of one micro-batch, and training.micro_batch_size = {} is "
+        "not global_batch_size / ranks = {} / {}; change one of them, or set release_gradients = false",
+        t.micro_batch_size, t.global_batch_size, size);
+  }
+  return zero_of(config.distributed, rank, size);
+}
+
 DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& zero)
     : DeclaredRun(config, device, zero, device == DeviceKind::kCuda ? record_workspace_bytes(config, zero) : 0) {}
 

@@ -15,6 +15,9 @@ namespace parka {
 
 // What a rank of a run of `size` holds. Throws Error(kBadInput) if distributed.shard_size does not divide them.
 Zero zero_of(const DistributedConfig& config, int64_t rank, int64_t size);
+// The same, and throws Error(kBadInput) if gradients are to be released and a step has not one micro-batch on each
+// rank.
+Zero zero_of(const Config& config, int64_t rank, int64_t size);
 
 // Model and optimizer of a config with all their tensors declared; nothing is allocated. What `parka plan` prints
 // and what a run allocates come from the same declarations.

@@ -64,7 +64,7 @@ void ParameterExchange::before_backward(Device& device, int unit) {
   if (unit == model_.parameters().head_unit()) {
     for (int last : {unit - 1, unit - 2}) prefetch(device, last, Pass::kBackward);
   }
-  if (!zero_.shards_gradients()) return;
+  if (!optimizer_.shares_gradient_buffers()) return;
   const std::vector<ParameterInfo>& parameters = model_.parameters().all;
   const std::vector<int> opened = opened_by(unit);
   uint64_t last_read = 0;
@@ -91,8 +91,10 @@ void ParameterExchange::after_backward(Device& device, int unit) {
   for (int parameter : model_.parameters().unit(unit)) {
     const auto i = static_cast<size_t>(parameter);
     const Optimizer::GradientPieces& gradient = optimizer_.gradient_pieces(i);
+    uint64_t& reduced = reduced_[gradient_buffer_of(parameters[i])];
     if (!zero_.shards_states()) {
       communicator_.all_reduce(device, gradient.whole, Reduction::kSum, Peers::kAll);
+      reduced = communicator_.last_queued();
       continue;
     }
     // Divided gradients: backward has overwritten the buffer with those of this micro-batch alone, and a rank's
@@ -100,13 +102,22 @@ void ParameterExchange::after_backward(Device& device, int unit) {
     const Accumulation accumulation =
         zero_.shards_gradients() && !place_.is_first ? Accumulation::kContinue : Accumulation::kBegin;
     communicator_.reduce_scatter(device, gradient.whole, gradient.own, Peers::kGroup, accumulation);
-    if (zero_.shards_gradients()) reduced_[gradient_buffer_of(parameters[i])] = communicator_.last_queued();
+    reduced = communicator_.last_queued();
     if (place_.is_last && communicator_.size_of(Peers::kAcross) > 1) {
       communicator_.all_reduce(device, gradient.own, Reduction::kSum, Peers::kAcross);
+      if (optimizer_.releases_gradients()) reduced = communicator_.last_queued();  // the piece lies in the buffer
     }
   }
   // What follows the last micro-batch reads the sums.
   if (unit == 0 && place_.is_last) wait(device, communicator_.last_queued(), "sums of gradients");
+}
+
+void ParameterExchange::wait_for_gradients(Device& device, int unit) {
+  uint64_t last = 0;
+  for (int parameter : model_.parameters().unit(unit)) {
+    last = std::max(last, reduced_[gradient_buffer_of(model_.parameters().all[static_cast<size_t>(parameter)])]);
+  }
+  wait(device, last, "sums of gradients");
 }
 
 void ParameterExchange::sum_of_pieces(Device& device, const TensorView& x) {

@@ -18,6 +18,7 @@ namespace parka {
 //              micro-batch
 //   weights    stage 0: nothing to do, all ranks make the same update; 1 and 2: gathered after the update; 3: those
 //              of blocks are gathered before each use, one block ahead
+// Where gradients are released, each unit's are reduced as at stages 0 and 1, and no rank accumulates any.
 // Collectives run beside the device's other work, which waits for them where it needs their result.
 class ParameterExchange final : public UnitHooks {
  public:
@@ -39,6 +40,8 @@ class ParameterExchange final : public UnitHooks {
   void before_forward(Device& device, int unit) override;
   void before_backward(Device& device, int unit) override;
   void after_backward(Device& device, int unit) override;
+  // With shares_gradient_buffers(): before the sums of the unit that after_backward() was told of last are read.
+  void wait_for_gradients(Device& device, int unit);
 
   // Replaces x, of what ranks have in pieces, by its sum over a group: the same bits in all groups, which have
   // copies of one another.

@@ -33,15 +33,29 @@ class RecordingRank {
 
   void begin_step() { queue_.begin_step(); }
   void micro_batch(const ParameterExchange::Place& place, bool with_telemetry = false) {
+    if (releases_gradients()) queue_.release_update(/*update=*/1, config_.optimizer.lr);
     queue_.micro_batch(batch(), queue_.loss_options(/*num_targets=*/1), place, with_telemetry);
   }
+  // All micro-batches of a step that accumulates, if a run may have one.
+  void micro_batches() {
+    if (releases_gradients()) {
+      micro_batch({.is_first = true, .is_last = true});
+      return;
+    }
+    micro_batch({.is_first = true, .is_last = false});
+    micro_batch({.is_first = false, .is_last = true});
+  }
   void update() {
-    queue_.update(/*update=*/1, config_.optimizer.lr);
+    if (releases_gradients()) {
+      queue_.released_update();
+    } else {
+      queue_.update(/*update=*/1, config_.optimizer.lr);
+    }
     queue_.weights_stepped();
   }
   void telemetry_and_checks() {
     if (declared_.telemetry) {
-      micro_batch({.is_first = true, .is_last = false}, /*with_telemetry=*/true);
+      micro_batch({.is_first = true, .is_last = releases_gradients()}, /*with_telemetry=*/true);
       declared_.telemetry->queue(device_, declared_.model, declared_.optimizer);
     }
     std::vector<TensorView> state = declared_.model.weights().own();
@@ -55,6 +69,7 @@ class RecordingRank {
   }
 
  private:
+  bool releases_gradients() const { return config_.optimizer.release_gradients; }
   void add(Work work) { work_.push_back(std::move(work)); }
 
   // Without the tokens, which a device that records does not read.
@@ -83,7 +98,7 @@ RecordedStep record_step(const Config& config, int64_t num_gpus) {
   const int64_t per_micro_batch = num_gpus * config.training.micro_batch_size;
   PARKA_REQUIRE(config.training.global_batch_size % per_micro_batch == 0);
   const int64_t num_micro_batches = config.training.global_batch_size / per_micro_batch;
-  RecordingRank rank(config, zero_of(config.distributed, 0, num_gpus), 0, static_cast<int>(num_gpus));
+  RecordingRank rank(config, zero_of(config, 0, num_gpus), 0, static_cast<int>(num_gpus));
   RecordedStep step;
   rank.begin_step();
   rank.micro_batch({.is_first = true, .is_last = num_micro_batches == 1});
@@ -104,8 +119,7 @@ RecordedStep record_step(const Config& config, int64_t num_gpus) {
 int64_t record_workspace_bytes(const Config& config, const Zero& zero) {
   RecordingRank rank(config, zero, static_cast<int>(zero.shard.rank), static_cast<int>(zero.shard.size));
   rank.begin_step();
-  rank.micro_batch({.is_first = true, .is_last = false});
-  rank.micro_batch({.is_first = false, .is_last = true});
+  rank.micro_batches();
   rank.update();
   rank.telemetry_and_checks();
   rank.other_than_steps();

@@ -25,6 +25,10 @@ StepQueue::StepQueue(const Config& config, const Zero& zero, DeclaredRun& declar
     exchange_.emplace(zero_, communicator, declared_.model, declared_.optimizer);
     declared_.model.set_hooks(&*exchange_);
   }
+  if (declared_.optimizer.releases_gradients()) {
+    released_.emplace(declared_.optimizer, declared_.model.parameters(), exchange_ ? &*exchange_ : nullptr);
+    declared_.model.set_hooks(&*released_);
+  }
   if (declared_.telemetry) declared_.telemetry->bind(arena_);
   declared_.checks.bind(arena_);
 }
@@ -45,6 +49,7 @@ Model::LossOptions StepQueue::loss_options(int64_t num_targets) const {
 
 void StepQueue::micro_batch(const Model::Batch& batch, const Model::LossOptions& options,
                             const ParameterExchange::Place& place, bool with_telemetry) {
+  PARKA_REQUIRE(!released_ || (place.is_first && place.is_last));
   Model& model = declared_.model;
   const std::vector<TensorView>& gradients = declared_.optimizer.gradients();
   // Divided gradients leave their buffers in each micro-batch, and ParameterExchange adds them up.
@@ -55,19 +60,39 @@ void StepQueue::micro_batch(const Model::Batch& batch, const Model::LossOptions&
     model.accumulate_gradients_with_telemetry(device_, batch, options, gradients, accumulation);
   } else {
     model.accumulate_gradients(device_, batch, options, gradients, accumulation,
-                               /*may_replay=*/!exchange_ || exchange_->is_idle());
+                               /*may_replay=*/!released_ && (!exchange_ || exchange_->is_idle()));
   }
 }
 
+bool StepQueue::takes_gradients(const ParameterExchange::Place& place) const {
+  return released_ || (exchange_ && (place.is_last || zero_.shards_gradients()));
+}
+
+void StepQueue::on_gradient(const std::function<void(int parameter)>& called) {
+  if (released_) {
+    released_->on_gradient(called);
+  } else {
+    exchange_->on_gradient(called);
+  }
+}
+
+Optimizer::SumOverRanks StepQueue::sums() {
+  if (!exchange_) return {};
+  return {.of_pieces = [this](const TensorView& x) { exchange_->sum_of_pieces(device_, x); },
+          .of_batches = [this](const TensorView& x) { exchange_->sum(device_, x, Peers::kAll); }};
+}
+
+uint64_t StepQueue::rounding_seed() const { return static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey; }
+
 PendingStep StepQueue::update(int64_t update, double lr, const std::function<void(size_t parameter)>& before_update,
                               const StepLimits& limits) {
-  Optimizer::SumOverRanks sums;
-  if (exchange_) {
-    sums.of_pieces = [this](const TensorView& x) { exchange_->sum_of_pieces(device_, x); };
-    sums.of_batches = [this](const TensorView& x) { exchange_->sum(device_, x, Peers::kAll); };
-  }
-  const uint64_t seed = static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey;
-  return declared_.optimizer.step(device_, update, lr, seed, sums, before_update, limits);
+  return declared_.optimizer.step(device_, update, lr, rounding_seed(), sums(), before_update, limits);
+}
+
+void StepQueue::release_update(int64_t update, double lr,
+                               const std::function<void(size_t parameter)>& before_update) {
+  PARKA_REQUIRE(released_.has_value());
+  released_->set_update({{.step = update, .lr = lr, .seed = rounding_seed()}, sums(), before_update});
 }
 
 void StepQueue::weights_stepped() {

@@ -7,6 +7,7 @@
 #include "engine/config/config.h"
 #include "engine/step/declared_run.h"
 #include "engine/step/parameter_exchange.h"
+#include "engine/step/released_updates.h"
 #include "kernels/device/arena.h"
 
 namespace parka {
@@ -22,9 +23,6 @@ class StepQueue {
   StepQueue(const StepQueue&) = delete;
   StepQueue& operator=(const StepQueue&) = delete;
 
-  // Absent in a run of one rank.
-  ParameterExchange* exchange() { return exchange_ ? &*exchange_ : nullptr; }
-
   void begin_step();
   // Whether steps differ in their number of targets. Its inverse is then not a constant of what a device records,
   // but in set_target_share()'s tensor.
@@ -34,9 +32,24 @@ class StepQueue {
   // Forward and backward of a micro-batch; with telemetry of the first one of a step.
   void micro_batch(const Model::Batch& batch, const Model::LossOptions& options,
                    const ParameterExchange::Place& place, bool with_telemetry = false);
+  // Whether the gradients of such a micro-batch are not all there behind it, as ranks divide them or their memory
+  // is used again: who looks at them must do so on_gradient().
+  bool takes_gradients(const ParameterExchange::Place& place) const;
+  // See ParameterExchange::on_gradient(); for where takes_gradients() says so.
+  void on_gradient(const std::function<void(int parameter)>& called);
+
   // `update` counts from 1. For before_update and limits see Optimizer::step().
   PendingStep update(int64_t update, double lr, const std::function<void(size_t parameter)>& before_update = {},
                      const StepLimits& limits = {});
+  // With optimizer.release_gradients, in place of update(): the next micro-batch makes the update, which without
+  // this leaves weights as they are...
+  void release_update(int64_t update, double lr, const std::function<void(size_t parameter)>& before_update = {});
+  // ... or, after this, the one behind it, by which that one is computed again. Without release_gradients: nothing.
+  void hold_update() {
+    if (released_) released_->hold_update();
+  }
+  // What came of it.
+  PendingStep released_update() { return declared_.optimizer.end_step(device_); }
   // Brings up to date what is made from this rank's weights, after an update, which finds their maxima...
   void weights_stepped();
   // ... and after any other change.
@@ -46,12 +59,16 @@ class StepQueue {
   void begin_evaluation_batch();
 
  private:
+  Optimizer::SumOverRanks sums();
+  uint64_t rounding_seed() const;
+
   const Config& config_;
   const Zero& zero_;
   DeclaredRun& declared_;
   const Arena& arena_;
   Device& device_;
-  std::optional<ParameterExchange> exchange_;
+  std::optional<ParameterExchange> exchange_;  // absent in a run of one rank
+  std::optional<ReleasedUpdates> released_;    // with optimizer.release_gradients
 };
 
 }  // namespace parka

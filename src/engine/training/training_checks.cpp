@@ -54,10 +54,9 @@ void TrainingRun::queue_hashed(Table table, const Model::Batch& batch, const Mod
   const bool flips = table == Table::kFirstGradients && drills(FlipDrill::Target::kGradient, completed_steps_ + 1);
   const auto hash_gradient = [&](size_t i) { checks.hash_one(device_, table, i, optimizer.gradients()[i]); };
   checks.clear(device_, table);
-  ParameterExchange* const exchange = queue_.exchange();
-  const bool by_hooks = exchange != nullptr && !(place.is_first && !place.is_last && !zero_.shards_gradients());
+  const bool by_hooks = queue_.takes_gradients(place);
   if (by_hooks) {
-    exchange->on_gradient([&](int parameter) {
+    queue_.on_gradient([&](int parameter) {
       // The bit is flipped in the head's gradient, which is complete first: of divided gradients no others are
       // kept.
       if (flips && parameter == declared_.model.parameters().head) {
@@ -69,7 +68,7 @@ void TrainingRun::queue_hashed(Table table, const Model::Batch& batch, const Mod
   }
   queue_.micro_batch(batch, options, place, with_telemetry);
   if (by_hooks) {
-    exchange->on_gradient({});
+    queue_.on_gradient({});
   } else {
     if (flips) flip_gradient();
     for (size_t i = 0; i < num_parameters; ++i) hash_gradient(i);
@@ -90,6 +89,7 @@ void TrainingRun::queue_replayed(const Model::Batch& batch, const Model::LossOpt
     device_.set_op_fault(nullptr);
     return;
   }
+  queue_.hold_update();
   queue_hashed(Table::kFirstGradients, batch, options, place, /*with_telemetry=*/false);
   device_.set_op_fault(nullptr);
   device_.fill_zero(options.loss_sum.data, options.loss_sum.bytes());
@@ -116,6 +116,14 @@ bool TrainingRun::state_is_watched_at(int64_t step) const {
   const bool saves = (checkpoint.interval > 0 && step % checkpoint.interval == 0) ||
                      (checkpoint.save_final && step == config_.training.steps);
   return checks.watches_state() && saves;
+}
+
+// Before a parameter is updated while backward goes on.
+void TrainingRun::hash_unchanged(size_t parameter) const {
+  for (size_t i = 0; i < watched_.size(); ++i) {
+    if (watched_[i].tensor.parameter != parameter) continue;
+    declared_.checks.hash_one(device_, Table::kUnchanged, i, watched_[i].tensor.view);
+  }
 }
 
 // Nothing has written the state between hash_state(kUpdated) and hash_state(kUnchanged).

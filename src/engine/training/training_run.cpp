@@ -37,7 +37,7 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
     : config_(config),
       device_(device),
       communicator_(communicator),
-      zero_(zero_of(config.distributed, communicator.rank(), communicator.size())),
+      zero_(zero_of(config, communicator.rank(), communicator.size())),
       data_(open_token_files(config.data.train, config)),
       data_fingerprint_(data_.fingerprint()),
       data_files_(describe_files(data_, config.data.checksum, communicator)),
@@ -50,6 +50,9 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
   place_ = fmt::format("rank {} ({})", communicator.rank(), device.name());
   watch_state();
   start_loader({});
+  if (declared_.optimizer.releases_gradients()) {
+    declared_.optimizer.set_last_norm(device_, 0);
+  }
 }
 
 void TrainingRun::start_loader(DataPosition position) {
@@ -175,6 +178,8 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   completed_steps_ = checkpoint.step();
   hashed_step_ = -1;
   applied_steps_ = progress.applied_steps;
+  last_norm_ = progress.last_norm;
+  if (declared_.optimizer.releases_gradients()) declared_.optimizer.set_last_norm(device_, last_norm_);
   spikes_.restore(progress.recent_steps);
   start_loader(progress.position);
   queue_.weights_changed();
@@ -258,6 +263,34 @@ StepLimits step_limits(const StepReport& report) {
 
 }  // namespace
 
+void TrainingRun::describe_update(StepReport& report, int64_t update) const {
+  report.learning_rate = learning_rate(config_.optimizer, config_.training.steps, report.step);
+  report.clip_limit = declared_.optimizer.clip_limit(update);
+  report.limits = spikes_.limits();
+}
+
+PendingStep TrainingRun::queue_update(StepReport& report) {
+  const int64_t update = applied_steps_ + 1;
+  describe_update(report, update);
+  if (hashed_step_ == completed_steps_) hash_state(IntegrityChecks::Table::kUnchanged);
+  // A save may still copy what the update changes.
+  const auto wait_for_copies = [this](size_t parameter) { staging_->order_after(last_staged_[parameter]); };
+  return queue_.update(update, report.learning_rate,
+                       last_staged_.empty() ? std::function<void(size_t)>() : wait_for_copies, step_limits(report));
+}
+
+// The step before, if it is unfinished, counts as applied: if it was not, the run ends.
+void TrainingRun::release_update(StepReport& report) {
+  const int64_t update = applied_steps_ + (unfinished_ ? 1 : 0) + 1;
+  describe_update(report, update);
+  const bool is_watched = hashed_step_ == completed_steps_;
+  if (is_watched) declared_.checks.clear(device_, IntegrityChecks::Table::kUnchanged);
+  queue_.release_update(update, report.learning_rate, [this, is_watched](size_t parameter) {
+    if (is_watched) hash_unchanged(parameter);
+    if (!last_staged_.empty()) staging_->order_after(last_staged_[parameter]);
+  });
+}
+
 std::optional<StepReport> TrainingRun::step() {
   if (!unfinished_) {
     step_began_ = device_.mark();
@@ -268,24 +301,15 @@ std::optional<StepReport> TrainingRun::step() {
   report.step = completed_steps_ + 1;
   const bool with_telemetry = declared_.telemetry && declared_.telemetry->is_due(report.step);
   std::vector<PendingComparison> comparisons;
+  if (declared_.optimizer.releases_gradients()) release_update(report);
   report.num_targets = queue_gradients(with_telemetry, comparisons);
   report.data = batch_start_;
   report.data_wait_seconds = loader_->wait_seconds() - wait_before;
 
   std::optional<StepReport> previous = finish();
   if (previous && !previous->is_finite() && config_.training.non_finite == NonFinitePolicy::kStop) return previous;
-  report.learning_rate = learning_rate(config_.optimizer, config_.training.steps, report.step);
-  report.clip_limit = declared_.optimizer.clip_limit(applied_steps_ + 1);
-  report.limits = spikes_.limits();
-  if (hashed_step_ == completed_steps_) {
-    hash_state(IntegrityChecks::Table::kUnchanged);
-    comparisons.push_back(compare_state());
-  }
-  // A save may still copy what the update changes.
-  const auto wait_for_copies = [this](size_t parameter) { staging_->order_after(last_staged_[parameter]); };
-  PendingStep result =
-      queue_.update(applied_steps_ + 1, report.learning_rate,
-                    last_staged_.empty() ? std::function<void(size_t)>() : wait_for_copies, step_limits(report));
+  PendingStep result = declared_.optimizer.releases_gradients() ? queue_.released_update() : queue_update(report);
+  if (hashed_step_ == completed_steps_) comparisons.push_back(compare_state());
   last_staged_.clear();
   std::optional<PendingTelemetry> telemetry;
   if (with_telemetry) telemetry = declared_.telemetry->queue(device_, declared_.model, declared_.optimizer);
@@ -323,6 +347,7 @@ std::optional<StepReport> TrainingRun::finish() {
   report.grad_norm = result.grad_norm;
   report.applied = result.applied;
   report.culprit = std::move(result.culprit);
+  last_norm_ = result.grad_norm;
   if (report.applied) ++applied_steps_;
   if (report.num_targets > 0) spikes_.add({report.loss, report.grad_norm});
   return report;

@@ -147,6 +147,11 @@ class TrainingRun {
   // Returns the number of targets of the step.
   int64_t queue_gradients(bool with_telemetry, std::vector<PendingComparison>& comparisons);
   bool finishes_early() const;
+  // Fills in what is known of update number `update` before it is made.
+  void describe_update(StepReport& report, int64_t update) const;
+  PendingStep queue_update(StepReport& report);
+  // With optimizer.release_gradients, before the step's gradients are queued.
+  void release_update(StepReport& report);
 
   // integrity of a step: training_checks.cpp
   void watch_state();
@@ -159,6 +164,7 @@ class TrainingRun {
   void flip_gradient();
   void flip_state(FlipDrill::Target target);
   void hash_state(IntegrityChecks::Table table) const;
+  void hash_unchanged(size_t parameter) const;
   bool state_is_watched_at(int64_t step) const;
   PendingComparison compare_state() const;
   void after_update(UnfinishedStep& step);
@@ -188,6 +194,7 @@ class TrainingRun {
   DataPosition position_;     // of the next one, or past the end of the epoch
   int64_t completed_steps_ = 0;
   int64_t applied_steps_ = 0;  // updates done: what bias correction counts
+  double last_norm_ = 0;       // of the newest finished step
   SpikeGuard spikes_;
   std::optional<UnfinishedStep> unfinished_;
   std::unique_ptr<Mark> step_began_;  // where the oldest unfinished step begins

@@ -95,6 +95,7 @@ nlohmann::json TrainingRun::saved_state() const {
                           {"tokens", completed_steps_ * tokens_per_step()},
                           {"config", to_json(config_)},
                           {"config_hash", config_hash(config_)}};
+  if (config_.optimizer.release_gradients) state["last_norm"] = last_norm_;
   if (config_.training.spike_window == 0) return state;
   nlohmann::json& recent = state["recent_steps"] = nlohmann::json::array();
   for (const SpikeGuard::Step& step : spikes_.steps()) recent.push_back({step.loss, step.grad_norm});
@@ -126,7 +127,8 @@ void TrainingRun::prepare_staging() {
   staging_ = device_.make_staging_buffer(bytes);
 }
 
-// Parameters go in the order in which the next step updates them, so that it does not wait long for any.
+// Parameters go in the order in which the next step updates them, that of the table or, where gradients are
+// released, of units in backward, so that it does not wait long for any.
 void TrainingRun::stage(CheckpointContents& contents, const std::vector<TensorView>& parts) {
   // One rank saves what it watches, tensor by tensor: what is written must be what the update has left.
   const bool is_hashed = communicator_.size() == 1 && hashed_step_ == completed_steps_;
@@ -137,8 +139,12 @@ void TrainingRun::stage(CheckpointContents& contents, const std::vector<TensorVi
   const std::vector<NamedTensor> all = tensors();
   std::vector<size_t> order(parts.size());
   std::iota(order.begin(), order.end(), size_t{0});
-  std::stable_sort(order.begin(), order.end(),
-                   [&](size_t a, size_t b) { return all[a].parameter < all[b].parameter; });
+  const auto turn_of = [&](size_t i) {
+    const size_t parameter = all[i].parameter;
+    const int unit = declared_.model.parameters().all[parameter].unit;
+    return std::pair(declared_.optimizer.releases_gradients() ? -unit : 0, parameter);
+  };
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return turn_of(a) < turn_of(b); });
   std::vector<TensorView> staged = {declared_.checks.view(table)};
   last_staged_.assign(declared_.model.parameters().all.size(), 0);
   for (const size_t i : order) {

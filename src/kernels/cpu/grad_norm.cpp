@@ -69,10 +69,11 @@ void sum_of_squares(Device&, const SumOfSquares& a) {
 void clip_coefficient(Device&, const ClipCoefficient& a) {
   constexpr float kEpsilon = 1e-6f;
   const float squares = a.sum_of_squares.as<float>()[0], loss = a.loss.as<float>()[0];
-  const bool finite = std::isfinite(squares) && std::isfinite(loss);
+  const float clipped = a.clipped_squares.empty() ? squares : a.clipped_squares.as<float>()[0];
+  const bool finite = std::isfinite(squares) && std::isfinite(loss) && std::isfinite(clipped);
   const bool fits = finite && squares <= a.most_squares && loss <= a.most_loss;
   a.coefficient.as<float>()[0] =
-      fits ? std::min(1.0f, a.max_norm / (std::sqrt(squares) + kEpsilon)) : std::numeric_limits<float>::quiet_NaN();
+      fits ? std::min(1.0f, a.max_norm / (std::sqrt(clipped) + kEpsilon)) : std::numeric_limits<float>::quiet_NaN();
 }
 
 void add_sum(Device&, const AddSum& a) {

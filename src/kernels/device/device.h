@@ -132,6 +132,7 @@ class Device {
     section_ = section;
     if (op_timer_ != nullptr) op_timer_->section = section;
   }
+  StepSection section() const { return section_; }
   // Calls `wait`, which makes the device's later work wait for `what`, and has it timed.
   template <typename Wait>
   void time_wait(const char* what, const Wait& wait) {

@@ -25,6 +25,9 @@ void clip_coefficient(Device& device, const ClipCoefficient& a) {
                                      std::pair("coefficient", a.coefficient)}) {
     check_tensor("clip_coefficient", name, tensor, {1}, {DType::kF32});
   }
+  if (!a.clipped_squares.empty()) {
+    check_tensor("clip_coefficient", "clipped_squares", a.clipped_squares, {1}, {DType::kF32});
+  }
   PARKA_REQUIRE(a.max_norm > 0);
   PARKA_DISPATCH(clip_coefficient, device, a);
 }

@@ -27,6 +27,8 @@ struct ClipCoefficient {
   float most_squares = std::numeric_limits<float>::infinity();
   float most_loss = std::numeric_limits<float>::infinity();
   TensorView coefficient;  // [1] fp32, out
+  // [1] fp32, in: what stands for sum_of_squares in the formula, and must be finite likewise; empty: that itself.
+  TensorView clipped_squares = {};
 };
 PARKA_OP(clip_coefficient, ClipCoefficient);
 

@@ -160,13 +160,14 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *result = static_cast<float>(sum);
 }
 
-__global__ void clip_coefficient_kernel(const float* sum_of_squares, const float* loss, float max_norm,
-                                        float most_squares, float most_loss, float* coefficient) {
+__global__ void clip_coefficient_kernel(const float* sum_of_squares, const float* clipped_squares,
+                                        const float* loss, float max_norm, float most_squares, float most_loss,
+                                        float* coefficient) {
   constexpr float kEpsilon = 1e-6f;
-  const float squares = *sum_of_squares;
-  const bool finite = isfinite(squares) && isfinite(*loss);
+  const float squares = *sum_of_squares, clipped = *clipped_squares;
+  const bool finite = isfinite(squares) && isfinite(*loss) && isfinite(clipped);
   const bool fits = finite && squares <= most_squares && *loss <= most_loss;
-  const float ratio = __fdiv_rn(max_norm, __fadd_rn(__fsqrt_rn(squares), kEpsilon));
+  const float ratio = __fdiv_rn(max_norm, __fadd_rn(__fsqrt_rn(clipped), kEpsilon));
   *coefficient = fits ? fminf(1.0f, ratio) : __int_as_float(0x7fffffff);
 }
 
@@ -203,9 +204,10 @@ void sum_of_squares(Device& device, const SumOfSquares& a) {
 }
 
 void clip_coefficient(Device& device, const ClipCoefficient& a) {
-  clip_coefficient_kernel<<<1, 1, 0, as_cuda(device).stream()>>>(a.sum_of_squares.as<float>(), a.loss.as<float>(),
-                                                                 a.max_norm, a.most_squares, a.most_loss,
-                                                                 a.coefficient.as<float>());
+  const TensorView& clipped = a.clipped_squares.empty() ? a.sum_of_squares : a.clipped_squares;
+  clip_coefficient_kernel<<<1, 1, 0, as_cuda(device).stream()>>>(a.sum_of_squares.as<float>(), clipped.as<float>(),
+                                                                 a.loss.as<float>(), a.max_norm, a.most_squares,
+                                                                 a.most_loss, a.coefficient.as<float>());
   check_launch("clip_coefficient");
 }
 
