@@ -50,6 +50,9 @@ void print_table(const Config& config, const GpuPlan& plan, int64_t num_gpus) {
   print_line(planned, num_gpus, in_use);
   print_line(context, num_gpus, in_use);
   print_line({"in use on the GPU", planned.unsharded_bytes + context.unsharded_bytes, in_use}, num_gpus, in_use);
+  for (const MemoryPlan::CategoryTotal& line : plan.host_lines) {
+    fmt::print("in host memory, for each GPU: {:.3f} GB pinned for {}\n", gb(line.bytes), line.category);
+  }
   if (plan.host_bytes > 0) {
     std::printf("in host memory, for each GPU: %.3f GB for what %lld blocks keep for backward\n",
                 gb(plan.host_bytes), static_cast<long long>(config.precision.offload_blocks));
@@ -235,6 +238,9 @@ void print_plan_json(const GpuPlan& plan, const Config& config, const PlanOption
                                  {"context_bytes", context_bytes(options.num_gpus)},
                                  {"fits", fits}};
   for (const GpuPlan::Line& line : plan.lines) json["bytes"][line.category] = line.bytes;
+  for (const MemoryPlan::CategoryTotal& line : plan.host_lines) {
+    json["bytes_in_host_memory"][line.category] = line.bytes;
+  }
   if (plan.host_bytes > 0) json["host_bytes"] = plan.host_bytes;
   if (plan.staging_bytes > 0) json["staging_bytes"] = plan.staging_bytes;
   json["saved_bytes_per_token_layer"] = plan.saved_bytes_per_token_layer;
