@@ -21,6 +21,7 @@ VARIANTS = {
     "fp24_split": ("parka", {"master": "fp24_split"}),
     "e5m2_states": ("coat", {"exp_avg_sq_format": "e5m2", "gradient": "bf16"}),
     "fp8_states": ("bf16", {"states": "fp8", "master": "fp32_split"}),
+    "offloaded_states": ("parka", {"master": "fp32", "offload": True}),
     "norms_and_biases": ("parka", {}),
     "gemma": ("coat", {}),
     "released": ("coat", {"release_gradients": True, "clip_norm": 0.1}),  # every step clips the next one
