@@ -27,7 +27,7 @@ ModelConfig config_of(NormKind norm, int64_t heads, int64_t kv_heads, QkNormKind
   return config;
 }
 
-// The same with what Gemma 3 has. No tensor-core kernel takes its heads.
+// The same with what Gemma 3 has, heads of 256 among it.
 ModelConfig gemma_of(ModelConfig config) {
   config.given_head_dim = 256;
   config.norm_unit_offset = true;
