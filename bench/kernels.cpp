@@ -1,6 +1,7 @@
 // Every op of a model's step alone, at the shapes of a model, against the copy bandwidth of the device:
 //   bench_kernels [MODEL...] [op:NAME]  olmo-1b llama2-7b; only ops whose names begin with NAME
-//   bench_kernels attention:S...        attention alone, 16 heads of 128 columns, 32768 tokens in sequences of S
+//   bench_kernels attention:S[xD]...    attention alone, heads of D columns (128) in rows of 2048, 32768 tokens in
+//                                       sequences of S
 //   bench_kernels amax                  what the maximum of a matrix costs, in a pass of its own and on the way
 // One line of JSON per op: median, least and most time of many runs over several sets of tensors, so that no cache
 // holds what is read, and the time of a plain copy of as many bytes, which shows what a short kernel's start and
@@ -371,9 +372,13 @@ int run(int argc, char** argv) {
     if (argument == "amax") bench_amax(*device, copy);
     if (!argument.starts_with(kAttention)) continue;
     ModelShape shape = kModels[0];
-    shape.S = std::stoll(argument.substr(kAttention.size()));
-    PARKA_REQUIRE(shape.S > 0 && shape.T % shape.S == 0);
-    const std::string name = "d128.s" + std::to_string(shape.S);
+    const std::string sizes = argument.substr(kAttention.size());
+    const size_t cross = sizes.find('x');
+    const int64_t D = cross == std::string::npos ? 128 : std::stoll(sizes.substr(cross + 1));
+    shape.S = std::stoll(sizes);
+    PARKA_REQUIRE(shape.S > 0 && shape.T % shape.S == 0 && D > 0 && shape.d % D == 0);
+    shape.heads = shape.d / D;
+    const std::string name = "d" + std::to_string(D) + ".s" + std::to_string(shape.S);
     shape.name = name.c_str();
     bench_attention(bench, shape);
   }

@@ -248,7 +248,8 @@ TEST_CASE("shipped configs are valid and have the published sizes", "[engine][co
       {"olmo-7b-coat", 6888095744}, {"llama2-7b", 6738415616},    {"llama2-7b-parka", 6738415616},
       {"llama2-13b", 13015864320},  {"llama-30b", 32528943616},   {"olmo2-1b", 1484916736},
       {"olmo2-7b", 7298617344},     {"llama3-8b", 8030261248},    {"llama3.2-1b", 1235814400},
-      {"qwen3-0.6b", 596049920},    {"qwen3-8b", 8190735360},     {"mistral-7b", 7241732096}};
+      {"qwen3-0.6b", 596049920},    {"qwen3-8b", 8190735360},     {"mistral-7b", 7241732096},
+      {"gemma3-1b", 999885952}};
   for (const auto& [name, count] : published) {
     CAPTURE(name);
     CHECK(make_parameter_table(load_config(shipped(name), {}).model, false).num_parameters() == count);

@@ -140,9 +140,9 @@ void check_against_cpu(const Inputs& in, DType dtype) {
 }
 
 TEST_CASE("attention on other devices agrees with the CPU", "[kernels][attention][devices]") {
-  const std::vector<int64_t> lengths = {1, 17, 64, 65, 128, 200, 333}, widths = {16, 64, 128, 48};
+  const std::vector<int64_t> lengths = {1, 17, 64, 65, 128, 200, 333}, widths = {16, 64, 128, 48, 256};
   const std::vector<std::pair<int64_t, int64_t>> heads = {{4, 4}, {4, 2}, {6, 1}};
-  const size_t length = GENERATE(range(size_t{0}, size_t{7})), width = GENERATE(range(size_t{0}, size_t{4}));
+  const size_t length = GENERATE(range(size_t{0}, size_t{7})), width = GENERATE(range(size_t{0}, size_t{5}));
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   // Every length and width; heads and batch so that every width meets each pair of them.
   const auto [H, Hkv] = heads[(length + width) % heads.size()];
@@ -151,7 +151,7 @@ TEST_CASE("attention on other devices agrees with the CPU", "[kernels][attention
 }
 
 TEST_CASE("attention on other devices takes large scores", "[kernels][attention][devices]") {
-  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128});
+  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128}, int64_t{256});
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   // Scores of about +-10, most of the probability on one or two keys.
   check_against_cpu(Inputs({1, 200, 4, 2, D}, 3.0f), dtype);
@@ -170,7 +170,7 @@ TEST_CASE("attention on other devices keeps documents apart", "[kernels][attenti
       GENERATE(std::vector<int64_t>{333}, std::vector<int64_t>{1, 332}, std::vector<int64_t>{332, 1},
                std::vector<int64_t>{128, 64, 64, 77}, std::vector<int64_t>{127, 2, 1, 1, 1, 1, 200},
                std::vector<int64_t>{65, 63, 64, 141}, std::vector<int64_t>(333, 1), std::vector<int64_t>(37, 9));
-  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128});
+  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128}, int64_t{256});
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   Inputs in({2, 333, 4, 2, D});
   FirstKeys one, other;  // the second sequence has the same documents in reverse order
@@ -190,7 +190,7 @@ TEST_CASE("attention on other devices looks through a window", "[kernels][attent
   // One key, fewer than a tile has, one less, a tile, one more, several, all but one.
   const int64_t window = GENERATE(int64_t{1}, int64_t{9}, int64_t{63}, int64_t{64}, int64_t{65}, int64_t{128},
                                   int64_t{200}, int64_t{332});
-  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128});
+  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128}, int64_t{256});
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   const bool documents = GENERATE(false, true);
   Inputs in({2, 333, 4, 2, D});
@@ -212,7 +212,7 @@ TEST_CASE("attention on a GPU refuses very wide heads", "[kernels][attention][de
 }
 
 TEST_CASE("attention on other devices gives the same bits again", "[kernels][attention][devices]") {
-  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128});
+  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128}, int64_t{256});
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   for (Device* device : other_devices()) {
     const Inputs in({2, 333, 6, 2, D});

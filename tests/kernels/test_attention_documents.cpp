@@ -92,8 +92,9 @@ void check(const Inputs& in) {
 }
 
 TEST_CASE("attention within documents agrees with the double reference", "[kernels][attention]") {
-  const AttentionShape s = GENERATE(AttentionShape{2, 131, 2, 1, 7}, AttentionShape{3, 67, 4, 2, 16},
-                                    AttentionShape{1, 200, 2, 2, 64}, AttentionShape{1, 150, 4, 2, 128});
+  const AttentionShape s =
+      GENERATE(AttentionShape{2, 131, 2, 1, 7}, AttentionShape{3, 67, 4, 2, 16}, AttentionShape{1, 200, 2, 2, 64},
+               AttentionShape{1, 150, 4, 2, 128}, AttentionShape{1, 150, 3, 1, 256});
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   const uint64_t seed = GENERATE(uint64_t{1}, uint64_t{20});
   CAPTURE(s.B, s.S, s.H, s.Hkv, s.D, name_of(dtype), seed);
@@ -104,7 +105,7 @@ TEST_CASE("attention within documents agrees with the double reference", "[kerne
 
 TEST_CASE("attention through a window agrees with the double reference", "[kernels][attention]") {
   const AttentionShape s = GENERATE(AttentionShape{3, 67, 4, 2, 16}, AttentionShape{1, 200, 2, 2, 64},
-                                    AttentionShape{1, 150, 4, 2, 128});
+                                    AttentionShape{1, 150, 4, 2, 128}, AttentionShape{1, 150, 3, 1, 256});
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   // One key, fewer than a tile has, a tile, more; no more than documents leave.
   const int64_t window = GENERATE(int64_t{1}, int64_t{5}, int64_t{64}, int64_t{100}, int64_t{1000});

@@ -117,7 +117,8 @@ TEST_CASE("attention_backward rotates the gradients of queries and keys back", "
       AttentionShape{2, 1, 1, 1, 2}, AttentionShape{3, 7, 4, 2, 6}, AttentionShape{1, 50, 5, 1, 34},
       AttentionShape{2, 33, 2, 2, 48}, AttentionShape{3, 17, 4, 4, 64}, AttentionShape{1, 129, 4, 2, 64},
       AttentionShape{2, 200, 3, 1, 64}, AttentionShape{2, 65, 2, 2, 128}, AttentionShape{1, 333, 4, 2, 128},
-      AttentionShape{1, 9, 2, 1, 130}, AttentionShape{1, 20, 1, 1, 512});
+      AttentionShape{2, 65, 4, 2, 256}, AttentionShape{1, 200, 3, 1, 256}, AttentionShape{1, 9, 2, 1, 130},
+      AttentionShape{1, 20, 1, 1, 512});
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   const bool documents = GENERATE(false, true), scaled = GENERATE(false, true);
   CAPTURE(s.B, s.S, s.H, s.Hkv, s.D, name_of(dtype), documents, scaled);
@@ -138,7 +139,7 @@ TEST_CASE("attention_backward rotates the gradients of queries and keys back", "
 }
 
 TEST_CASE("attention_backward finds the largest gradient wherever it is", "[kernels][attention][slow]") {
-  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128});
+  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128}, int64_t{256});
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   const AttentionShape s{2, 150, 4, 2, D};
   const Inputs same(s, dtype);
@@ -158,7 +159,7 @@ TEST_CASE("attention_backward finds the largest gradient wherever it is", "[kern
 }
 
 TEST_CASE("the largest gradient of attention passes over a NaN and not over infinity", "[kernels][attention]") {
-  const int64_t D = GENERATE(int64_t{8}, int64_t{64}, int64_t{128});
+  const int64_t D = GENERATE(int64_t{8}, int64_t{64}, int64_t{128}, int64_t{256});
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   const AttentionShape s{2, 70, 2, 1, D};
   const Inputs same(s, dtype);

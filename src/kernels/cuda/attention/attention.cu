@@ -18,17 +18,18 @@ template <typename Args>
 bool suits_mma(const Args& a, std::initializer_list<TensorView> tensors) {
   const int64_t D = AttentionDims(a).D;
   // They take the maximum of the scores before scaling them.
-  if (a.qkv.dtype != DType::kBF16 || (D != 64 && D != 128) || !(a.scale > 0.0f)) return false;
+  if (a.qkv.dtype != DType::kBF16 || (D != 64 && D != 128 && D != 256) || !(a.scale > 0.0f)) return false;
   for (const TensorView& t : tensors) {
     if (!is_aligned(t.data, 16)) return false;
   }
   return true;
 }
 
-// Whether this GPU has compute capability 9.0 and its kernels were built (for 90a).
-bool runs_sm90_kernels(const CudaDevice& device) {
+// Whether those for compute capability 9.0 do: the GPU has it, they were built (for 90a), and heads are not wide.
+template <typename Args>
+bool runs_sm90_kernels(const CudaDevice& device, const Args& a) {
   constexpr bool kBuilt = std::string_view(PARKA_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
-  return kBuilt && device.properties().major == 9 && device.properties().minor == 0;
+  return kBuilt && AttentionDims(a).D <= 128 && device.properties().major == 9 && device.properties().minor == 0;
 }
 
 template <typename Args>
@@ -53,7 +54,7 @@ void find_out_amax(CudaDevice& device, const AttentionForward& a) {
 void attention_forward(Device& device, const AttentionForward& a) {
   CudaDevice& cuda = as_cuda(device);
   if (suits_mma(a, {a.qkv, a.out})) {
-    if (runs_sm90_kernels(cuda)) {
+    if (runs_sm90_kernels(cuda, a)) {
       attention_forward_sm90(cuda, a);  // finds out_amax, too
       return;
     }
@@ -71,7 +72,7 @@ void attention_backward(Device& device, const AttentionBackward& a) {
     check(cudaMemsetAsync(a.d_qkv_amax.data, 0, sizeof(float), cuda.stream()), "attention_backward");
   }
   if (suits_mma(a, {a.qkv, a.out, a.d_out, a.d_qkv, a.cos_sin, a.scratch})) {
-    auto* const backward = runs_sm90_kernels(cuda) ? attention_backward_sm90 : attention_backward_mma;
+    auto* const backward = runs_sm90_kernels(cuda, a) ? attention_backward_sm90 : attention_backward_mma;
     backward(cuda, a);
   } else {
     check_generic(a);

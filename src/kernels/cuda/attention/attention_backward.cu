@@ -1,5 +1,6 @@
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/attention/attention_tiles.cuh"
+#include "kernels/cuda/attention/wide_key_gradient.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/op/workspace.h"
 
@@ -37,15 +38,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Starts the copy of the statistics of queries [begin, begin + kRows); of those from `end` on they become zeros.
-template <int kRows>
-__device__ void load_statistics_async(RowStatistics* tile, const RowStatistics* statistics, int begin, int end) {
-  static_assert(kRows <= kThreads);
-  const int i = static_cast<int>(threadIdx.x);
-  if (i < kRows) cp_async_8(shared_address(tile + i), statistics + begin + i, begin + i < end);
-}
-
-// A warp owns 16 kM keys and processes kQueries queries at a time, double-buffered in shared memory.
+// For heads of 64 and 128; wide ones have wide_key_gradient.cuh. A warp owns 16 kM keys and processes kQueries
+// queries at a time, double-buffered in shared memory.
 template <int D>
 struct KeyTiling {
   static constexpr int kM = 128 / D, kQueries = D / 2;  // d_k, d_v, scores and d_p together take 192 registers
@@ -54,6 +48,7 @@ struct KeyTiling {
   static constexpr int kStageBytes = 2 * kQueryBytes;  // queries and d_out
   static constexpr int kStatisticsAt = 2 * kKeyBytes + 2 * kStageBytes;
   static constexpr int kSharedBytes = kStatisticsAt + 2 * kQueries * static_cast<int>(sizeof(RowStatistics));
+  static_assert(kSharedBytes <= kMostSharedBytes);
 };
 
 // For keys (rows) and queries: replaces the scores by p, and d_p by d_s = p * (d_p - delta).
@@ -104,8 +99,8 @@ __global__ void __launch_bounds__(kThreads, 2)
                                            dims.S);
     load_tile_async<D, kQueries, kThreads>(tile + Tiling::kQueryBytes, d_out + dims.out_row(b, 0, h),
                                            dims.out_stride(), query_begin, dims.S);
-    load_statistics_async<kQueries>(stage_statistics + stage * kQueries, statistics + dims.query(b, 0, h),
-                                    query_begin, dims.S);
+    load_statistics_async<kQueries, kThreads>(stage_statistics + stage * kQueries, statistics + dims.query(b, 0, h),
+                                              query_begin, dims.S);
     cp_async_commit();
   };
   load_tile_async<D, Tiling::kKeys, kThreads>(k_tile, k, dims.qkv_stride(), key_begin, dims.S);
@@ -165,15 +160,23 @@ __global__ void __launch_bounds__(kThreads, 2)
   store_rows<D>(d_v, warp_rows + Tiling::kKeyBytes, d_k_rows + dims.Hkv * D, dims.qkv_stride(), num_rows);
 }
 
-// A warp owns 32 queries and processes kKeys keys at a time, double-buffered in shared memory.
+// A warp owns 32 queries and processes kKeys keys at a time, double-buffered in shared memory. With wide heads d_q
+// of 16 queries takes 128 registers already. Those queries stay in registers, too, after they have passed through
+// the place of the keys: a block then takes 65 KB of shared memory instead of 97 KB, so that two fit a
+// multiprocessor of compute capability 8.0 (164 KB).
 template <int D>
 struct QueryTiling {
-  static constexpr int kM = 2, kKeys = 4096 / D;  // d_q, scores and d_p together take 192 registers
+  static constexpr bool kKeepsQueries = D > 128;  // in registers
+  static constexpr int kM = kKeepsQueries ? 1 : 2;
+  static constexpr int kKeys = 4096 / D;  // d_q, scores, d_p and kept queries take 192 or 208 registers
   static constexpr int kWarpQueries = 16 * kM, kQueries = kWarps * kWarpQueries;
   static constexpr int kQueryBytes = kQueries * kRowBytes<D>, kKeyBytes = kKeys * kRowBytes<D>;
   static constexpr int kStageBytes = 2 * kKeyBytes;  // keys and values
-  static constexpr int kStatisticsAt = 2 * kQueryBytes + 2 * kStageBytes;
+  static constexpr int kQueriesAt = kKeepsQueries ? kQueryBytes : 0, kDOutAt = kQueryBytes - kQueriesAt;
+  static constexpr int kStagesAt = kKeepsQueries ? kQueryBytes : 2 * kQueryBytes;
+  static constexpr int kStatisticsAt = kStagesAt + 2 * kStageBytes;
   static constexpr int kSharedBytes = kStatisticsAt + kQueries * static_cast<int>(sizeof(RowStatistics));
+  static_assert(kQueriesAt + kQueryBytes <= kStatisticsAt && kSharedBytes <= kMostSharedBytes);
 };
 
 // For queries (rows) and keys: replaces d_p by d_s = p * (d_p - delta).
@@ -218,24 +221,33 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int32_t* const first = kDocuments ? first_key + int64_t{b} * dims.S : nullptr;
   const int key_start = kDocuments ? first[query_begin] / kKeys * kKeys : 0;
 
-  const uint32_t q_tile = shared_address(shared), d_out_tile = q_tile + Tiling::kQueryBytes;
-  const uint32_t stages = d_out_tile + Tiling::kQueryBytes;
+  const uint32_t base = shared_address(shared), stages = base + Tiling::kStagesAt;
   const auto load_stage = [&](int stage, int key_begin) {
     const uint32_t tile = stages + stage * Tiling::kStageBytes;
     load_tile_async<D, kKeys, kThreads>(tile, k, stride, key_begin, dims.S);
     load_tile_async<D, kKeys, kThreads>(tile + Tiling::kKeyBytes, v, stride, key_begin, dims.S);
     cp_async_commit();
   };
-  load_tile_async<D, Tiling::kQueries, kThreads>(q_tile, qkv + dims.qkv_row(b, 0, h), stride, query_begin, dims.S);
-  load_tile_async<D, Tiling::kQueries, kThreads>(d_out_tile, d_out + dims.out_row(b, 0, h), dims.out_stride(),
+  load_tile_async<D, Tiling::kQueries, kThreads>(base + Tiling::kQueriesAt, qkv + dims.qkv_row(b, 0, h), stride,
                                                  query_begin, dims.S);
+  load_tile_async<D, Tiling::kQueries, kThreads>(base + Tiling::kDOutAt, d_out + dims.out_row(b, 0, h),
+                                                 dims.out_stride(), query_begin, dims.S);
   auto* const tile_statistics = reinterpret_cast<RowStatistics*>(shared + Tiling::kStatisticsAt);
-  load_statistics_async<Tiling::kQueries>(tile_statistics, statistics + dims.query(b, 0, h), query_begin, dims.S);
+  load_statistics_async<Tiling::kQueries, kThreads>(tile_statistics, statistics + dims.query(b, 0, h), query_begin,
+                                                    dims.S);
+  const uint32_t rows = base + warp_row * kRowBytes<D> + lane_offset<D>();
+  [[maybe_unused]] uint32_t q[kM][D / 16][4];
+  if constexpr (Tiling::kKeepsQueries) {
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    load_rows<D>(q, rows + Tiling::kQueriesAt);
+    __syncthreads();  // all warps have their queries: their place is free for keys and values
+  }
   load_stage(0, key_start);
 
   float d_q[kM][D / 8][4];
   clear(d_q);
-  const uint32_t rows = q_tile + warp_row * kRowBytes<D> + lane_offset<D>();
   int stage = 0;
   for (int key_begin = key_start; key_begin < key_end; key_begin += kKeys) {
     cp_async_wait<0>();  // this stage is here, and the other warps are done with the other
@@ -249,13 +261,17 @@ __global__ void __launch_bounds__(kThreads, 2)
       float scores[kM][kKeys / 8][4], d_s[kM][kKeys / 8][4];
       uint32_t packed[kM][kKeys / 16][4];
       clear(scores);
-      multiply_transposed<D>(scores, {rows, 0}, {right, 0});
+      if constexpr (Tiling::kKeepsQueries) {
+        multiply_transposed<D>(scores, q, {right, 0});
+      } else {
+        multiply_transposed<D>(scores, {rows, Tiling::kQueriesAt}, {right, 0});
+      }
       if (key_begin + kKeys > warp_begin + 1) mask_later_keys<false>(scores, warp_begin - key_begin);
       if (kDocuments && key_begin < first[min(warp_begin + Tiling::kWarpQueries, dims.S) - 1]) {
         mask_earlier_keys<false>(scores, first + warp_begin, dims.S - 1 - warp_begin, key_begin);
       }
       clear(d_s);
-      multiply_transposed<D>(d_s, {rows, Tiling::kQueryBytes}, {right, Tiling::kKeyBytes});
+      multiply_transposed<D>(d_s, {rows, Tiling::kDOutAt}, {right, Tiling::kKeyBytes});
       score_gradient_by_query(scores, d_s, tile_statistics + warp_row, scale * kLog2E);
       pack_rows(d_s, packed);
       multiply<D>(d_q, packed, {stage_tile + lane_offset<D>(), 0});
@@ -279,19 +295,27 @@ void launch_backward(CudaDevice& device, const AttentionBackward& a) {
   auto* const statistics = static_cast<RowStatistics*>(device.workspace("attention_backward", workspace_of(a)));
   compute_row_statistics(device, a, statistics);
 
-  const auto launch = [&](auto* kernel, int shared_bytes, int tile_rows, int heads, int64_t bytes_per_head) {
+  const auto launch = [&](auto* kernel, int threads, int shared_bytes, int tile_rows, int heads,
+                          int64_t bytes_per_head) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
           "attention_backward");
     const int64_t blocks = ceil_div(dims.S, tile_rows) * heads;
-    kernel<<<static_cast<unsigned>(blocks), kThreads, shared_bytes, device.stream()>>>(
+    kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, device.stream()>>>(
         qkv, first_keys(a), d_out, statistics, GradientOutput<BFloat16>(a), dims,
         heads_per_section(heads, bytes_per_head), a.scale);
     check_launch("attention_backward");
   };
   const int64_t head_bytes = int64_t{2} * dims.S * kRowBytes<D>;  // of two tensors: q and d_out, or k and v
-  launch(key_value_gradient_kernel<D, kDocuments>, KeyTiling<D>::kSharedBytes, KeyTiling<D>::kKeys,
-         dims.B * dims.Hkv, head_bytes * dims.group());
-  launch(query_gradient_kernel<D, kDocuments>, QueryTiling<D>::kSharedBytes, QueryTiling<D>::kQueries,
+  if constexpr (D > 128) {
+    using Tiling = WideKeyTiling<D>;
+    launch(wide_key_value_gradient_kernel<D, kDocuments>, Tiling::kThreads, Tiling::kSharedBytes, Tiling::kKeys,
+           dims.B * dims.Hkv, head_bytes * dims.group());
+  } else {
+    using Tiling = KeyTiling<D>;
+    launch(key_value_gradient_kernel<D, kDocuments>, kThreads, Tiling::kSharedBytes, Tiling::kKeys,
+           dims.B * dims.Hkv, head_bytes * dims.group());
+  }
+  launch(query_gradient_kernel<D, kDocuments>, kThreads, QueryTiling<D>::kSharedBytes, QueryTiling<D>::kQueries,
          dims.B * dims.H, head_bytes / dims.group());
 }
 
@@ -301,19 +325,17 @@ void compute_row_statistics(CudaDevice& device, const AttentionBackward& a, RowS
   const AttentionDims dims(a);
   const int64_t rows_per_block = kThreads / (dims.D / 8);
   const int64_t blocks = ceil_div(a.qkv.dim[0] * dims.H, rows_per_block);
-  auto* const kernel = dims.D == 64 ? row_statistics_kernel<64> : row_statistics_kernel<128>;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, device.stream()>>>(
-      a.out.as<BFloat16>(), a.d_out.as<BFloat16>(), a.lse.as<float>(), statistics, dims);
+  with_mma_head_dim(dims.D, [&](auto D) {
+    row_statistics_kernel<D()><<<static_cast<unsigned>(blocks), kThreads, 0, device.stream()>>>(
+        a.out.as<BFloat16>(), a.d_out.as<BFloat16>(), a.lse.as<float>(), statistics, dims);
+  });
   check_launch("attention_backward");
 }
 
 void attention_backward_mma(CudaDevice& device, const AttentionBackward& a) {
-  const bool documents = !a.first_key.empty();
-  if (AttentionDims(a).D == 64) {
-    documents ? launch_backward<64, true>(device, a) : launch_backward<64, false>(device, a);
-  } else {
-    documents ? launch_backward<128, true>(device, a) : launch_backward<128, false>(device, a);
-  }
+  with_mma_head_dim(AttentionDims(a).D, [&](auto D) {
+    a.first_key.empty() ? launch_backward<D(), false>(device, a) : launch_backward<D(), true>(device, a);
+  });
 }
 
 }  // namespace parka::cuda

@@ -8,15 +8,22 @@ namespace parka::cuda {
 namespace {
 
 // 32 queries per warp, so that each fragment of keys and values that is read from shared memory serves two
-// products.
+// products. With wide heads the output of 16 queries takes 128 registers already. Those queries stay in registers,
+// too, 64 of them, after they have passed through two of the buffers for keys and values.
+// Shared memory: 80 KB for heads of 128 and 48 KB for those of 256. Registers leave a multiprocessor two blocks,
+// which fit compute capability 8.0 (164 KB) and 9.0 (228 KB), and with heads of 256 also 8.9 (100 KB).
 template <int D>
 struct ForwardTiling {
-  static constexpr int kThreads = 128, kM = 2;
+  static constexpr bool kKeepsQueries = D > 128;  // in registers
+  static constexpr int kThreads = 128, kM = kKeepsQueries ? 1 : 2;
   static constexpr int kWarpQueries = 16 * kM;
   static constexpr int kQueries = kWarpQueries * (kThreads / kWarpSize);
-  static constexpr int kKeys = 8192 / D;  // scores and output together take 192 registers
-  static constexpr int kTileBytes = kKeys * kRowBytes<D>;
-  static constexpr int kSharedBytes = kQueries * kRowBytes<D> + 3 * kTileBytes;
+  static constexpr int kKeys = 8192 / D;  // scores, output and kept queries take 192 or 208 registers
+  static constexpr int kQueryBytes = kQueries * kRowBytes<D>, kTileBytes = kKeys * kRowBytes<D>;
+  static constexpr int kQueriesAt = kKeepsQueries ? kTileBytes : 0;
+  static constexpr int kTilesAt = kKeepsQueries ? 0 : kQueryBytes;
+  static constexpr int kSharedBytes = kTilesAt + 3 * kTileBytes;
+  static_assert(kQueriesAt + kQueryBytes <= kSharedBytes && kSharedBytes <= kMostSharedBytes);
 };
 
 // Of each of a lane's rows: the largest score so far, before scaling, and this lane's part of the sum of
@@ -108,13 +115,21 @@ __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
   const int32_t* const first = kDocuments ? first_key + int64_t{b} * dims.S : nullptr;
   const int key_start = kDocuments ? first[query_begin] / kKeys * kKeys : 0;
 
-  const uint32_t q_tile = shared_address(shared);
+  const uint32_t q_tile = shared_address(shared) + Tiling::kQueriesAt;
   const auto tile_at = [&](unsigned place) {
-    return q_tile + Tiling::kQueries * kRowBytes<D> + place % 3 * Tiling::kTileBytes;
+    return shared_address(shared) + Tiling::kTilesAt + place % 3 * Tiling::kTileBytes;
   };
   load_tile_async<D, Tiling::kQueries, kThreads>(q_tile, qkv + dims.qkv_row(b, 0, h), stride, query_begin, dims.S);
   load_tile_async<D, kKeys, kThreads>(tile_at(0), k, stride, key_start, dims.S);
   cp_async_commit();
+  const uint32_t q_rows = q_tile + warp_row * kRowBytes<D> + lane_offset<D>();
+  [[maybe_unused]] uint32_t q[kM][D / 16][4];
+  if constexpr (Tiling::kKeepsQueries) {
+    cp_async_wait<0>();
+    __syncthreads();
+    load_rows<D>(q, q_rows);
+    __syncthreads();  // all warps have their queries: their place is free for values and keys
+  }
   load_tile_async<D, kKeys, kThreads>(tile_at(1), v, stride, key_start, dims.S);
   cp_async_commit();
 
@@ -126,13 +141,12 @@ __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
     state.max[m][0] = state.max[m][1] = kDocuments ? kNoScore : -INFINITY;
     state.sum[m][0] = state.sum[m][1] = 0.0f;
   }
-  const uint32_t q_rows = q_tile + warp_row * kRowBytes<D> + lane_offset<D>();
   unsigned place = 0;
   for (int key_begin = key_start; key_begin < key_end; key_begin += kKeys, place += 2) {
     const int next = key_begin + kKeys;
     const uint32_t k_tile = tile_at(place), v_tile = tile_at(place + 1), free_tile = tile_at(place + 2);
-    const bool sees_keys =
-        key_begin < warp_begin + Tiling::kWarpQueries && (!kDocuments || first[min(warp_begin, dims.S - 1)] < next);
+    const bool sees_keys = key_begin < warp_begin + Tiling::kWarpQueries &&
+                           (!kDocuments || (warp_begin < dims.S && first[warp_begin] < next));
     uint32_t p[kM][kKeys / 16][4];
 
     cp_async_wait<1>();  // the keys are here, and the other warps are done with free_tile
@@ -142,7 +156,12 @@ __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
     if (sees_keys) {
       float scores[kM][kKeys / 8][4];
       clear(scores);
-      multiply_transposed<D>(scores, {q_rows, 0}, {k_tile + lane_offset_transposed<D>(), 0});
+      const Operand keys = {k_tile + lane_offset_transposed<D>(), 0};
+      if constexpr (Tiling::kKeepsQueries) {
+        multiply_transposed<D>(scores, q, keys);
+      } else {
+        multiply_transposed<D>(scores, {q_rows, 0}, keys);
+      }
       if (next > warp_begin + 1) mask_later_keys<false>(scores, warp_begin - key_begin);
       if (kDocuments && key_begin < first[min(warp_begin + Tiling::kWarpQueries, dims.S) - 1]) {
         mask_earlier_keys<false>(scores, first + warp_begin, dims.S - 1 - warp_begin, key_begin);
@@ -160,6 +179,7 @@ __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
 
   const Work work = find();
   const int count = dims.S - work.begin;
+  if constexpr (Tiling::kKeepsQueries) __syncthreads();  // the output passes through tiles that others read
   finish_rows(state, acc, scale_log2, lse + dims.query(work.b, work.begin, work.head), count);
   store_rows<D>(acc, shared + work.warp_row * kRowBytes<D>, out + dims.out_row(work.b, work.begin, work.head),
                 dims.out_stride(), count);
@@ -184,11 +204,7 @@ void launch_forward(CudaDevice& device, const AttentionForward& a) {
 }  // namespace
 
 void attention_forward_mma(CudaDevice& device, const AttentionForward& a) {
-  if (AttentionDims(a).D == 64) {
-    launch_forward<64>(device, a);
-  } else {
-    launch_forward<128>(device, a);
-  }
+  with_mma_head_dim(AttentionDims(a).D, [&](auto D) { launch_forward<D()>(device, a); });
 }
 
 }  // namespace parka::cuda

@@ -1,6 +1,8 @@
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
+#include "core/error.h"
 #include "kernels/device/cuda/cuda_device.h"
 #include "kernels/ops/attention.h"
 
@@ -40,6 +42,17 @@ const int32_t* first_keys(const Args& a) {
   return a.first_key.empty() ? nullptr : a.first_key.template as<int32_t>();
 }
 
+// Calls f with a head width of the tensor-core kernels, as a type.
+template <typename F>
+void with_mma_head_dim(int D, const F& f) {
+  switch (D) {
+    case 64: f(std::integral_constant<int, 64>{}); return;
+    case 128: f(std::integral_constant<int, 128>{}); return;
+    case 256: f(std::integral_constant<int, 256>{}); return;
+    default: PARKA_REQUIRE(!"a head width of the tensor-core kernels");
+  }
+}
+
 // What backward kernels do with gradients.
 template <typename T>
 struct GradientOutput {
@@ -53,11 +66,11 @@ struct GradientOutput {
         amax(a.d_qkv_amax.empty() ? nullptr : a.d_qkv_amax.as<float>()) {}
 };
 
-// bf16 on tensor cores: D of 64 or 128, scale > 0, tensors aligned to 16 bytes. Backward raises d_qkv_amax.
+// bf16 on tensor cores: D of 64, 128 or 256, scale > 0, tensors aligned to 16 bytes. Backward raises d_qkv_amax.
 void attention_forward_mma(CudaDevice& device, const AttentionForward& a);
 void attention_backward_mma(CudaDevice& device, const AttentionBackward& a);
 
-// The same on compute capability 9.0.
+// The same on compute capability 9.0, for D of 64 or 128.
 void attention_forward_sm90(CudaDevice& device, const AttentionForward& a);
 void attention_backward_sm90(CudaDevice& device, const AttentionBackward& a);
 
@@ -67,7 +80,7 @@ struct alignas(8) RowStatistics {
   float lse_log2;  // log-sum-exp in units of log 2: p = exp2(scale_log2 * q . k - lse_log2)
   float delta;     // d_out . out
 };
-// Of all queries, at AttentionDims::query, for D of 64 or 128.
+// Of all queries, at AttentionDims::query, for D of 64, 128 or 256.
 void compute_row_statistics(CudaDevice& device, const AttentionBackward& a, RowStatistics* statistics);
 
 // fp32 or bf16, in fp32 arithmetic; D up to kGenericMaxHeadDim. Backward raises d_qkv_amax.

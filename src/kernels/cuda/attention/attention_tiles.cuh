@@ -21,6 +21,9 @@ constexpr float kLn2 = 0.693147180559945309f;
 template <int D>
 constexpr int kRowBytes = D * 2;
 
+// The shared memory that a block may take on any GPU: the least is that of compute capability 8.6 and 8.9.
+constexpr int kMostSharedBytes = 99 << 10;
+
 // Where the 16-byte chunk of a row is in its tile, which begins at a multiple of 256 bytes. Chunks are permuted
 // within 8 so that both a row and a column of 8 chunks cover all banks.
 template <int D>
@@ -51,15 +54,26 @@ __device__ inline uint32_t columns16(uint32_t address, int k) {
 template <int D, int kRows, int kThreads>
 __device__ inline void load_tile_async(uint32_t tile, const BFloat16* x, int64_t stride, int begin, int end) {
   constexpr int kChunks = D / 8, kRowsPerPass = kThreads / kChunks;
-  static_assert(kRows % kRowsPerPass == 0 && kRowsPerPass % 8 == 0);
+  static_assert(kRows % kRowsPerPass == 0 && (kRowsPerPass % 8 == 0 || kRowsPerPass == 4));
   const int row = static_cast<int>(threadIdx.x) / kChunks, chunk = static_cast<int>(threadIdx.x) % kChunks;
   const BFloat16* source = x + (begin + row) * stride + chunk * 8;
   const uint32_t target = tile + chunk_offset<D>(row, chunk);
 #pragma unroll
   for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
     const int rows = pass * kRowsPerPass;
-    cp_async_16(target + rows * kRowBytes<D>, source + rows * stride, begin + row + rows < end);
+    // Four rows on, the third bit of the row toggles that of the chunk.
+    const uint32_t permuted = target ^ static_cast<uint32_t>(rows % 8 * 16);
+    cp_async_16(permuted + rows * kRowBytes<D>, source + rows * stride, begin + row + rows < end);
   }
+}
+
+// Starts the copy of the statistics of queries [begin, begin + kRows); of those from `end` on they become zeros.
+template <int kRows, int kThreads>
+__device__ inline void load_statistics_async(RowStatistics* tile, const RowStatistics* statistics, int begin,
+                                             int end) {
+  static_assert(kRows <= kThreads);
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < kRows) cp_async_8(shared_address(tile + i), statistics + begin + i, begin + i < end);
 }
 
 // Where a warp's operand is in shared memory: an address with lane_offset or lane_offset_transposed added, and
@@ -89,6 +103,36 @@ __device__ inline void multiply_transposed(float (&c)[kM][kN][4], Operand a_tile
       for (int m = 0; m < kM; ++m) {
         mma_m16n8k16(c[m][n], a[m], b[0], b[1]);
         mma_m16n8k16(c[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Rows [16 kM, D] of a tile, at lane_offset, as the left operand of products with transposed tiles.
+template <int D, int kM>
+__device__ inline void load_rows(uint32_t (&a)[kM][D / 16][4], uint32_t address) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) ldmatrix_x4(a[m][k], columns16(address, k) + m * 16 * kRowBytes<D>);
+  }
+}
+
+// c += A B^T for A [16 kM, D] in registers (see load_rows) and B [8 kN, D], at lane_offset_transposed.
+template <int D, int kM, int kN>
+__device__ inline void multiply_transposed(float (&c)[kM][kN][4], const uint32_t (&a)[kM][D / 16][4],
+                                           Operand b_tile) {
+  static_assert(kN % 2 == 0);
+#pragma unroll
+  for (int k = 0; k < D / 16; ++k) {
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t b[4];
+      ldmatrix_x4(b, columns16(b_tile.address, k) + b_tile.bytes + n * 8 * kRowBytes<D>);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma_m16n8k16(c[m][n], a[m][k], b[0], b[1]);
+        mma_m16n8k16(c[m][n + 1], a[m][k], b[2], b[3]);
       }
     }
   }
@@ -177,6 +221,34 @@ template <bool kRowsAreKeys, int kM, int kN>
 __device__ inline void mask_earlier_keys(float (&scores)[kM][kN][4], const int32_t* first_key, int last,
                                          int first) {
   mask_scores<kRowsAreKeys>(scores, [&](int query, int key) { return first + key < first_key[min(query, last)]; });
+}
+
+// Of keys (rows) and queries: p in place of scores.
+template <int kN>
+__device__ __forceinline__ void probabilities_by_key(float (&scores)[1][kN][4], const RowStatistics* statistics,
+                                                     float scale_log2) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float4 pair = *reinterpret_cast<const float4*>(statistics + n * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      scores[0][n][e] = exp2_approximate(fmaf(scores[0][n][e], scale_log2, e % 2 == 0 ? -pair.x : -pair.z));
+    }
+  }
+}
+
+// d_s = p * (d_p - delta) in place of d_p.
+template <int kN>
+__device__ __forceinline__ void score_gradient_by_key(const float (&p)[1][kN][4], float (&d_p)[1][kN][4],
+                                                      const RowStatistics* statistics) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float4 pair = *reinterpret_cast<const float4*>(statistics + n * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d_p[0][n][e] = p[0][n][e] * (d_p[0][n][e] - (e % 2 == 0 ? pair.y : pair.w));
+  }
 }
 
 // Rotates a warp's rows, which are positions from `begin` on of S, back by the angles of cos_sin [S, D]. A lane has

@@ -80,34 +80,6 @@ __device__ __forceinline__ void copy_key_tiles(const CUtensorMap& qkv_map, const
   });
 }
 
-// Of keys (rows) and queries: p in place of scores.
-template <int kN>
-__device__ __forceinline__ void probabilities_by_key(float (&scores)[1][kN][4], const RowStatistics* statistics,
-                                                     float scale_log2) {
-  const int lane = threadIdx.x % kWarpSize;
-#pragma unroll
-  for (int n = 0; n < kN; ++n) {
-    const float4 pair = *reinterpret_cast<const float4*>(statistics + n * 8 + lane % 4 * 2);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      scores[0][n][e] = exp2_approximate(fmaf(scores[0][n][e], scale_log2, e % 2 == 0 ? -pair.x : -pair.z));
-    }
-  }
-}
-
-// d_s = p * (d_p - delta) in place of d_p.
-template <int kN>
-__device__ __forceinline__ void score_gradient_by_key(const float (&p)[1][kN][4], float (&d_p)[1][kN][4],
-                                                      const RowStatistics* statistics) {
-  const int lane = threadIdx.x % kWarpSize;
-#pragma unroll
-  for (int n = 0; n < kN; ++n) {
-    const float4 pair = *reinterpret_cast<const float4*>(statistics + n * 8 + lane % 4 * 2);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) d_p[0][n][e] = p[0][n][e] * (d_p[0][n][e] - (e % 2 == 0 ? pair.y : pair.w));
-  }
-}
-
 // Adds what a tile of queries gives to d_k and d_v of a consumer's 64 keys. `distance`: the first query less this
 // warp's first key; `mask_earlier` hides keys before the first of each query. `scores`: where this warp's rows of
 // the score gradients go, or null.

@@ -2,7 +2,8 @@
 #include <cstdint>
 
 // PTX that CUDA C++ has no name for: tensor-core products of bf16 (mma), asynchronous copies from global to shared
-// memory (cp.async), and the base-2 exponential in one instruction. For compute capability 8.0 and later.
+// memory (cp.async), named barriers, and the base-2 exponential in one instruction. For compute capability 8.0 and
+// later.
 namespace parka::cuda {
 
 // The address of shared memory as PTX takes it.
@@ -30,6 +31,14 @@ __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;\
 template <int kPending>
 __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+
+// The named barriers of a block (0 is __syncthreads): `threads` threads, in whole warps, wait or arrive.
+__device__ inline void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ inline void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Four 8x8 matrices of 16-bit elements. Lanes 8i to 8i + 7 give the addresses of the rows of matrix i, 16 bytes

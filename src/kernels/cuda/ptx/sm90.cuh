@@ -67,14 +67,6 @@ __device__ inline void mbarrier_wait(uint32_t barrier, unsigned parity) {
       : "memory");
 }
 
-// The named barriers of a block (0 is __syncthreads): `threads` threads, in whole warps, wait or arrive.
-__device__ inline void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ inline void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-
 // ---- Copies ----
 
 // Starts the copy of one box to a block of a tile; its bytes are reported to the barrier.
