@@ -70,9 +70,9 @@ class Optimizer {
   // Declares gradients (category "gradients"), masters ("master weights") and moments ("optimizer states") in the
   // plan, and the few bytes in which loss and gradient norm are taken ("step scalars"). `compute` is the dtype of
   // the weights the model computes with. Throws Error(kBadInput) when config.master does not fit it: none needs
-  // fp32 weights, all other forms bf16.
+  // fp32 weights, all other forms bf16. `is_alone`: the run has one rank.
   Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters, const Zero& zero,
-            MemoryPlan& plan);
+            MemoryPlan& plan, bool is_alone = false);
 
   // Takes the tensors from the arena; `weights[i]` is this rank's elements of what the model computes with for
   // parameters[i], in any shape. `weight_amax` [number of parameters] fp32: where step() leaves the largest
@@ -186,6 +186,9 @@ class Optimizer {
   void find_unit_coefficient(Device& device, int64_t step, size_t begin, size_t end, const SumOverRanks& sums);
   // Queues the update of this rank's part of parameter i, which is not empty.
   void update_parameter(Device& device, const Update& update, size_t i);
+  size_t buffer_of(const ParameterInfo& parameter) const {
+    return gradient_buffer_of(parameter, releases_gradients() && is_alone_ ? 1 : 2);
+  }
   MomentIds declare_moment(const std::string& name, DType float8_format, int64_t numel, MemoryPlan& plan) const;
   void declare_gradient_buffers(MemoryPlan& plan);
   TensorId declare_master(const ParameterInfo& parameter, MemoryPlan& plan) const;
@@ -193,6 +196,7 @@ class Optimizer {
   OptimizerConfig config_;
   DType compute_;
   Zero zero_;
+  bool is_alone_;
   std::vector<ParameterInfo> parameters_;
   std::vector<StateIds> ids_;
   TensorId scalars_id_;
