@@ -93,8 +93,8 @@ void Model::Pass::loss_and_backward(const StepContext& step, const LossOptions& 
   const ResidualStream& stream = stack_.stream();
   step.before_backward(head_unit_);
   head_.loss_and_backward(step, options, stream);
-  step.after_backward(head_unit_);
   if (!options.loss_sum.empty()) add_sum(step.device, {.x = losses(step), .total = options.loss_sum});
+  step.after_backward(head_unit_);  // which may look at the loss
   step.device.section(StepSection::kBlockBackward);
   stack_.backward(step);
   step.device.section(StepSection::kEmbedding);

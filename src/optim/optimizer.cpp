@@ -41,8 +41,8 @@ std::vector<T> download(Device& device, const TensorView& source) {
   return values;
 }
 
-constexpr int64_t kNumStepScalars = 3;  // beside the squares of every parameter: their sum, loss, coefficient
-constexpr int64_t kNumReleaseScalars = 3;
+constexpr int64_t kNumStepScalars = 3;     // beside the squares of every parameter: their sum, loss, coefficient
+constexpr int64_t kNumReleaseScalars = 3;  // squares of the step before, own loss, squares of a unit
 
 DType state_dtype(StateFormat states, DType float8_format) {
   switch (states) {
@@ -67,10 +67,11 @@ void check_config(const OptimizerConfig& config, DType compute) {
 }  // namespace
 
 Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters,
-                     const Zero& zero, MemoryPlan& plan, int64_t part_elements)
+                     const Zero& zero, MemoryPlan& plan, bool is_alone, int64_t part_elements)
     : config_(config),
       compute_(compute),
       zero_(zero),
+      is_alone_(is_alone),
       parameters_(std::move(parameters)),
       part_elements_(part_elements) {
   check_config(config_, compute_);
@@ -100,7 +101,7 @@ void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
     if (i == 0 || parameters_[i].unit != parameters_[i - 1].unit) next = 0;
     buffer_offsets_.push_back(next);
     next += zero_.shard.padded(parameters_[i].numel());
-    sizes[gradient_buffer_of(parameters_[i])] = std::max(sizes[gradient_buffer_of(parameters_[i])], next);
+    sizes[buffer_of(parameters_[i])] = std::max(sizes[buffer_of(parameters_[i])], next);
   }
   for (size_t buffer = 0; buffer < kGradientBuffers; ++buffer) {
     if (sizes[buffer] == 0) continue;
@@ -183,9 +184,8 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
 
     const int64_t piece = zero_.shard.piece(p.numel()), padded = zero_.shard.padded(p.numel());
     const TensorView kept = arena[ids_[i].gradient];
-    const TensorView whole = shares_gradient_buffers()
-                                 ? arena[buffer_ids_[gradient_buffer_of(p)]].rows(buffer_offsets_[i], padded)
-                                 : kept;
+    const TensorView whole =
+        shares_gradient_buffers() ? arena[buffer_ids_[buffer_of(p)]].rows(buffer_offsets_[i], padded) : kept;
     const bool is_apart = zero_.shards_gradients() && !releases_gradients();
     const TensorView own = is_apart ? kept : whole.rows(zero_.shard.rank * piece, piece);
     gradients_.push_back(whole.rows(0, p.numel()).reshaped({p.rows, p.cols}));

@@ -72,11 +72,11 @@ class Optimizer {
   // Declares gradients (category "gradients"), masters ("master weights") and moments ("optimizer states") in the
   // plan, and the few bytes in which loss and gradient norm are taken ("step scalars"). `compute` is the dtype of
   // the weights the model computes with. Throws Error(kBadInput) when config.master does not fit it: none needs
-  // fp32 weights, all other forms bf16. With config.offload masters and moments of matrices are in host memory, and
-  // there are buffers ("buffers for host memory") through which they pass, `part_elements` of a parameter at a
-  // time.
+  // fp32 weights, all other forms bf16. `is_alone`: the run has one rank. With config.offload masters and moments
+  // of matrices are in host memory, and there are buffers ("buffers for host memory") through which they pass,
+  // `part_elements` of a parameter at a time.
   Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters, const Zero& zero,
-            MemoryPlan& plan, int64_t part_elements = StateStream::kPartElements);
+            MemoryPlan& plan, bool is_alone = false, int64_t part_elements = StateStream::kPartElements);
 
   // Takes the tensors from the arena; `weights[i]` is this rank's elements of what the model computes with for
   // parameters[i], in any shape. `weight_amax` [number of parameters] fp32: where step() leaves the largest
@@ -193,6 +193,9 @@ class Optimizer {
   void update_parameter(Device& device, const Update& update, size_t i);
   // Queues that of elements `first` and following of this rank's, whose state is `part`.
   void update_part(Device& device, const Update& update, size_t i, int64_t first, const ParameterState& part);
+  size_t buffer_of(const ParameterInfo& parameter) const {
+    return gradient_buffer_of(parameter, releases_gradients() && is_alone_ ? 1 : 2);
+  }
   MomentIds declare_moment(const ParameterInfo& parameter, const std::string& name, DType float8_format,
                            MemoryPlan& plan) const;
   void declare_gradient_buffers(MemoryPlan& plan);
@@ -205,6 +208,7 @@ class Optimizer {
   OptimizerConfig config_;
   DType compute_;
   Zero zero_;
+  bool is_alone_;
   std::vector<ParameterInfo> parameters_;
   int64_t part_elements_;
   std::vector<StateIds> ids_;

@@ -35,7 +35,7 @@ class OptimizerRun {
   OptimizerRun(Device& device_, const OptimizerConfig& config, int64_t part_elements)
       : device(device_),
         compute(config.master == MasterForm::kNone ? DType::kF32 : DType::kBF16),
-        optimizer(config, compute, table(), Zero{}, plan, part_elements) {
+        optimizer(config, compute, table(), Zero{}, plan, /*is_alone=*/true, part_elements) {
     std::vector<TensorId> ids;
     for (const ParameterInfo& p : table()) ids.push_back(plan.add("weights", p.name, compute, {p.numel()}));
     const TensorId amax = plan.add("amax", "weight_amax", DType::kF32, {static_cast<int64_t>(ids.size())});

@@ -39,7 +39,8 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
             {config.training.micro_batch_size, config.data.sequence_length,
              config.data.documents == DocumentMode::kSeparate},
             config.training.logits_chunk_tokens, Model::Use::kTraining, zero, plan),
-      optimizer(config.optimizer, config.precision.compute, model.parameters().all, zero, plan),
+      optimizer(config.optimizer, config.precision.compute, model.parameters().all, zero, plan,
+                /*is_alone=*/config.training.global_batch_size == config.training.micro_batch_size),
       checks(config.reliability, model.parameters().all.size(), plan) {
   if (config.telemetry.interval > 0) telemetry.emplace(config, model, plan);
   if (workspace_bytes > 0) workspace = plan.add(kWorkspaceCategory, "op_workspace", DType::kU8, {workspace_bytes});

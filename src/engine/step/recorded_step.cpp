@@ -48,7 +48,7 @@ class RecordingRank {
   }
   void update() {
     if (releases_gradients()) {
-      queue_.released_update();
+      queue_.end_update();
     } else {
       queue_.update(/*update=*/1, config_.optimizer.lr);
     }

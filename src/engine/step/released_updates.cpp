@@ -14,11 +14,15 @@ void ReleasedUpdates::after_backward(Device& device, int unit) {
   for (int parameter : table_.unit(unit)) {
     if (gradient_complete_) gradient_complete_(parameter);
   }
-  // Ahead of this unit's reduction, which the sums of numbers over ranks would have to wait for.
-  if (unit != table_.head_unit()) update(device, unit + 1);
-  if (exchange_ != nullptr) exchange_->after_backward(device, unit);
+  if (exchange_ == nullptr) {
+    update(device, unit);
+  } else {
+    // Ahead of this unit's reduction, which the sums of numbers over ranks would have to wait for.
+    if (unit != table_.head_unit()) update(device, unit + 1);
+    exchange_->after_backward(device, unit);
+    if (unit == 0) update(device, unit);
+  }
   if (unit != 0) return;
-  update(device, unit);
   if (!is_held_) arguments_.reset();
   is_held_ = false;
 }

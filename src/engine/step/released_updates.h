@@ -10,9 +10,9 @@
 namespace parka {
 
 // Updates each unit while backward goes on (optimizer.release_gradients): the hooks of such a run, which pass on
-// all that they are told to ParameterExchange where there are several ranks. The gradients of a unit are reduced
-// while backward is at the next one, behind which the unit is updated: the two buffers that units take in turn
-// suffice.
+// all that they are told to ParameterExchange where there are several ranks. The gradients of a unit are then
+// reduced while backward is at the next one, behind which the unit is updated: the two buffers that units take in
+// turn suffice. On one rank a unit is updated at once.
 class ReleasedUpdates final : public UnitHooks {
  public:
   // `exchange`: null in a run of one rank. All must live as long as this.

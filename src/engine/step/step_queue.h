@@ -49,7 +49,7 @@ class StepQueue {
     if (released_) released_->hold_update();
   }
   // What came of it.
-  PendingStep released_update() { return declared_.optimizer.end_step(device_); }
+  PendingStep end_update() { return declared_.optimizer.end_step(device_); }
   // Brings up to date what is made from this rank's weights, after an update, which finds their maxima...
   void weights_stepped();
   // ... and after any other change.

@@ -50,9 +50,7 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
   place_ = fmt::format("rank {} ({})", communicator.rank(), device.name());
   watch_state();
   start_loader({});
-  if (declared_.optimizer.releases_gradients()) {
-    declared_.optimizer.set_last_norm(device_, 0);
-  }
+  if (declared_.optimizer.releases_gradients()) declared_.optimizer.set_last_norm(device_, 0);
 }
 
 void TrainingRun::start_loader(DataPosition position) {
@@ -308,7 +306,7 @@ std::optional<StepReport> TrainingRun::step() {
 
   std::optional<StepReport> previous = finish();
   if (previous && !previous->is_finite() && config_.training.non_finite == NonFinitePolicy::kStop) return previous;
-  PendingStep result = declared_.optimizer.releases_gradients() ? queue_.released_update() : queue_update(report);
+  PendingStep result = declared_.optimizer.releases_gradients() ? queue_.end_update() : queue_update(report);
   if (hashed_step_ == completed_steps_) comparisons.push_back(compare_state());
   last_staged_.clear();
   std::optional<PendingTelemetry> telemetry;

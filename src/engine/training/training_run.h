@@ -41,7 +41,9 @@ struct StepReport {
   double grad_norm = 0;  // before clipping
   double learning_rate = 0;
   double clip_limit = 0;
-  bool applied = false;  // false: loss or gradients were not finite, or a spike; weights and states are unchanged
+  // false: loss or gradients were not finite, or a spike. Weights and states are unchanged; with released gradients
+  // see Optimizer::end_step().
+  bool applied = false;
   SpikeGuard::Step limits;  // beyond which this step was a spike
   std::string culprit;      // when not applied: the first tensor whose gradient is not finite, if one is
   DataPosition data;        // where this step's global batch starts
