@@ -283,6 +283,21 @@ class Bench(RunFolder):
         self.assertEqual(gemm["flop"], 2 * 32 * 96 * 32)
         self.assertIn("FLOP/token = 6 x parameters", result.stdout)
 
+    def test_states_in_host_memory_are_counted_and_waited_for(self):
+        json_path = self.path("bench.json")
+        config = tiny_config(self.folder)
+        config["optimizer"]["offload"] = True
+        result = parka("bench", self.write_config(config), "--steps", "3", "--json", json_path)
+        self.assert_exit(result, 0)
+        with open(json_path, encoding="utf-8") as file:
+            bench = json.load(file)
+        self.assertEqual({wait["for"] for wait in bench["waits"]}, {"states from the host", "states to the host"})
+        self.assertGreater(bench["planned_host_bytes"], 0)
+        self.assertGreater(bench["resident_host_bytes"], bench["planned_bytes"] + bench["planned_host_bytes"])
+        self.assertRegex(result.stdout, r"host memory +[0-9.]+ GB planned, [0-9.]+ GB resident")
+        plan = parka("plan", self.path("config.json"), "--measured", json_path, "--set", "optimizer.offload=false")
+        self.assert_exit(plan, 0)
+
     def test_a_file_says_whether_documents_were_measured(self):
         for end, measured in ((-1, "joined"), (0, "separate")):
             config = tiny_config(self.folder)
