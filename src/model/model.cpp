@@ -25,7 +25,7 @@ Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool d
     : config_(config),
       max_shape_(shape),
       table_(make_parameter_table(config, decay_embeddings)),
-      weights_(table_, Formats(precision), kept_copies(precision, zero),
+      weights_(table_, Formats(precision), {kept_copies(precision, zero), precision.weight_copies_blocks},
                use == Use::kInference ? WeightUse::kForward : training_use(precision), zero, plan) {
   const std::vector<int64_t> table = {shape.sequence_length, config.head_dim()};
   cos_sin_ = plan.add("tables", "cos_sin", DType::kF32, table);

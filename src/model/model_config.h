@@ -189,6 +189,7 @@ struct PrecisionConfig {
   bool save_silu = false;
   bool save_product = true;
   WeightCopies weight_copies = WeightCopies::kAuto;
+  int64_t weight_copies_blocks = 0;
   bool fast_forward = true;
   bool fast_input_gradient = true;
   bool fast_weight_gradient = false;
@@ -243,6 +244,11 @@ struct PrecisionConfig {
           "ZeRO stage 3 a rank keeps copies of its own shards, which are gathered on use; transposed ones only if "
           "all shards are whole rows and recompute is none. auto: rows where ZeRO stage 3 shards the weights over "
           "several GPUs, else both");
+    visit(
+        "weight_copies_blocks", weight_copies_blocks,
+        "Blocks, from the first on, of which the copies of weight_copies are kept; of those behind one copy less: "
+        "rows where it is both, none where it is rows (same bits). 0: the copies of all blocks",
+        IntegerRange{0, kMaxDimension});
     visit("fast_forward", fast_forward,
           "fp8_tensor on a GPU: forward's products are summed in the tensor cores' accumulator of about 14 bits; "
           "false: added up in fp32 every 128 terms, slower");

@@ -36,15 +36,14 @@ bool gathers_transposed(const ParameterTable& table, const Formats& formats, Wei
   });
 }
 
-ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use,
-                           const Zero& zero, MemoryPlan& plan)
+ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, const KeptCopies& copies,
+                           WeightUse use, const Zero& zero, MemoryPlan& plan)
     : parameters_(table.all),
       formats_(formats),
       zero_(zero),
-      keeps_rows_(copies != WeightCopies::kNone && !zero.shards_weights()),
-      keeps_transposed_(use != WeightUse::kForward && copies == WeightCopies::kBoth && !zero.shards_weights()),
-      keeps_piece_codes_(copies != WeightCopies::kNone && gathers_codes()),
-      gathers_transposed_(gathers_transposed(table, formats, copies, use, zero)),
+      copies_kept_(copies),
+      use_(use),
+      gathers_transposed_(gathers_transposed(table, formats, copies.copies, use, zero)),
       gathered_unit_(static_cast<size_t>(table.num_units()), false),
       copy_ids_(table.all.size()),
       piece_code_ids_(table.all.size()) {
@@ -71,48 +70,51 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
     amax_id_ = plan.add("fp8 weights", "weight_amax", DType::kF32, {static_cast<int64_t>(parameters_.size())});
   }
   if (zero_.shards_weights()) declare_gather_buffers(table, plan);
-  declare_workspace(use, plan);
+  declare_workspace(plan);
 }
 
 void ModelWeights::declare_copies(size_t i, MemoryPlan& plan) {
   const ParameterInfo& p = parameters_[i];
   CopyIds& ids = copy_ids_[i];
-  if (keeps_rows_) {
+  if (keeps_rows(i)) {
     ids.w = add_matrix(plan, "fp8 weights", p.name + ".fp8", formats_.weight, p.rows, p.cols, kAllPhases);
   } else if (formats_.has_tensor_scales()) {
     ids.w.scale = plan.add("fp8 weights", p.name + ".fp8.scale", DType::kF32, {1});
   }
-  if (keeps_piece_codes_) {
+  if (keeps_piece_codes(p.unit)) {
     const auto add = [&](const char* suffix) {
       return MatrixId{
           plan.add("fp8 weights", p.name + suffix, formats_.weight.dtype, {zero_.shard.piece(p.numel())}),
           ids.w.scale, formats_.weight};
     };
     piece_code_ids_[i].w = add(".fp8");
-    if (gathers_transposed_) piece_code_ids_[i].w_t = add(".fp8_t");
+    if (has_pieces_for_backward(p.unit)) piece_code_ids_[i].w_t = add(".fp8_t");
   }
-  if (!keeps_transposed_) return;
+  if (!keeps_transposed(i)) return;
   ids.w_t =
       add_matrix(plan, "fp8 weights", p.name + ".fp8_t", formats_.weight, p.cols, p.rows, kAllPhases, ids.w.scale);
 }
 
-void ModelWeights::declare_workspace(WeightUse use, MemoryPlan& plan) {
+void ModelWeights::declare_workspace(MemoryPlan& plan) {
   int64_t most_codes = 0, most_scales = 1;
+  bool lacks_rows = false, lacks_transposed = false;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!has_copy(i)) continue;
     const ParameterInfo& p = parameters_[i];
     const auto scales = scale_shape(formats_.weight.scaling, formats_.weight.group, p.cols, p.rows);
     most_codes = std::max(most_codes, p.numel());
     most_scales = std::max(most_scales, scales[0] * scales[1]);
+    // With stage 3 the codes are where they were gathered.
+    lacks_rows = lacks_rows || (!keeps_rows(i) && !zero_.shards_weights());
+    lacks_transposed = lacks_transposed || (!keeps_transposed(i) && !has_pieces_for_backward(p.unit));
   }
   const auto add = [&](const std::string& name, PhaseMask phases) {
     return MatrixId{plan.add("workspace", name, formats_.weight.dtype, {most_codes}, phases),
                     plan.add("workspace", name + ".scale", DType::kF32, {most_scales}, phases), formats_.weight};
   };
   constexpr PhaseMask kForward = kForwardAttention | kForwardFfn | kRerun | kEvaluation;
-  // With stage 3 the codes are where they were gathered.
-  if (!keeps_rows_ && !zero_.shards_weights()) rows_workspace_id_ = add("weight.fp8", kForward);
-  if (use != WeightUse::kForward && !keeps_transposed_ && !gathers_transposed_) {
+  if (lacks_rows) rows_workspace_id_ = add("weight.fp8", kForward);
+  if (use_ != WeightUse::kForward && lacks_transposed) {
     transposed_workspace_id_ = add("weight.fp8_t", kBackwardLinear);
   }
 }
@@ -176,8 +178,8 @@ void ModelWeights::bind_weight(const Arena& arena, size_t i) {
     return;
   }
   const CopyIds& ids = copy_ids_[i];
-  Copies copies = {(keeps_rows_ ? ids.w : rows_workspace_id_).view(arena, p.rows, p.cols),
-                   (keeps_transposed_ ? ids.w_t : transposed_workspace_id_).view(arena, p.cols, p.rows)};
+  Copies copies = {(keeps_rows(i) ? ids.w : rows_workspace_id_).view(arena, p.rows, p.cols),
+                   (keeps_transposed(i) ? ids.w_t : transposed_workspace_id_).view(arena, p.cols, p.rows)};
   if (formats_.has_tensor_scales()) copies.w.scale = copies.w_t.scale = arena[ids.w.scale];
   copies_.push_back(copies);
 }
@@ -210,21 +212,22 @@ void ModelWeights::bind_gathered_codes(const Arena& arena, size_t i, const Tenso
   const ParameterInfo& p = parameters_[i];
   const CopyIds& kept = piece_code_ids_[i];
   const int64_t piece = zero_.shard.piece(p.numel());
-  piece_codes_[i] = keeps_piece_codes_ ? arena[kept.w.data] : whole.rows(zero_.shard.rank * piece, piece);
+  piece_codes_[i] = keeps_piece_codes(p.unit) ? arena[kept.w.data] : whole.rows(zero_.shard.rank * piece, piece);
   const TensorView scale = arena[copy_ids_[i].w.scale];
   copies.w = {TensorView(whole.data, whole.dtype, {p.rows, p.cols}), scale, Scaling::kTensor};
   copies.w_t.scale = scale;
-  if (!gathers_transposed_) return;
+  if (!has_pieces_for_backward(p.unit)) return;
   piece_codes_t_[i] = arena[kept.w_t.data].reshaped({p.cols, p.rows / zero_.shard.size});
   copies.w_t = {TensorView(whole.data, whole.dtype, {p.cols, p.rows}), scale, Scaling::kTensor};
 }
 
 void ModelWeights::quantize(Device& device) const {
-  for (size_t i = 0; keeps_piece_codes_ && i < parameters_.size(); ++i) quantize_piece(device, i);
-  if (!keeps_rows_) return;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (keeps_piece_codes(parameters_[i].unit)) quantize_piece(device, i);
+  }
   for (size_t i = 0; i < plain_.size(); ++i) {
-    if (!has_copy(i)) continue;
-    const ScaledView kept_t = keeps_transposed_ ? copies_[i].w_t : ScaledView{};
+    if (!has_copy(i) || !keeps_rows(i)) continue;
+    const ScaledView kept_t = keeps_transposed(i) ? copies_[i].w_t : ScaledView{};
     parka::quantize(device, {.x = plain_[i], .out = copies_[i].w, .out_t = kept_t, .amax = amax_of(i)});
   }
 }
@@ -251,7 +254,7 @@ void ModelWeights::quantize_piece(Device& device, size_t i) const {
 }
 
 void ModelWeights::before_gather(Device& device, int unit) const {
-  if (keeps_piece_codes_ || !is_gathered_on_use(unit)) return;
+  if (keeps_piece_codes(unit) || !is_gathered_on_use(unit)) return;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].unit == unit) quantize_piece(device, i);
   }
@@ -267,7 +270,7 @@ void ModelWeights::gathered(Device& device, int unit) const {
 
 const ScaledView& ModelWeights::quantized(Device& device, int index) const {
   const auto i = static_cast<size_t>(index);
-  if (rows_workspace_id_.valid()) {
+  if (!keeps_rows(i) && !zero_.shards_weights()) {
     parka::quantize(device, {.x = plain_[i], .out = copies_[i].w, .amax = amax_of(i)});
   }
   return copies_[i].w;
@@ -276,8 +279,8 @@ const ScaledView& ModelWeights::quantized(Device& device, int index) const {
 const ScaledView& ModelWeights::transposed(Device& device, int index) const {
   const auto i = static_cast<size_t>(index);
   const ScaledView& w_t = copies_[i].w_t;
-  if (keeps_transposed_ || gathers_transposed_) return w_t;
-  if (formats_.has_tensor_scales() && !rows_workspace_id_.valid()) {
+  if (keeps_transposed(i) || has_pieces_for_backward(parameters_[i].unit)) return w_t;
+  if (formats_.has_tensor_scales() && (keeps_rows(i) || zero_.shards_weights())) {
     parka::quantize(device, {.x = copies_[i].w, .out_t = w_t, .scale_given = true});  // codes are moved
   } else {
     parka::quantize(device, {.x = plain_[i], .out_t = w_t, .amax = amax_of(i)});

@@ -17,9 +17,20 @@ WeightUse training_use(const PrecisionConfig& precision);
 // What precision.weight_copies stands for on a rank: itself, or what `auto` means there.
 WeightCopies kept_copies(const PrecisionConfig& precision, const Zero& zero);
 
+// Which FP8 copies are kept for a whole optimizer step, by unit of the parameter table.
+struct KeptCopies {
+  WeightCopies copies;     // kept_copies()
+  int64_t num_blocks = 0;  // precision.weight_copies_blocks
+
+  WeightCopies of_unit(int unit) const {
+    if (num_blocks == 0 || unit <= num_blocks) return copies;  // unit 1 is the first block
+    return copies == WeightCopies::kBoth ? WeightCopies::kRows : WeightCopies::kNone;
+  }
+};
+
 // Whether ranks that have divided the blocks' weights (ZeRO stage 3) gather the transposed codes for backward,
 // instead of transposing what all of them have gathered: where both are kept for a whole step, and every rank's
-// pieces are whole rows of the weights. `copies` are kept_copies().
+// pieces are whole rows of the weights. `copies` are those of a block.
 bool gathers_transposed(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use,
                         const Zero& zero);
 
@@ -29,10 +40,9 @@ bool gathers_transposed(const ParameterTable& table, const Formats& formats, Wei
 class ModelWeights {
  public:
   // Declares category "weights", and "fp8 weights" when the linear layers are FP8; with ZeRO stage 3 "gathered
-  // weights". `copies`, kept_copies(), says which FP8 copies are kept for a whole optimizer step, so that
-  // accumulation does not quantize again; with ZeRO stage 3, unless none, those of this rank's pieces as they are
-  // gathered. Input gradients read the transposed ones.
-  ModelWeights(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use,
+  // weights". FP8 copies are kept so that accumulation does not quantize again; with ZeRO stage 3, unless none,
+  // those of this rank's pieces as they are gathered. Input gradients read the transposed ones.
+  ModelWeights(const ParameterTable& table, const Formats& formats, const KeptCopies& copies, WeightUse use,
                const Zero& zero, MemoryPlan& plan);
 
   void bind(const Arena& arena);
@@ -70,10 +80,12 @@ class ModelWeights {
   // Of a unit, in the same order on every rank. Empty if no rank lacks anything. Where backward reads other copies
   // of a unit that is gathered on use, they are gathered over those of forward, which evaluation reads, too.
   const std::vector<Piece>& pieces(int unit, Pass pass) const {
-    const bool differ = pass == Pass::kBackward && gathers_transposed_ && is_gathered_on_use(unit);
+    const bool differ = pass == Pass::kBackward && has_pieces_for_backward(unit);
     return (differ ? backward_pieces_ : pieces_)[static_cast<size_t>(unit)];
   }
-  bool has_pieces_for_backward() const { return gathers_transposed_; }
+  bool has_pieces_for_backward(int unit) const {
+    return gathers_transposed_ && is_gathered_on_use(unit) && copies_kept_.of_unit(unit) == WeightCopies::kBoth;
+  }
   // Whether the unit's weights are not kept, but have to be gathered before each use. Units of one buffer
   // (core/unit_buffers.h) use the same memory.
   bool is_gathered_on_use(int unit) const { return gathered_unit_[static_cast<size_t>(unit)]; }
@@ -95,12 +107,24 @@ class ModelWeights {
     MatrixId w;      // the FP8 copy: of `whole`, or made from it; invalid for weights that no FP8 GEMM reads
   };
   bool has_copy(size_t i) const { return formats_.fp8_gemm && parameters_[i].role == ParameterRole::kLinear; }
+  // Of whole weights.
+  bool keeps_rows(size_t i) const {
+    return !zero_.shards_weights() && copies_kept_.of_unit(parameters_[i].unit) != WeightCopies::kNone;
+  }
+  bool keeps_transposed(size_t i) const {
+    return !zero_.shards_weights() && use_ != WeightUse::kForward &&
+           copies_kept_.of_unit(parameters_[i].unit) == WeightCopies::kBoth;
+  }
+  // Of this rank's pieces of divided weights.
+  bool keeps_piece_codes(int unit) const {
+    return gathers_codes() && copies_kept_.of_unit(unit) != WeightCopies::kNone;
+  }
   void quantize_piece(Device& device, size_t i) const;
   bool gathers_codes() const { return zero_.shards_weights() && formats_.has_tensor_scales(); }
   TensorView amax_of(size_t i) const { return amax_.empty() ? amax_ : amax_.rows(static_cast<int64_t>(i), 1); }
   void declare_gather_buffers(const ParameterTable& table, MemoryPlan& plan);
   void declare_copies(size_t i, MemoryPlan& plan);
-  void declare_workspace(WeightUse use, MemoryPlan& plan);
+  void declare_workspace(MemoryPlan& plan);
   void bind_weight(const Arena& arena, size_t i);
   void bind_gathered(const Arena& arena, size_t i, const Gathered& buffer);
   void bind_gathered_codes(const Arena& arena, size_t i, const TensorView& whole, Copies& copies);
@@ -108,8 +132,9 @@ class ModelWeights {
   std::vector<ParameterInfo> parameters_;
   Formats formats_;
   Zero zero_;
-  bool keeps_rows_, keeps_transposed_;
-  bool keeps_piece_codes_, gathers_transposed_;
+  KeptCopies copies_kept_;
+  WeightUse use_;
+  bool gathers_transposed_;          // of blocks of which both copies are kept
   std::vector<bool> gathered_unit_;  // is_gathered_on_use()
   std::vector<TensorId> plain_ids_;  // of whole weights, or of this rank's pieces
   std::vector<CopyIds> copy_ids_;    // of what is kept; the scale alone of codes that are made where they are used

@@ -212,6 +212,7 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"save_silu", row.save_silu},
                                  {"save_product", row.save_product},
                                  {"weight_copies", "auto"},
+                                 {"weight_copies_blocks", 0},
                                  {"fast_forward", true},
                                  {"fast_input_gradient", true},
                                  {"fast_weight_gradient", false},
@@ -375,6 +376,13 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
          c.precision.attention_output = Storage::kFp8;
        },
        "precision.attention_output = fp8 needs precision.gemm = fp8_tensor, not fp8_block"},
+      {[](Config& c) { c.precision.weight_copies_blocks = 3; },
+       "precision.weight_copies_blocks = 3 is more than model.num_layers = 2"},
+      {[](Config& c) {
+         c.precision.weight_copies = WeightCopies::kNone;
+         c.precision.weight_copies_blocks = 2;
+       },
+       "precision.weight_copies_blocks = 2 has no copies to keep with weight_copies = none"},
       {[](Config& c) { c.precision.compute = DType::kF32; },
        "precision.compute = fp32 needs optimizer.master = none, not fp32"},
       {[](Config& c) { c.optimizer.master = MasterForm::kNone; },

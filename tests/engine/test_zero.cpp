@@ -305,6 +305,13 @@ TEST_CASE("what is divided over ranks does not change a bit, once states are", "
   }
 }
 
+// Values of precision.weight_copies and weight_copies_blocks.
+const std::vector<std::pair<WeightCopies, int64_t>> kKeptCopies = {{WeightCopies::kRows, 0},
+                                                                   {WeightCopies::kBoth, 0},
+                                                                   {WeightCopies::kNone, 0},
+                                                                   {WeightCopies::kRows, 2},
+                                                                   {WeightCopies::kBoth, 2}};
+
 TEST_CASE("which copies of FP8 weights are kept does not change a bit of stage 3", "[engine][zero][slow]") {
   for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
     const TemporaryFolder folder;
@@ -312,13 +319,14 @@ TEST_CASE("which copies of FP8 weights are kept does not change a bit of stage 3
     config.model.num_layers = 4;
     config.precision.recompute = recompute;
     std::vector<Outcome> outcomes;
-    for (const WeightCopies copies : {WeightCopies::kRows, WeightCopies::kBoth, WeightCopies::kNone}) {
+    for (const auto& [copies, blocks] : kKeptCopies) {
       config.precision.weight_copies = copies;
+      config.precision.weight_copies_blocks = blocks;
       // Four micro-batches a step on each rank, and evaluations between steps.
       outcomes.push_back(train(config, 2, [](TrainingRun& run, int step) {
         if (step % 2 == 1) run.evaluate(run.data());
       }));
-      CAPTURE(name_of(recompute), name_of(copies));
+      CAPTURE(name_of(recompute), name_of(copies), blocks);
       CHECK(outcomes.back().losses == outcomes[0].losses);
       CHECK(outcomes.back().norms == outcomes[0].norms);
       CHECK(outcomes.back().held_out == outcomes[0].held_out);
@@ -343,6 +351,30 @@ TEST_CASE("which copies `auto` keeps: both, but of divided weights rows", "[engi
                     rows = plan_of(stage, ranks, WeightCopies::kRows);
       CHECK(both > rows);
       CHECK(plan_of(stage, ranks, WeightCopies::kAuto) == (divided ? rows : both));
+    }
+  }
+}
+
+TEST_CASE("each block of which copies are kept takes as much memory as any other", "[engine][zero]") {
+  const TemporaryFolder folder;
+  for (const auto& [stage, ranks] : {std::pair(0, 1), {2, 2}, {3, 2}}) {
+    const auto kept_bytes = [&](WeightCopies copies, int64_t blocks) {
+      Config config = config_for(folder, "parka", stage);
+      config.precision.weight_copies = copies;
+      config.precision.weight_copies_blocks = blocks;
+      const DeclaredRun run(config, DeviceKind::kCpu, zero_of(config.distributed, 0, ranks));
+      for (const auto& total : run.plan.summary()) {
+        if (total.category == "fp8 weights") return total.bytes;
+      }
+      return int64_t{0};
+    };
+    CAPTURE(stage, ranks);
+    const int64_t both = kept_bytes(WeightCopies::kBoth, 0), rows = kept_bytes(WeightCopies::kRows, 0),
+                  none = kept_bytes(WeightCopies::kNone, 0);
+    CHECK((both > rows && rows > none));
+    for (const int64_t blocks : {1, 2, 3}) {
+      CHECK(kept_bytes(WeightCopies::kBoth, blocks) == rows + blocks * (both - rows) / 3);
+      CHECK(kept_bytes(WeightCopies::kRows, blocks) == none + blocks * (rows - none) / 3);
     }
   }
 }
@@ -476,13 +508,14 @@ TEST_CASE("FP8 copies are of the weights as they are, whatever has changed these
     int count;
     int64_t shard_size;
   };
-  for (const WeightCopies copies : {WeightCopies::kBoth, WeightCopies::kRows, WeightCopies::kNone}) {
+  for (const auto& [copies, blocks] : kKeptCopies) {
     for (int64_t stage = 0; stage <= 3; ++stage) {
       for (const Ranks& ranks : {Ranks{1, 0}, Ranks{2, 0}, Ranks{4, 2}}) {
-        CAPTURE(name_of(copies), stage, ranks.count);
+        CAPTURE(name_of(copies), blocks, stage, ranks.count);
         const TemporaryFolder folder;
         Config config = config_for(folder, "parka", stage);
         config.precision.weight_copies = copies;
+        config.precision.weight_copies_blocks = blocks;
         config.distributed.shard_size = stage == 0 ? 0 : ranks.shard_size;
         config.training.non_finite = NonFinitePolicy::kSkip;
         CopyCheck copy_check;
@@ -492,8 +525,11 @@ TEST_CASE("FP8 copies are of the weights as they are, whatever has changed these
           ThreadRanks(ranks.count).run([&](Communicator& communicator) {
             const auto device = make_cpu_device();
             TrainingRun run(config, *device, communicator);
-            const bool gathers_transposed = ranks.count > 1 && stage == 3 && copies == WeightCopies::kBoth;
-            if (run.model().weights().has_pieces_for_backward() != gathers_transposed) ++num_unexpected;
+            for (int block = 1; block <= 3; ++block) {
+              const bool gathers_transposed = ranks.count > 1 && stage == 3 && copies == WeightCopies::kBoth &&
+                                              (blocks == 0 || block <= blocks);
+              num_unexpected += run.model().weights().has_pieces_for_backward(block) != gathers_transposed;
+            }
             body(run, communicator, [&](bool as_expected) {
               num_unexpected += as_expected ? 0 : 1;
               copy_check.check(run, *device, communicator);

@@ -18,6 +18,7 @@ constexpr std::string_view kNotHashed[] = {
     "precision.save_norm_output",
     "precision.save_product",
     "precision.weight_copies",
+    "precision.weight_copies_blocks",
     "precision.recompute",
     "precision.offload_blocks",
     "precision.eval",
@@ -90,8 +91,8 @@ constexpr std::string_view kNoSpeed[] = {"model.norm_eps",   "model.query_pre_at
                                          "model.init",       "model.init_std",
                                          "precision.recipe", "precision.eval"};
 // ... and what beside them decides how long a run of several takes for a step.
-constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies", "optimizer.offload",
-                                            "training.global_batch_size", "distributed."};
+constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies", "precision.weight_copies_blocks",
+                                            "optimizer.offload", "training.global_batch_size", "distributed."};
 
 template <size_t N>
 bool is_listed(const std::string& path, const std::string_view (&list)[N]) {
@@ -137,6 +138,7 @@ Config canonical(const Config& config) {
   }
   // As on several GPUs: one has nothing to divide.
   c.precision.weight_copies = kept_copies(c.precision, make_zero(c.distributed.zero_stage, 0, 2));
+  if (c.precision.weight_copies_blocks == c.model.num_layers) c.precision.weight_copies_blocks = 0;
   for (std::string& file : c.data.train) file = std::filesystem::path(file).filename().string();
   // With a slash at its end, whether it was given with one or not.
   const auto source = (std::filesystem::path(c.checkpoint.init_from) / "").lexically_normal();

@@ -25,7 +25,7 @@ void ParameterExchange::prefetch(Device& device, int unit, Pass pass) {
   const ModelWeights& weights = model_.weights();
   if (unit < 0 || unit >= model_.parameters().num_units() || !weights.is_gathered_on_use(unit)) return;
   Gathered& buffer = gathered_[gather_buffer_of(unit)];
-  if (buffer.unit == unit && (buffer.pass == pass || !weights.has_pieces_for_backward())) return;
+  if (buffer.unit == unit && (buffer.pass == pass || !weights.has_pieces_for_backward(unit))) return;
   gather(device, unit, pass);
   buffer = {unit, pass, communicator_.last_queued(), false};
 }
