@@ -27,6 +27,8 @@ class Ranks(RunFolder):
         config["data"]["train"] = [self.path("long.npy")]
         config["optimizer"]["schedule"]["total_steps"] = STEPS
         config["training"].update(steps=steps, global_batch_size=batch, micro_batch_size=1)
+        if optimizer.get("release_gradients"):
+            config["training"]["micro_batch_size"] = batch // ranks
         config["checkpoint"].update(folder=self.path(name), interval=2, init_from=init_from)
         config["distributed"] = {"zero_stage": stage, "shard_size": shard_size}
         config["reliability"] = {f"{kind}_interval": check_interval for kind in ("replay", "state", "replica")}
@@ -116,6 +118,29 @@ class Ranks(RunFolder):
         self.assertIn("resuming from", self.run_ranks("resumed", 2, 3, recipe="coat"))
         self.assertEqual(self.losses("resumed"), self.losses("straight"))
         self.assertEqual(self.final_files("resumed"), self.final_files("straight"))
+
+    def test_released_gradients_are_clipped_alike_when_resumed(self):
+        options = {"recipe": "coat", "release_gradients": True, "clip_norm": 0.1}  # every step clips the next one
+        for ranks, stage in self.fit(((2, 0), (2, 3))):
+            with self.subTest(stage=stage):
+                straight, resumed = f"straight-{stage}", f"resumed-{stage}"
+                self.run_ranks(straight, ranks, stage, **options)
+                self.run_ranks(resumed, ranks, stage, steps=4, **options)
+                self.assertIn("resuming from", self.run_ranks(resumed, ranks, stage, **options))
+                self.assertEqual(self.losses(resumed), self.losses(straight))
+                self.assertEqual(self.final_files(resumed), self.final_files(straight))
+                norms = [record["grad_norm"] for record in self.records(straight, "train")]
+                self.assertGreater(min(norms), 0.1)
+
+    def test_released_gradients_change_no_bit_without_clipping(self):
+        for ranks, stage in self.fit(((2, 0), (2, 1), (2, 2), (2, 3))):
+            with self.subTest(stage=stage):
+                names = []
+                for released in (False, True):
+                    names.append(f"released-{released}-{stage}")
+                    self.run_ranks(names[-1], ranks, stage, recipe="parka", batch=2, release_gradients=released, clip_norm=0)
+                self.assertEqual(*map(self.losses, names))
+                self.assertEqual(*map(self.final_files, names))
 
     def test_checks_in_every_step_change_no_bit(self):
         for ranks, stage in self.fit(((2, 0), (2, 1), (2, 3))):
