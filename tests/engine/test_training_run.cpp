@@ -322,6 +322,28 @@ TEST_CASE("a step that is a spike changes nothing, in a resumed run too", "[engi
   CHECK(same_weights);
 }
 
+namespace {
+
+// A run of `before` goes on to the bit as one of `after` that is restored from its checkpoint.
+void check_same_after_restore(const Config& before, const Config& after, Device& device,
+                              const TemporaryFolder& folder) {
+  static int num_saved = 0;
+  TrainingRun run(before, device, alone()), restored(after, device, alone());
+  run.initialize();
+  for (int i = 0; i < 3; ++i) run.step();
+  restored.restore(saved(run, folder / fmt::format("run{}", num_saved++), [](auto&) {}));
+  for (int i = 0; i < 4; ++i) {
+    const StepReport a = *run.step(), b = *restored.step();
+    CHECK((a.step == b.step && a.loss == b.loss && a.grad_norm == b.grad_norm && b.applied));
+  }
+  const CheckpointContents a = run.snapshot(), b = restored.snapshot();
+  CHECK(
+      std::equal(a.tensors.begin(), a.tensors.end(), b.tensors.begin(), b.tensors.end(),
+                 [](const HostTensor& x, const HostTensor& y) { return x.name == y.name && x.bytes == y.bytes; }));
+}
+
+}  // namespace
+
 TEST_CASE("a restored run takes the same steps wherever kept activations wait", "[engine][training_run][offload]") {
   for (const char* recipe : {"fp32", "coat", "parka"}) {
     const TemporaryFolder folder;
@@ -332,18 +354,22 @@ TEST_CASE("a restored run takes the same steps wherever kept activations wait", 
     offloaded.precision.offload_blocks = 3;
     for (const auto& [before, after] : {std::pair(plain, offloaded), std::pair(offloaded, plain)}) {
       CAPTURE(recipe, before.precision.offload_blocks);
-      TrainingRun run(before, *device, alone()), restored(after, *device, alone());
-      run.initialize();
-      for (int i = 0; i < 3; ++i) run.step();
-      restored.restore(saved(run, folder / fmt::format("run{}", before.precision.offload_blocks), [](auto&) {}));
-      for (int i = 0; i < 4; ++i) {
-        const StepReport a = *run.step(), b = *restored.step();
-        CHECK((a.step == b.step && a.loss == b.loss && a.grad_norm == b.grad_norm && b.applied));
-      }
-      const CheckpointContents a = run.snapshot(), b = restored.snapshot();
-      CHECK(std::equal(
-          a.tensors.begin(), a.tensors.end(), b.tensors.begin(), b.tensors.end(),
-          [](const HostTensor& x, const HostTensor& y) { return x.name == y.name && x.bytes == y.bytes; }));
+      check_same_after_restore(before, after, *device, folder);
+    }
+  }
+}
+
+TEST_CASE("a restored run takes the same steps wherever weights lie", "[engine][training_run][offload]") {
+  for (const char* recipe : {"fp32", "bf16", "parka"}) {
+    const TemporaryFolder folder;
+    const auto device = make_cpu_device();
+    const Config plain = tiny_config(folder.path().string(), recipe);
+    Config offloaded = plain;
+    offloaded.optimizer.offload = offloaded.precision.offload_weights = true;
+    for (const auto& [before, after] :
+         {std::pair(plain, offloaded), std::pair(offloaded, plain), std::pair(offloaded, offloaded)}) {
+      CAPTURE(recipe, before.precision.offload_weights, after.precision.offload_weights);
+      check_same_after_restore(before, after, *device, folder);
     }
   }
 }
