@@ -4,6 +4,8 @@
 #include <fstream>
 #include <sstream>
 
+#include <sys/resource.h>
+
 namespace parka {
 namespace {
 
@@ -55,6 +57,12 @@ std::optional<int64_t> available_host_bytes() {
   const std::string cgroup = cgroup_folder();
   return available_host_bytes(text_of("/proc/meminfo"), text_of(cgroup + "/memory.max"),
                               text_of(cgroup + "/memory.current"), text_of(cgroup + "/memory.stat"));
+}
+
+int64_t peak_resident_bytes() {
+  rusage usage = {};
+  getrusage(RUSAGE_SELF, &usage);
+  return int64_t{usage.ru_maxrss} * 1024;  // Linux gives KiB
 }
 
 }  // namespace parka

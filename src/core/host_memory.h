@@ -15,4 +15,7 @@ std::optional<int64_t> available_host_bytes();
 std::optional<int64_t> available_host_bytes(const std::string& meminfo, const std::string& cgroup_max,
                                             const std::string& cgroup_current, const std::string& cgroup_stat);
 
+// The most memory of the host that this process has had at a time, in bytes; pinned memory counts.
+int64_t peak_resident_bytes();
+
 }  // namespace parka

@@ -1,5 +1,7 @@
 #include "core/host_memory.h"
 
+#include <vector>
+
 #include "tests/support/catch.h"
 
 using namespace parka;
@@ -48,4 +50,11 @@ TEST_CASE("this machine has memory", "[core]") {
   const auto available = available_host_bytes();
   REQUIRE(available);
   CHECK(*available > 0);
+}
+
+TEST_CASE("memory that was in use counts towards the most that was", "[core]") {
+  constexpr size_t kBytes = size_t{32} << 20;
+  const std::vector<char> in_use(kBytes, 'x');
+  CHECK(peak_resident_bytes() > static_cast<int64_t>(kBytes));
+  CHECK(in_use[kBytes / 2] == 'x');
 }

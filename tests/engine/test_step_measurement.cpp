@@ -137,6 +137,24 @@ TEST_CASE("one GPU is expected to take what it took, whatever ops took", "[engin
   }
 }
 
+TEST_CASE("waits for states in host memory are not work of the measured GPU", "[engine][step model]") {
+  json config = measured_config();
+  config["optimizer"]["offload"] = true;
+  json file = measurement(by_work, config);
+  const auto wait = [](const char* what, double seconds) {
+    return json{{"section", "optimizer"}, {"for", what}, {"count", 3}, {"seconds", seconds}};
+  };
+  file["waits"] = {wait("states from the host", 0.25), wait("gathered weights", 0.1),
+                   wait("states to the host", 0.05)};
+  const StepMeasurement one = Written(file).read();
+  CHECK(step_seconds(one, one.config, 1) == Approx(0.6));
+  Config on_device = one.config;
+  on_device.optimizer.offload = false;
+  CHECK(step_seconds(one, on_device, 1) == Approx(0.6));
+  file["waits"][0]["seconds"] = 0.9;
+  CHECK(refusal([&] { Written(file).read(); }).find("waits longer than it takes") != std::string::npos);
+}
+
 TEST_CASE("what ZeRO divides takes less, but for its launches", "[engine][step model]") {
   const auto is_divided = [](const RecordedOp& op) { return op.op == "adamw_step" || op.op == "sum_of_squares"; };
   const Seconds seconds = [&](const RecordedOp& op) {

@@ -1,5 +1,6 @@
 // Tensors in host memory that a device takes like its own.
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "core/philox.h"
@@ -50,6 +51,18 @@ TEST_CASE("an arena has zeros at the place of each tensor, in host memory too", 
     }
     CHECK(static_cast<std::byte*>(arena[tensors.behind].data) ==
           static_cast<std::byte*>(arena[tensors.on_host].data) + 4096);
+  }
+}
+
+TEST_CASE("host memory that is not there is refused with its size", "[kernels][host_memory][devices]") {
+  if (gpu() == nullptr) return;
+  constexpr int64_t kMoreThanThereAreAddresses = int64_t{1} << 50;
+  try {
+    gpu()->allocate_host(kMoreThanThereAreAddresses);
+    FAIL("a pebibyte of host memory");
+  } catch (const Error& error) {
+    CHECK(error.code() == ExitCode::kBadInput);
+    CHECK(std::string(error.what()).find("1048576.00 GiB") != std::string::npos);
   }
 }
 

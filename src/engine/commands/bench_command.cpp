@@ -92,6 +92,11 @@ void print_step(const BenchResult& result, bool roofline) {
   std::printf("copy            %9.1f GB/s, read and written\n", 1e-9 * result.ceilings.copy_bandwidth);
   std::printf("memory          %9.3f GB planned, %.3f GB in use\n",
               1e-9 * static_cast<double>(result.planned_bytes), 1e-9 * static_cast<double>(result.used_bytes));
+  if (result.planned_host_bytes > 0) {
+    std::printf("host memory     %9.3f GB planned, %.3f GB resident\n",
+                1e-9 * static_cast<double>(result.planned_host_bytes),
+                1e-9 * static_cast<double>(result.resident_host_bytes));
+  }
   if (roofline) {
     std::printf("floor           %9.2f ms, %.1f %% of the step\n", 1e3 * result.floor_seconds(),
                 100 * result.floor_seconds() / median);
@@ -124,7 +129,9 @@ nlohmann::ordered_json result_json(const BenchResult& result, const Config& conf
                                  {"copy_bandwidth", result.ceilings.copy_bandwidth},
                                  {"planned_bytes", result.planned_bytes},
                                  {"context_bytes", result.context_bytes},
-                                 {"used_bytes", result.used_bytes}};
+                                 {"used_bytes", result.used_bytes},
+                                 {"planned_host_bytes", result.planned_host_bytes},
+                                 {"resident_host_bytes", result.resident_host_bytes}};
   if (result.speed.peak_flops > 0) json["mfu"] = flops / result.speed.peak_flops;
   if (roofline) json["floor_seconds"] = result.floor_seconds();
   json["ops"] = std::move(ops);

@@ -145,6 +145,7 @@ Links links_of(const PlanOptions& options) {
   }
   links.link_bandwidth = 1e9 * options.link_bandwidth;
   links.network_bandwidth = 1e9 * options.network_bandwidth;
+  links.host_bandwidth = 1e9 * options.host_bandwidth;
   links.start_latency = 1e-6 * options.start_latency;
   links.link_latency = 1e-6 * options.link_latency;
   links.network_latency = 1e-6 * options.network_latency;
@@ -184,6 +185,8 @@ StepPlan plan_step(const Config& config, const PlanOptions& options) {
   return plan;
 }
 
+bool moves_states(const StepPrediction& step) { return step.host_bytes_in + step.host_bytes_out > 0; }
+
 void print_step(const StepPlan& plan) {
   const StepPrediction& step = plan.prediction;
   std::printf("\nmeasured on one %s: %.2f ms for %lld micro-batch%s, %.0f tok/s\n", plan.one.device.c_str(),
@@ -196,9 +199,17 @@ void print_step(const StepPlan& plan) {
   std::printf("%-18s %9.2f ms\n", "own work", 1e3 * step.compute_seconds);
   std::printf("%-18s %9.2f ms slowdown by communication beside it\n", "", 1e3 * step.slowed_seconds);
   std::printf("%-18s %9.2f ms waiting for communication\n", "", 1e3 * step.exposed_seconds);
+  if (moves_states(step)) {
+    std::printf("%-18s %9.2f ms waiting for copies from and to host memory\n", "", 1e3 * step.host_exposed_seconds);
+  }
   std::printf("%-18s %9.2f ms\n", "step", 1e3 * step.seconds);
   std::printf("%-18s %9.2f ms, %.1f %% of it hidden, %.2f GB sent by each GPU\n", "communication",
               1e3 * step.communication_seconds, 100 * step.hidden_fraction(), 1e-9 * step.communicated_bytes);
+  if (moves_states(step)) {
+    std::printf("%-18s %9.2f GB in, %.2f GB out of each GPU: waiting for it is %.1f %% of the step\n",
+                "host memory", 1e-9 * step.host_bytes_in, 1e-9 * step.host_bytes_out,
+                100 * step.host_exposed_seconds / step.seconds);
+  }
   std::printf("%-18s %9.0f tok/s per GPU, %.0f in total\n", "speed", plan.tokens_per_second_per_gpu(),
               plan.tokens_per_second_per_gpu() * static_cast<double>(plan.num_gpus));
   std::printf("%-18s %9.1f %% of the measured GPU's speed\n", "efficiency", 100 * plan.efficiency());
@@ -222,6 +233,11 @@ nlohmann::ordered_json step_json(const StepPlan& plan) {
       {"tokens_per_second_per_gpu", plan.tokens_per_second_per_gpu()},
       {"tokens_per_second", plan.tokens_per_second_per_gpu() * static_cast<double>(plan.num_gpus)},
       {"efficiency", plan.efficiency()}};
+  if (moves_states(step)) {
+    json["host_exposed_seconds"] = step.host_exposed_seconds;
+    json["host_bytes_in"] = step.host_bytes_in;
+    json["host_bytes_out"] = step.host_bytes_out;
+  }
   if (plan.measured) {
     json["measured_seconds"] = plan.measured->step_seconds;
     json["error"] = plan.error();

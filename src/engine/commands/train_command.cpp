@@ -5,12 +5,12 @@
 #include <ctime>
 #include <numeric>
 
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <spdlog/spdlog.h>
 
 #include "comm/launch/launch.h"
+#include "core/host_memory.h"
 #include "core/parallel.h"
 #include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint_layout.h"
@@ -44,12 +44,6 @@ void warn(const std::string& message) { spdlog::warn("{}", message); }
 std::string resolved_text(const Config& config) { return to_json(config).dump(2) + "\n"; }
 
 double gib(int64_t bytes) { return static_cast<double>(bytes) / 0x1p30; }
-
-double peak_resident_gib() {
-  struct rusage usage = {};
-  getrusage(RUSAGE_SELF, &usage);
-  return static_cast<double>(usage.ru_maxrss) / 0x1p20;  // Linux gives KiB
-}
 
 // That of local time, "+0100".
 std::string utc_offset() {
@@ -141,9 +135,10 @@ class TrainCommand {
   }
 
   void report_memory() const {
-    const double planned = gib(run_.plan().total_bytes());
+    const double planned = gib(run_.plan().total_bytes()), on_host = gib(run_.plan().total_host_bytes());
+    const double resident = gib(peak_resident_bytes());
     if (device_->kind() == DeviceKind::kCpu) {
-      spdlog::info("peak memory {:.2f} GiB resident, {:.2f} GiB of it planned", peak_resident_gib(), planned);
+      spdlog::info("peak memory {:.2f} GiB resident, {:.2f} GiB of it planned", resident, planned + on_host);
       return;
     }
     // Nothing is allocated after the start, so what is in use now is the peak.
@@ -151,6 +146,9 @@ class TrainCommand {
     spdlog::info(
         "GPU memory {:.2f} GiB planned; {:.2f} GiB in use on the device, its context and libraries included",
         planned, gib(use.total_bytes - use.free_bytes));
+    if (on_host > 0) {
+      spdlog::info("host memory {:.2f} GiB planned for tensors; {:.2f} GiB resident in all", on_host, resident);
+    }
   }
 
   // At the end of a run: where its model is, and what can be done with it.

@@ -8,6 +8,7 @@
 #include <tuple>
 #include <unordered_map>
 
+#include "core/host_memory.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/planning/synthetic_data.h"
 #include "engine/training/training_run.h"
@@ -143,6 +144,8 @@ BenchResult run_benchmark(const Config& given, Device& device, Communicator& com
   }
   const Device::MemoryUse use = device.memory_use();
   result.used_bytes = static_cast<int64_t>(communicator.max(static_cast<double>(use.total_bytes - use.free_bytes)));
+  result.planned_host_bytes = run.plan().total_host_bytes() + run.model().host_bytes(run.plan());
+  result.resident_host_bytes = static_cast<int64_t>(communicator.max(static_cast<double>(peak_resident_bytes())));
   if (roofline) add_floors(device, config, result);
   return result;
 }

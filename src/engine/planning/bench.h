@@ -42,6 +42,8 @@ struct BenchResult {
   int64_t planned_bytes = 0;
   int64_t context_bytes = 0;  // expected beside the plan on a GPU
   int64_t used_bytes = 0;     // on the GPU by everything, after the last step, of the rank with most; 0 on the CPU
+  int64_t planned_host_bytes = 0;   // of tensors and offloaded blocks in host memory
+  int64_t resident_host_bytes = 0;  // the most that the process had of it, of the rank with most
 
   double median_step_seconds() const;
   double tokens_per_second() const { return static_cast<double>(tokens_per_step) / median_step_seconds(); }

@@ -52,7 +52,7 @@ class HostStore {
 };
 
 // Copies between tensors in host memory (Device::allocate_host) and buffers on the device, through which they pass
-// in turn: in both directions at once, and beside the device's ops. It must not outlive its device, nor they it.
+// in turn: in both directions at once, and beside the device's ops. It must not outlive its device.
 class HostStream {
  public:
   struct Copy {

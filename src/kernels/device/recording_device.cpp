@@ -30,7 +30,7 @@ class NoStore final : public HostStore {
 class RecordingStream final : public HostStream {
  public:
   explicit RecordingStream(const std::function<void(RecordedTransfer)>& listener) : listener_(listener) {}
-  void follow_device() override {}
+  void follow_device() override { tell({.kind = Kind::kFollowDevice}); }
   void load(size_t slot, const std::vector<Copy>& copies) override { tell({Kind::kLoad, slot, total(copies)}); }
   void wait_loaded(size_t slot) override { tell({.kind = Kind::kWaitLoaded, .slot = slot}); }
   void save(const std::vector<Copy>& copies) override { tell({.kind = Kind::kSave, .bytes = total(copies)}); }

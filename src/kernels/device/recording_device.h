@@ -24,10 +24,12 @@ struct RecordedFill {
 
 // What a HostStream was asked for.
 struct RecordedTransfer {
-  enum class Kind : uint8_t { kLoad, kWaitLoaded, kSave, kWaitSaved };
-  Kind kind = Kind::kLoad;
+  enum class Kind : uint8_t { kFollowDevice, kLoad, kWaitLoaded, kSave, kWaitSaved };
+  Kind kind = Kind::kFollowDevice;
   size_t slot = 0;    // kLoad and kWaitLoaded
   int64_t bytes = 0;  // kLoad and kSave: of all copies together
+
+  bool operator==(const RecordedTransfer&) const = default;
 };
 
 // A device that records instead of computing. Ops check their arguments and are told to a function, with their
