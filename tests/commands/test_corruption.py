@@ -96,6 +96,12 @@ class OneRank(Corruption):
         for target in ("weight", "moment"):
             self.flip(self.config("fp32", checks), 1, target, 0, 3)
 
+    def test_a_flip_of_a_state_in_host_memory_is_found(self):
+        for checks in (ALWAYS, dict(NEVER, state_interval=100)):
+            config = self.config("parka", checks)
+            config["optimizer"]["offload"] = True
+            self.assertRegex(self.flip(config, 1, "moment", 0, 3), r"\S+ (has changed since|is not what its update left)")
+
     def test_a_flip_is_found_between_saves_and_after_the_last_step(self):
         config = self.config("fp32", ALWAYS)
         config["checkpoint"].update(interval=100)
