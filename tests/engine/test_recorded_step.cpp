@@ -253,6 +253,19 @@ TEST_CASE("updates of states in host memory are recorded as they are queued, wit
   }
 }
 
+TEST_CASE("steps with weights in host memory are recorded as ranks queue them",
+          "[engine][recorded step][offload]") {
+  for (const char* recipe : {"bf16", "parka"}) {
+    for (int64_t stage = 0; stage <= 3; ++stage) {
+      CAPTURE(recipe, stage);
+      const TemporaryFolder folder;
+      Config config = step_config(folder.path().string(), recipe, stage, true, 3, 2);
+      config.optimizer.offload = config.precision.offload_weights = true;
+      check_recording(config, 2);
+    }
+  }
+}
+
 TEST_CASE("masks and documents are recorded as ranks queue them", "[engine][recorded step]") {
   for (int64_t stage = 0; stage <= 3; ++stage) {
     CAPTURE(stage);
@@ -417,6 +430,7 @@ class RecordedLoads {
  public:
   explicit RecordedLoads(const Config& config)
       : device_(DeviceKind::kCuda, {.op = [this](const RecordedOp&) { ++num_ops_; },
+                                    .fill = {},
                                     .transfer = [this](const RecordedTransfer& transfer) { add(transfer); }}),
         communicator_(0, 1),
         declared_(config, DeviceKind::kCuda, zero_, /*workspace_bytes=*/0),

@@ -10,6 +10,7 @@
 #include "engine/training/training_run.h"
 #include "kernels/ops/quantize.h"
 #include "tests/support/catch.h"
+#include "tests/support/device_with_late_copies.h"
 #include "tests/support/offload_plan.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/thread_ranks.h"
@@ -76,12 +77,15 @@ struct Outcome {
 // `before_step` is called by each rank before each of its steps, counted from 0.
 using BeforeStep = std::function<void(TrainingRun&, int step)>;
 
-Outcome train(const Config& config, int ranks, const BeforeStep& before_step = {}) {
+using MakeDevice = std::function<std::unique_ptr<Device>()>;
+
+Outcome train(const Config& config, int ranks, const BeforeStep& before_step = {},
+              const MakeDevice& make_device = make_cpu_device) {
   std::vector<Outcome> outcomes(static_cast<size_t>(ranks));
   std::mutex mutex;
   TensorBytes whole;
   ThreadRanks(ranks).run([&](Communicator& communicator) {
-    const auto device = make_cpu_device();
+    const auto device = make_device();
     TrainingRun run(config, *device, communicator);
     run.initialize();
     Outcome& outcome = outcomes[static_cast<size_t>(communicator.rank())];
@@ -449,9 +453,11 @@ TEST_CASE("linear weights in host memory do not change a bit of any stage", "[en
       with.reliability.state_interval = with.reliability.replica_interval = 1;
       const Outcome plain = train(config, ranks.count);
       // Evaluates before the second step, too.
-      const Outcome offloaded = train(with, ranks.count, [](TrainingRun& run, int step) {
+      const BeforeStep evaluate = [](TrainingRun& run, int step) {
         if (step == 1) run.evaluate(run.data());
-      });
+      };
+      const Outcome offloaded =
+          train(with, ranks.count, evaluate, [] { return std::make_unique<DeviceWithLateCopies>(); });
       CHECK(offloaded.losses == plain.losses);
       CHECK(offloaded.norms == plain.norms);
       CHECK(offloaded.held_out == plain.held_out);

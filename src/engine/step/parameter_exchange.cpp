@@ -48,7 +48,7 @@ void ParameterExchange::fetch(int unit) {
 
 void ParameterExchange::wait_for_host(Device& device, int unit) {
   if (!comes_from_host(unit)) return;
-  device.time_wait("weights from the host", [&] { host_stream_->wait_loaded(gather_buffer_of(unit)); });
+  device.time_wait(kLoadWait, [&] { host_stream_->wait_loaded(gather_buffer_of(unit)); });
 }
 
 void ParameterExchange::prefetch(Device& device, int unit, Pass pass) {
@@ -192,7 +192,7 @@ void ParameterExchange::weights_changed(Device& device) {
   for (int unit = 0; unit < num_units; ++unit) {
     if (is_shared_in_host(unit)) share_in_host(device, unit);
   }
-  if (host_stream_ && shares_whole) device.time_wait("weights to the host", [&] { host_stream_->wait_saved(); });
+  if (host_stream_ && shares_whole) device.time_wait(kSaveWait, [&] { host_stream_->wait_saved(); });
   weights.quantize(device);
   gathered_ = {};
 }

@@ -29,6 +29,9 @@ class ParameterExchange final : public UnitHooks {
   ParameterExchange(const Zero& zero, Communicator& communicator, const Model& model, const Optimizer& optimizer,
                     Device& device);
 
+  // What the device is said to wait for (Device::time_wait) when weights pass between it and host memory.
+  static constexpr const char *kLoadWait = "weights from the host", *kSaveWait = "weights to the host";
+
   // Where in its step a micro-batch is: both where the step has no other.
   struct Place {
     bool is_first = false, is_last = false;
