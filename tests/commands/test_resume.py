@@ -25,6 +25,8 @@ VARIANTS = {
     "norms_and_biases": ("parka", {}),
     "gemma": ("coat", {}),
     "released": ("coat", {"release_gradients": True, "clip_norm": 0.1}),  # every step clips the next one
+    "bf16_in_host_memory": ("bf16", {"offload": True}),
+    "parka_in_host_memory": ("parka", {"offload": True}),
 }
 # Keys of `model` that a variant has.
 MODELS = {"norms_and_biases": {"norm": "rmsnorm", "norm_placement": "after", "qk_norm": "full", "qkv_bias": True},
@@ -42,6 +44,7 @@ class Resume(RunFolder):
         config["model"].update(MODELS.get(VARIANT, {}))
         if optimizer.get("release_gradients"):
             config["training"]["micro_batch_size"] = config["training"]["global_batch_size"]
+        config["precision"]["offload_weights"] = VARIANT.endswith("in_host_memory")
         config["checkpoint"]["interval"] = 10
         config["training"]["eval_interval"] = 15
         return config

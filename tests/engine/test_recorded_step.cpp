@@ -271,6 +271,19 @@ TEST_CASE("updates of states in host memory are recorded as they are queued, wit
   }
 }
 
+TEST_CASE("steps with weights in host memory are recorded as ranks queue them",
+          "[engine][recorded step][offload]") {
+  for (const char* recipe : {"bf16", "parka"}) {
+    for (int64_t stage = 0; stage <= 3; ++stage) {
+      CAPTURE(recipe, stage);
+      const TemporaryFolder folder;
+      Config config = step_config(folder.path().string(), recipe, stage, true, 3, 2);
+      config.optimizer.offload = config.precision.offload_weights = true;
+      check_recording(config, 2);
+    }
+  }
+}
+
 TEST_CASE("masks and documents are recorded as ranks queue them", "[engine][recorded step]") {
   for (int64_t stage = 0; stage <= 3; ++stage) {
     CAPTURE(stage);
@@ -426,4 +439,87 @@ TEST_CASE("a model of 70 billion parameters is planned in a small memory and a s
   CHECK(step.parts[1].times == 512 / 64 - 2);
   CHECK(memory_kb() - memory_before < 200 << 10);
   CHECK(cpu_seconds() - start < 10);  // a sanitizer's too
+}
+
+namespace {
+
+// What micro-batches of a run on one GPU copy from host memory.
+class RecordedLoads {
+ public:
+  explicit RecordedLoads(const Config& config)
+      : device_(DeviceKind::kCuda, {.op = [this](const RecordedOp&) { ++num_ops_; },
+                                    .fill = {},
+                                    .transfer = [this](const RecordedTransfer& transfer) { add(transfer); }}),
+        communicator_(0, 1),
+        declared_(config, DeviceKind::kCuda, zero_, /*workspace_bytes=*/0),
+        arena_(device_, declared_.plan),
+        queue_(config, zero_, declared_, arena_, device_, communicator_) {}
+
+  // The bytes of each copy of a micro-batch, in their order.
+  std::vector<int64_t> of_micro_batch(const ParameterExchange::Place& place) {
+    static constexpr int32_t kUnread = 0;
+    loads_.clear();
+    queue_.micro_batch({&kUnread, &kUnread, {1, kStepSequence}}, queue_.loss_options(1), place);
+    return loads_;
+  }
+  // Loads that no op ran beside, before something waited for them.
+  int num_exposed() const { return num_exposed_; }
+
+ private:
+  void add(const RecordedTransfer& transfer) {
+    if (transfer.kind == RecordedTransfer::Kind::kLoad) {
+      loads_.push_back(transfer.bytes);
+      ops_at_load_[transfer.slot] = num_ops_;
+    }
+    if (transfer.kind == RecordedTransfer::Kind::kWaitLoaded) {
+      num_exposed_ += ops_at_load_[transfer.slot] == num_ops_ ? 1 : 0;
+    }
+  }
+
+  int64_t num_ops_ = 0;
+  std::map<size_t, int64_t> ops_at_load_;
+  std::vector<int64_t> loads_;
+  int num_exposed_ = 0;
+  Zero zero_;
+  RecordingDevice device_;
+  RecordingCommunicator communicator_;
+  DeclaredRun declared_;
+  Arena arena_;
+  StepQueue queue_;
+};
+
+}  // namespace
+
+TEST_CASE(
+    "a block's weights come from host memory while the block before them is at work, and stay for the next pass",
+    "[engine][recorded step][offload]") {
+  const TemporaryFolder folder;
+  for (const char* recipe : {"fp32", "bf16", "fp8_block", "parka"}) {
+    CAPTURE(recipe);
+    Config config = step_config(folder.path().string(), recipe, 0, true, 2, 1);
+    config.model.num_layers = 5;
+    config.optimizer.offload = config.precision.offload_weights = true;
+    config.precision.weight_copies = WeightCopies::kNone;
+    RecordedLoads loads(config);
+    const int64_t d = config.model.d_model, f = config.model.d_ffn;
+    const int64_t block = config.model.d_qkv() * d + d * d + 3 * d * f;
+    const std::vector<int64_t> eight(8, block * size_of(config.precision.compute)), six(6, eight[0]);
+    // Backward begins with the two blocks that forward has ended with, and the next forward with backward's last.
+    CHECK(loads.of_micro_batch({.is_first = true, .is_last = false}) == eight);
+    CHECK(loads.of_micro_batch({.is_first = false, .is_last = true}) == six);
+    CHECK(loads.num_exposed() == 0);
+  }
+}
+
+TEST_CASE("micro-batches copy no weights from host memory where FP8 copies are kept",
+          "[engine][recorded step][offload]") {
+  const TemporaryFolder folder;
+  for (const WeightCopies copies : {WeightCopies::kBoth, WeightCopies::kRows}) {
+    CAPTURE(name_of(copies));
+    Config config = step_config(folder.path().string(), "parka", 0, true, 2, 1);
+    config.optimizer.offload = config.precision.offload_weights = true;
+    config.precision.weight_copies = copies;
+    RecordedLoads loads(config);
+    CHECK(loads.of_micro_batch({.is_first = true, .is_last = true}).empty());
+  }
 }

@@ -193,6 +193,25 @@ TEST_CASE("updates in backward of states in host memory change no bit", "[engine
   }
 }
 
+TEST_CASE("updates in backward of weights in host memory change no bit", "[engine][release][offload]") {
+  for (const auto& [recipe, copies] : {std::pair{"bf16", WeightCopies::kAuto},
+                                       {"parka", WeightCopies::kNone},
+                                       {"parka", WeightCopies::kRows},
+                                       {"parka", WeightCopies::kBoth}}) {
+    for (const auto& [ranks, stage] : {std::pair<int, int64_t>{1, 0}, {2, 0}, {2, 1}, {4, 2}, {2, 3}}) {
+      CAPTURE(recipe, name_of(copies), ranks, stage);
+      const TemporaryFolder folder;
+      Config config = config_for(folder, recipe, stage, true, ranks);
+      config.model.num_layers = 4;
+      config.precision.weight_copies = copies;
+      const Outcome plain = train(config, ranks);
+      config.optimizer.offload = true;
+      config.precision.offload_weights = true;
+      check_same(train(released(config), ranks), plain);
+    }
+  }
+}
+
 TEST_CASE("checks for corruption change no bit of released gradients, and watch them", "[engine][release]") {
   for (const auto& [ranks, stage] : {std::pair<int, int64_t>{1, 0}, {2, 0}, {2, 1}, {2, 3}}) {
     CAPTURE(ranks, stage);

@@ -137,15 +137,16 @@ TEST_CASE("one GPU is expected to take what it took, whatever ops took", "[engin
   }
 }
 
-TEST_CASE("waits for states in host memory are not work of the measured GPU", "[engine][step model]") {
+TEST_CASE("waits for what is in host memory are not work of the measured GPU", "[engine][step model]") {
   json config = measured_config();
   config["optimizer"]["offload"] = true;
   json file = measurement(by_work, config);
   const auto wait = [](const char* what, double seconds) {
     return json{{"section", "optimizer"}, {"for", what}, {"count", 3}, {"seconds", seconds}};
   };
-  file["waits"] = {wait("states from the host", 0.25), wait("gathered weights", 0.1),
-                   wait("states to the host", 0.05)};
+  file["waits"] = {wait("states from the host", 0.2), wait("gathered weights", 0.1),
+                   wait("states to the host", 0.05), wait("weights from the host", 0.04),
+                   wait("weights to the host", 0.01)};
   const StepMeasurement one = Written(file).read();
   CHECK(step_seconds(one, one.config, 1) == Approx(0.6));
   Config on_device = one.config;

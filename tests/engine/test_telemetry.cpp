@@ -246,6 +246,30 @@ TEST_CASE("telemetry and losses are the same where blocks wait in host memory",
   }
 }
 
+TEST_CASE("telemetry and losses are the same where linear weights are in host memory",
+          "[engine][telemetry][offload][slow]") {
+  const TemporaryFolder folder;
+  for (Device* device : devices()) {
+    for (const char* recipe : {"bf16", "fp8_linear", "fp8_block", "parka"}) {
+      for (const WeightCopies copies : {WeightCopies::kBoth, WeightCopies::kRows}) {
+        CAPTURE(recipe, name_of(copies), device->name());
+        Config plain = tiny_config(folder.path().string(), recipe, 2);
+        plain.precision.weight_copies = copies;
+        Config offloaded = plain;
+        offloaded.optimizer.offload = offloaded.precision.offload_weights = true;
+        const std::vector<StepReport> wanted = reports_of(plain, *device, 4),
+                                      reports = reports_of(offloaded, *device, 4);
+        REQUIRE((wanted.size() == 4 && reports.size() == 4));
+        for (size_t i = 0; i < 4; ++i) {
+          CHECK(reports[i].loss == wanted[i].loss);
+          CHECK(reports[i].grad_norm == wanted[i].grad_norm);
+          if (i % 2 == 1) CHECK(records_of(offloaded, reports[i]) == records_of(plain, wanted[i]));
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("telemetry is not part of a checkpoint, and a run may go on with or without", "[engine][telemetry]") {
   const TemporaryFolder folder;
   const auto device = make_cpu_device();

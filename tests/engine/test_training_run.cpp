@@ -1,9 +1,11 @@
 #include "engine/training/training_run.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <set>
 #include <utility>
 
@@ -322,6 +324,28 @@ TEST_CASE("a step that is a spike changes nothing, in a resumed run too", "[engi
   CHECK(same_weights);
 }
 
+namespace {
+
+// A run of `before` goes on to the bit as one of `after` that is restored from its checkpoint.
+void check_same_after_restore(const Config& before, const Config& after, Device& device,
+                              const TemporaryFolder& folder) {
+  static int num_saved = 0;
+  TrainingRun run(before, device, alone()), restored(after, device, alone());
+  run.initialize();
+  for (int i = 0; i < 3; ++i) run.step();
+  restored.restore(saved(run, folder / fmt::format("run{}", num_saved++), [](auto&) {}));
+  for (int i = 0; i < 4; ++i) {
+    const StepReport a = *run.step(), b = *restored.step();
+    CHECK((a.step == b.step && a.loss == b.loss && a.grad_norm == b.grad_norm && b.applied));
+  }
+  const CheckpointContents a = run.snapshot(), b = restored.snapshot();
+  CHECK(
+      std::equal(a.tensors.begin(), a.tensors.end(), b.tensors.begin(), b.tensors.end(),
+                 [](const HostTensor& x, const HostTensor& y) { return x.name == y.name && x.bytes == y.bytes; }));
+}
+
+}  // namespace
+
 TEST_CASE("a restored run takes the same steps wherever kept activations wait", "[engine][training_run][offload]") {
   for (const char* recipe : {"fp32", "coat", "parka"}) {
     const TemporaryFolder folder;
@@ -332,18 +356,22 @@ TEST_CASE("a restored run takes the same steps wherever kept activations wait", 
     offloaded.precision.offload_blocks = 3;
     for (const auto& [before, after] : {std::pair(plain, offloaded), std::pair(offloaded, plain)}) {
       CAPTURE(recipe, before.precision.offload_blocks);
-      TrainingRun run(before, *device, alone()), restored(after, *device, alone());
-      run.initialize();
-      for (int i = 0; i < 3; ++i) run.step();
-      restored.restore(saved(run, folder / fmt::format("run{}", before.precision.offload_blocks), [](auto&) {}));
-      for (int i = 0; i < 4; ++i) {
-        const StepReport a = *run.step(), b = *restored.step();
-        CHECK((a.step == b.step && a.loss == b.loss && a.grad_norm == b.grad_norm && b.applied));
-      }
-      const CheckpointContents a = run.snapshot(), b = restored.snapshot();
-      CHECK(std::equal(
-          a.tensors.begin(), a.tensors.end(), b.tensors.begin(), b.tensors.end(),
-          [](const HostTensor& x, const HostTensor& y) { return x.name == y.name && x.bytes == y.bytes; }));
+      check_same_after_restore(before, after, *device, folder);
+    }
+  }
+}
+
+TEST_CASE("a restored run takes the same steps wherever weights lie", "[engine][training_run][offload]") {
+  for (const char* recipe : {"fp32", "bf16", "parka"}) {
+    const TemporaryFolder folder;
+    const auto device = make_cpu_device();
+    const Config plain = tiny_config(folder.path().string(), recipe);
+    Config offloaded = plain;
+    offloaded.optimizer.offload = offloaded.precision.offload_weights = true;
+    for (const auto& [before, after] :
+         {std::pair(plain, offloaded), std::pair(offloaded, plain), std::pair(offloaded, offloaded)}) {
+      CAPTURE(recipe, before.precision.offload_weights, after.precision.offload_weights);
+      check_same_after_restore(before, after, *device, folder);
     }
   }
 }
@@ -463,4 +491,56 @@ TEST_CASE("progress lines count the steps since the previous line, and the time 
   CHECK(line.find("loss 2.5000") != std::string::npos);
   CHECK(line.find("2k tok/s  2 TFLOP/s  MFU 50.0%") != std::string::npos);
   CHECK(line.find("goodput 62.5%  ETA 1m12s") != std::string::npos);
+}
+
+namespace {
+
+// Bytes of weights that a plan has in a place.
+int64_t weight_bytes(const MemoryPlan& plan, MemoryPlace place) {
+  int64_t bytes = 0;
+  for (const MemoryPlan::Entry& entry : plan.entries()) {
+    if (entry.category == "weights" && entry.place == place) bytes += entry.bytes;
+  }
+  return bytes;
+}
+
+bool declares(const MemoryPlan& plan, const std::string& category) {
+  return std::any_of(plan.entries().begin(), plan.entries().end(),
+                     [&](const MemoryPlan::Entry& entry) { return entry.category == category; });
+}
+
+}  // namespace
+
+TEST_CASE("linear weights are planned in host memory, with buffers on the device where GEMMs or ranks read them",
+          "[engine][training_run][offload]") {
+  struct Case {
+    const char* recipe;
+    WeightCopies copies;
+    int64_t stage;
+    bool has_buffers;
+  };
+  for (const Case& c : {Case{"bf16", WeightCopies::kAuto, 0, true}, Case{"parka", WeightCopies::kNone, 0, true},
+                        Case{"parka", WeightCopies::kRows, 0, false}, Case{"parka", WeightCopies::kBoth, 2, true},
+                        Case{"bf16", WeightCopies::kAuto, 3, true}, Case{"parka", WeightCopies::kRows, 3, true}}) {
+    CAPTURE(c.recipe, name_of(c.copies), c.stage);
+    const TemporaryFolder folder;
+    Config config = tiny_config(folder.path().string(), c.recipe);
+    config.distributed.zero_stage = c.stage;
+    config.model.num_layers = 6;
+    config.precision.weight_copies = c.copies;
+    config.optimizer.offload = true;
+    const auto declared = [](const Config& of) {
+      return std::make_unique<DeclaredRun>(of, DeviceKind::kCpu, zero_of(of.distributed, 0, 2));
+    };
+    const auto plain = declared(config);
+    config.precision.offload_weights = true;
+    const auto offloaded = declared(config);
+    const int64_t all = weight_bytes(plain->plan, MemoryPlace::kDevice);
+    const int64_t in_host = weight_bytes(offloaded->plan, MemoryPlace::kHost);
+    CHECK(weight_bytes(plain->plan, MemoryPlace::kHost) == 0);
+    CHECK(in_host > all / 2);
+    CHECK(weight_bytes(offloaded->plan, MemoryPlace::kDevice) == all - in_host);
+    CHECK(offloaded->plan.total_bytes() < plain->plan.total_bytes());
+    CHECK(declares(offloaded->plan, "gathered weights") == c.has_buffers);
+  }
 }

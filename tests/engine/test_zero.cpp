@@ -10,6 +10,7 @@
 #include "engine/training/training_run.h"
 #include "kernels/ops/quantize.h"
 #include "tests/support/catch.h"
+#include "tests/support/device_with_late_copies.h"
 #include "tests/support/offload_plan.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/thread_ranks.h"
@@ -76,12 +77,15 @@ struct Outcome {
 // `before_step` is called by each rank before each of its steps, counted from 0.
 using BeforeStep = std::function<void(TrainingRun&, int step)>;
 
-Outcome train(const Config& config, int ranks, const BeforeStep& before_step = {}) {
+using MakeDevice = std::function<std::unique_ptr<Device>()>;
+
+Outcome train(const Config& config, int ranks, const BeforeStep& before_step = {},
+              const MakeDevice& make_device = make_cpu_device) {
   std::vector<Outcome> outcomes(static_cast<size_t>(ranks));
   std::mutex mutex;
   TensorBytes whole;
   ThreadRanks(ranks).run([&](Communicator& communicator) {
-    const auto device = make_cpu_device();
+    const auto device = make_device();
     TrainingRun run(config, *device, communicator);
     run.initialize();
     Outcome& outcome = outcomes[static_cast<size_t>(communicator.rank())];
@@ -452,6 +456,44 @@ TEST_CASE("masters and moments in host memory do not change a bit of any stage",
         CHECK(offloaded.held_out == plain.held_out);
         CHECK((offloaded.tensors == plain.tensors));
       }
+    }
+  }
+}
+
+TEST_CASE("linear weights in host memory do not change a bit of any stage", "[engine][zero][offload][slow]") {
+  struct Case {
+    const char* recipe;
+    WeightCopies copies;
+  };
+  struct Ranks {
+    int64_t stage;
+    int count;
+  };
+  for (const Case& c : {Case{"fp32", WeightCopies::kAuto}, Case{"bf16", WeightCopies::kAuto},
+                        Case{"fp8_block", WeightCopies::kAuto}, Case{"fp8_block", WeightCopies::kNone},
+                        Case{"parka", WeightCopies::kBoth}, Case{"parka", WeightCopies::kRows},
+                        Case{"parka", WeightCopies::kNone}}) {
+    for (const Ranks& ranks : {Ranks{0, 1}, Ranks{0, 2}, Ranks{1, 4}, Ranks{2, 2}, Ranks{3, 2}, Ranks{3, 4}}) {
+      CAPTURE(c.recipe, name_of(c.copies), ranks.stage, ranks.count);
+      const TemporaryFolder folder;
+      Config config = config_for(folder, c.recipe, ranks.stage);
+      config.precision.weight_copies = c.copies;
+      config.precision.recompute = ranks.stage == 2 ? Recompute::kBlock : Recompute::kNone;
+      config.optimizer.offload = true;
+      Config with = config;
+      with.precision.offload_weights = true;
+      with.reliability.state_interval = with.reliability.replica_interval = 1;
+      const Outcome plain = train(config, ranks.count);
+      // Evaluates before the second step, too.
+      const BeforeStep evaluate = [](TrainingRun& run, int step) {
+        if (step == 1) run.evaluate(run.data());
+      };
+      const Outcome offloaded =
+          train(with, ranks.count, evaluate, [] { return std::make_unique<DeviceWithLateCopies>(); });
+      CHECK(offloaded.losses == plain.losses);
+      CHECK(offloaded.norms == plain.norms);
+      CHECK(offloaded.held_out == plain.held_out);
+      CHECK((offloaded.tensors == plain.tensors));
     }
   }
 }

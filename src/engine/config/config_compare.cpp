@@ -21,6 +21,7 @@ constexpr std::string_view kNotHashed[] = {
     "precision.weight_copies_blocks",
     "precision.recompute",
     "precision.offload_blocks",
+    "precision.offload_weights",
     "precision.eval",
     "optimizer.offload",
     "data.eval",
@@ -91,8 +92,9 @@ constexpr std::string_view kNoSpeed[] = {"model.norm_eps",   "model.query_pre_at
                                          "model.init",       "model.init_std",
                                          "precision.recipe", "precision.eval"};
 // ... and what beside them decides how long a run of several takes for a step.
-constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies", "precision.weight_copies_blocks",
-                                            "optimizer.offload", "training.global_batch_size", "distributed."};
+constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies",    "precision.weight_copies_blocks",
+                                            "precision.offload_weights",  "optimizer.offload",
+                                            "training.global_batch_size", "distributed."};
 
 template <size_t N>
 bool is_listed(const std::string& path, const std::string_view (&list)[N]) {

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <iterator>
 #include <map>
+#include <string_view>
 #include <tuple>
 
 #include <fmt/ranges.h>
@@ -13,6 +15,7 @@
 #include "engine/config/config_io.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
+#include "engine/step/parameter_exchange.h"
 #include "engine/step/recorded_step.h"
 #include "kernels/device/step_section_names.h"
 #include "optim/state_stream.h"
@@ -77,12 +80,16 @@ OpSummary parse_op(const nlohmann::json& json, const std::string& path) {
   return op;
 }
 
-// That a step waited for what StateStream copies. Waits for other copies are part of the work between them.
+// That a step waited for what passes through a HostStream. Waits for other copies are part of the work between
+// them.
 double host_wait_of(const nlohmann::json& waits, const std::string& path) {
+  constexpr std::string_view kWaits[] = {StateStream::kLoadWait, StateStream::kSaveWait,
+                                         ParameterExchange::kLoadWait, ParameterExchange::kSaveWait};
   double sum = 0;
   for (const nlohmann::json& wait : waits) {
     const std::string what = wait.at("for").get<std::string>();
-    if (what == StateStream::kLoadWait || what == StateStream::kSaveWait) sum += amount(wait, "seconds", path);
+    if (std::find(std::begin(kWaits), std::end(kWaits), what) != std::end(kWaits))
+      sum += amount(wait, "seconds", path);
   }
   return sum;
 }

@@ -14,8 +14,9 @@ void ReleasedUpdates::after_backward(Device& device, int unit) {
   for (int parameter : table_.unit(unit)) {
     if (gradient_complete_) gradient_complete_(parameter);
   }
-  if (exchange_ == nullptr) {
+  if (!are_several_) {
     update(device, unit);
+    if (exchange_ != nullptr) exchange_->after_backward(device, unit);
   } else {
     // Ahead of this unit's reduction, which the sums of numbers over ranks would have to wait for.
     if (unit != table_.head_unit()) update(device, unit + 1);
@@ -31,7 +32,7 @@ void ReleasedUpdates::update(Device& device, int unit) {
   if (!arguments_ || is_held_) return;
   const StepSection backward = device.section();
   device.section(StepSection::kOptimizer);
-  if (exchange_ != nullptr) exchange_->wait_for_gradients(device, unit);
+  if (are_several_) exchange_->wait_for_gradients(device, unit);
   if (unit == table_.head_unit()) optimizer_.begin_update(device, arguments_->sums);
   optimizer_.step_unit(device, arguments_->update, unit, arguments_->sums, arguments_->before_update);
   device.section(backward);

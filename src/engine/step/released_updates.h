@@ -10,14 +10,17 @@
 namespace parka {
 
 // Updates each unit while backward goes on (optimizer.release_gradients): the hooks of such a run, which pass on
-// all that they are told to ParameterExchange where there are several ranks. The gradients of a unit are then
+// all that they are told to ParameterExchange where there is one. With several ranks the gradients of a unit are
 // reduced while backward is at the next one, behind which the unit is updated: the two buffers that units take in
 // turn suffice. On one rank a unit is updated at once.
 class ReleasedUpdates final : public UnitHooks {
  public:
-  // `exchange`: null in a run of one rank. All must live as long as this.
-  ReleasedUpdates(Optimizer& optimizer, const ParameterTable& table, ParameterExchange* exchange)
-      : optimizer_(optimizer), table_(table), exchange_(exchange) {}
+  // `exchange`: null where there is nothing to bring together. `are_several`: there are several ranks, whose
+  // gradients it reduces. All must live as long as this.
+  ReleasedUpdates(Optimizer& optimizer, const ParameterTable& table, ParameterExchange* exchange, bool are_several)
+      : optimizer_(optimizer), table_(table), exchange_(exchange), are_several_(are_several) {
+    PARKA_REQUIRE(exchange != nullptr || !are_several);
+  }
 
   // Arguments of Optimizer::step_unit().
   struct Arguments {
@@ -42,6 +45,7 @@ class ReleasedUpdates final : public UnitHooks {
   Optimizer& optimizer_;
   const ParameterTable& table_;
   ParameterExchange* exchange_;
+  bool are_several_;
   std::optional<Arguments> arguments_;
   bool is_held_ = false;
   std::function<void(int parameter)> gradient_complete_;
