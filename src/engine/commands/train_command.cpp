@@ -25,6 +25,7 @@
 #include "engine/files/file_io.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/text/tokenizer_files.h"
+#include "engine/training/attention_watch.h"
 #include "engine/training/metrics_log.h"
 #include "engine/training/progress.h"
 #include "engine/training/run_folder.h"
@@ -77,6 +78,7 @@ class TrainCommand {
         run_(config, *device_, *communicator_),
         speed_(speed_of(config, run_.model().parameters(), device_->name())),
         records_(started),
+        attention_watch_(config.telemetry.imbalance_limit),
         saver_(run_, *communicator_, config.checkpoint, save_options()) {
     run_.set_place(place());
     if (!options.drill.empty()) run_.set_flip_drill(checked_drill());
@@ -451,7 +453,32 @@ class TrainCommand {
     for (const auto& telemetry : telemetry_records(*report.telemetry, report.step, run_.model().parameters())) {
       write_record(telemetry);
     }
+    if (const auto change = attention_watch_.add(report.telemetry->attention)) {
+      report_attention(report.step, *change);
+    }
     return wall.goodput;
+  }
+
+  void report_attention(int64_t step, const AttentionWatch::Change& change) {
+    const double limit = config_.telemetry.imbalance_limit;
+    write_record({{"kind", "warning"},
+                  {"step", step},
+                  {"about", "attention"},
+                  {"raised", change.raised},
+                  {"block", change.block},
+                  {"imbalance", change.imbalance},
+                  {"limit", limit}});
+    if (change.raised) {
+      spdlog::warn(
+          "step {}: the gradients of attention's scores do not add up to zero: imbalance {:.3g} in block {} "
+          "(telemetry.imbalance_limit {:g}); such a run may follow a good one for long and then diverge: see "
+          "docs/telemetry.md",
+          step, change.imbalance, change.block, limit);
+    } else {
+      spdlog::info(
+          "step {}: the gradients of attention's scores add up to zero again: imbalance {:.3g} in block {}", step,
+          change.imbalance, change.block);
+    }
   }
 
   // A record that cannot be written ends the run, but not before its state is saved.
@@ -547,6 +574,7 @@ class TrainCommand {
   ModelSpeed speed_;
   EvaluationSuite suite_;
   RunRecords records_;
+  AttentionWatch attention_watch_;
   bool evaluation_is_missing_ = false;  // of the step at which the run starts
   std::exception_ptr beside_;           // what ends the run, though its state is sound
   RunSaver saver_;
