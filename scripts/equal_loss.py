@@ -18,7 +18,7 @@ learning rate does, and so this slope is too steep, and t - 1 too small, unless 
 are chords: where the loss falls ever more slowly, t - 1 is too small by about a tenth with n1 = 2 n0.
 
 The interval covers the true gap with 95 %: of several seeds by Student's t over their gaps, of one by compare.py's bootstrap
-over its steps, which leaves out what another seed would change. That of t is of the gap alone. The raw speed-up is the ratio of
+over its steps, which leaves out what another seed would change, and wants 20 of them. That of t is of the gap alone. The raw speed-up is the ratio of
 the median tokens per second of the runs, or what --speedup says, `parka bench` for example.
 
 Prints a table, or with --json lines of figures, each with its value, least and most over the seeds (spread), interval and
@@ -38,6 +38,9 @@ from run_metrics import fail, median, metrics_path, named_runs, read_records, sm
 
 # The 97.5 % quantile of Student's t with so many degrees of freedom; with more that of the last is a little too wide.
 STUDENT = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), 1))
+
+
+FEWEST_STEPS = 20  # of which blocks can be drawn
 
 
 class SeedRun(Run):
@@ -103,9 +106,11 @@ def last_gaps(base, run, share):
 
 
 def gap_interval(gaps_of_seeds, means):
-    """[low, high] of the mean over seeds."""
+    """[low, high] of the mean over seeds; None of too few steps of one seed."""
     if len(means) == 1:
         gaps, = gaps_of_seeds
+        if len(gaps) < FEWEST_STEPS:
+            return None
         half = interval(gaps, block_length(gaps, len(gaps)), np.random.default_rng(0))[1]
     else:
         half = STUDENT[min(len(means) - 1, len(STUDENT))] * np.std(means, ddof=1) / np.sqrt(len(means))
@@ -135,7 +140,8 @@ def recipe_figures(model, recipe, base, runs, slope, options):
     name = f"equal_loss.{model}.{recipe}"
     result = {
         "nats": figure(f"loss_gap.{model}.{recipe}.nats_per_token", np.mean(means), "nats/token", dict(zip(runs, means)), limits),
-        "t": figure(f"{name}.token_ratio", mean_ratio, "1", ratio, [np.exp(end / slope) for end in limits]),
+        "t": figure(f"{name}.token_ratio", mean_ratio, "1", ratio,
+                    limits and [np.exp(end / slope) for end in limits]),
     }
     raw = speedups(base, runs, options.speedup.get(recipe))
     if raw is not None:
@@ -150,8 +156,8 @@ def print_table(base_name, slope, source, figures):
     rows = [["recipe", "seeds", "gap", "95 % interval", "t", "least to most", "raw speed-up", "at equal loss"]]
     for recipe, of_recipe in figures.items():
         gap, ratio = of_recipe["nats"], of_recipe["t"]
-        low, high = gap["interval"]
-        row = [recipe, str(len(gap["seeds"])), f"{gap['value']:+.4f}", f"{low:+.4f} to {high:+.4f}", f"{ratio['value']:.4f}",
+        limits = "{:+.4f} to {:+.4f}".format(*gap["interval"]) if gap["interval"] else ""
+        row = [recipe, str(len(gap["seeds"])), f"{gap['value']:+.4f}", limits, f"{ratio['value']:.4f}",
                f"{ratio['spread'][0]:.4f} to {ratio['spread'][1]:.4f}"]
         row += [f"{of_recipe[key]['value']:.3f}" if key in of_recipe else "" for key in ("raw", "speed")]
         rows.append(row)

@@ -130,6 +130,14 @@ class EqualLoss(Folder):
         self.assertEqual(row, ["fp8", "1", f"{gap['value']:+.4f}", f"{gap['interval'][0]:+.4f}", "to", f"{gap['interval'][1]:+.4f}",
                                f"{ratio:.4f}", f"{ratio:.4f}", "to", f"{ratio:.4f}", "1.500", f"{1.5 / ratio:.3f}"])
 
+    def test_too_few_steps_of_one_seed_have_no_interval(self):
+        runs = [self.make_run(name, logarithm, ratio, steps=40, seed=seed) for seed, (name, ratio) in
+                enumerate((("bf16.1", 1.0), ("fp8.1", 1.02)))]
+        found = self.figures(*runs)
+        self.assertIsNone(found["loss_gap.m.fp8.nats_per_token"]["interval"])
+        self.assertIsNone(found["equal_loss.m.fp8.token_ratio"]["interval"])
+        self.assertIn("fp8", self.script(*runs).stdout)
+
     def test_bad_input(self):
         base, run = self.make_run("bf16.1", logarithm), self.make_run("fp8.1", logarithm)
         second, short = self.make_run("fp8.2", logarithm), self.make_run("short.1", logarithm, steps=10)
