@@ -50,6 +50,10 @@ TEST_CASE("three reports in a row above the limit raise a warning, once", "[engi
   const auto raised = watch.add(blocks({0.001f, 0.5f, 0.25f}));
   REQUIRE(raised);
   CHECK((raised->raised && raised->block == 1 && raised->imbalance == 0.5));
+  CHECK(warning_record(*raised, 30).dump() ==
+        R"({"kind":"warning","step":30,"about":"attention","raised":true,"block":1,"imbalance":0.5,"limit":0.01})");
+  CHECK(
+      warning_line(*raised, 30).starts_with("step 30: the gradients of attention's scores do not add up to zero"));
   for (int i = 0; i < 10; ++i) CHECK(!watch.add(blocks({0.5f})));
 }
 
@@ -68,6 +72,7 @@ TEST_CASE("three reports in a row below half of the limit lift the warning, and 
   const auto lifted = add(0.004f, 3);
   REQUIRE(lifted);
   CHECK(!lifted->raised);
+  CHECK(warning_line(*lifted, 90).starts_with("step 90: the gradients of attention's scores add up to zero again"));
   CHECK(!add(0.004f, 10));
   const auto raised = add(0.02f, 3);
   REQUIRE(raised);

@@ -454,31 +454,11 @@ class TrainCommand {
       write_record(telemetry);
     }
     if (const auto change = attention_watch_.add(report.telemetry->attention)) {
-      report_attention(report.step, *change);
+      write_record(warning_record(*change, report.step));
+      spdlog::log(change->raised ? spdlog::level::warn : spdlog::level::info, "{}",
+                  warning_line(*change, report.step));
     }
     return wall.goodput;
-  }
-
-  void report_attention(int64_t step, const AttentionWatch::Change& change) {
-    const double limit = config_.telemetry.imbalance_limit;
-    write_record({{"kind", "warning"},
-                  {"step", step},
-                  {"about", "attention"},
-                  {"raised", change.raised},
-                  {"block", change.block},
-                  {"imbalance", change.imbalance},
-                  {"limit", limit}});
-    if (change.raised) {
-      spdlog::warn(
-          "step {}: the gradients of attention's scores do not add up to zero: imbalance {:.3g} in block {} "
-          "(telemetry.imbalance_limit {:g}); such a run may follow a good one for long and then diverge: see "
-          "docs/telemetry.md",
-          step, change.imbalance, change.block, limit);
-    } else {
-      spdlog::info(
-          "step {}: the gradients of attention's scores add up to zero again: imbalance {:.3g} in block {}", step,
-          change.imbalance, change.block);
-    }
   }
 
   // A record that cannot be written ends the run, but not before its state is saved.

@@ -1,7 +1,10 @@
 #pragma once
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
+
+#include <nlohmann/json.hpp>
 
 #include "kernels/ops/attention.h"
 
@@ -18,6 +21,7 @@ class AttentionWatch {
     bool raised;       // or lifted
     int64_t block;     // with the largest imbalance
     double imbalance;  // its own
+    double limit;
   };
 
   explicit AttentionWatch(double limit) : limit_(limit) {}
@@ -29,5 +33,9 @@ class AttentionWatch {
   bool raised_ = false;
   int in_a_row_ = 0;  // reports that speak for a change
 };
+
+// Of a change after a step: the record of kind "warning", and the line for the terminal.
+nlohmann::ordered_json warning_record(const AttentionWatch::Change& change, int64_t step);
+std::string warning_line(const AttentionWatch::Change& change, int64_t step);
 
 }  // namespace parka
