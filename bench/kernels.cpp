@@ -233,6 +233,22 @@ void bench_attention(Bench& bench, const ModelShape& m) {
   time_backward("attention_backward.no_scratch", false, false, 0);
   time_backward("attention_backward.rotated", true, false, scratch);
   time_backward("attention_backward.fp8", true, true, scratch);
+  constexpr int64_t kSampledRows = 512;  // as telemetry's
+  bench.time(
+      m.name, "attention_statistics",
+      [&](Tensors& t) {
+        return AttentionStatistics{.qkv = t.bf16({m.T, 3 * m.d}),
+                                   .out = t.bf16({m.T, m.d}),
+                                   .d_out = t.bf16({m.T, m.d}),
+                                   .lse = t.fp32({B, m.heads, m.S}),
+                                   .totals = t.fp32({AttentionTotals::kCount}),
+                                   .rows = kSampledRows,
+                                   .sequence_length = m.S,
+                                   .num_heads = m.heads,
+                                   .num_kv_heads = m.heads,
+                                   .scale = scale};
+      },
+      attention_statistics);
   bench_first_keys(bench, m);
 }
 

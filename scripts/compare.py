@@ -116,6 +116,11 @@ def compare(base, run, axis, share):
             "interval": [gaps.mean() - half, gaps.mean() + half], "loss": of_run[last].mean(), axis: [x[last][0], x[-1]]}
 
 
+def last_mean(values, share):
+    """Of a run: the mean of the last share of its values."""
+    return values[-max(1, round(share * len(values))):].mean()
+
+
 def range_text(axis, limits):
     texts = [f"{value:.3g}" if axis == "hours" else f"{value:,.0f}" for value in limits]
     return f"{texts[0]} to {texts[1]}"
@@ -125,13 +130,17 @@ def print_table(runs, compared, axis, share):
     rows = [["run", "steps", "tokens", "hours", f"loss, last {100 * share:g} %", "held out", "difference", "95 % interval",
              f"over {axis}"]]
     for run, result in zip(runs, [None, *compared]):
-        last = run.loss[-max(1, round(share * len(run.loss))):]
-        row = [run.name, f"{run.steps[-1]:,.0f}", f"{run.tokens[-1]:,.0f}", f"{run.hours[-1]:.3g}", f"{last.mean():.4f}",
+        row = [run.name, f"{run.steps[-1]:,.0f}", f"{run.tokens[-1]:,.0f}", f"{run.hours[-1]:.3g}", f"{last_mean(run.loss, share):.4f}",
                "" if run.held_out is None else f"{run.held_out:.4f}"]
         if result is not None:
             low, high = result["interval"]
             row += [f"{result['nats']:+.4f}", f"{low:+.4f} to {high:+.4f}", range_text(axis, result[axis])]
         rows.append(row + [""] * (len(rows[0]) - len(row)))
+    print_rows(rows)
+
+
+def print_rows(rows):
+    """In columns, the first to the left."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
@@ -176,7 +185,8 @@ def draw(plt, runs, axis, smooth):
     return figure
 
 
-def save_picture(runs, axis, smooth, out):
+def save_picture(draw_on, out):
+    """What draw_on(pyplot) returns, into the file `out`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -185,7 +195,7 @@ def save_picture(runs, axis, smooth, out):
 
     if os.path.splitext(out)[1][1:].lower() not in FigureCanvasBase.get_supported_filetypes():
         fail(f"--out: {out}: ends in no format that can be drawn; .png, .svg and .pdf do")
-    figure = draw(plt, runs, axis, smooth)
+    figure = draw_on(plt)
     try:
         figure.savefig(out, dpi=110)
     except OSError as error:
@@ -217,7 +227,8 @@ def main():
     else:
         print_table(runs, compared, options.axis, options.last)
     if options.out:
-        save_picture(runs, options.axis, options.smooth or max(25, len(runs[0].loss) // 20), options.out)
+        smooth = options.smooth or max(25, len(runs[0].loss) // 20)
+        save_picture(lambda plt: draw(plt, runs, options.axis, smooth), options.out)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ Curves in TensorBoard, W&B and MLflow:
     tasks/NAME/score, acc, len_norm, ...          evaluation.tasks
     telemetry/TENSOR/error/median, .../max, ...   docs/telemetry.md, kind "quantization": over the blocks
     telemetry/PARAMETER/MOMENT/k/median, ...      kind "moments": quartiles and mean of k, each the median over the blocks
+    telemetry/attention_backward/imbalance/max, ...   kind "attention": over the blocks
 
 Numbers that were not finite are left out; train/applied is 0 where a step was skipped.
 

@@ -11,7 +11,7 @@ learning rate, tokens per second; and where runs have them the losses of named e
 With --telemetry, of one run that was trained with telemetry.interval (docs/telemetry.md): relative error of each
 quantized tensor and block in the last report, and its median over the blocks over the steps; share of elements that
 became 0, likewise; the exponent k of each optimizer moment over the steps, as the median over all tensors of the
-quartiles of each.
+quartiles of each; and how far the score gradients of each block's attention are from adding up to zero.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
 """
@@ -75,14 +75,23 @@ def draw_exponents(axis, records, moment, color):
     axis.plot(steps, middle, color=color, marker=".", label=moment)
 
 
+def draw_blocks(axis, records, key, title):
+    """A curve for each block."""
+    for block in range(len(records[-1]["blocks"][key]) if records else 0):
+        values = numbers([record["blocks"][key][block] for record in records])
+        axis.plot([record["step"] for record in records], values, color=f"C{block % 10}", linewidth=1)
+    axis.set_title(title)
+
+
 def draw_telemetry(plt, run):
     path = metrics_path(run)
     records = read_records(path)
     quantization = [record for record in records if record.get("kind") == "quantization"]
     moments = [record for record in records if record.get("kind") == "moments"]
-    if not quantization and not moments:
-        fail(f"{path}: holds no telemetry; train with telemetry.interval set, in a recipe with FP8")
-    figure, axes = plt.subplots(3, 2, figsize=(14, 15), constrained_layout=True)
+    attention = [record for record in records if record.get("kind") == "attention"]
+    if not quantization and not moments and not attention:
+        fail(f"{path}: holds no telemetry; train with telemetry.interval set")
+    figure, axes = plt.subplots(4, 2, figsize=(14, 20), constrained_layout=True)
     if quantization:
         for row, (key, title) in zip(axes, (("error", "relative error"), ("underflowed", "share that became 0"))):
             draw_heat_map(figure, row[0], quantization[-1], key, title)
@@ -91,7 +100,9 @@ def draw_telemetry(plt, run):
         if moments:
             draw_exponents(axis, moments, moment, color)
         axis.set_title(f"range expansion: k of {moment}, quartiles")
-    for axis in (axes[0][1], axes[1][1], *axes[2]):
+    draw_blocks(axes[3][0], attention, "imbalance", "attention: imbalance of each block")
+    draw_blocks(axes[3][1], attention, "score_rms", "attention: scores of each block, root mean square")
+    for axis in (axes[0][1], axes[1][1], *axes[2], *axes[3]):
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
     return figure

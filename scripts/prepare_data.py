@@ -145,7 +145,8 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     """Writes everything into the folder `partial.staging` and returns what data.json holds."""
     reading = Reading(options.jsonl_field, options.chat is not None, options.split_bytes)
     settings = parts.Settings(
-        reading, options.tokenizer, options.bos, options.eos, options.chat, options.max_tokens, options.keep_duplicates
+        reading, options.tokenizer, options.bos, options.eos, options.chat, options.max_tokens, options.keep_duplicates,
+        options.utf8_only
     )
     progress = parts.make_progress()
     maker = parts.PartMaker(settings, partial.path, progress)
@@ -198,6 +199,8 @@ def summary(options: argparse.Namespace, maker: parts.PartMaker, output: Output)
         "eval": output.splits["eval"].summary(),
         "left_out": {name: output.counts[name] for name in ("duplicate_documents", "empty_documents", "binary_files")},
     }
+    if options.utf8_only:
+        info["left_out"]["not_utf8_documents"] = output.counts["not_utf8_documents"]
     if options.chat is not None:
         info["chat"] = options.chat if options.chat in chat.MARKERS else Path(options.chat).name
         info["sequence_length"] = options.sequence_length
@@ -291,6 +294,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="keep identical documents, all in the same split (saves about 70 bytes of memory per document)",
     )
+    add("--utf8-only", action="store_true", help="leave out documents that are not UTF-8 (default: an error with a tokenizer.json)")
     options = parser.parse_args(arguments)
     check_chat_options(options)
     for name in ("split_bytes", "max_tokens", "tokens_per_file", "workers"):

@@ -10,7 +10,7 @@ from run_metrics import parse_record
 CHUNK = 16 << 20  # bytes of one poll
 # What records of a kind have besides their step.
 KEYS = {"eval": ("loss",), "eval_set": ("set", "loss"), "task": ("task", "metric", "score"), "quantization": ("tensors",),
-        "moments": ("parameters",)}
+        "moments": ("parameters",), "attention": ("blocks",), "warning": ("about", "raised")}
 
 
 class NotARun(Exception):

@@ -37,7 +37,7 @@ class Prometheus:
     def begin(self):
         self.clock, self.time, self.started, self.starts, self.skipped = WallTime(), 0.0, None, 0, 0
         self.facts, self.step = {}, {}
-        self.held_out, self.sets, self.tasks, self.errors = {}, {}, {}, {}
+        self.held_out, self.sets, self.tasks, self.errors, self.warnings = {}, {}, {}, {}, {}
 
     def add(self, records):
         for record in records:
@@ -58,6 +58,9 @@ class Prometheus:
                 self.errors = {(("tensor", tensor),): median(statistics["error"])
                                for tensor, statistics in record["tensors"].items()}
 
+            elif kind == "warning":
+                self.warnings[("about", record["about"]),] = int(record["raised"])
+
     def families(self):
         """(metric, help, {labels: value})"""
         yield "info", "What runs where.", {tuple((key, self.facts[key]) for key in FACTS if key in self.facts): 1}
@@ -73,6 +76,7 @@ class Prometheus:
         yield "eval_set_loss", "Loss on an evaluation set in nats per token.", self.sets
         yield "task_score", "Score of a task.", self.tasks
         yield "quantization_error", "Relative error of a kind of FP8 tensor, median of the blocks.", self.errors
+        yield "warning", "Whether a warning is raised.", self.warnings
 
     def text(self):
         lines = []

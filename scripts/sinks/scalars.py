@@ -19,13 +19,17 @@ def numbers(record, prefix):
             yield from ((f"{prefix}/{key}/{index}", item) for index, item in enumerate(value) if is_number(item))
 
 
+def over_blocks(statistics, prefix):
+    for key, blocks in statistics.items():
+        known = [value for value in blocks if value is not None]
+        if known:
+            yield f"{prefix}/{key}/median", median(known)
+            yield f"{prefix}/{key}/max", max(known)
+
+
 def quantization(record):
     for tensor, statistics in record["tensors"].items():
-        for key, blocks in statistics.items():
-            known = [value for value in blocks if value is not None]
-            if known:
-                yield f"telemetry/{tensor}/{key}/median", median(known)
-                yield f"telemetry/{tensor}/{key}/max", max(known)
+        yield from over_blocks(statistics, f"telemetry/{tensor}")
 
 
 def moments(record):
@@ -44,6 +48,7 @@ SCALARS = {
     "task": lambda record: numbers(record, f"tasks/{record['task']}"),
     "quantization": quantization,
     "moments": moments,
+    "attention": lambda record: over_blocks(record["blocks"], "telemetry/attention_backward"),
 }
 
 

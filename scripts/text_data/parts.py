@@ -49,6 +49,7 @@ class Settings:
     chat: str | None
     max_tokens: int | None
     keep_duplicates: bool
+    utf8_only: bool
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Part:
     path: Path  # without a suffix
     digests: np.ndarray  # uint8 [documents, 16]: BLAKE2b of the document
     lengths: np.ndarray  # int64 [documents]: tokens
-    counts: dict[str, int]  # files, binary_files, empty_documents, duplicate_documents
+    counts: dict[str, int]  # files, binary_files, empty_documents, duplicate_documents, not_utf8_documents
 
     def tokens(self, suffix: str, dtype: str) -> np.ndarray:
         path = self.path.with_suffix(suffix)
@@ -150,7 +151,7 @@ class PartMaker:
 
     def make(self, index: int, group: list[File]) -> None:
         path = self.path(index, group)
-        counts = collections.Counter(files=0, binary_files=0, empty_documents=0, duplicate_documents=0)
+        counts = collections.Counter(files=0, binary_files=0, empty_documents=0, duplicate_documents=0, not_utf8_documents=0)
         digests, lengths, total = bytearray(), array.array("q"), 0
         suffixes = [".ids"] if self._template is None else [".ids", ".marks"]
         with contextlib.ExitStack() as stack:
@@ -188,7 +189,9 @@ class PartMaker:
             source = InputFile(file.path, self.settings.reading)
             reported = 0
             for document in source.documents():
-                self._check_text(document, file.path)
+                if not self._is_text(document, file.path):
+                    counts["not_utf8_documents"] += 1
+                    continue
                 digest = hashlib.blake2b(document, digest_size=16).digest()
                 if not document.strip():
                     counts["empty_documents"] += 1
@@ -202,13 +205,17 @@ class PartMaker:
             counts["binary_files"] += source.is_binary
             self.progress.add(file.size - reported, 0)
 
-    def _check_text(self, document: bytes, path: Path) -> None:
-        if self.settings.tokenizer == "bytes":
-            return
+    def _is_text(self, document: bytes, path: Path) -> bool:
+        """Whether it is UTF-8; without utf8_only all is text to bytes, and what another tokenizer cannot read is an error."""
+        if self.settings.tokenizer == "bytes" and not self.settings.utf8_only:
+            return True
         try:
             document.decode("utf-8")
+            return True
         except UnicodeDecodeError as error:
-            raise InputError(f"{path}: is not UTF-8 (byte {error.start} of a document); convert it or leave it out")
+            if self.settings.utf8_only:
+                return False
+            raise InputError(f"{path}: is not UTF-8 (byte {error.start} of a document); convert it, or leave it out with --utf8-only")
 
     def _encode(self, batch: list[tuple[bytes, bytes, str]]) -> Iterator[tuple[np.ndarray, ...]]:
         """The ids of each document, of a conversation with its marks."""

@@ -128,6 +128,10 @@ int64_t Model::host_bytes(const MemoryPlan& plan) const {
 
 TensorView Model::telemetry() const { return with_telemetry_ ? training_->telemetry_statistics() : TensorView(); }
 
+TensorView Model::attention_telemetry() const {
+  return with_telemetry_ ? training_->attention_telemetry() : TensorView();
+}
+
 void Model::evaluate(Device& device, const Batch& batch) {
   const Pass& pass = evaluating();
   const StepContext step = pass.load(device, batch, /*keep=*/false);

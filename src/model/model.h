@@ -34,8 +34,8 @@ class Model {
   ~Model();
 
   const ParameterTable& parameters() const { return table_; }
-  // For training with telemetry; before plan.finish(). Declares ("telemetry") room for statistics and samples where
-  // anything is FP8.
+  // For training with telemetry; before plan.finish(). Declares ("telemetry") room for statistics, and for samples
+  // where anything is FP8.
   void declare_telemetry(MemoryPlan& plan);
   // Position-dependent tables go to the device here.
   void bind(Device& device, const Arena& arena);
@@ -81,6 +81,9 @@ class Model {
   // Empty where nothing is or without declare_telemetry(). Of activations and gradients the first kTelemetryRows
   // tokens count, of weights all rows.
   TensorView telemetry() const;
+  // What attention computed backward in that micro-batch: an AttentionTotals for each block, fp32 [blocks,
+  // AttentionTotals::kCount], of the first kTelemetryRows tokens. Empty without declare_telemetry().
+  TensorView attention_telemetry() const;
 
   // Host memory that bind() takes for offloaded blocks.
   int64_t host_bytes(const MemoryPlan& plan) const;

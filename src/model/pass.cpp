@@ -104,8 +104,8 @@ void Model::Pass::loss_and_backward(const StepContext& step, const LossOptions& 
 }
 
 void Model::Pass::declare_telemetry(MemoryPlan& plan) {
-  if (!precision_.has_fp8()) return;
-  telemetry_.declare(stack_.num_blocks(), max_shape_.num_tokens(), stack_.sample_needs(), plan);
+  telemetry_.declare(stack_.num_blocks(), max_shape_.num_tokens(), precision_.has_fp8(), stack_.sample_needs(),
+                     plan);
 }
 
 void Model::Pass::start_sampling(StepContext& step) const {

@@ -52,6 +52,7 @@ class Model::Pass {
   // From here on the step leaves statistics.
   void start_sampling(StepContext& step) const;
   const TensorView& telemetry_statistics() const { return telemetry_.statistics(); }
+  const TensorView& attention_telemetry() const { return telemetry_.attention(); }
 
  private:
   Pass(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,

@@ -19,6 +19,22 @@ void Samples::add_whole(Device& device, int64_t block, QuantizedTensor which, co
   quantization_statistics(device, {.x = x, .q = q, .totals = totals.reshaped({QuantizationTotals::kCount})});
 }
 
+void Samples::add_attention(Device& device, int64_t block, const AttentionBackward& a) const {
+  if (attention_.empty()) return;
+  attention_statistics(device, {.qkv = a.qkv,
+                                .out = a.out,
+                                .d_out = a.d_out,
+                                .lse = a.lse,
+                                .totals = attention_.rows(block, 1).reshaped({AttentionTotals::kCount}),
+                                .rows = rows_,
+                                .sequence_length = a.sequence_length,
+                                .num_heads = a.num_heads,
+                                .num_kv_heads = a.num_kv_heads,
+                                .scale = a.scale,
+                                .first_key = a.first_key,
+                                .window = a.window});
+}
+
 // Scales of blocks of rows do not go with a part of them.
 ScaledView Samples::first_rows(const ScaledView& x) const {
   PARKA_REQUIRE(x.scaling != Scaling::kBlock);
@@ -31,7 +47,10 @@ TensorView Samples::buffer(int64_t cols) const {
   return {buffer_.data, DType::kF32, {rows_, cols}};
 }
 
-void SampleBuffers::declare(int64_t num_blocks, int64_t tokens, const SampleNeeds& needs, MemoryPlan& plan) {
+void SampleBuffers::declare(int64_t num_blocks, int64_t tokens, bool quantizes, const SampleNeeds& needs,
+                            MemoryPlan& plan) {
+  attention_id_ = plan.add("telemetry", "attention_statistics", DType::kF32, {num_blocks, AttentionTotals::kCount});
+  if (!quantizes) return;
   const int64_t rows = std::min(tokens, kTelemetryRows);
   statistics_id_ = plan.add("telemetry", "quantization_statistics", DType::kF32,
                             {num_blocks * kNumQuantizedTensors, QuantizationTotals::kCount});
@@ -44,6 +63,7 @@ void SampleBuffers::declare(int64_t num_blocks, int64_t tokens, const SampleNeed
 
 void SampleBuffers::bind(Device& device, const Arena& arena) {
   statistics_ = arena[statistics_id_];
+  attention_ = arena[attention_id_];
   buffer_ = arena[buffer_id_];
   ones_ = arena[ones_id_];
   if (ones_.empty()) return;
@@ -52,9 +72,9 @@ void SampleBuffers::bind(Device& device, const Arena& arena) {
 }
 
 Samples SampleBuffers::start(Device& device, int64_t tokens) const {
-  if (statistics_.empty()) return {};
-  device.fill_zero(statistics_.data, statistics_.bytes());
-  return {std::min(tokens, kTelemetryRows), statistics_, buffer_, ones_};
+  if (attention_.empty()) return {};
+  if (!statistics_.empty()) device.fill_zero(statistics_.data, statistics_.bytes());
+  return {std::min(tokens, kTelemetryRows), statistics_, attention_, buffer_, ones_};
 }
 
 }  // namespace parka

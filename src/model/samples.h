@@ -4,6 +4,7 @@
 #include "core/memory_plan.h"
 #include "kernels/device/arena.h"
 #include "kernels/device/device.h"
+#include "kernels/ops/attention.h"
 #include "model/quantized_tensors.h"
 
 namespace parka {
@@ -17,23 +18,29 @@ struct SampleNeeds {
   }
 };
 
-// The observer of what a micro-batch quantizes. Layers call it where codes have just been made. Some originals are
-// in memory there; the others exist within kernels only, and are computed again for the first rows, in a buffer of
-// telemetry's own, with the same ops, which then write plain numbers. Nothing that layers read is written.
+// The observer of what a micro-batch quantizes, and of its attention. Layers call it where codes have just been
+// made. Some originals are in memory there; the others exist within kernels only, and are computed again for the
+// first rows, in a buffer of telemetry's own, with the same ops, which then write plain numbers. Nothing that
+// layers read is written.
 class Samples {
  public:
   Samples() = default;  // takes none
-  Samples(int64_t rows, const TensorView& statistics, const TensorView& buffer, const TensorView& ones)
-      : rows_(rows), statistics_(statistics), buffer_(buffer), ones_(ones) {}
+  Samples(int64_t rows, const TensorView& statistics, const TensorView& attention, const TensorView& buffer,
+          const TensorView& ones)
+      : rows_(rows), statistics_(statistics), attention_(attention), buffer_(buffer), ones_(ones) {}
 
-  // Otherwise nothing else may be called but add(), which does nothing.
-  bool active() const { return rows_ > 0; }
+  // Whether it observes what is quantized. Otherwise nothing else may be called but add(), which does nothing, and
+  // add_attention().
+  bool active() const { return rows_ > 0 && !statistics_.empty(); }
   // Adds the statistics of how a block's tensor `q`, [T, C], was made of `x`, by its first rows. Of an `x` that has
   // only those, too. Nothing where `q` is not quantized.
   void add(Device& device, int64_t block, QuantizedTensor which, const TensorView& x, const ScaledView& q) const;
   // The same by all rows.
   void add_whole(Device& device, int64_t block, QuantizedTensor which, const TensorView& x,
                  const ScaledView& q) const;
+
+  // Adds the statistics of what a block's attention computes backward, by its first rows. Of every format.
+  void add_attention(Device& device, int64_t block, const AttentionBackward& a) const;
 
   // The rows that count. Empty views stay empty.
   TensorView first_rows(const TensorView& x) const { return x.empty() ? x : x.rows(0, rows_); }
@@ -44,23 +51,25 @@ class Samples {
 
  private:
   int64_t rows_ = 0;
-  TensorView statistics_, buffer_, ones_;
+  TensorView statistics_, attention_, buffer_, ones_;
 };
 
 // The memory of samples ("telemetry").
 class SampleBuffers {
  public:
-  // Before plan.finish(); for up to `tokens` of a micro-batch.
-  void declare(int64_t num_blocks, int64_t tokens, const SampleNeeds& needs, MemoryPlan& plan);
+  // Before plan.finish(); for up to `tokens` of a micro-batch. Without `quantizes` of attention alone.
+  void declare(int64_t num_blocks, int64_t tokens, bool quantizes, const SampleNeeds& needs, MemoryPlan& plan);
   void bind(Device& device, const Arena& arena);
   // Clears the statistics, and takes those of a micro-batch of `tokens`. Takes none where nothing was declared.
   Samples start(Device& device, int64_t tokens) const;
   // fp32 [blocks * kNumQuantizedTensors, QuantizationTotals::kCount]
   const TensorView& statistics() const { return statistics_; }
+  // fp32 [blocks, AttentionTotals::kCount]
+  const TensorView& attention() const { return attention_; }
 
  private:
-  TensorId statistics_id_, buffer_id_, ones_id_;
-  TensorView statistics_, buffer_, ones_;
+  TensorId statistics_id_, attention_id_, buffer_id_, ones_id_;
+  TensorView statistics_, attention_, buffer_, ones_;
 };
 
 }  // namespace parka

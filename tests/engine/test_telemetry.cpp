@@ -1,5 +1,6 @@
 #include "engine/step/telemetry.h"
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <map>
@@ -156,7 +157,7 @@ TEST_CASE("telemetry reports every tensor that a recipe has in FP8", "[engine][t
           }
           CHECK(reported == with_norms_at(placement, names));
           const bool has_moments = recipe == "coat" || recipe == "parka";
-          CHECK(records.size() == (has_moments ? 2 : 1));
+          CHECK(records.size() == (has_moments ? 3 : 2));
         }
       }
     }
@@ -189,14 +190,33 @@ TEST_CASE("telemetry reports moments with range expansion", "[engine][telemetry]
   }
 }
 
-TEST_CASE("without FP8 there is nothing to report", "[engine][telemetry]") {
+TEST_CASE("attention is reported in every recipe, and an output in FP8 unbalances it", "[engine][telemetry]") {
   const TemporaryFolder folder;
-  for (const char* recipe : {"fp32", "bf16"}) {
-    CAPTURE(recipe);
-    const Config config = tiny_config(folder.path().string(), recipe, 1);
-    const auto device = make_cpu_device();
-    const std::vector<StepReport> reports = reports_of(config, *device, 1);
-    CHECK(records_of(config, reports.at(0)).empty());
+  for (Device* device : devices()) {
+    for (const std::string recipe :
+         {"fp32", "bf16", "coat_optimizer", "coat", "parka", "parka with an output in FP8"}) {
+      CAPTURE(recipe, device->name());
+      Config config = tiny_config(folder.path().string(), recipe.substr(0, recipe.find(' ')), 1);
+      const bool is_off = recipe.ends_with("FP8");
+      if (is_off) config.precision.attention_output = Storage::kFp8;
+      const std::vector<StepReport> reports = reports_of(config, *device, 2);
+      const std::vector<nlohmann::ordered_json> records = records_of(config, reports.at(1));
+      const auto record =
+          std::find_if(records.begin(), records.end(), [](const auto& r) { return r["kind"] == "attention"; });
+      REQUIRE(record != records.end());
+      CHECK(((*record)["step"] == 2 && (*record)["sampled_tokens"] == 2 * kSequence));
+      const nlohmann::ordered_json& blocks = (*record)["blocks"];
+      for (size_t l = 0; l < kLayers; ++l) {
+        CAPTURE(blocks.dump());
+        const double imbalance = blocks["imbalance"].at(l);
+        CHECK(imbalance > (is_off ? 0.015 : 0.0));
+        CHECK(imbalance < (is_off ? 0.05 : recipe == "fp32" ? 1e-5 : 0.004));
+        CHECK(blocks["gradient_share"].at(l) > 0.0);
+        CHECK(blocks["score_rms"].at(l) > 0.0);
+        CHECK(blocks["largest_score"].at(l) > blocks["score_rms"].at(l));
+        CHECK(blocks["not_finite"].at(l) == 0.0);
+      }
+    }
   }
 }
 
@@ -311,7 +331,7 @@ TEST_CASE("the plan has telemetry's memory when it is on, and nothing of it when
     const DeclaredRun with(on, DeviceKind::kCpu), without(off, DeviceKind::kCpu);
     CHECK(entries_of(without).empty());
 
-    std::map<std::string, int64_t> wanted;
+    std::map<std::string, int64_t> wanted = {{"attention_statistics", padded(kLayers * 7 * 4)}};
     const PrecisionConfig& precision = on.precision;
     const int64_t rows = 2 * kSequence, width = 2 * 64;  // up and gate are the widest
     if (precision.has_fp8()) {

@@ -35,6 +35,14 @@ def moments_record(step):
     return {"kind": "moments", "step": step, "parameters": {"qkv": {"exp_avg": ranges}}}
 
 
+def attention_record(step):
+    return {"kind": "attention", "step": step, "sampled_tokens": 32, "blocks": {"imbalance": [0.001, None, 0.03, 0.002]}}
+
+
+def warning_record(step, raised=True):
+    return {"kind": "warning", "step": step, "about": "attention", "raised": raised, "block": 2, "imbalance": 0.03, "limit": 0.01}
+
+
 class RunFile:
     def __init__(self, folder, records=(), tail=""):
         folder.mkdir(parents=True, exist_ok=True)

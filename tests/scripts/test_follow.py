@@ -17,8 +17,8 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "tests" / "commands")]
-from followed_run import (SCRIPTS, FollowTest, RunFile, moments_record, quantization_record, start_record,  # noqa: E402
-                          train_record)
+from followed_run import (SCRIPTS, FollowTest, RunFile, attention_record, moments_record, quantization_record,  # noqa: E402
+                          start_record, train_record, warning_record)
 from parka_runs import PROGRAM, RunFolder, tiny_config  # noqa: E402
 
 import run_tail  # noqa: E402  in scripts/
@@ -271,10 +271,11 @@ class TensorBoard(FollowTest):
         self.assertNotIn("tasks/copa/metric", curves)
 
     def test_telemetry(self):
-        self.export(self.make_run("a", [train_record(1), quantization_record(1), moments_record(1)]))
+        self.export(self.make_run("a", [train_record(1), quantization_record(1), moments_record(1), attention_record(1)]))
         telemetry = {tag: curve[1] for tag, curve in self.curves().items() if tag.startswith("telemetry/")}
         expected = {"qkv.weight/error/median": 0.03, "qkv.weight/error/max": 0.05, "qkv.weight/amax/median": 2.0,
-                    "qkv.weight/amax/max": 3.0, "qkv/exp_avg/k/median": 5.0, "qkv/exp_avg/amax/max": 2e-3}
+                    "qkv.weight/amax/max": 3.0, "qkv/exp_avg/k/median": 5.0, "qkv/exp_avg/amax/max": 2e-3,
+                    "attention_backward/imbalance/median": 0.002, "attention_backward/imbalance/max": 0.03}
         self.assert_curve(telemetry, {f"telemetry/{tag}": value for tag, value in expected.items()})
 
     def test_a_step_that_was_not_finite(self):
@@ -367,7 +368,8 @@ def samples_of(text):
 class Prometheus(FollowTest):
     records = [start_record(), train_record(1), train_record(2, loss=None, applied=False), {"kind": "eval", "step": 2, "loss": 3.0},
                {"kind": "eval_set", "step": 2, "set": 'a"b\\c', "loss": 2.5}, {"kind": "eval_set", "step": 2, "set": "wiki", "loss": 2.0},
-               {"kind": "task", "step": 2, "task": "copa", "metric": "acc", "score": 0.75}, quantization_record(2)]
+               {"kind": "task", "step": 2, "task": "copa", "metric": "acc", "score": 0.75}, quantization_record(2),
+               warning_record(2, raised=False), warning_record(2)]
 
     def setUp(self):
         super().setUp()
@@ -384,10 +386,10 @@ class Prometheus(FollowTest):
         info = (name, ("host", "node3"), ("device", "NVIDIA H200"), ("ranks", "8"), ("version", "0.2.0"), ("commit", "0123456789ab"))
         expected = {("parka_info", info): 1, ("parka_step", (name,)): 2, ("parka_tokens", (name,)): 128, ("parka_starts", (name,)): 1,
                     ("parka_skipped_steps", (name,)): 1, ("parka_goodput_ratio", (name,)): 0.5, ("parka_learning_rate", (name,)): 1e-3,
-                    ("parka_start_time_seconds", (name,)): 1795431600, ("parka_last_record_time_seconds", (name,)): 1795431607,
+                    ("parka_start_time_seconds", (name,)): 1795431600, ("parka_last_record_time_seconds", (name,)): 1795431609,
                     ("parka_held_out_loss", (name,)): 3, ("parka_eval_set_loss", (name, ("set", r"a\"b\\c"))): 2.5,
                     ("parka_eval_set_loss", (name, ("set", "wiki"))): 2, ("parka_task_score", (name, ("task", "copa"), ("metric", "acc"))): 0.75,
-                    ("parka_quantization_error", (name, ("tensor", "qkv.weight"))): 0.03}
+                    ("parka_quantization_error", (name, ("tensor", "qkv.weight"))): 0.03, ("parka_warning", (name, ("about", "attention"))): 1}
         self.assertEqual({key: samples.get(key) for key in expected}, expected)
         self.assertTrue(math.isnan(samples["parka_loss", (name,)]))
         self.assertEqual([file.name for file in self.folder.iterdir() if file.name != "a"], ["a.prom"])

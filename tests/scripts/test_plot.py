@@ -37,6 +37,11 @@ def moments_record(step):
     return {"kind": "moments", "step": step, "parameters": {"qkv": moments}}
 
 
+def attention_record(step):
+    return {"kind": "attention", "step": step, "sampled_tokens": 32,
+            "blocks": {"imbalance": [0.002, None], "score_rms": [3.0, 4.0]}}
+
+
 class Plot(unittest.TestCase):
     def setUp(self):
         temporary = tempfile.TemporaryDirectory(prefix="parka-test-")
@@ -103,7 +108,8 @@ class Plot(unittest.TestCase):
     def test_telemetry(self):
         quantization = [quantization_record(step) for step in (2, 4)]
         moments = [moments_record(step) for step in (2, 4)]
-        for records in (quantization + moments, quantization, moments):
+        attention = [attention_record(step) for step in (2, 4)]
+        for records in (quantization + attention + moments, quantization, moments, attention):
             with self.subTest(len(records)):
                 self.assert_drawn(self.plot([train_record(1), *records], "--telemetry"))
 

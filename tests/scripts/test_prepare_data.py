@@ -114,6 +114,13 @@ class PrepareDataTest(Preparation):
         self.assertEqual(self.ids(), ids_of("same"))
         self.assertEqual(info["left_out"], {"duplicate_documents": 1, "empty_documents": 2, "binary_files": 1})
 
+    def test_what_is_not_utf8_is_left_out_where_asked(self):
+        self.write("in/a.txt", "caf\xe9".encode("latin-1"))
+        self.write("in/b.txt", "caf\xe9")
+        info = self.prepare(self.folder / "in", "--utf8-only")
+        self.assertEqual(self.ids(), ids_of("caf\xe9"))
+        self.assertEqual(info["left_out"]["not_utf8_documents"], 1)
+
     def test_keep_duplicates(self):
         self.write("in/a.txt", "same")
         self.write("in/b.txt", "same")

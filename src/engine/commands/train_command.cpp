@@ -25,6 +25,7 @@
 #include "engine/files/file_io.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/text/tokenizer_files.h"
+#include "engine/training/attention_watch.h"
 #include "engine/training/metrics_log.h"
 #include "engine/training/progress.h"
 #include "engine/training/run_folder.h"
@@ -71,6 +72,7 @@ class TrainCommand {
         run_(config, *device_, *communicator_),
         speed_(speed_of(config, run_.model().parameters(), device_->name())),
         records_(started),
+        attention_watch_(config.telemetry.imbalance_limit),
         saver_(run_, *communicator_, config.checkpoint, save_options()) {
     run_.set_place(place());
     if (!options.drill.empty()) run_.set_flip_drill(checked_drill());
@@ -452,6 +454,11 @@ class TrainCommand {
     for (const auto& telemetry : telemetry_records(*report.telemetry, report.step, run_.model().parameters())) {
       write_record(telemetry);
     }
+    if (const auto change = attention_watch_.add(report.telemetry->attention)) {
+      write_record(warning_record(*change, report.step));
+      spdlog::log(change->raised ? spdlog::level::warn : spdlog::level::info, "{}",
+                  warning_line(*change, report.step));
+    }
     return wall.goodput;
   }
 
@@ -554,6 +561,7 @@ class TrainCommand {
   ModelSpeed speed_;
   EvaluationSuite suite_;
   RunRecords records_;
+  AttentionWatch attention_watch_;
   bool evaluation_is_missing_ = false;  // of the step at which the run starts
   std::exception_ptr beside_;           // what ends the run, though its state is sound
   RunSaver saver_;

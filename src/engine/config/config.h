@@ -152,15 +152,20 @@ struct CheckpointConfig {
 
 struct TelemetryConfig {
   int64_t interval = 0;
+  double imbalance_limit = 0.01;
 
   bool operator==(const TelemetryConfig&) const = default;
 
   template <typename Visitor>
   void fields(Visitor& visit) {
     visit("interval", interval,
-          "Steps between reports of the quantization error of each kind of FP8 tensor, see docs/telemetry.md; 0: "
-          "never. Does not change a bit of the training",
+          "Steps between reports of the quantization error of each kind of FP8 tensor and of attention, see "
+          "docs/telemetry.md; 0: never. Does not change a bit of the training",
           IntegerRange{});
+    visit("imbalance_limit", imbalance_limit,
+          "Warn where the gradients of attention's scores, which add up to zero in each row, are off by more than "
+          "this in three reports in a row, see docs/telemetry.md; 0: never",
+          RealRange{});
   }
 };
 

@@ -37,6 +37,19 @@ ordered_json tensor_record(const std::vector<QuantizationTotals>& tensors, Quant
   return record;
 }
 
+// All blocks.
+ordered_json attention_record(const std::vector<AttentionTotals>& attention) {
+  ordered_json record;
+  for (const AttentionTotals& t : attention) {
+    record["imbalance"].push_back(rounded(imbalance(t)));
+    record["gradient_share"].push_back(rounded(double{t.sum_norm} / t.norm));  // 0 / 0 for zeros: null
+    record["score_rms"].push_back(rounded(double{t.score_norm} / std::sqrt(double{t.rows})));
+    record["largest_score"].push_back(rounded(t.largest_score));
+    record["not_finite"].push_back(rounded(double{t.not_finite} / (double{t.rows} + t.not_finite)));
+  }
+  return record;
+}
+
 // "qkv" of "blocks.3.qkv"; the names of parameters outside of blocks as they are.
 std::string_view kind_of(std::string_view name) {
   constexpr std::string_view kBlocks = "blocks.";
@@ -76,6 +89,11 @@ void add_moment(const TelemetryReport::Moment& moment, ordered_json& record) {
 
 }  // namespace
 
+double imbalance(const AttentionTotals& totals) {
+  if (totals.rows == 0) return std::numeric_limits<double>::quiet_NaN();
+  return totals.sum_norm == 0 ? 0.0 : double{totals.sum_norm} / totals.delta_norm;
+}
+
 std::vector<ordered_json> telemetry_records(const TelemetryReport& report, int64_t step,
                                             const ParameterTable& table) {
   ordered_json tensors = ordered_json::object(), moments = ordered_json::object();
@@ -94,6 +112,12 @@ std::vector<ordered_json> telemetry_records(const TelemetryReport& report, int64
                        {"sampled_tokens", report.tokens},
                        {"tensors", std::move(tensors)}});
   }
+  if (!report.attention.empty()) {
+    records.push_back({{"kind", "attention"},
+                       {"step", step},
+                       {"sampled_tokens", report.tokens},
+                       {"blocks", attention_record(report.attention)}});
+  }
   if (!moments.empty()) {
     records.push_back({{"kind", "moments"}, {"step", step}, {"parameters", std::move(moments)}});
   }
@@ -103,6 +127,9 @@ std::vector<ordered_json> telemetry_records(const TelemetryReport& report, int64
 TelemetryReport PendingTelemetry::wait() {
   if (tensors_) {
     std::memcpy(report_.tensors.data(), tensors_->wait(), report_.tensors.size() * sizeof(QuantizationTotals));
+  }
+  if (attention_) {
+    std::memcpy(report_.attention.data(), attention_->wait(), report_.attention.size() * sizeof(AttentionTotals));
   }
   if (counts_) {
     const auto* counts = static_cast<const int32_t*>(counts_->wait());
@@ -142,7 +169,9 @@ PendingTelemetry Telemetry::queue(Device& device, const Model& model, const Opti
   report.tokens = tokens_;
   const TensorView tensors = model.telemetry();
   if (!tensors.empty()) report.tensors.resize(static_cast<size_t>(tensors.dim[0]));
-  if (counts_.empty()) return {std::move(report), read(tensors), nullptr, nullptr};
+  const TensorView attention = model.attention_telemetry();
+  report.attention.resize(static_cast<size_t>(attention.dim[0]));
+  if (counts_.empty()) return {std::move(report), read(tensors), read(attention), nullptr, nullptr};
 
   report.moments.resize(static_cast<size_t>(counts_.dim[0]));
   for (int64_t i = 0; i < counts_.dim[0]; ++i) {
@@ -152,7 +181,7 @@ PendingTelemetry Telemetry::queue(Device& device, const Model& model, const Opti
                                .counts = counts_.rows(i, 1).reshaped({kNumMomentExponents}),
                                .amax = amax_.rows(i, 1).reshaped({2})});
   }
-  return {std::move(report), read(tensors), read(counts_), read(amax_)};
+  return {std::move(report), read(tensors), read(attention), read(counts_), read(amax_)};
 }
 
 }  // namespace parka

@@ -9,6 +9,7 @@
 #include "core/memory_plan.h"
 #include "engine/config/config.h"
 #include "kernels/device/arena.h"
+#include "kernels/ops/attention.h"
 #include "kernels/ops/quantization_statistics.h"
 #include "model/model.h"
 #include "model/quantized_tensors.h"
@@ -16,7 +17,7 @@
 
 namespace parka {
 
-// What quantization did in one step. docs/telemetry.md says what the numbers tell.
+// What quantization and attention did in one step. docs/telemetry.md says what the numbers tell.
 struct TelemetryReport {
   struct Moment {
     std::array<int32_t, kNumMomentExponents> counts;  // as moment_statistics leaves them
@@ -24,21 +25,29 @@ struct TelemetryReport {
   };
   int64_t tokens = 0;  // of the micro-batch that activations and gradients were sampled from
   std::vector<QuantizationTotals>
-      tensors;                  // [blocks][kNumQuantizedTensors], no elements where not in FP8; or empty
-  std::vector<Moment> moments;  // [parameters][first, second]; empty without range expansion
+      tensors;                             // [blocks][kNumQuantizedTensors], no elements where not in FP8; or empty
+  std::vector<AttentionTotals> attention;  // [blocks]
+  std::vector<Moment> moments;             // [parameters][first, second]; empty without range expansion
 };
 
-// The report as records for the metrics: at most one of kind "quantization" and one of kind "moments".
+// How far the gradients of the scores of a row of a block's attention are from adding up to zero, relative to the
+// products that delta is the sum of: the relative error of attention's output. 0 where all sums are 0, NaN where no
+// row is finite.
+double imbalance(const AttentionTotals& totals);
+
+// The report as records for the metrics: one of kind "attention", and at most one each of kinds "quantization" and
+// "moments".
 std::vector<nlohmann::ordered_json> telemetry_records(const TelemetryReport& report, int64_t step,
                                                       const ParameterTable& table);
 
 // A report on its way to the host.
 class PendingTelemetry {
  public:
-  PendingTelemetry(TelemetryReport report, std::unique_ptr<HostRead> tensors, std::unique_ptr<HostRead> counts,
-                   std::unique_ptr<HostRead> amax)
+  PendingTelemetry(TelemetryReport report, std::unique_ptr<HostRead> tensors, std::unique_ptr<HostRead> attention,
+                   std::unique_ptr<HostRead> counts, std::unique_ptr<HostRead> amax)
       : report_(std::move(report)),
         tensors_(std::move(tensors)),
+        attention_(std::move(attention)),
         counts_(std::move(counts)),
         amax_(std::move(amax)) {}
   // Waits for the report and for nothing queued after it.
@@ -46,7 +55,7 @@ class PendingTelemetry {
 
  private:
   TelemetryReport report_;  // sized, without numbers
-  std::unique_ptr<HostRead> tensors_, counts_, amax_;
+  std::unique_ptr<HostRead> tensors_, attention_, counts_, amax_;
 };
 
 // Takes reports of a run at every telemetry.interval steps.

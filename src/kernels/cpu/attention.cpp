@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <vector>
 
 #include "core/parallel.h"
 #include "kernels/cpu/codec.h"
@@ -174,6 +176,58 @@ void backward_group(const AttentionBackward& a, const Dims& dims, int64_t b, int
   store_head(d_v, a.d_qkv, dims, b, v_head);
 }
 
+// Of some rows and heads; see AttentionTotals.
+struct AttentionSums {
+  double sum_squares = 0, squares = 0, delta_squares = 0, score_squares = 0;
+  int64_t rows = 0, not_finite = 0;
+  float largest_score = 0;
+
+  void add(const AttentionSums& other) {
+    sum_squares += other.sum_squares;
+    squares += other.squares;
+    delta_squares += other.delta_squares;
+    score_squares += other.score_squares;
+    rows += other.rows;
+    not_finite += other.not_finite;
+    largest_score = std::max(largest_score, other.largest_score);
+  }
+  void add_row(double sum, double magnitude, double squares_of_delta, double score, float largest) {
+    if (!std::isfinite(sum) || !std::isfinite(magnitude) || !std::isfinite(score)) {
+      ++not_finite;
+      return;
+    }
+    sum_squares += sum * sum;
+    squares += magnitude * magnitude;
+    delta_squares += squares_of_delta;
+    score_squares += score * score;
+    ++rows;
+    largest_score = std::max(largest_score, largest);
+  }
+};
+
+// The first `rows` rows of a query head of sequence b.
+AttentionSums sums_of_head(const AttentionStatistics& a, const Dims& dims, int64_t b, int64_t h, int64_t rows) {
+  const int64_t kv_head = h / dims.group();
+  const RowMatrix q = load_head(a.qkv, dims, b, h), k = load_head(a.qkv, dims, b, dims.H + kv_head),
+                  v = load_head(a.qkv, dims, b, dims.H + dims.Hkv + kv_head), out = load_head(a.out, dims, b, h),
+                  d_out = load_head(a.d_out, dims, b, h);
+  const float* const lse = a.lse.as<float>() + (b * dims.H + h) * dims.S;
+  const FirstKeys first(a.first_key, dims, b);
+  AttentionSums sums;
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t seen = i + 1 - first[i];
+    const Eigen::VectorXf scores = a.scale * (k.middleRows(first[i], seen) * q.row(i).transpose());
+    Eigen::VectorXf p = scores.array() - lse[i];
+    exp_elements(p.data(), seen, p.data());
+    const Eigen::VectorXf d_p = v.middleRows(first[i], seen) * d_out.row(i).transpose();
+    const Eigen::RowVectorXf of_delta = d_out.row(i).cwiseProduct(out.row(i));
+    const Eigen::VectorXf d_s = p.array() * (d_p.array() - of_delta.sum());
+    sums.add_row(d_s.sum(), d_s.cwiseAbs().sum(), of_delta.squaredNorm(), p.dot(scores),
+                 scores.cwiseAbs().maxCoeff());
+  }
+  return sums;
+}
+
 }  // namespace
 
 void attention_forward(Device&, const AttentionForward& a) {
@@ -192,6 +246,30 @@ void attention_backward(Device&, const AttentionBackward& a) {
     for (int64_t i = begin; i < end; ++i) backward_group(a, dims, i / dims.Hkv, i % dims.Hkv);
   });
   if (!a.d_qkv_amax.empty()) a.d_qkv_amax.as<float>()[0] = max_abs(decode(a.d_qkv));
+}
+
+void attention_statistics(Device&, const AttentionStatistics& a) {
+  const Dims dims(a);
+  check_first_keys(a.first_key, a.window, dims);
+  std::vector<AttentionSums> of_heads(static_cast<size_t>(ceil_div(a.rows, dims.S) * dims.H));
+  parallel_for(static_cast<int64_t>(of_heads.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t b = i / dims.H, rows = std::min(dims.S, a.rows - b * dims.S);
+      of_heads[static_cast<size_t>(i)] = sums_of_head(a, dims, b, i % dims.H, rows);
+    }
+  });
+  AttentionSums sums;
+  for (const AttentionSums& of_head : of_heads) sums.add(of_head);
+  const AttentionTotals totals = {
+      .rows = static_cast<float>(sums.rows),
+      .not_finite = static_cast<float>(sums.not_finite),
+      .sum_norm = static_cast<float>(std::sqrt(sums.sum_squares)),
+      .norm = static_cast<float>(std::sqrt(sums.squares)),
+      .delta_norm = static_cast<float>(std::sqrt(sums.delta_squares)),
+      .score_norm = static_cast<float>(std::sqrt(sums.score_squares)),
+      .largest_score = sums.largest_score,
+  };
+  std::memcpy(a.totals.as<float>(), &totals, sizeof(totals));
 }
 
 }  // namespace parka::cpu

@@ -103,4 +103,7 @@ inline constexpr int64_t kAmaxWorkspaceBytes = 4;
 // quantization_statistics: the totals of each block of threads, two fp64 and four of 4 bytes.
 inline constexpr int64_t kStatisticsBlocks = 1024, kStatisticsWorkspaceBytes = kStatisticsBlocks * 32;
 
+// attention_statistics: the same, four fp64 and two of 4 bytes.
+inline constexpr int64_t kAttentionStatisticsWorkspaceBytes = kStatisticsBlocks * 40;
+
 }  // namespace parka::cuda

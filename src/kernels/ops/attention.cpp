@@ -1,5 +1,6 @@
 #include "kernels/ops/attention.h"
 
+#include <algorithm>
 #include <string_view>
 
 #include <fmt/format.h>
@@ -81,6 +82,17 @@ void attention_backward(Device& device, const AttentionBackward& a) {
   PARKA_DISPATCH(attention_backward, device, a);
 }
 
+// No early return for no rows: all totals are 0 then, and the caller reads them.
+void attention_statistics(Device& device, const AttentionStatistics& a) {
+  check_attention("attention_statistics", a);
+  check_tensor("attention_statistics", "d_out", a.d_out, {a.out.dim[0], a.out.dim[1]}, {a.qkv.dtype});
+  check_tensor("attention_statistics", "totals", a.totals, {AttentionTotals::kCount}, {DType::kF32});
+  if (a.rows < 0 || a.rows > a.qkv.dim[0]) {
+    throw_internal("attention_statistics: {} rows of qkv, which is {}", a.rows, describe(a.qkv));
+  }
+  PARKA_DISPATCH(attention_statistics, device, a);
+}
+
 // Causal: half of the S x S scores. Backward counts 2.5 times forward, for its five products.
 OpCost cost_of(const AttentionForward& a) {
   return {all_bytes(a.qkv, a.out, a.lse), attention_flop(a), shape_with_window(a), Products::kAttentionForward};
@@ -96,5 +108,12 @@ TensorView output_of(const AttentionBackward& a) { return a.d_qkv; }
 int64_t workspace_of(const AttentionBackward& a) {
   return cuda::attention_backward_workspace_bytes(a.qkv.dim[0], a.num_heads);
 }
+
+OpCost cost_of(const AttentionStatistics& a) {
+  const double share = static_cast<double>(a.rows) / static_cast<double>(std::max<int64_t>(a.qkv.dim[0], 1));
+  return moved(share * all_bytes(a.qkv, a.out, a.d_out, a.lse) + all_bytes(a.totals), a.out);
+}
+TensorView output_of(const AttentionStatistics& a) { return a.totals; }
+int64_t workspace_of(const AttentionStatistics&) { return cuda::kAttentionStatisticsWorkspaceBytes; }
 
 }  // namespace parka

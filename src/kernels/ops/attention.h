@@ -56,4 +56,35 @@ struct AttentionBackward {
 PARKA_OP(attention_backward, AttentionBackward);
 int64_t workspace_of(const AttentionBackward& a);
 
+// What attention_backward computes, summed up over rows and query heads. The gradients of a row's scores add up to
+// zero if `out` is what forward has computed, because adding a number to all scores of a row changes nothing. A
+// sum that is not zero pushes queries along the mean of the keys, which no loss corrects. Of one row and head:
+//   sum = sum_j d_s[i,j];  magnitude = sum_j |d_s[i,j]|;  score = sum_j p[i,j] scale q_i . k_j
+struct AttentionTotals {
+  float rows;           // rows of query heads that are finite; only these count below
+  float not_finite;     // the others
+  float sum_norm;       // square root of the sum of sum^2
+  float norm;           // square root of the sum of magnitude^2
+  float delta_norm;     // square root of the sum of (d_out out)^2 over all products that delta is the sum of
+  float score_norm;     // square root of the sum of score^2
+  float largest_score;  // the largest magnitude of a score
+
+  static constexpr int64_t kCount = 7;  // of these numbers
+};
+static_assert(sizeof(AttentionTotals) == AttentionTotals::kCount * sizeof(float));
+
+struct AttentionStatistics {
+  TensorView qkv, out, d_out, lse;  // as in AttentionBackward, in
+  TensorView totals;                // [AttentionTotals::kCount] fp32, out: an AttentionTotals
+  int64_t rows;                     // the first ones of T count
+  int64_t sequence_length;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  float scale;
+  TensorView first_key = {};  // as in AttentionForward
+  int64_t window = 0;         // as in AttentionForward
+};
+PARKA_OP(attention_statistics, AttentionStatistics);
+int64_t workspace_of(const AttentionStatistics& a);
+
 }  // namespace parka

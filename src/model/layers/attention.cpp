@@ -243,20 +243,22 @@ GemmInput Attention::output_again(const StepContext& step, const TensorView& att
 void Attention::attend_backward(const StepContext& step, const TensorView& qkv, const TensorView& attention,
                                 const TensorView& d_attention, const TensorView& d_qkv,
                                 const TensorView& d_qkv_amax) const {
-  attention_backward(step.device, {.qkv = qkv,
-                                   .out = attention,
-                                   .d_out = d_attention,
-                                   .lse = log_sum_exp(step),
-                                   .d_qkv = d_qkv,
-                                   .sequence_length = step.shape.sequence_length,
-                                   .num_heads = num_heads_,
-                                   .num_kv_heads = num_kv_heads_,
-                                   .scale = scale_,
-                                   .first_key = positions(step).first_keys,
-                                   .cos_sin = positions(step).rotations,
-                                   .d_qkv_amax = d_qkv_amax,
-                                   .scratch = step.arena[scratch_],
-                                   .window = window(step)});
+  const AttentionBackward arguments{.qkv = qkv,
+                                    .out = attention,
+                                    .d_out = d_attention,
+                                    .lse = log_sum_exp(step),
+                                    .d_qkv = d_qkv,
+                                    .sequence_length = step.shape.sequence_length,
+                                    .num_heads = num_heads_,
+                                    .num_kv_heads = num_kv_heads_,
+                                    .scale = scale_,
+                                    .first_key = positions(step).first_keys,
+                                    .cos_sin = positions(step).rotations,
+                                    .d_qkv_amax = d_qkv_amax,
+                                    .scratch = step.arena[scratch_],
+                                    .window = window(step)};
+  step.samples.add_attention(step.device, block_, arguments);
+  attention_backward(step.device, arguments);
 }
 
 TensorView Attention::log_sum_exp(const StepContext& step) const {

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# What FP8 costs at equal loss: runs of bf16 and of FP8 recipes with several seeds, each seed over the same batches in the same
+# order, on tokens of a BPE tokenizer that is trained on the text, so that losses are per token.
+#   scripts/reproduce/equal_loss.sh OUT TEXT_FOLDER [RUN...]
+# The text is all source code and documentation in the folder. A RUN is a recipe, or NAME=RECIPE,KEY=VALUE,... with config keys; by
+# default coat, and parka as scripts/reproduce/one_gpu.sh measures it. One more run of bf16 with the first seed has half of
+# the steps: it shows how the loss falls with more tokens (scripts/equal_loss.py has the formulas). From the environment:
+#   CONFIG    the model (default configs/olmo-150m.json); NAME its name in figures (default that of the file)
+#   TOKENS    trained on in each run (default 300 million); SEEDS (default "1 2 3")
+#   BATCH     sequences of a step (default 64); LENGTH of a sequence (default 2048); VOCABULARY at most (default 32768)
+#   SPEEDUPS  raw speed-ups over bf16, "coat=1.3 parka=1.4" (default: those of the runs)
+# and PARKA, PYTHON, MODEL and GPUS as in paired_runs.sh beside this; MODEL may also change the learning rate (1e-3) or the
+# micro-batch. OUT gets the runs' metrics, equal_loss.jsonl, equal_loss.txt and plots. Runs save when they get SIGTERM; the same
+# command continues them.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+[ $# -ge 2 ] || { echo "usage: scripts/reproduce/equal_loss.sh OUT TEXT_FOLDER [RUN...]" >&2; exit 2; }
+. scripts/reproduce/paired_runs.sh
+[ $# -gt 0 ] || set -- coat parka=parka,precision.group_size=32
+CONFIG=${CONFIG:-configs/olmo-150m.json}
+tokens=${TOKENS:-300000000} batch=${BATCH:-64} length=${LENGTH:-2048}
+read -ra seeds <<< "${SEEDS:-1 2 3}"
+steps=$((tokens / (batch * length)))
+
+tokenizer=$work/tokenizer/tokenizer.json
+if [ ! -e "$tokenizer" ]; then
+  mkdir -p "$work/tokenizer"
+  "$python" scripts/train_tokenizer.py "$text" --vocab-size "${VOCABULARY:-32768}" --out "$tokenizer.partial" "${text_files[@]}"
+  mv "$tokenizer.partial" "$tokenizer"
+fi
+make_tokens "$tokens" --tokenizer "$tokenizer" --utf8-only
+read -r vocabulary epochs < <("$python" -c '
+import json, sys
+data = json.load(open(sys.argv[1]))
+print(data["padded_vocab_size"], round(int(sys.argv[2]) / data["train"]["tokens"], 1))' "$work/tokens/data.json" "$tokens")
+[ "$epochs" = 1.0 ] || echo "equal_loss.sh: the text is read $epochs times; give more text, or lower TOKENS" >&2
+
+shared_keys "$length" "$batch" "$steps"
+shared+=" model.vocab_size=$vocabulary"
+runs=()
+for seed in "${seeds[@]}"; do
+  of_seed="training.seed=$seed,data.seed=$seed"
+  for run in bf16 "$@"; do runs+=("${run%%=*}.$seed=${run#*=},$of_seed"); done
+done
+half=$(length_keys $((steps / 2)))
+runs+=("bf16_half.${seeds[0]}=bf16,training.seed=${seeds[0]},data.seed=${seeds[0]},${half// /,}")
+train_runs "$CONFIG" "${runs[@]}"
+
+compared=("${folders[@]:0:${#folders[@]}-1}" --shorter "${folders[-1]}" --model "${NAME:-$(basename "$CONFIG" .json)}")
+for speedup in ${SPEEDUPS:-}; do compared+=(--speedup "$speedup"); done
+"$python" scripts/equal_loss.py "${compared[@]}" --json --out "$out/equal_loss.png" > "$out/equal_loss.jsonl"
+"$python" scripts/equal_loss.py "${compared[@]}" | tee "$out/equal_loss.txt"
+"$python" scripts/plot.py "$out"/*/metrics.jsonl --out "$out/runs.png"

@@ -1,0 +1,65 @@
+# Sourced by the scripts beside it that train runs of one model over the same batches in the same order.
+# A RUN is a recipe, or NAME=RECIPE,KEY=VALUE,... with config keys. The environment sets PARKA, the program (default
+# build/cuda/parka), PYTHON, the interpreter with numpy and matplotlib, MODEL, keys to change in all runs
+# ("model.norm=rmsnorm model.qk_norm=full"), and GPUS ("0 1 2 3"; default 0), one run on each at a time; "0,1 2,3" are two
+# runs at a time with two ranks each. OUT gets the output of each run, RUN.txt, and OUT/work what they need.
+out=$1 text=$2
+shift 2
+PARKA=${PARKA:-build/cuda/parka}
+python=${PYTHON:-python3}
+GPUS=${GPUS:-0}
+MODEL=${MODEL:-}
+work=$out/work
+mkdir -p "$work"
+text_files=(--include '*.py' --include '*.pyi' --include '*.h' --include '*.hpp' --include '*.c' --include '*.cpp'
+  --include '*.cu*' --include '*.txt' --include '*.md' --include '*.rst')
+
+# make_tokens COUNT [OPTION...]: at most so many of the text, with options of prepare_data.py.
+make_tokens() {
+  [ -e "$work/tokens/train-00000.npy" ] ||
+    "$python" scripts/prepare_data.py "$text" --out "$work/tokens" --max-tokens "$@" "${text_files[@]}"
+}
+
+# shared_keys LENGTH BATCH STEPS: what all runs have; the config has the rest.
+shared_keys() {
+  shared="data.eval=[] data.sequence_length=$1 training.eval_interval=0 training.global_batch_size=$2 training.log_interval=100
+    optimizer.lr=1e-3 checkpoint.interval=0 $(length_keys "$3")"
+}
+
+# length_keys STEPS: of a run with a schedule as long.
+length_keys() {
+  echo "training.steps=$1 optimizer.schedule.total_steps=$1 optimizer.schedule.warmup_steps=$(($1 / 10))"
+}
+
+train() {  # a RUN; SLOT is which of the GPUs. A key that comes later wins.
+  local name=${1%%=*} values=${1#*=} gpus ranks=() change
+  read -ra gpus <<< "$GPUS"
+  local set=(--set "data.train=[\"$work/tokens/train-00000.npy\"]")
+  for change in $shared $MODEL precision.recipe="${values%%,*}"; do set+=(--set "$change"); done
+  while [[ $values == *,* ]]; do
+    values=${values#*,}
+    set+=(--set "${values%%,*}")
+  done
+  local commas=${gpus[$SLOT]//[!,]/}
+  [ -z "$commas" ] || ranks=(--ranks $((${#commas} + 1)))
+  CUDA_VISIBLE_DEVICES=${gpus[$SLOT]} "$PARKA" train "$config" "${ranks[@]}" "${set[@]}" \
+    --set checkpoint.folder="$work/$name" >> "$out/$name.txt" 2>&1 ||
+    { echo "$name: ended with $?: $(tail -n 1 "$out/$name.txt") ($out/$name.txt)" >&2; return 1; }
+}
+
+# train_runs CONFIG RUN...: trains them to the end, those that were stopped from where they were. `folders` gets the folders in
+# OUT that have their metrics.
+train_runs() {
+  config=$1
+  shift
+  export -f train
+  export PARKA GPUS MODEL work out config shared
+  printf '%s\0' "$@" | xargs -0 -n 1 -P "$(wc -w <<< "$GPUS")" --process-slot-var=SLOT bash -euc 'train "$0"'
+  local run
+  folders=()
+  for run; do
+    mkdir -p "$out/${run%%=*}"
+    cp "$work/${run%%=*}/metrics.jsonl" "$out/${run%%=*}/"
+    folders+=("$out/${run%%=*}")
+  done
+}

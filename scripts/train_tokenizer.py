@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Trains a byte-level BPE tokenizer on text, for scripts/prepare_data.py --tokenizer.
+
+    train_tokenizer.py corpus/ --vocab-size 32768 --out tokenizer.json
+    train_tokenizer.py dolma/*.json.gz --jsonl-field text --max-bytes 200000000 --out tokenizer.json
+
+Inputs are read as prepare_data.py reads them. Documents of more than --max-bytes in all are thinned: every second one is
+taken, every third, and so on, so that all parts of the text have their share. Words are split as GPT-2 splits them; no text is
+unknown, because every byte is a token. The last id, <|endoftext|>, ends documents. Equal text gives an equal file.
+
+Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Iterator
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from text_data.common import InputError, Parser, one_line  # noqa: E402
+from text_data.readers import InputFile, Reading, find_files  # noqa: E402
+from text_data.tokenizer import EOS_NAMES  # noqa: E402
+
+SMALLEST_VOCABULARY = 256 + 1  # the bytes and the end of a document
+
+
+def sampled_documents(files: list[Path], reading: Reading, max_bytes: int) -> Iterator[str]:
+    """Every n-th document, where the files have n times as many bytes as are wanted."""
+    every = max(1, -(-sum(file.stat().st_size for file in files) // max_bytes))
+    number = 0
+    for file in files:
+        for document in InputFile(file, reading).documents():
+            if number % every == 0:
+                yield document.decode("utf-8", "ignore")
+            number += 1
+
+
+def train(options: argparse.Namespace):
+    """A tokenizers.Tokenizer."""
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError:
+        raise InputError("the tokenizers package is missing; install it with: pip install tokenizers")
+    files = list(find_files(options.input, options.include, options.out.resolve()))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=options.vocab_size - 1,
+        min_frequency=2,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    documents = sampled_documents(files, Reading(options.jsonl_field, split_bytes=options.split_bytes), options.max_bytes)
+    tokenizer.train_from_iterator(documents, trainer)
+    if tokenizer.get_vocab_size() < SMALLEST_VOCABULARY:
+        raise InputError(f"no text in {', '.join(map(str, options.input))}; check the paths and --include")
+    tokenizer.add_special_tokens([EOS_NAMES[0]])
+    return tokenizer
+
+
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="train_tokenizer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("input", nargs="+", type=Path, help="files of text or records, or folders of them")
+    add("--out", required=True, type=Path, help="the tokenizer.json to write")
+    add("--vocab-size", type=int, default=32768, metavar="N", help="ids at most; less text has fewer (default: 32768)")
+    add("--max-bytes", type=int, default=10**9, metavar="N", help="about how much text to read (default: 1000000000)")
+    add("--include", action="append", default=[], metavar="GLOB", help="as for prepare_data.py")
+    add("--jsonl-field", metavar="NAME", help="as for prepare_data.py")
+    add("--split-bytes", type=int, metavar="N", help="as for prepare_data.py")
+    options = parser.parse_args(arguments)
+    if options.vocab_size < SMALLEST_VOCABULARY:
+        raise InputError(f"--vocab-size is {options.vocab_size}; give at least {SMALLEST_VOCABULARY}")
+    for name in ("max_bytes", "split_bytes"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} is {value}; give a positive number")
+    return options
+
+
+def main() -> int:
+    try:
+        options = parse_options(sys.argv[1:])
+        tokenizer = train(options)
+        options.out.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    except InputError as error:
+        print(f"train_tokenizer: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"train_tokenizer: error: {one_line(error)}", file=sys.stderr)
+        return 4
+    print(f"{options.out}: {tokenizer.get_vocab_size():,} ids")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "kernels/ops/attention.h"
+
+namespace parka {
+
+// Warns of runs whose attention drifts (telemetry.imbalance_limit, docs/telemetry.md): raised when the largest
+// imbalance of a block is above the limit in kReports reports in a row, and lifted when it is below half of the
+// limit in as many.
+class AttentionWatch {
+ public:
+  static constexpr int kReports = 3;
+
+  struct Change {
+    bool raised;       // or lifted
+    int64_t block;     // with the largest imbalance
+    double imbalance;  // its own
+    double limit;
+  };
+
+  explicit AttentionWatch(double limit) : limit_(limit) {}
+  // The blocks of a report, in the order of the steps. Reports without a finite imbalance do not count.
+  std::optional<Change> add(const std::vector<AttentionTotals>& blocks);
+
+ private:
+  double limit_;  // 0: never
+  bool raised_ = false;
+  int in_a_row_ = 0;  // reports that speak for a change
+};
+
+// Of a change after a step: the record of kind "warning", and the line for the terminal.
+nlohmann::ordered_json warning_record(const AttentionWatch::Change& change, int64_t step);
+std::string warning_line(const AttentionWatch::Change& change, int64_t step);
+
+}  // namespace parka

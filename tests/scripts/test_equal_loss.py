@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Tests of scripts/equal_loss.py on made-up losses, and of scripts/reproduce/equal_loss.sh with a tiny model. Exits with 77
+(skipped) where numpy, matplotlib or tokenizers is missing."""
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+try:
+    import matplotlib  # noqa: F401
+    import numpy as np
+    import tokenizers  # noqa: F401
+except ImportError as error:
+    print(f"skipped: {error}")
+    sys.exit(77)
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(ROOT / "tests" / "commands"))
+from parka_runs import PROGRAM  # noqa: E402
+
+STEPS, TOKENS_PER_STEP = 1000, 64
+SLOPE = 0.4
+
+
+def logarithm(n, _share):
+    """Losses after n tokens, of which falls what the slope says."""
+    return 9 - SLOPE * np.log(n)
+
+
+def power_law(n, _share):
+    return 1.7 + 60 * n**-0.3
+
+
+def annealed(n, share):
+    """As `logarithm`, and more towards the end of a schedule."""
+    return logarithm(n, share) - 0.2 * np.maximum(0, share - 0.5)
+
+
+class Folder(unittest.TestCase):
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory(prefix="parka-test-")
+        self.addCleanup(temporary.cleanup)
+        self.folder = Path(temporary.name)
+        self.environment = {**os.environ, "MPLCONFIGDIR": temporary.name}
+
+
+class EqualLoss(Folder):
+    def make_run(self, name, law, ratio=1.0, steps=STEPS, speed=100.0, seed=0):
+        """A run that needs `ratio` times the tokens for what the law says. Equal seeds have equal noise of batches."""
+        noise = 0.03 * np.random.default_rng(seed).standard_normal(steps)
+        count = np.arange(1, steps + 1)
+        losses = law(count * TOKENS_PER_STEP / ratio, count / steps) + noise
+        run = self.folder / name
+        run.mkdir()
+        with open(run / "metrics.jsonl", "w", encoding="utf-8") as file:
+            for step, loss in enumerate(losses.tolist(), 1):
+                print(json.dumps({"kind": "train", "step": step, "tokens": TOKENS_PER_STEP * step, "loss": loss, "seconds": 1.0,
+                                  "tokens_per_second": speed if step > 5 else 1.0}), file=file)
+        return run
+
+    def script(self, *arguments):
+        return subprocess.run([sys.executable, SCRIPTS / "equal_loss.py", *map(str, arguments)], capture_output=True, text=True,
+                              env=self.environment)
+
+    def figures(self, *arguments):
+        result = self.script("--json", "--model", "m", *arguments)
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        return {line["name"]: line for line in map(json.loads, result.stdout.splitlines())}
+
+    def test_the_tokens_that_a_recipe_needs_are_found(self):
+        for law, tolerance in ((logarithm, 0.03), (annealed, 0.03), (power_law, 0.15)):
+            with self.subTest(law.__name__):
+                name = law.__name__
+                base, half = self.make_run(f"{name}.1", law), self.make_run(f"{name}_half.1", law, steps=STEPS // 2)
+                for ratio in (1.02, 0.99):
+                    # As a run of fewer tokens that ends its schedule as the others do.
+                    other = self.make_run(f"{name}_{ratio}.1", law, ratio)
+                    found = self.figures(f"bf16.1={base}", f"fp8.1={other}", "--shorter", half)["equal_loss.m.fp8.token_ratio"]
+                    self.assertAlmostEqual((found["value"] - 1) / (ratio - 1), 1, delta=tolerance)
+
+    def test_without_a_shorter_run_the_slope_is_that_of_the_curve(self):
+        runs = [f"{recipe}.{seed}={self.make_run(f'{recipe}.{seed}', logarithm, ratio, seed=seed)}"
+                for recipe, ratio in (("bf16", 1), ("fp8", 1.02)) for seed in (1, 2)]
+        found = self.figures(*runs)
+        self.assertAlmostEqual(found["equal_loss.m.bf16.slope"]["value"], SLOPE, delta=0.02)
+        self.assertEqual(found["equal_loss.m.bf16.slope"]["of"], "its own curves")
+        self.assertAlmostEqual(found["equal_loss.m.fp8.token_ratio"]["value"], 1.02, delta=0.002)
+        # The learning rate's share of the fall is taken for that of more tokens.
+        runs = [f"{recipe}.1={self.make_run(f'annealed_{recipe}.1', annealed, ratio)}" for recipe, ratio in (("bf16", 1), ("fp8", 1.02))]
+        self.assertLess(self.figures(*runs)["equal_loss.m.fp8.token_ratio"]["value"], 1.017)
+
+    def test_figures_of_several_seeds(self):
+        ratios = {"1": 1.01, "2": 1.02, "3": 1.04}
+        bases = [self.make_run(f"bf16.{seed}", logarithm, speed=100 + int(seed), seed=int(seed)) for seed in ratios]
+        runs = [self.make_run(f"fp8.{seed}", logarithm, ratio, speed=150 + int(seed), seed=int(seed)) for seed, ratio in ratios.items()]
+        half = self.make_run("half.1", logarithm, steps=STEPS // 2, seed=1)
+        found = self.figures(*bases, *runs, "--shorter", half, "--out", self.folder / "x.png")
+        self.assertEqual(set(found), {"equal_loss.m.bf16.slope", "loss_gap.m.fp8.nats_per_token", "equal_loss.m.fp8.token_ratio",
+                                      "equal_loss.m.fp8.raw_speedup", "equal_loss.m.fp8.speedup"})
+        slope = found["equal_loss.m.bf16.slope"]["value"]
+        self.assertAlmostEqual(slope, SLOPE, delta=0.03)
+        gap, ratio = found["loss_gap.m.fp8.nats_per_token"], found["equal_loss.m.fp8.token_ratio"]
+        gaps = SLOPE * np.log(list(ratios.values()))
+        self.assertEqual(list(gap["seeds"]), list(ratios))
+        np.testing.assert_allclose(list(gap["seeds"].values()), gaps)
+        np.testing.assert_allclose([gap["value"], *gap["spread"]], [gaps.mean(), gaps.min(), gaps.max()])
+        half_width = 4.303 * gaps.std(ddof=1) / np.sqrt(3)  # Student's t with two degrees of freedom
+        np.testing.assert_allclose(gap["interval"], [gaps.mean() - half_width, gaps.mean() + half_width])
+        np.testing.assert_allclose([ratio["value"], *ratio["interval"]], np.exp(np.array([gap["value"], *gap["interval"]]) / slope))
+        raw, speed = found["equal_loss.m.fp8.raw_speedup"], found["equal_loss.m.fp8.speedup"]
+        np.testing.assert_allclose(list(raw["seeds"].values()), [151 / 101, 152 / 102, 153 / 103])
+        for seed in ratios:
+            self.assertAlmostEqual(speed["seeds"][seed], raw["seeds"][seed] / ratio["seeds"][seed])
+        self.assertGreater((self.folder / "x.png").stat().st_size, 10000)
+        given = self.figures(*bases, *runs, "--shorter", half, "--speedup", "fp8=1.5")
+        self.assertAlmostEqual(given["equal_loss.m.fp8.speedup"]["value"], 1.5 / 1.02, delta=0.002)
+
+    def test_the_table_has_what_the_figures_have(self):
+        base, run = self.make_run("bf16.1", logarithm), self.make_run("fp8.1", logarithm, 1.02, speed=150.0)
+        half = self.make_run("half.1", logarithm, steps=STEPS // 2)
+        result = self.script(base, run, "--shorter", half)
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        found = self.figures(base, run, "--shorter", half)
+        row = result.stdout.splitlines()[-1].split()
+        gap, ratio = found["loss_gap.m.fp8.nats_per_token"], found["equal_loss.m.fp8.token_ratio"]["value"]
+        self.assertEqual(row, ["fp8", "1", f"{gap['value']:+.4f}", f"{gap['interval'][0]:+.4f}", "to", f"{gap['interval'][1]:+.4f}",
+                               f"{ratio:.4f}", f"{ratio:.4f}", "to", f"{ratio:.4f}", "1.500", f"{1.5 / ratio:.3f}"])
+
+    def test_too_few_steps_of_one_seed_have_no_interval(self):
+        runs = [self.make_run(name, logarithm, ratio, steps=40, seed=seed) for seed, (name, ratio) in
+                enumerate((("bf16.1", 1.0), ("fp8.1", 1.02)))]
+        found = self.figures(*runs)
+        self.assertIsNone(found["loss_gap.m.fp8.nats_per_token"]["interval"])
+        self.assertIsNone(found["equal_loss.m.fp8.token_ratio"]["interval"])
+        self.assertIn("fp8", self.script(*runs).stdout)
+
+    def test_bad_input(self):
+        base, run = self.make_run("bf16.1", logarithm), self.make_run("fp8.1", logarithm)
+        second, short = self.make_run("fp8.2", logarithm), self.make_run("short.1", logarithm, steps=10)
+        rising = [self.make_run(name, lambda n, share: -logarithm(n, share)) for name in ("rising.1", "fast.1")]
+        for message, *arguments in (
+                ("all runs are of bf16", base), ("name it RECIPE.SEED=FOLDER", base, f"fp8={run}"),
+                ("fp8.2: there is no run of the first recipe with the seed 2", base, run, second),
+                ("short.1: ends at step 10 with 640 tokens, others at 1,000 with 64,000", base, short),
+                ("fp8.1: no run of the first recipe with the seed 1 has more tokens", base, run, "--shorter", run),
+                ("other.3: no run of the first recipe with the seed 3", base, run, "--shorter", f"other.3={short}"),
+                ("expected RECIPE=RATIO", base, run, "--speedup", "fp8=0"), ("--speedup: coat is none of fp8", base, run, "--speedup", "coat=2"),
+                ("the loss of rising does not fall", *rising), ("--json: the names", base, run, "--json"),
+                ("--last: must be above 0", base, run, "--last", "0")):
+            with self.subTest(message):
+                result = self.script(*arguments)
+                self.assertEqual(result.returncode, 2)
+                self.assertRegex(result.stderr, f"equal_loss.py: error: .*{message}.*\n$")
+
+
+class Script(Folder):
+    def test_a_tiny_model_from_text_to_figures_and_again_without_training(self):
+        text, out = self.folder / "text", self.folder / "out"
+        text.mkdir()
+        for path in (ROOT / "docs").glob("*.md"):
+            (text / path.name).write_bytes(path.read_bytes())
+        (text / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+        environment = {**self.environment, "PARKA": os.path.abspath(PROGRAM), "PYTHON": sys.executable,
+                       "CONFIG": "configs/tiny-olmo.json", "TOKENS": str(60 * 4 * 32), "BATCH": "4", "LENGTH": "32", "SEEDS": "1 2", "VOCABULARY": "512",
+                       "SPEEDUPS": "lean=1.4", "MODEL": "device.kind=cpu training.micro_batch_size=2 optimizer.lr=3e-3"}
+
+        def script(run):
+            return subprocess.run([SCRIPTS / "reproduce" / "equal_loss.sh", out, text, run], capture_output=True, text=True,
+                                  env=environment)
+
+        def run():
+            result = script("lean=parka,optimizer.master=fp32_split")
+            self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+            return (out / "equal_loss.jsonl").read_text()
+
+        first = run()
+        found = {line["name"]: line for line in map(json.loads, first.splitlines())}
+        gap, ratio = found["loss_gap.tiny-olmo.lean.nats_per_token"], found["equal_loss.tiny-olmo.lean.token_ratio"]
+        self.assertEqual(list(gap["seeds"]), ["1", "2"])
+        slope = found["equal_loss.tiny-olmo.bf16.slope"]
+        self.assertEqual(slope["of"], "complete runs")
+        self.assertTrue(0.1 < slope["value"] < 2)
+        for seed, value in gap["seeds"].items():
+            self.assertTrue(0 < abs(value) < 0.1)
+            self.assertAlmostEqual(ratio["seeds"][seed], np.exp(value / slope["value"]))
+        self.assertAlmostEqual(found["equal_loss.tiny-olmo.lean.raw_speedup"]["value"], 1.4)
+        for name in ("equal_loss.png", "runs.png", "equal_loss.txt", "lean.2/metrics.jsonl", "bf16_half.1/metrics.jsonl"):
+            self.assertTrue((out / name).exists(), name)
+
+        def losses(name):
+            records = map(json.loads, (out / name / "metrics.jsonl").read_text().splitlines())
+            return [record["loss"] for record in records if record["kind"] == "train"]
+
+        # Batches and weights are those of the seed; the run of half the steps ends its schedule.
+        self.assertAlmostEqual(losses("bf16.1")[0], losses("lean.1")[0], delta=0.01)
+        self.assertNotEqual(losses("bf16.1")[0], losses("bf16.2")[0])
+        self.assertEqual((len(losses("bf16.1")), len(losses("bf16_half.1"))), (60, 30))
+        self.assertEqual(losses("bf16.1")[0], losses("bf16_half.1")[0])
+        # Nothing is trained or tokenized again.
+        self.assertEqual(run(), first)
+        result = script("lean=parka,precision.group_size=0")
+        self.assertNotEqual(result.returncode, 0)
+        self.assertIn("lean.1: ended with 2: parka: error: ", result.stderr)
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Tests of scripts/train_tokenizer.py. Exits with 77 (skipped) where tokenizers or numpy is missing."""
+import json
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+try:
+    import numpy  # noqa: F401
+    from tokenizers import Tokenizer
+except ImportError as error:
+    print(f"skipped: {error}")
+    sys.exit(77)
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+import train_tokenizer  # noqa: E402
+from text_data.readers import Reading  # noqa: E402
+
+TEXT = "the loss of the model falls while the model learns the text\n" * 50
+
+
+class TrainTokenizer(unittest.TestCase):
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory(prefix="parka-test-")
+        self.addCleanup(temporary.cleanup)
+        self.folder = Path(temporary.name)
+        (self.folder / "text").mkdir()
+        (self.folder / "text" / "a.txt").write_text(TEXT)
+
+    def script(self, *arguments):
+        return subprocess.run([sys.executable, SCRIPTS / "train_tokenizer.py", *map(str, arguments)], capture_output=True, text=True)
+
+    def trained(self, name, *arguments):
+        result = self.script(self.folder / "text", "--out", self.folder / name, *arguments)
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        return self.folder / name
+
+    def test_ids_are_words_of_the_text_and_any_bytes_and_the_end_of_a_document(self):
+        path = self.trained("t.json", "--vocab-size", "280")
+        tokenizer = Tokenizer.from_file(str(path))
+        self.assertEqual(tokenizer.get_vocab_size(), 280)
+        self.assertEqual(tokenizer.token_to_id("<|endoftext|>"), 279)
+        self.assertEqual(len(tokenizer.encode(" the the").ids), 2)
+        for other in ("na\xefve \u6e2c \t\r\n  x", TEXT):
+            self.assertEqual(tokenizer.decode(tokenizer.encode(other).ids), other)
+
+    def test_equal_text_gives_an_equal_file(self):
+        self.assertEqual(self.trained("a.json").read_bytes(), self.trained("b.json").read_bytes())
+
+    def test_prepare_data_takes_it(self):
+        path = self.trained("t.json", "--vocab-size", "280")
+        made = subprocess.run([sys.executable, SCRIPTS / "prepare_data.py", self.folder / "text", "--tokenizer", path, "--out",
+                               self.folder / "tokens"], capture_output=True, text=True)
+        self.assertEqual(made.returncode, 0, made.stderr)
+        info = json.loads((self.folder / "tokens" / "data.json").read_text())
+        self.assertEqual((info["vocab_size"], info["eos"]), (280, 279))
+
+    def test_more_text_than_wanted_is_thinned_evenly(self):
+        files = []
+        for number in range(9):
+            files.append(self.folder / f"{number}.txt")
+            files[-1].write_text(f"{number}" * 100)
+        taken = [document[0] for document in train_tokenizer.sampled_documents(files, Reading(), 300)]
+        self.assertEqual(taken, ["0", "3", "6"])
+        self.assertEqual(len(list(train_tokenizer.sampled_documents(files, Reading(), 900))), 9)
+
+    def test_bad_input(self):
+        (self.folder / "empty.txt").touch()
+        text, out = self.folder / "text", self.folder / "t.json"
+        for message, code, *arguments in (
+                ("no such file or folder", 2, self.folder / "nowhere", "--out", out),
+                ("--vocab-size is 256; give at least 257", 2, text, "--out", out, "--vocab-size", 256),
+                ("--max-bytes is 0", 2, text, "--out", out, "--max-bytes", 0), ("no text in", 2, self.folder / "empty.txt", "--out", out),
+                ("No such file or directory", 4, text, "--out", self.folder / "nowhere" / "t.json")):
+            with self.subTest(message):
+                result = self.script(*arguments)
+                self.assertEqual(result.returncode, code)
+                self.assertRegex(result.stderr, f"^train_tokenizer: error: .*{message}.*\n$")
+        self.assertFalse(out.exists())
+
+
+if __name__ == "__main__":
+    unittest.main()
