@@ -207,7 +207,7 @@ TEST_CASE("masters of 24 and of 32 bits start from each other's checkpoints", "[
   const TemporaryFolder folder;
   std::string checkpoint = import_fixture("olmo_untied", folder);
   const auto go_on = [&](const char* master, int64_t steps, const char* exported) {
-    checkpoint = train_from(checkpoint, folder, {{"recipe", "parka"}}, {{"master", master}}, steps);
+    checkpoint = train_from(checkpoint, folder, {{"recipe", "coat_optimizer"}}, {{"master", master}}, steps);
     REQUIRE(run_export({.checkpoint = checkpoint, .output = folder / exported}) == 0);
   };
   go_on("fp32_split", 2, "exact");
