@@ -79,12 +79,12 @@ Advice advice_for(const PlanOptions& options) {
   return advice;
 }
 
-double in_use_gb(const MemoryAdvice& advice) { return gb(advice.planned_bytes + context_bytes(advice.num_gpus)); }
+double in_use_gb(const MemoryAdvice& advice) { return gb(advice.planned.gpu + context_bytes(advice.num_gpus)); }
 
 void print_advice(const Advice& advice) {
   if (advice.here) {
     std::printf("It fits with these changes, the cheapest (%.3f GB in use):\n", in_use_gb(*advice.here));
-    for (const MemoryAdvice::Change& change : advice.here->changes) {
+    for (const MemoryChange& change : advice.here->changes) {
       std::printf("    --set %-36s  # %s\n", change.override.c_str(), change.cost.c_str());
     }
   } else {
@@ -103,7 +103,7 @@ void print_advice(const Advice& advice) {
 }
 
 nlohmann::ordered_json advice_json(const MemoryAdvice& advice) {
-  return {{"gpus", advice.num_gpus}, {"changes", advice.overrides()}, {"total_bytes", advice.planned_bytes}};
+  return {{"gpus", advice.num_gpus}, {"changes", advice.overrides()}, {"total_bytes", advice.planned.gpu}};
 }
 
 void write_config(const PlanOptions& options, const Advice& advice) {

@@ -29,8 +29,11 @@ GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
   return result;
 }
 
-int64_t planned_bytes(const Config& config, int64_t num_gpus) {
-  return DeclaredRun(config, DeviceKind::kCuda, zero_of(config.distributed, 0, num_gpus)).plan.total_bytes();
+MemoryBytes planned_memory(const Config& config, int64_t num_gpus) {
+  const DeclaredRun run(config, DeviceKind::kCuda, zero_of(config.distributed, 0, num_gpus));
+  return {.gpu = run.plan.total_bytes(), .host = run.model.host_bytes(run.plan)};
 }
+
+int64_t planned_bytes(const Config& config, int64_t num_gpus) { return planned_memory(config, num_gpus).gpu; }
 
 }  // namespace parka
