@@ -15,6 +15,7 @@ struct Links {
   double link_latency = 0;
   double network_latency = 0;
   double memory_bandwidth = 0;  // of a GPU, bytes read and written per second
+  double host_bandwidth = 0;    // of a GPU to host memory and, at once, back: bytes per second each
   // What communication costs the work beside it, in times of what the bytes that it reads and writes in a GPU's
   // memory take at memory_bandwidth.
   double interference = 0;
@@ -25,10 +26,11 @@ struct Links {
 double collective_seconds(const Links& links, int64_t num_gpus, StepAction::Kind kind, int64_t bytes);
 
 struct StepPrediction {
-  double seconds = 0;          // of a step; the sum of the next three
+  double seconds = 0;          // of a step; the sum of the next four
   double compute_seconds = 0;  // of the rank's own work, alone
   double slowed_seconds = 0;   // that this work takes longer beside communication
   double exposed_seconds = 0;  // that it waits for communication
+  double host_seconds = 0;     // that it takes longer for copies to host memory and back
   double communication_seconds = 0;
   double communicated_bytes = 0;  // that a GPU sends
 
