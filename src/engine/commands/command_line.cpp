@@ -141,11 +141,36 @@ void add_plan(CLI::App& app, PlanOptions& options) {
       .add_option("--write", options.write_path,
                   "Write the config to this file, with the cheapest changes that make it fit")
       ->type_name("FILE");
+  CLI::Option& fit = *command.add_flag(
+      "--fit", options.fit,
+      "Print only the cheapest changes with which the run fits, and its command; with --measured, by expected time");
+  command
+      .add_flag("--any-results", options.any_results,
+                "Change number formats and micro-batches, too, wherever that is cheaper; otherwise only "
+                "where changes that keep every bit are not enough")
+      ->needs(&fit);
+  command
+      .add_option("--host-memory", options.host_memory_gb,
+                  "Memory of one host for all its GPUs, in GB or with a unit (default: what is free on "
+                  "this host if it has the GPUs, otherwise unlimited)")
+      ->transform(kGigabytes)
+      ->check(kPositive)
+      ->needs(&fit)
+      ->default_str("");
   CLI::Option& measured = *command
                                .add_option("--measured", options.measured_path,
                                            "Measurement on one GPU, written by `parka bench CONFIG --json FILE`")
                                ->type_name("FILE");
   add_step_model(command, measured, options);
+  command
+      .add_option("--host-bandwidth", options.host_bandwidth,
+                  "Bandwidth of one GPU to host memory and, at once, back, GB/s each (default: 55, and "
+                  "31 where several GPUs share a host)")
+      ->check(kPositive)
+      ->needs(&measured)
+      ->needs(&fit)
+      ->default_str("");
+  command.get_option("--compare")->excludes(&fit);
 }
 
 void add_bench(CLI::App& app, BenchOptions& options) {

@@ -35,6 +35,9 @@ struct PlanOptions {
   double memory_limit_gb = 80.0;  // 1e9 bytes per GPU
   bool json = false;
   std::string write_path = {};  // of a config with the changes that make it fit; empty: none is written
+  bool fit = false;             // choose the cheapest changes, instead of the plan of the config as it is
+  bool any_results = false;     // likewise, also of those that give other results
+  double host_memory_gb = 0;    // likewise, of one host for all its GPUs; 0: this one's, if it has the GPUs
 
   // To predict the time of a step; needs a measurement of one GPU. docs/scaling.md says where the defaults come
   // from.
@@ -43,7 +46,8 @@ struct PlanOptions {
   double link_bandwidth = 340, network_bandwidth = 50;                 // 1e9 bytes per second
   double start_latency = 14, link_latency = 1.9, network_latency = 4;  // microseconds
   double interference = 1.4;
-  double slowest_gpu = 0;  // per cent
+  double host_bandwidth = 0;  // to host memory and back, 1e9 bytes per second each; 0: as measured on H200s
+  double slowest_gpu = 0;     // per cent
 };
 int run_plan(const PlanOptions& options);
 

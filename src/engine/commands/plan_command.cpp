@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "engine/commands/commands.h"
+#include "engine/commands/fit_command.h"
 #include "engine/config/config_io.h"
 #include "engine/config/given_keys.h"
 #include "engine/files/file_io.h"
@@ -132,44 +133,14 @@ struct StepPlan {
   double error() const { return prediction.seconds / measured->step_seconds - 1; }
 };
 
-Links links_of(const PlanOptions& options) {
-  constexpr int64_t kGpusPerNode = 8;
-  Links links;
-  links.nodes = options.nodes > 0 ? options.nodes : (options.num_gpus + kGpusPerNode - 1) / kGpusPerNode;
-  if (options.num_gpus % links.nodes != 0) {
-    throw_bad_input("command line: --gpus {} is not a multiple of --nodes {}; change one of them", options.num_gpus,
-                    links.nodes);
-  }
-  links.link_bandwidth = 1e9 * options.link_bandwidth;
-  links.network_bandwidth = 1e9 * options.network_bandwidth;
-  links.start_latency = 1e-6 * options.start_latency;
-  links.link_latency = 1e-6 * options.link_latency;
-  links.network_latency = 1e-6 * options.network_latency;
-  links.interference = options.interference;
-  return links;
-}
-
 StepPlan plan_step(const Config& config, const PlanOptions& options) {
-  const int64_t per_micro_batch = options.num_gpus * config.training.micro_batch_size;
-  if (config.training.global_batch_size % per_micro_batch != 0) {
-    throw_bad_input(
-        "training.global_batch_size {} is not a positive multiple of training.micro_batch_size {} x {} GPUs; "
-        "change one of them",
-        config.training.global_batch_size, config.training.micro_batch_size, options.num_gpus);
-  }
-  constexpr int64_t kMostMicroBatches = 16384;
-  if (config.training.global_batch_size / per_micro_batch > kMostMicroBatches) {
-    throw_bad_input(
-        "training.global_batch_size {} is {} micro-batches on each GPU, and a step of more than {} is not "
-        "predicted: make it smaller",
-        config.training.global_batch_size, config.training.global_batch_size / per_micro_batch, kMostMicroBatches);
-  }
+  require_predicted_batch(config, options.num_gpus);
   StepPlan plan;
-  plan.links = links_of(options);
   plan.one = read_step_measurement(options.measured_path);
-  plan.links.memory_bandwidth = plan.one.copy_bandwidth;
+  plan.links = links_of(options, plan.one);
   plan.num_gpus = options.num_gpus;
-  plan.num_micro_batches = config.training.global_batch_size / per_micro_batch;
+  plan.num_micro_batches =
+      config.training.global_batch_size / (options.num_gpus * config.training.micro_batch_size);
   plan.tokens_per_step = static_cast<double>(config.training.global_batch_size * config.data.sequence_length);
   const std::vector<StepAction> actions =
       step_actions_by(plan.one, config, options.num_gpus, 1 + 0.01 * options.slowest_gpu);
@@ -256,6 +227,7 @@ void print_indivisible_batch(const Config& config, int64_t num_gpus) {
 }  // namespace
 
 int run_plan(const PlanOptions& options) {
+  if (options.fit) return run_fit(options);
   require_replaceable(options.write_path);
   const Config config = load_config(options.config_path, options.overrides);
   std::optional<StepPlan> step;
