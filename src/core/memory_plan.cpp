@@ -92,13 +92,22 @@ int64_t place_well(std::vector<Entry*> order) {
   return place(best);
 }
 
+// The total of a category, which is put at the end if it is a new one.
+size_t total_of(const std::string& category, std::vector<MemoryPlan::CategoryTotal>& totals) {
+  for (size_t i = 0; i < totals.size(); ++i) {
+    if (totals[i].category == category) return i;
+  }
+  totals.push_back({category, 0, 0});
+  return totals.size() - 1;
+}
+
 }  // namespace
 
 TensorId MemoryPlan::add(std::string category, std::string name, DType dtype, std::vector<int64_t> shape,
-                         PhaseMask phases) {
+                         PhaseMask phases, MemoryPlace place) {
   PARKA_REQUIRE(!finished());
   PARKA_REQUIRE(!shape.empty() && shape.size() <= TensorView::kMaxRank);
-  PARKA_REQUIRE(phases != 0);
+  PARKA_REQUIRE(phases != 0 && (place == MemoryPlace::kDevice || phases == kAllPhases));
   double bytes = static_cast<double>(size_of(dtype));  // exact up to the limit, and cannot overflow
   for (int64_t extent : shape) {
     PARKA_REQUIRE(extent >= 0);
@@ -109,7 +118,8 @@ TensorId MemoryPlan::add(std::string category, std::string name, DType dtype, st
                     name, category, fmt::join(shape, ", "), bytes);
   }
   const int64_t aligned_bytes = ceil_div(static_cast<int64_t>(bytes), kAlignment) * kAlignment;
-  entries_.push_back({std::move(category), std::move(name), dtype, std::move(shape), aligned_bytes, phases, -1});
+  entries_.push_back(
+      {std::move(category), std::move(name), dtype, std::move(shape), aligned_bytes, phases, place, -1});
   return {static_cast<int>(entries_.size()) - 1};
 }
 
@@ -125,7 +135,10 @@ void MemoryPlan::finish() {
   std::vector<Entry*> transient;
   int64_t persistent_bytes = 0, longest_bytes = 0;
   for (Entry& entry : entries_) {
-    if (entry.phases == kAllPhases) {
+    if (entry.place == MemoryPlace::kHost) {
+      entry.offset = total_host_bytes_;
+      total_host_bytes_ += entry.bytes;
+    } else if (entry.phases == kAllPhases) {
       entry.offset = persistent_bytes;
       persistent_bytes += entry.bytes;
     } else if (entry.phases == longest) {
@@ -150,21 +163,34 @@ int64_t MemoryPlan::total_bytes() const {
   return total_bytes_;
 }
 
+int64_t MemoryPlan::total_host_bytes() const {
+  PARKA_REQUIRE(finished());
+  return total_host_bytes_;
+}
+
+std::vector<MemoryPlan::CategoryTotal> MemoryPlan::host_summary() const {
+  PARKA_REQUIRE(finished());
+  std::vector<CategoryTotal> totals;
+  for (const Entry& entry : entries_) {
+    if (entry.place != MemoryPlace::kHost) continue;
+    CategoryTotal& total = totals[total_of(entry.category, totals)];
+    total.bytes += entry.bytes;
+    ++total.num_tensors;
+  }
+  return totals;
+}
+
 std::vector<MemoryPlan::CategoryTotal> MemoryPlan::summary() const {
   PARKA_REQUIRE(finished());
   std::vector<CategoryTotal> totals;
-  const auto total_of = [&](const std::string& category) -> size_t {
-    for (size_t i = 0; i < totals.size(); ++i) {
-      if (totals[i].category == category) return i;
-    }
-    totals.push_back({category, 0, 0});
-    return totals.size() - 1;
-  };
   // Between two neighbouring edges of tensors every byte has the same users: give them to the first category.
   std::vector<int64_t> edges;
+  std::vector<const Entry*> entries;
   std::vector<size_t> category_of;
   for (const Entry& entry : entries_) {
-    category_of.push_back(total_of(entry.category));
+    if (entry.place != MemoryPlace::kDevice) continue;
+    entries.push_back(&entry);
+    category_of.push_back(total_of(entry.category, totals));
     ++totals[category_of.back()].num_tensors;
     edges.push_back(entry.offset);
     edges.push_back(entry.offset + entry.bytes);
@@ -173,9 +199,9 @@ std::vector<MemoryPlan::CategoryTotal> MemoryPlan::summary() const {
   edges.erase(std::unique(edges.begin(), edges.end()), edges.end());
   constexpr size_t kUnused = ~size_t{0};
   std::vector<size_t> user(edges.size(), kUnused);
-  for (size_t e = 0; e < entries_.size(); ++e) {
-    const auto begin = std::lower_bound(edges.begin(), edges.end(), entries_[e].offset) - edges.begin();
-    for (auto i = static_cast<size_t>(begin); edges[i] < entries_[e].offset + entries_[e].bytes; ++i) {
+  for (size_t e = 0; e < entries.size(); ++e) {
+    const auto begin = std::lower_bound(edges.begin(), edges.end(), entries[e]->offset) - edges.begin();
+    for (auto i = static_cast<size_t>(begin); edges[i] < entries[e]->offset + entries[e]->bytes; ++i) {
       user[i] = std::min(user[i], category_of[e]);
     }
   }

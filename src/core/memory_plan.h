@@ -18,8 +18,11 @@ struct TensorId {
 using PhaseMask = uint32_t;
 inline constexpr PhaseMask kAllPhases = ~PhaseMask{0};
 
-// All tensors that a run will hold on a device, declared before anything is allocated. The same declarations serve
-// `parka plan`, which only adds up sizes, and `parka train`, which allocates exactly this, once.
+// Where a tensor lies: on the device, or in memory of its host that the device can access.
+enum class MemoryPlace : uint8_t { kDevice, kHost };
+
+// All tensors that a run will hold on a device and beside it, declared before anything is allocated. The same
+// declarations serve `parka plan`, which only adds up sizes, and `parka train`, which allocates exactly this, once.
 class MemoryPlan {
  public:
   struct Entry {
@@ -29,23 +32,25 @@ class MemoryPlan {
     std::vector<int64_t> shape;
     int64_t bytes;
     PhaseMask phases;
-    int64_t offset = -1;  // from the start of the arena; set by finish()
+    MemoryPlace place;
+    int64_t offset = -1;  // from the start of the arena's memory in `place`; set by finish()
   };
 
   static constexpr int64_t kAlignment = 256;  // of every tensor, in bytes
 
-  // Declares a tensor. A tensor of all phases never shares memory.
+  // Declares a tensor. A tensor of all phases never shares memory; one in host memory is of all phases.
   // Throws Error(kBadInput) if it is too large for any machine.
   TensorId add(std::string category, std::string name, DType dtype, std::vector<int64_t> shape,
-               PhaseMask phases = kAllPhases);
+               PhaseMask phases = kAllPhases, MemoryPlace place = MemoryPlace::kDevice);
 
   // Assigns offsets: first the tensors of all phases, one after another, then the transient ones, packed closely so
-  // that no two with a common phase overlap. The same declarations get the same offsets. Nothing may be added
-  // afterwards.
+  // that no two with a common phase overlap. Tensors in host memory lie one after another there. The same
+  // declarations get the same offsets. Nothing may be added afterwards.
   void finish();
 
   bool finished() const { return total_bytes_ >= 0; }
-  int64_t total_bytes() const;  // size of the arena
+  int64_t total_bytes() const;       // size of the arena on the device
+  int64_t total_host_bytes() const;  // and in host memory
   const std::vector<Entry>& entries() const { return entries_; }
   const Entry& operator[](TensorId id) const { return entries_.at(static_cast<size_t>(id.index)); }
 
@@ -54,13 +59,16 @@ class MemoryPlan {
     int64_t bytes;
     int64_t num_tensors;
   };
-  // Bytes per category, in order of first declaration. Memory that several categories share counts for the one
-  // declared first. So the totals add up to total_bytes(), and dropping a later category saves only its own total.
+  // Bytes on the device per category, in order of first declaration. Memory that several categories share counts
+  // for the one declared first. So the totals add up to total_bytes(), and dropping a later category saves only its
+  // own total.
   std::vector<CategoryTotal> summary() const;
+  // Likewise of what is in host memory; the totals add up to total_host_bytes().
+  std::vector<CategoryTotal> host_summary() const;
 
  private:
   std::vector<Entry> entries_;
-  int64_t total_bytes_ = -1;
+  int64_t total_bytes_ = -1, total_host_bytes_ = 0;
 };
 
 }  // namespace parka

@@ -53,8 +53,12 @@ void check_config(const OptimizerConfig& config, DType compute) {
 }  // namespace
 
 Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters,
-                     const Zero& zero, MemoryPlan& plan)
-    : config_(config), compute_(compute), zero_(zero), parameters_(std::move(parameters)) {
+                     const Zero& zero, MemoryPlan& plan, int64_t part_elements)
+    : config_(config),
+      compute_(compute),
+      zero_(zero),
+      parameters_(std::move(parameters)),
+      part_elements_(part_elements) {
   check_config(config_, compute_);
   for (const ParameterInfo& p : parameters_) {
     const int64_t piece = zero_.shard.piece(p.numel());
@@ -62,11 +66,12 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
     StateIds ids;
     ids.gradient = plan.add("gradients", p.name + ".gradient", config_.gradient, {kept});
     ids.master = declare_master(p, plan);
-    ids.exp_avg = declare_moment(p.name + ".exp_avg", config_.exp_avg_format, piece, plan);
-    ids.exp_avg_sq = declare_moment(p.name + ".exp_avg_sq", config_.exp_avg_sq_format, piece, plan);
+    ids.exp_avg = declare_moment(p, ".exp_avg", config_.exp_avg_format, plan);
+    ids.exp_avg_sq = declare_moment(p, ".exp_avg_sq", config_.exp_avg_sq_format, plan);
     ids_.push_back(ids);
   }
   if (zero_.shards_gradients()) declare_gradient_buffers(plan);
+  declare_stream_buffers(plan);
   scalars_id_ = plan.add("step scalars", "step_scalars", DType::kF32,
                          {static_cast<int64_t>(parameters_.size()) + kNumStepScalars});
 }
@@ -87,12 +92,43 @@ void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
   }
 }
 
-Optimizer::MomentIds Optimizer::declare_moment(const std::string& name, DType float8_format, int64_t numel,
-                                               MemoryPlan& plan) const {
+// Vectors stay on the device: they are small, and each would wait for copies of its own.
+MemoryPlace Optimizer::state_place(const ParameterInfo& parameter) const {
+  const bool is_vector = parameter.role == ParameterRole::kNorm || parameter.role == ParameterRole::kBias;
+  return config_.offload && !is_vector ? MemoryPlace::kHost : MemoryPlace::kDevice;
+}
+
+// As large as the largest part of a parameter takes.
+void Optimizer::declare_stream_buffers(MemoryPlan& plan) {
+  int64_t most = 0;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const int64_t count = std::min(part_elements_, zero_.shard.piece(parameters_[i].numel()));
+    std::vector<int64_t> tensors;
+    const auto add = [&](TensorId id, int64_t group) {
+      if (!id.valid() || plan[id].place != MemoryPlace::kHost) return;
+      tensors.push_back(ceil_div(count, group) * size_of(plan[id].dtype));
+    };
+    add(ids_[i].master, 1);
+    for (const MomentIds& moment : {ids_[i].exp_avg, ids_[i].exp_avg_sq}) {
+      add(moment.values, 1);
+      add(moment.amax, kMomentGroup);
+      add(moment.exponent, kMomentGroup);
+    }
+    most = std::max(most, StateStream::slot_bytes(tensors));
+  }
+  if (most == 0) return;
+  for (size_t slot = 0; slot < slot_ids_.size(); ++slot) {
+    slot_ids_[slot] = plan.add(kStreamCategory, "state_buffer." + std::to_string(slot), DType::kU8, {most});
+  }
+}
+
+Optimizer::MomentIds Optimizer::declare_moment(const ParameterInfo& parameter, const std::string& name,
+                                               DType float8_format, MemoryPlan& plan) const {
   const auto add = [&](const std::string& suffix, DType dtype, int64_t count) {
-    return plan.add(kStateCategory, name + suffix, dtype, {count});
+    return plan.add(kStateCategory, parameter.name + name + suffix, dtype, {count}, kAllPhases,
+                    state_place(parameter));
   };
-  const int64_t groups = ceil_div(numel, kMomentGroup);
+  const int64_t numel = zero_.shard.piece(parameter.numel()), groups = ceil_div(numel, kMomentGroup);
   MomentIds ids;
   ids.values = add("", state_dtype(config_.states, float8_format), numel);
   if (is_float8(config_.states)) ids.amax = add(".amax", DType::kF32, groups);
@@ -102,7 +138,8 @@ Optimizer::MomentIds Optimizer::declare_moment(const std::string& name, DType fl
 
 TensorId Optimizer::declare_master(const ParameterInfo& parameter, MemoryPlan& plan) const {
   const auto add = [&](DType dtype) {
-    return plan.add(kMasterCategory, parameter.name + ".master", dtype, {zero_.shard.piece(parameter.numel())});
+    return plan.add(kMasterCategory, parameter.name + ".master", dtype, {zero_.shard.piece(parameter.numel())},
+                    kAllPhases, state_place(parameter));
   };
   switch (config_.master) {
     case MasterForm::kFp32: return add(DType::kF32);
@@ -142,12 +179,29 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
     };
     states_.push_back({first(ids_[i].master, count), moment(ids_[i].exp_avg), moment(ids_[i].exp_avg_sq)});
   }
+  update_order_.clear();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (own_range(i).size() > 0) update_order_.push_back(i);
+  }
+  stream_ = slot_ids_[0].valid() ? make_stream(arena) : nullptr;
   scalars_ = arena[scalars_id_];
   const auto count = static_cast<int64_t>(parameters_.size());
   squares_ = scalars_.rows(0, count);
   total_squares_ = scalars_.rows(count, 1);
   loss_ = scalars_.rows(count + 1, 1);
   clip_coefficient_ = scalars_.rows(count + 2, 1);
+}
+
+std::unique_ptr<StateStream> Optimizer::make_stream(const Arena& arena) const {
+  std::vector<TensorView> slots;
+  for (const TensorId id : slot_ids_) slots.push_back(arena[id]);
+  std::vector<ParameterState> states(parameters_.size());
+  for (const size_t i : update_order_) states[i] = parameter_state(i);
+  return std::make_unique<StateStream>(arena, std::move(slots), std::move(states), part_elements_);
+}
+
+ParameterState Optimizer::parameter_state(size_t i) const {
+  return {weights_[i], states_[i].master, states_[i].exp_avg, states_[i].exp_avg_sq};
 }
 
 void Optimizer::set_weight(Device& device, size_t i, std::span<const float> values, int64_t first) {
@@ -211,14 +265,14 @@ PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t se
                             const std::function<void(size_t parameter)>& before_update, const StepLimits& limits) {
   PARKA_REQUIRE(step >= 1 && states_.size() == parameters_.size());
   device.section(StepSection::kOptimizer);
+  if (stream_) stream_->begin(update_order_);  // the first parts come while the norm is found
   find_coefficient(device, step, sums, limits);
   if (!weight_amax_.empty()) device.fill_zero(weight_amax_.data, weight_amax_.bytes());
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const ElementRange range = own_range(i);
-    if (range.size() == 0) continue;
+  for (const size_t i : update_order_) {
     if (before_update) before_update(i);
     update_parameter(device, {.step = step, .lr = lr, .seed = seed}, i);
   }
+  if (stream_) stream_->end();
   return {device.copy_to_host_later(scalars_.data, scalars_.bytes()), parameters_};
 }
 
@@ -238,15 +292,24 @@ void Optimizer::find_coefficient(Device& device, int64_t step, const SumOverRank
 }
 
 void Optimizer::update_parameter(Device& device, const Update& update, size_t i) {
+  if (!stream_) {
+    update_part(device, update, i, 0, parameter_state(i));
+    return;
+  }
+  stream_->update(i,
+                  [&](int64_t first, const ParameterState& part) { update_part(device, update, i, first, part); });
+}
+
+void Optimizer::update_part(Device& device, const Update& update, size_t i, int64_t first,
+                            const ParameterState& part) {
   const ParameterInfo& p = parameters_[i];
-  const ElementRange range = own_range(i);
   adamw_step(device,
-             {.weight = weights_[i],
-              .master = states_[i].master,
+             {.weight = part.weight,
+              .master = part.master,
               .master_form = config_.master,
-              .gradient = gradient_pieces_[i].own.rows(0, range.size()),
-              .exp_avg = states_[i].exp_avg,
-              .exp_avg_sq = states_[i].exp_avg_sq,
+              .gradient = gradient_pieces_[i].own.rows(first, part.weight.numel()),
+              .exp_avg = part.exp_avg,
+              .exp_avg_sq = part.exp_avg_sq,
               .lr = static_cast<float>(update.lr),
               .beta1 = config_.beta1,
               .beta2 = config_.beta2,
@@ -258,7 +321,7 @@ void Optimizer::update_parameter(Device& device, const Update& update, size_t i)
               .weight_amax = weight_amax_.empty() ? TensorView() : weight_amax_.rows(static_cast<int64_t>(i), 1),
               .seed = update.seed,
               .step = static_cast<uint64_t>(update.step),
-              .first_element = static_cast<uint64_t>(p.first_element + range.begin)});
+              .first_element = static_cast<uint64_t>(p.first_element + own_range(i).begin + first)});
 }
 
 StepResult PendingStep::wait() const {

@@ -1,4 +1,5 @@
 #pragma once
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -14,11 +15,13 @@
 #include "core/unit_buffers.h"
 #include "kernels/device/arena.h"
 #include "optim/optimizer_config.h"
+#include "optim/state_stream.h"
 
 namespace parka {
 
 // Categories of the memory plan.
-inline constexpr const char *kMasterCategory = "master weights", *kStateCategory = "optimizer states";
+inline constexpr const char *kMasterCategory = "master weights", *kStateCategory = "optimizer states",
+                            *kStreamCategory = "buffers for host memory";
 
 // A tensor on the device under the name that a checkpoint gives it.
 struct NamedTensor {
@@ -67,9 +70,11 @@ class Optimizer {
   // Declares gradients (category "gradients"), masters ("master weights") and moments ("optimizer states") in the
   // plan, and the few bytes in which loss and gradient norm are taken ("step scalars"). `compute` is the dtype of
   // the weights the model computes with. Throws Error(kBadInput) when config.master does not fit it: none needs
-  // fp32 weights, all other forms bf16.
+  // fp32 weights, all other forms bf16. With config.offload masters and moments of matrices are in host memory, and
+  // there are buffers ("buffers for host memory") through which they pass, `part_elements` of a parameter at a
+  // time.
   Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters, const Zero& zero,
-            MemoryPlan& plan);
+            MemoryPlan& plan, int64_t part_elements = StateStream::kPartElements);
 
   // Takes the tensors from the arena; `weights[i]` is this rank's elements of what the model computes with for
   // parameters[i], in any shape. `weight_amax` [number of parameters] fp32: where step() leaves the largest
@@ -160,16 +165,25 @@ class Optimizer {
   };
   // Queues the global norm over ranks, and the clipping coefficient of the step.
   void find_coefficient(Device& device, int64_t step, const SumOverRanks& sums, const StepLimits& limits);
-  // Queues the update of this rank's part of parameter i, which is not empty.
+  // Queues the update of this rank's part of parameter i, which is not empty: where it passes through buffers, one
+  // part of it after another.
   void update_parameter(Device& device, const Update& update, size_t i);
-  MomentIds declare_moment(const std::string& name, DType float8_format, int64_t numel, MemoryPlan& plan) const;
+  // Queues that of elements `first` and following of this rank's, whose state is `part`.
+  void update_part(Device& device, const Update& update, size_t i, int64_t first, const ParameterState& part);
+  MomentIds declare_moment(const ParameterInfo& parameter, const std::string& name, DType float8_format,
+                           MemoryPlan& plan) const;
   void declare_gradient_buffers(MemoryPlan& plan);
+  void declare_stream_buffers(MemoryPlan& plan);
+  MemoryPlace state_place(const ParameterInfo& parameter) const;
+  ParameterState parameter_state(size_t i) const;
+  std::unique_ptr<StateStream> make_stream(const Arena& arena) const;
   TensorId declare_master(const ParameterInfo& parameter, MemoryPlan& plan) const;
 
   OptimizerConfig config_;
   DType compute_;
   Zero zero_;
   std::vector<ParameterInfo> parameters_;
+  int64_t part_elements_;
   std::vector<StateIds> ids_;
   TensorId scalars_id_;
   TensorId buffer_ids_[kGradientBuffers];  // with divided gradients
@@ -179,6 +193,9 @@ class Optimizer {
   std::vector<TensorView> gradients_;
   std::vector<GradientPieces> gradient_pieces_;
   std::vector<State> states_;
+  std::array<TensorId, StateStream::kSlots> slot_ids_;  // invalid where nothing is in host memory
+  std::vector<size_t> update_order_;                    // parameters that this rank updates
+  std::unique_ptr<StateStream> stream_;                 // null where nothing is in host memory
   // fp32: the sum of squares of each gradient, then that of all, the loss and the clipping coefficient.
   TensorView scalars_;
   TensorView squares_, total_squares_, loss_, clip_coefficient_;  // parts of scalars_

@@ -54,6 +54,7 @@ struct OptimizerConfig {
   DType exp_avg_format = DType::kE4M3;
   DType exp_avg_sq_format = DType::kE4M3;
   MasterForm master = MasterForm::kFp32;
+  bool offload = false;
   DType gradient = DType::kF32;
   ScheduleConfig schedule;
 
@@ -82,6 +83,10 @@ struct OptimizerConfig {
     visit("master", master,
           "Master weights: fp32, fp32_split (same bits in less memory), bf16_sr (stochastic rounding), or none "
           "(if and only if precision.compute = fp32)");
+    visit(
+        "offload", offload,
+        "Keep moments and masters of matrices in host memory, where they pass through buffers on the device to each "
+        "update (same bits)");
     visit("gradient", gradient, "Number format that gradients are accumulated in",
           one_of(DType::kF32, DType::kBF16));
     visit("schedule", schedule, "Learning rate over the steps");

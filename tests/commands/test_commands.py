@@ -140,6 +140,25 @@ class Plan(unittest.TestCase):
                 gigabytes = [float(number) for number in re.findall(r"([0-9.]+) GB", line)]
                 self.assertTrue(any(abs(number * 1e9 / saved - 1) < 0.01 for number in gigabytes), line)
 
+    def test_offloaded_masters_and_moments_are_in_host_memory(self):
+        name, kinds = "olmo-7b-coat.json", ("master weights", "optimizer states")
+        offload = ("--set", "optimizer.offload=true")
+        for more in ((), ("--gpus", "8", "--set", "distributed.zero_stage=3")):
+            with self.subTest(more):
+                plain, offloaded = self.plan(name, *more), self.plan(name, *more, *offload)
+                self.assertNotIn("bytes_in_host_memory", plain)
+                before, after, host = plain["bytes"], offloaded["bytes"], offloaded["bytes_in_host_memory"]
+                self.assertEqual(tuple(host), kinds)
+                for kind in kinds:
+                    self.assertEqual(after.get(kind, 0) + host[kind], before[kind])
+                    self.assertLess(after.get(kind, 0), 0.001 * before[kind])  # of norms
+                self.assertEqual(offloaded["total_bytes"] - after["buffers for host memory"],
+                                 plain["total_bytes"] - sum(host.values()))
+                self.assertLess(after["buffers for host memory"], 700e6)
+                text = parka("plan", os.path.join(ROOT, "configs", name), *more, *offload).stdout
+                for kind in kinds:
+                    self.assertIn(f"in host memory, for each GPU: {host[kind] * 1e-9:.3f} GB pinned for {kind}\n", text)
+
     def test_text_output_says_whether_it_fits(self):
         result = parka("plan", os.path.join(ROOT, "configs", "olmo-7b-coat.json"), "--gpus", "8")
         self.assertEqual(result.returncode, 0, result.stderr)
@@ -193,6 +212,20 @@ class StepTime(RunFolder):
         self.assertGreater(self.plan(*quick)["slowed_seconds"], self.plan(*quick, "--interference", "0.1")["slowed_seconds"])
         self.assertGreater(normal["communication_seconds"], self.plan("--gpus", "8", *stage[4:])["communication_seconds"])
 
+    def test_states_in_host_memory_take_the_time_of_their_link(self):
+        offload, on_device = ("--set", "optimizer.offload=true"), self.plan()
+        self.assertNotIn("host_exposed_seconds", on_device)
+        fast, slow = (self.plan(*offload, "--host-bandwidth", bandwidth) for bandwidth in ("1", "0.01"))
+        for step in (fast, slow):
+            self.assertEqual(step["host_bytes_in"], step["host_bytes_out"])
+            self.assertGreater(step["host_bytes_in"], 0)
+            self.assertAlmostEqual(step["compute_seconds"] / on_device["compute_seconds"], 1, places=6)
+            self.assertAlmostEqual(step["seconds"], step["compute_seconds"] + step["host_exposed_seconds"], places=6)
+        self.assertGreater(slow["host_exposed_seconds"], 0.9 * slow["host_bytes_in"] / 1e7)
+        self.assertGreater(slow["host_exposed_seconds"], 10 * fast["host_exposed_seconds"])
+        text = parka("plan", self.path("config.json"), "--measured", self.measured, *offload).stdout
+        self.assertRegex(text, r"host memory +[0-9.]+ GB in, [0-9.]+ GB out of each GPU: waiting for it is [0-9.]+ % of the step")
+
     def test_text_output(self):
         result = parka("plan", self.path("config.json"), "--measured", self.measured, "--compare", self.measured)
         self.assert_exit(result, 0)
@@ -209,6 +242,7 @@ class StepTime(RunFolder):
             (("--measured", self.path("broken.json")), ["broken.json", "parka bench"]),
             (("--nodes", "2"), ["--measured"]),
             (("--interference", "0.5"), ["--measured"]),
+            (("--host-bandwidth", "50"), ["--measured"]),
             (("--compare", self.measured), ["--measured"]),
             ((*measured, "--interference", "-1"), ["--interference"]),
             ((*measured, "--gpus", "4", "--nodes", "3"), ["--gpus", "--nodes"]),

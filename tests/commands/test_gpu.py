@@ -38,12 +38,13 @@ class GpuAgainstCpu(RunFolder):
             file.write(b"".join(b"\0" * 8 + b"\1" * (len(line) - 7) if len(line) > 7 else b"\0" * (len(line) + 1)
                                 for line in lines)[:1_000_000])
 
-    def config(self, run, device, recipe="bf16", steps=STEPS, norm="layernorm", kv_heads=0, **data):
+    def config(self, run, device, recipe="bf16", steps=STEPS, norm="layernorm", kv_heads=0, offload=False,
+               **data):
         return {
             "model": {"vocab_size": 272, "d_model": 128, "num_layers": 3, "num_heads": 2, "num_kv_heads": kv_heads,
                       "d_ffn": 352, "norm": norm, "tie_embeddings": norm == "layernorm"},
             "precision": {"recipe": recipe},
-            "optimizer": {"lr": 2e-3, "schedule": {"kind": "constant", "warmup_steps": 20}},
+            "optimizer": {"lr": 2e-3, "offload": offload, "schedule": {"kind": "constant", "warmup_steps": 20}},
             "data": {"train": [self.path("text.npy")], "sequence_length": 256, **data},
             "training": {"steps": steps, "global_batch_size": 8, "micro_batch_size": 4, "log_interval": 20},
             "checkpoint": {"folder": self.path(run), "interval": STEPS // 2, "keep": 0},
@@ -122,6 +123,22 @@ class GpuAgainstCpu(RunFolder):
                            for run in runs]
                 self.assertTrue(tensors[0])
                 self.assertEqual(*tensors)
+
+    def test_states_in_host_memory_give_equal_bits_also_when_resumed(self):
+        for recipe in ("bf16", "parka"):
+            with self.subTest(recipe=recipe):
+                straight, offloaded, resumed = (f"{recipe}_{which}" for which in ("straight", "offloaded", "resumed"))
+                losses = [self.run_training(straight, "cuda", recipe=recipe),
+                          self.run_training(offloaded, "cuda", recipe=recipe, offload=True)]
+                self.run_training(resumed, "cuda", recipe=recipe, steps=STEPS // 2, offload=True)
+                losses.append(self.run_training(resumed, "cuda", recipe=recipe))
+                final = f"step_{STEPS:08}"
+                tensors = [tree_digest(self.path(f"{run}/{final}"), only=lambda path: path.endswith(".safetensors"))
+                           for run in (straight, offloaded, resumed)]
+                self.assertTrue(tensors[0])
+                for which in (1, 2):
+                    self.assertEqual(losses[which], losses[0])
+                    self.assertEqual(tensors[which], tensors[0])
 
     def test_a_checkpoint_goes_on_on_the_other_device(self):
         straight = {device: self.run_training(f"straight_{device}", device) for device in ("cpu", "cuda")}

@@ -91,6 +91,34 @@ TEST_CASE("random memory plans: no two tensors of a common phase overlap", "[mem
   CHECK(planned < unshared);
 }
 
+TEST_CASE("tensors in host memory take none of the device and lie one after another there", "[memory_plan]") {
+  MemoryPlan plan, without;
+  const auto add_host = [&](const char* category, const char* name, int64_t elements) {
+    return plan.add(category, name, DType::kF32, {elements}, kAllPhases, MemoryPlace::kHost);
+  };
+  plan.add("weights", "weight", DType::kBF16, {300});
+  without.add("weights", "weight", DType::kBF16, {300});
+  const TensorId first = add_host("states", "first", 100);
+  plan.add("activations", "forward only", DType::kF32, {1000}, kForward);
+  without.add("activations", "forward only", DType::kF32, {1000}, kForward);
+  const TensorId master = add_host("masters", "master", 50), second = add_host("states", "second", 64);
+  plan.finish();
+  without.finish();
+  CHECK(plan[first].offset == 0);
+  CHECK(plan[master].offset == 512);
+  CHECK(plan[second].offset == 768);
+  CHECK(plan.total_host_bytes() == 1024);
+  CHECK(without.total_host_bytes() == 0);
+  CHECK(plan.total_bytes() == without.total_bytes());
+  CHECK(plan.summary().size() == 2);
+  REQUIRE(plan.host_summary().size() == 2);
+  CHECK(plan.host_summary()[0].category == "states");
+  CHECK(plan.host_summary()[0].bytes == 768);
+  CHECK(plan.host_summary()[0].num_tensors == 2);
+  CHECK(plan.host_summary()[1].bytes == 256);
+  CHECK(without.host_summary().empty());
+}
+
 TEST_CASE("tensors of different phases share memory, persistent ones never", "[memory_plan]") {
   MemoryPlan plan;
   const TensorId forward = plan.add("activations", "forward only", DType::kF32, {1000}, kForward);
@@ -143,6 +171,9 @@ TEST_CASE("memory plans refuse wrong use", "[memory_plan]") {
   CHECK(code_of_error([&] { plan.add("a", "rank 5", DType::kF32, {1, 1, 1, 1, 1}); }) == ExitCode::kInternal);
   CHECK(code_of_error([&] { plan.add("a", "negative", DType::kF32, {-2, -2}); }) == ExitCode::kInternal);
   CHECK(code_of_error([&] { plan.add("a", "never alive", DType::kF32, {1}, 0); }) == ExitCode::kInternal);
+  CHECK(code_of_error([&] {
+          plan.add("a", "host memory in turn", DType::kF32, {1}, kForward, MemoryPlace::kHost);
+        }) == ExitCode::kInternal);
   plan.finish();
   CHECK(code_of_error([&] { plan.finish(); }) == ExitCode::kInternal);
   CHECK(code_of_error([&] { plan.add("a", "late", DType::kF32, {1}); }) == ExitCode::kInternal);

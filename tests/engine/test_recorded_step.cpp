@@ -4,6 +4,7 @@
 #include <ctime>
 #include <map>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -215,6 +216,40 @@ TEST_CASE("a recorded step has the ops, collectives and waits of ranks in their 
       CAPTURE(recipe, stage, "two groups of two");
       check_recording(config, 4);
     }
+  }
+}
+
+TEST_CASE("updates of states in host memory are recorded as they are queued, with their copies",
+          "[engine][recorded step][offload]") {
+  using Kind = RecordedTransfer::Kind;
+  for (int64_t stage = 0; stage <= 3; ++stage) {
+    CAPTURE(stage);
+    const TemporaryFolder folder;
+    Config config = step_config(folder.path().string(), "parka", stage, true, 2, 2);
+    config.optimizer.offload = true;
+    check_recording(config, 2);
+    // Of parts of parameters, which are updated one after another: wait, save, and a load into the buffer that it
+    // frees. Three loads are ahead.
+    std::vector<RecordedTransfer> transfers;
+    for (const RecordedStep::Part& part : record_step(config, 2).parts) {
+      for (const RecordedStep::Work& work : part.work) {
+        if (const auto* transfer = std::get_if<RecordedTransfer>(&work)) transfers.push_back(*transfer);
+      }
+    }
+    const auto num_parts = static_cast<size_t>(
+        std::count_if(transfers.begin(), transfers.end(), [](const auto& t) { return t.kind == Kind::kSave; }));
+    REQUIRE(num_parts > 3);
+    std::vector<std::pair<Kind, size_t>> expected = {{Kind::kFollowDevice, 0}};
+    for (size_t part = 0; part < 3; ++part) expected.emplace_back(Kind::kLoad, part);
+    for (size_t part = 0; part < num_parts; ++part) {
+      expected.emplace_back(Kind::kWaitLoaded, part % 3);
+      expected.emplace_back(Kind::kSave, 0);
+      if (part + 3 < num_parts) expected.emplace_back(Kind::kLoad, part % 3);
+    }
+    expected.emplace_back(Kind::kWaitSaved, 0);
+    std::vector<std::pair<Kind, size_t>> recorded;
+    for (const RecordedTransfer& transfer : transfers) recorded.emplace_back(transfer.kind, transfer.slot);
+    CHECK((recorded == expected));
   }
 }
 

@@ -34,6 +34,8 @@ class DeviceWithoutStaging final : public Device {
   std::string description() const override { return cpu_->description(); }
   void* allocate(int64_t bytes) override { return cpu_->allocate(bytes); }
   void release(void* memory) override { cpu_->release(memory); }
+  void* allocate_host(int64_t bytes) override { return cpu_->allocate_host(bytes); }
+  void release_host(void* memory) override { cpu_->release_host(memory); }
   void set_workspace(void* memory, int64_t bytes) override { cpu_->set_workspace(memory, bytes); }
   void copy_to_device(void* target, const void* host, int64_t bytes) override {
     cpu_->copy_to_device(target, host, bytes);
@@ -48,6 +50,9 @@ class DeviceWithoutStaging final : public Device {
   void fill_zero(void* target, int64_t bytes) override { cpu_->fill_zero(target, bytes); }
   std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) override {
     return cpu_->make_host_store(num_slots, slot_bytes);
+  }
+  std::unique_ptr<HostStream> make_host_stream(size_t num_slots) override {
+    return cpu_->make_host_stream(num_slots);
   }
   std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t) override { return std::make_unique<NoStaging>(); }
   void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& work) override {

@@ -139,6 +139,24 @@ TEST_CASE("one GPU is expected to take what it took, whatever ops took", "[engin
   }
 }
 
+TEST_CASE("waits for states in host memory are not work of the measured GPU", "[engine][step model]") {
+  json config = measured_config();
+  config["optimizer"]["offload"] = true;
+  json file = measurement(by_work, config);
+  const auto wait = [](const char* what, double seconds) {
+    return json{{"section", "optimizer"}, {"for", what}, {"count", 3}, {"seconds", seconds}};
+  };
+  file["waits"] = {wait("states from the host", 0.25), wait("gathered weights", 0.1),
+                   wait("states to the host", 0.05)};
+  const StepMeasurement one = Written(file).read();
+  CHECK(step_seconds(one, one.config, 1) == Approx(0.6));
+  Config on_device = one.config;
+  on_device.optimizer.offload = false;
+  CHECK(step_seconds(one, on_device, 1) == Approx(0.6));
+  file["waits"][0]["seconds"] = 0.9;
+  CHECK(refusal([&] { Written(file).read(); }).find("waits longer than it takes") != std::string::npos);
+}
+
 TEST_CASE("what ZeRO divides takes less, but for its launches", "[engine][step model]") {
   const auto is_divided = [](const RecordedOp& op) { return op.op == "adamw_step" || op.op == "sum_of_squares"; };
   const Seconds seconds = [&](const RecordedOp& op) {
@@ -208,7 +226,7 @@ TEST_CASE("a change that saves memory takes what its ops do", "[engine][step mod
     const auto step = steps.predict(config);
     REQUIRE(step);
     CHECK(step->seconds == Approx(scale * own_seconds(config, 1, by_work)).epsilon(1e-3));
-    CHECK(step->host_seconds == 0);
+    CHECK(step->host_exposed_seconds == 0);
   }
   const auto base = steps.predict(one.config);
   const auto recomputed = steps.predict(override_config(measured_config(), {"precision.recompute=block"}, "test"));
@@ -235,8 +253,8 @@ TEST_CASE("copies to host memory slow the work beside them, and are waited for w
   const auto host_seconds = [&](double bandwidth) {
     const Links links = {.memory_bandwidth = 10 * bytes, .host_bandwidth = bandwidth, .interference = 0.5};
     const StepPrediction step = ChangedSteps(one, config, links, 1, /*slowest=*/1).predict(config).value();
-    CHECK(step.seconds == Approx(step.compute_seconds + step.host_seconds));
-    return step.host_seconds;
+    CHECK(step.seconds == Approx(step.compute_seconds + step.host_exposed_seconds));
+    return step.host_exposed_seconds;
   };
   const double slowed = 4 * 2 * 0.05;  // micro-batches, out and back
   CHECK(host_seconds(1e3 * bytes) == Approx(slowed));

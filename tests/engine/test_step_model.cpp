@@ -5,6 +5,7 @@
 
 #include "core/shard.h"
 #include "engine/planning/stream_timeline.h"
+#include "engine/step/declared_run.h"
 #include "model/parameter_table.h"
 #include "tests/engine/step_config.h"
 #include "tests/support/catch.h"
@@ -79,6 +80,35 @@ TEST_CASE("what waits for a collective is exposed to it", "[engine][step model]"
   timeline.wait(2);
   CHECK(timeline.now() == 6);
   CHECK(timeline.exposed_seconds() == 3);
+}
+
+TEST_CASE("copies from and to host memory go on at once, each behind what it is ordered behind",
+          "[engine][step model]") {
+  StreamTimeline timeline;
+  timeline.compute(1);
+  timeline.follow_device();
+  timeline.load(0, 2);  // from 1 to 3
+  timeline.load(1, 2);  // to 5
+  timeline.compute(0.5);
+  timeline.wait_loaded(0);
+  CHECK(timeline.now() == 3);
+  timeline.compute(1);
+  timeline.save(2);     // from 4 to 6
+  timeline.load(0, 2);  // from 6 to 8
+  timeline.wait_loaded(1);
+  CHECK(timeline.now() == 5);
+  timeline.compute(0.5);
+  timeline.save(2);  // from 6 to 8
+  timeline.wait_loaded(0);
+  timeline.save(1);  // from 8 to 9
+  timeline.compute(0.25);
+  CHECK(timeline.now() == 8.25);
+  timeline.wait_saved();
+  timeline.wait_saved();
+  CHECK(timeline.now() == 9);
+  CHECK(timeline.host_exposed_seconds() == 1.5 + 1 + 2.5 + 0.75);
+  CHECK(timeline.exposed_seconds() == 0);
+  CHECK_THROWS(timeline.wait_loaded(2));
 }
 
 TEST_CASE("collectives run one after the other", "[engine][step model]") {
@@ -187,6 +217,36 @@ TEST_CASE("one GPU only computes", "[engine][step model]") {
   CHECK(step.hidden_fraction() == 1);
   CHECK(std::all_of(actions.begin(), actions.end(),
                     [](const StepAction& action) { return action.kind == Kind::kCompute; }));
+}
+
+TEST_CASE("states in host memory pass the link once in each direction, and the step waits for what nothing hides",
+          "[engine][step model]") {
+  const TemporaryFolder folder;
+  Config config = step_config(folder.path().string(), "parka", 0, true, 1, 1);
+  const auto predict = [&](double host_bandwidth) {
+    Links links = kByteASecond;
+    links.host_bandwidth = host_bandwidth;
+    return predict_step(actions_of(config, 1, per_op(0, 1)), links, 1);
+  };
+  const StepPrediction on_device = predict(1);
+  CHECK(on_device.host_bytes_in == 0);
+  CHECK(on_device.host_exposed_seconds == 0);
+  config.optimizer.offload = true;
+  double bytes = 0;  // without padding to MemoryPlan::kAlignment
+  const DeclaredRun run(config, DeviceKind::kCpu);
+  for (const MemoryPlan::Entry& entry : run.plan.entries()) {
+    if (entry.place == MemoryPlace::kHost) bytes += static_cast<double>(entry.shape[0] * size_of(entry.dtype));
+  }
+  const StepPrediction slow = predict(1), fast = predict(2);
+  CHECK(bytes > 0);
+  CHECK(slow.host_bytes_in == bytes);
+  CHECK(slow.host_bytes_out == bytes);
+  CHECK(slow.compute_seconds == Approx(on_device.compute_seconds));
+  CHECK(slow.seconds == Approx(slow.compute_seconds + slow.host_exposed_seconds));
+  // Both directions at once, but for the first part and the last; no update takes time here.
+  CHECK(slow.host_exposed_seconds >= bytes);
+  CHECK(slow.host_exposed_seconds < 1.5 * bytes);
+  CHECK(fast.host_exposed_seconds == Approx(slow.host_exposed_seconds / 2));
 }
 
 TEST_CASE("micro-batches between the first and the last are each as one that is recorded", "[engine][step model]") {

@@ -348,6 +348,40 @@ TEST_CASE("a restored run takes the same steps wherever kept activations wait", 
   }
 }
 
+TEST_CASE("a restored run takes the same steps wherever masters and moments are",
+          "[engine][training_run][offload]") {
+  for (const char* recipe : {"fp32", "bf16", "coat", "parka"}) {
+    const TemporaryFolder folder;
+    const auto device = make_cpu_device();
+    Config plain = tiny_config(folder.path().string(), recipe);
+    plain.telemetry.interval = 2;
+    Config offloaded = plain;
+    offloaded.optimizer.offload = true;
+    for (const auto& [before, after] : {std::pair(plain, offloaded), std::pair(offloaded, plain)}) {
+      CAPTURE(recipe, before.optimizer.offload);
+      TrainingRun run(before, *device, alone()), restored(after, *device, alone());
+      run.initialize();
+      for (int i = 0; i < 3; ++i) run.step();
+      const LoadedCheckpoint checkpoint =
+          saved(run, folder / fmt::format("run{}", before.optimizer.offload), [](auto&) {});
+      CHECK(restored.restore(checkpoint).size() == 1);  // the key itself
+      for (int i = 0; i < 4; ++i) {
+        const StepReport a = *run.step(), b = *restored.step();
+        CHECK((a.step == b.step && a.loss == b.loss && a.grad_norm == b.grad_norm && b.applied));
+        REQUIRE(a.telemetry.has_value() == b.telemetry.has_value());
+        if (a.telemetry) {
+          CHECK(telemetry_records(*a.telemetry, a.step, run.model().parameters()) ==
+                telemetry_records(*b.telemetry, b.step, run.model().parameters()));
+        }
+      }
+      const CheckpointContents a = run.snapshot(), b = restored.snapshot();
+      CHECK(std::equal(
+          a.tensors.begin(), a.tensors.end(), b.tensors.begin(), b.tensors.end(),
+          [](const HostTensor& x, const HostTensor& y) { return x.name == y.name && x.bytes == y.bytes; }));
+    }
+  }
+}
+
 TEST_CASE("the plan of a run has less of what offloaded blocks keep, and of nothing more",
           "[engine][training_run][offload]") {
   const TemporaryFolder folder;

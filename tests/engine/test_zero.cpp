@@ -403,6 +403,27 @@ TEST_CASE("kept activations that wait in host memory do not change a bit of any 
   }
 }
 
+TEST_CASE("masters and moments in host memory do not change a bit of any stage", "[engine][zero][offload][slow]") {
+  for (const char* recipe : {"bf16", "parka"}) {
+    for (const int ranks : {1, 2, 4}) {
+      for (int64_t stage = 0; stage <= (ranks == 1 ? 0 : 3); ++stage) {
+        CAPTURE(recipe, ranks, stage);
+        const TemporaryFolder folder;
+        Config config = config_for(folder, recipe, stage);
+        config.reliability.state_interval = 1;
+        config.reliability.replica_interval = 2;
+        const Outcome plain = train(config, ranks);
+        config.optimizer.offload = true;
+        const Outcome offloaded = train(config, ranks);
+        CHECK(offloaded.losses == plain.losses);
+        CHECK(offloaded.norms == plain.norms);
+        CHECK(offloaded.held_out == plain.held_out);
+        CHECK((offloaded.tensors == plain.tensors));
+      }
+    }
+  }
+}
+
 TEST_CASE("what gradients held before a step changes nothing", "[engine][zero][slow]") {
   struct Case {
     const char* recipe;

@@ -105,6 +105,8 @@ void add_step_model(CLI::App& command, CLI::Option& measured, PlanOptions& optio
   };
   add("--link-bandwidth", options.link_bandwidth, "NCCL's bus bandwidth within a node, GB/s");
   add("--network-bandwidth", options.network_bandwidth, "Bandwidth from one GPU to other nodes, GB/s");
+  add("--host-bandwidth", options.host_bandwidth,
+      "Bandwidth between a GPU and its host's memory, GB/s in each direction");
   add("--start-latency", options.start_latency, "Latency of starting a collective, microseconds");
   add("--link-latency", options.link_latency, "Latency of a hop within a node, microseconds");
   add("--network-latency", options.network_latency, "Latency of a hop between nodes, microseconds");
@@ -162,14 +164,6 @@ void add_plan(CLI::App& app, PlanOptions& options) {
                                            "Measurement on one GPU, written by `parka bench CONFIG --json FILE`")
                                ->type_name("FILE");
   add_step_model(command, measured, options);
-  command
-      .add_option("--host-bandwidth", options.host_bandwidth,
-                  "Bandwidth of one GPU to host memory and, at once, back, GB/s each (default: 55, and "
-                  "31 where several GPUs share a host)")
-      ->check(kPositive)
-      ->needs(&measured)
-      ->needs(&fit)
-      ->default_str("");
   command.get_option("--compare")->excludes(&fit);
 }
 

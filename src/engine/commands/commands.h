@@ -42,12 +42,11 @@ struct PlanOptions {
   // To predict the time of a step; needs a measurement of one GPU. docs/scaling.md says where the defaults come
   // from.
   std::string measured_path, compare_path;
-  int64_t nodes = 0;                                                   // 0: nodes of eight GPUs
-  double link_bandwidth = 340, network_bandwidth = 50;                 // 1e9 bytes per second
-  double start_latency = 14, link_latency = 1.9, network_latency = 4;  // microseconds
+  int64_t nodes = 0;                                                         // 0: nodes of eight GPUs
+  double link_bandwidth = 340, network_bandwidth = 50, host_bandwidth = 55;  // 1e9 bytes per second
+  double start_latency = 14, link_latency = 1.9, network_latency = 4;        // microseconds
   double interference = 1.4;
-  double host_bandwidth = 0;  // to host memory and back, 1e9 bytes per second each; 0: as measured on H200s
-  double slowest_gpu = 0;     // per cent
+  double slowest_gpu = 0;  // per cent
 };
 int run_plan(const PlanOptions& options);
 

@@ -178,7 +178,7 @@ void print_fit_json(const Fit& fit, const PlanOptions& options) {
                                  {"command", fit.command}};
   if (fit.step) {
     json["step"] = {{"seconds", fit.step->seconds},
-                    {"host_seconds", fit.step->host_seconds},
+                    {"host_exposed_seconds", fit.step->host_exposed_seconds},
                     {"tokens_per_second_per_gpu", fit.tokens_per_second_per_gpu},
                     {"tokens_per_second", fit.tokens_per_second_per_gpu * static_cast<double>(options.num_gpus)}};
   }
@@ -188,8 +188,6 @@ void print_fit_json(const Fit& fit, const PlanOptions& options) {
 }  // namespace
 
 Links links_of(const PlanOptions& options, const StepMeasurement& one) {
-  // To pinned memory, of one H200 and of four of one machine at once (docs/results/memory.md).
-  constexpr double kHostAlone = 55, kHostShared = 31;
   Links links;
   links.nodes = options.nodes > 0 ? options.nodes : ceil_div(options.num_gpus, kGpusPerNode);
   if (options.num_gpus % links.nodes != 0) {
@@ -203,8 +201,7 @@ Links links_of(const PlanOptions& options, const StepMeasurement& one) {
   links.network_latency = 1e-6 * options.network_latency;
   links.interference = options.interference;
   links.memory_bandwidth = one.copy_bandwidth;
-  const double as_measured = options.num_gpus > links.nodes ? kHostShared : kHostAlone;
-  links.host_bandwidth = 1e9 * (options.host_bandwidth > 0 ? options.host_bandwidth : as_measured);
+  links.host_bandwidth = 1e9 * options.host_bandwidth;
   return links;
 }
 

@@ -51,6 +51,9 @@ void print_table(const Config& config, const GpuPlan& plan, int64_t num_gpus) {
   print_line(planned, num_gpus, in_use);
   print_line(context, num_gpus, in_use);
   print_line({"in use on the GPU", planned.unsharded_bytes + context.unsharded_bytes, in_use}, num_gpus, in_use);
+  for (const MemoryPlan::CategoryTotal& line : plan.host_lines) {
+    fmt::print("in host memory, for each GPU: {:.3f} GB pinned for {}\n", gb(line.bytes), line.category);
+  }
   if (plan.host_bytes > 0) {
     std::printf("in host memory, for each GPU: %.3f GB for what %lld blocks keep for backward\n",
                 gb(plan.host_bytes), static_cast<long long>(config.precision.offload_blocks));
@@ -152,6 +155,8 @@ StepPlan plan_step(const Config& config, const PlanOptions& options) {
   return plan;
 }
 
+bool moves_states(const StepPrediction& step) { return step.host_bytes_in + step.host_bytes_out > 0; }
+
 void print_step(const StepPlan& plan) {
   const StepPrediction& step = plan.prediction;
   std::printf("\nmeasured on one %s: %.2f ms for %lld micro-batch%s, %.0f tok/s\n", plan.one.device.c_str(),
@@ -164,9 +169,17 @@ void print_step(const StepPlan& plan) {
   std::printf("%-18s %9.2f ms\n", "own work", 1e3 * step.compute_seconds);
   std::printf("%-18s %9.2f ms slowdown by communication beside it\n", "", 1e3 * step.slowed_seconds);
   std::printf("%-18s %9.2f ms waiting for communication\n", "", 1e3 * step.exposed_seconds);
+  if (moves_states(step)) {
+    std::printf("%-18s %9.2f ms waiting for copies from and to host memory\n", "", 1e3 * step.host_exposed_seconds);
+  }
   std::printf("%-18s %9.2f ms\n", "step", 1e3 * step.seconds);
   std::printf("%-18s %9.2f ms, %.1f %% of it hidden, %.2f GB sent by each GPU\n", "communication",
               1e3 * step.communication_seconds, 100 * step.hidden_fraction(), 1e-9 * step.communicated_bytes);
+  if (moves_states(step)) {
+    std::printf("%-18s %9.2f GB in, %.2f GB out of each GPU: waiting for it is %.1f %% of the step\n",
+                "host memory", 1e-9 * step.host_bytes_in, 1e-9 * step.host_bytes_out,
+                100 * step.host_exposed_seconds / step.seconds);
+  }
   std::printf("%-18s %9.0f tok/s per GPU, %.0f in total\n", "speed", plan.tokens_per_second_per_gpu(),
               plan.tokens_per_second_per_gpu() * static_cast<double>(plan.num_gpus));
   std::printf("%-18s %9.1f %% of the measured GPU's speed\n", "efficiency", 100 * plan.efficiency());
@@ -190,6 +203,11 @@ nlohmann::ordered_json step_json(const StepPlan& plan) {
       {"tokens_per_second_per_gpu", plan.tokens_per_second_per_gpu()},
       {"tokens_per_second", plan.tokens_per_second_per_gpu() * static_cast<double>(plan.num_gpus)},
       {"efficiency", plan.efficiency()}};
+  if (moves_states(step)) {
+    json["host_exposed_seconds"] = step.host_exposed_seconds;
+    json["host_bytes_in"] = step.host_bytes_in;
+    json["host_bytes_out"] = step.host_bytes_out;
+  }
   if (plan.measured) {
     json["measured_seconds"] = plan.measured->step_seconds;
     json["error"] = plan.error();
@@ -206,6 +224,9 @@ void print_plan_json(const GpuPlan& plan, const Config& config, const PlanOption
                                  {"context_bytes", context_bytes(options.num_gpus)},
                                  {"fits", fits}};
   for (const GpuPlan::Line& line : plan.lines) json["bytes"][line.category] = line.bytes;
+  for (const MemoryPlan::CategoryTotal& line : plan.host_lines) {
+    json["bytes_in_host_memory"][line.category] = line.bytes;
+  }
   if (plan.host_bytes > 0) json["host_bytes"] = plan.host_bytes;
   if (plan.staging_bytes > 0) json["staging_bytes"] = plan.staging_bytes;
   json["saved_bytes_per_token_layer"] = plan.saved_bytes_per_token_layer;

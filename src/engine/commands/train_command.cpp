@@ -223,6 +223,9 @@ class TrainCommand {
                            static_cast<double>(total.bytes) / 0x1p20);
     }
     spdlog::info("memory plan: {:.1f} MiB: {}", static_cast<double>(run_.plan().total_bytes()) / 0x1p20, parts);
+    for (const auto& total : run_.plan().host_summary()) {
+      spdlog::info("in host memory: {} {:.1f} MiB", total.category, static_cast<double>(total.bytes) / 0x1p20);
+    }
     describe_data();
   }
 

@@ -59,8 +59,9 @@ std::optional<StepPrediction> ChangedSteps::predict(const Config& changed) const
   const RecordedStep step = record_step(changed, num_gpus_);
   StepPrediction prediction =
       predict_step(step_actions(step, work_), links_, num_gpus_, changed.distributed.shard_size);
-  prediction.host_seconds = host_copy_seconds(step, work_, host_copies(changed, num_gpus_), links_);
-  prediction.seconds += prediction.host_seconds;
+  const double copies = host_copy_seconds(step, work_, host_copies(changed, num_gpus_), links_);
+  prediction.host_exposed_seconds += copies;
+  prediction.seconds += copies;
   return prediction;
 }
 

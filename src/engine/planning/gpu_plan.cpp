@@ -16,6 +16,7 @@ GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
   for (const MemoryPlan::CategoryTotal& total : alone.plan.summary()) unsharded[total.category] = total.bytes;
   GpuPlan result;
   result.host_bytes = run.model.host_bytes(run.plan);
+  result.host_lines = run.plan.host_summary();
   result.staging_bytes = staging_bytes(config, run, zero, num_gpus / zero.shard.size);
   for (const MemoryPlan::CategoryTotal& total : run.plan.summary()) {
     result.lines.push_back({total.category, unsharded[total.category], total.bytes});
@@ -31,7 +32,7 @@ GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
 
 MemoryBytes planned_memory(const Config& config, int64_t num_gpus) {
   const DeclaredRun run(config, DeviceKind::kCuda, zero_of(config.distributed, 0, num_gpus));
-  return {.gpu = run.plan.total_bytes(), .host = run.model.host_bytes(run.plan)};
+  return {.gpu = run.plan.total_bytes(), .host = run.model.host_bytes(run.plan) + run.plan.total_host_bytes()};
 }
 
 int64_t planned_bytes(const Config& config, int64_t num_gpus) { return planned_memory(config, num_gpus).gpu; }

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "core/memory_plan.h"
 #include "engine/config/config.h"
 
 namespace parka {
@@ -30,9 +31,12 @@ struct GpuPlan {
     int64_t bytes;            // on each of num_gpus
   };
   std::vector<Line> lines;
-  int64_t total_bytes = 0;                 // sum of `bytes`
-  int64_t host_bytes = 0;                  // of the process beside each GPU, for offloaded blocks
-  int64_t staging_bytes = 0;               // likewise, for checkpoints that are saved beside the training
+  int64_t total_bytes = 0;  // sum of `bytes`
+  // In memory of the process beside each GPU: tensors, by category; what offloaded blocks keep; what checkpoints
+  // that are saved beside the training are copied to.
+  std::vector<MemoryPlan::CategoryTotal> host_lines;
+  int64_t host_bytes = 0;
+  int64_t staging_bytes = 0;
   double saved_bytes_per_token_layer = 0;  // kept for backward, per token and block
 };
 

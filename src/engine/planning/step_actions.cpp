@@ -25,6 +25,9 @@ class PartActions {
 
   void operator()(const RecordedOp& op) { compute(seconds_.of_op(op)); }
   void operator()(const RecordedFill& fill) { move(fill.bytes); }
+  void operator()(const RecordedTransfer& transfer) {
+    actions_.push_back({.kind = Kind::kTransfer, .transfer = transfer});
+  }
   void operator()(const RecordedCollective& collective) {
     move(collective.summed_bytes);
     actions_.push_back({.kind = kind_of(collective.kind), .bytes = collective.bytes, .peers = collective.peers});
@@ -68,7 +71,7 @@ std::vector<StepAction> step_actions(const RecordedStep& step, const WorkSeconds
         if (action.kind == Kind::kWait) {
           PARKA_REQUIRE(action.number < queued);
           action.number = queued - action.number;
-        } else if (action.kind != Kind::kCompute) {
+        } else if (action.kind != Kind::kCompute && action.kind != Kind::kTransfer) {
           ++queued;
         }
         actions.push_back(action);

@@ -15,6 +15,7 @@
 #include "engine/files/json_text.h"
 #include "engine/step/recorded_step.h"
 #include "kernels/device/step_section_names.h"
+#include "optim/state_stream.h"
 
 namespace parka {
 namespace {
@@ -74,6 +75,16 @@ OpSummary parse_op(const nlohmann::json& json, const std::string& path) {
   if (!(op.seconds >= 0))
     throw_bad_input("{}: {} takes {} seconds: run `parka bench` again", path, op.op, op.seconds);
   return op;
+}
+
+// That a step waited for what StateStream copies. Waits for other copies are part of the work between them.
+double host_wait_of(const nlohmann::json& waits, const std::string& path) {
+  double sum = 0;
+  for (const nlohmann::json& wait : waits) {
+    const std::string what = wait.at("for").get<std::string>();
+    if (what == StateStream::kLoadWait || what == StateStream::kSaveWait) sum += amount(wait, "seconds", path);
+  }
+  return sum;
 }
 
 // What ops take by a measurement.
@@ -146,6 +157,10 @@ StepMeasurement read_step_measurement(const std::string& path) {
     if (steps.empty()) throw_bad_input("{}: step_seconds has no step: run `parka bench` again", path);
     measured.step_seconds = median(std::move(steps));
     measured.copy_bandwidth = positive(file.at("copy_bandwidth"), "copy_bandwidth", path);
+    if (file.contains("waits")) measured.host_wait_seconds = host_wait_of(file.at("waits"), path);
+    if (measured.host_wait_seconds >= measured.step_seconds) {
+      throw_bad_input("{}: its step waits longer than it takes: run `parka bench` again", path);
+    }
     for (const nlohmann::json& op : file.at("ops")) measured.ops.push_back(parse_op(op, path));
     measured.config = parse_config(file.at("config"), path);
   } catch (const nlohmann::json::exception& error) {
@@ -177,7 +192,8 @@ WorkSeconds measured_work(const StepMeasurement& one, double slowest) {
   const auto ops = std::make_shared<const MeasuredOps>(one);
   const WorkSeconds timed = {[ops](const RecordedOp& op) { return ops->seconds(op); }, one.copy_bandwidth};
   // Timing every op takes time, and between ops nothing is timed: all are scaled to the step without timing.
-  const double scale = slowest * one.step_seconds / compute_seconds(record_step(one.config, 1), timed);
+  const double own_seconds = one.step_seconds - one.host_wait_seconds;
+  const double scale = slowest * own_seconds / compute_seconds(record_step(one.config, 1), timed);
   return {[ops, scale](const RecordedOp& op) { return scale * ops->seconds(op); }, one.copy_bandwidth / scale};
 }
 

@@ -15,9 +15,10 @@ struct StepMeasurement {
   std::string path, device;
   int64_t ranks = 1;
   Config config;
-  double step_seconds = 0;     // median
-  double copy_bandwidth = 0;   // bytes per second, read and written
-  std::vector<OpSummary> ops;  // of one rank and one step
+  double step_seconds = 0;       // median
+  double host_wait_seconds = 0;  // of a step that waited for states from and to host memory
+  double copy_bandwidth = 0;     // bytes per second, read and written
+  std::vector<OpSummary> ops;    // of one rank and one step
 
   int64_t tokens_per_step() const { return config.training.global_batch_size * config.data.sequence_length; }
   double tokens_per_second_per_gpu() const {

@@ -53,6 +53,26 @@ Group group_of(Peers peers, const Links& links, int64_t num_gpus, int64_t shard_
   return group;
 }
 
+void transfer(const RecordedTransfer& what, const Links& links, StreamTimeline& timeline,
+              StepPrediction& prediction) {
+  using Transfer = RecordedTransfer::Kind;
+  const auto bytes = static_cast<double>(what.bytes);
+  PARKA_REQUIRE(bytes == 0 || links.host_bandwidth > 0);
+  switch (what.kind) {
+    case Transfer::kFollowDevice: timeline.follow_device(); break;
+    case Transfer::kLoad:
+      timeline.load(what.slot, bytes / links.host_bandwidth);
+      prediction.host_bytes_in += bytes;
+      break;
+    case Transfer::kWaitLoaded: timeline.wait_loaded(what.slot); break;
+    case Transfer::kSave:
+      timeline.save(bytes / links.host_bandwidth);
+      prediction.host_bytes_out += bytes;
+      break;
+    case Transfer::kWaitSaved: timeline.wait_saved(); break;
+  }
+}
+
 }  // namespace
 
 double collective_seconds(const Links& links, int64_t num_gpus, Kind kind, int64_t bytes) {
@@ -78,6 +98,7 @@ StepPrediction predict_step(const std::vector<StepAction>& actions, const Links&
         prediction.compute_seconds += action.seconds;
         break;
       case Kind::kWait: timeline.wait(action.number); break;
+      case Kind::kTransfer: transfer(action.transfer, links, timeline, prediction); break;
       case Kind::kAllReduce:
       case Kind::kReduceScatter:
       case Kind::kAllGather: {
@@ -100,6 +121,7 @@ StepPrediction predict_step(const std::vector<StepAction>& actions, const Links&
   prediction.seconds = timeline.now();
   prediction.slowed_seconds = timeline.slowed_seconds();
   prediction.exposed_seconds = timeline.exposed_seconds();
+  prediction.host_exposed_seconds = timeline.host_exposed_seconds();
   prediction.communication_seconds = timeline.communication_seconds();
   return prediction;
 }

@@ -15,7 +15,7 @@ struct Links {
   double link_latency = 0;
   double network_latency = 0;
   double memory_bandwidth = 0;  // of a GPU, bytes read and written per second
-  double host_bandwidth = 0;    // of a GPU to host memory and, at once, back: bytes per second each
+  double host_bandwidth = 0;    // between a GPU and its host's memory, bytes per second in each direction
   // What communication costs the work beside it, in times of what the bytes that it reads and writes in a GPU's
   // memory take at memory_bandwidth.
   double interference = 0;
@@ -26,13 +26,14 @@ struct Links {
 double collective_seconds(const Links& links, int64_t num_gpus, StepAction::Kind kind, int64_t bytes);
 
 struct StepPrediction {
-  double seconds = 0;          // of a step; the sum of the next four
-  double compute_seconds = 0;  // of the rank's own work, alone
-  double slowed_seconds = 0;   // that this work takes longer beside communication
-  double exposed_seconds = 0;  // that it waits for communication
-  double host_seconds = 0;     // that it takes longer for copies to host memory and back
+  double seconds = 0;               // of a step; the sum of the next four
+  double compute_seconds = 0;       // of the rank's own work, alone
+  double slowed_seconds = 0;        // that this work takes longer beside communication
+  double exposed_seconds = 0;       // that it waits for communication
+  double host_exposed_seconds = 0;  // and for copies to or from host memory
   double communication_seconds = 0;
-  double communicated_bytes = 0;  // that a GPU sends
+  double communicated_bytes = 0;                 // that a GPU sends
+  double host_bytes_in = 0, host_bytes_out = 0;  // that it copies from and to host memory
 
   double hidden_fraction() const {  // of the communication; 1 where there is none
     return communication_seconds > 0 ? 1 - exposed_seconds / communication_seconds : 1;

@@ -36,4 +36,23 @@ void StreamTimeline::wait(uint64_t number) {
   now_ = collectives_[number - 1].end;
 }
 
+void StreamTimeline::follow_device() { loads_end_ = std::max(loads_end_, now_); }
+
+void StreamTimeline::load(size_t slot, double seconds) {
+  loads_end_ = std::max(loads_end_, saves_end_) + seconds;
+  loaded_[slot] = loads_end_;
+}
+
+void StreamTimeline::wait_loaded(size_t slot) { wait_for_host(loaded_.at(slot)); }
+
+void StreamTimeline::save(double seconds) { saves_end_ = std::max(saves_end_, now_) + seconds; }
+
+void StreamTimeline::wait_saved() { wait_for_host(saves_end_); }
+
+void StreamTimeline::wait_for_host(double until) {
+  if (until <= now_) return;
+  host_exposed_ += until - now_;
+  now_ = until;
+}
+
 }  // namespace parka

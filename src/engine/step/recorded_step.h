@@ -13,7 +13,7 @@ namespace parka {
 
 // What a rank queues in a step of training, in its order.
 struct RecordedStep {
-  using Work = std::variant<RecordedOp, RecordedFill, RecordedCollective, RecordedWait>;
+  using Work = std::variant<RecordedOp, RecordedFill, RecordedTransfer, RecordedCollective, RecordedWait>;
   struct Part {
     std::vector<Work> work;
     int64_t times = 1;  // that it is queued one after the other

@@ -49,6 +49,20 @@ class CpuStore final : public HostStore {
   std::vector<std::byte> memory_;
 };
 
+class CpuStream final : public HostStream {
+ public:
+  void follow_device() override {}
+  void load(size_t, const std::vector<Copy>& copies) override { run(copies); }
+  void wait_loaded(size_t) override {}
+  void save(const std::vector<Copy>& copies) override { run(copies); }
+  void wait_saved() override {}
+
+ private:
+  static void run(const std::vector<Copy>& copies) {
+    for (const Copy& copy : copies) std::memcpy(copy.target, copy.source, static_cast<size_t>(copy.bytes));
+  }
+};
+
 class CpuStaging final : public StagingBuffer {
  public:
   explicit CpuStaging(int64_t bytes) : bytes_(bytes) {}
@@ -118,6 +132,13 @@ class CpuDevice final : public Device {
   }
   void release(void* memory) override { std::free(memory); }
 
+  void* allocate_host(int64_t bytes) override {
+    void* memory = allocate(bytes);
+    fill_zero(memory, bytes);
+    return memory;
+  }
+  void release_host(void* memory) override { std::free(memory); }
+
   void set_workspace(void*, int64_t) override {}
 
   void copy_to_device(void* target, const void* host, int64_t bytes) override { copy(target, host, bytes); }
@@ -134,6 +155,7 @@ class CpuDevice final : public Device {
   std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) override {
     return std::make_unique<CpuStore>(num_slots, slot_bytes);
   }
+  std::unique_ptr<HostStream> make_host_stream(size_t) override { return std::make_unique<CpuStream>(); }
   std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t bytes) override {
     return std::make_unique<CpuStaging>(bytes);
   }

@@ -51,6 +51,28 @@ class HostStore {
   virtual void wait() = 0;
 };
 
+// Copies between tensors in host memory (Device::allocate_host) and buffers on the device, through which they pass
+// in turn: in both directions at once, and beside the device's ops. It must not outlive its device.
+class HostStream {
+ public:
+  struct Copy {
+    void* target;
+    const void* source;
+    int64_t bytes;
+  };
+  virtual ~HostStream() = default;  // waits for the copies
+  // Later loads wait for the work that the device has queued by now.
+  virtual void follow_device() = 0;
+  // Queues copies into buffer `slot`: behind all copies out of buffers that are queued by then.
+  virtual void load(size_t slot, const std::vector<Copy>& copies) = 0;
+  // The device's later work waits for the last load of the buffer.
+  virtual void wait_loaded(size_t slot) = 0;
+  // Queues copies out of a buffer: behind the work that the device has queued by then.
+  virtual void save(const std::vector<Copy>& copies) = 0;
+  // The device's later work waits for all copies out of buffers.
+  virtual void wait_saved() = 0;
+};
+
 // Host memory in which a device leaves copies of tensors, behind the work queued by then and beside what is queued
 // later, for other threads to read. It must not outlive its device. All but wait() is for the device's own thread.
 class StagingBuffer {
@@ -87,6 +109,12 @@ class Device {
   virtual void* allocate(int64_t bytes) = 0;
   virtual void release(void* memory) = 0;
 
+  // Memory of the host that ops and copies of this device take like the device's own, but at the speed of the link
+  // between them; aligned to 256 bytes, zeros. Throws Error(kBadInput) naming the size when the host has too
+  // little. Release waits for queued work that uses it; of nullptr it does nothing.
+  virtual void* allocate_host(int64_t bytes) = 0;
+  virtual void release_host(void* memory) = 0;
+
   // Scratch memory for ops, which use it in turn: what they keep in it is of no use to the next op. It must hold
   // what the largest op needs (workspace_of(), kernels/op/op.h), stay allocated, and be set before the first op.
   // The CPU needs none.
@@ -104,6 +132,9 @@ class Device {
   // Throws Error(kBadInput) naming the size when the host has too little memory for it. What goes to and from it
   // cannot be part of what replay() records.
   virtual std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) = 0;
+
+  // For `num_slots` buffers. What goes through it cannot be part of what replay() records.
+  virtual std::unique_ptr<HostStream> make_host_stream(size_t num_slots) = 0;
 
   // Returns at once: memory that takes long to get is made ready in a thread.
   virtual std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t bytes) = 0;

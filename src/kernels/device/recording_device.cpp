@@ -27,6 +27,30 @@ class NoStore final : public HostStore {
   void wait() override {}
 };
 
+class RecordingStream final : public HostStream {
+ public:
+  explicit RecordingStream(const std::function<void(RecordedTransfer)>& listener) : listener_(listener) {}
+  void follow_device() override { tell({.kind = Kind::kFollowDevice}); }
+  void load(size_t slot, const std::vector<Copy>& copies) override { tell({Kind::kLoad, slot, total(copies)}); }
+  void wait_loaded(size_t slot) override { tell({.kind = Kind::kWaitLoaded, .slot = slot}); }
+  void save(const std::vector<Copy>& copies) override { tell({.kind = Kind::kSave, .bytes = total(copies)}); }
+  void wait_saved() override { tell({.kind = Kind::kWaitSaved}); }
+
+ private:
+  using Kind = RecordedTransfer::Kind;
+
+  static int64_t total(const std::vector<Copy>& copies) {
+    int64_t bytes = 0;
+    for (const Copy& copy : copies) bytes += copy.bytes;
+    return bytes;
+  }
+  void tell(const RecordedTransfer& transfer) const {
+    if (listener_) listener_(transfer);
+  }
+
+  const std::function<void(RecordedTransfer)>& listener_;
+};
+
 class ZeroStaging final : public StagingBuffer {
  public:
   const std::string& failure() override { return failure_; }
@@ -82,6 +106,10 @@ void RecordingDevice::fill_zero(void*, int64_t bytes) {
 
 std::unique_ptr<HostStore> RecordingDevice::make_host_store(int64_t, int64_t) {
   return std::make_unique<NoStore>();
+}
+
+std::unique_ptr<HostStream> RecordingDevice::make_host_stream(size_t) {
+  return std::make_unique<RecordingStream>(listener_.transfer);
 }
 
 std::unique_ptr<StagingBuffer> RecordingDevice::make_staging_buffer(int64_t) {

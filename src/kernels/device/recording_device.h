@@ -22,6 +22,16 @@ struct RecordedFill {
   int64_t bytes = 0;
 };
 
+// What a HostStream was asked for.
+struct RecordedTransfer {
+  enum class Kind : uint8_t { kFollowDevice, kLoad, kWaitLoaded, kSave, kWaitSaved };
+  Kind kind = Kind::kFollowDevice;
+  size_t slot = 0;    // kLoad and kWaitLoaded
+  int64_t bytes = 0;  // kLoad and kSave: of all copies together
+
+  bool operator==(const RecordedTransfer&) const = default;
+};
+
 // A device that records instead of computing. Ops check their arguments and are told to a function, with their
 // costs and workspaces. Memory is addresses without memory: a model plans in any RAM. What is read from the
 // device is zeros; marks, stores and staging buffers do nothing.
@@ -31,6 +41,7 @@ class RecordingDevice final : public Device, private OpRecorder {
   struct Listener {
     std::function<void(RecordedOp)> op;
     std::function<void(RecordedFill)> fill;
+    std::function<void(RecordedTransfer)> transfer;
   };
   explicit RecordingDevice(DeviceKind kind, Listener listener = {});
 
@@ -40,6 +51,8 @@ class RecordingDevice final : public Device, private OpRecorder {
 
   void* allocate(int64_t bytes) override;
   void release(void*) override {}
+  void* allocate_host(int64_t bytes) override { return allocate(bytes); }
+  void release_host(void*) override {}
 
   // From here on an op that takes more throws Error(kInternal) with its name.
   void set_workspace(void* memory, int64_t bytes) override;
@@ -52,6 +65,7 @@ class RecordingDevice final : public Device, private OpRecorder {
   void copy(void*, const void*, int64_t) override {}
   void fill_zero(void* target, int64_t bytes) override;
   std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) override;
+  std::unique_ptr<HostStream> make_host_stream(size_t num_slots) override;
   std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t bytes) override;
   void replay(std::unique_ptr<Recording>&, const std::function<void()>& work) override { work(); }
   std::unique_ptr<Mark> mark() override;

@@ -9,6 +9,7 @@
 #include "core/error.h"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
+#include "kernels/device/cuda/host_stream.h"
 #include "kernels/device/cuda/staging_buffer.h"
 #include "kernels/device/gpu_architecture.h"
 
@@ -64,7 +65,7 @@ class CudaRead final : public HostRead {
  public:
   CudaRead(PinnedPool& pool, cudaStream_t stream, const void* source, int64_t bytes)
       : pool_(pool), memory_(pool.take(bytes)) {
-    check(cudaMemcpyAsync(memory_.data, source, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream),
+    check(cudaMemcpyAsync(memory_.data, source, static_cast<size_t>(bytes), cudaMemcpyDefault, stream),
           "copy to the host");
     check(cudaEventRecord(done_, stream), "copy to the host");
   }
@@ -304,6 +305,18 @@ void CudaDevice::release(void* memory) {
   cudaFree(memory);
 }
 
+void* CudaDevice::allocate_host(int64_t bytes) {
+  auto memory = std::make_unique<PinnedMemory>(bytes);
+  void* const data = memory->data();
+  host_memory_.emplace(data, std::move(memory));
+  return data;
+}
+
+void CudaDevice::release_host(void* memory) {
+  cudaDeviceSynchronize();  // queued work of any stream may still use it
+  host_memory_.erase(memory);
+}
+
 void CudaDevice::set_workspace(void* memory, int64_t bytes) {
   workspace_ = memory;
   workspace_bytes_ = bytes;
@@ -328,9 +341,9 @@ void CudaDevice::copy_to_device(void* target, const void* host, int64_t bytes) {
     const auto count = static_cast<size_t>(std::min(kStagingBytes, bytes - done));
     const Staging& staging = next_staging();
     std::memcpy(staging.memory, static_cast<const std::byte*>(host) + done, count);
-    check(cudaMemcpyAsync(static_cast<std::byte*>(target) + done, staging.memory, count, cudaMemcpyHostToDevice,
-                          stream_),
-          "copy to the device");
+    check(
+        cudaMemcpyAsync(static_cast<std::byte*>(target) + done, staging.memory, count, cudaMemcpyDefault, stream_),
+        "copy to the device");
     check(cudaEventRecord(staging.free, stream_), "copy to the device");
   }
 }
@@ -353,8 +366,8 @@ void CudaDevice::copy_to_host(void* host, const void* source, int64_t bytes) {
     if (window.size() - taken == kAhead) take(window[taken++]);
     const auto count = static_cast<size_t>(std::min(kStagingBytes, bytes - done));
     const Staging& staging = next_staging();
-    check(cudaMemcpyAsync(staging.memory, static_cast<const std::byte*>(source) + done, count,
-                          cudaMemcpyDeviceToHost, stream_),
+    check(cudaMemcpyAsync(staging.memory, static_cast<const std::byte*>(source) + done, count, cudaMemcpyDefault,
+                          stream_),
           "copy to the host");
     check(cudaEventRecord(staging.free, stream_), "copy to the host");
     window.push_back({&staging, done, count});
@@ -367,7 +380,7 @@ std::unique_ptr<HostRead> CudaDevice::copy_to_host_later(const void* source, int
 }
 
 void CudaDevice::copy(void* target, const void* source, int64_t bytes) {
-  check(cudaMemcpyAsync(target, source, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream_), "copy");
+  check(cudaMemcpyAsync(target, source, static_cast<size_t>(bytes), cudaMemcpyDefault, stream_), "copy");
 }
 
 void CudaDevice::fill_zero(void* target, int64_t bytes) {
@@ -376,6 +389,10 @@ void CudaDevice::fill_zero(void* target, int64_t bytes) {
 
 std::unique_ptr<HostStore> CudaDevice::make_host_store(int64_t num_slots, int64_t slot_bytes) {
   return std::make_unique<CudaStore>(stream_, store_stream_, num_slots, slot_bytes);
+}
+
+std::unique_ptr<HostStream> CudaDevice::make_host_stream(size_t num_slots) {
+  return std::make_unique<CudaHostStream>(stream_, num_slots);
 }
 
 std::unique_ptr<StagingBuffer> CudaDevice::make_staging_buffer(int64_t bytes) {

@@ -1,5 +1,6 @@
 #pragma once
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -7,6 +8,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "kernels/device/cuda/pinned_memory.h"
 #include "kernels/device/device.h"
 
 namespace parka::cuda {
@@ -56,6 +58,8 @@ class CudaDevice final : public Device {
 
   void* allocate(int64_t bytes) override;
   void release(void* memory) override;
+  void* allocate_host(int64_t bytes) override;
+  void release_host(void* memory) override;
   void set_workspace(void* memory, int64_t bytes) override;
 
   void copy_to_device(void* target, const void* host, int64_t bytes) override;
@@ -64,6 +68,7 @@ class CudaDevice final : public Device {
   void copy(void* target, const void* source, int64_t bytes) override;
   void fill_zero(void* target, int64_t bytes) override;
   std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) override;
+  std::unique_ptr<HostStream> make_host_stream(size_t num_slots) override;
   std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t bytes) override;
   void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& work) override;
   std::unique_ptr<Mark> mark() override;
@@ -101,7 +106,8 @@ class CudaDevice final : public Device {
   cudaStream_t store_stream_ = nullptr;  // of the copies of all stores
   std::vector<Staging> staging_;
   size_t next_staging_ = 0;
-  PinnedPool reads_;  // of copy_to_host_later
+  PinnedPool reads_;                                            // of copy_to_host_later
+  std::map<void*, std::unique_ptr<PinnedMemory>> host_memory_;  // by its address
   void* workspace_ = nullptr;
   int64_t workspace_bytes_ = 0;
   unsigned* counters_ = nullptr;

@@ -1,15 +1,15 @@
 #include "kernels/device/cuda/staging_buffer.h"
 
 #include <algorithm>
-#include <chrono>
+#include <cstring>
 #include <thread>
 
 #include <sys/mman.h>
 
 #include "core/error.h"
-#include "core/host_memory.h"
 #include "core/thread.h"
 #include "kernels/device/cuda/check.h"
+#include "kernels/device/cuda/pinned_memory.h"
 
 namespace parka::cuda {
 namespace {
@@ -20,15 +20,6 @@ constexpr int64_t kChunkBytes = int64_t{256} << 20;
 // Copies of at least so many bytes share an event, and so many groups of them are queued at a time.
 constexpr int64_t kGroupBytes = int64_t{128} << 20;
 constexpr size_t kGroupsAhead = 4;
-// What is left to everything else on the host.
-constexpr int64_t kReserveBytes = int64_t{2} << 30;
-// A virtual machine's memory may grow as it is used.
-constexpr std::chrono::seconds kGrowth{10};
-
-bool has_room(int64_t bytes) {
-  const std::optional<int64_t> available = available_host_bytes();
-  return !available || *available >= bytes + kReserveBytes;
-}
 
 }  // namespace
 
@@ -111,15 +102,10 @@ std::string CudaStaging::prepare() {
 }
 
 std::string CudaStaging::pin(int64_t begin, int64_t count) {
-  const auto deadline = std::chrono::steady_clock::now() + kGrowth;
-  while (!has_room(count)) {
-    if (stopping_ || std::chrono::steady_clock::now() >= deadline) {
-      return fmt::format("{:.2f} GiB of host memory are needed, and after {:.2f} GiB too little was left",
-                         bytes_ / 0x1p30, begin / 0x1p30);
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  if (!wait_for_host_room(count, stopping_)) {
+    return fmt::format("{:.2f} GiB of host memory are needed, and after {:.2f} GiB too little was left",
+                       bytes_ / 0x1p30, begin / 0x1p30);
   }
-  if (stopping_) return "not wanted any more";
   constexpr int64_t kPageBytes = 4096;
   for (int64_t at = begin; at < begin + count; at += kPageBytes) {
     const_cast<volatile std::byte*>(memory_)[at] = std::byte{0};  // the page is made here, outside the driver
@@ -178,6 +164,14 @@ void CudaStaging::begin(const std::vector<TensorView>& tensors) {
 
 void CudaStaging::queue(const Copy& copy) {
   const std::byte* source = copy.source;
+  // A copy between host memory and host memory would keep the driver, which launches wait for, as long as it takes.
+  cudaPointerAttributes attributes{};
+  check(cudaPointerGetAttributes(&attributes, source), "copy to the host");
+  if (attributes.type == cudaMemoryTypeHost) {
+    check(cudaEventSynchronize(ready_), "copy to the host");
+    std::memcpy(memory_ + copy.at, source, static_cast<size_t>(copy.count));
+    return;
+  }
   int64_t at = copy.at;
   for (const int64_t end = at + copy.count; at < end;) {
     const int64_t part = std::min(end - at, kChunkBytes - at % kChunkBytes);

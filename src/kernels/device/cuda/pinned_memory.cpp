@@ -1,0 +1,87 @@
+#include "kernels/device/cuda/pinned_memory.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <optional>
+#include <thread>
+
+#include <cuda_runtime_api.h>
+#include <sys/mman.h>
+
+#include "core/error.h"
+#include "core/host_memory.h"
+#include "core/parallel.h"
+
+namespace parka::cuda {
+namespace {
+
+// What is left to everything else on the host.
+constexpr int64_t kReserveBytes = int64_t{2} << 30;
+// How long a virtual machine may take to grow.
+constexpr std::chrono::seconds kGrowth{10};
+
+bool has_room(int64_t bytes) {
+  const std::optional<int64_t> available = available_host_bytes();
+  return !available || *available >= bytes + kReserveBytes;
+}
+
+}  // namespace
+
+bool wait_for_host_room(int64_t bytes, const std::atomic<bool>& given_up) {
+  const auto deadline = std::chrono::steady_clock::now() + kGrowth;
+  while (!has_room(bytes)) {
+    if (given_up || std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+  return !given_up;
+}
+
+PinnedMemory::PinnedMemory(int64_t bytes) : bytes_(bytes) {
+  void* const data =
+      ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) {
+    throw_bad_input("not enough host memory: {:.2f} GiB of address space were refused; keep less there",
+                    static_cast<double>(bytes) / 0x1p30);
+  }
+  data_ = data;
+  ::madvise(data_, static_cast<size_t>(bytes_), MADV_HUGEPAGE);
+  ::madvise(data_, static_cast<size_t>(bytes_), MADV_DONTFORK);  // a child would get copies of all pinned pages
+  try {
+    make_pages();
+    const cudaError_t status = cudaHostRegister(data_, static_cast<size_t>(bytes_), cudaHostRegisterDefault);
+    if (status != cudaSuccess) {
+      cudaGetLastError();
+      throw_bad_input("{:.2f} GiB of host memory could not be pinned: {}; keep less there, or raise `ulimit -l`",
+                      static_cast<double>(bytes_) / 0x1p30, cudaGetErrorString(status));
+    }
+  } catch (...) {
+    ::munmap(data_, static_cast<size_t>(bytes_));
+    throw;
+  }
+}
+
+PinnedMemory::~PinnedMemory() {
+  cudaHostUnregister(data_);
+  ::munmap(data_, static_cast<size_t>(bytes_));
+}
+
+// The driver would make them one after another, on one thread.
+void PinnedMemory::make_pages() {
+  constexpr int64_t kAtATime = int64_t{1} << 30, kOfThread = int64_t{2} << 20, kPageBytes = 4096;
+  const std::atomic<bool> never{false};
+  for (int64_t begin = 0; begin < bytes_; begin += kAtATime) {
+    const int64_t count = std::min(kAtATime, bytes_ - begin);
+    if (!wait_for_host_room(count, never)) {
+      throw_bad_input(
+          "not enough host memory: {:.2f} GiB are to be pinned, and after {:.2f} GiB too little was left",
+          static_cast<double>(bytes_) / 0x1p30, static_cast<double>(begin) / 0x1p30);
+    }
+    auto* const memory = static_cast<volatile std::byte*>(data_) + begin;
+    parallel_for(count, kOfThread, [memory](int64_t first, int64_t end) {
+      for (int64_t at = first; at < end; at += kPageBytes) memory[at] = std::byte{0};
+    });
+  }
+}
+
+}  // namespace parka::cuda
