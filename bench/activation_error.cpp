@@ -111,7 +111,8 @@ class RestoredModel {
 
 void print_checkpoint(Device& device, const std::string& path) {
   const LoadedCheckpoint checkpoint = open_checkpoint(path);
-  const Config config = config_of(checkpoint, {});
+  Config config = config_of(checkpoint, {});
+  config.precision.offload_weights = false;  // no hooks copy them
   RestoredModel model(device, checkpoint, config);
   model.run_batch();
   const auto kinds = model.kept_activations();

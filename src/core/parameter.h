@@ -2,6 +2,8 @@
 #include <cstdint>
 #include <string>
 
+#include "core/memory_plan.h"
+
 namespace parka {
 
 // How a parameter is used.
@@ -29,6 +31,8 @@ struct ParameterInfo {
   int unit = 0;
   // Standard deviation of the normal distribution for its initial values; 0: initial_weight() says what they are.
   double initial_std = 0;
+  // Where its weight in the compute format is kept. In host memory masters and moments are there as well.
+  MemoryPlace place = MemoryPlace::kDevice;
 
   int64_t numel() const { return rows * cols; }
 };

@@ -18,13 +18,22 @@ PrecisionConfig plain_precision(const PrecisionConfig& training) {
   return plain;
 }
 
+ParameterTable with_linear_weights_in(MemoryPlace place, ParameterTable table) {
+  for (ParameterInfo& p : table.all) {
+    if (p.role == ParameterRole::kLinear) p.place = place;
+  }
+  return table;
+}
+
 }  // namespace
 
 Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool decay_embeddings,
              const BatchShape& shape, int64_t logits_chunk_tokens, Use use, const Zero& zero, MemoryPlan& plan)
     : config_(config),
       max_shape_(shape),
-      table_(make_parameter_table(config, decay_embeddings)),
+      table_(with_linear_weights_in(
+          use == Use::kTraining && precision.offload_weights ? MemoryPlace::kHost : MemoryPlace::kDevice,
+          make_parameter_table(config, decay_embeddings))),
       weights_(table_, Formats(precision), kept_copies(precision, zero),
                use == Use::kInference ? WeightUse::kForward : training_use(precision), zero, plan) {
   const std::vector<int64_t> table = {shape.sequence_length, config.head_dim()};

@@ -194,6 +194,7 @@ struct PrecisionConfig {
   bool fast_weight_gradient = false;
   Recompute recompute = Recompute::kNone;
   int64_t offload_blocks = 0;
+  bool offload_weights = false;
   EvalNumerics eval = EvalNumerics::kSame;
 
   bool operator==(const PrecisionConfig&) const = default;
@@ -256,6 +257,11 @@ struct PrecisionConfig {
           "Blocks whose saved activations are offloaded to host memory until backward (same bits): up to "
           "model.num_layers - 2, evenly spread; the copies overlap with other work",
           IntegerRange{0, kMaxDimension});
+    visit(
+        "offload_weights", offload_weights,
+        "Training keeps the weights of the blocks' linear layers in host memory, where optimizer.offload has their "
+        "masters (same bits). GEMMs read FP8 copies that are kept; without any, a block's weights are copied from "
+        "the host one block ahead of their use");
     visit("eval", eval, "same: evaluate with the training numerics; bf16: evaluate with BF16 linear layers");
   }
 };

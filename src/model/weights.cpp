@@ -48,20 +48,20 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
       gathered_unit_(static_cast<size_t>(table.num_units()), false),
       copy_ids_(table.all.size()),
       piece_code_ids_(table.all.size()) {
-  if (zero_.shards_weights()) std::fill(gathered_unit_.begin() + 1, gathered_unit_.end() - 1, true);
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const ParameterInfo& p = parameters_[i];
-    const DType dtype = formats.compute.dtype;
-    if (is_gathered_on_use(p.unit)) {
-      plain_ids_.push_back(plan.add("weights", p.name, dtype, {zero_.shard.piece(p.numel())}));
-    } else if (zero_.shard.size == 1) {
-      plain_ids_.push_back(plan.add("weights", p.name, dtype, {p.rows, p.cols}));
-    } else {
-      plain_ids_.push_back(plan.add("weights", p.name, dtype, {zero_.shard.padded(p.numel())}));
-    }
+  const bool keeps_copies = formats_.fp8_gemm && keeps_rows_;
+  const bool any_in_host = std::any_of(parameters_.begin(), parameters_.end(),
+                                       [](const auto& p) { return p.place == MemoryPlace::kHost; });
+  const bool fetches_on_use = any_in_host && !zero_.shards_weights() && !keeps_copies;
+  // Collectives have their tensors on the device: pieces before they are gathered, and what ranks that share the
+  // states have updated.
+  has_host_parts_ = fetches_on_use || (any_in_host && zero_.shards_states() && !gathers_codes());
+  const bool has_buffers = zero_.shards_weights() || has_host_parts_;
+  if (zero_.shards_weights() || fetches_on_use) {
+    std::fill(gathered_unit_.begin() + 1, gathered_unit_.end() - 1, true);
   }
+  declare_weights(plan);
   if (!formats_.fp8_gemm) {
-    if (zero_.shards_weights()) declare_gather_buffers(table, plan);
+    if (has_buffers) declare_gather_buffers(table, plan);
     return;
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -70,8 +70,22 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
   if (formats_.has_tensor_scales()) {
     amax_id_ = plan.add("fp8 weights", "weight_amax", DType::kF32, {static_cast<int64_t>(parameters_.size())});
   }
-  if (zero_.shards_weights()) declare_gather_buffers(table, plan);
+  if (has_buffers) declare_gather_buffers(table, plan);
   declare_workspace(use, plan);
+}
+
+void ModelWeights::declare_weights(MemoryPlan& plan) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const ParameterInfo& p = parameters_[i];
+    std::vector<int64_t> shape = {p.rows, p.cols};
+    if (is_divided(p.unit)) {
+      shape = {zero_.shard.piece(p.numel())};
+    } else if (zero_.shard.size > 1) {
+      shape = {zero_.shard.padded(p.numel())};
+    }
+    plain_ids_.push_back(
+        plan.add("weights", p.name, formats_.compute.dtype, std::move(shape), kAllPhases, p.place));
+  }
 }
 
 void ModelWeights::declare_copies(size_t i, MemoryPlan& plan) {
@@ -126,7 +140,11 @@ void ModelWeights::declare_gather_buffers(const ParameterTable& table, MemoryPla
       const std::string name = p.name + (number == 0 ? ".gathered_even" : ".gathered_odd");
       const int64_t padded = zero_.shard.padded(p.numel());
       Gathered buffer;
-      if (has_copy(i) && gathers_codes()) {
+      if (!zero_.shards_weights()) {
+        if (is_in_host(i)) {
+          buffer.whole = plan.add("gathered weights", name, formats_.compute.dtype, {padded});
+        }
+      } else if (has_copy(i) && gathers_codes()) {
         buffer.whole = plan.add("gathered weights", name, formats_.weight.dtype, {padded});
         buffer.w.data = buffer.whole;
         buffer.w.format = formats_.weight;  // the scale is the piece's own
@@ -149,27 +167,41 @@ void ModelWeights::bind(const Arena& arena) {
   piece_codes_t_.resize(parameters_.size());
   pieces_.resize(gathered_unit_.size());
   backward_pieces_.resize(gathered_unit_.size());
+  host_parts_.resize(gathered_unit_.size());
+  fetched_.resize(parameters_.size());
   size_t in_unit = 0;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     in_unit = i > 0 && parameters_[i].unit == parameters_[i - 1].unit ? in_unit + 1 : 0;
     const ParameterInfo& p = parameters_[i];
-    if (is_gathered_on_use(p.unit)) {
-      bind_gathered(arena, i, buffers_[gather_buffer_of(p.unit)][in_unit]);
+    const std::vector<Gathered>& buffers = buffers_[gather_buffer_of(p.unit)];
+    if (is_divided(p.unit)) {
+      bind_gathered(arena, i, buffers[in_unit]);
+    } else if (has_host_parts_ && is_in_host(i)) {
+      bind_weight(arena, i, arena[buffers[in_unit].whole]);
     } else {
-      bind_weight(arena, i);
+      bind_weight(arena, i, {});
     }
   }
 }
 
-void ModelWeights::bind_weight(const Arena& arena, size_t i) {
+// `buffer`: where on the device it is copied to; empty if it is not.
+void ModelWeights::bind_weight(const Arena& arena, size_t i, const TensorView& buffer) {
   const ParameterInfo& p = parameters_[i];
-  const TensorView whole = arena[plain_ids_[i]];
-  plain_.emplace_back(whole.data, whole.dtype, std::initializer_list<int64_t>{p.rows, p.cols});
+  const auto matrix = [&](const TensorView& t) { return TensorView(t.data, t.dtype, {p.rows, p.cols}); };
+  const auto unit = static_cast<size_t>(p.unit);
+  const TensorView whole = flat(arena[plain_ids_[i]], zero_.shard.padded(p.numel()));
+  plain_.push_back(matrix(is_gathered_on_use(p.unit) && !buffer.empty() ? buffer : whole));
+  kept_.push_back(flat(whole, p.numel()));
   const ElementRange own = zero_.shard.own(p.numel());
-  own_.push_back(flat(whole, p.numel()).rows(own.begin, own.size()));
+  own_.push_back(kept_.back().rows(own.begin, own.size()));
+  if (!buffer.empty()) {
+    fetched_[i] = matrix(buffer);
+    host_parts_[unit].push_back({whole, buffer});
+  }
   if (zero_.shard.size > 1) {
+    const TensorView& on_device = buffer.empty() ? whole : buffer;
     const int64_t piece = zero_.shard.piece(p.numel()), begin = zero_.shard.rank * piece;
-    pieces_[static_cast<size_t>(p.unit)].push_back({whole.rows(begin, piece), whole});
+    pieces_[unit].push_back({on_device.rows(begin, piece), on_device});
   }
   if (!has_copy(i)) {
     copies_.emplace_back();
@@ -185,6 +217,7 @@ void ModelWeights::bind_weight(const Arena& arena, size_t i) {
 void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Gathered& buffer) {
   const ParameterInfo& p = parameters_[i];
   piece_plain_[i] = arena[plain_ids_[i]];
+  kept_.emplace_back();
   own_.push_back(flat(piece_plain_[i], zero_.shard.own(p.numel()).size()));
   const TensorView whole = arena[buffer.whole];
   const bool is_code = has_copy(i) && gathers_codes();
@@ -198,7 +231,14 @@ void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Gathered& b
   plain_.push_back(is_code ? TensorView() : TensorView(whole.data, whole.dtype, {p.rows, p.cols}));
   copies_.push_back(copies);
   const auto unit = static_cast<size_t>(p.unit);
-  pieces_[unit].push_back({is_code ? piece_codes_[i] : piece_plain_[i], whole});
+  if (!is_code && is_in_host(i)) {
+    const int64_t piece = zero_.shard.piece(p.numel());
+    const TensorView on_device = whole.rows(zero_.shard.rank * piece, piece);
+    host_parts_[unit].push_back({piece_plain_[i], on_device});
+    pieces_[unit].push_back({on_device, whole});
+  } else {
+    pieces_[unit].push_back({is_code ? piece_codes_[i] : piece_plain_[i], whole});
+  }
   if (piece_codes_t_[i].empty()) {
     backward_pieces_[unit].push_back(pieces_[unit].back());
   } else {
@@ -221,12 +261,22 @@ void ModelWeights::bind_gathered_codes(const Arena& arena, size_t i, const Tenso
 
 void ModelWeights::quantize(Device& device) const {
   for (size_t i = 0; keeps_piece_codes_ && i < parameters_.size(); ++i) quantize_piece(device, i);
-  if (!keeps_rows_) return;
   for (size_t i = 0; i < plain_.size(); ++i) {
-    if (!has_copy(i)) continue;
-    const ScaledView kept_t = keeps_transposed_ ? copies_[i].w_t : ScaledView{};
-    parka::quantize(device, {.x = plain_[i], .out = copies_[i].w, .out_t = kept_t, .amax = amax_of(i)});
+    if (fetched_[i].empty()) quantize_whole(device, i, plain_[i]);
   }
+}
+
+void ModelWeights::quantize_fetched(Device& device, int unit) const {
+  for (size_t i = 0; i < plain_.size(); ++i) {
+    if (parameters_[i].unit == unit && !fetched_[i].empty()) quantize_whole(device, i, fetched_[i]);
+  }
+}
+
+// Makes the copies that are kept of a whole weight, from its elements.
+void ModelWeights::quantize_whole(Device& device, size_t i, const TensorView& weight) const {
+  if (!keeps_rows_ || !has_copy(i)) return;
+  const ScaledView kept_t = keeps_transposed_ ? copies_[i].w_t : ScaledView{};
+  parka::quantize(device, {.x = weight, .out = copies_[i].w, .out_t = kept_t, .amax = amax_of(i)});
 }
 
 void ModelWeights::find_amax(Device& device) const {
@@ -258,7 +308,7 @@ void ModelWeights::before_gather(Device& device, int unit) const {
 }
 
 void ModelWeights::gathered(Device& device, int unit) const {
-  if (gathers_codes()) return;
+  if (!zero_.shards_weights() || gathers_codes()) return;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].unit != unit || !has_copy(i)) continue;
     parka::quantize(device, {.x = plain_[i], .out = copies_[i].w});

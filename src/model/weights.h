@@ -26,6 +26,10 @@ bool gathers_transposed(const ParameterTable& table, const Formats& formats, Wei
 // The weights that the model computes with, and their FP8 copies. With ZeRO stage 3 a rank keeps its piece of each
 // block's weights, and two blocks' worth of buffers (core/unit_buffers.h), into which the pieces of all ranks are
 // gathered where the block is used: FP8 codes where GEMMs read nothing else.
+//
+// Weights of the blocks' linear layers may lie in host memory (ParameterInfo::place): a rank's pieces, or what it
+// keeps whole. Where FP8 copies are kept for a whole step, GEMMs read these alone. Otherwise a block's weights are
+// gathered into the same buffers from the host.
 class ModelWeights {
  public:
   // Declares category "weights", and "fp8 weights" when the linear layers are FP8; with ZeRO stage 3 "gathered
@@ -48,8 +52,11 @@ class ModelWeights {
   void find_amax(Device& device) const;
 
   // Weight `index` in the compute format: [rows, cols], or [cols] for a norm. An empty view for index -1. A block's
-  // linear weights that are gathered as FP8 codes do not exist in it.
+  // linear weights that are gathered as FP8 codes do not exist in it; those in host memory, whose copies are kept,
+  // are there.
   TensorView plain(int index) const;
+  // The same, flat and where this rank keeps it, on the device or the host; empty if it is divided over ranks.
+  const TensorView& kept(int index) const { return kept_[static_cast<size_t>(index)]; }
   // The FP8 copy of a linear layer's weight [N, K], and the same transposed, [K, N]. One that is not kept is made
   // here, for use until the next call.
   const ScaledView& quantized(Device& device, int index) const;
@@ -74,11 +81,22 @@ class ModelWeights {
     return (differ ? backward_pieces_ : pieces_)[static_cast<size_t>(unit)];
   }
   bool has_pieces_for_backward() const { return gathers_transposed_; }
-  // Whether the unit's weights are not kept, but have to be gathered before each use. Units of one buffer
-  // (core/unit_buffers.h) use the same memory.
+  // Whether weights of the unit are not kept on the device, but have to be gathered before each use, from other
+  // ranks or from host memory. Units of one buffer (core/unit_buffers.h) use the same memory.
   bool is_gathered_on_use(int unit) const { return gathered_unit_[static_cast<size_t>(unit)]; }
-  // To be called before such a unit is gathered, and when it has been: makes the FP8 codes of this rank's pieces if
-  // codes are gathered and not kept, and those of the whole weights if they are not gathered.
+  // What this rank has of a weight in host memory, whole or its piece, and where on the device it is copied to:
+  // both flat.
+  struct HostPart {
+    TensorView host, device;
+  };
+  // Of a unit. Empty where nothing reads a copy in the compute format: where FP8 copies are kept, and ranks have no
+  // updated weights to exchange, or exchange codes.
+  const std::vector<HostPart>& host_parts(int unit) const { return host_parts_[static_cast<size_t>(unit)]; }
+  bool has_host_parts() const { return has_host_parts_; }
+  // Makes the kept FP8 copies of such weights anew, from the buffers: quantize() leaves them out.
+  void quantize_fetched(Device& device, int unit) const;
+  // To be called before a unit is gathered on use, and when it has been: makes the FP8 codes of this rank's pieces
+  // if codes are gathered and not kept, and those of the whole weights if they are not gathered.
   void before_gather(Device& device, int unit) const;
   void gathered(Device& device, int unit) const;
 
@@ -95,13 +113,17 @@ class ModelWeights {
     MatrixId w;      // the FP8 copy: of `whole`, or made from it; invalid for weights that no FP8 GEMM reads
   };
   bool has_copy(size_t i) const { return formats_.fp8_gemm && parameters_[i].role == ParameterRole::kLinear; }
+  bool is_in_host(size_t i) const { return parameters_[i].place == MemoryPlace::kHost; }
+  bool is_divided(int unit) const { return zero_.shards_weights() && is_gathered_on_use(unit); }
   void quantize_piece(Device& device, size_t i) const;
+  void quantize_whole(Device& device, size_t i, const TensorView& weight) const;
   bool gathers_codes() const { return zero_.shards_weights() && formats_.has_tensor_scales(); }
   TensorView amax_of(size_t i) const { return amax_.empty() ? amax_ : amax_.rows(static_cast<int64_t>(i), 1); }
+  void declare_weights(MemoryPlan& plan);
   void declare_gather_buffers(const ParameterTable& table, MemoryPlan& plan);
   void declare_copies(size_t i, MemoryPlan& plan);
   void declare_workspace(WeightUse use, MemoryPlan& plan);
-  void bind_weight(const Arena& arena, size_t i);
+  void bind_weight(const Arena& arena, size_t i, const TensorView& buffer);
   void bind_gathered(const Arena& arena, size_t i, const Gathered& buffer);
   void bind_gathered_codes(const Arena& arena, size_t i, const TensorView& whole, Copies& copies);
 
@@ -110,6 +132,7 @@ class ModelWeights {
   Zero zero_;
   bool keeps_rows_, keeps_transposed_;
   bool keeps_piece_codes_, gathers_transposed_;
+  bool has_host_parts_;
   std::vector<bool> gathered_unit_;  // is_gathered_on_use()
   std::vector<TensorId> plain_ids_;  // of whole weights, or of this rank's pieces
   std::vector<CopyIds> copy_ids_;    // of what is kept; the scale alone of codes that are made where they are used
@@ -117,11 +140,13 @@ class ModelWeights {
   std::vector<Gathered> buffers_[kGatherBuffers];         // for a block's weights in their order
   MatrixId rows_workspace_id_, transposed_workspace_id_;  // for copies that are not kept: large enough for any
   TensorId amax_id_;
-  std::vector<TensorView> plain_, own_;
+  std::vector<TensorView> plain_, kept_, own_;
+  std::vector<TensorView> fetched_;                    // matrices: where a weight in host memory is copied to
   std::vector<TensorView> piece_plain_, piece_codes_;  // flat and padded, of weights that are gathered on use
   std::vector<TensorView> piece_codes_t_;              // [cols, rows / ranks]
   std::vector<Copies> copies_;
   std::vector<std::vector<Piece>> pieces_, backward_pieces_;  // by unit
+  std::vector<std::vector<HostPart>> host_parts_;
   TensorView amax_;
 };
 

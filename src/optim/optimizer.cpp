@@ -108,6 +108,7 @@ void Optimizer::declare_stream_buffers(MemoryPlan& plan) {
       if (!id.valid() || plan[id].place != MemoryPlace::kHost) return;
       tensors.push_back(ceil_div(count, group) * size_of(plan[id].dtype));
     };
+    if (parameters_[i].place == MemoryPlace::kHost) tensors.push_back(count * size_of(compute_));
     add(ids_[i].master, 1);
     for (const MomentIds& moment : {ids_[i].exp_avg, ids_[i].exp_avg_sq}) {
       add(moment.values, 1);

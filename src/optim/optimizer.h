@@ -72,7 +72,7 @@ class Optimizer {
   // the weights the model computes with. Throws Error(kBadInput) when config.master does not fit it: none needs
   // fp32 weights, all other forms bf16. With config.offload masters and moments of matrices are in host memory, and
   // there are buffers ("buffers for host memory") through which they pass, `part_elements` of a parameter at a
-  // time.
+  // time. Weights that are in host memory, too (ParameterInfo::place), pass with them.
   Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters, const Zero& zero,
             MemoryPlan& plan, int64_t part_elements = StateStream::kPartElements);
 

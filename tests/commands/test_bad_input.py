@@ -53,6 +53,8 @@ CONFIG_CASES = [
     ("master that does not fit", setting("optimizer.master", "none"), ["optimizer.master"]),
     ("silu kept without fp8", setting("precision.save_silu", True), ["save_silu", "up_gate"]),
     ("more blocks offloaded than there may be", setting("precision.offload_blocks", 1), ["precision.offload_blocks"]),
+    ("weights in host memory without their states", setting("precision.offload_weights", True),
+     ["precision.offload_weights", "optimizer.offload"]),
     ("fewer blocks offloaded than none", setting("precision.offload_blocks", -1), ["precision.offload_blocks", "-1"]),
     ("warm-up longer than the run", setting("optimizer.schedule.warmup_steps", 100), ["warmup_steps"]),
     ("no training data", setting("data.train", []), ["data.train"]),

@@ -19,10 +19,11 @@ class Ranks(RunFolder):
         return [case for case in cases if DEVICE == "cpu" or case[0] <= num_gpus()]
 
     def run_ranks(self, name, ranks, stage, steps=STEPS, recipe="bf16", shard_size=0, init_from="", blocks=2, offloaded=0,
-                  check_interval=100, batch=8, starter=starters.STARTER):
+                  check_interval=100, batch=8, in_host_memory=False, starter=starters.STARTER):
         config = tiny_config(self.folder, recipe, STEPS, device=DEVICE)
         config["model"]["num_layers"] = blocks
         config["precision"]["offload_blocks"] = offloaded
+        config["precision"]["offload_weights"] = config["optimizer"]["offload"] = in_host_memory
         config["data"]["train"] = [self.path("long.npy")]
         config["optimizer"]["schedule"]["total_steps"] = STEPS
         config["training"].update(steps=steps, global_batch_size=batch, micro_batch_size=1)
@@ -137,6 +138,19 @@ class Ranks(RunFolder):
                 self.assertEqual(self.final_files(offloaded), self.final_files(plain))
                 kept = [self.planned_bytes(name, ranks)["saved activations"] for name in (offloaded, plain)]
                 self.assertEqual(kept[0] * 5, kept[1] * 2)
+
+    def test_weights_and_states_in_host_memory_change_no_bit(self):
+        for ranks, stage, recipe in self.fit(((1, 0, "bf16"), (2, 1, "parka"), (2, 2, "bf16"), (2, 3, "parka"))):
+            with self.subTest(stage=stage):
+                plain, in_host = f"plain-{stage}", f"in-host-{stage}"
+                self.run_ranks(plain, ranks, stage, recipe=recipe)
+                self.run_ranks(in_host, ranks, stage, recipe=recipe, in_host_memory=True, check_interval=1)
+                for kind in ("train", "eval", "eval_set"):
+                    losses = [[record["loss"] for record in self.records(name, kind)] for name in (in_host, plain)]
+                    self.assertEqual(*losses)
+                self.assertEqual(self.final_files(in_host), self.final_files(plain))
+                weights = [self.planned_bytes(name, ranks)["weights"] for name in (in_host, plain)]
+                self.assertLess(*weights)
 
     def test_a_run_goes_on_on_any_number_of_ranks(self):
         self.run_ranks("one", 1, 0, recipe="fp32")

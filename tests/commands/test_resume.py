@@ -23,6 +23,8 @@ VARIANTS = {
     "offloaded_states": ("parka", {"master": "fp32", "offload": True}),
     "norms_and_biases": ("parka", {}),
     "gemma": ("coat", {}),
+    "bf16_in_host_memory": ("bf16", {"offload": True}),
+    "parka_in_host_memory": ("parka", {"offload": True}),
 }
 # Keys of `model` that a variant has.
 MODELS = {"norms_and_biases": {"norm": "rmsnorm", "norm_placement": "after", "qk_norm": "full", "qkv_bias": True},
@@ -38,6 +40,7 @@ class Resume(RunFolder):
         recipe, optimizer = VARIANTS[VARIANT]
         config = tiny_config(self.folder, recipe, STEPS, DEVICE, **optimizer)
         config["model"].update(MODELS.get(VARIANT, {}))
+        config["precision"]["offload_weights"] = VARIANT.endswith("in_host_memory")
         config["checkpoint"]["interval"] = 10
         config["training"]["eval_interval"] = 15
         return config

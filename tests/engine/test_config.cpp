@@ -217,6 +217,7 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"fast_weight_gradient", false},
                                  {"recompute", "none"},
                                  {"offload_blocks", 0},
+                                 {"offload_weights", false},
                                  {"eval", "same"}};
     CHECK(resolved["precision"] == want_precision);
     CHECK(resolved["optimizer"]["states"] == row.states);
@@ -373,6 +374,21 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
          c.precision.eval = EvalNumerics::kBf16;
        },
        "precision.eval = bf16 needs precision.compute = bf16"},
+      {[](Config& c) { c.precision.offload_weights = true; },
+       "precision.offload_weights = true needs optimizer.offload = true"},
+      {[](Config& c) {
+         apply_recipe(Recipe::kParka, c);
+         c.optimizer.offload = c.precision.offload_weights = true;
+         c.precision.eval = EvalNumerics::kBf16;
+       },
+       "precision.offload_weights = true keeps FP8 copies alone on the GPU, which precision.eval = bf16 cannot use"},
+      {[](Config& c) {
+         apply_recipe(Recipe::kParka, c);
+         c.optimizer.offload = c.precision.offload_weights = true;
+         c.precision.weight_copies = WeightCopies::kNone;
+         c.telemetry.interval = 10;
+       },
+       "telemetry.interval = 10 needs FP8 copies of weights that are in host memory"},
       {[](Config& c) { c.optimizer.schedule.decay_steps = 1; },
        "decay_steps = 1 has no meaning with kind = cosine"},
       {[](Config& c) { c.optimizer.schedule.warmup_steps = 1001; },

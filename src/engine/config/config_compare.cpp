@@ -20,6 +20,7 @@ constexpr std::string_view kNotHashed[] = {
     "precision.weight_copies",
     "precision.recompute",
     "precision.offload_blocks",
+    "precision.offload_weights",
     "precision.eval",
     "optimizer.offload",
     "data.eval",
@@ -89,8 +90,8 @@ constexpr std::string_view kNoSpeed[] = {"model.norm_eps",   "model.query_pre_at
                                          "model.init",       "model.init_std",
                                          "precision.recipe", "precision.eval"};
 // ... and what beside them decides how long a run of several takes for a step.
-constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies", "optimizer.offload",
-                                            "training.global_batch_size", "distributed."};
+constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies", "precision.offload_weights",
+                                            "optimizer.offload", "training.global_batch_size", "distributed."};
 // Those of kSpeed that a plan changes to save memory.
 constexpr std::string_view kChangedSpeed[] = {
     "precision.save_norm_output", "precision.save_product", "precision.recompute",       "precision.offload_blocks",

@@ -217,6 +217,28 @@ void check_distributed(const Config& c) {
   }
 }
 
+void check_offloaded_weights(const Config& c) {
+  const PrecisionConfig& p = c.precision;
+  if (!p.offload_weights) return;
+  if (!c.optimizer.offload) {
+    throw_bad_input(
+        "precision.offload_weights = true needs optimizer.offload = true, whose updates copy weights to the GPU and "
+        "back; set that, or offload_weights = false");
+  }
+  if (p.gemm == GemmPrecision::kCompute) return;
+  if (p.weight_copies != WeightCopies::kNone && p.eval == EvalNumerics::kBf16) {
+    throw_bad_input(
+        "precision.offload_weights = true keeps FP8 copies alone on the GPU, which precision.eval = bf16 cannot "
+        "use; use eval = same, or weight_copies = none");
+  }
+  if (p.weight_copies == WeightCopies::kNone && c.telemetry.interval > 0) {
+    throw_bad_input(
+        "telemetry.interval = {} needs FP8 copies of weights that are in host memory; use precision.weight_copies = "
+        "rows, or interval = 0",
+        c.telemetry.interval);
+  }
+}
+
 void check_clipping(const OptimizerConfig& o) {
   if (o.clip_warmup_steps == 0 || o.clip_norm * o.clip_warmup_factor <= double{std::numeric_limits<float>::max()})
     return;
@@ -292,6 +314,7 @@ void validate(const Config& config) {
   check_kept_activations(config.model, config.precision);
   check_compute(config.precision, config.optimizer);
   check_distributed(config);
+  check_offloaded_weights(config);
   check_clipping(config.optimizer);
   check_schedule(config.optimizer.schedule, config.training.steps);
   check_data(config.data, config.model.vocab_size);

@@ -3,11 +3,21 @@
 #include <algorithm>
 
 namespace parka {
+namespace {
+
+HostStream::Copy copy_of(const TensorView& target, const TensorView& source) {
+  PARKA_REQUIRE(target.bytes() == source.bytes());
+  return {.target = target.data, .source = source.data, .bytes = source.bytes()};
+}
+
+}  // namespace
 
 ParameterExchange::ParameterExchange(const Zero& zero, Communicator& communicator, const Model& model,
-                                     const Optimizer& optimizer)
+                                     const Optimizer& optimizer, Device& device)
     : zero_(zero), communicator_(communicator), model_(model), optimizer_(optimizer) {
-  PARKA_REQUIRE(communicator.size() > 1);
+  const bool has_host_parts = model.weights().has_host_parts();
+  PARKA_REQUIRE(communicator.size() > 1 || has_host_parts);
+  if (has_host_parts) host_stream_ = device.make_host_stream(kGatherBuffers);
 }
 
 void ParameterExchange::gather(Device& device, int unit, Pass pass) {
@@ -21,13 +31,37 @@ void ParameterExchange::gather(Device& device, int unit, Pass pass) {
   }
 }
 
+// Queues copies into a unit's buffer, of which ops that are queued may be the last users.
+void ParameterExchange::load(int unit, const std::vector<HostStream::Copy>& copies) {
+  host_stream_->follow_device();
+  host_stream_->load(gather_buffer_of(unit), copies);
+}
+
+// Copies to a unit's buffer what this rank has of it in host memory.
+void ParameterExchange::fetch(int unit) {
+  std::vector<HostStream::Copy> copies;
+  for (const ModelWeights::HostPart& part : model_.weights().host_parts(unit)) {
+    copies.push_back(copy_of(part.device, part.host));
+  }
+  load(unit, copies);
+}
+
+void ParameterExchange::wait_for_host(Device& device, int unit) {
+  if (!comes_from_host(unit)) return;
+  device.time_wait("weights from the host", [&] { host_stream_->wait_loaded(gather_buffer_of(unit)); });
+}
+
 void ParameterExchange::prefetch(Device& device, int unit, Pass pass) {
   const ModelWeights& weights = model_.weights();
   if (unit < 0 || unit >= model_.parameters().num_units() || !weights.is_gathered_on_use(unit)) return;
   Gathered& buffer = gathered_[gather_buffer_of(unit)];
   if (buffer.unit == unit && (buffer.pass == pass || !weights.has_pieces_for_backward())) return;
+  buffer = {unit, pass, 0, false};
+  if (comes_from_host(unit)) fetch(unit);
+  if (!zero_.shards_weights()) return;
+  wait_for_host(device, unit);  // collectives begin when what the device has queued is done
   gather(device, unit, pass);
-  buffer = {unit, pass, communicator_.last_queued(), false};
+  buffer.number = communicator_.last_queued();
 }
 
 void ParameterExchange::gather_on_use(Device& device, int unit, Pass pass) {
@@ -35,6 +69,7 @@ void ParameterExchange::gather_on_use(Device& device, int unit, Pass pass) {
   prefetch(device, unit, pass);
   Gathered& buffer = gathered_[gather_buffer_of(unit)];
   if (buffer.is_ready) return;
+  wait_for_host(device, unit);
   wait(device, buffer.number, "gathered weights");
   model_.weights().gathered(device, unit);
   buffer.is_ready = true;
@@ -88,6 +123,7 @@ void ParameterExchange::after_backward(Device& device, int unit) {
   for (int parameter : model_.parameters().unit(unit)) {
     if (gradient_complete_) gradient_complete_(parameter);
   }
+  if (communicator_.size() == 1) return;
   for (int parameter : model_.parameters().unit(unit)) {
     const auto i = static_cast<size_t>(parameter);
     const Optimizer::GradientPieces& gradient = optimizer_.gradient_pieces(i);
@@ -118,19 +154,45 @@ void ParameterExchange::sum_of_pieces(Device& device, const TensorView& x) {
 }
 
 void ParameterExchange::sum(Device& device, const TensorView& x, Peers peers) {
+  if (communicator_.size() == 1) return;
   communicator_.all_reduce(device, x, Reduction::kSum, peers);
   wait(device, communicator_.last_queued(), "sums of numbers");
 }
 
+// Brings up to date what other ranks have changed of a unit that every rank has whole in host memory. This rank's
+// pieces go to the device, those of all come together there and go back.
+void ParameterExchange::share_in_host(Device& device, int unit) {
+  const ModelWeights& weights = model_.weights();
+  std::vector<HostStream::Copy> to_device, to_host;
+  for (const ModelWeights::HostPart& part : weights.host_parts(unit)) {
+    const int64_t piece = part.host.numel() / zero_.shard.size, begin = zero_.shard.rank * piece;
+    to_device.push_back(copy_of(part.device.rows(begin, piece), part.host.rows(begin, piece)));
+    to_host.push_back(copy_of(part.host, part.device));
+  }
+  load(unit, to_device);
+  wait_for_host(device, unit);
+  gather(device, unit, Pass::kForward);
+  wait(device, communicator_.last_queued(), "gathered weights");
+  weights.quantize_fetched(device, unit);
+  host_stream_->save(to_host);
+}
+
 void ParameterExchange::weights_changed(Device& device) {
   const ModelWeights& weights = model_.weights();
-  for (int unit = 0; unit < model_.parameters().num_units(); ++unit) {
-    if (!weights.is_gathered_on_use(unit)) gather(device, unit, Pass::kForward);
+  const bool shares_whole = zero_.shards_states() && !zero_.shards_weights();
+  const auto is_shared_in_host = [&](int unit) { return shares_whole && comes_from_host(unit); };
+  const int num_units = model_.parameters().num_units();
+  for (int unit = 0; unit < num_units; ++unit) {
+    if (!weights.is_gathered_on_use(unit) && !is_shared_in_host(unit)) gather(device, unit, Pass::kForward);
   }
   if (zero_.shards_states() && !weights.amax().empty()) {
     communicator_.all_reduce(device, weights.amax(), Reduction::kMax, Peers::kGroup);
   }
   wait(device, communicator_.last_queued(), "gathered weights");
+  for (int unit = 0; unit < num_units; ++unit) {
+    if (is_shared_in_host(unit)) share_in_host(device, unit);
+  }
+  if (host_stream_ && shares_whole) device.time_wait("weights to the host", [&] { host_stream_->wait_saved(); });
   weights.quantize(device);
   gathered_ = {};
 }

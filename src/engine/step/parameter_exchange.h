@@ -1,6 +1,7 @@
 #pragma once
 #include <array>
 #include <functional>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -18,12 +19,15 @@ namespace parka {
 //              micro-batch
 //   weights    stage 0: nothing to do, all ranks make the same update; 1 and 2: gathered after the update; 3: those
 //              of blocks are gathered before each use, one block ahead
-// Collectives run beside the device's other work, which waits for them where it needs their result.
+// Weights in host memory (precision.offload_weights) that GEMMs read are copied to the device before each use, in
+// the same way, by one rank too. After the update, those that ranks have made parts of pass through the device.
+// Collectives and copies run beside the device's other work, which waits for them where it needs their result.
 class ParameterExchange final : public UnitHooks {
  public:
-  // For more than one rank, in groups of zero.shard.size if anything is divided. All of these must live as long as
-  // the exchange.
-  ParameterExchange(const Zero& zero, Communicator& communicator, const Model& model, const Optimizer& optimizer);
+  // For more than one rank, in groups of zero.shard.size if anything is divided, or for weights in host memory that
+  // have buffers on the device. All of these must live as long as the exchange.
+  ParameterExchange(const Zero& zero, Communicator& communicator, const Model& model, const Optimizer& optimizer,
+                    Device& device);
 
   // Where in its step a micro-batch is: both where the step has no other.
   struct Place {
@@ -34,8 +38,11 @@ class ParameterExchange final : public UnitHooks {
   // From now on `called` is told of each parameter whose gradients of a micro-batch are complete, before anything
   // is done with them; with an empty function nobody is.
   void on_gradient(std::function<void(int parameter)> called) { gradient_complete_ = std::move(called); }
-  // Whether nothing is queued in this micro-batch.
-  bool is_idle() const { return !place_.is_last && !zero_.shards_gradients(); }
+  // Whether nothing is queued in this micro-batch. Blocks are gathered on use, or none is.
+  bool is_idle() const {
+    const bool gathers_on_use = model_.weights().is_gathered_on_use(model_.parameters().block_unit(0));
+    return !place_.is_last && !zero_.shards_gradients() && !gathers_on_use;
+  }
   void before_forward(Device& device, int unit) override;
   void before_backward(Device& device, int unit) override;
   void after_backward(Device& device, int unit) override;
@@ -56,6 +63,11 @@ class ParameterExchange final : public UnitHooks {
   void gather_on_use(Device& device, int unit, Pass pass);
   void prefetch(Device& device, int unit, Pass pass);
   void gather(Device& device, int unit, Pass pass);
+  bool comes_from_host(int unit) const { return !model_.weights().host_parts(unit).empty(); }
+  void load(int unit, const std::vector<HostStream::Copy>& copies);
+  void fetch(int unit);
+  void wait_for_host(Device& device, int unit);
+  void share_in_host(Device& device, int unit);
   // Parameters whose gradients begin, or are complete, with a unit of backward.
   std::vector<int> opened_by(int unit) const;
 
@@ -71,10 +83,11 @@ class ParameterExchange final : public UnitHooks {
   struct Gathered {
     int unit = -1;
     Pass pass = Pass::kForward;
-    uint64_t number = 0;  // of the collective
+    uint64_t number = 0;  // of the collective, if that brings it
     bool is_ready = false;
   };
   std::array<Gathered, kGatherBuffers> gathered_;
+  std::unique_ptr<HostStream> host_stream_;  // between host memory and gather buffers; absent without host parts
   std::array<uint64_t, kGradientBuffers> reduced_ = {};  // the last reduction out of each of the gradient buffers
 };
 

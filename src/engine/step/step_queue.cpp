@@ -20,9 +20,9 @@ StepQueue::StepQueue(const Config& config, const Zero& zero, DeclaredRun& declar
   communicator.set_exchange_buffer(arena_[declared_.exchange_buffer]);
   declared_.model.bind(device, arena_);
   declared_.optimizer.bind(arena_, declared_.model.weights().own(), declared_.model.weights().amax());
-  if (communicator.size() > 1) {
-    if (zero_.shards_states()) communicator.divide(static_cast<int>(zero_.shard.size));
-    exchange_.emplace(zero_, communicator, declared_.model, declared_.optimizer);
+  if (zero_.shards_states()) communicator.divide(static_cast<int>(zero_.shard.size));
+  if (communicator.size() > 1 || declared_.model.weights().has_host_parts()) {
+    exchange_.emplace(zero_, communicator, declared_.model, declared_.optimizer, device_);
     declared_.model.set_hooks(&*exchange_);
   }
   if (declared_.telemetry) declared_.telemetry->bind(arena_);

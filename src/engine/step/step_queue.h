@@ -22,7 +22,7 @@ class StepQueue {
   StepQueue(const StepQueue&) = delete;
   StepQueue& operator=(const StepQueue&) = delete;
 
-  // Absent in a run of one rank.
+  // Absent where there is nothing to bring together: in a run of one rank without weights to copy from the host.
   ParameterExchange* exchange() { return exchange_ ? &*exchange_ : nullptr; }
 
   void begin_step();

@@ -16,8 +16,9 @@ void TrainingRun::watch_state() {
   for (NamedTensor& tensor : tensors()) watched_.push_back({std::move(tensor), 1 + zero_.shard.rank});
   if (zero_.shard.size == 1) return;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (weights.is_gathered_on_use(parameters[i].unit)) continue;
-    watched_.push_back({{parameters[i].name + " (gathered)", weights.plain(static_cast<int>(i)), {}, {}, i}, 0});
+    const TensorView& whole = weights.kept(static_cast<int>(i));
+    if (whole.empty()) continue;
+    watched_.push_back({{parameters[i].name + " (gathered)", whole, {}, {}, i}, 0});
   }
 }
 
