@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <utility>
 
 #include "core/parallel.h"
@@ -19,6 +20,18 @@ void upload(Device& device, std::span<const T> values, const TensorView& target,
   const auto count = static_cast<int64_t>(values.size());
   PARKA_REQUIRE(first >= 0 && first + count <= target.numel());
   device.copy_to_device(target.as<T>() + first, values.data(), static_cast<int64_t>(values.size_bytes()));
+}
+
+// What `convert` makes of each value.
+template <typename Convert>
+void upload_each(Device& device, std::span<const float> values, const TensorView& target, int64_t first,
+                 const Convert& convert) {
+  using T = std::invoke_result_t<Convert, float>;
+  std::vector<T> converted(values.size());
+  parallel_for(static_cast<int64_t>(values.size()), 1 << 16, [&](int64_t begin, int64_t end) {
+    std::transform(values.begin() + begin, values.begin() + end, converted.begin() + begin, convert);
+  });
+  upload(device, std::span<const T>(converted), target, first);
 }
 
 template <typename T>
@@ -145,6 +158,7 @@ TensorId Optimizer::declare_master(const ParameterInfo& parameter, MemoryPlan& p
   switch (config_.master) {
     case MasterForm::kFp32: return add(DType::kF32);
     case MasterForm::kFp32Split: return add(DType::kU16);
+    case MasterForm::kFp24Split: return add(DType::kU8);
     case MasterForm::kBf16Sr:
     case MasterForm::kNone: return {};
   }
@@ -206,23 +220,25 @@ ParameterState Optimizer::parameter_state(size_t i) const {
 }
 
 void Optimizer::set_weight(Device& device, size_t i, std::span<const float> values, int64_t first) {
-  if (config_.master == MasterForm::kNone) {
-    upload(device, values, weights_.at(i), first);
-    return;
-  }
-  std::vector<BFloat16> weight(values.size());
-  std::vector<uint16_t> remainder(values.size());
-  parallel_for(static_cast<int64_t>(values.size()), 1 << 16, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; ++n) {
-      const SplitFloat split = split_float(values[n]);
-      weight[n] = config_.master == MasterForm::kBf16Sr ? encode_bf16(values[n]) : split.weight;
-      remainder[n] = split.remainder;
+  const TensorView &target = weights_.at(i), &master = states_[i].master;
+  switch (config_.master) {
+    case MasterForm::kFp32:
+      upload_each(device, values, target, first, [](float x) { return split_float(x).weight; });
+      upload(device, values, master, first);
+      return;
+    case MasterForm::kFp32Split:
+      upload_each(device, values, target, first, [](float x) { return split_float(x).weight; });
+      upload_each(device, values, master, first, [](float x) { return split_float(x).remainder; });
+      return;
+    case MasterForm::kFp24Split: {
+      const auto split = [](float x) { return split_float24(round_to_float24(x, kNearestPhase)); };
+      upload_each(device, values, target, first, [&](float x) { return split(x).weight; });
+      upload_each(device, values, master, first, [&](float x) { return split(x).remainder; });
+      return;
     }
-  });
-  const TensorView& master = states_[i].master;
-  upload(device, std::span<const BFloat16>(weight), weights_.at(i), first);
-  if (config_.master == MasterForm::kFp32) upload(device, values, master, first);
-  if (config_.master == MasterForm::kFp32Split) upload(device, std::span<const uint16_t>(remainder), master, first);
+    case MasterForm::kBf16Sr: upload_each(device, values, target, first, encode_bf16); return;
+    case MasterForm::kNone: upload(device, values, target, first); return;
+  }
 }
 
 void Optimizer::copy_weight(Device& device, size_t from, size_t to) {
@@ -239,11 +255,15 @@ std::vector<float> Optimizer::master_weight(Device& device, size_t i) const {
   if (config_.master == MasterForm::kFp32) return download<float>(device, states_[i].master);
   const std::vector<BFloat16> high = download<BFloat16>(device, weight);
   std::vector<float> values(high.size());
+  const auto join = [&](const auto& low, const auto& join_element) {
+    std::transform(high.begin(), high.end(), low.begin(), values.begin(), join_element);
+  };
   if (config_.master == MasterForm::kBf16Sr) {
     std::transform(high.begin(), high.end(), values.begin(), decode_bf16);
+  } else if (config_.master == MasterForm::kFp24Split) {
+    join(download<uint8_t>(device, states_[i].master), join_float24);
   } else {
-    const std::vector<uint16_t> low = download<uint16_t>(device, states_[i].master);
-    std::transform(high.begin(), high.end(), low.begin(), values.begin(), join_float);
+    join(download<uint16_t>(device, states_[i].master), join_float);
   }
   return values;
 }

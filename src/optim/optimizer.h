@@ -84,7 +84,7 @@ class Optimizer {
   // The elements of parameter i that this rank updates: all, or its piece.
   ElementRange own_range(size_t i) const { return zero_.shard.own(parameters_.at(i).numel()); }
   // Sets elements `first` and following of own_range(i) of parameter i from fp32 values on the host: compute weight
-  // and master, by the master form. (kBf16Sr: rounded to nearest.)
+  // and master, by the master form. (kFp24Split and kBf16Sr: rounded to nearest.)
   void set_weight(Device& device, size_t i, std::span<const float> values, int64_t first = 0);
   // Sets parameter `to` from parameter `from`, of as many elements, within the device.
   void copy_weight(Device& device, size_t from, size_t to);
@@ -136,8 +136,8 @@ class Optimizer {
 
   // Masters and moments, for the checkpoint: "<parameter>.master", ".exp_avg", ".exp_avg.amax",
   // ".exp_avg.exponent", ".exp_avg_sq"...; only those that the formats need, flat [numel] or [ceil(numel / 128)]
-  // each, or this rank's part of them. With the weights themselves, which fp32_split, bf16_sr and none need too,
-  // they are all that step() depends on.
+  // each, or this rank's part of them. With the weights themselves, which all forms but fp32 need too, they
+  // are all that step() depends on.
   std::vector<NamedTensor> state() const;
 
   // Moments of parameter i as they are stored.

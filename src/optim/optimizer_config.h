@@ -81,8 +81,8 @@ struct OptimizerConfig {
     visit("exp_avg_sq_format", exp_avg_sq_format, "FP8 format of the second moment, likewise",
           one_of(DType::kE4M3, DType::kE5M2));
     visit("master", master,
-          "Master weights: fp32, fp32_split (same bits in less memory), bf16_sr (stochastic rounding), or none "
-          "(if and only if precision.compute = fp32)");
+          "Master weights: fp32, fp32_split (same bits in less memory), fp24_split (24 bits), bf16_sr (stochastic "
+          "rounding), or none (if and only if precision.compute = fp32)");
     visit(
         "offload", offload,
         "Keep moments and masters of matrices in host memory, where they pass through buffers on the device to each "
@@ -111,6 +111,7 @@ template <>
 struct EnumNames<MasterForm> {
   static constexpr EnumName<MasterForm> kAll[] = {{MasterForm::kFp32, "fp32"},
                                                   {MasterForm::kFp32Split, "fp32_split"},
+                                                  {MasterForm::kFp24Split, "fp24_split"},
                                                   {MasterForm::kBf16Sr, "bf16_sr"},
                                                   {MasterForm::kNone, "none"}};
 };

@@ -1,6 +1,8 @@
 #include "core/split_float.h"
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 #include <vector>
 
 #include "core/philox.h"
@@ -48,6 +50,70 @@ TEST_CASE("the weight of a split float is the nearest bfloat16, ties away from z
     wrong += bits_of(weight) != bits_of(to_above <= to_below ? above : below);
   }
   CHECK(wrong == 0);
+}
+
+// ---- 24 bits ----
+
+TEST_CASE("a number of 24 bits splits into its nearest bfloat16 and 8 bits, and joins again",
+          "[core][split_float]") {
+  int64_t wrong = 0;
+  for (uint32_t high = 0; high < 0x10000u; ++high) {
+    for (uint32_t low = 0; low < 0x100u; ++low) {
+      const float x = std::bit_cast<float>(high << 16 | low << 8);
+      const SplitFloat24 split = split_float24(x);
+      wrong += split.weight.bits != split_float(x).weight.bits;
+      wrong += bits_of(join_float24(split.weight, split.remainder)) != bits_of(x);
+    }
+  }
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("every phase rounds to one of the two neighbours, and all phases together to the number itself",
+          "[core][split_float]") {
+  int64_t wrong = 0;
+  for (uint32_t high :
+       {0x00000000u, 0x00000100u, 0x3f800000u, 0xbf800000u, 0x3fffff00u, 0x80000000u, 0x7f7ffe00u}) {
+    for (uint32_t low = 0; low < 0x100u; ++low) {
+      const float x = std::bit_cast<float>(high | low);
+      uint32_t above = 0;
+      for (uint32_t phase = 0; phase < 0x100u; ++phase) {
+        const uint32_t rounded = bits_of(round_to_float24(x, phase << 24 | 0xabcdefu));
+        wrong += rounded != high && rounded != high + 0x100u;
+        above += rounded != high;
+      }
+      wrong += above != low;
+      wrong += bits_of(round_to_float24(x, kNearestPhase)) != (low < 0x80u ? high : high + 0x100u);
+    }
+  }
+  CHECK(wrong == 0);
+}
+
+// Of `steps` small numbers of `unit` 256ths of fp24's last place, added to 1 one after another.
+double error_of_sum(uint32_t unit, int64_t steps, const std::function<uint32_t(uint64_t step)>& phase) {
+  const float small = std::ldexp(static_cast<float>(unit), -23);
+  float sum = 1.0f;
+  double exact = 1.0;
+  for (int64_t step = 0; step < steps; ++step) {
+    sum = round_to_float24(sum + small, phase(static_cast<uint64_t>(step)));
+    exact += double{small};
+  }
+  return std::abs(sum - exact) * 0x1p15;  // in places
+}
+
+TEST_CASE("rounding_phase loses few places of a long sum, where independent draws and nearest lose more",
+          "[core][split_float]") {
+  double worst = 0, nearest = 0, draws = 0;
+  for (uint32_t unit = 1; unit < 0x100u; unit += 2) {
+    const auto element = uint64_t{unit} * 12345;
+    worst =
+        std::max(worst, error_of_sum(unit, 10000, [&](uint64_t step) { return rounding_phase(step, element); }));
+    nearest = std::max(nearest, error_of_sum(unit, 10000, [](uint64_t) { return kNearestPhase; }));
+    draws = std::max(draws, error_of_sum(unit, 10000, [&](uint64_t step) { return philox4x32(unit, 0, step)[0]; }));
+  }
+  CAPTURE(worst, nearest, draws);
+  CHECK(worst < 5);
+  CHECK(draws > 50);
+  CHECK(nearest > 4000);
 }
 
 TEST_CASE("split_float of zeros, subnormals, ties and the largest finite numbers", "[core][split_float]") {

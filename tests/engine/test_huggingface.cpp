@@ -183,10 +183,12 @@ TEST_CASE("a run starts from exactly the imported weights in every form of them"
   } cases[] = {{"llama_mha", "fp32", "none", true},
                {"llama_mha", "bf16", "fp32", true},
                {"olmo_untied", "bf16", "fp32_split", true},
+               {"olmo_untied", "bf16", "fp24_split", false},
                {"olmo_untied", "bf16", "bf16_sr", false},
                {"llama3_gqa", "fp32", "none", true},
                {"llama3_gqa", "bf16", "fp32_split", true},
                {"olmo_tied", "bf16", "bf16_sr", true},
+               {"olmo_tied", "bf16", "fp24_split", true},
                {"llama_tied", "bf16", "fp32", true},
                {"olmo_untied", "coat_optimizer", "fp32", true}};
   for (const auto& c : cases) {
@@ -199,6 +201,22 @@ TEST_CASE("a run starts from exactly the imported weights in every form of them"
     const std::vector<std::string> names = differing(kFixtures + c.name, folder / "exported");
     CHECK(names == (c.exact ? std::vector<std::string>{} : std::vector<std::string>{"model.safetensors"}));
   }
+}
+
+TEST_CASE("masters of 24 and of 32 bits start from each other's checkpoints", "[engine][huggingface]") {
+  const TemporaryFolder folder;
+  std::string checkpoint = import_fixture("olmo_untied", folder);
+  const auto go_on = [&](const char* master, int64_t steps, const char* exported) {
+    checkpoint = train_from(checkpoint, folder, {{"recipe", "parka"}}, {{"master", master}}, steps);
+    REQUIRE(run_export({.checkpoint = checkpoint, .output = folder / exported}) == 0);
+  };
+  go_on("fp32_split", 2, "exact");
+  go_on("fp24_split", 0, "rounded");
+  go_on("fp24_split", 2, "trained");
+  go_on("fp32_split", 0, "same");
+  CHECK(differing(folder / "exact", folder / "rounded") == std::vector<std::string>{"model.safetensors"});
+  CHECK(differing(folder / "rounded", folder / "trained") == std::vector<std::string>{"model.safetensors"});
+  CHECK(differing(folder / "trained", folder / "same") == std::vector<std::string>{});
 }
 
 TEST_CASE("training from an imported model begins at its loss and lowers it", "[engine][huggingface]") {

@@ -43,6 +43,12 @@ class TestMoment {
     if (!moment.exponent.empty()) moment.exponent = moment.exponent.rows(first_group, groups);
     return moment;
   }
+  // Of a moment stored alike on the same device.
+  void copy_from(Device& device, const TestMoment& other) {
+    for (const auto& [to, from] :
+         {std::pair{&values, &other.values}, {&amax, &other.amax}, {&exponent, &other.exponent}})
+      device.copy(to->view().data, from->view().data, from->view().bytes());
+  }
   bool guard_intact() const { return values.guard_intact() && amax.guard_intact() && exponent.guard_intact(); }
   bool same_bits(const TestMoment& other) const {
     return values.bytes() == other.values.bytes() && amax.bytes() == other.amax.bytes() &&
@@ -125,8 +131,8 @@ inline double rms_relative_error(const std::vector<float>& stored, const std::ve
 // 2^-19. That is far below the error of the codes, 2^-4 at best.
 inline double decode_error(const Device& device) { return device.kind() == DeviceKind::kCpu ? 0x1p-23 : 0x1p-18; }
 
-inline constexpr MasterForm kMasterForms[] = {MasterForm::kFp32, MasterForm::kFp32Split, MasterForm::kBf16Sr,
-                                              MasterForm::kNone};
+inline constexpr MasterForm kMasterForms[] = {MasterForm::kFp32, MasterForm::kFp32Split, MasterForm::kFp24Split,
+                                              MasterForm::kBf16Sr, MasterForm::kNone};
 
 struct Hyperparameters {
   double lr = 1e-3, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1;
@@ -157,6 +163,10 @@ class TestParameter {
       std::vector<float> remainders;
       for (float x : initial) remainders.push_back(split_float(x).remainder);
       master = std::make_unique<TestTensor>(device, DType::kU16, std::initializer_list<int64_t>{numel}, remainders);
+    } else if (storage.master == MasterForm::kFp24Split) {
+      std::vector<float> remainders;
+      for (float x : initial) remainders.push_back(split_float24(round_to_float24(x, kNearestPhase)).remainder);
+      master = std::make_unique<TestTensor>(device, DType::kU8, std::initializer_list<int64_t>{numel}, remainders);
     }
   }
 
@@ -194,11 +204,13 @@ class TestParameter {
   std::vector<float> master_values() const {
     if (storage_.master == MasterForm::kFp32) return master->host();
     std::vector<float> values = weight.host();
-    if (storage_.master != MasterForm::kFp32Split) return values;
+    if (storage_.master != MasterForm::kFp32Split && storage_.master != MasterForm::kFp24Split) return values;
     const std::vector<float> remainders = master->host();
     for (size_t i = 0; i < values.size(); ++i) {
       const BFloat16 high{static_cast<uint16_t>(std::bit_cast<uint32_t>(values[i]) >> 16)};
-      values[i] = join_float(high, static_cast<uint16_t>(remainders[i]));
+      const auto low = static_cast<uint16_t>(remainders[i]);
+      values[i] = storage_.master == MasterForm::kFp32Split ? join_float(high, low)
+                                                            : join_float24(high, static_cast<uint8_t>(low));
     }
     return values;
   }
@@ -221,7 +233,10 @@ class TestParameter {
   // Master forms round ties away from zero, not to even as TestTensor would.
   static std::vector<float> rounded_for(MasterForm form, std::vector<float> values) {
     if (form == MasterForm::kNone) return values;
-    for (float& x : values) x = decode_bf16(split_float(x).weight);
+    for (float& x : values) {
+      if (form == MasterForm::kFp24Split) x = round_to_float24(x, kNearestPhase);
+      x = decode_bf16(split_float(x).weight);
+    }
     return values;
   }
 

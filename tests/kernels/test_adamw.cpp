@@ -177,6 +177,68 @@ TEST_CASE("bf16_sr follows the fp32 weight where rounding to nearest would stand
   CHECK(std::abs(mean - (1 - 1e-4 * steps)) < 1e-3);
 }
 
+TEST_CASE("fp24_split masters are the fp32 update, rounded by the step and the element's place",
+          "[kernels][adamw]") {
+  for (Device* device : devices()) {
+    for (const MomentStorage& storage : {MomentStorage{DType::kF32}, MomentStorage{DType::kE4M3, true}}) {
+      for (const int64_t N : {1, 127, 128, 301, 1000}) {
+        const uint64_t first_element = (uint64_t{1} << 33) + 128 * static_cast<uint64_t>(N);
+        TestParameter rounded(*device, {MasterForm::kFp24Split, storage, storage}, random_normal(N, 17, 0.02f));
+        int64_t wrong = 0;
+        for (const int64_t t : {int64_t{1}, int64_t{2}, (int64_t{1} << 40) + 3}) {
+          TestParameter exact(*device, {MasterForm::kNone, storage, storage}, rounded.master_values());
+          exact.exp_avg.copy_from(*device, rounded.exp_avg);
+          exact.exp_avg_sq.copy_from(*device, rounded.exp_avg_sq);
+          for (TestParameter* parameter : {&rounded, &exact}) {
+            parameter->step(gradient_at(N, t), {}, t, 1.0f, first_element);
+          }
+          const std::vector<float> got = rounded.master_values(), weight = rounded.weight.host();
+          const std::vector<float> target = exact.weight.host();
+          for (int64_t i = 0; i < N; ++i) {
+            const uint64_t e = first_element + static_cast<uint64_t>(i);
+            const uint64_t phase = (0x9e3779b9u * static_cast<uint64_t>(t) + 0x91e10da5u * e) % (uint64_t{1} << 32);
+            const uint64_t units = (std::bit_cast<uint32_t>(target[i]) + phase / (1 << 24)) / 256;
+            wrong += got[i] != std::bit_cast<float>(static_cast<uint32_t>(256 * units));
+            wrong += weight[i] != decode_bf16(split_float(got[i]).weight);
+          }
+          wrong += !rounded.exp_avg.same_bits(exact.exp_avg) || !rounded.exp_avg_sq.same_bits(exact.exp_avg_sq);
+        }
+        CAPTURE(device->name(), name_of(storage.format), N);
+        CHECK(wrong == 0);
+        CHECK(rounded.guard_intact());
+      }
+    }
+  }
+}
+
+// Decay alone, by 1e-5 of the weight in each step: between a third and two thirds of the last place of fp24.
+TEST_CASE("fp24_split follows small updates that rounding to nearest would lose", "[kernels][adamw]") {
+  constexpr int64_t N = 500, kSteps = 10000;
+  const Hyperparameters h{.lr = 1e-4, .weight_decay = 0.1};
+  const std::vector<float> initial = random_normal(N, 18, 0.02f), no_gradient(N);
+  TestParameter parameter(*devices().front(), {MasterForm::kFp24Split}, initial);
+  const std::vector<float> start = parameter.master_values();
+  std::vector<float> nearest = start;
+  for (int64_t t = 1; t <= kSteps; ++t) {
+    parameter.step(no_gradient, h, t);
+    for (float& w : nearest) w = round_to_float24(w - 1e-5f * w, kNearestPhase);
+  }
+  const std::vector<float> end = parameter.master_values();
+  const double decay = std::pow(1 - 1e-5, kSteps);
+  double error = 0, nearest_error = 0;  // of the change, which is 9.5 % of a weight
+  int64_t still = 0;
+  for (int64_t i = 0; i < N; ++i) {
+    const double change = start[i] * (decay - 1);
+    error = std::max(error, std::abs((double{end[i]} - start[i]) / change - 1));
+    nearest_error += std::abs((double{nearest[i]} - start[i]) / change - 1) / N;
+    still += nearest[i] == start[i];
+  }
+  CAPTURE(error, nearest_error, still);
+  CHECK(error < 0.002);
+  CHECK(nearest_error > 0.5);
+  CHECK(still > N / 2);
+}
+
 TEST_CASE("fp8 and bf16 states are decoded, updated as fp32 and encoded again", "[kernels][adamw]") {
   const int64_t N = 400;
   const std::vector<float> initial = random_normal(N, 8, 0.02f);
@@ -417,6 +479,11 @@ TEST_CASE("hazard: adamw_step takes tensors of a wrong shape or dtype without a 
   CHECK(is_refused([&](AdamwStep& a) { a.master = {}; }));
   CHECK(is_refused([&](AdamwStep& a) { a.master = shorter; }));
   CHECK(is_refused([&](AdamwStep& a) { a.master_form = MasterForm::kFp32Split; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.master_form = MasterForm::kFp24Split; }));
+  CHECK(is_refused([&](AdamwStep& a) {
+    a.master = u16;
+    a.master_form = MasterForm::kFp24Split;
+  }));
   CHECK(is_refused([&](AdamwStep& a) { a.master_form = MasterForm::kBf16Sr; }));
   CHECK(is_refused([&](AdamwStep& a) { a.master_form = MasterForm::kNone; }));
   CHECK(is_refused([&](AdamwStep& a) { a.gradient = u16; }));

@@ -106,7 +106,7 @@ std::vector<OptimizerConfig> all_configs() {
   std::vector<OptimizerConfig> configs;
   for (StateFormat states :
        {StateFormat::kFp32, StateFormat::kBf16, StateFormat::kFp8, StateFormat::kFp8Expanded}) {
-    for (MasterForm master : {MasterForm::kFp32, MasterForm::kFp32Split, MasterForm::kBf16Sr, MasterForm::kNone}) {
+    for (const auto& [master, name] : EnumNames<MasterForm>::kAll) {
       configs.push_back(config_of(states, master, master == MasterForm::kBf16Sr ? DType::kBF16 : DType::kF32));
     }
   }
@@ -156,6 +156,7 @@ TEST_CASE("the plan has what each state format and master form needs, per parame
       {StateFormat::kBf16, MasterForm::kBf16Sr, 4, 0},
       {StateFormat::kFp8, MasterForm::kFp32, 2 + 8.0 / 128, 4},
       {StateFormat::kFp8Expanded, MasterForm::kFp32Split, 2 + 10.0 / 128, 2},
+      {StateFormat::kFp8Expanded, MasterForm::kFp24Split, 2 + 10.0 / 128, 1},
   };
   constexpr int64_t kRows = 256, kCols = 1024;  // sizes that need no padding to 256 bytes
   int wrong = 0;
@@ -204,6 +205,7 @@ TEST_CASE("state() names every tensor with its dtype and shape", "[optim][optimi
   CHECK(plain.size() == 3 * 4);  // no masters, no exponents
   CHECK(plain[1] == "first.exp_avg.amax fp32 [2]");
   CHECK(described(config_of(StateFormat::kBf16, MasterForm::kFp32))[0] == "first.master fp32 [150]");
+  CHECK(described(config_of(StateFormat::kBf16, MasterForm::kFp24Split))[0] == "first.master uint8 [150]");
   CHECK(described(config_of(StateFormat::kFp32, MasterForm::kNone)) ==
         std::vector<std::string>{"first.exp_avg fp32 [150]", "first.exp_avg_sq fp32 [150]", "norm.exp_avg fp32 [7]",
                                  "norm.exp_avg_sq fp32 [7]", "last.exp_avg fp32 [645]",
@@ -212,17 +214,20 @@ TEST_CASE("state() names every tensor with its dtype and shape", "[optim][optimi
 
 TEST_CASE("set_weight and master_weight are inverse as far as the form keeps fp32", "[optim][optimizer]") {
   const std::vector<float> values = random_normal(645, 4);
-  for (MasterForm form : {MasterForm::kFp32, MasterForm::kFp32Split, MasterForm::kBf16Sr, MasterForm::kNone}) {
+  for (const auto& [form, name] : EnumNames<MasterForm>::kAll) {
     TestRun run(config_of(StateFormat::kFp32, form));
     run.optimizer.set_weight(run.device, 2, values);
     const std::vector<float> master = run.optimizer.master_weight(run.device, 2);
     int wrong = 0;
     for (size_t i = 0; i < values.size(); ++i) {
       const float nearest = decode_bf16(encode_bf16(values[i]));
-      wrong += master[i] != (form == MasterForm::kBf16Sr ? nearest : values[i]);
+      const float kept = form == MasterForm::kBf16Sr      ? nearest
+                         : form == MasterForm::kFp24Split ? round_to_float24(values[i], kNearestPhase)
+                                                          : values[i];
+      wrong += master[i] != kept;
       if (form == MasterForm::kNone) continue;
       const BFloat16 weight = run.weights[2].as<BFloat16>()[i];
-      const float rounded = form == MasterForm::kBf16Sr ? nearest : decode_bf16(split_float(values[i]).weight);
+      const float rounded = form == MasterForm::kBf16Sr ? nearest : decode_bf16(split_float(kept).weight);
       wrong += decode_bf16(weight) != rounded;
     }
     CAPTURE(name_of(form));
@@ -458,6 +463,40 @@ TEST_CASE("stochastic rounding draws by the place in the flat parameter space", 
   CHECK(other_seed.optimizer.master_weight(other_seed.device, 0) != a);
 }
 
+TEST_CASE("ranks that divide the states round as one rank does", "[optim][optimizer]") {
+  const Optimizer::SumOverRanks alone = {.of_pieces = [](const TensorView&) {}, .of_batches = {}};
+  for (const MasterForm form : {MasterForm::kFp24Split, MasterForm::kBf16Sr}) {
+    OptimizerConfig config = config_of(StateFormat::kFp8Expanded, form);
+    config.clip_norm = 0;  // a rank alone has its own norm
+    TestRun whole(config);
+    whole.initialize(8);
+    for (int64_t t = 1; t <= 20; ++t) whole.step_with_random_gradient(t);
+    for (const int num_ranks : {2, 4}) {
+      for (int rank = 0; rank < num_ranks; ++rank) {
+        TestRun run(config, small_table(), make_zero(1, rank, num_ranks));
+        const size_t num_parameters = run.optimizer.parameters().size();
+        for (size_t i = 0; i < num_parameters; ++i) {
+          const std::vector<float> all = random_normal(run.optimizer.parameters()[i].numel(), 8 + i, 0.02f);
+          const ElementRange own = run.optimizer.own_range(i);
+          run.optimizer.set_weight(run.device, i, {all.begin() + own.begin, all.begin() + own.end});
+        }
+        run.optimizer.begin_step(run.device);
+        for (int64_t t = 1; t <= 20; ++t) {
+          for (size_t i = 0; i < num_parameters; ++i) run.set_gradient(i, run.gradient_of(i, t, 1e-3f));
+          run.optimizer.step(run.device, t, 1e-3, 99, alone);
+        }
+        for (size_t i = 0; i < num_parameters; ++i) {
+          const std::vector<float> all = whole.optimizer.master_weight(whole.device, i);
+          const ElementRange own = run.optimizer.own_range(i);
+          CAPTURE(name_of(form), num_ranks, rank, i);
+          CHECK(run.optimizer.master_weight(run.device, i) ==
+                std::vector<float>(all.begin() + own.begin, all.begin() + own.end));
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("a master form that does not fit the weights is refused in one line", "[optim][optimizer]") {
   const auto refusal = [](MasterForm form, DType compute) -> std::string {
     MemoryPlan plan;
@@ -484,11 +523,13 @@ TEST_CASE("every state format minimises a noisy quadratic about as well as fp32"
   };
   const double fp32 = loss_with(StateFormat::kFp32, MasterForm::kNone);
   const double expanded = loss_with(StateFormat::kFp8Expanded, MasterForm::kFp32Split);
+  const double fp24 = loss_with(StateFormat::kFp32, MasterForm::kFp24Split);
   const double plain = loss_with(StateFormat::kFp8, MasterForm::kFp32);
   const double bf16 = loss_with(StateFormat::kBf16, MasterForm::kFp32);
-  CAPTURE(fp32, expanded, plain, bf16);
+  CAPTURE(fp32, expanded, fp24, plain, bf16);
   CHECK(fp32 < 0.005);  // from about 110 at w = 0
   CHECK(std::abs(bf16 - fp32) <= 0.01 * fp32);
+  CHECK(std::abs(fp24 - fp32) <= 0.01 * fp32);
   CHECK(std::abs(expanded - fp32) <= 0.02 * fp32);
   CHECK(std::abs(plain - fp32) <= 0.06 * fp32);
 }

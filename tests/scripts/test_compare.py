@@ -38,6 +38,9 @@ MADE_UP_PROGRAM = f"""#!{sys.executable}
 import json, pathlib, sys
 sets = dict(sys.argv[i + 1].split("=", 1) for i, word in enumerate(sys.argv) if word == "--set")
 loss = 2 + 0.125 * ["bf16", "coat", "parka"].index(sets["precision.recipe"])
+if sets.get("optimizer.master") == "fp24_split":
+    assert sets["training.seed"] == sets["data.seed"]
+    loss += 0.25 * int(sets["training.seed"])
 folder = pathlib.Path(sets["checkpoint.folder"])
 folder.mkdir(parents=True)
 (folder / "metrics.jsonl").write_text("".join(json.dumps(dict(
@@ -186,21 +189,31 @@ class Compare(unittest.TestCase):
         self.assertGreater(np.mean(np.abs(gap - 0.01) < half), 0.85)
         self.assertLess(half.max(), 0.003)
 
-    def test_the_script_that_measures_recipes_reports_their_gaps(self):
+    def run_gap_script(self, script, *arguments):
+        """The gaps that a script of the folder reproduce reports of made-up runs."""
         text, program, out = self.folder / "text", self.folder / "parka", self.folder / "out"
         text.mkdir()
         (text / "a.txt").write_text("some text\n" * 1000)
         program.write_text(MADE_UP_PROGRAM)
         program.chmod(0o755)
-        result = subprocess.run([SCRIPTS / "reproduce" / "loss_gap.sh", out, text, "coat", "mine=parka,precision.group_size=32"],
-                                capture_output=True, text=True, env={
-                                    **os.environ, "PARKA": str(program), "PYTHON": sys.executable, "TOKENS": str(40 * 64 * 2048),
-                                    "MPLCONFIGDIR": str(self.folder)})
+        result = subprocess.run([SCRIPTS / "reproduce" / script, out, text, *arguments], capture_output=True, text=True, env={
+            **os.environ, "PARKA": str(program), "PYTHON": sys.executable, "TOKENS": str(40 * 64 * 2048),
+            "MPLCONFIGDIR": str(self.folder)})
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         gaps = [json.loads(line) for line in (out / "loss_gap.jsonl").read_text().splitlines()]
-        self.assertEqual([(gap["run"], gap["against"], gap["nats"], gap["steps"]) for gap in gaps],
+        return [(gap["run"], gap["against"], gap["nats"], gap["steps"]) for gap in gaps]
+
+    def test_the_script_that_measures_recipes_reports_their_gaps(self):
+        self.assertEqual(self.run_gap_script("loss_gap.sh", "coat", "mine=parka,precision.group_size=32"),
                          [("coat", "bf16", 0.125, [39, 40]), ("mine", "bf16", 0.25, [39, 40])])
-        self.assertTrue((out / "loss_gap.png").exists() and (out / "differences.png").exists())
+        for picture in ("loss_gap.png", "differences.png"):
+            self.assertTrue((self.folder / "out" / picture).exists())
+
+    def test_the_script_that_measures_masters_reports_the_gap_of_each_seed(self):
+        self.assertEqual(self.run_gap_script("master_gap.sh"), [("fp24_split.1", "fp32_split.1", 0.25, [39, 40]),
+                                                                ("fp24_split.2", "fp32_split.2", 0.5, [39, 40])])
+        tokens = [(self.folder / "out" / seed / "work" / "tokens").resolve() for seed in ("seed1", "seed2")]
+        self.assertEqual(tokens[0], tokens[1])
 
     def test_bad_input(self):
         a, b = self.run_of("a", [4.0, 3.0]), self.run_of("b", [4.0, 3.0])

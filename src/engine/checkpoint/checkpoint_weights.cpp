@@ -12,12 +12,24 @@
 namespace parka {
 namespace {
 
-// Adds to bf16 weights, decoded, the 16 bits that they lack.
-void join_remainders(std::span<float> values, const std::vector<std::byte>& remainders) {
+// Adds to bf16 weights, decoded, the bits of their masters that they lack.
+template <typename Remainder>
+void join_each(std::span<float> values, const std::vector<std::byte>& remainders,
+               float (*join)(BFloat16, Remainder)) {
   for (size_t i = 0; i < values.size(); ++i) {
-    uint16_t remainder = 0;
+    Remainder remainder = 0;
     std::memcpy(&remainder, remainders.data() + i * sizeof(remainder), sizeof(remainder));
-    values[i] = join_float(encode_bf16(values[i]), remainder);
+    values[i] = join(encode_bf16(values[i]), remainder);
+  }
+}
+
+bool is_remainder(DType dtype) { return dtype == DType::kU16 || dtype == DType::kU8; }
+
+void join_remainders(std::span<float> values, DType dtype, const std::vector<std::byte>& remainders) {
+  if (dtype == DType::kU8) {
+    join_each<uint8_t>(values, remainders, join_float24);
+  } else {
+    join_each<uint16_t>(values, remainders, join_float);
   }
 }
 
@@ -35,8 +47,8 @@ CheckpointWeights::CheckpointWeights(const LoadedCheckpoint& checkpoint,
     }
     const SafetensorsEntry* master = checkpoint.find(p.name + ".master");
     if (master == nullptr) continue;
-    const bool is_remainder = master->dtype == DType::kU16 && weight->dtype == DType::kBF16;
-    if ((!is_remainder && master->dtype != DType::kF32) || master->shape != std::vector<int64_t>{p.numel()}) {
+    const bool is_split = is_remainder(master->dtype) && weight->dtype == DType::kBF16;
+    if ((!is_split && master->dtype != DType::kF32) || master->shape != std::vector<int64_t>{p.numel()}) {
       throw_bad_input("{}: {} is {} [{}], which no master form of {} [{}] is", checkpoint.path(), master->name,
                       name_of(master->dtype), fmt::join(master->shape, ", "), name_of(weight->dtype), p.numel());
     }
@@ -73,9 +85,9 @@ void CheckpointWeights::read(const ParameterInfo& parameter, ElementRange range,
     read_tensor(source, part, bytes);
     decode_floats(source.dtype, bytes, values);
     if (master != nullptr && !has_values) {
-      remainders.resize(count * sizeof(uint16_t));
+      remainders.resize(count * static_cast<size_t>(size_of(master->dtype)));
       read_tensor(*master, part, remainders);
-      join_remainders(values, remainders);
+      join_remainders(values, master->dtype, remainders);
     }
     callback(begin, values);
   }

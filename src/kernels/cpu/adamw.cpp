@@ -163,8 +163,26 @@ void read_weights(const AdamwStep& a, const GroupRange& range, float* w) {
       for (int64_t i = 0; i < range.count; ++i) w[i] = join_float(weight[i], remainder[i]);
       return;
     }
+    case MasterForm::kFp24Split: {
+      const BFloat16* weight = a.weight.as<BFloat16>() + range.begin;
+      const uint8_t* remainder = a.master.as<uint8_t>() + range.begin;
+      for (int64_t i = 0; i < range.count; ++i) w[i] = join_float24(weight[i], remainder[i]);
+      return;
+    }
     case MasterForm::kBf16Sr:
     case MasterForm::kNone: decode_elements(a.weight, range.begin, range.count, w); return;
+  }
+}
+
+void write_split24(const AdamwStep& a, const GroupRange& range, const float* w) {
+  BFloat16* weight = a.weight.as<BFloat16>() + range.begin;
+  uint8_t* remainder = a.master.as<uint8_t>() + range.begin;
+  const uint64_t first = a.first_element + static_cast<uint64_t>(range.begin);
+  for (int64_t i = 0; i < range.count; ++i) {
+    const uint32_t phase = rounding_phase(a.step, first + static_cast<uint64_t>(i));
+    const SplitFloat24 split = split_float24(round_to_float24(w[i], phase));
+    weight[i] = split.weight;
+    remainder[i] = split.remainder;
   }
 }
 
@@ -197,6 +215,7 @@ void write_weights(const AdamwStep& a, const GroupRange& range, const float* w) 
       }
       return;
     }
+    case MasterForm::kFp24Split: write_split24(a, range, w); return;
     case MasterForm::kBf16Sr: write_stochastic(a, range, w); return;
     case MasterForm::kNone: encode_elements(w, range.begin, range.count, a.weight); return;
   }

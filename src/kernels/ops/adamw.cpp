@@ -30,6 +30,7 @@ void check_weight(const AdamwStep& a, int64_t N) {
   switch (a.master_form) {
     case MasterForm::kFp32: check_tensor("adamw_step", "master", a.master, {N}, {DType::kF32}); return;
     case MasterForm::kFp32Split: check_tensor("adamw_step", "master", a.master, {N}, {DType::kU16}); return;
+    case MasterForm::kFp24Split: check_tensor("adamw_step", "master", a.master, {N}, {DType::kU8}); return;
     case MasterForm::kBf16Sr:
     case MasterForm::kNone:
       if (!a.master.empty()) throw_internal("adamw_step: master is {}, wanted none", describe(a.master));

@@ -30,6 +30,7 @@ inline constexpr int64_t kMomentGroup = 128;
 enum class MasterForm : uint8_t {
   kFp32,       // separate fp32 master; the compute weight is its rounding (half away from zero)
   kFp32Split,  // bf16 weight plus 16-bit remainder (core/split_float.h): bit for bit kFp32, in fewer bytes
+  kFp24Split,  // bf16 weight plus the 8 bits that it lacks of a 24-bit master, rounded by rounding_phase()
   kBf16Sr,     // bf16 only, updated with stochastic rounding
   kNone,       // the compute weight is fp32 and is its own master
 };
@@ -42,7 +43,8 @@ enum class MasterForm : uint8_t {
 // A range that begins at a multiple of 128 elements can be stepped on its own, with the same result.
 struct AdamwStep {
   TensorView weight;  // [N] fp32 (kNone) or bf16, in/out: what the model computes with
-  TensorView master;  // [N] fp32 (kFp32), uint16 with the remainder's bits (kFp32Split), or empty, in/out
+  // [N] fp32 (kFp32), uint16 or uint8 with the remainder's bits (kFp32Split, kFp24Split), or empty, in/out
+  TensorView master;
   MasterForm master_form;
   TensorView gradient;    // [N] fp32 or bf16, in
   MomentView exp_avg;     // m, in/out
@@ -58,7 +60,7 @@ struct AdamwStep {
   // stored after the step, even if nothing was changed; NaN is ignored. So quantize() need not read the weight.
   TensorView weight_amax = {};
   // kBf16Sr: the random bits of element i are word e % 4 of philox4x32(seed, stream = step, index = e / 4) with
-  // e = first_element + i; encode_bf16_stochastic takes their low half.
+  // e = first_element + i; encode_bf16_stochastic takes their low half. kFp24Split: rounding_phase(step, e).
   uint64_t seed;
   uint64_t step;
   uint64_t first_element;  // position of element 0 in the flat parameter space, the same for every world size;

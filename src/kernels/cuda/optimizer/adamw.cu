@@ -341,6 +341,11 @@ void with_weights(const AdamwStep& a, const F& f) {
   switch (a.master_form) {
     case MasterForm::kFp32: f(Fp32Master{a.weight.as<BFloat16>(), a.master.as<float>()}); return;
     case MasterForm::kFp32Split: f(SplitMaster{a.weight.as<BFloat16>(), a.master.as<uint16_t>()}); return;
+    case MasterForm::kFp24Split: {
+      const uint32_t phase = rounding_phase(a.step, a.first_element);
+      f(Split24Master{a.weight.as<BFloat16>(), a.master.as<uint8_t>(), phase});
+      return;
+    }
     case MasterForm::kBf16Sr: f(StochasticWeight{a.weight.as<BFloat16>(), a.seed, a.step, a.first_element}); return;
     case MasterForm::kNone: f(Fp32Weight{a.weight.as<float>()}); return;
   }

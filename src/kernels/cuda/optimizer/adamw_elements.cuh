@@ -264,6 +264,69 @@ struct SplitMaster {
   }
 };
 
+template <typename Part>
+struct Split24Part {
+  StoredPart<BFloat16, Part> weight;
+  StoredPart<uint8_t, Part> remainder;
+};
+
+// join_float24, as above: the remainder is a float's second byte from the low end, and the first is 0.
+template <typename Part>
+__device__ void to_floats(const Split24Part<Part>& stored, PartValues<Part>& w) {
+  constexpr uint32_t kHalfPlace = 0x8000u, kSignBits = 0x80808080u;
+  for_each_element<Part>([&](int pack, int i) {
+    const uint32_t remainders = stored.remainder.pack[pack].word[i / 4] ^ kSignBits;
+    const uint32_t weights = stored.weight.pack[pack].word[i / 2];
+    // Bytes of the weight, its remainder, and any for the lowest, which is then cleared.
+    const uint32_t selected = (i % 2 == 0 ? 0x5400u : 0x7600u) | (i % 4) << 4;
+    w[pack][i] = __uint_as_float((__byte_perm(remainders, weights, selected) & ~0xffu) - kHalfPlace);
+  });
+}
+
+template <typename Part>
+__device__ StoredPart<uint8_t, Part> split_remainders24(const PartValues<Part>& w) {
+  StoredPart<uint8_t, Part> remainder;
+#pragma unroll
+  for (int pack = 0; pack < Part::kPacks; ++pack) {
+#pragma unroll
+    for (int i = 0; i < Part::kElements; i += 4) {
+      const auto pair = [&](int k) {  // the second byte of each
+        return __byte_perm(__float_as_uint(w[pack][k]), __float_as_uint(w[pack][k + 1]), 0x0051);
+      };
+      remainder.pack[pack].word[i / 4] = __byte_perm(pair(i), pair(i + 2), 0x5410);
+    }
+  }
+  return remainder;
+}
+
+struct Split24Master {
+  BFloat16* weight_N;
+  uint8_t* remainder_N;
+  uint32_t phase;  // rounding_phase() of the first element
+
+  PARKA_HOST_DEVICE void move(int64_t elements) {
+    weight_N += elements;
+    remainder_N += elements;
+    phase += static_cast<uint32_t>(elements) * kPhaseOfElement;
+  }
+  template <bool kWhole, typename Part>
+  __device__ Split24Part<Part> load(const Part& part) const {
+    return {load_part<kWhole>(weight_N, part), load_part<kWhole>(remainder_N, part)};
+  }
+  template <bool kWhole, typename Part>
+  __device__ auto store(const Part& part, const PartValues<Part>& w) const {
+    PartValues<Part> rounded;
+    for_each_element<Part>([&](int pack, int i) {
+      const auto offset = static_cast<uint32_t>(pack * Part::kPackStride + i);
+      rounded[pack][i] = round_to_float24(w[pack][i], phase + offset * kPhaseOfElement);
+    });
+    const auto weights = split_weights<Part>(rounded);
+    store_part<kWhole>(weight_N, part, weights);
+    store_part<kWhole>(remainder_N, part, split_remainders24<Part>(rounded));
+    return weights;
+  }
+};
+
 struct StochasticWeight {
   BFloat16* weight_N;
   uint64_t seed, step, first_element;
