@@ -43,6 +43,10 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
   add_offload(4);
   if (config.optimizer.gradient == DType::kF32)
     add("optimizer.gradient=bf16", kOtherPrecision, "gradients are summed in bf16");
+  const MasterForm master = config.optimizer.master;
+  if (master == MasterForm::kFp32 || master == MasterForm::kFp32Split) {
+    add("optimizer.master=fp24_split", kOtherPrecision, "a master of 24 bits instead of 32");
+  }
   add_offload(2);
   for (int64_t micro = config.training.micro_batch_size / 2; micro >= 1; micro /= 2) {
     if (config.training.global_batch_size % micro != 0) continue;
@@ -50,6 +54,13 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
   }
   if (config.precision.recompute == Recompute::kNone)
     add("precision.recompute=block", kSameBits, "the same bits, about a third more work");
+  // Behind all else with the same bits: in a step of few micro-batches nothing hides their copies.
+  if (!config.optimizer.offload) {
+    add("optimizer.offload=true", kSameBits, "the same bits, masters and moments in CPU memory");
+  }
+  if (!config.precision.offload_weights) {
+    add("precision.offload_weights=true", kSameBits, "the same bits, weights in CPU memory");
+  }
   if (config.precision.recipe != Recipe::kParka) {
     add("precision.recipe=parka", kOtherPrecision, "FP8, with its effect on the loss");
   }
