@@ -397,7 +397,7 @@ int print_text(const std::string& text) {
 
 int run_command(const CLI::App& app, const CommandLine& line) {
   if (app.got_subcommand("train")) return run_train(line.train);
-  if (app.got_subcommand("plan")) return run_plan(line.plan);
+  if (app.got_subcommand("plan")) return line.plan.fit ? run_fit(line.plan) : run_plan(line.plan);
   if (app.got_subcommand("eval")) return run_eval(line.eval);
   if (app.got_subcommand("generate")) return run_generate(line.generate);
   if (app.got_subcommand("import")) return run_import(line.import_options);

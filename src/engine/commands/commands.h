@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "engine/evaluation/sampling.h"
+#include "engine/planning/step_model.h"
 
 // The commands `parka <command>`, one function each. They print to standard output, log to standard error, and
 // return the exit code or throw Error.
@@ -49,6 +50,10 @@ struct PlanOptions {
   double slowest_gpu = 0;  // per cent
 };
 int run_plan(const PlanOptions& options);
+int run_fit(const PlanOptions& options);  // with --fit
+// How the options connect GPUs whose memory has so many bytes per second, read and written. Throws Error(kBadInput)
+// unless --nodes divides --gpus.
+Links links_of(const PlanOptions& options, double memory_bandwidth);
 
 // Without data, sets and tasks: what the checkpoint's config evaluates on.
 struct EvalOptions {

@@ -1,5 +1,3 @@
-#include "engine/commands/fit_command.h"
-
 #include <algorithm>
 #include <cstdio>
 #include <optional>
@@ -12,6 +10,7 @@
 #include "core/host_memory.h"
 #include "core/tensor.h"
 #include "engine/commands/argument_values.h"
+#include "engine/commands/commands.h"
 #include "engine/config/config_io.h"
 #include "engine/config/given_keys.h"
 #include "engine/files/file_io.h"
@@ -91,7 +90,8 @@ Fit find_fit(const PlanOptions& options) {
   if (!options.measured_path.empty()) {
     require_predicted_batch(as_given, options.num_gpus);
     one = read_step_measurement(options.measured_path);
-    steps.emplace(*one, as_given, links_of(options, *one), options.num_gpus, 1 + 0.01 * options.slowest_gpu);
+    steps.emplace(*one, as_given, links_of(options, one->copy_bandwidth), options.num_gpus,
+                  1 + 0.01 * options.slowest_gpu);
     request.seconds = [&](const Config& changed) -> std::optional<double> {
       const std::optional<StepPrediction> step = steps->predict(changed);
       return step ? std::optional(step->seconds) : std::nullopt;
@@ -187,7 +187,7 @@ void print_fit_json(const Fit& fit, const PlanOptions& options) {
 
 }  // namespace
 
-Links links_of(const PlanOptions& options, const StepMeasurement& one) {
+Links links_of(const PlanOptions& options, double memory_bandwidth) {
   Links links;
   links.nodes = options.nodes > 0 ? options.nodes : ceil_div(options.num_gpus, kGpusPerNode);
   if (options.num_gpus % links.nodes != 0) {
@@ -200,28 +200,9 @@ Links links_of(const PlanOptions& options, const StepMeasurement& one) {
   links.link_latency = 1e-6 * options.link_latency;
   links.network_latency = 1e-6 * options.network_latency;
   links.interference = options.interference;
-  links.memory_bandwidth = one.copy_bandwidth;
+  links.memory_bandwidth = memory_bandwidth;
   links.host_bandwidth = 1e9 * options.host_bandwidth;
   return links;
-}
-
-void require_whole_micro_batches(const Config& config, int64_t num_gpus) {
-  if (config.training.global_batch_size % (num_gpus * config.training.micro_batch_size) == 0) return;
-  throw_bad_input(
-      "training.global_batch_size {} is not a positive multiple of training.micro_batch_size {} x {} GPUs; "
-      "change one of them",
-      config.training.global_batch_size, config.training.micro_batch_size, num_gpus);
-}
-
-void require_predicted_batch(const Config& config, int64_t num_gpus) {
-  constexpr int64_t kMostMicroBatches = 16384;
-  require_whole_micro_batches(config, num_gpus);
-  const int64_t micro_batches = config.training.global_batch_size / (num_gpus * config.training.micro_batch_size);
-  if (micro_batches <= kMostMicroBatches) return;
-  throw_bad_input(
-      "training.global_batch_size {} is {} micro-batches on each GPU, and a step of more than {} is not "
-      "predicted: make it smaller",
-      config.training.global_batch_size, micro_batches, kMostMicroBatches);
 }
 
 int run_fit(const PlanOptions& options) {

@@ -5,7 +5,6 @@
 #include <nlohmann/json.hpp>
 
 #include "engine/commands/commands.h"
-#include "engine/commands/fit_command.h"
 #include "engine/config/config_io.h"
 #include "engine/config/given_keys.h"
 #include "engine/files/file_io.h"
@@ -140,7 +139,7 @@ StepPlan plan_step(const Config& config, const PlanOptions& options) {
   require_predicted_batch(config, options.num_gpus);
   StepPlan plan;
   plan.one = read_step_measurement(options.measured_path);
-  plan.links = links_of(options, plan.one);
+  plan.links = links_of(options, plan.one.copy_bandwidth);
   plan.num_gpus = options.num_gpus;
   plan.num_micro_batches =
       config.training.global_batch_size / (options.num_gpus * config.training.micro_batch_size);
@@ -248,7 +247,6 @@ void print_indivisible_batch(const Config& config, int64_t num_gpus) {
 }  // namespace
 
 int run_plan(const PlanOptions& options) {
-  if (options.fit) return run_fit(options);
   require_replaceable(options.write_path);
   const Config config = load_config(options.config_path, options.overrides);
   std::optional<StepPlan> step;

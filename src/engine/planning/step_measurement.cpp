@@ -142,6 +142,25 @@ class MeasuredOps {
 
 }  // namespace
 
+void require_whole_micro_batches(const Config& config, int64_t num_gpus) {
+  if (config.training.global_batch_size % (num_gpus * config.training.micro_batch_size) == 0) return;
+  throw_bad_input(
+      "training.global_batch_size {} is not a positive multiple of training.micro_batch_size {} x {} GPUs; "
+      "change one of them",
+      config.training.global_batch_size, config.training.micro_batch_size, num_gpus);
+}
+
+void require_predicted_batch(const Config& config, int64_t num_gpus) {
+  constexpr int64_t kMostMicroBatches = 16384;
+  require_whole_micro_batches(config, num_gpus);
+  const int64_t micro_batches = config.training.global_batch_size / (num_gpus * config.training.micro_batch_size);
+  if (micro_batches <= kMostMicroBatches) return;
+  throw_bad_input(
+      "training.global_batch_size {} is {} micro-batches on each GPU, and a step of more than {} is not "
+      "predicted: make it smaller",
+      config.training.global_batch_size, micro_batches, kMostMicroBatches);
+}
+
 StepMeasurement read_step_measurement(const std::string& path) {
   constexpr int64_t kLargestFile = int64_t{64} << 20;
   const nlohmann::json file = parse_json_text(read_text(path, kLargestFile), path, JsonComments::kRefused);
