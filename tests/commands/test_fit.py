@@ -59,7 +59,7 @@ class Fit(unittest.TestCase):
         self.assertEqual({change["results"] for change in enough["changes"]}, {"same bits"})
         allowed = self.fit(*parka_recipe, "--memory-limit", "78", "--any-results")
         self.assertIn("optimizer.gradient=bf16", [change["set"] for change in allowed["changes"]])
-        text = parka("plan", CONFIG, "--fit", *parka_recipe, "--memory-limit", "55").stdout
+        text = parka("plan", CONFIG, "--fit", *parka_recipe, "--memory-limit", "55", "--host-memory", "16").stdout
         self.assertRegex(text, r"--set optimizer.gradient=bf16 +# other results: gradients are summed in bf16\n")
 
     def test_host_memory_is_a_limit(self):
