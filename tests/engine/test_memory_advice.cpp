@@ -39,8 +39,8 @@ int64_t planned_with(const json& config, const std::vector<std::string>& overrid
 void check_advice(const json& config, const MemoryAdvice& advice, int64_t limit_bytes) {
   const std::vector<std::string> overrides = advice.overrides();
   CAPTURE(advice.num_gpus, limit_bytes, overrides);
-  CHECK(planned_with(config, overrides, advice.num_gpus) == advice.planned_bytes);
-  CHECK(advice.planned_bytes <= limit_bytes);
+  CHECK(planned_with(config, overrides, advice.num_gpus) == advice.planned.gpu);
+  CHECK(advice.planned.gpu <= limit_bytes);
   std::set<std::string> keys;
   for (const std::string& override : overrides) keys.insert(override.substr(0, override.find('=')));
   CHECK(keys.size() == overrides.size());
@@ -80,7 +80,7 @@ TEST_CASE("a plan proposes nothing for a run that fits", "[engine][memory advice
   REQUIRE(fits);
   CHECK(fits->changes.empty());
   CHECK(fits->arguments().empty());
-  CHECK(fits->planned_bytes == needed);
+  CHECK(fits->planned.gpu == needed);
   CHECK_FALSE(cheapest_changes(config, 1, needed / 1000));
 }
 

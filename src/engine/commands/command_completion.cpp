@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "engine/commands/argument_values.h"
 #include "engine/commands/command_help.h"
 #include "engine/config/config_table.h"
 
@@ -41,13 +42,6 @@ std::string short_description(const std::string& text) {
   size_t end = text.size();
   for (const char* details : {". ", "; ", ": ", " ("}) end = std::min(end, text.find(details));
   return text.substr(0, end);
-}
-
-// Single quotes keep everything but themselves.
-std::string quoted(const std::string& text) {
-  std::string inside;
-  for (const char c : text) inside += c == '\'' ? "'\\''" : std::string(1, c);
-  return "'" + inside + "'";
 }
 
 std::vector<std::string> config_keys() {

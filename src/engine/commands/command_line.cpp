@@ -143,11 +143,28 @@ void add_plan(CLI::App& app, PlanOptions& options) {
       .add_option("--write", options.write_path,
                   "Write the config to this file, with the cheapest changes that make it fit")
       ->type_name("FILE");
+  CLI::Option& fit = *command.add_flag(
+      "--fit", options.fit,
+      "Print only the cheapest changes with which the run fits, and its command; with --measured, by expected time");
+  command
+      .add_flag("--any-results", options.any_results,
+                "Change number formats and micro-batches, too, wherever that is cheaper; otherwise only "
+                "where changes that keep every bit are not enough")
+      ->needs(&fit);
+  command
+      .add_option("--host-memory", options.host_memory_gb,
+                  "Memory of one host for all its GPUs, in GB or with a unit (default: what is free on "
+                  "this host if it has the GPUs, otherwise unlimited)")
+      ->transform(kGigabytes)
+      ->check(kPositive)
+      ->needs(&fit)
+      ->default_str("");
   CLI::Option& measured = *command
                                .add_option("--measured", options.measured_path,
                                            "Measurement on one GPU, written by `parka bench CONFIG --json FILE`")
                                ->type_name("FILE");
   add_step_model(command, measured, options);
+  command.get_option("--compare")->excludes(&fit);
 }
 
 void add_bench(CLI::App& app, BenchOptions& options) {
@@ -380,7 +397,7 @@ int print_text(const std::string& text) {
 
 int run_command(const CLI::App& app, const CommandLine& line) {
   if (app.got_subcommand("train")) return run_train(line.train);
-  if (app.got_subcommand("plan")) return run_plan(line.plan);
+  if (app.got_subcommand("plan")) return line.plan.fit ? run_fit(line.plan) : run_plan(line.plan);
   if (app.got_subcommand("eval")) return run_eval(line.eval);
   if (app.got_subcommand("generate")) return run_generate(line.generate);
   if (app.got_subcommand("import")) return run_import(line.import_options);

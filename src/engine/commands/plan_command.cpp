@@ -82,12 +82,12 @@ Advice advice_for(const PlanOptions& options) {
   return advice;
 }
 
-double in_use_gb(const MemoryAdvice& advice) { return gb(advice.planned_bytes + context_bytes(advice.num_gpus)); }
+double in_use_gb(const MemoryAdvice& advice) { return gb(advice.planned.gpu + context_bytes(advice.num_gpus)); }
 
 void print_advice(const Advice& advice) {
   if (advice.here) {
     std::printf("It fits with these changes, the cheapest (%.3f GB in use):\n", in_use_gb(*advice.here));
-    for (const MemoryAdvice::Change& change : advice.here->changes) {
+    for (const MemoryChange& change : advice.here->changes) {
       std::printf("    --set %-36s  # %s\n", change.override.c_str(), change.cost.c_str());
     }
   } else {
@@ -106,7 +106,7 @@ void print_advice(const Advice& advice) {
 }
 
 nlohmann::ordered_json advice_json(const MemoryAdvice& advice) {
-  return {{"gpus", advice.num_gpus}, {"changes", advice.overrides()}, {"total_bytes", advice.planned_bytes}};
+  return {{"gpus", advice.num_gpus}, {"changes", advice.overrides()}, {"total_bytes", advice.planned.gpu}};
 }
 
 void write_config(const PlanOptions& options, const Advice& advice) {
@@ -135,45 +135,14 @@ struct StepPlan {
   double error() const { return prediction.seconds / measured->step_seconds - 1; }
 };
 
-Links links_of(const PlanOptions& options) {
-  constexpr int64_t kGpusPerNode = 8;
-  Links links;
-  links.nodes = options.nodes > 0 ? options.nodes : (options.num_gpus + kGpusPerNode - 1) / kGpusPerNode;
-  if (options.num_gpus % links.nodes != 0) {
-    throw_bad_input("command line: --gpus {} is not a multiple of --nodes {}; change one of them", options.num_gpus,
-                    links.nodes);
-  }
-  links.link_bandwidth = 1e9 * options.link_bandwidth;
-  links.network_bandwidth = 1e9 * options.network_bandwidth;
-  links.host_bandwidth = 1e9 * options.host_bandwidth;
-  links.start_latency = 1e-6 * options.start_latency;
-  links.link_latency = 1e-6 * options.link_latency;
-  links.network_latency = 1e-6 * options.network_latency;
-  links.interference = options.interference;
-  return links;
-}
-
 StepPlan plan_step(const Config& config, const PlanOptions& options) {
-  const int64_t per_micro_batch = options.num_gpus * config.training.micro_batch_size;
-  if (config.training.global_batch_size % per_micro_batch != 0) {
-    throw_bad_input(
-        "training.global_batch_size {} is not a positive multiple of training.micro_batch_size {} x {} GPUs; "
-        "change one of them",
-        config.training.global_batch_size, config.training.micro_batch_size, options.num_gpus);
-  }
-  constexpr int64_t kMostMicroBatches = 16384;
-  if (config.training.global_batch_size / per_micro_batch > kMostMicroBatches) {
-    throw_bad_input(
-        "training.global_batch_size {} is {} micro-batches on each GPU, and a step of more than {} is not "
-        "predicted: make it smaller",
-        config.training.global_batch_size, config.training.global_batch_size / per_micro_batch, kMostMicroBatches);
-  }
+  require_predicted_batch(config, options.num_gpus);
   StepPlan plan;
-  plan.links = links_of(options);
   plan.one = read_step_measurement(options.measured_path);
-  plan.links.memory_bandwidth = plan.one.copy_bandwidth;
+  plan.links = links_of(options, plan.one.copy_bandwidth);
   plan.num_gpus = options.num_gpus;
-  plan.num_micro_batches = config.training.global_batch_size / per_micro_batch;
+  plan.num_micro_batches =
+      config.training.global_batch_size / (options.num_gpus * config.training.micro_batch_size);
   plan.tokens_per_step = static_cast<double>(config.training.global_batch_size * config.data.sequence_length);
   const std::vector<StepAction> actions =
       step_actions_by(plan.one, config, options.num_gpus, 1 + 0.01 * options.slowest_gpu);

@@ -62,8 +62,9 @@ ResumeDifferences model_differences(const ModelConfig& saved, const ModelConfig&
 
 // The differing keys that decide how fast a run is, one line each with both values.
 enum class SpeedOf : uint8_t {
-  kRun,     // of all ranks
-  kOneGpu,  // of one GPU's work in a micro-batch: not how many there are, nor how ranks share the model
+  kRun,            // of all ranks
+  kOneGpu,         // of one GPU's work in a micro-batch: not how many there are, nor how ranks share the model
+  kBeforeChanges,  // likewise, and not keys that a plan changes to save memory (engine/planning/memory_changes.h)
 };
 std::vector<std::string> speed_differences(const Config& measured, const Config& wanted, SpeedOf speed);
 

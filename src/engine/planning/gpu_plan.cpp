@@ -30,8 +30,11 @@ GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
   return result;
 }
 
-int64_t planned_bytes(const Config& config, int64_t num_gpus) {
-  return DeclaredRun(config, DeviceKind::kCuda, zero_of(config, 0, num_gpus)).plan.total_bytes();
+MemoryBytes planned_memory(const Config& config, int64_t num_gpus) {
+  const DeclaredRun run(config, DeviceKind::kCuda, zero_of(config, 0, num_gpus));
+  return {.gpu = run.plan.total_bytes(), .host = run.model.host_bytes(run.plan) + run.plan.total_host_bytes()};
 }
+
+int64_t planned_bytes(const Config& config, int64_t num_gpus) { return planned_memory(config, num_gpus).gpu; }
 
 }  // namespace parka

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,14 @@ namespace parka {
 // NCCL 2.28 took 0.94 to 1.27 GB more on two and four of them, and 0.268 GB are the stacks it needs.
 inline constexpr int64_t kContextBytes = 302'000'000, kNcclBytes = 1'203'000'000;
 inline int64_t context_bytes(int64_t num_gpus) { return kContextBytes + (num_gpus > 1 ? kNcclBytes : 0); }
+
+// Bytes that a rank plans, or may: on its GPU, and in host memory what the run cannot do without.
+struct MemoryBytes {
+  static constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
+  int64_t gpu = kUnlimited, host = kUnlimited;
+
+  bool within(const MemoryBytes& limit) const { return gpu <= limit.gpu && host <= limit.host; }
+};
 
 // What one GPU of a run holds, line by line.
 struct GpuPlan {
@@ -35,7 +44,8 @@ struct GpuPlan {
 // nothing.
 GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus);
 
-// The sum of its lines alone.
+// The sums alone.
+MemoryBytes planned_memory(const Config& config, int64_t num_gpus);
 int64_t planned_bytes(const Config& config, int64_t num_gpus);
 
 }  // namespace parka

@@ -6,21 +6,18 @@
 
 #include <nlohmann/json.hpp>
 
+#include "engine/planning/memory_changes.h"
+
 namespace parka {
 
-// Changes that make a run fit, and what it then is. All configs here are JSON as parse_config() reads it: what a
-// file gives, not every key with its value, because precision.recipe sets only keys that are not given.
+// Changes that make a run fit, and what it then is. All configs here are JSON as ChosenChanges takes them.
 struct MemoryAdvice {
-  struct Change {
-    std::string override;  // "section.key=value", as --set takes it
-    std::string cost;      // in words
-  };
-  std::vector<Change> changes;  // from the cheapest to the dearest, each key once; empty: fits as it is
+  std::vector<MemoryChange> changes;  // from the cheapest to the dearest, each key once; empty: fits as it is
   int64_t num_gpus = 1;
-  int64_t planned_bytes = 0;  // on each GPU, with the changes
+  MemoryBytes planned = {.gpu = 0, .host = 0};  // for each GPU, with the changes
 
   std::vector<std::string> overrides() const;
-  std::string arguments() const;  // "--set section.key=value --set ...", for a shell
+  std::string arguments() const { return arguments_of(changes); }
 };
 
 // The cheapest changes with which a run on `num_gpus` GPUs plans at most `limit_bytes` on each: a fixed list of

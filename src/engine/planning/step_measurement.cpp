@@ -5,6 +5,7 @@
 #include <cmath>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <string_view>
 #include <tuple>
 
@@ -12,7 +13,6 @@
 #include <nlohmann/json.hpp>
 
 #include "core/error.h"
-#include "engine/config/config_io.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 #include "engine/step/parameter_exchange.h"
@@ -147,14 +147,26 @@ class MeasuredOps {
   double copy_bandwidth_;
 };
 
-void refuse_differences(const StepMeasurement& measured, const std::vector<std::string>& differences) {
-  if (differences.empty()) return;
+}  // namespace
+
+void require_whole_micro_batches(const Config& config, int64_t num_gpus) {
+  if (config.training.global_batch_size % (num_gpus * config.training.micro_batch_size) == 0) return;
   throw_bad_input(
-      "{}: measured with another config: {}; measure this one with `parka bench`, or give the same --set",
-      measured.path, fmt::join(differences, "; "));
+      "training.global_batch_size {} is not a positive multiple of training.micro_batch_size {} x {} GPUs; "
+      "change one of them",
+      config.training.global_batch_size, config.training.micro_batch_size, num_gpus);
 }
 
-}  // namespace
+void require_predicted_batch(const Config& config, int64_t num_gpus) {
+  constexpr int64_t kMostMicroBatches = 16384;
+  require_whole_micro_batches(config, num_gpus);
+  const int64_t micro_batches = config.training.global_batch_size / (num_gpus * config.training.micro_batch_size);
+  if (micro_batches <= kMostMicroBatches) return;
+  throw_bad_input(
+      "training.global_batch_size {} is {} micro-batches on each GPU, and a step of more than {} is not "
+      "predicted: make it smaller",
+      config.training.global_batch_size, micro_batches, kMostMicroBatches);
+}
 
 StepMeasurement read_step_measurement(const std::string& path) {
   constexpr int64_t kLargestFile = int64_t{64} << 20;
@@ -190,20 +202,32 @@ StepMeasurement read_step_measurement(const std::string& path) {
   return measured;
 }
 
-std::vector<StepAction> step_actions_by(const StepMeasurement& one, const Config& config, int64_t num_gpus,
-                                        double slowest) {
+void require_same_speed(const StepMeasurement& measured, const Config& config, SpeedOf speed) {
+  const std::vector<std::string> differences = speed_differences(measured.config, config, speed);
+  if (differences.empty()) return;
+  throw_bad_input(
+      "{}: measured with another config: {}; measure this one with `parka bench`, or give the same --set",
+      measured.path, fmt::join(differences, "; "));
+}
+
+WorkSeconds measured_work(const StepMeasurement& one, double slowest) {
   if (one.ranks != 1) {
     throw_bad_input("{}: measured on {} GPUs, and a prediction starts from one: run `parka bench` without mpirun",
                     one.path, one.ranks);
   }
-  refuse_differences(one, speed_differences(one.config, config, SpeedOf::kOneGpu));
-  const MeasuredOps ops(one);
-  WorkSeconds seconds = {[&](const RecordedOp& op) { return ops.seconds(op); }, one.copy_bandwidth};
+  const auto ops = std::make_shared<const MeasuredOps>(one);
+  const WorkSeconds timed = {[ops](const RecordedOp& op) { return ops->seconds(op); }, one.copy_bandwidth};
   // Timing every op takes time, and between ops nothing is timed: all are scaled to the step without timing.
   const double own_seconds = one.step_seconds - one.host_wait_seconds;
-  const double scale = slowest * own_seconds / compute_seconds(record_step(one.config, 1), seconds);
-  seconds = {[&](const RecordedOp& op) { return scale * ops.seconds(op); }, one.copy_bandwidth / scale};
-  return step_actions(record_step(config, num_gpus), seconds);
+  const double scale = slowest * own_seconds / compute_seconds(record_step(one.config, 1), timed);
+  return {[ops, scale](const RecordedOp& op) { return scale * ops->seconds(op); }, one.copy_bandwidth / scale};
+}
+
+std::vector<StepAction> step_actions_by(const StepMeasurement& one, const Config& config, int64_t num_gpus,
+                                        double slowest) {
+  const WorkSeconds work = measured_work(one, slowest);
+  require_same_speed(one, config, SpeedOf::kOneGpu);
+  return step_actions(record_step(config, num_gpus), work);
 }
 
 void require_measurement_of(const StepMeasurement& measured, const Config& config, int64_t num_gpus) {
@@ -211,7 +235,7 @@ void require_measurement_of(const StepMeasurement& measured, const Config& confi
     throw_bad_input("{}: measured on {} GPUs, the prediction is for {}: give --gpus {}", measured.path,
                     measured.ranks, num_gpus, measured.ranks);
   }
-  refuse_differences(measured, speed_differences(measured.config, config, SpeedOf::kRun));
+  require_same_speed(measured, config, SpeedOf::kRun);
 }
 
 }  // namespace parka

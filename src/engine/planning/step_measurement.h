@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "engine/config/config.h"
+#include "engine/config/config_io.h"
 #include "engine/planning/bench.h"
 #include "engine/planning/step_actions.h"
 
@@ -31,11 +32,22 @@ struct StepMeasurement {
 // Throws Error(kBadInput) for a file that is none, or has times that cannot be.
 StepMeasurement read_step_measurement(const std::string& path);
 
+// Throw Error(kBadInput) unless a step has whole micro-batches, and no more of them than a prediction takes.
+void require_whole_micro_batches(const Config& config, int64_t num_gpus);
+void require_predicted_batch(const Config& config, int64_t num_gpus);
+
+// What work takes by a measurement on one GPU, so that the measured step takes `slowest` times as long. Throws
+// Error(kBadInput) for a measurement on several GPUs.
+WorkSeconds measured_work(const StepMeasurement& one, double slowest = 1);
+
+// Throws Error(kBadInput) naming the keys of `config` that differ from the measured one, of those that `speed`
+// says.
+void require_same_speed(const StepMeasurement& measured, const Config& config, SpeedOf speed);
+
 // The step of a rank of `num_gpus` under `config`, in whose time ops take what they took in a measurement on one
 // GPU. `config` may differ from the measured one in what it is asked about: batch over accumulation and ranks,
-// sharding, and which copies of weights are kept; throws Error(kBadInput) naming the keys that must not differ, and
-// for a measurement on several GPUs. Ranks wait for the slowest GPU, which takes `slowest` times as long as the
-// measured one.
+// sharding, and which copies of weights are kept (SpeedOf::kOneGpu). Ranks wait for the slowest GPU, which takes
+// `slowest` times as long as the measured one.
 std::vector<StepAction> step_actions_by(const StepMeasurement& one, const Config& config, int64_t num_gpus,
                                         double slowest = 1);
 

@@ -1,0 +1,173 @@
+#include "engine/planning/memory_changes.h"
+
+#include <fmt/format.h>
+
+#include "core/error.h"
+#include "engine/config/config_io.h"
+#include "engine/planning/gpu_plan.h"
+#include "model/activation_offload.h"
+
+namespace parka {
+
+std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus) {
+  constexpr auto kSameBits = MemoryChange::Results::kSameBits, kOtherSums = MemoryChange::Results::kOtherSums,
+                 kOtherPrecision = MemoryChange::Results::kOtherPrecision;
+  std::vector<MemoryChange> changes;
+  const auto add = [&](std::string override, MemoryChange::Results results, std::string cost) {
+    changes.push_back({std::move(override), results, std::move(cost)});
+  };
+  if (config.optimizer.master == MasterForm::kFp32) {
+    add("optimizer.master=fp32_split", kSameBits, "the same bits, no cost");
+  }
+  if (config.precision.save_product)
+    add("precision.save_product=false", kSameBits, "the same bits, a little recomputation");
+  if (config.precision.save_norm_output)
+    add("precision.save_norm_output=false", kSameBits, "the same bits, a little recomputation");
+  const WeightCopies copies = config.precision.weight_copies;
+  if (copies == WeightCopies::kAuto || copies == WeightCopies::kBoth) {
+    add("precision.weight_copies=rows", kSameBits, "the same bits, weights are transposed in every micro-batch");
+  }
+  if (copies != WeightCopies::kNone) {
+    add("precision.weight_copies=none", kSameBits, "the same bits, weights are quantized in every micro-batch");
+  }
+  for (int64_t stage = config.distributed.zero_stage + 1; num_gpus > 1 && stage <= 3; ++stage) {
+    add(fmt::format("distributed.zero_stage={}", stage), kSameBits, "communication between GPUs");
+  }
+  // Not more than half the blocks: copies have to keep up with forward (docs/results/memory.md).
+  const auto add_offload = [&](int64_t part) {
+    const int64_t blocks = (config.model.num_layers - ActivationOffload::kBuffers) / part;
+    if (blocks <= config.precision.offload_blocks) return;
+    add(fmt::format("precision.offload_blocks={}", blocks), kSameBits,
+        "the same bits, copied to CPU memory and back");
+  };
+  add_offload(4);
+  if (config.optimizer.gradient == DType::kF32)
+    add("optimizer.gradient=bf16", kOtherPrecision, "gradients are summed in bf16");
+  const MasterForm master = config.optimizer.master;
+  if (master == MasterForm::kFp32 || master == MasterForm::kFp32Split) {
+    add("optimizer.master=fp24_split", kOtherPrecision, "a master of 24 bits instead of 32");
+  }
+  if (!config.optimizer.release_gradients &&
+      config.training.global_batch_size == config.training.micro_batch_size * num_gpus) {
+    const bool clips = config.optimizer.clip_norm > 0;
+    add("optimizer.release_gradients=true", clips ? kOtherPrecision : kSameBits,
+        clips ? "clipped by the norm of the step before" : "the same bits, no CUDA graphs");
+  }
+  add_offload(2);
+  for (int64_t micro = config.training.micro_batch_size / 2; micro >= 1; micro /= 2) {
+    if (config.training.global_batch_size % micro != 0) continue;
+    add(fmt::format("training.micro_batch_size={}", micro), kOtherSums, "smaller matrix products");
+  }
+  if (config.precision.recompute == Recompute::kNone)
+    add("precision.recompute=block", kSameBits, "the same bits, about a third more work");
+  // Behind all else with the same bits: in a step of few micro-batches nothing hides their copies.
+  if (!config.optimizer.offload) {
+    add("optimizer.offload=true", kSameBits, "the same bits, masters and moments in CPU memory");
+  }
+  if (!config.precision.offload_weights) {
+    add("precision.offload_weights=true", kSameBits, "the same bits, weights in CPU memory");
+  }
+  if (config.precision.recipe != Recipe::kParka) {
+    add("precision.recipe=parka", kOtherPrecision, "FP8, with its effect on the loss");
+  }
+  if (config.precision.compute != DType::kF32 && config.optimizer.master != MasterForm::kBf16Sr) {
+    add("optimizer.master=bf16_sr", kOtherPrecision, "stochastic rounding instead of an exact master");
+  }
+  return changes;
+}
+
+std::string arguments_of(const std::vector<MemoryChange>& changes) {
+  std::string result;
+  for (const MemoryChange& change : changes) result += (result.empty() ? "--set " : " --set ") + change.override;
+  return result;
+}
+
+ChosenChanges::ChosenChanges(const nlohmann::json& config, std::vector<MemoryChange> possible, int64_t num_gpus)
+    : config_(config), possible_(std::move(possible)), chosen_(possible_.size(), false), num_gpus_(num_gpus) {}
+
+std::vector<MemoryChange> ChosenChanges::changes() const {
+  std::vector<MemoryChange> result;
+  for (size_t i = 0; i < possible_.size(); ++i) {
+    if (chosen_[i]) result.push_back(possible_[i]);
+  }
+  return result;
+}
+
+void ChosenChanges::choose(size_t i) {
+  for (size_t j = 0; j < possible_.size(); ++j) {
+    if (same_key(i, j)) chosen_[j] = i == j;
+  }
+}
+
+std::optional<Config> ChosenChanges::config() const {
+  std::vector<std::string> overrides;
+  for (const MemoryChange& change : changes()) overrides.push_back(change.override);
+  try {
+    return override_config(config_, overrides, "config");
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
+std::optional<MemoryBytes> ChosenChanges::planned() const {
+  const auto known = planned_.find(chosen_);
+  if (known != planned_.end()) return known->second;
+  std::optional<MemoryBytes>& bytes = planned_[chosen_];
+  const std::optional<Config> changed = config();
+  try {
+    if (changed) bytes = planned_memory(*changed, num_gpus_);
+  } catch (const Error&) {  // refused on so many GPUs
+  }
+  return bytes;
+}
+
+bool ChosenChanges::fit(const MemoryBytes& limit) const {
+  const std::optional<MemoryBytes> bytes = planned();
+  return bytes && bytes->within(limit);
+}
+
+bool ChosenChanges::add_until(const MemoryBytes& limit) {
+  if (fit(limit)) return true;
+  if (!all_may_fit(limit)) return false;
+  for (size_t i = 0; i < possible_.size(); ++i) {
+    const std::vector<bool> before = chosen_;
+    choose(i);
+    const std::optional<MemoryBytes> bytes = planned();
+    if (!bytes || bytes->host > limit.host) {
+      chosen_ = before;
+    } else if (bytes->gpu <= limit.gpu) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// False where all changes together, which do not contradict each other, are not enough: soon said.
+bool ChosenChanges::all_may_fit(const MemoryBytes& limit) const {
+  ChosenChanges all = *this;
+  for (size_t i = 0; i < possible_.size(); ++i) all.choose(i);
+  const std::optional<MemoryBytes> bytes = all.planned();
+  return !bytes || bytes->gpu <= limit.gpu;
+}
+
+void ChosenChanges::take_back(const MemoryBytes& limit) {
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (size_t i = possible_.size(); i-- > 0;) changed = (chosen_[i] && take_back(i, limit)) || changed;
+  }
+}
+
+bool ChosenChanges::take_back(size_t i, const MemoryBytes& limit) {
+  const std::vector<bool> before = chosen_;
+  chosen_[i] = false;
+  if (fit(limit)) return true;
+  for (size_t j = 0; j < i; ++j) {
+    if (!same_key(i, j)) continue;
+    choose(j);
+    if (fit(limit)) return true;
+  }
+  chosen_ = before;
+  return false;
+}
+
+}  // namespace parka

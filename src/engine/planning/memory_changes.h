@@ -1,0 +1,72 @@
+#pragma once
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "engine/config/config.h"
+#include "engine/planning/gpu_plan.h"
+
+namespace parka {
+
+// A change of a config that makes a run take less memory.
+struct MemoryChange {
+  // What becomes of a run's results: the same bits; the same but for the order of sums; fewer bits of a number.
+  enum class Results : uint8_t { kSameBits, kOtherSums, kOtherPrecision };
+
+  std::string override;  // "section.key=value", as --set takes it
+  Results results = Results::kSameBits;
+  std::string cost;  // in words
+
+  std::string_view key() const { return std::string_view(override).substr(0, override.find('=')); }
+};
+
+// Those that `config` does not have yet, from the cheapest to the dearest (docs/troubleshooting.md). Of changes of
+// one key the later saves more, and replaces the earlier.
+std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus);
+
+// "--set section.key=value --set ...", for a shell.
+std::string arguments_of(const std::vector<MemoryChange>& changes);
+
+// Some of the possible changes of a config, of each key at most one. The config is JSON as parse_config() reads it:
+// what a file gives, not every key with its value, because precision.recipe sets only keys that are not given.
+class ChosenChanges {
+ public:
+  ChosenChanges(const nlohmann::json& config, std::vector<MemoryChange> possible, int64_t num_gpus);
+
+  const std::vector<MemoryChange>& possible() const { return possible_; }
+  std::vector<MemoryChange> changes() const;
+  bool has(size_t i) const { return chosen_[i]; }
+
+  // Adds possible()[i], in the place of another of its key.
+  void choose(size_t i);
+  void clear() { chosen_.assign(possible_.size(), false); }
+
+  // The config with them; nullopt where they contradict each other or the config.
+  std::optional<Config> config() const;
+  std::optional<MemoryBytes> planned() const;
+  bool fit(const MemoryBytes& limit) const;
+
+  // Adds possible changes from the first on until they fit; false where all are not enough. It leaves out what
+  // contradicts those before it, and what takes more host memory than there is.
+  bool add_until(const MemoryBytes& limit);
+  // Takes changes back, or replaces them by earlier ones of the same key, from the last on while the others fit.
+  void take_back(const MemoryBytes& limit);
+
+ private:
+  bool all_may_fit(const MemoryBytes& limit) const;
+  bool same_key(size_t i, size_t j) const { return possible_[i].key() == possible_[j].key(); }
+  bool take_back(size_t i, const MemoryBytes& limit);
+
+  const nlohmann::json& config_;
+  std::vector<MemoryChange> possible_;
+  std::vector<bool> chosen_;
+  int64_t num_gpus_;
+  mutable std::map<std::vector<bool>, std::optional<MemoryBytes>> planned_;  // a plan takes milliseconds
+};
+
+}  // namespace parka

@@ -1,0 +1,126 @@
+"""parka plan --fit: what it chooses, prints and writes."""
+import json
+import os
+import re
+import shlex
+import tempfile
+import unittest
+
+from parka_runs import parka
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
+CONFIG = os.path.join(ROOT, "configs", "llama2-7b.json")
+# As docs/results/scaling/llama2-7b.parka.1gpu.json was measured, but for what a fit may change.
+MEASURED = ("--set", "precision.recipe=parka", "--set", "precision.group_size=32", "--set", "training.global_batch_size=32")
+
+
+def overrides(changes):
+    return [word for change in changes for word in ("--set", change)]
+
+
+class Fit(unittest.TestCase):
+    def fit(self, *arguments, host_memory="1000"):
+        result = parka("plan", CONFIG, "--fit", "--json", "--host-memory", host_memory, *arguments)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return json.loads(result.stdout)
+
+    def changes(self, *arguments):
+        return [change["set"] for change in self.fit(*arguments)["changes"]]
+
+    def test_the_command_and_the_written_config_are_the_run_that_fits(self):
+        with tempfile.TemporaryDirectory(prefix="parka-test-") as folder:
+            written = os.path.join(folder, "fits.json")
+            given = ("--set", "precision.recipe=parka", "--set", 'data.train=["a b.npy"]', "--memory-limit", "60", "--host-memory", "1000")
+            printed = parka("plan", CONFIG, "--fit", *given)
+            self.assertEqual(printed.returncode, 0, printed.stderr)
+            (in_use,) = re.findall(r"^in use on the GPU +([0-9.]+) GB$", printed.stdout, re.MULTILINE)
+            command = shlex.split(printed.stdout.splitlines()[-1])
+            self.assertEqual(command[:3], ["parka", "train", CONFIG])
+            self.assertEqual(command[3:7], ["--set", "precision.recipe=parka", "--set", 'data.train=["a b.npy"]'])
+            self.assertGreater(len(command), 7)
+            result = parka("plan", CONFIG, "--fit", *given, "--write", written)
+            self.assertEqual(shlex.split(result.stdout.splitlines()[-1]), ["parka", "train", written])
+            for arguments in (command[2:], [written]):
+                plan = json.loads(parka("plan", *arguments, "--json", "--memory-limit", "60").stdout)
+                self.assertTrue(plan["fits"])
+                self.assertEqual(f"{(plan['total_bytes'] + plan['context_bytes']) / 1e9:.3f}", in_use)
+            again = parka("plan", written, "--fit", "--memory-limit", "60", "--host-memory", "1000")
+            self.assertIn("Fits as it is into 60.0 GB.\n", again.stdout)
+
+    def test_several_gpus_are_started_by_the_command(self):
+        parka_recipe = ("--set", "precision.recipe=parka")
+        on_four = self.fit(*parka_recipe, "--memory-limit", "40", "--gpus", "4")
+        self.assertIn(" --gpus 4", on_four["command"])
+        self.assertIn("scripts/launch.sh -np 16 -- parka train", self.fit(*parka_recipe, "--gpus", "16")["command"])
+
+    def test_changes_of_results_are_named_and_come_last(self):
+        parka_recipe = ("--set", "precision.recipe=parka", "--set", "training.global_batch_size=32")
+        enough = self.fit(*parka_recipe, "--memory-limit", "78")
+        self.assertEqual({change["results"] for change in enough["changes"]}, {"same bits"})
+        allowed = self.fit(*parka_recipe, "--memory-limit", "78", "--any-results")
+        self.assertIn("optimizer.gradient=bf16", [change["set"] for change in allowed["changes"]])
+        text = parka("plan", CONFIG, "--fit", *parka_recipe, "--memory-limit", "55", "--host-memory", "16").stdout
+        self.assertRegex(text, r"--set optimizer.gradient=bf16 +# other results: gradients are summed in bf16\n")
+
+    def test_host_memory_is_a_limit(self):
+        tight = ("--set", "precision.recipe=parka", "--memory-limit", "80")
+        self.assertGreater(self.fit(*tight)["host_bytes"], 1e9)
+        self.assertEqual(self.fit(*tight, host_memory="1")["host_bytes"], 0)
+        few = parka("plan", CONFIG, "--fit", *tight, "--host-memory", "1")
+        self.assertIn("Training waits for saves: ", few.stdout)
+        self.assertNotIn("to save beside the training", few.stdout)
+
+    def test_the_order_is_that_of_the_measurement(self):
+        path = os.path.join(ROOT, "docs/results/scaling/llama2-7b.parka.1gpu.json")
+        with open(path, encoding="utf-8") as file:
+            measured = json.load(file)
+
+        def chosen(slow, *arguments):
+            """With ops of these names a thousand times slower."""
+            changed = json.loads(json.dumps(measured))
+            changed["step_seconds"] = [1.0]
+            for op in changed["ops"]:
+                op["seconds"] *= 1000 if re.match(slow, op["op"]) else 1
+            with tempfile.TemporaryDirectory(prefix="parka-test-") as folder:
+                file = os.path.join(folder, "one.json")
+                with open(file, "w", encoding="utf-8") as output:
+                    json.dump(changed, output)
+                fit = self.fit(*MEASURED, "--measured", file, "--any-results", *arguments)
+                self.assertAlmostEqual(fit["step"]["tokens_per_second_per_gpu"], 32 * 2048 / fit["step"]["seconds"], delta=1)
+                return {change["set"].split("=")[0] for change in fit["changes"]}
+
+        limit = ("--memory-limit", "98")
+        self.assertNotIn("precision.weight_copies", chosen("quantize|transpose", *limit, "--host-bandwidth", "1000"))
+        slow_link = ("--host-bandwidth", "0.1", "--set", "optimizer.gradient=bf16", "--memory-limit", "72")
+        self.assertNotIn("precision.offload_blocks", chosen("nothing", *slow_link))
+
+    def test_what_was_not_measured_has_no_speed(self):
+        path = os.path.join(ROOT, "docs/results/scaling/llama2-7b.parka.1gpu.json")
+        refused = parka("plan", CONFIG, "--fit", "--measured", path, "--set", "precision.recipe=coat")
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("precision.", refused.stderr)
+
+    def test_nothing_fits_with_a_reason(self):
+        with tempfile.TemporaryDirectory(prefix="parka-test-") as folder:
+            written = os.path.join(folder, "fits.json")
+            result = parka("plan", CONFIG, "--fit", "--memory-limit", "8", "--host-memory", "64", "--write", written)
+            self.assertEqual(result.returncode, 2)
+            self.assertEqual(result.stdout, "")
+            self.assertEqual(len(result.stderr.splitlines()), 1)
+            self.assertRegex(result.stderr, r"no set of changes makes it fit into 8\.0 GB and 64\.0 GB of host memory for each of 1 GPU; "
+                                            r"use at least \d+ GPUs \(--gpus \d+\)")
+            self.assertEqual(os.listdir(folder), [])
+
+    def test_options_that_need_others_are_refused_without(self):
+        for arguments, word in ((("--any-results",), "--fit"), (("--host-memory", "10"), "--fit"),
+                                (("--fit", "--host-memory", "0"), "--host-memory"),
+                                (("--fit", "--gpus", "3", "--set", "training.global_batch_size=8"), "global_batch_size")):
+            with self.subTest(arguments):
+                result = parka("plan", CONFIG, *arguments)
+                self.assertEqual(result.returncode, 2)
+                self.assertEqual(len(result.stderr.splitlines()), 1)
+                self.assertIn(word, result.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
