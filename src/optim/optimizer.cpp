@@ -335,8 +335,11 @@ void Optimizer::begin_update(Device& device, const SumOverRanks& sums) {
 void Optimizer::step_unit(Device& device, const Update& update, int unit, const SumOverRanks& sums,
                           const std::function<void(size_t parameter)>& before_update) {
   PARKA_REQUIRE(releases_gradients() && update.step >= 1 && states_.size() == parameters_.size());
-  const auto of_unit = std::ranges::equal_range(parameters_, unit, {}, &ParameterInfo::unit);
-  const auto begin = static_cast<size_t>(of_unit.begin() - parameters_.begin()), end = begin + of_unit.size();
+  const auto first_from = [&](int of) {
+    return static_cast<size_t>(std::ranges::lower_bound(parameters_, of, {}, &ParameterInfo::unit) -
+                               parameters_.begin());
+  };
+  const size_t begin = first_from(unit), end = first_from(unit + 1);
   if (begin == end) return;
   find_unit_coefficient(device, update.step, begin, end, sums);
   if (!weight_amax_.empty()) {  // not sooner: backward reads them
