@@ -224,6 +224,36 @@ TEST_CASE("a fit changes results only where the same bits are not enough", "[eng
   CHECK(has_other_results(allowed));
 }
 
+TEST_CASE("gradients are released only in steps of one micro-batch that cannot be smaller",
+          "[engine][memory fit]") {
+  const auto chosen = [](int64_t batch, int64_t micro_batch, double clip_norm) {
+    json config = fp8_config();
+    config["training"] = {{"global_batch_size", batch}, {"micro_batch_size", micro_batch}};
+    config["optimizer"] = {{"clip_norm", clip_norm}, {"gradient", "bf16"}, {"master", "bf16_sr"}};
+    config["precision"]["recompute"] = "block";
+    const int64_t all = needed(config);
+    std::vector<std::string> seen;
+    for (int64_t percent = 98; percent >= 20; percent -= 6) {
+      const FitRequest request{.config = config, .limit = {.gpu = all / 100 * percent, .host = 0}};
+      const auto advice = cheapest_fit(request);
+      if (!advice) break;
+      check_fit(request, *advice);
+      seen.push_back(advice->arguments());
+    }
+    return seen;
+  };
+  const auto releases = [](const std::vector<std::string>& seen) {
+    return std::any_of(seen.begin(), seen.end(),
+                       [](const std::string& set) { return set.find("release_gradients") != std::string::npos; });
+  };
+  CHECK(releases(chosen(1, 1, 0)));
+  CHECK(releases(chosen(1, 1, 1)));
+  CHECK_FALSE(releases(chosen(8, 1, 0)));
+  const std::vector<std::string> of_one = chosen(8, 8, 0);
+  CHECK(std::any_of(of_one.begin(), of_one.end(),
+                    [](const std::string& set) { return set.find("micro_batch_size=1") != std::string::npos; }));
+}
+
 TEST_CASE("a fit takes no more host memory than there is", "[engine][memory fit]") {
   const json config = fp8_config();
   const Prices prices = {{"rows", 0.5}, {"none", 0.6}, {"recompute", 0.7}};

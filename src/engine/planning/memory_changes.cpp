@@ -47,16 +47,17 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
   if (master == MasterForm::kFp32 || master == MasterForm::kFp32Split) {
     add("optimizer.master=fp24_split", kOtherPrecision, "a master of 24 bits instead of 32");
   }
+  add_offload(2);
+  for (int64_t micro = config.training.micro_batch_size / 2; micro >= 1; micro /= 2) {
+    if (config.training.global_batch_size % micro != 0) continue;
+    add(fmt::format("training.micro_batch_size={}", micro), kOtherSums, "smaller matrix products");
+  }
+  // Behind smaller micro-batches, with which it does not go together.
   if (!config.optimizer.release_gradients &&
       config.training.global_batch_size == config.training.micro_batch_size * num_gpus) {
     const bool clips = config.optimizer.clip_norm > 0;
     add("optimizer.release_gradients=true", clips ? kOtherPrecision : kSameBits,
         clips ? "clipped by the norm of the step before" : "the same bits, no CUDA graphs");
-  }
-  add_offload(2);
-  for (int64_t micro = config.training.micro_batch_size / 2; micro >= 1; micro /= 2) {
-    if (config.training.global_batch_size % micro != 0) continue;
-    add(fmt::format("training.micro_batch_size={}", micro), kOtherSums, "smaller matrix products");
   }
   if (config.precision.recompute == Recompute::kNone)
     add("precision.recompute=block", kSameBits, "the same bits, about a third more work");
@@ -142,7 +143,7 @@ bool ChosenChanges::add_until(const MemoryBytes& limit) {
   return false;
 }
 
-// False where all changes together, which do not contradict each other, are not enough: soon said.
+// False where all changes together are not enough, which is soon said. True where they contradict each other.
 bool ChosenChanges::all_may_fit(const MemoryBytes& limit) const {
   ChosenChanges all = *this;
   for (size_t i = 0; i < possible_.size(); ++i) all.choose(i);
