@@ -112,8 +112,9 @@ __global__ void __launch_bounds__(kFull ? kMaxThreads : kHeadThreads)
       a.cos_sin_SD + int64_t{shape.positions.of(blockIdx.x)} * 2 * shape.half + (normalizes ? pair : 0);
   const auto cos = load_stored<kPackPairs>(cos_D, normalizes);
   const auto sin = load_stored<kPackPairs>(cos_D + shape.half, normalizes);
-  const BFloat16* const weight =
-      a.weight[is_key] + (kFull ? (head - first_head) * 2 * shape.half : 0) + (normalizes ? pair : 0);
+  // Not by an index: the parameters would be copied to local memory.
+  const BFloat16* const weight = (is_key ? a.weight[1] : a.weight[0]) +
+                                 (kFull ? (head - first_head) * 2 * shape.half : 0) + (normalizes ? pair : 0);
   const auto low_weight = load_stored<kPackPairs>(weight, normalizes);
   const auto high_weight = load_stored<kPackPairs>(weight + shape.half, normalizes);
 
@@ -179,6 +180,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
   const int heads = full ? part_heads : 1, groups = part_heads / heads, width = heads * D;
   const float* const cos_D = a.cos_sin_SD + int64_t{shape.positions.of(blockIdx.x)} * D;
+  const W* const weight = part == 0 ? a.weight[0] : a.weight[1];
   for (int group = 0; group < groups; ++group) {
     const int first_col = (first_head + group * heads) * D;
     float squares = 0.0f;
@@ -191,9 +193,8 @@ __global__ void __launch_bounds__(kMaxThreads)
     for (int i = static_cast<int>(threadIdx.x); i < width / 2; i += threads) {
       const int pair = i % shape.half, low = i / shape.half * D + pair, high = low + shape.half;
       const NormalizedPair y(x_TN.element(row, first_col + low), x_TN.element(row, first_col + high), rstd,
-                             to_float(a.weight[part][low]) + a.weight_offset,
-                             to_float(a.weight[part][high]) + a.weight_offset, cos_D[pair],
-                             cos_D[pair + shape.half]);
+                             to_float(weight[low]) + a.weight_offset, to_float(weight[high]) + a.weight_offset,
+                             cos_D[pair], cos_D[pair + shape.half]);
       out_N[first_col + low] = from_float<T>(y.low);
       out_N[first_col + high] = from_float<T>(y.high);
     }
