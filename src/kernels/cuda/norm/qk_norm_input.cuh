@@ -5,8 +5,9 @@
 #include "core/tensor.h"
 #include "kernels/cuda/quantize/matrix_source.cuh"
 
-// What the norm of queries and keys reads: [T, N] in one of the formats that kernels are made for. load() gives
-// kWidth adjacent columns of a row, or zeros, and no access, unless `wanted`.
+// What the norm of queries and keys reads: [T, N] in one of the formats that kernels are made for. fetch() gives
+// kWidth adjacent columns of a row as they are stored, or zeros, and no access, unless `wanted`; nothing waits for
+// them until they are decoded. load() does both.
 namespace parka::cuda {
 
 template <typename T>
@@ -18,10 +19,20 @@ struct PlainInput {
   static bool fits(const ScaledView& x) { return x.scaling == Scaling::kNone && is_aligned(x.data.data, 16); }
 
   template <int kWidth>
-  __device__ void load(int64_t row, int row_width, int col, bool wanted, float (&x)[kWidth]) const {
-    const auto stored = load_stored<kWidth>(x_TN + row * row_width + col, wanted);
+  using Piece = Stored<T, kWidth>;
+
+  template <int kWidth>
+  __device__ Piece<kWidth> fetch(int64_t row, int row_width, int col, bool wanted) const {
+    return load_stored<kWidth>(x_TN + row * row_width + col, wanted);
+  }
+  template <int kWidth>
+  static __device__ void decode(const Piece<kWidth>& piece, float (&x)[kWidth]) {
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) x[i] = stored[i];
+    for (int i = 0; i < kWidth; ++i) x[i] = piece[i];
+  }
+  template <int kWidth>
+  __device__ void load(int64_t row, int row_width, int col, bool wanted, float (&x)[kWidth]) const {
+    decode<kWidth>(fetch<kWidth>(row, row_width, col, wanted), x);
   }
 };
 
@@ -46,16 +57,30 @@ struct CodesInput {
   }
 
   template <int kWidth>
-  __device__ void load(int64_t row, int row_width, int col, bool wanted, float (&x)[kWidth]) const {
-    const auto codes = load_stored<kWidth>(codes_TN + row * row_width + col, wanted);
-    const float scale = wanted ? to_float(scales[row * across + (col >> group_shift)]) : 0.0f;
+  struct Piece {
+    Stored<uint8_t, kWidth> codes;
+    BFloat16 scale;
+  };
+
+  template <int kWidth>
+  __device__ Piece<kWidth> fetch(int64_t row, int row_width, int col, bool wanted) const {
+    return {load_stored<kWidth>(codes_TN + row * row_width + col, wanted),
+            wanted ? scales[row * across + (col >> group_shift)] : BFloat16{}};
+  }
+  template <int kWidth>
+  static __device__ void decode(const Piece<kWidth>& piece, float (&x)[kWidth]) {
+    const float scale = to_float(piece.scale);
 #pragma unroll
     for (int w = 0; w < kWidth / 4; ++w) {
       float numbers[4];
-      decode_4<F8>(codes.word[w], scale, numbers);
+      decode_4<F8>(piece.codes.word[w], scale, numbers);
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[4 * w + i] = numbers[i];
     }
+  }
+  template <int kWidth>
+  __device__ void load(int64_t row, int row_width, int col, bool wanted, float (&x)[kWidth]) const {
+    decode<kWidth>(fetch<kWidth>(row, row_width, col, wanted), x);
   }
 };
 

@@ -44,10 +44,14 @@ struct NormalizedPair {
   }
 };
 
-// ---- bf16, a thread for kPackPairs pairs of a head ----
+// ---- bf16, a thread for kPackPairs pairs of some heads ----
 
 constexpr int kPackPairs = 8;  // 16 bytes in each half of the head
 constexpr int kHeadThreads = 256;
+// Heads of a thread that normalizes each of them: so many bytes are on their way at once. Where a block normalizes
+// all heads together it has one: it would have to keep the others' numbers until it has their sum.
+template <bool kFull>
+constexpr int kThreadHeads = kFull ? 1 : 2;
 
 struct NotSaved {
   static constexpr bool kSaves = false;
@@ -85,12 +89,39 @@ __device__ void save_pairs(const SavedCodes<F8>& saved, int64_t row, int row_wid
   saved.scales[row * saved.across + (own_column >> saved.group_shift)] = from_float<BFloat16>(scale.own.scale);
 }
 
-// Block (t, p) has row t: with kFull its queries, keys or values; otherwise kHeadThreads packs of it, in which each
-// head is a power of 2 of threads of one warp. x may be the memory of out: a thread writes what only it has read.
+__device__ inline float sum_of_squares(const float (&low)[kPackPairs], const float (&high)[kPackPairs]) {
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kPackPairs; ++i) squares += low[i] * low[i];
+#pragma unroll
+  for (int i = 0; i < kPackPairs; ++i) squares += high[i] * high[i];
+  return squares;
+}
+
+// In place.
+__device__ inline void normalize_and_rotate(float (&low)[kPackPairs], float (&high)[kPackPairs], float rstd,
+                                            const Stored<BFloat16, kPackPairs>& low_weight,
+                                            const Stored<BFloat16, kPackPairs>& high_weight, float weight_offset,
+                                            const Stored<float, kPackPairs>& cos,
+                                            const Stored<float, kPackPairs>& sin) {
+#pragma unroll
+  for (int i = 0; i < kPackPairs; ++i) {
+    const NormalizedPair y(low[i], high[i], rstd, low_weight[i] + weight_offset, high_weight[i] + weight_offset,
+                           cos[i], sin[i]);
+    low[i] = y.low;
+    high[i] = y.high;
+  }
+}
+
+// Block (t, p) has row t: with kFull its queries, keys or values; otherwise kThreadHeads of blockDim.x packs, in
+// which each head is a power of 2 of threads of one warp. x may be the memory of out: a thread writes what only it
+// has read.
 template <typename Input, typename Saved, bool kFull>
 __global__ void __launch_bounds__(kFull ? kMaxThreads : kHeadThreads)
     qk_norm_rope_kernel(const Input x_TN, const QkRopeTensors<BFloat16, BFloat16> a, const Saved saved,
                         const QkRopeShape shape, int head_packs) {
+  using Piece = typename Input::template Piece<kPackPairs>;
+  constexpr int kHeads = kThreadHeads<kFull>;
   __shared__ float shared[kMaxWarps];
   const int first_head = !kFull || blockIdx.y == 0 ? 0
                          : blockIdx.y == 1         ? shape.num_heads
@@ -98,66 +129,62 @@ __global__ void __launch_bounds__(kFull ? kMaxThreads : kHeadThreads)
   const int last_head = !kFull            ? shape.row_heads()
                         : blockIdx.y == 0 ? shape.num_heads
                                           : first_head + shape.num_kv_heads;
-  const int item = static_cast<int>((kFull ? 0 : blockIdx.y * blockDim.x) + threadIdx.x);
-  const int head = first_head + item / head_packs, pair = item % head_packs * kPackPairs;
-  const bool wanted = head < last_head, is_key = head >= shape.num_heads;
-  const bool normalizes = wanted && head < shape.normalized_heads();
+  const int item = static_cast<int>((kFull ? 0 : blockIdx.y * kHeads * blockDim.x) + threadIdx.x);
+  const int pair = item % head_packs * kPackPairs, D = 2 * shape.half;  // of each of its heads the same pairs
+  const int own_head = first_head + item / head_packs, step = static_cast<int>(blockDim.x) / head_packs;
   const int64_t row = blockIdx.x;
-  const int col = head * 2 * shape.half + pair;
 
-  float low[kPackPairs], high[kPackPairs];
-  x_TN.template load<kPackPairs>(row, shape.row_width(), col, wanted, low);
-  x_TN.template load<kPackPairs>(row, shape.row_width(), col + shape.half, wanted, high);
-  const float* const cos_D =
-      a.cos_sin_SD + int64_t{shape.positions.of(blockIdx.x)} * 2 * shape.half + (normalizes ? pair : 0);
-  const auto cos = load_stored<kPackPairs>(cos_D, normalizes);
-  const auto sin = load_stored<kPackPairs>(cos_D + shape.half, normalizes);
-  // Not by an index: the parameters would be copied to local memory.
-  const BFloat16* const weight = (is_key ? a.weight[1] : a.weight[0]) +
-                                 (kFull ? (head - first_head) * 2 * shape.half : 0) + (normalizes ? pair : 0);
-  const auto low_weight = load_stored<kPackPairs>(weight, normalizes);
-  const auto high_weight = load_stored<kPackPairs>(weight + shape.half, normalizes);
+  Piece low_x[kHeads], high_x[kHeads];
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    const int head = own_head + h * step, col = head * D + pair;
+    low_x[h] = x_TN.template fetch<kPackPairs>(row, shape.row_width(), col, head < last_head);
+    high_x[h] = x_TN.template fetch<kPackPairs>(row, shape.row_width(), col + shape.half, head < last_head);
+  }
+  // A thread's later heads are rotated only if its first one is.
+  const bool rotates = own_head < min(last_head, shape.normalized_heads());
+  const float* const cos_D = a.cos_sin_SD + int64_t{shape.positions.of(blockIdx.x)} * D + (rotates ? pair : 0);
+  const auto cos = load_stored<kPackPairs>(cos_D, rotates);
+  const auto sin = load_stored<kPackPairs>(cos_D + shape.half, rotates);
 
-  if constexpr (Saved::kSaves) save_pairs(saved, row, shape.row_width(), col, shape.half, wanted, low, high);
-  BFloat16* const out = a.out_TN + row * shape.row_width() + col;
-  if (kFull && blockIdx.y == 2) {
-    if (!wanted) return;
-    store(out, low);
-    store(out + shape.half, high);
-    return;
-  }
-  float squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kPackPairs; ++i) squares += low[i] * low[i];
-#pragma unroll
-  for (int i = 0; i < kPackPairs; ++i) squares += high[i] * high[i];
-  if constexpr (kFull) {
-    squares = row_sum(squares, shared);
-  } else {
-    for (int offset = head_packs / 2; offset > 0; offset /= 2) {
-      squares = __fadd_rn(squares, __shfl_xor_sync(kFullWarp, squares, offset));
-    }
-  }
-  if (!wanted) return;
-  if (normalizes) {
-    const int group_heads = kFull ? last_head - first_head : 1;
-    const float inverse_width = 1.0f / static_cast<float>(group_heads * 2 * shape.half);
-    const float rstd = 1.0f / sqrtf(squares * inverse_width + a.eps);
-#pragma unroll
-    for (int i = 0; i < kPackPairs; ++i) {
-      const NormalizedPair y(low[i], high[i], rstd, low_weight[i] + a.weight_offset,
-                             high_weight[i] + a.weight_offset, cos[i], sin[i]);
-      low[i] = y.low;
-      high[i] = y.high;
-    }
+  for (int h = 0; h < kHeads; ++h) {
+    const int head = own_head + h * step, col = head * D + pair;
+    const bool wanted = head < last_head, normalizes = wanted && head < shape.normalized_heads();
+    // Not by an index: the parameters would be copied to local memory.
+    const BFloat16* const weight = (head >= shape.num_heads ? a.weight[1] : a.weight[0]) +
+                                   (kFull ? (head - first_head) * D : 0) + (normalizes ? pair : 0);
+    const auto low_weight = load_stored<kPackPairs>(weight, normalizes);
+    const auto high_weight = load_stored<kPackPairs>(weight + shape.half, normalizes);
+    float low[kPackPairs], high[kPackPairs];
+    Input::template decode<kPackPairs>(low_x[h], low);
+    Input::template decode<kPackPairs>(high_x[h], high);
+    if constexpr (Saved::kSaves) save_pairs(saved, row, shape.row_width(), col, shape.half, wanted, low, high);
+    float squares = sum_of_squares(low, high);
     if constexpr (kFull) {
-      if (threadIdx.x == 0) a.rstd_TG[row * 2 + blockIdx.y] = rstd;
+      if (blockIdx.y != 2) squares = row_sum(squares, shared);
     } else {
-      if (pair == 0) a.rstd_TG[row * shape.normalized_heads() + head] = rstd;
+      for (int offset = head_packs / 2; offset > 0; offset /= 2) {
+        squares = __fadd_rn(squares, __shfl_xor_sync(kFullWarp, squares, offset));
+      }
+    }
+    if (normalizes) {
+      const int group_heads = kFull ? last_head - first_head : 1;
+      const float inverse_width = 1.0f / static_cast<float>(group_heads * D);
+      const float rstd = 1.0f / sqrtf(squares * inverse_width + a.eps);
+      normalize_and_rotate(low, high, rstd, low_weight, high_weight, a.weight_offset, cos, sin);
+      if constexpr (kFull) {
+        if (threadIdx.x == 0) a.rstd_TG[row * 2 + blockIdx.y] = rstd;
+      } else {
+        if (pair == 0) a.rstd_TG[row * shape.normalized_heads() + head] = rstd;
+      }
+    }
+    if (wanted) {
+      BFloat16* const out = a.out_TN + row * shape.row_width() + col;
+      store(out, low);
+      store(out + shape.half, high);
     }
   }
-  store(out, low);
-  store(out + shape.half, high);
 }
 
 // ---- Any format and shape ----
@@ -252,10 +279,14 @@ void launch_packs(CudaDevice& device, const QkNormRopeForward& a, const QkRopeSh
         <<<dim3(rows, 3), threads, 0, device.stream()>>>(x, tensors, saved, shape, head_packs);
     return;
   }
+  // As many threads as have work for each of their heads, in whole warps.
+  constexpr int kHeads = kThreadHeads<false>;
   const int packs = (shape.num_heads + 2 * shape.num_kv_heads) * head_packs;
+  const auto parts = static_cast<unsigned>(ceil_div(packs, kHeads * kHeadThreads));
+  const auto threads =
+      static_cast<unsigned>(ceil_div(packs, static_cast<int>(parts) * kHeads * kWarpSize)) * kWarpSize;
   qk_norm_rope_kernel<Input, Saved, false>
-      <<<dim3(rows, static_cast<unsigned>(ceil_div(packs, kHeadThreads))), kHeadThreads, 0, device.stream()>>>(
-          x, tensors, saved, shape, head_packs);
+      <<<dim3(rows, parts), threads, 0, device.stream()>>>(x, tensors, saved, shape, head_packs);
 }
 
 void launch_packs(CudaDevice& device, const QkNormRopeForward& a, const QkRopeShape& shape) {
