@@ -48,10 +48,7 @@ struct NormalizedPair {
 
 constexpr int kPackPairs = 8;  // 16 bytes in each half of the head
 constexpr int kHeadThreads = 256;
-// Heads of a thread that normalizes each of them: so many bytes are on their way at once. Where a block normalizes
-// all heads together it has one: it would have to keep the others' numbers until it has their sum.
-template <bool kFull>
-constexpr int kThreadHeads = kFull ? 1 : 2;
+constexpr int kThreadHeads = 2;  // fetched together: so many bytes are on their way at once
 
 struct NotSaved {
   static constexpr bool kSaves = false;
@@ -113,77 +110,147 @@ __device__ inline void normalize_and_rotate(float (&low)[kPackPairs], float (&hi
   }
 }
 
-// Block (t, p) has row t: with kFull its queries, keys or values; otherwise kThreadHeads of blockDim.x packs, in
-// which each head is a power of 2 of threads of one warp. x may be the memory of out: a thread writes what only it
-// has read.
-template <typename Input, typename Saved, bool kFull>
-__global__ void __launch_bounds__(kFull ? kMaxThreads : kHeadThreads)
-    qk_norm_rope_kernel(const Input x_TN, const QkRopeTensors<BFloat16, BFloat16> a, const Saved saved,
-                        const QkRopeShape shape, int head_packs) {
+// A row's heads from `first` to `last`, of which a thread has kHeads of the same pairs: threads of a block have
+// neighbouring packs, and the next head of each is a block further.
+template <typename Input, int kHeads>
+struct ThreadHeads {
   using Piece = typename Input::template Piece<kPackPairs>;
-  constexpr int kHeads = kThreadHeads<kFull>;
-  __shared__ float shared[kMaxWarps];
-  const int first_head = !kFull || blockIdx.y == 0 ? 0
-                         : blockIdx.y == 1         ? shape.num_heads
-                                                   : shape.normalized_heads();
-  const int last_head = !kFull            ? shape.row_heads()
-                        : blockIdx.y == 0 ? shape.num_heads
-                                          : first_head + shape.num_kv_heads;
-  const int item = static_cast<int>((kFull ? 0 : blockIdx.y * kHeads * blockDim.x) + threadIdx.x);
-  const int pair = item % head_packs * kPackPairs, D = 2 * shape.half;  // of each of its heads the same pairs
-  const int own_head = first_head + item / head_packs, step = static_cast<int>(blockDim.x) / head_packs;
-  const int64_t row = blockIdx.x;
 
-  Piece low_x[kHeads], high_x[kHeads];
+  int own_head, step, last_head, pair;
+  Piece low[kHeads], high[kHeads];
+  Stored<float, kPackPairs> cos, sin;
+
+  __device__ ThreadHeads(const Input& x_TN, const float* cos_sin_SD, const QkRopeShape& shape, int first, int last,
+                         int item, int head_packs)
+      : own_head(first + item / head_packs),
+        step(static_cast<int>(blockDim.x) / head_packs),
+        last_head(last),
+        pair(item % head_packs * kPackPairs) {
 #pragma unroll
-  for (int h = 0; h < kHeads; ++h) {
-    const int head = own_head + h * step, col = head * D + pair;
-    low_x[h] = x_TN.template fetch<kPackPairs>(row, shape.row_width(), col, head < last_head);
-    high_x[h] = x_TN.template fetch<kPackPairs>(row, shape.row_width(), col + shape.half, head < last_head);
+    for (int h = 0; h < kHeads; ++h) {
+      const int col = column(shape, h);
+      low[h] = x_TN.template fetch<kPackPairs>(blockIdx.x, shape.row_width(), col, has(h));
+      high[h] = x_TN.template fetch<kPackPairs>(blockIdx.x, shape.row_width(), col + shape.half, has(h));
+    }
+    // A thread's later heads are rotated only if its first one is.
+    const bool rotates = own_head < min(last_head, shape.normalized_heads());
+    const float* const cos_D =
+        cos_sin_SD + int64_t{shape.positions.of(blockIdx.x)} * 2 * shape.half + (rotates ? pair : 0);
+    cos = load_stored<kPackPairs>(cos_D, rotates);
+    sin = load_stored<kPackPairs>(cos_D + shape.half, rotates);
   }
-  // A thread's later heads are rotated only if its first one is.
-  const bool rotates = own_head < min(last_head, shape.normalized_heads());
-  const float* const cos_D = a.cos_sin_SD + int64_t{shape.positions.of(blockIdx.x)} * D + (rotates ? pair : 0);
-  const auto cos = load_stored<kPackPairs>(cos_D, rotates);
-  const auto sin = load_stored<kPackPairs>(cos_D + shape.half, rotates);
 
+  __device__ int head(int h) const { return own_head + h * step; }
+  __device__ bool has(int h) const { return head(h) < last_head; }
+  __device__ bool normalizes(int h, const QkRopeShape& shape) const {
+    return head(h) < min(last_head, shape.normalized_heads());
+  }
+  __device__ int column(const QkRopeShape& shape, int h) const { return head(h) * 2 * shape.half + pair; }
+
+  // By whole warps.
+  template <typename Saved>
+  __device__ void decode(const Saved& saved, const QkRopeShape& shape, int h, float (&low_x)[kPackPairs],
+                         float (&high_x)[kPackPairs]) const {
+    Input::template decode<kPackPairs>(low[h], low_x);
+    Input::template decode<kPackPairs>(high[h], high_x);
+    if constexpr (Saved::kSaves) {
+      save_pairs(saved, blockIdx.x, shape.row_width(), column(shape, h), shape.half, has(h), low_x, high_x);
+    }
+  }
+};
+
+// The weights of kPackPairs pairs of a head; zeros, and no access, unless `wanted`.
+struct PairWeights {
+  Stored<BFloat16, kPackPairs> low, high;
+
+  __device__ PairWeights(const BFloat16* weight, int half, bool wanted)
+      : low(load_stored<kPackPairs>(weight, wanted)), high(load_stored<kPackPairs>(weight + half, wanted)) {}
+};
+
+// Block (t, p) has kThreadHeads * blockDim.x packs of row t, in which each head is a power of 2 of threads of one
+// warp. x may be the memory of out: a thread writes what only it has read.
+template <typename Input, typename Saved>
+__global__ void __launch_bounds__(kHeadThreads)
+    qk_norm_rope_heads_kernel(const Input x_TN, const QkRopeTensors<BFloat16, BFloat16> a, const Saved saved,
+                              const QkRopeShape shape, int head_packs) {
+  const int item = static_cast<int>(blockIdx.y * kThreadHeads * blockDim.x + threadIdx.x);
+  const ThreadHeads<Input, kThreadHeads> own(x_TN, a.cos_sin_SD, shape, 0, shape.row_heads(), item, head_packs);
+  const int64_t row = blockIdx.x;
+  const float inverse_width = 1.0f / static_cast<float>(2 * shape.half);
 #pragma unroll
-  for (int h = 0; h < kHeads; ++h) {
-    const int head = own_head + h * step, col = head * D + pair;
-    const bool wanted = head < last_head, normalizes = wanted && head < shape.normalized_heads();
+  for (int h = 0; h < kThreadHeads; ++h) {
+    const bool normalizes = own.normalizes(h, shape);
     // Not by an index: the parameters would be copied to local memory.
-    const BFloat16* const weight = (head >= shape.num_heads ? a.weight[1] : a.weight[0]) +
-                                   (kFull ? (head - first_head) * D : 0) + (normalizes ? pair : 0);
-    const auto low_weight = load_stored<kPackPairs>(weight, normalizes);
-    const auto high_weight = load_stored<kPackPairs>(weight + shape.half, normalizes);
+    const BFloat16* const weight = own.head(h) >= shape.num_heads ? a.weight[1] : a.weight[0];
+    const PairWeights weights(weight + (normalizes ? own.pair : 0), shape.half, normalizes);
     float low[kPackPairs], high[kPackPairs];
-    Input::template decode<kPackPairs>(low_x[h], low);
-    Input::template decode<kPackPairs>(high_x[h], high);
-    if constexpr (Saved::kSaves) save_pairs(saved, row, shape.row_width(), col, shape.half, wanted, low, high);
+    own.decode(saved, shape, h, low, high);
     float squares = sum_of_squares(low, high);
-    if constexpr (kFull) {
-      if (blockIdx.y != 2) squares = row_sum(squares, shared);
-    } else {
-      for (int offset = head_packs / 2; offset > 0; offset /= 2) {
-        squares = __fadd_rn(squares, __shfl_xor_sync(kFullWarp, squares, offset));
-      }
+    for (int offset = head_packs / 2; offset > 0; offset /= 2) {
+      squares = __fadd_rn(squares, __shfl_xor_sync(kFullWarp, squares, offset));
     }
     if (normalizes) {
-      const int group_heads = kFull ? last_head - first_head : 1;
-      const float inverse_width = 1.0f / static_cast<float>(group_heads * D);
       const float rstd = 1.0f / sqrtf(squares * inverse_width + a.eps);
-      normalize_and_rotate(low, high, rstd, low_weight, high_weight, a.weight_offset, cos, sin);
-      if constexpr (kFull) {
-        if (threadIdx.x == 0) a.rstd_TG[row * 2 + blockIdx.y] = rstd;
-      } else {
-        if (pair == 0) a.rstd_TG[row * shape.normalized_heads() + head] = rstd;
-      }
+      normalize_and_rotate(low, high, rstd, weights.low, weights.high, a.weight_offset, own.cos, own.sin);
+      if (own.pair == 0) a.rstd_TG[row * shape.normalized_heads() + own.head(h)] = rstd;
     }
-    if (wanted) {
-      BFloat16* const out = a.out_TN + row * shape.row_width() + col;
+    if (own.has(h)) {
+      BFloat16* const out = a.out_TN + row * shape.row_width() + own.column(shape, h);
       store(out, low);
       store(out + shape.half, high);
     }
+  }
+}
+
+// The sum over a block's packs, of which a thread has kHeads: in every thread, in an order that kHeads does not
+// change.
+template <int kHeads>
+__device__ float block_sum_of_packs(const float (&x)[kHeads]) {
+  __shared__ float shared[kMaxWarps];
+  const int warps = static_cast<int>(blockDim.x) / kWarpSize, lane = static_cast<int>(threadIdx.x) % kWarpSize;
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    const float of_warp = warp_sum(x[h]);
+    if (lane == 0) shared[h * warps + static_cast<int>(threadIdx.x) / kWarpSize] = of_warp;
+  }
+  __syncthreads();
+  return warp_sum(lane < kHeads * warps ? shared[lane] : 0.0f);
+}
+
+// Block (t, p) has the queries, keys or values of row t, which it normalizes together, and with kHeads > 1 a
+// thread's heads are whole heads apart.
+template <typename Input, typename Saved, int kHeads>
+__global__ void __launch_bounds__(kMaxThreads / kHeads)
+    qk_norm_rope_full_kernel(const Input x_TN, const QkRopeTensors<BFloat16, BFloat16> a, const Saved saved,
+                             const QkRopeShape shape, int head_packs) {
+  const int first_head = blockIdx.y == 0 ? 0 : blockIdx.y == 1 ? shape.num_heads : shape.normalized_heads();
+  const int heads = blockIdx.y == 0 ? shape.num_heads : shape.num_kv_heads;
+  const ThreadHeads<Input, kHeads> own(x_TN, a.cos_sin_SD, shape, first_head, first_head + heads,
+                                       static_cast<int>(threadIdx.x), head_packs);
+  const int64_t row = blockIdx.x;
+  float low[kHeads][kPackPairs], high[kHeads][kPackPairs], squares[kHeads];
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    own.decode(saved, shape, h, low[h], high[h]);
+    squares[h] = sum_of_squares(low[h], high[h]);
+  }
+  float rstd = 0.0f;
+  if (blockIdx.y < 2) {
+    const float inverse_width = 1.0f / static_cast<float>(heads * 2 * shape.half);
+    rstd = 1.0f / sqrtf(block_sum_of_packs(squares) * inverse_width + a.eps);
+    if (threadIdx.x == 0) a.rstd_TG[row * 2 + blockIdx.y] = rstd;
+  }
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    if (!own.has(h)) return;
+    if (blockIdx.y < 2) {
+      const BFloat16* const weight = blockIdx.y == 1 ? a.weight[1] : a.weight[0];
+      const PairWeights weights(weight + own.column(shape, h) - first_head * 2 * shape.half, shape.half, true);
+      normalize_and_rotate(low[h], high[h], rstd, weights.low, weights.high, a.weight_offset, own.cos, own.sin);
+    }
+    BFloat16* const out = a.out_TN + row * shape.row_width() + own.column(shape, h);
+    store(out, low[h]);
+    store(out + shape.half, high[h]);
   }
 }
 
@@ -251,7 +318,7 @@ bool fits_codes(const ScaledView& codes, int half) {
          half % static_cast<int>(group) == 0;
 }
 
-// Whether qk_norm_rope_kernel has the shape and formats.
+// Whether the kernels of packs take the shape and formats.
 bool fits_packs(const QkNormRopeForward& a, const QkRopeShape& shape) {
   if (a.out.dtype != DType::kBF16 || a.q_weight.dtype != DType::kBF16 || shape.half % kPackPairs != 0) return false;
   for (const void* p : {a.q_weight.data, a.k_weight.data, a.cos_sin.data, a.out.data}) {
@@ -272,21 +339,27 @@ void launch_packs(CudaDevice& device, const QkNormRopeForward& a, const QkRopeSh
   const auto tensors = qk_rope_tensors<BFloat16, BFloat16>(a);
   const auto rows = static_cast<unsigned>(a.out.dim[0]);
   const int head_packs = shape.half / kPackPairs;
+  // As many threads as have work for each of their heads, in whole warps.
+  const auto threads_for_packs = [](int64_t packs, int heads) {
+    return static_cast<unsigned>(ceil_div(packs, int64_t{heads} * kWarpSize)) * kWarpSize;
+  };
   if (a.kind == QkNormKind::kFull) {
     const int packs = shape.num_heads * head_packs;
-    const auto threads = static_cast<unsigned>(ceil_div(packs, kWarpSize)) * kWarpSize;
-    qk_norm_rope_kernel<Input, Saved, true>
-        <<<dim3(rows, 3), threads, 0, device.stream()>>>(x, tensors, saved, shape, head_packs);
+    const unsigned threads = threads_for_packs(packs, kThreadHeads);
+    if (threads % static_cast<unsigned>(head_packs) == 0) {
+      qk_norm_rope_full_kernel<Input, Saved, kThreadHeads>
+          <<<dim3(rows, 3), threads, 0, device.stream()>>>(x, tensors, saved, shape, head_packs);
+    } else {
+      qk_norm_rope_full_kernel<Input, Saved, 1><<<dim3(rows, 3), threads_for_packs(packs, 1), 0, device.stream()>>>(
+          x, tensors, saved, shape, head_packs);
+    }
     return;
   }
-  // As many threads as have work for each of their heads, in whole warps.
-  constexpr int kHeads = kThreadHeads<false>;
   const int packs = (shape.num_heads + 2 * shape.num_kv_heads) * head_packs;
-  const auto parts = static_cast<unsigned>(ceil_div(packs, kHeads * kHeadThreads));
-  const auto threads =
-      static_cast<unsigned>(ceil_div(packs, static_cast<int>(parts) * kHeads * kWarpSize)) * kWarpSize;
-  qk_norm_rope_kernel<Input, Saved, false>
-      <<<dim3(rows, parts), threads, 0, device.stream()>>>(x, tensors, saved, shape, head_packs);
+  const auto parts = static_cast<unsigned>(ceil_div(packs, kThreadHeads * kHeadThreads));
+  qk_norm_rope_heads_kernel<Input, Saved>
+      <<<dim3(rows, parts), threads_for_packs(packs, static_cast<int>(parts) * kThreadHeads), 0, device.stream()>>>(
+          x, tensors, saved, shape, head_packs);
 }
 
 void launch_packs(CudaDevice& device, const QkNormRopeForward& a, const QkRopeShape& shape) {
