@@ -186,21 +186,43 @@ TEST_CASE("attention on other devices keeps documents apart", "[kernels][attenti
   for (Device* device : other_devices()) CHECK(run(*device, in, dtype).bytes == run(*device, in, dtype).bytes);
 }
 
+// Through a window and, if `document` is not 0, within documents of so many tokens.
+void look_through_window(Inputs& in, int64_t window, int64_t document) {
+  FirstKeys begins;
+  for (int64_t row = 0; row < in.s.T(); ++row) {
+    begins.push_back(static_cast<int32_t>(document == 0 ? 0 : row % in.s.S / document * document));
+  }
+  in.first_keys = windowed(in.s, window, begins);
+  in.window = window;
+}
+
+void check_windows(Inputs in, int64_t window, int64_t document, DType dtype) {
+  look_through_window(in, window, document);
+  CAPTURE(window, document);
+  check_against_cpu(in, dtype);
+  for (Device* device : other_devices()) CHECK(run(*device, in, dtype).bytes == run(*device, in, dtype).bytes);
+}
+
 TEST_CASE("attention on other devices looks through a window", "[kernels][attention][devices][slow]") {
   // One key, fewer than a tile has, one less, a tile, one more, several, all but one.
   const int64_t window = GENERATE(int64_t{1}, int64_t{9}, int64_t{63}, int64_t{64}, int64_t{65}, int64_t{128},
                                   int64_t{200}, int64_t{332});
   const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{128}, int64_t{256});
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
-  const bool documents = GENERATE(false, true);
-  Inputs in({2, 333, 4, 2, D});
-  FirstKeys begins;  // of documents of 77 tokens
-  for (int64_t row = 0; row < in.s.T(); ++row) begins.push_back(static_cast<int32_t>(row % in.s.S / 77 * 77));
-  in.first_keys = windowed(in.s, window, documents ? begins : FirstKeys());
-  in.window = window;
-  CAPTURE(window, documents);
-  check_against_cpu(in, dtype);
-  for (Device* device : other_devices()) CHECK(run(*device, in, dtype).bytes == run(*device, in, dtype).bytes);
+  const int64_t document = GENERATE(int64_t{0}, int64_t{77});
+  check_windows(Inputs({2, 333, 4, 2, D}), window, document, dtype);
+}
+
+TEST_CASE("attention on other devices looks through a window of several tiles",
+          "[kernels][attention][devices][slow]") {
+  // Tiles that all queries of a tile see lie between two that some do not. Windows and documents end within tiles,
+  // in either half of them, at their borders and beside those.
+  const int64_t window =
+      GENERATE(int64_t{127}, int64_t{129}, int64_t{192}, int64_t{256}, int64_t{257}, int64_t{300}, int64_t{513});
+  const int64_t S = GENERATE(int64_t{640}, int64_t{701});
+  const int64_t D = GENERATE(int64_t{64}, int64_t{128});
+  const int64_t document = GENERATE(int64_t{0}, int64_t{320}, int64_t{411});
+  check_windows(Inputs({2, S, 2, 1, D}), window, document, DType::kBF16);
 }
 
 TEST_CASE("attention on a GPU refuses very wide heads", "[kernels][attention][devices]") {
@@ -220,22 +242,30 @@ TEST_CASE("attention on other devices gives the same bits again", "[kernels][att
   }
 }
 
+// The sequences of `in` again and again.
+Inputs repeated(const Inputs& in, int64_t copies) {
+  Inputs many = in;
+  many.s.B *= copies;
+  for (int64_t i = 1; i < copies; ++i) {
+    many.qkv.insert(many.qkv.end(), in.qkv.begin(), in.qkv.end());
+    many.d_out.insert(many.d_out.end(), in.d_out.begin(), in.d_out.end());
+    many.first_keys.insert(many.first_keys.end(), in.first_keys.begin(), in.first_keys.end());
+  }
+  return many;
+}
+
 TEST_CASE("attention on other devices gives a sequence the same bits in any batch",
           "[kernels][attention][devices][large]") {
-  // So many heads that a GPU takes them in several sections (attention_tiles.cuh); three sequences in turn.
+  // So many heads that a GPU takes them in several sections (attention_tiles.cuh) and a block takes many tiles, of
+  // different numbers of keys; three sequences in turn.
   constexpr int64_t kCopies = 12;
-  const AttentionShape few{3, 1000, 2, 1, 128}, many{3 * kCopies, 1000, 2, 1, 128};
+  const int64_t window = GENERATE(int64_t{0}, int64_t{50}, int64_t{300}, int64_t{1000});
+  const int64_t D = GENERATE(int64_t{64}, int64_t{128});
+  CAPTURE(window, D);
   for (Device* device : other_devices()) {
-    const Inputs in(few);
-    Inputs repeated({1, 1, 2, 1, 128});
-    repeated.s = many;
-    repeated.qkv.clear();
-    repeated.d_out.clear();
-    for (int64_t i = 0; i < kCopies; ++i) {
-      repeated.qkv.insert(repeated.qkv.end(), in.qkv.begin(), in.qkv.end());
-      repeated.d_out.insert(repeated.d_out.end(), in.d_out.begin(), in.d_out.end());
-    }
-    const Results one = run(*device, in, DType::kBF16), all = run(*device, repeated, DType::kBF16);
+    Inputs in({3, 1000, 2, 1, D});
+    if (window > 0) look_through_window(in, window, 411);
+    const Results one = run(*device, in, DType::kBF16), all = run(*device, repeated(in, kCopies), DType::kBF16);
     int64_t different = 0;
     const auto compare = [&](std::vector<float> Results::*part) {
       const std::vector<float>&a = one.*part, &b = all.*part;
