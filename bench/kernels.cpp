@@ -151,22 +151,27 @@ void bench_activations(Bench& bench, const ModelShape& m) {
       swiglu_backward);
 }
 
-// Through a window of a quarter of the sequence, and within four documents in each; of the latter the rate counts
-// four times the pairs that there are.
+// Through a window of a quarter and of half of the sequence, and within four documents in each; of the latter the
+// rate counts four times the pairs that there are.
 void bench_first_keys(Bench& bench, const ModelShape& m) {
   const int64_t B = m.T / m.S, quarter = m.S / 4;
-  for (const bool windowed : {true, false}) {
+  constexpr std::tuple<const char*, const char*, int> kCases[] = {
+      {"attention_forward.window", "attention_backward.window", 1},
+      {"attention_forward.half_window", "attention_backward.half_window", 2},
+      {"attention_forward.documents", "attention_backward.documents", 0}};
+  for (const auto& [forward, backward, quarters] : kCases) {
+    const int64_t window = quarters * quarter;
     const auto first_key = [&](Tensors& t) {
       std::vector<int32_t> keys;
       for (int64_t row = 0; row < m.T; ++row) {
         const int64_t i = row % m.S;
         keys.push_back(
-            static_cast<int32_t>(windowed ? std::max<int64_t>(i - quarter + 1, 0) : i / quarter * quarter));
+            static_cast<int32_t>(window > 0 ? std::max<int64_t>(i - window + 1, 0) : i / quarter * quarter));
       }
       return t.upload(keys);
     };
     bench.time(
-        m.name, windowed ? "attention_forward.window" : "attention_forward.documents",
+        m.name, forward,
         [&](Tensors& t) {
           return AttentionForward{.qkv = t.bf16({m.T, 3 * m.d}),
                                   .out = t.bf16({m.T, m.d}),
@@ -176,11 +181,11 @@ void bench_first_keys(Bench& bench, const ModelShape& m) {
                                   .num_kv_heads = m.heads,
                                   .scale = 0.088f,
                                   .first_key = first_key(t),
-                                  .window = windowed ? quarter : 0};
+                                  .window = window};
         },
         attention_forward);
     bench.time(
-        m.name, windowed ? "attention_backward.window" : "attention_backward.documents",
+        m.name, backward,
         [&](Tensors& t) {
           return AttentionBackward{.qkv = t.bf16({m.T, 3 * m.d}),
                                    .out = t.bf16({m.T, m.d}),
@@ -192,7 +197,7 @@ void bench_first_keys(Bench& bench, const ModelShape& m) {
                                    .num_kv_heads = m.heads,
                                    .scale = 0.088f,
                                    .first_key = first_key(t),
-                                   .window = windowed ? quarter : 0};
+                                   .window = window};
         },
         attention_backward);
   }
