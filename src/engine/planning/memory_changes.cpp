@@ -52,7 +52,7 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
     if (config.training.global_batch_size % micro != 0) continue;
     add(fmt::format("training.micro_batch_size={}", micro), kOtherSums, "smaller matrix products");
   }
-  // Behind smaller micro-batches, with which it does not go together.
+  // Behind smaller micro-batches, which do not go together with it.
   if (!config.optimizer.release_gradients &&
       config.training.global_batch_size == config.training.micro_batch_size * num_gpus) {
     const bool clips = config.optimizer.clip_norm > 0;
@@ -133,6 +133,7 @@ bool ChosenChanges::add_until(const MemoryBytes& limit) {
   for (size_t i = 0; i < possible_.size(); ++i) {
     const std::vector<bool> before = chosen_;
     choose(i);
+    if (!planned()) leave_out_what_contradicts(i, before);
     const std::optional<MemoryBytes> bytes = planned();
     if (!bytes || bytes->host > limit.host) {
       chosen_ = before;
@@ -141,6 +142,22 @@ bool ChosenChanges::add_until(const MemoryBytes& limit) {
     }
   }
   return false;
+}
+
+// Changes back to `before` where none of its changes can make way for change i, or where that would not save
+// memory.
+void ChosenChanges::leave_out_what_contradicts(size_t i, const std::vector<bool>& before) {
+  const std::vector<bool> with = chosen_;
+  chosen_ = before;
+  const std::optional<MemoryBytes> least = planned();
+  for (size_t j = 0; j < possible_.size(); ++j) {
+    if (j == i || !with[j]) continue;
+    chosen_ = with;
+    chosen_[j] = false;
+    const std::optional<MemoryBytes> bytes = planned();
+    if (bytes && least && bytes->gpu < least->gpu) return;
+  }
+  chosen_ = before;
 }
 
 // False where all changes together are not enough, which is soon said. True where they contradict each other.

@@ -51,14 +51,16 @@ class ChosenChanges {
   std::optional<MemoryBytes> planned() const;
   bool fit(const MemoryBytes& limit) const;
 
-  // Adds possible changes from the first on until they fit; false where all are not enough. It leaves out what
-  // contradicts those before it, and what takes more host memory than there is.
+  // Adds possible changes from the first on until they fit; false where all are not enough. What contradicts
+  // those before it takes the place of one of them if that saves memory; what takes more host memory than there is
+  // is left out.
   bool add_until(const MemoryBytes& limit);
   // Takes changes back, or replaces them by earlier ones of the same key, from the last on while the others fit.
   void take_back(const MemoryBytes& limit);
 
  private:
   bool all_may_fit(const MemoryBytes& limit) const;
+  void leave_out_what_contradicts(size_t i, const std::vector<bool>& before);
   bool same_key(size_t i, size_t j) const { return possible_[i].key() == possible_[j].key(); }
   bool take_back(size_t i, const MemoryBytes& limit);
 
