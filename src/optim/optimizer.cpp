@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
+#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -136,9 +138,26 @@ void Optimizer::declare_stream_buffers(MemoryPlan& plan) {
     most = std::max(most, StateStream::slot_bytes(tensors));
   }
   if (most == 0) return;
-  for (size_t slot = 0; slot < slot_ids_.size(); ++slot) {
-    slot_ids_[slot] = plan.add(kStreamCategory, "state_buffer." + std::to_string(slot), DType::kU8, {most});
+  for (size_t slot = 0; slot < num_stream_buffers(); ++slot) {
+    slot_ids_.push_back(plan.add(kStreamCategory, "state_buffer." + std::to_string(slot), DType::kU8, {most}));
   }
+}
+
+// Updates in backward come a block at a time: what its parameters take comes in beside the block's backward pass,
+// so that their updates wait for nothing.
+size_t Optimizer::num_stream_buffers() const {
+  if (!releases_gradients()) return StateStream::kLeastSlots;
+  std::map<int, int64_t> parts;  // of each unit
+  for (const ParameterInfo& p : parameters_) {
+    if (state_place(p) == MemoryPlace::kHost)
+      parts[p.unit] += ceil_div(zero_.shard.piece(p.numel()), part_elements_);
+  }
+  const int last = parameters_.back().unit;
+  int64_t most = 0;
+  for (const auto& [unit, count] : parts) {
+    if (unit > 0 && unit < last) most = std::max(most, count);
+  }
+  return static_cast<size_t>(most) + StateStream::kLeastSlots;
 }
 
 Optimizer::MomentIds Optimizer::declare_moment(const ParameterInfo& parameter, const std::string& name,
@@ -205,7 +224,7 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
   }
   if (releases_gradients())
     std::ranges::stable_sort(update_order_, std::greater(), [this](size_t i) { return parameters_[i].unit; });
-  stream_ = slot_ids_[0].valid() ? make_stream(arena) : nullptr;
+  stream_ = slot_ids_.empty() ? nullptr : make_stream(arena);
   scalars_ = arena[scalars_id_];
   const auto count = static_cast<int64_t>(parameters_.size());
   squares_ = scalars_.rows(0, count);

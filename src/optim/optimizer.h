@@ -1,5 +1,4 @@
 #pragma once
-#include <array>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -201,6 +200,7 @@ class Optimizer {
                            MemoryPlan& plan) const;
   void declare_gradient_buffers(MemoryPlan& plan);
   void declare_stream_buffers(MemoryPlan& plan);
+  size_t num_stream_buffers() const;
   MemoryPlace state_place(const ParameterInfo& parameter) const;
   ParameterState parameter_state(size_t i) const;
   std::unique_ptr<StateStream> make_stream(const Arena& arena) const;
@@ -221,9 +221,9 @@ class Optimizer {
   std::vector<TensorView> gradients_;
   std::vector<GradientPieces> gradient_pieces_;
   std::vector<State> states_;
-  std::array<TensorId, StateStream::kSlots> slot_ids_;  // invalid where nothing is in host memory
-  std::vector<size_t> update_order_;                    // parameters that this rank updates
-  std::unique_ptr<StateStream> stream_;                 // null where nothing is in host memory
+  std::vector<TensorId> slot_ids_;       // none where nothing is in host memory
+  std::vector<size_t> update_order_;     // parameters that this rank updates
+  std::unique_ptr<StateStream> stream_;  // null where nothing is in host memory
   // fp32: the sum of squares of each gradient, then that of all, the loss and the clipping coefficient. Where
   // gradients are released there follow the squares of the step before, this rank's loss, and those of a unit.
   TensorView scalars_;

@@ -45,7 +45,7 @@ StateStream::StateStream(const Arena& arena, std::vector<TensorView> slots, std:
       slots_(std::move(slots)),
       states_(std::move(states)),
       copies_(arena.device().make_host_stream(slots_.size())) {
-  PARKA_REQUIRE(slots_.size() == kSlots && part_elements > 0 && part_elements % kMomentGroup == 0);
+  PARKA_REQUIRE(slots_.size() >= kLeastSlots && part_elements > 0 && part_elements % kMomentGroup == 0);
   for (size_t i = 0; i < states_.size(); ++i) {
     first_part_.push_back(parts_.size());
     bool any_in_host_memory = false;
@@ -87,7 +87,7 @@ void StateStream::begin(const std::vector<size_t>& order) {
 }
 
 void StateStream::load(size_t part) {
-  const size_t slot = num_loads_++ % kSlots;
+  const size_t slot = num_loads_++ % slots_.size();
   std::vector<Carried> carried;
   place(parts_[part], slot, carried);
   std::vector<HostStream::Copy> copies;
@@ -98,7 +98,7 @@ void StateStream::load(size_t part) {
 }
 
 void StateStream::load_ahead() {
-  while (loaded_.size() < kSlots && next_ < order_.size()) load(order_[next_++]);
+  while (loaded_.size() < slots_.size() && next_ < order_.size()) load(order_[next_++]);
 }
 
 // What was loaded ahead in vain is loaded again when its turn comes.

@@ -27,7 +27,8 @@ struct ParameterState {
 // one goes out, so that the link works in both directions.
 class StateStream {
  public:
-  static constexpr size_t kSlots = 3;  // buffers: for a part that comes in, one that is updated, one that goes out
+  static constexpr size_t kLeastSlots =
+      3;  // buffers: for a part that comes in, one that is updated, one that goes out
   // Elements of a part: enough that a copy takes much longer than it takes to start.
   static constexpr int64_t kPartElements = int64_t{1} << 24;
 
@@ -38,8 +39,8 @@ class StateStream {
   static int64_t slot_bytes(const std::vector<int64_t>& tensors);
 
   // `states[i]` is what the update of parameter i takes, a tensor each on the device or in host memory of the
-  // arena, and empty where nothing is updated. `slots` are kSlots buffers, for parts of `part_elements`, which is a
-  // multiple of kMomentGroup.
+  // arena, and empty where nothing is updated. `slots` are at least kLeastSlots buffers, for parts of
+  // `part_elements`, which is a multiple of kMomentGroup. All are filled ahead.
   StateStream(const Arena& arena, std::vector<TensorView> slots, std::vector<ParameterState> states,
               int64_t part_elements);
 

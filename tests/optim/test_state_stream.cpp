@@ -110,14 +110,16 @@ std::map<std::string, int64_t> bytes_by_category(const std::vector<MemoryPlan::C
 
 // Two parameters of which weights are in host memory and masters on the device, and one on the device alone.
 struct StreamRun {
-  explicit StreamRun(Device& device_, int64_t numel_ = 1000, int64_t part = 256) : device(device_), numel(numel_) {
+  explicit StreamRun(Device& device_, int64_t numel_ = 1000, int64_t part = 256,
+                     size_t num_slots = StateStream::kLeastSlots)
+      : device(device_), numel(numel_) {
     for (size_t i = 0; i < 3; ++i) {
       const MemoryPlace place = i < 2 ? MemoryPlace::kHost : MemoryPlace::kDevice;
       weights[i] = plan.add("w", "w", DType::kF32, {numel}, kAllPhases, place);
       masters[i] = plan.add("m", "m", DType::kF32, {numel});
     }
     std::vector<TensorId> ids;
-    for (size_t i = 0; i < StateStream::kSlots; ++i) {
+    for (size_t i = 0; i < num_slots; ++i) {
       ids.push_back(plan.add("s", "slot", DType::kU8, {StateStream::slot_bytes({part * 4})}));
     }
     plan.finish();
@@ -212,6 +214,24 @@ TEST_CASE("masters and moments of matrices are in host memory, those of vectors 
   }
 }
 
+TEST_CASE("where gradients are released there are buffers for all parts of the largest block", "[optim][offload]") {
+  // Of 150, 1295 and 600 elements; embedding and head do not count.
+  const auto num_buffers = [](std::vector<int> units, bool releases) {
+    std::vector<ParameterInfo> parameters = table();
+    for (size_t i = 0; i < units.size(); ++i) parameters[i].unit = units[i];
+    OptimizerConfig config = offloaded({});
+    config.release_gradients = releases;
+    MemoryPlan plan;
+    const Optimizer optimizer(config, DType::kBF16, parameters, Zero{}, plan, /*is_alone=*/true, 256);
+    int64_t count = 0;
+    for (const MemoryPlan::Entry& entry : plan.entries()) count += entry.category == kStreamCategory;
+    return count;
+  };
+  CHECK(num_buffers({0, 1, 1, 2}, false) == 3);
+  CHECK(num_buffers({0, 1, 1, 2}, true) == 3 + 6);
+  CHECK(num_buffers({0, 1, 2, 2}, true) == 3);
+}
+
 TEST_CASE("weights are set, copied and read wherever masters are", "[optim][offload]") {
   OptimizerConfig config;
   for (const MasterForm master : {MasterForm::kFp32, MasterForm::kFp32Split}) {
@@ -233,12 +253,14 @@ TEST_CASE("weights are set, copied and read wherever masters are", "[optim][offl
 TEST_CASE("any tensor of a parameter passes through the buffers, part after part", "[optim][offload]") {
   for (Device* device : stream_devices()) {
     for (const auto& [numel, part] : {std::pair<int64_t, int64_t>{1000, 256}, {1 << 20, 1 << 15}}) {
-      CAPTURE(int(device->kind()), numel, part);
-      StreamRun run(*device, numel, part);
-      run.stream->begin({0, 1, 2});
-      for (const size_t i : {0, 1, 2}) run.update(i);
-      run.stream->end();
-      for (const size_t i : {0, 1, 2}) CHECK(run.is_updated(i));
+      for (const size_t num_slots : {StateStream::kLeastSlots, size_t{7}}) {
+        CAPTURE(int(device->kind()), numel, part, num_slots);
+        StreamRun run(*device, numel, part, num_slots);
+        run.stream->begin({0, 1, 2});
+        for (const size_t i : {0, 1, 2}) run.update(i);
+        run.stream->end();
+        for (const size_t i : {0, 1, 2}) CHECK(run.is_updated(i));
+      }
     }
   }
 }
