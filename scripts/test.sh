@@ -37,4 +37,5 @@ cmake --build --preset "$preset" --parallel "$(nproc)" "${targets[@]}"
 # Reports of a sanitizer fail the test that caused them.
 export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 export ASAN_OPTIONS=detect_leaks=1 TSAN_OPTIONS=halt_on_error=1
-ctest --test-dir "build/$preset" --output-on-failure --no-tests=error --parallel "$(nproc)" "${choice[@]}"
+# Two more at a time than cores: those of several ranks often wait for processes to start and to end.
+ctest --test-dir "build/$preset" --output-on-failure --no-tests=error --parallel $(($(nproc) + 2)) "${choice[@]}"

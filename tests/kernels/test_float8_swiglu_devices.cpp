@@ -125,7 +125,7 @@ const std::vector<MatrixShape> kSwigluShapes = {{1, 16},   {37, 48},   {130, 128
                                                 {129, 96}, {33, 1376}, {192, 640}, {5, 11008}};
 
 // Every way to be given up_gate that is possible at this width. Which activation it is is a number that kernels are
-// given: with GELU only what has kernels of its own.
+// given: with GELU what has kernels of its own, and one of the rest, a bf16 up_gate with a saved silu.
 std::vector<SwigluCase> swiglu_cases(const MatrixShape& s) {
   std::vector<SwigluCase> cases = {{s, plain_format(DType::kF32), false, nullptr},
                                    {s, plain_format(DType::kBF16), false, nullptr},

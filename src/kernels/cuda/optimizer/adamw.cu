@@ -461,18 +461,21 @@ void step_with_plain_moments(CudaDevice& device, const AdamwStep& a) {
 
 void step_with_fp8_moments(CudaDevice& device, const AdamwStep& a) {
   const int64_t num_fast = num_fast_elements(device, a);
-  with_weights_and_gradient(a, [&](auto weights, auto gradient) {
-    if (num_fast > 0) {
+  if (num_fast > 0) {
+    with_weights_and_gradient(a, [&](auto weights, auto gradient) {
       with_float8_type(a.exp_avg.values.dtype, [&](auto type) {
         using F8 = decltype(type);
         const auto exp_avg = fp8_moment<F8, LargePart, false, true>(a.exp_avg);
         const auto exp_avg_sq = fp8_moment<F8, LargePart, true, true>(a.exp_avg_sq);
         launch_fast_step(device, a, Tensors{weights, gradient, exp_avg, exp_avg_sq}, num_fast);
       });
-    }
+    });
+  }
+  // What the fast step leaves: the last elements, or all where it cannot be.
+  with_weights(a, [&](auto weights) {
     with_fp8_moment<SmallPart, false>(a.exp_avg, [&](auto exp_avg) {
       with_fp8_moment<SmallPart, true>(a.exp_avg_sq, [&](auto exp_avg_sq) {
-        launch_step(device, a, Tensors{weights, gradient, exp_avg, exp_avg_sq}, num_fast);
+        launch_step(device, a, Tensors{weights, AnyGradient(a.gradient), exp_avg, exp_avg_sq}, num_fast);
       });
     });
   });

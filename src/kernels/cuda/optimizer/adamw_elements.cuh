@@ -172,6 +172,27 @@ struct Gradient {
   }
 };
 
+// Of any plain format, chosen as it is read: for kernels of which there are many and which little time is spent in.
+struct AnyGradient {
+  const void* gradient_N;
+  bool is_bf16;  // otherwise fp32
+
+  explicit AnyGradient(const TensorView& gradient)
+      : gradient_N(gradient.data), is_bf16(gradient.dtype == DType::kBF16) {}
+
+  PARKA_HOST_DEVICE void move(int64_t elements) {
+    const int64_t bytes = elements * (is_bf16 ? sizeof(BFloat16) : sizeof(float));
+    gradient_N = static_cast<const char*>(gradient_N) + bytes;
+  }
+  template <bool kWhole, typename Part>
+  __device__ StoredPart<float, Part> load(const Part& part) const {
+    if (!is_bf16) return load_part<kWhole>(static_cast<const float*>(gradient_N), part);
+    PartValues<Part> x;
+    to_floats(load_part<kWhole>(static_cast<const BFloat16*>(gradient_N), part), x);
+    return to_stored<float, Part>(x);
+  }
+};
+
 // split_float of each element, in words of two. The remainder is just the low half of a float; the weight is the
 // high half of the float plus half of its last place.
 template <typename Part>

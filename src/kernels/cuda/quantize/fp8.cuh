@@ -19,17 +19,42 @@ constexpr Float8Traits kFloat8Traits = std::is_same_v<F8, Float8E4M3> ? kE4M3Tra
 template <typename F8>
 constexpr __nv_fp8_interpretation_t kFloat8Kind = std::is_same_v<F8, Float8E4M3> ? __NV_E4M3 : __NV_E5M2;
 
+// GPUs before compute capability 8.9 have no instructions for FP8. CUDA's functions take several times the
+// instructions of core/number_formats.h there, for each number of each kernel.
+template <typename F8>
+__device__ inline uint32_t emulated_code(float x) {
+  if constexpr (std::is_same_v<F8, Float8E4M3>) {
+    return encode_e4m3(x).bits;
+  } else {
+    return encode_e5m2(x).bits;
+  }
+}
+template <typename F8>
+__device__ inline float emulated_number(uint8_t code) {
+  if constexpr (std::is_same_v<F8, Float8E4M3>) {
+    return decode_e4m3({code});
+  } else {
+    return decode_e5m2({code});
+  }
+}
+
 // The codes of four numbers, the first in the lowest byte: to nearest even, saturating, NaN to NaN.
 template <typename F8>
 __device__ inline uint32_t encode_float8x4(float x0, float x1, float x2, float x3) {
+#if __CUDA_ARCH__ >= 890
   const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(x0, x1), __NV_SATFINITE, kFloat8Kind<F8>);
   const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(x2, x3), __NV_SATFINITE, kFloat8Kind<F8>);
   return low | high << 16;
+#else
+  return emulated_code<F8>(x0) | emulated_code<F8>(x1) << 8 | emulated_code<F8>(x2) << 16 |
+         emulated_code<F8>(x3) << 24;
+#endif
 }
 
 // The numbers of four codes; exact.
 template <typename F8>
 __device__ inline void decode_float8x4(uint32_t codes, float (&x)[4]) {
+#if __CUDA_ARCH__ >= 890
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const auto pair = static_cast<__nv_fp8x2_storage_t>(codes >> 16 * half);
@@ -37,6 +62,10 @@ __device__ inline void decode_float8x4(uint32_t codes, float (&x)[4]) {
     x[2 * half] = numbers.x;
     x[2 * half + 1] = numbers.y;
   }
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = emulated_number<F8>(static_cast<uint8_t>(codes >> 8 * i));
+#endif
 }
 
 // ---- Scales, by the rule of ops/quantize.h ----

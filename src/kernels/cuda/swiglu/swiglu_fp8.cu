@@ -376,7 +376,8 @@ void swiglu_forward_fp8(Device& device_, const SwigluForward& a) {
     quantize_gate(device, a, amax);
   } else if (!a.silu.empty()) {
     const AnyGated gated(a.up_gate, AnySource(ScaledView()), a.activation);
-    write_rare(device, MadeSource(SiluNumbers<AnyGated>{gated}), rows, width, a.silu, {}, nullptr);
+    tiles::write_pieces(device, MadeSource(SiluNumbers<AnyGated>{gated}), rows, width, a.silu, /*transposed=*/false,
+                        /*amax=*/nullptr);
   }
   write_product(device, a, amax, fused);
   check_launch("swiglu_forward");

@@ -242,31 +242,31 @@ struct GradientMagnitudes {
   }
 };
 
-// Calls f with the Gated of these matrices. The formats that training uses have kernels of their own, if `wide`.
+// Calls f with the Gated of these matrices. The formats that training uses have kernels of their own, if `wide`:
+// act(gate) is saved only beside codes of up_gate.
 template <typename F>
 void with_gated(const ScaledView& up_gate, const ScaledView& silu, GateActivation activation, bool wide,
                 const F& f) {
+  using Plain = PlainSource<BFloat16>;
+  using Coded = GroupedSource<Float8E4M3>;
   const auto is_saved = [](const ScaledView& t) {
     return t.data.dtype == DType::kE4M3 && BFloat16GroupScales::fits(t);
   };
-  const bool is_plain = up_gate.data.dtype == DType::kBF16;
-  const auto with_silu = [&]<typename UpGate>(std::type_identity<UpGate>) {
-    with_activation(activation, [&](auto act) {
-      using Saved = GroupedSource<Float8E4M3>;
-      if (silu.empty()) {
-        f(Gated<UpGate, NoSource, decltype(act)>(up_gate, NoSource(), act));
-      } else {
-        f(Gated<UpGate, Saved, decltype(act)>(up_gate, Saved(silu), act));
-      }
-    });
-  };
-  if (!wide || !(is_plain || is_saved(up_gate)) || !(silu.empty() || is_saved(silu))) {
+  const bool plain_alone = up_gate.data.dtype == DType::kBF16 && silu.empty();
+  const bool all_coded = is_saved(up_gate) && (silu.empty() || is_saved(silu));
+  if (!wide || !(plain_alone || all_coded)) {
     f(AnyGated(up_gate, AnySource(silu), activation));
-  } else if (is_plain) {
-    with_silu(std::type_identity<PlainSource<BFloat16>>());
-  } else {
-    with_silu(std::type_identity<GroupedSource<Float8E4M3>>());
+    return;
   }
+  with_activation(activation, [&](auto act) {
+    if (plain_alone) {
+      f(Gated<Plain, NoSource, decltype(act)>(up_gate, NoSource(), act));
+    } else if (silu.empty()) {
+      f(Gated<Coded, NoSource, decltype(act)>(up_gate, NoSource(), act));
+    } else {
+      f(Gated<Coded, Coded, decltype(act)>(up_gate, Coded(silu), act));
+    }
+  });
 }
 
 }  // namespace parka::cuda
