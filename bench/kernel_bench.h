@@ -207,6 +207,8 @@ inline AdamwStep make_adamw_step(Tensors& t, const MomentView& exp_avg, const Mo
 
 // float8_kernels.cpp: the ops of the FP8 recipes.
 void bench_float8(Bench& bench, const ModelShape& model);
+// head_kernels.cpp: the head's products and loss, by the rows of a chunk.
+void bench_head(Bench& bench);
 // amax_kernels.cpp: the maximum of a matrix, found in a pass of its own or on the way.
 void bench_amax(Device& device, double copy_bandwidth);
 

@@ -2,10 +2,11 @@
 //   bench_kernels [MODEL...] [op:NAME]  olmo-1b llama2-7b; only ops whose names begin with NAME
 //   bench_kernels attention:S[xD]...    attention alone, heads of D columns (128) in rows of 2048, 32768 tokens in
 //                                       sequences of S
+//   bench_kernels head                  the products of the head and its loss, in bf16 and FP8, by rows of a chunk
 //   bench_kernels amax                  what the maximum of a matrix costs, in a pass of its own and on the way
 // One line of JSON per op: median, least and most time of many runs over several sets of tensors, so that no cache
 // holds what is read, and the time of a plain copy of as many bytes, which shows what a short kernel's start and
-// tail take. Matrix products are timed by `parka tune` and `parka bench`.
+// tail take. Matrix products, but for the head's, are timed by `parka tune` and `parka bench`.
 #include <algorithm>
 #include <cstdio>
 #include <memory>
@@ -391,6 +392,7 @@ int run(int argc, char** argv) {
   Bench bench(*device, copy, op);
   for (const std::string& argument : arguments) {
     if (argument == "amax") bench_amax(*device, copy);
+    if (argument == "head") bench_head(bench);
     if (!argument.starts_with(kAttention)) continue;
     ModelShape shape = kModels[0];
     const std::string sizes = argument.substr(kAttention.size());

@@ -9,7 +9,7 @@ constexpr int64_t kBlockSize = 128;  // of fp8_block: 1x128 activations and grad
 
 Formats::Formats(const PrecisionConfig& config) {
   compute = {config.compute, Scaling::kNone, 0, DType::kF32};
-  activation = weight = gradient = compute;
+  activation = weight = gradient = logits_gradient = compute;
   switch (config.gemm) {
     case GemmPrecision::kCompute: break;
     case GemmPrecision::kFp8Tensor:
@@ -23,6 +23,12 @@ Formats::Formats(const PrecisionConfig& config) {
       break;
   }
   fp8_gemm = config.gemm != GemmPrecision::kCompute;
+  fp8_head = fp8_gemm && config.head == Storage::kFp8;
+  if (fp8_head) {
+    logits_gradient = gradient;
+    // Probabilities span more powers of two than E4M3 has under one scale.
+    if (gradient.scaling == Scaling::kTensor) logits_gradient.dtype = DType::kE5M2;
+  }
   const Format group = {config.forward_format, Scaling::kGroup, config.group_size, DType::kBF16};
   norm_input = config.norm_input == Storage::kFp8 ? group : compute;
   up_gate = config.up_gate == Storage::kFp8 ? group : compute;

@@ -20,8 +20,10 @@ struct Formats {
   Format activation;                      // inputs of the blocks' linear layers
   Format weight;                          // weights of the blocks' linear layers
   Format gradient;                        // output gradients of the blocks' linear layers
+  Format logits_gradient;                 // the head's output gradient
   Format norm_input, up_gate, silu, qkv;  // what is kept for backward
   bool fp8_gemm = false;                  // FP8 GEMMs need transposed copies: their operands are K-major only
+  bool fp8_head = false;                  // the head's, too
 
   explicit Formats(const PrecisionConfig& config);
 

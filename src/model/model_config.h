@@ -184,6 +184,7 @@ struct PrecisionConfig {
   Storage up_gate = Storage::kCompute;
   Storage qkv = Storage::kCompute;
   Storage attention_output = Storage::kCompute;
+  Storage head = Storage::kCompute;
   int64_t group_size = 16;
   bool save_norm_output = true;
   bool save_silu = false;
@@ -228,6 +229,10 @@ struct PrecisionConfig {
     visit("attention_output", attention_output,
           "How the attention output is kept: compute, or fp8 (the GEMM's own input; needs gemm = fp8_tensor). With "
           "fp8 a model of 85M parameters diverged after 1,000 steps: docs/precision.md says why");
+    visit(
+        "head", head,
+        "Inputs of the products that make the logits, and of their gradients: compute, or fp8 with the scaling of "
+        "gemm, which is then not compute");
     visit("group_size", group_size, "Elements per scale of kept FP8 activations", one_of<int64_t>(16, 32, 64, 128));
     visit(
         "save_norm_output", save_norm_output,
@@ -253,7 +258,8 @@ struct PrecisionConfig {
     visit("fast_forward", fast_forward,
           "fp8_tensor on a GPU: forward's products are summed in the tensor cores' accumulator of about 14 bits; "
           "false: added up in fp32 every 128 terms, slower");
-    visit("fast_input_gradient", fast_input_gradient, "The same for input gradients");
+    visit("fast_input_gradient", fast_input_gradient,
+          "The same for input gradients, but not the head's, which are sums over the vocabulary");
     visit("fast_weight_gradient", fast_weight_gradient,
           "The same for weight gradients, which are sums over all tokens of the micro-batch; true makes the loss "
           "worse");

@@ -43,6 +43,7 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
       zero_(zero),
       copies_kept_(copies),
       use_(use),
+      fp8_head_(formats.fp8_head ? table.head : -1),
       gathers_transposed_(gathers_transposed(table, formats, copies.copies, use, zero)),
       gathered_unit_(static_cast<size_t>(table.num_units()), false),
       copy_ids_(table.all.size()),
@@ -76,11 +77,11 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
 void ModelWeights::declare_weights(MemoryPlan& plan) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
-    std::vector<int64_t> shape = {p.rows, p.cols};
+    std::vector<int64_t> shape = {copy_rows(i), p.cols};
     if (is_divided(p.unit)) {
       shape = {zero_.shard.piece(p.numel())};
     } else if (zero_.shard.size > 1) {
-      shape = {zero_.shard.padded(p.numel())};
+      shape = {std::max(zero_.shard.padded(p.numel()), copy_rows(i) * p.cols)};
     }
     plain_ids_.push_back(
         plan.add("weights", p.name, formats_.compute.dtype, std::move(shape), kAllPhases, p.place));
@@ -91,7 +92,7 @@ void ModelWeights::declare_copies(size_t i, MemoryPlan& plan) {
   const ParameterInfo& p = parameters_[i];
   CopyIds& ids = copy_ids_[i];
   if (keeps_rows(i)) {
-    ids.w = add_matrix(plan, "fp8 weights", p.name + ".fp8", formats_.weight, p.rows, p.cols, kAllPhases);
+    ids.w = add_matrix(plan, "fp8 weights", p.name + ".fp8", formats_.weight, copy_rows(i), p.cols, kAllPhases);
   } else if (formats_.has_tensor_scales()) {
     ids.w.scale = plan.add("fp8 weights", p.name + ".fp8.scale", DType::kF32, {1});
   }
@@ -105,15 +106,15 @@ void ModelWeights::declare_copies(size_t i, MemoryPlan& plan) {
     if (has_pieces_for_backward(p.unit)) piece_code_ids_[i].w_t = add(".fp8_t");
   }
   if (!keeps_transposed(i)) return;
-  ids.w_t =
-      add_matrix(plan, "fp8 weights", p.name + ".fp8_t", formats_.weight, p.cols, p.rows, kAllPhases, ids.w.scale);
+  ids.w_t = add_matrix(plan, "fp8 weights", p.name + ".fp8_t", formats_.weight, p.cols, copy_rows(i), kAllPhases,
+                       ids.w.scale);
 }
 
 void ModelWeights::declare_workspace(MemoryPlan& plan) {
   int64_t most_codes = 0, most_scales = 1;
   bool lacks_rows = false, lacks_transposed = false;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!has_copy(i)) continue;
+    if (!has_copy(i) || is_fp8_head(i)) continue;
     const ParameterInfo& p = parameters_[i];
     const auto scales = scale_shape(formats_.weight.scaling, formats_.weight.group, p.cols, p.rows);
     most_codes = std::max(most_codes, p.numel());
@@ -130,6 +131,21 @@ void ModelWeights::declare_workspace(MemoryPlan& plan) {
   if (lacks_rows) rows_workspace_id_ = add("weight.fp8", kForward);
   if (use_ != WeightUse::kForward && lacks_transposed) {
     transposed_workspace_id_ = add("weight.fp8_t", kBackwardLinear);
+  }
+  if (fp8_head_ >= 0) declare_head_workspace(plan);
+}
+
+void ModelWeights::declare_head_workspace(MemoryPlan& plan) {
+  const auto i = static_cast<size_t>(fp8_head_);
+  const int64_t rows = copy_rows(i), cols = parameters_[i].cols;
+  const TensorId scale = copy_ids_[i].w.scale;
+  if (!keeps_rows(i)) {
+    head_rows_workspace_id_ =
+        add_matrix(plan, "workspace", "head_weight.fp8", formats_.weight, rows, cols, kHead | kEvaluation, scale);
+  }
+  if (use_ != WeightUse::kForward && !keeps_transposed(i)) {
+    head_transposed_workspace_id_ =
+        add_matrix(plan, "workspace", "head_weight.fp8_t", formats_.weight, cols, rows, kHead, scale);
   }
 }
 
@@ -210,8 +226,10 @@ void ModelWeights::bind_weight(const Arena& arena, size_t i, const TensorView& b
     return;
   }
   const CopyIds& ids = copy_ids_[i];
-  Copies copies = {(keeps_rows(i) ? ids.w : rows_workspace_id_).view(arena, p.rows, p.cols),
-                   (keeps_transposed(i) ? ids.w_t : transposed_workspace_id_).view(arena, p.cols, p.rows)};
+  const MatrixId& w = is_fp8_head(i) ? head_rows_workspace_id_ : rows_workspace_id_;
+  const MatrixId& w_t = is_fp8_head(i) ? head_transposed_workspace_id_ : transposed_workspace_id_;
+  Copies copies = {(keeps_rows(i) ? ids.w : w).view(arena, copy_rows(i), p.cols),
+                   (keeps_transposed(i) ? ids.w_t : w_t).view(arena, p.cols, copy_rows(i))};
   if (formats_.has_tensor_scales()) copies.w.scale = copies.w_t.scale = arena[ids.w.scale];
   copies_.push_back(copies);
 }
@@ -266,7 +284,7 @@ void ModelWeights::quantize(Device& device) const {
     if (keeps_piece_codes(parameters_[i].unit)) quantize_piece(device, i);
   }
   for (size_t i = 0; i < plain_.size(); ++i) {
-    if (fetched_[i].empty()) quantize_whole(device, i, plain_[i]);
+    if (fetched_[i].empty()) quantize_whole(device, i, copied(i));
   }
 }
 
@@ -274,6 +292,11 @@ void ModelWeights::quantize_fetched(Device& device, int unit) const {
   for (size_t i = 0; i < plain_.size(); ++i) {
     if (parameters_[i].unit == unit && !fetched_[i].empty()) quantize_whole(device, i, fetched_[i]);
   }
+}
+
+TensorView ModelWeights::copied(size_t i) const {
+  const TensorView& w = plain_[i];
+  return is_fp8_head(i) ? TensorView(w.data, w.dtype, {copy_rows(i), w.dim[1]}) : w;
 }
 
 // Makes the copies that are kept of a whole weight, from its elements.
@@ -321,8 +344,8 @@ void ModelWeights::gathered(Device& device, int unit) const {
 
 const ScaledView& ModelWeights::quantized(Device& device, int index) const {
   const auto i = static_cast<size_t>(index);
-  if (!keeps_rows(i) && !zero_.shards_weights()) {
-    parka::quantize(device, {.x = plain_[i], .out = copies_[i].w, .amax = amax_of(i)});
+  if (!keeps_rows(i) && !is_divided(parameters_[i].unit)) {
+    parka::quantize(device, {.x = copied(i), .out = copies_[i].w, .amax = amax_of(i)});
   }
   return copies_[i].w;
 }
@@ -331,10 +354,10 @@ const ScaledView& ModelWeights::transposed(Device& device, int index) const {
   const auto i = static_cast<size_t>(index);
   const ScaledView& w_t = copies_[i].w_t;
   if (keeps_transposed(i) || has_pieces_for_backward(parameters_[i].unit)) return w_t;
-  if (formats_.has_tensor_scales() && (keeps_rows(i) || zero_.shards_weights())) {
+  if (formats_.has_tensor_scales() && (keeps_rows(i) || is_divided(parameters_[i].unit))) {
     parka::quantize(device, {.x = copies_[i].w, .out_t = w_t, .scale_given = true});  // codes are moved
   } else {
-    parka::quantize(device, {.x = plain_[i], .out_t = w_t, .amax = amax_of(i)});
+    parka::quantize(device, {.x = copied(i), .out_t = w_t, .amax = amax_of(i)});
   }
   return w_t;
 }

@@ -34,6 +34,10 @@ struct KeptCopies {
 bool gathers_transposed(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use,
                         const Zero& zero);
 
+// Rows of the FP8 copies of a head of `rows`: tensor cores sum 16 products at a time, and the gradient of the
+// head's input is a sum over the vocabulary.
+inline int64_t head_copy_rows(int64_t rows) { return ceil_div(rows, 16) * 16; }
+
 // The weights that the model computes with, and their FP8 copies. With ZeRO stage 3 a rank keeps its piece of each
 // block's weights, and two blocks' worth of buffers (core/unit_buffers.h), into which the pieces of all ranks are
 // gathered where the block is used: FP8 codes where GEMMs read nothing else.
@@ -68,7 +72,7 @@ class ModelWeights {
   // The same, flat and where this rank keeps it, on the device or the host; empty if it is divided over ranks.
   const TensorView& kept(int index) const { return kept_[static_cast<size_t>(index)]; }
   // The FP8 copy of a linear layer's weight [N, K], and the same transposed, [K, N]. One that is not kept is made
-  // here, for use until the next call.
+  // here, for use until the next call. The head's, where it is FP8, has rows of zeros up to head_copy_rows().
   const ScaledView& quantized(Device& device, int index) const;
   const ScaledView& transposed(Device& device, int index) const;
   // This rank's elements of all weights, in the compute format and the order of the table, flat; all elements where
@@ -124,18 +128,27 @@ class ModelWeights {
     TensorId whole;  // what is gathered: codes, or the compute format
     MatrixId w;      // the FP8 copy: of `whole`, or made from it; invalid for weights that no FP8 GEMM reads
   };
-  bool has_copy(size_t i) const { return formats_.fp8_gemm && parameters_[i].role == ParameterRole::kLinear; }
+  // Whether it is what the head multiplies by, in FP8. Every rank has it whole.
+  bool is_fp8_head(size_t i) const { return static_cast<int>(i) == fp8_head_; }
+  bool has_copy(size_t i) const {
+    return formats_.fp8_gemm && (parameters_[i].role == ParameterRole::kLinear || is_fp8_head(i));
+  }
+  int64_t copy_rows(size_t i) const {
+    return is_fp8_head(i) ? head_copy_rows(parameters_[i].rows) : parameters_[i].rows;
+  }
+  WeightCopies copies_of(size_t i) const {
+    return is_fp8_head(i) ? copies_kept_.copies : copies_kept_.of_unit(parameters_[i].unit);
+  }
   // Of whole weights.
   bool keeps_rows(size_t i) const {
-    return !zero_.shards_weights() && copies_kept_.of_unit(parameters_[i].unit) != WeightCopies::kNone;
+    return !is_divided(parameters_[i].unit) && copies_of(i) != WeightCopies::kNone;
   }
   bool keeps_transposed(size_t i) const {
-    return !zero_.shards_weights() && use_ != WeightUse::kForward &&
-           copies_kept_.of_unit(parameters_[i].unit) == WeightCopies::kBoth;
+    return !is_divided(parameters_[i].unit) && use_ != WeightUse::kForward && copies_of(i) == WeightCopies::kBoth;
   }
   // Of this rank's pieces of divided weights.
   bool keeps_piece_codes(int unit) const {
-    return gathers_codes() && copies_kept_.of_unit(unit) != WeightCopies::kNone;
+    return gathers_codes() && is_divided(unit) && copies_kept_.of_unit(unit) != WeightCopies::kNone;
   }
   bool is_in_host(size_t i) const { return parameters_[i].place == MemoryPlace::kHost; }
   bool is_divided(int unit) const { return zero_.shards_weights() && is_gathered_on_use(unit); }
@@ -147,6 +160,9 @@ class ModelWeights {
   void declare_gather_buffers(const ParameterTable& table, MemoryPlan& plan);
   void declare_copies(size_t i, MemoryPlan& plan);
   void declare_workspace(MemoryPlan& plan);
+  void declare_head_workspace(MemoryPlan& plan);
+  // What the kept copies of a whole weight are made of: with the rows of zeros behind the head's.
+  TensorView copied(size_t i) const;
   void bind_weight(const Arena& arena, size_t i, const TensorView& buffer);
   void bind_gathered(const Arena& arena, size_t i, const Gathered& buffer);
   void bind_gathered_codes(const Arena& arena, size_t i, const TensorView& whole, Copies& copies);
@@ -156,6 +172,7 @@ class ModelWeights {
   Zero zero_;
   KeptCopies copies_kept_;
   WeightUse use_;
+  int fp8_head_;             // index of the head's weight if it has FP8 copies, else -1
   bool gathers_transposed_;  // of blocks of which both copies are kept
   bool has_host_parts_;
   std::vector<bool> gathered_unit_;  // is_gathered_on_use()
@@ -164,6 +181,7 @@ class ModelWeights {
   std::vector<CopyIds> piece_code_ids_;                   // of codes of this rank's pieces that are kept
   std::vector<Gathered> buffers_[kGatherBuffers];         // for a block's weights in their order
   MatrixId rows_workspace_id_, transposed_workspace_id_;  // for copies that are not kept: large enough for any
+  MatrixId head_rows_workspace_id_, head_transposed_workspace_id_;
   TensorId amax_id_;
   std::vector<TensorView> plain_, kept_, own_;
   std::vector<TensorView> fetched_;                    // matrices: where a weight in host memory is copied to

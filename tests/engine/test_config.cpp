@@ -207,6 +207,7 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"up_gate", row.up_gate},
                                  {"qkv", row.qkv},
                                  {"attention_output", row.attention},
+                                 {"head", "compute"},
                                  {"group_size", 16},
                                  {"save_norm_output", row.save_norm},
                                  {"save_silu", row.save_silu},
@@ -377,6 +378,17 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
          c.precision.attention_output = Storage::kFp8;
        },
        "precision.attention_output = fp8 needs precision.gemm = fp8_tensor, not fp8_block"},
+      {[](Config& c) {
+         apply_recipe(Recipe::kBf16, c);
+         c.precision.head = Storage::kFp8;
+       },
+       "precision.head = fp8 needs precision.gemm = fp8_tensor or fp8_block"},
+      {[](Config& c) {
+         apply_recipe(Recipe::kParka, c);
+         c.precision.head = Storage::kFp8;
+         c.training.logits_chunk_tokens = 1000;
+       },
+       "precision.head = fp8 needs training.logits_chunk_tokens = 1000 to be a multiple of 16"},
       {[](Config& c) { c.precision.weight_copies_blocks = 3; },
        "precision.weight_copies_blocks = 3 is more than model.num_layers = 2"},
       {[](Config& c) {

@@ -205,17 +205,26 @@ TEST_CASE("several ranks train as one does, at every ZeRO stage", "[engine][zero
   const struct {
     const char* recipe;
     double loss_bound, norm_bound;
-  } cases[] = {{"fp32", 2e-6, 2e-5}, {"bf16", 2e-3, 2e-2}, {"fp8_block", 4e-3, 4e-2}, {"parka", 4e-3, 4e-2}};
+    Storage head = Storage::kCompute;
+  } cases[] = {{"fp32", 2e-6, 2e-5},
+               {"bf16", 2e-3, 2e-2},
+               {"fp8_block", 4e-3, 4e-2},
+               {"parka", 4e-3, 4e-2},
+               {"fp8_block", 4e-3, 4e-2, Storage::kFp8},
+               {"parka", 4e-3, 4e-2, Storage::kFp8}};
   for (const auto& c : cases) {
     const TemporaryFolder folder;
     // The smallest table of parameters there is has nothing behind the blocks.
     const bool tied = std::string(c.recipe) == "fp32";
     const char* const norm = tied ? "layernorm" : "rmsnorm";
-    const Outcome one = train(config_for(folder, c.recipe, 0, norm, tied), 1);
+    Config config = config_for(folder, c.recipe, 0, norm, tied);
+    config.precision.head = c.head;
+    const Outcome one = train(config, 1);
     for (int64_t stage = 0; stage <= 3; ++stage) {
       for (int ranks : {2, 4}) {
-        CAPTURE(c.recipe, stage, ranks);
-        const Outcome several = train(config_for(folder, c.recipe, stage, norm, tied), ranks);
+        CAPTURE(c.recipe, name_of(c.head), stage, ranks);
+        config.distributed.zero_stage = stage;
+        const Outcome several = train(config, ranks);
         CHECK(largest_difference(several.losses, one.losses) < c.loss_bound);
         CHECK(largest_difference(several.norms, one.norms) < c.norm_bound);
         CHECK(std::abs(several.held_out - one.held_out) < c.loss_bound);
@@ -322,6 +331,7 @@ TEST_CASE("which copies of FP8 weights are kept does not change a bit of stage 3
     Config config = config_for(folder, "parka", 3);
     config.model.num_layers = 4;
     config.precision.recompute = recompute;
+    if (recompute == Recompute::kNone) config.precision.head = Storage::kFp8;
     std::vector<Outcome> outcomes;
     for (const auto& [copies, blocks] : kKeptCopies) {
       config.precision.weight_copies = copies;

@@ -214,6 +214,121 @@ TEST_CASE("cross_entropy counts padding columns in the softmax", "[kernels][cros
   }
 }
 
+// What linear layers use for output gradients: one scale, or one per 1x128.
+const std::vector<Format> kGradientFormats = {{DType::kE5M2, Scaling::kTensor},
+                                              {DType::kE4M3, Scaling::kTensor},
+                                              {DType::kE4M3, Scaling::kGroup, 128, DType::kF32}};
+
+// Elements that rounding `want` to half a last place, or to half the smallest number, does not explain; `slack` of
+// fp32 aside.
+int count_beyond_rounding(const TestMatrix& got, const std::vector<double>& want, double slack) {
+  const ScaledView view = got;
+  const Float8Traits& traits = float8_traits(view.data.dtype);
+  const std::vector<float> values = got.host(), scales = got.scale->host();
+  const int64_t cols = view.num_cols(), groups = view.scaling == Scaling::kTensor ? 1 : ceil_div(cols, view.group);
+  int beyond = 0;
+  for (int64_t i = 0; i < view.data.numel(); ++i) {
+    const double scale =
+        view.scaling == Scaling::kTensor ? scales[0] : scales[i / cols * groups + i % cols / view.group];
+    const double half_place =
+        std::max(std::ldexp(std::abs(want[i]), -traits.mantissa_bits - 1), scale * traits.min_subnormal / 2);
+    beyond += !(std::abs(values[i] - want[i]) <= 1.001 * half_place + slack);
+  }
+  return beyond;
+}
+
+TEST_CASE("cross_entropy leaves its gradient in FP8, in rows and transposed", "[kernels][cross_entropy][head]") {
+  const Format format = GENERATE(from_range(kGradientFormats));
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  // Whole tiles, ragged ones, and rows of other lengths than multiples of 16 without and with padding.
+  const auto [T, V, padding] =
+      GENERATE(table<int64_t, int64_t, int64_t>({{256, 512, 0}, {144, 1000, 8}, {37, 1001, 7}, {13, 250, 0}}));
+  const int64_t cols = V + padding;
+  const float grad_scale = 1.0f / 300, factor = 0.5f, z_loss = 1e-3f, g = grad_scale * factor;
+  CAPTURE(name_of(dtype), name_of(format.dtype), T, V);
+  std::vector<float> targets = random_targets(T, V, 11);
+  targets[T / 2] = kIgnoreTarget;
+  const std::vector<float> x = random_values(dtype, T * V, 12, 4.0f);
+  std::vector<float> padded(static_cast<size_t>(T * cols), std::numeric_limits<float>::infinity());
+  std::vector<double> want(padded.size(), 0.0), want_t(want);
+  for (int64_t t = 0; t < T; ++t) {
+    std::copy_n(x.begin() + t * V, V, padded.begin() + t * cols);
+    if (t == T / 2) continue;
+    const Reference r =
+        reference_row(x.data() + t * V, V, static_cast<int64_t>(targets[t]), double{z_loss}, double{g});
+    for (int64_t v = 0; v < V; ++v) want[t * cols + v] = want_t[v * T + t] = r.gradient[v];
+  }
+  for (Device* device : devices()) {
+    const TestTensor logits(*device, dtype, {T, cols}, padded), target(*device, DType::kI32, {T}, targets);
+    const TestTensor loss(*device, DType::kF32, {T}), loss_alone(*device, DType::kF32, {T});
+    const TestTensor grad_factor(*device, DType::kF32, {1}, {factor});
+    const TestMatrix codes = format.make(*device, T, cols), codes_t = format.make(*device, cols, T);
+    ScaledView transposed = codes_t;
+    if (format.scaling == Scaling::kTensor) transposed.scale = codes.scale->view();
+    const std::vector<std::byte> before = logits.bytes();
+    CrossEntropy call{.logits = logits,
+                      .targets = target,
+                      .loss = loss,
+                      .z_loss_value = {},
+                      .z_loss = z_loss,
+                      .grad_scale = grad_scale,
+                      .grad_factor = grad_factor,
+                      .padding = padding,
+                      .d_logits = codes,
+                      .d_logits_t = transposed};
+    cross_entropy(*device, call);
+    CHECK(count_beyond_rounding(codes, want, 2e-6 * g) == 0);
+    if (format.scaling == Scaling::kTensor) {
+      CHECK(codes.scale->host()[0] == g / (format.dtype == DType::kE5M2 ? 0x1p15f : 0x1p8f));
+      const std::vector<float> rows = codes.data.host(), columns = codes_t.data.host();
+      int differ = 0;
+      for (int64_t i = 0; i < T * cols; ++i) differ += rows[i] != columns[i % cols * T + i / cols];
+      CHECK(differ == 0);
+    } else {
+      CHECK(count_beyond_rounding(codes_t, want_t, 2e-6 * g) == 0);
+    }
+    CHECK(logits.bytes() == before);
+    CHECK((codes.guard_intact() && codes_t.guard_intact() && loss.guard_intact()));
+    // One of the two alone has the same bits, and so has the loss without a gradient.
+    const TestMatrix alone = format.make(*device, T, cols);
+    call.d_logits = alone;
+    call.d_logits_t = {};
+    cross_entropy(*device, call);
+    CHECK(same_bits(alone, codes));
+    call.d_logits = {};
+    call.loss = loss_alone;
+    call.write_gradient = false;
+    cross_entropy(*device, call);
+    CHECK(loss_alone.bytes() == loss.bytes());
+  }
+}
+
+TEST_CASE("an FP8 gradient of the logits shows a bad logit, and saturates where z-loss takes it beyond its range",
+          "[kernels][cross_entropy][head]") {
+  const int64_t T = 3, V = 64;
+  std::vector<float> x(static_cast<size_t>(T * V), 0.0f);
+  x[5] = std::numeric_limits<float>::quiet_NaN();
+  x[V + 7] = 1000;  // a probability of 1, times 1 + 2 * 1000 z
+  for (Device* device : devices()) {
+    const TestTensor logits(*device, DType::kF32, {T, V}, x), target(*device, DType::kI32, {T}, {1, 2, 3});
+    const TestTensor loss(*device, DType::kF32, {T});
+    const TestMatrix codes(*device, DType::kE5M2, T, V, Scaling::kTensor);
+    cross_entropy(*device, {.logits = logits,
+                            .targets = target,
+                            .loss = loss,
+                            .z_loss_value = {},
+                            .z_loss = 1e-3f,
+                            .grad_scale = 0.25f,
+                            .d_logits = codes});
+    const std::vector<float> values = codes.host();
+    int wrong = 0;
+    for (int64_t v = 0; v < V; ++v) wrong += !std::isnan(values[v]) || !std::isfinite(values[2 * V + v]);
+    CHECK(wrong == 0);
+    CHECK(values[V + 7] == 1.75f * 0.25f);
+    CHECK(values[V + 2] == -0.25f);
+  }
+}
+
 TEST_CASE("cross_entropy takes a factor of the gradient from the device", "[kernels][cross_entropy]") {
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   const int64_t T = 5, V = 131;
@@ -318,6 +433,22 @@ TEST_CASE("cross_entropy accepts no rows and refuses wrong arguments", "[kernels
   CHECK(contains(message(logits, target, loss, half), "cross_entropy: z_loss_value"));
   CHECK(contains(message(logits, target.view().rows(0, 3), loss, {}), "cross_entropy: targets"));
   CHECK(contains(message(TensorView(logits.view().data, DType::kF32, {4, 0}), target, loss, {}), "one column"));
+  const auto codes_message = [&](const ScaledView& d_logits, const ScaledView& d_logits_t) {
+    return internal_error([&] {
+      cross_entropy(device, {.logits = logits,
+                             .targets = target,
+                             .loss = loss,
+                             .z_loss_value = {},
+                             .d_logits = d_logits,
+                             .d_logits_t = d_logits_t});
+    });
+  };
+  const TestMatrix codes(device, DType::kE5M2, 4, 5, Scaling::kTensor),
+      codes_t(device, DType::kE5M2, 5, 4, Scaling::kTensor);
+  CHECK(contains(codes_message(codes_t, {}), "cross_entropy: d_logits"));
+  CHECK(contains(codes_message({}, codes), "cross_entropy: d_logits_t"));
+  CHECK(contains(codes_message(logits.view(), {}), "wanted fp8"));
+  CHECK(contains(codes_message(codes, codes_t), "scale"));
 }
 
 }  // namespace

@@ -154,6 +154,22 @@ void check_fp8_gemm(const Config& c) {
                    c.training.micro_batch_size * c.data.sequence_length);
 }
 
+void check_fp8_head(const Config& c) {
+  if (c.precision.head == Storage::kCompute) return;
+  if (c.precision.gemm == GemmPrecision::kCompute) {
+    throw_bad_input(
+        "precision.head = fp8 needs precision.gemm = fp8_tensor or fp8_block, whose scaling it has; set that, or head "
+        "= compute");
+  }
+  constexpr int64_t kUnit = 16;  // as check_fp8_gemm(): the weight's gradient is a sum over a chunk's tokens
+  if (c.training.logits_chunk_tokens % kUnit != 0) {
+    throw_bad_input(
+        "precision.head = fp8 needs training.logits_chunk_tokens = {} to be a multiple of {}; change it, or use "
+        "precision.head = compute",
+        c.training.logits_chunk_tokens, kUnit);
+  }
+}
+
 void check_kept_activations(const ModelConfig& m, const PrecisionConfig& p) {
   const auto require_groups = [&](std::string_view key, Storage storage, std::string_view what, int64_t width) {
     if (storage == Storage::kCompute || width % p.group_size == 0) return;
@@ -343,6 +359,7 @@ void validate(const Config& config) {
   check_window(config.model);
   check_size(config);
   check_fp8_gemm(config);
+  check_fp8_head(config);
   check_kept_activations(config.model, config.precision);
   check_compute(config.precision, config.optimizer);
   check_distributed(config);

@@ -1,5 +1,6 @@
 #include "kernels/ops/cross_entropy.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "core/parallel.h"
@@ -44,10 +45,23 @@ RowLoss row_loss(const CrossEntropy& a, float grad_scale, int32_t target, Eigen:
   return {std::log(sum) - target_logit, a.z_loss * lse * lse};
 }
 
+// Stores the gradient in FP8.
+void encode_gradient(const CrossEntropy& a, const Matrix& gradient, float grad_scale) {
+  const ScaledView& any = a.d_logits.empty() ? a.d_logits_t : a.d_logits;
+  const bool has_tensor_scale = any.scaling == Scaling::kTensor;
+  if (has_tensor_scale) {
+    any.scale.as<float>()[0] = logits_gradient_scale(grad_scale, float8_traits(any.data.dtype).max);
+  }
+  encode_with_transpose(gradient, a.d_logits, a.d_logits_t,
+                        has_tensor_scale ? ScaleSource::kGiven : ScaleSource::kCompute);
+}
+
 }  // namespace
 
 void cross_entropy(Device&, const CrossEntropy& a) {
   const int64_t T = a.logits.dim[0], stride = a.logits.dim[1], V = stride - a.padding;
+  const bool makes_codes = !a.d_logits.empty() || !a.d_logits_t.empty();
+  Matrix gradient(makes_codes ? T : 0, stride);
   check_targets(a.targets, V);
   const int32_t* targets = a.targets.as<int32_t>();
   const float grad_scale = a.grad_factor.empty() ? a.grad_scale : a.grad_scale * a.grad_factor.as<float>()[0];
@@ -63,9 +77,15 @@ void cross_entropy(Device&, const CrossEntropy& a) {
       }
       a.loss.as<float>()[t] = row.loss;
       if (!a.z_loss_value.empty()) a.z_loss_value.as<float>()[t] = row.z_loss;
-      if (a.write_gradient) encode_elements(x.data(), t * stride, V, a.logits);
+      if (makes_codes) {
+        std::copy_n(x.data(), V, gradient.row(t));
+        std::fill_n(gradient.row(t) + V, a.padding, 0.0f);
+      } else if (a.write_gradient) {
+        encode_elements(x.data(), t * stride, V, a.logits);
+      }
     }
   });
+  if (makes_codes) encode_gradient(a, gradient, grad_scale);
 }
 
 }  // namespace parka::cpu

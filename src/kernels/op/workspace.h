@@ -36,6 +36,9 @@ inline int64_t embedding_backward_workspace_bytes(int64_t tokens, int64_t cols) 
   return tokens / kEmbeddingSlotRows * cols * 4;
 }
 
+// cross_entropy that leaves its gradient in FP8: what makes a row's logits their gradient, four numbers of 4 bytes.
+inline int64_t cross_entropy_workspace_bytes(int64_t rows) { return rows * 16; }
+
 // attention_forward: how many tiles blocks have taken.
 inline constexpr int64_t kAttentionForwardWorkspaceBytes = 4;
 

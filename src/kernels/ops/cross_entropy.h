@@ -1,11 +1,14 @@
 #pragma once
+#include <cmath>
+
+#include "core/host_device.h"
 #include "core/ignored_target.h"
 #include "core/tensor.h"
 #include "kernels/op/op.h"
 
 namespace parka {
 
-// Softmax cross-entropy over a chunk of rows. The gradient overwrites the logits:
+// Softmax cross-entropy over a chunk of rows. The gradient overwrites the logits, or goes to d_logits in FP8:
 //   lse = log sum_v exp(logits[t,v]);  loss[t] = lse - logits[t, target] + z_loss * lse^2
 //   d_logits[t,v] = g * (p[v] * (1 + 2 * z_loss * lse) - (v == target)),  p = exp(logits - lse)
 // with g = grad_scale, times the value of grad_factor if that is given.
@@ -22,7 +25,21 @@ struct CrossEntropy {
   bool write_gradient = true;
   TensorView grad_factor = {};  // [1] fp32, in: a factor that differs from step to step; empty: 1
   int64_t padding = 0;          // columns at the end of each row that are neither read nor written
+  // Where they are given and write_gradient is, the gradient goes here and the logits stay as they are; both in one
+  // format. Codes of padding columns are zeros. The scale of kTensor is that of logits_gradient_scale().
+  ScaledView d_logits = {};    // [T, V + padding] fp8, out; empty: not wanted
+  ScaledView d_logits_t = {};  // [V + padding, T] fp8, out; empty: not wanted; shares a kTensor scale with d_logits
 };
 PARKA_OP(cross_entropy, CrossEntropy);
+int64_t workspace_of(const CrossEntropy& a);
+
+// The scale of a kTensor gradient in a format whose largest number is `largest`, 1.75 times a power of two: |g|
+// becomes that power. No pass has to look for the largest number, for a probability is at most 1. With z_loss a
+// gradient may be more than g; what is more than 1.75 |g| becomes that.
+PARKA_HOST_DEVICE inline float logits_gradient_scale(float g, float largest) {
+  constexpr float kTiny = 0x1p-100f;  // below it 1 / scale would leave fp32's range, and codes are zeros
+  const float magnitude = std::fabs(g);
+  return magnitude < kTiny ? 1.0f : magnitude * (1.75f / largest);
+}
 
 }  // namespace parka

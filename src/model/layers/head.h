@@ -19,7 +19,9 @@ class Head {
   void forward(const StepContext& step, const TensorView& residual, const TensorView& branch) const;
   // What follows needs forward(). Logits of some rows, until the next call: [count, V + padding()]. count is at
   // most max_rows().
-  TensorView logits(const StepContext& step, int64_t first_row, int64_t count) const;
+  TensorView logits(const StepContext& step, int64_t first_row, int64_t count) const {
+    return logits(step, weight(step), first_row, count);
+  }
   int64_t max_rows() const { return chunk_; }
   // Columns behind the vocabulary, of no meaning: tensor cores want rows at multiples of 16 bytes.
   int64_t padding() const { return (kLogitsAlignment - vocab_size_ % kLogitsAlignment) % kLogitsAlignment; }
@@ -31,18 +33,41 @@ class Head {
   TensorView losses(const StepContext& step) const { return step.vector(losses_, step.num_tokens()); }
 
  private:
-  void chunk_loss(const StepContext& step, int64_t begin, int64_t count, const LossOptions& options,
-                  bool gradient) const;
+  // Rows [begin, begin + count) of the batch.
+  struct Chunk {
+    int64_t begin, count;
+  };
+  template <typename F>
+  void for_each_chunk(const StepContext& step, const F& f) const;
+  void declare_codes(BufferScope& scope);
+  // As the logits' product reads it.
+  ScaledView weight(const StepContext& step) const;
+  TensorView logits(const StepContext& step, const ScaledView& weight, int64_t first_row, int64_t count) const;
+  void chunk_loss(const StepContext& step, const Chunk& chunk, const TensorView& logits, const LossOptions& options,
+                  const GemmInput& d_logits) const;
+  // From the chunk's d_logits to the gradients of the norm's output and of the weight.
+  void chunk_backward(const StepContext& step, const Chunk& chunk, const TensorView& d_y) const;
+  void chunk_backward_fp8(const StepContext& step, const Chunk& chunk, const ScaledView& weight_t,
+                          const TensorView& d_y) const;
+  GemmInput d_logits_codes(const StepContext& step, int64_t count) const;
+  bool adds_to_gradient(const StepContext& step, const Chunk& chunk) const {
+    return chunk.begin > 0 || step.adds_to_gradients();
+  }
 
   static constexpr int64_t kLogitsAlignment = 16;
 
   int64_t vocab_size_;
+  int64_t width_;
   int64_t chunk_;  // rows
   int weight_;
+  bool is_fp8_;
+  bool fast_forward_, fast_weight_gradient_;
   Norm norm_;
   TensorId targets_;  // [T] int32
   TensorId losses_;   // [T] fp32
-  TensorId logits_;   // [chunk, V + padding()]; their gradient overwrites them
+  TensorId logits_;   // [chunk, V + padding()]; their gradient overwrites them, unless it is FP8
+  // FP8 alone: [chunk, d] rows of the norm's output; [chunk, V + padding()] the logits' gradient.
+  GemmInputIds input_, d_logits_;
 };
 
 }  // namespace parka

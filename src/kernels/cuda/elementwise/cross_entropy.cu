@@ -7,6 +7,7 @@
 
 #include "kernels/cuda/ptx/early_launch.cuh"
 #include "kernels/cuda/ptx/mma.cuh"
+#include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/cuda/vector.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
@@ -15,6 +16,10 @@
 // memory until its gradient is written. A block processes row after row. While it writes the gradient of one, each
 // thread copies packs of the next row to the places that it has just read, so that memory is always busy. A row
 // that does not fit in shared memory is read twice.
+//
+// A gradient in FP8 is wanted transposed, too, for which blocks must have many rows of few columns. So the first
+// kernel only finds the losses and what makes each row's logits their gradient, and a second one, over tiles, reads
+// the logits again.
 namespace parka::cuda {
 namespace {
 
@@ -25,6 +30,13 @@ static_assert(kScratchBytes == kThreads / kWarpSize * sizeof(float));
 
 template <typename T>
 constexpr int kWidth = 16 / sizeof(T);  // elements of a pack
+
+// What makes a row's logits their gradient.
+struct alignas(16) Gradient {
+  float c, factor;   // of 2^(x * kLog2E - c)
+  float grad_scale;  // subtracted at the target
+  int target;        // kIgnoreTarget: the gradient is 0
+};
 
 template <typename T>
 struct Arguments {
@@ -38,6 +50,9 @@ struct Arguments {
   int64_t stride;  // of rows, V or more
   float z_loss, grad_scale;
   bool write_gradient;
+  Gradient* gradient_T;    // or null: for the second kernel
+  float* gradient_scale;   // or null: of the codes that the second kernel makes
+  float largest_gradient;  // of their format
 };
 
 // ---- A row ----
@@ -187,39 +202,39 @@ struct RunningSum {
   }
 };
 
-struct Gradient {
-  float c, factor;   // of 2^(x * kLog2E - c)
-  float grad_scale;  // subtracted at the target
-  int target;
+// x holds the logits from column `first` on and becomes their gradient.
+template <int N>
+__device__ void apply(const Gradient& g, int first, float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] = exp_relative(x[i], g.c) * g.factor;
+  if (g.target >= first && g.target < first + N) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] -= i == g.target - first ? g.grad_scale : 0.0f;
+  }
+}
 
-  // x holds the logits from column `first` on and becomes their gradient.
-  template <int N>
-  __device__ void apply(int first, float (&x)[N]) const {
+template <typename T>
+__device__ void write(const Gradient& g, const Row<T>& row, const Batch& batch) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = exp_relative(x[i], c) * factor;
-    if (target >= first && target < first + N) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) x[i] -= i == target - first ? grad_scale : 0.0f;
-    }
+  for (int b = 0; b < kBatch; ++b) {
+    if (!batch.has(b)) break;
+    float x[kWidth<T>];
+    unpack<T>(batch.pack[b], x);
+    const int first = row.head + batch.at(b) * kWidth<T>;
+    apply(g, first, x);
+    store(reinterpret_cast<T*>(row.packs() + batch.at(b)), x);
   }
-  template <typename T>
-  __device__ void write(const Row<T>& row, const Batch& batch) const {
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if (!batch.has(b)) break;
-      float x[kWidth<T>];
-      unpack<T>(batch.pack[b], x);
-      const int first = row.head + batch.at(b) * kWidth<T>;
-      apply(first, x);
-      store(reinterpret_cast<T*>(row.packs() + batch.at(b)), x);
-    }
-  }
-};
+}
 
 template <typename T>
 __device__ void write_losses(const Arguments<T>& a, int64_t t, float loss, float z_loss_value) {
   a.loss_T[t] = loss;
   if (a.z_loss_value_T != nullptr) a.z_loss_value_T[t] = z_loss_value;
+}
+
+template <typename T>
+__device__ float scale_of_rows(const Arguments<T>& a) {
+  return a.grad_factor == nullptr ? a.grad_scale : a.grad_scale * *a.grad_factor;
 }
 
 // ---- Kernel ----
@@ -267,15 +282,19 @@ __device__ void process_row(const Arguments<T>& a, int64_t t, int target, int ne
   if (!a.write_gradient) return;
 
   // p as a quotient of exponentials: exp(x - lse) would carry the rounding error of lse, large when logits are.
-  const float grad_scale = a.grad_factor == nullptr ? a.grad_scale : a.grad_scale * *a.grad_factor;
+  const float grad_scale = scale_of_rows(a);
   const Gradient gradient{c, grad_scale * (1.0f + 2.0f * a.z_loss * lse) / sum, grad_scale, target};
+  if (a.gradient_T != nullptr) {
+    if (threadIdx.x == 0) a.gradient_T[t] = gradient;
+    return;
+  }
   const Row<T> next = row_to_copy(a, t + gridDim.x, next_target);
   for (int i = 0; i < batches; ++i) {
-    gradient.write(row, Batch(packs, row.num_packs, i));
+    write(gradient, row, Batch(packs, row.num_packs, i));
     if constexpr (kCached) start_copies(cache, next, i);
   }
   if (edge >= 0) {
-    gradient.apply(edge, edge_x);
+    apply(gradient, edge, edge_x);
     store(row.first + edge, edge_x);
   }
 }
@@ -295,6 +314,9 @@ __global__ void __launch_bounds__(kThreads, 2) cross_entropy_kernel(Arguments<T>
     for (int i = 0; i < num_batches<T>(a.V); ++i) start_copies(cache, row, i);
   };
 
+  if (a.gradient_scale != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+    *a.gradient_scale = logits_gradient_scale(scale_of_rows(a), a.largest_gradient);
+  }
   int target = target_of(blockIdx.x);
   if constexpr (kCached) copy_row(blockIdx.x, target);
   for (int64_t t = blockIdx.x; t < a.num_rows; t += gridDim.x) {
@@ -303,19 +325,87 @@ __global__ void __launch_bounds__(kThreads, 2) cross_entropy_kernel(Arguments<T>
       process_row<T, kCached>(a, t, target, next_target, cache, scratch);
     } else {
       if (threadIdx.x == 0) write_losses(a, t, 0.0f, 0.0f);
-      if (a.write_gradient) write_zeros(Row<T>(a.logits_TV + t * a.stride, a.V));
+      if (a.gradient_T != nullptr) {
+        if (threadIdx.x == 0) a.gradient_T[t] = {0.0f, 0.0f, 0.0f, kIgnoreTarget};
+      } else if (a.write_gradient) {
+        write_zeros(Row<T>(a.logits_TV + t * a.stride, a.V));
+      }
       if constexpr (kCached) copy_row(t + gridDim.x, next_target);
     }
     target = next_target;
   }
 }
 
+// ---- Gradient in FP8 ----
+
+// The gradient as a source of numbers (quantize_tiles.cuh), from logits with as many columns as it has.
+template <typename T>
+struct GradientSource {
+  const T* logits_TV;
+  const Gradient* gradient_T;
+  int V;     // columns behind it are zeros
+  int cols;  // of a row, V or more
+
+  struct Fetched {
+    Stored<T, kSourceWidth> logits;
+    int row, col;
+  };
+
+  bool fits_wide() const { return cols % kSourceWidth == 0 && is_aligned(logits_TV, 16); }
+  __device__ Fetched fetch(int row, int col) const {
+    return {load_constant<kSourceWidth>(logits_TV + offset_of(row, cols, col)), row, col};
+  }
+  __device__ void decode(const Fetched& stored, int quarter, float (&x)[4]) const {
+    const Gradient g = gradient_of(stored.row);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[i] = value(g, stored.logits[4 * quarter + i], stored.col + 4 * quarter + i);
+    }
+  }
+  __device__ void load(int row, int col, float (&x)[16]) const { load_of(*this, row, col, x); }
+  __device__ float element(int row, int col) const {
+    return value(gradient_of(row), to_float(logits_TV[int64_t{row} * cols + col]), col);
+  }
+
+ private:
+  __device__ Gradient gradient_of(int row) const {
+    const float4 g = __ldg(reinterpret_cast<const float4*>(gradient_T) + row);
+    return {g.x, g.y, g.z, __float_as_int(g.w)};
+  }
+  // Each operation is rounded, so that all callers get the same bits.
+  __device__ float value(const Gradient& g, float x, int col) const {
+    const float p = __fmul_rn(exp_relative(x, g.c), g.factor);
+    const float gradient = col == g.target ? __fsub_rn(p, g.grad_scale) : p;
+    return col < V && g.target != kIgnoreTarget ? gradient : 0.0f;
+  }
+};
+
+template <typename T>
+void write_codes(CudaDevice& device, const CrossEntropy& a, const Gradient* gradient) {
+  const int64_t rows = a.logits.dim[0], cols = a.logits.dim[1];
+  const GradientSource<T> source{a.logits.as<T>(), gradient, static_cast<int>(cols - a.padding),
+                                 static_cast<int>(cols)};
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const ScaledView& any = a.d_logits.empty() ? a.d_logits_t : a.d_logits;
+    if (any.scaling == Scaling::kTensor && source.fits_wide() && is_aligned(a.d_logits.data.data, 16)) {
+      tiles::check_extents(rows, cols);
+      tiles::write_tensor(device, source, rows, cols, a.d_logits, a.d_logits_t, /*amax=*/nullptr);
+      return;
+    }
+  }
+  write_rare(device, source, rows, cols, a.d_logits, a.d_logits_t, /*amax=*/nullptr);
+}
+
 // ---- Launch ----
 
 template <typename T>
-void launch(const CudaDevice& device, const CrossEntropy& a) {
+void launch(CudaDevice& device, const CrossEntropy& a) {
   const int64_t num_rows = a.logits.dim[0], stride = a.logits.dim[1], V = stride - a.padding;
   PARKA_REQUIRE(num_rows <= INT32_MAX && V <= INT32_MAX / 2);
+  const bool makes_codes = !a.d_logits.empty() || !a.d_logits_t.empty();
+  const ScaledView& codes = a.d_logits.empty() ? a.d_logits_t : a.d_logits;
+  auto* const gradient =
+      makes_codes ? static_cast<Gradient*>(device.workspace("cross_entropy", workspace_of(a))) : nullptr;
   const Arguments<T> arguments{
       .logits_TV = a.logits.as<T>(),
       .targets_T = a.targets.as<int32_t>(),
@@ -328,10 +418,13 @@ void launch(const CudaDevice& device, const CrossEntropy& a) {
       .z_loss = a.z_loss,
       .grad_scale = a.grad_scale,
       .write_gradient = a.write_gradient,
+      .gradient_T = gradient,
+      .gradient_scale = codes.scaling == Scaling::kTensor ? codes.scale.as<float>() : nullptr,
+      .largest_gradient = makes_codes ? float8_traits(codes.data.dtype).max : 0.0f,
   };
   const int64_t cached_bytes = kScratchBytes + V / kWidth<T> * static_cast<int64_t>(sizeof(uint4));
-  const bool cached =
-      a.write_gradient && cached_bytes <= static_cast<int64_t>(device.properties().sharedMemPerBlockOptin);
+  const bool cached = a.write_gradient && !makes_codes &&
+                      cached_bytes <= static_cast<int64_t>(device.properties().sharedMemPerBlockOptin);
   const auto kernel = cached ? cross_entropy_kernel<T, true> : cross_entropy_kernel<T, false>;
   const int shared_bytes = cached ? static_cast<int>(cached_bytes) : kScratchBytes;
   int64_t num_blocks = num_rows;
@@ -347,6 +440,7 @@ void launch(const CudaDevice& device, const CrossEntropy& a) {
     num_blocks = std::min(num_rows, static_cast<int64_t>(blocks_at_once) * device.num_multiprocessors());
   }
   launch_early(device, kernel, {static_cast<unsigned>(num_blocks), kThreads, shared_bytes}, arguments);
+  if (makes_codes) write_codes<T>(device, a, gradient);
   check_launch("cross_entropy");
 }
 
