@@ -18,6 +18,8 @@ Head::Head(const ModelConfig& model, const ParameterTable& table, int64_t logits
     : vocab_size_(model.vocab_size),
       chunk_(std::min(scope.tokens(), logits_chunk_tokens)),
       weight_(table.head),
+      trains_weight_(table.is_trainable(weight_)),
+      has_backward_below_(table.first_trained_unit < table.head_unit() || table.is_trainable(table.final_norm)),
       norm_(model.norm, model, table, "final_norm") {
   targets_ = scope.batch("targets", DType::kI32, {scope.tokens()});
   losses_ = scope.batch("losses", DType::kF32, {scope.tokens()});
@@ -70,11 +72,14 @@ void Head::loss_and_backward(const StepContext& step, const LossOptions& options
     const int64_t count = std::min(chunk_, step.num_tokens() - begin);
     chunk_loss(step, begin, count, options, true);
     const TensorView d_logits = step.tensor(logits_, count, vocab_size_ + padding());
-    gemm(step.device, {.a = d_logits,
-                       .b = step.weights.plain(weight_),
-                       .b_transposed = true,
-                       .out = d_y.rows(begin, count),
-                       .a_padding = padding()});
+    if (has_backward_below_) {
+      gemm(step.device, {.a = d_logits,
+                         .b = step.weights.plain(weight_),
+                         .b_transposed = true,
+                         .out = d_y.rows(begin, count),
+                         .a_padding = padding()});
+    }
+    if (!trains_weight_) continue;
     gemm(step.device, {.a = d_logits,
                        .b = y.rows(begin, count),
                        .a_transposed = true,
@@ -83,6 +88,7 @@ void Head::loss_and_backward(const StepContext& step, const LossOptions& options
                        .accumulate = begin > 0 || step.adds_to_gradients(),
                        .a_padding = padding()});
   }
+  if (!has_backward_below_) return;
   norm_.backward(step, d_y, /*d_residual=*/{}, stream.d_residual(step), stream.d_residual_codes(step));
 }
 
