@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "core/memory_plan.h"
 
@@ -33,8 +34,18 @@ struct ParameterInfo {
   double initial_std = 0;
   // Where its weight in the compute format is kept. In host memory masters and moments are there as well.
   MemoryPlace place = MemoryPlace::kDevice;
+  // false: frozen. Nothing updates it, so it has no gradient, no master and no moments.
+  bool trainable = true;
+  double lr_factor = 1;  // its learning rate, relative to that of the run
 
   int64_t numel() const { return rows * cols; }
+};
+
+// What training does to parameters, by their names. Patterns are those of a shell: *, ? and [...]; * includes dots.
+struct ParameterRules {
+  std::vector<std::string> frozen;       // patterns of parameters that are frozen
+  std::vector<std::string> lr_patterns;  // of parameters with a learning rate of their own; the last match counts
+  std::vector<double> lr_factors;        // as many: ParameterInfo::lr_factor
 };
 
 }  // namespace parka

@@ -1,18 +1,22 @@
 #include "model/activation_offload.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "core/error.h"
 
 namespace parka {
 
-ActivationOffload::ActivationOffload(int64_t num_blocks, int64_t offload_blocks)
-    : num_moved_(offload_blocks), places_(static_cast<size_t>(num_blocks), -1) {
+ActivationOffload::ActivationOffload(int64_t num_blocks, int64_t offload_blocks, int64_t first_kept)
+    : num_moved_(first_kept == 0 ? offload_blocks
+                                 : std::clamp<int64_t>(num_blocks - first_kept - kBuffers, 0, offload_blocks)),
+      places_(static_cast<size_t>(num_blocks), -1) {
   if (!moves_blocks()) return;
   const int64_t count = num_moved_ + kBuffers;
-  PARKA_REQUIRE(count <= num_blocks);
+  const int64_t num_kept = num_blocks - first_kept;
+  PARKA_REQUIRE(count <= num_kept);
   for (int64_t place = 0; place < count; ++place) {
-    blocks_.push_back(place * num_blocks / count);
+    blocks_.push_back(first_kept + place * num_kept / count);
     places_[static_cast<size_t>(blocks_.back())] = place;
   }
 }

@@ -15,8 +15,9 @@ namespace parka {
 class ActivationOffload {
  public:
   // `offload_blocks` of num_blocks blocks go to the host; they and two more share the buffers, evenly spread over
-  // the model, so that copies have the time of the blocks between. 0: none, and nothing below does anything.
-  ActivationOffload(int64_t num_blocks, int64_t offload_blocks);
+  // the model, so that copies have the time of the blocks between. 0: none, and nothing below does anything. Blocks
+  // below `first_kept` keep nothing for backward; where they do, no more go than the others are beside two.
+  ActivationOffload(int64_t num_blocks, int64_t offload_blocks, int64_t first_kept = 0);
 
   static constexpr int64_t kBuffers = 2;
 

@@ -16,12 +16,18 @@ BufferScope::BufferScope(const PrecisionConfig& precision, const BatchShape& sha
       reruns_(!evaluation_ && precision.recompute == Recompute::kBlock),
       plan_(plan) {}
 
-void BufferScope::enter_block(std::string_view stack, int64_t l, const ActivationOffload& offload) {
+void BufferScope::enter_block(std::string_view stack, int64_t l, const ActivationOffload& offload,
+                              bool goes_backward) {
+  first_entry_ = plan_.entries().size();
+  is_forward_only_ = !evaluation_ && !goes_backward;
+  if (is_forward_only_) {
+    input_prefix_ = kept_prefix_ = std::string(stack) + "forward_only.";
+    return;
+  }
   int64_t owner = evaluation_ ? 0 : l;
   while (offload.block_before(owner) >= 0) owner = offload.block_before(owner);
   input_prefix_ = block_prefix(stack, owner);
   kept_prefix_ = reruns_ ? std::string(stack) + "block." : input_prefix_;
-  first_entry_ = plan_.entries().size();
 }
 
 std::vector<TensorId> BufferScope::kept_in_block() const {
@@ -58,7 +64,7 @@ MatrixId BufferScope::kept(const std::string& name, const Format& format, int64_
 }
 
 TensorId BufferScope::residual(const std::string& name, int64_t width, bool is_first_of_block, bool keep) {
-  if (reruns_ && is_first_of_block) {
+  if (reruns_ && is_first_of_block && !is_forward_only_) {
     return declare(kept_category(), input_prefix_ + "input", compute(), {tokens(), width}, kept_phases());
   }
   if (keep) return kept(name, compute(), {tokens(), width});
@@ -66,7 +72,8 @@ TensorId BufferScope::residual(const std::string& name, int64_t width, bool is_f
 }
 
 GemmInputIds BufferScope::gemm_input(const std::string& name, int64_t width, bool save, PhaseMask forward,
-                                     PhaseMask backward) {
+                                     PhaseMask backward, bool is_read_again) {
+  save = save && is_read_again;
   const Format& format = formats_.activation;
   if (!formats_.fp8_gemm) {
     return {
@@ -76,7 +83,7 @@ GemmInputIds BufferScope::gemm_input(const std::string& name, int64_t width, boo
   const TensorId scale = kept_scale(name);
   GemmInputIds ids;
   ids.row = workspace(name, format, tokens(), width, forward, scale);
-  if (!has_backward()) return ids;
+  if (!has_backward() || !is_read_again) return ids;
   ids.transposed = save ? kept(name + "_t", format, width, tokens(), scale)
                         : workspace(name + "_t", format, width, tokens(), backward, scale);
   return ids;

@@ -44,12 +44,15 @@ class BufferScope {
   int64_t tokens() const { return shape_.num_tokens(); }
   DType compute() const { return formats_.compute.dtype; }
   // Whether there is a backward to declare for.
-  bool has_backward() const { return !evaluation_; }
+  bool has_backward() const { return !evaluation_ && !is_forward_only_; }
   // Of a part of a block's forward: with the phase in which backward runs it again, if it does.
   PhaseMask forward(PhaseMask phases) const { return phases | (reruns_ ? PhaseMask{kRerun} : PhaseMask{0}); }
 
-  // What is declared from here on belongs to block l of a stack of that name, until the next call.
-  void enter_block(std::string_view stack, int64_t l, const ActivationOffload& offload);
+  // What is declared from here on belongs to block l of a stack of that name, until the next call. Without
+  // `goes_backward` the block keeps nothing: all such blocks share one set of buffers.
+  void enter_block(std::string_view stack, int64_t l, const ActivationOffload& offload, bool goes_backward = true);
+  // Or to no block.
+  void leave_blocks() { is_forward_only_ = false; }
   // What that block keeps in buffers that it is the first to use.
   std::vector<TensorId> kept_in_block() const;
 
@@ -71,8 +74,9 @@ class BufferScope {
 
   // The input [T, width] of a linear layer, which its weight gradient reads again: kept if `save`, else workspace
   // that backward refills. FP8 is kept transposed, as the weight gradient wants it. `forward` and `backward` are
-  // the phases in which it is written and read.
-  GemmInputIds gemm_input(const std::string& name, int64_t width, bool save, PhaseMask forward, PhaseMask backward);
+  // the phases in which it is written and read. `is_read_again`: there is a weight gradient.
+  GemmInputIds gemm_input(const std::string& name, int64_t width, bool save, PhaseMask forward, PhaseMask backward,
+                          bool is_read_again);
   // The kTensor scale of such an input, to be kept while its codes are workspace: with the scale at hand backward
   // makes the same codes again in one pass. Invalid for other scalings.
   TensorId kept_scale(const std::string& name);
@@ -82,16 +86,21 @@ class BufferScope {
                    PhaseMask phases);
   MatrixId declare(const std::string& category, const std::string& name, const Format& format, int64_t rows,
                    int64_t cols, PhaseMask phases, TensorId shared_scale);
-  std::string kept_category() const { return evaluation_ ? "evaluation" : kSavedActivationsCategory; }
+  std::string kept_category() const {
+    return is_forward_only_ ? workspace_category() : evaluation_ ? "evaluation" : kSavedActivationsCategory;
+  }
   std::string workspace_category() const { return evaluation_ ? "evaluation" : "workspace"; }
-  PhaseMask kept_phases() const { return evaluation_ ? kEvaluation : kStep; }
+  PhaseMask kept_phases() const {
+    return evaluation_ ? PhaseMask{kEvaluation} : is_forward_only_ ? kBlockForward | kHead : kStep;
+  }
   PhaseMask workspace_phases(PhaseMask training) const { return evaluation_ ? PhaseMask{kEvaluation} : training; }
 
   const PrecisionConfig& precision_;
   Formats formats_;
   BatchShape shape_;
   bool evaluation_;
-  bool reruns_;  // backward runs the forward of each block again
+  bool reruns_;                   // backward runs the forward of each block again
+  bool is_forward_only_ = false;  // the block at hand has no backward, in training
   MemoryPlan& plan_;
   std::map<std::string, TensorId> declared_;
   std::string input_prefix_, kept_prefix_;  // of the block at hand

@@ -28,9 +28,10 @@ struct StepContext;
 class Model {
  public:
   enum class Use { kTraining, kInference };
-  // `shape` is the largest batch. Throws Error(kBadInput) on a config that validate() would refuse.
+  // `shape` is the largest batch. Throws Error(kBadInput) on a config that validate() would refuse. `rules` say
+  // which parameters are trained; backward computes no gradients of others, and ends at the lowest that is.
   Model(const ModelConfig& config, const PrecisionConfig& precision, bool decay_embeddings, const BatchShape& shape,
-        int64_t logits_chunk_tokens, Use use, const Zero& zero, MemoryPlan& plan);
+        int64_t logits_chunk_tokens, Use use, const Zero& zero, MemoryPlan& plan, const ParameterRules& rules = {});
   ~Model();
 
   const ParameterTable& parameters() const { return table_; }
@@ -67,9 +68,9 @@ class Model {
   using LossOptions = parka::LossOptions;
 
   // Forward and backward: the gradients of grad_scale * (sum of the loss over all targets) are written to
-  // `gradients` or added to them, in the order of the parameter table. losses() has the per-token losses
-  // afterwards. The host does not wait.
-  // With `may_replay` the device may record the work and queue the recording instead: where hooks queue nothing.
+  // `gradients` or added to them, in the order of the parameter table; views of frozen parameters are empty.
+  // losses() has the per-token losses afterwards. The host does not wait. With `may_replay` the device may record
+  // the work and queue the recording instead: where hooks queue nothing.
   void accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,
                             const std::vector<TensorView>& gradients, Accumulation accumulation,
                             bool may_replay = true);

@@ -1,6 +1,7 @@
 #include "model/parameter_table.h"
 
 #include <fmt/format.h>
+#include <fnmatch.h>
 
 #include <algorithm>
 #include <cmath>
@@ -55,6 +56,34 @@ struct Normals {
   }
 };
 
+// Calls `apply` for each parameter whose name matches.
+template <typename Apply>
+void for_each_match(std::vector<ParameterInfo>& parameters, const char* key, const std::string& pattern,
+                    const Apply& apply) {
+  bool matches = false;
+  for (ParameterInfo& p : parameters) {
+    if (fnmatch(pattern.c_str(), p.name.c_str(), 0) != 0) continue;
+    apply(p);
+    matches = true;
+  }
+  if (matches) return;
+  throw_bad_input("{}: no parameter has a name like \"{}\"; names are {}, {} and so on: correct or remove it", key,
+                  pattern, parameters.front().name, parameters[1].name);
+}
+
+void apply_rules(std::vector<ParameterInfo>& parameters, const ParameterRules& rules) {
+  PARKA_REQUIRE(rules.lr_patterns.size() == rules.lr_factors.size());
+  for (const std::string& pattern : rules.frozen) {
+    for_each_match(parameters, "optimizer.frozen", pattern, [](ParameterInfo& p) { p.trainable = false; });
+  }
+  for (size_t i = 0; i < rules.lr_patterns.size(); ++i) {
+    for_each_match(parameters, "optimizer.lr_patterns", rules.lr_patterns[i],
+                   [&](ParameterInfo& p) { p.lr_factor = rules.lr_factors[i]; });
+  }
+  if (std::any_of(parameters.begin(), parameters.end(), [](const ParameterInfo& p) { return p.trainable; })) return;
+  throw_bad_input("optimizer.frozen leaves no parameter to train; remove a pattern");
+}
+
 }  // namespace
 
 std::string block_prefix(std::string_view stack, int64_t l) { return fmt::format("{}blocks.{}.", stack, l); }
@@ -86,6 +115,20 @@ std::vector<int> ParameterTable::unit(int index) const {
   return members;
 }
 
+std::vector<int> ParameterTable::trained(int unit) const {
+  std::vector<int> members = this->unit(unit);
+  std::erase_if(members, [&](int i) { return !all[static_cast<size_t>(i)].trainable; });
+  return members;
+}
+
+std::vector<int> ParameterTable::trained() const {
+  std::vector<int> members;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (all[i].trainable) members.push_back(static_cast<int>(i));
+  }
+  return members;
+}
+
 std::vector<int> ParameterTable::linear_weights(int unit) const {
   std::vector<int> members = this->unit(unit);
   std::erase_if(members, [&](int i) { return all[static_cast<size_t>(i)].role != ParameterRole::kLinear; });
@@ -110,18 +153,21 @@ double ParameterList::initial_std(int64_t fan_in, double depth) const {
   return 1.0 / std::sqrt((depth == 0 ? 1.0 : depth) * static_cast<double>(fan_in));
 }
 
-ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embeddings) {
+ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embeddings, const ParameterRules& rules) {
   ParameterList list(config);
   Embedding::add_parameter(list, config, decay_embeddings);
   Stack::add_parameters(list, config, kDecoder);
   list.begin_unit();
   Head::add_parameters(list, config);
 
-  ParameterTable table(list.take());
+  std::vector<ParameterInfo> parameters = list.take();
+  apply_rules(parameters, rules);
+  ParameterTable table(std::move(parameters));
   table.num_blocks = config.num_layers;
   table.embedding = table.index_of("embedding");
   table.final_norm = table.index_of("final_norm");
   table.head = config.tie_embeddings ? table.embedding : table.index_of("head");
+  table.first_trained_unit = std::ranges::find_if(table.all, &ParameterInfo::trainable)->unit;
   return table;
 }
 

@@ -27,6 +27,8 @@ struct ParameterTable {
   int embedding = -1;      // [V, d]
   int final_norm = -1;     // [d]    rmsnorm only
   int head = -1;           // [V, d]; the embedding's index when tied
+  // The lowest unit with a parameter that is trained, at which backward ends.
+  int first_trained_unit = 0;
 
   // Of the parameter of this name; -1 where the model has none.
   int index_of(const std::string& name) const;
@@ -35,9 +37,14 @@ struct ParameterTable {
   int head_unit() const { return num_units() - 1; }
   // Indices of a unit's parameters. A tied head's weight is in unit 0.
   std::vector<int> unit(int index) const;
-  // Of those, the weights that a block's GEMMs read.
+  // Of those, the ones that are trained, and those of all units.
+  std::vector<int> trained(int unit) const;
+  std::vector<int> trained() const;
+  // Of a unit's parameters, the weights that a block's GEMMs read.
   std::vector<int> linear_weights(int unit) const;
   bool ties_head() const { return head == embedding; }
+  // Of a parameter by its index; false for -1, where the model has none.
+  bool is_trainable(int index) const { return index >= 0 && all[static_cast<size_t>(index)].trainable; }
 
   int64_t num_parameters() const;
   // Without the input embedding (a tied table counts, as the head): what FLOPs per token are counted from.
@@ -71,7 +78,9 @@ class ParameterList {
 
 // Decayed are the linear weights, an untied head included; the embedding (and so a tied head) only on request.
 // Throws Error(kBadInput) for more than 1e13 parameters: sums and products of their numbers stay far below 2^63.
-ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embeddings);
+// Likewise for a pattern of `rules` that no parameter's name matches, and for rules that leave nothing to train.
+ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embeddings,
+                                    const ParameterRules& rules = {});
 
 // The initial fp32 values of elements [range.begin, range.end) of parameter `index`: a pure function of (config,
 // index, seed), whatever the number of ranks.

@@ -18,6 +18,7 @@ Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, co
       max_shape_(shape),
       window_(model.sliding_window),
       head_unit_(table.head_unit()),
+      first_trained_unit_(table.first_trained_unit),
       stack_(model, table, kDecoder, table.block_unit(0), scope),
       embedding_(model, table, scope),
       head_(model, table, logits_chunk_tokens, scope) {
@@ -95,8 +96,10 @@ void Model::Pass::loss_and_backward(const StepContext& step, const LossOptions& 
   head_.loss_and_backward(step, options, stream);
   if (!options.loss_sum.empty()) add_sum(step.device, {.x = losses(step), .total = options.loss_sum});
   step.after_backward(head_unit_);  // which may look at the loss
+  if (first_trained_unit_ == head_unit_) return;
   step.device.section(StepSection::kBlockBackward);
   stack_.backward(step);
+  if (first_trained_unit_ > 0) return;
   step.device.section(StepSection::kEmbedding);
   step.before_backward(0);
   embedding_.backward(step, stream.d_residual(step));

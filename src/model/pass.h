@@ -64,6 +64,7 @@ class Model::Pass {
   BatchShape max_shape_;
   int64_t window_;  // model.sliding_window
   int head_unit_;
+  int first_trained_unit_;
   Stack stack_;
   Embedding embedding_;
   Head head_;

@@ -21,6 +21,7 @@ TensorView StepContext::vector(TensorId id, int64_t count) const {
 TensorView StepContext::gradient_to_add_to(int weight) const {
   if (weight < 0) return {};
   const TensorView& g = gradient(weight);
+  if (g.empty()) return {};
   if (!adds_to_gradients()) device.fill_zero(g.data, g.bytes());
   return g.dim[0] == 1 ? g.reshaped({g.dim[1]}) : g;
 }

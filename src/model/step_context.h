@@ -37,7 +37,7 @@ struct StepContext {
   bool newest_rows = false;  // each row is the newest token of a sequence; false: they are one from its beginning
   int64_t num_keys = 0;      // up to which such rows attend to the cache
 
-  // Backward: by index in the parameter table.
+  // Backward: by index in the parameter table; empty for frozen parameters.
   const std::vector<TensorView>* gradients = nullptr;
   Accumulation accumulation = Accumulation::kBegin;
 
@@ -51,7 +51,8 @@ struct StepContext {
 
   // The gradient of a weight, for a GEMM that overwrites it or adds as adds_to_gradients() says.
   const TensorView& gradient(int weight) const { return (*gradients)[static_cast<size_t>(weight)]; }
-  // The same for an op that only adds to it: zeros where accumulation begins. Empty for no weight, -1.
+  // The same for an op that only adds to it: zeros where accumulation begins. Empty for no weight, -1, and for one
+  // that is frozen.
   TensorView gradient_to_add_to(int weight) const;
 
   void before_forward(int unit) const {

@@ -121,7 +121,9 @@ void ModelWeights::declare_workspace(MemoryPlan& plan) {
     most_scales = std::max(most_scales, scales[0] * scales[1]);
     // With stage 3 the codes are where they were gathered.
     lacks_rows = lacks_rows || (!keeps_rows(i) && !zero_.shards_weights());
-    lacks_transposed = lacks_transposed || (!keeps_transposed(i) && !has_pieces_for_backward(p.unit));
+    const bool has_backward = p.unit >= copies_kept_.first_trained_unit;
+    lacks_transposed =
+        lacks_transposed || (has_backward && !keeps_transposed(i) && !has_pieces_for_backward(p.unit));
   }
   const auto add = [&](const std::string& name, PhaseMask phases) {
     return MatrixId{plan.add("workspace", name, formats_.weight.dtype, {most_codes}, phases),
@@ -219,7 +221,7 @@ void ModelWeights::bind_weight(const Arena& arena, size_t i, const TensorView& b
   if (zero_.shard.size > 1) {
     const TensorView& on_device = buffer.empty() ? whole : buffer;
     const int64_t piece = zero_.shard.piece(p.numel()), begin = zero_.shard.rank * piece;
-    pieces_[unit].push_back({on_device.rows(begin, piece), on_device});
+    pieces_[unit].push_back({on_device.rows(begin, piece), on_device, false, p.trainable});
   }
   if (!has_copy(i)) {
     copies_.emplace_back();
@@ -279,12 +281,12 @@ void ModelWeights::bind_gathered_codes(const Arena& arena, size_t i, const Tenso
   copies.w_t = {TensorView(whole.data, whole.dtype, {p.cols, p.rows}), scale, Scaling::kTensor};
 }
 
-void ModelWeights::quantize(Device& device) const {
+void ModelWeights::quantize(Device& device, Changed changed) const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (keeps_piece_codes(parameters_[i].unit)) quantize_piece(device, i);
+    if (has_changed(i, changed) && keeps_piece_codes(parameters_[i].unit)) quantize_piece(device, i);
   }
   for (size_t i = 0; i < plain_.size(); ++i) {
-    if (fetched_[i].empty()) quantize_whole(device, i, copied(i));
+    if (has_changed(i, changed) && fetched_[i].empty()) quantize_whole(device, i, copied(i));
   }
 }
 

@@ -19,12 +19,15 @@ WeightCopies kept_copies(const PrecisionConfig& precision, const Zero& zero);
 
 // Which FP8 copies are kept for a whole optimizer step, by unit of the parameter table.
 struct KeptCopies {
-  WeightCopies copies;     // kept_copies()
-  int64_t num_blocks = 0;  // precision.weight_copies_blocks
+  WeightCopies copies;         // kept_copies()
+  int64_t num_blocks = 0;      // precision.weight_copies_blocks
+  int first_trained_unit = 0;  // no input gradients are computed below it
 
   WeightCopies of_unit(int unit) const {
-    if (num_blocks == 0 || unit <= num_blocks) return copies;  // unit 1 is the first block
-    return copies == WeightCopies::kBoth ? WeightCopies::kRows : WeightCopies::kNone;
+    const bool is_listed = num_blocks == 0 || unit <= num_blocks;  // unit 1 is the first block
+    if (is_listed && unit >= first_trained_unit) return copies;
+    if (copies == WeightCopies::kBoth) return WeightCopies::kRows;
+    return is_listed ? copies : WeightCopies::kNone;
   }
 };
 
@@ -55,9 +58,11 @@ class ModelWeights {
 
   void bind(const Arena& arena);
 
+  // Which weights have changed: all of them, or those that an optimizer step updates.
+  enum class Changed { kAll, kTrained };
   // Makes the FP8 copies that are kept anew, of whole weights whose maxima are in amax(); call whenever they have
   // changed.
-  void quantize(Device& device) const;
+  void quantize(Device& device, Changed changed = Changed::kAll) const;
   // [number of weights] fp32: the largest magnitude of each, from which the scale of its codes follows. Empty
   // unless FP8 copies have one scale per tensor. When own() has changed it is to be that of own(), which an
   // optimizer step finds on its way and find_amax() after any other change; then, where weights are divided, the
@@ -86,6 +91,7 @@ class ModelWeights {
   struct Piece {
     TensorView own, whole;
     bool is_columns = false;
+    bool trainable = true;  // of the parameter
   };
   enum class Pass { kForward, kBackward };
   // Of a unit, in the same order on every rank. Empty if no rank lacks anything. Where backward reads other copies
@@ -150,6 +156,7 @@ class ModelWeights {
   bool keeps_piece_codes(int unit) const {
     return gathers_codes() && is_divided(unit) && copies_kept_.of_unit(unit) != WeightCopies::kNone;
   }
+  bool has_changed(size_t i, Changed changed) const { return changed == Changed::kAll || parameters_[i].trainable; }
   bool is_in_host(size_t i) const { return parameters_[i].place == MemoryPlace::kHost; }
   bool is_divided(int unit) const { return zero_.shards_weights() && is_gathered_on_use(unit); }
   void quantize_piece(Device& device, size_t i) const;

@@ -81,6 +81,10 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
     const int64_t piece = zero_.shard.piece(p.numel());
     const int64_t kept = zero_.shards_gradients() ? piece : zero_.shard.padded(p.numel());
     StateIds ids;
+    if (!p.trainable) {
+      ids_.push_back(ids);
+      continue;
+    }
     if (!releases_gradients()) {
       ids.gradient = plan.add(kGradientCategory, p.name + ".gradient", config_.gradient, {kept});
     }
@@ -102,6 +106,7 @@ void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (i == 0 || parameters_[i].unit != parameters_[i - 1].unit) next = 0;
     buffer_offsets_.push_back(next);
+    if (!parameters_[i].trainable) continue;
     next += zero_.shard.padded(parameters_[i].numel());
     sizes[buffer_of(parameters_[i])] = std::max(sizes[buffer_of(parameters_[i])], next);
   }
@@ -128,6 +133,7 @@ void Optimizer::declare_stream_buffers(MemoryPlan& plan) {
       if (!id.valid() || plan[id].place != MemoryPlace::kHost) return;
       tensors.push_back(ceil_div(count, group) * size_of(plan[id].dtype));
     };
+    if (!parameters_[i].trainable) continue;
     if (parameters_[i].place == MemoryPlace::kHost) tensors.push_back(count * size_of(compute_));
     add(ids_[i].master, 1);
     for (const MomentIds& moment : {ids_[i].exp_avg, ids_[i].exp_avg_sq}) {
@@ -201,6 +207,12 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
     const int64_t count = own_range(i).size();
     PARKA_REQUIRE(weights[i].dtype == compute_ && weights[i].numel() == count);
     weights_.push_back(flat(weights[i]));
+    if (!p.trainable) {
+      gradients_.emplace_back();
+      gradient_pieces_.emplace_back();
+      states_.emplace_back();
+      continue;
+    }
 
     const int64_t piece = zero_.shard.piece(p.numel()), padded = zero_.shard.padded(p.numel());
     const TensorView kept = arena[ids_[i].gradient];
@@ -220,7 +232,7 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
   }
   update_order_.clear();
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (own_range(i).size() > 0) update_order_.push_back(i);
+    if (parameters_[i].trainable && own_range(i).size() > 0) update_order_.push_back(i);
   }
   if (releases_gradients())
     std::ranges::stable_sort(update_order_, std::greater(), [this](size_t i) { return parameters_[i].unit; });
@@ -254,15 +266,17 @@ void Optimizer::set_weight(Device& device, size_t i, std::span<const float> valu
   switch (config_.master) {
     case MasterForm::kFp32:
       upload_each(device, values, target, first, [](float x) { return split_float(x).weight; });
-      upload(device, values, master, first);
+      if (!master.empty()) upload(device, values, master, first);
       return;
     case MasterForm::kFp32Split:
       upload_each(device, values, target, first, [](float x) { return split_float(x).weight; });
+      if (master.empty()) return;
       upload_each(device, values, master, first, [](float x) { return split_float(x).remainder; });
       return;
     case MasterForm::kFp24Split: {
       const auto split = [](float x) { return split_float24(round_to_float24(x, kNearestPhase)); };
       upload_each(device, values, target, first, [&](float x) { return split(x).weight; });
+      if (master.empty()) return;
       upload_each(device, values, master, first, [&](float x) { return split(x).remainder; });
       return;
     }
@@ -282,13 +296,15 @@ std::vector<float> Optimizer::master_weight(Device& device, size_t i) const {
   device.synchronize();
   const TensorView& weight = weights_.at(i);
   if (config_.master == MasterForm::kNone) return download<float>(device, weight);
-  if (config_.master == MasterForm::kFp32) return download<float>(device, states_[i].master);
+  const bool is_split = config_.master == MasterForm::kFp32Split || config_.master == MasterForm::kFp24Split;
+  const bool is_frozen = !parameters_[i].trainable;
+  if (config_.master == MasterForm::kFp32 && !is_frozen) return download<float>(device, states_[i].master);
   const std::vector<BFloat16> high = download<BFloat16>(device, weight);
   std::vector<float> values(high.size());
   const auto join = [&](const auto& low, const auto& join_element) {
     std::transform(high.begin(), high.end(), low.begin(), values.begin(), join_element);
   };
-  if (config_.master == MasterForm::kBf16Sr) {
+  if (!is_split || is_frozen) {
     std::transform(high.begin(), high.end(), values.begin(), decode_bf16);
   } else if (config_.master == MasterForm::kFp24Split) {
     join(download<uint8_t>(device, states_[i].master), join_float24);
@@ -310,6 +326,7 @@ void Optimizer::begin_step(Device& device) const {
 
 void Optimizer::open_gradient(Device& device, size_t i) const {
   const TensorView& whole = gradient_pieces_.at(i).whole;
+  if (whole.empty()) return;
   const int64_t numel = parameters_[i].numel();
   const TensorView padding = whole.rows(numel, whole.numel() - numel);
   if (padding.numel() > 0) device.fill_zero(padding.data, padding.bytes());
@@ -321,12 +338,28 @@ PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t se
   device.section(StepSection::kOptimizer);
   if (stream_) stream_->begin(update_order_);  // the first parts come while the norm is found
   find_coefficient(device, step, sums, limits);
-  if (!weight_amax_.empty()) device.fill_zero(weight_amax_.data, weight_amax_.bytes());
+  clear_amax(device, 0, parameters_.size());
   for (const size_t i : update_order_) {
     if (before_update) before_update(i);
     update_parameter(device, {.step = step, .lr = lr, .seed = seed}, i);
   }
   return end_step(device);
+}
+
+void Optimizer::clear_amax(Device& device, size_t begin, size_t end) const {
+  if (weight_amax_.empty()) return;
+  while (begin < end) {
+    const auto is_trainable = [this](size_t i) { return parameters_[i].trainable; };
+    if (!is_trainable(begin)) {
+      ++begin;
+      continue;
+    }
+    size_t run_end = begin;
+    while (run_end < end && is_trainable(run_end)) ++run_end;
+    const TensorView amax = weight_amax_.rows(static_cast<int64_t>(begin), static_cast<int64_t>(run_end - begin));
+    device.fill_zero(amax.data, amax.bytes());
+    begin = run_end;
+  }
 }
 
 void Optimizer::find_coefficient(Device& device, int64_t step, const SumOverRanks& sums, const StepLimits& limits) {
@@ -359,13 +392,13 @@ void Optimizer::step_unit(Device& device, const Update& update, int unit, const 
                                parameters_.begin());
   };
   const size_t begin = first_from(unit), end = first_from(unit + 1);
-  if (begin == end) return;
+  const auto of_unit = std::ranges::subrange(parameters_.begin() + static_cast<int64_t>(begin),
+                                             parameters_.begin() + static_cast<int64_t>(end));
+  if (std::ranges::none_of(of_unit, &ParameterInfo::trainable)) return;
   find_unit_coefficient(device, update.step, begin, end, sums);
-  if (!weight_amax_.empty()) {  // not sooner: backward reads them
-    const TensorView amax = weight_amax_.rows(static_cast<int64_t>(begin), static_cast<int64_t>(end - begin));
-    device.fill_zero(amax.data, amax.bytes());
-  }
+  clear_amax(device, begin, end);  // not sooner: backward reads them
   for (size_t i = begin; i < end; ++i) {
+    if (!parameters_[i].trainable) continue;
     if (before_update) before_update(i);
     if (own_range(i).size() > 0) update_parameter(device, update, i);
   }
@@ -417,7 +450,7 @@ void Optimizer::update_part(Device& device, const Update& update, size_t i, int6
               .gradient = gradient_pieces_[i].own.rows(first, part.weight.numel()),
               .exp_avg = part.exp_avg,
               .exp_avg_sq = part.exp_avg_sq,
-              .lr = static_cast<float>(update.lr),
+              .lr = static_cast<float>(update.lr * p.lr_factor),
               .beta1 = config_.beta1,
               .beta2 = config_.beta2,
               .eps = static_cast<float>(config_.eps),

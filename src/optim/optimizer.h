@@ -59,13 +59,13 @@ class PendingStep {
   const std::vector<ParameterInfo>* parameters_;
 };
 
-// AdamW over all parameter tensors: owns masters and moments, and the gradients' accumulators. Where ZeRO divides
-// states over ranks it updates this rank's piece of each tensor, and where it divides gradients it keeps this
-// rank's pieces of the accumulators, and buffers for the whole gradients of the units that backward is at. With
-// config.release_gradients there are these buffers alone. Order of use: construct, plan.finish(), make an Arena,
-// bind(), set_weight() of each parameter or restore the weights and state() from a checkpoint; then any number of
-// begin_step(), gradients filled by the model, step(). With config.release_gradients the gradients of one unit
-// after the other, as backward fills them, and step_unit(), then end_step().
+// AdamW over the parameter tensors that are trained: owns masters and moments, and the gradients' accumulators.
+// Where ZeRO divides states over ranks it updates this rank's piece of each tensor, and where it divides gradients
+// it keeps this rank's pieces of the accumulators, and buffers for the whole gradients of the units that backward
+// is at. With config.release_gradients there are these buffers alone. Order of use: construct, plan.finish(), make
+// an Arena, bind(), set_weight() of each parameter or restore the weights and state() from a checkpoint; then any
+// number of begin_step(), gradients filled by the model, step(). With config.release_gradients the gradients of one
+// unit after the other, as backward fills them, and step_unit(), then end_step().
 class Optimizer {
  public:
   // Declares gradients (category "gradients"), masters ("master weights") and moments ("optimizer states") in the
@@ -86,15 +86,15 @@ class Optimizer {
   // The elements of parameter i that this rank updates: all, or its piece.
   ElementRange own_range(size_t i) const { return zero_.shard.own(parameters_.at(i).numel()); }
   // Sets elements `first` and following of own_range(i) of parameter i from fp32 values on the host: compute weight
-  // and master, by the master form. (kFp24Split and kBf16Sr: rounded to nearest.)
+  // and master, by the master form. (kFp24Split and kBf16Sr: rounded to nearest.) A frozen one has no master.
   void set_weight(Device& device, size_t i, std::span<const float> values, int64_t first = 0);
   // Sets parameter `to` from parameter `from`, of as many elements, within the device.
   void copy_weight(Device& device, size_t from, size_t to);
-  // The exact master values of own_range(i) as fp32.
+  // The exact master values of own_range(i) as fp32; of a frozen parameter its weights.
   std::vector<float> master_weight(Device& device, size_t i) const;
 
-  // Where the model accumulates gradients, in the order of the parameters, [rows, cols] each. With divided
-  // gradients, and where they are released, these are buffers for those of one micro-batch.
+  // Where the model accumulates gradients, in the order of the parameters, [rows, cols] each; empty for frozen
+  // ones. With divided gradients, and where they are released, these are buffers for those of one micro-batch.
   const std::vector<TensorView>& gradients() const { return gradients_; }
   // Whether units share them (core/unit_buffers.h).
   bool shares_gradient_buffers() const { return releases_gradients() || zero_.shards_gradients(); }
@@ -166,7 +166,7 @@ class Optimizer {
   // are all that step() depends on.
   std::vector<NamedTensor> state() const;
 
-  // Moments of parameter i as they are stored.
+  // Moments of parameter i, which is trained, as they are stored.
   const MomentView& exp_avg(size_t i) const { return states_.at(i).exp_avg; }
   const MomentView& exp_avg_sq(size_t i) const { return states_.at(i).exp_avg_sq; }
 
@@ -184,6 +184,8 @@ class Optimizer {
     TensorView master;
     MomentView exp_avg, exp_avg_sq;
   };
+  // Clears the maxima of weights that a step updates, of parameters [begin, end).
+  void clear_amax(Device& device, size_t begin, size_t end) const;
   // Queues the global norm over ranks, and the clipping coefficient of the step.
   void find_coefficient(Device& device, int64_t step, const SumOverRanks& sums, const StepLimits& limits);
   // The same of a unit, whose parameters are [begin, end), and of the units before it.
@@ -222,10 +224,11 @@ class Optimizer {
   std::vector<GradientPieces> gradient_pieces_;
   std::vector<State> states_;
   std::vector<TensorId> slot_ids_;       // none where nothing is in host memory
-  std::vector<size_t> update_order_;     // parameters that this rank updates
+  std::vector<size_t> update_order_;     // parameters that this rank updates, none of them frozen
   std::unique_ptr<StateStream> stream_;  // null where nothing is in host memory
-  // fp32: the sum of squares of each gradient, then that of all, the loss and the clipping coefficient. Where
-  // gradients are released there follow the squares of the step before, this rank's loss, and those of a unit.
+  // fp32: the sum of squares of each gradient (0 of frozen parameters), then that of all, the loss and the clipping
+  // coefficient. Where gradients are released there follow the squares of the step before, this rank's loss, and
+  // those of a unit.
   TensorView scalars_;
   TensorView squares_, total_squares_, loss_, clip_coefficient_;  // parts of scalars_
   TensorView last_squares_, own_loss_, unit_squares_;

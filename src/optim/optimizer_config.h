@@ -1,8 +1,11 @@
 #pragma once
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "core/config_fields.h"
 #include "core/dtype.h"
+#include "core/parameter.h"
 #include "kernels/ops/adamw.h"
 
 namespace parka {
@@ -57,7 +60,12 @@ struct OptimizerConfig {
   bool offload = false;
   DType gradient = DType::kF32;
   bool release_gradients = false;
+  std::vector<std::string> frozen;
+  std::vector<std::string> lr_patterns;
+  std::vector<double> lr_factors;
   ScheduleConfig schedule;
+
+  ParameterRules parameter_rules() const { return {frozen, lr_patterns, lr_factors}; }
 
   bool operator==(const OptimizerConfig&) const = default;
 
@@ -93,6 +101,14 @@ struct OptimizerConfig {
     visit("release_gradients", release_gradients,
           "Update the weights of each block as soon as backward has their gradients, and use the gradients' memory "
           "again; steps of one micro-batch only. Clips by the gradient norm of the step before");
+    visit(
+        "frozen", frozen,
+        "Names of parameters that are not trained, with * for any text (blocks.0.*): they have no gradients, masters "
+        "or moments");
+    visit("lr_patterns", lr_patterns,
+          "Names of parameters with a learning rate of their own, likewise; the last that matches counts");
+    visit("lr_factors", lr_factors, "Their learning rates relative to that of the run, one for each of lr_patterns",
+          RealRange{});
     visit("schedule", schedule, "Learning rate over the steps");
   }
 };

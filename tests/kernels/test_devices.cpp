@@ -251,7 +251,7 @@ struct NormBackwardInput {
 
 // norm_backward as it ran on a device.
 struct NormBackwardOutput {
-  enum Variant { kApart, kOverResidual, kOverDy, kNoResidual };
+  enum Variant { kApart, kOverResidual, kOverDy, kNoResidual, kNoWeightGradient };
 
   NormBackwardOutput(Device& device, const NormBackwardInput& in, DType weight_dtype, Variant variant = kApart)
       : x(device, in.forward.dtype, {in.forward.shape.rows, in.forward.shape.cols}, in.x),
@@ -274,7 +274,7 @@ struct NormBackwardOutput {
                            .d_y = d_y,
                            .d_residual = variant == kNoResidual ? TensorView() : d_residual.view(),
                            .d_residual_out = out,
-                           .d_weight = is_rms ? d_weight.view() : TensorView()});
+                           .d_weight = is_rms && variant != kNoWeightGradient ? d_weight.view() : TensorView()});
   }
   bool same_bits_as(const NormBackwardOutput& other) const {
     return out.bytes() == other.out.bytes() && d_weight.bytes() == other.d_weight.bytes();
@@ -300,6 +300,10 @@ void check_norm_backward(Device& device, const NormBackwardInput& in, DType weig
     CHECK((again.same_bits_as(got)));
     CHECK((again.guards_intact()));
   }
+  const Output frozen(device, in, weight_dtype, Output::kNoWeightGradient);
+  CHECK((frozen.out.bytes() == got.out.bytes() && frozen.guards_intact()));
+  const TestTensor untouched(device, weight_dtype, {in.forward.shape.cols}, in.d_weight);
+  CHECK((frozen.d_weight.bytes() == untouched.bytes()));
 }
 
 }  // namespace

@@ -431,6 +431,18 @@ TEST_CASE("norm_backward without a residual gradient takes it as zero", "[kernel
   CHECK((b.d_residual_out.bytes() == same.d_residual_out.bytes()));
 }
 
+TEST_CASE("norm_backward of a weight that is not trained leaves its gradient alone", "[kernels][norm]") {
+  const Backward with(NormKind::kRmsNorm, DType::kF32, 70, 33, 1e-5f),
+      without(NormKind::kRmsNorm, DType::kF32, 70, 33, 1e-5f);
+  const auto before = without.d_weight.bytes();
+  norm_backward(cpu_device(), with.op());
+  NormBackward op = without.op();
+  op.d_weight = {};
+  norm_backward(cpu_device(), op);
+  CHECK((without.d_residual_out.bytes() == with.d_residual_out.bytes()));
+  CHECK((without.d_weight.bytes() == before));
+}
+
 TEST_CASE("norm_backward may write over either gradient it reads", "[kernels][norm]") {
   const NormKind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
@@ -559,7 +571,7 @@ TEST_CASE("norm ops refuse tensors that do not fit, by name", "[kernels][norm]")
   CHECK(contains(backward(b.op(), [&](B a) { a.d_residual_out = {}; }), "norm_backward: d_residual_out is no"));
   CHECK(contains(backward(b.op(), [&](B a) { a.d_quantized = bf16; }), "norm_backward: d_quantized is bf16"));
   CHECK(contains(backward(b.op(), [&](B a) { a.d_quantized_t = fp8.matrix; }), "norm_backward: d_quantized_t is"));
-  CHECK(contains(backward(b.op(), [&](B a) { a.d_weight = {}; }), "norm_backward: d_weight is no tensor"));
+  CHECK(contains(backward(b.op(), [&](B a) { a.d_weight = small; }), "norm_backward: d_weight is fp32 [4, 5]"));
   CHECK(contains(backward(b.op(), [&](B a) { a.kind = NormKind::kLayerNorm; }), "norm_backward: weight is fp32"));
   CHECK(contains(backward(b.op(), [&](B a) { a.kind = NormKind::kNone; }), "this kind of norm has no use for it"));
 

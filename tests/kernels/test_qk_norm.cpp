@@ -420,6 +420,29 @@ TEST_CASE("qk_norm_backward adds to gradients in bf16", "[kernels][qk_norm]") {
   }
 }
 
+TEST_CASE("qk_norm_backward of weights that are not trained leaves their gradients alone", "[kernels][qk_norm]") {
+  const QkNormKind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
+  const Shape s{70, 8, 2, 64};
+  for (Device* device : devices()) {
+    for (const bool trains_q : {false, true}) {
+      for (const bool trains_k : {false, true}) {
+        CAPTURE(trains_q, trains_k);
+        const Pass whole(*device, kind, s, DType::kBF16, DType::kBF16, 1e-6f);
+        const Pass part(*device, kind, s, DType::kBF16, DType::kBF16, 1e-6f);
+        const auto d_q = part.d_q_weight.bytes(), d_k = part.d_k_weight.bytes();
+        qk_norm_backward(*device, whole.backward());
+        QkNormBackward op = part.backward();
+        if (!trains_q) op.d_q_weight = {};
+        if (!trains_k) op.d_k_weight = {};
+        qk_norm_backward(*device, op);
+        CHECK((part.d_qkv.bytes() == whole.d_qkv.bytes()));
+        CHECK((part.d_q_weight.bytes() == (trains_q ? whole.d_q_weight.bytes() : d_q)));
+        CHECK((part.d_k_weight.bytes() == (trains_k ? whole.d_k_weight.bytes() : d_k)));
+      }
+    }
+  }
+}
+
 TEST_CASE("qk_norm keeps a NaN to its group", "[kernels][qk_norm]") {
   const QkNormKind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   const Shape s{4, 3, 1, 64};
@@ -492,7 +515,7 @@ TEST_CASE("qk_norm accepts no rows and refuses wrong arguments", "[kernels][qk_n
   CHECK(contains(forward_error([](auto& op) { op.saved = op.out; }), "wanted x plain and saved in fp8"));
   CHECK(contains(backward_error([](auto& op) { op.rstd = {}; }), "qk_norm_backward: rstd"));
   CHECK(contains(backward_error([](auto& op) { op.d_qkv = op.d_qkv.rows(0, 1); }), "qk_norm_backward: d_qkv"));
-  CHECK(contains(backward_error([](auto& op) { op.d_q_weight = {}; }), "qk_norm_backward: d_q_weight"));
+  CHECK(contains(backward_error([](auto& op) { op.d_q_weight = op.rstd; }), "qk_norm_backward: d_q_weight"));
   CHECK(contains(backward_error([](auto& op) { op.d_k_weight = op.rstd; }), "qk_norm_backward: d_k_weight"));
   CHECK(contains(backward_error([](auto& op) { op.d_qkv_amax = op.q_weight; }), "qk_norm_backward: d_qkv_amax"));
 }

@@ -111,7 +111,8 @@ void check_window(const ModelConfig& m) {
 void check_size(const Config& c) {
   constexpr double kMostElements = 1e15;
   constexpr double kMostTokens = 1e18;
-  make_parameter_table(c.model, c.optimizer.decay_embeddings);  // refuses too many
+  // Refuses too many, and patterns of names that none has.
+  make_parameter_table(c.model, c.optimizer.decay_embeddings, c.optimizer.parameter_rules());
   const double tokens =
       static_cast<double>(c.training.micro_batch_size) * static_cast<double>(c.data.sequence_length);
   const double width = static_cast<double>(std::max({2 * c.model.d_ffn, c.model.d_qkv(), c.model.d_model}));
@@ -280,6 +281,12 @@ void check_clipping(const OptimizerConfig& o) {
       o.clip_norm * o.clip_warmup_factor);
 }
 
+void check_parameter_rules(const OptimizerConfig& o) {
+  if (o.lr_factors.size() == o.lr_patterns.size()) return;
+  throw_bad_input("optimizer.lr_factors has {} numbers, but lr_patterns has {} entries; give one for each",
+                  o.lr_factors.size(), o.lr_patterns.size());
+}
+
 // Units are updated before the gradient norm of the step, and what is not finite in later gradients, are known.
 void check_release(const OptimizerConfig& o, const TrainingConfig& t) {
   if (!o.release_gradients) return;
@@ -357,6 +364,7 @@ void validate(const Config& config) {
   check_norms(config.model);
   check_rope_scaling(config.model);
   check_window(config.model);
+  check_parameter_rules(config.optimizer);
   check_size(config);
   check_fp8_gemm(config);
   check_fp8_head(config);

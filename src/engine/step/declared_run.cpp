@@ -38,7 +38,8 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
     : model(config.model, config.precision, config.optimizer.decay_embeddings,
             {config.training.micro_batch_size, config.data.sequence_length,
              config.data.documents == DocumentMode::kSeparate},
-            config.training.logits_chunk_tokens, Model::Use::kTraining, zero, plan),
+            config.training.logits_chunk_tokens, Model::Use::kTraining, zero, plan,
+            config.optimizer.parameter_rules()),
       optimizer(config.optimizer, config.precision.compute, model.parameters().all, zero, plan,
                 /*is_alone=*/config.training.global_batch_size == config.training.micro_batch_size),
       checks(config.reliability, model.parameters().all.size(), plan) {
@@ -48,6 +49,7 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
     // For what other ranks have of all gradients of a unit, so that none has to wait for the sum of another.
     std::vector<int64_t> of_units(static_cast<size_t>(model.parameters().num_units()));
     for (const ParameterInfo& p : model.parameters().all) {
+      if (!p.trainable) continue;
       of_units[static_cast<size_t>(p.unit)] += zero.shard.padded(p.numel()) - zero.shard.piece(p.numel());
     }
     const int64_t largest = *std::max_element(of_units.begin(), of_units.end());

@@ -20,9 +20,10 @@ ParameterExchange::ParameterExchange(const Zero& zero, Communicator& communicato
   if (has_host_parts) host_stream_ = device.make_host_stream(kGatherBuffers);
 }
 
-void ParameterExchange::gather(Device& device, int unit, Pass pass) {
+void ParameterExchange::gather(Device& device, int unit, Pass pass, Changed changed) {
   model_.weights().before_gather(device, unit);
   for (const ModelWeights::Piece& piece : model_.weights().pieces(unit, pass)) {
+    if (changed == Changed::kTrained && !piece.trainable) continue;
     if (piece.is_columns) {
       communicator_.all_gather_columns(device, piece.own, piece.whole, Peers::kGroup);
     } else {
@@ -87,9 +88,9 @@ void ParameterExchange::before_forward(Device& device, int unit) {
 std::vector<int> ParameterExchange::opened_by(int unit) const {
   const ParameterTable& table = model_.parameters();
   const bool tied = table.ties_head();
-  if (unit == 0) return tied ? std::vector<int>() : table.unit(0);
-  std::vector<int> opened = table.unit(unit);
-  if (tied && unit == table.head_unit()) opened.push_back(table.embedding);
+  if (unit == 0) return tied ? std::vector<int>() : table.trained(0);
+  std::vector<int> opened = table.trained(unit);
+  if (tied && unit == table.head_unit() && table.is_trainable(table.embedding)) opened.push_back(table.embedding);
   return opened;
 }
 
@@ -97,7 +98,9 @@ void ParameterExchange::before_backward(Device& device, int unit) {
   gather_on_use(device, unit, Pass::kBackward);
   // Where backward has pieces of its own, both buffers are free while the head is at work.
   if (unit == model_.parameters().head_unit()) {
-    for (int last : {unit - 1, unit - 2}) prefetch(device, last, Pass::kBackward);
+    for (int last : {unit - 1, unit - 2}) {
+      if (last >= model_.parameters().first_trained_unit) prefetch(device, last, Pass::kBackward);
+    }
   }
   if (!optimizer_.shares_gradient_buffers()) return;
   const std::vector<ParameterInfo>& parameters = model_.parameters().all;
@@ -111,23 +114,23 @@ void ParameterExchange::before_backward(Device& device, int unit) {
 }
 
 void ParameterExchange::after_backward(Device& device, int unit) {
+  const ParameterTable& table = model_.parameters();
   // Into this unit's buffer, and ahead of its gradients, which have more time: the weights of the block before the
   // next one, or those with which the next micro-batch begins, unless they change before it.
-  if (unit > 2) {
+  if (unit > 2 && unit - 2 >= table.first_trained_unit) {
     prefetch(device, unit - 2, Pass::kBackward);
   } else if (!place_.is_last) {
-    prefetch(device, unit, Pass::kForward);
+    prefetch(device, unit > 2 ? 2 - unit % 2 : unit, Pass::kForward);
   }
   if (!place_.is_last && !zero_.shards_gradients()) return;
-  const std::vector<ParameterInfo>& parameters = model_.parameters().all;
-  for (int parameter : model_.parameters().unit(unit)) {
+  for (int parameter : table.trained(unit)) {
     if (gradient_complete_) gradient_complete_(parameter);
   }
   if (communicator_.size() == 1) return;
-  for (int parameter : model_.parameters().unit(unit)) {
+  for (int parameter : table.trained(unit)) {
     const auto i = static_cast<size_t>(parameter);
     const Optimizer::GradientPieces& gradient = optimizer_.gradient_pieces(i);
-    uint64_t& reduced = reduced_[gradient_buffer_of(parameters[i])];
+    uint64_t& reduced = reduced_[gradient_buffer_of(table.all[i])];
     if (!zero_.shards_states()) {
       communicator_.all_reduce(device, gradient.whole, Reduction::kSum, Peers::kAll);
       reduced = communicator_.last_queued();
@@ -145,12 +148,14 @@ void ParameterExchange::after_backward(Device& device, int unit) {
     }
   }
   // What follows the last micro-batch reads the sums.
-  if (unit == 0 && place_.is_last) wait(device, communicator_.last_queued(), "sums of gradients");
+  if (unit == table.first_trained_unit && place_.is_last) {
+    wait(device, communicator_.last_queued(), "sums of gradients");
+  }
 }
 
 void ParameterExchange::wait_for_gradients(Device& device, int unit) {
   uint64_t last = 0;
-  for (int parameter : model_.parameters().unit(unit)) {
+  for (int parameter : model_.parameters().trained(unit)) {
     last = std::max(last, reduced_[gradient_buffer_of(model_.parameters().all[static_cast<size_t>(parameter)])]);
   }
   wait(device, last, "sums of gradients");
@@ -188,23 +193,26 @@ void ParameterExchange::share_in_host(Device& device, int unit) {
   host_stream_->save(to_host);
 }
 
-void ParameterExchange::weights_changed(Device& device) {
+void ParameterExchange::weights_changed(Device& device, Changed changed) {
   const ModelWeights& weights = model_.weights();
   const bool shares_whole = zero_.shards_states() && !zero_.shards_weights();
   const auto is_shared_in_host = [&](int unit) { return shares_whole && comes_from_host(unit); };
   const int num_units = model_.parameters().num_units();
   for (int unit = 0; unit < num_units; ++unit) {
-    if (!weights.is_gathered_on_use(unit) && !is_shared_in_host(unit)) gather(device, unit, Pass::kForward);
+    if (!weights.is_gathered_on_use(unit) && !is_shared_in_host(unit)) {
+      gather(device, unit, Pass::kForward, changed);
+    }
   }
   if (zero_.shards_states() && !weights.amax().empty()) {
     communicator_.all_reduce(device, weights.amax(), Reduction::kMax, Peers::kGroup);
   }
   wait(device, communicator_.last_queued(), "gathered weights");
   for (int unit = 0; unit < num_units; ++unit) {
-    if (is_shared_in_host(unit)) share_in_host(device, unit);
+    const bool has_changed = changed == Changed::kAll || !model_.parameters().trained(unit).empty();
+    if (has_changed && is_shared_in_host(unit)) share_in_host(device, unit);
   }
   if (host_stream_ && shares_whole) device.time_wait(kSaveWait, [&] { host_stream_->wait_saved(); });
-  weights.quantize(device);
+  weights.quantize(device, changed);
   gathered_ = {};
 }
 

@@ -60,7 +60,8 @@ class ParameterExchange final : public UnitHooks {
   void sum(Device& device, const TensorView& x, Peers peers);
   // After each rank has changed its own weights, with their maxima in ModelWeights::amax(): brings what it has of
   // the others' up to date, and FP8 copies.
-  void weights_changed(Device& device);
+  using Changed = ModelWeights::Changed;
+  void weights_changed(Device& device, Changed changed);
 
  private:
   void wait(Device& device, uint64_t number, const char* what);
@@ -68,13 +69,13 @@ class ParameterExchange final : public UnitHooks {
 
   void gather_on_use(Device& device, int unit, Pass pass);
   void prefetch(Device& device, int unit, Pass pass);
-  void gather(Device& device, int unit, Pass pass);
+  void gather(Device& device, int unit, Pass pass, Changed changed = Changed::kAll);
   bool comes_from_host(int unit) const { return !model_.weights().host_parts(unit).empty(); }
   void load(int unit, const std::vector<HostStream::Copy>& copies);
   void fetch(int unit);
   void wait_for_host(Device& device, int unit);
   void share_in_host(Device& device, int unit);
-  // Parameters whose gradients begin, or are complete, with a unit of backward.
+  // Parameters whose gradients begin with a unit of backward.
   std::vector<int> opened_by(int unit) const;
 
   Zero zero_;

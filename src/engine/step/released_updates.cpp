@@ -11,7 +11,7 @@ void ReleasedUpdates::before_backward(Device& device, int unit) {
 }
 
 void ReleasedUpdates::after_backward(Device& device, int unit) {
-  for (int parameter : table_.unit(unit)) {
+  for (int parameter : table_.trained(unit)) {
     if (gradient_complete_) gradient_complete_(parameter);
   }
   if (!are_several_) {
@@ -21,9 +21,9 @@ void ReleasedUpdates::after_backward(Device& device, int unit) {
     // Ahead of this unit's reduction, which the sums of numbers over ranks would have to wait for.
     if (unit != table_.head_unit()) update(device, unit + 1);
     exchange_->after_backward(device, unit);
-    if (unit == 0) update(device, unit);
+    if (unit == table_.first_trained_unit) update(device, unit);
   }
-  if (unit != 0) return;
+  if (unit != table_.first_trained_unit) return;
   if (!is_held_) arguments_.reset();
   is_held_ = false;
 }

@@ -96,17 +96,19 @@ void StepQueue::release_update(int64_t update, double lr,
   released_->set_update({{.step = update, .lr = lr, .seed = rounding_seed()}, sums(), before_update});
 }
 
-void StepQueue::weights_stepped() {
+void StepQueue::share_weights(ModelWeights::Changed changed) {
   if (exchange_) {
-    exchange_->weights_changed(device_);
+    exchange_->weights_changed(device_, changed);
   } else {
-    declared_.model.weights().quantize(device_);
+    declared_.model.weights().quantize(device_, changed);
   }
 }
 
+void StepQueue::weights_stepped() { share_weights(ModelWeights::Changed::kTrained); }
+
 void StepQueue::weights_changed() {
   declared_.model.weights().find_amax(device_);
-  weights_stepped();
+  share_weights(ModelWeights::Changed::kAll);
 }
 
 void StepQueue::begin_evaluation_batch() {

@@ -59,6 +59,7 @@ class StepQueue {
   void begin_evaluation_batch();
 
  private:
+  void share_weights(ModelWeights::Changed changed);
   Optimizer::SumOverRanks sums();
   uint64_t rounding_seed() const;
 

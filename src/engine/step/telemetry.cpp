@@ -21,12 +21,23 @@ constexpr int64_t kMomentsPerParameter = 2;
 // As a record should show it: more digits would be noise and only make lines long. What is not finite becomes null.
 double rounded(double x) { return std::isfinite(x) ? std::stod(fmt::format("{:.5g}", x)) : x; }
 
-// One tensor of all blocks.
+// One tensor of all blocks, with nulls for those that have none: gradients where no block below is trained.
 ordered_json tensor_record(const std::vector<QuantizationTotals>& tensors, QuantizedTensor which) {
   ordered_json record;
+  bool is_quantized = false, has_scale = false;
+  for (size_t i = static_cast<size_t>(which); i < tensors.size(); i += kNumQuantizedTensors) {
+    is_quantized = is_quantized || tensors[i].elements != 0;
+    has_scale = has_scale || tensors[i].scale != 0;
+  }
+  if (!is_quantized) return record;
   for (size_t i = static_cast<size_t>(which); i < tensors.size(); i += kNumQuantizedTensors) {
     const QuantizationTotals& t = tensors[i];
-    if (t.elements == 0) continue;
+    if (t.elements == 0) {
+      for (const char* key : {"error", "saturated", "underflowed", "not_finite", "amax"})
+        record[key].push_back(nullptr);
+      if (has_scale) record["scale"].push_back(nullptr);
+      continue;
+    }
     record["error"].push_back(rounded(double{t.error_norm} / t.norm));  // 0 / 0 for zeros: null
     record["saturated"].push_back(rounded(double{t.saturated} / t.elements));
     record["underflowed"].push_back(rounded(double{t.underflowed} / t.elements));
@@ -101,8 +112,10 @@ std::vector<ordered_json> telemetry_records(const TelemetryReport& report, int64
     ordered_json record = tensor_record(report.tensors, which);
     if (!record.empty()) tensors[std::string(name)] = std::move(record);
   }
+  const std::vector<int> trained = table.trained();
   for (size_t i = 0; i < report.moments.size(); ++i) {
-    const std::string kind(kind_of(table.all[i / kMomentsPerParameter].name));
+    const auto parameter = static_cast<size_t>(trained[i / kMomentsPerParameter]);
+    const std::string kind(kind_of(table.all[parameter].name));
     add_moment(report.moments[i], moments[kind][i % kMomentsPerParameter == 0 ? "exp_avg" : "exp_avg_sq"]);
   }
   std::vector<ordered_json> records;
@@ -147,10 +160,11 @@ TelemetryReport PendingTelemetry::wait() {
 
 Telemetry::Telemetry(const Config& config, Model& model, MemoryPlan& plan)
     : interval_(config.telemetry.interval),
-      tokens_(std::min(config.training.micro_batch_size * config.data.sequence_length, Model::kTelemetryRows)) {
+      tokens_(std::min(config.training.micro_batch_size * config.data.sequence_length, Model::kTelemetryRows)),
+      trained_(model.parameters().trained()) {
   model.declare_telemetry(plan);
   if (config.optimizer.states != StateFormat::kFp8Expanded) return;
-  const int64_t moments = kMomentsPerParameter * static_cast<int64_t>(model.parameters().all.size());
+  const int64_t moments = kMomentsPerParameter * static_cast<int64_t>(trained_.size());
   counts_id_ = plan.add("telemetry", "moment_exponents", DType::kI32, {moments, kNumMomentExponents});
   amax_id_ = plan.add("telemetry", "moment_amax", DType::kF32, {moments, 2});
 }
@@ -175,7 +189,7 @@ PendingTelemetry Telemetry::queue(Device& device, const Model& model, const Opti
 
   report.moments.resize(static_cast<size_t>(counts_.dim[0]));
   for (int64_t i = 0; i < counts_.dim[0]; ++i) {
-    const auto parameter = static_cast<size_t>(i / kMomentsPerParameter);
+    const auto parameter = static_cast<size_t>(trained_[static_cast<size_t>(i / kMomentsPerParameter)]);
     const bool is_first = i % kMomentsPerParameter == 0;
     moment_statistics(device, {.moment = is_first ? optimizer.exp_avg(parameter) : optimizer.exp_avg_sq(parameter),
                                .counts = counts_.rows(i, 1).reshaped({kNumMomentExponents}),

@@ -27,7 +27,7 @@ struct TelemetryReport {
   std::vector<QuantizationTotals>
       tensors;                             // [blocks][kNumQuantizedTensors], no elements where not in FP8; or empty
   std::vector<AttentionTotals> attention;  // [blocks]
-  std::vector<Moment> moments;             // [parameters][first, second]; empty without range expansion
+  std::vector<Moment> moments;             // [trained parameters][first, second]; empty without range expansion
 };
 
 // How far the gradients of the scores of a row of a block's attention are from adding up to zero, relative to the
@@ -72,6 +72,7 @@ class Telemetry {
  private:
   int64_t interval_;
   int64_t tokens_;
+  std::vector<int> trained_;      // parameters
   TensorId counts_id_, amax_id_;  // of all moments; invalid without range expansion
   TensorView counts_, amax_;      // int32 [moments, kNumMomentExponents], fp32 [moments, 2]
 };

@@ -30,6 +30,7 @@ void TrainingRun::flip_gradient() {
   std::vector<NamedTensor> gradients;
   const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
   for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!parameters[i].trainable) continue;
     gradients.push_back({parameters[i].name + ".gradient", declared_.optimizer.gradients()[i]});
   }
   flip_one_of(device_, gradients, *drill_);
@@ -58,11 +59,16 @@ void TrainingRun::queue_hashed(Table table, const Model::Batch& batch, const Mod
   const bool by_hooks = queue_.takes_gradients(place);
   if (by_hooks) {
     queue_.on_gradient([&](int parameter) {
-      // The bit is flipped in the head's gradient, which is complete first: of divided gradients no others are
-      // kept.
-      if (flips && parameter == declared_.model.parameters().head) {
-        flip_one_of(device_, {{"the head's gradient", optimizer.gradients()[static_cast<size_t>(parameter)]}},
-                    *drill_);
+      // The bit is flipped in the gradient of the head, which is complete first, or of the last parameter that is
+      // trained: of divided gradients no others are kept.
+      const ParameterTable& table = declared_.model.parameters();
+      const bool trains_head = table.is_trainable(table.head);
+      if (flips && parameter == (trains_head ? table.head : table.trained().back())) {
+        flip_one_of(
+            device_,
+            {{trains_head ? "the head's gradient" : table.all[static_cast<size_t>(parameter)].name + ".gradient",
+              optimizer.gradients()[static_cast<size_t>(parameter)]}},
+            *drill_);
       }
       hash_gradient(static_cast<size_t>(parameter));
     });

@@ -112,7 +112,9 @@ std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& ch
   const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
   const CheckpointWeights weights(checkpoint, parameters);
   for (size_t i = 0; i < parameters.size(); ++i) {
-    const std::vector<float> values = weights.read(parameters[i], optimizer.own_range(i), WeightForm::kMaster);
+    // Frozen weights stay those that the checkpoint's model computes with, to the bit.
+    const WeightForm form = parameters[i].trainable ? WeightForm::kMaster : WeightForm::kCompute;
+    const std::vector<float> values = weights.read(parameters[i], optimizer.own_range(i), form);
     if (!all_finite(values)) {
       throw_bad_input("{}: {} holds NaN or infinite values", checkpoint.path(), parameters[i].name);
     }

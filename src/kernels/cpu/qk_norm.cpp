@@ -105,7 +105,7 @@ void add_to(const TensorView& d_weight, const Matrix& parts, int64_t first_col) 
 
 void qk_norm_backward(Device&, const QkNormBackward& a) {
   const int64_t T = a.x.num_rows(), width = a.x.num_cols();
-  const int64_t q_cols = a.d_q_weight.dim[0], k_cols = a.d_k_weight.dim[0];
+  const int64_t q_cols = a.q_weight.dim[0], k_cols = a.k_weight.dim[0];
   const std::vector<Groups> parts = groups_of(a);
   constexpr int64_t kTile = 64;  // rows whose part of the weights' gradients is summed together
   Matrix d_weights(ceil_div(T, kTile), q_cols + k_cols), d_qkv = decode(a.d_qkv);
@@ -129,8 +129,8 @@ void qk_norm_backward(Device&, const QkNormBackward& a) {
     round_to(a.d_qkv.dtype, d_qkv);
     *a.d_qkv_amax.as<float>() = max_abs(d_qkv);
   }
-  add_to(a.d_q_weight, d_weights, 0);
-  add_to(a.d_k_weight, d_weights, q_cols);
+  if (!a.d_q_weight.empty()) add_to(a.d_q_weight, d_weights, 0);
+  if (!a.d_k_weight.empty()) add_to(a.d_k_weight, d_weights, q_cols);
 }
 
 }  // namespace parka::cpu

@@ -88,7 +88,7 @@ void norm_backward(Device& device, const NormBackward& a) {
   check_float8(kOp, "d_quantized", a.d_quantized, rows, cols);
   check_float8(kOp, "d_quantized_t", a.d_quantized_t, cols, rows);
   check_shared_scale(kOp, a.d_quantized, a.d_quantized_t);
-  check_kind(kOp, "d_weight", a.d_weight, has_weight, cols, {kF32, kBF16});
+  check_kind(kOp, "d_weight", a.d_weight, has_weight && !a.d_weight.empty(), cols, {kF32, kBF16});
   if (rows == 0 || cols == 0) return;
   PARKA_DISPATCH(norm_backward, device, a);
 }
@@ -122,7 +122,7 @@ OpCost cost_of(const NormBackward& a) {
 TensorView output_of(const NormBackward& a) { return a.d_residual_out; }
 int64_t workspace_of(const NormBackward& a) {
   const bool finds_amax = has_tensor_scale(a.d_quantized) || has_tensor_scale(a.d_quantized_t);
-  return a.d_weight.empty() && !finds_amax ? 0 : cuda::norm_backward_workspace_bytes(a.d_y.dim[1]);
+  return a.kind != NormKind::kRmsNorm && !finds_amax ? 0 : cuda::norm_backward_workspace_bytes(a.d_y.dim[1]);
 }
 
 }  // namespace parka

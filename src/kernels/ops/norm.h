@@ -62,7 +62,7 @@ struct NormBackward {
   TensorView d_residual_out;      // [T, C] as d_y, out; may be the memory of d_residual or d_y
   ScaledView d_quantized = {};    // [T, C] fp8, out: d_residual_out quantized for the next GEMM; empty: not wanted
   ScaledView d_quantized_t = {};  // [C, T] fp8, out: the same transposed; empty: not wanted
-  TensorView d_weight = {};       // [C] fp32 or bf16, in/out; kRmsNorm only
+  TensorView d_weight = {};       // [C] fp32 or bf16, in/out; kRmsNorm only; empty: not wanted
   float weight_offset = 0;        // as in forward
 };
 // kTensor outputs share one scale: if both are given, d_quantized_t.scale must be the memory of d_quantized.scale.

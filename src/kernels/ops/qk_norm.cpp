@@ -76,8 +76,15 @@ void qk_norm_backward(Device& device, const QkNormBackward& a) {
   if (a.x.scaling == Scaling::kNone && a.d_qkv.dtype != a.x.data.dtype) {
     throw_internal("{}: d_qkv is {}, wanted the format of x", kOp, describe(a.d_qkv));
   }
-  check_tensor(kOp, "d_q_weight", a.d_q_weight, {a.q_weight.dim[0]}, {DType::kF32, DType::kBF16});
-  check_tensor(kOp, "d_k_weight", a.d_k_weight, {a.k_weight.dim[0]}, {a.d_q_weight.dtype});
+  if (!a.d_q_weight.empty()) {
+    check_tensor(kOp, "d_q_weight", a.d_q_weight, {a.q_weight.dim[0]}, {DType::kF32, DType::kBF16});
+  }
+  if (!a.d_k_weight.empty()) {
+    check_tensor(kOp, "d_k_weight", a.d_k_weight, {a.k_weight.dim[0]}, {DType::kF32, DType::kBF16});
+  }
+  if (!a.d_q_weight.empty() && !a.d_k_weight.empty()) {
+    check_tensor(kOp, "d_k_weight", a.d_k_weight, {a.k_weight.dim[0]}, {a.d_q_weight.dtype});
+  }
   if (!a.d_qkv_amax.empty()) check_tensor(kOp, "d_qkv_amax", a.d_qkv_amax, {1}, {DType::kF32});
   if (a.x.data.numel() == 0) return;
   PARKA_DISPATCH(qk_norm_backward, device, a);

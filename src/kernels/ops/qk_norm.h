@@ -42,14 +42,15 @@ int64_t qk_norm_groups(QkNormKind kind, int64_t num_heads, int64_t num_kv_heads)
 //   d_x = rstd * (g - xhat * mean(g * xhat)),   g = d_y * w,   xhat = x * rstd
 //   d_weight += sum d_y * xhat, over rows, and with kPerHead over heads
 struct QkNormBackward {
-  QkNormKind kind;        // not kNone
-  ScaledView x;           // as in forward, in: what forward read, or what it saved
-  TensorView rstd;        // [T, groups] fp32, in
-  TensorView q_weight;    // as in forward, in
-  TensorView k_weight;    // as in forward, in
-  TensorView d_qkv;       // as x, fp32 or bf16, in/out; the gradient of values stays as it is
-  TensorView d_q_weight;  // as q_weight in shape, fp32 or bf16, in/out
-  TensorView d_k_weight;  // as k_weight in shape, as d_q_weight, in/out
+  QkNormKind kind;      // not kNone
+  ScaledView x;         // as in forward, in: what forward read, or what it saved
+  TensorView rstd;      // [T, groups] fp32, in
+  TensorView q_weight;  // as in forward, in
+  TensorView k_weight;  // as in forward, in
+  TensorView d_qkv;     // as x, fp32 or bf16, in/out; the gradient of values stays as it is
+  // As q_weight and k_weight in shape, fp32 or bf16, in/out; empty: not wanted.
+  TensorView d_q_weight = {};
+  TensorView d_k_weight = {};
   int64_t num_heads;
   int64_t num_kv_heads;
   TensorView d_qkv_amax =

@@ -75,7 +75,7 @@ void Attention::declare_output(BufferScope& scope) {
   const TensorId scale = scope.kept_scale("attention_fp8");
   attention_fp8_.row = keeps_fp8_output_ ? scope.kept("attention_fp8", format, T, d_heads(), scale)
                                          : scope.workspace("attention_fp8", format, T, d_heads(), forward, scale);
-  if (!scope.has_backward()) return;
+  if (!scope.has_backward() || !out_layer_.trains_weight()) return;
   attention_fp8_.transposed =
       scope.workspace("attention_fp8_t", format, d_heads(), T, kBackwardAttentionOut, scale);
 }
@@ -103,6 +103,7 @@ void Attention::declare_backward(BufferScope& scope) {
   }
   constexpr PhaseMask kCodes = kBackwardQkvCodes | kBackwardQkv;
   d_qkv_fp8_.row = scope.workspace("d_qkv_fp8", gradient, T, d_qkv(), kCodes);
+  if (!qkv_layer_.trains_weight()) return;
   d_qkv_fp8_.transposed = scope.workspace("d_qkv_fp8_t", gradient, d_qkv(), T, kCodes, d_qkv_fp8_.row.scale);
 }
 
@@ -135,7 +136,7 @@ void Attention::backward(const StepContext& step, const GemmInput& d_out, const 
     quantize(step.device, {.x = step.matrix(attention_fp8_.row, T, d_heads()), .out = attention, .out_t = {}});
   }
   out_layer_.input_gradient(step, d_out, d_attention);
-  out_layer_.weight_gradient(step, d_out, output_again(step, attention));
+  if (out_layer_.trains_weight()) out_layer_.weight_gradient(step, d_out, output_again(step, attention));
   const ScaledView unnormalized = saved.empty() ? ScaledView(qkv) : saved;
   if (has_qk_norm()) normalize_and_rotate(step, unnormalized, {});
   // The maximum is of what the GEMMs read: the op that writes that finds it.
@@ -151,7 +152,7 @@ void Attention::backward(const StepContext& step, const GemmInput& d_out, const 
     step.samples.add(step.device, block_, QuantizedTensor::kQkvGradient, d_qkv_plain, d_qkv_input.row);
   }
   qkv_layer_.input_gradient(step, d_qkv_input, d_x);
-  qkv_layer_.weight_gradient(step, d_qkv_input, x());
+  if (qkv_layer_.trains_weight()) qkv_layer_.weight_gradient(step, d_qkv_input, x());
 }
 
 // What attention reads.

@@ -16,6 +16,7 @@ namespace parka {
 //   kForwardPhase                     in which forward runs
 //   kRowsPhases, kTransposedPhases    in which backward reads the gradient of `out`, in rows and transposed
 //   kLastBackwardPhase                in which it reads x again and writes the gradient of x
+// reads_input_again() says whether backward reads x at all.
 //   kNormInput, kNormOutput, kNormBehindInput, kOutputGradient    what telemetry calls the tensors around it
 template <typename Inner>
 class Branch {
@@ -39,7 +40,7 @@ class Branch {
 
   void declare(BufferScope& scope, bool is_first_of_block) {
     norm_.declare_in_branch(scope, Inner::kNormName, is_first_of_block, scope.forward(Inner::kForwardPhase),
-                            Inner::kLastBackwardPhase);
+                            Inner::kLastBackwardPhase, inner_.reads_input_again());
     inner_.declare(scope);
     if (norm_behind_) norm_behind_->declare_behind(scope, Inner::kNormBehindName);
   }

@@ -27,16 +27,18 @@ Embedding::Embedding(const ModelConfig& model, const ParameterTable& table, Buff
     : vocab_size_(model.vocab_size),
       weight_(table.embedding),
       is_tied_(table.ties_head()),
+      is_trainable_(table.is_trainable(table.embedding)),
       scale_(scale_of(model, scope.compute())) {
   tokens_ = scope.batch("tokens", DType::kI32, {scope.tokens()});
-  if (scope.has_backward()) order_ = scope.batch("token_order", DType::kI32, {scope.tokens(), kTokenRowInts});
+  if (scope.has_backward() && is_trainable_)
+    order_ = scope.batch("token_order", DType::kI32, {scope.tokens(), kTokenRowInts});
 }
 
 void Embedding::load(const StepContext& step, const int32_t* tokens) const {
   const int64_t T = step.num_tokens();
   const TensorView ids = step.vector(tokens_, T);
   step.device.copy_to_device(ids.data, tokens, ids.bytes());
-  if (!step.keep) return;
+  if (!step.keep || !is_trainable_) return;
   const std::vector<TokenRow> order = embedding_order(tokens, T, vocab_size_);
   const TensorView rows = step.tensor(order_, T, kTokenRowInts);
   step.device.copy_to_device(rows.data, order.data(), rows.bytes());

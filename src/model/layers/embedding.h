@@ -21,10 +21,11 @@ class Embedding {
  private:
   int64_t vocab_size_;
   int weight_;
-  bool is_tied_;
+  bool is_tied_, is_trainable_;
   float scale_;
   TensorId tokens_;  // [T] int32
-  TensorId order_;   // [T, kTokenRowInts] int32 what embedding_order makes of tokens; training only
+  TensorId
+      order_;  // [T, kTokenRowInts] int32 what embedding_order makes of tokens; only where the table is trained
 };
 
 }  // namespace parka

@@ -33,6 +33,8 @@ Head::Head(const ModelConfig& model, const ParameterTable& table, int64_t logits
       is_fp8_(scope.formats().fp8_head),
       fast_forward_(scope.precision().fast_forward),
       fast_weight_gradient_(scope.precision().fast_weight_gradient),
+      trains_weight_(table.is_trainable(weight_)),
+      has_backward_below_(table.first_trained_unit < table.head_unit() || table.is_trainable(table.final_norm)),
       norm_(model.norm, model, table, "final_norm") {
   targets_ = scope.batch("targets", DType::kI32, {scope.tokens()});
   losses_ = scope.batch("losses", DType::kF32, {scope.tokens()});
@@ -117,7 +119,8 @@ void Head::loss_and_backward(const StepContext& step, const LossOptions& options
                              const ResidualStream& stream) const {
   const TensorView d_y = stream.d_norm_output(step);
   const ScaledView w = weight(step);
-  const ScaledView w_t = is_fp8_ ? step.weights.transposed(step.device, weight_) : ScaledView{};
+  const ScaledView w_t =
+      is_fp8_ && has_backward_below_ ? step.weights.transposed(step.device, weight_) : ScaledView{};
   for_each_chunk(step, [&](const Chunk& chunk) {
     const TensorView rows = logits(step, w, chunk.begin, chunk.count);
     chunk_loss(step, chunk, rows, options, is_fp8_ ? d_logits_codes(step, chunk.count) : GemmInput{});
@@ -127,13 +130,20 @@ void Head::loss_and_backward(const StepContext& step, const LossOptions& options
       chunk_backward(step, chunk, d_y.rows(chunk.begin, chunk.count));
     }
   });
+  if (!has_backward_below_) return;
   norm_.backward(step, d_y, /*d_residual=*/{}, stream.d_residual(step), stream.d_residual_codes(step));
 }
 
 void Head::chunk_backward(const StepContext& step, const Chunk& chunk, const TensorView& d_y) const {
   const TensorView d_logits = step.tensor(logits_, chunk.count, vocab_size_ + padding());
-  gemm(step.device,
-       {.a = d_logits, .b = step.weights.plain(weight_), .b_transposed = true, .out = d_y, .a_padding = padding()});
+  if (has_backward_below_) {
+    gemm(step.device, {.a = d_logits,
+                       .b = step.weights.plain(weight_),
+                       .b_transposed = true,
+                       .out = d_y,
+                       .a_padding = padding()});
+  }
+  if (!trains_weight_) return;
   gemm(step.device, {.a = d_logits,
                      .b = norm_.output(step).data.rows(chunk.begin, chunk.count),
                      .a_transposed = true,
@@ -147,7 +157,8 @@ void Head::chunk_backward_fp8(const StepContext& step, const Chunk& chunk, const
                               const TensorView& d_y) const {
   const GemmInput d_logits = d_logits_codes(step, chunk.count);
   // Without fast accumulation: most terms of this sum are small beside the target's, and many.
-  gemm(step.device, {.a = d_logits.row, .b = weight_t, .out = d_y});
+  if (has_backward_below_) gemm(step.device, {.a = d_logits.row, .b = weight_t, .out = d_y});
+  if (!trains_weight_) return;
   gemm(step.device, {.a = first_rows(d_logits.transposed, vocab_size_),
                      .b = step.matrix(input_.transposed, width_, chunk.count),
                      .out = step.gradient(weight_),

@@ -27,7 +27,8 @@ class Head {
   int64_t padding() const { return (kLogitsAlignment - vocab_size_ % kLogitsAlignment) % kLogitsAlignment; }
   // The loss of every token.
   void loss(const StepContext& step) const;
-  // The same, and backward to the stream's d_residual, in FP8 too where GEMMs are.
+  // The same, and backward to the stream's d_residual, in FP8 too where GEMMs are; no further than to its own
+  // weight where nothing below is trained.
   void loss_and_backward(const StepContext& step, const LossOptions& options, const ResidualStream& stream) const;
   // fp32 [T]
   TensorView losses(const StepContext& step) const { return step.vector(losses_, step.num_tokens()); }
@@ -62,6 +63,8 @@ class Head {
   int weight_;
   bool is_fp8_;
   bool fast_forward_, fast_weight_gradient_;
+  bool trains_weight_;
+  bool has_backward_below_;  // of the norm, or of what is below it
   Norm norm_;
   TensorId targets_;  // [T] int32
   TensorId losses_;   // [T] fp32

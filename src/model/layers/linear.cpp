@@ -17,6 +17,8 @@ void Linear::add_bias(ParameterList& list, const std::string& name, int64_t rows
 Linear::Linear(const PrecisionConfig& precision, const ParameterTable& table, const std::string& name)
     : weight_(table.index_of(name)),
       bias_(table.index_of(name + "_bias")),
+      trains_weight_(table.is_trainable(weight_)),
+      trains_bias_(table.is_trainable(bias_)),
       is_fp8_(precision.gemm != GemmPrecision::kCompute),
       fast_forward_(precision.fast_forward),
       fast_input_gradient_(precision.fast_input_gradient),
@@ -62,7 +64,7 @@ void Linear::weight_gradient(const StepContext& step, const GemmInput& d_out, co
 }
 
 void Linear::bias_gradient(const StepContext& step, const TensorView& d_out) const {
-  if (bias_ < 0) return;
+  if (!trains_bias_) return;
   const TensorView d_bias = step.gradient_to_add_to(bias_);
   bias_backward(step.device, {.d_y = d_out, .d_bias = d_bias.reshaped({d_bias.numel()})});
 }

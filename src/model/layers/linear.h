@@ -31,8 +31,10 @@ class Linear {
 
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void input_gradient(const StepContext& step, const GemmInput& d_out, const TensorView& d_x) const;
+  // Whether the weight is trained: else weight_gradient() is not to be called, and nobody needs the input again.
+  bool trains_weight() const { return trains_weight_; }
   void weight_gradient(const StepContext& step, const GemmInput& d_out, const GemmInput& x) const;
-  // Of d_out [T, N] before it is quantized. Nothing without a bias.
+  // Of d_out [T, N] before it is quantized. Nothing without a bias that is trained.
   void bias_gradient(const StepContext& step, const TensorView& d_out) const;
 
   // Of the weight's FP8 copy.
@@ -41,6 +43,7 @@ class Linear {
  private:
   int weight_;
   int bias_;  // -1: none
+  bool trains_weight_, trains_bias_;
   bool is_fp8_;
   bool fast_forward_, fast_input_gradient_, fast_weight_gradient_;
 };

@@ -17,13 +17,13 @@ Norm::Norm(NormKind kind, const ModelConfig& model, const ParameterTable& table,
 }
 
 void Norm::declare_in_branch(BufferScope& scope, const std::string& name, bool is_first_of_block, PhaseMask forward,
-                             PhaseMask backward) {
+                             PhaseMask backward, bool is_read_again) {
   if (kind_ == NormKind::kNone) {
     // Backward reads nothing but the linear layer's input. That is the sum itself, or FP8 codes of it: there is
     // nothing smaller that it could be made of again.
     const bool is_fp8 = scope.formats().fp8_gemm;
-    sum_ = scope.residual(name + ".input", width_, is_first_of_block, /*keep=*/!is_fp8);
-    output_ = is_fp8 ? scope.gemm_input(name + ".output", width_, /*save=*/true, forward, backward)
+    sum_ = scope.residual(name + ".input", width_, is_first_of_block, /*keep=*/!is_fp8 && is_read_again);
+    output_ = is_fp8 ? scope.gemm_input(name + ".output", width_, /*save=*/true, forward, backward, is_read_again)
                      : GemmInputIds{{sum_, {}, scope.formats().compute}, {}};
     return;
   }
@@ -31,7 +31,7 @@ void Norm::declare_in_branch(BufferScope& scope, const std::string& name, bool i
                         /*keep=*/scope.formats().norm_input.scaling == Scaling::kNone);
   declare_statistics(scope, name);
   saves_output_ = scope.precision().save_norm_output;
-  output_ = scope.gemm_input(name + ".output", width_, saves_output_, forward, backward);
+  output_ = scope.gemm_input(name + ".output", width_, saves_output_, forward, backward, is_read_again);
 }
 
 void Norm::declare_behind(BufferScope& scope, const std::string& name) {
@@ -71,7 +71,7 @@ ScaledView Norm::output(const StepContext& step) const {
 }
 
 void Norm::forward(const StepContext& step, const TensorView& residual, const TensorView& branch) const {
-  // Not kept: backward makes it again.
+  // Not kept: backward makes it again, or does not read it.
   const bool transposed = step.keep && saves_output_;
   run(step, residual, branch, output(step),
       transposed ? step.matrix(output_.transposed, width_, step.num_tokens()) : ScaledView{});

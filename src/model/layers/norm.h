@@ -20,8 +20,9 @@ class Norm {
 
   // In front of a layer whose first op is a linear layer: it keeps the sum, in FP8 with precision.norm_input, and
   // that linear layer's input. `forward` and `backward` are the phases in which that is written and read.
+  // `is_read_again`: the linear layer has a weight gradient.
   void declare_in_branch(BufferScope& scope, const std::string& name, bool is_first_of_block, PhaseMask forward,
-                         PhaseMask backward);
+                         PhaseMask backward, bool is_read_again);
   // Behind such a layer, which writes into sum(). It keeps that, in FP8 with precision.norm_input.
   void declare_behind(BufferScope& scope, const std::string& name);
   // Where forward and backward are one phase: nothing is kept, and all is in the compute format.

@@ -1,5 +1,7 @@
 #include "model/layers/stack.h"
 
+#include <algorithm>
+
 namespace parka {
 
 void Stack::add_parameters(ParameterList& list, const ModelConfig& model, std::string_view name) {
@@ -12,13 +14,17 @@ void Stack::add_parameters(ParameterList& list, const ModelConfig& model, std::s
 Stack::Stack(const ModelConfig& model, const ParameterTable& table, std::string_view name, int first_unit,
              BufferScope& scope)
     : first_unit_(first_unit),
+      first_backward_(
+          static_cast<size_t>(std::clamp<int64_t>(table.first_trained_unit - first_unit, 0, model.num_layers))),
       reruns_(scope.precision().recompute == Recompute::kBlock),
-      offload_(model.num_layers, scope.has_backward() ? scope.precision().offload_blocks : 0) {
+      offload_(model.num_layers, scope.has_backward() ? scope.precision().offload_blocks : 0,
+               static_cast<int64_t>(first_backward_)) {
   for (int64_t l = 0; l < model.num_layers; ++l) {
-    scope.enter_block(name, l, offload_);
+    scope.enter_block(name, l, offload_, /*goes_backward=*/static_cast<size_t>(l) >= first_backward_);
     blocks_.emplace_back(model, scope.precision(), table, l, block_prefix(name, l)).declare(scope);
     if (offload_.block_before(l) < 0) offload_.set_buffer(l, scope.kept_in_block());
   }
+  scope.leave_blocks();
   stream_.declare(scope, model.d_model,
                   {.rows = Attention::kRowsPhases | Swiglu::kRowsPhases,
                    .transposed = Attention::kTransposedPhases | Swiglu::kTransposedPhases,
@@ -28,10 +34,12 @@ Stack::Stack(const ModelConfig& model, const ParameterTable& table, std::string_
 
 void Stack::forward(const StepContext& step) const {
   TensorView residual = input(step), branch;  // nothing to add before the first block
+  StepContext forward_only = step;
+  forward_only.keep = false;
   for (size_t l = 0; l < blocks_.size(); ++l) {
     step.before_forward(unit(l));
     if (step.keep) offload_.before_forward(step.device, static_cast<int64_t>(l));
-    blocks_[l].forward(step, stream_, residual, branch);
+    blocks_[l].forward(l < first_backward_ ? forward_only : step, stream_, residual, branch);
     if (step.keep) offload_.after_forward(static_cast<int64_t>(l));
     residual = blocks_[l].residual(step);
     branch = stream_.branch(step);
@@ -39,13 +47,13 @@ void Stack::forward(const StepContext& step) const {
 }
 
 void Stack::backward(const StepContext& step) const {
-  for (size_t l = blocks_.size(); l-- > 0;) {
+  for (size_t l = blocks_.size(); l-- > first_backward_;) {
     const Block& block = blocks_[l];
     step.before_backward(unit(l));
     offload_.before_backward(step.device, static_cast<int64_t>(l));
     if (reruns_) block.forward(step, stream_, block.input(step), {});
-    // Nothing below the first block wants the gradient in FP8.
-    block.backward(step, stream_, /*quantize=*/l > 0);
+    // Nothing below wants the gradient of the lowest block in FP8.
+    block.backward(step, stream_, /*quantize=*/l > first_backward_);
     offload_.after_backward(static_cast<int64_t>(l));
     step.after_backward(unit(l));
   }

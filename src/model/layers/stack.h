@@ -13,7 +13,8 @@ class Stack {
   // Names begin with `name`. Each block's parameters are a unit of their own (ParameterInfo::unit).
   static void add_parameters(ParameterList& list, const ModelConfig& model, std::string_view name);
 
-  // The blocks' units are `first_unit` and following. Declares all buffers.
+  // The blocks' units are `first_unit` and following. Declares all buffers. Blocks below the lowest parameter that
+  // is trained go forward only.
   Stack(const ModelConfig& model, const ParameterTable& table, std::string_view name, int first_unit,
         BufferScope& scope);
 
@@ -29,7 +30,8 @@ class Stack {
   void forward(const StepContext& step) const;
   TensorView residual(const StepContext& step) const { return blocks_.back().residual(step); }
   TensorView branch(const StepContext& step) const { return stream_.branch(step); }
-  // From the gradient of what forward() has left to that of its input; both are the stream's d_residual.
+  // From the gradient of what forward() has left to that of the input of the lowest block that goes backward; both
+  // are the stream's d_residual.
   void backward(const StepContext& step) const;
 
   void sample_weights(const StepContext& step) const;
@@ -39,7 +41,8 @@ class Stack {
   int unit(size_t l) const { return first_unit_ + static_cast<int>(l); }
 
   int first_unit_;
-  bool reruns_;  // precision.recompute: backward runs the forward of each block again
+  size_t first_backward_;  // the lowest block that goes backward
+  bool reruns_;            // precision.recompute: backward runs the forward of each block again
   ResidualStream stream_;
   std::vector<Block> blocks_;
   ActivationOffload offload_;

@@ -29,12 +29,12 @@ void Swiglu::declare(BufferScope& scope) {
   }
   up_gate_ = scope.kept("up_gate", formats.up_gate, T, 2 * f);
   if (scope.precision().save_silu) silu_ = scope.kept("silu", formats.silu, T, f);
-  product_ = scope.gemm_input("product", f, saves_product_, forward, kBackwardSwiglu);
+  product_ = scope.gemm_input("product", f, saves_product_, forward, kBackwardSwiglu, down_layer_.trains_weight());
   if (!scope.has_backward()) return;
   constexpr PhaseMask kGradient = kBackwardSwiglu | kBackwardUpGate;
   d_product_ = scope.workspace("d_product", scope.compute(), {T, f}, kBackwardDown | kBackwardSwiglu);
   d_up_gate_.row = scope.workspace("d_up_gate", formats.gradient, T, 2 * f, kGradient);
-  if (!formats.fp8_gemm) return;
+  if (!formats.fp8_gemm || !up_gate_layer_.trains_weight()) return;
   d_up_gate_.transposed =
       scope.workspace("d_up_gate_t", formats.gradient, 2 * f, T, kGradient, d_up_gate_.row.scale);
 }
@@ -60,7 +60,7 @@ void Swiglu::backward(const StepContext& step, const GemmInput& d_out, const Inp
                       const TensorView& d_x) const {
   const int64_t T = step.num_tokens(), f = d_ffn_;
   const TensorView d_product = step.tensor(d_product_, T, f);
-  const bool is_fp8 = product_.transposed.valid();
+  const bool is_fp8 = product_.transposed.valid(), makes_product = down_layer_.trains_weight() && !saves_product_;
   const GemmInput product = {is_fp8 ? ScaledView{} : step.matrix(product_.row, T, f),
                              step.matrix(product_.transposed, f, T)};
   const GemmInput d_up_gate = {step.matrix(d_up_gate_.row, T, 2 * f), step.matrix(d_up_gate_.transposed, 2 * f, T)};
@@ -70,13 +70,13 @@ void Swiglu::backward(const StepContext& step, const GemmInput& d_out, const Inp
                                 .d_product = d_product,
                                 .d_up_gate = d_up_gate.row,
                                 .d_up_gate_t = d_up_gate.transposed,
-                                .product = saves_product_ ? ScaledView{} : product.row,
-                                .product_t = saves_product_ ? ScaledView{} : product.transposed,
+                                .product = makes_product ? product.row : ScaledView{},
+                                .product_t = makes_product ? product.transposed : ScaledView{},
                                 .activation = activation_});
   sample_backward(step);
-  down_layer_.weight_gradient(step, d_out, product);
+  if (down_layer_.trains_weight()) down_layer_.weight_gradient(step, d_out, product);
   up_gate_layer_.input_gradient(step, d_up_gate, d_x);
-  up_gate_layer_.weight_gradient(step, d_up_gate, x());
+  if (up_gate_layer_.trains_weight()) up_gate_layer_.weight_gradient(step, d_up_gate, x());
 }
 
 void Swiglu::sample_weights(const StepContext& step) const {
@@ -110,7 +110,7 @@ void Swiglu::sample_forward(const StepContext& step, const TensorView& up_gate_p
 
 void Swiglu::sample_backward(const StepContext& step) const {
   const Samples& samples = step.samples;
-  if (!samples.active() || !d_up_gate_.transposed.valid()) return;
+  if (!samples.active() || !has_fp8_gradient()) return;
   const int64_t T = step.num_tokens(), f = d_ffn_;
   const TensorView d_up_gate = samples.buffer(2 * f);
   swiglu_backward(step.device, {.up_gate = samples.first_rows(step.matrix(up_gate_, T, 2 * f)),
@@ -123,7 +123,7 @@ void Swiglu::sample_backward(const StepContext& step) const {
 }
 
 SampleNeeds Swiglu::sample_needs() const {
-  return {.buffer_cols = silu_.valid() || d_up_gate_.transposed.valid() ? 2 * d_ffn_ : 0,
+  return {.buffer_cols = silu_.valid() || has_fp8_gradient() ? 2 * d_ffn_ : 0,
           .ones_cols = silu_.valid() ? d_ffn_ : 0};
 }
 

@@ -27,6 +27,7 @@ class Swiglu {
          const std::string& prefix);
 
   void declare(BufferScope& scope);
+  bool reads_input_again() const { return up_gate_layer_.trains_weight(); }
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void backward(const StepContext& step, const GemmInput& d_out, const InputAgain& x, const TensorView& d_x) const;
 
@@ -34,6 +35,7 @@ class Swiglu {
   SampleNeeds sample_needs() const;
 
  private:
+  bool has_fp8_gradient() const { return d_up_gate_.row.format.scaling != Scaling::kNone; }
   void sample_forward(const StepContext& step, const TensorView& up_gate_plain) const;
   void sample_backward(const StepContext& step) const;
 

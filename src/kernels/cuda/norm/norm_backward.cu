@@ -214,7 +214,7 @@ struct Workspace {
   Workspace(CudaDevice& device, const NormBackward& a) : max_blocks(norm_backward_max_blocks(a.d_y.dim[1]) - 1) {
     const auto is_tensor_scaled = [](const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kTensor; };
     const bool wants_amax = is_tensor_scaled(a.d_quantized) || is_tensor_scaled(a.d_quantized_t);
-    if (a.d_weight.empty() && !wants_amax) return;
+    if (a.kind != NormKind::kRmsNorm && !wants_amax) return;
     const int64_t cols = a.d_y.dim[1];
     d_weight_BC = static_cast<float*>(device.workspace("norm_backward", workspace_of(a)));
     if (wants_amax) {
@@ -357,7 +357,7 @@ void norm_backward(Device& any_device, const NormBackward& a) {
         using W = decltype(weight);
         result = launch_backward<false>(device, a, workspace, a.weight.as<W>(), d_y);
       });
-      add_weight_gradient(device, workspace.d_weight_BC, a.d_weight, result.blocks);
+      if (!a.d_weight.empty()) add_weight_gradient(device, workspace.d_weight_BC, a.d_weight, result.blocks);
     }
     if (!a.d_quantized.empty() || !a.d_quantized_t.empty()) {
       quantize_gradient<G>(device, a, workspace.amax, result.found_amax);

@@ -401,8 +401,8 @@ unsigned launch_qk_backward(CudaDevice& device, const QkNormBackward& a, const Q
 
 constexpr int kQkSumThreads = kWarpSize * kWarpSize;
 
-// The gradients of both weights += the sum of what the blocks left, added once. A block of 32 x 32 threads has 32
-// columns.
+// The gradients of both weights += the sum of what the blocks left, added once. One that is null is not wanted. A
+// block of 32 x 32 threads has 32 columns.
 template <typename G>
 __global__ void __launch_bounds__(kQkSumThreads)
     qk_norm_weight_gradient_kernel(const float* d_weight_BC, G* d_q_weight, G* d_k_weight, int blocks,
@@ -421,7 +421,10 @@ __global__ void __launch_bounds__(kQkSumThreads)
   sum = warp_sum(shared[threadIdx.y][threadIdx.x]);  // of the column that threadIdx.y counts
   const int sum_column = static_cast<int>(blockIdx.x * kWarpSize + threadIdx.y);
   if (threadIdx.x != 0 || sum_column >= columns) return;
-  G& target = sum_column < q_columns ? d_q_weight[sum_column] : d_k_weight[sum_column - q_columns];
+  const bool is_query = sum_column < q_columns;
+  G* const d_weight = is_query ? d_q_weight : d_k_weight;
+  if (d_weight == nullptr) return;
+  G& target = d_weight[is_query ? sum_column : sum_column - q_columns];
   target = from_float<G>(to_float(target) + sum);
 }
 
@@ -441,13 +444,14 @@ void qk_norm_backward(Device& any_device, const QkNormBackward& a) {
     });
   });
   check_launch("qk_norm_backward");
+  if (a.d_q_weight.empty() && a.d_k_weight.empty()) return;
   const int columns = shape.weight_columns;
-  with_plain_type(a.d_q_weight.dtype, [&](auto g) {
+  with_plain_type(a.d_q_weight.empty() ? a.d_k_weight.dtype : a.d_q_weight.dtype, [&](auto g) {
     using G = decltype(g);
     qk_norm_weight_gradient_kernel<G>
         <<<static_cast<unsigned>(ceil_div(columns, kWarpSize)), dim3(kWarpSize, kWarpSize), 0, device.stream()>>>(
-            d_weight_BC, a.d_q_weight.as<G>(), a.d_k_weight.as<G>(), static_cast<int>(blocks),
-            static_cast<int>(a.d_q_weight.dim[0]), columns);
+            d_weight_BC, optional<G>(a.d_q_weight), optional<G>(a.d_k_weight), static_cast<int>(blocks),
+            static_cast<int>(a.q_weight.dim[0]), columns);
   });
   check_launch("qk_norm_backward");
 }
