@@ -155,7 +155,7 @@ size_t Optimizer::num_stream_buffers() const {
   if (!releases_gradients()) return StateStream::kLeastSlots;
   std::map<int, int64_t> parts;  // of each unit
   for (const ParameterInfo& p : parameters_) {
-    if (state_place(p) == MemoryPlace::kHost)
+    if (p.trainable && state_place(p) == MemoryPlace::kHost)
       parts[p.unit] += ceil_div(zero_.shard.piece(p.numel()), part_elements_);
   }
   const int last = parameters_.back().unit;
