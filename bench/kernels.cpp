@@ -371,6 +371,39 @@ void bench_optimizer(Bench& bench, const ModelShape& m) {
       adamw_step);
 }
 
+// The largest tensor of a block in NF4, with scales in fp32 and in 8 bits.
+void bench_4bit(Bench& bench, const ModelShape& m) {
+  const int64_t N = 2 * m.f * m.d, blocks = ceil_div(N, Dequantize4Bit().block_size);
+  const auto codes = [&](Tensors& t) { return t.make(DType::kU8, {ceil_div(N, 2)}); };
+  const auto nested_absmax = [&](Tensors& t) { return t.fp32({ceil_div(blocks, kNestedBlock)}); };
+  bench.time(
+      m.name, "quantize_4bit",
+      [&](Tensors& t) { return Quantize4Bit{.x = t.bf16({N}), .codes = codes(t), .absmax = t.fp32({blocks})}; },
+      quantize_4bit);
+  bench.time(
+      m.name, "quantize_absmax",
+      [&](Tensors& t) {
+        return QuantizeAbsmax{t.fp32({blocks}), t.fp32({kNestedBlock}), t.make(DType::kU8, {blocks}),
+                              nested_absmax(t), t.fp32({1})};
+      },
+      quantize_absmax);
+  bench.time(
+      m.name, "dequantize_4bit",
+      [&](Tensors& t) { return Dequantize4Bit{.codes = codes(t), .absmax = t.fp32({blocks}), .out = t.bf16({N})}; },
+      dequantize_4bit);
+  bench.time(
+      m.name, "dequantize_4bit.nested",
+      [&](Tensors& t) {
+        return Dequantize4Bit{.codes = codes(t),
+                              .absmax = t.make(DType::kU8, {blocks}),
+                              .map = t.fp32({kNestedBlock}),
+                              .nested_absmax = nested_absmax(t),
+                              .offset = t.fp32({1}),
+                              .out = t.bf16({N})};
+      },
+      dequantize_4bit);
+}
+
 int run(int argc, char** argv) {
   if (num_cuda_devices() == 0) {
     std::fprintf(stderr, "kernels: there is no GPU\n");
@@ -414,6 +447,7 @@ int run(int argc, char** argv) {
     bench_ends(bench, model);
     bench_bias(bench, model);
     bench_optimizer(bench, model);
+    bench_4bit(bench, model);
     bench_float8(bench, model);
   }
   return 0;

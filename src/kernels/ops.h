@@ -22,5 +22,6 @@
 #include "kernels/ops/qk_norm.h"
 #include "kernels/ops/quantization_statistics.h"
 #include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize_4bit.h"
 #include "kernels/ops/rope.h"
 #include "kernels/ops/swiglu.h"
