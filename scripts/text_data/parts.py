@@ -261,7 +261,7 @@ def load_part(path: Path) -> Part:
 def make_parts(maker: PartMaker, groups: list[list[File]], workers: int) -> Iterator[Part]:
     """The parts of all groups in order. Those that are there are not made again."""
     missing = [index for index, group in enumerate(groups) if not is_made(maker.path(index, group))]
-    made = (make_here if workers == 1 else make_in_workers)(maker, groups, missing, workers)
+    made = make_missing(maker, groups, missing, workers)
     waiting = set(missing)
     try:
         for index, group in enumerate(groups):
@@ -276,17 +276,23 @@ def is_made(path: Path) -> bool:
     return path.with_suffix(".npz").exists()
 
 
-def make_here(maker: PartMaker, groups: list[list[File]], missing: list[int], _: int) -> Iterator[int]:
-    """Makes these parts in order and gives their indices."""
+def make_missing(maker, groups: list[list], missing: list[int], workers: int) -> Iterator[int]:
+    """Makes these parts in order and gives their indices. The maker is a PartMaker, or another with its `settings`,
+    `folder`, `progress` and `make`, whose groups may hold anything that can be sent to a process."""
+    return (make_here if workers == 1 else make_in_workers)(maker, groups, missing, workers)
+
+
+def make_here(maker, groups: list[list], missing: list[int], _: int) -> Iterator[int]:
+    """Makes parts in this process."""
     for index in missing:
         maker.make(index, groups[index])
         yield index
 
 
-def make_in_workers(maker: PartMaker, groups: list[list[File]], missing: list[int], workers: int) -> Iterator[int]:
-    """The same in several processes."""
+def make_in_workers(maker, groups: list[list], missing: list[int], workers: int) -> Iterator[int]:
+    """Makes parts in several processes."""
     progress = maker.progress
-    arguments = (maker.settings, maker.folder, progress.bytes_read, progress.tokens)
+    arguments = (type(maker), maker.settings, maker.folder, progress.bytes_read, progress.tokens)
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, start_worker, arguments)
     pending: collections.deque = collections.deque()
@@ -309,15 +315,15 @@ def make_in_workers(maker: PartMaker, groups: list[list[File]], missing: list[in
             child.terminate()
 
 
-worker_maker: PartMaker | None = None
+worker_maker = None  # of this process
 
 
-def start_worker(settings: Settings, folder: Path, bytes_read, tokens) -> None:
+def start_worker(kind: type, settings, folder: Path, bytes_read, tokens) -> None:
     global worker_maker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one thread
-    worker_maker = PartMaker(settings, folder, Progress(bytes_read, tokens))
+    worker_maker = kind(settings, folder, Progress(bytes_read, tokens))
 
 
 def end_with_parent() -> None:
@@ -325,5 +331,5 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def make_in_worker(index: int, group: list[File]) -> None:
+def make_in_worker(index: int, group: list) -> None:
     worker_maker.make(index, group)

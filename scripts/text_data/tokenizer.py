@@ -124,3 +124,9 @@ def make_tokenizer(name: str, bos_name: str | None = None, eos_name: str | None 
         if given is not None:
             raise InputError(f"{option} names a token of a tokenizer.json; the byte tokenizer ends documents with id 256")
     return ByteTokenizer()
+
+
+def padded_vocab_size(vocab_size: int) -> int:
+    """FP8 matrix products want multiples of 16; with large vocabularies 128 costs nothing and fills whole tiles."""
+    multiple = 16 if vocab_size <= 1024 else 128
+    return -(-vocab_size // multiple) * multiple
