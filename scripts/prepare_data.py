@@ -150,7 +150,7 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     stop_reports = progress.report(sum(file.size for group in missing for file in group), print_line)
     output = Output(options, partial.staging, maker)
     try:
-        output.take(parts.make_parts(maker, groups, options.workers))
+        output.take(map(parts.load_part, parts.make_parts(maker, groups, options.workers)))
     finally:
         stop_reports.set()
     try:

@@ -19,6 +19,7 @@ from PIL import Image, UnidentifiedImageError
 from text_data.common import one_line
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "PPM")
+GEOMETRIES = ("crop", "pad", "stretch")
 # Modes of Pillow with 8 bits or fewer for each of red, green and blue.
 MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX")
 # Of long to short side: beyond it the resized picture would need memory without bound, and nothing is left to be seen.

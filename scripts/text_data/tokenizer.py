@@ -27,6 +27,9 @@ class ByteTokenizer:
     special_tokens: dict[str, str] = {}
     added_tokens: tuple[str, ...] = ()
 
+    def id_of(self, name: str) -> int | None:
+        return None
+
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(text, np.uint8) for text in texts]
 
@@ -78,14 +81,14 @@ class JsonTokenizer:
         if name == "none":
             return []
         if name is not None:
-            return [self._id_of(name, "--bos")]
+            return [self._named(name, "--bos")]
         return bos_of(self._tokenizer, self.special_tokens, add_bos_token)
 
     def _find_eos(self, name: str | None, needed: bool) -> int | None:
         if name is not None:
-            return self._id_of(name, "--eos")
+            return self._named(name, "--eos")
         for known in (self.special_tokens.get("eos_token", ""), *EOS_NAMES):
-            if (token := self._tokenizer.token_to_id(known)) is not None:
+            if (token := self.id_of(known)) is not None:
                 return token
         if needed:
             raise InputError(
@@ -93,8 +96,12 @@ class JsonTokenizer:
             )
         return None
 
-    def _id_of(self, name: str, option: str) -> int:
-        if (token := self._tokenizer.token_to_id(name)) is None:
+    def id_of(self, name: str) -> int | None:
+        """Of a token, by its name; None where there is no such token."""
+        return self._tokenizer.token_to_id(name)
+
+    def _named(self, name: str, option: str) -> int:
+        if (token := self.id_of(name)) is None:
             raise InputError(f"{self._path}: has no token {name}; give {option} another name")
         return token
 
