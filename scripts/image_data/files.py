@@ -36,9 +36,9 @@ def pixels_header(size: int, count: int) -> bytes:
 
 
 def write_references(path: Path, references: np.ndarray, image_token: int, slots: int, size: int) -> None:
-    """Header: magic, version, id of the slots, slots per image, height, width (uint32 each), references (uint64)."""
-    fields = REFERENCES_MAGIC, VERSION, image_token, slots, size, size, len(references)
-    content = struct.pack("<8sIIIIIQ", *fields).ljust(HEADER_BYTES, b"\0") + references.astype(REFERENCE).tobytes()
+    """Header: magic, version, id of the slots, slots per image, height, width, 0 (uint32 each), references (uint64)."""
+    fields = REFERENCES_MAGIC, VERSION, image_token, slots, size, size, 0, len(references)
+    content = struct.pack("<8sIIIIIIQ", *fields).ljust(HEADER_BYTES, b"\0") + references.astype(REFERENCE).tobytes()
     with open(path, "wb") as file:
         file.write(content + struct.pack("<Q", xxhash.xxh3_64_intdigest(content)))
         sync(file)

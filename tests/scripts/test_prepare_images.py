@@ -102,7 +102,7 @@ class Preparation(unittest.TestCase):
         marks = np.fromfile(self.out / f"{name}.npy.mask", np.uint8)
         content = (self.out / f"{name}.npy.images").read_bytes()
         self.assertEqual(struct.unpack("<Q", content[-8:])[0], xxhash.xxh3_64_intdigest(content[:-8]))
-        magic, version, token, slots, height, width, count = struct.unpack_from("<8sIIIIIQ", content)
+        magic, version, token, slots, height, width, _, count = struct.unpack_from("<8sIIIIIIQ", content)
         self.assertEqual((magic, version, token, height, width), (b"PARKAIMG", 1, SLOT, SIZE, SIZE))
         self.assertEqual((slots, len(content)), (4, 64 + 32 * count + 8))
         references = [struct.unpack_from("<QQIIII", content, 64 + 32 * number) for number in range(count)]
