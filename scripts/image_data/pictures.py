@@ -112,8 +112,6 @@ def read_picture(path: Path) -> Image.Image:
 
 def check_mode(picture: Image.Image) -> None:
     """Of a picture that is opened and not yet decoded."""
-    if picture.width == 0 or picture.height == 0:
-        raise PictureError(f"is {picture.width} x {picture.height}, without a pixel")
     if has_16_bits(picture):
         raise PictureError("has 16 bits for each colour, not 8")
     if picture.mode not in MODES:
