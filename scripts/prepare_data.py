@@ -38,13 +38,10 @@ from __future__ import annotations
 
 import argparse
 import collections
-import fcntl
 import json
-import shutil
-import signal
 import sys
 from pathlib import Path
-from typing import BinaryIO, Iterable
+from typing import Iterable
 
 try:
     import numpy as np
@@ -54,11 +51,12 @@ except ImportError:
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from text_data import chat, parts  # noqa: E402
-from text_data.common import InputError, Parser, one_line, sync, sync_folder  # noqa: E402
+from text_data.common import InputError, Parser, sync, sync_folder  # noqa: E402
 from text_data.packing import ChatSplit  # noqa: E402
+from text_data.partial import Partial, new_folder, run_script  # noqa: E402
 from text_data.readers import MAX_DOCUMENT_BYTES, Reading, find_files  # noqa: E402
 from text_data.token_writer import TokenWriter  # noqa: E402
-from text_data.tokenizer import EOS_NAMES  # noqa: E402
+from text_data.tokenizer import EOS_NAMES, padded_vocab_size  # noqa: E402
 from tokenizer_files import copy_tokenizer  # noqa: E402
 
 
@@ -135,12 +133,6 @@ def check_splits(output: Output, options: argparse.Namespace) -> None:
         )
 
 
-def padded_vocab_size(vocab_size: int) -> int:
-    """FP8 matrix products want multiples of 16; with large vocabularies 128 costs nothing and fills whole tiles."""
-    multiple = 16 if vocab_size <= 1024 else 128
-    return -(-vocab_size // multiple) * multiple
-
-
 def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     """Writes everything into the folder `partial.staging` and returns what data.json holds."""
     reading = Reading(options.jsonl_field, options.chat is not None, options.split_bytes)
@@ -158,7 +150,7 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     stop_reports = progress.report(sum(file.size for group in missing for file in group), print_line)
     output = Output(options, partial.staging, maker)
     try:
-        output.take(parts.make_parts(maker, groups, options.workers))
+        output.take(map(parts.load_part, parts.make_parts(maker, groups, options.workers)))
     finally:
         stop_reports.set()
     try:
@@ -307,76 +299,20 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
         raise InputError(f"--split-bytes is {options.split_bytes}; give at most {MAX_DOCUMENT_BYTES}")
     if options.split_bytes and options.jsonl_field is not None:
         raise InputError("--split-bytes cuts text files; it cannot be used with --jsonl-field")
-    options.out = options.out.resolve()
-    if options.out.exists() and not (options.out.is_dir() and not any(options.out.iterdir())):
-        raise InputError(f"{options.out}: exists and is not an empty folder; give --out another name or remove it")
+    options.out = new_folder(options.out)
     return options
-
-
-class Partial:
-    """The hidden folder beside --out, where parts and unfinished output lie until all is done. One run at a time has it."""
-
-    def __init__(self, out: Path):
-        self._out = out
-        # Hidden, so that a search of the inputs passes it by.
-        self.path = out.with_name(f".{out.name}.partial")
-        self.staging = self.path / "output"
-
-    def __enter__(self) -> Partial:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock: BinaryIO = open(self.path / "lock", "wb")
-        except OSError as error:
-            raise InputError(f"{self.path}: cannot be made ({error.strerror}); give --out a place that you may write to")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise InputError(f"{self._out}: another run is making it; wait for it, or give --out another name")
-        shutil.rmtree(self.staging, ignore_errors=True)
-        self.staging.mkdir()
-        return self
-
-    def __exit__(self, *_) -> None:
-        """Keeps finished parts for the next run, unless the output is in its place."""
-        if not self.staging.exists() or not any(self.path.glob("*.npz")):
-            shutil.rmtree(self.path, ignore_errors=True)
-        else:
-            print_line(f"finished files are kept in {self.path}: the same command continues")
-        self._lock.close()
-
-    def forget(self) -> None:
-        """Removes the finished parts, because the same command would fail again."""
-        for part in self.path.glob("*.npz"):
-            part.unlink()
-
-    def finish(self) -> None:
-        self.staging.rename(self._out)
-        sync_folder(self._out.parent)
 
 
 def run(arguments: list[str]) -> None:
     options = parse_options(arguments)
-    with Partial(options.out) as partial:
+    with Partial(options.out, print_line) as partial:
         info = prepare(options, partial)
         partial.finish()
     print_summary(info, options.out)
 
 
 def main() -> int:
-    # As an exception, so that what cannot be continued is removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        run(sys.argv[1:])
-    except InputError as error:
-        print_line(f"error: {error}")
-        return 2
-    except OSError as error:
-        print_line(f"error: writing failed: {one_line(error)}")
-        return 4
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+    return run_script(run, print_line)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ MARKERS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama2": ("<s>", "</s>"),
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "vicuna_v1": ("<s>", "</s>"),
+    "plain": (),  # of captions: pictures, and then what is said of them
 }
 
 

@@ -69,8 +69,11 @@ class Part:
     counts: dict[str, int]  # files, binary_files, empty_documents, duplicate_documents, not_utf8_documents
 
     def tokens(self, suffix: str, dtype: str) -> np.ndarray:
-        path = self.path.with_suffix(suffix)
-        return np.memmap(path, dtype, "r") if path.stat().st_size > 0 else np.zeros(0, dtype)
+        return token_array(self.path.with_suffix(suffix), dtype)
+
+
+def token_array(path: Path, dtype: str) -> np.ndarray:
+    return np.memmap(path, dtype, "r") if path.stat().st_size > 0 else np.zeros(0, dtype)
 
 
 def stat_file(path: Path) -> File:
@@ -109,10 +112,9 @@ class Progress:
     def line(self, total: int, seconds: float) -> str:
         """Of `total` bytes in all, after so many seconds."""
         done, tokens = self.bytes_read.value, self.tokens.value
-        left = (total - done) * seconds / done if done else 0
         return (
             f"{100 * done / max(total, 1):.1f} % of {total / 1e9:.3f} GB read, {tokens:,} tokens, "
-            f"{tokens / seconds:,.0f} tokens/s, {int(left // 3600)}:{int(left // 60 % 60):02}:{int(left % 60):02} left"
+            f"{tokens / seconds:,.0f} tokens/s, {time_left(done, total, seconds)}"
         )
 
     def report(self, total: int, print_line: Callable[[str], None]) -> threading.Event:
@@ -127,9 +129,15 @@ class Progress:
         return stop
 
 
-def make_progress() -> Progress:
+def time_left(done: int, total: int, seconds: float) -> str:
+    """If `done` of `total` took so long."""
+    left = (total - done) * seconds / done if done else 0
+    return f"{int(left // 3600)}:{int(left // 60 % 60):02}:{int(left % 60):02} left"
+
+
+def make_progress(kind: type[Progress] = Progress) -> Progress:
     context = multiprocessing.get_context("spawn")
-    return Progress(context.Value("q", 0), context.Value("q", 0))
+    return kind(context.Value("q", 0), context.Value("q", 0))
 
 
 class PartMaker:
@@ -258,8 +266,11 @@ def load_part(path: Path) -> Part:
         return Part(path, stored["digests"], stored["lengths"], counts)
 
 
-def make_parts(maker: PartMaker, groups: list[list[File]], workers: int) -> Iterator[Part]:
-    """The parts of all groups in order. Those that are there are not made again."""
+def make_parts(maker, groups: list[list], workers: int) -> Iterator[Path]:
+    """The paths of the parts of all groups, in order. Those that are there are not made again.
+
+    The maker is a PartMaker, or another class with its `settings`, `folder`, `progress`, `path` and `make`, whose groups
+    may hold anything that can be sent to a process."""
     missing = [index for index, group in enumerate(groups) if not is_made(maker.path(index, group))]
     made = (make_here if workers == 1 else make_in_workers)(maker, groups, missing, workers)
     waiting = set(missing)
@@ -267,7 +278,7 @@ def make_parts(maker: PartMaker, groups: list[list[File]], workers: int) -> Iter
         for index, group in enumerate(groups):
             while index in waiting:
                 waiting.remove(next(made))
-            yield load_part(maker.path(index, group))
+            yield maker.path(index, group)
     finally:
         made.close()
 
@@ -276,17 +287,17 @@ def is_made(path: Path) -> bool:
     return path.with_suffix(".npz").exists()
 
 
-def make_here(maker: PartMaker, groups: list[list[File]], missing: list[int], _: int) -> Iterator[int]:
+def make_here(maker, groups: list[list], missing: list[int], _: int) -> Iterator[int]:
     """Makes these parts in order and gives their indices."""
     for index in missing:
         maker.make(index, groups[index])
         yield index
 
 
-def make_in_workers(maker: PartMaker, groups: list[list[File]], missing: list[int], workers: int) -> Iterator[int]:
+def make_in_workers(maker, groups: list[list], missing: list[int], workers: int) -> Iterator[int]:
     """The same in several processes."""
     progress = maker.progress
-    arguments = (maker.settings, maker.folder, progress.bytes_read, progress.tokens)
+    arguments = (type(maker), maker.settings, maker.folder, progress.bytes_read, progress.tokens)
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, start_worker, arguments)
     pending: collections.deque = collections.deque()
@@ -309,15 +320,15 @@ def make_in_workers(maker: PartMaker, groups: list[list[File]], missing: list[in
             child.terminate()
 
 
-worker_maker: PartMaker | None = None
+worker_maker = None  # of this process
 
 
-def start_worker(settings: Settings, folder: Path, bytes_read, tokens) -> None:
+def start_worker(kind: type, settings, folder: Path, bytes_read, tokens) -> None:
     global worker_maker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one thread
-    worker_maker = PartMaker(settings, folder, Progress(bytes_read, tokens))
+    worker_maker = kind(settings, folder, Progress(bytes_read, tokens))
 
 
 def end_with_parent() -> None:
@@ -325,5 +336,5 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def make_in_worker(index: int, group: list[File]) -> None:
+def make_in_worker(index: int, group: list) -> None:
     worker_maker.make(index, group)

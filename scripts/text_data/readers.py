@@ -132,6 +132,10 @@ class InputFile:
             with self._open(kind) as file:
                 yield from self._text_documents(file)
 
+    def content(self) -> contextlib.AbstractContextManager[BinaryIO]:
+        """What is in it, decompressed."""
+        return self._open(file_format(self.path))
+
     @contextlib.contextmanager
     def _open(self, kind: str) -> Iterator[BinaryIO]:
         """The content, decompressed. A cut file ends with an error, not early."""

@@ -29,6 +29,10 @@ class TokenWriter:
     def tokens(self) -> int:
         return sum(self._counts)
 
+    @property
+    def tokens_of_files(self) -> list[int]:
+        return list(self._counts)
+
     def _path(self, index: int) -> Path:
         return self._folder / f"{self._split}-{index:05d}.npy{self._suffix}"
 

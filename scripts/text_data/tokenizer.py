@@ -27,6 +27,9 @@ class ByteTokenizer:
     special_tokens: dict[str, str] = {}
     added_tokens: tuple[str, ...] = ()
 
+    def id_of(self, name: str) -> int | None:
+        return None
+
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(text, np.uint8) for text in texts]
 
@@ -78,14 +81,14 @@ class JsonTokenizer:
         if name == "none":
             return []
         if name is not None:
-            return [self._id_of(name, "--bos")]
+            return [self._named(name, "--bos")]
         return bos_of(self._tokenizer, self.special_tokens, add_bos_token)
 
     def _find_eos(self, name: str | None, needed: bool) -> int | None:
         if name is not None:
-            return self._id_of(name, "--eos")
+            return self._named(name, "--eos")
         for known in (self.special_tokens.get("eos_token", ""), *EOS_NAMES):
-            if (token := self._tokenizer.token_to_id(known)) is not None:
+            if (token := self.id_of(known)) is not None:
                 return token
         if needed:
             raise InputError(
@@ -93,8 +96,12 @@ class JsonTokenizer:
             )
         return None
 
-    def _id_of(self, name: str, option: str) -> int:
-        if (token := self._tokenizer.token_to_id(name)) is None:
+    def id_of(self, name: str) -> int | None:
+        """Of a token, by its name; None where there is no such token."""
+        return self._tokenizer.token_to_id(name)
+
+    def _named(self, name: str, option: str) -> int:
+        if (token := self.id_of(name)) is None:
             raise InputError(f"{self._path}: has no token {name}; give {option} another name")
         return token
 
@@ -124,3 +131,9 @@ def make_tokenizer(name: str, bos_name: str | None = None, eos_name: str | None 
         if given is not None:
             raise InputError(f"{option} names a token of a tokenizer.json; the byte tokenizer ends documents with id 256")
     return ByteTokenizer()
+
+
+def padded_vocab_size(vocab_size: int) -> int:
+    """FP8 matrix products want multiples of 16; with large vocabularies 128 costs nothing and fills whole tiles."""
+    multiple = 16 if vocab_size <= 1024 else 128
+    return -(-vocab_size // multiple) * multiple

@@ -9,7 +9,7 @@
 namespace parka {
 namespace {
 
-void check_options(const BatchLoaderOptions& o) {
+void check_options(const BatchLoaderOptions& o, const TokenFiles& files) {
   PARKA_REQUIRE(o.world_size > 0 && o.rank >= 0 && o.rank < o.world_size);
   // Divided step by step, because the product of two large numbers from a config may overflow.
   const bool fits = o.global_batch > 0 && o.micro_batch > 0 && o.global_batch % o.world_size == 0 &&
@@ -20,6 +20,13 @@ void check_options(const BatchLoaderOptions& o) {
         "change one",
         o.global_batch, o.micro_batch, o.world_size);
   }
+  const int64_t most = files.most_images();
+  if (most > o.images_per_sequence) {
+    throw_bad_input(
+        "a sequence of the data has {} images, but there is room for {}; make room for them, or prepare the data with a "
+        "shorter --sequence-length",
+        most, o.images_per_sequence);
+  }
   if (o.prefetch < 1) throw_bad_input("data.prefetch_batches is {}; give at least 1", o.prefetch);
 }
 
@@ -29,7 +36,7 @@ BatchLoader::BatchLoader(const TokenFiles& files, const BatchLoaderOptions& opti
     : files_(files),
       options_(options),
       order_(files.source_sequences(), options.seed, options.shuffle, options.weights) {
-  check_options(options_);
+  check_options(options_, files);
   order_.batch_start(options_.start, options_.global_batch);  // throws here rather than in the thread
   thread_ = start_thread("reads the data", [this] { read_ahead(); });
 }
@@ -87,42 +94,47 @@ void BatchLoader::read_batches() {
     position = order_.batch_start(position, options_.global_batch);
     const DataPosition start = position;
     position.consumed += options_.global_batch;
-    std::vector<MicroBatch> counted;  // held back until all targets of the step are
+    std::vector<Rows> counted;  // held back until all targets of the step are
     int64_t step_targets = 0;
     for (int64_t i = 0; i < num_micro_batches; ++i) {
-      MicroBatch batch = read_micro_batch(start, i);
-      batch.start = start;
-      batch.after = i + 1 == num_micro_batches ? position : start;
+      Rows rows = read_rows(start, i);
+      rows.batch.start = start;
+      rows.batch.after = i + 1 == num_micro_batches ? position : start;
       if (files_.targets_vary()) {
-        step_targets += batch.num_targets;
-        counted.push_back(std::move(batch));
+        step_targets += rows.batch.num_targets;
+        counted.push_back(std::move(rows));
       } else {
-        batch.step_targets = targets_of_full;
-        if (!push(std::move(batch))) return;
+        rows.batch.step_targets = targets_of_full;
+        if (!push(std::move(rows.batch))) return;
       }
     }
-    for (MicroBatch& batch : counted) {
-      batch.step_targets = step_targets;
-      if (!push(std::move(batch))) return;
+    for (Rows& rows : counted) {
+      rows.batch.step_targets = step_targets;
+      if (files_.rules().images.any()) {
+        rows.batch.images =
+            read_image_batch(files_, rows.sequences, options_.micro_batch * options_.images_per_sequence);
+      }
+      if (!push(std::move(rows.batch))) return;
     }
   }
 }
 
-MicroBatch BatchLoader::read_micro_batch(DataPosition batch_start, int64_t index) {
+BatchLoader::Rows BatchLoader::read_rows(DataPosition batch_start, int64_t index) {
   const int64_t S = files_.sequence_length();
-  MicroBatch batch;
+  Rows rows;
+  MicroBatch& batch = rows.batch;
   batch.tokens.resize(static_cast<size_t>(options_.micro_batch * S));
   batch.targets.resize(batch.tokens.size());
   if (files_.rules().separate_documents) batch.first_keys.resize(batch.tokens.size());
   for (int64_t row = 0; row < options_.micro_batch; ++row) {
     const int64_t nth_of_rank = index * options_.micro_batch + row;
     const int64_t entry = options_.rank + nth_of_rank * options_.world_size;
-    batch.num_targets +=
-        files_.read_example(order_.sequence(batch_start, entry),
-                            {batch.tokens.data() + row * S, batch.targets.data() + row * S,
-                             batch.first_keys.empty() ? nullptr : batch.first_keys.data() + row * S});
+    rows.sequences.push_back(order_.sequence(batch_start, entry));
+    batch.num_targets += files_.read_example(
+        rows.sequences.back(), {batch.tokens.data() + row * S, batch.targets.data() + row * S,
+                                batch.first_keys.empty() ? nullptr : batch.first_keys.data() + row * S});
   }
-  return batch;
+  return rows;
 }
 
 bool BatchLoader::push(MicroBatch batch) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "data/data_order.h"
+#include "data/image_batch.h"
 #include "data/token_files.h"
 
 namespace parka {
@@ -21,6 +22,9 @@ struct BatchLoaderOptions {
   int64_t rank = 0;
   int64_t world_size = 1;
   int64_t prefetch = 1;  // micro-batches kept ready
+  // Of data with images: for how many of each sequence there is room. MicroBatch::images is padded to micro_batch
+  // times as many.
+  int64_t images_per_sequence = 0;
   // Any position, also one that is not a multiple of global_batch: a run may change its batch size on resuming.
   DataPosition start = {};
 };
@@ -29,6 +33,7 @@ struct MicroBatch {
   // [micro_batch, S] each, see TokenFiles::Example.
   std::vector<int32_t> tokens, targets;
   std::vector<int32_t> first_keys;  // empty unless documents are separate
+  ImageBatch images;                // empty unless the data has images
   int64_t num_targets = 0;
   int64_t step_targets = 0;  // of all micro-batches of this rank in the same global batch
   DataPosition start;        // of the global batch that it is part of
@@ -39,12 +44,13 @@ struct MicroBatch {
 
 // Prefetches one rank's micro-batches in its own thread, in a fixed order: this rank's sequences of each global
 // batch of DataOrder, cut into consecutive micro-batches. If sequences differ in their number of targets, the
-// thread reads all micro-batches of a step before it hands out the first. Only one thread may use a loader; `files`
-// must outlive it.
+// thread reads the tokens of all micro-batches of a step before it hands out the first; pixels it reads only for
+// those that are kept ready. Only one thread may use a loader; `files` must outlive it.
 class BatchLoader {
  public:
   // Throws Error(kBadInput) if the batch sizes do not divide, the data is smaller than one global batch, `start`
-  // lies outside the data, or the system allows no further thread.
+  // lies outside the data, a sequence has more images than there is room for, or the system allows no further
+  // thread.
   BatchLoader(const TokenFiles& files, const BatchLoaderOptions& options);
   // Stops the thread: it ends after its current micro-batch or shuffle.
   ~BatchLoader();
@@ -66,7 +72,12 @@ class BatchLoader {
   void wait_for(size_t count, std::unique_lock<std::mutex>& lock);
   void read_ahead();
   void read_batches();
-  MicroBatch read_micro_batch(DataPosition batch_start, int64_t index);
+  // Of the micro-batch with this index: everything but the images, and the sequences of its rows.
+  struct Rows {
+    MicroBatch batch;
+    std::vector<int64_t> sequences;
+  };
+  Rows read_rows(DataPosition batch_start, int64_t index);
   // Waits until the queue is not full. Returns false if the loader is being destroyed.
   bool push(MicroBatch batch);
 

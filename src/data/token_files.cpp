@@ -53,7 +53,10 @@ std::vector<std::string> expand_source(const std::string& source) {
   std::vector<std::string> files;
   for (size_t i = 0; status == 0 && i < found.gl_pathc; ++i) {
     const std::filesystem::path path = found.gl_pathv[i];
-    if (path.extension() != ".mask" && path.extension() != ".idx") files.push_back(path.string());
+    const auto is_beside = [&](std::string_view extension) { return path.extension() == extension; };
+    if (!is_beside(".mask") && !is_beside(".idx") && !is_beside(".images") && !is_beside(".pixels")) {
+      files.push_back(path.string());
+    }
   }
   globfree(&found);
   if (files.empty())
@@ -69,6 +72,7 @@ TokenFiles::TokenFiles(const std::vector<std::string>& sources, TokenType raw_ty
   PARKA_REQUIRE(vocab_size > 0 && vocab_size <= int64_t{std::numeric_limits<int32_t>::max()} + 1);
   if (sources.empty()) throw_bad_input("no token files are given; list them in the config's data section");
   entries_.reserve(sources.size());
+  if (rules.images.any()) images_.emplace(rules.images);
   for (const std::string& source : sources) {
     const int64_t before = entries_.empty() ? 0 : num_sequences();
     for (const std::string& path : expand_source(source)) add_file(path);
@@ -88,6 +92,7 @@ void TokenFiles::add_file(const std::string& path) {
   std::vector<int64_t> document_starts;
   if (by_marks && file.has_document_index()) document_starts = file.read_document_starts();
   if (rules_.loss_mask || (by_marks && !file.has_document_index())) file.open_mask();
+  if (images_) images_->add(path, file.num_tokens());
   const int64_t before = entries_.empty() ? 0 : num_sequences();
   const int64_t end = before + file.num_tokens() / sequence_length_;
   entries_.push_back({std::move(file), end, std::move(document_starts)});
@@ -102,7 +107,8 @@ TokenFiles::Place TokenFiles::find(int64_t sequence) const {
   const auto entry = std::upper_bound(entries_.begin(), entries_.end(), sequence,
                                       [](int64_t s, const Entry& e) { return s < e.end_sequence; });
   const int64_t begin_sequence = entry == entries_.begin() ? 0 : std::prev(entry)->end_sequence;
-  return {*entry, (sequence - begin_sequence) * sequence_length_};
+  const auto file = static_cast<size_t>(std::distance(entries_.begin(), entry));
+  return {*entry, (sequence - begin_sequence) * sequence_length_, file};
 }
 
 void TokenFiles::read(int64_t sequence, int32_t* out) const {
@@ -133,6 +139,10 @@ int64_t TokenFiles::read_example(int64_t sequence, const Example& out) const {
   const Place place = find(sequence);
   place.entry.file.read(place.first_token, sequence_length_, vocab_size_, out.tokens);
   std::vector<uint8_t> marks(static_cast<size_t>(sequence_length_), kMarkTarget);
+  if (images_) {
+    const std::vector<ImagePlace> images = images_->in_sequence(place.file, place.first_token, sequence_length_);
+    images_->check_slots(place.entry.file.path(), place.first_token, images, out.tokens, sequence_length_);
+  }
   if (place.entry.file.has_mask()) place.entry.file.read_marks(place.first_token, sequence_length_, marks.data());
   if (rules_.separate_documents) mark_documents(place, out.tokens, marks);
   int64_t num_targets = 0;
@@ -147,17 +157,37 @@ int64_t TokenFiles::read_example(int64_t sequence, const Example& out) const {
     const uint8_t next = marks[static_cast<size_t>(t + 1)];
     const bool masked = rules_.loss_mask && (next & kMarkTarget) == 0;
     const bool of_another_document = rules_.separate_documents && (next & kMarkDocumentStart) != 0;
-    if (masked || of_another_document) continue;
+    const bool in_image = rules_.images.any() && out.tokens[t + 1] == rules_.images.token;
+    if (masked || of_another_document || in_image) continue;
     out.targets[t] = out.tokens[t + 1];
     ++num_targets;
   }
   return num_targets;
 }
 
+std::vector<ImagePlace> TokenFiles::images_of(int64_t sequence) const {
+  PARKA_REQUIRE(images_.has_value());
+  const Place place = find(sequence);
+  return images_->in_sequence(place.file, place.first_token, sequence_length_);
+}
+
+int64_t TokenFiles::most_images() const {
+  int64_t most = 0, before = 0;
+  for (size_t file = 0; images_ && file < entries_.size(); ++file) {
+    const int64_t end = entries_[file].end_sequence;
+    most = std::max(most, images_->most_in_a_sequence(file, end - before, sequence_length_));
+    before = end;
+  }
+  return most;
+}
+
 std::vector<const ReadOnlyFile*> TokenFiles::files() const {
   std::vector<const ReadOnlyFile*> all;
   for (const Entry& entry : entries_) {
     for (const ReadOnlyFile* file : entry.file.files()) all.push_back(file);
+  }
+  if (images_) {
+    for (const ReadOnlyFile* file : images_->files()) all.push_back(file);
   }
   return all;
 }

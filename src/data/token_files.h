@@ -1,8 +1,10 @@
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "data/image_files.h"
 #include "data/token_file.h"
 
 namespace parka {
@@ -13,12 +15,13 @@ struct ExampleRules {
   bool separate_documents = false;  // tokens attend only to their own document
   // The id that ends a document; -1: documents begin where Megatron's index says so, or the mask file.
   int64_t document_end = -1;
+  ImageRules images = {};  // their slots are never targets
   bool operator==(const ExampleRules&) const = default;
 };
 
 // The files that an entry of the config's lists stands for: the file of that name; or, if there is none and the
 // entry has *, ? or [...], all files that match, in sorted order. Of Megatron's files these are the .bin files;
-// mask files never match. Throws Error(kBadInput) if nothing matches.
+// files of masks and images never match. Throws Error(kBadInput) if nothing matches.
 std::vector<std::string> expand_source(const std::string& source);
 
 // A list of token files as one array of sequences of S tokens. Sequence i of a file is its tokens
@@ -39,7 +42,7 @@ class TokenFiles {
   const std::vector<int64_t>& source_sequences() const { return source_sequences_; }
   const ExampleRules& rules() const { return rules_; }
   // Whether sequences differ in their number of targets.
-  bool targets_vary() const { return rules_.loss_mask || rules_.separate_documents; }
+  bool targets_vary() const { return rules_.loss_mask || rules_.separate_documents || rules_.images.any(); }
 
   // Writes the sequence_length() ids of sequence `sequence` to `out`. Threads may read at the same time. Throws
   // Error(kBadInput) naming file, position and id if an id is not below vocab_size, Error(kIo) if reading fails.
@@ -49,16 +52,24 @@ class TokenFiles {
   struct Example {
     int32_t* tokens;
     int32_t* targets;  // the token after each token; kIgnoreTarget at the end of the sequence, where the mask does
-                       // not mark it, and at the end of a document if documents are separate
+                       // not mark it, before image slots, and at the end of a document if documents are separate
     int32_t* first_keys;  // the position at which each token's document begins; null unless documents are separate
   };
-  // Returns the number of targets. Throws as read() does.
+  // Returns the number of targets. Throws as read() does, and Error(kBadInput) naming file and token if image slots
+  // are not where the images are.
   int64_t read_example(int64_t sequence, const Example& out) const;
 
+  // The images with slots in a sequence, in order, if rules() has images. Threads may read at the same time.
+  std::vector<ImagePlace> images_of(int64_t sequence) const;
+  // The most that one sequence has; 0 if rules() has no images.
+  int64_t most_images() const;
+  // Writes uint8 [3, size, size] to `out`. Throws as PixelFile::read() does.
+  void read_pixels(const ImagePlace& image, uint8_t* out) const { images_->read(image, out); }
+
   // A hash of all that defines a sequence number: sequence length, token type, and each file's name (without its
-  // folder), size, first 4 KiB and last 4 KiB, of index and mask files too. A checkpoint keeps it, to detect
-  // changed data on resuming. A changed token in the middle of a file is not detected: reading terabytes would take
-  // too long.
+  // folder), size, first 4 KiB and last 4 KiB, of index and mask files and files of images too. A checkpoint keeps
+  // it, to detect changed data on resuming. A changed token in the middle of a file is not detected: reading
+  // terabytes would take too long.
   uint64_t fingerprint() const;
 
   // The same for each file separately, to tell which one changed.
@@ -83,11 +94,13 @@ class TokenFiles {
   struct Place {
     const Entry& entry;
     int64_t first_token;
+    size_t file;  // its number
   };
   Place find(int64_t sequence) const;
   void mark_documents(const Place& place, const int32_t* tokens, std::vector<uint8_t>& marks) const;
 
   std::vector<Entry> entries_;
+  std::optional<ImageFiles> images_;  // if rules_ has any
   std::vector<int64_t> source_sequences_;
   TokenType raw_type_;
   int64_t sequence_length_;

@@ -199,7 +199,7 @@ class Packing(unittest.TestCase):
     def test_every_conversation_is_in_one_sequence_once(self):
         random = np.random.default_rng(1)
         written = []
-        packer = Packer(64, EOS, lambda tokens, marks: written.append((tokens, marks)))
+        packer = Packer(64, EOS, lambda tokens, marks, _: written.append((tokens, marks)))
         given = {}
         for number in range(1000, 4000):
             given[number] = int(random.integers(1, 65))

@@ -260,7 +260,7 @@ class Workers(Files):
         self.assertNotIn("continues", result.stderr)
 
     def test_one_run_at_a_time_makes_a_folder(self):
-        with prepare_data.Partial(self.folder / "out"):
+        with prepare_data.Partial(self.folder / "out", print):
             code, error = self.call_in_this_process(self.write("a.txt", "a"))
         self.assertEqual(code, 2)
         self.assertIn("out: another run is making it", error)

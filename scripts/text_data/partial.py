@@ -1,0 +1,79 @@
+"""A folder of output that appears whole or not at all, and what a stopped run leaves for the next one."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import BinaryIO, Callable
+
+from .common import InputError, one_line, sync_folder
+
+
+def new_folder(out: Path) -> Path:
+    """The absolute path of a folder that is not there yet, or is empty."""
+    out = out.resolve()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise InputError(f"{out}: exists and is not an empty folder; give --out another name or remove it")
+    return out
+
+
+class Partial:
+    """The hidden folder beside --out, where parts and unfinished output lie until all is done. One run at a time has it."""
+
+    def __init__(self, out: Path, print_line: Callable[[str], None]):
+        self._out, self._print_line = out, print_line
+        # Hidden, so that a search of the inputs passes it by.
+        self.path = out.with_name(f".{out.name}.partial")
+        self.staging = self.path / "output"
+
+    def __enter__(self) -> Partial:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock: BinaryIO = open(self.path / "lock", "wb")
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be made ({error.strerror}); give --out a place that you may write to")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise InputError(f"{self._out}: another run is making it; wait for it, or give --out another name")
+        shutil.rmtree(self.staging, ignore_errors=True)
+        self.staging.mkdir()
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Keeps finished parts for the next run, unless the output is in its place."""
+        if not self.staging.exists() or not any(self.path.glob("*.npz")):
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            self._print_line(f"finished files are kept in {self.path}: the same command continues")
+        self._lock.close()
+
+    def forget(self) -> None:
+        """Removes the finished parts, because the same command would fail again."""
+        for part in self.path.glob("*.npz"):
+            part.unlink()
+
+    def finish(self) -> None:
+        self.staging.rename(self._out)
+        sync_folder(self._out.parent)
+
+
+def run_script(run: Callable[[list[str]], None], print_line: Callable[[str], None]) -> int:
+    """Runs a script's `run` with the arguments of the command line. Returns the exit code."""
+    # As an exception, so that what cannot be continued is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        run(sys.argv[1:])
+    except InputError as error:
+        print_line(f"error: {error}")
+        return 2
+    except OSError as error:
+        print_line(f"error: writing failed: {one_line(error)}")
+        return 4
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
