@@ -4,7 +4,8 @@
 namespace parka::bench {
 namespace {
 
-constexpr int64_t kImages = 16, kGrid = 27, kPatches = kGrid * kGrid, kWidth = 1152, kRows = kImages * kPatches;
+constexpr int64_t kImages = 16, kGrid = 27, kPatches = kGrid * kGrid, kRows = kImages * kPatches;
+constexpr int64_t kWidth = 1152, kMlpWidth = 4304;
 
 void bench_affine_norm(Bench& bench) {
   bench.time(
@@ -40,8 +41,32 @@ void bench_affine_norm(Bench& bench) {
       norm_backward);
 }
 
+void bench_activation(Bench& bench) {
+  for (const auto& [kind, suffix] : {std::pair{Activation::kGelu, ".gelu"},
+                                     {Activation::kGeluTanh, ".gelu_tanh"},
+                                     {Activation::kQuickGelu, ".quick_gelu"}}) {
+    bench.time(
+        kVisionModel, (std::string("activation_forward") + suffix).c_str(),
+        [&](Tensors& t) {
+          return ActivationForward{.kind = kind, .x = t.bf16({kRows, kMlpWidth}), .y = t.bf16({kRows, kMlpWidth})};
+        },
+        activation_forward);
+    bench.time(
+        kVisionModel, (std::string("activation_backward") + suffix).c_str(),
+        [&](Tensors& t) {
+          const TensorView gradient = t.bf16({kRows, kMlpWidth});
+          return ActivationBackward{
+              .kind = kind, .x = t.bf16({kRows, kMlpWidth}), .d_y = gradient, .d_x = gradient};
+        },
+        activation_backward);
+  }
+}
+
 }  // namespace
 
-void bench_vision(Bench& bench) { bench_affine_norm(bench); }
+void bench_vision(Bench& bench) {
+  bench_affine_norm(bench);
+  bench_activation(bench);
+}
 
 }  // namespace parka::bench
