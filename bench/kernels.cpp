@@ -1,5 +1,5 @@
 // Every op of a model's step alone, at the shapes of a model, against the copy bandwidth of the device:
-//   bench_kernels [MODEL...] [op:NAME]  olmo-1b llama2-7b; only ops whose names begin with NAME
+//   bench_kernels [MODEL...] [op:NAME]  olmo-1b llama2-7b so400m; only ops whose names begin with NAME
 //   bench_kernels attention:S[xD]...    attention alone, heads of D columns (128) in rows of 2048, 32768 tokens in
 //                                       sequences of S
 //   bench_kernels towers                attention over all keys, of the images of vision towers
@@ -442,10 +442,13 @@ int run(int argc, char** argv) {
     shape.name = name.c_str();
     bench_attention(bench, shape);
   }
+  const auto wants = [&](const std::string& model) {
+    return arguments.empty() || std::find(arguments.begin(), arguments.end(), model) != arguments.end();
+  };
+  if (wants(kVisionModel)) bench_vision(bench);
   if (arguments.empty()) bench_towers(bench);
   for (const ModelShape& model : kModels) {
-    if (!arguments.empty() && std::find(arguments.begin(), arguments.end(), model.name) == arguments.end())
-      continue;
+    if (!wants(model.name)) continue;
     bench_activations(bench, model);
     bench_attention(bench, model);
     bench_decode(bench, model);

@@ -1,0 +1,72 @@
+#include "bench/kernel_bench.h"
+
+// The ops that vision towers and projectors have beside a decoder's, at the sizes of SigLIP so400m with 384 pixels.
+namespace parka::bench {
+namespace {
+
+constexpr int64_t kImages = 16, kGrid = 27, kPatches = kGrid * kGrid, kRows = kImages * kPatches;
+constexpr int64_t kWidth = 1152, kMlpWidth = 4304;
+
+void bench_affine_norm(Bench& bench) {
+  bench.time(
+      kVisionModel, "norm_forward.affine",
+      [&](Tensors& t) {
+        return NormForward{.kind = NormKind::kAffineLayerNorm,
+                           .eps = 1e-6f,
+                           .residual = t.bf16({kRows, kWidth}),
+                           .branch = t.bf16({kRows, kWidth}),
+                           .weight = t.bf16({kWidth}),
+                           .bias = t.bf16({kWidth}),
+                           .residual_out = t.bf16({kRows, kWidth}),
+                           .y = t.bf16({kRows, kWidth}),
+                           .mean = t.fp32({kRows}),
+                           .rstd = t.fp32({kRows})};
+      },
+      norm_forward);
+  bench.time(
+      kVisionModel, "norm_backward.affine",
+      [&](Tensors& t) {
+        const TensorView d_residual = t.bf16({kRows, kWidth});
+        return NormBackward{.kind = NormKind::kAffineLayerNorm,
+                            .x = t.bf16({kRows, kWidth}),
+                            .weight = t.bf16({kWidth}),
+                            .mean = t.fp32({kRows}),
+                            .rstd = t.fp32({kRows}),
+                            .d_y = t.bf16({kRows, kWidth}),
+                            .d_residual = d_residual,
+                            .d_residual_out = d_residual,
+                            .d_weight = t.fp32({kWidth}),
+                            .d_bias = t.fp32({kWidth})};
+      },
+      norm_backward);
+}
+
+void bench_activation(Bench& bench) {
+  for (const auto& [kind, suffix] : {std::pair{Activation::kGelu, ".gelu"},
+                                     {Activation::kGeluTanh, ".gelu_tanh"},
+                                     {Activation::kQuickGelu, ".quick_gelu"}}) {
+    bench.time(
+        kVisionModel, (std::string("activation_forward") + suffix).c_str(),
+        [&](Tensors& t) {
+          return ActivationForward{.kind = kind, .x = t.bf16({kRows, kMlpWidth}), .y = t.bf16({kRows, kMlpWidth})};
+        },
+        activation_forward);
+    bench.time(
+        kVisionModel, (std::string("activation_backward") + suffix).c_str(),
+        [&](Tensors& t) {
+          const TensorView gradient = t.bf16({kRows, kMlpWidth});
+          return ActivationBackward{
+              .kind = kind, .x = t.bf16({kRows, kMlpWidth}), .d_y = gradient, .d_x = gradient};
+        },
+        activation_backward);
+  }
+}
+
+}  // namespace
+
+void bench_vision(Bench& bench) {
+  bench_affine_norm(bench);
+  bench_activation(bench);
+}
+
+}  // namespace parka::bench
