@@ -62,9 +62,26 @@ void bench_activation(Bench& bench) {
   }
 }
 
+void bench_patches(Bench& bench) {
+  constexpr int64_t kPatchSize = 14, kPixels = 384, kColumns = 592;
+  bench.time(
+      kVisionModel, "gather_patches",
+      [&](Tensors& t) {
+        const TensorView pixels = t.make(DType::kU8, {kImages, GatherPatches::kChannels, kPixels, kPixels});
+        t.fill_zero(pixels);
+        return GatherPatches{.pixels = pixels,
+                             .patches = t.bf16({kRows, kColumns}),
+                             .patch_size = kPatchSize,
+                             .mean = {0.5f, 0.5f, 0.5f},
+                             .deviation = {0.5f, 0.5f, 0.5f}};
+      },
+      gather_patches);
+}
+
 }  // namespace
 
 void bench_vision(Bench& bench) {
+  bench_patches(bench);
   bench_affine_norm(bench);
   bench_activation(bench);
 }
