@@ -78,10 +78,28 @@ void bench_patches(Bench& bench) {
       gather_patches);
 }
 
+void bench_positions(Bench& bench) {
+  bench.time(
+      kVisionModel, "positions_forward",
+      [&](Tensors& t) {
+        const TensorView x = t.bf16({kRows, kWidth});
+        return PositionsForward{.x = x, .positions = t.bf16({kPatches, kWidth}), .out = x};
+      },
+      positions_forward);
+  bench.time(
+      kVisionModel, "positions_backward",
+      [&](Tensors& t) {
+        return PositionsBackward{
+            .d_out = t.bf16({kRows, kWidth}), .d_positions = t.fp32({kPatches, kWidth}), .num_images = kImages};
+      },
+      positions_backward);
+}
+
 }  // namespace
 
 void bench_vision(Bench& bench) {
   bench_patches(bench);
+  bench_positions(bench);
   bench_affine_norm(bench);
   bench_activation(bench);
 }

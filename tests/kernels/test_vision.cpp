@@ -103,3 +103,168 @@ TEST_CASE("gather_patches takes no images, and refuses wrong arguments", "[kerne
   CHECK(contains(gather(pixels, few, 4), "gather_patches: patches is fp32 [3, 48]"));
   CHECK(contains(gather(pixels, patches, 0), "gather_patches: patch_size is 0"));
 }
+
+namespace {
+
+struct PositionCase {
+  int64_t B, P, C;
+  bool has_class_token;
+
+  int64_t N() const { return P + (has_class_token ? 1 : 0); }
+};
+
+std::vector<PositionCase> position_cases() {
+  std::vector<PositionCase> all = {
+      {1, 1, 1, false}, {1, 1, 8, true}, {3, 4, 16, true}, {9, 25, 24, false}, {20, 3, 33, true}};
+  for (uint64_t i = 0; i < 8; ++i) {
+    all.push_back(
+        {1 + draw(74, 3 * i, 5), 1 + draw(74, 3 * i + 1, 40), 8 * (1 + draw(74, 3 * i + 2, 20)), i % 2 == 0});
+  }
+  return all;
+}
+
+}  // namespace
+
+TEST_CASE("positions_forward adds a position to each token, and puts the class token in front",
+          "[kernels][vision]") {
+  for (Device* device : devices()) {
+    for (const DType dtype : kPlain) {
+      for (const PositionCase& c : position_cases()) {
+        const int64_t N = c.N(), first = N - c.P;
+        const std::vector<float> x = random_values(dtype, c.B * c.P * c.C, 75),
+                                 position = random_values(dtype, N * c.C, 76),
+                                 token = random_values(dtype, c.C, 77);
+        const TestTensor in(*device, dtype, {c.B * c.P, c.C}, x), positions(*device, dtype, {N, c.C}, position),
+            class_token(*device, dtype, {c.C}, token), out(*device, dtype, {c.B * N, c.C});
+        PositionsForward op{.x = in, .positions = positions, .out = out};
+        if (c.has_class_token) op.class_token = class_token;
+        positions_forward(*device, op);
+        const std::vector<float> got = out.host();
+        int64_t wrong = 0;
+        for (int64_t i = 0; i < c.B * N * c.C; ++i) {
+          const int64_t column = i % c.C, n = i / c.C % N, b = i / c.C / N;
+          const float before = n < first ? token[column] : x[(b * c.P + n - first) * c.C + column];
+          wrong += got[i] != rounded(dtype, before + position[n * c.C + column]);
+        }
+        CAPTURE(device->name(), name_of(dtype), c.B, c.P, c.C, c.has_class_token);
+        CHECK(wrong == 0);
+        CHECK((in.host() == x && in.guard_intact() && out.guard_intact()));
+        if (c.has_class_token) continue;
+        op.out = in;
+        positions_forward(*device, op);
+        CHECK((in.bytes() == out.bytes()));
+      }
+    }
+  }
+}
+
+TEST_CASE("positions_backward adds the sums over images in order, once", "[kernels][vision]") {
+  for (Device* device : devices()) {
+    for (const auto& [dtype, sum_dtype] :
+         {std::pair{DType::kF32, DType::kF32}, {DType::kBF16, DType::kF32}, {DType::kBF16, DType::kBF16}}) {
+      for (const PositionCase& c : position_cases()) {
+        const int64_t N = c.N(), first = N - c.P;
+        const std::vector<float> gradient = random_values(dtype, c.B * N * c.C, 78),
+                                 before = random_values(sum_dtype, N * c.C, 79),
+                                 token = random_values(sum_dtype, c.C, 80);
+        const TestTensor d_out(*device, dtype, {c.B * N, c.C}, gradient), d_x(*device, dtype, {c.B * c.P, c.C});
+        const TestTensor d_positions(*device, sum_dtype, {N, c.C}, before),
+            d_class_token(*device, sum_dtype, {c.C}, token);
+        positions_backward(*device, {.d_out = d_out,
+                                     .d_x = d_x,
+                                     .d_positions = d_positions,
+                                     .d_class_token = c.has_class_token ? d_class_token.view() : TensorView(),
+                                     .num_images = c.B});
+        std::vector<float> sum(static_cast<size_t>(N * c.C)), rows;
+        for (int64_t i = 0; i < c.B * N * c.C; ++i) {
+          sum[i % (N * c.C)] += gradient[i];
+          if (i / c.C % N >= first) rows.push_back(gradient[i]);
+        }
+        const std::vector<float> got = d_positions.host(), got_token = d_class_token.host();
+        int64_t wrong = 0;
+        for (int64_t i = 0; i < N * c.C; ++i) wrong += got[i] != rounded(sum_dtype, before[i] + sum[i]);
+        for (int64_t i = 0; i < c.C; ++i) {
+          wrong += got_token[i] != (c.has_class_token ? rounded(sum_dtype, token[i] + sum[i]) : token[i]);
+        }
+        CAPTURE(device->name(), name_of(dtype), name_of(sum_dtype), c.B, c.P, c.C, c.has_class_token);
+        CHECK(wrong == 0);
+        CHECK((d_x.host() == rows));
+        CHECK((d_out.guard_intact() && d_x.guard_intact() && d_positions.guard_intact()));
+
+        // What is not wanted is left out.
+        const TestTensor alone(*device, sum_dtype, {N, c.C}, before);
+        positions_backward(*device, {.d_out = d_out, .d_positions = alone, .num_images = c.B});
+        CHECK((alone.bytes() == d_positions.bytes()));
+      }
+    }
+  }
+}
+
+TEST_CASE("positions_backward is the transpose of positions_forward", "[kernels][vision]") {
+  // Whole numbers, so that both sides are exact.
+  const auto whole = [](int64_t count, uint64_t seed) {
+    std::vector<float> values = random_normal(count, seed, 4.0f);
+    for (float& v : values) v = std::round(v);
+    return values;
+  };
+  constexpr int64_t B = 3, P = 4, C = 5, N = P + 1;
+  const std::vector<float> x = whole(B * P * C, 1), position = whole(N * C, 2), token = whole(C, 3),
+                           d_y = whole(B * N * C, 4);
+  const std::vector<float> zeros(static_cast<size_t>(N * C)), no_token(static_cast<size_t>(C));
+  const auto dot = [](const std::vector<float>& a, const std::vector<float>& b) {
+    double sum = 0;
+    for (size_t i = 0; i < a.size(); ++i) sum += double{a[i]} * b[i];
+    return sum;
+  };
+  for (Device* device : devices()) {
+    const TestTensor in(*device, DType::kF32, {B * P, C}, x), positions(*device, DType::kF32, {N, C}, position),
+        class_token(*device, DType::kF32, {C}, token), out(*device, DType::kF32, {B * N, C});
+    const TestTensor d_out(*device, DType::kF32, {B * N, C}, d_y), d_x(*device, DType::kF32, {B * P, C}),
+        d_positions(*device, DType::kF32, {N, C}, zeros), d_class_token(*device, DType::kF32, {C}, no_token);
+    positions_forward(*device, {.x = in, .positions = positions, .class_token = class_token, .out = out});
+    positions_backward(
+        *device,
+        {.d_out = d_out, .d_x = d_x, .d_positions = d_positions, .d_class_token = d_class_token, .num_images = B});
+    const double backward =
+        dot(d_x.host(), x) + dot(d_positions.host(), position) + dot(d_class_token.host(), token);
+    CHECK(dot(out.host(), d_y) == backward);
+    CHECK(backward != 0);
+  }
+}
+
+TEST_CASE("positions ops take no images, and refuse wrong arguments", "[kernels][vision]") {
+  for (Device* device : devices()) {
+    const TestTensor none(*device, DType::kF32, {0, 8}),
+        positions(*device, DType::kF32, {4, 8}, std::vector<float>(32, 1.0f));
+    positions_forward(*device, {.x = none, .positions = positions, .out = none});
+    positions_backward(*device, {.d_out = none, .d_positions = positions, .num_images = 0});
+    CHECK((positions.host() == std::vector<float>(32, 1.0f)));
+  }
+  Device& device = cpu_device();
+  const TestTensor x(device, DType::kF32, {6, 8}), positions(device, DType::kF32, {4, 8}),
+      token(device, DType::kF32, {8}), half_token(device, DType::kBF16, {8}), out(device, DType::kF32, {8, 8}),
+      one(device, DType::kF32, {1, 8});
+  const auto forward = [&](const TensorView& from, const TensorView& of, const TensorView& class_token,
+                           const TensorView& to) {
+    return internal_error(
+        [&] { positions_forward(device, {.x = from, .positions = of, .class_token = class_token, .out = to}); });
+  };
+  CHECK(forward(x, positions, token, out).empty());
+  CHECK(contains(forward(x, positions, half_token, out), "positions_forward: class_token is bf16"));
+  CHECK(contains(forward(x, positions, {}, out), "positions_forward: x is fp32 [6, 8], wanted shape [4, 8]"));
+  CHECK(contains(forward(x, positions, token, x), "positions_forward: out is fp32 [6, 8], wanted shape [8, 8]"));
+  CHECK(contains(forward(x, one, token, out), "positions_forward: positions is fp32 [1, 8], which leaves no"));
+  const auto backward = [&](const TensorView& d_x, const TensorView& d_positions, const TensorView& d_token,
+                            int64_t images) {
+    return internal_error([&] {
+      positions_backward(
+          device,
+          {.d_out = out, .d_x = d_x, .d_positions = d_positions, .d_class_token = d_token, .num_images = images});
+    });
+  };
+  CHECK(contains(backward(x, {}, {}, 3), "positions_backward: d_out is fp32 [8, 8], wanted shape [6, 8]"));
+  CHECK(contains(backward(one, {}, {}, 2), "positions_backward: d_x is fp32 [1, 8], wanted shape [6, 8]"));
+  CHECK(contains(backward({}, x, {}, 2), "positions_backward: d_positions is fp32 [6, 8]"));
+  CHECK(contains(backward({}, positions, half_token, 2),
+                 "positions_backward: d_class_token is bf16 [8], wanted the dtype"));
+}

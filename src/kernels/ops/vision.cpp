@@ -21,7 +21,51 @@ void gather_patches(Device& device, const GatherPatches& a) {
   PARKA_DISPATCH(gather_patches, device, a);
 }
 
+void positions_forward(Device& device, const PositionsForward& a) {
+  constexpr std::string_view kOp = "positions_forward";
+  const int64_t N = a.positions.dim[0], C = a.positions.dim[1];
+  check_tensor(kOp, "positions", a.positions, {N, C}, {DType::kF32, DType::kBF16});
+  if (!a.class_token.empty()) check_tensor(kOp, "class_token", a.class_token, {C}, {a.positions.dtype});
+  const int64_t patches = N - (a.class_token.empty() ? 0 : 1);
+  if (patches < 1)
+    throw_internal("{}: positions is {}, which leaves no position to a patch", kOp, describe(a.positions));
+  const int64_t images = a.x.dim[0] / patches;
+  check_tensor(kOp, "x", a.x, {images * patches, C}, {a.positions.dtype});
+  check_tensor(kOp, "out", a.out, {images * N, C}, {a.positions.dtype});
+  if (a.out.numel() == 0) return;
+  PARKA_DISPATCH(positions_forward, device, a);
+}
+
+void positions_backward(Device& device, const PositionsBackward& a) {
+  constexpr std::string_view kOp = "positions_backward";
+  const int64_t B = a.num_images, N = B < 1 ? 0 : a.d_out.dim[0] / B, C = a.d_out.dim[1];
+  check_tensor(kOp, "d_out", a.d_out, {B * N, C}, {DType::kF32, DType::kBF16});
+  if (a.d_out.numel() == 0) return;  // of no images the number of positions is unknown
+  if (!a.d_x.empty()) {
+    const bool has_class_token = a.d_x.dim[0] != B * N;
+    check_tensor(kOp, "d_x", a.d_x, {B * (has_class_token ? N - 1 : N), C}, {a.d_out.dtype});
+  }
+  if (!a.d_positions.empty()) check_tensor(kOp, "d_positions", a.d_positions, {N, C}, {DType::kF32, DType::kBF16});
+  if (!a.d_class_token.empty()) {
+    check_tensor(kOp, "d_class_token", a.d_class_token, {C}, {DType::kF32, DType::kBF16});
+    if (!a.d_positions.empty() && a.d_positions.dtype != a.d_class_token.dtype) {
+      throw_internal("{}: d_class_token is {}, wanted the dtype of d_positions", kOp, describe(a.d_class_token));
+    }
+  }
+  PARKA_DISPATCH(positions_backward, device, a);
+}
+
 OpCost cost_of(const GatherPatches& a) { return moved(all_bytes(a.pixels, a.patches), a.patches); }
 TensorView output_of(const GatherPatches& a) { return a.patches; }
+
+OpCost cost_of(const PositionsForward& a) {
+  return moved(all_bytes(a.x, a.positions, a.class_token, a.out), a.out);
+}
+TensorView output_of(const PositionsForward& a) { return a.out; }
+
+OpCost cost_of(const PositionsBackward& a) {
+  return moved(all_bytes(a.d_out, a.d_x) + 2 * all_bytes(a.d_positions, a.d_class_token), a.d_out);
+}
+TensorView output_of(const PositionsBackward& a) { return first_given({a.d_x, a.d_positions, a.d_class_token}); }
 
 }  // namespace parka

@@ -22,4 +22,28 @@ struct GatherPatches {
 };
 PARKA_OP(gather_patches, GatherPatches);
 
+// Adds learned positions, one to each token of an image, behind an optional class token:
+//   out[b * N + s + p] = x[b * P + p] + positions[s + p],   P = N - s
+//   out[b * N]         = class_token + positions[0]         with a class token: s = 1; else s = 0
+// Sums are fp32, rounded once.
+struct PositionsForward {
+  TensorView x;                 // [B * P, C] fp32 or bf16, in
+  TensorView positions;         // [N, C] as x, in
+  TensorView class_token = {};  // [C] as x, in; empty: none
+  TensorView out;               // [B * N, C] as x, out; without a class token it may be the memory of x
+};
+PARKA_OP(positions_forward, PositionsForward);
+
+// d_positions[n] += sum_b d_out[b * N + n],   d_class_token += sum_b d_out[b * N],   d_x: the rows of patches
+// Sums are fp32, in the order of images, and added once.
+struct PositionsBackward {
+  TensorView d_out;     // [B * N, C] fp32 or bf16, in
+  TensorView d_x = {};  // [B * P, C] as d_out, out, in memory of its own; empty: not wanted. Without a class
+                        // token it would be a copy of d_out
+  TensorView d_positions = {};    // [N, C] fp32 or bf16, in/out; empty: not wanted
+  TensorView d_class_token = {};  // [C] fp32 or bf16, as d_positions where that is given, in/out; empty: not wanted
+  int64_t num_images;             // B
+};
+PARKA_OP(positions_backward, PositionsBackward);
+
 }  // namespace parka

@@ -1,5 +1,8 @@
 #include "kernels/ops/vision.h"
 
+#include <algorithm>
+#include <initializer_list>
+
 #include "kernels/cuda/vector.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
@@ -49,6 +52,91 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// ---- Positions ----
+
+template <typename T>
+struct PositionsTensors {
+  const T* x;
+  const T* positions_NC;
+  const T* class_token_C;  // null: none
+  T* out;
+};
+
+// A thread has kWidth adjacent columns of a row of `out`.
+template <int kWidth, typename T>
+__global__ void __launch_bounds__(kThreads)
+    positions_forward_kernel(const PositionsTensors<T> a, int64_t count, int positions, int cols) {
+  const int64_t at = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kWidth;
+  if (at >= count) return;
+  const int64_t row = at / cols, column = at % cols, b = row / positions, n = row % positions;
+  const int first = a.class_token_C == nullptr ? 0 : 1;
+  const T* const token =
+      n < first ? a.class_token_C + column : a.x + (b * (positions - first) + n - first) * cols + column;
+  float x[kWidth], position[kWidth];
+  load(token, x);
+  load(a.positions_NC + n * cols + column, position);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) x[i] += position[i];
+  store(a.out + at, x);
+}
+
+template <typename G, typename D>
+struct PositionsGradients {
+  const G* d_out;
+  G* d_x;              // null: not wanted
+  D* d_positions_NC;   // null: not wanted
+  D* d_class_token_C;  // null: not wanted
+  int images, positions, patches, cols;
+};
+
+constexpr int kImagesAtOnce = 8;
+
+// A thread has kWidth adjacent columns of one position of every image.
+template <int kWidth, typename G, typename D>
+__global__ void __launch_bounds__(kThreads) positions_backward_kernel(const PositionsGradients<G, D> a) {
+  const int64_t at = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kWidth,
+                of_image = int64_t{a.positions} * a.cols;
+  if (at >= of_image) return;
+  const int64_t skipped = int64_t{a.positions - a.patches} * a.cols;  // the class token
+  float sum[kWidth] = {};
+  for (int b = 0; b < a.images; b += kImagesAtOnce) {
+    Stored<G, kWidth> gradient[kImagesAtOnce];
+#pragma unroll
+    for (int i = 0; i < kImagesAtOnce; ++i) {
+      gradient[i] = load_stored<kWidth>(a.d_out + (b + i) * of_image + at, b + i < a.images);
+    }
+#pragma unroll
+    for (int i = 0; i < kImagesAtOnce; ++i) {
+      if (b + i >= a.images) break;
+      float values[kWidth];
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) sum[k] += values[k] = gradient[i][k];
+      if (a.d_x != nullptr && at >= skipped) store(a.d_x + (b + i) * (of_image - skipped) + at - skipped, values);
+    }
+  }
+  const auto add_to = [&](D* target) {
+    float total[kWidth];
+    load(target, total);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) total[i] += sum[i];
+    store(target, total);
+  };
+  if (a.d_positions_NC != nullptr) add_to(a.d_positions_NC + at);
+  if (a.d_class_token_C != nullptr && at < a.cols) add_to(a.d_class_token_C + at);
+}
+
+// Of tensors not given the pointer is null.
+bool is_wide(int64_t cols, int64_t width, std::initializer_list<const void*> tensors) {
+  return cols % width == 0 &&
+         std::all_of(tensors.begin(), tensors.end(), [](const void* p) { return is_aligned(p, 16); });
+}
+
+unsigned blocks_of(int64_t elements, int64_t width) {
+  const int64_t blocks = ceil_div(elements, kThreads * width);
+  PARKA_REQUIRE(blocks <= INT32_MAX);
+  return static_cast<unsigned>(blocks);
+}
+
 }  // namespace
 
 void gather_patches(Device& device, const GatherPatches& a) {
@@ -67,6 +155,48 @@ void gather_patches(Device& device, const GatherPatches& a) {
     launch(a.pixels.as<float>());
   }
   check_launch("gather_patches");
+}
+
+void positions_forward(Device& device, const PositionsForward& a) {
+  const int64_t N = a.positions.dim[0], C = a.positions.dim[1];
+  PARKA_REQUIRE(N * C <= INT32_MAX);
+  with_plain_type(a.x.dtype, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kWide = 16 / sizeof(T);
+    const bool wide = is_wide(C, kWide, {a.x.data, a.positions.data, a.class_token.data, a.out.data});
+    const auto kernel = wide ? positions_forward_kernel<kWide, T> : positions_forward_kernel<1, T>;
+    const PositionsTensors<T> tensors{a.x.as<T>(), a.positions.as<T>(),
+                                      a.class_token.empty() ? nullptr : a.class_token.as<T>(), a.out.as<T>()};
+    kernel<<<blocks_of(a.out.numel(), wide ? kWide : 1), kThreads, 0, as_cuda(device).stream()>>>(
+        tensors, a.out.numel(), static_cast<int>(N), static_cast<int>(C));
+  });
+  check_launch("positions_forward");
+}
+
+void positions_backward(Device& device, const PositionsBackward& a) {
+  const int64_t B = a.num_images, N = a.d_out.dim[0] / B, C = a.d_out.dim[1];
+  PARKA_REQUIRE(B <= INT32_MAX - kImagesAtOnce && N * C <= INT32_MAX);
+  const TensorView& target = a.d_positions.empty() ? a.d_class_token : a.d_positions;
+  with_plain_type(a.d_out.dtype, [&](auto g) {
+    with_plain_type(target.empty() ? a.d_out.dtype : target.dtype, [&](auto d) {
+      using G = decltype(g);
+      using D = decltype(d);
+      constexpr int kWide = 16 / sizeof(G);
+      const bool wide = is_wide(C, kWide, {a.d_out.data, a.d_x.data, a.d_positions.data, a.d_class_token.data});
+      const PositionsGradients<G, D> gradients{
+          .d_out = a.d_out.as<G>(),
+          .d_x = a.d_x.empty() ? nullptr : a.d_x.as<G>(),
+          .d_positions_NC = a.d_positions.empty() ? nullptr : a.d_positions.as<D>(),
+          .d_class_token_C = a.d_class_token.empty() ? nullptr : a.d_class_token.as<D>(),
+          .images = static_cast<int>(B),
+          .positions = static_cast<int>(N),
+          .patches = static_cast<int>(a.d_x.empty() ? N : a.d_x.dim[0] / B),
+          .cols = static_cast<int>(C)};
+      const auto kernel = wide ? positions_backward_kernel<kWide, G, D> : positions_backward_kernel<1, G, D>;
+      kernel<<<blocks_of(N * C, wide ? kWide : 1), kThreads, 0, as_cuda(device).stream()>>>(gradients);
+    });
+  });
+  check_launch("positions_backward");
 }
 
 }  // namespace parka::cuda
