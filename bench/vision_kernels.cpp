@@ -95,11 +95,31 @@ void bench_positions(Bench& bench) {
       positions_backward);
 }
 
+void bench_space_to_channel(Bench& bench) {
+  constexpr TokenMerge kMerge{.rows = kGrid, .columns = kGrid, .factor = 2};
+  const int64_t merged = kImages * kMerge.merged(), across = kMerge.factor * kMerge.factor * kWidth;
+  bench.time(
+      kVisionModel, "space_to_channel_forward",
+      [&](Tensors& t) {
+        return SpaceToChannelForward{
+            .x = t.bf16({kRows, kWidth}), .out = t.bf16({merged, across}), .merge = kMerge};
+      },
+      space_to_channel_forward);
+  bench.time(
+      kVisionModel, "space_to_channel_backward",
+      [&](Tensors& t) {
+        return SpaceToChannelBackward{
+            .d_out = t.bf16({merged, across}), .d_x = t.bf16({kRows, kWidth}), .merge = kMerge};
+      },
+      space_to_channel_backward);
+}
+
 }  // namespace
 
 void bench_vision(Bench& bench) {
   bench_patches(bench);
   bench_positions(bench);
+  bench_space_to_channel(bench);
   bench_affine_norm(bench);
   bench_activation(bench);
 }

@@ -268,3 +268,88 @@ TEST_CASE("positions ops take no images, and refuse wrong arguments", "[kernels]
   CHECK(contains(backward({}, positions, half_token, 2),
                  "positions_backward: d_class_token is bf16 [8], wanted the dtype"));
 }
+
+TEST_CASE("space_to_channel_forward merges squares of tokens in the order of either release", "[kernels][vision]") {
+  std::vector<float> numbers;
+  for (int i = 1; i <= 25; ++i) numbers.push_back(static_cast<float>(i));
+  const std::vector<float> by_rows = {1,  2,  6,  7, 3,  4, 8,  9,  5, 0, 10, 0,  11, 12, 16, 17, 13, 14,
+                                      18, 19, 15, 0, 20, 0, 21, 22, 0, 0, 23, 24, 0,  0,  25, 0,  0,  0};
+  const std::vector<float> by_columns = {1,  2,  6,  7,  11, 12, 16, 17, 21, 22, 0,  0, 3,  4, 8,  9, 13, 14,
+                                         18, 19, 23, 24, 0,  0,  5,  0,  10, 0,  15, 0, 20, 0, 25, 0, 0,  0};
+  for (Device* device : devices()) {
+    const TestTensor x(*device, DType::kF32, {25, 1}, numbers), out(*device, DType::kF32, {9, 4}),
+        back(*device, DType::kF32, {25, 1});
+    for (const bool column_major : {false, true}) {
+      const TokenMerge merge{.rows = 5, .columns = 5, .factor = 2, .column_major = column_major};
+      space_to_channel_forward(*device, {.x = x, .out = out, .merge = merge});
+      CAPTURE(device->name(), column_major);
+      CHECK((out.host() == (column_major ? by_columns : by_rows)));
+      space_to_channel_backward(*device, {.d_out = out, .d_x = back, .merge = merge});
+      CHECK((back.host() == numbers));
+    }
+  }
+}
+
+TEST_CASE("space_to_channel moves whole tokens, and backward takes the gradient of each", "[kernels][vision]") {
+  for (uint64_t n = 0; n < 24; ++n) {
+    const TokenMerge merge{.rows = 1 + draw(81, 6 * n, 9),
+                           .columns = 1 + draw(81, 6 * n + 1, 9),
+                           .factor = 1 + draw(81, 6 * n + 2, 4),
+                           .column_major = n % 2 == 0};
+    const int64_t B = 1 + draw(81, 6 * n + 3, 3),
+                  C = n % 3 == 0 ? 8 * (1 + draw(81, 6 * n + 4, 40)) : 1 + draw(81, 6 * n + 4, 40);
+    const DType dtype = kPlain[draw(81, 6 * n + 5, 2)];
+    const int64_t tokens = merge.rows * merge.columns, k = merge.factor, across = k * k * C;
+    // Of each element of the output its place in the input; -1 outside of the grid.
+    std::vector<int64_t> source(static_cast<size_t>(B * merge.merged() * across), -1);
+    for (int64_t at = 0; at < B * tokens * C; ++at) {
+      const int64_t c = at % C, x = at / C % merge.columns, y = at / C / merge.columns % merge.rows,
+                    b = at / C / tokens;
+      const int64_t i = y / k, j = x / k;
+      const int64_t token = merge.column_major ? j * merge.merged_rows() + i : i * merge.merged_columns() + j;
+      source[(b * merge.merged() + token) * across + (y % k * k + x % k) * C + c] = at;
+    }
+    const std::vector<float> values = random_values(dtype, B * tokens * C, 82),
+                             gradient = random_values(dtype, B * merge.merged() * across, 83);
+    std::vector<float> want, want_gradient(values.size());
+    for (size_t i = 0; i < source.size(); ++i) {
+      want.push_back(source[i] < 0 ? 0.0f : values[source[i]]);
+      if (source[i] >= 0) want_gradient[source[i]] = gradient[i];
+    }
+    for (Device* device : devices()) {
+      const TestTensor x(*device, dtype, {B * tokens, C}, values),
+          out(*device, dtype, {B * merge.merged(), across});
+      const TestTensor d_out(*device, dtype, {B * merge.merged(), across}, gradient),
+          d_x(*device, dtype, {B * tokens, C});
+      space_to_channel_forward(*device, {.x = x, .out = out, .merge = merge});
+      space_to_channel_backward(*device, {.d_out = d_out, .d_x = d_x, .merge = merge});
+      CAPTURE(device->name(), name_of(dtype), B, C, merge.rows, merge.columns, k, merge.column_major);
+      CHECK((out.host() == want));
+      CHECK((d_x.host() == want_gradient));
+      CHECK((x.guard_intact() && out.guard_intact() && d_out.guard_intact() && d_x.guard_intact()));
+    }
+  }
+}
+
+TEST_CASE("space_to_channel takes no images, and refuses wrong arguments", "[kernels][vision]") {
+  const TokenMerge merge{.rows = 3, .columns = 3, .factor = 2};
+  for (Device* device : devices()) {
+    const TestTensor none(*device, DType::kF32, {0, 2}), nothing(*device, DType::kF32, {0, 8});
+    space_to_channel_forward(*device, {.x = none, .out = nothing, .merge = merge});
+    space_to_channel_backward(*device, {.d_out = nothing, .d_x = none, .merge = merge});
+    CHECK((none.guard_intact() && nothing.guard_intact()));
+  }
+  Device& device = cpu_device();
+  const TestTensor x(device, DType::kF32, {9, 2}), odd(device, DType::kF32, {10, 2}),
+      out(device, DType::kF32, {4, 8}), half(device, DType::kBF16, {4, 8}), narrow(device, DType::kF32, {4, 2});
+  const auto forward = [&](const TensorView& from, const TensorView& to, const TokenMerge& m) {
+    return internal_error([&] { space_to_channel_forward(device, {.x = from, .out = to, .merge = m}); });
+  };
+  CHECK(contains(forward(odd, out, merge), "space_to_channel_forward: x is fp32 [10, 2], wanted shape [9, 2]"));
+  CHECK(contains(forward(x, narrow, merge), "space_to_channel_forward: out is fp32 [4, 2], wanted shape [4, 8]"));
+  CHECK(contains(forward(x, half, merge), "space_to_channel_forward: out is bf16"));
+  CHECK(contains(forward(x, out, {.rows = 3, .columns = 3, .factor = 0}), "and a factor of 0, wanted 1 or more"));
+  const std::string backward =
+      internal_error([&] { space_to_channel_backward(device, {.d_out = narrow, .d_x = x, .merge = merge}); });
+  CHECK(contains(backward, "space_to_channel_backward: d_out is fp32 [4, 2], wanted shape [4, 8]"));
+}

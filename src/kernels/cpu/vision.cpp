@@ -12,10 +12,8 @@ namespace {
 
 constexpr int64_t kRowGrain = 16;
 
-void copy_row(const TensorView& from, int64_t from_row, const TensorView& to, int64_t to_row) {
-  const int64_t bytes = from.dim[1] * size_of(from.dtype);
-  std::memcpy(static_cast<std::byte*>(to.data) + to_row * bytes,
-              static_cast<const std::byte*>(from.data) + from_row * bytes, static_cast<size_t>(bytes));
+std::byte* bytes_at(const TensorView& t, int64_t element) {
+  return static_cast<std::byte*>(t.data) + element * size_of(t.dtype);
 }
 
 // target[at, at + C) += sum, rounded once
@@ -76,7 +74,9 @@ void positions_backward(Device&, const PositionsBackward& a) {
   const int64_t patches = a.d_x.empty() ? 0 : a.d_x.dim[0] / B;
   parallel_for(B * patches, kRowGrain, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      copy_row(a.d_out, t / patches * N + N - patches + t % patches, a.d_x, t);
+      const int64_t from = t / patches * N + N - patches + t % patches;
+      std::memcpy(bytes_at(a.d_x, t * C), bytes_at(a.d_out, from * C),
+                  static_cast<size_t>(C * size_of(a.d_x.dtype)));
     }
   });
   parallel_for(N, kRowGrain, [&](int64_t begin, int64_t end) {
@@ -90,6 +90,49 @@ void positions_backward(Device&, const PositionsBackward& a) {
       if (!a.d_positions.empty()) add_to(a.d_positions, n * C, sum);
       if (n == 0 && !a.d_class_token.empty()) add_to(a.d_class_token, 0, sum);
     }
+  });
+}
+
+namespace {
+
+// f(row of the grids' tokens, or -1 outside of a grid; row and square of it in the merged grids) for all squares of
+// `images` images.
+template <typename F>
+void for_each_merged(const TokenMerge& m, int64_t images, const F& f) {
+  const int64_t k = m.factor;
+  parallel_for(images * m.merged(), kRowGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t b = t / m.merged(), n = t % m.merged();
+      const int64_t i = m.column_major ? n % m.merged_rows() : n / m.merged_columns();
+      const int64_t j = m.column_major ? n / m.merged_rows() : n % m.merged_columns();
+      for (int64_t square = 0; square < k * k; ++square) {
+        const int64_t y = i * k + square / k, x = j * k + square % k;
+        f(y < m.rows && x < m.columns ? (b * m.rows + y) * m.columns + x : -1, t, square);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void space_to_channel_forward(Device&, const SpaceToChannelForward& a) {
+  const int64_t C = a.x.dim[1], across = a.out.dim[1];
+  const auto bytes = static_cast<size_t>(C * size_of(a.x.dtype));
+  for_each_merged(a.merge, a.out.dim[0] / a.merge.merged(), [&](int64_t token, int64_t row, int64_t square) {
+    std::byte* const to = bytes_at(a.out, row * across + square * C);
+    if (token < 0) {
+      std::memset(to, 0, bytes);
+    } else {
+      std::memcpy(to, bytes_at(a.x, token * C), bytes);
+    }
+  });
+}
+
+void space_to_channel_backward(Device&, const SpaceToChannelBackward& a) {
+  const int64_t C = a.d_x.dim[1], across = a.d_out.dim[1];
+  const auto bytes = static_cast<size_t>(C * size_of(a.d_x.dtype));
+  for_each_merged(a.merge, a.d_out.dim[0] / a.merge.merged(), [&](int64_t token, int64_t row, int64_t square) {
+    if (token >= 0) std::memcpy(bytes_at(a.d_x, token * C), bytes_at(a.d_out, row * across + square * C), bytes);
   });
 }
 

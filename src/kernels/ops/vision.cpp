@@ -5,6 +5,20 @@
 #include "kernels/op/dispatch.h"
 
 namespace parka {
+namespace {
+
+void check_merge(std::string_view op, const TokenMerge& m, std::string_view x_name, const TensorView& x,
+                 std::string_view out_name, const TensorView& out) {
+  if (m.rows < 1 || m.columns < 1 || m.factor < 1) {
+    throw_internal("{}: a grid of {} x {} tokens and a factor of {}, wanted 1 or more of each", op, m.rows,
+                   m.columns, m.factor);
+  }
+  const int64_t tokens = m.rows * m.columns, images = x.dim[0] / tokens, C = x.dim[1];
+  check_tensor(op, x_name, x, {images * tokens, C}, {DType::kF32, DType::kBF16});
+  check_tensor(op, out_name, out, {images * m.merged(), m.factor * m.factor * C}, {x.dtype});
+}
+
+}  // namespace
 
 void gather_patches(Device& device, const GatherPatches& a) {
   constexpr std::string_view kOp = "gather_patches";
@@ -55,6 +69,18 @@ void positions_backward(Device& device, const PositionsBackward& a) {
   PARKA_DISPATCH(positions_backward, device, a);
 }
 
+void space_to_channel_forward(Device& device, const SpaceToChannelForward& a) {
+  check_merge("space_to_channel_forward", a.merge, "x", a.x, "out", a.out);
+  if (a.x.numel() == 0) return;
+  PARKA_DISPATCH(space_to_channel_forward, device, a);
+}
+
+void space_to_channel_backward(Device& device, const SpaceToChannelBackward& a) {
+  check_merge("space_to_channel_backward", a.merge, "d_x", a.d_x, "d_out", a.d_out);
+  if (a.d_x.numel() == 0) return;
+  PARKA_DISPATCH(space_to_channel_backward, device, a);
+}
+
 OpCost cost_of(const GatherPatches& a) { return moved(all_bytes(a.pixels, a.patches), a.patches); }
 TensorView output_of(const GatherPatches& a) { return a.patches; }
 
@@ -67,5 +93,11 @@ OpCost cost_of(const PositionsBackward& a) {
   return moved(all_bytes(a.d_out, a.d_x) + 2 * all_bytes(a.d_positions, a.d_class_token), a.d_out);
 }
 TensorView output_of(const PositionsBackward& a) { return first_given({a.d_x, a.d_positions, a.d_class_token}); }
+
+OpCost cost_of(const SpaceToChannelForward& a) { return moved(all_bytes(a.x, a.out), a.x); }
+TensorView output_of(const SpaceToChannelForward& a) { return a.out; }
+
+OpCost cost_of(const SpaceToChannelBackward& a) { return moved(2 * bytes_of(a.d_x), a.d_x); }
+TensorView output_of(const SpaceToChannelBackward& a) { return a.d_x; }
 
 }  // namespace parka

@@ -46,4 +46,33 @@ struct PositionsBackward {
 };
 PARKA_OP(positions_backward, PositionsBackward);
 
+// How squares of `factor` x `factor` tokens of a grid become one token with all of their channels. The grid is as
+// if padded with zeros at the right and the bottom to multiples of `factor`.
+struct TokenMerge {
+  int64_t rows, columns;      // of the grid
+  int64_t factor;             // k
+  bool column_major = false;  // tokens come out column by column, as in VILA 1.5, and not row by row, as in NVILA
+
+  int64_t merged_rows() const { return ceil_div(rows, factor); }
+  int64_t merged_columns() const { return ceil_div(columns, factor); }
+  int64_t merged() const { return merged_rows() * merged_columns(); }  // tokens that come out of an image
+};
+
+// out[b * M + m, (di * k + dj) * C + c] = x[b * N + (i * k + di) * columns + j * k + dj, c], m being the token of
+// row i and column j of the merged grid, N = rows * columns, M = merged(); zeros for tokens outside of the grid.
+struct SpaceToChannelForward {
+  TensorView x;    // [B * N, C] fp32 or bf16, in
+  TensorView out;  // [B * M, k * k * C] as x, out
+  TokenMerge merge;
+};
+PARKA_OP(space_to_channel_forward, SpaceToChannelForward);
+
+// d_x has d_out where forward has put x.
+struct SpaceToChannelBackward {
+  TensorView d_out;  // [B * M, k * k * C] fp32 or bf16, in
+  TensorView d_x;    // [B * N, C] as d_out, out
+  TokenMerge merge;
+};
+PARKA_OP(space_to_channel_backward, SpaceToChannelBackward);
+
 }  // namespace parka

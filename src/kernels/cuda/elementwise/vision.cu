@@ -125,6 +125,62 @@ __global__ void __launch_bounds__(kThreads) positions_backward_kernel(const Posi
   if (a.d_class_token_C != nullptr && at < a.cols) add_to(a.d_class_token_C + at);
 }
 
+// ---- Space to channel ----
+
+struct Grid {
+  int rows, columns, factor, merged_rows, merged_columns;
+  bool column_major;
+
+  explicit Grid(const TokenMerge& m)
+      : rows(static_cast<int>(m.rows)),
+        columns(static_cast<int>(m.columns)),
+        factor(static_cast<int>(m.factor)),
+        merged_rows(static_cast<int>(m.merged_rows())),
+        merged_columns(static_cast<int>(m.merged_columns())),
+        column_major(m.column_major) {}
+};
+
+// A block has a token of the merged grids, with all tokens of its square; a token has `units` units, of 16 bytes or
+// the 2 that every token is a multiple of. kBackward: from the merged tokens to the others.
+template <bool kBackward, typename Unit>
+__global__ void __launch_bounds__(kThreads)
+    space_to_channel_kernel(Unit* tokens, Unit* merged, const Grid g, int units) {
+  const int of_image = g.merged_rows * g.merged_columns, squares = g.factor * g.factor;
+  const int b = static_cast<int>(blockIdx.x) / of_image, n = static_cast<int>(blockIdx.x) % of_image;
+  const int i = g.column_major ? n % g.merged_rows : n / g.merged_columns;
+  const int j = g.column_major ? n / g.merged_rows : n % g.merged_columns;
+  Unit* const row = merged + int64_t{blockIdx.x} * squares * units;
+  for (int at = static_cast<int>(threadIdx.x); at < squares * units; at += kThreads) {
+    const int square = at / units, y = i * g.factor + square / g.factor, x = j * g.factor + square % g.factor;
+    const bool inside = y < g.rows && x < g.columns;
+    const int64_t token = (int64_t{b} * g.rows + y) * g.columns + x;
+    if constexpr (kBackward) {
+      if (inside) tokens[token * units + at % units] = row[at];
+    } else {
+      row[at] = inside ? tokens[token * units + at % units] : Unit{};
+    }
+  }
+}
+
+template <bool kBackward>
+void merge_tokens(Device& device, const TokenMerge& m, const TensorView& tokens, const TensorView& merged,
+                  const char* op) {
+  const int64_t rows = merged.dim[0], bytes = tokens.dim[1] * size_of(tokens.dtype);
+  PARKA_REQUIRE(rows <= INT32_MAX && merged.dim[1] <= INT32_MAX / 8);
+  const auto launch = [&](auto unit) {
+    using Unit = decltype(unit);
+    space_to_channel_kernel<kBackward><<<static_cast<unsigned>(rows), kThreads, 0, as_cuda(device).stream()>>>(
+        static_cast<Unit*>(tokens.data), static_cast<Unit*>(merged.data), Grid(m),
+        static_cast<int>(bytes / static_cast<int64_t>(sizeof(Unit))));
+  };
+  if (bytes % 16 == 0 && is_aligned(tokens.data, 16) && is_aligned(merged.data, 16)) {
+    launch(uint4{});
+  } else {
+    launch(uint16_t{});
+  }
+  check_launch(op);
+}
+
 // Of tensors not given the pointer is null.
 bool is_wide(int64_t cols, int64_t width, std::initializer_list<const void*> tensors) {
   return cols % width == 0 &&
@@ -197,6 +253,14 @@ void positions_backward(Device& device, const PositionsBackward& a) {
     });
   });
   check_launch("positions_backward");
+}
+
+void space_to_channel_forward(Device& device, const SpaceToChannelForward& a) {
+  merge_tokens<false>(device, a.merge, a.x, a.out, "space_to_channel_forward");
+}
+
+void space_to_channel_backward(Device& device, const SpaceToChannelBackward& a) {
+  merge_tokens<true>(device, a.merge, a.d_x, a.d_out, "space_to_channel_backward");
 }
 
 }  // namespace parka::cuda
