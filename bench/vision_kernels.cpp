@@ -62,9 +62,64 @@ void bench_activation(Bench& bench) {
   }
 }
 
+void bench_patches(Bench& bench) {
+  constexpr int64_t kPatchSize = 14, kPixels = 384, kColumns = 592;
+  bench.time(
+      kVisionModel, "gather_patches",
+      [&](Tensors& t) {
+        const TensorView pixels = t.make(DType::kU8, {kImages, GatherPatches::kChannels, kPixels, kPixels});
+        t.fill_zero(pixels);
+        return GatherPatches{.pixels = pixels,
+                             .patches = t.bf16({kRows, kColumns}),
+                             .patch_size = kPatchSize,
+                             .mean = {0.5f, 0.5f, 0.5f},
+                             .deviation = {0.5f, 0.5f, 0.5f}};
+      },
+      gather_patches);
+}
+
+void bench_positions(Bench& bench) {
+  bench.time(
+      kVisionModel, "positions_forward",
+      [&](Tensors& t) {
+        const TensorView x = t.bf16({kRows, kWidth});
+        return PositionsForward{.x = x, .positions = t.bf16({kPatches, kWidth}), .out = x};
+      },
+      positions_forward);
+  bench.time(
+      kVisionModel, "positions_backward",
+      [&](Tensors& t) {
+        return PositionsBackward{
+            .d_out = t.bf16({kRows, kWidth}), .d_positions = t.fp32({kPatches, kWidth}), .num_images = kImages};
+      },
+      positions_backward);
+}
+
+void bench_space_to_channel(Bench& bench) {
+  constexpr TokenMerge kMerge{.rows = kGrid, .columns = kGrid, .factor = 2};
+  const int64_t merged = kImages * kMerge.merged(), across = kMerge.factor * kMerge.factor * kWidth;
+  bench.time(
+      kVisionModel, "space_to_channel_forward",
+      [&](Tensors& t) {
+        return SpaceToChannelForward{
+            .x = t.bf16({kRows, kWidth}), .out = t.bf16({merged, across}), .merge = kMerge};
+      },
+      space_to_channel_forward);
+  bench.time(
+      kVisionModel, "space_to_channel_backward",
+      [&](Tensors& t) {
+        return SpaceToChannelBackward{
+            .d_out = t.bf16({merged, across}), .d_x = t.bf16({kRows, kWidth}), .merge = kMerge};
+      },
+      space_to_channel_backward);
+}
+
 }  // namespace
 
 void bench_vision(Bench& bench) {
+  bench_patches(bench);
+  bench_positions(bench);
+  bench_space_to_channel(bench);
   bench_affine_norm(bench);
   bench_activation(bench);
 }

@@ -25,3 +25,4 @@
 #include "kernels/ops/quantize.h"
 #include "kernels/ops/rope.h"
 #include "kernels/ops/swiglu.h"
+#include "kernels/ops/vision.h"
