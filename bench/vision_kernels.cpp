@@ -114,12 +114,41 @@ void bench_space_to_channel(Bench& bench) {
       space_to_channel_backward);
 }
 
+// The features of an image at the beginning of each sequence, which is four times as long.
+void bench_rows(Bench& bench) {
+  constexpr int64_t kFeatures = 196, kSequence = 4 * kFeatures, kEmbedding = 4096;
+  const auto positions = [](Tensors& t) {
+    std::vector<int32_t> rows;
+    for (int64_t n = 0; n < kImages * kFeatures; ++n) {
+      rows.push_back(static_cast<int32_t>(n / kFeatures * kSequence + n % kFeatures));
+    }
+    return t.upload(rows);
+  };
+  bench.time(
+      kVisionModel, "scatter_rows",
+      [&](Tensors& t) {
+        return ScatterRows{.positions = positions(t),
+                           .x = t.bf16({kImages * kFeatures, kEmbedding}),
+                           .out = t.bf16({kImages * kSequence, kEmbedding})};
+      },
+      scatter_rows);
+  bench.time(
+      kVisionModel, "gather_rows",
+      [&](Tensors& t) {
+        return GatherRows{.positions = positions(t),
+                          .x = t.bf16({kImages * kSequence, kEmbedding}),
+                          .out = t.bf16({kImages * kFeatures, kEmbedding})};
+      },
+      gather_rows);
+}
+
 }  // namespace
 
 void bench_vision(Bench& bench) {
   bench_patches(bench);
   bench_positions(bench);
   bench_space_to_channel(bench);
+  bench_rows(bench);
   bench_affine_norm(bench);
   bench_activation(bench);
 }
