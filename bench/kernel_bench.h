@@ -209,6 +209,9 @@ inline AdamwStep make_adamw_step(Tensors& t, const MomentView& exp_avg, const Mo
 void bench_float8(Bench& bench, const ModelShape& model);
 // head_kernels.cpp: the head's products and loss, by the rows of a chunk.
 void bench_head(Bench& bench);
+// vision_kernels.cpp: the ops of vision towers, at the sizes of this one.
+inline constexpr const char* kVisionModel = "so400m";
+void bench_vision(Bench& bench);
 // amax_kernels.cpp: the maximum of a matrix, found in a pass of its own or on the way.
 void bench_amax(Device& device, double copy_bandwidth);
 

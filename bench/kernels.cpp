@@ -1,13 +1,15 @@
 // Every op of a model's step alone, at the shapes of a model, against the copy bandwidth of the device:
-//   bench_kernels [MODEL...] [op:NAME]  olmo-1b llama2-7b; only ops whose names begin with NAME
+//   bench_kernels [MODEL...] [op:NAME]  olmo-1b llama2-7b so400m; only ops whose names begin with NAME
 //   bench_kernels attention:S[xD]...    attention alone, heads of D columns (128) in rows of 2048, 32768 tokens in
 //                                       sequences of S
 //   bench_kernels head                  the products of the head and its loss, in bf16 and FP8, by rows of a chunk
+//   bench_kernels towers                attention over all keys, of the images of vision towers
 //   bench_kernels amax                  what the maximum of a matrix costs, in a pass of its own and on the way
 // One line of JSON per op: median, least and most time of many runs over several sets of tensors, so that no cache
 // holds what is read, and the time of a plain copy of as many bytes, which shows what a short kernel's start and
 // tail take. Matrix products, but for the head's, are timed by `parka tune` and `parka bench`.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <memory>
 #include <numeric>
@@ -199,6 +201,47 @@ void bench_first_keys(Bench& bench, const ModelShape& m) {
                                    .scale = 0.088f,
                                    .first_key = first_key(t),
                                    .window = window};
+        },
+        attention_backward);
+  }
+}
+
+// Over all keys, as vision towers attend: heads, their width and the tokens of an image.
+void bench_towers(Bench& bench) {
+  struct Tower {
+    const char* name;
+    int64_t heads, D, S;
+  };
+  constexpr int64_t kImages = 32;
+  for (const Tower& tower : {Tower{"clip-l-336", 16, 64, 577}, Tower{"siglip-so400m-384", 16, 72, 729}}) {
+    const int64_t T = kImages * tower.S, d = tower.heads * tower.D;
+    const float scale = 1.0f / std::sqrt(static_cast<float>(tower.D));
+    bench.time(
+        tower.name, "attention_forward.all_keys",
+        [&](Tensors& t) {
+          return AttentionForward{.qkv = t.bf16({T, 3 * d}),
+                                  .out = t.bf16({T, d}),
+                                  .lse = t.fp32({kImages, tower.heads, tower.S}),
+                                  .sequence_length = tower.S,
+                                  .num_heads = tower.heads,
+                                  .num_kv_heads = tower.heads,
+                                  .scale = scale,
+                                  .causal = false};
+        },
+        attention_forward);
+    bench.time(
+        tower.name, "attention_backward.all_keys",
+        [&](Tensors& t) {
+          return AttentionBackward{.qkv = t.bf16({T, 3 * d}),
+                                   .out = t.bf16({T, d}),
+                                   .d_out = t.bf16({T, d}),
+                                   .lse = t.fp32({kImages, tower.heads, tower.S}),
+                                   .d_qkv = t.bf16({T, 3 * d}),
+                                   .sequence_length = tower.S,
+                                   .num_heads = tower.heads,
+                                   .num_kv_heads = tower.heads,
+                                   .scale = scale,
+                                   .causal = false};
         },
         attention_backward);
   }
@@ -426,6 +469,7 @@ int run(int argc, char** argv) {
   for (const std::string& argument : arguments) {
     if (argument == "amax") bench_amax(*device, copy);
     if (argument == "head") bench_head(bench);
+    if (argument == "towers") bench_towers(bench);
     if (!argument.starts_with(kAttention)) continue;
     ModelShape shape = kModels[0];
     const std::string sizes = argument.substr(kAttention.size());
@@ -438,9 +482,13 @@ int run(int argc, char** argv) {
     shape.name = name.c_str();
     bench_attention(bench, shape);
   }
+  const auto wants = [&](const std::string& model) {
+    return arguments.empty() || std::find(arguments.begin(), arguments.end(), model) != arguments.end();
+  };
+  if (wants(kVisionModel)) bench_vision(bench);
+  if (arguments.empty()) bench_towers(bench);
   for (const ModelShape& model : kModels) {
-    if (!arguments.empty() && std::find(arguments.begin(), arguments.end(), model.name) == arguments.end())
-      continue;
+    if (!wants(model.name)) continue;
     bench_activations(bench, model);
     bench_attention(bench, model);
     bench_decode(bench, model);

@@ -15,6 +15,7 @@ enum class ParameterRole : uint8_t {
   kLinear,         // [N, K], the weight of a linear layer in a block
   kBias,           // [N, 1], its bias: a number for each row of the weight
   kHead,           // [V, d], the weight of the output head
+  kPlainLinear,    // [N, K], the weight of another linear layer outside of blocks: never FP8
 };
 
 // What optimizer and checkpoint need to know about one parameter tensor. The model makes the table of all.

@@ -7,6 +7,7 @@
 //   - nothing is allocated on the device and the host does not wait;
 //   - tensors with no elements are fine and do nothing.
 #include "kernels/device/device.h"
+#include "kernels/ops/activation.h"
 #include "kernels/ops/adamw.h"
 #include "kernels/ops/add.h"
 #include "kernels/ops/amax.h"
@@ -25,3 +26,4 @@
 #include "kernels/ops/quantize_4bit.h"
 #include "kernels/ops/rope.h"
 #include "kernels/ops/swiglu.h"
+#include "kernels/ops/vision.h"

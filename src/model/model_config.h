@@ -3,6 +3,7 @@
 
 #include "core/config_fields.h"
 #include "core/dtype.h"
+#include "kernels/ops/activation.h"
 #include "kernels/ops/norm.h"
 #include "kernels/ops/qk_norm.h"
 #include "kernels/ops/rope.h"
@@ -17,6 +18,12 @@ enum class NormPlacement : uint8_t {
   kBefore,  // h += f(norm(h))
   kAfter,   // h += norm(f(h))
   kBoth,    // h += norm(f(norm(h))), with two norms
+};
+
+// How the blocks of a stack are built.
+enum class BlockKind : uint8_t {
+  kDecoder,  // attention to earlier rows, with rotary positions; a gated feed-forward; biases by qkv_bias alone
+  kEncoder,  // attention to all rows of the sequence, without rotations; an MLP without a gate; biases everywhere
 };
 
 // What embeddings are multiplied by where blocks begin.
@@ -76,6 +83,9 @@ struct ModelConfig {
   bool tie_embeddings = true;
   InitKind init = InitKind::kMitchell;
   double init_std = 0.02;
+  // No key says these: they are of the stacks of vision towers (vision/vision_config.h).
+  BlockKind block_kind = BlockKind::kDecoder;
+  Activation mlp_activation = Activation::kGelu;  // of kEncoder
 
   int64_t head_dim() const { return given_head_dim == 0 ? d_model / num_heads : given_head_dim; }
   int64_t kv_heads() const { return num_kv_heads == 0 ? num_heads : num_kv_heads; }
@@ -96,6 +106,7 @@ struct ModelConfig {
   // Of a branch: in front of its inner layer, and whether there is one behind.
   NormKind norm_in_front() const { return norm_placement == NormPlacement::kAfter ? NormKind::kNone : norm; }
   bool has_norm_behind() const { return norm_placement != NormPlacement::kBefore; }
+  bool is_encoder() const { return block_kind == BlockKind::kEncoder; }
   // What is added to the weights of norms before anything is multiplied by them.
   float norm_weight_offset() const { return norm_unit_offset ? 1.0f : 0.0f; }
 

@@ -32,7 +32,8 @@ void Samples::add_attention(Device& device, int64_t block, const AttentionBackwa
                                 .num_kv_heads = a.num_kv_heads,
                                 .scale = a.scale,
                                 .first_key = a.first_key,
-                                .window = a.window});
+                                .window = a.window,
+                                .causal = a.causal});
 }
 
 // Scales of blocks of rows do not go with a part of them.

@@ -23,7 +23,7 @@ TensorView StepContext::gradient_to_add_to(int weight) const {
   const TensorView& g = gradient(weight);
   if (g.empty()) return {};
   if (!adds_to_gradients()) device.fill_zero(g.data, g.bytes());
-  return g.dim[0] == 1 ? g.reshaped({g.dim[1]}) : g;
+  return g.dim[0] == 1 || g.dim[1] == 1 ? g.reshaped({g.numel()}) : g;
 }
 
 }  // namespace parka

@@ -51,8 +51,8 @@ struct StepContext {
 
   // The gradient of a weight, for a GEMM that overwrites it or adds as adds_to_gradients() says.
   const TensorView& gradient(int weight) const { return (*gradients)[static_cast<size_t>(weight)]; }
-  // The same for an op that only adds to it: zeros where accumulation begins. Empty for no weight, -1, and for one
-  // that is frozen.
+  // The same for an op that only adds to it: zeros where accumulation begins; a vector where it is one row or
+  // column. Empty for no weight, -1, and for one that is frozen.
   TensorView gradient_to_add_to(int weight) const;
 
   void before_forward(int unit) const {

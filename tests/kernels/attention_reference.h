@@ -6,12 +6,14 @@
 
 #include "tests/kernels/op_bounds.h"
 
-// Causal attention of ops/attention.h in double, with bounds on what fp32 arithmetic may make of the same input.
+// Attention of ops/attention.h in double, with bounds on what fp32 arithmetic may make of the same input.
 namespace parka::test {
 
 struct AttentionShape {
   int64_t B, S, H, Hkv, D;
+  bool causal = true;
 
+  int64_t key_end(int64_t i) const { return causal ? i + 1 : S; }  // behind the last key that row i attends to
   int64_t T() const { return B * S; }
   int64_t width() const { return (H + 2 * Hkv) * D; }
   int64_t out_width() const { return H * D; }
@@ -81,18 +83,18 @@ inline ForwardReference forward_reference(const AttentionShape& s, const Doubles
         const int64_t g = h / s.group(), at = s.lse(b, i, h);
         const int64_t first = first_key_of(first_keys, s, b, i);
         double max = -INFINITY, sum = 0, score_error = 0;
-        for (int64_t j = first; j <= i; ++j) {
+        for (int64_t j = first; j < s.key_end(i); ++j) {
           const Dot score = dot(&qkv[s.q(b, i, h)], &qkv[s.k(b, j, g)], s.D);
           p[j] = scale * score.value;
           max = std::max(max, p[j]);
           score_error = std::max(score_error, (D + 2) * kUnit * std::abs(scale) * score.magnitude);
         }
-        for (int64_t j = first; j <= i; ++j) sum += p[j] = std::exp(p[j] - max);
+        for (int64_t j = first; j < s.key_end(i); ++j) sum += p[j] = std::exp(p[j] - max);
         r.lse[at] = max + std::log(sum);
         // The score, its distance to the maximum (rounded, so no larger an error than the scores'), exp, the sum.
         const double p_error = 4 * score_error + kExpError + S * kUnit;
         r.lse_bound[at] = p_error + 2 * kUnit * std::abs(r.lse[at]);
-        for (int64_t j = first; j <= i; ++j) {
+        for (int64_t j = first; j < s.key_end(i); ++j) {
           for (int64_t d = 0; d < s.D; ++d) {
             const double term = p[j] / sum * qkv[s.v(b, j, g) + d];
             r.out[s.out(b, i, h) + d] += term;
@@ -124,7 +126,7 @@ inline BackwardReference backward_reference(const AttentionShape& s, const Doubl
       for (int64_t i = 0; i < s.S; ++i) {
         const int64_t g = h / s.group(), q = s.q(b, i, h), row = s.out(b, i, h);
         const Dot delta = dot(&d_out[row], &out[row], s.D);
-        for (int64_t j = first_key_of(first_keys, s, b, i); j <= i; ++j) {
+        for (int64_t j = first_key_of(first_keys, s, b, i); j < s.key_end(i); ++j) {
           const int64_t k = s.k(b, j, g), v = s.v(b, j, g);
           const Dot score = dot(&qkv[q], &qkv[k], s.D), d_p = dot(&d_out[row], &qkv[v], s.D);
           const double exponent = scale * score.value - lse[s.lse(b, i, h)];

@@ -37,6 +37,13 @@ inline TokenIds zipf_ids(int64_t T, int64_t V, uint64_t seed) {
   return t;
 }
 
+// The same with an image slot for every third of some rows in the middle, as many as several pieces have.
+inline TokenIds with_image_slots(TokenIds t) {
+  for (size_t i = t.ids.size() / 4; i < t.ids.size() * 3 / 4; i += 3) t.ids[i] = static_cast<float>(kImageSlot);
+  t.name += " with image slots";
+  return t;
+}
+
 // Every kind of run that a kernel could treat in a way of its own: none, short ones, ones about as long as a piece
 // or two, long ones next to one another.
 inline std::vector<TokenIds> ids_of_all_kinds() {
@@ -48,7 +55,10 @@ inline std::vector<TokenIds> ids_of_all_kinds() {
           ids_of_counts("one token", {1000}, 2),
           ids_of_counts("distinct", std::vector<int64_t>(500, 1), 3),
           ids_of_counts("about a piece", {1, 63, 64, 65, 127, 128, 129, 1000, 65, 65, 65, 2, 1}, 4),
-          ids_of_counts("mixed", mixed, 5)};
+          ids_of_counts("mixed", mixed, 5),
+          with_image_slots(zipf_ids(3000, 2000, 9)),
+          with_image_slots(ids_of_counts("distinct", std::vector<int64_t>(50, 1), 10)),
+          {"image slots alone", std::vector<float>(200, static_cast<float>(kImageSlot)), 7}};
 }
 
 // What embedding_order makes of ids, as the values of a tensor [T, kTokenRowInts].

@@ -20,7 +20,8 @@ using namespace parka::test;
 namespace parka::test {
 
 std::ostream& operator<<(std::ostream& out, const AttentionShape& s) {
-  return out << "B " << s.B << " S " << s.S << " H " << s.H << " Hkv " << s.Hkv << " D " << s.D;
+  return out << "B " << s.B << " S " << s.S << " H " << s.H << " Hkv " << s.Hkv << " D " << s.D
+             << (s.causal ? "" : " not causal");
 }
 
 }  // namespace parka::test
@@ -31,6 +32,10 @@ namespace {
 const std::vector<AttentionShape> kShapes = {{1, 1, 1, 1, 1},   {3, 1, 2, 2, 4},   {2, 7, 2, 2, 5},
                                              {1, 64, 4, 2, 8},  {3, 13, 6, 2, 16}, {1, 67, 4, 1, 32},
                                              {2, 131, 2, 1, 7}, {1, 65, 3, 3, 64}};
+// The same over all keys, with the heads of vision towers.
+const std::vector<AttentionShape> kShapesOverAllKeys = {
+    {1, 1, 1, 1, 1, false},   {3, 2, 2, 2, 4, false},   {2, 7, 4, 2, 5, false},   {1, 64, 2, 2, 64, false},
+    {1, 65, 3, 3, 64, false}, {2, 131, 2, 1, 7, false}, {1, 130, 2, 1, 72, false}};
 
 // The tensors of one call of forward and one of backward.
 struct Attention {
@@ -60,8 +65,27 @@ struct Attention {
                   1.0f / std::sqrt(static_cast<float>(s_.D))) {}
 
   void run() {
-    attention_forward(device, {qkv, out, lse, s.S, s.H, s.Hkv, scale});
-    attention_backward(device, {qkv, out, d_out, lse, d_qkv, s.S, s.H, s.Hkv, scale});
+    attention_forward(device, {.qkv = qkv,
+                               .out = out,
+                               .lse = lse,
+                               .sequence_length = s.S,
+                               .num_heads = s.H,
+                               .num_kv_heads = s.Hkv,
+                               .scale = scale,
+                               .causal = s.causal});
+    attention_backward(device, backward(d_qkv));
+  }
+  AttentionBackward backward(const TestTensor& gradient) const {
+    return {.qkv = qkv,
+            .out = out,
+            .d_out = d_out,
+            .lse = lse,
+            .d_qkv = gradient,
+            .sequence_length = s.S,
+            .num_heads = s.H,
+            .num_kv_heads = s.Hkv,
+            .scale = scale,
+            .causal = s.causal};
   }
   // Both passes against the reference, outputs and guard bands.
   void check() {
@@ -71,11 +95,11 @@ struct Attention {
     const ForwardReference forward = forward_reference(s, to_doubles(x), scale, unit_p);
     CHECK(count_wrong(out.host(), forward.out, forward.out_bound, dtype) == 0);
     CHECK(count_wrong(lse.host(), forward.lse, forward.lse_bound, DType::kF32) == 0);
-    const BackwardReference backward = backward_reference(s, to_doubles(x), to_doubles(out.host()), to_doubles(d_y),
-                                                          to_doubles(lse.host()), scale, unit_p);
-    CHECK(count_wrong(d_qkv.host(), backward.d_qkv, backward.bound, dtype) == 0);
+    const BackwardReference reference = backward_reference(s, to_doubles(x), to_doubles(out.host()),
+                                                           to_doubles(d_y), to_doubles(lse.host()), scale, unit_p);
+    CHECK(count_wrong(d_qkv.host(), reference.d_qkv, reference.bound, dtype) == 0);
     CHECK((out.guard_intact() && lse.guard_intact() && d_qkv.guard_intact()));
-    check_rotated(backward);
+    check_rotated(reference);
     CHECK((qkv.guard_intact() && d_out.guard_intact() && qkv.host() == x && d_out.host() == d_y));
   }
   // Backward as models call it.
@@ -84,7 +108,10 @@ struct Attention {
     const std::vector<float> cos_sin = rope_table(s.S, s.D, 100.0);
     const TestTensor table(device, DType::kF32, {s.S, s.D}, cos_sin), amax(device, DType::kF32, {1});
     const TestTensor rotated(device, dtype, {s.T(), s.width()});
-    attention_backward(device, {qkv, out, d_out, lse, rotated, s.S, s.H, s.Hkv, scale, {}, table, amax});
+    AttentionBackward call = backward(rotated);
+    call.cos_sin = table;
+    call.d_qkv_amax = amax;
+    attention_backward(device, call);
     rotate_back(reference, s, cos_sin);
     CHECK(count_wrong(rotated.host(), reference.d_qkv, reference.bound, dtype) == 0);
     CHECK((rotated.guard_intact() && amax.guard_intact() && table.host() == cos_sin));
@@ -92,8 +119,8 @@ struct Attention {
 };
 
 TEST_CASE("the reference gradient of attention agrees with finite differences", "[kernels][attention]") {
-  const AttentionShape s =
-      GENERATE(AttentionShape{2, 3, 2, 2, 3}, AttentionShape{1, 5, 4, 2, 3}, AttentionShape{1, 4, 3, 1, 2});
+  const AttentionShape s = GENERATE(AttentionShape{2, 3, 2, 2, 3}, AttentionShape{1, 5, 4, 2, 3},
+                                    AttentionShape{1, 4, 3, 1, 2}, AttentionShape{2, 3, 2, 1, 3, false});
   CAPTURE(s);
   const double scale = 0.7, step = 1e-4;
   Doubles x = to_doubles(random_normal(s.T() * s.width(), 1));
@@ -122,6 +149,24 @@ TEST_CASE("attention agrees with the double reference", "[kernels][attention]") 
   const DType dtype = GENERATE(DType::kF32, DType::kBF16);
   CAPTURE(s, name_of(dtype));
   for (Device* device : devices()) Attention(*device, s, dtype).check();
+}
+
+TEST_CASE("attention over all keys agrees with the double reference", "[kernels][attention]") {
+  const AttentionShape s = GENERATE(from_range(kShapesOverAllKeys));
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  CAPTURE(s, name_of(dtype));
+  for (Device* device : devices()) Attention(*device, s, dtype).check();
+}
+
+TEST_CASE("attention over all keys costs twice what causal attention does", "[kernels][attention]") {
+  Device& device = *devices()[0];
+  const Attention causal(device, {2, 6, 2, 1, 4}, DType::kF32);
+  AttentionBackward call = causal.backward(causal.d_qkv);
+  const OpCost half = cost_of(call);
+  call.causal = false;
+  CHECK(cost_of(call).flop == 2 * half.flop);
+  CHECK(cost_of(call).bytes == half.bytes);
+  CHECK(cost_of(call).shape != half.shape);
 }
 
 TEST_CASE("attention takes large random scores", "[kernels][attention]") {
@@ -263,6 +308,25 @@ TEST_CASE("attention does not see later rows or other sequences", "[kernels][att
   }
 }
 
+TEST_CASE("attention over all keys sees every row of its sequence and no other", "[kernels][attention]") {
+  const AttentionShape s{2, 67, 2, 1, 4, false};
+  const int64_t changed = GENERATE(int64_t{0}, int64_t{40}, int64_t{66});  // row of the first sequence
+  for (Device* device : devices()) {
+    Attention a(*device, s, DType::kF32);
+    a.run();
+    std::vector<float> x = a.x;
+    for (int64_t c = 0; c < s.width(); ++c) x[changed * s.width() + c] += 1.0f;
+    Attention b(*device, s, DType::kF32, x, a.d_y, a.scale);
+    b.run();
+    const std::vector<float> before = a.out.host(), after = b.out.host();
+    int wrong = 0;
+    for (int64_t i = 0; i < s.T() * s.out_width(); ++i) {
+      wrong += (before[i] == after[i]) != (i / s.out_width() >= s.S);
+    }
+    CHECK(wrong == 0);
+  }
+}
+
 // Rows i of head h of the first sequence that hold a NaN; fails on one in another sequence.
 std::vector<bool> nan_rows(const AttentionShape& s, const std::vector<float>& out, int64_t h) {
   std::vector<bool> rows(static_cast<size_t>(s.S));
@@ -358,6 +422,11 @@ TEST_CASE("attention accepts no rows and refuses wrong arguments", "[kernels][at
       forward, [&](auto& a) { a.out = half; }, "attention_forward: out"));
   CHECK(refused(
       forward, [&](auto& a) { a.lse = out; }, "attention_forward: lse"));
+  TestTensor first_key(device, DType::kI32, {6});
+  CHECK(refused(
+      forward, [&](auto& a) { a.first_key = first_key, a.causal = false; }, "attention_forward: first_key"));
+  CHECK(refused(
+      backward, [&](auto& a) { a.first_key = first_key, a.causal = false; }, "attention_backward: first_key"));
   CHECK(refused(
       backward, [&](auto& a) { a.qkv = lse; }, "attention_backward: qkv"));
   CHECK(refused(

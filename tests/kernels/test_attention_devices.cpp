@@ -58,11 +58,12 @@ Results run(Device& device, const Inputs& in, DType dtype, int64_t scratch_size)
   const std::vector<float> keys(in.first_keys.begin(), in.first_keys.end());
   const TestTensor first_key(device, DType::kI32, {s.T()}, keys);
   const TensorView first = in.first_keys.empty() ? TensorView() : first_key.view();
-  attention_forward(device, {qkv, out, lse, s.S, s.H, s.Hkv, in.scale, {}, first, in.window});
+  attention_forward(device, {qkv, out, lse, s.S, s.H, s.Hkv, in.scale, {}, first, in.window, s.causal});
   const TestTensor table(device, DType::kF32, {s.S, s.D}, rope_table(s.S, s.D, 1e4)),
       amax(device, DType::kF32, {1}), scratch(device, DType::kU8, {scratch_size});
-  attention_backward(
-      device, {qkv, out, d_out, lse, d_qkv, s.S, s.H, s.Hkv, in.scale, first, table, amax, scratch, in.window});
+  const TensorView cos_sin = s.causal ? table.view() : TensorView();  // vision towers rotate nothing
+  attention_backward(device, {qkv, out, d_out, lse, d_qkv, s.S, s.H, s.Hkv, in.scale, first, cos_sin, amax, scratch,
+                              in.window, s.causal});
 
   Results r{out.host(), lse.host(), {}, {}, {}, {}, true};
   const std::vector<float> gradient = d_qkv.host();
@@ -223,6 +224,39 @@ TEST_CASE("attention on other devices looks through a window of several tiles",
   const int64_t D = GENERATE(int64_t{64}, int64_t{128});
   const int64_t document = GENERATE(int64_t{0}, int64_t{320}, int64_t{411});
   check_windows(Inputs({2, S, 2, 1, D}), window, document, DType::kBF16);
+}
+
+TEST_CASE("attention over all keys on other devices agrees with the CPU", "[kernels][attention][devices]") {
+  // Those of vision towers, 577 and 729, and lengths at and beside tile borders.
+  const std::vector<int64_t> lengths = {1, 17, 63, 64, 65, 128, 129, 200, 577, 729},
+                             widths = {16, 64, 72, 128, 256};
+  const std::vector<std::pair<int64_t, int64_t>> heads = {{4, 4}, {4, 2}, {3, 1}};
+  const size_t length = GENERATE(range(size_t{0}, size_t{10})), width = GENERATE(range(size_t{0}, size_t{5}));
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const auto [H, Hkv] = heads[(length + width) % heads.size()];
+  const Inputs in({2, lengths[length], H, Hkv, widths[width], /*causal=*/false});
+  check_against_cpu(in, dtype);
+  for (Device* device : other_devices()) CHECK(run(*device, in, dtype).bytes == run(*device, in, dtype).bytes);
+}
+
+TEST_CASE("attention over all keys on other devices takes large scores", "[kernels][attention][devices]") {
+  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{72}, int64_t{128});
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  check_against_cpu(Inputs({2, 200, 4, 2, D, /*causal=*/false}, 4.0f), dtype);
+}
+
+TEST_CASE("attention over all keys of large negative scores has no NaN where a tile is not full",
+          "[kernels][attention][devices]") {
+  // Keys past the end are zeros, whose scores of 0 would be the largest by far.
+  const int64_t D = GENERATE(int64_t{48}, int64_t{64}, int64_t{72}, int64_t{128});
+  Inputs in({1, 70, 1, 1, D, /*causal=*/false});
+  for (int64_t i = 0; i < in.s.S; ++i) {
+    for (int64_t d = 0; d < D; ++d) {
+      in.qkv[static_cast<size_t>(in.s.q(0, i, 0) + d)] = 16.0f;
+      in.qkv[static_cast<size_t>(in.s.k(0, i, 0) + d)] = -1.0f;
+    }
+  }
+  check_against_cpu(in, DType::kBF16);
 }
 
 TEST_CASE("attention on a GPU refuses very wide heads", "[kernels][attention][devices]") {

@@ -19,7 +19,8 @@ using namespace parka::test;
 namespace {
 
 constexpr DType kPlain[] = {DType::kF32, DType::kBF16};
-constexpr NormKind kKinds[] = {NormKind::kLayerNorm, NormKind::kRmsNorm, NormKind::kNone};
+constexpr NormKind kKinds[] = {NormKind::kLayerNorm, NormKind::kRmsNorm, NormKind::kNone,
+                               NormKind::kAffineLayerNorm};
 
 // The devices that are not the reference.
 std::vector<Device*> others() {
@@ -99,16 +100,18 @@ struct NormInput {
         shape(s),
         residual(values(s.rows * s.cols, 1)),
         branch(values(s.rows * s.cols, 2, 0.5f)),
-        weight(values(s.cols, 3)) {}
+        weight(values(s.cols, 3)),
+        bias(values(s.cols, 7)) {}
 
-  bool is_rms() const { return kind == NormKind::kRmsNorm; }
-  bool is_layer() const { return kind == NormKind::kLayerNorm; }
+  bool has_weight() const { return parka::has_weight(kind); }
+  bool has_mean() const { return parka::has_mean(kind); }
+  bool has_bias() const { return kind == NormKind::kAffineLayerNorm; }
   bool is_norm() const { return kind != NormKind::kNone; }
 
   NormKind kind;
   DType dtype, y_dtype;
   Shape shape;
-  std::vector<float> residual, branch, weight;
+  std::vector<float> residual, branch, weight, bias;
 };
 
 // norm_forward as it ran on a device.
@@ -120,6 +123,7 @@ struct NormOutput {
         residual(device, in.dtype, {in.shape.rows, in.shape.cols}, in.residual),
         branch(device, in.dtype, {in.shape.rows, in.shape.cols}, in.branch),
         weight(device, in.dtype, {in.shape.cols}, in.weight),
+        bias(device, in.dtype, {in.shape.cols}, in.bias),
         residual_out(device, in.dtype, {in.shape.rows, in.shape.cols}),
         y(device, in.y_dtype, {in.shape.rows, in.shape.cols}),
         mean(device, DType::kF32, {in.shape.rows}),
@@ -131,26 +135,28 @@ struct NormOutput {
                           .residual = residual,
                           .branch = has_branch ? branch.view() : TensorView(),
                           .weight = weight_view(),
+                          .bias = bias_view(),
                           .residual_out = sum(),
                           .y = y,
                           .mean = mean_view(),
                           .rstd = rstd_view()});
   }
   const TestTensor& sum() const { return in_place ? residual : residual_out; }
-  TensorView weight_view() const { return input.is_rms() ? weight.view() : TensorView(); }
-  TensorView mean_view() const { return input.is_layer() ? mean.view() : TensorView(); }
+  TensorView weight_view() const { return input.has_weight() ? weight.view() : TensorView(); }
+  TensorView bias_view() const { return input.has_bias() ? bias.view() : TensorView(); }
+  TensorView mean_view() const { return input.has_mean() ? mean.view() : TensorView(); }
   TensorView rstd_view() const { return input.is_norm() ? rstd.view() : TensorView(); }
   bool same_bits_as(const NormOutput& other) const {
     return sum().bytes() == other.sum().bytes() && y.bytes() == other.y.bytes() &&
            mean.bytes() == other.mean.bytes() && rstd.bytes() == other.rstd.bytes();
   }
   bool guards_intact() const {
-    return residual.guard_intact() && branch.guard_intact() && weight.guard_intact() &&
+    return residual.guard_intact() && branch.guard_intact() && weight.guard_intact() && bias.guard_intact() &&
            residual_out.guard_intact() && y.guard_intact() && mean.guard_intact() && rstd.guard_intact();
   }
 
   const NormInput& input;
-  TestTensor residual, branch, weight, residual_out, y, mean, rstd;
+  TestTensor residual, branch, weight, bias, residual_out, y, mean, rstd;
   bool in_place;
 };
 
@@ -164,7 +170,7 @@ void check_norm_forward(Device& device, const NormInput& in, NormOutput::Variant
   for (size_t t = 0; t < rstd.size() && in.is_norm(); ++t) {
     wrong += !(std::abs(rstd[t] - got_rstd[t]) <= 2e-6 * rstd[t]);
   }
-  if (in.is_layer()) {
+  if (in.has_mean()) {
     const std::vector<float> mean = want.mean.host(), got_mean = got.mean.host();
     for (size_t t = 0; t < mean.size(); ++t) wrong += !(std::abs(mean[t] - got_mean[t]) <= 1e-6);
   }
@@ -176,6 +182,7 @@ void check_norm_forward(Device& device, const NormInput& in, NormOutput::Variant
   norm_recompute(device, {.kind = in.kind,
                           .x = got.sum(),
                           .weight = got.weight_view(),
+                          .bias = got.bias_view(),
                           .mean = got.mean_view(),
                           .rstd = got.rstd_view(),
                           .y = y_again});
@@ -213,18 +220,19 @@ struct NormBackwardInput {
         dtype(dtype_),
         d_y(values(s.rows * s.cols, 4)),
         d_residual(values(s.rows * s.cols, 5)),
-        d_weight(values(s.cols, 6)) {
+        d_weight(values(s.cols, 6)),
+        d_bias(values(s.cols, 8)) {
     // Statistics by the CPU, so that both devices have the same.
     const NormOutput output(cpu_device(), forward);
     x = output.sum().host();
     rstd = forward.is_norm() ? output.rstd.host() : std::vector<float>(static_cast<size_t>(s.rows), 1.0f);
-    mean = forward.is_layer() ? output.mean.host() : std::vector<float>(rstd.size(), 0.0f);
+    mean = forward.has_mean() ? output.mean.host() : std::vector<float>(rstd.size(), 0.0f);
   }
   float xhat(int64_t i) const { return (x[i] - mean[i / forward.shape.cols]) * rstd[i / forward.shape.cols]; }
   // Of each row, 1e-5 of the largest terms that d_residual_out is the sum of.
   std::vector<double> slack() const {
     const Shape& s = forward.shape;
-    const double weight = forward.is_rms() ? largest_magnitude(forward.weight, 0, s.cols) : 1.0;
+    const double weight = forward.has_weight() ? largest_magnitude(forward.weight, 0, s.cols) : 1.0;
     std::vector<double> result;
     for (int64_t t = 0; t < s.rows; ++t) {
       const double term = rstd[t] * largest_magnitude(d_y, t * s.cols, s.cols) * weight;
@@ -243,10 +251,18 @@ struct NormBackwardInput {
     }
     return result;
   }
+  std::vector<double> bias_slack() const {
+    const Shape& s = forward.shape;
+    std::vector<double> result(d_bias.begin(), d_bias.end());
+    for (double& sum : result) sum = std::abs(sum);
+    for (int64_t i = 0; i < s.rows * s.cols; ++i) result[i % s.cols] += std::abs(double{d_y[i]});
+    for (double& sum : result) sum *= 1e-5;
+    return result;
+  }
 
   NormInput forward;
   DType dtype;
-  std::vector<float> d_y, d_residual, d_weight, x, mean, rstd;
+  std::vector<float> d_y, d_residual, d_weight, d_bias, x, mean, rstd;
 };
 
 // norm_backward as it ran on a device.
@@ -262,29 +278,32 @@ struct NormBackwardOutput {
         d_residual(device, in.dtype, {in.forward.shape.rows, in.forward.shape.cols}, in.d_residual),
         d_residual_out(device, in.dtype, {in.forward.shape.rows, in.forward.shape.cols}),
         d_weight(device, weight_dtype, {in.forward.shape.cols}, in.d_weight),
+        d_bias(device, weight_dtype, {in.forward.shape.cols}, in.d_bias),
         out(variant == kOverResidual ? d_residual
             : variant == kOverDy     ? d_y
                                      : d_residual_out) {
-    const bool is_rms = in.forward.is_rms();
+    const bool has_weight = in.forward.has_weight();
     norm_backward(device, {.kind = in.forward.kind,
                            .x = in.forward.is_norm() ? ScaledView(x) : ScaledView(),
-                           .weight = is_rms ? weight.view() : TensorView(),
-                           .mean = in.forward.is_layer() ? mean.view() : TensorView(),
+                           .weight = has_weight ? weight.view() : TensorView(),
+                           .mean = in.forward.has_mean() ? mean.view() : TensorView(),
                            .rstd = in.forward.is_norm() ? rstd.view() : TensorView(),
                            .d_y = d_y,
                            .d_residual = variant == kNoResidual ? TensorView() : d_residual.view(),
                            .d_residual_out = out,
-                           .d_weight = is_rms && variant != kNoWeightGradient ? d_weight.view() : TensorView()});
+                           .d_weight = has_weight && variant != kNoWeightGradient ? d_weight.view() : TensorView(),
+                           .d_bias = in.forward.has_bias() ? d_bias.view() : TensorView()});
   }
   bool same_bits_as(const NormBackwardOutput& other) const {
-    return out.bytes() == other.out.bytes() && d_weight.bytes() == other.d_weight.bytes();
+    return out.bytes() == other.out.bytes() && d_weight.bytes() == other.d_weight.bytes() &&
+           d_bias.bytes() == other.d_bias.bytes();
   }
   bool guards_intact() const {
     return x.guard_intact() && weight.guard_intact() && d_y.guard_intact() && d_residual.guard_intact() &&
-           d_residual_out.guard_intact() && d_weight.guard_intact();
+           d_residual_out.guard_intact() && d_weight.guard_intact() && d_bias.guard_intact();
   }
 
-  TestTensor x, weight, mean, rstd, d_y, d_residual, d_residual_out, d_weight;
+  TestTensor x, weight, mean, rstd, d_y, d_residual, d_residual_out, d_weight, d_bias;
   const TestTensor& out;
 };
 
@@ -294,6 +313,7 @@ void check_norm_backward(Device& device, const NormBackwardInput& in, DType weig
   CHECK(agree(in.dtype, want.out.host(), got.out.host(), in.slack()));
   const std::vector<double> weight_slack = in.weight_slack();
   CHECK(agree(weight_dtype, want.d_weight.host(), got.d_weight.host(), weight_slack));
+  CHECK(agree(weight_dtype, want.d_bias.host(), got.d_bias.host(), in.bias_slack()));
   CHECK((got.guards_intact()));
   for (const Output::Variant variant : {Output::kApart, Output::kOverResidual, Output::kOverDy}) {
     const Output again(device, in, weight_dtype, variant);

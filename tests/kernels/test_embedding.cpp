@@ -38,7 +38,8 @@ std::vector<float> random_ids(const Shape& s, uint64_t seed) {
   return ids;
 }
 
-TEST_CASE("embedding_order sorts rows by id, then by row, and puts unknown ids last", "[kernels][embedding]") {
+TEST_CASE("embedding_order sorts rows by id, then by row, and puts unknown ids and image slots last",
+          "[kernels][embedding]") {
   using Rows = std::vector<std::array<int32_t, kTokenRowInts>>;
   const auto order = [](const std::vector<int32_t>& ids, int64_t V) {
     Rows rows;
@@ -57,6 +58,8 @@ TEST_CASE("embedding_order sorts rows by id, then by row, and puts unknown ids l
                                                                   {2, -1, 1, 4},
                                                                   {4, INT32_MAX, 2, 4},
                                                                   {6, INT32_MIN, 3, 4}}));
+  CHECK((order({kImageSlot, 2, 5, kImageSlot, 2}, 3) ==
+         Rows{{1, 2, 0, 2}, {4, 2, 1, 2}, {2, 5, 0, 1}, {0, kImageSlot, 0, 2}, {3, kImageSlot, 1, 2}}));
 }
 
 TEST_CASE("embedding_forward copies the rows of the table", "[kernels][embedding]") {
@@ -91,6 +94,7 @@ void check_backward(const Shape& s, const std::vector<float>& ids, DType d_out_d
     std::vector<float> sum(before.size()), piece(before.size());
     std::vector<double> exact(before.begin(), before.end()), magnitude(before.size()), rows(before.size());
     for (int64_t t = 0; t < s.T; ++t) {
+      if (ids[t] == kImageSlot) continue;
       for (int64_t c = 0; c < s.C; ++c) {
         const int64_t at = static_cast<int64_t>(ids[t]) * s.C + c;
         piece[at] += d_y[t * s.C + c];
@@ -260,6 +264,111 @@ TEST_CASE("embedding accepts no rows and refuses wrong arguments", "[kernels][em
     wrong[at] += 1;
     CHECK(!backward(TestTensor(device, DType::kI32, {4, kTokenRowInts}, wrong), out, table).empty());
   }
+}
+
+TEST_CASE("embedding_forward leaves the rows of image slots as they are", "[kernels][embedding]") {
+  const float slot = kImageSlot;
+  for (Device* device : devices()) {
+    for (const float scale : {1.0f, 3.0f}) {
+      for (const int64_t C : {1, 8}) {
+        const TestTensor ids(*device, DType::kI32, {4}, {slot, 1, slot, 0});
+        std::vector<float> rows(static_cast<size_t>(2 * C)), want(static_cast<size_t>(4 * C), 7.0f);
+        for (int64_t i = 0; i < 2 * C; ++i) rows[i] = static_cast<float>(i);
+        for (int64_t c = 0; c < C; ++c) want[C + c] = scale * rows[C + c], want[3 * C + c] = scale * rows[c];
+        const TestTensor table(*device, DType::kBF16, {2, C}, rows);
+        const TestTensor out(*device, DType::kBF16, {4, C}, std::vector<float>(want.size(), 7.0f));
+        embedding_forward(*device, {.ids = ids, .table = table, .out = out, .scale = scale});
+        CAPTURE(device->name(), scale, C);
+        CHECK((out.host() == want));
+      }
+    }
+  }
+}
+
+TEST_CASE("embedding_backward does not read the gradients of image slots", "[kernels][embedding]") {
+  // NaN in every one of them, which a sum would show.
+  const TokenIds of = with_image_slots(zipf_ids(600, 50, 11));
+  const auto T = static_cast<int64_t>(of.ids.size());
+  std::vector<float> d_y = random_bf16(T * 8, 12), zeros(static_cast<size_t>(of.V * 8));
+  for (int64_t i = 0; i < T * 8; ++i) {
+    if (of.ids[i / 8] == kImageSlot) d_y[i] = std::nanf("");
+  }
+  for (Device* device : devices()) {
+    const TestTensor order(*device, DType::kI32, {T, kTokenRowInts}, order_of(of.ids, of.V));
+    const TestTensor d_out(*device, DType::kBF16, {T, 8}, d_y), d_table(*device, DType::kF32, {of.V, 8}, zeros);
+    embedding_backward(*device, {.order = order, .d_out = d_out, .d_table = d_table});
+    int wrong = 0;
+    double magnitude = 0;
+    for (const float x : d_table.host()) wrong += !std::isfinite(x), magnitude += std::abs(x);
+    CHECK(wrong == 0);
+    CHECK(magnitude > 0);
+    CHECK(d_table.guard_intact());
+  }
+}
+
+TEST_CASE("scatter_rows puts features at their positions, and gather_rows takes them from there",
+          "[kernels][embedding]") {
+  for (Device* device : devices()) {
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      for (uint64_t n = 0; n < 12; ++n) {
+        const auto draw = philox4x32(91, 1, n);
+        const int64_t T = 1 + draw[0] % 300, C = n % 2 == 0 ? 1 + draw[1] % 70 : 8 * (1 + draw[1] % 300);
+        // A part of the rows in any order, and features without a row.
+        std::vector<float> positions;
+        for (int64_t t = 0; t < T; ++t)
+          positions.push_back(t % 3 == 0 ? -1 - static_cast<float>(t) : static_cast<float>(t));
+        for (size_t i = positions.size(); i > 1; --i)
+          std::swap(positions[i - 1], positions[philox4x32(n, 2, i)[0] % i]);
+        const int64_t N = 1 + draw[2] % T;
+        positions.resize(static_cast<size_t>(N));
+        const std::vector<float> values = random_values(dtype, N * C, 92), before = random_values(dtype, T * C, 93);
+        std::vector<float> want = before, want_back(values.size());
+        for (int64_t i = 0; i < N * C; ++i) {
+          const float position = positions[i / C];
+          if (position < 0) continue;
+          want[static_cast<int64_t>(position) * C + i % C] = values[i];
+          want_back[i] = values[i];
+        }
+        const TestTensor at(*device, DType::kI32, {N}, positions), x(*device, dtype, {N, C}, values),
+            out(*device, dtype, {T, C}, before), back(*device, dtype, {N, C});
+        scatter_rows(*device, {.positions = at, .x = x, .out = out});
+        gather_rows(*device, {.positions = at, .x = out, .out = back});
+        CAPTURE(device->name(), name_of(dtype), T, N, C);
+        CHECK((out.host() == want));
+        CHECK((back.host() == want_back));
+        CHECK((x.guard_intact() && out.guard_intact() && back.guard_intact()));
+      }
+    }
+  }
+}
+
+TEST_CASE("scatter_rows and gather_rows take no features, and refuse wrong arguments", "[kernels][embedding]") {
+  for (Device* device : devices()) {
+    const TestTensor at(*device, DType::kI32, {0}), none(*device, DType::kF32, {0, 2}),
+        x(*device, DType::kF32, {3, 2}, {1, 2, 3, 4, 5, 6});
+    scatter_rows(*device, {.positions = at, .x = none, .out = x});
+    gather_rows(*device, {.positions = at, .x = x, .out = none});
+    CHECK((x.host() == std::vector<float>{1, 2, 3, 4, 5, 6}));
+  }
+  Device& device = cpu_device();
+  const TestTensor at(device, DType::kI32, {2}, {0, 2}), beyond(device, DType::kI32, {2}, {0, 3}),
+      twice(device, DType::kI32, {2}, {1, 1}), rows(device, DType::kF32, {3, 2}), x(device, DType::kF32, {2, 2}),
+      half(device, DType::kBF16, {2, 2});
+  const auto scatter = [&](const TensorView& positions, const TensorView& from) {
+    return [&, positions, from] { scatter_rows(device, {.positions = positions, .x = from, .out = rows}); };
+  };
+  const auto gather = [&](const TensorView& positions, const TensorView& to) {
+    return [&, positions, to] { gather_rows(device, {.positions = positions, .x = rows, .out = to}); };
+  };
+  CHECK(contains(internal_error(scatter(x, x)), "scatter_rows: positions is fp32"));
+  CHECK(contains(internal_error(scatter(at, half)), "scatter_rows: out is fp32"));
+  CHECK(contains(internal_error(gather(at, half)), "gather_rows: out is bf16"));
+  CHECK(contains(internal_error(gather(at, rows)), "gather_rows: positions is int32 [2], wanted shape [3]"));
+  CHECK(contains(bad_input_error(scatter(beyond, x)),
+                 "scatter_rows: feature 1 has position 3, and there are 3 rows"));
+  CHECK(contains(bad_input_error(scatter(twice, x)), "scatter_rows: feature 1 has position 1, as another has"));
+  CHECK(
+      contains(bad_input_error(gather(beyond, x)), "gather_rows: feature 1 has position 3, and there are 3 rows"));
 }
 
 }  // namespace

@@ -26,8 +26,9 @@ struct NormCase {
   const Format* x_format;
   MatrixShape shape;
 
-  bool is_rms() const { return kind == NormKind::kRmsNorm; }
-  bool is_layer() const { return kind == NormKind::kLayerNorm; }
+  bool has_weight() const { return parka::has_weight(kind); }
+  bool has_bias() const { return kind == NormKind::kAffineLayerNorm; }
+  bool has_mean() const { return parka::has_mean(kind); }
   bool is_norm() const { return kind != NormKind::kNone; }
 };
 
@@ -42,6 +43,7 @@ struct NormPass {
         residual(device, c.dtype, {c.shape.rows, c.shape.cols}, residual_values),
         branch(device, c.dtype, {c.shape.rows, c.shape.cols}, random_bf16(c.shape.numel(), 202, 0.5f)),
         weight(device, c.dtype, {c.shape.cols}, weights(c.shape.cols)),
+        bias(device, c.dtype, {c.shape.cols}, random_bf16(c.shape.cols, 204)),
         sum(device, c.dtype, {c.shape.rows, c.shape.cols}),
         y(device, y_format, c.shape.rows, c.shape.cols, copies),
         mean(device, DType::kF32, {c.shape.rows}),
@@ -53,19 +55,21 @@ struct NormPass {
             .eps = 1e-5f,
             .residual = residual,
             .branch = branch,
-            .weight = c.is_rms() ? weight.view() : TensorView(),
+            .weight = c.has_weight() ? weight.view() : TensorView(),
+            .bias = c.has_bias() ? bias.view() : TensorView(),
             .residual_out = sum,
             .x = x ? x->view() : ScaledView(),
             .y = y.row(),
             .y_t = y.transposed(),
-            .mean = c.is_layer() ? mean.view() : TensorView(),
+            .mean = c.has_mean() ? mean.view() : TensorView(),
             .rstd = c.is_norm() ? rstd.view() : TensorView()};
   }
   void recompute(const ScaledView& out, const ScaledView& out_t) const {
     norm_recompute(device, {.kind = c.kind,
                             .x = x ? x->view() : ScaledView(sum),
-                            .weight = c.is_rms() ? weight.view() : TensorView(),
-                            .mean = c.is_layer() ? mean.view() : TensorView(),
+                            .weight = c.has_weight() ? weight.view() : TensorView(),
+                            .bias = c.has_bias() ? bias.view() : TensorView(),
+                            .mean = c.has_mean() ? mean.view() : TensorView(),
                             .rstd = c.is_norm() ? rstd.view() : TensorView(),
                             .y = out,
                             .y_t = out_t});
@@ -84,7 +88,7 @@ struct NormPass {
 
   Device& device;
   NormCase c;
-  TestTensor residual, branch, weight, sum;
+  TestTensor residual, branch, weight, bias, sum;
   std::unique_ptr<TestMatrix> x;
   Output y;
   TestTensor mean, rstd;
@@ -106,7 +110,7 @@ void check_statistics(const NormPass& got, const NormPass& want) {
   const std::vector<float> a = got.rstd.host(), b = want.rstd.host();
   int wrong = 0;
   for (size_t t = 0; t < a.size() && got.c.is_norm(); ++t) wrong += !(std::abs(a[t] - b[t]) <= 2e-6f * b[t]);
-  if (got.c.is_layer()) {
+  if (got.c.has_mean()) {
     const std::vector<float> mean = got.mean.host(), want_mean = want.mean.host();
     for (size_t t = 0; t < mean.size(); ++t) wrong += !(std::abs(mean[t] - want_mean[t]) <= 1e-6f);
   }
@@ -159,7 +163,8 @@ const std::vector<MatrixShape> kNormShapes = {{1, 16},    {3, 7},     {37, 90}, 
 TEST_CASE("norm_forward in fp8 on another device", "[kernels][norm][devices]") {
   const MatrixShape s = GENERATE(from_range(kNormShapes));
   for (Device* device : other_devices()) {
-    for (const NormKind kind : {NormKind::kLayerNorm, NormKind::kRmsNorm, NormKind::kNone}) {
+    for (const NormKind kind :
+         {NormKind::kLayerNorm, NormKind::kRmsNorm, NormKind::kNone, NormKind::kAffineLayerNorm}) {
       for (const DType dtype : {DType::kF32, DType::kBF16}) {
         for (const Format* x_format : {static_cast<const Format*>(nullptr), &kGroup16, &kGroup32, &kGroup128}) {
           const NormCase c{kind, dtype, x_format, s};
@@ -213,7 +218,7 @@ TEST_CASE("norm_forward on another device writes a norm behind a branch as norm_
           "[kernels][norm][devices]") {
   for (Device* device : other_devices()) {
     for (const MatrixShape s : {MatrixShape{37, 90}, MatrixShape{130, 768}, MatrixShape{33, 2048}}) {
-      for (const NormKind kind : {NormKind::kLayerNorm, NormKind::kRmsNorm}) {
+      for (const NormKind kind : {NormKind::kLayerNorm, NormKind::kRmsNorm, NormKind::kAffineLayerNorm}) {
         for (const Format* x_format : {static_cast<const Format*>(nullptr), &kGroup16}) {
           const NormCase c{kind, DType::kBF16, x_format, s};
           const NormPass got(*device, c, plain_format(DType::kBF16), Copies::kRow, random_bf16(s.numel(), 201));
@@ -225,6 +230,7 @@ TEST_CASE("norm_forward on another device writes a norm behind a branch as norm_
           norm_recompute(*device, {.kind = c.kind,
                                    .x = got.x ? got.x->view() : ScaledView(got.residual),
                                    .weight = op.weight,
+                                   .bias = op.bias,
                                    .mean = op.mean,
                                    .rstd = op.rstd,
                                    .y = again});
@@ -279,6 +285,7 @@ struct NormGradient {
         d_residual(device, dtype, {c.shape.rows, c.shape.cols}, random_bf16(c.shape.numel(), 205, 1e-3f)),
         d_residual_out(device, dtype, {c.shape.rows, c.shape.cols}),
         d_weight(device, weight_dtype, {c.shape.cols}, random_bf16(c.shape.cols, 206, 1e-3f)),
+        d_bias(device, weight_dtype, {c.shape.cols}, random_bf16(c.shape.cols, 207, 1e-3f)),
         quantized(device, format, c.shape.rows, c.shape.cols, copies),
         out(target == kOverResidual ? d_residual
             : target == kOverDy     ? d_y
@@ -296,17 +303,18 @@ struct NormGradient {
                            .x = !c.is_norm() ? ScaledView()
                                 : x          ? x->view()
                                              : ScaledView(sum),
-                           .weight = c.is_rms() ? weight.view() : TensorView(),
-                           .mean = c.is_layer() ? mean.view() : TensorView(),
+                           .weight = c.has_weight() ? weight.view() : TensorView(),
+                           .mean = c.has_mean() ? mean.view() : TensorView(),
                            .rstd = c.is_norm() ? rstd.view() : TensorView(),
                            .d_y = d_y,
                            .d_residual = d_residual,
                            .d_residual_out = out,
                            .d_quantized = quantized.row(),
                            .d_quantized_t = quantized.transposed(),
-                           .d_weight = c.is_rms() ? d_weight.view() : TensorView()});
+                           .d_weight = c.has_weight() ? d_weight.view() : TensorView(),
+                           .d_bias = c.has_bias() ? d_bias.view() : TensorView()});
     intact = d_y.guard_intact() && d_residual.guard_intact() && d_residual_out.guard_intact() &&
-             d_weight.guard_intact() && (!x || x->guard_intact());
+             d_weight.guard_intact() && d_bias.guard_intact() && (!x || x->guard_intact());
   }
   // Of each row, 1e-5 of the largest terms that d_residual_out is the sum of: d_y times rstd and a weight, and the
   // residual's gradient.
@@ -323,7 +331,7 @@ struct NormGradient {
   }
 
   NormCase c;
-  TestTensor d_y, d_residual, d_residual_out, d_weight;
+  TestTensor d_y, d_residual, d_residual_out, d_weight, d_bias;
   Output quantized;
   const TestTensor& out;
   bool intact;
@@ -351,11 +359,14 @@ void check_norm_backward(Device& device, const NormPass& forward, DType dtype, c
   CAPTURE(describe(got.quantized.matrix.view()), copies);
   CHECK(first_far("d_residual_out", got.out, want.out, want.slack(forward)) == "");
   CHECK(unlike_quantized("d_quantized", got.quantized, got.out) == "");
-  if (c.is_rms()) CHECK(first_far("d_weight", got.d_weight, want.d_weight, weight_slack(forward)) == "");
+  if (c.has_weight()) CHECK(first_far("d_weight", got.d_weight, want.d_weight, weight_slack(forward)) == "");
+  const std::vector<double> bias_slack(static_cast<size_t>(c.shape.cols), 1e-8 * static_cast<double>(c.shape.rows));
+  if (c.has_bias()) CHECK(first_far("d_bias", got.d_bias, want.d_bias, bias_slack) == "");
   for (const NormGradient* again : {&over_residual, &over_dy}) {
     CHECK(first_difference("d_residual_out in place", again->out, got.out) == "");
     CHECK(first_difference("d_quantized in place", again->quantized, got.quantized) == "");
     CHECK(first_difference("d_weight in place", again->d_weight, got.d_weight) == "");
+    CHECK(first_difference("d_bias in place", again->d_bias, got.d_bias) == "");
     CHECK(again->intact);
   }
   CHECK(got.intact);
@@ -366,7 +377,8 @@ void check_norm_backward(Device& device, const NormPass& forward, DType dtype, c
 TEST_CASE("norm_backward in fp8 on another device", "[kernels][norm][devices]") {
   const MatrixShape s = GENERATE(from_range(kNormShapes));
   for (Device* device : other_devices()) {
-    for (const NormKind kind : {NormKind::kLayerNorm, NormKind::kRmsNorm, NormKind::kNone}) {
+    for (const NormKind kind :
+         {NormKind::kLayerNorm, NormKind::kRmsNorm, NormKind::kNone, NormKind::kAffineLayerNorm}) {
       for (const Format* x_format : {static_cast<const Format*>(nullptr), &kGroup16, &kGroup128}) {
         for (const DType dtype : {DType::kF32, DType::kBF16}) {
           if (s.numel() > 100000 && dtype == DType::kF32) continue;

@@ -9,7 +9,8 @@ using namespace parka::test;
 
 namespace {
 
-constexpr NormKind kKinds[] = {NormKind::kLayerNorm, NormKind::kRmsNorm, NormKind::kNone};
+constexpr NormKind kKinds[] = {NormKind::kLayerNorm, NormKind::kRmsNorm, NormKind::kNone,
+                               NormKind::kAffineLayerNorm};
 const Format kGroup16{DType::kE4M3, Scaling::kGroup, 16, DType::kBF16};
 
 double relative_rounding(DType dtype) { return dtype == DType::kBF16 ? 0x1p-8 : 0x1p-24; }
@@ -32,7 +33,7 @@ template <typename T>
 RowStatistics statistics_of(NormKind kind, double eps, const T* x, int64_t cols) {
   RowStatistics s;
   if (kind == NormKind::kNone) return {0, 1};
-  if (kind == NormKind::kLayerNorm) {
+  if (has_mean(kind)) {
     for (int64_t c = 0; c < cols; ++c) s.mean += double{x[c]} / static_cast<double>(cols);
   }
   double variance = 0;
@@ -42,7 +43,12 @@ RowStatistics statistics_of(NormKind kind, double eps, const T* x, int64_t cols)
 }
 
 std::vector<float> weights(NormKind kind, int64_t cols) {
-  return kind == NormKind::kRmsNorm ? random_bf16(cols, 90) : std::vector<float>(static_cast<size_t>(cols), 1.0f);
+  return has_weight(kind) ? random_bf16(cols, 90) : std::vector<float>(static_cast<size_t>(cols), 1.0f);
+}
+
+std::vector<float> biases(NormKind kind, int64_t cols) {
+  const bool has_bias = kind == NormKind::kAffineLayerNorm;
+  return has_bias ? random_bf16(cols, 97) : std::vector<float>(static_cast<size_t>(cols), 0.0f);
 }
 
 // A matrix and, if its format is fp8, its transpose in the same format.
@@ -86,6 +92,7 @@ struct Forward {
         residual(cpu_device(), dtype, {rows, cols}, random_bf16(rows * cols, 91)),
         branch(cpu_device(), dtype, {rows, cols}, random_bf16(rows * cols, 92, 0.5f)),
         weight(cpu_device(), dtype, {cols}, weights(kind_, cols)),
+        bias(cpu_device(), dtype, {cols}, biases(kind_, cols)),
         residual_out(cpu_device(), dtype, {rows, cols}),
         y(y_format, rows, cols),
         mean(cpu_device(), DType::kF32, {rows}),
@@ -98,6 +105,7 @@ struct Forward {
             .residual = residual,
             .branch = branch,
             .weight = weight_view(),
+            .bias = bias_view(),
             .residual_out = residual_out,
             .x = x ? x->view() : ScaledView(),
             .y = y.matrix,
@@ -105,8 +113,9 @@ struct Forward {
             .mean = mean_view(),
             .rstd = rstd_view()};
   }
-  TensorView weight_view() const { return kind == NormKind::kRmsNorm ? weight.view() : TensorView(); }
-  TensorView mean_view() const { return kind == NormKind::kLayerNorm ? mean.view() : TensorView(); }
+  TensorView weight_view() const { return has_weight(kind) ? weight.view() : TensorView(); }
+  TensorView bias_view() const { return kind == NormKind::kAffineLayerNorm ? bias.view() : TensorView(); }
+  TensorView mean_view() const { return has_mean(kind) ? mean.view() : TensorView(); }
   TensorView rstd_view() const { return is_norm(kind) ? rstd.view() : TensorView(); }
   ScaledView norm_input() const { return x ? x->view() : ScaledView(residual_out); }
   std::vector<float> norm_input_values() const { return x ? x->host() : residual_out.host(); }
@@ -117,7 +126,7 @@ struct Forward {
 
   NormKind kind;
   float eps;
-  TestTensor residual, branch, weight, residual_out;
+  TestTensor residual, branch, weight, bias, residual_out;
   std::unique_ptr<TestMatrix> x;
   WithTranspose y;
   TestTensor mean, rstd;
@@ -137,16 +146,17 @@ TEST_CASE("norm_forward rounds the fp64 result", "[kernels][norm]") {
 
       const auto residual = f.residual.host(), branch = f.branch.host(), sum = f.residual_out.host();
       const auto x = f.norm_input_values(), y = f.y.matrix.host(), mean = f.mean.host(), rstd = f.rstd.host();
-      const auto weight = weights(kind, cols);
+      const auto weight = weights(kind, cols), bias = biases(kind, cols);
       int wrong_sum = 0, wrong_statistics = 0, wrong_y = 0;
       for (int64_t r = 0; r < rows; ++r) {
         const RowStatistics s = statistics_of(kind, eps, &x[r * cols], cols);
-        if (kind == NormKind::kLayerNorm) wrong_statistics += !(std::abs(mean[r] - s.mean) <= 1e-6);
+        if (has_mean(kind)) wrong_statistics += !(std::abs(mean[r] - s.mean) <= 1e-6);
         if (is_norm(kind)) wrong_statistics += !(std::abs(rstd[r] - s.rstd) <= 1e-6 * s.rstd);
         for (int64_t i = r * cols; i < (r + 1) * cols; ++i) {
           wrong_sum += sum[i] != round_to(dtype, residual[i] + branch[i]);
-          const double w = weight[i - r * cols], want = (x[i] - s.mean) * s.rstd * w;
-          const double arithmetic = 2e-6 * (std::abs(want) + s.rstd * std::abs(w));
+          const double w = weight[i - r * cols], b = bias[i - r * cols];
+          const double want = (x[i] - s.mean) * s.rstd * w + b;
+          const double arithmetic = 2e-6 * (std::abs(want) + s.rstd * std::abs(w) + std::abs(b));
           wrong_y += !(std::abs(y[i] - want) <= 1.01 * relative_rounding(dtype) * std::abs(want) + arithmetic);
         }
       }
@@ -260,6 +270,7 @@ TEST_CASE("norm_recompute repeats norm_forward bit for bit", "[kernels][norm]") 
       NormRecompute op{.kind = kind,
                        .x = f.norm_input(),
                        .weight = f.weight_view(),
+                       .bias = f.bias_view(),
                        .mean = f.mean_view(),
                        .rstd = f.rstd_view(),
                        .y = again.matrix,
@@ -294,6 +305,7 @@ TEST_CASE("norm_recompute reads the scale of a tensor and does not compute it", 
   norm_recompute(cpu_device(), {.kind = kind,
                                 .x = f.norm_input(),
                                 .weight = f.weight_view(),
+                                .bias = f.bias_view(),
                                 .mean = f.mean_view(),
                                 .rstd = f.rstd,
                                 .y = got.matrix,
@@ -317,7 +329,8 @@ struct Backward {
         d_y(cpu_device(), dtype, {rows, cols}, random_bf16(rows * cols, 93)),
         d_residual(cpu_device(), dtype, {rows, cols}, random_bf16(rows * cols, 94)),
         d_residual_out(cpu_device(), dtype, {rows, cols}),
-        d_weight(cpu_device(), dtype, {cols}, random_bf16(cols, 95)) {
+        d_weight(cpu_device(), dtype, {cols}, random_bf16(cols, 95)),
+        d_bias(cpu_device(), dtype, {cols}, random_bf16(cols, 98)) {
     const TestTensor values(cpu_device(), DType::kF32, {rows, cols}, random_bf16(rows * cols, 96));
     quantize(cpu_device(), {.x = values, .out = x});
     std::vector<float> means, rstds;
@@ -331,16 +344,17 @@ struct Backward {
     upload(cpu_device(), rstd.view(), rstds);
   }
   NormBackward op() const {
-    const bool has_weight = kind == NormKind::kRmsNorm;
+    const bool weighted = has_weight(kind);
     return {.kind = kind,
             .x = is_norm(kind) ? x.view() : ScaledView(),
-            .weight = has_weight ? weight.view() : TensorView(),
-            .mean = kind == NormKind::kLayerNorm ? mean.view() : TensorView(),
+            .weight = weighted ? weight.view() : TensorView(),
+            .mean = has_mean(kind) ? mean.view() : TensorView(),
             .rstd = is_norm(kind) ? rstd.view() : TensorView(),
             .d_y = d_y,
             .d_residual = d_residual,
             .d_residual_out = d_residual_out,
-            .d_weight = has_weight ? d_weight.view() : TensorView()};
+            .d_weight = weighted ? d_weight.view() : TensorView(),
+            .d_bias = kind == NormKind::kAffineLayerNorm ? d_bias.view() : TensorView()};
   }
   // d loss / d x by central differences, in double.
   std::vector<double> d_x() const {
@@ -372,16 +386,23 @@ struct Backward {
     }
     return result;
   }
+  // d loss / d bias: the sum of d_y over the rows.
+  std::vector<double> d_b() const {
+    const auto gradient = d_y.host();
+    std::vector<double> result(static_cast<size_t>(cols));
+    for (int64_t i = 0; i < rows * cols; ++i) result[i % cols] += gradient[i];
+    return result;
+  }
   bool guards_intact() const {
     return x.guard_intact() && d_y.guard_intact() && d_residual.guard_intact() && d_residual_out.guard_intact() &&
-           d_weight.guard_intact();
+           d_weight.guard_intact() && d_bias.guard_intact();
   }
 
   NormKind kind;
   int64_t rows, cols;
   float eps;
   TestMatrix x;
-  TestTensor weight, mean, rstd, d_y, d_residual, d_residual_out, d_weight;
+  TestTensor weight, mean, rstd, d_y, d_residual, d_residual_out, d_weight, d_bias;
 };
 
 }  // namespace
@@ -394,10 +415,11 @@ TEST_CASE("norm_backward is the derivative of norm_forward", "[kernels][norm]") 
   for (const NormKind kind : kKinds) {
     for (const Format* x_format : x_formats_of(kind)) {
       const Backward b(kind, dtype, rows, cols, eps, x_format);
-      const auto d_weight_before = b.d_weight.host();
+      const auto d_weight_before = b.d_weight.host(), d_bias_before = b.d_bias.host();
       norm_backward(cpu_device(), b.op());
 
-      const auto d_x = b.d_x(), d_w = b.d_w();
+      const auto d_x = b.d_x(), d_w = b.d_w(), d_b = b.d_b();
+      const auto d_bias = b.d_bias.host();
       const auto d_residual = b.d_residual.host(), out = b.d_residual_out.host(), d_weight = b.d_weight.host();
       const auto rstd = b.rstd.host();
       int wrong = 0, wrong_weight = 0;
@@ -406,9 +428,14 @@ TEST_CASE("norm_backward is the derivative of norm_forward", "[kernels][norm]") 
         const double bound = 1.01 * relative_rounding(dtype) * std::abs(want) + 5e-6 * (2 + rstd[i / cols]);
         wrong += !(std::abs(out[i] - want) <= bound);
       }
-      for (int64_t c = 0; c < cols && kind == NormKind::kRmsNorm; ++c) {
-        const double want = d_weight_before[c] + d_w[c];
-        wrong_weight += !(std::abs(d_weight[c] - want) <= 1.01 * relative_rounding(dtype) * std::abs(want) + 1e-4);
+      const auto is_near = [&](float got, double want) {
+        return std::abs(got - want) <= 1.01 * relative_rounding(dtype) * std::abs(want) + 1e-4;
+      };
+      for (int64_t c = 0; c < cols && has_weight(kind); ++c) {
+        wrong_weight += !is_near(d_weight[c], d_weight_before[c] + d_w[c]);
+      }
+      for (int64_t c = 0; c < cols && kind == NormKind::kAffineLayerNorm; ++c) {
+        wrong_weight += !is_near(d_bias[c], d_bias_before[c] + d_b[c]);
       }
       CAPTURE(rows, cols, eps, int(kind), int(dtype), describe(b.x.view()));
       CHECK(wrong == 0);
@@ -441,6 +468,27 @@ TEST_CASE("norm_backward of a weight that is not trained leaves its gradient alo
   norm_backward(cpu_device(), op);
   CHECK((without.d_residual_out.bytes() == with.d_residual_out.bytes()));
   CHECK((without.d_weight.bytes() == before));
+}
+
+TEST_CASE("an affine LayerNorm without a bias has a bias of zeros", "[kernels][norm]") {
+  const NormKind kind = NormKind::kAffineLayerNorm;
+  const Forward f(kind, DType::kF32, 7, 20, 1e-5f), same(kind, DType::kF32, 7, 20, 1e-5f);
+  upload(cpu_device(), f.bias.view(), std::vector<float>(20, 0.0f));
+  norm_forward(cpu_device(), f.op());
+  NormForward op = same.op();
+  op.bias = {};
+  norm_forward(cpu_device(), op);
+  CHECK((f.y.matrix.host() == same.y.matrix.host()));
+
+  const Backward b(kind, DType::kF32, 7, 20, 1e-5f), alone(kind, DType::kF32, 7, 20, 1e-5f);
+  norm_backward(cpu_device(), b.op());
+  NormBackward backward = alone.op();
+  backward.d_bias = {};
+  const auto d_bias = alone.d_bias.bytes();
+  norm_backward(cpu_device(), backward);
+  CHECK((alone.d_residual_out.bytes() == b.d_residual_out.bytes()));
+  CHECK((alone.d_weight.bytes() == b.d_weight.bytes()));
+  CHECK((alone.d_bias.bytes() == d_bias));
 }
 
 TEST_CASE("norm_backward may write over either gradient it reads", "[kernels][norm]") {
@@ -483,7 +531,7 @@ TEST_CASE("norm_backward quantizes the gradient as it rounded it", "[kernels][no
 }
 
 TEST_CASE("norm ops give the same bits on any number of threads", "[kernels][norm]") {
-  const NormKind kind = GENERATE(NormKind::kLayerNorm, NormKind::kRmsNorm);
+  const NormKind kind = GENERATE(NormKind::kLayerNorm, NormKind::kRmsNorm, NormKind::kAffineLayerNorm);
   const Forward parallel(kind, DType::kBF16, 201, 40, 1e-5f, &kGroup16);
   const Forward serial(kind, DType::kBF16, 201, 40, 1e-5f, &kGroup16);
   const Backward parallel_b(kind, DType::kF32, 201, 40, 1e-5f), serial_b(kind, DType::kF32, 201, 40, 1e-5f);
@@ -497,6 +545,7 @@ TEST_CASE("norm ops give the same bits on any number of threads", "[kernels][nor
   CHECK((parallel.y.equals(serial.y) && parallel.rstd.bytes() == serial.rstd.bytes()));
   CHECK((parallel_b.d_residual_out.bytes() == serial_b.d_residual_out.bytes()));
   CHECK((parallel_b.d_weight.bytes() == serial_b.d_weight.bytes()));
+  CHECK((parallel_b.d_bias.bytes() == serial_b.d_bias.bytes()));
 }
 
 TEST_CASE("norm ops keep bad values visible, in their own row", "[kernels][norm]") {
@@ -532,6 +581,7 @@ TEST_CASE("norm ops of nothing do nothing", "[kernels][norm]") {
 TEST_CASE("norm ops refuse tensors that do not fit, by name", "[kernels][norm]") {
   const Forward rms(NormKind::kRmsNorm, DType::kF32, 4, 6, 1e-5f, &kGroup16);
   const Forward layer(NormKind::kLayerNorm, DType::kF32, 4, 6, 1e-5f);
+  const Forward affine(NormKind::kAffineLayerNorm, DType::kF32, 4, 6, 1e-5f);
   const Backward b(NormKind::kRmsNorm, DType::kF32, 4, 6, 1e-5f);
   const TestTensor small(cpu_device(), DType::kF32, {4, 5}), bf16(cpu_device(), DType::kBF16, {4, 6});
   const WithTranspose fp8({DType::kE5M2, Scaling::kTensor}, 4, 6);
@@ -551,6 +601,10 @@ TEST_CASE("norm ops refuse tensors that do not fit, by name", "[kernels][norm]")
   CHECK(contains(forward(rms.op(), [&](F a) { a.weight = {}; }), "norm_forward: weight is no tensor"));
   CHECK(
       contains(forward(layer.op(), [&](F a) { a.weight = rms.weight; }), "norm_forward: weight is fp32 [6], but"));
+  CHECK(contains(forward(rms.op(), [&](F a) { a.bias = rms.weight; }), "norm_forward: bias is fp32 [6], but"));
+  CHECK(contains(forward(affine.op(), [&](F a) { a.bias = small; }), "norm_forward: bias is fp32 [4, 5]"));
+  CHECK(contains(forward(affine.op(), [&](F a) { a.weight = {}; }), "norm_forward: weight is no tensor"));
+  CHECK(contains(forward(affine.op(), [&](F a) { a.mean = {}; }), "norm_forward: mean is no tensor"));
   CHECK(contains(forward(rms.op(), [&](F a) { a.residual_out = bf16; }), "norm_forward: residual_out is bf16"));
   CHECK(contains(forward(rms.op(), [&](F a) { a.x = bf16; }), "norm_forward: x is bf16 [4, 6], wanted fp8"));
   CHECK(contains(forward(rms.op(), [&](F a) { a.x = fp8.matrix; }), "norm_forward: x is e5m2 [4, 6], one scale"));
@@ -572,6 +626,7 @@ TEST_CASE("norm ops refuse tensors that do not fit, by name", "[kernels][norm]")
   CHECK(contains(backward(b.op(), [&](B a) { a.d_quantized = bf16; }), "norm_backward: d_quantized is bf16"));
   CHECK(contains(backward(b.op(), [&](B a) { a.d_quantized_t = fp8.matrix; }), "norm_backward: d_quantized_t is"));
   CHECK(contains(backward(b.op(), [&](B a) { a.d_weight = small; }), "norm_backward: d_weight is fp32 [4, 5]"));
+  CHECK(contains(backward(b.op(), [&](B a) { a.d_bias = b.d_weight; }), "norm_backward: d_bias is fp32 [6], but"));
   CHECK(contains(backward(b.op(), [&](B a) { a.kind = NormKind::kLayerNorm; }), "norm_backward: weight is fp32"));
   CHECK(contains(backward(b.op(), [&](B a) { a.kind = NormKind::kNone; }), "this kind of norm has no use for it"));
 

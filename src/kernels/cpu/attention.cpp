@@ -11,10 +11,10 @@
 #include "kernels/cpu/exp.h"
 #include "kernels/cpu/rope.h"
 
-// Query rows are processed in tiles. A tile of R rows that ends before row N attends to keys F..N-1, where F is the
-// first key of its first row. So its scores and probabilities are [R, N - F] matrices, and memory grows with S, not
-// S^2. Only the last R columns, and those before the first key of a later row, hold masked pairs; their
-// probabilities are zero. (So a NaN in v can reach other rows of the same tile: 0 * NaN = NaN.)
+// Query rows are processed in tiles of R. A tile attends to keys F..N-1, where F is the first key of its first row
+// and N - 1 the last key of its last one. So its scores and probabilities are [R, N - F] matrices, and memory grows
+// with S, not S^2. With causal attention the last R columns, and those before the first key of a later row, hold
+// masked pairs; their probabilities are zero. (So a NaN in v can reach other rows of the same tile: 0 * NaN = NaN.)
 namespace parka::cpu {
 namespace {
 
@@ -37,30 +37,37 @@ struct Dims {
   int64_t group() const { return H / Hkv; }  // query heads per key/value head
 };
 
-// The first keys of sequence b, which are all 0 where none are given.
-class FirstKeys {
+// The keys first(i) to end(i) - 1 that row i of sequence b attends to.
+class SeenKeys {
  public:
-  FirstKeys(const TensorView& first_key, const Dims& dims, int64_t b)
-      : of_sequence_(first_key.empty() ? nullptr : first_key.as<int32_t>() + b * dims.S) {}
-  int64_t operator[](int64_t i) const { return of_sequence_ == nullptr ? 0 : of_sequence_[i]; }
+  template <typename Args>
+  SeenKeys(const Args& a, const Dims& dims, int64_t b)
+      : first_key_(a.first_key.empty() ? nullptr : a.first_key.template as<int32_t>() + b * dims.S),
+        last_end_(a.causal ? 0 : dims.S) {}
+  int64_t first(int64_t i) const { return first_key_ == nullptr ? 0 : first_key_[i]; }
+  int64_t end(int64_t i) const { return std::max(i + 1, last_end_); }
+  int64_t count(int64_t i) const { return end(i) - first(i); }
 
  private:
-  const int32_t* of_sequence_;
+  const int32_t* first_key_;  // null: 0
+  int64_t last_end_;          // of causal attention 0
 };
 
 // Before anything is written: the tiles rely on it, and the op's cost on its window.
-void check_first_keys(const TensorView& first_key, int64_t window, const Dims& dims) {
-  if (first_key.empty()) return;
+template <typename Args>
+void check_first_keys(const Args& a, const Dims& dims) {
+  if (a.first_key.empty()) return;
   for (int64_t b = 0; b < dims.B; ++b) {
-    const FirstKeys first(first_key, dims, b);
+    const SeenKeys seen(a, dims, b);
     for (int64_t i = 0; i < dims.S; ++i) {
-      if (first[i] < (i == 0 ? 0 : first[i - 1]) || first[i] > i) {
-        throw_internal("attention: first_key of position {} of sequence {} is {}, wanted {} to {}", i, b, first[i],
-                       i == 0 ? 0 : first[i - 1], i);
+      const int64_t least = i == 0 ? 0 : seen.first(i - 1);
+      if (seen.first(i) < least || seen.first(i) > i) {
+        throw_internal("attention: first_key of position {} of sequence {} is {}, wanted {} to {}", i, b,
+                       seen.first(i), least, i);
       }
-      if (window > 0 && i - first[i] >= window) {
+      if (a.window > 0 && seen.count(i) > a.window) {
         throw_internal("attention: position {} of sequence {} attends to {} keys with a window of {}", i, b,
-                       i - first[i] + 1, window);
+                       seen.count(i), a.window);
       }
     }
   }
@@ -100,16 +107,16 @@ void forward_head(const AttentionForward& a, const Dims& dims, int64_t b, int64_
   const RowMatrix v = load_head(a.qkv, dims, b, dims.H + dims.Hkv + kv_head);
   RowMatrix out(dims.S, dims.D);
   float* lse = a.lse.as<float>() + (b * dims.H + h) * dims.S;
-  const FirstKeys first(a.first_key, dims, b);
+  const SeenKeys seen(a, dims, b);
   for (int64_t begin = 0; begin < dims.S; begin += kTileRows) {
-    const int64_t R = std::min(kTileRows, dims.S - begin), N = begin + R, F = first[begin];
+    const int64_t R = std::min(kTileRows, dims.S - begin), N = seen.end(begin + R - 1), F = seen.first(begin);
     RowMatrix p(R, N - F);
     p.noalias() = a.scale * (q.middleRows(begin, R) * k.middleRows(F, N - F).transpose());
     for (int64_t r = 0; r < R; ++r) {
-      const int64_t i = begin + r, hidden = first[i] - F;
-      lse[i] = softmax(p.row(r).segment(hidden, i + 1 - first[i]));
+      const int64_t i = begin + r, hidden = seen.first(i) - F;
+      lse[i] = softmax(p.row(r).segment(hidden, seen.count(i)));
       p.row(r).head(hidden).setZero();
-      p.row(r).tail(N - i - 1).setZero();
+      p.row(r).tail(N - seen.end(i)).setZero();
     }
     out.middleRows(begin, R).noalias() = p * v.middleRows(F, N - F);
   }
@@ -124,15 +131,14 @@ struct RowStatistics {
 
 // p[r,j] = exp(score - lse), zero where masked, in place of the scores; d_s = p * (d_p - delta) in place of d_p.
 // The first column is the first key of row `begin`.
-void score_gradient(const RowStatistics& rows, const FirstKeys& first, int64_t begin, RowMatrix& p,
-                    RowMatrix& d_s) {
+void score_gradient(const RowStatistics& rows, const SeenKeys& seen, int64_t begin, RowMatrix& p, RowMatrix& d_s) {
   for (int64_t r = 0; r < p.rows(); ++r) {
-    const int64_t i = begin + r, hidden = first[i] - first[begin], seen = i + 1 - first[i];
-    auto of_seen = p.row(r).segment(hidden, seen);
+    const int64_t i = begin + r, hidden = seen.first(i) - seen.first(begin), count = seen.count(i);
+    auto of_seen = p.row(r).segment(hidden, count);
     of_seen.array() -= rows.lse[i];
-    exp_elements(of_seen.data(), seen, of_seen.data());
+    exp_elements(of_seen.data(), count, of_seen.data());
     p.row(r).head(hidden).setZero();
-    p.row(r).tail(p.cols() - hidden - seen).setZero();
+    p.row(r).tail(p.cols() - hidden - count).setZero();
     d_s.row(r).array() = p.row(r).array() * (d_s.row(r).array() - rows.delta[i]);
   }
 }
@@ -153,19 +159,20 @@ void backward_group(const AttentionBackward& a, const Dims& dims, int64_t b, int
   const RowMatrix k = load_head(a.qkv, dims, b, k_head), v = load_head(a.qkv, dims, b, v_head);
   RowMatrix d_q(dims.S, dims.D);
   RowMatrix d_k = RowMatrix::Zero(dims.S, dims.D), d_v = d_k;
-  const FirstKeys first(a.first_key, dims, b);
+  const SeenKeys seen(a, dims, b);
   for (int64_t h = kv_head * dims.group(); h < (kv_head + 1) * dims.group(); ++h) {
     const RowMatrix q = load_head(a.qkv, dims, b, h);
     const RowMatrix d_out = load_head(a.d_out, dims, b, h);
     const RowStatistics rows{a.lse.as<float>() + (b * dims.H + h) * dims.S,
                              d_out.cwiseProduct(load_head(a.out, dims, b, h)).rowwise().sum()};
     for (int64_t begin = 0; begin < dims.S; begin += kTileRows) {
-      const int64_t R = std::min(kTileRows, dims.S - begin), F = first[begin], N = begin + R - F;
+      const int64_t R = std::min(kTileRows, dims.S - begin), F = seen.first(begin);
+      const int64_t N = seen.end(begin + R - 1) - F;
       const auto q_tile = q.middleRows(begin, R), d_out_tile = d_out.middleRows(begin, R);
       RowMatrix p(R, N), d_s(R, N);
       p.noalias() = a.scale * (q_tile * k.middleRows(F, N).transpose());
       d_s.noalias() = d_out_tile * v.middleRows(F, N).transpose();
-      score_gradient(rows, first, begin, p, d_s);
+      score_gradient(rows, seen, begin, p, d_s);
       d_q.middleRows(begin, R).noalias() = a.scale * (d_s * k.middleRows(F, N));
       d_k.middleRows(F, N).noalias() += a.scale * (d_s.transpose() * q_tile);
       d_v.middleRows(F, N).noalias() += p.transpose() * d_out_tile;
@@ -212,14 +219,14 @@ AttentionSums sums_of_head(const AttentionStatistics& a, const Dims& dims, int64
                   v = load_head(a.qkv, dims, b, dims.H + dims.Hkv + kv_head), out = load_head(a.out, dims, b, h),
                   d_out = load_head(a.d_out, dims, b, h);
   const float* const lse = a.lse.as<float>() + (b * dims.H + h) * dims.S;
-  const FirstKeys first(a.first_key, dims, b);
+  const SeenKeys seen(a, dims, b);
   AttentionSums sums;
   for (int64_t i = 0; i < rows; ++i) {
-    const int64_t seen = i + 1 - first[i];
-    const Eigen::VectorXf scores = a.scale * (k.middleRows(first[i], seen) * q.row(i).transpose());
+    const int64_t first = seen.first(i), count = seen.count(i);
+    const Eigen::VectorXf scores = a.scale * (k.middleRows(first, count) * q.row(i).transpose());
     Eigen::VectorXf p = scores.array() - lse[i];
-    exp_elements(p.data(), seen, p.data());
-    const Eigen::VectorXf d_p = v.middleRows(first[i], seen) * d_out.row(i).transpose();
+    exp_elements(p.data(), count, p.data());
+    const Eigen::VectorXf d_p = v.middleRows(first, count) * d_out.row(i).transpose();
     const Eigen::RowVectorXf of_delta = d_out.row(i).cwiseProduct(out.row(i));
     const Eigen::VectorXf d_s = p.array() * (d_p.array() - of_delta.sum());
     sums.add_row(d_s.sum(), d_s.cwiseAbs().sum(), of_delta.squaredNorm(), p.dot(scores),
@@ -232,7 +239,7 @@ AttentionSums sums_of_head(const AttentionStatistics& a, const Dims& dims, int64
 
 void attention_forward(Device&, const AttentionForward& a) {
   const Dims dims(a);
-  check_first_keys(a.first_key, a.window, dims);
+  check_first_keys(a, dims);
   parallel_for(dims.B * dims.H, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) forward_head(a, dims, i / dims.H, i % dims.H);
   });
@@ -241,7 +248,7 @@ void attention_forward(Device&, const AttentionForward& a) {
 
 void attention_backward(Device&, const AttentionBackward& a) {
   const Dims dims(a);
-  check_first_keys(a.first_key, a.window, dims);
+  check_first_keys(a, dims);
   parallel_for(dims.B * dims.Hkv, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) backward_group(a, dims, i / dims.Hkv, i % dims.Hkv);
   });
@@ -250,7 +257,7 @@ void attention_backward(Device&, const AttentionBackward& a) {
 
 void attention_statistics(Device&, const AttentionStatistics& a) {
   const Dims dims(a);
-  check_first_keys(a.first_key, a.window, dims);
+  check_first_keys(a, dims);
   std::vector<AttentionSums> of_heads(static_cast<size_t>(ceil_div(a.rows, dims.S) * dims.H));
   parallel_for(static_cast<int64_t>(of_heads.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

@@ -43,7 +43,7 @@ struct Statistics {
 Statistics statistics_of(NormKind kind, float eps, const float* x, int64_t cols) {
   Statistics s;
   if (kind == NormKind::kNone) return s;
-  if (kind == NormKind::kLayerNorm) s.mean = mean_of(cols, [&](int64_t c) { return x[c]; });
+  if (has_mean(kind)) s.mean = mean_of(cols, [&](int64_t c) { return x[c]; });
   const float variance = mean_of(cols, [&](int64_t c) { return (x[c] - s.mean) * (x[c] - s.mean); });
   s.rstd = 1.0f / std::sqrt(variance + eps);
   return s;
@@ -62,16 +62,26 @@ std::vector<float> weight_or_ones(const TensorView& weight, float offset, int64_
   return values;
 }
 
-// The one place where y is computed, so that norm_recompute repeats norm_forward bit for bit.
-void normalize(const float* x, const Statistics& s, const float* weight, int64_t cols, float* y) {
+std::vector<float> decoded_vector(const TensorView& x) {
+  if (x.empty()) return {};
+  std::vector<float> values(static_cast<size_t>(x.numel()));
+  decode_elements(x, 0, x.numel(), values.data());
+  return values;
+}
+
+// The one place where y is computed, so that norm_recompute repeats norm_forward bit for bit. An empty bias is not
+// added: the sum with 0 would make 0 of -0.
+void normalize(const float* x, const Statistics& s, const std::vector<float>& weight,
+               const std::vector<float>& bias, int64_t cols, float* y) {
   for (int64_t c = 0; c < cols; ++c) y[c] = (x[c] - s.mean) * s.rstd * weight[c];
+  for (size_t c = 0; c < bias.size(); ++c) y[c] += bias[c];
 }
 
 }  // namespace
 
 void norm_forward(Device&, const NormForward& a) {
   const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
-  const std::vector<float> weight = weight_or_ones(a.weight, a.weight_offset, cols);
+  const std::vector<float> weight = weight_or_ones(a.weight, a.weight_offset, cols), bias = decoded_vector(a.bias);
   Matrix y(rows, cols);
   parallel_for(rows, kRowGrain, [&](int64_t begin, int64_t end) {
     std::vector<float> x(static_cast<size_t>(cols)), branch(static_cast<size_t>(cols));
@@ -91,7 +101,7 @@ void norm_forward(Device&, const NormForward& a) {
       const Statistics s = statistics_of(a.kind, a.eps, x.data(), cols);
       if (!a.mean.empty()) a.mean.as<float>()[t] = s.mean;
       if (!a.rstd.empty()) a.rstd.as<float>()[t] = s.rstd;
-      normalize(x.data(), s, weight.data(), cols, y.row(t));
+      normalize(x.data(), s, weight, bias, cols, y.row(t));
     }
   });
   encode_with_transpose(y, a.y, a.y_t);
@@ -99,13 +109,13 @@ void norm_forward(Device&, const NormForward& a) {
 
 void norm_recompute(Device&, const NormRecompute& a) {
   const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
-  const std::vector<float> weight = weight_or_ones(a.weight, a.weight_offset, cols);
+  const std::vector<float> weight = weight_or_ones(a.weight, a.weight_offset, cols), bias = decoded_vector(a.bias);
   Matrix y(rows, cols);
   parallel_for(rows, kRowGrain, [&](int64_t begin, int64_t end) {
     std::vector<float> x(static_cast<size_t>(cols));
     for (int64_t t = begin; t < end; ++t) {
       decode_rows(a.x, t, 1, x.data());
-      normalize(x.data(), saved_statistics(a.mean, a.rstd, t), weight.data(), cols, y.row(t));
+      normalize(x.data(), saved_statistics(a.mean, a.rstd, t), weight, bias, cols, y.row(t));
     }
   });
   encode_with_transpose(y, a.y, a.y_t, ScaleSource::kGiven);
@@ -129,6 +139,16 @@ void add_gradients(const NormBackward& a) {
   });
 }
 
+// target += the sum of the rows of `parts`, added once
+void add_column_sums(const Matrix& parts, const TensorView& target) {
+  std::vector<float> total(static_cast<size_t>(parts.cols())), values = decoded_vector(target);
+  for (int64_t i = 0; i < parts.rows(); ++i) {
+    for (int64_t c = 0; c < parts.cols(); ++c) total[c] += parts.row(i)[c];
+  }
+  for (int64_t c = 0; c < parts.cols(); ++c) values[c] += total[c];
+  encode_elements(values.data(), 0, parts.cols(), target);
+}
+
 // With xhat = (x - mean) * rstd and g = d_y * weight, both functions of the row:
 //   d_x = rstd * (g - mean(g) - xhat * mean(g * xhat)),   without mean(g) for RMSNorm
 // which is d y / d x applied to d_y: xhat changes with x directly, through the mean, and through rstd.
@@ -136,21 +156,24 @@ void add_norm_gradient(const NormBackward& a) {
   const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
   const std::vector<float> weight = weight_or_ones(a.weight, a.weight_offset, cols);
   constexpr int64_t kTile = 64;  // rows whose part of d_weight is summed together
-  Matrix d_weight_part(ceil_div(rows, kTile), cols);
+  Matrix d_weight_part(ceil_div(rows, kTile), cols),
+      d_bias_part(a.d_bias.empty() ? 0 : ceil_div(rows, kTile), cols);
   parallel_for(rows, kTile, [&](int64_t begin, int64_t end) {
     std::vector<float> xhat(static_cast<size_t>(cols)), d_y(xhat), g(xhat), d_x(xhat);
     float* d_weight = d_weight_part.row(begin / kTile);
     std::fill_n(d_weight, cols, 0.0f);
+    float* d_bias = a.d_bias.empty() ? nullptr : d_bias_part.row(begin / kTile);
+    if (d_bias != nullptr) std::fill_n(d_bias, cols, 0.0f);
     for (int64_t t = begin; t < end; ++t) {
       const Statistics s = saved_statistics(a.mean, a.rstd, t);
       decode_rows(a.x, t, 1, xhat.data());
       for (int64_t c = 0; c < cols; ++c) xhat[c] = (xhat[c] - s.mean) * s.rstd;
       decode_elements(a.d_y, t * cols, cols, d_y.data());
       for (int64_t c = 0; c < cols; ++c) d_weight[c] += d_y[c] * xhat[c];
+      for (int64_t c = 0; c < cols && d_bias != nullptr; ++c) d_bias[c] += d_y[c];
       for (int64_t c = 0; c < cols; ++c) g[c] = d_y[c] * weight[c];
 
-      const bool centred = a.kind == NormKind::kLayerNorm;
-      const float mean_g = centred ? mean_of(cols, [&](int64_t c) { return g[c]; }) : 0.0f;
+      const float mean_g = has_mean(a.kind) ? mean_of(cols, [&](int64_t c) { return g[c]; }) : 0.0f;
       const float mean_g_xhat = mean_of(cols, [&](int64_t c) { return g[c] * xhat[c]; });
       std::fill(d_x.begin(), d_x.end(), 0.0f);
       if (!a.d_residual.empty()) decode_elements(a.d_residual, t * cols, cols, d_x.data());
@@ -158,14 +181,8 @@ void add_norm_gradient(const NormBackward& a) {
       encode_elements(d_x.data(), t * cols, cols, a.d_residual_out);
     }
   });
-  if (a.d_weight.empty()) return;
-  std::vector<float> total(static_cast<size_t>(cols), 0.0f), d_weight(total);
-  for (int64_t i = 0; i < d_weight_part.rows(); ++i) {
-    for (int64_t c = 0; c < cols; ++c) total[c] += d_weight_part.row(i)[c];
-  }
-  decode_elements(a.d_weight, 0, cols, d_weight.data());
-  for (int64_t c = 0; c < cols; ++c) d_weight[c] += total[c];
-  encode_elements(d_weight.data(), 0, cols, a.d_weight);
+  if (!a.d_weight.empty()) add_column_sums(d_weight_part, a.d_weight);
+  if (!a.d_bias.empty()) add_column_sums(d_bias_part, a.d_bias);
 }
 
 }  // namespace

@@ -10,7 +10,8 @@ namespace parka::cuda {
 // parka at 1 and 7 billion parameters (docs/results/tuning), wants more than this.
 inline constexpr int64_t kGemmWorkspaceBytes = int64_t{16} << 20;
 
-// norm_backward: partial sums of d_weight, fp32 [blocks, C], of as many blocks as keep a GPU busy.
+// norm_backward: partial sums of d_weight, fp32 [blocks, C], of as many blocks as keep a GPU busy. Twice that where
+// there is a d_bias.
 inline int64_t norm_backward_max_blocks(int64_t cols) {
   const int64_t fit = (int64_t{8} << 20) / (4 * cols);
   return fit > 256 ? fit : 256;

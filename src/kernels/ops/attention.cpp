@@ -34,6 +34,7 @@ void check_attention(std::string_view op, const Args& a) {
   if (a.window < 0 || (a.window > 0 && a.first_key.empty())) {
     throw_internal("{}: a window of {} keys {}", op, a.window, a.window < 0 ? "is none" : "without first_key");
   }
+  if (!a.causal && !a.first_key.empty()) throw_internal("{}: first_key is of causal attention only", op);
 }
 
 template <typename Args>
@@ -41,16 +42,18 @@ bool has_window(const Args& a) {
   return a.window > 0 && a.window < a.sequence_length;
 }
 
-// Kernels of one shape take less time with a window.
+// Kernels of one shape take less time with a window, and more over all keys.
 template <typename Args>
-std::string shape_with_window(const Args& a) {
+std::string shape_with_mask(const Args& a) {
+  if (!a.causal) return shape_of(a.out) + ", not causal";
   return has_window(a) ? fmt::format("{}, window {}", shape_of(a.out), a.window) : shape_of(a.out);
 }
 
-// FLOP of q k^T and p v over the causal half, of which a window leaves a band.
+// FLOP of q k^T and p v over all scores, or the causal half, of which a window leaves a band.
 template <typename Args>
 double attention_flop(const Args& a) {
   const double S = static_cast<double>(a.sequence_length), elements = static_cast<double>(a.out.numel());
+  if (!a.causal) return 4.0 * elements * S;
   if (!has_window(a)) return 2.0 * elements * S;
   const double W = static_cast<double>(a.window);
   return 4.0 * elements * (W - W * W / (2.0 * S));
@@ -93,16 +96,16 @@ void attention_statistics(Device& device, const AttentionStatistics& a) {
   PARKA_DISPATCH(attention_statistics, device, a);
 }
 
-// Causal: half of the S x S scores. Backward counts 2.5 times forward, for its five products.
+// Backward counts 2.5 times forward, for its five products.
 OpCost cost_of(const AttentionForward& a) {
-  return {all_bytes(a.qkv, a.out, a.lse), attention_flop(a), shape_with_window(a), Products::kAttentionForward};
+  return {all_bytes(a.qkv, a.out, a.lse), attention_flop(a), shape_with_mask(a), Products::kAttentionForward};
 }
 TensorView output_of(const AttentionForward& a) { return a.out; }
 int64_t workspace_of(const AttentionForward&) { return cuda::kAttentionForwardWorkspaceBytes; }
 
 OpCost cost_of(const AttentionBackward& a) {
-  return {all_bytes(a.qkv, a.out, a.d_out, a.lse, a.cos_sin, a.d_qkv), 2.5 * attention_flop(a),
-          shape_with_window(a), Products::kAttentionBackward};
+  return {all_bytes(a.qkv, a.out, a.d_out, a.lse, a.cos_sin, a.d_qkv), 2.5 * attention_flop(a), shape_with_mask(a),
+          Products::kAttentionBackward};
 }
 TensorView output_of(const AttentionBackward& a) { return a.d_qkv; }
 int64_t workspace_of(const AttentionBackward& a) {

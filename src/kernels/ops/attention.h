@@ -4,11 +4,11 @@
 
 namespace parka {
 
-// Causal softmax attention within each sequence, with grouped-query heads: query head h uses key/value head
-// h / (H / Hkv). q, k and v are read directly from the fused QKV buffer (see RopeForward). T = B * S.
+// Softmax attention within each sequence, with grouped-query heads: query head h uses key/value head h / (H / Hkv).
+// q, k and v are read directly from the fused QKV buffer (see RopeForward). T = B * S.
 //   p[i,j] = exp(scale * q_i . k_j - lse_i) for f_i <= j <= i;  out_i = sum_j p[i,j] v_j
 // where f is 0, or first_key: then documents in one sequence do not attend to each other, and a sliding window
-// ends.
+// ends. That is causal attention; without `causal` the sum is over all keys of the sequence, 0 <= j < S.
 struct AttentionForward {
   TensorView qkv;           // [T, (H + 2 * Hkv) * D] fp32 or bf16, in
   TensorView out;           // [T, H * D] as qkv, out
@@ -24,12 +24,13 @@ struct AttentionForward {
   TensorView first_key = {};
   // The most keys that first_key leaves to a row, its own included: what the op's cost counts. 0: it does not say.
   int64_t window = 0;
+  bool causal = true;  // false: rows attend to later ones, too; there is no first_key then
 };
 PARKA_OP(attention_forward, AttentionForward);
 int64_t workspace_of(const AttentionForward& a);
 
-//   d_p[i,j] = d_out_i . v_j for f_i <= j <= i;  d_s = p * (d_p - delta_i) with delta_i = d_out_i . out_i
-//   d_q_i = scale * sum_j d_s[i,j] k_j;  d_k_j = scale * sum_i d_s[i,j] q_i;  d_v_j = sum_i p[i,j] d_out_i
+//   d_p[i,j] = d_out_i . v_j for the keys j that i attends to;  d_s = p * (d_p - delta_i) with delta_i = d_out_i .
+//   out_i d_q_i = scale * sum_j d_s[i,j] k_j;  d_k_j = scale * sum_i d_s[i,j] q_i;  d_v_j = sum_i p[i,j] d_out_i
 struct AttentionBackward {
   TensorView qkv;    // [T, (H + 2 * Hkv) * D] fp32 or bf16, in
   TensorView out;    // [T, H * D] as qkv, in
@@ -51,6 +52,7 @@ struct AttentionBackward {
   // once for d_q.
   TensorView scratch = {};
   int64_t window = 0;  // as in AttentionForward
+  bool causal = true;  // as in AttentionForward
 };
 // Deterministic: equal input gives equal bits, with scratch and without.
 PARKA_OP(attention_backward, AttentionBackward);
@@ -83,6 +85,7 @@ struct AttentionStatistics {
   float scale;
   TensorView first_key = {};  // as in AttentionForward
   int64_t window = 0;         // as in AttentionForward
+  bool causal = true;         // as in AttentionForward
 };
 PARKA_OP(attention_statistics, AttentionStatistics);
 int64_t workspace_of(const AttentionStatistics& a);

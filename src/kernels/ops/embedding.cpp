@@ -26,13 +26,35 @@ void embedding_backward(Device& device, const EmbeddingBackward& a) {
   PARKA_DISPATCH(embedding_backward, device, a);
 }
 
+void scatter_rows(Device& device, const ScatterRows& a) {
+  const int64_t N = a.x.dim[0], C = a.x.dim[1], T = a.out.dim[0];
+  check_tensor("scatter_rows", "positions", a.positions, {N}, {DType::kI32});
+  check_tensor("scatter_rows", "x", a.x, {N, C}, {DType::kF32, DType::kBF16});
+  check_tensor("scatter_rows", "out", a.out, {T, C}, {a.x.dtype});
+  if (a.x.numel() == 0) return;
+  PARKA_DISPATCH(scatter_rows, device, a);
+}
+
+void gather_rows(Device& device, const GatherRows& a) {
+  const int64_t N = a.out.dim[0], C = a.out.dim[1], T = a.x.dim[0];
+  check_tensor("gather_rows", "positions", a.positions, {N}, {DType::kI32});
+  check_tensor("gather_rows", "x", a.x, {T, C}, {DType::kF32, DType::kBF16});
+  check_tensor("gather_rows", "out", a.out, {N, C}, {a.x.dtype});
+  if (a.out.numel() == 0) return;
+  PARKA_DISPATCH(gather_rows, device, a);
+}
+
 std::vector<TokenRow> embedding_order(const int32_t* ids, int64_t T, int64_t vocab_size) {
   PARKA_REQUIRE(T <= INT32_MAX);
-  const auto bucket = [&](int64_t t) { return ids[t] >= 0 && ids[t] < vocab_size ? ids[t] : vocab_size; };
-  std::vector<int32_t> begin(static_cast<size_t>(vocab_size + 2));  // where each bucket begins; then the end
+  const int64_t unknown = vocab_size, slots = vocab_size + 1, buckets = vocab_size + 2;
+  const auto bucket = [&](int64_t t) {
+    if (ids[t] >= 0 && ids[t] < vocab_size) return int64_t{ids[t]};
+    return ids[t] == kImageSlot ? slots : unknown;
+  };
+  std::vector<int32_t> begin(static_cast<size_t>(buckets + 1));  // where each bucket begins; then the end
   for (int64_t t = 0; t < T; ++t) ++begin[bucket(t) + 1];
-  for (int64_t v = 0; v <= vocab_size; ++v) begin[v + 1] += begin[v];
-  std::vector<int32_t> taken(static_cast<size_t>(vocab_size + 1));  // rows that a bucket has so far
+  for (int64_t v = 0; v < buckets; ++v) begin[v + 1] += begin[v];
+  std::vector<int32_t> taken(static_cast<size_t>(buckets));  // rows that a bucket has so far
   std::vector<TokenRow> order(static_cast<size_t>(T));
   for (int64_t t = 0; t < T; ++t) {
     const int64_t v = bucket(t);
@@ -55,5 +77,11 @@ TensorView output_of(const EmbeddingBackward& a) { return a.d_table; }
 int64_t workspace_of(const EmbeddingBackward& a) {
   return cuda::embedding_backward_workspace_bytes(a.d_out.dim[0], a.d_out.dim[1]);
 }
+
+OpCost cost_of(const ScatterRows& a) { return moved(bytes_of(a.positions) + 2 * bytes_of(a.x), a.x); }
+TensorView output_of(const ScatterRows& a) { return a.out; }
+
+OpCost cost_of(const GatherRows& a) { return moved(bytes_of(a.positions) + 2 * bytes_of(a.out), a.out); }
+TensorView output_of(const GatherRows& a) { return a.out; }
 
 }  // namespace parka

@@ -13,7 +13,7 @@ void Attention::add_parameters(ParameterList& list, const ModelConfig& model, co
                                double depth) {
   const int64_t d = model.d_model;
   Linear::add_parameter(list, prefix + "qkv", model.d_qkv(), d, list.initial_std(d, 0));
-  if (model.qkv_bias) Linear::add_bias(list, prefix + "qkv", model.d_qkv());
+  if (model.qkv_bias || model.is_encoder()) Linear::add_bias(list, prefix + "qkv", model.d_qkv());
   if (model.qk_norm != QkNormKind::kNone) {
     const bool full = model.qk_norm == QkNormKind::kFull;
     const int64_t D = model.head_dim();
@@ -24,6 +24,7 @@ void Attention::add_parameters(ParameterList& list, const ModelConfig& model, co
     add("k_norm", model.kv_heads());
   }
   Linear::add_parameter(list, prefix + "attention_out", d, model.d_heads(), list.initial_std(d, depth));
+  if (model.is_encoder()) Linear::add_bias(list, prefix + "attention_out", d);
 }
 
 Attention::Attention(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
@@ -32,6 +33,7 @@ Attention::Attention(const ModelConfig& model, const PrecisionConfig& precision,
       num_heads_(model.num_heads),
       num_kv_heads_(model.kv_heads()),
       head_dim_(model.head_dim()),
+      is_encoder_(model.is_encoder()),
       window_(model.is_windowed(block) ? model.sliding_window : 0),
       qk_norm_(model.qk_norm),
       norm_eps_(static_cast<float>(model.norm_eps)),
@@ -90,8 +92,8 @@ void Attention::declare_backward(BufferScope& scope) {
   // Read by GEMMs, or by what makes their FP8 inputs of it.
   d_qkv_ = scope.workspace("d_qkv", scope.compute(), {T, d_qkv()},
                            kBackwardAttention | (is_fp8 ? kBackwardQkvCodes : kBackwardQkv));
-  const bool sees_all = !shape.separate_documents && (window_ == 0 || window_ >= shape.sequence_length);
-  if (scope.compute() == DType::kBF16 && sees_all) {
+  const bool sees_earlier = !shape.separate_documents && (window_ == 0 || window_ >= shape.sequence_length);
+  if (scope.compute() == DType::kBF16 && sees_earlier && !is_encoder_) {
     // On every device, so that a plan holds for all: where it is large, attention is not what needs most memory.
     const int64_t bytes = cuda::attention_backward_scratch_bytes(shape.num_sequences, shape.sequence_length,
                                                                  num_heads_, num_kv_heads_, head_dim_);
@@ -136,6 +138,7 @@ void Attention::backward(const StepContext& step, const GemmInput& d_out, const 
     quantize(step.device, {.x = step.matrix(attention_fp8_.row, T, d_heads()), .out = attention, .out_t = {}});
   }
   out_layer_.input_gradient(step, d_out, d_attention);
+  out_layer_.bias_gradient(step, d_out.plain);
   if (out_layer_.trains_weight()) out_layer_.weight_gradient(step, d_out, output_again(step, attention));
   const ScaledView unnormalized = saved.empty() ? ScaledView(qkv) : saved;
   if (has_qk_norm()) normalize_and_rotate(step, unnormalized, {});
@@ -166,6 +169,8 @@ void Attention::rotate(const StepContext& step, const TensorView& qkv) const {
   const TensorView sample = sample_to_save(step, qkv);
   if (has_qk_norm()) {
     normalize_and_rotate(step, qkv, saved);
+  } else if (is_encoder_) {
+    if (!saved.empty()) quantize(step.device, {.x = qkv, .out = saved});
   } else {
     rope_forward(step.device, {.qkv = qkv,
                                .cos_sin = positions(step).rotations,
@@ -224,7 +229,8 @@ void Attention::attend(const StepContext& step, const TensorView& qkv, const Ten
                                   .scale = scale_,
                                   .out_amax = amax,
                                   .first_key = positions(step).first_keys,
-                                  .window = window(step)});
+                                  .window = window(step),
+                                  .causal = !is_encoder_});
 }
 
 // The input of the output projection as its weight gradient wants it.
@@ -257,7 +263,8 @@ void Attention::attend_backward(const StepContext& step, const TensorView& qkv, 
                                     .cos_sin = positions(step).rotations,
                                     .d_qkv_amax = d_qkv_amax,
                                     .scratch = step.arena[scratch_],
-                                    .window = window(step)};
+                                    .window = window(step),
+                                    .causal = !is_encoder_};
   step.samples.add_attention(step.device, block_, arguments);
   attention_backward(step.device, arguments);
 }
@@ -278,7 +285,7 @@ TensorView Attention::sample_to_save(const StepContext& step, const TensorView& 
   if (!step.samples.active() || !qkv_saved_.valid()) return {};
   const TensorView sample = step.samples.buffer(d_qkv());
   quantize(step.device, {.x = step.samples.first_rows(qkv), .out = sample});
-  if (has_qk_norm()) return sample;
+  if (has_qk_norm() || is_encoder_) return sample;
   rope_forward(step.device, {.qkv = sample,
                              .cos_sin = positions(step).rotations,
                              .num_heads = num_heads_,

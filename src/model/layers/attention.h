@@ -10,7 +10,8 @@ namespace parka {
 
 // out = W_out attend(rotate(W_qkv x)), causal within each sequence or document, through a window in the blocks that
 // model.sliding_window is for. With model.qkv_bias q, k and v have a bias, and with model.qk_norm the queries and
-// keys are then normalised before they are rotated. An inner layer of Branch. The only one that knows q, k and v.
+// keys are then normalised before they are rotated. Of an encoder: out = W_out attend(W_qkv x) over all of a
+// sequence, both with biases. An inner layer of Branch. The only one that knows q, k and v.
 class Attention {
  public:
   static constexpr const char *kNormName = "attention_norm", *kNormBehindName = "attention_post_norm";
@@ -70,6 +71,7 @@ class Attention {
 
   int64_t block_;
   int64_t num_heads_, num_kv_heads_, head_dim_;
+  bool is_encoder_;
   int64_t window_;  // keys that a query attends to; 0: all
   QkNormKind qk_norm_;
   float norm_eps_, norm_weight_offset_;

@@ -7,7 +7,7 @@
 
 namespace parka {
 
-// One half of a block: a norm, and behind it an inner layer, Attention or Swiglu, and by model.norm_placement
+// One half of a block: a norm, and behind it an inner layer, Attention, Swiglu or Mlp, and by model.norm_placement
 // another norm. The norm of the next branch adds what comes out to the residual stream.
 //
 // An inner layer begins and ends with a Linear. It declares its buffers, runs forward from the norm's output x to
@@ -33,9 +33,11 @@ class Branch {
   // `depth`: how many branches are added to the residual stream up to the end of the block.
   static void add_parameters(ParameterList& list, const ModelConfig& model, const std::string& prefix,
                              double depth) {
-    Norm::add_parameter(list, model.norm_in_front(), model, prefix + Inner::kNormName);
+    Norm::add_parameters(list, model.norm_in_front(), model.d_model, prefix + Inner::kNormName);
     Inner::add_parameters(list, model, prefix, depth);
-    if (model.has_norm_behind()) Norm::add_parameter(list, model.norm, model, prefix + Inner::kNormBehindName);
+    if (model.has_norm_behind()) {
+      Norm::add_parameters(list, model.norm, model.d_model, prefix + Inner::kNormBehindName);
+    }
   }
 
   void declare(BufferScope& scope, bool is_first_of_block) {

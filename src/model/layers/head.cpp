@@ -19,7 +19,7 @@ ScaledView first_rows(const ScaledView& x, int64_t count) {
 }  // namespace
 
 void Head::add_parameters(ParameterList& list, const ModelConfig& model) {
-  Norm::add_parameter(list, model.norm, model, "final_norm");
+  Norm::add_parameters(list, model.norm, model.d_model, "final_norm");
   if (model.tie_embeddings) return;
   list.add("head", model.vocab_size, model.d_model, ParameterRole::kHead, /*decayed=*/true,
            list.initial_std(model.d_model, 0));

@@ -6,8 +6,9 @@
 
 namespace parka {
 
-void Linear::add_parameter(ParameterList& list, const std::string& name, int64_t rows, int64_t cols, double std) {
-  list.add(name, rows, cols, ParameterRole::kLinear, /*decayed=*/true, std);
+void Linear::add_parameter(ParameterList& list, const std::string& name, int64_t rows, int64_t cols, double std,
+                           ParameterRole role) {
+  list.add(name, rows, cols, role, /*decayed=*/true, std);
 }
 
 void Linear::add_bias(ParameterList& list, const std::string& name, int64_t rows) {
@@ -19,7 +20,8 @@ Linear::Linear(const PrecisionConfig& precision, const ParameterTable& table, co
       bias_(table.index_of(name + "_bias")),
       trains_weight_(table.is_trainable(weight_)),
       trains_bias_(table.is_trainable(bias_)),
-      is_fp8_(precision.gemm != GemmPrecision::kCompute),
+      is_fp8_(precision.gemm != GemmPrecision::kCompute && weight_ >= 0 &&
+              table.all[static_cast<size_t>(weight_)].role == ParameterRole::kLinear),
       fast_forward_(precision.fast_forward),
       fast_input_gradient_(precision.fast_input_gradient),
       fast_weight_gradient_(precision.fast_weight_gradient) {
@@ -65,8 +67,7 @@ void Linear::weight_gradient(const StepContext& step, const GemmInput& d_out, co
 
 void Linear::bias_gradient(const StepContext& step, const TensorView& d_out) const {
   if (!trains_bias_) return;
-  const TensorView d_bias = step.gradient_to_add_to(bias_);
-  bias_backward(step.device, {.d_y = d_out, .d_bias = d_bias.reshaped({d_bias.numel()})});
+  bias_backward(step.device, {.d_y = d_out, .d_bias = step.gradient_to_add_to(bias_)});
 }
 
 void Linear::sample_weight(const StepContext& step, int64_t block, QuantizedTensor which) const {

@@ -15,6 +15,7 @@ struct StepContext;
 // gradients.
 struct GemmInput {
   ScaledView row, transposed;
+  TensorView plain = {};  // gradients only: the same in the compute format, what a bias gradient sums up
 };
 
 // Makes the input of a linear layer again, as its weight gradient wants it, or finds what forward kept.
@@ -23,8 +24,9 @@ using InputAgain = std::function<GemmInput()>;
 // out = x W^T + b, with the weight W [N, K] and, where the table has a parameter <name>_bias, the bias b [N].
 class Linear {
  public:
-  // `std` is what the weight is drawn with at first.
-  static void add_parameter(ParameterList& list, const std::string& name, int64_t rows, int64_t cols, double std);
+  // `std` is what the weight is drawn with at first. A weight of role kPlainLinear is FP8 under no precision.
+  static void add_parameter(ParameterList& list, const std::string& name, int64_t rows, int64_t cols, double std,
+                            ParameterRole role = ParameterRole::kLinear);
   static void add_bias(ParameterList& list, const std::string& name, int64_t rows);
 
   Linear(const PrecisionConfig& precision, const ParameterTable& table, const std::string& name);

@@ -2,18 +2,24 @@
 
 namespace parka {
 
-void Norm::add_parameter(ParameterList& list, NormKind kind, const ModelConfig& model, const std::string& name) {
-  if (kind != NormKind::kRmsNorm) return;
-  list.add(name, 1, model.d_model, ParameterRole::kNorm, /*decayed=*/false, 0.0);
+void Norm::add_parameters(ParameterList& list, NormKind kind, int64_t width, const std::string& name) {
+  if (!has_weight(kind)) return;
+  list.add(name, 1, width, ParameterRole::kNorm, /*decayed=*/false, 0.0);
+  if (kind == NormKind::kAffineLayerNorm) Linear::add_bias(list, name, width);
 }
 
 Norm::Norm(NormKind kind, const ModelConfig& model, const ParameterTable& table, const std::string& name)
+    : Norm(kind, model.d_model, model.norm_eps, table, name) {
+  weight_offset_ = model.norm_weight_offset();
+}
+
+Norm::Norm(NormKind kind, int64_t width, double eps, const ParameterTable& table, const std::string& name)
     : kind_(kind),
-      eps_(static_cast<float>(model.norm_eps)),
-      width_(model.d_model),
+      eps_(static_cast<float>(eps)),
+      width_(width),
       weight_(table.index_of(name)),
-      weight_offset_(model.norm_weight_offset()) {
-  PARKA_REQUIRE((weight_ >= 0) == (kind_ == NormKind::kRmsNorm));
+      bias_(table.index_of(name + "_bias")) {
+  PARKA_REQUIRE((weight_ >= 0) == has_weight(kind_) && (bias_ >= 0) == (kind_ == NormKind::kAffineLayerNorm));
 }
 
 void Norm::declare_in_branch(BufferScope& scope, const std::string& name, bool is_first_of_block, PhaseMask forward,
@@ -48,14 +54,14 @@ void Norm::declare_statistics(BufferScope& scope, const std::string& name) {
   if (scope.formats().norm_input.scaling != Scaling::kNone) {
     input_ = scope.kept(name + ".input_fp8", scope.formats().norm_input, tokens, width_);
   }
-  if (kind_ == NormKind::kLayerNorm) mean_ = scope.kept(name + ".mean", DType::kF32, {tokens});
+  if (has_mean(kind_)) mean_ = scope.kept(name + ".mean", DType::kF32, {tokens});
   rstd_ = scope.kept(name + ".rstd", DType::kF32, {tokens});
 }
 
 void Norm::declare_in_workspace(BufferScope& scope, const std::string& name, PhaseMask phase) {
   const int64_t tokens = scope.tokens();
   sum_ = scope.workspace(name + "_input", scope.compute(), {tokens, width_}, phase);
-  if (kind_ == NormKind::kLayerNorm) mean_ = scope.workspace(name + "_mean", DType::kF32, {tokens}, phase);
+  if (has_mean(kind_)) mean_ = scope.workspace(name + "_mean", DType::kF32, {tokens}, phase);
   rstd_ = scope.workspace(name + "_rstd", DType::kF32, {tokens}, phase);
   output_.row = scope.workspace(name + "_output", scope.formats().compute, tokens, width_, phase);
 }
@@ -87,6 +93,7 @@ void Norm::run(const StepContext& step, const TensorView& residual, const Tensor
                              .residual = residual,
                              .branch = branch,
                              .weight = weight(step),
+                             .bias = bias(step),
                              .residual_out = sum(step),
                              .x = step.matrix(input_, T, width_),
                              .y = y,
@@ -104,6 +111,7 @@ GemmInput Norm::output_again(const StepContext& step) const {
   norm_recompute(step.device, {.kind = kind_,
                                .x = input(step),
                                .weight = weight(step),
+                               .bias = bias(step),
                                .mean = step.vector(mean_, T),
                                .rstd = step.vector(rstd_, T),
                                .y = y.row,
@@ -126,6 +134,7 @@ void Norm::backward(const StepContext& step, const TensorView& d_output, const T
                               .d_quantized = quantized.row,
                               .d_quantized_t = quantized.transposed,
                               .d_weight = step.gradient_to_add_to(weight_),
+                              .d_bias = step.gradient_to_add_to(bias_),
                               .weight_offset = weight_offset_});
 }
 
@@ -141,6 +150,7 @@ void Norm::sample_output(const StepContext& step, int64_t block, QuantizedTensor
   norm_recompute(step.device, {.kind = kind_,
                                .x = samples.first_rows(input(step)),
                                .weight = weight(step),
+                               .bias = bias(step),
                                .mean = samples.first_rows(step.vector(mean_, T)),
                                .rstd = samples.first_rows(step.vector(rstd_, T)),
                                .y = y,

@@ -8,15 +8,17 @@
 
 namespace parka {
 
-// Adds a branch to the residual stream and normalises the sum: LayerNorm without parameters, or RMSNorm with a
-// weight (model.norm), or 1 + that (model.norm_unit_offset); or kNone, which hands on the sum as the norms of
-// others hand on theirs.
+// Adds a branch to the residual stream and normalises the sum: LayerNorm without parameters or with weight and
+// bias, or RMSNorm with a weight (model.norm), or 1 + that (model.norm_unit_offset); or kNone, which hands on the
+// sum as the norms of others hand on theirs.
 class Norm {
  public:
-  // Nothing where the norm has no weight.
-  static void add_parameter(ParameterList& list, NormKind kind, const ModelConfig& model, const std::string& name);
+  // The weight and, of kAffineLayerNorm, the bias <name>_bias. Nothing where the norm has no weight.
+  static void add_parameters(ParameterList& list, NormKind kind, int64_t width, const std::string& name);
 
   Norm(NormKind kind, const ModelConfig& model, const ParameterTable& table, const std::string& name);
+  // Of another width and epsilon than the model's.
+  Norm(NormKind kind, int64_t width, double eps, const ParameterTable& table, const std::string& name);
 
   // In front of a layer whose first op is a linear layer: it keeps the sum, in FP8 with precision.norm_input, and
   // that linear layer's input. `forward` and `backward` are the phases in which that is written and read.
@@ -53,18 +55,19 @@ class Norm {
   // What the norm reads: the sum, or its FP8 copy.
   ScaledView input(const StepContext& step) const;
   TensorView weight(const StepContext& step) const { return step.weights.plain(weight_); }
+  TensorView bias(const StepContext& step) const { return step.weights.plain(bias_); }
 
   NormKind kind_;
   float eps_;
   int64_t width_;
-  int weight_;  // -1: none
-  float weight_offset_;
+  int weight_, bias_;  // -1: none
+  float weight_offset_ = 0;
   bool saves_output_ = true;  // false: backward makes it again
 
   // [T, d] the residual stream after the add. A block's first one is all that recompute = block keeps.
   TensorId sum_;
   MatrixId input_;        // [T, d] FP8 copy of it that the norm reads; invalid: it reads the sum
-  TensorId mean_, rstd_;  // [T]; LayerNorm has a mean, kNone neither
+  TensorId mean_, rstd_;  // [T]; LayerNorms have a mean, kNone neither
   GemmInputIds output_;   // [T, d] the norm's output
 };
 

@@ -41,8 +41,9 @@ TensorView ResidualStream::d_inner_plain(const StepContext& step) const {
 }
 
 GemmInput ResidualStream::d_inner(const StepContext& step) const {
-  if (!d_inner_.row.valid()) return {d_inner_plain(step), {}};
-  return d_inner_codes(step);
+  GemmInput d_inner = d_inner_.row.valid() ? d_inner_codes(step) : GemmInput{d_inner_plain(step), {}};
+  d_inner.plain = d_inner_plain(step);
+  return d_inner;
 }
 
 GemmInput ResidualStream::d_inner_codes(const StepContext& step) const {

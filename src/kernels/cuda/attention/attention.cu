@@ -15,21 +15,24 @@ namespace {
 
 // Whether the tensor-core kernels take this call. `tensors` are those they access 16 bytes at a time.
 template <typename Args>
-bool suits_mma(const Args& a, std::initializer_list<TensorView> tensors) {
+bool suits_mma(const Args& a, std::initializer_list<TensorView> tensors, const TensorView& cos_sin = {}) {
   const int64_t D = AttentionDims(a).D;
+  const bool has_width = D == 64 || D == 128 || (a.causal ? D == 256 : D == kHeadDimToPad && cos_sin.empty());
   // They take the maximum of the scores before scaling them.
-  if (a.qkv.dtype != DType::kBF16 || (D != 64 && D != 128 && D != 256) || !(a.scale > 0.0f)) return false;
+  if (a.qkv.dtype != DType::kBF16 || !has_width || !(a.scale > 0.0f)) return false;
   for (const TensorView& t : tensors) {
     if (!is_aligned(t.data, 16)) return false;
   }
   return true;
 }
 
-// Whether those for compute capability 9.0 do: the GPU has it, they were built (for 90a), and heads are not wide.
+// Whether those for compute capability 9.0 do: the GPU has it, they were built (for 90a), heads are not wide, and
+// later keys are masked.
 template <typename Args>
 bool runs_sm90_kernels(const CudaDevice& device, const Args& a) {
   constexpr bool kBuilt = std::string_view(PARKA_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
-  return kBuilt && AttentionDims(a).D <= 128 && device.properties().major == 9 && device.properties().minor == 0;
+  return kBuilt && a.causal && AttentionDims(a).D <= 128 && device.properties().major == 9 &&
+         device.properties().minor == 0;
 }
 
 template <typename Args>
@@ -71,7 +74,7 @@ void attention_backward(Device& device, const AttentionBackward& a) {
   if (!a.d_qkv_amax.empty()) {
     check(cudaMemsetAsync(a.d_qkv_amax.data, 0, sizeof(float), cuda.stream()), "attention_backward");
   }
-  if (suits_mma(a, {a.qkv, a.out, a.d_out, a.d_qkv, a.cos_sin, a.scratch})) {
+  if (suits_mma(a, {a.qkv, a.out, a.d_out, a.d_qkv, a.cos_sin, a.scratch}, a.cos_sin)) {
     auto* const backward = runs_sm90_kernels(cuda, a) ? attention_backward_sm90 : attention_backward_mma;
     backward(cuda, a);
   } else {

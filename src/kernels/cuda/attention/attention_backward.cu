@@ -14,20 +14,23 @@ namespace {
 constexpr int kThreads = 128;  // of every block here
 constexpr int kWarps = kThreads / kWarpSize;
 
-// D / 8 lanes for each head of a token.
+// kTileWidth / 8 lanes for each head of a token.
 template <int D>
 __global__ void __launch_bounds__(kThreads)
     row_statistics_kernel(const BFloat16* out, const BFloat16* d_out, const float* lse, RowStatistics* statistics,
                           AttentionDims dims) {
-  constexpr int kLanes = D / 8;
+  constexpr int kLanes = kTileWidth<D> / 8;
+  const int width = head_width<D>(dims);
   const int64_t count = int64_t{dims.B} * dims.S * dims.H;
   const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kLanes, at = row < count ? row : count - 1;
   const int lane = threadIdx.x % kLanes;
   float x[8], y[8], delta = 0.0f;
-  load<8>(out + at * D + lane * 8, x);
-  load<8>(d_out + at * D + lane * 8, y);
+  if (D != kPaddedHeadDim || lane * 8 < width) {
+    load<8>(out + at * width + lane * 8, x);
+    load<8>(d_out + at * width + lane * 8, y);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) delta = fmaf(x[i], y[i], delta);
+    for (int i = 0; i < 8; ++i) delta = fmaf(x[i], y[i], delta);
+  }
 #pragma unroll
   for (int offset = kLanes / 2; offset > 0; offset /= 2) delta += __shfl_xor_sync(kFullWarp, delta, offset);
   if (lane == 0 && row < count) {
@@ -42,7 +45,8 @@ __global__ void __launch_bounds__(kThreads)
 // queries at a time, double-buffered in shared memory.
 template <int D>
 struct KeyTiling {
-  static constexpr int kM = 128 / D, kQueries = D / 2;  // d_k, d_v, scores and d_p together take 192 registers
+  static constexpr int kM = 128 / kTileWidth<D>,
+                       kQueries = kTileWidth<D> / 2;  // d_k, d_v, scores and d_p together take 192 registers
   static constexpr int kWarpKeys = 16 * kM, kKeys = kWarps * kWarpKeys;
   static constexpr int kKeyBytes = kKeys * kRowBytes<D>, kQueryBytes = kQueries * kRowBytes<D>;
   static constexpr int kStageBytes = 2 * kQueryBytes;  // queries and d_out
@@ -72,21 +76,23 @@ __device__ void score_gradient_by_key(float (&scores)[kM][kN][4], float (&d_p)[k
   }
 }
 
-// kDocuments: there is a first_key, and each head is left after the last query that sees a key of the tile.
-template <int D, bool kDocuments>
+// With documents there is a first_key, and each head is left after the last query that sees a key of the tile.
+template <int D, Mask kMask>
 __global__ void __launch_bounds__(kThreads, 2)
     key_value_gradient_kernel(const BFloat16* qkv, const int32_t* first_key, const BFloat16* d_out,
                               const RowStatistics* statistics, GradientOutput<BFloat16> output, AttentionDims dims,
                               int section_heads, float scale) {
   using Tiling = KeyTiling<D>;
   constexpr int kM = Tiling::kM, kQueries = Tiling::kQueries;
+  constexpr bool kDocuments = kMask == Mask::kDocuments, kSeesAll = kMask == Mask::kNone;
   extern __shared__ __align__(1024) unsigned char shared[];
 
   const auto find = [&] {
     return find_work<Tiling::kKeys, Tiling::kWarpKeys, false>(dims, dims.Hkv, section_heads);
   };
   const auto [b, kv_head, warp_begin, warp_row] = find();
-  const int key_begin = warp_begin - warp_row;
+  const int key_begin = warp_begin - warp_row, first_query = kSeesAll ? 0 : key_begin;
+  const int width = head_width<D>(dims);
   const int32_t* const first = kDocuments ? first_key + int64_t{b} * dims.S : nullptr;
   const BFloat16* k = qkv + dims.qkv_row(b, 0, dims.H + kv_head);
 
@@ -96,33 +102,35 @@ __global__ void __launch_bounds__(kThreads, 2)
   const auto load_stage = [&](int stage, int h, int query_begin) {
     const uint32_t tile = stages + stage * Tiling::kStageBytes;
     load_tile_async<D, kQueries, kThreads>(tile, qkv + dims.qkv_row(b, 0, h), dims.qkv_stride(), query_begin,
-                                           dims.S);
+                                           dims.S, width);
     load_tile_async<D, kQueries, kThreads>(tile + Tiling::kQueryBytes, d_out + dims.out_row(b, 0, h),
-                                           dims.out_stride(), query_begin, dims.S);
+                                           dims.out_stride(), query_begin, dims.S, width);
     load_statistics_async<kQueries, kThreads>(stage_statistics + stage * kQueries, statistics + dims.query(b, 0, h),
                                               query_begin, dims.S);
     cp_async_commit();
   };
-  load_tile_async<D, Tiling::kKeys, kThreads>(k_tile, k, dims.qkv_stride(), key_begin, dims.S);
-  load_tile_async<D, Tiling::kKeys, kThreads>(v_tile, k + dims.Hkv * D, dims.qkv_stride(), key_begin, dims.S);
+  load_tile_async<D, Tiling::kKeys, kThreads>(k_tile, k, dims.qkv_stride(), key_begin, dims.S, width);
+  load_tile_async<D, Tiling::kKeys, kThreads>(v_tile, k + dims.Hkv * width, dims.qkv_stride(), key_begin, dims.S,
+                                              width);
 
   float d_k[kM][D / 8][4], d_v[kM][D / 8][4];
   clear(d_k);
   clear(d_v);
-  // All queries from key_begin on, a multiple of kQueries, of one head after the other, so in a fixed order.
-  int h = kv_head * dims.group(), query_begin = key_begin, stage = 0;
+  // All queries from first_query on, a multiple of kQueries, of one head after the other, so in a fixed order.
+  int h = kv_head * dims.group(), query_begin = first_query, stage = 0;
   const int end_head = h + dims.group();
   const uint32_t rows = k_tile + warp_row * kRowBytes<D> + lane_offset<D>();
   load_stage(stage, h, query_begin);
   while (h < end_head) {
     const bool last_of_head = query_begin + kQueries >= dims.S ||
                               (kDocuments && first[query_begin + kQueries] >= key_begin + Tiling::kKeys);
-    const int next_head = last_of_head ? h + 1 : h, next_begin = last_of_head ? key_begin : query_begin + kQueries;
+    const int next_head = last_of_head ? h + 1 : h,
+              next_begin = last_of_head ? first_query : query_begin + kQueries;
     cp_async_wait<0>();  // this stage is here, and the other warps are done with the other
     __syncthreads();
     if (next_head < end_head) load_stage(1 - stage, next_head, next_begin);
-    const bool sees_queries =
-        query_begin + kQueries > warp_begin && (!kDocuments || first[query_begin] < warp_begin + Tiling::kWarpKeys);
+    const bool sees_queries = (kSeesAll ? warp_begin < dims.S : query_begin + kQueries > warp_begin) &&
+                              (!kDocuments || first[query_begin] < warp_begin + Tiling::kWarpKeys);
     if (sees_queries) {
       const uint32_t stage_tile = stages + stage * Tiling::kStageBytes;
       const uint32_t left = stage_tile + lane_offset<D>(), right = stage_tile + lane_offset_transposed<D>();
@@ -130,7 +138,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       uint32_t packed[kM][kQueries / 16][4];
       clear(scores);
       multiply_transposed<D>(scores, {rows, 0}, {right, 0});
-      if (query_begin < warp_begin + Tiling::kWarpKeys) mask_later_keys<true>(scores, query_begin - warp_begin);
+      if (!kSeesAll && query_begin < warp_begin + Tiling::kWarpKeys)
+        mask_later_keys<true>(scores, query_begin - warp_begin);
       if (kDocuments && warp_begin < first[min(query_begin + kQueries, dims.S) - 1]) {
         mask_earlier_keys<true>(scores, first + query_begin, dims.S - 1 - query_begin, warp_begin);
       }
@@ -156,8 +165,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   unsigned char* const warp_rows = shared + work.warp_row * kRowBytes<D>;
   BFloat16* const d_k_rows = output.d_qkv + dims.qkv_row(work.b, work.begin, dims.H + work.head);
-  store_rows<D>(d_k, warp_rows, d_k_rows, dims.qkv_stride(), num_rows);
-  store_rows<D>(d_v, warp_rows + Tiling::kKeyBytes, d_k_rows + dims.Hkv * D, dims.qkv_stride(), num_rows);
+  const int columns = head_width<D>(dims);
+  store_rows<D>(d_k, warp_rows, d_k_rows, dims.qkv_stride(), num_rows, columns);
+  store_rows<D>(d_v, warp_rows + Tiling::kKeyBytes, d_k_rows + dims.Hkv * columns, dims.qkv_stride(), num_rows,
+                columns);
 }
 
 // A warp owns 32 queries and processes kKeys keys at a time, double-buffered in shared memory. With wide heads d_q
@@ -168,7 +179,7 @@ template <int D>
 struct QueryTiling {
   static constexpr bool kKeepsQueries = D > 128;  // in registers
   static constexpr int kM = kKeepsQueries ? 1 : 2;
-  static constexpr int kKeys = 4096 / D;  // d_q, scores, d_p and kept queries take 192 or 208 registers
+  static constexpr int kKeys = 4096 / kTileWidth<D>;  // d_q, scores, d_p and kept queries take 192 or 208 registers
   static constexpr int kWarpQueries = 16 * kM, kQueries = kWarps * kWarpQueries;
   static constexpr int kQueryBytes = kQueries * kRowBytes<D>, kKeyBytes = kKeys * kRowBytes<D>;
   static constexpr int kStageBytes = 2 * kKeyBytes;  // keys and values
@@ -201,22 +212,24 @@ __device__ void score_gradient_by_query(const float (&scores)[kM][kN][4], float 
   }
 }
 
-template <int D, bool kDocuments>
+template <int D, Mask kMask>
 __global__ void __launch_bounds__(kThreads, 2)
     query_gradient_kernel(const BFloat16* qkv, const int32_t* first_key, const BFloat16* d_out,
                           const RowStatistics* statistics, GradientOutput<BFloat16> output, AttentionDims dims,
                           int section_heads, float scale) {
   using Tiling = QueryTiling<D>;
   constexpr int kM = Tiling::kM, kKeys = Tiling::kKeys;
+  constexpr bool kDocuments = kMask == Mask::kDocuments, kSeesAll = kMask == Mask::kNone;
   extern __shared__ __align__(1024) unsigned char shared[];
 
   const auto find = [&] {
     return find_work<Tiling::kQueries, Tiling::kWarpQueries, true>(dims, dims.H, section_heads);
   };
   const auto [b, h, warp_begin, warp_row] = find();
-  const int query_begin = warp_begin - warp_row, key_end = min(query_begin + Tiling::kQueries, dims.S);
+  const int query_begin = warp_begin - warp_row, width = head_width<D>(dims);
+  const int key_end = kSeesAll ? dims.S : min(query_begin + Tiling::kQueries, dims.S);
   const BFloat16* k = qkv + dims.qkv_row(b, 0, dims.H + h / dims.group());
-  const BFloat16* v = k + dims.Hkv * D;
+  const BFloat16* v = k + dims.Hkv * width;
   const int64_t stride = dims.qkv_stride();
   const int32_t* const first = kDocuments ? first_key + int64_t{b} * dims.S : nullptr;
   const int key_start = kDocuments ? first[query_begin] / kKeys * kKeys : 0;
@@ -224,14 +237,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   const uint32_t base = shared_address(shared), stages = base + Tiling::kStagesAt;
   const auto load_stage = [&](int stage, int key_begin) {
     const uint32_t tile = stages + stage * Tiling::kStageBytes;
-    load_tile_async<D, kKeys, kThreads>(tile, k, stride, key_begin, dims.S);
-    load_tile_async<D, kKeys, kThreads>(tile + Tiling::kKeyBytes, v, stride, key_begin, dims.S);
+    load_tile_async<D, kKeys, kThreads>(tile, k, stride, key_begin, dims.S, width);
+    load_tile_async<D, kKeys, kThreads>(tile + Tiling::kKeyBytes, v, stride, key_begin, dims.S, width);
     cp_async_commit();
   };
   load_tile_async<D, Tiling::kQueries, kThreads>(base + Tiling::kQueriesAt, qkv + dims.qkv_row(b, 0, h), stride,
-                                                 query_begin, dims.S);
+                                                 query_begin, dims.S, width);
   load_tile_async<D, Tiling::kQueries, kThreads>(base + Tiling::kDOutAt, d_out + dims.out_row(b, 0, h),
-                                                 dims.out_stride(), query_begin, dims.S);
+                                                 dims.out_stride(), query_begin, dims.S, width);
   auto* const tile_statistics = reinterpret_cast<RowStatistics*>(shared + Tiling::kStatisticsAt);
   load_statistics_async<Tiling::kQueries, kThreads>(tile_statistics, statistics + dims.query(b, 0, h), query_begin,
                                                     dims.S);
@@ -253,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     cp_async_wait<0>();  // this stage is here, and the other warps are done with the other
     __syncthreads();
     if (key_begin + kKeys < key_end) load_stage(1 - stage, key_begin + kKeys);
-    const bool sees_keys = key_begin < warp_begin + Tiling::kWarpQueries &&
+    const bool sees_keys = (kSeesAll ? warp_begin < dims.S : key_begin < warp_begin + Tiling::kWarpQueries) &&
                            (!kDocuments || first[min(warp_begin, dims.S - 1)] < key_begin + kKeys);
     if (sees_keys) {
       const uint32_t stage_tile = stages + stage * Tiling::kStageBytes;
@@ -266,7 +279,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       } else {
         multiply_transposed<D>(scores, {rows, Tiling::kQueriesAt}, {right, 0});
       }
-      if (key_begin + kKeys > warp_begin + 1) mask_later_keys<false>(scores, warp_begin - key_begin);
+      if (!kSeesAll && key_begin + kKeys > warp_begin + 1) mask_later_keys<false>(scores, warp_begin - key_begin);
+      if (kSeesAll && key_begin + kKeys > dims.S) mask_missing_keys(scores, dims.S - key_begin);
       if (kDocuments && key_begin < first[min(warp_begin + Tiling::kWarpQueries, dims.S) - 1]) {
         mask_earlier_keys<false>(scores, first + warp_begin, dims.S - 1 - warp_begin, key_begin);
       }
@@ -285,10 +299,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (output.cos_sin != nullptr) rotate_back<D>(d_q, output.cos_sin, work.begin, dims.S);
   if (output.amax != nullptr) raise_to_warp_max(output.amax, max_of_rows(0.0f, d_q, num_rows));
   store_rows<D>(d_q, shared + work.warp_row * kRowBytes<D>,
-                output.d_qkv + dims.qkv_row(work.b, work.begin, work.head), stride, num_rows);
+                output.d_qkv + dims.qkv_row(work.b, work.begin, work.head), stride, num_rows, head_width<D>(dims));
 }
 
-template <int D, bool kDocuments>
+template <int D, Mask kMask>
 void launch_backward(CudaDevice& device, const AttentionBackward& a) {
   const AttentionDims dims(a);
   const BFloat16 *const qkv = a.qkv.as<BFloat16>(), *const d_out = a.d_out.as<BFloat16>();
@@ -307,15 +321,16 @@ void launch_backward(CudaDevice& device, const AttentionBackward& a) {
   };
   const int64_t head_bytes = int64_t{2} * dims.S * kRowBytes<D>;  // of two tensors: q and d_out, or k and v
   if constexpr (D > 128) {
+    constexpr bool kDocuments = kMask == Mask::kDocuments;
     using Tiling = WideKeyTiling<D>;
     launch(wide_key_value_gradient_kernel<D, kDocuments>, Tiling::kThreads, Tiling::kSharedBytes, Tiling::kKeys,
            dims.B * dims.Hkv, head_bytes * dims.group());
   } else {
     using Tiling = KeyTiling<D>;
-    launch(key_value_gradient_kernel<D, kDocuments>, kThreads, Tiling::kSharedBytes, Tiling::kKeys,
-           dims.B * dims.Hkv, head_bytes * dims.group());
+    launch(key_value_gradient_kernel<D, kMask>, kThreads, Tiling::kSharedBytes, Tiling::kKeys, dims.B * dims.Hkv,
+           head_bytes * dims.group());
   }
-  launch(query_gradient_kernel<D, kDocuments>, kThreads, QueryTiling<D>::kSharedBytes, QueryTiling<D>::kQueries,
+  launch(query_gradient_kernel<D, kMask>, kThreads, QueryTiling<D>::kSharedBytes, QueryTiling<D>::kQueries,
          dims.B * dims.H, head_bytes / dims.group());
 }
 
@@ -323,9 +338,9 @@ void launch_backward(CudaDevice& device, const AttentionBackward& a) {
 
 void compute_row_statistics(CudaDevice& device, const AttentionBackward& a, RowStatistics* statistics) {
   const AttentionDims dims(a);
-  const int64_t rows_per_block = kThreads / (dims.D / 8);
-  const int64_t blocks = ceil_div(a.qkv.dim[0] * dims.H, rows_per_block);
-  with_mma_head_dim(dims.D, [&](auto D) {
+  with_mma_form(a, [&](auto D, auto) {
+    const int64_t rows_per_block = kThreads / (kTileWidth<D()> / 8);
+    const int64_t blocks = ceil_div(a.qkv.dim[0] * dims.H, rows_per_block);
     row_statistics_kernel<D()><<<static_cast<unsigned>(blocks), kThreads, 0, device.stream()>>>(
         a.out.as<BFloat16>(), a.d_out.as<BFloat16>(), a.lse.as<float>(), statistics, dims);
   });
@@ -333,9 +348,7 @@ void compute_row_statistics(CudaDevice& device, const AttentionBackward& a, RowS
 }
 
 void attention_backward_mma(CudaDevice& device, const AttentionBackward& a) {
-  with_mma_head_dim(AttentionDims(a).D, [&](auto D) {
-    a.first_key.empty() ? launch_backward<D(), false>(device, a) : launch_backward<D(), true>(device, a);
-  });
+  with_mma_form(a, [&](auto D, auto mask) { launch_backward<D(), mask()>(device, a); });
 }
 
 }  // namespace parka::cuda

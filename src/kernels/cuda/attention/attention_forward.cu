@@ -18,7 +18,7 @@ struct ForwardTiling {
   static constexpr int kThreads = 128, kM = kKeepsQueries ? 1 : 2;
   static constexpr int kWarpQueries = 16 * kM;
   static constexpr int kQueries = kWarpQueries * (kThreads / kWarpSize);
-  static constexpr int kKeys = 8192 / D;  // scores, output and kept queries take 192 or 208 registers
+  static constexpr int kKeys = 8192 / kTileWidth<D>;  // scores, output and kept queries take 192 or 208 registers
   static constexpr int kQueryBytes = kQueries * kRowBytes<D>, kTileBytes = kKeys * kRowBytes<D>;
   static constexpr int kQueriesAt = kKeepsQueries ? kTileBytes : 0;
   static constexpr int kTilesAt = kKeepsQueries ? 0 : kQueryBytes;
@@ -34,7 +34,7 @@ struct RowState {
 };
 
 // Replaces scores by exp2(scale_log2 * (score - max)) for the running maximum, and rescales what was summed with
-// the previous one. Without documents every row has seen a finite score, because key 0 is in the first tile. With
+// the previous one. Without documents every row has seen a finite score, because it attends to key 0. With
 // them a row's first key may be in a later tile; until then its maximum is kNoScore.
 constexpr float kNoScore = -1e30f;  // finite: the difference of two is 0
 template <int kM, int kN, int kOutN>
@@ -95,22 +95,24 @@ __device__ void finish_rows(const RowState<kM>& state, float (&out)[kM][kOutN][4
 }
 
 // Tiles of keys and of values share three buffers in shared memory: while one is in use, the next of each kind is
-// being loaded. kDocuments: there is a first_key; tiles before that of the block's first query are skipped.
-template <int D, bool kDocuments>
+// being loaded. With documents there is a first_key, and tiles before that of the block's first query are skipped.
+template <int D, Mask kMask>
 __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
     attention_forward_kernel(const BFloat16* qkv, const int32_t* first_key, BFloat16* out, float* lse,
                              AttentionDims dims, int section_heads, float scale_log2) {
   using Tiling = ForwardTiling<D>;
   constexpr int kM = Tiling::kM, kKeys = Tiling::kKeys, kThreads = Tiling::kThreads;
+  constexpr bool kDocuments = kMask == Mask::kDocuments, kSeesAll = kMask == Mask::kNone;
   extern __shared__ __align__(1024) unsigned char shared[];
 
   const auto find = [&] {
     return find_work<Tiling::kQueries, Tiling::kWarpQueries, true>(dims, dims.H, section_heads);
   };
   const auto [b, h, warp_begin, warp_row] = find();
-  const int query_begin = warp_begin - warp_row, key_end = min(query_begin + Tiling::kQueries, dims.S);
+  const int query_begin = warp_begin - warp_row, width = head_width<D>(dims);
+  const int key_end = kSeesAll ? dims.S : min(query_begin + Tiling::kQueries, dims.S);
   const BFloat16* k = qkv + dims.qkv_row(b, 0, dims.H + h / dims.group());
-  const BFloat16* v = k + dims.Hkv * D;
+  const BFloat16* v = k + dims.Hkv * width;
   const int64_t stride = dims.qkv_stride();
   const int32_t* const first = kDocuments ? first_key + int64_t{b} * dims.S : nullptr;
   const int key_start = kDocuments ? first[query_begin] / kKeys * kKeys : 0;
@@ -119,8 +121,9 @@ __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
   const auto tile_at = [&](unsigned place) {
     return shared_address(shared) + Tiling::kTilesAt + place % 3 * Tiling::kTileBytes;
   };
-  load_tile_async<D, Tiling::kQueries, kThreads>(q_tile, qkv + dims.qkv_row(b, 0, h), stride, query_begin, dims.S);
-  load_tile_async<D, kKeys, kThreads>(tile_at(0), k, stride, key_start, dims.S);
+  load_tile_async<D, Tiling::kQueries, kThreads>(q_tile, qkv + dims.qkv_row(b, 0, h), stride, query_begin, dims.S,
+                                                 width);
+  load_tile_async<D, kKeys, kThreads>(tile_at(0), k, stride, key_start, dims.S, width);
   cp_async_commit();
   const uint32_t q_rows = q_tile + warp_row * kRowBytes<D> + lane_offset<D>();
   [[maybe_unused]] uint32_t q[kM][D / 16][4];
@@ -130,7 +133,7 @@ __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
     load_rows<D>(q, q_rows);
     __syncthreads();  // all warps have their queries: their place is free for values and keys
   }
-  load_tile_async<D, kKeys, kThreads>(tile_at(1), v, stride, key_start, dims.S);
+  load_tile_async<D, kKeys, kThreads>(tile_at(1), v, stride, key_start, dims.S, width);
   cp_async_commit();
 
   float acc[kM][D / 8][4];
@@ -145,13 +148,13 @@ __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
   for (int key_begin = key_start; key_begin < key_end; key_begin += kKeys, place += 2) {
     const int next = key_begin + kKeys;
     const uint32_t k_tile = tile_at(place), v_tile = tile_at(place + 1), free_tile = tile_at(place + 2);
-    const bool sees_keys = key_begin < warp_begin + Tiling::kWarpQueries &&
+    const bool sees_keys = (kSeesAll ? warp_begin < dims.S : key_begin < warp_begin + Tiling::kWarpQueries) &&
                            (!kDocuments || (warp_begin < dims.S && first[warp_begin] < next));
     uint32_t p[kM][kKeys / 16][4];
 
     cp_async_wait<1>();  // the keys are here, and the other warps are done with free_tile
     __syncthreads();
-    if (next < key_end) load_tile_async<D, kKeys, kThreads>(free_tile, k, stride, next, dims.S);
+    if (next < key_end) load_tile_async<D, kKeys, kThreads>(free_tile, k, stride, next, dims.S, width);
     cp_async_commit();
     if (sees_keys) {
       float scores[kM][kKeys / 8][4];
@@ -162,7 +165,8 @@ __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
       } else {
         multiply_transposed<D>(scores, {q_rows, 0}, keys);
       }
-      if (next > warp_begin + 1) mask_later_keys<false>(scores, warp_begin - key_begin);
+      if (!kSeesAll && next > warp_begin + 1) mask_later_keys<false>(scores, warp_begin - key_begin);
+      if (kSeesAll && next > dims.S) mask_missing_keys(scores, dims.S - key_begin);
       if (kDocuments && key_begin < first[min(warp_begin + Tiling::kWarpQueries, dims.S) - 1]) {
         mask_earlier_keys<false>(scores, first + warp_begin, dims.S - 1 - warp_begin, key_begin);
       }
@@ -172,7 +176,7 @@ __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
 
     cp_async_wait<1>();  // the values are here, and the other warps are done with k_tile
     __syncthreads();
-    if (next < key_end) load_tile_async<D, kKeys, kThreads>(k_tile, v, stride, next, dims.S);
+    if (next < key_end) load_tile_async<D, kKeys, kThreads>(k_tile, v, stride, next, dims.S, width);
     cp_async_commit();
     if (sees_keys) multiply<D>(acc, p, {v_tile + lane_offset<D>(), 0});
   }
@@ -182,17 +186,17 @@ __global__ void __launch_bounds__(ForwardTiling<D>::kThreads, 2)
   if constexpr (Tiling::kKeepsQueries) __syncthreads();  // the output passes through tiles that others read
   finish_rows(state, acc, scale_log2, lse + dims.query(work.b, work.begin, work.head), count);
   store_rows<D>(acc, shared + work.warp_row * kRowBytes<D>, out + dims.out_row(work.b, work.begin, work.head),
-                dims.out_stride(), count);
+                dims.out_stride(), count, head_width<D>(dims));
 }
 
-template <int D>
+template <int D, Mask kMask>
 void launch_forward(CudaDevice& device, const AttentionForward& a) {
   using Tiling = ForwardTiling<D>;
   const AttentionDims dims(a);
   const int heads = dims.B * dims.H;
   const int64_t blocks = ceil_div(dims.S, Tiling::kQueries) * heads;
   const int64_t bytes_per_head = int64_t{2} * dims.S * kRowBytes<D> / dims.group();  // keys and values
-  auto* const kernel = a.first_key.empty() ? attention_forward_kernel<D, false> : attention_forward_kernel<D, true>;
+  auto* const kernel = attention_forward_kernel<D, kMask>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes),
         "attention_forward");
   kernel<<<static_cast<unsigned>(blocks), Tiling::kThreads, Tiling::kSharedBytes, device.stream()>>>(
@@ -204,7 +208,7 @@ void launch_forward(CudaDevice& device, const AttentionForward& a) {
 }  // namespace
 
 void attention_forward_mma(CudaDevice& device, const AttentionForward& a) {
-  with_mma_head_dim(AttentionDims(a).D, [&](auto D) { launch_forward<D()>(device, a); });
+  with_mma_form(a, [&](auto D, auto mask) { launch_forward<D(), mask()>(device, a); });
 }
 
 }  // namespace parka::cuda

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   float q[N];
   load_row(qkv + dims.qkv_row(row.b, row.i, row.head), dims.D, q);
   RowSoftmax<N> softmax;
-  softmax.see(q, k + first * stride, v + first * stride, stride, row.i + 1 - first, dims.D, scale);
+  softmax.see(q, k + first * stride, v + first * stride, stride, dims.key_end(row.i) - first, dims.D, scale);
 #pragma unroll
   for (int n = 0; n < N; ++n) softmax.acc[n] /= softmax.sum;
   store_row(out + dims.out_row(row.b, row.i, row.head), dims.D, softmax.acc);
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   load_row(out + at, dims.D, x);
   const float row_delta = dot(d_o, x), row_lse = lse[query];
   if (threadIdx.x == 0) delta[query] = row_delta;
-  for (int j = first_key_of(first_key, dims, row.b, row.i); j <= row.i; ++j) {
+  for (int j = first_key_of(first_key, dims, row.b, row.i); j < dims.key_end(row.i); ++j) {
     load_row(v + j * dims.qkv_stride(), dims.D, x);
     const float d_p = dot(d_o, x);
     load_row(k + j * dims.qkv_stride(), dims.D, x);
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 // The query heads of a key/value head one after the other, each from the key's own row on, to the end of its
-// document.
+// document; or all rows.
 template <int N, typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     key_value_gradient_kernel(const T* qkv, const int32_t* first_key, const T* d_out, const float* lse,
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   load_row(qkv + k_at, dims.D, k);
   load_row(qkv + v_at, dims.D, v);
   for (int h = row.head * dims.group(); h < (row.head + 1) * dims.group(); ++h) {
-    for (int i = row.i; i < dims.S && first_key_of(first_key, dims, row.b, i) <= row.i; ++i) {
+    for (int i = dims.causal ? row.i : 0; i < dims.S && first_key_of(first_key, dims, row.b, i) <= row.i; ++i) {
       const int64_t query = dims.query(row.b, i, h);
       float q[N], d_o[N];
       load_row(qkv + dims.qkv_row(row.b, i, h), dims.D, q);

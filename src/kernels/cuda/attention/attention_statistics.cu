@@ -66,7 +66,7 @@ struct Attended {
     for (int n = 0; n < N; ++n) of_delta[n] = d_o[n] * x[n];
     const float squares_of_delta = dot(of_delta, of_delta);
     float sum = 0.0f, magnitude = 0.0f, mean_score = 0.0f, largest = 0.0f;
-    for (int j = first_key == nullptr ? 0 : first_key[int64_t{b} * dims.S + i]; j <= i; ++j) {
+    for (int j = first_key == nullptr ? 0 : first_key[int64_t{b} * dims.S + i]; j < dims.key_end(i); ++j) {
       load_row(k + j * dims.qkv_stride(), dims.D, x);
       const float score = scale * dot(q, x), p = expf(score - row_lse);
       load_row(v + j * dims.qkv_stride(), dims.D, x);

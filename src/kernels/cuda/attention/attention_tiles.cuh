@@ -10,16 +10,27 @@
 #include "kernels/cuda/quantize/fp8.cuh"
 #include "kernels/cuda/vector.cuh"
 
-// Building blocks of the tensor-core attention kernels. A tile is rows of D bf16 elements in shared memory. A warp
-// multiplies tiles into accumulators c[m][n][4], fp32 fragments of 16 x 8 in the layout of mma_m16n8k16: element e
-// of a lane's c[m][n] is at row 16 m + 8 (e / 2) + lane / 4, column 8 n + 2 (lane % 4) + e % 2.
+// Building blocks of the tensor-core attention kernels. A tile is rows of D bf16 elements in shared memory, of
+// which D = kPaddedHeadDim are the heads' own columns, zeros behind them, and a part of a wider row that is not
+// used. A warp multiplies tiles into accumulators c[m][n][4], fp32 fragments of 16 x 8 in the layout of
+// mma_m16n8k16: element e of a lane's c[m][n] is at row 16 m + 8 (e / 2) + lane / 4, column 8 n + 2 (lane % 4) + e
+// % 2.
 namespace parka::cuda {
 
 constexpr float kLog2E = 1.44269504088896341f;  // log2(e)
 constexpr float kLn2 = 0.693147180559945309f;
 
+// Columns that a row of a tile has place for: multiples of 64, so that chunks are permuted within rows.
 template <int D>
-constexpr int kRowBytes = D * 2;
+constexpr int kTileWidth = D == kPaddedHeadDim ? 128 : D;
+template <int D>
+constexpr int kRowBytes = kTileWidth<D> * 2;
+
+// The width of heads in memory.
+template <int D>
+__device__ inline int head_width(const AttentionDims& dims) {
+  return D == kPaddedHeadDim ? dims.D : D;
+}
 
 // The shared memory that a block may take on any GPU: the least is that of compute capability 8.6 and 8.9.
 constexpr int kMostSharedBytes = 99 << 10;
@@ -50,10 +61,12 @@ __device__ inline uint32_t columns16(uint32_t address, int k) {
   return (address ^ static_cast<uint32_t>(k % 4 * 32)) + static_cast<uint32_t>(k / 4 * 128);
 }
 
-// Starts the copy of rows [begin, begin + kRows) of a matrix into a tile. Rows from `end` on become zeros.
+// Starts the copy of rows [begin, begin + kRows) of a matrix into a tile. Rows from `end` on become zeros, and so
+// do columns from `width` on.
 template <int D, int kRows, int kThreads>
-__device__ inline void load_tile_async(uint32_t tile, const BFloat16* x, int64_t stride, int begin, int end) {
-  constexpr int kChunks = D / 8, kRowsPerPass = kThreads / kChunks;
+__device__ inline void load_tile_async(uint32_t tile, const BFloat16* x, int64_t stride, int begin, int end,
+                                       int width = D) {
+  constexpr int kChunks = kTileWidth<D> / 8, kRowsPerPass = kThreads / kChunks;
   static_assert(kRows % kRowsPerPass == 0 && (kRowsPerPass % 8 == 0 || kRowsPerPass == 4));
   const int row = static_cast<int>(threadIdx.x) / kChunks, chunk = static_cast<int>(threadIdx.x) % kChunks;
   const BFloat16* source = x + (begin + row) * stride + chunk * 8;
@@ -63,7 +76,8 @@ __device__ inline void load_tile_async(uint32_t tile, const BFloat16* x, int64_t
     const int rows = pass * kRowsPerPass;
     // Four rows on, the third bit of the row toggles that of the chunk.
     const uint32_t permuted = target ^ static_cast<uint32_t>(rows % 8 * 16);
-    cp_async_16(permuted + rows * kRowBytes<D>, source + rows * stride, begin + row + rows < end);
+    cp_async_16(permuted + rows * kRowBytes<D>, source + rows * stride,
+                begin + row + rows < end && (D != kPaddedHeadDim || chunk * 8 < width));
   }
 }
 
@@ -214,6 +228,12 @@ __device__ inline void mask_later_keys(float (&scores)[kM][kN][4], int distance)
   mask_scores<kRowsAreKeys>(scores, [&](int query, int key) { return key - query > distance; });
 }
 
+// Scores of keys from the `count`th of the tile on, which do not exist, become -inf. Rows are queries.
+template <int kM, int kN>
+__device__ inline void mask_missing_keys(float (&scores)[kM][kN][4], int count) {
+  mask_scores<false>(scores, [&](int, int key) { return key >= count; });
+}
+
 // Scores of keys before the first key of their query become -inf. `first_key` points to that of the
 // tile's first query; the sequence ends `last` queries later, and those past its end are masked as the last one is.
 // `first` is the tile's first key.
@@ -304,13 +324,13 @@ __device__ inline void raise_to_warp_max(float* target, float amax) {
   if (read_thread_index() % kWarpSize == 0) raise_to(target, to_float(from_float<BFloat16>(amax)));
 }
 
-// Stores a warp's accumulators, rounded to bf16, as rows of x, of which the first `count` exist. They pass through
-// as many rows of a tile, which begin at a multiple of 8 and which no other warp reads any more, so that each row
-// is written in one piece.
+// Stores a warp's accumulators, rounded to bf16, as rows of x, of which the first `count` exist, and the first
+// `width` columns. They pass through as many rows of a tile, which begin at a multiple of 8 and which no other warp
+// reads any more, so that each row is written in one piece.
 template <int D, int kM>
 __device__ inline void store_rows(const float (&c)[kM][D / 8][4], unsigned char* tile_rows, BFloat16* x,
-                                  int64_t stride, int count) {
-  constexpr int kChunks = D / 8, kRowsPerPass = kWarpSize / kChunks;
+                                  int64_t stride, int count, int width = D) {
+  constexpr int kChunks = kTileWidth<D> / 8, kRowsPerPass = kWarpSize / kChunks;
   const int lane = read_thread_index() % kWarpSize;  // anew: addresses computed ahead would take registers
   __syncwarp();
 #pragma unroll
@@ -328,7 +348,7 @@ __device__ inline void store_rows(const float (&c)[kM][D / 8][4], unsigned char*
 #pragma unroll
   for (int begin = 0; begin < kM * 16; begin += kRowsPerPass) {
     const int row = begin + lane / kChunks, chunk = lane % kChunks;
-    if (row < count) {
+    if (row < count && (D != kPaddedHeadDim || chunk * 8 < width)) {
       *reinterpret_cast<uint4*>(x + row * stride + chunk * 8) =
           *reinterpret_cast<const uint4*>(tile_rows + chunk_offset<D>(row, chunk));
     }

@@ -17,6 +17,7 @@ constexpr int kForwardUnits = 4;  // that a thread has under way at once
 template <typename Unit>
 __global__ void __launch_bounds__(kForwardThreads)
     embedding_forward_kernel(const int32_t* ids_T, const Unit* table_VC, Unit* out_TC, int64_t row_units) {
+  if (ids_T[blockIdx.x] == kImageSlot) return;
   const Unit* const source = table_VC + ids_T[blockIdx.x] * row_units;
   Unit* const target = out_TC + int64_t{blockIdx.x} * row_units;
   for (int64_t first = threadIdx.x; first < row_units; first += kForwardUnits * kForwardThreads) {
@@ -38,6 +39,7 @@ __global__ void __launch_bounds__(kForwardThreads)
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kForwardThreads)
     scaled_embedding_kernel(const int32_t* ids_T, const T* table_VC, T* out_TC, int64_t cols, float scale) {
+  if (ids_T[blockIdx.x] == kImageSlot) return;
   const T* const source = table_VC + ids_T[blockIdx.x] * cols;
   T* const target = out_TC + int64_t{blockIdx.x} * cols;
   constexpr int kStride = kForwardThreads * kWidth;
@@ -56,6 +58,20 @@ __global__ void __launch_bounds__(kForwardThreads)
       for (int i = 0; i < kWidth; ++i) scaled[i] = x[n][i] * scale;
       if (at < cols) store(target + at, scaled);
     }
+  }
+}
+
+// A block copies row n: from x[positions[n]] where kGathers, otherwise to out[positions[n]], in units as above. Of
+// a negative position a gathered row is zeros, and another stays where it is.
+template <bool kGathers, typename Unit>
+__global__ void __launch_bounds__(kForwardThreads)
+    copy_rows_kernel(const int32_t* positions_N, const Unit* x, Unit* out, int64_t row_units) {
+  const int64_t n = blockIdx.x, position = positions_N[n];
+  if (!kGathers && position < 0) return;
+  const Unit* const source = x + (kGathers ? position : n) * row_units;
+  Unit* const target = out + (kGathers ? n : position) * row_units;
+  for (int64_t at = threadIdx.x; at < row_units; at += kForwardThreads) {
+    target[at] = position < 0 ? Unit{} : source[at];
   }
 }
 
@@ -121,9 +137,9 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
   wait_for_kernel_before();
   const int64_t begin = blocks.group() * kWindow, position = begin + threadIdx.x;
   const int cols = blocks.cols, column = blocks.column(kWidth);
-  int64_t piece_begin = T;
-  if (position < T) {
-    const TokenRow row = order_T[position];
+  int64_t piece_begin = T;  // of a row to add, where its piece begins
+  const TokenRow row = position < T ? order_T[position] : TokenRow{};
+  if (position < T && row.id != kImageSlot) {
     piece_begin = position - row.rank % kPiece;
     Step& step = steps[threadIdx.x];
     step.source = int64_t{row.row} * cols;
@@ -182,7 +198,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
   const int64_t position = blocks.group() * kPiece;
   const TokenRow row = order_T[position];
   const int column = blocks.column(kWidth);
-  if (has_one_piece(row) || row.rank >= kPiece || column >= blocks.cols) return;
+  if (row.id == kImageSlot || has_one_piece(row) || row.rank >= kPiece || column >= blocks.cols) return;
   const float* const slots = slots_SC + first_slot(row, position) * blocks.cols + column;
   D* const target = d_table_VC + int64_t{row.id} * blocks.cols + column;
   const Stored<D, kWidth> before = load_stored<kWidth>(target);
@@ -247,6 +263,25 @@ void scale_rows(CudaDevice& device, const EmbeddingForward& a, bool wide) {
   });
 }
 
+template <bool kGathers>
+void move_rows(CudaDevice& device, const TensorView& positions, const TensorView& x, const TensorView& out,
+               const char* op) {
+  const int64_t rows = positions.dim[0], row_bytes = x.dim[1] * size_of(x.dtype);
+  PARKA_REQUIRE(rows <= INT32_MAX);
+  const auto launch = [&](auto unit) {
+    using Unit = decltype(unit);
+    copy_rows_kernel<kGathers><<<static_cast<unsigned>(rows), kForwardThreads, 0, device.stream()>>>(
+        positions.as<int32_t>(), static_cast<const Unit*>(x.data), static_cast<Unit*>(out.data),
+        row_bytes / static_cast<int64_t>(sizeof(Unit)));
+  };
+  if (row_bytes % 16 == 0 && is_aligned(x.data, 16) && is_aligned(out.data, 16)) {
+    launch(uint4{});
+  } else {
+    launch(uint16_t{});
+  }
+  check_launch(op);
+}
+
 }  // namespace
 
 void embedding_forward(Device& device, const EmbeddingForward& a) {
@@ -267,6 +302,14 @@ void embedding_backward(Device& device, const EmbeddingBackward& a) {
   with_plain_type(a.d_out.dtype, [&](auto g) {
     with_plain_type(a.d_table.dtype, [&](auto d) { add_rows<decltype(g), decltype(d)>(as_cuda(device), a); });
   });
+}
+
+void scatter_rows(Device& device, const ScatterRows& a) {
+  move_rows<false>(as_cuda(device), a.positions, a.x, a.out, "scatter_rows");
+}
+
+void gather_rows(Device& device, const GatherRows& a) {
+  move_rows<true>(as_cuda(device), a.positions, a.x, a.out, "gather_rows");
 }
 
 }  // namespace parka::cuda

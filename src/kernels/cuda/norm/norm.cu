@@ -3,6 +3,7 @@
 #include <bit>
 #include <type_traits>
 
+#include "kernels/cuda/norm/norm_kinds.cuh"
 #include "kernels/cuda/norm/norm_rows.cuh"
 #include "kernels/cuda/norm/norm_source.cuh"
 #include "kernels/cuda/norm/residual_sum.cuh"
@@ -26,19 +27,34 @@ struct PartValues {
   float element[Part::kPacks][Part::kWidth];
 };
 
-// normalized(x) * (weight + weight_offset), without weight for LayerNorm
-template <bool kLayerNorm, typename Part, typename W>
+template <typename W>
+struct Weights {
+  const W* weight_C;  // null for LayerNorm
+  const W* bias_C;    // null without a bias
+  float weight_offset;
+};
+
+// normalized(x) * (weight + weight_offset) + bias, as far as the kind has them
+template <NormKind kKind, typename Part, typename W>
 __device__ PartValues<Part> normalized_part(const Part& part, const float (&x)[Part::kPacks][Part::kWidth],
-                                            float mean, float rstd, const W* weight_C, float weight_offset) {
+                                            float mean, float rstd, const Weights<W>& a) {
+  constexpr bool kCentred = has_mean(kKind);
   PartValues<Part> y;
-  if constexpr (kLayerNorm) {
-    Part::for_each([&](int pack, int i) { y.element[pack][i] = normalized<true>(x[pack][i], mean, rstd); });
+  if constexpr (!has_weight(kKind)) {
+    Part::for_each([&](int pack, int i) { y.element[pack][i] = normalized<kCentred>(x[pack][i], mean, rstd); });
   } else {
     Stored<W, Part::kWidth> weight[Part::kPacks];
-    part.read(weight_C, weight);
+    part.read(a.weight_C, weight);
     Part::for_each([&](int pack, int i) {
-      y.element[pack][i] = __fmul_rn(normalized<false>(x[pack][i], mean, rstd), weight[pack][i] + weight_offset);
+      y.element[pack][i] =
+          __fmul_rn(normalized<kCentred>(x[pack][i], mean, rstd), weight[pack][i] + a.weight_offset);
     });
+  }
+  if constexpr (kKind == NormKind::kAffineLayerNorm) {
+    if (a.bias_C == nullptr) return y;
+    Stored<W, Part::kWidth> bias[Part::kPacks];
+    part.read(a.bias_C, bias);
+    Part::for_each([&](int pack, int i) { y.element[pack][i] = __fadd_rn(y.element[pack][i], bias[pack][i]); });
   }
   return y;
 }
@@ -92,20 +108,20 @@ struct ForwardTensors {
   const T* residual_TC;
   const T* branch_TC;  // not added unless `adds`, but read all the same: a condition would delay the loads
   bool adds;
-  const T* weight_C;  // null for LayerNorm
+  Weights<T> weights;
   T* residual_out_TC;
   bool writes_sum;  // false where residual_out is the residual, and nothing is added
   Y* y_TC;
   float* mean_T;  // null for RMSNorm
   float* rstd_T;
   float* amax;  // AmaxOnly: raised to max |y|; null: not wanted either
-  float weight_offset;
 };
 
-template <typename T, typename Y, bool kLayerNorm, bool kWide, typename Copy>
+template <typename T, typename Y, NormKind kKind, bool kWide, typename Copy>
 __global__ void __launch_bounds__(kMaxThreads)
     norm_forward_kernel(const ForwardTensors<T, Y> a, const Copy copy, float eps, int cols, float inverse_cols) {
   using Part = RowPart<T, kWide>;
+  constexpr bool kCentred = has_mean(kKind);
   __shared__ float shared[2][kMaxWarps];
   // The first rows come last, so that the next kernel, which begins with them, finds them in the cache.
   const int t = static_cast<int>(gridDim.x - 1 - blockIdx.x);
@@ -137,36 +153,36 @@ __global__ void __launch_bounds__(kMaxThreads)
     Part::for_each([&](int pack, int i) { sum += x[pack][i]; });
   });
   const float count = static_cast<float>(cols);
-  const float mean = kLayerNorm ? divided(row_sum(sum, shared[0]), count, inverse_cols) : 0.0f;
+  const float mean = kCentred ? divided(row_sum(sum, shared[0]), count, inverse_cols) : 0.0f;
 
   float squares = 0.0f;
   Part::for_each_chunk(cols, [&](const Part& part) {
     read_again(part);
     Part::for_each([&](int pack, int i) {
-      const float deviation = !kLayerNorm || part.has(pack) ? x[pack][i] - mean : 0.0f;
+      const float deviation = !kCentred || part.has(pack) ? x[pack][i] - mean : 0.0f;
       squares += deviation * deviation;
     });
   });
   const float rstd = rsqrtf(divided(row_sum(squares, shared[1]), count, inverse_cols) + eps);
   if (threadIdx.x == 0) {
-    if (kLayerNorm) a.mean_T[t] = mean;
+    if (kCentred) a.mean_T[t] = mean;
     a.rstd_T[t] = rstd;
   }
 
   if constexpr (!std::is_same_v<Y, AmaxOnly>) {
     Part::for_each_chunk(cols, [&](const Part& part) {
       read_again(part);
-      const auto y = normalized_part<kLayerNorm>(part, x, mean, rstd, a.weight_C, a.weight_offset);
+      const auto y = normalized_part<kKind>(part, x, mean, rstd, a.weights);
       part.write(a.y_TC + row, y.element);
     });
   } else if (a.amax != nullptr) {
     float largest = 0.0f;
     Part::for_each_chunk(cols, [&](const Part& part) {
       read_again(part);
-      const auto y = normalized_part<kLayerNorm>(part, x, mean, rstd, a.weight_C, a.weight_offset);
+      const auto y = normalized_part<kKind>(part, x, mean, rstd, a.weights);
       Part::for_each([&](int pack, int i) {
         // Past the last column RMSNorm yields zeros.
-        largest = max_magnitude(largest, !kLayerNorm || part.has(pack) ? y.element[pack][i] : 0.0f);
+        largest = max_magnitude(largest, !kCentred || part.has(pack) ? y.element[pack][i] : 0.0f);
       });
     });
     largest = row_max(largest, shared[0]);
@@ -176,19 +192,19 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 // ---- Recompute ----
 
-template <typename X, typename W, typename Y, bool kLayerNorm, bool kWide>
+template <typename X, typename W, typename Y, NormKind kKind, bool kWide>
 __global__ void __launch_bounds__(kMaxThreads)
-    norm_recompute_kernel(const X* x_TC, const W* weight_C, const float* mean_T, const float* rstd_T, Y* y_TC,
-                          float weight_offset, int cols) {
+    norm_recompute_kernel(const X* x_TC, const Weights<W> weights, const float* mean_T, const float* rstd_T,
+                          Y* y_TC, int cols) {
   using Part = RowPart<X, kWide>;
   const int64_t row = int64_t{blockIdx.x} * cols;
-  const float mean = kLayerNorm ? mean_T[blockIdx.x] : 0.0f, rstd = rstd_T[blockIdx.x];
+  const float mean = has_mean(kKind) ? mean_T[blockIdx.x] : 0.0f, rstd = rstd_T[blockIdx.x];
   Part::for_each_chunk(cols, [&](const Part& part) {
     Stored<X, Part::kWidth> stored[Part::kPacks];
     part.read(x_TC + row, stored);
     float x[Part::kPacks][Part::kWidth];
     Part::for_each([&](int pack, int i) { x[pack][i] = stored[pack][i]; });
-    part.write(y_TC + row, normalized_part<kLayerNorm>(part, x, mean, rstd, weight_C, weight_offset).element);
+    part.write(y_TC + row, normalized_part<kKind>(part, x, mean, rstd, weights).element);
   });
 }
 
@@ -199,8 +215,7 @@ constexpr int kStatisticsThreads = 256;
 // Of the rows of a matrix of any format, column by column: what norm_forward_kernel finds for those that it can
 // have in registers.
 __global__ void __launch_bounds__(kStatisticsThreads)
-    norm_statistics_kernel(const AnySource x, bool is_layer_norm, float eps, int cols, float* mean_T,
-                           float* rstd_T) {
+    norm_statistics_kernel(const AnySource x, bool centred, float eps, int cols, float* mean_T, float* rstd_T) {
   __shared__ float shared[kStatisticsThreads / kWarpSize];
   const int row = static_cast<int>(blockIdx.x);
   const auto mean_of = [&](const auto& term) {
@@ -210,16 +225,16 @@ __global__ void __launch_bounds__(kStatisticsThreads)
     }
     return block_sum<kStatisticsThreads>(sum, shared) / static_cast<float>(cols);
   };
-  const float mean = is_layer_norm ? mean_of([](float value) { return value; }) : 0.0f;
+  const float mean = centred ? mean_of([](float value) { return value; }) : 0.0f;
   const float variance = mean_of([&](float value) { return (value - mean) * (value - mean); });
   if (threadIdx.x != 0) return;
-  if (is_layer_norm) mean_T[row] = mean;
+  if (centred) mean_T[row] = mean;
   rstd_T[row] = rsqrtf(variance + eps);
 }
 
 // ---- Launches ----
 
-template <typename Y, bool kLayerNorm, bool kWide, typename T, typename Copy>
+template <typename Y, NormKind kKind, bool kWide, typename T, typename Copy>
 void launch_forward(CudaDevice& device, const NormForward& a, const T* residual, const Copy& copy, float* amax) {
   const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
   const bool adds = !a.branch.empty();
@@ -227,17 +242,16 @@ void launch_forward(CudaDevice& device, const NormForward& a, const T* residual,
       .residual_TC = residual,
       .branch_TC = adds ? a.branch.as<T>() : residual,
       .adds = adds,
-      .weight_C = optional<T>(a.weight),
+      .weights = {optional<T>(a.weight), optional<T>(a.bias), a.weight_offset},
       .residual_out_TC = a.residual_out.as<T>(),
       .writes_sum = adds || a.residual_out.data != a.residual.data,
       .y_TC = nullptr,
       .mean_T = optional<float>(a.mean),
       .rstd_T = a.rstd.as<float>(),
       .amax = amax,
-      .weight_offset = a.weight_offset,
   };
   if constexpr (!std::is_same_v<Y, AmaxOnly>) tensors.y_TC = a.y.data.as<Y>();
-  norm_forward_kernel<T, Y, kLayerNorm, kWide, Copy>
+  norm_forward_kernel<T, Y, kKind, kWide, Copy>
       <<<static_cast<unsigned>(rows), threads_for(cols), 0, device.stream()>>>(
           tensors, copy, a.eps, static_cast<int>(cols), 1.0f / static_cast<float>(cols));
   check_launch("norm_forward");
@@ -245,8 +259,9 @@ void launch_forward(CudaDevice& device, const NormForward& a, const T* residual,
 
 template <typename T>
 bool is_wide(const NormForward& a) {
-  return fits_wide(a.residual.dim[1], RowPart<T, true>::kWidth,
-                   {a.residual.data, a.branch.data, a.weight.data, a.residual_out.data, a.y.data.data});
+  return fits_wide(
+      a.residual.dim[1], RowPart<T, true>::kWidth,
+      {a.residual.data, a.branch.data, a.weight.data, a.bias.data, a.residual_out.data, a.y.data.data});
 }
 
 // The sum, the statistics of the sum and y or its maximum.
@@ -254,9 +269,9 @@ template <typename Y>
 void norm_of_sum(CudaDevice& device, const NormForward& a, float* amax) {
   with_plain_type(a.residual.dtype, [&](auto residual) {
     using T = decltype(residual);
-    with_constant(a.kind == NormKind::kLayerNorm, [&](auto layer_norm) {
+    with_norm_kind(a.kind, [&](auto kind) {
       with_constant(is_wide<T>(a), [&](auto wide) {
-        launch_forward<Y, layer_norm.value, wide.value>(device, a, a.residual.as<T>(), NoCopy(), amax);
+        launch_forward<Y, kind.value, wide.value>(device, a, a.residual.as<T>(), NoCopy(), amax);
       });
     });
   });
@@ -283,8 +298,8 @@ void norm_with_group_copy(CudaDevice& device, const NormForward& a, float* amax)
                                   .across = static_cast<int>(a.x.scale.dim[1]),
                                   .group_shift = std::countr_zero(group),
                                   .lanes = static_cast<int>(group) / RowPart<BFloat16, true>::kWidth};
-      with_constant(a.kind == NormKind::kLayerNorm, [&](auto layer_norm) {
-        launch_forward<Y, layer_norm.value, true>(device, a, a.residual.as<BFloat16>(), copy, amax);
+      with_norm_kind(a.kind, [&](auto kind) {
+        launch_forward<Y, kind.value, true>(device, a, a.residual.as<BFloat16>(), copy, amax);
       });
     });
   });
@@ -297,7 +312,7 @@ void norm_of_copy(CudaDevice& device, const NormForward& a, float* amax) {
     const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
     cuda::quantize(device, Quantize{.x = a.residual_out, .out = a.x});
     norm_statistics_kernel<<<static_cast<unsigned>(rows), kStatisticsThreads, 0, device.stream()>>>(
-        AnySource(a.x), a.kind == NormKind::kLayerNorm, a.eps, static_cast<int>(cols), optional<float>(a.mean),
+        AnySource(a.x), has_mean(a.kind), a.eps, static_cast<int>(cols), optional<float>(a.mean),
         a.rstd.as<float>());
     if (amax != nullptr) find_amax_of_elements(device, any_norm_source(a.x, a), rows, cols, amax);
     return;
@@ -322,15 +337,16 @@ void sum_alone(CudaDevice& device, const NormForward& a, float* amax) {
   });
 }
 
-template <typename X, typename W, typename Y, bool kLayerNorm>
+template <typename X, typename W, typename Y, NormKind kKind>
 void launch_recompute(CudaDevice& device, const NormRecompute& a) {
   const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
-  const bool wide = fits_wide(cols, RowPart<X, true>::kWidth, {a.x.data.data, a.weight.data, a.y.data.data});
+  const bool wide =
+      fits_wide(cols, RowPart<X, true>::kWidth, {a.x.data.data, a.weight.data, a.bias.data, a.y.data.data});
   const auto kernel =
-      wide ? norm_recompute_kernel<X, W, Y, kLayerNorm, true> : norm_recompute_kernel<X, W, Y, kLayerNorm, false>;
+      wide ? norm_recompute_kernel<X, W, Y, kKind, true> : norm_recompute_kernel<X, W, Y, kKind, false>;
   kernel<<<static_cast<unsigned>(rows), threads_for(cols), 0, device.stream()>>>(
-      a.x.data.as<X>(), optional<W>(a.weight), optional<float>(a.mean), a.rstd.as<float>(), a.y.data.as<Y>(),
-      a.weight_offset, static_cast<int>(cols));
+      a.x.data.as<X>(), Weights<W>{optional<W>(a.weight), optional<W>(a.bias), a.weight_offset},
+      optional<float>(a.mean), a.rstd.as<float>(), a.y.data.as<Y>(), static_cast<int>(cols));
   check_launch("norm_recompute");
 }
 
@@ -403,12 +419,14 @@ void norm_recompute(Device& any_device, const NormRecompute& a) {
     with_plain_type(a.y.data.dtype, [&](auto y) {
       using X = decltype(x);
       using Y = decltype(y);
-      if (a.kind == NormKind::kLayerNorm) {
-        launch_recompute<X, float, Y, true>(device, a);
-        return;
-      }
-      with_plain_type(a.weight.dtype,
-                      [&](auto weight) { launch_recompute<X, decltype(weight), Y, false>(device, a); });
+      with_norm_kind(a.kind, [&](auto kind) {
+        if constexpr (!has_weight(kind.value)) {
+          launch_recompute<X, float, Y, kind.value>(device, a);
+        } else {
+          with_plain_type(a.weight.dtype,
+                          [&](auto weight) { launch_recompute<X, decltype(weight), Y, kind.value>(device, a); });
+        }
+      });
     });
   });
 }

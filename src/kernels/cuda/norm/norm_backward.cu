@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "kernels/cuda/norm/norm_kinds.cuh"
 #include "kernels/cuda/norm/norm_rows.cuh"
 #include "kernels/cuda/norm/residual_sum.cuh"
 #include "kernels/cuda/quantize/matrix_source.cuh"
@@ -97,33 +98,40 @@ struct BackwardTensors {
   bool adds;
   G* d_residual_out_TC;  // may be d_y or d_residual: a thread reads its part of a row before it writes it
   float* d_weight_BC;    // null for LayerNorm: what the rows of each block add to d_weight
+  float* d_bias_BC;      // the same of d_bias, for kAffineLayerNorm
   float* amax;           // kFindsAmax: raised to max |d_residual_out|, unless it is null
   float weight_offset;
 };
 
 // No block has 768 threads. The bound keeps registers few enough for that many on a multiprocessor at once, beside
 // the sums of d_weight that they hold.
-template <typename Rows, typename G, bool kLayerNorm>
-constexpr int kBackwardMaxThreads =
-    !kLayerNorm && sizeof(typename Rows::Element) == 2 && sizeof(G) == 2 ? 768 : kMaxThreads;
+template <typename Rows, typename G, NormKind kKind>
+constexpr int kBackwardMaxThreads = kKind == NormKind::kRmsNorm && sizeof(typename Rows::Element) == 2 &&
+                                            sizeof(G) == 2
+                                        ? 768
+                                        : kMaxThreads;
 
 // With xhat = (x - mean) * rstd and g = d_y * (weight + weight_offset), both functions of the row:
 //   d_x = rstd * (g - mean(g) - xhat * mean(g * xhat)),   without mean(g) for RMSNorm
-template <typename Rows, typename W, typename G, bool kLayerNorm, bool kWide, bool kFindsAmax>
-__global__ void __launch_bounds__(kBackwardMaxThreads<Rows, G, kLayerNorm>)
+template <typename Rows, typename W, typename G, NormKind kKind, bool kWide, bool kFindsAmax>
+__global__ void __launch_bounds__(kBackwardMaxThreads<Rows, G, kKind>)
     norm_backward_kernel(const BackwardTensors<Rows, W, G> a, unsigned rows, int cols, float inverse_cols) {
   using Part = RowPart<typename Rows::Element, kWide>;
   constexpr int kPacks = Part::kPacks, kWidth = Part::kWidth;
-  __shared__ std::conditional_t<kLayerNorm, float2, float> shared[2][kMaxWarps];
-  float* const d_weight_C = kLayerNorm ? nullptr : a.d_weight_BC + int64_t{blockIdx.x} * cols;
+  constexpr bool kCentred = has_mean(kKind), kWeighted = has_weight(kKind);
+  constexpr bool kBiased = kKind == NormKind::kAffineLayerNorm;
+  __shared__ std::conditional_t<kCentred, float2, float> shared[2][kMaxWarps];
+  float* const d_weight_C = kWeighted ? a.d_weight_BC + int64_t{blockIdx.x} * cols : nullptr;
+  float* const d_bias_C = kBiased ? a.d_bias_BC + int64_t{blockIdx.x} * cols : nullptr;
   float d_weight[kPacks][kWidth] = {};  // wide: of this thread's columns, over the block's rows
-  float largest = 0.0f;                 // of what this thread has written
+  float d_bias[kPacks][kWidth] = {};
+  float largest = 0.0f;  // of what this thread has written
   int buffer = 0;
   for (unsigned done = blockIdx.x; done < rows; done += gridDim.x, buffer ^= 1) {
     // The first rows come last, so that the next kernel, which begins with them, finds them in the cache.
     const unsigned t = rows - 1 - done;
     const int64_t row = int64_t{t} * cols;
-    const float mean = kLayerNorm ? a.mean_T[t] : 0.0f, rstd = a.rstd_T[t];
+    const float mean = kCentred ? a.mean_T[t] : 0.0f, rstd = a.rstd_T[t];
     typename Rows::template Held<kWidth> x[kPacks];
     Stored<W, kWidth> weight[kPacks] = {};
     Stored<G, kWidth> d_y[kPacks], d_residual[kPacks];
@@ -131,35 +139,41 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<Rows, G, kLayerNorm>)
       a.x.read(part, t, cols, x);
       part.read(a.d_y_TC + row, d_y);
       part.read(a.d_residual_TC + row, d_residual);
-      if constexpr (!kLayerNorm) part.read(a.weight_C, weight);
+      if constexpr (kWeighted) part.read(a.weight_C, weight);
     };
-    const auto xhat = [&](int pack, int i) { return normalized<kLayerNorm>(x[pack][i], mean, rstd); };
+    const auto xhat = [&](int pack, int i) { return normalized<kCentred>(x[pack][i], mean, rstd); };
     const auto g = [&](int pack, int i) {
-      return kLayerNorm ? d_y[pack][i] : d_y[pack][i] * (weight[pack][i] + a.weight_offset);
+      return kWeighted ? d_y[pack][i] * (weight[pack][i] + a.weight_offset) : d_y[pack][i];
     };
 
     float2 sums = {0.0f, 0.0f};  // of g, if that is wanted, and of g * xhat
     Part::for_each_chunk(cols, [&](const Part& part) {
       read(part);
       Part::for_each([&](int pack, int i) {
-        if constexpr (kLayerNorm) sums.x += g(pack, i);
+        if constexpr (kCentred) sums.x += g(pack, i);
         sums.y += g(pack, i) * xhat(pack, i);
-        if constexpr (kLayerNorm) {
+        if constexpr (!kWeighted) {
           return;
         } else if constexpr (kWide) {
           d_weight[pack][i] += d_y[pack][i] * xhat(pack, i);
+          if constexpr (kBiased) d_bias[pack][i] += d_y[pack][i];
         } else if (part.has(pack)) {
+          const bool is_first = done == blockIdx.x;
           float& sum = d_weight_C[part.column(pack)];
-          sum = d_y[pack][i] * xhat(pack, i) + (done == blockIdx.x ? 0.0f : sum);
+          sum = d_y[pack][i] * xhat(pack, i) + (is_first ? 0.0f : sum);
+          if constexpr (kBiased) {
+            float& bias_sum = d_bias_C[part.column(pack)];
+            bias_sum = d_y[pack][i] + (is_first ? 0.0f : bias_sum);
+          }
         }
       });
     });
-    if constexpr (kLayerNorm) {
+    if constexpr (kCentred) {
       sums = row_sum(sums, shared[buffer]);
     } else {
       sums.y = row_sum(sums.y, shared[buffer]);
     }
-    const float mean_g = kLayerNorm ? sums.x * inverse_cols : 0.0f, mean_g_xhat = sums.y * inverse_cols;
+    const float mean_g = kCentred ? sums.x * inverse_cols : 0.0f, mean_g_xhat = sums.y * inverse_cols;
 
     Part::for_each_chunk(cols, [&](const Part& part) {
       if constexpr (!kWide) read(part);
@@ -172,7 +186,8 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<Rows, G, kLayerNorm>)
       part.write(a.d_residual_out_TC + row, d_x);
     });
   }
-  if constexpr (kWide && !kLayerNorm) Part(0, cols).write(d_weight_C, d_weight);
+  if constexpr (kWide && kWeighted) Part(0, cols).write(d_weight_C, d_weight);
+  if constexpr (kWide && kBiased) Part(0, cols).write(d_bias_C, d_bias);
   if constexpr (kFindsAmax) {
     __shared__ float shared_max[kMaxWarps];
     // Rounding keeps the order of numbers: the maximum of what is stored is that of the rest, rounded.
@@ -205,18 +220,20 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 // The workspace: partial sums of d_weight, one row per block, and after the last possible row the maximum of
-// d_residual_out.
+// d_residual_out. Behind that, for kAffineLayerNorm, as many partial sums of d_bias.
 struct Workspace {
   float* d_weight_BC = nullptr;  // null for LayerNorm
+  float* d_bias_BC = nullptr;    // null but for kAffineLayerNorm
   float* amax = nullptr;         // null if not wanted
   int64_t max_blocks;
 
   Workspace(CudaDevice& device, const NormBackward& a) : max_blocks(norm_backward_max_blocks(a.d_y.dim[1]) - 1) {
     const auto is_tensor_scaled = [](const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kTensor; };
     const bool wants_amax = is_tensor_scaled(a.d_quantized) || is_tensor_scaled(a.d_quantized_t);
-    if (a.kind != NormKind::kRmsNorm && !wants_amax) return;
+    if (!has_weight(a.kind) && !wants_amax) return;
     const int64_t cols = a.d_y.dim[1];
     d_weight_BC = static_cast<float*>(device.workspace("norm_backward", workspace_of(a)));
+    if (a.kind == NormKind::kAffineLayerNorm) d_bias_BC = d_weight_BC + norm_backward_max_blocks(cols) * cols;
     if (wants_amax) {
       amax = d_weight_BC + max_blocks * cols;
       check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), "norm_backward");
@@ -224,15 +241,15 @@ struct Workspace {
   }
 };
 
-// d_x, and for RMSNorm the partial sums of d_weight in the workspace. Returns the number of blocks.
-template <bool kLayerNorm, bool kWide, bool kFindsAmax, typename Rows, typename W, typename G>
+// d_x, and of a norm with a weight the partial sums of d_weight in the workspace. Returns the number of blocks.
+template <NormKind kKind, bool kWide, bool kFindsAmax, typename Rows, typename W, typename G>
 int launch_rows(CudaDevice& device, const NormBackward& a, const Workspace& workspace, const Rows& x,
                 const W* weight, const G* d_y) {
   const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
   const int threads = threads_for(cols);
-  const auto kernel = norm_backward_kernel<Rows, W, G, kLayerNorm, kWide, kFindsAmax>;
+  const auto kernel = norm_backward_kernel<Rows, W, G, kKind, kWide, kFindsAmax>;
   int64_t blocks = rows;
-  if constexpr (!kLayerNorm) {
+  if constexpr (has_weight(kKind)) {
     // As many as run at once, the same number on every multiprocessor.
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, 0), "norm_backward");
@@ -252,6 +269,7 @@ int launch_rows(CudaDevice& device, const NormBackward& a, const Workspace& work
       .adds = adds,
       .d_residual_out_TC = a.d_residual_out.as<G>(),
       .d_weight_BC = workspace.d_weight_BC,
+      .d_bias_BC = workspace.d_bias_BC,
       .amax = workspace.amax,
       .weight_offset = a.weight_offset,
   };
@@ -267,7 +285,7 @@ struct RowsResult {
 };
 
 // Kernels that also find the maximum exist for wide rows of bf16 gradients, which are those of FP8 training.
-template <bool kLayerNorm, typename W, typename G>
+template <NormKind kKind, typename W, typename G>
 RowsResult launch_backward(CudaDevice& device, const NormBackward& a, const Workspace& workspace, const W* weight,
                            const G* d_y) {
   constexpr bool kCanFindAmax = std::is_same_v<G, BFloat16>;
@@ -282,11 +300,11 @@ RowsResult launch_backward(CudaDevice& device, const NormBackward& a, const Work
       using X = decltype(type);
       const PlainRows<X> x{a.x.data.as<X>()};
       if (!is_wide(RowPart<X, true>::kWidth)) {
-        result = {launch_rows<kLayerNorm, false, false>(device, a, workspace, x, weight, d_y), false};
+        result = {launch_rows<kKind, false, false>(device, a, workspace, x, weight, d_y), false};
       } else if (!kCanFindAmax || sizeof(X) != 2 || workspace.amax == nullptr) {
-        result = {launch_rows<kLayerNorm, true, false>(device, a, workspace, x, weight, d_y), false};
+        result = {launch_rows<kKind, true, false>(device, a, workspace, x, weight, d_y), false};
       } else if constexpr (kCanFindAmax && sizeof(X) == 2) {
-        result = {launch_rows<kLayerNorm, true, true>(device, a, workspace, x, weight, d_y), true};
+        result = {launch_rows<kKind, true, true>(device, a, workspace, x, weight, d_y), true};
       }
     });
     return result;
@@ -295,12 +313,12 @@ RowsResult launch_backward(CudaDevice& device, const NormBackward& a, const Work
     if (BFloat16GroupScales::fits(a.x) && BFloat16GroupScales(a.x).fits_wide() && is_wide(kSourceWidth)) {
       with_float8_type(a.x.data.dtype, [&](auto f8) {
         const CodedRows<decltype(f8)> x{GroupedSource<decltype(f8)>(a.x)};
-        result = {launch_rows<kLayerNorm, true, true>(device, a, workspace, x, weight, d_y), true};
+        result = {launch_rows<kKind, true, true>(device, a, workspace, x, weight, d_y), true};
       });
       return result;
     }
   }
-  return {launch_rows<kLayerNorm, false, false>(device, a, workspace, AnyRows{AnySource(a.x)}, weight, d_y), false};
+  return {launch_rows<kKind, false, false>(device, a, workspace, AnyRows{AnySource(a.x)}, weight, d_y), false};
 }
 
 void add_weight_gradient(CudaDevice& device, const float* d_weight_BC, const TensorView& d_weight, int blocks) {
@@ -350,15 +368,20 @@ void norm_backward(Device& any_device, const NormBackward& a) {
     RowsResult result{};
     if (a.kind == NormKind::kNone) {
       result = add_gradients<G>(device, a, workspace);
-    } else if (a.kind == NormKind::kLayerNorm) {
-      result = launch_backward<true, float>(device, a, workspace, nullptr, d_y);
     } else {
-      with_plain_type(a.weight.dtype, [&](auto weight) {
-        using W = decltype(weight);
-        result = launch_backward<false>(device, a, workspace, a.weight.as<W>(), d_y);
+      with_norm_kind(a.kind, [&](auto kind) {
+        if constexpr (!has_weight(kind.value)) {
+          result = launch_backward<kind.value, float>(device, a, workspace, nullptr, d_y);
+        } else {
+          with_plain_type(a.weight.dtype, [&](auto weight) {
+            using W = decltype(weight);
+            result = launch_backward<kind.value>(device, a, workspace, a.weight.as<W>(), d_y);
+          });
+        }
       });
-      if (!a.d_weight.empty()) add_weight_gradient(device, workspace.d_weight_BC, a.d_weight, result.blocks);
     }
+    if (!a.d_weight.empty()) add_weight_gradient(device, workspace.d_weight_BC, a.d_weight, result.blocks);
+    if (!a.d_bias.empty()) add_weight_gradient(device, workspace.d_bias_BC, a.d_bias, result.blocks);
     if (!a.d_quantized.empty() || !a.d_quantized_t.empty()) {
       quantize_gradient<G>(device, a, workspace.amax, result.found_amax);
     }

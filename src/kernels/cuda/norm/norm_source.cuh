@@ -6,7 +6,7 @@
 // The output of a norm as a Source (quantize_tiles.cuh says what that is).
 namespace parka::cuda {
 
-// ---- Weights, offset included; LayerNorm has none. load(): 4 adjacent columns ----
+// ---- Weights, offset included; LayerNorm has none. load(): 4 adjacent columns. Some have a bias ----
 
 struct NoWeight {
   static constexpr bool kCentred = true;  // the norm subtracts the mean
@@ -15,6 +15,7 @@ struct NoWeight {
   __device__ void load(int, float (&)[4]) const {}
   __device__ float element(int) const { return 1.0f; }
   static __device__ float times(float x, float) { return x; }
+  __device__ float plus_bias(float x, int) const { return x; }
 };
 
 struct BFloat16Weight {
@@ -31,29 +32,36 @@ struct BFloat16Weight {
   }
   __device__ float element(int col) const { return to_float(weight_C[col]) + offset; }
   static __device__ float times(float x, float w) { return __fmul_rn(x, w); }
+  __device__ float plus_bias(float x, int) const { return x; }
 };
 
-// Of either format, or none: then null, and multiplying by 1 changes nothing.
+// Of either format, with a bias of the same. Without a weight it is null, and multiplying by 1 changes nothing.
 struct AnyWeight {
   static constexpr bool kCentred = true;
   const void* weight_C;
+  const void* bias_C;  // null: no bias
   bool is_bf16;
   float offset;
 
-  AnyWeight(const TensorView& weight, float offset_)
-      : weight_C(weight.data), is_bf16(weight.dtype == DType::kBF16), offset(offset_) {}
+  AnyWeight(const TensorView& weight, const TensorView& bias, float offset_)
+      : weight_C(weight.data), bias_C(bias.data), is_bf16(weight.dtype == DType::kBF16), offset(offset_) {}
 
   bool fits_wide() const { return is_aligned(weight_C, 16); }
   __device__ void load(int col, float (&w)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) w[i] = element(col + i);
   }
-  __device__ float element(int col) const {
-    if (weight_C == nullptr) return 1.0f;
-    if (is_bf16) return to_float(static_cast<const BFloat16*>(weight_C)[col]) + offset;
-    return static_cast<const float*>(weight_C)[col] + offset;
-  }
+  __device__ float element(int col) const { return weight_C == nullptr ? 1.0f : of(weight_C, col) + offset; }
   static __device__ float times(float x, float w) { return __fmul_rn(x, w); }
+  __device__ float plus_bias(float x, int col) const {
+    return bias_C == nullptr ? x : __fadd_rn(x, of(bias_C, col));
+  }
+
+ private:
+  __device__ float of(const void* values_C, int col) const {
+    return is_bf16 ? to_float(static_cast<const BFloat16*>(values_C)[col])
+                   : static_cast<const float*>(values_C)[col];
+  }
 };
 
 // ---- What the norm read, normalized with the statistics of its rows and multiplied by the weight ----
@@ -94,13 +102,14 @@ struct NormSource {
     for (int i = 0; i < 4; ++i) {
       constexpr bool kSubtracts = Weight::kCentred && !kDecodesLess;
       y[i] = Weight::times(normalized<kSubtracts>(y[i], fetched.mean, fetched.rstd), w[i]);
+      y[i] = weight.plus_bias(y[i], fetched.col + 4 * quarter + i);
     }
   }
   __device__ void load(int row, int col, float (&y)[kSourceWidth]) const { load_of(*this, row, col, y); }
 
   __device__ float element(int row, int col) const {
-    return Weight::times(normalized<Weight::kCentred>(x.element(row, col), mean_of(row), rstd_T[row]),
-                         weight.element(col));
+    const float xhat = normalized<Weight::kCentred>(x.element(row, col), mean_of(row), rstd_T[row]);
+    return weight.plus_bias(Weight::times(xhat, weight.element(col)), col);
   }
 
  private:
@@ -114,7 +123,8 @@ using AnyNormSource = NormSource<AnySource, AnyWeight>;
 // The norm of x with the weight and the statistics of `a`, forward's or recompute's arguments: of any input.
 template <typename Args>
 AnyNormSource any_norm_source(const ScaledView& x, const Args& a) {
-  return {AnySource(x), AnyWeight(a.weight, a.weight_offset), optional<float>(a.mean), a.rstd.template as<float>()};
+  return {AnySource(x), AnyWeight(a.weight, a.bias, a.weight_offset), optional<float>(a.mean),
+          a.rstd.template as<float>()};
 }
 
 // Calls f with the source: one made for the formats that training asks for, or one for any.
@@ -131,7 +141,7 @@ void with_norm_source(const ScaledView& x, const Args& a, const F& f) {
       f(NormSource<X, BFloat16Weight>{source, {weight.as<BFloat16>(), a.weight_offset}, mean_T, rstd_T});
     }
   };
-  if (!weight.empty() && weight.dtype != DType::kBF16) {
+  if (a.kind == NormKind::kAffineLayerNorm || (!weight.empty() && weight.dtype != DType::kBF16)) {
     f(any_norm_source(x, a));
   } else if (x.data.dtype == DType::kBF16) {
     with_weight(PlainSource<BFloat16>(x));

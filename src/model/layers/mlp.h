@@ -1,0 +1,50 @@
+#pragma once
+#include <string>
+
+#include "kernels/ops/activation.h"
+#include "model/layers/swiglu.h"
+
+namespace parka {
+
+// out = W_fc2 act(W_fc1 x + b_fc1) + b_fc2, with act of model.mlp_activation. An inner layer of Branch, with the
+// names and phases of Swiglu: a stack has one of the two in all blocks.
+class Mlp {
+ public:
+  static constexpr const char *kNormName = Swiglu::kNormName, *kNormBehindName = Swiglu::kNormBehindName;
+  static constexpr PhaseMask kForwardPhase = Swiglu::kForwardPhase;
+  static constexpr PhaseMask kRowsPhases = Swiglu::kRowsPhases, kTransposedPhases = Swiglu::kTransposedPhases;
+  static constexpr PhaseMask kLastBackwardPhase = Swiglu::kLastBackwardPhase;
+  static constexpr auto kNormInput = Swiglu::kNormInput, kNormOutput = Swiglu::kNormOutput;
+  static constexpr auto kNormBehindInput = Swiglu::kNormBehindInput, kOutputGradient = Swiglu::kOutputGradient;
+
+  static void add_parameters(ParameterList& list, const ModelConfig& model, const std::string& prefix,
+                             double depth);
+
+  Mlp(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table, int64_t block,
+      const std::string& prefix);
+
+  void declare(BufferScope& scope);
+  void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
+  void backward(const StepContext& step, const GemmInput& d_out, const InputAgain& x, const TensorView& d_x) const;
+
+  void sample_weights(const StepContext& step) const;
+  SampleNeeds sample_needs() const { return {}; }
+
+ private:
+  TensorView activate(const StepContext& step, const TensorView& hidden) const;
+  GemmInput product_again(const StepContext& step, const TensorView& hidden) const;
+
+  int64_t block_;
+  int64_t d_ffn_;
+  Activation activation_;
+  Linear fc1_, fc2_;
+  bool saves_product_;  // false: backward makes it again
+
+  TensorId hidden_;            // [T, f] what the activation reads
+  TensorId activated_;         // [T, f] what it makes, with FP8 GEMMs only; without, that is product_
+  GemmInputIds product_;       // [T, f] input of fc2
+  TensorId d_hidden_;          // [T, f] the gradient of the activation's output, then of its input
+  GemmInputIds d_hidden_fp8_;  // of the latter; invalid without FP8 GEMMs
+};
+
+}  // namespace parka
