@@ -473,37 +473,38 @@ TEST_CASE("masters and moments in host memory do not change a bit of any stage",
 TEST_CASE("linear weights in host memory do not change a bit of any stage", "[engine][zero][offload][slow]") {
   struct Case {
     const char* recipe;
-    WeightCopies copies;
+    std::vector<WeightCopies> kept;  // none of them changes a bit of what they are compared with
   };
   struct Ranks {
     int64_t stage;
     int count;
   };
-  for (const Case& c : {Case{"fp32", WeightCopies::kAuto}, Case{"bf16", WeightCopies::kAuto},
-                        Case{"fp8_block", WeightCopies::kAuto}, Case{"fp8_block", WeightCopies::kNone},
-                        Case{"parka", WeightCopies::kBoth}, Case{"parka", WeightCopies::kRows},
-                        Case{"parka", WeightCopies::kNone}}) {
+  for (const Case& c : {Case{"fp32", {WeightCopies::kAuto}}, Case{"bf16", {WeightCopies::kAuto}},
+                        Case{"fp8_block", {WeightCopies::kAuto, WeightCopies::kNone}},
+                        Case{"parka", {WeightCopies::kBoth, WeightCopies::kRows, WeightCopies::kNone}}}) {
     for (const Ranks& ranks : {Ranks{0, 1}, Ranks{0, 2}, Ranks{1, 4}, Ranks{2, 2}, Ranks{3, 2}, Ranks{3, 4}}) {
-      CAPTURE(c.recipe, name_of(c.copies), ranks.stage, ranks.count);
       const TemporaryFolder folder;
       Config config = config_for(folder, c.recipe, ranks.stage);
-      config.precision.weight_copies = c.copies;
       config.precision.recompute = ranks.stage == 2 ? Recompute::kBlock : Recompute::kNone;
       config.optimizer.offload = true;
-      Config with = config;
-      with.precision.offload_weights = true;
-      with.reliability.state_interval = with.reliability.replica_interval = 1;
       const Outcome plain = train(config, ranks.count);
-      // Evaluates before the second step, too.
-      const BeforeStep evaluate = [](TrainingRun& run, int step) {
-        if (step == 1) run.evaluate(run.data());
-      };
-      const Outcome offloaded =
-          train(with, ranks.count, evaluate, [] { return std::make_unique<DeviceWithLateCopies>(); });
-      CHECK(offloaded.losses == plain.losses);
-      CHECK(offloaded.norms == plain.norms);
-      CHECK(offloaded.held_out == plain.held_out);
-      CHECK((offloaded.tensors == plain.tensors));
+      for (const WeightCopies copies : c.kept) {
+        CAPTURE(c.recipe, name_of(copies), ranks.stage, ranks.count);
+        Config with = config;
+        with.precision.weight_copies = copies;
+        with.precision.offload_weights = true;
+        with.reliability.state_interval = with.reliability.replica_interval = 1;
+        // Evaluates before the second step, too.
+        const BeforeStep evaluate = [](TrainingRun& run, int step) {
+          if (step == 1) run.evaluate(run.data());
+        };
+        const Outcome offloaded =
+            train(with, ranks.count, evaluate, [] { return std::make_unique<DeviceWithLateCopies>(); });
+        CHECK(offloaded.losses == plain.losses);
+        CHECK(offloaded.norms == plain.norms);
+        CHECK(offloaded.held_out == plain.held_out);
+        CHECK((offloaded.tensors == plain.tensors));
+      }
     }
   }
 }
@@ -517,9 +518,12 @@ TEST_CASE("what gradients held before a step changes nothing", "[engine][zero][s
   // Of 8 sequences a step: one micro-batch and several for each rank; the head in one piece and in several.
   const Case cases[] = {
       {"fp32", false, 1, 4096}, {"fp32", true, 1, 6}, {"parka", true, 2, 10}, {"parka", false, 2, 6}};
+  // Of these only every second: at each division both recipes, and tied and untied embeddings.
+  size_t number = 0;
   for (const Case& c : cases) {
     for (const auto& [stage, ranks] :
          {std::pair<int64_t, int>{0, 1}, {0, 2}, {1, 4}, {2, 4}, {2, 2}, {3, 4}, {3, 2}}) {
+      if (number++ % 2 == 1) continue;
       CAPTURE(c.recipe, c.tied, c.micro_batch, c.logits_chunk, stage, ranks);
       const TemporaryFolder folder;
       Config config = config_for(folder, c.recipe, stage, "rmsnorm", c.tied);
