@@ -278,6 +278,10 @@ TEST_CASE("telemetry and checks for corruption change no bit with frozen paramet
   config.telemetry.interval = 1;
   config.reliability = {.replay_interval = 1, .state_interval = 1, .replica_interval = 1};
   check_same(train(config, 1), plain);
+  config.telemetry.interval = 0;
+  config.optimizer.release_gradients = true;
+  check_same(train(config, 1), plain);
+  config.telemetry.interval = 1;
 
   const auto device = make_cpu_device();
   TrainingRun run(config, *device, alone());

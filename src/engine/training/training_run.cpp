@@ -284,7 +284,13 @@ void TrainingRun::release_update(StepReport& report) {
   const int64_t update = applied_steps_ + (unfinished_ ? 1 : 0) + 1;
   describe_update(report, update);
   const bool is_watched = hashed_step_ == completed_steps_;
-  if (is_watched) declared_.checks.clear(device_, IntegrityChecks::Table::kUnchanged);
+  if (is_watched) {
+    declared_.checks.clear(device_, IntegrityChecks::Table::kUnchanged);
+    const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (!parameters[i].trainable) hash_unchanged(i);  // of which no update is told
+    }
+  }
   queue_.release_update(update, report.learning_rate, [this, is_watched](size_t parameter) {
     if (is_watched) hash_unchanged(parameter);
     if (!last_staged_.empty()) staging_->order_after(last_staged_[parameter]);
