@@ -1,0 +1,84 @@
+#include "model/vision/vision_tower.h"
+
+#include <vector>
+
+#include "kernels/ops/add.h"
+#include "kernels/ops/embedding.h"
+#include "kernels/ops/norm.h"
+#include "kernels/ops/quantize.h"
+
+namespace parka {
+
+void VisionTower::add_parameters(ParameterList& list, const TowerConfig& config) {
+  PatchEmbedding::add_parameters(list, config);
+  Stack::add_parameters(list, config.stack(), kVision);
+}
+
+VisionTower::VisionTower(const TowerConfig& config, const ParameterTable& table, int first_unit, BufferScope& scope)
+    : config_(config),
+      first_unit_(first_unit),
+      embedding_(config, table, scope),
+      features_(scope.kept("vision.features", scope.compute(),
+                           {scope.shape().num_sequences * config.num_features(), config.width})),
+      patch_rows_(config.drops_class_token() ? scope.batch("vision.patch_rows", DType::kI32,
+                                                           {scope.shape().num_sequences * config.num_features()})
+                                             : TensorId{}),
+      stack_(config.stack(), table, kVision, first_unit + 1, scope) {
+  if (config.drops_class_token() && scope.has_backward()) {
+    d_features_ = scope.workspace("vision.d_features", scope.compute(),
+                                  {scope.shape().num_sequences * config.num_features(), config.width}, kStep);
+  }
+}
+
+void VisionTower::load(const StepContext& step) const {
+  if (!patch_rows_.valid()) return;
+  std::vector<int32_t> rows;
+  for (int64_t t = 0; t < step.num_tokens(); ++t) {
+    if (t % config_.num_tokens() != 0) rows.push_back(static_cast<int32_t>(t));
+  }
+  const TensorView on_device = patch_rows(step);
+  step.device.copy_to_device(on_device.data, rows.data(), on_device.bytes());
+}
+
+void VisionTower::forward(const StepContext& step, const TensorView& pixels) const {
+  step.before_forward(first_unit_);
+  embedding_.forward(step, pixels, embedded(step));
+  stack_.forward(step);
+  select(step);
+}
+
+// What the stack has left is added up.
+void VisionTower::select(const StepContext& step) const {
+  const TensorView residual = stack_.residual(step), branch = stack_.branch(step), out = features(step);
+  if (config_.drops_class_token()) {
+    add(step.device, {.x = residual.reshaped({residual.numel()}), .total = branch.reshaped({branch.numel()})});
+    gather_rows(step.device, {.positions = patch_rows(step), .x = branch, .out = out});
+    return;
+  }
+  norm_forward(
+      step.device,
+      {.kind = NormKind::kNone, .eps = 0, .residual = residual, .branch = branch, .residual_out = out, .y = out});
+}
+
+// From the gradient of the features to that of what the stack has left, in FP8 as well where its GEMMs are.
+void VisionTower::spread_gradient(const StepContext& step) const {
+  const TensorView d_residual = stack_.stream().d_residual(step);
+  if (d_features_.valid()) {
+    step.device.fill_zero(d_residual.data, d_residual.bytes());  // class tokens get no gradient
+    scatter_rows(step.device, {.positions = patch_rows(step), .x = d_features(step), .out = d_residual});
+  }
+  const GemmInput codes = stack_.stream().d_residual_codes(step);
+  if (!codes.row.empty()) {
+    quantize(step.device, {.x = d_residual, .out = codes.row, .out_t = codes.transposed});
+  }
+}
+
+void VisionTower::backward(const StepContext& step) const {
+  spread_gradient(step);
+  stack_.backward(step);
+  step.before_backward(first_unit_);
+  embedding_.backward(step, stack_.stream().d_residual(step));
+  step.after_backward(first_unit_);
+}
+
+}  // namespace parka
