@@ -218,6 +218,16 @@ class Files(Preparation):
         self.assertEqual(sorted(found), sorted(f"[{n % 7}]{{{f'{n:02d}' * 6}\n}}" for n in range(60)))
         self.assertEqual(info["images"]["count"], 7)
 
+    def test_sequences_have_no_more_images_than_they_may(self):
+        records = [sample(str(n), f"{n % 7}.png", "<image>", f"{n:02d}") for n in range(20)]
+        info = self.prepare(self.write(records), max_images=3)
+        self.assertEqual((info["train"]["images"], info["train"]["most_images_of_a_sequence"]), (20, 3))
+        self.assertEqual(len(self.samples()), 20)
+        self.assertEqual(info["train"]["tokens"], 7 * 64)
+        self.out = self.folder / "refused"
+        records.append(sample("x7", ["1.png"] * 4, "<image>" * 4, "no"))
+        self.refuse("id x7: has 4 images, more than --max-images 3", self.write(records), max_images=3)
+
     def test_equal_conversations_about_the_same_images_are_kept_once(self):
         records = [caption(1), caption(2) | {"id": "other"}, caption(1) | {"id": "again"}, sample("x", "3.png", "<image>", "Picture 1.")]
         info = self.prepare(self.write(records))
