@@ -30,7 +30,9 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Callable
@@ -65,7 +67,7 @@ def print_line(text: str) -> None:
 
 def read_samples(options: argparse.Namespace, left_out: collections.Counter, bad: list[str]) -> list[Sample]:
     """Distinct ones, in order. With --skip-bad `bad` gets what is wrong with the others."""
-    conversion = Conversion(options.system, options.images_first)
+    conversion = Conversion(options.system, options.max_images, options.images_first)
     samples, seen = [], set()
     for path in find_files(options.input, options.include, options.out):
         for place, record in read_records(path):
@@ -107,7 +109,11 @@ def tokenize(samples: list[Sample], options: argparse.Namespace, partial: Partia
     if spelled_out and options.tokenizer != "bytes":
         print_line(f"the tokenizer has no single token for {', '.join(spelled_out)}")
     groups = groups_of_samples(samples)
-    make = lambda: collections.deque(parts.make_parts(maker, groups, options.workers), maxlen=0)  # noqa: E731
+
+    def make() -> None:
+        for _ in parts.make_parts(maker, groups, options.workers):
+            pass
+
     make_with_progress("text", maker, groups, lambda sample: len(sample.document), make)
     return maker
 
@@ -129,7 +135,7 @@ def read_pictures(samples: list[Sample], options: argparse.Namespace, partial: P
     fitting = Fitting(options.geometry, options.image_size, colour_of(TOWERS[options.tower].mean))
     maker = ShardMaker(fitting, partial.path, parts.make_progress(PictureProgress))
     groups = groups_of_pictures(pictures, options.image_size)
-    make = lambda: make_images(maker, groups, options.workers, options.skip_bad)  # noqa: E731
+    make = functools.partial(make_images, maker, groups, options.workers, options.skip_bad)
     return numbers, make_with_progress("images", maker, groups, lambda picture: 1, make)
 
 
@@ -251,6 +257,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
         "tokenizer does not have)",
     )
     add("--sequence-length", required=True, type=int, metavar="S", help="tokens per sequence, as data.sequence_length")
+    add("--max-images", type=int, default=math.inf, metavar="N", help="of a sequence, and of a sample (default: any number)")
     add("--skip-bad", action="store_true", help="leave out and count samples and images that cannot be used")
     add("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
     add("--eval-fraction", type=float, default=0.0, metavar="F", help="hold out this fraction of the samples")
@@ -266,7 +273,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    for name, least in (("image_size", 1), ("patch_size", 1), ("downsample", 1), ("workers", 1), ("tokens_per_file", 1),
+    for name, least in (("image_size", 1), ("patch_size", 1), ("downsample", 1), ("max_images", 1), ("workers", 1), ("tokens_per_file", 1),
                         ("sequence_length", 2)):
         if getattr(options, name) < least:
             raise InputError(f"--{name.replace('_', '-')} is {getattr(options, name)}; give at least {least}")

@@ -33,9 +33,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is changed in every conversation."""
+    """What is changed in every conversation, and what none may have."""
 
     system: str | None  # a system message for those without one
+    max_images: float  # of a sample
     images_first: bool  # the images of a turn go to its front, with a line end after each
 
 
@@ -77,6 +78,8 @@ def sample_of(record: object, place: str, conversion: Conversion) -> Sample:
         raise InputError(f"{place}: has {PLACEHOLDER} outside of what the human says; move it there")
     if found != len(images):
         raise InputError(f"{place}: has {len(images)} images, but {found} {PLACEHOLDER} in its text; make them as many")
+    if found > conversion.max_images:
+        raise InputError(f"{place}: has {found} images, more than --max-images {conversion.max_images}; leave it out")
     if conversion.images_first:
         for message in messages:
             message["content"] = with_images_first(message["content"])

@@ -31,7 +31,8 @@ class ImageSplit(ChatSplit):
         tokens_per_file = max(options.tokens_per_file // options.sequence_length, 1) * options.sequence_length
         self._token_writer = TokenWriter(folder, split, tokens_per_file)
         mask_writer = TokenWriter(folder, split, tokens_per_file, ".mask")
-        super().__init__(self._token_writer, mask_writer, options.sequence_length, maker.tokenizer.eos, maker.dtype)
+        length, eos = options.sequence_length, maker.tokenizer.eos
+        super().__init__(self._token_writer, mask_writer, length, eos, maker.dtype, options.max_images)
 
     def write_references(self, images: Images, maker: SampleMaker) -> None:
         """Once all is finished: which images each token file has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Callable, Sequence
 
 import numpy as np
@@ -21,10 +22,13 @@ class Packer:
     """Puts conversations into sequences of one length, each where it leaves the least space. None is cut in two.
 
     `write` is given the tokens and marks of each full sequence, and the images in it in order, with their first tokens in
-    the sequence."""
+    the sequence. No sequence has more than `most_images`, nor may a conversation."""
 
-    def __init__(self, length: int, padding: int, write: Callable[[np.ndarray, np.ndarray, list[Place]], None]):
-        self._length, self._padding, self._write = length, padding, write
+    def __init__(
+        self, length: int, padding: int, write: Callable[[np.ndarray, np.ndarray, list[Place]], None],
+        most_images: float = math.inf
+    ):
+        self._length, self._padding, self._write, self._most_images = length, padding, write, most_images
         self._open: list[list[tuple[np.ndarray, np.ndarray]]] = []
         self._images: list[list[Place]] = []
         self._free: list[int] = []
@@ -32,7 +36,8 @@ class Packer:
 
     def add(self, tokens: np.ndarray, marks: np.ndarray, images: Sequence[Place] = ()) -> None:
         """Of at most `length` tokens."""
-        fitting = [i for i, free in enumerate(self._free) if free >= len(tokens)]
+        room = self._most_images - len(images)
+        fitting = [i for i, free in enumerate(self._free) if free >= len(tokens) and len(self._images[i]) <= room]
         if fitting:
             place = min(fitting, key=lambda i: self._free[i])
         else:
@@ -66,10 +71,10 @@ class Packer:
 class ChatSplit:
     """The packed conversations of a split, in token files and mask files, each through a writer that the script makes."""
 
-    def __init__(self, token_writer, mask_writer, length: int, padding: int, dtype: str):
+    def __init__(self, token_writer, mask_writer, length: int, padding: int, dtype: str, most_images: float = math.inf):
         self._tokens, self._marks = token_writer, mask_writer
         self._length, self._dtype = length, dtype
-        self._packer = Packer(length, padding, self._write)
+        self._packer = Packer(length, padding, self._write, most_images)
         self._targets = self._cut = 0
         self.without_targets = 0
         self.images: list[Place] = []  # by their first tokens in the split

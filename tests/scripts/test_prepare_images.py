@@ -9,6 +9,7 @@ import gzip
 import importlib.util
 import io
 import json
+import re
 import struct
 import sys
 import tempfile
@@ -71,14 +72,16 @@ class Preparation(unittest.TestCase):
         return path
 
     def call(self, path, *flags, **options):
-        """Returns (exit code, standard error)."""
+        """Returns (exit code, standard error without reports of progress, which a slow machine has time for)."""
         given = DEFAULTS | {f"--{name.replace('_', '-')}": value for name, value in options.items()}
         arguments = [str(part) for pair in given.items() for part in pair]
         command = [str(SCRIPT), str(path), "--image-folder", str(self.pictures), "--out", str(self.out), *arguments, *flags]
         error = io.StringIO()
         streams = contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO())
         with mock.patch.object(sys, "argv", command), streams[0], streams[1]:
-            return prepare_images.main(), error.getvalue()
+            code = prepare_images.main()
+        lines = error.getvalue().splitlines(keepends=True)
+        return code, "".join(line for line in lines if not re.search(r" % of .* left$", line))
 
     def prepare(self, path, *flags, **options):
         """Runs it, which must succeed without a word, and returns data.json."""
@@ -217,6 +220,16 @@ class Files(Preparation):
             found += of_split
         self.assertEqual(sorted(found), sorted(f"[{n % 7}]{{{f'{n:02d}' * 6}\n}}" for n in range(60)))
         self.assertEqual(info["images"]["count"], 7)
+
+    def test_sequences_have_no_more_images_than_they_may(self):
+        records = [sample(str(n), f"{n % 7}.png", "<image>", f"{n:02d}") for n in range(20)]
+        info = self.prepare(self.write(records), max_images=3)
+        self.assertEqual((info["train"]["images"], info["train"]["most_images_of_a_sequence"]), (20, 3))
+        self.assertEqual(len(self.samples()), 20)
+        self.assertEqual(info["train"]["tokens"], 7 * 64)
+        self.out = self.folder / "refused"
+        records.append(sample("x7", ["1.png"] * 4, "<image>" * 4, "no"))
+        self.refuse("id x7: has 4 images, more than --max-images 3", self.write(records), max_images=3)
 
     def test_equal_conversations_about_the_same_images_are_kept_once(self):
         records = [caption(1), caption(2) | {"id": "other"}, caption(1) | {"id": "again"}, sample("x", "3.png", "<image>", "Picture 1.")]
