@@ -20,6 +20,7 @@
 #include "engine/evaluation/evaluation_suite.h"
 #include "engine/evaluation/inference_run.h"
 #include "engine/files/file_io.h"
+#include "engine/huggingface/huggingface_origin.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/text/tokenizer_files.h"
 #include "engine/training/attention_watch.h"
@@ -85,6 +86,7 @@ class TrainCommand {
     if (is_first()) {
       write_run_config(config_.checkpoint.folder, resolved_text(config_), config_file(options_.config_path));
       keep_tokenizer(config_);
+      keep_origin(config_.checkpoint.folder, config_.checkpoint.init_from);
       records_.open(metrics_path(), MetricsHooks{[this] { lock_.require_ours(); }, warn});
       records_.write_start(run_.completed_steps(), start_facts());
     }
