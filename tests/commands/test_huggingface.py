@@ -157,13 +157,26 @@ class RoundTrip(HuggingFace):
         weights = lambda name: not name.endswith("safetensors")
         self.assertEqual(tree_digest(self.path("exported"), weights), tree_digest(self.model, weights))
 
-        # Once it is gone it is missed; --like stands in for all but how the weights were laid out.
+        # Each run has a copy of what came with the model, and needs neither that nor the runs between.
         os.rename(imported, self.path("elsewhere"))
-        result = parka("export", self.path("run"), "--out", self.path("bare"))
+        self.assert_exit(parka("export", self.path("run"), "--out", self.path("of_run")), 0)
+        shutil.rmtree(self.path("run"))
+        self.assert_exit(parka("export", self.path("second"), "--out", self.path("again")), 0)
+        self.assertEqual(tree_digest(self.path("again")), tree_digest(self.path("exported")))
+        self.assertEqual(tree_digest(self.path("of_run"), weights), tree_digest(self.model, weights))
+        third = self.train(self.path("second"), f"checkpoint.folder={self.path('third')}", f"checkpoint.init_from={self.path('second')}")
+        self.assert_exit(third, 0)
+        shutil.rmtree(self.path("second"))
+        self.assert_exit(parka("export", self.path("third"), "--out", self.path("of_third")), 0)
+        self.assertEqual(tree_digest(self.path("of_third"), weights), tree_digest(self.model, weights))
+
+        # Without the copy it is missed; --like stands in for all but how the weights were laid out.
+        shutil.rmtree(f"{self.path('third')}/huggingface")
+        result = parka("export", self.path("third"), "--out", self.path("bare"))
         self.assert_exit(result, 0)
         self.assertIn("--like", result.stderr)
         self.assertEqual(sorted(os.listdir(self.path("bare"))), ["config.json", "model.safetensors"])
-        self.assert_exit(parka("export", self.path("run"), "--like", self.model, "--out", self.path("like")), 0)
+        self.assert_exit(parka("export", self.path("third"), "--like", self.model, "--out", self.path("like")), 0)
         others = [name for name in os.listdir(self.model) if not name.startswith("model")]
         self.assertEqual(sorted(os.listdir(self.path("like"))), sorted([*others, "model.safetensors"]))
 

@@ -416,13 +416,6 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
       {[](Config& c) {
          apply_recipe(Recipe::kParka, c);
          c.optimizer.offload = c.precision.offload_weights = true;
-         c.precision.weight_copies = WeightCopies::kRows;
-         c.precision.weight_copies_blocks = 1;
-       },
-       "precision.offload_weights = true needs FP8 copies of all blocks on the GPU or of none"},
-      {[](Config& c) {
-         apply_recipe(Recipe::kParka, c);
-         c.optimizer.offload = c.precision.offload_weights = true;
          c.precision.weight_copies = WeightCopies::kNone;
          c.telemetry.interval = 10;
        },

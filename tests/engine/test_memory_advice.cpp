@@ -89,10 +89,14 @@ TEST_CASE("a plan proposes the cheap changes before the dear ones", "[engine][me
   const json config = shipped_config("llama3-8b", {"precision.recipe=parka"});
   const auto advice = cheapest_changes(config, 1, kLimit);
   REQUIRE(advice);
-  CHECK(advice->overrides() == std::vector<std::string>{"precision.weight_copies=none",
+  CHECK(advice->overrides() == std::vector<std::string>{"precision.weight_copies=rows",
+                                                        "precision.weight_copies_blocks=7",
                                                         "precision.offload_blocks=7", "optimizer.gradient=bf16"});
-  CHECK(advice->arguments() ==
-        "--set precision.weight_copies=none --set precision.offload_blocks=7 --set optimizer.gradient=bf16");
+  CHECK(
+      advice->arguments() ==
+      "--set precision.weight_copies=rows --set precision.weight_copies_blocks=7 --set precision.offload_blocks=7 "
+      "--set optimizer.gradient=bf16");
+  check_advice(config, *advice, kLimit);
   // A key that the file gives is not undone by a recipe that is proposed.
   const json kept = shipped_config("llama2-7b", {"precision.qkv=compute"});
   const auto recipe = cheapest_changes(kept, 1, 46'000'000'000);

@@ -19,12 +19,14 @@ namespace {
 
 using Results = MemoryChange::Results;
 
-// Ten blocks of a recipe whose FP8 weights, activations and states all count.
+constexpr int64_t kBlocks = 6;
+
+// Of a recipe whose FP8 weights, activations and states all count.
 json fp8_config() {
   return {{"model",
            {{"vocab_size", 512},
             {"d_model", 128},
-            {"num_layers", 10},
+            {"num_layers", kBlocks},
             {"num_heads", 4},
             {"d_ffn", 256},
             {"norm", "rmsnorm"},
@@ -32,6 +34,15 @@ json fp8_config() {
           {"precision", {{"recipe", "parka"}}},
           {"data", {{"train", {"train.npy"}}, {"sequence_length", 64}}},
           {"training", {{"global_batch_size", 8}, {"micro_batch_size", 2}}}};
+}
+
+// What a step takes longer with rows or no copies of all blocks; in between it is in proportion.
+double of_copies(const PrecisionConfig& precision, double rows, double none) {
+  const bool some = precision.weight_copies_blocks > 0;
+  const double without = some ? 1 - static_cast<double>(precision.weight_copies_blocks) / kBlocks : 0;
+  if (precision.weight_copies == WeightCopies::kNone) return none;
+  if (precision.weight_copies == WeightCopies::kRows) return rows + (none - rows) * without;
+  return rows * without;
 }
 
 // A step of one second, and what each change adds to it.
@@ -42,9 +53,7 @@ StepSeconds seconds_by(const Prices& prices) {
       const auto price = prices.find(change);
       return price == prices.end() ? 0 : price->second;
     };
-    double sum = 1;
-    if (config.precision.weight_copies == WeightCopies::kRows) sum += of("rows");
-    if (config.precision.weight_copies == WeightCopies::kNone) sum += of("none");
+    double sum = 1 + of_copies(config.precision, of("rows"), of("none"));
     if (config.precision.recompute == Recompute::kBlock) sum += of("recompute");
     if (config.optimizer.gradient == DType::kBF16) sum += of("gradient");
     if (config.optimizer.master == MasterForm::kBf16Sr) sum += of("bf16_sr");
@@ -54,7 +63,7 @@ StepSeconds seconds_by(const Prices& prices) {
   };
 }
 
-// Every set of changes of different keys that plans something.
+// Every set of changes of different keys that plans something, with every number of blocks that keep copies.
 struct PlannedSet {
   MemoryBytes planned;
   Config config;
@@ -71,12 +80,16 @@ std::vector<PlannedSet> all_sets(const json& config) {
     }
   }
   std::vector<PlannedSet> result;
-  for (const ChosenChanges& set : sets) {
-    const auto planned = set.planned();
-    if (!planned) continue;
-    result.push_back({*planned, *set.config()});
-    for (const MemoryChange& change : set.changes()) {
-      result.back().results = std::max(result.back().results, change.results);
+  for (ChosenChanges& set : sets) {
+    const bool changes_copies = set.config() && set.config()->precision.weight_copies != WeightCopies::kAuto;
+    for (int64_t blocks = 0; blocks < (changes_copies ? kBlocks : 1); ++blocks) {
+      set.keep_copies(blocks);
+      const auto planned = set.planned();
+      if (!planned) continue;
+      result.push_back({*planned, *set.config()});
+      for (const MemoryChange& change : set.changes()) {
+        result.back().results = std::max(result.back().results, change.results);
+      }
     }
   }
   return result;
@@ -166,7 +179,7 @@ TEST_CASE("a fit is the cheapest by the expected seconds", "[engine][memory fit]
   };
   size_t compared = 0;
   for (const Prices& prices : all_prices) {
-    for (const int64_t percent : {95, 80, 60}) {
+    for (const int64_t percent : {97, 95, 88}) {
       CAPTURE(percent, prices);
       FitRequest request{.config = config, .limit = {.gpu = all / 100 * percent}, .seconds = seconds_by(prices)};
       for (const Results most : {Results::kSameBits, Results::kOtherPrecision}) {
@@ -195,6 +208,74 @@ TEST_CASE("a fit makes no change that is not needed, even if it is faster", "[en
   REQUIRE(advice);
   check_fit(request, *advice);
   CHECK(advice->changes.size() == 1);
+}
+
+TEST_CASE("a fit gives up copies of weights of no more blocks than it takes", "[engine][memory fit]") {
+  // From both copies of all blocks to none of any; the number is that of the copies given up.
+  std::vector<std::vector<std::string>> steps = {{}};
+  for (const char* copies : {"both", "rows"}) {
+    for (int64_t blocks = kBlocks - 1; blocks > 0; --blocks) {
+      steps.push_back({"precision.weight_copies_blocks=" + std::to_string(blocks)});
+      if (copies == std::string("rows")) steps.back().insert(steps.back().begin(), "precision.weight_copies=rows");
+    }
+    steps.push_back({std::string("precision.weight_copies=") + (copies == std::string("both") ? "rows" : "none")});
+  }
+  json config = fp8_config();
+  config["precision"].update(json{{"save_product", false}, {"save_norm_output", false}});
+  config["optimizer"]["master"] = "fp32_split";  // nothing else comes before the copies
+  const auto planned = [&](const std::vector<std::string>& step) {
+    return planned_memory(override_config(config, step, "test"), 1).gpu;
+  };
+  const Prices prices = {{"rows", 0.1},    {"none", 0.3}, {"block", 1},
+                         {"recompute", 1}, {"micro", 1},  {"offload", 1}};
+  size_t compared = 0;
+  for (size_t step = 1; step < steps.size(); ++step) {
+    const int64_t limit = planned(steps[step]);
+    const auto first = std::find_if(steps.begin(), steps.end(), [&](const auto& s) { return planned(s) <= limit; });
+    for (const StepSeconds& seconds : {StepSeconds(), seconds_by(prices)}) {
+      const FitRequest request{.config = config, .limit = {.gpu = limit}, .seconds = seconds};
+      const MemoryAdvice advice = cheapest_fit(request).value();
+      CAPTURE(step, limit, static_cast<bool>(seconds), advice.arguments());
+      CHECK(advice.overrides() == *first);
+      check_fit(request, advice);
+      compared += first == steps.begin() + static_cast<std::ptrdiff_t>(step) ? 1 : 0;
+    }
+  }
+  CHECK(compared == 2 * (steps.size() - 1));
+}
+
+TEST_CASE("a fit gives up all copies of weights where some would cost more", "[engine][memory fit]") {
+  json config = fp8_config();
+  const Prices prices = {{"rows", 0.5},    {"none", 0.01}, {"block", 1},
+                         {"recompute", 1}, {"micro", 1},   {"offload", 1}};
+  config["precision"].update(json{{"save_product", false}, {"save_norm_output", false}});
+  config["optimizer"]["master"] = "fp32_split";
+  const FitRequest request{
+      .config = config, .limit = {.gpu = needed(config) / 100 * 97}, .seconds = seconds_by(prices)};
+  CHECK(cheapest_fit(request).value().arguments() == "--set precision.weight_copies=none");
+}
+
+TEST_CASE("a fit goes on from copies of some blocks", "[engine][memory fit]") {
+  json config = fp8_config();
+  config["precision"].update(json{{"save_product", false},
+                                  {"save_norm_output", false},
+                                  {"weight_copies", "both"},
+                                  {"weight_copies_blocks", 4}});
+  config["optimizer"]["master"] = "fp32_split";
+  const auto advice_for = [&](const std::vector<std::string>& step) {
+    const int64_t limit = planned_memory(override_config(config, step, "test"), 1).gpu;
+    const FitRequest request{.config = config, .limit = {.gpu = limit}};
+    const MemoryAdvice advice = cheapest_fit(request).value();
+    check_fit(request, advice);
+    return advice.overrides();
+  };
+  using Overrides = std::vector<std::string>;
+  const Overrides fewer = {"precision.weight_copies_blocks=2"};
+  CHECK(advice_for(fewer) == fewer);
+  const Overrides rows = {"precision.weight_copies=rows", "precision.weight_copies_blocks=1"};
+  CHECK(advice_for(rows) == rows);
+  const Overrides none = {"precision.weight_copies=none", "precision.weight_copies_blocks=0"};
+  CHECK(advice_for(none) == none);
 }
 
 TEST_CASE("a fit changes results only where the same bits are not enough", "[engine][memory fit]") {

@@ -359,7 +359,7 @@ TEST_CASE("the plan of a run on a GPU has the workspace that its ops take, and n
       CAPTURE(recipe, stage);
       Config config = step_config(folder.path().string(), recipe, stage, true, 2, 2);
       config.telemetry.interval = stage == 3 ? 0 : 1;  // which looks at whole weights
-      const Zero zero = zero_of(config.distributed, 1, 2);
+      const Zero zero = zero_of(config, 1, 2);
       DeclaredRun declared(config, DeviceKind::kCuda, zero);
       const int64_t planned = declared.plan[declared.workspace].bytes;
       CHECK(planned == most_workspace(record_step(config, 2)));
@@ -431,7 +431,7 @@ TEST_CASE("a model of 70 billion parameters is planned in a small memory and a s
   const auto cpu_seconds = [] { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; };
   const auto memory_before = memory_kb();
   const double start = cpu_seconds();
-  const DeclaredRun declared(config, DeviceKind::kCuda, zero_of(config.distributed, 0, 64));
+  const DeclaredRun declared(config, DeviceKind::kCuda, zero_of(config, 0, 64));
   const RecordedStep step = record_step(config, 64);
   CHECK(declared.plan.total_bytes() > int64_t{10} << 30);
   CHECK(declared.plan[declared.workspace].bytes == most_workspace(step));

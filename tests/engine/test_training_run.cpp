@@ -530,7 +530,7 @@ TEST_CASE("linear weights are planned in host memory, with buffers on the device
     config.precision.weight_copies = c.copies;
     config.optimizer.offload = true;
     const auto declared = [](const Config& of) {
-      return std::make_unique<DeclaredRun>(of, DeviceKind::kCpu, zero_of(of.distributed, 0, 2));
+      return std::make_unique<DeclaredRun>(of, DeviceKind::kCpu, zero_of(of, 0, 2));
     };
     const auto plain = declared(config);
     config.precision.offload_weights = true;

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 
+#include "core/error.h"
 #include "core/philox.h"
 #include "engine/config/config_io.h"
 #include "engine/training/training_run.h"
@@ -74,6 +75,13 @@ struct Outcome {
   TensorBytes tensors;  // put together from the ranks' pieces
 };
 
+void check_same(const Outcome& one, const Outcome& other) {
+  CHECK(one.losses == other.losses);
+  CHECK(one.norms == other.norms);
+  CHECK(one.held_out == other.held_out);
+  CHECK((one.tensors == other.tensors));  // too many bytes to print
+}
+
 // `before_step` is called by each rank before each of its steps, counted from 0.
 using BeforeStep = std::function<void(TrainingRun&, int step)>;
 
@@ -101,9 +109,7 @@ Outcome train(const Config& config, int ranks, const BeforeStep& before_step = {
     collect(run, *device, whole);
   });
   for (const Outcome& outcome : outcomes) {
-    CHECK(outcome.losses == outcomes[0].losses);  // all ranks report the same
-    CHECK(outcome.norms == outcomes[0].norms);
-    CHECK(outcome.held_out == outcomes[0].held_out);
+    check_same(outcome, outcomes[0]);  // all ranks report the same
   }
   outcomes[0].tensors = std::move(whole);
   return outcomes[0];
@@ -341,10 +347,7 @@ TEST_CASE("which copies of FP8 weights are kept does not change a bit of stage 3
         if (step % 2 == 1) run.evaluate(run.data());
       }));
       CAPTURE(name_of(recompute), name_of(copies), blocks);
-      CHECK(outcomes.back().losses == outcomes[0].losses);
-      CHECK(outcomes.back().norms == outcomes[0].norms);
-      CHECK(outcomes.back().held_out == outcomes[0].held_out);
-      CHECK((outcomes.back().tensors == outcomes[0].tensors));
+      check_same(outcomes.back(), outcomes[0]);
     }
   }
 }
@@ -355,7 +358,7 @@ TEST_CASE("which copies `auto` keeps: both, but of divided weights rows", "[engi
     Config config = config_for(folder, "coat", stage);
     REQUIRE(config.precision.weight_copies == WeightCopies::kAuto);
     config.precision.weight_copies = copies;
-    return DeclaredRun(config, DeviceKind::kCpu, zero_of(config.distributed, 0, ranks)).plan.total_bytes();
+    return DeclaredRun(config, DeviceKind::kCpu, zero_of(config, 0, ranks)).plan.total_bytes();
   };
   for (int64_t stage = 0; stage <= 3; ++stage) {
     for (const int64_t ranks : {1, 2}) {
@@ -376,7 +379,7 @@ TEST_CASE("each block of which copies are kept takes as much memory as any other
       Config config = config_for(folder, "parka", stage);
       config.precision.weight_copies = copies;
       config.precision.weight_copies_blocks = blocks;
-      const DeclaredRun run(config, DeviceKind::kCpu, zero_of(config.distributed, 0, ranks));
+      const DeclaredRun run(config, DeviceKind::kCpu, zero_of(config, 0, ranks));
       for (const auto& total : run.plan.summary()) {
         if (total.category == "fp8 weights") return total.bytes;
       }
@@ -393,12 +396,27 @@ TEST_CASE("each block of which copies are kept takes as much memory as any other
   }
 }
 
+TEST_CASE("undivided weights in host memory need copies of all blocks or of none", "[engine][zero][offload]") {
+  const TemporaryFolder folder;
+  Config config = config_for(folder, "parka", 3);
+  config.optimizer.offload = config.precision.offload_weights = true;
+  config.precision.weight_copies = WeightCopies::kRows;
+  CHECK_NOTHROW(zero_of(config, 0, 1));
+  config.precision.weight_copies_blocks = 1;
+  CHECK_NOTHROW(zero_of(config, 0, 2));
+  CHECK_THROWS_AS(zero_of(config, 0, 1), Error);
+  config.distributed.zero_stage = 2;
+  CHECK_THROWS_AS(zero_of(config, 0, 2), Error);
+  config.precision.weight_copies = WeightCopies::kBoth;
+  CHECK_NOTHROW(zero_of(config, 0, 2));
+}
+
 TEST_CASE("transposed codes are gathered where forward is not run again and pieces are whole rows",
           "[engine][zero]") {
   const TemporaryFolder folder;
   const auto gathers = [&](const Config& config, int64_t ranks) {
     const ParameterTable table = make_parameter_table(config.model, config.optimizer.decay_embeddings);
-    const Zero zero = zero_of(config.distributed, 0, ranks);
+    const Zero zero = zero_of(config, 0, ranks);
     return gathers_transposed(table, Formats(config.precision), kept_copies(config.precision, zero),
                               training_use(config.precision), zero);
   };
@@ -429,9 +447,7 @@ TEST_CASE("kept activations that wait in host memory do not change a bit of any 
       Config config = config_for(folder, recipe, stage);
       config.model.num_layers = 5;
       config.precision.recompute = stage % 2 == 0 ? Recompute::kNone : Recompute::kBlock;
-      const auto plan_of = [](const Config& c) {
-        return DeclaredRun(c, DeviceKind::kCpu, zero_of(c.distributed, 0, 2)).plan;
-      };
+      const auto plan_of = [](const Config& c) { return DeclaredRun(c, DeviceKind::kCpu, zero_of(c, 0, 2)).plan; };
       Config with = config;
       with.precision.offload_blocks = 3;
       CAPTURE(recipe, stage);
@@ -441,10 +457,7 @@ TEST_CASE("kept activations that wait in host memory do not change a bit of any 
       const Outcome offloaded = train(with, 2, [](TrainingRun& run, int step) {
         if (step == 1) run.evaluate(run.data());
       });
-      CHECK(offloaded.losses == plain.losses);
-      CHECK(offloaded.norms == plain.norms);
-      CHECK(offloaded.held_out == plain.held_out);
-      CHECK((offloaded.tensors == plain.tensors));
+      check_same(offloaded, plain);
     }
   }
 }
@@ -461,10 +474,7 @@ TEST_CASE("masters and moments in host memory do not change a bit of any stage",
         const Outcome plain = train(config, ranks);
         config.optimizer.offload = true;
         const Outcome offloaded = train(config, ranks);
-        CHECK(offloaded.losses == plain.losses);
-        CHECK(offloaded.norms == plain.norms);
-        CHECK(offloaded.held_out == plain.held_out);
-        CHECK((offloaded.tensors == plain.tensors));
+        check_same(offloaded, plain);
       }
     }
   }
@@ -500,10 +510,7 @@ TEST_CASE("linear weights in host memory do not change a bit of any stage", "[en
         };
         const Outcome offloaded =
             train(with, ranks.count, evaluate, [] { return std::make_unique<DeviceWithLateCopies>(); });
-        CHECK(offloaded.losses == plain.losses);
-        CHECK(offloaded.norms == plain.norms);
-        CHECK(offloaded.held_out == plain.held_out);
-        CHECK((offloaded.tensors == plain.tensors));
+        check_same(offloaded, plain);
       }
     }
   }

@@ -101,6 +101,12 @@ std::string step_folder_path(const std::string& run_folder, int64_t step, StepFo
   return (fs::path(run_folder) / step_folder_name({step, kind})).string();
 }
 
+std::string run_folder_of(const std::string& checkpoint_path) {
+  const fs::path normal = (fs::path(checkpoint_path) / "").lexically_normal().parent_path();
+  if (!parse_step_folder_name(normal.filename().string())) return {};
+  return normal.has_parent_path() ? normal.parent_path().string() : ".";
+}
+
 bool is_in_the_way(const std::string& path) {
   std::error_code error;
   return fs::exists(fs::symlink_status(path, error)) && !fs::is_directory(path, error);

@@ -39,6 +39,8 @@ std::string step_folder_name(StepFolder folder);
 std::optional<StepFolder> parse_step_folder_name(std::string_view name);
 std::string step_folder_path(const std::string& run_folder, int64_t step,
                              StepFolderKind kind = StepFolderKind::kComplete);
+// The run folder that a checkpoint lies in, by its name; empty if it is none of a run's.
+std::string run_folder_of(const std::string& checkpoint_path);
 // Whether something that is not a folder has the name `path`: a file, or a dangling link.
 bool is_in_the_way(const std::string& path);
 // Renames `path` to <path>.refused, or .refused.2 and so on if that exists; returns the new name.

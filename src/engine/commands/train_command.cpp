@@ -3,17 +3,14 @@
 #include <csignal>
 #include <cstring>
 #include <ctime>
-#include <numeric>
 
 #include <unistd.h>
 
 #include <spdlog/spdlog.h>
 
 #include "comm/launch/launch.h"
-#include "core/host_memory.h"
 #include "core/parallel.h"
 #include "data/read_only_file.h"
-#include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
 #include "engine/commands/version.h"
@@ -23,6 +20,7 @@
 #include "engine/evaluation/evaluation_suite.h"
 #include "engine/evaluation/inference_run.h"
 #include "engine/files/file_io.h"
+#include "engine/huggingface/huggingface_origin.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/text/tokenizer_files.h"
 #include "engine/training/attention_watch.h"
@@ -30,6 +28,7 @@
 #include "engine/training/progress.h"
 #include "engine/training/run_folder.h"
 #include "engine/training/run_lock.h"
+#include "engine/training/run_log.h"
 #include "engine/training/run_records.h"
 #include "engine/training/run_saver.h"
 #include "engine/training/speed.h"
@@ -43,8 +42,6 @@ void warn(const std::string& message) { spdlog::warn("{}", message); }
 
 // Of config.json in the run folder.
 std::string resolved_text(const Config& config) { return to_json(config).dump(2) + "\n"; }
-
-double gib(int64_t bytes) { return static_cast<double>(bytes) / 0x1p30; }
 
 // That of local time, "+0100".
 std::string utc_offset() {
@@ -89,6 +86,7 @@ class TrainCommand {
     if (is_first()) {
       write_run_config(config_.checkpoint.folder, resolved_text(config_), config_file(options_.config_path));
       keep_tokenizer(config_);
+      keep_origin(config_.checkpoint.folder, config_.checkpoint.init_from);
       records_.open(metrics_path(), MetricsHooks{[this] { lock_.require_ours(); }, warn});
       records_.write_start(run_.completed_steps(), start_facts());
     }
@@ -136,37 +134,6 @@ class TrainCommand {
     return facts;
   }
 
-  void report_memory() const {
-    const double planned = gib(run_.plan().total_bytes()), on_host = gib(run_.plan().total_host_bytes());
-    const double resident = gib(peak_resident_bytes());
-    if (device_->kind() == DeviceKind::kCpu) {
-      spdlog::info("peak memory {:.2f} GiB resident, {:.2f} GiB of it planned", resident, planned + on_host);
-      return;
-    }
-    // Nothing is allocated after the start, so what is in use now is the peak.
-    const Device::MemoryUse use = device_->memory_use();
-    spdlog::info(
-        "GPU memory {:.2f} GiB planned; {:.2f} GiB in use on the device, its context and libraries included",
-        planned, gib(use.total_bytes - use.free_bytes));
-    if (on_host > 0) {
-      spdlog::info("host memory {:.2f} GiB planned for tensors; {:.2f} GiB resident in all", on_host, resident);
-    }
-  }
-
-  // At the end of a run: where its model is, and what can be done with it.
-  void say_what_next() const {
-    const std::string& folder = config_.checkpoint.folder;
-    if (saver_.newest_step() != run_.completed_steps()) {
-      spdlog::info("step {} was the last; it is not saved, as checkpoint.save_final is false",
-                   run_.completed_steps());
-      return;
-    }
-    spdlog::info(
-        "step {} was the last; the model is in {}; next: parka eval {}, parka generate {} --prompt TEXT, or parka "
-        "export {} --out FOLDER for Hugging Face",
-        run_.completed_steps(), step_folder_path(folder, run_.completed_steps()), folder, folder, folder);
-  }
-
   std::string metrics_path() const { return config_.checkpoint.folder + "/metrics.jsonl"; }
 
   SaveOptions save_options() {
@@ -204,49 +171,14 @@ class TrainCommand {
   }
 
   void describe() const {
-    const ParameterTable& table = run_.model().parameters();
     spdlog::info("parka {} ({}) on {}; times here are UTC{}", parka_version(), parka_commit(), launch_.host(),
                  utc_offset());
     spdlog::info("{}; recipe {}", device_->description(), name_of(config_.precision.recipe));
     if (communicator_->size() > 1) {
       spdlog::info("{}, ZeRO stage {}", communicator_->description(), config_.distributed.zero_stage);
     }
-    spdlog::info("model: {} parameters, {} FLOP/token = {}",
-                 format_count(static_cast<double>(table.num_parameters())), format_count(speed_.flop_per_token),
-                 speed_.formula);
-    if (speed_.peak_flops > 0) {
-      spdlog::info("MFU is relative to the dense peak of {:.0f} TFLOP/s", 1e-12 * speed_.peak_flops);
-    }
-    std::string parts;
-    for (const auto& total : run_.plan().summary()) {
-      parts += fmt::format("{}{} {:.1f}", parts.empty() ? "" : ", ", total.category,
-                           static_cast<double>(total.bytes) / 0x1p20);
-    }
-    spdlog::info("memory plan: {:.1f} MiB: {}", static_cast<double>(run_.plan().total_bytes()) / 0x1p20, parts);
-    for (const auto& total : run_.plan().host_summary()) {
-      spdlog::info("in host memory: {} {:.1f} MiB", total.category, static_cast<double>(total.bytes) / 0x1p20);
-    }
-    describe_data();
-  }
-
-  void describe_data() const {
-    const TokenFiles& data = run_.data();
-    const DataConfig& config = config_.data;
-    const int64_t batch = config_.training.global_batch_size;
-    const std::string tokens =
-        fmt::format("data: {} tokens in {} sequences of {}", format_count(static_cast<double>(data.num_tokens())),
-                    data.num_sequences(), config.sequence_length);
-    if (config.weights.empty()) {
-      spdlog::info("{}; {} steps per epoch", tokens, data.num_sequences() / batch);
-      return;
-    }
-    spdlog::info("{}, from {} sources by weight", tokens, config.weights.size());
-    const double sum = std::accumulate(config.weights.begin(), config.weights.end(), 0.0);
-    for (size_t i = 0; i < config.weights.size(); ++i) {
-      const double share = config.weights[i] / sum, sequences = static_cast<double>(data.source_sequences()[i]);
-      spdlog::info("  {:.3f} %: {}, {} sequences; {:.0f} steps per epoch", 100 * share, config.train[i],
-                   data.source_sequences()[i], sequences / (share * static_cast<double>(batch)));
-    }
+    log_model(run_, speed_);
+    log_data(run_.data(), config_);
   }
 
   void resume_or_initialize() {
@@ -337,8 +269,8 @@ class TrainCommand {
       if (!report) return;
       progress.add(*report, record(*report));
       skipped_in_a_row = report->is_finite() ? 0 : skipped_in_a_row + 1;
-      if (!report->is_finite()) handle_bad_step(*report, skipped_in_a_row);
-      if (report->is_finite() && !report->applied) warn_of_spike(*report);
+      if (!report->is_finite()) log_bad_step(*report, config_, skipped_in_a_row);
+      if (report->is_finite() && !report->applied) log_spike(*report);
       const bool last = report->step == training.steps;
       if (report->step % training.log_interval == 0 || last) spdlog::info("{}", progress.take_line());
     };
@@ -355,8 +287,8 @@ class TrainCommand {
       if (eval_due && !evaluate()) return stop();
     }
     saver_.finish();
-    report_memory();
-    if (!beside_) say_what_next();
+    log_memory(run_, *device_);
+    if (!beside_) log_end(config_.checkpoint, run_.completed_steps(), saver_.newest_step());
     if (beside_) std::rethrow_exception(beside_);
     return 0;
   }
@@ -471,38 +403,6 @@ class TrainCommand {
     } catch (const Error&) {
       beside_ = std::current_exception();
     }
-  }
-
-  static void warn_of_spike(const StepReport& report) {
-    spdlog::warn(
-        "step {}: loss {:.4f} (limit {:.4f}) or gradient norm {:.4g} (limit {:.4g}) is a spike: skipped "
-        "(training.spike_window)",
-        report.step, report.loss, report.limits.loss, report.grad_norm, report.limits.grad_norm);
-  }
-
-  void handle_bad_step(const StepReport& report, int64_t skipped_in_a_row) const {
-    const std::string what = fmt::format(
-        "step {}: loss {} and gradient norm {} are not both finite{}; batch: epoch {}, sequences {} to {} of its "
-        "order",
-        report.step, report.loss, report.grad_norm,
-        report.culprit.empty() ? "" : fmt::format(" (first bad gradient: {})", report.culprit), report.data.epoch,
-        report.data.consumed, report.data.consumed + config_.training.global_batch_size - 1);
-    if (config_.optimizer.release_gradients) {
-      throw Error(ExitCode::kNonFinite,
-                  what +
-                      "; parts of the weights were updated (optimizer.release_gradients), and are not saved: the "
-                      "same command goes on from the last checkpoint");
-    }
-    if (config_.training.non_finite == NonFinitePolicy::kStop) {
-      throw Error(ExitCode::kNonFinite,
-                  what + "; the weights were not changed; set training.non_finite=skip to skip such steps");
-    }
-    if (skipped_in_a_row >= config_.training.max_skipped_steps) {
-      throw Error(
-          ExitCode::kNonFinite,
-          what + fmt::format("; {} steps in a row were skipped (training.max_skipped_steps)", skipped_in_a_row));
-    }
-    spdlog::warn("{}; skipped", what);
   }
 
   void may_stop_evaluation(const std::exception_ptr& read_failure) {

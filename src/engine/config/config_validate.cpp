@@ -259,11 +259,6 @@ void check_offloaded_weights(const Config& c) {
         "precision.offload_weights = true keeps FP8 copies alone on the GPU, which precision.eval = bf16 cannot "
         "use; use eval = same, or weight_copies = none");
   }
-  if (p.weight_copies == WeightCopies::kRows && p.weight_copies_blocks > 0 && c.distributed.zero_stage < 3) {
-    throw_bad_input(
-        "precision.offload_weights = true needs FP8 copies of all blocks on the GPU or of none; use "
-        "precision.weight_copies_blocks = 0, or weight_copies = both");
-  }
   if (p.weight_copies == WeightCopies::kNone && c.telemetry.interval > 0) {
     throw_bad_input(
         "telemetry.interval = {} needs FP8 copies of weights that are in host memory; use precision.weight_copies = "

@@ -3,10 +3,15 @@
 #include <array>
 #include <filesystem>
 
+#include <spdlog/spdlog.h>
+
 #include "core/error.h"
 #include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/checkpoint/checkpoint_layout.h"
+#include "engine/files/draft_folder.h"
+#include "engine/files/file_io.h"
+#include "engine/files/json_text.h"
 
 namespace parka {
 namespace {
@@ -23,6 +28,32 @@ constexpr std::array<std::string_view, 12> kCarriedFiles = {
 std::string init_from_of(const json& state) {
   const json::json_pointer place("/config/checkpoint/init_from");
   return state.contains(place) && state.at(place).is_string() ? state.at(place).get<std::string>() : std::string();
+}
+
+// encode_layout() in a run's copy.
+constexpr const char* kLayoutName = "layout.json";
+
+// What a run has kept; nullopt for one that has nothing.
+std::optional<HuggingFaceOrigin> kept_origin(const std::string& run_folder) {
+  constexpr int64_t kMostLayoutBytes = int64_t{64} << 20;
+  const fs::path folder = fs::path(run_folder) / kHuggingFaceFolder;
+  if (!file_exists(folder / kHuggingFaceConfigName)) return std::nullopt;
+  HuggingFaceOrigin origin{folder.string(), {}};
+  if (const std::string layout = folder / kLayoutName; file_exists(layout)) {
+    const json parsed = parse_json_text(read_text(layout, kMostLayoutBytes), layout, JsonComments::kRefused);
+    origin.layout = parse_layout(parsed, layout);
+  }
+  return origin;
+}
+
+void copy_origin(const HuggingFaceOrigin& origin, const std::string& copy) {
+  remove_tree(copy + ".tmp");  // of a start that was killed
+  DraftFolder draft(copy);
+  std::vector<std::string> names = carried_files(origin.folder);
+  names.emplace_back(kHuggingFaceConfigName);
+  for (const std::string& name : names) copy_to_new_file((fs::path(origin.folder) / name).string(), draft / name);
+  if (origin.layout) write_new_file(draft / kLayoutName, encode_layout(*origin.layout).dump() + "\n");
+  draft.publish();
 }
 
 }  // namespace
@@ -63,13 +94,31 @@ std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const json
   std::optional<HuggingFaceOrigin> origin;
   const std::string gone = follow_sources(path, state, [&](const std::string& at, const json& here) {
     const auto layout = here.find(kLayoutKey);
-    if (layout == here.end()) return false;
+    if (layout == here.end()) {
+      if (const std::string run = run_folder_of(at); !run.empty()) origin = kept_origin(run);
+      return origin.has_value();
+    }
     origin = HuggingFaceOrigin{(fs::path(at) / kHuggingFaceFolder).string(), {}};
     if (!layout->is_null()) origin->layout = parse_layout(*layout, at);
     return true;
   });
   if (!gone.empty()) report(gone);
   return origin;
+}
+
+void keep_origin(const std::string& run_folder, const std::string& init_from) {
+  const std::string copy = (fs::path(run_folder) / kHuggingFaceFolder).string();
+  if (init_from.empty() || file_exists(copy)) return;
+  try {
+    const std::string source = checkpoint_at(init_from);
+    if (source.empty()) return;  // of a run that has begun
+    const auto origin = find_origin(source, read_manifest_alone(source).state, [](const std::string&) {});
+    if (!origin) return;
+    copy_origin(*origin, copy);
+    spdlog::info("{}: a copy of what came with the imported model in {}", copy, origin->folder);
+  } catch (const Error& error) {
+    spdlog::warn("what came with the imported model is not kept with the run: {}", error.what());
+  }
 }
 
 HuggingFaceOrigin open_origin(const std::string& folder) {

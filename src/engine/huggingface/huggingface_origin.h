@@ -8,7 +8,7 @@
 
 namespace parka {
 
-// The subfolder in which an imported model keeps the files that came with it.
+// The subfolder in which an imported model keeps the files that came with it, and a run that starts from it a copy.
 inline constexpr const char* kHuggingFaceFolder = "huggingface";
 // The key under which the state of an imported model's checkpoint has encode_layout() of its files.
 inline constexpr const char* kLayoutKey = "huggingface_layout";
@@ -31,11 +31,15 @@ std::string checkpoint_at(const std::string& path);
 std::string follow_sources(const std::string& path, const nlohmann::json& state,
                            const std::function<bool(const std::string& path, const nlohmann::json& state)>& visit);
 
-// The origin of the checkpoint in folder `path` with this state: its own if it is an imported model, otherwise that
-// of the model or run that init_from leads to. nullopt if there is none; calls `report` with an init_from that no
-// longer exists.
+// The origin of the checkpoint in folder `path` with this state: its own if it is an imported model, or the copy of
+// its run, otherwise that of the model or run that init_from leads to. nullopt if there is none; calls `report`
+// with an init_from that no longer exists.
 std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const nlohmann::json& state,
                                              const std::function<void(const std::string& gone)>& report);
+
+// Copies what came with the imported model that `init_from` leads to into a run's folder, unless there is a copy
+// already. A run does not end because this cannot be done. For the rank that has locked the folder.
+void keep_origin(const std::string& run_folder, const std::string& init_from);
 
 // A folder named on the command line as origin. Throws Error(kBadInput) if it has no config.json.
 HuggingFaceOrigin open_origin(const std::string& folder);

@@ -26,6 +26,7 @@ std::optional<MemoryAdvice> find_changes(const json& config, std::vector<MemoryC
   ChosenChanges chosen(config, std::move(possible), num_gpus);
   if (!chosen.add_until(limit)) return std::nullopt;
   chosen.take_back(limit);
+  chosen.keep_copies_within(limit);
   return MemoryAdvice{.changes = chosen.changes(), .num_gpus = num_gpus, .planned = *chosen.planned()};
 }
 

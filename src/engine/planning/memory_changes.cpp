@@ -5,9 +5,21 @@
 #include "core/error.h"
 #include "engine/config/config_io.h"
 #include "engine/planning/gpu_plan.h"
+#include "engine/step/declared_run.h"
 #include "model/activation_offload.h"
+#include "model/weights.h"
 
 namespace parka {
+namespace {
+
+constexpr std::string_view kRowsOnly = "precision.weight_copies=rows", kNoCopies = "precision.weight_copies=none";
+
+std::string cost_of_copies(std::string_view left, const std::string& weights) {
+  return fmt::format("the same bits, {} are {} in every micro-batch", weights,
+                     left == kNoCopies ? "quantized" : "transposed");
+}
+
+}  // namespace
 
 std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus) {
   constexpr auto kSameBits = MemoryChange::Results::kSameBits, kOtherSums = MemoryChange::Results::kOtherSums,
@@ -25,10 +37,10 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
     add("precision.save_norm_output=false", kSameBits, "the same bits, a little recomputation");
   const WeightCopies copies = config.precision.weight_copies;
   if (copies == WeightCopies::kAuto || copies == WeightCopies::kBoth) {
-    add("precision.weight_copies=rows", kSameBits, "the same bits, weights are transposed in every micro-batch");
+    add(std::string(kRowsOnly), kSameBits, cost_of_copies(kRowsOnly, "weights"));
   }
   if (copies != WeightCopies::kNone) {
-    add("precision.weight_copies=none", kSameBits, "the same bits, weights are quantized in every micro-batch");
+    add(std::string(kNoCopies), kSameBits, cost_of_copies(kNoCopies, "weights"));
   }
   for (int64_t stage = config.distributed.zero_stage + 1; num_gpus > 1 && stage <= 3; ++stage) {
     add(fmt::format("distributed.zero_stage={}", stage), kSameBits, "communication between GPUs");
@@ -84,14 +96,63 @@ std::string arguments_of(const std::vector<MemoryChange>& changes) {
 }
 
 ChosenChanges::ChosenChanges(const nlohmann::json& config, std::vector<MemoryChange> possible, int64_t num_gpus)
-    : config_(config), possible_(std::move(possible)), chosen_(possible_.size(), false), num_gpus_(num_gpus) {}
+    : config_(config), possible_(std::move(possible)), chosen_(possible_.size(), false), num_gpus_(num_gpus) {
+  const Config given = parse_config(config, "config");
+  num_layers_ = given.model.num_layers;
+  given_blocks_ = given.precision.weight_copies_blocks;
+}
 
 std::vector<MemoryChange> ChosenChanges::changes() const {
   std::vector<MemoryChange> result;
   for (size_t i = 0; i < possible_.size(); ++i) {
-    if (chosen_[i]) result.push_back(possible_[i]);
+    if (!chosen_[i]) continue;
+    if (possible_[i].key() == kWeightCopiesKey) {
+      for (MemoryChange& change : copy_changes(possible_[i])) result.push_back(std::move(change));
+    } else {
+      result.push_back(possible_[i]);
+    }
   }
   return result;
+}
+
+std::vector<MemoryChange> ChosenChanges::copy_changes(const MemoryChange& whole) const {
+  constexpr auto kSameBits = MemoryChange::Results::kSameBits;
+  const auto blocks = [](int64_t number, std::string cost) {
+    return MemoryChange{fmt::format("precision.weight_copies_blocks={}", number), kSameBits, std::move(cost)};
+  };
+  if (kept_blocks_ == 0) {
+    // Without copies no blocks may be said to have them.
+    if (whole.override == kNoCopies && given_blocks_ > 0) return {whole, blocks(0, "of all blocks")};
+    return {whole};
+  }
+  const MemoryChange some =
+      blocks(kept_blocks_,
+             cost_of_copies(whole.override, fmt::format("weights of {} blocks", num_layers_ - kept_blocks_)));
+  if (whole.override == kRowsOnly) {
+    if (others_keep(WeightCopies::kBoth)) return {some};
+    return {{"precision.weight_copies=both", kSameBits, "of the first blocks"}, some};
+  }
+  if (others_keep(WeightCopies::kRows)) return {some};
+  return {{std::string(kRowsOnly), kSameBits, cost_of_copies(kRowsOnly, "weights")}, some};
+}
+
+// Whether the config keeps these copies with the other chosen changes.
+bool ChosenChanges::others_keep(WeightCopies copies) const {
+  std::vector<std::string> overrides;
+  for (size_t i = 0; i < possible_.size(); ++i) {
+    if (chosen_[i] && possible_[i].key() != kWeightCopiesKey) overrides.push_back(possible_[i].override);
+  }
+  try {
+    const Config others = override_config(config_, overrides, "config");
+    return kept_copies(others.precision, zero_of(others, 0, num_gpus_)) == copies;
+  } catch (const Error&) {  // they contradict each other
+    return false;
+  }
+}
+
+void ChosenChanges::clear() {
+  chosen_.assign(possible_.size(), false);
+  kept_blocks_ = 0;
 }
 
 void ChosenChanges::choose(size_t i) {
@@ -111,9 +172,10 @@ std::optional<Config> ChosenChanges::config() const {
 }
 
 std::optional<MemoryBytes> ChosenChanges::planned() const {
-  const auto known = planned_.find(chosen_);
+  const std::pair key(chosen_, kept_blocks_);
+  const auto known = planned_.find(key);
   if (known != planned_.end()) return known->second;
-  std::optional<MemoryBytes>& bytes = planned_[chosen_];
+  std::optional<MemoryBytes>& bytes = planned_[key];
   const std::optional<Config> changed = config();
   try {
     if (changed) bytes = planned_memory(*changed, num_gpus_);
@@ -186,6 +248,19 @@ bool ChosenChanges::take_back(size_t i, const MemoryBytes& limit) {
   }
   chosen_ = before;
   return false;
+}
+
+int64_t ChosenChanges::keep_copies_within(const MemoryBytes& limit) {
+  int64_t fitting = 0, too_many = num_layers_;
+  for (size_t i = 0; i < possible_.size(); ++i) {
+    if (!chosen_[i] || possible_[i].key() != kWeightCopiesKey) continue;
+    while (too_many - fitting > 1) {
+      kept_blocks_ = (fitting + too_many) / 2;
+      (fit(limit) ? fitting : too_many) = kept_blocks_;
+    }
+  }
+  kept_blocks_ = fitting;
+  return fitting;
 }
 
 }  // namespace parka

@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <nlohmann/json.hpp>
@@ -25,6 +26,9 @@ struct MemoryChange {
   std::string_view key() const { return std::string_view(override).substr(0, override.find('=')); }
 };
 
+// The key of which a change may be made for some blocks only.
+inline constexpr std::string_view kWeightCopiesKey = "precision.weight_copies";
+
 // Those that `config` does not have yet, from the cheapest to the dearest (docs/troubleshooting.md). Of changes of
 // one key the later saves more, and replaces the earlier.
 std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus);
@@ -39,12 +43,14 @@ class ChosenChanges {
   ChosenChanges(const nlohmann::json& config, std::vector<MemoryChange> possible, int64_t num_gpus);
 
   const std::vector<MemoryChange>& possible() const { return possible_; }
+  // A change of weight copies that some blocks are left out of is one or two, of other keys and values.
   std::vector<MemoryChange> changes() const;
   bool has(size_t i) const { return chosen_[i]; }
+  int64_t num_blocks() const { return num_layers_; }
 
   // Adds possible()[i], in the place of another of its key.
   void choose(size_t i);
-  void clear() { chosen_.assign(possible_.size(), false); }
+  void clear();
 
   // The config with them; nullopt where they contradict each other or the config.
   std::optional<Config> config() const;
@@ -58,7 +64,15 @@ class ChosenChanges {
   // Takes changes back, or replaces them by earlier ones of the same key, from the last on while the others fit.
   void take_back(const MemoryBytes& limit);
 
+  // Leaves the first `num_blocks` blocks out of a chosen change of weight copies: they keep one layout more than it
+  // leaves them. 0: none.
+  void keep_copies(int64_t num_blocks) { kept_blocks_ = num_blocks; }
+  // Leaves out as many as still fit, and returns their number.
+  int64_t keep_copies_within(const MemoryBytes& limit);
+
  private:
+  std::vector<MemoryChange> copy_changes(const MemoryChange& whole) const;
+  bool others_keep(WeightCopies copies) const;
   bool all_may_fit(const MemoryBytes& limit) const;
   void leave_out_what_contradicts(size_t i, const std::vector<bool>& before);
   bool same_key(size_t i, size_t j) const { return possible_[i].key() == possible_[j].key(); }
@@ -67,8 +81,11 @@ class ChosenChanges {
   const nlohmann::json& config_;
   std::vector<MemoryChange> possible_;
   std::vector<bool> chosen_;
+  int64_t kept_blocks_ = 0;
   int64_t num_gpus_;
-  mutable std::map<std::vector<bool>, std::optional<MemoryBytes>> planned_;  // a plan takes milliseconds
+  int64_t num_layers_, given_blocks_;  // of the config without changes: model.num_layers, weight_copies_blocks
+  // A plan takes milliseconds.
+  mutable std::map<std::pair<std::vector<bool>, int64_t>, std::optional<MemoryBytes>> planned_;
 };
 
 }  // namespace parka

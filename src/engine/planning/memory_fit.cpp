@@ -11,24 +11,30 @@ namespace {
 
 using Results = MemoryChange::Results;
 
+MemoryAdvice advice_of(const ChosenChanges& chosen, const FitRequest& request) {
+  return {.changes = chosen.changes(), .num_gpus = request.num_gpus, .planned = *chosen.planned()};
+}
+
 // Goes through sets of changes from the cheapest on by the sum of what each costs alone, and leaves out what cannot
 // fit any more.
 class FitSearch {
  public:
   FitSearch(const FitRequest& request, std::vector<MemoryChange> allowed)
       : request_(request), tried_(request.config, std::move(allowed), request.num_gpus) {
-    const std::optional<double> unchanged = seconds_with({});
+    const std::optional<double> unchanged = seconds_with(Set());
     if (!unchanged) return;
     for (size_t i = 0; i < tried_.possible().size(); ++i) add(i, *unchanged);
     // What saves most of a key comes last in it. Dear keys first: a set that cannot do without them ends early.
     std::stable_sort(keys_.begin(), keys_.end(), [](const Key& a, const Key& b) {
       return a.options.back().seconds > b.options.back().seconds;
     });
+    // How many blocks keep copies depends on all else.
+    std::stable_partition(keys_.begin(), keys_.end(), [](const Key& key) { return key.name != kWeightCopiesKey; });
   }
 
-  std::optional<std::vector<size_t>> cheapest() {
+  std::optional<MemoryAdvice> cheapest() {
     constexpr size_t kCompared = 4;  // the sums are near what sets take, but for what changes do to each other
-    std::optional<std::vector<size_t>> best;
+    std::optional<Set> best;
     double least = 0;
     size_t compared = 0;
     open_.push({});
@@ -39,13 +45,15 @@ class FitSearch {
         if (may_fit(set)) branch(set);
         continue;
       }
-      if (!fits(set.changes) || !needs_all(set.changes)) continue;
-      const std::optional<double> seconds = seconds_with(set.changes);
+      if (!fits(set) || !needs_all(set)) continue;
+      const std::optional<double> seconds = seconds_with(set);
       if (!seconds) continue;
-      if (!best || *seconds < least) best = set.changes, least = *seconds;
+      if (!best || *seconds < least) best = set, least = *seconds;
       ++compared;
     }
-    return best;
+    if (!best) return std::nullopt;
+    choose(*best);
+    return advice_of(tried_, request_);
   }
 
  private:
@@ -62,6 +70,7 @@ class FitSearch {
     double seconds = 0;
     size_t decided = 0;
     std::vector<size_t> changes = {};
+    int64_t kept_blocks = 0;  // ChosenChanges::keep_copies()
 
     bool operator<(const Set& other) const {  // std::priority_queue has the largest on top
       return std::tuple(other.seconds, other.changes.size(), decided) <
@@ -69,28 +78,32 @@ class FitSearch {
     }
   };
 
-  void choose(const std::vector<size_t>& changes) {
+  void choose(const Set& set) {
     tried_.clear();
-    for (const size_t i : changes) tried_.choose(i);
+    for (const size_t i : set.changes) tried_.choose(i);
+    tried_.keep_copies(set.kept_blocks);
   }
 
-  bool fits(const std::vector<size_t>& changes) {
-    choose(changes);
+  bool fits(const Set& set) {
+    choose(set);
     return tried_.fit(request_.limit);
   }
 
-  bool needs_all(const std::vector<size_t>& changes) {
-    for (size_t left_out = 0; left_out < changes.size(); ++left_out) {
-      std::vector<size_t> others = changes;
-      others.erase(others.begin() + static_cast<std::ptrdiff_t>(left_out));
+  bool needs_all(const Set& set) {
+    for (size_t left_out = 0; left_out < set.changes.size(); ++left_out) {
+      Set others = set;
+      others.changes.erase(others.changes.begin() + static_cast<std::ptrdiff_t>(left_out));
       if (fits(others)) return false;
     }
     return true;
   }
 
-  std::optional<double> seconds_with(const std::vector<size_t>& changes) {
-    choose(changes);
+  std::optional<double> seconds_with(const Set& set) {
+    choose(set);
     return tried_.planned() ? request_.seconds(*tried_.config()) : std::nullopt;
+  }
+  std::optional<double> seconds_with(std::vector<size_t> changes) {
+    return seconds_with(Set{.changes = std::move(changes)});
   }
 
   // Without an expectation a change is left out.
@@ -105,10 +118,10 @@ class FitSearch {
   }
 
   std::optional<double> seconds_alone(size_t i, double unchanged) {
-    if (const std::optional<double> seconds = seconds_with({i})) return *seconds - unchanged;
+    if (const std::optional<double> seconds = seconds_with(std::vector{i})) return *seconds - unchanged;
     for (size_t j = 0; j < i; ++j) {  // it may need another change
       if (tried_.possible()[i].key() == tried_.possible()[j].key()) continue;
-      const std::optional<double> both = seconds_with({j, i}), other = seconds_with({j});
+      const std::optional<double> both = seconds_with(std::vector{j, i}), other = seconds_with(std::vector{j});
       if (both && other) return *both - *other;
     }
     return std::nullopt;
@@ -116,7 +129,7 @@ class FitSearch {
 
   // Whether the set fits with what saves most of all that is not decided. What contradicts itself may.
   bool may_fit(const Set& set) {
-    choose(set.changes);
+    choose(set);
     for (size_t k = set.decided; k < keys_.size(); ++k) tried_.choose(keys_[k].options.back().change);
     const std::optional<MemoryBytes> bytes = tried_.planned();
     return !bytes || bytes->gpu <= request_.limit.gpu;
@@ -126,12 +139,24 @@ class FitSearch {
     Set next = set;
     ++next.decided;
     open_.push(next);
-    for (const Option& option : keys_[set.decided].options) {
+    const Key& key = keys_[set.decided];
+    double before = 0;  // of the option before
+    for (const Option& option : key.options) {
       Set with = next;
       with.seconds += option.seconds;
       with.changes.push_back(option.change);
+      if (key.name == kWeightCopiesKey) keep_copies(with, option.seconds - before);
+      before = option.seconds;
       open_.push(std::move(with));
     }
+  }
+
+  // `more`: what the change costs for all blocks, which have the one before it if they are left out.
+  void keep_copies(Set& set, double more) {
+    if (more < 0 || !fits(set)) return;
+    set.kept_blocks = tried_.keep_copies_within(request_.limit);
+    const int64_t num_blocks = tried_.num_blocks();
+    set.seconds -= more * static_cast<double>(set.kept_blocks) / static_cast<double>(num_blocks);
   }
 
   const FitRequest& request_;
@@ -160,18 +185,13 @@ std::optional<MemoryAdvice> cheapest_fit(const FitRequest& request) {
   }
   ChosenChanges chosen(request.config, changes, request.num_gpus);
   if (!chosen.add_until(request.limit)) return std::nullopt;
-  std::optional<std::vector<size_t>> fastest;
   if (request.seconds && !chosen.changes().empty()) {
     if (!request.any_results) changes = allowed_changes(std::move(changes), chosen);
-    fastest = FitSearch(request, std::move(changes)).cheapest();
+    if (auto fastest = FitSearch(request, std::move(changes)).cheapest()) return fastest;
   }
-  if (fastest) {
-    chosen.clear();
-    for (const size_t i : *fastest) chosen.choose(i);
-  } else {
-    chosen.take_back(request.limit);
-  }
-  return MemoryAdvice{.changes = chosen.changes(), .num_gpus = request.num_gpus, .planned = *chosen.planned()};
+  chosen.take_back(request.limit);
+  chosen.keep_copies_within(request.limit);
+  return advice_of(chosen, request);
 }
 
 }  // namespace parka

@@ -7,28 +7,43 @@
 #include "engine/step/recorded_step.h"
 
 namespace parka {
+namespace {
 
-Zero zero_of(const DistributedConfig& config, int64_t rank, int64_t size) {
-  const int64_t group = config.shard_size == 0 || size == 1 ? size : config.shard_size;
+void require_one_micro_batch(const Config& config, int64_t num_ranks) {
+  const TrainingConfig& t = config.training;
+  if (t.global_batch_size % num_ranks == 0 && t.global_batch_size / num_ranks == t.micro_batch_size) return;
+  throw_bad_input(
+      "optimizer.release_gradients = true needs steps of one micro-batch, and training.micro_batch_size = {} is "
+      "not global_batch_size / ranks = {} / {}; change one of them, or set release_gradients = false",
+      t.micro_batch_size, t.global_batch_size, num_ranks);
+}
+
+// Of undivided weights in host memory GEMMs read the copies of all blocks, or those of none are made from buffers.
+void require_copies_of_all_blocks(const PrecisionConfig& precision) {
+  if (precision.weight_copies != WeightCopies::kRows || precision.weight_copies_blocks == 0) return;
+  throw_bad_input(
+      "precision.offload_weights = true needs FP8 copies of all blocks on the GPU or of none, unless ranks have "
+      "divided the weights (ZeRO stage 3); use precision.weight_copies_blocks = 0, or weight_copies = both");
+}
+
+}  // namespace
+
+Zero zero_of(const Config& config, int64_t rank, int64_t size) {
+  if (config.optimizer.release_gradients) require_one_micro_batch(config, size);
+  const int64_t shard_size = config.distributed.shard_size;
+  const int64_t group = shard_size == 0 || size == 1 ? size : shard_size;
   if (size % group != 0) {
     throw_bad_input(
         "distributed.shard_size = {} does not divide the {} ranks of the run; set it to the number of GPUs of a "
         "node, or to 0",
         group, size);
   }
-  return make_zero(config.zero_stage, rank % group, group);
-}
-
-Zero zero_of(const Config& config, int64_t rank, int64_t size) {
-  const TrainingConfig& t = config.training;
-  const bool has_one = t.global_batch_size % size == 0 && t.global_batch_size / size == t.micro_batch_size;
-  if (config.optimizer.release_gradients && !has_one) {
-    throw_bad_input(
-        "optimizer.release_gradients = true needs steps of one micro-batch, and training.micro_batch_size = {} is "
-        "not global_batch_size / ranks = {} / {}; change one of them, or set release_gradients = false",
-        t.micro_batch_size, t.global_batch_size, size);
+  const Zero zero = make_zero(config.distributed.zero_stage, rank % group, group);
+  const bool fp8 = config.precision.gemm != GemmPrecision::kCompute;
+  if (config.precision.offload_weights && fp8 && !zero.shards_weights()) {
+    require_copies_of_all_blocks(config.precision);
   }
-  return zero_of(config.distributed, rank, size);
+  return zero;
 }
 
 DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& zero)

@@ -91,9 +91,7 @@ std::optional<std::string> find_tokenizer(const std::string& path, const json& s
   std::optional<std::string> found;
   follow_sources(path, state, [&](const std::string& at, const json&) {
     std::vector<fs::path> places = {fs::path(at) / kHuggingFaceFolder, fs::path(at) / kTokenizerFolder};
-    const fs::path normal = (fs::path(at) / "").lexically_normal().parent_path();
-    if (parse_step_folder_name(normal.filename().string()))
-      places.push_back(normal.parent_path() / kTokenizerFolder);
+    if (const std::string run = run_folder_of(at); !run.empty()) places.push_back(fs::path(run) / kTokenizerFolder);
     const auto place = std::find_if(places.begin(), places.end(), has_tokenizer);
     if (place != places.end()) found = place->string();
     return found.has_value();

@@ -1,0 +1,118 @@
+#include "engine/training/run_log.h"
+
+#include <numeric>
+#include <string>
+
+#include <spdlog/spdlog.h>
+
+#include "core/error.h"
+#include "core/host_memory.h"
+#include "engine/checkpoint/checkpoint_layout.h"
+#include "engine/training/progress.h"
+
+namespace parka {
+namespace {
+
+double mib(int64_t bytes) { return static_cast<double>(bytes) / 0x1p20; }
+double gib(int64_t bytes) { return static_cast<double>(bytes) / 0x1p30; }
+
+}  // namespace
+
+void log_model(const TrainingRun& run, const ModelSpeed& speed) {
+  const ParameterTable& table = run.model().parameters();
+  spdlog::info("model: {} parameters, {} FLOP/token = {}",
+               format_count(static_cast<double>(table.num_parameters())), format_count(speed.flop_per_token),
+               speed.formula);
+  if (speed.peak_flops > 0) {
+    spdlog::info("MFU is relative to the dense peak of {:.0f} TFLOP/s", 1e-12 * speed.peak_flops);
+  }
+  std::string parts;
+  for (const auto& total : run.plan().summary()) {
+    parts += fmt::format("{}{} {:.1f}", parts.empty() ? "" : ", ", total.category, mib(total.bytes));
+  }
+  spdlog::info("memory plan: {:.1f} MiB: {}", mib(run.plan().total_bytes()), parts);
+  for (const auto& total : run.plan().host_summary()) {
+    spdlog::info("in host memory: {} {:.1f} MiB", total.category, mib(total.bytes));
+  }
+}
+
+void log_data(const TokenFiles& data, const Config& config) {
+  const std::vector<double>& weights = config.data.weights;
+  const int64_t batch = config.training.global_batch_size;
+  const std::string tokens =
+      fmt::format("data: {} tokens in {} sequences of {}", format_count(static_cast<double>(data.num_tokens())),
+                  data.num_sequences(), config.data.sequence_length);
+  if (weights.empty()) {
+    spdlog::info("{}; {} steps per epoch", tokens, data.num_sequences() / batch);
+    return;
+  }
+  spdlog::info("{}, from {} sources by weight", tokens, weights.size());
+  const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const double share = weights[i] / sum, sequences = static_cast<double>(data.source_sequences()[i]);
+    spdlog::info("  {:.3f} %: {}, {} sequences; {:.0f} steps per epoch", 100 * share, config.data.train[i],
+                 data.source_sequences()[i], sequences / (share * static_cast<double>(batch)));
+  }
+}
+
+void log_spike(const StepReport& report) {
+  spdlog::warn(
+      "step {}: loss {:.4f} (limit {:.4f}) or gradient norm {:.4g} (limit {:.4g}) is a spike: skipped "
+      "(training.spike_window)",
+      report.step, report.loss, report.limits.loss, report.grad_norm, report.limits.grad_norm);
+}
+
+void log_bad_step(const StepReport& report, const Config& config, int64_t skipped_in_a_row) {
+  const std::string what = fmt::format(
+      "step {}: loss {} and gradient norm {} are not both finite{}; batch: epoch {}, sequences {} to {} of its "
+      "order",
+      report.step, report.loss, report.grad_norm,
+      report.culprit.empty() ? "" : fmt::format(" (first bad gradient: {})", report.culprit), report.data.epoch,
+      report.data.consumed, report.data.consumed + config.training.global_batch_size - 1);
+  if (config.optimizer.release_gradients) {
+    throw Error(ExitCode::kNonFinite,
+                what +
+                    "; parts of the weights were updated (optimizer.release_gradients), and are not saved: the "
+                    "same command goes on from the last checkpoint");
+  }
+  if (config.training.non_finite == NonFinitePolicy::kStop) {
+    throw Error(ExitCode::kNonFinite,
+                what + "; the weights were not changed; set training.non_finite=skip to skip such steps");
+  }
+  if (skipped_in_a_row >= config.training.max_skipped_steps) {
+    throw Error(
+        ExitCode::kNonFinite,
+        what + fmt::format("; {} steps in a row were skipped (training.max_skipped_steps)", skipped_in_a_row));
+  }
+  spdlog::warn("{}; skipped", what);
+}
+
+void log_memory(const TrainingRun& run, const Device& device) {
+  const double planned = gib(run.plan().total_bytes()), on_host = gib(run.plan().total_host_bytes());
+  const double resident = gib(peak_resident_bytes());
+  if (device.kind() == DeviceKind::kCpu) {
+    spdlog::info("peak memory {:.2f} GiB resident, {:.2f} GiB of it planned", resident, planned + on_host);
+    return;
+  }
+  // Nothing is allocated after the start, so what is in use now is the peak.
+  const Device::MemoryUse use = device.memory_use();
+  spdlog::info("GPU memory {:.2f} GiB planned; {:.2f} GiB in use on the device, its context and libraries included",
+               planned, gib(use.total_bytes - use.free_bytes));
+  if (on_host > 0) {
+    spdlog::info("host memory {:.2f} GiB planned for tensors; {:.2f} GiB resident in all", on_host, resident);
+  }
+}
+
+void log_end(const CheckpointConfig& config, int64_t step, int64_t newest_step) {
+  const std::string& folder = config.folder;
+  if (newest_step != step) {
+    spdlog::info("step {} was the last; it is not saved, as checkpoint.save_final is false", step);
+    return;
+  }
+  spdlog::info(
+      "step {} was the last; the model is in {}; next: parka eval {}, parka generate {} --prompt TEXT, or parka "
+      "export {} --out FOLDER for Hugging Face",
+      step, step_folder_path(folder, step), folder, folder, folder);
+}
+
+}  // namespace parka

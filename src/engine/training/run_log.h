@@ -1,0 +1,28 @@
+#pragma once
+#include <cstdint>
+
+#include "data/token_files.h"
+#include "engine/config/config.h"
+#include "engine/training/speed.h"
+#include "engine/training/training_run.h"
+#include "kernels/device/device.h"
+
+// What a run says of itself in its log, beside its progress.
+namespace parka {
+
+// At the start: the size of the model and the memory that is planned for it, and what it trains on.
+void log_model(const TrainingRun& run, const ModelSpeed& speed);
+void log_data(const TokenFiles& data, const Config& config);
+
+// Of a step that was skipped as a spike.
+void log_spike(const StepReport& report);
+// Of a step whose loss or gradients are not finite, the last of `skipped_in_a_row`. Throws Error(kNonFinite) where
+// the config ends the run.
+void log_bad_step(const StepReport& report, const Config& config, int64_t skipped_in_a_row);
+
+// At the end: the memory that was in use; where the model is, and what can be done with it. `newest_step`: that of
+// the newest checkpoint.
+void log_memory(const TrainingRun& run, const Device& device);
+void log_end(const CheckpointConfig& config, int64_t step, int64_t newest_step);
+
+}  // namespace parka
