@@ -4,10 +4,11 @@ import json
 import os
 import re
 import statistics
+import subprocess
 import tempfile
 import unittest
 
-from parka_runs import RunFolder, has_gpu, metrics, parka, tiny_config
+from parka_runs import PROGRAM, RunFolder, has_gpu, metrics, parka, tiny_config
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 
@@ -337,6 +338,12 @@ class CommandLine(unittest.TestCase):
                 self.assertEqual(result.returncode, 2)
                 self.assertIn(advice, result.stderr)
                 self.assertEqual(result.stderr.count("\n"), 1)
+
+    def test_a_start_does_not_load_cublaslt(self):
+        """It takes ten times as long as all else of a start."""
+        listed = subprocess.run([PROGRAM], env={**os.environ, "LD_TRACE_LOADED_OBJECTS": "1"}, capture_output=True, text=True, timeout=60)
+        self.assertIn("libstdc++", listed.stdout)
+        self.assertNotIn("cublas", listed.stdout)
 
 
 class Config(unittest.TestCase):

@@ -9,6 +9,7 @@
 #include "kernels/cuda/gemm/gemm_cache.h"
 #include "kernels/cuda/gemm/gemm_kernels.h"
 #include "kernels/device/cuda/check.h"
+#include "kernels/device/cuda/cublaslt.h"
 #include "kernels/device/cuda/cuda_device.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/workspace.h"
@@ -79,13 +80,13 @@ ScaleLayout scale_layout(const ScaledView& x, float* to) {
 cublasLtMatrixLayout_t layout_of(const TensorView& t, int64_t padding = 0) {
   cublasLtMatrixLayout_t layout = nullptr;
   const auto rows = static_cast<uint64_t>(t.dim[1] - padding), cols = static_cast<uint64_t>(t.dim[0]);
-  check(cublasLtMatrixLayoutCreate(&layout, cuda_type(t.dtype), rows, cols, t.dim[1]), "gemm");
+  check(PARKA_CUBLASLT(cublasLtMatrixLayoutCreate)(&layout, cuda_type(t.dtype), rows, cols, t.dim[1]), "gemm");
   return layout;
 }
 
 template <typename T>
 void set(cublasLtMatmulDesc_t product, cublasLtMatmulDescAttributes_t attribute, const T& value) {
-  check(cublasLtMatmulDescSetAttribute(product, attribute, &value, sizeof(value)), "gemm");
+  check(PARKA_CUBLASLT(cublasLtMatmulDescSetAttribute)(product, attribute, &value, sizeof(value)), "gemm");
 }
 
 void set_scales(cublasLtMatmulDesc_t product, const void* scale_a, const void* scale_b) {
@@ -95,13 +96,14 @@ void set_scales(cublasLtMatmulDesc_t product, const void* scale_a, const void* s
 
 class Preference {
  public:
-  Preference() { check(cublasLtMatmulPreferenceCreate(&preference_), "gemm"); }
-  ~Preference() { cublasLtMatmulPreferenceDestroy(preference_); }
+  Preference() { check(PARKA_CUBLASLT(cublasLtMatmulPreferenceCreate)(&preference_), "gemm"); }
+  ~Preference() { PARKA_CUBLASLT(cublasLtMatmulPreferenceDestroy)(preference_); }
   Preference(const Preference&) = delete;
   Preference& operator=(const Preference&) = delete;
   template <typename T>
   void set(cublasLtMatmulPreferenceAttributes_t attribute, const T& value) {
-    check(cublasLtMatmulPreferenceSetAttribute(preference_, attribute, &value, sizeof(value)), "gemm");
+    check(PARKA_CUBLASLT(cublasLtMatmulPreferenceSetAttribute)(preference_, attribute, &value, sizeof(value)),
+          "gemm");
   }
   operator cublasLtMatmulPreference_t() const { return preference_; }
 
@@ -138,7 +140,7 @@ std::string key_of(const Gemm& a) {
 }
 
 PreparedGemm::PreparedGemm(const Gemm& a) {
-  check(cublasLtMatmulDescCreate(&product_, CUBLAS_COMPUTE_32F, CUDA_R_32F), "gemm");
+  check(PARKA_CUBLASLT(cublasLtMatmulDescCreate)(&product_, CUBLAS_COMPUTE_32F, CUDA_R_32F), "gemm");
   // b [N, K] is column-major [K, N] and must be transposed to come first; a [M, K], column-major [K, M], is as
   // wanted.
   set(product_, CUBLASLT_MATMUL_DESC_TRANSA, a.b_transposed ? CUBLAS_OP_N : CUBLAS_OP_T);
@@ -156,8 +158,8 @@ PreparedGemm::PreparedGemm(const Gemm& a) {
 }
 
 PreparedGemm::~PreparedGemm() {
-  for (cublasLtMatrixLayout_t layout : {a_, b_, out_}) cublasLtMatrixLayoutDestroy(layout);
-  cublasLtMatmulDescDestroy(product_);
+  for (cublasLtMatrixLayout_t layout : {a_, b_, out_}) PARKA_CUBLASLT(cublasLtMatrixLayoutDestroy)(layout);
+  PARKA_CUBLASLT(cublasLtMatmulDescDestroy)(product_);
 }
 
 std::vector<cublasLtMatmulAlgo_t> PreparedGemm::candidates(cublasLtHandle_t handle, const Gemm& a,
@@ -173,8 +175,8 @@ std::vector<cublasLtMatmulAlgo_t> PreparedGemm::candidates(cublasLtHandle_t hand
   preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(a.out));
   std::vector<cublasLtMatmulHeuristicResult_t> found(static_cast<size_t>(max_count));
   int count = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, product_, a_, b_, out_, out_, preference,
-                                                               max_count, found.data(), &count);
+  const cublasStatus_t status = PARKA_CUBLASLT(cublasLtMatmulAlgoGetHeuristic)(
+      handle, product_, a_, b_, out_, out_, preference, max_count, found.data(), &count);
   // What it does not support fails, as two e5m2 operands do with CUBLAS_STATUS_NOT_SUPPORTED.
   if (status != CUBLAS_STATUS_SUCCESS) return {};
   std::vector<cublasLtMatmulAlgo_t> algorithms;
@@ -186,7 +188,8 @@ std::vector<cublasLtMatmulAlgo_t> PreparedGemm::candidates(cublasLtHandle_t hand
 
 bool PreparedGemm::accepts(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm) const {
   cublasLtMatmulHeuristicResult_t result = {};
-  const cublasStatus_t status = cublasLtMatmulAlgoCheck(handle, product_, a_, b_, out_, out_, &algorithm, &result);
+  const cublasStatus_t status =
+      PARKA_CUBLASLT(cublasLtMatmulAlgoCheck)(handle, product_, a_, b_, out_, out_, &algorithm, &result);
   return status == CUBLAS_STATUS_SUCCESS && static_cast<int64_t>(result.workspaceSize) <= kGemmWorkspaceBytes;
 }
 
@@ -209,14 +212,14 @@ cublasStatus_t PreparedGemm::run(cublasLtHandle_t handle, const CudaDevice& devi
                                  const cublasLtMatmulAlgo_t& chosen) const {
   const float one = 1.0f, beta = a.accumulate ? 1.0f : 0.0f;
   void* workspace = device.workspace("gemm", kGemmWorkspaceBytes);
-  return cublasLtMatmul(handle, product_, &one, a.b.data.data, a_, a.a.data.data, b_, &beta, a.out.data, out_,
-                        a.out.data, out_, &chosen, workspace, static_cast<size_t>(kGemmWorkspaceBytes),
-                        device.stream());
+  return PARKA_CUBLASLT(cublasLtMatmul)(handle, product_, &one, a.b.data.data, a_, a.a.data.data, b_, &beta,
+                                        a.out.data, out_, a.out.data, out_, &chosen, workspace,
+                                        static_cast<size_t>(kGemmWorkspaceBytes), device.stream());
 }
 
-GemmCache::GemmCache() { check(cublasLtCreate(&handle_), "starting cuBLASLt"); }
+GemmCache::GemmCache() { check(PARKA_CUBLASLT(cublasLtCreate)(&handle_), "starting cuBLASLt"); }
 
-GemmCache::~GemmCache() { cublasLtDestroy(handle_); }
+GemmCache::~GemmCache() { PARKA_CUBLASLT(cublasLtDestroy)(handle_); }
 
 const PreparedGemm* GemmCache::prepare(const Gemm& a) {
   const auto [found, is_new] = entries_.try_emplace(key_of(a), a);
@@ -269,7 +272,7 @@ void gemm(Device& device, const Gemm& a) {
   prepared->use_scales(gpu, a);
   const cublasStatus_t status = prepared->run(gemms_of(gpu).handle(), gpu, a, prepared->algorithm);
   if (status != CUBLAS_STATUS_SUCCESS) {
-    throw_internal("gemm {}: cuBLASLt: {}", key_of(a), cublasLtGetStatusName(status));
+    throw_internal("gemm {}: cuBLASLt: {}", key_of(a), PARKA_CUBLASLT(cublasLtGetStatusName)(status));
   }
 }
 

@@ -16,6 +16,7 @@
 #include "kernels/cuda/gemm/gemm_cache.h"
 #include "kernels/cuda/gemm/gemm_kernels.h"
 #include "kernels/device/cuda/check.h"
+#include "kernels/device/cuda/cublaslt.h"
 #include "kernels/device/cuda/cuda_device.h"
 #include "kernels/op/cost.h"
 
@@ -84,23 +85,23 @@ double median(std::vector<double> values) {
 template <typename T>
 void set(cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute, T value) {
   // Where an algorithm has no such attribute it stays what it is.
-  cublasLtMatmulAlgoConfigSetAttribute(&algorithm, attribute, &value, sizeof(value));
+  PARKA_CUBLASLT(cublasLtMatmulAlgoConfigSetAttribute)(&algorithm, attribute, &value, sizeof(value));
 }
 
 uint32_t tile_of(const cublasLtMatmulAlgo_t& algorithm) {
   uint32_t tile = CUBLASLT_MATMUL_TILE_UNDEFINED;
   size_t written = 0;
-  check(
-      cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof(tile), &written),
-      "tune");
+  check(PARKA_CUBLASLT(cublasLtMatmulAlgoConfigGetAttribute)(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile,
+                                                             sizeof(tile), &written),
+        "tune");
   return tile;
 }
 
 int32_t largest_custom_option(const cublasLtMatmulAlgo_t& algorithm) {
   int32_t largest = 0;
   size_t written = 0;
-  check(cublasLtMatmulAlgoCapGetAttribute(&algorithm, CUBLASLT_ALGO_CAP_CUSTOM_OPTION_MAX, &largest,
-                                          sizeof(largest), &written),
+  check(PARKA_CUBLASLT(cublasLtMatmulAlgoCapGetAttribute)(&algorithm, CUBLASLT_ALGO_CAP_CUSTOM_OPTION_MAX, &largest,
+                                                          sizeof(largest), &written),
         "tune");
   return largest;
 }
@@ -374,7 +375,7 @@ std::vector<GemmChoice> tune(CudaDevice& device, const GemmTuneOptions& options)
 }  // namespace cuda
 
 std::string gemm_library_version() {
-  const size_t version = cublasLtGetVersion();
+  const size_t version = PARKA_CUBLASLT(cublasLtGetVersion)();
   return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
 }
 

@@ -1,6 +1,7 @@
 #include "kernels/device/cuda/check.h"
 
 #include "core/error.h"
+#include "kernels/device/cuda/cublaslt.h"
 
 namespace parka::cuda {
 
@@ -12,7 +13,7 @@ void check(cudaError_t status, std::string_view what) {
 
 void check(cublasStatus_t status, std::string_view what) {
   if (status == CUBLAS_STATUS_SUCCESS) return;
-  throw_internal("{}: cuBLASLt: {}", what, cublasLtGetStatusName(status));
+  throw_internal("{}: cuBLASLt: {}", what, PARKA_CUBLASLT(cublasLtGetStatusName)(status));
 }
 
 }  // namespace parka::cuda
