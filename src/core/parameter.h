@@ -16,6 +16,8 @@ enum class ParameterRole : uint8_t {
   kBias,           // [N, 1], its bias: a number for each row of the weight
   kHead,           // [V, d], the weight of the output head
   kPlainLinear,    // [N, K], the weight of another linear layer outside of blocks: never FP8
+  kAdapterIn,   // [rank, K], the first factor of what an adapter adds to rows of a linear layer's weight (LoRA's A)
+  kAdapterOut,  // [rows, rank], the second one (LoRA's B)
 };
 
 // What optimizer and checkpoint need to know about one parameter tensor. The model makes the table of all.
@@ -42,11 +44,25 @@ struct ParameterInfo {
   int64_t numel() const { return rows * cols; }
 };
 
+inline bool is_adapter(const ParameterInfo& p) {
+  return p.role == ParameterRole::kAdapterIn || p.role == ParameterRole::kAdapterOut;
+}
+
+// Adapters beside the linear layers of blocks (LoRA): rows of a weight W become W + scale * B A, of which A and B
+// are trained and W is not.
+struct LoraRules {
+  int64_t rank = 0;  // 0: no adapters
+  double scale = 1;
+  std::vector<std::string> targets = {};  // layers by transformers' names: "q_proj"
+};
+
 // What training does to parameters, by their names. Patterns are those of a shell: *, ? and [...]; * includes dots.
 struct ParameterRules {
-  std::vector<std::string> frozen;       // patterns of parameters that are frozen
-  std::vector<std::string> lr_patterns;  // of parameters with a learning rate of their own; the last match counts
-  std::vector<double> lr_factors;        // as many: ParameterInfo::lr_factor
+  std::vector<std::string> frozen = {};  // patterns of parameters that are frozen
+  std::vector<std::string> lr_patterns =
+      {};                               // of parameters with a learning rate of their own; the last match counts
+  std::vector<double> lr_factors = {};  // as many: ParameterInfo::lr_factor
+  LoraRules lora = {};                  // with adapters all other parameters are frozen
 };
 
 }  // namespace parka

@@ -56,6 +56,18 @@ struct Normals {
   }
 };
 
+// Kaiming's uniform distribution with a = sqrt(5), as peft draws it: within
+// +-1/sqrt(fan_in).
+std::vector<float> uniform_values(uint64_t seed, size_t parameter, int64_t fan_in, ElementRange range) {
+  const double bound = 1.0 / std::sqrt(static_cast<double>(fan_in));
+  std::vector<float> values;
+  for (int64_t i = range.begin; i < range.end; ++i) {
+    const uint32_t bits = philox4x32(seed, parameter, static_cast<uint64_t>(i))[0];
+    values.push_back(static_cast<float>(bound * (std::ldexp(2.0 * bits + 1.0, -32) - 1.0)));
+  }
+  return values;
+}
+
 // Calls `apply` for each parameter whose name matches.
 template <typename Apply>
 void for_each_match(std::vector<ParameterInfo>& parameters, const char* key, const std::string& pattern,
@@ -73,6 +85,9 @@ void for_each_match(std::vector<ParameterInfo>& parameters, const char* key, con
 
 void apply_rules(std::vector<ParameterInfo>& parameters, const ParameterRules& rules) {
   PARKA_REQUIRE(rules.lr_patterns.size() == rules.lr_factors.size());
+  if (rules.lora.rank > 0) {
+    for (ParameterInfo& p : parameters) p.trainable = is_adapter(p);
+  }
   for (const std::string& pattern : rules.frozen) {
     for_each_match(parameters, "optimizer.frozen", pattern, [](ParameterInfo& p) { p.trainable = false; });
   }
@@ -135,6 +150,23 @@ std::vector<int> ParameterTable::linear_weights(int unit) const {
   return members;
 }
 
+void ParameterList::add_adapters(const std::string& prefix, const std::string& layer, int64_t cols,
+                                 std::initializer_list<Part> parts) {
+  int64_t first_row = 0;
+  for (const Part& part : parts) {
+    if (lora_.rank > 0 && std::ranges::count(lora_.targets, part.target) > 0) {
+      const std::string name = prefix + part.target;
+      const int index = static_cast<int>(all_.size());
+      adapters_.push_back({layer, part.target, first_row, part.rows, index, index + 1});
+      add(name + ".lora_A", lora_.rank, cols, ParameterRole::kAdapterIn,
+          /*decayed=*/true, 0.0);
+      add(name + ".lora_B", part.rows, lora_.rank, ParameterRole::kAdapterOut,
+          /*decayed=*/true, 0.0);
+    }
+    first_row += part.rows;
+  }
+}
+
 void ParameterList::add(std::string name, int64_t rows, int64_t cols, ParameterRole role, bool decayed,
                         double initial_std) {
   const double end = static_cast<double>(next_element_) + static_cast<double>(rows) * static_cast<double>(cols);
@@ -154,7 +186,7 @@ double ParameterList::initial_std(int64_t fan_in, double depth) const {
 }
 
 ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embeddings, const ParameterRules& rules) {
-  ParameterList list(config);
+  ParameterList list(config, rules.lora);
   Embedding::add_parameter(list, config, decay_embeddings);
   Stack::add_parameters(list, config, kDecoder);
   list.begin_unit();
@@ -163,6 +195,8 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
   std::vector<ParameterInfo> parameters = list.take();
   apply_rules(parameters, rules);
   ParameterTable table(std::move(parameters));
+  table.adapters = list.take_adapters();
+  table.lora_scale = static_cast<float>(rules.lora.scale);
   table.num_blocks = config.num_layers;
   table.embedding = table.index_of("embedding");
   table.final_norm = table.index_of("final_norm");
@@ -175,8 +209,10 @@ std::vector<float> initial_weight(const ModelConfig& config, const ParameterTabl
                                   uint64_t seed, ElementRange range) {
   PARKA_REQUIRE(0 <= range.begin && range.begin <= range.end && range.end <= table.all.at(index).numel());
   const double std = table.all[index].initial_std;
-  const bool is_bias = table.all[index].role == ParameterRole::kBias;
-  const float constant = is_bias ? 0.0f : 1.0f - config.norm_weight_offset();
+  const ParameterRole role = table.all[index].role;
+  if (role == ParameterRole::kAdapterIn) return uniform_values(seed, index, table.all[index].cols, range);
+  const bool is_zero = role == ParameterRole::kBias || role == ParameterRole::kAdapterOut;
+  const float constant = is_zero ? 0.0f : 1.0f - config.norm_weight_offset();
   std::vector<float> values(static_cast<size_t>(range.size()), constant);
   if (std == 0) return values;
   const double cutoff = config.init == InitKind::kMitchell ? kMitchellCutoff : HUGE_VAL;

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -18,6 +19,14 @@ inline constexpr std::string_view kDecoder{};
 // What the names of block l's parameters begin with: "blocks.3."
 std::string block_prefix(std::string_view stack, int64_t l);
 
+// An adapter of a linear layer: two parameters, by their indices.
+struct LoraAdapter {
+  std::string layer;                // name of the layer's weight
+  std::string target;               // "q_proj"
+  int64_t first_row = 0, rows = 0;  // of that weight
+  int in = -1, out = -1;
+};
+
 // All parameter tensors in the order in which forward uses them. Linear weights are [out, in], as in PyTorch.
 struct ParameterTable {
   explicit ParameterTable(std::vector<ParameterInfo> parameters);
@@ -27,6 +36,8 @@ struct ParameterTable {
   int embedding = -1;      // [V, d]
   int final_norm = -1;     // [d]    rmsnorm only
   int head = -1;           // [V, d]; the embedding's index when tied
+  std::vector<LoraAdapter> adapters;
+  float lora_scale = 1;
   // The lowest unit with a parameter that is trained, at which backward ends.
   int first_trained_unit = 0;
 
@@ -57,10 +68,18 @@ struct ParameterTable {
 // Where layers name their parameters, in the order in which forward uses them.
 class ParameterList {
  public:
-  explicit ParameterList(const ModelConfig& model) : model_(model) {}
+  ParameterList(const ModelConfig& model, const LoraRules& lora) : model_(model), lora_(lora) {}
 
   // Throws Error(kBadInput) where there are more than 1e13 elements by then.
   void add(std::string name, int64_t rows, int64_t cols, ParameterRole role, bool decayed, double initial_std);
+  // Adapters of those of a linear layer's parts that are targets. `prefix` is that of the names of the block's
+  // parameters, `layer` and `cols` are those of the layer's weight.
+  struct Part {
+    const char* target;  // transformers' name
+    int64_t rows;        // behind those of the parts before
+  };
+  void add_adapters(const std::string& prefix, const std::string& layer, int64_t cols,
+                    std::initializer_list<Part> parts);
   // What is added from here on belongs to the next unit.
   void begin_unit() { ++unit_; }
   // Of a weight whose `fan_in` inputs are summed, into the residual stream behind `depth` branches: 0 for what goes
@@ -68,10 +87,13 @@ class ParameterList {
   double initial_std(int64_t fan_in, double depth) const;
 
   std::vector<ParameterInfo> take() { return std::move(all_); }
+  std::vector<LoraAdapter> take_adapters() { return std::move(adapters_); }
 
  private:
   const ModelConfig& model_;
+  const LoraRules& lora_;
   std::vector<ParameterInfo> all_;
+  std::vector<LoraAdapter> adapters_;
   int64_t next_element_ = 0;
   int unit_ = 0;
 };
@@ -87,7 +109,8 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
 //   mitchell (OLMo): normal, cut at 3 standard deviations; std 1/sqrt(d) for embedding, QKV, up/gate and head,
 //                    1/sqrt(2 d (l+1)) for attention_out and 1/sqrt(2 f (l+1)) for down of block l (from 0)
 //   normal:          N(0, init_std)
-// Norm weights are 1, or 0 with norm_unit_offset; biases 0.
+// Norm weights are 1, or 0 with norm_unit_offset; biases 0. Of adapters A is uniform within +-1/sqrt(K), and B is
+// 0.
 std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index,
                                   uint64_t seed, ElementRange range);
 // All of them.

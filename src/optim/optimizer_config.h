@@ -5,7 +5,6 @@
 
 #include "core/config_fields.h"
 #include "core/dtype.h"
-#include "core/parameter.h"
 #include "kernels/ops/adamw.h"
 
 namespace parka {
@@ -64,8 +63,6 @@ struct OptimizerConfig {
   std::vector<std::string> lr_patterns;
   std::vector<double> lr_factors;
   ScheduleConfig schedule;
-
-  ParameterRules parameter_rules() const { return {frozen, lr_patterns, lr_factors}; }
 
   bool operator==(const OptimizerConfig&) const = default;
 

@@ -97,7 +97,7 @@ void check_same(const Outcome& one, const Outcome& other) {
 
 // Whether exactly the weights of trained parameters have changed, and only they have masters and moments.
 void check_frozen(const Config& config, const Outcome& outcome) {
-  const ParameterTable table = make_parameter_table(config.model, false, config.optimizer.parameter_rules());
+  const ParameterTable table = make_parameter_table(config.model, false, config.parameter_rules());
   for (size_t rank = 0; rank < outcome.tensors.size(); ++rank) {
     for (const ParameterInfo& p : table.all) {
       CAPTURE(p.name);
@@ -168,6 +168,20 @@ TEST_CASE("frozen weights keep every bit, and the others are trained", "[engine]
   }
 }
 
+TEST_CASE("weights that are made alike to measure speed may be frozen in part", "[engine][frozen]") {
+  for (const char* recipe : {"fp32", "parka"}) {
+    const TemporaryFolder folder;
+    const auto device = make_cpu_device();
+    TrainingRun run(config_for(folder, recipe, kFrozen[0]), *device, alone());
+    run.initialize_alike();
+    CHECK(run.step()->applied);
+    const ModelWeights& weights = run.model().weights();
+    const auto index_of = [&](const char* name) { return run.model().parameters().index_of(name); };
+    CHECK(
+        (bytes_of(weights.plain(index_of("blocks.0.down"))) == bytes_of(weights.plain(index_of("blocks.1.down")))));
+  }
+}
+
 TEST_CASE("a tied embedding that is frozen serves embedding and head", "[engine][frozen]") {
   for (const char* recipe : {"fp32", "parka"}) {
     const TemporaryFolder folder;
@@ -229,8 +243,7 @@ TEST_CASE("memory falls by what is frozen, and by what lower blocks keep", "[eng
     const MemoryPlan plan = plan_of(frozen);
     std::set<std::string> expected;
     const Config config = config_for(folder, "bf16", frozen);
-    for (const ParameterInfo& p :
-         make_parameter_table(config.model, false, config.optimizer.parameter_rules()).all) {
+    for (const ParameterInfo& p : make_parameter_table(config.model, false, config.parameter_rules()).all) {
       if (!p.trainable) continue;
       for (const char* suffix : {".gradient", ".master", ".exp_avg", ".exp_avg_sq"})
         expected.insert(p.name + suffix);
@@ -321,7 +334,7 @@ TEST_CASE("FLOPs per token count what frozen parameters leave to do", "[engine][
   const TemporaryFolder folder;
   const auto flop = [&](const Patterns& frozen) {
     const Config config = config_for(folder, "bf16", frozen);
-    const ParameterTable table = make_parameter_table(config.model, false, config.optimizer.parameter_rules());
+    const ParameterTable table = make_parameter_table(config.model, false, config.parameter_rules());
     return flop_per_token(config.model, table, kStepSequence);
   };
   const Config config = config_for(folder, "bf16", {});

@@ -162,6 +162,51 @@ TEST_CASE("gemm neither reads nor writes columns that pad rows", "[kernels][gemm
   }
 }
 
+// As adapters of some rows of a weight need it: columns inside of wider rows, the last of which end with the
+// memory.
+TEST_CASE("gemm reads and writes columns inside of rows, and multiplies its sum by a factor", "[kernels][gemm]") {
+  constexpr int64_t kM = 33, kN = 24, kK = 40, kBefore = 16, kBehind = 8, kWidth = kBefore + kN + kBehind;
+  const DType dtype = GENERATE(DType::kF32, DType::kBF16);
+  const bool accumulate = GENERATE(false, true);
+  const auto random = dtype == DType::kBF16 ? random_bf16 : random_normal;
+  const auto a = random(kM * kK, 1, 1.0f), b = random(kN * kK, 2, 1.0f), before = random(kM * kWidth, 3, 1.0f);
+  std::vector<float> half = b, inside, wide_a(static_cast<size_t>(kM * (kK + kBefore)), 7.0f);
+  for (float& value : half) value *= 0.5f;
+  for (int64_t i = 0; i < kM; ++i) {
+    for (int64_t n = 0; n < kN; ++n) inside.push_back(before[i * kWidth + kBefore + n]);
+    for (int64_t k = 0; k < kK; ++k) wide_a[i * (kK + kBefore) + kBefore + k] = a[i * kK + k];
+  }
+  for (Device* device : devices()) {
+    CAPTURE(name_of(dtype), accumulate, device->name());
+    const auto columns = [](TensorView t, int64_t first) {
+      t.data = static_cast<std::byte*>(t.data) + first * size_of(t.dtype);
+      return t;
+    };
+    const TestTensor ta(*device, dtype, {kM, kK + kBefore}, wide_a), tb(*device, dtype, {kN, kK}, b);
+    const TestTensor out(*device, dtype, {kM, kWidth}, before);
+    gemm(*device, {.a = columns(ta, kBefore),
+                   .b = tb,
+                   .out = columns(out, kBefore),
+                   .accumulate = accumulate,
+                   .factor = 0.5f,
+                   .a_padding = kBefore,
+                   .out_padding = kWidth - kN});
+    const std::vector<float> rows = out.host();
+    std::vector<float> product;
+    int64_t num_changed = 0;  // of the other columns
+    for (int64_t i = 0; i < kM * kWidth; ++i) {
+      const bool is_inside = i % kWidth >= kBefore && i % kWidth < kBefore + kN;
+      if (is_inside) product.push_back(rows[i]);
+      num_changed += !is_inside && rows[i] != before[i];
+    }
+    Reference want({kM, kN, kK}, a, false, half, false);
+    const Operands operands = dtype == DType::kBF16 ? Operands::kBF16 : Operands::kF32;
+    CHECK(want.count_wrong(product, kK, dtype, accumulate ? inside : std::vector<float>{}, *device, operands) == 0);
+    CHECK(num_changed == 0);
+    CHECK(out.guard_intact());
+  }
+}
+
 TEST_CASE("gemm of fp8 operands multiplies what their codes and scales mean", "[kernels][gemm]") {
   const auto [m, n, k] = GENERATE(table<int64_t, int64_t, int64_t>(
       {{1, 1, 1}, {5, 3, 16}, {17, 33, 37}, {65, 130, 131}, {48, 80, 272}, {33, 16, 48}}));

@@ -71,7 +71,8 @@ struct Stacks {
   }
 
   static ParameterTable table_of(const std::vector<NamedStack>& named) {
-    ParameterList list(named.front().config);
+    const LoraRules no_adapters;
+    ParameterList list(named.front().config, no_adapters);
     int64_t blocks = 0;
     for (const NamedStack& one : named) {
       Stack::add_parameters(list, one.config, one.name);

@@ -235,9 +235,24 @@ LoadedCheckpoint load_checkpoint(const std::string& path, const LoadGroup& group
   return loaded;
 }
 
-const std::vector<SafetensorsEntry>& LoadedCheckpoint::tensors() const { return index_->tensors; }
+const std::vector<SafetensorsEntry>& LoadedCheckpoint::tensors() const {
+  return base_ ? with_base_ : index_->tensors;
+}
+
+void LoadedCheckpoint::set_base(std::shared_ptr<const LoadedCheckpoint> base,
+                                const std::vector<std::string>& names) {
+  base_ = std::move(base);
+  with_base_ = index_->tensors;
+  for (const std::string& name : names) {
+    const SafetensorsEntry* tensor = base_->find(name);
+    if (tensor == nullptr) throw_bad_input("{}: lacks the tensor {}", base_->path(), printable(name));
+    with_base_.push_back(*tensor);
+    of_base_.insert(name);
+  }
+}
 
 const SafetensorsEntry* LoadedCheckpoint::find(const std::string& name) const {
+  if (of_base_.contains(name)) return base_->find(name);
   const auto found = index_->by_name.find(name);
   return found == index_->by_name.end() ? nullptr : &index_->tensors[found->second];
 }
@@ -257,9 +272,24 @@ void LoadedCheckpoint::for_each_tensor(
     }
     callback(tensor, buffer);
   }
+  if (!base_) return;
+  base_->for_each_tensor([&](const SafetensorsEntry& tensor, ByteSpan bytes) {
+    if (of_base_.contains(tensor.name)) callback(tensor, bytes);
+  });
 }
 
 void LoadedCheckpoint::read_ranges(const std::vector<TensorRange>& ranges, const RangeCallback& callback) const {
+  std::vector<TensorRange> own = ranges, of_base;
+  for (const TensorRange& range : ranges) {
+    if (of_base_.contains(range.name)) of_base.push_back(range);
+  }
+  std::erase_if(own, [&](const TensorRange& range) { return of_base_.contains(range.name); });
+  read_own_ranges(own, callback);
+  if (!of_base.empty()) base_->read_ranges(of_base, callback);
+}
+
+void LoadedCheckpoint::read_own_ranges(const std::vector<TensorRange>& ranges,
+                                       const RangeCallback& callback) const {
   std::vector<Read> reads;
   for (const TensorRange& range : ranges) {
     const SafetensorsEntry* tensor = find(range.name);

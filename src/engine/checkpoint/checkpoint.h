@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -130,6 +131,9 @@ class LoadedCheckpoint {
   // The tensor of this name; null if there is none.
   const SafetensorsEntry* find(const std::string& name) const;
 
+  // From here on `names`, tensors of `base`, are among this checkpoint's, behind its own.
+  void set_base(std::shared_ptr<const LoadedCheckpoint> base, const std::vector<std::string>& names);
+
   // Passes all tensors, whole, to `callback` in the order of the files, one in memory at a time.
   void for_each_tensor(const std::function<void(const SafetensorsEntry& tensor, ByteSpan bytes)>& callback) const;
 
@@ -144,11 +148,16 @@ class LoadedCheckpoint {
  private:
   friend LoadedCheckpoint load_checkpoint(const std::string& path, const LoadGroup& group);
 
+  void read_own_ranges(const std::vector<TensorRange>& ranges, const RangeCallback& callback) const;
+
   int64_t step_ = 0;
   std::string path_;
   nlohmann::json state_;
   std::shared_ptr<const std::vector<VerifiedFile>> files_;
   std::shared_ptr<const CheckpointIndex> index_;
+  std::shared_ptr<const LoadedCheckpoint> base_;  // may be null
+  std::vector<SafetensorsEntry> with_base_;       // tensors(), if there is a base
+  std::set<std::string> of_base_;
 };
 
 // Opens the checkpoint in folder `path` (a step_<N>, or a copy of one under any name) after reading every byte of

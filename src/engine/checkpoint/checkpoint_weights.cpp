@@ -6,8 +6,10 @@
 #include <fmt/ranges.h>
 
 #include "core/error.h"
+#include "core/parallel.h"
 #include "core/split_float.h"
 #include "engine/files/float_elements.h"
+#include "model/parameter_table.h"
 
 namespace parka {
 namespace {
@@ -35,23 +37,40 @@ void join_remainders(std::span<float> values, DType dtype, const std::vector<std
 
 }  // namespace
 
+CheckpointAdapters lora_adapters(const Config& config) {
+  const ParameterTable table = make_parameter_table(config.model, false, {.lora = config.finetune.lora_rules()});
+  CheckpointAdapters adapters;
+  adapters.scale = config.finetune.lora_rules().scale;
+  for (const LoraAdapter& adapter : table.adapters) {
+    adapters.all.push_back({adapter.layer, adapter.first_row, table.all[static_cast<size_t>(adapter.in)],
+                            table.all[static_cast<size_t>(adapter.out)]});
+  }
+  return adapters;
+}
+
 CheckpointWeights::CheckpointWeights(const LoadedCheckpoint& checkpoint,
-                                     const std::vector<ParameterInfo>& parameters)
-    : checkpoint_(checkpoint) {
-  for (const ParameterInfo& p : parameters) {
-    const SafetensorsEntry* weight = checkpoint.find(p.name);
-    if (weight == nullptr) throw_bad_input("{}: lacks the weight {}", checkpoint.path(), p.name);
-    if (!is_plain_float(weight->dtype) || weight->shape != std::vector<int64_t>{p.rows, p.cols}) {
-      throw_bad_input("{}: {} is {} [{}], the model wants floats [{}, {}]", checkpoint.path(), p.name,
-                      name_of(weight->dtype), fmt::join(weight->shape, ", "), p.rows, p.cols);
-    }
-    const SafetensorsEntry* master = checkpoint.find(p.name + ".master");
-    if (master == nullptr) continue;
-    const bool is_split = is_remainder(master->dtype) && weight->dtype == DType::kBF16;
-    if ((!is_split && master->dtype != DType::kF32) || master->shape != std::vector<int64_t>{p.numel()}) {
-      throw_bad_input("{}: {} is {} [{}], which no master form of {} [{}] is", checkpoint.path(), master->name,
-                      name_of(master->dtype), fmt::join(master->shape, ", "), name_of(weight->dtype), p.numel());
-    }
+                                     const std::vector<ParameterInfo>& parameters, CheckpointAdapters adapters)
+    : checkpoint_(checkpoint), adapters_(std::move(adapters)) {
+  for (const ParameterInfo& p : parameters) check(p);
+  for (const CheckpointAdapters::Adapter& adapter : adapters_.all) {
+    check(adapter.in);
+    check(adapter.out);
+  }
+}
+
+void CheckpointWeights::check(const ParameterInfo& p) const {
+  const SafetensorsEntry* weight = checkpoint_.find(p.name);
+  if (weight == nullptr) throw_bad_input("{}: lacks the weight {}", checkpoint_.path(), p.name);
+  if (!is_plain_float(weight->dtype) || weight->shape != std::vector<int64_t>{p.rows, p.cols}) {
+    throw_bad_input("{}: {} is {} [{}], the model wants floats [{}, {}]", checkpoint_.path(), p.name,
+                    name_of(weight->dtype), fmt::join(weight->shape, ", "), p.rows, p.cols);
+  }
+  const SafetensorsEntry* master = checkpoint_.find(p.name + ".master");
+  if (master == nullptr) return;
+  const bool is_split = is_remainder(master->dtype) && weight->dtype == DType::kBF16;
+  if ((!is_split && master->dtype != DType::kF32) || master->shape != std::vector<int64_t>{p.numel()}) {
+    throw_bad_input("{}: {} is {} [{}], which no master form of {} [{}] is", checkpoint_.path(), master->name,
+                    name_of(master->dtype), fmt::join(master->shape, ", "), name_of(weight->dtype), p.numel());
   }
 }
 
@@ -70,6 +89,53 @@ void CheckpointWeights::read_tensor(const SafetensorsEntry& tensor, ElementRange
 
 void CheckpointWeights::read(const ParameterInfo& parameter, ElementRange range, WeightForm form,
                              const Callback& callback) const {
+  const bool is_adapted = std::ranges::any_of(
+      adapters_.all, [&](const CheckpointAdapters::Adapter& adapter) { return adapter.layer == parameter.name; });
+  if (!is_adapted) {
+    read_base(parameter, range, form, callback);
+    return;
+  }
+  read_base(parameter, range, form, [&](int64_t first_element, std::span<const float> base) {
+    std::vector<float> values(base.begin(), base.end());
+    add_adapters(parameter, first_element, form, values);
+    callback(first_element, values);
+  });
+}
+
+// W + scale * B A, summed in double.
+void CheckpointWeights::add_adapters(const ParameterInfo& parameter, int64_t first_element, WeightForm form,
+                                     std::vector<float>& values) const {
+  const int64_t cols = parameter.cols, end = first_element + static_cast<int64_t>(values.size());
+  for (const CheckpointAdapters::Adapter& adapter : adapters_.all) {
+    const int64_t last_row = adapter.first_row + adapter.out.rows;
+    if (adapter.layer != parameter.name || end <= adapter.first_row * cols || first_element >= last_row * cols)
+      continue;
+    const std::vector<float> a = read_whole(adapter.in, form), b = read_whole(adapter.out, form);
+    const int64_t rank = adapter.in.rows;
+    parallel_for(std::min(end, last_row * cols) - std::max(first_element, adapter.first_row * cols), 1 << 14,
+                 [&](int64_t begin, int64_t stop) {
+                   const int64_t first = std::max(first_element, adapter.first_row * cols);
+                   for (int64_t i = first + begin; i < first + stop; ++i) {
+                     const int64_t row = i / cols - adapter.first_row, col = i % cols;
+                     double sum = 0;
+                     for (int64_t r = 0; r < rank; ++r) sum += double{b[row * rank + r]} * a[r * cols + col];
+                     float& value = values[static_cast<size_t>(i - first_element)];
+                     value = static_cast<float>(value + adapters_.scale * sum);
+                   }
+                 });
+  }
+}
+
+std::vector<float> CheckpointWeights::read_whole(const ParameterInfo& parameter, WeightForm form) const {
+  std::vector<float> all(static_cast<size_t>(parameter.numel()));
+  read_base(parameter, {0, parameter.numel()}, form, [&](int64_t first_element, std::span<const float> values) {
+    std::copy(values.begin(), values.end(), all.begin() + first_element);
+  });
+  return all;
+}
+
+void CheckpointWeights::read_base(const ParameterInfo& parameter, ElementRange range, WeightForm form,
+                                  const Callback& callback) const {
   const SafetensorsEntry* weight = checkpoint_.find(parameter.name);
   const SafetensorsEntry* master =
       form == WeightForm::kMaster ? checkpoint_.find(parameter.name + ".master") : nullptr;

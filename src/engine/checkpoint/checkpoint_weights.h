@@ -2,21 +2,38 @@
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <string>
+#include <vector>
 
 #include "core/parameter.h"
 #include "core/shard.h"
 #include "engine/checkpoint/checkpoint.h"
+#include "engine/config/config.h"
 
 namespace parka {
 
 // Which values of a weight to read: those that the model computes with, or those that the optimizer updates.
 enum class WeightForm : uint8_t { kCompute, kMaster };
 
-// The weights of a checkpoint as fp32 values, from any format and master form.
+// The adapters that the checkpoints of a config have, with their scale.
+struct CheckpointAdapters {
+  struct Adapter {
+    std::string layer;  // name of the weight that they belong to
+    int64_t first_row;  // of it
+    ParameterInfo in, out;
+  };
+  std::vector<Adapter> all = {};
+  double scale = 1;
+};
+CheckpointAdapters lora_adapters(const Config& config);
+
+// The weights of a checkpoint as fp32 values, from any format and master form, with what adapters add to them.
 class CheckpointWeights {
  public:
-  // Throws Error(kBadInput) unless the checkpoint has all of these parameters, in their shapes and as floats.
-  CheckpointWeights(const LoadedCheckpoint& checkpoint, const std::vector<ParameterInfo>& parameters);
+  // Throws Error(kBadInput) unless the checkpoint has all of these parameters and adapters, in their shapes and as
+  // floats.
+  CheckpointWeights(const LoadedCheckpoint& checkpoint, const std::vector<ParameterInfo>& parameters,
+                    CheckpointAdapters adapters = {});
 
   // Passes elements [range.begin, range.end) of a parameter in order to `callback`, kMaxElements at a time. Without
   // masters in the checkpoint, its weights stand for them.
@@ -30,9 +47,16 @@ class CheckpointWeights {
   DType dtype(const ParameterInfo& parameter) const;
 
  private:
+  void check(const ParameterInfo& parameter) const;
+  void read_base(const ParameterInfo& parameter, ElementRange range, WeightForm form,
+                 const Callback& callback) const;
+  std::vector<float> read_whole(const ParameterInfo& parameter, WeightForm form) const;
+  void add_adapters(const ParameterInfo& parameter, int64_t first_element, WeightForm form,
+                    std::vector<float>& values) const;
   void read_tensor(const SafetensorsEntry& tensor, ElementRange range, std::span<std::byte> bytes) const;
 
   const LoadedCheckpoint& checkpoint_;
+  CheckpointAdapters adapters_;
 };
 
 }  // namespace parka

@@ -48,7 +48,7 @@ class Exporter {
         checkpoint_(open_checkpoint(options.checkpoint)),
         config_(config_of(checkpoint_, {})),
         table_(make_parameter_table(config_.model, false)),
-        weights_(checkpoint_, table_.all) {
+        weights_(checkpoint_, table_.all, lora_adapters(config_)) {
     // What the weights come from says how they are laid out; --like, what goes along with them, or the tokenizer
     // that the run keeps.
     if (options.like.empty()) tokenizer_ = find_tokenizer(checkpoint_.path(), checkpoint_.state());

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/config_fields.h"
+#include "core/parameter.h"
 #include "data/token_files.h"
 #include "model/model_config.h"
 #include "optim/optimizer_config.h"
@@ -122,6 +123,34 @@ struct TrainingConfig {
           "Tokens whose logits are computed at a time; fewer take "
           "less memory",
           IntegerRange{1, kMaxDimension});
+  }
+};
+
+enum class FinetuneMethod : uint8_t { kFull, kLora };
+
+struct FinetuneConfig {
+  FinetuneMethod method = FinetuneMethod::kFull;
+  int64_t rank = 16;
+  double alpha = 16;
+  bool rslora = false;
+  std::vector<std::string> targets = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"};
+
+  bool operator==(const FinetuneConfig&) const = default;
+
+  // The adapters of method = lora; none with others.
+  LoraRules lora_rules() const;
+
+  template <typename Visitor>
+  void fields(Visitor& visit) {
+    visit("method", method,
+          "full: what optimizer.frozen leaves is trained; lora: adapters "
+          "alone, beside frozen weights");
+    visit("rank", rank, "lora: rank of each adapter", IntegerRange{1, 65536});
+    visit("alpha", alpha, "lora: adapters are multiplied by alpha / rank", RealRange{});
+    visit("rslora", rslora, "lora: multiply adapters by alpha / sqrt(rank) instead, as in rsLoRA");
+    visit("targets", targets,
+          "lora: linear layers with adapters, of q_proj, k_proj, v_proj, "
+          "o_proj, gate_proj, up_proj and down_proj");
   }
 };
 
@@ -253,6 +282,7 @@ struct Config {
   OptimizerConfig optimizer;
   DataConfig data;
   TrainingConfig training;
+  FinetuneConfig finetune;
   CheckpointConfig checkpoint;
   TelemetryConfig telemetry;
   EvaluationConfig evaluation;
@@ -262,6 +292,9 @@ struct Config {
 
   bool operator==(const Config&) const = default;
 
+  // What training does to the parameters of the model.
+  ParameterRules parameter_rules() const;
+
   template <typename Visitor>
   void fields(Visitor& visit) {
     visit("model", model, "Architecture");
@@ -269,6 +302,7 @@ struct Config {
     visit("optimizer", optimizer, "AdamW, its states and its schedule");
     visit("data", data, "Token files and their order");
     visit("training", training, "Length, batch size, evaluation and handling of bad steps");
+    visit("finetune", finetune, "What is trained of a model, see docs/finetuning.md");
     visit("checkpoint", checkpoint, "The run folder and when to save");
     visit("telemetry", telemetry, "Reports on FP8 in metrics.jsonl");
     visit("evaluation", evaluation,
@@ -292,6 +326,11 @@ template <>
 struct EnumNames<DeviceChoice> {
   static constexpr EnumName<DeviceChoice> kAll[] = {
       {DeviceChoice::kAuto, "auto"}, {DeviceChoice::kCpu, "cpu"}, {DeviceChoice::kCuda, "cuda"}};
+};
+template <>
+struct EnumNames<FinetuneMethod> {
+  static constexpr EnumName<FinetuneMethod> kAll[] = {{FinetuneMethod::kFull, "full"},
+                                                      {FinetuneMethod::kLora, "lora"}};
 };
 template <>
 struct EnumNames<NonFinitePolicy> {

@@ -55,6 +55,7 @@ constexpr std::string_view kFixedOnResume[] = {
     "optimizer.exp_avg_sq_format",
     "optimizer.master",
     "optimizer.frozen",
+    "finetune.",
     "data.train",
     "data.weights",
     "data.token_dtype",
@@ -81,6 +82,7 @@ constexpr std::string_view kSpeed[] = {
     "optimizer.gradient",
     "optimizer.release_gradients",
     "optimizer.frozen",
+    "finetune.",
     "data.sequence_length",
     "data.documents",
     "data.document_end",
@@ -92,7 +94,8 @@ constexpr std::string_view kSpeed[] = {
 constexpr std::string_view kNoSpeed[] = {"model.norm_eps",   "model.query_pre_attn_scalar",
                                          "model.rope_theta", "model.local_rope_theta",
                                          "model.init",       "model.init_std",
-                                         "precision.recipe", "precision.eval"};
+                                         "precision.recipe", "precision.eval",
+                                         "finetune.alpha",   "finetune.rslora"};
 // ... and what beside them decides how long a run of several takes for a step.
 constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies",    "precision.weight_copies_blocks",
                                             "precision.offload_weights",  "optimizer.offload",
@@ -142,6 +145,7 @@ Config canonical(const Config& config) {
   if (c.model.sliding_window > 0) c.model.local_rope_theta = c.model.windowed_rope_theta();
   c.model.rope_scaling = used_keys(c.model.rope_scaling);
   if (c.model.init != InitKind::kNormal) c.model.init_std = defaults.model.init_std;
+  if (c.finetune.method != FinetuneMethod::kLora) c.finetune = {.method = c.finetune.method};
   if (!is_float8(c.optimizer.states)) {
     c.optimizer.exp_avg_format = defaults.optimizer.exp_avg_format;
     c.optimizer.exp_avg_sq_format = defaults.optimizer.exp_avg_sq_format;

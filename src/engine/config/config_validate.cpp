@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <limits>
 
-#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "core/error.h"
 #include "engine/config/config_io.h"
@@ -112,7 +112,7 @@ void check_size(const Config& c) {
   constexpr double kMostElements = 1e15;
   constexpr double kMostTokens = 1e18;
   // Refuses too many, and patterns of names that none has.
-  make_parameter_table(c.model, c.optimizer.decay_embeddings, c.optimizer.parameter_rules());
+  make_parameter_table(c.model, c.optimizer.decay_embeddings, c.parameter_rules());
   const double tokens =
       static_cast<double>(c.training.micro_batch_size) * static_cast<double>(c.data.sequence_length);
   const double width = static_cast<double>(std::max({2 * c.model.d_ffn, c.model.d_qkv(), c.model.d_model}));
@@ -282,6 +282,22 @@ void check_parameter_rules(const OptimizerConfig& o) {
                   o.lr_factors.size(), o.lr_patterns.size());
 }
 
+void check_finetune(const Config& c) {
+  if (c.finetune.method != FinetuneMethod::kLora) return;
+  if (!c.optimizer.frozen.empty()) {
+    throw_bad_input(
+        "optimizer.frozen has no meaning with finetune.method = lora, which trains adapters alone; remove it");
+  }
+  if (c.finetune.targets.empty()) {
+    throw_bad_input("finetune.targets is empty, so that no layer has an adapter; give some, or method = full");
+  }
+  for (const std::string& target : c.finetune.targets) {
+    const FinetuneConfig defaults;  // with all of them
+    if (std::ranges::count(defaults.targets, target) > 0) continue;
+    throw_bad_input("finetune.targets holds \"{}\"; wanted some of {}", target, fmt::join(defaults.targets, ", "));
+  }
+}
+
 // Units are updated before the gradient norm of the step, and what is not finite in later gradients, are known.
 void check_release(const OptimizerConfig& o, const TrainingConfig& t) {
   if (!o.release_gradients) return;
@@ -360,6 +376,7 @@ void validate(const Config& config) {
   check_rope_scaling(config.model);
   check_window(config.model);
   check_parameter_rules(config.optimizer);
+  check_finetune(config);
   check_size(config);
   check_fp8_gemm(config);
   check_fp8_head(config);

@@ -7,6 +7,7 @@
 #include <spdlog/spdlog.h>
 
 #include "data/read_only_file.h"
+#include "engine/checkpoint/checkpoint_base.h"
 #include "engine/files/float_elements.h"
 #include "kernels/device/recording_device.h"
 
@@ -50,13 +51,17 @@ int64_t record_workspace_bytes(const Config& config, const CacheShape& cache) {
 }  // namespace
 
 LoadedCheckpoint open_checkpoint(const std::string& path, const LoadGroup& group) {
-  if (file_exists(path + "/manifest.json")) return load_checkpoint(path, group);
+  const auto whole = [&](LoadedCheckpoint checkpoint) {
+    attach_base(checkpoint, group);
+    return checkpoint;
+  };
+  if (file_exists(path + "/manifest.json")) return whole(load_checkpoint(path, group));
   std::error_code ignored;
   if (!std::filesystem::is_directory(path, ignored))
     throw_bad_input("{}: no such checkpoint or run folder; check the path", path);
   auto newest = load_newest(
       path, [](const std::string& message) { spdlog::warn("{}", message); }, group);
-  if (newest) return std::move(*newest);
+  if (newest) return whole(std::move(*newest));
   if (file_exists(path + "/model.safetensors") || file_exists(path + "/model.safetensors.index.json")) {
     throw_bad_input("{}: is a Hugging Face model; `parka import {} --out NEW` makes a checkpoint of it", path,
                     path);
@@ -72,7 +77,8 @@ DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cac
     : model(config.model, config.precision, config.optimizer.decay_embeddings,
             {config.training.micro_batch_size, config.data.sequence_length,
              config.data.documents == DocumentMode::kSeparate},
-            config.training.logits_chunk_tokens, Model::Use::kInference, {}, plan) {
+            config.training.logits_chunk_tokens, Model::Use::kInference, {}, plan,
+            {.lora = config.finetune.lora_rules()}) {
   if (cache.num_slots > 0) model.declare_cache(cache, plan);
   if (workspace_bytes > 0) workspace = plan.add(kWorkspaceCategory, "op_workspace", DType::kU8, {workspace_bytes});
   plan.finish();

@@ -53,8 +53,7 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
     : model(config.model, config.precision, config.optimizer.decay_embeddings,
             {config.training.micro_batch_size, config.data.sequence_length,
              config.data.documents == DocumentMode::kSeparate},
-            config.training.logits_chunk_tokens, Model::Use::kTraining, zero, plan,
-            config.optimizer.parameter_rules()),
+            config.training.logits_chunk_tokens, Model::Use::kTraining, zero, plan, config.parameter_rules()),
       optimizer(config.optimizer, config.precision.compute, model.parameters().all, zero, plan,
                 /*is_alone=*/config.training.global_batch_size == config.training.micro_batch_size),
       checks(config.reliability, model.parameters().all.size(), plan) {

@@ -14,6 +14,9 @@ void TrainingRun::watch_state() {
   const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
   // Numbers of ranks that hold the same: 0 for what all hold whole, else one for each place in a group.
   for (NamedTensor& tensor : tensors()) watched_.push_back({std::move(tensor), 1 + zero_.shard.rank});
+  for (size_t i = 0; i < parameters.size() && !base_.is_null(); ++i) {
+    if (!parameters[i].trainable) watched_.push_back({weight_tensor(i), 1 + zero_.shard.rank});
+  }
   if (zero_.shard.size == 1) return;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const TensorView& whole = weights.kept(static_cast<int>(i));

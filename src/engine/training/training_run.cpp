@@ -5,11 +5,13 @@
 #include <cstring>
 #include <map>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 
 #include <fmt/ranges.h>
 
+#include "engine/checkpoint/checkpoint_base.h"
 #include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/config/config_io.h"
@@ -89,9 +91,10 @@ void TrainingRun::initialize() {
 
 void TrainingRun::initialize_alike() {
   const ParameterTable& table = declared_.model.parameters();
-  std::map<std::pair<int64_t, int64_t>, size_t> first_of_shape;
+  std::map<std::tuple<int64_t, int64_t, bool>, size_t> first_of_shape;  // frozen ones have no masters to copy
   for (size_t i = 0; i < table.all.size(); ++i) {
-    const auto [first, is_new] = first_of_shape.try_emplace({table.all[i].rows, table.all[i].cols}, i);
+    const auto [first, is_new] =
+        first_of_shape.try_emplace({table.all[i].rows, table.all[i].cols, table.all[i].trainable}, i);
     if (is_new) {
       initialize_one(i);
     } else {
@@ -108,10 +111,31 @@ std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& ch
     throw_bad_input("{}: checkpoint.init_from has the weights of another model: {}; change the config's model",
                     checkpoint.path(), fmt::join(differences.refused, "; "));
   }
+  const bool has_adapters = config_.finetune.method == FinetuneMethod::kLora;
+  if (has_adapters && saved.finetune.method == FinetuneMethod::kLora) {
+    throw_bad_input(
+        "{}: checkpoint.init_from has adapters of its own, to which others cannot be added; `parka export` it, import "
+        "the result and start from that",
+        checkpoint.path());
+  }
+  read_weights(checkpoint, saved);
+  for (size_t i = 0; i < declared_.model.parameters().all.size(); ++i) {
+    if (is_adapter(declared_.model.parameters().all[i])) initialize_one(i);
+  }
+  if (has_adapters) use_base(describe_base(checkpoint));
+  queue_.weights_changed();
+  return std::move(differences.allowed);
+}
+
+// Those of the model without adapters.
+void TrainingRun::read_weights(const LoadedCheckpoint& checkpoint, const Config& saved) {
   Optimizer& optimizer = declared_.optimizer;
   const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
-  const CheckpointWeights weights(checkpoint, parameters);
+  std::vector<ParameterInfo> of_model = parameters;
+  std::erase_if(of_model, is_adapter);
+  const CheckpointWeights weights(checkpoint, of_model, lora_adapters(saved));
   for (size_t i = 0; i < parameters.size(); ++i) {
+    if (is_adapter(parameters[i])) continue;
     // Frozen weights stay those that the checkpoint's model computes with, to the bit.
     const WeightForm form = parameters[i].trainable ? WeightForm::kMaster : WeightForm::kCompute;
     const std::vector<float> values = weights.read(parameters[i], optimizer.own_range(i), form);
@@ -120,17 +144,25 @@ std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& ch
     }
     optimizer.set_weight(device_, i, values);
   }
-  queue_.weights_changed();
-  return std::move(differences.allowed);
+}
+
+void TrainingRun::use_base(nlohmann::json base) {
+  base_ = std::move(base);
+  watched_.clear();
+  watch_state();
+}
+
+NamedTensor TrainingRun::weight_tensor(size_t i) const {
+  const ParameterInfo& p = declared_.model.parameters().all[i];
+  const ElementBox box = ElementBox::flat(declared_.optimizer.own_range(i), p.numel());
+  return {p.name, declared_.model.weights().own()[i], {p.rows, p.cols}, box, i};
 }
 
 std::vector<NamedTensor> TrainingRun::tensors() const {
   std::vector<NamedTensor> all = declared_.optimizer.state();
-  const std::vector<TensorView>& weights = declared_.model.weights().own();
-  for (size_t i = 0; i < weights.size(); ++i) {
-    const ParameterInfo& p = declared_.model.parameters().all[i];
-    const ElementBox box = ElementBox::flat(declared_.optimizer.own_range(i), p.numel());
-    all.push_back({p.name, weights[i], {p.rows, p.cols}, box, i});
+  const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (parameters[i].trainable || base_.is_null()) all.push_back(weight_tensor(i));
   }
   return all;
 }
@@ -144,6 +176,14 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
         "{}: data.train holds other tokens than the checkpoint was trained on{}, so its position in them means "
         "nothing; restore the files, or train in another checkpoint.folder",
         checkpoint.path(), difference.empty() ? "" : fmt::format(" ({})", difference));
+  }
+  if (has_base(checkpoint)) {
+    LoadedCheckpoint whole = checkpoint;
+    attach_base(whole, {.rank = communicator_.rank(),
+                        .size = communicator_.size(),
+                        .gather = [this](const std::string& text) { return communicator_.gather_text(text); }});
+    read_weights(whole, Config());  // the adapters come with the rest
+    use_base(checkpoint.state().at(kBaseKey));
   }
   std::unordered_map<std::string, NamedTensor> wanted;
   for (const NamedTensor& tensor : tensors()) wanted.emplace(tensor.name, tensor);

@@ -99,7 +99,8 @@ class TrainingRun {
   // Why the data of the next step cannot be read; null where it can. Waits until that is known.
   std::exception_ptr data_failure() const { return loader_->failure_within(micro_batches_per_step()); }
 
-  // Everything that a checkpoint holds on the device: this rank's part of it.
+  // Everything that a checkpoint holds on the device: this rank's part of it. Without the frozen weights of a run
+  // that trains adapters beside those of another checkpoint, which its own name.
   std::vector<NamedTensor> tensors() const;
 
   // Queues one step and does not wait for it; reports the one before, whose outcome the update waits for (the
@@ -168,6 +169,11 @@ class TrainingRun {
   void hash_state(IntegrityChecks::Table table) const;
   void hash_unchanged(size_t parameter) const;
   bool state_is_watched_at(int64_t step) const;
+  // Takes the model's weights from a checkpoint, with the adapters of its config `saved` added to them.
+  void read_weights(const LoadedCheckpoint& checkpoint, const Config& saved);
+  // From here on frozen weights are not saved, for they are in the checkpoint that describe_base() has described.
+  void use_base(nlohmann::json base);
+  NamedTensor weight_tensor(size_t i) const;
   PendingComparison compare_state() const;
   void after_update(UnfinishedStep& step);
   void compare_replicas(const void* hashes, int64_t step);
@@ -203,6 +209,7 @@ class TrainingRun {
   std::chrono::steady_clock::time_point step_began_at_;
   std::string place_;
   std::vector<WatchedTensor> watched_;
+  nlohmann::json base_;       // describe_base() of the checkpoint that frozen weights are in; null: they are saved
   int64_t hashed_step_ = -1;  // after whose update Table::kUpdated was taken, to be compared
   std::optional<FlipDrill> drill_;
   std::unique_ptr<StagingBuffer> staging_;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/bit_hash.h"
+#include "engine/checkpoint/checkpoint_base.h"
 #include "engine/config/config_io.h"
 #include "engine/training/training_run.h"
 
@@ -74,7 +75,9 @@ int64_t staging_bytes(const Config& config, const DeclaredRun& run, const Zero& 
     return StagingBuffer::place_of(Shard{0, num_copies}.own(elements).size() * size_of(dtype));
   };
   int64_t bytes = 0;
+  const bool has_base = config.finetune.method == FinetuneMethod::kLora && !config.checkpoint.init_from.empty();
   for (const ParameterInfo& p : run.model.parameters().all) {
+    if (has_base && !p.trainable) continue;
     bytes += place_of(zero.shard.own(p.numel()).size(), config.precision.compute);
   }
   for (const MemoryPlan::Entry& entry : run.plan.entries()) {
@@ -95,6 +98,7 @@ nlohmann::json TrainingRun::saved_state() const {
                           {"tokens", completed_steps_ * tokens_per_step()},
                           {"config", to_json(config_)},
                           {"config_hash", config_hash(config_)}};
+  if (!base_.is_null()) state[kBaseKey] = base_;
   if (config_.optimizer.release_gradients) state["last_norm"] = last_norm_;
   if (config_.training.spike_window == 0) return state;
   nlohmann::json& recent = state["recent_steps"] = nlohmann::json::array();

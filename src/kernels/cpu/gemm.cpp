@@ -14,13 +14,18 @@ namespace {
 // An operand as fp32: the tensor's own memory where it holds fp32 already, a decoded copy otherwise.
 class Operand {
  public:
-  explicit Operand(const ScaledView& x) : stride_(x.num_cols()) {
+  // Without the last `padding` columns, which for the last row may lie behind
+  // the tensor's memory.
+  Operand(const ScaledView& x, int64_t padding) : stride_(x.num_cols()) {
     if (x.data.dtype == DType::kF32) {
       data_ = x.data.as<float>();
     } else if (x.scaling == Scaling::kTensor) {
       // As tensor cores do it: multiply the codes, which are exact, and scale the sum.
       decoded_ = decode_codes(x.data);
       scale_ = x.scale.as<float>()[0];
+    } else if (x.scaling == Scaling::kNone && padding > 0) {
+      decoded_.emplace(x.num_rows(), x.num_cols());
+      decode_elements(x.data, 0, x.data.numel() - padding, decoded_->data());
     } else {
       decoded_ = decode(x);
     }
@@ -96,14 +101,14 @@ TileShape choose_tile(int64_t rows, int64_t cols) {
 
 void gemm(Device&, const Gemm& g) {
   const GemmShape s = gemm_shape(g);
-  const Operand a(g.a), b(g.b);
+  const Operand a(g.a, g.a_padding), b(g.b, 0);
   const TileShape shape = choose_tile(s.rows, s.cols);
   const int64_t tiles_per_row = ceil_div(s.cols, shape.cols);
   parallel_for(ceil_div(s.rows, shape.rows) * tiles_per_row, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = i / tiles_per_row * shape.rows, col = i % tiles_per_row * shape.cols;
       const Tile tile{row, std::min(shape.rows, s.rows - row), col, std::min(shape.cols, s.cols - col)};
-      store(multiply(g, a, b, s.depth, tile), a.scale() * b.scale(), g.accumulate, g.out, tile);
+      store(multiply(g, a, b, s.depth, tile), a.scale() * b.scale() * g.factor, g.accumulate, g.out, tile);
     }
   });
 }

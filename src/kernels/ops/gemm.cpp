@@ -31,6 +31,7 @@ void gemm(Device& device, const Gemm& a) {
   if (a.a_padding != 0 || a.out_padding != 0) {
     PARKA_REQUIRE(!both_fp8 && a.a_padding >= 0 && a.out_padding >= 0 && depth > 0);
   }
+  PARKA_REQUIRE(!both_fp8 || a.factor == 1);
   if (rows == 0 || cols == 0) return;
   if (depth == 0) {
     if (!a.accumulate) device.fill_zero(a.out.data, a.out.bytes());

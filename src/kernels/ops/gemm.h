@@ -4,7 +4,8 @@
 
 namespace parka {
 
-// out[m,n] = (accumulate ? out[m,n] : 0) + sum_k A[m,k] * B[n,k],   summed in fp32, rounded once to out's dtype.
+// out[m,n] = (accumulate ? out[m,n] : 0) + factor * sum_k A[m,k] * B[n,k],   summed in fp32, rounded once to out's
+// dtype.
 // A is `a`, or its transpose when a_transposed; likewise B. For row-major activations x [T, K], a weight w [N, K]
 // and an output gradient d_y [T, N]:
 //   y   [T, N] : a = x,                   b = w
@@ -20,6 +21,7 @@ struct Gemm {
   bool b_transposed = false;
   TensorView out;  // [M, N] fp32 or bf16
   bool accumulate = false;
+  float factor = 1;  // other than 1: only for fp32 and bf16 operands
   // Columns at the end of each row of a, and of out, that are no part of the product: they are not read, and left
   // as they are. They keep rows aligned where N or K is odd. Only for fp32 and bf16 operands.
   int64_t a_padding = 0, out_padding = 0;

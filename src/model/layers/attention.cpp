@@ -12,7 +12,9 @@ namespace parka {
 void Attention::add_parameters(ParameterList& list, const ModelConfig& model, const std::string& prefix,
                                double depth) {
   const int64_t d = model.d_model;
+  const int64_t keys = model.kv_heads() * model.head_dim();
   Linear::add_parameter(list, prefix + "qkv", model.d_qkv(), d, list.initial_std(d, 0));
+  list.add_adapters(prefix, prefix + "qkv", d, {{"q_proj", model.d_heads()}, {"k_proj", keys}, {"v_proj", keys}});
   if (model.qkv_bias || model.is_encoder()) Linear::add_bias(list, prefix + "qkv", model.d_qkv());
   if (model.qk_norm != QkNormKind::kNone) {
     const bool full = model.qk_norm == QkNormKind::kFull;
@@ -25,6 +27,7 @@ void Attention::add_parameters(ParameterList& list, const ModelConfig& model, co
   }
   Linear::add_parameter(list, prefix + "attention_out", d, model.d_heads(), list.initial_std(d, depth));
   if (model.is_encoder()) Linear::add_bias(list, prefix + "attention_out", d);
+  list.add_adapters(prefix, prefix + "attention_out", model.d_heads(), {{"o_proj", d}});
 }
 
 Attention::Attention(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
@@ -65,6 +68,8 @@ void Attention::declare(BufferScope& scope) {
   lse_ = scope.kept("lse", DType::kF32, {scope.shape().num_sequences, num_heads_, scope.shape().sequence_length});
   attention_ = keeps_fp8_output_ ? scope.workspace("attention", scope.compute(), {T, d_heads()}, phases)
                                  : scope.kept("attention", scope.compute(), {T, d_heads()});
+  qkv_layer_.declare(scope, "qkv", scope.forward(kForwardAttention), kBackwardQkv);
+  out_layer_.declare(scope, "attention_out", scope.forward(kForwardAttention), kBackwardAttentionOut);
   if (scope.formats().fp8_gemm) declare_output(scope);
   if (scope.has_backward()) declare_backward(scope);
 }
@@ -139,7 +144,7 @@ void Attention::backward(const StepContext& step, const GemmInput& d_out, const 
   }
   out_layer_.input_gradient(step, d_out, d_attention);
   out_layer_.bias_gradient(step, d_out.plain);
-  if (out_layer_.trains_weight()) out_layer_.weight_gradient(step, d_out, output_again(step, attention));
+  if (out_layer_.reads_input_again()) out_layer_.weight_gradient(step, d_out, output_again(step, attention));
   const ScaledView unnormalized = saved.empty() ? ScaledView(qkv) : saved;
   if (has_qk_norm()) normalize_and_rotate(step, unnormalized, {});
   // The maximum is of what the GEMMs read: the op that writes that finds it.
@@ -155,7 +160,7 @@ void Attention::backward(const StepContext& step, const GemmInput& d_out, const 
     step.samples.add(step.device, block_, QuantizedTensor::kQkvGradient, d_qkv_plain, d_qkv_input.row);
   }
   qkv_layer_.input_gradient(step, d_qkv_input, d_x);
-  if (qkv_layer_.trains_weight()) qkv_layer_.weight_gradient(step, d_qkv_input, x());
+  if (qkv_layer_.reads_input_again()) qkv_layer_.weight_gradient(step, d_qkv_input, x());
 }
 
 // What attention reads.

@@ -1,8 +1,11 @@
 #pragma once
 #include <functional>
 #include <string>
+#include <vector>
 
+#include "core/memory_plan.h"
 #include "core/tensor.h"
+#include "model/buffer_scope.h"
 #include "model/model_config.h"
 #include "model/parameter_table.h"
 #include "model/quantized_tensors.h"
@@ -21,7 +24,9 @@ struct GemmInput {
 // Makes the input of a linear layer again, as its weight gradient wants it, or finds what forward kept.
 using InputAgain = std::function<GemmInput()>;
 
-// out = x W^T + b, with the weight W [N, K] and, where the table has a parameter <name>_bias, the bias b [N].
+// out = x W^T + b, with the weight W [N, K] and, where the table has a parameter <name>_bias, the bias b [N]. Where
+// it has adapters of the layer, the columns of out that belong to one get + scale * (x A^T) B^T, in the compute
+// format: FP8 operands are decoded for it.
 class Linear {
  public:
   // `std` is what the weight is drawn with at first. A weight of role kPlainLinear is FP8 under no precision.
@@ -31,10 +36,17 @@ class Linear {
 
   Linear(const PrecisionConfig& precision, const ParameterTable& table, const std::string& name);
 
+  // The buffers of adapters. `forward` and `backward` are the phases in which forward runs, and input_gradient()
+  // and weight_gradient().
+  void declare(BufferScope& scope, const std::string& name, PhaseMask forward, PhaseMask backward);
+
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void input_gradient(const StepContext& step, const GemmInput& d_out, const TensorView& d_x) const;
-  // Whether the weight is trained: else weight_gradient() is not to be called, and nobody needs the input again.
+  // Whether the weight is trained, and whether it or an adapter is: else weight_gradient() is not to be called, and
+  // nobody needs the input again.
   bool trains_weight() const { return trains_weight_; }
+  bool reads_input_again() const { return trains_weight_ || !adapters_.empty(); }
+  // After input_gradient().
   void weight_gradient(const StepContext& step, const GemmInput& d_out, const GemmInput& x) const;
   // Of d_out [T, N] before it is quantized. Nothing without a bias that is trained.
   void bias_gradient(const StepContext& step, const TensorView& d_out) const;
@@ -43,11 +55,31 @@ class Linear {
   void sample_weight(const StepContext& step, int64_t block, QuantizedTensor which) const;
 
  private:
+  struct Adapter {
+    int in, out;  // parameters
+    int64_t first_row, rows;
+    std::string target;
+    TensorId inner, d_inner;  // [T, rank] x A^T and its gradient without the scale
+  };
+  // Columns of an adapter in a matrix of out's width, with padding(adapter) columns behind them.
+  TensorView columns(const TensorView& out, const Adapter& adapter) const;
+  int64_t padding(const Adapter& adapter) const { return rows_ - adapter.rows; }
+  TensorView inner(const StepContext& step, TensorId id) const;
+  TensorView decoded(const StepContext& step, const ScaledView& x, TensorId buffer) const;
+  void add_adapters(const StepContext& step, const ScaledView& x, const TensorView& out) const;
+  void adapters_input_gradient(const StepContext& step, const ScaledView& d_out, const TensorView& d_x) const;
+  void adapter_gradients(const StepContext& step, const ScaledView& d_out, const GemmInput& x) const;
+
   int weight_;
   int bias_;  // -1: none
   bool trains_weight_, trains_bias_;
   bool is_fp8_;
   bool fast_forward_, fast_input_gradient_, fast_weight_gradient_;
+  int64_t rows_, cols_;  // N, K
+  std::vector<Adapter> adapters_;
+  int64_t rank_ = 0;
+  float lora_scale_;
+  TensorId decoded_input_, decoded_gradient_;  // [T, K] or [K, T], and [T, N]; only with adapters and FP8
 };
 
 }  // namespace parka

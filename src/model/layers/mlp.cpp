@@ -26,7 +26,7 @@ void Mlp::declare(BufferScope& scope) {
   const Formats& formats = scope.formats();
   const PhaseMask forward = scope.forward(kForwardFfn);
   hidden_ = scope.kept("hidden", scope.compute(), {T, f});
-  product_ = scope.gemm_input("product", f, saves_product_, forward, kBackwardSwiglu, fc2_.trains_weight());
+  product_ = scope.gemm_input("product", f, saves_product_, forward, kBackwardSwiglu, fc2_.reads_input_again());
   if (formats.fp8_gemm) {
     activated_ = scope.workspace("activated", scope.compute(), {T, f}, forward | kBackwardSwiglu);
   }
@@ -36,7 +36,7 @@ void Mlp::declare(BufferScope& scope) {
   if (!formats.fp8_gemm) return;
   constexpr PhaseMask kCodes = kBackwardSwiglu | kBackwardUpGate;
   d_hidden_fp8_.row = scope.workspace("d_hidden_fp8", formats.gradient, T, f, kCodes);
-  if (!fc1_.trains_weight()) return;
+  if (!fc1_.reads_input_again()) return;
   d_hidden_fp8_.transposed =
       scope.workspace("d_hidden_fp8_t", formats.gradient, f, T, kCodes, d_hidden_fp8_.row.scale);
 }
@@ -89,7 +89,7 @@ void Mlp::backward(const StepContext& step, const GemmInput& d_out, const InputA
   const TensorView hidden = step.tensor(hidden_, T, f), d_hidden = step.tensor(d_hidden_, T, f);
   fc2_.input_gradient(step, d_out, d_hidden);
   fc2_.bias_gradient(step, d_out.plain);
-  if (fc2_.trains_weight()) fc2_.weight_gradient(step, d_out, product_again(step, hidden));
+  if (fc2_.reads_input_again()) fc2_.weight_gradient(step, d_out, product_again(step, hidden));
   activation_backward(step.device, {.kind = activation_, .x = hidden, .d_y = d_hidden, .d_x = d_hidden});
   fc1_.bias_gradient(step, d_hidden);
   GemmInput d_fc1 = {d_hidden, {}};
@@ -99,7 +99,7 @@ void Mlp::backward(const StepContext& step, const GemmInput& d_out, const InputA
     step.samples.add(step.device, block_, QuantizedTensor::kUpGateGradient, d_hidden, d_fc1.row);
   }
   fc1_.input_gradient(step, d_fc1, d_x);
-  if (fc1_.trains_weight()) fc1_.weight_gradient(step, d_fc1, x());
+  if (fc1_.reads_input_again()) fc1_.weight_gradient(step, d_fc1, x());
 }
 
 void Mlp::sample_weights(const StepContext& step) const {

@@ -24,7 +24,7 @@ class Mlp {
       const std::string& prefix);
 
   void declare(BufferScope& scope);
-  bool reads_input_again() const { return fc1_.trains_weight(); }
+  bool reads_input_again() const { return fc1_.reads_input_again(); }
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void backward(const StepContext& step, const GemmInput& d_out, const InputAgain& x, const TensorView& d_x) const;
 

@@ -8,7 +8,9 @@ void Swiglu::add_parameters(ParameterList& list, const ModelConfig& model, const
                             double depth) {
   const int64_t d = model.d_model, f = model.d_ffn;
   Linear::add_parameter(list, prefix + "up_gate", 2 * f, d, list.initial_std(d, 0));
+  list.add_adapters(prefix, prefix + "up_gate", d, {{"up_proj", f}, {"gate_proj", f}});
   Linear::add_parameter(list, prefix + "down", d, f, list.initial_std(f, depth));
+  list.add_adapters(prefix, prefix + "down", f, {{"down_proj", d}});
 }
 
 Swiglu::Swiglu(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
@@ -24,12 +26,15 @@ void Swiglu::declare(BufferScope& scope) {
   const int64_t T = scope.tokens(), f = d_ffn_;
   const Formats& formats = scope.formats();
   const PhaseMask forward = scope.forward(kForwardFfn);
+  up_gate_layer_.declare(scope, "up_gate", forward, kBackwardUpGate);
+  down_layer_.declare(scope, "down", forward, kBackwardDown | kBackwardSwiglu);
   if (formats.up_gate.scaling != Scaling::kNone) {
     up_gate_plain_ = scope.workspace("up_gate", scope.compute(), {T, 2 * f}, forward);
   }
   up_gate_ = scope.kept("up_gate", formats.up_gate, T, 2 * f);
   if (scope.precision().save_silu) silu_ = scope.kept("silu", formats.silu, T, f);
-  product_ = scope.gemm_input("product", f, saves_product_, forward, kBackwardSwiglu, down_layer_.trains_weight());
+  product_ =
+      scope.gemm_input("product", f, saves_product_, forward, kBackwardSwiglu, down_layer_.reads_input_again());
   if (!scope.has_backward()) return;
   constexpr PhaseMask kGradient = kBackwardSwiglu | kBackwardUpGate;
   d_product_ = scope.workspace("d_product", scope.compute(), {T, f}, kBackwardDown | kBackwardSwiglu);
@@ -60,7 +65,8 @@ void Swiglu::backward(const StepContext& step, const GemmInput& d_out, const Inp
                       const TensorView& d_x) const {
   const int64_t T = step.num_tokens(), f = d_ffn_;
   const TensorView d_product = step.tensor(d_product_, T, f);
-  const bool is_fp8 = product_.transposed.valid(), makes_product = down_layer_.trains_weight() && !saves_product_;
+  const bool is_fp8 = product_.transposed.valid(),
+             makes_product = down_layer_.reads_input_again() && !saves_product_;
   const GemmInput product = {is_fp8 ? ScaledView{} : step.matrix(product_.row, T, f),
                              step.matrix(product_.transposed, f, T)};
   const GemmInput d_up_gate = {step.matrix(d_up_gate_.row, T, 2 * f), step.matrix(d_up_gate_.transposed, 2 * f, T)};
@@ -74,9 +80,9 @@ void Swiglu::backward(const StepContext& step, const GemmInput& d_out, const Inp
                                 .product_t = makes_product ? product.transposed : ScaledView{},
                                 .activation = activation_});
   sample_backward(step);
-  if (down_layer_.trains_weight()) down_layer_.weight_gradient(step, d_out, product);
+  if (down_layer_.reads_input_again()) down_layer_.weight_gradient(step, d_out, product);
   up_gate_layer_.input_gradient(step, d_up_gate, d_x);
-  if (up_gate_layer_.trains_weight()) up_gate_layer_.weight_gradient(step, d_up_gate, x());
+  if (up_gate_layer_.reads_input_again()) up_gate_layer_.weight_gradient(step, d_up_gate, x());
 }
 
 void Swiglu::sample_weights(const StepContext& step) const {

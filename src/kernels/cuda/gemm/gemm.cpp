@@ -210,9 +210,9 @@ void PreparedGemm::use_scales(CudaDevice& device, const Gemm& a) const {
 
 cublasStatus_t PreparedGemm::run(cublasLtHandle_t handle, const CudaDevice& device, const Gemm& a,
                                  const cublasLtMatmulAlgo_t& chosen) const {
-  const float one = 1.0f, beta = a.accumulate ? 1.0f : 0.0f;
+  const float factor = a.factor, beta = a.accumulate ? 1.0f : 0.0f;
   void* workspace = device.workspace("gemm", kGemmWorkspaceBytes);
-  return PARKA_CUBLASLT(cublasLtMatmul)(handle, product_, &one, a.b.data.data, a_, a.a.data.data, b_, &beta,
+  return PARKA_CUBLASLT(cublasLtMatmul)(handle, product_, &factor, a.b.data.data, a_, a.a.data.data, b_, &beta,
                                         a.out.data, out_, a.out.data, out_, &chosen, workspace,
                                         static_cast<size_t>(kGemmWorkspaceBytes), device.stream());
 }

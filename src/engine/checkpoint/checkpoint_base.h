@@ -1,0 +1,23 @@
+#pragma once
+#include <nlohmann/json.hpp>
+
+#include "engine/checkpoint/checkpoint.h"
+
+// A run that trains adapters saves these alone: its checkpoints name the one that the frozen weights are in, their
+// base, by path and checksum.
+namespace parka {
+
+// In a checkpoint's state, what describe_base() has made.
+inline constexpr const char* kBaseKey = "base";
+
+// The state by which attach_base() finds `base` again.
+nlohmann::json describe_base(const LoadedCheckpoint& base);
+
+// Whether the checkpoint's weights are in part in another one.
+bool has_base(const LoadedCheckpoint& checkpoint);
+
+// Makes the base's weights those of the checkpoint too, if it has a base. Throws Error(kBadInput) where that is
+// gone, damaged or another one. All ranks of the group must call this.
+void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group);
+
+}  // namespace parka

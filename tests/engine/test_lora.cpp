@@ -1,0 +1,247 @@
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <utility>
+
+#include "core/philox.h"
+#include "engine/checkpoint/checkpoint_base.h"
+#include "engine/checkpoint/checkpoint_weights.h"
+#include "engine/evaluation/inference_run.h"
+#include "engine/training/training_run.h"
+#include "tests/engine/step_config.h"
+#include "tests/support/alone.h"
+#include "tests/support/catch.h"
+#include "tests/support/thread_ranks.h"
+
+using namespace parka;
+using namespace parka::test;
+
+// Runs that train adapters (finetune.method = lora) from the weights of another run.
+namespace {
+
+constexpr int kSteps = 3;
+
+Config base_config(const TemporaryFolder& folder, const std::string& recipe, int64_t stage = 0, int64_t ranks = 1) {
+  Config config = step_config(folder.path().string(), recipe, stage, /*is_llama=*/true, 1, ranks);
+  std::string tokens;
+  for (uint64_t i = 0; i < 100 * kStepSequence; ++i) {
+    const auto token = static_cast<uint16_t>(philox4x32(1, 2, i)[0] % 64);
+    tokens.append({static_cast<char>(token), '\0'});
+  }
+  write_file(config.data.train[0], tokens);
+  config.optimizer.lr = 3e-3;
+  config.optimizer.schedule.kind = ScheduleKind::kConstant;
+  config.checkpoint.folder = folder.path().string() + "/base";
+  return config;
+}
+
+Config with_adapters(Config config) {
+  config.checkpoint.init_from = config.checkpoint.folder;
+  config.checkpoint.folder += "_lora";
+  config.finetune.method = FinetuneMethod::kLora;
+  config.finetune.rank = 4;
+  config.finetune.alpha = 8;
+  return config;
+}
+
+using TensorBytes = std::map<std::string, std::vector<std::byte>>;
+
+std::vector<std::byte> bytes_of(const TensorView& t) {
+  const auto* const data = static_cast<const std::byte*>(t.data);  // of the CPU
+  return {data, data + t.bytes()};
+}
+
+// All weights of this rank, frozen ones too, with the states.
+TensorBytes bytes_of(const TrainingRun& run) {
+  TensorBytes all;
+  for (const NamedTensor& t : run.optimizer().state()) all[t.name] = bytes_of(t.view);
+  const std::vector<ParameterInfo>& parameters = run.model().parameters().all;
+  for (size_t i = 0; i < parameters.size(); ++i) all[parameters[i].name] = bytes_of(run.model().weights().own()[i]);
+  return all;
+}
+
+LoadedCheckpoint save(TrainingRun& run, const std::string& folder) {
+  save_checkpoint(folder, run.snapshot(), {});
+  return load_checkpoint(list_checkpoints(folder).back().path);
+}
+
+// A run of a step, saved.
+LoadedCheckpoint make_base(const Config& config) {
+  const auto device = make_cpu_device();
+  TrainingRun run(config, *device, alone());
+  run.initialize();
+  run.step();
+  return save(run, config.checkpoint.folder);
+}
+
+std::string refusal(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    CHECK(error.code() == ExitCode::kBadInput);
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("adapters are trained, and the bits of all other weights stay", "[engine][lora]") {
+  for (const char* recipe : {"fp32", "bf16", "fp8_block", "parka"}) {
+    CAPTURE(recipe);
+    const TemporaryFolder folder;
+    const Config config = base_config(folder, recipe);
+    const LoadedCheckpoint base = make_base(config);
+    const auto device = make_cpu_device();
+    TrainingRun run(with_adapters(config), *device, alone()), plain(config, *device, alone());
+    run.initialize_from(base);
+    plain.restore(base);
+    CHECK(run.evaluate(run.data()).loss == plain.evaluate(plain.data()).loss);
+    const TensorBytes before = bytes_of(run);
+    for (int i = 0; i < kSteps; ++i) CHECK(run.step()->applied);
+    const TensorBytes after = bytes_of(run);
+    for (const ParameterInfo& p : run.model().parameters().all) {
+      CAPTURE(p.name);
+      CHECK((before.at(p.name) != after.at(p.name)) == is_adapter(p));
+      CHECK(after.contains(p.name + ".exp_avg") == is_adapter(p));
+    }
+  }
+}
+
+TEST_CASE("adapters are the same at every ZeRO stage, and with released gradients", "[engine][lora][zero]") {
+  for (const char* recipe : {"fp32", "parka"}) {
+    const TemporaryFolder folder;
+    const LoadedCheckpoint base = make_base(base_config(folder, recipe));
+    const auto losses = [&](int64_t stage, bool releases) {
+      Config config = with_adapters(base_config(folder, recipe, stage, 2));
+      config.optimizer.clip_norm = 0;
+      config.optimizer.release_gradients = releases;
+      config.reliability = {.replay_interval = 1, .state_interval = 1, .replica_interval = 1};
+      std::vector<double> all;
+      ThreadRanks(2).run([&](Communicator& communicator) {
+        const auto device = make_cpu_device();
+        TrainingRun run(config, *device, communicator);
+        run.initialize_from(base);
+        for (int i = 0; i < kSteps; ++i) {
+          const std::optional<StepReport> report = run.step();
+          PARKA_REQUIRE(report && report->applied);
+          if (communicator.rank() == 0) all.push_back(report->loss);
+        }
+      });
+      return all;
+    };
+    const std::vector<double> undivided = losses(0, false);
+    for (int64_t stage = 0; stage <= 3; ++stage) {
+      CAPTURE(recipe, stage);
+      CHECK(losses(stage, false) == undivided);
+      CHECK(losses(stage, true) == undivided);
+    }
+  }
+}
+
+TEST_CASE("a checkpoint of adapters holds them alone, and goes on beside its base", "[engine][lora]") {
+  for (const char* recipe : {"fp32", "parka"}) {
+    CAPTURE(recipe);
+    const TemporaryFolder folder;
+    const Config plain = base_config(folder, recipe), config = with_adapters(plain);
+    const LoadedCheckpoint base = make_base(plain);
+    const auto device = make_cpu_device();
+    TrainingRun run(config, *device, alone());
+    run.initialize_from(base);
+    run.step();
+    const LoadedCheckpoint checkpoint = save(run, config.checkpoint.folder);
+    for (const SafetensorsEntry& tensor : checkpoint.tensors())
+      CHECK(tensor.name.find("lora_") != std::string::npos);
+    TrainingRun restored(config, *device, alone());
+    restored.restore(checkpoint);
+    CHECK((bytes_of(restored) == bytes_of(run)));
+    for (int i = 0; i < 2; ++i) CHECK(run.step()->loss == restored.step()->loss);
+    CHECK((bytes_of(restored) == bytes_of(run)));
+
+    // Evaluation, of the checkpoint with its base.
+    TrainingRun again(config, *device, alone());
+    again.restore(checkpoint);
+    InferenceRun inference(*device, open_checkpoint(checkpoint.path()), config);
+    CHECK(evaluate_loss(*device, inference.model(), again.data(), 1, 8, alone(), {}).loss ==
+          evaluate_loss(*device, again.model(), again.data(), 1, 8, alone(), {}).loss);
+
+    Config other = config;
+    other.finetune.rank = 8;
+    TrainingRun wider(other, *device, alone());
+    CHECK(refusal([&] { wider.restore(checkpoint); }).find("finetune.rank") != std::string::npos);
+    CHECK(refusal([&] { run.initialize_from(checkpoint); }).find("has adapters of its own") != std::string::npos);
+    // Another base, or none.
+    std::filesystem::rename(base.path(), base.path() + ".away");
+    CHECK(refusal([&] { open_checkpoint(checkpoint.path()); }).find("is gone") != std::string::npos);
+    Config longer = plain;
+    longer.optimizer.lr *= 2;
+    make_base(longer);
+    CHECK(refusal([&] { open_checkpoint(checkpoint.path()); }).find("has adapters of other weights") !=
+          std::string::npos);
+  }
+}
+
+TEST_CASE("weights are read with their adapters added", "[engine][lora]") {
+  const TemporaryFolder folder;
+  const Config plain = base_config(folder, "fp32"), config = with_adapters(plain);
+  const LoadedCheckpoint base = make_base(plain);
+  const auto device = make_cpu_device();
+  TrainingRun run(config, *device, alone());
+  run.initialize_from(base);
+  for (int i = 0; i < kSteps; ++i) run.step();
+  save(run, config.checkpoint.folder);
+  const LoadedCheckpoint checkpoint = open_checkpoint(config.checkpoint.folder);
+  const ParameterTable table = make_parameter_table(config.model, false);
+  const CheckpointWeights merged(checkpoint, table.all, lora_adapters(config)), unmerged(base, table.all);
+  const ParameterTable& adapted = run.model().parameters();
+  for (const char* layer : {"blocks.1.qkv", "blocks.3.up_gate", "blocks.0.down", "head"}) {
+    CAPTURE(layer);
+    const ParameterInfo& p = table.all[static_cast<size_t>(table.index_of(layer))];
+    std::vector<float> want = unmerged.read(p, {0, p.numel()}, WeightForm::kMaster);
+    for (const LoraAdapter& adapter : adapted.adapters) {
+      if (adapter.layer != layer) continue;
+      const float* const a = run.model().weights().plain(adapter.in).as<float>();
+      const float* const b = run.model().weights().plain(adapter.out).as<float>();
+      for (int64_t row = 0; row < adapter.rows; ++row) {
+        for (int64_t col = 0; col < p.cols; ++col) {
+          double sum = 0;
+          for (int64_t r = 0; r < 4; ++r) sum += double{b[row * 4 + r]} * a[r * p.cols + col];
+          float& value = want[static_cast<size_t>((adapter.first_row + row) * p.cols + col)];
+          value = static_cast<float>(value + 2.0 * sum);
+        }
+      }
+    }
+    CHECK(merged.read(p, {0, p.numel()}, WeightForm::kMaster) == want);
+    const ElementRange part = {p.numel() / 3, p.numel() / 2};
+    CHECK(merged.read(p, part, WeightForm::kMaster) ==
+          std::vector<float>(want.begin() + part.begin, want.begin() + part.end));
+  }
+  // A run of all weights starts from the sum.
+  TrainingRun full(plain, *device, alone());
+  full.initialize_from(checkpoint);
+  const double loss = run.evaluate(run.data()).loss;
+  CHECK(std::abs(full.evaluate(full.data()).loss - loss) < 1e-5 * loss);
+}
+
+TEST_CASE("settings of adapters without meaning are refused by name", "[engine][lora]") {
+  const TemporaryFolder folder;
+  const Config config = with_adapters(base_config(folder, "bf16"));
+  const auto refused = [&](const std::function<void(Config&)>& change) {
+    Config changed = config;
+    change(changed);
+    return refusal([&] { validate(changed); });
+  };
+  CHECK(refused([](Config&) {}).empty());
+  CHECK(refused([](Config& c) {
+          c.finetune.targets = {"q_proj", "query"};
+        }) ==
+        "finetune.targets holds \"query\"; wanted some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
+        "down_proj");
+  CHECK(refused([](Config& c) { c.finetune.targets.clear(); }).starts_with("finetune.targets is empty"));
+  CHECK(refused([](Config& c) { c.optimizer.frozen = {"head"}; }).starts_with("optimizer.frozen has no meaning"));
+  CHECK(config.finetune.lora_rules().scale == 2);
+  Config rslora = config;
+  rslora.finetune.rslora = true;
+  CHECK(rslora.finetune.lora_rules().scale == 4);
+}
