@@ -23,10 +23,16 @@ struct ReferencesHeader {
 };
 static_assert(sizeof(ReferencesHeader) == 40);
 
-std::vector<std::byte> read_all(const ReadOnlyFile& file) {
-  std::vector<std::byte> content(static_cast<size_t>(file.size()));
-  file.read(0, content);
-  return content;
+ReferencesHeader read_header(const ReadOnlyFile& file) {
+  ReferencesHeader header{};
+  const bool has_room = file.size() >= static_cast<int64_t>(kReferencesHeaderBytes + kChecksumBytes);
+  if (has_room) file.read(0, std::as_writable_bytes(std::span(&header, 1)));
+  if (std::string_view(header.magic, sizeof(header.magic)) != kReferencesMagic) {
+    throw_bad_input(
+        "{}: is no file of references to images; copy it again, or make it with scripts/prepare_images.py",
+        file.path());
+  }
+  return header;
 }
 
 void check_header(const std::string& path, const ReferencesHeader& header, const ImageRules& rules) {
@@ -50,14 +56,9 @@ void check_header(const std::string& path, const ReferencesHeader& header, const
 ImageReferences::ImageReferences(const std::string& token_path, int64_t num_tokens, const ImageRules& rules)
     : file_(path_of(token_path)) {
   const std::string& path = file_.path();
-  const std::vector<std::byte> content = read_all(file_);
-  ReferencesHeader header{};
-  const bool has_room = content.size() >= kReferencesHeaderBytes + kChecksumBytes;
-  if (has_room) std::memcpy(&header, content.data(), sizeof(header));
-  if (std::string_view(header.magic, sizeof(header.magic)) != kReferencesMagic) {
-    throw_bad_input(
-        "{}: is no file of references to images; copy it again, or make it with scripts/prepare_images.py", path);
-  }
+  const ReferencesHeader header = read_header(file_);
+  std::vector<std::byte> content(static_cast<size_t>(file_.size()));
+  file_.read(0, content);
   const size_t end = content.size() - kChecksumBytes;
   uint64_t checksum = 0;
   std::memcpy(&checksum, content.data() + end, sizeof(checksum));
@@ -80,6 +81,11 @@ ImageReferences::ImageReferences(const std::string& token_path, int64_t num_toke
     }
     free = r.first_token + r.slots;
   }
+}
+
+ImageRules ImageReferences::rules_of(const std::string& token_path) {
+  const ReferencesHeader header = read_header(ReadOnlyFile(path_of(token_path)));
+  return {.token = header.token, .slots = header.slots, .size = header.height};
 }
 
 std::span<const ImageReference> ImageReferences::among(int64_t first, int64_t count) const {

@@ -36,6 +36,8 @@ class ImageReferences {
   // damaged or contradicts itself, the token file or `rules`.
   ImageReferences(const std::string& token_path, int64_t num_tokens, const ImageRules& rules);
   static std::string path_of(const std::string& token_path) { return token_path + ".images"; }
+  // What the file of references says of itself, to look at data without a model. Throws as the constructor does.
+  static ImageRules rules_of(const std::string& token_path);
 
   const ReadOnlyFile& file() const { return file_; }
   const std::vector<ImageReference>& all() const { return references_; }

@@ -11,6 +11,7 @@ import io
 import json
 import re
 import struct
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -236,6 +237,28 @@ class Files(Preparation):
         info = self.prepare(self.write(records))
         self.assertEqual(self.samples(), ["[1]{Picture 1.\n}", "[2]{Picture 2.\n}", "[3]{Picture 1.\n}"])
         self.assertEqual(info["left_out"]["duplicate_samples"], 1)
+
+
+class Read(Preparation):
+    def parka_data(self):
+        program = os.environ.get("PARKA_PROGRAM", str(ROOT / "build/release/parka"))
+        files = [str(self.out / "train-00000.npy"), str(self.out / "train-00001.npy")]
+        return subprocess.run([program, "data", *files], capture_output=True, text=True, timeout=300)
+
+    def test_parka_reads_every_image(self):
+        records = [sample(str(n), f"{n % 7}.png", "<image>", f"{n:02d}" * 6) for n in range(60)]
+        self.prepare(self.write(records), tokens_per_file=640)
+        result = self.parka_data()
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        for line in result.stdout.splitlines()[:2]:
+            self.assertIn("raw, uint16, 640 tokens, ids 10 to 257, 40 documents, 390 targets, 30 images, checksum ", line)
+        path = self.out / "images-00000.pixels"
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+        result = self.parka_data()
+        self.assertEqual((result.returncode, result.stdout), (2, ""))
+        self.assertIn(f"{path}: image 6 has other pixels than when it was made; copy it again", result.stderr)
 
 
 class Tokens(Preparation):

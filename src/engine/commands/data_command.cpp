@@ -56,6 +56,7 @@ nlohmann::ordered_json to_json(const DataStatistics& s) {
       {"tokens", s.num_tokens}, {"min_id", s.min_id},          {"max_id", s.max_id}};
   if (s.num_documents) line["documents"] = *s.num_documents;
   if (s.num_targets) line["targets"] = *s.num_targets;
+  if (s.num_images) line["images"] = *s.num_images;
   line["checksum"] = s.checksum;
   return line;
 }
@@ -80,6 +81,7 @@ int run_data(const DataOptions& options) {
       if (s.num_documents)
         text += fmt::format(", {} document{}", *s.num_documents, *s.num_documents == 1 ? "" : "s");
       if (s.num_targets) text += fmt::format(", {} targets", *s.num_targets);
+      if (s.num_images) text += fmt::format(", {} images", *s.num_images);
       std::printf("%s, checksum %s\n", text.c_str(), s.checksum.c_str());
     }
   }

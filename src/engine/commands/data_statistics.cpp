@@ -8,6 +8,28 @@
 #include "engine/files/file_io.h"
 
 namespace parka {
+namespace {
+
+std::optional<ImageFiles> images_beside(const TokenFile& file) {
+  if (!file_exists(ImageReferences::path_of(file.path()))) return std::nullopt;
+  std::optional<ImageFiles> images(ImageReferences::rules_of(file.path()));
+  images->add(file.path(), file.num_tokens());
+  return images;
+}
+
+// Returns their number.
+int64_t read_images(const ImageFiles& images, const TokenFile& file) {
+  const ImageRules rules = ImageReferences::rules_of(file.path());
+  const std::vector<ImagePlace> places = images.in_sequence(0, 0, file.num_tokens());
+  std::vector<uint8_t> pixels;
+  for (const ImagePlace& place : places) {
+    pixels.resize(static_cast<size_t>(3 * rules.size * rules.size));  // which a file of pixels has confirmed
+    images.read(place, pixels.data());
+  }
+  return static_cast<int64_t>(places.size());
+}
+
+}  // namespace
 
 DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t vocab_size) {
   constexpr int64_t kPiece = int64_t{1} << 20;
@@ -17,6 +39,7 @@ DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t voc
   result.format = file.format();
   result.type = file.type();
   result.num_tokens = file.num_tokens();
+  const std::optional<ImageFiles> images = images_beside(file);
   int64_t ends = 0, starts = 0, targets = 0;
   std::vector<int32_t> ids;
   std::vector<uint8_t> marks;
@@ -27,6 +50,7 @@ DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t voc
     const auto [least, greatest] = std::minmax_element(ids.begin(), ids.end());
     result.min_id = begin == 0 ? *least : std::min(result.min_id, *least);
     result.max_id = std::max(result.max_id, *greatest);
+    if (images) images->check_slots(file.path(), begin, images->in_sequence(0, begin, count), ids.data(), count);
     ends += std::count(ids.begin(), ids.end(), document_end);
     if (!file.has_mask()) continue;
     marks.resize(ids.size());
@@ -44,6 +68,7 @@ DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t voc
     result.num_documents = starts;
   }
   if (file.has_mask()) result.num_targets = targets;
+  if (images) result.num_images = read_images(*images, file);
   result.checksum = checksum_of(*file.files().front());
   return result;
 }

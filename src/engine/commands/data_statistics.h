@@ -16,11 +16,13 @@ struct DataStatistics {
   int32_t min_id = 0, max_id = 0;        // 0 if there are no tokens
   std::optional<int64_t> num_documents;  // if ids, index or mask show it
   std::optional<int64_t> num_targets;    // tokens that the mask file marks, if there is one
+  std::optional<int64_t> num_images;     // if a file of references to images lies beside the file
   std::string checksum;                  // XXH3-128 of the file, as xxh128sum prints it
 };
 
 // If `document_end` is not negative, counts the documents that end with it; else those that begin by index or mask.
-// Throws Error(kBadInput) for an id that is not below `vocab_size`.
+// Reads the pixels of all images. Throws Error(kBadInput) for an id that is not below `vocab_size`, for images that
+// are damaged, and for image slots without an image.
 DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t vocab_size);
 
 }  // namespace parka

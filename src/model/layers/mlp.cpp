@@ -36,7 +36,7 @@ void Mlp::declare(BufferScope& scope) {
   if (!formats.fp8_gemm) return;
   constexpr PhaseMask kCodes = kBackwardSwiglu | kBackwardUpGate;
   d_hidden_fp8_.row = scope.workspace("d_hidden_fp8", formats.gradient, T, f, kCodes);
-  if (!fc1_.reads_input_again()) return;
+  if (!fc1_.trains_weight()) return;
   d_hidden_fp8_.transposed =
       scope.workspace("d_hidden_fp8_t", formats.gradient, f, T, kCodes, d_hidden_fp8_.row.scale);
 }
