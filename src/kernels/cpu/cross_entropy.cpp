@@ -45,13 +45,16 @@ RowLoss row_loss(const CrossEntropy& a, float grad_scale, int32_t target, Eigen:
   return {std::log(sum) - target_logit, a.z_loss * lse * lse};
 }
 
-// Stores the gradient in FP8.
-void encode_gradient(const CrossEntropy& a, const Matrix& gradient, float grad_scale) {
-  const ScaledView& any = a.d_logits.empty() ? a.d_logits_t : a.d_logits;
-  const bool has_tensor_scale = any.scaling == Scaling::kTensor;
-  if (has_tensor_scale) {
-    any.scale.as<float>()[0] = logits_gradient_scale(grad_scale, float8_traits(any.data.dtype).max);
-  }
+// Of a row whose gradient at the target is `at_target`.
+float row_factor_of(float at_target, const ScaledView& codes) {
+  const float scale = codes.scale.as<float>()[0], code = at_target * (1.0f / scale);
+  const float rounded =
+      codes.data.dtype == DType::kE4M3 ? decode_e4m3(encode_e4m3(code)) : decode_e5m2(encode_e5m2(code));
+  return row_factor(at_target, rounded * scale);
+}
+
+// Stores the gradient in FP8, with the scale that is there if there is one.
+void encode_gradient(const CrossEntropy& a, const Matrix& gradient, bool has_tensor_scale) {
   encode_with_transpose(gradient, a.d_logits, a.d_logits_t,
                         has_tensor_scale ? ScaleSource::kGiven : ScaleSource::kCompute);
 }
@@ -61,10 +64,15 @@ void encode_gradient(const CrossEntropy& a, const Matrix& gradient, float grad_s
 void cross_entropy(Device&, const CrossEntropy& a) {
   const int64_t T = a.logits.dim[0], stride = a.logits.dim[1], V = stride - a.padding;
   const bool makes_codes = !a.d_logits.empty() || !a.d_logits_t.empty();
+  const ScaledView& codes = a.d_logits.empty() ? a.d_logits_t : a.d_logits;
+  const bool has_tensor_scale = makes_codes && codes.scaling == Scaling::kTensor;
   Matrix gradient(makes_codes ? T : 0, stride);
   check_targets(a.targets, V);
   const int32_t* targets = a.targets.as<int32_t>();
   const float grad_scale = a.grad_factor.empty() ? a.grad_scale : a.grad_scale * a.grad_factor.as<float>()[0];
+  if (has_tensor_scale) {
+    codes.scale.as<float>()[0] = logits_gradient_scale(grad_scale, float8_traits(codes.data.dtype).max);
+  }
   parallel_for(T, kRowGrain, [&](int64_t begin, int64_t end) {
     Eigen::ArrayXf x(V);
     for (int64_t t = begin; t < end; ++t) {
@@ -74,6 +82,7 @@ void cross_entropy(Device&, const CrossEntropy& a) {
       } else {
         decode_elements(a.logits, t * stride, V, x.data());
         row = row_loss(a, grad_scale, targets[t], x);
+        if (has_tensor_scale) x *= row_factor_of(x[targets[t]], codes);
       }
       a.loss.as<float>()[t] = row.loss;
       if (!a.z_loss_value.empty()) a.z_loss_value.as<float>()[t] = row.z_loss;
@@ -85,7 +94,7 @@ void cross_entropy(Device&, const CrossEntropy& a) {
       }
     }
   });
-  if (makes_codes) encode_gradient(a, gradient, grad_scale);
+  if (makes_codes) encode_gradient(a, gradient, has_tensor_scale);
 }
 
 }  // namespace parka::cpu

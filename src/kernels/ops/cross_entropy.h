@@ -36,10 +36,20 @@ int64_t workspace_of(const CrossEntropy& a);
 // The scale of a kTensor gradient in a format whose largest number is `largest`, 1.75 times a power of two: |g|
 // becomes that power. No pass has to look for the largest number, for a probability is at most 1. With z_loss a
 // gradient may be more than g; what is more than 1.75 |g| becomes that.
+// A row's numbers are then multiplied by the one near 1, row_factor(), with which that at the target, by far the
+// largest of most rows, is a number of the format. A row without z-loss adds up to 0, for adding a number to all
+// logits changes nothing. Rounding the target alone would push all logits the same way, row after row.
 PARKA_HOST_DEVICE inline float logits_gradient_scale(float g, float largest) {
   constexpr float kTiny = 0x1p-100f;  // below it 1 / scale would leave fp32's range, and codes are zeros
   const float magnitude = std::fabs(g);
   return magnitude < kTiny ? 1.0f : magnitude * (1.75f / largest);
+}
+
+// `rounded` / `at_target`; 1 where that is no rounding: beyond the range, below it, or of NaN.
+PARKA_HOST_DEVICE inline float row_factor(float at_target, float rounded) {
+  constexpr float kMost = 0.126f;  // half a place of E5M2
+  const float factor = rounded / at_target;
+  return std::fabs(factor - 1.0f) <= kMost ? factor : 1.0f;
 }
 
 }  // namespace parka

@@ -237,6 +237,19 @@ __device__ float scale_of_rows(const Arguments<T>& a) {
   return a.grad_factor == nullptr ? a.grad_scale : a.grad_scale * *a.grad_factor;
 }
 
+// Multiplies what a row's gradient is made of by row_factor().
+template <typename T>
+__device__ void scale_row(const Arguments<T>& a, float target_logit, Gradient& g) {
+  const float scale = logits_gradient_scale(g.grad_scale, a.largest_gradient);
+  const float at_target = exp_relative(target_logit, g.c) * g.factor - g.grad_scale;
+  const float code = at_target * inverse_of_scale(scale);
+  const float rounded =
+      a.largest_gradient == kE4M3Traits.max ? decode_e4m3(encode_e4m3(code)) : decode_e5m2(encode_e5m2(code));
+  const float factor = row_factor(at_target, rounded * scale);
+  g.factor *= factor;
+  g.grad_scale *= factor;
+}
+
 // ---- Kernel ----
 
 // A row for start_copies: of length 0 when its target is to be ignored, as one after the last has it.
@@ -283,9 +296,11 @@ __device__ void process_row(const Arguments<T>& a, int64_t t, int target, int ne
 
   // p as a quotient of exponentials: exp(x - lse) would carry the rounding error of lse, large when logits are.
   const float grad_scale = scale_of_rows(a);
-  const Gradient gradient{c, grad_scale * (1.0f + 2.0f * a.z_loss * lse) / sum, grad_scale, target};
+  Gradient gradient{c, grad_scale * (1.0f + 2.0f * a.z_loss * lse) / sum, grad_scale, target};
   if (a.gradient_T != nullptr) {
-    if (threadIdx.x == 0) a.gradient_T[t] = gradient;
+    if (threadIdx.x != 0) return;
+    if (a.gradient_scale != nullptr) scale_row(a, target_logit, gradient);
+    a.gradient_T[t] = gradient;
     return;
   }
   const Row<T> next = row_to_copy(a, t + gridDim.x, next_target);
