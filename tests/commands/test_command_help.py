@@ -111,7 +111,8 @@ class Completion(unittest.TestCase):
         self.assertEqual(self.complete("parka", "import", "--set"), [])
 
     def test_bash_completes_config_keys(self):
-        self.assertEqual(self.complete("parka", "train", "x.json", "--optimizer.lr"), ["--optimizer.lr="])
+        self.assertEqual(self.complete("parka", "train", "x.json", "--optimizer.lr"),
+                         ["--optimizer.lr=", "--optimizer.lr_patterns=", "--optimizer.lr_factors="])
         self.assertEqual(self.complete("parka", "config", "show", "--optimizer.schedule.k"), ["--optimizer.schedule.kind="])
         self.assertEqual(len([word for word in self.complete("parka", "plan", "--") if "." in word]), len(config_keys()))
 

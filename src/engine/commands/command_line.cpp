@@ -281,10 +281,10 @@ void add_export(CLI::App& app, ExportOptions& options) {
                   "A checkpoint, a run folder (its newest checkpoint), or an imported model")
       ->required();
   command.add_option("--out", options.output, "Folder to create")->type_name("FOLDER")->required();
-  command
-      .add_option("--dtype", options.dtype,
-                  "Format of the weights (default: the imported model's, else the run's compute format)")
-      ->check(CLI::IsMember({"bf16", "fp16", "fp32"}));
+  CLI::Option& dtype =
+      *command.add_option("--dtype", options.dtype,
+                          "Format of the weights (default: the imported model's, else the run's compute format)");
+  dtype.check(CLI::IsMember({"bf16", "fp16", "fp32"}));
   command
       .add_option(
           "--family", options.family,
@@ -296,10 +296,15 @@ void add_export(CLI::App& app, ExportOptions& options) {
                   "Hugging Face folder to copy the tokenizer and other settings from (default: the imported model "
                   "that the weights come from)")
       ->type_name("FOLDER");
+  CLI::Option& shard_size = *command.add_option(
+      "--shard-size", options.shard_size,
+      "Largest size of a weight file, e.g. 5GB (default: split like the imported model, else 50GB)");
+  shard_size.type_name("SIZE");
   command
-      .add_option("--shard-size", options.shard_size,
-                  "Largest size of a weight file, e.g. 5GB (default: split like the imported model, else 50GB)")
-      ->type_name("SIZE");
+      .add_flag("--adapter", options.adapter,
+                "Write the adapters of finetune.method = lora alone, for peft, and do not add them to the weights")
+      ->excludes(&dtype)
+      ->excludes(&shard_size);
 }
 
 void add_data(CLI::App& app, DataOptions& options) {

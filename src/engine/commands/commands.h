@@ -102,6 +102,7 @@ struct ExportOptions {
   std::string like = {};
   // "5GB"; empty: as imported, or transformers' default.
   std::string shard_size = {};
+  bool adapter = false;  // the adapters alone, as peft has them
 };
 int run_export(const ExportOptions& options);
 

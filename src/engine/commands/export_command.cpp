@@ -21,6 +21,7 @@
 #include "engine/files/json_text.h"
 #include "engine/huggingface/huggingface_config.h"
 #include "engine/huggingface/huggingface_origin.h"
+#include "engine/huggingface/peft_adapter.h"
 #include "engine/text/tokenizer_files.h"
 
 namespace parka {
@@ -75,6 +76,11 @@ class Exporter {
   }
 
   void write(const std::string& out) const {
+    if (options_.adapter) {
+      write_peft_adapter(checkpoint_, config_, *family_, origin_ ? origin_->folder : config_.checkpoint.init_from,
+                         out);
+      return;
+    }
     const std::string config = config_text();
     DraftFolder draft(out);
     write_new_file(draft / kHuggingFaceConfigName, config);
@@ -89,6 +95,7 @@ class Exporter {
   }
 
   std::string description() const {
+    if (options_.adapter) return fmt::format("adapters of step {} of {}", checkpoint_.step(), checkpoint_.path());
     return fmt::format("step {} of {} in {}, {} file{}{}", checkpoint_.step(), checkpoint_.path(), format_names(),
                        layout_.files.size(), layout_.files.size() == 1 ? "" : "s",
                        came_with() ? fmt::format(", with what came with {}", *came_with()) : "");

@@ -1,0 +1,96 @@
+#include "engine/huggingface/peft_adapter.h"
+
+#include <algorithm>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "core/error.h"
+#include "engine/checkpoint/checkpoint_weights.h"
+#include "engine/files/draft_folder.h"
+#include "engine/files/float_elements.h"
+#include "engine/huggingface/huggingface_tensors.h"
+
+namespace parka {
+namespace {
+
+// peft wraps the model twice. What ends a weight's name in the model comes after the adapter's.
+std::string peft_name(std::string_view weight, const char* factor) {
+  constexpr std::string_view kWeight = ".weight";
+  PARKA_REQUIRE(weight.ends_with(kWeight));
+  weight.remove_suffix(kWeight.size());
+  return fmt::format("base_model.model.{}.{}.weight", weight, factor);
+}
+
+HostTensor read_factor(const CheckpointWeights& weights, const ParameterInfo& factor, std::string name) {
+  HostTensor tensor{std::move(name), DType::kF32, {factor.rows, factor.cols}, {}};
+  const std::vector<float> values = weights.read(factor, {0, factor.numel()}, WeightForm::kMaster);
+  tensor.bytes.resize(values.size() * sizeof(float));
+  encode_floats(values, DType::kF32, tensor.bytes);
+  return tensor;
+}
+
+std::vector<HostTensor> peft_tensors(const LoadedCheckpoint& checkpoint, const Config& config,
+                                     const HuggingFaceFamily& family) {
+  const ParameterTable table = make_parameter_table(config.model, false);
+  const std::vector<HuggingFaceTensor> weights = huggingface_tensors(family, config.model, table);
+  const CheckpointAdapters adapters = lora_adapters(config);
+  std::vector<ParameterInfo> factors;
+  for (const CheckpointAdapters::Adapter& adapter : adapters.all) {
+    factors.push_back(adapter.in);
+    factors.push_back(adapter.out);
+  }
+  const CheckpointWeights reader(checkpoint, factors);
+  std::vector<HostTensor> tensors;
+  for (const CheckpointAdapters::Adapter& adapter : adapters.all) {
+    const auto weight = std::ranges::find_if(weights, [&](const HuggingFaceTensor& tensor) {
+      return table.all[tensor.parameter].name == adapter.layer && tensor.first_row == adapter.first_row;
+    });
+    PARKA_REQUIRE(weight != weights.end());
+    tensors.push_back(read_factor(reader, adapter.in, peft_name(weight->name, "lora_A")));
+    tensors.push_back(read_factor(reader, adapter.out, peft_name(weight->name, "lora_B")));
+  }
+  std::ranges::sort(tensors, {}, &HostTensor::name);
+  return tensors;
+}
+
+nlohmann::ordered_json peft_config(const FinetuneConfig& finetune, const std::string& base) {
+  return {{"base_model_name_or_path", base},
+          {"bias", "none"},
+          {"fan_in_fan_out", false},
+          {"inference_mode", true},
+          {"init_lora_weights", true},
+          {"lora_alpha", finetune.alpha},
+          {"lora_dropout", 0.0},
+          {"modules_to_save", nullptr},
+          {"peft_type", "LORA"},
+          {"r", finetune.rank},
+          {"target_modules", finetune.targets},
+          {"task_type", "CAUSAL_LM"},
+          {"use_dora", false},
+          {"use_rslora", finetune.rslora}};
+}
+
+}  // namespace
+
+void write_peft_adapter(const LoadedCheckpoint& checkpoint, const Config& config, const HuggingFaceFamily& family,
+                        const std::string& base, const std::string& out) {
+  if (config.finetune.method != FinetuneMethod::kLora) {
+    throw_bad_input("{}: has no adapters (finetune.method = {}); leave --adapter out", checkpoint.path(),
+                    name_of(config.finetune.method));
+  }
+  const std::vector<HostTensor> tensors = peft_tensors(checkpoint, config, family);
+  std::vector<const HostTensor*> pointers;
+  for (const HostTensor& tensor : tensors) pointers.push_back(&tensor);
+  DraftFolder draft(out);
+  write_new_file(draft / "adapter_config.json", peft_config(config.finetune, base).dump(2) + "\n");
+  OutputFile file(draft / "adapter_model.safetensors");
+  write_safetensors(pointers, {{"format", "pt"}}, [&](ByteSpan bytes) { file.write(bytes); });
+  file.sync();
+  file.close();
+  draft.publish();
+}
+
+}  // namespace parka

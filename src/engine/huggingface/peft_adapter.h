@@ -1,0 +1,16 @@
+#pragma once
+#include <string>
+
+#include "engine/checkpoint/checkpoint.h"
+#include "engine/config/config.h"
+#include "engine/huggingface/huggingface_families.h"
+
+namespace parka {
+
+// Writes the adapters of a checkpoint as peft does: adapter_model.safetensors, in fp32, and adapter_config.json, in
+// a new folder. `base` is what the config names as the model that they belong to. Throws Error(kBadInput) if the
+// checkpoint's config has no adapters.
+void write_peft_adapter(const LoadedCheckpoint& checkpoint, const Config& config, const HuggingFaceFamily& family,
+                        const std::string& base, const std::string& out);
+
+}  // namespace parka

@@ -1,0 +1,66 @@
+"""finetune.method = lora from the command line: adapters beside an imported model, resumed, evaluated, exported."""
+import json
+import os
+import unittest
+
+from parka_runs import RunFolder, parka, write_tokens
+
+FIXTURE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures", "huggingface", "llama_mha")
+
+try:
+    import numpy as np
+    from safetensors.numpy import load_file
+except ImportError:
+    raise SystemExit(77)
+
+
+class Adapters(RunFolder):
+    def run_ok(self, *arguments):
+        result = parka(*arguments)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return result.stdout + result.stderr
+
+    def test_adapters_of_an_imported_model(self):
+        model, run, out = (os.path.join(self.folder, name) for name in ("model", "run", "out"))
+        self.run_ok("import", FIXTURE, "--out", model)
+        with open(os.path.join(FIXTURE, "config.json"), encoding="utf-8") as file:
+            vocab = json.load(file)["vocab_size"]
+        write_tokens(f"{self.folder}/tokens.npy", 2000, 5, vocab)
+        tokens = json.dumps([f"{self.folder}/tokens.npy"])
+        settings = {"data.train": tokens, "data.eval": tokens, "data.sequence_length": 16, "checkpoint.folder": run, "device.kind": "cpu",
+                    "finetune.method": "lora", "finetune.rank": 4, "finetune.alpha": 12, "finetune.targets": '["q_proj", "v_proj", "up_proj"]',
+                    "optimizer.lr": 1e-2, "optimizer.schedule.warmup_steps": 0, "training.global_batch_size": 4,
+                    "training.micro_batch_size": 2, "training.eval_interval": 0}
+        train = ["train", os.path.join(model, "config.json"), *(f"--set={key}={value}" for key, value in settings.items())]
+        self.run_ok(*train, "--set=training.steps=2")
+        self.assertIn("resuming from", self.run_ok(*train, "--set=training.steps=4"))
+        self.run_ok("eval", run, "--set", "device.kind=cpu")
+
+        self.run_ok("export", run, "--out", out, "--dtype", "fp32")
+        self.run_ok("export", run, "--out", out + "_adapter", "--adapter")
+        with open(os.path.join(out + "_adapter", "adapter_config.json"), encoding="utf-8") as file:
+            config = json.load(file)
+        self.assertEqual((config["peft_type"], config["r"], config["lora_alpha"]), ("LORA", 4, 12))
+        self.assertEqual(config["target_modules"], ["q_proj", "v_proj", "up_proj"])
+        adapter = load_file(os.path.join(out + "_adapter", "adapter_model.safetensors"))
+        merged = load_file(os.path.join(out, "model.safetensors"))
+        base = load_file(os.path.join(FIXTURE, "model.safetensors"))
+        num_adapted = 0
+        for name, weight in merged.items():
+            factor = "base_model.model." + name.removesuffix("weight")
+            want = base[name].astype(np.float64)
+            if factor + "lora_A.weight" in adapter:
+                num_adapted += 1
+                product = adapter[factor + "lora_B.weight"].astype(np.float64) @ adapter[factor + "lora_A.weight"]
+                self.assertGreater(np.abs(product).max(), 0)
+                want = want + 3 * product
+            np.testing.assert_allclose(weight, want, rtol=0, atol=1e-6, err_msg=name)
+        self.assertEqual(2 * num_adapted, len(adapter))
+
+        refused = parka("export", model, "--out", out + "_none", "--adapter")
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("has no adapters", refused.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
