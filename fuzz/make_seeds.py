@@ -146,6 +146,19 @@ def make_token_files():
         seed("token_source", name, source)
 
 
+def make_image_files():
+    tokens = struct.pack("<8H", 1, 9, 9, 2, 9, 3, 4, 5)
+    pixels = b"PARKAPIX" + struct.pack("<4IQ", 1, 3, 1, 2, 2) + bytes(32) + bytes(range(12))
+    header = b"PARKAIMG" + struct.pack("<6IQ", 1, 9, 2, 2, 2, 0, 2) + bytes(24)
+    square = b"PARKAPIX" + struct.pack("<4IQ", 1, 3, 2, 2, 1) + bytes(32) + bytes(range(12))
+    checksum = 0x5ace6a511c10894b  # XXH3-64 of the pixels
+    references = struct.pack("<QQ4I", 1, checksum, 0, 0, 2, 0) + struct.pack("<QQ4I", 4, checksum, 0, 0, 1, 0)
+    seed("image_files", "two", DIVIDER.join([tokens, header + references, square]))
+    seed("image_files", "wide", DIVIDER.join([tokens, header + references, pixels]))
+    none = b"PARKAIMG" + struct.pack("<6IQ", 1, 10, 2, 2, 2, 0, 0) + bytes(24)
+    seed("image_files", "none", DIVIDER.join([tokens, none]))
+
+
 def make_evaluation():
     head = {"kind": "parka requests", "version": 1, "task": "arc", "metric": "acc"}
     choice = {"continuation": [4, 5], "characters": 6, "bytes": 7}
@@ -188,6 +201,7 @@ make_checkpoints()
 make_manifests()
 make_hugging_face()
 make_token_files()
+make_image_files()
 make_evaluation()
 make_measurements()
 make_arguments()
