@@ -60,7 +60,8 @@ struct Vision {
 
   static ParameterTable table_of(const TowerConfig& tower, const ProjectorConfig& projector) {
     const ModelConfig initial;
-    ParameterList list(initial);
+    const LoraRules no_adapters;
+    ParameterList list(initial, no_adapters);
     VisionTower::add_parameters(list, tower);
     list.begin_unit();
     Projector::add_parameters(list, projector, tower);
