@@ -102,8 +102,8 @@ TEST_CASE("an unknown key names the nearest one", "[engine][config]") {
       {R"({"lr": 1})", "lr: unknown key; did you mean optimizer.lr?"},
       {R"({"training": {"lr": 1}})", "training.lr: unknown key; did you mean optimizer.lr?"},
       {R"({"zqxw": 1})",
-       "zqxw: unknown key; the keys are: model precision optimizer data training checkpoint telemetry evaluation "
-       "distributed reliability device"},
+       "zqxw: unknown key; the keys are: model precision optimizer data training finetune checkpoint telemetry "
+       "evaluation distributed reliability device"},
       {R"({"distributed": {"": 1}})", "distributed.: unknown key; the keys are: zero_stage shard_size"},
       {R"({"optimizer.lr": 1})",
        R"("optimizer.lr": a key has no dots; write sections as objects, {"optimizer": {"lr": ...}})"},
@@ -249,8 +249,9 @@ TEST_CASE("the resolved config is complete and parses to the same", "[engine][co
     CAPTURE(name, text);
     CHECK(parse(text) == c);
     Config copy = c;
-    // Two files to train on make two values of one field.
-    CHECK(to_json(c).flatten().size() == make_config_table(copy).fields.size() + 1);
+    // Two files to train on make two values of one field, and so do the layers with adapters.
+    const size_t more = c.data.train.size() - 1 + c.finetune.targets.size() - 1;
+    CHECK(to_json(c).flatten().size() == make_config_table(copy).fields.size() + more);
   }
 }
 
