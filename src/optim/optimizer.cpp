@@ -392,9 +392,11 @@ void Optimizer::step_unit(Device& device, const Update& update, int unit, const 
                                parameters_.begin());
   };
   const size_t begin = first_from(unit), end = first_from(unit + 1);
-  const auto of_unit = std::ranges::subrange(parameters_.begin() + static_cast<int64_t>(begin),
-                                             parameters_.begin() + static_cast<int64_t>(end));
-  if (std::ranges::none_of(of_unit, &ParameterInfo::trainable)) return;
+  if (std::none_of(parameters_.begin() + static_cast<int64_t>(begin),
+                   parameters_.begin() + static_cast<int64_t>(end),
+                   [](const ParameterInfo& p) { return p.trainable; })) {
+    return;
+  }
   find_unit_coefficient(device, update.step, begin, end, sums);
   clear_amax(device, begin, end);  // not sooner: backward reads them
   for (size_t i = begin; i < end; ++i) {

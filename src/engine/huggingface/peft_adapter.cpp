@@ -83,6 +83,7 @@ void write_peft_adapter(const LoadedCheckpoint& checkpoint, const Config& config
   }
   const std::vector<HostTensor> tensors = peft_tensors(checkpoint, config, family);
   std::vector<const HostTensor*> pointers;
+  pointers.reserve(tensors.size());
   for (const HostTensor& tensor : tensors) pointers.push_back(&tensor);
   DraftFolder draft(out);
   write_new_file(draft / "adapter_config.json", peft_config(config.finetune, base).dump(2) + "\n");
