@@ -195,8 +195,8 @@ class Script(Folder):
             records = map(json.loads, (out / name / "metrics.jsonl").read_text().splitlines())
             return [record["loss"] for record in records if record["kind"] == "train"]
 
-        # Batches and weights are those of the seed; the run of half the steps ends its schedule.
-        self.assertAlmostEqual(losses("bf16.1")[0], losses("lean.1")[0], delta=0.01)
+        # Batches and weights are those of the seed, up to rounding; the run of half the steps ends its schedule.
+        self.assertAlmostEqual(losses("bf16.1")[0], losses("lean.1")[0], delta=0.05)
         self.assertNotEqual(losses("bf16.1")[0], losses("bf16.2")[0])
         self.assertEqual((len(losses("bf16.1")), len(losses("bf16_half.1"))), (60, 30))
         self.assertEqual(losses("bf16.1")[0], losses("bf16_half.1")[0])
