@@ -92,13 +92,20 @@ constexpr std::string_view kSpeed[] = {
     "device.gemm_tuning",
 };
 // ... but for these...
-constexpr std::string_view kNoSpeed[] = {"model.norm_eps",   "model.query_pre_attn_scalar",
-                                         "model.rope_theta", "model.local_rope_theta",
-                                         "model.init",       "model.init_std",
-                                         "precision.recipe", "precision.eval",
-                                         "finetune.alpha",   "finetune.rslora",
-                                         "model.vision.pixel_mean", "model.vision.pixel_deviation",
-                                         "model.vision.norm_eps", "model.vision.image_token",
+constexpr std::string_view kNoSpeed[] = {"model.norm_eps",
+                                         "model.query_pre_attn_scalar",
+                                         "model.rope_theta",
+                                         "model.local_rope_theta",
+                                         "model.init",
+                                         "model.init_std",
+                                         "precision.recipe",
+                                         "precision.eval",
+                                         "finetune.alpha",
+                                         "finetune.rslora",
+                                         "model.vision.pixel_mean",
+                                         "model.vision.pixel_deviation",
+                                         "model.vision.norm_eps",
+                                         "model.vision.image_token",
                                          "model.vision.column_major"};
 // ... and what beside them decides how long a run of several takes for a step.
 constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies",    "precision.weight_copies_blocks",

@@ -118,9 +118,11 @@ void check_tower(const TowerConfig& t) {
                     t.patch_size, t.image_size);
   }
   t.num_blocks();  // throws for a hidden state that is not there
-  for (const auto& [key, values] : {std::pair{"pixel_mean", &t.pixel_mean}, {"pixel_deviation", &t.pixel_deviation}}) {
+  for (const auto& [key, values] :
+       {std::pair{"pixel_mean", &t.pixel_mean}, {"pixel_deviation", &t.pixel_deviation}}) {
     if (values->size() == 3) continue;
-    throw_bad_input("model.vision.{} has {} numbers; give one for each of red, green and blue", key, values->size());
+    throw_bad_input("model.vision.{} has {} numbers; give one for each of red, green and blue", key,
+                    values->size());
   }
   if (t.keeps_class_token && !t.has_class_token()) {
     throw_bad_input("model.vision.keep_class_token = true needs tower = clip: {} has no class token",

@@ -94,9 +94,10 @@ struct VisionConfig {
   template <typename Visitor>
   void fields(Visitor& visit) {
     constexpr IntegerRange dimension{1, kMaxDimension};
-    visit("tower", tower.kind,
-          "none: a model of text alone; clip: a class token, a LayerNorm in front of the blocks; siglip: neither, but "
-          "a bias of the patch embedding. The other keys' defaults are those of CLIP ViT-L/14-336");
+    visit(
+        "tower", tower.kind,
+        "none: a model of text alone; clip: a class token, a LayerNorm in front of the blocks; siglip: neither, but "
+        "a bias of the patch embedding. The other keys' defaults are those of CLIP ViT-L/14-336");
     visit("width", tower.width, "Width of the tower's residual stream", dimension);
     visit("num_layers", tower.num_layers, "Blocks of the whole tower; those behind feature_layer are left out",
           IntegerRange{1, 10000});
@@ -140,9 +141,8 @@ struct EnumNames<ProjectorKind> {
 };
 template <>
 struct EnumNames<Activation> {
-  static constexpr EnumName<Activation> kAll[] = {{Activation::kGelu, "gelu"},
-                                                  {Activation::kGeluTanh, "gelu_tanh"},
-                                                  {Activation::kQuickGelu, "quick_gelu"}};
+  static constexpr EnumName<Activation> kAll[] = {
+      {Activation::kGelu, "gelu"}, {Activation::kGeluTanh, "gelu_tanh"}, {Activation::kQuickGelu, "quick_gelu"}};
 };
 
 }  // namespace parka
