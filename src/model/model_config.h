@@ -8,6 +8,7 @@
 #include "kernels/ops/qk_norm.h"
 #include "kernels/ops/rope.h"
 #include "kernels/ops/swiglu.h"
+#include "model/vision/vision_config.h"
 
 namespace parka {
 
@@ -83,6 +84,7 @@ struct ModelConfig {
   bool tie_embeddings = true;
   InitKind init = InitKind::kMitchell;
   double init_std = 0.02;
+  VisionConfig vision = {};
   // No key says these: they are of the stacks of vision towers (vision/vision_config.h).
   BlockKind block_kind = BlockKind::kDecoder;
   Activation mlp_activation = Activation::kGelu;  // of kEncoder
@@ -164,6 +166,7 @@ struct ModelConfig {
     visit("tie_embeddings", tie_embeddings, "Use the embedding table as the output head");
     visit("init", init, "mitchell: OLMo's depth-scaled truncated normal; normal: N(0, init_std)");
     visit("init_std", init_std, "Standard deviation for init = normal", RealRange{1e-30});
+    visit("vision", vision, "What the model sees images with, see docs/vision.md");
   }
 };
 

@@ -28,6 +28,7 @@ struct DataConfig {
   int64_t document_end = -1;
   bool checksum = false;
   int64_t prefetch_batches = 4;
+  int64_t images_per_sequence = 0;
   std::string tokenizer = {};
 
   bool operator==(const DataConfig&) const = default;
@@ -64,6 +65,10 @@ struct DataConfig {
           "detects any change; false: compare only names, sizes, beginnings and ends");
     visit("prefetch_batches", prefetch_batches,
           "Micro-batches that the loader thread keeps ready, at least those of a step", IntegerRange{1, 65536});
+    visit("images_per_sequence", images_per_sequence,
+          "With model.vision.tower: for how many images of each sequence there is room, which every micro-batch "
+          "computes, blank where there are fewer",
+          IntegerRange{0, 65536});
     visit(
         "tokenizer", tokenizer,
         "Folder with the tokenizer.json of the token files, which the run copies for `parka generate` and `parka "

@@ -86,16 +86,27 @@ constexpr std::string_view kSpeed[] = {
     "data.sequence_length",
     "data.documents",
     "data.document_end",
+    "data.images_per_sequence",
     "training.micro_batch_size",
     "training.logits_chunk_tokens",
     "device.gemm_tuning",
 };
 // ... but for these...
-constexpr std::string_view kNoSpeed[] = {"model.norm_eps",   "model.query_pre_attn_scalar",
-                                         "model.rope_theta", "model.local_rope_theta",
-                                         "model.init",       "model.init_std",
-                                         "precision.recipe", "precision.eval",
-                                         "finetune.alpha",   "finetune.rslora"};
+constexpr std::string_view kNoSpeed[] = {"model.norm_eps",
+                                         "model.query_pre_attn_scalar",
+                                         "model.rope_theta",
+                                         "model.local_rope_theta",
+                                         "model.init",
+                                         "model.init_std",
+                                         "precision.recipe",
+                                         "precision.eval",
+                                         "finetune.alpha",
+                                         "finetune.rslora",
+                                         "model.vision.pixel_mean",
+                                         "model.vision.pixel_deviation",
+                                         "model.vision.norm_eps",
+                                         "model.vision.image_token",
+                                         "model.vision.column_major"};
 // ... and what beside them decides how long a run of several takes for a step.
 constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies",    "precision.weight_copies_blocks",
                                             "precision.offload_weights",  "optimizer.offload",

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include <fmt/ranges.h>
 
@@ -104,6 +105,61 @@ void check_window(const ModelConfig& m) {
   if (m.rope_scaling.kind != RopeScalingKind::kNone) {
     refuse("rope_scaling.kind", name_of(m.rope_scaling.kind),
            "scales no block where all have a window (model.full_attention_every = 0); use kind = none");
+  }
+}
+
+void check_tower(const TowerConfig& t) {
+  if (t.width % t.num_heads != 0) {
+    throw_bad_input("model.vision.width = {} is not a multiple of model.vision.num_heads = {}; change one of them",
+                    t.width, t.num_heads);
+  }
+  if (t.patch_size > t.image_size) {
+    throw_bad_input("model.vision.patch_size = {} is more than model.vision.image_size = {}; change one of them",
+                    t.patch_size, t.image_size);
+  }
+  t.num_blocks();  // throws for a hidden state that is not there
+  for (const auto& [key, values] :
+       {std::pair{"pixel_mean", &t.pixel_mean}, {"pixel_deviation", &t.pixel_deviation}}) {
+    if (values->size() == 3) continue;
+    throw_bad_input("model.vision.{} has {} numbers; give one for each of red, green and blue", key,
+                    values->size());
+  }
+  if (t.keeps_class_token && !t.has_class_token()) {
+    throw_bad_input("model.vision.keep_class_token = true needs tower = clip: {} has no class token",
+                    name_of(t.kind));
+  }
+}
+
+void check_vision(const Config& c) {
+  const VisionConfig& v = c.model.vision;
+  if (!v.exists()) {
+    if (v != VisionConfig()) {
+      throw_bad_input(
+          "model.vision.tower = none, so its other keys have no meaning; set tower = clip or siglip, or remove them");
+    }
+    if (c.data.images_per_sequence == 0) return;
+    throw_bad_input("data.images_per_sequence = {} has no meaning without model.vision.tower; set that, or 0 here",
+                    c.data.images_per_sequence);
+  }
+  check_tower(v.tower);
+  if (v.projector.column_major && !v.projector.downsamples()) {
+    throw_bad_input("model.vision.column_major = true has no meaning with projector = {}; set it to false",
+                    name_of(v.projector.kind));
+  }
+  if (v.image_token < 0 || v.image_token >= c.model.vocab_size) {
+    throw_bad_input(
+        "model.vision.image_token = {} is not below model.vocab_size = {}; give the id of image slots, images.token in the "
+        "data.json of scripts/prepare_images.py",
+        v.image_token, c.model.vocab_size);
+  }
+  if (c.data.images_per_sequence == 0) {
+    throw_bad_input(
+        "model.vision.tower = {} needs data.images_per_sequence of at least 1: for how many images of a sequence "
+        "there is room",
+        name_of(v.tower.kind));
+  }
+  if (c.finetune.method == FinetuneMethod::kLora) {
+    throw_bad_input("finetune.method = lora does not go with model.vision.tower yet; use method = full");
   }
 }
 
@@ -418,6 +474,7 @@ void validate(const Config& config) {
   check_window(config.model);
   check_parameter_rules(config.optimizer);
   check_finetune(config);
+  check_vision(config);
   check_size(config);
   check_fp8_gemm(config);
   check_fp8_head(config);

@@ -1,5 +1,8 @@
 #include "model/vision/patch_embedding.h"
 
+#include <array>
+#include <vector>
+
 #include "kernels/ops/vision.h"
 
 namespace parka {
@@ -7,6 +10,11 @@ namespace {
 
 constexpr const char *kPatch = "vision.patch_embedding", *kPositions = "vision.positions",
                      *kClassToken = "vision.class_token", *kPreNorm = "vision.pre_norm";
+
+std::array<float, 3> by_channel(const std::vector<double>& values) {
+  PARKA_REQUIRE(values.size() == 3);
+  return {static_cast<float>(values[0]), static_cast<float>(values[1]), static_cast<float>(values[2])};
+}
 
 }  // namespace
 
@@ -42,8 +50,8 @@ void PatchEmbedding::forward(const StepContext& step, const TensorView& pixels, 
   gather_patches(step.device, {.pixels = pixels,
                                .patches = rows,
                                .patch_size = config_.patch_size,
-                               .mean = config_.pixel_mean,
-                               .deviation = config_.pixel_deviation});
+                               .mean = by_channel(config_.pixel_mean),
+                               .deviation = by_channel(config_.pixel_deviation)});
   patch_.forward(step, rows, x);
   positions_forward(step.device, {.x = x,
                                   .positions = step.weights.plain(positions_),

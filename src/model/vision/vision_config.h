@@ -1,14 +1,16 @@
 #pragma once
-#include <array>
 #include <cstdint>
+#include <vector>
 
+#include "core/config_fields.h"
 #include "core/error.h"
 #include "core/tensor.h"
-#include "model/model_config.h"
+#include "kernels/ops/activation.h"
 
 namespace parka {
 
 enum class TowerKind : uint8_t {
+  kNone,    // there is no tower
   kClip,    // a class token at index 0, a LayerNorm in front of the blocks, no bias of the patch embedding
   kSiglip,  // none of these, but that bias
 };
@@ -25,9 +27,9 @@ struct TowerConfig {
   int64_t patch_size = 14;
   Activation activation = Activation::kQuickGelu;
   double norm_eps = 1e-5;
-  // Of pixels that are bytes, by channel: (byte / 255 - mean) / deviation.
-  std::array<float, 3> pixel_mean = {0.48145466f, 0.4578275f, 0.40821073f};
-  std::array<float, 3> pixel_deviation = {0.26862954f, 0.26130258f, 0.27577711f};
+  // Of pixels that are bytes, by channel: (byte / 255 - mean) / deviation, rounded to fp32. Three each.
+  std::vector<double> pixel_mean = {0.48145466, 0.4578275, 0.40821073};
+  std::vector<double> pixel_deviation = {0.26862954, 0.26130258, 0.27577711};
   int64_t feature_layer = -2;      // which hidden state; negative: from the last one, -1
   bool keeps_class_token = false;  // in what is handed on; kClip only
 
@@ -54,19 +56,7 @@ struct TowerConfig {
     return blocks;
   }
 
-  // What its stack is told.
-  ModelConfig stack() const {
-    ModelConfig model;
-    model.d_model = width;
-    model.num_layers = num_blocks();
-    model.num_heads = num_heads;
-    model.d_ffn = d_ffn;
-    model.norm = NormKind::kAffineLayerNorm;
-    model.norm_eps = norm_eps;
-    model.block_kind = BlockKind::kEncoder;
-    model.mlp_activation = activation;
-    return model;
-  }
+  bool operator==(const TowerConfig&) const = default;
 };
 
 enum class ProjectorKind : uint8_t {
@@ -84,6 +74,75 @@ struct ProjectorConfig {
 
   bool downsamples() const { return kind == ProjectorKind::kMlpDownsample; }
   bool has_two_layers() const { return kind != ProjectorKind::kLinear; }
+  bool operator==(const ProjectorConfig&) const = default;
+};
+
+// What a language model sees images with: section model.vision of a config.
+struct VisionConfig {
+  TowerConfig tower{.kind = TowerKind::kNone};
+  ProjectorConfig projector;  // d_model is that of the language model: projector_into()
+  int64_t image_token = -1;
+
+  bool exists() const { return tower.kind != TowerKind::kNone; }
+  ProjectorConfig projector_into(int64_t d_model) const {
+    ProjectorConfig config = projector;
+    config.d_model = d_model;
+    return config;
+  }
+  bool operator==(const VisionConfig&) const = default;
+
+  template <typename Visitor>
+  void fields(Visitor& visit) {
+    constexpr IntegerRange dimension{1, kMaxDimension};
+    visit(
+        "tower", tower.kind,
+        "none: a model of text alone; clip: a class token, a LayerNorm in front of the blocks; siglip: neither, but "
+        "a bias of the patch embedding. The other keys' defaults are those of CLIP ViT-L/14-336");
+    visit("width", tower.width, "Width of the tower's residual stream", dimension);
+    visit("num_layers", tower.num_layers, "Blocks of the whole tower; those behind feature_layer are left out",
+          IntegerRange{1, 10000});
+    visit("num_heads", tower.num_heads, "Attention heads of the tower, a divisor of width", dimension);
+    visit("d_ffn", tower.d_ffn, "Inner width of the tower's MLPs", dimension);
+    visit("image_size", tower.image_size, "Pixels of each side of an image", IntegerRange{1, 65536});
+    visit("patch_size", tower.patch_size, "Pixels of each side of a patch", IntegerRange{1, 65536});
+    visit("activation", tower.activation,
+          "Of the tower's MLPs: quick_gelu (CLIP), gelu_tanh (SigLIP), or gelu, the exact form");
+    visit("norm_eps", tower.norm_eps, "Added to the variance in the tower's norms; SigLIP: 1e-6",
+          RealRange{1e-30, 1.0});
+    visit("pixel_mean", tower.pixel_mean,
+          "By channel: pixels are (byte / 255 - pixel_mean) / pixel_deviation; SigLIP: 0.5 each", RealRange{});
+    visit("pixel_deviation", tower.pixel_deviation, "See pixel_mean; SigLIP: 0.5 each", RealRange{1e-6});
+    visit("feature_layer", tower.feature_layer,
+          "The hidden state that the projector reads: l is the output of the l-th block; negative: from the last "
+          "one, -1",
+          IntegerRange{-10000, 10000});
+    visit("keep_class_token", tower.keeps_class_token, "clip: the projector reads the class token, too");
+    visit("projector", projector.kind,
+          "From features to rows of the residual stream: linear; mlp2x_gelu: linear, GELU, linear (LLaVA 1.5); "
+          "mlp_downsample: 2 x 2 features side by side, LayerNorm, linear, GELU, linear (VILA)");
+    visit("column_major", projector.column_major,
+          "mlp_downsample: an image's rows come column by column, as in VILA 1.5; false: row by row, as in NVILA");
+    visit("image_token", image_token,
+          "The token id that marks the rows of images in token files; it is never looked up. Needed with a tower",
+          IntegerRange{-1, kMaxDimension});
+  }
+};
+
+template <>
+struct EnumNames<TowerKind> {
+  static constexpr EnumName<TowerKind> kAll[] = {
+      {TowerKind::kNone, "none"}, {TowerKind::kClip, "clip"}, {TowerKind::kSiglip, "siglip"}};
+};
+template <>
+struct EnumNames<ProjectorKind> {
+  static constexpr EnumName<ProjectorKind> kAll[] = {{ProjectorKind::kLinear, "linear"},
+                                                     {ProjectorKind::kMlp2xGelu, "mlp2x_gelu"},
+                                                     {ProjectorKind::kMlpDownsample, "mlp_downsample"}};
+};
+template <>
+struct EnumNames<Activation> {
+  static constexpr EnumName<Activation> kAll[] = {
+      {Activation::kGelu, "gelu"}, {Activation::kGeluTanh, "gelu_tanh"}, {Activation::kQuickGelu, "quick_gelu"}};
 };
 
 }  // namespace parka

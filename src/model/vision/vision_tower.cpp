@@ -9,9 +9,22 @@
 
 namespace parka {
 
+ModelConfig tower_stack(const TowerConfig& config) {
+  ModelConfig model;
+  model.d_model = config.width;
+  model.num_layers = config.num_blocks();
+  model.num_heads = config.num_heads;
+  model.d_ffn = config.d_ffn;
+  model.norm = NormKind::kAffineLayerNorm;
+  model.norm_eps = config.norm_eps;
+  model.block_kind = BlockKind::kEncoder;
+  model.mlp_activation = config.activation;
+  return model;
+}
+
 void VisionTower::add_parameters(ParameterList& list, const TowerConfig& config) {
   PatchEmbedding::add_parameters(list, config);
-  Stack::add_parameters(list, config.stack(), kVision);
+  Stack::add_parameters(list, tower_stack(config), kVision);
 }
 
 VisionTower::VisionTower(const TowerConfig& config, const ParameterTable& table, int first_unit, BufferScope& scope)
@@ -23,7 +36,7 @@ VisionTower::VisionTower(const TowerConfig& config, const ParameterTable& table,
       patch_rows_(config.drops_class_token() ? scope.batch("vision.patch_rows", DType::kI32,
                                                            {scope.shape().num_sequences * config.num_features()})
                                              : TensorId{}),
-      stack_(config.stack(), table, kVision, first_unit + 1, scope) {
+      stack_(tower_stack(config), table, kVision, first_unit + 1, scope) {
   if (config.drops_class_token() && scope.has_backward()) {
     d_features_ = scope.workspace("vision.d_features", scope.compute(),
                                   {scope.shape().num_sequences * config.num_features(), config.width}, kStep);

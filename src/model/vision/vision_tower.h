@@ -8,6 +8,9 @@ namespace parka {
 // With what the names of a tower's parameters and buffers begin.
 inline constexpr std::string_view kVision = "vision.";
 
+// What the stack of a tower is told.
+ModelConfig tower_stack(const TowerConfig& config);
+
 // A vision transformer up to the hidden state that is selected: a patch embedding, and behind it a stack of blocks.
 // Its steps have a sequence for each image, of TowerConfig::num_tokens() rows.
 class VisionTower {
