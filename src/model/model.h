@@ -60,6 +60,12 @@ class Model {
     const int32_t* targets;
     BatchShape shape;
     const int32_t* first_keys = nullptr;
+    // With LoraRules::dropout: which step it is of, the place of its first sequence in the step's batch, and how
+    // far apart those of its sequences are.
+    struct Place {
+      int32_t step = 0, first_sequence = 0, stride = 1;
+    };
+    Place place = {};
   };
 
   // A sum of gradients over micro-batches begins by overwriting them, so that nobody needs to clear them: the GEMM
