@@ -19,11 +19,11 @@ struct Place {
   int32_t step, first, stride;
 };
 
-TestTensor position_of(Device& device, const Place& place) {
-  const TestTensor position(device, DType::kI32, {3});
-  device.copy_to_device(position.view().data, &place, sizeof(place));
-  return position;
-}
+struct Position : TestTensor {
+  Position(Device& device, const Place& place) : TestTensor(device, DType::kI32, {3}) {
+    device.copy_to_device(view().data, &place, sizeof(place));
+  }
+};
 
 // By philox4x32 itself: whether element (t, k) is kept.
 bool is_kept(const Place& place, int64_t S, int64_t K, double p, int64_t t, int64_t k) {
@@ -50,8 +50,8 @@ TEST_CASE("dropout keeps what its counter says, and scales it", "[kernels][dropo
               const std::vector<float> values = random_values(dtype, T * K, 1),
                                        before = random_values(dtype, T * K, 2);
               const int64_t rows = transposed ? K : T, cols = transposed ? T : K;
-              const TestTensor x(*device, dtype, {rows, cols}, values), y(*device, dtype, {rows, cols}, before),
-                  position = position_of(*device, place);
+              const TestTensor x(*device, dtype, {rows, cols}, values), y(*device, dtype, {rows, cols}, before);
+              const Position position(*device, place);
               dropout(*device, {.x = x,
                                 .y = y,
                                 .position = position,
@@ -86,7 +86,8 @@ TEST_CASE("dropout drops its share, other elements in other steps, streams and s
   for (Device* device : devices()) {
     const TestTensor x(*device, DType::kF32, {kTokens, kWidth}, std::vector<float>(kCount, 1.0f));
     const auto masked = [&](const Place& place, uint32_t stream, double p) {
-      const TestTensor y(*device, DType::kF32, {kTokens, kWidth}), position = position_of(*device, place);
+      const TestTensor y(*device, DType::kF32, {kTokens, kWidth});
+      const Position position(*device, place);
       dropout(*device, {.x = x,
                         .y = y,
                         .position = position,
@@ -116,7 +117,8 @@ TEST_CASE("dropout drops its share, other elements in other steps, streams and s
       CHECK(std::equal(second.begin() + s * kSequence, second.begin() + (s + 1) * kSequence,
                        of.begin() + place % 4 * kSequence));
     }
-    const TestTensor none(*device, DType::kF32, {0, 4}), position = position_of(*device, {0, 0, 1});
+    const TestTensor none(*device, DType::kF32, {0, 4});
+    const Position position(*device, {0, 0, 1});
     dropout(*device, {.x = none, .y = none, .position = position, .sequence_length = 1, .probability = 0.5});
     CHECK(none.guard_intact());
   }
@@ -125,8 +127,8 @@ TEST_CASE("dropout drops its share, other elements in other steps, streams and s
 TEST_CASE("dropout works in place", "[kernels][dropout]") {
   for (Device* device : devices()) {
     const std::vector<float> values = random_values(DType::kBF16, 24 * 20, 1);
-    const TestTensor x(*device, DType::kBF16, {24, 20}, values), y(*device, DType::kBF16, {24, 20}),
-        position = position_of(*device, {1, 2, 3});
+    const TestTensor x(*device, DType::kBF16, {24, 20}, values), y(*device, DType::kBF16, {24, 20});
+    const Position position(*device, {1, 2, 3});
     Dropout a = {.x = x, .y = y, .position = position, .sequence_length = 8, .probability = 0.3, .seed = kSeed};
     dropout(*device, a);
     a.y = x;
@@ -138,7 +140,8 @@ TEST_CASE("dropout works in place", "[kernels][dropout]") {
 TEST_CASE("dropout refuses wrong arguments", "[kernels][dropout]") {
   Device& device = cpu_device();
   const TestTensor x(device, DType::kF32, {4, 4}), half(device, DType::kBF16, {4, 4}),
-      wide(device, DType::kF32, {4, 8}), position = position_of(device, {1, 0, 1}), two(device, DType::kI32, {2});
+      wide(device, DType::kF32, {4, 8}), two(device, DType::kI32, {2});
+  const Position position(device, {1, 0, 1});
   const auto message = [&](const TensorView& y, const TensorView& at, int64_t S, double p) {
     return internal_error(
         [&] { dropout(device, {.x = x, .y = y, .position = at, .sequence_length = S, .probability = p}); });
