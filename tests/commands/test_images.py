@@ -45,21 +45,19 @@ class Images(RunFolder):
         command = [sys.executable, str(SCRIPT), self.path("samples.json"), *(str(x) for pair in options.items() for x in pair)]
         prepared = subprocess.run(command, capture_output=True, text=True)
         self.assertEqual(prepared.returncode, 0, prepared.stderr)
-        with open(self.path("data/data.json"), encoding="utf-8") as file:
-            self.data = json.load(file)
+        self.printed = json.loads(prepared.stdout.split("config:\n")[1])  # what a config needs for this data
 
     def config(self, name="run", recipe="bf16", steps=STEPS, **optimizer):
-        files = {split: [self.path(f"data/{file}") for file in self.data[split]["files"]] for split in ("train", "eval")}
+        model = self.printed["model"]
         return {
             "device": {"kind": "cpu"},
             "model": {
-                "vocab_size": self.data["padded_vocab_size"], "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ffn": 64,
-                "vision": {"tower": "clip", "width": 24, "num_layers": 3, "num_heads": 2, "d_ffn": 40, "image_size": SIZE,
-                           "patch_size": 4, "image_token": self.data["images"]["token"]}},
+                **model, "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ffn": 64,
+                "vision": {**model["vision"], "width": 24, "num_layers": 3, "num_heads": 2, "d_ffn": 40}},
             "precision": {"recipe": recipe},
             "optimizer": {"lr": 3e-3, "lr_patterns": ["vision.*"], "lr_factors": [0.2], **optimizer,
                           "schedule": {"kind": "cosine", "warmup_steps": 2, "total_steps": STEPS}},
-            "data": {**files, "sequence_length": SEQUENCE, "loss_mask": True, "documents": "separate", "images_per_sequence": 3},
+            "data": dict(self.printed["data"]),
             "training": {"steps": steps, "global_batch_size": 4, "micro_batch_size": 1, "eval_interval": 4},
             "checkpoint": {"folder": self.path(name), "interval": 2, "keep": 0},
         }

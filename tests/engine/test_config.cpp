@@ -249,8 +249,10 @@ TEST_CASE("the resolved config is complete and parses to the same", "[engine][co
     CAPTURE(name, text);
     CHECK(parse(text) == c);
     Config copy = c;
-    // Two files to train on make two values of one field, and so do the layers with adapters.
-    const size_t more = c.data.train.size() - 1 + c.finetune.targets.size() - 1;
+    // Two files to train on make two values of one field; so do the layers with adapters, and channels of pixels.
+    const TowerConfig& tower = c.model.vision.tower;
+    const size_t more = c.data.train.size() - 1 + c.finetune.targets.size() - 1 + tower.pixel_mean.size() - 1 +
+                        tower.pixel_deviation.size() - 1;
     CHECK(to_json(c).flatten().size() == make_config_table(copy).fields.size() + more);
   }
 }
