@@ -20,6 +20,11 @@ enum class ParameterRole : uint8_t {
   kAdapterOut,  // [rows, rank], the second one (LoRA's B)
 };
 
+// How frozen linear weights of blocks are stored (finetune.base): in the compute format; as the FP8 codes that
+// GEMMs read; or in 4 bits, decoded before each product.
+enum class BaseFormat : uint8_t { kCompute, kFp8, kNf4, kFp4 };
+inline bool is_4bit(BaseFormat base) { return base == BaseFormat::kNf4 || base == BaseFormat::kFp4; }
+
 // What optimizer and checkpoint need to know about one parameter tensor. The model makes the table of all.
 struct ParameterInfo {
   std::string name;  // "blocks.3.qkv", stable across versions: checkpoints use it
@@ -40,8 +45,11 @@ struct ParameterInfo {
   // false: frozen. Nothing updates it, so it has no gradient, no master and no moments.
   bool trainable = true;
   double lr_factor = 1;  // its learning rate, relative to that of the run
+  // Other than kCompute: its codes are all that is stored, whole on every rank.
+  BaseFormat base = BaseFormat::kCompute;
 
   int64_t numel() const { return rows * cols; }
+  bool is_coded() const { return base != BaseFormat::kCompute; }
 };
 
 inline bool is_adapter(const ParameterInfo& p) {
@@ -60,9 +68,10 @@ struct LoraRules {
 struct ParameterRules {
   std::vector<std::string> frozen = {};  // patterns of parameters that are frozen
   std::vector<std::string> lr_patterns =
-      {};                               // of parameters with a learning rate of their own; the last match counts
-  std::vector<double> lr_factors = {};  // as many: ParameterInfo::lr_factor
-  LoraRules lora = {};                  // with adapters all other parameters are frozen
+      {};                                  // of parameters with a learning rate of their own; the last match counts
+  std::vector<double> lr_factors = {};     // as many: ParameterInfo::lr_factor
+  LoraRules lora = {};                     // with adapters all other parameters are frozen
+  BaseFormat base = BaseFormat::kCompute;  // of linear weights of blocks that are frozen
 };
 
 }  // namespace parka

@@ -35,9 +35,10 @@ Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool d
       table_(with_linear_weights_in(
           use == Use::kTraining && precision.offload_weights ? MemoryPlace::kHost : MemoryPlace::kDevice,
           make_parameter_table(config, decay_embeddings, rules))),
-      weights_(table_, Formats(precision),
-               {kept_copies(precision, zero), precision.weight_copies_blocks, table_.first_trained_unit},
-               use == Use::kInference ? WeightUse::kForward : training_use(precision), zero, plan) {
+      weights_(
+          table_, Formats(precision),
+          {kept_copies(precision, zero, rules.base), precision.weight_copies_blocks, table_.first_trained_unit},
+          use == Use::kInference ? WeightUse::kForward : training_use(precision), zero, plan) {
   const std::vector<int64_t> table = {shape.sequence_length, config.head_dim()};
   cos_sin_ = plan.add("tables", "cos_sin", DType::kF32, table);
   if (config.has_windowed_rotations()) {

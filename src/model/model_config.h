@@ -263,7 +263,7 @@ struct PrecisionConfig {
           "rows (transposed on use), or none (quantized on use); same bits, each a byte per parameter less. With "
           "ZeRO stage 3 a rank keeps copies of its own shards, which are gathered on use; transposed ones only if "
           "all shards are whole rows and recompute is none. auto: rows where ZeRO stage 3 shards the weights over "
-          "several GPUs, else both");
+          "several GPUs, or where finetune.base = fp8 goes with gemm = fp8_tensor, else both");
     visit(
         "weight_copies_blocks", weight_copies_blocks,
         "Blocks, from the first on, of which the copies of weight_copies are kept; of those behind one copy less: "

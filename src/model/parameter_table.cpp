@@ -92,6 +92,9 @@ void apply_rules(std::vector<ParameterInfo>& parameters, const ParameterRules& r
   for (const std::string& pattern : rules.frozen) {
     for_each_match(parameters, "optimizer.frozen", pattern, [](ParameterInfo& p) { p.trainable = false; });
   }
+  for (ParameterInfo& p : parameters) {
+    if (p.role == ParameterRole::kLinear && !p.trainable) p.base = rules.base;
+  }
   for (size_t i = 0; i < rules.lr_patterns.size(); ++i) {
     for_each_match(parameters, "optimizer.lr_patterns", rules.lr_patterns[i],
                    [&](ParameterInfo& p) { p.lr_factor = rules.lr_factors[i]; });

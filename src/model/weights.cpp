@@ -17,10 +17,12 @@ WeightUse training_use(const PrecisionConfig& precision) {
   return precision.recompute == Recompute::kBlock ? WeightUse::kBackwardWithForward : WeightUse::kBackward;
 }
 
-// With ZeRO stage 3 memory is what is asked for, and transposing costs little beside gathering.
-WeightCopies kept_copies(const PrecisionConfig& precision, const Zero& zero) {
+// With ZeRO stage 3 memory is what is asked for, and transposing costs little beside gathering. Of a base in FP8
+// codes are all that there is; those with a scale for each block cannot be transposed on use.
+WeightCopies kept_copies(const PrecisionConfig& precision, const Zero& zero, BaseFormat base) {
   if (precision.weight_copies != WeightCopies::kAuto) return precision.weight_copies;
-  return zero.shards_weights() ? WeightCopies::kRows : WeightCopies::kBoth;
+  const bool transposes_codes = base == BaseFormat::kFp8 && precision.gemm == GemmPrecision::kFp8Tensor;
+  return zero.shards_weights() || transposes_codes ? WeightCopies::kRows : WeightCopies::kBoth;
 }
 
 bool gathers_transposed(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use,
@@ -43,6 +45,7 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
       zero_(zero),
       copies_kept_(copies),
       use_(use),
+      coded_(table.all, formats.compute.dtype, coded_buffer_phases(), plan),
       fp8_head_(formats.fp8_head ? table.head : -1),
       gathers_transposed_(gathers_transposed(table, formats, copies.copies, use, zero)),
       gathered_unit_(static_cast<size_t>(table.num_units()), false),
@@ -77,6 +80,10 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
 void ModelWeights::declare_weights(MemoryPlan& plan) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
+    if (is_coded(i)) {
+      plain_ids_.emplace_back();
+      continue;
+    }
     std::vector<int64_t> shape = {copy_rows(i), p.cols};
     if (is_divided(p.unit)) {
       shape = {zero_.shard.piece(p.numel())};
@@ -181,6 +188,7 @@ void ModelWeights::declare_gather_buffers(const ParameterTable& table, MemoryPla
 }
 
 void ModelWeights::bind(const Arena& arena) {
+  coded_.bind(arena);
   amax_ = arena[amax_id_];
   piece_plain_.resize(parameters_.size());
   piece_codes_.resize(parameters_.size());
@@ -207,6 +215,13 @@ void ModelWeights::bind(const Arena& arena) {
 // `buffer`: where on the device it is copied to; empty if it is not.
 void ModelWeights::bind_weight(const Arena& arena, size_t i, const TensorView& buffer) {
   const ParameterInfo& p = parameters_[i];
+  if (is_coded(i)) {
+    plain_.emplace_back();
+    kept_.emplace_back();
+    own_.emplace_back();
+    bind_copies(arena, i);
+    return;
+  }
   const auto matrix = [&](const TensorView& t) { return TensorView(t.data, t.dtype, {p.rows, p.cols}); };
   const auto unit = static_cast<size_t>(p.unit);
   const TensorView whole = flat(arena[plain_ids_[i]], zero_.shard.padded(p.numel()));
@@ -223,6 +238,11 @@ void ModelWeights::bind_weight(const Arena& arena, size_t i, const TensorView& b
     const int64_t piece = zero_.shard.piece(p.numel()), begin = zero_.shard.rank * piece;
     pieces_[unit].push_back({on_device.rows(begin, piece), on_device, false, p.trainable});
   }
+  bind_copies(arena, i);
+}
+
+void ModelWeights::bind_copies(const Arena& arena, size_t i) {
+  const ParameterInfo& p = parameters_[i];
   if (!has_copy(i)) {
     copies_.emplace_back();
     return;
@@ -286,7 +306,7 @@ void ModelWeights::quantize(Device& device, Changed changed) const {
     if (has_changed(i, changed) && keeps_piece_codes(parameters_[i].unit)) quantize_piece(device, i);
   }
   for (size_t i = 0; i < plain_.size(); ++i) {
-    if (has_changed(i, changed) && fetched_[i].empty()) quantize_whole(device, i, copied(i));
+    if (has_changed(i, changed) && !is_coded(i) && fetched_[i].empty()) quantize_whole(device, i, copied(i));
   }
 }
 
@@ -311,7 +331,11 @@ void ModelWeights::quantize_whole(Device& device, size_t i, const TensorView& we
 void ModelWeights::find_amax(Device& device) const {
   if (amax_.empty()) return;
   device.fill_zero(amax_.data, amax_.bytes());
-  for (size_t i = 0; i < own_.size(); ++i) parka::amax(device, {.x = own_[i], .result = amax_of(i)});
+  for (size_t i = 0; i < own_.size(); ++i) {
+    if (is_fp8_coded(i)) continue;  // its codes are made, and have their scale
+    const TensorView weight = is_coded(i) ? operand(device, static_cast<int>(i)) : own_[i];
+    parka::amax(device, {.x = weight, .result = amax_of(i)});
+  }
 }
 
 // Makes the codes of this rank's piece of a weight, if codes are gathered.
@@ -347,7 +371,7 @@ void ModelWeights::gathered(Device& device, int unit) const {
 const ScaledView& ModelWeights::quantized(Device& device, int index) const {
   const auto i = static_cast<size_t>(index);
   if (!keeps_rows(i) && !is_divided(parameters_[i].unit)) {
-    parka::quantize(device, {.x = copied(i), .out = copies_[i].w, .amax = amax_of(i)});
+    parka::quantize(device, {.x = source(device, i), .out = copies_[i].w, .amax = amax_of(i)});
   }
   return copies_[i].w;
 }
@@ -359,9 +383,51 @@ const ScaledView& ModelWeights::transposed(Device& device, int index) const {
   if (formats_.has_tensor_scales() && (keeps_rows(i) || is_divided(parameters_[i].unit))) {
     parka::quantize(device, {.x = copies_[i].w, .out_t = w_t, .scale_given = true});  // codes are moved
   } else {
-    parka::quantize(device, {.x = copied(i), .out_t = w_t, .amax = amax_of(i)});
+    parka::quantize(device, {.x = source(device, i), .out_t = w_t, .amax = amax_of(i)});
   }
   return w_t;
+}
+
+// Codes in 4 bits are decoded for every GEMM, FP8 codes for evaluation in bf16 alone.
+PhaseMask ModelWeights::coded_buffer_phases() const {
+  const bool any_4bit =
+      std::any_of(parameters_.begin(), parameters_.end(), [](const ParameterInfo& p) { return is_4bit(p.base); });
+  return kEvaluation | (any_4bit ? kBlockForward | kBackwardLinear | kRerun : PhaseMask{0});
+}
+
+void ModelWeights::encode(Device& device, int index) const {
+  const auto i = static_cast<size_t>(index);
+  if (is_4bit_coded(i)) {
+    coded_.encode(device, i);
+    return;
+  }
+  PARKA_REQUIRE(is_fp8_coded(i));
+  const TensorView weight = coded_.buffer(i), amax = amax_of(i);
+  if (!amax.empty()) {
+    device.fill_zero(amax.data, amax.bytes());
+    parka::amax(device, {.x = weight, .result = amax});
+  }
+  quantize_whole(device, i, weight);
+}
+
+TensorView ModelWeights::operand(Device& device, int index) const {
+  const auto i = static_cast<size_t>(index);
+  if (is_4bit_coded(i)) return coded_.decode(device, i);
+  if (!is_fp8_coded(i)) return plain_[i];
+  const TensorView out = coded_.buffer(i);
+  parka::quantize(device, {.x = copies_[i].w, .out = out});
+  return out;
+}
+
+std::vector<CodeTensor> ModelWeights::code_tensors(int index) const {
+  const auto i = static_cast<size_t>(index);
+  if (is_4bit_coded(i)) return coded_.tensors(i);
+  PARKA_REQUIRE(is_fp8_coded(i));
+  std::vector<CodeTensor> tensors = {{".fp8", copies_[i].w.data}, {".fp8.scale", copies_[i].w.scale}};
+  if (!keeps_transposed(i)) return tensors;
+  tensors.push_back({".fp8_t", copies_[i].w_t.data});
+  if (!formats_.has_tensor_scales()) tensors.push_back({".fp8_t.scale", copies_[i].w_t.scale});
+  return tensors;
 }
 
 TensorView ModelWeights::plain(int index) const {

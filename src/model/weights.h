@@ -1,9 +1,11 @@
 #pragma once
+#include <span>
 #include <vector>
 
 #include "core/shard.h"
 #include "core/unit_buffers.h"
 #include "kernels/device/arena.h"
+#include "model/coded_weights.h"
 #include "model/formats.h"
 #include "model/model_config.h"
 #include "model/parameter_table.h"
@@ -14,8 +16,9 @@ namespace parka {
 enum class WeightUse { kForward, kBackward, kBackwardWithForward };
 WeightUse training_use(const PrecisionConfig& precision);
 
-// What precision.weight_copies stands for on a rank: itself, or what `auto` means there.
-WeightCopies kept_copies(const PrecisionConfig& precision, const Zero& zero);
+// What precision.weight_copies stands for on a rank: itself, or what `auto` means there. `base` is that of frozen
+// weights (ParameterInfo::base).
+WeightCopies kept_copies(const PrecisionConfig& precision, const Zero& zero, BaseFormat base);
 
 // Which FP8 copies are kept for a whole optimizer step, by unit of the parameter table.
 struct KeptCopies {
@@ -48,6 +51,9 @@ inline int64_t head_copy_rows(int64_t rows) { return ceil_div(rows, 16) * 16; }
 // Weights of the blocks' linear layers may lie in host memory (ParameterInfo::place): a rank's pieces, or what it
 // keeps whole. Where FP8 copies are kept for a whole step, GEMMs read these alone. Otherwise a block's weights are
 // gathered into the same buffers from the host.
+//
+// Frozen weights may be stored as codes alone (ParameterInfo::base), whole on every rank: in 4 bits (CodedWeights),
+// or as the FP8 copies that GEMMs read.
 class ModelWeights {
  public:
   // Declares category "weights", and "fp8 weights" when the linear layers are FP8; with ZeRO stage 3 "gathered
@@ -74,15 +80,33 @@ class ModelWeights {
   // linear weights that are gathered as FP8 codes do not exist in it; those in host memory, whose copies are kept,
   // are there.
   TensorView plain(int index) const;
-  // The same, flat and where this rank keeps it, on the device or the host; empty if it is divided over ranks.
+  // The same of a weight of a block's linear layer; a coded one is decoded, for use until the next call of this or
+  // of quantized() or transposed().
+  TensorView operand(Device& device, int index) const;
+  // The same, flat and where this rank keeps it, on the device or the host; empty if it is divided over ranks
+  // or coded.
   const TensorView& kept(int index) const { return kept_[static_cast<size_t>(index)]; }
   // The FP8 copy of a linear layer's weight [N, K], and the same transposed, [K, N]. One that is not kept is made
   // here, for use until the next call. The head's, where it is FP8, has rows of zeros up to head_copy_rows().
   const ScaledView& quantized(Device& device, int index) const;
   const ScaledView& transposed(Device& device, int index) const;
   // This rank's elements of all weights, in the compute format and the order of the table, flat; all elements where
-  // weights are not divided. Empty views (data is not null) for small tensors of which the rank has nothing.
+  // weights are not divided. Empty views (data is not null) for small tensors of which the rank has nothing; no
+  // views of coded weights.
   const std::vector<TensorView>& own() const { return own_; }
+
+  // ---- Coded weights ----
+
+  // Sets elements `first` and following of a weight, rounded to the compute format, in the buffer that all of them
+  // share. When all its elements are there encode() stores it.
+  void stage_coded(Device& device, int index, std::span<const float> values, int64_t first) const {
+    coded_.stage(device, static_cast<size_t>(index), values, first);
+  }
+  // That buffer, [rows, cols] in the compute format.
+  TensorView coded_buffer(int index) const { return coded_.buffer(static_cast<size_t>(index)); }
+  void encode(Device& device, int index) const;
+  // What it is stored in.
+  std::vector<CodeTensor> code_tensors(int index) const;
 
   // ---- For those who gather ----
 
@@ -142,14 +166,19 @@ class ModelWeights {
   int64_t copy_rows(size_t i) const {
     return is_fp8_head(i) ? head_copy_rows(parameters_[i].rows) : parameters_[i].rows;
   }
+  bool is_coded(size_t i) const { return parameters_[i].is_coded(); }
+  bool is_fp8_coded(size_t i) const { return parameters_[i].base == BaseFormat::kFp8; }
+  bool is_4bit_coded(size_t i) const { return is_4bit(parameters_[i].base); }
   WeightCopies copies_of(size_t i) const {
     return is_fp8_head(i) ? copies_kept_.copies : copies_kept_.of_unit(parameters_[i].unit);
   }
   // Of whole weights.
   bool keeps_rows(size_t i) const {
+    if (is_coded(i)) return is_fp8_coded(i);
     return !is_divided(parameters_[i].unit) && copies_of(i) != WeightCopies::kNone;
   }
   bool keeps_transposed(size_t i) const {
+    if (is_4bit_coded(i)) return false;
     return !is_divided(parameters_[i].unit) && use_ != WeightUse::kForward && copies_of(i) == WeightCopies::kBoth;
   }
   // Of this rank's pieces of divided weights.
@@ -168,9 +197,15 @@ class ModelWeights {
   void declare_copies(size_t i, MemoryPlan& plan);
   void declare_workspace(MemoryPlan& plan);
   void declare_head_workspace(MemoryPlan& plan);
+  PhaseMask coded_buffer_phases() const;
+  // Whole weights in the compute format, decoded if they are coded.
+  TensorView source(Device& device, size_t i) const {
+    return is_coded(i) ? operand(device, static_cast<int>(i)) : copied(i);
+  }
   // What the kept copies of a whole weight are made of: with the rows of zeros behind the head's.
   TensorView copied(size_t i) const;
   void bind_weight(const Arena& arena, size_t i, const TensorView& buffer);
+  void bind_copies(const Arena& arena, size_t i);
   void bind_gathered(const Arena& arena, size_t i, const Gathered& buffer);
   void bind_gathered_codes(const Arena& arena, size_t i, const TensorView& whole, Copies& copies);
 
@@ -179,6 +214,7 @@ class ModelWeights {
   Zero zero_;
   KeptCopies copies_kept_;
   WeightUse use_;
+  CodedWeights coded_;
   int fp8_head_;             // index of the head's weight if it has FP8 copies, else -1
   bool gathers_transposed_;  // of blocks of which both copies are kept
   bool has_host_parts_;

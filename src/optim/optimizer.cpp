@@ -206,7 +206,7 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
     const int64_t count = own_range(i).size();
-    PARKA_REQUIRE(weights[i].dtype == compute_ && weights[i].numel() == count);
+    PARKA_REQUIRE(p.is_coded() ? weights[i].empty() : weights[i].dtype == compute_ && weights[i].numel() == count);
     weights_.push_back(flat(weights[i]));
     if (!p.trainable) {
       gradients_.emplace_back();

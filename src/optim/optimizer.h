@@ -79,8 +79,8 @@ class Optimizer {
             MemoryPlan& plan, bool is_alone = false, int64_t part_elements = StateStream::kPartElements);
 
   // Takes the tensors from the arena; `weights[i]` is this rank's elements of what the model computes with for
-  // parameters[i], in any shape. `weight_amax` [number of parameters] fp32: where step() leaves the largest
-  // magnitude of each of them; empty: not wanted.
+  // parameters[i], in any shape; empty for coded ones (ParameterInfo::base). `weight_amax` [number of parameters]
+  // fp32: where step() leaves the largest magnitude of each of them; empty: not wanted.
   void bind(const Arena& arena, std::vector<TensorView> weights, const TensorView& weight_amax = {});
 
   // The elements of parameter i that this rank updates: all, or its piece.

@@ -61,6 +61,47 @@ class Adapters(RunFolder):
         self.assertEqual(refused.returncode, 2)
         self.assertIn("has no adapters", refused.stderr)
 
+    def test_adapters_beside_a_base_in_4_bits(self):
+        model, run, out = (os.path.join(self.folder, name) for name in ("model", "run", "out"))
+        self.run_ok("import", FIXTURE, "--out", model)
+        with open(os.path.join(FIXTURE, "config.json"), encoding="utf-8") as file:
+            vocab = json.load(file)["vocab_size"]
+        write_tokens(f"{self.folder}/tokens.npy", 2000, 5, vocab)
+        tokens = json.dumps([f"{self.folder}/tokens.npy"])
+        settings = {"data.train": tokens, "data.eval": tokens, "data.sequence_length": 16, "checkpoint.folder": run, "device.kind": "cpu",
+                    "finetune.method": "lora", "finetune.base": "nf4", "finetune.rank": 4, "finetune.alpha": 12, "optimizer.lr": 1e-2,
+                    "optimizer.schedule.warmup_steps": 0, "training.global_batch_size": 4, "training.micro_batch_size": 2,
+                    "training.eval_interval": 0}
+        train = ["train", os.path.join(model, "config.json"), *(f"--set={key}={value}" for key, value in settings.items())]
+        self.run_ok(*train, "--set=training.steps=2")
+        self.assertIn("resuming from", self.run_ok(*train, "--set=training.steps=4"))
+        self.run_ok("eval", run, "--set", "device.kind=cpu")
+        self.run_ok("generate", run, "--prompt-tokens", "1,2,3", "--tokens", "4", "--set", "device.kind=cpu")
+
+        # What is exported is the decoded weights with the adapters: without these, in each block of 64 only values of NF4.
+        nf4 = np.array([-1, -0.69619, -0.52507, -0.39492, -0.28444, -0.18477, -0.09105, 0, 0.07958, 0.16093, 0.24611, 0.33792, 0.44071, 0.56262,
+                        0.72296, 1])
+        self.run_ok("export", run, "--out", out, "--dtype", "fp32")
+        self.run_ok("export", run, "--out", out + "_adapter", "--adapter")
+        adapter = load_file(os.path.join(out + "_adapter", "adapter_model.safetensors"))
+        merged = load_file(os.path.join(out, "model.safetensors"))
+        base = load_file(os.path.join(FIXTURE, "model.safetensors"))
+        num_tested = 0
+        for name, weight in merged.items():
+            factor = "base_model.model." + name.removesuffix("weight")
+            if "o_proj" not in name and "down_proj" not in name:
+                continue
+            num_tested += 1
+            product = adapter[factor + "lora_B.weight"].astype(np.float64) @ adapter[factor + "lora_A.weight"]
+            self.assertGreater(np.abs(product).max(), 0)
+            decoded = (weight - 3 * product).ravel()
+            error = np.linalg.norm(decoded - base[name].ravel()) / np.linalg.norm(base[name])
+            self.assertTrue(0.05 < error < 0.15, error)
+            blocks = decoded[:decoded.size // 64 * 64].reshape(-1, 64)
+            fractions = blocks / np.abs(blocks).max(axis=1, keepdims=True)
+            self.assertLess(np.abs(fractions[..., None] - nf4).min(axis=-1).max(), 0.01)
+        self.assertGreater(num_tested, 1)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -417,7 +417,8 @@ TEST_CASE("transposed codes are gathered where forward is not run again and piec
   const auto gathers = [&](const Config& config, int64_t ranks) {
     const ParameterTable table = make_parameter_table(config.model, config.optimizer.decay_embeddings);
     const Zero zero = zero_of(config, 0, ranks);
-    return gathers_transposed(table, Formats(config.precision), kept_copies(config.precision, zero),
+    return gathers_transposed(table, Formats(config.precision),
+                              kept_copies(config.precision, zero, BaseFormat::kCompute),
                               training_use(config.precision), zero);
   };
   Config config = config_for(folder, "parka", 3);

@@ -9,6 +9,7 @@
 #include "core/parallel.h"
 #include "core/split_float.h"
 #include "engine/files/float_elements.h"
+#include "model/coded_weights.h"
 #include "model/parameter_table.h"
 
 namespace parka {
@@ -41,6 +42,8 @@ CheckpointAdapters lora_adapters(const Config& config) {
   const ParameterTable table = make_parameter_table(config.model, false, {.lora = config.finetune.lora_rules()});
   CheckpointAdapters adapters;
   adapters.scale = config.finetune.lora_rules().scale;
+  adapters.base = config.finetune.base;
+  adapters.precision = config.precision;
   for (const LoraAdapter& adapter : table.adapters) {
     adapters.all.push_back({adapter.layer, adapter.first_row, table.all[static_cast<size_t>(adapter.in)],
                             table.all[static_cast<size_t>(adapter.out)]});
@@ -134,8 +137,33 @@ std::vector<float> CheckpointWeights::read_whole(const ParameterInfo& parameter,
   return all;
 }
 
+const std::vector<float>& CheckpointWeights::read_coded(const ParameterInfo& parameter) const {
+  if (coded_name_ == parameter.name) return coded_values_;
+  std::vector<float> values(static_cast<size_t>(parameter.numel()));
+  read_stored(parameter, {0, parameter.numel()}, WeightForm::kCompute,
+              [&](int64_t first_element, std::span<const float> part) {
+                std::copy(part.begin(), part.end(), values.begin() + first_element);
+              });
+  coded_values_ = coded_values(parameter, adapters_.base, adapters_.precision, values);
+  coded_name_ = parameter.name;
+  return coded_values_;
+}
+
 void CheckpointWeights::read_base(const ParameterInfo& parameter, ElementRange range, WeightForm form,
                                   const Callback& callback) const {
+  if (!is_coded(parameter)) {
+    read_stored(parameter, range, form, callback);
+    return;
+  }
+  const std::span<const float> values = read_coded(parameter);
+  for (int64_t begin = range.begin; begin < range.end; begin += kMaxElements) {
+    const int64_t count = std::min(kMaxElements, range.end - begin);
+    callback(begin, values.subspan(static_cast<size_t>(begin), static_cast<size_t>(count)));
+  }
+}
+
+void CheckpointWeights::read_stored(const ParameterInfo& parameter, ElementRange range, WeightForm form,
+                                    const Callback& callback) const {
   const SafetensorsEntry* weight = checkpoint_.find(parameter.name);
   const SafetensorsEntry* master =
       form == WeightForm::kMaster ? checkpoint_.find(parameter.name + ".master") : nullptr;

@@ -15,7 +15,7 @@ namespace parka {
 // Which values of a weight to read: those that the model computes with, or those that the optimizer updates.
 enum class WeightForm : uint8_t { kCompute, kMaster };
 
-// The adapters that the checkpoints of a config have, with their scale.
+// The adapters that the checkpoints of a config have, with their scale and the base that they were trained beside.
 struct CheckpointAdapters {
   struct Adapter {
     std::string layer;  // name of the weight that they belong to
@@ -24,10 +24,13 @@ struct CheckpointAdapters {
   };
   std::vector<Adapter> all = {};
   double scale = 1;
+  BaseFormat base = BaseFormat::kCompute;  // of the linear weights of blocks...
+  PrecisionConfig precision = {};          // ... as this precision has them
 };
 CheckpointAdapters lora_adapters(const Config& config);
 
 // The weights of a checkpoint as fp32 values, from any format and master form, with what adapters add to them.
+// Those that a run has coded are what the codes stand for.
 class CheckpointWeights {
  public:
   // Throws Error(kBadInput) unless the checkpoint has all of these parameters and adapters, in their shapes and as
@@ -50,6 +53,13 @@ class CheckpointWeights {
   void check(const ParameterInfo& parameter) const;
   void read_base(const ParameterInfo& parameter, ElementRange range, WeightForm form,
                  const Callback& callback) const;
+  bool is_coded(const ParameterInfo& parameter) const {
+    return adapters_.base != BaseFormat::kCompute && parameter.role == ParameterRole::kLinear;
+  }
+  // Of a coded weight; those of the last one are kept.
+  const std::vector<float>& read_coded(const ParameterInfo& parameter) const;
+  void read_stored(const ParameterInfo& parameter, ElementRange range, WeightForm form,
+                   const Callback& callback) const;
   std::vector<float> read_whole(const ParameterInfo& parameter, WeightForm form) const;
   void add_adapters(const ParameterInfo& parameter, int64_t first_element, WeightForm form,
                     std::vector<float>& values) const;
@@ -57,6 +67,8 @@ class CheckpointWeights {
 
   const LoadedCheckpoint& checkpoint_;
   CheckpointAdapters adapters_;
+  mutable std::string coded_name_;
+  mutable std::vector<float> coded_values_;
 };
 
 }  // namespace parka

@@ -136,6 +136,7 @@ enum class FinetuneMethod : uint8_t { kFull, kLora };
 
 struct FinetuneConfig {
   FinetuneMethod method = FinetuneMethod::kFull;
+  BaseFormat base = BaseFormat::kCompute;
   int64_t rank = 16;
   double alpha = 16;
   bool rslora = false;
@@ -151,6 +152,11 @@ struct FinetuneConfig {
     visit("method", method,
           "full: what optimizer.frozen leaves is trained; lora: adapters "
           "alone, beside frozen weights");
+    visit(
+        "base", base,
+        "How the frozen weights of the blocks' linear layers are kept: compute (as precision says, with the weights in "
+        "precision.compute); fp8: as the FP8 codes that GEMMs read, alone; nf4 or fp4: in 4 bits, with bitsandbytes' "
+        "formats, and decoded before each product");
     visit("rank", rank, "lora: rank of each adapter", IntegerRange{1, 65536});
     visit("alpha", alpha, "lora: adapters are multiplied by alpha / rank", RealRange{});
     visit("rslora", rslora, "lora: multiply adapters by alpha / sqrt(rank) instead, as in rsLoRA");
@@ -342,6 +348,13 @@ template <>
 struct EnumNames<FinetuneMethod> {
   static constexpr EnumName<FinetuneMethod> kAll[] = {{FinetuneMethod::kFull, "full"},
                                                       {FinetuneMethod::kLora, "lora"}};
+};
+template <>
+struct EnumNames<BaseFormat> {
+  static constexpr EnumName<BaseFormat> kAll[] = {{BaseFormat::kCompute, "compute"},
+                                                  {BaseFormat::kFp8, "fp8"},
+                                                  {BaseFormat::kNf4, "nf4"},
+                                                  {BaseFormat::kFp4, "fp4"}};
 };
 template <>
 struct EnumNames<NonFinitePolicy> {

@@ -162,7 +162,7 @@ Config canonical(const Config& config) {
     c.optimizer.exp_avg_sq_format = defaults.optimizer.exp_avg_sq_format;
   }
   // As on several GPUs: one has nothing to divide.
-  c.precision.weight_copies = kept_copies(c.precision, make_zero(c.distributed.zero_stage, 0, 2));
+  c.precision.weight_copies = kept_copies(c.precision, make_zero(c.distributed.zero_stage, 0, 2), c.finetune.base);
   if (c.precision.weight_copies_blocks == c.model.num_layers) c.precision.weight_copies_blocks = 0;
   for (std::string& file : c.data.train) file = std::filesystem::path(file).filename().string();
   // With a slash at its end, whether it was given with one or not.

@@ -338,7 +338,48 @@ void check_parameter_rules(const OptimizerConfig& o) {
                   o.lr_factors.size(), o.lr_patterns.size());
 }
 
+// Codes are made of weights that come in whole, once.
+void check_base(const Config& c) {
+  if (c.finetune.base == BaseFormat::kCompute) return;
+  const std::string_view base = name_of(c.finetune.base);
+  if (c.finetune.method == FinetuneMethod::kFull) {
+    throw_bad_input(
+        "finetune.base = {} is for weights that stay as they are, and finetune.method = full trains them; set method = "
+        "lora, or base = compute",
+        base);
+  }
+  if (c.precision.offload_weights) {
+    throw_bad_input(
+        "finetune.base = {} keeps codes on the device; set precision.offload_weights = false, or base = compute",
+        base);
+  }
+  if (c.finetune.base != BaseFormat::kFp8) return;
+  if (c.precision.gemm == GemmPrecision::kCompute) {
+    throw_bad_input(
+        "finetune.base = fp8 keeps the codes of FP8 GEMMs, and precision.gemm = compute has none; use a recipe like "
+        "parka, or base = nf4");
+  }
+  if (c.precision.weight_copies == WeightCopies::kNone) {
+    throw_bad_input(
+        "finetune.base = fp8 has no weights but the copies that precision.weight_copies = none leaves out; use rows or "
+        "both");
+  }
+  const bool keeps_both = c.precision.weight_copies != WeightCopies::kRows && c.precision.weight_copies_blocks == 0;
+  if (c.precision.gemm == GemmPrecision::kFp8Block && !keeps_both) {
+    throw_bad_input(
+        "finetune.base = fp8 with precision.gemm = fp8_block cannot transpose codes on use: set "
+        "precision.weight_copies = both and weight_copies_blocks = 0");
+  }
+  if (c.telemetry.interval > 0) {
+    throw_bad_input(
+        "telemetry.interval = {} compares FP8 codes with weights, which finetune.base = fp8 does not keep; set it to 0, "
+        "or base = compute",
+        c.telemetry.interval);
+  }
+}
+
 void check_finetune(const Config& c) {
+  check_base(c);
   if (c.finetune.method != FinetuneMethod::kLora) return;
   if (!c.optimizer.frozen.empty()) {
     throw_bad_input(

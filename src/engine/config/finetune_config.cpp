@@ -11,7 +11,7 @@ LoraRules FinetuneConfig::lora_rules() const {
 }
 
 ParameterRules Config::parameter_rules() const {
-  return {optimizer.frozen, optimizer.lr_patterns, optimizer.lr_factors, finetune.lora_rules()};
+  return {optimizer.frozen, optimizer.lr_patterns, optimizer.lr_factors, finetune.lora_rules(), finetune.base};
 }
 
 }  // namespace parka

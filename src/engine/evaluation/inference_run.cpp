@@ -31,6 +31,9 @@ int64_t record_workspace_bytes(const Config& config, const CacheShape& cache) {
   const Arena arena(device, declared.plan);
   Model& model = declared.model;
   model.bind(device, arena);
+  for (size_t i = 0; i < model.parameters().all.size(); ++i) {
+    if (model.parameters().all[i].is_coded()) model.weights().encode(device, static_cast<int>(i));
+  }
   model.weights_changed(device);
   const BatchShape shape = config.micro_batch_shape();
   const int32_t unread = 0;  // a device that records reads no tokens
@@ -75,7 +78,7 @@ DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cac
 DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cache, int64_t workspace_bytes)
     : model(config.model, config.precision, config.optimizer.decay_embeddings, config.micro_batch_shape(),
             config.training.logits_chunk_tokens, Model::Use::kInference, {}, plan,
-            {.lora = config.finetune.lora_rules()}) {
+            {.lora = config.finetune.lora_rules(), .base = config.finetune.base}) {
   if (cache.num_slots > 0) model.declare_cache(cache, plan);
   if (workspace_bytes > 0) workspace = plan.add(kWorkspaceCategory, "op_workspace", DType::kU8, {workspace_bytes});
   plan.finish();
@@ -90,15 +93,18 @@ InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, c
   const TensorView workspace = (*arena_)[declared_.workspace];
   if (!workspace.empty()) device.set_workspace(workspace.data, workspace.bytes());
   model.bind(device, *arena_);
-  std::unordered_map<std::string, TensorView> wanted;
+  std::unordered_map<std::string, size_t> wanted;
   const std::vector<ParameterInfo>& parameters = model.parameters().all;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    wanted.emplace(parameters[i].name, model.weights().own()[i].reshaped({parameters[i].rows, parameters[i].cols}));
+    wanted.emplace(parameters[i].name, i);
   }
   checkpoint.for_each_tensor([&](const SafetensorsEntry& entry, ByteSpan bytes) {
     const auto found = wanted.find(entry.name);
     if (found == wanted.end()) return;  // masters and moments
-    const TensorView& view = found->second;
+    const ParameterInfo& p = parameters[found->second];
+    const auto index = static_cast<int>(found->second);
+    const TensorView view = p.is_coded() ? model.weights().coded_buffer(index)
+                                         : model.weights().own()[found->second].reshaped({p.rows, p.cols});
     const bool same_shape =
         std::equal(entry.shape.begin(), entry.shape.end(), view.dim.begin(), view.dim.begin() + view.rank);
     if (!is_plain_float(entry.dtype) || !same_shape) {
@@ -110,6 +116,7 @@ InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, c
     } else {
       copy_converted(device, entry.dtype, bytes, view);
     }
+    if (p.is_coded()) model.weights().encode(device, index);
     wanted.erase(found);
   });
   if (!wanted.empty()) throw_bad_input("{}: lacks the weight {}", checkpoint.path(), wanted.begin()->first);

@@ -144,7 +144,7 @@ bool ChosenChanges::others_keep(WeightCopies copies) const {
   }
   try {
     const Config others = override_config(config_, overrides, "config");
-    return kept_copies(others.precision, zero_of(others, 0, num_gpus_)) == copies;
+    return kept_copies(others.precision, zero_of(others, 0, num_gpus_), others.finetune.base) == copies;
   } catch (const Error&) {  // they contradict each other
     return false;
   }

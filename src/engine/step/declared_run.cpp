@@ -39,6 +39,12 @@ Zero zero_of(const Config& config, int64_t rank, int64_t size) {
         group, size);
   }
   const Zero zero = make_zero(config.distributed.zero_stage, rank % group, group);
+  if (config.finetune.base != BaseFormat::kCompute && zero.shards_weights()) {
+    throw_bad_input(
+        "finetune.base = {} keeps all codes on every rank, and distributed.zero_stage = 3 divides weights; use "
+        "zero_stage = 2, or base = compute",
+        name_of(config.finetune.base));
+  }
   const bool fp8 = config.precision.gemm != GemmPrecision::kCompute;
   if (config.precision.offload_weights && fp8 && !zero.shards_weights()) {
     require_copies_of_all_blocks(config.precision);

@@ -61,9 +61,13 @@ class RecordingRank {
     }
     std::vector<TensorView> state = declared_.model.weights().own();
     for (const NamedTensor& tensor : declared_.optimizer.state()) state.push_back(tensor.view);
+    for_each_coded([&](int i) {
+      for (const CodeTensor& tensor : declared_.model.weights().code_tensors(i)) state.push_back(tensor.view);
+    });
     declared_.checks.hash(device_, IntegrityChecks::Table::kUpdated, state);
   }
   void other_than_steps() {
+    for_each_coded([&](int i) { declared_.model.weights().encode(device_, i); });
     queue_.weights_changed();
     queue_.begin_evaluation_batch();
     declared_.model.evaluate(device_, batch());
@@ -71,6 +75,13 @@ class RecordingRank {
 
  private:
   bool releases_gradients() const { return config_.optimizer.release_gradients; }
+  template <typename Visit>
+  void for_each_coded(const Visit& visit) const {
+    const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (parameters[i].is_coded()) visit(static_cast<int>(i));
+    }
+  }
   void add(Work work) { work_.push_back(std::move(work)); }
 
   // Without the tokens, which a device that records does not read.

@@ -14,8 +14,14 @@ void TrainingRun::watch_state() {
   const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
   // Numbers of ranks that hold the same: 0 for what all hold whole, else one for each place in a group.
   for (NamedTensor& tensor : tensors()) watched_.push_back({std::move(tensor), 1 + zero_.shard.rank});
-  for (size_t i = 0; i < parameters.size() && !base_.is_null(); ++i) {
-    if (!parameters[i].trainable) watched_.push_back({weight_tensor(i), 1 + zero_.shard.rank});
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (parameters[i].is_coded()) {
+      for (const CodeTensor& codes : weights.code_tensors(static_cast<int>(i))) {
+        watched_.push_back({{parameters[i].name + std::string(codes.suffix), codes.view, {}, {}, i}, 0});
+      }
+    } else if (!parameters[i].trainable && !base_.is_null()) {
+      watched_.push_back({weight_tensor(i), 1 + zero_.shard.rank});
+    }
   }
   if (zero_.shard.size == 1) return;
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -43,8 +49,9 @@ void TrainingRun::flip_state(FlipDrill::Target target) {
   const bool weights = target == FlipDrill::Target::kWeight;
   std::vector<NamedTensor> tensors;
   for (const WatchedTensor& watched : watched_) {
-    const std::string& parameter = declared_.model.parameters().all[watched.tensor.parameter].name;
-    if ((watched.tensor.name == parameter) == weights) tensors.push_back(watched.tensor);
+    const ParameterInfo& parameter = declared_.model.parameters().all[watched.tensor.parameter];
+    const bool is_weight = parameter.is_coded() || watched.tensor.name == parameter.name;
+    if (is_weight == weights) tensors.push_back(watched.tensor);
   }
   if (!tensors.empty()) flip_one_of(device_, tensors, *drill_);
 }

@@ -71,21 +71,59 @@ void TrainingRun::start_loader(DataPosition position) {
   position_ = position;
 }
 
-void TrainingRun::initialize_one(size_t i) {
-  // In pieces: a large tensor's fp32 values in fresh memory take longer to get than to compute.
-  constexpr int64_t kPiece = int64_t{1} << 20;
-  Optimizer& optimizer = declared_.optimizer;
-  const ElementRange own = optimizer.own_range(i);
-  for (int64_t begin = own.begin; begin < own.end; begin += kPiece) {
-    const ElementRange piece = {begin, std::min(begin + kPiece, own.end)};
-    optimizer.set_weight(device_, i,
-                         initial_weight(config_.model, declared_.model.parameters(), i,
-                                        static_cast<uint64_t>(config_.training.seed), piece),
-                         begin - own.begin);
+ElementRange TrainingRun::set_range(size_t i) const {
+  const ParameterInfo& p = declared_.model.parameters().all[i];
+  return p.is_coded() ? ElementRange{0, p.numel()} : declared_.optimizer.own_range(i);
+}
+
+void TrainingRun::set_weight(size_t i, std::span<const float> values, int64_t first) {
+  if (declared_.model.parameters().all[i].is_coded()) {
+    declared_.model.weights().stage_coded(device_, static_cast<int>(i), values, first);
+  } else {
+    declared_.optimizer.set_weight(device_, i, values, first);
   }
 }
 
+void TrainingRun::end_weight(size_t i) {
+  if (declared_.model.parameters().all[i].is_coded()) {
+    declared_.model.weights().encode(device_, static_cast<int>(i));
+  }
+}
+
+void TrainingRun::copy_weight(size_t from, size_t to) {
+  if (!declared_.model.parameters().all[from].is_coded()) {
+    declared_.optimizer.copy_weight(device_, from, to);
+    return;
+  }
+  const ModelWeights& weights = declared_.model.weights();
+  const std::vector<CodeTensor> source = weights.code_tensors(static_cast<int>(from)),
+                                target = weights.code_tensors(static_cast<int>(to));
+  for (size_t k = 0; k < source.size(); ++k) {
+    device_.copy(target[k].view.data, source[k].view.data, source[k].view.bytes());
+  }
+}
+
+void TrainingRun::initialize_one(size_t i) {
+  // In pieces: a large tensor's fp32 values in fresh memory take longer to get than to compute.
+  constexpr int64_t kPiece = int64_t{1} << 20;
+  const ElementRange own = set_range(i);
+  for (int64_t begin = own.begin; begin < own.end; begin += kPiece) {
+    const ElementRange piece = {begin, std::min(begin + kPiece, own.end)};
+    set_weight(i,
+               initial_weight(config_.model, declared_.model.parameters(), i,
+                              static_cast<uint64_t>(config_.training.seed), piece),
+               begin - own.begin);
+  }
+  end_weight(i);
+}
+
 void TrainingRun::initialize() {
+  if (config_.finetune.base != BaseFormat::kCompute) {
+    throw_bad_input(
+        "finetune.base = {} has no weights to save, so it starts from those of a checkpoint; give checkpoint.init_from, "
+        "or base = compute",
+        name_of(config_.finetune.base));
+  }
   for (size_t i = 0; i < declared_.model.parameters().all.size(); ++i) initialize_one(i);
   queue_.weights_changed();
 }
@@ -99,7 +137,7 @@ void TrainingRun::initialize_alike() {
     if (is_new) {
       initialize_one(i);
     } else {
-      declared_.optimizer.copy_weight(device_, first->second, i);
+      copy_weight(first->second, i);
     }
   }
   queue_.weights_changed();
@@ -130,7 +168,6 @@ std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& ch
 
 // Those of the model without adapters.
 void TrainingRun::read_weights(const LoadedCheckpoint& checkpoint, const Config& saved) {
-  Optimizer& optimizer = declared_.optimizer;
   const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
   std::vector<ParameterInfo> of_model = parameters;
   std::erase_if(of_model, is_adapter);
@@ -139,11 +176,12 @@ void TrainingRun::read_weights(const LoadedCheckpoint& checkpoint, const Config&
     if (is_adapter(parameters[i])) continue;
     // Frozen weights stay those that the checkpoint's model computes with, to the bit.
     const WeightForm form = parameters[i].trainable ? WeightForm::kMaster : WeightForm::kCompute;
-    const std::vector<float> values = weights.read(parameters[i], optimizer.own_range(i), form);
+    const std::vector<float> values = weights.read(parameters[i], set_range(i), form);
     if (!all_finite(values)) {
       throw_bad_input("{}: {} holds NaN or infinite values", checkpoint.path(), parameters[i].name);
     }
-    optimizer.set_weight(device_, i, values);
+    set_weight(i, values);
+    end_weight(i);
   }
 }
 
@@ -163,7 +201,7 @@ std::vector<NamedTensor> TrainingRun::tensors() const {
   std::vector<NamedTensor> all = declared_.optimizer.state();
   const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (parameters[i].trainable || base_.is_null()) all.push_back(weight_tensor(i));
+    if (parameters[i].trainable || (base_.is_null() && !parameters[i].is_coded())) all.push_back(weight_tensor(i));
   }
   return all;
 }
@@ -185,6 +223,11 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
                         .gather = [this](const std::string& text) { return communicator_.gather_text(text); }});
     read_weights(whole, Config());  // the adapters come with the rest
     use_base(checkpoint.state().at(kBaseKey));
+  } else if (config_.finetune.base != BaseFormat::kCompute) {
+    throw_bad_input(
+        "{}: names no checkpoint with the weights of finetune.base = {}; start a new run from it with "
+        "checkpoint.init_from",
+        checkpoint.path(), name_of(config_.finetune.base));
   }
   std::unordered_map<std::string, NamedTensor> wanted;
   for (const NamedTensor& tensor : tensors()) wanted.emplace(tensor.name, tensor);

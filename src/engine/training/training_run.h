@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -185,6 +186,12 @@ class TrainingRun {
   int64_t share_targets(int64_t own);
   void begin_evaluation_batch(const std::exception_ptr& read_failure);
   void initialize_one(size_t i);
+  // The elements of a weight that this rank sets: its own, or all of one that is coded.
+  ElementRange set_range(size_t i) const;
+  // Sets elements `first` and following of those. Coded weights are encoded by end_weight(), after the last.
+  void set_weight(size_t i, std::span<const float> values, int64_t first = 0);
+  void end_weight(size_t i);
+  void copy_weight(size_t from, size_t to);
 
   Config config_;
   Device& device_;

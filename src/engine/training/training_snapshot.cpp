@@ -77,7 +77,7 @@ int64_t staging_bytes(const Config& config, const DeclaredRun& run, const Zero& 
   int64_t bytes = 0;
   const bool has_base = config.finetune.method == FinetuneMethod::kLora && !config.checkpoint.init_from.empty();
   for (const ParameterInfo& p : run.model.parameters().all) {
-    if (has_base && !p.trainable) continue;
+    if ((has_base && !p.trainable) || p.is_coded()) continue;
     bytes += place_of(zero.shard.own(p.numel()).size(), config.precision.compute);
   }
   for (const MemoryPlan::Entry& entry : run.plan.entries()) {

@@ -53,11 +53,11 @@ void Linear::declare(BufferScope& scope, const std::string& name, PhaseMask forw
 }
 
 void Linear::forward(const StepContext& step, const ScaledView& x, const TensorView& out) const {
-  gemm(step.device,
-       {.a = x,
-        .b = is_fp8_ ? step.weights.quantized(step.device, weight_) : ScaledView(step.weights.plain(weight_)),
-        .out = out,
-        .fast_accumulation = fast_forward_});
+  gemm(step.device, {.a = x,
+                     .b = is_fp8_ ? step.weights.quantized(step.device, weight_)
+                                  : ScaledView(step.weights.operand(step.device, weight_)),
+                     .out = out,
+                     .fast_accumulation = fast_forward_});
   if (bias_ >= 0) bias_forward(step.device, {.bias = step.weights.plain(bias_), .x = out});
   if (!adapters_.empty()) add_adapters(step, x, out);
 }
@@ -69,7 +69,8 @@ void Linear::input_gradient(const StepContext& step, const GemmInput& d_out, con
                        .out = d_x,
                        .fast_accumulation = fast_input_gradient_});
   } else {
-    gemm(step.device, {.a = d_out.row, .b = step.weights.plain(weight_), .b_transposed = true, .out = d_x});
+    gemm(step.device,
+         {.a = d_out.row, .b = step.weights.operand(step.device, weight_), .b_transposed = true, .out = d_x});
   }
   if (!adapters_.empty()) adapters_input_gradient(step, d_out.row, d_x);
 }
@@ -175,7 +176,7 @@ void Linear::adapter_gradients(const StepContext& step, const ScaledView& d_out,
 
 void Linear::sample_weight(const StepContext& step, int64_t block, QuantizedTensor which) const {
   if (!step.samples.active() || !is_fp8_) return;
-  step.samples.add_whole(step.device, block, which, step.weights.plain(weight_),
+  step.samples.add_whole(step.device, block, which, step.weights.operand(step.device, weight_),
                          step.weights.quantized(step.device, weight_));
 }
 

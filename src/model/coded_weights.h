@@ -1,0 +1,66 @@
+#pragma once
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "core/memory_plan.h"
+#include "core/parameter.h"
+#include "core/tensor.h"
+#include "kernels/device/arena.h"
+#include "kernels/device/device.h"
+#include "model/model_config.h"
+
+namespace parka {
+
+// A tensor that a coded weight is stored in.
+struct CodeTensor {
+  std::string_view suffix;  // of its name, behind that of the weight: ".codes"
+  TensorView view;
+};
+
+// Frozen weights that are stored as codes (ParameterInfo::base), without a copy in the compute format: those in 4
+// bits themselves, and for all of them one buffer as large as the largest, in the compute format. A weight is
+// staged there before it is encoded, and decoded to there before a GEMM reads it.
+//
+// 4 bits are bitsandbytes' NF4 and FP4 with double quantization (kernels/ops/quantize_4bit.h): blocks of 64
+// elements of the flat weight, scales in 8 bits, 0.516 bytes for an element.
+class CodedWeights {
+ public:
+  // Declares category "coded weights", and the buffer ("workspace"), which is alive in `buffer_phases`. Nothing
+  // where no weight is coded.
+  CodedWeights(const std::vector<ParameterInfo>& parameters, DType compute, PhaseMask buffer_phases,
+               MemoryPlan& plan);
+  void bind(const Arena& arena);
+
+  // The first elements of the buffer, as a matrix of the weight's shape.
+  TensorView buffer(size_t i) const;
+  // Sets elements `first` and following of the buffer, rounded to nearest, ties to even.
+  void stage(Device& device, size_t i, std::span<const float> values, int64_t first) const;
+  // Of weights in 4 bits: codes from the buffer, and the buffer from codes.
+  void encode(Device& device, size_t i) const;
+  TensorView decode(Device& device, size_t i) const;
+  // What a weight in 4 bits is stored in.
+  std::vector<CodeTensor> tensors(size_t i) const;
+
+ private:
+  struct Ids {
+    TensorId codes, absmax, nested_absmax, offset;
+  };
+  struct Codes {
+    TensorView codes, absmax, nested_absmax, offset;
+  };
+  std::vector<ParameterInfo> parameters_;
+  std::vector<Ids> ids_;
+  TensorId buffer_id_, absmax_id_, map_id_;
+  std::vector<Codes> codes_;
+  TensorView buffer_;
+  TensorView absmax_;  // fp32 scales of the weight that is being encoded
+  TensorView map_;     // dynamic_map()
+};
+
+// The values that a weight has once it is coded: rounded to the compute format, encoded and decoded on the CPU as a
+// run of this precision does.
+std::vector<float> coded_values(const ParameterInfo& parameter, BaseFormat base, const PrecisionConfig& precision,
+                                std::span<const float> values);
+
+}  // namespace parka
