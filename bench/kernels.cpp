@@ -389,6 +389,23 @@ void bench_bias(Bench& bench, const ModelShape& m) {
       bias_backward);
 }
 
+// Of an adapter's input, and of its part of the input gradient.
+void bench_dropout(Bench& bench, const ModelShape& m) {
+  for (const bool accumulate : {false, true}) {
+    bench.time(
+        m.name, accumulate ? "dropout, added" : "dropout",
+        [&](Tensors& t) {
+          return Dropout{.x = t.bf16({m.T, m.d}),
+                         .y = t.bf16({m.T, m.d}),
+                         .position = t.ids(3, 1),
+                         .sequence_length = m.T,
+                         .probability = 0.1,
+                         .accumulate = accumulate};
+        },
+        dropout);
+  }
+}
+
 void bench_optimizer(Bench& bench, const ModelShape& m) {
   const int64_t N = 2 * m.f * m.d;  // the largest tensor of a block
   bench.time(
@@ -494,6 +511,7 @@ int run(int argc, char** argv) {
     bench_decode(bench, model);
     bench_ends(bench, model);
     bench_bias(bench, model);
+    bench_dropout(bench, model);
     bench_optimizer(bench, model);
     bench_4bit(bench, model);
     bench_float8(bench, model);

@@ -62,6 +62,8 @@ struct LoraRules {
   int64_t rank = 0;  // 0: no adapters
   double scale = 1;
   std::vector<std::string> targets = {};  // layers by transformers' names: "q_proj"
+  double dropout = 0;                     // probability with which each element of an adapter's input counts as 0
+  uint64_t seed = 0;                      // of dropout
 };
 
 // What training does to parameters, by their names. Patterns are those of a shell: *, ? and [...]; * includes dots.

@@ -16,6 +16,7 @@
 #include "kernels/ops/bias.h"
 #include "kernels/ops/bit_hash.h"
 #include "kernels/ops/cross_entropy.h"
+#include "kernels/ops/dropout.h"
 #include "kernels/ops/embedding.h"
 #include "kernels/ops/gemm.h"
 #include "kernels/ops/grad_norm.h"

@@ -67,6 +67,12 @@ class Model {
     const int32_t* targets;
     BatchShape shape;
     const int32_t* first_keys = nullptr;
+    // With LoraRules::dropout: which step it is of, the place of its first sequence in the step's batch, and how
+    // far apart those of its sequences are.
+    struct Place {
+      int32_t step = 0, first_sequence = 0, stride = 1;
+    };
+    Place place = {};
     const uint8_t* pixels = nullptr;
     const int32_t* image_positions = nullptr;
   };

@@ -28,6 +28,9 @@ Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, co
   if (window_ > 0 && window_ < shape.sequence_length) {
     windowed_first_keys_ = scope.batch("windowed_first_keys", DType::kI32, {scope.tokens()});
   }
+  if (table.lora_dropout > 0 && scope.has_backward()) {
+    dropout_position_ = scope.batch("dropout_position", DType::kI32, {3});
+  }
 }
 
 void Model::Pass::bind(Device& device, const Arena& arena, const ModelWeights& weights,
@@ -53,7 +56,12 @@ StepContext Model::Pass::load(Device& device, const Batch& batch, bool keep) con
   step.positions.rotations = tables_.full.rows(0, shape.sequence_length);
   step.windowed_positions.rotations = tables_.windowed.rows(0, shape.sequence_length);
   load_first_keys(step, batch.first_keys);
+  if (keep && dropout_position_.valid()) step.dropout_position = (*arena_)[dropout_position_];
   if (device.op_recorder() != nullptr) return step;  // its memory is never read
+  if (!step.dropout_position.empty()) {
+    const int32_t position[] = {batch.place.step, batch.place.first_sequence, batch.place.stride};
+    device.copy_to_device(step.dropout_position.data, position, sizeof(position));
+  }
   load_tokens(step, batch);
   head_.load(step, batch.targets);
   return step;

@@ -74,6 +74,7 @@ class Model::Pass {
   Head head_;
   // [T] int32 see AttentionForward: where documents may be separate; where a window is shorter than sequences.
   TensorId first_keys_, windowed_first_keys_;
+  TensorId dropout_position_;  // [3] int32, in training with LoraRules::dropout
   SampleBuffers telemetry_;
 
   const Arena* arena_ = nullptr;

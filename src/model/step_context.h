@@ -31,6 +31,7 @@ struct StepContext {
   bool keep = false;                  // forward is to leave what backward needs
   Positions positions = {};           // in blocks of full attention
   Positions windowed_positions = {};  // in blocks with a window
+  TensorView dropout_position = {};   // Dropout::position; empty where nothing is dropped
 
   // Generation: forward appends the rows' keys and values to the cache.
   const KvCache* cache = nullptr;  // nullptr: they go nowhere

@@ -182,6 +182,50 @@ TEST_CASE("a checkpoint of adapters holds them alone, and goes on beside its bas
   }
 }
 
+TEST_CASE("dropout leaves out the same on any number of ranks and after a resumption", "[engine][lora]") {
+  const TemporaryFolder folder;
+  const LoadedCheckpoint base = make_base(base_config(folder, "fp32"));
+  const auto config_with = [&](double dropout, int64_t ranks) {
+    Config config = with_adapters(base_config(folder, "fp32", 1, ranks));
+    config.training.global_batch_size = 4;
+    config.finetune.dropout = dropout;
+    config.reliability.replay_interval = 1;
+    return config;
+  };
+  const auto losses = [&](double dropout, int64_t ranks) {
+    const Config config = config_with(dropout, ranks);
+    std::vector<double> all;
+    ThreadRanks(static_cast<int>(ranks)).run([&](Communicator& communicator) {
+      const auto device = make_cpu_device();
+      TrainingRun run(config, *device, communicator);
+      run.initialize_from(base);
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        const std::optional<StepReport> report = run.step();
+        PARKA_REQUIRE(report && report->applied);
+        if (communicator.rank() == 0) all.push_back(report->loss);
+      }
+    });
+    return all;
+  };
+  const std::vector<double> one = losses(0.5, 1), two = losses(0.5, 2), four = losses(0.5, 4), none = losses(0, 1);
+  CHECK(one.front() == none.front());  // B is zeros
+  for (size_t i = 0; i < one.size(); ++i) {
+    CAPTURE(i, one[i], none[i]);
+    CHECK(std::abs(two[i] - one[i]) < 1e-5 * one[i]);
+    CHECK(std::abs(four[i] - one[i]) < 1e-5 * one[i]);
+  }
+  CHECK(std::abs(none.back() - one.back()) > 1e-4 * one.back());
+
+  const Config config = config_with(0.5, 1);
+  const auto device = make_cpu_device();
+  TrainingRun run(config, *device, alone());
+  run.initialize_from(base);
+  for (int i = 0; i < kSteps; ++i) run.step();
+  TrainingRun restored(config, *device, alone());
+  restored.restore(save(run, config.checkpoint.folder));
+  for (int i = kSteps; i < 2 * kSteps; ++i) CHECK(restored.step()->loss == one[static_cast<size_t>(i)]);
+}
+
 TEST_CASE("weights are read with their adapters added", "[engine][lora]") {
   const TemporaryFolder folder;
   const Config plain = base_config(folder, "fp32"), config = with_adapters(plain);

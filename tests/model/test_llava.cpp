@@ -26,7 +26,7 @@ struct LlavaFixture {
   std::map<std::string, std::vector<float>> tensors;
 
   Model::Batch batch() const {
-    return {tokens.data(), targets.data(), shape, nullptr, pixels.data(), positions.data()};
+    return {tokens.data(), targets.data(), shape, nullptr, {}, pixels.data(), positions.data()};
   }
   float grad_scale() const {
     const auto count = std::ranges::count_if(targets, [](int32_t target) { return target != kIgnoreTarget; });

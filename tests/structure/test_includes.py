@@ -7,7 +7,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 MOST_FILES = 30
-MOST_FILES_OF = {"kernels/ops": 40}  # two for each op
+MOST_FILES_OF = {"kernels/ops": 48}  # two for each op
 # From the lowest to the highest. A file includes files of its own folder and of folders above it in this list, never of one
 # below. What a folder may not include though it is higher stands in NEVER.
 LAYERS = [

@@ -140,6 +140,7 @@ struct FinetuneConfig {
   int64_t rank = 16;
   double alpha = 16;
   bool rslora = false;
+  double dropout = 0;
   std::vector<std::string> targets = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"};
 
   bool operator==(const FinetuneConfig&) const = default;
@@ -160,6 +161,9 @@ struct FinetuneConfig {
     visit("rank", rank, "lora: rank of each adapter", IntegerRange{1, 65536});
     visit("alpha", alpha, "lora: adapters are multiplied by alpha / rank", RealRange{});
     visit("rslora", rslora, "lora: multiply adapters by alpha / sqrt(rank) instead, as in rsLoRA");
+    visit("dropout", dropout,
+          "lora: probability with which each element of an adapter's input is left out in training, as in peft",
+          RealRange{0.0, 1.0, true});
     visit("targets", targets,
           "lora: linear layers with adapters, of q_proj, k_proj, v_proj, "
           "o_proj, gate_proj, up_proj and down_proj");

@@ -1,4 +1,5 @@
 #include <cmath>
+#include <utility>
 
 #include "engine/config/config.h"
 
@@ -7,11 +8,15 @@ namespace parka {
 LoraRules FinetuneConfig::lora_rules() const {
   if (method != FinetuneMethod::kLora) return {};
   const auto r = static_cast<double>(rank);
-  return {rank, alpha / (rslora ? std::sqrt(r) : r), targets};
+  return {rank, alpha / (rslora ? std::sqrt(r) : r), targets, dropout};
 }
 
 ParameterRules Config::parameter_rules() const {
-  return {optimizer.frozen, optimizer.lr_patterns, optimizer.lr_factors, finetune.lora_rules(), finetune.base};
+  // Initialization and stochastic rounding draw other numbers from training.seed.
+  constexpr uint64_t kDropoutKey = 0x7f4a7c159e3779b9;
+  LoraRules lora = finetune.lora_rules();
+  lora.seed = static_cast<uint64_t>(training.seed) ^ kDropoutKey;
+  return {optimizer.frozen, optimizer.lr_patterns, optimizer.lr_factors, std::move(lora), finetune.base};
 }
 
 }  // namespace parka

@@ -58,6 +58,7 @@ EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& f
                             targets.data(),
                             {count, S, separate, images_per_sequence},
                             separate ? first_keys.data() : nullptr,
+                            {},
                             images.pixels.data(),
                             images.positions.data()});
     if (own != batch) continue;

@@ -63,7 +63,7 @@ nlohmann::ordered_json peft_config(const FinetuneConfig& finetune, const std::st
           {"inference_mode", true},
           {"init_lora_weights", true},
           {"lora_alpha", finetune.alpha},
-          {"lora_dropout", 0.0},
+          {"lora_dropout", finetune.dropout},
           {"modules_to_save", nullptr},
           {"peft_type", "LORA"},
           {"r", finetune.rank},

@@ -302,12 +302,17 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry, std::vector<PendingCom
     const ParameterExchange::Place place = {done == 0, done + training.micro_batch_size == own_sequences};
     const MicroBatch batch = loader_->next();
     if (vary && place.is_first) num_targets = share_targets(batch.step_targets);
-    const Model::Batch on_host = {batch.tokens.data(),
-                                  batch.targets.data(),
-                                  shape,
-                                  shape.separate_documents ? batch.first_keys.data() : nullptr,
-                                  batch.images.pixels.data(),
-                                  batch.images.positions.data()};
+    const Model::Batch on_host = {
+        batch.tokens.data(),
+        batch.targets.data(),
+        shape,
+        shape.separate_documents ? batch.first_keys.data() : nullptr,
+        // as the loader deals them out
+        {.step = static_cast<int32_t>(step),
+         .first_sequence = static_cast<int32_t>(communicator_.rank() + done * communicator_.size()),
+         .stride = communicator_.size()},
+        batch.images.pixels.data(),
+        batch.images.positions.data()};
     const Model::LossOptions options = queue_.loss_options(num_targets);
     const bool drilled = drills(FlipDrill::Target::kGradient, step) || drills(FlipDrill::Target::kGemm, step);
     if (place.is_first && (declared_.checks.replay_is_due(step) || drilled)) {

@@ -1,6 +1,7 @@
 #include "model/layers/linear.h"
 
 #include "kernels/ops/bias.h"
+#include "kernels/ops/dropout.h"
 #include "kernels/ops/gemm.h"
 #include "kernels/ops/quantize.h"
 #include "model/step_context.h"
@@ -26,7 +27,9 @@ Linear::Linear(const PrecisionConfig& precision, const ParameterTable& table, co
       fast_forward_(precision.fast_forward),
       fast_input_gradient_(precision.fast_input_gradient),
       fast_weight_gradient_(precision.fast_weight_gradient),
-      lora_scale_(table.lora_scale) {
+      lora_scale_(table.lora_scale),
+      dropout_(table.lora_dropout),
+      dropout_seed_(table.dropout_seed) {
   PARKA_REQUIRE(weight_ >= 0);
   rows_ = table.all[static_cast<size_t>(weight_)].rows;
   cols_ = table.all[static_cast<size_t>(weight_)].cols;
@@ -45,6 +48,9 @@ void Linear::declare(BufferScope& scope, const std::string& name, PhaseMask forw
     adapter.inner = scope.kept(adapter.target + ".lora_inner", scope.compute(), {T, rank_});
     if (!scope.has_backward()) continue;
     adapter.d_inner = scope.workspace(adapter.target + ".d_lora_inner", scope.compute(), {T, rank_}, backward);
+  }
+  if (dropout_ > 0 && scope.has_backward()) {
+    dropped_ = scope.workspace(name + ".dropped", scope.compute(), {T, cols_}, phases);
   }
   if (!is_fp8_) return;
   decoded_input_ = scope.workspace(name + ".decoded", scope.compute(), {T, cols_}, phases);
@@ -120,7 +126,8 @@ void Linear::add_adapters(const StepContext& step, const ScaledView& x, const Te
   const TensorView input = decoded(step, x, decoded_input_);
   for (const Adapter& adapter : adapters_) {
     const TensorView t = inner(step, adapter.inner);
-    gemm(step.device, {.a = input, .b = step.weights.plain(adapter.in), .out = t});
+    gemm(step.device,
+         {.a = dropped(step, adapter, input, /*transposed=*/false), .b = step.weights.plain(adapter.in), .out = t});
     gemm(step.device, {.a = t,
                        .b = step.weights.plain(adapter.out),
                        .out = columns(out, adapter),
@@ -140,13 +147,37 @@ void Linear::adapters_input_gradient(const StepContext& step, const ScaledView& 
                        .b_transposed = true,
                        .out = d_inner,
                        .a_padding = padding(adapter)});
+    const bool drops = !step.dropout_position.empty();
+    const TensorView d_input = drops ? step.tensor(dropped_, step.num_tokens(), cols_) : d_x;
     gemm(step.device, {.a = d_inner,
                        .b = step.weights.plain(adapter.in),
                        .b_transposed = true,
-                       .out = d_x,
-                       .accumulate = true,
+                       .out = d_input,
+                       .accumulate = !drops,
                        .factor = lora_scale_});
+    if (drops) drop(step, adapter, d_input, d_x, /*accumulate=*/true, /*transposed=*/false);
   }
+}
+
+TensorView Linear::dropped(const StepContext& step, const Adapter& adapter, const TensorView& x,
+                           bool transposed) const {
+  if (step.dropout_position.empty()) return x;
+  const TensorView out = step.tensor(dropped_, x.dim[0], x.dim[1]);
+  drop(step, adapter, x, out, /*accumulate=*/false, transposed);
+  return out;
+}
+
+void Linear::drop(const StepContext& step, const Adapter& adapter, const TensorView& x, const TensorView& y,
+                  bool accumulate, bool transposed) const {
+  dropout(step.device, {.x = x,
+                        .y = y,
+                        .position = step.dropout_position,
+                        .sequence_length = step.shape.sequence_length,
+                        .probability = dropout_,
+                        .seed = dropout_seed_,
+                        .stream = static_cast<uint32_t>(adapter.in),
+                        .accumulate = accumulate,
+                        .transposed = transposed});
 }
 
 // input_gradient() has left the decoded gradient and d_inner.
@@ -165,7 +196,7 @@ void Linear::adapter_gradients(const StepContext& step, const ScaledView& d_out,
                        .factor = lora_scale_,
                        .a_padding = padding(adapter)});
     gemm(step.device, {.a = inner(step, adapter.d_inner),
-                       .b = input,
+                       .b = dropped(step, adapter, input, /*transposed=*/!is_row),
                        .a_transposed = true,
                        .b_transposed = is_row,
                        .out = step.gradient(adapter.in),

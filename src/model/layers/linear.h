@@ -26,7 +26,7 @@ using InputAgain = std::function<GemmInput()>;
 
 // out = x W^T + b, with the weight W [N, K] and, where the table has a parameter <name>_bias, the bias b [N]. Where
 // it has adapters of the layer, the columns of out that belong to one get + scale * (x A^T) B^T, in the compute
-// format: FP8 operands are decoded for it.
+// format: FP8 operands are decoded for it. With dropout each adapter sees x without elements of its own choice.
 class Linear {
  public:
   // `std` is what the weight is drawn with at first. A weight of role kPlainLinear is FP8 under no precision.
@@ -68,6 +68,11 @@ class Linear {
   TensorView decoded(const StepContext& step, const ScaledView& x, TensorId buffer) const;
   void add_adapters(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void adapters_input_gradient(const StepContext& step, const ScaledView& d_out, const TensorView& d_x) const;
+  // x as the adapter sees it: with elements left out, in a buffer that the next call overwrites. x is [T, K], or
+  // [K, T] if `transposed`.
+  TensorView dropped(const StepContext& step, const Adapter& adapter, const TensorView& x, bool transposed) const;
+  void drop(const StepContext& step, const Adapter& adapter, const TensorView& x, const TensorView& y,
+            bool accumulate, bool transposed) const;
   void adapter_gradients(const StepContext& step, const ScaledView& d_out, const GemmInput& x) const;
 
   int weight_;
@@ -79,6 +84,9 @@ class Linear {
   std::vector<Adapter> adapters_;
   int64_t rank_ = 0;
   float lora_scale_;
+  double dropout_;
+  uint64_t dropout_seed_;
+  TensorId dropped_;                           // [T, K] or [K, T]; only with dropout
   TensorId decoded_input_, decoded_gradient_;  // [T, K] or [K, T], and [T, N]; only with adapters and FP8
 };
 
