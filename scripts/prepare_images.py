@@ -186,7 +186,9 @@ def summary(
         "images": {
             "files": files,
             "count": int((images.places >= 0).sum()),
+            "tower": options.tower,
             "size": options.image_size,
+            "patch_size": options.patch_size,
             "geometry": options.geometry,
             "mean": tower.mean,
             "deviation": tower.deviation,
@@ -214,7 +216,10 @@ def print_summary(info: dict, out: Path) -> None:
     paths = {split: [str(out / name) for name in info[split]["files"]] for split in ("train", "eval")}
     data = {"train": paths["train"], "eval": paths["eval"], "token_dtype": info["dtype"]}
     data |= {"sequence_length": info["sequence_length"], "loss_mask": True, "documents": "separate"}
-    print(json.dumps({"model": {"vocab_size": info["padded_vocab_size"]}, "data": data}, indent=2))
+    data["images_per_sequence"] = max(1, *(info[split]["most_images_of_a_sequence"] for split in ("train", "eval")))
+    vision = {"tower": info["images"]["tower"], "image_size": images["size"], "patch_size": images["patch_size"]}
+    vision |= {"pixel_mean": images["mean"], "pixel_deviation": images["deviation"], "image_token": images["token"]}
+    print(json.dumps({"model": {"vocab_size": info["padded_vocab_size"], "vision": vision}, "data": data}, indent=2))
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:

@@ -12,14 +12,16 @@ BufferScope::BufferScope(const PrecisionConfig& precision, const BatchShape& sha
     : precision_(precision),
       formats_(precision),
       shape_(shape),
+      purpose_(purpose),
       evaluation_(purpose == Purpose::kEvaluation),
-      reruns_(!evaluation_ && precision.recompute == Recompute::kBlock),
+      reruns_(purpose == Purpose::kTraining && precision.recompute == Recompute::kBlock),
+      is_forward_only_(purpose == Purpose::kForwardOnly),
       plan_(plan) {}
 
 void BufferScope::enter_block(std::string_view stack, int64_t l, const ActivationOffload& offload,
                               bool goes_backward) {
   first_entry_ = plan_.entries().size();
-  is_forward_only_ = !evaluation_ && !goes_backward;
+  is_forward_only_ = purpose_ == Purpose::kForwardOnly || (!evaluation_ && !goes_backward);
   if (is_forward_only_) {
     input_prefix_ = kept_prefix_ = std::string(stack) + "forward_only.";
     return;

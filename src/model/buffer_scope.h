@@ -32,13 +32,16 @@ struct GemmInputIds {
 class BufferScope {
  public:
   enum class Purpose {
-    kTraining,    // keeps what backward needs
-    kEvaluation,  // forward only
+    kTraining,     // keeps what backward needs
+    kForwardOnly,  // within steps of training, of what is frozen: no backward, and nothing is kept
+    kEvaluation,   // forward only
   };
   // `shape` is the largest batch. All arguments must outlive the scope.
   BufferScope(const PrecisionConfig& precision, const BatchShape& shape, Purpose purpose, MemoryPlan& plan);
 
   const PrecisionConfig& precision() const { return precision_; }
+  Purpose purpose() const { return purpose_; }
+  MemoryPlan& plan() const { return plan_; }
   const Formats& formats() const { return formats_; }
   const BatchShape& shape() const { return shape_; }
   int64_t tokens() const { return shape_.num_tokens(); }
@@ -52,7 +55,7 @@ class BufferScope {
   // `goes_backward` the block keeps nothing: all such blocks share one set of buffers.
   void enter_block(std::string_view stack, int64_t l, const ActivationOffload& offload, bool goes_backward = true);
   // Or to no block.
-  void leave_blocks() { is_forward_only_ = false; }
+  void leave_blocks() { is_forward_only_ = purpose_ == Purpose::kForwardOnly; }
   // What that block keeps in buffers that it is the first to use.
   std::vector<TensorId> kept_in_block() const;
 
@@ -98,9 +101,10 @@ class BufferScope {
   const PrecisionConfig& precision_;
   Formats formats_;
   BatchShape shape_;
+  Purpose purpose_;
   bool evaluation_;
-  bool reruns_;                   // backward runs the forward of each block again
-  bool is_forward_only_ = false;  // the block at hand has no backward, in training
+  bool reruns_;           // backward runs the forward of each block again
+  bool is_forward_only_;  // the block at hand has no backward, in training
   MemoryPlan& plan_;
   std::map<std::string, TensorId> declared_;
   std::string input_prefix_, kept_prefix_;  // of the block at hand

@@ -20,8 +20,9 @@ namespace parka {
 
 struct StepContext;
 
-// A decoder-only transformer (OLMo v1 or Llama): pre-norm blocks of attention and SwiGLU, written once against the
-// ops of kernels/ops.h. What number format each tensor has is decided by the PrecisionConfig, see formats.h.
+// A decoder-only transformer (OLMo v1 or Llama), which may see images through a tower (vision/image_embedding.h):
+// pre-norm blocks of attention and SwiGLU, written once against the ops of kernels/ops.h. What number format each
+// tensor has is decided by the PrecisionConfig, see formats.h.
 //
 // Order of use: construct (declares everything in the plan), plan.finish(), make an Arena, bind(), fill weights(),
 // weights_changed(); then any number of accumulate_gradients() and evaluate().
@@ -35,6 +36,8 @@ class Model {
   ~Model();
 
   const ParameterTable& parameters() const { return table_; }
+  // The largest batch.
+  const BatchShape& shape() const { return max_shape_; }
   // For training with telemetry; before plan.finish(). Declares ("telemetry") room for statistics, and for samples
   // where anything is FP8.
   void declare_telemetry(MemoryPlan& plan);
@@ -55,6 +58,10 @@ class Model {
   // Tokens and targets of a batch on the host, num_tokens() each. targets[t] is the token that position t should
   // predict, or kIgnoreTarget. With shape.separate_documents, which the Model's own shape must then have too,
   // first_keys[t] is the position in its sequence at which the document of token t begins; null otherwise.
+  // With shape.images_per_sequence, which training a model with a tower needs to be its own shape's, and which may
+  // be 0 otherwise: pixels [num_images(), 3, size, size], and for each row that an image is to have the token of
+  // the batch in whose place it is, or -1, [num_images(), ImageEmbedding::num_slots()]. These tokens are not looked
+  // up.
   struct Batch {
     const int32_t* tokens;
     const int32_t* targets;
@@ -66,6 +73,8 @@ class Model {
       int32_t step = 0, first_sequence = 0, stride = 1;
     };
     Place place = {};
+    const uint8_t* pixels = nullptr;
+    const int32_t* image_positions = nullptr;
   };
 
   // A sum of gradients over micro-batches begins by overwriting them, so that nobody needs to clear them: the GEMM

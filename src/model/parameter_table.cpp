@@ -15,6 +15,7 @@
 #include "model/layers/embedding.h"
 #include "model/layers/head.h"
 #include "model/layers/stack.h"
+#include "model/vision/image_embedding.h"
 
 namespace parka {
 namespace {
@@ -115,6 +116,10 @@ int ParameterTable::index_of(const std::string& name) const {
   return found == by_name_.end() ? -1 : found->second;
 }
 
+bool ParameterTable::trains_any(std::string_view prefix) const {
+  return std::ranges::any_of(all, [&](const auto& p) { return p.trainable && p.name.starts_with(prefix); });
+}
+
 int64_t ParameterTable::num_parameters() const {
   int64_t sum = 0;
   for (const ParameterInfo& p : all) sum += p.numel();
@@ -191,11 +196,16 @@ double ParameterList::initial_std(int64_t fan_in, double depth) const {
 ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embeddings, const ParameterRules& rules) {
   ParameterList list(config, rules.lora);
   Embedding::add_parameter(list, config, decay_embeddings);
+  if (config.vision.exists()) ImageEmbedding::add_parameters(list, config);
   Stack::add_parameters(list, config, kDecoder);
   list.begin_unit();
   Head::add_parameters(list, config);
 
   std::vector<ParameterInfo> parameters = list.take();
+  for (ParameterInfo& p : parameters) {
+    if (p.unit == 0 && p.role == ParameterRole::kLinear)
+      p.role = ParameterRole::kPlainLinear;  // of a tower's blocks
+  }
   apply_rules(parameters, rules);
   ParameterTable table(std::move(parameters));
   table.adapters = list.take_adapters();
@@ -217,7 +227,9 @@ std::vector<float> initial_weight(const ModelConfig& config, const ParameterTabl
   const ParameterRole role = table.all[index].role;
   if (role == ParameterRole::kAdapterIn) return uniform_values(seed, index, table.all[index].cols, range);
   const bool is_zero = role == ParameterRole::kBias || role == ParameterRole::kAdapterOut;
-  const float constant = is_zero ? 0.0f : 1.0f - config.norm_weight_offset();
+  const float offset =
+      table.all[index].unit == 0 ? 0.0f : config.norm_weight_offset();  // a tower's norms have none
+  const float constant = is_zero ? 0.0f : 1.0f - offset;
   std::vector<float> values(static_cast<size_t>(range.size()), constant);
   if (std == 0) return values;
   const double cutoff = config.init == InitKind::kMitchell ? kMitchellCutoff : HUGE_VAL;

@@ -33,7 +33,7 @@ struct ParameterTable {
 
   std::vector<ParameterInfo> all;
   int64_t num_blocks = 0;  // of the decoder
-  int embedding = -1;      // [V, d]
+  int embedding = -1;      // [V, d]; in unit 0 with tower and projector
   int final_norm = -1;     // [d]    rmsnorm only
   int head = -1;           // [V, d]; the embedding's index when tied
   std::vector<LoraAdapter> adapters;
@@ -56,6 +56,8 @@ struct ParameterTable {
   // Of a unit's parameters, the weights that a block's GEMMs read.
   std::vector<int> linear_weights(int unit) const;
   bool ties_head() const { return head == embedding; }
+  // Whether a parameter is trained whose name begins like this.
+  bool trains_any(std::string_view prefix) const;
   // Of a parameter by its index; false for -1, where the model has none.
   bool is_trainable(int index) const { return index >= 0 && all[static_cast<size_t>(index)].trainable; }
 

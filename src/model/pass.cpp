@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "kernels/ops/embedding.h"
 #include "kernels/ops/grad_norm.h"
 
 namespace parka {
@@ -22,6 +23,7 @@ Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, co
       stack_(model, table, kDecoder, table.block_unit(0), scope),
       embedding_(model, table, scope),
       head_(model, table, logits_chunk_tokens, scope) {
+  if (model.vision.exists() && shape.images_per_sequence > 0) images_.emplace(model, table, scope);
   if (shape.separate_documents) first_keys_ = scope.batch("first_keys", DType::kI32, {scope.tokens()});
   if (window_ > 0 && window_ < shape.sequence_length) {
     windowed_first_keys_ = scope.batch("windowed_first_keys", DType::kI32, {scope.tokens()});
@@ -34,6 +36,7 @@ Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, co
 void Model::Pass::bind(Device& device, const Arena& arena, const ModelWeights& weights,
                        const RotaryTables& tables) {
   stack_.bind(device, arena);
+  if (images_) images_->bind(device, arena);
   arena_ = &arena;
   weights_ = &weights;
   tables_ = tables;
@@ -44,6 +47,8 @@ StepContext Model::Pass::load(Device& device, const Batch& batch, bool keep) con
   PARKA_REQUIRE(shape.num_tokens() <= max_shape_.num_tokens() &&
                 shape.sequence_length <= max_shape_.sequence_length);
   PARKA_REQUIRE((batch.first_keys != nullptr) == shape.separate_documents);
+  PARKA_REQUIRE(shape.num_images() <= max_shape_.num_images());
+  PARKA_REQUIRE(!keep || !images_ || shape.num_images() > 0);  // all gradients are written
   StepContext step{.device = device, .arena = *arena_, .weights = *weights_, .hooks = hooks_};
   step.shape = shape;
   step.keep = keep;
@@ -57,9 +62,23 @@ StepContext Model::Pass::load(Device& device, const Batch& batch, bool keep) con
     const int32_t position[] = {batch.place.step, batch.place.first_sequence, batch.place.stride};
     device.copy_to_device(step.dropout_position.data, position, sizeof(position));
   }
-  embedding_.load(step, batch.tokens);
+  load_tokens(step, batch);
   head_.load(step, batch.targets);
   return step;
+}
+
+// The ids of tokens in whose place are rows of images belong to no embedding.
+void Model::Pass::load_tokens(const StepContext& step, const Batch& batch) const {
+  if (step.shape.num_images() == 0) {
+    embedding_.load(step, batch.tokens);
+    return;
+  }
+  std::vector<int32_t> tokens(batch.tokens, batch.tokens + step.num_tokens());
+  for (int64_t i = 0; i < step.shape.num_images() * images_->num_slots(); ++i) {
+    if (batch.image_positions[i] >= 0) tokens.at(static_cast<size_t>(batch.image_positions[i])) = kImageSlot;
+  }
+  embedding_.load(step, tokens.data());
+  images_->load(step, batch.pixels, batch.image_positions);
 }
 
 // Windows that are not shorter than the sequences leave what documents do: nothing, mostly, for which attention has
@@ -90,6 +109,7 @@ void Model::Pass::forward(const StepContext& step) const {
   step.device.section(StepSection::kEmbedding);
   step.before_forward(0);
   embedding_.forward(step, stack_.input(step));
+  if (step.shape.num_images() > 0) images_->forward(step, stack_.input(step));
   step.device.section(StepSection::kBlockForward);
   stack_.forward(step);
   step.device.section(StepSection::kHead);
@@ -111,6 +131,7 @@ void Model::Pass::loss_and_backward(const StepContext& step, const LossOptions& 
   step.device.section(StepSection::kEmbedding);
   step.before_backward(0);
   embedding_.backward(step, stream.d_residual(step));
+  if (images_) images_->backward(step, stream.d_residual(step));
   step.after_backward(0);
 }
 

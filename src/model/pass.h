@@ -1,10 +1,12 @@
 #pragma once
+#include <optional>
 #include <vector>
 
 #include "model/layers/embedding.h"
 #include "model/layers/head.h"
 #include "model/layers/stack.h"
 #include "model/model.h"
+#include "model/vision/image_embedding.h"
 
 namespace parka {
 
@@ -58,6 +60,7 @@ class Model::Pass {
   Pass(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
        const BatchShape& shape, int64_t logits_chunk_tokens, BufferScope&& scope);
 
+  void load_tokens(const StepContext& step, const Batch& batch) const;
   void load_first_keys(StepContext& step, const int32_t* of_documents) const;
 
   PrecisionConfig precision_;
@@ -67,6 +70,7 @@ class Model::Pass {
   int first_trained_unit_;
   Stack stack_;
   Embedding embedding_;
+  std::optional<ImageEmbedding> images_;  // of a model with a tower
   Head head_;
   // [T] int32 see AttentionForward: where documents may be separate; where a window is shorter than sequences.
   TensorId first_keys_, windowed_first_keys_;

@@ -102,13 +102,14 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
 
 // One unit's gradients after another in a buffer.
 void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
-  int64_t sizes[kGradientBuffers] = {}, next = 0;
+  int64_t sizes[kGradientBuffers] = {}, ends[kGradientBuffers] = {};
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (i == 0 || parameters_[i].unit != parameters_[i - 1].unit) next = 0;
-    buffer_offsets_.push_back(next);
+    if (i > 0 && parameters_[i].unit != parameters_[i - 1].unit) std::fill(std::begin(ends), std::end(ends), 0);
+    const size_t buffer = buffer_of(parameters_[i]);
+    buffer_offsets_.push_back(ends[buffer]);
     if (!parameters_[i].trainable) continue;
-    next += zero_.shard.padded(parameters_[i].numel());
-    sizes[buffer_of(parameters_[i])] = std::max(sizes[buffer_of(parameters_[i])], next);
+    ends[buffer] += zero_.shard.padded(parameters_[i].numel());
+    sizes[buffer] = std::max(sizes[buffer], ends[buffer]);
   }
   for (size_t buffer = 0; buffer < kGradientBuffers; ++buffer) {
     if (sizes[buffer] == 0) continue;

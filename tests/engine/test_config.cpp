@@ -249,8 +249,10 @@ TEST_CASE("the resolved config is complete and parses to the same", "[engine][co
     CAPTURE(name, text);
     CHECK(parse(text) == c);
     Config copy = c;
-    // Two files to train on make two values of one field, and so do the layers with adapters.
-    const size_t more = c.data.train.size() - 1 + c.finetune.targets.size() - 1;
+    // Two files to train on make two values of one field; so do the layers with adapters, and channels of pixels.
+    const TowerConfig& tower = c.model.vision.tower;
+    const size_t more = c.data.train.size() - 1 + c.finetune.targets.size() - 1 + tower.pixel_mean.size() - 1 +
+                        tower.pixel_deviation.size() - 1;
     CHECK(to_json(c).flatten().size() == make_config_table(copy).fields.size() + more);
   }
 }
@@ -459,6 +461,49 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
       {[](Config& c) { c.data.train = {""}; }, "data.train: must not be empty"},
   }));
   Config c = small_config();
+  CHECK_NOTHROW(validate(c));
+  change(c);
+  const std::string message = message_of([&] { validate(c); });
+  CAPTURE(message, want);
+  CHECK(message.find(want) != std::string::npos);
+  CHECK(message.find('\n') == std::string::npos);
+}
+
+TEST_CASE("combinations of a model with a tower that cannot work are refused", "[engine][config][vision]") {
+  using Change = void (*)(Config&);
+  const auto [change, want] = GENERATE(table<Change, std::string>({
+      {[](Config& c) { c.model.vision.tower.kind = TowerKind::kNone; }, "model.vision.tower = none"},
+      {[](Config& c) { c.model.vision = {}; }, "data.images_per_sequence = 2 has no meaning"},
+      {[](Config& c) { c.data.images_per_sequence = 0; }, "needs data.images_per_sequence"},
+      {[](Config& c) { c.model.vision.image_token = -1; }, "model.vision.image_token = -1"},
+      {[](Config& c) { c.model.vision.image_token = c.model.vocab_size; }, "is not below model.vocab_size"},
+      {[](Config& c) { c.model.vision.tower.num_heads = 3; }, "model.vision.width = 32 is not a multiple"},
+      {[](Config& c) { c.model.vision.tower.patch_size = 29; }, "model.vision.patch_size = 29 is more than"},
+      {[](Config& c) { c.model.vision.tower.feature_layer = -4; }, "has no hidden state -4"},
+      {[](Config& c) { c.model.vision.tower.pixel_mean = {0.5}; }, "model.vision.pixel_mean has 1 numbers"},
+      {[](Config& c) {
+         c.model.vision.tower.kind = TowerKind::kSiglip;
+         c.model.vision.tower.keeps_class_token = true;
+       },
+       "model.vision.keep_class_token = true needs tower = clip"},
+      {[](Config& c) {
+         c.model.vision.projector.kind = ProjectorKind::kMlpDownsample;
+         c.model.vision.tower.keeps_class_token = true;
+       },
+       "takes a square grid of patches"},
+      {[](Config& c) { c.model.vision.projector.column_major = true; }, "model.vision.column_major = true"},
+      {[](Config& c) { c.finetune.method = FinetuneMethod::kLora; }, "finetune.method = lora does not go with"},
+  }));
+  Config c = small_config();
+  c.model.vision.tower = {.kind = TowerKind::kClip,
+                          .width = 32,
+                          .num_layers = 3,
+                          .num_heads = 2,
+                          .d_ffn = 64,
+                          .image_size = 28,
+                          .patch_size = 7};
+  c.model.vision.image_token = 5;
+  c.data.images_per_sequence = 2;
   CHECK_NOTHROW(validate(c));
   change(c);
   const std::string message = message_of([&] { validate(c); });

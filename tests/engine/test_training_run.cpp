@@ -462,6 +462,25 @@ TEST_CASE("FLOP per token follow the documented formula", "[engine]") {
   CHECK(flop_per_token(olmo_1b, table, 2048) == 6.0 * 1'176'764'416 + 6.0 * 16 * 2048 * 2048);
 }
 
+TEST_CASE("FLOP of images are counted by what of them is trained", "[engine][vision]") {
+  const Config llava = load_config(PARKA_SOURCE_DIR "/configs/llava-1.5-7b-bench.json", {});
+  Config text = llava;
+  text.model.vision = {};
+  const ParameterTable of_text = make_parameter_table(text.model, false);
+  const auto of_image = [&](const std::vector<std::string>& frozen) {
+    const ParameterTable table = make_parameter_table(llava.model, false, {.frozen = frozen});
+    CHECK(flop_per_token(llava.model, table, 1088) == flop_per_token(text.model, of_text, 1088));
+    return 1088 * (flop_per_token(llava.model, table, 1088, 1) - flop_per_token(llava.model, table, 1088));
+  };
+  // Rows times elements of weights; the patch embedding has 592 columns, and 23 of 24 blocks run.
+  const double patch = 576.0 * 1024 * 592, blocks = 577.0 * 23 * 12 * 1024 * 1024;
+  const double fc1 = 576.0 * 1024 * 4096, fc2 = 576.0 * 4096 * 4096, attention = 2.0 * 577 * 577 * 1024 * 23;
+  const double frozen_tower = 2 * (patch + blocks + attention + 2 * fc1 + 3 * fc2);
+  CHECK(std::abs(of_image({"vision.*"}) / frozen_tower - 1) < 1e-9);
+  const double all = 2 * (2 * patch + 3 * (blocks + attention + fc1 + fc2));
+  CHECK(std::abs(of_image({}) / all - 1) < 1e-9);
+}
+
 TEST_CASE("numbers in progress lines are readable", "[engine][progress]") {
   CHECK(format_count(999) == "999");
   CHECK(format_count(1234) == "1.23k");

@@ -40,7 +40,7 @@ struct Vision {
         table(table_of(tower_config, projector_config)),
         weights(table, Formats(precision), {WeightCopies::kBoth}, training_use(precision), {}, plan),
         tower_scope(precision, tower_shape(), BufferScope::Purpose::kTraining, plan),
-        tower(config, table, 0, tower_scope),
+        tower(config, table, tower_scope),
         projected_shape{num_images, Projector::num_tokens(projector_config, config)},
         projector_scope(plain, projected_shape, BufferScope::Purpose::kTraining, plan),
         projector(projector_config, config, table, projector_scope) {

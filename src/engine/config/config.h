@@ -6,6 +6,7 @@
 #include "core/config_fields.h"
 #include "core/parameter.h"
 #include "data/token_files.h"
+#include "model/micro_batch.h"
 #include "model/model_config.h"
 #include "optim/optimizer_config.h"
 
@@ -307,6 +308,11 @@ struct Config {
 
   bool operator==(const Config&) const = default;
 
+  // The largest batch that the model is given.
+  BatchShape micro_batch_shape() const {
+    return {training.micro_batch_size, data.sequence_length, data.documents == DocumentMode::kSeparate,
+            data.images_per_sequence};
+  }
   // What training does to the parameters of the model.
   ParameterRules parameter_rules() const;
 

@@ -2,8 +2,11 @@
 
 #include <algorithm>
 
+#include <fmt/ranges.h>
+
 #include "core/error.h"
 #include "engine/files/json_text.h"
+#include "model/vision/image_embedding.h"
 
 namespace parka {
 
@@ -26,15 +29,29 @@ std::vector<NamedFiles> parse_sets(const std::vector<std::string>& entries, cons
   return sets;
 }
 
-ExampleRules example_rules(const DataConfig& data) {
-  return {.loss_mask = data.loss_mask,
-          .separate_documents = data.documents == DocumentMode::kSeparate,
-          .document_end = data.document_end};
+ExampleRules example_rules(const Config& config) {
+  const DataConfig& data = config.data;
+  ExampleRules rules{.loss_mask = data.loss_mask,
+                     .separate_documents = data.documents == DocumentMode::kSeparate,
+                     .document_end = data.document_end};
+  const VisionConfig& vision = config.model.vision;
+  if (vision.exists()) {
+    rules.images = {vision.image_token, ImageEmbedding::num_slots(vision), vision.tower.image_size};
+  }
+  return rules;
 }
 
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config) {
-  return TokenFiles(sources, config.data.token_dtype, config.data.sequence_length, config.model.vocab_size,
-                    example_rules(config.data));
+  TokenFiles files(sources, config.data.token_dtype, config.data.sequence_length, config.model.vocab_size,
+                   example_rules(config));
+  const int64_t most = files.most_images();
+  if (most > config.data.images_per_sequence) {
+    throw_bad_input(
+        "a sequence of {} has {} images, more than data.images_per_sequence = {}; make that larger, or prepare the "
+        "data with a smaller --max-images",
+        fmt::join(sources, ", "), most, config.data.images_per_sequence);
+  }
+  return files;
 }
 
 }  // namespace parka

@@ -17,9 +17,9 @@ struct NamedFiles {
 // Error(kBadInput), naming `key`, for an entry that does not have this form.
 std::vector<NamedFiles> parse_sets(const std::vector<std::string>& entries, const char* key);
 
-ExampleRules example_rules(const DataConfig& data);
+ExampleRules example_rules(const Config& config);
 
-// Throws Error(kBadInput) for data that cannot be used.
+// Throws Error(kBadInput) for data that cannot be used, or has more images than there is room for.
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config);
 
 }  // namespace parka

@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "data/image_batch.h"
 #include "kernels/ops/cross_entropy.h"
 
 namespace parka {
@@ -26,6 +27,7 @@ EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& f
   result.num_sequences = max_sequences > 0 ? std::min(max_sequences, total) : total;
   const int64_t batches = ceil_div(result.num_sequences, micro_batch), ranks = communicator.size();
   const bool separate = files.rules().separate_documents;
+  const int64_t images_per_sequence = files.rules().images.any() ? model.shape().images_per_sequence : 0;
   int64_t own_targets = 0;
   double sum = 0;
   for (int64_t round = 0; round < ceil_div(batches, ranks); ++round) {
@@ -36,20 +38,29 @@ EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& f
     std::vector<int32_t> tokens(static_cast<size_t>(count * S)), targets(tokens.size()), first_keys;
     if (separate) first_keys.resize(tokens.size());
     int64_t num_targets = 0;
+    std::vector<int64_t> sequences;
+    ImageBatch images;
     std::exception_ptr read_failure;
     try {
+      for (int64_t i = 0; i < count; ++i) sequences.push_back((begin + i) * total / result.num_sequences);
       for (int64_t i = 0; i < count; ++i) {
         num_targets += files.read_example(
-            (begin + i) * total / result.num_sequences,
+            sequences[static_cast<size_t>(i)],
             {tokens.data() + i * S, targets.data() + i * S, separate ? first_keys.data() + i * S : nullptr});
       }
+      if (images_per_sequence > 0) images = read_image_batch(files, sequences, count * images_per_sequence);
     } catch (...) {
       read_failure = std::current_exception();
     }
     if (before_each) before_each(read_failure);
     if (read_failure) std::rethrow_exception(read_failure);
-    model.evaluate(device,
-                   {tokens.data(), targets.data(), {count, S, separate}, separate ? first_keys.data() : nullptr});
+    model.evaluate(device, {tokens.data(),
+                            targets.data(),
+                            {count, S, separate, images_per_sequence},
+                            separate ? first_keys.data() : nullptr,
+                            {},
+                            images.pixels.data(),
+                            images.positions.data()});
     if (own != batch) continue;
     own_targets += num_targets;
     for (float loss : model.losses(device)) sum += loss;

@@ -35,8 +35,7 @@ int64_t record_workspace_bytes(const Config& config, const CacheShape& cache) {
     if (model.parameters().all[i].is_coded()) model.weights().encode(device, static_cast<int>(i));
   }
   model.weights_changed(device);
-  const BatchShape shape = {config.training.micro_batch_size, config.data.sequence_length,
-                            config.data.documents == DocumentMode::kSeparate};
+  const BatchShape shape = config.micro_batch_shape();
   const int32_t unread = 0;  // a device that records reads no tokens
   const Model::Batch batch = {&unread, &unread, shape, shape.separate_documents ? &unread : nullptr};
   model.evaluate(device, batch);
@@ -77,9 +76,7 @@ DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cac
                         device == DeviceKind::kCuda ? record_workspace_bytes(config, cache) : int64_t{0}) {}
 
 DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cache, int64_t workspace_bytes)
-    : model(config.model, config.precision, config.optimizer.decay_embeddings,
-            {config.training.micro_batch_size, config.data.sequence_length,
-             config.data.documents == DocumentMode::kSeparate},
+    : model(config.model, config.precision, config.optimizer.decay_embeddings, config.micro_batch_shape(),
             config.training.logits_chunk_tokens, Model::Use::kInference, {}, plan,
             {.lora = config.finetune.lora_rules(), .base = config.finetune.base}) {
   if (cache.num_slots > 0) model.declare_cache(cache, plan);

@@ -6,7 +6,8 @@
 namespace parka {
 
 // A temporary token file for measuring speed on, removed at the end: ids with the skew of text, where a few are
-// most of all tokens (log-uniform, the same on every machine).
+// most of all tokens (log-uniform, the same on every machine). Without images: a model with a tower computes blank
+// ones, as many as with data.
 class SyntheticTokens {
  public:
   explicit SyntheticTokens(const Config& config);

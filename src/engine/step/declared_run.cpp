@@ -56,9 +56,7 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
     : DeclaredRun(config, device, zero, device == DeviceKind::kCuda ? record_workspace_bytes(config, zero) : 0) {}
 
 DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& zero, int64_t workspace_bytes)
-    : model(config.model, config.precision, config.optimizer.decay_embeddings,
-            {config.training.micro_batch_size, config.data.sequence_length,
-             config.data.documents == DocumentMode::kSeparate},
+    : model(config.model, config.precision, config.optimizer.decay_embeddings, config.micro_batch_shape(),
             config.training.logits_chunk_tokens, Model::Use::kTraining, zero, plan, config.parameter_rules()),
       optimizer(config.optimizer, config.precision.compute, model.parameters().all, zero, plan,
                 /*is_alone=*/config.training.global_batch_size == config.training.micro_batch_size),
@@ -75,7 +73,8 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
     const int64_t largest = *std::max_element(of_units.begin(), of_units.end());
     exchange_buffer = plan.add("gradient buckets", "exchange_buffer", config.optimizer.gradient, {largest});
   }
-  if (config.data.loss_mask || config.data.documents == DocumentMode::kSeparate) {
+  // As TokenFiles::targets_vary() has it.
+  if (config.data.loss_mask || config.data.documents == DocumentMode::kSeparate || config.model.vision.exists()) {
     target_share = plan.add("batch", "target_share", DType::kF32, {1});
   }
   plan.finish();

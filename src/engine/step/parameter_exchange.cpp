@@ -88,8 +88,8 @@ void ParameterExchange::before_forward(Device& device, int unit) {
 std::vector<int> ParameterExchange::opened_by(int unit) const {
   const ParameterTable& table = model_.parameters();
   const bool tied = table.ties_head();
-  if (unit == 0) return tied ? std::vector<int>() : table.trained(0);
   std::vector<int> opened = table.trained(unit);
+  if (tied && unit == 0) std::erase(opened, table.embedding);  // open since the head
   if (tied && unit == table.head_unit() && table.is_trainable(table.embedding)) opened.push_back(table.embedding);
   return opened;
 }

@@ -87,11 +87,8 @@ class RecordingRank {
   // Without the tokens, which a device that records does not read.
   Model::Batch batch() const {
     static constexpr int32_t kUnread = 0;
-    const bool separate = config_.data.documents == DocumentMode::kSeparate;
-    return {&kUnread,
-            &kUnread,
-            {config_.training.micro_batch_size, config_.data.sequence_length, separate},
-            separate ? &kUnread : nullptr};
+    const BatchShape shape = config_.micro_batch_shape();
+    return {&kUnread, &kUnread, shape, shape.separate_documents ? &kUnread : nullptr};
   }
 
   const Config& config_;

@@ -12,13 +12,18 @@ inline constexpr const char* kWindowedFlopFormula =
     "6 x parameters without input embedding + 6 x width x (sequence, or W (2 - W / sequence) with a window W, summed "
     "over layers)";
 
+inline constexpr const char* kImagesFlopFormula =
+    "2 x parameters without input embedding + 2 x those through which gradients pass + 2 x those trained + attention; "
+    "tower and projector likewise, for data.images_per_sequence images in each sequence, blank ones too";
 inline constexpr const char* kFrozenFlopFormula =
     "2 x parameters without input embedding + 2 x those through which gradients pass + 2 x those trained + attention";
 
 // Model FLOP per trained token by these formulas, whose second term is causal attention counted once. Forward and
 // backward, without recomputation. With frozen parameters, their weight gradients are not counted, nor is backward
-// in units below the lowest one that is trained.
-double flop_per_token(const ModelConfig& model, const ParameterTable& table, int64_t sequence_length);
+// in units below the lowest one that is trained. Those of tower and projector for so many images of each sequence
+// are added, divided by its tokens.
+double flop_per_token(const ModelConfig& model, const ParameterTable& table, int64_t sequence_length,
+                      int64_t images_per_sequence = 0);
 
 // Converts a run's tokens per second to FLOP/s and utilization (MFU).
 struct ModelSpeed {

@@ -66,6 +66,7 @@ void TrainingRun::start_loader(DataPosition position) {
                                 .rank = communicator_.rank(),
                                 .world_size = communicator_.size(),
                                 .prefetch = std::max(config_.data.prefetch_batches, micro_batches_per_step()),
+                                .images_per_sequence = config_.data.images_per_sequence,
                                 .start = position});
   position_ = position;
 }
@@ -318,6 +319,7 @@ int64_t TrainingRun::share_targets(int64_t own) {
 int64_t TrainingRun::queue_gradients(bool with_telemetry, std::vector<PendingComparison>& comparisons) {
   const TrainingConfig& training = config_.training;
   const int64_t S = config_.data.sequence_length, step = completed_steps_ + 1;
+  const BatchShape shape = config_.micro_batch_shape();
   const bool vary = queue_.targets_vary();
   int64_t num_targets = training.global_batch_size * (S - 1);
   queue_.begin_step();
@@ -326,16 +328,17 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry, std::vector<PendingCom
     const ParameterExchange::Place place = {done == 0, done + training.micro_batch_size == own_sequences};
     const MicroBatch batch = loader_->next();
     if (vary && place.is_first) num_targets = share_targets(batch.step_targets);
-    const bool separate = !batch.first_keys.empty();
     const Model::Batch on_host = {
         batch.tokens.data(),
         batch.targets.data(),
-        {training.micro_batch_size, S, separate},
-        separate ? batch.first_keys.data() : nullptr,
+        shape,
+        shape.separate_documents ? batch.first_keys.data() : nullptr,
         // as the loader deals them out
         {.step = static_cast<int32_t>(step),
          .first_sequence = static_cast<int32_t>(communicator_.rank() + done * communicator_.size()),
-         .stride = communicator_.size()}};
+         .stride = communicator_.size()},
+        batch.images.pixels.data(),
+        batch.images.positions.data()};
     const Model::LossOptions options = queue_.loss_options(num_targets);
     const bool drilled = drills(FlipDrill::Target::kGradient, step) || drills(FlipDrill::Target::kGemm, step);
     if (place.is_first && (declared_.checks.replay_is_due(step) || drilled)) {

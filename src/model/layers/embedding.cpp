@@ -50,6 +50,7 @@ void Embedding::forward(const StepContext& step, const TensorView& out) const {
 }
 
 void Embedding::backward(const StepContext& step, const TensorView& d_out) const {
+  if (!is_trainable_) return;
   embedding_backward(step.device, {.order = step.tensor(order_, step.num_tokens(), kTokenRowInts),
                                    .d_out = d_out,
                                    .d_table = is_tied_ ? step.gradient(weight_) : step.gradient_to_add_to(weight_),

@@ -15,7 +15,7 @@ class Embedding {
   // Copies num_tokens() tokens to the device, with what backward needs of them.
   void load(const StepContext& step, const int32_t* tokens) const;
   void forward(const StepContext& step, const TensorView& out) const;
-  // A tied table has the gradient of the head by then.
+  // A tied table has the gradient of the head by then. Nothing for a frozen one.
   void backward(const StepContext& step, const TensorView& d_out) const;
 
  private:

@@ -4,9 +4,9 @@
 
 namespace parka {
 
-void Stack::add_parameters(ParameterList& list, const ModelConfig& model, std::string_view name) {
+void Stack::add_parameters(ParameterList& list, const ModelConfig& model, std::string_view name, bool has_units) {
   for (int64_t l = 0; l < model.num_layers; ++l) {
-    list.begin_unit();
+    if (has_units) list.begin_unit();
     Block::add_parameters(list, model, block_prefix(name, l), l);
   }
 }

@@ -10,8 +10,10 @@ namespace parka {
 // its input comes from, and what becomes of its output.
 class Stack {
  public:
-  // Names begin with `name`. Each block's parameters are a unit of their own (ParameterInfo::unit).
-  static void add_parameters(ParameterList& list, const ModelConfig& model, std::string_view name);
+  // Names begin with `name`. Each block's parameters are a unit of their own (ParameterInfo::unit), unless all are
+  // to be of the unit at hand.
+  static void add_parameters(ParameterList& list, const ModelConfig& model, std::string_view name,
+                             bool has_units = true);
 
   // The blocks' units are `first_unit` and following. Declares all buffers. Blocks below the lowest parameter that
   // is trained go forward only.

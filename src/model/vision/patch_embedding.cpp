@@ -8,8 +8,8 @@
 namespace parka {
 namespace {
 
-constexpr const char *kPatch = "vision.patch_embedding", *kPositions = "vision.positions",
-                     *kClassToken = "vision.class_token", *kPreNorm = "vision.pre_norm";
+constexpr const char *kPositions = "vision.positions", *kClassToken = "vision.class_token",
+                     *kPreNorm = "vision.pre_norm";
 
 std::array<float, 3> by_channel(const std::vector<double>& values) {
   PARKA_REQUIRE(values.size() == 3);
@@ -20,8 +20,8 @@ std::array<float, 3> by_channel(const std::vector<double>& values) {
 
 void PatchEmbedding::add_parameters(ParameterList& list, const TowerConfig& config) {
   const int64_t v = config.width, K = config.patch_columns();
-  Linear::add_parameter(list, kPatch, v, K, list.initial_std(K, 0), ParameterRole::kPlainLinear);
-  if (config.has_patch_bias()) Linear::add_bias(list, kPatch, v);
+  Linear::add_parameter(list, kPatchEmbedding, v, K, list.initial_std(K, 0), ParameterRole::kPlainLinear);
+  if (config.has_patch_bias()) Linear::add_bias(list, kPatchEmbedding, v);
   const double std = list.initial_std(v, 0);
   if (config.has_class_token()) list.add(kClassToken, 1, v, ParameterRole::kNorm, /*decayed=*/false, std);
   list.add(kPositions, config.num_tokens(), v, ParameterRole::kEmbedding, /*decayed=*/false, std);
@@ -30,7 +30,7 @@ void PatchEmbedding::add_parameters(ParameterList& list, const TowerConfig& conf
 
 PatchEmbedding::PatchEmbedding(const TowerConfig& config, const ParameterTable& table, BufferScope& scope)
     : config_(config),
-      patch_(scope.precision(), table, kPatch),
+      patch_(scope.precision(), table, kPatchEmbedding),
       positions_(table.index_of(kPositions)),
       class_token_(table.index_of(kClassToken)) {
   const int64_t v = config.width, rows = scope.shape().num_sequences * config.num_patches();
@@ -63,16 +63,16 @@ void PatchEmbedding::forward(const StepContext& step, const TensorView& pixels, 
 void PatchEmbedding::backward(const StepContext& step, const TensorView& d_out) const {
   if (norm_) norm_->backward(step, d_out, /*d_residual=*/{}, d_out, {});
   const TensorView d_patches = step.tensor(d_patches_, num_patches(step), config_.width);
-  positions_backward(
-      step.device,
-      {.d_out = d_out,
-       .d_x = d_patches,
-       .d_positions = step.gradient_to_add_to(positions_).reshaped({config_.num_tokens(), config_.width}),
-       .d_class_token = step.gradient_to_add_to(class_token_),
-       .num_images = step.shape.num_sequences});
+  TensorView d_positions = step.gradient_to_add_to(positions_);
+  if (!d_positions.empty()) d_positions = d_positions.reshaped({config_.num_tokens(), config_.width});
+  positions_backward(step.device, {.d_out = d_out,
+                                   .d_x = d_patches,
+                                   .d_positions = d_positions,
+                                   .d_class_token = step.gradient_to_add_to(class_token_),
+                                   .num_images = step.shape.num_sequences});
   const TensorView d_x = d_patches.empty() ? d_out : d_patches;
   patch_.bias_gradient(step, d_x);
-  patch_.weight_gradient(step, {d_x, {}}, {patches(step), {}});
+  if (patch_.trains_weight()) patch_.weight_gradient(step, {d_x, {}}, {patches(step), {}});
 }
 
 }  // namespace parka

@@ -7,6 +7,8 @@
 
 namespace parka {
 
+inline constexpr const char* kPatchEmbedding = "vision.patch_embedding";  // its weight, [v, columns of a patch]
+
 // From pixels to the input of a tower's blocks: a linear layer over the pixels of each patch, learned positions,
 // and of CLIP a class token and a LayerNorm. All of it in the compute format.
 class PatchEmbedding {

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kFactor = 2;  // tokens side by side in each direction
 constexpr double kDownsampledNormEps = 1e-5;
-constexpr const char *kDownsampledNorm = "projector.norm", *kFc1 = "projector.fc1", *kFc2 = "projector.fc2";
+constexpr const char *kDownsampledNorm = "projector.norm", *kFc2 = "projector.fc2";
 
 TokenMerge merge_of(const ProjectorConfig& config, const TowerConfig& tower) {
   return {.rows = tower.grid(), .columns = tower.grid(), .factor = kFactor, .column_major = config.column_major};
@@ -38,7 +38,7 @@ void Projector::add_parameters(ParameterList& list, const ProjectorConfig& confi
   }
   const int64_t d = config.d_model, width = input_width(config, tower);
   if (config.downsamples()) Norm::add_parameters(list, NormKind::kAffineLayerNorm, width, kDownsampledNorm);
-  add_layer(list, kFc1, d, width);
+  add_layer(list, kProjectorInput, d, width);
   if (config.has_two_layers()) add_layer(list, kFc2, d, d);
 }
 
@@ -47,7 +47,7 @@ Projector::Projector(const ProjectorConfig& config, const TowerConfig& tower, co
     : config_(config),
       merge_(merge_of(config, tower)),
       input_width_(input_width(config, tower)),
-      fc1_(scope.precision(), table, kFc1) {
+      fc1_(scope.precision(), table, kProjectorInput) {
   PARKA_REQUIRE(!scope.precision().has_fp8());
   const int64_t T = scope.tokens(), d = config.d_model;
   const DType compute = scope.compute();
@@ -92,7 +92,7 @@ TensorView Projector::down_one_layer(const StepContext& step, const TensorView& 
   const int64_t d = config_.d_model;
   const TensorView d_hidden = view(step, d_hidden_, d);
   fc2_->bias_gradient(step, d_out);
-  fc2_->weight_gradient(step, {d_out, {}}, {view(step, activated_, d), {}});
+  if (fc2_->trains_weight()) fc2_->weight_gradient(step, {d_out, {}}, {view(step, activated_, d), {}});
   fc2_->input_gradient(step, {d_out, {}}, d_hidden);
   activation_backward(step.device,
                       {.kind = Activation::kGelu, .x = view(step, hidden_, d), .d_y = d_hidden, .d_x = d_hidden});
@@ -103,7 +103,7 @@ void Projector::backward(const StepContext& step, const TensorView& x, const Ten
                          const TensorView& d_x) const {
   const TensorView d_fc1 = down_one_layer(step, d_out);
   fc1_.bias_gradient(step, d_fc1);
-  fc1_.weight_gradient(step, {d_fc1, {}}, {input(step, x), {}});
+  if (fc1_.trains_weight()) fc1_.weight_gradient(step, {d_fc1, {}}, {input(step, x), {}});
   const TensorView d_input = norm_ ? view(step, d_normalized_, input_width_) : d_x;
   if (d_input.empty()) return;
   fc1_.input_gradient(step, {d_fc1, {}}, d_input);

@@ -8,6 +8,10 @@
 
 namespace parka {
 
+// With what the names of a projector's parameters and buffers begin.
+inline constexpr std::string_view kProjector = "projector.";
+inline constexpr const char* kProjectorInput = "projector.fc1";  // the weight of its first linear layer
+
 // From a tower's features to rows of a language model's residual stream. All of it in the compute format, as what
 // FP8 recipes leave out; its steps have the shape of what it makes.
 class Projector {

@@ -8,6 +8,16 @@
 #include "kernels/ops/quantize.h"
 
 namespace parka {
+namespace {
+
+// Of a frozen tower, which keeps nothing, what reads them goes backward.
+TensorId declare_features(const TowerConfig& config, BufferScope& scope) {
+  const std::vector<int64_t> shape = {scope.shape().num_sequences * config.num_features(), config.width};
+  if (scope.has_backward()) return scope.kept("vision.features", scope.compute(), shape);
+  return scope.workspace("vision.features", scope.compute(), shape, kStep);
+}
+
+}  // namespace
 
 ModelConfig tower_stack(const TowerConfig& config) {
   ModelConfig model;
@@ -24,19 +34,17 @@ ModelConfig tower_stack(const TowerConfig& config) {
 
 void VisionTower::add_parameters(ParameterList& list, const TowerConfig& config) {
   PatchEmbedding::add_parameters(list, config);
-  Stack::add_parameters(list, tower_stack(config), kVision);
+  Stack::add_parameters(list, tower_stack(config), kVision, /*has_units=*/false);
 }
 
-VisionTower::VisionTower(const TowerConfig& config, const ParameterTable& table, int first_unit, BufferScope& scope)
+VisionTower::VisionTower(const TowerConfig& config, const ParameterTable& table, BufferScope& scope)
     : config_(config),
-      first_unit_(first_unit),
       embedding_(config, table, scope),
-      features_(scope.kept("vision.features", scope.compute(),
-                           {scope.shape().num_sequences * config.num_features(), config.width})),
+      features_(declare_features(config, scope)),
       patch_rows_(config.drops_class_token() ? scope.batch("vision.patch_rows", DType::kI32,
                                                            {scope.shape().num_sequences * config.num_features()})
                                              : TensorId{}),
-      stack_(tower_stack(config), table, kVision, first_unit + 1, scope) {
+      stack_(tower_stack(config), table, kVision, /*first_unit=*/0, scope) {
   if (config.drops_class_token() && scope.has_backward()) {
     d_features_ = scope.workspace("vision.d_features", scope.compute(),
                                   {scope.shape().num_sequences * config.num_features(), config.width}, kStep);
@@ -54,7 +62,6 @@ void VisionTower::load(const StepContext& step) const {
 }
 
 void VisionTower::forward(const StepContext& step, const TensorView& pixels) const {
-  step.before_forward(first_unit_);
   embedding_.forward(step, pixels, embedded(step));
   stack_.forward(step);
   select(step);
@@ -89,9 +96,7 @@ void VisionTower::spread_gradient(const StepContext& step) const {
 void VisionTower::backward(const StepContext& step) const {
   spread_gradient(step);
   stack_.backward(step);
-  step.before_backward(first_unit_);
   embedding_.backward(step, stack_.stream().d_residual(step));
-  step.after_backward(first_unit_);
 }
 
 }  // namespace parka

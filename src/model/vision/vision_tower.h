@@ -15,11 +15,11 @@ ModelConfig tower_stack(const TowerConfig& config);
 // Its steps have a sequence for each image, of TowerConfig::num_tokens() rows.
 class VisionTower {
  public:
-  // Into the unit at hand what is in front of the blocks, and each block into a unit of its own.
+  // Into the unit at hand.
   static void add_parameters(ParameterList& list, const TowerConfig& config);
 
-  // The unit in front of the blocks is `first_unit`. The scope is of num_tokens() rows for each image.
-  VisionTower(const TowerConfig& config, const ParameterTable& table, int first_unit, BufferScope& scope);
+  // The scope is of num_tokens() rows for each image. Its steps have no hooks: who has the tower tells them.
+  VisionTower(const TowerConfig& config, const ParameterTable& table, BufferScope& scope);
 
   void bind(Device& device, const Arena& arena) { stack_.bind(device, arena); }
 
@@ -49,9 +49,8 @@ class VisionTower {
   void spread_gradient(const StepContext& step) const;
 
   TowerConfig config_;
-  int first_unit_;
   PatchEmbedding embedding_;
-  TensorId features_;    // kept, for the gradients of what reads them
+  TensorId features_;    // until backward, for the gradients of what reads them
   TensorId d_features_;  // invalid where all rows are handed on
   TensorId patch_rows_;  // int32 [B F] which rows are handed on, likewise
   Stack stack_;

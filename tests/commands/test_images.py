@@ -1,0 +1,172 @@
+"""Training on images from the command line: resumed, on several ranks, in all forms of state and memory. Exits with 77 (skipped)
+where a package of scripts/prepare_images.py is missing."""
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+
+try:
+    import numpy as np
+    import xxhash  # noqa: F401
+    from PIL import Image
+except ImportError as error:
+    print(f"skipped: {error.name} is missing")
+    sys.exit(77)
+
+from parka_runs import PROGRAM, RunFolder, checkpoints, learning_curve, metrics, parka, starters, tree_digest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_images.py"
+SIZE, SEQUENCE, STEPS = 8, 96, 8
+NUM_SAMPLES = 60
+
+
+class Images(RunFolder):
+    def setUp(self):
+        super().setUp()
+        rng = random.Random(5)
+        records = []
+        for number in range(NUM_SAMPLES):
+            count = rng.choice((0, 1, 1, 2))
+            names = [f"{number}-{i}.png" for i in range(count)]
+            for name in names:
+                colours = np.random.default_rng(len(records)).integers(0, 256, (SIZE, SIZE, 3)).astype(np.uint8)
+                Image.fromarray(colours).save(self.path(name))
+            said = "<image>" * count + rng.choice(("What is it?", "Say more."))
+            turns = [{"from": "human", "value": said}, {"from": "gpt", "value": f"It is {number % 7}."}]
+            records.append({"id": str(number), "conversations": turns, **({"image": names} if names else {})})
+        with open(self.path("samples.json"), "w", encoding="utf-8") as file:
+            json.dump(records, file)
+        options = {"--image-folder": self.folder, "--tower": "clip", "--image-size": SIZE, "--patch-size": 4, "--chat": "chatml",
+                   "--sequence-length": SEQUENCE, "--max-images": 3, "--eval-fraction": 0.2, "--out": self.path("data")}
+        command = [sys.executable, str(SCRIPT), self.path("samples.json"), *(str(x) for pair in options.items() for x in pair)]
+        prepared = subprocess.run(command, capture_output=True, text=True)
+        self.assertEqual(prepared.returncode, 0, prepared.stderr)
+        self.printed = json.loads(prepared.stdout.split("config:\n")[1])  # what a config needs for this data
+
+    def config(self, name="run", recipe="bf16", steps=STEPS, **optimizer):
+        model = self.printed["model"]
+        return {
+            "device": {"kind": "cpu"},
+            "model": {
+                **model, "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ffn": 64,
+                "vision": {**model["vision"], "width": 24, "num_layers": 3, "num_heads": 2, "d_ffn": 40}},
+            "precision": {"recipe": recipe},
+            "optimizer": {"lr": 3e-3, "lr_patterns": ["vision.*"], "lr_factors": [0.2], **optimizer,
+                          "schedule": {"kind": "cosine", "warmup_steps": 2, "total_steps": STEPS}},
+            "data": dict(self.printed["data"]),
+            "training": {"steps": steps, "global_batch_size": 4, "micro_batch_size": 1, "eval_interval": 4},
+            "checkpoint": {"folder": self.path(name), "interval": 2, "keep": 0},
+        }
+
+    def run_config(self, config, ranks=1, *arguments):
+        path = self.write_config(config, os.path.basename(config["checkpoint"]["folder"]) + ".json")
+        program = [PROGRAM, "--threads", "1", "train", path, *arguments]
+        command = starters.command(ranks, program) if ranks > 1 else program
+        return subprocess.run(command, env=starters.environment(), text=True, capture_output=True, timeout=200)
+
+    def run_to_the_end(self, config, ranks=1):
+        result = self.run_config(config, ranks)
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        return result.stdout + result.stderr
+
+    def losses(self, name):
+        return [record["loss"] for record in metrics(self.path(name))]
+
+    def final_files(self, name):
+        return tree_digest(self.path(f"{name}/step_{STEPS:08}"), lambda path: path.endswith(".safetensors"))
+
+    def test_resumed_runs_end_with_the_same_bits(self):
+        variants = {"bf16": {}, "parka": {}, "coat": {"release_gradients": True, "clip_norm": 0.1}}
+        for recipe, optimizer in variants.items():
+            with self.subTest(recipe):
+                straight, resumed = (self.config(f"{recipe}-{kind}", recipe, **optimizer) for kind in ("straight", "resumed"))
+                for config in (straight, resumed):
+                    if optimizer:
+                        config["training"]["micro_batch_size"] = 4
+                self.run_to_the_end(straight)
+                killed = self.run_config(resumed, 1, "--drill-kill-in-save", "4:5")
+                self.assertEqual(killed.returncode, -signal.SIGKILL, killed.stderr)
+                self.assertIn("step_00000002", checkpoints(resumed["checkpoint"]["folder"]))
+                self.assertIn("resuming from", self.run_to_the_end(resumed))
+                names = [f"{recipe}-{kind}" for kind in ("straight", "resumed")]
+                self.assertEqual(*(learning_curve(self.path(name)) for name in names))
+                self.assertEqual(*(self.final_files(name) for name in names))
+
+    def test_several_ranks_train_as_one(self):
+        for tied in (True, False):
+            config = self.config("one", "fp32")
+            config["model"]["tie_embeddings"] = tied
+            self.run_to_the_end(config)
+            for ranks, stage in ((2, 0), (2, 1), (2, 2), (4, 3)):
+                with self.subTest(ranks=ranks, stage=stage, tied=tied):
+                    config["checkpoint"]["folder"] = self.path(f"{ranks}-{stage}-{tied}")
+                    config["distributed"] = {"zero_stage": stage}
+                    self.run_to_the_end(config, ranks)
+                    for got, want in zip(self.losses(f"{ranks}-{stage}-{tied}"), self.losses("one"), strict=True):
+                        self.assertLess(abs(got - want), 1e-5)
+            subprocess.run(["rm", "-r", self.path("one")], check=True)
+
+    def test_what_saves_memory_changes_no_bit(self):
+        self.run_to_the_end(self.config("plain", "parka", master="fp32"))
+        changes = {
+            "recomputed": {"precision": {"recipe": "parka", "recompute": "block"}},
+            "made-again": {"precision": {"recipe": "parka", "save_norm_output": False, "save_product": False}},
+            "in-host": {"optimizer": {"offload": True}, "precision": {"recipe": "parka", "offload_weights": True}},
+        }
+        for name, sections in changes.items():
+            with self.subTest(name):
+                config = self.config(name, "parka", master="fp32")
+                for section, keys in sections.items():
+                    config[section].update(keys)
+                self.run_to_the_end(config)
+                self.assertEqual(self.losses(name), self.losses("plain"))
+
+    def test_stages_train_what_is_not_frozen(self):
+        decoder = ["embedding", "blocks.*", "head"]
+        for name, frozen in {"align": [*decoder, "vision.*"], "instruct": ["vision.*"]}.items():
+            with self.subTest(name):
+                config = self.config(name, "parka", frozen=frozen)
+                config["model"]["tie_embeddings"] = False
+                self.run_to_the_end(config)
+                losses = self.losses(name)
+                self.assertLess(losses[-1], losses[0])
+
+    def test_evaluation_sees_the_images(self):
+        config = self.config()
+        self.run_to_the_end(config)
+        losses = {record["step"]: record["loss"] for record in metrics(self.path("run"), "eval")}
+        self.assertLess(losses[STEPS], losses[4])
+        again = parka("eval", self.path("run"), "--json")
+        self.assert_exit(again, 0)
+        self.assertIn(f"{losses[STEPS]:.4f}"[:5], again.stdout)
+
+    def test_plan_and_bench_take_models_with_towers(self):
+        config = self.write_config(self.config(recipe="parka"))
+        plan = parka("plan", config, "--json")
+        self.assert_exit(plan, 0)
+        frozen = self.write_config(self.config(recipe="parka", frozen=["vision.*"]), "frozen.json")
+        without = parka("plan", frozen, "--json")
+        self.assert_exit(without, 0)
+        self.assertLess(json.loads(without.stdout)["total_bytes"], json.loads(plan.stdout)["total_bytes"])
+        bench = parka("bench", config, "--steps", "1")
+        self.assert_exit(bench, 0)
+
+    def test_bad_data_is_named(self):
+        path = Path(self.path("data/images-00000.pixels"))
+        path.write_bytes(path.read_bytes()[:64] + bytes(byte ^ 1 for byte in path.read_bytes()[64:]))
+        result = self.run_config(self.config())
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertIn("images-00000.pixels", result.stderr)
+        crowded = self.config("crowded")
+        crowded["data"]["images_per_sequence"] = 1
+        result = self.run_config(crowded)
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertIn("more than data.images_per_sequence = 1", result.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
