@@ -1,5 +1,7 @@
 #include <cmath>
+#include <tuple>
 
+#include "model/vision/image_embedding.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"
 
@@ -43,6 +45,24 @@ struct Result {
   std::vector<std::vector<float>> gradients;
 };
 
+// Two images in the first sequence, one in the second that is cut, and none in the third.
+struct Pictures {
+  Pictures(const ModelConfig& config, const BatchShape& shape) {
+    if (shape.num_images() == 0) return;
+    const int64_t slots = ImageEmbedding::num_slots(config.vision), S = shape.sequence_length;
+    const int64_t size = config.vision.tower.image_size;
+    positions.assign(static_cast<size_t>(shape.num_images() * slots), -1);
+    for (const auto& [image, first, count] :
+         {std::tuple{int64_t{0}, int64_t{3}, slots}, {1, 3 + slots, slots}, {2, S + 9, slots / 2}}) {
+      for (int64_t k = 0; k < count; ++k) positions[image * slots + k] = static_cast<int32_t>(first + k);
+    }
+    pixels.resize(static_cast<size_t>(shape.num_images() * 3 * size * size));
+    for (size_t i = 0; i < pixels.size() / 2; ++i) pixels[i] = static_cast<uint8_t>(philox4x32(5, 3, i)[0] % 256);
+  }
+  std::vector<uint8_t> pixels;
+  std::vector<int32_t> positions;
+};
+
 Result run(const ModelConfig& config, const PrecisionConfig& precision, Device& device,
            const BatchShape& shape = kShape) {
   SmallModel m(config, precision, shape, /*logits_chunk=*/256, device);
@@ -52,12 +72,15 @@ Result run(const ModelConfig& config, const PrecisionConfig& precision, Device& 
     tokens[t] = static_cast<int32_t>(philox4x32(5, 1, t)[0] % 1000);
     targets[t] = t % 7 == 0 ? kIgnoreTarget : static_cast<int32_t>(philox4x32(5, 2, t)[0] % 1000);
   }
+  const Pictures pictures(config, shape);
+  const Model::Batch batch = {tokens.data(),          targets.data(),           shape, nullptr, {},
+                              pictures.pixels.data(), pictures.positions.data()};
   Result result;
   // A GPU runs the work as it is, then records and replays it, then replays it.
   const int num_runs = device.kind() == DeviceKind::kCpu ? 1 : 3;
   for (int i = 0; i < num_runs; ++i) {
-    m.model.accumulate_gradients(device, {tokens.data(), targets.data(), shape},
-                                 {.grad_scale = 0.01f, .z_loss = 1e-4f}, m.gradients, Model::Accumulation::kBegin);
+    m.model.accumulate_gradients(device, batch, {.grad_scale = 0.01f, .z_loss = 1e-4f}, m.gradients,
+                                 Model::Accumulation::kBegin);
     Result again{m.model.losses(device), {}};
     for (size_t p = 0; p < m.gradients.size(); ++p) again.gradients.push_back(m.gradient(p));
     if (i > 0) CHECK((again.losses == result.losses && again.gradients == result.gradients));
@@ -131,6 +154,43 @@ TEST_CASE("a GPU's loss and gradients of a model with windows are those of the C
     CHECK(distance(fp32.gradients[p], exact.gradients[p]) < 1e-5);
     const double of_cpu = distance(cpu_bf16.gradients[p], exact.gradients[p]);
     CHECK(distance(gpu_bf16.gradients[p], exact.gradients[p]) < 1.5 * of_cpu + 1e-3);
+  }
+}
+
+TEST_CASE("a GPU's loss and gradients of a model with a tower are those of the CPU", "[model][devices][vision]") {
+  if (gpu() == nullptr) return;
+  const bool is_clip = GENERATE(true, false);
+  ModelConfig config = config_of(NormKind::kRmsNorm, 4, 2, QkNormKind::kNone, NormPlacement::kBefore);
+  config.d_ffn = 1376;  // a multiple of 16, for FP8
+  TowerConfig& tower = config.vision.tower;
+  tower.kind = is_clip ? TowerKind::kClip : TowerKind::kSiglip;
+  tower.activation = is_clip ? Activation::kQuickGelu : Activation::kGeluTanh;
+  tower.width = is_clip ? 256 : 288;  // heads of 64, and of 72
+  tower.num_layers = 3;
+  tower.num_heads = 4;
+  tower.d_ffn = 512;
+  tower.image_size = 98;
+  tower.patch_size = 14;
+  if (!is_clip) config.vision.projector.kind = ProjectorKind::kMlpDownsample;
+  const BatchShape shape = {3, 208, false, /*images_per_sequence=*/2};
+  const Result exact = run(config, precision_recipe(Recipe::kFp32), cpu_device(), shape);
+  const Result fp32 = run(config, precision_recipe(Recipe::kFp32), *gpu(), shape);
+  CAPTURE(is_clip);
+  CHECK(distance(fp32.losses, exact.losses) < 1e-6);
+  for (size_t p = 0; p < exact.gradients.size(); ++p) {
+    CAPTURE(p);
+    CHECK(distance(fp32.gradients[p], exact.gradients[p]) < 3e-5);
+  }
+  for (const Recipe recipe : {Recipe::kBf16, Recipe::kCoat, Recipe::kParka}) {
+    CAPTURE(name_of(recipe));
+    const Result on_cpu = run(config, precision_recipe(recipe), cpu_device(), shape),
+                 on_gpu = run(config, precision_recipe(recipe), *gpu(), shape);
+    CHECK(distance(on_gpu.losses, exact.losses) < 1.5 * distance(on_cpu.losses, exact.losses) + 1e-3);
+    for (size_t p = 0; p < exact.gradients.size(); ++p) {
+      CAPTURE(p);
+      const double of_cpu = distance(on_cpu.gradients[p], exact.gradients[p]);
+      CHECK(distance(on_gpu.gradients[p], exact.gradients[p]) < 1.5 * of_cpu + 1e-3);
+    }
   }
 }
 
