@@ -10,6 +10,7 @@
 #include "engine/files/draft_folder.h"
 #include "engine/files/float_elements.h"
 #include "engine/files/json_text.h"
+#include "engine/huggingface/bitsandbytes.h"
 #include "engine/huggingface/huggingface_config.h"
 #include "engine/huggingface/huggingface_origin.h"
 #include "engine/huggingface/peft_import.h"
@@ -38,12 +39,15 @@ class Importer {
  public:
   explicit Importer(const std::string& folder)
       : folder_(folder),
-        config_text_(read_text((fs::path(folder) / kHuggingFaceConfigName).string(), kMaxHuggingFaceConfigBytes)),
+        config_text_(plain_config_text(
+            read_text((fs::path(folder) / kHuggingFaceConfigName).string(), kMaxHuggingFaceConfigBytes),
+            config_path())),
         described_(parse_huggingface_config(parse_json_text(config_text_, config_path(), JsonComments::kRefused),
                                             config_path())),
         table_(make_parameter_table(described_.model, false)),
         tensors_(huggingface_tensors(*described_.family, described_.model, table_)),
         weights_(open_huggingface_weights(folder)) {
+    quantized_ = take_bitsandbytes_weights(weights_);
     check_huggingface_weights(weights_, tensors_, names().head, folder);
     check_tied_head();
     list_targets();
@@ -74,6 +78,13 @@ class Importer {
 
  private:
   std::string config_path() const { return (fs::path(folder_) / kHuggingFaceConfigName).string(); }
+  // Of the weights as they are imported: in no quantization.
+  static std::string plain_config_text(const std::string& text, const std::string& where) {
+    json config = parse_json_text(text, where, JsonComments::kRefused);
+    if (!config.is_object() || !is_bitsandbytes_config(config, where)) return text;
+    config.erase("quantization_config");
+    return config.dump(2) + "\n";
+  }
   const TensorNames& names() const { return described_.family->tensors; }
   const HuggingFaceWeights::Place& place_of(std::string_view name) const {
     return weights_.tensors.at(std::string(name));
@@ -156,6 +167,14 @@ class Importer {
   void copy(const HuggingFaceWeights::Place& source, DType dtype, OutputFile& file) const {
     std::vector<std::byte> bytes;
     std::vector<float> values;
+    if (const auto found = quantized_.find(source.entry.name); found != quantized_.end()) {
+      values =
+          decode_bitsandbytes(weights_, found->second, source.entry.dtype, num_elements_of(source.entry.shape));
+      bytes.resize(values.size() * static_cast<size_t>(size_of(dtype)));
+      encode_floats(values, dtype, bytes);
+      file.write(bytes);
+      return;
+    }
     for (int64_t begin = 0; begin < source.entry.num_bytes; begin += kPieceBytes) {
       bytes.resize(static_cast<size_t>(std::min(kPieceBytes, source.entry.num_bytes - begin)));
       weights_.files[source.file].read(source.entry.offset + begin, bytes);
@@ -191,10 +210,12 @@ class Importer {
   json state() const {
     // Files with tensors that are not weights cannot be written again.
     const auto& files = weights_.layout.files;
-    const bool complete = std::none_of(files.begin(), files.end(), [](const HuggingFaceLayout::File& file) {
-      return std::any_of(file.header.tensors.begin(), file.header.tensors.end(),
-                         [](const SafetensorsEntry& entry) { return is_ignored_huggingface_tensor(entry.name); });
-    });
+    const bool complete =
+        quantized_.empty() && std::none_of(files.begin(), files.end(), [](const HuggingFaceLayout::File& file) {
+          return std::any_of(
+              file.header.tensors.begin(), file.header.tensors.end(),
+              [](const SafetensorsEntry& entry) { return is_ignored_huggingface_tensor(entry.name); });
+        });
     return {{"config", model_config()},
             {"max_positions", described_.max_positions},
             {kLayoutKey, complete ? encode_layout(weights_.layout) : json()}};
@@ -220,6 +241,7 @@ class Importer {
   ParameterTable table_;
   std::vector<HuggingFaceTensor> tensors_;
   HuggingFaceWeights weights_;
+  std::unordered_map<std::string, BitsAndBytesWeight> quantized_;  // by the name of their tensor
   std::vector<Target> targets_;
 };
 

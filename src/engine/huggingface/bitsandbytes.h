@@ -1,0 +1,38 @@
+#pragma once
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "core/formats_4bit.h"
+#include "engine/huggingface/huggingface_weights.h"
+
+// Models whose linear weights bitsandbytes has quantized to 4 bits, as transformers' save_pretrained writes them:
+// the codes under the weight's name, and beside them ".absmax", ".quant_map" and a JSON text ".quant_state.*";
+// where the scales are in 8 bits ".nested_absmax" and ".nested_quant_map" too (kernels/ops/quantize_4bit.h).
+namespace parka {
+
+// Whether a config.json says so. Throws Error(kBadInput), whose message begins with `where`, for other kinds of
+// quantization.
+bool is_bitsandbytes_config(const nlohmann::json& config, const std::string& where);
+
+// A weight in 4 bits.
+struct BitsAndBytesWeight {
+  Format4Bit format = Format4Bit::kNf4;
+  int64_t block_size = 64;
+  float offset = 0;
+  HuggingFaceWeights::Place codes, absmax;
+  HuggingFaceWeights::Place nested_absmax, nested_map;  // where absmax is in 8 bits
+};
+
+// Puts those of a model in the place of their tensors: of each weight the tensor of its own name stays, with the
+// dtype and the shape that it is decoded to. By that name. Throws Error(kBadInput) where tensors are missing or do
+// not fit each other.
+std::unordered_map<std::string, BitsAndBytesWeight> take_bitsandbytes_weights(HuggingFaceWeights& weights);
+
+// The values of such a weight of `count` elements, as bitsandbytes decodes it to bf16 or fp32, the dtype `decoded`.
+std::vector<float> decode_bitsandbytes(const HuggingFaceWeights& weights, const BitsAndBytesWeight& weight,
+                                       DType decoded, int64_t count);
+
+}  // namespace parka
