@@ -6,6 +6,7 @@ import unittest
 from parka_runs import RunFolder, parka, write_tokens
 
 FIXTURE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures", "huggingface", "llama_mha")
+PEFT = os.path.join(os.path.dirname(FIXTURE), "..", "peft")
 
 try:
     import numpy as np
@@ -101,6 +102,65 @@ class Adapters(RunFolder):
             fractions = blocks / np.abs(blocks).max(axis=1, keepdims=True)
             self.assertLess(np.abs(fractions[..., None] - nf4).min(axis=-1).max(), 0.01)
         self.assertGreater(num_tested, 1)
+
+    def test_adapters_of_peft(self):
+        model, adapters, out, back, run, merged = (os.path.join(self.folder, name)
+                                                   for name in ("model", "adapters", "out", "back", "run", "merged"))
+        self.run_ok("import", FIXTURE, "--out", model)
+        self.run_ok("import", PEFT, "--base", model, "--out", adapters)
+        self.run_ok("export", adapters, "--out", out, "--dtype", "fp32")
+        weights = load_file(os.path.join(out, "model.safetensors"))
+        expected = load_file(os.path.join(PEFT, "merged.safetensors"))  # by peft
+        self.assertGreater(len(expected), 5)
+        for name, weight in expected.items():
+            np.testing.assert_allclose(weights[name], weight, rtol=0, atol=1e-6, err_msg=name)
+        # What comes back is what came.
+        self.run_ok("export", adapters, "--out", back, "--adapter")
+        old, new = (load_file(os.path.join(folder, "adapter_model.safetensors")) for folder in (PEFT, back))
+        self.assertEqual(sorted(old), sorted(new))
+        for name, factor in old.items():
+            np.testing.assert_array_equal(factor, new[name])
+        with open(os.path.join(PEFT, "adapter_config.json"), encoding="utf-8") as file:
+            config = json.load(file)
+        with open(os.path.join(back, "adapter_config.json"), encoding="utf-8") as file:
+            written = json.load(file)
+        for key in ("r", "lora_alpha", "lora_dropout", "use_rslora", "peft_type"):
+            self.assertEqual(written[key], config[key], key)
+        self.assertEqual(sorted(written["target_modules"]), config["target_modules"])
+
+        # They are trained on by the config that was written.
+        write_tokens(f"{self.folder}/tokens.npy", 2000, 5, 83)
+        tokens = json.dumps([f"{self.folder}/tokens.npy"])
+        settings = {"data.train": tokens, "data.sequence_length": 16, "checkpoint.folder": run, "device.kind": "cpu", "training.steps": 2,
+                    "training.global_batch_size": 4, "optimizer.lr": 1e-2, "precision.recipe": "fp32"}
+        train = ["train", os.path.join(adapters, "config.json"), *(f"--set={key}={value}" for key, value in settings.items())]
+        self.run_ok(*train)
+        self.assertIn("resuming from", self.run_ok(*train, "--set=training.steps=3"))
+        self.run_ok("export", run, "--out", merged, "--adapter")
+        trained = load_file(os.path.join(merged, "adapter_model.safetensors"))
+        for name, factor in old.items():
+            change = np.abs(trained[name] - factor).max()
+            self.assertTrue(0 < change < 0.1, (name, change))
+
+        bad = os.path.join(self.folder, "bad")
+        os.mkdir(bad)
+        for change, part in (({"use_dora": True}, '"use_dora" is true'), ({"peft_type": "IA3"}, '"peft_type"'), ({"r": 4}, "floats [4, 32]"),
+                             ({"target_modules": ["q_proj"]}, "no adapter of q_proj"), ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+                             ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"), ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+                             ({"init_lora_weights": "pissa"}, "init_lora_weights"), ({"lora_dropout": 1}, "lora_dropout")):
+            with open(os.path.join(bad, "adapter_config.json"), "w", encoding="utf-8") as file:
+                json.dump(dict(config, **change), file)
+            if not os.path.exists(os.path.join(bad, "adapter_model.safetensors")):
+                os.symlink(os.path.join(PEFT, "adapter_model.safetensors"), os.path.join(bad, "adapter_model.safetensors"))
+            refused = parka("import", bad, "--base", model, "--out", out + "_bad")
+            self.assertEqual(refused.returncode, 2, change)
+            self.assertIn(part, refused.stderr)
+            self.assertFalse(os.path.exists(out + "_bad"))
+        for arguments, part in ((("import", PEFT), "as --base"), (("import", FIXTURE, "--base", model), "leave it out"),
+                                (("import", PEFT, "--base", adapters), "adapters of its own")):
+            refused = parka(*arguments, "--out", out + "_bad")
+            self.assertEqual(refused.returncode, 2, arguments)
+            self.assertIn(part, refused.stderr)
 
 
 if __name__ == "__main__":

@@ -170,7 +170,16 @@ TEST_CASE("a checkpoint of adapters holds them alone, and goes on beside its bas
     other.finetune.rank = 8;
     TrainingRun wider(other, *device, alone());
     CHECK(refusal([&] { wider.restore(checkpoint); }).find("finetune.rank") != std::string::npos);
-    CHECK(refusal([&] { run.initialize_from(checkpoint); }).find("has adapters of its own") != std::string::npos);
+    const LoadedCheckpoint whole = open_checkpoint(checkpoint.path());
+    CHECK(refusal([&] { wider.initialize_from(whole); }).find("has adapters of its own") != std::string::npos);
+    // Another run goes on with the adapters, from its own first step, and its checkpoints name the same base.
+    TrainingRun next(config, *device, alone()), now(config, *device, alone());
+    next.initialize_from(whole);
+    now.restore(checkpoint);
+    CHECK(next.completed_steps() == 0);
+    CHECK(next.evaluate(next.data()).loss == now.evaluate(now.data()).loss);
+    CHECK(next.snapshot().state.at(kBaseKey) == now.snapshot().state.at(kBaseKey));
+    CHECK(next.step()->applied);
     // Another base, or none.
     std::filesystem::rename(base.path(), base.path() + ".away");
     CHECK(refusal([&] { open_checkpoint(checkpoint.path()); }).find("is gone") != std::string::npos);

@@ -270,8 +270,14 @@ void add_import(CLI::App& app, ImportOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "import",
       "Import a Hugging Face model (Llama, Mistral, Qwen or OLMo) as a checkpoint, to train, evaluate or sample from.");
-  command.add_option("folder", options.folder, "Folder with config.json and *.safetensors")->required();
+  command
+      .add_option("folder", options.folder, "Folder with config.json and *.safetensors, or with peft's adapters")
+      ->required();
   command.add_option("--out", options.output, "Folder to create")->type_name("FOLDER")->required();
+  command
+      .add_option("--base", options.base,
+                  "Checkpoint, run folder or imported model that the adapters of folder belong to")
+      ->type_name("FOLDER");
 }
 
 void add_export(CLI::App& app, ExportOptions& options) {

@@ -86,7 +86,8 @@ struct GenerateOptions {
 int run_generate(const GenerateOptions& options);
 
 struct ImportOptions {
-  std::string folder;  // of a Hugging Face model
+  std::string folder;     // of a Hugging Face model, or of peft's adapters
+  std::string base = {};  // the checkpoint that adapters belong to
   std::string output;
 };
 int run_import(const ImportOptions& options);

@@ -6,11 +6,13 @@
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/commands/commands.h"
 #include "engine/config/config_io.h"
+#include "engine/evaluation/inference_run.h"
 #include "engine/files/draft_folder.h"
 #include "engine/files/float_elements.h"
 #include "engine/files/json_text.h"
 #include "engine/huggingface/huggingface_config.h"
 #include "engine/huggingface/huggingface_origin.h"
+#include "engine/huggingface/peft_import.h"
 #include "engine/training/progress.h"
 
 namespace parka {
@@ -221,12 +223,27 @@ class Importer {
   std::vector<Target> targets_;
 };
 
+int import_adapter(const ImportOptions& options) {
+  if (options.base.empty()) {
+    throw_bad_input("{}: has adapters; give the imported model that they belong to as --base", options.folder);
+  }
+  const std::string description =
+      import_peft_adapter(options.folder, open_checkpoint(options.base), options.output);
+  std::printf("%s: %s\n", options.output.c_str(), description.c_str());
+  return 0;
+}
+
 }  // namespace
 
 int run_import(const ImportOptions& options) {
   std::error_code ignored;
   if (!fs::is_directory(options.folder, ignored))
     throw_bad_input("{}: no such folder; download the model into one first", options.folder);
+  if (file_exists((fs::path(options.folder) / kPeftConfigName).string())) return import_adapter(options);
+  if (!options.base.empty()) {
+    throw_bad_input("{}: --base is for a folder with {}; leave it out to import a model", options.folder,
+                    kPeftConfigName);
+  }
   const Importer importer(options.folder);
   importer.write(options.output);
   std::printf("%s: %s\ntrain from it with   parka train %s/config.json --set data.train='[\"tokens.npy\"]'\n",

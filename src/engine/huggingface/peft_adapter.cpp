@@ -32,26 +32,12 @@ HostTensor read_factor(const CheckpointWeights& weights, const ParameterInfo& fa
   return tensor;
 }
 
-std::vector<HostTensor> peft_tensors(const LoadedCheckpoint& checkpoint, const Config& config,
-                                     const HuggingFaceFamily& family) {
-  const ParameterTable table = make_parameter_table(config.model, false);
-  const std::vector<HuggingFaceTensor> weights = huggingface_tensors(family, config.model, table);
-  const CheckpointAdapters adapters = lora_adapters(config);
-  std::vector<ParameterInfo> factors;
-  for (const CheckpointAdapters::Adapter& adapter : adapters.all) {
-    factors.push_back(adapter.in);
-    factors.push_back(adapter.out);
-  }
-  const CheckpointWeights reader(checkpoint, factors);
+std::vector<HostTensor> read_factors(const LoadedCheckpoint& checkpoint, const std::vector<PeftTensor>& factors) {
+  std::vector<ParameterInfo> parameters;
+  for (const PeftTensor& factor : factors) parameters.push_back(factor.parameter);
+  const CheckpointWeights reader(checkpoint, parameters);
   std::vector<HostTensor> tensors;
-  for (const CheckpointAdapters::Adapter& adapter : adapters.all) {
-    const auto weight = std::ranges::find_if(weights, [&](const HuggingFaceTensor& tensor) {
-      return table.all[tensor.parameter].name == adapter.layer && tensor.first_row == adapter.first_row;
-    });
-    PARKA_REQUIRE(weight != weights.end());
-    tensors.push_back(read_factor(reader, adapter.in, peft_name(weight->name, "lora_A")));
-    tensors.push_back(read_factor(reader, adapter.out, peft_name(weight->name, "lora_B")));
-  }
+  for (const PeftTensor& factor : factors) tensors.push_back(read_factor(reader, factor.parameter, factor.name));
   std::ranges::sort(tensors, {}, &HostTensor::name);
   return tensors;
 }
@@ -75,13 +61,28 @@ nlohmann::ordered_json peft_config(const FinetuneConfig& finetune, const std::st
 
 }  // namespace
 
+std::vector<PeftTensor> peft_tensors(const Config& config, const HuggingFaceFamily& family) {
+  const ParameterTable table = make_parameter_table(config.model, false);
+  const std::vector<HuggingFaceTensor> weights = huggingface_tensors(family, config.model, table);
+  std::vector<PeftTensor> tensors;
+  for (const CheckpointAdapters::Adapter& adapter : lora_adapters(config).all) {
+    const auto weight = std::ranges::find_if(weights, [&](const HuggingFaceTensor& tensor) {
+      return table.all[tensor.parameter].name == adapter.layer && tensor.first_row == adapter.first_row;
+    });
+    PARKA_REQUIRE(weight != weights.end());
+    tensors.push_back({peft_name(weight->name, "lora_A"), adapter.in});
+    tensors.push_back({peft_name(weight->name, "lora_B"), adapter.out});
+  }
+  return tensors;
+}
+
 void write_peft_adapter(const LoadedCheckpoint& checkpoint, const Config& config, const HuggingFaceFamily& family,
                         const std::string& base, const std::string& out) {
   if (config.finetune.method != FinetuneMethod::kLora) {
     throw_bad_input("{}: has no adapters (finetune.method = {}); leave --adapter out", checkpoint.path(),
                     name_of(config.finetune.method));
   }
-  const std::vector<HostTensor> tensors = peft_tensors(checkpoint, config, family);
+  const std::vector<HostTensor> tensors = read_factors(checkpoint, peft_tensors(config, family));
   std::vector<const HostTensor*> pointers;
   pointers.reserve(tensors.size());
   for (const HostTensor& tensor : tensors) pointers.push_back(&tensor);

@@ -1,11 +1,20 @@
 #pragma once
 #include <string>
+#include <vector>
 
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/config/config.h"
 #include "engine/huggingface/huggingface_families.h"
 
 namespace parka {
+
+// A factor of an adapter, and its name in peft's files: "base_model.model.<layer>.lora_A.weight".
+struct PeftTensor {
+  std::string name;
+  ParameterInfo parameter;
+};
+// All of a config's, A before B of each adapter.
+std::vector<PeftTensor> peft_tensors(const Config& config, const HuggingFaceFamily& family);
 
 // Writes the adapters of a checkpoint as peft does: adapter_model.safetensors, in fp32, and adapter_config.json, in
 // a new folder. `base` is what the config names as the model that they belong to. Throws Error(kBadInput) if the

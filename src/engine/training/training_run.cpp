@@ -152,10 +152,9 @@ std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& ch
   }
   const bool has_adapters = config_.finetune.method == FinetuneMethod::kLora;
   if (has_adapters && saved.finetune.method == FinetuneMethod::kLora) {
-    throw_bad_input(
-        "{}: checkpoint.init_from has adapters of its own, to which others cannot be added; `parka export` it, import "
-        "the result and start from that",
-        checkpoint.path());
+    continue_adapters(checkpoint, saved.finetune);
+    queue_.weights_changed();
+    return std::move(differences.allowed);
   }
   read_weights(checkpoint, saved);
   for (size_t i = 0; i < declared_.model.parameters().all.size(); ++i) {
@@ -164,6 +163,33 @@ std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& ch
   if (has_adapters) use_base(describe_base(checkpoint));
   queue_.weights_changed();
   return std::move(differences.allowed);
+}
+
+void TrainingRun::continue_adapters(const LoadedCheckpoint& checkpoint, const FinetuneConfig& saved) {
+  const LoraRules ours = config_.finetune.lora_rules(), theirs = saved.lora_rules();
+  const auto sorted = [](std::vector<std::string> targets) {
+    std::ranges::sort(targets);
+    return targets;
+  };
+  if (!has_base(checkpoint) || ours.rank != theirs.rank || ours.scale != theirs.scale ||
+      sorted(ours.targets) != sorted(theirs.targets)) {
+    throw_bad_input(
+        "{}: checkpoint.init_from has adapters of its own: go on with these, with its finetune.rank, alpha, rslora and "
+        "targets; or, for others, `parka export` it, import the result and start from that",
+        checkpoint.path());
+  }
+  read_weights(checkpoint, Config());
+  const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
+  const CheckpointWeights weights(checkpoint, parameters);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!is_adapter(parameters[i])) continue;
+    const std::vector<float> values = weights.read(parameters[i], set_range(i), WeightForm::kMaster);
+    if (!all_finite(values)) {
+      throw_bad_input("{}: {} holds NaN or infinite values", checkpoint.path(), parameters[i].name);
+    }
+    set_weight(i, values);
+  }
+  use_base(checkpoint.state().at(kBaseKey));
 }
 
 // Those of the model without adapters.

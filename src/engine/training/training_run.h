@@ -172,6 +172,8 @@ class TrainingRun {
   bool state_is_watched_at(int64_t step) const;
   // Takes the model's weights from a checkpoint, with the adapters of its config `saved` added to them.
   void read_weights(const LoadedCheckpoint& checkpoint, const Config& saved);
+  // Takes the base of a checkpoint of adapters, and these.
+  void continue_adapters(const LoadedCheckpoint& checkpoint, const FinetuneConfig& saved);
   // From here on frozen weights are not saved, for they are in the checkpoint that describe_base() has described.
   void use_base(nlohmann::json base);
   NamedTensor weight_tensor(size_t i) const;
