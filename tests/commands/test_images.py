@@ -154,6 +154,7 @@ class Images(RunFolder):
         self.assertLess(json.loads(without.stdout)["total_bytes"], json.loads(plan.stdout)["total_bytes"])
         bench = parka("bench", config, "--steps", "1")
         self.assert_exit(bench, 0)
+        self.assertRegex(bench.stdout, r"sequences +[\d.]+ per s, each with 2 blank images")
 
     def test_bad_data_is_named(self):
         path = Path(self.path("data/images-00000.pixels"))

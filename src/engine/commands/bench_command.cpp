@@ -72,6 +72,11 @@ void print_step(const BenchResult& result, bool roofline) {
   std::printf("speed           %9.0f tok/s, %.1f TFLOP/s at FLOP/token = %s%s\n",
               result.tokens_per_second_per_rank(), 1e-12 * flops, result.speed.formula,
               result.ranks == 1 ? "" : ", per rank");
+  if (result.images_per_sequence > 0) {
+    std::printf("sequences       %9.2f per s%s, each with %lld blank image%s\n",
+                result.sequences_per_second() / result.ranks, result.ranks == 1 ? "" : " and rank",
+                static_cast<long long>(result.images_per_sequence), result.images_per_sequence == 1 ? "" : "s");
+  }
   if (result.speed.peak_flops > 0) {
     std::printf("MFU             %9.1f %% of %.0f TFLOP/s\n", 100 * flops / result.speed.peak_flops,
                 1e-12 * result.speed.peak_flops);
@@ -122,6 +127,7 @@ nlohmann::ordered_json result_json(const BenchResult& result, const Config& conf
                                  {"tokens_per_step", result.tokens_per_step},
                                  {"step_seconds", result.step_seconds},
                                  {"tokens_per_second", result.tokens_per_second()},
+                                 {"sequences_per_second", result.sequences_per_second()},
                                  {"model_flops", flops},
                                  {"queue_seconds", result.queue_seconds},
                                  {"timed_step_seconds", result.timed_step_seconds},

@@ -113,6 +113,8 @@ BenchResult run_benchmark(const Config& given, Device& device, Communicator& com
   run.initialize_alike();
   result.speed = speed_of(config, run.model().parameters(), device.name());
   result.tokens_per_step = run.tokens_per_step();
+  result.sequences_per_step = config.training.global_batch_size;
+  result.images_per_sequence = config.data.images_per_sequence;
   result.blocks_per_step = config.model.num_layers * config.training.global_batch_size /
                            (config.training.micro_batch_size * communicator.size());
   result.planned_bytes = run.plan().total_bytes();

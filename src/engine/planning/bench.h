@@ -31,6 +31,7 @@ struct BenchResult {
   DocumentMode documents = DocumentMode::kJoined;  // as measured, see SyntheticTokens::apply()
   ModelSpeed speed;
   int64_t tokens_per_step = 0;
+  int64_t sequences_per_step = 0, images_per_sequence = 0;
   int64_t blocks_per_step = 0;       // layers x micro-batches: what block times are divided by
   std::vector<double> step_seconds;  // of each timed step
   double queue_seconds = 0;          // that the host took to queue a step
@@ -47,6 +48,7 @@ struct BenchResult {
 
   double median_step_seconds() const;
   double tokens_per_second() const { return static_cast<double>(tokens_per_step) / median_step_seconds(); }
+  double sequences_per_second() const { return static_cast<double>(sequences_per_step) / median_step_seconds(); }
   double tokens_per_second_per_rank() const { return tokens_per_second() / ranks; }
   double floor_seconds() const;  // sum over all ops; 0 if not measured
   double own_op_seconds() const;
