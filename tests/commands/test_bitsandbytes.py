@@ -58,6 +58,34 @@ class BitsAndBytes(RunFolder):
             with open(os.path.join(out, "config.json"), encoding="utf-8") as file:
                 self.assertNotIn("quantization_config", json.load(file))
 
+    def test_what_is_exported_is_what_bitsandbytes_makes(self):
+        model, out, again, back = (os.path.join(self.folder, name) for name in ("model", "out", "again", "back"))
+        self.run_ok("import", os.path.join(FIXTURES, "..", "huggingface", "llama_mha"), "--out", model)
+        self.run_ok("export", model, "--out", out, "--dtype", "bf16", "--quantize", "nf4")
+        ours, theirs = load(os.path.join(out, "model.safetensors")), load(os.path.join(FIXTURES, "nf4", "model.safetensors"))
+        self.assertEqual(sorted(ours), sorted(theirs))
+        for name, tensor in theirs.items():
+            if ".quant_state." in name:
+                self.assertEqual(json.loads(ours[name].tobytes()), json.loads(tensor.tobytes()), name)
+            else:
+                np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+        header, _ = read_header(os.path.join(out, "model.safetensors"))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                self.assertEqual(entry["data_offsets"][0] % np.dtype(ELEMENTS[entry["dtype"]]).itemsize, 0, name)
+        with open(os.path.join(out, "config.json"), encoding="utf-8") as file:
+            written = json.load(file)
+        with open(os.path.join(FIXTURES, "nf4", "config.json"), encoding="utf-8") as file:
+            self.assertEqual(written["quantization_config"], json.load(file)["quantization_config"])
+        # It comes back as its decoded weights.
+        self.run_ok("import", out, "--out", again)
+        self.run_ok("export", again, "--out", back)
+        weights, expected = load(os.path.join(back, "model.safetensors")), load(os.path.join(FIXTURES, "nf4_decoded.safetensors"))
+        for name, weight in expected.items():
+            np.testing.assert_array_equal(weights[name], weight, err_msg=name)
+        refused = parka("export", model, "--out", out + "_bad", "--quantize", "nf4", "--adapter")
+        self.assertEqual(refused.returncode, 2)
+
     def test_adapters_are_trained_beside_such_a_model(self):
         model, run = os.path.join(self.folder, "model"), os.path.join(self.folder, "run")
         self.run_ok("import", os.path.join(FIXTURES, "nf4"), "--out", model)

@@ -19,6 +19,7 @@
 #include "engine/files/draft_folder.h"
 #include "engine/files/float_elements.h"
 #include "engine/files/json_text.h"
+#include "engine/huggingface/bitsandbytes.h"
 #include "engine/huggingface/huggingface_config.h"
 #include "engine/huggingface/huggingface_origin.h"
 #include "engine/huggingface/peft_adapter.h"
@@ -81,13 +82,18 @@ class Exporter {
                          out);
       return;
     }
-    const std::string config = config_text();
+    const std::string config = is_quantized() ? quantized_config_text() : config_text();
     DraftFolder draft(out);
     write_new_file(draft / kHuggingFaceConfigName, config);
     if (const std::optional<std::string> folder = came_with()) {
       for (const std::string& name : carried_files(*folder)) {
         copy_to_new_file((fs::path(*folder) / name).string(), draft / name);
       }
+    }
+    if (is_quantized()) {
+      write_quantized(draft / kHuggingFaceFileName);
+      draft.publish();
+      return;
     }
     for (const HuggingFaceLayout::File& file : layout_.files) write_file(draft / file.name, file);
     if (!layout_.index_text.empty()) write_new_file(draft / kHuggingFaceIndexName, layout_.index_text);
@@ -96,6 +102,11 @@ class Exporter {
 
   std::string description() const {
     if (options_.adapter) return fmt::format("adapters of step {} of {}", checkpoint_.step(), checkpoint_.path());
+    if (is_quantized()) {
+      return fmt::format("step {} of {} in {}, linear layers in {}{}", checkpoint_.step(), checkpoint_.path(),
+                         format_names(), options_.quantize,
+                         came_with() ? fmt::format(", with what came with {}", *came_with()) : "");
+    }
     return fmt::format("step {} of {} in {}, {} file{}{}", checkpoint_.step(), checkpoint_.path(), format_names(),
                        layout_.files.size(), layout_.files.size() == 1 ? "" : "s",
                        came_with() ? fmt::format(", with what came with {}", *came_with()) : "");
@@ -138,6 +149,11 @@ class Exporter {
 
   void choose_layout() {
     const std::optional<DType> wanted = parse_format(options_.dtype);
+    if (is_quantized()) {  // what the weights have before they are
+      layout_ =
+          make_huggingface_layout(tensors_, wanted ? *wanted : usual_format(), INT64_MAX, table_.num_parameters());
+      return;
+    }
     if (layout_of_origin_ && options_.shard_size.empty() && fits(*layout_of_origin_, wanted)) {
       layout_ = *layout_of_origin_;
       return;
@@ -210,6 +226,60 @@ class Exporter {
       if (entry.dtype == DType::kF16) check_range(values, bytes, entry.name);
       file.write(bytes);
     });
+  }
+
+  bool is_quantized() const { return !options_.quantize.empty(); }
+  Format4Bit format_4bit() const { return options_.quantize == "nf4" ? Format4Bit::kNf4 : Format4Bit::kFp4; }
+
+  std::string quantized_config_text() const {
+    json config = parse_json_text(config_text(), kHuggingFaceConfigName, JsonComments::kRefused);
+    config["quantization_config"] = bitsandbytes_config(format_4bit(), formats().front());
+    return config.dump(2) + "\n";
+  }
+
+  // One file, whose tensors lie at multiples of their element size.
+  void write_quantized(const std::string& path) const {
+    const auto is_linear = [&](const HuggingFaceTensor& tensor) {
+      return table_.all[tensor.parameter].role == ParameterRole::kLinear;
+    };
+    const std::vector<SafetensorsEntry>& plain = layout_.files.front().header.tensors;
+    std::vector<SafetensorsEntry> entries;
+    for (const SafetensorsEntry& entry : plain) {
+      const HuggingFaceTensor& tensor = *find(entry.name);
+      if (!is_linear(tensor)) {
+        entries.push_back({.name = entry.name, .dtype = entry.dtype, .shape = entry.shape});
+        continue;
+      }
+      for (SafetensorsEntry& part :
+           bitsandbytes_entries(format_4bit(), entry.name, tensor.shape.at(0), tensor.shape.at(1))) {
+        entries.push_back(std::move(part));
+      }
+    }
+    int64_t offset = 0;
+    for (const SafetensorsEntry& entry : entries) {
+      if (offset % size_of(entry.dtype) != 0) {
+        throw_bad_input(
+            "{}: --quantize needs linear weights of a multiple of 256 elements; {} comes behind another",
+            checkpoint_.path(), entry.name);
+      }
+      offset += num_bytes_of(entry.dtype, entry.shape);
+    }
+    OutputFile file(path);
+    file.write(as_bytes(encode_safetensors_header(entries, {{"format", "pt"}})));
+    for (const SafetensorsEntry& entry : plain) {
+      const HuggingFaceTensor& tensor = *find(entry.name);
+      if (!is_linear(tensor)) {
+        write_tensor(tensor, entry, file);
+        continue;
+      }
+      const int64_t cols = tensor.shape.at(1), first = tensor.first_row * cols;
+      const WeightForm form = entry.dtype == DType::kBF16 ? WeightForm::kCompute : WeightForm::kMaster;
+      const std::vector<float> values =
+          weights_.read(table_.all[tensor.parameter], {first, first + tensor.num_rows * cols}, form);
+      file.write(encode_bitsandbytes(format_4bit(), entry.dtype, tensor.num_rows, cols, values));
+    }
+    file.sync();
+    file.close();
   }
 
   void check_range(std::span<const float> values, const std::vector<std::byte>& bytes,
