@@ -1,6 +1,7 @@
 #include "engine/huggingface/huggingface_weights.h"
 
 #include "engine/files/json_text.h"
+#include "engine/huggingface/bitsandbytes.h"
 #include "fuzz/target.h"
 
 using namespace parka;
@@ -31,8 +32,8 @@ bool same(const HuggingFaceLayout& a, const HuggingFaceLayout& b) {
 
 }  // namespace
 
-// The weights of a Hugging Face model: an index and two files, or no index and one file; then what a checkpoint
-// keeps of how they are laid out.
+// The weights of a Hugging Face model, some in bitsandbytes' 4 bits: an index and two files, or no index and one
+// file; then what a checkpoint keeps of how they are laid out.
 FUZZ_TARGET(huggingface_weights) {
   const std::vector<std::string_view> parts = parts_of(input, 3);
   const bool has_index = !parts[0].empty();
@@ -42,11 +43,20 @@ FUZZ_TARGET(huggingface_weights) {
   place_file("model-00002-of-00002.safetensors", has_index ? parts[2] : std::string_view());
   const std::string path = folder().path().string();
   accepts([&] {
-    const HuggingFaceWeights weights = open_huggingface_weights(path);
+    HuggingFaceWeights weights = open_huggingface_weights(path);
     require_accepted("a layout as it was written", [&] {
       require(same(parse_layout(encode_layout(weights.layout), "written"), weights.layout),
               "a layout changes when it is written");
     });
+    const auto quantized = take_bitsandbytes_weights(weights);
+    constexpr int64_t kMostElements = 1 << 20;
+    for (const auto& [name, weight] : quantized) {
+      const SafetensorsEntry& entry = weights.tensors.at(name).entry;
+      const int64_t count = num_elements_of(entry.shape);
+      if (count > kMostElements) continue;
+      require(static_cast<int64_t>(decode_bitsandbytes(weights, weight, entry.dtype, count).size()) == count,
+              "not all values are decoded");
+    }
     static const HuggingFaceFamily& llama = *find_family("llama", huggingface_families());
     static const std::vector<HuggingFaceTensor> tensors =
         huggingface_tensors(llama, tiny_model(), make_parameter_table(tiny_model(), false));

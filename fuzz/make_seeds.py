@@ -118,6 +118,8 @@ def make_hugging_face():
     seed("huggingface_config", "old", dict(old, rope_scaling=rope, torch_dtype="float16", head_dim=None))
     whole = {name: ("F32" if len(shape) == 1 else "BF16", shape) for name, shape in HUGGING_FACE.items()}
     seed("huggingface_weights", "one", DIVIDER + safetensors(whole, {"format": "pt"}))
+    quantized = (ROOT / "tests/fixtures/bitsandbytes/nf4/model.safetensors").read_bytes()
+    seed("huggingface_weights", "bitsandbytes", DIVIDER + quantized)
     names, files, index = list(whole), [], {}
     for number, part in ((1, names[:5]), (2, names[5:])):
         files.append(safetensors({name: whole[name] for name in part}))
