@@ -133,6 +133,19 @@ class Reproduce(unittest.TestCase):
         without_measurements = [row[:12] + row[13:14] for row in printed]
         self.assertEqual(without_measurements, planned)
 
+    def test_what_takes_memory_is_what_is_planned(self):
+        """Figure 1 and table 2 of docs/results/fidelity.md, to the printed digit."""
+        page = (ROOT / "docs/results/fidelity.md").read_text(encoding="utf-8")
+        for which in ("figure1", "table2"):
+            with self.subTest(which):
+                printed = run("paper_memory.py", which)
+                self.assertEqual(printed.returncode, 0, printed.stderr)
+                self.assertEqual(len(table(printed.stdout)), 8 if which == "figure1" else 7)
+                self.assertIn(printed.stdout, page)
+        self.assertNotEqual(run("paper_memory.py", "table3").returncode, 0)
+        refused = run("paper_memory.py", "table2", PARKA="/bin/false")
+        self.assertNotEqual(refused.returncode, 0)
+
 
 class Measured(RunFolder):
     """Columns that need a GPU, from real measurements of the tiny model on the CPU under the names of a row."""
