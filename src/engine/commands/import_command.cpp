@@ -141,6 +141,7 @@ class Importer {
       targets.push_back({std::move(entry), {{&place, /*columns=*/0}}});
     }
     std::vector<const Target*> all;
+    all.reserve(targets.size());
     for (const Target& target : targets) all.push_back(&target);
     write_shard(draft, std::string(kHuggingFaceFolder) + "/" + kUnreadWeightsName, all);
   }
