@@ -269,7 +269,7 @@ void add_generate(CLI::App& app, GenerateOptions& options) {
 void add_import(CLI::App& app, ImportOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "import",
-      "Import a Hugging Face model (Llama, Mistral, Qwen or OLMo) as a checkpoint, to train, evaluate or sample from.");
+      "Import a Hugging Face model (Llama, Mistral, Qwen, OLMo or LLaVA) as a checkpoint, to train, evaluate or sample from.");
   command
       .add_option("folder", options.folder, "Folder with config.json and *.safetensors, or with peft's adapters")
       ->required();
