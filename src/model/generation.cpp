@@ -15,7 +15,8 @@ void Model::declare_cache(const CacheShape& shape, MemoryPlan& plan) {
   cache_.emplace(config_, evaluation_->precision(), shape, plan);
 }
 
-std::vector<float> Model::prefill(Device& device, int64_t slot, const std::vector<int32_t>& tokens) {
+std::vector<float> Model::prefill(Device& device, int64_t slot, const std::vector<int32_t>& tokens,
+                                  const SequenceImages& images) {
   PARKA_REQUIRE(cache_ && slot >= 0 && slot < cache_->shape.num_slots);
   const auto length = static_cast<int64_t>(tokens.size());
   PARKA_REQUIRE(length >= 1 && length <= cache_->shape.max_length);
@@ -23,7 +24,8 @@ std::vector<float> Model::prefill(Device& device, int64_t slot, const std::vecto
   for (int64_t i = 0; i < length; ++i) {
     rows.push_back({static_cast<int32_t>(slot), static_cast<int32_t>(i), tokens[i]});
   }
-  const StepContext step = evaluation_->load_cached(device, *cache_, rows, {1, length}, /*newest=*/false);
+  const BatchShape shape{1, length, false, images.count};
+  const StepContext step = evaluation_->load_cached(device, *cache_, rows, shape, /*newest=*/false, images);
   evaluation_->forward(step);
   return read_logits(*evaluation_, step, length - 1, 1);
 }
@@ -31,13 +33,13 @@ std::vector<float> Model::prefill(Device& device, int64_t slot, const std::vecto
 std::vector<float> Model::decode(Device& device, const std::vector<CachedToken>& next) {
   const auto count = static_cast<int64_t>(next.size());
   PARKA_REQUIRE(cache_ && count >= 1 && count <= cache_->shape.num_slots);
-  const StepContext step = evaluation_->load_cached(device, *cache_, next, {count, 1}, /*newest=*/true);
+  const StepContext step = evaluation_->load_cached(device, *cache_, next, {count, 1}, /*newest=*/true, {});
   evaluation_->forward(step);
   return read_logits(*evaluation_, step, 0, count);
 }
 
 StepContext Model::Pass::load_cached(Device& device, const KvCache& cache, const std::vector<CachedToken>& rows,
-                                     const BatchShape& shape, bool newest) const {
+                                     const BatchShape& shape, bool newest, const SequenceImages& images) const {
   std::vector<int32_t> tokens, slots, positions;
   for (const CachedToken& row : rows) {
     tokens.push_back(row.token);
@@ -45,7 +47,8 @@ StepContext Model::Pass::load_cached(Device& device, const KvCache& cache, const
     positions.push_back(row.position);
   }
   const std::vector<int32_t> targets(rows.size(), kIgnoreTarget);
-  StepContext step = load(device, {tokens.data(), targets.data(), shape}, /*keep=*/false);
+  StepContext step = load(
+      device, {tokens.data(), targets.data(), shape, nullptr, {}, images.pixels, images.positions}, /*keep=*/false);
   step.cache = &cache;
   step.newest_rows = newest;
   step.num_keys = *std::max_element(positions.begin(), positions.end()) + 1;

@@ -116,7 +116,8 @@ class Model {
   // neither measure may be more than the largest batch has, in sequence length and in tokens.
   void declare_cache(const CacheShape& shape, MemoryPlan& plan);
   // Starts the sequence of a slot anew with `tokens`; the logits of the token that follows them, fp32 [V].
-  std::vector<float> prefill(Device& device, int64_t slot, const std::vector<int32_t>& tokens);
+  std::vector<float> prefill(Device& device, int64_t slot, const std::vector<int32_t>& tokens,
+                             const SequenceImages& images = {});
   // Adds a token to each of some sequences, at the position behind their last; the logits of the tokens that
   // follow, fp32 [next.size(), V].
   struct CachedToken {

@@ -46,7 +46,7 @@ class Model::Pass {
   // With `newest` each row is the newest token of a sequence, and attends to the cache; else the rows are one
   // sequence from its beginning on.
   StepContext load_cached(Device& device, const KvCache& cache, const std::vector<CachedToken>& rows,
-                          const BatchShape& shape, bool newest) const;
+                          const BatchShape& shape, bool newest, const SequenceImages& images) const;
 
   // Telemetry, see Model. Declared before bind() and bound after it.
   void declare_telemetry(MemoryPlan& plan);
