@@ -1,6 +1,5 @@
 #include "bench/activation_error.h"
 
-#include <algorithm>
 #include <array>
 #include <cstring>
 #include <map>
@@ -8,10 +7,8 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
-#include "engine/checkpoint/saved_state.h"
-#include "engine/config/data_sources.h"
+#include "bench/restored_model.h"
 #include "engine/evaluation/inference_run.h"
-#include "engine/training/training_run.h"
 
 // Prints what E4M3 costs activations in groups of 16 to 128 and with one scale for all, as a Markdown table: of
 // random numbers and, given a checkpoint, of what the model keeps for backward on a batch of its training data.
@@ -45,69 +42,20 @@ void print_random_contents(Device& device) {
   }
 }
 
-// The model and the memory of a training step, with a checkpoint's weights.
-class RestoredModel {
- public:
-  RestoredModel(Device& device, const LoadedCheckpoint& checkpoint, const Config& config)
-      : device_(device), config_(config), declared_(config, device.kind()), arena_(device, declared_.plan) {
-    declared_.model.bind(device, arena_);
-    declared_.optimizer.bind(arena_, declared_.model.weights().own());
-    std::map<std::string, TensorView> weights;
-    for (size_t i = 0; i < declared_.model.weights().own().size(); ++i) {
-      weights.emplace(declared_.model.parameters().all[i].name, declared_.model.weights().own()[i]);
-    }
-    checkpoint.for_each_tensor([&](const SafetensorsEntry& tensor, ByteSpan bytes) {
-      const auto found = weights.find(tensor.name);
-      if (found == weights.end()) return;  // masters and moments
-      if (tensor.dtype != found->second.dtype || tensor.num_bytes != found->second.bytes()) {
-        throw_bad_input("{}: {} does not fit its config", checkpoint.path(), tensor.name);
-      }
-      device.copy_to_device(found->second.data, bytes.data(), found->second.bytes());
-    });
-    declared_.model.weights_changed(device);
+// Of plain activations that backward reads, which keep their memory until the next step, by name without
+// "blocks.N.".
+std::map<std::string, ErrorsByGroup> errors_of_kept(Device& device, const RestoredModel& model) {
+  std::map<std::string, ErrorsByGroup> kinds;
+  for (size_t i = 0; i < model.entries().size(); ++i) {
+    const MemoryPlan::Entry& entry = model.entries()[i];
+    const bool is_plain = entry.dtype == DType::kBF16 || entry.dtype == DType::kF32;
+    const bool is_block = entry.category == "saved activations" && entry.name.starts_with("blocks.");
+    if (!is_block || !is_plain || entry.shape.size() != 2) continue;
+    const std::string kind = entry.name.substr(entry.name.find('.', std::strlen("blocks.")) + 1);
+    add_errors(device, model.tensor(i), kinds[kind]);
   }
-
-  // Forward and backward of the first sequences of the training data.
-  void run_batch() {
-    const int64_t S = config_.data.sequence_length;
-    const TokenFiles files = open_token_files(config_.data.train, config_);
-    const int64_t sequences = std::min(config_.training.micro_batch_size, files.num_sequences());
-    const bool separate = files.rules().separate_documents;
-    std::vector<int32_t> tokens(static_cast<size_t>(sequences * S)), targets(tokens.size()), first_keys;
-    if (separate) first_keys.resize(tokens.size());
-    int64_t num_targets = 0;
-    for (int64_t i = 0; i < sequences; ++i) {
-      num_targets += files.read_example(
-          i, {tokens.data() + i * S, targets.data() + i * S, separate ? first_keys.data() + i * S : nullptr});
-    }
-    const auto scale = static_cast<float>(1.0 / static_cast<double>(std::max<int64_t>(1, num_targets)));
-    declared_.model.accumulate_gradients(
-        device_, {tokens.data(), targets.data(), {sequences, S, separate}, separate ? first_keys.data() : nullptr},
-        {.grad_scale = scale}, declared_.optimizer.gradients(), Model::Accumulation::kBegin);
-  }
-
-  // Of plain activations that backward read, which keep their memory until the next step, by name without
-  // "blocks.N.".
-  std::map<std::string, ErrorsByGroup> kept_activations() const {
-    std::map<std::string, ErrorsByGroup> kinds;
-    const auto& entries = declared_.plan.entries();
-    for (size_t i = 0; i < entries.size(); ++i) {
-      const MemoryPlan::Entry& entry = entries[i];
-      const bool is_plain = entry.dtype == DType::kBF16 || entry.dtype == DType::kF32;
-      const bool is_block = entry.category == "saved activations" && entry.name.starts_with("blocks.");
-      if (!is_block || !is_plain || entry.shape.size() != 2) continue;
-      const std::string kind = entry.name.substr(entry.name.find('.', std::strlen("blocks.")) + 1);
-      add_errors(device_, arena_[TensorId{static_cast<int>(i)}], kinds[kind]);
-    }
-    return kinds;
-  }
-
- private:
-  Device& device_;
-  Config config_;
-  DeclaredRun declared_;
-  Arena arena_;
-};
+  return kinds;
+}
 
 void print_checkpoint(Device& device, const std::string& path) {
   const LoadedCheckpoint checkpoint = open_checkpoint(path);
@@ -115,7 +63,7 @@ void print_checkpoint(Device& device, const std::string& path) {
   config.precision.offload_weights = false;  // no hooks copy them
   RestoredModel model(device, checkpoint, config);
   model.run_batch();
-  const auto kinds = model.kept_activations();
+  const auto kinds = errors_of_kept(device, model);
   if (kinds.empty()) {
     throw_bad_input("{}: keeps no plain activations: train with precision.recipe=bf16", checkpoint.path());
   }

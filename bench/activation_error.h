@@ -19,6 +19,15 @@ struct CodeErrors {
 
   double rms_relative() const { return std::sqrt(relative_squares / static_cast<double>(nonzero)); }
   double normalised_rms() const { return std::sqrt(error_squares / squares); }
+
+  void add(float value, float stored) {
+    const double error = double{stored} - value;
+    error_squares += error * error;
+    squares += double{value} * value;
+    if (value == 0) return;
+    ++nonzero;
+    relative_squares += error * error / (double{value} * value);
+  }
 };
 
 // Adds what storing x [R, C], fp32 or bf16, as E4M3 makes of it: with a bf16 scale for each group of `group`
@@ -38,14 +47,7 @@ inline void add_code_errors(Device& device, const TensorView& x, int64_t group, 
   quantize(device, {.x = x, .out = plain});
   quantize(device, {.x = x, .out = coded});
   quantize(device, {.x = coded, .out = read});
-  for (size_t i = 0; i < values.size(); ++i) {
-    const double error = double{stored[i]} - values[i];
-    errors.error_squares += error * error;
-    errors.squares += double{values[i]} * values[i];
-    if (values[i] == 0) continue;
-    ++errors.nonzero;
-    errors.relative_squares += error * error / (double{values[i]} * values[i]);
-  }
+  for (size_t i = 0; i < values.size(); ++i) errors.add(values[i], stored[i]);
 }
 
 struct ActivationContent {

@@ -26,7 +26,7 @@ FUZZ_TARGET(huggingface_config) {
     require(again.family == read.family, "a family changes when its config.json is written");
   });
   constexpr int64_t kMostLayers = 16;  // what more have takes time, and nothing that fewer have not
-  if (read.model.num_layers <= kMostLayers) {
+  if (read.model.num_layers <= kMostLayers && read.model.vision.tower.num_layers <= kMostLayers) {
     require(!huggingface_tensors(*read.family, read.model, make_parameter_table(read.model, false)).empty(),
             "no tensors");
   }

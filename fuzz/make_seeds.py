@@ -109,6 +109,8 @@ def make_hugging_face():
     for name in ("llama3_gqa", "olmo_tied", "mistral_window", "llama_yarn"):
         path = ROOT / "tests" / "fixtures" / "huggingface" / name / "config.json"
         seed("huggingface_config", name, path.read_bytes())
+    for name in ("clip_llama", "siglip_qwen2"):
+        seed("huggingface_config", name, (ROOT / f"tests/fixtures/llava/{name}/config.json").read_bytes())
     adapters = (ROOT / "tests/fixtures/peft/adapter_config.json").read_bytes()
     seed("peft_config", "peft", adapters)
     seed("peft_config", "all_linear", {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear", "use_rslora": False})

@@ -8,6 +8,7 @@ chat_template.jinja. Requests and answers are lines of JSON on standard input an
     {"stop": [ids]}         the tokens at which a continuation ends; with --chat those of a turn of the assistant too
 then, for each request,
     {"encode": TEXT}        {"ids": [...]}: of a prompt, with what the tokenizer puts before a text
+    {"pieces": [TEXT, ...]} {"ids": [[...], ...]}: of the texts between images, the first with what is put before a text
     {"chat": MESSAGES}      {"ids": [...]}: of a conversation by the model's template, up to where the assistant speaks
     {"begin": [ids]}        {"text": ""}: a continuation of this prompt follows
     {"token": ID}           {"text": TEXT}: what can be shown after this token. Half a character waits for its rest
@@ -78,6 +79,12 @@ class Text:
         """What a tokenizer puts behind a text is left out: the text goes on."""
         ids = self._bos + self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids or self.stop[:1]  # what stands before a document, too
+
+    def encode_pieces(self, pieces: list[str]) -> list[list[int]]:
+        """Text between images, each piece by itself, as prepared data has it."""
+        ids = [self.tokenizer.encode(piece, add_special_tokens=False).ids for piece in pieces]
+        ids[0] = self._bos + ids[0]
+        return ids
 
 
 class Chat:
@@ -180,6 +187,8 @@ class Helper:
         ((kind, value),) = request.items()
         if kind == "encode":
             return {"ids": self._text.encode(value)}
+        if kind == "pieces":
+            return {"ids": self._text.encode_pieces(value)}
         if kind == "chat":
             return {"ids": self._chat.encode(value)}
         if kind == "begin":

@@ -19,6 +19,14 @@ struct BatchShape {
   bool operator==(const BatchShape&) const = default;
 };
 
+// The images of a sequence: pixels [count, 3, size, size], and for each row that an image is to have the position
+// in the sequence in whose place it is, or -1, [count, ImageEmbedding::num_slots()].
+struct SequenceImages {
+  int64_t count = 0;  // at most those of a sequence of the largest batch
+  const uint8_t* pixels = nullptr;
+  const int32_t* positions = nullptr;
+};
+
 struct LossOptions {
   float grad_scale;  // usually 1 / number of targets in the optimizer step
   float z_loss = 0;

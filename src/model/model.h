@@ -116,7 +116,8 @@ class Model {
   // neither measure may be more than the largest batch has, in sequence length and in tokens.
   void declare_cache(const CacheShape& shape, MemoryPlan& plan);
   // Starts the sequence of a slot anew with `tokens`; the logits of the token that follows them, fp32 [V].
-  std::vector<float> prefill(Device& device, int64_t slot, const std::vector<int32_t>& tokens);
+  std::vector<float> prefill(Device& device, int64_t slot, const std::vector<int32_t>& tokens,
+                             const SequenceImages& images = {});
   // Adds a token to each of some sequences, at the position behind their last; the logits of the tokens that
   // follow, fp32 [next.size(), V].
   struct CachedToken {
@@ -130,7 +131,11 @@ class Model {
  private:
   class Pass;  // activations under one precision and what runs on them
 
-  const KvCache* side_cache() const { return side_cache_ ? &*side_cache_ : nullptr; }
+  // Of generation.
+  struct Caches {
+    const KvCache *model, *side;  // side: of a side network, nullptr where there is none
+  };
+  Caches caches() const { return {&*cache_, side_cache_ ? &*side_cache_ : nullptr}; }
   std::vector<float> read_logits(const Pass& pass, const StepContext& step, int64_t first_row, int64_t count) const;
 
   ModelConfig config_;

@@ -47,9 +47,8 @@ class Model::Pass {
   // Like load(), for generation: row t is the token rows[t], and forward appends its keys and values to the cache.
   // With `newest` each row is the newest token of a sequence, and attends to the cache; else the rows are one
   // sequence from its beginning on.
-  // `side_cache` is that of a side network; nullptr where there is none.
-  StepContext load_cached(Device& device, const KvCache& cache, const KvCache* side_cache,
-                          const std::vector<CachedToken>& rows, const BatchShape& shape, bool newest) const;
+  StepContext load_cached(Device& device, const Caches& caches, const std::vector<CachedToken>& rows,
+                          const BatchShape& shape, bool newest, const SequenceImages& images) const;
 
   // Telemetry, see Model. Declared before bind() and bound after it.
   void declare_telemetry(MemoryPlan& plan);

@@ -66,34 +66,6 @@ std::vector<float> logits_of(const std::string& imported, const Expected& expect
                             expected.shape.num_tokens());
 }
 
-double largest_difference(const std::vector<float>& a, const std::vector<float>& b) {
-  REQUIRE(a.size() == b.size());
-  double largest = 0;
-  for (size_t i = 0; i < a.size(); ++i) largest = std::max(largest, std::abs(double{a[i]} - b[i]));
-  return largest;
-}
-
-std::map<std::string, std::string> files_in(const fs::path& folder) {
-  std::map<std::string, std::string> files;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    files[entry.path().filename().string()] = read_file(entry.path());
-  }
-  return files;
-}
-
-// Names of the files that differ or are in one folder only.
-std::vector<std::string> differing(const fs::path& a, const fs::path& b) {
-  std::map<std::string, std::string> of_a = files_in(a), of_b = files_in(b);
-  std::vector<std::string> names;
-  for (const auto& [name, content] : of_a) {
-    if (!of_b.contains(name) || of_b[name] != content) names.push_back(name);
-  }
-  for (const auto& [name, content] : of_b) {
-    if (!of_a.contains(name)) names.push_back(name);
-  }
-  return names;
-}
-
 std::string import_fixture(const std::string& name, const TemporaryFolder& folder) {
   const std::string imported = folder / ("imported_" + name);
   REQUIRE(run_import({.folder = kFixtures + name, .output = imported}) == 0);

@@ -1,6 +1,7 @@
 #include <set>
 
 #include "bench/activation_error.h"
+#include "bench/coat_rules.h"
 #include "bench/moment_error.h"
 #include "tests/kernels/moment_fixtures.h"
 #include "tests/support/catch.h"
@@ -104,6 +105,71 @@ TEST_CASE("range expansion brings stored moments closer, in every format for m a
     CHECK(error(3) < 0.5f * error(2));  // E5M2
     if (!is_second) CHECK(error(5) < error(kDE8));
   }
+}
+
+TEST_CASE("ranges of groups and their exponents are those of a computation by hand", "[bench]") {
+  std::vector<float> values(2 * kMomentGroup + 3, 0.0f);
+  values[0] = 1.0f, values[5] = -0x1p-10f;                           // zeros do not count
+  values[kMomentGroup] = 1.0f, values[kMomentGroup + 7] = 0x1p-20f;  // wider than E4M3
+  values[2 * kMomentGroup] = 3.0f;                                   // one magnitude
+  MomentRanges ranges;
+  ranges.add(values);
+  CHECK(ranges.before == std::vector<double>{10, 20, 0});
+  CHECK(ranges.exponents == std::vector<double>{26 / 16.0, 1, 1});  // floor(16 * 16.6147 / 10)
+  CHECK(ranges.after == std::vector<double>{16.25, 20, 0});
+  CHECK(MomentRanges::quantile({3, 1, 2}, 0.5) == 2);
+  CHECK(MomentRanges::quantile({3, 1, 2}, 0.95) == 3);
+}
+
+TEST_CASE("COAT's expansion is Parka's where k is between 1 and its limit, and goes below 1 in wider groups",
+          "[bench]") {
+  for (bool is_second : {false, true}) {
+    std::vector<float> x = moments(is_second);
+    const std::vector<float> parka = stored_and_read(cpu_device(), x, kStoredFormats[kExpandedE4M3], is_second),
+                             coat = stored_in_pair(OtherPair::kCoat, x, is_second);
+    int64_t equal = 0;
+    for (size_t n = 0; n < x.size(); ++n) equal += std::abs(coat[n] - parka[n]) <= 1e-4f * std::abs(parka[n]);
+    CHECK(equal >=
+          static_cast<int64_t>(0.995 * static_cast<double>(x.size())));  // the others lie between two codes
+  }
+  std::vector<float> wide(kMomentGroup, 1.0f);
+  wide[3] = 0x1p-30f;
+  CHECK(stored_and_read(cpu_device(), wide, kStoredFormats[kExpandedE4M3], false)[3] == 0.0f);
+  const std::vector<float> coat = stored_in_pair(OtherPair::kCoat, wide, false);
+  CHECK(coat[3] > 0x1p-31f);
+  CHECK(coat[3] < 0x1p-29f);
+}
+
+TEST_CASE("moments with one scale per parameter keep the largest, and lose what is far below it", "[bench]") {
+  const std::vector<float> x = {-4.0f, 1.0f, 0x1p-18f, 0.0f};
+  CHECK(stored_in_pair(OtherPair::kTensorScales, x, false) == std::vector<float>{-4.0f, 1.0f, 0.0f, 0.0f});
+  const std::vector<float> second = stored_in_pair(OtherPair::kTensorScales, {4.0f, 0x1p-18f, 0x1p-40f}, true);
+  CHECK(second[0] == 4.0f);
+  CHECK(std::abs(second[1] - 0x1p-18f) <= 0x1p-29f);
+  CHECK(second[2] == 0.0f);
+}
+
+TEST_CASE("Parka's rule in plain loops is that of its ops, and COAT's differs in the scale alone", "[bench]") {
+  for (const ActivationContent& content : kActivationContents) {
+    constexpr int64_t kRows = 32, kCols = 256;
+    std::vector<float> values = activation_content(content, kRows * kCols);
+    for (int64_t group : {16, 0}) {
+      CodeErrors of_op, of_rule, of_coat;
+      add_code_errors(cpu_device(), {values.data(), DType::kF32, {kRows, kCols}}, group, of_op);
+      add_stored(values, stored_by<kE4M3Traits>(ScaleRule::kParka, values, group), of_rule);
+      add_stored(values, stored_by<kE4M3Traits>(ScaleRule::kCoat, values, group), of_coat);
+      CHECK(of_rule.error_squares == of_op.error_squares);
+      CHECK(of_rule.relative_squares == of_op.relative_squares);
+      CHECK(of_coat.error_squares != of_rule.error_squares);
+      CHECK(std::abs(of_coat.normalised_rms() / of_rule.normalised_rms() - 1) < 0.02);
+    }
+  }
+  // A scale of 1 + 2^-8 is halfway between two of bf16: to nearest is below, so that the largest number saturates.
+  const std::vector<float> x = {448.0f * (1 + 0x1p-8f), 1.0f};
+  CHECK(stored_by<kE4M3Traits>(ScaleRule::kCoat, x, 0)[0] == 448.0f);
+  CHECK(stored_by<kE4M3Traits>(ScaleRule::kParka, x, 0)[0] == x[0]);
+  CHECK(stored_by<kE4M3Traits>(ScaleRule::kParka, x, 16)[0] == 448.0f * (1 + 0x1p-7f));
+  CHECK(stored_by<kE4M3Traits>(ScaleRule::kParka, {0.0f, 0x1p-101f}, 16) == std::vector<float>(2));
 }
 
 TEST_CASE("activations lose more in larger groups", "[bench]") {

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests of scripts/reproduce/end_to_end.sh and per_layer.sh without a GPU: plans, the largest batch, tables."""
+"""Tests of scripts/reproduce/end_to_end.sh, per_layer.sh and finetune_speed.py without a GPU: plans, the largest batch, tables."""
 import json
 import os
 import shutil
@@ -133,6 +133,19 @@ class Reproduce(unittest.TestCase):
         without_measurements = [row[:12] + row[13:14] for row in printed]
         self.assertEqual(without_measurements, planned)
 
+    def test_what_takes_memory_is_what_is_planned(self):
+        """Figure 1 and table 2 of docs/results/fidelity.md, to the printed digit."""
+        page = (ROOT / "docs/results/fidelity.md").read_text(encoding="utf-8")
+        for which in ("figure1", "table2"):
+            with self.subTest(which):
+                printed = run("paper_memory.py", which)
+                self.assertEqual(printed.returncode, 0, printed.stderr)
+                self.assertEqual(len(table(printed.stdout)), 8 if which == "figure1" else 7)
+                self.assertIn(printed.stdout, page)
+        self.assertNotEqual(run("paper_memory.py", "table3").returncode, 0)
+        refused = run("paper_memory.py", "table2", PARKA="/bin/false")
+        self.assertNotEqual(refused.returncode, 0)
+
 
 class Measured(RunFolder):
     """Columns that need a GPU, from real measurements of the tiny model on the CPU under the names of a row."""
@@ -179,6 +192,27 @@ while [ $# -gt 0 ]; do [ "$1" != --json ] || echo '{{"used_bytes": 5e9, "tokens_
             coat, made = table(result.stdout)
             self.assertEqual((coat[12:], made[13:]), (["5.0", "1", "4"], ["4", "4"]))
             self.assertEqual(made[12], "-" if option else "5.0")
+
+
+class FinetuneSpeed(unittest.TestCase):
+    def run_script(self, *arguments):
+        with tempfile.TemporaryDirectory(prefix="parka-test-") as out:
+            return run("finetune_speed.py", os.path.abspath(PROGRAM), out, "--config", ROOT / "configs" / "tiny-llama.json",
+                       "--steps", "1", "--runs", *arguments)
+
+    def test_a_row_for_each_run_that_the_model_allows(self):
+        result = self.run_script("qlora.2x16", "full.1x16", "lora_fp8.2x16")  # heads are narrower than a group
+        self.assertEqual(result.returncode, 0, result.stderr)
+        left_out = [line for line in result.stdout.splitlines() if not line.startswith("|")]
+        self.assertEqual(len(left_out), 1)
+        self.assertIn("lora_fp8.2x16: left out, parka exited with 2: ", left_out[0])
+        rows = table(result.stdout[result.stdout.index("| model |"):])
+        self.assertEqual([row[:3] for row in rows], [["tiny-llama", "full", "1x16"], ["tiny-llama", "qlora", "2x16"]])
+
+    def test_unknown_runs_are_refused(self):
+        result = self.run_script("other.2x16")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("no run other.2x16; runs are METHOD.SEQUENCESxLENGTH, see --help", result.stderr)
 
 
 if __name__ == "__main__":

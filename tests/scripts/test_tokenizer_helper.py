@@ -72,6 +72,14 @@ class TextTest(TokenizerFolder):
         tokens = {"eos_token": "</s>"}
         self.assertEqual(self.write(sentencepiece_tokenizer(), tokenizer_config=tokens).encode(""), [2])
 
+    def test_texts_between_images_are_encoded_each_by_itself(self):
+        tokens = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+        text = self.write(sentencepiece_tokenizer(), tokenizer_config={"add_bos_token": True, **tokens})
+        self.assertEqual(text.encode_pieces(["a", "", "a b"]), [[1, 262], [], [262, 263]])
+        self.assertEqual(text.encode_pieces(["", "a"]), [[1], [262]])
+        without = self.write(sentencepiece_tokenizer(), tokenizer_config=tokens)
+        self.assertEqual(without.encode_pieces(["", "a"]), [[], [262]])
+
     def test_where_a_continuation_ends(self):
         tokenizer, tokens = sentencepiece_tokenizer(), {"eos_token": "</s>"}
         self.assertEqual(self.write(tokenizer).stop, [])

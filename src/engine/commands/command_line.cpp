@@ -241,6 +241,22 @@ void add_generate(CLI::App& app, GenerateOptions& options) {
                                      "Chat by the model's template: each line of standard input is answered")
                            ->excludes(&prompt)
                            ->excludes(&prompt_tokens);
+  CLI::Option& image =
+      *command
+           .add_option("--image", options.images,
+                       "Picture that the prompt shows where it has <image>, or else at its beginning; "
+                       "may be repeated")
+           ->type_name("FILE")
+           ->allow_extra_args(false)
+           ->needs(&prompt)
+           ->excludes(&chat);
+  command
+      .add_option(
+          "--geometry", options.geometry,
+          "How pictures become squares: crop, pad or stretch (default: as the model's processor, or as usual "
+          "with its tower)")
+      ->check(CLI::IsMember({"crop", "pad", "stretch"}))
+      ->needs(&image);
   command.add_option("--system", options.system, "System message of the chat")->type_name("TEXT")->needs(&chat);
   command.add_option("--tokens", options.num_tokens, "Maximum number of tokens to generate for each prompt")
       ->check(kNotNegative);
@@ -269,7 +285,7 @@ void add_generate(CLI::App& app, GenerateOptions& options) {
 void add_import(CLI::App& app, ImportOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "import",
-      "Import a Hugging Face model (Llama, Mistral, Qwen or OLMo) as a checkpoint, to train, evaluate or sample from.");
+      "Import a Hugging Face model (Llama, Mistral, Qwen, OLMo or LLaVA) as a checkpoint, to train, evaluate or sample from.");
   command
       .add_option("folder", options.folder, "Folder with config.json and *.safetensors, or with peft's adapters")
       ->required();

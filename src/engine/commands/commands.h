@@ -75,6 +75,8 @@ struct GenerateOptions {
   std::vector<std::string> prompts;        // text
   std::vector<std::string> prompt_tokens;  // comma-separated token ids
   std::string tokenizer;                   // its folder; empty: the checkpoint's own
+  std::vector<std::string> images;         // files of pictures that the prompt shows
+  std::string geometry;                    // how they become squares; empty: as the model's processor does
   bool chat = false;                       // take turns with standard input
   std::string system;                      // message of the chat; empty: none
   int64_t num_tokens = 200;

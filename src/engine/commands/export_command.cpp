@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <set>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
@@ -23,7 +24,10 @@
 #include "engine/huggingface/bitsandbytes.h"
 #include "engine/huggingface/huggingface_config.h"
 #include "engine/huggingface/huggingface_origin.h"
+#include "engine/huggingface/llava_config.h"
+#include "engine/huggingface/llava_tensors.h"
 #include "engine/huggingface/peft_adapter.h"
+#include "engine/huggingface/unread_weights.h"
 #include "engine/text/tokenizer_files.h"
 
 namespace parka {
@@ -71,15 +75,19 @@ class Exporter {
       layout_of_origin_ = origin_->layout;
       format_of_origin_ = huggingface_dtype(read_config(*origin_).second);
     }
+    model_ = config_.model;
+    if (model_.vision.exists()) choose_tower();
     if (!options.like.empty()) origin_ = open_origin(options.like);
     if (origin_) {
       std::tie(origin_text_, origin_config_) = read_config(*origin_);
       original_ =
           parse_huggingface_config(origin_config_, (fs::path(origin_->folder) / kHuggingFaceConfigName).string());
+      if (original_->model.vision.exists()) {
+        read_pixel_statistics(origin_->folder, original_->model.vision.tower);
+      }
     }
-    family_ =
-        &choose_family(config_.model, options.family, original_ ? original_->family : nullptr, checkpoint_.path());
-    tensors_ = huggingface_tensors(*family_, config_.model, table_);
+    choose_language_model();
+    tensors_ = huggingface_tensors(*family_, model_, table_, llava_);
     for (const HuggingFaceTensor& tensor : tensors_) by_name_.emplace(tensor.name, &tensor);
     choose_layout();
   }
@@ -141,11 +149,55 @@ class Exporter {
     return tokenizer_ || !origin_ ? tokenizer_ : std::optional(origin_->folder);
   }
 
+  // Names are those of the imported model, and so are the parts of the tower that no model reads. Without these
+  // the export has the tower up to the block that is read.
+  void choose_tower() {
+    if (is_quantized()) {
+      throw_bad_input("{}: --quantize does not go with model.vision.tower yet; leave it out", checkpoint_.path());
+    }
+    if (model_.vision.projector.kind != ProjectorKind::kMlp2xGelu) {
+      throw_bad_input("{}: model.vision.projector = {} cannot be exported: transformers' {} has mlp2x_gelu alone",
+                      checkpoint_.path(), name_of(model_.vision.projector.kind), kLlavaArchitecture);
+    }
+    llava_ = &all_llava_names().front();
+    if (layout_of_origin_) {
+      std::set<std::string> names;
+      for (const HuggingFaceLayout::File& file : layout_of_origin_->files) {
+        for (const SafetensorsEntry& entry : file.header.tensors) names.insert(entry.name);
+      }
+      const LlavaNames* found = find_llava_names([&](const std::string& name) { return names.contains(name); });
+      if (found != nullptr) llava_ = found;
+    }
+    if (origin_) unread_ = UnreadWeights::open(origin_->folder);
+    if (unread_) return;
+    TowerConfig& tower = model_.vision.tower;
+    tower.num_layers = tower.num_blocks();
+    tower.feature_layer = -1;
+    unread_ = UnreadWeights::last_norm(tower);
+  }
+
+  void choose_language_model() {
+    ModelConfig text = model_;
+    text.vision = {};
+    family_ = &choose_family(text, options_.family, original_ ? original_->family : nullptr, checkpoint_.path());
+    if (llava_ == nullptr || family_->model_type == "llama" || family_->model_type == "qwen2") return;
+    throw_bad_input("{}: with model.vision.tower models are exported as llama or qwen2, and this one is {}",
+                    checkpoint_.path(), family_->model_type);
+  }
+
   // The tensor of a layout's name: a tied head is the embedding.
   const HuggingFaceTensor* find(const std::string& name) const {
     const auto found = by_name_.find(name);
     if (found != by_name_.end()) return found->second;
-    return name == family_->tensors.head && config_.model.tie_embeddings ? &tensors_.front() : nullptr;
+    const bool is_tied_head = model_.tie_embeddings && name == head_name(*family_, llava_);
+    return is_tied_head ? &embedding_of(tensors_) : nullptr;
+  }
+
+  // That of the tower that no model reads; null: it is none.
+  const SafetensorsEntry* find_unread(std::string_view name) const {
+    if (llava_ == nullptr || !name.starts_with(llava_->tower)) return nullptr;
+    const auto found = unread_->tensors().find(std::string(name.substr(llava_->tower.size())));
+    return found == unread_->tensors().end() ? nullptr : &found->second;
   }
 
   // Whether the files of the origin have a place for each of these weights and nothing else.
@@ -154,6 +206,10 @@ class Exporter {
     for (const HuggingFaceLayout::File& file : layout.files) {
       for (const SafetensorsEntry& entry : file.header.tensors) {
         const HuggingFaceTensor* tensor = find(entry.name);
+        if (const SafetensorsEntry* unread = find_unread(entry.name); unread != nullptr) {
+          if (entry.shape != unread->shape || (dtype && entry.dtype != *dtype)) return false;
+          continue;
+        }
         if (tensor == nullptr || entry.shape != tensor->shape || !is_plain_float(entry.dtype)) return false;
         if (dtype && entry.dtype != *dtype) return false;
         num_found += by_name_.contains(entry.name);
@@ -165,8 +221,7 @@ class Exporter {
   void choose_layout() {
     const std::optional<DType> wanted = parse_format(options_.dtype);
     if (is_quantized()) {  // what the weights have before they are
-      layout_ =
-          make_huggingface_layout(tensors_, wanted ? *wanted : usual_format(), INT64_MAX, table_.num_parameters());
+      layout_ = make_layout(wanted ? *wanted : usual_format(), INT64_MAX);
       return;
     }
     if (layout_of_origin_ && options_.shard_size.empty() && fits(*layout_of_origin_, wanted)) {
@@ -176,7 +231,19 @@ class Exporter {
     const DType dtype = wanted ? *wanted : usual_format();
     const int64_t max_bytes =
         options_.shard_size.empty() ? kDefaultFileBytes : parse_byte_size(options_.shard_size);
-    layout_ = make_huggingface_layout(tensors_, dtype, max_bytes, table_.num_parameters());
+    layout_ = make_layout(dtype, max_bytes);
+  }
+
+  HuggingFaceLayout make_layout(DType dtype, int64_t max_file_bytes) const {
+    std::vector<HuggingFaceTensor> all = tensors_;
+    if (unread_) {
+      for (const auto& [name, entry] : unread_->tensors()) {
+        all.push_back({.name = std::string(llava_->tower) + name, .shape = entry.shape});
+      }
+    }
+    int64_t num_parameters = 0;
+    for (const HuggingFaceTensor& tensor : all) num_parameters += num_elements_of(tensor.shape);
+    return make_huggingface_layout(all, dtype, max_file_bytes, num_parameters);
   }
 
   // The origin's format if it has one for all weights, else what the checkpoint computes in.
@@ -205,13 +272,12 @@ class Exporter {
   // The origin's own text as far as it is true of these weights.
   std::string config_text() const {
     const std::vector<DType> used = formats();
-    const HuggingFaceModel described{family_, config_.model,
-                                     max_positions_of(checkpoint_, config_.data.sequence_length)};
+    const HuggingFaceModel described{family_, model_, max_positions_of(checkpoint_, config_.data.sequence_length)};
     if (!origin_) {
       const json special_tokens = tokenizer_ ? special_token_ids(*tokenizer_) : json::object();
       return make_huggingface_config(described, used.front(), &special_tokens);
     }
-    const ResumeDifferences differences = model_differences(original_->model, config_.model);
+    const ResumeDifferences differences = model_differences(original_->model, model_);
     if (original_->family != family_ || !differences.refused.empty() || !differences.allowed.empty()) {
       return make_huggingface_config(described, used.front(), &origin_config_);
     }
@@ -223,7 +289,13 @@ class Exporter {
   void write_file(const std::string& path, const HuggingFaceLayout::File& layout) const {
     OutputFile file(path);
     file.write(as_bytes(with_header_length(layout.header_text)));
-    for (const SafetensorsEntry& entry : layout.header.tensors) write_tensor(*find(entry.name), entry, file);
+    for (const SafetensorsEntry& entry : layout.header.tensors) {
+      if (const SafetensorsEntry* unread = find_unread(entry.name); unread != nullptr) {
+        unread_->write(unread->name, entry.dtype, file);
+      } else {
+        write_tensor(*find(entry.name), entry, file);
+      }
+    }
     file.sync();
     file.close();
   }
@@ -235,12 +307,21 @@ class Exporter {
     // In bf16 the very weights that the run computes with: its rounding of ties differs from encode_floats'.
     const WeightForm form = entry.dtype == DType::kBF16 ? WeightForm::kCompute : WeightForm::kMaster;
     std::vector<std::byte> bytes;
-    weights_.read(parameter, range, form, [&](int64_t, std::span<const float> values) {
+    const auto write = [&](std::span<const float> values) {
       bytes.resize(values.size() * static_cast<size_t>(size_of(entry.dtype)));
       encode_floats(values, entry.dtype, bytes);
       if (entry.dtype == DType::kF16) check_range(values, bytes, entry.name);
       file.write(bytes);
-    });
+    };
+    const int64_t columns = tensor.num_columns();
+    if (columns == parameter.cols) {
+      weights_.read(parameter, range, form, [&](int64_t, std::span<const float> values) { write(values); });
+      return;
+    }
+    const std::vector<float> padded = weights_.read(parameter, range, form);
+    for (int64_t row = 0; row < tensor.num_rows; ++row) {
+      write({&padded[static_cast<size_t>(row * parameter.cols)], static_cast<size_t>(columns)});
+    }
   }
 
   bool is_quantized() const { return !options_.quantize.empty(); }
@@ -312,8 +393,11 @@ class Exporter {
   const ExportOptions& options_;
   LoadedCheckpoint checkpoint_;
   Config config_;
+  ModelConfig model_;  // as it is exported
   ParameterTable table_;
   CheckpointWeights weights_;
+  const LlavaNames* llava_ = nullptr;    // of a model with a tower
+  std::optional<UnreadWeights> unread_;  // likewise
   std::unordered_map<std::string, const HuggingFaceTensor*> by_name_;
   std::optional<HuggingFaceLayout> layout_of_origin_;  // of what the weights come from, and the format it names
   std::optional<std::string> format_of_origin_;

@@ -14,6 +14,7 @@
 #include "engine/evaluation/generator.h"
 #include "engine/evaluation/inference_run.h"
 #include "engine/text/byte_codec.h"
+#include "engine/text/image_prompt.h"
 #include "engine/text/text_tokenizer.h"
 #include "engine/text/tokenizer_files.h"
 
@@ -37,6 +38,20 @@ std::vector<std::vector<int32_t>> prompts_of(const GenerateOptions& options, Tex
   for (const std::string& text : options.prompts) prompts.push_back(codec->encode(text));
   if (prompts.empty()) prompts.push_back(codec->encode(""));
   return prompts;
+}
+
+// Of --image; nullopt where there is none.
+std::optional<ImagePrompt> image_prompt_of(const GenerateOptions& options, const LoadedCheckpoint& checkpoint,
+                                           const Config& config, TextCodec* codec) {
+  if (options.images.empty()) return std::nullopt;
+  if (!config.model.vision.exists()) {
+    throw_bad_input("{}: --image needs a model that sees images, and model.vision.tower is none",
+                    checkpoint.path());
+  }
+  if (options.prompts.size() != 1) throw_bad_input("--image goes with one --prompt, not with several");
+  const std::string processor = tokenizer_folder(options, checkpoint).value_or("");
+  return make_image_prompt(options.prompts.front(), options.images, options.geometry, processor,
+                           config.model.vision, *codec);
 }
 
 // The model sees its training context at most, and no more is computed or kept than what these prompts can come to.
@@ -118,7 +133,9 @@ int run_generate(const GenerateOptions& options) {
   if (options.chat) return run_chat(options, checkpoint, config);
   std::unique_ptr<TextCodec> codec;
   if (options.prompt_tokens.empty()) codec = open_codec(options, checkpoint, config.model.vocab_size);
-  const std::vector<std::vector<int32_t>> prompts = prompts_of(options, codec.get());
+  const std::optional<ImagePrompt> image_prompt = image_prompt_of(options, checkpoint, config, codec.get());
+  const std::vector<std::vector<int32_t>> prompts =
+      image_prompt ? std::vector<std::vector<int32_t>>{image_prompt->tokens} : prompts_of(options, codec.get());
   for (const std::vector<int32_t>& prompt : prompts) check_tokens("prompt token", prompt, config.model.vocab_size);
   GenerationOptions generation{options.sampling, options.num_tokens, options.stop_tokens};
   if (codec) {
@@ -127,6 +144,9 @@ int run_generate(const GenerateOptions& options) {
   }
   const CacheShape shape{std::min(options.batch, static_cast<int64_t>(prompts.size())),
                          context_of(prompts, options.num_tokens, config.data.sequence_length)};
+  // Without images the tower takes no room but that of its weights.
+  config.data.images_per_sequence = static_cast<int64_t>(options.images.size());
+  if (image_prompt) generation.images = &image_prompt->images;
   config.training.micro_batch_size = 1;
   config.data.sequence_length = std::max(shape.max_length, shape.num_slots);  // a step has a row for each slot
   const std::unique_ptr<Device> device = make_device(config);

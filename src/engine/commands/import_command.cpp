@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
+#include <map>
 
 #include "core/error.h"
 #include "engine/checkpoint/checkpoint_layout.h"
@@ -13,8 +14,12 @@
 #include "engine/huggingface/bitsandbytes.h"
 #include "engine/huggingface/huggingface_config.h"
 #include "engine/huggingface/huggingface_origin.h"
+#include "engine/huggingface/llava_config.h"
+#include "engine/huggingface/llava_tensors.h"
 #include "engine/huggingface/peft_import.h"
+#include "engine/huggingface/unread_weights.h"
 #include "engine/training/progress.h"
+#include "model/vision/vision_tower.h"
 
 namespace parka {
 namespace {
@@ -30,8 +35,12 @@ constexpr int64_t kMostUint16Tokens = 1 << 16;
 
 // A parameter of Parka and the tensors that become its rows, in their order.
 struct Target {
+  struct Source {
+    const HuggingFaceWeights::Place* place;
+    int64_t columns;  // of a row; zeros follow up to those of the parameter
+  };
   SafetensorsEntry entry;
-  std::vector<const HuggingFaceWeights::Place*> sources;
+  std::vector<Source> sources;
 };
 
 // Copies weights into a checkpoint of Parka's, a few MiB in memory at a time.
@@ -45,10 +54,20 @@ class Importer {
         described_(parse_huggingface_config(parse_json_text(config_text_, config_path(), JsonComments::kRefused),
                                             config_path())),
         table_(make_parameter_table(described_.model, false)),
-        tensors_(huggingface_tensors(*described_.family, described_.model, table_)),
-        weights_(open_huggingface_weights(folder)) {
+        weights_(open_huggingface_weights(folder)),
+        llava_(find_names()),
+        tensors_(huggingface_tensors(*described_.family, described_.model, table_, llava_)) {
+    if (has_tower()) {
+      read_pixel_statistics(folder, described_.model.vision.tower);
+      check_huggingface_model(described_.model, folder);
+      take_unread_weights();
+    }
     quantized_ = take_bitsandbytes_weights(weights_);
-    check_huggingface_weights(weights_, tensors_, names().head, folder);
+    if (has_tower() && !quantized_.empty()) {
+      throw_bad_input("{}: models with a tower are not imported from 4 bits; import one in bf16, fp16 or fp32",
+                      folder);
+    }
+    check_huggingface_weights(weights_, tensors_, head(), folder);
     check_tied_head();
     list_targets();
   }
@@ -65,6 +84,7 @@ class Importer {
     for (const std::string& name : carried_files(folder_)) {
       copy_to_new_file((fs::path(folder_) / name).string(), beside + name);
     }
+    if (has_tower()) write_unread_weights(draft);
     sync_directory(draft / kHuggingFaceFolder);
     write_new_file(draft / "config.json", training_config(out));
     write_new_file(draft / std::string(kManifestName), encode_manifest(manifest));
@@ -85,9 +105,45 @@ class Importer {
     config.erase("quantization_config");
     return config.dump(2) + "\n";
   }
-  const TensorNames& names() const { return described_.family->tensors; }
+  bool has_tower() const { return described_.model.vision.exists(); }
+  std::string head() const { return head_name(*described_.family, llava_); }
   const HuggingFaceWeights::Place& place_of(std::string_view name) const {
     return weights_.tensors.at(std::string(name));
+  }
+
+  // Of a model with a tower.
+  const LlavaNames* find_names() const {
+    if (!has_tower()) return nullptr;
+    const LlavaNames* names =
+        find_llava_names([&](const std::string& name) { return weights_.tensors.contains(name); });
+    if (names != nullptr) return names;
+    throw_bad_input("{}: its tensors have none of the names that transformers gives to those of {}", folder_,
+                    kLlavaArchitecture);
+  }
+
+  void take_unread_weights() {
+    const TowerConfig& tower = described_.model.vision.tower;
+    std::erase_if(weights_.tensors, [&](const auto& tensor) {
+      const std::string_view name = tensor.first;
+      if (!name.starts_with(llava_->tower)) return false;
+      const std::string_view in_tower = name.substr(llava_->tower.size());
+      if (!is_unread_by_models(in_tower, tower)) return false;
+      unread_.emplace(in_tower, tensor.second);
+      return true;
+    });
+  }
+
+  void write_unread_weights(const DraftFolder& draft) const {
+    std::vector<Target> targets;
+    for (const auto& [name, place] : unread_) {
+      SafetensorsEntry entry = place.entry;
+      entry.name = name;
+      targets.push_back({std::move(entry), {{&place, /*columns=*/0}}});
+    }
+    std::vector<const Target*> all;
+    all.reserve(targets.size());
+    for (const Target& target : targets) all.push_back(&target);
+    write_shard(draft, std::string(kHuggingFaceFolder) + "/" + kUnreadWeightsName, all);
   }
 
   // bf16 as it is; fp32 as it is; fp16, and parts that differ, as fp32, which is exact.
@@ -101,16 +157,17 @@ class Importer {
                      [](const auto* a, const auto* b) { return a->first_row < b->first_row; });
     for (const HuggingFaceTensor* tensor : by_row) {
       Target& target = targets_[tensor->parameter];
-      target.sources.push_back(&place_of(tensor->name));
-      if (target.sources.back()->entry.dtype != DType::kBF16) target.entry.dtype = DType::kF32;
+      target.sources.push_back({&place_of(tensor->name), tensor->num_columns()});
+      if (target.sources.back().place->entry.dtype != DType::kBF16) target.entry.dtype = DType::kF32;
     }
   }
 
   // In a model whose head is tied transformers passes over a head in the file; one that differs is a model that
   // this config.json does not describe.
   void check_tied_head() const {
-    if (!described_.model.tie_embeddings || !weights_.tensors.contains(std::string(names().head))) return;
-    const HuggingFaceWeights::Place &head = place_of(names().head), &table = place_of(names().embedding);
+    if (!described_.model.tie_embeddings || !weights_.tensors.contains(this->head())) return;
+    const std::string& embedding = embedding_of(tensors_).name;
+    const HuggingFaceWeights::Place &head = place_of(this->head()), &table = place_of(embedding);
     bool same = head.entry.dtype == table.entry.dtype;
     std::vector<std::byte> a, b;
     for (int64_t begin = 0; same && begin < head.entry.num_bytes; begin += kPieceBytes) {
@@ -121,8 +178,8 @@ class Importer {
       same = a == b;
     }
     if (!same) {
-      throw_bad_input("{}: tie_word_embeddings is true, but {} in {} is not {}", config_path(), names().head,
-                      weights_.files[head.file].path(), names().embedding);
+      throw_bad_input("{}: tie_word_embeddings is true, but {} in {} is not {}", config_path(), this->head(),
+                      weights_.files[head.file].path(), embedding);
     }
   }
 
@@ -156,7 +213,14 @@ class Importer {
     OutputFile file(draft / name);
     file.write(as_bytes(encode_safetensors_header(entries, {})));
     for (const Target* target : shard) {
-      for (const HuggingFaceWeights::Place* source : target->sources) copy(*source, target->entry.dtype, file);
+      for (const Target::Source& source : target->sources) {
+        const int64_t columns = target->entry.shape.back();
+        if (source.columns != 0 && source.columns < columns) {
+          copy_rows(source, columns, target->entry.dtype, file);
+        } else {
+          copy(*source.place, target->entry.dtype, file);
+        }
+      }
     }
     file.sync();
     Manifest::File written{name, file.num_bytes(), file.checksum()};
@@ -188,6 +252,21 @@ class Importer {
     }
   }
 
+  // With zeros behind each row; of a patch embedding, which is small.
+  void copy_rows(const Target::Source& source, int64_t columns, DType dtype, OutputFile& file) const {
+    const SafetensorsEntry& entry = source.place->entry;
+    std::vector<std::byte> bytes(static_cast<size_t>(entry.num_bytes));
+    weights_.files[source.place->file].read(entry.offset, bytes);
+    std::vector<float> values(static_cast<size_t>(num_elements_of(entry.shape))), row(static_cast<size_t>(columns));
+    decode_floats(entry.dtype, bytes, values);
+    std::vector<std::byte> encoded(row.size() * static_cast<size_t>(size_of(dtype)));
+    for (auto begin = values.cbegin(); begin != values.cend(); begin += source.columns) {
+      std::copy_n(begin, source.columns, row.begin());
+      encode_floats(row, dtype, encoded);
+      file.write(encoded);
+    }
+  }
+
   // Evaluation and generation round nothing unless they are told to.
   std::string_view recipe() const {
     const bool all_bf16 = std::all_of(targets_.begin(), targets_.end(),
@@ -200,11 +279,14 @@ class Importer {
   ordered_json model_config() const {
     Config config;
     config.model = described_.model;
-    return {{"model", to_json(config).at("model")},
-            {"precision", {{"recipe", recipe()}}},
-            {"data",
-             {{"token_dtype", described_.model.vocab_size <= kMostUint16Tokens ? "uint16" : "uint32"},
-              {"sequence_length", std::min(described_.max_positions, kLongestSequence)}}}};
+    ordered_json written = {
+        {"model", to_json(config).at("model")},
+        {"precision", {{"recipe", recipe()}}},
+        {"data",
+         {{"token_dtype", described_.model.vocab_size <= kMostUint16Tokens ? "uint16" : "uint32"},
+          {"sequence_length", std::min(described_.max_positions, kLongestSequence)}}}};
+    if (has_tower()) written["data"]["images_per_sequence"] = 1;
+    return written;
   }
 
   json state() const {
@@ -228,6 +310,7 @@ class Importer {
     ordered_json config = model_config();
     config["precision"]["recipe"] = "bf16";
     config["optimizer"] = {{"lr", 2e-5}, {"schedule", {{"kind", "cosine"}, {"warmup_steps", 100}}}};
+    if (has_tower()) config["optimizer"]["frozen"] = {std::string(kVision) + "*"};  // as LLaVA-1.5 is trained
     config["data"]["train"] = json::array();
     config["training"] = {{"steps", 1000}, {"global_batch_size", 32}, {"micro_batch_size", 1}};
     config["checkpoint"] = {{"folder", "runs/" + name}, {"interval", 500}, {"init_from", out}};
@@ -239,8 +322,10 @@ class Importer {
   std::string config_text_;
   HuggingFaceModel described_;
   ParameterTable table_;
-  std::vector<HuggingFaceTensor> tensors_;
   HuggingFaceWeights weights_;
+  const LlavaNames* llava_;  // of a model with a tower
+  std::vector<HuggingFaceTensor> tensors_;
+  std::map<std::string, HuggingFaceWeights::Place> unread_;        // of its tower, by names behind those of that
   std::unordered_map<std::string, BitsAndBytesWeight> quantized_;  // by the name of their tensor
   std::vector<Target> targets_;
 };

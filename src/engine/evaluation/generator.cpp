@@ -79,7 +79,25 @@ class Generation {
   // Fills the sequence's slot with as many of its latest tokens as there is room for.
   std::vector<float> start(const Sequence& s) {
     const int64_t count = std::min<int64_t>(max_length_, static_cast<int64_t>(s.tokens.size()));
-    return model_.prefill(device_, s.slot, {s.tokens.end() - count, s.tokens.end()});
+    const std::vector<int32_t> positions = image_positions(static_cast<int64_t>(s.tokens.size()) - count);
+    SequenceImages images;
+    if (options_.images != nullptr) {
+      images = {static_cast<int64_t>(options_.images->first_slots.size()), options_.images->pixels.data(),
+                positions.data()};
+    }
+    return model_.prefill(device_, s.slot, {s.tokens.end() - count, s.tokens.end()}, images);
+  }
+
+  // Of the rows of the prompt's images, in a sequence without its first tokens.
+  std::vector<int32_t> image_positions(int64_t without) const {
+    std::vector<int32_t> positions;
+    if (options_.images == nullptr) return positions;
+    for (const int64_t first : options_.images->first_slots) {
+      for (int64_t i = 0; i < options_.images->num_slots; ++i) {
+        positions.push_back(static_cast<int32_t>(std::max<int64_t>(first + i - without, -1)));
+      }
+    }
+    return positions;
   }
 
   // Whether the sequence goes on after this token; its slot is free if not.
@@ -115,6 +133,7 @@ class Generation {
 std::vector<Continuation> generate(Device& device, Model& model, const CacheShape& shape,
                                    const std::vector<std::vector<int32_t>>& prompts,
                                    const GenerationOptions& options, const TokenListener& listener) {
+  PARKA_REQUIRE(options.images == nullptr || prompts.size() == 1);
   return Generation(device, model, shape, prompts, options, listener).run();
 }
 

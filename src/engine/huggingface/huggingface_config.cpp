@@ -7,6 +7,8 @@
 #include "engine/config/config_io.h"
 #include "engine/config/config_table.h"
 #include "engine/files/json_text.h"
+#include "engine/huggingface/config_reader.h"
+#include "engine/huggingface/llava_config.h"
 
 namespace parka {
 namespace {
@@ -14,68 +16,14 @@ namespace {
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-// Typed reads of an object's keys. A key that is null counts as absent, as in transformers.
-class Reader {
- public:
-  Reader(const json& object, std::string where) : object_(object), where_(std::move(where)) {}
-
-  bool has(std::string_view key) const { return object_.contains(key); }
-  const json* find(std::string_view key) const {
-    const auto it = object_.find(key);
-    return it == object_.end() || it->is_null() ? nullptr : &*it;
-  }
-  int64_t integer(std::string_view key, std::optional<int64_t> otherwise = {}) const {
-    const json* value = find(key);
-    if (value == nullptr && otherwise) return *otherwise;
-    if (value == nullptr) fail("has no {}", key);
-    if (!value->is_number_integer() || *value < 1 || *value > kMaxDimension) {
-      fail("{}: expected an integer from 1 to {}, got {}", key, kMaxDimension, describe_json(*value));
-    }
-    return value->get<int64_t>();
-  }
-  double number(std::string_view key, std::optional<double> otherwise = {}) const {
-    const json* value = find(key);
-    if (value == nullptr && otherwise) return *otherwise;
-    if (value == nullptr) fail("has no {}", key);
-    if (!value->is_number()) fail("{}: expected a number, got {}", key, describe_json(*value));
-    return value->get<double>();
-  }
-  bool flag(std::string_view key, std::optional<bool> otherwise = {}) const {
-    const json* value = find(key);
-    if (value == nullptr && otherwise) return *otherwise;
-    if (value == nullptr) fail("has no {}", key);
-    if (!value->is_boolean()) fail("{}: expected true or false, got {}", key, describe_json(*value));
-    return value->get<bool>();
-  }
-  std::string text(std::string_view key, const std::string& otherwise) const {
-    const json* value = find(key);
-    if (value == nullptr) return otherwise;
-    if (!value->is_string()) fail("{}: expected a string, got {}", key, describe_json(*value));
-    return value->get<std::string>();
-  }
-  // Sets the key's field.
-  void read(const IntegerKey& key, ModelConfig& model) const {
-    const bool is_null = has(key.key) && find(key.key) == nullptr;
-    model.*key.field = is_null && key.of_null ? *key.of_null : integer(key.key, key.otherwise);
-  }
-  void read(const RealKey& key, ModelConfig& model) const { model.*key.field = number(key.key, key.otherwise); }
-  void read(const FlagKey& key, ModelConfig& model) const { model.*key.field = flag(key.key, key.otherwise); }
-
-  template <typename... Args>
-  [[noreturn]] void fail(fmt::format_string<Args...> format, Args&&... args) const {
-    throw_bad_input("{}: {}", where_, fmt::format(format, std::forward<Args>(args)...));
-  }
-
- private:
-  const json& object_;
-  std::string where_;
-};
+using Reader = ConfigReader;
 
 const HuggingFaceFamily& family_of(const Reader& config, std::span<const HuggingFaceFamily> families) {
   const std::string type = config.text("model_type", "");
   const HuggingFaceFamily* family = find_family(type, families);
   if (family == nullptr) {
-    config.fail("model_type \"{}\" is not supported; {} are", printable(type), names_of(families));
+    config.fail("model_type \"{}\" is not supported; {}, {} ({}) are", printable(type), names_of(families),
+                kLlavaModelType, kLlavaArchitecture);
   }
   const json* architectures = config.find("architectures");
   if (architectures == nullptr || *architectures == json{family->architecture}) return *family;
@@ -299,6 +247,7 @@ HuggingFaceModel parse_huggingface_config(const json& root, const std::string& w
                                           std::span<const HuggingFaceFamily> families) {
   if (!root.is_object()) throw_bad_input("{}: expected an object, got {}", where, describe_json(root));
   const Reader config(root, where);
+  if (config.text("model_type", "") == kLlavaModelType) return parse_llava_config(root, where, families);
   const HuggingFaceFamily& family = family_of(config, families);
   for (const FixedKey& fixed : family.fixed_keys) check_fixed_key(config, fixed);
   HuggingFaceModel result{.family = &family, .model = family.fixed};
@@ -323,19 +272,25 @@ HuggingFaceModel parse_huggingface_config(const json& root, const std::string& w
       config.find("original_max_position_embeddings") != nullptr) {
     config.fail("original_max_position_embeddings is supported in rope_parameters and rope_scaling only");
   }
+  check_huggingface_model(model, where);
+  return result;
+}
+
+void check_huggingface_model(const ModelConfig& model, const std::string& where) {
   Config whole;
   whole.model = model;
+  if (model.vision.exists()) whole.data.images_per_sequence = 1;
   try {
     validate(whole);
   } catch (const Error& error) {
     throw Error(error.code(), fmt::format("{}: not a model that Parka supports: {}", where, error.what()));
   }
-  return result;
 }
 
 std::string make_huggingface_config(const HuggingFaceModel& described, DType dtype, const json* origin) {
   const ModelConfig& model = described.model;
   const HuggingFaceFamily& family = *described.family;
+  if (model.vision.exists()) return make_llava_config(described, dtype, origin);
   PARKA_REQUIRE(family_problems(family, model).empty());
   json config = {{"architectures", {family.architecture}},
                  {"max_position_embeddings", described.max_positions},
@@ -367,6 +322,12 @@ std::optional<std::string> huggingface_dtype(const json& config) {
 std::string with_huggingface_dtype(const std::string& config_text, DType dtype) {
   ordered_json config = ordered_json::parse(config_text);
   config[config.contains("dtype") ? "dtype" : "torch_dtype"] = huggingface_name_of(dtype);
+  for (const char* part : {"text_config", "vision_config"}) {
+    if (!config.contains(part) || !config.at(part).is_object()) continue;
+    for (const char* key : {"dtype", "torch_dtype"}) {
+      if (config.at(part).contains(key)) config[part][key] = huggingface_name_of(dtype);
+    }
+  }
   return config.dump(2) + "\n";
 }
 

@@ -9,11 +9,12 @@
 #include "engine/huggingface/huggingface_families.h"
 #include "model/model_config.h"
 
-// Reads and writes the config.json of a Hugging Face model, as transformers does, by the table of families.
+// Reads and writes the config.json of a Hugging Face model, as transformers does, by the table of families; that of
+// a model with a tower by llava_config.h.
 namespace parka {
 
 struct HuggingFaceModel {
-  const HuggingFaceFamily* family = nullptr;
+  const HuggingFaceFamily* family = nullptr;  // of a model with a tower that of its language model
   ModelConfig model;
   int64_t max_positions = 2048;  // longest sequence that the model is meant for
 };
@@ -23,6 +24,9 @@ struct HuggingFaceModel {
 // begins with `where`.
 HuggingFaceModel parse_huggingface_config(const nlohmann::json& config, const std::string& where,
                                           std::span<const HuggingFaceFamily> families = huggingface_families());
+
+// Throws Error(kBadInput), whose message begins with `where`, for a model that no config of Parka's may have.
+void check_huggingface_model(const ModelConfig& model, const std::string& where);
 
 // A new config.json for a model in `dtype` that its family can express. `origin`, if given, is the config.json that
 // the model comes from: its special tokens are copied.

@@ -305,7 +305,7 @@ ModelConfig read_back(const HuggingFaceFamily& family, const ModelConfig& model)
 }
 
 // With the fields filled in that 0 stands for, but for one that follows from another of them.
-Config config_with(ModelConfig model) {
+Config config_with(const ModelConfig& model) {
   Config config;
   config.model = model;
   config.model.num_kv_heads = model.kv_heads();

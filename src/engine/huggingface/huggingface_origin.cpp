@@ -12,6 +12,7 @@
 #include "engine/files/draft_folder.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
+#include "engine/huggingface/unread_weights.h"
 
 namespace parka {
 namespace {
@@ -19,10 +20,20 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-constexpr std::array<std::string_view, 12> kCarriedFiles = {
-    "added_tokens.json", "chat_template.jinja",     "chat_template.json", "generation_config.json",
-    "merges.txt",        "special_tokens_map.json", "spiece.model",       "tokenizer.json",
-    "tokenizer.model",   "tokenizer_config.json",   "vocab.json",         "vocab.txt"};
+constexpr std::array<std::string_view, 14> kCarriedFiles = {"added_tokens.json",
+                                                            "chat_template.jinja",
+                                                            "chat_template.json",
+                                                            "generation_config.json",
+                                                            "merges.txt",
+                                                            "preprocessor_config.json",
+                                                            "processor_config.json",
+                                                            "special_tokens_map.json",
+                                                            "spiece.model",
+                                                            "tokenizer.json",
+                                                            "tokenizer.model",
+                                                            "tokenizer_config.json",
+                                                            "vocab.json",
+                                                            "vocab.txt"};
 
 // checkpoint.init_from in the config of a checkpoint's state; empty where there is none.
 std::string init_from_of(const json& state) {
@@ -51,6 +62,7 @@ void copy_origin(const HuggingFaceOrigin& origin, const std::string& copy) {
   DraftFolder draft(copy);
   std::vector<std::string> names = carried_files(origin.folder);
   names.emplace_back(kHuggingFaceConfigName);
+  if (file_exists(fs::path(origin.folder) / kUnreadWeightsName)) names.emplace_back(kUnreadWeightsName);
   for (const std::string& name : names) copy_to_new_file((fs::path(origin.folder) / name).string(), draft / name);
   if (origin.layout) write_new_file(draft / kLayoutName, encode_layout(*origin.layout).dump() + "\n");
   draft.publish();

@@ -1,8 +1,11 @@
 #include "engine/huggingface/huggingface_tensors.h"
 
+#include <algorithm>
+
 #include <fmt/format.h>
 
 #include "core/error.h"
+#include "engine/huggingface/llava_tensors.h"
 
 namespace parka {
 namespace {
@@ -54,7 +57,7 @@ bool covers(const std::vector<HuggingFaceTensor>& tensors, const ParameterTable&
 }  // namespace
 
 std::vector<HuggingFaceTensor> huggingface_tensors(const HuggingFaceFamily& family, const ModelConfig& config,
-                                                   const ParameterTable& table) {
+                                                   const ParameterTable& table, const LlavaNames* llava) {
   std::vector<HuggingFaceTensor> tensors;
   const auto add = [&](std::string name, const Rows& rows) {
     const int64_t cols = table.all.at(static_cast<size_t>(rows.parameter)).cols;
@@ -71,12 +74,31 @@ std::vector<HuggingFaceTensor> huggingface_tensors(const HuggingFaceFamily& fami
   }
   if (!names.final_norm.empty()) add(std::string(names.final_norm), {table.final_norm, 0, 1, /*is_vector=*/true});
   if (!config.tie_embeddings) add(std::string(names.head), {table.head, 0, config.vocab_size});
+  if (config.vision.exists()) {
+    tensors =
+        llava_tensors(config, table, llava != nullptr ? *llava : all_llava_names().front(), std::move(tensors));
+  }
   PARKA_REQUIRE(covers(tensors, table));
   return tensors;
 }
 
+int64_t HuggingFaceTensor::num_columns() const {
+  int64_t elements = 1;
+  for (const int64_t size : shape) elements *= size;
+  return elements / num_rows;
+}
+
+const HuggingFaceTensor& embedding_of(const std::vector<HuggingFaceTensor>& tensors) {
+  return *std::find_if(tensors.begin(), tensors.end(),
+                       [](const HuggingFaceTensor& tensor) { return tensor.parameter == 0; });
+}
+
+std::string head_name(const HuggingFaceFamily& family, const LlavaNames* llava) {
+  return in_language_model(std::string(family.tensors.head), llava);
+}
+
 bool is_ignored_huggingface_tensor(std::string_view name) {
-  return name.starts_with("model.") && name.ends_with("rotary_emb.inv_freq");
+  return name.find("model.") != std::string_view::npos && name.ends_with("rotary_emb.inv_freq");
 }
 
 }  // namespace parka

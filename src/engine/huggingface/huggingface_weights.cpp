@@ -237,7 +237,7 @@ void check_huggingface_weights(const HuggingFaceWeights& weights, const std::vec
     if (name != head) {
       throw_bad_input("{}: has a tensor {} that this architecture does not have", path, printable(name));
     }
-    check(tensors.front(), place.entry, path);  // tied: compared with the embedding where that is copied
+    check(embedding_of(tensors), place.entry, path);  // tied: compared with the embedding where that is copied
   }
 }
 

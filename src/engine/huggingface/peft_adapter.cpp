@@ -34,9 +34,11 @@ HostTensor read_factor(const CheckpointWeights& weights, const ParameterInfo& fa
 
 std::vector<HostTensor> read_factors(const LoadedCheckpoint& checkpoint, const std::vector<PeftTensor>& factors) {
   std::vector<ParameterInfo> parameters;
+  parameters.reserve(factors.size());
   for (const PeftTensor& factor : factors) parameters.push_back(factor.parameter);
   const CheckpointWeights reader(checkpoint, parameters);
   std::vector<HostTensor> tensors;
+  tensors.reserve(factors.size());
   for (const PeftTensor& factor : factors) tensors.push_back(read_factor(reader, factor.parameter, factor.name));
   std::ranges::sort(tensors, {}, &HostTensor::name);
   return tensors;

@@ -21,4 +21,13 @@ std::vector<int32_t> ByteCodec::encode(const std::string& text) {
   return tokens;
 }
 
+std::vector<std::vector<int32_t>> ByteCodec::encode_pieces(const std::vector<std::string>& pieces) {
+  std::vector<std::vector<int32_t>> tokens;
+  for (const std::string& piece : pieces) {
+    std::vector<int32_t>& ids = tokens.emplace_back();
+    for (unsigned char byte : piece) ids.push_back(byte);
+  }
+  return tokens;
+}
+
 }  // namespace parka

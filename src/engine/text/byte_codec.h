@@ -14,6 +14,7 @@ class ByteCodec : public TextCodec {
 
   const std::vector<int32_t>& stop_tokens() const override { return stop_tokens_; }
   std::vector<int32_t> encode(const std::string& text) override;
+  std::vector<std::vector<int32_t>> encode_pieces(const std::vector<std::string>& pieces) override;
   void begin(const std::vector<int32_t>&) override {}
   std::string next(int32_t token) override { return {static_cast<char>(token)}; }
   std::string end() override { return {}; }

@@ -17,6 +17,8 @@ class TextCodec {
   virtual const std::vector<int32_t>& stop_tokens() const = 0;
   // The ids of a prompt, beginning with what the tokenizer puts before a text. Not empty.
   virtual std::vector<int32_t> encode(const std::string& text) = 0;
+  // The ids of each of the texts between images, the first beginning likewise. Any may be empty.
+  virtual std::vector<std::vector<int32_t>> encode_pieces(const std::vector<std::string>& pieces) = 0;
 
   // The text of a continuation: after begin() with its prompt, next() with each token and end() return its pieces.
   virtual void begin(const std::vector<int32_t>& prompt) = 0;

@@ -5,7 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "engine/text/helper_process.h"
+#include "engine/text/python_helper.h"
 #include "engine/text/text_codec.h"
 
 namespace parka {
@@ -23,6 +23,7 @@ class TextTokenizer : public TextCodec {
   // With kChat those before which an answer ends, too.
   const std::vector<int32_t>& stop_tokens() const override { return stop_tokens_; }
   std::vector<int32_t> encode(const std::string& text) override;
+  std::vector<std::vector<int32_t>> encode_pieces(const std::vector<std::string>& pieces) override;
   // The ids of a conversation, a list of {"role", "content"}, up to where the assistant speaks. Needs kChat.
   std::vector<int32_t> encode_chat(const nlohmann::json& messages);
 
@@ -32,10 +33,7 @@ class TextTokenizer : public TextCodec {
   std::string end() override;
 
  private:
-  nlohmann::json receive();
-  nlohmann::json ask(const nlohmann::json& request);
-
-  HelperProcess helper_;
+  PythonHelper helper_;
   std::vector<int32_t> stop_tokens_;
 };
 

@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+"""Makes pixels of pictures for `parka generate --image`, which starts it and ends it.
+
+    image_helper.py --tower clip|siglip --size PIXELS --mean R,G,B [--geometry crop|pad|stretch] [--processor FOLDER]
+
+Without --geometry it is that of preprocessor_config.json or processor_config.json in FOLDER, or else that with which towers of
+the kind are trained (docs/vision.md). Requests and answers are lines of JSON on standard input and output. The first answer
+comes unasked: {"geometry": NAME}. Then, for each request,
+    {"image": PATH}     {"pixels": BASE64}: red, green and blue of the picture as planes of SIZE x SIZE bytes
+or {"error": TEXT}: one line for the user. It ends with its input, or after an error at its start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from text_data.common import InputError, one_line  # noqa: E402
+from text_data.special_tokens import read_object  # noqa: E402
+
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
+
+def geometry_of(folder: Path) -> str | None:
+    """What transformers' processor of images in the folder does; None where there is none, or it does otherwise."""
+    for name in PROCESSORS:
+        config = read_object(folder / name)
+        config = config.get("image_processor", config)
+        size = config.get("size") if isinstance(config, dict) else None
+        if not isinstance(size, dict):
+            continue
+        if config.get("do_pad"):
+            return "pad"
+        if config.get("do_center_crop") and "shortest_edge" in size:
+            return "crop"
+        if "height" in size and "width" in size:
+            return "stretch"
+    return None
+
+
+class Helper:
+    def __init__(self, options: argparse.Namespace):
+        try:
+            from image_data.pictures import TOWERS, Fitting, PictureError, colour_of, pixels_of
+        except ImportError as error:
+            raise InputError(
+                f"--image needs Python's pillow and numpy packages ({one_line(error)}); install them with: "
+                f"{sys.executable} -m pip install pillow numpy"
+            )
+        usual = geometry_of(Path(options.processor)) if options.processor else None
+        self.geometry = options.geometry or usual or TOWERS[options.tower].geometry
+        mean = tuple(float(value) for value in options.mean.split(","))
+        self._fitting = Fitting(self.geometry, options.size, colour_of(mean))
+        self._pixels_of, self._error = pixels_of, PictureError
+
+    def answer(self, request: dict) -> dict:
+        path = Path(request["image"])
+        try:
+            return {"pixels": base64.b64encode(self._pixels_of(path, self._fitting)).decode("ascii")}
+        except self._error as error:
+            raise InputError(f"{path}: {error}; give another picture")
+
+
+def send(answer: dict) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tower", choices=("clip", "siglip"), required=True)
+    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--mean", required=True)
+    parser.add_argument("--geometry", choices=("crop", "pad", "stretch"))
+    parser.add_argument("--processor")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        helper = Helper(parse_options(arguments))
+    except InputError as error:
+        send({"error": str(error)})
+        return 2
+    send({"geometry": helper.geometry})
+    for line in sys.stdin.buffer:
+        try:
+            send(helper.answer(json.loads(line)))
+        except InputError as error:
+            send({"error": str(error)})
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except BrokenPipeError:
+        # Whoever asked is gone. Python must not find that out again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""Times ways of fine-tuning a model on one GPU, and says what memory they take: `parka bench` of each method at each point.
+
+    scripts/reproduce/finetune_speed.py PARKA OUT [--config configs/llama2-7b.json] [--runs METHOD.SEQUENCESxLENGTH...]
+    scripts/reproduce/finetune_speed.py --figures COMMIT OUT      writes what OUT has into docs/results/figures.jsonl
+
+A step is one micro-batch. Adapters of rank 64 are on all linear layers of the blocks, gradients are bf16. OUT gets a JSON file for each
+run; one that is there already is not run again. Runs that do not fit the card are left out, with a line. Methods:
+"""
+import argparse
+import datetime
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+FIGURES = Path(__file__).resolve().parents[2] / "docs/results/figures.jsonl"
+ALL = ["distributed.zero_stage=0", "training.eval_interval=0", "optimizer.gradient=bf16"]
+ADAPTERS = ["finetune.method=lora", "finetune.rank=64"]
+FP8 = ["precision.recipe=parka", "precision.group_size=32"]
+RECOMPUTE = ["precision.recompute=block"]
+METHODS = {
+    "full": ["optimizer.master=fp32_split", "optimizer.states=bf16"],
+    "full_fp8": ["optimizer.master=fp32_split", "optimizer.states=fp8_expanded", "precision.weight_copies=rows"] + FP8,
+    "lora": ADAPTERS,
+    "lora_recompute": ADAPTERS + RECOMPUTE,
+    "lora_fp8": ADAPTERS + FP8 + ["finetune.base=fp8"],
+    "lora_fp8_both": ADAPTERS + FP8 + ["finetune.base=fp8", "precision.weight_copies=both"],
+    "lora_fp8_recompute": ADAPTERS + FP8 + RECOMPUTE + ["finetune.base=fp8"],
+    "lora_fp8_offload": ADAPTERS + FP8 + ["finetune.base=fp8", "precision.offload_blocks=15"],
+    "qlora": ADAPTERS + ["finetune.base=nf4"],
+    "qlora_fp8": ADAPTERS + FP8 + ["finetune.base=nf4"],
+    "qlora_fp8_recompute": ADAPTERS + FP8 + RECOMPUTE + ["finetune.base=nf4"],
+    "qlora_recompute": ADAPTERS + RECOMPUTE + ["finetune.base=nf4"],
+}
+RUNS = [f"{method}.{point}" for point in ("4x384", "16x384", "4x2048", "16x2048") for method in METHODS]
+KEPT = ("device", "tokens_per_step", "tokens_per_second", "step_seconds", "used_bytes", "planned_bytes", "context_bytes")
+
+
+def options_of(run):
+    method, sequences, length = re.fullmatch(r"(\w+)\.(\d+)x(\d+)", run).groups()
+    return METHODS[method] + ALL + [f"training.micro_batch_size={sequences}", f"training.global_batch_size={sequences}",
+                                    f"data.sequence_length={length}"]
+
+
+def command_of(parka, config, run, steps):
+    sets = [word for option in options_of(run) for word in ("--set", option)]
+    return [str(parka), "bench", str(config), *sets, "--steps", str(steps)]
+
+
+def measure(parka, config, run, steps, out):
+    report = out / f"{config.stem}.{run}.json"
+    if report.exists():
+        return
+    partial = report.with_suffix(".partial")
+    result = subprocess.run(command_of(parka, config, run, steps) + ["--json", str(partial)], capture_output=True, text=True)
+    report.with_suffix(".txt").write_text(result.stdout + result.stderr)
+    if result.returncode:
+        last = (result.stderr.strip() or result.stdout.strip() or "no message").splitlines()[-1]
+        print(f"{run}: left out, parka exited with {result.returncode}: {last}", flush=True)
+        return
+    bench = json.loads(partial.read_text())
+    report.write_text(json.dumps({key: bench[key] for key in KEPT} | {"config": config.stem, "run": run, "steps": steps}) + "\n")
+    partial.unlink()
+    print(row(json.loads(report.read_text())), flush=True)
+
+
+def numbers(bench):
+    speeds = [bench["tokens_per_step"] / seconds for seconds in bench["step_seconds"]]
+    planned = bench["planned_bytes"] + bench["context_bytes"]
+    used = bench["used_bytes"] or planned  # a CPU does not say
+    return bench["tokens_per_second"], min(speeds), max(speeds), used / 1e9, 100 * (planned / used - 1)
+
+
+def row(bench):
+    speed, least, most, used, error = numbers(bench)
+    method, point = bench["run"].split(".")
+    return (f"| {bench['config']} | {method} | {point} | {speed:,.0f} ({least:,.0f} to {most:,.0f}) | {used:.2f} GB "
+            f"| {error:+.2f} % |")
+
+
+def reports_in(out):
+    reports = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    return sorted(reports, key=lambda bench: (bench["config"], bench["run"].split(".")[1], bench["run"]))
+
+
+def write_figures(commit, out):
+    figures = {line["name"]: line for line in map(json.loads, FIGURES.read_text().splitlines())}
+    for bench in reports_in(out):
+        speed, least, most, used, error = numbers(bench)
+        name = f"finetune.{bench['config']}.{bench['run']}"
+        for key, value, unit, spread in (("tok_s", speed, "tok/s", (least, most)), ("peak_gb", used, "GB", (used, used)),
+                                         ("plan_error_percent", error, "%", (error, error))):
+            figures[f"{name}.{key}"] = {
+                "name": f"{name}.{key}", "value": float(f"{value:.6g}"), "unit": unit,
+                "spread": [float(f"{x:.6g}") for x in spread],
+                "command": f"scripts/reproduce/finetune_speed.py PARKA OUT --config configs/{bench['config']}.json --runs {bench['run']}",
+                "commit": commit, "date": str(datetime.date.today()), "card": bench["device"]}
+    FIGURES.write_text("".join(json.dumps(figure) + "\n" for figure in figures.values()))
+
+
+def main():
+    listing = "\n".join(f"  {name}: {' '.join(options)}" for name, options in METHODS.items())
+    parser = argparse.ArgumentParser(description=__doc__ + listing, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="PARKA and OUT; with --figures OUT alone")
+    parser.add_argument("--config", type=Path, default=Path("configs/llama2-7b.json"))
+    parser.add_argument("--runs", nargs="+", default=RUNS, metavar="RUN")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--figures", metavar="COMMIT")
+    options = parser.parse_args()
+    if len(options.paths) != (1 if options.figures else 2):
+        parser.error("--figures wants OUT alone" if options.figures else "PARKA and OUT are wanted")
+    out = options.paths[-1]
+    if options.figures:
+        write_figures(options.figures, out)
+        return
+    for run in options.runs:
+        if not re.fullmatch(rf"({'|'.join(METHODS)})\.\d+x\d+", run):
+            parser.error(f"no run {run}; runs are METHOD.SEQUENCESxLENGTH, see --help")
+    out.mkdir(parents=True, exist_ok=True)
+    for run in options.runs:
+        measure(options.paths[0], options.config, run, options.steps, out)
+    reports = reports_in(out)
+    print("| model | method | sequences x length | tokens/s (least to most) | in use | planned less used |\n|---|---|---|---|---|---|")
+    for bench in reports:
+        print(row(bench))
+    sys.exit(0 if reports else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include "core/error.h"
+#include "engine/config/config_table.h"
+#include "engine/files/json_text.h"
+#include "engine/huggingface/huggingface_families.h"
+
+namespace parka {
+
+// Typed reads of an object's keys. A key that is null counts as absent, as in transformers.
+class ConfigReader {
+ public:
+  ConfigReader(const nlohmann::json& object, std::string where) : object_(object), where_(std::move(where)) {}
+
+  bool has(std::string_view key) const { return object_.contains(key); }
+  const nlohmann::json* find(std::string_view key) const {
+    const auto it = object_.find(key);
+    return it == object_.end() || it->is_null() ? nullptr : &*it;
+  }
+  int64_t integer(std::string_view key, std::optional<int64_t> otherwise = {}) const {
+    const nlohmann::json* value = find(key);
+    if (value == nullptr && otherwise) return *otherwise;
+    if (value == nullptr) fail("has no {}", key);
+    if (!value->is_number_integer() || *value < 1 || *value > kMaxDimension) {
+      fail("{}: expected an integer from 1 to {}, got {}", key, kMaxDimension, describe_json(*value));
+    }
+    return value->get<int64_t>();
+  }
+  double number(std::string_view key, std::optional<double> otherwise = {}) const {
+    const nlohmann::json* value = find(key);
+    if (value == nullptr && otherwise) return *otherwise;
+    if (value == nullptr) fail("has no {}", key);
+    if (!value->is_number()) fail("{}: expected a number, got {}", key, describe_json(*value));
+    return value->get<double>();
+  }
+  bool flag(std::string_view key, std::optional<bool> otherwise = {}) const {
+    const nlohmann::json* value = find(key);
+    if (value == nullptr && otherwise) return *otherwise;
+    if (value == nullptr) fail("has no {}", key);
+    if (!value->is_boolean()) fail("{}: expected true or false, got {}", key, describe_json(*value));
+    return value->get<bool>();
+  }
+  std::string text(std::string_view key, const std::string& otherwise) const {
+    const nlohmann::json* value = find(key);
+    if (value == nullptr) return otherwise;
+    if (!value->is_string()) fail("{}: expected a string, got {}", key, describe_json(*value));
+    return value->get<std::string>();
+  }
+  // Sets the key's field.
+  void read(const IntegerKey& key, ModelConfig& model) const {
+    const bool is_null = has(key.key) && find(key.key) == nullptr;
+    model.*key.field = is_null && key.of_null ? *key.of_null : integer(key.key, key.otherwise);
+  }
+  void read(const RealKey& key, ModelConfig& model) const { model.*key.field = number(key.key, key.otherwise); }
+  void read(const FlagKey& key, ModelConfig& model) const { model.*key.field = flag(key.key, key.otherwise); }
+
+  template <typename... Args>
+  [[noreturn]] void fail(fmt::format_string<Args...> format, Args&&... args) const {
+    throw_bad_input("{}: {}", where_, fmt::format(format, std::forward<Args>(args)...));
+  }
+
+ private:
+  const nlohmann::json& object_;
+  std::string where_;
+};
+
+}  // namespace parka

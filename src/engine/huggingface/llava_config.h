@@ -1,0 +1,33 @@
+#pragma once
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include "core/dtype.h"
+#include "engine/huggingface/huggingface_config.h"
+
+// The config.json of a model that sees images: transformers' LlavaForConditionalGeneration, with CLIP's or SigLIP's
+// tower and a language model of some families.
+namespace parka {
+
+inline constexpr const char* kLlavaModelType = "llava";
+inline constexpr const char* kLlavaArchitecture = "LlavaForConditionalGeneration";
+
+// As parse_huggingface_config(), of a config.json whose model_type is kLlavaModelType. The family is the language
+// model's. Mean and deviation of pixels, which it has not, are those that towers of the kind are trained with.
+HuggingFaceModel parse_llava_config(const nlohmann::json& config, const std::string& where,
+                                    std::span<const HuggingFaceFamily> families);
+
+// As make_huggingface_config(), of a model with a tower. Throws Error(kBadInput) for a projector that transformers
+// does not have.
+std::string make_llava_config(const HuggingFaceModel& model, DType dtype, const nlohmann::json* origin);
+
+// The tower that a vision_config, or the config.json of a tower alone, describes; its hidden state is the last but
+// one, as in LLaVA.
+TowerConfig parse_tower_config(const nlohmann::json& config, const std::string& where);
+
+// Sets mean and deviation of pixels where preprocessor_config.json or processor_config.json in the model's folder
+// says them. Throws Error(kBadInput) for pixels that are scaled otherwise than by 1 / 255.
+void read_pixel_statistics(const std::string& folder, TowerConfig& tower);
+
+}  // namespace parka

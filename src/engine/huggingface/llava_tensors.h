@@ -1,0 +1,32 @@
+#pragma once
+#include <functional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/huggingface/huggingface_tensors.h"
+
+// The weights of a model that sees images, by the names that transformers has given them. Parts of a tower that no
+// model reads, those behind the hidden state that the projector reads, are no weights of Parka's.
+namespace parka {
+
+// Every version of transformers since 4.36 reads the first.
+std::span<const LlavaNames> all_llava_names();
+// Those of a model whose tensors are so named; null where none fit.
+const LlavaNames* find_llava_names(const std::function<bool(const std::string&)>& has_tensor);
+
+// Of the whole model in transformers' order: tower, projector, and those of the language model. The patch embedding
+// is [v, 3, p, p]: the parameter's further columns, which meet zeros, are not in it.
+std::vector<HuggingFaceTensor> llava_tensors(const ModelConfig& config, const ParameterTable& table,
+                                             const LlavaNames& names,
+                                             std::vector<HuggingFaceTensor> of_language_model);
+
+// A name of the language model's in the whole model; `llava` is null where that is all.
+std::string in_language_model(const std::string& name, const LlavaNames* llava);
+
+// Whether a tensor is of a part of the tower that no model reads: blocks behind the hidden state that is selected,
+// the last LayerNorm, SigLIP's head, and numbers of positions. `name` begins behind LlavaNames::tower.
+bool is_unread_by_models(std::string_view name, const TowerConfig& tower);
+
+}  // namespace parka
