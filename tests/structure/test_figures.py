@@ -16,10 +16,11 @@ NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
 # With a unit of what is measured. Settings and sizes of cards are written as code: `80` GB.
 WITH_UNIT = re.compile(rf"(?<![\w.`/-])({NUMBER}) (GB|tokens/s|tok/s|TFLOP/s|GB/s|ms|us|s|%|nats)(?![\w-])")
 NAME = re.compile(r"`([a-z][\w.*{},-]*)`")
-# Tables that other tests check: tests/scripts/test_reproduce.py, tests/scripts/test_peers.py, tests/structure/test_fidelity.py.
+# Tables that other tests check: tests/scripts/test_reproduce.py, test_peers.py; tests/structure/test_fidelity.py, test_speed.py.
 CHECKED_ELSEWHERE = {"end_to_end.md": ("| model | GPUs | paper |", "| width | context | paper |"), "peers.md": ("| program |",),
                      "fidelity.md": ("| width, context | paper, ms |", "| model, GPUs | paper, GB |", "| model, GPUs | paper, tokens/s |",
-                                     "| 13B on 8 GPUs |", "| in U |")}
+                                     "| 13B on 8 GPUs |", "| in U |"),
+                     "speed.md": ("| part | ms |",)}
 
 
 def read_figures():

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -88,8 +89,10 @@ struct GenerateOptions {
 int run_generate(const GenerateOptions& options);
 
 struct ImportOptions {
-  std::string folder;     // of a Hugging Face model, or of peft's adapters
-  std::string base = {};  // the checkpoint that adapters belong to
+  std::string folder;                       // of a Hugging Face model, or of peft's adapters
+  std::string base = {};                    // the checkpoint that adapters belong to
+  std::string vision_tower = {};            // folder of a tower that the language model gets
+  std::optional<int64_t> image_token = {};  // the id of image slots then; none: the first behind the vocabulary
   std::string output;
 };
 int run_import(const ImportOptions& options);

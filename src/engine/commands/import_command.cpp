@@ -14,11 +14,12 @@
 #include "engine/huggingface/bitsandbytes.h"
 #include "engine/huggingface/huggingface_config.h"
 #include "engine/huggingface/huggingface_origin.h"
-#include "engine/huggingface/llava_config.h"
+#include "engine/huggingface/import_source.h"
 #include "engine/huggingface/llava_tensors.h"
 #include "engine/huggingface/peft_import.h"
 #include "engine/huggingface/unread_weights.h"
 #include "engine/training/progress.h"
+#include "model/vision/projector.h"
 #include "model/vision/vision_tower.h"
 
 namespace parka {
@@ -40,34 +41,21 @@ struct Target {
     int64_t columns;  // of a row; zeros follow up to those of the parameter
   };
   SafetensorsEntry entry;
-  std::vector<Source> sources;
+  std::vector<Source> sources;  // none: the parameter is drawn
+  size_t parameter;             // in ParameterTable::all
 };
 
 // Copies weights into a checkpoint of Parka's, a few MiB in memory at a time.
 class Importer {
  public:
-  explicit Importer(const std::string& folder)
-      : folder_(folder),
-        config_text_(plain_config_text(
-            read_text((fs::path(folder) / kHuggingFaceConfigName).string(), kMaxHuggingFaceConfigBytes),
-            config_path())),
-        described_(parse_huggingface_config(parse_json_text(config_text_, config_path(), JsonComments::kRefused),
-                                            config_path())),
-        table_(make_parameter_table(described_.model, false)),
-        weights_(open_huggingface_weights(folder)),
-        llava_(find_names()),
-        tensors_(huggingface_tensors(*described_.family, described_.model, table_, llava_)) {
-    if (has_tower()) {
-      read_pixel_statistics(folder, described_.model.vision.tower);
-      check_huggingface_model(described_.model, folder);
-      take_unread_weights();
-    }
-    quantized_ = take_bitsandbytes_weights(weights_);
-    if (has_tower() && !quantized_.empty()) {
-      throw_bad_input("{}: models with a tower are not imported from 4 bits; import one in bf16, fp16 or fp32",
-                      folder);
-    }
-    check_huggingface_weights(weights_, tensors_, head(), folder);
+  explicit Importer(ImportSource source)
+      : source_(std::move(source)),
+        table_(make_parameter_table(source_.described.model, false)),
+        tensors_(stored_tensors()) {
+    if (has_tower()) take_unread_weights();
+    quantized_ = take_bitsandbytes_weights(source_.weights);
+    check_huggingface_weights(source_.weights, tensors_, head(),
+                              fs::path(source_.config_path).parent_path().string());
     check_tied_head();
     list_targets();
   }
@@ -80,9 +68,9 @@ class Importer {
                       .num_tensors = static_cast<int64_t>(targets_.size())};
     make_directory(draft / kHuggingFaceFolder);
     const std::string beside = draft / kHuggingFaceFolder + "/";
-    write_new_file(beside + kHuggingFaceConfigName, config_text_);
-    for (const std::string& name : carried_files(folder_)) {
-      copy_to_new_file((fs::path(folder_) / name).string(), beside + name);
+    write_new_file(beside + kHuggingFaceConfigName, config_text());
+    for (const ImportSource::CarriedFile& file : source_.carried) {
+      copy_to_new_file((fs::path(file.folder) / file.name).string(), beside + file.name);
     }
     if (has_tower()) write_unread_weights(draft);
     sync_directory(draft / kHuggingFaceFolder);
@@ -97,36 +85,40 @@ class Importer {
   }
 
  private:
-  std::string config_path() const { return (fs::path(folder_) / kHuggingFaceConfigName).string(); }
-  // Of the weights as they are imported: in no quantization.
-  static std::string plain_config_text(const std::string& text, const std::string& where) {
-    json config = parse_json_text(text, where, JsonComments::kRefused);
-    if (!config.is_object() || !is_bitsandbytes_config(config, where)) return text;
-    config.erase("quantization_config");
-    return config.dump(2) + "\n";
-  }
-  bool has_tower() const { return described_.model.vision.exists(); }
-  std::string head() const { return head_name(*described_.family, llava_); }
+  const ModelConfig& model() const { return source_.described.model; }
+  bool has_tower() const { return model().vision.exists(); }
+  std::string head() const { return head_name(*source_.described.family, source_.llava); }
   const HuggingFaceWeights::Place& place_of(std::string_view name) const {
-    return weights_.tensors.at(std::string(name));
+    return source_.weights.tensors.at(std::string(name));
   }
 
-  // Of a model with a tower.
-  const LlavaNames* find_names() const {
-    if (!has_tower()) return nullptr;
-    const LlavaNames* names =
-        find_llava_names([&](const std::string& name) { return weights_.tensors.contains(name); });
-    if (names != nullptr) return names;
-    throw_bad_input("{}: its tensors have none of the names that transformers gives to those of {}", folder_,
-                    kLlavaArchitecture);
+  // The config.json that goes along.
+  std::string config_text() const {
+    if (!source_.config_text.empty()) return source_.config_text;
+    return make_huggingface_config(source_.described, format_of_embedding(), &source_.special_tokens);
+  }
+  DType format_of_embedding() const { return targets_.at(static_cast<size_t>(table_.embedding)).entry.dtype; }
+
+  // What the files have to hold.
+  std::vector<HuggingFaceTensor> stored_tensors() const {
+    ModelConfig stored = model();
+    stored.vocab_size = source_.num_stored_tokens;
+    std::vector<HuggingFaceTensor> tensors =
+        huggingface_tensors(*source_.described.family, stored, make_parameter_table(stored, false), source_.llava);
+    if (!source_.has_projector) {
+      std::erase_if(tensors, [&](const HuggingFaceTensor& tensor) {
+        return table_.all[tensor.parameter].name.starts_with(kProjector);
+      });
+    }
+    return tensors;
   }
 
   void take_unread_weights() {
-    const TowerConfig& tower = described_.model.vision.tower;
-    std::erase_if(weights_.tensors, [&](const auto& tensor) {
+    const TowerConfig& tower = model().vision.tower;
+    std::erase_if(source_.weights.tensors, [&](const auto& tensor) {
       const std::string_view name = tensor.first;
-      if (!name.starts_with(llava_->tower)) return false;
-      const std::string_view in_tower = name.substr(llava_->tower.size());
+      if (!name.starts_with(source_.llava->tower)) return false;
+      const std::string_view in_tower = name.substr(source_.llava->tower.size());
       if (!is_unread_by_models(in_tower, tower)) return false;
       unread_.emplace(in_tower, tensor.second);
       return true;
@@ -138,7 +130,7 @@ class Importer {
     for (const auto& [name, place] : unread_) {
       SafetensorsEntry entry = place.entry;
       entry.name = name;
-      targets.push_back({std::move(entry), {{&place, /*columns=*/0}}});
+      targets.push_back({std::move(entry), {{&place, /*columns=*/0}}, /*parameter=*/0});
     }
     std::vector<const Target*> all;
     all.reserve(targets.size());
@@ -149,7 +141,8 @@ class Importer {
   // bf16 as it is; fp32 as it is; fp16, and parts that differ, as fp32, which is exact.
   void list_targets() {
     for (const ParameterInfo& p : table_.all) {
-      targets_.push_back({{.name = p.name, .dtype = DType::kBF16, .shape = {p.rows, p.cols}}, {}});
+      targets_.push_back(
+          {{.name = p.name, .dtype = DType::kBF16, .shape = {p.rows, p.cols}}, {}, /*parameter=*/targets_.size()});
     }
     std::vector<const HuggingFaceTensor*> by_row;
     for (const HuggingFaceTensor& tensor : tensors_) by_row.push_back(&tensor);
@@ -160,12 +153,15 @@ class Importer {
       target.sources.push_back({&place_of(tensor->name), tensor->num_columns()});
       if (target.sources.back().place->entry.dtype != DType::kBF16) target.entry.dtype = DType::kF32;
     }
+    for (Target& target : targets_) {
+      if (target.sources.empty()) target.entry.dtype = format_of_embedding();  // drawn
+    }
   }
 
   // In a model whose head is tied transformers passes over a head in the file; one that differs is a model that
   // this config.json does not describe.
   void check_tied_head() const {
-    if (!described_.model.tie_embeddings || !weights_.tensors.contains(this->head())) return;
+    if (!model().tie_embeddings || !source_.weights.tensors.contains(this->head())) return;
     const std::string& embedding = embedding_of(tensors_).name;
     const HuggingFaceWeights::Place &head = place_of(this->head()), &table = place_of(embedding);
     bool same = head.entry.dtype == table.entry.dtype;
@@ -173,13 +169,13 @@ class Importer {
     for (int64_t begin = 0; same && begin < head.entry.num_bytes; begin += kPieceBytes) {
       a.resize(static_cast<size_t>(std::min(kPieceBytes, head.entry.num_bytes - begin)));
       b.resize(a.size());
-      weights_.files[head.file].read(head.entry.offset + begin, a);
-      weights_.files[table.file].read(table.entry.offset + begin, b);
+      source_.weights.files[head.file].read(head.entry.offset + begin, a);
+      source_.weights.files[table.file].read(table.entry.offset + begin, b);
       same = a == b;
     }
     if (!same) {
-      throw_bad_input("{}: tie_word_embeddings is true, but {} in {} is not {}", config_path(), this->head(),
-                      weights_.files[head.file].path(), embedding);
+      throw_bad_input("{}: tie_word_embeddings is true, but {} in {} is not {}", source_.config_path, this->head(),
+                      source_.weights.files[head.file].path(), embedding);
     }
   }
 
@@ -221,6 +217,7 @@ class Importer {
           copy(*source.place, target->entry.dtype, file);
         }
       }
+      write_made_rows(*target, file);
     }
     file.sync();
     Manifest::File written{name, file.num_bytes(), file.checksum()};
@@ -232,8 +229,8 @@ class Importer {
     std::vector<std::byte> bytes;
     std::vector<float> values;
     if (const auto found = quantized_.find(source.entry.name); found != quantized_.end()) {
-      values =
-          decode_bitsandbytes(weights_, found->second, source.entry.dtype, num_elements_of(source.entry.shape));
+      values = decode_bitsandbytes(source_.weights, found->second, source.entry.dtype,
+                                   num_elements_of(source.entry.shape));
       bytes.resize(values.size() * static_cast<size_t>(size_of(dtype)));
       encode_floats(values, dtype, bytes);
       file.write(bytes);
@@ -241,7 +238,7 @@ class Importer {
     }
     for (int64_t begin = 0; begin < source.entry.num_bytes; begin += kPieceBytes) {
       bytes.resize(static_cast<size_t>(std::min(kPieceBytes, source.entry.num_bytes - begin)));
-      weights_.files[source.file].read(source.entry.offset + begin, bytes);
+      source_.weights.files[source.file].read(source.entry.offset + begin, bytes);
       if (source.entry.dtype == dtype) {
         file.write(bytes);
       } else {
@@ -252,11 +249,48 @@ class Importer {
     }
   }
 
+  // Of a parameter that the files do not have what a run would begin with. Of a table that has more rows than the
+  // files, the others: each is the mean of those.
+  void write_made_rows(const Target& target, OutputFile& file) const {
+    std::vector<std::byte> bytes;
+    const auto write = [&](std::span<const float> values) {
+      bytes.resize(values.size() * static_cast<size_t>(size_of(target.entry.dtype)));
+      encode_floats(values, target.entry.dtype, bytes);
+      file.write(bytes);
+    };
+    if (target.sources.empty()) {
+      constexpr uint64_t kSeed = 1;
+      write(initial_weight(model(), table_, target.parameter, kSeed));
+      return;
+    }
+    const SafetensorsEntry& stored = target.sources.front().place->entry;
+    const bool grows =
+        target.sources.size() == 1 && stored.shape.size() == 2 && stored.shape.front() < target.entry.shape.front();
+    if (!grows) return;
+    const std::vector<float> mean = mean_row(*target.sources.front().place);
+    for (int64_t row = stored.shape.front(); row < target.entry.shape.front(); ++row) write(mean);
+  }
+
+  std::vector<float> mean_row(const HuggingFaceWeights::Place& place) const {
+    const int64_t rows = place.entry.shape.at(0), cols = place.entry.shape.at(1);
+    const int64_t row_bytes = cols * size_of(place.entry.dtype);
+    std::vector<double> sums(static_cast<size_t>(cols));
+    std::vector<float> values(sums.size());
+    std::vector<std::byte> bytes(static_cast<size_t>(row_bytes));
+    for (int64_t row = 0; row < rows; ++row) {
+      source_.weights.files[place.file].read(place.entry.offset + row * row_bytes, bytes);
+      decode_floats(place.entry.dtype, bytes, values);
+      for (size_t i = 0; i < sums.size(); ++i) sums[i] += double{values[i]};
+    }
+    for (size_t i = 0; i < sums.size(); ++i) values[i] = static_cast<float>(sums[i] / static_cast<double>(rows));
+    return values;
+  }
+
   // With zeros behind each row; of a patch embedding, which is small.
   void copy_rows(const Target::Source& source, int64_t columns, DType dtype, OutputFile& file) const {
     const SafetensorsEntry& entry = source.place->entry;
     std::vector<std::byte> bytes(static_cast<size_t>(entry.num_bytes));
-    weights_.files[source.place->file].read(entry.offset, bytes);
+    source_.weights.files[source.place->file].read(entry.offset, bytes);
     std::vector<float> values(static_cast<size_t>(num_elements_of(entry.shape))), row(static_cast<size_t>(columns));
     decode_floats(entry.dtype, bytes, values);
     std::vector<std::byte> encoded(row.size() * static_cast<size_t>(size_of(dtype)));
@@ -278,29 +312,42 @@ class Importer {
   // overrides can choose a recipe.
   ordered_json model_config() const {
     Config config;
-    config.model = described_.model;
-    ordered_json written = {
-        {"model", to_json(config).at("model")},
-        {"precision", {{"recipe", recipe()}}},
-        {"data",
-         {{"token_dtype", described_.model.vocab_size <= kMostUint16Tokens ? "uint16" : "uint32"},
-          {"sequence_length", std::min(described_.max_positions, kLongestSequence)}}}};
+    config.model = model();
+    ordered_json written = {{"model", to_json(config).at("model")},
+                            {"precision", {{"recipe", recipe()}}},
+                            {"data",
+                             {{"token_dtype", model().vocab_size <= kMostUint16Tokens ? "uint16" : "uint32"},
+                              {"sequence_length", std::min(source_.described.max_positions, kLongestSequence)}}}};
     if (has_tower()) written["data"]["images_per_sequence"] = 1;
     return written;
   }
 
   json state() const {
     // Files with tensors that are not weights cannot be written again.
-    const auto& files = weights_.layout.files;
-    const bool complete =
-        quantized_.empty() && std::none_of(files.begin(), files.end(), [](const HuggingFaceLayout::File& file) {
-          return std::any_of(
-              file.header.tensors.begin(), file.header.tensors.end(),
-              [](const SafetensorsEntry& entry) { return is_ignored_huggingface_tensor(entry.name); });
-        });
+    const auto& files = source_.weights.layout.files;
+    const bool complete = source_.is_one_folder && quantized_.empty() &&
+                          std::none_of(files.begin(), files.end(), [](const HuggingFaceLayout::File& file) {
+                            return std::any_of(file.header.tensors.begin(), file.header.tensors.end(),
+                                               [](const SafetensorsEntry& entry) {
+                                                 return is_ignored_huggingface_tensor(entry.name);
+                                               });
+                          });
     return {{"config", model_config()},
-            {"max_positions", described_.max_positions},
-            {kLayoutKey, complete ? encode_layout(weights_.layout) : json()}};
+            {"max_positions", source_.described.max_positions},
+            {kLayoutKey, complete ? encode_layout(source_.weights.layout) : json()}};
+  }
+
+  // As LLaVA-1.5 is trained: a new projector alone at first, then with the language model.
+  json frozen() const {
+    json patterns = {std::string(kVision) + "*"};
+    if (source_.has_projector) return patterns;
+    for (const ParameterInfo& p : table_.all) {
+      const bool is_of_block = p.name.starts_with("blocks.");
+      if (is_of_block || p.name.starts_with(kVision) || p.name.starts_with(kProjector)) continue;
+      patterns.push_back(p.name);
+    }
+    patterns.push_back("blocks.*");
+    return patterns;
   }
 
   // A run that goes on training the model.
@@ -310,7 +357,7 @@ class Importer {
     ordered_json config = model_config();
     config["precision"]["recipe"] = "bf16";
     config["optimizer"] = {{"lr", 2e-5}, {"schedule", {{"kind", "cosine"}, {"warmup_steps", 100}}}};
-    if (has_tower()) config["optimizer"]["frozen"] = {std::string(kVision) + "*"};  // as LLaVA-1.5 is trained
+    if (has_tower()) config["optimizer"]["frozen"] = frozen();
     config["data"]["train"] = json::array();
     config["training"] = {{"steps", 1000}, {"global_batch_size", 32}, {"micro_batch_size", 1}};
     config["checkpoint"] = {{"folder", "runs/" + name}, {"interval", 500}, {"init_from", out}};
@@ -318,12 +365,8 @@ class Importer {
            config.dump(2) + "\n";
   }
 
-  std::string folder_;
-  std::string config_text_;
-  HuggingFaceModel described_;
+  ImportSource source_;
   ParameterTable table_;
-  HuggingFaceWeights weights_;
-  const LlavaNames* llava_;  // of a model with a tower
   std::vector<HuggingFaceTensor> tensors_;
   std::map<std::string, HuggingFaceWeights::Place> unread_;        // of its tower, by names behind those of that
   std::unordered_map<std::string, BitsAndBytesWeight> quantized_;  // by the name of their tensor
@@ -331,6 +374,9 @@ class Importer {
 };
 
 int import_adapter(const ImportOptions& options) {
+  if (!options.vision_tower.empty()) {
+    throw_bad_input("{}: has adapters, and --vision-tower is for a model; leave it out", options.folder);
+  }
   if (options.base.empty()) {
     throw_bad_input("{}: has adapters; give the imported model that they belong to as --base", options.folder);
   }
@@ -351,7 +397,9 @@ int run_import(const ImportOptions& options) {
     throw_bad_input("{}: --base is for a folder with {}; leave it out to import a model", options.folder,
                     kPeftConfigName);
   }
-  const Importer importer(options.folder);
+  const Importer importer(options.vision_tower.empty() ? open_model(options.folder)
+                                                       : open_model_with_tower(options.folder, options.vision_tower,
+                                                                               options.image_token.value_or(-1)));
   importer.write(options.output);
   std::printf("%s: %s\ntrain from it with   parka train %s/config.json --set data.train='[\"tokens.npy\"]'\n",
               options.output.c_str(), importer.description().c_str(), options.output.c_str());

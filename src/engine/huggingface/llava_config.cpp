@@ -121,7 +121,8 @@ json tower_config_json(const TowerConfig& tower) {
                  {"num_channels", 3},
                  {"num_hidden_layers", tower.num_layers},
                  {"patch_size", tower.patch_size}};
-  if (!is_clip) config["vision_use_head"] = false;
+  // An export has what nobody reads, SigLIP's head too, where it has blocks that nobody reads.
+  if (!is_clip) config["vision_use_head"] = tower.num_layers > tower.num_blocks();
   return config;
 }
 

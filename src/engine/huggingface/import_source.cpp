@@ -1,0 +1,236 @@
+#include "engine/huggingface/import_source.h"
+
+#include <filesystem>
+#include <functional>
+#include <utility>
+
+#include "core/error.h"
+#include "core/tensor.h"
+#include "data/read_only_file.h"
+#include "engine/files/json_text.h"
+#include "engine/huggingface/bitsandbytes.h"
+#include "engine/huggingface/config_reader.h"
+#include "engine/huggingface/huggingface_origin.h"
+#include "engine/huggingface/llava_config.h"
+#include "engine/huggingface/llava_tensors.h"
+
+namespace parka {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr int64_t kVocabularyUnit = 64;  // to which a vocabulary grows
+constexpr const char* kOriginalArchitecture = "LlavaLlamaForCausalLM";
+// The names that parts in several folders are given.
+const LlavaNames& published_names() { return all_llava_names().front(); }
+
+std::string config_path_in(const std::string& folder) {
+  return (fs::path(folder) / kHuggingFaceConfigName).string();
+}
+
+json read_config(const std::string& folder) {
+  const std::string path = config_path_in(folder);
+  json config = parse_json_text(read_text(path, kMaxHuggingFaceConfigBytes), path, JsonComments::kRefused);
+  if (!config.is_object()) throw_bad_input("{}: expected an object, got {}", path, describe_json(config));
+  return config;
+}
+
+std::vector<ImportSource::CarriedFile> carried_from(const std::string& folder) {
+  std::vector<ImportSource::CarriedFile> files;
+  for (std::string& name : carried_files(folder)) files.push_back({folder, std::move(name)});
+  return files;
+}
+
+// Adds the tensors to which `rename` gives a name; those without one are left out.
+void add_weights(HuggingFaceWeights&& from, const std::function<std::string(const std::string&)>& rename,
+                 HuggingFaceWeights& into) {
+  const size_t before = into.files.size();
+  for (auto& [name, place] : from.tensors) {
+    const std::string renamed = rename(name);
+    if (renamed.empty()) continue;
+    place.file += before;
+    place.entry.name = renamed;
+    if (!into.tensors.emplace(renamed, place).second) {
+      throw_bad_input("{}: the tensor {} is there twice", from.files[place.file - before].path(), printable(name));
+    }
+  }
+  for (InputFile& file : from.files) into.files.push_back(std::move(file));
+  for (HuggingFaceLayout::File& file : from.layout.files) into.layout.files.push_back(std::move(file));
+}
+
+// Of a tower alone, or of a CLIP or SigLIP model with one for text as well.
+TowerConfig read_tower(const std::string& folder) {
+  json config = read_config(folder);
+  const std::string type = ConfigReader(config, config_path_in(folder)).text("model_type", "");
+  if (type == "clip" || type == "siglip") {
+    json vision = config.value("vision_config", json::object());
+    if (!vision.is_object()) {
+      throw_bad_input("{}: vision_config: expected an object, got {}", config_path_in(folder),
+                      describe_json(vision));
+    }
+    vision["model_type"] = type + "_vision_model";
+    config = std::move(vision);
+  }
+  TowerConfig tower = parse_tower_config(config, config_path_in(folder));
+  read_pixel_statistics(folder, tower);
+  return tower;
+}
+
+void add_tower(const std::string& folder, HuggingFaceWeights& into) {
+  constexpr std::string_view kPrefix = "vision_model.";
+  HuggingFaceWeights weights = open_huggingface_weights(folder);
+  const bool has_prefix = std::any_of(weights.tensors.begin(), weights.tensors.end(),
+                                      [&](const auto& tensor) { return tensor.first.starts_with(kPrefix); });
+  const std::string target(published_names().tower);
+  // Behind no prefix are the text's tower, projections and scales of the scores of both.
+  const auto rename = [&](const std::string& name) -> std::string {
+    if (!has_prefix) return target + name;
+    return name.starts_with(kPrefix) ? target + name.substr(kPrefix.size()) : std::string();
+  };
+  add_weights(std::move(weights), rename, into);
+}
+
+// The original LLaVA's config.json: Llama's keys, and its own.
+bool is_original(const json& config) {
+  const auto found = config.find("architectures");
+  return found != config.end() && *found == json{kOriginalArchitecture};
+}
+
+// Of a language model's names those of transformers' LLaVA, and likewise of the original LLaVA's.
+std::string renamed_from_original(const std::string& name) {
+  constexpr std::string_view kTower = "model.vision_tower.vision_tower.vision_model.",
+                             kFc1 = "model.mm_projector.0", kFc2 = "model.mm_projector.2",
+                             kProjector = "model.mm_projector.";
+  const LlavaNames& names = published_names();
+  const auto behind = [&](std::string_view prefix) { return name.substr(prefix.size()); };
+  if (name.starts_with(kTower)) return std::string(names.tower) + behind(kTower);
+  if (name.starts_with(kFc1)) return std::string(names.fc1) + behind(kFc1);
+  if (name.starts_with(kFc2)) return std::string(names.fc2) + behind(kFc2);
+  if (name.starts_with(kProjector)) return name;  // unknown: it will be refused
+  const bool is_known = name.starts_with("model.") || name == "lm_head.weight";
+  return is_known ? in_language_model(name, &names) : name;
+}
+
+void read_original_tower(const ConfigReader& config, TowerConfig& tower) {
+  const auto require = [&](std::string_view key, const json& supported) {
+    const json* value = config.find(key);
+    if (value == nullptr || *value == supported) return;
+    config.fail("{} = {} is not supported; {} is", key, printable(value->dump()), supported.dump());
+  };
+  require("mm_projector_type", "mlp2x_gelu");
+  if (config.find("mm_projector_type") == nullptr) {
+    config.fail("mm_projector_type is not there, which means linear, and is not supported; \"mlp2x_gelu\" is");
+  }
+  require("mm_use_im_start_end", false);
+  require("mm_use_im_patch_token", false);
+  require("mm_patch_merge_type", "flat");
+  const std::string feature = config.text("mm_vision_select_feature", "patch");
+  if (feature != "patch" && feature != "cls_patch") {
+    config.fail("mm_vision_select_feature = \"{}\" is not supported; patch and cls_patch are", printable(feature));
+  }
+  if (feature == "patch" && !tower.has_class_token()) {
+    config.fail(
+        "mm_vision_select_feature = \"patch\" leaves out a patch of a SigLIP tower; cls_patch is supported");
+  }
+  tower.keeps_class_token = feature == "cls_patch" && tower.has_class_token();
+  if (const json* layer = config.find("mm_vision_select_layer"); layer != nullptr) {
+    constexpr int64_t kMost = 10000;
+    if (!layer->is_number_integer() || *layer < -kMost || *layer > kMost) {
+      config.fail("mm_vision_select_layer = {} is not supported; one number of a hidden state is",
+                  printable(layer->dump()));
+    }
+    tower.feature_layer = layer->get<int64_t>();
+  }
+}
+
+// Images take an id behind the vocabulary, unless one of it is named.
+void choose_image_token(int64_t image_token, ImportSource& source) {
+  ModelConfig& model = source.described.model;
+  source.num_stored_tokens = model.vocab_size;
+  model.vision.image_token = image_token < 0 ? model.vocab_size : image_token;
+  if (model.vision.image_token < model.vocab_size) return;
+  model.vocab_size = ceil_div(model.vision.image_token + 1, kVocabularyUnit) * kVocabularyUnit;
+}
+
+}  // namespace
+
+ImportSource open_model(const std::string& folder) {
+  ImportSource source;
+  source.config_path = config_path_in(folder);
+  source.config_text = read_text(source.config_path, kMaxHuggingFaceConfigBytes);
+  json config = parse_json_text(source.config_text, source.config_path, JsonComments::kRefused);
+  if (config.is_object() && is_original(config)) {
+    throw_bad_input("{}: a model of the original LLaVA; give the folder of its tower ({}) as --vision-tower",
+                    source.config_path, printable(config.value("mm_vision_tower", json()).dump()));
+  }
+  if (config.is_object() && is_bitsandbytes_config(config, source.config_path)) {
+    source.is_quantized = true;
+    config.erase("quantization_config");  // the weights as they are imported are in none
+    source.config_text = config.dump(2) + "\n";
+  }
+  source.described = parse_huggingface_config(config, source.config_path);
+  source.num_stored_tokens = source.described.model.vocab_size;
+  source.weights = open_huggingface_weights(folder);
+  source.carried = carried_from(folder);
+  if (!source.described.model.vision.exists()) return source;
+  if (source.is_quantized) {
+    throw_bad_input("{}: models with a tower are not imported from 4 bits; import one in bf16, fp16 or fp32",
+                    source.config_path);
+  }
+  read_pixel_statistics(folder, source.described.model.vision.tower);
+  check_huggingface_model(source.described.model, folder);
+  source.llava = find_llava_names([&](const std::string& name) { return source.weights.tensors.contains(name); });
+  if (source.llava != nullptr) return source;
+  throw_bad_input("{}: its tensors have none of the names that transformers gives to those of {}", folder,
+                  kLlavaArchitecture);
+}
+
+ImportSource open_model_with_tower(const std::string& folder, const std::string& tower_folder,
+                                   int64_t image_token) {
+  ImportSource source;
+  source.config_path = config_path_in(folder);
+  source.special_tokens = read_config(folder);
+  json text = source.special_tokens;
+  const bool original = is_original(text);
+  if (original) {
+    text["model_type"] = "llama";
+    text.erase("architectures");
+  }
+  if (text.contains("quantization_config") && !text.at("quantization_config").is_null()) {
+    throw_bad_input(
+        "{}: quantization_config is not supported with --vision-tower; give a model in bf16, fp16 or fp32",
+        source.config_path);
+  }
+  source.described = parse_huggingface_config(text, source.config_path);
+  ModelConfig& model = source.described.model;
+  const std::string_view type = source.described.family->model_type;
+  if (model.vision.exists()) {
+    throw_bad_input("{}: has a tower; leave out --vision-tower to import the model as it is", source.config_path);
+  }
+  if (type != "llama" && type != "qwen2") {
+    throw_bad_input("{}: model_type \"{}\" is not supported with --vision-tower; llama and qwen2 are",
+                    source.config_path, type);
+  }
+  model.vision.tower = read_tower(tower_folder);
+  if (original) read_original_tower(ConfigReader(text, source.config_path), model.vision.tower);
+  model.vision.projector.kind = ProjectorKind::kMlp2xGelu;
+  choose_image_token(image_token, source);
+  check_huggingface_model(model, source.config_path);
+
+  source.llava = &published_names();
+  source.has_projector = original;
+  source.is_one_folder = false;
+  add_weights(open_huggingface_weights(folder), renamed_from_original, source.weights);
+  const std::string patches = std::string(source.llava->tower) + "embeddings.patch_embedding.weight";
+  if (!source.weights.tensors.contains(patches)) add_tower(tower_folder, source.weights);
+  source.carried = carried_from(folder);
+  for (const ImportSource::CarriedFile& file : carried_from(tower_folder)) {
+    const bool is_there = std::any_of(source.carried.begin(), source.carried.end(),
+                                      [&](const auto& other) { return other.name == file.name; });
+    if (file.name == "preprocessor_config.json" && !is_there) source.carried.push_back(file);
+  }
+  return source;
+}
+
+}  // namespace parka

@@ -1,0 +1,40 @@
+#pragma once
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "engine/huggingface/huggingface_config.h"
+#include "engine/huggingface/huggingface_weights.h"
+
+namespace parka {
+
+// What an import makes a checkpoint of: a model in one folder, or one whose parts are in several.
+struct ImportSource {
+  struct CarriedFile {
+    std::string folder, name;
+  };
+
+  HuggingFaceModel described;
+  std::string config_path;            // for messages
+  std::string config_text;            // of the config.json that goes along; empty: made of `described`
+  nlohmann::json special_tokens;      // the config.json that has them, where one is made
+  HuggingFaceWeights weights;         // by the names that `llava` says
+  const LlavaNames* llava = nullptr;  // of a model with a tower
+  bool is_quantized = false;          // by bitsandbytes
+  int64_t num_stored_tokens = 0;      // rows of embedding and head in the files; those behind them are to be made
+  bool has_projector = true;          // whether the files have one; else it is to be drawn
+  bool is_one_folder = true;          // whether an export can write the same files again
+  std::vector<CarriedFile> carried;   // beside config.json
+};
+
+// Of a folder with a model as transformers has it. Throws Error(kBadInput) for what is not supported.
+ImportSource open_model(const std::string& folder);
+
+// A language model, Llama or Qwen2, and the tower of a CLIP or SigLIP model, with a projector in between that is to
+// be drawn; or a model with the names of the original LLaVA, whose projector it has. `image_token` is the id of
+// image slots; negative: the first behind the vocabulary, which grows to the next multiple of 64.
+ImportSource open_model_with_tower(const std::string& folder, const std::string& tower_folder, int64_t image_token);
+
+}  // namespace parka

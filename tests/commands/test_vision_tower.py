@@ -1,0 +1,198 @@
+"""parka import --vision-tower: a language model and a tower become a model that sees images; and models with the original LLaVA's
+names. The parts are those of models that transformers wrote. Needs Python alone."""
+import array
+import json
+import os
+import struct
+import unittest
+from pathlib import Path
+
+from parka_runs import RunFolder, parka
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAVA = ROOT / "tests" / "fixtures" / "llava"
+WIDTH, D_MODEL, VOCAB = 24, 32, 312
+
+
+def read_tensors(path):
+    """{name: (dtype, shape, bytes)} of a safetensors file."""
+    content = Path(path).read_bytes()
+    begin = 8 + struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8:begin])
+    return {name: (entry["dtype"], entry["shape"], content[begin + entry["data_offsets"][0] : begin + entry["data_offsets"][1]])
+            for name, entry in header.items() if name != "__metadata__"}
+
+
+def write_tensors(path, tensors):
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, (dtype, shape, data) in sorted(tensors.items()):
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(data)]}
+        end += len(data)
+    text = json.dumps(header)
+    text += " " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text.encode())
+        for _, (_, _, data) in sorted(tensors.items()):
+            file.write(data)
+
+
+def floats(tensor):
+    dtype, _, data = tensor
+    if dtype == "F32":
+        return array.array("f", data)
+    halves = array.array("H", data)
+    return array.array("f", b"".join(struct.pack("<I", half << 16) for half in halves))
+
+
+class Towers(RunFolder):
+    def config_of(self, name):
+        return json.loads((LLAVA / name / "config.json").read_text())
+
+    def write(self, folder, config, tensors):
+        os.mkdir(self.path(folder))
+        with open(self.path(f"{folder}/config.json"), "w", encoding="utf-8") as file:
+            json.dump(config, file)
+        write_tensors(self.path(f"{folder}/model.safetensors"), tensors)
+        return self.path(folder)
+
+    def language_model(self, name="clip_llama"):
+        config = self.config_of(name)["text_config"]
+        architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[config["model_type"]]
+        prefix = "language_model."
+        tensors = {key.removeprefix(prefix): value for key, value in read_tensors(LLAVA / name / "model.safetensors").items()
+                   if key.startswith(prefix)}
+        return self.write(f"text_{name}", {**config, "architectures": [architecture]}, tensors)
+
+    def tower(self, name="clip_llama", prefix="vision_model.", nested=False):
+        config = self.config_of(name)["vision_config"]
+        tensors = {prefix + key.removeprefix("vision_tower."): value
+                   for key, value in read_tensors(LLAVA / name / "model.safetensors").items() if key.startswith("vision_tower.")}
+        if nested:  # beside one for text
+            config = {"model_type": name.split("_")[0], "vision_config": {**config, "model_type": None}}
+            tensors["text_model.final_layer_norm.weight"] = tensors["logit_scale"] = ("F32", [1], bytes(4))
+        return self.write(f"tower_{name}_{len(os.listdir(self.folder))}", config, tensors)
+
+    def imported(self, name, *arguments):
+        result = parka("import", *arguments, "--out", self.path(name))
+        self.assert_exit(result, 0)
+        return self.path(name)
+
+    def exported(self, model, name):
+        self.assert_exit(parka("export", model, "--out", self.path(name)), 0)
+        return self.path(name)
+
+
+class Joined(Towers):
+    def test_parts_are_as_they_were_and_the_projector_is_new(self):
+        for name in ("clip_llama", "siglip_qwen2"):
+            for prefix, nested in (("vision_model.", False), ("", False), ("vision_model.", True)):
+                with self.subTest(name, prefix=prefix, nested=nested):
+                    own = f"{name}-{len(prefix)}-{nested}"
+                    text = self.path(f"text_{name}")
+                    text = text if os.path.exists(text) else self.language_model(name)
+                    model = self.imported(own, text, "--vision-tower", self.tower(name, prefix, nested), "--image-token", "305")
+                    hf = self.exported(model, f"{own}-hf")
+                    old, new = read_tensors(LLAVA / name / "model.safetensors"), read_tensors(f"{hf}/model.safetensors")
+                    new = {key.replace("vision_tower.vision_model.", "vision_tower."): value for key, value in new.items()}
+                    self.assertEqual(old.keys(), new.keys())
+                    for key in old:
+                        self.assertEqual(old[key] == new[key], not key.startswith("multi_modal_projector."), key)
+                    drawn = floats(new["multi_modal_projector.linear_1.weight"])
+                    deviation = (sum(x * x for x in drawn) / len(drawn)) ** 0.5
+                    self.assertTrue(0.015 < deviation < 0.025, deviation)
+                    self.assertEqual(set(floats(new["multi_modal_projector.linear_2.bias"])), {0.0})
+                    written = json.loads(Path(f"{hf}/config.json").read_text())
+                    for key in ("image_token_index", "vision_feature_layer", "model_type", "image_seq_length"):
+                        self.assertEqual(written[key], self.config_of(name)[key])
+
+    def test_an_align_stage_starts_from_it(self):
+        model = self.imported("joined", self.language_model(), "--vision-tower", self.tower())
+        text = "\n".join(Path(f"{model}/config.json").read_text().splitlines()[1:])  # without the comment
+        config = json.loads(text)
+        self.assertEqual(sorted(config["optimizer"]["frozen"]), ["blocks.*", "embedding", "final_norm", "head", "vision.*"])
+        plan = parka("plan", f"{model}/config.json", "--set", 'data.train=["tokens.npy"]', "--set", "device.kind=cpu")
+        self.assert_exit(plan, 0)
+
+    def test_the_vocabulary_grows_by_rows_that_are_the_mean_of_the_others(self):
+        model = self.imported("joined", self.language_model(), "--vision-tower", self.tower())
+        hf = self.exported(model, "hf")
+        config = json.loads(Path(f"{hf}/config.json").read_text())
+        self.assertEqual((config["image_token_index"], config["text_config"]["vocab_size"]), (VOCAB, 320))
+        old, new = read_tensors(LLAVA / "clip_llama/model.safetensors"), read_tensors(f"{hf}/model.safetensors")
+        for name in ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight"):
+            self.assertEqual(new[name][1], [320, D_MODEL])
+            self.assertEqual(new[name][2][: len(old[name][2])], old[name][2])
+            before, after = floats(old[name]), floats(new[name])
+            for column in range(D_MODEL):
+                mean = sum(before[column::D_MODEL]) / VOCAB
+                for row in range(VOCAB, 320):
+                    self.assertAlmostEqual(after[row * D_MODEL + column], mean, places=6)
+
+    def test_the_tower_s_processor_says_mean_and_deviation(self):
+        tower = self.tower()
+        with open(f"{tower}/preprocessor_config.json", "w", encoding="utf-8") as file:
+            json.dump({"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.25, 0.125], "size": {"shortest_edge": 14}}, file)
+        model = self.imported("joined", self.language_model(), "--vision-tower", tower)
+        text = "\n".join(Path(f"{model}/config.json").read_text().splitlines()[1:])
+        vision = json.loads(text)["model"]["vision"]
+        self.assertEqual((vision["pixel_mean"], vision["pixel_deviation"]), ([0.1, 0.2, 0.3], [0.5, 0.25, 0.125]))
+        self.assertTrue(os.path.exists(f"{model}/huggingface/preprocessor_config.json"))
+
+    def test_what_does_not_fit_is_refused(self):
+        text, tower = self.language_model(), self.tower()
+        for arguments, says in (
+                ((text, "--vision-tower", text), 'model_type "llama" is not supported as a tower'),
+                ((str(LLAVA / "clip_llama"), "--vision-tower", tower), "leave out --vision-tower"),
+                ((str(ROOT / "tests/fixtures/huggingface/olmo2_gqa"), "--vision-tower", tower), "llama and qwen2 are"),
+                ((text, "--vision-tower", self.path("none")), "none/config.json"),
+                ((text, "--image-token", "5"), "--vision-tower"),
+                ((text, "--vision-tower", tower, "--image-token", "-1"), "--image-token")):
+            with self.subTest(says):
+                result = parka("import", *arguments, "--out", self.path("out"))
+                self.assert_exit(result, 2)
+                self.assertIn(says, result.stderr)
+                self.assertFalse(os.path.exists(self.path("out")))
+
+
+class Original(Towers):
+    def folder_of(self, with_tower, **changes):
+        """The fixture's model as the original LLaVA writes it."""
+        config = {**self.config_of("clip_llama")["text_config"], "model_type": "llava_llama", "architectures": ["LlavaLlamaForCausalLM"],
+                  "mm_vision_tower": "somewhere/clip", "mm_projector_type": "mlp2x_gelu", "mm_hidden_size": WIDTH,
+                  "mm_vision_select_layer": -2, "mm_vision_select_feature": "patch", "mm_use_im_start_end": False,
+                  "image_aspect_ratio": "pad", **changes}
+        tensors = {}
+        for name, value in read_tensors(LLAVA / "clip_llama/model.safetensors").items():
+            for theirs, original in (("language_model.", ""), ("multi_modal_projector.linear_1", "model.mm_projector.0"),
+                                     ("multi_modal_projector.linear_2", "model.mm_projector.2"),
+                                     ("vision_tower.", "model.vision_tower.vision_tower.vision_model.")):
+                if name.startswith(theirs) and (with_tower or theirs != "vision_tower."):
+                    tensors[original + name.removeprefix(theirs)] = value
+        return self.write(f"original_{len(os.listdir(self.folder))}", config, tensors)
+
+    def test_it_is_the_model_of_transformers_names(self):
+        for with_tower in (False, True):
+            with self.subTest(with_tower=with_tower):
+                arguments = (self.folder_of(with_tower), "--vision-tower", self.tower(), "--image-token", "305")
+                model = self.imported(f"imported_{with_tower}", *arguments)
+                hf = self.exported(model, f"hf_{with_tower}")
+                new = {key.replace("vision_tower.vision_model.", "vision_tower."): value
+                       for key, value in read_tensors(f"{hf}/model.safetensors").items()}
+                self.assertEqual(new, read_tensors(LLAVA / "clip_llama/model.safetensors"))
+
+    def test_what_is_not_supported_is_refused_by_name(self):
+        tower = self.tower()
+        result = parka("import", self.folder_of(False), "--out", self.path("out"))
+        self.assert_exit(result, 2)
+        self.assertIn("--vision-tower", result.stderr)
+        for key, value in (("mm_projector_type", "linear"), ("mm_projector_type", None), ("mm_use_im_start_end", True),
+                           ("mm_vision_select_layer", "last"), ("mm_vision_select_feature", "mean"),
+                           ("mm_patch_merge_type", "spatial_unpad")):
+            with self.subTest(key):
+                result = parka("import", self.folder_of(False, **{key: value}), "--vision-tower", tower, "--out", self.path("out"))
+                self.assert_exit(result, 2)
+                self.assertIn(key, result.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
