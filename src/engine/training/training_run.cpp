@@ -392,10 +392,11 @@ EvaluationResult TrainingRun::evaluate(const TokenFiles& files) {
 }
 
 TaskResult TrainingRun::evaluate(const EvalTask& task) {
-  return evaluate_task(device_, declared_.model, task,
-                       {config_.training.micro_batch_size, config_.data.sequence_length},
-                       config_.evaluation.task_documents, communicator_,
-                       [this](const std::exception_ptr& failure) { begin_evaluation_batch(failure); });
+  return evaluate_task(
+      device_, declared_.model, task,
+      {config_.training.micro_batch_size, config_.data.sequence_length, false, config_.data.images_per_sequence},
+      config_.evaluation.task_documents, communicator_,
+      [this](const std::exception_ptr& failure) { begin_evaluation_batch(failure); });
 }
 
 namespace {
