@@ -3,11 +3,15 @@
 
     prepare_eval.py --task hellaswag --tokenizer tokenizer.json validation.jsonl --out hellaswag.requests.jsonl
     prepare_eval.py --task piqa --tokenizer bytes validation.jsonl --out piqa.requests.jsonl
+    prepare_eval.py --task image_choice --tower clip --image-folder images/ --prompt 'USER: {question} ASSISTANT:' \\
+      --tokenizer tokenizer.json questions.jsonl --out questions.requests.jsonl
 
 The input is JSON Lines with the fields that the task's data set has on Hugging Face; of arc_easy, arc_challenge and
 openbook_qa the form of their original files is read too. Prompts, continuations and metric are those of OLMo's
 zero-shot evaluation. The model must have been trained with the same tokenizer. docs/evaluation.md describes prompts,
-metrics and the request file. --out appears whole or not at all; an existing file is replaced.
+metrics and the request file. Documents of image_choice are {"image": NAME or NAMES, "question": TEXT, "choices": [TEXT, ...],
+"answer": NUMBER or LETTER}; <image> in the question is where a picture stands, and else they stand in front of it. Their pixels
+go to the file OUT.pixels. --out appears whole or not at all; an existing file is replaced.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
 """
@@ -28,7 +32,8 @@ from text_data.common import InputError, Parser, one_line, sync_and_close, sync_
 from text_data.tokenizer import make_tokenizer  # noqa: E402
 
 METRICS = ("acc", "len_norm", "pmi_dc")
-LETTERS = "ABCDE"
+LETTERS = "ABCDEFGHIJ"
+PLACEHOLDER = "<image>"
 
 
 @dataclass
@@ -40,6 +45,7 @@ class Request:
     continuations: list[str]
     domains: list[str]
     label: int
+    images: tuple[str, ...] = ()  # names of pictures; each context has <image> for each
 
 
 def question_and_choices(doc: dict) -> tuple[str, list[str]]:
@@ -95,6 +101,18 @@ def piqa(doc: dict) -> Request:
     return Request([f"Question: {doc['goal']}\nAnswer:"], spaced([doc["sol1"], doc["sol2"]]), ["Answer:"], int(doc["label"]))
 
 
+def image_choice(doc: dict) -> Request:
+    images = doc.get("image") or []
+    images = [images] if isinstance(images, str) else images
+    question, answer = doc["question"], doc["answer"]
+    if PLACEHOLDER not in question:
+        question = f"{PLACEHOLDER}\n" * len(images) + question
+    if question.count(PLACEHOLDER) != len(images) or any(PLACEHOLDER in choice for choice in doc["choices"]):
+        raise ValueError(f"{len(images)} images for {question.count(PLACEHOLDER)} {PLACEHOLDER} of the question")
+    label = LETTERS.index(answer) if isinstance(answer, str) and answer in LETTERS else int(answer)
+    return Request([question], spaced(doc["choices"]), ["Answer:"], label, tuple(images))
+
+
 def sciq(doc: dict) -> Request:
     choices = [doc["distractor1"], doc["distractor2"], doc["distractor3"], doc["correct_answer"]]
     return Request([f"{doc['support'].strip()}\nQuestion: {doc['question']}\nAnswer:"], spaced(choices), ["Answer:"], 3)
@@ -114,6 +132,7 @@ TASKS: dict[str, tuple[Callable[[dict], Request], str]] = {
     "boolq": (boolq, "acc"),
     "copa": (copa, "acc"),
     "hellaswag": (hellaswag, "len_norm"),
+    "image_choice": (image_choice, "acc"),
     "openbook_qa": (openbook_qa, "len_norm"),
     "piqa": (piqa, "len_norm"),
     "sciq": (sciq, "acc"),
@@ -121,8 +140,8 @@ TASKS: dict[str, tuple[Callable[[dict], Request], str]] = {
 }
 
 
-def read_requests(path: Path, task: str) -> Iterator[Request]:
-    """The requests of a file, each checked."""
+def read_requests(path: Path, task: str, prompt: str) -> Iterator[Request]:
+    """The requests of a file, each checked. `prompt` has {question} in the place of an image_choice's question."""
     make_request, _ = TASKS[task]
     try:
         file = open(path, encoding="utf-8")
@@ -144,6 +163,8 @@ def read_requests(path: Path, task: str) -> Iterator[Request]:
             except (AttributeError, IndexError, TypeError, ValueError) as error:
                 raise InputError(f"{where}: is not a document of {task} ({one_line(error)}); give {task}'s documents")
             check(request, where)
+            if task == "image_choice":
+                request.contexts = [prompt.replace("{question}", context) for context in request.contexts]
             yield request
 
 
@@ -175,9 +196,10 @@ class RequestIds:
     domains: list[list[int]]
 
 
-def tokenize(requests: list[Request], tokenizer) -> list[RequestIds]:
+def tokenize(requests: list[Request], tokenizer, slots: list[int]) -> list[RequestIds]:
     """A context and its continuation are tokenized as one text, because a tokenizer may begin every text with a space.
-    A token with a character of the continuation belongs to it."""
+    A token with a character of the continuation belongs to it. Text between images is tokenized piece by piece, and `slots`
+    are the ids in the place of each image."""
     pairs = [pair for request in requests for pair in zip(for_each_choice(request), request.continuations)]
     try:
         domains = iter(tokenizer.encode([domain.encode() for request in requests for domain in request.domains]))
@@ -185,16 +207,23 @@ def tokenize(requests: list[Request], tokenizer) -> list[RequestIds]:
             (context + continuation).encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can hold
         raise InputError(f"a document holds text that is not Unicode ({one_line(error)}); remove it")
-    texts = [context + continuation for context, continuation in pairs]
-    spans = [[(len(context), len(text))] for (context, _), text in zip(pairs, texts)]
+    texts, spans = [], []
+    for request in requests:
+        for context, continuation in zip(for_each_choice(request), request.continuations):
+            *before, last = context.split(PLACEHOLDER) if request.images else [context]
+            texts += [*before, last + continuation]
+            spans += [[] for _ in before] + [[(len(last), len(last + continuation))]]
     encoded = iter(tokenizer.encode_marked(texts, spans))
     result = []
     for request in requests:
         own = RequestIds([], [], [tokenizer.bos + next(domains).tolist() for _ in request.domains])
         for _ in request.continuations:
+            context = list(tokenizer.bos)
+            for _ in request.images:
+                context += next(encoded)[0].tolist() + slots
             ids, of_continuation = next(encoded)
             first = int(of_continuation.argmax())
-            own.contexts.append(tokenizer.bos + ids[:first].tolist())
+            own.contexts.append(context + ids[:first].tolist())
             own.continuations.append(ids[first:].tolist())
         result.append(own)
     return result
@@ -204,13 +233,13 @@ def for_each_choice(request: Request) -> list[str]:
     return request.contexts * (len(request.continuations) if len(request.contexts) == 1 else 1)
 
 
-def document(request: Request, metric: str, ids: RequestIds) -> dict:
+def document(request: Request, metric: str, ids: RequestIds, images: list[dict]) -> dict:
     """A line of the request file."""
     own = {"context": ids.contexts}
     if metric == "pmi_dc":
         own["domain"] = ids.domains
     shared = {key: lists[0] for key, lists in own.items() if all(one == lists[0] for one in lists)}
-    result = {"label": request.label} | shared | {"choices": []}
+    result = {"label": request.label} | ({"images": images} if images else {}) | shared | {"choices": []}
     for i, continuation in enumerate(request.continuations):
         choice = {key: lists[i] for key, lists in own.items() if key not in shared}
         choice["continuation"] = ids.continuations[i]
@@ -251,32 +280,88 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json (default: bytes)")
     add("--bos", metavar="NAME", help="token that begins each context, or none (default: as prepare_data.py)")
     add("--metric", choices=METRICS, help="how a choice is made (default: as OLMo does for the task)")
+    add("--prompt", default="{question}\nAnswer:", help="of image_choice: what stands around {question} (default: %(default)r)")
+    add("--tower", choices=("clip", "siglip"), help="of image_choice: whose defaults of the next four to use")
+    add("--image-folder", type=Path, default=Path("."), metavar="FOLDER", help="of image_choice: where names of pictures begin")
+    add("--image-size", type=int, metavar="PIXELS", help="side of the squares that the tower sees (default: 336; 384)")
+    add("--patch-size", type=int, metavar="PIXELS", help="side of a patch (default: 14)")
+    add("--geometry", choices=("crop", "pad", "stretch"), help="how pictures become squares (default: crop; stretch)")
+    add("--downsample", type=int, default=1, metavar="K", help="K x K patches become a token (default: 1)")
+    add("--image-token", metavar="NAME", help="token, or id, of image slots (default: as prepare_images.py)")
     add("--name", help="name of the task in results (default: that of --task)")
     options = parser.parse_args(arguments)
     if options.name is not None and not options.name.strip():
         raise InputError("--name is empty; give the task a name")
+    if (options.task == "image_choice") != (options.tower is not None):
+        raise InputError("--task image_choice and --tower go with each other; give both or neither")
+    if "{question}" not in options.prompt or PLACEHOLDER in options.prompt:
+        raise InputError(f"--prompt {options.prompt!r}: has no {{question}}, or has {PLACEHOLDER}; put the former in its place")
     return options
+
+
+def image_rules(options: argparse.Namespace, tokenizer):
+    try:
+        from image_data.pictures import TOWERS, Fitting, colour_of, slots_of
+    except ImportError as error:
+        raise InputError(f"--tower needs Python's pillow, numpy and xxhash packages ({one_line(error)}); install them")
+    from image_data.requests import ImageRules
+    from image_data.samples import image_token_of
+
+    tower = TOWERS[options.tower]
+    size, patch = options.image_size or tower.size, options.patch_size or tower.patch
+    if not 0 < patch <= size or options.downsample < 1:
+        raise InputError(f"--image-size {size}, --patch-size {patch} and --downsample {options.downsample} fit no tower; change them")
+    fitting = Fitting(options.geometry or tower.geometry, size, colour_of(tower.mean))
+    token = image_token_of(options.image_token, tokenizer)
+    return ImageRules(token, slots_of(size, patch, options.downsample), fitting, options.image_folder)
 
 
 def run(arguments: list[str]) -> None:
     options = parse_options(arguments)
     tokenizer = make_tokenizer(options.tokenizer, options.bos, needs_eos=False)
     metric = options.metric or TASKS[options.task][1]
-    requests = list(read_requests(options.input, options.task))
+    requests = list(read_requests(options.input, options.task, options.prompt))
     if not requests:
         raise InputError(f"{options.input}: has no documents; give a JSON Lines file, a document per line")
-    ids = tokenize(requests, tokenizer)
+    rules = image_rules(options, tokenizer) if options.tower else None
+    ids = tokenize(requests, tokenizer, [rules.token] * rules.slots if rules else [])
     header = {
         "kind": "parka requests",
-        "version": 1,
+        "version": 2 if rules else 1,
         "task": options.name or options.task,
         "metric": metric,
         "tokenizer": tokenizer.name,
         "tokenizer_sha256": tokenizer.sha256,
         "documents": len(requests),
     }
-    write_lines(options.out, [header] + [document(request, metric, own) for request, own in zip(requests, ids)])
+    if rules:
+        write_with_images(options.out, header, requests, ids, rules)
+    else:
+        write_lines(options.out, [header] + [document(request, metric, own, []) for request, own in zip(requests, ids)])
     print(f"{options.out}: {len(requests):,} documents of {options.task}, metric {metric}")
+
+
+def write_with_images(path: Path, header: dict, requests: list[Request], ids: list[RequestIds], rules) -> None:
+    """The pixels first: requests that do not belong to them are refused by the checksums."""
+    from image_data.requests import TaskImages
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        images = TaskImages(rules, path.with_name(path.name + ".pixels"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be made ({error.strerror}); give --out a place that you may write to")
+    try:
+        lines = [header | {"images": rules.header()}]
+        for number, (request, own) in enumerate(zip(requests, ids), 1):
+            placed = [images.add(name, f"document {number}") for name in request.images]
+            slots = own.contexts[0].count(rules.token)
+            if slots != rules.slots * len(placed):
+                raise InputError(f"document {number}: its text has id {rules.token}, which marks images; give --image-token another")
+            lines.append(document(request, header["metric"], own, placed))
+        images.publish()
+        write_lines(path, lines)
+    finally:
+        images.remove()
 
 
 def main() -> int:

@@ -48,7 +48,7 @@ except ImportError as error:
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from image_data.conversations import Conversion, Sample, read_records, sample_of  # noqa: E402
 from image_data.output import ImageSplit, digest_of, write_samples  # noqa: E402
-from image_data.pictures import GEOMETRIES, TOWERS, Fitting, colour_of  # noqa: E402
+from image_data.pictures import GEOMETRIES, TOWERS, Fitting, colour_of, slots_of  # noqa: E402
 from image_data.samples import SampleMaker, Settings, groups_of_samples  # noqa: E402
 from image_data.shards import (  # noqa: E402
     Images, PictureProgress, ShardMaker, groups_of_pictures, make_images, stat_picture
@@ -116,11 +116,6 @@ def tokenize(samples: list[Sample], options: argparse.Namespace, partial: Partia
 
     make_with_progress("text", maker, groups, lambda sample: len(sample.document), make)
     return maker
-
-
-def slots_of(size: int, patch: int, downsample: int) -> int:
-    """Tokens that the projector makes of an image."""
-    return (-(-(size // patch) // downsample)) ** 2
 
 
 def read_pictures(samples: list[Sample], options: argparse.Namespace, partial: Partial) -> tuple[dict[str, int], Images]:

@@ -82,6 +82,11 @@ class Fitting:
         return picture.resize((self.size, self.size), Image.Resampling.BICUBIC)
 
 
+def slots_of(size: int, patch: int, downsample: int) -> int:
+    """Tokens that a projector makes of a picture."""
+    return (-(-(size // patch) // downsample)) ** 2
+
+
 def colour_of(mean: tuple[float, float, float]) -> tuple[int, int, int]:
     """The colour of padding, as LLaVA rounds it: down."""
     red, green, blue = (int(value * 255) for value in mean)

@@ -297,7 +297,7 @@ class Tasks(RunFolder):
             ("empty", [], ["has no documents"]),
             ("no documents", [header], ["has no documents"]),
             ("no header", [first, second], ["line 1", "request file"]),
-            ("version", [{**header, "version": 2}, first], ["line 1", "version"]),
+            ("version", [{**header, "version": 3}, first], ["line 1", "version"]),
             ("metric", [{**header, "metric": "f1"}, first], ["line 1", "f1"]),
             ("no task", [{**header, "task": ""}, first], ["line 1", "task"]),
             ("a number", [header, 7], ["line 2", "JSON object"]),

@@ -74,7 +74,8 @@ struct Evaluated {
 Evaluated evaluate(Device& device, InferenceRun& run, const EvaluationSuite& suite, const EvalOptions& options) {
   const std::unique_ptr<Communicator> alone = make_single_communicator();
   // As many sequences at a time as training had; the loss does not depend on it beyond rounding.
-  const BatchShape shape{run.config().training.micro_batch_size, run.config().data.sequence_length};
+  const BatchShape shape{run.config().training.micro_batch_size, run.config().data.sequence_length, false,
+                         run.config().data.images_per_sequence};
   const auto loss_of = [&](const TokenFiles& files) {
     return evaluate_loss(device, run.model(), files, shape.num_sequences, options.max_sequences, *alone);
   };

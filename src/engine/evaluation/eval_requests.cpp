@@ -1,6 +1,7 @@
 #include "engine/evaluation/eval_requests.h"
 
 #include <algorithm>
+#include <charconv>
 #include <utility>
 
 #include <nlohmann/json.hpp>
@@ -15,7 +16,7 @@ namespace {
 using nlohmann::json;
 
 constexpr std::string_view kKind = "parka requests";
-constexpr int64_t kVersion = 1;
+constexpr int64_t kVersion = 1, kVersionWithImages = 2;
 constexpr size_t kMostChoices = 1000;
 
 // Reads the fields of one line, with `where` ("file, line 3") in every message.
@@ -79,8 +80,44 @@ std::vector<int32_t> own_or_shared(const LineReader& reader, const json& choice,
   return reader.tokens(reader.member(holder, key), key, vocab_size);
 }
 
-TaskDocument read_document(const LineReader& reader, TaskMetric metric, int64_t vocab_size,
+uint64_t read_checksum(const LineReader& reader, const json& object) {
+  constexpr int kHexadecimal = 16;
+  const std::string text = reader.text(object, "checksum");
+  uint64_t value = 0;
+  const auto end = std::from_chars(text.data(), text.data() + text.size(), value, kHexadecimal);
+  if (end.ec != std::errc() || end.ptr != text.data() + text.size()) reader.fail("\"checksum\" is not hexadecimal");
+  return value;
+}
+
+std::vector<TaskImage> read_images(const LineReader& reader, const EvalTask& task) {
+  std::vector<TaskImage> images;
+  if (!reader.line().contains("images")) return images;
+  const json& listed = reader.line().at("images");
+  if (!task.pixels || !listed.is_array()) reader.fail("\"images\" is not a list of images of a task with images");
+  for (const json& image : listed) {
+    if (!image.is_object()) reader.fail("an image is not a JSON object");
+    images.push_back(
+        {reader.integer(image, "image", 0, task.pixels->num_images() - 1), read_checksum(reader, image)});
+  }
+  return images;
+}
+
+// Slots where images are, and nowhere else.
+void check_slots(const LineReader& reader, const EvalTask& task, const TaskDocument& document) {
+  if (!task.images.any()) return;
+  const auto slots_in = [&](const std::vector<int32_t>& ids) { return std::ranges::count(ids, task.images.token); };
+  const auto wanted = static_cast<int64_t>(document.images.size()) * task.images.slots;
+  for (const TaskChoice& choice : document.choices) {
+    if (slots_in(choice.context) != wanted || slots_in(choice.continuation) != 0 || slots_in(choice.domain) != 0) {
+      reader.fail(fmt::format("a choice does not have {} slots of {} images, in its context alone", wanted,
+                              document.images.size()));
+    }
+  }
+}
+
+TaskDocument read_document(const LineReader& reader, const EvalTask& task, int64_t vocab_size,
                            int64_t sequence_length) {
+  const TaskMetric metric = task.metric;
   TaskDocument document;
   const json& choices = reader.member(reader.line(), "choices");
   if (!choices.is_array() || choices.size() < 2 || choices.size() > kMostChoices) {
@@ -103,6 +140,8 @@ TaskDocument read_document(const LineReader& reader, TaskMetric metric, int64_t 
     document.choices.push_back(std::move(one));
   }
   document.label = reader.integer(reader.line(), "label", 0, static_cast<int64_t>(choices.size()) - 1);
+  document.images = read_images(reader, task);
+  check_slots(reader, task, document);
   return document;
 }
 
@@ -114,21 +153,49 @@ TaskMetric read_metric(const LineReader& reader) {
   reader.fail(fmt::format("\"metric\" is {}, not acc, len_norm or pmi_dc", printable(name)));
 }
 
-void read_header(const LineReader& reader, EvalTask& task) {
+// A task with images fits models that make as many rows of images as large, and mark them with the same id.
+void open_images(const LineReader& reader, const ImageRules& rules, EvalTask& task) {
+  const json& images = reader.member(reader.line(), "images");
+  if (!images.is_object()) reader.fail("\"images\" is not a JSON object");
+  constexpr int64_t kMost = kMaxDimension;
+  const ImageRules own = {reader.integer(images, "token", 0, kMost), reader.integer(images, "slots", 1, kMost),
+                          reader.integer(images, "size", 1, kMost)};
+  if (!rules.any()) {
+    throw_bad_input("{}: the task has images, and the model's model.vision.tower is none; leave it out", task.path);
+  }
+  if (own != rules) {
+    throw_bad_input(
+        "{}: images have {} slots of id {} and {} pixels a side, the model's {} of id {} and {}; make the file again for "
+        "this model",
+        task.path, own.slots, own.token, own.size, rules.slots, rules.token, rules.size);
+  }
+  task.images = own;
+  const std::string path = task.path + ".pixels";
+  task.pixels = std::make_shared<PixelFile>(path);
+  if (task.pixels->height() != own.size || task.pixels->width() != own.size) {
+    throw_bad_input("{}: has images of {} x {} pixels, not {} a side; make it again with scripts/prepare_eval.py",
+                    path, task.pixels->width(), task.pixels->height(), own.size);
+  }
+}
+
+void read_header(const LineReader& reader, const ImageRules& rules, EvalTask& task) {
   if (reader.line().value("kind", json()) != kKind) {
     throw_bad_input("{}: is not the first line of a request file; make one with scripts/prepare_eval.py",
                     reader.where());
   }
-  if (reader.member(reader.line(), "version") != kVersion) {
-    reader.fail(fmt::format("\"version\" is not {}", kVersion));
+  const json& version = reader.member(reader.line(), "version");
+  if (version != kVersion && version != kVersionWithImages) {
+    reader.fail(fmt::format("\"version\" is not {} or {}", kVersion, kVersionWithImages));
   }
   task.name = reader.text(reader.line(), "task");
   task.metric = read_metric(reader);
+  if (version == kVersionWithImages) open_images(reader, rules, task);
 }
 
 }  // namespace
 
-EvalTask read_requests(const std::string& path, int64_t vocab_size, int64_t sequence_length) {
+EvalTask read_requests(const std::string& path, int64_t vocab_size, int64_t sequence_length,
+                       const ImageRules& images) {
   constexpr int64_t kLargestFile = int64_t{4} << 30;
   const std::string all = read_text(path, kLargestFile);
   EvalTask task{.path = path, .name = {}, .metric = TaskMetric::kAcc, .documents = {}};
@@ -140,9 +207,9 @@ EvalTask read_requests(const std::string& path, int64_t vocab_size, int64_t sequ
         parse_json_text(std::string_view(all).substr(begin, end - begin), where, JsonComments::kRefused), where);
     begin = end + 1;
     if (number == 0) {
-      read_header(reader, task);
+      read_header(reader, images, task);
     } else {
-      task.documents.push_back(read_document(reader, task.metric, vocab_size, sequence_length));
+      task.documents.push_back(read_document(reader, task, vocab_size, sequence_length));
     }
   }
   if (task.documents.empty()) {

@@ -1,10 +1,13 @@
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "core/config_fields.h"
+#include "data/image_references.h"
+#include "data/pixel_file.h"
 
 namespace parka {
 
@@ -25,9 +28,16 @@ struct TaskChoice {
   int64_t num_characters, num_bytes;  // of the continuation's text without the space in front
 };
 
+// An image in the task's file of pixels.
+struct TaskImage {
+  int64_t image;
+  uint64_t checksum;  // XXH3-64 of its pixels
+};
+
 struct TaskDocument {
   std::vector<TaskChoice> choices;
-  int64_t label;  // the right one
+  int64_t label;                  // the right one
+  std::vector<TaskImage> images;  // whose slots each context has, in this order
 };
 
 // The requests of a multiple-choice task, written by scripts/prepare_eval.py; docs/evaluation.md has the format.
@@ -35,10 +45,14 @@ struct EvalTask {
   std::string path, name;
   TaskMetric metric;
   std::vector<TaskDocument> documents;
+  ImageRules images = {};                        // of a task with images
+  std::shared_ptr<const PixelFile> pixels = {};  // likewise: the file <path>.pixels
 };
 
 // Reads a request file for a model of this vocabulary and context. Throws Error(kBadInput), which names file and
-// line, for violations of the format, token ids outside the vocabulary, and continuations longer than the context.
-EvalTask read_requests(const std::string& path, int64_t vocab_size, int64_t sequence_length);
+// line, for violations of the format, token ids outside the vocabulary, continuations longer than the context, and
+// images of other rules than the model's.
+EvalTask read_requests(const std::string& path, int64_t vocab_size, int64_t sequence_length,
+                       const ImageRules& images = {});
 
 }  // namespace parka

@@ -14,7 +14,8 @@ EvaluationSuite open_suite(const Config& config) {
     suite.sets.push_back({set.name, open_token_files(set.files, config)});
   }
   for (const std::string& path : config.evaluation.tasks) {
-    EvalTask task = read_requests(path, config.model.vocab_size, config.data.sequence_length);
+    EvalTask task =
+        read_requests(path, config.model.vocab_size, config.data.sequence_length, example_rules(config).images);
     for (const EvalTask& other : suite.tasks) {
       if (other.name == task.name) {
         throw_bad_input("{} and {} are both of a task \"{}\"; give one another name (prepare_eval.py --name)",

@@ -21,10 +21,12 @@ constexpr int64_t kLengthUnit = 16;
 // A sequence without its last token, and the targets that count: those of the continuation.
 struct Query {
   std::vector<int32_t> tokens, targets;
+  std::vector<TaskImage> images;
+  std::vector<int32_t> positions;  // of their slots, -1 for those that are cut
 };
 
 Query make_query(const std::vector<int32_t>& context, const std::vector<int32_t>& continuation,
-                 int64_t sequence_length) {
+                 int64_t sequence_length, const ImageRules& rules, const std::vector<TaskImage>& images) {
   std::vector<int32_t> all = context;
   all.insert(all.end(), continuation.begin(), continuation.end());
   const int64_t length = std::min(static_cast<int64_t>(all.size()) - 1, sequence_length);
@@ -32,6 +34,13 @@ Query make_query(const std::vector<int32_t>& context, const std::vector<int32_t>
   query.tokens.assign(all.end() - 1 - length, all.end() - 1);
   query.targets.assign(all.end() - length, all.end());
   std::fill(query.targets.begin(), query.targets.end() - static_cast<int64_t>(continuation.size()), kIgnoreTarget);
+  if (images.empty()) return query;
+  query.images = images;
+  const int64_t cut = static_cast<int64_t>(all.size()) - 1 - length;
+  for (size_t i = 0; i < context.size(); ++i) {
+    if (context[i] != rules.token) continue;
+    query.positions.push_back(static_cast<int32_t>(std::max<int64_t>(static_cast<int64_t>(i) - cut, -1)));
+  }
   return query;
 }
 
@@ -40,6 +49,12 @@ struct QueryBatch {
   std::vector<size_t> queries;
   int64_t length;
 };
+
+int64_t most_images(const std::vector<Query>& queries, const std::vector<size_t>& chosen) {
+  size_t most = 0;
+  for (const size_t index : chosen) most = std::max(most, queries[index].images.size());
+  return static_cast<int64_t>(most);
+}
 
 std::vector<QueryBatch> make_batches(const std::vector<Query>& queries, const BatchShape& shape) {
   std::vector<size_t> order(queries.size());
@@ -50,16 +65,49 @@ std::vector<QueryBatch> make_batches(const std::vector<Query>& queries, const Ba
   for (size_t begin = 0; begin < order.size();) {
     const auto longest = static_cast<int64_t>(queries[order[begin]].tokens.size());
     const int64_t length = std::min(ceil_div(longest, kLengthUnit) * kLengthUnit, shape.sequence_length);
-    const auto count = std::min(static_cast<size_t>(shape.num_tokens() / length), order.size() - begin);
+    auto count = std::min(static_cast<size_t>(shape.num_tokens() / length), order.size() - begin);
     const auto first = order.begin() + static_cast<int64_t>(begin);
+    const int64_t most = most_images(queries, {first, first + static_cast<int64_t>(count)});
+    if (most > 0) count = std::min(count, static_cast<size_t>(shape.num_images() / most));
     batches.push_back({{first, first + static_cast<int64_t>(count)}, length});
     begin += count;
   }
   return batches;
 }
 
+// The images of a batch's queries, each with room for `most`, as Model::Batch has them.
+struct BatchImages {
+  std::vector<uint8_t> pixels;
+  std::vector<int32_t> positions;
+};
+
+BatchImages read_images(const EvalTask& task, const std::vector<Query>& queries, const QueryBatch& batch,
+                        int64_t most) {
+  BatchImages read;
+  if (most == 0) return read;
+  const int64_t bytes = task.pixels->image_bytes(), slots = task.images.slots;
+  const int64_t room = static_cast<int64_t>(batch.queries.size()) * most;
+  read.pixels.resize(static_cast<size_t>(room * bytes));
+  read.positions.assign(static_cast<size_t>(room * slots), -1);
+  int64_t next = 0;
+  for (size_t row = 0; row < batch.queries.size(); ++row) {
+    const Query& query = queries[batch.queries[row]];
+    for (size_t i = 0; i < query.images.size(); ++i, ++next) {
+      task.pixels->read(query.images[i].image, query.images[i].checksum,
+                        &read.pixels[static_cast<size_t>(next * bytes)]);
+      for (int64_t k = 0; k < slots; ++k) {
+        const int32_t position = query.positions.at(i * static_cast<size_t>(slots) + static_cast<size_t>(k));
+        if (position < 0) continue;
+        read.positions[static_cast<size_t>(next * slots + k)] =
+            static_cast<int32_t>(static_cast<int64_t>(row) * batch.length + position);
+      }
+    }
+  }
+  return read;
+}
+
 // The log-likelihood of each query of the batch, whose losses are all that the targets leave.
-std::vector<double> run_batch(Device& device, Model& model, const std::vector<Query>& queries,
+std::vector<double> run_batch(Device& device, Model& model, const EvalTask& task, const std::vector<Query>& queries,
                               const QueryBatch& batch) {
   std::vector<int32_t> tokens, targets;
   for (size_t index : batch.queries) {
@@ -71,8 +119,11 @@ std::vector<double> run_batch(Device& device, Model& model, const std::vector<Qu
     tokens.insert(tokens.end(), rest, query.tokens.back());
     targets.insert(targets.end(), rest, kIgnoreTarget);
   }
-  const BatchShape shape{static_cast<int64_t>(batch.queries.size()), batch.length};
-  model.evaluate(device, {tokens.data(), targets.data(), shape});
+  const int64_t most = most_images(queries, batch.queries);
+  const BatchImages images = read_images(task, queries, batch, most);
+  const BatchShape shape{static_cast<int64_t>(batch.queries.size()), batch.length, false, most};
+  model.evaluate(
+      device, {tokens.data(), targets.data(), shape, nullptr, {}, images.pixels.data(), images.positions.data()});
   const std::vector<float> losses = model.losses(device);
   std::vector<double> sums;
   for (size_t i = 0; i < batch.queries.size(); ++i) {
@@ -82,8 +133,9 @@ std::vector<double> run_batch(Device& device, Model& model, const std::vector<Qu
   return sums;
 }
 
-std::vector<double> score(Device& device, Model& model, const std::vector<Query>& queries, const BatchShape& shape,
-                          Communicator& communicator, const BeforeEvaluationBatch& before_each) {
+std::vector<double> score(Device& device, Model& model, const EvalTask& task, const std::vector<Query>& queries,
+                          const BatchShape& shape, Communicator& communicator,
+                          const BeforeEvaluationBatch& before_each) {
   const std::vector<QueryBatch> batches = make_batches(queries, shape);
   const auto count = static_cast<int64_t>(batches.size());
   const int64_t ranks = communicator.size();
@@ -93,7 +145,7 @@ std::vector<double> score(Device& device, Model& model, const std::vector<Query>
     const int64_t own = round * ranks + communicator.rank(), index = std::min(own, count - 1);
     if (before_each) before_each(nullptr);
     const QueryBatch& batch = batches[index];
-    const std::vector<double> sums = run_batch(device, model, queries, batch);
+    const std::vector<double> sums = run_batch(device, model, task, queries, batch);
     if (own != index) continue;
     for (size_t i = 0; i < sums.size(); ++i) own_scores += fmt::format("{} {:a}\n", batch.queries[i], sums[i]);
   }
@@ -139,15 +191,22 @@ TaskResult evaluate_task(Device& device, Model& model, const EvalTask& task, con
   const int64_t count = max_documents > 0 ? std::min(max_documents, total) : total;
   std::vector<Query> queries;
   for (int64_t i = 0; i < count; ++i) {
-    for (const TaskChoice& choice : task.documents[i * total / count].choices) {
-      queries.push_back(make_query(choice.context, choice.continuation, shape.sequence_length));
+    const TaskDocument& document = task.documents[i * total / count];
+    if (static_cast<int64_t>(document.images.size()) > shape.num_images()) {
+      throw_bad_input(
+          "{}: a document has {} images, and there is room for {}; make data.images_per_sequence larger", task.path,
+          document.images.size(), shape.num_images());
+    }
+    for (const TaskChoice& choice : document.choices) {
+      queries.push_back(
+          make_query(choice.context, choice.continuation, shape.sequence_length, task.images, document.images));
       if (task.metric == TaskMetric::kPmiDc) {
-        queries.push_back(make_query(choice.domain, choice.continuation, shape.sequence_length));
+        queries.push_back(make_query(choice.domain, choice.continuation, shape.sequence_length, task.images, {}));
       }
     }
   }
   // NaN would make every choice the first one, and look like a score.
-  const std::vector<double> scores = score(device, model, queries, shape, communicator, before_each);
+  const std::vector<double> scores = score(device, model, task, queries, shape, communicator, before_each);
   if (!std::all_of(scores.begin(), scores.end(), [](double x) { return std::isfinite(x); })) {
     throw Error(ExitCode::kNonFinite,
                 fmt::format("{}: a log-likelihood is not finite: the weights are damaged or diverged", task.path));

@@ -25,8 +25,9 @@ struct TaskResult {
   std::vector<Document> documents;
 };
 
-// Evaluates `max_documents` of the task, spread evenly (0: all of them), in batches of up to `shape`'s tokens.
-// Contexts that do not fit are cut on the left. Ranks share the batches as in evaluate_loss.
+// Evaluates `max_documents` of the task, spread evenly (0: all of them), in batches of up to `shape`'s tokens
+// and images. Contexts that do not fit are cut on the left, images in them too. Ranks share the batches as in
+// evaluate_loss. Throws Error(kBadInput) for a document of more images than `shape` has.
 TaskResult evaluate_task(Device& device, Model& model, const EvalTask& task, const BatchShape& shape,
                          int64_t max_documents, Communicator& communicator,
                          const BeforeEvaluationBatch& before_each = {});

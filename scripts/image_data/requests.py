@@ -1,0 +1,60 @@
+"""Pictures of the documents of an evaluation task, for prepare_eval.py: their pixels in one file beside the requests, and what
+the requests say of them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from text_data.common import InputError
+
+from .files import PixelsWriter
+from .pictures import Fitting, PictureError, pixels_of
+
+
+@dataclass(frozen=True)
+class ImageRules:
+    """What a model makes of pictures."""
+
+    token: int  # the id of their slots
+    slots: int  # of each
+    fitting: Fitting
+    folder: Path  # where their names begin
+
+    def header(self) -> dict:
+        return {"token": self.token, "slots": self.slots, "size": self.fitting.size}
+
+
+class TaskImages:
+    """The file of pixels of all pictures of a task, each once, which appears whole or not at all."""
+
+    def __init__(self, rules: ImageRules, path: Path):
+        self.rules, self._path = rules, path
+        self._staging = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+        self._known: dict[str, dict] = {}
+        self._file = open(self._staging, "wb")
+        self._writer = PixelsWriter(self._file, rules.fitting.size)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, name: str, where: str) -> dict:
+        """What a request says of the picture. Raises InputError, with `where`, for one that cannot be used."""
+        if name not in self._known:
+            try:
+                place, checksum = self._writer.write(pixels_of(self.rules.folder / name, self.rules.fitting))
+            except PictureError as error:
+                raise InputError(f"{where}: {self.rules.folder / name}: {error}; fix it or leave the document out")
+            self._known[name] = {"image": place, "checksum": f"{checksum:016x}"}
+        return self._known[name]
+
+    def publish(self) -> None:
+        self._writer.finish()
+        self._file.close()
+        self._staging.rename(self._path)
+
+    def remove(self) -> None:
+        """What was not published."""
+        self._file.close()
+        self._staging.unlink(missing_ok=True)
