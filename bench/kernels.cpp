@@ -389,6 +389,46 @@ void bench_bias(Bench& bench, const ModelShape& m) {
       bias_backward);
 }
 
+// What Quantized Side Tuning adds to each block, with r = 16.
+void bench_side(Bench& bench, const ModelShape& m) {
+  constexpr int64_t kReduction = 16;
+  const int64_t s = m.d / kReduction;
+  bench.time(
+      m.name, "mix_forward",
+      [&](Tensors& t) {
+        const TensorView x = t.bf16({m.T, s});
+        return MixForward{.kind = MixWeight::kLogistic,
+                          .c = t.bf16({1}),
+                          .x = x,
+                          .residual = t.bf16({m.T, s}),
+                          .branch = t.bf16({m.T, s}),
+                          .out = t.bf16({m.T, s}),
+                          .difference = x};
+      },
+      mix_forward);
+  bench.time(
+      m.name, "mix_backward",
+      [&](Tensors& t) {
+        const TensorView d_out = t.bf16({m.T, s});
+        return MixBackward{.kind = MixWeight::kLogistic,
+                           .c = t.bf16({1}),
+                           .difference = t.bf16({m.T, s}),
+                           .d_out = d_out,
+                           .d_x = t.bf16({m.T, s}),
+                           .d_y = d_out,
+                           .d_c = t.fp32({1})};
+      },
+      mix_backward);
+  for (const PoolKind kind : {PoolKind::kMax, PoolKind::kAverage}) {
+    bench.time(
+        m.name, kind == PoolKind::kMax ? "pool_channels max" : "pool_channels average",
+        [&](Tensors& t) {
+          return PoolChannels{.kind = kind, .group = kReduction, .x = t.bf16({m.T, m.d}), .out = t.bf16({m.T, s})};
+        },
+        pool_channels);
+  }
+}
+
 // Of an adapter's input, and of its part of the input gradient.
 void bench_dropout(Bench& bench, const ModelShape& m) {
   for (const bool accumulate : {false, true}) {
@@ -512,6 +552,7 @@ int run(int argc, char** argv) {
     bench_ends(bench, model);
     bench_bias(bench, model);
     bench_dropout(bench, model);
+    bench_side(bench, model);
     bench_optimizer(bench, model);
     bench_4bit(bench, model);
     bench_float8(bench, model);

@@ -18,6 +18,8 @@ enum class ParameterRole : uint8_t {
   kPlainLinear,    // [N, K], the weight of another linear layer outside of blocks: never FP8
   kAdapterIn,   // [rank, K], the first factor of what an adapter adds to rows of a linear layer's weight (LoRA's A)
   kAdapterOut,  // [rows, rank], the second one (LoRA's B)
+  kGate,        // [1, 1], a learnt scalar that begins at 0
+  kMix,         // [1, 1], one that begins at 1
 };
 
 // How frozen linear weights of blocks are stored (finetune.base): in the compute format; as the FP8 codes that
@@ -66,6 +68,44 @@ struct LoraRules {
   uint64_t seed = 0;                      // of dropout
 };
 
+// How a side layer makes s numbers of the d that a frozen layer hands on.
+enum class Downsampling : uint8_t {
+  kLinear,       // W h
+  kLora,         // B A h, with A of `rank` rows
+  kAdapter,      // B silu(A h)
+  kMaxPool,      // the largest of each group of `reduction` numbers
+  kAveragePool,  // their mean
+};
+inline bool is_pool(Downsampling kind) {
+  return kind == Downsampling::kMaxPool || kind == Downsampling::kAveragePool;
+}
+
+// What is done with the side network's output u, of width d, and the frozen model's n.
+enum class SideMix : uint8_t {
+  kAdditive,  // n + u, where the weight that makes u begins at 0
+  kPaper,     // a n + (1 - a) u, where the scalar a is learnt and begins at 1
+};
+
+// A network beside the model (Quantized Side Tuning, arXiv 2401.07159): for each of its blocks one of width d / r,
+// which reads what the block hands on. It is trained, and the model is not.
+struct SideRules {
+  int64_t reduction = 0;  // r; 0: no side network
+  Downsampling downsample = Downsampling::kAdapter;
+  int64_t rank = 16;     // of kLora and kAdapter
+  int64_t head_dim = 0;  // of its attention; 0: 64, or its width where that is less
+  SideMix mix = SideMix::kAdditive;
+  bool keeps_fp8 = false;  // what is kept of frozen layers is kept in FP8 groups, else in the compute format
+
+  bool exists() const { return reduction > 0; }
+  bool operator==(const SideRules&) const = default;
+};
+// With what the names of its parameters and buffers begin.
+inline constexpr const char* kSide = "side.";
+
+inline bool is_of_side(const ParameterInfo& p) { return p.name.starts_with(kSide); }
+// Whether it is no weight of a model by itself, but beside it.
+inline bool is_added(const ParameterInfo& p) { return is_adapter(p) || is_of_side(p); }
+
 // What training does to parameters, by their names. Patterns are those of a shell: *, ? and [...]; * includes dots.
 struct ParameterRules {
   std::vector<std::string> frozen = {};  // patterns of parameters that are frozen
@@ -74,6 +114,7 @@ struct ParameterRules {
   std::vector<double> lr_factors = {};     // as many: ParameterInfo::lr_factor
   LoraRules lora = {};                     // with adapters all other parameters are frozen
   BaseFormat base = BaseFormat::kCompute;  // of linear weights of blocks that are frozen
+  SideRules side = {};                     // with a side network all other parameters are frozen
 };
 
 }  // namespace parka

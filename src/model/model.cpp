@@ -18,6 +18,19 @@ PrecisionConfig plain_precision(const PrecisionConfig& training) {
   return plain;
 }
 
+// Tables of a stack's positions, [S, D] fp32.
+template <typename Ids>
+Ids declare_rotations(const ModelConfig& model, int64_t sequence_length, const std::string& prefix,
+                      MemoryPlan& plan) {
+  const std::vector<int64_t> shape = {sequence_length, model.head_dim()};
+  Ids ids;
+  ids.full = plan.add("tables", prefix + "cos_sin", DType::kF32, shape);
+  if (model.has_windowed_rotations()) {
+    ids.windowed = plan.add("tables", prefix + "windowed_cos_sin", DType::kF32, shape);
+  }
+  return ids;
+}
+
 ParameterTable with_linear_weights_in(MemoryPlace place, ParameterTable table) {
   for (ParameterInfo& p : table.all) {
     if (p.role == ParameterRole::kLinear) p.place = place;
@@ -37,12 +50,12 @@ Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool d
           make_parameter_table(config, decay_embeddings, rules))),
       weights_(
           table_, Formats(precision),
-          {kept_copies(precision, zero, rules.base), precision.weight_copies_blocks, table_.first_trained_unit},
+          {kept_copies(precision, zero, rules.base), precision.weight_copies_blocks, table_.first_backward_unit()},
           use == Use::kInference ? WeightUse::kForward : training_use(precision), zero, plan) {
-  const std::vector<int64_t> table = {shape.sequence_length, config.head_dim()};
-  cos_sin_ = plan.add("tables", "cos_sin", DType::kF32, table);
-  if (config.has_windowed_rotations()) {
-    windowed_cos_sin_ = plan.add("tables", "windowed_cos_sin", DType::kF32, table);
+  rotations_ = declare_rotations<RotaryIds>(config, shape.sequence_length, "", plan);
+  if (table_.side.exists()) {
+    side_rotations_ =
+        declare_rotations<RotaryIds>(side_stack(config, table_.side), shape.sequence_length, kSide, plan);
   }
   if (use == Use::kTraining) {
     training_ = std::make_unique<Pass>(config, precision, table_, shape, logits_chunk_tokens,
@@ -73,12 +86,17 @@ void Model::bind(Device& device, const Arena& arena) {
     device.synchronize();  // `values` ends here
     return table;
   };
-  Pass::RotaryTables tables;
-  tables.full = tables.windowed = filled(cos_sin_, config_.rope_theta, config_.rope_scaling);
-  if (windowed_cos_sin_.valid()) tables.windowed = filled(windowed_cos_sin_, config_.windowed_rope_theta(), {});
-  if (training_) training_->bind(device, arena, weights_, tables);
+  const auto both = [&](const RotaryIds& ids) {
+    Pass::RotaryTables tables;
+    if (!ids.full.valid()) return tables;
+    tables.full = tables.windowed = filled(ids.full, config_.rope_theta, config_.rope_scaling);
+    if (ids.windowed.valid()) tables.windowed = filled(ids.windowed, config_.windowed_rope_theta(), {});
+    return tables;
+  };
+  const Pass::RotaryTables tables = both(rotations_), side_tables = both(side_rotations_);
+  if (training_) training_->bind(device, arena, weights_, tables, side_tables);
   if (with_telemetry_) training_->bind_telemetry(device);
-  if (evaluation_) evaluation_->bind(device, arena, weights_, tables);
+  if (evaluation_) evaluation_->bind(device, arena, weights_, tables, side_tables);
 }
 
 void Model::set_hooks(UnitHooks* hooks) {

@@ -131,6 +131,11 @@ class Model {
  private:
   class Pass;  // activations under one precision and what runs on them
 
+  // Of generation.
+  struct Caches {
+    const KvCache *model, *side;  // side: of a side network, nullptr where there is none
+  };
+  Caches caches() const { return {&*cache_, side_cache_ ? &*side_cache_ : nullptr}; }
   std::vector<float> read_logits(const Pass& pass, const StepContext& step, int64_t first_row, int64_t count) const;
 
   ModelConfig config_;
@@ -138,11 +143,16 @@ class Model {
   ParameterTable table_;
   ModelWeights weights_;
   // Rotary tables, [S, D] fp32. Blocks with a window have another one with model.local_rope_theta or rope_scaling.
-  TensorId cos_sin_, windowed_cos_sin_;
+  struct RotaryIds {
+    TensorId full, windowed;
+  };
+  RotaryIds rotations_;
+  RotaryIds side_rotations_;          // the same of a side network, [S, its head dim]
   std::unique_ptr<Pass> training_;    // absent for inference
   std::unique_ptr<Pass> evaluation_;  // absent when evaluation uses training's numerics and buffers
   std::optional<KvCache> cache_;
-  TensorView losses_;  // [T] fp32 of the last batch
+  std::optional<KvCache> side_cache_;  // of a side network
+  TensorView losses_;                  // [T] fp32 of the last batch
 
   // What accumulate_gradients() has recorded, and with which arguments.
   struct RecordedWith {

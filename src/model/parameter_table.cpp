@@ -15,6 +15,7 @@
 #include "model/layers/embedding.h"
 #include "model/layers/head.h"
 #include "model/layers/stack.h"
+#include "model/side/side_network.h"
 #include "model/vision/image_embedding.h"
 
 namespace parka {
@@ -88,6 +89,9 @@ void apply_rules(std::vector<ParameterInfo>& parameters, const ParameterRules& r
   PARKA_REQUIRE(rules.lr_patterns.size() == rules.lr_factors.size());
   if (rules.lora.rank > 0) {
     for (ParameterInfo& p : parameters) p.trainable = is_adapter(p);
+  }
+  if (rules.side.exists()) {
+    for (ParameterInfo& p : parameters) p.trainable = is_of_side(p);
   }
   for (const std::string& pattern : rules.frozen) {
     for_each_match(parameters, "optimizer.frozen", pattern, [](ParameterInfo& p) { p.trainable = false; });
@@ -197,14 +201,19 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
   ParameterList list(config, rules.lora);
   Embedding::add_parameter(list, config, decay_embeddings);
   if (config.vision.exists()) ImageEmbedding::add_parameters(list, config);
-  Stack::add_parameters(list, config, kDecoder);
-  list.begin_unit();
-  Head::add_parameters(list, config);
+  if (rules.side.exists()) {
+    SideNetwork::add_parameters(list, config, rules.side);
+  } else {
+    Stack::add_parameters(list, config, kDecoder);
+    list.begin_unit();
+    Head::add_parameters(list, config);
+  }
 
   std::vector<ParameterInfo> parameters = list.take();
   for (ParameterInfo& p : parameters) {
-    if (p.unit == 0 && p.role == ParameterRole::kLinear)
-      p.role = ParameterRole::kPlainLinear;  // of a tower's blocks
+    const bool is_of_tower = p.unit == 0;
+    if ((is_of_tower || is_of_side(p)) && p.role == ParameterRole::kLinear) p.role = ParameterRole::kPlainLinear;
+    if (is_of_side(p) && p.initial_std > 0) p.initial_std = 1.0 / std::sqrt(3.0 * static_cast<double>(p.cols));
   }
   apply_rules(parameters, rules);
   ParameterTable table(std::move(parameters));
@@ -212,6 +221,7 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
   table.lora_scale = static_cast<float>(rules.lora.scale);
   table.lora_dropout = rules.lora.dropout;
   table.dropout_seed = rules.lora.seed;
+  table.side = rules.side;
   table.num_blocks = config.num_layers;
   table.embedding = table.index_of("embedding");
   table.final_norm = table.index_of("final_norm");
@@ -226,9 +236,9 @@ std::vector<float> initial_weight(const ModelConfig& config, const ParameterTabl
   const double std = table.all[index].initial_std;
   const ParameterRole role = table.all[index].role;
   if (role == ParameterRole::kAdapterIn) return uniform_values(seed, index, table.all[index].cols, range);
-  const bool is_zero = role == ParameterRole::kBias || role == ParameterRole::kAdapterOut;
-  const float offset =
-      table.all[index].unit == 0 ? 0.0f : config.norm_weight_offset();  // a tower's norms have none
+  const bool is_zero = role != ParameterRole::kNorm && role != ParameterRole::kMix;
+  const bool has_offset = role == ParameterRole::kNorm && table.all[index].unit > 0;  // a tower's norms have none
+  const float offset = has_offset ? config.norm_weight_offset() : 0.0f;
   const float constant = is_zero ? 0.0f : 1.0f - offset;
   std::vector<float> values(static_cast<size_t>(range.size()), constant);
   if (std == 0) return values;

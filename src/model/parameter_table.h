@@ -40,6 +40,7 @@ struct ParameterTable {
   float lora_scale = 1;
   double lora_dropout = 0;
   uint64_t dropout_seed = 0;
+  SideRules side;
   // The lowest unit with a parameter that is trained, at which backward ends.
   int first_trained_unit = 0;
 
@@ -48,6 +49,8 @@ struct ParameterTable {
   int num_units() const { return static_cast<int>(num_blocks) + 2; }
   int block_unit(int64_t l) const { return static_cast<int>(l) + 1; }
   int head_unit() const { return num_units() - 1; }
+  // The lowest unit through whose own layers gradients go: those of a side network go through none but its own.
+  int first_backward_unit() const { return side.exists() ? head_unit() : first_trained_unit; }
   // Indices of a unit's parameters. A tied head's weight is in unit 0.
   std::vector<int> unit(int index) const;
   // Of those, the ones that are trained, and those of all units.
@@ -114,7 +117,7 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
 //                    1/sqrt(2 d (l+1)) for attention_out and 1/sqrt(2 f (l+1)) for down of block l (from 0)
 //   normal:          N(0, init_std)
 // Norm weights are 1, or 0 with norm_unit_offset; biases 0. Of adapters A is uniform within +-1/sqrt(K), and B is
-// 0.
+// 0. Weights of a side network are normal, with the standard deviation of that uniform distribution.
 std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index,
                                   uint64_t seed, ElementRange range);
 // All of them.

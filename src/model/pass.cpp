@@ -7,23 +7,36 @@
 #include "kernels/ops/grad_norm.h"
 
 namespace parka {
+namespace {
+
+using Purpose = BufferScope::Purpose;
+
+Purpose purpose_of_blocks(const ParameterTable& table, Purpose purpose) {
+  return table.side.exists() && purpose == Purpose::kTraining ? Purpose::kForwardOnly : purpose;
+}
+
+}  // namespace
 
 Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
                   const BatchShape& shape, int64_t logits_chunk_tokens, BufferScope::Purpose purpose,
                   MemoryPlan& plan)
-    : Pass(model, precision, table, shape, logits_chunk_tokens, BufferScope(precision, shape, purpose, plan)) {}
+    : Pass(model, precision, table, shape, logits_chunk_tokens,
+           Scopes{BufferScope(precision, shape, purpose, plan),
+                  BufferScope(precision, shape, purpose_of_blocks(table, purpose), plan)}) {}
 
 Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
-                  const BatchShape& shape, int64_t logits_chunk_tokens, BufferScope&& scope)
+                  const BatchShape& shape, int64_t logits_chunk_tokens, Scopes&& scopes)
     : precision_(precision),
       max_shape_(shape),
       window_(model.sliding_window),
       head_unit_(table.head_unit()),
       first_trained_unit_(table.first_trained_unit),
-      stack_(model, table, kDecoder, table.block_unit(0), scope),
-      embedding_(model, table, scope),
-      head_(model, table, logits_chunk_tokens, scope) {
+      stack_(model, table, kDecoder, table.block_unit(0), scopes.blocks),
+      embedding_(model, table, scopes.own),
+      head_(model, table, logits_chunk_tokens, scopes.own) {
+  BufferScope& scope = scopes.own;
   if (model.vision.exists() && shape.images_per_sequence > 0) images_.emplace(model, table, scope);
+  if (table.side.exists()) side_.emplace(model, table, scope);
   if (shape.separate_documents) first_keys_ = scope.batch("first_keys", DType::kI32, {scope.tokens()});
   if (window_ > 0 && window_ < shape.sequence_length) {
     windowed_first_keys_ = scope.batch("windowed_first_keys", DType::kI32, {scope.tokens()});
@@ -33,13 +46,14 @@ Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, co
   }
 }
 
-void Model::Pass::bind(Device& device, const Arena& arena, const ModelWeights& weights,
-                       const RotaryTables& tables) {
+void Model::Pass::bind(Device& device, const Arena& arena, const ModelWeights& weights, const RotaryTables& tables,
+                       const RotaryTables& side_tables) {
   stack_.bind(device, arena);
   if (images_) images_->bind(device, arena);
   arena_ = &arena;
   weights_ = &weights;
   tables_ = tables;
+  side_tables_ = side_tables;
 }
 
 StepContext Model::Pass::load(Device& device, const Batch& batch, bool keep) const {
@@ -56,6 +70,11 @@ StepContext Model::Pass::load(Device& device, const Batch& batch, bool keep) con
   step.positions.rotations = tables_.full.rows(0, shape.sequence_length);
   step.windowed_positions.rotations = tables_.windowed.rows(0, shape.sequence_length);
   load_first_keys(step, batch.first_keys);
+  if (side_) {
+    step.side_positions = {side_tables_.full.rows(0, shape.sequence_length), step.positions.first_keys};
+    step.side_windowed_positions = {side_tables_.windowed.rows(0, shape.sequence_length),
+                                    step.windowed_positions.first_keys};
+  }
   if (keep && dropout_position_.valid()) step.dropout_position = (*arena_)[dropout_position_];
   if (device.op_recorder() != nullptr) return step;  // its memory is never read
   if (!step.dropout_position.empty()) {
@@ -111,26 +130,53 @@ void Model::Pass::forward(const StepContext& step) const {
   embedding_.forward(step, stack_.input(step));
   if (step.shape.num_images() > 0) images_->forward(step, stack_.input(step));
   step.device.section(StepSection::kBlockForward);
-  stack_.forward(step);
+  forward_blocks(step);
   step.device.section(StepSection::kHead);
   step.before_forward(head_unit_);
-  head_.forward(step, stack_.residual(step), stack_.branch(step));
+  if (!side_) {
+    head_.forward(step, stack_.residual(step), stack_.branch(step));
+    return;
+  }
+  head_.forward(step, side_->frozen_output(step), {});
+  side_->forward_output(step, head_.hidden(step));
+}
+
+// Of a model with a side network both at a time, block by block, so that weights are gathered once.
+void Model::Pass::forward_blocks(const StepContext& step) const {
+  if (!side_) {
+    stack_.forward(step);
+    return;
+  }
+  StepContext frozen = step;
+  frozen.keep = false;
+  stack_.forward(frozen, [&](int64_t l, TensorView& residual, TensorView& branch) {
+    side_->forward(step, l, residual, branch);
+  });
 }
 
 void Model::Pass::loss_and_backward(const StepContext& step, const LossOptions& options) const {
   PARKA_REQUIRE(step.keep && step.gradients != nullptr);
   const ResidualStream& stream = stack_.stream();
   step.before_backward(head_unit_);
-  head_.loss_and_backward(step, options, stream);
+  if (side_) {
+    head_.loss_and_backward(step, options, side_->d_hidden(step));
+    side_->backward_output(step);
+  } else {
+    head_.loss_and_backward(step, options, stream);
+  }
   if (!options.loss_sum.empty()) add_sum(step.device, {.x = losses(step), .total = options.loss_sum});
   step.after_backward(head_unit_);  // which may look at the loss
   if (first_trained_unit_ == head_unit_) return;
   step.device.section(StepSection::kBlockBackward);
-  stack_.backward(step);
+  side_ ? side_->backward(step) : stack_.backward(step);
   if (first_trained_unit_ > 0) return;
   step.device.section(StepSection::kEmbedding);
   step.before_backward(0);
-  embedding_.backward(step, stream.d_residual(step));
+  if (side_) {
+    side_->backward_input(step);
+  } else {
+    embedding_.backward(step, stream.d_residual(step));
+  }
   if (images_) images_->backward(step, stream.d_residual(step));
   step.after_backward(0);
 }

@@ -6,6 +6,7 @@
 #include "model/layers/head.h"
 #include "model/layers/stack.h"
 #include "model/model.h"
+#include "model/side/side_network.h"
 #include "model/vision/image_embedding.h"
 
 namespace parka {
@@ -21,7 +22,8 @@ class Model::Pass {
   struct RotaryTables {
     TensorView full, windowed;  // of blocks of full attention, and with a window; may be the same
   };
-  void bind(Device& device, const Arena& arena, const ModelWeights& weights, const RotaryTables& tables);
+  void bind(Device& device, const Arena& arena, const ModelWeights& weights, const RotaryTables& tables,
+            const RotaryTables& side_tables);
 
   const PrecisionConfig& precision() const { return precision_; }
   const ActivationOffload& offload() const { return stack_.offload(); }
@@ -45,7 +47,7 @@ class Model::Pass {
   // Like load(), for generation: row t is the token rows[t], and forward appends its keys and values to the cache.
   // With `newest` each row is the newest token of a sequence, and attends to the cache; else the rows are one
   // sequence from its beginning on.
-  StepContext load_cached(Device& device, const KvCache& cache, const std::vector<CachedToken>& rows,
+  StepContext load_cached(Device& device, const Caches& caches, const std::vector<CachedToken>& rows,
                           const BatchShape& shape, bool newest, const SequenceImages& images) const;
 
   // Telemetry, see Model. Declared before bind() and bound after it.
@@ -57,11 +59,16 @@ class Model::Pass {
   const TensorView& attention_telemetry() const { return telemetry_.attention(); }
 
  private:
+  struct Scopes {
+    BufferScope own;
+    BufferScope blocks;  // of the decoder's: where gradients do not go through them, they keep nothing
+  };
   Pass(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
-       const BatchShape& shape, int64_t logits_chunk_tokens, BufferScope&& scope);
+       const BatchShape& shape, int64_t logits_chunk_tokens, Scopes&& scopes);
 
   void load_tokens(const StepContext& step, const Batch& batch) const;
   void load_first_keys(StepContext& step, const int32_t* of_documents) const;
+  void forward_blocks(const StepContext& step) const;
 
   PrecisionConfig precision_;
   BatchShape max_shape_;
@@ -71,6 +78,7 @@ class Model::Pass {
   Stack stack_;
   Embedding embedding_;
   std::optional<ImageEmbedding> images_;  // of a model with a tower
+  std::optional<SideNetwork> side_;       // of a model that has one
   Head head_;
   // [T] int32 see AttentionForward: where documents may be separate; where a window is shorter than sequences.
   TensorId first_keys_, windowed_first_keys_;
@@ -80,7 +88,7 @@ class Model::Pass {
   const Arena* arena_ = nullptr;
   const ModelWeights* weights_ = nullptr;
   UnitHooks* hooks_ = nullptr;
-  RotaryTables tables_;
+  RotaryTables tables_, side_tables_;
 };
 
 }  // namespace parka

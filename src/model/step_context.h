@@ -28,13 +28,15 @@ struct StepContext {
   Samples samples = {};
 
   BatchShape shape = {};
-  bool keep = false;                  // forward is to leave what backward needs
-  Positions positions = {};           // in blocks of full attention
-  Positions windowed_positions = {};  // in blocks with a window
-  TensorView dropout_position = {};   // Dropout::position; empty where nothing is dropped
+  bool keep = false;                                            // forward is to leave what backward needs
+  Positions positions = {};                                     // in blocks of full attention
+  Positions windowed_positions = {};                            // in blocks with a window
+  TensorView dropout_position = {};                             // Dropout::position; empty where nothing is dropped
+  Positions side_positions = {}, side_windowed_positions = {};  // the same two in the blocks of a side network
 
   // Generation: forward appends the rows' keys and values to the cache.
-  const KvCache* cache = nullptr;  // nullptr: they go nowhere
+  const KvCache* cache = nullptr;       // nullptr: they go nowhere
+  const KvCache* side_cache = nullptr;  // of a side network
   bool newest_rows = false;  // each row is the newest token of a sequence; false: they are one from its beginning
   int64_t num_keys = 0;      // up to which such rows attend to the cache
 

@@ -128,7 +128,7 @@ void ModelWeights::declare_workspace(MemoryPlan& plan) {
     most_scales = std::max(most_scales, scales[0] * scales[1]);
     // With stage 3 the codes are where they were gathered.
     lacks_rows = lacks_rows || (!keeps_rows(i) && !zero_.shards_weights());
-    const bool has_backward = p.unit >= copies_kept_.first_trained_unit;
+    const bool has_backward = p.unit >= copies_kept_.first_backward_unit;
     lacks_transposed =
         lacks_transposed || (has_backward && !keeps_transposed(i) && !has_pieces_for_backward(p.unit));
   }

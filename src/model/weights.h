@@ -22,13 +22,13 @@ WeightCopies kept_copies(const PrecisionConfig& precision, const Zero& zero, Bas
 
 // Which FP8 copies are kept for a whole optimizer step, by unit of the parameter table.
 struct KeptCopies {
-  WeightCopies copies;         // kept_copies()
-  int64_t num_blocks = 0;      // precision.weight_copies_blocks
-  int first_trained_unit = 0;  // no input gradients are computed below it
+  WeightCopies copies;          // kept_copies()
+  int64_t num_blocks = 0;       // precision.weight_copies_blocks
+  int first_backward_unit = 0;  // no input gradients are computed below it
 
   WeightCopies of_unit(int unit) const {
     const bool is_listed = num_blocks == 0 || unit <= num_blocks;  // unit 1 is the first block
-    if (is_listed && unit >= first_trained_unit) return copies;
+    if (is_listed && unit >= first_backward_unit) return copies;
     if (copies == WeightCopies::kBoth) return WeightCopies::kRows;
     return is_listed ? copies : WeightCopies::kNone;
   }

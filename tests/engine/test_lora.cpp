@@ -186,7 +186,7 @@ TEST_CASE("a checkpoint of adapters holds them alone, and goes on beside its bas
     Config longer = plain;
     longer.optimizer.lr *= 2;
     make_base(longer);
-    CHECK(refusal([&] { open_checkpoint(checkpoint.path()); }).find("has adapters of other weights") !=
+    CHECK(refusal([&] { open_checkpoint(checkpoint.path()); }).find("was trained beside other weights") !=
           std::string::npos);
   }
 }

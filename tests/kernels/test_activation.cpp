@@ -13,7 +13,8 @@ using namespace parka::test;
 
 namespace {
 
-constexpr Activation kActivations[] = {Activation::kGelu, Activation::kGeluTanh, Activation::kQuickGelu};
+constexpr Activation kActivations[] = {Activation::kGelu, Activation::kGeluTanh, Activation::kQuickGelu,
+                                       Activation::kSilu};
 constexpr DType kPlain[] = {DType::kF32, DType::kBF16};
 using Size = std::pair<int64_t, int64_t>;
 
@@ -43,6 +44,7 @@ double activated(Activation kind, double x) {
       return inner < -4 ? x / (1 + std::exp(-2 * inner)) : 0.5 * x * (1 + std::tanh(inner));
     }
     case Activation::kQuickGelu: return x / (1 + std::exp(-1.702 * x));
+    case Activation::kSilu: return x / (1 + std::exp(-x));
   }
   return 0;
 }
@@ -120,8 +122,8 @@ TEST_CASE("activations are right far from 0, and keep bad values visible", "[ker
   for (Device* device : devices()) {
     for (const Activation kind : kActivations) {
       const float most = kind == Activation::kGeluTanh ? 1e18f : 1.5e38f;  // its slope squares x
-      const std::vector<float> values = {-most, -1e4f, -60.0f, -0.0f,    0.0f,     60.0f,
-                                         1e4f,  most,  NAN,    INFINITY, -INFINITY};
+      const std::vector<float> values = {-most, -1e4f, -100.0f, -0.0f,    0.0f,     100.0f,
+                                         1e4f,  most,  NAN,     INFINITY, -INFINITY};
       const auto count = static_cast<int64_t>(values.size());
       const TestTensor x(*device, DType::kF32, {1, count}, values), y(*device, DType::kF32, {1, count});
       const TestTensor d_y(*device, DType::kF32, {1, count}, std::vector<float>(values.size(), 1.0f));

@@ -17,8 +17,8 @@ struct NamedStack {
 };
 
 const NamedStack kMain{kDecoder, {.d_model = 64, .num_layers = 2, .num_heads = 2, .d_ffn = 48}};
-const NamedStack kSide{"side.",
-                       {.d_model = 32, .num_layers = 3, .num_heads = 4, .d_ffn = 80, .norm = NormKind::kRmsNorm}};
+const NamedStack kSecond{"side.",
+                         {.d_model = 32, .num_layers = 3, .num_heads = 4, .d_ffn = 80, .norm = NormKind::kRmsNorm}};
 
 void upload(Device& device, const TensorView& t, const std::vector<float>& values) {
   upload_weight(device, t, values);
@@ -131,10 +131,10 @@ TEST_CASE("a second stack of another size computes beside the first what each co
       for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
         PrecisionConfig precision = precision_recipe(recipe);
         precision.recompute = recompute;
-        Stacks both(*device, precision, {kMain, kSide});
-        const std::vector<float> side = both.run(1, kSide, 3), main = both.run(0, kMain, 7);
+        Stacks both(*device, precision, {kMain, kSecond});
+        const std::vector<float> side = both.run(1, kSecond, 3), main = both.run(0, kMain, 7);
         CHECK(main == Stacks(*device, precision, {kMain}).run(0, kMain, 7));
-        CHECK(side == Stacks(*device, precision, {kSide}).run(0, kSide, 3));
+        CHECK(side == Stacks(*device, precision, {kSecond}).run(0, kSecond, 3));
       }
     }
   }

@@ -36,12 +36,12 @@ void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group) {
   const auto path = described.at("checkpoint").get<std::string>();
   if (!file_exists(path + "/" + std::string(kManifestName))) {
     throw_bad_input(
-        "{}: has adapters alone, and the checkpoint with the other weights is gone: {}; put it back there",
+        "{}: has what was trained alone, and the checkpoint with the other weights is gone: {}; put it back there",
         checkpoint.path(), path);
   }
   auto base = std::make_shared<const LoadedCheckpoint>(load_checkpoint(path, group));
   if (manifest_checksum(*base) != described.at("checksum").get<std::string>()) {
-    throw_bad_input("{}: has adapters of other weights than {} has now; put that checkpoint back as it was",
+    throw_bad_input("{}: was trained beside other weights than {} has now; put that checkpoint back as it was",
                     checkpoint.path(), path);
   }
   std::vector<std::string> names;

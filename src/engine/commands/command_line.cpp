@@ -338,8 +338,10 @@ void add_export(CLI::App& app, ExportOptions& options) {
                           "Write the blocks' linear weights in 4 bits, as bitsandbytes has them: nf4 or fp4");
   quantize.check(CLI::IsMember({"nf4", "fp4"}))->excludes(&shard_size);
   command
-      .add_flag("--adapter", options.adapter,
-                "Write the adapters of finetune.method = lora alone, for peft, and do not add them to the weights")
+      .add_flag(
+          "--adapter", options.adapter,
+          "Write what was trained beside the weights alone: adapters of finetune.method = lora, for peft, which "
+          "else are added to the weights, or the side network of qst")
       ->excludes(&dtype)
       ->excludes(&shard_size)
       ->excludes(&quantize);

@@ -13,6 +13,7 @@
 #include "core/error.h"
 #include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/checkpoint/saved_state.h"
+#include "engine/checkpoint/side_export.h"
 #include "engine/commands/argument_values.h"
 #include "engine/commands/commands.h"
 #include "engine/config/config_io.h"
@@ -55,6 +56,13 @@ class Exporter {
         config_(config_of(checkpoint_, {})),
         table_(make_parameter_table(config_.model, false)),
         weights_(checkpoint_, table_.all, lora_adapters(config_)) {
+    if (config_.finetune.method == FinetuneMethod::kQst) {
+      if (options.adapter) return;
+      throw_bad_input(
+          "{}: has a side network, which is nothing that could be added to the weights; `parka export --adapter` writes it "
+          "alone, and its base, a checkpoint of its own, is exported as ever",
+          checkpoint_.path());
+    }
     // What the weights come from says how they are laid out; --like, what goes along with them, or the tokenizer
     // that the run keeps.
     if (options.like.empty()) tokenizer_ = find_tokenizer(checkpoint_.path(), checkpoint_.state());
@@ -85,6 +93,10 @@ class Exporter {
   }
 
   void write(const std::string& out) const {
+    if (config_.finetune.method == FinetuneMethod::kQst) {
+      write_side_network(checkpoint_, config_, out);
+      return;
+    }
     if (options_.adapter) {
       write_peft_adapter(checkpoint_, config_, *family_, origin_ ? origin_->folder : config_.checkpoint.init_from,
                          out);
@@ -109,6 +121,9 @@ class Exporter {
   }
 
   std::string description() const {
+    if (config_.finetune.method == FinetuneMethod::kQst) {
+      return fmt::format("side network of step {} of {}", checkpoint_.step(), checkpoint_.path());
+    }
     if (options_.adapter) return fmt::format("adapters of step {} of {}", checkpoint_.step(), checkpoint_.path());
     if (is_quantized()) {
       return fmt::format("step {} of {} in {}, linear layers in {}{}", checkpoint_.step(), checkpoint_.path(),

@@ -132,7 +132,7 @@ struct TrainingConfig {
   }
 };
 
-enum class FinetuneMethod : uint8_t { kFull, kLora };
+enum class FinetuneMethod : uint8_t { kFull, kLora, kQst };
 
 struct FinetuneConfig {
   FinetuneMethod method = FinetuneMethod::kFull;
@@ -142,23 +142,31 @@ struct FinetuneConfig {
   bool rslora = false;
   double dropout = 0;
   std::vector<std::string> targets = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"};
+  int64_t reduction = 16;
+  Downsampling downsample = Downsampling::kAdapter;
+  int64_t side_head_dim = 0;
+  SideMix mix = SideMix::kAdditive;
+  Storage kept = Storage::kCompute;
 
   bool operator==(const FinetuneConfig&) const = default;
 
-  // The adapters of method = lora; none with others.
+  // The adapters of method = lora, and the side network of method = qst; none with others.
   LoraRules lora_rules() const;
+  SideRules side_rules() const;
 
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("method", method,
-          "full: what optimizer.frozen leaves is trained; lora: adapters "
-          "alone, beside frozen weights");
+    visit(
+        "method", method,
+        "full: what optimizer.frozen leaves is trained; lora: adapters alone, beside frozen weights; qst: a narrow "
+        "network beside the frozen model, through which no gradient goes (Quantized Side Tuning)");
     visit(
         "base", base,
         "How the frozen weights of the blocks' linear layers are kept: compute (as precision says, with the weights in "
         "precision.compute); fp8: as the FP8 codes that GEMMs read, alone; nf4 or fp4: in 4 bits, with bitsandbytes' "
         "formats, and decoded before each product");
-    visit("rank", rank, "lora: rank of each adapter", IntegerRange{1, 65536});
+    visit("rank", rank, "lora: rank of each adapter; qst: of downsample = lora and adapter",
+          IntegerRange{1, 65536});
     visit("alpha", alpha, "lora: adapters are multiplied by alpha / rank", RealRange{});
     visit("rslora", rslora, "lora: multiply adapters by alpha / sqrt(rank) instead, as in rsLoRA");
     visit("dropout", dropout,
@@ -167,6 +175,23 @@ struct FinetuneConfig {
     visit("targets", targets,
           "lora: linear layers with adapters, of q_proj, k_proj, v_proj, "
           "o_proj, gate_proj, up_proj and down_proj");
+    visit("reduction", reduction,
+          "qst: what the model's width and feed-forward width are divided by, for those of the side network",
+          IntegerRange{1, 65536});
+    visit(
+        "downsample", downsample,
+        "qst: how a side layer reads what a frozen one hands on: linear; lora: by two factors; adapter: with SiLU "
+        "between them; max_pool or avg_pool: groups of `reduction` numbers, without weights");
+    visit("side_head_dim", side_head_dim,
+          "qst: width of a head of the side network, even; 0 means 64, or the side network's width if that is less",
+          IntegerRange{0, kMaxDimension});
+    visit("mix", mix,
+          "qst: how the side network's output joins the model's: additive: n + u, where u begins at 0; paper: "
+          "a n + (1 - a) u, where a is learnt and begins at 1");
+    visit(
+        "kept", kept,
+        "qst: how what frozen layers hand on is kept for the weights that read it: compute, or fp8 (one scale per 1 x "
+        "precision.group_size)");
   }
 };
 
@@ -350,8 +375,20 @@ struct EnumNames<DeviceChoice> {
 };
 template <>
 struct EnumNames<FinetuneMethod> {
-  static constexpr EnumName<FinetuneMethod> kAll[] = {{FinetuneMethod::kFull, "full"},
-                                                      {FinetuneMethod::kLora, "lora"}};
+  static constexpr EnumName<FinetuneMethod> kAll[] = {
+      {FinetuneMethod::kFull, "full"}, {FinetuneMethod::kLora, "lora"}, {FinetuneMethod::kQst, "qst"}};
+};
+template <>
+struct EnumNames<Downsampling> {
+  static constexpr EnumName<Downsampling> kAll[] = {{Downsampling::kLinear, "linear"},
+                                                    {Downsampling::kLora, "lora"},
+                                                    {Downsampling::kAdapter, "adapter"},
+                                                    {Downsampling::kMaxPool, "max_pool"},
+                                                    {Downsampling::kAveragePool, "avg_pool"}};
+};
+template <>
+struct EnumNames<SideMix> {
+  static constexpr EnumName<SideMix> kAll[] = {{SideMix::kAdditive, "additive"}, {SideMix::kPaper, "paper"}};
 };
 template <>
 struct EnumNames<BaseFormat> {

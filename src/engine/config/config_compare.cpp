@@ -145,6 +145,29 @@ RopeScalingConfig used_keys(const RopeScalingConfig& s) {
   return used;
 }
 
+// With the keys of other methods at their defaults.
+FinetuneConfig used_keys(const FinetuneConfig& f) {
+  FinetuneConfig used;
+  used.method = f.method;
+  if (f.method == FinetuneMethod::kFull) return used;
+  used.base = f.base;
+  if (f.method == FinetuneMethod::kLora) {
+    used.rank = f.rank;
+    used.alpha = f.alpha;
+    used.rslora = f.rslora;
+    used.dropout = f.dropout;
+    used.targets = f.targets;
+    return used;
+  }
+  used.reduction = f.reduction;
+  used.downsample = f.downsample;
+  used.side_head_dim = f.side_head_dim;
+  used.mix = f.mix;
+  used.kept = f.kept;
+  if (f.downsample == Downsampling::kLora || f.downsample == Downsampling::kAdapter) used.rank = f.rank;
+  return used;
+}
+
 // The same run written in one way only: defaults that stand for another key filled in, keys without effect set to
 // their defaults, and files by name, since a data set may move between folders.
 Config canonical(const Config& config) {
@@ -156,7 +179,7 @@ Config canonical(const Config& config) {
   if (c.model.sliding_window > 0) c.model.local_rope_theta = c.model.windowed_rope_theta();
   c.model.rope_scaling = used_keys(c.model.rope_scaling);
   if (c.model.init != InitKind::kNormal) c.model.init_std = defaults.model.init_std;
-  if (c.finetune.method != FinetuneMethod::kLora) c.finetune = {.method = c.finetune.method};
+  c.finetune = used_keys(c.finetune);
   if (!is_float8(c.optimizer.states)) {
     c.optimizer.exp_avg_format = defaults.optimizer.exp_avg_format;
     c.optimizer.exp_avg_sq_format = defaults.optimizer.exp_avg_sq_format;

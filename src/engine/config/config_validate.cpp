@@ -158,8 +158,9 @@ void check_vision(const Config& c) {
         "there is room",
         name_of(v.tower.kind));
   }
-  if (c.finetune.method == FinetuneMethod::kLora) {
-    throw_bad_input("finetune.method = lora does not go with model.vision.tower yet; use method = full");
+  if (c.finetune.method != FinetuneMethod::kFull) {
+    throw_bad_input("finetune.method = {} does not go with model.vision.tower yet; use method = full",
+                    name_of(c.finetune.method));
   }
 }
 
@@ -345,7 +346,7 @@ void check_base(const Config& c) {
   if (c.finetune.method == FinetuneMethod::kFull) {
     throw_bad_input(
         "finetune.base = {} is for weights that stay as they are, and finetune.method = full trains them; set method = "
-        "lora, or base = compute",
+        "lora or qst, or base = compute",
         base);
   }
   if (c.precision.offload_weights) {
@@ -378,8 +379,38 @@ void check_base(const Config& c) {
   }
 }
 
+// No gradient goes through the model's own blocks, so some keys that are about that have nothing to do.
+void check_side(const Config& c) {
+  if (!c.optimizer.frozen.empty()) {
+    throw_bad_input(
+        "optimizer.frozen has no meaning with finetune.method = qst, which trains the side network alone; remove it");
+  }
+  if (c.finetune.side_head_dim % 2 != 0) {
+    throw_bad_input("finetune.side_head_dim = {} is odd, and pairs of numbers are rotated; use an even one",
+                    c.finetune.side_head_dim);
+  }
+  if (c.finetune.kept == Storage::kFp8 && is_pool(c.finetune.downsample)) {
+    throw_bad_input(
+        "finetune.kept = fp8 has no meaning with finetune.downsample = {}, which keeps nothing; use kept = compute",
+        name_of(c.finetune.downsample));
+  }
+  if (c.precision.offload_weights || c.precision.offload_blocks > 0) {
+    throw_bad_input(
+        "precision.{} does not go with finetune.method = qst, whose frozen blocks keep nothing for backward; set it to {}",
+        c.precision.offload_weights ? "offload_weights" : "offload_blocks",
+        c.precision.offload_weights ? "false" : "0");
+  }
+  if (c.telemetry.interval > 0) {
+    throw_bad_input(
+        "telemetry.interval = {} does not go with finetune.method = qst, whose frozen blocks do not go backward; set it "
+        "to 0",
+        c.telemetry.interval);
+  }
+}
+
 void check_finetune(const Config& c) {
   check_base(c);
+  if (c.finetune.method == FinetuneMethod::kQst) check_side(c);
   if (c.finetune.method != FinetuneMethod::kLora) return;
   if (!c.optimizer.frozen.empty()) {
     throw_bad_input(

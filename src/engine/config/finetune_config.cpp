@@ -11,12 +11,18 @@ LoraRules FinetuneConfig::lora_rules() const {
   return {rank, alpha / (rslora ? std::sqrt(r) : r), targets, dropout};
 }
 
+SideRules FinetuneConfig::side_rules() const {
+  if (method != FinetuneMethod::kQst) return {};
+  return {reduction, downsample, rank, side_head_dim, mix, kept == Storage::kFp8};
+}
+
 ParameterRules Config::parameter_rules() const {
   // Initialization and stochastic rounding draw other numbers from training.seed.
   constexpr uint64_t kDropoutKey = 0x7f4a7c159e3779b9;
   LoraRules lora = finetune.lora_rules();
   lora.seed = static_cast<uint64_t>(training.seed) ^ kDropoutKey;
-  return {optimizer.frozen, optimizer.lr_patterns, optimizer.lr_factors, std::move(lora), finetune.base};
+  return {optimizer.frozen, optimizer.lr_patterns, optimizer.lr_factors,
+          std::move(lora),  finetune.base,         finetune.side_rules()};
 }
 
 }  // namespace parka

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string_view>
 
+#include "model/side/side_network.h"
 #include "model/vision/image_embedding.h"
 
 namespace parka {
@@ -55,7 +56,8 @@ double frozen_weight_flop(const ParameterTable& table) {
     const ParameterInfo& p = table.all[i];
     if ((static_cast<int>(i) == table.embedding && !table.ties_head()) || is_of_images(p)) continue;
     const int unit = static_cast<int>(i) == table.head ? table.head_unit() : p.unit;
-    const int products = 1 + (unit >= table.first_trained_unit ? 1 : 0) + (p.trainable ? 1 : 0);
+    const bool passes_on = is_of_side(p) || unit >= table.first_backward_unit();
+    const int products = 1 + (passes_on ? 1 : 0) + (p.trainable ? 1 : 0);
     flop += 2.0 * products * static_cast<double>(p.numel());
   }
   return flop;
@@ -80,10 +82,13 @@ double flop_per_token(const ModelConfig& model, const ParameterTable& table, int
     return 6.0 * static_cast<double>(table.num_compute_parameters() - of_images) + 6.0 * attention;
   }
   double forward_only = 0;
-  for (int64_t l = 0; table.block_unit(l) < std::min(table.first_trained_unit, table.head_unit()); ++l) {
+  for (int64_t l = 0; table.block_unit(l) < std::min(table.first_backward_unit(), table.head_unit()); ++l) {
     forward_only += layer_keys(l);
   }
-  return frozen_weight_flop(table) + 6.0 * attention - 4.0 * forward_only * static_cast<double>(model.d_heads());
+  const double of_side =
+      table.side.exists() ? 6.0 * keys * static_cast<double>(side_stack(model, table.side).d_heads()) : 0;
+  return frozen_weight_flop(table) + 6.0 * attention + of_side -
+         4.0 * forward_only * static_cast<double>(model.d_heads());
 }
 
 ModelSpeed speed_of(const Config& config, const ParameterTable& table, const std::string& device_name) {

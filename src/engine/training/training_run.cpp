@@ -150,22 +150,46 @@ std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& ch
     throw_bad_input("{}: checkpoint.init_from has the weights of another model: {}; change the config's model",
                     checkpoint.path(), fmt::join(differences.refused, "; "));
   }
-  const bool has_adapters = config_.finetune.method == FinetuneMethod::kLora;
-  if (has_adapters && saved.finetune.method == FinetuneMethod::kLora) {
-    continue_adapters(checkpoint, saved.finetune);
+  const FinetuneMethod method = config_.finetune.method;
+  if (method != FinetuneMethod::kFull && saved.finetune.method == method) {
+    continue_added(checkpoint, saved.finetune);
     queue_.weights_changed();
     return std::move(differences.allowed);
   }
+  check_without_side(checkpoint, saved.finetune.method);
   read_weights(checkpoint, saved);
   for (size_t i = 0; i < declared_.model.parameters().all.size(); ++i) {
-    if (is_adapter(declared_.model.parameters().all[i])) initialize_one(i);
+    if (is_added(declared_.model.parameters().all[i])) initialize_one(i);
   }
-  if (has_adapters) use_base(describe_base(checkpoint));
+  if (method != FinetuneMethod::kFull) use_base(describe_base(checkpoint));
   queue_.weights_changed();
   return std::move(differences.allowed);
 }
 
-void TrainingRun::continue_adapters(const LoadedCheckpoint& checkpoint, const FinetuneConfig& saved) {
+// A side network is nothing that could be added to weights, and one begins beside weights alone.
+void TrainingRun::check_without_side(const LoadedCheckpoint& checkpoint, FinetuneMethod saved) const {
+  if (saved == FinetuneMethod::kQst) {
+    throw_bad_input(
+        "{}: checkpoint.init_from has a side network, which finetune.method = {} has no place for: start from its base, "
+        "or set method = qst",
+        checkpoint.path(), name_of(config_.finetune.method));
+  }
+  if (saved == FinetuneMethod::kLora && config_.finetune.method == FinetuneMethod::kQst) {
+    throw_bad_input(
+        "{}: checkpoint.init_from has adapters: for a side network beside them `parka export` it, import the result and "
+        "start from that",
+        checkpoint.path());
+  }
+}
+
+void TrainingRun::check_same_added(const LoadedCheckpoint& checkpoint, const FinetuneConfig& saved) const {
+  if (config_.finetune.method == FinetuneMethod::kQst) {
+    if (has_base(checkpoint) && config_.finetune.side_rules() == saved.side_rules()) return;
+    throw_bad_input(
+        "{}: checkpoint.init_from has a side network of its own: go on with it, with its finetune.reduction, downsample, "
+        "rank, side_head_dim, mix and kept; or start from its base",
+        checkpoint.path());
+  }
   const LoraRules ours = config_.finetune.lora_rules(), theirs = saved.lora_rules();
   const auto sorted = [](std::vector<std::string> targets) {
     std::ranges::sort(targets);
@@ -178,11 +202,15 @@ void TrainingRun::continue_adapters(const LoadedCheckpoint& checkpoint, const Fi
         "targets; or, for others, `parka export` it, import the result and start from that",
         checkpoint.path());
   }
+}
+
+void TrainingRun::continue_added(const LoadedCheckpoint& checkpoint, const FinetuneConfig& saved) {
+  check_same_added(checkpoint, saved);
   read_weights(checkpoint, Config());
   const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
   const CheckpointWeights weights(checkpoint, parameters);
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (!is_adapter(parameters[i])) continue;
+    if (!is_added(parameters[i])) continue;
     const std::vector<float> values = weights.read(parameters[i], set_range(i), WeightForm::kMaster);
     if (!all_finite(values)) {
       throw_bad_input("{}: {} holds NaN or infinite values", checkpoint.path(), parameters[i].name);
@@ -192,14 +220,14 @@ void TrainingRun::continue_adapters(const LoadedCheckpoint& checkpoint, const Fi
   use_base(checkpoint.state().at(kBaseKey));
 }
 
-// Those of the model without adapters.
+// Those of the model without what is added to it.
 void TrainingRun::read_weights(const LoadedCheckpoint& checkpoint, const Config& saved) {
   const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
   std::vector<ParameterInfo> of_model = parameters;
-  std::erase_if(of_model, is_adapter);
+  std::erase_if(of_model, is_added);
   const CheckpointWeights weights(checkpoint, of_model, lora_adapters(saved));
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (is_adapter(parameters[i])) continue;
+    if (is_added(parameters[i])) continue;
     // Frozen weights stay those that the checkpoint's model computes with, to the bit.
     const WeightForm form = parameters[i].trainable ? WeightForm::kMaster : WeightForm::kCompute;
     const std::vector<float> values = weights.read(parameters[i], set_range(i), form);
@@ -247,7 +275,7 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
     attach_base(whole, {.rank = communicator_.rank(),
                         .size = communicator_.size(),
                         .gather = [this](const std::string& text) { return communicator_.gather_text(text); }});
-    read_weights(whole, Config());  // the adapters come with the rest
+    read_weights(whole, Config());  // what is added comes with the rest
     use_base(checkpoint.state().at(kBaseKey));
   } else if (config_.finetune.base != BaseFormat::kCompute) {
     throw_bad_input(

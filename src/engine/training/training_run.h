@@ -172,8 +172,12 @@ class TrainingRun {
   bool state_is_watched_at(int64_t step) const;
   // Takes the model's weights from a checkpoint, with the adapters of its config `saved` added to them.
   void read_weights(const LoadedCheckpoint& checkpoint, const Config& saved);
-  // Takes the base of a checkpoint of adapters, and these.
-  void continue_adapters(const LoadedCheckpoint& checkpoint, const FinetuneConfig& saved);
+  // Refuses a checkpoint whose `saved` method of fine-tuning, other than ours, cannot be gone on from.
+  void check_without_side(const LoadedCheckpoint& checkpoint, FinetuneMethod saved) const;
+  // Refuses one whose adapters or side network are others than ours.
+  void check_same_added(const LoadedCheckpoint& checkpoint, const FinetuneConfig& saved) const;
+  // Takes the base of a checkpoint of adapters or of a side network, and these.
+  void continue_added(const LoadedCheckpoint& checkpoint, const FinetuneConfig& saved);
   // From here on frozen weights are not saved, for they are in the checkpoint that describe_base() has described.
   void use_base(nlohmann::json base);
   NamedTensor weight_tensor(size_t i) const;

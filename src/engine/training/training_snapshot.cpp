@@ -75,7 +75,7 @@ int64_t staging_bytes(const Config& config, const DeclaredRun& run, const Zero& 
     return StagingBuffer::place_of(Shard{0, num_copies}.own(elements).size() * size_of(dtype));
   };
   int64_t bytes = 0;
-  const bool has_base = config.finetune.method == FinetuneMethod::kLora && !config.checkpoint.init_from.empty();
+  const bool has_base = config.finetune.method != FinetuneMethod::kFull && !config.checkpoint.init_from.empty();
   for (const ParameterInfo& p : run.model.parameters().all) {
     if ((has_base && !p.trainable) || p.is_coded()) continue;
     bytes += place_of(zero.shard.own(p.numel()).size(), config.precision.compute);

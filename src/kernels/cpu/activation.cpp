@@ -23,7 +23,8 @@ struct ActivatedRow {
     switch (kind) {
       case Activation::kGelu: gelu(); return;
       case Activation::kGeluTanh: gelu_tanh(); return;
-      case Activation::kQuickGelu: quick_gelu(); return;
+      case Activation::kQuickGelu:
+      case Activation::kSilu: sigmoid_linear(sigmoid_factor(kind)); return;
     }
   }
 
@@ -46,10 +47,11 @@ struct ActivatedRow {
     for (size_t f = 0; f < x.size(); ++f) slope[f] += factor[f];
   }
 
-  void quick_gelu() {
-    for (size_t f = 0; f < x.size(); ++f) argument[f] = kQuickGeluFactor * x[f];
+  // x sig(scale x)
+  void sigmoid_linear(float scale) {
+    for (size_t f = 0; f < x.size(); ++f) argument[f] = scale * x[f];
     of_sigmoid();
-    for (size_t f = 0; f < x.size(); ++f) slope[f] = factor[f] + slope[f] * kQuickGeluFactor;
+    for (size_t f = 0; f < x.size(); ++f) slope[f] = factor[f] + slope[f] * scale;
   }
 
   // factor = sig(argument), and what the argument's derivative is multiplied by: x sig'(argument).

@@ -29,6 +29,11 @@ inline int64_t bias_backward_workspace_bytes(int64_t rows, int64_t cols) {
   return bias_backward_pieces(rows) * cols * 4;
 }
 
+// mix_backward: a sum of each piece of the elements, fp32. A piece is one thread block's work.
+inline constexpr int64_t kMixPiece = int64_t{1} << 13;  // elements
+inline int64_t mix_pieces(int64_t numel) { return (numel + kMixPiece - 1) / kMixPiece; }
+inline int64_t mix_backward_workspace_bytes(int64_t numel) { return mix_pieces(numel) * 4; }
+
 // embedding_backward: fp32 sums [T / 32, C] of the pieces of tokens that have more than one. A token whose rows
 // begin at position p of the order has slots p / 32 and on. No two tokens meet: one with n > 64 rows has n / 64
 // pieces, rounded up, and the next token's slots begin at least n / 32, rounded down, behind its own.

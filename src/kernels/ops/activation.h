@@ -4,13 +4,16 @@
 
 namespace parka {
 
-// The activation of an MLP without a gate.
+// The activation of an MLP without a gate, or of an adapter.
 enum class Activation : uint8_t {
   kGelu,       // x Phi(x), Phi(x) = erfc(-x / sqrt(2)) / 2, the distribution function of the normal distribution
   kGeluTanh,   // x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 = x sig(v(x)), v as in ops/swiglu.h
   kQuickGelu,  // x sig(1.702 x),  sig(v) = 1 / (1 + exp(-v))
+  kSilu,       // x sig(x)
 };
 inline constexpr float kQuickGeluFactor = 1.702f;
+// Of those that are x sig(factor x).
+constexpr float sigmoid_factor(Activation kind) { return kind == Activation::kSilu ? 1.0f : kQuickGeluFactor; }
 
 // y = act(x)
 struct ActivationForward {

@@ -118,6 +118,12 @@ GemmInput Head::d_logits_codes(const StepContext& step, int64_t count) const {
 void Head::loss_and_backward(const StepContext& step, const LossOptions& options,
                              const ResidualStream& stream) const {
   const TensorView d_y = stream.d_norm_output(step);
+  loss_and_backward(step, options, d_y);
+  if (!has_backward_below_) return;
+  norm_.backward(step, d_y, /*d_residual=*/{}, stream.d_residual(step), stream.d_residual_codes(step));
+}
+
+void Head::loss_and_backward(const StepContext& step, const LossOptions& options, const TensorView& d_y) const {
   const ScaledView w = weight(step);
   const ScaledView w_t =
       is_fp8_ && has_backward_below_ ? step.weights.transposed(step.device, weight_) : ScaledView{};
@@ -130,8 +136,6 @@ void Head::loss_and_backward(const StepContext& step, const LossOptions& options
       chunk_backward(step, chunk, d_y.rows(chunk.begin, chunk.count));
     }
   });
-  if (!has_backward_below_) return;
-  norm_.backward(step, d_y, /*d_residual=*/{}, stream.d_residual(step), stream.d_residual_codes(step));
 }
 
 void Head::chunk_backward(const StepContext& step, const Chunk& chunk, const TensorView& d_y) const {

@@ -17,6 +17,8 @@ class Head {
   void load(const StepContext& step, const int32_t* targets) const;
   // The norm of residual + branch.
   void forward(const StepContext& step, const TensorView& residual, const TensorView& branch) const;
+  // [T, d] that norm, of which the logits are made. Whoever changes it does so before them.
+  TensorView hidden(const StepContext& step) const { return norm_.output(step).data; }
   // What follows needs forward(). Logits of some rows, until the next call: [count, V + padding()]. count is at
   // most max_rows().
   TensorView logits(const StepContext& step, int64_t first_row, int64_t count) const {
@@ -30,6 +32,8 @@ class Head {
   // The same, and backward to the stream's d_residual, in FP8 too where GEMMs are; no further than to its own
   // weight where nothing below is trained.
   void loss_and_backward(const StepContext& step, const LossOptions& options, const ResidualStream& stream) const;
+  // Backward no further than to the gradient of hidden(), [T, d].
+  void loss_and_backward(const StepContext& step, const LossOptions& options, const TensorView& d_hidden) const;
   // fp32 [T]
   TensorView losses(const StepContext& step) const { return step.vector(losses_, step.num_tokens()); }
 

@@ -1,4 +1,5 @@
 #pragma once
+#include <functional>
 #include <string_view>
 #include <vector>
 
@@ -15,8 +16,14 @@ class Stack {
   static void add_parameters(ParameterList& list, const ModelConfig& model, std::string_view name,
                              bool has_units = true);
 
+  // Those of block l alone.
+  static void add_block_parameters(ParameterList& list, const ModelConfig& model, std::string_view name,
+                                   int64_t l) {
+    Block::add_parameters(list, model, block_prefix(name, l), l);
+  }
+
   // The blocks' units are `first_unit` and following. Declares all buffers. Blocks below the lowest parameter that
-  // is trained go forward only.
+  // is trained go forward only, and all where the scope has no backward.
   Stack(const ModelConfig& model, const ParameterTable& table, std::string_view name, int first_unit,
         BufferScope& scope);
 
@@ -28,10 +35,18 @@ class Stack {
 
   // [T, d] where the input of forward() is to be.
   TensorView input(const StepContext& step) const { return blocks_.front().input(step); }
-  // All blocks. What they leave is residual + branch, which nobody has added yet.
-  void forward(const StepContext& step) const;
+  // All blocks. What they leave is residual + branch, which nobody has added yet. `between` is called before each
+  // block l with what the block is to read as their sum, and with l = num_blocks() after the last; it may add them,
+  // and say so.
+  using Between = std::function<void(int64_t l, TensorView& residual, TensorView& branch)>;
+  void forward(const StepContext& step, const Between& between = {}) const;
   TensorView residual(const StepContext& step) const { return blocks_.back().residual(step); }
   TensorView branch(const StepContext& step) const { return stream_.branch(step); }
+  // Block l by itself, of what is in its input(); what it leaves, and backward from the gradient of that.
+  TensorView input(const StepContext& step, int64_t l) const { return block(l).input(step); }
+  void forward_block(const StepContext& step, int64_t l) const;
+  TensorView residual(const StepContext& step, int64_t l) const { return block(l).residual(step); }
+  void backward_block(const StepContext& step, int64_t l, bool quantize) const;
   // From the gradient of what forward() has left to that of the input of the lowest block that goes backward; both
   // are the stream's d_residual.
   void backward(const StepContext& step) const;
@@ -41,6 +56,7 @@ class Stack {
 
  private:
   int unit(size_t l) const { return first_unit_ + static_cast<int>(l); }
+  const Block& block(int64_t l) const { return blocks_[static_cast<size_t>(l)]; }
 
   int first_unit_;
   size_t first_backward_;  // the lowest block that goes backward

@@ -23,10 +23,11 @@ __device__ Activated activated(Activation kind, float x) {
     const float density = kInverseSqrtTwoPi * expf(-0.5f * x * x);
     return {x * probability, fmaf(x, density, probability)};
   }
-  const bool quick = kind == Activation::kQuickGelu;
-  const float s = sigmoid(quick ? kQuickGeluFactor * x : gelu_argument(x));
+  const bool linear = kind == Activation::kQuickGelu || kind == Activation::kSilu;
+  const float factor = kind == Activation::kSilu ? 1.0f : kQuickGeluFactor;
+  const float s = sigmoid(linear ? factor * x : gelu_argument(x));
   const float y = x * s, change = y * (1.0f - s);
-  return {y, fmaf(change, quick ? kQuickGeluFactor : gelu_argument_slope(x), s)};
+  return {y, fmaf(change, linear ? factor : gelu_argument_slope(x), s)};
 }
 
 // out = act(x), or act'(x) d_y with kBackward. Each thread computes kPacks packs of kWidth elements, and one thread

@@ -1,0 +1,58 @@
+#include "engine/checkpoint/side_export.h"
+
+#include <vector>
+
+#include "core/error.h"
+#include "engine/checkpoint/checkpoint_base.h"
+#include "engine/checkpoint/checkpoint_weights.h"
+#include "engine/checkpoint/saved_state.h"
+#include "engine/files/draft_folder.h"
+#include "engine/files/float_elements.h"
+#include "model/side/side_network.h"
+
+namespace parka {
+namespace {
+
+nlohmann::ordered_json side_config(const LoadedCheckpoint& checkpoint, const Config& config) {
+  const FinetuneConfig& f = config.finetune;
+  const ModelConfig side = side_stack(config.model, f.side_rules());
+  nlohmann::ordered_json described = {{"format", "parka.side_network"}, {"version", 1},
+                                      {"reduction", f.reduction},       {"downsample", name_of(f.downsample)},
+                                      {"mix", name_of(f.mix)},          {"num_layers", side.num_layers},
+                                      {"width", side.d_model},          {"ffn_width", side.d_ffn},
+                                      {"num_heads", side.num_heads},    {"num_kv_heads", side.kv_heads()},
+                                      {"head_dim", side.head_dim()},    {"base_format", name_of(f.base)}};
+  if (has_base(checkpoint)) described["base"] = checkpoint.state().at(kBaseKey);
+  return described;
+}
+
+}  // namespace
+
+void write_side_network(const LoadedCheckpoint& checkpoint, const Config& config, const std::string& out) {
+  if (config.finetune.method != FinetuneMethod::kQst) {
+    throw_bad_input("{}: has no side network (finetune.method = {})", checkpoint.path(),
+                    name_of(config.finetune.method));
+  }
+  std::vector<ParameterInfo> parameters = make_parameter_table(config.model, false, config.parameter_rules()).all;
+  std::erase_if(parameters, [](const ParameterInfo& p) { return !is_of_side(p); });
+  const CheckpointWeights weights(checkpoint, parameters);
+  std::vector<HostTensor> tensors;
+  for (const ParameterInfo& p : parameters) {
+    HostTensor& tensor = tensors.emplace_back(HostTensor{p.name, DType::kF32, {p.rows, p.cols}, {}});
+    const std::vector<float> values = weights.read(p, {0, p.numel()}, WeightForm::kMaster);
+    tensor.bytes.resize(values.size() * sizeof(float));
+    encode_floats(values, DType::kF32, tensor.bytes);
+  }
+  std::vector<const HostTensor*> pointers;
+  pointers.reserve(tensors.size());
+  for (const HostTensor& tensor : tensors) pointers.push_back(&tensor);
+  DraftFolder draft(out);
+  write_new_file(draft / "side_config.json", side_config(checkpoint, config).dump(2) + "\n");
+  OutputFile file(draft / "side_network.safetensors");
+  write_safetensors(pointers, {{"format", "pt"}}, [&](ByteSpan bytes) { file.write(bytes); });
+  file.sync();
+  file.close();
+  draft.publish();
+}
+
+}  // namespace parka

@@ -1,0 +1,303 @@
+#include <filesystem>
+#include <functional>
+#include <map>
+
+#include "core/philox.h"
+#include "engine/checkpoint/checkpoint_base.h"
+#include "engine/evaluation/evaluation.h"
+#include "engine/evaluation/inference_run.h"
+#include "engine/step/declared_run.h"
+#include "engine/training/speed.h"
+#include "engine/training/training_run.h"
+#include "tests/engine/step_config.h"
+#include "tests/support/alone.h"
+#include "tests/support/catch.h"
+#include "tests/support/thread_ranks.h"
+
+using namespace parka;
+using namespace parka::test;
+
+// Runs that train a side network (finetune.method = qst) beside the weights of another run.
+namespace {
+
+constexpr int kSteps = 3;
+
+Config base_config(const TemporaryFolder& folder, const std::string& recipe, int64_t stage = 0, int64_t ranks = 1) {
+  Config config = step_config(folder.path().string(), recipe, stage, /*is_llama=*/true, 1, ranks);
+  std::string tokens;
+  for (uint64_t i = 0; i < 100 * kStepSequence; ++i) {
+    tokens.append({static_cast<char>(philox4x32(1, 2, i)[0] % 64), '\0'});
+  }
+  write_file(config.data.train[0], tokens);
+  config.optimizer.lr = 1e-2;
+  config.optimizer.schedule.kind = ScheduleKind::kConstant;
+  config.checkpoint.folder = folder.path().string() + "/base";
+  return config;
+}
+
+Config with_side(Config config, Downsampling downsample = Downsampling::kAdapter,
+                 BaseFormat base = BaseFormat::kCompute) {
+  config.checkpoint.init_from = config.checkpoint.folder;
+  config.checkpoint.folder += "_side";
+  config.finetune.method = FinetuneMethod::kQst;
+  config.finetune.base = base;
+  config.finetune.reduction = 4;
+  config.finetune.rank = 4;
+  config.finetune.downsample = downsample;
+  validate(config);
+  return config;
+}
+
+using TensorBytes = std::map<std::string, std::vector<std::byte>>;
+
+std::vector<std::byte> bytes_of(const TensorView& t) {
+  const auto* const data = static_cast<const std::byte*>(t.data);  // of the CPU
+  return {data, data + t.bytes()};
+}
+
+// Weights, codes and states.
+TensorBytes bytes_of(const TrainingRun& run) {
+  TensorBytes all;
+  for (const NamedTensor& t : run.optimizer().state()) all[t.name] = bytes_of(t.view);
+  const std::vector<ParameterInfo>& parameters = run.model().parameters().all;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const std::string& name = parameters[i].name;
+    if (!parameters[i].is_coded()) {
+      all[name] = bytes_of(run.model().weights().own()[i]);
+      continue;
+    }
+    for (const CodeTensor& codes : run.model().weights().code_tensors(static_cast<int>(i))) {
+      all[name + std::string(codes.suffix)] = bytes_of(codes.view);
+    }
+  }
+  return all;
+}
+
+LoadedCheckpoint save(TrainingRun& run, const std::string& folder) {
+  save_checkpoint(folder, run.snapshot(), {});
+  return load_checkpoint(list_checkpoints(folder).back().path);
+}
+
+// A run of a step, saved.
+LoadedCheckpoint make_base(const Config& config) {
+  const auto device = make_cpu_device();
+  TrainingRun run(config, *device, alone());
+  run.initialize();
+  run.step();
+  return save(run, config.checkpoint.folder);
+}
+
+std::string refusal(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    CHECK(error.code() == ExitCode::kBadInput);
+    return error.what();
+  }
+  return "";
+}
+
+bool is_of_side_name(const std::string& name) { return name.starts_with(kSide); }
+
+constexpr Downsampling kDownsamplings[] = {Downsampling::kLinear, Downsampling::kLora, Downsampling::kAdapter,
+                                           Downsampling::kMaxPool, Downsampling::kAveragePool};
+
+}  // namespace
+
+TEST_CASE("a side network begins at its base and is trained, whose bits stay", "[engine][side]") {
+  for (const auto& [recipe, base] : {std::pair("fp32", BaseFormat::kCompute),
+                                     {"bf16", BaseFormat::kNf4},
+                                     {"fp8_block", BaseFormat::kCompute},
+                                     {"coat", BaseFormat::kFp8},
+                                     {"parka", BaseFormat::kNf4}}) {
+    const TemporaryFolder folder;
+    const Config plain = base_config(folder, recipe);
+    const LoadedCheckpoint checkpoint = make_base(plain);
+    for (const Downsampling downsample : kDownsamplings) {
+      CAPTURE(recipe, name_of(downsample));
+      const auto device = make_cpu_device();
+      TrainingRun run(with_side(plain, downsample, base), *device, alone());
+      run.initialize_from(checkpoint);
+      if (base == BaseFormat::kCompute) {
+        TrainingRun whole(plain, *device, alone());
+        whole.restore(checkpoint);
+        CHECK(run.evaluate(run.data()).loss == whole.evaluate(whole.data()).loss);
+      }
+      const TensorBytes before = bytes_of(run);
+      const double first = run.evaluate(run.data()).loss;
+      for (int i = 0; i < 8 * kSteps; ++i) CHECK(run.step()->applied);
+      for (const auto& [name, bytes] : bytes_of(run)) {
+        CAPTURE(name);
+        CHECK((before.at(name) != bytes) == is_of_side_name(name));
+      }
+      CHECK(run.evaluate(run.data()).loss < 0.98 * first);
+    }
+  }
+}
+
+TEST_CASE("side networks are the same at every ZeRO stage, and with released gradients", "[engine][side][zero]") {
+  for (const auto& [recipe, base] :
+       {std::pair("fp32", BaseFormat::kCompute), {"parka", BaseFormat::kCompute}, {"bf16", BaseFormat::kNf4}}) {
+    const TemporaryFolder folder;
+    const LoadedCheckpoint checkpoint = make_base(base_config(folder, recipe));
+    for (const Downsampling downsample : {Downsampling::kAdapter, Downsampling::kAveragePool}) {
+      const auto losses = [&](int64_t stage, bool releases) {
+        Config config = with_side(base_config(folder, recipe, stage, 2), downsample, base);
+        config.optimizer.clip_norm = 0;
+        config.optimizer.release_gradients = releases;
+        config.reliability = {.replay_interval = 1, .state_interval = 1, .replica_interval = 1};
+        std::vector<double> all;
+        ThreadRanks(2).run([&](Communicator& communicator) {
+          const auto device = make_cpu_device();
+          TrainingRun run(config, *device, communicator);
+          run.initialize_from(checkpoint);
+          for (int i = 0; i < kSteps; ++i) {
+            const std::optional<StepReport> report = run.step();
+            PARKA_REQUIRE(report && report->applied);
+            if (communicator.rank() == 0) all.push_back(report->loss);
+          }
+        });
+        return all;
+      };
+      const std::vector<double> undivided = losses(0, false);
+      CHECK(undivided.front() != undivided.back());
+      for (int64_t stage = 0; stage <= (base == BaseFormat::kCompute ? 3 : 2); ++stage) {
+        CAPTURE(recipe, stage, name_of(downsample));
+        CHECK(losses(stage, false) == undivided);
+        CHECK(losses(stage, true) == undivided);
+      }
+    }
+  }
+}
+
+TEST_CASE("a checkpoint of a side network holds it alone, and goes on beside its base", "[engine][side]") {
+  for (const auto& [recipe, base_format] :
+       {std::pair("fp32", BaseFormat::kCompute), {"coat_optimizer", BaseFormat::kNf4}}) {
+    CAPTURE(recipe);
+    const TemporaryFolder folder;
+    const Config plain = base_config(folder, recipe);
+    Config config = with_side(plain, Downsampling::kAdapter, base_format);
+    config.finetune.kept = Storage::kFp8;
+    const LoadedCheckpoint base = make_base(plain);
+    const auto device = make_cpu_device();
+    TrainingRun run(config, *device, alone());
+    run.initialize_from(base);
+    run.step();
+    const LoadedCheckpoint checkpoint = save(run, config.checkpoint.folder);
+    for (const SafetensorsEntry& tensor : checkpoint.tensors()) CHECK(is_of_side_name(tensor.name));
+    TrainingRun restored(config, *device, alone());
+    restored.restore(checkpoint);
+    CHECK((bytes_of(restored) == bytes_of(run)));
+    for (int i = 0; i < 2; ++i) CHECK(run.step()->loss == restored.step()->loss);
+    CHECK((bytes_of(restored) == bytes_of(run)));
+
+    // Evaluation, of the checkpoint with its base.
+    TrainingRun again(config, *device, alone());
+    again.restore(checkpoint);
+    InferenceRun inference(*device, open_checkpoint(checkpoint.path()), config);
+    CHECK(evaluate_loss(*device, inference.model(), again.data(), 1, 8, alone(), {}).loss ==
+          evaluate_loss(*device, again.model(), again.data(), 1, 8, alone(), {}).loss);
+
+    Config other = config;
+    other.finetune.reduction = 2;
+    TrainingRun wider(other, *device, alone());
+    CHECK(refusal([&] { wider.restore(checkpoint); }).find("finetune.reduction") != std::string::npos);
+    const LoadedCheckpoint whole = open_checkpoint(checkpoint.path());
+    CHECK(refusal([&] { wider.initialize_from(whole); }).find("has a side network of its own") !=
+          std::string::npos);
+    // Another run goes on with the side network, from its own first step, and its checkpoints name the same base.
+    TrainingRun next(config, *device, alone());
+    next.initialize_from(whole);
+    CHECK(next.completed_steps() == 0);
+    CHECK(next.evaluate(next.data()).loss == again.evaluate(again.data()).loss);
+    CHECK(next.snapshot().state.at(kBaseKey) == again.snapshot().state.at(kBaseKey));
+    // No other method goes on with it, nor it with adapters.
+    TrainingRun full(plain, *device, alone());
+    CHECK(refusal([&] { full.initialize_from(whole); }).find("has a side network, which finetune.method = full") !=
+          std::string::npos);
+    Config lora = config;
+    lora.finetune = {.method = FinetuneMethod::kLora};
+    lora.checkpoint.folder += "_lora";
+    TrainingRun adapters(lora, *device, alone());
+    CHECK(refusal([&] { adapters.initialize_from(whole); }).find("finetune.method = lora") != std::string::npos);
+    adapters.initialize_from(base);
+    save(adapters, lora.checkpoint.folder);
+    const LoadedCheckpoint adapted = open_checkpoint(lora.checkpoint.folder);
+    CHECK(refusal([&] { next.initialize_from(adapted); }).find("has adapters: for a side network") !=
+          std::string::npos);
+  }
+}
+
+TEST_CASE("side networks learn on packed documents, masks and windows as the model sees them", "[engine][side]") {
+  const TemporaryFolder folder;
+  Config plain = base_config(folder, "fp32");
+  plain.model.sliding_window = 5;
+  plain.model.full_attention_every = 2;
+  plain.model.local_rope_theta = 500;
+  plain.data.documents = DocumentMode::kSeparate;
+  plain.data.document_end = 3;
+  const LoadedCheckpoint base = make_base(plain);
+  const auto device = make_cpu_device();
+  TrainingRun run(with_side(plain), *device, alone()), whole(plain, *device, alone());
+  run.initialize_from(base);
+  whole.restore(base);
+  const double first = run.evaluate(run.data()).loss;
+  CHECK(first == whole.evaluate(whole.data()).loss);
+  for (int i = 0; i < 4 * kSteps; ++i) CHECK(run.step()->applied);
+  CHECK(run.evaluate(run.data()).loss < first);
+}
+
+TEST_CASE("the plan has gradients, masters and states of the side network alone", "[engine][side]") {
+  const TemporaryFolder folder;
+  for (const BaseFormat base : {BaseFormat::kCompute, BaseFormat::kNf4}) {
+    const DeclaredRun run(with_side(base_config(folder, "bf16"), Downsampling::kAdapter, base), DeviceKind::kCpu,
+                          {});
+    int64_t num_of_side = 0, num_gradients = 0;
+    for (const ParameterInfo& p : run.model.parameters().all) num_of_side += p.trainable;
+    for (const MemoryPlan::Entry& entry : run.plan.entries()) {
+      CAPTURE(entry.category, entry.name);
+      num_gradients += entry.category == "gradients";
+      const bool is_of_training =
+          entry.category == "gradients" || entry.category == kMasterCategory || entry.category == kStateCategory;
+      if (is_of_training) CHECK(is_of_side_name(entry.name));
+      if (entry.category == "saved activations") CHECK(is_of_side_name(entry.name));
+    }
+    CHECK((num_of_side > 0 && num_gradients == num_of_side));
+  }
+}
+
+TEST_CASE("the work of a step beside a side network is one forward of the base, and three of itself",
+          "[engine][side]") {
+  const TemporaryFolder folder;
+  const Config plain = base_config(folder, "fp32"), config = with_side(plain, Downsampling::kAveragePool);
+  const ParameterTable whole = make_parameter_table(plain.model, false),
+                       beside = make_parameter_table(config.model, false, config.parameter_rules());
+  const double all = flop_per_token(plain.model, whole, kStepSequence),
+               side = flop_per_token(config.model, beside, kStepSequence);
+  int64_t of_side = 0;
+  for (const ParameterInfo& p : beside.all) of_side += p.trainable ? p.numel() : 0;
+  // A third of the model's, the input gradients of the head and its norm, and the side network's with its
+  // attention.
+  const double head = 2.0 * (272 + 1) * 48, attention = 6.0 * 4 * kStepSequence * 16;
+  CHECK(side == all / 3 + head + 6.0 * static_cast<double>(of_side) + attention);
+}
+
+TEST_CASE("settings of side networks without meaning are refused by name", "[engine][side]") {
+  const TemporaryFolder folder;
+  const Config config = with_side(base_config(folder, "parka"));
+  const auto refused = [&](const std::function<void(Config&)>& change) {
+    Config changed = config;
+    change(changed);
+    return refusal([&] { validate(changed); });
+  };
+  CHECK(refused([](Config&) {}).empty());
+  CHECK(refused([](Config& c) { c.optimizer.frozen = {"head"}; }).starts_with("optimizer.frozen has no meaning"));
+  CHECK(refused([](Config& c) { c.finetune.side_head_dim = 5; }).starts_with("finetune.side_head_dim = 5 is odd"));
+  CHECK(refused([](Config& c) {
+          c.finetune.kept = Storage::kFp8;
+          c.finetune.downsample = Downsampling::kMaxPool;
+        }).starts_with("finetune.kept = fp8 has no meaning with finetune.downsample = max_pool"));
+  CHECK(refused([](Config& c) { c.precision.offload_weights = true; }).starts_with("precision.offload_weights"));
+  CHECK(refused([](Config& c) { c.precision.offload_blocks = 1; }).starts_with("precision.offload_blocks"));
+  CHECK(refused([](Config& c) { c.telemetry.interval = 1; }).starts_with("telemetry.interval = 1"));
+}
