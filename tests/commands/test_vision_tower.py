@@ -1,5 +1,5 @@
 """parka import --vision-tower: a language model and a tower become a model that sees images; and models with the original LLaVA's
-names. The parts are those of models that transformers wrote. Needs Python alone."""
+names, and VILA's. The parts are those of models that transformers wrote. Needs Python alone."""
 import array
 import json
 import os
@@ -192,6 +192,66 @@ class Original(Towers):
                 result = parka("import", self.folder_of(False, **{key: value}), "--vision-tower", tower, "--out", self.path("out"))
                 self.assert_exit(result, 2)
                 self.assertIn(key, result.stderr)
+
+
+class Vila(Towers):
+    def numbers(self, *shape, first):
+        count = 1
+        for size in shape:
+            count *= size
+        return "F32", list(shape), array.array("f", (((first + 7 * i) % 97) / 97 - 0.5 for i in range(count))).tobytes()
+
+    def folder_of(self, projector="mlp_downsample", **changes):
+        os.mkdir(self.path("vila"))
+        width = 4 * WIDTH
+        tensors = {"layers.1.weight": self.numbers(width, first=1), "layers.1.bias": self.numbers(width, first=2),
+                   "layers.2.weight": self.numbers(D_MODEL, width, first=3), "layers.2.bias": self.numbers(D_MODEL, first=4),
+                   "layers.4.weight": self.numbers(D_MODEL, D_MODEL, first=5), "layers.4.bias": self.numbers(D_MODEL, first=6)}
+        self.write("vila/mm_projector", {"model_type": "v2l_projector", "mm_projector_type": projector}, tensors)
+        os.rename(self.language_model("siglip_qwen2"), self.path("vila/llm"))
+        os.rename(self.tower("siglip_qwen2"), self.path("vila/vision_tower"))
+        config = {"model_type": "llava_llama", "architectures": ["LlavaLlamaModel"], "mm_vision_select_layer": -2,
+                  "mm_vision_select_feature": "cls_patch", "mm_use_im_start_end": False, "s2": False, **changes}
+        with open(self.path("vila/config.json"), "w", encoding="utf-8") as file:
+            json.dump(config, file)
+        return self.path("vila"), tensors
+
+    def test_its_three_folders_are_one_model(self):
+        folder, projector = self.folder_of()
+        model = self.imported("imported", folder, "--image-token", "305")
+        stored = read_tensors(f"{model}/shard_0.safetensors")
+        for name, theirs in (("norm", "layers.1"), ("fc1", "layers.2"), ("fc2", "layers.4")):
+            for suffix, part in (("", "weight"), ("_bias", "bias")):
+                self.assertEqual(stored[f"projector.{name}{suffix}"][2], projector[f"{theirs}.{part}"][2])
+        old = read_tensors(LLAVA / "siglip_qwen2/model.safetensors")
+        self.assertEqual(stored["embedding"][2], old["language_model.model.embed_tokens.weight"][2])
+        self.assertEqual(stored["vision.blocks.1.fc1"][2], old["vision_tower.encoder.layers.1.mlp.fc1.weight"][2])
+        text = "\n".join(Path(f"{model}/config.json").read_text().splitlines()[1:])
+        vision = json.loads(text)["model"]["vision"]
+        self.assertEqual((vision["projector"], vision["column_major"], vision["image_token"]), ("mlp_downsample", True, 305))
+        answer = parka("generate", model, "--prompt-tokens", "1,2,3", "--tokens", "2", "--set", "device.kind=cpu")
+        self.assert_exit(answer, 0)
+        export = parka("export", model, "--out", self.path("hf"))
+        self.assert_exit(export, 2)
+        self.assertIn("model.vision.projector = mlp_downsample", export.stderr)
+
+    def test_what_is_not_supported_is_refused_by_name(self):
+        folder, _ = self.folder_of(projector="mlp_downsample_3x3_fix")
+        self.assertIn("mlp_downsample_3x3_fix", self.refusal(folder))
+        with open(f"{folder}/mm_projector/config.json", "w", encoding="utf-8") as file:
+            json.dump({"mm_projector_type": "mlp_downsample"}, file)
+        self.assertIn("--vision-tower", self.refusal(folder, "--vision-tower", folder))
+        for key, value in (("s2", True), ("dynamic_s2", True), ("mm_use_im_start_end", True), ("mm_vision_select_feature", "patch")):
+            with self.subTest(key):
+                config = json.loads(Path(f"{folder}/config.json").read_text())
+                Path(f"{folder}/config.json").write_text(json.dumps({**config, key: value}))
+                self.assertIn(key, self.refusal(folder))
+                Path(f"{folder}/config.json").write_text(json.dumps(config))
+
+    def refusal(self, *arguments):
+        result = parka("import", *arguments, "--out", self.path("out"))
+        self.assert_exit(result, 2)
+        return result.stderr
 
 
 if __name__ == "__main__":

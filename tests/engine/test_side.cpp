@@ -104,7 +104,7 @@ constexpr Downsampling kDownsamplings[] = {Downsampling::kLinear, Downsampling::
 
 }  // namespace
 
-TEST_CASE("a side network begins at its base and is trained, whose bits stay", "[engine][side]") {
+TEST_CASE("a side network begins at its base and is trained, whose bits stay", "[engine][side][slow]") {
   for (const auto& [recipe, base] : {std::pair("fp32", BaseFormat::kCompute),
                                      {"bf16", BaseFormat::kNf4},
                                      {"fp8_block", BaseFormat::kCompute},
@@ -115,6 +115,8 @@ TEST_CASE("a side network begins at its base and is trained, whose bits stay", "
     const LoadedCheckpoint checkpoint = make_base(plain);
     for (const Downsampling downsample : kDownsamplings) {
       CAPTURE(recipe, name_of(downsample));
+      const bool is_default = downsample == Downsampling::kAdapter;
+      if (std::string_view(recipe) != "fp32" && !is_default) continue;
       const auto device = make_cpu_device();
       TrainingRun run(with_side(plain, downsample, base), *device, alone());
       run.initialize_from(checkpoint);

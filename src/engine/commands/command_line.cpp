@@ -294,17 +294,17 @@ void add_import(CLI::App& app, ImportOptions& options) {
       .add_option("--base", options.base,
                   "Checkpoint, run folder or imported model that the adapters of folder belong to")
       ->type_name("FOLDER");
-  CLI::Option& tower =
-      *command
-           .add_option("--vision-tower", options.vision_tower,
-                       "Folder of a CLIP or SigLIP model, whose tower a Llama or Qwen2 gets with a new "
-                       "projector; or that of an original LLaVA")
-           ->type_name("FOLDER");
   command
-      .add_option("--image-token", options.image_token,
-                  "Id of image slots with --vision-tower (default: the first behind the vocabulary, which grows)")
-      ->check(kNotNegative)
-      ->needs(&tower);
+      .add_option("--vision-tower", options.vision_tower,
+                  "Folder of a CLIP or SigLIP model, whose tower a Llama or Qwen2 gets with a new "
+                  "projector; or that of an original LLaVA")
+      ->type_name("FOLDER");
+  command
+      .add_option(
+          "--image-token", options.image_token,
+          "Id of image slots with --vision-tower or VILA's folders (default: the first behind the vocabulary, "
+          "which grows)")
+      ->check(kNotNegative);
 }
 
 void add_export(CLI::App& app, ExportOptions& options) {

@@ -386,6 +386,23 @@ int import_adapter(const ImportOptions& options) {
   return 0;
 }
 
+ImportSource open_source(const ImportOptions& options) {
+  const int64_t image_token = options.image_token.value_or(-1);
+  if (is_vila_folder(options.folder)) {
+    if (!options.vision_tower.empty()) {
+      throw_bad_input("{}: has a tower of its own; leave out --vision-tower", options.folder);
+    }
+    return open_vila_model(options.folder, image_token);
+  }
+  if (!options.vision_tower.empty()) {
+    return open_model_with_tower(options.folder, options.vision_tower, image_token);
+  }
+  if (options.image_token) {
+    throw_bad_input("--image-token goes with --vision-tower, or with VILA's folders; leave it out");
+  }
+  return open_model(options.folder);
+}
+
 }  // namespace
 
 int run_import(const ImportOptions& options) {
@@ -397,9 +414,7 @@ int run_import(const ImportOptions& options) {
     throw_bad_input("{}: --base is for a folder with {}; leave it out to import a model", options.folder,
                     kPeftConfigName);
   }
-  const Importer importer(options.vision_tower.empty() ? open_model(options.folder)
-                                                       : open_model_with_tower(options.folder, options.vision_tower,
-                                                                               options.image_token.value_or(-1)));
+  const Importer importer(open_source(options));
   importer.write(options.output);
   std::printf("%s: %s\ntrain from it with   parka train %s/config.json --set data.train='[\"tokens.npy\"]'\n",
               options.output.c_str(), importer.description().c_str(), options.output.c_str());

@@ -29,6 +29,7 @@ struct LlavaNames {
   std::string_view head;            // "language_model.lm_head.weight"
   std::string_view tower;           // "vision_tower.vision_model."
   std::string_view fc1, fc2;        // "multi_modal_projector.linear_1"
+  std::string_view norm = {};       // of a projector that downsamples, which transformers does not have
 };
 
 // All weights of a model of the family, in transformers' order. A tied head is not among them, but some files have

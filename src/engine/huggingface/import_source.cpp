@@ -112,19 +112,17 @@ std::string renamed_from_original(const std::string& name) {
   return is_known ? in_language_model(name, &names) : name;
 }
 
+void require(const ConfigReader& config, std::string_view key, const json& supported) {
+  const json* value = config.find(key);
+  if (value == nullptr || *value == supported) return;
+  config.fail("{} = {} is not supported; {} is", key, printable(value->dump()), supported.dump());
+}
+
+// Which hidden state is selected, and what of it.
 void read_original_tower(const ConfigReader& config, TowerConfig& tower) {
-  const auto require = [&](std::string_view key, const json& supported) {
-    const json* value = config.find(key);
-    if (value == nullptr || *value == supported) return;
-    config.fail("{} = {} is not supported; {} is", key, printable(value->dump()), supported.dump());
-  };
-  require("mm_projector_type", "mlp2x_gelu");
-  if (config.find("mm_projector_type") == nullptr) {
-    config.fail("mm_projector_type is not there, which means linear, and is not supported; \"mlp2x_gelu\" is");
-  }
-  require("mm_use_im_start_end", false);
-  require("mm_use_im_patch_token", false);
-  require("mm_patch_merge_type", "flat");
+  require(config, "mm_use_im_start_end", false);
+  require(config, "mm_use_im_patch_token", false);
+  require(config, "mm_patch_merge_type", "flat");
   const std::string feature = config.text("mm_vision_select_feature", "patch");
   if (feature != "patch" && feature != "cls_patch") {
     config.fail("mm_vision_select_feature = \"{}\" is not supported; patch and cls_patch are", printable(feature));
@@ -142,6 +140,48 @@ void read_original_tower(const ConfigReader& config, TowerConfig& tower) {
     }
     tower.feature_layer = layer->get<int64_t>();
   }
+}
+
+void check_language_model(const HuggingFaceFamily& family, const std::string& where) {
+  if (family.model_type == "llama" || family.model_type == "qwen2") return;
+  throw_bad_input("{}: model_type \"{}\" is not supported beside a tower; llama and qwen2 are", where,
+                  family.model_type);
+}
+
+// VILA's parts, each a model in a folder.
+constexpr const char *kVilaText = "llm", *kVilaTower = "vision_tower", *kVilaProjector = "mm_projector";
+
+// VILA 1.5's projector and what is in front of it. Of NVILA's settings none is supported.
+void read_vila_projector(const std::string& folder, const json& whole, VisionConfig& vision) {
+  const ConfigReader top(whole, config_path_in(folder));
+  for (const char* key : {"s2", "dynamic_s2"}) require(top, key, false);
+  read_original_tower(top, vision.tower);
+  const std::string projector_folder = (fs::path(folder) / kVilaProjector).string();
+  const json own = read_config(projector_folder);
+  const ConfigReader config(own, config_path_in(projector_folder));
+  require(config, "mm_projector_type", "mlp_downsample");
+  if (config.find("mm_projector_type") == nullptr) config.fail("has no mm_projector_type");
+  vision.projector.kind = ProjectorKind::kMlpDownsample;
+  vision.projector.column_major = true;  // NVILA's are row by row, and have another type or several scales
+}
+
+const LlavaNames& vila_names() {
+  static const LlavaNames names = [] {
+    LlavaNames all = published_names();
+    all.norm = "multi_modal_projector.norm";
+    return all;
+  }();
+  return names;
+}
+
+std::string renamed_vila_projector(const std::string& name) {
+  const LlavaNames& names = vila_names();
+  for (const auto& [theirs, ours] : {std::pair<std::string_view, std::string_view>{"layers.1.", names.norm},
+                                     {"layers.2.", names.fc1},
+                                     {"layers.4.", names.fc2}}) {
+    if (name.starts_with(theirs)) return std::string(ours) + "." + name.substr(theirs.size());
+  }
+  return name;  // unknown: it will be refused
 }
 
 // Images take an id behind the vocabulary, unless one of it is named.
@@ -204,16 +244,19 @@ ImportSource open_model_with_tower(const std::string& folder, const std::string&
   }
   source.described = parse_huggingface_config(text, source.config_path);
   ModelConfig& model = source.described.model;
-  const std::string_view type = source.described.family->model_type;
   if (model.vision.exists()) {
     throw_bad_input("{}: has a tower; leave out --vision-tower to import the model as it is", source.config_path);
   }
-  if (type != "llama" && type != "qwen2") {
-    throw_bad_input("{}: model_type \"{}\" is not supported with --vision-tower; llama and qwen2 are",
-                    source.config_path, type);
-  }
+  check_language_model(*source.described.family, source.config_path);
   model.vision.tower = read_tower(tower_folder);
-  if (original) read_original_tower(ConfigReader(text, source.config_path), model.vision.tower);
+  if (original) {
+    const ConfigReader config(text, source.config_path);
+    if (config.find("mm_projector_type") == nullptr) {
+      config.fail("mm_projector_type is not there, which means linear, and is not supported; \"mlp2x_gelu\" is");
+    }
+    require(config, "mm_projector_type", "mlp2x_gelu");
+    read_original_tower(config, model.vision.tower);
+  }
   model.vision.projector.kind = ProjectorKind::kMlp2xGelu;
   choose_image_token(image_token, source);
   check_huggingface_model(model, source.config_path);
@@ -229,6 +272,38 @@ ImportSource open_model_with_tower(const std::string& folder, const std::string&
     const bool is_there = std::any_of(source.carried.begin(), source.carried.end(),
                                       [&](const auto& other) { return other.name == file.name; });
     if (file.name == "preprocessor_config.json" && !is_there) source.carried.push_back(file);
+  }
+  return source;
+}
+
+bool is_vila_folder(const std::string& folder) {
+  return file_exists(config_path_in((fs::path(folder) / kVilaText).string())) &&
+         file_exists(config_path_in((fs::path(folder) / kVilaProjector).string()));
+}
+
+ImportSource open_vila_model(const std::string& folder, int64_t image_token) {
+  const auto part = [&](const char* name) { return (fs::path(folder) / name).string(); };
+  ImportSource source;
+  const std::string text_folder = part(kVilaText);
+  source.config_path = config_path_in(text_folder);
+  source.described = parse_huggingface_config(read_config(text_folder), source.config_path);
+  ModelConfig& model = source.described.model;
+  check_language_model(*source.described.family, source.config_path);
+  model.vision.tower = read_tower(part(kVilaTower));
+  read_vila_projector(folder, read_config(folder), model.vision);
+  choose_image_token(image_token, source);
+  check_huggingface_model(model, config_path_in(folder));
+
+  // There is no config.json of transformers' for it, so VILA's goes along.
+  source.config_text = read_text(config_path_in(folder), kMaxHuggingFaceConfigBytes);
+  source.llava = &vila_names();
+  source.is_one_folder = false;
+  add_weights(open_huggingface_weights(text_folder), renamed_from_original, source.weights);
+  add_tower(part(kVilaTower), source.weights);
+  add_weights(open_huggingface_weights(part(kVilaProjector)), renamed_vila_projector, source.weights);
+  source.carried = carried_from(text_folder);
+  for (const ImportSource::CarriedFile& file : carried_from(part(kVilaTower))) {
+    if (file.name == "preprocessor_config.json") source.carried.push_back(file);
   }
   return source;
 }

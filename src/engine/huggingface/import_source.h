@@ -37,4 +37,9 @@ ImportSource open_model(const std::string& folder);
 // image slots; negative: the first behind the vocabulary, which grows to the next multiple of 64.
 ImportSource open_model_with_tower(const std::string& folder, const std::string& tower_folder, int64_t image_token);
 
+// Whether a folder is VILA's: with language model, tower and projector in folders of their own.
+bool is_vila_folder(const std::string& folder);
+// Such a model, of VILA 1.5. `image_token` as above.
+ImportSource open_vila_model(const std::string& folder, int64_t image_token);
+
 }  // namespace parka

@@ -107,10 +107,12 @@ const LlavaNames* find_llava_names(const std::function<bool(const std::string&)>
 std::vector<HuggingFaceTensor> llava_tensors(const ModelConfig& config, const ParameterTable& table,
                                              const LlavaNames& names,
                                              std::vector<HuggingFaceTensor> of_language_model) {
-  PARKA_REQUIRE(config.vision.projector.kind == ProjectorKind::kMlp2xGelu);
+  PARKA_REQUIRE(config.vision.projector.has_two_layers());
+  PARKA_REQUIRE(config.vision.projector.downsamples() == !names.norm.empty());
   std::vector<HuggingFaceTensor> tensors;
   TensorLister list(table, tensors);
   add_tower(list, config.vision.tower, std::string(names.tower));
+  if (config.vision.projector.downsamples()) list.add_norm(std::string(names.norm), "projector.norm");
   list.add_linear(std::string(names.fc1), "projector.fc1", 0, config.d_model);
   list.add_linear(std::string(names.fc2), "projector.fc2", 0, config.d_model);
   for (HuggingFaceTensor& tensor : of_language_model) {
