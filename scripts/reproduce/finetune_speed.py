@@ -2,9 +2,12 @@
 """Times ways of fine-tuning a model on one GPU, and says what memory they take: `parka bench` of each method at each point.
 
     scripts/reproduce/finetune_speed.py PARKA OUT [--config configs/llama2-7b.json] [--runs METHOD.SEQUENCESxLENGTH...]
-    scripts/reproduce/finetune_speed.py --figures COMMIT OUT      writes what OUT has into docs/results/figures.jsonl
+    scripts/reproduce/finetune_speed.py --figures COMMIT OUT      writes what OUT has into docs/results/figures.jsonl, and ratios
 
-A step is one micro-batch. Adapters of rank 64 are on all linear layers of the blocks, gradients are bf16. OUT gets a JSON file for each
+OUT may have what peft_speed.py left there, too.
+
+A step is one micro-batch. Adapters of rank 64 are on all linear layers of the blocks, side networks are 16 times narrower, gradients are
+bf16. OUT gets a JSON file for each
 run; one that is there already is not run again. Runs that do not fit the card are left out, with a line. Methods:
 """
 import argparse
@@ -18,6 +21,7 @@ from pathlib import Path
 FIGURES = Path(__file__).resolve().parents[2] / "docs/results/figures.jsonl"
 ALL = ["distributed.zero_stage=0", "training.eval_interval=0", "optimizer.gradient=bf16"]
 ADAPTERS = ["finetune.method=lora", "finetune.rank=64"]
+QST = ["finetune.method=qst", "finetune.base=nf4"]
 FP8 = ["precision.recipe=parka", "precision.group_size=32"]
 RECOMPUTE = ["precision.recompute=block"]
 METHODS = {
@@ -33,8 +37,32 @@ METHODS = {
     "qlora_fp8": ADAPTERS + FP8 + ["finetune.base=nf4"],
     "qlora_fp8_recompute": ADAPTERS + FP8 + RECOMPUTE + ["finetune.base=nf4"],
     "qlora_recompute": ADAPTERS + RECOMPUTE + ["finetune.base=nf4"],
+    "qst": QST,
+    "qst_recompute": QST + RECOMPUTE,
+    "qst_lean": QST + RECOMPUTE + ["finetune.kept=fp8"],
+    "qst_avg_pool": QST + ["finetune.downsample=avg_pool"],
+    "qst_fp8": QST + FP8,
+    "qst_fp8_base": QST + FP8 + ["finetune.base=fp8"],
 }
 RUNS = [f"{method}.{point}" for point in ("4x384", "16x384", "4x2048", "16x2048") for method in METHODS]
+
+
+def autocast(point):
+    """peft's run under autocast."""
+    method, shape = point.format("peft.qlora").rsplit(".", 1)
+    return f"{method}_autocast.{shape}"
+
+
+POINTS = ("{}.4x384", "{}.16x384", "{}_recompute.16x384", "{}_recompute.4x2048")  # those of peft that are compared
+RATIOS = {
+    "qlora.llama2-7b.vs_peft": [(point.format("qlora"), point.format("peft.qlora")) for point in POINTS],
+    "qlora.llama2-7b.vs_peft_autocast": [(point.format("qlora"), autocast(point)) for point in POINTS],
+    "qlora_fp8.llama2-7b.vs_peft": [(point.format("qlora_fp8"), point.format("peft.qlora")) for point in POINTS],
+    "qlora_fp8.llama2-7b.vs_peft_autocast": [(point.format("qlora_fp8"), autocast(point)) for point in POINTS],
+    "lora_fp8.llama2-7b.vs_peft": [("lora_fp8_offload.4x2048", "peft.lora.4x2048")],
+    "lora_fp8.llama2-7b.vs_peft_recompute": [("lora_fp8_offload.4x2048", "peft.lora_recompute.4x2048")],
+    "qst.llama2-7b.vs_qlora": [("qst_lean.4x384", "qlora.4x384")],
+}
 KEPT = ("device", "tokens_per_step", "tokens_per_second", "step_seconds", "used_bytes", "planned_bytes", "context_bytes")
 
 
@@ -81,22 +109,49 @@ def row(bench):
 
 
 def reports_in(out):
-    reports = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    reports = [json.loads(path.read_text()) for path in sorted(out.glob("*.json")) if not path.name.startswith("peft.")]
     return sorted(reports, key=lambda bench: (bench["config"], bench["run"].split(".")[1], bench["run"]))
+
+
+def speed_of(figures, key):
+    figure = figures[f"finetune.llama2-7b.{key}.tok_s"]
+    return figure["value"], *figure["spread"]
+
+
+def ratio(figures, name, pairs):
+    """The least ratio of speeds of pairs of runs, and as spread the least and most of their steps."""
+    ratios = [tuple(a / b for a, b in zip((ours, low, high), (theirs, their_high, their_low)))
+              for (ours, low, high), (theirs, their_low, their_high) in
+              ((speed_of(figures, mine), speed_of(figures, other)) for mine, other in pairs)]
+    add(figures, name, min(ratios)[0], "1", (min(r[1] for r in ratios), max(r[2] for r in ratios)),
+        command="finetune_speed.py --figures COMMIT OUT: " + ", ".join(f"{mine} / {other}" for mine, other in pairs),
+        **{key: figures[f"finetune.llama2-7b.{pairs[0][0]}.tok_s"][key] for key in ("commit", "date", "card")})
+
+
+def add(figures, name, value, unit, spread, **source):
+    figures[name] = {"name": name, "value": float(f"{value:.6g}"), "unit": unit, "spread": [float(f"{x:.6g}") for x in spread], **source}
 
 
 def write_figures(commit, out):
     figures = {line["name"]: line for line in map(json.loads, FIGURES.read_text().splitlines())}
+    today = str(datetime.date.today())
     for bench in reports_in(out):
-        speed, least, most, used, error = numbers(bench)
+        speed, least, most, used, _ = numbers(bench)
+        source = {"command": f"scripts/reproduce/finetune_speed.py PARKA OUT --config configs/{bench['config']}.json --runs {bench['run']}",
+                  "commit": commit, "date": today, "card": bench["device"]}
         name = f"finetune.{bench['config']}.{bench['run']}"
-        for key, value, unit, spread in (("tok_s", speed, "tok/s", (least, most)), ("peak_gb", used, "GB", (used, used)),
-                                         ("plan_error_percent", error, "%", (error, error))):
-            figures[f"{name}.{key}"] = {
-                "name": f"{name}.{key}", "value": float(f"{value:.6g}"), "unit": unit,
-                "spread": [float(f"{x:.6g}") for x in spread],
-                "command": f"scripts/reproduce/finetune_speed.py PARKA OUT --config configs/{bench['config']}.json --runs {bench['run']}",
-                "commit": commit, "date": str(datetime.date.today()), "card": bench["device"]}
+        add(figures, f"{name}.tok_s", speed, "tok/s", (least, most), **source)
+        add(figures, f"{name}.peak_gb", used, "GB", (used, used), **source)
+    for path in sorted(out.glob("peft.*.json")):
+        peer = json.loads(path.read_text())
+        source = {"command": f"scripts/reproduce/peft_speed.py OUT --runs {peer['run']}", "date": today, "card": peer["device"],
+                  "commit": ", ".join(f"{library} {version}" for library, version in peer["versions"].items())}
+        name = f"finetune.llama2-7b.peft.{peer['run']}"
+        add(figures, f"{name}.tok_s", peer["tokens_per_second"], "tok/s", (peer["least"], peer["most"]), **source)
+        add(figures, f"{name}.peak_gb", peer["used_bytes"] / 1e9, "GB", (peer["used_bytes"] / 1e9,) * 2, **source)
+    for name, pairs in RATIOS.items():
+        if all(f"finetune.llama2-7b.{run}.tok_s" in figures for pair in pairs for run in pair):
+            ratio(figures, name, pairs)
     FIGURES.write_text("".join(json.dumps(figure) + "\n" for figure in figures.values()))
 
 
