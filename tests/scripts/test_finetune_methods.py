@@ -20,7 +20,7 @@ if importlib.util.find_spec("numpy") is None:
     sys.exit(77)
 
 SCRIPT = ROOT / "scripts" / "reproduce" / "finetune_methods.sh"
-METHODS = ("full", "lora", "qlora_nf4", "qlora_fp8")
+METHODS = ("full", "lora", "qlora_nf4", "qlora_fp8", "qst_adapter", "qst_linear", "qst_lora", "qst_avg_pool", "qst_max_pool", "qst_paper")
 SMALL = {"BASE_STEPS": "30", "STEPS": "4", "SEEDS": "1 2", "THREADS": "1",
          "KEYS": "model.d_model=32 model.num_layers=2 model.num_heads=2 model.d_ffn=64 data.sequence_length=32 training.eval_sequences=16"}
 
