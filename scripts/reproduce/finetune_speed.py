@@ -41,6 +41,7 @@ METHODS = {
     "qst_recompute": QST + RECOMPUTE,
     "qst_lean": QST + RECOMPUTE + ["finetune.kept=fp8"],
     "qst_avg_pool": QST + ["finetune.downsample=avg_pool"],
+    "qst_fp8_lean": QST + FP8 + RECOMPUTE + ["finetune.kept=fp8"],
     "qst_fp8": QST + FP8,
     "qst_fp8_base": QST + FP8 + ["finetune.base=fp8"],
 }
