@@ -35,4 +35,13 @@ PrecisionConfig precision_recipe(Recipe recipe) {
   return p;
 }
 
+PrecisionConfig without_fp8(const PrecisionConfig& precision) {
+  PrecisionConfig plain;
+  plain.compute = precision.compute;
+  plain.save_norm_output = precision.save_norm_output;
+  plain.save_product = precision.save_product;
+  plain.recompute = precision.recompute;
+  return plain;
+}
+
 }  // namespace parka

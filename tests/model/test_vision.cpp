@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/files/safetensors.h"
+#include "model/precision_recipe.h"
 #include "model/vision/projector.h"
 #include "model/vision/vision_tower.h"
 #include "tests/kernels/op_bounds.h"
@@ -21,12 +22,6 @@ using namespace parka::test;
 namespace {
 
 using Tensors = std::map<std::string, std::vector<float>>;
-
-PrecisionConfig without_fp8(PrecisionConfig precision) {
-  PrecisionConfig plain = precision_recipe(Recipe::kBf16);
-  plain.compute = precision.compute;
-  return plain;
-}
 
 // A tower and a projector with weights and gradients, in one plan.
 struct Vision {

@@ -7,6 +7,7 @@
 #include "kernels/ops/norm.h"
 #include "model/layers/embedding.h"
 #include "model/layers/head.h"
+#include "model/precision_recipe.h"
 
 namespace parka {
 namespace {
@@ -19,15 +20,6 @@ std::string gate_name(int64_t l) { return block_prefix(kSide, l) + "gate"; }
 
 // Of the downsample of h_i.
 std::string down_prefix(int64_t i) { return i == 0 ? kSide : block_prefix(kSide, i - 1); }
-
-PrecisionConfig without_fp8(const PrecisionConfig& precision) {
-  PrecisionConfig plain;
-  plain.compute = precision.compute;
-  plain.save_norm_output = precision.save_norm_output;
-  plain.save_product = precision.save_product;
-  plain.recompute = precision.recompute;
-  return plain;
-}
 
 // Of a down_i's input: as activations are kept for backward.
 Format kept_format(const PrecisionConfig& precision) {

@@ -1,6 +1,7 @@
 #include "model/vision/image_embedding.h"
 
 #include "kernels/ops/embedding.h"
+#include "model/precision_recipe.h"
 
 namespace parka {
 namespace {
@@ -8,15 +9,6 @@ namespace {
 using Purpose = BufferScope::Purpose;
 
 constexpr int64_t kChannels = 3;
-
-PrecisionConfig without_fp8(const PrecisionConfig& precision) {
-  PrecisionConfig plain;
-  plain.compute = precision.compute;
-  plain.save_norm_output = precision.save_norm_output;
-  plain.save_product = precision.save_product;
-  plain.recompute = precision.recompute;
-  return plain;
-}
 
 Purpose purpose_of(const BufferScope& scope, bool goes_backward) {
   return scope.purpose() == Purpose::kTraining && !goes_backward ? Purpose::kForwardOnly : scope.purpose();
