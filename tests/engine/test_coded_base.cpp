@@ -1,15 +1,12 @@
-#include <filesystem>
 #include <functional>
 #include <map>
 
-#include "core/philox.h"
 #include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/evaluation/inference_run.h"
 #include "engine/step/declared_run.h"
 #include "engine/training/training_run.h"
 #include "model/coded_weights.h"
-#include "tests/engine/step_config.h"
-#include "tests/support/alone.h"
+#include "tests/engine/run_beside_base.h"
 #include "tests/support/catch.h"
 #include "tests/support/thread_ranks.h"
 
@@ -21,19 +18,6 @@ namespace {
 
 constexpr int kSteps = 3;
 
-Config base_config(const TemporaryFolder& folder, const std::string& recipe, int64_t stage = 0, int64_t ranks = 1) {
-  Config config = step_config(folder.path().string(), recipe, stage, /*is_llama=*/true, 1, ranks);
-  std::string tokens;
-  for (uint64_t i = 0; i < 100 * kStepSequence; ++i) {
-    tokens.append({static_cast<char>(philox4x32(1, 2, i)[0] % 64), '\0'});
-  }
-  write_file(config.data.train[0], tokens);
-  config.optimizer.lr = 3e-3;
-  config.optimizer.schedule.kind = ScheduleKind::kConstant;
-  config.checkpoint.folder = folder.path().string() + "/base";
-  return config;
-}
-
 Config with_adapters(Config config, BaseFormat base) {
   config.checkpoint.init_from = config.checkpoint.folder;
   config.checkpoint.folder += "_lora";
@@ -43,55 +27,6 @@ Config with_adapters(Config config, BaseFormat base) {
   config.finetune.alpha = 8;
   validate(config);
   return config;
-}
-
-using TensorBytes = std::map<std::string, std::vector<std::byte>>;
-
-std::vector<std::byte> bytes_of(const TensorView& t) {
-  const auto* const data = static_cast<const std::byte*>(t.data);  // of the CPU
-  return {data, data + t.bytes()};
-}
-
-// Weights, codes and states.
-TensorBytes bytes_of(const TrainingRun& run) {
-  TensorBytes all;
-  for (const NamedTensor& t : run.optimizer().state()) all[t.name] = bytes_of(t.view);
-  const std::vector<ParameterInfo>& parameters = run.model().parameters().all;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const std::string& name = parameters[i].name;
-    if (!parameters[i].is_coded()) {
-      all[name] = bytes_of(run.model().weights().own()[i]);
-      continue;
-    }
-    for (const CodeTensor& codes : run.model().weights().code_tensors(static_cast<int>(i))) {
-      all[name + std::string(codes.suffix)] = bytes_of(codes.view);
-    }
-  }
-  return all;
-}
-
-LoadedCheckpoint save(TrainingRun& run, const std::string& folder) {
-  save_checkpoint(folder, run.snapshot(), {});
-  return load_checkpoint(list_checkpoints(folder).back().path);
-}
-
-// A run of a step, saved.
-LoadedCheckpoint make_base(const Config& config) {
-  const auto device = make_cpu_device();
-  TrainingRun run(config, *device, alone());
-  run.initialize();
-  run.step();
-  return save(run, config.checkpoint.folder);
-}
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    CHECK(error.code() == ExitCode::kBadInput);
-    return error.what();
-  }
-  return "";
 }
 
 const std::pair<const char*, BaseFormat> kRuns[] = {{"fp32", BaseFormat::kNf4},     {"bf16", BaseFormat::kNf4},

@@ -4,8 +4,7 @@
 
 #include "core/philox.h"
 #include "engine/evaluation/evaluation.h"
-#include "tests/model/fixture_model.h"
-#include "tests/model/small_model.h"
+#include "tests/model/trained_model.h"
 #include "tests/support/catch.h"
 
 using namespace parka;
@@ -16,81 +15,20 @@ namespace {
 const LoraRules kFixtureRules = {
     3, 2.5, {"q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}};  // as the script has them
 
-// The model with gradients of what is trained.
-struct AdaptedModel {
+struct AdaptedModel : TrainedModel {
   AdaptedModel(const ModelConfig& config, const PrecisionConfig& precision, const BatchShape& shape, Device& on,
                const LoraRules& rules)
-      : device(on),
-        model(config, precision, false, shape, 1 << 20, Model::Use::kTraining, {}, plan, {.lora = rules}) {
-    std::vector<TensorId> ids;
-    for (const ParameterInfo& p : model.parameters().all) {
-      ids.push_back(p.trainable ? plan.add("gradients", p.name, DType::kF32, {p.rows, p.cols}) : TensorId{});
-    }
-    plan.finish();
-    arena = std::make_unique<Arena>(device, plan);
-    model.bind(device, *arena);
-    for (const TensorId id : ids) gradients.push_back(id.valid() ? (*arena)[id] : TensorView());
-  }
+      : TrainedModel(config, precision, shape, on, {.lora = rules}) {}
 
-  // Weights of the base, and of adapters where `lora` has them; else as they are at first.
-  void load(const Fixture& base, const Fixture* lora) {
-    const ParameterTable& table = model.parameters();
-    for (size_t i = 0; i < table.all.size(); ++i) {
-      const std::string name = "weight/" + table.all[i].name;
-      std::vector<float> values;
-      if (!is_adapter(table.all[i])) {
-        values = base.tensors.at(name);
-      } else if (lora != nullptr) {
-        values = lora->tensors.at(name);
-      } else {
-        values = initial_weight(base.config, table, i, 1);
-      }
-      upload_weight(device, model.weights().own()[i], values);
-    }
-    model.weights_changed(device);
-  }
-  std::vector<float> logits(const Fixture& fixture) {
-    const std::vector<int32_t> targets = next_token_targets(fixture.tokens, fixture.shape.sequence_length);
-    return model.logits(device, {fixture.tokens.data(), targets.data(), fixture.shape}, 0,
-                        fixture.shape.num_tokens());
-  }
-  // The mean loss.
-  double backward(const Fixture& fixture, Model::Accumulation accumulation = Model::Accumulation::kBegin,
-                  const Model::Batch::Place& place = {}) {
-    const std::vector<int32_t> targets = next_token_targets(fixture.tokens, fixture.shape.sequence_length);
-    const auto num_targets = static_cast<double>(fixture.shape.num_sequences * (fixture.shape.sequence_length - 1));
-    model.accumulate_gradients(device, {fixture.tokens.data(), targets.data(), fixture.shape, nullptr, place},
-                               {.grad_scale = static_cast<float>(1.0 / num_targets)}, gradients, accumulation);
-    return mean_loss(model.losses(device), targets);
-  }
-  std::vector<float> gradient(size_t i) const {
-    std::vector<float> values(static_cast<size_t>(gradients[i].numel()));
-    device.copy_to_host(values.data(), gradients[i].as<float>(), gradients[i].bytes());
-    return values;
-  }
-
-  Device& device;
-  MemoryPlan plan;
-  Model model;
-  std::unique_ptr<Arena> arena;
-  std::vector<TensorView> gradients;
+  void load(const Fixture& base, const Fixture* lora) { TrainedModel::load(base, lora, is_adapter); }
 };
 
 std::vector<int32_t> next_targets(const Fixture& fixture) {
   return next_token_targets(fixture.tokens, fixture.shape.sequence_length);
 }
 
-// Of the adapters' gradients, the largest relative error.
 double worst_error(const AdaptedModel& m, const Fixture& lora, double factor = 1) {
-  double worst = 0;
-  const auto& parameters = m.model.parameters().all;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (!parameters[i].trainable) continue;
-    std::vector<float> expected = lora.tensors.at("grad/" + parameters[i].name);
-    for (float& value : expected) value = static_cast<float>(factor * value);
-    worst = std::max(worst, relative_error(m.gradient(i), expected));
-  }
-  return worst;
+  return m.worst_error(lora, "grad/", factor);
 }
 
 }  // namespace

@@ -6,8 +6,7 @@
 #include "core/philox.h"
 #include "engine/evaluation/evaluation.h"
 #include "model/side/side_network.h"
-#include "tests/model/fixture_model.h"
-#include "tests/model/small_model.h"
+#include "tests/model/trained_model.h"
 #include "tests/support/catch.h"
 
 using namespace parka;
@@ -32,70 +31,15 @@ SideRules fixture_rules(const Variant& variant) {
   return {.reduction = 4, .downsample = variant.downsample, .rank = 3, .head_dim = 4, .mix = variant.mix};
 }
 
-struct SideModel {
+struct SideModel : TrainedModel {
   SideModel(const ModelConfig& config, const PrecisionConfig& precision, const BatchShape& shape, Device& on,
             const SideRules& rules, int64_t logits_chunk = 1 << 20, BaseFormat base = BaseFormat::kCompute)
-      : device(on),
-        model(config, precision, false, shape, logits_chunk, Model::Use::kTraining, {}, plan,
-              {.base = base, .side = rules}) {
-    std::vector<TensorId> ids;
-    for (const ParameterInfo& p : model.parameters().all) {
-      ids.push_back(p.trainable ? plan.add("gradients", p.name, DType::kF32, {p.rows, p.cols}) : TensorId{});
-    }
-    plan.finish();
-    arena = std::make_unique<Arena>(device, plan);
-    model.bind(device, *arena);
-    for (const TensorId id : ids) gradients.push_back(id.valid() ? (*arena)[id] : TensorView());
-  }
+      : TrainedModel(config, precision, shape, on, {.base = base, .side = rules}, logits_chunk) {}
 
-  // Weights of the base, and of the side network where `side` has them; else as they are at first.
-  void load(const Fixture& base, const Fixture* side) {
-    const ParameterTable& table = model.parameters();
-    for (size_t i = 0; i < table.all.size(); ++i) {
-      const std::string name = "weight/" + table.all[i].name;
-      const bool is_new = is_of_side(table.all[i]) && side == nullptr;
-      const Fixture& source = is_of_side(table.all[i]) && side != nullptr ? *side : base;
-      upload_weight(device, model.weights().own()[i],
-                    is_new ? initial_weight(base.config, table, i, 1) : source.tensors.at(name));
-    }
-    model.weights_changed(device);
-  }
-  std::vector<float> logits(const Fixture& fixture) {
-    const std::vector<int32_t> targets = next_token_targets(fixture.tokens, fixture.shape.sequence_length);
-    return model.logits(device, {fixture.tokens.data(), targets.data(), fixture.shape}, 0,
-                        fixture.shape.num_tokens());
-  }
-  // The mean loss.
-  double backward(const Fixture& fixture, Model::Accumulation accumulation = Model::Accumulation::kBegin) {
-    const std::vector<int32_t> targets = next_token_targets(fixture.tokens, fixture.shape.sequence_length);
-    const auto num_targets = static_cast<double>(fixture.shape.num_sequences * (fixture.shape.sequence_length - 1));
-    model.accumulate_gradients(device, {fixture.tokens.data(), targets.data(), fixture.shape},
-                               {.grad_scale = static_cast<float>(1.0 / num_targets)}, gradients, accumulation);
-    return mean_loss(model.losses(device), targets);
-  }
-  std::vector<float> gradient(size_t i) const {
-    std::vector<float> values(static_cast<size_t>(gradients[i].numel()));
-    device.copy_to_host(values.data(), gradients[i].as<float>(), gradients[i].bytes());
-    return values;
-  }
-  // Of all gradients the largest relative error, against those of a variant.
+  void load(const Fixture& base, const Fixture* side) { TrainedModel::load(base, side, is_of_side); }
   double worst_error(const Fixture& side, const std::string& variant, double factor = 1) const {
-    double worst = 0;
-    const auto& parameters = model.parameters().all;
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      if (!parameters[i].trainable) continue;
-      std::vector<float> expected = side.tensors.at("grad/" + variant + "/" + parameters[i].name);
-      for (float& value : expected) value = static_cast<float>(factor * value);
-      worst = std::max(worst, relative_error(gradient(i), expected));
-    }
-    return worst;
+    return TrainedModel::worst_error(side, "grad/" + variant + "/", factor);
   }
-
-  Device& device;
-  MemoryPlan plan;
-  Model model;
-  std::unique_ptr<Arena> arena;
-  std::vector<TensorView> gradients;
 };
 
 // Bytes of the plan's entries whose category and name are such.

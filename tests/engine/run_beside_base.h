@@ -1,0 +1,81 @@
+#pragma once
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "core/philox.h"
+#include "engine/training/training_run.h"
+#include "tests/engine/step_config.h"
+#include "tests/support/alone.h"
+#include "tests/support/catch.h"
+
+// Runs that train something beside the frozen weights of another run: adapters, side networks.
+namespace parka::test {
+
+// Of the other run, in FOLDER/base, on random tokens.
+inline Config base_config(const TemporaryFolder& folder, const std::string& recipe, int64_t stage = 0,
+                          int64_t ranks = 1) {
+  Config config = step_config(folder.path().string(), recipe, stage, /*is_llama=*/true, 1, ranks);
+  std::string tokens;
+  for (uint64_t i = 0; i < 100 * kStepSequence; ++i) {
+    tokens.append({static_cast<char>(philox4x32(1, 2, i)[0] % 64), '\0'});
+  }
+  write_file(config.data.train[0], tokens);
+  config.optimizer.lr = 3e-3;
+  config.optimizer.schedule.kind = ScheduleKind::kConstant;
+  config.checkpoint.folder = folder.path().string() + "/base";
+  return config;
+}
+
+using TensorBytes = std::map<std::string, std::vector<std::byte>>;
+
+inline std::vector<std::byte> bytes_of(const TensorView& t) {
+  const auto* const data = static_cast<const std::byte*>(t.data);  // of the CPU
+  return {data, data + t.bytes()};
+}
+
+// Weights of this rank, frozen ones and their codes too, with the states.
+inline TensorBytes bytes_of(const TrainingRun& run) {
+  TensorBytes all;
+  for (const NamedTensor& t : run.optimizer().state()) all[t.name] = bytes_of(t.view);
+  const std::vector<ParameterInfo>& parameters = run.model().parameters().all;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const std::string& name = parameters[i].name;
+    if (!parameters[i].is_coded()) {
+      all[name] = bytes_of(run.model().weights().own()[i]);
+      continue;
+    }
+    for (const CodeTensor& codes : run.model().weights().code_tensors(static_cast<int>(i))) {
+      all[name + std::string(codes.suffix)] = bytes_of(codes.view);
+    }
+  }
+  return all;
+}
+
+inline LoadedCheckpoint save(TrainingRun& run, const std::string& folder) {
+  save_checkpoint(folder, run.snapshot(), {});
+  return load_checkpoint(list_checkpoints(folder).back().path);
+}
+
+// A run of a step, saved: what runs beside it start from.
+inline LoadedCheckpoint make_base(const Config& config) {
+  const auto device = make_cpu_device();
+  TrainingRun run(config, *device, alone());
+  run.initialize();
+  run.step();
+  return save(run, config.checkpoint.folder);
+}
+
+// What a call that meets bad input says; nothing if it ends well.
+inline std::string refusal(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    CHECK(error.code() == ExitCode::kBadInput);
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace parka::test
