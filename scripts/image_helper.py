@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from text_data.common import InputError, one_line  # noqa: E402
+from text_data.helper_process import run, serve  # noqa: E402
 from text_data.special_tokens import read_object  # noqa: E402
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -66,11 +65,6 @@ class Helper:
             raise InputError(f"{path}: {error}; give another picture")
 
 
-def send(answer: dict) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
-
-
 def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tower", choices=("clip", "siglip"), required=True)
@@ -82,23 +76,9 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    try:
-        helper = Helper(parse_options(arguments))
-    except InputError as error:
-        send({"error": str(error)})
-        return 2
-    send({"geometry": helper.geometry})
-    for line in sys.stdin.buffer:
-        try:
-            send(helper.answer(json.loads(line)))
-        except InputError as error:
-            send({"error": str(error)})
-    return 0
+    options = parse_options(arguments)
+    return serve(lambda: Helper(options), lambda helper: {"geometry": helper.geometry})
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except BrokenPipeError:
-        # Whoever asked is gone. Python must not find that out again when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    run(main)

@@ -18,13 +18,13 @@ or, to any of them, {"error": TEXT}: one line for the user. It ends with its inp
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from text_data.common import InputError, one_line  # noqa: E402
+from text_data.helper_process import run, serve  # noqa: E402
 from text_data.special_tokens import bos_of, read_object, special_tokens_of, tokenizer_config  # noqa: E402
 
 # What a character in UTF-8 decodes to while bytes of it are missing: one of these, or one for each byte that is there.
@@ -197,29 +197,9 @@ class Helper:
         return {"text": self._stream.push(value) if kind == "token" else self._stream.end()}
 
 
-def send(answer: dict) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
-
-
 def main(arguments: list[str]) -> int:
-    try:
-        helper = Helper(Path(arguments[0]), "--chat" in arguments[1:])
-    except InputError as error:
-        send({"error": str(error)})
-        return 2
-    send({"stop": helper.stop})
-    for line in sys.stdin.buffer:
-        try:
-            send(helper.answer(json.loads(line)))
-        except InputError as error:
-            send({"error": str(error)})
-    return 0
+    return serve(lambda: Helper(Path(arguments[0]), "--chat" in arguments[1:]), lambda helper: {"stop": helper.stop})
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except BrokenPipeError:
-        # Whoever asked is gone. Python must not find that out again when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    run(main)
