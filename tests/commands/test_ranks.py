@@ -1,6 +1,7 @@
 """Training on several ranks: as one rank does, bit for bit repeatable, resumed on other numbers of ranks. On CPUs, or as
 test_ranks.py cuda on GPUs, of which two do, and four show all; exits with 77 (skipped) without mpirun or with fewer.
-unittest's options come after cpu or cuda. RANKS_STARTER says who starts the ranks (tests/support/starters.py)."""
+unittest's options come after cpu or cuda. RANKS_STARTER says who starts the ranks (tests/support/starters.py). The file that
+RANKS_BITS names gets a line for each run: what it computed, for tests/equal_bits/compare_starters.py."""
 import functools
 import json
 import os
@@ -8,10 +9,11 @@ import subprocess
 import sys
 import unittest
 
-from parka_runs import PROGRAM, SEQUENCE, RunFolder, num_gpus, parka, starters, tiny_config, write_tokens
+from parka_runs import (PROGRAM, SEQUENCE, RunFolder, learning_curve, num_gpus, parka, starters, tiny_config, tree_digest,
+                        write_tokens)
 
 STEPS = 8
-DEVICE = "cpu"
+DEVICE, RANKS_OPTION = "cpu", "--ranks"
 
 
 class Ranks(RunFolder):
@@ -38,10 +40,20 @@ class Ranks(RunFolder):
         with open(path, "w", encoding="utf-8") as file:
             json.dump(config, file)
         program = [PROGRAM, "--threads", "1", "train", path]
-        command = starters.command(ranks, program, starter) if ranks > 1 else program
+        command = starters.command(ranks, program, starter, RANKS_OPTION) if ranks > 1 else program
         result = subprocess.run(command, env=starters.environment(), text=True, capture_output=True, timeout=200)
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        if ranks > 1 and "RANKS_BITS" in os.environ:
+            self.write_bits(name, os.environ["RANKS_BITS"])
         return result.stdout + result.stderr
+
+    def write_bits(self, name, path):
+        """A line with all that the run has computed, and hashes of its checkpoints."""
+        folder = self.path(name)
+        checkpoints = tree_digest(folder, only=lambda file: file.endswith(".safetensors"))
+        with open(path, "a", encoding="utf-8") as file:
+            json.dump({"run": name, "curve": learning_curve(folder), "checkpoints": checkpoints}, file, sort_keys=True)
+            file.write("\n")
 
     def setUp(self):
         super().setUp()
@@ -222,6 +234,7 @@ if __name__ == "__main__":
     starters.skip_without_starter()
     if len(sys.argv) > 1:
         DEVICE = sys.argv.pop(1)
+        RANKS_OPTION = {"cpu": "--ranks", "cuda": "--gpus"}[DEVICE]
     if DEVICE == "cuda" and num_gpus() < 2:
         print("skipped: fewer than two GPUs")
         sys.exit(77)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Tests of scripts/follow.py: what it reads, TensorBoard, Prometheus, W&B and MLflow. What needs a package that is missing is
-skipped."""
+skipped, but not in CI."""
 import importlib.util
 import json
 import math
@@ -16,9 +16,10 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "tests" / "commands")]
+sys.path[:0] = [str(Path(__file__).resolve().parent), *(str(ROOT / "tests" / folder) for folder in ("commands", "support"))]
 from followed_run import (SCRIPTS, FollowTest, RunFile, attention_record, moments_record, quantization_record,  # noqa: E402
                           start_record, train_record, warning_record)
+from needed_tools import skip_without  # noqa: E402
 from parka_runs import PROGRAM, RunFolder, tiny_config  # noqa: E402
 
 import run_tail  # noqa: E402  in scripts/
@@ -330,7 +331,7 @@ class TensorBoard(FollowTest):
             run.add(train_record(9, loss=0.25))
         self.assert_curve(self.curves()["train/loss"], {1: 4.0, 2: 2.0, 3: 4.0 / 3, 4: 1.0, 5: 0.5, 6: 0.5, 7: 0.5, 8: 0.5, 9: 0.25})
 
-    @unittest.skipUnless(has_package("tensorboard"), "tensorboard is not installed")
+    @skip_without(has_package("tensorboard"), "tensorboard")
     def test_tensorboard_reads_it(self):
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -407,7 +408,7 @@ class Prometheus(FollowTest):
             run.resume(1)
             self.wait_for(lambda: is_at(1, 2))
 
-    @unittest.skipUnless(has_package("prometheus_client"), "prometheus_client is not installed")
+    @skip_without(has_package("prometheus_client"), "prometheus_client")
     def test_prometheus_client_reads_it(self):
         from prometheus_client.parser import text_string_to_metric_families
 
@@ -487,7 +488,7 @@ class Trackers(FollowTest):
         self.tracker.close()
         self.assertEqual(self.tracker.events, ["start", (1, 4.0), "end", "start", (1, 5.0), "end"])
 
-    @unittest.skipUnless(has_package("wandb"), "wandb is not installed")
+    @skip_without(has_package("wandb"), "wandb")
     def test_wandb_offline(self):
         from wandb.proto.wandb_internal_pb2 import Record
 
@@ -505,7 +506,7 @@ class Trackers(FollowTest):
                 losses.append((items["_step"], items["train/loss"]))
         self.assertEqual(losses, [(step, 4.0 / step) for step in range(1, 8)])
 
-    @unittest.skipUnless(has_package("mlflow"), "mlflow is not installed")
+    @skip_without(has_package("mlflow"), "mlflow")
     def test_mlflow(self):
         import mlflow
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Tests of the page of scripts/follow.py --http: what it is told, and in a headless Chromium, where one is on PATH, what it shows."""
+"""Tests of the page of scripts/follow.py --http: what it is told, and in a headless Chromium, where one is on PATH and in CI, what it
+shows."""
 import http.client
 import json
 import os
@@ -11,8 +12,9 @@ import sys
 import unittest
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "support")]
 from followed_run import SCRIPTS, SECONDS, FollowTest, quantization_record, start_record, train_record  # noqa: E402
+from needed_tools import skip_without  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome"))), None)
 
@@ -132,8 +134,9 @@ class Page(FollowTest):
                                 "--http", str(port))
         self.assert_refused("--http: port 70000: .*; choose another", self.make_run("b", [train_record(1)]), "--http", "70000")
 
-    @unittest.skipUnless(CHROMIUM, "no Chromium is on PATH")
+    @skip_without(CHROMIUM, "Chromium")
     def test_chromium_shows_it(self):
+        self.assertIsNotNone(CHROMIUM, "Chromium is not on PATH")
         records = [start_record(), *(train_record(step, loss=4.0) for step in range(1, 301)), quantization_record(300)]
         run = self.make_run("a", [*records, {"kind": "eval", "step": 300, "loss": 2.5}])
         (run.folder / "config.json").write_text('{"training": {"steps": 1200}}')

@@ -2,10 +2,15 @@
 import re
 import shutil
 import subprocess
+import sys
 import unittest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+from needed_tools import skip_without  # noqa: E402
+
+HADOLINT = shutil.which("hadolint", path=f"{ROOT}/.venv/bin") or shutil.which("hadolint")
 
 
 def text_of(name):
@@ -37,11 +42,10 @@ class Containers(unittest.TestCase):
             self.assertEqual([path for path in used if not (ROOT / path).exists()], [], name)
             self.assertGreaterEqual(len(used), 2)
 
+    @skip_without(HADOLINT, "hadolint")
     def test_hadolint_finds_nothing(self):
-        linter = shutil.which("hadolint", path=f"{ROOT}/.venv/bin") or shutil.which("hadolint")
-        if linter is None:
-            self.skipTest("hadolint is not installed (scripts/requirements-dev.txt)")
-        result = subprocess.run([linter, "--no-color", ROOT / "Dockerfile"], capture_output=True, text=True)
+        self.assertIsNotNone(HADOLINT, "hadolint is not on PATH")
+        result = subprocess.run([HADOLINT, "--no-color", ROOT / "Dockerfile"], capture_output=True, text=True)
         self.assertEqual((result.returncode, result.stdout), (0, ""))
 
 

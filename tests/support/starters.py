@@ -1,6 +1,6 @@
 """The ways to start the ranks of a run, of which the environment variable RANKS_STARTER chooses one:
     mpirun     the default
-    ranks      the program starts them itself, by its option --ranks
+    ranks      the program starts them itself, by its option --ranks, or on GPUs --gpus
     variables  each is started alone, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, by tests/support/start_ranks.py
 """
 import os
@@ -23,17 +23,17 @@ def skip_without_starter():
         sys.exit(77)
 
 
-def command(size, program, starter=STARTER):
-    """The command that starts `size` ranks of the program, a list of words."""
+def command(size, program, starter=STARTER, option="--ranks"):
+    """The command that starts `size` ranks of the program, a list of words. `option` is the program's own."""
     if starter == "mpirun":
         return ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(size), *program]
     if starter == "ranks":
-        return [*program, f"--ranks={size}"]
+        return [*program, f"{option}={size}"]
     assert starter == "variables", starter
     return [sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "start_ranks.py"), str(size), *program]
 
 
 def environment(**variables):
-    """In which the command runs: without what another launcher may have left."""
+    """In which the command runs: without what another launcher may have left. mpirun stays on this host, so it needs no ssh."""
     own = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_VARIABLES)}
-    return {**own, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **variables}
+    return {**own, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_plm": "isolated", **variables}
