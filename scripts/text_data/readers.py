@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import os
+import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,8 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path) -> Iterator[P
                     path = Path(folder) / name
                     if is_wanted_name(path.relative_to(given), patterns) and os.path.isfile(path):
                         yield path
+        elif re.match(r"[a-z][a-z0-9+.-]+:/", str(given)):  # a Path has lost one of two slashes
+            raise InputError(f"{str(given).replace(':/', '://', 1)}: is the address of an object store or a site; copy the files here first, or mount the store")
         else:
             raise InputError(f"{given}: no such file or folder, or not one that you may read")
 

@@ -230,6 +230,7 @@ class PrepareDataTest(Preparation):
         ):
             with self.subTest(name=name, options=options):
                 self.refuse(message, self.folder / name, *options)
+        self.refuse("s3://bucket/x.jsonl: is the address of an object store or a site; copy the files here first", "s3://bucket/x.jsonl")
 
     def test_huge_documents_are_refused_before_they_fill_the_memory(self):
         path = self.write("huge.txt", "start\n" * 2000)

@@ -31,6 +31,7 @@
 #include "engine/training/run_log.h"
 #include "engine/training/run_records.h"
 #include "engine/training/run_saver.h"
+#include "engine/training/saved_hook.h"
 #include "engine/training/speed.h"
 #include "engine/training/stop_signal.h"
 #include "engine/training/training_run.h"
@@ -70,12 +71,24 @@ class TrainCommand {
         speed_(speed_of(config, run_.model().parameters(), device_->name())),
         records_(started),
         attention_watch_(config.telemetry.imbalance_limit),
+        saved_hook_(is_first() && !config.checkpoint.on_saved.empty()
+                        ? std::make_unique<SavedHook>(config.checkpoint.on_saved, warn)
+                        : nullptr),
         saver_(run_, *communicator_, config.checkpoint, save_options()) {
     run_.set_place(place());
     if (!options.drill.empty()) run_.set_flip_drill(checked_drill());
   }
 
   int train() {
+    const int code = start_and_train();
+    if (saved_hook_) {
+      saved_hook_->finish([] { spdlog::info("waiting for the command of checkpoint.on_saved"); });
+    }
+    return code;
+  }
+
+ private:
+  int start_and_train() {
     launch_.require_same("the tokens of data.train", fmt::format("{:016x}", run_.data().fingerprint()),
                          "give all ranks the same files");
     suite_ = open_suite(config_);
@@ -101,7 +114,6 @@ class TrainCommand {
     return train_steps();
   }
 
- private:
   struct EvaluationStopped {  // thrown on all ranks in the same batch
     bool failed = false;      // because of an error, not of a signal
   };
@@ -145,8 +157,9 @@ class TrainCommand {
     // The CPU trains on its own cores; beside a GPU most are idle, but the loader's.
     options.writers = device_->kind() == DeviceKind::kCpu ? 1 : std::clamp(num_threads() / 4, 1, 4);
     options.report = warn;
-    options.saved = [](const std::string& path, int64_t num_bytes, double seconds) {
+    options.saved = [this](const std::string& path, int64_t num_bytes, double seconds) {
       spdlog::info("saved {}: {:.3g} GB in {:.1f} s", path, 1e-9 * static_cast<double>(num_bytes), seconds);
+      if (saved_hook_) saved_hook_->run(path);
     };
     options.check_folder = [this] { lock_.require_ours(); };
     options.before_publish = [this] { sync_metrics(); };
@@ -462,9 +475,10 @@ class TrainCommand {
   EvaluationSuite suite_;
   RunRecords records_;
   AttentionWatch attention_watch_;
-  bool evaluation_is_missing_ = false;  // of the step at which the run starts
-  std::exception_ptr beside_;           // what ends the run, though its state is sound
-  RunSaver saver_;
+  bool evaluation_is_missing_ = false;     // of the step at which the run starts
+  std::exception_ptr beside_;              // what ends the run, though its state is sound
+  std::unique_ptr<SavedHook> saved_hook_;  // of the rank that completes checkpoints, if the config has a command
+  RunSaver saver_;                         // last: it uses these
 };
 
 }  // namespace

@@ -201,6 +201,7 @@ struct CheckpointConfig {
   int64_t keep = 3;
   bool async = true;
   bool save_final = true;
+  std::string on_saved = {};
   std::string init_from = {};
 
   bool operator==(const CheckpointConfig&) const = default;
@@ -212,6 +213,10 @@ struct CheckpointConfig {
     visit("keep", keep, "Newest complete checkpoints to keep; 0: all", IntegerRange{});
     visit("async", async, "Write from a background thread while training continues");
     visit("save_final", save_final, "Save after the last step");
+    visit(
+        "on_saved", on_saved,
+        "Shell command that rank 0 runs beside the training for each complete checkpoint, whose folder is {path}; empty: none",
+        MayBeEmpty{});
     visit(
         "init_from", init_from,
         "Checkpoint, run folder or imported model whose weights a new run starts from, at step 0 and with a fresh "

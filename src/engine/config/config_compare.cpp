@@ -39,6 +39,7 @@ constexpr std::string_view kNotHashed[] = {
     "checkpoint.keep",
     "checkpoint.async",
     "checkpoint.save_final",
+    "checkpoint.on_saved",
     "telemetry.",
     "evaluation.",
     "distributed.",

@@ -495,10 +495,39 @@ void check_data(const DataConfig& d, int64_t vocab_size) {
   }
 }
 
+// Files are read and written by the system's own calls. "s3://bucket/x" would become a folder "s3:".
+void check_paths(const Config& c) {
+  const auto check = [](std::string_view key, const std::string& path) {
+    if (path.find("://") == std::string::npos) return;
+    throw_bad_input(
+        "{}: \"{}\" is the address of an object store; mount the store, or copy from and to it (docs/object_storage.md)",
+        key, path);
+  };
+  const auto check_all = [&](std::string_view key, const std::vector<std::string>& paths) {
+    for (const std::string& path : paths) check(key, path);
+  };
+  check("checkpoint.folder", c.checkpoint.folder);
+  check("checkpoint.init_from", c.checkpoint.init_from);
+  check("data.tokenizer", c.data.tokenizer);
+  check_all("data.train", c.data.train);
+  check_all("data.eval", c.data.eval);
+  check_all("evaluation.sets", c.evaluation.sets);
+  check_all("evaluation.tasks", c.evaluation.tasks);
+}
+
+void check_saving(const CheckpointConfig& c) {
+  if (c.on_saved.empty() || c.on_saved.find("{path}") != std::string::npos) return;
+  throw_bad_input(
+      "checkpoint.on_saved = \"{}\" has no {{path}}, which stands for the folder of the checkpoint; add it",
+      c.on_saved);
+}
+
 }  // namespace
 
 void validate(const Config& config) {
   check_limits(config);
+  check_paths(config);
+  check_saving(config.checkpoint);
   check_heads(config.model);
   check_norms(config.model);
   check_rope_scaling(config.model);

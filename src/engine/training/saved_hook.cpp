@@ -1,0 +1,134 @@
+#include "engine/training/saved_hook.h"
+
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include <fcntl.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <fmt/format.h>
+
+#include "core/thread.h"
+
+namespace parka {
+namespace {
+
+constexpr std::string_view kPath = "{path}";
+constexpr std::chrono::milliseconds kBetweenLooks(20);
+
+std::string quoted(const std::string& text) {
+  std::string word = "'";
+  for (const char c : text) word += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return word + "'";
+}
+
+// Started in a process group of its own, without input and with the usual signals; the errno of what failed, or 0.
+int spawn_shell(const std::string& command, pid_t& pid) {
+  const std::string shell = "/bin/sh", option = "-c";
+  char* const arguments[] = {const_cast<char*>(shell.c_str()), const_cast<char*>(option.c_str()),
+                             const_cast<char*>(command.c_str()), nullptr};
+  posix_spawn_file_actions_t actions;
+  posix_spawnattr_t attributes;
+  sigset_t none, usual;
+  sigemptyset(&none);
+  sigemptyset(&usual);
+  sigaddset(&usual, SIGPIPE);
+  posix_spawn_file_actions_init(&actions);
+  posix_spawnattr_init(&attributes);
+  posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
+  posix_spawnattr_setpgroup(&attributes, 0);
+  posix_spawnattr_setsigmask(&attributes, &none);
+  posix_spawnattr_setsigdefault(&attributes, &usual);
+  const int error = posix_spawn(&pid, shell.c_str(), &actions, &attributes, arguments, environ);
+  posix_spawnattr_destroy(&attributes);
+  posix_spawn_file_actions_destroy(&actions);
+  return error;
+}
+
+std::string describe_failure(int status) {
+  return WIFSIGNALED(status)
+             ? fmt::format("was ended by signal {} ({})", WTERMSIG(status), strsignal(WTERMSIG(status)))
+             : fmt::format("ended with exit code {}", WEXITSTATUS(status));
+}
+
+}  // namespace
+
+std::string command_for(const std::string& on_saved, const std::string& path) {
+  const std::string word = quoted(path);
+  std::string command = on_saved;
+  for (size_t at = command.find(kPath); at != std::string::npos; at = command.find(kPath, at + word.size())) {
+    command.replace(at, kPath.size(), word);
+  }
+  return command;
+}
+
+SavedHook::SavedHook(std::string on_saved, std::function<void(const std::string& message)> report)
+    : on_saved_(std::move(on_saved)),
+      report_(std::move(report)),
+      thread_(start_thread("runs checkpoint.on_saved", [this] { work(); })) {}
+
+SavedHook::~SavedHook() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+void SavedHook::run(const std::string& path) {
+  {
+    const std::lock_guard lock(mutex_);
+    next_ = path;
+  }
+  changed_.notify_all();
+}
+
+void SavedHook::finish(const std::function<void()>& waiting) {
+  std::unique_lock lock(mutex_);
+  const auto idle = [this] { return next_.empty() && !running_; };
+  if (idle()) return;
+  waiting();
+  changed_.wait(lock, idle);
+}
+
+void SavedHook::work() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return stopping_ || !next_.empty(); });
+    if (stopping_) return;
+    const std::string path = std::exchange(next_, "");
+    running_ = true;
+    lock.unlock();
+    const std::string failure = run_command(path);
+    if (!failure.empty()) {
+      report_(fmt::format("checkpoint.on_saved {} for {}; the checkpoint is complete, and the run goes on", failure,
+                          path));
+    }
+    lock.lock();
+    running_ = false;
+    changed_.notify_all();
+  }
+}
+
+// What went wrong, or nothing; also nothing where this object is about to go.
+std::string SavedHook::run_command(const std::string& path) {
+  pid_t pid;
+  if (const int error = spawn_shell(command_for(on_saved_, path), pid); error != 0) {
+    return fmt::format("cannot be started: {}", std::strerror(error));
+  }
+  std::unique_lock lock(mutex_);
+  int status = 0;
+  while (waitpid(pid, &status, WNOHANG) == 0) {
+    if (changed_.wait_for(lock, kBetweenLooks, [this] { return stopping_; })) return "";
+  }
+  return status == 0 ? "" : describe_failure(status);
+}
+
+}  // namespace parka
