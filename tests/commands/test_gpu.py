@@ -182,6 +182,29 @@ class GpuAgainstCpu(RunFolder):
         self.assert_exit(refused, 2)
         self.assertIn("run `parka tune` here", refused.stderr)
 
+    def test_a_run_takes_a_file_beside_its_config_and_keeps_it(self):
+        os.mkdir(self.path("tuning"))
+        shipped = self.path("tuning/tiny.json")
+        config = self.config("straight", "cuda")
+        self.assert_exit(parka("tune", self.write_config(config), "--output", shipped, "--candidates", "4", "--seconds", "20"), 0)
+        result = self.train(config)
+        self.assert_exit(result, 0)
+        self.assertIn(f"GEMM algorithms: those of {shipped}", result.stdout + result.stderr)
+        straight = [record["loss"] for record in metrics(self.path("straight"))]
+        config["checkpoint"]["folder"] = self.path("resumed")
+        config["training"]["steps"] = STEPS // 2
+        self.assert_exit(self.train(config), 0)
+        os.remove(shipped)
+        config["training"]["steps"] = STEPS
+        resumed = self.train(config)
+        self.assert_exit(resumed, 0)
+        self.assertRegex(resumed.stdout + resumed.stderr, "GEMM algorithms: those of .*/resumed/gemm_tuning[.]")
+        self.assertEqual([record["loss"] for record in metrics(self.path("resumed"))], straight)
+        config["checkpoint"]["folder"] = self.path("short")
+        short = self.train(config)
+        self.assert_exit(short, 0)
+        self.assertIn("GEMM algorithms: cuBLASLt's first choices; the products of 100 steps take", short.stdout + short.stderr)
+
     def test_too_little_memory_is_said_with_what_would_fit(self):
         config = self.config("run", "cuda")
         config["model"].update(d_model=8192, num_layers=80, num_heads=64, num_kv_heads=0, d_ffn=28672)

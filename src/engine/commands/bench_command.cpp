@@ -161,12 +161,13 @@ int run_bench(const BenchOptions& options) {
       .version = parka_version(), .watchdog = {}, .local_ranks = num_local_ranks(options.started)};
   return run_launched(launch_options, [&](Launch& launch) {
     if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
-    const Config config = load_config(options.config_path, options.overrides);
-    launch.require_same("the config", to_lines(config), "start all ranks with the same config and --set");
+    const Config given = load_config(options.config_path, options.overrides);
+    launch.require_same("the config", to_lines(given), "start all ranks with the same config and --set");
     if (launch.rank() == 0) require_replaceable(options.json_path);
-    const int gpu = launch.agree_on_gpu(wants_gpu(config, options.started));
-    const std::unique_ptr<Device> device = make_device(config, std::max(0, gpu));
-    check_memory(config, given_keys(options.config_path, options.overrides), *device, launch.size());
+    const int gpu = launch.agree_on_gpu(wants_gpu(given, options.started));
+    const std::unique_ptr<Device> device = make_device(given, std::max(0, gpu));
+    check_memory(given, given_keys(options.config_path, options.overrides), *device, launch.size());
+    const Config config = use_found_tuning(given, options.config_path, *device, launch.size());
     const std::unique_ptr<Communicator> communicator = launch.make_communicator(*device);
     launch.watchdog().at(0, "benchmark");
     const BenchResult result = run_benchmark(config, *device, *communicator, options.steps, options.roofline);
@@ -179,6 +180,10 @@ int run_bench(const BenchOptions& options) {
     print_ops(result, options.roofline);
     print_sections(result);
     print_step(result, options.roofline);
+    if (device->kind() == DeviceKind::kCuda) {
+      std::printf("GEMM algorithms %s\n",
+                  config.device.gemm_tuning_is_off() ? "cuBLASLt's first choices" : config.device.gemm_tuning.c_str());
+    }
     if (!options.json_path.empty()) {
       replace_file(options.json_path, result_json(result, config, options.roofline).dump(2) + "\n");
     }
