@@ -39,10 +39,10 @@ for run in "$@"; do
     *) echo "one_gpu.sh: no model $model" >&2; exit 2 ;;
   esac
   recipe_options "$recipe"
-  set=("${batch[@]}" "${options[@]}")
+  set=("${batch[@]}" "${options[@]}" --set device.gemm_tuning=off)
   if $tune; then
     "$parka" tune "configs/$model.json" "${set[@]}" --output "$out/$run.tuning.json" > "$out/$run.tuning.txt"
-    set+=(--set "device.gemm_tuning=$out/$run.tuning.json")
+    set+=(--set "device.gemm_tuning=$out/$run.tuning.json")  # the last of several counts
   elif [ -n "$tuning" ] && [ -e "$tuning/$run.tuning.json" ]; then
     set+=(--set "device.gemm_tuning=$tuning/$run.tuning.json")
   fi

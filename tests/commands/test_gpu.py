@@ -182,6 +182,43 @@ class GpuAgainstCpu(RunFolder):
         self.assert_exit(refused, 2)
         self.assertIn("run `parka tune` here", refused.stderr)
 
+    def test_a_run_takes_a_file_beside_its_config_and_keeps_it(self):
+        os.mkdir(self.path("tuning"))
+        shipped = self.path("tuning/tiny.json")
+        config = self.config("straight", "cuda")
+        self.assert_exit(parka("tune", self.write_config(config), "--output", shipped, "--candidates", "4", "--seconds", "20"), 0)
+        result = self.train(config)
+        self.assert_exit(result, 0)
+        self.assertIn(f"GEMM algorithms: those of {shipped}", result.stdout + result.stderr)
+        straight = [record["loss"] for record in metrics(self.path("straight"))]
+        config["checkpoint"]["folder"] = self.path("resumed")
+        config["training"]["steps"] = STEPS // 2
+        self.assert_exit(self.train(config), 0)
+        os.remove(shipped)
+        config["training"]["steps"] = STEPS
+        resumed = self.train(config)
+        self.assert_exit(resumed, 0)
+        self.assertRegex(resumed.stdout + resumed.stderr, "GEMM algorithms: those of .*/resumed/gemm_tuning[.]")
+        self.assertEqual([record["loss"] for record in metrics(self.path("resumed"))], straight)
+        config["checkpoint"]["folder"] = self.path("short")
+        short = self.train(config)
+        self.assert_exit(short, 0)
+        self.assertIn("GEMM algorithms: cuBLASLt's first choices; the products of 100 steps take", short.stdout + short.stderr)
+
+    def test_energy_is_measured(self):
+        json_path = self.path("bench.json")
+        config = self.config("bench", "cuda")
+        result = parka("bench", self.write_config(config), "--steps", "300", "--json", json_path)
+        self.assert_exit(result, 0)
+        with open(json_path, encoding="utf-8") as file:
+            bench = json.load(file)
+        if "missing" in bench["power"]:
+            self.skipTest(bench["power"]["missing"])
+        self.assertGreater(bench["power"]["watts"], 20)
+        self.assertLess(bench["power"]["watts"], 2000)
+        self.assertAlmostEqual(bench["power"]["joules_per_token"] * bench["tokens_per_second"] / bench["power"]["watts"], 1)
+        self.assertRegex(result.stdout, r"energy +[0-9.]+ mJ/token")
+
     def test_too_little_memory_is_said_with_what_would_fit(self):
         config = self.config("run", "cuda")
         config["model"].update(d_model=8192, num_layers=80, num_heads=64, num_kv_heads=0, d_ffn=28672)

@@ -81,7 +81,7 @@ class Pages(unittest.TestCase):
         keys = {"precision.recipe": "parka", "precision.group_size": 32, "precision.weight_copies": copies,
                 "optimizer.gradient": "bf16", "training.micro_batch_size": 4, "training.global_batch_size": 32 * int(gpus),
                 "distributed.zero_stage": stage, "distributed.shard_size": shard_size,
-                "device.gemm_tuning": "docs/results/tuning/llama2-7b.parka.tuning.json"}
+                "device.gemm_tuning": "configs/tuning/llama2-7b.parka.tuning.json"}
         overrides = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
         result = parka("plan", "configs/llama2-7b.json", "--json", "--gpus", gpus, "--measured",
                        f"docs/results/scaling/llama2-7b.parka.{measured}.json", "--memory-limit", "1000", *options, *overrides,

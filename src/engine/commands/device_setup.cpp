@@ -3,12 +3,18 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <spdlog/spdlog.h>
 
+#include "engine/checkpoint/checkpoint.h"
+#include "engine/config/config_io.h"
 #include "engine/files/gemm_tuning_file.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/planning/memory_advice.h"
+#include "engine/planning/product_scratch.h"
+#include "engine/planning/run_gemms.h"
+#include "engine/step/recorded_step.h"
 
 namespace parka {
 namespace {
@@ -16,6 +22,31 @@ namespace {
 // Products of two E5M2 matrices have no tensor-core form: cuBLASLt refuses them, and Parka's own kernel is slow.
 bool multiplies_e5m2_by_e5m2(const PrecisionConfig& precision) {
   return precision.gemm != GemmPrecision::kCompute && precision.forward_format == DType::kE5M2;
+}
+
+void warn_of_file(const std::string& message) { spdlog::warn("{}", message); }
+
+// Others are refused when the run begins.
+bool divides_batch(const Config& config, int64_t num_ranks) {
+  return config.training.global_batch_size % (num_ranks * config.training.micro_batch_size) == 0;
+}
+
+RunGemmsOptions run_gemms_options(const Config& config, const std::string& config_path, const Launch& launch,
+                                  Device& device) {
+  const std::vector<CheckpointInfo> checkpoints = list_checkpoints(config.checkpoint.folder);
+  const int64_t done = checkpoints.empty() ? 0 : checkpoints.front().step;
+  return {.tuning_folders = tuning_folders(config_file(config_path)),
+          .num_ranks = launch.size(),
+          .has_checkpoint = !checkpoints.empty(),
+          .steps = std::max<int64_t>(0, config.training.steps - done),
+          .tune =
+              [&device](const std::vector<RecordedProduct>& products) {
+                spdlog::info("tuning {} matrix products, once, for up to {:.0f} s (device.gemm_tuning=off: never)",
+                             products.size(), kRunTuningSeconds);
+                return tune_products(device, products,
+                                     {.max_candidates = 32, .rounds = 2, .budget_seconds = kRunTuningSeconds});
+              },
+          .warn = warn_of_file};
 }
 
 }  // namespace
@@ -37,18 +68,65 @@ bool wants_gpu(const Config& config, const StartedRanks& started) {
   return wanted;
 }
 
-std::unique_ptr<Device> make_device(const Config& config, int gpu) {
+std::unique_ptr<Device> make_untuned_device(const Config& config, int gpu) {
   if (!wants_gpu(config)) return make_cpu_device();
   if (multiplies_e5m2_by_e5m2(config.precision)) {
     spdlog::warn(
         "precision.forward_format = e5m2: GPUs have no tensor cores for products of two e5m2 matrices, "
         "so this is slow");
   }
-  std::unique_ptr<Device> device = make_cuda_device(gpu);
-  if (!config.device.gemm_tuning.empty()) {
+  return make_cuda_device(gpu);
+}
+
+std::unique_ptr<Device> make_device(const Config& config, int gpu) {
+  std::unique_ptr<Device> device = make_untuned_device(config, gpu);
+  const bool names_file = !config.device.gemm_tuning_is_auto() && !config.device.gemm_tuning_is_off();
+  if (device->kind() == DeviceKind::kCuda && names_file) {
     choose_gemm_algorithms(*device, read_gemm_tuning(config.device.gemm_tuning, *device));
   }
   return device;
+}
+
+Config use_found_tuning(const Config& config, const std::string& config_path, Device& device, int64_t num_ranks) {
+  if (!config.device.gemm_tuning_is_auto() || device.kind() != DeviceKind::kCuda) return config;
+  Config used = config;
+  used.device.gemm_tuning = "off";
+  if (!divides_batch(config, num_ranks)) return used;
+  const std::string found = find_tuning(tuning_folders(config_file(config_path)), device,
+                                        record_products(config, num_ranks), warn_of_file);
+  if (found.empty()) return used;
+  choose_gemm_algorithms(device, read_gemm_tuning(found, device));
+  used.device.gemm_tuning = found;
+  return used;
+}
+
+DecidedGemms decide_gemms(const Config& config, const std::string& config_path, Launch& launch, int gpu,
+                          std::unique_ptr<Device>& device) {
+  if (config.device.gemm_tuning_is_off() || !divides_batch(config, launch.size())) return {};
+  const std::string own = fmt::format("{} with cuBLASLt {}", device->name(), gemm_library_version());
+  for (const std::string& other : launch.hosts().gather_text(own)) {
+    if (other == own || !config.device.gemm_tuning_is_auto()) continue;
+    return {.line = fmt::format("GEMM algorithms: cuBLASLt's first choices, for ranks have {} and {}", own, other)};
+  }
+  launch.watchdog().at(0, "tuning matrix products");
+  nlohmann::json decision;
+  if (launch.rank() == 0) {
+    const RunGemms gemms =
+        decide_run_gemms(config, *device, run_gemms_options(config, config_path, launch, *device));
+    decision = {{"tuning", gemms.tuning}, {"source", gemms.source}, {"line", gemms.line}};
+    if (gemms.ran_products) {
+      device.reset();
+      device = make_cuda_device(gpu);
+    }
+  }
+  decision = nlohmann::json::parse(launch.hosts().gather_text(decision.dump()).front());
+  const auto text = decision.at("tuning").get<std::string>(), source = decision.at("source").get<std::string>();
+  if (!text.empty()) {
+    GemmTuningFile file = parse_gemm_tuning(text, source);
+    require_for(file, *device, source);
+    choose_gemm_algorithms(*device, file.choices);
+  }
+  return {source, decision.at("line").get<std::string>()};
 }
 
 void check_memory(const Config& config, const nlohmann::json& given, const Device& device, int64_t num_gpus) {

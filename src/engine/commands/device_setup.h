@@ -1,8 +1,11 @@
 #pragma once
+#include <cstdint>
 #include <memory>
+#include <string>
 
 #include <nlohmann/json.hpp>
 
+#include "comm/launch/launch.h"
 #include "engine/commands/commands.h"
 #include "engine/config/config.h"
 #include "kernels/device/device.h"
@@ -19,8 +22,25 @@ int num_local_ranks(const StartedRanks& started);
 bool wants_gpu(const Config& config, const StartedRanks& started);
 
 // The device that config.device asks for, ready for ops: GPU number `gpu` of those that this process sees, or the
-// CPU. Throws Error(kBadInput) when the device cannot be had, or its tuning file does not fit.
+// CPU. Throws Error(kBadInput) when the device cannot be had, or the tuning file that the config names does not
+// fit.
 std::unique_ptr<Device> make_device(const Config& config, int gpu = 0);
+// The same, whatever device.gemm_tuning says: cuBLASLt's first choices.
+std::unique_ptr<Device> make_untuned_device(const Config& config, int gpu = 0);
+
+// Where device.gemm_tuning is auto: makes the GPU use the file for it that a run of the config would take, if there
+// is one. Returns `config` with what is used in its place: that file, or off.
+Config use_found_tuning(const Config& config, const std::string& config_path, Device& device, int64_t num_ranks);
+
+// What a run of `config` has decided about its products.
+struct DecidedGemms {
+  std::string source = {};  // the file with the algorithms; empty: cuBLASLt's first choices
+  std::string line = {};    // what the log says of it; empty: nothing
+};
+// decide_run_gemms() on rank 0, and the decision on all ranks: from here on their GPUs use it. All ranks of a run
+// on GPUs must call it, before the device's first op. It may replace the device by a new one.
+DecidedGemms decide_gemms(const Config& config, const std::string& config_path, Launch& launch, int gpu,
+                          std::unique_ptr<Device>& device);
 
 // Throws Error(kBadInput), with the cheapest changes that would fit, if a rank of this run of `config` does not fit
 // into the free memory of the device. `given` is what the config was read from (given_keys()). Call it before

@@ -59,13 +59,14 @@ class TrainCommand {
  public:
   // `started` is when the program was; `gpu` the device's number on its host, -1 for the CPU.
   TrainCommand(const Config& config, const TrainOptions& options, Launch& launch, const RunLock& lock, int gpu,
-               std::unique_ptr<Device> device, RunRecords::Clock::time_point started)
+               std::unique_ptr<Device> device, DecidedGemms gemms, RunRecords::Clock::time_point started)
       : config_(config),
         options_(options),
         launch_(launch),
         lock_(lock),
         gpu_(gpu),
         device_(std::move(device)),
+        gemms_(std::move(gemms)),
         communicator_(launch.make_communicator(*device_)),
         run_(config, *device_, *communicator_),
         speed_(speed_of(config, run_.model().parameters(), device_->name())),
@@ -138,6 +139,7 @@ class TrainCommand {
   nlohmann::ordered_json start_facts() const {
     nlohmann::ordered_json facts = {{"host", launch_.host()}, {"device", device_->name()}};
     for (const auto& [name, version] : device_->software()) facts[name] = version;
+    if (gpu_ >= 0) facts["gemm_tuning"] = gemms_.source;
     facts["ranks"] = communicator_->size();
     if (communicator_->size() > 1) facts["collectives"] = communicator_->description();
     facts["version"] = parka_version();
@@ -187,6 +189,7 @@ class TrainCommand {
     spdlog::info("parka {} ({}) on {}; times here are UTC{}", parka_version(), parka_commit(), launch_.host(),
                  utc_offset());
     spdlog::info("{}; recipe {}", device_->description(), name_of(config_.precision.recipe));
+    if (!gemms_.line.empty()) spdlog::info("{}", gemms_.line);
     if (communicator_->size() > 1) {
       spdlog::info("{}, ZeRO stage {}", communicator_->description(), config_.distributed.zero_stage);
     }
@@ -469,6 +472,7 @@ class TrainCommand {
   const RunLock& lock_;
   int gpu_;
   std::unique_ptr<Device> device_;
+  DecidedGemms gemms_;
   std::unique_ptr<Communicator> communicator_;
   TrainingRun run_;
   ModelSpeed speed_;
@@ -514,9 +518,11 @@ int run_train(const TrainOptions& options) {
     if (!lock) lock.emplace(config.checkpoint.folder, RunLock::Role::kWitness, warn);
     catch_stop_signals();
     const int gpu = launch.agree_on_gpu(wants_gpu(config, options.started));
-    std::unique_ptr<Device> device = make_device(config, std::max(0, gpu));
+    std::unique_ptr<Device> device = make_untuned_device(config, std::max(0, gpu));
     check_memory(config, given_keys(options.config_path, options.overrides), *device, launch.size());
-    return TrainCommand(config, options, launch, *lock, gpu, std::move(device), started).train();
+    DecidedGemms gemms;
+    if (gpu >= 0) gemms = decide_gemms(config, options.config_path, launch, gpu, device);
+    return TrainCommand(config, options, launch, *lock, gpu, std::move(device), std::move(gemms), started).train();
   });
 }
 

@@ -4,17 +4,15 @@
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
 #include "engine/config/config_io.h"
-#include "engine/config/given_keys.h"
 #include "engine/files/file_io.h"
 #include "engine/files/gemm_tuning_file.h"
-#include "engine/planning/synthetic_data.h"
-#include "engine/training/training_run.h"
+#include "engine/planning/product_scratch.h"
+#include "engine/step/recorded_step.h"
 
 namespace parka {
 
-// One step of the run itself says which products there are; its tensors are what they are timed on. It has two
-// micro-batches: a weight gradient is written by the first and added to by the second, which are two products.
-// Where gradients are released it has one.
+// The products are those of a step with two micro-batches: a weight gradient is written by the first and added to
+// by the second, which are two products. Where gradients are released it has one.
 int run_tune(const TuneOptions& options) {
   Config config = load_config(options.config_path, options.overrides);
   require_replaceable(options.output);
@@ -24,22 +22,12 @@ int run_tune(const TuneOptions& options) {
         cuda_version().empty() ? "this parka was built without CUDA" : "no GPU is visible here");
   }
   config.device.kind = DeviceChoice::kCuda;
-  config.device.gemm_tuning.clear();
   config.training.global_batch_size =
       (config.optimizer.release_gradients ? 1 : 2) * config.training.micro_batch_size;
-  nlohmann::json given = given_keys(options.config_path, options.overrides);
-  given["training"]["global_batch_size"] = config.training.global_batch_size;
-  const SyntheticTokens data(config);
-  config = data.apply(config);
-  const std::unique_ptr<Device> device = make_device(config);
-  check_memory(config, given, *device);
-  const std::unique_ptr<Communicator> alone = make_single_communicator();
-  TrainingRun run(config, *device, *alone);
-  run.initialize_alike();
-  run.step();
-  run.finish();
-  const std::vector<GemmChoice> choices = tune_gemms(
-      *device, {.max_candidates = static_cast<int>(options.candidates), .budget_seconds = options.seconds});
+  const std::unique_ptr<Device> device = make_untuned_device(config);
+  const std::vector<GemmChoice> choices =
+      tune_products(*device, record_products(config, 1),
+                    {.max_candidates = static_cast<int>(options.candidates), .budget_seconds = options.seconds});
   std::printf("%-72s %12s %12s %8s\n", "matrix product, M x N x K", "default us", "chosen us", "gain");
   for (const GemmChoice& choice : choices) {
     std::printf("%-72s %12.1f %12.1f %7.1f%%\n", choice.gemm.c_str(), choice.default_microseconds,

@@ -309,16 +309,21 @@ enum class DeviceChoice : uint8_t { kAuto, kCpu, kCuda };
 
 struct DeviceConfig {
   DeviceChoice kind = DeviceChoice::kAuto;
-  std::string gemm_tuning;
+  std::string gemm_tuning = "auto";
 
   bool operator==(const DeviceConfig&) const = default;
+  bool gemm_tuning_is_auto() const { return gemm_tuning == "auto"; }
+  bool gemm_tuning_is_off() const { return gemm_tuning == "off" || gemm_tuning.empty(); }
 
   template <typename Visitor>
   void fields(Visitor& visit) {
     visit("kind", kind, "cuda: a GPU; cpu: the CPU; auto: a GPU if there is one that can run the config");
-    visit("gemm_tuning", gemm_tuning,
-          "File of GEMM algorithms that `parka tune` wrote for this GPU; empty: cuBLASLt's first choice",
-          MayBeEmpty{});
+    visit(
+        "gemm_tuning", gemm_tuning,
+        "GEMM algorithms on a GPU. auto: a run takes a file for its GPU from configs/tuning, or tunes once where it "
+        "is long, and keeps them in its folder; off, or empty: cuBLASLt's first choices; else a file that `parka "
+        "tune` wrote for this GPU",
+        MayBeEmpty{});
   }
 };
 

@@ -189,6 +189,7 @@ Config canonical(const Config& config) {
   c.precision.weight_copies = kept_copies(c.precision, make_zero(c.distributed.zero_stage, 0, 2), c.finetune.base);
   if (c.precision.weight_copies_blocks == c.model.num_layers) c.precision.weight_copies_blocks = 0;
   for (std::string& file : c.data.train) file = std::filesystem::path(file).filename().string();
+  if (c.device.gemm_tuning_is_off()) c.device.gemm_tuning = "off";
   // With a slash at its end, whether it was given with one or not.
   const auto source = (std::filesystem::path(c.checkpoint.init_from) / "").lexically_normal();
   c.checkpoint.init_from = source.parent_path().filename().string();
@@ -258,7 +259,9 @@ std::vector<std::string> speed_differences(const Config& measured, const Config&
     const bool of_one = is_listed(path, kSpeed) && !is_listed(path, kNoSpeed) && !may_change;
     const bool counts = of_run ? speed == SpeedOf::kRun : of_one;
     const auto old_value = get_field(one.fields[i]), new_value = get_field(other.fields[i]);
-    if (!counts || old_value == new_value) continue;
+    const bool is_open = path == "device.gemm_tuning" &&
+                         (configs[0].device.gemm_tuning_is_auto() || configs[1].device.gemm_tuning_is_auto());
+    if (!counts || is_open || old_value == new_value) continue;
     differences.push_back(fmt::format("{}: {} measured, {} here", path, old_value.dump(), new_value.dump()));
   }
   return differences;

@@ -1,5 +1,8 @@
 #include "engine/step/recorded_step.h"
 
+#include <algorithm>
+#include <map>
+#include <string>
 #include <utility>
 
 #include "core/error.h"
@@ -17,6 +20,7 @@ class RecordingRank {
       : config_(config),
         zero_(zero),
         device_(DeviceKind::kCuda, {.op = [this](RecordedOp op) { add(std::move(op)); },
+                                    .product = [this](const Gemm& a) { products_.push_back(a); },
                                     .fill = [this](RecordedFill fill) { add(fill); },
                                     .transfer = [this](RecordedTransfer transfer) { add(transfer); }}),
         communicator_(rank, size,
@@ -30,6 +34,7 @@ class RecordingRank {
 
   // What was queued since the last call.
   std::vector<Work> take() { return std::exchange(work_, {}); }
+  std::vector<Gemm> take_products() { return std::exchange(products_, {}); }
   int64_t workspace_bytes() const { return device_.workspace_bytes(); }
 
   void begin_step() { queue_.begin_step(); }
@@ -94,6 +99,7 @@ class RecordingRank {
   const Config& config_;
   Zero zero_;
   std::vector<Work> work_;
+  std::vector<Gemm> products_;
   RecordingDevice device_;
   RecordingCommunicator communicator_;
   DeclaredRun declared_;
@@ -101,28 +107,58 @@ class RecordingRank {
   StepQueue queue_;
 };
 
-}  // namespace
-
-RecordedStep record_step(const Config& config, int64_t num_gpus) {
+// Calls part(times) after each part of a step that `rank` has been asked for.
+template <typename Part>
+void record_parts(RecordingRank& rank, const Config& config, int64_t num_gpus, const Part& part) {
   const int64_t per_micro_batch = num_gpus * config.training.micro_batch_size;
   PARKA_REQUIRE(config.training.global_batch_size % per_micro_batch == 0);
   const int64_t num_micro_batches = config.training.global_batch_size / per_micro_batch;
-  RecordingRank rank(config, zero_of(config, 0, num_gpus), 0, static_cast<int>(num_gpus));
-  RecordedStep step;
   rank.begin_step();
   rank.micro_batch({.is_first = true, .is_last = num_micro_batches == 1});
-  step.parts.push_back({rank.take()});
+  part(1);
   if (num_micro_batches > 2) {
     rank.micro_batch({.is_first = false, .is_last = false});
-    step.parts.push_back({rank.take(), num_micro_batches - 2});
+    part(num_micro_batches - 2);
   }
   if (num_micro_batches > 1) {
     rank.micro_batch({.is_first = false, .is_last = true});
-    step.parts.push_back({rank.take()});
+    part(1);
   }
   rank.update();
-  step.parts.push_back({rank.take()});
+  part(1);
+}
+
+RecordingRank first_rank(const Config& config, int64_t num_gpus) {
+  return {config, zero_of(config, 0, num_gpus), 0, static_cast<int>(num_gpus)};
+}
+
+}  // namespace
+
+RecordedStep record_step(const Config& config, int64_t num_gpus) {
+  RecordingRank rank = first_rank(config, num_gpus);
+  RecordedStep step;
+  record_parts(rank, config, num_gpus, [&](int64_t times) { step.parts.push_back({rank.take(), times}); });
   return step;
+}
+
+std::vector<RecordedProduct> record_products(const Config& config, int64_t num_gpus) {
+  RecordingRank rank = first_rank(config, num_gpus);
+  std::map<std::string, RecordedProduct> by_key;
+  record_parts(rank, config, num_gpus, [&](int64_t times) {
+    for (const Gemm& a : rank.take_products()) {
+      RecordedProduct& product = by_key.try_emplace(key_of(a), RecordedProduct{a}).first->second;
+      product.count += times;
+    }
+  });
+  std::vector<RecordedProduct> products;
+  products.reserve(by_key.size());
+  for (const auto& [key, product] : by_key) products.push_back(product);
+  const auto flop = [](const RecordedProduct& product) {
+    return static_cast<double>(product.count) * cost_of(product.gemm).flop;
+  };
+  std::stable_sort(products.begin(), products.end(),
+                   [&](const RecordedProduct& a, const RecordedProduct& b) { return flop(a) > flop(b); });
+  return products;
 }
 
 int64_t record_workspace_bytes(const Config& config, const Zero& zero) {

@@ -7,6 +7,7 @@
 #include "core/shard.h"
 #include "engine/config/config.h"
 #include "kernels/device/recording_device.h"
+#include "kernels/ops/gemm.h"
 
 // What a run would queue, without a GPU: the step itself, on a device and a communicator that record.
 namespace parka {
@@ -25,6 +26,16 @@ struct RecordedStep {
 
 // Of rank 0 of `num_gpus`, whose number must divide the batch of `config` into whole micro-batches.
 RecordedStep record_step(const Config& config, int64_t num_gpus);
+
+// A matrix product of a step. Its tensors have addresses without memory, which are aligned as those of a run.
+struct RecordedProduct {
+  Gemm gemm;
+  int64_t count = 0;  // in a step
+};
+
+// The products of the step that record_step() records, each key_of() once, those with the most FLOP of a step
+// first.
+std::vector<RecordedProduct> record_products(const Config& config, int64_t num_gpus);
 
 // The workspace that the ops of a run take on a GPU, where a rank holds what `zero` says: those of training with
 // its telemetry and checks, and of evaluation.

@@ -124,6 +124,10 @@ std::vector<OpTime> RecordingDevice::stop_op_timer() {
   throw_internal("a device that records has no times of ops");
 }
 
+void RecordingDevice::record_product(const Gemm& a) {
+  if (listener_.product) listener_.product(a);
+}
+
 void RecordingDevice::record(std::string_view op, OpCost cost, int64_t workspace_bytes) {
   if (given_workspace_ >= 0 && workspace_bytes > given_workspace_) {
     throw_internal("{}: needs {} bytes of workspace, the device was given {}", op, workspace_bytes,

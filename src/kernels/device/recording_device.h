@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/device/device.h"
+#include "kernels/device/product_recorder.h"
 
 namespace parka {
 
@@ -35,11 +36,12 @@ struct RecordedTransfer {
 // A device that records instead of computing. Ops check their arguments and are told to a function, with their
 // costs and workspaces. Memory is addresses without memory: a model plans in any RAM. What is read from the
 // device is zeros; marks, stores and staging buffers do nothing.
-class RecordingDevice final : public Device, private OpRecorder {
+class RecordingDevice final : public Device, public OpRecorder, public ProductRecorder {
  public:
   // Stands for a device of this kind. The functions are told of work in its order; empty ones are not called.
   struct Listener {
     std::function<void(RecordedOp)> op;
+    std::function<void(const Gemm&)> product;  // of gemm(), before `op`
     std::function<void(RecordedFill)> fill;
     std::function<void(RecordedTransfer)> transfer;
   };
@@ -76,6 +78,7 @@ class RecordingDevice final : public Device, private OpRecorder {
 
  private:
   void record(std::string_view op, OpCost cost, int64_t workspace_bytes) override;
+  void record_product(const Gemm& a) override;
 
   DeviceKind kind_;
   Listener listener_;

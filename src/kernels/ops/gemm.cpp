@@ -1,5 +1,9 @@
 #include "kernels/ops/gemm.h"
 
+#include <algorithm>
+#include <iterator>
+
+#include "kernels/device/product_recorder.h"
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
@@ -14,6 +18,27 @@ void check_operand(std::string_view name, const ScaledView& t, bool transposed, 
   if (transposed && t.scaling != Scaling::kNone) {
     throw_internal("gemm: {} is {} and flagged transposed: give a transposed copy instead", name, describe(t));
   }
+}
+
+constexpr uint32_t kFullAlignment = 256;  // the most that cuBLASLt asks about
+
+// Of FP8 tensor cores: elements along the summed axis that are multiplied at a time, and bytes that operands must
+// be aligned to.
+constexpr int64_t kFloat8Unit = 16;
+constexpr uint32_t kFloat8Alignment = 16;
+constexpr int64_t kBlockScaleGroup = 128;  // the one that cuBLASLt has for fp32 scales
+
+bool is_plain(const Gemm& a) { return a.a.scaling == Scaling::kNone; }
+bool is_block_scaled(const ScaledView& x) { return x.scaling == Scaling::kGroup || x.scaling == Scaling::kBlock; }
+
+std::string format_of(const ScaledView& x) {
+  switch (x.scaling) {
+    case Scaling::kNone: return std::string(name_of(x.data.dtype));
+    case Scaling::kTensor: return fmt::format("{} per tensor", name_of(x.data.dtype));
+    case Scaling::kGroup: return fmt::format("{} per 1x{}", name_of(x.data.dtype), x.group);
+    case Scaling::kBlock: return fmt::format("{} per {}x{}", name_of(x.data.dtype), x.group, x.group);
+  }
+  throw_internal("unknown scaling");
 }
 
 }  // namespace
@@ -37,6 +62,7 @@ void gemm(Device& device, const Gemm& a) {
     if (!a.accumulate) device.fill_zero(a.out.data, a.out.bytes());
     return;
   }
+  if (auto* recorder = dynamic_cast<ProductRecorder*>(device.op_recorder())) recorder->record_product(a);
   PARKA_DISPATCH(gemm, device, a);
 }
 
@@ -59,6 +85,40 @@ int64_t workspace_of(const Gemm& a) {
   if (a.a.scaling != Scaling::kGroup && a.a.scaling != Scaling::kBlock) return cuda::kGemmWorkspaceBytes;
   return cuda::kGemmWorkspaceBytes + cuda::gemm_scales_bytes(a.a.num_rows(), a.a.num_cols()) +
          cuda::gemm_scales_bytes(a.b.num_rows(), a.b.num_cols());
+}
+
+// Block scaling adds up every 128 terms in fp32 as it is.
+bool accumulates_fast(const Gemm& a) { return a.fast_accumulation && a.a.scaling == Scaling::kTensor; }
+
+uint32_t alignment_of(const TensorView& t) {
+  const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(t.data) % kFullAlignment);
+  return address == 0 ? kFullAlignment : address & (~address + 1u);
+}
+
+bool suits_cublaslt(const Gemm& a) {
+  if (is_plain(a)) return true;
+  for (const ScaledView* x : {&a.a, &a.b}) {
+    if (x->num_cols() % kFloat8Unit != 0) return false;
+    if (alignment_of(x->data) < kFloat8Alignment || alignment_of(x->scale) < kFloat8Alignment) return false;
+    if (is_block_scaled(*x) && (x->group != kBlockScaleGroup || x->scale.dtype != DType::kF32)) return false;
+  }
+  if (a.b.num_rows() % kFloat8Unit != 0 || alignment_of(a.out) < kFloat8Alignment) return false;
+  if (is_block_scaled(a.a) != is_block_scaled(a.b)) return false;
+  if (!is_block_scaled(a.a)) return true;
+  return a.a.num_rows() % kFloat8Unit == 0 && (a.a.scaling != Scaling::kBlock || a.b.scaling != Scaling::kBlock);
+}
+
+std::string key_of(const Gemm& a) {
+  std::string key = cost_of(a).shape;
+  if (!is_plain(a)) {
+    key += fmt::format(" [{}, {}{}]", format_of(a.a), format_of(a.b), accumulates_fast(a) ? ", fast" : "");
+  }
+  if (a.a_padding != 0 || a.out_padding != 0) key += fmt::format(" padded {} {}", a.a_padding, a.out_padding);
+  const uint32_t alignments[] = {alignment_of(a.a.data), alignment_of(a.b.data), alignment_of(a.out)};
+  if (*std::min_element(std::begin(alignments), std::end(alignments)) < kFullAlignment) {
+    key += fmt::format(" aligned {} {} {}", alignments[0], alignments[1], alignments[2]);
+  }
+  return key;
 }
 
 }  // namespace parka

@@ -1,4 +1,7 @@
 #pragma once
+#include <cstdint>
+#include <string>
+
 #include "core/tensor.h"
 #include "kernels/op/op.h"
 
@@ -38,5 +41,19 @@ struct GemmShape {
 };
 GemmShape gemm_shape(const Gemm& a);
 int64_t workspace_of(const Gemm& a);
+
+// How a GPU does a product.
+
+// Whether cuBLASLt gets it at all. FP8 products need operands that are 16-byte aligned, N and K that are multiples
+// of 16, and
+//   both operands scaled kTensor, or
+//   both scaled in fp32 per 128, kGroup with kGroup or kBlock in either order; then M is a multiple of 16 too.
+// The library itself refuses two e5m2 operands, and FP8 on GPUs without it.
+bool suits_cublaslt(const Gemm& a);
+bool accumulates_fast(const Gemm& a);        // in the tensor cores' own accumulator
+uint32_t alignment_of(const TensorView& t);  // the largest power of two up to 256 that divides the address
+// What an algorithm is chosen for: "8192 x 4096 x 11008 e4m3 NN bf16 [e4m3 per 1x128, e4m3 per 128x128]", with the
+// alignment of operands that are not 256-byte aligned.
+std::string key_of(const Gemm& a);
 
 }  // namespace parka

@@ -1,6 +1,5 @@
 #include "kernels/ops/gemm.h"
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -17,14 +16,7 @@
 namespace parka::cuda {
 namespace {
 
-constexpr uint32_t kFullAlignment = 256;  // the most that cuBLASLt asks about
-
-// Of FP8 tensor cores: elements along the summed axis that are multiplied at a time, and bytes that operands must
-// be aligned to.
-constexpr int64_t kFloat8Unit = 16;
-constexpr uint32_t kFloat8Alignment = 16;
-constexpr int64_t kBlockScaleGroup = 128;  // the one that cuBLASLt has for fp32 scales
-constexpr int64_t kBlockScaleStride = 4;   // rows of 128x128 scales are multiples of this
+constexpr int64_t kBlockScaleStride = 4;  // rows of 128x128 scales are multiples of this
 
 cudaDataType_t cuda_type(DType dtype) {
   switch (dtype) {
@@ -38,25 +30,6 @@ cudaDataType_t cuda_type(DType dtype) {
 
 bool is_plain(const Gemm& a) { return a.a.scaling == Scaling::kNone; }
 bool is_block_scaled(const ScaledView& x) { return x.scaling == Scaling::kGroup || x.scaling == Scaling::kBlock; }
-
-// Block scaling adds up every 128 terms in fp32 as it is.
-bool accumulates_fast(const Gemm& a) { return a.fast_accumulation && a.a.scaling == Scaling::kTensor; }
-
-// The largest power of two up to 256 that divides the address.
-uint32_t alignment_of(const TensorView& t) {
-  const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(t.data) % kFullAlignment);
-  return address == 0 ? kFullAlignment : address & (~address + 1u);
-}
-
-std::string format_of(const ScaledView& x) {
-  switch (x.scaling) {
-    case Scaling::kNone: return std::string(name_of(x.data.dtype));
-    case Scaling::kTensor: return fmt::format("{} per tensor", name_of(x.data.dtype));
-    case Scaling::kGroup: return fmt::format("{} per 1x{}", name_of(x.data.dtype), x.group);
-    case Scaling::kBlock: return fmt::format("{} per {}x{}", name_of(x.data.dtype), x.group, x.group);
-  }
-  throw_internal("unknown scaling");
-}
 
 int32_t scale_mode(const ScaledView& x) {
   switch (x.scaling) {
@@ -112,32 +85,6 @@ class Preference {
 };
 
 }  // namespace
-
-bool suits_cublaslt(const Gemm& a) {
-  if (is_plain(a)) return true;
-  for (const ScaledView* x : {&a.a, &a.b}) {
-    if (x->num_cols() % kFloat8Unit != 0) return false;
-    if (alignment_of(x->data) < kFloat8Alignment || alignment_of(x->scale) < kFloat8Alignment) return false;
-    if (is_block_scaled(*x) && (x->group != kBlockScaleGroup || x->scale.dtype != DType::kF32)) return false;
-  }
-  if (a.b.num_rows() % kFloat8Unit != 0 || alignment_of(a.out) < kFloat8Alignment) return false;
-  if (is_block_scaled(a.a) != is_block_scaled(a.b)) return false;
-  if (!is_block_scaled(a.a)) return true;
-  return a.a.num_rows() % kFloat8Unit == 0 && (a.a.scaling != Scaling::kBlock || a.b.scaling != Scaling::kBlock);
-}
-
-std::string key_of(const Gemm& a) {
-  std::string key = cost_of(a).shape;
-  if (!is_plain(a)) {
-    key += fmt::format(" [{}, {}{}]", format_of(a.a), format_of(a.b), accumulates_fast(a) ? ", fast" : "");
-  }
-  if (a.a_padding != 0 || a.out_padding != 0) key += fmt::format(" padded {} {}", a.a_padding, a.out_padding);
-  const uint32_t alignments[] = {alignment_of(a.a.data), alignment_of(a.b.data), alignment_of(a.out)};
-  if (*std::min_element(std::begin(alignments), std::end(alignments)) < kFullAlignment) {
-    key += fmt::format(" aligned {} {} {}", alignments[0], alignments[1], alignments[2]);
-  }
-  return key;
-}
 
 PreparedGemm::PreparedGemm(const Gemm& a) {
   check(PARKA_CUBLASLT(cublasLtMatmulDescCreate)(&product_, CUBLAS_COMPUTE_32F, CUDA_R_32F), "gemm");

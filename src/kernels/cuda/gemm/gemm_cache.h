@@ -10,17 +10,6 @@
 
 namespace parka::cuda {
 
-// Whether cuBLASLt gets this product at all. FP8 products need operands that are 16-byte aligned, N and K that are
-// multiples of 16, and
-//   both operands scaled kTensor, or
-//   both scaled in fp32 per 128, kGroup with kGroup or kBlock in either order; then M is a multiple of 16 too.
-// The library itself refuses two e5m2 operands, and FP8 on GPUs without it.
-bool suits_cublaslt(const Gemm& a);
-
-// The key of a product: "8192 x 4096 x 11008 e4m3 NN bf16 [e4m3 per 1x128, e4m3 per 128x128]", with the alignment
-// of operands that are not 256-byte aligned.
-std::string key_of(const Gemm& a);
-
 // All that cuBLASLt needs to know about one matrix product, made once and reused. cuBLASLt is column-major: it
 // computes out^T [N, M] = B A^T, so our b is its A and our a is its B.
 class PreparedGemm {

@@ -1,0 +1,70 @@
+#include "kernels/device/power_sampler.h"
+
+#include <chrono>
+#include <cmath>
+#include <thread>
+
+#include "kernels/device/device.h"
+#include "tests/support/catch.h"
+
+using namespace parka;
+
+namespace {
+
+// A counter that is renewed every `period` seconds, of a card that takes `watts`, read every 10 ms for `seconds`
+// from `begin` on, a moment of the counter's own time.
+std::vector<PowerSample> read_counter(double watts, double period, double begin, double seconds) {
+  std::vector<PowerSample> samples;
+  const int count = static_cast<int>(std::lround(seconds / 0.01)) + 1;
+  for (int i = 0; i < count; ++i) {
+    const double at = 0.01 * i, renewed = period * std::floor((begin + at) / period + 1e-9);
+    samples.push_back({at, watts * renewed, 1e9 + 1e6 * i});
+  }
+  return samples;
+}
+
+}  // namespace
+
+TEST_CASE("mean power is that between the first and the last change of the counter", "[power]") {
+  // In 1.05 s from 0.03 s on, a counter that is renewed every 0.1 s changes 10 times: of 1.05 s it has seen 1.0.
+  // Changes are found at multiples of 10 ms, exactly.
+  const std::vector<PowerSample> samples = read_counter(500, 0.1, 0.03, 1.05);
+  const PowerUse use = mean_power(samples);
+  REQUIRE(use.watts);
+  CHECK(std::abs(*use.watts - 500) < 1e-6);
+  REQUIRE(use.clock);
+  CHECK(std::abs(*use.clock - 1.0525e9) < 1);  // of 106 samples, 1 GHz and 1 MHz more each time
+}
+
+TEST_CASE("power is not measured in too short a time, or without a counter", "[power]") {
+  // Of a counter renewed every 0.1 s: changes at 0.1 to 0.5 s are 0.4 s apart, those to 0.6 s 0.5 s.
+  CHECK_FALSE(mean_power(read_counter(500, 0.1, 0, 0.55)).watts);
+  CHECK(mean_power(read_counter(500, 0.1, 0, 0.65)).watts);
+  CHECK_FALSE(mean_power({}).watts);
+  CHECK_FALSE(mean_power({}).clock);
+  std::vector<PowerSample> silent = read_counter(500, 0.1, 0, 2);
+  for (PowerSample& sample : silent) sample.joules.reset();
+  CHECK_FALSE(mean_power(silent).watts);
+  CHECK(mean_power(silent).clock);
+  const PowerSource source = find_power_counter(*make_cpu_device());
+  CHECK(source.counter == nullptr);
+  CHECK(source.missing == "only that of a GPU is read");
+}
+
+TEST_CASE("a sampler measures what a card takes meanwhile", "[power][slow]") {
+  class Counter final : public PowerCounter {
+   public:
+    std::optional<double> joules() override {
+      using namespace std::chrono;
+      return 300 * duration<double>(steady_clock::now().time_since_epoch()).count();
+    }
+    std::optional<double> clock() override { return 1.5e9; }
+    std::optional<double> limit() override { return 700; }
+  } counter;
+  PowerSampler sampler(counter);
+  std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+  const PowerUse use = sampler.stop();
+  REQUIRE(use.watts);
+  CHECK(std::abs(*use.watts - 300) < 3);  // the counter is read within a moment of the clock
+  CHECK(use.clock == 1.5e9);
+}
