@@ -15,6 +15,7 @@ enum class ParameterRole : uint8_t {
   kLinear,         // [N, K], the weight of a linear layer in a block
   kBias,           // [N, 1], its bias: a number for each row of the weight
   kHead,           // [V, d], the weight of the output head
+  kTowerLinear,    // [N, K], the same in a block of a vision tower: FP8 with precision.tower alone
   kPlainLinear,    // [N, K], the weight of another linear layer outside of blocks: never FP8
   kAdapterIn,   // [rank, K], the first factor of what an adapter adds to rows of a linear layer's weight (LoRA's A)
   kAdapterOut,  // [rows, rank], the second one (LoRA's B)
@@ -52,6 +53,8 @@ struct ParameterInfo {
 
   int64_t numel() const { return rows * cols; }
   bool is_coded() const { return base != BaseFormat::kCompute; }
+  // Whether it is the weight of a linear layer in a block, of the decoder or of a tower.
+  bool is_of_block() const { return role == ParameterRole::kLinear || role == ParameterRole::kTowerLinear; }
 };
 
 inline bool is_adapter(const ParameterInfo& p) {

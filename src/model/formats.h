@@ -24,6 +24,7 @@ struct Formats {
   Format norm_input, up_gate, silu, qkv;  // what is kept for backward
   bool fp8_gemm = false;                  // FP8 GEMMs need transposed copies: their operands are K-major only
   bool fp8_head = false;                  // the head's, too
+  bool fp8_tower = false;                 // and those of a vision tower's blocks
 
   explicit Formats(const PrecisionConfig& config);
 

@@ -14,8 +14,10 @@ struct BatchShape {
   int64_t sequence_length = 0;
   bool separate_documents = false;  // attention stays within documents, whose beginnings come with the batch
   int64_t images_per_sequence = 0;  // room for images, which every batch of a model with a tower fills up
+  int64_t padding = 0;  // rows behind the last sequence that belong to none, for GEMMs that want multiples
   int64_t num_images() const { return num_sequences * images_per_sequence; }
-  int64_t num_tokens() const { return num_sequences * sequence_length; }
+  int64_t num_sequence_tokens() const { return num_sequences * sequence_length; }
+  int64_t num_tokens() const { return num_sequence_tokens() + padding; }
   bool operator==(const BatchShape&) const = default;
 };
 

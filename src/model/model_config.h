@@ -199,6 +199,7 @@ struct PrecisionConfig {
   Storage qkv = Storage::kCompute;
   Storage attention_output = Storage::kCompute;
   Storage head = Storage::kCompute;
+  Storage tower = Storage::kCompute;
   int64_t group_size = 16;
   bool save_norm_output = true;
   bool save_silu = false;
@@ -247,6 +248,10 @@ struct PrecisionConfig {
         "head", head,
         "Inputs of the products that make the logits, and of their gradients: compute, or fp8 with the scaling of "
         "gemm, which is then not compute");
+    visit(
+        "tower", tower,
+        "Blocks of a vision tower (model.vision): compute, or fp8: in the formats of the decoder's blocks, which have "
+        "FP8 GEMMs then");
     visit("group_size", group_size, "Elements per scale of kept FP8 activations", one_of<int64_t>(16, 32, 64, 128));
     visit(
         "save_norm_output", save_norm_output,

@@ -211,8 +211,8 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
 
   std::vector<ParameterInfo> parameters = list.take();
   for (ParameterInfo& p : parameters) {
-    const bool is_of_tower = p.unit == 0;
-    if ((is_of_tower || is_of_side(p)) && p.role == ParameterRole::kLinear) p.role = ParameterRole::kPlainLinear;
+    if (p.role == ParameterRole::kLinear && p.unit == 0) p.role = ParameterRole::kTowerLinear;
+    if (p.role == ParameterRole::kLinear && is_of_side(p)) p.role = ParameterRole::kPlainLinear;
     if (is_of_side(p) && p.initial_std > 0) p.initial_std = 1.0 / std::sqrt(3.0 * static_cast<double>(p.cols));
   }
   apply_rules(parameters, rules);

@@ -18,6 +18,12 @@ TensorView StepContext::vector(TensorId id, int64_t count) const {
   return {whole.data, whole.dtype, {count}};
 }
 
+void StepContext::clear_padding(const TensorView& t) const {
+  if (shape.padding == 0) return;
+  const TensorView rows = t.rows(shape.num_sequence_tokens(), shape.padding);
+  device.fill_zero(rows.data, rows.bytes());
+}
+
 TensorView StepContext::gradient_to_add_to(int weight) const {
   if (weight < 0) return {};
   const TensorView& g = gradient(weight);

@@ -50,6 +50,9 @@ struct StepContext {
 
   TensorView tensor(TensorId id, int64_t rows, int64_t cols) const;
   TensorView vector(TensorId id, int64_t count) const;
+  // Of t [T, cols] the rows of sequences; and zeros in all others.
+  TensorView rows_of_sequences(const TensorView& t) const { return t.rows(0, shape.num_sequence_tokens()); }
+  void clear_padding(const TensorView& t) const;
   ScaledView matrix(const MatrixId& id, int64_t rows, int64_t cols) const { return id.view(arena, rows, cols); }
 
   // The gradient of a weight, for a GEMM that overwrites it or adds as adds_to_gradients() says.

@@ -5,6 +5,7 @@
 #include "kernels/ops/amax.h"
 #include "kernels/ops/quantize.h"
 #include "model/phases.h"
+#include "model/vision/vision_tower.h"
 
 namespace parka {
 namespace {
@@ -46,6 +47,7 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
       copies_kept_(copies),
       use_(use),
       coded_(table.all, formats.compute.dtype, coded_buffer_phases(), plan),
+      trains_tower_(table.trains_any(kVision)),
       fp8_head_(formats.fp8_head ? table.head : -1),
       gathers_transposed_(gathers_transposed(table, formats, copies.copies, use, zero)),
       gathered_unit_(static_cast<size_t>(table.num_units()), false),
@@ -127,10 +129,9 @@ void ModelWeights::declare_workspace(MemoryPlan& plan) {
     most_codes = std::max(most_codes, p.numel());
     most_scales = std::max(most_scales, scales[0] * scales[1]);
     // With stage 3 the codes are where they were gathered.
-    lacks_rows = lacks_rows || (!keeps_rows(i) && !zero_.shards_weights());
-    const bool has_backward = p.unit >= copies_kept_.first_backward_unit;
+    lacks_rows = lacks_rows || (!keeps_rows(i) && !is_divided(p.unit));
     lacks_transposed =
-        lacks_transposed || (has_backward && !keeps_transposed(i) && !has_pieces_for_backward(p.unit));
+        lacks_transposed || (has_input_gradient(i) && !keeps_transposed(i) && !has_pieces_for_backward(p.unit));
   }
   const auto add = [&](const std::string& name, PhaseMask phases) {
     return MatrixId{plan.add("workspace", name, formats_.weight.dtype, {most_codes}, phases),

@@ -26,9 +26,10 @@ struct KeptCopies {
   int64_t num_blocks = 0;       // precision.weight_copies_blocks
   int first_backward_unit = 0;  // no input gradients are computed below it
 
-  WeightCopies of_unit(int unit) const {
+  WeightCopies of_unit(int unit) const { return of_unit(unit, unit >= first_backward_unit); }
+  WeightCopies of_unit(int unit, bool has_input_gradient) const {
     const bool is_listed = num_blocks == 0 || unit <= num_blocks;  // unit 1 is the first block
-    if (is_listed && unit >= first_backward_unit) return copies;
+    if (is_listed && has_input_gradient) return copies;
     if (copies == WeightCopies::kBoth) return WeightCopies::kRows;
     return is_listed ? copies : WeightCopies::kNone;
   }
@@ -161,7 +162,15 @@ class ModelWeights {
   // Whether it is what the head multiplies by, in FP8. Every rank has it whole.
   bool is_fp8_head(size_t i) const { return static_cast<int>(i) == fp8_head_; }
   bool has_copy(size_t i) const {
-    return formats_.fp8_gemm && (parameters_[i].role == ParameterRole::kLinear || is_fp8_head(i));
+    return formats_.fp8_gemm &&
+           (parameters_[i].role == ParameterRole::kLinear || is_fp8_head(i) || is_of_fp8_tower(i));
+  }
+  bool is_of_fp8_tower(size_t i) const {
+    return formats_.fp8_tower && parameters_[i].role == ParameterRole::kTowerLinear;
+  }
+  // Whether input gradients go through the weight.
+  bool has_input_gradient(size_t i) const {
+    return is_of_fp8_tower(i) ? trains_tower_ : parameters_[i].unit >= copies_kept_.first_backward_unit;
   }
   int64_t copy_rows(size_t i) const {
     return is_fp8_head(i) ? head_copy_rows(parameters_[i].rows) : parameters_[i].rows;
@@ -170,7 +179,7 @@ class ModelWeights {
   bool is_fp8_coded(size_t i) const { return parameters_[i].base == BaseFormat::kFp8; }
   bool is_4bit_coded(size_t i) const { return is_4bit(parameters_[i].base); }
   WeightCopies copies_of(size_t i) const {
-    return is_fp8_head(i) ? copies_kept_.copies : copies_kept_.of_unit(parameters_[i].unit);
+    return is_fp8_head(i) ? copies_kept_.copies : copies_kept_.of_unit(parameters_[i].unit, has_input_gradient(i));
   }
   // Of whole weights.
   bool keeps_rows(size_t i) const {
@@ -215,6 +224,7 @@ class ModelWeights {
   KeptCopies copies_kept_;
   WeightUse use_;
   CodedWeights coded_;
+  bool trains_tower_;
   int fp8_head_;             // index of the head's weight if it has FP8 copies, else -1
   bool gathers_transposed_;  // of blocks of which both copies are kept
   bool has_host_parts_;

@@ -47,14 +47,14 @@ class Images(RunFolder):
         self.assertEqual(prepared.returncode, 0, prepared.stderr)
         self.printed = json.loads(prepared.stdout.split("config:\n")[1])  # what a config needs for this data
 
-    def config(self, name="run", recipe="bf16", steps=STEPS, **optimizer):
+    def config(self, name="run", recipe="bf16", steps=STEPS, tower="compute", **optimizer):
         model = self.printed["model"]
         return {
             "device": {"kind": "cpu"},
             "model": {
                 **model, "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ffn": 64,
-                "vision": {**model["vision"], "width": 24, "num_layers": 3, "num_heads": 2, "d_ffn": 40}},
-            "precision": {"recipe": recipe},
+                "vision": {**model["vision"], "width": 32, "num_layers": 3, "num_heads": 2, "d_ffn": 48}},
+            "precision": {"recipe": recipe, "tower": tower},
             "optimizer": {"lr": 3e-3, "lr_patterns": ["vision.*"], "lr_factors": [0.2], **optimizer,
                           "schedule": {"kind": "cosine", "warmup_steps": 2, "total_steps": STEPS}},
             "data": dict(self.printed["data"]),
@@ -80,21 +80,50 @@ class Images(RunFolder):
         return tree_digest(self.path(f"{name}/step_{STEPS:08}"), lambda path: path.endswith(".safetensors"))
 
     def test_resumed_runs_end_with_the_same_bits(self):
-        variants = {"bf16": {}, "parka": {}, "coat": {"release_gradients": True, "clip_norm": 0.1}}
-        for recipe, optimizer in variants.items():
-            with self.subTest(recipe):
-                straight, resumed = (self.config(f"{recipe}-{kind}", recipe, **optimizer) for kind in ("straight", "resumed"))
+        released = {"release_gradients": True, "clip_norm": 0.1}
+        variants = (("bf16", {}), ("parka", {}), ("parka", {"tower": "fp8"}), ("fp8_block", {"tower": "fp8"}), ("coat", released))
+        for number, (recipe, keys) in enumerate(variants):
+            with self.subTest(recipe, keys=keys):
+                names = [f"{number}-{kind}" for kind in ("straight", "resumed")]
+                straight, resumed = (self.config(name, recipe, **keys) for name in names)
                 for config in (straight, resumed):
-                    if optimizer:
+                    if keys is released:
                         config["training"]["micro_batch_size"] = 4
                 self.run_to_the_end(straight)
                 killed = self.run_config(resumed, 1, "--drill-kill-in-save", "4:5")
                 self.assertEqual(killed.returncode, -signal.SIGKILL, killed.stderr)
                 self.assertIn("step_00000002", checkpoints(resumed["checkpoint"]["folder"]))
                 self.assertIn("resuming from", self.run_to_the_end(resumed))
-                names = [f"{recipe}-{kind}" for kind in ("straight", "resumed")]
                 self.assertEqual(*(learning_curve(self.path(name)) for name in names))
                 self.assertEqual(*(self.final_files(name) for name in names))
+
+    def test_resumed_runs_of_several_ranks_end_with_the_same_bits(self):
+        # Every number of ranks at every stage of ZeRO, and in turns what stages of training freeze.
+        frozen = [[], ["vision.*"], ["vision.*", "embedding", "blocks.*", "head"]]
+        cases = [(ranks, stage, "parka", "fp8") for ranks in (1, 2, 4) for stage in range(4)]
+        cases += [(1, 0, "bf16", "compute"), (2, 3, "coat", "compute"), (4, 2, "bf16", "compute")]
+        for number, (ranks, stage, recipe, tower) in enumerate(cases):
+            with self.subTest(ranks=ranks, stage=stage, recipe=recipe, tower=tower):
+                names = [f"{number}-{kind}" for kind in ("straight", "resumed")]
+                for name, stops in zip(names, ((STEPS,), (4, STEPS)), strict=True):
+                    for steps in stops:
+                        config = self.config(name, recipe, steps, tower, frozen=frozen[number % len(frozen)])
+                        config["model"]["tie_embeddings"] = False
+                        config["distributed"] = {"zero_stage": stage}
+                        log = self.run_to_the_end(config, ranks)
+                self.assertIn("resuming from", log)
+                self.assertEqual(*(self.losses(name) for name in names))
+                self.assertEqual(*(self.final_files(name) for name in names))
+
+    def test_an_fp8_tower_on_several_ranks_is_that_of_one(self):
+        self.run_to_the_end(self.config("one", "parka", tower="fp8"))
+        for ranks, stage in ((2, 1), (2, 3), (4, 3)):
+            with self.subTest(ranks=ranks, stage=stage):
+                config = self.config(f"{ranks}-{stage}", "parka", tower="fp8")
+                config["distributed"] = {"zero_stage": stage}
+                self.run_to_the_end(config, ranks)
+                for got, want in zip(self.losses(f"{ranks}-{stage}"), self.losses("one"), strict=True):
+                    self.assertLess(abs(got - want), 2e-2)  # as test_ranks.py has it for FP8 recipes
 
     def test_several_ranks_train_as_one(self):
         for tied in (True, False):
@@ -111,19 +140,22 @@ class Images(RunFolder):
             subprocess.run(["rm", "-r", self.path("one")], check=True)
 
     def test_what_saves_memory_changes_no_bit(self):
-        self.run_to_the_end(self.config("plain", "parka", master="fp32"))
         changes = {
-            "recomputed": {"precision": {"recipe": "parka", "recompute": "block"}},
-            "made-again": {"precision": {"recipe": "parka", "save_norm_output": False, "save_product": False}},
-            "in-host": {"optimizer": {"offload": True}, "precision": {"recipe": "parka", "offload_weights": True}},
+            "plain": {},
+            "recomputed": {"precision": {"recompute": "block"}},
+            "kept": {"precision": {"save_norm_output": True, "save_product": True}},
+            "in-host": {"optimizer": {"offload": True}, "precision": {"offload_weights": True}},
+            "without-copies": {"precision": {"weight_copies": "none"}},
         }
-        for name, sections in changes.items():
-            with self.subTest(name):
-                config = self.config(name, "parka", master="fp32")
-                for section, keys in sections.items():
-                    config[section].update(keys)
-                self.run_to_the_end(config)
-                self.assertEqual(self.losses(name), self.losses("plain"))
+        for tower in ("compute", "fp8"):
+            for name, sections in changes.items():
+                with self.subTest(name, tower=tower):
+                    config = self.config(f"{name}-{tower}", "parka", tower=tower, master="fp32")
+                    for section, keys in sections.items():
+                        config[section].update(keys)
+                    self.run_to_the_end(config)
+                    self.assertEqual(self.losses(f"{name}-{tower}"), self.losses(f"plain-{tower}"))
+        self.assertNotEqual(self.losses("plain-fp8"), self.losses("plain-compute"))
 
     def test_stages_train_what_is_not_frozen(self):
         decoder = ["embedding", "blocks.*", "head"]

@@ -208,6 +208,7 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"qkv", row.qkv},
                                  {"attention_output", row.attention},
                                  {"head", "compute"},
+                                 {"tower", "compute"},
                                  {"group_size", 16},
                                  {"save_norm_output", row.save_norm},
                                  {"save_silu", row.save_silu},
@@ -392,6 +393,11 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
          c.training.logits_chunk_tokens = 1000;
        },
        "precision.head = fp8 needs training.logits_chunk_tokens = 1000 to be a multiple of 16"},
+      {[](Config& c) {
+         apply_recipe(Recipe::kParka, c);
+         c.precision.tower = Storage::kFp8;
+       },
+       "precision.tower = fp8 needs a tower"},
       {[](Config& c) { c.precision.weight_copies_blocks = 3; },
        "precision.weight_copies_blocks = 3 is more than model.num_layers = 2"},
       {[](Config& c) {
@@ -493,6 +499,34 @@ TEST_CASE("combinations of a model with a tower that cannot work are refused", "
        "takes a square grid of patches"},
       {[](Config& c) { c.model.vision.projector.column_major = true; }, "model.vision.column_major = true"},
       {[](Config& c) { c.finetune.method = FinetuneMethod::kLora; }, "finetune.method = lora does not go with"},
+      {[](Config& c) { c.precision.tower = Storage::kFp8; },
+       "precision.tower = fp8 needs precision.gemm = fp8_tensor or fp8_block"},
+      {[](Config& c) {
+         apply_recipe(Recipe::kFp8Linear, c);
+         c.precision.tower = Storage::kFp8;
+         c.model.vision.tower.width = 40;
+       },
+       "precision.tower = fp8 needs model.vision.width = 40 to be a multiple of 16"},
+      {[](Config& c) {
+         apply_recipe(Recipe::kFp8Block, c);
+         c.precision.tower = Storage::kFp8;
+         c.model.vision.tower.d_ffn = 72;
+       },
+       "precision.tower = fp8 needs model.vision.d_ffn = 72 to be a multiple of 16"},
+      {[](Config& c) {
+         apply_recipe(Recipe::kParka, c);
+         c.precision.group_size = 32;
+         c.precision.tower = Storage::kFp8;
+         c.model.vision.tower.width = 48;
+       },
+       "precision.tower = fp8 needs model.vision.width = 48 to be a multiple of precision.group_size = 32"},
+      {[](Config& c) {
+         apply_recipe(Recipe::kCoat, c);
+         c.precision.group_size = 32;
+         c.precision.tower = Storage::kFp8;
+         c.model.vision.tower.d_ffn = 80;
+       },
+       "precision.tower = fp8 needs model.vision.d_ffn = 80 to be a multiple of precision.group_size = 32"},
   }));
   Config c = small_config();
   c.model.vision.tower = {.kind = TowerKind::kClip,

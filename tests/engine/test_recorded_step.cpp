@@ -300,21 +300,25 @@ TEST_CASE("masks and documents are recorded as ranks queue them", "[engine][reco
 }
 
 TEST_CASE("images are recorded as ranks queue them", "[engine][recorded step][vision]") {
-  for (const char* recipe : {"bf16", "parka"}) {
+  for (const auto& [recipe, tower] : {std::pair{"bf16", Storage::kCompute},
+                                      {"parka", Storage::kCompute},
+                                      {"parka", Storage::kFp8},
+                                      {"fp8_block", Storage::kFp8}}) {
     for (const auto& [ranks, stage] : {std::tuple<int, int64_t>{1, 0}, {2, 0}, {2, 2}, {2, 3}}) {
       for (const bool is_frozen : {false, true}) {
         for (const bool releases : {false, true}) {
-          CAPTURE(recipe, ranks, stage, is_frozen, releases);
+          CAPTURE(recipe, name_of(tower), ranks, stage, is_frozen, releases);
           const TemporaryFolder folder;
           Config config = step_config(folder.path().string(), recipe, stage, ranks == 2, releases ? 1 : 2, ranks);
           config.model.vision.tower = {.kind = TowerKind::kClip,
-                                       .width = 24,
+                                       .width = 32,
                                        .num_layers = 3,
                                        .num_heads = 2,
-                                       .d_ffn = 40,
+                                       .d_ffn = 48,
                                        .image_size = 12,
                                        .patch_size = 4};
           config.model.vision.image_token = 5;
+          config.precision.tower = tower;
           config.data.images_per_sequence = 2;
           config.optimizer.release_gradients = releases;
           if (is_frozen) config.optimizer.frozen = {"vision.*"};

@@ -181,10 +181,18 @@ TEST_CASE("a GPU's loss and gradients of a model with a tower are those of the C
     CAPTURE(p);
     CHECK(distance(fp32.gradients[p], exact.gradients[p]) < 3e-5);
   }
-  for (const Recipe recipe : {Recipe::kBf16, Recipe::kCoat, Recipe::kParka}) {
-    CAPTURE(name_of(recipe));
-    const Result on_cpu = run(config, precision_recipe(recipe), cpu_device(), shape),
-                 on_gpu = run(config, precision_recipe(recipe), *gpu(), shape);
+  for (const auto& [recipe, tower] : {std::pair{Recipe::kBf16, Storage::kCompute},
+                                      {Recipe::kCoat, Storage::kCompute},
+                                      {Recipe::kParka, Storage::kCompute},
+                                      {Recipe::kFp8Linear, Storage::kFp8},
+                                      {Recipe::kFp8Block, Storage::kFp8},
+                                      {Recipe::kCoat, Storage::kFp8},
+                                      {Recipe::kParka, Storage::kFp8}}) {
+    CAPTURE(name_of(recipe), name_of(tower));
+    PrecisionConfig precision = precision_recipe(recipe);
+    precision.tower = tower;
+    const Result on_cpu = run(config, precision, cpu_device(), shape),
+                 on_gpu = run(config, precision, *gpu(), shape);
     CHECK(distance(on_gpu.losses, exact.losses) < 1.5 * distance(on_cpu.losses, exact.losses) + 1e-3);
     for (size_t p = 0; p < exact.gradients.size(); ++p) {
       CAPTURE(p);

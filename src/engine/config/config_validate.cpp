@@ -228,6 +228,32 @@ void check_fp8_head(const Config& c) {
   }
 }
 
+void check_fp8_tower(const ModelConfig& m, const PrecisionConfig& p) {
+  if (p.tower == Storage::kCompute) return;
+  if (!m.vision.exists()) {
+    throw_bad_input("precision.tower = fp8 needs a tower; set model.vision.tower, or precision.tower = compute");
+  }
+  if (p.gemm == GemmPrecision::kCompute) {
+    throw_bad_input(
+        "precision.tower = fp8 needs precision.gemm = fp8_tensor or fp8_block, whose formats it has; set that, or "
+        "tower = compute");
+  }
+  const auto require_multiple = [](std::string_view key, int64_t value, int64_t unit, std::string_view of) {
+    if (value % unit == 0) return;
+    throw_bad_input(
+        "precision.tower = fp8 needs model.vision.{} = {} to be a multiple of {}{}; change it, or use precision.tower "
+        "= compute",
+        key, value, of, unit);
+  };
+  constexpr int64_t kUnit = 16;  // as check_fp8_gemm(); rows are padded
+  constexpr std::string_view kGroup = "precision.group_size = ";
+  const bool groups_width = p.norm_input == Storage::kFp8 || p.qkv == Storage::kFp8;
+  require_multiple("width", m.vision.tower.width, kUnit, "");
+  require_multiple("d_ffn", m.vision.tower.d_ffn, kUnit, "");
+  if (groups_width) require_multiple("width", m.vision.tower.width, p.group_size, kGroup);
+  if (p.up_gate == Storage::kFp8) require_multiple("d_ffn", m.vision.tower.d_ffn, p.group_size, kGroup);
+}
+
 void check_kept_activations(const ModelConfig& m, const PrecisionConfig& p) {
   const auto require_groups = [&](std::string_view key, Storage storage, std::string_view what, int64_t width) {
     if (storage == Storage::kCompute || width % p.group_size == 0) return;
@@ -538,6 +564,7 @@ void validate(const Config& config) {
   check_size(config);
   check_fp8_gemm(config);
   check_fp8_head(config);
+  check_fp8_tower(config.model, config.precision);
   check_kept_activations(config.model, config.precision);
   check_compute(config.precision, config.optimizer);
   check_distributed(config);

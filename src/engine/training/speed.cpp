@@ -33,7 +33,8 @@ double flop_per_image(const VisionConfig& vision, const ParameterTable& table) {
   const bool trains_tower = table.trains_any(kVision), trains_any = trains_tower || table.trains_any(kProjector);
   double flop = 0;
   for (const ParameterInfo& p : table.all) {
-    if (!is_of_images(p) || p.role != ParameterRole::kPlainLinear) continue;
+    if (!is_of_images(p) || (p.role != ParameterRole::kPlainLinear && p.role != ParameterRole::kTowerLinear))
+      continue;
     const bool is_patch = p.name == kPatchEmbedding, is_first_of_projector = p.name == kProjectorInput;
     const bool passes_on = is_of_tower(p)          ? trains_tower && !is_patch
                            : is_first_of_projector ? trains_tower

@@ -183,7 +183,10 @@ void Attention::rotate(const StepContext& step, const TensorView& qkv) const {
   if (has_qk_norm()) {
     normalize_and_rotate(step, qkv, saved);
   } else if (is_encoder_) {
-    if (!saved.empty()) quantize(step.device, {.x = qkv, .out = saved});
+    if (!saved.empty()) {
+      quantize(step.device, {.x = qkv, .out = saved});
+      quantize(step.device, {.x = saved, .out = qkv});  // attention reads the same, forward and backward
+    }
   } else {
     rope_forward(step.device, {.qkv = qkv,
                                .cos_sin = positions(step).rotations,
@@ -233,8 +236,9 @@ void Attention::attend(const StepContext& step, const TensorView& qkv, const Ten
     attend_to_cache(step, qkv, out, amax);
     return;
   }
-  attention_forward(step.device, {.qkv = qkv,
-                                  .out = out,
+  step.clear_padding(out);
+  attention_forward(step.device, {.qkv = step.rows_of_sequences(qkv),
+                                  .out = step.rows_of_sequences(out),
                                   .lse = log_sum_exp(step),
                                   .sequence_length = step.shape.sequence_length,
                                   .num_heads = num_heads_,
@@ -263,11 +267,12 @@ GemmInput Attention::output_again(const StepContext& step, const TensorView& att
 void Attention::attend_backward(const StepContext& step, const TensorView& qkv, const TensorView& attention,
                                 const TensorView& d_attention, const TensorView& d_qkv,
                                 const TensorView& d_qkv_amax) const {
-  const AttentionBackward arguments{.qkv = qkv,
-                                    .out = attention,
-                                    .d_out = d_attention,
+  step.clear_padding(d_qkv);
+  const AttentionBackward arguments{.qkv = step.rows_of_sequences(qkv),
+                                    .out = step.rows_of_sequences(attention),
+                                    .d_out = step.rows_of_sequences(d_attention),
                                     .lse = log_sum_exp(step),
-                                    .d_qkv = d_qkv,
+                                    .d_qkv = step.rows_of_sequences(d_qkv),
                                     .sequence_length = step.shape.sequence_length,
                                     .num_heads = num_heads_,
                                     .num_kv_heads = num_kv_heads_,

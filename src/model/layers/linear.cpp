@@ -23,7 +23,7 @@ Linear::Linear(const PrecisionConfig& precision, const ParameterTable& table, co
       trains_weight_(table.is_trainable(weight_)),
       trains_bias_(table.is_trainable(bias_)),
       is_fp8_(precision.gemm != GemmPrecision::kCompute && weight_ >= 0 &&
-              table.all[static_cast<size_t>(weight_)].role == ParameterRole::kLinear),
+              table.all[static_cast<size_t>(weight_)].is_of_block()),
       fast_forward_(precision.fast_forward),
       fast_input_gradient_(precision.fast_input_gradient),
       fast_weight_gradient_(precision.fast_weight_gradient),

@@ -25,7 +25,12 @@ void Mlp::declare(BufferScope& scope) {
   const int64_t T = scope.tokens(), f = d_ffn_;
   const Formats& formats = scope.formats();
   const PhaseMask forward = scope.forward(kForwardFfn);
-  hidden_ = scope.kept("hidden", scope.compute(), {T, f});
+  if (formats.up_gate.scaling != Scaling::kNone) {
+    hidden_ = scope.workspace("hidden", scope.compute(), {T, f}, forward | kBackwardDown | kBackwardSwiglu);
+    hidden_saved_ = scope.kept("hidden_fp8", formats.up_gate, T, f);
+  } else {
+    hidden_ = scope.kept("hidden", scope.compute(), {T, f});
+  }
   product_ = scope.gemm_input("product", f, saves_product_, forward, kBackwardSwiglu, fc2_.reads_input_again());
   if (formats.fp8_gemm) {
     activated_ = scope.workspace("activated", scope.compute(), {T, f}, forward | kBackwardSwiglu);
@@ -39,6 +44,14 @@ void Mlp::declare(BufferScope& scope) {
   if (!fc1_.trains_weight()) return;
   d_hidden_fp8_.transposed =
       scope.workspace("d_hidden_fp8_t", formats.gradient, f, T, kCodes, d_hidden_fp8_.row.scale);
+}
+
+void Mlp::save_hidden(const StepContext& step, const TensorView& hidden) const {
+  const ScaledView saved = step.matrix(hidden_saved_, step.num_tokens(), d_ffn_);
+  if (saved.empty()) return;
+  quantize(step.device, {.x = hidden, .out = saved});
+  step.samples.add(step.device, block_, QuantizedTensor::kUpGate, hidden, saved);
+  quantize(step.device, {.x = saved, .out = hidden});
 }
 
 // Into product_, or where it is quantized from.
@@ -55,6 +68,7 @@ void Mlp::forward(const StepContext& step, const ScaledView& x, const TensorView
   const TensorView hidden = step.tensor(hidden_, T, f);
   const ScaledView product = step.matrix(product_.row, T, f);
   fc1_.forward(step, x, hidden);
+  save_hidden(step, hidden);
   const TensorView activated = activate(step, hidden);
   if (activated_.valid()) {
     const bool transposes = step.keep && saves_product_;
@@ -87,6 +101,8 @@ void Mlp::backward(const StepContext& step, const GemmInput& d_out, const InputA
                    const TensorView& d_x) const {
   const int64_t T = step.num_tokens(), f = d_ffn_;
   const TensorView hidden = step.tensor(hidden_, T, f), d_hidden = step.tensor(d_hidden_, T, f);
+  const ScaledView saved = step.matrix(hidden_saved_, T, f);
+  if (!saved.empty()) quantize(step.device, {.x = saved, .out = hidden});
   fc2_.input_gradient(step, d_out, d_hidden);
   fc2_.bias_gradient(step, d_out.plain);
   if (fc2_.reads_input_again()) fc2_.weight_gradient(step, d_out, product_again(step, hidden));

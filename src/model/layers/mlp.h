@@ -6,7 +6,8 @@
 
 namespace parka {
 
-// out = W_fc2 act(W_fc1 x + b_fc1) + b_fc2, with act of model.mlp_activation. An inner layer of Branch, with the
+// out = W_fc2 act(W_fc1 x + b_fc1) + b_fc2, with act of model.mlp_activation. With precision.up_gate = fp8 the
+// activation reads, forward and backward, what FP8 has kept of its input. An inner layer of Branch, with the
 // names and phases of Swiglu: a stack has one of the two in all blocks.
 class Mlp {
  public:
@@ -32,6 +33,7 @@ class Mlp {
   SampleNeeds sample_needs() const { return {}; }
 
  private:
+  void save_hidden(const StepContext& step, const TensorView& hidden) const;
   TensorView activate(const StepContext& step, const TensorView& hidden) const;
   GemmInput product_again(const StepContext& step, const TensorView& hidden) const;
 
@@ -41,7 +43,8 @@ class Mlp {
   Linear fc1_, fc2_;
   bool saves_product_;  // false: backward makes it again
 
-  TensorId hidden_;            // [T, f] what the activation reads
+  TensorId hidden_;            // [T, f] what the activation reads: decoded where it is kept in FP8
+  MatrixId hidden_saved_;      // [T, f] the same in FP8; invalid: hidden_ itself is kept
   TensorId activated_;         // [T, f] what it makes, with FP8 GEMMs only; without, that is product_
   GemmInputIds product_;       // [T, f] input of fc2
   TensorId d_hidden_;          // [T, f] the gradient of the activation's output, then of its input

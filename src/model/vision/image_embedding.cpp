@@ -10,21 +10,29 @@ using Purpose = BufferScope::Purpose;
 
 constexpr int64_t kChannels = 3;
 
+// A sequence for each image.
+BatchShape tower_shape(const TowerConfig& config, const PrecisionConfig& precision, int64_t num_images) {
+  BatchShape shape{num_images, config.num_tokens()};
+  shape.padding = tower_padding(config, precision, num_images);
+  return shape;
+}
+
 Purpose purpose_of(const BufferScope& scope, bool goes_backward) {
   return scope.purpose() == Purpose::kTraining && !goes_backward ? Purpose::kForwardOnly : scope.purpose();
 }
 
 }  // namespace
 
-struct ImageEmbedding::PlainScopes {
-  PlainScopes(const VisionConfig& vision, const ParameterTable& table, const BufferScope& scope)
-      : precision(without_fp8(scope.precision())),
-        tower(precision, {scope.shape().num_images(), vision.tower.num_tokens()},
+struct ImageEmbedding::Scopes {
+  Scopes(const VisionConfig& vision, const ParameterTable& table, const BufferScope& scope)
+      : of_tower(tower_precision(scope.precision())),
+        plain(without_fp8(scope.precision())),
+        tower(of_tower, tower_shape(vision.tower, of_tower, scope.shape().num_images()),
               purpose_of(scope, table.trains_any(kVision)), scope.plan()),
-        projector(precision, {scope.shape().num_images(), num_slots(vision)},
+        projector(plain, {scope.shape().num_images(), num_slots(vision)},
                   purpose_of(scope, table.trains_any(kVision) || table.trains_any(kProjector)), scope.plan()) {}
 
-  PrecisionConfig precision;
+  PrecisionConfig of_tower, plain;
   BufferScope tower, projector;
 };
 
@@ -38,11 +46,12 @@ int64_t ImageEmbedding::num_slots(const VisionConfig& vision) {
 }
 
 ImageEmbedding::ImageEmbedding(const ModelConfig& model, const ParameterTable& table, BufferScope& scope)
-    : ImageEmbedding(model, table, scope, PlainScopes(model.vision, table, scope)) {}
+    : ImageEmbedding(model, table, scope, Scopes(model.vision, table, scope)) {}
 
 ImageEmbedding::ImageEmbedding(const ModelConfig& model, const ParameterTable& table, BufferScope& scope,
-                               PlainScopes&& scopes)
+                               Scopes&& scopes)
     : config_(model.vision.tower),
+      tower_precision_(scopes.of_tower),
       num_slots_(num_slots(model.vision)),
       d_model_(model.d_model),
       trains_tower_(table.trains_any(kVision)),
@@ -59,10 +68,10 @@ ImageEmbedding::ImageEmbedding(const ModelConfig& model, const ParameterTable& t
   if (scope.has_backward() && trains_any_) d_rows_ = add_rows("d_image_rows");
 }
 
-// A sequence for each image. Neither the tower nor the projector has units or telemetry.
-StepContext ImageEmbedding::step_of(const StepContext& step, int64_t rows_of_image, bool goes_backward) const {
+// Neither the tower nor the projector has units or telemetry.
+StepContext ImageEmbedding::step_of(const StepContext& step, const BatchShape& shape, bool goes_backward) const {
   StepContext own{.device = step.device, .arena = step.arena, .weights = step.weights};
-  own.shape = {step.shape.num_images(), rows_of_image};
+  own.shape = shape;
   own.keep = step.keep && goes_backward;
   own.gradients = step.gradients;
   own.accumulation = step.accumulation;
@@ -70,11 +79,11 @@ StepContext ImageEmbedding::step_of(const StepContext& step, int64_t rows_of_ima
 }
 
 StepContext ImageEmbedding::tower_step(const StepContext& step) const {
-  return step_of(step, config_.num_tokens(), trains_tower_);
+  return step_of(step, tower_shape(config_, tower_precision_, step.shape.num_images()), trains_tower_);
 }
 
 StepContext ImageEmbedding::projector_step(const StepContext& step) const {
-  return step_of(step, num_slots_, trains_any_);
+  return step_of(step, {step.shape.num_images(), num_slots_}, trains_any_);
 }
 
 TensorView ImageEmbedding::positions(const StepContext& step) const {

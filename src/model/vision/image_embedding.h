@@ -5,9 +5,9 @@
 namespace parka {
 
 // The rows that images have in the residual stream of a language model, where text has embeddings of tokens: a
-// tower and a projector, whose parameters are in unit 0 beside the table of embeddings. Under every precision they
-// compute in the compute format, as the method's released code has it. A batch has a fixed number of images, of
-// which those without a place in it change nothing.
+// tower and a projector, whose parameters are in unit 0 beside the table of embeddings. They compute in the compute
+// format, as the method's released code has it, but for the blocks of a tower with precision.tower = fp8. A batch
+// has a fixed number of images. Those without a place in it change nothing, but for the scales of such a tower.
 class ImageEmbedding {
  public:
   // Into the unit at hand. Throws Error(kBadInput) for a projector that does not fit the tower.
@@ -30,10 +30,10 @@ class ImageEmbedding {
   void backward(const StepContext& step, const TensorView& d_out) const;
 
  private:
-  struct PlainScopes;
-  ImageEmbedding(const ModelConfig& model, const ParameterTable& table, BufferScope& scope, PlainScopes&& scopes);
+  struct Scopes;
+  ImageEmbedding(const ModelConfig& model, const ParameterTable& table, BufferScope& scope, Scopes&& scopes);
 
-  StepContext step_of(const StepContext& step, int64_t rows_of_image, bool goes_backward) const;
+  StepContext step_of(const StepContext& step, const BatchShape& shape, bool goes_backward) const;
   StepContext tower_step(const StepContext& step) const;
   StepContext projector_step(const StepContext& step) const;
   TensorView pixels(const StepContext& step) const;
@@ -41,6 +41,7 @@ class ImageEmbedding {
   TensorView rows(const StepContext& step, TensorId id) const;
 
   TowerConfig config_;
+  PrecisionConfig tower_precision_;
   int64_t num_slots_, d_model_;
   bool trains_tower_, trains_any_;
   VisionTower tower_;

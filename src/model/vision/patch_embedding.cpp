@@ -45,8 +45,10 @@ PatchEmbedding::PatchEmbedding(const TowerConfig& config, const ParameterTable& 
 }
 
 void PatchEmbedding::forward(const StepContext& step, const TensorView& pixels, const TensorView& out) const {
-  const TensorView rows = patches(step), sum = norm_ ? norm_->sum(step) : out;
+  const TensorView rows = patches(step), padded = norm_ ? norm_->sum(step) : out;
+  const TensorView sum = step.rows_of_sequences(padded);
   const TensorView x = embedded_.valid() ? step.tensor(embedded_, num_patches(step), config_.width) : sum;
+  step.clear_padding(padded);
   gather_patches(step.device, {.pixels = pixels,
                                .patches = rows,
                                .patch_size = config_.patch_size,
@@ -65,12 +67,13 @@ void PatchEmbedding::backward(const StepContext& step, const TensorView& d_out) 
   const TensorView d_patches = step.tensor(d_patches_, num_patches(step), config_.width);
   TensorView d_positions = step.gradient_to_add_to(positions_);
   if (!d_positions.empty()) d_positions = d_positions.reshaped({config_.num_tokens(), config_.width});
-  positions_backward(step.device, {.d_out = d_out,
+  const TensorView d_sum = step.rows_of_sequences(d_out);
+  positions_backward(step.device, {.d_out = d_sum,
                                    .d_x = d_patches,
                                    .d_positions = d_positions,
                                    .d_class_token = step.gradient_to_add_to(class_token_),
                                    .num_images = step.shape.num_sequences});
-  const TensorView d_x = d_patches.empty() ? d_out : d_patches;
+  const TensorView d_x = d_patches.empty() ? d_sum : d_patches;
   patch_.bias_gradient(step, d_x);
   if (patch_.trains_weight()) patch_.weight_gradient(step, {d_x, {}}, {patches(step), {}});
 }

@@ -6,6 +6,7 @@
 #include "kernels/ops/embedding.h"
 #include "kernels/ops/norm.h"
 #include "kernels/ops/quantize.h"
+#include "model/precision_recipe.h"
 
 namespace parka {
 namespace {
@@ -32,6 +33,21 @@ ModelConfig tower_stack(const TowerConfig& config) {
   return model;
 }
 
+PrecisionConfig tower_precision(const PrecisionConfig& precision) {
+  if (precision.tower == Storage::kCompute) return without_fp8(precision);
+  PrecisionConfig of_tower = precision;
+  of_tower.offload_blocks = 0;  // which are the decoder's
+  return of_tower;
+}
+
+int64_t tower_padding(const TowerConfig& config, const PrecisionConfig& tower_precision, int64_t num_images) {
+  constexpr int64_t kUnit = 16, kGroup = 128;  // of FP8 tensor cores, and of fp8_block's scales
+  if (tower_precision.gemm == GemmPrecision::kCompute) return 0;
+  const int64_t unit = tower_precision.gemm == GemmPrecision::kFp8Block ? kGroup : kUnit;
+  const int64_t rows = num_images * config.num_tokens();
+  return ceil_div(rows, unit) * unit - rows;
+}
+
 void VisionTower::add_parameters(ParameterList& list, const TowerConfig& config) {
   PatchEmbedding::add_parameters(list, config);
   Stack::add_parameters(list, tower_stack(config), kVision, /*has_units=*/false);
@@ -54,7 +70,7 @@ VisionTower::VisionTower(const TowerConfig& config, const ParameterTable& table,
 void VisionTower::load(const StepContext& step) const {
   if (!patch_rows_.valid()) return;
   std::vector<int32_t> rows;
-  for (int64_t t = 0; t < step.num_tokens(); ++t) {
+  for (int64_t t = 0; t < step.shape.num_sequence_tokens(); ++t) {
     if (t % config_.num_tokens() != 0) rows.push_back(static_cast<int32_t>(t));
   }
   const TensorView on_device = patch_rows(step);
@@ -75,9 +91,12 @@ void VisionTower::select(const StepContext& step) const {
     gather_rows(step.device, {.positions = patch_rows(step), .x = branch, .out = out});
     return;
   }
-  norm_forward(
-      step.device,
-      {.kind = NormKind::kNone, .eps = 0, .residual = residual, .branch = branch, .residual_out = out, .y = out});
+  norm_forward(step.device, {.kind = NormKind::kNone,
+                             .eps = 0,
+                             .residual = step.rows_of_sequences(residual),
+                             .branch = step.rows_of_sequences(branch),
+                             .residual_out = out,
+                             .y = out});
 }
 
 // From the gradient of the features to that of what the stack has left, in FP8 as well where its GEMMs are.
@@ -86,6 +105,8 @@ void VisionTower::spread_gradient(const StepContext& step) const {
   if (d_features_.valid()) {
     step.device.fill_zero(d_residual.data, d_residual.bytes());  // class tokens get no gradient
     scatter_rows(step.device, {.positions = patch_rows(step), .x = d_features(step), .out = d_residual});
+  } else {
+    step.clear_padding(d_residual);
   }
   const GemmInput codes = stack_.stream().d_residual_codes(step);
   if (!codes.row.empty()) {

@@ -11,14 +11,21 @@ inline constexpr std::string_view kVision = "vision.";
 // What the stack of a tower is told.
 ModelConfig tower_stack(const TowerConfig& config);
 
+// The number formats of a tower in a model of this precision, and the rows that they want behind those of
+// `num_images`: sums over rows, of weight gradients, want multiples where they are FP8.
+PrecisionConfig tower_precision(const PrecisionConfig& precision);
+int64_t tower_padding(const TowerConfig& config, const PrecisionConfig& tower_precision, int64_t num_images);
+
 // A vision transformer up to the hidden state that is selected: a patch embedding, and behind it a stack of blocks.
-// Its steps have a sequence for each image, of TowerConfig::num_tokens() rows.
+// Its steps have a sequence for each image, of TowerConfig::num_tokens() rows, and tower_padding() rows behind
+// them.
 class VisionTower {
  public:
   // Into the unit at hand.
   static void add_parameters(ParameterList& list, const TowerConfig& config);
 
-  // The scope is of num_tokens() rows for each image. Its steps have no hooks: who has the tower tells them.
+  // The scope is of tower_precision(), and of num_tokens() rows for each image with tower_padding() behind them.
+  // Its steps have no hooks: who has the tower tells them.
   VisionTower(const TowerConfig& config, const ParameterTable& table, BufferScope& scope);
 
   void bind(Device& device, const Arena& arena) { stack_.bind(device, arena); }
@@ -33,7 +40,8 @@ class VisionTower {
   TensorView features(const StepContext& step) const { return handed_on(step, features_); }
   // [B F, v] where backward reads their gradient.
   TensorView d_features(const StepContext& step) const {
-    return d_features_.valid() ? handed_on(step, d_features_) : stack_.stream().d_residual(step);
+    return d_features_.valid() ? handed_on(step, d_features_)
+                               : step.rows_of_sequences(stack_.stream().d_residual(step));
   }
   // Gradients of the parameters. Forward has run with step.keep.
   void backward(const StepContext& step) const;
