@@ -118,49 +118,9 @@ TensorId MemoryPlan::add(std::string category, std::string name, DType dtype, st
                     name, category, fmt::join(shape, ", "), bytes);
   }
   const int64_t aligned_bytes = ceil_div(static_cast<int64_t>(bytes), kAlignment) * kAlignment;
-  entries_.push_back({.category = std::move(category),
-                      .name = std::move(name),
-                      .dtype = dtype,
-                      .shape = std::move(shape),
-                      .bytes = aligned_bytes,
-                      .phases = phases,
-                      .place = place});
+  entries_.push_back(
+      {std::move(category), std::move(name), dtype, std::move(shape), aligned_bytes, phases, place, -1});
   return {static_cast<int>(entries_.size()) - 1};
-}
-
-TensorId MemoryPlan::add_spare(std::string category, std::string name, int64_t bytes, int64_t least, int64_t most,
-                               PhaseMask phases) {
-  PARKA_REQUIRE(phases != kAllPhases && least <= most);
-  const TensorId id = add(std::move(category), std::move(name), DType::kU8, {bytes}, phases);
-  entries_.back().least_spare = least;
-  entries_.back().most_spare = most;
-  return id;
-}
-
-// Moves it to where most bytes are free in its phases, if there are enough.
-void MemoryPlan::take_spare_memory(Entry& entry) {
-  std::vector<const Entry*> others;  // by offset
-  for (const Entry& other : entries_) {
-    if (&other == &entry || other.place == MemoryPlace::kHost || (other.phases & entry.phases) == 0) continue;
-    others.push_back(&other);
-  }
-  std::sort(others.begin(), others.end(), [](const Entry* a, const Entry* b) { return a->offset < b->offset; });
-  int64_t free_from = 0, offset = 0, bytes = 0;
-  const auto look_at_gap = [&](int64_t end) {
-    if (end - free_from <= bytes) return;
-    offset = free_from;
-    bytes = end - free_from;
-  };
-  for (const Entry* other : others) {
-    look_at_gap(other->offset);
-    free_from = std::max(free_from, other->offset + other->bytes);
-  }
-  look_at_gap(total_bytes_);
-  bytes = std::min(bytes, entry.most_spare / kAlignment * kAlignment);
-  if (bytes < entry.least_spare || bytes <= entry.bytes) return;
-  entry.offset = offset;
-  entry.bytes = bytes;
-  entry.shape = {bytes};
 }
 
 void MemoryPlan::finish() {
@@ -184,8 +144,6 @@ void MemoryPlan::finish() {
     } else if (entry.phases == longest) {
       entry.offset = longest_bytes;
       longest_bytes += entry.bytes;
-    } else if (entry.bytes == 0 && entry.most_spare > 0) {
-      entry.offset = 0;  // until the others have their places, which do not depend on it
     } else {
       transient.push_back(&entry);
     }
@@ -197,9 +155,6 @@ void MemoryPlan::finish() {
   total_bytes_ = persistent_bytes + place_well(std::move(transient));
   for (Entry& entry : entries_) {
     if (entry.phases != kAllPhases) entry.offset += persistent_bytes + (entry.phases == longest ? kept.offset : 0);
-  }
-  for (Entry& entry : entries_) {
-    if (entry.most_spare > 0) take_spare_memory(entry);
   }
 }
 

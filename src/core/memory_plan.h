@@ -33,8 +33,7 @@ class MemoryPlan {
     int64_t bytes;
     PhaseMask phases;
     MemoryPlace place;
-    int64_t least_spare = 0, most_spare = 0;  // of spare memory, see add_spare
-    int64_t offset = -1;                      // from the start of the arena's memory in `place`; set by finish()
+    int64_t offset = -1;  // from the start of the arena's memory in `place`; set by finish()
   };
 
   static constexpr int64_t kAlignment = 256;  // of every tensor, in bytes
@@ -43,12 +42,6 @@ class MemoryPlan {
   // Throws Error(kBadInput) if it is too large for any machine.
   TensorId add(std::string category, std::string name, DType dtype, std::vector<int64_t> shape,
                PhaseMask phases = kAllPhases, MemoryPlace place = MemoryPlace::kDevice);
-
-  // Declares a tensor of `bytes` bytes, [bytes] u8, of some phases, which takes more where it costs nothing: from
-  // `least` to `most` bytes, as many as the other tensors leave free in its phases, of the memory that they need
-  // anyway. Where that is less than `least` it stays at `bytes`, which may be 0. finish() decides.
-  TensorId add_spare(std::string category, std::string name, int64_t bytes, int64_t least, int64_t most,
-                     PhaseMask phases);
 
   // Assigns offsets: first the tensors of all phases, one after another, then the transient ones, packed closely so
   // that no two with a common phase overlap. Tensors in host memory lie one after another there. The same
@@ -74,8 +67,6 @@ class MemoryPlan {
   std::vector<CategoryTotal> host_summary() const;
 
  private:
-  void take_spare_memory(Entry& entry);
-
   std::vector<Entry> entries_;
   int64_t total_bytes_ = -1, total_host_bytes_ = 0;
 };

@@ -56,14 +56,6 @@ MatrixId BufferScope::workspace(const std::string& name, const Format& format, i
   return declare(workspace_category(), name, format, rows, cols, workspace_phases(phases), shared_scale);
 }
 
-TensorId BufferScope::spare_workspace(const std::string& name, int64_t bytes, int64_t least, int64_t most,
-                                      PhaseMask phases) {
-  PARKA_REQUIRE(!evaluation_);
-  const auto [known, is_new] = declared_.try_emplace(name);
-  if (is_new) known->second = plan_.add_spare(workspace_category(), name, bytes, least, most, phases);
-  return known->second;
-}
-
 TensorId BufferScope::kept(const std::string& name, DType dtype, std::vector<int64_t> dims) {
   return declare(kept_category(), kept_prefix_ + name, dtype, std::move(dims), kept_phases());
 }

@@ -67,8 +67,6 @@ class BufferScope {
   TensorId workspace(const std::string& name, DType dtype, std::vector<int64_t> dims, PhaseMask phases);
   MatrixId workspace(const std::string& name, const Format& format, int64_t rows, int64_t cols, PhaseMask phases,
                      TensorId shared_scale = {});
-  // [bytes] u8, or more of what others leave free (MemoryPlan::add_spare). Not for evaluation.
-  TensorId spare_workspace(const std::string& name, int64_t bytes, int64_t least, int64_t most, PhaseMask phases);
 
   TensorId kept(const std::string& name, DType dtype, std::vector<int64_t> dims);
   MatrixId kept(const std::string& name, const Format& format, int64_t rows, int64_t cols,

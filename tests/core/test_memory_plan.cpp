@@ -34,11 +34,6 @@ MemoryPlan random_plan(uint64_t seed) {
     for (int64_t& extent : shape) extent = pick(20);
     shape[0] *= 1 + pick(50);
     const PhaseMask phases = pick(3) == 0 ? kAllPhases : 1 + pick(255);
-    if (phases != kAllPhases && pick(8) == 0) {
-      const int64_t bytes = pick(3) * 1000, least = pick(5000);
-      plan.add_spare("spare", "spare " + std::to_string(i), bytes, least, least + pick(5000), phases);
-      continue;
-    }
     plan.add("category " + std::to_string(pick(5)), "tensor " + std::to_string(i), dtypes.begin()[pick(3)], shape,
              phases);
   }
@@ -94,28 +89,6 @@ TEST_CASE("random memory plans: no two tensors of a common phase overlap", "[mem
   CHECK(misplaced == 0);
   CHECK(wrong_totals == 0);
   CHECK(planned < unshared);
-}
-
-TEST_CASE("a spare tensor takes what others leave free in its phases, and never makes a plan larger", "[memory_plan]") {
-  // Of 4096 bytes that the second phase takes, the first leaves those behind the first 1024.
-  const auto bytes_of_spare = [](int64_t bytes, int64_t least, int64_t most) {
-    MemoryPlan plan;
-    plan.add("a", "always", DType::kU8, {256});
-    plan.add("a", "first phase", DType::kU8, {1024}, kForward);
-    plan.add("a", "second phase", DType::kU8, {4096}, kBackward);
-    const TensorId spare = plan.add_spare("a", "spare", bytes, least, most, kForward);
-    plan.finish();
-    CHECK(plan.total_bytes() == 256 + 4096);
-    CHECK(count_overlaps(plan) == 0);
-    CHECK(plan[spare].shape == std::vector<int64_t>{plan[spare].bytes});
-    return plan[spare].bytes;
-  };
-  CHECK(bytes_of_spare(0, 512, 8192) == 3072);
-  CHECK(bytes_of_spare(0, 3072, 3072) == 3072);
-  CHECK(bytes_of_spare(0, 512, 1000) == 768);  // at most 1000, in whole pieces of kAlignment
-  CHECK(bytes_of_spare(0, 3073, 8192) == 0);
-  CHECK(bytes_of_spare(512, 512, 8192) == 3072);
-  CHECK(bytes_of_spare(512, 3073, 8192) == 512);
 }
 
 TEST_CASE("tensors in host memory take none of the device and lie one after another there", "[memory_plan]") {
@@ -198,9 +171,6 @@ TEST_CASE("memory plans refuse wrong use", "[memory_plan]") {
   CHECK(code_of_error([&] { plan.add("a", "rank 5", DType::kF32, {1, 1, 1, 1, 1}); }) == ExitCode::kInternal);
   CHECK(code_of_error([&] { plan.add("a", "negative", DType::kF32, {-2, -2}); }) == ExitCode::kInternal);
   CHECK(code_of_error([&] { plan.add("a", "never alive", DType::kF32, {1}, 0); }) == ExitCode::kInternal);
-  CHECK(code_of_error([&] {
-          plan.add_spare("a", "spare in all phases", 0, 1, 1, kAllPhases);
-        }) == ExitCode::kInternal);
   CHECK(code_of_error([&] {
           plan.add("a", "host memory in turn", DType::kF32, {1}, kForward, MemoryPlace::kHost);
         }) == ExitCode::kInternal);

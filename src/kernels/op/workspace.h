@@ -66,19 +66,18 @@ constexpr int64_t score_pairs(int64_t query_tiles) {
 inline int64_t score_gradient_bytes(int64_t sequence_length) {  // of a query head
   return score_pairs((sequence_length + kScoreQueries - 1) / kScoreQueries) * kScorePairBytes;
 }
-// For passes of one length with at most about so many tiles of 128 keys. They have to keep a GPU busy to their end:
-// one of 416 tiles takes 132 multiprocessors as many rounds as one of 512 (docs/results/attention.md), and one of
-// half as many almost fills them twice. 0 for head dims with which nothing would be gained.
-inline constexpr int64_t kScoreTilesOfPass = 512;
+// For passes of one length, short enough for memory and long enough to keep a GPU busy to their end: one of 416
+// tiles takes 132 multiprocessors as many rounds as one of 512 (docs/results/attention.md). 0 where nothing would
+// be gained: other head dims, and sequences for which that is too much memory.
 inline int64_t attention_backward_scratch_bytes(int64_t num_sequences, int64_t sequence_length, int64_t num_heads,
-                                                int64_t num_kv_heads, int64_t head_dim,
-                                                int64_t tiles_of_pass = kScoreTilesOfPass) {
-  constexpr int64_t kHeadDim = 128, kTileKeys = 128;
+                                                int64_t num_kv_heads, int64_t head_dim) {
+  constexpr int64_t kHeadDim = 128, kTileKeys = 128, kTilesOfPass = 512, kMostBytes = int64_t{320} << 20;
   if (head_dim != kHeadDim) return 0;
   const int64_t tiles = (sequence_length + kTileKeys - 1) / kTileKeys, heads = num_sequences * num_kv_heads;
-  const int64_t longest = (tiles_of_pass + tiles - 1) / tiles, passes = (heads + longest - 1) / longest;
+  const int64_t longest = (kTilesOfPass + tiles - 1) / tiles, passes = (heads + longest - 1) / longest;
   const int64_t heads_of_pass = (heads + passes - 1) / passes;
-  return heads_of_pass * (num_heads / num_kv_heads) * score_gradient_bytes(sequence_length);
+  const int64_t bytes = heads_of_pass * (num_heads / num_kv_heads) * score_gradient_bytes(sequence_length);
+  return bytes <= kMostBytes ? bytes : 0;
 }
 
 // attention_decode: of each piece of the keys of each row and query head the sum of its values, fp32 [D], with the

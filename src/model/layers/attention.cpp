@@ -99,18 +99,10 @@ void Attention::declare_backward(BufferScope& scope) {
                            kBackwardAttention | (is_fp8 ? kBackwardQkvCodes : kBackwardQkv));
   const bool sees_earlier = !shape.separate_documents && (window_ == 0 || window_ >= shape.sequence_length);
   if (scope.compute() == DType::kBF16 && sees_earlier && !is_encoder_) {
-    // On every device, so that a plan holds for all. Where sequences are long it is more than the rest of backward may
-    // need, and gets what other phases leave.
-    constexpr int64_t kMostForIt = int64_t{320} << 20;
-    const auto bytes = [&](int64_t tiles_of_pass) {
-      return cuda::attention_backward_scratch_bytes(shape.num_sequences, shape.sequence_length, num_heads_,
-                                                    num_kv_heads_, head_dim_, tiles_of_pass);
-    };
-    const int64_t most = bytes(cuda::kScoreTilesOfPass), least = bytes(cuda::kScoreTilesOfPass / 2);
-    if (most > 0) {
-      scratch_ = scope.spare_workspace("attention_scratch", most <= kMostForIt ? most : 0, least, most,
-                                       kBackwardAttention);
-    }
+    // On every device, so that a plan holds for all: where it is large, attention is not what needs most memory.
+    const int64_t bytes = cuda::attention_backward_scratch_bytes(shape.num_sequences, shape.sequence_length,
+                                                                 num_heads_, num_kv_heads_, head_dim_);
+    if (bytes > 0) scratch_ = scope.workspace("attention_scratch", DType::kU8, {bytes}, kBackwardAttention);
   }
   if (!is_fp8) return;
   if (gradient.scaling == Scaling::kTensor) {
