@@ -3,6 +3,7 @@ names, and VILA's. The parts are those of models that transformers wrote. Needs 
 import array
 import json
 import os
+import shutil
 import struct
 import unittest
 from pathlib import Path
@@ -127,6 +128,33 @@ class Joined(Towers):
                 mean = sum(before[column::D_MODEL]) / VOCAB
                 for row in range(VOCAB, 320):
                     self.assertAlmostEqual(after[row * D_MODEL + column], mean, places=6)
+
+    def test_numbers_of_positions_come_along_where_files_have_them(self):
+        # As older versions of transformers saved them, in 64-bit integers.
+        own = self.path("llava")
+        shutil.copytree(LLAVA / "clip_llama", own)
+        tensors = read_tensors(f"{own}/model.safetensors")
+        count = tensors["vision_tower.embeddings.position_embedding.weight"][1][0]
+        name = "vision_tower.embeddings.position_ids"
+        tensors[name] = ("I64", [1, count], struct.pack(f"<{count}q", *range(count)))
+        write_tensors(f"{own}/model.safetensors", tensors)
+        model = self.imported("imported", own)
+        hf = self.exported(model, "hf")
+        for file in os.listdir(own):
+            self.assertTrue(Path(f"{hf}/{file}").read_bytes() == Path(f"{own}/{file}").read_bytes(), file)
+        plain = self.imported("plain", str(LLAVA / "clip_llama"))
+        self.assertEqual(*(Path(f"{each}/shard_0.safetensors").read_bytes() for each in (model, plain)))
+        # In another format they are not: nobody reads them.
+        self.assert_exit(parka("export", model, "--dtype", "fp16", "--out", self.path("half")), 0)
+        self.assertNotIn(name, read_tensors(self.path("half/model.safetensors")))
+        self.assert_exit(parka("export", model, "--dtype", "fp32", "--out", self.path("single")), 0)
+        # The same of a tower beside one for text.
+        tower = self.tower("clip_llama", nested=True)
+        tensors = read_tensors(f"{tower}/model.safetensors")
+        for part in ("vision_model", "text_model"):
+            tensors[f"{part}.embeddings.position_ids"] = ("I64", [1, count], struct.pack(f"<{count}q", *range(count)))
+        write_tensors(f"{tower}/model.safetensors", tensors)
+        self.imported("joined", self.language_model(), "--vision-tower", tower)
 
     def test_the_tower_s_processor_says_mean_and_deviation(self):
         tower = self.tower()

@@ -207,7 +207,8 @@ class Exporter {
       for (const SafetensorsEntry& entry : file.header.tensors) {
         const HuggingFaceTensor* tensor = find(entry.name);
         if (const SafetensorsEntry* unread = find_unread(entry.name); unread != nullptr) {
-          if (entry.shape != unread->shape || (dtype && entry.dtype != *dtype)) return false;
+          if (entry.shape != unread->shape) return false;
+          if (dtype && entry.dtype != *dtype && is_plain_float(entry.dtype)) return false;
           continue;
         }
         if (tensor == nullptr || entry.shape != tensor->shape || !is_plain_float(entry.dtype)) return false;
@@ -234,10 +235,12 @@ class Exporter {
     layout_ = make_layout(dtype, max_bytes);
   }
 
+  // Numbers of positions, which only older versions of transformers save, are left out.
   HuggingFaceLayout make_layout(DType dtype, int64_t max_file_bytes) const {
     std::vector<HuggingFaceTensor> all = tensors_;
     if (unread_) {
       for (const auto& [name, entry] : unread_->tensors()) {
+        if (!is_plain_float(entry.dtype)) continue;
         all.push_back({.name = std::string(llava_->tower) + name, .shape = entry.shape});
       }
     }
