@@ -259,9 +259,27 @@ class Vila(Towers):
         self.assertEqual((vision["projector"], vision["column_major"], vision["image_token"]), ("mlp_downsample", True, 305))
         answer = parka("generate", model, "--prompt-tokens", "1,2,3", "--tokens", "2", "--set", "device.kind=cpu")
         self.assert_exit(answer, 0)
-        export = parka("export", model, "--out", self.path("hf"))
-        self.assert_exit(export, 2)
-        self.assertIn("model.vision.projector = mlp_downsample", export.stderr)
+
+    def test_its_three_folders_come_back(self):
+        folder, _ = self.folder_of()
+        with open(f"{folder}/llm/tokenizer_config.json", "w", encoding="utf-8") as file:
+            file.write("{}")
+        model = self.imported("imported", folder, "--image-token", "305")
+        exported = self.exported(model, "exported")
+        for part in ("llm", "vision_tower", "mm_projector"):
+            with self.subTest(part):
+                new, old = (read_tensors(f"{each}/{part}/model.safetensors") for each in (exported, folder))
+                self.assertEqual(new.keys(), old.keys())
+                self.assertEqual([name for name in old if new[name] != old[name]], [])
+        self.assertTrue(os.path.exists(f"{exported}/llm/tokenizer_config.json"))
+        self.assertEqual(*(json.loads(Path(f"{each}/config.json").read_text()) for each in (exported, folder)))
+        again = self.imported("again", exported, "--image-token", "305")
+        again_bytes, bytes_before = (Path(f"{each}/shard_0.safetensors").read_bytes() for each in (again, model))
+        self.assertTrue(again_bytes == bytes_before)
+        half = parka("export", model, "--dtype", "fp16", "--out", self.path("half"))
+        self.assert_exit(half, 0)
+        for part in ("llm", "vision_tower", "mm_projector"):
+            self.assertEqual({dtype for dtype, _, _ in read_tensors(self.path(f"half/{part}/model.safetensors")).values()}, {"F16"})
 
     def test_what_is_not_supported_is_refused_by_name(self):
         folder, _ = self.folder_of(projector="mlp_downsample_3x3_fix")
