@@ -3,6 +3,7 @@ names, and VILA's. The parts are those of models that transformers wrote. Needs 
 import array
 import json
 import os
+import shutil
 import struct
 import unittest
 from pathlib import Path
@@ -128,6 +129,33 @@ class Joined(Towers):
                 for row in range(VOCAB, 320):
                     self.assertAlmostEqual(after[row * D_MODEL + column], mean, places=6)
 
+    def test_numbers_of_positions_come_along_where_files_have_them(self):
+        # As older versions of transformers saved them, in 64-bit integers.
+        own = self.path("llava")
+        shutil.copytree(LLAVA / "clip_llama", own)
+        tensors = read_tensors(f"{own}/model.safetensors")
+        count = tensors["vision_tower.embeddings.position_embedding.weight"][1][0]
+        name = "vision_tower.embeddings.position_ids"
+        tensors[name] = ("I64", [1, count], struct.pack(f"<{count}q", *range(count)))
+        write_tensors(f"{own}/model.safetensors", tensors)
+        model = self.imported("imported", own)
+        hf = self.exported(model, "hf")
+        for file in os.listdir(own):
+            self.assertTrue(Path(f"{hf}/{file}").read_bytes() == Path(f"{own}/{file}").read_bytes(), file)
+        plain = self.imported("plain", str(LLAVA / "clip_llama"))
+        self.assertEqual(*(Path(f"{each}/shard_0.safetensors").read_bytes() for each in (model, plain)))
+        # In another format they are not: nobody reads them.
+        self.assert_exit(parka("export", model, "--dtype", "fp16", "--out", self.path("half")), 0)
+        self.assertNotIn(name, read_tensors(self.path("half/model.safetensors")))
+        self.assert_exit(parka("export", model, "--dtype", "fp32", "--out", self.path("single")), 0)
+        # The same of a tower beside one for text.
+        tower = self.tower("clip_llama", nested=True)
+        tensors = read_tensors(f"{tower}/model.safetensors")
+        for part in ("vision_model", "text_model"):
+            tensors[f"{part}.embeddings.position_ids"] = ("I64", [1, count], struct.pack(f"<{count}q", *range(count)))
+        write_tensors(f"{tower}/model.safetensors", tensors)
+        self.imported("joined", self.language_model(), "--vision-tower", tower)
+
     def test_the_tower_s_processor_says_mean_and_deviation(self):
         tower = self.tower()
         with open(f"{tower}/preprocessor_config.json", "w", encoding="utf-8") as file:
@@ -231,9 +259,27 @@ class Vila(Towers):
         self.assertEqual((vision["projector"], vision["column_major"], vision["image_token"]), ("mlp_downsample", True, 305))
         answer = parka("generate", model, "--prompt-tokens", "1,2,3", "--tokens", "2", "--set", "device.kind=cpu")
         self.assert_exit(answer, 0)
-        export = parka("export", model, "--out", self.path("hf"))
-        self.assert_exit(export, 2)
-        self.assertIn("model.vision.projector = mlp_downsample", export.stderr)
+
+    def test_its_three_folders_come_back(self):
+        folder, _ = self.folder_of()
+        with open(f"{folder}/llm/tokenizer_config.json", "w", encoding="utf-8") as file:
+            file.write("{}")
+        model = self.imported("imported", folder, "--image-token", "305")
+        exported = self.exported(model, "exported")
+        for part in ("llm", "vision_tower", "mm_projector"):
+            with self.subTest(part):
+                new, old = (read_tensors(f"{each}/{part}/model.safetensors") for each in (exported, folder))
+                self.assertEqual(new.keys(), old.keys())
+                self.assertEqual([name for name in old if new[name] != old[name]], [])
+        self.assertTrue(os.path.exists(f"{exported}/llm/tokenizer_config.json"))
+        self.assertEqual(*(json.loads(Path(f"{each}/config.json").read_text()) for each in (exported, folder)))
+        again = self.imported("again", exported, "--image-token", "305")
+        again_bytes, bytes_before = (Path(f"{each}/shard_0.safetensors").read_bytes() for each in (again, model))
+        self.assertTrue(again_bytes == bytes_before)
+        half = parka("export", model, "--dtype", "fp16", "--out", self.path("half"))
+        self.assert_exit(half, 0)
+        for part in ("llm", "vision_tower", "mm_projector"):
+            self.assertEqual({dtype for dtype, _, _ in read_tensors(self.path(f"half/{part}/model.safetensors")).values()}, {"F16"})
 
     def test_what_is_not_supported_is_refused_by_name(self):
         folder, _ = self.folder_of(projector="mlp_downsample_3x3_fix")

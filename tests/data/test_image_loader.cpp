@@ -157,6 +157,18 @@ TEST_CASE("a damaged image is reported by the call that would have returned it, 
   }
 }
 
+TEST_CASE("micro-batches that are kept ready come with their images at once", "[data][images]") {
+  const Corpus corpus;
+  constexpr int kPrefetch = 4;
+  BatchLoader loader(corpus.files,
+                     {.global_batch = 6, .micro_batch = 2, .prefetch = kPrefetch, .images_per_sequence = 2});
+  // What a step of training leaves time for.
+  REQUIRE(loader.failure_within(kPrefetch) == nullptr);
+  const double waited = loader.wait_seconds();
+  for (int i = 0; i < kPrefetch; ++i) CHECK(loader.next().images.pixels.size() == 4 * kImageBytes);
+  CHECK(loader.wait_seconds() - waited < 1e-3);
+}
+
 TEST_CASE("sequences with more images than there is room for are refused at once", "[data][images]") {
   const Corpus corpus;
   const Error error = error_of([&] { BatchLoader(corpus.files, {.images_per_sequence = 1}); });

@@ -292,3 +292,19 @@ TEST_CASE("models with towers whose files do not fit are refused", "[engine][hug
   write_file(copy + "/processor_config.json", processor.dump());
   CHECK(message(copy).find("do_rescale = false") != std::string::npos);
 }
+
+TEST_CASE("projectors that no release has are not exported", "[engine][huggingface][llava]") {
+  VisionConfig vision;
+  vision.tower = TowerConfig();
+  for (const auto& [kind, is_column_major, says] :
+       {std::tuple{ProjectorKind::kLinear, false,
+                   std::string("model.vision.projector = linear cannot be exported")},
+        {ProjectorKind::kMlpDownsample, false,
+         "model.vision.projector = mlp_downsample without column_major cannot be exported"},
+        {ProjectorKind::kMlpDownsample, true, ""}}) {
+    vision.projector.kind = kind;
+    vision.projector.column_major = is_column_major;
+    const std::string message = message_of([&] { make_vila_config(vision, nullptr); });
+    CHECK((says.empty() ? message.empty() : message.starts_with(says)));
+  }
+}

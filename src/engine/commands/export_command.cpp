@@ -78,8 +78,8 @@ class Exporter {
     model_ = config_.model;
     if (model_.vision.exists()) choose_tower();
     if (!options.like.empty()) origin_ = open_origin(options.like);
-    if (origin_) {
-      std::tie(origin_text_, origin_config_) = read_config(*origin_);
+    if (origin_) std::tie(origin_text_, origin_config_) = read_config(*origin_);
+    if (origin_ && !(is_vila_ && options.like.empty())) {  // VILA's own config.json is of no family
       original_ =
           parse_huggingface_config(origin_config_, (fs::path(origin_->folder) / kHuggingFaceConfigName).string());
       if (original_->model.vision.exists()) {
@@ -100,6 +100,10 @@ class Exporter {
     if (options_.adapter) {
       write_peft_adapter(checkpoint_, config_, *family_, origin_ ? origin_->folder : config_.checkpoint.init_from,
                          out);
+      return;
+    }
+    if (is_vila_) {
+      write_parts(out);
       return;
     }
     const std::string config = is_quantized() ? quantized_config_text() : config_text();
@@ -130,6 +134,10 @@ class Exporter {
                          format_names(), options_.quantize,
                          came_with() ? fmt::format(", with what came with {}", *came_with()) : "");
     }
+    if (is_vila_) {
+      return fmt::format("step {} of {}, in VILA's folders {}, {} and {}", checkpoint_.step(), checkpoint_.path(),
+                         kVilaText, kVilaTower, kVilaProjector);
+    }
     return fmt::format("step {} of {} in {}, {} file{}{}", checkpoint_.step(), checkpoint_.path(), format_names(),
                        layout_.files.size(), layout_.files.size() == 1 ? "" : "s",
                        came_with() ? fmt::format(", with what came with {}", *came_with()) : "");
@@ -155,11 +163,9 @@ class Exporter {
     if (is_quantized()) {
       throw_bad_input("{}: --quantize does not go with model.vision.tower yet; leave it out", checkpoint_.path());
     }
-    if (model_.vision.projector.kind != ProjectorKind::kMlp2xGelu) {
-      throw_bad_input("{}: model.vision.projector = {} cannot be exported: transformers' {} has mlp2x_gelu alone",
-                      checkpoint_.path(), name_of(model_.vision.projector.kind), kLlavaArchitecture);
-    }
-    llava_ = &all_llava_names().front();
+    is_vila_ = model_.vision.projector.kind != ProjectorKind::kMlp2xGelu;
+    if (is_vila_) make_vila_config(model_.vision, nullptr);  // refuses what VILA 1.5 does not have
+    llava_ = is_vila_ ? &vila_part_names() : &all_llava_names().front();
     if (layout_of_origin_) {
       std::set<std::string> names;
       for (const HuggingFaceLayout::File& file : layout_of_origin_->files) {
@@ -207,7 +213,8 @@ class Exporter {
       for (const SafetensorsEntry& entry : file.header.tensors) {
         const HuggingFaceTensor* tensor = find(entry.name);
         if (const SafetensorsEntry* unread = find_unread(entry.name); unread != nullptr) {
-          if (entry.shape != unread->shape || (dtype && entry.dtype != *dtype)) return false;
+          if (entry.shape != unread->shape) return false;
+          if (dtype && entry.dtype != *dtype && is_plain_float(entry.dtype)) return false;
           continue;
         }
         if (tensor == nullptr || entry.shape != tensor->shape || !is_plain_float(entry.dtype)) return false;
@@ -228,19 +235,24 @@ class Exporter {
       layout_ = *layout_of_origin_;
       return;
     }
-    const DType dtype = wanted ? *wanted : usual_format();
-    const int64_t max_bytes =
-        options_.shard_size.empty() ? kDefaultFileBytes : parse_byte_size(options_.shard_size);
-    layout_ = make_layout(dtype, max_bytes);
+    layout_ = make_layout(wanted ? *wanted : usual_format(), max_file_bytes());
   }
 
-  HuggingFaceLayout make_layout(DType dtype, int64_t max_file_bytes) const {
+  int64_t max_file_bytes() const {
+    return options_.shard_size.empty() ? kDefaultFileBytes : parse_byte_size(options_.shard_size);
+  }
+
+  // Numbers of positions, which only older versions of transformers save, are left out.
+  // `part`: of a folder of VILA's; empty: of everything.
+  HuggingFaceLayout make_layout(DType dtype, int64_t max_file_bytes, const std::string& part = {}) const {
     std::vector<HuggingFaceTensor> all = tensors_;
     if (unread_) {
       for (const auto& [name, entry] : unread_->tensors()) {
+        if (!is_plain_float(entry.dtype)) continue;
         all.push_back({.name = std::string(llava_->tower) + name, .shape = entry.shape});
       }
     }
+    if (!part.empty()) std::erase_if(all, [&](const auto& tensor) { return vila_part_of(tensor.name) != part; });
     int64_t num_parameters = 0;
     for (const HuggingFaceTensor& tensor : all) num_parameters += num_elements_of(tensor.shape);
     return make_huggingface_layout(all, dtype, max_file_bytes, num_parameters);
@@ -284,6 +296,50 @@ class Exporter {
     const std::optional<std::string> named = huggingface_dtype(origin_config_);
     if (used.size() > 1 || !named || named == huggingface_name_of(used.front())) return origin_text_;
     return with_huggingface_dtype(origin_text_, used.front());
+  }
+
+  // That of the checkpoint, unless one is named for all.
+  DType format_of_part(std::string_view part) const {
+    if (const std::optional<DType> wanted = parse_format(options_.dtype)) return *wanted;
+    if (format_of_origin_) return usual_format();
+    const auto first = std::find_if(tensors_.begin(), tensors_.end(), [&](const HuggingFaceTensor& tensor) {
+      return vila_part_of(tensor.name) == part;
+    });
+    return weights_.dtype(table_.all[first->parameter]);
+  }
+
+  // VILA's folder of three: each is a model by itself, with the rows of the layout that are its own.
+  void write_parts(const std::string& out) const {
+    ModelConfig text = model_;
+    text.vision = {};
+    const HuggingFaceModel language_model{family_, text,
+                                          max_positions_of(checkpoint_, config_.data.sequence_length)};
+    const std::optional<std::string> folder = came_with();
+    const json special_tokens = folder ? special_token_ids(*folder) : json::object();
+    DraftFolder draft(out);
+    const auto write_part = [&](const std::string& part, const auto& config_in) {
+      const DType dtype = format_of_part(part);
+      make_directory(draft / part);
+      write_new_file(draft / part + "/" + kHuggingFaceConfigName, config_in(dtype));
+      const HuggingFaceLayout layout = make_layout(dtype, max_file_bytes(), part);
+      for (const HuggingFaceLayout::File& file : layout.files) write_file(draft / part + "/" + file.name, file);
+      if (!layout.index_text.empty()) {
+        write_new_file(draft / part + "/" + kHuggingFaceIndexName, layout.index_text);
+      }
+    };
+    write_part(kVilaText,
+               [&](DType dtype) { return make_huggingface_config(language_model, dtype, &special_tokens); });
+    write_part(kVilaTower, [&](DType dtype) { return make_tower_config(model_.vision.tower, dtype); });
+    write_part(kVilaProjector, [](DType) { return make_vila_projector_config(); });
+    const bool is_of_vila = origin_ && !original_;
+    write_new_file(draft / kHuggingFaceConfigName,
+                   make_vila_config(model_.vision, is_of_vila ? &origin_config_ : nullptr));
+    for (const std::string& name : folder ? carried_files(*folder) : std::vector<std::string>()) {
+      const char* part = name == "preprocessor_config.json" ? kVilaTower : kVilaText;
+      copy_to_new_file((fs::path(*folder) / name).string(), draft / part + "/" + name);
+    }
+    for (const char* part : {kVilaText, kVilaTower, kVilaProjector}) sync_directory(draft / part);
+    draft.publish();
   }
 
   void write_file(const std::string& path, const HuggingFaceLayout::File& layout) const {
@@ -397,6 +453,7 @@ class Exporter {
   ParameterTable table_;
   CheckpointWeights weights_;
   const LlavaNames* llava_ = nullptr;    // of a model with a tower
+  bool is_vila_ = false;                 // it is written in VILA's three folders
   std::optional<UnreadWeights> unread_;  // likewise
   std::unordered_map<std::string, const HuggingFaceTensor*> by_name_;
   std::optional<HuggingFaceLayout> layout_of_origin_;  // of what the weights come from, and the format it names

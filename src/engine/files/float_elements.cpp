@@ -51,7 +51,8 @@ bool piece_is_finite(DType dtype, ByteSpan bytes) {
     case DType::kE5M2: return all_below<uint8_t>(bytes, 0x7cu);
     case DType::kI32:
     case DType::kU16:
-    case DType::kU8: return true;
+    case DType::kU8:
+    case DType::kI64: return true;
   }
   throw_internal("unknown dtype {}", static_cast<int>(dtype));
 }

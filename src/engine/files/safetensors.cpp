@@ -19,14 +19,15 @@ constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the format's own limit
 constexpr int64_t kAlignment = 8;                 // of the tensors' bytes in the file, by padding the header
 constexpr std::string_view kMetadataKey = "__metadata__";
 
-constexpr std::array<std::pair<std::string_view, DType>, 8> kDTypes{{{"F32", DType::kF32},
+constexpr std::array<std::pair<std::string_view, DType>, 9> kDTypes{{{"F32", DType::kF32},
                                                                      {"F16", DType::kF16},
                                                                      {"BF16", DType::kBF16},
                                                                      {"F8_E4M3", DType::kE4M3},
                                                                      {"F8_E5M2", DType::kE5M2},
                                                                      {"I32", DType::kI32},
                                                                      {"U16", DType::kU16},
-                                                                     {"U8", DType::kU8}}};
+                                                                     {"U8", DType::kU8},
+                                                                     {"I64", DType::kI64}}};
 
 std::string_view format_name(DType dtype) {
   for (const auto& [name, value] : kDTypes) {

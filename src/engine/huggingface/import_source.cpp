@@ -148,9 +148,6 @@ void check_language_model(const HuggingFaceFamily& family, const std::string& wh
                   family.model_type);
 }
 
-// VILA's parts, each a model in a folder.
-constexpr const char *kVilaText = "llm", *kVilaTower = "vision_tower", *kVilaProjector = "mm_projector";
-
 // VILA 1.5's projector and what is in front of it. Of NVILA's settings none is supported.
 void read_vila_projector(const std::string& folder, const json& whole, VisionConfig& vision) {
   const ConfigReader top(whole, config_path_in(folder));
@@ -175,11 +172,10 @@ const LlavaNames& vila_names() {
 }
 
 std::string renamed_vila_projector(const std::string& name) {
-  const LlavaNames& names = vila_names();
-  for (const auto& [theirs, ours] : {std::pair<std::string_view, std::string_view>{"layers.1.", names.norm},
-                                     {"layers.2.", names.fc1},
-                                     {"layers.4.", names.fc2}}) {
-    if (name.starts_with(theirs)) return std::string(ours) + "." + name.substr(theirs.size());
+  const LlavaNames &in_part = vila_part_names(), &names = vila_names();
+  for (const auto& [theirs, ours] :
+       {std::pair{in_part.norm, names.norm}, {in_part.fc1, names.fc1}, {in_part.fc2, names.fc2}}) {
+    if (name.starts_with(std::string(theirs) + ".")) return std::string(ours) + name.substr(theirs.size());
   }
   return name;  // unknown: it will be refused
 }

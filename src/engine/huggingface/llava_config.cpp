@@ -216,6 +216,38 @@ std::string make_llava_config(const HuggingFaceModel& described, DType dtype, co
   return config.dump(2) + "\n";
 }
 
+std::string make_vila_config(const VisionConfig& vision, const json* origin) {
+  if (vision.projector.kind != ProjectorKind::kMlpDownsample || !vision.projector.column_major) {
+    throw_bad_input(
+        "model.vision.projector = {}{} cannot be exported: transformers' {} has mlp2x_gelu alone, and VILA 1.5 "
+        "mlp_downsample with column_major",
+        name_of(vision.projector.kind), vision.projector.downsamples() ? " without column_major" : "",
+        kLlavaArchitecture);
+  }
+  json config = {{"architectures", {"LlavaLlamaModel"}},
+                 {"image_aspect_ratio", "resize"},
+                 {"mm_use_im_start_end", false},
+                 {"model_type", "llava_llama"}};
+  if (origin != nullptr) config = *origin;
+  config["mm_vision_select_layer"] = vision.tower.feature_layer;
+  config["mm_vision_select_feature"] = vision.tower.drops_class_token() ? "patch" : "cls_patch";
+  return config.dump(2) + "\n";
+}
+
+std::string make_vila_projector_config() {
+  const json config = {{"architectures", {"MultimodalProjector"}},
+                       {"mm_projector_type", "mlp_downsample"},
+                       {"model_type", "v2l_projector"}};
+  return config.dump(2) + "\n";
+}
+
+std::string make_tower_config(const TowerConfig& tower, DType dtype) {
+  json config = tower_config_json(tower);
+  config["architectures"] = {tower.kind == TowerKind::kClip ? "CLIPVisionModel" : "SiglipVisionModel"};
+  config["dtype"] = huggingface_name_of(dtype);
+  return config.dump(2) + "\n";
+}
+
 void read_pixel_statistics(const std::string& folder, TowerConfig& tower) {
   for (const char* name : {"preprocessor_config.json", "processor_config.json"}) {
     const std::string path = (fs::path(folder) / name).string();

@@ -22,6 +22,13 @@ HuggingFaceModel parse_llava_config(const nlohmann::json& config, const std::str
 // does not have.
 std::string make_llava_config(const HuggingFaceModel& model, DType dtype, const nlohmann::json* origin);
 
+// What VILA 1.5's folder has beside language model and tower: the config.json of the whole, from that of an import,
+// if there is one, and the projector's; and the tower's. Throws Error(kBadInput) for a projector that VILA 1.5 does
+// not have.
+std::string make_vila_config(const VisionConfig& vision, const nlohmann::json* origin);
+std::string make_vila_projector_config();
+std::string make_tower_config(const TowerConfig& tower, DType dtype);
+
 // The tower that a vision_config, or the config.json of a tower alone, describes; its hidden state is the last but
 // one, as in LLaVA.
 TowerConfig parse_tower_config(const nlohmann::json& config, const std::string& where);

@@ -104,6 +104,17 @@ const LlavaNames* find_llava_names(const std::function<bool(const std::string&)>
   return found == kNames.end() ? nullptr : found;
 }
 
+const LlavaNames& vila_part_names() {
+  static constexpr LlavaNames kNamesInParts{"model.",   "lm_head.weight", "vision_model.",
+                                            "layers.2", "layers.4",       "layers.1"};
+  return kNamesInParts;
+}
+
+const char* vila_part_of(std::string_view name) {
+  if (name.starts_with(vila_part_names().tower)) return kVilaTower;
+  return name.starts_with("layers.") ? kVilaProjector : kVilaText;
+}
+
 std::vector<HuggingFaceTensor> llava_tensors(const ModelConfig& config, const ParameterTable& table,
                                              const LlavaNames& names,
                                              std::vector<HuggingFaceTensor> of_language_model) {

@@ -16,6 +16,12 @@ std::span<const LlavaNames> all_llava_names();
 // Those of a model whose tensors are so named; null where none fit.
 const LlavaNames* find_llava_names(const std::function<bool(const std::string&)>& has_tensor);
 
+// VILA 1.5's, whose language model, tower and projector are models of their own, each in a folder.
+inline constexpr const char *kVilaText = "llm", *kVilaTower = "vision_tower", *kVilaProjector = "mm_projector";
+const LlavaNames& vila_part_names();
+// The folder of a tensor that is so named.
+const char* vila_part_of(std::string_view name);
+
 // Of the whole model in transformers' order: tower, projector, and those of the language model. The patch embedding
 // is [v, 3, p, p]: the parameter's further columns, which meet zeros, are not in it.
 std::vector<HuggingFaceTensor> llava_tensors(const ModelConfig& config, const ParameterTable& table,
