@@ -84,7 +84,7 @@ TEST_CASE("a product's energy is the mean power times its time", "[engine][power
   Gemm product = ways_of({40, 24, 20}, DType::kF32).front().gemm;
   SteadyCounter counter(350);
   const auto device = make_cpu_device();
-  const std::vector<ProductPower> measured = measure_product_power(*device, &counter, {{product, 3}}, 1);
+  const std::vector<ProductPower> measured = measure_product_power(*device, &counter, {{product, 3}}, 5);
   REQUIRE(measured.size() == 1);
   CHECK(measured.front().flop_share == 1);
   for (const MeasuredWay& way : measured.front().ways) {
