@@ -34,6 +34,9 @@ class SteadyCounter final : public PowerCounter {
   double watts_;
 };
 
+// The sampler's thread may be kept waiting between the counter and the clock, for some 50 ms of more than 0.5 s.
+bool near(double watts, double wanted) { return std::abs(watts - wanted) < 0.1 * wanted; }
+
 }  // namespace
 
 TEST_CASE("the ways of a product are different products of its shape", "[engine][power]") {
@@ -84,12 +87,12 @@ TEST_CASE("a product's energy is the mean power times its time", "[engine][power
   Gemm product = ways_of({40, 24, 20}, DType::kF32).front().gemm;
   SteadyCounter counter(350);
   const auto device = make_cpu_device();
-  const std::vector<ProductPower> measured = measure_product_power(*device, &counter, {{product, 3}}, 1);
+  const std::vector<ProductPower> measured = measure_product_power(*device, &counter, {{product, 3}}, 8);
   REQUIRE(measured.size() == 1);
   CHECK(measured.front().flop_share == 1);
   for (const MeasuredWay& way : measured.front().ways) {
     REQUIRE(way.use.watts);
-    CHECK(std::abs(*way.use.watts - 350) < 3.5);
+    CHECK(near(*way.use.watts, 350));
     CHECK(way.joules() == *way.use.watts * way.seconds);
     CHECK(way.use.clock == 1.5e9);
   }
@@ -105,10 +108,12 @@ TEST_CASE("a benchmark's joules per token are its watts over its speed", "[engin
   CHECK_FALSE(quick.watts());
   CHECK_FALSE(quick.joules_per_token());
   CHECK(quick.power_missing.find("give --steps") != std::string::npos);
-  const auto steps = static_cast<int64_t>(std::ceil(1.5 / quick.median_step_seconds()));
-  const BenchResult result = run_benchmark(config, *device, alone(), source, steps, false);
+  BenchResult result;
+  for (int64_t steps = 100; !result.watts() && steps <= 100'000; steps *= 3) {
+    result = run_benchmark(config, *device, alone(), source, steps, false);
+  }
   REQUIRE(result.watts());
-  CHECK(std::abs(*result.watts() - 400) < 4);
+  CHECK(near(*result.watts(), 400));
   CHECK(result.joules_per_token() == *result.watts() / result.tokens_per_second());
   CHECK(result.power_missing.empty());
   REQUIRE(result.power.size() == 1);

@@ -65,6 +65,7 @@ TEST_CASE("a sampler measures what a card takes meanwhile", "[power][slow]") {
   std::this_thread::sleep_for(std::chrono::milliseconds(1200));
   const PowerUse use = sampler.stop();
   REQUIRE(use.watts);
-  CHECK(std::abs(*use.watts - 300) < 3);  // the counter is read within a moment of the clock
+  // The thread may be kept waiting between the counter and the clock, for some 100 ms of 1.2 s.
+  CHECK(std::abs(*use.watts - 300) < 30);
   CHECK(use.clock == 1.5e9);
 }

@@ -7,7 +7,7 @@
 namespace parka::cuda {
 
 // cuBLASLt's kernels. NVIDIA recommends 32 MiB for Hopper; no algorithm that tuning chose with that, for recipe
-// parka at 1 and 7 billion parameters (docs/results/tuning), wants more than this.
+// parka at 1 and 7 billion parameters (configs/tuning), wants more than this.
 inline constexpr int64_t kGemmWorkspaceBytes = int64_t{16} << 20;
 
 // norm_backward: partial sums of d_weight, fp32 [blocks, C], of as many blocks as keep a GPU busy. Twice that where
