@@ -16,6 +16,7 @@ quartiles of each; and how far the score gradients of each block's attention are
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
 """
 import argparse
+import functools
 import os
 
 from run_metrics import fail, median, metrics_path, read_records, run_name, smooth_curve
@@ -151,8 +152,16 @@ def draw_training(axes, runs, smooth):
     loss_axis.legend()
     norm_axis.set_title("gradient norm before clipping")
     norm_axis.set_yscale("log")
+    for formatter in (norm_axis.yaxis.set_major_formatter, norm_axis.yaxis.set_minor_formatter):
+        formatter(functools.partial(plain_number, norm_axis))
     rate_axis.set_title("learning rate")
     speed_axis.set_title("tokens per second")
+
+
+def plain_number(axis, value, _):
+    """Beside a tick of a logarithmic axis: 0.5, 1, 2, not a power of ten times something, and only so many that they have room."""
+    least, most = axis.get_ylim()
+    return f"{value:g}" if f"{value:e}"[0] in "125" or most < 4 * least else ""
 
 
 def draw_runs(plt, given, smooth):

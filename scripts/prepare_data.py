@@ -39,6 +39,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Iterable
@@ -200,18 +201,23 @@ def summary(options: argparse.Namespace, maker: parts.PartMaker, output: Output)
     return info
 
 
+def counted(count: int, what: str) -> str:
+    """"2 files", "1 file"; of several words the first that is a plural changes: "1 conversation without targets"."""
+    return f"{count:,} " + (re.sub(r"s( |$)", r"\1", what, count=1) if count == 1 else what)
+
+
 def print_summary(info: dict, out: Path) -> None:
     for split in ("train", "eval"):
         counts = info[split]
         files = len(counts["files"])
-        print(f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {files} files")
+        print(f"{split}: {counted(counts['documents'], 'documents')}, {counts['tokens']:,} tokens, {counted(files, 'files')}")
         if "targets" in counts:
             print(
                 f"  {counts['targets']:,} targets, {counts['padding']:,} padding, "
                 f"{counts['cut_conversations']:,} conversations cut"
             )
     left_out = info["left_out"]
-    print("left out: " + ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in left_out.items()))
+    print("left out: " + ", ".join(counted(count, what.replace("_", " ")) for what, count in left_out.items()))
     paths = {split: [str(out / name) for name in info[split]["files"]] for split in ("train", "eval")}
     if "chat" not in info:
         bos = f"begin with {' '.join(map(str, info['bos']))}, " if info["bos"] else ""

@@ -1,9 +1,13 @@
 """Help, the man page and completion: they come from the same tree of commands and options, and say defaults."""
+import fcntl
 import json
+import os
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
+import termios
 import unittest
 from pathlib import Path
 
@@ -18,6 +22,26 @@ def output(*arguments):
     if result.returncode != 0:
         raise AssertionError(result.stderr)
     return result.stdout
+
+
+def shown_on_a_terminal(columns, *arguments):
+    """The lines that the program prints there."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    process = subprocess.Popen([PROGRAM, *arguments], stdout=theirs, stderr=subprocess.STDOUT)
+    os.close(theirs)
+    text = b""
+    with open(ours, "rb", buffering=0) as terminal:
+        while True:
+            try:
+                part = terminal.read(4096)
+            except OSError:  # nobody has the other end any more
+                break
+            if not part:
+                break
+            text += part
+    process.wait()
+    return text.decode().splitlines()
 
 
 def config_keys():
@@ -49,6 +73,17 @@ class Help(unittest.TestCase):
             self.assertNotIn("[]", text)
         for command in COMMANDS:  # a default that stands for something else is not shown
             self.assertNotRegex(output(command, "--help"), r"default: -1|default: 0; needs --measured\)\s+--link")
+
+    def test_a_terminal_breaks_no_word(self):
+        """What continues a line stands below the text of its option."""
+        for columns in (80, 120):
+            lines = shown_on_a_terminal(columns, "train", "--help")
+            self.assertEqual([line for line in lines if len(line) > columns], [])
+            (first,) = [line for line in lines if line.startswith("  --set KEY=VALUE ...")]
+            self.assertRegex(lines[lines.index(first) + 1], r"^ {30}\S")
+            words = " ".join(lines).split()
+            self.assertEqual(words, output("train", "--help").split())
+            self.assertLessEqual(max(map(len, shown_on_a_terminal(columns, "--help"))), columns)
 
     def test_help_is_a_command_too(self):
         self.assertEqual(output("help", "train"), output("train", "--help"))

@@ -2,6 +2,7 @@
 """Tests of scripts/plot.py. Exits with 77 (skipped) where matplotlib is missing."""
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -86,6 +87,17 @@ class Plot(unittest.TestCase):
         for extra in (sets, tasks, sets + tasks):
             with self.subTest(len(extra)):
                 self.assertGreater(self.assert_drawn(self.plot(records + extra, copies=2)), height)
+
+    def test_gradient_norms_have_plain_numbers(self):
+        for norms, expected in (((0.4, 6.0), ["0.5", "1", "2", "5"]), ((0.31, 0.45), ["0.4"]), ((20.0, 3000.0), ["20", "1000"])):
+            with self.subTest(norms):
+                picture = os.path.join(self.folder, "out.svg")
+                records = [train_record(step) | {"grad_norm": norm} for step, norm in enumerate(norms, 1)]
+                self.assertEqual(self.plot(records, "--out", picture).returncode, 0)
+                with open(picture, encoding="utf-8") as file:
+                    shown = re.findall(r"<!-- (.*?) -->", file.read())  # before the outlines of each text
+                self.assertEqual([text for text in expected if text not in shown], [], shown)
+                self.assertEqual([text for text in shown if "times" in text or "^" in text], [])
 
     def test_a_run_that_is_not_there(self):
         for records, message in (([], "holds no training steps"), ([5, train_record(1)], "metrics.jsonl:1: not a record")):

@@ -54,6 +54,16 @@ class PrepareDataTest(Preparation):
         self.assertEqual((info["vocab_size"], info["padded_vocab_size"], info["eos"]), (257, 272, EOS))
         self.assertEqual((info["tokenizer"], info["dtype"]), ("bytes", "uint16"))
 
+    def test_the_summary_counts_in_words(self):
+        for name, text in (("a", "first"), ("b", "first"), ("c", "second\n"), ("d", "")):
+            self.write(f"in/{name}.txt", text)
+        lines = self.call(self.folder / "in", "--tokens-per-file", "7").stdout.splitlines()
+        self.assertRegex(lines[0], r"^train: 2 documents, 14 tokens, 2 files$")
+        self.assertEqual(lines[2], "left out: 1 duplicate document, 1 empty document, 0 binary files")
+        self.write("one/a.txt", "text")
+        self.out = self.folder / "other"
+        self.assertEqual(self.call(self.folder / "one").stdout.splitlines()[0], "train: 1 document, 5 tokens, 1 file")
+
     def test_config_snippet_names_the_files(self):
         self.write("in/a.txt", "text")
         result = self.call(self.folder / "in")

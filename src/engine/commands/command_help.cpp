@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <vector>
 
+#include <sys/ioctl.h>
+#include <unistd.h>
+
 #include <fmt/format.h>
 
 namespace parka {
@@ -32,10 +35,47 @@ std::string value_part(const CLI::Option& option) {
                      option.get_required() ? " REQUIRED" : "");
 }
 
+// The columns of the terminal that reads this; 0: there is none, and lines stay whole.
+size_t terminal_columns() {
+  winsize size = {};
+  return isatty(STDOUT_FILENO) != 0 && ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
+}
+
+// `help` with its lines broken between words, where they are longer than `columns`; what continues a line is
+// indented by `indent`.
+std::string wrapped(const std::string& help, size_t columns, size_t indent) {
+  constexpr size_t kLeastText = 20;
+  if (columns < indent + kLeastText) return help;
+  std::string text;
+  size_t column = 0;
+  for (size_t at = 0; at < help.size();) {
+    const size_t end = std::min(help.find_first_of(" \n", at), help.size());
+    if (column + (end - at) > columns && column > indent) {
+      while (!text.empty() && text.back() == ' ') text.pop_back();
+      text += '\n' + std::string(indent, ' ');
+      column = indent;
+    }
+    const size_t next = std::min(end + 1, help.size());
+    text.append(help, at, next - at);
+    column = end < help.size() && help[end] == '\n' ? 0 : column + next - at;
+    at = next;
+  }
+  return text;
+}
+
 class HelpFormatter final : public CLI::Formatter {
  public:
   std::string make_option_opts(const CLI::Option* option) const override { return value_part(*option); }
   std::string make_option_desc(const CLI::Option* option) const override { return description_of(*option); }
+  std::string make_option(const CLI::Option* option, bool is_positional) const override {
+    return wrapped(CLI::Formatter::make_option(option, is_positional), terminal_columns(), get_column_width());
+  }
+  std::string make_description(const CLI::App* app) const override {
+    return wrapped(CLI::Formatter::make_description(app), terminal_columns(), 0);
+  }
+  std::string make_subcommand(const CLI::App* command) const override {
+    return wrapped(CLI::Formatter::make_subcommand(command), terminal_columns(), get_column_width());
+  }
 };
 
 // Text as roff prints it: no line begins with a request, and a hyphen is the character of the command line.
@@ -73,7 +113,9 @@ std::string roff_command(const CLI::App& command, const std::string& parents) {
 
 std::string value_name(const CLI::Option& option) {
   if (option.get_type_size() == 0) return "";
-  const std::string type = option.get_type_name();  // with what is checked: "INT:INT in [1 - 1000]", "TEXT:{a,b}"
+  // With what is checked: "INT:INT in [1 - 1000]", "N:INT in [1 - 8]", "TEXT:{a,b}".
+  std::string type = option.get_type_name();
+  type.resize(std::min(type.find(":INT in ["), type.size()));
   for (const char* plain : {"INT:", "UINT:", "FLOAT:", "TEXT:"}) {
     if (!type.starts_with(plain)) continue;
     const size_t colon = type.find(':');

@@ -40,10 +40,12 @@ const CLI::Validator kGigabytes(
 const CLI::Validator kPositive = number_that("be a positive number", "POSITIVE", [](double x) { return x > 0; });
 
 constexpr const char* kFooter =
-    "\nExit codes: 0 done; 1 internal error (a bug); 2 bad input (config, data, checkpoint, command line);\n"
-    "3 loss or gradients not finite; 4 reading or writing failed (disk full, ...); 5 another rank died or hung;\n"
-    "6 silent data corruption; 75 a signal stopped the run: its state is saved, the same command continues it.\n"
-    "Documentation: README.md and docs/; of an installed program, share/doc/parka beside its bin.";
+    "\nExit codes: 0 done; 1 internal error (a bug); 2 bad input (config, data,\n"
+    "checkpoint, command line); 3 loss or gradients not finite; 4 reading or writing\n"
+    "failed (disk full, ...); 5 another rank died or hung; 6 silent data corruption;\n"
+    "75 a signal stopped the run: its state is saved, the same command continues it.\n"
+    "Documentation: README.md and docs/; of an installed program, share/doc/parka\n"
+    "beside its bin.";
 
 void add_config_options(CLI::App& command, std::string& path, std::vector<std::string>& overrides) {
   command
@@ -63,7 +65,9 @@ void add_started_ranks(CLI::App& command, StartedRanks& started) {
   CLI::Option& gpus = *command.add_option("--gpus", started.gpus, "Start one rank on each of N GPUs of this host");
   CLI::Option& ranks = *command.add_option("--ranks", started.ranks,
                                            "Start N ranks on this host, also on the CPU (docs/distributed.md)");
-  for (CLI::Option* option : {&gpus, &ranks}) option->type_name("N")->check(CLI::Range(1, kMost));
+  for (CLI::Option* option : {&gpus, &ranks}) {
+    option->type_name("N")->check(CLI::Range(1, kMost))->default_str("");  // without it: this process alone
+  }
   gpus.excludes(&ranks);
 }
 

@@ -13,8 +13,13 @@
 namespace parka {
 namespace {
 
-double mib(int64_t bytes) { return static_cast<double>(bytes) / 0x1p20; }
-double gib(int64_t bytes) { return static_cast<double>(bytes) / 0x1p30; }
+// In the units of `parka plan`: GB are 10^9 bytes.
+std::string memory_text(int64_t bytes) {
+  const double gb = 1e-9 * static_cast<double>(bytes);
+  return gb < 0.1 ? fmt::format("{:.1f} MB", 1e3 * gb) : fmt::format("{:.2f} GB", gb);
+}
+
+constexpr int64_t kLeastShown = 50'000;  // bytes: what is less would be 0.0 MB
 
 }  // namespace
 
@@ -28,11 +33,12 @@ void log_model(const TrainingRun& run, const ModelSpeed& speed) {
   }
   std::string parts;
   for (const auto& total : run.plan().summary()) {
-    parts += fmt::format("{}{} {:.1f}", parts.empty() ? "" : ", ", total.category, mib(total.bytes));
+    if (total.bytes < kLeastShown) continue;
+    parts += fmt::format("{}{} {}", parts.empty() ? ": " : ", ", total.category, memory_text(total.bytes));
   }
-  spdlog::info("memory plan: {:.1f} MiB: {}", mib(run.plan().total_bytes()), parts);
+  spdlog::info("memory plan: {}{}", memory_text(run.plan().total_bytes()), parts);
   for (const auto& total : run.plan().host_summary()) {
-    spdlog::info("in host memory: {} {:.1f} MiB", total.category, mib(total.bytes));
+    spdlog::info("in host memory: {} {}", total.category, memory_text(total.bytes));
   }
 }
 
@@ -88,18 +94,18 @@ void log_bad_step(const StepReport& report, const Config& config, int64_t skippe
 }
 
 void log_memory(const TrainingRun& run, const Device& device) {
-  const double planned = gib(run.plan().total_bytes()), on_host = gib(run.plan().total_host_bytes());
-  const double resident = gib(peak_resident_bytes());
+  const int64_t planned = run.plan().total_bytes(), on_host = run.plan().total_host_bytes();
+  const std::string resident = memory_text(peak_resident_bytes());
   if (device.kind() == DeviceKind::kCpu) {
-    spdlog::info("peak memory {:.2f} GiB resident, {:.2f} GiB of it planned", resident, planned + on_host);
+    spdlog::info("peak memory {} resident, {} of it planned", resident, memory_text(planned + on_host));
     return;
   }
   // Nothing is allocated after the start, so what is in use now is the peak.
   const Device::MemoryUse use = device.memory_use();
-  spdlog::info("GPU memory {:.2f} GiB planned; {:.2f} GiB in use on the device, its context and libraries included",
-               planned, gib(use.total_bytes - use.free_bytes));
+  spdlog::info("GPU memory {} planned; {} in use on the device, its context and libraries included",
+               memory_text(planned), memory_text(use.total_bytes - use.free_bytes));
   if (on_host > 0) {
-    spdlog::info("host memory {:.2f} GiB planned for tensors; {:.2f} GiB resident in all", on_host, resident);
+    spdlog::info("host memory {} planned for tensors; {} resident in all", memory_text(on_host), resident);
   }
 }
 
