@@ -8,6 +8,7 @@
 #include "core/error.h"
 #include "kernels/cuda/gemm/gemm_cache.h"
 #include "kernels/cuda/gemm/gemm_kernels.h"
+#include "kernels/cuda/gemm/low_rank_update.h"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cublaslt.h"
 #include "kernels/device/cuda/cuda_device.h"
@@ -265,6 +266,10 @@ std::vector<Gemm> GemmCache::take_used() {
 void gemm(Device& device, const Gemm& a) {
   CudaDevice& gpu = as_cuda(device);
   const PreparedGemm* prepared = suits_cublaslt(a) ? gemms_of(gpu).prepare(a) : nullptr;
+  if (suits_low_rank_update(a)) {
+    low_rank_update(gpu, a);
+    return;
+  }
   if (prepared == nullptr) {
     multiply_float8(gpu, a);
     return;
