@@ -7,7 +7,7 @@
 //   bench_kernels amax                  what the maximum of a matrix costs, in a pass of its own and on the way
 // One line of JSON per op: median, least and most time of many runs over several sets of tensors, so that no cache
 // holds what is read, and the time of a plain copy of as many bytes, which shows what a short kernel's start and
-// tail take. Matrix products, but for the head's, are timed by `parka tune` and `parka bench`.
+// tail take. Matrix products, but for the head's and adapters', are timed by `parka tune` and `parka bench`.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -446,6 +446,54 @@ void bench_dropout(Bench& bench, const ModelShape& m) {
   }
 }
 
+// The products of adapters of rank 64: what they add to an output and to an input gradient, alone and as those of
+// up and gate, and of queries, keys and values do together; and the others, which read an input or an output
+// gradient. With `a` transposed cuBLASLt adds, which is otherwise our own kernel's.
+void bench_adapters(Bench& bench, const ModelShape& m) {
+  constexpr int64_t kRank = 64;
+  struct Product {
+    const char* name;
+    int64_t rows, cols, depth;
+    bool a_transposed, b_transposed, accumulate;
+  };
+  const int64_t T = m.T, d = m.d, f = m.f;
+  const Product products[] = {
+      {"adapter output", T, d, kRank, false, false, true},
+      {"adapter output of up", T, f, kRank, false, false, true},
+      {"adapter gradient", T, d, kRank, false, true, true},
+      {"adapter gradient of 2", T, d, 2 * kRank, false, true, true},
+      {"adapter gradient of 3", T, d, 3 * kRank, false, true, true},
+      {"adapter gradient of down", T, f, kRank, false, true, true},
+      {"adapter output, cuBLASLt", T, d, kRank, true, false, true},
+      {"adapter output of up, cuBLASLt", T, f, kRank, true, false, true},
+      {"adapter gradient, cuBLASLt", T, d, kRank, true, true, true},
+      {"adapter gradient of 2, cuBLASLt", T, d, 2 * kRank, true, true, true},
+      {"adapter gradient of 3, cuBLASLt", T, d, 3 * kRank, true, true, true},
+      {"adapter gradient of down, cuBLASLt", T, f, kRank, true, true, true},
+      {"adapter inner", T, kRank, d, false, false, false},
+      {"adapter inner of 3", T, 3 * kRank, d, false, false, false},
+      {"adapter inner of down", T, kRank, f, false, false, false},
+      {"adapter inner gradient", T, kRank, d, false, true, false},
+      {"adapter weight gradient of A", kRank, d, T, true, true, false},
+      {"adapter weight gradient of 3 A", 3 * kRank, d, T, true, true, false},
+      {"adapter weight gradient of B", d, kRank, T, true, true, false},
+  };
+  for (const Product& p : products) {
+    bench.time(
+        m.name, p.name,
+        [&](Tensors& t) {
+          return Gemm{.a = p.a_transposed ? t.bf16({p.depth, p.rows}) : t.bf16({p.rows, p.depth}),
+                      .b = p.b_transposed ? t.bf16({p.depth, p.cols}) : t.bf16({p.cols, p.depth}),
+                      .a_transposed = p.a_transposed,
+                      .b_transposed = p.b_transposed,
+                      .out = t.bf16({p.rows, p.cols}),
+                      .accumulate = p.accumulate,
+                      .factor = 2};
+        },
+        gemm);
+  }
+}
+
 void bench_optimizer(Bench& bench, const ModelShape& m) {
   const int64_t N = 2 * m.f * m.d;  // the largest tensor of a block
   bench.time(
@@ -469,6 +517,32 @@ void bench_optimizer(Bench& bench, const ModelShape& m) {
         return make_adamw_step(t, {m1, {}, {}}, {m2, {}, {}});
       },
       adamw_step);
+}
+
+// Those of 448 adapters, in the moments' format of recipe `parka`: with a kernel for each tensor they take far
+// longer.
+void bench_adapter_steps(Bench& bench, const ModelShape& m) {
+  constexpr int64_t kTensors = 448, kRank = 64;
+  bench.time(
+      m.name, "adamw_steps.fp8",
+      [&](Tensors& t) {
+        AdamwSteps steps;
+        const TensorView scale = t.fp32({1});
+        for (int64_t i = 0; i < kTensors; ++i) {
+          const int64_t N = kRank * m.d;
+          const auto moment = [&] {
+            const MomentView x{t.make(DType::kE4M3, {N}), t.fp32({N / kMomentGroup}),
+                               t.make(DType::kU8, {N / kMomentGroup})};
+            for (const TensorView& zeros : {x.values, x.amax, x.exponent}) t.fill_zero(zeros);
+            return x;
+          };
+          const MomentView exp_avg = moment(), exp_avg_sq = moment();
+          steps.steps.push_back(make_adamw_step(t, exp_avg, exp_avg_sq));
+          steps.steps.back().grad_scale = scale;
+        }
+        return steps;
+      },
+      adamw_steps);
 }
 
 // The largest tensor of a block in NF4, with scales in fp32 and in 8 bits.
@@ -552,8 +626,10 @@ int run(int argc, char** argv) {
     bench_ends(bench, model);
     bench_bias(bench, model);
     bench_dropout(bench, model);
+    bench_adapters(bench, model);
     bench_side(bench, model);
     bench_optimizer(bench, model);
+    bench_adapter_steps(bench, model);
     bench_4bit(bench, model);
     bench_float8(bench, model);
   }

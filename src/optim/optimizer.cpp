@@ -77,21 +77,14 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
       parameters_(std::move(parameters)),
       part_elements_(part_elements) {
   check_config(config_, compute_);
-  for (const ParameterInfo& p : parameters_) {
-    const int64_t piece = zero_.shard.piece(p.numel());
-    const int64_t kept = zero_.shards_gradients() ? piece : zero_.shard.padded(p.numel());
-    StateIds ids;
-    if (!p.trainable) {
-      ids_.push_back(ids);
-      continue;
-    }
-    if (!releases_gradients()) {
-      ids.gradient = plan.add(kGradientCategory, p.name + ".gradient", config_.gradient, {kept});
-    }
-    ids.master = declare_master(p, plan);
-    ids.exp_avg = declare_moment(p, ".exp_avg", config_.exp_avg_format, plan);
-    ids.exp_avg_sq = declare_moment(p, ".exp_avg_sq", config_.exp_avg_sq_format, plan);
-    ids_.push_back(ids);
+  ids_.resize(parameters_.size());
+  if (!releases_gradients()) declare_gradients(plan);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const ParameterInfo& p = parameters_[i];
+    if (!p.trainable) continue;
+    ids_[i].master = declare_master(p, plan);
+    ids_[i].exp_avg = declare_moment(p, ".exp_avg", config_.exp_avg_format, plan);
+    ids_[i].exp_avg_sq = declare_moment(p, ".exp_avg_sq", config_.exp_avg_sq_format, plan);
   }
   if (shares_gradient_buffers()) declare_gradient_buffers(plan);
   declare_stream_buffers(plan);
@@ -100,13 +93,25 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
       plan.add("step scalars", "step_scalars", DType::kF32, {static_cast<int64_t>(parameters_.size()) + more});
 }
 
+void Optimizer::declare_gradients(MemoryPlan& plan) {
+  for (const size_t i : memory_order(parameters_)) {
+    const ParameterInfo& p = parameters_[i];
+    if (!p.trainable) continue;
+    const int64_t kept = zero_.shards_gradients() ? zero_.shard.piece(p.numel()) : zero_.shard.padded(p.numel());
+    ids_[i].gradient = plan.add(kGradientCategory, p.name + ".gradient", config_.gradient, {kept});
+  }
+}
+
 // One unit's gradients after another in a buffer.
 void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
   int64_t sizes[kGradientBuffers] = {}, ends[kGradientBuffers] = {};
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (i > 0 && parameters_[i].unit != parameters_[i - 1].unit) std::fill(std::begin(ends), std::end(ends), 0);
+  buffer_offsets_.resize(parameters_.size());
+  int unit = 0;
+  for (const size_t i : memory_order(parameters_)) {
+    if (std::exchange(unit, parameters_[i].unit) != parameters_[i].unit)
+      std::fill(std::begin(ends), std::end(ends), 0);
     const size_t buffer = buffer_of(parameters_[i]);
-    buffer_offsets_.push_back(ends[buffer]);
+    buffer_offsets_[i] = ends[buffer];
     if (!parameters_[i].trainable) continue;
     ends[buffer] += zero_.shard.padded(parameters_[i].numel());
     sizes[buffer] = std::max(sizes[buffer], ends[buffer]);
@@ -340,10 +345,7 @@ PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t se
   if (stream_) stream_->begin(update_order_);  // the first parts come while the norm is found
   find_coefficient(device, step, sums, limits);
   clear_amax(device, 0, parameters_.size());
-  for (const size_t i : update_order_) {
-    if (before_update) before_update(i);
-    update_parameter(device, {.step = step, .lr = lr, .seed = seed}, i);
-  }
+  update_parameters(device, {.step = step, .lr = lr, .seed = seed}, update_order_, before_update);
   return end_step(device);
 }
 
@@ -400,11 +402,11 @@ void Optimizer::step_unit(Device& device, const Update& update, int unit, const 
   }
   find_unit_coefficient(device, update.step, begin, end, sums);
   clear_amax(device, begin, end);  // not sooner: backward reads them
+  std::vector<size_t> updated;
   for (size_t i = begin; i < end; ++i) {
-    if (!parameters_[i].trainable) continue;
-    if (before_update) before_update(i);
-    if (own_range(i).size() > 0) update_parameter(device, update, i);
+    if (parameters_[i].trainable) updated.push_back(i);
   }
+  update_parameters(device, update, updated, before_update);
 }
 
 // What is not finite stays in the sum, and so keeps all later units from being updated.
@@ -434,37 +436,45 @@ void Optimizer::set_last_norm(Device& device, double norm) const {
   device.copy_to_device(total_squares_.data, &squares, sizeof(squares));
 }
 
-void Optimizer::update_parameter(Device& device, const Update& update, size_t i) {
-  if (!stream_) {
-    update_part(device, update, i, 0, parameter_state(i));
-    return;
+void Optimizer::update_parameters(Device& device, const Update& update, const std::vector<size_t>& indices,
+                                  const std::function<void(size_t parameter)>& before_update) {
+  AdamwSteps together;
+  for (const size_t i : indices) {
+    if (before_update) before_update(i);
+    if (own_range(i).size() == 0) continue;
+    if (stream_) {
+      stream_->update(i, [&](int64_t first, const ParameterState& part) {
+        adamw_step(device, step_of(update, i, first, part));
+      });
+    } else if (is_added(parameters_[i])) {
+      together.steps.push_back(step_of(update, i, 0, parameter_state(i)));
+    } else {
+      adamw_step(device, step_of(update, i, 0, parameter_state(i)));
+    }
   }
-  stream_->update(i,
-                  [&](int64_t first, const ParameterState& part) { update_part(device, update, i, first, part); });
+  adamw_steps(device, together);
 }
 
-void Optimizer::update_part(Device& device, const Update& update, size_t i, int64_t first,
-                            const ParameterState& part) {
+AdamwStep Optimizer::step_of(const Update& update, size_t i, int64_t first, const ParameterState& part) const {
   const ParameterInfo& p = parameters_[i];
-  adamw_step(device,
-             {.weight = part.weight,
-              .master = part.master,
-              .master_form = config_.master,
-              .gradient = gradient_pieces_[i].own.rows(first, part.weight.numel()),
-              .exp_avg = part.exp_avg,
-              .exp_avg_sq = part.exp_avg_sq,
-              .lr = static_cast<float>(update.lr * p.lr_factor),
-              .beta1 = config_.beta1,
-              .beta2 = config_.beta2,
-              .eps = static_cast<float>(config_.eps),
-              .weight_decay = p.decayed ? static_cast<float>(config_.weight_decay) : 0.0f,
-              .bias_correction1 = static_cast<float>(bias_correction(config_.beta1, update.step)),
-              .bias_correction2 = static_cast<float>(bias_correction(config_.beta2, update.step)),
-              .grad_scale = clip_coefficient_,
-              .weight_amax = weight_amax_.empty() ? TensorView() : weight_amax_.rows(static_cast<int64_t>(i), 1),
-              .seed = update.seed,
-              .step = static_cast<uint64_t>(update.step),
-              .first_element = static_cast<uint64_t>(p.first_element + own_range(i).begin + first)});
+  return {.weight = part.weight,
+          .master = part.master,
+          .master_form = config_.master,
+          .gradient = gradient_pieces_[i].own.rows(first, part.weight.numel()),
+          .exp_avg = part.exp_avg,
+          .exp_avg_sq = part.exp_avg_sq,
+          .lr = static_cast<float>(update.lr * p.lr_factor),
+          .beta1 = config_.beta1,
+          .beta2 = config_.beta2,
+          .eps = static_cast<float>(config_.eps),
+          .weight_decay = p.decayed ? static_cast<float>(config_.weight_decay) : 0.0f,
+          .bias_correction1 = static_cast<float>(bias_correction(config_.beta1, update.step)),
+          .bias_correction2 = static_cast<float>(bias_correction(config_.beta2, update.step)),
+          .grad_scale = clip_coefficient_,
+          .weight_amax = weight_amax_.empty() ? TensorView() : weight_amax_.rows(static_cast<int64_t>(i), 1),
+          .seed = update.seed,
+          .step = static_cast<uint64_t>(update.step),
+          .first_element = static_cast<uint64_t>(p.first_element + own_range(i).begin + first)};
 }
 
 StepResult PendingStep::wait() const {

@@ -135,14 +135,18 @@ TEST_CASE("gemm neither reads nor writes columns that pad rows", "[kernels][gemm
       for (const bool accumulate : {false, true}) {
         const int64_t a_rows = a_transposed ? k : m, a_cols = a_transposed ? m : k;
         const TestTensor ta(*device, dtype, {a_rows, a_cols + padding}, padded_rows(a, a_cols, padding));
-        const TestTensor tb(*device, dtype, {n, k}, b);
+        const bool b_transposed = a_transposed != accumulate;
+        const int64_t b_rows = b_transposed ? k : n, b_cols = b_transposed ? n : k;
+        const TestTensor tb(*device, dtype, {b_rows, b_cols + padding}, padded_rows(b, b_cols, padding));
         const TestTensor out(*device, dtype, {m, n + padding}, padded_rows(before, n, padding));
         gemm(*device, {.a = ta,
                        .b = tb,
                        .a_transposed = a_transposed,
+                       .b_transposed = b_transposed,
                        .out = out,
                        .accumulate = accumulate,
                        .a_padding = padding,
+                       .b_padding = padding,
                        .out_padding = padding});
         const std::vector<float> rows = out.host();
         std::vector<float> product;
@@ -152,9 +156,9 @@ TEST_CASE("gemm neither reads nor writes columns that pad rows", "[kernels][gemm
           if (!is_padding) product.push_back(rows[i]);
           written += is_padding && !std::isnan(rows[i]);
         }
-        Reference want({m, n, k}, a, a_transposed, b, false);
+        Reference want({m, n, k}, a, a_transposed, b, b_transposed);
         const Operands operands = dtype == DType::kBF16 ? Operands::kBF16 : Operands::kF32;
-        CAPTURE(m, n, k, a_transposed, accumulate, name_of(dtype), device->name());
+        CAPTURE(m, n, k, a_transposed, b_transposed, accumulate, name_of(dtype), device->name());
         CHECK(want.count_wrong(product, k, dtype, accumulate ? before : std::vector<float>{}, *device, operands) ==
               0);
         CHECK(written == 0);
@@ -208,6 +212,100 @@ TEST_CASE("gemm reads and writes columns inside of rows, and multiplies its sum 
     CHECK(num_changed == 0);
     CHECK(out.guard_intact());
   }
+}
+
+namespace {
+
+// Whole numbers of up to 4.
+std::vector<float> whole_numbers(int64_t count, uint64_t seed) {
+  std::vector<float> values(static_cast<size_t>(count));
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = static_cast<float>(static_cast<int>(philox4x32(seed, 3, i)[0] % 9) - 4);
+  }
+  return values;
+}
+
+// out += 0.5 a b of whole numbers, where a and out are columns of wider rows: all of `out`, as floats. Sums are
+// exact, and so is what is rounded to bf16, once.
+struct FewTerms {
+  static constexpr int64_t kBefore = 16, kBehind = 40;  // columns beside those
+  Shape shape;
+  bool b_transposed;
+  int64_t width = kBefore + shape.n + kBehind, a_width = shape.k + kBefore;
+
+  std::vector<float> run(Device& device) const {
+    const TestTensor a(device, DType::kBF16, {shape.m, a_width}, whole_numbers(shape.m * a_width, 31));
+    const std::vector<float> b = whole_numbers(shape.n * shape.k, 32);
+    const TestTensor tb = b_transposed ? TestTensor(device, DType::kBF16, {shape.k, shape.n}, b)
+                                       : TestTensor(device, DType::kBF16, {shape.n, shape.k}, b);
+    // Beside sums of some hundreds these have digits that bf16 rounds.
+    const TestTensor out(device, DType::kBF16, {shape.m, width}, random_bf16(shape.m * width, 33, 4.0f));
+    const auto columns = [](TensorView t) {
+      t.data = static_cast<std::byte*>(t.data) + kBefore * size_of(t.dtype);
+      return t;
+    };
+    gemm(device, {.a = columns(a),
+                  .b = tb,
+                  .b_transposed = b_transposed,
+                  .out = columns(out),
+                  .accumulate = true,
+                  .factor = 0.5f,
+                  .a_padding = kBefore,
+                  .out_padding = kBefore + kBehind});
+    CHECK((out.guard_intact() && a.guard_intact() && tb.guard_intact()));
+    return out.host();
+  }
+};
+
+}  // namespace
+
+// As adapters add them to the output of their layer and to its input gradient.
+TEST_CASE("gemm rounds once when it adds a product of few terms", "[kernels][gemm]") {
+  const auto [m, n, k] = GENERATE(table<int64_t, int64_t, int64_t>({{1, 8, 8},
+                                                                    {5, 40, 16},
+                                                                    {33, 264, 40},
+                                                                    {17, 128, 64},
+                                                                    {130, 520, 64},
+                                                                    {257, 136, 96},
+                                                                    {70, 776, 128},
+                                                                    {300, 264, 192}}));
+  const bool b_transposed = GENERATE(false, true);
+  const FewTerms product{{m, n, k}, b_transposed};
+  const int64_t before_out = FewTerms::kBefore, width = product.width, a_width = product.a_width;
+  const auto a = whole_numbers(m * a_width, 31), b = whole_numbers(n * k, 32),
+             before = random_bf16(m * width, 33, 4.0f);
+  for (Device* device : devices()) {
+    const std::vector<float> got = product.run(*device);
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < m * width; ++i) {
+      const int64_t row = i / width, col = i % width - before_out;
+      double want = before[i];
+      for (int64_t j = 0; j < k && col >= 0 && col < n; ++j) {
+        want +=
+            0.5 * double{a[row * a_width + before_out + j]} * double{b[b_transposed ? j * n + col : col * k + j]};
+      }
+      wrong += got[i] != decode_bf16(encode_bf16(static_cast<float>(want)));
+    }
+    CAPTURE(m, n, k, b_transposed, device->name());
+    CHECK(wrong == 0);
+  }
+}
+
+// So many rows and columns that blocks of a GPU take several tiles one after another.
+TEST_CASE("gemm of few terms and many columns on a GPU gives the CPU's bits", "[kernels][gemm][devices][slow]") {
+  const auto [m, n, k] = GENERATE(table<int64_t, int64_t, int64_t>({{4100, 2056, 64},
+                                                                    {2048, 11008, 64},
+                                                                    {8200, 1032, 16},
+                                                                    {4100, 4104, 128},
+                                                                    {4100, 4104, 192},
+                                                                    {777, 9000, 96}}));
+  const bool b_transposed = GENERATE(false, true);
+  if (gpu() == nullptr) return;
+  const FewTerms product{{m, n, k}, b_transposed};
+  CAPTURE(m, n, k, b_transposed);
+  const std::vector<float> got = product.run(*gpu());
+  CHECK((got == product.run(cpu_device())));
+  CHECK((got == product.run(*gpu())));
 }
 
 TEST_CASE("gemm of fp8 operands multiplies what their codes and scales mean", "[kernels][gemm]") {

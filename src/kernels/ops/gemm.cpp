@@ -28,8 +28,15 @@ constexpr int64_t kFloat8Unit = 16;
 constexpr uint32_t kFloat8Alignment = 16;
 constexpr int64_t kBlockScaleGroup = 128;  // the one that cuBLASLt has for fp32 scales
 
+constexpr uint32_t kLowRankAlignment = 16;  // of what low_rank_update reads and writes at a time, 8 elements
+constexpr int64_t kLowRankUnit = 8;
+
 bool is_plain(const Gemm& a) { return a.a.scaling == Scaling::kNone; }
 bool is_block_scaled(const ScaledView& x) { return x.scaling == Scaling::kGroup || x.scaling == Scaling::kBlock; }
+
+bool has_low_rank_units(const TensorView& x) {
+  return x.dtype == DType::kBF16 && x.dim[1] % kLowRankUnit == 0 && alignment_of(x) >= kLowRankAlignment;
+}
 
 std::string format_of(const ScaledView& x) {
   switch (x.scaling) {
@@ -47,14 +54,14 @@ void gemm(Device& device, const Gemm& a) {
   const auto [rows, cols, depth] = gemm_shape(a);
   check_tensor("gemm", "out", a.out, {rows, cols + a.out_padding}, {DType::kF32, DType::kBF16});
   check_operand("a", a.a, a.a_transposed, rows, depth, a.a_padding);
-  check_operand("b", a.b, a.b_transposed, cols, depth, 0);
+  check_operand("b", a.b, a.b_transposed, cols, depth, a.b_padding);
   const bool both_fp8 = a.a.scaling != Scaling::kNone && a.b.scaling != Scaling::kNone;
   if (!both_fp8 && a.a.data.dtype != a.b.data.dtype) {
     throw_internal("gemm: a is {} and b is {}: wanted two fp8 operands, or two of one dtype", describe(a.a),
                    describe(a.b));
   }
-  if (a.a_padding != 0 || a.out_padding != 0) {
-    PARKA_REQUIRE(!both_fp8 && a.a_padding >= 0 && a.out_padding >= 0 && depth > 0);
+  if (a.a_padding != 0 || a.b_padding != 0 || a.out_padding != 0) {
+    PARKA_REQUIRE(!both_fp8 && std::min({a.a_padding, a.b_padding, a.out_padding}) >= 0 && depth > 0);
   }
   PARKA_REQUIRE(!both_fp8 || a.factor == 1);
   if (rows == 0 || cols == 0) return;
@@ -95,8 +102,17 @@ uint32_t alignment_of(const TensorView& t) {
   return address == 0 ? kFullAlignment : address & (~address + 1u);
 }
 
+bool suits_low_rank_update(const Gemm& a) {
+  if (!is_plain(a) || !a.accumulate || a.a_transposed) return false;
+  const auto [rows, cols, depth] = gemm_shape(a);
+  if (depth > kMostLowRankTerms || depth % kLowRankUnit != 0 || cols % kLowRankUnit != 0) return false;
+  constexpr int64_t kMostIndex = int64_t{1} << 30;  // the kernel counts in 32 bits
+  if (std::max(rows, cols) >= kMostIndex) return false;
+  return has_low_rank_units(a.a.data) && has_low_rank_units(a.b.data) && has_low_rank_units(a.out);
+}
+
 bool suits_cublaslt(const Gemm& a) {
-  if (is_plain(a)) return true;
+  if (is_plain(a)) return !suits_low_rank_update(a);
   for (const ScaledView* x : {&a.a, &a.b}) {
     if (x->num_cols() % kFloat8Unit != 0) return false;
     if (alignment_of(x->data) < kFloat8Alignment || alignment_of(x->scale) < kFloat8Alignment) return false;
@@ -114,6 +130,7 @@ std::string key_of(const Gemm& a) {
     key += fmt::format(" [{}, {}{}]", format_of(a.a), format_of(a.b), accumulates_fast(a) ? ", fast" : "");
   }
   if (a.a_padding != 0 || a.out_padding != 0) key += fmt::format(" padded {} {}", a.a_padding, a.out_padding);
+  if (a.b_padding != 0) key += fmt::format(" b padded {}", a.b_padding);
   const uint32_t alignments[] = {alignment_of(a.a.data), alignment_of(a.b.data), alignment_of(a.out)};
   if (*std::min_element(std::begin(alignments), std::end(alignments)) < kFullAlignment) {
     key += fmt::format(" aligned {} {} {}", alignments[0], alignments[1], alignments[2]);

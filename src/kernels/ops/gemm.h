@@ -25,9 +25,9 @@ struct Gemm {
   TensorView out;  // [M, N] fp32 or bf16
   bool accumulate = false;
   float factor = 1;  // other than 1: only for fp32 and bf16 operands
-  // Columns at the end of each row of a, and of out, that are no part of the product: they are not read, and left
-  // as they are. They keep rows aligned where N or K is odd. Only for fp32 and bf16 operands.
-  int64_t a_padding = 0, out_padding = 0;
+  // Columns at the end of each row of a, b and out that are no part of the product: they are not read, and left as
+  // they are. They keep rows aligned where N or K is odd. Only for fp32 and bf16 operands.
+  int64_t a_padding = 0, b_padding = 0, out_padding = 0;
   // FP8 tensor cores sum products in an accumulator of about 14 bits. By default their sums over 128 terms are
   // added up in fp32. With fast_accumulation they are not: faster, but sums over a long K lose more bits. It
   // affects only kTensor-scaled products on a GPU.
@@ -44,7 +44,11 @@ int64_t workspace_of(const Gemm& a);
 
 // How a GPU does a product.
 
-// Whether cuBLASLt gets it at all. FP8 products need operands that are 16-byte aligned, N and K that are multiples
+// Whether a kernel of its own computes it (kernels/cuda/gemm/low_rank_update.h): bf16 operands, accumulated in bf16, over
+// up to kMostLowRankTerms terms, with `a` in rows; rows that are multiples of 16 bytes, aligned to 16 bytes.
+inline constexpr int64_t kMostLowRankTerms = 192;
+bool suits_low_rank_update(const Gemm& a);
+// Whether cuBLASLt gets it: what has no kernel of its own. FP8 products need operands that are 16-byte aligned, N and K that are multiples
 // of 16, and
 //   both operands scaled kTensor, or
 //   both scaled in fp32 per 128, kGroup with kGroup or kBlock in either order; then M is a multiple of 16 too.

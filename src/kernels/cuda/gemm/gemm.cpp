@@ -7,6 +7,7 @@
 #include "core/error.h"
 #include "kernels/cuda/gemm/gemm_cache.h"
 #include "kernels/cuda/gemm/gemm_kernels.h"
+#include "kernels/cuda/gemm/low_rank_update.h"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cublaslt.h"
 #include "kernels/device/cuda/cuda_device.h"
@@ -99,7 +100,7 @@ PreparedGemm::PreparedGemm(const Gemm& a) {
     // Algorithms are asked for before the first run: any scales do for that.
     set_scales(product_, a.a.scale.data, a.b.scale.data);
   }
-  a_ = layout_of(a.b.data);
+  a_ = layout_of(a.b.data, a.b_padding);
   b_ = layout_of(a.a.data, a.a_padding);
   out_ = layout_of(a.out, a.out_padding);
 }
@@ -211,6 +212,10 @@ std::vector<Gemm> GemmCache::take_used() {
 
 void gemm(Device& device, const Gemm& a) {
   CudaDevice& gpu = as_cuda(device);
+  if (suits_low_rank_update(a)) {
+    low_rank_update(gpu, a);
+    return;
+  }
   const PreparedGemm* prepared = suits_cublaslt(a) ? gemms_of(gpu).prepare(a) : nullptr;
   if (prepared == nullptr) {
     multiply_float8(gpu, a);

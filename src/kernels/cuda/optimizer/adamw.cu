@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <vector>
 
 #include "kernels/cuda/optimizer/adamw_moments.cuh"
+#include "kernels/cuda/optimizer/block_scheduler.cuh"
 #include "kernels/cuda/ptx/early_launch.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
@@ -183,18 +185,6 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads)
   raise_weight_amax<Part::kThreads>(weight_amax, largest);
 }
 
-// By a block of kThreads.
-template <int kThreads>
-__device__ void copy_roots(const RootTable& from, RootTable& to) {
-  constexpr int kVectors = sizeof(RootTable) / sizeof(uint4);
-  static_assert(kVectors % kThreads == 0);
-#pragma unroll
-  for (int i = 0; i < kVectors / kThreads; ++i) {
-    const int place = i * kThreads + static_cast<int>(threadIdx.x);
-    reinterpret_cast<uint4*>(&to)[place] = reinterpret_cast<const uint4*>(&from)[place];
-  }
-}
-
 // What is left for adamw_fp8_kernel to do where nothing is changed. It has pointers of its own: sharing the step's
 // would take registers from that.
 template <typename Tensors, typename T>
@@ -216,49 +206,6 @@ __device__ Tensors of_block(const Tensors& tensors, int block) {
   moved.move(int64_t{block} * Tensors::Part::kBlockElements + Tensors::Part::offset());
   return moved;
 }
-
-// Dynamic scheduling of the warps of a grid, which do not wait for each other. A warp takes its share, by its place
-// in the thread block, of one block of elements after another, of `count`. The first two are given. Each next one
-// comes from a counter shared by the warps with that place in all thread blocks, so that faster warps take more.
-// (One counter for each place, because additions to one number take 2.3 ns each.)
-class BlockScheduler {
- public:
-  // `counters` is CudaDevice's. Every thread of the grid makes BlockScheduler.
-  __device__ BlockScheduler(unsigned* counters, int count)
-      : counter_(counters + threadIdx.x / kWarpSize * CudaDevice::kCounterStride),
-        count_(count),
-        block_(static_cast<int>(blockIdx.x)),
-        next_(block_ + static_cast<int>(gridDim.x)) {}
-
-  __device__ bool has_block() const { return block_ < count_; }
-  __device__ bool has_next() const { return next_ < count_; }
-  __device__ int block() const { return block_; }
-  __device__ int next() const { return next_; }
-  // Asks for the block after the next, for advance(), which comes some time later.
-  __device__ void ask() {
-    const bool asks = threadIdx.x % kWarpSize == 0 && has_next();
-    after_next_ = asks ? 2 * static_cast<int>(gridDim.x) + static_cast<int>(atomicAdd(counter_, 1u)) : count_;
-  }
-  __device__ void advance() {
-    block_ = next_;
-    next_ = __shfl_sync(kFullWarp, after_next_, 0);
-  }
-
-  // To be called when no thread of the block has work left: the last block to call it zeroes the counters.
-  template <int kThreads>
-  static __device__ void end(unsigned* counters) {
-    constexpr int kPlaces = kThreads / kWarpSize;
-    static_assert(kPlaces < CudaDevice::kNumCounters);
-    unsigned* const num_ended = counters + kPlaces * CudaDevice::kCounterStride;
-    __syncthreads();
-    if (threadIdx.x != 0 || atomicAdd(num_ended, 1u) != gridDim.x - 1) return;
-    for (int place = 0; place <= kPlaces; ++place) counters[place * CudaDevice::kCounterStride] = 0;
-  }
-
- private:
-  unsigned* counter_;
-  int count_, block_, next_, after_next_ = 0;
-};
 
 // The fast step with fp8 moments, of `count` times Part::kBlockElements elements of aligned tensors: both moments
 // have one format, whose table of roots every block copies to its shared memory, so there is one block for each SM.
@@ -305,6 +252,79 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
   }
   BlockScheduler::end<Part::kThreads>(counters);
   raise_weight_amax<Part::kThreads>(weight_amax, largest);
+}
+
+// The tensors of several steps, which go to adamw_fp8_steps_kernel as an argument.
+template <typename Tensors>
+struct StepTable {
+  static constexpr size_t kMostBytes = 30000;  // arguments of a kernel may take 32764
+  struct Entry {
+    Tensors tensors;
+    float* weight_amax;
+    float lr, weight_decay;
+    int first_block;  // of all blocks of elements
+  };
+  static constexpr int kCapacity = kMostBytes / sizeof(Entry);
+
+  int num_entries, num_blocks;
+  Entry entries[kCapacity];
+
+  // The entry that a block of elements belongs to, at or behind entry `from`.
+  __device__ int entry_of(int block, int from) const {
+    while (from + 1 < num_entries && entries[from + 1].first_block <= block) ++from;
+    return from;
+  }
+  __device__ Tensors at(int entry, int block) const {
+    return of_block(entries[entry].tensors, block - entries[entry].first_block);
+  }
+};
+
+// The same for several tensors. One tensor's step is its own kernel, which is faster: it looks for no tensor, and
+// finds the largest weight at the end alone.
+template <typename Tensors>
+__global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
+    adamw_fp8_steps_kernel(const __grid_constant__ StepTable<Tensors> table, const float* grad_scale,
+                           UpdateConstants constants, unsigned* counters) {
+  using Part = typename Tensors::Part;
+  using LargestWeight = typename Tensors::LargestWeight;
+  wait_for_kernel_before();
+  const float scale = *grad_scale;
+  if (!isfinite(scale)) {
+    int entry = 0;
+    for (int block = static_cast<int>(blockIdx.x); block < table.num_blocks; block += static_cast<int>(gridDim.x)) {
+      entry = table.entry_of(block, entry);
+      LargestWeight largest;
+      largest.raise_to(load_part<true>(table.at(entry, block).weights.weight_N, Part{}));
+      raise_to_warp_max(table.entries[entry].weight_amax, largest);
+    }
+    return;
+  }
+  BlockScheduler scheduler(counters, table.num_blocks);
+  int entry = table.entry_of(scheduler.block(), 0);
+  auto elements = load_elements<true>(table.at(entry, scheduler.block()), Part{});
+
+  extern __shared__ uint4 shared[];
+  auto& roots = *reinterpret_cast<RootTable*>(shared);
+  copy_roots<Part::kThreads>(kRootTable<typename decltype(Tensors::exp_avg)::Format>, roots);
+  __syncthreads();
+
+  for (; scheduler.has_block(); scheduler.advance()) {
+    scheduler.ask();
+    UpdateConstants of_entry = constants;
+    of_entry.lr = table.entries[entry].lr;
+    of_entry.weight_decay = table.entries[entry].weight_decay;
+    LargestWeight largest;
+    int next_entry = entry;
+    step_fp8<true>(table.at(entry, scheduler.block()), Part{}, roots, roots, scale, of_entry, elements, largest,
+                   [&] {
+                     if (!scheduler.has_next()) return;
+                     next_entry = table.entry_of(scheduler.next(), entry);
+                     elements = load_elements<true>(table.at(next_entry, scheduler.next()), Part{});
+                   });
+    raise_to_warp_max(table.entries[entry].weight_amax, largest);
+    entry = next_entry;
+  }
+  BlockScheduler::end<Part::kThreads>(counters);
 }
 
 template <typename Moment>
@@ -459,25 +479,68 @@ void step_with_plain_moments(CudaDevice& device, const AdamwStep& a) {
   });
 }
 
-void step_with_fp8_moments(CudaDevice& device, const AdamwStep& a) {
-  const int64_t num_fast = num_fast_elements(device, a);
-  if (num_fast > 0) {
-    with_weights_and_gradient(a, [&](auto weights, auto gradient) {
-      with_float8_type(a.exp_avg.values.dtype, [&](auto type) {
-        using F8 = decltype(type);
-        const auto exp_avg = fp8_moment<F8, LargePart, false, true>(a.exp_avg);
-        const auto exp_avg_sq = fp8_moment<F8, LargePart, true, true>(a.exp_avg_sq);
-        launch_fast_step(device, a, Tensors{weights, gradient, exp_avg, exp_avg_sq}, num_fast);
-      });
+// Calls f with the tensors of a fast step.
+template <typename F>
+void with_fast_tensors(const AdamwStep& a, const F& f) {
+  with_weights_and_gradient(a, [&](auto weights, auto gradient) {
+    with_float8_type(a.exp_avg.values.dtype, [&](auto type) {
+      using F8 = decltype(type);
+      f(Tensors{weights, gradient, fp8_moment<F8, LargePart, false, true>(a.exp_avg),
+                fp8_moment<F8, LargePart, true, true>(a.exp_avg_sq)});
     });
-  }
-  // What the fast step leaves: the last elements, or all where it cannot be.
+  });
+}
+
+// What the fast step leaves: the elements behind `num_fast`, the last ones of a tensor, or all where it cannot be.
+void step_rest(CudaDevice& device, const AdamwStep& a, int64_t num_fast) {
   with_weights(a, [&](auto weights) {
     with_fp8_moment<SmallPart, false>(a.exp_avg, [&](auto exp_avg) {
       with_fp8_moment<SmallPart, true>(a.exp_avg_sq, [&](auto exp_avg_sq) {
         launch_step(device, a, Tensors{weights, AnyGradient(a.gradient), exp_avg, exp_avg_sq}, num_fast);
       });
     });
+  });
+}
+
+void step_with_fp8_moments(CudaDevice& device, const AdamwStep& a) {
+  const int64_t num_fast = num_fast_elements(device, a);
+  if (num_fast > 0) {
+    with_fast_tensors(a, [&](const auto& tensors) { launch_fast_step(device, a, tensors, num_fast); });
+  }
+  step_rest(device, a, num_fast);
+}
+
+template <typename Tensors>
+void launch_fast_steps(CudaDevice& device, const AdamwStep& like, const StepTable<Tensors>& table) {
+  auto* const kernel = adamw_fp8_steps_kernel<Tensors>;
+  constexpr int kSharedBytes = sizeof(RootTable);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "adamw_steps");
+  const int blocks = std::min(table.num_blocks, device.num_multiprocessors());
+  launch_early(device, kernel, {static_cast<unsigned>(blocks), LargePart::kThreads, kSharedBytes}, table,
+               like.grad_scale.as<float>(), UpdateConstants(like), device.counters());
+  check_launch("adamw_steps");
+}
+
+// The fast part of steps that have one, which are alike.
+void fast_steps(CudaDevice& device, const std::vector<const AdamwStep*>& steps) {
+  with_fast_tensors(*steps[0], [&](const auto& first) {
+    using Table = StepTable<std::remove_cvref_t<decltype(first)>>;
+    Table table{};
+    for (size_t i = 0; i < steps.size(); ++i) {
+      const AdamwStep& a = *steps[i];
+      auto& entry = table.entries[table.num_entries++];
+      with_fast_tensors(a, [&](const auto& tensors) {
+        if constexpr (std::is_same_v<decltype(tensors), decltype(first)>) entry.tensors = tensors;
+      });
+      entry.weight_amax = weight_amax_of(a);
+      entry.lr = a.lr;
+      entry.weight_decay = a.weight_decay;
+      entry.first_block = table.num_blocks;
+      table.num_blocks += static_cast<int>(num_fast_elements(device, a) / LargePart::kBlockElements);
+      if (table.num_entries < Table::kCapacity && i + 1 < steps.size()) continue;
+      launch_fast_steps(device, a, table);
+      table.num_entries = table.num_blocks = 0;
+    }
   });
 }
 
@@ -493,6 +556,22 @@ void adamw_step(Device& device, const AdamwStep& a) {
     step_with_plain_moments(as_cuda(device), a);
   }
   check_launch("adamw_step");
+}
+
+void adamw_steps(Device& device, const AdamwSteps& a) {
+  CudaDevice& gpu = as_cuda(device);
+  if (!is_float8(a.steps[0].exp_avg.values.dtype)) {
+    for (const AdamwStep& step : a.steps) cuda::adamw_step(device, step);
+    return;
+  }
+  std::vector<const AdamwStep*> fast;
+  for (const AdamwStep& step : a.steps) {
+    const int64_t num_fast = num_fast_elements(gpu, step);
+    if (num_fast > 0) fast.push_back(&step);
+    step_rest(gpu, step, num_fast);
+  }
+  if (!fast.empty()) fast_steps(gpu, fast);
+  check_launch("adamw_steps");
 }
 
 void moment_encode(Device& device, const MomentEncode& a) {

@@ -70,6 +70,18 @@ struct RootTable {
 template <typename F8>
 __device__ constexpr RootTable kRootTable(kFloat8Traits<F8>);
 
+// Copies a table, by a block of kThreads.
+template <int kThreads>
+__device__ void copy_roots(const RootTable& from, RootTable& to) {
+  constexpr int kVectors = sizeof(RootTable) / sizeof(uint4);
+  static_assert(kVectors % kThreads == 0);
+#pragma unroll
+  for (int i = 0; i < kVectors / kThreads; ++i) {
+    const int place = i * kThreads + static_cast<int>(threadIdx.x);
+    reinterpret_cast<uint4*>(&to)[place] = reinterpret_cast<const uint4*>(&from)[place];
+  }
+}
+
 // The values of four codes of a group with this `amax`, by its exponent's row of the table. The table lies in
 // global or in shared memory: one gather for each code, so shared memory is what to use where there are many codes.
 // kSigned: codes may have signs.
