@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/memory_order.h"
 #include "kernels/ops/amax.h"
 #include "kernels/ops/quantize.h"
 #include "model/phases.h"
@@ -78,20 +79,17 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
 }
 
 void ModelWeights::declare_weights(MemoryPlan& plan) {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
+  plain_ids_.resize(parameters_.size());
+  for (const size_t i : memory_order(parameters_)) {
     const ParameterInfo& p = parameters_[i];
-    if (is_coded(i)) {
-      plain_ids_.emplace_back();
-      continue;
-    }
+    if (is_coded(i)) continue;
     std::vector<int64_t> shape = {copy_rows(i), p.cols};
     if (is_divided(p.unit)) {
       shape = {zero_.shard.piece(p.numel())};
     } else if (zero_.shard.size > 1) {
       shape = {std::max(zero_.shard.padded(p.numel()), copy_rows(i) * p.cols)};
     }
-    plain_ids_.push_back(
-        plan.add("weights", p.name, formats_.compute.dtype, std::move(shape), kAllPhases, p.place));
+    plain_ids_[i] = plan.add("weights", p.name, formats_.compute.dtype, std::move(shape), kAllPhases, p.place);
   }
 }
 

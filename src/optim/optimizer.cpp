@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/memory_order.h"
 #include "core/parallel.h"
 #include "core/split_float.h"
 #include "kernels/ops/grad_norm.h"
@@ -77,21 +78,14 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
       parameters_(std::move(parameters)),
       part_elements_(part_elements) {
   check_config(config_, compute_);
-  for (const ParameterInfo& p : parameters_) {
-    const int64_t piece = zero_.shard.piece(p.numel());
-    const int64_t kept = zero_.shards_gradients() ? piece : zero_.shard.padded(p.numel());
-    StateIds ids;
-    if (!p.trainable) {
-      ids_.push_back(ids);
-      continue;
-    }
-    if (!releases_gradients()) {
-      ids.gradient = plan.add(kGradientCategory, p.name + ".gradient", config_.gradient, {kept});
-    }
-    ids.master = declare_master(p, plan);
-    ids.exp_avg = declare_moment(p, ".exp_avg", config_.exp_avg_format, plan);
-    ids.exp_avg_sq = declare_moment(p, ".exp_avg_sq", config_.exp_avg_sq_format, plan);
-    ids_.push_back(ids);
+  ids_.resize(parameters_.size());
+  if (!releases_gradients()) declare_gradients(plan);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const ParameterInfo& p = parameters_[i];
+    if (!p.trainable) continue;
+    ids_[i].master = declare_master(p, plan);
+    ids_[i].exp_avg = declare_moment(p, ".exp_avg", config_.exp_avg_format, plan);
+    ids_[i].exp_avg_sq = declare_moment(p, ".exp_avg_sq", config_.exp_avg_sq_format, plan);
   }
   if (shares_gradient_buffers()) declare_gradient_buffers(plan);
   declare_stream_buffers(plan);
@@ -103,10 +97,22 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
 // One unit's gradients after another in a buffer.
 void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
   int64_t sizes[kGradientBuffers] = {}, ends[kGradientBuffers] = {};
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (i > 0 && parameters_[i].unit != parameters_[i - 1].unit) std::fill(std::begin(ends), std::end(ends), 0);
+void Optimizer::declare_gradients(MemoryPlan& plan) {
+  for (const size_t i : memory_order(parameters_)) {
+    const ParameterInfo& p = parameters_[i];
+    if (!p.trainable) continue;
+    const int64_t kept = zero_.shards_gradients() ? zero_.shard.piece(p.numel()) : zero_.shard.padded(p.numel());
+    ids_[i].gradient = plan.add(kGradientCategory, p.name + ".gradient", config_.gradient, {kept});
+  }
+}
+
+  buffer_offsets_.resize(parameters_.size());
+  int unit = 0;
+  for (const size_t i : memory_order(parameters_)) {
+    if (std::exchange(unit, parameters_[i].unit) != parameters_[i].unit)
+      std::fill(std::begin(ends), std::end(ends), 0);
     const size_t buffer = buffer_of(parameters_[i]);
-    buffer_offsets_.push_back(ends[buffer]);
+    buffer_offsets_[i] = ends[buffer];
     if (!parameters_[i].trainable) continue;
     ends[buffer] += zero_.shard.padded(parameters_[i].numel());
     sizes[buffer] = std::max(sizes[buffer], ends[buffer]);

@@ -201,6 +201,7 @@ class Optimizer {
   MomentIds declare_moment(const ParameterInfo& parameter, const std::string& name, DType float8_format,
                            MemoryPlan& plan) const;
   void declare_gradient_buffers(MemoryPlan& plan);
+  void declare_gradients(MemoryPlan& plan);
   void declare_stream_buffers(MemoryPlan& plan);
   size_t num_stream_buffers() const;
   MemoryPlace state_place(const ParameterInfo& parameter) const;

@@ -135,14 +135,18 @@ TEST_CASE("gemm neither reads nor writes columns that pad rows", "[kernels][gemm
       for (const bool accumulate : {false, true}) {
         const int64_t a_rows = a_transposed ? k : m, a_cols = a_transposed ? m : k;
         const TestTensor ta(*device, dtype, {a_rows, a_cols + padding}, padded_rows(a, a_cols, padding));
-        const TestTensor tb(*device, dtype, {n, k}, b);
+        const bool b_transposed = a_transposed != accumulate;
+        const int64_t b_rows = b_transposed ? k : n, b_cols = b_transposed ? n : k;
+        const TestTensor tb(*device, dtype, {b_rows, b_cols + padding}, padded_rows(b, b_cols, padding));
         const TestTensor out(*device, dtype, {m, n + padding}, padded_rows(before, n, padding));
         gemm(*device, {.a = ta,
                        .b = tb,
                        .a_transposed = a_transposed,
+                       .b_transposed = b_transposed,
                        .out = out,
                        .accumulate = accumulate,
                        .a_padding = padding,
+                       .b_padding = padding,
                        .out_padding = padding});
         const std::vector<float> rows = out.host();
         std::vector<float> product;
@@ -152,9 +156,9 @@ TEST_CASE("gemm neither reads nor writes columns that pad rows", "[kernels][gemm
           if (!is_padding) product.push_back(rows[i]);
           written += is_padding && !std::isnan(rows[i]);
         }
-        Reference want({m, n, k}, a, a_transposed, b, false);
+        Reference want({m, n, k}, a, a_transposed, b, b_transposed);
         const Operands operands = dtype == DType::kBF16 ? Operands::kBF16 : Operands::kF32;
-        CAPTURE(m, n, k, a_transposed, accumulate, name_of(dtype), device->name());
+        CAPTURE(m, n, k, a_transposed, b_transposed, accumulate, name_of(dtype), device->name());
         CHECK(want.count_wrong(product, k, dtype, accumulate ? before : std::vector<float>{}, *device, operands) ==
               0);
         CHECK(written == 0);
@@ -210,10 +214,6 @@ TEST_CASE("gemm reads and writes columns inside of rows, and multiplies its sum 
   }
 }
 
-TEST_CASE("gemm of fp8 operands multiplies what their codes and scales mean", "[kernels][gemm]") {
-  const auto [m, n, k] = GENERATE(table<int64_t, int64_t, int64_t>(
-      {{1, 1, 1}, {5, 3, 16}, {17, 33, 37}, {65, 130, 131}, {48, 80, 272}, {33, 16, 48}}));
-  const DType out_dtype = GENERATE(DType::kF32, DType::kBF16);
 namespace {
 
 // Whole numbers of up to 4.
@@ -308,6 +308,10 @@ TEST_CASE("gemm of few terms and many columns on a GPU gives the CPU's bits", "[
   CHECK((got == product.run(*gpu())));
 }
 
+TEST_CASE("gemm of fp8 operands multiplies what their codes and scales mean", "[kernels][gemm]") {
+  const auto [m, n, k] = GENERATE(table<int64_t, int64_t, int64_t>(
+      {{1, 1, 1}, {5, 3, 16}, {17, 33, 37}, {65, 130, 131}, {48, 80, 272}, {33, 16, 48}}));
+  const DType out_dtype = GENERATE(DType::kF32, DType::kBF16);
   const auto before = random_bf16(m * n, 12, 1000.0f);
   for (Device* device : devices()) {
     for (const Format& a_format : kFloat8Formats) {

@@ -2,6 +2,7 @@
 // file), and what they leave alone.
 #include <cmath>
 
+#include "core/memory_order.h"
 #include "core/philox.h"
 #include "engine/evaluation/evaluation.h"
 #include "tests/model/trained_model.h"
@@ -186,6 +187,52 @@ TEST_CASE("adapters begin as the model without them", "[model][lora]") {
       const Model::Batch batch = {base.tokens.data(), targets.data(), base.shape};
       CHECK(m.logits(base) == plain.model.logits(*device, batch, 0, base.shape.num_tokens()));
     }
+  }
+}
+
+// Of one layer: queries, keys and values, or up and gate.
+TEST_CASE("A of adapters that read one input lie one after the other, and gradients need not", "[model][lora]") {
+  const Fixture base = load_fixture("llama_gqa");
+  LoraRules rules = kFixtureRules;
+  rules.rank = 16;  // 16 rows of 48 numbers fill what tensors are aligned to
+  rules.targets.insert(rules.targets.begin() + 1, "k_proj");
+  for (Device* device : devices()) {
+    const PrecisionConfig precision = precision_recipe(Recipe::kFp32);
+    AdaptedModel apart(base.config, precision, base.shape, *device, rules),
+        together(base.config, precision, base.shape, *device, rules);
+    const ParameterTable& table = together.model.parameters();
+    int64_t bytes = 0;
+    for (const ParameterInfo& p : table.all) bytes += p.trainable ? p.numel() * size_of(DType::kF32) : 0;
+    const TestTensor memory(*device, DType::kU8, {bytes});
+    auto* next = static_cast<std::byte*>(memory.view().data);
+    for (const size_t i : memory_order(table.all)) {
+      if (!table.all[i].trainable) continue;
+      together.gradients[i].data = next;
+      next += together.gradients[i].bytes();
+    }
+    const auto data_of = [&](const char* name) {
+      const TensorView& own = together.model.weights().own()[static_cast<size_t>(table.index_of(name))];
+      return std::pair(own.data, static_cast<void*>(static_cast<std::byte*>(own.data) + own.bytes()));
+    };
+    CHECK(data_of("blocks.1.q_proj.lora_A").second == data_of("blocks.1.k_proj.lora_A").first);
+    CHECK(data_of("blocks.1.k_proj.lora_A").second == data_of("blocks.1.v_proj.lora_A").first);
+    CHECK(data_of("blocks.0.up_proj.lora_A").second == data_of("blocks.0.gate_proj.lora_A").first);
+    for (AdaptedModel* m : {&apart, &together}) {
+      m->load(base, nullptr);
+      for (size_t i = 0; i < table.all.size(); ++i) {  // B begins as zeros
+        if (table.all[i].role != ParameterRole::kAdapterOut) continue;
+        upload_weight(*device, m->model.weights().own()[i], random_normal(table.all[i].numel(), i, 0.05f));
+      }
+      m->backward(base);
+      m->backward(base, Model::Accumulation::kContinue);
+    }
+    int64_t wrong = 0;
+    for (size_t i = 0; i < table.all.size(); ++i) {
+      wrong += table.all[i].trainable && apart.gradient(i) != together.gradient(i);
+    }
+    CAPTURE(device->name());
+    CHECK(wrong == 0);
+    CHECK(memory.guard_intact());
   }
 }
 

@@ -101,7 +101,7 @@ TileShape choose_tile(int64_t rows, int64_t cols) {
 
 void gemm(Device&, const Gemm& g) {
   const GemmShape s = gemm_shape(g);
-  const Operand a(g.a, g.a_padding), b(g.b, 0);
+  const Operand a(g.a, g.a_padding), b(g.b, g.b_padding);
   const TileShape shape = choose_tile(s.rows, s.cols);
   const int64_t tiles_per_row = ceil_div(s.cols, shape.cols);
   parallel_for(ceil_div(s.rows, shape.rows) * tiles_per_row, 1, [&](int64_t begin, int64_t end) {

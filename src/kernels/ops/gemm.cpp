@@ -1,5 +1,7 @@
 #include "kernels/ops/gemm.h"
 
+#include <algorithm>
+
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
@@ -22,14 +24,14 @@ void gemm(Device& device, const Gemm& a) {
   const auto [rows, cols, depth] = gemm_shape(a);
   check_tensor("gemm", "out", a.out, {rows, cols + a.out_padding}, {DType::kF32, DType::kBF16});
   check_operand("a", a.a, a.a_transposed, rows, depth, a.a_padding);
-  check_operand("b", a.b, a.b_transposed, cols, depth, 0);
+  check_operand("b", a.b, a.b_transposed, cols, depth, a.b_padding);
   const bool both_fp8 = a.a.scaling != Scaling::kNone && a.b.scaling != Scaling::kNone;
   if (!both_fp8 && a.a.data.dtype != a.b.data.dtype) {
     throw_internal("gemm: a is {} and b is {}: wanted two fp8 operands, or two of one dtype", describe(a.a),
                    describe(a.b));
   }
-  if (a.a_padding != 0 || a.out_padding != 0) {
-    PARKA_REQUIRE(!both_fp8 && a.a_padding >= 0 && a.out_padding >= 0 && depth > 0);
+  if (a.a_padding != 0 || a.b_padding != 0 || a.out_padding != 0) {
+    PARKA_REQUIRE(!both_fp8 && std::min({a.a_padding, a.b_padding, a.out_padding}) >= 0 && depth > 0);
   }
   PARKA_REQUIRE(!both_fp8 || a.factor == 1);
   if (rows == 0 || cols == 0) return;

@@ -22,9 +22,9 @@ struct Gemm {
   TensorView out;  // [M, N] fp32 or bf16
   bool accumulate = false;
   float factor = 1;  // other than 1: only for fp32 and bf16 operands
-  // Columns at the end of each row of a, and of out, that are no part of the product: they are not read, and left
-  // as they are. They keep rows aligned where N or K is odd. Only for fp32 and bf16 operands.
-  int64_t a_padding = 0, out_padding = 0;
+  // Columns at the end of each row of a, b and out that are no part of the product: they are not read, and left as
+  // they are. They keep rows aligned where N or K is odd. Only for fp32 and bf16 operands.
+  int64_t a_padding = 0, b_padding = 0, out_padding = 0;
   // FP8 tensor cores sum products in an accumulator of about 14 bits. By default their sums over 128 terms are
   // added up in fp32. With fast_accumulation they are not: faster, but sums over a long K lose more bits. It
   // affects only kTensor-scaled products on a GPU.

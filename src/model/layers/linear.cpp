@@ -1,5 +1,8 @@
 #include "model/layers/linear.h"
 
+#include <cstddef>
+#include <optional>
+
 #include "kernels/ops/bias.h"
 #include "kernels/ops/dropout.h"
 #include "kernels/ops/gemm.h"
@@ -7,6 +10,19 @@
 #include "model/step_context.h"
 
 namespace parka {
+namespace {
+
+// Matrices of as many columns as one, if they lie one after the other in memory.
+std::optional<TensorView> in_one_piece(const std::vector<TensorView>& parts) {
+  TensorView whole = parts[0];
+  for (size_t i = 1; i < parts.size(); ++i) {
+    if (parts[i].data != static_cast<std::byte*>(whole.data) + whole.bytes()) return std::nullopt;
+    whole.dim[0] += parts[i].dim[0];
+  }
+  return whole;
+}
+
+}  // namespace
 
 void Linear::add_parameter(ParameterList& list, const std::string& name, int64_t rows, int64_t cols, double std,
                            ParameterRole role) {
@@ -35,8 +51,8 @@ Linear::Linear(const PrecisionConfig& precision, const ParameterTable& table, co
   cols_ = table.all[static_cast<size_t>(weight_)].cols;
   for (const LoraAdapter& adapter : table.adapters) {
     if (adapter.layer != name) continue;
-    adapters_.push_back({adapter.in, adapter.out, adapter.first_row, adapter.rows, adapter.target, {}, {}});
     rank_ = table.all[static_cast<size_t>(adapter.in)].rows;
+    adapters_.push_back({adapter.in, adapter.out, adapter.first_row, adapter.rows, inner_width()});
   }
 }
 
@@ -44,10 +60,15 @@ void Linear::declare(BufferScope& scope, const std::string& name, PhaseMask forw
   if (adapters_.empty()) return;
   const int64_t T = scope.tokens();
   const PhaseMask phases = forward | (scope.has_backward() ? backward : PhaseMask{0});
-  for (Adapter& adapter : adapters_) {
-    adapter.inner = scope.kept(adapter.target + ".lora_inner", scope.compute(), {T, rank_});
-    if (!scope.has_backward()) continue;
-    adapter.d_inner = scope.workspace(adapter.target + ".d_lora_inner", scope.compute(), {T, rank_}, backward);
+  inner_ = scope.kept(name + ".lora_inner", scope.compute(), {T, inner_width()});
+  if (scope.has_backward()) {
+    d_inner_ = scope.workspace(name + ".d_lora_inner", scope.compute(), {T, inner_width()}, backward);
+  }
+  if (adapters_.size() > 1) {
+    stacked_ = scope.workspace(name + ".lora_A", scope.compute(), {inner_width(), cols_}, phases);
+    if (scope.has_backward()) {  // large enough for any format of gradients
+      stacked_gradient_ = scope.workspace(name + ".d_lora_A", DType::kF32, {inner_width(), cols_}, backward);
+    }
   }
   if (dropout_ > 0 && scope.has_backward()) {
     dropped_ = scope.workspace(name + ".dropped", scope.compute(), {T, cols_}, phases);
@@ -59,16 +80,18 @@ void Linear::declare(BufferScope& scope, const std::string& name, PhaseMask forw
 }
 
 void Linear::forward(const StepContext& step, const ScaledView& x, const TensorView& out) const {
+  if (!adapters_.empty()) inner_products(step, x);
   gemm(step.device, {.a = x,
                      .b = is_fp8_ ? step.weights.quantized(step.device, weight_)
                                   : ScaledView(step.weights.operand(step.device, weight_)),
                      .out = out,
                      .fast_accumulation = fast_forward_});
   if (bias_ >= 0) bias_forward(step.device, {.bias = step.weights.plain(bias_), .x = out});
-  if (!adapters_.empty()) add_adapters(step, x, out);
+  if (!adapters_.empty()) add_adapters(step, out);
 }
 
 void Linear::input_gradient(const StepContext& step, const GemmInput& d_out, const TensorView& d_x) const {
+  if (!adapters_.empty()) inner_gradients(step, d_out.row);
   if (is_fp8_) {
     gemm(step.device, {.a = d_out.row,
                        .b = step.weights.transposed(step.device, weight_),
@@ -78,7 +101,7 @@ void Linear::input_gradient(const StepContext& step, const GemmInput& d_out, con
     gemm(step.device,
          {.a = d_out.row, .b = step.weights.operand(step.device, weight_), .b_transposed = true, .out = d_x});
   }
-  if (!adapters_.empty()) adapters_input_gradient(step, d_out.row, d_x);
+  if (!adapters_.empty()) add_input_gradients(step, d_x);
 }
 
 void Linear::weight_gradient(const StepContext& step, const GemmInput& d_out, const GemmInput& x) const {
@@ -112,7 +135,13 @@ TensorView Linear::columns(const TensorView& out, const Adapter& adapter) const 
 }
 
 TensorView Linear::inner(const StepContext& step, TensorId id) const {
-  return step.tensor(id, step.num_tokens(), rank_);
+  return step.tensor(id, step.num_tokens(), inner_width());
+}
+
+TensorView Linear::inner(const StepContext& step, TensorId id, const Adapter& adapter) const {
+  TensorView part = inner(step, id);
+  part.data = static_cast<std::byte*>(part.data) + adapter.first_inner * size_of(part.dtype);
+  return part;
 }
 
 TensorView Linear::decoded(const StepContext& step, const ScaledView& x, TensorId buffer) const {
@@ -122,46 +151,80 @@ TensorView Linear::decoded(const StepContext& step, const ScaledView& x, TensorI
   return out;
 }
 
-void Linear::add_adapters(const StepContext& step, const ScaledView& x, const TensorView& out) const {
+TensorView Linear::stacked_in(const StepContext& step) const {
+  std::vector<TensorView> parts;
+  for (const Adapter& adapter : adapters_) parts.push_back(step.weights.plain(adapter.in));
+  const std::optional<TensorView> stack = in_one_piece(parts);
+  if (stack) return *stack;
+  const TensorView copy = step.tensor(stacked_, inner_width(), cols_);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    step.device.copy(copy.rows(adapters_[i].first_inner, rank_).data, parts[i].data, parts[i].bytes());
+  }
+  return copy;
+}
+
+void Linear::inner_products(const StepContext& step, const ScaledView& x) const {
   const TensorView input = decoded(step, x, decoded_input_);
+  if (step.dropout_position.empty()) {
+    gemm(step.device, {.a = input, .b = stacked_in(step), .out = inner(step, inner_)});
+    return;
+  }
   for (const Adapter& adapter : adapters_) {
-    const TensorView t = inner(step, adapter.inner);
-    gemm(step.device,
-         {.a = dropped(step, adapter, input, /*transposed=*/false), .b = step.weights.plain(adapter.in), .out = t});
-    gemm(step.device, {.a = t,
+    gemm(step.device, {.a = dropped(step, adapter, input, /*transposed=*/false),
+                       .b = step.weights.plain(adapter.in),
+                       .out = inner(step, inner_, adapter),
+                       .out_padding = inner_padding()});
+  }
+}
+
+void Linear::add_adapters(const StepContext& step, const TensorView& out) const {
+  for (const Adapter& adapter : adapters_) {
+    gemm(step.device, {.a = inner(step, inner_, adapter),
                        .b = step.weights.plain(adapter.out),
                        .out = columns(out, adapter),
                        .accumulate = true,
                        .factor = lora_scale_,
+                       .a_padding = inner_padding(),
                        .out_padding = padding(adapter)});
   }
 }
 
-void Linear::adapters_input_gradient(const StepContext& step, const ScaledView& d_out,
-                                     const TensorView& d_x) const {
+void Linear::inner_gradients(const StepContext& step, const ScaledView& d_out) const {
   const TensorView gradient = decoded(step, d_out, decoded_gradient_);
   for (const Adapter& adapter : adapters_) {
-    const TensorView d_inner = inner(step, adapter.d_inner);
     gemm(step.device, {.a = columns(gradient, adapter),
                        .b = step.weights.plain(adapter.out),
                        .b_transposed = true,
-                       .out = d_inner,
-                       .a_padding = padding(adapter)});
-    const bool drops = !step.dropout_position.empty();
-    const TensorView d_input = drops ? step.tensor(dropped_, step.num_tokens(), cols_) : d_x;
-    gemm(step.device, {.a = d_inner,
+                       .out = inner(step, d_inner_, adapter),
+                       .a_padding = padding(adapter),
+                       .out_padding = inner_padding()});
+  }
+}
+
+void Linear::add_input_gradients(const StepContext& step, const TensorView& d_x) const {
+  if (step.dropout_position.empty()) {
+    gemm(step.device, {.a = inner(step, d_inner_),
+                       .b = stacked_in(step),
+                       .b_transposed = true,
+                       .out = d_x,
+                       .accumulate = true,
+                       .factor = lora_scale_});
+    return;
+  }
+  for (const Adapter& adapter : adapters_) {
+    const TensorView d_input = step.tensor(dropped_, step.num_tokens(), cols_);
+    gemm(step.device, {.a = inner(step, d_inner_, adapter),
                        .b = step.weights.plain(adapter.in),
                        .b_transposed = true,
                        .out = d_input,
-                       .accumulate = !drops,
-                       .factor = lora_scale_});
-    if (drops) drop(step, adapter, d_input, d_x, /*accumulate=*/true, /*transposed=*/false);
+                       .factor = lora_scale_,
+                       .a_padding = inner_padding()});
+    drop(step, adapter, d_input, d_x, /*accumulate=*/true, /*transposed=*/false);
   }
 }
 
 TensorView Linear::dropped(const StepContext& step, const Adapter& adapter, const TensorView& x,
                            bool transposed) const {
-  if (step.dropout_position.empty()) return x;
   const TensorView out = step.tensor(dropped_, x.dim[0], x.dim[1]);
   drop(step, adapter, x, out, /*accumulate=*/false, transposed);
   return out;
@@ -186,23 +249,49 @@ void Linear::adapter_gradients(const StepContext& step, const ScaledView& d_out,
   const TensorView input = is_row ? x.row.data : decoded(step, x.transposed, decoded_input_);
   const TensorView gradient =
       d_out.scaling == Scaling::kNone ? d_out.data : step.tensor(decoded_gradient_, step.num_tokens(), rows_);
+  const bool drops = !step.dropout_position.empty();
   for (const Adapter& adapter : adapters_) {
     gemm(step.device, {.a = columns(gradient, adapter),
-                       .b = inner(step, adapter.inner),
+                       .b = inner(step, inner_, adapter),
                        .a_transposed = true,
                        .b_transposed = true,
                        .out = step.gradient(adapter.out),
                        .accumulate = step.adds_to_gradients(),
                        .factor = lora_scale_,
-                       .a_padding = padding(adapter)});
-    gemm(step.device, {.a = inner(step, adapter.d_inner),
+                       .a_padding = padding(adapter),
+                       .b_padding = inner_padding()});
+    if (!drops) continue;
+    gemm(step.device, {.a = inner(step, d_inner_, adapter),
                        .b = dropped(step, adapter, input, /*transposed=*/!is_row),
                        .a_transposed = true,
                        .b_transposed = is_row,
                        .out = step.gradient(adapter.in),
                        .accumulate = step.adds_to_gradients(),
-                       .factor = lora_scale_});
+                       .factor = lora_scale_,
+                       .a_padding = inner_padding()});
   }
+  if (!drops) in_gradients(step, input, is_row);
+}
+
+void Linear::in_gradients(const StepContext& step, const TensorView& input, bool is_row) const {
+  std::vector<TensorView> parts;
+  for (const Adapter& adapter : adapters_) parts.push_back(step.gradient(adapter.in));
+  const std::optional<TensorView> stack = in_one_piece(parts);
+  const TensorView out =
+      stack ? *stack : TensorView(step.arena[stacked_gradient_].data, parts[0].dtype, {inner_width(), cols_});
+  const auto of_adapter = [&](size_t i) { return out.rows(adapters_[i].first_inner, rank_); };
+  if (!stack && step.adds_to_gradients()) {
+    for (size_t i = 0; i < parts.size(); ++i) step.device.copy(of_adapter(i).data, parts[i].data, parts[i].bytes());
+  }
+  gemm(step.device, {.a = inner(step, d_inner_),
+                     .b = input,
+                     .a_transposed = true,
+                     .b_transposed = is_row,
+                     .out = out,
+                     .accumulate = step.adds_to_gradients(),
+                     .factor = lora_scale_});
+  if (stack) return;
+  for (size_t i = 0; i < parts.size(); ++i) step.device.copy(parts[i].data, of_adapter(i).data, parts[i].bytes());
 }
 
 void Linear::sample_weight(const StepContext& step, int64_t block, QuantizedTensor which) const {

@@ -26,7 +26,8 @@ using InputAgain = std::function<GemmInput()>;
 
 // out = x W^T + b, with the weight W [N, K] and, where the table has a parameter <name>_bias, the bias b [N]. Where
 // it has adapters of the layer, the columns of out that belong to one get + scale * (x A^T) B^T, in the compute
-// format: FP8 operands are decoded for it. With dropout each adapter sees x without elements of its own choice.
+// format: FP8 operands are decoded for it. Adapters of one layer read one input, so their A are multiplied as one
+// matrix. With dropout each adapter sees x without elements of its own choice, and has products of its own.
 class Linear {
  public:
   // `std` is what the weight is drawn with at first. A weight of role kPlainLinear is FP8 under no precision.
@@ -58,22 +59,35 @@ class Linear {
   struct Adapter {
     int in, out;  // parameters
     int64_t first_row, rows;
-    std::string target;
-    TensorId inner, d_inner;  // [T, rank] x A^T and its gradient without the scale
+    int64_t first_inner;  // column in what all adapters have of [T, rank]
   };
   // Columns of an adapter in a matrix of out's width, with padding(adapter) columns behind them.
   TensorView columns(const TensorView& out, const Adapter& adapter) const;
   int64_t padding(const Adapter& adapter) const { return rows_ - adapter.rows; }
+  // x A^T of all adapters, or its gradient without the scale, and an adapter's columns there, with inner_padding()
+  // columns behind them.
+  int64_t inner_width() const { return static_cast<int64_t>(adapters_.size()) * rank_; }
+  int64_t inner_padding() const { return inner_width() - rank_; }
   TensorView inner(const StepContext& step, TensorId id) const;
+  TensorView inner(const StepContext& step, TensorId id, const Adapter& adapter) const;
+  // A of all adapters, [inner_width(), K]: where they are, if they lie one after the other in memory
+  // (memory_order()), or copied to a buffer. Likewise their gradients are written.
+  TensorView stacked_in(const StepContext& step) const;
   TensorView decoded(const StepContext& step, const ScaledView& x, TensorId buffer) const;
-  void add_adapters(const StepContext& step, const ScaledView& x, const TensorView& out) const;
-  void adapters_input_gradient(const StepContext& step, const ScaledView& d_out, const TensorView& d_x) const;
+  // What adapters compute of x, and what they add to out; likewise of d_out and to d_x. The layer's own product
+  // comes between the two, so that part of what it wrote is in a GPU's cache yet when it is added to.
+  void inner_products(const StepContext& step, const ScaledView& x) const;
+  void add_adapters(const StepContext& step, const TensorView& out) const;
+  void inner_gradients(const StepContext& step, const ScaledView& d_out) const;
+  void add_input_gradients(const StepContext& step, const TensorView& d_x) const;
   // x as the adapter sees it: with elements left out, in a buffer that the next call overwrites. x is [T, K], or
   // [K, T] if `transposed`.
   TensorView dropped(const StepContext& step, const Adapter& adapter, const TensorView& x, bool transposed) const;
   void drop(const StepContext& step, const Adapter& adapter, const TensorView& x, const TensorView& y,
             bool accumulate, bool transposed) const;
   void adapter_gradients(const StepContext& step, const ScaledView& d_out, const GemmInput& x) const;
+  // Of A. `input` is [T, K], or [K, T] unless `is_row`.
+  void in_gradients(const StepContext& step, const TensorView& input, bool is_row) const;
 
   int weight_;
   int bias_;  // -1: none
@@ -86,6 +100,8 @@ class Linear {
   float lora_scale_;
   double dropout_;
   uint64_t dropout_seed_;
+  TensorId inner_, d_inner_;                   // [T, inner_width()]
+  TensorId stacked_, stacked_gradient_;        // [inner_width(), K]; only of several adapters
   TensorId dropped_;                           // [T, K] or [K, T]; only with dropout
   TensorId decoded_input_, decoded_gradient_;  // [T, K] or [K, T], and [T, N]; only with adapters and FP8
 };

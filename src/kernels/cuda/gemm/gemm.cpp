@@ -133,6 +133,7 @@ std::string key_of(const Gemm& a) {
     key += fmt::format(" [{}, {}{}]", format_of(a.a), format_of(a.b), accumulates_fast(a) ? ", fast" : "");
   }
   if (a.a_padding != 0 || a.out_padding != 0) key += fmt::format(" padded {} {}", a.a_padding, a.out_padding);
+  if (a.b_padding != 0) key += fmt::format(" b padded {}", a.b_padding);
   const uint32_t alignments[] = {alignment_of(a.a.data), alignment_of(a.b.data), alignment_of(a.out)};
   if (*std::min_element(std::begin(alignments), std::end(alignments)) < kFullAlignment) {
     key += fmt::format(" aligned {} {} {}", alignments[0], alignments[1], alignments[2]);
@@ -153,7 +154,7 @@ PreparedGemm::PreparedGemm(const Gemm& a) {
     // Algorithms are asked for before the first run: any scales do for that.
     set_scales(product_, a.a.scale.data, a.b.scale.data);
   }
-  a_ = layout_of(a.b.data);
+  a_ = layout_of(a.b.data, a.b_padding);
   b_ = layout_of(a.a.data, a.a_padding);
   out_ = layout_of(a.out, a.out_padding);
 }
@@ -265,11 +266,11 @@ std::vector<Gemm> GemmCache::take_used() {
 
 void gemm(Device& device, const Gemm& a) {
   CudaDevice& gpu = as_cuda(device);
-  const PreparedGemm* prepared = suits_cublaslt(a) ? gemms_of(gpu).prepare(a) : nullptr;
   if (suits_low_rank_update(a)) {
     low_rank_update(gpu, a);
     return;
   }
+  const PreparedGemm* prepared = suits_cublaslt(a) ? gemms_of(gpu).prepare(a) : nullptr;
   if (prepared == nullptr) {
     multiply_float8(gpu, a);
     return;
