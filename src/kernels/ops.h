@@ -9,6 +9,7 @@
 #include "kernels/device/device.h"
 #include "kernels/ops/activation.h"
 #include "kernels/ops/adamw.h"
+#include "kernels/ops/adamw_steps.h"
 #include "kernels/ops/add.h"
 #include "kernels/ops/amax.h"
 #include "kernels/ops/attention.h"

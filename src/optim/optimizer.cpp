@@ -11,6 +11,7 @@
 #include "core/memory_order.h"
 #include "core/parallel.h"
 #include "core/split_float.h"
+#include "kernels/ops/adamw_steps.h"
 #include "kernels/ops/grad_norm.h"
 
 namespace parka {
@@ -44,7 +45,9 @@ std::vector<T> download(Device& device, const TensorView& source) {
   return values;
 }
 
-constexpr int64_t kNumStepScalars = 3;     // beside the squares of every parameter: their sum, loss, coefficient
+constexpr int64_t kNumStepScalars = 3;  // beside the squares of every parameter: their sum, loss, coefficient
+// Up to which tensors are updated together: larger ones keep a GPU busy by themselves.
+constexpr int64_t kSmallElements = int64_t{1} << 21;
 constexpr int64_t kNumReleaseScalars = 3;  // squares of the step before, own loss, squares of a unit
 
 DType state_dtype(StateFormat states, DType float8_format) {
@@ -94,9 +97,6 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
       plan.add("step scalars", "step_scalars", DType::kF32, {static_cast<int64_t>(parameters_.size()) + more});
 }
 
-// One unit's gradients after another in a buffer.
-void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
-  int64_t sizes[kGradientBuffers] = {}, ends[kGradientBuffers] = {};
 void Optimizer::declare_gradients(MemoryPlan& plan) {
   for (const size_t i : memory_order(parameters_)) {
     const ParameterInfo& p = parameters_[i];
@@ -106,6 +106,9 @@ void Optimizer::declare_gradients(MemoryPlan& plan) {
   }
 }
 
+// One unit's gradients after another in a buffer.
+void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
+  int64_t sizes[kGradientBuffers] = {}, ends[kGradientBuffers] = {};
   buffer_offsets_.resize(parameters_.size());
   int unit = 0;
   for (const size_t i : memory_order(parameters_)) {
@@ -346,10 +349,7 @@ PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t se
   if (stream_) stream_->begin(update_order_);  // the first parts come while the norm is found
   find_coefficient(device, step, sums, limits);
   clear_amax(device, 0, parameters_.size());
-  for (const size_t i : update_order_) {
-    if (before_update) before_update(i);
-    update_parameter(device, {.step = step, .lr = lr, .seed = seed}, i);
-  }
+  update_parameters(device, {.step = step, .lr = lr, .seed = seed}, update_order_, before_update);
   return end_step(device);
 }
 
@@ -406,11 +406,11 @@ void Optimizer::step_unit(Device& device, const Update& update, int unit, const 
   }
   find_unit_coefficient(device, update.step, begin, end, sums);
   clear_amax(device, begin, end);  // not sooner: backward reads them
+  std::vector<size_t> updated;
   for (size_t i = begin; i < end; ++i) {
-    if (!parameters_[i].trainable) continue;
-    if (before_update) before_update(i);
-    if (own_range(i).size() > 0) update_parameter(device, update, i);
+    if (parameters_[i].trainable) updated.push_back(i);
   }
+  update_parameters(device, update, updated, before_update);
 }
 
 // What is not finite stays in the sum, and so keeps all later units from being updated.
@@ -440,37 +440,45 @@ void Optimizer::set_last_norm(Device& device, double norm) const {
   device.copy_to_device(total_squares_.data, &squares, sizeof(squares));
 }
 
-void Optimizer::update_parameter(Device& device, const Update& update, size_t i) {
-  if (!stream_) {
-    update_part(device, update, i, 0, parameter_state(i));
-    return;
+void Optimizer::update_parameters(Device& device, const Update& update, const std::vector<size_t>& indices,
+                                  const std::function<void(size_t parameter)>& before_update) {
+  AdamwSteps small;
+  for (const size_t i : indices) {
+    if (before_update) before_update(i);
+    if (own_range(i).size() == 0) continue;
+    if (stream_) {
+      stream_->update(i, [&](int64_t first, const ParameterState& part) {
+        adamw_step(device, step_of(update, i, first, part));
+      });
+    } else if (own_range(i).size() <= kSmallElements) {
+      small.steps.push_back(step_of(update, i, 0, parameter_state(i)));
+    } else {
+      adamw_step(device, step_of(update, i, 0, parameter_state(i)));
+    }
   }
-  stream_->update(i,
-                  [&](int64_t first, const ParameterState& part) { update_part(device, update, i, first, part); });
+  adamw_steps(device, small);
 }
 
-void Optimizer::update_part(Device& device, const Update& update, size_t i, int64_t first,
-                            const ParameterState& part) {
+AdamwStep Optimizer::step_of(const Update& update, size_t i, int64_t first, const ParameterState& part) const {
   const ParameterInfo& p = parameters_[i];
-  adamw_step(device,
-             {.weight = part.weight,
-              .master = part.master,
-              .master_form = config_.master,
-              .gradient = gradient_pieces_[i].own.rows(first, part.weight.numel()),
-              .exp_avg = part.exp_avg,
-              .exp_avg_sq = part.exp_avg_sq,
-              .lr = static_cast<float>(update.lr * p.lr_factor),
-              .beta1 = config_.beta1,
-              .beta2 = config_.beta2,
-              .eps = static_cast<float>(config_.eps),
-              .weight_decay = p.decayed ? static_cast<float>(config_.weight_decay) : 0.0f,
-              .bias_correction1 = static_cast<float>(bias_correction(config_.beta1, update.step)),
-              .bias_correction2 = static_cast<float>(bias_correction(config_.beta2, update.step)),
-              .grad_scale = clip_coefficient_,
-              .weight_amax = weight_amax_.empty() ? TensorView() : weight_amax_.rows(static_cast<int64_t>(i), 1),
-              .seed = update.seed,
-              .step = static_cast<uint64_t>(update.step),
-              .first_element = static_cast<uint64_t>(p.first_element + own_range(i).begin + first)});
+  return {.weight = part.weight,
+          .master = part.master,
+          .master_form = config_.master,
+          .gradient = gradient_pieces_[i].own.rows(first, part.weight.numel()),
+          .exp_avg = part.exp_avg,
+          .exp_avg_sq = part.exp_avg_sq,
+          .lr = static_cast<float>(update.lr * p.lr_factor),
+          .beta1 = config_.beta1,
+          .beta2 = config_.beta2,
+          .eps = static_cast<float>(config_.eps),
+          .weight_decay = p.decayed ? static_cast<float>(config_.weight_decay) : 0.0f,
+          .bias_correction1 = static_cast<float>(bias_correction(config_.beta1, update.step)),
+          .bias_correction2 = static_cast<float>(bias_correction(config_.beta2, update.step)),
+          .grad_scale = clip_coefficient_,
+          .weight_amax = weight_amax_.empty() ? TensorView() : weight_amax_.rows(static_cast<int64_t>(i), 1),
+          .seed = update.seed,
+          .step = static_cast<uint64_t>(update.step),
+          .first_element = static_cast<uint64_t>(p.first_element + own_range(i).begin + first)};
 }
 
 StepResult PendingStep::wait() const {

@@ -190,18 +190,19 @@ class Optimizer {
   void find_coefficient(Device& device, int64_t step, const SumOverRanks& sums, const StepLimits& limits);
   // The same of a unit, whose parameters are [begin, end), and of the units before it.
   void find_unit_coefficient(Device& device, int64_t step, size_t begin, size_t end, const SumOverRanks& sums);
-  // Queues the update of this rank's part of parameter i, which is not empty: where it passes through buffers, one
-  // part of it after another.
-  void update_parameter(Device& device, const Update& update, size_t i);
-  // Queues that of elements `first` and following of this rank's, whose state is `part`.
-  void update_part(Device& device, const Update& update, size_t i, int64_t first, const ParameterState& part);
+  // Queues the updates of this rank's parts of parameters: where they pass through buffers, one part after another;
+  // else those of small ones together.
+  void update_parameters(Device& device, const Update& update, const std::vector<size_t>& indices,
+                         const std::function<void(size_t parameter)>& before_update);
+  // That of elements `first` and following of this rank's of parameter i, whose state is `part`.
+  AdamwStep step_of(const Update& update, size_t i, int64_t first, const ParameterState& part) const;
   size_t buffer_of(const ParameterInfo& parameter) const {
     return gradient_buffer_of(parameter, releases_gradients() && is_alone_ ? 1 : 2);
   }
   MomentIds declare_moment(const ParameterInfo& parameter, const std::string& name, DType float8_format,
                            MemoryPlan& plan) const;
-  void declare_gradient_buffers(MemoryPlan& plan);
   void declare_gradients(MemoryPlan& plan);
+  void declare_gradient_buffers(MemoryPlan& plan);
   void declare_stream_buffers(MemoryPlan& plan);
   size_t num_stream_buffers() const;
   MemoryPlace state_place(const ParameterInfo& parameter) const;

@@ -159,7 +159,7 @@ TEST_CASE("waits for what is in host memory are not work of the measured GPU", "
 }
 
 TEST_CASE("what ZeRO divides takes less, but for its launches", "[engine][step model]") {
-  const auto is_divided = [](const RecordedOp& op) { return op.op == "adamw_step" || op.op == "sum_of_squares"; };
+  const auto is_divided = [](const RecordedOp& op) { return op.op == "adamw_steps" || op.op == "sum_of_squares"; };
   const Seconds seconds = [&](const RecordedOp& op) {
     return is_divided(op) ? kLaunch + 1e-9 * op.cost.bytes : 0.0;
   };

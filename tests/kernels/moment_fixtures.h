@@ -170,29 +170,33 @@ class TestParameter {
     }
   }
 
-  // Steps the elements [begin, end) alone.
+  // The step of the elements [begin, end) alone.
+  AdamwStep range_step(const TestTensor& gradient, const TestTensor& grad_scale, const Hyperparameters& h,
+                       int64_t t, int64_t begin, int64_t end, uint64_t first_element = 0) const {
+    const auto rows = [&](const TensorView& view) { return view.rows(begin, end - begin); };
+    return {.weight = rows(weight),
+            .master = master ? rows(*master) : TensorView{},
+            .master_form = storage_.master,
+            .gradient = rows(gradient),
+            .exp_avg = exp_avg.range(begin, end),
+            .exp_avg_sq = exp_avg_sq.range(begin, end),
+            .lr = static_cast<float>(h.lr),
+            .beta1 = h.beta1,
+            .beta2 = h.beta2,
+            .eps = static_cast<float>(h.eps),
+            .weight_decay = static_cast<float>(h.weight_decay),
+            .bias_correction1 = static_cast<float>(1 - std::pow(h.beta1, static_cast<double>(t))),
+            .bias_correction2 = static_cast<float>(1 - std::pow(h.beta2, static_cast<double>(t))),
+            .grad_scale = grad_scale,
+            .weight_amax = weight_amax ? weight_amax->view() : TensorView{},
+            .seed = 77,
+            .step = static_cast<uint64_t>(t),
+            .first_element = first_element + static_cast<uint64_t>(begin)};
+  }
   void step_range(const TestTensor& gradient, const Hyperparameters& h, int64_t t, int64_t begin, int64_t end,
                   float grad_scale = 1.0f, uint64_t first_element = 0) {
     const TestTensor scale(device_, DType::kF32, {1}, {grad_scale});
-    const auto rows = [&](const TensorView& view) { return view.rows(begin, end - begin); };
-    adamw_step(device_, {.weight = rows(weight),
-                         .master = master ? rows(*master) : TensorView{},
-                         .master_form = storage_.master,
-                         .gradient = rows(gradient),
-                         .exp_avg = exp_avg.range(begin, end),
-                         .exp_avg_sq = exp_avg_sq.range(begin, end),
-                         .lr = static_cast<float>(h.lr),
-                         .beta1 = h.beta1,
-                         .beta2 = h.beta2,
-                         .eps = static_cast<float>(h.eps),
-                         .weight_decay = static_cast<float>(h.weight_decay),
-                         .bias_correction1 = static_cast<float>(1 - std::pow(h.beta1, static_cast<double>(t))),
-                         .bias_correction2 = static_cast<float>(1 - std::pow(h.beta2, static_cast<double>(t))),
-                         .grad_scale = scale,
-                         .weight_amax = weight_amax ? weight_amax->view() : TensorView{},
-                         .seed = 77,
-                         .step = static_cast<uint64_t>(t),
-                         .first_element = first_element + static_cast<uint64_t>(begin)});
+    adamw_step(device_, range_step(gradient, scale, h, t, begin, end, first_element));
   }
   void step(const std::vector<float>& gradient, const Hyperparameters& h, int64_t t, float grad_scale = 1.0f,
             uint64_t first_element = 0) {

@@ -2,6 +2,7 @@
 #include <limits>
 
 #include "core/error.h"
+#include "kernels/ops/adamw_steps.h"
 #include "tests/kernels/moment_fixtures.h"
 #include "tests/support/catch.h"
 
@@ -411,6 +412,103 @@ TEST_CASE("weight_amax skips NaN and takes an infinity", "[kernels][adamw]") {
       }
     }
   }
+}
+
+namespace {
+
+// Parameters of these sizes, with gradients, stepped one by one or together.
+class TestParameters {
+ public:
+  TestParameters(Device& device, const Storage& storage, const std::vector<int64_t>& sizes, bool wants_amax)
+      : device_(device), storage_(storage) {
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      all.push_back(std::make_unique<TestParameter>(device, storage, random_normal(sizes[i], 100 + i, 0.02f)));
+      if (wants_amax && i % 3 != 1) set_weight_amax(device, *all.back(), i % 2 == 0 ? 0.0f : 0.05f);
+    }
+  }
+
+  void step(int64_t t, float grad_scale, bool together) {
+    const TestTensor scale(device_, DType::kF32, {1}, {grad_scale});
+    std::vector<std::unique_ptr<TestTensor>> gradients;
+    AdamwSteps steps;
+    uint64_t first_element = 1280;
+    for (size_t i = 0; i < all.size(); ++i) {
+      const int64_t N = all[i]->numel;
+      gradients.push_back(std::make_unique<TestTensor>(device_, storage_.gradient,
+                                                       std::initializer_list<int64_t>{N},
+                                                       gradient_at(N, t + static_cast<int64_t>(i))));
+      const Hyperparameters h{.lr = 1e-3 * static_cast<double>(1 + i % 5), .weight_decay = i % 2 == 0 ? 0.1 : 0.0};
+      steps.steps.push_back(all[i]->range_step(*gradients.back(), scale, h, t, 0, N, first_element));
+      first_element += static_cast<uint64_t>(ceil_div(N, kMomentGroup) * kMomentGroup);
+    }
+    if (together) {
+      adamw_steps(device_, steps);
+    } else {
+      for (const AdamwStep& step : steps.steps) adamw_step(device_, step);
+    }
+  }
+
+  std::vector<std::unique_ptr<TestParameter>> all;
+
+ private:
+  Device& device_;
+  Storage storage_;
+};
+
+void check_steps_together(Device& device, const Storage& storage, const std::vector<int64_t>& sizes) {
+  TestParameters together(device, storage, sizes, true), each(device, storage, sizes, true);
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  for (const auto& [t, grad_scale] : {std::pair{1, 0.37f}, {2, 1.0f}, {3, kNan}}) {
+    together.step(t, grad_scale, true);
+    each.step(t, grad_scale, false);
+  }
+  int64_t wrong = 0, wrong_amax = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const TestParameter &got = *together.all[i], &want = *each.all[i];
+    wrong += !got.same_bits(want) || !got.guard_intact();
+    if (want.weight_amax) wrong_amax += got.weight_amax->host() != want.weight_amax->host();
+  }
+  CAPTURE(device.name(), static_cast<int>(storage.master), sizes.size());
+  CHECK(wrong == 0);
+  CHECK(wrong_amax == 0);
+}
+
+}  // namespace
+
+TEST_CASE("adamw_steps gives the bits of an adamw_step of each", "[kernels][adamw][slow]") {
+  // Fewer and more elements than a GPU's block takes, 8192, and no multiple of them.
+  const std::vector<int64_t> sizes = {8192, 1, 3 * 8192, 300, 8192 + 129, 5 * 8192 + 1, 128, 2 * 8192};
+  for (Device* device : devices()) {
+    for (const Storage& storage : storages_of_all_kernels()) check_steps_together(*device, storage, sizes);
+  }
+}
+
+TEST_CASE("adamw_steps takes any number of tensors", "[kernels][adamw][slow]") {
+  // More than the arguments of a kernel have place for, and more than a GPU has multiprocessors.
+  for (Device* device : devices()) {
+    check_steps_together(*device,
+                         {MasterForm::kFp32Split, {DType::kE4M3, true}, {DType::kE4M3, true}, DType::kBF16},
+                         std::vector<int64_t>(700, 8192));
+    adamw_steps(*device, {});
+  }
+}
+
+TEST_CASE("adamw_steps refuses steps that differ in more than their tensors", "[kernels][adamw]") {
+  const Storage storage{MasterForm::kNone, {DType::kF32}, {DType::kF32}};
+  const TestParameter one(cpu_device(), storage, random_normal(10, 1)),
+      two(cpu_device(), storage, random_normal(20, 2));
+  const TestTensor scale(cpu_device(), DType::kF32, {1}, {1.0f});
+  const TestTensor gradient(cpu_device(), DType::kF32, {20}, random_normal(20, 3));
+  const auto refused = [&](const std::function<void(AdamwStep&)>& change) {
+    AdamwSteps steps{
+        {one.range_step(gradient, scale, {}, 1, 0, 10), two.range_step(gradient, scale, {}, 1, 0, 20)}};
+    change(steps.steps[1]);
+    return contains(internal_error([&] { adamw_steps(cpu_device(), steps); }), "differ in more than");
+  };
+  CHECK_FALSE(refused([](AdamwStep& a) { a.lr = 7, a.weight_decay = 3, a.first_element = 128; }));
+  CHECK(refused([](AdamwStep& a) { a.beta1 = 0.8; }));
+  CHECK(refused([](AdamwStep& a) { a.step = 2; }));
+  CHECK(refused([](AdamwStep& a) { a.seed = 3; }));
 }
 
 TEST_CASE("hazard: a moment that shares its group with a far larger one gets an exploding update",

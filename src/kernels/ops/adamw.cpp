@@ -7,6 +7,7 @@
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
+#include "kernels/ops/adamw_steps.h"
 
 namespace parka {
 namespace {
@@ -42,7 +43,7 @@ double bytes_of(const MomentView& m) { return all_bytes(m.values, m.amax, m.expo
 
 }  // namespace
 
-void adamw_step(Device& device, const AdamwStep& a) {
+void check_adamw_step(const AdamwStep& a) {
   const int64_t N = a.weight.numel();
   check_weight(a, N);
   check_tensor("adamw_step", "gradient", a.gradient, {N}, {DType::kF32, DType::kBF16});
@@ -52,7 +53,11 @@ void adamw_step(Device& device, const AdamwStep& a) {
   if (!a.weight_amax.empty()) check_tensor("adamw_step", "weight_amax", a.weight_amax, {1}, {DType::kF32});
   PARKA_REQUIRE(a.bias_correction1 > 0 && a.bias_correction2 > 0);
   PARKA_REQUIRE(a.first_element % kMomentGroup == 0);
-  if (N == 0) return;
+}
+
+void adamw_step(Device& device, const AdamwStep& a) {
+  check_adamw_step(a);
+  if (a.weight.numel() == 0) return;
   PARKA_DISPATCH(adamw_step, device, a);
 }
 

@@ -1,7 +1,8 @@
-#include "kernels/ops/adamw.h"
+#include "kernels/ops/adamw_steps.h"
 
 #include <algorithm>
 #include <type_traits>
+#include <vector>
 
 #include "kernels/cuda/optimizer/adamw_moments.cuh"
 #include "kernels/cuda/ptx/early_launch.cuh"
@@ -307,6 +308,88 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
   raise_weight_amax<Part::kThreads>(weight_amax, largest);
 }
 
+// The tensors of several steps, for adamw_fp8_steps_kernel. It goes to the kernel as an argument, so that it needs
+// no copy to the device.
+template <typename Tensors>
+struct StepTable {
+  static constexpr size_t kMostBytes = 30000;  // arguments of a kernel may take 32764
+  struct Entry {
+    Tensors tensors;
+    float* weight_amax;
+    float lr, weight_decay;
+    int first_block;  // of all blocks of elements
+  };
+  static constexpr int kCapacity = kMostBytes / sizeof(Entry);
+
+  int num_entries, num_blocks;
+  Entry entries[kCapacity];
+
+  // The entry that a block of elements belongs to, at or behind entry `from`.
+  __device__ int entry_of(int block, int from) const {
+    while (from + 1 < num_entries && entries[from + 1].first_block <= block) ++from;
+    return from;
+  }
+  __device__ Tensors at(int entry, int block) const {
+    return of_block(entries[entry].tensors, block - entries[entry].first_block);
+  }
+};
+
+// Raises *weight_amax, unless it is null, to what the lanes of a warp have found.
+template <typename LargestWeight>
+__device__ void raise_to_warp_max(float* weight_amax, const LargestWeight& largest) {
+  if (weight_amax == nullptr) return;
+  const uint32_t of_warp = __reduce_max_sync(kFullWarp, __float_as_uint(largest.value()));
+  if (threadIdx.x % kWarpSize == 0) raise_to(weight_amax, __uint_as_float(of_warp));
+}
+
+// The same for several tensors. One tensor's step is its own kernel, which is faster: it looks for no tensor, and
+// finds the largest weight at the end alone.
+template <typename Tensors>
+__global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
+    adamw_fp8_steps_kernel(const __grid_constant__ StepTable<Tensors> table, const float* grad_scale,
+                           UpdateConstants constants, unsigned* counters) {
+  using Part = typename Tensors::Part;
+  using LargestWeight = typename Tensors::LargestWeight;
+  wait_for_kernel_before();
+  const float scale = *grad_scale;
+  if (!isfinite(scale)) {
+    int entry = 0;
+    for (int block = static_cast<int>(blockIdx.x); block < table.num_blocks; block += static_cast<int>(gridDim.x)) {
+      entry = table.entry_of(block, entry);
+      LargestWeight largest;
+      largest.raise_to(load_part<true>(table.at(entry, block).weights.weight_N, Part{}));
+      raise_to_warp_max(table.entries[entry].weight_amax, largest);
+    }
+    return;
+  }
+  BlockScheduler scheduler(counters, table.num_blocks);
+  int entry = table.entry_of(scheduler.block(), 0);
+  auto elements = load_elements<true>(table.at(entry, scheduler.block()), Part{});
+
+  extern __shared__ uint4 shared[];
+  auto& roots = *reinterpret_cast<RootTable*>(shared);
+  copy_roots<Part::kThreads>(kRootTable<typename decltype(Tensors::exp_avg)::Format>, roots);
+  __syncthreads();
+
+  for (; scheduler.has_block(); scheduler.advance()) {
+    scheduler.ask();
+    UpdateConstants of_entry = constants;
+    of_entry.lr = table.entries[entry].lr;
+    of_entry.weight_decay = table.entries[entry].weight_decay;
+    LargestWeight largest;
+    int next_entry = entry;
+    step_fp8<true>(table.at(entry, scheduler.block()), Part{}, roots, roots, scale, of_entry, elements, largest,
+                   [&] {
+                     if (!scheduler.has_next()) return;
+                     next_entry = table.entry_of(scheduler.next(), entry);
+                     elements = load_elements<true>(table.at(next_entry, scheduler.next()), Part{});
+                   });
+    raise_to_warp_max(table.entries[entry].weight_amax, largest);
+    entry = next_entry;
+  }
+  BlockScheduler::end<Part::kThreads>(counters);
+}
+
 template <typename Moment>
 __global__ void __launch_bounds__(Moment::Part::kThreads)
     moment_encode_kernel(const float* values_N, Moment moment, int64_t N, bool aligned) {
@@ -459,25 +542,68 @@ void step_with_plain_moments(CudaDevice& device, const AdamwStep& a) {
   });
 }
 
-void step_with_fp8_moments(CudaDevice& device, const AdamwStep& a) {
-  const int64_t num_fast = num_fast_elements(device, a);
-  if (num_fast > 0) {
-    with_weights_and_gradient(a, [&](auto weights, auto gradient) {
-      with_float8_type(a.exp_avg.values.dtype, [&](auto type) {
-        using F8 = decltype(type);
-        const auto exp_avg = fp8_moment<F8, LargePart, false, true>(a.exp_avg);
-        const auto exp_avg_sq = fp8_moment<F8, LargePart, true, true>(a.exp_avg_sq);
-        launch_fast_step(device, a, Tensors{weights, gradient, exp_avg, exp_avg_sq}, num_fast);
-      });
+// Calls f with the tensors of a fast step.
+template <typename F>
+void with_fast_tensors(const AdamwStep& a, const F& f) {
+  with_weights_and_gradient(a, [&](auto weights, auto gradient) {
+    with_float8_type(a.exp_avg.values.dtype, [&](auto type) {
+      using F8 = decltype(type);
+      f(Tensors{weights, gradient, fp8_moment<F8, LargePart, false, true>(a.exp_avg),
+                fp8_moment<F8, LargePart, true, true>(a.exp_avg_sq)});
     });
-  }
-  // What the fast step leaves: the last elements, or all where it cannot be.
+  });
+}
+
+// What the fast step leaves: the elements behind `num_fast`, the last ones of a tensor, or all where it cannot be.
+void step_rest(CudaDevice& device, const AdamwStep& a, int64_t num_fast) {
   with_weights(a, [&](auto weights) {
     with_fp8_moment<SmallPart, false>(a.exp_avg, [&](auto exp_avg) {
       with_fp8_moment<SmallPart, true>(a.exp_avg_sq, [&](auto exp_avg_sq) {
         launch_step(device, a, Tensors{weights, AnyGradient(a.gradient), exp_avg, exp_avg_sq}, num_fast);
       });
     });
+  });
+}
+
+void step_with_fp8_moments(CudaDevice& device, const AdamwStep& a) {
+  const int64_t num_fast = num_fast_elements(device, a);
+  if (num_fast > 0) {
+    with_fast_tensors(a, [&](const auto& tensors) { launch_fast_step(device, a, tensors, num_fast); });
+  }
+  step_rest(device, a, num_fast);
+}
+
+template <typename Tensors>
+void launch_fast_steps(CudaDevice& device, const AdamwStep& like, const StepTable<Tensors>& table) {
+  auto* const kernel = adamw_fp8_steps_kernel<Tensors>;
+  constexpr int kSharedBytes = sizeof(RootTable);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "adamw_steps");
+  const int blocks = std::min(table.num_blocks, device.num_multiprocessors());
+  launch_early(device, kernel, {static_cast<unsigned>(blocks), LargePart::kThreads, kSharedBytes}, table,
+               like.grad_scale.as<float>(), UpdateConstants(like), device.counters());
+  check_launch("adamw_steps");
+}
+
+// The fast part of steps that have one, which are alike.
+void fast_steps(CudaDevice& device, const std::vector<const AdamwStep*>& steps) {
+  with_fast_tensors(*steps[0], [&](const auto& first) {
+    using Table = StepTable<std::remove_cvref_t<decltype(first)>>;
+    Table table{};
+    for (size_t i = 0; i < steps.size(); ++i) {
+      const AdamwStep& a = *steps[i];
+      auto& entry = table.entries[table.num_entries++];
+      with_fast_tensors(a, [&](const auto& tensors) {
+        if constexpr (std::is_same_v<decltype(tensors), decltype(first)>) entry.tensors = tensors;
+      });
+      entry.weight_amax = weight_amax_of(a);
+      entry.lr = a.lr;
+      entry.weight_decay = a.weight_decay;
+      entry.first_block = table.num_blocks;
+      table.num_blocks += static_cast<int>(num_fast_elements(device, a) / LargePart::kBlockElements);
+      if (table.num_entries < Table::kCapacity && i + 1 < steps.size()) continue;
+      launch_fast_steps(device, a, table);
+      table.num_entries = table.num_blocks = 0;
+    }
   });
 }
 
@@ -493,6 +619,22 @@ void adamw_step(Device& device, const AdamwStep& a) {
     step_with_plain_moments(as_cuda(device), a);
   }
   check_launch("adamw_step");
+}
+
+void adamw_steps(Device& device, const AdamwSteps& a) {
+  CudaDevice& gpu = as_cuda(device);
+  if (!is_float8(a.steps[0].exp_avg.values.dtype)) {
+    for (const AdamwStep& step : a.steps) cuda::adamw_step(device, step);
+    return;
+  }
+  std::vector<const AdamwStep*> fast;
+  for (const AdamwStep& step : a.steps) {
+    const int64_t num_fast = num_fast_elements(gpu, step);
+    if (num_fast > 0) fast.push_back(&step);
+    step_rest(gpu, step, num_fast);
+  }
+  if (!fast.empty()) fast_steps(gpu, fast);
+  check_launch("adamw_steps");
 }
 
 void moment_encode(Device& device, const MomentEncode& a) {
