@@ -33,6 +33,8 @@ METHODS = {
     "lora_fp8_both": ADAPTERS + FP8 + ["finetune.base=fp8", "precision.weight_copies=both"],
     "lora_fp8_recompute": ADAPTERS + FP8 + RECOMPUTE + ["finetune.base=fp8"],
     "lora_fp8_offload": ADAPTERS + FP8 + ["finetune.base=fp8", "precision.offload_blocks=15"],
+    "lora_fp8_head": ADAPTERS + FP8 + ["finetune.base=fp8", "precision.head=fp8"],
+    "lora_fp8_offload_head": ADAPTERS + FP8 + ["finetune.base=fp8", "precision.offload_blocks=15", "precision.head=fp8"],
     "qlora": ADAPTERS + ["finetune.base=nf4"],
     "qlora_fp8": ADAPTERS + FP8 + ["finetune.base=nf4"],
     "qlora_fp8_recompute": ADAPTERS + FP8 + RECOMPUTE + ["finetune.base=nf4"],

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "engine/evaluation/evaluation.h"
-#include "tests/model/small_model.h"
+#include "tests/model/trained_model.h"
 #include "tests/support/catch.h"
 
 using namespace parka;
@@ -123,11 +123,12 @@ TEST_CASE("an FP8 head has its codes in the plan: two of the weight, two of a ch
           "[model][head][plan]") {
   const int64_t V = 1008, d = 64, chunk = 32;
   ModelConfig config = small_config(1001, false);
+  ParameterRules rules;
   const auto bytes = [&](WeightCopies copies, Storage head, std::string_view category) {
     PrecisionConfig precision = with_head(Recipe::kParka, head);
     precision.weight_copies = copies;
     MemoryPlan plan;
-    const Model model(config, precision, false, kShape, chunk, Model::Use::kTraining, {}, plan);
+    const Model model(config, precision, false, kShape, chunk, Model::Use::kTraining, {}, plan, rules);
     int64_t sum = 0;
     for (const auto& entry : plan.entries()) {
       if (entry.category == category) sum += entry.bytes;
@@ -143,5 +144,30 @@ TEST_CASE("an FP8 head has its codes in the plan: two of the weight, two of a ch
     const int64_t of_chunk = 2 * chunk * V + 2 * chunk * d, made = (2 - kept) * V * d;
     const int64_t more = bytes(copies, Storage::kFp8, "workspace") - bytes(copies, Storage::kCompute, "workspace");
     CHECK((more >= of_chunk + made && more < of_chunk + made + 4096));
+  }
+  // Only a gradient of the weight reads transposed codes of a chunk.
+  rules.frozen = {"head"};
+  const int64_t more = bytes(WeightCopies::kBoth, Storage::kFp8, "workspace") -
+                       bytes(WeightCopies::kBoth, Storage::kCompute, "workspace");
+  CHECK((more >= chunk * V + chunk * d && more < chunk * V + chunk * d + 4096));
+}
+
+TEST_CASE("a frozen FP8 head changes no bit of other gradients", "[model][head]") {
+  for (const int64_t vocab_size : {96, 101}) {
+    const ModelConfig config = small_config(vocab_size, false);
+    const PrecisionConfig precision = with_head(Recipe::kParka, Storage::kFp8);
+    Fixture random{config, kShape, random_tokens(kShape.num_tokens(), vocab_size, 5), {}};
+    for (Device* device : devices()) {
+      TrainedModel all(config, precision, kShape, *device, {}, 32),
+          rest(config, precision, kShape, *device, {.frozen = {"head"}}, 32);
+      for (TrainedModel* m : {&all, &rest}) m->load(random, nullptr, [](const ParameterInfo&) { return true; });
+      CAPTURE(vocab_size, device->name());
+      CHECK(all.backward(random) == rest.backward(random));
+      int64_t wrong = 0;
+      for (size_t i = 0; i < rest.gradients.size(); ++i) {
+        wrong += rest.model.parameters().is_trainable(static_cast<int>(i)) && all.gradient(i) != rest.gradient(i);
+      }
+      CHECK(wrong == 0);
+    }
   }
 }

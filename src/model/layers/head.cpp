@@ -49,8 +49,9 @@ void Head::declare_codes(BufferScope& scope) {
   PARKA_REQUIRE(cols == head_copy_rows(vocab_size_));
   input_.row = scope.workspace("head_input", activation, chunk_, width_, kHead);
   if (!scope.has_backward()) return;
-  input_.transposed = scope.workspace("head_input_t", activation, width_, chunk_, kHead, input_.row.scale);
   d_logits_.row = scope.workspace("d_logits", gradient, chunk_, cols, kHead);
+  if (!trains_weight_) return;
+  input_.transposed = scope.workspace("head_input_t", activation, width_, chunk_, kHead, input_.row.scale);
   d_logits_.transposed = scope.workspace("d_logits_t", gradient, cols, chunk_, kHead, d_logits_.row.scale);
 }
 
@@ -75,8 +76,10 @@ TensorView Head::logits(const StepContext& step, const ScaledView& weight, int64
     return out;
   }
   const ScaledView x = step.matrix(input_.row, count, width_);
-  quantize(step.device,
-           {.x = y, .out = x, .out_t = step.keep ? step.matrix(input_.transposed, width_, count) : ScaledView{}});
+  const bool is_read_again = step.keep && trains_weight_;
+  quantize(
+      step.device,
+      {.x = y, .out = x, .out_t = is_read_again ? step.matrix(input_.transposed, width_, count) : ScaledView{}});
   gemm(step.device, {.a = x, .b = weight, .out = out, .fast_accumulation = fast_forward_});
   return out;
 }
@@ -112,7 +115,8 @@ void Head::loss(const StepContext& step) const {
 
 GemmInput Head::d_logits_codes(const StepContext& step, int64_t count) const {
   const int64_t cols = vocab_size_ + padding();
-  return {step.matrix(d_logits_.row, count, cols), step.matrix(d_logits_.transposed, cols, count)};
+  return {step.matrix(d_logits_.row, count, cols),
+          trains_weight_ ? step.matrix(d_logits_.transposed, cols, count) : ScaledView{}};
 }
 
 void Head::loss_and_backward(const StepContext& step, const LossOptions& options,
