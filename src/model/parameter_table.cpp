@@ -169,7 +169,7 @@ void ParameterList::add_adapters(const std::string& prefix, const std::string& l
     if (lora_.rank > 0 && std::ranges::count(lora_.targets, part.target) > 0) {
       const std::string name = prefix + part.target;
       const int index = static_cast<int>(all_.size());
-      adapters_.push_back({layer, part.target, first_row, part.rows, index, index + 1});
+      adapters_.push_back({layer, first_row, part.rows, index, index + 1});
       add(name + ".lora_A", lora_.rank, cols, ParameterRole::kAdapterIn,
           /*decayed=*/true, 0.0);
       add(name + ".lora_B", part.rows, lora_.rank, ParameterRole::kAdapterOut,

@@ -22,7 +22,6 @@ std::string block_prefix(std::string_view stack, int64_t l);
 // An adapter of a linear layer: two parameters, by their indices.
 struct LoraAdapter {
   std::string layer;                // name of the layer's weight
-  std::string target;               // "q_proj"
   int64_t first_row = 0, rows = 0;  // of that weight
   int in = -1, out = -1;
 };
