@@ -165,11 +165,13 @@ TEST_CASE("gradients through an FP8 tower are close to fp32's in every recipe wi
       const double error = relative_error(got.of_tower, exact.of_tower);
       const double projector_error = relative_error(got.of_projector, exact.of_projector);
       CAPTURE(device->name(), name_of(kind), name_of(recipe), error, projector_error);
-      CAPTURE(relative_error(plain.of_tower, exact.of_tower));
+      const double difference = relative_error(got.of_tower, plain.of_tower);
+      CAPTURE(difference);
       CHECK(relative_error(got.losses, exact.losses) < noise(kRoundedForward, 0));
       CHECK(error < noise(kRoundedForward + kRoundedBackward + 1, kRoundedBackward + 1));
       CHECK(projector_error < noise(kRoundedForward + kRoundedBackward / 2 + 1, kRoundedBackward / 2 + 1));
-      CHECK(error > relative_error(plain.of_tower, exact.of_tower));  // it does quantize
+      // It does quantize: by more than one rounding. Which of the two is nearer to fp32 is for the decoder's noise to say.
+      CHECK(difference > noise(1, 0));
       CHECK(!same_bits(got.losses, plain.losses));
       CHECK(same_bits(got.evaluated, got.losses));
       CHECK((plain.num_copies == 0 && plain.num_transposed == 0));
