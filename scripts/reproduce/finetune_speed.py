@@ -63,6 +63,7 @@ RATIOS = {
     "qlora_fp8.llama2-7b.vs_peft": [(point.format("qlora_fp8"), point.format("peft.qlora")) for point in POINTS],
     "qlora_fp8.llama2-7b.vs_peft_autocast": [(point.format("qlora_fp8"), autocast(point)) for point in POINTS],
     "lora_fp8.llama2-7b.vs_peft": [("lora_fp8_offload.4x2048", "peft.lora.4x2048")],
+    "lora_fp8_head.llama2-7b.vs_peft": [("lora_fp8_offload_head.4x2048", "peft.lora.4x2048")],
     "lora_fp8.llama2-7b.vs_peft_recompute": [("lora_fp8_offload.4x2048", "peft.lora_recompute.4x2048")],
     "qst.llama2-7b.vs_qlora": [("qst_lean.4x384", "qlora.4x384")],
 }
