@@ -170,7 +170,8 @@ TEST_CASE("gradients through an FP8 tower are close to fp32's in every recipe wi
       CHECK(relative_error(got.losses, exact.losses) < noise(kRoundedForward, 0));
       CHECK(error < noise(kRoundedForward + kRoundedBackward + 1, kRoundedBackward + 1));
       CHECK(projector_error < noise(kRoundedForward + kRoundedBackward / 2 + 1, kRoundedBackward / 2 + 1));
-      // It does quantize: by more than one rounding. Which of the two is nearer to fp32 is for the decoder's noise to say.
+      // It does quantize: by more than one rounding. Which of the two is nearer to fp32 is for the decoder's noise
+      // to say.
       CHECK(difference > noise(1, 0));
       CHECK(!same_bits(got.losses, plain.losses));
       CHECK(same_bits(got.evaluated, got.losses));

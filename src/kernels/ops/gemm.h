@@ -44,12 +44,13 @@ int64_t workspace_of(const Gemm& a);
 
 // How a GPU does a product.
 
-// Whether a kernel of its own computes it (kernels/cuda/gemm/low_rank_update.h): bf16 operands, accumulated in bf16, over
-// up to kMostLowRankTerms terms, with `a` in rows; rows that are multiples of 16 bytes, aligned to 16 bytes.
+// Whether a kernel of its own computes it (kernels/cuda/gemm/low_rank_update.h): bf16 operands, accumulated in
+// bf16, over up to kMostLowRankTerms terms, with `a` in rows; rows that are multiples of 16 bytes, aligned to 16
+// bytes.
 inline constexpr int64_t kMostLowRankTerms = 192;
 bool suits_low_rank_update(const Gemm& a);
-// Whether cuBLASLt gets it: what has no kernel of its own. FP8 products need operands that are 16-byte aligned, N and K that are multiples
-// of 16, and
+// Whether cuBLASLt gets it: what has no kernel of its own. FP8 products need operands that are 16-byte aligned, N
+// and K that are multiples of 16, and
 //   both operands scaled kTensor, or
 //   both scaled in fp32 per 128, kGroup with kGroup or kBlock in either order; then M is a multiple of 16 too.
 // The library itself refuses two e5m2 operands, and FP8 on GPUs without it.
