@@ -80,6 +80,10 @@ TEST_CASE("Line sockets carry whole lines and notice the end", "[watchdog]") {
   }
   CHECK_FALSE(connect_to("127.0.0.1", port, 1));
   CHECK_FALSE(connect_to("not an address", port, 1));
+  CHECK_FALSE(why_unknown("not an address").empty());
+  CHECK(why_unknown("127.0.0.1").empty());
+  CHECK(why_unknown("localhost").empty());
+  CHECK(connect_to("localhost", listener.port(), 5));
 }
 
 TEST_CASE("Where no thread can be made the watchdog says so, and no failure is told to it", "[watchdog]") {

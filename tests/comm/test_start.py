@@ -28,7 +28,7 @@ def connected(port):
     end = time.monotonic() + 60
     while True:
         try:
-            return socket.create_connection(("localhost", port))
+            return socket.create_connection(("127.0.0.1", port))
         except ConnectionRefusedError:
             if time.monotonic() > end:
                 raise
@@ -81,6 +81,13 @@ class StartTest(RanksTest):
                                     env=alone(RANK=str(rank), **meeting))
             self.assertEqual(result.returncode, 2, result.stderr)
             self.assertRegex(result.stderr, message)
+
+    def test_an_address_that_nobody_knows(self):
+        meeting = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no host", "MASTER_PORT": "29500"}
+        result = subprocess.run([PROGRAM, "alone", "meeting_seconds=1"], capture_output=True, text=True, timeout=60,
+                                env=alone(**meeting))
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertRegex(result.stderr, r"^error: rank 1 of 2 cannot find rank 0 at no host: .+, for 1 s; name rank 0's host ")
 
     def test_a_stranger_is_no_rank(self):
         """Who comes to rank 0's port without the word of this run is sent away."""

@@ -36,6 +36,26 @@ bool listen_on(int fd, const sockaddr* address, socklen_t length) {
   return fd >= 0 && ::bind(fd, address, length) == 0 && ::listen(fd, SOMAXCONN) == 0;
 }
 
+// What a name or numeric address stands for, or why it stands for nothing.
+struct Addresses {
+  std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> first = {nullptr, ::freeaddrinfo};
+  std::string error;
+};
+
+Addresses resolve(const std::string& address, int port) {
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICSERV;
+  hints.ai_socktype = SOCK_STREAM;
+  // Without a name it is the loopback. A container without /etc/hosts would ask its name server for localhost.
+  const char* const name = address == "localhost" ? nullptr : address.c_str();
+  Addresses all;
+  addrinfo* first = nullptr;
+  const int failure = ::getaddrinfo(name, std::to_string(port).c_str(), &hints, &first);
+  all.first.reset(first);
+  if (failure != 0) all.error = failure == EAI_SYSTEM ? std::strerror(errno) : ::gai_strerror(failure);
+  return all;
+}
+
 // nullptr if that fails or takes longer than `seconds`.
 std::unique_ptr<LineSocket> connect_to(const addrinfo& address, double seconds) {
   const int fd = ::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -173,16 +193,13 @@ std::vector<std::string> own_addresses() {
 }
 
 std::unique_ptr<LineSocket> connect_to(const std::string& address, int port, double seconds) {
-  addrinfo hints{};
-  hints.ai_flags = AI_NUMERICSERV;
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* all = nullptr;
-  if (::getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &all) != 0) return nullptr;
   std::unique_ptr<LineSocket> socket;
-  for (const addrinfo* i = all; i != nullptr && !socket; i = i->ai_next) socket = connect_to(*i, seconds);
-  ::freeaddrinfo(all);
+  const Addresses all = resolve(address, port);
+  for (const addrinfo* i = all.first.get(); i != nullptr && !socket; i = i->ai_next) socket = connect_to(*i, seconds);
   return socket;
 }
+
+std::string why_unknown(const std::string& address) { return resolve(address, 0).error; }
 
 void wait_readable(const std::vector<int>& descriptors, double seconds) {
   std::vector<pollfd> polled;

@@ -59,6 +59,8 @@ std::vector<std::string> own_addresses();
 // Connects to a host by its name or numeric address; nullptr if that fails or takes longer than `seconds` for each
 // address of the name.
 std::unique_ptr<LineSocket> connect_to(const std::string& address, int port, double seconds);
+// Why that name or address cannot be resolved; empty if it can be.
+std::string why_unknown(const std::string& address);
 
 // Returns when one of the descriptors is readable, at the latest after `seconds`. Ignores negative descriptors.
 void wait_readable(const std::vector<int>& descriptors, double seconds);

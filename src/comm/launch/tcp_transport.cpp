@@ -235,6 +235,14 @@ std::unique_ptr<Transport> join_over_tcp(const MeetingPlace& place, int rank, in
   if (rank != 0) {
     connections[0] = connect_to_rank(place.addresses, place.port, place.token, rank, seconds);
     if (!connections[0]) {
+      for (const std::string& address : place.addresses) {
+        const std::string reason = why_unknown(address);
+        if (reason.empty()) continue;
+        throw_bad_input(
+            "rank {} of {} cannot find rank 0 at {}: {}, for {:.0f} s; name rank 0's host so that this one knows it, "
+            "or by its numeric address",
+            rank, size, address, reason, seconds);
+      }
       throw_bad_input(
           "rank {} of {} cannot reach rank 0 at {}, TCP port {}, within {:.0f} s: is rank 0 started there, as one of "
           "as many ranks, and is the port open?",
