@@ -47,7 +47,7 @@ int64_t workspace_of(const Gemm& a);
 // Whether a kernel of its own computes it (kernels/cuda/gemm/low_rank_update.h): bf16 operands, accumulated in
 // bf16, over up to kMostLowRankTerms terms, with `a` in rows; rows that are multiples of 16 bytes, aligned to 16
 // bytes.
-inline constexpr int64_t kMostLowRankTerms = 192;
+inline constexpr int64_t kMostLowRankTerms = 128;
 bool suits_low_rank_update(const Gemm& a);
 // Whether cuBLASLt gets it: what has no kernel of its own. FP8 products need operands that are 16-byte aligned, N
 // and K that are multiples of 16, and

@@ -285,7 +285,6 @@ void low_rank_update(CudaDevice& device, const Gemm& a) {
     case 1: launch<1>(device, u); return;
     case 2: launch<2>(device, u); return;
     case 3: launch<3>(device, u); return;
-    case 4: launch<4>(device, u); return;
     default: launch<kMostGroups>(device, u); return;
   }
 }
