@@ -35,6 +35,8 @@ METHODS = {
     "lora_fp8_offload": ADAPTERS + FP8 + ["finetune.base=fp8", "precision.offload_blocks=15"],
     "lora_fp8_head": ADAPTERS + FP8 + ["finetune.base=fp8", "precision.head=fp8"],
     "lora_fp8_offload_head": ADAPTERS + FP8 + ["finetune.base=fp8", "precision.offload_blocks=15", "precision.head=fp8"],
+    "lora_fp8_20gb": ADAPTERS + FP8 + ["finetune.base=fp8", "precision.offload_blocks=9"],
+    "lora_fp8_20gb_head": ADAPTERS + FP8 + ["finetune.base=fp8", "precision.offload_blocks=10", "precision.head=fp8"],
     "qlora": ADAPTERS + ["finetune.base=nf4"],
     "qlora_fp8": ADAPTERS + FP8 + ["finetune.base=nf4"],
     "qlora_fp8_recompute": ADAPTERS + FP8 + RECOMPUTE + ["finetune.base=nf4"],
