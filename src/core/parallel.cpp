@@ -11,9 +11,8 @@
 
 #include <sched.h>
 
-#include <spdlog/spdlog.h>
-
 #include "core/error.h"
+#include "core/log.h"
 #include "core/thread.h"
 
 namespace parka {
@@ -41,7 +40,7 @@ class WorkerPool {
     try {
       for (int i = 0; i < num_workers; ++i) threads_.push_back(start_thread("computes", [this] { work(); }));
     } catch (const Error& error) {
-      spdlog::warn("continuing with {} of {} CPU threads: {}", threads_.size() + 1, num_workers + 1, error.what());
+      log_warning("continuing with {} of {} CPU threads: {}", threads_.size() + 1, num_workers + 1, error.what());
     }
   }
   ~WorkerPool() {

@@ -17,10 +17,8 @@
 
 #include <unistd.h>
 
-#include <spdlog/sinks/stdout_sinks.h>
-#include <spdlog/spdlog.h>
-
 #include "comm/launch/launch.h"
+#include "core/log.h"
 #include "core/parallel.h"
 #include "tests/support/tensors.h"
 
@@ -432,7 +430,7 @@ int drill(Launch& launch, const Options& options) {
 int chatter(Launch& launch) {
   constexpr size_t kLength = 3000;
   launch.hosts().barrier();
-  for (int i = 0; i < 200; ++i) spdlog::warn("{}", std::string(kLength, static_cast<char>('a' + launch.rank())));
+  for (int i = 0; i < 200; ++i) log_warning("{}", std::string(kLength, static_cast<char>('a' + launch.rank())));
   return 0;
 }
 
@@ -468,8 +466,7 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   // As parka does in a run: the signal alone ends nothing.
   std::signal(SIGTERM, [](int) {});
-  spdlog::set_default_logger(spdlog::stderr_logger_mt("ranks"));
-  spdlog::set_pattern("%v");
+  log_to_stderr(false);
   try {
     return run(argc, argv);
   } catch (const Error& error) {

@@ -8,8 +8,6 @@
 
 #include <unistd.h>
 
-#include <spdlog/spdlog.h>
-
 #include "comm/host_communicator.h"
 #include "comm/launch/launch_checks.h"
 #include "comm/launch/local_ranks.h"
@@ -17,6 +15,7 @@
 #include "comm/launch/tcp_transport.h"
 #include "comm/mpi_transport.h"
 #include "comm/nccl_ranks.h"
+#include "core/log.h"
 #include "kernels/device/device.h"
 
 namespace parka {
@@ -152,7 +151,7 @@ int Launch::fail(ExitCode code, const std::string& message) {
     throw Error(verdict.code, verdict.common ? message : fmt::format("rank {} ({}): {}", rank_, host(), message));
   }
   if (verdict.message != message && code != ExitCode::kRankLost) {
-    spdlog::error("rank {} ({}): {}; after this: {}", rank_, host(), message, verdict.message);
+    log_error("rank {} ({}): {}; after this: {}", rank_, host(), message, verdict.message);
   }
   return static_cast<int>(verdict.code);
 }

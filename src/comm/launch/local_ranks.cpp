@@ -14,10 +14,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <spdlog/spdlog.h>
-
 #include "comm/launch/meeting.h"
 #include "core/error.h"
+#include "core/log.h"
 
 namespace parka {
 namespace {
@@ -65,7 +64,7 @@ class RankParent {
       if (!rank.code && ::waitpid(rank.pid, &status, WNOHANG) == rank.pid) {
         rank.code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
         if (WIFSIGNALED(status)) {
-          spdlog::error("rank {} (pid {}) was ended by signal {} ({})", r, rank.pid, WTERMSIG(status),
+          log_error("rank {} (pid {}) was ended by signal {} ({})", r, rank.pid, WTERMSIG(status),
                         strsignal(WTERMSIG(status)));
         }
         if (*rank.code != 0 && !kill_at_ && !rank.is_killed) kill_at_ = seconds_now() + kGraceSeconds;

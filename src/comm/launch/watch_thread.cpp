@@ -9,8 +9,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include <spdlog/spdlog.h>
-
+#include "core/log.h"
 #include "core/thread.h"
 
 namespace parka {
@@ -169,19 +168,19 @@ void WatchThread::conclude(const Verdict& verdict, const std::function<void()>& 
   if (!verdict_) announce(verdict);
   if (before_the_end) before_the_end();
   if (verdict_) return;
-  spdlog::default_logger()->flush();
+  flush_log();
   std::_Exit(static_cast<int>(verdict.code));
 }
 
 void WatchThread::announce(const Verdict& verdict) const {
   const int code = static_cast<int>(verdict.code);
   if (verdict.code == ExitCode::kRankLost) {
-    spdlog::error("{}; rank {} ends with exit code {}", verdict.message, rank_, code);
+    log_error("{}; rank {} ends with exit code {}", verdict.message, rank_, code);
   } else if (!verdict.common) {
     // The number comes from another process.
     const auto blamed = static_cast<size_t>(verdict.rank);
     const std::string name = blamed < names_.size() ? names_[blamed] : fmt::format("rank {}", verdict.rank);
-    spdlog::error("{} failed: {}; rank {} ends with its exit code {}", name, verdict.message, rank_, code);
+    log_error("{} failed: {}; rank {} ends with its exit code {}", name, verdict.message, rank_, code);
   }
 }
 

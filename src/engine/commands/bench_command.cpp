@@ -5,11 +5,11 @@
 #include <string>
 #include <vector>
 
-#include <spdlog/spdlog.h>
 #include <nlohmann/json.hpp>
 
 #include "comm/launch/launch.h"
 #include "core/error.h"
+#include "core/log.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
 #include "engine/commands/version.h"
@@ -251,7 +251,7 @@ int run_bench(const BenchOptions& options) {
   const LaunchOptions launch_options = {
       .version = parka_version(), .watchdog = {}, .local_ranks = num_local_ranks(options.started)};
   return run_launched(launch_options, [&](Launch& launch) {
-    if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
+    if (launch.rank() != 0) log_from(LogLevel::kWarning);
     const Config given = load_config(options.config_path, options.overrides);
     launch.require_same("the config", to_lines(given), "start all ranks with the same config and --set");
     if (options.power && launch.size() > 1) throw_bad_input("--power measures products on one GPU: start one rank");
@@ -267,7 +267,7 @@ int run_bench(const BenchOptions& options) {
         run_benchmark(config, *device, *communicator, power, options.steps, options.roofline);
     if (launch.rank() != 0) return 0;
     if (result.documents != config.data.documents) {
-      spdlog::warn(
+      log_warning(
           "data.documents = separate was measured as joined: synthetic tokens have documents only where "
           "data.document_end ends them");
     }

@@ -4,10 +4,10 @@
 
 #include <unistd.h>
 
-#include <spdlog/spdlog.h>
 #include <nlohmann/json.hpp>
 
 #include "core/error.h"
+#include "core/log.h"
 #include "engine/commands/device_setup.h"
 #include "engine/commands/generate_text.h"
 #include "engine/evaluation/inference_run.h"
@@ -41,7 +41,7 @@ class Conversation {
       ids = tokenizer_.encode_chat(messages_);
     }
     if (forgotten > 0) {
-      spdlog::warn("the oldest {} are forgotten: the model's context has {} tokens",
+      log_warning("the oldest {} are forgotten: the model's context has {} tokens",
                    forgotten == 1 ? "question and answer" : fmt::format("{} questions and answers", forgotten),
                    context_);
     }
@@ -103,7 +103,7 @@ int run_chat(const GenerateOptions& options, const LoadedCheckpoint& checkpoint,
     std::string answer;
     const Continuation continuation =
         print_streaming(*device, run.model(), shape, prompt, generation, tokenizer, &answer);
-    if (!continuation.stopped) spdlog::info("cut off after {} tokens; see --tokens", continuation.tokens.size());
+    if (!continuation.stopped) log_info("cut off after {} tokens; see --tokens", continuation.tokens.size());
     conversation.add("assistant", answer);
     ++generation.sampling.seed;  // other random numbers for the next answer
   }

@@ -6,10 +6,9 @@
 #include <optional>
 
 #include <fmt/ranges.h>
-#include <spdlog/sinks/stdout_sinks.h>
-#include <spdlog/spdlog.h>
 
 #include "core/error.h"
+#include "core/log.h"
 #include "core/parallel.h"
 #include "engine/commands/argument_values.h"
 #include "engine/commands/command_advice.h"
@@ -511,8 +510,7 @@ std::string one_line(std::string text) {
 int run_command_line(int argc, char** argv) {
   // A write beyond `ulimit -f` shall fail like one on a full disk, with a message, not end the process.
   std::signal(SIGXFSZ, SIG_IGN);
-  spdlog::set_default_logger(spdlog::stderr_logger_mt("parka"));
-  spdlog::set_pattern("%Y-%m-%d %H:%M:%S %v");
+  log_to_stderr(true);
   try {
     const int status = parse_and_run(argc, argv);
     finish_output();

@@ -5,8 +5,7 @@
 #include <string>
 #include <vector>
 
-#include <spdlog/spdlog.h>
-
+#include "core/log.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/config/config_io.h"
 #include "engine/files/gemm_tuning_file.h"
@@ -24,7 +23,7 @@ bool multiplies_e5m2_by_e5m2(const PrecisionConfig& precision) {
   return precision.gemm != GemmPrecision::kCompute && precision.forward_format == DType::kE5M2;
 }
 
-void warn_of_file(const std::string& message) { spdlog::warn("{}", message); }
+void warn_of_file(const std::string& message) { log_warning("{}", message); }
 
 // Others are refused when the run begins.
 bool divides_batch(const Config& config, int64_t num_ranks) {
@@ -41,7 +40,7 @@ RunGemmsOptions run_gemms_options(const Config& config, const std::string& confi
           .steps = std::max<int64_t>(0, config.training.steps - done),
           .tune =
               [&device](const std::vector<RecordedProduct>& products) {
-                spdlog::info("tuning {} matrix products, once, for up to {:.0f} s (device.gemm_tuning=off: never)",
+                log_info("tuning {} matrix products, once, for up to {:.0f} s (device.gemm_tuning=off: never)",
                              products.size(), kRunTuningSeconds);
                 return tune_products(device, products,
                                      {.max_candidates = 32, .rounds = 2, .budget_seconds = kRunTuningSeconds});
@@ -71,7 +70,7 @@ bool wants_gpu(const Config& config, const StartedRanks& started) {
 std::unique_ptr<Device> make_untuned_device(const Config& config, int gpu) {
   if (!wants_gpu(config)) return make_cpu_device();
   if (multiplies_e5m2_by_e5m2(config.precision)) {
-    spdlog::warn(
+    log_warning(
         "precision.forward_format = e5m2: GPUs have no tensor cores for products of two e5m2 matrices, "
         "so this is slow");
   }

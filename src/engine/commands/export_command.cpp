@@ -8,9 +8,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include <spdlog/spdlog.h>
-
 #include "core/error.h"
+#include "core/log.h"
 #include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/checkpoint/side_export.h"
@@ -68,7 +67,7 @@ class Exporter {
     if (options.like.empty()) tokenizer_ = find_tokenizer(checkpoint_.path(), checkpoint_.state());
     origin_ = find_origin(checkpoint_.path(), checkpoint_.state(), [&](const std::string& gone) {
       if (!options.like.empty() || tokenizer_) return;
-      spdlog::warn("{}, named by checkpoint.init_from, is gone, so the tokenizer is unknown; give --like FOLDER",
+      log_warning("{}, named by checkpoint.init_from, is gone, so the tokenizer is unknown; give --like FOLDER",
                    gone);
     });
     if (origin_) {

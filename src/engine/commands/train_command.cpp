@@ -6,9 +6,8 @@
 
 #include <unistd.h>
 
-#include <spdlog/spdlog.h>
-
 #include "comm/launch/launch.h"
+#include "core/log.h"
 #include "core/parallel.h"
 #include "data/read_only_file.h"
 #include "engine/commands/commands.h"
@@ -39,7 +38,7 @@
 namespace parka {
 namespace {
 
-void warn(const std::string& message) { spdlog::warn("{}", message); }
+void warn(const std::string& message) { log_warning("{}", message); }
 
 // Of config.json in the run folder.
 std::string resolved_text(const Config& config) { return to_json(config).dump(2) + "\n"; }
@@ -83,7 +82,7 @@ class TrainCommand {
   int train() {
     const int code = start_and_train();
     if (saved_hook_) {
-      saved_hook_->finish([] { spdlog::info("waiting for the command of checkpoint.on_saved"); });
+      saved_hook_->finish([] { log_info("waiting for the command of checkpoint.on_saved"); });
     }
     return code;
   }
@@ -107,7 +106,7 @@ class TrainCommand {
     const bool is_done = run_.completed_steps() >= config_.training.steps;
     if (is_done) {
       if (is_first()) clear_unfinished_saves(config_.checkpoint.folder, warn);
-      spdlog::info("nothing to do: the run is at step {} of {}; a larger training.steps continues it",
+      log_info("nothing to do: the run is at step {} of {}; a larger training.steps continues it",
                    run_.completed_steps(), config_.training.steps);
     }
     if (evaluation_is_missing_ && !evaluate()) return is_done ? stopped() : stop();
@@ -160,7 +159,7 @@ class TrainCommand {
     options.writers = device_->kind() == DeviceKind::kCpu ? 1 : std::clamp(num_threads() / 4, 1, 4);
     options.report = warn;
     options.saved = [this](const std::string& path, int64_t num_bytes, double seconds) {
-      spdlog::info("saved {}: {:.3g} GB in {:.1f} s", path, 1e-9 * static_cast<double>(num_bytes), seconds);
+      log_info("saved {}: {:.3g} GB in {:.1f} s", path, 1e-9 * static_cast<double>(num_bytes), seconds);
       if (saved_hook_) saved_hook_->run(path);
     };
     options.check_folder = [this] { lock_.require_ours(); };
@@ -186,12 +185,12 @@ class TrainCommand {
   }
 
   void describe() const {
-    spdlog::info("parka {} ({}) on {}; times here are UTC{}", parka_version(), parka_commit(), launch_.host(),
+    log_info("parka {} ({}) on {}; times here are UTC{}", parka_version(), parka_commit(), launch_.host(),
                  utc_offset());
-    spdlog::info("{}; recipe {}", device_->description(), name_of(config_.precision.recipe));
-    if (!gemms_.line.empty()) spdlog::info("{}", gemms_.line);
+    log_info("{}; recipe {}", device_->description(), name_of(config_.precision.recipe));
+    if (!gemms_.line.empty()) log_info("{}", gemms_.line);
     if (communicator_->size() > 1) {
-      spdlog::info("{}, ZeRO stage {}", communicator_->description(), config_.distributed.zero_stage);
+      log_info("{}, ZeRO stage {}", communicator_->description(), config_.distributed.zero_stage);
     }
     log_model(run_, speed_);
     log_data(run_.data(), config_);
@@ -200,7 +199,7 @@ class TrainCommand {
   void resume_or_initialize() {
     launch_.watchdog().at(0, "loading a checkpoint");
     const auto refused = [this](const std::string& message) {
-      if (is_first()) spdlog::warn("{}", message);
+      if (is_first()) log_warning("{}", message);
     };
     const LoadGroup group = {
         .rank = communicator_->rank(), .size = communicator_->size(), .gather = [this](const std::string& text) {
@@ -218,8 +217,8 @@ class TrainCommand {
     if (checkpoint) {
       const std::vector<std::string> differences = run_.restore(*checkpoint);
       if (is_first()) set_refused_aside(passed_over, warn);
-      spdlog::info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
-      for (const std::string& difference : differences) spdlog::info("changed since: {}", difference);
+      log_info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
+      for (const std::string& difference : differences) log_info("changed since: {}", difference);
     } else {
       start_new_run(group);
     }
@@ -233,7 +232,7 @@ class TrainCommand {
     if (checkpoint) {
       continue_metrics();
     } else if (const std::string kept = MetricsLog::begin_anew(metrics_path()); !kept.empty()) {
-      spdlog::info("{}: is new; the records of an earlier run, which left no checkpoint, are now in {}",
+      log_info("{}: is new; the records of an earlier run, which left no checkpoint, are now in {}",
                    metrics_path(), kept);
     }
   }
@@ -243,11 +242,11 @@ class TrainCommand {
     const MetricsLog::Truncated result =
         MetricsLog::truncate_after(metrics_path(), step, /*keep_evaluations=*/!evaluation_is_missing_);
     if (result.later > 0)
-      spdlog::info("{}: {} records after step {} removed; those steps are run again", metrics_path(), result.later,
+      log_info("{}: {} records after step {} removed; those steps are run again", metrics_path(), result.later,
                    step);
-    if (result.unreadable > 0) spdlog::warn("{}: {} torn lines removed", metrics_path(), result.unreadable);
+    if (result.unreadable > 0) log_warning("{}: {} torn lines removed", metrics_path(), result.unreadable);
     if (result.last_train_step < step) {
-      spdlog::warn("{}: the records of steps {} to {} are missing: the file was cut or replaced", metrics_path(),
+      log_warning("{}: the records of steps {} to {} are missing: the file was cut or replaced", metrics_path(),
                    result.last_train_step + 1, step);
     }
   }
@@ -256,13 +255,13 @@ class TrainCommand {
     const std::string& source = config_.checkpoint.init_from;
     if (source.empty()) {
       run_.initialize();
-      spdlog::info("starting a new run in {}", config_.checkpoint.folder);
+      log_info("starting a new run in {}", config_.checkpoint.folder);
       return;
     }
     const LoadedCheckpoint checkpoint = open_checkpoint(source, group);
     const std::vector<std::string> differences = run_.initialize_from(checkpoint);
-    spdlog::info("starting a new run in {} with the weights of {}", config_.checkpoint.folder, checkpoint.path());
-    for (const std::string& difference : differences) spdlog::info("different from its config: {}", difference);
+    log_info("starting a new run in {} with the weights of {}", config_.checkpoint.folder, checkpoint.path());
+    for (const std::string& difference : differences) log_info("different from its config: {}", difference);
   }
 
   bool evaluation_is_due(int64_t step) const {
@@ -288,7 +287,7 @@ class TrainCommand {
       if (!report->is_finite()) log_bad_step(*report, config_, skipped_in_a_row);
       if (report->is_finite() && !report->applied) log_spike(*report);
       const bool last = report->step == training.steps;
-      if (report->step % training.log_interval == 0 || last) spdlog::info("{}", progress.take_line());
+      if (report->step % training.log_interval == 0 || last) log_info("{}", progress.take_line());
     };
     while (run_.completed_steps() < training.steps) {
       launch_.watchdog().at(run_.completed_steps() + 1, "training");
@@ -345,7 +344,7 @@ class TrainCommand {
   // The exit code of a run that is saved and has more to do.
   int stopped() const {
     const int signal = stop_signal();
-    spdlog::info("{}: saved step {} and stopping; the same command continues the run",
+    log_info("{}: saved step {} and stopping; the same command continues the run",
                  signal == 0 ? "another rank was asked to stop" : strsignal(signal), run_.completed_steps());
     return static_cast<int>(ExitCode::kStopped);
   }
@@ -404,8 +403,7 @@ class TrainCommand {
     }
     if (const auto change = attention_watch_.add(report.telemetry->attention)) {
       write_record(warning_record(*change, report.step));
-      spdlog::log(change->raised ? spdlog::level::warn : spdlog::level::info, "{}",
-                  warning_line(*change, report.step));
+      log_line(change->raised ? LogLevel::kWarning : LogLevel::kInfo, warning_line(*change, report.step));
     }
     return wall.goodput;
   }
@@ -446,14 +444,14 @@ class TrainCommand {
 
   // `record` says in metrics.jsonl what was evaluated.
   void report_loss(const EvaluationResult& result, const std::string& name, nlohmann::ordered_json record) {
-    spdlog::info("step {}: {} loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(), name,
+    log_info("step {}: {} loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(), name,
                  result.loss, std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
     record.update({{"step", run_.completed_steps()}, {"loss", result.loss}, {"num_targets", result.num_targets}});
     write_record(record);
   }
 
   void report_task(const EvalTask& task, const TaskResult& result) {
-    spdlog::info("step {}: {} {} {:.4f} over {} documents", run_.completed_steps(), task.name, name_of(task.metric),
+    log_info("step {}: {} {} {:.4f} over {} documents", run_.completed_steps(), task.name, name_of(task.metric),
                  result.score, result.documents.size());
     write_record({{"kind", "task"},
                   {"step", run_.completed_steps()},
@@ -492,7 +490,7 @@ int run_train(const TrainOptions& options) {
   const LaunchOptions launch_options = {
       .version = parka_version(), .watchdog = {}, .local_ranks = num_local_ranks(options.started)};
   return run_launched(launch_options, [&](Launch& launch) {
-    if (launch.rank() != 0) spdlog::set_level(spdlog::level::warn);
+    if (launch.rank() != 0) log_from(LogLevel::kWarning);
     const Config config = load_config(options.config_path, options.overrides);
     launch.require_same("the config", to_lines(config), "start all ranks with the same config and --set");
     if (config.data.train.empty()) {

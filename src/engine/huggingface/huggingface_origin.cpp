@@ -3,9 +3,8 @@
 #include <array>
 #include <filesystem>
 
-#include <spdlog/spdlog.h>
-
 #include "core/error.h"
+#include "core/log.h"
 #include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/checkpoint/checkpoint_layout.h"
@@ -127,9 +126,9 @@ void keep_origin(const std::string& run_folder, const std::string& init_from) {
     const auto origin = find_origin(source, read_manifest_alone(source).state, [](const std::string&) {});
     if (!origin) return;
     copy_origin(*origin, copy);
-    spdlog::info("{}: a copy of what came with the imported model in {}", copy, origin->folder);
+    log_info("{}: a copy of what came with the imported model in {}", copy, origin->folder);
   } catch (const Error& error) {
-    spdlog::warn("what came with the imported model is not kept with the run: {}", error.what());
+    log_warning("what came with the imported model is not kept with the run: {}", error.what());
   }
 }
 

@@ -4,9 +4,8 @@
 #include <filesystem>
 #include <vector>
 
-#include <spdlog/spdlog.h>
-
 #include "core/error.h"
+#include "core/log.h"
 #include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/files/draft_folder.h"
@@ -43,7 +42,7 @@ std::optional<std::string> tokenizer_of_sources(const Config& config) {
       if (auto found = find_tokenizer(source, read_manifest_alone(source).state)) return found;
     }
   } catch (const Error& error) {
-    spdlog::warn("no tokenizer is kept with the run: {}", error.what());
+    log_warning("no tokenizer is kept with the run: {}", error.what());
   }
   if (config.data.train.empty()) return std::nullopt;
   const fs::path beside = fs::path(config.data.train.front()).parent_path() / kTokenizerFolder;
@@ -116,7 +115,7 @@ void keep_tokenizer(const Config& config) {
   std::string source = named_tokenizer(config);
   if (file_exists(copy)) {
     if (!source.empty() && !is_copy(copy, source)) {
-      spdlog::warn("{}: differs from data.tokenizer {} and stays as it is; remove it to take the other", copy,
+      log_warning("{}: differs from data.tokenizer {} and stays as it is; remove it to take the other", copy,
                    source);
     }
     return;
@@ -129,7 +128,7 @@ void keep_tokenizer(const Config& config) {
     copy_to_new_file((fs::path(source) / name).string(), draft / name);
   }
   draft.publish();
-  spdlog::info("{}: a copy of the tokenizer in {}", copy, source);
+  log_info("{}: a copy of the tokenizer in {}", copy, source);
 }
 
 json special_token_ids(const std::string& folder) {

@@ -5,10 +5,9 @@
 #include <string_view>
 #include <utility>
 
-#include <spdlog/spdlog.h>
-
 #include "core/bit_hash.h"
 #include "core/error.h"
+#include "core/log.h"
 #include "engine/files/json_text.h"
 
 namespace parka {
@@ -71,7 +70,7 @@ void flip_one_of(Device& device, const std::vector<NamedTensor>& tensors, const 
       continue;
     }
     const auto bit = static_cast<int64_t>(draw(drill, 1) % 8);
-    spdlog::warn("drill: flipping bit {} of byte {} of {}", bit, at, tensor.name);
+    log_warning("drill: flipping bit {} of byte {} of {}", bit, at, tensor.name);
     flip_bit(device, tensor.view, 8 * at + bit);
     return;
   }
@@ -80,7 +79,7 @@ void flip_one_of(Device& device, const std::vector<NamedTensor>& tensors, const 
 std::unique_ptr<BitFlip> make_gemm_flip(const FlipDrill& drill, int64_t num_gemms) {
   const auto n = static_cast<int64_t>(draw(drill, 0) % static_cast<uint64_t>(num_gemms)) + 1;
   const auto bit = static_cast<int64_t>(draw(drill, 1) >> 8);
-  spdlog::warn("drill: flipping a bit of the output of matrix product {} of the micro-batch", n);
+  log_warning("drill: flipping a bit of the output of matrix product {} of the micro-batch", n);
   return std::make_unique<BitFlip>("gemm", n, bit);
 }
 

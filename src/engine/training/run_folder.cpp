@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include <spdlog/spdlog.h>
 #include <nlohmann/json.hpp>
 
 #include "core/error.h"
+#include "core/log.h"
 #include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/checkpoint/checkpoint_layout.h"
@@ -132,7 +132,7 @@ void write_run_config(const std::string& folder, const std::string& config_text,
   if (file_exists(path)) {
     if (read_text(path, kMaxConfigBytes) == config_text) return;
     if (fs::equivalent(path, file_of_command_line, error)) {
-      spdlog::info(
+      log_info(
           "{}: stays as it is, because it is the config of this command; checkpoints hold the values of "
           "--set",
           path);

@@ -3,10 +3,9 @@
 #include <numeric>
 #include <string>
 
-#include <spdlog/spdlog.h>
-
 #include "core/error.h"
 #include "core/host_memory.h"
+#include "core/log.h"
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/training/progress.h"
 
@@ -25,20 +24,20 @@ constexpr int64_t kLeastShown = 50'000;  // bytes: what is less would be 0.0 MB
 
 void log_model(const TrainingRun& run, const ModelSpeed& speed) {
   const ParameterTable& table = run.model().parameters();
-  spdlog::info("model: {} parameters, {} FLOP/token = {}",
+  log_info("model: {} parameters, {} FLOP/token = {}",
                format_count(static_cast<double>(table.num_parameters())), format_count(speed.flop_per_token),
                speed.formula);
   if (speed.peak_flops > 0) {
-    spdlog::info("MFU is relative to the dense peak of {:.0f} TFLOP/s", 1e-12 * speed.peak_flops);
+    log_info("MFU is relative to the dense peak of {:.0f} TFLOP/s", 1e-12 * speed.peak_flops);
   }
   std::string parts;
   for (const auto& total : run.plan().summary()) {
     if (total.bytes < kLeastShown) continue;
     parts += fmt::format("{}{} {}", parts.empty() ? ": " : ", ", total.category, memory_text(total.bytes));
   }
-  spdlog::info("memory plan: {}{}", memory_text(run.plan().total_bytes()), parts);
+  log_info("memory plan: {}{}", memory_text(run.plan().total_bytes()), parts);
   for (const auto& total : run.plan().host_summary()) {
-    spdlog::info("in host memory: {} {}", total.category, memory_text(total.bytes));
+    log_info("in host memory: {} {}", total.category, memory_text(total.bytes));
   }
 }
 
@@ -49,20 +48,20 @@ void log_data(const TokenFiles& data, const Config& config) {
       fmt::format("data: {} tokens in {} sequences of {}", format_count(static_cast<double>(data.num_tokens())),
                   data.num_sequences(), config.data.sequence_length);
   if (weights.empty()) {
-    spdlog::info("{}; {} steps per epoch", tokens, data.num_sequences() / batch);
+    log_info("{}; {} steps per epoch", tokens, data.num_sequences() / batch);
     return;
   }
-  spdlog::info("{}, from {} sources by weight", tokens, weights.size());
+  log_info("{}, from {} sources by weight", tokens, weights.size());
   const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
   for (size_t i = 0; i < weights.size(); ++i) {
     const double share = weights[i] / sum, sequences = static_cast<double>(data.source_sequences()[i]);
-    spdlog::info("  {:.3f} %: {}, {} sequences; {:.0f} steps per epoch", 100 * share, config.data.train[i],
+    log_info("  {:.3f} %: {}, {} sequences; {:.0f} steps per epoch", 100 * share, config.data.train[i],
                  data.source_sequences()[i], sequences / (share * static_cast<double>(batch)));
   }
 }
 
 void log_spike(const StepReport& report) {
-  spdlog::warn(
+  log_warning(
       "step {}: loss {:.4f} (limit {:.4f}) or gradient norm {:.4g} (limit {:.4g}) is a spike: skipped "
       "(training.spike_window)",
       report.step, report.loss, report.limits.loss, report.grad_norm, report.limits.grad_norm);
@@ -90,32 +89,32 @@ void log_bad_step(const StepReport& report, const Config& config, int64_t skippe
         ExitCode::kNonFinite,
         what + fmt::format("; {} steps in a row were skipped (training.max_skipped_steps)", skipped_in_a_row));
   }
-  spdlog::warn("{}; skipped", what);
+  log_warning("{}; skipped", what);
 }
 
 void log_memory(const TrainingRun& run, const Device& device) {
   const int64_t planned = run.plan().total_bytes(), on_host = run.plan().total_host_bytes();
   const std::string resident = memory_text(peak_resident_bytes());
   if (device.kind() == DeviceKind::kCpu) {
-    spdlog::info("peak memory {} resident, {} of it planned", resident, memory_text(planned + on_host));
+    log_info("peak memory {} resident, {} of it planned", resident, memory_text(planned + on_host));
     return;
   }
   // Nothing is allocated after the start, so what is in use now is the peak.
   const Device::MemoryUse use = device.memory_use();
-  spdlog::info("GPU memory {} planned; {} in use on the device, its context and libraries included",
+  log_info("GPU memory {} planned; {} in use on the device, its context and libraries included",
                memory_text(planned), memory_text(use.total_bytes - use.free_bytes));
   if (on_host > 0) {
-    spdlog::info("host memory {} planned for tensors; {} resident in all", memory_text(on_host), resident);
+    log_info("host memory {} planned for tensors; {} resident in all", memory_text(on_host), resident);
   }
 }
 
 void log_end(const CheckpointConfig& config, int64_t step, int64_t newest_step) {
   const std::string& folder = config.folder;
   if (newest_step != step) {
-    spdlog::info("step {} was the last; it is not saved, as checkpoint.save_final is false", step);
+    log_info("step {} was the last; it is not saved, as checkpoint.save_final is false", step);
     return;
   }
-  spdlog::info(
+  log_info(
       "step {} was the last; the model is in {}; next: parka eval {}, parka generate {} --prompt TEXT, or parka "
       "export {} --out FOLDER for Hugging Face",
       step, step_folder_path(folder, step), folder, folder, folder);

@@ -1,0 +1,37 @@
+#pragma once
+#include <string>
+
+#include <fmt/format.h>
+
+// The log of a process: lines on stderr once log_to_stderr() was called, on stdout before. spdlog writes them; it is
+// behind this, as reading and instantiating its headers takes the compiler several seconds in each file. Any thread may
+// call any of it.
+namespace parka {
+
+enum class LogLevel { kInfo, kWarning, kError };
+
+// From now on lines go to stderr, with date and time before each where that is wanted.
+void log_to_stderr(bool with_times);
+// Lines below this level are left out.
+void log_from(LogLevel level);
+void flush_log();
+
+void log_line(LogLevel level, const std::string& line);
+void log_formatted(LogLevel level, fmt::string_view format, fmt::format_args args);
+
+template <typename... Args>
+void log_info(fmt::format_string<Args...> format, Args&&... args) {
+  log_formatted(LogLevel::kInfo, format, fmt::make_format_args(args...));
+}
+
+template <typename... Args>
+void log_warning(fmt::format_string<Args...> format, Args&&... args) {
+  log_formatted(LogLevel::kWarning, format, fmt::make_format_args(args...));
+}
+
+template <typename... Args>
+void log_error(fmt::format_string<Args...> format, Args&&... args) {
+  log_formatted(LogLevel::kError, format, fmt::make_format_args(args...));
+}
+
+}  // namespace parka
