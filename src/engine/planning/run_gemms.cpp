@@ -11,6 +11,7 @@
 #include "engine/files/file_io.h"
 #include "engine/planning/product_scratch.h"
 #include "engine/training/progress.h"
+#include "source_dir.h"
 
 namespace parka {
 namespace {

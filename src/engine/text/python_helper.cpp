@@ -6,6 +6,7 @@
 #include "core/error.h"
 #include "data/read_only_file.h"
 #include "engine/files/json_text.h"
+#include "source_dir.h"
 
 namespace parka {
 namespace {
