@@ -1,4 +1,5 @@
-// The functions of fmt that its headers only declare, and the templates that they declare as instantiated elsewhere.
+// The functions of fmt that its headers only declare, and the templates that they declare as instantiated
+// elsewhere.
 #include <fmt/format.h>
 
 #ifndef FMT_HEADER_ONLY

@@ -26,7 +26,9 @@ void log_from(LogLevel level) { spdlog::set_level(level_of(level)); }
 
 void flush_log() { spdlog::default_logger()->flush(); }
 
-void log_line(LogLevel level, const std::string& line) { spdlog::log(level_of(level), spdlog::string_view_t(line)); }
+void log_line(LogLevel level, const std::string& line) {
+  spdlog::log(level_of(level), spdlog::string_view_t(line));
+}
 
 void log_formatted(LogLevel level, fmt::string_view format, fmt::format_args args) {
   if (spdlog::should_log(level_of(level))) log_line(level, fmt::vformat(format, args));

@@ -293,11 +293,8 @@ TEST_CASE("gemm rounds once when it adds a product of few terms", "[kernels][gem
 
 // So many rows and columns that blocks of a GPU take several tiles one after another.
 TEST_CASE("gemm of few terms and many columns on a GPU gives the CPU's bits", "[kernels][gemm][devices][slow]") {
-  const auto [m, n, k] = GENERATE(table<int64_t, int64_t, int64_t>({{4100, 2056, 64},
-                                                                    {2048, 11008, 64},
-                                                                    {8200, 1032, 16},
-                                                                    {4100, 4104, 128},
-                                                                    {777, 9000, 96}}));
+  const auto [m, n, k] = GENERATE(table<int64_t, int64_t, int64_t>(
+      {{4100, 2056, 64}, {2048, 11008, 64}, {8200, 1032, 16}, {4100, 4104, 128}, {777, 9000, 96}}));
   const bool b_transposed = GENERATE(false, true);
   if (gpu() == nullptr) return;
   const FewTerms product{{m, n, k}, b_transposed};

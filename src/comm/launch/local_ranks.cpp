@@ -65,7 +65,7 @@ class RankParent {
         rank.code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
         if (WIFSIGNALED(status)) {
           log_error("rank {} (pid {}) was ended by signal {} ({})", r, rank.pid, WTERMSIG(status),
-                        strsignal(WTERMSIG(status)));
+                    strsignal(WTERMSIG(status)));
         }
         if (*rank.code != 0 && !kill_at_ && !rank.is_killed) kill_at_ = seconds_now() + kGraceSeconds;
       }

@@ -42,8 +42,8 @@ class Conversation {
     }
     if (forgotten > 0) {
       log_warning("the oldest {} are forgotten: the model's context has {} tokens",
-                   forgotten == 1 ? "question and answer" : fmt::format("{} questions and answers", forgotten),
-                   context_);
+                  forgotten == 1 ? "question and answer" : fmt::format("{} questions and answers", forgotten),
+                  context_);
     }
     if (static_cast<int64_t>(ids.size()) > context_) {
       throw_bad_input(

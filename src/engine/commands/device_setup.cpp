@@ -41,7 +41,7 @@ RunGemmsOptions run_gemms_options(const Config& config, const std::string& confi
           .tune =
               [&device](const std::vector<RecordedProduct>& products) {
                 log_info("tuning {} matrix products, once, for up to {:.0f} s (device.gemm_tuning=off: never)",
-                             products.size(), kRunTuningSeconds);
+                         products.size(), kRunTuningSeconds);
                 return tune_products(device, products,
                                      {.max_candidates = 32, .rounds = 2, .budget_seconds = kRunTuningSeconds});
               },

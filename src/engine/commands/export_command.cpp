@@ -68,7 +68,7 @@ class Exporter {
     origin_ = find_origin(checkpoint_.path(), checkpoint_.state(), [&](const std::string& gone) {
       if (!options.like.empty() || tokenizer_) return;
       log_warning("{}, named by checkpoint.init_from, is gone, so the tokenizer is unknown; give --like FOLDER",
-                   gone);
+                  gone);
     });
     if (origin_) {
       layout_of_origin_ = origin_->layout;

@@ -107,7 +107,7 @@ class TrainCommand {
     if (is_done) {
       if (is_first()) clear_unfinished_saves(config_.checkpoint.folder, warn);
       log_info("nothing to do: the run is at step {} of {}; a larger training.steps continues it",
-                   run_.completed_steps(), config_.training.steps);
+               run_.completed_steps(), config_.training.steps);
     }
     if (evaluation_is_missing_ && !evaluate()) return is_done ? stopped() : stop();
     if (is_done) return 0;
@@ -186,7 +186,7 @@ class TrainCommand {
 
   void describe() const {
     log_info("parka {} ({}) on {}; times here are UTC{}", parka_version(), parka_commit(), launch_.host(),
-                 utc_offset());
+             utc_offset());
     log_info("{}; recipe {}", device_->description(), name_of(config_.precision.recipe));
     if (!gemms_.line.empty()) log_info("{}", gemms_.line);
     if (communicator_->size() > 1) {
@@ -232,8 +232,8 @@ class TrainCommand {
     if (checkpoint) {
       continue_metrics();
     } else if (const std::string kept = MetricsLog::begin_anew(metrics_path()); !kept.empty()) {
-      log_info("{}: is new; the records of an earlier run, which left no checkpoint, are now in {}",
-                   metrics_path(), kept);
+      log_info("{}: is new; the records of an earlier run, which left no checkpoint, are now in {}", metrics_path(),
+               kept);
     }
   }
 
@@ -243,11 +243,11 @@ class TrainCommand {
         MetricsLog::truncate_after(metrics_path(), step, /*keep_evaluations=*/!evaluation_is_missing_);
     if (result.later > 0)
       log_info("{}: {} records after step {} removed; those steps are run again", metrics_path(), result.later,
-                   step);
+               step);
     if (result.unreadable > 0) log_warning("{}: {} torn lines removed", metrics_path(), result.unreadable);
     if (result.last_train_step < step) {
       log_warning("{}: the records of steps {} to {} are missing: the file was cut or replaced", metrics_path(),
-                   result.last_train_step + 1, step);
+                  result.last_train_step + 1, step);
     }
   }
 
@@ -345,7 +345,7 @@ class TrainCommand {
   int stopped() const {
     const int signal = stop_signal();
     log_info("{}: saved step {} and stopping; the same command continues the run",
-                 signal == 0 ? "another rank was asked to stop" : strsignal(signal), run_.completed_steps());
+             signal == 0 ? "another rank was asked to stop" : strsignal(signal), run_.completed_steps());
     return static_cast<int>(ExitCode::kStopped);
   }
 
@@ -445,14 +445,14 @@ class TrainCommand {
   // `record` says in metrics.jsonl what was evaluated.
   void report_loss(const EvaluationResult& result, const std::string& name, nlohmann::ordered_json record) {
     log_info("step {}: {} loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(), name,
-                 result.loss, std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
+             result.loss, std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
     record.update({{"step", run_.completed_steps()}, {"loss", result.loss}, {"num_targets", result.num_targets}});
     write_record(record);
   }
 
   void report_task(const EvalTask& task, const TaskResult& result) {
     log_info("step {}: {} {} {:.4f} over {} documents", run_.completed_steps(), task.name, name_of(task.metric),
-                 result.score, result.documents.size());
+             result.score, result.documents.size());
     write_record({{"kind", "task"},
                   {"step", run_.completed_steps()},
                   {"task", task.name},

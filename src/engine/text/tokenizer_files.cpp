@@ -116,7 +116,7 @@ void keep_tokenizer(const Config& config) {
   if (file_exists(copy)) {
     if (!source.empty() && !is_copy(copy, source)) {
       log_warning("{}: differs from data.tokenizer {} and stays as it is; remove it to take the other", copy,
-                   source);
+                  source);
     }
     return;
   }

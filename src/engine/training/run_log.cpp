@@ -24,9 +24,8 @@ constexpr int64_t kLeastShown = 50'000;  // bytes: what is less would be 0.0 MB
 
 void log_model(const TrainingRun& run, const ModelSpeed& speed) {
   const ParameterTable& table = run.model().parameters();
-  log_info("model: {} parameters, {} FLOP/token = {}",
-               format_count(static_cast<double>(table.num_parameters())), format_count(speed.flop_per_token),
-               speed.formula);
+  log_info("model: {} parameters, {} FLOP/token = {}", format_count(static_cast<double>(table.num_parameters())),
+           format_count(speed.flop_per_token), speed.formula);
   if (speed.peak_flops > 0) {
     log_info("MFU is relative to the dense peak of {:.0f} TFLOP/s", 1e-12 * speed.peak_flops);
   }
@@ -56,7 +55,7 @@ void log_data(const TokenFiles& data, const Config& config) {
   for (size_t i = 0; i < weights.size(); ++i) {
     const double share = weights[i] / sum, sequences = static_cast<double>(data.source_sequences()[i]);
     log_info("  {:.3f} %: {}, {} sequences; {:.0f} steps per epoch", 100 * share, config.data.train[i],
-                 data.source_sequences()[i], sequences / (share * static_cast<double>(batch)));
+             data.source_sequences()[i], sequences / (share * static_cast<double>(batch)));
   }
 }
 
@@ -102,7 +101,7 @@ void log_memory(const TrainingRun& run, const Device& device) {
   // Nothing is allocated after the start, so what is in use now is the peak.
   const Device::MemoryUse use = device.memory_use();
   log_info("GPU memory {} planned; {} in use on the device, its context and libraries included",
-               memory_text(planned), memory_text(use.total_bytes - use.free_bytes));
+           memory_text(planned), memory_text(use.total_bytes - use.free_bytes));
   if (on_host > 0) {
     log_info("host memory {} planned for tensors; {} resident in all", memory_text(on_host), resident);
   }
