@@ -12,7 +12,7 @@
 #include <sched.h>
 
 #include "core/error.h"
-#include "core/log.h"
+#include "core/log/log.h"
 #include "core/thread.h"
 
 namespace parka {

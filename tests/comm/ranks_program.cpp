@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 #include "comm/launch/launch.h"
-#include "core/log.h"
+#include "core/log/log.h"
 #include "core/parallel.h"
 #include "tests/support/tensors.h"
 

@@ -15,7 +15,7 @@
 #include "comm/launch/tcp_transport.h"
 #include "comm/mpi_transport.h"
 #include "comm/nccl_ranks.h"
-#include "core/log.h"
+#include "core/log/log.h"
 #include "kernels/device/device.h"
 
 namespace parka {

@@ -16,7 +16,7 @@
 
 #include "comm/launch/meeting.h"
 #include "core/error.h"
-#include "core/log.h"
+#include "core/log/log.h"
 
 namespace parka {
 namespace {

@@ -9,7 +9,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "core/log.h"
+#include "core/log/log.h"
 #include "core/thread.h"
 
 namespace parka {

@@ -9,7 +9,7 @@
 
 #include "comm/launch/launch.h"
 #include "core/error.h"
-#include "core/log.h"
+#include "core/log/log.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
 #include "engine/commands/version.h"

@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/error.h"
-#include "core/log.h"
+#include "core/log/log.h"
 #include "engine/commands/device_setup.h"
 #include "engine/commands/generate_text.h"
 #include "engine/evaluation/inference_run.h"

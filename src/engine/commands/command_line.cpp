@@ -8,7 +8,7 @@
 #include <fmt/ranges.h>
 
 #include "core/error.h"
-#include "core/log.h"
+#include "core/log/log.h"
 #include "core/parallel.h"
 #include "engine/commands/argument_values.h"
 #include "engine/commands/command_advice.h"

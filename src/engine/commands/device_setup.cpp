@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "core/log.h"
+#include "core/log/log.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/config/config_io.h"
 #include "engine/files/gemm_tuning_file.h"

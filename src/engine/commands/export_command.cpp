@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "core/log.h"
+#include "core/log/log.h"
 #include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/checkpoint/side_export.h"

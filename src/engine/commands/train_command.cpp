@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "comm/launch/launch.h"
-#include "core/log.h"
+#include "core/log/log.h"
 #include "core/parallel.h"
 #include "data/read_only_file.h"
 #include "engine/commands/commands.h"

@@ -4,7 +4,7 @@
 #include <filesystem>
 #include <unordered_map>
 
-#include "core/log.h"
+#include "core/log/log.h"
 #include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint_base.h"
 #include "engine/files/float_elements.h"

@@ -6,12 +6,13 @@
 #include <map>
 #include <set>
 
+#include <source_dir.h>
+
 #include "core/error.h"
 #include "data/read_only_file.h"
 #include "engine/files/file_io.h"
 #include "engine/planning/product_scratch.h"
 #include "engine/training/progress.h"
-#include "source_dir.h"
 
 namespace parka {
 namespace {

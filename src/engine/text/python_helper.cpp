@@ -3,10 +3,11 @@
 #include <cstdlib>
 #include <filesystem>
 
+#include <source_dir.h>
+
 #include "core/error.h"
 #include "data/read_only_file.h"
 #include "engine/files/json_text.h"
-#include "source_dir.h"
 
 namespace parka {
 namespace {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "core/log.h"
+#include "core/log/log.h"
 #include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/files/draft_folder.h"

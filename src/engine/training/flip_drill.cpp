@@ -7,7 +7,7 @@
 
 #include "core/bit_hash.h"
 #include "core/error.h"
-#include "core/log.h"
+#include "core/log/log.h"
 #include "engine/files/json_text.h"
 
 namespace parka {

@@ -5,7 +5,7 @@
 
 #include "core/error.h"
 #include "core/host_memory.h"
-#include "core/log.h"
+#include "core/log/log.h"
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/training/progress.h"
 
