@@ -17,6 +17,9 @@ namespace {
 
 constexpr double kSettleSeconds = 0.2;  // until clock and power are those of the load
 constexpr double kLeastMeasuredSeconds = kLeastPowerSeconds + 0.2;
+// Once, unless something else had slowed down what the number of runs was taken from: then they are over too soon.
+constexpr int kTries = 3;
+constexpr double kLeastShare = 0.9;
 constexpr int64_t kBlock = 128;
 
 // An address for tensors that get memory later, with which cuBLASLt's alignment is full.
@@ -113,12 +116,16 @@ class Measurement {
     operands_.fill(a.a);
     operands_.fill(a.b);
     gemm(device_, a);  // the library sets itself up
-    const double once = time(a, runs_in(kSettleSeconds, time(a, 1)));
     MeasuredWay measured = {.way = way};
-    std::optional<PowerSampler> sampler;
-    if (counter_ != nullptr) sampler.emplace(*counter_);
-    measured.seconds = time(a, runs_in(seconds_, once));
-    if (sampler) measured.use = sampler->stop();
+    measured.seconds = time(a, runs_in(kSettleSeconds, time(a, 1)));
+    for (int tries = 0; tries < kTries; ++tries) {
+      const int64_t count = runs_in(seconds_, measured.seconds);
+      std::optional<PowerSampler> sampler;
+      if (counter_ != nullptr) sampler.emplace(*counter_);
+      measured.seconds = time(a, count);
+      if (sampler) measured.use = sampler->stop();
+      if (measured.seconds * static_cast<double>(count) >= kLeastShare * seconds_) break;
+    }
     return measured;
   }
 
