@@ -35,7 +35,8 @@ def command(size, program, starter=STARTER, option="--ranks"):
 
 def environment(**variables):
     """In which the command runs: without what another launcher may have left. mpirun stays on this host, so it needs no ssh, and
-    says nothing of a system without /sys."""
+    says nothing of a system without /sys, and looks for no GPU by way of a display: without /etc/hosts each rank would wait five
+    seconds or more for the address of `localhost`."""
     own = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_VARIABLES)}
     return {**own, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_plm": "isolated",
-            "HWLOC_HIDE_ERRORS": "2", **variables}
+            "HWLOC_HIDE_ERRORS": "2", "HWLOC_COMPONENTS": "-gl", **variables}
