@@ -13,10 +13,10 @@ if [[ ! -f "$build/compile_commands.json" ]]; then
   exit 2
 fi
 
-# A copy of the compile commands without the options that only GCC knows.
+# A copy of the compile commands without the options that only GCC knows, and without its precompiled headers.
 commands=$(mktemp -d)
 trap 'rm -rf "$commands"' EXIT
-sed -E 's/ -m(move|store)-max=[0-9]+//g' "$build/compile_commands.json" > "$commands/compile_commands.json"
+sed -E 's/ -m(move|store)-max=[0-9]+//g; s/ -Winvalid-pch//g; s/ -include [^ ]*cmake_pch\.hxx//g' "$build/compile_commands.json" > "$commands/compile_commands.json"
 
 mapfile -t files < <(grep -oE '"file": "[^"]+"' "$commands/compile_commands.json" | cut -d'"' -f4 | sort -u |
   grep -E "^$PWD/(src/.*\.cpp|$build/CMakeFiles/parka.*/Unity/.*\.cxx)$" | grep -F -- "$part")
