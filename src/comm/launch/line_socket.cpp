@@ -195,8 +195,9 @@ std::vector<std::string> own_addresses() {
 std::unique_ptr<LineSocket> connect_to(const std::string& address, int port, double seconds) {
   std::unique_ptr<LineSocket> socket;
   const Addresses all = resolve(address, port);
-  for (const addrinfo* i = all.first.get(); i != nullptr && !socket; i = i->ai_next)
+  for (const addrinfo* i = all.first.get(); i != nullptr && !socket; i = i->ai_next) {
     socket = connect_to(*i, seconds);
+  }
   return socket;
 }
 

@@ -23,7 +23,7 @@ bool multiplies_e5m2_by_e5m2(const PrecisionConfig& precision) {
   return precision.gemm != GemmPrecision::kCompute && precision.forward_format == DType::kE5M2;
 }
 
-void warn_of_file(const std::string& message) { log_warning("{}", message); }
+void warn_of_file(const std::string& message) { log_line(LogLevel::kWarning, message); }
 
 // Others are refused when the run begins.
 bool divides_batch(const Config& config, int64_t num_ranks) {

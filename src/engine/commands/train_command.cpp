@@ -38,7 +38,7 @@
 namespace parka {
 namespace {
 
-void warn(const std::string& message) { log_warning("{}", message); }
+void warn(const std::string& message) { log_line(LogLevel::kWarning, message); }
 
 // Of config.json in the run folder.
 std::string resolved_text(const Config& config) { return to_json(config).dump(2) + "\n"; }
@@ -188,7 +188,7 @@ class TrainCommand {
     log_info("parka {} ({}) on {}; times here are UTC{}", parka_version(), parka_commit(), launch_.host(),
              utc_offset());
     log_info("{}; recipe {}", device_->description(), name_of(config_.precision.recipe));
-    if (!gemms_.line.empty()) log_info("{}", gemms_.line);
+    if (!gemms_.line.empty()) log_line(LogLevel::kInfo, gemms_.line);
     if (communicator_->size() > 1) {
       log_info("{}, ZeRO stage {}", communicator_->description(), config_.distributed.zero_stage);
     }
@@ -199,7 +199,7 @@ class TrainCommand {
   void resume_or_initialize() {
     launch_.watchdog().at(0, "loading a checkpoint");
     const auto refused = [this](const std::string& message) {
-      if (is_first()) log_warning("{}", message);
+      if (is_first()) warn(message);
     };
     const LoadGroup group = {
         .rank = communicator_->rank(), .size = communicator_->size(), .gather = [this](const std::string& text) {
@@ -287,7 +287,7 @@ class TrainCommand {
       if (!report->is_finite()) log_bad_step(*report, config_, skipped_in_a_row);
       if (report->is_finite() && !report->applied) log_spike(*report);
       const bool last = report->step == training.steps;
-      if (report->step % training.log_interval == 0 || last) log_info("{}", progress.take_line());
+      if (report->step % training.log_interval == 0 || last) log_line(LogLevel::kInfo, progress.take_line());
     };
     while (run_.completed_steps() < training.steps) {
       launch_.watchdog().at(run_.completed_steps() + 1, "training");

@@ -61,7 +61,7 @@ LoadedCheckpoint open_checkpoint(const std::string& path, const LoadGroup& group
   if (!std::filesystem::is_directory(path, ignored))
     throw_bad_input("{}: no such checkpoint or run folder; check the path", path);
   auto newest = load_newest(
-      path, [](const std::string& message) { log_warning("{}", message); }, group);
+      path, [](const std::string& message) { log_line(LogLevel::kWarning, message); }, group);
   if (newest) return whole(std::move(*newest));
   if (file_exists(path + "/model.safetensors") || file_exists(path + "/model.safetensors.index.json")) {
     throw_bad_input("{}: is a Hugging Face model; `parka import {} --out NEW` makes a checkpoint of it", path,

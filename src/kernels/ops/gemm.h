@@ -14,9 +14,9 @@ namespace parka {
 //   y   [T, N] : a = x,                   b = w
 //   d_x [T, K] : a = d_y,                 b = w, b_transposed
 //   d_w [N, K] : a = d_y, a_transposed,   b = x, b_transposed
-// On a GPU, fp8 products that accumulate into bf16 may be rounded twice: to bf16 before they are added, and after.
-// FP8 tensor cores take only K-major operands, so FP8 operands must not be flagged transposed. Give transposed
-// copies (w_t [K, N], d_y_t [N, T], x_t [K, T]) instead.
+// On a GPU, what cuBLASLt adds to bf16 may be rounded twice, to bf16 before it is added, and after: fp8 products,
+// and products with a factor. FP8 tensor cores take only K-major operands, so FP8 operands must not be flagged
+// transposed. Give transposed copies (w_t [K, N], d_y_t [N, T], x_t [K, T]) instead.
 struct Gemm {
   ScaledView a;  // [M, K] (or [K, M] when a_transposed): fp32, bf16; or fp8 with kTensor, kGroup or kBlock scaling
   ScaledView b;  // [N, K] (or [K, N] when b_transposed): as a; fp32 or bf16 with the same, fp8 with fp8
