@@ -81,27 +81,42 @@ void Linear::declare(BufferScope& scope, const std::string& name, PhaseMask forw
 
 void Linear::forward(const StepContext& step, const ScaledView& x, const TensorView& out) const {
   if (!adapters_.empty()) inner_products(step, x);
+  const bool adapters_first = adapters_fill_output();
+  if (adapters_first) outer_products(step, out, /*accumulate=*/false);
   gemm(step.device, {.a = x,
                      .b = is_fp8_ ? step.weights.quantized(step.device, weight_)
                                   : ScaledView(step.weights.operand(step.device, weight_)),
                      .out = out,
+                     .accumulate = adapters_first,
                      .fast_accumulation = fast_forward_});
   if (bias_ >= 0) bias_forward(step.device, {.bias = step.weights.plain(bias_), .x = out});
-  if (!adapters_.empty()) add_adapters(step, out);
+  if (!adapters_first) outer_products(step, out, /*accumulate=*/true);
 }
 
 void Linear::input_gradient(const StepContext& step, const GemmInput& d_out, const TensorView& d_x) const {
   if (!adapters_.empty()) inner_gradients(step, d_out.row);
+  const bool adapters_first = !adapters_.empty() && step.dropout_position.empty();
+  if (adapters_first) {
+    gemm(step.device, {.a = inner(step, d_inner_),
+                       .b = stacked_in(step),
+                       .b_transposed = true,
+                       .out = d_x,
+                       .factor = lora_scale_});
+  }
   if (is_fp8_) {
     gemm(step.device, {.a = d_out.row,
                        .b = step.weights.transposed(step.device, weight_),
                        .out = d_x,
+                       .accumulate = adapters_first,
                        .fast_accumulation = fast_input_gradient_});
   } else {
-    gemm(step.device,
-         {.a = d_out.row, .b = step.weights.operand(step.device, weight_), .b_transposed = true, .out = d_x});
+    gemm(step.device, {.a = d_out.row,
+                       .b = step.weights.operand(step.device, weight_),
+                       .b_transposed = true,
+                       .out = d_x,
+                       .accumulate = adapters_first});
   }
-  if (!adapters_.empty()) add_input_gradients(step, d_x);
+  if (!adapters_first) add_dropped_gradients(step, d_x);
 }
 
 void Linear::weight_gradient(const StepContext& step, const GemmInput& d_out, const GemmInput& x) const {
@@ -177,12 +192,18 @@ void Linear::inner_products(const StepContext& step, const ScaledView& x) const 
   }
 }
 
-void Linear::add_adapters(const StepContext& step, const TensorView& out) const {
+bool Linear::adapters_fill_output() const {
+  int64_t rows = 0;
+  for (const Adapter& adapter : adapters_) rows += adapter.rows;
+  return rows == rows_;
+}
+
+void Linear::outer_products(const StepContext& step, const TensorView& out, bool accumulate) const {
   for (const Adapter& adapter : adapters_) {
     gemm(step.device, {.a = inner(step, inner_, adapter),
                        .b = step.weights.plain(adapter.out),
                        .out = columns(out, adapter),
-                       .accumulate = true,
+                       .accumulate = accumulate,
                        .factor = lora_scale_,
                        .a_padding = inner_padding(),
                        .out_padding = padding(adapter)});
@@ -201,16 +222,7 @@ void Linear::inner_gradients(const StepContext& step, const ScaledView& d_out) c
   }
 }
 
-void Linear::add_input_gradients(const StepContext& step, const TensorView& d_x) const {
-  if (step.dropout_position.empty()) {
-    gemm(step.device, {.a = inner(step, d_inner_),
-                       .b = stacked_in(step),
-                       .b_transposed = true,
-                       .out = d_x,
-                       .accumulate = true,
-                       .factor = lora_scale_});
-    return;
-  }
+void Linear::add_dropped_gradients(const StepContext& step, const TensorView& d_x) const {
   for (const Adapter& adapter : adapters_) {
     const TensorView d_input = step.tensor(dropped_, step.num_tokens(), cols_);
     gemm(step.device, {.a = inner(step, d_inner_, adapter),

@@ -74,12 +74,14 @@ class Linear {
   // (memory_order()), or copied to a buffer. Likewise their gradients are written.
   TensorView stacked_in(const StepContext& step) const;
   TensorView decoded(const StepContext& step, const ScaledView& x, TensorId buffer) const;
-  // What adapters compute of x, and what they add to out; likewise of d_out and to d_x. The layer's own product
-  // comes between the two, so that part of what it wrote is in a GPU's cache yet when it is added to.
+  // What adapters compute of x, and what of it is their part of out; likewise of d_out. Where it can be, their part
+  // of out or d_x is there first, and the layer's own product, whose arithmetic takes longer than its bytes, is
+  // added to it: to add their product of few terms would be to read all of the other once more.
   void inner_products(const StepContext& step, const ScaledView& x) const;
-  void add_adapters(const StepContext& step, const TensorView& out) const;
+  bool adapters_fill_output() const;  // no columns of out are without one
+  void outer_products(const StepContext& step, const TensorView& out, bool accumulate) const;
   void inner_gradients(const StepContext& step, const ScaledView& d_out) const;
-  void add_input_gradients(const StepContext& step, const TensorView& d_x) const;
+  void add_dropped_gradients(const StepContext& step, const TensorView& d_x) const;
   // x as the adapter sees it: with elements left out, in a buffer that the next call overwrites. x is [T, K], or
   // [K, T] if `transposed`.
   TensorView dropped(const StepContext& step, const Adapter& adapter, const TensorView& x, bool transposed) const;
