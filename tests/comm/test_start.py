@@ -116,15 +116,13 @@ class StartTest(RanksTest):
 
     @unittest.skipUnless(starters.is_available("mpirun"), "mpirun is not on PATH")
     def test_ranks_of_ranks_of_mpirun_are_refused(self):
-        result = subprocess.run(starters.command(2, [PROGRAM, "alone", "--ranks=2"], "mpirun"), capture_output=True, text=True,
-                                env=starters.environment(), timeout=60)
+        result = starters.run(2, [PROGRAM, "alone", "--ranks=2"], "mpirun")
         self.assertEqual(result.returncode, 2, result.stderr)
         self.assertEqual(result.stderr.count("error: this process shall start 2 ranks, but is itself one of those that"), 1)
 
     def test_each_process_of_a_launcher_becomes_several_ranks(self):
         """As on two hosts whose launcher starts one process on each."""
-        result = subprocess.run(starters.command(2, [PROGRAM, "collectives", "--ranks=2"], "variables"), capture_output=True,
-                                text=True, env=starters.environment(), timeout=120)
+        result = starters.run(2, [PROGRAM, "collectives", "--ranks=2"], "variables")
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertEqual(result.stdout, "4 ranks over TCP\n")
 

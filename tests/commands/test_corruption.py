@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import unittest
 
 from parka_runs import (PROGRAM, SEQUENCE, VOCAB, RunFolder, checkpoints, learning_curve, metrics, starters, tiny_config,
@@ -30,8 +29,7 @@ class Corruption(RunFolder):
 
     def train_ranks(self, config, ranks, *arguments):
         program = [PROGRAM, "--threads", "1", "train", self.write_config(config), *arguments]
-        return subprocess.run(starters.command(ranks, program) if ranks > 1 else program, env=starters.environment(),
-                              capture_output=True, text=True, timeout=200)
+        return starters.run(ranks, program)
 
     def message(self, result):
         """The line that says what was found, without the rank that says it: of several that do, they say the same."""

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import struct
-import subprocess
 import sys
 import unittest
 
@@ -50,8 +49,7 @@ class DataFolder(RunFolder):
     def run_config(self, config, ranks=1):
         path = self.write_config(config)
         program = [PROGRAM, "--threads", "1", "train", path]
-        result = subprocess.run(starters.command(ranks, program) if ranks > 1 else program, env=starters.environment(),
-                                text=True, capture_output=True, timeout=200)
+        result = starters.run(ranks, program)
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         return result.stdout + result.stderr
 

@@ -65,8 +65,7 @@ class Images(RunFolder):
     def run_config(self, config, ranks=1, *arguments):
         path = self.write_config(config, os.path.basename(config["checkpoint"]["folder"]) + ".json")
         program = [PROGRAM, "--threads", "1", "train", path, *arguments]
-        command = starters.command(ranks, program) if ranks > 1 else program
-        return subprocess.run(command, env=starters.environment(), text=True, capture_output=True, timeout=200)
+        return starters.run(ranks, program)
 
     def run_to_the_end(self, config, ranks=1):
         result = self.run_config(config, ranks)

@@ -5,7 +5,6 @@ RANKS_BITS names gets a line for each run: what it computed, for tests/equal_bit
 import functools
 import json
 import os
-import subprocess
 import sys
 import unittest
 
@@ -40,8 +39,7 @@ class Ranks(RunFolder):
         with open(path, "w", encoding="utf-8") as file:
             json.dump(config, file)
         program = [PROGRAM, "--threads", "1", "train", path]
-        command = starters.command(ranks, program, starter, RANKS_OPTION) if ranks > 1 else program
-        result = subprocess.run(command, env=starters.environment(), text=True, capture_output=True, timeout=200)
+        result = starters.run(ranks, program, starter, RANKS_OPTION)
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         if ranks > 1 and "RANKS_BITS" in os.environ:
             self.write_bits(name, os.environ["RANKS_BITS"])

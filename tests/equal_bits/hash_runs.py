@@ -137,10 +137,7 @@ def hash_checkpoints(run_folder):
 
 
 def run_parka(program, folder, *arguments, ranks=1, threads=1):
-    command = [program, "--threads", str(threads), *arguments]
-    if ranks > 1:
-        command = starters.command(ranks, command)
-    result = subprocess.run(command, cwd=folder, text=True, timeout=300, capture_output=True, env=starters.environment())
+    result = starters.run(ranks, [program, "--threads", str(threads), *arguments], cwd=folder, timeout=300)
     if result.returncode != 0:
         lines = (result.stdout + result.stderr).strip().splitlines() or [""]
         reason = next((line for line in lines if " error: " in line), lines[-1])  # mpirun has much to say after it

@@ -3,9 +3,12 @@
     ranks      the program starts them itself, by its option --ranks, or on GPUs --gpus
     variables  each is started alone, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, by tests/support/start_ranks.py
 """
+import glob
 import os
 import shutil
+import subprocess
 import sys
+import tempfile
 
 STARTERS = ("mpirun", "ranks", "variables")
 STARTER = os.environ.get("RANKS_STARTER", "mpirun")
@@ -40,3 +43,19 @@ def environment(**variables):
     own = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_VARIABLES)}
     return {**own, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_plm": "isolated",
             "HWLOC_HIDE_ERRORS": "2", "HWLOC_COMPONENTS": "-gl", **variables}
+
+
+def run(size, program, starter=STARTER, option="--ranks", timeout=200, **settings):
+    """Runs `size` ranks to their end, one as a program alone. Returns a subprocess.CompletedProcess, whose output is that of mpirun,
+    then that of rank 0, 1, ...: mpirun hands lines on in pieces, and those of one rank may come within a line of another."""
+    command_line = command(size, program, starter, option) if size > 1 else program
+    with tempfile.TemporaryDirectory() as folder:
+        of_mpirun = size > 1 and starter == "mpirun"
+        if of_mpirun:
+            command_line[1:1] = ["--output-filename", f"{folder}:nocopy"]
+        result = subprocess.run(command_line, env=environment(), text=True, capture_output=True, timeout=timeout, check=False, **settings)
+        for name in ("stdout", "stderr") if of_mpirun else ():
+            for path in sorted(glob.glob(os.path.join(folder, "*", "rank.*", name))):
+                with open(path, encoding="utf-8") as file:
+                    setattr(result, name, getattr(result, name) + file.read())
+    return result
