@@ -154,32 +154,20 @@ void bench_activations(Bench& bench, const ModelShape& m) {
       swiglu_backward);
 }
 
-// Through a window of a quarter and of half of the sequence, and within four documents in each; of the latter the
-// rate counts four times the pairs that there are.
+// Through a window of a quarter and of half of the sequence, and within four documents in each; `.full` is causal
+// attention over sequences so long that a query has as many keys on average. Of documents the rate counts four
+// times the pairs that there are.
 void bench_first_keys(Bench& bench, const ModelShape& m) {
-  const int64_t B = m.T / m.S, quarter = m.S / 4;
-  constexpr std::tuple<const char*, const char*, int> kCases[] = {
-      {"attention_forward.window", "attention_backward.window", 1},
-      {"attention_forward.half_window", "attention_backward.half_window", 2},
-      {"attention_forward.documents", "attention_backward.documents", 0}};
-  for (const auto& [forward, backward, quarters] : kCases) {
-    const int64_t window = quarters * quarter;
-    const auto first_key = [&](Tensors& t) {
-      std::vector<int32_t> keys;
-      for (int64_t row = 0; row < m.T; ++row) {
-        const int64_t i = row % m.S;
-        keys.push_back(
-            static_cast<int32_t>(window > 0 ? std::max<int64_t>(i - window + 1, 0) : i / quarter * quarter));
-      }
-      return t.upload(keys);
-    };
+  const int64_t quarter = m.S / 4;
+  const auto time_both = [&](const std::string& name, int64_t S, int64_t window, const auto& first_key) {
+    const int64_t B = m.T / S, T = B * S;
     bench.time(
-        m.name, forward,
+        m.name, ("attention_forward." + name).c_str(),
         [&](Tensors& t) {
-          return AttentionForward{.qkv = t.bf16({m.T, 3 * m.d}),
-                                  .out = t.bf16({m.T, m.d}),
-                                  .lse = t.fp32({B, m.heads, m.S}),
-                                  .sequence_length = m.S,
+          return AttentionForward{.qkv = t.bf16({T, 3 * m.d}),
+                                  .out = t.bf16({T, m.d}),
+                                  .lse = t.fp32({B, m.heads, S}),
+                                  .sequence_length = S,
                                   .num_heads = m.heads,
                                   .num_kv_heads = m.heads,
                                   .scale = 0.088f,
@@ -188,14 +176,14 @@ void bench_first_keys(Bench& bench, const ModelShape& m) {
         },
         attention_forward);
     bench.time(
-        m.name, backward,
+        m.name, ("attention_backward." + name).c_str(),
         [&](Tensors& t) {
-          return AttentionBackward{.qkv = t.bf16({m.T, 3 * m.d}),
-                                   .out = t.bf16({m.T, m.d}),
-                                   .d_out = t.bf16({m.T, m.d}),
-                                   .lse = t.fp32({B, m.heads, m.S}),
-                                   .d_qkv = t.bf16({m.T, 3 * m.d}),
-                                   .sequence_length = m.S,
+          return AttentionBackward{.qkv = t.bf16({T, 3 * m.d}),
+                                   .out = t.bf16({T, m.d}),
+                                   .d_out = t.bf16({T, m.d}),
+                                   .lse = t.fp32({B, m.heads, S}),
+                                   .d_qkv = t.bf16({T, 3 * m.d}),
+                                   .sequence_length = S,
                                    .num_heads = m.heads,
                                    .num_kv_heads = m.heads,
                                    .scale = 0.088f,
@@ -203,6 +191,22 @@ void bench_first_keys(Bench& bench, const ModelShape& m) {
                                    .window = window};
         },
         attention_backward);
+  };
+  constexpr std::tuple<const char*, int> kQuarters[] = {{"window", 1}, {"half_window", 2}, {"documents", 0}};
+  for (const auto& [name, quarters] : kQuarters) {
+    const int64_t window = quarters * quarter;
+    time_both(name, m.S, window, [&](Tensors& t) {
+      std::vector<int32_t> keys;
+      for (int64_t row = 0; row < m.T; ++row) {
+        const int64_t i = row % m.S;
+        keys.push_back(
+            static_cast<int32_t>(window > 0 ? std::max<int64_t>(i - window + 1, 0) : i / quarter * quarter));
+      }
+      return t.upload(keys);
+    });
+    // (S - w / 2) w pairs through a window of w, which is S' / 2 for each query.
+    const int64_t length = window > 0 ? (2 * m.S - window) * window / m.S : quarter;
+    time_both(std::string(name) + ".full", length, 0, [](Tensors&) { return TensorView(); });
   }
 }
 
