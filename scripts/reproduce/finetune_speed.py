@@ -64,9 +64,9 @@ RATIOS = {
     "qlora.llama2-7b.vs_peft_autocast": [(point.format("qlora"), autocast(point)) for point in POINTS],
     "qlora_fp8.llama2-7b.vs_peft": [(point.format("qlora_fp8"), point.format("peft.qlora")) for point in POINTS],
     "qlora_fp8.llama2-7b.vs_peft_autocast": [(point.format("qlora_fp8"), autocast(point)) for point in POINTS],
-    "lora_fp8.llama2-7b.vs_peft": [("lora_fp8_offload.4x2048", "peft.lora.4x2048")],
-    "lora_fp8_head.llama2-7b.vs_peft": [("lora_fp8_offload_head.4x2048", "peft.lora.4x2048")],
-    "lora_fp8.llama2-7b.vs_peft_recompute": [("lora_fp8_offload.4x2048", "peft.lora_recompute.4x2048")],
+    "lora_fp8.llama2-7b.vs_peft": [("lora_fp8_20gb.4x2048", "peft.lora.4x2048")],
+    "lora_fp8_head.llama2-7b.vs_peft": [("lora_fp8_20gb_head.4x2048", "peft.lora.4x2048")],
+    "lora_fp8.llama2-7b.vs_peft_recompute": [("lora_fp8_20gb.4x2048", "peft.lora_recompute.4x2048")],
     "qst.llama2-7b.vs_qlora": [("qst_lean.4x384", "qlora.4x384")],
 }
 KEPT = ("device", "tokens_per_step", "tokens_per_second", "step_seconds", "used_bytes", "planned_bytes", "context_bytes")
