@@ -1,4 +1,4 @@
-#include "kernels/cpu/log2_exp2.h"
+#include "kernels/cpu/math/log2_exp2.h"
 
 #include <cmath>
 

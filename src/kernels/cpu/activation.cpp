@@ -5,7 +5,7 @@
 
 #include "core/parallel.h"
 #include "kernels/cpu/codec.h"
-#include "kernels/cpu/exp.h"
+#include "kernels/cpu/math/exp.h"
 #include "kernels/ops/swiglu.h"
 
 namespace parka::cpu {

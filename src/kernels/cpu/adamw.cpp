@@ -12,7 +12,7 @@
 #include "core/philox.h"
 #include "core/split_float.h"
 #include "kernels/cpu/codec.h"
-#include "kernels/cpu/log2_exp2.h"
+#include "kernels/cpu/math/log2_exp2.h"
 
 // Everything happens group by group: read 128 elements of every tensor as fp32, update them, write them back.
 namespace parka::cpu {

@@ -8,7 +8,7 @@
 #include "core/parallel.h"
 #include "kernels/cpu/codec.h"
 #include "kernels/cpu/eigen.h"
-#include "kernels/cpu/exp.h"
+#include "kernels/cpu/math/exp.h"
 #include "kernels/cpu/rope.h"
 
 // Query rows are processed in tiles of R. A tile attends to keys F..N-1, where F is the first key of its first row

@@ -6,7 +6,7 @@
 
 #include "core/parallel.h"
 #include "kernels/cpu/codec.h"
-#include "kernels/cpu/exp.h"
+#include "kernels/cpu/math/exp.h"
 
 namespace parka::cpu {
 namespace {

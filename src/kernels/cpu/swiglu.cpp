@@ -4,7 +4,7 @@
 
 #include "core/parallel.h"
 #include "kernels/cpu/codec.h"
-#include "kernels/cpu/exp.h"
+#include "kernels/cpu/math/exp.h"
 
 namespace parka::cpu {
 namespace {

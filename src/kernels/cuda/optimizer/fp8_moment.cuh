@@ -5,9 +5,9 @@
 #include "kernels/cuda/quantize/fp8.cuh"
 #include "kernels/ops/adamw.h"
 
-// The arithmetic of moments in FP8: bit for bit what kernels/cpu/adamw.cpp and kernels/cpu/log2_exp2.h define, in
-// few instructions. A root (decoding) is looked up. A power (encoding) is taken with the GPU's approximate log2 and
-// exp2, which settle nearly every code; where they leave two to choose from, the defined operations decide.
+// The arithmetic of moments in FP8: bit for bit what kernels/cpu/adamw.cpp and kernels/cpu/math/log2_exp2.h define,
+// in few instructions. A root (decoding) is looked up. A power (encoding) is taken with the GPU's approximate log2
+// and exp2, which settle nearly every code; where they leave two to choose from, the defined operations decide.
 namespace parka::cuda {
 
 // ---- Decoding ----
@@ -100,7 +100,7 @@ __device__ inline void decode_moment(uint32_t codes, float amax, const RootTable
   }
 }
 
-// ---- The defined log2 and exp2: kernels/cpu/log2_exp2.h, nothing fused ----
+// ---- The defined log2 and exp2: kernels/cpu/math/log2_exp2.h, nothing fused ----
 
 __device__ inline float log2_of_fraction(float x) {
   constexpr uint32_t kSqrtHalfBits = 0x3f3504f3u;

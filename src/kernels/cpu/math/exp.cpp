@@ -1,4 +1,4 @@
-#include "kernels/cpu/exp.h"
+#include "kernels/cpu/math/exp.h"
 
 #include <algorithm>
 #include <limits>
