@@ -32,6 +32,11 @@ class SingleCommunicator final : public Communicator {
     check_side_by_side(out, in, 1);
     all_gather(device, in, out, peers);
   }
+  void all_to_all(Device& device, const TensorView& in, const TensorView& out, Peers) override {
+    check_exchanged(in, out, 1);
+    device.copy(out.data, in.data, in.bytes());
+    ++last_queued_;
+  }
 
   uint64_t last_queued() const override { return last_queued_; }
   void wait(Device&, uint64_t) override {}
@@ -46,10 +51,42 @@ class SingleCommunicator final : public Communicator {
 
 }  // namespace
 
-void Communicator::divide(int group_size) {
+void Communicator::divide(int group_size, int context_size) {
   PARKA_REQUIRE(group_size_ == 0 && group_size >= 1 && size() % group_size == 0 && last_queued() == 0);
+  PARKA_REQUIRE(context_size >= 1 && size() % context_size == 0);
   group_size_ = group_size;
+  context_size_ = context_size;
   divided();
+}
+
+int Communicator::size_of(Peers peers) const {
+  switch (peers) {
+    case Peers::kAll: return size();
+    case Peers::kGroup: return group_size();
+    case Peers::kAcross: return size() / group_size();
+    case Peers::kContext: return context_size_;
+  }
+  throw_internal("unknown peers {}", static_cast<int>(peers));
+}
+
+int Communicator::place_in(Peers peers) const {
+  switch (peers) {
+    case Peers::kAll: return rank();
+    case Peers::kGroup: return rank() % group_size();
+    case Peers::kAcross: return rank() / group_size();
+    case Peers::kContext: return rank() % context_size_;
+  }
+  throw_internal("unknown peers {}", static_cast<int>(peers));
+}
+
+int Communicator::rank_at(Peers peers, int place) const {
+  switch (peers) {
+    case Peers::kAll: return place;
+    case Peers::kGroup: return rank() / group_size() * group_size() + place;
+    case Peers::kAcross: return place * group_size() + rank() % group_size();
+    case Peers::kContext: return rank() / context_size_ * context_size_ + place;
+  }
+  throw_internal("unknown peers {}", static_cast<int>(peers));
 }
 
 void* Communicator::allocate(Device& device, int64_t bytes) { return device.allocate(bytes); }
@@ -80,6 +117,12 @@ void check_side_by_side(const TensorView& whole, const TensorView& part, int siz
   check_scattered(whole, part, size);
   if (whole.rank == 2 && part.rank == 2 && whole.dim[0] == part.dim[0]) return;
   throw_internal("{} is not {} side by side", describe(whole), describe(part));
+}
+
+void check_exchanged(const TensorView& in, const TensorView& out, int size) {
+  const bool are_blocks = in.rank == 3 && in.dim[1] == size;
+  if (are_blocks && in.dtype == out.dtype && in.rank == out.rank && in.dim == out.dim) return;
+  throw_internal("{} and {} are not rows of {} blocks each", describe(in), describe(out), size);
 }
 
 }  // namespace parka

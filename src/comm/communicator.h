@@ -15,9 +15,11 @@ enum class Reduction { kSum, kMax };
 // Which ranks take part in a collective. divide() defines the groups.
 enum class Peers {
   kAll,
-  kGroup,   // this rank's group of consecutive ranks; before divide(): all ranks
-  kAcross,  // one rank of each group, those with this rank's place in it; before divide(): this rank alone
+  kGroup,    // this rank's group of consecutive ranks; before divide(): all ranks
+  kAcross,   // one rank of each group, those with this rank's place in it; before divide(): this rank alone
+  kContext,  // this rank's group of consecutive ranks that share each sequence; before divide(): this rank alone
 };
+inline constexpr int kNumPeers = 4;
 
 // Collective operations of the ranks of a run. All ranks must call the same ones, in the same order and with the
 // same sizes, also those of groups. If a rank does not, the others wait, and the watchdog (comm/launch/watchdog.h)
@@ -34,16 +36,12 @@ class Communicator {
   virtual int size() const = 0;
   virtual std::string description() const = 0;  // "4 ranks over MPI", "8 GPUs over NCCL 2.28.3"
 
-  // Divides the ranks into groups of `group_size` consecutive ranks, a divisor of size(). All ranks call it, at
-  // most once, before the first collective.
-  void divide(int group_size);
-  int size_of(Peers peers) const {
-    return peers == Peers::kAll ? size() : peers == Peers::kGroup ? group_size() : size() / group_size();
-  }
+  // Divides the ranks into groups of `group_size` consecutive ranks, and another time into those of `context_size`;
+  // both are divisors of size(). All ranks call it, at most once, before the first collective.
+  void divide(int group_size, int context_size = 1);
+  int size_of(Peers peers) const;
   // This rank's place among its peers, 0 to size_of() - 1.
-  int place_in(Peers peers) const {
-    return peers == Peers::kAll ? rank() : peers == Peers::kGroup ? rank() % group_size() : rank() / group_size();
-  }
+  int place_in(Peers peers) const;
 
   // Device memory whose tensors collectives may copy without the device's multiprocessors; contents undefined. At
   // most one allocation at a time. All ranks request the same size, put the tensors of collectives at the same
@@ -71,6 +69,9 @@ class Communicator {
   // not overlap. On GPUs it needs as many bytes of set_exchange_buffer() as `out` has, unless `out` lies in
   // allocate()'s memory and the GPUs can access each other's.
   virtual void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
+  // out [rows, size, n]: in each row, block p is what the peer at place p has as block place_in(peers) of that row
+  // of its `in` [rows, size, n], in any format. `in` and `out` must not overlap.
+  virtual void all_to_all(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
 
   // Collectives are numbered from 1, in the order of their calls. Number 0 stands for none: nothing waits for it.
   virtual uint64_t last_queued() const = 0;
@@ -86,18 +87,15 @@ class Communicator {
   virtual void barrier() = 0;
 
  protected:
-  int group_size() const { return group_size_ == 0 ? size() : group_size_; }
   // The rank at a place among this rank's peers.
-  int rank_at(Peers peers, int place) const {
-    if (peers == Peers::kAll) return place;
-    const int group = rank() / group_size();
-    return peers == Peers::kGroup ? group * group_size() + place : place * group_size() + rank() % group_size();
-  }
+  int rank_at(Peers peers, int place) const;
 
  private:
-  virtual void divided() {}  // group_size() is known from here on
+  int group_size() const { return group_size_ == 0 ? size() : group_size_; }
+  virtual void divided() {}  // size_of() is known from here on
 
   int group_size_ = 0;  // 0: not divided
+  int context_size_ = 1;
 };
 
 // For a run of one process: every collective has one rank.
@@ -110,6 +108,8 @@ void check_reducible(const TensorView& x);
 void check_scattered(const TensorView& whole, const TensorView& part, int size);
 // As check_scattered; both also have the same number of rows.
 void check_side_by_side(const TensorView& whole, const TensorView& part, int size);
+// `in` and `out` are [rows, size, n], alike, in the same format.
+void check_exchanged(const TensorView& in, const TensorView& out, int size);
 // reduce_scatter with one rank, on the device's own stream.
 void reduce_alone(Device& device, const TensorView& in, const TensorView& out, Accumulation accumulation);
 

@@ -68,6 +68,7 @@ class HostCommunicator final : public Communicator {
                       Accumulation accumulation) override;
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
+  void all_to_all(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   uint64_t last_queued() const override { return last_queued_; }
   void wait(Device&, uint64_t) override {}
 
@@ -235,6 +236,30 @@ void HostCommunicator::all_gather_columns(Device& device, const TensorView& in, 
     transport_.wait();
     put(group.place, source + begin * row_bytes);
     for_each_other(group, [&](int place, int) { put(place, scratch_.data() + place * bytes); });
+  }
+}
+
+void HostCommunicator::all_to_all(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
+  const Group group = begin_collective(device, peers);
+  check_exchanged(in, out, group.size);
+  const CollectiveCounter::Span span(counter_);
+  const int64_t rows = in.dim[0], bytes = in.dim[2] * parka::size_of(in.dtype);
+  const auto* source = static_cast<const std::byte*>(in.data);
+  auto* target = static_cast<std::byte*>(out.data);
+  const auto block_at = [&](int64_t row, int place) { return (row * group.size + place) * bytes; };
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t begin = 0; begin < bytes; begin += kChunkBytes) {
+      const int64_t count = std::min(kChunkBytes, bytes - begin);
+      for_each_other(group, [&](int place, int rank) {
+        transport_.receive(target + block_at(row, place) + begin, count, rank);
+      });
+      for_each_other(
+          group, [&](int place, int rank) { transport_.send(source + block_at(row, place) + begin, count, rank); });
+      transport_.wait();
+    }
+    if (bytes == 0) continue;
+    const int64_t own = block_at(row, group.place);
+    std::memcpy(target + own, source + own, static_cast<size_t>(bytes));
   }
 }
 

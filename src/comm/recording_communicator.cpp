@@ -45,6 +45,11 @@ void RecordingCommunicator::all_gather_columns(Device&, const TensorView& in, co
   record({Kind::kAllGather, out.bytes(), peers});
 }
 
+void RecordingCommunicator::all_to_all(Device&, const TensorView& in, const TensorView& out, Peers peers) {
+  check_exchanged(in, out, size_of(peers));
+  record({Kind::kAllToAll, in.bytes(), peers});
+}
+
 void RecordingCommunicator::wait(Device&, uint64_t number) {
   PARKA_REQUIRE(number <= last_queued_);
   if (number > 0 && listener_.wait) listener_.wait({last_queued_ - number});

@@ -10,9 +10,9 @@ namespace parka {
 
 // A collective as it was queued.
 struct RecordedCollective {
-  enum class Kind : uint8_t { kAllReduce, kReduceScatter, kAllGather };
+  enum class Kind : uint8_t { kAllReduce, kReduceScatter, kAllGather, kAllToAll };
   Kind kind;
-  int64_t bytes;  // of the whole tensor, all ranks' pieces together
+  int64_t bytes;  // of the whole tensor, all ranks' pieces together; kAllToAll: of one rank's `in`
   Peers peers;
   // kReduceScatter through an exchange buffer: bytes that a rank reads and writes to add up the pieces that the
   // others have put there.
@@ -49,6 +49,7 @@ class RecordingCommunicator final : public Communicator {
                       Accumulation accumulation) override;
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
+  void all_to_all(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
 
   uint64_t last_queued() const override { return last_queued_; }
   void wait(Device& device, uint64_t number) override;

@@ -20,6 +20,7 @@
 #include "comm/launch/launch.h"
 #include "core/log/log.h"
 #include "core/parallel.h"
+#include "core/philox.h"
 #include "tests/support/tensors.h"
 
 using namespace parka;
@@ -295,6 +296,58 @@ void check_all_gather_columns(const Checker& c, DType dtype, int64_t rows, int64
   expect(outside.guard_intact(), what + ": wrote outside");
 }
 
+// Blocks of rows, to memory of allocate() and to elsewhere, between all ranks or those of a group.
+void check_all_to_all(const Checker& c, DType dtype, int64_t rows, int64_t n, Peers peers = Peers::kAll) {
+  const int rank = c.ranks.rank(), size = c.ranks.size_of(peers), own = c.ranks.place_in(peers);
+  const int first = peers == Peers::kContext ? rank - own : 0;  // of the peers
+  const std::string what = c.label("all_to_all", dtype, rows * n) + fmt::format(" among {}", size);
+  std::vector<float> want(static_cast<size_t>(rows * size * n));
+  for (int p = 0; p < size; ++p) {
+    const std::vector<float> values = input_of(dtype, first + p, rows * size * n);
+    for (int64_t row = 0; row < rows; ++row) {
+      std::copy_n(values.begin() + (row * size + own) * n, n, want.begin() + (row * size + p) * n);
+    }
+  }
+  const OwnMemory memory(c, 1, rows * size * n * size_of(dtype));
+  const std::vector<float> input = input_of(dtype, rank, rows * size * n);
+  const TestTensor in(c.device, dtype, {rows, size, n}, input), copied(c.device, dtype, {rows, size, n}),
+      outside(c.device, dtype, {rows, size, n});
+  const TensorView inside = memory.tensor(0, dtype, {rows, size, n});
+  // Cleared and exchanged again at once, which ranks come to at different times.
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    c.device.fill_zero(inside.data, inside.bytes());
+    c.ranks.all_to_all(c.device, in, inside, peers);
+    c.ranks.wait(c.device, c.ranks.last_queued());
+  }
+  c.device.copy(copied.view().data, inside.data, inside.bytes());
+  c.ranks.all_to_all(c.device, in, outside, peers);
+  c.ranks.wait(c.device, c.ranks.last_queued());
+  expect(copied.host() == want, what);
+  expect(outside.host() == want, what + ", elsewhere");
+  expect(outside.guard_intact(), what + ": wrote outside");
+  expect(in.host() == input, what + ": changed its input");
+}
+
+// Sizes of which some are not multiples of anything.
+void check_exchanges(const Checker& c, Peers peers) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    check_all_to_all(c, dtype, 1, 1, peers);
+    for (uint64_t i = 0; i < 6; ++i) {
+      const auto draw = philox4x32(17, 1, i);
+      check_all_to_all(c, dtype, 1 + draw[0] % 5, 1 + draw[1] % 20'000, peers);
+    }
+  }
+}
+
+// Groups of ranks that share sequences, beside groups of another size.
+void check_context_groups(const Checker& c, int group_size, int context_size) {
+  c.ranks.divide(group_size, context_size);
+  expect(c.ranks.size_of(Peers::kContext) == context_size, "the size of a context group");
+  expect(c.ranks.place_in(Peers::kContext) == c.ranks.rank() % context_size, "the place in a context group");
+  expect(c.ranks.size_of(Peers::kGroup) == group_size, "the group beside it");
+  check_exchanges(c, Peers::kContext);
+}
+
 // Collectives of the groups of a second communicator: of consecutive ranks, and across groups.
 void check_groups(const Checker& c, int group_size) {
   c.ranks.divide(group_size);
@@ -374,11 +427,15 @@ int check_collectives(Launch& launch, bool on_gpu) {
     check_all_gather_columns(c, dtype, 37, 48);
     check_all_gather_columns(c, dtype, 2001, 1031);
   }
+  check_exchanges(c, Peers::kAll);
+  if (launch.size() == 2) check_all_to_all(c, DType::kBF16, 1, kRound / 2 + 11);  // more than one message
   expect(ranks->last_queued() > 0, "collectives are numbered");
   for (int group_size = 1; group_size <= launch.size(); ++group_size) {
     if (launch.size() % group_size != 0) continue;
     const std::unique_ptr<Communicator> divided = launch.make_communicator(*device);
     check_groups({*divided, *device}, group_size);
+    const std::unique_ptr<Communicator> shared = launch.make_communicator(*device);
+    check_context_groups({*shared, *device}, launch.size() / group_size, group_size);
   }
   return num_failed == 0 ? 0 : 1;
 }

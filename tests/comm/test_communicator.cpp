@@ -24,7 +24,10 @@ TEST_CASE("A run of one rank reduces and gathers by itself", "[communicator]") {
     CHECK(again.host() == values);
     ranks->all_gather(*device, x, x, Peers::kAll);
     CHECK(x.host() == values);
-    CHECK(ranks->last_queued() == before + 4);
+    const TestTensor blocks(*device, DType::kF32, {7, 1, 143});
+    ranks->all_to_all(*device, x.view().reshaped({7, 1, 143}), blocks, Peers::kContext);
+    CHECK(blocks.host() == values);
+    CHECK(ranks->last_queued() == before + 5);
     ranks->wait(*device, ranks->last_queued());
   }
   CHECK(ranks->gather_text("x") == std::vector<std::string>{"x"});
@@ -41,6 +44,11 @@ TEST_CASE("Only fp32 and bf16 are reduced, and sizes must agree", "[communicator
   CHECK_THROWS_AS(ranks->reduce_scatter(device, x, y, Peers::kAll), Error);
   CHECK_THROWS_AS(ranks->all_gather(device, x, y, Peers::kAll), Error);
   CHECK_THROWS_AS(ranks->all_gather(device, x, codes, Peers::kAll), Error);
+  const auto blocks = [](const TestTensor& t, int64_t size) { return t.view().reshaped({2, size, 8 / size}); };
+  const TestTensor other(device, DType::kF32, {16});
+  CHECK_THROWS_AS(ranks->all_to_all(device, x, other, Peers::kAll), Error);
+  CHECK_THROWS_AS(ranks->all_to_all(device, blocks(x, 2), blocks(other, 2), Peers::kAll), Error);
+  CHECK_THROWS_AS(ranks->all_to_all(device, blocks(x, 1), blocks(codes, 1), Peers::kAll), Error);
 }
 
 TEST_CASE("Line sockets carry whole lines and notice the end", "[watchdog]") {

@@ -92,6 +92,11 @@ class TimedCommunicator final : public Communicator {
     recording_.all_gather_columns(device, in, out, peers);
     real_.all_gather_columns(device, in, out, peers);
   }
+  void all_to_all(Device& device, const TensorView& in, const TensorView& out, Peers peers) override {
+    device_ = &device;
+    recording_.all_to_all(device, in, out, peers);
+    real_.all_to_all(device, in, out, peers);
+  }
   uint64_t last_queued() const override { return real_.last_queued(); }
   void wait(Device& device, uint64_t number) override {
     device_ = &device;
@@ -106,8 +111,8 @@ class TimedCommunicator final : public Communicator {
 
  private:
   void divided() override {
-    real_.divide(size_of(Peers::kGroup));
-    recording_.divide(size_of(Peers::kGroup));
+    real_.divide(size_of(Peers::kGroup), size_of(Peers::kContext));
+    recording_.divide(size_of(Peers::kGroup), size_of(Peers::kContext));
   }
   void write(const std::string& line) const {
     OpTimer* const timer = device_->op_timer();

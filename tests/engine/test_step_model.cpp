@@ -138,7 +138,9 @@ TEST_CASE("a collective takes latency and its bytes over the slowest links", "[e
   CHECK(collective_seconds(links, 4, Kind::kAllGather, 400) == Approx(100 + 3 * 10 + 300 / 300.0));
   CHECK(collective_seconds(links, 4, Kind::kReduceScatter, 400) == Approx(100 + 3 * 10 + 300 / 300.0));
   CHECK(collective_seconds(links, 4, Kind::kAllReduce, 400) == Approx(100 + 2 * 3 * 10 + 600 / 300.0));
+  CHECK(collective_seconds(links, 4, Kind::kAllToAll, 400) == Approx(100 + 10 + 300 / 300.0));
   links.nodes = 4;  // of four GPUs each: 200 bytes a second leave a node
+  CHECK(collective_seconds(links, 16, Kind::kAllToAll, 1600) == Approx(100 + 10 + 1 + 300 / 300.0 + 1200 / 50.0));
   CHECK(collective_seconds(links, 16, Kind::kAllGather, 1600) == Approx(100 + 12 * 10 + 3 * 1 + 1500 / 200.0));
   CHECK(collective_seconds(links, 16, Kind::kAllReduce, 1600) == Approx(100 + 2 * (3 * 10 + 2 * 1) + 3000 / 200.0));
   CHECK(collective_seconds(links, 32, Kind::kAllGather, 3200) == Approx(100 + 28 * 10 + 3 * 1 + 3100 / 300.0));
@@ -175,17 +177,21 @@ TEST_CASE("what communication reads and writes in memory is what it costs, up to
   CHECK(slowed(Kind::kAllGather, 1) == Approx(800 / 8.0));
   CHECK(slowed(Kind::kReduceScatter, 1) == Approx(600 / 8.0));
   CHECK(slowed(Kind::kAllReduce, 1) == Approx(1200 / 8.0));
+  CHECK(slowed(Kind::kAllToAll, 1) == Approx(600 / 8.0));
   CHECK(slowed(Kind::kAllGather, 1e6) == Approx(0.9 * 300));
 }
 
 TEST_CASE("groups of GPUs exchange within nodes, and pieces between them", "[engine][step model]") {
   Links links = {.link_bandwidth = 300, .network_bandwidth = 50, .memory_bandwidth = 1};
   links.nodes = 2;  // of four GPUs each
-  const auto seconds = [&](Kind kind, Peers peers, int64_t bytes, int64_t shard_size) {
+  const auto seconds = [&](Kind kind, Peers peers, int64_t bytes, int64_t shard_size, int64_t context_size = 1) {
     const std::vector<StepAction> actions = {{.kind = kind, .bytes = bytes, .peers = peers},
                                              {.kind = Kind::kWait, .number = 1}};
-    return predict_step(actions, links, 8, shard_size).seconds;
+    return predict_step(actions, links, 8, shard_size, context_size).seconds;
   };
+  CHECK(seconds(Kind::kAllToAll, Peers::kContext, 200, 4, 2) == Approx(100 / 300.0));
+  CHECK(seconds(Kind::kAllToAll, Peers::kContext, 800, 2, 8) == Approx(300 / 300.0 + 400 / 50.0));
+  CHECK(seconds(Kind::kAllToAll, Peers::kContext, 800, 4) == 0);
   CHECK(seconds(Kind::kAllGather, Peers::kGroup, 400, 4) == Approx(300 / 300.0));
   CHECK(seconds(Kind::kAllGather, Peers::kAll, 800, 4) == Approx(700 / 200.0));
   CHECK(seconds(Kind::kAllReduce, Peers::kAcross, 100, 4) == Approx(100 / 50.0));   // one GPU of each node

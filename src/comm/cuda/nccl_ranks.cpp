@@ -92,6 +92,7 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
                       Accumulation accumulation) override;
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
+  void all_to_all(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   uint64_t last_queued() const override { return last_queued_; }
   void wait(Device& device, uint64_t number) override;
 
@@ -161,9 +162,9 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   std::array<uint64_t, kRemembered> sum_before_{};          // the last sum up to each of them; 0: none
   uint64_t *reached_ = nullptr, *finished_ = nullptr;       // incremented by the GPU
   uint64_t last_queued_ = 0;
-  std::vector<std::string> host_of_;  // by rank
-  std::array<PeerGroup, 3> groups_;   // by Peers
-  void* memory_ = nullptr;            // of allocate()
+  std::vector<std::string> host_of_;         // by rank
+  std::array<PeerGroup, kNumPeers> groups_;  // by Peers
+  void* memory_ = nullptr;                   // of allocate()
   int64_t memory_bytes_ = 0;
   TensorView buffer_;
   int64_t buffer_at_ = 0;  // where the next exchange puts its chunks, in bytes
@@ -194,13 +195,14 @@ void NcclCommunicator::connect() {
 }
 
 void NcclCommunicator::divided() {
-  if (size_of(Peers::kGroup) == 1 || size_of(Peers::kAcross) == 1) return;
-  const int color = place_in(Peers::kAcross), place = place_in(Peers::kGroup);
   watchdog_.probe(nullptr);  // its thread uses the communicators
   const ncclComm_t all = group(Peers::kAll).comm;
-  ncclConfig_t config = communicator_config();
-  check_nccl(ncclCommSplit(all, color, place, &group(Peers::kGroup).comm, &config), "groups");
-  check_nccl(ncclCommSplit(all, place, color, &group(Peers::kAcross).comm, &config), "groups");
+  for (const Peers peers : {Peers::kGroup, Peers::kAcross, Peers::kContext}) {
+    if (size_of(peers) == 1 || size_of(peers) == size()) continue;
+    ncclConfig_t config = communicator_config();
+    // The lowest rank among the peers numbers them.
+    check_nccl(ncclCommSplit(all, rank_at(peers, 0), place_in(peers), &group(peers).comm, &config), "groups");
+  }
   open_windows();
   watchdog_.probe(this);
 }
@@ -210,7 +212,7 @@ NcclCommunicator::~NcclCommunicator() {
   watchdog_.probe(nullptr);
   const bool failed = std::uncaught_exceptions() > 0;
   if (!failed) synchronize();
-  for (const Peers peers : {Peers::kGroup, Peers::kAcross, Peers::kAll}) {
+  for (const Peers peers : {Peers::kContext, Peers::kGroup, Peers::kAcross, Peers::kAll}) {
     const ncclComm_t comm = group(peers).comm;
     if (comm == nullptr) continue;
     if (failed) {
@@ -290,7 +292,7 @@ bool NcclCommunicator::are_on_one_host(Peers peers) const {
 void NcclCommunicator::open_windows() {
   if (memory_ == nullptr) return;
   std::byte* signals = static_cast<std::byte*>(memory_) + memory_bytes_;
-  for (const Peers peers : {Peers::kAll, Peers::kGroup, Peers::kAcross}) {
+  for (const Peers peers : {Peers::kAll, Peers::kGroup, Peers::kAcross, Peers::kContext}) {
     PeerGroup& group = this->group(peers);
     signals -= cuda::PeerWindow::kSignalBytes;
     if (group.comm == nullptr || group.window || !are_on_one_host(peers)) continue;
@@ -416,6 +418,34 @@ void NcclCommunicator::all_gather_columns(Device& device, const TensorView& in, 
             "all_gather_columns");
     }
     return status;
+  });
+}
+
+void NcclCommunicator::all_to_all(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
+  const int size = size_of(peers);
+  check_exchanged(in, out, size);
+  for (const TensorView& used : {in, out}) wait_for_sums(span_of(used));
+  const int64_t rows = in.dim[0], bytes = in.dim[2] * parka::size_of(in.dtype);
+  const auto* const source = static_cast<const std::byte*>(in.data);
+  auto* const target = static_cast<std::byte*>(out.data);
+  queue(device, "all_to_all", [&] {
+    if (size == 1) return copy(in, out);
+    if (is_in_window(out, peers)) {
+      group_of(peers).window->all_to_all(source, target, rows, bytes, stream_);
+      return ncclSuccess;
+    }
+    const auto count = static_cast<size_t>(bytes);
+    const ncclComm_t comm = group_of(peers).comm;
+    ncclResult_t status = ncclGroupStart();
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int place = 0; place < size && status == ncclSuccess; ++place) {
+        const int64_t at = (row * size + place) * bytes;
+        status = ncclSend(source + at, count, ncclUint8, place, comm, stream_);
+        if (status == ncclSuccess) status = ncclRecv(target + at, count, ncclUint8, place, comm, stream_);
+      }
+    }
+    const ncclResult_t ended = ncclGroupEnd();
+    return status == ncclSuccess ? ended : status;
   });
 }
 

@@ -124,6 +124,21 @@ void PeerWindow::gather_columns(const std::byte* in, std::byte* out, int64_t row
   meet(stream);
 }
 
+void PeerWindow::all_to_all(const std::byte* in, std::byte* out, int64_t rows, int64_t block_bytes,
+                            cudaStream_t stream) {
+  const int size = static_cast<int>(bases_.size());
+  meet(stream);
+  for (int step = 1; step <= size; ++step) {    // this rank's own last
+    const int to = (place_ + step) % size;      // one rank writes to a rank at a time
+    for (int64_t row = 0; row < rows; ++row) {  // not one copy of two dimensions, whose pitch is limited
+      check(cudaMemcpyAsync(at(to, out + (row * size + place_) * block_bytes), in + (row * size + to) * block_bytes,
+                            static_cast<size_t>(block_bytes), cudaMemcpyDefault, stream),
+            "all-to-all");
+    }
+  }
+  meet(stream);
+}
+
 #else
 
 std::optional<PeerWindow> PeerWindow::open(ncclComm_t /*comm*/, void* /*memory*/, int64_t /*bytes*/,
@@ -135,6 +150,8 @@ void PeerWindow::exchange(const std::byte* /*in*/, std::byte* /*chunks*/, int64_
                           cudaStream_t /*stream*/) {}
 void PeerWindow::gather_columns(const std::byte* /*in*/, std::byte* /*out*/, int64_t /*rows*/,
                                 int64_t /*row_bytes*/, cudaStream_t /*stream*/) {}
+void PeerWindow::all_to_all(const std::byte* /*in*/, std::byte* /*out*/, int64_t /*rows*/, int64_t /*block_bytes*/,
+                            cudaStream_t /*stream*/) {}
 
 #endif
 

@@ -36,6 +36,11 @@ class PeerWindow {
   // every rank.
   void gather_columns(const std::byte* in, std::byte* out, int64_t rows, int64_t row_bytes, cudaStream_t stream);
 
+  // Queues an all-to-all of each row: afterwards block p of a row of `out` [rows, size, block_bytes] is what the
+  // rank at place p has as block of this rank's place in that row of its `in`, of the same shape. `out` lies in the
+  // window's memory, at the same offset on every rank, and does not overlap `in`.
+  void all_to_all(const std::byte* in, std::byte* out, int64_t rows, int64_t block_bytes, cudaStream_t stream);
+
  private:
   PeerWindow(ncclComm_t comm, void* window, void* memory, std::byte* signals);
   // The address here of another rank's memory, at the offset that `own` has in this rank's.

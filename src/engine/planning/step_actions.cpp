@@ -14,6 +14,7 @@ Kind kind_of(RecordedCollective::Kind kind) {
     case RecordedCollective::Kind::kAllReduce: return Kind::kAllReduce;
     case RecordedCollective::Kind::kReduceScatter: return Kind::kReduceScatter;
     case RecordedCollective::Kind::kAllGather: return Kind::kAllGather;
+    case RecordedCollective::Kind::kAllToAll: return Kind::kAllToAll;
   }
   throw_internal("unknown collective {}", static_cast<int>(kind));
 }

@@ -10,10 +10,10 @@ namespace parka {
 
 // One thing that a rank queues in a step of training, as the step model takes it.
 struct StepAction {
-  enum class Kind : uint8_t { kCompute, kAllReduce, kReduceScatter, kAllGather, kWait, kTransfer };
+  enum class Kind : uint8_t { kCompute, kAllReduce, kReduceScatter, kAllGather, kAllToAll, kWait, kTransfer };
   Kind kind = Kind::kCompute;
   double seconds = 0;  // kCompute: with nothing beside it
-  int64_t bytes = 0;   // collectives: of the whole tensor, all ranks' pieces together
+  int64_t bytes = 0;   // collectives: see RecordedCollective
   Peers peers = Peers::kAll;
   uint64_t number = 0;             // kWait: for which collective of the step, counted from 1
   RecordedTransfer transfer = {};  // kTransfer: to or from host memory

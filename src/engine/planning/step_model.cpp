@@ -33,6 +33,9 @@ double latency(const Links& links, int64_t num_gpus, Kind kind) {
     const double up = (gpus / nodes - 1) * links.link_latency + std::ceil(std::log2(nodes)) * links.network_latency;
     return links.start_latency + 2 * up;
   }
+  if (kind == Kind::kAllToAll) {  // all messages at once
+    return links.start_latency + (gpus > nodes ? links.link_latency : 0) + (nodes > 1 ? links.network_latency : 0);
+  }
   return links.start_latency + (gpus - nodes) * links.link_latency + (nodes - 1) * links.network_latency;
 }
 
@@ -41,14 +44,16 @@ struct Group {
   int64_t num_gpus;
   Links links;
 };
-Group group_of(Peers peers, const Links& links, int64_t num_gpus, int64_t shard_size) {
+Group group_of(Peers peers, const Links& links, int64_t num_gpus, int64_t shard_size, int64_t context_size) {
   const int64_t per_node = num_gpus / links.nodes;
   Group group = {num_gpus, links};
   if (peers == Peers::kAll) return group;
-  group.num_gpus = peers == Peers::kGroup ? shard_size : num_gpus / shard_size;
+  const bool is_across = peers == Peers::kAcross;
+  const int64_t consecutive = peers == Peers::kContext ? context_size : shard_size;
+  group.num_gpus = is_across ? num_gpus / consecutive : consecutive;
   // A group spans as few nodes as possible. Of the ranks across groups, each node has as many as it has groups.
   const int64_t in_a_node =
-      peers == Peers::kGroup ? std::min(shard_size, per_node) : std::max<int64_t>(1, per_node / shard_size);
+      is_across ? std::max<int64_t>(1, per_node / consecutive) : std::min(consecutive, per_node);
   group.links.nodes = ceil_div(group.num_gpus, in_a_node);
   return group;
 }
@@ -77,6 +82,14 @@ void transfer(const RecordedTransfer& what, const Links& links, StreamTimeline& 
 
 double collective_seconds(const Links& links, int64_t num_gpus, Kind kind, int64_t bytes) {
   PARKA_REQUIRE(num_gpus > 1 && links.nodes >= 1 && links.nodes <= num_gpus);
+  if (kind == Kind::kAllToAll) {
+    const double to_one = static_cast<double>(bytes) / static_cast<double>(num_gpus);
+    const int64_t in_a_node = num_gpus / links.nodes;
+    const double near = to_one * static_cast<double>(in_a_node - 1),
+                 far = to_one * static_cast<double>(num_gpus - in_a_node);
+    return latency(links, num_gpus, kind) + near / links.link_bandwidth +
+           (far > 0 ? far / links.network_bandwidth : 0);
+  }
   double bandwidth = links.link_bandwidth;
   if (links.nodes > 1) {
     // A ring leaves a node once, and there are as many rings as it takes to use all of a node's network cards.
@@ -88,7 +101,7 @@ double collective_seconds(const Links& links, int64_t num_gpus, Kind kind, int64
 }
 
 StepPrediction predict_step(const std::vector<StepAction>& actions, const Links& links, int64_t num_gpus,
-                            int64_t shard_size) {
+                            int64_t shard_size, int64_t context_size) {
   StreamTimeline timeline;
   StepPrediction prediction;
   for (const StepAction& action : actions) {
@@ -101,8 +114,10 @@ StepPrediction predict_step(const std::vector<StepAction>& actions, const Links&
       case Kind::kTransfer: transfer(action.transfer, links, timeline, prediction); break;
       case Kind::kAllReduce:
       case Kind::kReduceScatter:
-      case Kind::kAllGather: {
-        const Group group = group_of(action.peers, links, num_gpus, shard_size == 0 ? num_gpus : shard_size);
+      case Kind::kAllGather:
+      case Kind::kAllToAll: {
+        const Group group =
+            group_of(action.peers, links, num_gpus, shard_size == 0 ? num_gpus : shard_size, context_size);
         if (group.num_gpus == 1) {
           timeline.collective(0, 0);
           break;

@@ -22,7 +22,8 @@ struct Links {
 };
 
 // What a collective of `num_gpus` GPUs takes alone. Rings, whose bus bandwidth is that of the slower of a GPU's
-// links and a node's way out; sums that all keep (kAllReduce) go between nodes as trees.
+// links and a node's way out; sums that all keep (kAllReduce) go between nodes as trees. An all-to-all is no ring:
+// each GPU sends to every other, over its own links and its own way into the network.
 double collective_seconds(const Links& links, int64_t num_gpus, StepAction::Kind kind, int64_t bytes);
 
 struct StepPrediction {
@@ -39,8 +40,9 @@ struct StepPrediction {
     return communication_seconds > 0 ? 1 - exposed_seconds / communication_seconds : 1;
   }
 };
-// Of a run whose groups (Peers::kGroup) have `shard_size` GPUs; 0: all.
+// Of a run whose groups (Peers::kGroup) have `shard_size` GPUs; 0: all. Those of Peers::kContext have
+// `context_size`.
 StepPrediction predict_step(const std::vector<StepAction>& actions, const Links& links, int64_t num_gpus,
-                            int64_t shard_size = 0);
+                            int64_t shard_size = 0, int64_t context_size = 1);
 
 }  // namespace parka
