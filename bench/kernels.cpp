@@ -433,6 +433,30 @@ void bench_side(Bench& bench, const ModelShape& m) {
   }
 }
 
+// What a rank that shares sequences with another one copies before and behind their exchange.
+void bench_context_heads(Bench& bench, const ModelShape& m) {
+  constexpr int64_t kRanks = 2;
+  for (const int64_t kv_heads : {m.heads, int64_t{0}}) {
+    const int64_t width = (m.heads + 2 * kv_heads) * (m.d / m.heads);
+    const auto whole = [&](Tensors& t) { return t.bf16({m.T, width}); };
+    const auto parts = [&](Tensors& t) {
+      return t.bf16({m.T, width}).reshaped({m.T / m.S, kRanks, m.S / kRanks, width / kRanks});
+    };
+    bench.time(
+        m.name, kv_heads > 0 ? "split_heads qkv" : "split_heads",
+        [&](Tensors& t) {
+          return SplitHeads{.x = whole(t), .parts = parts(t), .num_heads = m.heads, .num_kv_heads = kv_heads};
+        },
+        split_heads);
+    bench.time(
+        m.name, kv_heads > 0 ? "merge_heads qkv" : "merge_heads",
+        [&](Tensors& t) {
+          return MergeHeads{.parts = parts(t), .x = whole(t), .num_heads = m.heads, .num_kv_heads = kv_heads};
+        },
+        merge_heads);
+  }
+}
+
 // Of an adapter's input, and of its part of the input gradient.
 void bench_dropout(Bench& bench, const ModelShape& m) {
   for (const bool accumulate : {false, true}) {
@@ -629,6 +653,7 @@ int run(int argc, char** argv) {
     bench_decode(bench, model);
     bench_ends(bench, model);
     bench_bias(bench, model);
+    bench_context_heads(bench, model);
     bench_dropout(bench, model);
     bench_adapters(bench, model);
     bench_side(bench, model);

@@ -15,6 +15,7 @@
 #include "kernels/ops/attention_decode.h"
 #include "kernels/ops/bias.h"
 #include "kernels/ops/bit_hash.h"
+#include "kernels/ops/context_heads.h"
 #include "kernels/ops/cross_entropy.h"
 #include "kernels/ops/dropout.h"
 #include "kernels/ops/embedding.h"
