@@ -1,9 +1,11 @@
 #include "data/batch_loader.h"
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
 #include "core/error.h"
+#include "core/ignored_target.h"
 #include "core/thread.h"
 
 namespace parka {
@@ -16,9 +18,14 @@ void check_options(const BatchLoaderOptions& o, const TokenFiles& files) {
                     o.global_batch / o.world_size % o.micro_batch == 0;
   if (!fits) {
     throw_bad_input(
-        "training.global_batch_size {} is not a positive multiple of training.micro_batch_size {} x {} ranks; "
+        "training.global_batch_size {} is not a positive multiple of training.micro_batch_size {} x {} {}ranks; "
         "change one",
-        o.global_batch, o.micro_batch, o.world_size);
+        o.global_batch, o.micro_batch, o.world_size, o.num_slices > 1 ? "groups of " : "");
+  }
+  PARKA_REQUIRE(o.num_slices > 0 && o.slice_rank >= 0 && o.slice_rank < o.num_slices);
+  if (files.sequence_length() % o.num_slices != 0) {
+    throw_bad_input("distributed.context_parallel = {} does not divide data.sequence_length = {}; change one",
+                    o.num_slices, files.sequence_length());
   }
   const int64_t most = files.most_images();
   if (most > o.images_per_sequence) {
@@ -31,6 +38,23 @@ void check_options(const BatchLoaderOptions& o, const TokenFiles& files) {
 }
 
 }  // namespace
+
+std::vector<int32_t> slices_of(const std::vector<int32_t>& rows, int64_t row_length, int64_t slice,
+                               int64_t num_slices) {
+  PARKA_REQUIRE(row_length % num_slices == 0);
+  const int64_t length = row_length / num_slices, num_rows = static_cast<int64_t>(rows.size()) / row_length;
+  std::vector<int32_t> result;
+  result.reserve(static_cast<size_t>(num_rows * length));
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const auto begin = rows.begin() + row * row_length + slice * length;
+    result.insert(result.end(), begin, begin + length);
+  }
+  return result;
+}
+
+int64_t count_targets(const std::vector<int32_t>& targets) {
+  return static_cast<int64_t>(targets.size()) - std::count(targets.begin(), targets.end(), kIgnoreTarget);
+}
 
 BatchLoader::BatchLoader(const TokenFiles& files, const BatchLoaderOptions& options)
     : files_(files),
@@ -88,7 +112,10 @@ void BatchLoader::read_ahead() {
 
 void BatchLoader::read_batches() {
   const int64_t num_micro_batches = options_.global_batch / (options_.micro_batch * options_.world_size);
-  const int64_t targets_of_full = num_micro_batches * options_.micro_batch * (files_.sequence_length() - 1);
+  // The last token of a sequence, which the last slice has, predicts none.
+  const int64_t of_slice =
+      files_.sequence_length() / options_.num_slices - (options_.slice_rank + 1 == options_.num_slices ? 1 : 0);
+  const int64_t targets_of_full = num_micro_batches * options_.micro_batch * of_slice;
   DataPosition position = options_.start;
   while (true) {
     position = order_.batch_start(position, options_.global_batch);
@@ -134,6 +161,10 @@ BatchLoader::Rows BatchLoader::read_rows(DataPosition batch_start, int64_t index
         rows.sequences.back(), {batch.tokens.data() + row * S, batch.targets.data() + row * S,
                                 batch.first_keys.empty() ? nullptr : batch.first_keys.data() + row * S});
   }
+  if (options_.num_slices == 1) return rows;
+  batch.tokens = slices_of(batch.tokens, S, options_.slice_rank, options_.num_slices);
+  batch.targets = slices_of(batch.targets, S, options_.slice_rank, options_.num_slices);
+  batch.num_targets = count_targets(batch.targets);
   return rows;
 }
 

@@ -21,6 +21,10 @@ struct BatchLoaderOptions {
   int64_t micro_batch = 1;           // sequences per MicroBatch
   int64_t rank = 0;
   int64_t world_size = 1;
+  // Of each sequence a rank may take a slice alone: the one at place slice_rank of num_slices, which divides the
+  // sequence length. Ranks with the same `rank` then share its sequences, and world_size counts their groups.
+  int64_t slice_rank = 0;
+  int64_t num_slices = 1;
   int64_t prefetch = 1;  // micro-batches kept ready
   // Of data with images: for how many of each sequence there is room. MicroBatch::images is padded to micro_batch
   // times as many.
@@ -30,10 +34,11 @@ struct BatchLoaderOptions {
 };
 
 struct MicroBatch {
-  // [micro_batch, S] each, see TokenFiles::Example.
+  // [micro_batch, S / num_slices] each, see TokenFiles::Example.
   std::vector<int32_t> tokens, targets;
-  std::vector<int32_t> first_keys;  // empty unless documents are separate
-  ImageBatch images;                // empty unless the data has images
+  // [micro_batch, S], of whole sequences; empty unless documents are separate
+  std::vector<int32_t> first_keys;
+  ImageBatch images;  // empty unless the data has images
   int64_t num_targets = 0;
   int64_t step_targets = 0;  // of all micro-batches of this rank in the same global batch
   DataPosition start;        // of the global batch that it is part of
@@ -42,15 +47,21 @@ struct MicroBatch {
   DataPosition after;
 };
 
+// Of each of some rows of `row_length` the numbers of one of `num_slices` equal slices, one after the other.
+std::vector<int32_t> slices_of(const std::vector<int32_t>& rows, int64_t row_length, int64_t slice,
+                               int64_t num_slices);
+// How many are not kIgnoreTarget.
+int64_t count_targets(const std::vector<int32_t>& targets);
+
 // Prefetches one rank's micro-batches in its own thread, in a fixed order: this rank's sequences of each global
 // batch of DataOrder, cut into consecutive micro-batches. If sequences differ in their number of targets, the
 // thread reads the tokens of all micro-batches of a step before it hands out the first; pixels it reads only for
 // those that are kept ready. Only one thread may use a loader; `files` must outlive it.
 class BatchLoader {
  public:
-  // Throws Error(kBadInput) if the batch sizes do not divide, the data is smaller than one global batch, `start`
-  // lies outside the data, a sequence has more images than there is room for, or the system allows no further
-  // thread.
+  // Throws Error(kBadInput) if the batch sizes or slices do not divide, the data is smaller than one global batch,
+  // `start` lies outside the data, a sequence has more images than there is room for, or the system allows no
+  // further thread.
   BatchLoader(const TokenFiles& files, const BatchLoaderOptions& options);
   // Stops the thread: it ends after its current micro-batch or shuffle.
   ~BatchLoader();

@@ -218,3 +218,53 @@ TEST_CASE("Where no thread can be made a loader says so, and leaves nothing behi
   }
   CHECK(message.find("cannot start the thread that reads the data") == 0);
 }
+
+TEST_CASE("ranks that share sequences get their slices, and the targets of these", "[data][batch_loader]") {
+  constexpr int64_t kLength = 12, kCount = 10;
+  const TemporaryFolder folder;
+  std::vector<uint16_t> ids;
+  for (int64_t i = 0; i < kCount * kLength; ++i) ids.push_back(static_cast<uint16_t>(i % 97 == 5 ? 0 : i % 97 + 1));
+  write_tokens(folder / "tokens", ids);
+  const bool separate = GENERATE(false, true);
+  ExampleRules rules;
+  rules.separate_documents = separate;
+  if (separate) rules.document_end = 0;
+  const TokenFiles files({folder / "tokens"}, TokenType::kUint16, kLength, 1000, rules);
+  for (const int64_t slices : {2, 3, 4}) {
+    const BatchLoaderOptions whole_options{
+        .seed = 4, .global_batch = 4, .micro_batch = 2, .rank = 1, .world_size = 2};
+    BatchLoader whole_loader(files, whole_options);
+    std::vector<std::unique_ptr<BatchLoader>> loaders;
+    for (int64_t slice = 0; slice < slices; ++slice) {
+      BatchLoaderOptions options = whole_options;
+      options.slice_rank = slice;
+      options.num_slices = slices;
+      loaders.push_back(std::make_unique<BatchLoader>(files, options));
+    }
+    for (int i = 0; i < 4; ++i) {
+      CAPTURE(separate, slices, i);
+      const MicroBatch whole = whole_loader.next();
+      int64_t num_targets = 0, step_targets = 0;
+      for (int64_t slice = 0; slice < slices; ++slice) {
+        const MicroBatch part = loaders[static_cast<size_t>(slice)]->next();
+        const int64_t length = kLength / slices;
+        REQUIRE(part.tokens.size() == static_cast<size_t>(2 * length));
+        int64_t wrong = 0;
+        for (int64_t t = 0; t < 2 * length; ++t) {
+          const auto at = static_cast<size_t>(t / length * kLength + slice * length + t % length);
+          wrong += part.tokens[static_cast<size_t>(t)] != whole.tokens[at];
+          wrong += part.targets[static_cast<size_t>(t)] != whole.targets[at];
+        }
+        CHECK(wrong == 0);
+        CHECK(part.first_keys == whole.first_keys);
+        CHECK((part.start == whole.start && part.after == whole.after));
+        num_targets += part.num_targets;
+        step_targets += part.step_targets;
+      }
+      CHECK(num_targets == whole.num_targets);
+      CHECK(step_targets == whole.step_targets);
+    }
+  }
+  BatchLoaderOptions options{.global_batch = 4, .micro_batch = 2, .num_slices = 5};
+  CHECK(contains(error_of([&] { BatchLoader(files, options); }), "does not divide data.sequence_length = 12"));
+}
