@@ -8,16 +8,20 @@
 namespace parka {
 
 // How many tokens one forward works on. Row t of an activation is position t % sequence_length of sequence
-// t / sequence_length.
+// t / sequence_length. Where ranks share sequences, these are slices of sequences: the one at place c among them
+// has the positions from c * sequence_length on.
 struct BatchShape {
   int64_t num_sequences = 0;
   int64_t sequence_length = 0;
   bool separate_documents = false;  // attention stays within documents, whose beginnings come with the batch
   int64_t images_per_sequence = 0;  // room for images, which every batch of a model with a tower fills up
-  int64_t padding = 0;  // rows behind the last sequence that belong to none, for GEMMs that want multiples
+  int64_t padding = 0;       // rows behind the last sequence that belong to none, for GEMMs that want multiples
+  int64_t context_size = 1;  // ranks that share each sequence (model/layers/context_exchange.h)
+  int64_t whole_length() const { return sequence_length * context_size; }
   int64_t num_images() const { return num_sequences * images_per_sequence; }
   int64_t num_sequence_tokens() const { return num_sequences * sequence_length; }
   int64_t num_tokens() const { return num_sequence_tokens() + padding; }
+  int64_t num_whole_tokens() const { return num_tokens() * context_size; }  // of all ranks that share the sequences
   bool operator==(const BatchShape&) const = default;
 };
 

@@ -52,10 +52,10 @@ Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool d
           table_, Formats(precision),
           {kept_copies(precision, zero, rules.base), precision.weight_copies_blocks, table_.first_backward_unit()},
           use == Use::kInference ? WeightUse::kForward : training_use(precision), zero, plan) {
-  rotations_ = declare_rotations<RotaryIds>(config, shape.sequence_length, "", plan);
+  rotations_ = declare_rotations<RotaryIds>(config, shape.whole_length(), "", plan);
   if (table_.side.exists()) {
     side_rotations_ =
-        declare_rotations<RotaryIds>(side_stack(config, table_.side), shape.sequence_length, kSide, plan);
+        declare_rotations<RotaryIds>(side_stack(config, table_.side), shape.whole_length(), kSide, plan);
   }
   if (use == Use::kTraining) {
     training_ = std::make_unique<Pass>(config, precision, table_, shape, logits_chunk_tokens,
@@ -102,6 +102,11 @@ void Model::bind(Device& device, const Arena& arena) {
 void Model::set_hooks(UnitHooks* hooks) {
   if (training_) training_->set_hooks(hooks);
   if (evaluation_) evaluation_->set_hooks(hooks);
+}
+
+void Model::set_context(ContextExchange* context) {
+  if (training_) training_->set_context(context);
+  if (evaluation_) evaluation_->set_context(context);
 }
 
 void Model::accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,

@@ -19,6 +19,7 @@
 namespace parka {
 
 struct StepContext;
+class ContextExchange;
 
 // A decoder-only transformer (OLMo v1 or Llama), which may see images through a tower (vision/image_embedding.h):
 // pre-norm blocks of attention and SwiGLU, written once against the ops of kernels/ops.h. What number format each
@@ -55,13 +56,18 @@ class Model {
   // as long as it is set.
   void set_hooks(UnitHooks* hooks);
 
+  // With shape().context_size > 1: the ranks that share each sequence, before the first batch. `context` must live
+  // as long as the model runs.
+  void set_context(ContextExchange* context);
+
   // Tokens and targets of a batch on the host, num_tokens() each. targets[t] is the token that position t should
   // predict, or kIgnoreTarget. With shape.separate_documents, which the Model's own shape must then have too,
-  // first_keys[t] is the position in its sequence at which the document of token t begins; null otherwise.
-  // With shape.images_per_sequence, which training a model with a tower needs to be its own shape's, and which may
-  // be 0 otherwise: pixels [num_images(), 3, size, size], and for each row that an image is to have the token of
-  // the batch in whose place it is, or -1, [num_images(), ImageEmbedding::num_slots()]. These tokens are not looked
-  // up.
+  // first_keys[t] is the position in its sequence at which the document of token t begins, for all tokens of its
+  // sequences, num_whole_tokens(); null otherwise. The batch shares its sequences with as many ranks as the
+  // largest. With shape.images_per_sequence, which training a model with a tower needs to be its own shape's, and
+  // which may be 0 otherwise: pixels [num_images(), 3, size, size], and for each row that an image is to have the
+  // token of the batch in whose place it is, or -1, [num_images(), ImageEmbedding::num_slots()]. These tokens are
+  // not looked up.
   struct Batch {
     const int32_t* tokens;
     const int32_t* targets;
@@ -142,7 +148,8 @@ class Model {
   BatchShape max_shape_;
   ParameterTable table_;
   ModelWeights weights_;
-  // Rotary tables, [S, D] fp32. Blocks with a window have another one with model.local_rope_theta or rope_scaling.
+  // Rotary tables, [S, D] fp32, of whole sequences. Blocks with a window have another one with
+  // model.local_rope_theta or rope_scaling.
   struct RotaryIds {
     TensorId full, windowed;
   };

@@ -37,9 +37,9 @@ Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, co
   BufferScope& scope = scopes.own;
   if (model.vision.exists() && shape.images_per_sequence > 0) images_.emplace(model, table, scope);
   if (table.side.exists()) side_.emplace(model, table, scope);
-  if (shape.separate_documents) first_keys_ = scope.batch("first_keys", DType::kI32, {scope.tokens()});
-  if (window_ > 0 && window_ < shape.sequence_length) {
-    windowed_first_keys_ = scope.batch("windowed_first_keys", DType::kI32, {scope.tokens()});
+  if (shape.separate_documents) first_keys_ = scope.batch("first_keys", DType::kI32, {shape.num_whole_tokens()});
+  if (window_ > 0 && window_ < shape.whole_length()) {
+    windowed_first_keys_ = scope.batch("windowed_first_keys", DType::kI32, {shape.num_whole_tokens()});
   }
   if (table.lora_dropout > 0 && scope.has_backward()) {
     dropout_position_ = scope.batch("dropout_position", DType::kI32, {3});
@@ -56,24 +56,33 @@ void Model::Pass::bind(Device& device, const Arena& arena, const ModelWeights& w
   side_tables_ = side_tables;
 }
 
+Positions Model::Pass::positions(const TensorView& table, const TensorView& first_keys,
+                                 const BatchShape& shape) const {
+  const int64_t S = shape.sequence_length;
+  if (shape.context_size == 1) return {.rotations = table.rows(0, S), .first_keys = first_keys};
+  return {table.rows(context_->place() * S, S), table.rows(0, shape.whole_length()), first_keys};
+}
+
 StepContext Model::Pass::load(Device& device, const Batch& batch, bool keep) const {
   const BatchShape& shape = batch.shape;
   PARKA_REQUIRE(shape.num_tokens() <= max_shape_.num_tokens() &&
                 shape.sequence_length <= max_shape_.sequence_length);
   PARKA_REQUIRE((batch.first_keys != nullptr) == shape.separate_documents);
+  PARKA_REQUIRE(shape.context_size == max_shape_.context_size);
+  PARKA_REQUIRE(shape.context_size == 1 || (context_ != nullptr && shape.padding == 0));
   PARKA_REQUIRE(shape.num_images() <= max_shape_.num_images());
   PARKA_REQUIRE(!keep || !images_ || shape.num_images() > 0);  // all gradients are written
   StepContext step{.device = device, .arena = *arena_, .weights = *weights_, .hooks = hooks_};
   step.shape = shape;
+  if (shape.context_size > 1) step.context = context_;
   step.keep = keep;
   PARKA_REQUIRE(!shape.separate_documents || max_shape_.separate_documents);
-  step.positions.rotations = tables_.full.rows(0, shape.sequence_length);
-  step.windowed_positions.rotations = tables_.windowed.rows(0, shape.sequence_length);
   load_first_keys(step, batch.first_keys);
+  step.positions = positions(tables_.full, step.positions.first_keys, shape);
+  step.windowed_positions = positions(tables_.windowed, step.windowed_positions.first_keys, shape);
   if (side_) {
-    step.side_positions = {side_tables_.full.rows(0, shape.sequence_length), step.positions.first_keys};
-    step.side_windowed_positions = {side_tables_.windowed.rows(0, shape.sequence_length),
-                                    step.windowed_positions.first_keys};
+    step.side_positions = positions(side_tables_.full, step.positions.first_keys, shape);
+    step.side_windowed_positions = positions(side_tables_.windowed, step.windowed_positions.first_keys, shape);
   }
   if (keep && dropout_position_.valid()) step.dropout_position = (*arena_)[dropout_position_];
   if (device.op_recorder() != nullptr) return step;  // its memory is never read
@@ -103,7 +112,7 @@ void Model::Pass::load_tokens(const StepContext& step, const Batch& batch) const
 // Windows that are not shorter than the sequences leave what documents do: nothing, mostly, for which attention has
 // faster kernels.
 void Model::Pass::load_first_keys(StepContext& step, const int32_t* of_documents) const {
-  const int64_t T = step.num_tokens(), S = step.shape.sequence_length;
+  const int64_t T = step.shape.num_whole_tokens(), S = step.shape.whole_length();
   const bool is_recorded = step.device.op_recorder() != nullptr;
   TensorView &full = step.positions.first_keys, &windowed = step.windowed_positions.first_keys;
   if (of_documents != nullptr) {

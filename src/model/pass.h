@@ -18,7 +18,7 @@ class Model::Pass {
   Pass(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
        const BatchShape& shape, int64_t logits_chunk_tokens, BufferScope::Purpose purpose, MemoryPlan& plan);
 
-  // The arguments must outlive the pass. `tables` are the rotary tables, [S, D].
+  // The arguments must outlive the pass. `tables` are the rotary tables, [S, D], of whole sequences.
   struct RotaryTables {
     TensorView full, windowed;  // of blocks of full attention, and with a window; may be the same
   };
@@ -28,6 +28,7 @@ class Model::Pass {
   const PrecisionConfig& precision() const { return precision_; }
   const ActivationOffload& offload() const { return stack_.offload(); }
   void set_hooks(UnitHooks* hooks) { hooks_ = hooks; }
+  void set_context(ContextExchange* context) { context_ = context; }
 
   // Copies the batch to the device. `keep`: forward is to leave what backward needs.
   StepContext load(Device& device, const Batch& batch, bool keep) const;
@@ -67,6 +68,7 @@ class Model::Pass {
        const BatchShape& shape, int64_t logits_chunk_tokens, Scopes&& scopes);
 
   void load_tokens(const StepContext& step, const Batch& batch) const;
+  Positions positions(const TensorView& table, const TensorView& first_keys, const BatchShape& shape) const;
   void load_first_keys(StepContext& step, const int32_t* of_documents) const;
   void forward_blocks(const StepContext& step) const;
 
@@ -80,7 +82,8 @@ class Model::Pass {
   std::optional<ImageEmbedding> images_;  // of a model with a tower
   std::optional<SideNetwork> side_;       // of a model that has one
   Head head_;
-  // [T] int32 see AttentionForward: where documents may be separate; where a window is shorter than sequences.
+  // [num_whole_tokens] int32 see AttentionForward: where documents may be separate; where a window is shorter than
+  // sequences.
   TensorId first_keys_, windowed_first_keys_;
   TensorId dropout_position_;  // [3] int32, in training with LoraRules::dropout
   SampleBuffers telemetry_;
@@ -88,6 +91,7 @@ class Model::Pass {
   const Arena* arena_ = nullptr;
   const ModelWeights* weights_ = nullptr;
   UnitHooks* hooks_ = nullptr;
+  ContextExchange* context_ = nullptr;
   RotaryTables tables_, side_tables_;
 };
 

@@ -5,6 +5,7 @@
 #include "kernels/device/device.h"
 #include "model/formats.h"
 #include "model/kv_cache.h"
+#include "model/layers/context_exchange.h"
 #include "model/micro_batch.h"
 #include "model/samples.h"
 #include "model/unit_hooks.h"
@@ -14,8 +15,10 @@ namespace parka {
 
 // What attention is told of the rows' positions.
 struct Positions {
-  TensorView rotations = {};   // [S, D] the rotary table by positions; by rows with attends_to_cache()
-  TensorView first_keys = {};  // [T] int32, see AttentionForward; empty: rows see their sequence from its beginning
+  TensorView rotations = {};        // [S, D] the rotary table by positions; by rows with attends_to_cache()
+  TensorView whole_rotations = {};  // [whole_length, D] that of all positions of a sequence; with a context
+  // [num_whole_tokens] int32 of whole sequences, see AttentionForward; empty: rows see theirs from its beginning
+  TensorView first_keys = {};
 };
 
 // What layers are told of the batch at hand, and where their tensors are. A view of buffers is cut to this batch,
@@ -24,7 +27,8 @@ struct StepContext {
   Device& device;
   const Arena& arena;
   const ModelWeights& weights;
-  UnitHooks* hooks = nullptr;  // nullptr: nobody is told
+  UnitHooks* hooks = nullptr;          // nullptr: nobody is told
+  ContextExchange* context = nullptr;  // with shape.context_size > 1
   Samples samples = {};
 
   BatchShape shape = {};

@@ -65,7 +65,14 @@ void Attention::declare(BufferScope& scope) {
     rstd_ = scope.workspace("qk_norm_rstd", DType::kF32, {T, qk_norm_groups(qk_norm_, num_heads_, num_kv_heads_)},
                             again);
   }
-  lse_ = scope.kept("lse", DType::kF32, {scope.shape().num_sequences, num_heads_, scope.shape().sequence_length});
+  const BatchShape& shape = scope.shape();
+  lse_ =
+      scope.kept("lse", DType::kF32, {shape.num_sequences, num_heads_ / shape.context_size, shape.whole_length()});
+  if (shape.context_size > 1) {
+    const PhaseMask forward = scope.forward(kForwardAttention);
+    parts_ = scope.workspace("context_parts", scope.compute(), {T, d_qkv()}, forward);
+    whole_ = scope.workspace("context_whole", scope.compute(), {T, d_qkv()}, forward);
+  }
   attention_ = keeps_fp8_output_ ? scope.workspace("attention", scope.compute(), {T, d_heads()}, phases)
                                  : scope.kept("attention", scope.compute(), {T, d_heads()});
   qkv_layer_.declare(scope, "qkv", scope.forward(kForwardAttention), kBackwardQkv);
@@ -78,7 +85,9 @@ void Attention::declare_output(BufferScope& scope) {
   const int64_t T = scope.tokens();
   const Format& format = scope.formats().activation;
   const PhaseMask forward = scope.forward(kForwardAttention);
-  if (format.scaling == Scaling::kTensor) amax_ = scope.workspace("attention_amax", DType::kF32, {1}, forward);
+  // Of exchanged heads quantize finds it, for each rank of the tokens that it has.
+  if (format.scaling == Scaling::kTensor && scope.shape().context_size == 1)
+    amax_ = scope.workspace("attention_amax", DType::kF32, {1}, forward);
   const TensorId scale = scope.kept_scale("attention_fp8");
   attention_fp8_.row = keeps_fp8_output_ ? scope.kept("attention_fp8", format, T, d_heads(), scale)
                                          : scope.workspace("attention_fp8", format, T, d_heads(), forward, scale);
@@ -97,15 +106,16 @@ void Attention::declare_backward(BufferScope& scope) {
   // Read by GEMMs, or by what makes their FP8 inputs of it.
   d_qkv_ = scope.workspace("d_qkv", scope.compute(), {T, d_qkv()},
                            kBackwardAttention | (is_fp8 ? kBackwardQkvCodes : kBackwardQkv));
-  const bool sees_earlier = !shape.separate_documents && (window_ == 0 || window_ >= shape.sequence_length);
+  const bool sees_earlier = !shape.separate_documents && (window_ == 0 || window_ >= shape.whole_length());
   if (scope.compute() == DType::kBF16 && sees_earlier && !is_encoder_) {
     // On every device, so that a plan holds for all: where it is large, attention is not what needs most memory.
-    const int64_t bytes = cuda::attention_backward_scratch_bytes(shape.num_sequences, shape.sequence_length,
-                                                                 num_heads_, num_kv_heads_, head_dim_);
+    const int64_t C = shape.context_size;
+    const int64_t bytes = cuda::attention_backward_scratch_bytes(shape.num_sequences, shape.whole_length(),
+                                                                 num_heads_ / C, num_kv_heads_ / C, head_dim_);
     if (bytes > 0) scratch_ = scope.workspace("attention_scratch", DType::kU8, {bytes}, kBackwardAttention);
   }
   if (!is_fp8) return;
-  if (gradient.scaling == Scaling::kTensor) {
+  if (gradient.scaling == Scaling::kTensor && (shape.context_size == 1 || has_qk_norm())) {  // as amax_
     d_qkv_amax_ = scope.workspace("d_qkv_amax", DType::kF32, {1}, kBackwardAttention | kBackwardQkvCodes);
   }
   constexpr PhaseMask kCodes = kBackwardQkvCodes | kBackwardQkv;
@@ -228,18 +238,29 @@ void Attention::attend(const StepContext& step, const TensorView& qkv, const Ten
     attend_to_cache(step, qkv, out, amax);
     return;
   }
+  if (step.context != nullptr) {
+    attend_in_context(step, qkv, out);
+    return;
+  }
   step.clear_padding(out);
-  attention_forward(step.device, {.qkv = step.rows_of_sequences(qkv),
-                                  .out = step.rows_of_sequences(out),
-                                  .lse = log_sum_exp(step),
-                                  .sequence_length = step.shape.sequence_length,
-                                  .num_heads = num_heads_,
-                                  .num_kv_heads = num_kv_heads_,
-                                  .scale = scale_,
-                                  .out_amax = amax,
-                                  .first_key = positions(step).first_keys,
-                                  .window = window(step),
-                                  .causal = !is_encoder_});
+  AttentionForward arguments = forward_arguments(step, step.rows_of_sequences(qkv), step.rows_of_sequences(out));
+  arguments.out_amax = amax;
+  attention_forward(step.device, arguments);
+}
+
+// Of whole sequences, with the heads that this rank has of them.
+AttentionForward Attention::forward_arguments(const StepContext& step, const TensorView& qkv,
+                                              const TensorView& out) const {
+  return {.qkv = qkv,
+          .out = out,
+          .lse = log_sum_exp(step),
+          .sequence_length = step.shape.whole_length(),
+          .num_heads = num_heads_ / step.shape.context_size,
+          .num_kv_heads = num_kv_heads_ / step.shape.context_size,
+          .scale = scale_,
+          .first_key = positions(step).first_keys,
+          .window = window(step),
+          .causal = !is_encoder_};
 }
 
 // The input of the output projection as its weight gradient wants it.
@@ -259,29 +280,43 @@ GemmInput Attention::output_again(const StepContext& step, const TensorView& att
 void Attention::attend_backward(const StepContext& step, const TensorView& qkv, const TensorView& attention,
                                 const TensorView& d_attention, const TensorView& d_qkv,
                                 const TensorView& d_qkv_amax) const {
+  if (step.context != nullptr) {
+    attend_backward_in_context(step, qkv, attention, d_attention, d_qkv);
+    return;
+  }
   step.clear_padding(d_qkv);
-  const AttentionBackward arguments{.qkv = step.rows_of_sequences(qkv),
-                                    .out = step.rows_of_sequences(attention),
-                                    .d_out = step.rows_of_sequences(d_attention),
-                                    .lse = log_sum_exp(step),
-                                    .d_qkv = step.rows_of_sequences(d_qkv),
-                                    .sequence_length = step.shape.sequence_length,
-                                    .num_heads = num_heads_,
-                                    .num_kv_heads = num_kv_heads_,
-                                    .scale = scale_,
-                                    .first_key = positions(step).first_keys,
-                                    .cos_sin = positions(step).rotations,
-                                    .d_qkv_amax = d_qkv_amax,
-                                    .scratch = step.arena[scratch_],
-                                    .window = window(step),
-                                    .causal = !is_encoder_};
+  AttentionBackward arguments =
+      backward_arguments(step, step.rows_of_sequences(qkv), step.rows_of_sequences(attention),
+                         step.rows_of_sequences(d_attention), step.rows_of_sequences(d_qkv));
+  arguments.d_qkv_amax = d_qkv_amax;
   step.samples.add_attention(step.device, block_, arguments);
   attention_backward(step.device, arguments);
 }
 
+// As forward_arguments().
+AttentionBackward Attention::backward_arguments(const StepContext& step, const TensorView& qkv,
+                                                const TensorView& out, const TensorView& d_out,
+                                                const TensorView& d_qkv) const {
+  return {.qkv = qkv,
+          .out = out,
+          .d_out = d_out,
+          .lse = log_sum_exp(step),
+          .d_qkv = d_qkv,
+          .sequence_length = step.shape.whole_length(),
+          .num_heads = num_heads_ / step.shape.context_size,
+          .num_kv_heads = num_kv_heads_ / step.shape.context_size,
+          .scale = scale_,
+          .first_key = positions(step).first_keys,
+          .cos_sin = step.context != nullptr ? positions(step).whole_rotations : positions(step).rotations,
+          .scratch = step.arena[scratch_],
+          .window = window(step),
+          .causal = !is_encoder_};
+}
+
 TensorView Attention::log_sum_exp(const StepContext& step) const {
   const TensorView whole = step.arena[lse_];
-  return {whole.data, whole.dtype, {step.shape.num_sequences, num_heads_, step.shape.sequence_length}};
+  const BatchShape& shape = step.shape;
+  return {whole.data, whole.dtype, {shape.num_sequences, num_heads_ / shape.context_size, shape.whole_length()}};
 }
 
 void Attention::sample_weights(const StepContext& step) const {

@@ -61,6 +61,14 @@ class Attention {
   void attend_backward(const StepContext& step, const TensorView& qkv, const TensorView& attention,
                        const TensorView& d_attention, const TensorView& d_qkv, const TensorView& d_qkv_amax) const;
   TensorView log_sum_exp(const StepContext& step) const;
+  AttentionForward forward_arguments(const StepContext& step, const TensorView& qkv, const TensorView& out) const;
+  AttentionBackward backward_arguments(const StepContext& step, const TensorView& qkv, const TensorView& out,
+                                       const TensorView& d_out, const TensorView& d_qkv) const;
+
+  // Sequences that ranks share (attention_context.cpp).
+  void attend_in_context(const StepContext& step, const TensorView& qkv, const TensorView& out) const;
+  void attend_backward_in_context(const StepContext& step, const TensorView& qkv, const TensorView& attention,
+                                  const TensorView& d_attention, const TensorView& d_qkv) const;
 
   // Generation (attention_cache.cpp).
   void append_to_cache(const StepContext& step, const TensorView& qkv) const;
@@ -85,15 +93,17 @@ class Attention {
   TensorId qkv_;
   // The same in FP8, or with a norm q, k and v as they are projected; invalid: qkv_ itself is kept.
   MatrixId qkv_saved_;
-  TensorId rotated_;             // with a norm only: what attention reads; qkv_ where it has an FP8 copy
-  TensorId rstd_;                // with a norm only: [T, groups] its statistics
-  TensorId lse_;                 // [B, H, S]
-  TensorId attention_;           // [T, H D] attention's output
-  TensorId amax_;                // [1] fp32 of it; only where its FP8 copies have a tensor-wide scale
+  TensorId rotated_;    // with a norm only: what attention reads; qkv_ where it has an FP8 copy
+  TensorId rstd_;       // with a norm only: [T, groups] its statistics
+  TensorId lse_;        // [B, H, S]; where C ranks share sequences [B, H / C, whole length]
+  TensorId attention_;  // [T, H D] attention's output
+  // [1] fp32 of it; only where its FP8 copies have a tensor-wide scale, and attention writes what they are made of
+  TensorId amax_;
   GemmInputIds attention_fp8_;   // [T, H D] input of the output projection; invalid without FP8 GEMMs
   TensorId d_attention_;         // [T, H D]
   TensorId d_qkv_, d_qkv_amax_;  // as qkv_; [1] fp32 as amax_
   TensorId scratch_;             // [bytes] u8; invalid where attention_backward has no use for it
+  TensorId parts_, whole_;       // where ranks share sequences: as qkv_; what forward sends and receives
   GemmInputIds d_qkv_fp8_;       // as qkv_
 };
 
