@@ -104,7 +104,8 @@ TEST_CASE("an unknown key names the nearest one", "[engine][config]") {
       {R"({"zqxw": 1})",
        "zqxw: unknown key; the keys are: model precision optimizer data training finetune checkpoint telemetry "
        "evaluation distributed reliability device"},
-      {R"({"distributed": {"": 1}})", "distributed.: unknown key; the keys are: zero_stage shard_size"},
+      {R"({"distributed": {"": 1}})",
+       "distributed.: unknown key; the keys are: zero_stage shard_size context_parallel"},
       {R"({"optimizer.lr": 1})",
        R"("optimizer.lr": a key has no dots; write sections as objects, {"optimizer": {"lr": ...}})"},
       {R"({"model": {"d_modle": 1, "zz": 2}, "x\ny": 1})",
@@ -154,6 +155,27 @@ TEST_CASE("a value of the wrong type or out of range is refused", "[engine][conf
       {R"({"distributed": {"zero_stage": 4}})", "distributed.zero_stage: 4 is out of range; allowed: 0 to 3"},
       {R"({"distributed": {"shard_size": 8}})",
        "distributed.shard_size = 8 has no meaning with zero_stage = 0, which shards nothing; set it to 0"},
+      {R"({"distributed": {"context_parallel": 0}})",
+       "distributed.context_parallel: 0 is out of range; allowed: 1 to 1024"},
+      {R"({"distributed": {"context_parallel": 3}})",
+       "distributed.context_parallel = 3 does not divide data.sequence_length = 2048; change one of them"},
+      {R"({"distributed": {"context_parallel": 32}})",
+       "distributed.context_parallel = 32 does not divide model.num_heads = 16; change one of them"},
+      {R"({"distributed": {"context_parallel": 4}, "model": {"num_kv_heads": 2}})",
+       "distributed.context_parallel = 4 does not divide model.num_kv_heads = 2; change one of them"},
+      {R"({"distributed": {"context_parallel": 2}, "precision": {"recipe": "parka"}, "data": {"sequence_length": 16},
+           "training": {"micro_batch_size": 1}})",
+       "precision.gemm = fp8_tensor needs training.micro_batch_size * data.sequence_length / "
+       "distributed.context_parallel = 8 to be a multiple of 16; change it, or use precision.gemm = compute"},
+      {R"({"distributed": {"context_parallel": 2}, "evaluation": {"tasks": ["a.jsonl"]}})",
+       "evaluation.tasks does not go with distributed.context_parallel = 2; evaluate tasks with `parka eval`, whose one "
+       "rank has its sequences alone, or set context_parallel = 1"},
+      {R"({"distributed": {"context_parallel": 2}, "finetune": {"method": "qst"}})",
+       "finetune.method = qst does not go with distributed.context_parallel = 2; use method = lora, or set "
+       "context_parallel = 1"},
+      {R"({"distributed": {"context_parallel": 2}, "finetune": {"method": "lora", "dropout": 0.1}})",
+       "finetune.dropout does not go with distributed.context_parallel = 2; set dropout = 0, or set context_parallel = "
+       "1"},
       {R"({"data": {"documents": "separate", "document_end": 50304}})",
        "data.document_end = 50304 is not a token of model.vocab_size = 50304, so no document would ever end"},
       {R"({"data": {"sequence_length": 1}})", "data.sequence_length: 1 is out of range; allowed: 2 to 2147483647"},
@@ -499,6 +521,8 @@ TEST_CASE("combinations of a model with a tower that cannot work are refused", "
        "takes a square grid of patches"},
       {[](Config& c) { c.model.vision.projector.column_major = true; }, "model.vision.column_major = true"},
       {[](Config& c) { c.finetune.method = FinetuneMethod::kLora; }, "finetune.method = lora does not go with"},
+      {[](Config& c) { c.distributed.context_parallel = 2; },
+       "model.vision.tower does not go with distributed.context_parallel = 2"},
       {[](Config& c) { c.precision.tower = Storage::kFp8; },
        "precision.tower = fp8 needs precision.gemm = fp8_tensor or fp8_block"},
       {[](Config& c) {

@@ -304,6 +304,36 @@ TEST_CASE("masks and documents are recorded as ranks queue them", "[engine][reco
   }
 }
 
+TEST_CASE("ranks that share sequences are recorded as they queue their exchanges",
+          "[engine][recorded step][context]") {
+  for (const char* recipe : {"fp32", "coat", "parka"}) {
+    for (const auto& [ranks, stage, shard_size, releases] :
+         {std::tuple<int, int64_t, int64_t, bool>{2, 0, 0, false},
+          {2, 3, 0, false},
+          {4, 1, 0, false},
+          {4, 2, 2, false},
+          {4, 3, 0, true},
+          {2, 0, 0, true}}) {
+      CAPTURE(recipe, ranks, stage, shard_size, releases);
+      const TemporaryFolder folder;
+      Config config = step_config(folder.path().string(), recipe, stage, true, releases ? 1 : 3, ranks / 2);
+      config.model.num_heads = 4;
+      config.model.num_kv_heads = 2;
+      config.model.given_head_dim = 16;
+      config.model.sliding_window = stage == 1 ? 6 : 0;
+      config.model.qk_norm = stage == 2 ? QkNormKind::kPerHead : QkNormKind::kNone;
+      config.data.sequence_length = 2 * kStepSequence;
+      config.distributed.shard_size = shard_size;
+      config.distributed.context_parallel = 2;
+      config.optimizer.release_gradients = releases;
+      validate(config);
+      check_recording(config, ranks);
+      const DeclaredRun declared(config, DeviceKind::kCuda, zero_of(config, 0, ranks));
+      CHECK(declared.plan[declared.workspace].bytes >= most_workspace(record_step(config, ranks)));
+    }
+  }
+}
+
 TEST_CASE("images are recorded as ranks queue them", "[engine][recorded step][vision]") {
   for (const auto& [recipe, tower] : {std::pair{"bf16", Storage::kCompute},
                                       {"parka", Storage::kCompute},

@@ -25,11 +25,6 @@ bool multiplies_e5m2_by_e5m2(const PrecisionConfig& precision) {
 
 void warn_of_file(const std::string& message) { log_line(LogLevel::kWarning, message); }
 
-// Others are refused when the run begins.
-bool divides_batch(const Config& config, int64_t num_ranks) {
-  return config.training.global_batch_size % (num_ranks * config.training.micro_batch_size) == 0;
-}
-
 RunGemmsOptions run_gemms_options(const Config& config, const std::string& config_path, const Launch& launch,
                                   Device& device) {
   const std::vector<CheckpointInfo> checkpoints = list_checkpoints(config.checkpoint.folder);
@@ -90,7 +85,7 @@ Config use_found_tuning(const Config& config, const std::string& config_path, De
   if (!config.device.gemm_tuning_is_auto() || device.kind() != DeviceKind::kCuda) return config;
   Config used = config;
   used.device.gemm_tuning = "off";
-  if (!divides_batch(config, num_ranks)) return used;
+  if (!config.divides_batch(num_ranks)) return used;  // refused when the run begins
   const std::string found = find_tuning(tuning_folders(config_file(config_path)), device,
                                         record_products(config, num_ranks), warn_of_file);
   if (found.empty()) return used;
@@ -101,7 +96,7 @@ Config use_found_tuning(const Config& config, const std::string& config_path, De
 
 DecidedGemms decide_gemms(const Config& config, const std::string& config_path, Launch& launch, int gpu,
                           std::unique_ptr<Device>& device) {
-  if (config.device.gemm_tuning_is_off() || !divides_batch(config, launch.size())) return {};
+  if (config.device.gemm_tuning_is_off() || !config.divides_batch(launch.size())) return {};
   const std::string own = fmt::format("{} with cuBLASLt {}", device->name(), gemm_library_version());
   for (const std::string& other : launch.hosts().gather_text(own)) {
     if (other == own || !config.device.gemm_tuning_is_auto()) continue;

@@ -18,6 +18,11 @@ namespace {
 
 double gb(int64_t bytes) { return static_cast<double>(bytes) * 1e-9; }
 
+std::string sharing(const Config& config) {
+  const int64_t shared_by = config.distributed.context_parallel;
+  return shared_by == 1 ? "" : fmt::format(", of which {} share each sequence", shared_by);
+}
+
 // A line of the table; on several GPUs with what one GPU alone would hold, which may be nothing.
 void print_line(const GpuPlan::Line& line, int64_t num_gpus, int64_t in_use) {
   std::printf("%-30s", line.category.c_str());
@@ -29,9 +34,9 @@ void print_line(const GpuPlan::Line& line, int64_t num_gpus, int64_t in_use) {
 
 void print_table(const Config& config, const GpuPlan& plan, int64_t num_gpus) {
   constexpr int64_t kPrintsAsZero = 500'000;
-  const std::string where =
-      num_gpus == 1 ? "1 GPU"
-                    : fmt::format("each of {} GPUs, ZeRO stage {}", num_gpus, config.distributed.zero_stage);
+  const std::string where = num_gpus == 1 ? "1 GPU"
+                                          : fmt::format("each of {} GPUs{}, ZeRO stage {}", num_gpus,
+                                                        sharing(config), config.distributed.zero_stage);
   fmt::print("recipe {}, {} x {} tokens on {}\n", name_of(config.precision.recipe),
              config.training.micro_batch_size, config.data.sequence_length, where);
   if (num_gpus > 1) std::printf("%-30s %12s %12s %9s\n", "", "one alone", "each", "share");
@@ -141,12 +146,12 @@ StepPlan plan_step(const Config& config, const PlanOptions& options) {
   plan.one = read_step_measurement(options.measured_path);
   plan.links = links_of(options, plan.one.copy_bandwidth);
   plan.num_gpus = options.num_gpus;
-  plan.num_micro_batches =
-      config.training.global_batch_size / (options.num_gpus * config.training.micro_batch_size);
+  plan.num_micro_batches = config.micro_batches_per_step(options.num_gpus);
   plan.tokens_per_step = static_cast<double>(config.training.global_batch_size * config.data.sequence_length);
   const std::vector<StepAction> actions =
       step_actions_by(plan.one, config, options.num_gpus, 1 + 0.01 * options.slowest_gpu);
-  plan.prediction = predict_step(actions, plan.links, options.num_gpus, config.distributed.shard_size);
+  plan.prediction = predict_step(actions, plan.links, options.num_gpus, config.distributed.shard_size,
+                                 config.distributed.context_parallel);
   if (!options.compare_path.empty()) {
     plan.measured = read_step_measurement(options.compare_path);
     require_measurement_of(*plan.measured, config, options.num_gpus);
@@ -236,12 +241,13 @@ void print_plan_json(const GpuPlan& plan, const Config& config, const PlanOption
 }
 
 void print_indivisible_batch(const Config& config, int64_t num_gpus) {
-  if (config.training.global_batch_size % (num_gpus * config.training.micro_batch_size) == 0) return;
-  std::printf(
-      "This batch cannot be divided: training.global_batch_size %lld is not a multiple of "
-      "training.micro_batch_size %lld x %lld GPUs.\n",
-      static_cast<long long>(config.training.global_batch_size),
-      static_cast<long long>(config.training.micro_batch_size), static_cast<long long>(num_gpus));
+  if (config.divides_batch(num_gpus)) return;
+  const int64_t shared_by = config.distributed.context_parallel;
+  fmt::print(
+      "This batch cannot be divided: training.global_batch_size {} is not a multiple of "
+      "training.micro_batch_size {} x {} GPUs{}.\n",
+      config.training.global_batch_size, config.training.micro_batch_size, num_gpus,
+      shared_by > 1 ? fmt::format(" / distributed.context_parallel {}", shared_by) : "");
 }
 
 }  // namespace

@@ -190,7 +190,9 @@ class TrainCommand {
     log_info("{}; recipe {}", device_->description(), name_of(config_.precision.recipe));
     if (!gemms_.line.empty()) log_line(LogLevel::kInfo, gemms_.line);
     if (communicator_->size() > 1) {
-      log_info("{}, ZeRO stage {}", communicator_->description(), config_.distributed.zero_stage);
+      const int64_t shared_by = config_.distributed.context_parallel;
+      log_info("{}, ZeRO stage {}{}", communicator_->description(), config_.distributed.zero_stage,
+               shared_by > 1 ? fmt::format(", of which {} share each sequence", shared_by) : "");
     }
     log_model(run_, speed_);
     log_data(run_.data(), config_);

@@ -12,7 +12,8 @@
 namespace parka {
 
 // The products are those of a step with two micro-batches: a weight gradient is written by the first and added to
-// by the second, which are two products. Where gradients are released it has one.
+// by the second, which are two products. Where gradients are released it has one. Ranks that share sequences have
+// products of a part of the tokens each; what else ranks divide changes no product.
 int run_tune(const TuneOptions& options) {
   Config config = load_config(options.config_path, options.overrides);
   require_replaceable(options.output);
@@ -24,9 +25,11 @@ int run_tune(const TuneOptions& options) {
   config.device.kind = DeviceChoice::kCuda;
   config.training.global_batch_size =
       (config.optimizer.release_gradients ? 1 : 2) * config.training.micro_batch_size;
+  const int64_t num_ranks = config.distributed.context_parallel;
+  if (num_ranks > 1) config.distributed.zero_stage = config.distributed.shard_size = 0;
   const std::unique_ptr<Device> device = make_untuned_device(config);
   const std::vector<GemmChoice> choices =
-      tune_products(*device, record_products(config, 1),
+      tune_products(*device, record_products(config, num_ranks),
                     {.max_candidates = static_cast<int>(options.candidates), .budget_seconds = options.seconds});
   std::printf("%-72s %12s %12s %8s\n", "matrix product, M x N x K", "default us", "chosen us", "gain");
   for (const GemmChoice& choice : choices) {

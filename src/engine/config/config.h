@@ -265,6 +265,7 @@ struct EvaluationConfig {
 struct DistributedConfig {
   int64_t zero_stage = 0;
   int64_t shard_size = 0;
+  int64_t context_parallel = 1;
 
   bool operator==(const DistributedConfig&) const = default;
 
@@ -278,6 +279,12 @@ struct DistributedConfig {
           "Number of consecutive ranks to shard over, e.g. the GPUs of a node; groups of this size replicate each "
           "other and all-reduce their gradients once per step; 0: all ranks",
           IntegerRange{});
+    visit(
+        "context_parallel", context_parallel,
+        "Number of consecutive ranks that share each sequence, for long ones: each has a part of the tokens, and in "
+        "attention a part of the heads. Divides the number of ranks, data.sequence_length and the numbers of heads, "
+        "see docs/distributed.md",
+        IntegerRange{1, 1024});
   }
 };
 
@@ -345,8 +352,21 @@ struct Config {
 
   // The largest batch that the model is given.
   BatchShape micro_batch_shape() const {
-    return {training.micro_batch_size, data.sequence_length, data.documents == DocumentMode::kSeparate,
-            data.images_per_sequence};
+    BatchShape shape{training.micro_batch_size, data.sequence_length / distributed.context_parallel,
+                     data.documents == DocumentMode::kSeparate, data.images_per_sequence};
+    shape.context_size = distributed.context_parallel;
+    return shape;
+  }
+  // Of so many ranks those that work on different sequences, rounded down.
+  int64_t data_parallel(int64_t num_ranks) const { return num_ranks / distributed.context_parallel; }
+  // Whether so many ranks have whole micro-batches of a step.
+  bool divides_batch(int64_t num_ranks) const {
+    return num_ranks > 0 && num_ranks % distributed.context_parallel == 0 &&
+           training.global_batch_size % data_parallel(num_ranks) == 0 &&
+           training.global_batch_size / data_parallel(num_ranks) % training.micro_batch_size == 0;
+  }
+  int64_t micro_batches_per_step(int64_t num_ranks) const {
+    return training.global_batch_size / data_parallel(num_ranks) / training.micro_batch_size;
   }
   // What training does to the parameters of the model.
   ParameterRules parameter_rules() const;

@@ -8,6 +8,7 @@
 #include "engine/config/config_io.h"
 #include "engine/config/config_table.h"
 #include "engine/config/data_sources.h"
+#include "engine/config/distributed_config.h"
 #include "model/activation_offload.h"
 #include "model/parameter_table.h"
 
@@ -208,8 +209,10 @@ void check_fp8_gemm(const Config& c) {
   require_multiple(fmt::format("(model.num_heads + 2 * model.num_kv_heads) * {}",
                                c.model.given_head_dim == 0 ? "d_model / num_heads" : "head_dim"),
                    c.model.d_qkv());
-  require_multiple("training.micro_batch_size * data.sequence_length",
-                   c.training.micro_batch_size * c.data.sequence_length);
+  const bool shares = c.distributed.context_parallel > 1;
+  require_multiple(shares ? "training.micro_batch_size * data.sequence_length / distributed.context_parallel"
+                          : "training.micro_batch_size * data.sequence_length",
+                   c.micro_batch_shape().num_tokens());
 }
 
 void check_fp8_head(const Config& c) {
@@ -307,24 +310,6 @@ void check_compute(const PrecisionConfig& p, const OptimizerConfig& o) {
   }
   if (fp32 && p.eval == EvalNumerics::kBf16) {
     throw_bad_input("precision.eval = bf16 needs precision.compute = bf16; use eval = same");
-  }
-}
-
-void check_distributed(const Config& c) {
-  if (c.distributed.shard_size != 0 && c.distributed.zero_stage == 0) {
-    throw_bad_input(
-        "distributed.shard_size = {} has no meaning with zero_stage = 0, which shards nothing; set it to 0",
-        c.distributed.shard_size);
-  }
-  // Of FP8 weights only the codes are gathered.
-  if (c.distributed.zero_stage == 3 && c.precision.has_fp8() && c.precision.eval == EvalNumerics::kBf16) {
-    throw_bad_input(
-        "distributed.zero_stage = 3 with FP8 GEMMs has no bf16 weights to evaluate with; use precision.eval = "
-        "same, or zero_stage = 2");
-  }
-  if (c.distributed.zero_stage == 3 && c.telemetry.interval > 0) {
-    throw_bad_input("telemetry.interval = {} needs whole weights; use distributed.zero_stage = 2, or interval = 0",
-                    c.telemetry.interval);
   }
 }
 
@@ -561,13 +546,13 @@ void validate(const Config& config) {
   check_parameter_rules(config.optimizer);
   check_finetune(config);
   check_vision(config);
+  check_distributed(config);
   check_size(config);
   check_fp8_gemm(config);
   check_fp8_head(config);
   check_fp8_tower(config.model, config.precision);
   check_kept_activations(config.model, config.precision);
   check_compute(config.precision, config.optimizer);
-  check_distributed(config);
   check_offloaded_weights(config);
   check_clipping(config.optimizer);
   check_release(config.optimizer, config.training);

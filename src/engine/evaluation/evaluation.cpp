@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "data/batch_loader.h"
 #include "data/image_batch.h"
 #include "kernels/ops/cross_entropy.h"
 
@@ -19,13 +20,47 @@ std::vector<int32_t> next_token_targets(const std::vector<int32_t>& tokens, int6
   return targets;
 }
 
+namespace {
+
+// As Model::Batch has it.
+struct LossBatch {
+  std::vector<int32_t> tokens, targets, first_keys;
+  ImageBatch images;
+};
+
+// These sequences, or of each one of some slices, with room for `num_images`.
+LossBatch read_batch(const TokenFiles& files, const std::vector<int64_t>& sequences, int64_t slice, int64_t slices,
+                     int64_t num_images) {
+  const int64_t S = files.sequence_length();
+  const bool separate = files.rules().separate_documents;
+  LossBatch batch;
+  batch.tokens.resize(sequences.size() * static_cast<size_t>(S));
+  batch.targets.resize(batch.tokens.size());
+  if (separate) batch.first_keys.resize(batch.tokens.size());
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const int64_t at = static_cast<int64_t>(i) * S;
+    files.read_example(sequences[i], {batch.tokens.data() + at, batch.targets.data() + at,
+                                      separate ? batch.first_keys.data() + at : nullptr});
+  }
+  if (num_images > 0) batch.images = read_image_batch(files, sequences, num_images);
+  if (slices == 1) return batch;
+  batch.tokens = slices_of(batch.tokens, S, slice, slices);
+  batch.targets = slices_of(batch.targets, S, slice, slices);
+  return batch;
+}
+
+}  // namespace
+
 EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& files, int64_t micro_batch,
                                int64_t max_sequences, Communicator& communicator,
                                const BeforeEvaluationBatch& before_each) {
   const int64_t S = files.sequence_length(), total = files.num_sequences();
   EvaluationResult result;
   result.num_sequences = max_sequences > 0 ? std::min(max_sequences, total) : total;
-  const int64_t batches = ceil_div(result.num_sequences, micro_batch), ranks = communicator.size();
+  // Ranks that share sequences take the same micro-batches, each its slice of them.
+  const int64_t slices = model.shape().context_size, slice = communicator.place_in(Peers::kContext);
+  PARKA_REQUIRE(slices == 1 || slices == communicator.size_of(Peers::kContext));
+  const int64_t batches = ceil_div(result.num_sequences, micro_batch), ranks = communicator.size() / slices;
   const bool separate = files.rules().separate_documents;
   const int64_t images_per_sequence = files.rules().images.any() ? model.shape().images_per_sequence : 0;
   int64_t own_targets = 0;
@@ -33,36 +68,30 @@ EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& f
   for (int64_t round = 0; round < ceil_div(batches, ranks); ++round) {
     // All ranks have to make the same collective calls: one that has no micro-batch left does the last one again,
     // and does not count it.
-    const int64_t own = round * ranks + communicator.rank(), batch = std::min(own, batches - 1);
+    const int64_t own = round * ranks + communicator.rank() / slices, batch = std::min(own, batches - 1);
     const int64_t begin = batch * micro_batch, count = std::min(micro_batch, result.num_sequences - begin);
-    std::vector<int32_t> tokens(static_cast<size_t>(count * S)), targets(tokens.size()), first_keys;
-    if (separate) first_keys.resize(tokens.size());
-    int64_t num_targets = 0;
-    std::vector<int64_t> sequences;
-    ImageBatch images;
+    LossBatch rows;
     std::exception_ptr read_failure;
     try {
+      std::vector<int64_t> sequences;
       for (int64_t i = 0; i < count; ++i) sequences.push_back((begin + i) * total / result.num_sequences);
-      for (int64_t i = 0; i < count; ++i) {
-        num_targets += files.read_example(
-            sequences[static_cast<size_t>(i)],
-            {tokens.data() + i * S, targets.data() + i * S, separate ? first_keys.data() + i * S : nullptr});
-      }
-      if (images_per_sequence > 0) images = read_image_batch(files, sequences, count * images_per_sequence);
+      rows = read_batch(files, sequences, slice, slices, count * images_per_sequence);
     } catch (...) {
       read_failure = std::current_exception();
     }
     if (before_each) before_each(read_failure);
     if (read_failure) std::rethrow_exception(read_failure);
-    model.evaluate(device, {tokens.data(),
-                            targets.data(),
-                            {count, S, separate, images_per_sequence},
-                            separate ? first_keys.data() : nullptr,
+    BatchShape shape{count, S / slices, separate, images_per_sequence};
+    shape.context_size = slices;
+    model.evaluate(device, {rows.tokens.data(),
+                            rows.targets.data(),
+                            shape,
+                            separate ? rows.first_keys.data() : nullptr,
                             {},
-                            images.pixels.data(),
-                            images.positions.data()});
+                            rows.images.pixels.data(),
+                            rows.images.positions.data()});
     if (own != batch) continue;
-    own_targets += num_targets;
+    own_targets += count_targets(rows.targets);
     for (float loss : model.losses(device)) sum += loss;
   }
   double sum_of_all = 0;

@@ -49,6 +49,12 @@ int64_t record_workspace_bytes(const Config& config, const CacheShape& cache) {
   return device.workspace_bytes();
 }
 
+// One rank has its sequences alone, whatever the run shared.
+Config with_whole_sequences(Config config) {
+  config.distributed.context_parallel = 1;
+  return config;
+}
+
 }  // namespace
 
 LoadedCheckpoint open_checkpoint(const std::string& path, const LoadGroup& group) {
@@ -87,7 +93,7 @@ DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cac
 
 InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, const Config& config,
                            const CacheShape& cache)
-    : config_(config),
+    : config_(with_whole_sequences(config)),
       declared_(config_, cache, device.kind()),
       arena_(std::make_unique<Arena>(device, declared_.plan)) {
   Model& model = declared_.model;

@@ -154,8 +154,7 @@ BenchResult run_benchmark(const Config& given, Device& device, Communicator& com
   result.tokens_per_step = run.tokens_per_step();
   result.sequences_per_step = config.training.global_batch_size;
   result.images_per_sequence = config.data.images_per_sequence;
-  result.blocks_per_step = config.model.num_layers * config.training.global_batch_size /
-                           (config.training.micro_batch_size * communicator.size());
+  result.blocks_per_step = config.model.num_layers * config.micro_batches_per_step(communicator.size());
   result.planned_bytes = run.plan().total_bytes();
   if (device.kind() == DeviceKind::kCuda) result.context_bytes = context_bytes(communicator.size());
 

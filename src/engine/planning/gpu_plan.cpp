@@ -11,7 +11,9 @@ namespace parka {
 GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
   const Zero zero = zero_of(config, 0, num_gpus);
   const DeclaredRun run(config, DeviceKind::kCuda, zero);
-  const DeclaredRun alone(config, DeviceKind::kCuda);
+  Config whole = config;
+  whole.distributed.context_parallel = 1;
+  const DeclaredRun alone(whole, DeviceKind::kCuda);
   std::map<std::string, int64_t> unsharded;
   for (const MemoryPlan::CategoryTotal& total : alone.plan.summary()) unsharded[total.category] = total.bytes;
   GpuPlan result;
@@ -22,7 +24,7 @@ GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
     result.lines.push_back({total.category, unsharded[total.category], total.bytes});
     result.total_bytes += total.bytes;
     if (total.category == kSavedActivationsCategory) {
-      const double tokens = static_cast<double>(config.training.micro_batch_size * config.data.sequence_length);
+      const auto tokens = static_cast<double>(config.micro_batch_shape().num_tokens());
       result.saved_bytes_per_token_layer = static_cast<double>(total.bytes + result.host_bytes) / tokens /
                                            static_cast<double>(config.model.num_layers);
     }

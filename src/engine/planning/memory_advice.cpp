@@ -11,11 +11,10 @@ using nlohmann::json;
 // Numbers of GPUs above `num_gpus` that divide the batch into micro-batches.
 std::vector<int64_t> possible_gpus(const Config& config, int64_t num_gpus) {
   constexpr int64_t kGpusPerNode = 8, kMostGpus = 1024;
-  const TrainingConfig& training = config.training;
   std::vector<int64_t> result;
   for (int64_t gpus = num_gpus + 1; gpus <= kMostGpus; ++gpus) {
     const bool whole_nodes = gpus <= kGpusPerNode || gpus % kGpusPerNode == 0;
-    if (whole_nodes && training.global_batch_size % (gpus * training.micro_batch_size) == 0) result.push_back(gpus);
+    if (whole_nodes && config.divides_batch(gpus)) result.push_back(gpus);
   }
   return result;
 }

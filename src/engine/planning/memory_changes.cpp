@@ -65,8 +65,8 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
     add(fmt::format("training.micro_batch_size={}", micro), kOtherSums, "smaller matrix products");
   }
   // Behind smaller micro-batches, which do not go together with it.
-  if (!config.optimizer.release_gradients &&
-      config.training.global_batch_size == config.training.micro_batch_size * num_gpus) {
+  if (!config.optimizer.release_gradients && config.divides_batch(num_gpus) &&
+      config.micro_batches_per_step(num_gpus) == 1) {
     const bool clips = config.optimizer.clip_norm > 0;
     add("optimizer.release_gradients=true", clips ? kOtherPrecision : kSameBits,
         clips ? "clipped by the norm of the step before" : "the same bits, no CUDA graphs");

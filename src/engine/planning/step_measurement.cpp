@@ -150,17 +150,19 @@ class MeasuredOps {
 }  // namespace
 
 void require_whole_micro_batches(const Config& config, int64_t num_gpus) {
-  if (config.training.global_batch_size % (num_gpus * config.training.micro_batch_size) == 0) return;
+  if (config.divides_batch(num_gpus)) return;
+  const int64_t shared_by = config.distributed.context_parallel;
   throw_bad_input(
-      "training.global_batch_size {} is not a positive multiple of training.micro_batch_size {} x {} GPUs; "
+      "training.global_batch_size {} is not a positive multiple of training.micro_batch_size {} x {} GPUs{}; "
       "change one of them",
-      config.training.global_batch_size, config.training.micro_batch_size, num_gpus);
+      config.training.global_batch_size, config.training.micro_batch_size, num_gpus,
+      shared_by > 1 ? fmt::format(" / distributed.context_parallel {}", shared_by) : "");
 }
 
 void require_predicted_batch(const Config& config, int64_t num_gpus) {
   constexpr int64_t kMostMicroBatches = 16384;
   require_whole_micro_batches(config, num_gpus);
-  const int64_t micro_batches = config.training.global_batch_size / (num_gpus * config.training.micro_batch_size);
+  const int64_t micro_batches = config.micro_batches_per_step(num_gpus);
   if (micro_batches <= kMostMicroBatches) return;
   throw_bad_input(
       "training.global_batch_size {} is {} micro-batches on each GPU, and a step of more than {} is not "
@@ -193,10 +195,7 @@ StepMeasurement read_step_measurement(const std::string& path) {
     throw_bad_input("{}: not a file that `parka bench --json` wrote ({}): run it again", path,
                     printable(error.what()));
   }
-  const TrainingConfig& training = measured.config.training;
-  // Not of their product, which may be too large for 64 bits.
-  const int64_t micro_batches = training.global_batch_size / training.micro_batch_size;
-  if (micro_batches % measured.ranks != 0) {
+  if (!measured.config.divides_batch(measured.ranks)) {
     throw_bad_input("{}: {} ranks do not divide its batch: run `parka bench` again", path, measured.ranks);
   }
   return measured;

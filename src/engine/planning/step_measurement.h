@@ -24,9 +24,7 @@ struct StepMeasurement {
   double tokens_per_second_per_gpu() const {
     return static_cast<double>(tokens_per_step()) / step_seconds / static_cast<double>(ranks);
   }
-  int64_t num_micro_batches() const {
-    return config.training.global_batch_size / (config.training.micro_batch_size * ranks);
-  }
+  int64_t num_micro_batches() const { return config.micro_batches_per_step(ranks); }
 };
 
 // Throws Error(kBadInput) for a file that is none, or has times that cannot be.

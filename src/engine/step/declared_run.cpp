@@ -11,11 +11,22 @@ namespace {
 
 void require_one_micro_batch(const Config& config, int64_t num_ranks) {
   const TrainingConfig& t = config.training;
-  if (t.global_batch_size % num_ranks == 0 && t.global_batch_size / num_ranks == t.micro_batch_size) return;
+  if (config.divides_batch(num_ranks) && config.micro_batches_per_step(num_ranks) == 1) return;
   throw_bad_input(
       "optimizer.release_gradients = true needs steps of one micro-batch, and training.micro_batch_size = {} is "
-      "not global_batch_size / ranks = {} / {}; change one of them, or set release_gradients = false",
-      t.micro_batch_size, t.global_batch_size, num_ranks);
+      "not global_batch_size / {} = {} / {}; change one of them, or set release_gradients = false",
+      t.micro_batch_size,
+      config.distributed.context_parallel > 1 ? "groups of ranks that share sequences" : "ranks",
+      t.global_batch_size, config.data_parallel(num_ranks));
+}
+
+void require_context_groups(const Config& config, int64_t num_ranks) {
+  const int64_t shared_by = config.distributed.context_parallel;
+  if (num_ranks % shared_by == 0) return;
+  throw_bad_input(
+      "distributed.context_parallel = {} does not divide the {} rank{} of the run; start a multiple of it, or set it "
+      "to 1",
+      shared_by, num_ranks, num_ranks == 1 ? "" : "s");
 }
 
 // Of undivided weights in host memory GEMMs read the copies of all blocks, or those of none are made from buffers.
@@ -29,6 +40,7 @@ void require_copies_of_all_blocks(const PrecisionConfig& precision) {
 }  // namespace
 
 Zero zero_of(const Config& config, int64_t rank, int64_t size) {
+  require_context_groups(config, size);
   if (config.optimizer.release_gradients) require_one_micro_batch(config, size);
   const int64_t shard_size = config.distributed.shard_size;
   const int64_t group = shard_size == 0 || size == 1 ? size : shard_size;
@@ -59,7 +71,8 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
     : model(config.model, config.precision, config.optimizer.decay_embeddings, config.micro_batch_shape(),
             config.training.logits_chunk_tokens, Model::Use::kTraining, zero, plan, config.parameter_rules()),
       optimizer(config.optimizer, config.precision.compute, model.parameters().all, zero, plan,
-                /*is_alone=*/config.training.global_batch_size == config.training.micro_batch_size),
+                /*is_alone=*/config.training.global_batch_size == config.training.micro_batch_size &&
+                    config.distributed.context_parallel == 1),
       checks(config.reliability, model.parameters().all.size(), plan) {
   if (config.telemetry.interval > 0) telemetry.emplace(config, model, plan);
   if (workspace_bytes > 0) workspace = plan.add(kWorkspaceCategory, "op_workspace", DType::kU8, {workspace_bytes});

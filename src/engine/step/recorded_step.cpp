@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -110,9 +111,8 @@ class RecordingRank {
 // Calls part(times) after each part of a step that `rank` has been asked for.
 template <typename Part>
 void record_parts(RecordingRank& rank, const Config& config, int64_t num_gpus, const Part& part) {
-  const int64_t per_micro_batch = num_gpus * config.training.micro_batch_size;
-  PARKA_REQUIRE(config.training.global_batch_size % per_micro_batch == 0);
-  const int64_t num_micro_batches = config.training.global_batch_size / per_micro_batch;
+  PARKA_REQUIRE(config.divides_batch(num_gpus));
+  const int64_t num_micro_batches = config.micro_batches_per_step(num_gpus);
   rank.begin_step();
   rank.micro_batch({.is_first = true, .is_last = num_micro_batches == 1});
   part(1);
@@ -162,7 +162,9 @@ std::vector<RecordedProduct> record_products(const Config& config, int64_t num_g
 }
 
 int64_t record_workspace_bytes(const Config& config, const Zero& zero) {
-  RecordingRank rank(config, zero, static_cast<int>(zero.shard.rank), static_cast<int>(zero.shard.size));
+  // Of the smallest run of ranks that hold this: what more of them reduce among groups takes no workspace.
+  const int64_t num_ranks = std::lcm(zero.shard.size, config.distributed.context_parallel);
+  RecordingRank rank(config, zero, static_cast<int>(zero.shard.rank), static_cast<int>(num_ranks));
   rank.begin_step();
   rank.micro_batches();
   rank.update();

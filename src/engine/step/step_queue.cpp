@@ -20,7 +20,12 @@ StepQueue::StepQueue(const Config& config, const Zero& zero, DeclaredRun& declar
   communicator.set_exchange_buffer(arena_[declared_.exchange_buffer]);
   declared_.model.bind(device, arena_);
   declared_.optimizer.bind(arena_, declared_.model.weights().own(), declared_.model.weights().amax());
-  if (zero_.shards_states()) communicator.divide(static_cast<int>(zero_.shard.size));
+  const int64_t context_size = config_.distributed.context_parallel;
+  if (zero_.shards_states() || context_size > 1) {
+    communicator.divide(zero_.shards_states() ? static_cast<int>(zero_.shard.size) : communicator.size(),
+                        static_cast<int>(context_size));
+  }
+  if (context_size > 1) declared_.model.set_context(&context_.emplace(communicator));
   if (communicator.size() > 1 || declared_.model.weights().has_host_parts()) {
     exchange_.emplace(zero_, communicator, declared_.model, declared_.optimizer, device_);
     declared_.model.set_hooks(&*exchange_);
@@ -61,7 +66,7 @@ void StepQueue::micro_batch(const Model::Batch& batch, const Model::LossOptions&
     model.accumulate_gradients_with_telemetry(device_, batch, options, gradients, accumulation);
   } else {
     model.accumulate_gradients(device_, batch, options, gradients, accumulation,
-                               /*may_replay=*/!released_ && (!exchange_ || exchange_->is_idle()));
+                               /*may_replay=*/!released_ && !context_ && (!exchange_ || exchange_->is_idle()));
   }
 }
 

@@ -8,6 +8,7 @@
 #include "engine/step/declared_run.h"
 #include "engine/step/parameter_exchange.h"
 #include "engine/step/released_updates.h"
+#include "engine/step/sequence_exchange.h"
 #include "kernels/device/arena.h"
 
 namespace parka {
@@ -17,7 +18,8 @@ namespace parka {
 class StepQueue {
  public:
   // Binds the run to the arena, and gives workspace and exchange buffer to device and communicator. Divides the
-  // communicator's ranks as `zero`, zero_of() this rank, says. All arguments must outlive the queue.
+  // communicator's ranks as `zero`, zero_of() this rank, and distributed.context_parallel say. All arguments must
+  // outlive the queue.
   StepQueue(const Config& config, const Zero& zero, DeclaredRun& declared, const Arena& arena, Device& device,
             Communicator& communicator);
   StepQueue(const StepQueue&) = delete;
@@ -68,6 +70,7 @@ class StepQueue {
   DeclaredRun& declared_;
   const Arena& arena_;
   Device& device_;
+  std::optional<SequenceExchange> context_;    // where ranks share sequences
   std::optional<ParameterExchange> exchange_;  // absent in a run of one rank
   std::optional<ReleasedUpdates> released_;    // with optimizer.release_gradients
 };

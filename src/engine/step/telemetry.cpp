@@ -160,7 +160,7 @@ TelemetryReport PendingTelemetry::wait() {
 
 Telemetry::Telemetry(const Config& config, Model& model, MemoryPlan& plan)
     : interval_(config.telemetry.interval),
-      tokens_(std::min(config.training.micro_batch_size * config.data.sequence_length, Model::kTelemetryRows)),
+      tokens_(std::min(config.micro_batch_shape().num_tokens(), Model::kTelemetryRows)),
       trained_(model.parameters().trained()) {
   model.declare_telemetry(plan);
   if (config.optimizer.states != StateFormat::kFp8Expanded) return;

@@ -63,8 +63,10 @@ void TrainingRun::start_loader(DataPosition position) {
                                 .weights = config_.data.weights,
                                 .global_batch = config_.training.global_batch_size,
                                 .micro_batch = config_.training.micro_batch_size,
-                                .rank = communicator_.rank(),
-                                .world_size = communicator_.size(),
+                                .rank = config_.data_parallel(communicator_.rank()),
+                                .world_size = config_.data_parallel(communicator_.size()),
+                                .slice_rank = communicator_.place_in(Peers::kContext),
+                                .num_slices = config_.distributed.context_parallel,
                                 .prefetch = std::max(config_.data.prefetch_batches, micro_batches_per_step()),
                                 .images_per_sequence = config_.data.images_per_sequence,
                                 .start = position});
@@ -351,7 +353,7 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry, std::vector<PendingCom
   const bool vary = queue_.targets_vary();
   int64_t num_targets = training.global_batch_size * (S - 1);
   queue_.begin_step();
-  const int64_t own_sequences = training.global_batch_size / communicator_.size();
+  const int64_t own_sequences = training.global_batch_size / config_.data_parallel(communicator_.size());
   for (int64_t done = 0; done < own_sequences; done += training.micro_batch_size) {
     const ParameterExchange::Place place = {done == 0, done + training.micro_batch_size == own_sequences};
     const MicroBatch batch = loader_->next();

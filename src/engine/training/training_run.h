@@ -145,9 +145,7 @@ class TrainingRun {
   };
 
   void start_loader(DataPosition position);
-  int64_t micro_batches_per_step() const {
-    return config_.training.global_batch_size / communicator_.size() / config_.training.micro_batch_size;
-  }
+  int64_t micro_batches_per_step() const { return config_.micro_batches_per_step(communicator_.size()); }
   // Returns the number of targets of the step.
   int64_t queue_gradients(bool with_telemetry, std::vector<PendingComparison>& comparisons);
   bool finishes_early() const;
