@@ -40,8 +40,8 @@ class ContextParallel(RunFolder):
             json.dump(config, file)
         return path
 
-    def start(self, name, ranks, shared_by, starter=starters.STARTER, **options):
-        program = [PROGRAM, "--threads", "1", "train", self.config(name, shared_by, **options)]
+    def start(self, name, ranks, shared_by, starter=starters.STARTER, arguments=(), **options):
+        program = [PROGRAM, "--threads", "1", "train", self.config(name, shared_by, **options), *arguments]
         return starters.run(ranks, program, starter, RANKS_OPTION)
 
     def run_ranks(self, name, ranks, shared_by, **options):
@@ -143,6 +143,28 @@ class ContextParallel(RunFolder):
             self.assertEqual(line["ranks"], ranks)
         self.assertAlmostEqual(rates[1], rates[2], delta=1)
         self.assertAlmostEqual(rates[1], 4 * SEQUENCE, delta=1)
+
+    def test_a_wrong_bit_of_one_rank_is_noticed(self):
+        checks = {"replay_interval": 1, "state_interval": 1, "replica_interval": 1}
+        for target in ("gemm", "gradient", "weight"):
+            with self.subTest(target):
+                result = self.start(target, 2, 2, arguments=["--drill", f"flip:{target}:3:1"], stage=1, reliability=checks)
+                self.assertEqual(result.returncode, 6, result.stdout + result.stderr)
+                self.assertIn("silent data corruption in step", result.stdout + result.stderr)
+
+    def test_the_time_of_a_step_is_predicted_from_one_rank(self):
+        one, measured = self.config("one", 1), self.path("one.measured")
+        self.assert_exit(parka("bench", one, "--steps", "2", "--json", measured), 0)
+        result = parka("plan", self.config("shared", 2), "--gpus", "4", "--measured", measured, "--json")
+        self.assert_exit(result, 0)
+        step = json.loads(result.stdout)["step"]
+        self.assertEqual(step["micro_batches"], 2)  # of 4 sequences for two groups
+        # In each micro-batch two blocks exchange q, k and v, and what attention makes of them, three times each; a half goes
+        # to the other rank. What a rank sends beside that are gradients and sums of numbers.
+        exchanged = 2 * 2 * 3 * (3 * 64 + 64) * 4 * (SEQUENCE // 2) // 2
+        parameters = 64 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 64)
+        self.assertGreater(step["communicated_bytes"], exchanged)
+        self.assertLess(step["communicated_bytes"], exchanged + 2 * 4 * parameters)
 
     def test_what_cannot_be_shared_is_refused_once_by_name(self):
         cases = ((2, 4, {}, "distributed.context_parallel = 4 does not divide the 2 ranks of the run"),
