@@ -32,6 +32,10 @@ FAMILIES = {
     "olmo2": ("norms behind, QK-norm over all heads", BEHIND),
     "olmo3": ("as OLMo 2, windows but in the last block", {**BEHIND, "sliding_window": WINDOW}),
     "mistral": ("windows in all blocks", {"sliding_window": WINDOW}),
+    "gemma3": ("norms before and behind, 1 + w, QK-norm, GELU, windows but in the last block",
+               {"rope_theta": 1e6, "local_rope_theta": 1e4, "sliding_window": WINDOW, "norm_placement": "both", "norm_unit_offset": True,
+                "qk_norm": "per_head", "head_dim": 2 * HEAD, "activation": "gelu_tanh", "embedding_scale": "sqrt_d_model",
+                "tie_embeddings": True}),
 }
 RECIPES = {
     "bf16": {"recipe": "bf16"},
@@ -49,7 +53,7 @@ def config_of(arguments, family, recipe, seed):
     model = {"vocab_size": 272, "d_model": arguments.width, "num_layers": arguments.layers, "num_heads": heads,
              "num_kv_heads": heads if family in ("olmo2", "olmo3") else heads // 2, "d_ffn": 2 * arguments.width,
              "norm": "rmsnorm", "norm_eps": 1e-6, "tie_embeddings": False, **FAMILIES[family][1]}
-    if family == "olmo3":
+    if family in ("olmo3", "gemma3"):
         model["full_attention_every"] = arguments.layers
     text = arguments.folder / "text"
     return {

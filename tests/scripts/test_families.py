@@ -38,7 +38,7 @@ class Families(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stderr)
         with open(f"{self.folder}/out.json", encoding="utf-8") as file:
             report = json.load(file)
-        self.assertEqual(set(report["losses"]), {"llama3", "qwen2", "qwen3", "olmo2", "olmo3", "mistral"})
+        self.assertEqual(set(report["losses"]), {"llama3", "qwen2", "qwen3", "olmo2", "olmo3", "mistral", "gemma3"})
         for family, losses in report["losses"].items():
             ((start, end),) = losses["bf16"]
             self.assertLess(end, start - LEARNT)
