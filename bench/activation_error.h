@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize/quantize.h"
 
 // How much an activation loses in FP8, by how many numbers share a scale. Used by the benchmark of the same name
 // and by its test.

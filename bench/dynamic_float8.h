@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/ops/adamw.h"
+#include "kernels/ops/optimizer/adamw.h"
 
 // DE8, the 8-bit format of other optimizers that Parka's are compared with: dynamic quantization (Dettmers et al.,
 // arXiv 2110.02861) with the table of values of bitsandbytes, here in groups of 128 like Parka's moments.

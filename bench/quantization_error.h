@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "kernels/ops/adamw.h"
+#include "kernels/ops/optimizer/adamw.h"
 
 // How much a moment loses when it is stored in FP8, for groups of known content. Used by the benchmark of the same
 // name and, with fewer groups, by the tests. The widest content exceeds E4M3's range: such groups keep k = 1, so

@@ -7,7 +7,7 @@
 #include "engine/checkpoint/saved_state.h"
 #include "engine/config/data_sources.h"
 #include "engine/step/declared_run.h"
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize/quantize.h"
 
 namespace parka::bench {
 

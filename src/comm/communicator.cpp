@@ -1,7 +1,7 @@
 #include "comm/communicator.h"
 
 #include "kernels/device/device.h"
-#include "kernels/ops/add.h"
+#include "kernels/ops/elementwise/add.h"
 
 namespace parka {
 namespace {

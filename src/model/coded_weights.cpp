@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/parallel.h"
-#include "kernels/ops/quantize_4bit.h"
+#include "kernels/ops/quantize/quantize_4bit.h"
 #include "model/phases.h"
 #include "model/weights.h"
 

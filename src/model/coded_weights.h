@@ -22,8 +22,8 @@ struct CodeTensor {
 // bits themselves, and for all of them one buffer as large as the largest, in the compute format. A weight is
 // staged there before it is encoded, and decoded to there before a GEMM reads it.
 //
-// 4 bits are bitsandbytes' NF4 and FP4 with double quantization (kernels/ops/quantize_4bit.h): blocks of 64
-// elements of the flat weight, scales in 8 bits, 0.516 bytes for an element.
+// 4 bits are bitsandbytes' NF4 and FP4 with double quantization (kernels/ops/quantize/quantize_4bit.h): blocks of
+// 64 elements of the flat weight, scales in 8 bits, 0.516 bytes for an element.
 class CodedWeights {
  public:
   // Declares category "coded weights", and the buffer ("workspace"), which is alive in `buffer_phases`. Nothing

@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "core/ignored_target.h"
-#include "kernels/ops/embedding.h"
+#include "kernels/ops/elementwise/embedding.h"
 #include "model/pass.h"
 
 // Generation with a cache: Model's part of it, and what loading a batch does differently. Attention has its own in

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-#include "kernels/ops/rope.h"
+#include "kernels/ops/attention/rope.h"
 #include "model/pass.h"
 
 namespace parka {

@@ -3,11 +3,11 @@
 
 #include "core/config_fields.h"
 #include "core/dtype.h"
-#include "kernels/ops/activation.h"
-#include "kernels/ops/norm.h"
-#include "kernels/ops/qk_norm.h"
-#include "kernels/ops/rope.h"
-#include "kernels/ops/swiglu.h"
+#include "kernels/ops/attention/rope.h"
+#include "kernels/ops/elementwise/activation.h"
+#include "kernels/ops/norm/norm.h"
+#include "kernels/ops/norm/qk_norm.h"
+#include "kernels/ops/swiglu/swiglu.h"
 #include "model/vision/vision_config.h"
 
 namespace parka {

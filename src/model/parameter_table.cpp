@@ -11,7 +11,7 @@
 #include "core/parallel.h"
 #include "core/philox.h"
 #include "core/tensor.h"
-#include "kernels/ops/adamw.h"
+#include "kernels/ops/optimizer/adamw.h"
 #include "model/layers/embedding.h"
 #include "model/layers/head.h"
 #include "model/layers/stack.h"

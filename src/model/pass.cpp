@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "kernels/ops/embedding.h"
-#include "kernels/ops/grad_norm.h"
+#include "kernels/ops/elementwise/embedding.h"
+#include "kernels/ops/optimizer/grad_norm.h"
 
 namespace parka {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "kernels/ops/quantization_statistics.h"
+#include "kernels/ops/quantize/quantization_statistics.h"
 #include "model/phases.h"
 
 namespace parka {

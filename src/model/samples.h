@@ -4,7 +4,7 @@
 #include "core/memory_plan.h"
 #include "kernels/device/arena.h"
 #include "kernels/device/device.h"
-#include "kernels/ops/attention.h"
+#include "kernels/ops/attention/attention.h"
 #include "model/quantized_tensors.h"
 
 namespace parka {

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "kernels/ops/amax.h"
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize/amax.h"
+#include "kernels/ops/quantize/quantize.h"
 #include "model/phases.h"
 #include "model/vision/vision_tower.h"
 

@@ -10,7 +10,7 @@
 
 #include "core/parallel.h"
 #include "core/split_float.h"
-#include "kernels/ops/grad_norm.h"
+#include "kernels/ops/optimizer/grad_norm.h"
 
 namespace parka {
 namespace {

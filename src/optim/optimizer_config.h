@@ -5,7 +5,7 @@
 
 #include "core/config_fields.h"
 #include "core/dtype.h"
-#include "kernels/ops/adamw.h"
+#include "kernels/ops/optimizer/adamw.h"
 
 namespace parka {
 

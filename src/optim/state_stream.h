@@ -8,7 +8,7 @@
 #include "core/tensor.h"
 #include "kernels/device/arena.h"
 #include "kernels/device/device.h"
-#include "kernels/ops/adamw.h"
+#include "kernels/ops/optimizer/adamw.h"
 
 namespace parka {
 

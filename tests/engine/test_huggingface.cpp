@@ -13,7 +13,7 @@
 #include "engine/huggingface/huggingface_config.h"
 #include "engine/huggingface/huggingface_weights.h"
 #include "engine/training/training_run.h"
-#include "kernels/ops/cross_entropy.h"
+#include "kernels/ops/elementwise/cross_entropy.h"
 #include "tests/engine/huggingface_fixture.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"

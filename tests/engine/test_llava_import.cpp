@@ -14,7 +14,7 @@
 #include "engine/huggingface/llava_config.h"
 #include "engine/huggingface/llava_tensors.h"
 #include "engine/huggingface/unread_weights.h"
-#include "kernels/ops/cross_entropy.h"
+#include "kernels/ops/elementwise/cross_entropy.h"
 #include "model/vision/image_embedding.h"
 #include "tests/engine/huggingface_fixture.h"
 #include "tests/support/catch.h"

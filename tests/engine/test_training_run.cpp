@@ -16,7 +16,7 @@
 #include "engine/evaluation/evaluation.h"
 #include "engine/training/progress.h"
 #include "engine/training/speed.h"
-#include "kernels/ops/cross_entropy.h"
+#include "kernels/ops/elementwise/cross_entropy.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
 #include "tests/support/offload_plan.h"

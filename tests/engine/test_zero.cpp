@@ -9,7 +9,7 @@
 #include "core/philox.h"
 #include "engine/config/config_io.h"
 #include "engine/training/training_run.h"
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize/quantize.h"
 #include "tests/support/catch.h"
 #include "tests/support/device_with_late_copies.h"
 #include "tests/support/offload_plan.h"

@@ -6,7 +6,7 @@
 
 #include "tests/kernels/op_bounds.h"
 
-// Attention of ops/attention.h in double, with bounds on what fp32 arithmetic may make of the same input.
+// Attention of ops/attention/attention.h in double, with bounds on what fp32 arithmetic may make of the same input.
 namespace parka::test {
 
 struct AttentionShape {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "kernels/ops/embedding.h"
+#include "kernels/ops/elementwise/embedding.h"
 
 // Token ids that tests of the embedding have in common, as the values of a TestTensor.
 namespace parka::test {

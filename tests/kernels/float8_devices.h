@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize/quantize.h"
 #include "tests/kernels/op_checks.h"
 #include "tests/support/catch.h"
 

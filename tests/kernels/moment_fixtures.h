@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/split_float.h"
-#include "kernels/ops/adamw.h"
+#include "kernels/ops/optimizer/adamw.h"
 #include "tests/kernels/op_checks.h"
 
 namespace parka::test {

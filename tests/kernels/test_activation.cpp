@@ -1,4 +1,4 @@
-#include "kernels/ops/activation.h"
+#include "kernels/ops/elementwise/activation.h"
 
 #include <cmath>
 #include <utility>

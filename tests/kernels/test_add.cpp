@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "kernels/ops/add.h"
-#include "kernels/ops/gemm.h"
+#include "kernels/ops/elementwise/add.h"
+#include "kernels/ops/gemm/gemm.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/ops/attention.h"
+#include "kernels/ops/attention/attention.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/number_formats.h"
-#include "kernels/ops/rope.h"
+#include "kernels/ops/attention/rope.h"
 #include "tests/kernels/attention_reference.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"

@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "kernels/op/workspace.h"
-#include "kernels/ops/attention.h"
-#include "kernels/ops/rope.h"
+#include "kernels/ops/attention/attention.h"
+#include "kernels/ops/attention/rope.h"
 #include "tests/kernels/attention_reference.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "kernels/ops/attention.h"
+#include "kernels/ops/attention/attention.h"
 #include "tests/kernels/attention_reference.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"

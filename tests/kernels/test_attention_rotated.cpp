@@ -3,8 +3,8 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/ops/attention.h"
-#include "kernels/ops/rope.h"
+#include "kernels/ops/attention/attention.h"
+#include "kernels/ops/attention/rope.h"
 #include "tests/kernels/attention_reference.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"

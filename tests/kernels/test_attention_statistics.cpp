@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/ops/attention.h"
+#include "kernels/ops/attention/attention.h"
 #include "tests/kernels/attention_reference.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/kernels/op_checks.h"

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "kernels/ops/bit_hash.h"
+#include "kernels/ops/elementwise/bit_hash.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/ops/cross_entropy.h"
+#include "kernels/ops/elementwise/cross_entropy.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 
@@ -15,7 +15,7 @@ using namespace parka::test;
 
 namespace {
 
-// One row of ops/cross_entropy.h in double, and bounds on what fp32 may make of it.
+// One row of ops/elementwise/cross_entropy.h in double, and bounds on what fp32 may make of it.
 struct Reference {
   double lse, loss, z_loss_value;
   std::vector<double> gradient;

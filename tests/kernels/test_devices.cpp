@@ -4,10 +4,10 @@
 #include <ostream>
 #include <vector>
 
-#include "kernels/ops/norm.h"
-#include "kernels/ops/quantize.h"
-#include "kernels/ops/rope.h"
-#include "kernels/ops/swiglu.h"
+#include "kernels/ops/attention/rope.h"
+#include "kernels/ops/norm/norm.h"
+#include "kernels/ops/quantize/quantize.h"
+#include "kernels/ops/swiglu/swiglu.h"
 #include "tests/kernels/op_checks.h"
 #include "tests/support/catch.h"
 

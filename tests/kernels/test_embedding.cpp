@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/ops/embedding.h"
+#include "kernels/ops/elementwise/embedding.h"
 #include "tests/kernels/embedding_ids.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"

@@ -1,7 +1,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/ops/embedding.h"
+#include "kernels/ops/elementwise/embedding.h"
 #include "tests/kernels/embedding_ids.h"
 #include "tests/kernels/op_checks.h"
 #include "tests/support/catch.h"

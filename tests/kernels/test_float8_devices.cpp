@@ -3,8 +3,8 @@
 #include <limits>
 #include <utility>
 
-#include "kernels/ops/attention.h"
-#include "kernels/ops/rope.h"
+#include "kernels/ops/attention/attention.h"
+#include "kernels/ops/attention/rope.h"
 #include "tests/kernels/op_bounds.h"
 
 // Quantization, rotation and the attention maximum on every other device against the CPU. All of these are defined

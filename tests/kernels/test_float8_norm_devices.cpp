@@ -1,7 +1,7 @@
 #include <tuple>
 #include <utility>
 
-#include "kernels/ops/norm.h"
+#include "kernels/ops/norm/norm.h"
 #include "tests/kernels/float8_devices.h"
 
 // Norms in FP8 on every other device. Sums may be rounded otherwise than on the CPU, so outputs are compared in two

@@ -1,4 +1,4 @@
-#include "kernels/ops/swiglu.h"
+#include "kernels/ops/swiglu/swiglu.h"
 #include "tests/kernels/float8_devices.h"
 
 // SwiGLU in FP8 on every other device. Exponentials may be rounded otherwise than on the CPU, so outputs are

@@ -3,7 +3,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/ops/grad_norm.h"
+#include "kernels/ops/optimizer/grad_norm.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 

@@ -5,7 +5,7 @@
 
 #include "core/philox.h"
 #include "kernels/device/arena.h"
-#include "kernels/ops/bit_hash.h"
+#include "kernels/ops/elementwise/bit_hash.h"
 #include "tests/support/catch.h"
 #include "tests/support/tensors.h"
 

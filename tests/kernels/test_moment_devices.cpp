@@ -5,7 +5,7 @@
 #include "tests/kernels/moment_fixtures.h"
 
 // FP8 optimizer states on every other device against the CPU. Storing a moment is defined operation by operation
-// (ops/adamw.h, kernels/cpu/math/log2_exp2.h): bits are equal. Reading one back takes a root, good to
+// (ops/optimizer/adamw.h, kernels/cpu/math/log2_exp2.h): bits are equal. Reading one back takes a root, good to
 // decode_error(). So a step from a state of zeros gives the CPU's bits; later ones are near them, and are made of
 // the same parts, which test_adamw.cpp checks on every device. Without another device there is nothing to compare.
 using namespace parka;

@@ -1,6 +1,6 @@
-#include "kernels/ops/norm.h"
+#include "kernels/ops/norm/norm.h"
 
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize/quantize.h"
 #include "tests/kernels/op_checks.h"
 #include "tests/support/catch.h"
 
@@ -28,7 +28,7 @@ std::vector<const Format*> x_formats_of(NormKind kind) {
   return {nullptr};
 }
 
-// The definition in ops/norm.h, in double.
+// The definition in ops/norm/norm.h, in double.
 template <typename T>
 RowStatistics statistics_of(NormKind kind, double eps, const T* x, int64_t cols) {
   RowStatistics s;

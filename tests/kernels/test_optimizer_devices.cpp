@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/ops/cross_entropy.h"
-#include "kernels/ops/grad_norm.h"
+#include "kernels/ops/elementwise/cross_entropy.h"
+#include "kernels/ops/optimizer/grad_norm.h"
 #include "tests/kernels/moment_fixtures.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"

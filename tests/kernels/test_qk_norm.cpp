@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
-#include "kernels/ops/qk_norm.h"
-#include "kernels/ops/quantize.h"
-#include "kernels/ops/rope.h"
+#include "kernels/ops/attention/rope.h"
+#include "kernels/ops/norm/qk_norm.h"
+#include "kernels/ops/quantize/quantize.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 
@@ -52,7 +52,7 @@ std::vector<Group> groups_of(QkNormKind kind, const Shape& s) {
 
 int64_t weight_cols(QkNormKind kind, int64_t heads, int64_t D) { return kind == QkNormKind::kFull ? heads * D : D; }
 
-// The definition in ops/qk_norm.h, in double.
+// The definition in ops/norm/qk_norm.h, in double.
 double rstd_of(const float* x, int64_t width, double eps) {
   double sum = 0;
   for (int64_t c = 0; c < width; ++c) sum += double{x[c]} * x[c];

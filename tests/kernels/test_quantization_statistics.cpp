@@ -1,4 +1,4 @@
-#include "kernels/ops/quantization_statistics.h"
+#include "kernels/ops/quantize/quantization_statistics.h"
 
 #include <cmath>
 #include <cstring>

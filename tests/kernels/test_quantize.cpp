@@ -1,4 +1,4 @@
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize/quantize.h"
 
 #include <algorithm>
 #include <bit>
@@ -29,7 +29,7 @@ uint8_t nearest_code(DType dtype, float x) {
   return static_cast<uint8_t>(best | (std::signbit(x) ? 0x80 : 0));
 }
 
-// The scale of a piece by the rule of ops/quantize.h. A NaN is not its maximum.
+// The scale of a piece by the rule of ops/quantize/quantize.h. A NaN is not its maximum.
 float piece_scale(float amax, DType dtype, DType scale_dtype) {
   if (amax < 0x1p-100f) return 1.0f;
   const float scale = static_cast<float>(double{amax} / double{float8_traits(dtype).max});

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "kernels/ops/quantize_4bit.h"
+#include "kernels/ops/quantize/quantize_4bit.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 

@@ -4,8 +4,8 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/ops/quantize.h"
-#include "kernels/ops/rope.h"
+#include "kernels/ops/attention/rope.h"
+#include "kernels/ops/quantize/quantize.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 

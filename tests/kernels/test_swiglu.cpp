@@ -1,6 +1,6 @@
-#include "kernels/ops/swiglu.h"
+#include "kernels/ops/swiglu/swiglu.h"
 
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize/quantize.h"
 #include "tests/kernels/op_checks.h"
 #include "tests/support/catch.h"
 

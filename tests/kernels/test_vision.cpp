@@ -1,4 +1,4 @@
-#include "kernels/ops/vision.h"
+#include "kernels/ops/elementwise/vision.h"
 
 #include <cmath>
 #include <tuple>

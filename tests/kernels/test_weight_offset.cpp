@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/ops/norm.h"
-#include "kernels/ops/qk_norm.h"
-#include "kernels/ops/rope.h"
+#include "kernels/ops/attention/rope.h"
+#include "kernels/ops/norm/norm.h"
+#include "kernels/ops/norm/qk_norm.h"
 #include "tests/kernels/op_checks.h"
 #include "tests/support/catch.h"
 

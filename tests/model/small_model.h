@@ -7,7 +7,7 @@
 #include "core/philox.h"
 #include "engine/files/safetensors.h"
 #include "kernels/device/arena.h"
-#include "kernels/ops/cross_entropy.h"
+#include "kernels/ops/elementwise/cross_entropy.h"
 #include "model/model.h"
 #include "model/precision_recipe.h"
 #include "tests/support/tensors.h"

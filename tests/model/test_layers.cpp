@@ -1,5 +1,5 @@
 // Stacks and their buffers on their own, without a model around them.
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize/quantize.h"
 #include "model/layers/stack.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"

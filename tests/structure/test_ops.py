@@ -30,8 +30,12 @@ def files_with(folder, pattern, suffixes):
             if path.suffix in suffixes and re.search(pattern, read(path), re.MULTILINE)]
 
 
+def headers_of(root):
+    return (root / "src/kernels/ops").rglob("*.h")
+
+
 def faults_of(root, header, name, arguments):
-    """What is wrong with the op `name` that src/kernels/ops/`header` declares."""
+    """What is wrong with the op `name` that src/kernels/ops/`header` declares. `header` is FOLDER/FILE."""
     kernels = root / "src/kernels"
     source = header.replace(".h", ".cpp")
     defined = signature(name, arguments) + r" \{"
@@ -43,8 +47,9 @@ def faults_of(root, header, name, arguments):
         files = files_with(kernels / folder, pattern, (".cpp",))
         if files != [source]:
             found.append(f"{name}: its {what} lies in {files} of {folder}/, not in {source}")
-    if len(files_with(kernels / "cuda", defined, (".cu", ".cpp"))) != 1:
-        found.append(f"{name}: there is not one definition below cuda/")
+    folder = Path(header).parent
+    if len(files_with(kernels / "cuda" / folder, defined, (".cu", ".cpp"))) != 1:
+        found.append(f"{name}: there is not one definition below cuda/{folder}/")
     declared = files_with(root / "src", signature(name, arguments), (".h", ".cuh"))
     if declared:
         found.append(f"{name}: PARKA_OP declares it, and so do {declared}")
@@ -57,9 +62,9 @@ def faults_of(root, header, name, arguments):
 
 def workspace_faults(root):
     """Kernels that take workspace by another function than the plan counts it by."""
-    declared = {name: arguments for header in (root / "src/kernels/ops").glob("*.h")
+    declared = {name: arguments for header in headers_of(root)
                 for name, arguments in DECLARED.findall(read(header))}
-    headers = "".join(read(header) for header in (root / "src/kernels/ops").glob("*.h"))
+    headers = "".join(read(header) for header in headers_of(root))
     found = []
     for path in sources(root / "src/kernels/cuda"):
         text = read(path)
@@ -74,13 +79,13 @@ def workspace_faults(root):
 
 
 def faults(root):
-    return [fault for header in sorted((root / "src/kernels/ops").glob("*.h"))
-            for name, arguments in DECLARED.findall(read(header)) for fault in faults_of(root, header.name, name, arguments)]
+    return [fault for header in sorted(headers_of(root))
+            for name, arguments in DECLARED.findall(read(header)) for fault in faults_of(root, header.relative_to(root / "src/kernels/ops").as_posix(), name, arguments)]
 
 
 class Ops(unittest.TestCase):
     def test_every_op_has_its_four_files_and_a_test(self):
-        declared = sum(len(DECLARED.findall(read(header))) for header in (ROOT / "src/kernels/ops").glob("*.h"))
+        declared = sum(len(DECLARED.findall(read(header))) for header in headers_of(ROOT))
         self.assertGreater(declared, 20)
         self.assertEqual(faults(ROOT), [])
 
@@ -105,13 +110,13 @@ class Ops(unittest.TestCase):
             root = Path(folder)
             for part in ("src/kernels", "tests/kernels"):
                 shutil.copytree(ROOT / part, root / part)
-            for file in ("cpu/add.cpp", "cuda/elementwise/add.cu"):
+            for file in ("cpu/elementwise/add.cpp", "cuda/elementwise/add.cu"):
                 (root / "src/kernels" / file).unlink()
             with open(root / "src/kernels/device/arena.h", "a", encoding="utf-8") as file:
                 file.write("namespace parka::cuda {\nvoid gemm(Device& device, const Gemm& a);\n}\n")
             found = faults(root)
-        self.assertEqual(found, ["add: its reference lies in [] of cpu/, not in add.cpp",
-                                 "add: there is not one definition below cuda/",
+        self.assertEqual(found, ["add: its reference lies in [] of cpu/, not in elementwise/add.cpp",
+                                 "add: there is not one definition below cuda/elementwise/",
                                  "gemm: PARKA_OP declares it, and so do ['kernels/device/arena.h']"])
 
 

@@ -8,7 +8,7 @@
 
 #include "data/batch_loader.h"
 #include "data/image_batch.h"
-#include "kernels/ops/cross_entropy.h"
+#include "kernels/ops/elementwise/cross_entropy.h"
 
 namespace parka {
 

@@ -13,7 +13,7 @@
 #include "engine/files/float_elements.h"
 #include "engine/files/json_text.h"
 #include "kernels/device/device.h"
-#include "kernels/ops/quantize_4bit.h"
+#include "kernels/ops/quantize/quantize_4bit.h"
 
 namespace parka {
 namespace {

@@ -11,7 +11,8 @@
 
 // Models whose linear weights bitsandbytes has quantized to 4 bits, as transformers' save_pretrained writes them:
 // the codes under the weight's name, and beside them ".absmax", ".quant_map" and a JSON text ".quant_state.*";
-// where the scales are in 8 bits ".nested_absmax" and ".nested_quant_map" too (kernels/ops/quantize_4bit.h).
+// where the scales are in 8 bits ".nested_absmax" and ".nested_quant_map" too
+// (kernels/ops/quantize/quantize_4bit.h).
 namespace parka {
 
 // Whether a config.json says so. Throws Error(kBadInput), whose message begins with `where`, for other kinds of

@@ -10,7 +10,7 @@
 #include "core/number_formats.h"
 #include "core/philox.h"
 #include "engine/planning/product_scratch.h"
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize/quantize.h"
 
 namespace parka {
 namespace {

@@ -6,7 +6,7 @@
 #include "engine/step/recorded_step.h"
 #include "kernels/device/device.h"
 #include "kernels/device/power_sampler.h"
-#include "kernels/ops/gemm.h"
+#include "kernels/ops/gemm/gemm.h"
 
 // What the products of a config cost in time and energy under load, in other formats, layouts and orders of
 // operands than those that the config uses, too.

@@ -5,7 +5,7 @@
 #include "engine/step/recorded_step.h"
 #include "kernels/device/device.h"
 #include "kernels/device/gemm_tuning.h"
-#include "kernels/ops/gemm.h"
+#include "kernels/ops/gemm/gemm.h"
 
 // Matrix products alone, outside of a run.
 namespace parka {

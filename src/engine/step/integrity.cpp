@@ -9,7 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/bit_hash.h"
-#include "kernels/ops/bit_hash.h"
+#include "kernels/ops/elementwise/bit_hash.h"
 
 namespace parka {
 namespace {

@@ -16,8 +16,8 @@ namespace parka {
 
 // Checks for silent data corruption. A step is deterministic to the bit. So results computed twice, memory that
 // nothing has written, and tensors that several ranks hold must be equal. The checks hash them on the device
-// (kernels/ops/bit_hash.h) and compare. A difference throws Error(kCorrupted), which names step, rank, host, GPU
-// and tensor.
+// (kernels/ops/elementwise/bit_hash.h) and compare. A difference throws Error(kCorrupted), which names step, rank,
+// host, GPU and tensor.
 class IntegrityChecks {
  public:
   // What is hashed; each has its own table.

@@ -7,7 +7,7 @@
 #include "core/shard.h"
 #include "engine/config/config.h"
 #include "kernels/device/recording_device.h"
-#include "kernels/ops/gemm.h"
+#include "kernels/ops/gemm/gemm.h"
 
 // What a run would queue, without a GPU: the step itself, on a device and a communicator that record.
 namespace parka {

@@ -6,7 +6,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "kernels/ops/attention.h"
+#include "kernels/ops/attention/attention.h"
 
 namespace parka {
 

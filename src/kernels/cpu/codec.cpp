@@ -18,7 +18,7 @@ struct PieceScale {
   float inverse;  // encoding multiplies by it
 };
 
-// The rule of ops/quantize.h for one piece with maximum magnitude amax.
+// The rule of ops/quantize/quantize.h for one piece with maximum magnitude amax.
 PieceScale scale_for(float amax, DType format, DType scale_dtype) {
   if (amax < kTinyAmax) return {1.0f, 0.0f};
   float scale = amax / float8_traits(format).max;

@@ -47,12 +47,12 @@ void round_to(DType dtype, Matrix& x);
 // The largest magnitude; NaN is skipped.
 float max_abs(const float* x, int64_t count);
 float max_abs(const Matrix& x);
-// The fp32 scale of a tensor with this maximum, by the rule of ops/quantize.h.
+// The fp32 scale of a tensor with this maximum, by the rule of ops/quantize/quantize.h.
 float tensor_scale(float amax, DType format);
 
 enum class ScaleSource { kCompute, kGiven };
-// Stores x in out's format and scaling by the rule of ops/quantize.h. kGiven: a kTensor scale is read, not written.
-// Does nothing when out is empty.
+// Stores x in out's format and scaling by the rule of ops/quantize/quantize.h. kGiven: a kTensor scale is read, not
+// written. Does nothing when out is empty.
 void encode(const Matrix& x, const ScaledView& out, ScaleSource source = ScaleSource::kCompute);
 // Stores row r of a matrix whose rows do not depend on each other: scaling kNone or kGroup.
 void encode_row(const float* values, int64_t r, const ScaledView& out);

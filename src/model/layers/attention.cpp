@@ -3,9 +3,9 @@
 #include <cmath>
 
 #include "kernels/op/workspace.h"
-#include "kernels/ops/attention.h"
-#include "kernels/ops/quantize.h"
-#include "kernels/ops/rope.h"
+#include "kernels/ops/attention/attention.h"
+#include "kernels/ops/attention/rope.h"
+#include "kernels/ops/quantize/quantize.h"
 
 namespace parka {
 

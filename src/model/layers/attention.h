@@ -1,7 +1,7 @@
 #pragma once
 #include <string>
 
-#include "kernels/ops/qk_norm.h"
+#include "kernels/ops/norm/qk_norm.h"
 #include "model/buffer_scope.h"
 #include "model/layers/linear.h"
 #include "model/step_context.h"

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "core/number_formats.h"
-#include "kernels/ops/embedding.h"
+#include "kernels/ops/elementwise/embedding.h"
 
 namespace parka {
 namespace {

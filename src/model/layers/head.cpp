@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "kernels/ops/cross_entropy.h"
-#include "kernels/ops/gemm.h"
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/elementwise/cross_entropy.h"
+#include "kernels/ops/gemm/gemm.h"
+#include "kernels/ops/quantize/quantize.h"
 
 namespace parka {
 namespace {

@@ -3,10 +3,10 @@
 #include <cstddef>
 #include <optional>
 
-#include "kernels/ops/bias.h"
-#include "kernels/ops/dropout.h"
-#include "kernels/ops/gemm.h"
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/elementwise/bias.h"
+#include "kernels/ops/elementwise/dropout.h"
+#include "kernels/ops/gemm/gemm.h"
+#include "kernels/ops/quantize/quantize.h"
 #include "model/step_context.h"
 
 namespace parka {

@@ -1,6 +1,6 @@
 #include "model/layers/mlp.h"
 
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize/quantize.h"
 
 namespace parka {
 

@@ -1,7 +1,7 @@
 #pragma once
 #include <string>
 
-#include "kernels/ops/activation.h"
+#include "kernels/ops/elementwise/activation.h"
 #include "model/layers/swiglu.h"
 
 namespace parka {

@@ -1,6 +1,6 @@
 #include "model/layers/swiglu.h"
 
-#include "kernels/ops/swiglu.h"
+#include "kernels/ops/swiglu/swiglu.h"
 
 namespace parka {
 

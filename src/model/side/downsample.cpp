@@ -2,9 +2,9 @@
 
 #include <cmath>
 
-#include "kernels/ops/activation.h"
-#include "kernels/ops/pool_channels.h"
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/elementwise/activation.h"
+#include "kernels/ops/elementwise/pool_channels.h"
+#include "kernels/ops/quantize/quantize.h"
 
 namespace parka {
 namespace {

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "kernels/ops/gemm.h"
-#include "kernels/ops/mix.h"
-#include "kernels/ops/norm.h"
+#include "kernels/ops/elementwise/mix.h"
+#include "kernels/ops/gemm/gemm.h"
+#include "kernels/ops/norm/norm.h"
 #include "model/layers/embedding.h"
 #include "model/layers/head.h"
 #include "model/precision_recipe.h"

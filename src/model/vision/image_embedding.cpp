@@ -1,6 +1,6 @@
 #include "model/vision/image_embedding.h"
 
-#include "kernels/ops/embedding.h"
+#include "kernels/ops/elementwise/embedding.h"
 #include "model/precision_recipe.h"
 
 namespace parka {

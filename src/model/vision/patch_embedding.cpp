@@ -3,7 +3,7 @@
 #include <array>
 #include <vector>
 
-#include "kernels/ops/vision.h"
+#include "kernels/ops/elementwise/vision.h"
 
 namespace parka {
 namespace {

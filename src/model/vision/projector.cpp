@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "kernels/ops/activation.h"
+#include "kernels/ops/elementwise/activation.h"
 
 namespace parka {
 namespace {

@@ -1,7 +1,7 @@
 #pragma once
 #include <optional>
 
-#include "kernels/ops/vision.h"
+#include "kernels/ops/elementwise/vision.h"
 #include "model/layers/linear.h"
 #include "model/layers/norm.h"
 #include "model/vision/vision_config.h"

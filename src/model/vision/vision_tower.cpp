@@ -2,10 +2,10 @@
 
 #include <vector>
 
-#include "kernels/ops/add.h"
-#include "kernels/ops/embedding.h"
-#include "kernels/ops/norm.h"
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/elementwise/add.h"
+#include "kernels/ops/elementwise/embedding.h"
+#include "kernels/ops/norm/norm.h"
+#include "kernels/ops/quantize/quantize.h"
 #include "model/precision_recipe.h"
 
 namespace parka {

@@ -3,8 +3,8 @@
 #include <bit>
 #include <cstdint>
 
-// log2 and exp2 for range expansion (ops/adamw.h), as plain fp32 series: the standard library's are slower in a
-// loop and differ between machines, these vectorise and give the same bits everywhere.
+// log2 and exp2 for range expansion (ops/optimizer/adamw.h), as plain fp32 series: the standard library's are
+// slower in a loop and differ between machines, these vectorise and give the same bits everywhere.
 namespace parka::cpu {
 
 // log2(x) for x in [2^-126, 1]. Exactly 0 at 1; relative error below 2^-21. At x = 0 it is -127.

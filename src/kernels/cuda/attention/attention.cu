@@ -1,4 +1,4 @@
-#include "kernels/ops/attention.h"
+#include "kernels/ops/attention/attention.h"
 
 #include <initializer_list>
 #include <string>

@@ -4,7 +4,7 @@
 
 #include "core/error.h"
 #include "kernels/device/cuda/cuda_device.h"
-#include "kernels/ops/attention.h"
+#include "kernels/ops/attention/attention.h"
 
 // The implementations that attention.cu chooses from.
 namespace parka::cuda {

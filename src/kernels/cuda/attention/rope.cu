@@ -1,4 +1,4 @@
-#include "kernels/ops/rope.h"
+#include "kernels/ops/attention/rope.h"
 
 #include <algorithm>
 #include <bit>
@@ -9,7 +9,7 @@
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize/quantize.h"
 
 // Shapes: T rows (tokens), S positions, D elements of a head, W elements of a row of the fused QKV matrix. A block
 // works on heads of one row. A thread rotates kWidth adjacent pairs of kHeads of them, all by the same angles.

@@ -18,7 +18,7 @@ struct Positions {
   }
 };
 
-// A pair of a head rotated by an angle (ops/rope.h); with -sin, rotated back.
+// A pair of a head rotated by an angle (ops/attention/rope.h); with -sin, rotated back.
 
 // The intrinsics keep the compiler from fusing products with the sum, so the bits equal those of the CPU.
 __device__ inline float rotated_low(float low, float high, float cos, float sin) {

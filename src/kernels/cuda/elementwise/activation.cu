@@ -1,4 +1,4 @@
-#include "kernels/ops/activation.h"
+#include "kernels/ops/elementwise/activation.h"
 
 #include "kernels/cuda/swiglu/swiglu_elements.cuh"
 #include "kernels/cuda/vector.cuh"

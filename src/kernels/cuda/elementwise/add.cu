@@ -1,4 +1,4 @@
-#include "kernels/ops/add.h"
+#include "kernels/ops/elementwise/add.h"
 
 #include "kernels/cuda/vector.cuh"
 #include "kernels/device/cuda/check.h"

@@ -1,4 +1,4 @@
-#include "kernels/ops/bias.h"
+#include "kernels/ops/elementwise/bias.h"
 
 #include <algorithm>
 

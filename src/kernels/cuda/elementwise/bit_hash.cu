@@ -1,4 +1,4 @@
-#include "kernels/ops/bit_hash.h"
+#include "kernels/ops/elementwise/bit_hash.h"
 
 #include <algorithm>
 

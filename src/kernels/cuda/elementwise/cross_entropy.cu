@@ -1,4 +1,4 @@
-#include "kernels/ops/cross_entropy.h"
+#include "kernels/ops/elementwise/cross_entropy.h"
 
 #include <algorithm>
 #include <bit>

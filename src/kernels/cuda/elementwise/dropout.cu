@@ -1,4 +1,4 @@
-#include "kernels/ops/dropout.h"
+#include "kernels/ops/elementwise/dropout.h"
 
 #include "kernels/cuda/vector.cuh"
 #include "kernels/device/cuda/check.h"

@@ -1,4 +1,4 @@
-#include "kernels/ops/embedding.h"
+#include "kernels/ops/elementwise/embedding.h"
 
 #include "kernels/cuda/ptx/early_launch.cuh"
 #include "kernels/cuda/vector.cuh"

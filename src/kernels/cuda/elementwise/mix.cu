@@ -1,4 +1,4 @@
-#include "kernels/ops/mix.h"
+#include "kernels/ops/elementwise/mix.h"
 
 #include "kernels/cuda/vector.cuh"
 #include "kernels/device/cuda/check.h"

@@ -1,4 +1,4 @@
-#include "kernels/ops/pool_channels.h"
+#include "kernels/ops/elementwise/pool_channels.h"
 
 #include "kernels/cuda/vector.cuh"
 #include "kernels/device/cuda/check.h"

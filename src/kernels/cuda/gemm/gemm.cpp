@@ -1,4 +1,4 @@
-#include "kernels/ops/gemm.h"
+#include "kernels/ops/gemm/gemm.h"
 
 #include <cstddef>
 #include <cstdint>

@@ -6,7 +6,7 @@
 #include <cublasLt.h>
 
 #include "kernels/device/cuda/cuda_device.h"
-#include "kernels/ops/gemm.h"
+#include "kernels/ops/gemm/gemm.h"
 
 namespace parka::cuda {
 

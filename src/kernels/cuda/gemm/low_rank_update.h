@@ -1,5 +1,5 @@
 #pragma once
-#include "kernels/ops/gemm.h"
+#include "kernels/ops/gemm/gemm.h"
 
 namespace parka::cuda {
 

@@ -1,4 +1,4 @@
-#include "kernels/ops/norm.h"
+#include "kernels/ops/norm/norm.h"
 
 #include <bit>
 #include <type_traits>
@@ -11,7 +11,7 @@
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize/quantize.h"
 
 // Shapes: T rows (tokens), C columns (elements of a row).
 //

@@ -8,8 +8,8 @@
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
 #include "kernels/op/workspace.h"
-#include "kernels/ops/norm.h"
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/norm/norm.h"
+#include "kernels/ops/quantize/quantize.h"
 
 // Shapes: T rows (tokens), C columns (elements of a row), B blocks.
 namespace parka::cuda {

@@ -2,7 +2,7 @@
 #include <type_traits>
 
 #include "core/error.h"
-#include "kernels/ops/norm.h"
+#include "kernels/ops/norm/norm.h"
 
 namespace parka::cuda {
 

@@ -1,7 +1,7 @@
 #pragma once
 #include "kernels/cuda/norm/norm_rows.cuh"
 #include "kernels/cuda/quantize/matrix_source.cuh"
-#include "kernels/ops/norm.h"
+#include "kernels/ops/norm/norm.h"
 
 // The output of a norm as a Source (quantize_tiles.cuh says what that is).
 namespace parka::cuda {

@@ -7,7 +7,7 @@
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
 #include "kernels/op/workspace.h"
-#include "kernels/ops/qk_norm.h"
+#include "kernels/ops/norm/qk_norm.h"
 
 // Shapes: T rows (tokens), N columns of the fused QKV matrix, G groups of a row, W columns of a group, D of a head,
 // C columns of both weights, B blocks. Two kernels: one for heads that fit in a warp, with a team of threads for

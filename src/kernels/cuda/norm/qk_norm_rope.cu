@@ -6,8 +6,8 @@
 #include "kernels/cuda/quantize/group_codes.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
-#include "kernels/ops/qk_norm.h"
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/norm/qk_norm.h"
+#include "kernels/ops/quantize/quantize.h"
 
 // Shapes: T rows (tokens), N columns of the fused QKV matrix, G groups of a row, S positions, D elements of a head.
 namespace parka::cuda {

@@ -1,4 +1,4 @@
-#include "kernels/ops/adamw.h"
+#include "kernels/ops/optimizer/adamw.h"
 
 #include <algorithm>
 #include <type_traits>

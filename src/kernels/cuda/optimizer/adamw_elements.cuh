@@ -8,7 +8,7 @@
 #include "core/split_float.h"
 #include "kernels/cuda/quantize/fp8.cuh"
 #include "kernels/cuda/vector.cuh"
-#include "kernels/ops/adamw.h"
+#include "kernels/ops/optimizer/adamw.h"
 
 // Building blocks of all AdamW kernels, for any format of the moments: the elements of a lane, the master forms,
 // and the arithmetic of the update.

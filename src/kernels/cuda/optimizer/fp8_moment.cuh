@@ -3,11 +3,12 @@
 #include <limits>
 
 #include "kernels/cuda/quantize/fp8.cuh"
-#include "kernels/ops/adamw.h"
+#include "kernels/ops/optimizer/adamw.h"
 
-// The arithmetic of moments in FP8: bit for bit what kernels/cpu/adamw.cpp and kernels/cpu/math/log2_exp2.h define,
-// in few instructions. A root (decoding) is looked up. A power (encoding) is taken with the GPU's approximate log2
-// and exp2, which settle nearly every code; where they leave two to choose from, the defined operations decide.
+// The arithmetic of moments in FP8: bit for bit what kernels/cpu/optimizer/adamw.cpp and
+// kernels/cpu/math/log2_exp2.h define, in few instructions. A root (decoding) is looked up. A power (encoding) is
+// taken with the GPU's approximate log2 and exp2, which settle nearly every code; where they leave two to choose
+// from, the defined operations decide.
 namespace parka::cuda {
 
 // ---- Decoding ----

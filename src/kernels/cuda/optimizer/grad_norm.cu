@@ -1,4 +1,4 @@
-#include "kernels/ops/grad_norm.h"
+#include "kernels/ops/optimizer/grad_norm.h"
 
 #include <algorithm>
 #include <cstdint>

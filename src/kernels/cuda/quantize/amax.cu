@@ -1,4 +1,4 @@
-#include "kernels/ops/amax.h"
+#include "kernels/ops/quantize/amax.h"
 
 #include "kernels/cuda/quantize/matrix_source.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"

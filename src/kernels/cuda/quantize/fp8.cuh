@@ -68,7 +68,7 @@ __device__ inline void decode_float8x4(uint32_t codes, float (&x)[4]) {
 #endif
 }
 
-// ---- Scales, by the rule of ops/quantize.h ----
+// ---- Scales, by the rule of ops/quantize/quantize.h ----
 
 constexpr float kTinyAmax = 0x1p-100f;  // below it 1 / scale would leave fp32's range
 

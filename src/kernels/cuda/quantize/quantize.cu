@@ -1,4 +1,4 @@
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize/quantize.h"
 
 #include <bit>
 

@@ -1,4 +1,4 @@
-#include "kernels/ops/quantize_4bit.h"
+#include "kernels/ops/quantize/quantize_4bit.h"
 
 #include <algorithm>
 #include <bit>

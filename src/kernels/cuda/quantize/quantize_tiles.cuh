@@ -551,9 +551,9 @@ void write_group_codes(CudaDevice& device, const Source& source, int64_t rows, i
 }
 
 // Writes the [rows, cols] numbers of the source to `out`, and transposed to `out_t` [cols, rows]; either may be
-// empty, and each may have any format and scaling, by the rule of ops/quantize.h. kTensor: with `amax`, on the GPU,
-// the scale is made from it and written; with null the scale is an input. Both then have the same scale memory. One
-// kernel if one output is wanted or both are kTensor (or kBlock) of one dtype, else one for each.
+// empty, and each may have any format and scaling, by the rule of ops/quantize/quantize.h. kTensor: with `amax`, on
+// the GPU, the scale is made from it and written; with null the scale is an input. Both then have the same scale
+// memory. One kernel if one output is wanted or both are kTensor (or kBlock) of one dtype, else one for each.
 template <typename Source>
 void write_tiles(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, const ScaledView& out,
                  const ScaledView& out_t, const float* amax) {

@@ -1,4 +1,4 @@
-#include "kernels/ops/swiglu.h"
+#include "kernels/ops/swiglu/swiglu.h"
 
 #include <initializer_list>
 

@@ -3,7 +3,7 @@
 
 #include "kernels/cuda/ptx/mma.cuh"
 #include "kernels/cuda/vector.cuh"
-#include "kernels/ops/swiglu.h"
+#include "kernels/ops/swiglu/swiglu.h"
 
 // The functions of one element of SwiGLU. The compiler cannot fuse their operations with others, so every kernel
 // gets the same bits, forward and backward, plain and FP8.

@@ -10,7 +10,7 @@
 #include "kernels/cuda/swiglu/swiglu_source.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/op/workspace.h"
-#include "kernels/ops/quantize.h"
+#include "kernels/ops/quantize/quantize.h"
 
 // Shapes: T rows (tokens), F columns of the product; up_gate has 2F, up before gate.
 //

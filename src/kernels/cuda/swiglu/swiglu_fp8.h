@@ -1,5 +1,5 @@
 #pragma once
-#include "kernels/ops/swiglu.h"
+#include "kernels/ops/swiglu/swiglu.h"
 
 namespace parka::cuda {
 // SwiGLU where any tensor is FP8, or transposed: what swiglu.cu does not do.

@@ -1,0 +1,138 @@
+#include "kernels/ops/optimizer/adamw.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <tuple>
+
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
+
+namespace parka {
+namespace {
+
+void check_moment(std::string_view op, std::string_view name, const MomentView& moment, int64_t N) {
+  check_tensor(op, name, moment.values, {N}, {DType::kF32, DType::kBF16, DType::kE4M3, DType::kE5M2});
+  const int64_t groups = ceil_div(N, kMomentGroup);
+  const std::string amax = fmt::format("amax of {}", name), exponent = fmt::format("exponent of {}", name);
+  if (is_float8(moment.values.dtype)) {
+    check_tensor(op, amax, moment.amax, {groups}, {DType::kF32});
+    if (!moment.exponent.empty()) check_tensor(op, exponent, moment.exponent, {groups}, {DType::kU8});
+  } else if (!moment.amax.empty() || !moment.exponent.empty()) {
+    throw_internal("{}: {} is {} and has no groups, but amax is {} and exponent is {}", op, name,
+                   describe(moment.values), describe(moment.amax), describe(moment.exponent));
+  }
+}
+
+void check_weight(const AdamwStep& a, int64_t N) {
+  const DType weight = a.master_form == MasterForm::kNone ? DType::kF32 : DType::kBF16;
+  check_tensor("adamw_step", "weight", a.weight, {N}, {weight});
+  switch (a.master_form) {
+    case MasterForm::kFp32: check_tensor("adamw_step", "master", a.master, {N}, {DType::kF32}); return;
+    case MasterForm::kFp32Split: check_tensor("adamw_step", "master", a.master, {N}, {DType::kU16}); return;
+    case MasterForm::kFp24Split: check_tensor("adamw_step", "master", a.master, {N}, {DType::kU8}); return;
+    case MasterForm::kBf16Sr:
+    case MasterForm::kNone:
+      if (!a.master.empty()) throw_internal("adamw_step: master is {}, wanted none", describe(a.master));
+      return;
+  }
+}
+
+double bytes_of(const MomentView& m) { return all_bytes(m.values, m.amax, m.exponent); }
+
+void check_step(const AdamwStep& a) {
+  const int64_t N = a.weight.numel();
+  check_weight(a, N);
+  check_tensor("adamw_step", "gradient", a.gradient, {N}, {DType::kF32, DType::kBF16});
+  check_moment("adamw_step", "exp_avg", a.exp_avg, N);
+  check_moment("adamw_step", "exp_avg_sq", a.exp_avg_sq, N);
+  check_tensor("adamw_step", "grad_scale", a.grad_scale, {1}, {DType::kF32});
+  if (!a.weight_amax.empty()) check_tensor("adamw_step", "weight_amax", a.weight_amax, {1}, {DType::kF32});
+  PARKA_REQUIRE(a.bias_correction1 > 0 && a.bias_correction2 > 0);
+  PARKA_REQUIRE(a.first_element % kMomentGroup == 0);
+}
+
+// All that steps taken together have in common.
+auto common_of(const AdamwStep& a) {
+  const auto format = [](const MomentView& m) { return std::tuple(m.values.dtype, m.exponent.empty()); };
+  return std::tuple(a.master_form, a.gradient.dtype, format(a.exp_avg), format(a.exp_avg_sq), a.beta1, a.beta2,
+                    a.eps, a.bias_correction1, a.bias_correction2, a.grad_scale.data, a.seed, a.step);
+}
+
+}  // namespace
+
+void adamw_step(Device& device, const AdamwStep& a) {
+  check_step(a);
+  if (a.weight.numel() == 0) return;
+  PARKA_DISPATCH(adamw_step, device, a);
+}
+
+void adamw_steps(Device& device, const AdamwSteps& a) {
+  for (const AdamwStep& step : a.steps) {
+    check_step(step);
+    if (common_of(step) != common_of(a.steps[0])) {
+      throw_internal("adamw_steps: steps of {} and {} differ in more than tensors, lr and weight_decay",
+                     describe(a.steps[0].weight), describe(step.weight));
+    }
+    PARKA_REQUIRE(step.weight.numel() > 0);
+  }
+  if (a.steps.empty()) return;
+  PARKA_DISPATCH(adamw_steps, device, a);
+}
+
+void moment_encode(Device& device, const MomentEncode& a) {
+  const int64_t N = a.values.numel();
+  check_tensor("moment_encode", "values", a.values, {N}, {DType::kF32});
+  check_moment("moment_encode", "moment", a.moment, N);
+  if (N == 0) return;
+  PARKA_DISPATCH(moment_encode, device, a);
+}
+
+void moment_decode(Device& device, const MomentDecode& a) {
+  const int64_t N = a.moment.values.numel();
+  check_moment("moment_decode", "moment", a.moment, N);
+  check_tensor("moment_decode", "values", a.values, {N}, {DType::kF32});
+  if (N == 0) return;
+  PARKA_DISPATCH(moment_decode, device, a);
+}
+
+uint8_t range_expansion_exponent(float amax, float amin, DType format) {
+  if (amax <= amin || amin <= 0) return 16;
+  const Float8Traits& traits = float8_traits(format);
+  const double max = traits.max;
+  const double range = format == DType::kE4M3 ? max * max / 2 : max / traits.min_subnormal / 2;
+  // A ratio rounded to fp32 would fall on the other side of an integer now and then.
+  const double group_range = std::log2(double{amax} / amin);
+  return static_cast<uint8_t>(std::clamp(std::floor(16 * std::log2(range) / group_range), 16.0, 255.0));
+}
+
+float smallest_moment_amax(DType format) {
+  const Float8Traits& traits = float8_traits(format);
+  return std::numeric_limits<float>::min() * (traits.max / traits.min_subnormal);
+}
+
+OpCost cost_of(const AdamwStep& a) {
+  // With a master apart, the weight is only written.
+  const bool weight_read = a.master_form != MasterForm::kFp32;
+  return moved((weight_read ? 2 : 1) * bytes_of(a.weight) + 2 * bytes_of(a.master) + bytes_of(a.gradient) +
+                   2 * bytes_of(a.exp_avg) + 2 * bytes_of(a.exp_avg_sq),
+               a.weight);
+}
+TensorView output_of(const AdamwStep& a) { return a.weight; }
+
+OpCost cost_of(const AdamwSteps& a) {
+  OpCost cost;
+  for (const AdamwStep& step : a.steps) cost.bytes += cost_of(step).bytes;
+  cost.shape = fmt::format("{} tensors", a.steps.size());
+  return cost;
+}
+TensorView output_of(const AdamwSteps& a) { return a.steps.back().weight; }
+
+OpCost cost_of(const MomentEncode& a) { return moved(bytes_of(a.values) + bytes_of(a.moment), a.values); }
+TensorView output_of(const MomentEncode& a) { return a.moment.values; }
+
+OpCost cost_of(const MomentDecode& a) { return moved(bytes_of(a.values) + bytes_of(a.moment), a.values); }
+TensorView output_of(const MomentDecode& a) { return a.values; }
+
+}  // namespace parka

@@ -1,0 +1,52 @@
+#include "kernels/ops/quantize/quantize.h"
+
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
+#include "kernels/op/workspace.h"
+
+namespace parka {
+namespace {
+
+void check_output(std::string_view name, const Quantize& a, const ScaledView& t, int64_t rows, int64_t cols) {
+  if (t.empty()) return;
+  check_matrix("quantize", name, t, rows, cols);
+  if (a.scale_given && t.scaling != Scaling::kTensor) {
+    throw_internal("quantize: {} is {}: scale_given needs one scale for the whole tensor", name, describe(t));
+  }
+  // Writing the scale of x would change the meaning of the codes that x keeps.
+  const bool overwrites_scale = a.x.scaling == Scaling::kTensor && t.scale.data == a.x.scale.data && !a.scale_given;
+  if (overwrites_scale && (t.scaling != Scaling::kTensor || t.data.dtype != a.x.data.dtype)) {
+    throw_internal("quantize: {} is {} and has the scale of x, which is {}", name, describe(t), describe(a.x));
+  }
+}
+
+}  // namespace
+
+void quantize(Device& device, const Quantize& a) {
+  const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
+  check_matrix("quantize", "x", a.x, rows, cols);
+  check_output("out", a, a.out, rows, cols);
+  check_output("out_t", a, a.out_t, cols, rows);
+  check_shared_scale("quantize", a.out, a.out_t);
+  if (!a.amax.empty()) {
+    check_tensor("quantize", "amax", a.amax, {1}, {DType::kF32});
+    const bool used = !a.scale_given && (a.out.empty() || a.out.scaling == Scaling::kTensor) &&
+                      (a.out_t.empty() || a.out_t.scaling == Scaling::kTensor);
+    if (!used) throw_internal("quantize: amax is given, and out or out_t has no tensor-wide scale to make from it");
+  }
+  if (rows == 0 || cols == 0 || (a.out.empty() && a.out_t.empty())) return;
+  PARKA_DISPATCH(quantize, device, a);
+}
+
+OpCost cost_of(const Quantize& a) {
+  const bool finds_scale = read_twice(a.out, a.out_t) && !a.scale_given && a.amax.empty();
+  return moved(all_bytes(a.x, a.out, a.out_t) + (finds_scale ? bytes_of(a.x) : 0.0), a.x.data);
+}
+TensorView output_of(const Quantize& a) { return first_given({a.out.data, a.out_t.data}); }
+int64_t workspace_of(const Quantize& a) {
+  const bool has_scale = has_tensor_scale(a.out) || has_tensor_scale(a.out_t);
+  return has_scale && !a.scale_given && a.amax.empty() ? cuda::kAmaxWorkspaceBytes : 0;
+}
+
+}  // namespace parka

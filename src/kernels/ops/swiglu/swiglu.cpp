@@ -1,0 +1,95 @@
+#include "kernels/ops/swiglu/swiglu.h"
+
+#include "kernels/op/check.h"
+#include "kernels/op/cost.h"
+#include "kernels/op/dispatch.h"
+#include "kernels/op/workspace.h"
+
+namespace parka {
+namespace {
+
+void check_up_gate(std::string_view op, const ScaledView& t, int64_t rows, int64_t width) {
+  check_matrix(op, "up_gate", t, rows, 2 * width);
+  if (t.scaling == Scaling::kTensor || t.scaling == Scaling::kBlock) {
+    throw_internal("{}: up_gate is {}, wanted plain numbers or one scale per group of a row", op, describe(t));
+  }
+  if (t.scaling == Scaling::kGroup && width % t.group != 0) {
+    throw_internal("{}: up_gate has groups of {}, which span both halves of {} columns", op, t.group, width);
+  }
+}
+
+void check_silu(std::string_view op, const ScaledView& t, int64_t rows, int64_t width) {
+  if (t.empty()) return;
+  check_matrix(op, "silu", t, rows, width);
+  if (t.scaling != Scaling::kGroup) {
+    throw_internal("{}: silu is {}, wanted fp8 with one scale per group of a row", op, describe(t));
+  }
+}
+
+void check_optional(std::string_view op, std::string_view name, const ScaledView& t, int64_t rows, int64_t cols) {
+  if (!t.empty()) check_matrix(op, name, t, rows, cols);
+}
+
+}  // namespace
+
+void swiglu_forward(Device& device, const SwigluForward& a) {
+  constexpr std::string_view kOp = "swiglu_forward";
+  const int64_t rows = a.product.num_rows(), width = a.product.num_cols();
+  check_matrix(kOp, "product", a.product, rows, width);
+  check_optional(kOp, "product_t", a.product_t, width, rows);
+  check_shared_scale(kOp, a.product, a.product_t);
+  check_up_gate(kOp, a.up_gate, rows, width);
+  if (!a.up_gate_plain.empty()) {
+    check_tensor(kOp, "up_gate_plain", a.up_gate_plain, {rows, 2 * width}, {DType::kF32, DType::kBF16});
+    if (a.up_gate.scaling != Scaling::kGroup) {
+      throw_internal("{}: up_gate is {}, and only fp8 is made from up_gate_plain", kOp, describe(a.up_gate));
+    }
+  }
+  check_silu(kOp, a.silu, rows, width);
+  if (rows == 0 || width == 0) return;
+  PARKA_DISPATCH(swiglu_forward, device, a);
+}
+
+void swiglu_backward(Device& device, const SwigluBackward& a) {
+  constexpr std::string_view kOp = "swiglu_backward";
+  const int64_t rows = a.up_gate.num_rows(), width = a.up_gate.num_cols() / 2;
+  check_up_gate(kOp, a.up_gate, rows, width);
+  check_silu(kOp, a.silu, rows, width);
+  check_optional(kOp, "d_up_gate", a.d_up_gate, rows, 2 * width);
+  check_optional(kOp, "d_up_gate_t", a.d_up_gate_t, 2 * width, rows);
+  check_shared_scale(kOp, a.d_up_gate, a.d_up_gate_t);
+  if (!a.d_product.empty()) {
+    check_tensor(kOp, "d_product", a.d_product, {rows, width}, {DType::kF32, DType::kBF16});
+  } else if (!a.d_up_gate.empty() || !a.d_up_gate_t.empty()) {
+    throw_internal("{}: d_up_gate is given, but d_product is not given", kOp);
+  }
+  check_optional(kOp, "product", a.product, rows, width);
+  check_optional(kOp, "product_t", a.product_t, width, rows);
+  check_shared_scale(kOp, a.product, a.product_t);
+  if (rows == 0 || width == 0) return;
+  PARKA_DISPATCH(swiglu_backward, device, a);
+}
+
+OpCost cost_of(const SwigluForward& a) {
+  return moved(all_bytes(a.up_gate_plain, a.up_gate, a.silu, a.product, a.product_t) +
+                   (read_twice(a.product, a.product_t) ? all_bytes(a.up_gate, a.silu) : 0.0),
+               a.product.data);
+}
+TensorView output_of(const SwigluForward& a) { return a.product.data; }
+int64_t workspace_of(const SwigluForward& a) {
+  return has_tensor_scale(a.product) || has_tensor_scale(a.product_t) ? cuda::kAmaxWorkspaceBytes : 0;
+}
+
+OpCost cost_of(const SwigluBackward& a) {
+  return moved(all_bytes(a.up_gate, a.silu, a.d_product, a.d_up_gate, a.d_up_gate_t, a.product, a.product_t) +
+                   (read_twice(a.d_up_gate, a.d_up_gate_t) ? all_bytes(a.up_gate, a.silu, a.d_product) : 0.0),
+               a.up_gate.data);
+}
+TensorView output_of(const SwigluBackward& a) {
+  return first_given({a.d_up_gate.data, a.d_up_gate_t.data, a.product.data, a.product_t.data});
+}
+int64_t workspace_of(const SwigluBackward& a) {
+  return has_tensor_scale(a.d_up_gate) || has_tensor_scale(a.d_up_gate_t) ? cuda::kAmaxWorkspaceBytes : 0;
+}
+
+}  // namespace parka
