@@ -23,10 +23,7 @@ void check_options(const BatchLoaderOptions& o, const TokenFiles& files) {
         o.global_batch, o.micro_batch, o.world_size, o.num_slices > 1 ? "groups of " : "");
   }
   PARKA_REQUIRE(o.num_slices > 0 && o.slice_rank >= 0 && o.slice_rank < o.num_slices);
-  if (files.sequence_length() % o.num_slices != 0) {
-    throw_bad_input("distributed.context_parallel = {} does not divide data.sequence_length = {}; change one",
-                    o.num_slices, files.sequence_length());
-  }
+  PARKA_REQUIRE(files.sequence_length() % o.num_slices == 0);  // refused with the config
   const int64_t most = files.most_images();
   if (most > o.images_per_sequence) {
     throw_bad_input(

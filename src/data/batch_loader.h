@@ -59,7 +59,7 @@ int64_t count_targets(const std::vector<int32_t>& targets);
 // those that are kept ready. Only one thread may use a loader; `files` must outlive it.
 class BatchLoader {
  public:
-  // Throws Error(kBadInput) if the batch sizes or slices do not divide, the data is smaller than one global batch,
+  // Throws Error(kBadInput) if the batch sizes do not divide, the data is smaller than one global batch,
   // `start` lies outside the data, a sequence has more images than there is room for, or the system allows no
   // further thread.
   BatchLoader(const TokenFiles& files, const BatchLoaderOptions& options);

@@ -39,6 +39,19 @@ def num_gpus():
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
+def run_rank_tests(module):
+    """The main program of a file of tests of ranks: `FILE [cpu|cuda] [unittest's options]` sets the module's DEVICE and RANKS_OPTION.
+    Exits with 77 (skipped) without what starts the ranks, or on GPUs with fewer than two."""
+    starters.skip_without_starter()
+    if len(sys.argv) > 1:
+        module.DEVICE = sys.argv.pop(1)
+        module.RANKS_OPTION = {"cpu": "--ranks", "cuda": "--gpus"}[module.DEVICE]
+    if module.DEVICE == "cuda" and num_gpus() < 2:
+        print("skipped: fewer than two GPUs")
+        sys.exit(77)
+    unittest.main()
+
+
 def has_gpu():
     return num_gpus() > 0
 

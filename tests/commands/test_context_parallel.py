@@ -7,7 +7,8 @@ import statistics
 import sys
 import unittest
 
-from parka_runs import PROGRAM, RunFolder, learning_curve, num_gpus, parka, starters, tiny_config, tree_digest, write_tokens
+from parka_runs import (PROGRAM, RunFolder, learning_curve, num_gpus, parka, run_rank_tests, starters, tiny_config, tree_digest,
+                        write_tokens)
 
 STEPS = 6
 SEQUENCE = 64
@@ -181,11 +182,4 @@ class ContextParallel(RunFolder):
 
 
 if __name__ == "__main__":
-    starters.skip_without_starter()
-    if len(sys.argv) > 1:
-        DEVICE = sys.argv.pop(1)
-        RANKS_OPTION = {"cpu": "--ranks", "cuda": "--gpus"}[DEVICE]
-    if DEVICE == "cuda" and num_gpus() < 2:
-        print("skipped: fewer than two GPUs")
-        sys.exit(77)
-    unittest.main()
+    run_rank_tests(sys.modules[__name__])

@@ -8,8 +8,8 @@ import os
 import sys
 import unittest
 
-from parka_runs import (PROGRAM, SEQUENCE, RunFolder, learning_curve, num_gpus, parka, starters, tiny_config, tree_digest,
-                        write_tokens)
+from parka_runs import (PROGRAM, SEQUENCE, RunFolder, learning_curve, num_gpus, parka, run_rank_tests, starters, tiny_config,
+                        tree_digest, write_tokens)
 
 STEPS = 8
 DEVICE, RANKS_OPTION = "cpu", "--ranks"
@@ -229,11 +229,4 @@ class Ranks(RunFolder):
 
 
 if __name__ == "__main__":
-    starters.skip_without_starter()
-    if len(sys.argv) > 1:
-        DEVICE = sys.argv.pop(1)
-        RANKS_OPTION = {"cpu": "--ranks", "cuda": "--gpus"}[DEVICE]
-    if DEVICE == "cuda" and num_gpus() < 2:
-        print("skipped: fewer than two GPUs")
-        sys.exit(77)
-    unittest.main()
+    run_rank_tests(sys.modules[__name__])

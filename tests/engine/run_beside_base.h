@@ -9,6 +9,7 @@
 #include "tests/engine/step_config.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
+#include "tests/support/refusal.h"
 
 // Runs that train something beside the frozen weights of another run: adapters, side networks.
 namespace parka::test {
@@ -65,17 +66,6 @@ inline LoadedCheckpoint make_base(const Config& config) {
   run.initialize();
   run.step();
   return save(run, config.checkpoint.folder);
-}
-
-// What a call that meets bad input says; nothing if it ends well.
-inline std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    CHECK(error.code() == ExitCode::kBadInput);
-    return error.what();
-  }
-  return "";
 }
 
 }  // namespace parka::test

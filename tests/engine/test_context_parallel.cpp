@@ -9,6 +9,7 @@
 #include "engine/planning/gpu_plan.h"
 #include "engine/training/training_run.h"
 #include "tests/support/catch.h"
+#include "tests/support/refusal.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/thread_ranks.h"
 
@@ -120,16 +121,6 @@ struct Ranks {
   int ranks;
   int64_t shared_by, stage, shard_size;
 };
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    CHECK(error.code() == ExitCode::kBadInput);
-    return error.what();
-  }
-  return "";
-}
 
 }  // namespace
 

@@ -11,6 +11,7 @@
 #include "tests/engine/step_config.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
+#include "tests/support/refusal.h"
 #include "tests/support/thread_ranks.h"
 
 using namespace parka;
@@ -118,16 +119,6 @@ int64_t bytes_of_category(const MemoryPlan& plan, const std::string& category) {
     if (total.category == category) return total.bytes;
   }
   return 0;
-}
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    CHECK(error.code() == ExitCode::kBadInput);
-    return error.what();
-  }
-  return "";
 }
 
 }  // namespace

@@ -18,6 +18,7 @@
 #include "kernels/op/workspace.h"
 #include "tests/engine/step_config.h"
 #include "tests/support/catch.h"
+#include "tests/support/refusal.h"
 #include "tests/support/thread_ranks.h"
 
 using namespace parka;
@@ -167,16 +168,6 @@ int64_t most_workspace(const RecordedStep& step) {
     }
   }
   return most;
-}
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    CHECK(error.code() == ExitCode::kInternal);
-    return error.what();
-  }
-  return "";
 }
 
 }  // namespace
@@ -445,15 +436,17 @@ TEST_CASE("an op that takes more workspace than there is is refused by name", "[
   const int64_t taken = record_workspace_bytes(config, {});
   const std::vector<int32_t> ids(kStepSequence);
   const auto queue_step = [&](int64_t workspace) {
-    return refusal([&] {
-      RecordingDevice device(DeviceKind::kCuda);
-      RecordingCommunicator communicator(0, 1);
-      const Zero zero;
-      DeclaredRun declared(config, DeviceKind::kCuda, zero, workspace);
-      const Arena arena(device, declared.plan);
-      StepQueue queue(config, zero, declared, arena, device, communicator);
-      queue.micro_batch({ids.data(), ids.data(), {1, kStepSequence}}, queue.loss_options(1), {true, true});
-    });
+    return refusal(
+        [&] {
+          RecordingDevice device(DeviceKind::kCuda);
+          RecordingCommunicator communicator(0, 1);
+          const Zero zero;
+          DeclaredRun declared(config, DeviceKind::kCuda, zero, workspace);
+          const Arena arena(device, declared.plan);
+          StepQueue queue(config, zero, declared, arena, device, communicator);
+          queue.micro_batch({ids.data(), ids.data(), {1, kStepSequence}}, queue.loss_options(1), {true, true});
+        },
+        ExitCode::kInternal);
   };
   CHECK(queue_step(taken).empty());
   const std::string message = queue_step(taken - 1);

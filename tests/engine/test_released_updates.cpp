@@ -12,6 +12,7 @@
 #include "tests/engine/step_config.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
+#include "tests/support/refusal.h"
 #include "tests/support/thread_ranks.h"
 
 using namespace parka;
@@ -111,16 +112,6 @@ class InfiniteGradient final : public OpFault {
   TensorView gradient_;
   int to_come_;
 };
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    CHECK(error.code() == ExitCode::kBadInput);
-    return error.what();
-  }
-  return "";
-}
 
 LoadedCheckpoint saved(const CheckpointContents& contents, const std::string& folder) {
   save_checkpoint(folder, contents, {});

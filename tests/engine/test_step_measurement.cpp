@@ -15,6 +15,7 @@
 #include "engine/step/recorded_step.h"
 #include "kernels/device/step_section_names.h"
 #include "tests/support/catch.h"
+#include "tests/support/refusal.h"
 #include "tests/support/temporary_folder.h"
 
 using namespace parka;
@@ -88,16 +89,6 @@ struct Written {
   TemporaryFolder folder;
   std::string path = folder / "bench.json";
 };
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    CHECK(error.code() == ExitCode::kBadInput);
-    return error.what();
-  }
-  return "";
-}
 
 double step_seconds(const StepMeasurement& one, const Config& config, int64_t gpus) {
   double sum = 0;

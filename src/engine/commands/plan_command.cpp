@@ -6,6 +6,7 @@
 
 #include "engine/commands/commands.h"
 #include "engine/config/config_io.h"
+#include "engine/config/distributed_config.h"
 #include "engine/config/given_keys.h"
 #include "engine/files/file_io.h"
 #include "engine/planning/gpu_plan.h"
@@ -17,11 +18,6 @@ namespace parka {
 namespace {
 
 double gb(int64_t bytes) { return static_cast<double>(bytes) * 1e-9; }
-
-std::string sharing(const Config& config) {
-  const int64_t shared_by = config.distributed.context_parallel;
-  return shared_by == 1 ? "" : fmt::format(", of which {} share each sequence", shared_by);
-}
 
 // A line of the table; on several GPUs with what one GPU alone would hold, which may be nothing.
 void print_line(const GpuPlan::Line& line, int64_t num_gpus, int64_t in_use) {
@@ -36,7 +32,7 @@ void print_table(const Config& config, const GpuPlan& plan, int64_t num_gpus) {
   constexpr int64_t kPrintsAsZero = 500'000;
   const std::string where = num_gpus == 1 ? "1 GPU"
                                           : fmt::format("each of {} GPUs{}, ZeRO stage {}", num_gpus,
-                                                        sharing(config), config.distributed.zero_stage);
+                                                        sharing_ranks(config), config.distributed.zero_stage);
   fmt::print("recipe {}, {} x {} tokens on {}\n", name_of(config.precision.recipe),
              config.training.micro_batch_size, config.data.sequence_length, where);
   if (num_gpus > 1) std::printf("%-30s %12s %12s %9s\n", "", "one alone", "each", "share");
@@ -242,12 +238,10 @@ void print_plan_json(const GpuPlan& plan, const Config& config, const PlanOption
 
 void print_indivisible_batch(const Config& config, int64_t num_gpus) {
   if (config.divides_batch(num_gpus)) return;
-  const int64_t shared_by = config.distributed.context_parallel;
   fmt::print(
       "This batch cannot be divided: training.global_batch_size {} is not a multiple of "
       "training.micro_batch_size {} x {} GPUs{}.\n",
-      config.training.global_batch_size, config.training.micro_batch_size, num_gpus,
-      shared_by > 1 ? fmt::format(" / distributed.context_parallel {}", shared_by) : "");
+      config.training.global_batch_size, config.training.micro_batch_size, num_gpus, divided_by_context(config));
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include "engine/commands/device_setup.h"
 #include "engine/commands/version.h"
 #include "engine/config/config_io.h"
+#include "engine/config/distributed_config.h"
 #include "engine/config/given_keys.h"
 #include "engine/evaluation/evaluation.h"
 #include "engine/evaluation/evaluation_suite.h"
@@ -190,9 +191,8 @@ class TrainCommand {
     log_info("{}; recipe {}", device_->description(), name_of(config_.precision.recipe));
     if (!gemms_.line.empty()) log_line(LogLevel::kInfo, gemms_.line);
     if (communicator_->size() > 1) {
-      const int64_t shared_by = config_.distributed.context_parallel;
       log_info("{}, ZeRO stage {}{}", communicator_->description(), config_.distributed.zero_stage,
-               shared_by > 1 ? fmt::format(", of which {} share each sequence", shared_by) : "");
+               sharing_ranks(config_));
     }
     log_model(run_, speed_);
     log_data(run_.data(), config_);

@@ -2,6 +2,8 @@
 
 #include <string_view>
 
+#include <fmt/format.h>
+
 #include "core/error.h"
 
 namespace parka {
@@ -56,6 +58,16 @@ void check_distributed(const Config& c) {
     throw_bad_input("telemetry.interval = {} needs whole weights; use distributed.zero_stage = 2, or interval = 0",
                     c.telemetry.interval);
   }
+}
+
+std::string sharing_ranks(const Config& config) {
+  const int64_t shared_by = config.distributed.context_parallel;
+  return shared_by == 1 ? "" : fmt::format(", of which {} share each sequence", shared_by);
+}
+
+std::string divided_by_context(const Config& config) {
+  const int64_t shared_by = config.distributed.context_parallel;
+  return shared_by == 1 ? "" : fmt::format(" / distributed.context_parallel {}", shared_by);
 }
 
 }  // namespace parka

@@ -1,9 +1,15 @@
 #pragma once
+#include <string>
+
 #include "engine/config/config.h"
 
 namespace parka {
 
 // Throws Error(kBadInput) for what config.distributed does not go together with, whatever the number of ranks.
 void check_distributed(const Config& config);
+
+// For messages that name a number of ranks or GPUs; empty where none of them share sequences.
+std::string sharing_ranks(const Config& config);       // ", of which 2 share each sequence"
+std::string divided_by_context(const Config& config);  // " / distributed.context_parallel 2"
 
 }  // namespace parka

@@ -13,6 +13,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/error.h"
+#include "engine/config/distributed_config.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 #include "engine/step/parameter_exchange.h"
@@ -151,12 +152,10 @@ class MeasuredOps {
 
 void require_whole_micro_batches(const Config& config, int64_t num_gpus) {
   if (config.divides_batch(num_gpus)) return;
-  const int64_t shared_by = config.distributed.context_parallel;
   throw_bad_input(
       "training.global_batch_size {} is not a positive multiple of training.micro_batch_size {} x {} GPUs{}; "
       "change one of them",
-      config.training.global_batch_size, config.training.micro_batch_size, num_gpus,
-      shared_by > 1 ? fmt::format(" / distributed.context_parallel {}", shared_by) : "");
+      config.training.global_batch_size, config.training.micro_batch_size, num_gpus, divided_by_context(config));
 }
 
 void require_predicted_batch(const Config& config, int64_t num_gpus) {

@@ -86,8 +86,9 @@ void Attention::declare_output(BufferScope& scope) {
   const Format& format = scope.formats().activation;
   const PhaseMask forward = scope.forward(kForwardAttention);
   // Of exchanged heads quantize finds it, for each rank of the tokens that it has.
-  if (format.scaling == Scaling::kTensor && scope.shape().context_size == 1)
+  if (format.scaling == Scaling::kTensor && scope.shape().context_size == 1) {
     amax_ = scope.workspace("attention_amax", DType::kF32, {1}, forward);
+  }
   const TensorId scale = scope.kept_scale("attention_fp8");
   attention_fp8_.row = keeps_fp8_output_ ? scope.kept("attention_fp8", format, T, d_heads(), scale)
                                          : scope.workspace("attention_fp8", format, T, d_heads(), forward, scale);
