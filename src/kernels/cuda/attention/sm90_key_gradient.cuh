@@ -28,12 +28,45 @@ constexpr bool kKeepsScores = D == 128 && KeyLayout<D>::kQueries == kScoreQuerie
 
 #if PARKA_SM90_CODE
 
+// Statistics of a tile of queries in shared memory: first all log-sum-exps, then all deltas. Where scores are a
+// warp's accumulators with columns for queries, a lane has two neighbours of every eight columns; those of two
+// times eight lie side by side, so that it loads four with one instruction.
+template <int kQueries>
+struct TileStatistics {
+  const float *lse_log2, *delta;
+
+  __device__ explicit TileStatistics(const unsigned char* place)
+      : lse_log2(reinterpret_cast<const float*>(place)), delta(lse_log2 + kQueries) {}
+
+  // Where the float of a query lies.
+  __device__ static int index(int query) {
+    return query / 16 * 16 + query % 8 / 2 * 4 + query % 16 / 8 * 2 + query % 2;
+  }
+  // Calls f(n, e, x) for the accumulators [0][n][e] of this lane with the x of their columns.
+  template <typename F>
+  __device__ __forceinline__ static void for_each(const float* values, const F& f) {
+    const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (int n = 0; n < kQueries / 8; n += 2) {
+      const float4 x = *reinterpret_cast<const float4*>(values + n * 8 + lane % 4 * 4);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        f(n, e, e % 2 == 0 ? x.x : x.y);
+        f(n + 1, e, e % 2 == 0 ? x.z : x.w);
+      }
+    }
+  }
+};
+
 // Starts the copy of the statistics of a tile of queries; those from S on become zeros. By a whole warp.
 template <int kQueries>
 __device__ __forceinline__ void copy_statistics_async(uint32_t target, const RowStatistics* statistics, int begin,
                                                       int S, uint32_t barrier) {
   for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < kQueries; i += kWarpSize) {
-    cp_async_8(target + i * 8, statistics + begin + i, begin + i < S);
+    const uint32_t place = target + TileStatistics<kQueries>::index(i) * 4;
+    const RowStatistics* source = statistics + begin + i;
+    cp_async_4(place, &source->lse_log2, begin + i < S);
+    cp_async_4(place + kQueries * 4, &source->delta, begin + i < S);
   }
   mbarrier_arrive_after_cp_async(barrier);
 }
@@ -86,22 +119,26 @@ __device__ __forceinline__ void copy_key_tiles(const CUtensorMap& qkv_map, const
 template <int D, typename MaskEarlier>
 __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d_v)[1][D / 8][4], SharedTile keys,
                                             SharedTile values, SharedTile queries, SharedTile d_out,
-                                            const RowStatistics* statistics, bool masked, int distance,
-                                            const MaskEarlier& mask_earlier, float scale_log2, ScoreWriter& writer,
-                                            unsigned char* scores) {
+                                            const TileStatistics<KeyLayout<D>::kQueries>& statistics, bool masked,
+                                            int distance, const MaskEarlier& mask_earlier, float scale_log2,
+                                            unsigned char* scores, const PingPongBarrier& ping_pong) {
   constexpr int kQueries = KeyLayout<D>::kQueries;
   float p[1][kQueries / 8][4], d_s[1][kQueries / 8][4];
   uint32_t packed_p[1][kQueries / 16][4], packed_d_s[1][kQueries / 16][4];
+  ping_pong.wait();
   wgmma_fence();
   start_product_transposed<D>(p, keys, queries);
   wgmma_commit_group();
   start_product_transposed<D>(d_s, values, d_out);
   wgmma_commit_group();
+  ping_pong.pass();
   wgmma_wait_group<1>();
   fence_operand(p);
   if (masked) mask_later_keys<true>(p, distance);
   mask_earlier(p);
-  probabilities_by_key(p, statistics, scale_log2);
+  statistics.for_each(statistics.lse_log2, [&](int n, int e, float lse_log2) {
+    p[0][n][e] = exp2_approximate(fmaf(p[0][n][e], scale_log2, -lse_log2));
+  });
   const auto start_d_v = [&] {
     pack_rows(p, packed_p);
     wgmma_fence();
@@ -113,15 +150,16 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
   if constexpr (kSoon) start_d_v();
   wgmma_wait_group<kSoon ? 1 : 0>();
   fence_operand(d_s);
-  score_gradient_by_key(p, d_s, statistics);
+  statistics.for_each(statistics.delta,
+                      [&](int n, int e, float delta) { d_s[0][n][e] = p[0][n][e] * (d_s[0][n][e] - delta); });
   if constexpr (!kSoon) start_d_v();
   pack_rows(d_s, packed_d_s);
-  if constexpr (kKeepsScores<D>) {
-    if (scores != nullptr) writer.write(packed_d_s, scores);
-  }
   wgmma_fence();
   start_product(d_k, packed_d_s, queries);
   wgmma_commit_group();
+  if constexpr (kKeepsScores<D>) {
+    if (scores != nullptr) store_score_gradients(packed_d_s, scores);
+  }
   wgmma_wait_group<0>();  // running on into the next step they would take too many registers
   fence_operand(d_k);
   fence_operand(d_v);
@@ -139,7 +177,7 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
   const SharedTile keys = SharedTile{base, Layout::kTileBlockBytes}.rows(consumer * kConsumerRows);
   const SharedTile values{keys.address + Layout::kValuesAt, keys.block_bytes};
   const int out_at = Layout::kOutAt + warp_row() * kRowBytes<D>;  // the warp's place for results
-  ScoreWriter writer(base + out_at);
+  const PingPongBarrier ping_pong(consumer);
   float amax = 0.0f;  // of this thread's rows of all its tiles
   unsigned slot = 0;
   for_each_taken_tile<false>(order, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
@@ -162,19 +200,22 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
           const SharedTile queries{base + Layout::kQueriesAt + place * Layout::kQueryBytes,
                                    Layout::kQueryBlockBytes};
           const SharedTile d_out{queries.address + Layout::kDOutAt - Layout::kQueriesAt, queries.block_bytes};
-          const auto* statistics = reinterpret_cast<const RowStatistics*>(shared + Layout::kStatisticsAt +
-                                                                          place * Layout::kStatisticsBytes);
+          const TileStatistics<Layout::kQueries> statistics(shared + Layout::kStatisticsAt +
+                                                            place * Layout::kStatisticsBytes);
           unsigned char* scores_of_warp = nullptr;
           if (kWritesScores && scores.pairs != nullptr) {
             scores_of_warp = scores.block(head, query_begin / Layout::kQueries, consumer_begin / kConsumerRows) +
-                             warp_row() % kConsumerRows * kBlockRowBytes;
+                             warp_row() % kConsumerRows / kWarpRows * ScoreGradients::kWarpBytes;
           }
           const auto mask_earlier = [&](float(&p)[1][Layout::kQueries / 8][4]) {
             first_keys.template mask<true>(p, query_begin, Layout::kQueries, tile.begin + warp_row());
           };
           add_queries<D>(d_k, d_v, keys, values, queries, d_out, statistics,
                          query_begin < consumer_begin + kConsumerRows, query_begin - tile.begin - warp_row(),
-                         mask_earlier, scale * kLog2E, writer, scores_of_warp);
+                         mask_earlier, scale * kLog2E, scores_of_warp, ping_pong);
+        } else {  // both consumers take as many turns
+          ping_pong.wait();
+          ping_pong.pass();
         }
         barriers.passing.release(slot);
       }
@@ -184,12 +225,12 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
     const int begin = tile.begin + warp_row(), rows = dims.S - begin;
     if (output.cos_sin != nullptr) rotate_back<D>(d_k, output.cos_sin, begin, dims.S);
     if (output.amax != nullptr) amax = max_of_rows(max_of_rows(amax, d_k, rows), d_v, rows);
-    if (kWritesScores && scores.pairs != nullptr) writer.finish();
     unsigned char* const out = shared + out_at;
     BFloat16* const d_k_rows = output.d_qkv + dims.qkv_row(tile.b, begin, dims.H + tile.head);
     store_rows<D>(d_k, out, d_k_rows, dims.qkv_stride(), rows);
     store_rows<D>(d_v, out, d_k_rows + dims.Hkv * D, dims.qkv_stride(), rows);
   });
+  ping_pong.end();
   if (output.amax != nullptr) raise_to_warp_max(output.amax, amax);
 }
 

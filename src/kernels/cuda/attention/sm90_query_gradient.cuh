@@ -222,16 +222,21 @@ __device__ __forceinline__ void sum_scores_over_keys(const GradientOutput<BFloat
     for (int key_begin = tile.begin; key_begin >= 0; key_begin -= Layout::kKeys, ++slot) {
       const uint32_t place = slot % Layout::kStages;
       const SharedTile keys{base + Layout::kKeysAt + place * Layout::kTileBytes, Layout::kTileBlockBytes};
-      const SharedTile d_s{base + Layout::kPairsAt + (place * kConsumers + consumer) * Layout::kPairBytes,
-                           ScoreGradients::kBlockBytes};
+      const unsigned char* pair = shared + Layout::kPairsAt + (place * kConsumers + consumer) * Layout::kPairBytes +
+                                  warp_row() % kConsumerRows / kWarpRows * ScoreGradients::kFragmentBytes;
       barriers.passing.wait_full(slot);
       if (has_queries) {
+        uint32_t d_s[1][Layout::kKeys / 16][4];
+#pragma unroll
+        for (int k = 0; k < Layout::kKeys / 16; ++k) {
+          load_score_gradients(d_s[0][k], pair + k * ScoreGradients::kWarpBytes);
+        }
         wgmma_fence();
         // The second block of keys comes after all queries of the first consumer, and nobody has written it.
         if (key_begin == tile.begin && consumer == 0) {
-          start_product_of_rows<Layout::kKeys / 2>(d_q, d_s, keys);
+          start_product_of_first<Layout::kKeys / 32>(d_q, d_s, keys);
         } else {
-          start_product_of_rows<Layout::kKeys>(d_q, d_s, keys);
+          start_product(d_q, d_s, keys);
         }
         wgmma_commit_group();
         wgmma_wait_group<0>();

@@ -8,14 +8,17 @@
 // of all kernels of attention's backward pass.
 namespace parka::cuda::sm90 {
 
-// Score gradients of the query heads of a pass, in bf16. A pair is 64 queries of a head by two blocks of 64 keys;
-// each block is as products want it in shared memory: rows are keys, of 128 bytes whose chunks are permuted.
+// Score gradients of the query heads of a pass, in bf16. A pair is 64 queries of a head by two blocks of 64 keys.
+// Of a block, 16 keys after the other, 16 queries after the other, it has what the lanes of a warp hold, 16 bytes
+// of each: a left operand of mma_m16n8k16 whose rows are keys. So neither kernel needs shared memory to pass them
+// on, of which the first uses nearly all the bandwidth.
 struct ScoreGradients {
   unsigned char* pairs = nullptr;  // null: they are not kept
   int begin_head = 0;              // of the heads of all sequences
   int64_t head_bytes = 0;
 
   static constexpr int kBlockBytes = static_cast<int>(kScorePairBytes) / 2;
+  static constexpr int kWarpBytes = kBlockBytes / 4, kFragmentBytes = kWarpBytes / 4;
   __device__ unsigned char* pair(int head, int query_tile, int key_pair) const {
     return pairs + (head - begin_head) * head_bytes + (score_pairs(query_tile) + key_pair) * kScorePairBytes;
   }
@@ -40,37 +43,25 @@ struct Barriers {
   }
 };
 
-// Writes a warp's 16 rows of blocks of score gradients, double-buffered in shared memory.
-class ScoreWriter {
- public:
-  static constexpr int kRowsBytes = 16 * kBlockRowBytes;
-
-  __device__ explicit ScoreWriter(uint32_t places) : places_(places) {}
-
-  __device__ void write(const uint32_t (&d_s)[1][kScoreQueries / 16][4], unsigned char* target) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize, row = lane % 16;
-    const uint32_t place = places_ + number_++ % 2 * kRowsBytes;
-    if (lane == 0) wait_copied_out<1>();
-    __syncwarp();
+// Stores a warp's 16 keys of a block of score gradients as they lie in registers.
+__device__ __forceinline__ void store_score_gradients(const uint32_t (&d_s)[1][kScoreQueries / 16][4],
+                                                      unsigned char* target) {
+  target += threadIdx.x % kWarpSize * sizeof(uint4);
 #pragma unroll
-    for (int k = 0; k < kScoreQueries / 16; ++k) {
-      const int chunk = 2 * k + lane / 16;
-      store_matrices(place + row * kBlockRowBytes + (chunk ^ row % 8) * 16, d_s[0][k]);
-    }
-    copy_fence();
-    __syncwarp();
-    if (lane == 0) copy_bytes_out_async(target, place, kRowsBytes);
+  for (int k = 0; k < kScoreQueries / 16; ++k) {
+    *reinterpret_cast<uint4*>(target + k * ScoreGradients::kFragmentBytes) =
+        make_uint4(d_s[0][k][0], d_s[0][k][1], d_s[0][k][2], d_s[0][k][3]);
   }
-  // Until the places are free for others.
-  __device__ void finish() const {
-    if (threadIdx.x % kWarpSize == 0) wait_copied_out<0>();
-    __syncwarp();
-  }
+}
 
- private:
-  uint32_t places_;
-  unsigned number_ = 0;
-};
+// Loads what a warp stored for 16 keys and 16 queries, as a left operand whose rows are queries.
+__device__ __forceinline__ void load_score_gradients(uint32_t (&d_s)[4], const unsigned char* source) {
+  const uint4 x = *reinterpret_cast<const uint4*>(source + threadIdx.x % kWarpSize * sizeof(uint4));
+  d_s[0] = transpose_matrix(x.x);
+  d_s[1] = transpose_matrix(x.z);
+  d_s[2] = transpose_matrix(x.y);
+  d_s[3] = transpose_matrix(x.w);
+}
 
 #endif  // PARKA_SM90_CODE
 

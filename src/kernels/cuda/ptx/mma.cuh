@@ -24,6 +24,12 @@ __device__ inline void cp_async_8(uint32_t shared, const void* global, bool vali
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
+// The same for 4 bytes.
+__device__ inline void cp_async_4(uint32_t shared, const void* global, bool valid) {
+  const int bytes = valid ? 4 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
 // Ends a group of the copies that this thread started.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 

@@ -97,27 +97,11 @@ __device__ inline void copy_bytes_async(uint32_t target, const void* source, int
       "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
 }
-// The same from shared memory. Copies see what a thread has stored before its copy_fence(). wait_copied_out<n>
-// returns when all of this thread's copies but the latest n have read their source.
-__device__ inline void copy_fence() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
-__device__ inline void copy_bytes_out_async(void* target, uint32_t source, int bytes) {
-  asm volatile(
-      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
-      "cp.async.bulk.commit_group;\n" ::"l"(target),
-      "r"(source), "r"(bytes)
-      : "memory");
-}
-template <int kPending>
-__device__ inline void wait_copied_out() {
-  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
-}
-
-// Stores four 8 x 8 matrices of bf16 from registers that hold a left operand of mma_m16n8k16. Each lane gives the
-// address of a row: of the upper and lower 8 rows of the left half, then of the right half.
-__device__ inline void store_matrices(uint32_t row, const uint32_t (&a)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(row), "r"(a[0]),
-               "r"(a[1]), "r"(a[2]), "r"(a[3])
-               : "memory");
+// Of a matrix of 8 x 8 bf16 in a warp's registers, each lane with two neighbours of a row: its transpose.
+__device__ inline uint32_t transpose_matrix(uint32_t x) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(transposed) : "r"(x));
+  return transposed;
 }
 
 // ---- Registers per thread of this warpgroup: releases or acquires them until it has kCount ----
@@ -219,16 +203,6 @@ __device__ inline void wgmma_step(float (&c)[1][kN][4], const uint32_t (&a)[4], 
   }
 }
 
-// c += A^T B for A [16, 64] and B [16, 128], both with their rows summed over.
-__device__ inline void wgmma_step_of_rows(float (&c)[1][16][4], uint64_t a, uint64_t b) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.eq.b32 accumulate, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" PARKA_R64
-      "}, %64, %65, accumulate, 1, 1, 1, 1;\n}\n"
-      : PARKA_C64
-      : "l"(a), "l"(b));
-}
-
 #undef PARKA_C4
 #undef PARKA_C32
 #undef PARKA_C64
@@ -254,24 +228,20 @@ __device__ inline void start_product_transposed(float (&c)[1][kN][4], SharedTile
   }
 }
 
-// Starts c += A B for A [64, 16 kK] in registers and B [16 kK, 8 kN].
-template <int kN, int kK>
-__device__ inline void start_product(float (&c)[1][kN][4], const uint32_t (&a)[1][kK][4], SharedTile b_tile) {
+// Starts c += A B for A [64, 16 kK] in registers and B [16 kK, 8 kN], or for their first 16 kSteps columns and
+// rows.
+template <int kSteps, int kN, int kK>
+__device__ inline void start_product_of_first(float (&c)[1][kN][4], const uint32_t (&a)[1][kK][4],
+                                              SharedTile b_tile) {
+  static_assert(kSteps <= kK);
   const uint64_t b = operand_descriptor<true>(b_tile.address, b_tile.block_bytes);
 #pragma unroll
-  for (int k = 0; k < kK; ++k) wgmma_step(c, a[0][k], b + k * 16 * kBlockRowBytes / 16);
+  for (int k = 0; k < kSteps; ++k) wgmma_step(c, a[0][k], b + k * 16 * kBlockRowBytes / 16);
 }
 
-// Starts c += A^T B for A [kRows, 64] and B [kRows, 128].
-template <int kRows>
-__device__ inline void start_product_of_rows(float (&c)[1][16][4], SharedTile a_tile, SharedTile b_tile) {
-  const uint64_t a = operand_descriptor<true>(a_tile.address, a_tile.block_bytes);
-  const uint64_t b = operand_descriptor<true>(b_tile.address, b_tile.block_bytes);
-#pragma unroll
-  for (int k = 0; k < kRows / 16; ++k) {
-    constexpr int kStep = 16 * kBlockRowBytes / 16;
-    wgmma_step_of_rows(c, a + k * kStep, b + k * kStep);
-  }
+template <int kN, int kK>
+__device__ inline void start_product(float (&c)[1][kN][4], const uint32_t (&a)[1][kK][4], SharedTile b_tile) {
+  start_product_of_first<kK>(c, a, b_tile);
 }
 
 #endif  // PARKA_SM90_CODE
