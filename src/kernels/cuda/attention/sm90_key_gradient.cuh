@@ -22,6 +22,10 @@ struct KeyLayout {
   static constexpr int kBytes = kTileNumberAt + 16;
 };
 
+// Whether the consumers take turns at starting products: with narrow heads that takes longer.
+template <int D>
+constexpr bool kTakesTurns = D == 128;
+
 // Whether score gradients may be kept: where a tile of queries is as wide as a block of them.
 template <int D>
 constexpr bool kKeepsScores = D == 128 && KeyLayout<D>::kQueries == kScoreQueries;
@@ -125,13 +129,13 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
   constexpr int kQueries = KeyLayout<D>::kQueries;
   float p[1][kQueries / 8][4], d_s[1][kQueries / 8][4];
   uint32_t packed_p[1][kQueries / 16][4], packed_d_s[1][kQueries / 16][4];
-  ping_pong.wait();
+  if constexpr (kTakesTurns<D>) ping_pong.wait();
   wgmma_fence();
   start_product_transposed<D>(p, keys, queries);
   wgmma_commit_group();
   start_product_transposed<D>(d_s, values, d_out);
   wgmma_commit_group();
-  ping_pong.pass();
+  if constexpr (kTakesTurns<D>) ping_pong.pass();
   wgmma_wait_group<1>();
   fence_operand(p);
   if (masked) mask_later_keys<true>(p, distance);
@@ -213,7 +217,7 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
           add_queries<D>(d_k, d_v, keys, values, queries, d_out, statistics,
                          query_begin < consumer_begin + kConsumerRows, query_begin - tile.begin - warp_row(),
                          mask_earlier, scale * kLog2E, scores_of_warp, ping_pong);
-        } else {  // both consumers take as many turns
+        } else if constexpr (kTakesTurns<D>) {  // both consumers take as many
           ping_pong.wait();
           ping_pong.pass();
         }
