@@ -21,10 +21,21 @@ Config small_config() {
   return c;
 }
 
+using Change = void (*)(Config&);
+
+// That a config which is fine is refused after a change, in one line with these words.
+void check_refused(Config c, Change change, const std::string& want) {
+  CHECK_NOTHROW(validate(c));
+  change(c);
+  const std::string message = refusal([&] { validate(c); });
+  CAPTURE(message, want);
+  CHECK(message.find(want) != std::string::npos);
+  CHECK(message.find('\n') == std::string::npos);
+}
+
 }  // namespace
 
 TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
-  using Change = void (*)(Config&);
   const auto [change, want] = GENERATE(table<Change, std::string>({
       {[](Config& c) { c.model.num_heads = 3; }, "model.d_model = 128 is not a multiple of model.num_heads = 3"},
       {[](Config& c) { c.model.num_heads = 128; }, "model.d_model / model.num_heads = 1 is odd"},
@@ -232,16 +243,10 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
       {[](Config& c) { c.data.train = {""}; }, "data.train: must not be empty"},
   }));
   Config c = small_config();
-  CHECK_NOTHROW(validate(c));
-  change(c);
-  const std::string message = refusal([&] { validate(c); });
-  CAPTURE(message, want);
-  CHECK(message.find(want) != std::string::npos);
-  CHECK(message.find('\n') == std::string::npos);
+  check_refused(c, change, want);
 }
 
 TEST_CASE("combinations of a model with a tower that cannot work are refused", "[engine][config][vision]") {
-  using Change = void (*)(Config&);
   const auto [change, want] = GENERATE(table<Change, std::string>({
       {[](Config& c) { c.model.vision.tower.kind = TowerKind::kNone; }, "model.vision.tower = none"},
       {[](Config& c) { c.model.vision = {}; }, "data.images_per_sequence = 2 has no meaning"},
@@ -305,12 +310,7 @@ TEST_CASE("combinations of a model with a tower that cannot work are refused", "
                           .patch_size = 7};
   c.model.vision.image_token = 5;
   c.data.images_per_sequence = 2;
-  CHECK_NOTHROW(validate(c));
-  change(c);
-  const std::string message = refusal([&] { validate(c); });
-  CAPTURE(message, want);
-  CHECK(message.find(want) != std::string::npos);
-  CHECK(message.find('\n') == std::string::npos);
+  check_refused(c, change, want);
 }
 
 TEST_CASE("all blocks of a model but two can be offloaded", "[engine][config]") {

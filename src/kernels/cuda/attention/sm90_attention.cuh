@@ -95,14 +95,19 @@ struct Stages {
 };
 
 // Ping-pong scheduling of the two consumers: they take turns at starting products, so that the products of one run
-// while the other computes its softmax.
+// while the other computes its softmax. Without kTurns it does nothing.
+template <bool kTurns = true>
 class PingPongBarrier {
  public:
   __device__ explicit PingPongBarrier(int consumer) : consumer_(consumer) {
     if (consumer_ == 1) pass();
   }
-  __device__ void wait() const { named_barrier_sync(1 + consumer_, 2 * kWarpgroup); }
-  __device__ void pass() const { named_barrier_arrive(2 - consumer_, 2 * kWarpgroup); }
+  __device__ void wait() const {
+    if constexpr (kTurns) named_barrier_sync(1 + consumer_, 2 * kWarpgroup);
+  }
+  __device__ void pass() const {
+    if constexpr (kTurns) named_barrier_arrive(2 - consumer_, 2 * kWarpgroup);
+  }
   __device__ void end() const {
     if (consumer_ == 0) wait();
   }

@@ -175,7 +175,7 @@ struct LaneFirstKeys {
 template <int D, bool kFirstKeys>
 __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& state, int consumer, int tile_begin,
                                        const FirstKeys<kFirstKeys>& first_keys, uint32_t shared,
-                                       const ForwardBarriers& barriers, const PingPongBarrier& ping_pong,
+                                       const ForwardBarriers& barriers, const PingPongBarrier<>& ping_pong,
                                        unsigned& slot, float scale_log2) {
   using Layout = ForwardLayout<D>;
   const SharedTile queries = SharedTile{shared, Layout::kBlockBytes}.rows(consumer * kConsumerRows);
@@ -253,7 +253,7 @@ __device__ __forceinline__ void consume_tiles(const int32_t* first_key, BFloat16
                                               float scale_log2) {
   using Layout = ForwardLayout<D>;
   const int consumer = consumer_index();
-  const PingPongBarrier ping_pong(consumer);
+  const PingPongBarrier<> ping_pong(consumer);
   unsigned slot = 0;
   for_each_taken_tile<true>(order, barriers.queries, shared + Layout::kTileNumberAt, [&](Tile tile) {
     float acc[1][D / 8][4];

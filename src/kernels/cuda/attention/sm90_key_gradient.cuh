@@ -22,9 +22,10 @@ struct KeyLayout {
   static constexpr int kBytes = kTileNumberAt + 16;
 };
 
-// Whether the consumers take turns at starting products: with narrow heads that takes longer.
-template <int D>
-constexpr bool kTakesTurns = D == 128;
+// Whether the consumers take turns at starting products, and statistics are grouped. Narrow heads, and consumers of
+// which one skips more tiles than the other, take longer so (docs/results/history/attention.md).
+template <int D, bool kFirstKeys>
+constexpr bool kTakesTurns = D == 128 && !kFirstKeys;
 
 // Whether score gradients may be kept: where a tile of queries is as wide as a block of them.
 template <int D>
@@ -36,10 +37,10 @@ constexpr bool kKeepsScores = D == 128 && KeyLayout<D>::kQueries == kScoreQuerie
 // warp's accumulators with columns for queries, a lane has two neighbours of every eight columns; those of two
 // times eight lie side by side, so that it loads four with one instruction.
 template <int kQueries>
-struct TileStatistics {
+struct GroupedStatistics {
   const float *lse_log2, *delta;
 
-  __device__ explicit TileStatistics(const unsigned char* place)
+  __device__ explicit GroupedStatistics(const unsigned char* place)
       : lse_log2(reinterpret_cast<const float*>(place)), delta(lse_log2 + kQueries) {}
 
   // Where the float of a query lies.
@@ -62,15 +63,48 @@ struct TileStatistics {
   }
 };
 
-// Starts the copy of the statistics of a tile of queries; those from S on become zeros. By a whole warp.
+// The functions of this name for statistics of one query after the other, and for grouped ones.
+using cuda::probabilities_by_key;
+using cuda::score_gradient_by_key;
 template <int kQueries>
+__device__ __forceinline__ void probabilities_by_key(float (&scores)[1][kQueries / 8][4],
+                                                     const GroupedStatistics<kQueries>& statistics,
+                                                     float scale_log2) {
+  statistics.for_each(statistics.lse_log2, [&](int n, int e, float lse_log2) {
+    scores[0][n][e] = exp2_approximate(fmaf(scores[0][n][e], scale_log2, -lse_log2));
+  });
+}
+template <int kQueries>
+__device__ __forceinline__ void score_gradient_by_key(const float (&p)[1][kQueries / 8][4],
+                                                      float (&d_p)[1][kQueries / 8][4],
+                                                      const GroupedStatistics<kQueries>& statistics) {
+  statistics.for_each(statistics.delta,
+                      [&](int n, int e, float delta) { d_p[0][n][e] = p[0][n][e] * (d_p[0][n][e] - delta); });
+}
+
+// Both kinds by their place in shared memory.
+template <bool kGrouped, int kQueries>
+__device__ __forceinline__ auto statistics_at(const unsigned char* place) {
+  if constexpr (kGrouped) {
+    return GroupedStatistics<kQueries>(place);
+  } else {
+    return reinterpret_cast<const RowStatistics*>(place);
+  }
+}
+
+// Starts the copy of the statistics of a tile of queries; those from S on become zeros. By a whole warp.
+template <int kQueries, bool kGrouped>
 __device__ __forceinline__ void copy_statistics_async(uint32_t target, const RowStatistics* statistics, int begin,
                                                       int S, uint32_t barrier) {
   for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < kQueries; i += kWarpSize) {
-    const uint32_t place = target + TileStatistics<kQueries>::index(i) * 4;
     const RowStatistics* source = statistics + begin + i;
-    cp_async_4(place, &source->lse_log2, begin + i < S);
-    cp_async_4(place + kQueries * 4, &source->delta, begin + i < S);
+    if constexpr (kGrouped) {
+      const uint32_t place = target + GroupedStatistics<kQueries>::index(i) * 4;
+      cp_async_4(place, &source->lse_log2, begin + i < S);
+      cp_async_4(place + kQueries * 4, &source->delta, begin + i < S);
+    } else {
+      cp_async_8(target + i * 8, source, begin + i < S);
+    }
   }
   mbarrier_arrive_after_cp_async(barrier);
 }
@@ -110,8 +144,9 @@ __device__ __forceinline__ void copy_key_tiles(const CUtensorMap& qkv_map, const
           copy_tile_async<D, Layout::kQueries>(base + Layout::kDOutAt + place * Layout::kQueryBytes, d_out_map,
                                                h * D, query_begin, tile.b, full);
         }
-        copy_statistics_async<Layout::kQueries>(base + Layout::kStatisticsAt + place * Layout::kStatisticsBytes,
-                                                statistics + dims.query(tile.b, 0, h), query_begin, dims.S, full);
+        copy_statistics_async<Layout::kQueries, kTakesTurns<D, kFirstKeys>>(
+            base + Layout::kStatisticsAt + place * Layout::kStatisticsBytes, statistics + dims.query(tile.b, 0, h),
+            query_begin, dims.S, full);
       }
     }
   });
@@ -120,29 +155,27 @@ __device__ __forceinline__ void copy_key_tiles(const CUtensorMap& qkv_map, const
 // Adds what a tile of queries gives to d_k and d_v of a consumer's 64 keys. `distance`: the first query less this
 // warp's first key; `mask_earlier` hides keys before the first of each query. `scores`: where this warp's rows of
 // the score gradients go, or null.
-template <int D, typename MaskEarlier>
+template <int D, typename Statistics, typename MaskEarlier, bool kTurns>
 __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d_v)[1][D / 8][4], SharedTile keys,
                                             SharedTile values, SharedTile queries, SharedTile d_out,
-                                            const TileStatistics<KeyLayout<D>::kQueries>& statistics, bool masked,
-                                            int distance, const MaskEarlier& mask_earlier, float scale_log2,
-                                            unsigned char* scores, const PingPongBarrier& ping_pong) {
+                                            const Statistics& statistics, bool masked, int distance,
+                                            const MaskEarlier& mask_earlier, float scale_log2,
+                                            unsigned char* scores, const PingPongBarrier<kTurns>& ping_pong) {
   constexpr int kQueries = KeyLayout<D>::kQueries;
   float p[1][kQueries / 8][4], d_s[1][kQueries / 8][4];
   uint32_t packed_p[1][kQueries / 16][4], packed_d_s[1][kQueries / 16][4];
-  if constexpr (kTakesTurns<D>) ping_pong.wait();
+  ping_pong.wait();
   wgmma_fence();
   start_product_transposed<D>(p, keys, queries);
   wgmma_commit_group();
   start_product_transposed<D>(d_s, values, d_out);
   wgmma_commit_group();
-  if constexpr (kTakesTurns<D>) ping_pong.pass();
+  ping_pong.pass();
   wgmma_wait_group<1>();
   fence_operand(p);
   if (masked) mask_later_keys<true>(p, distance);
   mask_earlier(p);
-  statistics.for_each(statistics.lse_log2, [&](int n, int e, float lse_log2) {
-    p[0][n][e] = exp2_approximate(fmaf(p[0][n][e], scale_log2, -lse_log2));
-  });
+  probabilities_by_key(p, statistics, scale_log2);
   const auto start_d_v = [&] {
     pack_rows(p, packed_p);
     wgmma_fence();
@@ -154,8 +187,7 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
   if constexpr (kSoon) start_d_v();
   wgmma_wait_group<kSoon ? 1 : 0>();
   fence_operand(d_s);
-  statistics.for_each(statistics.delta,
-                      [&](int n, int e, float delta) { d_s[0][n][e] = p[0][n][e] * (d_s[0][n][e] - delta); });
+  score_gradient_by_key(p, d_s, statistics);
   if constexpr (!kSoon) start_d_v();
   pack_rows(d_s, packed_d_s);
   wgmma_fence();
@@ -175,13 +207,13 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
                                                  const TileOrder& order, const Barriers<KeyLayout<D>>& barriers,
                                                  float scale, const ScoreGradients& scores) {
   using Layout = KeyLayout<D>;
-  constexpr bool kWritesScores = kKeepsScores<D> && !kFirstKeys;
+  constexpr bool kWritesScores = kKeepsScores<D> && !kFirstKeys, kTurns = kTakesTurns<D, kFirstKeys>;
   const int consumer = consumer_index();
   const uint32_t base = shared_address(shared);
   const SharedTile keys = SharedTile{base, Layout::kTileBlockBytes}.rows(consumer * kConsumerRows);
   const SharedTile values{keys.address + Layout::kValuesAt, keys.block_bytes};
   const int out_at = Layout::kOutAt + warp_row() * kRowBytes<D>;  // the warp's place for results
-  const PingPongBarrier ping_pong(consumer);
+  const PingPongBarrier<kTurns> ping_pong(consumer);
   float amax = 0.0f;  // of this thread's rows of all its tiles
   unsigned slot = 0;
   for_each_taken_tile<false>(order, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
@@ -204,8 +236,8 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
           const SharedTile queries{base + Layout::kQueriesAt + place * Layout::kQueryBytes,
                                    Layout::kQueryBlockBytes};
           const SharedTile d_out{queries.address + Layout::kDOutAt - Layout::kQueriesAt, queries.block_bytes};
-          const TileStatistics<Layout::kQueries> statistics(shared + Layout::kStatisticsAt +
-                                                            place * Layout::kStatisticsBytes);
+          const auto statistics = statistics_at<kTurns, Layout::kQueries>(shared + Layout::kStatisticsAt +
+                                                                          place * Layout::kStatisticsBytes);
           unsigned char* scores_of_warp = nullptr;
           if (kWritesScores && scores.pairs != nullptr) {
             scores_of_warp = scores.block(head, query_begin / Layout::kQueries, consumer_begin / kConsumerRows) +
@@ -217,7 +249,7 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
           add_queries<D>(d_k, d_v, keys, values, queries, d_out, statistics,
                          query_begin < consumer_begin + kConsumerRows, query_begin - tile.begin - warp_row(),
                          mask_earlier, scale * kLog2E, scores_of_warp, ping_pong);
-        } else if constexpr (kTakesTurns<D>) {  // both consumers take as many
+        } else {  // both consumers take as many turns
           ping_pong.wait();
           ping_pong.pass();
         }

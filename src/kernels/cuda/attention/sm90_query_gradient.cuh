@@ -103,7 +103,7 @@ template <int D, typename MaskEarlier>
 __device__ __forceinline__ void add_keys(float (&d_q)[1][D / 8][4], SharedTile queries, SharedTile d_out,
                                          SharedTile keys, SharedTile values, const RowStatistics (&statistics)[2],
                                          bool masked, const MaskEarlier& mask_earlier, float scale_log2,
-                                         const PingPongBarrier& ping_pong) {
+                                         const PingPongBarrier<>& ping_pong) {
   constexpr int kKeys = QueryLayout<D>::kKeys;
   float p[1][kKeys / 8][4], d_s[1][kKeys / 8][4];
   uint32_t packed[1][kKeys / 16][4];
@@ -140,7 +140,7 @@ __device__ __forceinline__ void sum_over_keys(const GradientOutput<BFloat16>& ou
   const uint32_t base = shared_address(shared);
   const SharedTile queries = SharedTile{base, Layout::kBlockBytes}.rows(consumer * kConsumerRows);
   const SharedTile d_out{queries.address + Layout::kDOutAt, queries.block_bytes};
-  const PingPongBarrier ping_pong(consumer);
+  const PingPongBarrier<> ping_pong(consumer);
   float amax = 0.0f;  // of this thread's rows of all its tiles
   unsigned slot = 0;
   for_each_taken_tile<true>(order, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {

@@ -10,15 +10,16 @@ namespace parka::cuda::sm90 {
 
 // Score gradients of the query heads of a pass, in bf16. A pair is 64 queries of a head by two blocks of 64 keys.
 // Of a block, 16 keys after the other, 16 queries after the other, it has what the lanes of a warp hold, 16 bytes
-// of each: a left operand of mma_m16n8k16 whose rows are keys. So neither kernel needs shared memory to pass them
-// on, of which the first uses nearly all the bandwidth.
+// of each: a left operand of mma_m16n8k16 whose rows are keys. So the kernel that stores them needs no shared
+// memory for it, of whose bandwidth its products take most.
 struct ScoreGradients {
   unsigned char* pairs = nullptr;  // null: they are not kept
   int begin_head = 0;              // of the heads of all sequences
   int64_t head_bytes = 0;
 
   static constexpr int kBlockBytes = static_cast<int>(kScorePairBytes) / 2;
-  static constexpr int kWarpBytes = kBlockBytes / 4, kFragmentBytes = kWarpBytes / 4;
+  static constexpr int kFragmentBytes = kWarpSize * 16;  // of 16 keys and 16 queries
+  static constexpr int kWarpBytes = kFragmentBytes * (static_cast<int>(kScoreQueries) / 16);  // and 64 queries
   __device__ unsigned char* pair(int head, int query_tile, int key_pair) const {
     return pairs + (head - begin_head) * head_bytes + (score_pairs(query_tile) + key_pair) * kScorePairBytes;
   }

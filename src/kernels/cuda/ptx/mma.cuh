@@ -64,6 +64,13 @@ __device__ inline void ldmatrix_x4_trans(uint32_t (&x)[4], uint32_t shared) {
                : "memory");
 }
 
+// Transposes one such matrix, of which lane l has elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
+__device__ inline uint32_t transpose_matrix(uint32_t x) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(transposed) : "r"(x));
+  return transposed;
+}
+
 // c += a b for a [16, 16] and b [16, 8] of bf16 and c [16, 8] of fp32. Lane l holds, with g = l / 4 and t = 2 (l %
 // 4):
 //   c: row g, columns t and t + 1; row g + 8, the same columns

@@ -97,13 +97,6 @@ __device__ inline void copy_bytes_async(uint32_t target, const void* source, int
       "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
 }
-// Of a matrix of 8 x 8 bf16 in a warp's registers, each lane with two neighbours of a row: its transpose.
-__device__ inline uint32_t transpose_matrix(uint32_t x) {
-  uint32_t transposed;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(transposed) : "r"(x));
-  return transposed;
-}
-
 // ---- Registers per thread of this warpgroup: releases or acquires them until it has kCount ----
 
 template <int kCount>
@@ -228,8 +221,8 @@ __device__ inline void start_product_transposed(float (&c)[1][kN][4], SharedTile
   }
 }
 
-// Starts c += A B for A [64, 16 kK] in registers and B [16 kK, 8 kN], or for their first 16 kSteps columns and
-// rows.
+// Starts c += A B for the first 16 kSteps columns of A [64, 16 kK] in registers, and as many rows of B
+// [16 kK, 8 kN].
 template <int kSteps, int kN, int kK>
 __device__ inline void start_product_of_first(float (&c)[1][kN][4], const uint32_t (&a)[1][kK][4],
                                               SharedTile b_tile) {
@@ -239,6 +232,7 @@ __device__ inline void start_product_of_first(float (&c)[1][kN][4], const uint32
   for (int k = 0; k < kSteps; ++k) wgmma_step(c, a[0][k], b + k * 16 * kBlockRowBytes / 16);
 }
 
+// The same for all of them.
 template <int kN, int kK>
 __device__ inline void start_product(float (&c)[1][kN][4], const uint32_t (&a)[1][kK][4], SharedTile b_tile) {
   start_product_of_first<kK>(c, a, b_tile);
