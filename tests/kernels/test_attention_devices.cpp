@@ -345,14 +345,19 @@ TEST_CASE("attention_backward gives the same bits with any scratch memory for sc
 TEST_CASE("attention_backward gives the same bits with any scratch memory, in long sequences",
           "[kernels][attention][devices][large]") {
   check_rooms_for_score_gradients(GENERATE(AttentionShape{9, 1100, 8, 4, 128}, AttentionShape{4, 1024, 8, 8, 128},
-                                           AttentionShape{3, 2048, 8, 4, 128}, AttentionShape{2, 4100, 4, 4, 128}));
+                                           AttentionShape{3, 2048, 8, 4, 128}, AttentionShape{2, 4100, 4, 4, 128},
+                                           AttentionShape{1, 8200, 5, 5, 128}));
 }
 
 TEST_CASE("scratch memory for score gradients of attention: none where it is of no use", "[kernels][attention]") {
   CHECK(cuda::attention_backward_scratch_bytes(4, 2048, 32, 32, 64) == 0);
-  CHECK(cuda::attention_backward_scratch_bytes(1, 32768, 32, 32, 128) == 0);
+  CHECK(cuda::attention_backward_scratch_bytes(1, 65536, 32, 32, 128) == 0);
   // Llama-2-7B at 4 x 2048: 4 passes of 32 of its 128 heads, each with 16 * 17 pairs of 16 KiB.
   CHECK(cuda::attention_backward_scratch_bytes(4, 2048, 32, 32, 128) == 32 * 272 * 16384);
+  // Passes of 256 tiles of keys: 4 heads of 64 * 65 pairs, or one of 256 * 257. With groups that is too much.
+  CHECK(cuda::attention_backward_scratch_bytes(1, 8192, 32, 32, 128) == 4 * 4160 * 16384);
+  CHECK(cuda::attention_backward_scratch_bytes(1, 32768, 32, 32, 128) == int64_t{65792} * 16384);
+  CHECK(cuda::attention_backward_scratch_bytes(1, 8192, 32, 8, 128) == 0);
 }
 
 }  // namespace

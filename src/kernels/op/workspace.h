@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 // Bytes of workspace (Device::set_workspace) that ops take on a GPU: functions of shapes alone, so that a plan can
@@ -67,17 +68,25 @@ inline int64_t score_gradient_bytes(int64_t sequence_length) {  // of a query he
   return score_pairs((sequence_length + kScoreQueries - 1) / kScoreQueries) * kScorePairBytes;
 }
 // For passes of one length, short enough for memory and long enough to keep a GPU busy to their end: one of 416
-// tiles takes 132 multiprocessors as many rounds as one of 512 (docs/results/attention.md). 0 where nothing would
-// be gained: other head dims, and sequences for which that is too much memory.
+// tiles takes 132 multiprocessors as many rounds as one of 512, and one of 256 loses a hundredth, which was measured
+// without groups of query heads (docs/results/history/attention.md). 0 where nothing would be gained: other head
+// dims, and sequences for which that is too much memory: in long ones, more than 10 bytes for each element of the
+// output. A block's other workspaces take about as much at another time, so that a plan grows by a third of that at
+// most.
 inline int64_t attention_backward_scratch_bytes(int64_t num_sequences, int64_t sequence_length, int64_t num_heads,
                                                 int64_t num_kv_heads, int64_t head_dim) {
-  constexpr int64_t kHeadDim = 128, kTileKeys = 128, kTilesOfPass = 512, kMostBytes = int64_t{320} << 20;
+  constexpr int64_t kHeadDim = 128, kTileKeys = 128, kTilesOfPass = 512, kAlways = int64_t{320} << 20;
   if (head_dim != kHeadDim) return 0;
+  const int64_t most = std::max(kAlways, 10 * sequence_length * num_heads * head_dim);
+  const int64_t group = num_heads / num_kv_heads, fewest = group == 1 ? kTilesOfPass / 2 : kTilesOfPass;
   const int64_t tiles = (sequence_length + kTileKeys - 1) / kTileKeys, heads = num_sequences * num_kv_heads;
-  const int64_t longest = (kTilesOfPass + tiles - 1) / tiles, passes = (heads + longest - 1) / longest;
-  const int64_t heads_of_pass = (heads + passes - 1) / passes;
-  const int64_t bytes = heads_of_pass * (num_heads / num_kv_heads) * score_gradient_bytes(sequence_length);
-  return bytes <= kMostBytes ? bytes : 0;
+  for (int64_t tiles_of_pass = kTilesOfPass; tiles_of_pass >= fewest; tiles_of_pass /= 2) {
+    const int64_t longest = (tiles_of_pass + tiles - 1) / tiles, passes = (heads + longest - 1) / longest;
+    const int64_t heads_of_pass = (heads + passes - 1) / passes;
+    const int64_t bytes = heads_of_pass * group * score_gradient_bytes(sequence_length);
+    if (bytes <= most) return bytes;
+  }
+  return 0;
 }
 
 // attention_decode: of each piece of the keys of each row and query head the sum of its values, fp32 [D], with the
