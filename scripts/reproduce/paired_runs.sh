@@ -47,19 +47,32 @@ train() {  # a RUN; SLOT is which of the GPUs. A key that comes later wins.
     { echo "$name: ended with $?: $(tail -n 1 "$out/$name.txt") ($out/$name.txt)" >&2; return 1; }
 }
 
+# Ends with code $1 when the runs have: each has its copy of descriptor 9, and with it the lock.
+end_after_runs() {
+  exec 9>&-
+  flock "$work/lock" true
+  exit "$1"
+}
+
 # train_runs CONFIG RUN...: trains them to the end, those that were stopped from where they were. `folders` gets the folders in
-# OUT that have their metrics.
+# OUT that have their configs and metrics. On SIGTERM or SIGINT to the process group runs save; the script waits for them.
 train_runs() {
   config=$1
   shift
   export -f train
   export PARKA GPUS MODEL work out config shared
+  exec 9> "$work/lock"
+  flock --shared 9
+  trap 'end_after_runs 143' TERM
+  trap 'end_after_runs 130' INT
   printf '%s\0' "$@" | xargs -0 -n 1 -P "$(wc -w <<< "$GPUS")" --process-slot-var=SLOT bash -euc 'train "$0"'
+  trap - TERM INT
+  exec 9>&-
   local run
   folders=()
   for run; do
     mkdir -p "$out/${run%%=*}"
-    cp "$work/${run%%=*}/metrics.jsonl" "$out/${run%%=*}/"
+    cp "$work/${run%%=*}"/{config.json,metrics.jsonl} "$out/${run%%=*}/"
     folders+=("$out/${run%%=*}")
   done
 }

@@ -3,9 +3,11 @@
 (skipped) where numpy, matplotlib or tokenizers is missing."""
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 from pathlib import Path
 
@@ -130,6 +132,24 @@ class EqualLoss(Folder):
         self.assertEqual(row, ["fp8", "1", f"{gap['value']:+.4f}", f"{gap['interval'][0]:+.4f}", "to", f"{gap['interval'][1]:+.4f}",
                                f"{ratio:.4f}", f"{ratio:.4f}", "to", f"{ratio:.4f}", "1.500", f"{1.5 / ratio:.3f}"])
 
+    def test_thinned_metrics_have_the_same_gap(self):
+        base, run = self.make_run("bf16.1", logarithm), self.make_run("fp8.1", logarithm, 1.02, speed=150.0)
+        thin = []
+        for folder in (base, run):
+            path = self.folder / "thin" / Path(folder).name
+            path.mkdir(parents=True)
+            result = subprocess.run([sys.executable, SCRIPTS / "thin_metrics.py", folder, "--out", path / "metrics.jsonl", "--every", "10"],
+                                    capture_output=True, text=True, env=self.environment)
+            self.assertEqual((result.returncode, result.stderr), (0, ""))
+            thin.append(path)
+        lines = [json.loads(line) for line in (thin[1] / "metrics.jsonl").read_text().splitlines()]
+        self.assertEqual([line["step"] for line in lines], list(range(10, STEPS + 1, 10)))
+        whole, of_thin = self.figures(base, run), self.figures(*thin)
+        for name in ("loss_gap.m.fp8.nats_per_token", "equal_loss.m.fp8.raw_speedup"):
+            self.assertAlmostEqual(of_thin[name]["value"], whole[name]["value"], places=6)
+        result = subprocess.run([sys.executable, SCRIPTS / "thin_metrics.py", base, "--out", self.folder], capture_output=True, text=True)
+        self.assertEqual((result.returncode, result.stderr.count("\n")), (4, 1))
+
     def test_too_few_steps_of_one_seed_have_no_interval(self):
         runs = [self.make_run(name, logarithm, ratio, steps=40, seed=seed) for seed, (name, ratio) in
                 enumerate((("bf16.1", 1.0), ("fp8.1", 1.02)))]
@@ -158,6 +178,18 @@ class EqualLoss(Folder):
 
 
 class Script(Folder):
+    def stop_in_first_run(self, command, environment, run):
+        """Sends SIGTERM to all processes of a script once the run has made steps. When the script has ended, the run has saved."""
+        process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL)
+        metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120
+        while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 5):
+            self.assertLess(time.monotonic(), deadline, "the first run makes no steps")
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGTERM)
+        self.assertEqual(process.wait(60), 143)
+        self.assertEqual(len(list(run.glob("step_*"))), 1)
+
     def test_a_tiny_model_from_text_to_figures_and_again_without_training(self):
         text, out = self.folder / "text", self.folder / "out"
         text.mkdir()
@@ -172,8 +204,11 @@ class Script(Folder):
             return subprocess.run([SCRIPTS / "reproduce" / "equal_loss.sh", out, text, run], capture_output=True, text=True,
                                   env=environment)
 
+        lean = "lean=parka,optimizer.master=fp32_split"
+        self.stop_in_first_run([SCRIPTS / "reproduce" / "equal_loss.sh", out, text, lean], environment, out / "work" / "bf16.1")
+
         def run():
-            result = script("lean=parka,optimizer.master=fp32_split")
+            result = script(lean)
             self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
             return (out / "equal_loss.jsonl").read_text()
 
@@ -188,7 +223,7 @@ class Script(Folder):
             self.assertTrue(0 < abs(value) < 0.1)
             self.assertAlmostEqual(ratio["seeds"][seed], np.exp(value / slope["value"]))
         self.assertAlmostEqual(found["equal_loss.tiny-olmo.lean.raw_speedup"]["value"], 1.4)
-        for name in ("equal_loss.png", "runs.png", "equal_loss.txt", "lean.2/metrics.jsonl", "bf16_half.1/metrics.jsonl"):
+        for name in ("equal_loss.png", "runs.png", "equal_loss.txt", "lean.2/config.json", "lean.2/metrics.jsonl", "bf16_half.1/metrics.jsonl"):
             self.assertTrue((out / name).exists(), name)
 
         def losses(name):

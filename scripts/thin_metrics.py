@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Makes a small file of a run's metrics, to be kept with its figures.
+
+    thin_metrics.py RUN --out FILE [--every STEPS]
+
+RUN is a run folder or its metrics.jsonl. FILE is a metrics.jsonl that the scripts read as they read the run's own. Each --every
+steps (default 16) become one record: means of loss and gradient norm, the median of the tokens per second, and step, tokens and
+learning rate of the last of them. Fewer steps at the end are one record, too. Of the start records versions, device and ranks
+are kept, of others (evaluations, warnings) everything.
+
+Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
+"""
+import argparse
+import json
+
+import numpy as np
+
+from run_metrics import fail, median, metrics_path, read_records
+
+START_KEYS = ("kind", "step", "device", "driver", "cuda", "gemm_tuning", "ranks", "version", "commit")
+
+
+def mean_record(records):
+    """One record for those of several steps."""
+    last = records[-1]
+    mean = {key: last[key] for key in ("kind", "step", "tokens", "lr") if key in last}
+    for key in ("loss", "grad_norm"):
+        values = [record[key] for record in records if record.get(key) is not None]
+        if values:
+            mean[key] = float(f"{np.mean(values):.7g}")
+    speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
+    if speeds:
+        mean["tokens_per_second"] = round(median(speeds))
+    return mean
+
+
+def thinned(records, every):
+    """A record of another kind stands behind the steps before it, which are then a mean of their own."""
+    steps = []
+    for record in records:
+        if record.get("kind") == "train":
+            steps.append(record)
+            if len(steps) < every:
+                continue
+        if steps:
+            yield mean_record(steps)
+            steps = []
+        if record.get("kind") == "start":
+            yield {key: record[key] for key in START_KEYS if key in record}
+        elif record.get("kind") != "train":
+            yield record
+    if steps:
+        yield mean_record(steps)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="a run folder, or its metrics.jsonl")
+    parser.add_argument("--out", required=True, metavar="FILE", help="is replaced if it exists")
+    parser.add_argument("--every", type=int, default=16, metavar="STEPS", help="in one record (default: 16)")
+    options = parser.parse_args()
+    if options.every < 1:
+        fail("--every: must be at least 1")
+    records = list(thinned(read_records(metrics_path(options.run)), options.every))
+    if not any(record.get("kind") == "train" for record in records):
+        fail(f"{options.run}: no steps; give a run that has made some")
+    try:
+        with open(options.out, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+    except OSError as error:
+        fail(f"{options.out}: {error.strerror}", code=4)
+
+
+if __name__ == "__main__":
+    main()
