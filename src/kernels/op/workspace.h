@@ -68,11 +68,11 @@ inline int64_t score_gradient_bytes(int64_t sequence_length) {  // of a query he
   return score_pairs((sequence_length + kScoreQueries - 1) / kScoreQueries) * kScorePairBytes;
 }
 // For passes of one length, short enough for memory and long enough to keep a GPU busy to their end: one of 416
-// tiles takes 132 multiprocessors as many rounds as one of 512, and one of 256 loses a hundredth, which was measured
-// without groups of query heads (docs/results/history/attention.md). 0 where nothing would be gained: other head
-// dims, and sequences for which that is too much memory: in long ones, more than 10 bytes for each element of the
-// output. A block's other workspaces take about as much at another time, so that a plan grows by a third of that at
-// most.
+// tiles takes 132 multiprocessors as many rounds as one of 512, and one of 256 loses a hundredth, which was
+// measured without groups of query heads (docs/results/history/attention.md). 0 where nothing would be gained:
+// other head dims, and sequences for which that is too much memory: in long ones, more than 10 bytes for each
+// element of the output. A block's other workspaces take about as much at another time, so that a plan grows by a
+// third of that at most.
 inline int64_t attention_backward_scratch_bytes(int64_t num_sequences, int64_t sequence_length, int64_t num_heads,
                                                 int64_t num_kv_heads, int64_t head_dim) {
   constexpr int64_t kHeadDim = 128, kTileKeys = 128, kTilesOfPass = 512, kAlways = int64_t{320} << 20;
