@@ -98,8 +98,7 @@ class Output:
             if not self._options.keep_duplicates and not parts.is_new(digest, self._seen):
                 self.counts["duplicate_documents"] += 1
                 continue
-            held_out = int.from_bytes(digest[:8], "big") < self._options.eval_fraction * 2**64
-            split = self.splits["eval" if held_out else "train"]
+            split = self.splits["eval" if parts.is_held_out(digest, self._options.eval_fraction) else "train"]
             if marks is not None:
                 split.add(ids[first:last], marks[first:last])
                 continue

@@ -11,7 +11,8 @@ openbook_qa the form of their original files is read too. Prompts, continuations
 zero-shot evaluation. The model must have been trained with the same tokenizer. docs/evaluation.md describes prompts,
 metrics and the request file. Documents of image_choice are {"image": NAME or NAMES, "question": TEXT, "choices": [TEXT, ...],
 "answer": NUMBER or LETTER}; <image> in the question is where a picture stands, and else they stand in front of it. Their pixels
-go to the file OUT.pixels. --out appears whole or not at all; an existing file is replaced.
+go to the file OUT.pixels. Those of text_choice are {"context": TEXT, "choices": [TEXT, ...], "answer": NUMBER}, each choice with
+the white space that it begins with (scripts/make_questions.py makes them). --out appears whole or not at all; an existing file is replaced.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
 """
@@ -38,7 +39,7 @@ PLACEHOLDER = "<image>"
 
 @dataclass
 class Request:
-    """What a document asks. Every continuation begins with a space. One context for all continuations or one each;
+    """What a document asks. Every continuation begins with white space. One context for all continuations or one each;
     `domains`, of which the same is true, is what pmi_dc puts in the place of the context."""
 
     contexts: list[str]
@@ -118,6 +119,12 @@ def sciq(doc: dict) -> Request:
     return Request([f"{doc['support'].strip()}\nQuestion: {doc['question']}\nAnswer:"], spaced(choices), ["Answer:"], 3)
 
 
+def text_choice(doc: dict) -> Request:
+    if not all(choice[:1].isspace() for choice in doc["choices"]):
+        raise ValueError("a choice does not begin with white space")
+    return Request([doc["context"]], doc["choices"], ["\n"], int(doc["answer"]))
+
+
 def winogrande(doc: dict) -> Request:
     """Both options in turn stand for the blank, and what follows it is the continuation of both."""
     before, after = doc["sentence"].split("_", 1)
@@ -136,6 +143,7 @@ TASKS: dict[str, tuple[Callable[[dict], Request], str]] = {
     "openbook_qa": (openbook_qa, "len_norm"),
     "piqa": (piqa, "len_norm"),
     "sciq": (sciq, "acc"),
+    "text_choice": (text_choice, "acc"),
     "winogrande": (winogrande, "acc"),
 }
 

@@ -8,6 +8,8 @@
 #   CONFIG    the model (default configs/olmo-150m.json); NAME its name in figures (default that of the file)
 #   TOKENS    trained on in each run (default 300 million); SEEDS (default "1 2 3")
 #   BATCH     sequences of a step (default 64); LENGTH of a sequence (default 2048); VOCABULARY at most (default 32768)
+#   HELD_OUT  share of the documents that are held out (default 0): runs end with the loss on them, and answer questions made of
+#             them (scripts/make_questions.py), which gives OUT/tasks.jsonl and tasks.txt
 #   SPEEDUPS  raw speed-ups over bf16, "coat=1.3 parka=1.4" (default: those of the runs)
 # and PARKA, PYTHON, MODEL and GPUS as in paired_runs.sh beside this; MODEL may also change the learning rate (1e-3) or the
 # micro-batch. OUT gets the runs' metrics, equal_loss.jsonl, equal_loss.txt and plots. Runs save when they get SIGTERM; the same
@@ -28,15 +30,24 @@ if [ ! -e "$tokenizer" ]; then
   "$python" scripts/train_tokenizer.py "$text" --vocab-size "${VOCABULARY:-32768}" --out "$tokenizer.partial" "${text_files[@]}"
   mv "$tokenizer.partial" "$tokenizer"
 fi
-make_tokens "$tokens" --tokenizer "$tokenizer" --utf8-only
+held_out=${HELD_OUT:-0}
+wanted=(--max-tokens "$tokens")
+[ "$held_out" = 0 ] || wanted=(--eval-fraction "$held_out")  # of all documents
+make_tokens "${wanted[@]}" --tokenizer "$tokenizer" --utf8-only
 read -r vocabulary epochs < <("$python" -c '
 import json, sys
 data = json.load(open(sys.argv[1]))
 print(data["padded_vocab_size"], round(int(sys.argv[2]) / data["train"]["tokens"], 1))' "$work/tokens/data.json" "$tokens")
-[ "$epochs" = 1.0 ] || echo "equal_loss.sh: the text is read $epochs times; give more text, or lower TOKENS" >&2
+case $epochs in
+  0.* | 1.0) ;;
+  *) echo "equal_loss.sh: the text is read $epochs times; give more text, or lower TOKENS" >&2 ;;
+esac
 
 shared_keys "$length" "$batch" "$steps"
 shared+=" model.vocab_size=$vocabulary"
+if [ "$held_out" != 0 ]; then
+  shared+=" data.eval=[\"$work/tokens/eval-00000.npy\"] training.eval_interval=$steps training.eval_sequences=1024"
+fi
 runs=()
 for seed in "${seeds[@]}"; do
   of_seed="training.seed=$seed,data.seed=$seed"
@@ -50,4 +61,24 @@ compared=("${folders[@]:0:${#folders[@]}-1}" --shorter "${folders[-1]}" --model 
 for speedup in ${SPEEDUPS:-}; do compared+=(--speedup "$speedup"); done
 "$python" scripts/equal_loss.py "${compared[@]}" --json --out "$out/equal_loss.png" > "$out/equal_loss.jsonl"
 "$python" scripts/equal_loss.py "${compared[@]}" | tee "$out/equal_loss.txt"
+if [ "$held_out" != 0 ]; then
+  answers=()
+  for kind in lines identifiers; do
+    requests=$work/$kind.requests.jsonl
+    [ ! -e "$requests" ] || continue
+    "$python" scripts/make_questions.py "$text" --kind $kind --eval-fraction "$held_out" --out "$work/$kind.jsonl" "${text_files[@]}"
+    "$python" scripts/prepare_eval.py --task text_choice --name $kind --tokenizer "$tokenizer" "$work/$kind.jsonl" --out "$requests"
+  done
+  read -r gpu _ <<< "${GPUS//,/ }"
+  for folder in "${folders[@]:0:${#folders[@]}-1}"; do
+    name=${folder##*/}
+    if [ ! -e "$folder/predictions.jsonl" ]; then
+      CUDA_VISIBLE_DEVICES=$gpu "$PARKA" eval "$work/$name" --tasks "$work"/{lines,identifiers}.requests.jsonl \
+        --predictions "$folder/predictions.jsonl" --json > "$folder/tasks.json"
+    fi
+    answers+=("$name=$folder/predictions.jsonl")
+  done
+  "$python" scripts/task_scores.py "${answers[@]}" --model "${NAME:-$(basename "$CONFIG" .json)}" --json > "$out/tasks.jsonl"
+  "$python" scripts/task_scores.py "${answers[@]}" | tee "$out/tasks.txt"
+fi
 "$python" scripts/plot.py "$out"/*/metrics.jsonl --out "$out/runs.png"

@@ -14,7 +14,7 @@ cd "$(dirname "$0")/../.."
 [ $# -gt 0 ] || set -- coat parka=parka,precision.group_size=32
 tokens=${TOKENS:-300000000}
 batch=64 length=2048
-make_tokens "$tokens"
+make_tokens --max-tokens "$tokens"
 shared_keys $length $batch $((tokens / (batch * length)))
 shared+=" model.vocab_size=272 training.micro_batch_size=32"
 train_runs configs/olmo-150m.json "${BASE:-bf16}" "$@"

@@ -14,10 +14,9 @@ mkdir -p "$work"
 text_files=(--include '*.py' --include '*.pyi' --include '*.h' --include '*.hpp' --include '*.c' --include '*.cpp'
   --include '*.cu*' --include '*.txt' --include '*.md' --include '*.rst')
 
-# make_tokens COUNT [OPTION...]: at most so many of the text, with options of prepare_data.py.
+# make_tokens [OPTION...]: of the text, with options of prepare_data.py.
 make_tokens() {
-  [ -e "$work/tokens/train-00000.npy" ] ||
-    "$python" scripts/prepare_data.py "$text" --out "$work/tokens" --max-tokens "$@" "${text_files[@]}"
+  [ -e "$work/tokens/train-00000.npy" ] || "$python" scripts/prepare_data.py "$text" --out "$work/tokens" "$@" "${text_files[@]}"
 }
 
 # shared_keys LENGTH BATCH STEPS: what all runs have; the config has the rest.

@@ -237,6 +237,11 @@ class PartMaker:
             yield (np.concatenate((bos, ids, eos), dtype=self.dtype, casting="unsafe"),)
 
 
+def is_held_out(digest: bytes, eval_fraction: float) -> bool:
+    """Whether a document is, by its content alone: about this share of all documents."""
+    return int.from_bytes(digest[:8], "big") < eval_fraction * 2**64
+
+
 def is_new(digest: bytes, seen: set[int]) -> bool:
     """Whether a document was not there before; adds it."""
     # Half of the digest, to save memory: a false match among 100 million documents has a chance of 1 in 4000.

@@ -68,6 +68,9 @@ TASKS = {
          ["The sun is"], [" a star", " cold", " blue", " a lamp"], ["is"], 0),
         ({"question": {"stem": "Fish live in", "choices": [{"text": "trees", "label": "A"}, {"text": "water", "label": "B"}]}, "answerKey": "B"},
          ["Fish live in"], [" trees", " water"], ["in"], 1)]),
+    "text_choice": ("acc", [
+        ({"context": "int x = 1;", "choices": ["\nx += 2;", "\nreturn y;"], "answer": 0},
+         ["int x = 1;"], ["\nx += 2;", "\nreturn y;"], ["\n"], 0)]),
     "boolq": ("acc", [
         ({"passage": "Ice is cold.", "question": "is ice cold", "answer": True},
          ["Ice is cold.\nQuestion: is ice cold?\nAnswer:"], [" yes", " no"], ["Answer:"], 0),

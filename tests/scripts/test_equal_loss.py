@@ -197,7 +197,8 @@ class Script(Folder):
             (text / path.name).write_bytes(path.read_bytes())
         (text / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
         environment = {**self.environment, "PARKA": os.path.abspath(PROGRAM), "PYTHON": sys.executable,
-                       "CONFIG": "configs/tiny-olmo.json", "TOKENS": str(60 * 4 * 32), "BATCH": "4", "LENGTH": "32", "SEEDS": "1 2", "VOCABULARY": "512",
+                       "CONFIG": "configs/tiny-olmo.json", "TOKENS": str(60 * 2 * 128), "BATCH": "2", "LENGTH": "128", "SEEDS": "1 2", "VOCABULARY": "512",
+                       "HELD_OUT": "0.3",
                        "SPEEDUPS": "lean=1.4", "MODEL": "device.kind=cpu training.micro_batch_size=2 optimizer.lr=3e-3"}
 
         def script(run):
@@ -223,7 +224,11 @@ class Script(Folder):
             self.assertTrue(0 < abs(value) < 0.1)
             self.assertAlmostEqual(ratio["seeds"][seed], np.exp(value / slope["value"]))
         self.assertAlmostEqual(found["equal_loss.tiny-olmo.lean.raw_speedup"]["value"], 1.4)
-        for name in ("equal_loss.png", "runs.png", "equal_loss.txt", "lean.2/config.json", "lean.2/metrics.jsonl", "bf16_half.1/metrics.jsonl"):
+        scores = {line["name"]: line for line in map(json.loads, (out / "tasks.jsonl").read_text().splitlines())}
+        for kind in ("lines", "identifiers"):
+            for name in ("bf16.1.{}.acc", "lean.2.{}.acc", "lean.2.{}.vs_bf16.1"):
+                self.assertTrue(-1 <= scores["tasks.tiny-olmo." + name.format(kind)]["value"] <= 1)
+        for name in ("equal_loss.png", "runs.png", "equal_loss.txt", "tasks.txt", "lean.2/config.json", "lean.2/metrics.jsonl", "bf16_half.1/metrics.jsonl"):
             self.assertTrue((out / name).exists(), name)
 
         def losses(name):
@@ -235,7 +240,9 @@ class Script(Folder):
         self.assertNotEqual(losses("bf16.1")[0], losses("bf16.2")[0])
         self.assertEqual((len(losses("bf16.1")), len(losses("bf16_half.1"))), (60, 30))
         self.assertEqual(losses("bf16.1")[0], losses("bf16_half.1")[0])
-        # Nothing is trained or tokenized again.
+        held_out = [json.loads(line) for line in (out / "lean.1" / "metrics.jsonl").read_text().splitlines() if '"eval"' in line]
+        self.assertEqual(held_out[-1]["step"], 60)
+        # Nothing is trained, tokenized or asked again.
         self.assertEqual(run(), first)
         result = script("lean=parka,precision.group_size=0")
         self.assertNotEqual(result.returncode, 0)
