@@ -9,7 +9,8 @@ from parka_runs import RunFolder, metrics, tiny_config
 class AttentionWarning(RunFolder):
     def trained(self, name, recipe, steps=6, **keys):
         config = tiny_config(self.folder, recipe, steps)
-        config["precision"] |= keys.pop("precision", {})
+        for section in ("precision", "model"):
+            config[section] |= keys.pop(section, {})
         config["telemetry"] = {"interval": 1} | keys
         config["checkpoint"]["folder"] = self.path(name)
         result = self.train(config)
@@ -30,6 +31,15 @@ class AttentionWarning(RunFolder):
                 said, records = self.trained(recipe, recipe, steps=12)
                 self.assertEqual(records, [])
                 self.assertNotIn("do not add up", said)
+
+    def test_with_a_norm_of_queries_and_keys_the_limit_is_ten_times_as_high(self):
+        for kind in ("per_head", "full"):
+            with self.subTest(kind):
+                said, records = self.trained(kind, "parka", precision={"attention_output": "fp8"}, model={"qk_norm": kind})
+                self.assertEqual(records, [])
+                self.assertNotIn("do not add up", said)
+        _, (record,) = self.trained("low", "parka", precision={"attention_output": "fp8"}, model={"qk_norm": "full"}, imbalance_limit=0.001)
+        self.assertEqual((record["step"], record["limit"]), (3, 0.01))
 
     def test_a_limit_of_0_turns_it_off(self):
         said, records = self.trained("off", "parka", precision={"attention_output": "fp8"}, imbalance_limit=0)

@@ -71,7 +71,7 @@ class TrainCommand {
         run_(config, *device_, *communicator_),
         speed_(speed_of(config, run_.model().parameters(), device_->name())),
         records_(started),
-        attention_watch_(config.telemetry.imbalance_limit),
+        attention_watch_(config),
         saved_hook_(is_first() && !config.checkpoint.on_saved.empty()
                         ? std::make_unique<SavedHook>(config.checkpoint.on_saved, warn)
                         : nullptr),

@@ -237,10 +237,12 @@ struct TelemetryConfig {
           "Steps between reports of the quantization error of each kind of FP8 tensor and of attention, see "
           "docs/telemetry.md; 0: never. Does not change a bit of the training",
           IntegerRange{});
-    visit("imbalance_limit", imbalance_limit,
-          "Warn where the gradients of attention's scores, which add up to zero in each row, are off by more than "
-          "this in three reports in a row, see docs/telemetry.md; 0: never",
-          RealRange{});
+    visit(
+        "imbalance_limit", imbalance_limit,
+        "Warn where the gradients of attention's scores, which add up to zero in each row, are off by more than "
+        "this in three reports in a row, with model.qk_norm by more than ten times this, see docs/telemetry.md; 0: "
+        "never",
+        RealRange{});
   }
 };
 

@@ -6,6 +6,9 @@
 
 namespace parka {
 
+AttentionWatch::AttentionWatch(const Config& config)
+    : AttentionWatch(config.telemetry.imbalance_limit * (config.model.qk_norm == QkNormKind::kNone ? 1 : 10)) {}
+
 std::optional<AttentionWatch::Change> AttentionWatch::add(const std::vector<AttentionTotals>& blocks) {
   Change largest = {!raised_, -1, -1.0, limit_};
   for (size_t block = 0; block < blocks.size(); ++block) {

@@ -6,6 +6,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "engine/config/config.h"
 #include "kernels/ops/attention/attention.h"
 
 namespace parka {
@@ -25,6 +26,9 @@ class AttentionWatch {
   };
 
   explicit AttentionWatch(double limit) : limit_(limit) {}
+  // A norm of queries and keys bounds the scores, so that they do not grow where queries drift: with model.qk_norm
+  // the limit is ten times as high.
+  explicit AttentionWatch(const Config& config);
   // The blocks of a report, in the order of the steps. Reports without a finite imbalance do not count.
   std::optional<Change> add(const std::vector<AttentionTotals>& blocks);
 
