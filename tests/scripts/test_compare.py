@@ -43,6 +43,7 @@ if sets.get("optimizer.master") == "fp24_split":
     loss += 0.25 * int(sets["training.seed"])
 folder = pathlib.Path(sets["checkpoint.folder"])
 folder.mkdir(parents=True)
+(folder / "config.json").touch()
 (folder / "metrics.jsonl").write_text("".join(json.dumps(dict(
     kind="train", step=step, tokens=64 * step, loss=loss, grad_norm=1, lr=1, tokens_per_second=1)) + "\\n"
     for step in range(1, int(sets["training.steps"]) + 1)))
