@@ -104,6 +104,24 @@ TEST_CASE("a plan proposes the cheap changes before the dear ones", "[engine][me
   check_advice(kept, *recipe, 46'000'000'000);
 }
 
+TEST_CASE("a plan proposes that GPUs share each sequence, if it is long", "[engine][memory advice][slow]") {
+  constexpr int64_t kLimit = 68'500'000'000;
+  const auto shares = [&](int64_t length, int64_t num_gpus, int64_t limit) {
+    const json config = shipped_config(
+        "llama3-8b", {"precision.recipe=parka", "training.micro_batch_size=1", "training.global_batch_size=8",
+                      "data.sequence_length=" + std::to_string(length)});
+    const auto advice = cheapest_changes(config, num_gpus, limit);
+    REQUIRE(advice);
+    check_advice(config, *advice, limit);
+    const std::string arguments = advice->arguments(), key = "distributed.context_parallel=";
+    const size_t at = arguments.find(key);
+    return at == std::string::npos ? 1 : std::stoll(arguments.substr(at + key.size()));
+  };
+  CHECK(shares(131'072, 2, kLimit) == 2);
+  CHECK(shares(131'072, 8, kLimit) > 1);
+  CHECK(shares(8192, 8, kLimit / 4) == 1);
+}
+
 TEST_CASE("a plan proposes no change that a config refuses", "[engine][memory advice]") {
   const TemporaryFolder folder;
   Config config = step_config(folder.path().string(), "bf16", 0, true, 2, 2);

@@ -64,6 +64,13 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
     if (config.training.global_batch_size % micro != 0) continue;
     add(fmt::format("training.micro_batch_size={}", micro), kOtherSums, "smaller matrix products");
   }
+  // Of long sequences only: parts of others would make small matrix products.
+  constexpr int64_t kShortestPart = 8192;
+  for (int64_t ranks = 2 * config.distributed.context_parallel;
+       num_gpus % ranks == 0 && config.data.sequence_length / ranks >= kShortestPart; ranks *= 2) {
+    add(fmt::format("distributed.context_parallel={}", ranks), kOtherSums,
+        fmt::format("{} GPUs share each sequence", ranks));
+  }
   // Behind smaller micro-batches, which do not go together with it.
   if (!config.optimizer.release_gradients && config.divides_batch(num_gpus) &&
       config.micro_batches_per_step(num_gpus) == 1) {
