@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import random
 import re
 import sys
@@ -27,7 +26,8 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from text_data.common import InputError, Parser, one_line  # noqa: E402
+from text_data.common import InputError, Parser, write_lines  # noqa: E402
+from text_data.partial import run_script  # noqa: E402
 from text_data.parts import is_held_out, is_new  # noqa: E402
 from text_data.readers import InputFile, Reading, find_files  # noqa: E402
 
@@ -35,7 +35,12 @@ WRONG_CHOICES = 3
 IDENTIFIER = re.compile(r"\b[A-Za-z_]\w{3,}\b")
 IDENTIFIER_BEHIND_SPACE = re.compile(r"(?<=\S) ([A-Za-z_]\w{3,})\b")
 LINE_CHARACTERS = range(20, 121)  # of a line to be told from others
+MOST_PLACES = 100  # of a document that are tried, each in time of its length
 REST_CHARACTERS = 60  # of a line behind an identifier
+
+
+def print_line(text: str) -> None:
+    print(f"make_questions: {text}", file=sys.stderr, flush=True)
 
 
 def is_telling(line: str) -> bool:
@@ -79,12 +84,12 @@ def question(context: str, choices: list[str], rng: random.Random) -> dict:
 
 
 def question_of(text: str, digest: bytes, options: argparse.Namespace) -> dict | None:
-    """From a place of the document that its digest decides; None where no place has one."""
+    """From a place of the document that its digest decides; None where none of those tried has one."""
     lines = text.split("\n")
     rng = random.Random(digest)
     numbers = list(range(options.context_lines, len(lines)))
     rng.shuffle(numbers)
-    for number in numbers:
+    for number in numbers[:MOST_PLACES]:
         context = lines[number - options.context_lines : number]
         if not any(map(str.strip, context)):
             continue
@@ -98,7 +103,9 @@ def questions(options: argparse.Namespace) -> Iterator[dict]:
     for path in find_files(options.input, options.include, options.out.resolve()):
         for document in InputFile(path, reading).documents():
             digest = hashlib.blake2b(document, digest_size=16).digest()
-            if options.eval_fraction and not is_held_out(digest, options.eval_fraction) or not is_new(digest, seen):
+            if options.eval_fraction > 0 and not is_held_out(digest, options.eval_fraction):
+                continue
+            if not is_new(digest, seen):
                 continue
             try:
                 text = document.decode()
@@ -122,9 +129,11 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--split-bytes", type=int, metavar="N", help="cut text files into documents of about N bytes")
     options = parser.parse_args(arguments)
     if not 0 <= options.eval_fraction < 1:
-        raise InputError(f"--eval-fraction {options.eval_fraction}: must be from 0 to 1")
-    if options.context_lines < 1:
-        raise InputError(f"--context-lines {options.context_lines}: must be at least 1")
+        raise InputError(f"--eval-fraction is {options.eval_fraction}; give a number from 0 to below 1")
+    for name in ("context_lines", "split_bytes"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} is {value}; give a positive number")
     return options
 
 
@@ -133,21 +142,12 @@ def run(arguments: list[str]) -> None:
     made = list(questions(options))
     if not made:
         raise InputError(f"no document gives a question of {options.kind}; give more text, a larger --eval-fraction, or fewer --context-lines")
-    with open(options.out, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(each) + "\n" for each in made)
+    write_lines(options.out, made)
     print(f"{options.out}: {len(made):,} questions of {options.kind}")
 
 
 def main() -> int:
-    try:
-        run(sys.argv[1:])
-    except InputError as error:
-        print(f"make_questions: error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"make_questions: error: writing failed: {one_line(error)}", file=sys.stderr)
-        return 4
-    return 0
+    return run_script(run, print_line)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from dataclasses import dataclass
@@ -29,12 +28,17 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from text_data.common import InputError, Parser, one_line, sync_and_close, sync_folder  # noqa: E402
+from text_data.common import InputError, Parser, one_line, write_lines  # noqa: E402
+from text_data.partial import run_script  # noqa: E402
 from text_data.tokenizer import make_tokenizer  # noqa: E402
 
 METRICS = ("acc", "len_norm", "pmi_dc")
 LETTERS = "ABCDEFGHIJ"
 PLACEHOLDER = "<image>"
+
+
+def print_line(text: str) -> None:
+    print(f"prepare_eval: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -257,23 +261,6 @@ def document(request: Request, metric: str, ids: RequestIds, images: list[dict])
     return result
 
 
-def write_lines(path: Path, lines: list[dict]) -> None:
-    staging = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(staging, "wb")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be made ({error.strerror}); give --out a place that you may write to")
-    try:
-        for line in lines:
-            file.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
-        sync_and_close(file)
-        staging.rename(path)
-        sync_folder(path.parent)
-    finally:
-        staging.unlink(missing_ok=True)
-
-
 def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="prepare_eval",
@@ -373,15 +360,7 @@ def write_with_images(path: Path, header: dict, requests: list[Request], ids: li
 
 
 def main() -> int:
-    try:
-        run(sys.argv[1:])
-    except InputError as error:
-        print(f"prepare_eval: error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"prepare_eval: error: writing failed: {one_line(error)}", file=sys.stderr)
-        return 4
-    return 0
+    return run_script(run, print_line)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from run_metrics import fail
 from compare import print_rows
+from run_metrics import fail
 
 
 def read_answers(path):

@@ -69,7 +69,7 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
   for (int64_t ranks = 2 * config.distributed.context_parallel;
        num_gpus % ranks == 0 && config.data.sequence_length / ranks >= kShortestPart; ranks *= 2) {
     add(fmt::format("distributed.context_parallel={}", ranks), kOtherSums,
-        fmt::format("{} GPUs share each sequence", ranks));
+        fmt::format("communication between GPUs, {} of which share each sequence", ranks));
   }
   // Behind smaller micro-batches, which do not go together with it.
   if (!config.optimizer.release_gradients && config.divides_batch(num_gpus) &&
