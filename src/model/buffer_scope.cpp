@@ -70,7 +70,7 @@ TensorId BufferScope::residual(const std::string& name, int64_t width, bool is_f
     return declare(kept_category(), input_prefix_ + "input", compute(), {tokens(), width}, kept_phases());
   }
   if (keep) return kept(name, compute(), {tokens(), width});
-  return workspace("residual", compute(), {tokens(), width}, forward(kBlockForward) | kHead);
+  return workspace("residual", compute(), {tokens(), width}, forward(kBlockForward) | kHeadNorm);
 }
 
 GemmInputIds BufferScope::gemm_input(const std::string& name, int64_t width, bool save, PhaseMask forward,

@@ -94,7 +94,7 @@ class BufferScope {
   }
   std::string workspace_category() const { return evaluation_ ? "evaluation" : "workspace"; }
   PhaseMask kept_phases() const {
-    return evaluation_ ? PhaseMask{kEvaluation} : is_forward_only_ ? kBlockForward | kHead : kStep;
+    return evaluation_ ? PhaseMask{kEvaluation} : is_forward_only_ ? kBlockForward | kWholeHead : kStep;
   }
   PhaseMask workspace_phases(PhaseMask training) const { return evaluation_ ? PhaseMask{kEvaluation} : training; }
 

@@ -7,7 +7,9 @@ namespace parka {
 enum Phase : PhaseMask {
   kForwardAttention = 1u << 0,  // first half of a block: norm, QKV, attention, output projection
   kForwardFfn = 1u << 1,        // second half: norm, up and gate, SwiGLU, down
-  kHead = 1u << 2,              // final norm, logits, loss and their backward
+  kHeadNorm = 1u << 13,         // final norm
+  kHead = 1u << 2,              // logits, loss and their backward, to the final norm's output
+  kBackwardHeadNorm = 1u << 14,
   // Backward of the second half of a block: the down projection's input gradient; SwiGLU and the down projection's
   // weight gradient; up and gate. Then its norm.
   kBackwardDown = 1u << 3,
@@ -27,6 +29,8 @@ inline constexpr PhaseMask kBlockForward = kForwardAttention | kForwardFfn;
 inline constexpr PhaseMask kBackwardLinear = kBackwardDown | kBackwardUpGate | kBackwardAttentionOut | kBackwardQkv;
 inline constexpr PhaseMask kBackward =
     kBackwardLinear | kBackwardSwiglu | kBackwardAttention | kBackwardQkvCodes | kBackwardNorm | kRerun;
-inline constexpr PhaseMask kStep = kBlockForward | kHead | kBackward;
+// The head as a whole.
+inline constexpr PhaseMask kWholeHead = kHeadNorm | kHead | kBackwardHeadNorm;
+inline constexpr PhaseMask kStep = kBlockForward | kWholeHead | kBackward;
 
 }  // namespace parka

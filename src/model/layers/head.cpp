@@ -38,7 +38,7 @@ Head::Head(const ModelConfig& model, const ParameterTable& table, int64_t logits
       norm_(model.norm, model, table, "final_norm") {
   targets_ = scope.batch("targets", DType::kI32, {scope.tokens()});
   losses_ = scope.batch("losses", DType::kF32, {scope.tokens()});
-  norm_.declare_in_workspace(scope, "final", kHead);
+  norm_.declare_in_workspace(scope, "final", kWholeHead);
   logits_ = scope.workspace("logits", scope.compute(), {chunk_, vocab_size_ + padding()}, kHead);
   if (is_fp8_) declare_codes(scope);
 }

@@ -8,18 +8,18 @@ void ResidualStream::declare(BufferScope& scope, int64_t width, const BackwardPh
   has_norms_behind_ = has_norms_behind;
   const int64_t tokens = scope.tokens();
   const Format& gradient = scope.formats().gradient;
-  branch_ = scope.workspace("branch", scope.compute(), {tokens, width}, scope.forward(kBlockForward) | kHead);
+  branch_ = scope.workspace("branch", scope.compute(), {tokens, width}, scope.forward(kBlockForward) | kHeadNorm);
   if (!scope.has_backward()) return;
-  d_residual_ = scope.workspace("d_residual", scope.compute(), {tokens, width}, kHead | kBackward);
+  d_residual_ = scope.workspace("d_residual", scope.compute(), {tokens, width}, kBackwardHeadNorm | kBackward);
   const bool is_fp8 = scope.formats().fp8_gemm;
   // GEMMs that are not FP8 read there what a norm behind has written.
   const PhaseMask of_inner = has_norms_behind && !is_fp8 ? phases.rows | phases.transposed : PhaseMask{0};
   d_norm_output_ = scope.workspace("d_norm_output", scope.compute(), {tokens, width},
-                                   kHead | phases.d_norm_output | kBackwardNorm | of_inner);
+                                   kHead | kBackwardHeadNorm | phases.d_norm_output | kBackwardNorm | of_inner);
   if (!is_fp8) return;
   // The backward of the head or of a norm makes it, the next linear layer reads it: in rows for its input gradient,
   // and transposed for its weight gradient. A norm behind makes it after a block's forward has run again.
-  const PhaseMask made = has_norms_behind ? PhaseMask{kBackwardNorm} : scope.forward(kHead | kBackwardNorm);
+  const PhaseMask made = has_norms_behind ? PhaseMask{kBackwardNorm} : scope.forward(kBackwardHeadNorm | kBackwardNorm);
   const PhaseMask rows = made | phases.rows;
   const PhaseMask transposed = rows | phases.transposed;
   TensorId scale;

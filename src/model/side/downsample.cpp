@@ -38,7 +38,7 @@ Downsample::Downsample(const SideRules& rules, int64_t d, int64_t s, const Param
   PARKA_REQUIRE(d <= s * rules.reduction);
   input_ = is_read_again && !rules.keeps_fp8
                ? scope.kept(prefix + "h", scope.compute(), {T, d})
-               : scope.workspace("side.frozen_output", scope.compute(), {T, d}, kBlockForward | kHead);
+               : scope.workspace("side.frozen_output", scope.compute(), {T, d}, kBlockForward | kHeadNorm);
   if (!has_parameters()) return;
   const bool has_factors = has_two_factors(rules.downsample);
   in_.emplace(scope.precision(), table, prefix + (has_factors ? kIn : kName));

@@ -90,10 +90,10 @@ SideNetwork::SideNetwork(const ModelConfig& model, const ParameterTable& table, 
   BufferScope& scope = plain.scope;
   const int64_t T = scope.tokens(), s = config_.d_model;
   for (int64_t l = 0; l < config_.num_layers; ++l) gates_.push_back(table.index_of(gate_name(l)));
-  norm_.declare_in_workspace(scope, "side.final", kHead);
-  if (mix_ >= 0) up_output_ = scope.workspace("side.up_output", scope.compute(), {T, d_model_}, kHead);
+  norm_.declare_in_workspace(scope, "side.final", kWholeHead);
+  if (mix_ >= 0) up_output_ = scope.workspace("side.up_output", scope.compute(), {T, d_model_}, kWholeHead);
   if (!scope.has_backward()) return;
-  d_hidden_ = scope.workspace("side.d_hidden", scope.compute(), {T, d_model_}, kHead);
+  d_hidden_ = scope.workspace("side.d_hidden", scope.compute(), {T, d_model_}, kHead | kBackwardHeadNorm);
   d_down_ = scope.workspace("side.d_down", scope.compute(), {T, s}, kBackward);
 }
 
