@@ -33,6 +33,8 @@ struct KeptCopies {
     if (copies == WeightCopies::kBoth) return WeightCopies::kRows;
     return is_listed ? copies : WeightCopies::kNone;
   }
+  // All or none: where memory is saved a micro-batch quantizes the one head anew, in the workspace of blocks.
+  WeightCopies of_head() const { return copies == WeightCopies::kBoth ? copies : WeightCopies::kNone; }
 };
 
 // Whether ranks that have divided the blocks' weights (ZeRO stage 3) gather the transposed codes for backward,
@@ -179,7 +181,8 @@ class ModelWeights {
   bool is_fp8_coded(size_t i) const { return parameters_[i].base == BaseFormat::kFp8; }
   bool is_4bit_coded(size_t i) const { return is_4bit(parameters_[i].base); }
   WeightCopies copies_of(size_t i) const {
-    return is_fp8_head(i) ? copies_kept_.copies : copies_kept_.of_unit(parameters_[i].unit, has_input_gradient(i));
+    if (is_fp8_head(i)) return copies_kept_.of_head();
+    return copies_kept_.of_unit(parameters_[i].unit, has_input_gradient(i));
   }
   // Of whole weights.
   bool keeps_rows(size_t i) const {
