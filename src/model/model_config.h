@@ -263,12 +263,13 @@ struct PrecisionConfig {
         "up_gate = fp8");
     visit("save_product", save_product,
           "Keep the gated product for the weight gradient; false recomputes it in backward (same bits)");
-    visit("weight_copies", weight_copies,
-          "FP8 copies of the weights kept for a whole step: both (row-major, and transposed for input gradients), "
-          "rows (transposed on use), or none (quantized on use); same bits, each a byte per parameter less. An FP8 "
-          "head has both or none. With ZeRO stage 3 a rank keeps copies of its own shards, which are gathered on use; "
-          "transposed ones only if all shards are whole rows and recompute is none. auto: rows where ZeRO stage 3 "
-          "shards the weights over several GPUs, or where finetune.base = fp8 goes with gemm = fp8_tensor, else both");
+    visit(
+        "weight_copies", weight_copies,
+        "FP8 copies of the weights kept for a whole step: both (row-major, and transposed for input gradients), "
+        "rows (transposed on use), or none (quantized on use); same bits, each a byte per parameter less. An FP8 "
+        "head has both or none. With ZeRO stage 3 a rank keeps copies of its own shards, which are gathered on use; "
+        "transposed ones only if all shards are whole rows and recompute is none. auto: rows where ZeRO stage 3 "
+        "shards the weights over several GPUs, or where finetune.base = fp8 goes with gemm = fp8_tensor, else both");
     visit(
         "weight_copies_blocks", weight_copies_blocks,
         "Blocks, from the first on, of which the copies of weight_copies are kept; of those behind one copy less: "

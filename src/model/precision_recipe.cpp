@@ -30,6 +30,7 @@ PrecisionConfig precision_recipe(Recipe recipe) {
       // Not the attention output: attention's gradient needs it as forward made it, see docs/precision.md.
       p.save_norm_output = false;
       p.save_product = false;
+      p.head = Storage::kFp8;
       break;
   }
   return p;

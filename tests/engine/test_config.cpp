@@ -209,7 +209,7 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"up_gate", row.up_gate},
                                  {"qkv", row.qkv},
                                  {"attention_output", row.attention},
-                                 {"head", "compute"},
+                                 {"head", std::string_view(row.recipe) == "parka" ? "fp8" : "compute"},
                                  {"tower", "compute"},
                                  {"group_size", 16},
                                  {"save_norm_output", row.save_norm},

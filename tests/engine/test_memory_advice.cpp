@@ -90,12 +90,12 @@ TEST_CASE("a plan proposes the cheap changes before the dear ones", "[engine][me
   const auto advice = cheapest_changes(config, 1, kLimit);
   REQUIRE(advice);
   CHECK(advice->overrides() == std::vector<std::string>{"precision.weight_copies=rows",
-                                                        "precision.weight_copies_blocks=7",
-                                                        "precision.offload_blocks=7", "optimizer.gradient=bf16"});
-  CHECK(
-      advice->arguments() ==
-      "--set precision.weight_copies=rows --set precision.weight_copies_blocks=7 --set precision.offload_blocks=7 "
-      "--set optimizer.gradient=bf16");
+                                                        "precision.weight_copies_blocks=8",
+                                                        "precision.head=compute", "precision.offload_blocks=7",
+                                                        "optimizer.gradient=bf16"});
+  CHECK(advice->arguments() ==
+        "--set precision.weight_copies=rows --set precision.weight_copies_blocks=8 --set precision.head=compute "
+        "--set precision.offload_blocks=7 --set optimizer.gradient=bf16");
   check_advice(config, *advice, kLimit);
   // A key that the file gives is not undone by a recipe that is proposed.
   const json kept = shipped_config("llama2-7b", {"precision.qkv=compute"});

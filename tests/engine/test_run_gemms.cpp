@@ -135,11 +135,13 @@ TEST_CASE("scratch has room for every tensor of a product, aligned as in the run
 
 TEST_CASE("a file of configs/tuning has every product of the config that it is for", "[engine][tuning]") {
   const std::string configs = std::string(PARKA_SOURCE_DIR) + "/configs/";
-  const std::vector<std::string> bf16 = {"precision.recipe=bf16", "precision.weight_copies=auto"};
+  const std::vector<std::string> bf16 = {"precision.recipe=bf16", "precision.weight_copies=auto",
+                                         "training.logits_chunk_tokens=4096"};
   for (const auto& [model, recipe, overrides] : {std::tuple{"llama2-7b", "parka", std::vector<std::string>()},
                                                  {"llama2-7b", "bf16", bf16},
                                                  {"olmo-1b", "parka", std::vector<std::string>()},
-                                                 {"olmo-1b", "bf16", bf16}}) {
+                                                 {"olmo-1b", "bf16", bf16},
+                                                 {"llama3-8b", "parka", std::vector<std::string>()}}) {
     CAPTURE(model, recipe);
     std::set<std::string> there;
     for (const GemmChoice& choice :

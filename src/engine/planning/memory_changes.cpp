@@ -52,6 +52,10 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
     add(fmt::format("precision.offload_blocks={}", blocks), kSameBits,
         "the same bits, copied to CPU memory and back");
   };
+  const auto add_plain_head = [&] {
+    add("precision.head=compute", kOtherPrecision, "the head in bf16, with slower matrix products");
+  };
+  if (config.precision.head == Storage::kFp8) add_plain_head();
   add_offload(4);
   if (config.optimizer.gradient == DType::kF32)
     add("optimizer.gradient=bf16", kOtherPrecision, "gradients are summed in bf16");
@@ -89,6 +93,7 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
   }
   if (config.precision.recipe != Recipe::kParka) {
     add("precision.recipe=parka", kOtherPrecision, "FP8, with its effect on the loss");
+    if (config.precision.head == Storage::kCompute) add_plain_head();  // which the recipe changes
   }
   if (config.precision.compute != DType::kF32 && config.optimizer.master != MasterForm::kBf16Sr) {
     add("optimizer.master=bf16_sr", kOtherPrecision, "stochastic rounding instead of an exact master");

@@ -19,7 +19,8 @@ void ResidualStream::declare(BufferScope& scope, int64_t width, const BackwardPh
   if (!is_fp8) return;
   // The backward of the head or of a norm makes it, the next linear layer reads it: in rows for its input gradient,
   // and transposed for its weight gradient. A norm behind makes it after a block's forward has run again.
-  const PhaseMask made = has_norms_behind ? PhaseMask{kBackwardNorm} : scope.forward(kBackwardHeadNorm | kBackwardNorm);
+  const PhaseMask made =
+      has_norms_behind ? PhaseMask{kBackwardNorm} : scope.forward(kBackwardHeadNorm | kBackwardNorm);
   const PhaseMask rows = made | phases.rows;
   const PhaseMask transposed = rows | phases.transposed;
   TensorId scale;
