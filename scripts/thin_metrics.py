@@ -4,9 +4,9 @@
     thin_metrics.py RUN --out FILE [--every STEPS]
 
 RUN is a run folder or its metrics.jsonl. FILE is a metrics.jsonl that the scripts read as they read the run's own. Each --every
-steps (default 16) become one record: means of loss and gradient norm, the median of the tokens per second, and step, tokens and
-learning rate of the last of them. Fewer steps at the end are one record, too. Of the start records versions, device and ranks
-are kept, of others (evaluations, warnings) everything.
+steps (default 16, counted from the run's first) become one record: means of loss and gradient norm, the median of the tokens per
+second, and step, tokens and learning rate of the last of them. Fewer steps at the end are one record, too. Of the start records
+versions, device and ranks are kept, of others (evaluations, warnings) everything.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
 """
@@ -35,19 +35,21 @@ def mean_record(records):
 
 
 def thinned(records, every):
-    """A record of another kind stands behind the steps before it, which are then a mean of their own."""
+    """The steps of a mean are the same in every run, also in one that was stopped among them: then the record of the next start
+    stands before it. A record behind the last step of a mean, such as an evaluation, stays behind."""
+    last_step = max((record["step"] for record in records if record.get("kind") == "train"), default=0)
     steps = []
     for record in records:
-        if record.get("kind") == "train":
-            steps.append(record)
-            if len(steps) < every:
-                continue
-        if steps:
+        is_step = record.get("kind") == "train"
+        next_group = is_step and steps and (record["step"] - 1) // every != (steps[-1]["step"] - 1) // every
+        if next_group or steps and not is_step and (steps[-1]["step"] % every == 0 or steps[-1]["step"] == last_step):
             yield mean_record(steps)
             steps = []
-        if record.get("kind") == "start":
+        if is_step:
+            steps.append(record)
+        elif record.get("kind") == "start":
             yield {key: record[key] for key in START_KEYS if key in record}
-        elif record.get("kind") != "train":
+        else:
             yield record
     if steps:
         yield mean_record(steps)

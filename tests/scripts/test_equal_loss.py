@@ -134,6 +134,13 @@ class EqualLoss(Folder):
 
     def test_thinned_metrics_have_the_same_gap(self):
         base, run = self.make_run("bf16.1", logarithm), self.make_run("fp8.1", logarithm, 1.02, speed=150.0)
+        metrics = Path(run) / "metrics.jsonl"  # of a run that was stopped among the steps of a mean, and evaluated at its end
+        records = metrics.read_text().splitlines()
+        others = [{"kind": kind, "step": step} for kind, step in (("start", 53), ("eval", 60), ("eval", STEPS))]
+        for record in others:
+            at = next(i for i, line in enumerate(records) if json.loads(line)["step"] == record["step"])
+            records.insert(at + 1, json.dumps(record))
+        metrics.write_text("\n".join(records) + "\n")
         thin = []
         for folder in (base, run):
             path = self.folder / "thin" / Path(folder).name
@@ -143,7 +150,11 @@ class EqualLoss(Folder):
             self.assertEqual((result.returncode, result.stderr), (0, ""))
             thin.append(path)
         lines = [json.loads(line) for line in (thin[1] / "metrics.jsonl").read_text().splitlines()]
-        self.assertEqual([line["step"] for line in lines], list(range(10, STEPS + 1, 10)))
+        self.assertEqual([line["step"] for line in lines if line["kind"] == "train"], list(range(10, STEPS + 1, 10)))
+        self.assertEqual([line for line in lines if line["kind"] != "train"], others)
+        self.assertEqual([(line["kind"], line["step"]) for line in lines[4:9]],
+                         [("train", 50), ("start", 53), ("train", 60), ("eval", 60), ("train", 70)])
+        self.assertEqual((lines[-1]["kind"], lines[-2]["step"]), ("eval", STEPS))
         whole, of_thin = self.figures(base, run), self.figures(*thin)
         for name in ("loss_gap.m.fp8.nats_per_token", "equal_loss.m.fp8.raw_speedup"):
             self.assertAlmostEqual(of_thin[name]["value"], whole[name]["value"], places=6)
