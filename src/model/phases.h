@@ -7,22 +7,22 @@ namespace parka {
 enum Phase : PhaseMask {
   kForwardAttention = 1u << 0,  // first half of a block: norm, QKV, attention, output projection
   kForwardFfn = 1u << 1,        // second half: norm, up and gate, SwiGLU, down
-  kHeadNorm = 1u << 13,         // final norm
-  kHead = 1u << 2,              // logits, loss and their backward, to the final norm's output
-  kBackwardHeadNorm = 1u << 14,
+  kHeadNorm = 1u << 2,          // final norm
+  kHead = 1u << 3,              // logits, loss and their backward, to the final norm's output
+  kBackwardHeadNorm = 1u << 4,
   // Backward of the second half of a block: the down projection's input gradient; SwiGLU and the down projection's
   // weight gradient; up and gate. Then its norm.
-  kBackwardDown = 1u << 3,
-  kBackwardSwiglu = 1u << 4,
-  kBackwardUpGate = 1u << 5,
+  kBackwardDown = 1u << 5,
+  kBackwardSwiglu = 1u << 6,
+  kBackwardUpGate = 1u << 7,
   // Backward of the first half: the output projection; attention; its gradient's FP8 codes; QKV. Then its norm.
-  kBackwardAttentionOut = 1u << 6,
-  kBackwardAttention = 1u << 7,
-  kBackwardQkvCodes = 1u << 8,
-  kBackwardQkv = 1u << 9,
-  kBackwardNorm = 1u << 10,  // of both halves
-  kRerun = 1u << 11,         // recompute = block: the block's forward again, inside backward
-  kEvaluation = 1u << 12,    // between steps, with another precision than training's
+  kBackwardAttentionOut = 1u << 8,
+  kBackwardAttention = 1u << 9,
+  kBackwardQkvCodes = 1u << 10,
+  kBackwardQkv = 1u << 11,
+  kBackwardNorm = 1u << 12,  // of both halves
+  kRerun = 1u << 13,         // recompute = block: the block's forward again, inside backward
+  kEvaluation = 1u << 14,    // between steps, with another precision than training's
 };
 inline constexpr PhaseMask kBlockForward = kForwardAttention | kForwardFfn;
 // Where linear layers go backward.
