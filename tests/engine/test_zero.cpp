@@ -377,7 +377,7 @@ TEST_CASE("each block of which copies are kept takes as much memory as any other
   for (const auto& [stage, ranks] : {std::pair(0, 1), {2, 2}, {3, 2}}) {
     const auto kept_bytes = [&](WeightCopies copies, int64_t blocks) {
       Config config = config_for(folder, "parka", stage);
-      config.precision.head = Storage::kCompute;
+      config.precision.head = Storage::kCompute;  // whose copies do not depend on the number of blocks
       config.precision.weight_copies = copies;
       config.precision.weight_copies_blocks = blocks;
       const DeclaredRun run(config, DeviceKind::kCpu, zero_of(config, 0, ranks));
