@@ -63,9 +63,9 @@ std::vector<Entry*> change(std::vector<Entry*> order, std::mt19937_64& random) {
   return order;
 }
 
-// Packs entries closely, from offset 0, and returns the end of the highest one.
-int64_t place_well(std::vector<Entry*> order) {
-  const int64_t least_bytes = fullest_phase(order);
+// Packs entries closely, from offset 0, and returns the end of the highest one. Below `enough` it seeks no better.
+int64_t place_well(std::vector<Entry*> order, int64_t enough = 0) {
+  enough = std::max(enough, fullest_phase(order));
   // The start: large and long-lived ones first, so that the others fill the gaps. Then simulated annealing: changes
   // that are a little worse are accepted too, fewer and fewer of them, because improvements alone seldom reach the
   // best order. The random generator is the same everywhere, and so is the plan.
@@ -78,7 +78,7 @@ int64_t place_well(std::vector<Entry*> order) {
   int64_t best_bytes = place(order);
   for (int start = 0; start < kPlacementStarts; ++start) {
     std::vector<Entry*> at = order;
-    for (int i = 0; i < kPlacementAttempts && best_bytes > least_bytes; ++i) {
+    for (int i = 0; i < kPlacementAttempts && best_bytes > enough; ++i) {
       std::vector<Entry*> other = change(at, random);
       const int64_t bytes = place(other);
       const double worse = kWorse * (kPlacementAttempts - i) / kPlacementAttempts;
@@ -90,6 +90,23 @@ int64_t place_well(std::vector<Entry*> order) {
     }
   }
   return place(best);
+}
+
+// Makes `growing`, one of `entries`, as large as it may be below `end`, where all are placed. Most often the
+// fullest phase is another one, and what that takes is free in those of `growing`.
+void grow(Entry& growing, const std::vector<Entry*>& entries, int64_t end) {
+  std::vector<int64_t> offsets;
+  for (const Entry* entry : entries) offsets.push_back(entry->offset);
+  const int64_t bytes = growing.bytes;
+  for (size_t i = growing.larger.size(); i-- > 0 && growing.larger[i] > bytes;) {
+    growing.bytes = growing.larger[i];
+    if (fullest_phase(entries) <= end && place_well(entries, end) <= end) {
+      growing.shape = {growing.bytes};
+      return;
+    }
+  }
+  growing.bytes = bytes;
+  for (size_t i = 0; i < entries.size(); ++i) entries[i]->offset = offsets[i];
 }
 
 // The total of a category, which is put at the end if it is a new one.
@@ -117,11 +134,21 @@ TensorId MemoryPlan::add(std::string category, std::string name, DType dtype, st
     throw_bad_input("tensor {} ({}) of shape [{}] would take {:.1e} bytes: make the model or the batch smaller",
                     name, category, fmt::join(shape, ", "), bytes);
   }
-  const int64_t aligned_bytes = ceil_div(static_cast<int64_t>(bytes), kAlignment) * kAlignment;
-  entries_.push_back(
-      {std::move(category), std::move(name), dtype, std::move(shape), aligned_bytes, phases, place, -1});
+  entries_.push_back({std::move(category), std::move(name), dtype, std::move(shape),
+                      aligned(static_cast<int64_t>(bytes)), phases, place});
   return {static_cast<int>(entries_.size()) - 1};
 }
+
+TensorId MemoryPlan::add_growing(std::string category, std::string name, int64_t bytes, std::vector<int64_t> larger,
+                                 PhaseMask phases) {
+  PARKA_REQUIRE(phases != kAllPhases && std::is_sorted(larger.begin(), larger.end()));
+  const TensorId id = add(std::move(category), std::move(name), DType::kU8, {bytes}, phases);
+  for (int64_t& size : larger) size = aligned(size);
+  entries_.back().larger = std::move(larger);
+  return id;
+}
+
+int64_t MemoryPlan::aligned(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
 
 void MemoryPlan::finish() {
   PARKA_REQUIRE(!finished());
@@ -132,6 +159,9 @@ void MemoryPlan::finish() {
   for (const Entry& entry : entries_) {
     if (entry.phases != kAllPhases && std::popcount(entry.phases) > std::popcount(longest)) longest = entry.phases;
   }
+  const auto lies_with_longest = [&](const Entry& entry) {
+    return entry.phases == longest && entry.larger.empty();
+  };
   std::vector<Entry*> transient;
   int64_t persistent_bytes = 0, longest_bytes = 0;
   for (Entry& entry : entries_) {
@@ -141,7 +171,7 @@ void MemoryPlan::finish() {
     } else if (entry.phases == kAllPhases) {
       entry.offset = persistent_bytes;
       persistent_bytes += entry.bytes;
-    } else if (entry.phases == longest) {
+    } else if (lies_with_longest(entry)) {
       entry.offset = longest_bytes;
       longest_bytes += entry.bytes;
     } else {
@@ -152,9 +182,13 @@ void MemoryPlan::finish() {
   kept.bytes = longest_bytes;
   kept.phases = longest;
   transient.push_back(&kept);
-  total_bytes_ = persistent_bytes + place_well(std::move(transient));
+  const int64_t transient_bytes = place_well(transient);
   for (Entry& entry : entries_) {
-    if (entry.phases != kAllPhases) entry.offset += persistent_bytes + (entry.phases == longest ? kept.offset : 0);
+    if (!entry.larger.empty()) grow(entry, transient, transient_bytes);
+  }
+  total_bytes_ = persistent_bytes + transient_bytes;
+  for (Entry& entry : entries_) {
+    if (entry.phases != kAllPhases) entry.offset += persistent_bytes + (lies_with_longest(entry) ? kept.offset : 0);
   }
 }
 

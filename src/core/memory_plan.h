@@ -33,7 +33,8 @@ class MemoryPlan {
     int64_t bytes;
     PhaseMask phases;
     MemoryPlace place;
-    int64_t offset = -1;  // from the start of the arena's memory in `place`; set by finish()
+    int64_t offset = -1;               // from the start of the arena's memory in `place`; set by finish()
+    std::vector<int64_t> larger = {};  // bytes that finish() may make of it
   };
 
   static constexpr int64_t kAlignment = 256;  // of every tensor, in bytes
@@ -42,6 +43,11 @@ class MemoryPlan {
   // Throws Error(kBadInput) if it is too large for any machine.
   TensorId add(std::string category, std::string name, DType dtype, std::vector<int64_t> shape,
                PhaseMask phases = kAllPhases, MemoryPlace place = MemoryPlace::kDevice);
+
+  // Declares `bytes` of a few phases, of which more are welcome: finish() makes it the most of `larger`, ascending,
+  // with which the arena takes no more memory.
+  TensorId add_growing(std::string category, std::string name, int64_t bytes, std::vector<int64_t> larger,
+                       PhaseMask phases);
 
   // Assigns offsets: first the tensors of all phases, one after another, then the transient ones, packed closely so
   // that no two with a common phase overlap. Tensors in host memory lie one after another there. The same
@@ -67,6 +73,8 @@ class MemoryPlan {
   std::vector<CategoryTotal> host_summary() const;
 
  private:
+  static int64_t aligned(int64_t bytes);
+
   std::vector<Entry> entries_;
   int64_t total_bytes_ = -1, total_host_bytes_ = 0;
 };

@@ -56,6 +56,16 @@ MatrixId BufferScope::workspace(const std::string& name, const Format& format, i
   return declare(workspace_category(), name, format, rows, cols, workspace_phases(phases), shared_scale);
 }
 
+TensorId BufferScope::growing_workspace(const std::string& name, int64_t bytes, std::vector<int64_t> larger,
+                                        PhaseMask phases) {
+  const auto [known, is_new] = declared_.try_emplace(name);
+  if (is_new) {
+    known->second =
+        plan_.add_growing(workspace_category(), name, bytes, std::move(larger), workspace_phases(phases));
+  }
+  return known->second;
+}
+
 TensorId BufferScope::kept(const std::string& name, DType dtype, std::vector<int64_t> dims) {
   return declare(kept_category(), kept_prefix_ + name, dtype, std::move(dims), kept_phases());
 }

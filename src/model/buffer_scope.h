@@ -68,6 +68,9 @@ class BufferScope {
   MatrixId workspace(const std::string& name, const Format& format, int64_t rows, int64_t cols, PhaseMask phases,
                      TensorId shared_scale = {});
 
+  // Bytes of which more are welcome (MemoryPlan::add_growing).
+  TensorId growing_workspace(const std::string& name, int64_t bytes, std::vector<int64_t> larger, PhaseMask phases);
+
   TensorId kept(const std::string& name, DType dtype, std::vector<int64_t> dims);
   MatrixId kept(const std::string& name, const Format& format, int64_t rows, int64_t cols,
                 TensorId shared_scale = {});

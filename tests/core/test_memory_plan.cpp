@@ -156,6 +156,56 @@ TEST_CASE("tensors are placed again where largest first leaves gaps", "[memory_p
   CHECK(plan.total_bytes() == 1280 + 768);
 }
 
+TEST_CASE("a tensor that may grow takes what other phases need anyway, and no more", "[memory_plan]") {
+  const auto plan_with = [](std::vector<int64_t> larger) {
+    MemoryPlan plan;
+    plan.add("weights", "weight", DType::kU8, {512});
+    plan.add("a", "forward", DType::kU8, {4096}, kForward);
+    plan.add("a", "forward and backward", DType::kU8, {1024}, kForward | kBackward);
+    plan.add("a", "backward", DType::kU8, {768}, kBackward);
+    const TensorId grown = plan.add_growing("a", "scratch", 256, std::move(larger), kBackward);
+    plan.finish();
+    CHECK(count_overlaps(plan) == 0);
+    CHECK(plan.total_bytes() == 512 + 4096 + 1024);
+    CHECK(plan[grown].shape == std::vector<int64_t>{plan[grown].bytes});
+    return plan[grown].bytes;
+  };
+  CHECK(plan_with({}) == 256);
+  CHECK(plan_with({512, 1024, 2048}) == 2048);
+  CHECK(plan_with({512, 1000, 3328, 3329, 8192}) == 3328);  // 4096 - 768
+  CHECK(plan_with({100}) == 256);
+  CHECK(plan_with({3400}) == 256);
+}
+
+TEST_CASE("random plans whose tensors may grow take no more memory than those whose do not", "[memory_plan]") {
+  int64_t grown = 0;
+  for (uint64_t seed = 0; seed < 100; ++seed) {
+    const auto bytes_of = [&](bool grows) {
+      MemoryPlan plan;
+      uint64_t draw = 0;
+      const auto pick = [&](uint32_t count) { return int64_t{philox4x32(seed, 1, draw++)[0] % count}; };
+      for (int i = 0; i < 20; ++i) {
+        const int64_t bytes = pick(20000), more = pick(20000);
+        const auto phases = static_cast<PhaseMask>(1 + pick(255));
+        const bool is_growing = pick(5) == 0;
+        if (is_growing && grows) {
+          grown -= bytes;
+          plan.add_growing("a", "growing", bytes, {bytes + more / 2, bytes + more}, phases);
+        } else {
+          plan.add("a", "tensor", DType::kU8, {bytes}, phases);
+        }
+      }
+      plan.finish();
+      CHECK(count_overlaps(plan) == 0);
+      for (const auto& entry : plan.entries()) grown += entry.larger.empty() ? 0 : entry.shape[0];
+      return plan.total_bytes();
+    };
+    const int64_t without = bytes_of(false);
+    CHECK(bytes_of(true) <= without);
+  }
+  CHECK(grown > 0);
+}
+
 TEST_CASE("a plan without tensors is empty", "[memory_plan]") {
   MemoryPlan plan;
   plan.finish();
@@ -174,6 +224,8 @@ TEST_CASE("memory plans refuse wrong use", "[memory_plan]") {
   CHECK(code_of_error([&] {
           plan.add("a", "host memory in turn", DType::kF32, {1}, kForward, MemoryPlace::kHost);
         }) == ExitCode::kInternal);
+  CHECK(code_of_error([&] { plan.add_growing("a", "always", 1, {2}, kAllPhases); }) == ExitCode::kInternal);
+  CHECK(code_of_error([&] { plan.add_growing("a", "descending", 1, {3, 2}, kForward); }) == ExitCode::kInternal);
   plan.finish();
   CHECK(code_of_error([&] { plan.finish(); }) == ExitCode::kInternal);
   CHECK(code_of_error([&] { plan.add("a", "late", DType::kF32, {1}); }) == ExitCode::kInternal);

@@ -360,4 +360,16 @@ TEST_CASE("scratch memory for score gradients of attention: none where it is of 
   CHECK(cuda::attention_backward_scratch_bytes(1, 8192, 32, 8, 128) == 0);
 }
 
+TEST_CASE("scratch memory that attention takes where it costs none: passes of 512 tiles of keys and longer",
+          "[kernels][attention]") {
+  using Choices = std::vector<int64_t>;
+  const auto choices = cuda::attention_backward_scratch_choices;
+  CHECK(choices(4, 2048, 32, 32, 64).empty());
+  CHECK(choices(1, 8192, 32, 8, 128) == Choices{32 * int64_t{4160} * 16384});
+  CHECK(choices(1, 8192, 32, 32, 128) == Choices{8 * int64_t{4160} * 16384, 11 * int64_t{4160} * 16384,
+                                                 16 * int64_t{4160} * 16384, 32 * int64_t{4160} * 16384});
+  CHECK(choices(4, 2048, 32, 32, 128).front() == 32 * int64_t{272} * 16384);
+  CHECK(choices(4, 2048, 32, 32, 128).back() == 128 * int64_t{272} * 16384);
+}
+
 }  // namespace

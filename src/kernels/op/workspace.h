@@ -1,6 +1,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 // Bytes of workspace (Device::set_workspace) that ops take on a GPU: functions of shapes alone, so that a plan can
 // be made without one. workspace_of() of an op (kernels/op/op.h) says which of them it takes, and its kernel takes
@@ -67,26 +68,47 @@ constexpr int64_t score_pairs(int64_t query_tiles) {
 inline int64_t score_gradient_bytes(int64_t sequence_length) {  // of a query head
   return score_pairs((sequence_length + kScoreQueries - 1) / kScoreQueries) * kScorePairBytes;
 }
-// For passes of one length, short enough for memory and long enough to keep a GPU busy to their end: one of 416
-// tiles takes 132 multiprocessors as many rounds as one of 512, and one of 256 loses a hundredth, which was
-// measured without groups of query heads (docs/results/history/attention.md). 0 where nothing would be gained:
-// other head dims, and sequences for which that is too much memory: in long ones, more than 10 bytes for each
-// element of the output. A block's other workspaces take about as much at another time: the plan of Llama-2-7B with
-// 8192 to 32768 tokens grows by less than a third of it.
+// For passes of one length, long enough to keep a GPU busy to their end: one of 416 tiles takes 132 multiprocessors
+// as many rounds as one of 512, and one of 256 loses a hundredth, which was measured without groups of query heads
+// (docs/results/history/attention.md). So many key/value heads, at least, have a pass that does so.
+inline constexpr int64_t kScoreHeadDim = 128, kTilesOfPass = 512;
+constexpr int64_t attention_heads_of_pass(int64_t heads, int64_t sequence_length, int64_t tiles_of_pass) {
+  constexpr int64_t kTileKeys = 128;
+  const int64_t tiles = (sequence_length + kTileKeys - 1) / kTileKeys;
+  const int64_t longest = (tiles_of_pass + tiles - 1) / tiles, passes = (heads + longest - 1) / longest;
+  return (heads + passes - 1) / passes;
+}
+// The bytes that are worth memory of their own. 0 where nothing would be gained: other head dims, and sequences for
+// which that is too much memory: in long ones, more than 10 bytes for each element of the output. A block's other
+// workspaces take about as much at another time: the plan of Llama-2-7B with 8192 to 32768 tokens grows by less
+// than a third of it.
 inline int64_t attention_backward_scratch_bytes(int64_t num_sequences, int64_t sequence_length, int64_t num_heads,
                                                 int64_t num_kv_heads, int64_t head_dim) {
-  constexpr int64_t kHeadDim = 128, kTileKeys = 128, kTilesOfPass = 512, kAlways = int64_t{320} << 20;
-  if (head_dim != kHeadDim) return 0;
+  constexpr int64_t kAlways = int64_t{320} << 20;
+  if (head_dim != kScoreHeadDim) return 0;
   const int64_t most = std::max(kAlways, 10 * sequence_length * num_heads * head_dim);
   const int64_t group = num_heads / num_kv_heads, fewest = group == 1 ? kTilesOfPass / 2 : kTilesOfPass;
-  const int64_t tiles = (sequence_length + kTileKeys - 1) / kTileKeys, heads = num_sequences * num_kv_heads;
   for (int64_t tiles_of_pass = kTilesOfPass; tiles_of_pass >= fewest; tiles_of_pass /= 2) {
-    const int64_t longest = (tiles_of_pass + tiles - 1) / tiles, passes = (heads + longest - 1) / longest;
-    const int64_t heads_of_pass = (heads + passes - 1) / passes;
-    const int64_t bytes = heads_of_pass * group * score_gradient_bytes(sequence_length);
+    const int64_t bytes = attention_heads_of_pass(num_sequences * num_kv_heads, sequence_length, tiles_of_pass) *
+                          group * score_gradient_bytes(sequence_length);
     if (bytes <= most) return bytes;
   }
   return 0;
+}
+// The bytes of passes of kTilesOfPass tiles, and of fewer and longer passes up to one of all heads, ascending:
+// worth taking where no plan grows by them.
+inline std::vector<int64_t> attention_backward_scratch_choices(int64_t num_sequences, int64_t sequence_length,
+                                                               int64_t num_heads, int64_t num_kv_heads,
+                                                               int64_t head_dim) {
+  std::vector<int64_t> choices;
+  if (head_dim != kScoreHeadDim) return choices;
+  const int64_t heads = num_sequences * num_kv_heads, group = num_heads / num_kv_heads;
+  const int64_t fewest = attention_heads_of_pass(heads, sequence_length, kTilesOfPass);
+  for (int64_t passes = (heads + fewest - 1) / fewest; passes >= 1; --passes) {
+    const int64_t bytes = (heads + passes - 1) / passes * group * score_gradient_bytes(sequence_length);
+    if (choices.empty() || choices.back() != bytes) choices.push_back(bytes);
+  }
+  return choices;
 }
 
 // attention_decode: of each piece of the keys of each row and query head the sum of its values, fp32 [D], with the

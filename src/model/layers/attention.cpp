@@ -1,6 +1,8 @@
 #include "model/layers/attention.h"
 
 #include <cmath>
+#include <utility>
+#include <vector>
 
 #include "kernels/op/workspace.h"
 #include "kernels/ops/attention/attention.h"
@@ -110,10 +112,14 @@ void Attention::declare_backward(BufferScope& scope) {
   const bool sees_earlier = !shape.separate_documents && (window_ == 0 || window_ >= shape.whole_length());
   if (scope.compute() == DType::kBF16 && sees_earlier && !is_encoder_) {
     // On every device, so that a plan holds for all: where it is large, attention is not what needs most memory.
-    const int64_t C = shape.context_size;
-    const int64_t bytes = cuda::attention_backward_scratch_bytes(shape.num_sequences, shape.whole_length(),
-                                                                 num_heads_ / C, num_kv_heads_ / C, head_dim_);
-    if (bytes > 0) scratch_ = scope.workspace("attention_scratch", DType::kU8, {bytes}, kBackwardAttention);
+    const int64_t B = shape.num_sequences, S = shape.whole_length(), H = num_heads_ / shape.context_size,
+                  Hkv = num_kv_heads_ / shape.context_size;
+    std::vector<int64_t> larger = cuda::attention_backward_scratch_choices(B, S, H, Hkv, head_dim_);
+    if (!larger.empty()) {
+      scratch_ = scope.growing_workspace("attention_scratch",
+                                         cuda::attention_backward_scratch_bytes(B, S, H, Hkv, head_dim_),
+                                         std::move(larger), kBackwardAttention);
+    }
   }
   if (!is_fp8) return;
   if (gradient.scaling == Scaling::kTensor && (shape.context_size == 1 || has_qk_norm())) {  // as amax_
