@@ -95,8 +95,9 @@ inline int64_t attention_backward_scratch_bytes(int64_t num_sequences, int64_t s
   }
   return 0;
 }
-// The bytes of passes of kTilesOfPass tiles, and of fewer and longer passes up to one of all heads, ascending:
-// worth taking where no plan grows by them.
+// The bytes of passes of kTilesOfPass tiles, of half as many passes and so on up to one of all heads, ascending:
+// worth taking where no plan grows by them. Between them lie passes whose last round leaves most multiprocessors
+// idle.
 inline std::vector<int64_t> attention_backward_scratch_choices(int64_t num_sequences, int64_t sequence_length,
                                                                int64_t num_heads, int64_t num_kv_heads,
                                                                int64_t head_dim) {
@@ -104,11 +105,10 @@ inline std::vector<int64_t> attention_backward_scratch_choices(int64_t num_seque
   if (head_dim != kScoreHeadDim) return choices;
   const int64_t heads = num_sequences * num_kv_heads, group = num_heads / num_kv_heads;
   const int64_t fewest = attention_heads_of_pass(heads, sequence_length, kTilesOfPass);
-  for (int64_t passes = (heads + fewest - 1) / fewest; passes >= 1; --passes) {
-    const int64_t bytes = (heads + passes - 1) / passes * group * score_gradient_bytes(sequence_length);
-    if (choices.empty() || choices.back() != bytes) choices.push_back(bytes);
+  for (int64_t passes = (heads + fewest - 1) / fewest;; passes = (passes + 1) / 2) {
+    choices.push_back((heads + passes - 1) / passes * group * score_gradient_bytes(sequence_length));
+    if (passes == 1) return choices;
   }
-  return choices;
 }
 
 // attention_decode: of each piece of the keys of each row and query head the sum of its values, fp32 [D], with the
