@@ -47,10 +47,18 @@ class Run:
         self.held_out = held_out[-1] if held_out else None
 
 
+def spacing(run):
+    """Steps from one record to the next."""
+    return float(np.median(np.diff(run.steps))) if len(run.steps) > 1 else 1.0
+
+
 def differences(base, run, axis):
     """(x, losses of base, losses of run), both at the x where both are known."""
     base_x, run_x = getattr(base, axis), getattr(run, axis)
     if axis == "steps":
+        if spacing(base) != spacing(run):  # a mean of steps is not what a step among them has
+            fail(f"{run.name}: steps from loss to loss: {spacing(run):g}, and {spacing(base):g} in {base.name}; thin both "
+                 "alike (scripts/thin_metrics.py)")
         x, of_base, of_run = np.intersect1d(base_x, run_x, assume_unique=True, return_indices=True)
         return x, base.loss[of_base], run.loss[of_run]
     both = (base_x >= run_x[0]) & (base_x <= run_x[-1])

@@ -125,6 +125,17 @@ class Compare(unittest.TestCase):
         self.assertAlmostEqual((low + high) / 2, found["nats"])
         self.assertTrue(2 * 0.0001 < high - low < 0.002)
 
+    def test_means_of_steps_are_not_compared_with_steps(self):
+        a, b = self.run_of("a", self.base), self.run_of("b", self.base)
+        thin = self.folder / "thin"
+        thin.mkdir()
+        subprocess.run([sys.executable, SCRIPTS / "thin_metrics.py", b, "--out", thin / "metrics.jsonl"], check=True)
+        result = self.compare(a, thin)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("thin: steps from loss to loss: 16, and 1 in a; thin both alike", result.stderr)
+        (found,) = self.compared(thin, f"again={thin}")
+        self.assertEqual(found["nats"], 0)
+
     def test_runs_of_other_lengths_and_gaps_are_compared_where_both_have_records(self):
         records = [train_record(step, 2.5 if step != 199 else None) for step in range(101, 201)]
         b = self.make_run("b", records)
