@@ -95,8 +95,8 @@ int64_t place_well(std::vector<Entry*> order, int64_t enough = 0) {
 // Makes `growing`, one of `entries`, as large as it may be below `end`, where all are placed. Most often the
 // fullest phase is another one, and what that takes is free in those of `growing`.
 void grow(Entry& growing, const std::vector<Entry*>& entries, int64_t end) {
-  std::vector<int64_t> offsets;
-  for (const Entry* entry : entries) offsets.push_back(entry->offset);
+  std::vector<int64_t> offsets(entries.size());
+  for (size_t i = 0; i < entries.size(); ++i) offsets[i] = entries[i]->offset;
   const int64_t bytes = growing.bytes;
   for (size_t i = growing.larger.size(); i-- > 0 && growing.larger[i] > bytes;) {
     growing.bytes = growing.larger[i];
