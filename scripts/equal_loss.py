@@ -19,7 +19,7 @@ are chords: where the loss falls ever more slowly, t - 1 is too small by about a
 
 The interval covers the true gap with 95 %: of several seeds by Student's t over their gaps, of one by compare.py's bootstrap
 over its steps, which leaves out what another seed would change, and wants 20 of them. That of t is of the gap alone. The raw speed-up is the ratio of
-the median tokens per second of the runs, or what --speedup says, `parka bench` for example.
+the median tokens per second of the runs, if both of each seed ran on one kind of device, or what --speedup says, `parka bench` for example.
 
 Prints a table, or with --json lines of figures, each with its value, least and most over the seeds (spread), interval and
 values by seed: loss_gap.MODEL.RECIPE.nats_per_token, and equal_loss.MODEL.* with RECIPE.token_ratio, RECIPE.raw_speedup,
@@ -44,11 +44,13 @@ FEWEST_STEPS = 20  # of which blocks can be drawn
 
 
 class SeedRun(Run):
-    """With the median tokens per second, None where no record has it."""
+    """With the median tokens per second, None where no record has it, and the names of the devices that it ran on."""
 
     def __init__(self, name, run):
         super().__init__(name, run)
-        speeds = [record.get("tokens_per_second") for record in read_records(metrics_path(run)) if record.get("kind") == "train"]
+        records = read_records(metrics_path(run))
+        speeds = [record.get("tokens_per_second") for record in records if record.get("kind") == "train"]
+        self.devices = {record["device"] for record in records if record.get("kind") == "start" and "device" in record}
         self.speed = median(speeds) if any(speeds) else None
 
 
@@ -127,6 +129,8 @@ def speedups(base, runs, given):
     if given is not None:
         return dict.fromkeys(runs, given)
     if any(run.speed is None for run in (*base.values(), *runs.values())):
+        return None
+    if any(run.devices != base[seed].devices for seed, run in runs.items()):
         return None
     return {seed: run.speed / base[seed].speed for seed, run in runs.items()}
 

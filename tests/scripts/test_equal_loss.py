@@ -51,7 +51,7 @@ class Folder(unittest.TestCase):
 
 
 class EqualLoss(Folder):
-    def make_run(self, name, law, ratio=1.0, steps=STEPS, speed=100.0, seed=0):
+    def make_run(self, name, law, ratio=1.0, steps=STEPS, speed=100.0, seed=0, device=None):
         """A run that needs `ratio` times the tokens for what the law says. Equal seeds have equal noise of batches."""
         noise = 0.03 * np.random.default_rng(seed).standard_normal(steps)
         count = np.arange(1, steps + 1)
@@ -59,6 +59,8 @@ class EqualLoss(Folder):
         run = self.folder / name
         run.mkdir()
         with open(run / "metrics.jsonl", "w", encoding="utf-8") as file:
+            if device:
+                print(json.dumps({"kind": "start", "step": 0, "device": device}), file=file)
             for step, loss in enumerate(losses.tolist(), 1):
                 print(json.dumps({"kind": "train", "step": step, "tokens": TOKENS_PER_STEP * step, "loss": loss, "seconds": 1.0,
                                   "tokens_per_second": speed if step > 5 else 1.0}), file=file)
@@ -120,6 +122,13 @@ class EqualLoss(Folder):
         self.assertGreater((self.folder / "x.png").stat().st_size, 10000)
         given = self.figures(*bases, *runs, "--shorter", half, "--speedup", "fp8=1.5")
         self.assertAlmostEqual(given["equal_loss.m.fp8.speedup"]["value"], 1.5 / 1.02, delta=0.002)
+
+    def test_speeds_of_other_devices_are_not_compared(self):
+        base = self.make_run("bf16.1", logarithm, device="a card")
+        run = self.make_run("fp8.1", logarithm, 1.02, speed=150.0, device="another")
+        self.assertEqual(set(self.figures(base, run)), {"equal_loss.m.bf16.slope", "loss_gap.m.fp8.nats_per_token",
+                                                        "equal_loss.m.fp8.token_ratio"})
+        self.assertIn("equal_loss.m.fp8.speedup", self.figures(base, run, "--speedup", "fp8=1.5"))
 
     def test_the_table_has_what_the_figures_have(self):
         base, run = self.make_run("bf16.1", logarithm), self.make_run("fp8.1", logarithm, 1.02, speed=150.0)
