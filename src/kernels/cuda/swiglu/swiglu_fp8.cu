@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/quantize/matrix_source.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
+#include "kernels/cuda/swiglu/gate_codes.cuh"
 #include "kernels/cuda/swiglu/swiglu_elements.cuh"
 #include "kernels/cuda/swiglu/swiglu_source.cuh"
 #include "kernels/device/cuda/check.h"
@@ -24,54 +25,15 @@ namespace {
 template <typename Activation>
 struct GateQuantization {
   PlainSource<BFloat16> up_gate;
-  uint8_t* codes_T2F;
-  BFloat16* scales;
-  uint8_t* silu_codes_TF;  // null: act(gate) is not saved
-  BFloat16* silu_scales;
-  int rows, width;
-  int group_shift;  // log2 of the columns in a group
-  Activation activation;
+  GateCodes<Activation> codes;
   float* amax;  // of the product; null: not wanted
 
   struct Fetched {
     PlainSource<BFloat16>::Fetched up, gate;
   };
   __device__ Fetched fetch(int row, int col) const {
-    return {up_gate.fetch(row, col), up_gate.fetch(row, col + width)};
+    return {up_gate.fetch(row, col), up_gate.fetch(row, col + codes.width)};
   }
-};
-
-// The largest magnitude, of pairs together; NaN is skipped.
-__device__ float max_magnitude_of(const PlainSource<BFloat16>::Fetched& x) {
-  __nv_bfloat162 highest = __float2bfloat162_rn(0.0f), lowest = highest;
-#pragma unroll
-  for (const uint32_t word : x.word) {
-    const __nv_bfloat162 pair(std::bit_cast<__nv_bfloat162_raw>(word));
-    highest = __hmax2(highest, pair);
-    lowest = __hmin2(lowest, pair);
-  }
-  const __nv_bfloat162 largest = __hmax2(highest, __hneg2(lowest));
-  return fmaxf(__low2float(largest), __high2float(largest));
-}
-
-// The codes of 16 numbers of one group, and its scale.
-template <typename F8>
-struct GroupCodes {
-  uint32_t word[tiles::kWords];
-  PieceScale scale;
-
-  // Adjacent `lanes` threads have the group, `amax` is the maximum of this one's numbers.
-  __device__ GroupCodes(float amax, int lanes) : scale(scale_for<F8, BFloat16>(tiles::group_max(amax, lanes))) {}
-  // Encodes a quarter of the numbers. x becomes what the codes decode to.
-  __device__ void encode(int quarter, float (&x)[4]) {
-    word[quarter] = tiles::encode<F8>(x, scale.inverse);
-    // Nothing but to hide from the compiler where the word comes from: it would decode the halves it was made of,
-    // each moved to a register of its own first.
-    asm("" : "+r"(word[quarter]));
-    decode(quarter, x);
-  }
-  __device__ void decode(int quarter, float (&x)[4]) const { decode_4<F8>(word[quarter], scale.scale, x); }
-  __device__ void write(uint8_t* codes) const { tiles::store_16(codes, word); }
 };
 
 // A thread has up and gate of its part of a tile of [T, F].
@@ -80,99 +42,26 @@ __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
     quantize_gate_kernel(const GateQuantization<Activation> q) {
   __shared__ uint32_t shared[tiles::kWarps];
   const tiles::Place place;
-  const int lanes = 1 << q.group_shift >> std::countr_zero(unsigned{kSourceWidth});
-  const int groups = q.width >> q.group_shift, group = place.col >> q.group_shift;
-  const bool is_first_of_group = place.col == group << q.group_shift;
-  uint8_t* const codes = q.codes_T2F + offset_of(place.row, 2 * q.width, place.col);
-  BFloat16* const scales = q.scales + offset_of(place.row, 2 * groups, group);
   float amax = 0.0f;
   tiles::for_each_row(
-      q, q.rows, q.width, [&](int k, const typename GateQuantization<Activation>::Fetched& fetched) {
-        GroupCodes<F8> up_codes(max_magnitude_of(fetched.up), lanes),
-            gate_codes(max_magnitude_of(fetched.gate), lanes);
-        float silus[16], silu_amax = 0.0f;
-#pragma unroll
-        for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
-          float up[4], gate[4];
-          q.up_gate.decode(fetched.up, quarter, up);
-          up_codes.encode(quarter, up);
-          q.up_gate.decode(fetched.gate, quarter, gate);
-          gate_codes.encode(quarter, gate);
-          float activated[4], slope[4];
-          activate(q.activation, /*coded=*/!kSavesSilu, /*saved=*/false, gate, activated, slope);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            silus[4 * quarter + i] = activated[i];
-            if constexpr (kSavesSilu) {
-              silu_amax = max_magnitude(silu_amax, activated[i]);
-            } else {
-              amax = max_magnitude(amax, product_of(up[i], activated[i]));
-            }
-          }
-        }
-        const bool exists = place.row + k < q.rows && place.col < q.width;
-        if constexpr (kSavesSilu) {
-          GroupCodes<F8> silu_codes(silu_amax, lanes);
-#pragma unroll
-          for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
-            float up[4], saved[4];
-            up_codes.decode(quarter, up);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) saved[i] = silus[4 * quarter + i];
-            silu_codes.encode(quarter, saved);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) amax = max_magnitude(amax, product_of(up[i], saved[i]));
-          }
-          if (exists) silu_codes.write(q.silu_codes_TF + offset_of(place.row + k, q.width, place.col));
-          if (exists && is_first_of_group) {
-            q.silu_scales[offset_of(place.row + k, groups, group)] = from_float<BFloat16>(silu_codes.scale.scale);
-          }
-        }
-
-        if (!exists) return;
-        up_codes.write(codes + k * 2 * int64_t{q.width});
-        gate_codes.write(codes + (k * 2 + 1) * int64_t{q.width});
-        if (!is_first_of_group) return;
-        scales[k * 2 * int64_t{groups}] = from_float<BFloat16>(up_codes.scale.scale);
-        scales[(k * 2 + 1) * int64_t{groups}] = from_float<BFloat16>(gate_codes.scale.scale);
+      q, q.codes.rows, q.codes.width, [&](int k, const typename GateQuantization<Activation>::Fetched& fetched) {
+        const float of_row =
+            q.codes.template write<F8, kSavesSilu>(fetched.up, fetched.gate, place.row + k, place.col);
+        amax = fmaxf(amax, of_row);
       });
   if (q.amax != nullptr) raise_to_block_max<tiles::kThreads>(q.amax, amax, shared);
-}
-
-// Whether quantize_gate_kernel can do it.
-bool fits_quantize_gate(const SwigluForward& a) {
-  const auto is_usual = [](const ScaledView& t) {
-    return t.scaling == Scaling::kGroup && tiles::fits_tiles(t) && t.scale.dtype == DType::kBF16 &&
-           is_aligned(t.data.data, 16);
-  };
-  const bool same_silu = a.silu.empty() || (is_usual(a.silu) && tiles::same_format(a.silu, a.up_gate));
-  return a.up_gate_plain.dtype == DType::kBF16 && is_aligned(a.up_gate_plain.data, 16) && is_usual(a.up_gate) &&
-         same_silu && a.product.num_cols() % kSourceWidth == 0;
 }
 
 void quantize_gate(CudaDevice& device, const SwigluForward& a, float* amax) {
   const int64_t rows = a.product.num_rows(), width = a.product.num_cols();
   const bool saves_silu = !a.silu.empty();
-  const auto quantization = [&](auto activation) {
-    return GateQuantization<decltype(activation)>{
-        .up_gate = PlainSource<BFloat16>(a.up_gate_plain),
-        .codes_T2F = tiles::codes_of(a.up_gate),
-        .scales = a.up_gate.scale.as<BFloat16>(),
-        .silu_codes_TF = tiles::codes_of(a.silu),
-        .silu_scales = saves_silu ? a.silu.scale.as<BFloat16>() : nullptr,
-        .rows = static_cast<int>(rows),
-        .width = static_cast<int>(width),
-        .group_shift = std::countr_zero(static_cast<uint64_t>(a.up_gate.group)),
-        .activation = activation,
-        .amax = amax,
-    };
-  };
   with_activation(a.activation, [&](auto activation) {
     with_float8_type(a.up_gate.data.dtype, [&](auto f8) {
       using F8 = decltype(f8);
       using A = decltype(activation);
       const auto kernel = saves_silu ? quantize_gate_kernel<F8, true, A> : quantize_gate_kernel<F8, false, A>;
-      kernel<<<tiles::grid_of(rows, width), tiles::kThreads, 0, device.stream()>>>(quantization(activation));
+      kernel<<<tiles::grid_of(rows, width), tiles::kThreads, 0, device.stream()>>>(
+          {PlainSource<BFloat16>(a.up_gate_plain), GateCodes<A>(a, activation), amax});
     });
   });
 }
@@ -364,22 +253,32 @@ bool write_gradient(CudaDevice& device, const SwigluBackward& a) {
 
 }  // namespace
 
+void swiglu_forward_with(CudaDevice& device, const SwigluForward& a, std::string_view op,
+                         const std::function<void(float* amax)>& quantize) {
+  float* amax = nullptr;
+  if (is_tensor(a.product) || is_tensor(a.product_t)) amax = zero_amax(device, op);
+  quantize(amax);
+  write_product(device, a, amax, true);
+  check_launch(op);
+}
+
 void swiglu_forward_fp8(Device& device_, const SwigluForward& a) {
   CudaDevice& device = as_cuda(device_);
   const int64_t rows = a.product.num_rows(), width = a.product.num_cols();
   tiles::check_extents(rows, 2 * width);
-  const bool fused = !a.up_gate_plain.empty() && fits_quantize_gate(a);
-  if (!a.up_gate_plain.empty() && !fused) cuda::quantize(device_, {.x = a.up_gate_plain, .out = a.up_gate});
+  if (!a.up_gate_plain.empty() && fits_gate_codes(a)) {
+    swiglu_forward_with(device, a, "swiglu_forward", [&](float* amax) { quantize_gate(device, a, amax); });
+    return;
+  }
+  if (!a.up_gate_plain.empty()) cuda::quantize(device_, {.x = a.up_gate_plain, .out = a.up_gate});
   float* amax = nullptr;
   if (is_tensor(a.product) || is_tensor(a.product_t)) amax = zero_amax(device, "swiglu_forward");
-  if (fused) {
-    quantize_gate(device, a, amax);
-  } else if (!a.silu.empty()) {
+  if (!a.silu.empty()) {
     const AnyGated gated(a.up_gate, AnySource(ScaledView()), a.activation);
     tiles::write_pieces(device, MadeSource(SiluNumbers<AnyGated>{gated}), rows, width, a.silu, /*transposed=*/false,
                         /*amax=*/nullptr);
   }
-  write_product(device, a, amax, fused);
+  write_product(device, a, amax, false);
   check_launch("swiglu_forward");
 }
 

@@ -50,7 +50,7 @@ std::string format_of(const ScaledView& x) {
 
 }  // namespace
 
-void gemm(Device& device, const Gemm& a) {
+void check_gemm(const Gemm& a) {
   const auto [rows, cols, depth] = gemm_shape(a);
   check_tensor("gemm", "out", a.out, {rows, cols + a.out_padding}, {DType::kF32, DType::kBF16});
   check_operand("a", a.a, a.a_transposed, rows, depth, a.a_padding);
@@ -64,12 +64,21 @@ void gemm(Device& device, const Gemm& a) {
     PARKA_REQUIRE(!both_fp8 && std::min({a.a_padding, a.b_padding, a.out_padding}) >= 0 && depth > 0);
   }
   PARKA_REQUIRE(!both_fp8 || a.factor == 1);
+}
+
+void record_product(Device& device, const Gemm& a) {
+  if (auto* recorder = dynamic_cast<ProductRecorder*>(device.op_recorder())) recorder->record_product(a);
+}
+
+void gemm(Device& device, const Gemm& a) {
+  check_gemm(a);
+  const auto [rows, cols, depth] = gemm_shape(a);
   if (rows == 0 || cols == 0) return;
   if (depth == 0) {
     if (!a.accumulate) device.fill_zero(a.out.data, a.out.bytes());
     return;
   }
-  if (auto* recorder = dynamic_cast<ProductRecorder*>(device.op_recorder())) recorder->record_product(a);
+  record_product(device, a);
   PARKA_DISPATCH(gemm, device, a);
 }
 

@@ -42,6 +42,10 @@ struct GemmShape {
 GemmShape gemm_shape(const Gemm& a);
 int64_t workspace_of(const Gemm& a);
 
+// For ops that a product is a part of: what gemm() checks, and its word to the device's ProductRecorder.
+void check_gemm(const Gemm& a);
+void record_product(Device& device, const Gemm& a);
+
 // How a GPU does a product.
 
 // Whether a kernel of its own computes it (kernels/cuda/gemm/low_rank_update.h): bf16 operands, accumulated in

@@ -32,7 +32,7 @@ void check_optional(std::string_view op, std::string_view name, const ScaledView
 
 }  // namespace
 
-void swiglu_forward(Device& device, const SwigluForward& a) {
+void check_swiglu_forward(const SwigluForward& a) {
   constexpr std::string_view kOp = "swiglu_forward";
   const int64_t rows = a.product.num_rows(), width = a.product.num_cols();
   check_matrix(kOp, "product", a.product, rows, width);
@@ -46,7 +46,11 @@ void swiglu_forward(Device& device, const SwigluForward& a) {
     }
   }
   check_silu(kOp, a.silu, rows, width);
-  if (rows == 0 || width == 0) return;
+}
+
+void swiglu_forward(Device& device, const SwigluForward& a) {
+  check_swiglu_forward(a);
+  if (a.product.num_rows() == 0 || a.product.num_cols() == 0) return;
   PARKA_DISPATCH(swiglu_forward, device, a);
 }
 

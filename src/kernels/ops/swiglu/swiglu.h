@@ -28,6 +28,7 @@ struct SwigluForward {
 };
 PARKA_OP(swiglu_forward, SwigluForward);
 int64_t workspace_of(const SwigluForward& a);
+void check_swiglu_forward(const SwigluForward& a);  // for ops that it is a part of
 
 // d_up = d_product * act(gate);  d_gate = d_product * up * act'(gate),  act' = sig + act * v' * (1 - sig), with v'
 // of the gate and sig of v. Also recomputes the product, transposed, for the weight gradient of the down
