@@ -95,6 +95,25 @@ void bench_swiglu(Bench& bench, const ModelShape& m, const char* forward, const 
       swiglu_backward);
 }
 
+// The projection to up and gate with SwiGLU, as one op and as two.
+void bench_swiglu_projection(Bench& bench, const ModelShape& m) {
+  const auto make = [&](Tensors& t) {
+    const TensorView plain = t.bf16({m.T, 2 * m.f});
+    return SwigluProjection{.projection = {.a = t.fp8(DType::kE4M3, m.T, m.d, Scaling::kTensor),
+                                           .b = t.fp8(DType::kE4M3, 2 * m.f, m.d, Scaling::kTensor),
+                                           .out = plain,
+                                           .fast_accumulation = true},
+                            .swiglu = {.up_gate = t.fp8(DType::kE4M3, m.T, 2 * m.f, Scaling::kGroup, kGroup),
+                                       .product = t.fp8(DType::kE4M3, m.T, m.f, Scaling::kTensor),
+                                       .up_gate_plain = plain}};
+  };
+  bench.time(m.name, "swiglu_projection", make, swiglu_projection);
+  bench.time(m.name, "swiglu_projection.two", make, [](Device& device, const SwigluProjection& a) {
+    gemm(device, a.projection);
+    swiglu_forward(device, a.swiglu);
+  });
+}
+
 void bench_quantize(Bench& bench, const ModelShape& m) {
   const auto time = [&](const char* name, const auto& make) { bench.time(m.name, name, make, quantize); };
   // A weight for the whole step, in both orders; the optimizer's step has found its maximum.
@@ -157,6 +176,7 @@ void bench_float8(Bench& bench, const ModelShape& model) {
   bench_rope(bench, model);
   bench_swiglu(bench, model, "swiglu_forward.fp8", "swiglu_backward.fp8", GateActivation::kSilu);
   bench_swiglu(bench, model, "swiglu_forward.fp8.gelu", "swiglu_backward.fp8.gelu", GateActivation::kGeluTanh);
+  bench_swiglu_projection(bench, model);
   bench_quantize(bench, model);
   bench_adamw(bench, model);
 }

@@ -13,6 +13,7 @@ import sys
 
 # Dense, TFLOP/s, of an H100 SXM and an H200: NVIDIA's datasheets.
 PEAK = {"fp8": 1979.0, "bf16": 989.5}
+PRODUCTS = ("gemm", "swiglu_projection")
 LINEAR = re.compile(r"(\d+) x (\d+) x (\d+) (\w+) ")  # rows, columns and terms of a product, format of its operands
 
 
@@ -29,6 +30,8 @@ def part_of(op, tokens):
         rows, _, terms = map(int, LINEAR.match(op["shape"]).groups()[:3])
         is_weight = terms == tokens and rows != tokens
         return "blocks: products for weight gradients" if is_weight else "blocks: products for input gradients"
+    if name == "swiglu_projection":
+        return "blocks: products of forward with SwiGLU"
     if name.startswith("attention_"):
         return "blocks: attention " + name.removeprefix("attention_")
     for prefix, part in (("norm_", "norms"), ("swiglu_", "SwiGLU"), ("rope_", "rotation"), ("qk_norm_", "rotation"),
@@ -40,7 +43,7 @@ def part_of(op, tokens):
 
 def floor_of(op, copy_bandwidth):
     """Seconds that all runs of an op take at least."""
-    if op["op"] == "gemm":
+    if op["op"] in PRODUCTS:
         operands = LINEAR.match(op["shape"])[4]
         return op["runs"] * op["flop"] / (PEAK["fp8" if operands.startswith("e") else "bf16"] * 1e12)
     if op["op"].startswith("attention_"):
@@ -55,7 +58,7 @@ def parts_of(bench):
     parts = {}
     for op in bench["ops"]:
         part = parts.setdefault(part_of(op, tokens), [0.0] * 5)
-        multiplies = op["op"] == "gemm" or op["op"].startswith("attention_")
+        multiplies = op["op"] in PRODUCTS or op["op"].startswith("attention_")
         for i, value in enumerate((op["seconds"], floor_of(op, bench["copy_bandwidth"]), op.get("floor_seconds", 0.0),
                                    op["runs"] * op["flop"] if multiplies else 0.0, op["runs"] * op["bytes"])):
             part[i] += value

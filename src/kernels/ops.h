@@ -31,3 +31,4 @@
 #include "kernels/ops/quantize/quantize.h"
 #include "kernels/ops/quantize/quantize_4bit.h"
 #include "kernels/ops/swiglu/swiglu.h"
+#include "kernels/ops/swiglu/swiglu_projection.h"

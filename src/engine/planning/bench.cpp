@@ -50,7 +50,8 @@ void add_floors(Device& device, const Config& config, BenchResult& result) {
   for (OpSummary& op : result.ops) {
     double floor = op.cost.bytes / result.ceilings.copy_bandwidth;
     if (op.cost.products == Products::kGemm) {
-      floor = gemm_seconds[op.cost.shape];
+      // Of a product in an op that cuBLASLt does not run there is nothing to measure it against but itself.
+      floor = op.op == "gemm" ? gemm_seconds[op.cost.shape] : op.seconds / static_cast<double>(op.count);
     } else if (op.cost.products != Products::kNone) {
       floor = attention_floor(op, result.device, config.data.sequence_length);
     }

@@ -83,14 +83,19 @@ void Linear::forward(const StepContext& step, const ScaledView& x, const TensorV
   if (!adapters_.empty()) inner_products(step, x);
   const bool adapters_first = adapters_fill_output();
   if (adapters_first) outer_products(step, out, /*accumulate=*/false);
-  gemm(step.device, {.a = x,
-                     .b = is_fp8_ ? step.weights.quantized(step.device, weight_)
-                                  : ScaledView(step.weights.operand(step.device, weight_)),
-                     .out = out,
-                     .accumulate = adapters_first,
-                     .fast_accumulation = fast_forward_});
+  Gemm own = product(step, x, out);
+  own.accumulate = adapters_first;
+  gemm(step.device, own);
   if (bias_ >= 0) bias_forward(step.device, {.bias = step.weights.plain(bias_), .x = out});
   if (!adapters_first) outer_products(step, out, /*accumulate=*/true);
+}
+
+Gemm Linear::product(const StepContext& step, const ScaledView& x, const TensorView& out) const {
+  return {.a = x,
+          .b = is_fp8_ ? step.weights.quantized(step.device, weight_)
+                       : ScaledView(step.weights.operand(step.device, weight_)),
+          .out = out,
+          .fast_accumulation = fast_forward_};
 }
 
 void Linear::input_gradient(const StepContext& step, const GemmInput& d_out, const TensorView& d_x) const {

@@ -5,6 +5,7 @@
 
 #include "core/memory_plan.h"
 #include "core/tensor.h"
+#include "kernels/ops/gemm/gemm.h"
 #include "model/buffer_scope.h"
 #include "model/model_config.h"
 #include "model/parameter_table.h"
@@ -42,6 +43,9 @@ class Linear {
   void declare(BufferScope& scope, const std::string& name, PhaseMask forward, PhaseMask backward);
 
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
+  // Whether out is a product alone, without bias or adapters; which one.
+  bool is_product() const { return adapters_.empty() && bias_ < 0; }
+  Gemm product(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void input_gradient(const StepContext& step, const GemmInput& d_out, const TensorView& d_x) const;
   // Whether the weight is trained, and whether it or an adapter is: else weight_gradient() is not to be called, and
   // nobody needs the input again.

@@ -1,6 +1,7 @@
 #include "model/layers/swiglu.h"
 
 #include "kernels/ops/swiglu/swiglu.h"
+#include "kernels/ops/swiglu/swiglu_projection.h"
 
 namespace parka {
 
@@ -20,7 +21,8 @@ Swiglu::Swiglu(const ModelConfig& model, const PrecisionConfig& precision, const
       activation_(model.activation),
       up_gate_layer_(precision, table, prefix + "up_gate"),
       down_layer_(precision, table, prefix + "down"),
-      saves_product_(precision.save_product) {}
+      saves_product_(precision.save_product),
+      fuses_(precision.fuse_swiglu && up_gate_layer_.is_product()) {}
 
 void Swiglu::declare(BufferScope& scope) {
   const int64_t T = scope.tokens(), f = d_ffn_;
@@ -49,14 +51,21 @@ void Swiglu::forward(const StepContext& step, const ScaledView& x, const TensorV
   const ScaledView up_gate = step.matrix(up_gate_, T, 2 * f), product = step.matrix(product_.row, T, f);
   const TensorView up_gate_plain = step.tensor(up_gate_plain_, T, 2 * f);
   const TensorView projected = up_gate_plain.empty() ? up_gate.data : up_gate_plain;
-  up_gate_layer_.forward(step, x, projected);
-  swiglu_forward(step.device,
-                 {.up_gate = up_gate,
-                  .silu = step.matrix(silu_, T, f),
-                  .product = product,
-                  .product_t = step.keep && saves_product_ ? step.matrix(product_.transposed, f, T) : ScaledView{},
-                  .up_gate_plain = up_gate_plain,
-                  .activation = activation_});
+  const SwigluForward swiglu = {
+      .up_gate = up_gate,
+      .silu = step.matrix(silu_, T, f),
+      .product = product,
+      .product_t = step.keep && saves_product_ ? step.matrix(product_.transposed, f, T) : ScaledView{},
+      .up_gate_plain = up_gate_plain,
+      .activation = activation_};
+  if (fuses_ && !up_gate_plain.empty()) {
+    swiglu_projection(step.device, {up_gate_layer_.product(step, x, projected), swiglu});
+    // That leaves nothing in it.
+    if (step.samples.active()) up_gate_layer_.forward(step, x, projected);
+  } else {
+    up_gate_layer_.forward(step, x, projected);
+    swiglu_forward(step.device, swiglu);
+  }
   sample_forward(step, projected);
   down_layer_.forward(step, product, out);
 }

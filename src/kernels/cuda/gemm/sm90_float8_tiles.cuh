@@ -1,0 +1,244 @@
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/cuda/ptx/sm90_cluster.cuh"
+#include "kernels/cuda/ptx/sm90_float8.cuh"
+#include "kernels/cuda/vector.cuh"
+
+// Products of E4M3 matrices on compute capability 9.0, a [M, K] and b [N, K], for kernels that make something else
+// of them than a matrix in memory.
+//
+// A kernel is persistent and warp-specialised. Two blocks, a cluster, work side by side on tiles of 128 rows each,
+// one below the other, and the same 256 rows of b, 128 of its upper and 128 of its lower half: each copies one of
+// those to both. In a block
+//   - two consumer warpgroups multiply, 64 rows each, and leave the product's tile in shared memory, in bf16;
+//   - a warp of the first warpgroup, the producer, copies tiles of a and b for them to a ring in shared memory;
+//   - its other three, the finishers, make of the product what the kernel is for, while consumers are at the next.
+namespace parka::cuda::sm90_float8 {
+
+constexpr int kWarpgroup = 128;  // threads
+constexpr int kConsumers = 2;    // warpgroups
+constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+constexpr int kWarpsOfGroup = kWarpgroup / kWarpSize, kFinisherWarps = kWarpsOfGroup - 1;
+constexpr int kFinishers = kFinisherWarps * kWarpSize;
+// Registers per thread. Threads start with 168 (65536 over kThreads); 120 + 2 * 192 is three times that.
+constexpr int kFinisherRegisters = 120, kConsumerRegisters = 192;
+
+constexpr int kClusterBlocks = 2;
+constexpr int kTileRows = 128, kTileCols = 256, kHalfCols = kTileCols / 2;
+constexpr int kConsumerRows = kTileRows / kConsumers;
+constexpr int kStages = 3;
+
+// Offsets into shared memory.
+constexpr int kBytesA = kTileRows * kCodesDepth, kBytesB = kTileCols * kCodesDepth, kStageBytes = kBytesA + kBytesB;
+constexpr int kOutAt = kStages * kStageBytes;  // the tile: kTileCols / kBlockColumns blocks
+constexpr int kOutBlockBytes = kTileRows * kBlockRowBytes;
+constexpr int kBarriersAt = kOutAt + kTileCols / kBlockColumns * kOutBlockBytes;
+constexpr int kSharedBytes = kBarriersAt + (2 * kStages + 2) * 8;
+
+// The tiles of a product in the order in which clusters take them: cluster c takes those of number c, c +
+// clusters... A sweep has as many rows as stay in the L2 cache, and goes over all columns.
+struct TileOrder {
+  unsigned pairs, across, sweep_pairs;  // pairs of tiles below each other, tiles side by side, pairs of a sweep
+
+  // Of the product of a [M, K] with b [2 half_cols, K].
+  TileOrder(int64_t rows, int64_t half_cols, int64_t depth)
+      : pairs(static_cast<unsigned>(ceil_div(rows, kClusterBlocks * kTileRows))),
+        across(static_cast<unsigned>(ceil_div(half_cols, kHalfCols))) {
+    constexpr int64_t kSweepBytes = int64_t{16} << 20;
+    const int64_t fit = kSweepBytes / (kClusterBlocks * kTileRows * depth);
+    const unsigned most = static_cast<unsigned>(std::max<int64_t>(fit, 1)), sweeps = (pairs + most - 1) / most;
+    sweep_pairs = (pairs + sweeps - 1) / sweeps;
+  }
+  __host__ __device__ unsigned count() const { return pairs * across; }
+
+  struct Place {
+    int row, col;  // the first of the tile's, col in the upper half
+  };
+  __device__ Place tile(unsigned number, uint32_t rank) const {
+    const unsigned sweep = number / (sweep_pairs * across), within = number - sweep * sweep_pairs * across;
+    const unsigned here = min(sweep_pairs, pairs - sweep * sweep_pairs);
+    const unsigned col = within / here, pair = sweep * sweep_pairs + within % here;
+    return {static_cast<int>(pair * kClusterBlocks + rank) * kTileRows, static_cast<int>(col) * kHalfCols};
+  }
+};
+
+#if PARKA_SM90_CODE
+
+__device__ inline bool is_finisher() { return threadIdx.x / kWarpSize - 1 < kFinisherWarps; }
+__device__ inline int finisher_index() { return static_cast<int>(threadIdx.x) - kWarpSize; }
+
+// The barriers of the ring. A place is full when its bytes are there, from both blocks. It is empty when each
+// consumer warp of both blocks has arrived: what is copied next goes to both.
+struct Ring {
+  uint32_t full, empty;
+
+  __device__ explicit Ring(uint32_t shared) : full(shared + kBarriersAt), empty(full + kStages * 8) {}
+  __device__ void init() const {
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(full + stage * 8, 1);
+      mbarrier_init(empty + stage * 8, kClusterBlocks * kConsumers * kWarpsOfGroup);
+    }
+  }
+  __device__ static uint32_t place(unsigned slot) { return slot % kStages; }
+  __device__ void wait_full(unsigned slot) const { mbarrier_wait(full + place(slot) * 8, slot / kStages % 2); }
+  __device__ void wait_empty(unsigned slot) const {
+    mbarrier_wait(empty + place(slot) * 8, slot / kStages % 2 ^ 1);
+  }
+  __device__ void release(unsigned slot) const {
+    __syncwarp();
+    const unsigned lane = threadIdx.x % kWarpSize;
+    if (lane < kClusterBlocks) mbarrier_arrive_at(empty + place(slot) * 8, lane);
+  }
+};
+
+// The barriers of the tile that consumers leave to the finisher.
+struct OutTile {
+  uint32_t full, empty;
+
+  __device__ explicit OutTile(uint32_t shared) : full(shared + kBarriersAt + 2 * kStages * 8), empty(full + 8) {}
+  __device__ void init() const {
+    mbarrier_init(full, kConsumers * kWarpsOfGroup);
+    mbarrier_init(empty, kFinisherWarps);
+  }
+  __device__ void wait_full(unsigned count) const { mbarrier_wait(full, count % 2); }
+  __device__ void wait_empty(unsigned count) const { mbarrier_wait(empty, count % 2 ^ 1); }
+  __device__ static void arrive(uint32_t barrier) {
+    __syncwarp();
+    if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(barrier);
+  }
+};
+
+// Calls f(place, n) for the n-th tile of this block.
+template <typename F>
+__device__ __forceinline__ void for_each_tile(const TileOrder& order, const F& f) {
+  const uint32_t rank = cluster_rank();
+  unsigned n = 0;
+  for (unsigned number = cluster_index(); number < order.count(); number += num_clusters()) {
+    f(order.tile(number, rank), n++);
+  }
+}
+
+// By one thread.
+__device__ __forceinline__ void copy_tiles(const CUtensorMap& a_map, const CUtensorMap& b_map, int steps,
+                                           int half_cols, uint32_t shared, const Ring& ring,
+                                           const TileOrder& order) {
+  constexpr uint16_t kAllBlocks = (1 << kClusterBlocks) - 1;
+  const int rank = static_cast<int>(cluster_rank());
+  unsigned slot = 0;
+  for_each_tile(order, [&](TileOrder::Place place, unsigned) {
+    const int b_row = place.col + rank * half_cols;
+    for (int step = 0; step < steps; ++step, ++slot) {
+      const uint32_t a = shared + Ring::place(slot) * kStageBytes, full = ring.full + Ring::place(slot) * 8;
+      ring.wait_empty(slot);
+      mbarrier_expect_tx(full, kStageBytes);
+      copy_codes_async(a, a_map, step * kCodesDepth, place.row, full);
+      copy_box_to_blocks_async(a + kBytesA + rank * kHalfCols * kCodesDepth, b_map, step * kCodesDepth, b_row, full,
+                               kAllBlocks);
+    }
+  });
+}
+
+// This consumer's rows of a tile, times `factor`, to its place in shared memory.
+__device__ __forceinline__ void store_tile(const float (&c)[1][32][4], float factor, int consumer,
+                                           uint32_t shared) {
+  const unsigned lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize % kWarpsOfGroup;
+  const unsigned row = consumer * kConsumerRows + warp * 16 + lane % 16, chunk = lane / 16;
+  const uint32_t at = shared + kOutAt + row * kBlockRowBytes;
+#pragma unroll
+  for (int n = 0; n < 32; n += 2) {
+    uint32_t packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const pair = &c[0][n + i / 2][i % 2 * 2];
+      packed[i] = pack_bf16(__fmul_rn(pair[0], factor), __fmul_rn(pair[1], factor));
+    }
+    stmatrix_x4(at + n / 8 * kOutBlockBytes + ((n % 8 + chunk) ^ row % 8) * 16, packed);
+  }
+}
+
+// By all threads of a consumer.
+__device__ __forceinline__ void multiply_tiles(int consumer, int steps, float factor, uint32_t shared,
+                                               const Ring& ring, const OutTile& out, const TileOrder& order) {
+  float c[1][32][4];
+  unsigned slot = 0;
+  for_each_tile(order, [&](TileOrder::Place, unsigned n) {
+    for (int step = 0; step < steps; ++step, ++slot) {
+      const uint32_t a = shared + Ring::place(slot) * kStageBytes;
+      ring.wait_full(slot);
+      wgmma_fence();
+      start_e4m3_product(c, a + consumer * kConsumerRows * kCodesDepth, a + kBytesA, step > 0);
+      wgmma_commit_group();
+      if (step > 0) {
+        wgmma_wait_group<1>();
+        ring.release(slot - 1);
+      }
+    }
+    wgmma_wait_group<0>();
+    fence_operand(c);
+    ring.release(slot - 1);
+    out.wait_empty(n);
+    store_tile(c, factor, consumer, shared);
+    OutTile::arrive(out.full);
+  });
+}
+
+// 16 adjacent columns of a row of the tile.
+__device__ __forceinline__ Stored<BFloat16, 16> read_tile(uint32_t shared, int row, int col) {
+  Stored<BFloat16, 16> x;
+  const uint32_t at = shared + kOutAt + col / kBlockColumns * kOutBlockBytes + row * kBlockRowBytes;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t chunk = (col % kBlockColumns / 8 + i) ^ row % 8;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(x.word[4 * i]), "=r"(x.word[4 * i + 1]), "=r"(x.word[4 * i + 2]), "=r"(x.word[4 * i + 3])
+                 : "r"(at + chunk * 16)
+                 : "memory");
+  }
+  return x;
+}
+
+// By all finishers: finish(place) reads the tile with read_tile().
+template <typename Finish>
+__device__ __forceinline__ void finish_tiles(const OutTile& out, const TileOrder& order, const Finish& finish) {
+  for_each_tile(order, [&](TileOrder::Place place, unsigned n) {
+    out.wait_full(n);
+    finish(place);
+    OutTile::arrive(out.empty);
+  });
+}
+
+// All of a kernel with kThreads threads and kSharedBytes of shared memory, in clusters of kClusterBlocks.
+template <typename Finish>
+__device__ __forceinline__ void run_product(const CUtensorMap& a_map, const CUtensorMap& b_map,
+                                            const float* scale_a, const float* scale_b, int steps, int half_cols,
+                                            const TileOrder& order, unsigned char* memory, const Finish& finish) {
+  const uint32_t shared = shared_address(memory);
+  const Ring ring(shared);
+  const OutTile out(shared);
+  if (threadIdx.x == 0) {
+    ring.init();
+    out.init();
+    mbarrier_init_fence();
+  }
+  cluster_sync();
+  const int group = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  if (group > 0) {
+    setmaxnreg_inc<kConsumerRegisters>();
+    multiply_tiles(group - 1, steps, __fmul_rn(*scale_a, *scale_b), shared, ring, out, order);
+  } else {
+    setmaxnreg_dec<kFinisherRegisters>();
+    if (threadIdx.x >= kWarpSize) {
+      finish_tiles(out, order, [&](TileOrder::Place place) { finish(place, shared); });
+    } else if (threadIdx.x == 0) {
+      copy_tiles(a_map, b_map, steps, half_cols, shared, ring, order);
+    }
+  }
+  __syncwarp();
+  cluster_sync();  // the other block may still copy to this one, or arrive here
+}
+
+#endif  // PARKA_SM90_CODE
+
+}  // namespace parka::cuda::sm90_float8

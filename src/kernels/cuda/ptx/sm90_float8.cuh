@@ -1,0 +1,76 @@
+#pragma once
+#include <cstdint>
+
+#include "kernels/cuda/ptx/sm90.cuh"
+
+// PTX of compute capability 9.0 for products of FP8 matrices: wgmma of E4M3, and bulk copies of codes. A row of a
+// tile is 128 codes in 128 bytes, in the layout of sm90.cuh's blocks.
+namespace parka::cuda {
+
+constexpr int kCodesDepth = 128;  // codes of a row of a tile: terms of sums
+constexpr int kCodesStep = 32;    // of them multiplied by one instruction
+
+// Rows of a [rows, columns] matrix of codes, in boxes of `box_rows` rows and kCodesDepth columns. Copies fill what
+// is outside of it with zeros. Its address and columns are multiples of 16.
+CUtensorMap make_code_map(const void* codes, int64_t rows, int64_t columns, int box_rows);
+
+#if PARKA_SM90_CODE
+
+// The same copy as copy_box_to_blocks_async() makes, to this block alone.
+__device__ inline void copy_codes_async(uint32_t target, const CUtensorMap& map, int column, int row,
+                                        uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+      "[%4];\n" ::"r"(target),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+#define PARKA_C4(n) "+f"(c[0][n][0]), "+f"(c[0][n][1]), "+f"(c[0][n][2]), "+f"(c[0][n][3])
+#define PARKA_C16(n) PARKA_C4(n), PARKA_C4(n + 1), PARKA_C4(n + 2), PARKA_C4(n + 3)
+#define PARKA_C64(n) PARKA_C16(n), PARKA_C16(n + 4), PARKA_C16(n + 8), PARKA_C16(n + 12)
+
+// c = A B^T, or with `accumulate` c += A B^T, for A [64, 32] and B [256, 32] of E4M3. The tensor cores' accumulator
+// keeps about 14 bits of a sum (ops/gemm/gemm.h).
+__device__ inline void wgmma_e4m3_step(float (&c)[1][32][4], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+      "}, %128, %129, accumulate, 1, 1;\n}\n"
+      : PARKA_C64(0), PARKA_C64(16)
+      : "l"(a), "l"(b), "r"(int{accumulate}));
+}
+
+#undef PARKA_C4
+#undef PARKA_C16
+#undef PARKA_C64
+
+// Starts c = A B^T, or c += A B^T, for a row of tiles' depth: A [64, 128], B [256, 128].
+__device__ inline void start_e4m3_product(float (&c)[1][32][4], uint32_t a_tile, uint32_t b_tile, bool accumulate) {
+  const uint64_t a = operand_descriptor<false>(a_tile, 0), b = operand_descriptor<false>(b_tile, 0);
+#pragma unroll
+  for (int k = 0; k < kCodesDepth / kCodesStep; ++k) {
+    const int within = k * kCodesStep / 16;
+    wgmma_e4m3_step(c, a + within, b + within, accumulate || k > 0);
+  }
+}
+
+// The other way around from ldmatrix_x4(): lane l has, in x[i], elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4
+// of matrix i, and lanes 8i to 8i + 7 give the addresses of its rows.
+__device__ inline void stmatrix_x4(uint32_t shared, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared), "r"(x[0]),
+               "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+#endif  // PARKA_SM90_CODE
+
+}  // namespace parka::cuda
