@@ -113,9 +113,9 @@ struct OutTile {
 // Calls f(place, n) for the n-th tile of this block.
 template <typename F>
 __device__ __forceinline__ void for_each_tile(const TileOrder& order, const F& f) {
-  const uint32_t rank = cluster_rank();
+  const uint32_t rank = __clusterRelativeBlockRank();
   unsigned n = 0;
-  for (unsigned number = cluster_index(); number < order.count(); number += num_clusters()) {
+  for (unsigned number = __clusterIdx().x; number < order.count(); number += __clusterGridDimInClusters().x) {
     f(order.tile(number, rank), n++);
   }
 }
@@ -125,7 +125,7 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap& a_map, const CUten
                                            int half_cols, uint32_t shared, const Ring& ring,
                                            const TileOrder& order) {
   constexpr uint16_t kAllBlocks = (1 << kClusterBlocks) - 1;
-  const int rank = static_cast<int>(cluster_rank());
+  const int rank = static_cast<int>(__clusterRelativeBlockRank());
   unsigned slot = 0;
   for_each_tile(order, [&](TileOrder::Place place, unsigned) {
     const int b_row = place.col + rank * half_cols;
@@ -222,7 +222,8 @@ __device__ __forceinline__ void run_product(const CUtensorMap& a_map, const CUte
     out.init();
     mbarrier_init_fence();
   }
-  cluster_sync();
+  __cluster_barrier_arrive();
+  __cluster_barrier_wait();
   const int group = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (group > 0) {
     setmaxnreg_inc<kConsumerRegisters>();
@@ -236,7 +237,8 @@ __device__ __forceinline__ void run_product(const CUtensorMap& a_map, const CUte
     }
   }
   __syncwarp();
-  cluster_sync();  // the other block may still copy to this one, or arrive here
+  __cluster_barrier_arrive();
+  __cluster_barrier_wait();  // the other block may still copy to this one, or arrive here
 }
 
 #endif  // PARKA_SM90_CODE

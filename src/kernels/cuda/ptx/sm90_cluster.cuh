@@ -4,33 +4,11 @@
 #include "kernels/cuda/ptx/sm90.cuh"
 
 // PTX of compute capability 9.0 for the blocks of a cluster, which run at the same time and reach each other's
-// shared memory: what lies there at one address in all of them is named by that address and the block's rank.
+// shared memory: what lies there at one address in all of them is named by that address and the block's rank. Rank
+// and barrier of a cluster are CUDA's own functions (__clusterRelativeBlockRank() and others).
 namespace parka::cuda {
 
 #if PARKA_SM90_CODE
-
-// The rank of this block in its cluster.
-__device__ inline uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
-  return rank;
-}
-// Which cluster of the grid this block is in, and how many there are.
-__device__ inline unsigned cluster_index() {
-  unsigned index;
-  asm volatile("mov.u32 %0, %%clusterid.x;\n" : "=r"(index));
-  return index;
-}
-__device__ inline unsigned num_clusters() {
-  unsigned count;
-  asm volatile("mov.u32 %0, %%nclusterid.x;\n" : "=r"(count));
-  return count;
-}
-
-// All threads of all blocks of the cluster.
-__device__ inline void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
-}
 
 // Arrives at the barrier of the block of that rank.
 __device__ inline void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {

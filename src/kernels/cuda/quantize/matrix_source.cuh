@@ -62,7 +62,7 @@ struct PlainSource {
   __device__ Fetched fetch(int row, int col) const {
     return load_constant<kSourceWidth>(x_RC + offset_of(row, cols, col));
   }
-  __device__ void decode(const Fetched& stored, int quarter, float (&x)[4]) const {
+  static __device__ void decode(const Fetched& stored, int quarter, float (&x)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = stored[4 * quarter + i];
   }

@@ -83,18 +83,14 @@ struct GateCodes {
     const int lanes = 1 << group_shift >> std::countr_zero(unsigned{kSourceWidth});
     const int groups = width >> group_shift, group = col >> group_shift;
     const bool is_first_of_group = col == group << group_shift, exists = row < rows && col < width;
-    const auto numbers = [](const Stored<BFloat16, kSourceWidth>& x, int quarter, float(&y)[4]) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) y[i] = x[4 * quarter + i];
-    };
     GroupCodes<F8> up_codes(max_magnitude_of(up_plain), lanes), gate_codes(max_magnitude_of(gate_plain), lanes);
     float amax = 0.0f, silus[16], silu_amax = 0.0f;
 #pragma unroll
     for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
       float up[4], gate[4];
-      numbers(up_plain, quarter, up);
+      PlainSource<BFloat16>::decode(up_plain, quarter, up);
       up_codes.encode(quarter, up);
-      numbers(gate_plain, quarter, gate);
+      PlainSource<BFloat16>::decode(gate_plain, quarter, gate);
       gate_codes.encode(quarter, gate);
       float activated[4], slope[4];
       activate(activation, /*coded=*/!kSavesSilu, /*saved=*/false, gate, activated, slope);
