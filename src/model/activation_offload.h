@@ -3,7 +3,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 #include "kernels/device/arena.h"
 #include "kernels/device/device.h"
 

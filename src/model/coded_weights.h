@@ -3,7 +3,7 @@
 #include <string_view>
 #include <vector>
 
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 #include "core/parameter.h"
 #include "core/tensor.h"
 #include "kernels/device/arena.h"

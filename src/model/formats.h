@@ -1,5 +1,5 @@
 #pragma once
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 #include "core/tensor.h"
 #include "kernels/device/arena.h"
 #include "model/model_config.h"

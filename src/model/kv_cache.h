@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 #include "model/model_config.h"
 
 namespace parka {

@@ -1,5 +1,5 @@
 #pragma once
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 
 namespace parka {
 

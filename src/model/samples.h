@@ -1,7 +1,7 @@
 #pragma once
 #include <algorithm>
 
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 #include "kernels/device/arena.h"
 #include "kernels/device/device.h"
 #include "kernels/ops/attention/attention.h"

@@ -2,8 +2,8 @@
 #include <span>
 #include <vector>
 
+#include "core/memory/unit_buffers.h"
 #include "core/shard.h"
-#include "core/unit_buffers.h"
 #include "kernels/device/arena.h"
 #include "model/coded_weights.h"
 #include "model/formats.h"
@@ -48,8 +48,8 @@ bool gathers_transposed(const ParameterTable& table, const Formats& formats, Wei
 inline int64_t head_copy_rows(int64_t rows) { return ceil_div(rows, 16) * 16; }
 
 // The weights that the model computes with, and their FP8 copies. With ZeRO stage 3 a rank keeps its piece of each
-// block's weights, and two blocks' worth of buffers (core/unit_buffers.h), into which the pieces of all ranks are
-// gathered where the block is used: FP8 codes where GEMMs read nothing else.
+// block's weights, and two blocks' worth of buffers (core/memory/unit_buffers.h), into which the pieces of all
+// ranks are gathered where the block is used: FP8 codes where GEMMs read nothing else.
 //
 // Weights of the blocks' linear layers may lie in host memory (ParameterInfo::place): a rank's pieces, or what it
 // keeps whole. Where FP8 copies are kept for a whole step, GEMMs read these alone. Otherwise a block's weights are
@@ -131,7 +131,7 @@ class ModelWeights {
     return gathers_transposed_ && is_gathered_on_use(unit) && copies_kept_.of_unit(unit) == WeightCopies::kBoth;
   }
   // Whether weights of the unit are not kept on the device, but have to be gathered before each use, from other
-  // ranks or from host memory. Units of one buffer (core/unit_buffers.h) use the same memory.
+  // ranks or from host memory. Units of one buffer (core/memory/unit_buffers.h) use the same memory.
   bool is_gathered_on_use(int unit) const { return gathered_unit_[static_cast<size_t>(unit)]; }
   // What this rank has of a weight in host memory, whole or its piece, and where on the device it is copied to:
   // both flat.

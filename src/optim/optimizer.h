@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
+#include "core/memory/unit_buffers.h"
 #include "core/parameter.h"
 #include "core/shard.h"
-#include "core/unit_buffers.h"
 #include "kernels/device/arena.h"
 #include "optim/optimizer_config.h"
 #include "optim/state_stream.h"
@@ -96,7 +96,7 @@ class Optimizer {
   // Where the model accumulates gradients, in the order of the parameters, [rows, cols] each; empty for frozen
   // ones. With divided gradients, and where they are released, these are buffers for those of one micro-batch.
   const std::vector<TensorView>& gradients() const { return gradients_; }
-  // Whether units share them (core/unit_buffers.h).
+  // Whether units share them (core/memory/unit_buffers.h).
   bool shares_gradient_buffers() const { return releases_gradients() || zero_.shards_gradients(); }
   bool releases_gradients() const { return config_.release_gradients; }
 

@@ -2,8 +2,8 @@
 // file), and what they leave alone.
 #include <cmath>
 
+#include "core/memory/unit_buffers.h"
 #include "core/philox.h"
-#include "core/unit_buffers.h"
 #include "engine/evaluation/evaluation.h"
 #include "tests/model/trained_model.h"
 #include "tests/support/catch.h"

@@ -2,7 +2,7 @@
 #include <map>
 #include <string>
 
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 #include "tests/support/catch.h"
 
 namespace parka::test {

@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/error.h"
-#include "core/host_memory.h"
+#include "core/memory/host_memory.h"
 #include "core/tensor.h"
 #include "engine/commands/argument_values.h"
 #include "engine/commands/commands.h"

@@ -2,7 +2,7 @@
 #include <string>
 #include <vector>
 
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/config/config.h"
 #include "kernels/device/arena.h"

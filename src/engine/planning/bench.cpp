@@ -10,7 +10,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "core/host_memory.h"
+#include "core/memory/host_memory.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/planning/synthetic_data.h"
 #include "engine/training/training_run.h"

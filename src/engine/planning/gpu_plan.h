@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 #include "engine/config/config.h"
 
 namespace parka {

@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 #include "core/shard.h"
 #include "engine/config/config.h"
 #include "engine/step/integrity.h"

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 #include "core/shard.h"
 #include "engine/config/config.h"
 #include "kernels/device/arena.h"

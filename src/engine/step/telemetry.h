@@ -6,7 +6,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 #include "engine/config/config.h"
 #include "kernels/device/arena.h"
 #include "kernels/ops/attention/attention.h"

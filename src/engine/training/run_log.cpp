@@ -4,8 +4,8 @@
 #include <string>
 
 #include "core/error.h"
-#include "core/host_memory.h"
 #include "core/log/log.h"
+#include "core/memory/host_memory.h"
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/training/progress.h"
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 #include "core/shard.h"
 #include "data/batch_loader.h"
 #include "data/token_files.h"

@@ -2,7 +2,7 @@
 #include <functional>
 #include <utility>
 
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 #include "kernels/device/device.h"
 
 namespace parka {

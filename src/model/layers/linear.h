@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 #include "core/tensor.h"
 #include "kernels/ops/gemm/gemm.h"
 #include "model/buffer_scope.h"

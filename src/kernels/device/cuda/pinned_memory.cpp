@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 #include "core/error.h"
-#include "core/host_memory.h"
+#include "core/memory/host_memory.h"
 #include "core/parallel.h"
 
 namespace parka::cuda {

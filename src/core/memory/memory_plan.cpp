@@ -1,4 +1,4 @@
-#include "core/memory_plan.h"
+#include "core/memory/memory_plan.h"
 
 #include <fmt/ranges.h>
 
