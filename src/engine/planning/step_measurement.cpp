@@ -13,6 +13,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/error.h"
+#include "core/median.h"
 #include "engine/config/distributed_config.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
@@ -45,12 +46,6 @@ int64_t count(const nlohmann::json& value, const char* key, const std::string& p
     throw_bad_input("{}: {} is {}, which no measurement gives: run `parka bench` again", path, key, number);
   }
   return static_cast<int64_t>(number);
-}
-
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
 }
 
 // What an op has to do: some do next to nothing.

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/median.h"
 #include "core/number_formats.h"
 #include "kernels/cuda/gemm/gemm_cache.h"
 #include "kernels/cuda/gemm/gemm_kernels.h"
@@ -75,12 +76,6 @@ class Stopwatch {
   const CudaDevice& device_;
   cudaEvent_t begin_ = nullptr, end_ = nullptr;
 };
-
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<int64_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
 
 template <typename T>
 void set(cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute, T value) {
