@@ -34,8 +34,8 @@ class SteadyCounter final : public PowerCounter {
   double watts_;
 };
 
-// The sampler's thread may be kept waiting between the counter and the clock, for some 50 ms of more than 0.5 s.
-bool near(double watts, double wanted) { return std::abs(watts - wanted) < 0.1 * wanted; }
+// Readings of up to 10 ms count, and are then up to 5 ms off, at either end of more than 0.5 s.
+bool near(double watts, double wanted) { return std::abs(watts - wanted) < 0.02 * wanted; }
 
 }  // namespace
 

@@ -9,10 +9,11 @@
 
 namespace parka {
 
-// The counters at a moment.
+// The counters at a moment, the middle of the time that reading the energy took.
 struct PowerSample {
   double seconds = 0;
   std::optional<double> joules, clock;
+  double reading_seconds = 0;  // of the energy counter
 };
 
 // Means over some time; nothing where a counter could not be read, or the time was too short for it.
@@ -25,7 +26,8 @@ struct PowerUse {
 inline constexpr double kLeastPowerSeconds = 0.5;
 
 // The energy counter stands still for tens of milliseconds. So watts are means from its first change to its last,
-// and not from the first sample to the last one.
+// and not from the first sample to the last one. Where the thread was kept waiting, in a reading or between two,
+// for far longer than it mostly takes, the moment of a change is not known, and that change does not count.
 PowerUse mean_power(const std::vector<PowerSample>& samples);
 
 // Reads counters every 10 ms, in a thread, from its construction until stop().
