@@ -10,13 +10,16 @@ namespace parka::cuda {
 
 #if PARKA_SM90_CODE
 
-// Arrives at the barrier of the block of that rank.
+// Arrives at the barrier of the block of that rank. It orders memory for this block alone: what this thread wrote
+// need not be seen there yet. It suffices to say that shared memory has been read, by wgmma of which the end was
+// waited for. A release to the cluster would also wait for all of the thread's memory operations, in the whole GPU
+// (MEMBAR.GPU).
 __device__ inline void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"
       ".reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
       "}\n" ::"r"(barrier),
       "r"(rank)
       : "memory");
