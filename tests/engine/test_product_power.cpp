@@ -1,4 +1,4 @@
-#include "engine/planning/product_power.h"
+#include "engine/products/product_power.h"
 
 #include <algorithm>
 #include <chrono>

@@ -1,4 +1,4 @@
-#include "engine/planning/run_gemms.h"
+#include "engine/products/run_gemms.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "engine/config/config_io.h"
-#include "engine/planning/product_scratch.h"
+#include "engine/products/product_scratch.h"
 #include "engine/training/training_run.h"
 #include "tests/engine/named_device.h"
 #include "tests/engine/step_config.h"

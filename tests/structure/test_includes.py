@@ -30,6 +30,7 @@ LAYERS = [
     "engine/evaluation",
     "engine/step",
     "engine/training",
+    "engine/products",
     "engine/planning",
     "engine/commands",
 ]

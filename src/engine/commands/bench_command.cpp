@@ -17,7 +17,7 @@
 #include "engine/config/given_keys.h"
 #include "engine/files/file_io.h"
 #include "engine/planning/bench.h"
-#include "engine/planning/product_power.h"
+#include "engine/products/product_power.h"
 #include "engine/step/recorded_step.h"
 #include "kernels/device/step_section_names.h"
 

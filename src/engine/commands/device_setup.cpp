@@ -11,8 +11,8 @@
 #include "engine/files/gemm_tuning_file.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/planning/memory_advice.h"
-#include "engine/planning/product_scratch.h"
-#include "engine/planning/run_gemms.h"
+#include "engine/products/product_scratch.h"
+#include "engine/products/run_gemms.h"
 #include "engine/step/recorded_step.h"
 
 namespace parka {

@@ -1,4 +1,4 @@
-#include "engine/planning/product_scratch.h"
+#include "engine/products/product_scratch.h"
 
 #include <algorithm>
 #include <array>

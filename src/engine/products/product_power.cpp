@@ -1,4 +1,4 @@
-#include "engine/planning/product_power.h"
+#include "engine/products/product_power.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,7 +9,7 @@
 
 #include "core/number_formats.h"
 #include "core/philox.h"
-#include "engine/planning/product_scratch.h"
+#include "engine/products/product_scratch.h"
 #include "kernels/ops/quantize/quantize.h"
 
 namespace parka {

@@ -1,4 +1,4 @@
-#include "engine/planning/run_gemms.h"
+#include "engine/products/run_gemms.h"
 
 #include <algorithm>
 #include <cctype>
@@ -11,7 +11,7 @@
 #include "core/error.h"
 #include "data/read_only_file.h"
 #include "engine/files/file_io.h"
-#include "engine/planning/product_scratch.h"
+#include "engine/products/product_scratch.h"
 #include "engine/training/progress.h"
 
 namespace parka {
