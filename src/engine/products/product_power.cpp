@@ -7,10 +7,8 @@
 #include <set>
 #include <tuple>
 
-#include "core/number_formats.h"
-#include "core/philox.h"
 #include "engine/products/product_scratch.h"
-#include "kernels/ops/quantize/quantize.h"
+#include "engine/products/random_operands.h"
 
 namespace parka {
 namespace {
@@ -67,54 +65,18 @@ ProductWay block_way(const GemmShape& s, DType out) {
   return way;
 }
 
-// Fills operands of products with numbers from a normal distribution, a million of them over and over.
-class Operands {
- public:
-  // For products of up to so many elements in an operand.
-  Operands(Device& device, int64_t most_elements) : device_(device) {
-    memory_ = device.allocate(most_elements * size_of(DType::kBF16));
-    constexpr int64_t kPiece = int64_t{1} << 20;
-    std::vector<BFloat16> numbers(static_cast<size_t>(std::min(kPiece, most_elements)));
-    for (size_t i = 0; i < numbers.size(); ++i) {
-      numbers[i] = encode_bf16(static_cast<float>(philox_normal2(1, 2, i / 2)[i % 2]));
-    }
-    for (int64_t at = 0; at < most_elements; at += kPiece) {
-      const int64_t count = std::min(kPiece, most_elements - at);
-      device.copy_to_device(static_cast<std::byte*>(memory_) + at * size_of(DType::kBF16), numbers.data(),
-                            count * size_of(DType::kBF16));
-    }
-  }
-  ~Operands() { device_.release(memory_); }
-  Operands(const Operands&) = delete;
-  Operands& operator=(const Operands&) = delete;
-
-  void fill(const ScaledView& operand) const {
-    const TensorView source(memory_, DType::kBF16, {operand.num_rows(), operand.num_cols()});
-    if (operand.scaling == Scaling::kNone) {
-      device_.copy(operand.data.data, source.data, source.bytes());
-    } else {
-      quantize(device_, {.x = source, .out = operand});
-    }
-  }
-
- private:
-  Device& device_;
-  void* memory_;
-};
-
 class Measurement {
  public:
   Measurement(Device& device, PowerCounter* counter, const std::vector<Gemm>& gemms, double seconds)
       : device_(device),
         counter_(counter),
         seconds_(seconds),
-        scratch_(device, gemms, workspace_of_quantize(gemms)),
-        operands_(device, most_elements(gemms)) {}
+        scratch_(device, gemms, most_of(gemms, RandomOperands::workspace_of)),
+        operands_(device, most_of(gemms, RandomOperands::elements_of)) {}
 
   MeasuredWay measure(const ProductWay& way) const {
     const Gemm a = scratch_.place(way.gemm);
-    operands_.fill(a.a);
-    operands_.fill(a.b);
+    operands_.fill(a);
     gemm(device_, a);  // the library sets itself up
     MeasuredWay measured = {.way = way};
     measured.seconds = time(a, runs_in(kSettleSeconds, time(a, 1)));
@@ -134,21 +96,10 @@ class Measurement {
     return std::max<int64_t>(1, std::llround(std::ceil(seconds / std::max(once, 1e-6))));
   }
 
-  static int64_t most_elements(const std::vector<Gemm>& gemms) {
+  template <typename Value>
+  static int64_t most_of(const std::vector<Gemm>& gemms, const Value& value) {
     int64_t most = 0;
-    for (const Gemm& a : gemms) most = std::max({most, a.a.data.numel(), a.b.data.numel()});
-    return most;
-  }
-
-  static int64_t workspace_of_quantize(const std::vector<Gemm>& gemms) {
-    int64_t most = 0;
-    for (const Gemm& a : gemms) {
-      for (const ScaledView& x : {a.a, a.b}) {
-        if (x.scaling == Scaling::kNone) continue;
-        most =
-            std::max(most, workspace_of(Quantize{.x = matrix(DType::kBF16, x.num_rows(), x.num_cols()), .out = x}));
-      }
-    }
+    for (const Gemm& a : gemms) most = std::max(most, value(a));
     return most;
   }
 
@@ -163,7 +114,7 @@ class Measurement {
   PowerCounter* counter_;
   double seconds_;  // of measuring a way
   ProductScratch scratch_;
-  Operands operands_;
+  RandomOperands operands_;
 };
 
 // The shapes with their ways, those with the most FLOP of a step first.
