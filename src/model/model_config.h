@@ -209,7 +209,6 @@ struct PrecisionConfig {
   bool fast_forward = true;
   bool fast_input_gradient = true;
   bool fast_weight_gradient = false;
-  bool fuse_swiglu = false;
   Recompute recompute = Recompute::kNone;
   int64_t offload_blocks = 0;
   bool offload_weights = false;
@@ -284,11 +283,6 @@ struct PrecisionConfig {
     visit("fast_weight_gradient", fast_weight_gradient,
           "The same for weight gradients, which are sums over all tokens of the micro-batch; true makes the loss "
           "worse");
-    visit(
-        "fuse_swiglu", fuse_swiglu,
-        "One kernel of Parka's own makes up and gate of their products, in place of cuBLASLt and a kernel behind it, on GPUs "
-        "of compute capability 9.0; others run these two. Needs gemm = fp8_tensor, forward_format = e4m3, up_gate = fp8 and "
-        "fast_forward. Its speed depends on the shape: `parka bench` shows whether it is worth it");
     visit("recompute", recompute,
           "none, or block: keep only each block's input and run the block's forward again in backward (same bits)");
     visit("offload_blocks", offload_blocks,

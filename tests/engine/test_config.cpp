@@ -220,7 +220,6 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"fast_forward", true},
                                  {"fast_input_gradient", true},
                                  {"fast_weight_gradient", false},
-                                 {"fuse_swiglu", false},
                                  {"recompute", "none"},
                                  {"offload_blocks", 0},
                                  {"offload_weights", false},

@@ -153,14 +153,6 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
        },
        "precision.qkv = fp8 needs model.d_model / model.num_heads = 32"},
       {[](Config& c) { c.precision.save_silu = true; }, "precision.save_silu = true needs precision.up_gate = fp8"},
-      {[](Config& c) { c.precision.fuse_swiglu = true; },
-       "precision.fuse_swiglu = true needs precision.gemm = fp8_tensor"},
-      {[](Config& c) {
-         apply_recipe(Recipe::kParka, c);
-         c.precision.fuse_swiglu = true;
-         c.precision.fast_forward = false;
-       },
-       "precision.fuse_swiglu = true needs precision.gemm = fp8_tensor, forward_format = e4m3, up_gate = fp8"},
       {[](Config& c) {
          apply_recipe(Recipe::kFp8Block, c);
          c.precision.attention_output = Storage::kFp8;

@@ -509,6 +509,8 @@ class RecordedLoads {
  public:
   explicit RecordedLoads(const Config& config)
       : device_(DeviceKind::kCuda, {.op = [this](const RecordedOp&) { ++num_ops_; },
+                                    .product = {},
+                                    .projection = {},
                                     .fill = {},
                                     .transfer = [this](const RecordedTransfer& transfer) { add(transfer); }}),
         communicator_(0, 1),

@@ -15,6 +15,7 @@
 
 #include "engine/config/config_io.h"
 #include "engine/products/product_scratch.h"
+#include "engine/products/product_tuning.h"
 #include "engine/training/training_run.h"
 #include "tests/engine/named_device.h"
 #include "tests/engine/step_config.h"
@@ -45,14 +46,17 @@ struct Run {
   std::vector<RecordedProduct> products = record_products(config, 1);
   int tuned = 0;
   std::vector<std::string> warnings;
-  RunGemmsOptions options = {.tuning_folders = {folder / "tuning"},
-                             .steps = 1,
-                             .tune =
-                                 [this](const std::vector<RecordedProduct>& of) {
-                                   ++tuned;
-                                   return choices_for(of);
-                                 },
-                             .warn = [this](const std::string& line) { warnings.push_back(line); }};
+  RunGemmsOptions options = {
+      .tuning_folders = {folder / "tuning"},
+      .steps = 1,
+      .tune =
+          [this](const std::vector<RecordedProduct>& of, const std::vector<SwigluProjection>& projections) {
+            ++tuned;
+            std::vector<GemmChoice> choices = choices_for(of);
+            for (const SwigluProjection& a : projections) choices.push_back(choose_kernels(key_of(a), 4e-6, 0.7));
+            return choices;
+          },
+      .warn = [this](const std::string& line) { warnings.push_back(line); }};
 
   Run() {
     config.checkpoint.folder = folder / "run";
@@ -143,12 +147,18 @@ TEST_CASE("a file of configs/tuning has every product of the config that it is f
                                                  {"olmo-1b", "bf16", bf16},
                                                  {"llama3-8b", "parka", std::vector<std::string>()}}) {
     CAPTURE(model, recipe);
-    std::set<std::string> there;
+    const Config config = load_config(fmt::format("{}{}-bench.json", configs, model), overrides);
+    std::set<std::string> there, may_fuse;
+    for (const SwigluProjection& a : record_projections(config, 1)) may_fuse.insert(key_of(a));
     for (const GemmChoice& choice :
          load_gemm_tuning(fmt::format("{}tuning/{}.{}.tuning.json", configs, model, recipe)).choices) {
-      there.insert(choice.gemm);
+      CAPTURE(choice.gemm);
+      if (choice.is_of_kernels()) {
+        CHECK(may_fuse.contains(choice.gemm));
+      } else {
+        there.insert(choice.gemm);
+      }
     }
-    const Config config = load_config(fmt::format("{}{}-bench.json", configs, model), overrides);
     const std::vector<RecordedProduct> products = record_products(config, 1);
     for (const RecordedProduct& product : products) {
       CAPTURE(key_of(product.gemm));
@@ -184,8 +194,14 @@ TEST_CASE("a long run without a file tunes once and goes on with what it found",
   CHECK(run.tuned == 1);
   CHECK(first.ran_products);
   CHECK(has(first.line, "products take 25.0 % less time"));  // 3 us of 4
+  CHECK(has(first.line, "SwiGLU with its product is one kernel, which takes 30.0 % less time than two"));
   CHECK(read_file(run.kept()) == first.tuning);
-  CHECK(parse_gemm_tuning(first.tuning, "it").choices.size() == choices_for(run.products).size());
+  const std::vector<GemmChoice> kept = parse_gemm_tuning(first.tuning, "it").choices;
+  REQUIRE(kept.size() == choices_for(run.products).size() + 1);
+  const std::vector<SwigluProjection> projections = record_projections(run.config, 1);
+  REQUIRE(projections.size() == 1);
+  CHECK(kept.back().gemm == key_of(projections.front()));
+  CHECK(kept.back().algorithm == GemmChoice::kOneKernel);
   run.ship("later.json", choices_for(run.products), run.device);
   for (const bool has_checkpoint : {false, true}) {
     run.options.has_checkpoint = has_checkpoint;

@@ -47,11 +47,11 @@ double work_of(const RecordedOp& op) { return op.cost.flop > 0 ? op.cost.flop : 
 double by_work(const RecordedOp& op) { return 1e-6 * work_of(op); }
 
 // What `parka bench` writes of a step on one GPU in which ops take `seconds`: 0.9 seconds without timing each.
-json measurement(const Seconds& seconds = by_work, const json& config = measured_config()) {
+json measurement(const Seconds& seconds = by_work, const json& config = measured_config(), bool fuses = false) {
   json file = {{"device", "NVIDIA H200"}, {"ranks", 1},           {"step_seconds", {0.9, 0.8, 5.0}},
                {"copy_bandwidth", kCopy}, {"ops", json::array()}, {"config", config}};
   std::map<std::vector<std::string>, json> ops;
-  const RecordedStep step = record_step(parse_config(config, "test"), 1);
+  const RecordedStep step = record_step(parse_config(config, "test"), 1, fuses);
   for (const RecordedStep::Part& part : step.parts) {
     for (const RecordedStep::Work& work : part.work) {
       const auto* op = std::get_if<RecordedOp>(&work);
@@ -128,6 +128,21 @@ TEST_CASE("one GPU is expected to take what it took, whatever ops took", "[engin
     for (const StepAction& action : step_actions_by(one, longer, 1, 1.5)) slow += action.seconds;
     CHECK(slow == Approx(1.5 * 0.9 * more));
   }
+}
+
+TEST_CASE("a step measured with one kernel for SwiGLU and its product has it when it is changed",
+          "[engine][step model]") {
+  CHECK_FALSE(Written(measurement()).read().fuses());
+  const auto only_fused = [](const RecordedOp& op) { return op.op == "swiglu_projection" ? 1.0 : 0.0; };
+  const StepMeasurement one = Written(measurement(only_fused, measured_config(), /*fuses=*/true)).read();
+  CHECK(one.fuses());
+  CHECK(step_seconds(one, one.config, 1) == Approx(0.9));
+  Config longer = one.config;
+  longer.training.global_batch_size = 16;
+  CHECK(step_seconds(one, longer, 1) == Approx(2 * 0.9));
+  const auto again = ChangedSteps(one, one.config, {}, 1, /*slowest=*/1).predict(one.config);
+  REQUIRE(again);
+  CHECK(again->seconds == Approx(0.9));
 }
 
 TEST_CASE("waits for what is in host memory are not work of the measured GPU", "[engine][step model]") {

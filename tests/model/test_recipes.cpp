@@ -148,19 +148,6 @@ TEST_CASE("recomputing what was not kept gives the same bits", "[model][recipes]
   }
 }
 
-TEST_CASE("the projection fused with SwiGLU gives the same bits", "[model][recipes]") {
-  const ModelConfig config = small_config(NormKind::kRmsNorm, true, 2);
-  for (const Recipe recipe : {Recipe::kCoat, Recipe::kParka}) {
-    CAPTURE(name_of(recipe));
-    PrecisionConfig precision = precision_recipe(recipe);
-    const Result reference = run(config, precision);
-    precision.fuse_swiglu = true;
-    const Result fused = run(config, precision);
-    CHECK(same_bits(fused.losses, reference.losses));
-    CHECK(same_bits(fused.gradients, reference.gradients));
-  }
-}
-
 TEST_CASE("results do not depend on the number of threads", "[model][recipes]") {
   const ModelConfig config = small_config(NormKind::kRmsNorm, false, 2);
   for (Recipe recipe : {Recipe::kBf16, Recipe::kCoat, Recipe::kParka, Recipe::kFp8Block}) {

@@ -191,7 +191,7 @@ void add_bench(CLI::App& app, BenchOptions& options) {
 
 void add_tune(CLI::App& app, TuneOptions& options) {
   CLI::App& command = *app.add_subcommand(
-      "tune", "Find the fastest cuBLASLt algorithm for every matrix product of a config, for device.gemm_tuning.");
+      "tune", "Find the fastest algorithm for every matrix product of a config, for device.gemm_tuning.");
   add_config_options(command, options.config_path, options.overrides);
   command.add_option("--output", options.output, "File to write")->type_name("FILE")->required();
   command.add_option("--candidates", options.candidates, "Algorithms to try for each product")

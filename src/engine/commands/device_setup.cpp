@@ -11,7 +11,7 @@
 #include "engine/files/gemm_tuning_file.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/planning/memory_advice.h"
-#include "engine/products/product_scratch.h"
+#include "engine/products/product_tuning.h"
 #include "engine/products/run_gemms.h"
 #include "engine/step/recorded_step.h"
 
@@ -34,10 +34,11 @@ RunGemmsOptions run_gemms_options(const Config& config, const std::string& confi
           .has_checkpoint = !checkpoints.empty(),
           .steps = std::max<int64_t>(0, config.training.steps - done),
           .tune =
-              [&device](const std::vector<RecordedProduct>& products) {
+              [&device](const std::vector<RecordedProduct>& products,
+                        const std::vector<SwigluProjection>& projections) {
                 log_info("tuning {} matrix products, once, for up to {:.0f} s (device.gemm_tuning=off: never)",
                          products.size(), kRunTuningSeconds);
-                return tune_products(device, products,
+                return tune_products(device, products, projections,
                                      {.max_candidates = 32, .rounds = 2, .budget_seconds = kRunTuningSeconds});
               },
           .warn = warn_of_file};

@@ -271,13 +271,6 @@ void check_kept_activations(const ModelConfig& m, const PrecisionConfig& p) {
   if (p.save_silu && p.up_gate != Storage::kFp8) {
     throw_bad_input("precision.save_silu = true needs precision.up_gate = fp8; set that, or save_silu = false");
   }
-  const bool can_fuse = p.gemm == GemmPrecision::kFp8Tensor && p.forward_format == DType::kE4M3 &&
-                        p.up_gate == Storage::kFp8 && p.fast_forward;
-  if (p.fuse_swiglu && !can_fuse) {
-    throw_bad_input(
-        "precision.fuse_swiglu = true needs precision.gemm = fp8_tensor, forward_format = e4m3, up_gate = fp8 and "
-        "fast_forward = true; set those, or fuse_swiglu = false");
-  }
   const int64_t most = std::max<int64_t>(m.num_layers - ActivationOffload::kBuffers, 0);
   if (p.offload_blocks > most) {
     throw_bad_input(

@@ -212,7 +212,7 @@ WorkSeconds measured_work(const StepMeasurement& one, double slowest) {
   const WorkSeconds timed = {[ops](const RecordedOp& op) { return ops->seconds(op); }, one.copy_bandwidth};
   // Timing every op takes time, and between ops nothing is timed: all are scaled to the step without timing.
   const double own_seconds = one.step_seconds - one.host_wait_seconds;
-  const double scale = slowest * own_seconds / compute_seconds(record_step(one.config, 1), timed);
+  const double scale = slowest * own_seconds / compute_seconds(record_step(one.config, 1, one.fuses()), timed);
   return {[ops, scale](const RecordedOp& op) { return scale * ops->seconds(op); }, one.copy_bandwidth / scale};
 }
 
@@ -220,7 +220,7 @@ std::vector<StepAction> step_actions_by(const StepMeasurement& one, const Config
                                         double slowest) {
   const WorkSeconds work = measured_work(one, slowest);
   require_same_speed(one, config, SpeedOf::kOneGpu);
-  return step_actions(record_step(config, num_gpus), work);
+  return step_actions(record_step(config, num_gpus, one.fuses()), work);
 }
 
 void require_measurement_of(const StepMeasurement& measured, const Config& config, int64_t num_gpus) {

@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -23,6 +24,10 @@ struct StepMeasurement {
   int64_t tokens_per_step() const { return config.training.global_batch_size * config.data.sequence_length; }
   double tokens_per_second_per_gpu() const {
     return static_cast<double>(tokens_per_step()) / step_seconds / static_cast<double>(ranks);
+  }
+  // Whether SwiGLU's projection was one kernel: as tuning had chosen, which the config does not say.
+  bool fuses() const {
+    return std::any_of(ops.begin(), ops.end(), [](const OpSummary& op) { return op.op == "swiglu_projection"; });
   }
   int64_t num_micro_batches() const { return config.micro_batches_per_step(ranks); }
 };

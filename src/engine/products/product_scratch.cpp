@@ -1,7 +1,6 @@
 #include "engine/products/product_scratch.h"
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 
 namespace parka {
@@ -9,21 +8,64 @@ namespace {
 
 constexpr int64_t kAlignment = 256;
 
-std::array<TensorView*, 5> tensors_of(Gemm& a) { return {&a.a.data, &a.a.scale, &a.b.data, &a.b.scale, &a.out}; }
+std::vector<TensorView*> tensors_of(Gemm& a) { return {&a.a.data, &a.a.scale, &a.b.data, &a.b.scale, &a.out}; }
 
-// Where the tensors of a product begin in memory that is aligned to kAlignment; behind them, where the last one
-// ends.
-std::array<int64_t, 6> places_of(Gemm a) {
-  std::array<int64_t, 6> places{};
-  int64_t end = 0;
-  size_t i = 0;
-  for (const TensorView* t : tensors_of(a)) {
-    places[i++] = end + static_cast<int64_t>(reinterpret_cast<uintptr_t>(t->data) % kAlignment);
-    if (!t->empty()) end = ceil_div(places[i - 1] + t->bytes(), kAlignment) * kAlignment;
+// Without those that share the memory of another one.
+std::vector<TensorView*> tensors_of(SwigluProjection& a) {
+  std::vector<TensorView*> tensors = tensors_of(a.projection);
+  SwigluForward& swiglu = a.swiglu;
+  for (ScaledView* x : {&swiglu.up_gate, &swiglu.silu, &swiglu.product}) {
+    tensors.push_back(&x->data);
+    tensors.push_back(&x->scale);
   }
-  places[i] = end;
-  return places;
+  tensors.push_back(&swiglu.product_t.data);
+  return tensors;
 }
+
+void share(Gemm&) {}
+void share(SwigluProjection& a) {
+  a.swiglu.up_gate_plain.data = a.projection.out.data;
+  if (!a.swiglu.product_t.empty()) a.swiglu.product_t.scale.data = a.swiglu.product.scale.data;
+}
+
+// Gives each tensor a place in `memory`, which is aligned to kAlignment. Returns where the last one ends. Without
+// memory nothing is changed.
+int64_t lay_out(const std::vector<TensorView*>& tensors, std::byte* memory) {
+  int64_t end = 0;
+  for (TensorView* t : tensors) {
+    if (t->empty()) continue;
+    const int64_t place = end + static_cast<int64_t>(reinterpret_cast<uintptr_t>(t->data) % kAlignment);
+    end = ceil_div(place + t->bytes(), kAlignment) * kAlignment;
+    if (memory != nullptr) t->data = memory + place;
+  }
+  return end;
+}
+
+template <typename Product>
+int64_t scratch_bytes(Product a) {
+  return lay_out(tensors_of(a), nullptr);
+}
+
+template <typename Product>
+Product placed(Product a, void* memory) {
+  lay_out(tensors_of(a), static_cast<std::byte*>(memory));
+  share(a);
+  return a;
+}
+
+int64_t most_bytes(const std::vector<Gemm>& products) {
+  int64_t most = 0;
+  for (const Gemm& a : products) most = std::max(most, scratch_bytes(a));
+  return most;
+}
+
+int64_t most_workspace(const std::vector<Gemm>& products) {
+  int64_t most = 0;
+  for (const Gemm& a : products) most = std::max(most, workspace_of(a));
+  return most;
+}
+
+}  // namespace
 
 std::vector<Gemm> gemms_of(const std::vector<RecordedProduct>& products) {
   std::vector<Gemm> gemms;
@@ -32,20 +74,18 @@ std::vector<Gemm> gemms_of(const std::vector<RecordedProduct>& products) {
   return gemms;
 }
 
-}  // namespace
-
-ProductScratch::ProductScratch(Device& device, const std::vector<Gemm>& products, int64_t workspace_bytes)
-    : device_(device) {
-  int64_t bytes = 0;
-  for (const Gemm& a : products) {
-    workspace_bytes = std::max(workspace_bytes, workspace_of(a));
-    bytes = std::max(bytes, places_of(a).back());
-  }
+ProductScratch::ProductScratch(Device& device, int64_t bytes, int64_t workspace_bytes) : device_(device) {
   memory_ = device.allocate(bytes);
   device.fill_zero(memory_, bytes);
   workspace_ = device.allocate(workspace_bytes);
   device.set_workspace(workspace_, workspace_bytes);
 }
+
+ProductScratch::ProductScratch(Device& device, const std::vector<Gemm>& products, int64_t workspace_bytes)
+    : ProductScratch(device, most_bytes(products), std::max(workspace_bytes, most_workspace(products))) {}
+
+ProductScratch::ProductScratch(Device& device, const SwigluProjection& product, int64_t workspace_bytes)
+    : ProductScratch(device, scratch_bytes(product), std::max(workspace_bytes, workspace_of(product))) {}
 
 ProductScratch::~ProductScratch() {
   device_.set_workspace(nullptr, 0);
@@ -53,23 +93,8 @@ ProductScratch::~ProductScratch() {
   device_.release(memory_);
 }
 
-Gemm ProductScratch::place(const Gemm& a) const {
-  const auto places = places_of(a);
-  Gemm placed = a;
-  size_t i = 0;
-  for (TensorView* t : tensors_of(placed)) {
-    if (!t->empty()) t->data = static_cast<std::byte*>(memory_) + places[i];
-    ++i;
-  }
-  return placed;
-}
-
-std::vector<GemmChoice> tune_products(Device& device, const std::vector<RecordedProduct>& products,
-                                      const GemmTuneOptions& options) {
-  const ProductScratch scratch(device, gemms_of(products));
-  for (const RecordedProduct& product : products) gemm(device, scratch.place(product.gemm));
-  return tune_gemms(device, options);
-}
+Gemm ProductScratch::place(const Gemm& a) const { return placed(a, memory_); }
+SwigluProjection ProductScratch::place(const SwigluProjection& a) const { return placed(a, memory_); }
 
 double seconds_of_products(Device& device, const std::vector<RecordedProduct>& products) {
   const ProductScratch scratch(device, gemms_of(products));

@@ -4,33 +4,36 @@
 
 #include "engine/step/recorded_step.h"
 #include "kernels/device/device.h"
-#include "kernels/device/gemm_tuning.h"
 #include "kernels/ops/gemm/gemm.h"
+#include "kernels/ops/swiglu/swiglu_projection.h"
 
 // Matrix products alone, outside of a run.
 namespace parka {
+
+std::vector<Gemm> gemms_of(const std::vector<RecordedProduct>& products);
 
 // Memory of a device for one product at a time.
 class ProductScratch {
  public:
   // For each of `products`, and ops that take up to `workspace_bytes` of workspace: it becomes the device's.
   ProductScratch(Device& device, const std::vector<Gemm>& products, int64_t workspace_bytes = 0);
+  ProductScratch(Device& device, const SwigluProjection& product, int64_t workspace_bytes = 0);
   ~ProductScratch();
   ProductScratch(const ProductScratch&) = delete;
   ProductScratch& operator=(const ProductScratch&) = delete;
 
-  // The product with its tensors here, which are aligned as they were.
+  // The product with its tensors here, which are aligned as they were. Those of a projection that share memory in a
+  // step share it here: SwiGLU's input with the product, and the scale of its output with that of the transpose.
   Gemm place(const Gemm& a) const;
+  SwigluProjection place(const SwigluProjection& a) const;
 
  private:
+  ProductScratch(Device& device, int64_t bytes, int64_t workspace_bytes);
+
   Device& device_;
   void* memory_ = nullptr;
   void* workspace_ = nullptr;
 };
-
-// Runs each product on memory of its own: of every key_of() of those of a step, what tune_gemms() chooses.
-std::vector<GemmChoice> tune_products(Device& device, const std::vector<RecordedProduct>& products,
-                                      const GemmTuneOptions& options);
 
 // How long the products of a step take, one after the other, with the algorithms that the device uses.
 double seconds_of_products(Device& device, const std::vector<RecordedProduct>& products);

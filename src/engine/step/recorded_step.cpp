@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -22,6 +23,7 @@ class RecordingRank {
         zero_(zero),
         device_(DeviceKind::kCuda, {.op = [this](RecordedOp op) { add(std::move(op)); },
                                     .product = [this](const Gemm& a) { products_.push_back(a); },
+                                    .projection = [this](const SwigluProjection& a) { projections_.push_back(a); },
                                     .fill = [this](RecordedFill fill) { add(fill); },
                                     .transfer = [this](RecordedTransfer transfer) { add(transfer); }}),
         communicator_(rank, size,
@@ -36,7 +38,9 @@ class RecordingRank {
   // What was queued since the last call.
   std::vector<Work> take() { return std::exchange(work_, {}); }
   std::vector<Gemm> take_products() { return std::exchange(products_, {}); }
+  std::vector<SwigluProjection> take_projections() { return std::exchange(projections_, {}); }
   int64_t workspace_bytes() const { return device_.workspace_bytes(); }
+  void set_fused(std::set<std::string> keys) { device_.set_fused(std::move(keys)); }
 
   void begin_step() { queue_.begin_step(); }
   void micro_batch(const ParameterExchange::Place& place, bool with_telemetry = false) {
@@ -101,6 +105,7 @@ class RecordingRank {
   Zero zero_;
   std::vector<Work> work_;
   std::vector<Gemm> products_;
+  std::vector<SwigluProjection> projections_;
   RecordingDevice device_;
   RecordingCommunicator communicator_;
   DeclaredRun declared_;
@@ -134,8 +139,13 @@ RecordingRank first_rank(const Config& config, int64_t num_gpus) {
 
 }  // namespace
 
-RecordedStep record_step(const Config& config, int64_t num_gpus) {
+RecordedStep record_step(const Config& config, int64_t num_gpus, bool fuses) {
   RecordingRank rank = first_rank(config, num_gpus);
+  if (fuses) {
+    std::set<std::string> keys;
+    for (const SwigluProjection& a : record_projections(config, num_gpus)) keys.insert(key_of(a));
+    rank.set_fused(std::move(keys));
+  }
   RecordedStep step;
   record_parts(rank, config, num_gpus, [&](int64_t times) { step.parts.push_back({rank.take(), times}); });
   return step;
@@ -159,6 +169,18 @@ std::vector<RecordedProduct> record_products(const Config& config, int64_t num_g
   std::stable_sort(products.begin(), products.end(),
                    [&](const RecordedProduct& a, const RecordedProduct& b) { return flop(a) > flop(b); });
   return products;
+}
+
+std::vector<SwigluProjection> record_projections(const Config& config, int64_t num_gpus) {
+  RecordingRank rank = first_rank(config, num_gpus);
+  std::map<std::string, SwigluProjection> by_key;
+  record_parts(rank, config, num_gpus, [&](int64_t) {
+    for (const SwigluProjection& a : rank.take_projections()) by_key.try_emplace(key_of(a), a);
+  });
+  std::vector<SwigluProjection> projections;
+  projections.reserve(by_key.size());
+  for (const auto& [key, projection] : by_key) projections.push_back(projection);
+  return projections;
 }
 
 int64_t record_workspace_bytes(const Config& config, const Zero& zero) {

@@ -8,6 +8,7 @@
 #include "engine/config/config.h"
 #include "kernels/device/recording_device.h"
 #include "kernels/ops/gemm/gemm.h"
+#include "kernels/ops/swiglu/swiglu_projection.h"
 
 // What a run would queue, without a GPU: the step itself, on a device and a communicator that record.
 namespace parka {
@@ -24,8 +25,9 @@ struct RecordedStep {
   std::vector<Part> parts;
 };
 
-// Of rank 0 of `num_gpus`, whose number must divide the batch of `config` into whole micro-batches.
-RecordedStep record_step(const Config& config, int64_t num_gpus);
+// Of rank 0 of `num_gpus`, whose number must divide the batch of `config` into whole micro-batches. `fuses`: each
+// of record_projections() is one kernel (Device::fuses()).
+RecordedStep record_step(const Config& config, int64_t num_gpus, bool fuses = false);
 
 // A matrix product of a step. Its tensors have addresses without memory, which are aligned as those of a run.
 struct RecordedProduct {
@@ -36,6 +38,9 @@ struct RecordedProduct {
 // The products of the step that record_step() records, each key_of() once, those with the most FLOP of a step
 // first.
 std::vector<RecordedProduct> record_products(const Config& config, int64_t num_gpus);
+
+// Products of a step that may be one kernel with SwiGLU, each key_of() once.
+std::vector<SwigluProjection> record_projections(const Config& config, int64_t num_gpus);
 
 // The workspace that the ops of a run take on a GPU, where a rank holds what `zero` says: those of training with
 // its telemetry and checks, and of evaluation.

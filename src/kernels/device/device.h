@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -179,11 +180,19 @@ class Device {
   void set_op_fault(OpFault* fault) { op_fault_ = fault; }
   OpFault* op_fault() const { return op_fault_; }
 
+  // Whether the op of this key, which may be several kernels or one, is to be one; where nothing was said it is
+  // not.
+  void set_fused(std::set<std::string> keys) { fused_ = std::move(keys); }
+  bool fuses(const std::string& key) const { return fused_.contains(key); }
+
  protected:
   OpTimer* op_timer_ = nullptr;
   OpRecorder* op_recorder_ = nullptr;
   OpFault* op_fault_ = nullptr;
   StepSection section_ = StepSection::kNone;
+
+ private:
+  std::set<std::string> fused_;
 };
 
 std::unique_ptr<Device> make_cpu_device();

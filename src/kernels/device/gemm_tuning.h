@@ -1,25 +1,33 @@
 #pragma once
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "kernels/device/device.h"
 
 namespace parka {
 
-// Which of cuBLASLt's algorithms to use for one matrix product.
+// Which of cuBLASLt's algorithms to use for one matrix product, or whether an op that is a product and what follows
+// it is one kernel of Parka's own.
 struct GemmChoice {
-  std::string gemm;       // its shape, formats and, where not full, alignment, as the GEMM cache names it
-  std::string algorithm;  // cuBLASLt's own form of it, 64 bytes in hexadecimal: valid for one library version
+  std::string gemm;       // its shape, formats and, where not full, alignment: key_of() of the op
+  std::string algorithm;  // cuBLASLt's own form of it, 64 bytes in hexadecimal: valid for one library version; or
+                          // kOneKernel or kTwoKernels
   double microseconds = 0;
-  double default_microseconds = 0;  // of the library's first choice, measured in turn with the chosen one
+  double default_microseconds = 0;  // of the library's first choice, or of two kernels, measured in turn with it
   std::string shape = {};           // as cost_of(Gemm).shape describes it; not kept in files
+
+  bool is_of_kernels() const { return algorithm == kOneKernel || algorithm == kTwoKernels; }
+
+  static constexpr std::string_view kOneKernel = "one kernel", kTwoKernels = "two kernels";
 };
 
 // Version of the cuBLASLt in use, "13.1.0"; empty without CUDA.
 std::string gemm_library_version();
 
-// Makes gemm() on a CUDA device use these algorithms, for products that have not run yet. Throws Error(kBadInput)
-// for text that is no algorithm; one that the library refuses when the product comes is an Error(kBadInput) too.
+// Makes gemm() on a CUDA device use these algorithms, and Device::fuses() true of ops that are to be one kernel,
+// for products that have not run yet. Throws Error(kBadInput) for text that is no algorithm; one that the library
+// refuses when the product comes is an Error(kBadInput) too.
 void choose_gemm_algorithms(Device& device, const std::vector<GemmChoice>& choices);
 
 struct GemmTuneOptions {
@@ -40,5 +48,8 @@ struct GemmTuneOptions {
 // (b dt + a de / P) / (a + b), and that is what the change does to the product's own time at the limit. In short
 // turns with others it would be timed at their clock, where only dt shows.
 std::vector<GemmChoice> tune_gemms(Device& device, const GemmTuneOptions& options);
+
+// Makes a device use what tune_gemms() chose on it, from here on: what it computes then may have other bits.
+void replace_gemm_algorithms(Device& device, const std::vector<GemmChoice>& choices);
 
 }  // namespace parka

@@ -21,6 +21,7 @@ PowerSource find_power_counter(const Device&) { return {nullptr, "only that of a
 
 std::string gemm_library_version() { return {}; }
 void choose_gemm_algorithms(Device&, const std::vector<GemmChoice>&) { PARKA_REQUIRE(!"built with CUDA"); }
+void replace_gemm_algorithms(Device&, const std::vector<GemmChoice>&) { PARKA_REQUIRE(!"built with CUDA"); }
 std::vector<GemmChoice> tune_gemms(Device&, const GemmTuneOptions&) {
   throw_internal("tune_gemms: built without CUDA");
 }

@@ -128,6 +128,10 @@ void RecordingDevice::record_product(const Gemm& a) {
   if (listener_.product) listener_.product(a);
 }
 
+void RecordingDevice::record_projection(const SwigluProjection& a) {
+  if (listener_.projection) listener_.projection(a);
+}
+
 void RecordingDevice::record(std::string_view op, OpCost cost, int64_t workspace_bytes) {
   if (given_workspace_ >= 0 && workspace_bytes > given_workspace_) {
     throw_internal("{}: needs {} bytes of workspace, the device was given {}", op, workspace_bytes,

@@ -42,6 +42,7 @@ class RecordingDevice final : public Device, public OpRecorder, public ProductRe
   struct Listener {
     std::function<void(RecordedOp)> op;
     std::function<void(const Gemm&)> product;  // of gemm(), before `op`
+    std::function<void(const SwigluProjection&)> projection;
     std::function<void(RecordedFill)> fill;
     std::function<void(RecordedTransfer)> transfer;
   };
@@ -79,6 +80,7 @@ class RecordingDevice final : public Device, public OpRecorder, public ProductRe
  private:
   void record(std::string_view op, OpCost cost, int64_t workspace_bytes) override;
   void record_product(const Gemm& a) override;
+  void record_projection(const SwigluProjection& a) override;
 
   DeviceKind kind_;
   Listener listener_;

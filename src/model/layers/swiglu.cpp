@@ -4,6 +4,18 @@
 #include "kernels/ops/swiglu/swiglu_projection.h"
 
 namespace parka {
+namespace {
+
+// As one kernel where the device has chosen that.
+void project(const StepContext& step, const SwigluProjection& a) {
+  const bool as_one = chooses_one_kernel(step.device, a);
+  if (as_one) swiglu_projection(step.device, a);
+  // One kernel leaves none of the projection, of which samples are taken.
+  if (!as_one || step.samples.active()) gemm(step.device, a.projection);
+  if (!as_one) swiglu_forward(step.device, a.swiglu);
+}
+
+}  // namespace
 
 void Swiglu::add_parameters(ParameterList& list, const ModelConfig& model, const std::string& prefix,
                             double depth) {
@@ -21,8 +33,7 @@ Swiglu::Swiglu(const ModelConfig& model, const PrecisionConfig& precision, const
       activation_(model.activation),
       up_gate_layer_(precision, table, prefix + "up_gate"),
       down_layer_(precision, table, prefix + "down"),
-      saves_product_(precision.save_product),
-      fuses_(precision.fuse_swiglu && up_gate_layer_.is_product()) {}
+      saves_product_(precision.save_product) {}
 
 void Swiglu::declare(BufferScope& scope) {
   const int64_t T = scope.tokens(), f = d_ffn_;
@@ -58,10 +69,8 @@ void Swiglu::forward(const StepContext& step, const ScaledView& x, const TensorV
       .product_t = step.keep && saves_product_ ? step.matrix(product_.transposed, f, T) : ScaledView{},
       .up_gate_plain = up_gate_plain,
       .activation = activation_};
-  if (fuses_ && !up_gate_plain.empty()) {
-    swiglu_projection(step.device, {up_gate_layer_.product(step, x, projected), swiglu});
-    // That leaves nothing in it.
-    if (step.samples.active()) up_gate_layer_.forward(step, x, projected);
+  if (up_gate_layer_.is_product() && !up_gate_plain.empty()) {
+    project(step, {up_gate_layer_.product(step, x, projected), swiglu});
   } else {
     up_gate_layer_.forward(step, x, projected);
     swiglu_forward(step.device, swiglu);

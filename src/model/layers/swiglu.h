@@ -44,7 +44,6 @@ class Swiglu {
   GateActivation activation_;
   Linear up_gate_layer_, down_layer_;
   bool saves_product_;  // false: backward makes it again
-  bool fuses_;          // the projection to up and gate with what makes codes of it
 
   TensorId up_gate_plain_;  // [T, 2f] as the GEMM leaves it; invalid when up_gate_ is that
   MatrixId up_gate_;        // [T, 2f] rows: up, gate

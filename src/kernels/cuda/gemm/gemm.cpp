@@ -202,6 +202,10 @@ void GemmCache::choose(std::map<std::string, cublasLtMatmulAlgo_t> chosen) {
   chosen_ = std::move(chosen);
 }
 
+void GemmCache::replace(const std::string& key, const cublasLtMatmulAlgo_t& algorithm) {
+  entries_.at(key).prepared.algorithm = algorithm;
+}
+
 std::vector<Gemm> GemmCache::take_used() {
   std::vector<Gemm> used;
   for (auto& [key, entry] : entries_) {

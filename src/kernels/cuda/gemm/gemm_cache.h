@@ -49,6 +49,8 @@ class GemmCache final : public KeptByOps {
   const PreparedGemm* prepare(const Gemm& a);
   // For products that have not been asked for yet.
   void choose(std::map<std::string, cublasLtMatmulAlgo_t> chosen);
+  // For one that has been.
+  void replace(const std::string& key, const cublasLtMatmulAlgo_t& algorithm);
   // Every supported product asked for since the last call of this or since the beginning, with its latest operands.
   std::vector<Gemm> take_used();
 

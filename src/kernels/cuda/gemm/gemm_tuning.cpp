@@ -376,8 +376,21 @@ std::string gemm_library_version() {
 
 void choose_gemm_algorithms(Device& device, const std::vector<GemmChoice>& choices) {
   std::map<std::string, cublasLtMatmulAlgo_t> chosen;
-  for (const GemmChoice& choice : choices) chosen[choice.gemm] = cuda::from_hex(choice);
+  std::set<std::string> fused;
+  for (const GemmChoice& choice : choices) {
+    if (!choice.is_of_kernels()) {
+      chosen[choice.gemm] = cuda::from_hex(choice);
+    } else if (choice.algorithm == GemmChoice::kOneKernel) {
+      fused.insert(choice.gemm);
+    }
+  }
   cuda::gemms_of(cuda::as_cuda(device)).choose(std::move(chosen));
+  device.set_fused(std::move(fused));
+}
+
+void replace_gemm_algorithms(Device& device, const std::vector<GemmChoice>& choices) {
+  cuda::GemmCache& gemms = cuda::gemms_of(cuda::as_cuda(device));
+  for (const GemmChoice& choice : choices) gemms.replace(choice.gemm, cuda::from_hex(choice));
 }
 
 std::vector<GemmChoice> tune_gemms(Device& device, const GemmTuneOptions& options) {

@@ -39,12 +39,6 @@ __global__ void __launch_bounds__(sm90_float8::kThreads, 1) __cluster_dims__(sm9
 #endif
 }
 
-bool runs_sm90_kernel(const CudaDevice& device, const SwigluProjection& a) {
-  constexpr bool kBuilt = std::string_view(PARKA_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
-  return kBuilt && device.properties().major == 9 && device.properties().minor == 0 && suits_one_kernel(a) &&
-         fits_gate_codes(a.swiglu);
-}
-
 void project_gate(CudaDevice& device, const SwigluProjection& a, float* amax) {
   using namespace sm90_float8;
   constexpr const char* kOp = "swiglu_projection";
@@ -68,9 +62,15 @@ void project_gate(CudaDevice& device, const SwigluProjection& a, float* amax) {
 
 }  // namespace
 
+bool has_one_kernel(Device& device, const SwigluProjection& a) {
+  constexpr bool kBuilt = std::string_view(PARKA_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
+  const cudaDeviceProp& gpu = as_cuda(device).properties();
+  return kBuilt && gpu.major == 9 && gpu.minor == 0 && suits_one_kernel(a) && fits_gate_codes(a.swiglu);
+}
+
 void swiglu_projection(Device& device, const SwigluProjection& a) {
   CudaDevice& gpu = as_cuda(device);
-  if (!runs_sm90_kernel(gpu, a)) {
+  if (!cuda::has_one_kernel(device, a)) {
     cuda::gemm(device, a.projection);
     cuda::swiglu_forward(device, a.swiglu);
     return;

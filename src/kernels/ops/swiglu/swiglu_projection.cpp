@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels/device/product_recorder.h"
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
@@ -44,6 +45,24 @@ bool suits_one_kernel(const SwigluProjection& a) {
   };
   return is_operand(p.a) && is_operand(p.b) && suits_cublaslt(p) && accumulates_fast(p) &&
          p.out.dtype == DType::kBF16 && up_gate.data.dtype == DType::kE4M3 && up_gate.scaling == Scaling::kGroup;
+}
+
+bool has_one_kernel(Device& device, const SwigluProjection& a) {
+  if (!suits_one_kernel(a)) return false;
+#ifdef PARKA_CUDA
+  if (device.kind() == DeviceKind::kCuda) return cuda::has_one_kernel(device, a);
+#endif
+  return device.kind() == DeviceKind::kCpu;
+}
+
+std::string key_of(const SwigluProjection& a) {
+  return fmt::format("{}, swiglu per 1x{}", key_of(a.projection), a.swiglu.up_gate.group);
+}
+
+bool chooses_one_kernel(Device& device, const SwigluProjection& a) {
+  if (!suits_one_kernel(a)) return false;
+  if (auto* recorder = dynamic_cast<ProductRecorder*>(device.op_recorder())) recorder->record_projection(a);
+  return device.fuses(key_of(a));
 }
 
 }  // namespace parka

@@ -1,4 +1,6 @@
 #pragma once
+#include <string>
+
 #include "kernels/ops/gemm/gemm.h"
 #include "kernels/ops/swiglu/swiglu.h"
 
@@ -16,5 +18,20 @@ int64_t workspace_of(const SwigluProjection& a);
 // Whether formats and alignment are those of the kernel for GPUs of compute capability 9.0 that does both: the
 // projection's bf16 numbers never lie in memory. Other GPUs run two kernels.
 bool suits_one_kernel(const SwigluProjection& a);
+
+// Whether the device has that kernel for it. A CPU has: it does one thing after the other either way. Not for
+// devices that record.
+bool has_one_kernel(Device& device, const SwigluProjection& a);
+namespace cuda {
+bool has_one_kernel(Device& device, const SwigluProjection& a);
+}
+
+// What it is decided for whether one kernel is faster: the product's own key_of() and the groups of up and gate.
+// Not what else it leaves, so that a block that is run again makes the same bits.
+std::string key_of(const SwigluProjection& a);
+
+// Whether to call swiglu_projection() rather than gemm() and swiglu_forward(): the device has chosen it, and it
+// suits one kernel. Tells the device's ProductRecorder that there is a choice.
+bool chooses_one_kernel(Device& device, const SwigluProjection& a);
 
 }  // namespace parka

@@ -1,0 +1,28 @@
+#pragma once
+#include <string>
+#include <vector>
+
+#include "engine/step/recorded_step.h"
+#include "kernels/device/device.h"
+#include "kernels/device/gemm_tuning.h"
+#include "kernels/ops/swiglu/swiglu_projection.h"
+
+namespace parka {
+
+// Runs each product of a step on memory of its own: of every key_of(), what tune_gemms() chooses. Then of each
+// projection what tune_projections() does, in a small part of the seconds that `options` gives for all.
+std::vector<GemmChoice> tune_products(Device& device, const std::vector<RecordedProduct>& products,
+                                      const std::vector<SwigluProjection>& projections,
+                                      const GemmTuneOptions& options);
+
+// Times each projection that the device has one kernel for as that and as two, gemm() with what the device uses for
+// it and swiglu_forward(), in turns. Chooses one where it is clearly faster, leaves the same bits each time, and
+// about what two leave. As tune_gemms() does, it lets each run alone until the clock has settled to the power that
+// it draws.
+std::vector<GemmChoice> tune_projections(Device& device, const std::vector<SwigluProjection>& projections,
+                                         double seconds_of_each);
+
+// One kernel or two for the op of that key, by the time of two and that of one over it.
+GemmChoice choose_kernels(const std::string& key, double seconds_of_two, double ratio);
+
+}  // namespace parka

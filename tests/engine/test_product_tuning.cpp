@@ -1,0 +1,213 @@
+#include "engine/products/product_tuning.h"
+
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/files/gemm_tuning_file.h"
+#include "engine/products/product_power.h"
+#include "engine/products/product_scratch.h"
+#include "engine/training/training_run.h"
+#include "tests/engine/step_config.h"
+#include "tests/support/alone.h"
+#include "tests/support/catch.h"
+#include "tests/support/temporary_folder.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+std::set<std::string> keys_of(const std::vector<SwigluProjection>& projections) {
+  std::set<std::string> keys;
+  for (const SwigluProjection& a : projections) keys.insert(key_of(a));
+  return keys;
+}
+
+// Of tensors by where they begin and their bytes.
+bool are_apart(const std::set<std::pair<const std::byte*, int64_t>>& places) {
+  const std::byte* end = nullptr;
+  for (const auto& [begin, bytes] : places) {
+    if (begin < end) return false;
+    end = begin + bytes;
+  }
+  return true;
+}
+
+// Three steps on a device that makes one kernel of what has these keys.
+struct Steps {
+  Steps(std::unique_ptr<Device> device, const Config& config, std::set<std::string> fused) {
+    device->set_fused(std::move(fused));
+    TrainingRun run(config, *device, alone());
+    run.initialize();
+    for (int step = 0; step < 3; ++step) {
+      if (step == 2) device->start_op_timer();
+      add(run.step());
+    }
+    for (const OpTime& time : device->stop_op_timer()) ops.insert(time.op);
+    add(run.finish());
+  }
+
+  void add(const std::optional<StepReport>& report) {
+    if (report) losses.push_back(report->loss);
+  }
+
+  std::vector<double> losses;
+  std::multiset<std::string> ops;  // of the last step
+};
+
+}  // namespace
+
+TEST_CASE("products that may be one kernel with SwiGLU are recorded once", "[engine][tuning]") {
+  const TemporaryFolder folder;
+  for (const char* recipe : {"coat", "parka"}) {
+    for (const int64_t micro_batches : {1, 3}) {
+      CAPTURE(recipe, micro_batches);
+      const Config config = step_config(folder.path().string(), recipe, 0, true, micro_batches, 1);
+      const std::vector<SwigluProjection> projections = record_projections(config, 1);
+      REQUIRE(projections.size() == 1);
+      CHECK(suits_one_kernel(projections.front()));
+      const GemmShape shape = gemm_shape(projections.front().projection);
+      CHECK(shape.rows == kStepSequence);
+      CHECK(shape.cols == 2 * 80);
+      CHECK(shape.depth == 48);
+      CHECK(key_of(projections.front()) ==
+            "16 x 160 x 48 e4m3 NN bf16 [e4m3 per tensor, e4m3 per tensor, fast], swiglu per 1x16");
+    }
+  }
+  for (const char* recipe : {"bf16", "fp8_linear", "fp8_block"}) {
+    CAPTURE(recipe);
+    CHECK(record_projections(step_config(folder.path().string(), recipe, 0, true, 1, 1), 1).empty());
+  }
+  Config accurate = step_config(folder.path().string(), "coat", 0, true, 1, 1);
+  accurate.precision.fast_forward = false;
+  CHECK(record_projections(accurate, 1).empty());
+}
+
+TEST_CASE("a run makes one kernel of what its device fuses, and its bits stay", "[engine][tuning]") {
+  const TemporaryFolder folder;
+  for (const char* recipe : {"coat", "parka"}) {
+    for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
+      CAPTURE(recipe, recompute == Recompute::kBlock);
+      Config config = step_config(folder.path().string(), recipe, 0, true, 2, 1);
+      config.precision.recompute = recompute;
+      config.data.eval.clear();
+      const Steps two(make_cpu_device(), config, {});
+      const Steps one(make_cpu_device(), config, keys_of(record_projections(config, 1)));
+      CHECK(one.losses.size() == 3);
+      CHECK(one.losses == two.losses);
+      CHECK(two.ops.count("swiglu_projection") == 0);
+      // In backward, too, where a block is run again.
+      const size_t forwards = 2u * 4u * (recompute == Recompute::kBlock ? 2u : 1u);
+      CHECK(two.ops.count("swiglu_forward") == forwards);
+      CHECK(one.ops.count("swiglu_forward") == 0);
+      CHECK(one.ops.count("swiglu_projection") == forwards);
+      CHECK(one.ops.count("gemm") + forwards == two.ops.count("gemm"));
+    }
+  }
+}
+
+TEST_CASE("scratch has room for every tensor of every way of a product", "[engine][tuning]") {
+  const auto device = make_cpu_device();
+  for (const ProductWay& way : ways_of({256, 384, 128}, DType::kBF16)) {
+    CAPTURE(way.formats, way.layout, way.swapped);
+    const ProductScratch scratch(*device, std::vector{way.gemm});
+    const Gemm placed = scratch.place(way.gemm);
+    std::set<std::pair<const std::byte*, int64_t>> places;
+    for (const TensorView* t : {&placed.a.data, &placed.a.scale, &placed.b.data, &placed.b.scale, &placed.out}) {
+      if (!t->empty()) places.emplace(static_cast<const std::byte*>(t->data), t->bytes());
+    }
+    CHECK(places.size() == (placed.a.scale.empty() ? 3 : 5));
+    CHECK(are_apart(places));
+  }
+}
+
+TEST_CASE("scratch has room for every tensor of a projection, and those that share memory share it there",
+          "[engine][tuning]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  Config config = step_config(folder.path().string(), "coat", 0, true, 1, 1);
+  config.precision.save_silu = true;
+  const std::vector<SwigluProjection> projections = record_projections(config, 1);
+  REQUIRE(projections.size() == 1);
+  const ProductScratch scratch(*device, projections.front());
+  const SwigluProjection placed = scratch.place(projections.front());
+  CHECK(key_of(placed) == key_of(projections.front()));
+  CHECK(placed.swiglu.up_gate_plain.data == placed.projection.out.data);
+  REQUIRE(!placed.swiglu.product_t.empty());
+  CHECK(placed.swiglu.product_t.scale.data == placed.swiglu.product.scale.data);
+  const SwigluForward& swiglu = placed.swiglu;
+  std::set<std::pair<const std::byte*, int64_t>> places;
+  for (const ScaledView* x : {&placed.projection.a, &placed.projection.b, &swiglu.up_gate, &swiglu.silu,
+                              &swiglu.product, &swiglu.product_t}) {
+    for (const TensorView* t : {&x->data, &x->scale}) {
+      REQUIRE(!t->empty());
+      places.emplace(static_cast<const std::byte*>(t->data), t->bytes());
+    }
+  }
+  places.emplace(static_cast<const std::byte*>(placed.projection.out.data), placed.projection.out.bytes());
+  CHECK(places.size() == 12);  // 13 tensors, of which two scales are one
+  CHECK(are_apart(places));
+  swiglu_projection(*device, placed);  // AddressSanitizer looks
+}
+
+TEST_CASE("tuning says of each projection whether it is one kernel", "[engine][tuning]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  const std::vector<SwigluProjection> projections =
+      record_projections(step_config(folder.path().string(), "parka", 0, true, 1, 1), 1);
+  const std::vector<GemmChoice> choices = tune_projections(*device, projections, 0.01);
+  REQUIRE(choices.size() == 1);
+  const GemmChoice& choice = choices.front();
+  CHECK(choice.gemm == key_of(projections.front()));
+  REQUIRE(choice.is_of_kernels());
+  CHECK(choice.microseconds > 0);
+  const GemmTuningFile file = parse_gemm_tuning(gemm_tuning_text(choices, *device), "test");
+  REQUIRE(file.choices.size() == 1);
+  CHECK(file.choices.front().algorithm == choice.algorithm);
+  CHECK(file.choices.front().is_of_kernels());
+}
+
+TEST_CASE("one kernel is chosen where it is clearly faster", "[engine][tuning]") {
+  const GemmChoice faster = choose_kernels("k", 2e-3, 0.9), tie = choose_kernels("k", 2e-3, 0.998),
+                   slower = choose_kernels("k", 2e-3, 1.1);
+  CHECK(faster.gemm == "k");
+  CHECK(faster.algorithm == GemmChoice::kOneKernel);
+  CHECK(std::abs(faster.microseconds - 1800) < 1e-9);
+  CHECK(faster.default_microseconds == 2000);
+  for (const GemmChoice& choice : {tie, slower}) {
+    CHECK(choice.algorithm == GemmChoice::kTwoKernels);
+    CHECK(choice.microseconds == 2000);
+    CHECK(choice.default_microseconds == 2000);
+  }
+}
+
+TEST_CASE("a run on a GPU makes one kernel of what its device fuses", "[engine][tuning][gpu]") {
+  if (num_cuda_devices() == 0) return;
+  const TemporaryFolder folder;
+  for (const char* recipe : {"coat", "parka"}) {
+    CAPTURE(recipe);
+    Config config = step_config(folder.path().string(), recipe, 0, true, 2, 1);
+    config.data.eval.clear();
+    const Steps two(make_cuda_device(), config, {});
+    const Steps one(make_cuda_device(), config, keys_of(record_projections(config, 1)));
+    CHECK(one.ops.count("swiglu_projection") == 2u * 4u);
+    CHECK(two.ops.count("swiglu_projection") == 0);
+    REQUIRE(one.losses.size() == two.losses.size());
+    // Which numbers it leaves is for tests of the kernel: here a few codes may be neighbours.
+    for (const double loss : one.losses) CHECK(std::isfinite(loss));
+  }
+}
+
+TEST_CASE("a GPU fuses what was chosen to be one kernel", "[engine][tuning][gpu]") {
+  if (num_cuda_devices() == 0) return;
+  const auto gpu = make_cuda_device();
+  choose_gemm_algorithms(*gpu,
+                         {{"a", std::string(GemmChoice::kOneKernel)}, {"b", std::string(GemmChoice::kTwoKernels)}});
+  CHECK(gpu->fuses("a"));
+  CHECK_FALSE(gpu->fuses("b"));
+}
