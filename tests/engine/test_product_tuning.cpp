@@ -1,17 +1,21 @@
 #include "engine/products/product_tuning.h"
 
 #include <cmath>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "engine/files/gemm_tuning_file.h"
 #include "engine/products/product_power.h"
 #include "engine/products/product_scratch.h"
+#include "engine/products/random_operands.h"
 #include "engine/training/training_run.h"
+#include "kernels/device/op_fault.h"
 #include "tests/engine/step_config.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
@@ -58,6 +62,25 @@ struct Steps {
 
   std::vector<double> losses;
   std::multiset<std::string> ops;  // of the last step
+};
+
+// Changes the first code of up and gate, or all of them, that one kernel leaves: each time, or every other one.
+class WrongKernel final : public OpFault {
+ public:
+  enum class Codes { kFirst, kAll };
+  WrongKernel(TensorView codes, Codes which, bool every_other)
+      : codes_(std::move(codes)), which_(which), every_other_(every_other) {}
+  void after(Device&, std::string_view op, const TensorView&) override {
+    if (op != "swiglu_projection" || (every_other_ && ++runs_ % 2 == 0)) return;
+    const int64_t changed = which_ == Codes::kFirst ? 1 : codes_.bytes();
+    for (int64_t i = 0; i < changed; ++i) codes_.as<Float8E4M3>()[i].bits ^= 0x80;  // the sign
+  }
+
+ private:
+  TensorView codes_;
+  Codes which_;
+  bool every_other_;
+  int64_t runs_ = 0;
 };
 
 }  // namespace
@@ -170,6 +193,30 @@ TEST_CASE("tuning says of each projection whether it is one kernel", "[engine][t
   REQUIRE(file.choices.size() == 1);
   CHECK(file.choices.front().algorithm == choice.algorithm);
   CHECK(file.choices.front().is_of_kernels());
+}
+
+TEST_CASE("one kernel agrees with two if it leaves about the same, and the same bits each time",
+          "[engine][tuning]") {
+  using Codes = WrongKernel::Codes;
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  const std::vector<SwigluProjection> projections =
+      record_projections(step_config(folder.path().string(), "parka", 0, true, 1, 1), 1);
+  const ProductScratch scratch(*device, projections.front(),
+                               RandomOperands::workspace_of(projections.front().projection));
+  const SwigluProjection placed = scratch.place(projections.front());
+  RandomOperands(*device, RandomOperands::elements_of(placed.projection)).fill(placed.projection);
+  const auto agrees_with = [&](WrongKernel fault) {
+    device->set_op_fault(&fault);
+    const bool agrees = one_kernel_agrees(*device, placed);
+    device->set_op_fault(nullptr);
+    return agrees;
+  };
+  const TensorView& codes = placed.swiglu.up_gate.data;
+  CHECK(one_kernel_agrees(*device, placed));
+  CHECK(agrees_with({codes, Codes::kFirst, false}));  // as sums that are rounded otherwise
+  CHECK_FALSE(agrees_with({codes, Codes::kFirst, true}));
+  CHECK_FALSE(agrees_with({codes, Codes::kAll, false}));
 }
 
 TEST_CASE("one kernel is chosen where it is clearly faster", "[engine][tuning]") {

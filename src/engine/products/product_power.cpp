@@ -1,7 +1,6 @@
 #include "engine/products/product_power.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <optional>
 #include <set>
@@ -9,6 +8,7 @@
 
 #include "engine/products/product_scratch.h"
 #include "engine/products/random_operands.h"
+#include "engine/products/timed_runs.h"
 
 namespace parka {
 namespace {
@@ -92,10 +92,6 @@ class Measurement {
   }
 
  private:
-  static int64_t runs_in(double seconds, double once) {
-    return std::max<int64_t>(1, std::llround(std::ceil(seconds / std::max(once, 1e-6))));
-  }
-
   template <typename Value>
   static int64_t most_of(const std::vector<Gemm>& gemms, const Value& value) {
     int64_t most = 0;
@@ -103,11 +99,8 @@ class Measurement {
     return most;
   }
 
-  // Seconds of a run, of `count` in a row.
   double time(const Gemm& a, int64_t count) const {
-    const std::unique_ptr<Mark> begin = device_.mark();
-    for (int64_t i = 0; i < count; ++i) gemm(device_, a);
-    return device_.mark()->seconds_since(*begin) / static_cast<double>(count);
+    return seconds_of_each(device_, count, [&] { gemm(device_, a); });
   }
 
   Device& device_;

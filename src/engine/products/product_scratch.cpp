@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "engine/products/timed_runs.h"
+
 namespace parka {
 namespace {
 
@@ -102,9 +104,7 @@ double seconds_of_products(Device& device, const std::vector<RecordedProduct>& p
   for (const RecordedProduct& product : products) {
     const Gemm a = scratch.place(product.gemm);
     gemm(device, a);  // libraries set themselves up
-    const std::unique_ptr<Mark> begin = device.mark();
-    gemm(device, a);
-    seconds += static_cast<double>(product.count) * device.mark()->seconds_since(*begin);
+    seconds += static_cast<double>(product.count) * seconds_of_each(device, 1, [&] { gemm(device, a); });
   }
   return seconds;
 }

@@ -22,6 +22,10 @@ std::vector<GemmChoice> tune_products(Device& device, const std::vector<Recorded
 std::vector<GemmChoice> tune_projections(Device& device, const std::vector<SwigluProjection>& projections,
                                          double seconds_of_each);
 
+// Whether one kernel, on memory that holds the operands of `placed`, leaves the same bits each time, and about what
+// two leave: their sums may be rounded otherwise, so that a few codes are neighbours. False of a NaN.
+bool one_kernel_agrees(Device& device, const SwigluProjection& placed);
+
 // One kernel or two for the op of that key, by the time of two and that of one over it.
 GemmChoice choose_kernels(const std::string& key, double seconds_of_two, double ratio);
 

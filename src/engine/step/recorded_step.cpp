@@ -18,12 +18,14 @@ using Work = RecordedStep::Work;
 // A rank whose device and communicator record.
 class RecordingRank {
  public:
-  RecordingRank(const Config& config, const Zero& zero, int rank, int size)
+  // `fuses`: each projection with SwiGLU is one kernel (Device::fuses()).
+  RecordingRank(const Config& config, const Zero& zero, int rank, int size, bool fuses = false)
       : config_(config),
         zero_(zero),
+        fuses_(fuses),
         device_(DeviceKind::kCuda, {.op = [this](RecordedOp op) { add(std::move(op)); },
                                     .product = [this](const Gemm& a) { products_.push_back(a); },
-                                    .projection = [this](const SwigluProjection& a) { projections_.push_back(a); },
+                                    .projection = [this](const SwigluProjection& a) { add(a); },
                                     .fill = [this](RecordedFill fill) { add(fill); },
                                     .transfer = [this](RecordedTransfer transfer) { add(transfer); }}),
         communicator_(rank, size,
@@ -40,7 +42,6 @@ class RecordingRank {
   std::vector<Gemm> take_products() { return std::exchange(products_, {}); }
   std::vector<SwigluProjection> take_projections() { return std::exchange(projections_, {}); }
   int64_t workspace_bytes() const { return device_.workspace_bytes(); }
-  void set_fused(std::set<std::string> keys) { device_.set_fused(std::move(keys)); }
 
   void begin_step() { queue_.begin_step(); }
   void micro_batch(const ParameterExchange::Place& place, bool with_telemetry = false) {
@@ -93,6 +94,11 @@ class RecordingRank {
     }
   }
   void add(Work work) { work_.push_back(std::move(work)); }
+  // The device is asked whether it fuses the projection after this.
+  void add(const SwigluProjection& a) {
+    projections_.push_back(a);
+    if (fuses_ && fused_.insert(key_of(a)).second) device_.set_fused(fused_);
+  }
 
   // Without the tokens, which a device that records does not read.
   Model::Batch batch() const {
@@ -103,6 +109,8 @@ class RecordingRank {
 
   const Config& config_;
   Zero zero_;
+  bool fuses_;
+  std::set<std::string> fused_;
   std::vector<Work> work_;
   std::vector<Gemm> products_;
   std::vector<SwigluProjection> projections_;
@@ -133,19 +141,14 @@ void record_parts(RecordingRank& rank, const Config& config, int64_t num_gpus, c
   part(1);
 }
 
-RecordingRank first_rank(const Config& config, int64_t num_gpus) {
-  return {config, zero_of(config, 0, num_gpus), 0, static_cast<int>(num_gpus)};
+RecordingRank first_rank(const Config& config, int64_t num_gpus, bool fuses = false) {
+  return {config, zero_of(config, 0, num_gpus), 0, static_cast<int>(num_gpus), fuses};
 }
 
 }  // namespace
 
 RecordedStep record_step(const Config& config, int64_t num_gpus, bool fuses) {
-  RecordingRank rank = first_rank(config, num_gpus);
-  if (fuses) {
-    std::set<std::string> keys;
-    for (const SwigluProjection& a : record_projections(config, num_gpus)) keys.insert(key_of(a));
-    rank.set_fused(std::move(keys));
-  }
+  RecordingRank rank = first_rank(config, num_gpus, fuses);
   RecordedStep step;
   record_parts(rank, config, num_gpus, [&](int64_t times) { step.parts.push_back({rank.take(), times}); });
   return step;
