@@ -12,7 +12,9 @@
 // A kernel is persistent and warp-specialised. Two blocks, a cluster, work side by side on tiles of 128 rows each,
 // one below the other, and the same 256 rows of b, 128 of its upper and 128 of its lower half: each copies one of
 // those to both. In a block
-//   - two consumer warpgroups multiply, 64 rows each, and leave the product's tile in shared memory, in bf16;
+//   - two consumer warpgroups multiply, 64 rows each, and leave the product's tile in shared memory, in bf16, half
+//     of its rows at a time: they hold the others in registers until they are halfway through the next tile, so
+//     that shared memory has room for one more step of operands;
 //   - a warp of the first warpgroup, the producer, copies tiles of a and b for them to a ring in shared memory;
 //   - its other three, the finishers, make of the product what the kernel is for, while consumers are at the next.
 namespace parka::cuda::sm90_float8 {
@@ -28,12 +30,13 @@ constexpr int kFinisherRegisters = 120, kConsumerRegisters = 192;
 constexpr int kClusterBlocks = 2;
 constexpr int kTileRows = 128, kTileCols = 256, kHalfCols = kTileCols / 2;
 constexpr int kConsumerRows = kTileRows / kConsumers;
-constexpr int kStages = 3;
+constexpr int kStages = 4;
 
 // Offsets into shared memory.
 constexpr int kBytesA = kTileRows * kCodesDepth, kBytesB = kTileCols * kCodesDepth, kStageBytes = kBytesA + kBytesB;
-constexpr int kOutAt = kStages * kStageBytes;  // the tile: kTileCols / kBlockColumns blocks
-constexpr int kOutBlockBytes = kTileRows * kBlockRowBytes;
+constexpr int kOutAt = kStages * kStageBytes;  // half of the tile: kTileCols / kBlockColumns blocks
+constexpr int kHalves = 2, kHalfRows = kTileRows / kHalves;
+constexpr int kOutBlockBytes = kHalfRows * kBlockRowBytes;
 constexpr int kBarriersAt = kOutAt + kTileCols / kBlockColumns * kOutBlockBytes;
 constexpr int kSharedBytes = kBarriersAt + (2 * kStages + 2) * 8;
 
@@ -93,7 +96,7 @@ struct Ring {
   }
 };
 
-// The barriers of the tile that consumers leave to the finisher.
+// The barriers of what consumers leave to the finishers: half a tile, of each 16 rows the first or the last eight.
 struct OutTile {
   uint32_t full, empty;
 
@@ -108,6 +111,8 @@ struct OutTile {
     __syncwarp();
     if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(barrier);
   }
+  // The row of the tile that is this one in a half of it.
+  __device__ static int tile_row(int half, int row) { return row / 8 * 16 + half * 8 + row % 8; }
 };
 
 // Calls f(place, n) for the n-th tile of this block.
@@ -140,30 +145,41 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap& a_map, const CUten
   });
 }
 
-// This consumer's rows of a tile, times `factor`, to its place in shared memory.
-__device__ __forceinline__ void store_tile(const float (&c)[1][32][4], float factor, int consumer,
-                                           uint32_t shared) {
-  const unsigned lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize % kWarpsOfGroup;
-  const unsigned row = consumer * kConsumerRows + warp * 16 + lane % 16, chunk = lane / 16;
-  const uint32_t at = shared + kOutAt + row * kBlockRowBytes;
+// This consumer's part of half a tile: of a warp's 16 rows eight, in the layout of wgmma's accumulators.
+struct HalfTile {
+  uint32_t word[32];  // two adjacent columns of every eight
+
+  // Of `c`, times `factor`.
+  __device__ __forceinline__ HalfTile(const float (&c)[1][32][4], float factor, int half) {
 #pragma unroll
-  for (int n = 0; n < 32; n += 2) {
-    uint32_t packed[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* const pair = &c[0][n + i / 2][i % 2 * 2];
-      packed[i] = pack_bf16(__fmul_rn(pair[0], factor), __fmul_rn(pair[1], factor));
+    for (int n = 0; n < 32; ++n) {
+      word[n] = pack_bf16(__fmul_rn(c[0][n][2 * half], factor), __fmul_rn(c[0][n][2 * half + 1], factor));
     }
-    stmatrix_x4(at + n / 8 * kOutBlockBytes + ((n % 8 + chunk) ^ row % 8) * 16, packed);
   }
-}
+  __device__ __forceinline__ void store(int consumer, uint32_t shared) const {
+    const unsigned lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize % kWarpsOfGroup;
+    const unsigned row = (consumer * kWarpsOfGroup + warp) * 8 + lane % 8, chunk = lane / 8;
+    const uint32_t at = shared + kOutAt + row * kBlockRowBytes;
+#pragma unroll
+    for (int n = 0; n < 32; n += 4) {
+      const uint32_t matrices[4] = {word[n], word[n + 1], word[n + 2], word[n + 3]};
+      stmatrix_x4(at + n / 8 * kOutBlockBytes + ((n % 8 + chunk) ^ row % 8) * 16, matrices);
+    }
+  }
+};
 
 // By all threads of a consumer.
 __device__ __forceinline__ void multiply_tiles(int consumer, int steps, float factor, uint32_t shared,
                                                const Ring& ring, const OutTile& out, const TileOrder& order) {
-  float c[1][32][4];
-  unsigned slot = 0;
-  for_each_tile(order, [&](TileOrder::Place, unsigned n) {
+  float c[1][32][4] = {};
+  unsigned slot = 0, halves = 0;  // read, and left
+  HalfTile held(c, factor, 1);
+  const auto leave = [&](const HalfTile& half) {
+    out.wait_empty(halves++);
+    half.store(consumer, shared);
+    OutTile::arrive(out.full);
+  };
+  for_each_tile(order, [&](TileOrder::Place, unsigned) {
     for (int step = 0; step < steps; ++step, ++slot) {
       const uint32_t a = shared + Ring::place(slot) * kStageBytes;
       ring.wait_full(slot);
@@ -174,18 +190,19 @@ __device__ __forceinline__ void multiply_tiles(int consumer, int steps, float fa
         wgmma_wait_group<1>();
         ring.release(slot - 1);
       }
+      if (step == steps / 2 && halves > 0) leave(held);
     }
     wgmma_wait_group<0>();
     fence_operand(c);
     ring.release(slot - 1);
-    out.wait_empty(n);
-    store_tile(c, factor, consumer, shared);
-    OutTile::arrive(out.full);
+    leave(HalfTile(c, factor, 0));
+    held = HalfTile(c, factor, 1);
   });
+  if (halves > 0) leave(held);
 }
 
-// 16 adjacent columns of a row of the tile.
-__device__ __forceinline__ Stored<BFloat16, 16> read_tile(uint32_t shared, int row, int col) {
+// 16 adjacent columns of a row of half a tile.
+__device__ __forceinline__ Stored<BFloat16, 16> read_half(uint32_t shared, int row, int col) {
   Stored<BFloat16, 16> x;
   const uint32_t at = shared + kOutAt + col / kBlockColumns * kOutBlockBytes + row * kBlockRowBytes;
 #pragma unroll
@@ -199,13 +216,15 @@ __device__ __forceinline__ Stored<BFloat16, 16> read_tile(uint32_t shared, int r
   return x;
 }
 
-// By all finishers: finish(place) reads the tile with read_tile().
+// By all finishers: finish(place, half) reads that half of the tile with read_half().
 template <typename Finish>
 __device__ __forceinline__ void finish_tiles(const OutTile& out, const TileOrder& order, const Finish& finish) {
   for_each_tile(order, [&](TileOrder::Place place, unsigned n) {
-    out.wait_full(n);
-    finish(place);
-    OutTile::arrive(out.empty);
+    for (int half = 0; half < kHalves; ++half) {
+      out.wait_full(kHalves * n + half);
+      finish(place, half);
+      OutTile::arrive(out.empty);
+    }
   });
 }
 
@@ -231,7 +250,7 @@ __device__ __forceinline__ void run_product(const CUtensorMap& a_map, const CUte
   } else {
     setmaxnreg_dec<kFinisherRegisters>();
     if (threadIdx.x >= kWarpSize) {
-      finish_tiles(out, order, [&](TileOrder::Place place) { finish(place, shared); });
+      finish_tiles(out, order, [&](TileOrder::Place place, int half) { finish(place, half, shared); });
     } else if (threadIdx.x == 0) {
       copy_tiles(a_map, b_map, steps, half_cols, shared, ring, order);
     }

@@ -1,4 +1,5 @@
 #pragma once
+#include <array>
 #include <bit>
 
 #include "kernels/cuda/quantize/matrix_source.cuh"
@@ -10,8 +11,8 @@
 // Shapes: T rows (tokens), F columns of the product; up_gate has 2F, up before gate.
 namespace parka::cuda {
 
-// The largest magnitude, of pairs together; NaN is skipped.
-__device__ inline float max_magnitude_of(const Stored<BFloat16, kSourceWidth>& x) {
+// Of the pairs: the largest magnitude of their low halves, and of their high ones; NaN is skipped.
+__device__ inline __nv_bfloat162 max_magnitudes_of(const Stored<BFloat16, kSourceWidth>& x) {
   __nv_bfloat162 highest = __float2bfloat162_rn(0.0f), lowest = highest;
 #pragma unroll
   for (const uint32_t word : x.word) {
@@ -19,8 +20,21 @@ __device__ inline float max_magnitude_of(const Stored<BFloat16, kSourceWidth>& x
     highest = __hmax2(highest, pair);
     lowest = __hmin2(lowest, pair);
   }
-  const __nv_bfloat162 largest = __hmax2(highest, __hneg2(lowest));
-  return fmaxf(__low2float(largest), __high2float(largest));
+  return __hmax2(highest, __hneg2(lowest));
+}
+
+// The largest magnitudes of up and of gate in groups that adjacent `lanes` threads have, at most 8. Without a
+// branch, so that a thread can be at several rows at once.
+__device__ inline __nv_bfloat162 group_magnitudes_of(const Stored<BFloat16, kSourceWidth>& up,
+                                                     const Stored<BFloat16, kSourceWidth>& gate, int lanes) {
+  const __nv_bfloat162 of_up = max_magnitudes_of(up), of_gate = max_magnitudes_of(gate);
+  __nv_bfloat162 largest = __hmax2(__lows2bfloat162(of_up, of_gate), __highs2bfloat162(of_up, of_gate));
+#pragma unroll
+  for (int offset = 4; offset > 0; offset /= 2) {
+    const __nv_bfloat162 larger = __hmax2(largest, __shfl_xor_sync(kFullWarp, largest, offset));
+    largest = offset < lanes ? larger : largest;
+  }
+  return largest;
 }
 
 // The codes of 16 numbers of one group, and its scale.
@@ -29,8 +43,8 @@ struct GroupCodes {
   uint32_t word[tiles::kWords];
   PieceScale scale;
 
-  // Adjacent `lanes` threads have the group, `amax` is the maximum of this one's numbers.
-  __device__ GroupCodes(float amax, int lanes) : scale(scale_for<F8, BFloat16>(tiles::group_max(amax, lanes))) {}
+  // `amax` is the maximum of the group's numbers.
+  __device__ explicit GroupCodes(float amax) : scale(scale_for<F8, BFloat16>(amax)) {}
   // Encodes a quarter of the numbers. x becomes what the codes decode to.
   __device__ void encode(int quarter, float (&x)[4]) {
     word[quarter] = tiles::encode<F8>(x, scale.inverse);
@@ -74,16 +88,21 @@ struct GateCodes {
         group_shift(std::countr_zero(static_cast<uint64_t>(a.up_gate.group))),
         activation(activation_) {}
 
-  // Writes the codes of 16 columns of a row; returns the maximum of their products. To be called by whole warps
-  // whose lanes 8i to 8i + 7 have adjacent columns of one row, beginning at a multiple of 128. Nothing is written
-  // where there is no row or column.
+  // What a thread makes of 16 columns of a row.
   template <typename F8, bool kSavesSilu>
-  __device__ float write(const Stored<BFloat16, kSourceWidth>& up_plain,
-                         const Stored<BFloat16, kSourceWidth>& gate_plain, int row, int col) const {
+  struct Made {
+    std::array<GroupCodes<F8>, kSavesSilu ? 3 : 2> codes;  // of up, gate and silu
+    float amax;                                            // of the products
+  };
+
+  // To be called by whole warps whose lanes 8i to 8i + 7 have adjacent columns of one row, beginning at a multiple
+  // of 128.
+  template <typename F8, bool kSavesSilu>
+  __device__ Made<F8, kSavesSilu> make(const Stored<BFloat16, kSourceWidth>& up_plain,
+                                       const Stored<BFloat16, kSourceWidth>& gate_plain) const {
     const int lanes = 1 << group_shift >> std::countr_zero(unsigned{kSourceWidth});
-    const int groups = width >> group_shift, group = col >> group_shift;
-    const bool is_first_of_group = col == group << group_shift, exists = row < rows && col < width;
-    GroupCodes<F8> up_codes(max_magnitude_of(up_plain), lanes), gate_codes(max_magnitude_of(gate_plain), lanes);
+    const __nv_bfloat162 largest = group_magnitudes_of(up_plain, gate_plain, lanes);
+    GroupCodes<F8> up_codes(__low2float(largest)), gate_codes(__high2float(largest));
     float amax = 0.0f, silus[16], silu_amax = 0.0f;
 #pragma unroll
     for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
@@ -105,7 +124,7 @@ struct GateCodes {
       }
     }
     if constexpr (kSavesSilu) {
-      GroupCodes<F8> silu_codes(silu_amax, lanes);
+      GroupCodes<F8> silu_codes(tiles::group_max(silu_amax, lanes));
 #pragma unroll
       for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
         float up[4], saved[4];
@@ -116,21 +135,28 @@ struct GateCodes {
 #pragma unroll
         for (int i = 0; i < 4; ++i) amax = max_magnitude(amax, product_of(up[i], saved[i]));
       }
-      if (exists) silu_codes.write(silu_codes_TF + offset_of(row, width, col));
-      if (exists && is_first_of_group) {
-        silu_scales[offset_of(row, groups, group)] = from_float<BFloat16>(silu_codes.scale.scale);
-      }
+      return {{up_codes, gate_codes, silu_codes}, amax};
+    } else {
+      return {{up_codes, gate_codes}, amax};
     }
-    if (!exists) return amax;
+  }
+
+  // Nothing where there is no row or column.
+  template <typename F8, bool kSavesSilu>
+  __device__ void store(const Made<F8, kSavesSilu>& made, int row, int col) const {
+    if (row >= rows || col >= width) return;
+    const int groups = width >> group_shift, group = col >> group_shift;
     uint8_t* const codes = codes_T2F + offset_of(row, 2 * width, col);
-    up_codes.write(codes);
-    gate_codes.write(codes + width);
-    if (is_first_of_group) {
-      BFloat16* const target = scales + offset_of(row, 2 * groups, group);
-      target[0] = from_float<BFloat16>(up_codes.scale.scale);
-      target[groups] = from_float<BFloat16>(gate_codes.scale.scale);
+    made.codes[0].write(codes);
+    made.codes[1].write(codes + width);
+    if constexpr (kSavesSilu) made.codes[2].write(silu_codes_TF + offset_of(row, width, col));
+    if (col != group << group_shift) return;  // the first of a group writes its scale
+    BFloat16* const target = scales + offset_of(row, 2 * groups, group);
+    target[0] = from_float<BFloat16>(made.codes[0].scale.scale);
+    target[groups] = from_float<BFloat16>(made.codes[1].scale.scale);
+    if constexpr (kSavesSilu) {
+      silu_scales[offset_of(row, groups, group)] = from_float<BFloat16>(made.codes[2].scale.scale);
     }
-    return amax;
   }
 };
 

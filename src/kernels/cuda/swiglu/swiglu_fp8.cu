@@ -43,12 +43,12 @@ __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
   __shared__ uint32_t shared[tiles::kWarps];
   const tiles::Place place;
   float amax = 0.0f;
-  tiles::for_each_row(
-      q, q.codes.rows, q.codes.width, [&](int k, const typename GateQuantization<Activation>::Fetched& fetched) {
-        const float of_row =
-            q.codes.template write<F8, kSavesSilu>(fetched.up, fetched.gate, place.row + k, place.col);
-        amax = fmaxf(amax, of_row);
-      });
+  tiles::for_each_row(q, q.codes.rows, q.codes.width,
+                      [&](int k, const typename GateQuantization<Activation>::Fetched& fetched) {
+                        const auto made = q.codes.template make<F8, kSavesSilu>(fetched.up, fetched.gate);
+                        q.codes.store(made, place.row + k, place.col);
+                        amax = fmaxf(amax, made.amax);
+                      });
   if (q.amax != nullptr) raise_to_block_max<tiles::kThreads>(q.amax, amax, shared);
 }
 

@@ -23,14 +23,30 @@ __global__ void __launch_bounds__(sm90_float8::kThreads, 1) __cluster_dims__(sm9
   extern __shared__ __align__(1024) unsigned char shared[];
   float largest = 0.0f;
   run_product(x_map, weight_map, x_scale, weight_scale, steps, codes.width, order, shared,
-              [&](TileOrder::Place place, uint32_t tile) {
+              [&](TileOrder::Place place, int half, uint32_t memory) {
                 constexpr int kRowThreads = kHalfCols / kSourceWidth, kRowsAtATime = kFinishers / kRowThreads;
                 const int thread = finisher_index(), col = thread % kRowThreads * kSourceWidth;
+                struct Row {
+                  Stored<BFloat16, kSourceWidth> up, gate;
+                };
+                const auto read = [&](int row) -> Row {
+                  return {read_half(memory, row, col), read_half(memory, row, kHalfCols + col)};
+                };
+                const auto make = [&](const Row& row) {
+                  return codes.template make<Float8E4M3, kSavesSilu>(row.up, row.gate);
+                };
+                const auto store = [&](const auto& made, int row) {
+                  codes.store(made, place.row + OutTile::tile_row(half, row), place.col + col);
+                };
 #pragma unroll 1
-                for (int row = thread / kRowThreads; row < kTileRows; row += kRowsAtATime) {
-                  const auto up = read_tile(tile, row, col), gate = read_tile(tile, row, kHalfCols + col);
-                  largest = fmaxf(largest, codes.template write<Float8E4M3, kSavesSilu>(up, gate, place.row + row,
-                                                                                        place.col + col));
+                for (int row = thread / kRowThreads; row < kHalfRows; row += 2 * kRowsAtATime) {
+                  // Two rows, so that one's instructions fill the time that the other's wait for each other.
+                  const int next = row + kRowsAtATime;
+                  const Row here = read(row), below = read(min(next, kHalfRows - 1));
+                  const auto made = make(here), made_below = make(below);
+                  largest = fmaxf(largest, fmaxf(made.amax, made_below.amax));
+                  store(made, row);
+                  if (next < kHalfRows) store(made_below, next);
                 }
               });
   if (amax == nullptr || !is_finisher()) return;
