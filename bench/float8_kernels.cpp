@@ -108,10 +108,8 @@ void bench_swiglu_projection(Bench& bench, const ModelShape& m) {
                                        .up_gate_plain = plain}};
   };
   bench.time(m.name, "swiglu_projection", make, swiglu_projection);
-  bench.time(m.name, "swiglu_projection.two", make, [](Device& device, const SwigluProjection& a) {
-    gemm(device, a.projection);
-    swiglu_forward(device, a.swiglu);
-  });
+  bench.time(m.name, "swiglu_projection.two", make,
+             [](Device& device, const SwigluProjection& a) { run_as_two(device, a); });
 }
 
 void bench_quantize(Bench& bench, const ModelShape& m) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "engine/files/gemm_tuning_file.h"
@@ -26,10 +27,21 @@ using namespace parka::test;
 
 namespace {
 
-std::set<std::string> keys_of(const std::vector<SwigluProjection>& projections) {
+std::set<std::string> keys_of(const std::vector<FusedProduct>& products) {
   std::set<std::string> keys;
-  for (const SwigluProjection& a : projections) keys.insert(key_of(a));
+  for (const FusedProduct& a : products) keys.insert(key_of(a));
   return keys;
+}
+
+// The only one of its kind among a step's.
+template <typename Op>
+Op only(const std::vector<FusedProduct>& products) {
+  std::vector<Op> found;
+  for (const FusedProduct& a : products) {
+    if (const Op* op = std::get_if<Op>(&a)) found.push_back(*op);
+  }
+  REQUIRE(found.size() == 1);
+  return found.front();
 }
 
 // Of tensors by where they begin and their bytes.
@@ -85,30 +97,31 @@ class WrongKernel final : public OpFault {
 
 }  // namespace
 
-TEST_CASE("products that may be one kernel with SwiGLU are recorded once", "[engine][tuning]") {
+TEST_CASE("products that may be one kernel with what reads them are recorded once", "[engine][tuning]") {
   const TemporaryFolder folder;
   for (const char* recipe : {"coat", "parka"}) {
     for (const int64_t micro_batches : {1, 3}) {
       CAPTURE(recipe, micro_batches);
       const Config config = step_config(folder.path().string(), recipe, 0, true, micro_batches, 1);
-      const std::vector<SwigluProjection> projections = record_projections(config, 1);
-      REQUIRE(projections.size() == 1);
-      CHECK(suits_one_kernel(projections.front()));
-      const GemmShape shape = gemm_shape(projections.front().projection);
+      const std::vector<FusedProduct> products = record_fused_products(config, 1);
+      CHECK(products.size() == 1);
+      const auto projection = only<SwigluProjection>(products);
+      CHECK(suits_one_kernel(projection));
+      const GemmShape shape = gemm_shape(projection.projection);
       CHECK(shape.rows == kStepSequence);
       CHECK(shape.cols == 2 * 80);
       CHECK(shape.depth == 48);
-      CHECK(key_of(projections.front()) ==
+      CHECK(key_of(FusedProduct(projection)) ==
             "16 x 160 x 48 e4m3 NN bf16 [e4m3 per tensor, e4m3 per tensor, fast], swiglu per 1x16");
     }
   }
   for (const char* recipe : {"bf16", "fp8_linear", "fp8_block"}) {
     CAPTURE(recipe);
-    CHECK(record_projections(step_config(folder.path().string(), recipe, 0, true, 1, 1), 1).empty());
+    CHECK(record_fused_products(step_config(folder.path().string(), recipe, 0, true, 1, 1), 1).empty());
   }
   Config accurate = step_config(folder.path().string(), "coat", 0, true, 1, 1);
   accurate.precision.fast_forward = false;
-  CHECK(record_projections(accurate, 1).empty());
+  CHECK(record_fused_products(accurate, 1).empty());
 }
 
 TEST_CASE("a run makes one kernel of what its device fuses, and its bits stay", "[engine][tuning]") {
@@ -120,12 +133,12 @@ TEST_CASE("a run makes one kernel of what its device fuses, and its bits stay", 
       config.precision.recompute = recompute;
       config.data.eval.clear();
       const Steps two(make_cpu_device(), config, {});
-      const Steps one(make_cpu_device(), config, keys_of(record_projections(config, 1)));
+      const Steps one(make_cpu_device(), config, keys_of(record_fused_products(config, 1)));
       CHECK(one.losses.size() == 3);
       CHECK(one.losses == two.losses);
-      CHECK(two.ops.count("swiglu_projection") == 0);
       // In backward, too, where a block is run again.
       const size_t forwards = 2u * 4u * (recompute == Recompute::kBlock ? 2u : 1u);
+      CHECK(two.ops.count("swiglu_projection") == 0);
       CHECK(two.ops.count("swiglu_forward") == forwards);
       CHECK(one.ops.count("swiglu_forward") == 0);
       CHECK(one.ops.count("swiglu_projection") == forwards);
@@ -155,11 +168,10 @@ TEST_CASE("scratch has room for every tensor of a projection, and those that sha
   const auto device = make_cpu_device();
   Config config = step_config(folder.path().string(), "coat", 0, true, 1, 1);
   config.precision.save_silu = true;
-  const std::vector<SwigluProjection> projections = record_projections(config, 1);
-  REQUIRE(projections.size() == 1);
-  const ProductScratch scratch(*device, projections.front());
-  const SwigluProjection placed = scratch.place(projections.front());
-  CHECK(key_of(placed) == key_of(projections.front()));
+  const FusedProduct product = only<SwigluProjection>(record_fused_products(config, 1));
+  const ProductScratch scratch(*device, product);
+  const auto placed = std::get<SwigluProjection>(scratch.place(product));
+  CHECK(key_of(placed) == key_of(product));
   CHECK(placed.swiglu.up_gate_plain.data == placed.projection.out.data);
   REQUIRE(!placed.swiglu.product_t.empty());
   CHECK(placed.swiglu.product_t.scale.data == placed.swiglu.product.scale.data);
@@ -178,21 +190,22 @@ TEST_CASE("scratch has room for every tensor of a projection, and those that sha
   swiglu_projection(*device, placed);  // AddressSanitizer looks
 }
 
-TEST_CASE("tuning says of each projection whether it is one kernel", "[engine][tuning]") {
+TEST_CASE("tuning says of each product that has one kernel whether it is that", "[engine][tuning]") {
   const TemporaryFolder folder;
   const auto device = make_cpu_device();
-  const std::vector<SwigluProjection> projections =
-      record_projections(step_config(folder.path().string(), "parka", 0, true, 1, 1), 1);
-  const std::vector<GemmChoice> choices = tune_projections(*device, projections, 0.01);
-  REQUIRE(choices.size() == 1);
-  const GemmChoice& choice = choices.front();
-  CHECK(choice.gemm == key_of(projections.front()));
-  REQUIRE(choice.is_of_kernels());
-  CHECK(choice.microseconds > 0);
+  const std::vector<FusedProduct> products =
+      record_fused_products(step_config(folder.path().string(), "parka", 0, true, 1, 1), 1);
+  const std::vector<GemmChoice> choices = tune_fused_products(*device, products, 0.01);
+  REQUIRE(choices.size() == products.size());
   const GemmTuningFile file = parse_gemm_tuning(gemm_tuning_text(choices, *device), "test");
-  REQUIRE(file.choices.size() == 1);
-  CHECK(file.choices.front().algorithm == choice.algorithm);
-  CHECK(file.choices.front().is_of_kernels());
+  REQUIRE(file.choices.size() == products.size());
+  for (size_t i = 0; i < products.size(); ++i) {
+    CHECK(choices[i].gemm == key_of(products[i]));
+    CHECK(choices[i].is_of_kernels());
+    CHECK(choices[i].microseconds > 0);
+    CHECK(file.choices[i].algorithm == choices[i].algorithm);
+    CHECK(file.choices[i].is_of_kernels());
+  }
 }
 
 TEST_CASE("one kernel agrees with two if it leaves about the same, and the same bits each time",
@@ -200,11 +213,10 @@ TEST_CASE("one kernel agrees with two if it leaves about the same, and the same 
   using Codes = WrongKernel::Codes;
   const TemporaryFolder folder;
   const auto device = make_cpu_device();
-  const std::vector<SwigluProjection> projections =
-      record_projections(step_config(folder.path().string(), "parka", 0, true, 1, 1), 1);
-  const ProductScratch scratch(*device, projections.front(),
-                               RandomOperands::workspace_of(projections.front().projection));
-  const SwigluProjection placed = scratch.place(projections.front());
+  const FusedProduct product =
+      only<SwigluProjection>(record_fused_products(step_config(folder.path().string(), "parka", 0, true, 1, 1), 1));
+  const ProductScratch scratch(*device, product, RandomOperands::workspace_of(gemm_of(product)));
+  const auto placed = std::get<SwigluProjection>(scratch.place(product));
   RandomOperands(*device, RandomOperands::elements_of(placed.projection)).fill(placed.projection);
   const auto agrees_with = [&](WrongKernel fault) {
     device->set_op_fault(&fault);
@@ -241,7 +253,7 @@ TEST_CASE("a run on a GPU makes one kernel of what its device fuses", "[engine][
     Config config = step_config(folder.path().string(), recipe, 0, true, 2, 1);
     config.data.eval.clear();
     const Steps two(make_cuda_device(), config, {});
-    const Steps one(make_cuda_device(), config, keys_of(record_projections(config, 1)));
+    const Steps one(make_cuda_device(), config, keys_of(record_fused_products(config, 1)));
     CHECK(one.ops.count("swiglu_projection") == 2u * 4u);
     CHECK(two.ops.count("swiglu_projection") == 0);
     REQUIRE(one.losses.size() == two.losses.size());

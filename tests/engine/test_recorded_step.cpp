@@ -510,7 +510,7 @@ class RecordedLoads {
   explicit RecordedLoads(const Config& config)
       : device_(DeviceKind::kCuda, {.op = [this](const RecordedOp&) { ++num_ops_; },
                                     .product = {},
-                                    .projection = {},
+                                    .fused_product = {},
                                     .fill = {},
                                     .transfer = [this](const RecordedTransfer& transfer) { add(transfer); }}),
         communicator_(0, 1),

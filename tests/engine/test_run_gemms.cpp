@@ -50,10 +50,10 @@ struct Run {
       .tuning_folders = {folder / "tuning"},
       .steps = 1,
       .tune =
-          [this](const std::vector<RecordedProduct>& of, const std::vector<SwigluProjection>& projections) {
+          [this](const std::vector<RecordedProduct>& of, const std::vector<FusedProduct>& fused) {
             ++tuned;
             std::vector<GemmChoice> choices = choices_for(of);
-            for (const SwigluProjection& a : projections) choices.push_back(choose_kernels(key_of(a), 4e-6, 0.7));
+            for (const FusedProduct& a : fused) choices.push_back(choose_kernels(key_of(a), 4e-6, 0.7));
             return choices;
           },
       .warn = [this](const std::string& line) { warnings.push_back(line); }};
@@ -149,7 +149,7 @@ TEST_CASE("a file of configs/tuning has every product of the config that it is f
     CAPTURE(model, recipe);
     const Config config = load_config(fmt::format("{}{}-bench.json", configs, model), overrides);
     std::set<std::string> there, may_fuse;
-    for (const SwigluProjection& a : record_projections(config, 1)) may_fuse.insert(key_of(a));
+    for (const FusedProduct& a : record_fused_products(config, 1)) may_fuse.insert(key_of(a));
     for (const GemmChoice& choice :
          load_gemm_tuning(fmt::format("{}tuning/{}.{}.tuning.json", configs, model, recipe)).choices) {
       CAPTURE(choice.gemm);
@@ -194,13 +194,12 @@ TEST_CASE("a long run without a file tunes once and goes on with what it found",
   CHECK(run.tuned == 1);
   CHECK(first.ran_products);
   CHECK(has(first.line, "products take 25.0 % less time"));  // 3 us of 4
-  CHECK(has(first.line, "SwiGLU with its product is one kernel, which takes 30.0 % less time than two"));
+  CHECK(has(first.line, "swiglu per 1x16 is one kernel, which takes 30.0 % less time than two"));
   CHECK(read_file(run.kept()) == first.tuning);
   const std::vector<GemmChoice> kept = parse_gemm_tuning(first.tuning, "it").choices;
-  REQUIRE(kept.size() == choices_for(run.products).size() + 1);
-  const std::vector<SwigluProjection> projections = record_projections(run.config, 1);
-  REQUIRE(projections.size() == 1);
-  CHECK(kept.back().gemm == key_of(projections.front()));
+  const std::vector<FusedProduct> fused = record_fused_products(run.config, 1);
+  REQUIRE(kept.size() == choices_for(run.products).size() + fused.size());
+  CHECK(kept.back().gemm == key_of(fused.back()));
   CHECK(kept.back().algorithm == GemmChoice::kOneKernel);
   run.ship("later.json", choices_for(run.products), run.device);
   for (const bool has_checkpoint : {false, true}) {

@@ -1,10 +1,10 @@
 #include "kernels/ops/swiglu/swiglu_projection.h"
 
-#include "kernels/ops/quantize/quantize.h"
+#include "tests/kernels/exact_products.h"
 #include "tests/kernels/float8_devices.h"
 
-// swiglu_projection beside gemm and swiglu_forward on the same device. Terms are multiples of 1/16 and their sums
-// small, so that they are exact in every order and accumulator: all bits have to be equal.
+// swiglu_projection beside gemm and swiglu_forward on the same device, with operands whose products are exact: all
+// bits have to be equal.
 using namespace parka;
 using namespace parka::test;
 
@@ -26,21 +26,6 @@ std::string describe(const ProjectionCase& c) {
          (c.activation == GateActivation::kGeluTanh ? ", GELU" : "");
 }
 
-// Halves from -1 to 1, half of them 0, and one 1.75, which makes the scale 2^-8.
-std::vector<float> exact_values(int64_t count, uint64_t seed) {
-  std::vector<float> x = random_bf16(count, seed);
-  for (float& value : x)
-    value = std::fabs(value) < 0.7f ? 0.0f : std::copysign(std::fabs(value) < 1.2f ? 0.5f : 1.0f, value);
-  x[static_cast<size_t>(count) / 3] = 1.75f;
-  return x;
-}
-
-void fill(Device& device, const TestMatrix& codes, uint64_t seed) {
-  const int64_t rows = codes.view().num_rows(), cols = codes.view().num_cols();
-  const TestTensor values(device, DType::kBF16, {rows, cols}, exact_values(rows * cols, seed));
-  quantize(device, {.x = values, .out = codes});
-}
-
 // What the op leaves on a device.
 struct Projected {
   Projected(Device& device, const ProjectionCase& c, bool as_one)
@@ -50,8 +35,8 @@ struct Projected {
         up_gate(Format{DType::kE4M3, Scaling::kGroup, c.group, DType::kBF16}.make(device, c.rows, 2 * c.width)),
         silu(Format{DType::kE4M3, Scaling::kGroup, c.group, DType::kBF16}.make(device, c.rows, c.width)),
         product(device, kCodes, c.rows, c.width, c.transposed ? Copies::kBoth : Copies::kRow) {
-    fill(device, x, 301);
-    fill(device, weight, 302);
+    fill_exactly(device, x, 301);
+    fill_exactly(device, weight, 302);
     const SwigluProjection op = {.projection = {.a = x, .b = weight, .out = plain, .fast_accumulation = c.fast},
                                  .swiglu = {.up_gate = up_gate,
                                             .silu = c.saves_silu ? silu.view() : ScaledView(),
@@ -62,8 +47,7 @@ struct Projected {
     if (as_one) {
       swiglu_projection(device, op);
     } else {
-      gemm(device, op.projection);
-      swiglu_forward(device, op.swiglu);
+      run_as_two(device, op);
     }
   }
 

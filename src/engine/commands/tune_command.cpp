@@ -29,7 +29,7 @@ int run_tune(const TuneOptions& options) {
   if (num_ranks > 1) config.distributed.zero_stage = config.distributed.shard_size = 0;
   const std::unique_ptr<Device> device = make_untuned_device(config);
   const std::vector<GemmChoice> choices =
-      tune_products(*device, record_products(config, num_ranks), record_projections(config, num_ranks),
+      tune_products(*device, record_products(config, num_ranks), record_fused_products(config, num_ranks),
                     {.max_candidates = static_cast<int>(options.candidates), .budget_seconds = options.seconds});
   std::printf("%-72s %12s %12s %8s\n", "matrix product, M x N x K", "default us", "chosen us", "gain");
   for (const GemmChoice& choice : choices) {

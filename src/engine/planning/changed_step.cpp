@@ -56,7 +56,7 @@ ChangedSteps::ChangedSteps(const StepMeasurement& one, const Config& config, con
 
 std::optional<StepPrediction> ChangedSteps::predict(const Config& changed) const {
   if (!speed_differences(one_.config, changed, SpeedOf::kBeforeChanges).empty()) return std::nullopt;
-  const RecordedStep step = record_step(changed, num_gpus_, one_.fuses());
+  const RecordedStep step = record_step(changed, num_gpus_, one_.one_kernel());
   StepPrediction prediction = predict_step(step_actions(step, work_), links_, num_gpus_,
                                            changed.distributed.shard_size, changed.distributed.context_parallel);
   const double copies = host_copy_seconds(step, work_, host_copies(changed, num_gpus_), links_);

@@ -20,6 +20,7 @@
 #include "engine/step/parameter_exchange.h"
 #include "engine/step/recorded_step.h"
 #include "kernels/device/step_section_names.h"
+#include "kernels/ops/gemm/fused_product.h"
 #include "optim/state_stream.h"
 
 namespace parka {
@@ -164,6 +165,14 @@ void require_predicted_batch(const Config& config, int64_t num_gpus) {
       config.training.global_batch_size, micro_batches, kMostMicroBatches);
 }
 
+std::set<std::string> StepMeasurement::one_kernel() const {
+  std::set<std::string> names;
+  for (const OpSummary& op : ops) {
+    if (is_fused_product(op.op)) names.insert(op.op);
+  }
+  return names;
+}
+
 StepMeasurement read_step_measurement(const std::string& path) {
   constexpr int64_t kLargestFile = int64_t{64} << 20;
   const nlohmann::json file = parse_json_text(read_text(path, kLargestFile), path, JsonComments::kRefused);
@@ -212,7 +221,7 @@ WorkSeconds measured_work(const StepMeasurement& one, double slowest) {
   const WorkSeconds timed = {[ops](const RecordedOp& op) { return ops->seconds(op); }, one.copy_bandwidth};
   // Timing every op takes time, and between ops nothing is timed: all are scaled to the step without timing.
   const double own_seconds = one.step_seconds - one.host_wait_seconds;
-  const double scale = slowest * own_seconds / compute_seconds(record_step(one.config, 1, one.fuses()), timed);
+  const double scale = slowest * own_seconds / compute_seconds(record_step(one.config, 1, one.one_kernel()), timed);
   return {[ops, scale](const RecordedOp& op) { return scale * ops->seconds(op); }, one.copy_bandwidth / scale};
 }
 
@@ -220,7 +229,7 @@ std::vector<StepAction> step_actions_by(const StepMeasurement& one, const Config
                                         double slowest) {
   const WorkSeconds work = measured_work(one, slowest);
   require_same_speed(one, config, SpeedOf::kOneGpu);
-  return step_actions(record_step(config, num_gpus, one.fuses()), work);
+  return step_actions(record_step(config, num_gpus, one.one_kernel()), work);
 }
 
 void require_measurement_of(const StepMeasurement& measured, const Config& config, int64_t num_gpus) {

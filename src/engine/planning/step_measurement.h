@@ -1,6 +1,6 @@
 #pragma once
-#include <algorithm>
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -25,10 +25,9 @@ struct StepMeasurement {
   double tokens_per_second_per_gpu() const {
     return static_cast<double>(tokens_per_step()) / step_seconds / static_cast<double>(ranks);
   }
-  // Whether SwiGLU's projection was one kernel: as tuning had chosen, which the config does not say.
-  bool fuses() const {
-    return std::any_of(ops.begin(), ops.end(), [](const OpSummary& op) { return op.op == "swiglu_projection"; });
-  }
+  // Names of the ops that are a FusedProduct, which was one kernel: as tuning had chosen, which the config does not
+  // say.
+  std::set<std::string> one_kernel() const;
   int64_t num_micro_batches() const { return config.micro_batches_per_step(ranks); }
 };
 

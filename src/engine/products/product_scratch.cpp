@@ -47,6 +47,9 @@ template <typename Product>
 int64_t scratch_bytes(Product a) {
   return lay_out(tensors_of(a), nullptr);
 }
+int64_t scratch_bytes(const FusedProduct& a) {
+  return std::visit([](const auto& product) { return scratch_bytes(product); }, a);
+}
 
 template <typename Product>
 Product placed(Product a, void* memory) {
@@ -86,7 +89,7 @@ ProductScratch::ProductScratch(Device& device, int64_t bytes, int64_t workspace_
 ProductScratch::ProductScratch(Device& device, const std::vector<Gemm>& products, int64_t workspace_bytes)
     : ProductScratch(device, most_bytes(products), std::max(workspace_bytes, most_workspace(products))) {}
 
-ProductScratch::ProductScratch(Device& device, const SwigluProjection& product, int64_t workspace_bytes)
+ProductScratch::ProductScratch(Device& device, const FusedProduct& product, int64_t workspace_bytes)
     : ProductScratch(device, scratch_bytes(product), std::max(workspace_bytes, workspace_of(product))) {}
 
 ProductScratch::~ProductScratch() {
@@ -96,7 +99,9 @@ ProductScratch::~ProductScratch() {
 }
 
 Gemm ProductScratch::place(const Gemm& a) const { return placed(a, memory_); }
-SwigluProjection ProductScratch::place(const SwigluProjection& a) const { return placed(a, memory_); }
+FusedProduct ProductScratch::place(const FusedProduct& a) const {
+  return std::visit([&](const auto& product) -> FusedProduct { return placed(product, memory_); }, a);
+}
 
 double seconds_of_products(Device& device, const std::vector<RecordedProduct>& products) {
   const ProductScratch scratch(device, gemms_of(products));

@@ -17,25 +17,24 @@ namespace {
 
 constexpr int kRounds = 5;
 
-void run(Device& device, const SwigluProjection& a, bool as_one) {
+void run(Device& device, const FusedProduct& a, bool as_one) {
   if (as_one) {
-    swiglu_projection(device, a);
+    run_as_one(device, a);
   } else {
-    gemm(device, a.projection);
-    swiglu_forward(device, a.swiglu);
+    run_as_two(device, a);
   }
 }
 
-// A projection on memory of its own.
-class ProjectionContest {
+// A product on memory of its own.
+class KernelContest {
  public:
-  ProjectionContest(Device& device, const SwigluProjection& a)
+  KernelContest(Device& device, const FusedProduct& a)
       : device_(device),
-        scratch_(device, a, RandomOperands::workspace_of(a.projection)),
-        projection_(scratch_.place(a)) {
-    const RandomOperands operands(device, RandomOperands::elements_of(projection_.projection));
-    operands.fill(projection_.projection);
-    for (const bool as_one : {false, true}) run(device_, projection_, as_one);  // libraries set themselves up
+        scratch_(device, a, RandomOperands::workspace_of(gemm_of(a))),
+        product_(scratch_.place(a)) {
+    const RandomOperands operands(device, RandomOperands::elements_of(gemm_of(product_)));
+    operands.fill(gemm_of(product_));
+    for (const bool as_one : {false, true}) run(device_, product_, as_one);  // libraries set themselves up
     seconds_of_two_ = time(false, 1);
   }
 
@@ -51,39 +50,46 @@ class ProjectionContest {
       of_two.push_back(seconds_of[0]);
       ratios.push_back(seconds_of[1] / seconds_of[0]);
     }
-    GemmChoice choice = choose_kernels(key_of(projection_), median(of_two), median(ratios));
-    choice.shape = cost_of(projection_).shape;
-    if (choice.algorithm == GemmChoice::kTwoKernels || one_kernel_agrees(device_, projection_)) return choice;
+    GemmChoice choice = choose_kernels(key_of(product_), median(of_two), median(ratios));
+    choice.shape = cost_of(gemm_of(product_)).shape;
+    if (choice.algorithm == GemmChoice::kTwoKernels || one_kernel_agrees(device_, product_)) return choice;
     log_warning("{}: one kernel is faster, but does not leave what two leave, the same each time: two are used",
                 choice.gemm);
-    return choose_kernels(key_of(projection_), median(of_two), 1);
+    return choose_kernels(key_of(product_), median(of_two), 1);
   }
 
  private:
   double time(bool as_one, int64_t count) const {
-    return seconds_of_each(device_, count, [&] { run(device_, projection_, as_one); });
+    return seconds_of_each(device_, count, [&] { run(device_, product_, as_one); });
   }
 
   Device& device_;
   ProductScratch scratch_;
-  SwigluProjection projection_;
+  FusedProduct product_;
   double seconds_of_two_ = 0;
 };
 
-// The bytes of all that a projection leaves; up and gate's codes and scales are the first.
-std::vector<std::vector<uint8_t>> left_by(Device& device, const SwigluProjection& a, bool as_one) {
-  std::vector<TensorView> outputs;
-  for (const ScaledView* x : {&a.swiglu.up_gate, &a.swiglu.product, &a.swiglu.product_t, &a.swiglu.silu}) {
-    if (x->empty()) continue;
-    outputs.push_back(x->data);
-    outputs.push_back(x->scale);
+// What the ops leave; codes with a scale per group are the first.
+std::vector<ScaledView> outputs_of(const SwigluProjection& a) {
+  return {a.swiglu.up_gate, a.swiglu.product, a.swiglu.product_t, a.swiglu.silu};
+}
+std::vector<ScaledView> outputs_of(const FusedProduct& a) {
+  return std::visit([](const auto& op) { return outputs_of(op); }, a);
+}
+
+// The bytes of all that is left, each output's codes before its scales.
+std::vector<std::vector<uint8_t>> left_by(Device& device, const FusedProduct& a, bool as_one) {
+  std::vector<TensorView> tensors;
+  for (const ScaledView& x : outputs_of(a)) {
+    if (!x.data.empty()) tensors.push_back(x.data);
+    if (!x.scale.empty()) tensors.push_back(x.scale);
   }
-  for (const TensorView& output : outputs) device.fill_zero(output.data, output.bytes());
+  for (const TensorView& t : tensors) device.fill_zero(t.data, t.bytes());
   run(device, a, as_one);
   std::vector<std::vector<uint8_t>> left;
-  for (const TensorView& output : outputs) {
-    left.emplace_back(static_cast<size_t>(output.bytes()));
-    device.copy_to_host(left.back().data(), output.data, output.bytes());
+  for (const TensorView& t : tensors) {
+    left.emplace_back(static_cast<size_t>(t.bytes()));
+    device.copy_to_host(left.back().data(), t.data, t.bytes());
   }
   return left;
 }
@@ -101,12 +107,11 @@ std::vector<float> decoded(const std::vector<uint8_t>& codes, const std::vector<
 }  // namespace
 
 std::vector<GemmChoice> tune_products(Device& device, const std::vector<RecordedProduct>& products,
-                                      const std::vector<SwigluProjection>& projections,
-                                      const GemmTuneOptions& options) {
-  constexpr double kShare = 0.04;  // of the seconds, for each projection
+                                      const std::vector<FusedProduct>& fused, const GemmTuneOptions& options) {
+  constexpr double kShare = 0.04;  // of the seconds, for each of `fused`
   const double seconds_of_each = kShare * options.budget_seconds;
   GemmTuneOptions of_gemms = options;
-  of_gemms.budget_seconds -= seconds_of_each * static_cast<double>(projections.size());
+  of_gemms.budget_seconds -= seconds_of_each * static_cast<double>(fused.size());
   const std::vector<Gemm> gemms = gemms_of(products);
   std::vector<GemmChoice> choices;
   {
@@ -115,24 +120,24 @@ std::vector<GemmChoice> tune_products(Device& device, const std::vector<Recorded
     choices = tune_gemms(device, of_gemms);
   }
   if (!choices.empty()) replace_gemm_algorithms(device, choices);
-  for (GemmChoice& choice : tune_projections(device, projections, seconds_of_each)) {
+  for (GemmChoice& choice : tune_fused_products(device, fused, seconds_of_each)) {
     choices.push_back(std::move(choice));
   }
   return choices;
 }
 
-std::vector<GemmChoice> tune_projections(Device& device, const std::vector<SwigluProjection>& projections,
-                                         double seconds_of_each) {
+std::vector<GemmChoice> tune_fused_products(Device& device, const std::vector<FusedProduct>& products,
+                                            double seconds_of_each) {
   std::vector<GemmChoice> choices;
-  for (const SwigluProjection& a : projections) {
-    if (has_one_kernel(device, a)) choices.push_back(ProjectionContest(device, a).choose(seconds_of_each));
+  for (const FusedProduct& a : products) {
+    if (has_one_kernel(device, a)) choices.push_back(KernelContest(device, a).choose(seconds_of_each));
   }
   return choices;
 }
 
-bool one_kernel_agrees(Device& device, const SwigluProjection& placed) {
+bool one_kernel_agrees(Device& device, const FusedProduct& placed) {
   constexpr double kTolerance = 0x1p-5;  // of the mean magnitude; neighbours differ by 2^-3 of theirs
-  const int64_t group = placed.swiglu.up_gate.group;
+  const int64_t group = outputs_of(placed).front().group;
   const auto one = left_by(device, placed, /*as_one=*/true);
   if (left_by(device, placed, /*as_one=*/true) != one) return false;
   const auto two = left_by(device, placed, /*as_one=*/false);

@@ -139,7 +139,7 @@ class Decision {
   RunGemms tune() const {
     const double begin = steady_seconds();
     const std::vector<GemmChoice> choices =
-        options_.tune(products_, record_projections(config_, options_.num_ranks));
+        options_.tune(products_, record_fused_products(config_, options_.num_ranks));
     std::map<std::string, const GemmChoice*> by_key;
     for (const GemmChoice& choice : choices) by_key[choice.gemm] = &choice;
     double first = 0, chosen = 0;
@@ -154,7 +154,7 @@ class Decision {
                                    first > 0 ? 100 * (1 - chosen / first) : 0.0, kFirstChoices);
     for (const GemmChoice& choice : choices) {
       if (choice.algorithm != GemmChoice::kOneKernel) continue;
-      line += fmt::format("; SwiGLU with its product is one kernel, which takes {:.1f} % less time than two",
+      line += fmt::format("; {} is one kernel, which takes {:.1f} % less time than two", choice.gemm,
                           100 * (1 - choice.microseconds / choice.default_microseconds));
     }
     return keep(gemm_tuning_text(choices, device_), line);

@@ -18,14 +18,14 @@ using Work = RecordedStep::Work;
 // A rank whose device and communicator record.
 class RecordingRank {
  public:
-  // `fuses`: each projection with SwiGLU is one kernel (Device::fuses()).
-  RecordingRank(const Config& config, const Zero& zero, int rank, int size, bool fuses = false)
+  RecordingRank(const Config& config, const Zero& zero, int rank, int size,
+                const std::set<std::string>& one_kernel = {})
       : config_(config),
         zero_(zero),
-        fuses_(fuses),
+        one_kernel_(one_kernel),
         device_(DeviceKind::kCuda, {.op = [this](RecordedOp op) { add(std::move(op)); },
                                     .product = [this](const Gemm& a) { products_.push_back(a); },
-                                    .projection = [this](const SwigluProjection& a) { add(a); },
+                                    .fused_product = [this](const FusedProduct& a) { add(a); },
                                     .fill = [this](RecordedFill fill) { add(fill); },
                                     .transfer = [this](RecordedTransfer transfer) { add(transfer); }}),
         communicator_(rank, size,
@@ -40,7 +40,7 @@ class RecordingRank {
   // What was queued since the last call.
   std::vector<Work> take() { return std::exchange(work_, {}); }
   std::vector<Gemm> take_products() { return std::exchange(products_, {}); }
-  std::vector<SwigluProjection> take_projections() { return std::exchange(projections_, {}); }
+  std::vector<FusedProduct> take_fused_products() { return std::exchange(fused_products_, {}); }
   int64_t workspace_bytes() const { return device_.workspace_bytes(); }
 
   void begin_step() { queue_.begin_step(); }
@@ -95,9 +95,9 @@ class RecordingRank {
   }
   void add(Work work) { work_.push_back(std::move(work)); }
   // The device is asked whether it fuses the projection after this.
-  void add(const SwigluProjection& a) {
-    projections_.push_back(a);
-    if (fuses_ && fused_.insert(key_of(a)).second) device_.set_fused(fused_);
+  void add(const FusedProduct& a) {
+    fused_products_.push_back(a);
+    if (one_kernel_.contains(std::string(op_of(a))) && fused_.insert(key_of(a)).second) device_.set_fused(fused_);
   }
 
   // Without the tokens, which a device that records does not read.
@@ -109,11 +109,11 @@ class RecordingRank {
 
   const Config& config_;
   Zero zero_;
-  bool fuses_;
-  std::set<std::string> fused_;
+  std::set<std::string> one_kernel_;  // names of ops
+  std::set<std::string> fused_;       // key_of()
   std::vector<Work> work_;
   std::vector<Gemm> products_;
-  std::vector<SwigluProjection> projections_;
+  std::vector<FusedProduct> fused_products_;
   RecordingDevice device_;
   RecordingCommunicator communicator_;
   DeclaredRun declared_;
@@ -141,14 +141,14 @@ void record_parts(RecordingRank& rank, const Config& config, int64_t num_gpus, c
   part(1);
 }
 
-RecordingRank first_rank(const Config& config, int64_t num_gpus, bool fuses = false) {
-  return {config, zero_of(config, 0, num_gpus), 0, static_cast<int>(num_gpus), fuses};
+RecordingRank first_rank(const Config& config, int64_t num_gpus, const std::set<std::string>& one_kernel = {}) {
+  return {config, zero_of(config, 0, num_gpus), 0, static_cast<int>(num_gpus), one_kernel};
 }
 
 }  // namespace
 
-RecordedStep record_step(const Config& config, int64_t num_gpus, bool fuses) {
-  RecordingRank rank = first_rank(config, num_gpus, fuses);
+RecordedStep record_step(const Config& config, int64_t num_gpus, const std::set<std::string>& one_kernel) {
+  RecordingRank rank = first_rank(config, num_gpus, one_kernel);
   RecordedStep step;
   record_parts(rank, config, num_gpus, [&](int64_t times) { step.parts.push_back({rank.take(), times}); });
   return step;
@@ -174,16 +174,16 @@ std::vector<RecordedProduct> record_products(const Config& config, int64_t num_g
   return products;
 }
 
-std::vector<SwigluProjection> record_projections(const Config& config, int64_t num_gpus) {
+std::vector<FusedProduct> record_fused_products(const Config& config, int64_t num_gpus) {
   RecordingRank rank = first_rank(config, num_gpus);
-  std::map<std::string, SwigluProjection> by_key;
+  std::map<std::string, FusedProduct> by_key;
   record_parts(rank, config, num_gpus, [&](int64_t) {
-    for (const SwigluProjection& a : rank.take_projections()) by_key.try_emplace(key_of(a), a);
+    for (const FusedProduct& a : rank.take_fused_products()) by_key.try_emplace(key_of(a), a);
   });
-  std::vector<SwigluProjection> projections;
-  projections.reserve(by_key.size());
-  for (const auto& [key, projection] : by_key) projections.push_back(projection);
-  return projections;
+  std::vector<FusedProduct> products;
+  products.reserve(by_key.size());
+  for (const auto& [key, product] : by_key) products.push_back(product);
+  return products;
 }
 
 int64_t record_workspace_bytes(const Config& config, const Zero& zero) {

@@ -128,8 +128,8 @@ void RecordingDevice::record_product(const Gemm& a) {
   if (listener_.product) listener_.product(a);
 }
 
-void RecordingDevice::record_projection(const SwigluProjection& a) {
-  if (listener_.projection) listener_.projection(a);
+void RecordingDevice::record_fused_product(const FusedProduct& a) {
+  if (listener_.fused_product) listener_.fused_product(a);
 }
 
 void RecordingDevice::record(std::string_view op, OpCost cost, int64_t workspace_bytes) {

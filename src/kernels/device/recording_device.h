@@ -41,8 +41,8 @@ class RecordingDevice final : public Device, public OpRecorder, public ProductRe
   // Stands for a device of this kind. The functions are told of work in its order; empty ones are not called.
   struct Listener {
     std::function<void(RecordedOp)> op;
-    std::function<void(const Gemm&)> product;  // of gemm(), before `op`
-    std::function<void(const SwigluProjection&)> projection;
+    std::function<void(const Gemm&)> product;                // of gemm(), before `op`
+    std::function<void(const FusedProduct&)> fused_product;  // that may be one kernel, before it is decided
     std::function<void(RecordedFill)> fill;
     std::function<void(RecordedTransfer)> transfer;
   };
@@ -80,7 +80,7 @@ class RecordingDevice final : public Device, public OpRecorder, public ProductRe
  private:
   void record(std::string_view op, OpCost cost, int64_t workspace_bytes) override;
   void record_product(const Gemm& a) override;
-  void record_projection(const SwigluProjection& a) override;
+  void record_fused_product(const FusedProduct& a) override;
 
   DeviceKind kind_;
   Listener listener_;

@@ -1,7 +1,7 @@
 #include "model/layers/swiglu.h"
 
+#include "kernels/ops/gemm/fused_product.h"
 #include "kernels/ops/swiglu/swiglu.h"
-#include "kernels/ops/swiglu/swiglu_projection.h"
 
 namespace parka {
 namespace {

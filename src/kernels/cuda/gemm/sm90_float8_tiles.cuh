@@ -1,10 +1,14 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <string_view>
 
 #include "kernels/cuda/ptx/sm90_cluster.cuh"
 #include "kernels/cuda/ptx/sm90_float8.cuh"
 #include "kernels/cuda/vector.cuh"
+#include "kernels/device/cuda/check.h"
+#include "kernels/device/cuda/cuda_device.h"
+#include "kernels/ops/gemm/gemm.h"
 
 // Products of E4M3 matrices on compute capability 9.0, a [M, K] and b [N, K], for kernels that make something else
 // of them than a matrix in memory.
@@ -67,6 +71,42 @@ struct TileOrder {
   }
 };
 
+// A product a b^T, as kernels get it: as a __grid_constant__.
+struct Product {
+  CUtensorMap a_map, b_map;
+  const float *scale_a, *scale_b;
+  int steps, half_cols;  // K / kCodesDepth, N / 2
+  TileOrder order;
+
+  // Of one that suits_float8_tiles().
+  explicit Product(const Gemm& a)
+      : a_map(make_code_map(a.a.data.data, a.a.num_rows(), a.a.num_cols(), kTileRows)),
+        b_map(make_code_map(a.b.data.data, a.b.num_rows(), a.b.num_cols(), kHalfCols)),
+        scale_a(a.a.scale.as<float>()),
+        scale_b(a.b.scale.as<float>()),
+        steps(static_cast<int>(ceil_div(a.a.num_cols(), kCodesDepth))),
+        half_cols(static_cast<int>(a.b.num_rows() / 2)),
+        order(a.a.num_rows(), a.b.num_rows() / 2, a.a.num_cols()) {
+    PARKA_REQUIRE(a.a.num_rows() <= INT32_MAX && a.b.num_rows() <= INT32_MAX && a.b.num_rows() % 2 == 0);
+  }
+};
+
+// Whether the device runs these kernels.
+inline bool runs_on(CudaDevice& device) {
+  constexpr bool kBuilt = std::string_view(PARKA_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
+  return kBuilt && device.properties().major == 9 && device.properties().minor == 0;
+}
+
+// Launches kernel(product, rest...), which calls run_product().
+template <typename Kernel, typename... Rest>
+void launch(CudaDevice& device, const char* op, Kernel kernel, const Product& product, const Rest&... rest) {
+  const int clusters =
+      std::min(static_cast<int>(product.order.count()), device.num_multiprocessors() / kClusterBlocks);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), op);
+  kernel<<<clusters * kClusterBlocks, kThreads, kSharedBytes, device.stream()>>>(product, rest...);
+  check_launch(op);
+}
+
 #if PARKA_SM90_CODE
 
 __device__ inline bool is_finisher() { return threadIdx.x / kWarpSize - 1 < kFinisherWarps; }
@@ -126,21 +166,19 @@ __device__ __forceinline__ void for_each_tile(const TileOrder& order, const F& f
 }
 
 // By one thread.
-__device__ __forceinline__ void copy_tiles(const CUtensorMap& a_map, const CUtensorMap& b_map, int steps,
-                                           int half_cols, uint32_t shared, const Ring& ring,
-                                           const TileOrder& order) {
+__device__ __forceinline__ void copy_tiles(const Product& product, uint32_t shared, const Ring& ring) {
   constexpr uint16_t kAllBlocks = (1 << kClusterBlocks) - 1;
   const int rank = static_cast<int>(__clusterRelativeBlockRank());
   unsigned slot = 0;
-  for_each_tile(order, [&](TileOrder::Place place, unsigned) {
-    const int b_row = place.col + rank * half_cols;
-    for (int step = 0; step < steps; ++step, ++slot) {
+  for_each_tile(product.order, [&](TileOrder::Place place, unsigned) {
+    const int b_row = place.col + rank * product.half_cols;
+    for (int step = 0; step < product.steps; ++step, ++slot) {
       const uint32_t a = shared + Ring::place(slot) * kStageBytes, full = ring.full + Ring::place(slot) * 8;
       ring.wait_empty(slot);
       mbarrier_expect_tx(full, kStageBytes);
-      copy_codes_async(a, a_map, step * kCodesDepth, place.row, full);
-      copy_box_to_blocks_async(a + kBytesA + rank * kHalfCols * kCodesDepth, b_map, step * kCodesDepth, b_row, full,
-                               kAllBlocks);
+      copy_codes_async(a, product.a_map, step * kCodesDepth, place.row, full);
+      copy_box_to_blocks_async(a + kBytesA + rank * kHalfCols * kCodesDepth, product.b_map, step * kCodesDepth,
+                               b_row, full, kAllBlocks);
     }
   });
 }
@@ -169,8 +207,10 @@ struct HalfTile {
 };
 
 // By all threads of a consumer.
-__device__ __forceinline__ void multiply_tiles(int consumer, int steps, float factor, uint32_t shared,
-                                               const Ring& ring, const OutTile& out, const TileOrder& order) {
+__device__ __forceinline__ void multiply_tiles(int consumer, const Product& product, uint32_t shared,
+                                               const Ring& ring, const OutTile& out) {
+  const float factor = __fmul_rn(*product.scale_a, *product.scale_b);
+  const int steps = product.steps;
   float c[1][32][4] = {};
   unsigned slot = 0, halves = 0;  // read, and left
   HalfTile held(c, factor, 1);
@@ -179,7 +219,7 @@ __device__ __forceinline__ void multiply_tiles(int consumer, int steps, float fa
     half.store(consumer, shared);
     OutTile::arrive(out.full);
   };
-  for_each_tile(order, [&](TileOrder::Place, unsigned) {
+  for_each_tile(product.order, [&](TileOrder::Place, unsigned) {
     for (int step = 0; step < steps; ++step, ++slot) {
       const uint32_t a = shared + Ring::place(slot) * kStageBytes;
       ring.wait_full(slot);
@@ -201,12 +241,13 @@ __device__ __forceinline__ void multiply_tiles(int consumer, int steps, float fa
   if (halves > 0) leave(held);
 }
 
-// 16 adjacent columns of a row of half a tile.
-__device__ __forceinline__ Stored<BFloat16, 16> read_half(uint32_t shared, int row, int col) {
-  Stored<BFloat16, 16> x;
+// Adjacent columns of a row of half a tile, from a multiple of 8 on.
+template <int kCount>
+__device__ __forceinline__ Stored<BFloat16, kCount> read_half(uint32_t shared, int row, int col) {
+  Stored<BFloat16, kCount> x;
   const uint32_t at = shared + kOutAt + col / kBlockColumns * kOutBlockBytes + row * kBlockRowBytes;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < kCount / 8; ++i) {
     const uint32_t chunk = (col % kBlockColumns / 8 + i) ^ row % 8;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
                  : "=r"(x.word[4 * i]), "=r"(x.word[4 * i + 1]), "=r"(x.word[4 * i + 2]), "=r"(x.word[4 * i + 3])
@@ -230,9 +271,7 @@ __device__ __forceinline__ void finish_tiles(const OutTile& out, const TileOrder
 
 // All of a kernel with kThreads threads and kSharedBytes of shared memory, in clusters of kClusterBlocks.
 template <typename Finish>
-__device__ __forceinline__ void run_product(const CUtensorMap& a_map, const CUtensorMap& b_map,
-                                            const float* scale_a, const float* scale_b, int steps, int half_cols,
-                                            const TileOrder& order, unsigned char* memory, const Finish& finish) {
+__device__ __forceinline__ void run_product(const Product& product, unsigned char* memory, const Finish& finish) {
   const uint32_t shared = shared_address(memory);
   const Ring ring(shared);
   const OutTile out(shared);
@@ -246,13 +285,13 @@ __device__ __forceinline__ void run_product(const CUtensorMap& a_map, const CUte
   const int group = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (group > 0) {
     setmaxnreg_inc<kConsumerRegisters>();
-    multiply_tiles(group - 1, steps, __fmul_rn(*scale_a, *scale_b), shared, ring, out, order);
+    multiply_tiles(group - 1, product, shared, ring, out);
   } else {
     setmaxnreg_dec<kFinisherRegisters>();
     if (threadIdx.x >= kWarpSize) {
-      finish_tiles(out, order, [&](TileOrder::Place place, int half) { finish(place, half, shared); });
+      finish_tiles(out, product.order, [&](TileOrder::Place place, int half) { finish(place, half, shared); });
     } else if (threadIdx.x == 0) {
-      copy_tiles(a_map, b_map, steps, half_cols, shared, ring, order);
+      copy_tiles(product, shared, ring);
     }
   }
   __syncwarp();

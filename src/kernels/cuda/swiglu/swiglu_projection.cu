@@ -1,12 +1,8 @@
 #include "kernels/ops/swiglu/swiglu_projection.h"
 
-#include <algorithm>
-#include <string_view>
-
 #include "kernels/cuda/gemm/sm90_float8_tiles.cuh"
 #include "kernels/cuda/swiglu/gate_codes.cuh"
 #include "kernels/cuda/swiglu/swiglu_fp8.h"
-#include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
 
 namespace parka::cuda {
@@ -15,40 +11,36 @@ namespace {
 // The kernel's: a tile of the projection is 128 columns of up beside the same of gate.
 template <bool kSavesSilu, typename Activation>
 __global__ void __launch_bounds__(sm90_float8::kThreads, 1) __cluster_dims__(sm90_float8::kClusterBlocks, 1, 1)
-    project_gate_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap weight_map,
-                        const float* x_scale, const float* weight_scale, int steps,
-                        const sm90_float8::TileOrder order, const GateCodes<Activation> codes, float* amax) {
+    project_gate_kernel(const __grid_constant__ sm90_float8::Product product, const GateCodes<Activation> codes,
+                        float* amax) {
 #if PARKA_SM90_CODE
   using namespace sm90_float8;
   extern __shared__ __align__(1024) unsigned char shared[];
   float largest = 0.0f;
-  run_product(x_map, weight_map, x_scale, weight_scale, steps, codes.width, order, shared,
-              [&](TileOrder::Place place, int half, uint32_t memory) {
-                constexpr int kRowThreads = kHalfCols / kSourceWidth, kRowsAtATime = kFinishers / kRowThreads;
-                const int thread = finisher_index(), col = thread % kRowThreads * kSourceWidth;
-                struct Row {
-                  Stored<BFloat16, kSourceWidth> up, gate;
-                };
-                const auto read = [&](int row) -> Row {
-                  return {read_half(memory, row, col), read_half(memory, row, kHalfCols + col)};
-                };
-                const auto make = [&](const Row& row) {
-                  return codes.template make<Float8E4M3, kSavesSilu>(row.up, row.gate);
-                };
-                const auto store = [&](const auto& made, int row) {
-                  codes.store(made, place.row + OutTile::tile_row(half, row), place.col + col);
-                };
+  run_product(product, shared, [&](TileOrder::Place place, int half, uint32_t memory) {
+    constexpr int kRowThreads = kHalfCols / kSourceWidth, kRowsAtATime = kFinishers / kRowThreads;
+    const int thread = finisher_index(), col = thread % kRowThreads * kSourceWidth;
+    struct Row {
+      Stored<BFloat16, kSourceWidth> up, gate;
+    };
+    const auto read = [&](int row) -> Row {
+      return {read_half<kSourceWidth>(memory, row, col), read_half<kSourceWidth>(memory, row, kHalfCols + col)};
+    };
+    const auto make = [&](const Row& row) { return codes.template make<Float8E4M3, kSavesSilu>(row.up, row.gate); };
+    const auto store = [&](const auto& made, int row) {
+      codes.store(made, place.row + OutTile::tile_row(half, row), place.col + col);
+    };
 #pragma unroll 1
-                for (int row = thread / kRowThreads; row < kHalfRows; row += 2 * kRowsAtATime) {
-                  // Two rows, so that one's instructions fill the time that the other's wait for each other.
-                  const int next = row + kRowsAtATime;
-                  const Row here = read(row), below = read(min(next, kHalfRows - 1));
-                  const auto made = make(here), made_below = make(below);
-                  largest = fmaxf(largest, fmaxf(made.amax, made_below.amax));
-                  store(made, row);
-                  if (next < kHalfRows) store(made_below, next);
-                }
-              });
+    for (int row = thread / kRowThreads; row < kHalfRows; row += 2 * kRowsAtATime) {
+      // Two rows, so that one's instructions fill the time that the other's wait for each other.
+      const int next = row + kRowsAtATime;
+      const Row here = read(row), below = read(min(next, kHalfRows - 1));
+      const auto made = make(here), made_below = make(below);
+      largest = fmaxf(largest, fmaxf(made.amax, made_below.amax));
+      store(made, row);
+      if (next < kHalfRows) store(made_below, next);
+    }
+  });
   if (amax == nullptr || !is_finisher()) return;
   const uint32_t of_warp = __reduce_max_sync(kFullWarp, __float_as_uint(largest));
   if (threadIdx.x % kWarpSize == 0) raise_to(amax, __uint_as_float(of_warp));
@@ -56,41 +48,27 @@ __global__ void __launch_bounds__(sm90_float8::kThreads, 1) __cluster_dims__(sm9
 }
 
 void project_gate(CudaDevice& device, const SwigluProjection& a, float* amax) {
-  using namespace sm90_float8;
-  constexpr const char* kOp = "swiglu_projection";
-  const ScaledView &x = a.projection.a, &weight = a.projection.b;
-  const int64_t depth = x.num_cols();
-  tiles::check_extents(x.num_rows(), weight.num_rows());
-  const TileOrder order(x.num_rows(), weight.num_rows() / 2, depth);
-  const int clusters = std::min(static_cast<int>(order.count()), device.num_multiprocessors() / kClusterBlocks);
-  const CUtensorMap x_map = make_code_map(x.data.data, x.num_rows(), depth, kTileRows);
-  const CUtensorMap weight_map = make_code_map(weight.data.data, weight.num_rows(), depth, kHalfCols);
   with_activation(a.swiglu.activation, [&](auto activation) {
     using A = decltype(activation);
     const auto kernel = a.swiglu.silu.empty() ? project_gate_kernel<false, A> : project_gate_kernel<true, A>;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), kOp);
-    kernel<<<clusters * kClusterBlocks, kThreads, kSharedBytes, device.stream()>>>(
-        x_map, weight_map, x.scale.as<float>(), weight.scale.as<float>(),
-        static_cast<int>(ceil_div(depth, kCodesDepth)), order, GateCodes<A>(a.swiglu, activation), amax);
+    sm90_float8::launch(device, "swiglu_projection", kernel, sm90_float8::Product(a.projection),
+                        GateCodes<A>(a.swiglu, activation), amax);
   });
-  check_launch(kOp);
 }
 
 }  // namespace
 
 bool has_one_kernel(Device& device, const SwigluProjection& a) {
-  constexpr bool kBuilt = std::string_view(PARKA_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
-  const cudaDeviceProp& gpu = as_cuda(device).properties();
-  return kBuilt && gpu.major == 9 && gpu.minor == 0 && suits_one_kernel(a) && fits_gate_codes(a.swiglu);
+  return sm90_float8::runs_on(as_cuda(device)) && suits_one_kernel(a) && fits_gate_codes(a.swiglu);
 }
 
 void swiglu_projection(Device& device, const SwigluProjection& a) {
-  CudaDevice& gpu = as_cuda(device);
   if (!cuda::has_one_kernel(device, a)) {
     cuda::gemm(device, a.projection);
     cuda::swiglu_forward(device, a.swiglu);
     return;
   }
+  CudaDevice& gpu = as_cuda(device);
   swiglu_forward_with(gpu, a.swiglu, "swiglu_projection", [&](float* amax) { project_gate(gpu, a, amax); });
 }
 

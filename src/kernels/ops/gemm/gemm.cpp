@@ -120,6 +120,14 @@ bool suits_low_rank_update(const Gemm& a) {
   return has_low_rank_units(a.a.data) && has_low_rank_units(a.b.data) && has_low_rank_units(a.out);
 }
 
+bool suits_float8_tiles(const Gemm& a) {
+  const auto is_operand = [](const ScaledView& x) {
+    return x.scaling == Scaling::kTensor && x.data.dtype == DType::kE4M3;
+  };
+  return is_operand(a.a) && is_operand(a.b) && suits_cublaslt(a) && accumulates_fast(a) && !a.accumulate &&
+         a.out.dtype == DType::kBF16;
+}
+
 bool suits_cublaslt(const Gemm& a) {
   if (is_plain(a)) return !suits_low_rank_update(a);
   for (const ScaledView* x : {&a.a, &a.b}) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "kernels/device/product_recorder.h"
 #include "kernels/op/check.h"
 #include "kernels/op/cost.h"
 #include "kernels/op/dispatch.h"
@@ -15,8 +14,7 @@ void swiglu_projection(Device& device, const SwigluProjection& a) {
     throw_internal("swiglu_projection: the projection is to leave its output, {}, for swiglu", describe(out));
   }
   if (!suits_one_kernel(a)) {
-    gemm(device, a.projection);
-    swiglu_forward(device, a.swiglu);
+    run_as_two(device, a);
     return;
   }
   check_gemm(a.projection);
@@ -38,31 +36,17 @@ int64_t workspace_of(const SwigluProjection& a) {
 }
 
 bool suits_one_kernel(const SwigluProjection& a) {
-  const Gemm& p = a.projection;
   const ScaledView& up_gate = a.swiglu.up_gate;
-  const auto is_operand = [](const ScaledView& x) {
-    return x.scaling == Scaling::kTensor && x.data.dtype == DType::kE4M3;
-  };
-  return is_operand(p.a) && is_operand(p.b) && suits_cublaslt(p) && accumulates_fast(p) &&
-         p.out.dtype == DType::kBF16 && up_gate.data.dtype == DType::kE4M3 && up_gate.scaling == Scaling::kGroup;
+  return suits_float8_tiles(a.projection) && up_gate.data.dtype == DType::kE4M3 &&
+         up_gate.scaling == Scaling::kGroup;
 }
 
-bool has_one_kernel(Device& device, const SwigluProjection& a) {
-  if (!suits_one_kernel(a)) return false;
-#ifdef PARKA_CUDA
-  if (device.kind() == DeviceKind::kCuda) return cuda::has_one_kernel(device, a);
-#endif
-  return device.kind() == DeviceKind::kCpu;
+void run_as_one(Device& device, const SwigluProjection& a) { swiglu_projection(device, a); }
+void run_as_two(Device& device, const SwigluProjection& a) {
+  gemm(device, a.projection);
+  swiglu_forward(device, a.swiglu);
 }
 
-std::string key_of(const SwigluProjection& a) {
-  return fmt::format("{}, swiglu per 1x{}", key_of(a.projection), a.swiglu.up_gate.group);
-}
-
-bool chooses_one_kernel(Device& device, const SwigluProjection& a) {
-  if (!suits_one_kernel(a)) return false;
-  if (auto* recorder = dynamic_cast<ProductRecorder*>(device.op_recorder())) recorder->record_projection(a);
-  return device.fuses(key_of(a));
-}
+std::string effect_of(const SwigluProjection& a) { return fmt::format("swiglu per 1x{}", a.swiglu.up_gate.group); }
 
 }  // namespace parka

@@ -1,0 +1,57 @@
+#include "kernels/ops/gemm/fused_product.h"
+
+#include "kernels/device/product_recorder.h"
+#include "kernels/op/check.h"
+
+namespace parka {
+namespace {
+
+bool suits_one_kernel(const FusedProduct& a) {
+  return std::visit([](const auto& op) { return suits_one_kernel(op); }, a);
+}
+
+}  // namespace
+
+std::string_view op_of(const FusedProduct& a) {
+  return std::visit([](const auto& op) { return op.kName; }, a);
+}
+
+bool is_fused_product(std::string_view op) { return op == SwigluProjection::kName; }
+
+void run_as_one(Device& device, const FusedProduct& a) {
+  std::visit([&](const auto& op) { run_as_one(device, op); }, a);
+}
+
+void run_as_two(Device& device, const FusedProduct& a) {
+  std::visit([&](const auto& op) { run_as_two(device, op); }, a);
+}
+
+std::string key_of(const FusedProduct& a) {
+  return std::visit([](const auto& op) { return fmt::format("{}, {}", key_of(op.projection), effect_of(op)); }, a);
+}
+
+const Gemm& gemm_of(const FusedProduct& a) {
+  return std::visit([](const auto& op) -> const Gemm& { return op.projection; }, a);
+}
+
+int64_t workspace_of(const FusedProduct& a) {
+  return std::visit([](const auto& op) { return workspace_of(op); }, a);
+}
+
+bool has_one_kernel(Device& device, const FusedProduct& a) {
+  if (!suits_one_kernel(a)) return false;
+#ifdef PARKA_CUDA
+  if (device.kind() == DeviceKind::kCuda) {
+    return std::visit([&](const auto& op) { return cuda::has_one_kernel(device, op); }, a);
+  }
+#endif
+  return device.kind() == DeviceKind::kCpu;
+}
+
+bool chooses_one_kernel(Device& device, const FusedProduct& a) {
+  if (!suits_one_kernel(a)) return false;
+  if (auto* recorder = dynamic_cast<ProductRecorder*>(device.op_recorder())) recorder->record_fused_product(a);
+  return device.fuses(key_of(a));
+}
+
+}  // namespace parka
