@@ -112,6 +112,26 @@ void bench_swiglu_projection(Bench& bench, const ModelShape& m) {
              [](Device& device, const SwigluProjection& a) { run_as_two(device, a); });
 }
 
+// The projection to q, k and v with their rotation, as one op and as two.
+void bench_rope_projection(Bench& bench, const ModelShape& m) {
+  const auto make = [&](Tensors& t) {
+    const int64_t width = 3 * m.d;
+    const TensorView qkv = t.bf16({m.T, width});
+    return RopeProjection{.projection = {.a = t.fp8(DType::kE4M3, m.T, m.d, Scaling::kTensor),
+                                         .b = t.fp8(DType::kE4M3, width, m.d, Scaling::kTensor),
+                                         .out = qkv,
+                                         .fast_accumulation = true},
+                          .rope = {.qkv = qkv,
+                                   .cos_sin = t.fp32({m.S, m.d / m.heads}),
+                                   .num_heads = m.heads,
+                                   .num_kv_heads = m.heads,
+                                   .saved = t.fp8(DType::kE4M3, m.T, width, Scaling::kGroup, kGroup)}};
+  };
+  bench.time(m.name, "rope_projection", make, rope_projection);
+  bench.time(m.name, "rope_projection.two", make,
+             [](Device& device, const RopeProjection& a) { run_as_two(device, a); });
+}
+
 void bench_quantize(Bench& bench, const ModelShape& m) {
   const auto time = [&](const char* name, const auto& make) { bench.time(m.name, name, make, quantize); };
   // A weight for the whole step, in both orders; the optimizer's step has found its maximum.
@@ -175,6 +195,7 @@ void bench_float8(Bench& bench, const ModelShape& model) {
   bench_swiglu(bench, model, "swiglu_forward.fp8", "swiglu_backward.fp8", GateActivation::kSilu);
   bench_swiglu(bench, model, "swiglu_forward.fp8.gelu", "swiglu_backward.fp8.gelu", GateActivation::kGeluTanh);
   bench_swiglu_projection(bench, model);
+  bench_rope_projection(bench, model);
   bench_quantize(bench, model);
   bench_adamw(bench, model);
 }

@@ -11,6 +11,7 @@
 #include "kernels/ops/attention/attention_decode.h"
 #include "kernels/ops/attention/context_heads.h"
 #include "kernels/ops/attention/rope.h"
+#include "kernels/ops/attention/rope_projection.h"
 #include "kernels/ops/elementwise/activation.h"
 #include "kernels/ops/elementwise/add.h"
 #include "kernels/ops/elementwise/bias.h"

@@ -104,9 +104,16 @@ TEST_CASE("products that may be one kernel with what reads them are recorded onc
       CAPTURE(recipe, micro_batches);
       const Config config = step_config(folder.path().string(), recipe, 0, true, micro_batches, 1);
       const std::vector<FusedProduct> products = record_fused_products(config, 1);
-      CHECK(products.size() == 1);
+      const bool saves_qkv = recipe == std::string("parka");  // in FP8
+      CHECK(products.size() == (saves_qkv ? 2 : 1));
       const auto projection = only<SwigluProjection>(products);
       CHECK(suits_one_kernel(projection));
+      if (saves_qkv) {
+        const auto rotated = only<RopeProjection>(products);
+        CHECK(suits_one_kernel(rotated));
+        CHECK(key_of(FusedProduct(rotated)) ==
+              "16 x 80 x 48 e4m3 NN bf16 [e4m3 per tensor, e4m3 per tensor, fast], rope per 1x16");
+      }
       const GemmShape shape = gemm_shape(projection.projection);
       CHECK(shape.rows == kStepSequence);
       CHECK(shape.cols == 2 * 80);
@@ -138,11 +145,16 @@ TEST_CASE("a run makes one kernel of what its device fuses, and its bits stay", 
       CHECK(one.losses == two.losses);
       // In backward, too, where a block is run again.
       const size_t forwards = 2u * 4u * (recompute == Recompute::kBlock ? 2u : 1u);
-      CHECK(two.ops.count("swiglu_projection") == 0);
-      CHECK(two.ops.count("swiglu_forward") == forwards);
-      CHECK(one.ops.count("swiglu_forward") == 0);
-      CHECK(one.ops.count("swiglu_projection") == forwards);
-      CHECK(one.ops.count("gemm") + forwards == two.ops.count("gemm"));
+      const auto check_fused = [&](const char* op, const char* both) {
+        CHECK(two.ops.count(both) == 0);
+        CHECK(two.ops.count(op) == forwards);
+        CHECK(one.ops.count(op) == 0);
+        CHECK(one.ops.count(both) == forwards);
+      };
+      const bool saves_qkv = recipe == std::string("parka");  // in FP8
+      check_fused("swiglu_forward", "swiglu_projection");
+      if (saves_qkv) check_fused("rope_forward", "rope_projection");
+      CHECK(one.ops.count("gemm") + (saves_qkv ? 2 : 1) * forwards == two.ops.count("gemm"));
     }
   }
 }
@@ -188,6 +200,28 @@ TEST_CASE("scratch has room for every tensor of a projection, and those that sha
   CHECK(places.size() == 12);  // 13 tensors, of which two scales are one
   CHECK(are_apart(places));
   swiglu_projection(*device, placed);  // AddressSanitizer looks
+}
+
+TEST_CASE("scratch of a rotated projection has its tables, and q, k and v where the product is",
+          "[engine][tuning]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  const FusedProduct product =
+      only<RopeProjection>(record_fused_products(step_config(folder.path().string(), "parka", 0, true, 1, 1), 1));
+  const ProductScratch scratch(*device, product);
+  const auto placed = std::get<RopeProjection>(scratch.place(product));
+  CHECK(key_of(placed) == key_of(product));
+  CHECK(placed.rope.qkv.data == placed.projection.out.data);
+  std::set<std::pair<const std::byte*, int64_t>> places;
+  for (const TensorView* t : {&placed.projection.a.data, &placed.projection.a.scale, &placed.projection.b.data,
+                              &placed.projection.b.scale, &placed.rope.qkv, &placed.rope.cos_sin,
+                              &placed.rope.saved.data, &placed.rope.saved.scale}) {
+    REQUIRE(!t->empty());
+    places.emplace(static_cast<const std::byte*>(t->data), t->bytes());
+  }
+  CHECK(places.size() == 8);
+  CHECK(are_apart(places));
+  rope_projection(*device, placed);  // AddressSanitizer looks
 }
 
 TEST_CASE("tuning says of each product that has one kernel whether it is that", "[engine][tuning]") {

@@ -24,11 +24,19 @@ std::vector<TensorView*> tensors_of(SwigluProjection& a) {
   return tensors;
 }
 
+std::vector<TensorView*> tensors_of(RopeProjection& a) {
+  std::vector<TensorView*> tensors = tensors_of(a.projection);
+  for (TensorView* t : {&a.rope.cos_sin, &a.rope.saved.data, &a.rope.saved.scale}) tensors.push_back(t);
+  return tensors;
+}
+
 void share(Gemm&) {}
 void share(SwigluProjection& a) {
   a.swiglu.up_gate_plain.data = a.projection.out.data;
   if (!a.swiglu.product_t.empty()) a.swiglu.product_t.scale.data = a.swiglu.product.scale.data;
 }
+
+void share(RopeProjection& a) { a.rope.qkv.data = a.projection.out.data; }
 
 // Gives each tensor a place in `memory`, which is aligned to kAlignment. Returns where the last one ends. Without
 // memory nothing is changed.

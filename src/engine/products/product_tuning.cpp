@@ -25,6 +25,14 @@ void run(Device& device, const FusedProduct& a, bool as_one) {
   }
 }
 
+// What operands alone do not have.
+void fill_tables(Device&, const SwigluProjection&) {}
+void fill_tables(Device& device, const RopeProjection& a) {
+  const TensorView& cos_sin = a.rope.cos_sin;
+  const std::vector<float> table = rope_table(cos_sin.dim[0], cos_sin.dim[1], /*theta=*/10000);
+  device.copy_to_device(cos_sin.data, table.data(), cos_sin.bytes());
+}
+
 // A product on memory of its own.
 class KernelContest {
  public:
@@ -34,6 +42,7 @@ class KernelContest {
         product_(scratch_.place(a)) {
     const RandomOperands operands(device, RandomOperands::elements_of(gemm_of(product_)));
     operands.fill(gemm_of(product_));
+    std::visit([&](const auto& op) { fill_tables(device, op); }, product_);
     for (const bool as_one : {false, true}) run(device_, product_, as_one);  // libraries set themselves up
     seconds_of_two_ = time(false, 1);
   }
@@ -73,6 +82,7 @@ class KernelContest {
 std::vector<ScaledView> outputs_of(const SwigluProjection& a) {
   return {a.swiglu.up_gate, a.swiglu.product, a.swiglu.product_t, a.swiglu.silu};
 }
+std::vector<ScaledView> outputs_of(const RopeProjection& a) { return {a.rope.saved, a.rope.qkv}; }
 std::vector<ScaledView> outputs_of(const FusedProduct& a) {
   return std::visit([](const auto& op) { return outputs_of(op); }, a);
 }

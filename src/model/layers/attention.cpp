@@ -6,7 +6,7 @@
 
 #include "kernels/op/workspace.h"
 #include "kernels/ops/attention/attention.h"
-#include "kernels/ops/attention/rope.h"
+#include "kernels/ops/gemm/fused_product.h"
 #include "kernels/ops/quantize/quantize.h"
 
 namespace parka {
@@ -135,8 +135,7 @@ void Attention::forward(const StepContext& step, const ScaledView& x, const Tens
   const int64_t T = step.num_tokens();
   const TensorView qkv = step.tensor(qkv_, T, d_qkv());
   const TensorView attention = step.tensor(attention_, T, d_heads()), amax = step.vector(amax_, 1);
-  qkv_layer_.forward(step, x, qkv);
-  rotate(step, qkv);
+  project(step, x, qkv);
   attend(step, rotated(step), attention, amax);
   ScaledView projected = attention;
   if (attention_fp8_.row.valid()) {
@@ -185,10 +184,34 @@ TensorView Attention::rotated(const StepContext& step) const {
   return step.tensor(has_qk_norm() ? rotated_ : qkv_, step.num_tokens(), d_qkv());
 }
 
-// From what the projection has written; and in FP8 for backward where that is what is kept.
-void Attention::rotate(const StepContext& step, const TensorView& qkv) const {
+// q, k and v as attention reads them; and in FP8 for backward where that is what is kept.
+void Attention::project(const StepContext& step, const ScaledView& x, const TensorView& qkv) const {
   const ScaledView saved = step.matrix(qkv_saved_, step.num_tokens(), d_qkv());
+  const bool may_be_one = qkv_layer_.is_product() && !saved.empty() && !has_qk_norm() && !is_encoder_;
+  const RopeProjection both =
+      may_be_one ? RopeProjection{qkv_layer_.product(step, x, qkv), rotation(step, qkv, saved)} : RopeProjection{};
+  const bool as_one = may_be_one && chooses_one_kernel(step.device, both);
+  // One kernel leaves none of the projection, of which samples are taken.
+  if (!as_one || step.samples.active()) qkv_layer_.forward(step, x, qkv);
   const TensorView sample = sample_to_save(step, qkv);
+  if (as_one) {
+    rope_projection(step.device, both);
+  } else {
+    rotate(step, qkv, saved);
+  }
+  step.samples.add(step.device, block_, QuantizedTensor::kQkv, sample, saved);
+}
+
+RopeForward Attention::rotation(const StepContext& step, const TensorView& qkv, const ScaledView& saved) const {
+  return {.qkv = qkv,
+          .cos_sin = positions(step).rotations,
+          .num_heads = num_heads_,
+          .num_kv_heads = num_kv_heads_,
+          .saved = saved};
+}
+
+// From what the projection has written.
+void Attention::rotate(const StepContext& step, const TensorView& qkv, const ScaledView& saved) const {
   if (has_qk_norm()) {
     normalize_and_rotate(step, qkv, saved);
   } else if (is_encoder_) {
@@ -197,13 +220,8 @@ void Attention::rotate(const StepContext& step, const TensorView& qkv) const {
       quantize(step.device, {.x = saved, .out = qkv});  // attention reads the same, forward and backward
     }
   } else {
-    rope_forward(step.device, {.qkv = qkv,
-                               .cos_sin = positions(step).rotations,
-                               .num_heads = num_heads_,
-                               .num_kv_heads = num_kv_heads_,
-                               .saved = saved});
+    rope_forward(step.device, rotation(step, qkv, saved));
   }
-  step.samples.add(step.device, block_, QuantizedTensor::kQkv, sample, saved);
 }
 
 void Attention::normalize_and_rotate(const StepContext& step, const ScaledView& x, const ScaledView& saved) const {
@@ -338,11 +356,7 @@ TensorView Attention::sample_to_save(const StepContext& step, const TensorView& 
   const TensorView sample = step.samples.buffer(d_qkv());
   quantize(step.device, {.x = step.samples.first_rows(qkv), .out = sample});
   if (has_qk_norm() || is_encoder_) return sample;
-  rope_forward(step.device, {.qkv = sample,
-                             .cos_sin = positions(step).rotations,
-                             .num_heads = num_heads_,
-                             .num_kv_heads = num_kv_heads_,
-                             .saved = {}});
+  rope_forward(step.device, rotation(step, sample, {}));
   return sample;
 }
 

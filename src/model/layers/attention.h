@@ -1,6 +1,7 @@
 #pragma once
 #include <string>
 
+#include "kernels/ops/attention/rope.h"
 #include "kernels/ops/norm/qk_norm.h"
 #include "model/buffer_scope.h"
 #include "model/layers/linear.h"
@@ -52,7 +53,9 @@ class Attention {
 
   bool has_qk_norm() const { return qk_norm_ != QkNormKind::kNone; }
   TensorView rotated(const StepContext& step) const;
-  void rotate(const StepContext& step, const TensorView& qkv) const;
+  void project(const StepContext& step, const ScaledView& x, const TensorView& qkv) const;
+  void rotate(const StepContext& step, const TensorView& qkv, const ScaledView& saved) const;
+  RopeForward rotation(const StepContext& step, const TensorView& qkv, const ScaledView& saved) const;
   void normalize_and_rotate(const StepContext& step, const ScaledView& x, const ScaledView& saved) const;
   void normalize_backward(const StepContext& step, const ScaledView& x, const TensorView& d_qkv,
                           const TensorView& d_qkv_amax) const;

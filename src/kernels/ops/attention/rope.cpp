@@ -76,7 +76,7 @@ double rotated_bytes(const TensorView& qkv, int64_t heads, int64_t kv_heads) {
 
 }  // namespace
 
-void rope_forward(Device& device, const RopeForward& a) {
+void check_rope_forward(const RopeForward& a) {
   const int64_t T = a.qkv.dim[0], S = a.cos_sin.dim[0], D = a.cos_sin.dim[1];
   if (a.num_heads <= 0 || a.num_kv_heads <= 0 || a.num_heads % a.num_kv_heads != 0) {
     throw_internal("rope_forward: {} query heads do not share {} key/value heads evenly", a.num_heads,
@@ -94,6 +94,10 @@ void rope_forward(Device& device, const RopeForward& a) {
       throw_internal("rope_forward: saved is {}, wanted fp8 with a scale per group", describe(a.saved));
     }
   }
+}
+
+void rope_forward(Device& device, const RopeForward& a) {
+  check_rope_forward(a);
   if (a.qkv.numel() == 0) return;
   PARKA_DISPATCH(rope_forward, device, a);
 }

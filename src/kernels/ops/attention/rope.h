@@ -24,6 +24,7 @@ struct RopeForward {
 // D is even. `saved` is quantized from the rotated fp32 values, so each is rounded once. In backward,
 // attention_backward rotates the gradients of queries and keys back.
 PARKA_OP(rope_forward, RopeForward);
+void check_rope_forward(const RopeForward& a);  // as rope_forward() does first
 
 enum class RopeScalingKind : uint8_t { kNone, kLlama3, kLinear, kYarn };
 

@@ -16,7 +16,7 @@ std::string_view op_of(const FusedProduct& a) {
   return std::visit([](const auto& op) { return op.kName; }, a);
 }
 
-bool is_fused_product(std::string_view op) { return op == SwigluProjection::kName; }
+bool is_fused_product(std::string_view op) { return op == SwigluProjection::kName || op == RopeProjection::kName; }
 
 void run_as_one(Device& device, const FusedProduct& a) {
   std::visit([&](const auto& op) { run_as_one(device, op); }, a);

@@ -3,13 +3,14 @@
 #include <string_view>
 #include <variant>
 
+#include "kernels/ops/attention/rope_projection.h"
 #include "kernels/ops/swiglu/swiglu_projection.h"
 
 // A product and the op that reads what it leaves, which may be one kernel on GPUs of compute capability 9.0. Which
 // is faster, tuning finds out (docs/tuning.md).
 namespace parka {
 
-struct FusedProduct : std::variant<SwigluProjection> {
+struct FusedProduct : std::variant<SwigluProjection, RopeProjection> {
   using variant::variant;
 };
 
