@@ -13,7 +13,7 @@ import sys
 
 # Dense, TFLOP/s, of an H100 SXM and an H200: NVIDIA's datasheets.
 PEAK = {"fp8": 1979.0, "bf16": 989.5}
-PRODUCTS = ("gemm", "swiglu_projection")
+PRODUCTS = ("gemm", "swiglu_projection", "rope_projection")
 LINEAR = re.compile(r"(\d+) x (\d+) x (\d+) (\w+) ")  # rows, columns and terms of a product, format of its operands
 
 
@@ -32,6 +32,8 @@ def part_of(op, tokens):
         return "blocks: products for weight gradients" if is_weight else "blocks: products for input gradients"
     if name == "swiglu_projection":
         return "blocks: products of forward with SwiGLU"
+    if name == "rope_projection":
+        return "blocks: products of forward with rotation"
     if name.startswith("attention_"):
         return "blocks: attention " + name.removeprefix("attention_")
     for prefix, part in (("norm_", "norms"), ("swiglu_", "SwiGLU"), ("rope_", "rotation"), ("qk_norm_", "rotation"),
