@@ -1,5 +1,6 @@
 #include "engine/products/product_tuning.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <memory>
@@ -69,10 +70,13 @@ struct Steps {
   }
 
   void add(const std::optional<StepReport>& report) {
-    if (report) losses.push_back(report->loss);
+    if (!report) return;
+    losses.push_back(report->loss);
+    if (report->telemetry) telemetry.push_back(*report->telemetry);
   }
 
   std::vector<double> losses;
+  std::vector<TelemetryReport> telemetry;
   std::multiset<std::string> ops;  // of the last step
 };
 
@@ -155,6 +159,33 @@ TEST_CASE("a run makes one kernel of what its device fuses, and its bits stay", 
       check_fused("swiglu_forward", "swiglu_projection");
       if (saves_qkv) check_fused("rope_forward", "rope_projection");
       CHECK(one.ops.count("gemm") + (saves_qkv ? 2 : 1) * forwards == two.ops.count("gemm"));
+    }
+  }
+}
+
+TEST_CASE("telemetry samples what one kernel quantizes as it does what two quantize", "[engine][tuning]") {
+  const TemporaryFolder folder;
+  Config config = step_config(folder.path().string(), "parka", 0, true, 2, 1);
+  config.data.eval.clear();
+  config.telemetry.interval = 1;
+  const auto device = make_cpu_device();
+  const TrainingRun run(config, *device, alone());
+  const Steps two(make_cpu_device(), config, {});
+  const Steps one(make_cpu_device(), config, keys_of(record_fused_products(config, 1)));
+  CHECK(one.losses == two.losses);
+  REQUIRE(one.telemetry.size() == 3);
+  REQUIRE(two.telemetry.size() == 3);
+  for (size_t i = 0; i < 3; ++i) {
+    const auto records = telemetry_records(one.telemetry[i], 1, run.model().parameters());
+    const auto of_two = telemetry_records(two.telemetry[i], 1, run.model().parameters());
+    REQUIRE(records.size() == of_two.size());
+    // As text: some of the numbers are NaN.
+    for (size_t n = 0; n < records.size(); ++n) CHECK(records[n].dump() == of_two[n].dump());
+    const auto quantization = std::find_if(records.begin(), records.end(),
+                                           [](const auto& record) { return record["kind"] == "quantization"; });
+    REQUIRE(quantization != records.end());
+    for (const char* tensor : {"qkv", "up_gate"}) {
+      for (const auto& error : (*quantization)["tensors"].at(tensor)["error"]) CHECK(error > 0);
     }
   }
 }
