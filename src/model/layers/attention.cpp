@@ -1,6 +1,7 @@
 #include "model/layers/attention.h"
 
 #include <cmath>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -187,15 +188,19 @@ TensorView Attention::rotated(const StepContext& step) const {
 // q, k and v as attention reads them; and in FP8 for backward where that is what is kept.
 void Attention::project(const StepContext& step, const ScaledView& x, const TensorView& qkv) const {
   const ScaledView saved = step.matrix(qkv_saved_, step.num_tokens(), d_qkv());
-  const bool may_be_one = qkv_layer_.is_product() && !saved.empty() && !has_qk_norm() && !is_encoder_;
-  const RopeProjection both =
-      may_be_one ? RopeProjection{qkv_layer_.product(step, x, qkv), rotation(step, qkv, saved)} : RopeProjection{};
-  const bool as_one = may_be_one && chooses_one_kernel(step.device, both);
-  // One kernel leaves none of the projection, of which samples are taken.
-  if (!as_one || step.samples.active()) qkv_layer_.forward(step, x, qkv);
+  std::optional<RopeProjection> both;  // where it may be one kernel
+  if (qkv_layer_.is_product() && !saved.empty() && !has_qk_norm() && !is_encoder_) {
+    both = RopeProjection{qkv_layer_.product(step, x, qkv), rotation(step, qkv, saved)};
+  }
+  const bool as_one = both && chooses_one_kernel(step.device, *both);
+  if (!both) {
+    qkv_layer_.forward(step, x, qkv);
+  } else if (!as_one || step.samples.active()) {  // one kernel leaves none of the projection, of which samples are
+    gemm(step.device, both->projection);
+  }
   const TensorView sample = sample_to_save(step, qkv);
   if (as_one) {
-    rope_projection(step.device, both);
+    rope_projection(step.device, *both);
   } else {
     rotate(step, qkv, saved);
   }
