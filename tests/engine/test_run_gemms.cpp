@@ -148,13 +148,13 @@ TEST_CASE("a file of configs/tuning has every product of the config that it is f
                                                  {"llama3-8b", "parka", std::vector<std::string>()}}) {
     CAPTURE(model, recipe);
     const Config config = load_config(fmt::format("{}{}-bench.json", configs, model), overrides);
-    std::set<std::string> there, may_fuse;
+    std::set<std::string> there, fused, may_fuse;
     for (const FusedProduct& a : record_fused_products(config, 1)) may_fuse.insert(key_of(a));
     for (const GemmChoice& choice :
          load_gemm_tuning(fmt::format("{}tuning/{}.{}.tuning.json", configs, model, recipe)).choices) {
       CAPTURE(choice.gemm);
       if (choice.is_of_kernels()) {
-        CHECK(may_fuse.contains(choice.gemm));
+        fused.insert(choice.gemm);
       } else {
         there.insert(choice.gemm);
       }
@@ -165,6 +165,7 @@ TEST_CASE("a file of configs/tuning has every product of the config that it is f
       CHECK(there.contains(key_of(product.gemm)));
     }
     CHECK(products.size() == there.size());
+    CHECK(fused == may_fuse);
   }
 }
 

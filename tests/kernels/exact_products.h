@@ -1,6 +1,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "kernels/ops/quantize/quantize.h"
@@ -17,6 +18,11 @@ inline std::vector<float> exact_values(int64_t count, uint64_t seed) {
     value = std::fabs(value) < 0.7f ? 0.0f : std::copysign(std::fabs(value) < 1.2f ? 0.5f : 1.0f, value);
   x[static_cast<size_t>(count) / 3] = 1.75f;
   return x;
+}
+
+// Whether it has kernels for compute capability 9.0.
+inline bool is_hopper(const Device& device) {
+  return device.name().find("H100") != std::string::npos || device.name().find("H200") != std::string::npos;
 }
 
 inline void fill_exactly(Device& device, const TestMatrix& codes, uint64_t seed) {

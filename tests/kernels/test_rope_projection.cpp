@@ -1,5 +1,6 @@
 #include "kernels/ops/attention/rope_projection.h"
 
+#include "kernels/ops/gemm/fused_product.h"
 #include "tests/kernels/exact_products.h"
 #include "tests/kernels/float8_devices.h"
 
@@ -16,7 +17,7 @@ struct RopeCase {
   int64_t rows, positions, depth;  // T, S, K
   int64_t heads, kv_heads, head_dim;
   int64_t group = 32;
-  bool fast = true;
+  bool fast = true, one_kernel = true;  // whether a Hopper GPU has one
 
   int64_t width() const { return (heads + 2 * kv_heads) * head_dim; }
 };
@@ -36,14 +37,16 @@ struct Rotated {
         saved(Format{DType::kE4M3, Scaling::kGroup, c.group, DType::kBF16}.make(device, c.rows, c.width())) {
     fill_exactly(device, x, 311);
     fill_exactly(device, weight, 312);
-    const RopeProjection op = {
+    if (as_one) {
+      rope_projection(device, op(c));
+    } else {
+      run_as_two(device, op(c));
+    }
+  }
+  RopeProjection op(const RopeCase& c) const {
+    return {
         .projection = {.a = x, .b = weight, .out = qkv, .fast_accumulation = c.fast},
         .rope = {.qkv = qkv, .cos_sin = cos_sin, .num_heads = c.heads, .num_kv_heads = c.kv_heads, .saved = saved}};
-    if (as_one) {
-      rope_projection(device, op);
-    } else {
-      run_as_two(device, op);
-    }
   }
 
   TestMatrix x, weight;
@@ -54,23 +57,27 @@ struct Rotated {
 }  // namespace
 
 TEST_CASE("rope_projection leaves what gemm and rope_forward leave", "[kernels][rope]") {
-  const RopeCase c = GENERATE(RopeCase{1, 1, 16, 1, 1, 16, 16}, RopeCase{128, 64, 128, 2, 1, 128},
-                              RopeCase{256, 256, 256, 4, 2, 128}, RopeCase{300, 100, 400, 6, 1, 128, 64},
-                              RopeCase{257, 300, 144, 8, 4, 64}, RopeCase{200, 50, 384, 2, 1, 64, 16},
-                              RopeCase{130, 130, 768, 12, 2, 32, 16}, RopeCase{513, 171, 80, 4, 4, 128, 16},
-                              RopeCase{90, 90, 96, 3, 1, 128}, RopeCase{70, 35, 112, 2, 1, 256},
-                              RopeCase{64, 64, 64, 4, 2, 128, 128}, RopeCase{140, 70, 112, 4, 2, 64, 32, false});
+  const RopeCase c = GENERATE(
+      RopeCase{1, 1, 16, 1, 1, 16, 16, true, false}, RopeCase{128, 64, 128, 2, 1, 128},
+      RopeCase{256, 256, 256, 4, 2, 128}, RopeCase{300, 100, 400, 6, 1, 128, 64}, RopeCase{257, 300, 144, 8, 4, 64},
+      RopeCase{200, 50, 384, 2, 1, 64, 16}, RopeCase{130, 130, 768, 12, 2, 32, 16},
+      RopeCase{513, 171, 80, 4, 4, 128, 16}, RopeCase{90, 90, 96, 3, 1, 128, 32, true, false},
+      RopeCase{70, 35, 112, 2, 1, 256, 32, true, false}, RopeCase{64, 64, 64, 4, 2, 128, 128, true, false},
+      RopeCase{140, 70, 112, 4, 2, 64, 32, false, false});
   CAPTURE(describe(c));
   for (Device* device : devices()) {
     const Rotated got(*device, c, true), want(*device, c, false), here(cpu_device(), c, false);
     CHECK(first_difference("saved", got.saved, want.saved) == "");
     CHECK(first_difference("saved", got.saved, here.saved) == "");
+    if (is_hopper(*device)) CHECK(has_one_kernel(*device, got.op(c)) == c.one_kernel);
     CHECK(first_difference("qkv", got.qkv, want.qkv) == "");
   }
 }
 
 TEST_CASE("rope_projection of many tiles leaves the same each time", "[kernels][rope][devices]") {
-  const RopeCase c{4000, 1000, 1040, 32, 16, 128};
+  const int64_t depth = GENERATE(80, 208, 272, 1040);  // few steps to a tile, too
+  CAPTURE(depth);
+  const RopeCase c{4000, 1000, depth, 32, 16, 128};
   for (Device* device : other_devices()) {
     const Rotated got(*device, c, true), again(*device, c, true), want(*device, c, false);
     CHECK(first_difference("saved", got.saved, want.saved) == "");
@@ -86,12 +93,7 @@ TEST_CASE("rope_projection keeps bad values visible", "[kernels][rope]") {
     Rotated p(*device, c, true);
     const TestTensor infinite(*device, DType::kF32, {1, 1}, {INFINITY});
     device->copy(p.x.scale->view().data, infinite.view().data, 4);
-    rope_projection(*device, {.projection = {.a = p.x, .b = p.weight, .out = p.qkv, .fast_accumulation = true},
-                              .rope = {.qkv = p.qkv,
-                                       .cos_sin = p.cos_sin,
-                                       .num_heads = c.heads,
-                                       .num_kv_heads = c.kv_heads,
-                                       .saved = p.saved}});
+    rope_projection(*device, p.op(c));
     int64_t bad = 0;
     for (const float x : p.saved.host()) bad += std::isnan(x);
     CHECK(bad > 0);

@@ -118,10 +118,12 @@ std::vector<float> decoded(const std::vector<uint8_t>& codes, const std::vector<
 
 std::vector<GemmChoice> tune_products(Device& device, const std::vector<RecordedProduct>& products,
                                       const std::vector<FusedProduct>& fused, const GemmTuneOptions& options) {
-  constexpr double kShare = 0.04;  // of the seconds, for each of `fused`
-  const double seconds_of_each = kShare * options.budget_seconds;
+  constexpr double kShare = 0.04;  // of the seconds, for each of `fused` that has one kernel
+  const double budget_of_each = kShare * options.budget_seconds;
   GemmTuneOptions of_gemms = options;
-  of_gemms.budget_seconds -= seconds_of_each * static_cast<double>(fused.size());
+  for (const FusedProduct& a : fused) {
+    if (has_one_kernel(device, a)) of_gemms.budget_seconds -= budget_of_each;
+  }
   const std::vector<Gemm> gemms = gemms_of(products);
   std::vector<GemmChoice> choices;
   {
@@ -130,17 +132,17 @@ std::vector<GemmChoice> tune_products(Device& device, const std::vector<Recorded
     choices = tune_gemms(device, of_gemms);
   }
   if (!choices.empty()) replace_gemm_algorithms(device, choices);
-  for (GemmChoice& choice : tune_fused_products(device, fused, seconds_of_each)) {
+  for (GemmChoice& choice : tune_fused_products(device, fused, budget_of_each)) {
     choices.push_back(std::move(choice));
   }
   return choices;
 }
 
 std::vector<GemmChoice> tune_fused_products(Device& device, const std::vector<FusedProduct>& products,
-                                            double seconds_of_each) {
+                                            double budget_of_each) {
   std::vector<GemmChoice> choices;
   for (const FusedProduct& a : products) {
-    if (has_one_kernel(device, a)) choices.push_back(KernelContest(device, a).choose(seconds_of_each));
+    if (has_one_kernel(device, a)) choices.push_back(KernelContest(device, a).choose(budget_of_each));
   }
   return choices;
 }

@@ -19,10 +19,11 @@ std::vector<GemmChoice> tune_products(Device& device, const std::vector<Recorded
 // about what two leave. As tune_gemms() does, it lets each run alone until the clock has settled to the power that
 // it draws.
 std::vector<GemmChoice> tune_fused_products(Device& device, const std::vector<FusedProduct>& products,
-                                            double seconds_of_each);
+                                            double budget_of_each);
 
-// Whether one kernel, on memory that holds the operands of `placed`, leaves the same bits each time, and about what
-// two leave: their sums may be rounded otherwise, so that a few codes are neighbours. False of a NaN.
+// Whether one kernel, on memory that holds the operands of `placed`, leaves the same bits each time, and codes
+// that are about those that two leave: their sums may be rounded otherwise, so that a few are neighbours. False if
+// any number is NaN.
 bool one_kernel_agrees(Device& device, const FusedProduct& placed);
 
 // One kernel or two for the op of that key, by the time of two and that of one over it.

@@ -94,7 +94,7 @@ class RecordingRank {
     }
   }
   void add(Work work) { work_.push_back(std::move(work)); }
-  // The device is asked whether it fuses the projection after this.
+  // The device is asked whether it fuses the product after this.
   void add(const FusedProduct& a) {
     fused_products_.push_back(a);
     if (one_kernel_.contains(std::string(op_of(a))) && fused_.insert(key_of(a)).second) device_.set_fused(fused_);

@@ -195,7 +195,8 @@ void Attention::project(const StepContext& step, const ScaledView& x, const Tens
   const bool as_one = both && chooses_one_kernel(step.device, *both);
   if (!both) {
     qkv_layer_.forward(step, x, qkv);
-  } else if (!as_one || step.samples.active()) {  // one kernel leaves none of the projection, of which samples are
+  } else if (!as_one || step.samples.active()) {
+    // One kernel does not leave the projection, of which samples are taken; it overwrites qkv, and so comes behind.
     gemm(step.device, both->projection);
   }
   const TensorView sample = sample_to_save(step, qkv);

@@ -49,15 +49,12 @@ struct RotatedCodes {
     float low[kWidth], high[kWidth];  // what they decode to
     float own_scale;                  // GroupScales::own
   };
-  enum class Rotates {
-    kAll,
-    kSome,
-    kNone
-  };  // of the pairs of a tile; of some those that begin before rotated_width
+  // Which pairs of a tile are rotated. kSome: those that begin before rotated_width.
+  enum class Rotates { kAll, kSome, kNone };
 
   // Of pairs whose low halves begin at column `col`. To be called by whole warps, whose lanes 8i to 8i + 7 have 128
-  // columns of one row; kLanes of them have a group. Without a branch, so that a thread can be at two heads at
-  // once.
+  // columns of one row; kLanes of them have a group. It has no branch, so that the compiler can mix the
+  // instructions for two heads.
   template <int kLanes, Rotates kRotates>
   __device__ Made make(const Stored<BFloat16, kWidth>& low, const Stored<BFloat16, kWidth>& high,
                        const Angles& angle, int col) const {
@@ -93,7 +90,8 @@ struct RotatedCodes {
 
 #if PARKA_SM90_CODE
 
-// By a finisher, of half a tile. kRotates is of its upper columns: the lower ones are all queries, or keys.
+// By a finisher, of half a tile. kRotates is for columns of the upper half of W: those of the lower half are
+// queries or keys, all of which are rotated.
 template <int kLanes, RotatedCodes::Rotates kRotates>
 __device__ __forceinline__ void rotate_half(const RotatedCodes& rotated, sm90_float8::TileOrder::Place place,
                                             int half_tile, uint32_t memory) {

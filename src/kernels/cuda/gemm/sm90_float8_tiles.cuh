@@ -151,7 +151,7 @@ struct OutTile {
     __syncwarp();
     if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(barrier);
   }
-  // The row of the tile that is this one in a half of it.
+  // The tile's row that is row `row` of half `half`.
   __device__ static int tile_row(int half, int row) { return row / 8 * 16 + half * 8 + row % 8; }
 };
 
@@ -212,7 +212,7 @@ __device__ __forceinline__ void multiply_tiles(int consumer, const Product& prod
   const float factor = __fmul_rn(*product.scale_a, *product.scale_b);
   const int steps = product.steps;
   float c[1][32][4] = {};
-  unsigned slot = 0, halves = 0;  // read, and left
+  unsigned slot = 0, halves = 0;  // steps read so far; halves left so far
   HalfTile held(c, factor, 1);
   const auto leave = [&](const HalfTile& half) {
     out.wait_empty(halves++);

@@ -20,8 +20,9 @@ bool is_fused_product(std::string_view op);
 void run_as_one(Device& device, const FusedProduct& a);
 void run_as_two(Device& device, const FusedProduct& a);
 
-// What it is decided for whether one kernel is faster: the product's own key_of() and what is made of it. Not what
-// else that leaves, so that a block that is run again makes the same bits.
+// What it is decided for whether one kernel is faster: the product's own key_of() and what is made of it. It leaves
+// out which other outputs are wanted, so that a block that is run again makes the same bits, and the width of
+// heads: a GPU that has no kernel for that runs two.
 std::string key_of(const FusedProduct& a);
 const Gemm& gemm_of(const FusedProduct& a);
 int64_t workspace_of(const FusedProduct& a);

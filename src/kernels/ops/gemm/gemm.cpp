@@ -125,7 +125,7 @@ bool suits_float8_tiles(const Gemm& a) {
     return x.scaling == Scaling::kTensor && x.data.dtype == DType::kE4M3;
   };
   return is_operand(a.a) && is_operand(a.b) && suits_cublaslt(a) && accumulates_fast(a) && !a.accumulate &&
-         a.out.dtype == DType::kBF16;
+         a.out.dtype == DType::kBF16 && gemm_shape(a).depth > 0;
 }
 
 bool suits_cublaslt(const Gemm& a) {

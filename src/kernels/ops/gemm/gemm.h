@@ -59,8 +59,9 @@ bool suits_low_rank_update(const Gemm& a);
 //   both scaled in fp32 per 128, kGroup with kGroup or kBlock in either order; then M is a multiple of 16 too.
 // The library itself refuses two e5m2 operands, and FP8 on GPUs without it.
 bool suits_cublaslt(const Gemm& a);
-// Whether operands and output are those of Parka's own FP8 product (kernels/cuda/gemm/sm90_float8_tiles.cuh), which
-// makes something of it that is not a matrix in memory: E4M3 scaled kTensor, accumulated fast, and bf16.
+// Whether operands and output are those of Parka's own FP8 product (kernels/cuda/gemm/sm90_float8_tiles.cuh), whose
+// kernels make something else of it than a matrix of bf16: E4M3 scaled kTensor, K > 0, fast accumulation, to a bf16
+// output that is not added to.
 bool suits_float8_tiles(const Gemm& a);
 bool accumulates_fast(const Gemm& a);        // in the tensor cores' own accumulator
 uint32_t alignment_of(const TensorView& t);  // the largest power of two up to 256 that divides the address
