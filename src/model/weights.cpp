@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <fmt/format.h>
+
 #include "kernels/ops/quantize/amax.h"
 #include "kernels/ops/quantize/quantize.h"
 #include "model/phases.h"
@@ -11,6 +13,10 @@ namespace parka {
 namespace {
 
 TensorView flat(const TensorView& t, int64_t numel) { return {t.data, t.dtype, {numel}}; }
+
+int gather_buffers(const Zero& zero, int64_t num_blocks) {
+  return static_cast<int>(std::max(kLeastGatherBuffers, std::min(zero.gathered_blocks, num_blocks)));
+}
 
 }  // namespace
 
@@ -50,9 +56,11 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
       trains_tower_(table.trains_any(kVision)),
       fp8_head_(formats.fp8_head ? table.head : -1),
       gathers_transposed_(gathers_transposed(table, formats, copies.copies, use, zero)),
+      num_gather_buffers_(gather_buffers(zero, table.num_blocks)),
       gathered_unit_(static_cast<size_t>(table.num_units()), false),
       copy_ids_(table.all.size()),
-      piece_code_ids_(table.all.size()) {
+      piece_code_ids_(table.all.size()),
+      buffers_(static_cast<size_t>(num_gather_buffers_)) {
   const bool keeps_copies = formats_.fp8_gemm && copies.copies != WeightCopies::kNone;  // of all blocks or of none
   const bool any_in_host = std::any_of(parameters_.begin(), parameters_.end(),
                                        [](const auto& p) { return p.place == MemoryPlace::kHost; });
@@ -158,11 +166,11 @@ void ModelWeights::declare_head_workspace(MemoryPlan& plan) {
 
 void ModelWeights::declare_gather_buffers(const ParameterTable& table, MemoryPlan& plan) {
   const std::vector<int> block = table.unit(1);  // blocks differ in windows, not in weights
-  for (size_t number = 0; number < kGatherBuffers; ++number) {
+  for (size_t number = 0; number < buffers_.size(); ++number) {
     for (int index : block) {
       const auto i = static_cast<size_t>(index);
       const ParameterInfo& p = parameters_[i];
-      const std::string name = p.name + (number == 0 ? ".gathered_even" : ".gathered_odd");
+      const std::string name = fmt::format("{}.gathered{}", p.name, number);
       const int64_t padded = zero_.shard.padded(p.numel());
       Gathered buffer;
       if (!zero_.shards_weights()) {

@@ -48,8 +48,8 @@ bool gathers_transposed(const ParameterTable& table, const Formats& formats, Wei
 inline int64_t head_copy_rows(int64_t rows) { return ceil_div(rows, 16) * 16; }
 
 // The weights that the model computes with, and their FP8 copies. With ZeRO stage 3 a rank keeps its piece of each
-// block's weights, and two blocks' worth of buffers (core/memory/unit_buffers.h), into which the pieces of all
-// ranks are gathered where the block is used: FP8 codes where GEMMs read nothing else.
+// block's weights, and buffers for Zero::gathered_blocks of them, into which the pieces of all ranks are gathered
+// where the block is used: FP8 codes where GEMMs read nothing else.
 //
 // Weights of the blocks' linear layers may lie in host memory (ParameterInfo::place): a rank's pieces, or what it
 // keeps whole. Where FP8 copies are kept for a whole step, GEMMs read these alone. Otherwise a block's weights are
@@ -131,8 +131,10 @@ class ModelWeights {
     return gathers_transposed_ && is_gathered_on_use(unit) && copies_kept_.of_unit(unit) == WeightCopies::kBoth;
   }
   // Whether weights of the unit are not kept on the device, but have to be gathered before each use, from other
-  // ranks or from host memory. Units of one buffer (core/memory/unit_buffers.h) use the same memory.
+  // ranks or from host memory. Units of one buffer use the same memory: those that are num_gather_buffers() apart.
   bool is_gathered_on_use(int unit) const { return gathered_unit_[static_cast<size_t>(unit)]; }
+  int num_gather_buffers() const { return num_gather_buffers_; }
+  size_t gather_buffer_of(int unit) const { return static_cast<size_t>(unit % num_gather_buffers_); }
   // What this rank has of a weight in host memory, whole or its piece, and where on the device it is copied to:
   // both flat.
   struct HostPart {
@@ -231,11 +233,12 @@ class ModelWeights {
   int fp8_head_;             // index of the head's weight if it has FP8 copies, else -1
   bool gathers_transposed_;  // of blocks of which both copies are kept
   bool has_host_parts_;
+  int num_gather_buffers_;
   std::vector<bool> gathered_unit_;  // is_gathered_on_use()
   std::vector<TensorId> plain_ids_;  // of whole weights, or of this rank's pieces
   std::vector<CopyIds> copy_ids_;    // of what is kept; the scale alone of codes that are made where they are used
   std::vector<CopyIds> piece_code_ids_;                   // of codes of this rank's pieces that are kept
-  std::vector<Gathered> buffers_[kGatherBuffers];         // for a block's weights in their order
+  std::vector<std::vector<Gathered>> buffers_;            // each for a block's weights in their order
   MatrixId rows_workspace_id_, transposed_workspace_id_;  // for copies that are not kept: large enough for any
   MatrixId head_rows_workspace_id_, head_transposed_workspace_id_;
   TensorId amax_id_;

@@ -216,6 +216,38 @@ TEST_CASE("a recorded step has the ops, collectives and waits of ranks in their 
   }
 }
 
+TEST_CASE("blocks in gather buffers are gathered again neither in backward nor in the next micro-batch",
+          "[engine][recorded step]") {
+  constexpr int64_t kMicroBatches = 4, kBlocks = 6;
+  for (const WeightCopies copies : {WeightCopies::kRows, WeightCopies::kBoth}) {
+    for (const int64_t gathered : {2, 3, 4, 6, 8}) {
+      CAPTURE(name_of(copies), gathered);
+      const TemporaryFolder folder;
+      Config config = step_config(folder.path().string(), "parka", 3, true, kMicroBatches, 2);
+      config.model.num_layers = kBlocks;
+      config.precision.weight_copies = copies;
+      config.distributed.gathered_blocks = gathered;
+      check_recording(config, 2);
+      int64_t num_gathers = 0;
+      for (const RecordedStep::Part& part : record_step(config, 2).parts) {
+        for (const RecordedStep::Work& work : part.work) {
+          const auto* collective = std::get_if<RecordedCollective>(&work);
+          if (collective != nullptr && collective->kind == RecordedCollective::Kind::kAllGather) {
+            num_gathers += part.times;
+          }
+        }
+      }
+      // Forward of the first micro-batch gathers all blocks, each later pass those that are not in place.
+      // Transposed codes are gathered over those of forward, and take their place.
+      const int64_t others = kBlocks - std::min(gathered, kBlocks), passes = 2 * kMicroBatches;
+      const int64_t of_blocks = copies == WeightCopies::kRows ? kBlocks + (passes - 1) * others : passes * kBlocks;
+      const ParameterTable table = make_parameter_table(config.model, false);
+      const auto units = [&](int unit) { return static_cast<int64_t>(table.unit(unit).size()); };
+      CHECK(num_gathers == of_blocks * units(1) + units(0) + units(table.head_unit()));
+    }
+  }
+}
+
 TEST_CASE("updates in backward are recorded as ranks queue them", "[engine][recorded step][release]") {
   for (const char* recipe : {"bf16", "parka"}) {
     for (const auto& [ranks, stage, shard_size] :
@@ -275,6 +307,7 @@ TEST_CASE("steps with weights in host memory are recorded as ranks queue them",
       const TemporaryFolder folder;
       Config config = step_config(folder.path().string(), recipe, stage, true, 3, 2);
       config.optimizer.offload = config.precision.offload_weights = true;
+      config.distributed.gathered_blocks = stage == 2 ? 3 : 2;
       check_recording(config, 2);
     }
   }

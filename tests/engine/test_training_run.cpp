@@ -365,12 +365,16 @@ TEST_CASE("a restored run takes the same steps wherever weights lie", "[engine][
   for (const char* recipe : {"fp32", "bf16", "parka"}) {
     const TemporaryFolder folder;
     const auto device = make_cpu_device();
-    const Config plain = tiny_config(folder.path().string(), recipe);
+    Config plain = tiny_config(folder.path().string(), recipe);
+    plain.model.num_layers = 4;
     Config offloaded = plain;
     offloaded.optimizer.offload = offloaded.precision.offload_weights = true;
-    for (const auto& [before, after] :
-         {std::pair(plain, offloaded), std::pair(offloaded, plain), std::pair(offloaded, offloaded)}) {
-      CAPTURE(recipe, before.precision.offload_weights, after.precision.offload_weights);
+    Config gathered = offloaded;
+    gathered.distributed.gathered_blocks = 3;
+    for (const auto& [before, after] : {std::pair(plain, offloaded), std::pair(offloaded, plain),
+                                        std::pair(offloaded, offloaded), std::pair(offloaded, gathered)}) {
+      CAPTURE(recipe, before.precision.offload_weights, after.precision.offload_weights,
+              after.distributed.gathered_blocks);
       check_same_after_restore(before, after, *device, folder);
     }
   }

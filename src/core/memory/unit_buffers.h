@@ -1,6 +1,7 @@
 #pragma once
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -9,7 +10,7 @@
 
 // Where parameters and their gradients lie in memory, told here alone: in which order, and which of the buffers
 // that units share a unit lies in. What is gathered or reduced for one unit goes on while the next computes, so two
-// buffers, taken in turn, are enough.
+// buffers, taken in turn, are enough. In more of them gathered weights outlive other units'.
 namespace parka {
 
 // The order in which weights, and gradients, lie in memory: that of the table, but A of a unit's adapters first. So
@@ -23,9 +24,7 @@ inline std::vector<size_t> memory_order(const std::vector<ParameterInfo>& parame
   return order;
 }
 
-// Gathered weights (ZeRO stage 3).
-inline constexpr size_t kGatherBuffers = 2;
-inline size_t gather_buffer_of(int unit) { return static_cast<size_t>(unit) % kGatherBuffers; }
+inline constexpr int64_t kLeastGatherBuffers = 2;
 
 // Whole gradients before they are reduced (stages 2 and 3), or weights are updated with them
 // (optimizer.release_gradients). That of a tied embedding is open from the head to the end of backward, beside

@@ -26,7 +26,7 @@ int run_tune(const TuneOptions& options) {
   config.training.global_batch_size =
       (config.optimizer.release_gradients ? 1 : 2) * config.training.micro_batch_size;
   const int64_t num_ranks = config.distributed.context_parallel;
-  if (num_ranks > 1) config.distributed.zero_stage = config.distributed.shard_size = 0;
+  if (num_ranks > 1) config.distributed = {.context_parallel = num_ranks};
   const std::unique_ptr<Device> device = make_untuned_device(config);
   const std::vector<GemmChoice> choices =
       tune_products(*device, record_products(config, num_ranks), record_fused_products(config, num_ranks),

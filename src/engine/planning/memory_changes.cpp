@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "core/error.h"
+#include "core/memory/unit_buffers.h"
 #include "engine/config/config_io.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/step/declared_run.h"
@@ -30,6 +31,10 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
   };
   if (config.optimizer.master == MasterForm::kFp32) {
     add("optimizer.master=fp32_split", kSameBits, "the same bits, no cost");
+  }
+  if (config.distributed.gathered_blocks > kLeastGatherBuffers) {
+    add(fmt::format("distributed.gathered_blocks={}", kLeastGatherBuffers), kSameBits,
+        "the same bits, weights are gathered more often");
   }
   if (config.precision.save_product)
     add("precision.save_product=false", kSameBits, "the same bits, a little recomputation");

@@ -14,10 +14,14 @@ HostStream::Copy copy_of(const TensorView& target, const TensorView& source) {
 
 ParameterExchange::ParameterExchange(const Zero& zero, Communicator& communicator, const Model& model,
                                      const Optimizer& optimizer, Device& device)
-    : zero_(zero), communicator_(communicator), model_(model), optimizer_(optimizer) {
+    : zero_(zero),
+      communicator_(communicator),
+      model_(model),
+      optimizer_(optimizer),
+      gathered_(static_cast<size_t>(model.weights().num_gather_buffers())) {
   const bool has_host_parts = model.weights().has_host_parts();
   PARKA_REQUIRE(communicator.size() > 1 || has_host_parts);
-  if (has_host_parts) host_stream_ = device.make_host_stream(kGatherBuffers);
+  if (has_host_parts) host_stream_ = device.make_host_stream(gathered_.size());
 }
 
 void ParameterExchange::gather(Device& device, int unit, Pass pass, Changed changed) {
@@ -35,7 +39,7 @@ void ParameterExchange::gather(Device& device, int unit, Pass pass, Changed chan
 // Queues copies into a unit's buffer, of which ops that are queued may be the last users.
 void ParameterExchange::load(int unit, const std::vector<HostStream::Copy>& copies) {
   host_stream_->follow_device();
-  host_stream_->load(gather_buffer_of(unit), copies);
+  host_stream_->load(model_.weights().gather_buffer_of(unit), copies);
 }
 
 // Copies to a unit's buffer what this rank has of it in host memory.
@@ -49,13 +53,13 @@ void ParameterExchange::fetch(int unit) {
 
 void ParameterExchange::wait_for_host(Device& device, int unit) {
   if (!comes_from_host(unit)) return;
-  device.time_wait(kLoadWait, [&] { host_stream_->wait_loaded(gather_buffer_of(unit)); });
+  device.time_wait(kLoadWait, [&] { host_stream_->wait_loaded(model_.weights().gather_buffer_of(unit)); });
 }
 
 void ParameterExchange::prefetch(Device& device, int unit, Pass pass) {
   const ModelWeights& weights = model_.weights();
   if (unit < 0 || unit >= model_.parameters().num_units() || !weights.is_gathered_on_use(unit)) return;
-  Gathered& buffer = gathered_[gather_buffer_of(unit)];
+  Gathered& buffer = gathered_[weights.gather_buffer_of(unit)];
   if (buffer.unit == unit && (buffer.pass == pass || !weights.has_pieces_for_backward(unit))) return;
   buffer = {unit, pass, 0, false};
   if (comes_from_host(unit)) fetch(unit);
@@ -68,7 +72,7 @@ void ParameterExchange::prefetch(Device& device, int unit, Pass pass) {
 void ParameterExchange::gather_on_use(Device& device, int unit, Pass pass) {
   if (!model_.weights().is_gathered_on_use(unit)) return;
   prefetch(device, unit, pass);
-  Gathered& buffer = gathered_[gather_buffer_of(unit)];
+  Gathered& buffer = gathered_[model_.weights().gather_buffer_of(unit)];
   if (buffer.is_ready) return;
   wait_for_host(device, unit);
   wait(device, buffer.number, "gathered weights");
@@ -96,11 +100,11 @@ std::vector<int> ParameterExchange::opened_by(int unit) const {
 
 void ParameterExchange::before_backward(Device& device, int unit) {
   gather_on_use(device, unit, Pass::kBackward);
-  // Where backward has pieces of its own, both buffers are free while the head is at work.
+  // Where backward has pieces of its own, all buffers are free while the head is at work.
   if (unit == model_.parameters().head_unit()) {
-    for (int last : {unit - 1, unit - 2}) {
-      if (last >= model_.parameters().first_trained_unit) prefetch(device, last, Pass::kBackward);
-    }
+    const int first =
+        std::max(model_.parameters().first_trained_unit, unit - model_.weights().num_gather_buffers());
+    for (int last = unit - 1; last >= first; --last) prefetch(device, last, Pass::kBackward);
   }
   if (!optimizer_.shares_gradient_buffers()) return;
   const std::vector<ParameterInfo>& parameters = model_.parameters().all;
@@ -115,12 +119,13 @@ void ParameterExchange::before_backward(Device& device, int unit) {
 
 void ParameterExchange::after_backward(Device& device, int unit) {
   const ParameterTable& table = model_.parameters();
-  // Into this unit's buffer, and ahead of its gradients, which have more time: the weights of the block before the
-  // next one, or those with which the next micro-batch begins, unless they change before it.
-  if (unit > 2 && unit - 2 >= table.first_trained_unit) {
-    prefetch(device, unit - 2, Pass::kBackward);
-  } else if (!place_.is_last) {
-    prefetch(device, unit > 2 ? 2 - unit % 2 : unit, Pass::kForward);
+  // Into this unit's buffer, and ahead of its gradients, which have more time: the weights of the next block that
+  // uses it, or those with which the next micro-batch begins, unless they change before it.
+  const int num_buffers = model_.weights().num_gather_buffers(), next = unit - num_buffers;
+  if (next >= std::max(table.block_unit(0), table.first_trained_unit)) {
+    prefetch(device, next, Pass::kBackward);
+  } else if (!place_.is_last && unit > 0) {
+    prefetch(device, (unit - 1) % num_buffers + 1, Pass::kForward);
   }
   if (!place_.is_last && !zero_.shards_gradients()) return;
   for (int parameter : table.trained(unit)) {
@@ -213,7 +218,7 @@ void ParameterExchange::weights_changed(Device& device, Changed changed) {
   }
   if (host_stream_ && shares_whole) device.time_wait(kSaveWait, [&] { host_stream_->wait_saved(); });
   weights.quantize(device, changed);
-  gathered_ = {};
+  std::ranges::fill(gathered_, Gathered{});
 }
 
 }  // namespace parka

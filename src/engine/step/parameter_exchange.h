@@ -85,15 +85,16 @@ class ParameterExchange final : public UnitHooks {
   Place place_;
   std::function<void(int parameter)> gradient_complete_;
 
-  // What is in each gather buffer: until weights change, also from one micro-batch
-  // to the next, whose forward pass begins with the blocks that backward has ended with.
+  // What is in each gather buffer: until weights change. Backward begins with the blocks that forward has ended
+  // with, and the next micro-batch with those that backward has ended with. Each finds as many in place as there
+  // are buffers.
   struct Gathered {
     int unit = -1;
     Pass pass = Pass::kForward;
     uint64_t number = 0;  // of the collective, if that brings it
     bool is_ready = false;
   };
-  std::array<Gathered, kGatherBuffers> gathered_;
+  std::vector<Gathered> gathered_;
   std::unique_ptr<HostStream> host_stream_;  // between host memory and gather buffers; absent without host parts
   std::array<uint64_t, kGradientBuffers> reduced_ = {};  // the last reduction out of each of the gradient buffers
 };
