@@ -319,10 +319,16 @@ TEST_CASE("a run on a GPU makes one kernel of what its device fuses", "[engine][
     CAPTURE(recipe);
     Config config = step_config(folder.path().string(), recipe, 0, true, 2, 1);
     config.data.eval.clear();
+    config.model.d_model = 128;  // with heads and a width of q, k and v that the kernel has
+    config.model.num_heads = 2;
+    config.model.num_kv_heads = 1;
+    config.model.given_head_dim = 64;
     const Steps two(make_cuda_device(), config, {});
     const Steps one(make_cuda_device(), config, keys_of(record_fused_products(config, 1)));
+    const size_t with_fp8_qkv = config.precision.qkv == Storage::kFp8 ? 1 : 0;
     CHECK(one.ops.count("swiglu_projection") == 2u * 4u);
-    CHECK(two.ops.count("swiglu_projection") == 0);
+    CHECK(one.ops.count("rope_projection") == with_fp8_qkv * 2u * 4u);
+    for (const char* op : {"swiglu_projection", "rope_projection"}) CHECK(two.ops.count(op) == 0);
     REQUIRE(one.losses.size() == two.losses.size());
     // Which numbers it leaves is for tests of the kernel: here a few codes may be neighbours.
     for (const double loss : one.losses) CHECK(std::isfinite(loss));
