@@ -499,7 +499,7 @@ TEST_CASE("numbers in progress lines are readable", "[engine][progress]") {
 TEST_CASE("progress lines count the steps since the previous line, and the time left by the clock on the wall",
           "[engine][progress]") {
   double now = 1000;
-  Progress progress(100, 1000, {.flop_per_token = 1e9, .peak_flops = 4e12}, [&] { return now; });
+  Progress progress(100, 1000, {.flop_per_token = 1e9, .peak_flops = 2e12}, 2, [&] { return now; });
   StepReport report;
   report.loss = 2.5;
   for (int64_t step = 1; step <= 10; ++step) {

@@ -127,7 +127,7 @@ void print_step(const BenchResult& result, bool roofline) {
                 static_cast<long long>(result.images_per_sequence), result.images_per_sequence == 1 ? "" : "s");
   }
   if (result.speed.peak_flops > 0) {
-    std::printf("MFU             %9.1f %% of %.0f TFLOP/s\n", 100 * flops / result.speed.peak_flops,
+    std::printf("MFU             %9.1f %% of %.0f TFLOP/s\n", 100 * result.speed.utilization(flops, 1),
                 1e-12 * result.speed.peak_flops);
   }
   std::printf("host            %9.2f ms to queue a step\n", 1e3 * result.queue_seconds);
@@ -228,7 +228,7 @@ nlohmann::ordered_json result_json(const BenchResult& result, const Config& conf
                                  {"used_bytes", result.used_bytes},
                                  {"planned_host_bytes", result.planned_host_bytes},
                                  {"resident_host_bytes", result.resident_host_bytes}};
-  if (result.speed.peak_flops > 0) json["mfu"] = flops / result.speed.peak_flops;
+  if (result.speed.peak_flops > 0) json["mfu"] = result.speed.utilization(flops, 1);
   if (roofline) json["floor_seconds"] = result.floor_seconds();
   json["power"] = power_json(result);
   json["ops"] = std::move(ops);

@@ -280,7 +280,7 @@ class TrainCommand {
 
   int train_steps() {
     const TrainingConfig& training = config_.training;
-    Progress progress(training.steps, run_.tokens_per_step(), speed_);
+    Progress progress(training.steps, run_.tokens_per_step(), speed_, communicator_->size());
     int64_t skipped_in_a_row = 0;
     const auto handle = [&](const std::optional<StepReport>& report) {
       if (!report) return;

@@ -50,7 +50,7 @@ std::string Progress::take_line() {
   interval_seconds_ = 0;
   const double flops = tokens_per_second * speed_.flop_per_token;
   const std::string mfu =
-      speed_.peak_flops > 0 ? fmt::format("  MFU {:.1f}%", 100 * flops / speed_.peak_flops) : "";
+      speed_.peak_flops > 0 ? fmt::format("  MFU {:.1f}%", 100 * speed_.utilization(flops, num_cards_)) : "";
   const std::string total = std::to_string(total_steps_);
   return fmt::format(
       "step {:>{}}/{}  tokens {}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {} tok/s  {:.3g} TFLOP/s{}  goodput {:.1f}% "

@@ -17,12 +17,13 @@ double steady_seconds();                      // of a clock that never goes back
 // The time left is based on the wall clock, so saves and evaluation count.
 class Progress {
  public:
-  // `clock` gives seconds.
-  Progress(int64_t total_steps, int64_t tokens_per_step, const ModelSpeed& speed,
+  // Of a run on so many cards; `clock` gives seconds.
+  Progress(int64_t total_steps, int64_t tokens_per_step, const ModelSpeed& speed, int num_cards,
            std::function<double()> clock = steady_seconds)
       : total_steps_(total_steps),
         tokens_per_step_(tokens_per_step),
         speed_(speed),
+        num_cards_(num_cards),
         clock_(std::move(clock)),
         last_line_(clock_()) {}
 
@@ -35,6 +36,7 @@ class Progress {
  private:
   int64_t total_steps_, tokens_per_step_;
   ModelSpeed speed_;
+  int num_cards_;
   std::function<double()> clock_;
   double last_line_;
   StepReport last_;

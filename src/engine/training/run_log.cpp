@@ -27,7 +27,7 @@ void log_model(const TrainingRun& run, const ModelSpeed& speed) {
   log_info("model: {} parameters, {} FLOP/token = {}", format_count(static_cast<double>(table.num_parameters())),
            format_count(speed.flop_per_token), speed.formula);
   if (speed.peak_flops > 0) {
-    log_info("MFU is relative to the dense peak of {:.0f} TFLOP/s", 1e-12 * speed.peak_flops);
+    log_info("MFU is relative to a dense peak of {:.0f} TFLOP/s of each GPU", 1e-12 * speed.peak_flops);
   }
   std::string parts;
   for (const auto& total : run.plan().summary()) {

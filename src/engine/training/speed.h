@@ -28,8 +28,11 @@ double flop_per_token(const ModelConfig& model, const ParameterTable& table, int
 // Converts a run's tokens per second to FLOP/s and utilization (MFU).
 struct ModelSpeed {
   double flop_per_token = 0;
-  double peak_flops = 0;  // dense peak of the card in the format of the GEMMs; 0: unknown, and so is the MFU
+  double peak_flops = 0;  // dense peak of a card in the format of the GEMMs; 0: unknown, and so is the MFU
   const char* formula = kFlopFormula;
+
+  // Of so many cards that make `flops` FLOP/s together.
+  double utilization(double flops, int num_cards) const { return flops / (num_cards * peak_flops); }
 };
 ModelSpeed speed_of(const Config& config, const ParameterTable& table, const std::string& device_name);
 
