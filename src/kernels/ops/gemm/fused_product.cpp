@@ -6,6 +6,13 @@
 namespace parka {
 namespace {
 
+// The overload for this op alone: without one there is no way to compile, where a call would convert `Op` to a
+// FusedProduct and come back to where it came from.
+template <typename Op>
+constexpr auto of_op(void (*overload)(Device&, const Op&)) {
+  return overload;
+}
+
 bool suits_one_kernel(const FusedProduct& a) {
   return std::visit([](const auto& op) { return suits_one_kernel(op); }, a);
 }
@@ -16,14 +23,18 @@ std::string_view op_of(const FusedProduct& a) {
   return std::visit([](const auto& op) { return op.kName; }, a);
 }
 
-bool is_fused_product(std::string_view op) { return op == SwigluProjection::kName || op == RopeProjection::kName; }
+bool is_fused_product(std::string_view op) {
+  return [&]<typename... Ops>(const std::variant<Ops...>*) {
+    return ((op == Ops::kName) || ...);
+  }(static_cast<const FusedProduct*>(nullptr));
+}
 
 void run_as_one(Device& device, const FusedProduct& a) {
-  std::visit([&](const auto& op) { run_as_one(device, op); }, a);
+  std::visit([&]<typename Op>(const Op& op) { of_op<Op>(run_as_one)(device, op); }, a);
 }
 
 void run_as_two(Device& device, const FusedProduct& a) {
-  std::visit([&](const auto& op) { run_as_two(device, op); }, a);
+  std::visit([&]<typename Op>(const Op& op) { of_op<Op>(run_as_two)(device, op); }, a);
 }
 
 std::string key_of(const FusedProduct& a) {
