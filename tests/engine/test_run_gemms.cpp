@@ -142,6 +142,7 @@ TEST_CASE("a file of configs/tuning has every product of the config that it is f
   const std::vector<std::string> bf16 = {"precision.recipe=bf16", "precision.weight_copies=auto",
                                          "training.logits_chunk_tokens=4096"};
   for (const auto& [model, recipe, overrides] : {std::tuple{"llama2-7b", "parka", std::vector<std::string>()},
+                                                 {"llama2-7b", "parka.h100", std::vector<std::string>()},
                                                  {"llama2-7b", "bf16", bf16},
                                                  {"olmo-1b", "parka", std::vector<std::string>()},
                                                  {"olmo-1b", "bf16", bf16},
