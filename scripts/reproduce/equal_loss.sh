@@ -24,12 +24,7 @@ tokens=${TOKENS:-300000000} batch=${BATCH:-64} length=${LENGTH:-2048}
 read -ra seeds <<< "${SEEDS:-1 2 3}"
 steps=$((tokens / (batch * length)))
 
-tokenizer=$work/tokenizer/tokenizer.json
-if [ ! -e "$tokenizer" ]; then
-  mkdir -p "$work/tokenizer"
-  "$python" scripts/train_tokenizer.py "$text" --vocab-size "${VOCABULARY:-32768}" --out "$tokenizer.partial" "${text_files[@]}"
-  mv "$tokenizer.partial" "$tokenizer"
-fi
+make_tokenizer "${VOCABULARY:-32768}"
 held_out=${HELD_OUT:-0}
 wanted=(--max-tokens "$tokens")
 [ "$held_out" = 0 ] || wanted=(--eval-fraction "$held_out")  # of all documents

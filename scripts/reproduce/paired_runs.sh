@@ -14,6 +14,15 @@ mkdir -p "$work"
 text_files=(--include '*.py' --include '*.pyi' --include '*.h' --include '*.hpp' --include '*.c' --include '*.cpp'
   --include '*.cu*' --include '*.txt' --include '*.md' --include '*.rst')
 
+# make_tokenizer IDS: `tokenizer`, a BPE tokenizer trained on the text.
+make_tokenizer() {
+  tokenizer=$work/tokenizer/tokenizer.json
+  [ ! -e "$tokenizer" ] || return 0
+  mkdir -p "$work/tokenizer"
+  "$python" scripts/train_tokenizer.py "$text" --vocab-size "$1" --out "$tokenizer.partial" "${text_files[@]}"
+  mv "$tokenizer.partial" "$tokenizer"
+}
+
 # make_tokens [OPTION...]: of the text, with options of prepare_data.py.
 make_tokens() {
   [ -e "$work/tokens/train-00000.npy" ] || "$python" scripts/prepare_data.py "$text" --out "$work/tokens" "$@" "${text_files[@]}"

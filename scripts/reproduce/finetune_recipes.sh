@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# What FP8 costs in fine-tuning: a model is pretrained in bf16 on a text, and then fine-tuned by each recipe on instructions, which are
+# made of the text's own documented Python functions (scripts/make_instructions.py). All runs start from the same weights, those of one
+# seed see the same batches in the same order.
+#   scripts/reproduce/finetune_recipes.sh OUT TEXT_FOLDER [RUN...]
+# A RUN is a recipe, or NAME=RECIPE,KEY=VALUE,... with config keys; by default fp8_linear, coat, and parka as
+# scripts/reproduce/one_gpu.sh measures it, beside bf16. From the environment:
+#   CONFIG    the model (default configs/olmo-150m.json); NAME its name in figures (default that of the file)
+#   TOKENS    of pretraining (default 100 million); VOCABULARY at most (default 32768)
+#   EPOCHS    of fine-tuning (default 3); SEEDS (default "1 2 3"); RATE, its learning rate (default 2e-4)
+#   BATCH     sequences of a step (default 64, for both); LENGTH of a sequence (default 1024)
+# and PARKA, PYTHON, MODEL and GPUS as in paired_runs.sh beside this. OUT gets the runs' metrics, losses on held-out conversations
+# (scripts/held_out.py: held_out.jsonl, held_out.txt, held_out.png), and a plot of the runs. Runs save when they get SIGTERM; the same
+# command continues them.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+[ $# -ge 2 ] || { echo "usage: scripts/reproduce/finetune_recipes.sh OUT TEXT_FOLDER [RUN...]" >&2; exit 2; }
+. scripts/reproduce/paired_runs.sh
+[ $# -gt 0 ] || set -- fp8_linear coat parka=parka,precision.group_size=32
+CONFIG=${CONFIG:-configs/olmo-150m.json}
+name=${NAME:-$(basename "$CONFIG" .json)}.instructions
+tokens=${TOKENS:-100000000} batch=${BATCH:-64} length=${LENGTH:-1024}
+read -ra seeds <<< "${SEEDS:-1 2 3}"
+count() { "$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))'"$2"')' "$1"; }
+
+make_tokenizer "${VOCABULARY:-32768}"
+make_tokens --max-tokens "$tokens" --tokenizer "$tokenizer" --utf8-only
+if [ ! -e "$work/chats/data.json" ]; then
+  "$python" scripts/make_instructions.py "$text" --out "$work/functions.jsonl"
+  "$python" scripts/prepare_data.py "$work/functions.jsonl" --chat chatml --tokenizer "$tokenizer" --sequence-length "$length" \
+    --eval-fraction 0.05 --out "$work/chats"
+fi
+
+shared_keys "$length" "$batch" $((tokens / (batch * length)))
+vocabulary=" model.vocab_size=$(count "$work/tokens/data.json" '["padded_vocab_size"]')"
+shared+=$vocabulary
+train_runs "$CONFIG" base=bf16
+
+sequences=$(($(count "$work/chats/data.json" '["train"]["tokens"]') / length))
+steps=$((${EPOCHS:-3} * sequences / batch))
+[ "$steps" -ge 20 ] || { echo "finetune_recipes.sh: $sequences sequences of instructions make $steps steps; give more text, or a smaller BATCH" >&2; exit 2; }
+shared_keys "$length" "$batch" "$steps"
+shared+="$vocabulary data.train=[\"$work/chats/train-*.npy\"] data.eval=[\"$work/chats/eval-*.npy\"] data.loss_mask=true
+  data.documents=separate checkpoint.init_from=$work/base optimizer.lr=${RATE:-2e-4} training.eval_interval=$(((steps + 9) / 10))"
+runs=()
+for seed in "${seeds[@]}"; do
+  for run in bf16 "$@"; do runs+=("${run%%=*}.$seed=${run#*=},training.seed=$seed,data.seed=$seed"); done
+done
+train_runs "$CONFIG" "${runs[@]}"
+
+"$python" scripts/held_out.py "${folders[@]}" --model "$name" --out "$out/held_out.png" --json > "$out/held_out.jsonl"
+"$python" scripts/held_out.py "${folders[@]}" | tee "$out/held_out.txt"
+"$python" scripts/plot.py "$out"/*/metrics.jsonl --out "$out/runs.png"
