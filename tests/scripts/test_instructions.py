@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""Tests of scripts/make_instructions.py, and of scripts/reproduce/finetune_recipes.sh with a tiny model. Exits with 77 (skipped) where
+numpy, matplotlib, tokenizers or transformers is missing."""
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import unittest
+from pathlib import Path
+
+try:
+    import matplotlib  # noqa: F401
+    import numpy  # noqa: F401
+    import tokenizers  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    print(f"skipped: {error}")
+    sys.exit(77)
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(ROOT / "tests" / "commands"))
+from parka_runs import PROGRAM  # noqa: E402
+
+MODULE = '''\
+"""Of a module, not a function."""
+
+def plain(a, b):
+    """Adds."""
+    # and says so
+    total = a + b
+    return total
+
+class Shape:
+    """Of a class."""
+
+    @property
+    async def area(self):
+        """The area,
+        in squares.
+        """
+        return await self.width * self.height
+
+    def without(self):
+        return "a body of more than forty characters, without a docstring"
+
+def only_a_docstring():
+    """Nothing follows it, however long what is said here may be."""
+
+def on_one_line(): "Both."; return "a body of more than forty characters, behind a semicolon"
+
+def brief():
+    """Too short a body."""
+    return 1
+'''
+PLAIN = ("def plain(a, b):\n    \"\"\"Adds.\"\"\"", "    # and says so\n    total = a + b\n    return total")
+AREA = ("async def area(self):\n    \"\"\"The area,\n    in squares.\n    \"\"\"", "    return await self.width * self.height")
+
+
+class Folder(unittest.TestCase):
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory(prefix="parka-test-")
+        self.addCleanup(temporary.cleanup)
+        self.folder = Path(temporary.name)
+        (self.folder / "text").mkdir()
+
+    def write(self, name, text):
+        (self.folder / "text" / name).write_text(text, encoding="utf-8")
+
+    def script(self, *arguments):
+        return subprocess.run([sys.executable, SCRIPTS / "make_instructions.py", self.folder / "text", "--out", self.folder / "out.jsonl", *arguments],
+                              capture_output=True, text=True, timeout=120)
+
+    def functions(self, *arguments):
+        result = self.script(*arguments)
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        made = []
+        for line in (self.folder / "out.jsonl").read_text(encoding="utf-8").splitlines():
+            user, assistant = json.loads(line)["messages"]
+            self.assertEqual((user["role"], assistant["role"]), ("user", "assistant"))
+            request, _, head = user["content"].partition("\n\n")
+            self.assertEqual(request, "Write the rest of this Python function.")
+            made.append((head, assistant["content"]))
+        return made
+
+
+class Instructions(Folder):
+    def test_documented_functions_are_split_behind_their_docstrings(self):
+        self.write("a.py", MODULE)
+        made = self.functions()
+        self.assertEqual(made, [PLAIN, AREA])
+        for head, rest in made:
+            compile(f"{head}\n{rest}", "made", "exec")
+
+    def test_equal_functions_count_once_and_other_files_are_left_out(self):
+        self.write("a.py", MODULE)
+        self.write("b.py", textwrap.dedent(MODULE).replace("squares", "acres"))
+        self.write("broken.py", "def f(:\n")
+        self.write("c.txt", MODULE.replace("Adds", "Sums"))
+        acres = (AREA[0].replace("squares", "acres"), AREA[1])
+        self.assertEqual(self.functions(), [PLAIN, AREA, acres])
+        self.assertEqual(self.functions("--include", "c.txt")[0][0], PLAIN[0].replace("Adds", "Sums"))
+
+    def test_lengths(self):
+        self.write("a.py", MODULE)
+        self.assertEqual(self.functions("--most-characters", "50"), [AREA])
+        self.assertEqual([rest for _, rest in self.functions("--least-characters", "1")][-2:], ["    return 1", AREA[1]])
+
+    def test_bad_input(self):
+        self.write("a.py", "x = 1\n")
+        for message, *arguments in (("no documented function", ), ("and no fewer at most", "--least-characters", "0"),
+                                    ("and no fewer at most", "--least-characters", "9", "--most-characters", "8")):
+            with self.subTest(message):
+                result = self.script(*arguments)
+                self.assertEqual(result.returncode, 2)
+                self.assertRegex(result.stderr, f"^make_instructions: error: .*{message}.*\n$")
+        self.assertFalse((self.folder / "out.jsonl").exists())
+
+
+class Recipes(Folder):
+    def test_a_tiny_model_from_text_to_figures_and_again_without_training(self):
+        for number in range(240):
+            self.write(f"m{number}.py", "".join(
+                f'def f{number}_{i}(value):\n    """Gives {i} times the value of {number}."""\n    result = {i} * value + {number}\n    return result\n\n'
+                for i in range(3)))
+        out = self.folder / "out"
+        environment = {**os.environ, "MPLCONFIGDIR": str(self.folder), "PARKA": os.path.abspath(PROGRAM), "PYTHON": sys.executable,
+                       "CONFIG": "configs/tiny-olmo.json", "TOKENS": "7680", "BATCH": "2", "LENGTH": "128", "SEEDS": "1 2", "VOCABULARY": "320",
+                       "EPOCHS": "1", "RATE": "3e-3", "MODEL": "device.kind=cpu training.micro_batch_size=2"}
+
+        def run(run, out=out):
+            return subprocess.run([SCRIPTS / "reproduce" / "finetune_recipes.sh", out, self.folder / "text", run], capture_output=True, text=True,
+                                  env=environment, timeout=600)
+
+        first = run("lean=parka,optimizer.master=fp32_split")
+        self.assertEqual(first.returncode, 0, first.stdout + first.stderr)
+        figures = {line["name"]: line for line in map(json.loads, (out / "held_out.jsonl").read_text().splitlines())}
+        gap = figures["held_out.tiny-olmo.instructions.lean.vs_bf16"]
+        self.assertEqual(list(gap["seeds"]), ["1", "2"])
+        self.assertTrue(all(0 < abs(value) < 0.1 for value in gap["seeds"].values()))
+        for name in ("held_out.png", "runs.png", "held_out.txt", "base/metrics.jsonl", "lean.2/config.json"):
+            self.assertTrue((out / name).exists(), name)
+
+        def records(name, kind):
+            return [record for record in map(json.loads, (out / name / "metrics.jsonl").read_text().splitlines()) if record["kind"] == kind]
+
+        # All begin with the weights of the base: those of bf16 lose the same before the first step, and learn.
+        held_out = {name: [record["loss"] for record in records(name, "eval")] for name in ("bf16.1", "bf16.2", "lean.1")}
+        self.assertEqual(held_out["bf16.1"][0], held_out["bf16.2"][0])
+        self.assertAlmostEqual(held_out["bf16.1"][0], held_out["lean.1"][0], delta=0.05)
+        self.assertTrue(all(losses[-1] < losses[0] - 0.2 for losses in held_out.values()))
+        # Only what the assistant writes is a target.
+        of_base, of_run = records("base", "train")[0]["targets"], records("bf16.1", "train")[0]["targets"]
+        self.assertLess(of_run, 0.8 * of_base)
+        made = (out / "held_out.jsonl").read_text()
+        self.assertEqual(run("lean=parka,optimizer.master=fp32_split").returncode, 0)
+        self.assertEqual((out / "held_out.jsonl").read_text(), made)
+        environment["BATCH"] = "60"
+        result = run("lean=parka", self.folder / "other")
+        self.assertEqual((result.returncode, "a smaller BATCH" in result.stderr), (2, True), result.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
