@@ -80,19 +80,26 @@ struct Steps {
   std::multiset<std::string> ops;  // of the last step
 };
 
-// Changes the first code of up and gate, or all of them, that one kernel leaves: each time, or every other one.
+const TensorView& codes_of(const SwigluProjection& a) { return a.swiglu.up_gate.data; }
+const TensorView& codes_of(const RopeProjection& a) { return a.rope.saved.data; }
+
+// Changes the first code, or all of them, that one kernel leaves: each time, or every other one.
 class WrongKernel final : public OpFault {
  public:
   enum class Codes { kFirst, kAll };
-  WrongKernel(TensorView codes, Codes which, bool every_other)
-      : codes_(std::move(codes)), which_(which), every_other_(every_other) {}
+  WrongKernel(const FusedProduct& of, Codes which, bool every_other)
+      : op_(op_of(of)),
+        codes_(std::visit([](const auto& a) { return codes_of(a); }, of)),
+        which_(which),
+        every_other_(every_other) {}
   void after(Device&, std::string_view op, const TensorView&) override {
-    if (op != "swiglu_projection" || (every_other_ && ++runs_ % 2 == 0)) return;
+    if (op != op_ || (every_other_ && ++runs_ % 2 == 0)) return;
     const int64_t changed = which_ == Codes::kFirst ? 1 : codes_.bytes();
     for (int64_t i = 0; i < changed; ++i) codes_.as<Float8E4M3>()[i].bits ^= 0x80;  // the sign
   }
 
  private:
+  std::string_view op_;
   TensorView codes_;
   Codes which_;
   bool every_other_;
@@ -280,22 +287,25 @@ TEST_CASE("one kernel agrees with two if it leaves about the same, and the same 
   using Codes = WrongKernel::Codes;
   const TemporaryFolder folder;
   const auto device = make_cpu_device();
-  const FusedProduct product =
-      only<SwigluProjection>(record_fused_products(step_config(folder.path().string(), "parka", 0, true, 1, 1), 1));
-  const ProductScratch scratch(*device, product, RandomOperands::workspace_of(gemm_of(product)));
-  const auto placed = std::get<SwigluProjection>(scratch.place(product));
-  RandomOperands(*device, RandomOperands::elements_of(placed.projection)).fill(placed.projection);
-  const auto agrees_with = [&](WrongKernel fault) {
-    device->set_op_fault(&fault);
-    const bool agrees = one_kernel_agrees(*device, placed);
-    device->set_op_fault(nullptr);
-    return agrees;
-  };
-  const TensorView& codes = placed.swiglu.up_gate.data;
-  CHECK(one_kernel_agrees(*device, placed));
-  CHECK(agrees_with({codes, Codes::kFirst, false}));  // as sums that are rounded otherwise
-  CHECK_FALSE(agrees_with({codes, Codes::kFirst, true}));
-  CHECK_FALSE(agrees_with({codes, Codes::kAll, false}));
+  const std::vector<FusedProduct> products =
+      record_fused_products(step_config(folder.path().string(), "parka", 0, true, 1, 1), 1);
+  REQUIRE(products.size() == 2);
+  for (const FusedProduct& product : products) {
+    CAPTURE(op_of(product));
+    const ProductScratch scratch(*device, product, RandomOperands::workspace_of(gemm_of(product)));
+    const FusedProduct placed = scratch.place(product);
+    RandomOperands(*device, RandomOperands::elements_of(gemm_of(placed))).fill(gemm_of(placed));
+    const auto agrees_with = [&](WrongKernel fault) {
+      device->set_op_fault(&fault);
+      const bool agrees = one_kernel_agrees(*device, placed);
+      device->set_op_fault(nullptr);
+      return agrees;
+    };
+    CHECK(one_kernel_agrees(*device, placed));
+    CHECK(agrees_with({placed, Codes::kFirst, false}));  // as sums that are rounded otherwise
+    CHECK_FALSE(agrees_with({placed, Codes::kFirst, true}));
+    CHECK_FALSE(agrees_with({placed, Codes::kAll, false}));
+  }
 }
 
 TEST_CASE("one kernel is chosen where it is clearly faster", "[engine][tuning]") {
