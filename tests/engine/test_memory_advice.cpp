@@ -140,6 +140,15 @@ TEST_CASE("a plan proposes no change that a config refuses", "[engine][memory ad
   CHECK(proposed_stage);
 }
 
+TEST_CASE("a plan proposes to gather fewer blocks at a time before what costs more", "[engine][memory advice]") {
+  const json config = shipped_config("llama2-7b-parka", {"distributed.gathered_blocks=32"});
+  const int64_t all = planned_with(config, {}, 2), two = planned_with(config, {"distributed.gathered_blocks=2"}, 2);
+  CHECK(two < all - (int64_t{5} << 30));  // 30 blocks of 200 million weights in FP8
+  const auto advice = cheapest_changes(config, 2, two);
+  REQUIRE(advice);
+  CHECK(advice->overrides() == std::vector<std::string>{"distributed.gathered_blocks=2"});
+}
+
 TEST_CASE("a plan names the fewest GPUs that a run fits on", "[engine][memory advice][slow]") {
   constexpr int64_t kGpu = 40'000'000'000;
   const json config = shipped_config("llama2-7b-parka", {"distributed.zero_stage=0"});
