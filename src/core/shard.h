@@ -47,7 +47,7 @@ struct Shard {
 struct Zero {
   int64_t stage = 0;            // 0: nothing; 1: masters and moments; 2: and gradients; 3: and weights
   Shard shard = {};             // of one rank at stage 0
-  int64_t gathered_blocks = 2;  // of which a rank has the weights at a time, where they are gathered on use
+  int64_t gathered_blocks = 2;  // blocks whose gathered weights a rank keeps
 
   bool shards_states() const { return shard.size > 1 && stage >= 1; }
   bool shards_gradients() const { return shard.size > 1 && stage >= 2; }

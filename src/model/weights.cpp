@@ -14,10 +14,6 @@ namespace {
 
 TensorView flat(const TensorView& t, int64_t numel) { return {t.data, t.dtype, {numel}}; }
 
-int gather_buffers(const Zero& zero, int64_t num_blocks) {
-  return static_cast<int>(std::max(kLeastGatherBuffers, std::min(zero.gathered_blocks, num_blocks)));
-}
-
 }  // namespace
 
 WeightUse training_use(const PrecisionConfig& precision) {
@@ -56,11 +52,9 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
       trains_tower_(table.trains_any(kVision)),
       fp8_head_(formats.fp8_head ? table.head : -1),
       gathers_transposed_(gathers_transposed(table, formats, copies.copies, use, zero)),
-      num_gather_buffers_(gather_buffers(zero, table.num_blocks)),
       gathered_unit_(static_cast<size_t>(table.num_units()), false),
       copy_ids_(table.all.size()),
-      piece_code_ids_(table.all.size()),
-      buffers_(static_cast<size_t>(num_gather_buffers_)) {
+      piece_code_ids_(table.all.size()) {
   const bool keeps_copies = formats_.fp8_gemm && copies.copies != WeightCopies::kNone;  // of all blocks or of none
   const bool any_in_host = std::any_of(parameters_.begin(), parameters_.end(),
                                        [](const auto& p) { return p.place == MemoryPlace::kHost; });
@@ -72,6 +66,12 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
   if (zero_.shards_weights() || fetches_on_use) {
     std::fill(gathered_unit_.begin() + 1, gathered_unit_.end() - 1, true);
   }
+  // More buffers than two are for weights that stay in them from one pass to the next.
+  const int64_t blocks = table.num_blocks;
+  if (any_stays_gathered(blocks)) {
+    num_gather_buffers_ = static_cast<int>(std::max(kLeastGatherBuffers, std::min(zero.gathered_blocks, blocks)));
+  }
+  buffers_.resize(static_cast<size_t>(num_gather_buffers_));
   declare_weights(plan);
   if (!formats_.fp8_gemm) {
     if (has_buffers) declare_gather_buffers(table, plan);
@@ -85,6 +85,13 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
   }
   if (has_buffers) declare_gather_buffers(table, plan);
   declare_workspace(plan);
+}
+
+bool ModelWeights::any_stays_gathered(int64_t num_blocks) const {
+  for (int unit = 1; unit <= num_blocks; ++unit) {
+    if (is_gathered_on_use(unit) && !has_pieces_for_backward(unit)) return true;
+  }
+  return false;
 }
 
 void ModelWeights::declare_weights(MemoryPlan& plan) {

@@ -139,7 +139,11 @@ TEST_CASE("a value of the wrong type or out of range is refused", "[engine][conf
        "distributed.gathered_blocks: 1 is out of range; allowed: 2 to 10000"},
       {R"({"distributed": {"gathered_blocks": 3, "zero_stage": 2}})",
        "distributed.gathered_blocks = 3 has no meaning where no weights are gathered on use; leave it out, or set "
-       "zero_stage = 3 or precision.offload_weights = true"},
+       "zero_stage = 3, or precision.offload_weights = true without FP8 copies (weight_copies = none)"},
+      {R"({"distributed": {"gathered_blocks": 3}, "precision": {"recipe": "coat", "offload_weights": true},
+           "optimizer": {"offload": true}})",
+       "distributed.gathered_blocks = 3 has no meaning where no weights are gathered on use; leave it out, or set "
+       "zero_stage = 3, or precision.offload_weights = true without FP8 copies (weight_copies = none)"},
       {R"({"distributed": {"context_parallel": 0}})",
        "distributed.context_parallel: 0 is out of range; allowed: 1 to 1024"},
       {R"({"distributed": {"context_parallel": 3}})",

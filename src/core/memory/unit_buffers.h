@@ -8,9 +8,9 @@
 
 #include "core/parameter.h"
 
-// Where parameters and their gradients lie in memory, told here alone: in which order, and which of the buffers
-// that units share a unit lies in. What is gathered or reduced for one unit goes on while the next computes, so two
-// buffers, taken in turn, are enough. In more of them gathered weights outlive other units'.
+// Where parameters and their gradients lie in memory: in which order, and which of the buffers that units share the
+// gradients of a unit lie in. What is gathered or reduced for one unit goes on while the next computes, so two
+// buffers, taken in turn, are enough.
 namespace parka {
 
 // The order in which weights, and gradients, lie in memory: that of the table, but A of a unit's adapters first. So
@@ -24,6 +24,8 @@ inline std::vector<size_t> memory_order(const std::vector<ParameterInfo>& parame
   return order;
 }
 
+// Of gathered weights; ModelWeights::gather_buffer_of() says which is a unit's. With more of them weights stay from
+// one pass to the next.
 inline constexpr int64_t kLeastGatherBuffers = 2;
 
 // Whole gradients before they are reduced (stages 2 and 3), or weights are updated with them

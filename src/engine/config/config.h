@@ -284,9 +284,9 @@ struct DistributedConfig {
           IntegerRange{});
     visit(
         "gathered_blocks", gathered_blocks,
-        "Blocks of which a rank has the weights at a time, where they are gathered on use: from other ranks with "
-        "ZeRO stage 3, from host memory with precision.offload_weights. With more of them fewer are gathered again in "
-        "backward and in the next micro-batch; the same bits",
+        "Blocks whose gathered weights a rank keeps: of other ranks with ZeRO stage 3, from host memory with "
+        "precision.offload_weights. Those that are kept are not gathered again in backward and in the next micro-batch; "
+        "the same bits",
         IntegerRange{2, 10000});
     visit(
         "context_parallel", context_parallel,

@@ -18,7 +18,7 @@ namespace parka {
 //              are several groups, a rank's piece is added to those of its peers in the other groups in the last
 //              micro-batch
 //   weights    stage 0: nothing to do, all ranks make the same update; 1 and 2: gathered after the update; 3: those
-//              of blocks are gathered before each use, one block ahead
+//              of blocks are gathered before each use, one block ahead, unless they are still in their buffer
 // Where gradients are released, each unit's are reduced as at stages 0 and 1, and no rank accumulates any.
 // Weights in host memory (precision.offload_weights) that GEMMs read are copied to the device before each use, in
 // the same way, by one rank too. After the update, those that ranks have made parts of pass through the device.
@@ -86,8 +86,8 @@ class ParameterExchange final : public UnitHooks {
   std::function<void(int parameter)> gradient_complete_;
 
   // What is in each gather buffer: until weights change. Backward begins with the blocks that forward has ended
-  // with, and the next micro-batch with those that backward has ended with. Each finds as many in place as there
-  // are buffers.
+  // with, and the next micro-batch with those that backward has ended with: as many as there are buffers, if
+  // backward reads what forward reads.
   struct Gathered {
     int unit = -1;
     Pass pass = Pass::kForward;

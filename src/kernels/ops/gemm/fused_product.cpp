@@ -12,9 +12,13 @@ template <typename Op>
 constexpr auto of_op(void (*overload)(Device&, const Op&)) {
   return overload;
 }
+template <typename Op, typename Result>
+constexpr auto of_op(Result (*overload)(const Op&)) {
+  return overload;
+}
 
 bool suits_one_kernel(const FusedProduct& a) {
-  return std::visit([](const auto& op) { return suits_one_kernel(op); }, a);
+  return std::visit([]<typename Op>(const Op& op) { return of_op<Op, bool>(parka::suits_one_kernel)(op); }, a);
 }
 
 }  // namespace
@@ -46,7 +50,7 @@ const Gemm& gemm_of(const FusedProduct& a) {
 }
 
 int64_t workspace_of(const FusedProduct& a) {
-  return std::visit([](const auto& op) { return workspace_of(op); }, a);
+  return std::visit([]<typename Op>(const Op& op) { return of_op<Op, int64_t>(workspace_of)(op); }, a);
 }
 
 bool has_one_kernel(Device& device, const FusedProduct& a) {
