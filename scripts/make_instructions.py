@@ -6,8 +6,9 @@
 
 The user gives the head of a Python function and its docstring, and asks for the rest; the assistant writes it. Taken are functions
 and methods of files that Python's own parser accepts, with a docstring and a body behind it of --least-characters (default 40)
-to --most-characters (default 2000). Equal functions count once. Folders are searched as prepare_data.py does, for *.py unless --include
-says otherwise. Each line of --out is {"messages": [...]}.
+to --most-characters (default 2000); none inside another, without decorators, and none with a string or comment further to the left than
+itself. Equal functions count once. Folders are searched as prepare_data.py does, for *.py unless --include says otherwise. Each line of
+--out is {"messages": [...]}.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
 """
@@ -16,9 +17,8 @@ from __future__ import annotations
 
 import argparse
 import ast
-import hashlib
+import re
 import sys
-import textwrap
 import warnings
 from pathlib import Path
 from typing import Iterator
@@ -26,10 +26,11 @@ from typing import Iterator
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from text_data.common import InputError, Parser, write_lines  # noqa: E402
 from text_data.partial import run_script  # noqa: E402
-from text_data.parts import is_new  # noqa: E402
-from text_data.readers import InputFile, Reading, find_files  # noqa: E402
+from text_data.readers import find_files  # noqa: E402
 
 REQUEST = "Write the rest of this Python function."
+LINE_END = re.compile(r"\r\n|\r|\n")  # as Python's parser counts lines; str.splitlines() knows more ends
+MOST_BYTES = 4 * 2**20  # of a file: what is cut off there is no Python any more, and gives nothing
 
 
 def print_line(text: str) -> None:
@@ -45,34 +46,57 @@ def parsed(source: str) -> ast.Module | None:
         return None
 
 
+def is_function(node: ast.AST) -> bool:
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+
+
+def outer_functions(node: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Functions and methods, but none inside another, which has it in what the assistant writes."""
+    for child in node.body:
+        if is_function(child):
+            yield child
+        elif isinstance(child, ast.ClassDef):
+            yield from outer_functions(child)
+
+
 def functions(source: str) -> Iterator[tuple[str, str]]:
-    """(head with docstring, rest) of each documented function, as the source has them but for the indentation."""
-    module, lines = parsed(source), source.splitlines()
+    """(head with docstring, rest) of each documented function, as the source has them but for the indentation. The lines of a
+    function begin behind its decorators."""
+    module = parsed(source)
     if module is None:
         return
-    for node in ast.walk(module):
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or ast.get_docstring(node) is None:
+    lines = LINE_END.split(source)
+    for node in outer_functions(module):
+        if ast.get_docstring(node) is None:
             continue
         last_of_head = node.body[0].end_lineno
         if len(node.body) == 1 or node.body[1].lineno <= last_of_head:  # on one line with the docstring
             continue
-        # Together, so that the rest keeps its place under the head.
-        whole = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])).split("\n")
+        # As many columns less on every line, of strings, too, so that the rest keeps its place under the head.
+        given = lines[node.lineno - 1 : node.end_lineno]
+        if any(line[: node.col_offset].strip() for line in given):  # a string or comment would be cut
+            continue
+        whole = [line[node.col_offset :] for line in given]
         split = last_of_head - node.lineno + 1
         yield "\n".join(whole[:split]), "\n".join(whole[split:])
 
 
+def read_source(path: Path) -> str:
+    try:
+        return path.read_bytes()[:MOST_BYTES].decode("utf-8", "replace")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})")
+
+
 def conversations(options: argparse.Namespace) -> Iterator[dict]:
-    seen: set = set()
+    seen: set[tuple[str, str]] = set()
     for path in find_files(options.input, options.include or ["*.py"], options.out.resolve()):
-        for document in InputFile(path, Reading()).documents():
-            source = document.decode("utf-8", "replace")
-            for head, rest in functions(source):
-                if not options.least_characters <= len(rest) <= options.most_characters:
-                    continue
-                if not is_new(hashlib.blake2b(f"{head}\0{rest}".encode("utf-8", "replace"), digest_size=16).digest(), seen):
-                    continue
-                yield {"messages": [{"role": "user", "content": f"{REQUEST}\n\n{head}"}, {"role": "assistant", "content": rest}]}
+        for function in functions(read_source(path)):
+            head, rest = function
+            if function in seen or not options.least_characters <= len(rest) <= options.most_characters:
+                continue
+            seen.add(function)
+            yield {"messages": [{"role": "user", "content": f"{REQUEST}\n\n{head}"}, {"role": "assistant", "content": rest}]}
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:

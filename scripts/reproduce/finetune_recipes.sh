@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # What FP8 costs in fine-tuning: a model is pretrained in bf16 on a text, and then fine-tuned by each recipe on instructions, which are
 # made of the text's own documented Python functions (scripts/make_instructions.py). All runs start from the same weights, those of one
-# seed see the same batches in the same order.
+# seed see the same batches in the same order. Conversations that are held out from fine-tuning are of functions that the base may
+# have read.
 #   scripts/reproduce/finetune_recipes.sh OUT TEXT_FOLDER [RUN...]
 # A RUN is a recipe, or NAME=RECIPE,KEY=VALUE,... with config keys; by default fp8_linear, coat, and parka as
 # scripts/reproduce/one_gpu.sh measures it, beside bf16. From the environment:
 #   CONFIG    the model (default configs/olmo-150m.json); NAME its name in figures (default that of the file)
 #   TOKENS    of pretraining (default 100 million); VOCABULARY at most (default 32768)
-#   EPOCHS    of fine-tuning (default 3); SEEDS (default "1 2 3"); RATE, its learning rate (default 2e-4)
+#   EPOCHS    of fine-tuning (default 3); SEEDS (default "1 2 3"); RATE, its learning rate (default 2e-4; MODEL's is of pretraining)
 #   BATCH     sequences of a step (default 64, for both); LENGTH of a sequence (default 1024)
 # and PARKA, PYTHON, MODEL and GPUS as in paired_runs.sh beside this. OUT gets the runs' metrics, losses on held-out conversations
 # (scripts/held_out.py: held_out.jsonl, held_out.txt, held_out.png), and a plot of the runs. Runs save when they get SIGTERM; the same
@@ -41,10 +42,13 @@ steps=$((${EPOCHS:-3} * sequences / batch))
 [ "$steps" -ge 20 ] || { echo "finetune_recipes.sh: $sequences sequences of instructions make $steps steps; give more text, or a smaller BATCH" >&2; exit 2; }
 shared_keys "$length" "$batch" "$steps"
 shared+="$vocabulary data.train=[\"$work/chats/train-*.npy\"] data.eval=[\"$work/chats/eval-*.npy\"] data.loss_mask=true
-  data.documents=separate checkpoint.init_from=$work/base optimizer.lr=${RATE:-2e-4} training.eval_interval=$(((steps + 9) / 10))"
+  data.documents=separate checkpoint.init_from=$work/base training.eval_interval=$(((steps + 9) / 10))"
 runs=()
 for seed in "${seeds[@]}"; do
-  for run in bf16 "$@"; do runs+=("${run%%=*}.$seed=${run#*=},training.seed=$seed,data.seed=$seed"); done
+  for run in bf16 "$@"; do
+    values=${run#*=},  # the rate behind MODEL's, which is of pretraining, and before the run's own
+    runs+=("${run%%=*}.$seed=${values%%,*},optimizer.lr=${RATE:-2e-4},${values#*,}training.seed=$seed,data.seed=$seed")
+  done
 done
 train_runs "$CONFIG" "${runs[@]}"
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import textwrap
 import unittest
 from pathlib import Path
 
@@ -96,17 +95,30 @@ class Instructions(Folder):
 
     def test_equal_functions_count_once_and_other_files_are_left_out(self):
         self.write("a.py", MODULE)
-        self.write("b.py", textwrap.dedent(MODULE).replace("squares", "acres"))
+        self.write("b.py", MODULE.replace("squares", "acres"))
         self.write("broken.py", "def f(:\n")
         self.write("c.txt", MODULE.replace("Adds", "Sums"))
         acres = (AREA[0].replace("squares", "acres"), AREA[1])
         self.assertEqual(self.functions(), [PLAIN, AREA, acres])
         self.assertEqual(self.functions("--include", "c.txt")[0][0], PLAIN[0].replace("Adds", "Sums"))
 
+    def test_lines_are_those_of_the_parser_and_nothing_is_cut(self):
+        odd = MODULE.replace("# and says so", "# a form feed \f and a next line \x85 end no line of Python").replace("import", "\fimport")
+        self.write("a.py", "import os\n\f\n" + odd)
+        self.assertEqual([head for head, _ in self.functions()], [PLAIN[0], AREA[0]])
+        self.assertIn("\f and a next line \x85 end", self.functions()[0][1])
+        # A string that reaches further to the left than the method cannot move with it.
+        left = MODULE.replace("return await self.width", 'text = """\nleft"""\n        return await self.width')
+        self.write("a.py", left)
+        self.assertEqual(self.functions(), [PLAIN])
+        inner = 'def outer():\n    """Of two."""\n    def inner():\n        """Of one, which is not taken by itself."""\n        return "a body of more than forty characters"\n    return inner\n'
+        self.write("a.py", inner)
+        self.assertEqual([head for head, _ in self.functions()], ['def outer():\n    """Of two."""'])
+
     def test_lengths(self):
         self.write("a.py", MODULE)
         self.assertEqual(self.functions("--most-characters", "50"), [AREA])
-        self.assertEqual([rest for _, rest in self.functions("--least-characters", "1")][-2:], ["    return 1", AREA[1]])
+        self.assertEqual([rest for _, rest in self.functions("--least-characters", "1")], [PLAIN[1], AREA[1], "    return 1"])
 
     def test_bad_input(self):
         self.write("a.py", "x = 1\n")
