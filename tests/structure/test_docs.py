@@ -15,6 +15,25 @@ FROM_SOURCE = re.compile(r"`((?:comm|core|data|engine|kernels|model|optim)/[\w./
 IN_CODE = re.compile(rf"(?<![\w./-])((?:{FOLDERS}|comm|core|cpu|cuda|data|engine|kernels|model|ops|optim)/[\w./]+"
                      r"\.(?:h|cpp|cu|cuh|py|md))\b")
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+LINK_TO_PART = re.compile(r"\]\(([^)#]*)#([^)]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def parts(text):
+    """What links may name behind #: the headings of a page as GitHub writes them."""
+    headings = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in HEADING.findall(CODE_BLOCK.sub("", text))]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def missing_parts(page, text):
+    """PAGE#PART of the links whose page is there and has no such part."""
+    found = []
+    for name, part in LINK_TO_PART.findall(text):
+        target = page.parent / name if name else page
+        if "://" not in name and target.suffix == ".md" and target.exists() and part not in parts(target.read_text(encoding="utf-8")):
+            found.append(f"{name}#{part}")
+    return found
 
 
 def missing(page, text):
@@ -38,6 +57,15 @@ class Docs(unittest.TestCase):
         found = [f"{page.name}: {name}" for page in pages for name in LINK.findall(page.read_text(encoding="utf-8"))
                  if "://" not in name and not (page.parent / name).exists()]
         self.assertEqual(found, [])
+
+    def test_the_parts_that_links_name_exist(self):
+        pages = [*PAGES, *(ROOT / "docs/results/history").glob("*.md")]
+        found = {str(page.relative_to(ROOT)): missing_parts(page, page.read_text(encoding="utf-8")) for page in pages}
+        self.assertEqual({page: names for page, names in found.items() if names}, {})
+
+    def test_missing_parts_are_found(self):
+        text = "[a](architecture.md#words) [b](architecture.md#where-is-) [c](architecture.md#none) [d](none.md#x) [e](https://example.org/x.md#y)"
+        self.assertEqual(missing_parts(ROOT / "docs/x.md", text), ["architecture.md#none"])
 
     def test_what_is_missing_is_found(self):
         text = ("`src/core/nowhere.h`, tests/core. `core/gone.h` `core/shard.h` scripts/*.sh configs/*.toml src/kernels/ops/<folder>/<op>.h "
