@@ -20,6 +20,18 @@ std::string cost_of_copies(std::string_view left, const std::string& weights) {
                      left == kNoCopies ? "quantized" : "transposed");
 }
 
+// More ranks than now that may share each sequence. Of long sequences only: parts of others would make small matrix
+// products.
+std::vector<int64_t> sharing_ranks_to_try(const Config& config, int64_t num_gpus) {
+  constexpr int64_t kShortestPart = 8192;
+  std::vector<int64_t> numbers;
+  for (int64_t ranks = 2 * config.distributed.context_parallel;
+       num_gpus % ranks == 0 && config.data.sequence_length / ranks >= kShortestPart; ranks *= 2) {
+    numbers.push_back(ranks);
+  }
+  return numbers;
+}
+
 }  // namespace
 
 std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus) {
@@ -73,10 +85,7 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
     if (config.training.global_batch_size % micro != 0) continue;
     add(fmt::format("training.micro_batch_size={}", micro), kOtherSums, "smaller matrix products");
   }
-  // Of long sequences only: parts of others would make small matrix products.
-  constexpr int64_t kShortestPart = 8192;
-  for (int64_t ranks = 2 * config.distributed.context_parallel;
-       num_gpus % ranks == 0 && config.data.sequence_length / ranks >= kShortestPart; ranks *= 2) {
+  for (const int64_t ranks : sharing_ranks_to_try(config, num_gpus)) {
     add(fmt::format("distributed.context_parallel={}", ranks), kOtherSums,
         fmt::format("communication between GPUs, {} of which share each sequence", ranks));
   }
