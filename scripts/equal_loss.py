@@ -34,7 +34,7 @@ import json
 import numpy as np
 
 from compare import Run, block_length, differences, interval, last_mean, limit, print_rows, save_picture
-from run_metrics import fail, median, metrics_path, named_runs, read_records, smooth_curve
+from run_metrics import fail, median, metrics_path, read_records, runs_by_seed, smooth_curve
 
 # The 97.5 % quantile of Student's t with so many degrees of freedom; with more that of the last is a little too wide.
 STUDENT = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), 1))
@@ -56,13 +56,7 @@ class SeedRun(Run):
 
 def read_runs(arguments):
     """{recipe: {seed: SeedRun}}, in the order in which recipes are named."""
-    runs = {}
-    for name, folder in named_runs(arguments):
-        recipe, dot, seed = name.rpartition(".")
-        if not dot or not recipe or not seed:
-            fail(f"{name}: not the name of a run with a seed; name it RECIPE.SEED=FOLDER")
-        runs.setdefault(recipe, {})[seed] = SeedRun(name, folder)
-    return runs
+    return {recipe: {seed: SeedRun(*named) for seed, named in of_recipe.items()} for recipe, of_recipe in runs_by_seed(arguments).items()}
 
 
 def check_pairs(base, runs):
@@ -107,15 +101,20 @@ def last_gaps(base, run, share):
     return gaps, gaps.mean()
 
 
+def student_interval(means):
+    """[low, high] of the mean over several seeds."""
+    half = STUDENT[min(len(means) - 1, len(STUDENT))] * np.std(means, ddof=1) / np.sqrt(len(means))
+    return [np.mean(means) - half, np.mean(means) + half]
+
+
 def gap_interval(gaps_of_seeds, means):
     """[low, high] of the mean over seeds; None of too few steps of one seed."""
-    if len(means) == 1:
-        gaps, = gaps_of_seeds
-        if len(gaps) < FEWEST_STEPS:
-            return None
-        half = interval(gaps, block_length(gaps, len(gaps)), np.random.default_rng(0))[1]
-    else:
-        half = STUDENT[min(len(means) - 1, len(STUDENT))] * np.std(means, ddof=1) / np.sqrt(len(means))
+    if len(means) > 1:
+        return student_interval(means)
+    gaps, = gaps_of_seeds
+    if len(gaps) < FEWEST_STEPS:
+        return None
+    half = interval(gaps, block_length(gaps, len(gaps)), np.random.default_rng(0))[1]
     return [np.mean(means) - half, np.mean(means) + half]
 
 

@@ -18,8 +18,8 @@ import json
 import numpy as np
 
 from compare import print_rows, save_picture
-from equal_loss import STUDENT, draw_band, figure
-from run_metrics import fail, metrics_path, named_runs, read_records
+from equal_loss import draw_band, figure, student_interval
+from run_metrics import fail, metrics_path, read_records, runs_by_seed
 
 
 def read_curve(name, run):
@@ -35,12 +35,7 @@ def read_curve(name, run):
 
 def read_runs(arguments):
     """{recipe: {seed: (steps, losses)}}, in the order in which recipes are named."""
-    runs = {}
-    for name, folder in named_runs(arguments):
-        recipe, dot, seed = name.rpartition(".")
-        if not dot or not recipe or not seed:
-            fail(f"{name}: not the name of a run with a seed; name it RECIPE.SEED=FOLDER")
-        runs.setdefault(recipe, {})[seed] = read_curve(name, folder)
+    runs = {recipe: {seed: read_curve(*named) for seed, named in of_recipe.items()} for recipe, of_recipe in runs_by_seed(arguments).items()}
     base_name = next(iter(runs))
     for recipe, of_recipe in runs.items():
         for seed, (steps, _) in of_recipe.items():
@@ -55,13 +50,6 @@ def gaps_of(runs, base_name, recipe):
     return {seed: losses - runs[base_name][seed][1] for seed, (_, losses) in runs[recipe].items()}
 
 
-def student_interval(values):
-    if len(values) < 2:
-        return None
-    half = STUDENT[min(len(values) - 1, len(STUDENT))] * np.std(values, ddof=1) / np.sqrt(len(values))
-    return [np.mean(values) - half, np.mean(values) + half]
-
-
 def figures_of(model, runs, base_name):
     for recipe, of_recipe in runs.items():
         last = {seed: losses[-1] for seed, (_, losses) in of_recipe.items()}
@@ -70,7 +58,7 @@ def figures_of(model, runs, base_name):
             continue
         gaps = {seed: gap[-1] for seed, gap in gaps_of(runs, base_name, recipe).items()}
         values = list(gaps.values())
-        yield figure(f"held_out.{model}.{recipe}.vs_{base_name}", np.mean(values), "nats/token", gaps, student_interval(values))
+        yield figure(f"held_out.{model}.{recipe}.vs_{base_name}", np.mean(values), "nats/token", gaps, student_interval(values) if len(values) > 1 else None)
 
 
 def print_table(runs, base_name):
@@ -82,7 +70,7 @@ def print_table(runs, base_name):
                f"{np.mean(last):.4f}", f"{min(last):.4f} to {max(last):.4f}"]
         if recipe != base_name:
             gaps = [gap[-1] for gap in gaps_of(runs, base_name, recipe).values()]
-            limits = student_interval(gaps)
+            limits = student_interval(gaps) if len(gaps) > 1 else None
             row += [f"{np.mean(gaps):+.4f}", f"{min(gaps):+.4f} to {max(gaps):+.4f}",
                     f"{limits[0]:+.4f} to {limits[1]:+.4f}" if limits else "one seed"]
         rows.append(row + [""] * (len(rows[0]) - len(row)))

@@ -36,6 +36,17 @@ def named_runs(arguments):
     return runs
 
 
+def runs_by_seed(arguments):
+    """{recipe: {seed: (name, run)}} of runs that named_runs() names RECIPE.SEED, in the order in which recipes are named."""
+    runs = {}
+    for name, run in named_runs(arguments):
+        recipe, dot, seed = name.rpartition(".")
+        if not dot or not recipe or not seed:
+            fail(f"{name}: not the name of a run with a seed; name it RECIPE.SEED=FOLDER")
+        runs.setdefault(recipe, {})[seed] = (name, run)
+    return runs
+
+
 def parse_record(line):
     """None where the line is not a record of a run."""
     try:
