@@ -67,9 +67,9 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
     std::fill(gathered_unit_.begin() + 1, gathered_unit_.end() - 1, true);
   }
   // More buffers than two are for weights that stay in them from one pass to the next.
-  const int64_t blocks = table.num_blocks;
-  if (any_stays_gathered(blocks)) {
-    num_gather_buffers_ = static_cast<int>(std::max(kLeastGatherBuffers, std::min(zero.gathered_blocks, blocks)));
+  if (any_stays_gathered()) {
+    num_gather_buffers_ =
+        static_cast<int>(std::max(kLeastGatherBuffers, std::min(zero.gathered_blocks, table.num_blocks)));
   }
   buffers_.resize(static_cast<size_t>(num_gather_buffers_));
   declare_weights(plan);
@@ -87,8 +87,8 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
   declare_workspace(plan);
 }
 
-bool ModelWeights::any_stays_gathered(int64_t num_blocks) const {
-  for (int unit = 1; unit <= num_blocks; ++unit) {
+bool ModelWeights::any_stays_gathered() const {
+  for (int unit = 0; unit < static_cast<int>(gathered_unit_.size()); ++unit) {
     if (is_gathered_on_use(unit) && !has_pieces_for_backward(unit)) return true;
   }
   return false;

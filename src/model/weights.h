@@ -200,7 +200,7 @@ class ModelWeights {
     return gathers_codes() && is_divided(unit) && copies_kept_.of_unit(unit) != WeightCopies::kNone;
   }
   // Whether a block's weights are gathered, and in backward read as forward has left them.
-  bool any_stays_gathered(int64_t num_blocks) const;
+  bool any_stays_gathered() const;
   bool has_changed(size_t i, Changed changed) const { return changed == Changed::kAll || parameters_[i].trainable; }
   bool is_in_host(size_t i) const { return parameters_[i].place == MemoryPlace::kHost; }
   bool is_divided(int unit) const { return zero_.shards_weights() && is_gathered_on_use(unit); }
