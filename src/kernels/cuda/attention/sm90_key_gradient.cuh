@@ -38,48 +38,71 @@ constexpr bool kKeepsScores = D == 128 && KeyLayout<D>::kQueries == kScoreQuerie
 // times eight lie side by side, so that it loads four with one instruction.
 template <int kQueries>
 struct GroupedStatistics {
-  const float *lse_log2, *delta;
+  const float* place;
+
+  // One statistic of this lane's columns.
+  struct Columns {
+    float4 of_sixteen[kQueries / 16];
+
+    __device__ __forceinline__ explicit Columns(const float* values) {
+#pragma unroll
+      for (int i = 0; i < kQueries / 16; ++i) {
+        of_sixteen[i] = *reinterpret_cast<const float4*>(values + i * 16 + threadIdx.x % 4 * 4);
+      }
+    }
+    // Calls f(n, e, x) for the accumulators [0][n][e] of this lane with the x of their columns.
+    template <typename F>
+    __device__ __forceinline__ void for_each(const F& f) const {
+#pragma unroll
+      for (int i = 0; i < kQueries / 16; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          f(2 * i, e, e % 2 == 0 ? of_sixteen[i].x : of_sixteen[i].y);
+          f(2 * i + 1, e, e % 2 == 0 ? of_sixteen[i].z : of_sixteen[i].w);
+        }
+      }
+    }
+  };
 
   __device__ explicit GroupedStatistics(const unsigned char* place)
-      : lse_log2(reinterpret_cast<const float*>(place)), delta(lse_log2 + kQueries) {}
+      : place(reinterpret_cast<const float*>(place)) {}
+  __device__ Columns lse_log2() const { return Columns(place); }
+  __device__ Columns delta() const { return Columns(place + kQueries); }
 
   // Where the float of a query lies.
   __device__ static int index(int query) {
     return query / 16 * 16 + query % 8 / 2 * 4 + query % 16 / 8 * 2 + query % 2;
   }
-  // Calls f(n, e, x) for the accumulators [0][n][e] of this lane with the x of their columns.
-  template <typename F>
-  __device__ __forceinline__ static void for_each(const float* values, const F& f) {
-    const int lane = threadIdx.x % kWarpSize;
-#pragma unroll
-    for (int n = 0; n < kQueries / 8; n += 2) {
-      const float4 x = *reinterpret_cast<const float4*>(values + n * 8 + lane % 4 * 4);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        f(n, e, e % 2 == 0 ? x.x : x.y);
-        f(n + 1, e, e % 2 == 0 ? x.z : x.w);
-      }
-    }
-  }
 };
+
+// Log-sum-exps and deltas of a tile of queries for the functions below: grouped ones in registers, others where
+// they lie.
+template <int kQueries>
+__device__ __forceinline__ auto load_lse(const GroupedStatistics<kQueries>& statistics) {
+  return statistics.lse_log2();
+}
+template <int kQueries>
+__device__ __forceinline__ auto load_delta(const GroupedStatistics<kQueries>& statistics) {
+  return statistics.delta();
+}
+__device__ __forceinline__ const RowStatistics* load_lse(const RowStatistics* statistics) { return statistics; }
+__device__ __forceinline__ const RowStatistics* load_delta(const RowStatistics* statistics) { return statistics; }
 
 // The functions of this name for statistics of one query after the other, and for grouped ones.
 using cuda::probabilities_by_key;
 using cuda::score_gradient_by_key;
-template <int kQueries>
-__device__ __forceinline__ void probabilities_by_key(float (&scores)[1][kQueries / 8][4],
-                                                     const GroupedStatistics<kQueries>& statistics,
+template <int kN>
+__device__ __forceinline__ void probabilities_by_key(float (&scores)[1][kN][4],
+                                                     const typename GroupedStatistics<8 * kN>::Columns& lse,
                                                      float scale_log2) {
-  statistics.for_each(statistics.lse_log2, [&](int n, int e, float lse_log2) {
+  lse.for_each([&](int n, int e, float lse_log2) {
     scores[0][n][e] = exp2_approximate(fmaf(scores[0][n][e], scale_log2, -lse_log2));
   });
 }
-template <int kQueries>
-__device__ __forceinline__ void score_gradient_by_key(const float (&p)[1][kQueries / 8][4],
-                                                      float (&d_p)[1][kQueries / 8][4],
-                                                      const GroupedStatistics<kQueries>& statistics) {
-  statistics.for_each(statistics.delta,
-                      [&](int n, int e, float delta) { d_p[0][n][e] = p[0][n][e] * (d_p[0][n][e] - delta); });
+template <int kN>
+__device__ __forceinline__ void score_gradient_by_key(const float (&p)[1][kN][4], float (&d_p)[1][kN][4],
+                                                      const typename GroupedStatistics<8 * kN>::Columns& deltas) {
+  deltas.for_each([&](int n, int e, float delta) { d_p[0][n][e] = p[0][n][e] * (d_p[0][n][e] - delta); });
 }
 
 // Both kinds by their place in shared memory.
@@ -171,11 +194,14 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
   start_product_transposed<D>(d_s, values, d_out);
   wgmma_commit_group();
   ping_pong.pass();
+  // Statistics are loaded while the products run: later they would wait behind the other consumer's stores.
+  const auto lse = load_lse(statistics);
   wgmma_wait_group<1>();
   fence_operand(p);
   if (masked) mask_later_keys<true>(p, distance);
   mask_earlier(p);
-  probabilities_by_key(p, statistics, scale_log2);
+  probabilities_by_key(p, lse, scale_log2);
+  const auto delta = load_delta(statistics);
   const auto start_d_v = [&] {
     pack_rows(p, packed_p);
     wgmma_fence();
@@ -187,7 +213,7 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
   if constexpr (kSoon) start_d_v();
   wgmma_wait_group<kSoon ? 1 : 0>();
   fence_operand(d_s);
-  score_gradient_by_key(p, d_s, statistics);
+  score_gradient_by_key(p, d_s, delta);
   if constexpr (!kSoon) start_d_v();
   pack_rows(d_s, packed_d_s);
   wgmma_fence();
