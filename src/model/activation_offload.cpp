@@ -1,7 +1,6 @@
 #include "model/activation_offload.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "core/error.h"
 
@@ -26,9 +25,11 @@ int64_t ActivationOffload::block_before(int64_t l) const {
   return place < kBuffers ? -1 : blocks_[static_cast<size_t>(place - kBuffers)];
 }
 
-void ActivationOffload::set_buffer(int64_t l, std::vector<TensorId> tensors) {
+void ActivationOffload::add_to_buffer(int64_t l, const std::vector<TensorId>& tensors) {
   const int64_t place = place_of(l);
-  if (place >= 0) buffers_[static_cast<size_t>(place % kBuffers)].ids = std::move(tensors);
+  if (place < 0) return;
+  std::vector<TensorId>& ids = buffers_[static_cast<size_t>(place % kBuffers)].ids;
+  ids.insert(ids.end(), tensors.begin(), tensors.end());
 }
 
 int64_t ActivationOffload::host_bytes(const MemoryPlan& plan) const {

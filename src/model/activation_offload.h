@@ -23,8 +23,9 @@ class ActivationOffload {
 
   // The block whose buffer block l takes over; -1 if l has a place of its own, or is the first in a buffer.
   int64_t block_before(int64_t l) const;
-  // Names the tensors of the buffer that block l is the first in; without effect for blocks outside of buffers.
-  void set_buffer(int64_t l, std::vector<TensorId> tensors);
+  // Names tensors of block l's buffer that no block before it uses: where less of one is frozen, it keeps more.
+  // Without effect for blocks outside of buffers.
+  void add_to_buffer(int64_t l, const std::vector<TensorId>& tensors);
 
   bool moves_blocks() const { return num_moved_ > 0; }
   int64_t host_bytes(const MemoryPlan& plan) const;

@@ -24,9 +24,8 @@ struct GemmInputIds {
 // of what phases; the scope decides which category that is, and which blocks share it:
 //   workspace: all blocks, whatever the layer
 //   kept:      for backward. Each block has its own. With recompute = block one set serves all blocks, but for
-//   their
-//              inputs; blocks that take turns in a buffer (ActivationOffload) share what the first of them
-//              declared. Evaluation keeps nothing: one set serves all blocks, in memory that training uses at other
+//              inputs; blocks that take turns in a buffer (ActivationOffload) share what any of them
+//              declares. Evaluation keeps nothing: one set serves all blocks, in memory that training uses at other
 //              times.
 // A buffer that is declared again under its name is the same buffer.
 class BufferScope {

@@ -210,6 +210,24 @@ TEST_CASE("ranks, stages, and where memory is, change no bit with frozen paramet
   }
 }
 
+// Three of five blocks share one buffer, and the first of them need not be the one that keeps most.
+TEST_CASE("blocks in host memory that keep more than others change no bit", "[engine][frozen]") {
+  for (const char* recipe : {"fp32", "bf16", "coat", "parka"}) {
+    for (const Patterns& frozen : {Patterns{"blocks.0.qkv"},
+                                   {"blocks.0.down", "blocks.0.up_gate"},
+                                   {"blocks.2.*"},
+                                   {"embedding", "blocks.0.*", "blocks.1.qkv", "blocks.3.down"}}) {
+      CAPTURE(recipe, frozen);
+      const TemporaryFolder folder;
+      Config config = config_for(folder, recipe, frozen);
+      config.model.num_layers = 5;
+      const Outcome plain = train(config, 1);
+      config.precision.offload_blocks = 3;
+      check_same(train(config, 1), plain);
+    }
+  }
+}
+
 TEST_CASE("micro-batches add up with frozen parameters", "[engine][frozen][zero]") {
   for (const int64_t stage : {0, 2, 3}) {
     CAPTURE(stage);

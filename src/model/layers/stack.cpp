@@ -24,7 +24,7 @@ Stack::Stack(const ModelConfig& model, const ParameterTable& table, std::string_
   for (int64_t l = 0; l < model.num_layers; ++l) {
     scope.enter_block(name, l, offload_, /*goes_backward=*/static_cast<size_t>(l) >= first_backward_);
     blocks_.emplace_back(model, scope.precision(), table, l, block_prefix(name, l)).declare(scope);
-    if (offload_.block_before(l) < 0) offload_.set_buffer(l, scope.kept_in_block());
+    offload_.add_to_buffer(l, scope.kept_in_block());
   }
   scope.leave_blocks();
   stream_.declare(scope, model.d_model,
