@@ -122,6 +122,25 @@ TEST_CASE("a plan proposes that GPUs share each sequence, if it is long", "[engi
   CHECK(shares(8192, 8, kLimit / 4) == 1);
 }
 
+TEST_CASE("a plan says which stages of ZeRO add in another order, and takes all as early",
+          "[engine][memory advice]") {
+  const TemporaryFolder folder;
+  const auto other_sums = [&](int64_t stage, int64_t micro_batches) {
+    Config config = step_config(folder.path().string(), "bf16", stage, true, micro_batches, 2);
+    std::vector<bool> others;
+    for (const MemoryChange& change : memory_changes(config, 2)) {
+      if (change.key() != kZeroStageKey) continue;
+      CHECK(change.taken_among() == MemoryChange::Results::kSameBits);
+      others.push_back(change.results == MemoryChange::Results::kOtherSums);
+    }
+    return others;
+  };
+  CHECK(other_sums(0, 1) == std::vector{true, true, true});
+  CHECK(other_sums(1, 1) == std::vector{false, false});
+  CHECK(other_sums(1, 2) == std::vector{true, true});
+  CHECK(other_sums(2, 2) == std::vector{false});
+}
+
 TEST_CASE("a plan proposes no change that a config refuses", "[engine][memory advice]") {
   const TemporaryFolder folder;
   Config config = step_config(folder.path().string(), "bf16", 0, true, 2, 2);

@@ -46,7 +46,7 @@ std::optional<MemoryAdvice> fewest_gpus(const json& config, int64_t num_gpus, in
   for (const int64_t gpus : possible_gpus(read, num_gpus)) {
     std::vector<MemoryChange> changes = memory_changes(read, gpus);
     if (with == MoreGpus::kWithStages) {
-      std::erase_if(changes, [](const MemoryChange& change) { return change.key() != "distributed.zero_stage"; });
+      std::erase_if(changes, [](const MemoryChange& change) { return change.key() != kZeroStageKey; });
     }
     auto advice = find_changes(config, std::move(changes), gpus, gpu_bytes - context_bytes(gpus));
     if (advice) return advice;

@@ -32,7 +32,20 @@ std::vector<int64_t> sharing_ranks_to_try(const Config& config, int64_t num_gpus
   return numbers;
 }
 
+// Whether a higher stage of ZeRO adds gradients, or the squares of their norm, in another order. From stage 1 on
+// each rank has the squares of its own pieces, and from 2 on ranks add up every micro-batch's gradients, not a
+// step's.
+bool changes_sums(const Config& config, int64_t num_gpus) {
+  const int64_t stage = config.distributed.zero_stage;
+  const bool is_one_sum = config.divides_batch(num_gpus) && config.micro_batches_per_step(num_gpus) == 1;
+  return stage == 0 || (stage == 1 && !is_one_sum);
+}
+
 }  // namespace
+
+MemoryChange::Results MemoryChange::taken_among() const {
+  return key() == kZeroStageKey ? Results::kSameBits : results;
+}
 
 std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus) {
   constexpr auto kSameBits = MemoryChange::Results::kSameBits, kOtherSums = MemoryChange::Results::kOtherSums,
@@ -60,7 +73,8 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
     add(std::string(kNoCopies), kSameBits, cost_of_copies(kNoCopies, "weights"));
   }
   for (int64_t stage = config.distributed.zero_stage + 1; num_gpus > 1 && stage <= 3; ++stage) {
-    add(fmt::format("distributed.zero_stage={}", stage), kSameBits, "communication between GPUs");
+    add(fmt::format("{}={}", kZeroStageKey, stage), changes_sums(config, num_gpus) ? kOtherSums : kSameBits,
+        "communication between GPUs");
   }
   // Not more than half the blocks: copies have to keep up with forward (docs/results/memory.md).
   const auto add_offload = [&](int64_t part) {

@@ -24,8 +24,12 @@ struct MemoryChange {
   std::string cost;  // in words
 
   std::string_view key() const { return std::string_view(override).substr(0, override.find('=')); }
+  // Among which changes it is taken, where those with the same bits come first: ZeRO's stages among these, because
+  // nothing saves as much for as little, and the number of GPUs decides on the order of sums anyway.
+  Results taken_among() const;
 };
 
+inline constexpr std::string_view kZeroStageKey = "distributed.zero_stage";
 // The key of which a change may be made for some blocks only.
 inline constexpr std::string_view kWeightCopiesKey = "precision.weight_copies";
 

@@ -169,7 +169,7 @@ class FitSearch {
 std::vector<MemoryChange> allowed_changes(std::vector<MemoryChange> changes, const ChosenChanges& first_fit) {
   size_t needed = 0;
   for (size_t i = 0; i < changes.size(); ++i) {
-    if (first_fit.has(i) || changes[i].results == Results::kSameBits) needed = i + 1;
+    if (first_fit.has(i) || changes[i].taken_among() == Results::kSameBits) needed = i + 1;
   }
   changes.resize(needed);
   return changes;
@@ -180,8 +180,9 @@ std::vector<MemoryChange> allowed_changes(std::vector<MemoryChange> changes, con
 std::optional<MemoryAdvice> cheapest_fit(const FitRequest& request) {
   std::vector<MemoryChange> changes = memory_changes(parse_config(request.config, "config"), request.num_gpus);
   if (!request.any_results) {
-    std::stable_sort(changes.begin(), changes.end(),
-                     [](const MemoryChange& a, const MemoryChange& b) { return a.results < b.results; });
+    std::stable_sort(changes.begin(), changes.end(), [](const MemoryChange& a, const MemoryChange& b) {
+      return a.taken_among() < b.taken_among();
+    });
   }
   ChosenChanges chosen(request.config, changes, request.num_gpus);
   if (!chosen.add_until(request.limit)) return std::nullopt;
