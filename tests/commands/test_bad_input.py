@@ -57,6 +57,7 @@ CONFIG_CASES = [
     ("weights in host memory without their states", setting("precision.offload_weights", True),
      ["precision.offload_weights", "optimizer.offload"]),
     ("fewer blocks offloaded than none", setting("precision.offload_blocks", -1), ["precision.offload_blocks", "-1"]),
+    ("a window of one step for spikes", setting("training.spike_window", 1), ["training.spike_window", "2 or more"]),
     ("warm-up longer than the run", setting("optimizer.schedule.warmup_steps", 100), ["warmup_steps"]),
     ("no training data", setting("data.train", []), ["data.train"]),
     ("missing token file", lambda t, c: c["data"]["train"].append(t.path("missing.npy")), ["missing.npy"]),
@@ -273,6 +274,21 @@ class BadInput(RunFolder):
         self.assert_refused(result, ["2 steps in a row"], code=NOT_FINITE)
         self.assertIn("skipped", result.stderr)
 
+    def test_an_evaluation_without_a_loss_is_none(self):
+        self.config["optimizer"].update(lr=1e30, schedule={"kind": "constant"})
+        self.config["model"].update(norm="rmsnorm", tie_embeddings=False)
+        self.config["training"].update(steps=1, eval_interval=0)
+        self.config["checkpoint"]["folder"] = self.path("diverged")
+        self.assert_exit(self.train(self.config), 0)
+        # Its only step had a loss; its weights of 1e30 have none.
+        for chosen in ((), ("--sets", "held=" + self.path("held_out.npy"))):
+            result = parka("eval", self.path("diverged"), "--json", *chosen)
+            self.assert_refused(result, ["held" if chosen else "data.eval", "not finite", "diverged"], code=NOT_FINITE)
+            self.assertEqual(result.stdout, "")
+        with open(self.path("held_out.npy.mask"), "wb") as file:
+            file.write(bytes(os.path.getsize(self.path("held_out.npy")) // 2))
+        self.assert_refused(parka("eval", self.path("diverged"), "--set", "data.loss_mask=true"), ["data.eval", "none of", "target"])
+
     def test_loss_that_is_not_finite_where_gradients_are_released(self):
         self.config["optimizer"].update(lr=1e30, schedule={"kind": "constant"}, release_gradients=True)
         self.config["training"]["micro_batch_size"] = self.config["training"]["global_batch_size"]
@@ -319,6 +335,11 @@ class BadInput(RunFolder):
                 result = parka("plan", self.write_config(self.config), f"--memory-limit={value}")
                 self.assert_refused(result, [f"--memory-limit: got {value}; it must", message])
                 self.assertLess(len(result.stderr), 120)
+
+        for value in ("-1", "1.5", "18446744073709551616", "some"):
+            with self.subTest(seed=value):
+                result = parka("generate", self.path("run"), "--prompt-tokens", "1", f"--seed={value}")
+                self.assert_refused(result, [f"--seed: got {value}; it must be a whole number from 0 to 2^64 - 1"])
 
     def test_a_memory_limit_may_have_a_unit(self):
         config = self.write_config(self.config)

@@ -1,6 +1,7 @@
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
+#include <charconv>
 #include <csignal>
 #include <cstdio>
 #include <optional>
@@ -30,6 +31,14 @@ CLI::Validator number_that(const char* must, const char* name, bool (*holds)(dou
 }
 const CLI::Validator kNotNegative =
     number_that("be a non-negative number", "NONNEGATIVE", [](double x) { return x >= 0; });
+const CLI::Validator kSeed(
+    [](std::string& text) {
+      uint64_t seed = 0;  // CLI11 takes what is too large as the largest there is
+      const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seed);
+      if (error == std::errc() && end == text.data() + text.size()) return std::string();
+      return fmt::format("got {}; it must be a whole number from 0 to 2^64 - 1", text);
+    },
+    "SEED");
 const CLI::Validator kGigabytes(
     [](std::string& text) {
       text = without_gigabytes(text);
@@ -280,7 +289,7 @@ void add_generate(CLI::App& app, GenerateOptions& options) {
       .add_option("--top-p", sampling.top_p,
                   "Sample among the most likely tokens whose total probability reaches this; 1: all")
       ->check(CLI::Range(0.0, 1.0));
-  command.add_option("--seed", sampling.seed, "Seed of the sampling")->check(kNotNegative);
+  command.add_option("--seed", sampling.seed, "Seed of the sampling")->check(kSeed);
   command.add_option("--stop-token", options.stop_tokens, "Stop before this token id (may be repeated)")
       ->allow_extra_args(false);
   command.add_option("--batch", options.batch, "Prompts to continue at the same time")

@@ -71,17 +71,32 @@ struct Evaluated {
   std::vector<TaskResult> tasks;
 };
 
+// A mean over nothing would look like the loss of a perfect model.
+void check_loss(const std::string& name, const EvaluationResult& result) {
+  if (result.num_targets == 0) {
+    throw_bad_input("{}: none of {} sequences has a target; check the files, and the masks beside them", name,
+                    result.num_sequences);
+  }
+  if (!std::isfinite(result.loss)) {
+    throw Error(ExitCode::kNonFinite,
+                fmt::format("{}: the loss is not finite: the weights are damaged or diverged", name));
+  }
+}
+
 Evaluated evaluate(Device& device, InferenceRun& run, const EvaluationSuite& suite, const EvalOptions& options) {
   const std::unique_ptr<Communicator> alone = make_single_communicator();
   // As many sequences at a time as training had; the loss does not depend on it beyond rounding.
   const BatchShape shape{run.config().training.micro_batch_size, run.config().data.sequence_length, false,
                          run.config().data.images_per_sequence};
-  const auto loss_of = [&](const TokenFiles& files) {
-    return evaluate_loss(device, run.model(), files, shape.num_sequences, options.max_sequences, *alone);
+  const auto loss_of = [&](const std::string& name, const TokenFiles& files) {
+    const EvaluationResult result =
+        evaluate_loss(device, run.model(), files, shape.num_sequences, options.max_sequences, *alone);
+    check_loss(name, result);
+    return result;
   };
   Evaluated evaluated;
-  if (suite.held_out) evaluated.held_out = loss_of(*suite.held_out);
-  for (const EvaluationSuite::Set& set : suite.sets) evaluated.sets.push_back(loss_of(set.files));
+  if (suite.held_out) evaluated.held_out = loss_of("data.eval", *suite.held_out);
+  for (const EvaluationSuite::Set& set : suite.sets) evaluated.sets.push_back(loss_of(set.name, set.files));
   for (const EvalTask& task : suite.tasks) {
     evaluated.tasks.push_back(evaluate_task(device, run.model(), task, shape, options.max_documents, *alone));
   }

@@ -437,6 +437,13 @@ void check_finetune(const Config& c) {
   }
 }
 
+void check_spike_window(const TrainingConfig& t) {
+  if (t.spike_window == 1) {
+    throw_bad_input(
+        "training.spike_window = 1 has no deviation to tell a spike by; use 2 or more, better some hundreds, or 0");
+  }
+}
+
 // Units are updated before the gradient norm of the step, and what is not finite in later gradients, are known.
 void check_release(const OptimizerConfig& o, const TrainingConfig& t) {
   if (!o.release_gradients) return;
@@ -555,6 +562,7 @@ void validate(const Config& config) {
   check_compute(config.precision, config.optimizer);
   check_offloaded_weights(config);
   check_clipping(config.optimizer);
+  check_spike_window(config.training);
   check_release(config.optimizer, config.training);
   check_schedule(config.optimizer.schedule, config.training.steps);
   check_data(config.data, config.model.vocab_size);

@@ -32,9 +32,11 @@ constexpr double kLaunchSeconds = 5e-6;
 // 88 %).
 constexpr double kQuantizeOfCopy = 0.8;
 
+constexpr double kMost = 1e30;  // of any number, so that sums and products of some stay finite
+
 double positive(const nlohmann::json& value, const char* key, const std::string& path) {
   const double number = value.get<double>();
-  if (!std::isfinite(number) || number <= 0) {
+  if (!(number > 0 && number <= kMost)) {
     throw_bad_input("{}: {} is {}, which no measurement gives: run `parka bench` again", path, key, number);
   }
   return number;
@@ -52,7 +54,7 @@ int64_t count(const nlohmann::json& value, const char* key, const std::string& p
 // What an op has to do: some do next to nothing.
 double amount(const nlohmann::json& op, const char* key, const std::string& path) {
   const double number = op.at(key).get<double>();
-  if (!std::isfinite(number) || number < 0) {
+  if (!(number >= 0 && number <= kMost)) {
     throw_bad_input("{}: {} is {}, which no op has: run `parka bench` again", path, key, number);
   }
   return number;
@@ -72,7 +74,7 @@ OpSummary parse_op(const nlohmann::json& json, const std::string& path) {
   op.count = count(json.at("runs"), "runs", path);
   op.cost = {.bytes = amount(json, "bytes", path), .flop = amount(json, "flop", path), .shape = json.at("shape")};
   op.seconds = json.at("seconds").get<double>();  // a timer may not see an op that takes next to nothing
-  if (!(op.seconds >= 0))
+  if (!(op.seconds >= 0 && op.seconds <= kMost))
     throw_bad_input("{}: {} takes {} seconds: run `parka bench` again", path, op.op, op.seconds);
   return op;
 }
