@@ -16,6 +16,7 @@ struct Listed {
   TokenType type = TokenType::kUint16;
   int64_t document_end = -1;
   int64_t vocab_size = int64_t{std::numeric_limits<int32_t>::max()} + 1;
+  int64_t image_token = -1;  // of image slots
 };
 
 // Token files as the command line lists them, or those of a config.
@@ -47,6 +48,7 @@ Listed list_files(const DataOptions& options) {
   listed.type = config.data.token_dtype;
   listed.document_end = config.data.document_end;
   listed.vocab_size = config.model.vocab_size;
+  if (config.model.vision.exists()) listed.image_token = config.model.vision.image_token;
   return listed;
 }
 
@@ -69,7 +71,7 @@ int run_data(const DataOptions& options) {
   for (const std::string& source : listed.sources) {
     for (const std::string& path : expand_source(source)) {
       const DataStatistics s =
-          data_statistics(TokenFile(path, listed.type), listed.document_end, listed.vocab_size);
+          data_statistics(TokenFile(path, listed.type), listed.document_end, listed.vocab_size, listed.image_token);
       ++files;
       tokens += s.num_tokens;
       if (options.json) {

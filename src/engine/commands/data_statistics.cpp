@@ -31,7 +31,7 @@ int64_t read_images(const ImageFiles& images, const TokenFile& file) {
 
 }  // namespace
 
-DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t vocab_size) {
+DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t vocab_size, int64_t image_token) {
   constexpr int64_t kPiece = int64_t{1} << 20;
   if (file_exists(file.path() + ".mask")) file.open_mask();
   DataStatistics result;
@@ -50,7 +50,12 @@ DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t voc
     const auto [least, greatest] = std::minmax_element(ids.begin(), ids.end());
     result.min_id = begin == 0 ? *least : std::min(result.min_id, *least);
     result.max_id = std::max(result.max_id, *greatest);
-    if (images) images->check_slots(file.path(), begin, images->in_sequence(0, begin, count), ids.data(), count);
+    if (images) {
+      images->check_slots(file.path(), begin, images->in_sequence(0, begin, count), ids.data(), count);
+    } else if (const auto slot = std::find(ids.begin(), ids.end(), image_token); slot != ids.end()) {
+      throw_bad_input("{}: token {} has the id of image slots, {}, and the file has no images", file.path(),
+                      begin + (slot - ids.begin()), image_token);
+    }
     ends += std::count(ids.begin(), ids.end(), document_end);
     if (!file.has_mask()) continue;
     marks.resize(ids.size());
