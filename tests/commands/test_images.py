@@ -199,6 +199,36 @@ class Images(RunFolder):
         self.assertEqual(result.returncode, 2, result.stderr)
         self.assertIn("more than data.images_per_sequence = 1", result.stderr)
 
+    def test_slots_in_a_file_without_images_are_found_before_training(self):
+        config = self.config()
+        slot = self.printed["model"]["vision"]["image_token"]
+        np.array([1] * 300 + [slot] + [1] * 300, dtype=np.uint16).tofile(self.path("text.npy"))
+        config["data"]["eval"] = [self.path("text.npy")]
+        result = parka("data", self.write_config(config, "slots.json"))
+        self.assertEqual(result.returncode, 2, result.stdout)
+        self.assertIn(f"text.npy: token 300 has the id of image slots, {slot}, and the file has no images", result.stderr)
+
+    def test_pixels_that_an_export_would_scale_otherwise_are_refused(self):
+        def exportable(name):
+            config = self.config(name, steps=2)
+            config["model"].update(norm="rmsnorm", tie_embeddings=False)
+            return config
+
+        self.run_to_the_end(exportable("run"))
+        usual = parka("export", self.path("run"), "--out", self.path("usual"))
+        self.assertEqual(usual.returncode, 0, usual.stderr)
+        config = exportable("other")
+        config["model"]["vision"]["pixel_mean"] = [0.3, 0.4, 0.6]
+        self.run_to_the_end(config)
+        refused = parka("export", self.path("other"), "--out", self.path("exported"))
+        self.assertEqual(refused.returncode, 2, refused.stdout)
+        self.assertIn("pixel_mean = [0.3, 0.4, 0.6]", refused.stderr)
+        self.assertFalse(os.path.exists(self.path("exported")))
+        with open(self.path("usual/preprocessor_config.json"), "w", encoding="utf-8") as file:
+            json.dump({"image_mean": [0.3, 0.4, 0.6], "image_std": config["model"]["vision"].get("pixel_deviation", [0.26862954, 0.26130258, 0.27577711])}, file)
+        allowed = parka("export", self.path("other"), "--out", self.path("exported"), "--like", self.path("usual"))
+        self.assertEqual(allowed.returncode, 0, allowed.stderr)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -97,11 +97,6 @@ void check_key(const ConfigReader& config, std::string_view key, const json& sup
   config.fail("{} = {} is not supported; {} is", key, printable(value->dump()), supported.dump());
 }
 
-// Published towers' own means and deviations.
-void set_usual_statistics(TowerConfig& tower) {
-  if (tower.kind == TowerKind::kSiglip) tower.pixel_mean = tower.pixel_deviation = std::vector<double>(3, 0.5);
-}
-
 std::string activation_name(Activation activation) {
   const auto* found = std::find_if(kActivations.begin(), kActivations.end(),
                                    [&](const auto& entry) { return entry.second == activation; });
@@ -246,6 +241,13 @@ std::string make_tower_config(const TowerConfig& tower, DType dtype) {
   config["architectures"] = {tower.kind == TowerKind::kClip ? "CLIPVisionModel" : "SiglipVisionModel"};
   config["dtype"] = huggingface_name_of(dtype);
   return config.dump(2) + "\n";
+}
+
+void set_usual_statistics(TowerConfig& tower) {
+  const TowerConfig clip;
+  const bool is_siglip = tower.kind == TowerKind::kSiglip;
+  tower.pixel_mean = is_siglip ? std::vector<double>(3, 0.5) : clip.pixel_mean;
+  tower.pixel_deviation = is_siglip ? std::vector<double>(3, 0.5) : clip.pixel_deviation;
 }
 
 void read_pixel_statistics(const std::string& folder, TowerConfig& tower) {

@@ -33,6 +33,9 @@ std::string make_tower_config(const TowerConfig& tower, DType dtype);
 // one, as in LLaVA.
 TowerConfig parse_tower_config(const nlohmann::json& config, const std::string& where);
 
+// Sets mean and deviation of pixels to those of published towers of its kind.
+void set_usual_statistics(TowerConfig& tower);
+
 // Sets mean and deviation of pixels where preprocessor_config.json or processor_config.json in the model's folder
 // says them. Throws Error(kBadInput) for pixels that are scaled otherwise than by 1 / 255.
 void read_pixel_statistics(const std::string& folder, TowerConfig& tower);
