@@ -291,6 +291,7 @@ TEST_CASE("a file that is no measurement is refused", "[engine][step model]") {
   says(refused([](json& file) { file["step_seconds"] = json::array(); }), "no step");
   says(refused([](json& file) { file["step_seconds"][1] = 0; }), "step_seconds");
   says(refused([](json& file) { file["ops"][3]["seconds"] = -1; }), "seconds");
+  says(refused([](json& file) { file["ops"][3]["seconds"] = 1e308; }), "seconds");
   says(refused([](json& file) { file["ops"][3]["bytes"] = -1; }), "bytes");
   says(refused([](json& file) { file["ops"][3]["section"] = "attic"; }), "attic");
   says(refused([](json& file) { file["copy_bandwidth"] = 0; }), "copy_bandwidth");
