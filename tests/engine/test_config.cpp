@@ -250,6 +250,28 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
   CHECK(c == want);
 }
 
+TEST_CASE("another recipe on the command line replaces one whose keys are all given, as a run's config gives them",
+          "[engine][config]") {
+  Config own;
+  apply_recipe(Recipe::kParka, own);
+  own.precision.qkv = Storage::kCompute;
+  own.precision.group_size = 32;
+  const json file = to_json(own);
+  Config want;
+  apply_recipe(Recipe::kCoat, want);
+  want.precision.group_size = 32;  // no recipe sets it
+  CHECK(override_config(file, {"precision.recipe=coat"}, "config.json") == want);
+  CHECK(override_config(file, {"precision.recipe=bf16", "precision.recipe=\"coat\""}, "config.json") == want);
+  want.optimizer.states = StateFormat::kFp8;
+  CHECK(override_config(file, {"optimizer.states=fp8", "precision.recipe=coat"}, "config.json") == want);
+  // Its own name changes nothing, and where a file leaves a key to its recipe, those that it gives stay.
+  CHECK(override_config(file, {"precision.recipe=parka"}, "config.json") == own);
+  json some = file;
+  some["precision"].erase("gemm");
+  CHECK(override_config(some, {"precision.recipe=coat"}, "config.json").precision.up_gate == own.precision.up_gate);
+  CHECK(override_config(some, {"precision.recipe=coat"}, "config.json").optimizer.master == own.optimizer.master);
+}
+
 TEST_CASE("the resolved config is complete and parses to the same", "[engine][config]") {
   for (const auto& [recipe, name] : EnumNames<Recipe>::kAll) {
     Config c;

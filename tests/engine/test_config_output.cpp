@@ -28,7 +28,7 @@ std::vector<std::string> shipped_configs() {
 }
 
 // Whether some recipe gives the key another value than another.
-bool depends_on_recipe(const std::string& path) {
+bool differs_by_recipe(const std::string& path) {
   std::set<std::string> values;
   for (const auto& recipe : EnumNames<Recipe>::kAll) {
     Config config;
@@ -201,7 +201,7 @@ TEST_CASE("the schema covers every key and closes every object, with defaults th
     }
     ++num_leaves;
     const ConfigField* field = table.find(path);
-    const bool by_recipe = depends_on_recipe(path);
+    const bool by_recipe = differs_by_recipe(path);
     if (field == nullptr || node.contains("default") == by_recipe) {
       wrong += path + " has a default against its recipe, or none; ";
     } else if (!by_recipe && node.at("default") != json(get_field(*field))) {
@@ -214,8 +214,8 @@ TEST_CASE("the schema covers every key and closes every object, with defaults th
   CHECK(num_leaves == table.fields.size());
 
   CHECK(schema.at("properties").at("$schema").at("type") == "string");
-  CHECK(depends_on_recipe("precision.gemm"));
-  CHECK_FALSE(depends_on_recipe("optimizer.lr"));
+  CHECK(differs_by_recipe("precision.gemm"));
+  CHECK_FALSE(differs_by_recipe("optimizer.lr"));
   const auto at = [&](const std::string& pointer) { return schema.at(json::json_pointer(pointer)); };
   const std::string optimizer = "/properties/optimizer/properties/";
   CHECK(at(optimizer + "beta1/exclusiveMaximum") == 1.0);

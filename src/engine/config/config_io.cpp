@@ -169,6 +169,32 @@ std::string apply_override(json& root, const ConfigTable& table, const std::stri
   return path;
 }
 
+ordered_json::json_pointer pointer_to(const ConfigField& field) {
+  std::string pointer = "/" + field.path;
+  std::replace(pointer.begin(), pointer.end(), '.', '/');
+  return ordered_json::json_pointer(pointer);
+}
+
+// Takes what recipes set out of the tree of a file that gives all of it, as the config.json of a run does, if an
+// override names another recipe: it would have nothing to set otherwise.
+void make_room_for_recipe(json& root, const ConfigTable& table, const std::vector<std::string>& overrides) {
+  constexpr std::string_view kKey = "precision.recipe", kRecipe = "precision.recipe=";
+  const auto chosen = std::find_if(overrides.rbegin(), overrides.rend(),
+                                   [&](const std::string& assignment) { return assignment.starts_with(kRecipe); });
+  if (chosen == overrides.rend()) return;
+  const json own = root.value(json::json_pointer("/precision/recipe"), json());
+  if (own.is_null() || own == override_value(*table.find(kKey), chosen->substr(kRecipe.size()))) return;
+  std::vector<const ConfigField*> fields;
+  for (const ConfigField& field : table.fields) {
+    if (!depends_on_recipe(field.path)) continue;
+    if (!root.contains(json::json_pointer(pointer_to(field).to_string()))) return;
+    fields.push_back(&field);
+  }
+  for (const ConfigField* field : fields) {
+    root[std::string(section_of(field->path))].erase(std::string(last_part(field->path)));
+  }
+}
+
 // Sets keys in the tree of a file; returns their paths.
 std::set<std::string> apply_overrides(json& root, const std::vector<std::string>& overrides,
                                       const std::string& source) {
@@ -177,6 +203,7 @@ std::set<std::string> apply_overrides(json& root, const std::vector<std::string>
   }
   Config names_only;
   const ConfigTable table = make_config_table(names_only);
+  make_room_for_recipe(root, table, overrides);
   std::set<std::string> overridden;
   for (const std::string& assignment : overrides)
     overridden.insert(apply_override(root, table, assignment, source));
@@ -196,12 +223,6 @@ json read_config_file(const std::string& file) {
         printable(file));
   }
   return root;
-}
-
-ordered_json::json_pointer pointer_to(const ConfigField& field) {
-  std::string pointer = "/" + field.path;
-  std::replace(pointer.begin(), pointer.end(), '.', '/');
-  return ordered_json::json_pointer(pointer);
 }
 
 }  // namespace

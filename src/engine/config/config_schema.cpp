@@ -67,22 +67,6 @@ Config recipe_config(Recipe recipe) {
   return config;
 }
 
-std::string value_text(Config& config, const std::string& path) {
-  return get_field(*make_config_table(config).find(path)).dump();
-}
-
-// Whether recipes disagree about the key.
-bool depends_on_recipe(const std::string& path) {
-  Config standard;
-  if (path == "precision.recipe") return false;
-  const std::string value = value_text(standard, path);
-  return std::any_of(std::begin(EnumNames<Recipe>::kAll), std::end(EnumNames<Recipe>::kAll),
-                     [&](const auto& entry) {
-                       Config config = recipe_config(entry.value);
-                       return value_text(config, path) != value;
-                     });
-}
-
 // The node of a section in the schema: "optimizer.schedule" is /properties/optimizer/properties/schedule.
 ordered_json& schema_node(ordered_json& root, std::string_view path) {
   if (path.empty()) return root;
@@ -119,7 +103,8 @@ relative to the folder that `parka` is started in. A number may be written 1e-3,
 std::string recipe_table(const ConfigTable& table) {
   std::string text =
       "\n## What the recipes set\n\n`precision.recipe` sets the defaults of the keys below; a key that is given "
-      "overrides its recipe.\n\n| Key |";
+      "overrides its recipe. A file that gives all of them, as the config.json of a run does, is the exception: another "
+      "recipe on the command line sets them anew, but for those that are given there, too.\n\n| Key |";
   for (const auto& entry : EnumNames<Recipe>::kAll) text += fmt::format(" {} |", entry.name);
   text += "\n|---|";
   for (size_t i = 0; i < std::size(EnumNames<Recipe>::kAll); ++i) text += "---|";
