@@ -289,6 +289,22 @@ class BadInput(RunFolder):
             file.write(bytes(os.path.getsize(self.path("held_out.npy")) // 2))
         self.assert_refused(parka("eval", self.path("diverged"), "--set", "data.loss_mask=true"), ["data.eval", "none of", "target"])
 
+    def test_an_evaluation_without_a_loss_ends_training(self):
+        self.config["optimizer"].update(lr=1e30, schedule={"kind": "constant"})
+        self.config["model"].update(norm="rmsnorm", tie_embeddings=False)
+        self.config["training"].update(steps=1, eval_interval=1)
+        self.config["checkpoint"]["folder"] = self.path("diverged")
+        result = self.train(self.config)
+        self.assert_refused(result, ["data.eval", "not finite", "diverged"], code=NOT_FINITE)
+        self.assertEqual(checkpoints(self.path("diverged")), ["step_00000001"])
+        for name, marked in (("a.npy", 1), ("b.npy", 1), ("held_out.npy", 0)):
+            with open(self.path(name + ".mask"), "wb") as file:
+                file.write(bytes([marked]) * (os.path.getsize(self.path(name)) // 2))
+        self.config["data"].update(loss_mask=True, eval=[])
+        self.config["evaluation"] = {"sets": ["held=" + self.path("held_out.npy")]}
+        self.config["checkpoint"]["folder"] = self.path("unmarked")
+        self.assert_refused(self.train(self.config), ["held", "none of", "target"])
+
     def test_loss_that_is_not_finite_where_gradients_are_released(self):
         self.config["optimizer"].update(lr=1e30, schedule={"kind": "constant"}, release_gradients=True)
         self.config["training"]["micro_batch_size"] = self.config["training"]["global_batch_size"]

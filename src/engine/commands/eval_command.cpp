@@ -71,18 +71,6 @@ struct Evaluated {
   std::vector<TaskResult> tasks;
 };
 
-// A mean over nothing would look like the loss of a perfect model.
-void check_loss(const std::string& name, const EvaluationResult& result) {
-  if (result.num_targets == 0) {
-    throw_bad_input("{}: none of {} sequences has a target; check the files, and the masks beside them", name,
-                    result.num_sequences);
-  }
-  if (!std::isfinite(result.loss)) {
-    throw Error(ExitCode::kNonFinite,
-                fmt::format("{}: the loss is not finite: the weights are damaged or diverged", name));
-  }
-}
-
 Evaluated evaluate(Device& device, InferenceRun& run, const EvaluationSuite& suite, const EvalOptions& options) {
   const std::unique_ptr<Communicator> alone = make_single_communicator();
   // As many sequences at a time as training had; the loss does not depend on it beyond rounding.
@@ -91,7 +79,7 @@ Evaluated evaluate(Device& device, InferenceRun& run, const EvaluationSuite& sui
   const auto loss_of = [&](const std::string& name, const TokenFiles& files) {
     const EvaluationResult result =
         evaluate_loss(device, run.model(), files, shape.num_sequences, options.max_sequences, *alone);
-    check_loss(name, result);
+    check_evaluation(name, result);
     return result;
   };
   Evaluated evaluated;

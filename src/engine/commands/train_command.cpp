@@ -432,9 +432,10 @@ class TrainCommand {
   bool evaluate() {
     launch_.watchdog().at(run_.completed_steps(), "evaluation");
     try {
-      if (suite_.held_out) report_loss(run_.evaluate(*suite_.held_out), "held-out", {{"kind", "eval"}});
+      if (suite_.held_out)
+        report_loss(run_.evaluate(*suite_.held_out), "held-out", "data.eval", {{"kind", "eval"}});
       for (const EvaluationSuite::Set& set : suite_.sets) {
-        report_loss(run_.evaluate(set.files), set.name, {{"kind", "eval_set"}, {"set", set.name}});
+        report_loss(run_.evaluate(set.files), set.name, set.name, {{"kind", "eval_set"}, {"set", set.name}});
       }
       for (const EvalTask& task : suite_.tasks) report_task(task, run_.evaluate(task));
     } catch (const EvaluationStopped& stopped) {
@@ -444,12 +445,14 @@ class TrainCommand {
     return true;
   }
 
-  // `record` says in metrics.jsonl what was evaluated.
-  void report_loss(const EvaluationResult& result, const std::string& name, nlohmann::ordered_json record) {
+  // `record` says in metrics.jsonl what was evaluated, `key` in an error. All ranks have the same result.
+  void report_loss(const EvaluationResult& result, const std::string& name, const std::string& key,
+                   nlohmann::ordered_json record) {
     log_info("step {}: {} loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(), name,
              result.loss, std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
     record.update({{"step", run_.completed_steps()}, {"loss", result.loss}, {"num_targets", result.num_targets}});
     write_record(record);
+    check_evaluation(key, result);
   }
 
   void report_task(const EvalTask& task, const TaskResult& result) {

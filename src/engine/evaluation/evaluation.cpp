@@ -1,11 +1,13 @@
 #include "engine/evaluation/evaluation.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <string>
 
 #include <fmt/format.h>
 
+#include "core/error.h"
 #include "data/batch_loader.h"
 #include "data/image_batch.h"
 #include "kernels/ops/elementwise/cross_entropy.h"
@@ -102,6 +104,17 @@ EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& f
   }
   result.loss = result.num_targets > 0 ? sum_of_all / static_cast<double>(result.num_targets) : 0.0;
   return result;
+}
+
+void check_evaluation(const std::string& name, const EvaluationResult& result) {
+  if (result.num_targets == 0) {
+    throw_bad_input("{}: none of {} sequences has a target; check the files, and the masks beside them", name,
+                    result.num_sequences);
+  }
+  if (!std::isfinite(result.loss)) {
+    throw Error(ExitCode::kNonFinite,
+                fmt::format("{}: the loss is not finite: the weights are damaged or diverged", name));
+  }
 }
 
 }  // namespace parka

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -20,6 +21,10 @@ struct EvaluationResult {
   int64_t num_targets = 0;
   int64_t num_sequences = 0;
 };
+
+// Throws kBadInput if nothing was evaluated, for a mean over nothing would look like the loss of a perfect model,
+// and kNonFinite if the loss is infinite or NaN. `name`: of what was evaluated.
+void check_evaluation(const std::string& name, const EvaluationResult& result);
 
 // Called before each forward pass of an evaluation, on all ranks before the same one, with the error of reading
 // this rank's data for it, or null. So ranks can agree to end the evaluation: it may throw, on all of them. If it
