@@ -419,7 +419,29 @@ void check_side(const Config& c) {
   }
 }
 
+// A key of another method than the chosen one would be ignored.
+void check_keys_of_method(const FinetuneConfig& f) {
+  const FinetuneConfig defaults;
+  const bool lora = f.method == FinetuneMethod::kLora, qst = f.method == FinetuneMethod::kQst;
+  const auto refuse_unless = [&](bool used, std::string_view methods, std::string_view key, bool is_default) {
+    if (used || is_default) return;
+    throw_bad_input("finetune.{} is for finetune.method = {}, and method is {}; remove it, or change the method",
+                    key, methods, name_of(f.method));
+  };
+  refuse_unless(lora || qst, "lora or qst", "rank", f.rank == defaults.rank);
+  refuse_unless(lora, "lora", "alpha", f.alpha == defaults.alpha);
+  refuse_unless(lora, "lora", "rslora", f.rslora == defaults.rslora);
+  refuse_unless(lora, "lora", "dropout", f.dropout == defaults.dropout);
+  refuse_unless(lora, "lora", "targets", f.targets == defaults.targets);
+  refuse_unless(qst, "qst", "reduction", f.reduction == defaults.reduction);
+  refuse_unless(qst, "qst", "downsample", f.downsample == defaults.downsample);
+  refuse_unless(qst, "qst", "side_head_dim", f.side_head_dim == defaults.side_head_dim);
+  refuse_unless(qst, "qst", "mix", f.mix == defaults.mix);
+  refuse_unless(qst, "qst", "kept", f.kept == defaults.kept);
+}
+
 void check_finetune(const Config& c) {
+  check_keys_of_method(c.finetune);
   check_base(c);
   if (c.finetune.method == FinetuneMethod::kQst) check_side(c);
   if (c.finetune.method != FinetuneMethod::kLora) return;
