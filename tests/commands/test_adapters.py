@@ -58,6 +58,14 @@ class Adapters(RunFolder):
             np.testing.assert_allclose(weight, want, rtol=0, atol=1e-6, err_msg=name)
         self.assertEqual(2 * num_adapted, len(adapter))
 
+        # Adapters come without a config.json that could say by which angles they rotate.
+        self.run_ok(*train, "--set=training.steps=1", "--set=model.rope_theta=50", f"--set=checkpoint.folder={run}_rotated")
+        refused = parka("export", run + "_rotated", "--out", out + "_rotated", "--adapter")
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("model.rope_theta", refused.stderr)
+        self.assertIn("without --adapter", refused.stderr)
+        self.run_ok("export", run + "_rotated", "--out", out + "_rotated")
+
         refused = parka("export", model, "--out", out + "_none", "--adapter")
         self.assertEqual(refused.returncode, 2)
         self.assertIn("has no adapters", refused.stderr)

@@ -99,6 +99,7 @@ class Exporter {
       return;
     }
     if (options_.adapter) {
+      check_model_of_adapters();
       write_peft_adapter(checkpoint_, config_, *family_, origin_ ? origin_->folder : config_.checkpoint.init_from,
                          out);
       return;
@@ -152,6 +153,16 @@ class Exporter {
     std::string text = read_text(path, kMaxHuggingFaceConfigBytes);
     json parsed = parse_json_text(text, path, JsonComments::kRefused);
     return {std::move(text), std::move(parsed)};
+  }
+
+  // An adapter says nothing of the model: whoever adds it to its base computes as the base's config.json says.
+  void check_model_of_adapters() const {
+    if (!original_) return;
+    const ResumeDifferences differences = model_differences(original_->model, model_);
+    if (differences.allowed.empty()) return;
+    throw_bad_input(
+        "{}: its base is changed, {}, and adapters cannot say so; export the whole model, without --adapter",
+        checkpoint_.path(), differences.allowed.front());
   }
 
   // Pixels are scaled by what a preprocessor_config.json says, which comes from elsewhere: a folder that says
