@@ -36,6 +36,9 @@ class Adapters(RunFolder):
         self.run_ok(*train, "--set=training.steps=2")
         self.assertIn("resuming from", self.run_ok(*train, "--set=training.steps=4"))
         self.run_ok("eval", run, "--set", "device.kind=cpu")
+        refused = parka("eval", run, "--set", 'finetune.targets=["q_proj"]')
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("finetune.targets", refused.stderr)
 
         self.run_ok("export", run, "--out", out, "--dtype", "fp32")
         self.run_ok("export", run, "--out", out + "_adapter", "--adapter")

@@ -289,6 +289,15 @@ class BadInput(RunFolder):
             file.write(bytes(os.path.getsize(self.path("held_out.npy")) // 2))
         self.assert_refused(parka("eval", self.path("diverged"), "--set", "data.loss_mask=true"), ["data.eval", "none of", "target"])
 
+    def test_overrides_that_make_another_model_of_a_checkpoint(self):
+        run = self.path("run")
+        for key, value, own in (("num_layers", "1", "2"), ("tie_embeddings", "false", "true"), ("norm_eps", "0.1", "1e-05")):
+            for command in (("eval",), ("generate", "--prompt-tokens", "1", "--tokens", "1")):
+                result = parka(command[0], run, *command[1:], "--set", f"model.{key}={value}")
+                self.assert_refused(result, [f"model.{key}: {own} in the checkpoint", "another model"])
+        # Longer contexts have other angles, and how weights began says nothing of what they are.
+        self.assert_exit(parka("eval", run, "--set", "model.rope_theta=50", "--set", "model.init_std=0.5"), 0)
+
     def test_an_evaluation_without_a_loss_ends_training(self):
         self.config["optimizer"].update(lr=1e30, schedule={"kind": "constant"})
         self.config["model"].update(norm="rmsnorm", tie_embeddings=False)

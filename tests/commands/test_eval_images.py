@@ -103,11 +103,20 @@ class ImageTasks(RunFolder):
         for of, overrides, says in (
                 (model, ("training.micro_batch_size=1", "data.images_per_sequence=1"), "a document has 2 images, and there is room for 1"),
                 (self.path("text"), (), "model.vision.tower is none"),
-                (model, ("model.vision.image_token=306",), "of id 305")):
+                (model, ("model.vision.image_token=306",), "model.vision.image_token: 305 in the checkpoint")):
             with self.subTest(says):
                 result = self.eval(of, *overrides)
                 self.assert_exit(result, 2)
                 self.assertIn(says, result.stderr)
+        requests = Path(self.path("cat.requests.jsonl"))
+        first, rest = requests.read_text().split("\n", 1)
+        header = json.loads(first)
+        header["images"]["token"] = 306
+        requests.write_text(json.dumps(header) + "\n" + rest)
+        result = self.eval(model, "training.micro_batch_size=1")
+        self.assert_exit(result, 2)
+        self.assertIn("of id 306", result.stderr)
+        requests.write_text(first + "\n" + rest)
         pixels = Path(self.path("cat.requests.jsonl.pixels"))
         pixels.write_bytes(pixels.read_bytes()[:-1] + bytes([pixels.read_bytes()[-1] ^ 1]))
         result = self.eval(model, "data.images_per_sequence=2")

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <utility>
 
+#include <fmt/ranges.h>
+
 #include "core/error.h"
 #include "engine/config/config_io.h"
 
@@ -71,7 +73,14 @@ std::vector<SpikeGuard::Step> recent_steps(const LoadedCheckpoint& checkpoint) {
 }  // namespace
 
 Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides) {
-  return override_config(member(checkpoint, checkpoint.state(), "config"), overrides, checkpoint.path());
+  const json& saved = member(checkpoint, checkpoint.state(), "config");
+  Config config = override_config(saved, overrides, checkpoint.path());
+  if (overrides.empty()) return config;
+  const std::vector<std::string> differences =
+      weight_differences(override_config(saved, {}, checkpoint.path()), config);
+  if (differences.empty()) return config;
+  throw_bad_input("{}: its weights are of another model than the overrides ask for: {}", checkpoint.path(),
+                  fmt::join(differences, "; "));
 }
 
 int64_t max_positions_of(const LoadedCheckpoint& checkpoint, int64_t otherwise) {

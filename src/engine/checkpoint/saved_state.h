@@ -15,7 +15,7 @@
 // another type.
 namespace parka {
 
-// The checkpoint's own config with `overrides` applied.
+// The checkpoint's own config with `overrides` applied, which must not make another model of its weights.
 Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides);
 
 // The longest sequence that an imported model supports; `otherwise` for a checkpoint of a run.

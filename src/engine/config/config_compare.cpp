@@ -248,6 +248,16 @@ ResumeDifferences model_differences(const ModelConfig& saved, const ModelConfig&
   return differences;
 }
 
+std::vector<std::string> weight_differences(const Config& saved, const Config& now) {
+  constexpr std::string_view kWeights[] = {"model.", "finetune."}, kFree[] = {"finetune.base", "finetune.dropout"};
+  std::vector<std::string> differences;
+  for_each_difference(saved, now, [&](const std::string& path, bool same_meaning, const std::string& line) {
+    if (same_meaning || !is_listed(path, kWeights) || is_listed(path, kFree)) return;
+    if (!is_listed(path, kFreeOnResume) && !is_listed(path, kFreeOnInit)) differences.push_back(line);
+  });
+  return differences;
+}
+
 std::vector<std::string> speed_differences(const Config& measured, const Config& wanted, SpeedOf speed) {
   Config configs[2] = {canonical(measured), canonical(wanted)};
   const ConfigTable one = make_config_table(configs[0]), other = make_config_table(configs[1]);

@@ -60,6 +60,10 @@ ResumeDifferences resume_differences(const Config& saved, const Config& now);
 // else that weights depend on. Both lists are empty if the models compute the same.
 ResumeDifferences model_differences(const ModelConfig& saved, const ModelConfig& now);
 
+// The differences, one line each, with which the weights of `saved` would be left out in part, or be those of
+// another model: keys of `model` as above, and of `finetune` but for the base's format.
+std::vector<std::string> weight_differences(const Config& saved, const Config& now);
+
 // The differing keys that decide how fast a run is, one line each with both values.
 enum class SpeedOf : uint8_t {
   kRun,            // of all ranks
