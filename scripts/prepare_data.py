@@ -162,7 +162,7 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
         warn_of_spelled_out_markers(options, maker)
     info = summary(options, maker, output)
     if options.tokenizer != "bytes":
-        copy_tokenizer(Path(options.tokenizer), partial.staging / "tokenizer")
+        copy_tokenizer(Path(options.tokenizer), partial.staging / "tokenizer", maker.tokenizer.document_tokens())
     with open(partial.staging / "data.json", "wb") as file:
         file.write((json.dumps(info, indent=2) + "\n").encode())
         sync(file)

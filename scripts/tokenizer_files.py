@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -18,8 +19,9 @@ BESIDE = (
 )
 
 
-def copy_tokenizer(tokenizer_json: Path, folder: Path) -> None:
-    """Makes `folder`, with the file as tokenizer.json and what lies beside it, durable."""
+def copy_tokenizer(tokenizer_json: Path, folder: Path, special_tokens: dict[str, object]) -> None:
+    """Makes `folder`, with the file as tokenizer.json and what lies beside it, durable. Where no tokenizer_config.json does,
+    `special_tokens` becomes one, so that `parka generate` and transformers know where documents end."""
     folder.mkdir(exist_ok=True)
     sources = {"tokenizer.json": tokenizer_json} | {name: tokenizer_json.with_name(name) for name in BESIDE}
     for name, source in sources.items():
@@ -28,6 +30,12 @@ def copy_tokenizer(tokenizer_json: Path, folder: Path) -> None:
                 shutil.copyfileobj(original, copy)
                 copy.flush()
                 os.fsync(copy.fileno())
+    if not (folder / "tokenizer_config.json").exists():
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | special_tokens
+        with open(folder / "tokenizer_config.json", "w", encoding="utf-8") as file:
+            json.dump(config, file, indent=2, ensure_ascii=False)
+            file.flush()
+            os.fsync(file.fileno())
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -100,6 +100,15 @@ class JsonTokenizer:
         """Of a token, by its name; None where there is no such token."""
         return self._tokenizer.token_to_id(name)
 
+    def document_tokens(self) -> dict[str, object]:
+        """What begins and ends a document, as a tokenizer_config.json says it."""
+        tokens: dict[str, object] = {"add_bos_token": bool(self.bos)}
+        if len(self.bos) == 1:
+            tokens["bos_token"] = self._tokenizer.id_to_token(self.bos[0])
+        if self.eos is not None:
+            tokens["eos_token"] = self._tokenizer.id_to_token(self.eos)
+        return tokens
+
     def _named(self, name: str, option: str) -> int:
         if (token := self.id_of(name)) is None:
             raise InputError(f"{self._path}: has no token {name}; give {option} another name")

@@ -131,6 +131,21 @@ class Prompts(TextFolder):
         self.assert_exit(result, 0)
         self.assertEqual(json.loads(result.stdout)["prompt_tokens"], [300])  # <|begin_of_text|>
 
+    def test_where_no_token_begins_documents_one_begins_behind_the_last(self):
+        def edit(folder):
+            os.remove(f"{folder}/generation_config.json")
+            with open(f"{folder}/tokenizer.json", encoding="utf-8") as file:
+                tokenizer = json.load(file)
+            ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+            self.end = ids["<|end_of_text|>"]
+            for name, content in (("tokenizer.json", {**tokenizer, "post_processor": None}),
+                                  ("tokenizer_config.json", {"eos_token": "<|end_of_text|>", "add_bos_token": False})):
+                with open(f"{folder}/{name}", "w", encoding="utf-8") as file:
+                    json.dump(content, file)
+        result = self.generate(self.edited("endings", edit), "--json", "--tokens", "3")
+        self.assert_exit(result, 0)
+        self.assertEqual(json.loads(result.stdout)["prompt_tokens"], [self.end])
+
     def test_a_tokenizer_by_name(self):
         without = self.edited("without", lambda folder: os.remove(f"{folder}/tokenizer.json"))
         case = EXPECTED["prompts"][0]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import sys
 import unittest
 
@@ -303,8 +304,23 @@ class PrepareDataTest(Preparation):
         (self.folder / "chat_template.jinja").write_text("{{ messages }}")
         self.prepare(self.write("a.txt", "a"), "--tokenizer", path)
         kept = self.out / "tokenizer"
-        self.assertEqual(sorted(p.name for p in kept.iterdir()), ["chat_template.jinja", "tokenizer.json"])
+        self.assertEqual(sorted(p.name for p in kept.iterdir()), ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"])
         self.assertEqual((kept / "tokenizer.json").read_bytes(), path.read_bytes())
+        # No tokenizer_config.json lay beside it: what ends a document is said all the same.
+        config = json.loads((kept / "tokenizer_config.json").read_text())
+        self.assertEqual((config["eos_token"], config["add_bos_token"], "bos_token" in config), ("</s>", False, False))
+
+        shutil.rmtree(self.out)
+        self.write("tokenizer_config.json", '{"eos_token": "a", "bos_token": "[UNK]", "add_bos_token": true}')
+        self.assertEqual(self.prepare(self.folder / "a.txt", "--tokenizer", path)["eos"], 1)
+        self.assertEqual((kept / "tokenizer_config.json").read_bytes(), (self.folder / "tokenizer_config.json").read_bytes())
+
+    @unittest.skipIf(tokenizers is None, "tokenizers is missing")
+    def test_a_token_that_begins_documents_is_kept_with_the_data(self):
+        path = self.word_tokenizer(["[UNK]", "a", "<s>", "</s>"])
+        self.prepare(self.write("a.txt", "a"), "--tokenizer", path, "--bos", "<s>")
+        config = json.loads((self.out / "tokenizer/tokenizer_config.json").read_text())
+        self.assertEqual((config["bos_token"], config["eos_token"], config["add_bos_token"]), ("<s>", "</s>", True))
 
     @unittest.skipIf(tokenizers is None, "tokenizers is missing")
     def test_large_vocabulary_makes_uint32(self):

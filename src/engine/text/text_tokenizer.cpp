@@ -22,9 +22,10 @@ TextTokenizer::TextTokenizer(const std::string& folder, Use use)
 
 std::vector<int32_t> TextTokenizer::encode(const std::string& text) {
   auto ids = helper_.ask({{"encode", text}}).at("ids").get<std::vector<int32_t>>();
-  if (ids.empty())
-    throw_bad_input("the prompt is empty and the tokenizer has no token to begin with; give --prompt");
-  return ids;
+  if (!ids.empty()) return ids;
+  // Where no token begins documents, the one that ends them comes before the next.
+  if (stop_tokens_.size() == 1) return stop_tokens_;
+  throw_bad_input("the prompt is empty and the tokenizer has no token to begin with; give --prompt");
 }
 
 std::vector<std::vector<int32_t>> TextTokenizer::encode_pieces(const std::vector<std::string>& pieces) {
