@@ -153,19 +153,18 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
        },
        "precision.qkv = fp8 needs model.d_model / model.num_heads = 32"},
       {[](Config& c) { c.precision.save_silu = true; }, "precision.save_silu = true needs precision.up_gate = fp8"},
-      {[](Config& c) { c.finetune.rank = 3; },
-       "finetune.rank is for finetune.method = lora or qst, and method is full"},
-      {[](Config& c) { c.finetune.alpha = 3; }, "finetune.alpha is for finetune.method = lora, and method is full"},
+      {[](Config& c) { c.finetune.rank = 3; }, "finetune.rank has no meaning with finetune.method = full"},
+      {[](Config& c) { c.finetune.alpha = 3; }, "finetune.alpha has no meaning with finetune.method = full"},
       {[](Config& c) {
          c.finetune.method = FinetuneMethod::kQst;
          c.finetune.targets = {"q_proj"};
        },
-       "finetune.targets is for finetune.method = lora, and method is qst"},
+       "finetune.targets has no meaning with finetune.method = qst"},
       {[](Config& c) {
          c.finetune.method = FinetuneMethod::kLora;
          c.finetune.mix = SideMix::kPaper;
        },
-       "finetune.mix is for finetune.method = qst, and method is lora"},
+       "finetune.mix has no meaning with finetune.method = lora"},
       {[](Config& c) {
          apply_recipe(Recipe::kFp8Block, c);
          c.precision.attention_output = Storage::kFp8;

@@ -211,6 +211,20 @@ TEST_CASE("training from an imported model begins at its loss and lowers it", "[
   for (const std::string& name : names) CHECK(name.ends_with("-of-00006.safetensors"));
 }
 
+TEST_CASE("a checkpoint of a version that ignored keys of another fine-tuning method is read",
+          "[engine][huggingface]") {
+  const TemporaryFolder folder;
+  const LoadedCheckpoint imported = open_checkpoint(import_fixture("llama_mha", folder));
+  const Config saved = config_of(imported, {});
+  nlohmann::json state = imported.state();
+  state["config"]["finetune"] = {{"method", "full"}, {"rank", 3}, {"mix", "paper"}, {"base", "compute"}};
+  CHECK_THROWS_AS(parse_config(state["config"], "test"), Error);
+  save_checkpoint(folder / "older", {.step = 1, .state = state, .tensors = {}}, {});
+  const LoadedCheckpoint older = open_checkpoint(folder / "older");
+  CHECK(config_of(older, {}).finetune == saved.finetune);
+  CHECK(config_of(older, {"training.micro_batch_size=1"}).finetune == saved.finetune);
+}
+
 TEST_CASE("a run does not start from the weights of another model", "[engine][huggingface]") {
   const TemporaryFolder folder;
   const std::string imported = import_fixture("llama_mha", folder);

@@ -70,10 +70,24 @@ std::vector<SpikeGuard::Step> recent_steps(const LoadedCheckpoint& checkpoint) {
   return steps;
 }
 
+// Runs of versions that did not refuse keys of another fine-tuning method may have some. They had no effect.
+json without_unused_keys(json config) {
+  const json::json_pointer method("/finetune/method");
+  if (!config.is_object() || !config.contains(method)) return config;
+  const json given = config["finetune"];
+  for (const auto& [value, name] : EnumNames<FinetuneMethod>::kAll) {
+    if (config.at(method) != json(name)) continue;
+    for (const auto& item : given.items()) {
+      if (!is_used_by(value, item.key())) config["finetune"].erase(item.key());
+    }
+  }
+  return config;
+}
+
 }  // namespace
 
 Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides) {
-  const json& saved = member(checkpoint, checkpoint.state(), "config");
+  const json saved = without_unused_keys(member(checkpoint, checkpoint.state(), "config"));
   Config config = override_config(saved, overrides, checkpoint.path());
   if (overrides.empty()) return config;
   const std::vector<std::string> differences =

@@ -134,6 +134,9 @@ struct TrainingConfig {
 
 enum class FinetuneMethod : uint8_t { kFull, kLora, kQst };
 
+// Whether the method uses this key of FinetuneConfig.
+bool is_used_by(FinetuneMethod method, std::string_view key);
+
 struct FinetuneConfig {
   FinetuneMethod method = FinetuneMethod::kFull;
   BaseFormat base = BaseFormat::kCompute;

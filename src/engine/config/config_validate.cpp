@@ -420,28 +420,20 @@ void check_side(const Config& c) {
 }
 
 // A key of another method than the chosen one would be ignored.
-void check_keys_of_method(const FinetuneConfig& f) {
-  const FinetuneConfig defaults;
-  const bool lora = f.method == FinetuneMethod::kLora, qst = f.method == FinetuneMethod::kQst;
-  const auto refuse_unless = [&](bool used, std::string_view methods, std::string_view key, bool is_default) {
-    if (used || is_default) return;
-    throw_bad_input("finetune.{} is for finetune.method = {}, and method is {}; remove it, or change the method",
-                    key, methods, name_of(f.method));
-  };
-  refuse_unless(lora || qst, "lora or qst", "rank", f.rank == defaults.rank);
-  refuse_unless(lora, "lora", "alpha", f.alpha == defaults.alpha);
-  refuse_unless(lora, "lora", "rslora", f.rslora == defaults.rslora);
-  refuse_unless(lora, "lora", "dropout", f.dropout == defaults.dropout);
-  refuse_unless(lora, "lora", "targets", f.targets == defaults.targets);
-  refuse_unless(qst, "qst", "reduction", f.reduction == defaults.reduction);
-  refuse_unless(qst, "qst", "downsample", f.downsample == defaults.downsample);
-  refuse_unless(qst, "qst", "side_head_dim", f.side_head_dim == defaults.side_head_dim);
-  refuse_unless(qst, "qst", "mix", f.mix == defaults.mix);
-  refuse_unless(qst, "qst", "kept", f.kept == defaults.kept);
+void check_keys_of_method(const Config& c) {
+  Config own = c, defaults;
+  const ConfigTable given = make_config_table(own), standard = make_config_table(defaults);
+  for (const ConfigField& field : given.fields) {
+    if (section_of(field.path) != "finetune") continue;
+    const std::string key = field.path.substr(field.path.rfind('.') + 1);
+    if (is_used_by(c.finetune.method, key) || get_field(field) == get_field(*standard.find(field.path))) continue;
+    throw_bad_input("{} has no meaning with finetune.method = {}; remove it, or change the method", field.path,
+                    name_of(c.finetune.method));
+  }
 }
 
 void check_finetune(const Config& c) {
-  check_keys_of_method(c.finetune);
+  check_keys_of_method(c);
   check_base(c);
   if (c.finetune.method == FinetuneMethod::kQst) check_side(c);
   if (c.finetune.method != FinetuneMethod::kLora) return;

@@ -5,6 +5,13 @@
 
 namespace parka {
 
+bool is_used_by(FinetuneMethod method, std::string_view key) {
+  if (key == "method" || key == "base") return true;
+  if (key == "rank") return method != FinetuneMethod::kFull;
+  const bool of_lora = key == "alpha" || key == "rslora" || key == "dropout" || key == "targets";
+  return method == (of_lora ? FinetuneMethod::kLora : FinetuneMethod::kQst);
+}
+
 LoraRules FinetuneConfig::lora_rules() const {
   if (method != FinetuneMethod::kLora) return {};
   const auto r = static_cast<double>(rank);
