@@ -320,9 +320,10 @@ def make_in_workers(maker, groups: list[list], missing: list[int], workers: int)
     except BrokenProcessPool:
         raise InputError("a worker process died, perhaps because memory ran out; use fewer --workers")
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
         for child in multiprocessing.active_children():
             child.terminate()
+        # Waits, because at its end Python wakes the pool's thread, which must not be closing what wakes it.
+        pool.shutdown(cancel_futures=True)
 
 
 worker_maker = None  # of this process
