@@ -165,6 +165,20 @@ int64_t TokenFiles::read_example(int64_t sequence, const Example& out) const {
   return num_targets;
 }
 
+std::optional<size_t> TokenFiles::source_without_targets() const {
+  const auto S = static_cast<size_t>(sequence_length_);
+  std::vector<int32_t> tokens(S), targets(S), first_keys(rules_.separate_documents ? S : 0);
+  const Example example = {tokens.data(), targets.data(), rules_.separate_documents ? first_keys.data() : nullptr};
+  int64_t sequence = 0, end = 0;
+  for (size_t source = 0; source < source_sequences_.size(); ++source) {
+    sequence = end;
+    end += source_sequences_[source];
+    while (sequence < end && read_example(sequence, example) == 0) ++sequence;
+    if (sequence == end) return source;
+  }
+  return std::nullopt;
+}
+
 std::vector<ImagePlace> TokenFiles::images_of(int64_t sequence) const {
   PARKA_REQUIRE(images_.has_value());
   const Place place = find(sequence);

@@ -58,6 +58,9 @@ class TokenFiles {
   // Returns the number of targets. Throws as read() does, and Error(kBadInput) naming file and token if image slots
   // are not where the images are.
   int64_t read_example(int64_t sequence, const Example& out) const;
+  // The number of the first source in whose sequences no token is a target, which training cannot learn from. Reads
+  // each source up to its first target; throws as read_example() does.
+  std::optional<size_t> source_without_targets() const;
 
   // The images with slots in a sequence, in order, if rules() has images. Threads may read at the same time.
   std::vector<ImagePlace> images_of(int64_t sequence) const;

@@ -207,6 +207,7 @@ TEST_CASE("a loss mask leaves the marked targets", "[data][token_formats]") {
   CHECK((e.targets == std::vector<int32_t>{2, kIgnoreTarget, 4, kIgnoreTarget, 6, kIgnoreTarget}));
   CHECK(e.num_targets == 3);
   CHECK(example(files, 0).num_targets == 0);
+  CHECK(!files.source_without_targets());
 }
 
 TEST_CASE("documents are told apart by id, by mask and by index", "[data][token_formats]") {

@@ -17,6 +17,7 @@
 #include "engine/training/progress.h"
 #include "engine/training/speed.h"
 #include "kernels/ops/elementwise/cross_entropy.h"
+#include "tests/engine/checkpoint_fixture.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
 #include "tests/support/offload_plan.h"
@@ -221,13 +222,34 @@ TEST_CASE("a step without any target is one with a gradient of zero", "[engine][
     const TemporaryFolder folder;
     const auto device = make_cpu_device();
     Config config = tiny_config(folder.path().string(), recipe);
-    std::ofstream(config.data.train[0] + ".mask", std::ios::binary) << std::string(40 * kSequence, '\0');
+    std::ofstream(config.data.train[0] + ".mask", std::ios::binary)
+        << std::string(39 * kSequence, '\0') << std::string(kSequence, '\1');
+    config.data.shuffle = false;
     config.data.loss_mask = true;
     TrainingRun run(config, *device, alone());
     run.initialize();
     const StepReport report = *run.step();
     CHECK((report.applied && report.loss == 0 && report.grad_norm == 0 && report.num_targets == 0));
   }
+}
+
+TEST_CASE("data without any target is refused, also as one source of several", "[engine][training_run]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  Config config = tiny_config(folder.path().string(), "fp32");
+  const std::string first = config.data.train[0], second = folder / "second.npy";
+  write_tokens(second, 40 * kSequence);
+  // A sequence's first token is nobody's target.
+  std::ofstream(second + ".mask", std::ios::binary) << '\1' << std::string(40 * kSequence - 1, '\0');
+  std::ofstream(first + ".mask", std::ios::binary) << std::string(40 * kSequence, '\1');
+  config.data.loss_mask = true;
+  for (const auto& files : {std::vector{second}, std::vector{first, second}}) {
+    config.data.train = files;
+    const Error error = error_of([&] { TrainingRun(config, *device, alone()); });
+    CHECK((error.code() == ExitCode::kBadInput && mentions(error.what(), "none of 40 sequences of " + second)));
+  }
+  config.data.loss_mask = false;
+  TrainingRun(config, *device, alone());
 }
 
 TEST_CASE("a step without any target moves weights by decay and what moments are left", "[engine][training_run]") {

@@ -33,6 +33,16 @@ std::vector<std::string> check_resumable(const LoadedCheckpoint& checkpoint, con
       checkpoint.path(), fmt::join(differences.refused, "; "));
 }
 
+TokenFiles open_training_files(const Config& config) {
+  TokenFiles files = open_token_files(config.data.train, config);
+  if (!files.targets_vary()) return files;
+  if (const auto source = files.source_without_targets()) {
+    throw_bad_input("data.train: none of {} sequences of {} has a target; check the file, and the mask beside it",
+                    files.source_sequences()[*source], config.data.train[*source]);
+  }
+  return files;
+}
+
 }  // namespace
 
 TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& communicator)
@@ -40,7 +50,7 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
       device_(device),
       communicator_(communicator),
       zero_(zero_of(config, communicator.rank(), communicator.size())),
-      data_(open_token_files(config.data.train, config)),
+      data_(open_training_files(config)),
       data_fingerprint_(data_.fingerprint()),
       data_files_(describe_files(data_, config.data.checksum, communicator)),
       declared_(config, device.kind(), zero_),
