@@ -116,6 +116,12 @@ class ImageTasks(RunFolder):
         result = self.eval(model, "training.micro_batch_size=1")
         self.assert_exit(result, 2)
         self.assertIn("of id 306", result.stderr)
+        del header["images"]  # a task of text alone, whose contexts have slots all the same
+        requests.write_text("\n".join([json.dumps(header | {"version": 1}), *(
+            json.dumps({key: value for key, value in json.loads(line).items() if key != "images"}) for line in rest.splitlines())]))
+        result = self.eval(model)
+        self.assert_exit(result, 2)
+        self.assertIn("does not have 0 slots of 0 images", result.stderr)
         requests.write_text(first + "\n" + rest)
         pixels = Path(self.path("cat.requests.jsonl.pixels"))
         pixels.write_bytes(pixels.read_bytes()[:-1] + bytes([pixels.read_bytes()[-1] ^ 1]))

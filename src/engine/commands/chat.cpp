@@ -100,6 +100,7 @@ int run_chat(const GenerateOptions& options, const LoadedCheckpoint& checkpoint,
     conversation.add("user", text);
     const std::vector<int32_t> prompt = conversation.prompt();
     check_tokens("token of the chat", prompt, config.model.vocab_size);
+    check_without_slots(prompt, config.model.vision);
     std::string answer;
     const Continuation continuation =
         print_streaming(*device, run.model(), shape, prompt, generation, tokenizer, &answer);

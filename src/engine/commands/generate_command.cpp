@@ -105,6 +105,12 @@ void check_tokens(const char* what, const std::vector<int32_t>& tokens, int64_t 
   }
 }
 
+void check_without_slots(const std::vector<int32_t>& tokens, const VisionConfig& vision) {
+  if (!vision.exists() || std::ranges::count(tokens, vision.image_token) == 0) return;
+  throw_bad_input("the prompt's token {} is the slot of an image; give --image FILE with one --prompt",
+                  vision.image_token);
+}
+
 Continuation print_streaming(Device& device, Model& model, const CacheShape& shape,
                              const std::vector<int32_t>& prompt, const GenerationOptions& generation,
                              TextCodec& codec, std::string* shown) {
@@ -136,7 +142,10 @@ int run_generate(const GenerateOptions& options) {
   const std::optional<ImagePrompt> image_prompt = image_prompt_of(options, checkpoint, config, codec.get());
   const std::vector<std::vector<int32_t>> prompts =
       image_prompt ? std::vector<std::vector<int32_t>>{image_prompt->tokens} : prompts_of(options, codec.get());
-  for (const std::vector<int32_t>& prompt : prompts) check_tokens("prompt token", prompt, config.model.vocab_size);
+  for (const std::vector<int32_t>& prompt : prompts) {
+    check_tokens("prompt token", prompt, config.model.vocab_size);
+    if (!image_prompt) check_without_slots(prompt, config.model.vision);
+  }
   GenerationOptions generation{options.sampling, options.num_tokens, options.stop_tokens};
   if (codec) {
     generation.stop_tokens.insert(generation.stop_tokens.end(), codec->stop_tokens().begin(),

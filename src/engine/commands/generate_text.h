@@ -18,6 +18,10 @@ std::optional<std::string> tokenizer_folder(const GenerateOptions& options, cons
 // Throws Error(kBadInput), which calls the tokens `what`, if one is not of the vocabulary.
 void check_tokens(const char* what, const std::vector<int32_t>& tokens, int64_t vocab_size);
 
+// Throws Error(kBadInput) if one is the slot of an image, for a prompt without images: the row that a model with
+// `vision` has there is an image's, and its embedding was never trained.
+void check_without_slots(const std::vector<int32_t>& tokens, const VisionConfig& vision);
+
 // Prints the text of a continuation while it is drawn, and a line end. Adds the text to `shown`, if given.
 Continuation print_streaming(Device& device, Model& model, const CacheShape& shape,
                              const std::vector<int32_t>& prompt, const GenerationOptions& generation,

@@ -102,11 +102,11 @@ std::vector<TaskImage> read_images(const LineReader& reader, const EvalTask& tas
   return images;
 }
 
-// Slots where images are, and nowhere else.
-void check_slots(const LineReader& reader, const EvalTask& task, const TaskDocument& document) {
-  if (!task.images.any()) return;
-  const auto slots_in = [&](const std::vector<int32_t>& ids) { return std::ranges::count(ids, task.images.token); };
-  const auto wanted = static_cast<int64_t>(document.images.size()) * task.images.slots;
+// Slots where images are, and nowhere else; `rules` of the model. Text without images has none.
+void check_slots(const LineReader& reader, const ImageRules& rules, const TaskDocument& document) {
+  if (!rules.any()) return;
+  const auto slots_in = [&](const std::vector<int32_t>& ids) { return std::ranges::count(ids, rules.token); };
+  const auto wanted = static_cast<int64_t>(document.images.size()) * rules.slots;
   for (const TaskChoice& choice : document.choices) {
     if (slots_in(choice.context) != wanted || slots_in(choice.continuation) != 0 || slots_in(choice.domain) != 0) {
       reader.fail(fmt::format("a choice does not have {} slots of {} images, in its context alone", wanted,
@@ -115,8 +115,8 @@ void check_slots(const LineReader& reader, const EvalTask& task, const TaskDocum
   }
 }
 
-TaskDocument read_document(const LineReader& reader, const EvalTask& task, int64_t vocab_size,
-                           int64_t sequence_length) {
+TaskDocument read_document(const LineReader& reader, const EvalTask& task, const ImageRules& rules,
+                           int64_t vocab_size, int64_t sequence_length) {
   const TaskMetric metric = task.metric;
   TaskDocument document;
   const json& choices = reader.member(reader.line(), "choices");
@@ -141,7 +141,7 @@ TaskDocument read_document(const LineReader& reader, const EvalTask& task, int64
   }
   document.label = reader.integer(reader.line(), "label", 0, static_cast<int64_t>(choices.size()) - 1);
   document.images = read_images(reader, task);
-  check_slots(reader, task, document);
+  check_slots(reader, rules, document);
   return document;
 }
 
@@ -209,7 +209,7 @@ EvalTask read_requests(const std::string& path, int64_t vocab_size, int64_t sequ
     if (number == 0) {
       read_header(reader, images, task);
     } else {
-      task.documents.push_back(read_document(reader, task, vocab_size, sequence_length));
+      task.documents.push_back(read_document(reader, task, images, vocab_size, sequence_length));
     }
   }
   if (task.documents.empty()) {
