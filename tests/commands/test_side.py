@@ -48,6 +48,9 @@ class SideNetworks(RunFolder):
         refused = parka("export", f"{self.folder}/run", "--out", out)
         self.assertEqual(refused.returncode, 2)
         self.assertIn("--adapter", refused.stderr)
+        refused = parka("export", f"{self.folder}/run", "--out", out, "--adapter", "--family", "llama")
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("leave --family and --like out", refused.stderr)
         self.run_ok("export", f"{self.folder}/run", "--out", out, "--adapter")
         with open(os.path.join(out, "side_config.json"), encoding="utf-8") as file:
             config = json.load(file)

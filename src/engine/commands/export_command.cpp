@@ -58,7 +58,11 @@ class Exporter {
         table_(make_parameter_table(config_.model, false)),
         weights_(checkpoint_, table_.all, lora_adapters(config_)) {
     if (config_.finetune.method == FinetuneMethod::kQst) {
-      if (options.adapter) return;
+      if (options.adapter && options.family.empty() && options.like.empty()) return;
+      if (options.adapter) {
+        throw_bad_input("{}: a side network is written as Parka has it; leave --family and --like out",
+                        checkpoint_.path());
+      }
       throw_bad_input(
           "{}: has a side network, which is nothing that could be added to the weights; `parka export --adapter` writes it "
           "alone, and its base, a checkpoint of its own, is exported as ever",
