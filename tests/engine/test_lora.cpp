@@ -84,6 +84,18 @@ TEST_CASE("adapters are the same at every ZeRO stage, and with released gradient
   }
 }
 
+TEST_CASE("adapters beside weights that began at random are no start for others", "[engine][lora]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  const Config config = with_adapters(base_config(folder, "fp32"));
+  TrainingRun run(config, *device, alone());
+  run.initialize();
+  const LoadedCheckpoint whole = save(run, config.checkpoint.folder);
+  TrainingRun next(config, *device, alone());
+  CHECK(refusal([&] { next.initialize_from(whole); }).find("had no checkpoint.init_from itself: `parka export`") !=
+        std::string::npos);
+}
+
 TEST_CASE("a checkpoint of adapters holds them alone, and goes on beside its base", "[engine][lora]") {
   for (const char* recipe : {"fp32", "parka"}) {
     CAPTURE(recipe);

@@ -195,8 +195,16 @@ void TrainingRun::check_without_side(const LoadedCheckpoint& checkpoint, Finetun
 }
 
 void TrainingRun::check_same_added(const LoadedCheckpoint& checkpoint, const FinetuneConfig& saved) const {
-  if (config_.finetune.method == FinetuneMethod::kQst) {
-    if (has_base(checkpoint) && config_.finetune.side_rules() == saved.side_rules()) return;
+  const bool is_qst = config_.finetune.method == FinetuneMethod::kQst;
+  if (!has_base(checkpoint)) {
+    throw_bad_input(
+        "{}: checkpoint.init_from has {} beside weights that began at random, as its run had no checkpoint.init_from "
+        "itself: {}",
+        checkpoint.path(), is_qst ? "a side network" : "adapters",
+        is_qst ? "go on with that run" : "`parka export` it, import the result and start from that");
+  }
+  if (is_qst) {
+    if (config_.finetune.side_rules() == saved.side_rules()) return;
     throw_bad_input(
         "{}: checkpoint.init_from has a side network of its own: go on with it, with its finetune.reduction, downsample, "
         "rank, side_head_dim, mix and kept; or start from its base",
@@ -207,8 +215,7 @@ void TrainingRun::check_same_added(const LoadedCheckpoint& checkpoint, const Fin
     std::ranges::sort(targets);
     return targets;
   };
-  if (!has_base(checkpoint) || ours.rank != theirs.rank || ours.scale != theirs.scale ||
-      sorted(ours.targets) != sorted(theirs.targets)) {
+  if (ours.rank != theirs.rank || ours.scale != theirs.scale || sorted(ours.targets) != sorted(theirs.targets)) {
     throw_bad_input(
         "{}: checkpoint.init_from has adapters of its own: go on with these, with its finetune.rank, alpha, rslora and "
         "targets; or, for others, `parka export` it, import the result and start from that",
