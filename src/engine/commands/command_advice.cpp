@@ -46,7 +46,7 @@ std::string nearest_option(const CLI::App& command, const std::string& word) {
   const ConfigTable table = make_config_table(config);
   if (command.get_option_no_throw("--set") != nullptr) {
     for (const ConfigField& field : table.fields) {
-      names.push_back(field.path.substr(field.path.rfind('.') + 1));
+      names.emplace_back(key_of(field.path));
       shown.push_back(fmt::format("--{}=VALUE", field.path));
     }
   }

@@ -23,7 +23,6 @@ using nlohmann::ordered_json;
 constexpr std::string_view kCommandLine = "command line";
 constexpr std::string_view kSchemaKey = "$schema";  // for editors
 
-std::string_view last_part(std::string_view path) { return path.substr(path.rfind('.') + 1); }
 // What to say about a key that does not exist: the nearest one that does, where being in another section counts
 // like one wrong letter; or what its section has, if nothing is near.
 std::string unknown_key(const ConfigTable& table, const std::string& path) {
@@ -32,13 +31,13 @@ std::string unknown_key(const ConfigTable& table, const std::string& path) {
     return fmt::format("{}: unknown key; {} is not a section", printable(path), parent);
   if (!parent.empty() && !table.has_section(parent)) return unknown_key(table, parent);
 
-  const std::string_view key = last_part(path);
+  const std::string_view key = key_of(path);
   std::string nearest, siblings;
   int smallest = plausible_distance(key) + 1;
   const auto consider = [&](const std::string& candidate) {
     const bool same_section = section_of(candidate) == parent;
-    if (same_section) siblings += fmt::format(" {}", last_part(candidate));
-    const int distance = name_distance(key, last_part(candidate)) + (same_section ? 0 : 1);
+    if (same_section) siblings += fmt::format(" {}", key_of(candidate));
+    const int distance = name_distance(key, key_of(candidate)) + (same_section ? 0 : 1);
     if (distance >= smallest) return;
     smallest = distance;
     nearest = candidate;
@@ -165,7 +164,7 @@ std::string apply_override(json& root, const ConfigTable& table, const std::stri
     }
     section = &child;
   }
-  (*section)[std::string(last_part(path))] = override_value(*field, assignment.substr(equals + 1));
+  (*section)[std::string(key_of(path))] = override_value(*field, assignment.substr(equals + 1));
   return path;
 }
 
@@ -191,7 +190,7 @@ void make_room_for_recipe(json& root, const ConfigTable& table, const std::vecto
     fields.push_back(&field);
   }
   for (const ConfigField* field : fields) {
-    root[std::string(section_of(field->path))].erase(std::string(last_part(field->path)));
+    root[std::string(section_of(field->path))].erase(std::string(key_of(field->path)));
   }
 }
 

@@ -71,8 +71,7 @@ Config recipe_config(Recipe recipe) {
 ordered_json& schema_node(ordered_json& root, std::string_view path) {
   if (path.empty()) return root;
   ordered_json& parent = schema_node(root, section_of(path));
-  const size_t dot = path.rfind('.');
-  return parent["properties"][std::string(dot == std::string_view::npos ? path : path.substr(dot + 1))];
+  return parent["properties"][std::string(key_of(path))];
 }
 
 ordered_json closed_object(std::string_view description) {

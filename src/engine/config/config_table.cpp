@@ -310,6 +310,8 @@ std::string_view section_of(std::string_view path) {
   return dot == std::string_view::npos ? std::string_view() : path.substr(0, dot);
 }
 
+std::string_view key_of(std::string_view path) { return path.substr(path.rfind('.') + 1); }
+
 std::string describe_json(const json& value) {
   switch (value.type()) {
     case json::value_t::null: return "null";

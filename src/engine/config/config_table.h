@@ -67,6 +67,8 @@ struct ConfigTable {
 // The section that a field or a section lies in: "optimizer.schedule" of "optimizer.schedule.kind"; empty for
 // "seed".
 std::string_view section_of(std::string_view path);
+// Its last part: "lr" of "optimizer.lr".
+std::string_view key_of(std::string_view path);
 
 // The table of `config`, which must outlive it.
 ConfigTable make_config_table(Config& config);

@@ -425,7 +425,7 @@ void check_keys_of_method(const Config& c) {
   const ConfigTable given = make_config_table(own), standard = make_config_table(defaults);
   for (const ConfigField& field : given.fields) {
     if (section_of(field.path) != "finetune") continue;
-    const std::string key = field.path.substr(field.path.rfind('.') + 1);
+    const std::string key(key_of(field.path));
     if (is_used_by(c.finetune.method, key) || get_field(field) == get_field(*standard.find(field.path))) continue;
     throw_bad_input("{} has no meaning with finetune.method = {}; remove it, or change the method", field.path,
                     name_of(c.finetune.method));
