@@ -121,11 +121,13 @@ inline void store_as_coat(const float* x, int64_t count, float* stored) {
 
 // Pairs of formats beside those of kStoredFormats.
 struct OtherPair {
-  enum Which : uint8_t { kCoat, kTensorScales, kCount };
+  enum Which : uint8_t { kCoat, kTensorScales, kFirstAlone, kCount };
   static constexpr std::array<const char*, kCount> kNames = {
-      "E4M3 expanded by COAT's rules, both", "m in E4M3, v in fp16, each with one scale per parameter (FP8-LM)"};
+      "E4M3 expanded by COAT's rules, both", "m in E4M3, v in fp16, each with one scale per parameter (FP8-LM)",
+      "m in E4M3, v in bf16 (optimizer.exp_avg_sq_format)"};
 };
 
+// Not of kFirstAlone, whose first moment is that of kStoredFormats.
 inline std::vector<float> stored_in_pair(OtherPair::Which pair, const std::vector<float>& values, bool is_second) {
   const auto N = static_cast<int64_t>(values.size());
   std::vector<float> stored(values.size());
@@ -181,10 +183,14 @@ inline UpdateErrors update_errors(Device& device, std::vector<float>& m, std::ve
     second[f] = stored_and_read(device, v, kStoredFormats[f], true);
   }
   std::array<std::vector<float>, OtherPair::kCount> other_first, other_second;
-  for (uint8_t pair = 0; pair < OtherPair::kCount; ++pair) {
+  for (const uint8_t pair : {OtherPair::kCoat, OtherPair::kTensorScales}) {
     other_first[pair] = stored_in_pair(OtherPair::Which{pair}, m, false);
     other_second[pair] = stored_in_pair(OtherPair::Which{pair}, v, true);
   }
+  other_first[OtherPair::kFirstAlone] = first[kPlainE4M3];
+  other_second[OtherPair::kFirstAlone].resize(v.size());
+  std::ranges::transform(v, other_second[OtherPair::kFirstAlone].begin(),
+                         [](float x) { return decode_bf16(encode_bf16(x)); });
   for (size_t n = 0; n < m.size(); ++n) {
     if (v[n] == 0) {
       ++errors.left_out;

@@ -46,12 +46,13 @@ std::vector<T> download(Device& device, const TensorView& source) {
 constexpr int64_t kNumStepScalars = 3;     // beside the squares of every parameter: their sum, loss, coefficient
 constexpr int64_t kNumReleaseScalars = 3;  // squares of the step before, own loss, squares of a unit
 
-DType state_dtype(StateFormat states, DType float8_format) {
+// `format`: that of the moment where states are FP8.
+DType state_dtype(StateFormat states, DType format) {
   switch (states) {
     case StateFormat::kFp32: return DType::kF32;
     case StateFormat::kBf16: return DType::kBF16;
     case StateFormat::kFp8:
-    case StateFormat::kFp8Expanded: return float8_format;
+    case StateFormat::kFp8Expanded: return format;
   }
   throw_internal("unknown state format {}", static_cast<int>(states));
 }
@@ -63,7 +64,8 @@ void check_config(const OptimizerConfig& config, DType compute) {
   }
   PARKA_REQUIRE(compute == DType::kF32 || compute == DType::kBF16);
   PARKA_REQUIRE(config.gradient == DType::kF32 || config.gradient == DType::kBF16);
-  PARKA_REQUIRE(is_float8(config.exp_avg_format) && is_float8(config.exp_avg_sq_format));
+  PARKA_REQUIRE(is_float8(config.exp_avg_format));
+  PARKA_REQUIRE(is_float8(config.exp_avg_sq_format) || config.exp_avg_sq_format == DType::kBF16);
 }
 
 }  // namespace
@@ -173,15 +175,17 @@ size_t Optimizer::num_stream_buffers() const {
 }
 
 Optimizer::MomentIds Optimizer::declare_moment(const ParameterInfo& parameter, const std::string& name,
-                                               DType float8_format, MemoryPlan& plan) const {
+                                               DType format, MemoryPlan& plan) const {
   const auto add = [&](const std::string& suffix, DType dtype, int64_t count) {
     return plan.add(kStateCategory, parameter.name + name + suffix, dtype, {count}, kAllPhases,
                     state_place(parameter));
   };
   const int64_t numel = zero_.shard.piece(parameter.numel()), groups = ceil_div(numel, kMomentGroup);
   MomentIds ids;
-  ids.values = add("", state_dtype(config_.states, float8_format), numel);
-  if (is_float8(config_.states)) ids.amax = add(".amax", DType::kF32, groups);
+  const DType dtype = state_dtype(config_.states, format);
+  ids.values = add("", dtype, numel);
+  if (!is_float8(dtype)) return ids;
+  ids.amax = add(".amax", DType::kF32, groups);
   if (config_.states == StateFormat::kFp8Expanded) ids.exponent = add(".exponent", DType::kU8, groups);
   return ids;
 }

@@ -199,7 +199,7 @@ class Optimizer {
   size_t buffer_of(const ParameterInfo& parameter) const {
     return gradient_buffer_of(parameter, releases_gradients() && is_alone_ ? 1 : 2);
   }
-  MomentIds declare_moment(const ParameterInfo& parameter, const std::string& name, DType float8_format,
+  MomentIds declare_moment(const ParameterInfo& parameter, const std::string& name, DType format,
                            MemoryPlan& plan) const;
   void declare_gradients(MemoryPlan& plan);
   void declare_gradient_buffers(MemoryPlan& plan);

@@ -54,7 +54,7 @@ struct OptimizerConfig {
   double clip_warmup_factor = 10.0;
   StateFormat states = StateFormat::kFp32;
   DType exp_avg_format = DType::kE4M3;
-  DType exp_avg_sq_format = DType::kE4M3;
+  DType exp_avg_sq_format = DType::kE4M3;  // or kE5M2, kBF16
   MasterForm master = MasterForm::kFp32;
   bool offload = false;
   DType gradient = DType::kF32;
@@ -84,8 +84,9 @@ struct OptimizerConfig {
     visit("states", states, "Format of the moments: fp32, bf16, fp8, or fp8_expanded (dynamic range expansion)");
     visit("exp_avg_format", exp_avg_format, "FP8 format of the first moment, for states = fp8 or fp8_expanded",
           one_of(DType::kE4M3, DType::kE5M2));
-    visit("exp_avg_sq_format", exp_avg_sq_format, "FP8 format of the second moment, likewise",
-          one_of(DType::kE4M3, DType::kE5M2));
+    visit("exp_avg_sq_format", exp_avg_sq_format,
+          "Format of the second moment, likewise; bf16: the first moment alone is FP8, as in FP8-LM",
+          one_of(DType::kE4M3, DType::kE5M2, DType::kBF16));
     visit("master", master,
           "Master weights: fp32, fp32_split (same bits in less memory), fp24_split (24 bits), bf16_sr (stochastic "
           "rounding), or none (if and only if precision.compute = fp32)");

@@ -379,4 +379,11 @@ TEST_CASE("quartiles of k are those of the groups", "[engine][telemetry]") {
   CHECK(embedding["exp_avg"]["amax"].dump() == R"({"min":[0.5],"max":[2.0]})");
   CHECK(embedding["exp_avg_sq"]["k"]["median"].dump() == "[null]");
   CHECK(embedding["exp_avg_sq"]["amax"].dump() == R"({"min":[0.0],"max":[0.0]})");
+
+  // Of first moments alone, where second ones are bf16.
+  report.moments.resize(table.all.size());
+  const nlohmann::ordered_json of_first = telemetry_records(report, 7, table).at(0);
+  CHECK(of_first["parameters"].size() == record["parameters"].size());
+  CHECK(of_first["parameters"]["embedding"]["exp_avg"] == embedding["exp_avg"]);
+  for (const auto& parameter : of_first["parameters"]) CHECK(!parameter.contains("exp_avg_sq"));
 }

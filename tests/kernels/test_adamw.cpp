@@ -10,7 +10,7 @@ using namespace parka::test;
 
 namespace {
 
-// Every master form with fp32 and bf16 moments, and both kinds of fp8 moments.
+// Every master form with fp32 and bf16 moments, both kinds of fp8 moments, and an fp8 one beside a bf16 one.
 std::vector<Storage> all_storages() {
   std::vector<Storage> storages;
   for (MasterForm master : kMasterForms) {
@@ -18,6 +18,7 @@ std::vector<Storage> all_storages() {
     storages.push_back({master, {DType::kBF16}, {DType::kBF16}, DType::kBF16});
     storages.push_back({master, {DType::kE4M3, false}, {DType::kE4M3, false}});
     storages.push_back({master, {DType::kE4M3, true}, {DType::kE5M2, true}, DType::kBF16});
+    storages.push_back({master, {DType::kE4M3, false}, {DType::kBF16}});
   }
   return storages;
 }
@@ -31,7 +32,9 @@ std::vector<Storage> storages_of_all_kernels() {
       {{DType::kE4M3, false}, {DType::kE4M3, false}},
       {{DType::kE4M3, true}, {DType::kE4M3, true}},
       {{DType::kE5M2, true}, {DType::kE5M2, true}},
-      {{DType::kE4M3, true}, {DType::kE5M2, true}}};
+      {{DType::kE4M3, true}, {DType::kE5M2, true}},
+      {{DType::kE4M3, false}, {DType::kBF16}},
+      {{DType::kE5M2, true}, {DType::kBF16}}};
   std::vector<Storage> storages;
   for (const MasterForm master : kMasterForms) {
     for (const DType gradient : {DType::kF32, DType::kBF16}) {

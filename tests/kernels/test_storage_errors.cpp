@@ -89,6 +89,16 @@ TEST_CASE("errors of the update are those of a computation by hand", "[bench]") 
     }
   }
   CHECK(errors.gain() > 2);
+  // A second moment in bf16 is off by 2^-9 at most: nearly all of the error is the first one's.
+  const std::vector<float> plain = stored_and_read(device, m, kStoredFormats[kPlainE4M3], false);
+  double of_first = 0;
+  for (size_t n = kUnused + 7; n < m.size(); ++n) {
+    const double error = (double{plain[n]} - m[n]) / (std::sqrt(double{v[n]}) + kEps);
+    of_first += error * error / static_cast<double>(errors.counted);
+  }
+  CHECK(errors.mse(OtherPair::kFirstAlone) != of_first);
+  CHECK(std::abs(errors.mse(OtherPair::kFirstAlone) - of_first) < 0.01 * of_first);
+  CHECK(errors.mse(OtherPair::kFirstAlone) < errors.mse(kPlainE4M3, kPlainE4M3));
   UpdateErrors twice = errors;
   twice.add(errors);
   CHECK(twice.counted == 2 * errors.counted);

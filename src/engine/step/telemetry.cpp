@@ -16,8 +16,6 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr int64_t kMomentsPerParameter = 2;
-
 // As a record should show it: more digits would be noise and only make lines long. What is not finite becomes null.
 double rounded(double x) { return std::isfinite(x) ? std::stod(fmt::format("{:.5g}", x)) : x; }
 
@@ -113,10 +111,11 @@ std::vector<ordered_json> telemetry_records(const TelemetryReport& report, int64
     if (!record.empty()) tensors[std::string(name)] = std::move(record);
   }
   const std::vector<int> trained = table.trained();
+  const size_t of_each = report.moments.size() / trained.size();
   for (size_t i = 0; i < report.moments.size(); ++i) {
-    const auto parameter = static_cast<size_t>(trained[i / kMomentsPerParameter]);
+    const auto parameter = static_cast<size_t>(trained[i / of_each]);
     const std::string kind(kind_of(table.all[parameter].name));
-    add_moment(report.moments[i], moments[kind][i % kMomentsPerParameter == 0 ? "exp_avg" : "exp_avg_sq"]);
+    add_moment(report.moments[i], moments[kind][i % of_each == 0 ? "exp_avg" : "exp_avg_sq"]);
   }
   std::vector<ordered_json> records;
   if (!tensors.empty()) {
@@ -164,7 +163,8 @@ Telemetry::Telemetry(const Config& config, Model& model, MemoryPlan& plan)
       trained_(model.parameters().trained()) {
   model.declare_telemetry(plan);
   if (config.optimizer.states != StateFormat::kFp8Expanded) return;
-  const int64_t moments = kMomentsPerParameter * static_cast<int64_t>(trained_.size());
+  const int64_t of_each = is_float8(config.optimizer.exp_avg_sq_format) ? 2 : 1;
+  const int64_t moments = of_each * static_cast<int64_t>(trained_.size());
   counts_id_ = plan.add("telemetry", "moment_exponents", DType::kI32, {moments, kNumMomentExponents});
   amax_id_ = plan.add("telemetry", "moment_amax", DType::kF32, {moments, 2});
 }
@@ -188,9 +188,10 @@ PendingTelemetry Telemetry::queue(Device& device, const Model& model, const Opti
   if (counts_.empty()) return {std::move(report), read(tensors), read(attention), nullptr, nullptr};
 
   report.moments.resize(static_cast<size_t>(counts_.dim[0]));
+  const int64_t of_each = counts_.dim[0] / static_cast<int64_t>(trained_.size());
   for (int64_t i = 0; i < counts_.dim[0]; ++i) {
-    const auto parameter = static_cast<size_t>(trained_[static_cast<size_t>(i / kMomentsPerParameter)]);
-    const bool is_first = i % kMomentsPerParameter == 0;
+    const auto parameter = static_cast<size_t>(trained_[static_cast<size_t>(i / of_each)]);
+    const bool is_first = i % of_each == 0;
     moment_statistics(device, {.moment = is_first ? optimizer.exp_avg(parameter) : optimizer.exp_avg_sq(parameter),
                                .counts = counts_.rows(i, 1).reshaped({kNumMomentExponents}),
                                .amax = amax_.rows(i, 1).reshaped({2})});

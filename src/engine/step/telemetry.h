@@ -27,7 +27,7 @@ struct TelemetryReport {
   std::vector<QuantizationTotals>
       tensors;                             // [blocks][kNumQuantizedTensors], no elements where not in FP8; or empty
   std::vector<AttentionTotals> attention;  // [blocks]
-  std::vector<Moment> moments;             // [trained parameters][first, second]; empty without range expansion
+  std::vector<Moment> moments;             // [trained parameters][those with range expansion: first, second]
 };
 
 // How far the gradients of the scores of a row of a block's attention are from adding up to zero, relative to the

@@ -36,10 +36,10 @@ struct Tensors {
   }
 };
 
-// With plain moments.
+// With moments of any kind, one after the other.
 template <bool kWhole, typename Tensors, typename Part>
-__device__ void step_plain(const Tensors& t, const Part& part, float grad_scale, const UpdateConstants& c,
-                           typename Tensors::LargestWeight& largest) {
+__device__ void step_in_turn(const Tensors& t, const Part& part, float grad_scale, const UpdateConstants& c,
+                             typename Tensors::LargestWeight& largest) {
   PartValues<Part> g, w, m, v;
   to_floats(t.gradient.template load<kWhole>(part), g);
   to_floats(t.weights.template load<kWhole>(part), w);
@@ -173,13 +173,13 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads)
     tensors.move(first);
     if (!changes) {
       largest.raise_to(load_part<whole.value>(tensors.weights.weight_N, part));
-    } else if constexpr (kIsFp8Moment<decltype(Tensors::exp_avg)>) {
+    } else if constexpr (kIsFp8Moment<decltype(Tensors::exp_avg)> && kIsFp8Moment<decltype(Tensors::exp_avg_sq)>) {
       const RootTable& roots = kRootTable<typename decltype(Tensors::exp_avg)::Format>;
       const RootTable& roots_sq = kRootTable<typename decltype(Tensors::exp_avg_sq)::Format>;
       const auto elements = load_elements<whole.value>(tensors, part);
       step_fp8<whole.value>(tensors, part, roots, roots_sq, scale, constants, elements, largest, [] {});
     } else {
-      step_plain<whole.value>(tensors, part, scale, constants, largest);
+      step_in_turn<whole.value>(tensors, part, scale, constants, largest);
     }
   });
   raise_weight_amax<Part::kThreads>(weight_amax, largest);
@@ -491,11 +491,21 @@ void with_fast_tensors(const AdamwStep& a, const F& f) {
   });
 }
 
+// Calls f with the device form of a second moment beside an fp8 first one.
+template <typename F>
+void with_second_moment(const MomentView& moment, const F& f) {
+  if (is_float8(moment.values.dtype)) {
+    with_fp8_moment<SmallPart, true>(moment, f);
+  } else {
+    f(PlainMoment<BFloat16, SmallPart>{moment.values.as<BFloat16>()});
+  }
+}
+
 // What the fast step leaves: the elements behind `num_fast`, the last ones of a tensor, or all where it cannot be.
 void step_rest(CudaDevice& device, const AdamwStep& a, int64_t num_fast) {
   with_weights(a, [&](auto weights) {
     with_fp8_moment<SmallPart, false>(a.exp_avg, [&](auto exp_avg) {
-      with_fp8_moment<SmallPart, true>(a.exp_avg_sq, [&](auto exp_avg_sq) {
+      with_second_moment(a.exp_avg_sq, [&](auto exp_avg_sq) {
         launch_step(device, a, Tensors{weights, AnyGradient(a.gradient), exp_avg, exp_avg_sq}, num_fast);
       });
     });
@@ -546,10 +556,11 @@ void fast_steps(CudaDevice& device, const std::vector<const AdamwStep*>& steps) 
 
 }  // namespace
 
-// Both moments are plain, or both are fp8: there is no kernel for one of each, and no config asks for it.
+// Both moments are plain, or the first is fp8 and the second fp8 or bf16: no config asks for others.
 void adamw_step(Device& device, const AdamwStep& a) {
   const bool is_fp8 = is_float8(a.exp_avg.values.dtype);
-  PARKA_REQUIRE(is_float8(a.exp_avg_sq.values.dtype) == is_fp8);
+  PARKA_REQUIRE(is_float8(a.exp_avg_sq.values.dtype) ? is_fp8
+                                                     : !is_fp8 || a.exp_avg_sq.values.dtype == DType::kBF16);
   if (is_fp8) {
     step_with_fp8_moments(as_cuda(device), a);
   } else {
