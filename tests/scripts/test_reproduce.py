@@ -140,7 +140,7 @@ class Reproduce(unittest.TestCase):
             with self.subTest(which):
                 printed = run("paper_memory.py", which)
                 self.assertEqual(printed.returncode, 0, printed.stderr)
-                self.assertEqual(len(table(printed.stdout)), 8 if which == "figure1" else 7)
+                self.assertEqual(len(table(printed.stdout)), 9 if which == "figure1" else 7)
                 self.assertIn(printed.stdout, page)
         self.assertNotEqual(run("paper_memory.py", "table3").returncode, 0)
         refused = run("paper_memory.py", "table2", PARKA="/bin/false")
