@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""How much faster whole steps are with one program or setting than with another: `parka bench` of both in turns on the same
+GPUs, because cards of one kind differ by several per cent.
+
+    scripts/reproduce/speed_ratio.py CONFIG OUT --old PROGRAM              two programs
+    scripts/reproduce/speed_ratio.py CONFIG OUT --new-set KEY=VALUE        one program, two settings
+
+First each tunes its matrix products on this card for --tune seconds, unless that is 0. Then come --turns turns of the old and
+the new one. What is printed are their speeds and the ratio in each turn; what counts is the median ratio. OUT gets what every
+bench has measured, the tuning files, and speed_ratio.json. What is there already is not measured again: after an interruption
+the same command continues.
+"""
+import dataclasses
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from measured_runs import ScriptParser, at_least, error_line, fail, options_of, positive, run_main
+
+COMMAND = "command.txt"
+
+
+def read_arguments():
+    parser = ScriptParser(__doc__)
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="of both, unless --old-config names another")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder for what is measured")
+    parser.add_argument("--parka", type=Path, default=Path("build/cuda/parka"), metavar="PROGRAM", help="the new one (default %(default)s)")
+    parser.add_argument("--old", type=Path, metavar="PROGRAM", help="the old one (default: that of --parka)")
+    parser.add_argument("--old-config", type=Path, metavar="CONFIG", help="where the old program does not know the other")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for both, as for parka bench")
+    parser.add_argument("--old-set", action="append", default=[], metavar="KEY=VALUE", help="for the old one alone")
+    parser.add_argument("--new-set", action="append", default=[], metavar="KEY=VALUE", help="for the new one alone")
+    parser.add_argument("--gpus", type=positive, default=1, metavar="N", help="one rank on each of N (default %(default)s)")
+    parser.add_argument("--steps", type=positive, default=4, help="timed in each turn (default %(default)s)")
+    parser.add_argument("--turns", type=positive, default=2, help="of both (default %(default)s)")
+    parser.add_argument("--tune", type=at_least(0), default=15, metavar="SECONDS", help="of each; 0: do not (default %(default)s)")
+    return parser.parse_args()
+
+
+@dataclasses.dataclass
+class Side:
+    """One of the two that are compared."""
+    name: str
+    program: Path
+    config: Path
+    sets: list
+    out: Path
+
+    def run(self, command, what, *options):
+        """Writes what `parka COMMAND` prints to OUT/WHAT.txt."""
+        log = self.out / f"{what}.txt"
+        words = [str(self.program.absolute()), command, str(self.config), *options_of(self.sets), *options]
+        print(shlex.join(words), file=sys.stderr, flush=True)
+        try:
+            with open(log, "w", encoding="utf-8") as file:
+                result = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, check=False)
+        except OSError as error:
+            fail(f"{self.program}: {error.strerror}; give the program parka")
+        if result.returncode != 0:
+            fail(f"parka {command} ended with {result.returncode}: {error_line(log.read_text(encoding='utf-8'))} ({log})", 1)
+
+    def tune(self, seconds):
+        tuning = self.out / f"{self.name}.tuning.json"
+        if not tuning.exists():
+            self.run("tune", f"{self.name}.tuning", "--set", "device.gemm_tuning=off", "--seconds", str(seconds), "--output", str(tuning))
+        self.sets = [*self.sets, f"device.gemm_tuning={tuning}"]  # the last of several counts
+
+    def bench(self, turn, steps, gpus):
+        """What was measured, as `parka bench --json` writes it."""
+        name = f"{self.name}.{turn}"
+        result = self.out / f"{name}.json"
+        if not result.exists():
+            partial = self.out / f"{name}.partial"
+            several = ["--gpus", str(gpus)] if gpus > 1 else []
+            self.run("bench", name, *several, "--steps", str(steps), "--json", str(partial))
+            partial.rename(result)
+        return json.loads(result.read_text(encoding="utf-8"))
+
+
+def check_same_command(arguments):
+    """What is in OUT must come from the same comparison."""
+    asked = {key: value for key, value in vars(arguments).items() if key not in ("out", "turns")}
+    text = "".join(f"{key}: {value}\n" for key, value in asked.items())
+    path = arguments.out / COMMAND
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        fail(f"{arguments.out} has another comparison ({path}); give another folder")
+    path.write_text(text, encoding="utf-8")
+
+
+def medians(benches):
+    return {"tokens_per_second": statistics.median(bench["tokens_per_second"] for bench in benches),
+            "step_seconds": [seconds for bench in benches for seconds in bench["step_seconds"]],
+            "planned_bytes": benches[0]["planned_bytes"],
+            "joules_per_token": [bench.get("power", {}).get("joules_per_token") for bench in benches]}
+
+
+def main():
+    arguments = read_arguments()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    check_same_command(arguments)
+    shared = ["training.eval_interval=0", *arguments.set]
+    old = Side("old", arguments.old or arguments.parka, arguments.old_config or arguments.config, shared + arguments.old_set, arguments.out)
+    new = Side("new", arguments.parka, arguments.config, shared + arguments.new_set, arguments.out)
+    if arguments.tune > 0:
+        for side in (old, new):
+            side.tune(arguments.tune)
+    turns = [[side.bench(turn, arguments.steps, arguments.gpus) for side in (old, new)] for turn in range(1, arguments.turns + 1)]
+    devices = {bench["device"] for turn in turns for bench in turn}
+    if len(devices) > 1:
+        fail(f"{arguments.out} has benches of {' and of '.join(sorted(devices))}; give another folder", 1)
+    ratios = [after["tokens_per_second"] / before["tokens_per_second"] for before, after in turns]
+    report = {"device": devices.pop(), "ratio": statistics.median(ratios), "ratios": ratios,
+              "old": medians([before for before, _ in turns]), "new": medians([after for _, after in turns])}
+    (arguments.out / "speed_ratio.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print("| turn | old, tokens/s | new, tokens/s | ratio |\n|---|---|---|---|")
+    for turn, ((before, after), ratio) in enumerate(zip(turns, ratios), 1):
+        print(f"| {turn} | {before['tokens_per_second']:,.0f} | {after['tokens_per_second']:,.0f} | {ratio:.4f} |")
+    print(f"\n{report['device']}: {report['ratio']:.4f} ({min(ratios):.4f} to {max(ratios):.4f})")
+
+
+if __name__ == "__main__":
+    run_main(main)
