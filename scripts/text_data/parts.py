@@ -14,13 +14,14 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -302,16 +303,18 @@ def make_here(maker, groups: list[list], missing: list[int], _: int) -> Iterator
 def make_in_workers(maker, groups: list[list], missing: list[int], workers: int) -> Iterator[int]:
     """The same in several processes."""
     progress = maker.progress
-    arguments = (type(maker), maker.settings, maker.folder, progress.bytes_read, progress.tokens)
+    groups_file = maker.folder / "groups"
+    places = write_groups(groups_file, (groups[index] for index in missing))
+    arguments = (type(maker), maker.settings, maker.folder, groups_file, progress.bytes_read, progress.tokens)
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, start_worker, arguments)
     pending: collections.deque = collections.deque()
-    left = iter(missing)
+    left = zip(missing, places)
     try:
         while True:
             # Enough beyond the first that no worker waits for it, and no more, because max_tokens may end the run.
-            while len(pending) < 4 * workers and (index := next(left, None)) is not None:
-                pending.append((index, pool.submit(make_in_worker, index, groups[index])))
+            while len(pending) < 4 * workers and (task := next(left, None)) is not None:
+                pending.append((task[0], pool.submit(make_in_worker, *task)))
             if not pending:
                 return
             index, future = pending.popleft()
@@ -326,11 +329,24 @@ def make_in_workers(maker, groups: list[list], missing: list[int], workers: int)
         pool.shutdown(cancel_futures=True)
 
 
+def write_groups(path: Path, groups: Iterable[list]) -> list[int]:
+    """Where each group begins in the file. Workers read groups there: sent to them, one of many files would fill a pipe, and
+    whoever ends them would wait for a write that nobody reads any more."""
+    places = []
+    with open(path, "wb") as file:
+        for group in groups:
+            places.append(file.tell())
+            pickle.dump(group, file)
+    return places
+
+
 worker_maker = None  # of this process
+worker_groups: Path
 
 
-def start_worker(kind: type, settings, folder: Path, bytes_read, tokens) -> None:
-    global worker_maker
+def start_worker(kind: type, settings, folder: Path, groups_file: Path, bytes_read, tokens) -> None:
+    global worker_maker, worker_groups
+    worker_groups = groups_file
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one thread
@@ -342,5 +358,8 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def make_in_worker(index: int, group: list) -> None:
+def make_in_worker(index: int, place: int) -> None:
+    with open(worker_groups, "rb") as file:
+        file.seek(place)
+        group = pickle.load(file)
     worker_maker.make(index, group)

@@ -200,6 +200,11 @@ class Workers(Files):
         self.assertRegex(result.stderr, r"(?m)^prepare_data: error: [^\n]*z.jsonl:2: is not JSON[^\n]*\n\Z")
         self.assertNotIn("Traceback", result.stderr)
 
+    def test_an_error_ends_workers_that_have_large_groups_before_them(self):
+        result = subprocess.run([sys.executable, Path(__file__).with_name("failing_parts.py"), self.folder], capture_output=True,
+                                text=True, timeout=60, check=False)
+        self.assertEqual((result.stdout, result.stderr, result.returncode), ("a group of 10000 fails\n", "", 0))
+
     def test_a_killed_run_goes_on_where_it_was(self):
         corpus = self.write_corpus(3)
         options = self.slow_options()
