@@ -84,6 +84,28 @@ TEST_CASE("adapters are the same at every ZeRO stage, and with released gradient
   }
 }
 
+TEST_CASE("adapters beside an fp32 base are evaluated with the weights that they are trained beside",
+          "[engine][lora]") {
+  for (const auto& [master, name] : EnumNames<MasterForm>::kAll) {
+    if (master == MasterForm::kNone) continue;
+    for (const BaseFormat base_format : {BaseFormat::kCompute, BaseFormat::kNf4}) {
+      CAPTURE(name, name_of(base_format));
+      const TemporaryFolder folder;
+      const LoadedCheckpoint base = make_base(base_config(folder, "fp32"));
+      Config config = with_adapters(base_config(folder, "bf16"));
+      config.optimizer.master = master;
+      config.finetune.base = base_format;
+      const auto device = make_cpu_device();
+      TrainingRun run(config, *device, alone());
+      run.initialize_from(base);
+      const LoadedCheckpoint checkpoint = save(run, config.checkpoint.folder);
+      InferenceRun inference(*device, open_checkpoint(checkpoint.path()), config);
+      CHECK(evaluate_loss(*device, inference.model(), run.data(), 1, 8, alone(), {}).loss ==
+            evaluate_loss(*device, run.model(), run.data(), 1, 8, alone(), {}).loss);
+    }
+  }
+}
+
 TEST_CASE("adapters beside weights that began at random are no start for others", "[engine][lora]") {
   const TemporaryFolder folder;
   const auto device = make_cpu_device();
