@@ -70,6 +70,8 @@ class Towers(RunFolder):
                    for key, value in read_tensors(LLAVA / name / "model.safetensors").items() if key.startswith("vision_tower.")}
         if nested:  # beside one for text
             config = {"model_type": name.split("_")[0], "vision_config": {**config, "model_type": None}}
+            if name.startswith("clip"):  # older CLIP models have it twice, and transformers takes the second
+                config |= {"vision_config_dict": config["vision_config"], "vision_config": {**config["vision_config"], "hidden_act": "relu"}}
             tensors["text_model.final_layer_norm.weight"] = tensors["logit_scale"] = ("F32", [1], bytes(4))
         return self.write(f"tower_{name}_{len(os.listdir(self.folder))}", config, tensors)
 

@@ -210,6 +210,10 @@ TEST_CASE("config.json of transformers 4 means the same as that of transformers 
   const ModelConfig plain = parse_huggingface_config(config, "test").model;
   CHECK(plain.rope_theta == 500000);
   CHECK(plain.rope_scaling.kind == RopeScalingKind::kNone);
+  // An empty one counts as absent.
+  config = nlohmann::json::parse(read_file(kFixtures + "llama3_gqa/config.json"));
+  config["rope_scaling"] = nlohmann::json::object();
+  CHECK(parse_huggingface_config(config, "test").model == now.model);
 }
 
 TEST_CASE("rope_type yarn says all that transformers reads", "[engine][huggingface]") {
@@ -358,4 +362,6 @@ TEST_CASE("layers of two types have windows and angles of their own", "[engine][
   CHECK(message_of(read).find("sliding_attention: rope_type = \"yarn\" is not supported") != std::string::npos);
   config["rope_parameters"]["sliding_attention"] = 5;
   CHECK(message_of(read).find("expected an object") != std::string::npos);
+  config["rope_parameters"] = yarn;  // of no type: transformers 5 scales neither
+  CHECK(message_of(read).find("has neither full_attention nor sliding_attention") != std::string::npos);
 }

@@ -233,6 +233,18 @@ TEST_CASE("a step without any target is one with a gradient of zero", "[engine][
   }
 }
 
+TEST_CASE("an untied embedding of one column is a table, too", "[engine][training_run]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  Config config = tiny_config(folder.path().string(), "fp32");
+  config.model.d_model = 1;
+  config.model.given_head_dim = 2;
+  config.model.tie_embeddings = false;
+  TrainingRun run(config, *device, alone());
+  run.initialize();
+  CHECK(run.step()->applied);  // with a gradient of 0: a norm of one number is a constant
+}
+
 TEST_CASE("data without any target is refused, also as one source of several", "[engine][training_run]") {
   const TemporaryFolder folder;
   const auto device = make_cpu_device();

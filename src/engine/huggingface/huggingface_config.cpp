@@ -95,7 +95,9 @@ void read_rope_scaling(const Reader& rope, int64_t max_positions, RopeScalingCon
 // Before version 5 of transformers: rope_theta, and rope_scaling or null. Since then: rope_parameters with both.
 void read_rope(const Reader& config, const std::string& where, const HuggingFaceModel& read, ModelConfig& model) {
   model.rope_theta = config.number("rope_theta", read.family->rope_theta);
-  const char* key = config.find("rope_scaling") != nullptr ? "rope_scaling" : "rope_parameters";
+  const json* scaling = config.find("rope_scaling");  // an empty one counts as absent
+  const bool has_scaling = scaling != nullptr && *scaling != json::object();
+  const char* key = has_scaling ? "rope_scaling" : "rope_parameters";
   const json* object = config.find(key);
   if (object == nullptr) return;
   if (!object->is_object()) config.fail("{}: expected an object, got {}", key, describe_json(*object));
@@ -128,8 +130,8 @@ void read_local_rope(const Reader& config, const std::string& where, const json&
   }
 }
 
-// The same where layers are of two types. rope_parameters may have what belongs to each; otherwise theta is that of
-// both, unless the family has a key for the other, and the scaling, as rope_scaling always is, of full attention.
+// The same where layers are of two types. rope_parameters has what belongs to each; without it theta is that of
+// both, unless the family has a key for the other, and rope_scaling is of full attention.
 void read_rope_of_types(const Reader& config, const std::string& where, const HuggingFaceModel& read,
                         ModelConfig& model) {
   const HuggingFaceFamily& family = *read.family;
@@ -147,9 +149,7 @@ void read_rope_of_types(const Reader& config, const std::string& where, const Hu
       local = json::object();
       take(each.find(kFull), fmt::format("rope_parameters: {}", kFull), full);
       take(each.find(kWindowed), fmt::format("rope_parameters: {}", kWindowed), local);
-    } else if (family.local_rope_theta_key.empty()) {
-      take(parameters, "rope_parameters", full);
-    } else {
+    } else {  // which transformers takes for neither
       config.fail("rope_parameters: has neither {} nor {}", kFull, kWindowed);
     }
   }

@@ -64,10 +64,12 @@ TowerConfig read_tower(const std::string& folder) {
   json config = read_config(folder);
   const std::string type = ConfigReader(config, config_path_in(folder)).text("model_type", "");
   if (type == "clip" || type == "siglip") {
-    json vision = config.value("vision_config", json::object());
+    // Older CLIP models have this as well, and transformers takes all of it, with its defaults.
+    const bool has_dict = type == "clip" && !config.value("vision_config_dict", json()).is_null();
+    const char* key = has_dict ? "vision_config_dict" : "vision_config";
+    json vision = config.value(key, json::object());
     if (!vision.is_object()) {
-      throw_bad_input("{}: vision_config: expected an object, got {}", config_path_in(folder),
-                      describe_json(vision));
+      throw_bad_input("{}: {}: expected an object, got {}", config_path_in(folder), key, describe_json(vision));
     }
     vision["model_type"] = type + "_vision_model";
     config = std::move(vision);

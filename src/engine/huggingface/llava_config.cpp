@@ -91,6 +91,16 @@ bool keeps_class_token(const ConfigReader& config, TowerKind kind) {
   return false;
 }
 
+// image_token_id is another name of the same key.
+int64_t image_token_of(const ConfigReader& config) {
+  const int64_t index = config.integer("image_token_index", 32000);
+  const int64_t id = config.integer("image_token_id", index);
+  if (id != index && config.find("image_token_index") != nullptr) {
+    config.fail("image_token_id = {} and image_token_index = {} contradict each other; remove one", id, index);
+  }
+  return id;
+}
+
 void check_key(const ConfigReader& config, std::string_view key, const json& supported) {
   const json* value = config.find(key);
   if (value == nullptr || *value == supported) return;
@@ -141,6 +151,7 @@ TowerConfig parse_tower_config(const json& root, const std::string& where) {
   const bool is_clip = type == kClipType;
   check_key(config, "num_channels", 3);
   check_key(config, "attention_dropout", 0.0);
+  check_key(config, "tie_last_hidden_states", false);
   TowerConfig tower;
   tower.kind = is_clip ? TowerKind::kClip : TowerKind::kSiglip;
   tower.width = config.integer("hidden_size", 768);
@@ -179,7 +190,7 @@ HuggingFaceModel parse_llava_config(const json& root, const std::string& where,
   vision.tower.feature_layer = feature_layer_of(config);
   vision.tower.keeps_class_token = keeps_class_token(config, vision.tower.kind);
   vision.projector.kind = ProjectorKind::kMlp2xGelu;
-  vision.image_token = config.integer("image_token_index", 32000);
+  vision.image_token = image_token_of(config);
   check_huggingface_model(read.model, where);
   return read;
 }

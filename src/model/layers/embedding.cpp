@@ -51,9 +51,12 @@ void Embedding::forward(const StepContext& step, const TensorView& out) const {
 
 void Embedding::backward(const StepContext& step, const TensorView& d_out) const {
   if (!is_trainable_) return;
+  const TensorView& table = step.gradient(weight_);
+  const TensorView d_table =
+      is_tied_ ? table : step.gradient_to_add_to(weight_).reshaped({table.dim[0], table.dim[1]});
   embedding_backward(step.device, {.order = step.tensor(order_, step.num_tokens(), kTokenRowInts),
                                    .d_out = d_out,
-                                   .d_table = is_tied_ ? step.gradient(weight_) : step.gradient_to_add_to(weight_),
+                                   .d_table = d_table,
                                    .scale = scale_});
 }
 
