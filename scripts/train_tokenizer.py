@@ -14,6 +14,7 @@ Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writin
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 from typing import Iterator
@@ -24,11 +25,31 @@ from text_data.readers import InputFile, Reading, find_files  # noqa: E402
 from text_data.tokenizer import EOS_NAMES  # noqa: E402
 
 SMALLEST_VOCABULARY = 256 + 1  # the bytes and the end of a document
+LARGEST_VOCABULARY = 2**24  # for which training takes a gigabyte before it begins
+MEASURED_FILES, MEASURED_BYTES = 16, 2**23  # of text in each, to know how much there is
+
+
+def text_bytes(files: list[Path], reading: Reading) -> int:
+    """About how much text the files hold, which may be compressed: what some of them have in each byte that is stored."""
+    text = stored = 0
+    for file in files[:: max(1, len(files) // MEASURED_FILES)]:
+        input_file = InputFile(file, reading)
+        own, end = 0, file.stat().st_size
+        for document in input_file.documents():
+            own += len(document)
+            if own >= MEASURED_BYTES:
+                end = input_file.position or end
+                break
+        if own > 0:
+            text += own
+            stored += end
+    of_all = sum(file.stat().st_size for file in files)
+    return of_all if stored == 0 else round(of_all * text / stored)
 
 
 def sampled_documents(files: list[Path], reading: Reading, max_bytes: int) -> Iterator[str]:
-    """Every n-th document, where the files have n times as many bytes as are wanted."""
-    every = max(1, -(-sum(file.stat().st_size for file in files) // max_bytes))
+    """Every n-th document, where the files have n times as many bytes of text as are wanted."""
+    every = max(1, -(-text_bytes(files, reading) // max_bytes))
     number = 0
     for file in files:
         for document in InputFile(file, reading).documents():
@@ -54,9 +75,11 @@ def train(options: argparse.Namespace):
         show_progress=False,
     )
     documents = sampled_documents(files, Reading(options.jsonl_field, split_bytes=options.split_bytes), options.max_bytes)
-    tokenizer.train_from_iterator(documents, trainer)
-    if tokenizer.get_vocab_size() < SMALLEST_VOCABULARY:
+    with_text = (document for document in documents if document)
+    first = next(with_text, None)
+    if first is None:
         raise InputError(f"no text in {', '.join(map(str, options.input))}; check the paths and --include")
+    tokenizer.train_from_iterator(itertools.chain([first], with_text), trainer)
     tokenizer.add_special_tokens([EOS_NAMES[0]])
     return tokenizer
 
@@ -77,8 +100,8 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--jsonl-field", metavar="NAME", help="as for prepare_data.py")
     add("--split-bytes", type=int, metavar="N", help="as for prepare_data.py")
     options = parser.parse_args(arguments)
-    if options.vocab_size < SMALLEST_VOCABULARY:
-        raise InputError(f"--vocab-size is {options.vocab_size}; give at least {SMALLEST_VOCABULARY}")
+    if not SMALLEST_VOCABULARY <= options.vocab_size <= LARGEST_VOCABULARY:
+        raise InputError(f"--vocab-size is {options.vocab_size}; give at least {SMALLEST_VOCABULARY} and at most {LARGEST_VOCABULARY}")
     for name in ("max_bytes", "split_bytes"):
         value = getattr(options, name)
         if value is not None and value < 1:

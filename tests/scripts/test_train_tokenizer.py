@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """Tests of scripts/train_tokenizer.py. Exits with 77 (skipped) where tokenizers or numpy is missing."""
+import gzip
 import json
 import subprocess
 import sys
@@ -67,12 +68,31 @@ class TrainTokenizer(unittest.TestCase):
         self.assertEqual(taken, ["0", "3", "6"])
         self.assertEqual(len(list(train_tokenizer.sampled_documents(files, Reading(), 900))), 9)
 
+    def test_compressed_text_is_thinned_by_what_it_holds(self):
+        lines = "".join(json.dumps({"id": i, "text": f"{i} some words of a document"}) + "\n" for i in range(4000)).encode()
+        plain, packed = self.folder / "a.jsonl", self.folder / "a.jsonl.gz"
+        plain.write_bytes(lines)
+        packed.write_bytes(gzip.compress(lines))
+        whole = len("".join(json.loads(line)["text"] for line in lines.splitlines()))
+        for limit in (whole // 10, 2 * whole):
+            of_plain, of_packed = ([*train_tokenizer.sampled_documents([path], Reading("text"), limit)] for path in (plain, packed))
+            self.assertEqual(of_packed, of_plain)
+            taken = len("".join(of_plain))
+            self.assertTrue(min(limit, whole) // 2 < taken <= min(limit, whole), taken)
+
+    def test_the_fewest_ids_are_the_bytes_and_the_end(self):
+        for number, options in enumerate((["--vocab-size", "257"], [])):
+            (self.folder / "text" / "a.txt").write_text("hello\n" if number else TEXT)  # nothing in it is there twice
+            tokenizer = Tokenizer.from_file(str(self.trained(f"{number}.json", *options)))
+            self.assertEqual((tokenizer.get_vocab_size(), tokenizer.token_to_id("<|endoftext|>")), (257, 256))
+
     def test_bad_input(self):
         (self.folder / "empty.txt").touch()
         text, out = self.folder / "text", self.folder / "t.json"
         for message, code, *arguments in (
                 ("no such file or folder", 2, self.folder / "nowhere", "--out", out),
                 ("--vocab-size is 256; give at least 257", 2, text, "--out", out, "--vocab-size", 256),
+                ("--vocab-size is 1000000000; give at least 257 and at most", 2, text, "--out", out, "--vocab-size", 10**9),
                 ("--max-bytes is 0", 2, text, "--out", out, "--max-bytes", 0), ("no text in", 2, self.folder / "empty.txt", "--out", out),
                 ("No such file or directory", 4, text, "--out", self.folder / "nowhere" / "t.json")):
             with self.subTest(message):
