@@ -14,7 +14,7 @@ two runs; another seed moves the loss as well. The picture has two panels: losse
 Curves are means over centred windows of --smooth steps; differences are drawn where a whole window fits.
 
 With --json it prints one line for each run but the first: its name, the first's name, the mean difference in nats, its
-standard error and interval, the run's own mean loss, and the range of the axis they are averaged over.
+standard error and interval (null of too few steps), the run's own mean loss, and the range of the axis they are averaged over.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
 """
@@ -90,14 +90,18 @@ def block_length(values, count):
 def interval(values, length, generator):
     """(standard error, half width of the 95 % interval) of the mean of a series whose neighbours may be correlated. Blocks of
     `length` are drawn with replacement; the interval is symmetric and studentized, which few blocks need (Goetze and Kuensch
-    1996)."""
+    1996). The width is infinite where so few blocks are drawn that equal ones make up more than a twentieth of the draws."""
     n = len(values)
     sums = np.concatenate(([0.0], np.cumsum(values - values.mean())))
     blocks = (sums[length:] - sums[:-length]) / length
     error = np.sqrt((blocks**2).mean() * length / (n - length))
     drawn = blocks[generator.integers(0, len(blocks), (REPLICATES, max(2, n // length)))]
     means, errors = drawn.mean(axis=1), drawn.std(axis=1, ddof=1) / np.sqrt(drawn.shape[1])
-    ratios = np.abs(means - blocks.mean()) / np.maximum(errors, np.finfo(float).tiny)
+    distances = np.abs(means - blocks.mean())
+    equal = errors <= 1e-9 * np.abs(blocks).max()  # rounded, where the blocks that were drawn are the same
+    if np.mean(equal & (distances > 0)) > 0.05:
+        return error, np.inf
+    ratios = np.divide(distances, errors, out=np.where(distances > 0, np.inf, 0.0), where=~equal)
     return error, np.quantile(ratios, 0.95) * error
 
 
@@ -121,7 +125,7 @@ def compare(base, run, axis, share):
     gaps = (of_run - of_base)[last]
     error, half = interval(gaps, block_length(gaps, len(gaps)), np.random.default_rng(0))
     return {"run": run.name, "against": base.name, "nats": gaps.mean(), "standard_error": error,
-            "interval": [gaps.mean() - half, gaps.mean() + half], "loss": of_run[last].mean(), axis: [x[last][0], x[-1]]}
+            "interval": [gaps.mean() - half, gaps.mean() + half] if np.isfinite(half) else None, "loss": of_run[last].mean(), axis: [x[last][0], x[-1]]}
 
 
 def last_mean(values, share):
@@ -141,8 +145,8 @@ def print_table(runs, compared, axis, share):
         row = [run.name, f"{run.steps[-1]:,.0f}", f"{run.tokens[-1]:,.0f}", f"{run.hours[-1]:.3g}", f"{last_mean(run.loss, share):.4f}",
                "" if run.held_out is None else f"{run.held_out:.4f}"]
         if result is not None:
-            low, high = result["interval"]
-            row += [f"{result['nats']:+.4f}", f"{low:+.4f} to {high:+.4f}", range_text(axis, result[axis])]
+            limits = "{:+.4f} to {:+.4f}".format(*result["interval"]) if result["interval"] else "too few steps"
+            row += [f"{result['nats']:+.4f}", limits, range_text(axis, result[axis])]
         rows.append(row + [""] * (len(rows[0]) - len(row)))
     print_rows(rows)
 
@@ -176,6 +180,7 @@ def draw(plt, runs, axis, smooth):
             continue
         common, of_base, of_run = differences(runs[0], run, axis)
         middle, gap, half = band(common, of_run - of_base, min(smooth, len(common)), generator)
+        half = np.where(np.isfinite(half), half, 0.0)  # of too few steps there is no band
         gap_axis.fill_between(middle, gap - half, gap + half, color=f"C{index}", alpha=0.2, linewidth=0)
         gap_axis.plot(middle, gap, color=f"C{index}", linewidth=1.5, marker="" if len(middle) > 1 else "o", label=run.name)
         late = slice(len(gap) // 20, None)

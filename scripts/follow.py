@@ -116,6 +116,8 @@ def parse_options():
         fail("nothing to do; give --tensorboard, --wandb, --mlflow, --prometheus or --http")
     if options.once and options.http is not None:
         fail("--once: ends before anybody can see the page of --http; leave one of them out")
+    if options.prometheus and not options.prometheus.endswith(".prom"):
+        fail(f"--prometheus: {options.prometheus}: the node exporter reads files alone whose names end in .prom")
     if options.interval <= 0:
         fail("--interval: must be above 0")
     return options

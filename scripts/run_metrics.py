@@ -29,6 +29,8 @@ def named_runs(arguments):
     for argument in arguments:
         name, separator, run = argument.partition("=")
         runs.append((name, run) if separator and not os.path.exists(argument) else (run_name(argument), argument))
+        if not os.path.exists(runs[-1][1]):
+            fail(f"{runs[-1][1]}: No such file or directory; give a run folder")
     names = [name for name, _ in runs]
     for name in names:
         if names.count(name) > 1:

@@ -12,6 +12,7 @@ Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writin
 """
 import argparse
 import json
+import os
 
 import numpy as np
 
@@ -63,7 +64,10 @@ def main():
     options = parser.parse_args()
     if options.every < 1:
         fail("--every: must be at least 1")
-    records = list(thinned(read_records(metrics_path(options.run)), options.every))
+    path = metrics_path(options.run)
+    if os.path.exists(path) and os.path.exists(options.out) and os.path.samefile(path, options.out):
+        fail(f"{options.out}: is the run's own metrics; give another file, they cannot be had back")
+    records = list(thinned(read_records(path), options.every))
     if not any(record.get("kind") == "train" for record in records):
         fail(f"{options.run}: no steps; give a run that has made some")
     try:

@@ -125,6 +125,22 @@ class Compare(unittest.TestCase):
         self.assertAlmostEqual((low + high) / 2, found["nats"])
         self.assertTrue(2 * 0.0001 < high - low < 0.002)
 
+    def test_few_steps_have_no_interval(self):
+        a, b = self.run_of("a", self.base[:40]), self.run_of("b", (self.base + self.noise + 0.01)[:40])
+        (found,) = self.compared(a, b)
+        self.assertIsNone(found["interval"])
+        self.assertAlmostEqual(found["nats"], 0.01 + self.noise[38:40].mean())
+        printed = self.compare(a, b, "--out", self.folder / "few.png", "--smooth", "2")
+        self.assertEqual((printed.returncode, printed.stderr), (0, ""))
+        self.assertIn("too few steps", printed.stdout)
+        self.assertNotEqual(self.compared(a, b, "--last", "1")[0]["interval"], None)
+
+    def test_runs_that_are_not_there_are_named(self):
+        for arguments in (("nope1", "nope2"), (self.run_of("a", self.base), "nope2"), ("x=nope1", "y=nope2")):
+            result = self.compare(*arguments)
+            self.assertEqual(result.returncode, 2)
+            self.assertRegex(result.stderr, r"^compare.py: error: nope[12]: No such file or directory; give a run folder[^\n]*\n$")
+
     def test_means_of_steps_are_not_compared_with_steps(self):
         a, b = self.run_of("a", self.base), self.run_of("b", self.base)
         thin = self.folder / "thin"

@@ -167,6 +167,11 @@ class EqualLoss(Folder):
         whole, of_thin = self.figures(base, run), self.figures(*thin)
         for name in ("loss_gap.m.fp8.nats_per_token", "equal_loss.m.fp8.raw_speedup"):
             self.assertAlmostEqual(of_thin[name]["value"], whole[name]["value"], places=6)
+        own = base / "metrics.jsonl"
+        before = own.read_bytes()
+        result = subprocess.run([sys.executable, SCRIPTS / "thin_metrics.py", base, "--out", own], capture_output=True, text=True)
+        self.assertEqual((result.returncode, own.read_bytes()), (2, before))
+        self.assertIn("is the run's own metrics", result.stderr)
         result = subprocess.run([sys.executable, SCRIPTS / "thin_metrics.py", base, "--out", self.folder], capture_output=True, text=True)
         self.assertEqual((result.returncode, result.stderr.count("\n")), (4, 1))
 

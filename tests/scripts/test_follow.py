@@ -545,6 +545,7 @@ class Options(FollowTest):
         self.assert_refused("metrics.jsonl: not a record of a run", self.make_run("text", tail="text\n"), *prometheus)
         self.assert_refused("nothing to do; give --tensorboard", good)
         self.assert_refused("--once: ends before", good, "--once", "--http", "0")
+        self.assert_refused("a.txt: the node exporter reads files alone", good, "--prometheus", self.folder / "a.txt")
         self.assert_refused("--interval: must be above 0", good, "--interval", "0", "--prometheus", out)
         self.assertFalse(out.exists())
 
