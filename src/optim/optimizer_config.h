@@ -31,7 +31,8 @@ struct ScheduleConfig {
     visit("total_steps", total_steps, "Step at which the schedule reaches its end; 0 means training.steps",
           IntegerRange{});
     visit("final_fraction", final_fraction, "Fraction of lr at the end of the schedule", RealRange{0.0, 1.0});
-    visit("decay_steps", decay_steps, "wsd only: length of the final decay; 0 means a tenth of total_steps, or what warm-up leaves of them",
+    visit("decay_steps", decay_steps,
+          "wsd only: length of the final decay; 0 means a tenth of total_steps, or what warm-up leaves of them",
           IntegerRange{});
   }
 };

@@ -173,6 +173,23 @@ class BadInput(RunFolder):
         config = dict(self.config, checkpoint={"folder": self.path("other_run")})
         self.assert_refused(self.train(config), ["a.npy", "vocab"])
 
+    def test_held_out_ids_out_of_range(self):
+        self.config["checkpoint"]["folder"] = folder = self.path("other_run")
+        self.config["training"]["steps"] = 8
+        write_tokens(self.path("held_out.npy"), 5 * SEQUENCE, seed=1, vocab=65000)
+        result = self.train(self.config)
+        self.assert_refused(result, ["held_out.npy", "vocab"])
+        # No step was made: nothing is saved that would bind the config.
+        self.assertNotIn("is saved", result.stderr)
+        self.assertEqual(checkpoints(folder), [])
+        self.config["model"]["d_ffn"] = 96
+        write_tokens(self.path("held_out.npy"), 5 * SEQUENCE, seed=1)
+        self.assert_exit(self.train(self.config), 0)
+        write_tokens(self.path("held_out.npy"), 5 * SEQUENCE, seed=1, vocab=65000)
+        self.config["training"]["steps"] = 12
+        self.assert_refused(self.train(self.config), ["held_out.npy", "step 12 is saved: once this is mended, the same command resumes"])
+        self.assertEqual(checkpoints(folder)[-1], "step_00000012")
+
     def damage(self, checkpoint, name, how):
         path = self.path(f"run/{checkpoint}/{name}")
         with open(path, "rb") as file:

@@ -353,7 +353,9 @@ class TrainCommand {
 
   // Saves what is sound before the run ends because of something else, which all ranks then throw.
   [[noreturn]] void end_after_failure() {
-    save_now();
+    // Of an untrained model there is nothing to save, and a checkpoint would only bind the config.
+    const bool is_saved = run_.completed_steps() > 0;
+    if (is_saved) save_now();
     nlohmann::json own;
     if (beside_) {
       try {
@@ -368,9 +370,13 @@ class TrainCommand {
       const nlohmann::json failure = nlohmann::json::parse(all[rank]);
       if (!failure.is_object()) continue;
       const std::string who = all.size() == 1 ? "" : fmt::format("rank {}: ", rank);
-      throw Error(static_cast<ExitCode>(failure.at("code").get<int>()),
-                  fmt::format("{}{}; step {} is saved, and the same command resumes from there", who,
-                              failure.at("message").get<std::string>(), run_.completed_steps()));
+      throw Error(
+          static_cast<ExitCode>(failure.at("code").get<int>()),
+          fmt::format("{}{}{}", who, failure.at("message").get<std::string>(),
+                      is_saved ? fmt::format("; step {} is saved: once this is mended, the same command resumes "
+                                             "from there",
+                                             run_.completed_steps())
+                               : ""));
     }
     throw_internal("ranks agreed on a failure that none of them has");
   }
