@@ -228,6 +228,36 @@ class Data(DataFolder):
         self.assert_exit(refused, 2)
         self.assertIn("but the vocabulary has 10 ids", refused.stderr)
 
+    def test_data_command_on_a_config_refuses_short_files(self):
+        config = self.write_config(tiny_config(self.folder))
+        for which in ("train", "eval"):
+            refused = parka("data", config, "--set", f'data.{which}=["{self.path("held_out.npy")}"]', "--set", "data.sequence_length=100000")
+            self.assert_exit(refused, 2)
+            self.assertIn("tokens are fewer than one sequence of 100000", refused.stderr)
+
+    def test_ids_are_read_as_data_json_says(self):
+        tokens, described = self.path("wide.npy"), self.path("data.json")
+        with open(tokens, "wb") as file:
+            array.array("I", (random.Random(1).randrange(70000) for _ in range(40 * SEQUENCE))).tofile(file)
+        with open(described, "w", encoding="utf-8") as file:
+            json.dump({"dtype": "uint32", "tokenizer": None, "train": {"files": ["wide.npy"]}, "eval": {"files": []}}, file)
+        config = tiny_config(self.folder, steps=1)
+        config["optimizer"]["schedule"]["warmup_steps"] = 0
+        config["model"]["vocab_size"] = 70016
+        config["data"].update(train=[tokens], eval=[])
+        config["training"]["eval_interval"] = 0
+        says = "wide.npy: its ids are uint32, as .*data.json says, and would be read as uint16; set data.token_dtype"
+        for refused in (self.train(config), parka("data", tokens), parka("data", self.path("config.json"))):
+            self.assert_exit(refused, 2)
+            self.assertRegex(refused.stderr, says)
+        for sound in (parka("data", tokens, "--dtype", "uint32"), self.train(config, "--set", "data.token_dtype=uint32")):
+            self.assert_exit(sound, 0)
+        # Files that it does not name may be of another kind, and another data.json is none of ours.
+        for text in ('{"dtype": "uint32", "train": {"files": ["other.npy"]}}', '{"dtype": 32}', "[1]", "{"):
+            with open(described, "w", encoding="utf-8") as file:
+                file.write(text)
+            self.assert_exit(parka("data", tokens), 0)
+
     def test_bad_input_is_named(self):
         config = self.config("run", "fp32")
         train = config["data"]["train"]

@@ -36,10 +36,11 @@ Listed list_files(const DataOptions& options) {
         options.inputs.front());
   }
   const Config config = load_config(options.inputs.front(), options.overrides);
-  listed.sources = config.data.train;
   const auto add = [&](const std::vector<std::string>& sources) {
+    if (!sources.empty()) open_token_files(sources, config);  // refuses what is too short, or lacks a mask
     listed.sources.insert(listed.sources.end(), sources.begin(), sources.end());
   };
+  add(config.data.train);
   add(config.data.eval);
   for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) add(set.files);
   if (listed.sources.empty()) {
@@ -67,6 +68,7 @@ nlohmann::ordered_json to_json(const DataStatistics& s) {
 
 int run_data(const DataOptions& options) {
   const Listed listed = list_files(options);
+  check_token_type(listed.sources, listed.type);
   int64_t files = 0, tokens = 0;
   for (const std::string& source : listed.sources) {
     for (const std::string& path : expand_source(source)) {

@@ -1,10 +1,14 @@
 #include "engine/config/data_sources.h"
 
 #include <algorithm>
+#include <filesystem>
+#include <map>
 
 #include <fmt/ranges.h>
+#include <nlohmann/json.hpp>
 
 #include "core/error.h"
+#include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 #include "model/vision/image_embedding.h"
 
@@ -41,7 +45,32 @@ ExampleRules example_rules(const Config& config) {
   return rules;
 }
 
+void check_token_type(const std::vector<std::string>& sources, TokenType type) {
+  namespace fs = std::filesystem;
+  constexpr int64_t kMost = int64_t{1} << 26;
+  std::map<fs::path, nlohmann::json> described;  // by folder
+  for (const std::string& source : sources) {
+    for (const fs::path path : expand_source(source)) {
+      const auto [found, is_new] = described.try_emplace(path.parent_path());
+      nlohmann::json& info = found->second;
+      const std::string beside = (path.parent_path() / "data.json").string();
+      // It only describes: whatever else has this name is not for us.
+      if (is_new && file_exists(beside)) info = nlohmann::json::parse(read_text(beside, kMost), nullptr, false);
+      if (!info.is_object() || info.value("dtype", nlohmann::json()) == name_of(type)) continue;
+      if (!info.value("dtype", nlohmann::json()).is_string()) continue;
+      for (const nlohmann::json& split : info) {
+        if (!split.is_object() || !split.contains("files")) continue;
+        const nlohmann::json& files = split.at("files");
+        if (std::find(files.begin(), files.end(), path.filename().string()) == files.end()) continue;
+        throw_bad_input("{}: its ids are {}, as {} says, and would be read as {}; set data.token_dtype, or --dtype",
+                        path.string(), info.at("dtype").get<std::string>(), beside, name_of(type));
+      }
+    }
+  }
+}
+
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config) {
+  check_token_type(sources, config.data.token_dtype);
   TokenFiles files(sources, config.data.token_dtype, config.data.sequence_length, config.model.vocab_size,
                    example_rules(config));
   const int64_t most = files.most_images();

@@ -19,6 +19,10 @@ std::vector<NamedFiles> parse_sets(const std::vector<std::string>& entries, cons
 
 ExampleRules example_rules(const Config& config);
 
+// Throws Error(kBadInput) if a data.json of scripts/prepare_data.py beside one of the files says that its ids are
+// of another type: ids of 32 bits, read as twice as many of 16, are all in a large vocabulary.
+void check_token_type(const std::vector<std::string>& sources, TokenType type);
+
 // Throws Error(kBadInput) for data that cannot be used, or has more images than there is room for.
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config);
 
