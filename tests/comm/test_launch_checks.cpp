@@ -86,6 +86,9 @@ TEST_CASE("RANK, WORLD_SIZE and MASTER_ADDR start ranks without MPI", "[launch]"
   CHECK(error(with("MASTER_PORT", "70000")).starts_with("MASTER_PORT: 70000 is no TCP port"));
   CHECK(error(with("RANK", nullptr)).starts_with("WORLD_SIZE is 8, but RANK is not set"));
   CHECK(error(with("MASTER_ADDR", nullptr)).starts_with("WORLD_SIZE is 8, but MASTER_ADDR is not set"));
+  // Alone, each of those that were started would train the whole run.
+  CHECK(error({{"RANK", "0"}, {"WORLD_SIZE", "x"}}).starts_with("WORLD_SIZE is x, but MASTER_ADDR is not set"));
+  CHECK(launched_with({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).over == LaunchedAs::Over::kNone);
 }
 
 TEST_CASE("Slurm's variables start ranks, over MPI only where Slurm has prepared it", "[launch]") {

@@ -122,11 +122,12 @@ LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, 
     launched = over_mpi ? mpi("SLURM_STEP_NUM_TASKS", "SLURM_PROCID") : named_by_slurm(variable);
   } else if (variable("PMIX_RANK") != nullptr) {
     return {.over = Over::kMpi, .size = 0, .rank = number_of("PMIX_RANK"), .variable = "PMIX_RANK"};
-  } else if (number_of("WORLD_SIZE") > 1) {
+  } else if (number_of("WORLD_SIZE") > 1 ||
+             (variable("RANK") != nullptr && variable("WORLD_SIZE") != nullptr && number_of("WORLD_SIZE") < 1)) {
     throw_bad_input(
         "WORLD_SIZE is {}, but {} is not set: every rank needs RANK (from 0), WORLD_SIZE, MASTER_ADDR (the host of "
         "rank 0) and MASTER_PORT (a free port there); unset WORLD_SIZE to start one rank",
-        number_of("WORLD_SIZE"), variable("RANK") == nullptr ? "RANK" : "MASTER_ADDR");
+        variable("WORLD_SIZE"), variable("RANK") == nullptr ? "RANK" : "MASTER_ADDR");
   }
   return launched.size == 1 ? LaunchedAs{} : launched;
 }
