@@ -45,25 +45,41 @@ ExampleRules example_rules(const Config& config) {
   return rules;
 }
 
+namespace {
+
+namespace fs = std::filesystem;
+
+// The file's content where it is that of a data.json; null where it is not there, or anything else.
+nlohmann::json read_description(const fs::path& path) {
+  constexpr uintmax_t kMost = uintmax_t{1} << 24;  // a data set of another program may have the name, too
+  std::error_code failed;
+  const uintmax_t size = fs::file_size(path, failed);
+  if (failed || size > kMost) return nullptr;
+  try {
+    nlohmann::json read = nlohmann::json::parse(read_text(path.string(), kMost), nullptr, false);
+    return read.is_object() && read.value("dtype", nlohmann::json()).is_string() ? read : nullptr;
+  } catch (const Error&) {
+    return nullptr;
+  }
+}
+
+}  // namespace
+
 void check_token_type(const std::vector<std::string>& sources, TokenType type) {
-  namespace fs = std::filesystem;
-  constexpr int64_t kMost = int64_t{1} << 26;
   std::map<fs::path, nlohmann::json> described;  // by folder
   for (const std::string& source : sources) {
     for (const fs::path path : expand_source(source)) {
+      const fs::path beside = path.parent_path() / "data.json";
       const auto [found, is_new] = described.try_emplace(path.parent_path());
       nlohmann::json& info = found->second;
-      const std::string beside = (path.parent_path() / "data.json").string();
-      // It only describes: whatever else has this name is not for us.
-      if (is_new && file_exists(beside)) info = nlohmann::json::parse(read_text(beside, kMost), nullptr, false);
-      if (!info.is_object() || info.value("dtype", nlohmann::json()) == name_of(type)) continue;
-      if (!info.value("dtype", nlohmann::json()).is_string()) continue;
+      if (is_new) info = read_description(beside);
+      if (info.is_null() || info.at("dtype") == name_of(type)) continue;
       for (const nlohmann::json& split : info) {
         if (!split.is_object() || !split.contains("files")) continue;
         const nlohmann::json& files = split.at("files");
         if (std::find(files.begin(), files.end(), path.filename().string()) == files.end()) continue;
         throw_bad_input("{}: its ids are {}, as {} says, and would be read as {}; set data.token_dtype, or --dtype",
-                        path.string(), info.at("dtype").get<std::string>(), beside, name_of(type));
+                        path.string(), info.at("dtype").get<std::string>(), beside.string(), name_of(type));
       }
     }
   }
