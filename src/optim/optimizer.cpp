@@ -273,11 +273,6 @@ ParameterState Optimizer::parameter_state(size_t i) const {
 
 void Optimizer::set_weight(Device& device, size_t i, std::span<const float> values, int64_t first) {
   const TensorView &target = weights_.at(i), &master = states_[i].master;
-  if (compute_ == DType::kBF16 && !parameters_[i].trainable) {
-    // To nearest even, as whoever reads them from their checkpoint rounds them: inference, export, coded weights.
-    upload_each(device, values, target, first, encode_bf16);
-    return;
-  }
   switch (config_.master) {
     case MasterForm::kFp32:
       upload_each(device, values, target, first, [](float x) { return split_float(x).weight; });

@@ -203,6 +203,7 @@ class Images(RunFolder):
         config = self.config()
         slot = self.printed["model"]["vision"]["image_token"]
         np.array([1] * 300 + [slot] + [1] * 300, dtype=np.uint16).tofile(self.path("text.npy"))
+        np.ones(601, dtype=np.uint8).tofile(self.path("text.npy.mask"))
         config["data"]["eval"] = [self.path("text.npy")]
         result = parka("data", self.write_config(config, "slots.json"))
         self.assertEqual(result.returncode, 2, result.stdout)

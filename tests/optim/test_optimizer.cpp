@@ -263,28 +263,6 @@ TEST_CASE("set_weight and master_weight are inverse as far as the form keeps fp3
   }
 }
 
-TEST_CASE("weights that are not trained are rounded to nearest even, whatever the masters of others",
-          "[optim][optimizer]") {
-  std::vector<ParameterInfo> table = small_table();
-  table[0].trainable = false;
-  // Half-way between two bf16 numbers, as one in eight of fp16 numbers is, and so little below that fp24 is
-  // half-way.
-  std::vector<float> values(static_cast<size_t>(table[0].numel()));
-  for (size_t n = 0; n < values.size(); ++n) {
-    const float tie = 1.0f + 0x1p-8f + 0x1p-7f * static_cast<float>(n % 100);
-    values[n] = n % 3 == 0 ? tie : n % 3 == 1 ? -tie : tie - 0x1p-18f;
-  }
-  for (const auto& [master, name] : EnumNames<MasterForm>::kAll) {
-    CAPTURE(name);
-    TestRun run(config_of(StateFormat::kFp32, master), table);
-    run.optimizer.set_weight(run.device, 0, values);
-    const std::vector<float> kept = run.optimizer.master_weight(run.device, 0);
-    for (size_t n = 0; n < values.size(); ++n) {
-      CHECK(kept[n] == (master == MasterForm::kNone ? values[n] : decode_bf16(encode_bf16(values[n]))));
-    }
-  }
-}
-
 TEST_CASE("step follows AdamW in double: clipping, decay of decayed parameters only", "[optim][optimizer]") {
   OptimizerConfig config = config_of(StateFormat::kFp32, MasterForm::kNone);
   config.beta2 = 0.99;

@@ -33,6 +33,10 @@ std::vector<std::string> check_resumable(const LoadedCheckpoint& checkpoint, con
       checkpoint.path(), fmt::join(differences.refused, "; "));
 }
 
+void round_to_bf16(std::vector<float>& values) {
+  std::ranges::transform(values, values.begin(), [](float x) { return decode_bf16(encode_bf16(x)); });
+}
+
 TokenFiles open_training_files(const Config& config) {
   TokenFiles files = open_token_files(config.data.train, config);
   if (!files.targets_vary()) return files;
@@ -245,14 +249,19 @@ void TrainingRun::read_weights(const LoadedCheckpoint& checkpoint, const Config&
   std::vector<ParameterInfo> of_model = parameters;
   std::erase_if(of_model, is_added);
   const CheckpointWeights weights(checkpoint, of_model, lora_adapters(saved));
+  // Weights of a base are in no checkpoint of this run: whoever reads them from the base's, inference and export
+  // too, rounds to nearest even.
+  const bool stays_with_base =
+      config_.finetune.method != FinetuneMethod::kFull && config_.precision.compute == DType::kBF16;
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (is_added(parameters[i])) continue;
     // Frozen weights stay those that the checkpoint's model computes with, to the bit.
     const WeightForm form = parameters[i].trainable ? WeightForm::kMaster : WeightForm::kCompute;
-    const std::vector<float> values = weights.read(parameters[i], set_range(i), form);
+    std::vector<float> values = weights.read(parameters[i], set_range(i), form);
     if (!all_finite(values)) {
       throw_bad_input("{}: {} holds NaN or infinite values", checkpoint.path(), parameters[i].name);
     }
+    if (!parameters[i].trainable && stays_with_base) round_to_bf16(values);
     set_weight(i, values);
     end_weight(i);
   }
