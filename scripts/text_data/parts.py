@@ -37,6 +37,8 @@ BATCH_BYTES = 8 * 2**20
 # Small files are made together into a part up to this size; a larger file is one of its own.
 GROUP_BYTES = 4 * 2**20
 REPORT_SECONDS = 10.0
+# The file of the groups that workers make parts of.
+GROUPS = "groups"
 
 
 @dataclass(frozen=True)
@@ -303,9 +305,8 @@ def make_here(maker, groups: list[list], missing: list[int], _: int) -> Iterator
 def make_in_workers(maker, groups: list[list], missing: list[int], workers: int) -> Iterator[int]:
     """The same in several processes."""
     progress = maker.progress
-    groups_file = maker.folder / "groups"
-    places = write_groups(groups_file, (groups[index] for index in missing))
-    arguments = (type(maker), maker.settings, maker.folder, groups_file, progress.bytes_read, progress.tokens)
+    places = write_groups(maker.folder / GROUPS, (groups[index] for index in missing))
+    arguments = (type(maker), maker.settings, maker.folder, progress.bytes_read, progress.tokens)
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, start_worker, arguments)
     pending: collections.deque = collections.deque()
@@ -341,12 +342,10 @@ def write_groups(path: Path, groups: Iterable[list]) -> list[int]:
 
 
 worker_maker = None  # of this process
-worker_groups: Path
 
 
-def start_worker(kind: type, settings, folder: Path, groups_file: Path, bytes_read, tokens) -> None:
-    global worker_maker, worker_groups
-    worker_groups = groups_file
+def start_worker(kind: type, settings, folder: Path, bytes_read, tokens) -> None:
+    global worker_maker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one thread
@@ -359,7 +358,7 @@ def end_with_parent() -> None:
 
 
 def make_in_worker(index: int, place: int) -> None:
-    with open(worker_groups, "rb") as file:
+    with open(worker_maker.folder / GROUPS, "rb") as file:
         file.seek(place)
         group = pickle.load(file)
     worker_maker.make(index, group)
