@@ -18,9 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from measured_runs import ScriptParser, at_least, error_line, fail, options_of, positive, run_main
-
-COMMAND = "command.txt"
+from measured_runs import ScriptParser, at_least, error_line, fail, options_of, positive, run_main, write_report
 
 
 def read_arguments():
@@ -37,7 +35,9 @@ def read_arguments():
     parser.add_argument("--steps", type=positive, default=4, help="timed in each turn (default %(default)s)")
     parser.add_argument("--turns", type=positive, default=2, help="of both (default %(default)s)")
     parser.add_argument("--tune", type=at_least(0), default=15, metavar="SECONDS", help="of each; 0: do not (default %(default)s)")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.json = arguments.out / "speed_ratio.json"
+    return arguments
 
 
 @dataclasses.dataclass
@@ -82,17 +82,16 @@ class Side:
 
 def check_same_command(arguments):
     """What is in OUT must come from the same comparison."""
-    asked = {key: value for key, value in vars(arguments).items() if key not in ("out", "turns")}
+    asked = {key: value for key, value in vars(arguments).items() if key not in ("out", "json", "turns")}
     text = "".join(f"{key}: {value}\n" for key, value in asked.items())
-    path = arguments.out / COMMAND
+    path = arguments.out / "command.txt"
     if path.exists() and path.read_text(encoding="utf-8") != text:
         fail(f"{arguments.out} has another comparison ({path}); give another folder")
     path.write_text(text, encoding="utf-8")
 
 
-def medians(benches):
-    return {"tokens_per_second": statistics.median(bench["tokens_per_second"] for bench in benches),
-            "step_seconds": [seconds for bench in benches for seconds in bench["step_seconds"]],
+def of_all_turns(benches):
+    return {"step_seconds": [seconds for bench in benches for seconds in bench["step_seconds"]],
             "planned_bytes": benches[0]["planned_bytes"],
             "joules_per_token": [bench.get("power", {}).get("joules_per_token") for bench in benches]}
 
@@ -112,13 +111,17 @@ def main():
     if len(devices) > 1:
         fail(f"{arguments.out} has benches of {' and of '.join(sorted(devices))}; give another folder", 1)
     ratios = [after["tokens_per_second"] / before["tokens_per_second"] for before, after in turns]
-    report = {"device": devices.pop(), "ratio": statistics.median(ratios), "ratios": ratios,
-              "old": medians([before for before, _ in turns]), "new": medians([after for _, after in turns])}
-    (arguments.out / "speed_ratio.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    sides = {"old": [before for before, _ in turns], "new": [after for _, after in turns]}
     print("| turn | old, tokens/s | new, tokens/s | ratio |\n|---|---|---|---|")
     for turn, ((before, after), ratio) in enumerate(zip(turns, ratios), 1):
         print(f"| {turn} | {before['tokens_per_second']:,.0f} | {after['tokens_per_second']:,.0f} | {ratio:.4f} |")
-    print(f"\n{report['device']}: {report['ratio']:.4f} ({min(ratios):.4f} to {max(ratios):.4f})")
+    device = devices.pop()
+    print(f"\n{device}: {min(ratios):.4f} to {max(ratios):.4f}")
+    figures = {"ratio": statistics.median(ratios)}
+    for name, benches in sides.items():
+        figures[f"{name}.tokens_per_second"] = statistics.median(bench["tokens_per_second"] for bench in benches)
+    write_report(arguments, figures, {"device": device, "ratios": ratios,
+                                      **{name: of_all_turns(benches) for name, benches in sides.items()}})
 
 
 if __name__ == "__main__":

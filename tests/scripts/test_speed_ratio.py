@@ -70,8 +70,9 @@ class SpeedRatio(unittest.TestCase):
             if words[0] == "bench":
                 self.assertIn(f"device.gemm_tuning={self.out}/{name}.tuning.json", words)
         self.assertEqual(self.report()["ratios"], [1.1, 1.2, 1.2])
-        self.assertEqual((self.report()["ratio"], self.report()["device"]), (1.2, "A card"))
-        self.assertEqual(self.report()["new"]["tokens_per_second"], 240)
+        self.assertEqual(self.report()["figures"], {"ratio": 1.2, "old.tokens_per_second": 200, "new.tokens_per_second": 240})
+        self.assertEqual(self.report()["device"], "A card")
+        self.assertIn("--new-set y=2", self.report()["command"])
         self.assertIn("| 2 | 200 | 240 | 1.2000 |", result.stdout)
 
         # Nothing is measured twice, and more turns may follow.
