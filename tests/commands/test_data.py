@@ -235,6 +235,13 @@ class Data(DataFolder):
             self.assert_exit(refused, 2)
             self.assertIn("tokens are fewer than one sequence of 100000", refused.stderr)
 
+    def test_data_command_on_a_config_refuses_files_without_targets(self):
+        with open(self.path("b.npy.mask"), "r+b") as file:
+            file.write(bytes(os.path.getsize(self.path("b.npy.mask"))))
+        refused = parka("data", self.write_config(tiny_config(self.folder)), "--set", "data.loss_mask=true")
+        self.assert_exit(refused, 2)
+        self.assertRegex(refused.stderr, "data.train: none of [0-9]+ sequences of .*b.npy has a target")
+
     def test_ids_are_read_as_data_json_says(self):
         tokens, described = self.path("wide.npy"), self.path("data.json")
         with open(tokens, "wb") as file:

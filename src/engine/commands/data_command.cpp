@@ -27,6 +27,7 @@ Listed list_files(const DataOptions& options) {
     if (!options.overrides.empty()) throw_bad_input("--set: overrides keys of a config, but token files are given");
     listed.sources = options.inputs;
     if (options.dtype == "uint32") listed.type = TokenType::kUint32;
+    check_token_type(listed.sources, listed.type);
     listed.document_end = options.document_end;
     return listed;
   }
@@ -36,11 +37,13 @@ Listed list_files(const DataOptions& options) {
         options.inputs.front());
   }
   const Config config = load_config(options.inputs.front(), options.overrides);
+  // Opening them refuses what is too short, lacks a mask or has no target.
+  if (!config.data.train.empty()) open_training_files(config);
+  listed.sources = config.data.train;
   const auto add = [&](const std::vector<std::string>& sources) {
-    if (!sources.empty()) open_token_files(sources, config);  // refuses what is too short, or lacks a mask
+    if (!sources.empty()) open_token_files(sources, config);
     listed.sources.insert(listed.sources.end(), sources.begin(), sources.end());
   };
-  add(config.data.train);
   add(config.data.eval);
   for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) add(set.files);
   if (listed.sources.empty()) {
@@ -68,7 +71,6 @@ nlohmann::ordered_json to_json(const DataStatistics& s) {
 
 int run_data(const DataOptions& options) {
   const Listed listed = list_files(options);
-  check_token_type(listed.sources, listed.type);
   int64_t files = 0, tokens = 0;
   for (const std::string& source : listed.sources) {
     for (const std::string& path : expand_source(source)) {

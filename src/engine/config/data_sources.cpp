@@ -63,6 +63,15 @@ nlohmann::json read_description(const fs::path& path) {
   }
 }
 
+// Whether one of its splits has the file.
+bool describes(const nlohmann::json& description, const std::string& file) {
+  return std::ranges::any_of(description, [&](const nlohmann::json& split) {
+    if (!split.is_object() || !split.contains("files")) return false;
+    const nlohmann::json& files = split.at("files");
+    return std::find(files.begin(), files.end(), file) != files.end();
+  });
+}
+
 }  // namespace
 
 void check_token_type(const std::vector<std::string>& sources, TokenType type) {
@@ -73,14 +82,10 @@ void check_token_type(const std::vector<std::string>& sources, TokenType type) {
       const auto [found, is_new] = described.try_emplace(path.parent_path());
       nlohmann::json& info = found->second;
       if (is_new) info = read_description(beside);
-      if (info.is_null() || info.at("dtype") == name_of(type)) continue;
-      for (const nlohmann::json& split : info) {
-        if (!split.is_object() || !split.contains("files")) continue;
-        const nlohmann::json& files = split.at("files");
-        if (std::find(files.begin(), files.end(), path.filename().string()) == files.end()) continue;
-        throw_bad_input("{}: its ids are {}, as {} says, and would be read as {}; set data.token_dtype, or --dtype",
-                        path.string(), info.at("dtype").get<std::string>(), beside.string(), name_of(type));
-      }
+      if (info.is_null() || info.at("dtype") == name_of(type) || !describes(info, path.filename().string()))
+        continue;
+      throw_bad_input("{}: its ids are {}, as {} says, and would be read as {}; set data.token_dtype, or --dtype",
+                      path.string(), info.at("dtype").get<std::string>(), beside.string(), name_of(type));
     }
   }
 }
@@ -95,6 +100,16 @@ TokenFiles open_token_files(const std::vector<std::string>& sources, const Confi
         "a sequence of {} has {} images, more than data.images_per_sequence = {}; make that larger, or prepare the "
         "data with a smaller --max-images",
         fmt::join(sources, ", "), most, config.data.images_per_sequence);
+  }
+  return files;
+}
+
+TokenFiles open_training_files(const Config& config) {
+  TokenFiles files = open_token_files(config.data.train, config);
+  if (!files.targets_vary()) return files;
+  if (const auto source = files.source_without_targets()) {
+    throw_bad_input("data.train: none of {} sequences of {} has a target; check the file, and the mask beside it",
+                    files.source_sequences()[*source], config.data.train[*source]);
   }
   return files;
 }

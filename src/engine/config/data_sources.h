@@ -25,5 +25,7 @@ void check_token_type(const std::vector<std::string>& sources, TokenType type);
 
 // Throws Error(kBadInput) for data that cannot be used, or has more images than there is room for.
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config);
+// Those of data.train; likewise also where one of its sources has no target.
+TokenFiles open_training_files(const Config& config);
 
 }  // namespace parka

@@ -11,6 +11,7 @@
 
 #include <fmt/ranges.h>
 
+#include "core/parallel.h"
 #include "engine/checkpoint/checkpoint_base.h"
 #include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/checkpoint/saved_state.h"
@@ -34,17 +35,9 @@ std::vector<std::string> check_resumable(const LoadedCheckpoint& checkpoint, con
 }
 
 void round_to_bf16(std::vector<float>& values) {
-  std::ranges::transform(values, values.begin(), [](float x) { return decode_bf16(encode_bf16(x)); });
-}
-
-TokenFiles open_training_files(const Config& config) {
-  TokenFiles files = open_token_files(config.data.train, config);
-  if (!files.targets_vary()) return files;
-  if (const auto source = files.source_without_targets()) {
-    throw_bad_input("data.train: none of {} sequences of {} has a target; check the file, and the mask beside it",
-                    files.source_sequences()[*source], config.data.train[*source]);
-  }
-  return files;
+  parallel_for(static_cast<int64_t>(values.size()), 1 << 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) values[i] = decode_bf16(encode_bf16(values[i]));
+  });
 }
 
 }  // namespace
@@ -261,7 +254,8 @@ void TrainingRun::read_weights(const LoadedCheckpoint& checkpoint, const Config&
     if (!all_finite(values)) {
       throw_bad_input("{}: {} holds NaN or infinite values", checkpoint.path(), parameters[i].name);
     }
-    if (!parameters[i].trainable && stays_with_base) round_to_bf16(values);
+    const bool is_exact = weights.dtype(parameters[i]) == DType::kBF16;
+    if (!parameters[i].trainable && stays_with_base && !is_exact) round_to_bf16(values);
     set_weight(i, values);
     end_weight(i);
   }
