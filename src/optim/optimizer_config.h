@@ -55,7 +55,7 @@ struct OptimizerConfig {
   double clip_warmup_factor = 10.0;
   StateFormat states = StateFormat::kFp32;
   DType exp_avg_format = DType::kE4M3;
-  DType exp_avg_sq_format = DType::kE4M3;  // or kE5M2, kBF16
+  DType exp_avg_sq_format = DType::kE4M3;
   MasterForm master = MasterForm::kFp32;
   bool offload = false;
   DType gradient = DType::kF32;

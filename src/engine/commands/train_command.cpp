@@ -366,17 +366,14 @@ class TrainCommand {
     }
     constexpr auto kReplaceBadText = nlohmann::json::error_handler_t::replace;
     const std::vector<std::string> all = communicator_->gather_text(own.dump(-1, ' ', false, kReplaceBadText));
+    const std::string next = fmt::format(
+        "; step {} is saved: once this is mended, the same command resumes from there", run_.completed_steps());
     for (size_t rank = 0; rank < all.size(); ++rank) {
       const nlohmann::json failure = nlohmann::json::parse(all[rank]);
       if (!failure.is_object()) continue;
       const std::string who = all.size() == 1 ? "" : fmt::format("rank {}: ", rank);
-      throw Error(
-          static_cast<ExitCode>(failure.at("code").get<int>()),
-          fmt::format("{}{}{}", who, failure.at("message").get<std::string>(),
-                      is_saved ? fmt::format("; step {} is saved: once this is mended, the same command resumes "
-                                             "from there",
-                                             run_.completed_steps())
-                               : ""));
+      throw Error(static_cast<ExitCode>(failure.at("code").get<int>()),
+                  fmt::format("{}{}{}", who, failure.at("message").get<std::string>(), is_saved ? next : ""));
     }
     throw_internal("ranks agreed on a failure that none of them has");
   }
