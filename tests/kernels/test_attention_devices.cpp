@@ -354,6 +354,11 @@ TEST_CASE("scratch memory for score gradients of attention: none where it is of 
   CHECK(cuda::attention_backward_scratch_bytes(1, 65536, 32, 32, 128) == 0);
   // Llama-2-7B at 4 x 2048: 4 passes of 32 of its 128 heads, each with 16 * 17 pairs of 16 KiB.
   CHECK(cuda::attention_backward_scratch_bytes(4, 2048, 32, 32, 128) == 32 * 272 * 16384);
+  // OLMo-1B: the same 32,768 tokens in sequences of 8192 have passes of 512 tiles, 8 heads, longer ones of 256.
+  CHECK(cuda::attention_backward_scratch_bytes(4, 8192, 16, 16, 128) == 8 * 4160 * 16384);
+  CHECK(cuda::attention_backward_scratch_bytes(2, 16384, 16, 16, 128) == 2 * 16512 * 16384);
+  CHECK(cuda::attention_backward_scratch_bytes(1, 32768, 16, 16, 128) == int64_t{65792} * 16384);
+  CHECK(cuda::attention_backward_scratch_bytes(1, 65536, 16, 16, 128) == 0);
   // Passes of 256 tiles of keys: 4 heads of 64 * 65 pairs, or one of 256 * 257. With groups that is too much.
   CHECK(cuda::attention_backward_scratch_bytes(1, 8192, 32, 32, 128) == 4 * 4160 * 16384);
   CHECK(cuda::attention_backward_scratch_bytes(1, 32768, 32, 32, 128) == int64_t{65792} * 16384);

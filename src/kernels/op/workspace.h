@@ -79,21 +79,21 @@ constexpr int64_t attention_heads_of_pass(int64_t heads, int64_t sequence_length
   return (heads + passes - 1) / passes;
 }
 // The bytes that are worth memory of their own. 0 where nothing would be gained: other head dims, and sequences for
-// which that is too much memory: in long ones, more than 10 bytes for each element of the output. A block's other
-// workspaces take about as much at another time: the plan of Llama-2-7B with 8192 to 32768 tokens grows by less
-// than a third of it.
+// which that is too much memory. Passes of kTilesOfPass tiles may take 10 bytes for each element of the output, and
+// shorter ones 17, but none more than 1.34 GB. A block's other workspaces take about as much at another time: plans
+// of OLMo-1B with 8192 to 32768 tokens grow by less than a tenth of it, those of Llama-2-7B by less than a third.
 inline int64_t attention_backward_scratch_bytes(int64_t num_sequences, int64_t sequence_length, int64_t num_heads,
                                                 int64_t num_kv_heads, int64_t head_dim) {
-  constexpr int64_t kAlways = int64_t{320} << 20;
+  constexpr int64_t kAlways = int64_t{320} << 20, kMost = 4 * kAlways;
   if (head_dim != kScoreHeadDim) return 0;
-  const int64_t most = std::max(kAlways, 10 * sequence_length * num_heads * head_dim);
-  const int64_t group = num_heads / num_kv_heads, fewest = group == 1 ? kTilesOfPass / 2 : kTilesOfPass;
-  for (int64_t tiles_of_pass = kTilesOfPass; tiles_of_pass >= fewest; tiles_of_pass /= 2) {
-    const int64_t bytes = attention_heads_of_pass(num_sequences * num_kv_heads, sequence_length, tiles_of_pass) *
-                          group * score_gradient_bytes(sequence_length);
-    if (bytes <= most) return bytes;
-  }
-  return 0;
+  const int64_t elements = num_sequences * sequence_length * num_heads * head_dim, group = num_heads / num_kv_heads;
+  const auto bytes_of = [&](int64_t tiles_of_pass) {
+    return attention_heads_of_pass(num_sequences * num_kv_heads, sequence_length, tiles_of_pass) * group *
+           score_gradient_bytes(sequence_length);
+  };
+  const int64_t whole = bytes_of(kTilesOfPass), half = bytes_of(kTilesOfPass / 2);
+  if (whole <= std::clamp(10 * elements, kAlways, kMost)) return whole;
+  return group == 1 && half <= std::clamp(17 * elements, kAlways, kMost) ? half : 0;
 }
 // The bytes of passes of kTilesOfPass tiles, of half as many passes and so on up to one of all heads, ascending:
 // worth taking where no plan grows by them. Between them lie passes whose last round leaves most multiprocessors
