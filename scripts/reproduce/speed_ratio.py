@@ -65,7 +65,7 @@ class Side:
     def tune(self, seconds):
         tuning = self.out / f"{self.name}.tuning.json"
         if not tuning.exists():
-            self.run("tune", f"{self.name}.tuning", "--set", "device.gemm_tuning=off", "--seconds", str(seconds), "--output", str(tuning))
+            self.run("tune", f"{self.name}.tuning", "--set", "device.gemm_tuning=", "--seconds", str(seconds), "--output", str(tuning))
         self.sets = [*self.sets, f"device.gemm_tuning={tuning}"]  # the last of several counts
 
     def bench(self, turn, steps, gpus):
