@@ -39,6 +39,19 @@ def files(page):
     return re.findall(r"`([\w-]+\.json)`[^`\n]*:\n\n```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
+def settings_tables(page):
+    """Pairs of a command and the rows below "COMMAND says with these settings": settings, and GB in use."""
+    for command, table in re.findall(r"`(parka plan [^`]+)` says with these\s+settings[^|]*\n((?:\|.*\n)+)", page):
+        yield command, [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in table.splitlines()[2:]]
+
+
+def overrides(settings):
+    """Of "4 x 384 tokens, `KEY=VALUE`" and the like."""
+    micro_batch, length = re.search(r"(\d+) x (\d+) tokens", settings).groups()
+    keys = [f"training.micro_batch_size={micro_batch}", f"data.sequence_length={length}", *re.findall(r"`([\w.]+=[^`]+)`", settings)]
+    return [word for key in keys for word in ("--set", key)]
+
+
 def difference(expected, printed):
     """None, or the first line of `expected` that is not printed where it should be; "..." stands for any lines."""
     at, anywhere = 0, False
@@ -75,6 +88,18 @@ class Pages(unittest.TestCase):
                     with self.subTest(page=path.name, command=command):
                         self.assertIsNone(difference(expected, self.run_example(command, folder)))
         self.assertGreaterEqual(found, 4)
+
+    def test_what_settings_take_is_what_the_plan_says(self):
+        found = 0
+        for path in PAGES:
+            for command, rows in settings_tables(path.read_text(encoding="utf-8")):
+                for settings, in_use in rows:
+                    found += 1
+                    with self.subTest(page=path.name, settings=settings):
+                        plan = parka(*shlex.split(command)[1:], "--json", *overrides(settings), executable=os.path.abspath(PROGRAM), cwd=ROOT)
+                        bytes_in_use = sum(json.loads(plan.stdout)[key] for key in ("total_bytes", "context_bytes"))
+                        self.assertEqual(in_use, f"{bytes_in_use / 1e9:.3f}")
+        self.assertGreaterEqual(found, 21)
 
     def expected_step(self, gpus, stage, copies, measured, *options, shard_size=0):
         """Of Llama-2-7B on several GPUs, with the settings of scaling.md, as the plan says."""
