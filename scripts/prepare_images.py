@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Callable
 
 try:
-    import numpy  # noqa: F401
+    import numpy as np
     import PIL  # noqa: F401
     import xxhash  # noqa: F401
 except ImportError as error:
@@ -77,7 +77,6 @@ def read_samples(options: argparse.Namespace, left_out: collections.Counter, bad
                 if not options.skip_bad:
                     raise
                 bad.append(str(error))
-                left_out["bad_samples"] += 1
                 continue
             if parts.is_new(digest_of(sample), seen):
                 samples.append(sample)
@@ -100,8 +99,9 @@ def make_with_progress(what: str, maker, groups: list[list], size_of: Callable, 
         stop_reports.set()
 
 
-def tokenize(samples: list[Sample], options: argparse.Namespace, partial: Partial) -> SampleMaker:
-    """Makes all parts of the conversations, for write_samples()."""
+def tokenize(samples: list[Sample], options: argparse.Namespace, partial: Partial) -> tuple[SampleMaker, list[str]]:
+    """Makes all parts of the conversations, for write_samples(). For each conversation, why it cannot be used, or an empty
+    text; without --skip-bad raises InputError for the first."""
     slots = slots_of(options.image_size, options.patch_size, options.downsample)
     settings = Settings(options.tokenizer, options.eos, options.chat, options.image_token, slots)
     maker = SampleMaker(settings, partial.path, parts.make_progress())
@@ -110,12 +110,17 @@ def tokenize(samples: list[Sample], options: argparse.Namespace, partial: Partia
         print_line(f"the tokenizer has no single token for {', '.join(spelled_out)}")
     groups = groups_of_samples(samples)
 
-    def make() -> None:
-        for _ in parts.make_parts(maker, groups, options.workers):
-            pass
+    def make() -> list[str]:
+        errors: list[str] = []
+        for path in parts.make_parts(maker, groups, options.workers):
+            with np.load(path.with_suffix(".npz")) as stored:
+                errors += stored["errors"].tolist()
+            bad = next(filter(None, errors), None)
+            if bad is not None and not options.skip_bad:
+                raise InputError(f"{bad}; --skip-bad leaves out such samples")
+        return errors
 
-    make_with_progress("text", maker, groups, lambda sample: len(sample.document), make)
-    return maker
+    return maker, make_with_progress("text", maker, groups, lambda sample: len(sample.document), make)
 
 
 def read_pictures(samples: list[Sample], options: argparse.Namespace, partial: Partial) -> tuple[dict[str, int], Images]:
@@ -138,8 +143,10 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     """Writes everything into the folder `partial.staging` and returns what data.json holds."""
     left_out, bad = collections.Counter(duplicate_samples=0, bad_samples=0), []
     samples = read_samples(options, left_out, bad)
-    maker = tokenize(samples, options, partial)
-    numbers, images = read_pictures(samples, options, partial)
+    maker, errors = tokenize(samples, options, partial)
+    bad += filter(None, errors)
+    left_out["bad_samples"] = len(bad)
+    numbers, images = read_pictures([sample for sample, error in zip(samples, errors) if not error], options, partial)
     bad += [f"{name}: {reason}" for name, reason in zip(numbers, images.errors) if reason]
     left_out["bad_images"] = sum(reason != "" for reason in images.errors)
     splits = {split: ImageSplit(partial.staging, split, options, maker) for split in ("train", "eval")}

@@ -63,15 +63,17 @@ def write_samples(
     samples: list[Sample], numbers: dict[str, int], images: Images, splits: dict[str, ImageSplit], maker: SampleMaker,
     eval_fraction: float
 ) -> int:
-    """Writes the conversations, in order, whose images can all be used. Returns the number of the others. `numbers` has
-    the number of each image by its name; the maker has made all parts."""
+    """Writes the conversations, in order, that can be used and whose images all can. Returns the number of those with other
+    images. `numbers` has the number of each image by its name; the maker has made all parts."""
     groups, left_out = groups_of_samples(samples), 0
     for group, path in zip(groups, make_parts(maker, groups, 1)):
         ids, marks = token_array(path.with_suffix(".ids"), maker.dtype), token_array(path.with_suffix(".marks"), "u1")
         with np.load(path.with_suffix(".npz")) as stored:
-            lengths, offsets = stored["lengths"].tolist(), iter(stored["offsets"].tolist())
+            lengths, errors, offsets = stored["lengths"].tolist(), stored["errors"].tolist(), iter(stored["offsets"].tolist())
         last = 0
-        for sample, length in zip(group, lengths):
+        for sample, length, error in zip(group, lengths, errors):
+            if error:
+                continue
             first, last = last, last + length
             own = [(next(offsets), numbers[name]) for name in sample.images()]
             if any(images.errors[number] for _, number in own):

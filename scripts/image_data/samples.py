@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from text_data.tokenizer import Span, make_tokenizer
 from .conversations import PLACEHOLDER, Sample
 
 # Counts changes of what a part holds.
-VERSION = 1
+VERSION = 2
 # Conversations of a part.
 GROUP_SAMPLES = 2048
 
@@ -49,11 +49,21 @@ def image_token_of(name: str | None, tokenizer) -> int:
     return found
 
 
+class Encoded(NamedTuple):
+    """A conversation: its ids, a byte of marks for each, and the first slot of each image; or why it cannot be used."""
+
+    ids: np.ndarray = np.zeros(0, np.int64)
+    marks: np.ndarray = np.zeros(0, np.uint8)
+    offsets: list[int] = []
+    error: str = ""
+
+
 class SampleMaker:
     """Makes parts in a folder, each of a group of conversations: KEY.ids (ids one after the other), KEY.marks (a byte per
     id), and KEY.npz, whose presence says that the part is complete:
 
-    lengths  int64 [conversations]: their ids
+    lengths  int64 [conversations]: their ids, 0 for those that cannot be used
+    errors   why those cannot be used, empty for the others
     offsets  int64 [images of all conversations]: the first slot of each, counted from the first id of its conversation
     """
 
@@ -75,35 +85,41 @@ class SampleMaker:
 
     def make(self, index: int, group: list[Sample]) -> None:
         path = self.path(index, group)
-        lengths, all_offsets = [], []
+        lengths, errors, all_offsets = [], [], []
         with open(path.with_suffix(".ids"), "wb") as ids_file, open(path.with_suffix(".marks"), "wb") as marks_file:
-            for ids, marks, offsets in self.encode(group):
-                ids_file.write(ids.astype(self.dtype).data)
-                marks_file.write(marks.data)
-                lengths.append(len(ids))
-                all_offsets += offsets
+            for encoded in self.encode(group):
+                ids_file.write(encoded.ids.astype(self.dtype).data)
+                marks_file.write(encoded.marks.data)
+                lengths.append(len(encoded.ids))
+                errors.append(encoded.error)
+                all_offsets += encoded.offsets
             sync(ids_file)
             sync(marks_file)
         with open(path.with_suffix(".tmp"), "wb") as file:
-            np.savez(file, lengths=np.array(lengths, np.int64), offsets=np.array(all_offsets, np.int64))
+            stored = {"lengths": np.array(lengths, np.int64), "offsets": np.array(all_offsets, np.int64), "errors": np.array(errors)}
+            np.savez(file, **stored)
             sync(file)
         path.with_suffix(".tmp").rename(path.with_suffix(".npz"))
         self.progress.add(sum(len(sample.document) for sample in group), sum(lengths))
 
-    def encode(self, group: list[Sample]) -> Iterator[tuple[np.ndarray, np.ndarray, list[int]]]:
-        """(ids, marks, first slots of the images) of each conversation. The text between images is tokenized piece by
-        piece, as in LLaVA: a tokenizer of SentencePiece makes other ids of the whole."""
+    def encode(self, group: list[Sample]) -> Iterator[Encoded]:
+        """The text between images is tokenized piece by piece, as in LLaVA: a tokenizer of SentencePiece makes other ids
+        of the whole."""
         texts: list[str] = []
         spans: list[list[Span]] = []
-        counts = []
+        pieces_of = []
         for sample in group:
-            pieces = self._pieces(sample)
-            counts.append(len(pieces))
+            try:
+                pieces = self._pieces(sample)
+            except InputError as error:
+                pieces_of.append((0, str(error)))
+                continue
+            pieces_of.append((len(pieces), ""))
             texts += [text for text, _ in pieces]
             spans += [marked for _, marked in pieces]
         encoded = iter(self.tokenizer.encode_marked(texts, spans))
-        for sample, count in zip(group, counts):
-            yield self._with_slots(sample, [next(encoded) for _ in range(count)])
+        for sample, (count, error) in zip(group, pieces_of):
+            yield Encoded(error=error) if error else self._with_slots(sample, [next(encoded) for _ in range(count)])
 
     def _pieces(self, sample: Sample) -> list[tuple[str, list[Span]]]:
         """The text between images, with its targets."""
@@ -125,7 +141,7 @@ class SampleMaker:
             first = last + len(PLACEHOLDER)
         return pieces
 
-    def _with_slots(self, sample: Sample, pieces: list[tuple[np.ndarray, np.ndarray]]):
+    def _with_slots(self, sample: Sample, pieces: list[tuple[np.ndarray, np.ndarray]]) -> Encoded:
         slots = np.full(self.settings.slots, self.image_token, np.uint32)
         ids, targets, offsets = [pieces[0][0]], [pieces[0][1]], []
         length = len(pieces[0][0])
@@ -135,12 +151,11 @@ class SampleMaker:
             ids += [slots, piece]
             targets += [np.zeros(len(slots), bool), marked]
         if any((piece == self.image_token).any() for piece, _ in pieces):
-            raise InputError(
-                f"{sample.place}: its text has id {self.image_token}, which marks images; give --image-token another"
-            )
+            of_images = f"its text has id {self.image_token}, which marks images; give --image-token another"
+            return Encoded(error=f"{sample.place}: {of_images}")
         marks = np.where(np.concatenate(targets), MARK_TARGET, 0).astype(np.uint8)
         marks[:1] = MARK_DOCUMENT_START  # nothing predicts the first token of a document
-        return np.concatenate(ids), marks, offsets
+        return Encoded(np.concatenate(ids), marks, offsets)
 
 
 def groups_of_samples(samples: list[Sample]) -> list[list[Sample]]:

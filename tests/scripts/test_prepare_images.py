@@ -314,8 +314,25 @@ class Bad(Preparation):
         self.assertEqual((info["train"]["documents"], info["left_out"]["bad_samples"]), (1, len(cases)))
         self.assertEqual(len(info["bad"]), len(cases))
 
-    def test_a_conversation_that_the_template_refuses_is_named(self):
-        self.refuse("sample 0 of the array, id t: the chat template refuses", self.write([sample("t", None, "a", "b")]))
+    def test_samples_that_have_no_ids_are_refused_by_id_or_left_out_and_counted(self):
+        dollar = ord("$")
+        cases = [
+            (sample("t", None, "a", "b"), "id t: the chat template refuses"),
+            (sample("d", "none.png", "<image>", "5 $"), f"id d: its text has id {dollar}, which marks images"),
+        ]
+        for bad, message in cases:
+            with self.subTest(message=message):
+                path = self.write([caption(1), bad])
+                self.refuse(f"sample 1 of the array, {message}", path, image_token=dollar)
+                self.refuse("; --skip-bad leaves out such samples", path, image_token=dollar)
+        records = [cases[0][0], caption(1), cases[1][0], caption(2)]
+        info = self.prepare(self.write(records), "--skip-bad", image_token=dollar)
+        self.assertEqual((info["train"]["documents"], info["images"]["count"]), (2, 2))
+        self.assertEqual((info["left_out"]["bad_samples"], info["left_out"]["bad_images"]), (2, 0))
+        for found, (_, message) in zip(info["bad"], cases):
+            self.assertIn(message, found)
+        text = np.fromfile(self.out / "train-00000.npy", "<u2")
+        self.assertEqual(bytes(text[(text != dollar) & (text < EOS)].astype(np.uint8)), b"Picture 1.\nPicture 2.\n")
 
     def test_bad_images_are_refused_by_name_or_left_out_and_counted(self):
         whole = (self.pictures / "4.png").read_bytes()
