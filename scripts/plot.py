@@ -65,9 +65,12 @@ def draw_medians(axis, records, key, title):
 
 
 def draw_exponents(axis, records, moment, color):
-    """The quartiles of k over the groups of a tensor; of each the median over all tensors."""
+    """The quartiles of k over the groups of a tensor; of each the median over all tensors. Nothing of a moment without range
+    expansion."""
+    records = [record for record in records if any(moment in parameter for parameter in record["parameters"].values())]
+
     def over_tensors(record, quartile):
-        return median([k for parameter in record["parameters"].values() for k in parameter[moment]["k"][quartile]])
+        return median([k for parameter in record["parameters"].values() if moment in parameter for k in parameter[moment]["k"][quartile]])
 
     steps = [record["step"] for record in records]
     lower, middle, upper = ([over_tensors(record, quartile) for record in records]

@@ -76,6 +76,11 @@ class Plot(unittest.TestCase):
         self.assert_drawn(subprocess.run([sys.executable, SCRIPT, self.folder, "--out", self.picture], capture_output=True, text=True,
                                          env={**os.environ, "MPLCONFIGDIR": self.folder}))
 
+    def test_telemetry_of_a_run_with_one_moment_in_fp8(self):
+        records = [train_record(8), moments_record(8), attention_record(8)]
+        del records[1]["parameters"]["qkv"]["exp_avg_sq"]
+        self.assert_drawn(self.plot(records, "--telemetry"))
+
     def test_several_runs(self):
         self.assert_drawn(self.plot([train_record(step) for step in range(1, 9)], copies=2))
 
