@@ -54,7 +54,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from text_data import chat, parts  # noqa: E402
 from text_data.common import InputError, Parser, sync, sync_folder  # noqa: E402
 from text_data.packing import ChatSplit  # noqa: E402
-from text_data.partial import Partial, new_folder, run_script  # noqa: E402
+from text_data.partial import Partial, new_folder, print_last, run_script  # noqa: E402
 from text_data.readers import MAX_DOCUMENT_BYTES, Reading, find_files  # noqa: E402
 from text_data.token_writer import TokenWriter  # noqa: E402
 from text_data.tokenizer import EOS_NAMES, padded_vocab_size  # noqa: E402
@@ -313,7 +313,7 @@ def run(arguments: list[str]) -> None:
     with Partial(options.out, print_line) as partial:
         info = prepare(options, partial)
         partial.finish()
-    print_summary(info, options.out)
+    print_last(lambda: print_summary(info, options.out))
 
 
 def main() -> int:

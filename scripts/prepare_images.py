@@ -55,7 +55,7 @@ from image_data.shards import (  # noqa: E402
 )
 from text_data import chat, parts  # noqa: E402
 from text_data.common import InputError, Parser, sync, sync_folder  # noqa: E402
-from text_data.partial import Partial, new_folder, run_script  # noqa: E402
+from text_data.partial import Partial, new_folder, print_last, run_script  # noqa: E402
 from text_data.readers import find_files  # noqa: E402
 from text_data.tokenizer import EOS_NAMES, padded_vocab_size  # noqa: E402
 from tokenizer_files import copy_tokenizer  # noqa: E402
@@ -295,7 +295,7 @@ def run(arguments: list[str]) -> None:
     with Partial(options.out, print_line) as partial:
         info = prepare(options, partial)
         partial.finish()
-    print_summary(info, options.out)
+    print_last(lambda: print_summary(info, options.out))
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import signal
 import sys
@@ -60,6 +61,15 @@ class Partial:
     def finish(self) -> None:
         self.staging.rename(self._out)
         sync_folder(self._out.parent)
+
+
+def print_last(print_summary: Callable[[], None]) -> None:
+    """Prints what was made. That nobody reads it to its end, `head` for example, is no error: all is written."""
+    try:
+        print_summary()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to flush when Python ends
 
 
 def run_script(run: Callable[[list[str]], None], print_line: Callable[[str], None]) -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import subprocess
 import sys
 import unittest
 
@@ -21,7 +22,7 @@ try:
 except ImportError:
     tokenizers = None
 
-from preparation import Preparation  # noqa: E402
+from preparation import SCRIPT, Preparation  # noqa: E402
 
 EOS = 256
 
@@ -64,6 +65,16 @@ class PrepareDataTest(Preparation):
         self.write("one/a.txt", "text")
         self.out = self.folder / "other"
         self.assertEqual(self.call(self.folder / "one").stdout.splitlines()[0], "train: 1 document, 5 tokens, 1 file")
+
+    def test_a_summary_that_nobody_reads_is_no_error(self):
+        self.write("in/a.txt", "text")
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+        command = [sys.executable, str(SCRIPT), str(self.folder / "in"), "--out", str(self.out)]
+        result = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+        os.close(write_end)
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.assertEqual(self.ids(), ids_of("text"))
 
     def test_config_snippet_names_the_files(self):
         self.write("in/a.txt", "text")
