@@ -93,8 +93,8 @@ constexpr std::string_view kIntroduction =
 A run is described by one JSON file; `//` comments are allowed. Every key has a default, so a file holds only what
 differs. `--set section.key=value` on the command line overrides one key; `--section.key=value` is short for it. An unknown key, a
 value of the wrong type or out of range, a key given twice in a file and a combination that cannot work are errors. A key of what another
-one switches off has no effect: `model.rope_scaling.factor` with `kind = none`, `model.init_std` with `init = mitchell`. Paths are
-relative to the folder that `parka` is started in. A number may be written 1e-3, an integer also 1e3.
+one switches off is refused where it would be misleading, `finetune.rank` without adapters for example, and else has no effect:
+`model.rope_scaling.factor` with `kind = none`, `model.init_std` with `init = mitchell`. Paths are relative to the folder that `parka` is started in. A number may be written 1e-3, an integer also 1e3.
 
 `"$schema": "parka.schema.json"` at the top of a file lets editors complete and check it: `configs/parka.schema.json` is the output of
 `parka config schema`.

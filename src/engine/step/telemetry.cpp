@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -15,6 +16,8 @@ namespace parka {
 namespace {
 
 using nlohmann::ordered_json;
+
+constexpr double kNoNumber = std::numeric_limits<double>::quiet_NaN();  // null in a record
 
 // As a record should show it: more digits would be noise and only make lines long. What is not finite becomes null.
 double rounded(double x) { return std::isfinite(x) ? std::stod(fmt::format("{:.5g}", x)) : x; }
@@ -53,7 +56,7 @@ ordered_json attention_record(const std::vector<AttentionTotals>& attention) {
     record["imbalance"].push_back(rounded(imbalance(t)));
     record["gradient_share"].push_back(rounded(double{t.sum_norm} / t.norm));  // 0 / 0 for zeros: null
     record["score_rms"].push_back(rounded(double{t.score_norm} / std::sqrt(double{t.rows})));
-    record["largest_score"].push_back(rounded(t.largest_score));
+    record["largest_score"].push_back(t.rows == 0 ? kNoNumber : rounded(t.largest_score));
     record["not_finite"].push_back(rounded(double{t.not_finite} / (double{t.rows} + t.not_finite)));
   }
   return record;
@@ -74,7 +77,7 @@ double k_quantile(const TelemetryReport::Moment& moment, double share) {
     seen += moment.counts[exponent];
     if (static_cast<double>(seen) >= wanted) return static_cast<double>(exponent) / 16;
   }
-  return std::numeric_limits<double>::quiet_NaN();
+  return kNoNumber;
 }
 
 double k_mean(const TelemetryReport::Moment& moment) {
@@ -86,37 +89,59 @@ double k_mean(const TelemetryReport::Moment& moment) {
   return sum / total;
 }
 
-void add_moment(const TelemetryReport::Moment& moment, ordered_json& record) {
+// Null: of a frozen parameter.
+void add_moment(const TelemetryReport::Moment* moment, ordered_json& record) {
   constexpr std::pair<const char*, double> kQuantiles[] = {
       {"min", 0.0}, {"lower_quartile", 0.25}, {"median", 0.5}, {"upper_quartile", 0.75}, {"max", 1.0}};
-  for (const auto& [name, share] : kQuantiles) record["k"][name].push_back(k_quantile(moment, share));
-  record["k"]["mean"].push_back(rounded(k_mean(moment)));
-  const bool any = moment.largest_amax > 0;
-  record["amax"]["min"].push_back(any ? rounded(moment.smallest_amax) : 0.0);
-  record["amax"]["max"].push_back(rounded(moment.largest_amax));
+  for (const auto& [name, share] : kQuantiles) {
+    record["k"][name].push_back(moment == nullptr ? kNoNumber : k_quantile(*moment, share));
+  }
+  record["k"]["mean"].push_back(moment == nullptr ? kNoNumber : rounded(k_mean(*moment)));
+  const bool any = moment != nullptr && moment->largest_amax > 0;
+  const double of_zeros = moment == nullptr ? kNoNumber : 0.0;
+  record["amax"]["min"].push_back(any ? rounded(moment->smallest_amax) : of_zeros);
+  record["amax"]["max"].push_back(any ? rounded(moment->largest_amax) : of_zeros);
+}
+
+// By kind of parameter: of those of which any is trained, in every block.
+ordered_json moment_records(const std::vector<TelemetryReport::Moment>& moments, const ParameterTable& table) {
+  ordered_json records = ordered_json::object();
+  if (moments.empty()) return records;
+  const std::vector<int> trained = table.trained();
+  const size_t of_each = moments.size() / trained.size();
+  std::vector<const TelemetryReport::Moment*> first_of(table.all.size());
+  std::set<std::string, std::less<>> kinds;
+  for (size_t i = 0; i < trained.size(); ++i) {
+    const auto parameter = static_cast<size_t>(trained[i]);
+    first_of[parameter] = &moments[i * of_each];
+    kinds.emplace(kind_of(table.all[parameter].name));
+  }
+  for (size_t parameter = 0; parameter < table.all.size(); ++parameter) {
+    const std::string kind(kind_of(table.all[parameter].name));
+    if (!kinds.contains(kind)) continue;
+    const TelemetryReport::Moment* first = first_of[parameter];
+    for (size_t i = 0; i < of_each; ++i) {
+      add_moment(first == nullptr ? nullptr : first + i, records[kind][i == 0 ? "exp_avg" : "exp_avg_sq"]);
+    }
+  }
+  return records;
 }
 
 }  // namespace
 
 double imbalance(const AttentionTotals& totals) {
-  if (totals.rows == 0) return std::numeric_limits<double>::quiet_NaN();
+  if (totals.rows == 0) return kNoNumber;
   return totals.sum_norm == 0 ? 0.0 : double{totals.sum_norm} / totals.delta_norm;
 }
 
 std::vector<ordered_json> telemetry_records(const TelemetryReport& report, int64_t step,
                                             const ParameterTable& table) {
-  ordered_json tensors = ordered_json::object(), moments = ordered_json::object();
+  ordered_json tensors = ordered_json::object();
   for (const auto& [which, name] : EnumNames<QuantizedTensor>::kAll) {
     ordered_json record = tensor_record(report.tensors, which);
     if (!record.empty()) tensors[std::string(name)] = std::move(record);
   }
-  const std::vector<int> trained = table.trained();
-  const size_t of_each = report.moments.size() / trained.size();
-  for (size_t i = 0; i < report.moments.size(); ++i) {
-    const auto parameter = static_cast<size_t>(trained[i / of_each]);
-    const std::string kind(kind_of(table.all[parameter].name));
-    add_moment(report.moments[i], moments[kind][i % of_each == 0 ? "exp_avg" : "exp_avg_sq"]);
-  }
+  ordered_json moments = moment_records(report.moments, table);
   std::vector<ordered_json> records;
   if (!tensors.empty()) {
     records.push_back({{"kind", "quantization"},
