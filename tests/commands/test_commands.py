@@ -3,6 +3,7 @@ import glob
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -98,6 +99,25 @@ class Plan(unittest.TestCase):
             self.assertEqual(refused.returncode, 2)
             self.assertIn("no change makes it fit into 4.0 GB", refused.stderr)
             self.assertEqual(os.listdir(folder), ["fits.json"])
+
+    def test_what_is_written_replaces_neither_the_config_nor_a_folder(self):
+        with tempfile.TemporaryDirectory(prefix="parka-test-") as folder:
+            config, other = os.path.join(folder, "config.json"), os.path.join(folder, "other.json")
+            shutil.copy(os.path.join(ROOT, "configs", "quickstart.json"), config)
+            os.makedirs(os.path.join(f"{other}.tmp", "of_someone"))
+            with open(config, encoding="utf-8") as file:
+                before = file.read()
+            for read_from, written, message in ((config, config, "is the config that is read"), (folder, config, "is the config that is read"),
+                                                (config, f"{folder}/../{os.path.basename(folder)}/config.json", "is the config that is read"),
+                                                (config, other, "other.json.tmp: Is a directory")):
+                for fit in ([], ["--fit"]):
+                    with self.subTest(read_from=read_from, written=written, fit=fit):
+                        refused = parka("plan", read_from, "--write", written, *fit)
+                        self.assertIn(message, refused.stderr)
+                        self.assertIn(refused.returncode, (2, 4))
+            with open(config, encoding="utf-8") as file:
+                self.assertEqual(file.read(), before)
+            self.assertEqual(os.listdir(f"{other}.tmp"), ["of_someone"])
 
     def test_the_table_adds_up_and_has_no_empty_lines(self):
         for name, gpus in (("llama2-7b-parka.json", 1), ("olmo-7b-coat.json", 8), ("quickstart.json", 1)):

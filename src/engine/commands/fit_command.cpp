@@ -13,7 +13,6 @@
 #include "engine/commands/commands.h"
 #include "engine/config/config_io.h"
 #include "engine/config/given_keys.h"
-#include "engine/files/file_io.h"
 #include "engine/planning/changed_step.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/planning/memory_fit.h"
@@ -206,12 +205,12 @@ Links links_of(const PlanOptions& options, double memory_bandwidth) {
 }
 
 int run_fit(const PlanOptions& options) {
-  require_replaceable(options.write_path);
+  require_config_writable(options.write_path, options.config_path);
   const Fit fit = find_fit(options);
   if (!options.write_path.empty()) {
     std::vector<std::string> overrides = options.overrides;
     for (const std::string& override : fit.advice.overrides()) overrides.push_back(override);
-    replace_file(options.write_path, given_keys(options.config_path, overrides).dump(2) + "\n");
+    write_given_keys(options.write_path, options.config_path, overrides);
   }
   if (options.json) {
     print_fit_json(fit, options);

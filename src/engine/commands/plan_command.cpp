@@ -8,7 +8,6 @@
 #include "engine/config/config_io.h"
 #include "engine/config/distributed_config.h"
 #include "engine/config/given_keys.h"
-#include "engine/files/file_io.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/planning/memory_advice.h"
 #include "engine/planning/step_measurement.h"
@@ -117,7 +116,7 @@ void write_config(const PlanOptions& options, const Advice& advice) {
   }
   std::vector<std::string> overrides = options.overrides;
   for (const std::string& override : advice.here->overrides()) overrides.push_back(override);
-  replace_file(options.write_path, given_keys(options.config_path, overrides).dump(2) + "\n");
+  write_given_keys(options.write_path, options.config_path, overrides);
 }
 
 // What a step of the run is expected to take, beside what was measured.
@@ -247,7 +246,7 @@ void print_indivisible_batch(const Config& config, int64_t num_gpus) {
 }  // namespace
 
 int run_plan(const PlanOptions& options) {
-  require_replaceable(options.write_path);
+  require_config_writable(options.write_path, options.config_path);
   const Config config = load_config(options.config_path, options.overrides);
   std::optional<StepPlan> step;
   if (!options.measured_path.empty()) step = plan_step(config, options);

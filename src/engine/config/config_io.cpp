@@ -261,6 +261,21 @@ ordered_json given_keys(const std::string& path, const std::vector<std::string>&
   return result;
 }
 
+void write_given_keys(const std::string& written, const std::string& path,
+                      const std::vector<std::string>& overrides) {
+  replace_file(written, given_keys(path, overrides).dump(2) + "\n");
+}
+
+void require_config_writable(const std::string& written, const std::string& path) {
+  if (written.empty()) return;
+  std::error_code ignored;
+  if (std::filesystem::equivalent(written, config_file(path), ignored)) {
+    throw_bad_input("{}: is the config that is read, whose comments would be lost; write to another file",
+                    printable(written));
+  }
+  require_replaceable(written);
+}
+
 ordered_json to_json(const Config& config) {
   Config copy = config;
   ordered_json root = ordered_json::object();

@@ -10,4 +10,11 @@ namespace parka {
 // docs/config.md: written to a file, it is the same config. Comments are lost.
 nlohmann::ordered_json given_keys(const std::string& path, const std::vector<std::string>& overrides);
 
+// Writes them to a file.
+void write_given_keys(const std::string& written, const std::string& path,
+                      const std::vector<std::string>& overrides);
+// Throws Error if write_given_keys() would, or would replace the config that it reads, with its comments. An empty
+// name of a file is fine.
+void require_config_writable(const std::string& written, const std::string& path);
+
 }  // namespace parka

@@ -253,10 +253,21 @@ void sync_directory(const std::string& path) {
   if (retry([&] { return ::fsync(folder.get()); }) == -1 && errno != EINVAL) throw_io_error("sync", path, errno);
 }
 
+namespace {
+
+// What replaces the file at `path`: new, instead of one that was left by a crash, but of no folder.
+OutputFile open_draft(const std::string& draft) {
+  std::error_code error;
+  if (fs::is_directory(draft, error)) throw_open_error("create", draft, EISDIR);
+  remove_tree(draft);
+  return OutputFile(draft);
+}
+
+}  // namespace
+
 void replace_file(const std::string& path, std::string_view content) {
   const std::string draft = path + ".tmp";
-  remove_tree(draft);
-  OutputFile file(draft);
+  OutputFile file = open_draft(draft);
   file.write(as_bytes(content));
   file.sync();
   file.close();
@@ -269,8 +280,7 @@ void require_replaceable(const std::string& path) {
   std::error_code error;
   if (fs::is_directory(path, error)) throw_open_error("create", path, EISDIR);
   const std::string draft = path + ".tmp";
-  remove_tree(draft);
-  OutputFile(draft).close();
+  open_draft(draft).close();
   remove_tree(draft);
 }
 
