@@ -114,10 +114,11 @@ def tokenize(samples: list[Sample], options: argparse.Namespace, partial: Partia
         errors: list[str] = []
         for path in parts.make_parts(maker, groups, options.workers):
             with np.load(path.with_suffix(".npz")) as stored:
-                errors += stored["errors"].tolist()
-            bad = next(filter(None, errors), None)
+                reasons = stored["errors"].tolist()
+            bad = next(filter(None, reasons), None)
             if bad is not None and not options.skip_bad:
                 raise InputError(f"{bad}; --skip-bad leaves out such samples")
+            errors += reasons
         return errors
 
     return maker, make_with_progress("text", maker, groups, lambda sample: len(sample.document), make)
