@@ -9,8 +9,8 @@
 # is started again.
 #
 # SIGTERM, SIGUSR1 and Ctrl-C to this script ask the ranks to save and stop; nothing is started again then. Ends with
-# the last exit code: 0 if the run is done, 75 if it was stopped and has more to do. PARKA_RESTART_SECONDS (default 10)
-# is the wait before a restart.
+# the last exit code: 0 if the run is done, 75 if it was stopped and has more to do, also while it waited to be started
+# again. PARKA_RESTART_SECONDS (default 10) is the wait before a restart.
 set -uo pipefail
 
 fail() { echo "launch.sh: $*" >&2; exit 2; }
@@ -47,11 +47,18 @@ fi
 
 # mpirun answers SIGTERM and Ctrl-C by killing its ranks a second later, and hands SIGUSR1 on to them, as srun and parka
 # do: parka then saves and stops. Running them under setsid keeps a terminal's Ctrl-C from it.
-child="" stopping=""
+child="" stopping="" asker="" pause=""
+# Every second: what the child gets before it can answer is lost, and asking again is harmless.
+ask() {
+  [ -z "$asker" ] || return 0
+  while kill -USR1 "$child"; do sleep 1; done >/dev/null 2>&1 &
+  asker=$!
+}
 stop() {
   stopping=$1
   say "$1: asking the run to save and stop"
-  [ -z "$child" ] || kill -USR1 "$child" 2>/dev/null
+  [ -z "$child" ] || ask
+  [ -z "$pause" ] || kill "$pause" 2>/dev/null
 }
 trap 'stop SIGTERM' TERM
 trap 'stop SIGUSR1' USR1
@@ -62,10 +69,14 @@ trap 'stop SIGINT' INT
 may_pass() { [ "$1" -eq 5 ] || [ "$1" -eq 6 ] || [ "$1" -gt 128 ]; }
 
 for ((start = 0; ; start++)); do
+  if [ -n "$stopping" ]; then
+    say "not started after $stopping (exit code 75): the same command continues the run"
+    exit 75
+  fi
   say "starting: ${command[*]}"
   setsid "${command[@]}" &
   child=$!
-  [ -z "$stopping" ] || kill -USR1 "$child" 2>/dev/null  # asked while nothing ran
+  [ -z "$stopping" ] || ask  # a signal came since
   # A signal to this script interrupts `wait`, which must then be called again.
   wait "$child"
   code=$?
@@ -74,6 +85,7 @@ for ((start = 0; ; start++)); do
     code=$?
   done
   child=""
+  [ -z "$asker" ] || kill "$asker" 2>/dev/null
   if [ "$code" -eq 0 ]; then
     say "done"
     exit 0
@@ -89,5 +101,9 @@ for ((start = 0; ; start++)); do
   may_pass "$code" || { say "ended with exit code $code, which a restart would not fix"; exit "$code"; }
   [ "$start" -lt "$restarts" ] || { say "ended with exit code $code; given up after $restarts restarts"; exit "$code"; }
   say "ended with exit code $code; restart $((start + 1)) of $restarts"
-  sleep "${PARKA_RESTART_SECONDS:-10}"
+  sleep "${PARKA_RESTART_SECONDS:-10}" 2>/dev/null &
+  pause=$!
+  [ -z "$stopping" ] || kill "$pause" 2>/dev/null  # a signal came since
+  wait "$pause"
+  pause=""
 done

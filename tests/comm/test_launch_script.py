@@ -90,14 +90,45 @@ class LaunchScriptTest(unittest.TestCase):
                 for name in ("starts", "waiting"):
                     (self.folder / name).unlink(missing_ok=True)
                 process = self.start("wait 0", "-np", "2", "--", "run")
-                end = time.monotonic() + 30
-                while not (self.folder / "waiting").exists() and time.monotonic() < end:
-                    time.sleep(0.02)
+                self.wait_for("waiting")
                 process.send_signal(number)
                 _, errors = process.communicate(timeout=60)
                 self.assertEqual(process.returncode, STOPPED, errors)
                 self.assertIn(f"{number.name}: asking the run to save and stop", errors)
                 self.assertIn("not done", errors)
+
+    def test_a_signal_while_it_waits_to_start_again_ends_it(self):
+        process = self.start("5 0", "-np", "2", "--", "run", PARKA_RESTART_SECONDS="60")
+        for line in process.stderr:
+            if "restart 1 of 3" in line:
+                break
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        self.assertEqual((process.returncode, len((self.folder / "starts").read_text().split())), (STOPPED, 1), errors)
+        self.assertLess(time.monotonic() - began, 30)
+        self.assertIn("not started after SIGTERM", errors)
+
+    def test_a_signal_is_repeated_until_the_run_answers(self):
+        self.write("program", """#!/usr/bin/env bash
+trap '' USR1
+touch "$FOLDER/waiting"
+while [[ ! -e $FOLDER/answers ]]; do sleep 0.05; done
+trap 'exit 75' USR1
+while :; do sleep 0.05; done
+""")
+        process = self.start("", "-np", "2", "--", "run")
+        self.wait_for("waiting")
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        (self.folder / "answers").touch()
+        _, errors = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, STOPPED, errors)
+
+    def wait_for(self, name):
+        end = time.monotonic() + 30
+        while not (self.folder / name).exists() and time.monotonic() < end:
+            time.sleep(0.02)
 
     def test_a_stopped_run_is_not_done(self):
         code, starts, errors = self.launch(f"{STOPPED} 0")
