@@ -32,7 +32,7 @@ void RecordingCommunicator::reduce_scatter(Device&, const TensorView& in, const 
   check_reducible(in);
   check_scattered(in, out, size_of(peers));
   const int64_t written_and_added_to = (accumulation == Accumulation::kContinue ? 2 : 1) * out.bytes();
-  record({Kind::kReduceScatter, in.bytes(), peers, has_exchange_buffer_ ? in.bytes() + written_and_added_to : 0});
+  record({Kind::kReduceScatter, in.bytes(), peers, exchange_bytes_ > 0 ? in.bytes() + written_and_added_to : 0});
 }
 
 void RecordingCommunicator::all_gather(Device&, const TensorView& in, const TensorView& out, Peers peers) {
@@ -42,6 +42,7 @@ void RecordingCommunicator::all_gather(Device&, const TensorView& in, const Tens
 
 void RecordingCommunicator::all_gather_columns(Device&, const TensorView& in, const TensorView& out, Peers peers) {
   check_side_by_side(out, in, size_of(peers));
+  PARKA_REQUIRE(exchange_bytes_ == 0 || out.bytes() <= exchange_bytes_);  // as GPUs need it
   record({Kind::kAllGather, out.bytes(), peers});
 }
 

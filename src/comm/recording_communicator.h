@@ -42,7 +42,7 @@ class RecordingCommunicator final : public Communicator {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   std::string description() const override;
-  void set_exchange_buffer(const TensorView& buffer) override { has_exchange_buffer_ = !buffer.empty(); }
+  void set_exchange_buffer(const TensorView& buffer) override { exchange_bytes_ = buffer.bytes(); }
 
   void all_reduce(Device& device, const TensorView& x, Reduction reduction, Peers peers) override;
   void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers,
@@ -63,7 +63,7 @@ class RecordingCommunicator final : public Communicator {
 
   int rank_, size_;
   Listener listener_;
-  bool has_exchange_buffer_ = false;
+  int64_t exchange_bytes_ = 0;
   uint64_t last_queued_ = 0;
 };
 

@@ -12,6 +12,7 @@
 #include <fmt/format.h>
 #include <sys/resource.h>
 
+#include "engine/step/declared_run.h"
 #include "engine/step/step_queue.h"
 #include "engine/training/training_run.h"
 #include "kernels/device/step_section_names.h"
@@ -624,4 +625,17 @@ TEST_CASE("micro-batches copy no weights from host memory where FP8 copies are k
     RecordedLoads loads(config);
     CHECK(loads.of_micro_batch({.is_first = true, .is_last = true}).empty());
   }
+}
+
+TEST_CASE("transposed codes that are gathered fit into the exchange buffer where adapters alone are trained",
+          "[engine][lora][zero]") {
+  const TemporaryFolder folder;
+  Config config = step_config(folder.path().string(), "parka", 3, true, 2, 2);
+  config.precision.weight_copies = WeightCopies::kBoth;
+  config.finetune.method = FinetuneMethod::kLora;
+  config.finetune.rank = 1;
+  const Zero zero = make_zero(3, 0, 2);
+  const DeclaredRun declared(config, DeviceKind::kCuda, zero);
+  REQUIRE(declared.model.weights().has_pieces_for_backward(1));
+  CHECK_FALSE(record_step(config, 2).parts.empty());  // the communicator refuses what does not fit
 }

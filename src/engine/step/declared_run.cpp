@@ -65,6 +65,21 @@ Zero zero_of(const Config& config, int64_t rank, int64_t size) {
   return zero;
 }
 
+namespace {
+
+// What Communicator::all_gather_columns() may need of the exchange buffer: the transposed codes of the largest
+// weight that is gathered so. Where most weights are frozen, their gradients need less.
+int64_t gathered_code_bytes(const Model& model) {
+  int64_t largest = 0;
+  for (const ParameterInfo& p : model.parameters().all) {
+    if (p.role == ParameterRole::kLinear && model.weights().has_pieces_for_backward(p.unit))
+      largest = std::max(largest, p.numel());
+  }
+  return largest;
+}
+
+}  // namespace
+
 DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& zero)
     : DeclaredRun(config, device, zero, device == DeviceKind::kCuda ? record_workspace_bytes(config, zero) : 0) {}
 
@@ -84,7 +99,8 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
       if (!p.trainable) continue;
       of_units[static_cast<size_t>(p.unit)] += zero.shard.padded(p.numel()) - zero.shard.piece(p.numel());
     }
-    const int64_t largest = *std::max_element(of_units.begin(), of_units.end());
+    const int64_t largest = std::max(*std::max_element(of_units.begin(), of_units.end()),
+                                     ceil_div(gathered_code_bytes(model), size_of(config.optimizer.gradient)));
     exchange_buffer = plan.add("gradient buckets", "exchange_buffer", config.optimizer.gradient, {largest});
   }
   // As TokenFiles::targets_vary() has it.
