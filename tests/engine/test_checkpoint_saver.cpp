@@ -1,7 +1,12 @@
 #include "engine/checkpoint/checkpoint_saver.h"
 
+#include <atomic>
 #include <future>
+#include <memory>
+#include <span>
 #include <thread>
+
+#include <fmt/format.h>
 
 #include "tests/engine/checkpoint_fixture.h"
 #include "tests/support/no_threads.h"
@@ -30,6 +35,37 @@ TEST_CASE("saves go on in the background and one waits for the other", "[engine]
   CHECK(num_complete(run) == 2);
   CHECK(same(*read_newest(run).contents, small_contents(2)));
   helper.join();
+}
+
+TEST_CASE("contents that one thread alone can read are read by it, whatever number of writers",
+          "[engine][checkpoint]") {
+  class OwnTensor final : public TensorSource {
+   public:
+    int64_t num_bytes() const override { return 4; }
+    void read(const ByteSink& sink) const override {
+      is_own_ = is_own_ && std::this_thread::get_id() == own_;
+      const float value = 1.0f;
+      sink(std::as_bytes(std::span(&value, 1)));
+    }
+    bool is_own() const { return is_own_; }
+
+   private:
+    std::thread::id own_ = std::this_thread::get_id();
+    mutable std::atomic<bool> is_own_ = true;
+  };
+  const TemporaryFolder folder;
+  CheckpointContents contents{1, nlohmann::json::object(), {}};
+  const auto source = std::make_shared<OwnTensor>();
+  for (int i = 0; i < 64; ++i) {
+    HostTensor tensor{fmt::format("tensor.{}", i), DType::kF32, {1}, {}, {}, {}};
+    tensor.source = source;
+    contents.tensors.push_back(std::move(tensor));
+  }
+  CheckpointSaver saver(folder / "run", {.max_shard_bytes = 4, .writers = 4});
+  saver.save_here(contents);
+  saver.wait();
+  CHECK(source->is_own());
+  CHECK(read_newest(folder / "run").contents->tensors.size() == 64);
 }
 
 TEST_CASE("an error in the background reaches the next call, once", "[engine][checkpoint]") {

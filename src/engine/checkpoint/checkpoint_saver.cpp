@@ -56,12 +56,13 @@ bool CheckpointSaver::failed() const {
 void CheckpointSaver::save_here(const CheckpointContents& contents) {
   std::unique_lock lock(mutex_);
   wait_until_idle(lock);
-  failure_ = try_to_save(contents);
+  SaveOptions options = options_;
+  options.writers = 1;  // this thread: what is still on a device must be read by no other
+  failure_ = try_to_save(contents, std::move(options));
 }
 
-std::exception_ptr CheckpointSaver::try_to_save(const CheckpointContents& contents) {
+std::exception_ptr CheckpointSaver::try_to_save(const CheckpointContents& contents, SaveOptions options) {
   try {
-    SaveOptions options = options_;
     if (options.group.size > 1) options.group.id += fmt::format("_{}", ++num_saves_);
     save_checkpoint(folder_, contents, options);
     return nullptr;
@@ -83,7 +84,7 @@ void CheckpointSaver::work() {
     std::optional<CheckpointContents> contents = std::exchange(next_, std::nullopt);
     saving_ = true;
     lock.unlock();
-    std::exception_ptr failure = try_to_save(*contents);
+    std::exception_ptr failure = try_to_save(*contents, options_);
     contents.reset();
     lock.lock();
     saving_ = false;

@@ -39,7 +39,7 @@ class CheckpointSaver {
  private:
   void work();
   // Saves; returns the error, if there is one.
-  std::exception_ptr try_to_save(const CheckpointContents& contents);
+  std::exception_ptr try_to_save(const CheckpointContents& contents, SaveOptions options);
   void wait_until_idle(std::unique_lock<std::mutex>& lock);
 
   const std::string folder_;
