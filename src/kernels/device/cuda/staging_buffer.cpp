@@ -130,6 +130,11 @@ const std::string& CudaStaging::failure() {
 // What lies on the device as it will in the buffer is copied in one piece.
 void CudaStaging::begin(const std::vector<TensorView>& tensors) {
   if (!failure().empty()) throw_internal("no memory to copy to: {}", failure_);
+  {
+    // The thread may still queue copies of a snapshot that nobody waits for, as its save has failed.
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return num_recorded_ >= groups_.size(); });
+  }
   std::vector<Group> groups(1);
   staged_.clear();
   int64_t at = 0;
