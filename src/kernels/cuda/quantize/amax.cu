@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "kernels/ops/quantize/amax.h"
 
 #include "kernels/cuda/quantize/matrix_source.cuh"
@@ -9,13 +11,19 @@ namespace parka::cuda {
 
 void amax(Device& any_device, const Amax& a) {
   CudaDevice& device = as_cuda(any_device);
-  // The shape means nothing to a maximum: one that fills tiles is chosen if there is one.
-  constexpr int64_t kCols = tiles::kSize;
-  const int64_t numel = a.x.numel(), cols = numel % kCols == 0 ? kCols : 1, rows = numel / cols;
-  with_plain_type(a.x.dtype, [&](auto type) {
-    const PlainSource<decltype(type)> source(a.x.reshaped({rows, cols}));
-    find_amax(device, source, rows, cols, a.result.as<float>());
-  });
+  // The shape means nothing to a maximum: rows that fill tiles, as many as a launch takes, and what is left of one.
+  constexpr int64_t kCols = tiles::kSize, kMostElements = int64_t{1} << 29;
+  const int64_t numel = a.x.numel();
+  const TensorView flat = a.x.reshaped({numel});
+  for (int64_t begin = 0, count = 0; begin < numel; begin += count) {
+    const int64_t left = numel - begin, whole = std::min(left / kCols * kCols, kMostElements);
+    const int64_t cols = whole > 0 ? kCols : 1;
+    count = whole > 0 ? whole : left;
+    with_plain_type(a.x.dtype, [&](auto type) {
+      const PlainSource<decltype(type)> source(flat.rows(begin, count).reshaped({count / cols, cols}));
+      find_amax(device, source, count / cols, cols, a.result.as<float>());
+    });
+  }
   check_launch("amax");
 }
 
