@@ -14,7 +14,7 @@ enum class ExitCode : int {
   kOk = 0,
   kInternal = 1,   // a bug in Parka
   kBadInput = 2,   // config, command line, token file, checkpoint, folder: the user can fix it
-  kNonFinite = 3,  // NaN or Inf in loss or gradients and the policy says stop
+  kNonFinite = 3,  // NaN or Inf in loss or gradients and the policy says stop, or in what is to be saved
   kIo = 4,         // writing failed: disk full, quota, permission lost during the run
   kRankLost = 5,   // another rank of the run died or hung, or the ranks can no longer reach each other
   kCorrupted = 6,  // silent data corruption: bits that must be equal differ, so a GPU or a memory is faulty

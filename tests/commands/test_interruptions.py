@@ -59,6 +59,22 @@ class Interruptions(RunFolder):
         process.wait(timeout=120)
         self.assertEqual(process.returncode, code, self.log())
 
+    def test_what_is_not_finite_takes_the_place_of_no_checkpoint(self):
+        for in_background in (True, False):
+            with self.subTest(in_background=in_background):
+                shutil.rmtree(self.path("run"), ignore_errors=True)
+                config = self.config(4, interval=1, keep=1, **{"async": in_background})
+                self.assert_exit(self.train(config), 0)
+                wild = json.loads(json.dumps(config))
+                wild["training"]["steps"] = 20
+                wild["optimizer"].update({"lr": 1e30, "weight_decay": 1e20})
+                result = self.train(wild)
+                self.assert_exit(result, 3)
+                self.assertRegex(result.stderr, r"NaN or infinite values in step 5 on .*: .*; the step was not saved")
+                self.assertEqual([os.path.basename(path) for path in checkpoints(config["checkpoint"]["folder"])], ["step_00000004"])
+                config["training"]["steps"] = 6
+                self.assert_exit(self.train(config), 0)
+
     def wait_for(self, condition, process):
         deadline = time.monotonic() + 120
         while not condition():

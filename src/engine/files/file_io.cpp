@@ -268,10 +268,16 @@ OutputFile open_draft(const std::string& draft) {
 void replace_file(const std::string& path, std::string_view content) {
   const std::string draft = path + ".tmp";
   OutputFile file = open_draft(draft);
-  file.write(as_bytes(content));
-  file.sync();
-  file.close();
-  rename_path(draft, path);
+  try {
+    file.write(as_bytes(content));
+    file.sync();
+    file.close();
+    rename_path(draft, path);
+  } catch (const Error&) {
+    std::error_code ignored;
+    fs::remove(draft, ignored);  // it would take what little room there is
+    throw;
+  }
   sync_directory(parent_of(path));
 }
 

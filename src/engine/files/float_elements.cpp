@@ -42,21 +42,6 @@ bool all_below(ByteSpan bytes, Bits limit) {
   return largest < limit;
 }
 
-bool piece_is_finite(DType dtype, ByteSpan bytes) {
-  switch (dtype) {
-    case DType::kF32: return all_below<uint32_t>(bytes, 0x7f800000u);
-    case DType::kBF16: return all_below<uint16_t>(bytes, 0x7f80u);
-    case DType::kF16: return all_below<uint16_t>(bytes, 0x7c00u);
-    case DType::kE4M3: return all_below<uint8_t>(bytes, 0x7fu);
-    case DType::kE5M2: return all_below<uint8_t>(bytes, 0x7cu);
-    case DType::kI32:
-    case DType::kU16:
-    case DType::kU8:
-    case DType::kI64: return true;
-  }
-  throw_internal("unknown dtype {}", static_cast<int>(dtype));
-}
-
 }  // namespace
 
 void decode_floats(DType dtype, ByteSpan bytes, std::span<float> values) {
@@ -81,6 +66,21 @@ void encode_floats(std::span<const float> values, DType dtype, std::span<std::by
     case DType::kF16: return encode_each(values, bytes, encode_fp16);
     default: throw_internal("{} is not a plain float", name_of(dtype));
   }
+}
+
+bool piece_is_finite(DType dtype, ByteSpan bytes) {
+  switch (dtype) {
+    case DType::kF32: return all_below<uint32_t>(bytes, 0x7f800000u);
+    case DType::kBF16: return all_below<uint16_t>(bytes, 0x7f80u);
+    case DType::kF16: return all_below<uint16_t>(bytes, 0x7c00u);
+    case DType::kE4M3: return all_below<uint8_t>(bytes, 0x7fu);
+    case DType::kE5M2: return all_below<uint8_t>(bytes, 0x7cu);
+    case DType::kI32:
+    case DType::kU16:
+    case DType::kU8:
+    case DType::kI64: return true;
+  }
+  throw_internal("unknown dtype {}", static_cast<int>(dtype));
 }
 
 bool all_finite(std::span<const float> values) { return all_finite(DType::kF32, std::as_bytes(values)); }

@@ -20,5 +20,7 @@ bool all_finite(std::span<const float> values);
 // The same for elements of any dtype, at any alignment; always true for integers. Uses all threads of
 // parallel_for.
 bool all_finite(DType dtype, ByteSpan bytes);
+// The same on this thread alone.
+bool piece_is_finite(DType dtype, ByteSpan bytes);
 
 }  // namespace parka

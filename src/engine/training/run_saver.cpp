@@ -45,7 +45,7 @@ bool RunSaver::previous_failed() {
     try {
       std::rethrow_exception(failure);
     } catch (const Error& e) {
-      if (e.code() == ExitCode::kCorrupted || is_second_try_) throw;
+      if (e.code() == ExitCode::kCorrupted || e.code() == ExitCode::kNonFinite || is_second_try_) throw;
       if (report_) report_(fmt::format("{}; trying once more, with the current state", e.what()));
     }
   } else if (failed && is_second_try_) {

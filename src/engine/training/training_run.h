@@ -81,8 +81,10 @@ class TrainingRun {
   enum class SnapshotForm : uint8_t {
     kCopied,  // in memory of its own
     kStaged,  // on its way to the staging buffer, beside the next step: valid until the next such snapshot, or
-              // until this run goes. Reading it throws Error(kCorrupted) where it is not what the device held
-    kDirect,  // still on the device: to be read on this thread, before anything else is done
+              // until this run goes. Reading it throws Error(kCorrupted) where it is not what the device held, and
+              // Error(kNonFinite) for NaN and infinities
+    kDirect,  // still on the device: to be read on this thread, before anything else is done. Throws
+              // Error(kNonFinite) likewise
   };
   CheckpointContents snapshot(SnapshotForm form = SnapshotForm::kCopied);
   // From here on memory for kStaged is made ready.
@@ -186,6 +188,7 @@ class TrainingRun {
   // snapshots: training_snapshot.cpp
   nlohmann::json saved_state() const;
   std::vector<HostTensor> saved_pieces(std::vector<TensorView>& parts) const;
+  std::string name_in_step(const std::string& tensor) const;
   void stage(CheckpointContents& contents, const std::vector<TensorView>& parts);
   int64_t share_targets(int64_t own);
   void begin_evaluation_batch(const std::exception_ptr& read_failure);

@@ -7,6 +7,7 @@
 #include "core/bit_hash.h"
 #include "engine/checkpoint/checkpoint_base.h"
 #include "engine/config/config_io.h"
+#include "engine/files/float_elements.h"
 #include "engine/training/training_run.h"
 
 namespace parka {
@@ -14,24 +15,41 @@ namespace {
 
 constexpr int64_t kPieceBytes = int64_t{4} << 20;  // a multiple of kHashWordBytes
 
+// What could not be loaded again must not take the place of a checkpoint that can.
+[[noreturn]] void throw_not_finite(const std::string& what) {
+  throw Error(
+      ExitCode::kNonFinite,
+      fmt::format("NaN or infinite values {}; the step was not saved, and the checkpoints before it are kept: "
+                  "lower optimizer.lr, and start the same command again",
+                  what));
+}
+
 // A tensor in a staging buffer, held against the hash that the device has made of it.
 class StagedTensor final : public TensorSource {
  public:
   // The hashes are the buffer's first tensor, of which this tensor's is number `slot`.
-  StagedTensor(StagingBuffer& buffer, size_t index, size_t slot, int64_t num_bytes, std::string what)
-      : buffer_(buffer), index_(index), slot_(slot), num_bytes_(num_bytes), what_(std::move(what)) {}
+  StagedTensor(StagingBuffer& buffer, size_t index, size_t slot, const TensorView& tensor, std::string what)
+      : buffer_(buffer),
+        index_(index),
+        slot_(slot),
+        num_bytes_(tensor.bytes()),
+        dtype_(tensor.dtype),
+        what_(std::move(what)) {}
 
   int64_t num_bytes() const override { return num_bytes_; }
   void read(const ByteSink& sink) const override {
     const ByteSpan bytes = buffer_.wait(index_);
     uint64_t hash = 0, expected = 0;
+    bool finite = true;
     for (size_t at = 0; at < bytes.size(); at += kPieceBytes) {
       const ByteSpan piece = bytes.subspan(at, std::min(static_cast<size_t>(kPieceBytes), bytes.size() - at));
       sink(piece);
       hash += bit_hash_of(piece, at);
+      finite = finite && piece_is_finite(dtype_, piece);
     }
     std::memcpy(&expected, buffer_.wait(0).data() + slot_ * kHashWordBytes, sizeof(expected));
-    if (hash == expected) return;
+    if (hash == expected && finite) return;
+    if (hash == expected) throw_not_finite(what_);
     throw Error(
         ExitCode::kCorrupted,
         fmt::format("silent data corruption {} is not what its update left: memory of the device or the host, or "
@@ -43,13 +61,15 @@ class StagedTensor final : public TensorSource {
   StagingBuffer& buffer_;
   size_t index_, slot_;
   int64_t num_bytes_;
+  DType dtype_;
   std::string what_;
 };
 
 // A tensor on the device, which passes through a little host memory.
 class DeviceTensor final : public TensorSource {
  public:
-  DeviceTensor(Device& device, const TensorView& tensor) : device_(device), tensor_(tensor) {}
+  DeviceTensor(Device& device, const TensorView& tensor, std::string what)
+      : device_(device), tensor_(tensor), what_(std::move(what)) {}
 
   int64_t num_bytes() const override { return tensor_.bytes(); }
   void read(const ByteSink& sink) const override {
@@ -59,12 +79,14 @@ class DeviceTensor final : public TensorSource {
       device_.copy_to_host(piece.data(), static_cast<const std::byte*>(tensor_.data) + at,
                            static_cast<int64_t>(piece.size()));
       sink(piece);
+      if (!piece_is_finite(tensor_.dtype, piece)) throw_not_finite(what_);
     }
   }
 
  private:
   Device& device_;
   TensorView tensor_;
+  std::string what_;
 };
 
 }  // namespace
@@ -123,6 +145,11 @@ std::vector<HostTensor> TrainingRun::saved_pieces(std::vector<TensorView>& parts
   return pieces;
 }
 
+// For messages.
+std::string TrainingRun::name_in_step(const std::string& tensor) const {
+  return fmt::format("in step {} on {}: {}", completed_steps_, place_, tensor);
+}
+
 void TrainingRun::prepare_staging() {
   std::vector<TensorView> parts;
   saved_pieces(parts);
@@ -153,8 +180,7 @@ void TrainingRun::stage(CheckpointContents& contents, const std::vector<TensorVi
   last_staged_.assign(declared_.model.parameters().all.size(), 0);
   for (const size_t i : order) {
     contents.tensors[i].source =
-        std::make_shared<StagedTensor>(*staging_, staged.size(), i, parts[i].bytes(),
-                                       fmt::format("in step {} on {}: {}", completed_steps_, place_, all[i].name));
+        std::make_shared<StagedTensor>(*staging_, staged.size(), i, parts[i], name_in_step(all[i].name));
     last_staged_[all[i].parameter] = staged.size();
     staged.push_back(parts[i]);
   }
@@ -173,7 +199,7 @@ CheckpointContents TrainingRun::snapshot(SnapshotForm form) {
   for (size_t i = 0; i < parts.size(); ++i) {
     HostTensor& tensor = contents.tensors[i];
     if (form == SnapshotForm::kDirect) {
-      tensor.source = std::make_shared<DeviceTensor>(device_, parts[i]);
+      tensor.source = std::make_shared<DeviceTensor>(device_, parts[i], name_in_step(tensor.name));
     } else {
       tensor.bytes.resize(static_cast<size_t>(parts[i].bytes()));
       device_.copy_to_host(tensor.bytes.data(), parts[i].data, parts[i].bytes());
