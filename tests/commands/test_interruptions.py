@@ -282,14 +282,29 @@ class Signals(Interruptions):
             run.terminate()
             self.end(run, STOPPED)
             self.assertNotIn(step, self.steps_in_metrics("eval_set"))
-            self.assertEqual(self.saved_steps()[-1], step)
-            self.assertIn(f"saved step {step} and stopping", self.log())
+            self.assertEqual(self.saved_steps()[-1:], [step] if step > 0 else [])
+            self.assertIn(f"{'saved' if step > 0 else 'nothing to save at'} step {step} and stopping", self.log())
         self.assert_exit(self.train(config), 0)
         self.assert_same_records(undisturbed)
         again = self.train(config)
         self.assert_exit(again, 0)
         self.assertIn("nothing to do", again.stderr)
         self.assert_same_records(undisturbed)
+
+    def test_a_stop_before_the_first_step_leaves_what_was_there(self):
+        config = self.config(ENDLESS)
+        for steps in ([], [3]):  # a new run; one that goes on
+            if steps:
+                self.assert_exit(self.train({**config, "training": {**config["training"], "steps": 3}}), 0)
+            for seconds in (0.001, 0.004, 0.01, 0.02):
+                with self.subTest(steps=steps, seconds=seconds):
+                    run = self.start(config)
+                    time.sleep(seconds)
+                    run.terminate()
+                    run.wait(timeout=120)
+                    self.assertIn(run.returncode, (STOPPED, -signal.SIGTERM), self.log())  # before main() it has no say
+                    if "nothing to save at" in self.log():
+                        self.assertEqual(self.saved_steps(), steps)
 
     def test_an_evaluation_that_was_killed_is_done_again(self):
         config = self.long_evaluation()

@@ -110,7 +110,7 @@ class TrainCommand {
       log_info("nothing to do: the run is at step {} of {}; a larger training.steps continues it",
                run_.completed_steps(), config_.training.steps);
     }
-    if (evaluation_is_missing_ && !evaluate()) return is_done ? stopped() : stop();
+    if (evaluation_is_missing_ && !evaluate()) return stop();
     if (is_done) return 0;
     return train_steps();
   }
@@ -224,7 +224,7 @@ class TrainCommand {
     } else {
       start_new_run(group);
     }
-    const int64_t step = run_.completed_steps();
+    const int64_t step = first_step_ = run_.completed_steps();
     const RunHistory history = is_first() && checkpoint ? read_history(metrics_path(), step) : RunHistory();
     records_.set_history(history);
     // The save comes before the evaluation of its step, which may have been cut off.
@@ -291,6 +291,7 @@ class TrainCommand {
       const bool last = report->step == training.steps;
       if (report->step % training.log_interval == 0 || last) log_line(LogLevel::kInfo, progress.take_line());
     };
+    if (agree().stopped) return stop();  // asked while it was loading
     while (run_.completed_steps() < training.steps) {
       launch_.watchdog().at(run_.completed_steps() + 1, "training");
       handle(run_.step());
@@ -338,16 +339,19 @@ class TrainCommand {
     saver_.finish();
   }
 
+  // Where this process has trained no step there is nothing to save: the state is that of the checkpoint which was
+  // loaded, or of an untrained model, and a checkpoint of that would only bind the config.
   int stop() {
-    save_now();
-    return stopped();
+    const bool is_new = run_.completed_steps() > first_step_;
+    if (is_new) save_now();
+    return stopped(is_new ? "saved" : "nothing to save at");
   }
 
-  // The exit code of a run that is saved and has more to do.
-  int stopped() const {
+  // The exit code of a run that has more to do.
+  int stopped(const char* what) const {
     const int signal = stop_signal();
-    log_info("{}: saved step {} and stopping; the same command continues the run",
-             signal == 0 ? "another rank was asked to stop" : strsignal(signal), run_.completed_steps());
+    log_info("{}: {} step {} and stopping; the same command continues the run",
+             signal == 0 ? "another rank was asked to stop" : strsignal(signal), what, run_.completed_steps());
     return static_cast<int>(ExitCode::kStopped);
   }
 
@@ -485,7 +489,8 @@ class TrainCommand {
   EvaluationSuite suite_;
   RunRecords records_;
   AttentionWatch attention_watch_;
-  bool evaluation_is_missing_ = false;     // of the step at which the run starts
+  int64_t first_step_ = 0;                 // completed when this process began to train
+  bool evaluation_is_missing_ = false;     // of that step
   std::exception_ptr beside_;              // what ends the run, though its state is sound
   std::unique_ptr<SavedHook> saved_hook_;  // of the rank that completes checkpoints, if the config has a command
   RunSaver saver_;                         // last: it uses these
@@ -495,6 +500,7 @@ class TrainCommand {
 
 int run_train(const TrainOptions& options) {
   const auto started = RunRecords::Clock::now();
+  end_on_stop_signals();
   const LaunchOptions launch_options = {
       .version = parka_version(), .watchdog = {}, .local_ranks = num_local_ranks(options.started)};
   return run_launched(launch_options, [&](Launch& launch) {
