@@ -41,7 +41,7 @@ esac
 shared_keys "$length" "$batch" "$steps"
 shared+=" model.vocab_size=$vocabulary"
 if [ "$held_out" != 0 ]; then
-  shared+=" data.eval=[\"$work/tokens/eval-00000.npy\"] training.eval_interval=$steps training.eval_sequences=1024"
+  shared+=" data.eval=[\"$work/tokens/eval-*.npy\"] training.eval_interval=$steps training.eval_sequences=1024"
 fi
 runs=()
 for seed in "${seeds[@]}"; do

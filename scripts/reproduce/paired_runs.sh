@@ -3,8 +3,13 @@
 # build/cuda/parka), PYTHON, the interpreter with numpy and matplotlib, MODEL, keys to change in all runs
 # ("model.norm=rmsnorm model.qk_norm=full"), and GPUS ("0 1 2 3"; default 0), one run on each at a time; "0,1 2,3" are two
 # runs at a time with two ranks each. OUT gets the output of each run, RUN.txt, and OUT/work what they need.
-out=$1 text=$2
+# Paths are relative to where the script was called, not to the project, to which it has gone.
+from_caller() { (cd "$OLDPWD" && realpath -m -- "$1"); }
+out=$(from_caller "$1") text=$(from_caller "$2")
 shift 2
+[[ $out != *[[:space:]]* ]] || { echo "$(basename "$0"): $out: give OUT a path without spaces" >&2; exit 2; }
+[[ ${PARKA:-} != */* ]] || PARKA=$(from_caller "$PARKA")
+[[ -z ${CONFIG:-} ]] || CONFIG=$(from_caller "$CONFIG")
 PARKA=${PARKA:-build/cuda/parka}
 python=${PYTHON:-python3}
 GPUS=${GPUS:-0}
@@ -42,7 +47,7 @@ length_keys() {
 train() {  # a RUN; SLOT is which of the GPUs. A key that comes later wins.
   local name=${1%%=*} values=${1#*=} gpus ranks=() change
   read -ra gpus <<< "$GPUS"
-  local set=(--set "data.train=[\"$work/tokens/train-00000.npy\"]")
+  local set=(--set "data.train=[\"$work/tokens/train-*.npy\"]")
   for change in $shared $MODEL precision.recipe="${values%%,*}"; do set+=(--set "$change"); done
   while [[ $values == *,* ]]; do
     values=${values#*,}

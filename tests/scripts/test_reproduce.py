@@ -108,6 +108,26 @@ class Reproduce(unittest.TestCase):
         self.assertIn("no recipe caot", result.stderr)
 
 
+    def test_paths_of_paired_runs_are_those_of_the_caller(self):
+        folder = Path(self.out).resolve()
+        (folder / "text").mkdir(parents=True)
+        for number in range(30):
+            (folder / "text" / f"{number}.md").write_text(f"# Page {number}\n" + "Some words of it, again and again.\n" * 40)
+        program = folder / "program"
+        program.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$FOLDER/arguments"\nexit 2\n')
+        program.chmod(0o755)
+        environment = dict(os.environ, PARKA="./program", FOLDER=str(folder), PYTHON=sys.executable, TOKENS="200000")
+        command = [FOLDER / "loss_gap.sh", "runs", "text", "coat"]
+        result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=300)
+        self.assertNotEqual(result.returncode, 0)
+        arguments = (folder / "arguments").read_text()
+        self.assertIn(f'data.train=["{folder.resolve()}/runs/work/tokens/train-*.npy"]', arguments)
+        self.assertTrue((folder / "runs" / "work" / "tokens" / "train-00000.npy").exists())
+        command[1] = "my runs"
+        result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=300)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("give OUT a path without spaces", result.stderr)
+
     def test_without_a_program_the_scripts_say_what_to_do(self):
         scripts = Path(self.out) / "scripts" / "reproduce"
         shutil.copytree(FOLDER, scripts)
