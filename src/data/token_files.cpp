@@ -54,9 +54,10 @@ std::vector<std::string> expand_source(const std::string& source) {
   for (size_t i = 0; status == 0 && i < found.gl_pathc; ++i) {
     const std::filesystem::path path = found.gl_pathv[i];
     const auto is_beside = [&](std::string_view extension) { return path.extension() == extension; };
-    if (!is_beside(".mask") && !is_beside(".idx") && !is_beside(".images") && !is_beside(".pixels")) {
-      files.push_back(path.string());
-    }
+    if (is_beside(".mask") || is_beside(".idx") || is_beside(".images") || is_beside(".pixels")) continue;
+    std::error_code ignored;
+    if (is_beside(".json") || std::filesystem::is_directory(path, ignored)) continue;  // of scripts/prepare_data.py
+    files.push_back(path.string());
   }
   globfree(&found);
   if (files.empty())

@@ -166,6 +166,8 @@ TEST_CASE("patterns stand for matching files in sorted order", "[data][token_for
     write_tokens(folder / (std::to_string(i) + ".npy"), std::vector<uint16_t>(4, i));
   }
   write_file(folder / "0.npy.mask", "xxxx");
+  write_file(folder / "0.json", "{\"train\": 1}");  // as data.json: of another kind, and so are folders
+  std::filesystem::create_directory((folder / "0.tokenizer").c_str());
   write_tokens(folder / "x.bin", std::vector<uint16_t>(4, 7));
   const TokenFiles files({folder / "[0-9]*", folder / "x.bin"}, TokenType::kUint16, 2, 10);
   CHECK((files.source_sequences() == std::vector<int64_t>{6, 2}));
