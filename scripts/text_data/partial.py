@@ -18,6 +18,8 @@ def new_folder(out: Path) -> Path:
     out = out.resolve()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"{out}: exists and is not an empty folder; give --out another name or remove it")
+    if os.path.ismount(out):
+        raise InputError(f"{out}: is where a file system is mounted, which no folder can replace; give --out a folder in it")
     return out
 
 

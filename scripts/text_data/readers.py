@@ -82,6 +82,8 @@ def data_set_files(folder: Path, names: list[str]) -> list[str]:
 
 def file_format(path: Path) -> str:
     """gz, zst, parquet, arrow, or plain. A suffix of a compressed file counts, even where the content disagrees."""
+    if path.suffix in (".gz", ".zst", ".parquet", ".arrow") and path.stat().st_size == 0:
+        raise InputError(f"{path}: has no bytes, as after a download that failed; fetch it again or remove it")
     if path.suffix in (".gz", ".zst"):
         return path.suffix[1:]
     with open(path, "rb") as file:

@@ -338,6 +338,7 @@ class Files(Preparation):
             (("--chat", "chatml", "--sequence-length", 64, "--bos", "<s>"), "--bos cannot be used with --chat"),
             (("--sequence-length", 64), "it needs --chat"),
             (("--chat", "no-such-template", "--sequence-length", 64), "--chat no-such-template: "),
+            (("--chat", "chatml", "--sequence-length", 8), "none of the 1 conversations has a target within 8 tokens"),
         ):
             with self.subTest(arguments=arguments):
                 self.refuse(message, path, *arguments)

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import unittest
+from pathlib import Path
+from unittest import mock
 
 try:
     import numpy as np
@@ -112,6 +114,14 @@ class PrepareDataTest(Preparation):
         kept = self.write("out/train-00000.npy", "precious")
         self.refuse_existing()
         self.assertEqual(kept.read_text(), "precious")
+
+    def test_a_mounted_file_system_is_refused_before_the_work(self):
+        self.write("in/a.txt", "a")
+        self.out.mkdir()
+        with mock.patch("os.path.ismount", lambda path: Path(path) == self.out.resolve()):
+            code, error = self.call_in_this_process(self.folder / "in")
+        self.assertEqual((code, list(self.out.iterdir())), (2, []))
+        self.assertIn("is where a file system is mounted", error)
 
     def test_empty_output_folder_is_used(self):
         self.write("in/a.txt", "a")
@@ -232,6 +242,8 @@ class PrepareDataTest(Preparation):
         self.write("binary/a.bin", b"\0")
         self.write("bad.gz", b"not gzip")
         self.write("cut.gz", gzip.compress(b"text " * 1000)[:40])
+        for name in ("none.gz", "none.jsonl.zst", "none.parquet"):
+            self.write(name, b"")
         self.write("a.jsonl", '{"text": "a"}')
         self.write("number.json", '{"text": "a"}\n{"text": 7}\n')
         self.write("list.json", "[1]\n")
@@ -244,6 +256,9 @@ class PrepareDataTest(Preparation):
             ("0 files matched", "empty", ["--include", "*.md"]),
             ("bad.gz: cannot be read", "bad.gz", []),
             ("cut.gz: cannot be read", "cut.gz", []),
+            ("none.gz: has no bytes", "none.gz", []),
+            ("none.jsonl.zst: has no bytes", "none.jsonl.zst", ["--jsonl-field", "text"]),
+            ("none.parquet: has no bytes", "none.parquet", ["--jsonl-field", "text"]),
             ("a.jsonl: is JSON, not plain text; name the field", "a.jsonl", []),
             ("number.json:2: has no string field", "number.json", field),
             ("list.json:1: is an array; give JSON Lines", "list.json", field),
