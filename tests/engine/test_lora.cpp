@@ -180,6 +180,18 @@ TEST_CASE("a checkpoint of adapters holds them alone, and goes on beside its bas
     CHECK(next.evaluate(next.data()).loss == now.evaluate(now.data()).loss);
     CHECK(next.snapshot().state.at(kBaseKey) == now.snapshot().state.at(kBaseKey));
     CHECK(next.step()->applied);
+    // Both runs somewhere else.
+    const TemporaryFolder elsewhere;
+    namespace fs = std::filesystem;
+    const fs::path moved = elsewhere.path() / "moved";
+    fs::copy(folder.path(), moved, fs::copy_options::recursive);
+    fs::rename(base.path(), base.path() + ".away");
+    const std::string there = (moved / fs::relative(checkpoint.path(), folder.path())).string();
+    CHECK(open_checkpoint(there).path() == there);
+    InferenceRun moved_run(*device, open_checkpoint(there), config);
+    CHECK(evaluate_loss(*device, moved_run.model(), again.data(), 1, 8, alone(), {}).loss ==
+          evaluate_loss(*device, again.model(), again.data(), 1, 8, alone(), {}).loss);
+    fs::rename(base.path() + ".away", base.path());
     // Another base, or none.
     std::filesystem::rename(base.path(), base.path() + ".away");
     CHECK(refusal([&] { open_checkpoint(checkpoint.path()); }).find("is gone") != std::string::npos);

@@ -1,5 +1,6 @@
 #include "engine/checkpoint/checkpoint_base.h"
 
+#include <filesystem>
 #include <memory>
 #include <utility>
 
@@ -10,6 +11,8 @@
 #include "engine/files/file_io.h"
 #include "model/parameter_table.h"
 
+namespace fs = std::filesystem;
+
 namespace parka {
 namespace {
 
@@ -18,10 +21,22 @@ std::string manifest_checksum(const LoadedCheckpoint& checkpoint) {
   return checksum_of(ReadOnlyFile(checkpoint.path() + "/" + std::string(kManifestName)));
 }
 
+bool is_there(const std::string& path) { return file_exists(path + "/" + std::string(kManifestName)); }
+
+// Where a base lies that is named by `path`: there, or, when both runs have moved together, beside the run of
+// `checkpoint` as it was. Empty: nowhere.
+std::string find_base(const LoadedCheckpoint& checkpoint, const std::string& path) {
+  if (is_there(path)) return path;
+  const fs::path named(path), runs = fs::absolute(checkpoint.path()).parent_path().parent_path();
+  const std::string beside = (runs / named.parent_path().filename() / named.filename()).string();
+  return is_there(beside) ? beside : "";
+}
+
 }  // namespace
 
 nlohmann::json describe_base(const LoadedCheckpoint& base) {
-  return {{"checkpoint", base.path()}, {"checksum", manifest_checksum(base)}};
+  return {{"checkpoint", fs::absolute(base.path()).lexically_normal().string()},
+          {"checksum", manifest_checksum(base)}};
 }
 
 bool has_base(const LoadedCheckpoint& checkpoint) { return checkpoint.state().contains(kBaseKey); }
@@ -33,11 +48,13 @@ void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group) {
                         described.contains("checksum") && described.at("checkpoint").is_string() &&
                         described.at("checksum").is_string();
   if (!is_known) throw_bad_input("{}: \"{}\" in its state does not name a checkpoint", checkpoint.path(), kBaseKey);
-  const auto path = described.at("checkpoint").get<std::string>();
-  if (!file_exists(path + "/" + std::string(kManifestName))) {
+  const auto named = described.at("checkpoint").get<std::string>();
+  const std::string path = find_base(checkpoint, named);
+  if (path.empty()) {
     throw_bad_input(
-        "{}: has what was trained alone, and the checkpoint with the other weights is gone: {}; put it back there",
-        checkpoint.path(), path);
+        "{}: has what was trained alone, and the checkpoint with the other weights is gone: {}; put it back there, or "
+        "beside this run",
+        checkpoint.path(), named);
   }
   auto base = std::make_shared<const LoadedCheckpoint>(load_checkpoint(path, group));
   if (manifest_checksum(*base) != described.at("checksum").get<std::string>()) {
