@@ -50,6 +50,26 @@ class OnSaved(RunFolder):
             self.assertLess(time.monotonic(), deadline, self.log())
             time.sleep(0.02)
 
+    def test_a_command_that_was_killed_with_the_run_runs_again(self):
+        wait = f"while [ -e {shlex.quote(self.path('wait'))} ]; do sleep 0.02; done"
+        config = self.config(self.copying(f"echo $$ > {shlex.quote(self.path('pid'))}; {wait}"))
+        config["training"]["steps"] = 4
+        with open(self.path("wait"), "w", encoding="utf-8"):
+            run = self.start(config)
+            self.wait_for(lambda: os.path.exists(self.path("pid")) and "waiting for the command" in self.log())
+        run.kill()
+        run.wait()
+        with open(self.path("pid"), encoding="utf-8") as file:
+            os.kill(int(file.read()), signal.SIGKILL)
+        os.remove(self.path("wait"))
+        self.assertEqual(self.stored(), [])
+        again = self.train(config)
+        self.assert_exit(again, 0)
+        self.assertIn("step_00000004: the command of checkpoint.on_saved has not ended well for it, and runs again", again.stderr)
+        self.assertEqual(self.stored(), ["step_00000004"])
+        self.assertNotIn("runs again", self.train(config).stderr)
+        self.assertEqual(self.stored(), ["step_00000004"])
+
     def test_every_checkpoint_is_copied(self):
         config = self.config(self.copying())
         for steps in (4, 8):

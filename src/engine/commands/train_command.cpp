@@ -3,6 +3,7 @@
 #include <csignal>
 #include <cstring>
 #include <ctime>
+#include <filesystem>
 
 #include <unistd.h>
 
@@ -73,7 +74,7 @@ class TrainCommand {
         records_(started),
         attention_watch_(config),
         saved_hook_(is_first() && !config.checkpoint.on_saved.empty()
-                        ? std::make_unique<SavedHook>(config.checkpoint.on_saved, warn)
+                        ? std::make_unique<SavedHook>(config.checkpoint.on_saved, hook_listener())
                         : nullptr),
         saver_(run_, *communicator_, config.checkpoint, save_options()) {
     run_.set_place(place());
@@ -148,6 +149,28 @@ class TrainCommand {
     return facts;
   }
 
+  // Names the newest checkpoint for which the command of checkpoint.on_saved ended with 0.
+  std::string hook_path() const { return config_.checkpoint.folder + "/on_saved.done"; }
+
+  SavedHook::Listener hook_listener() const {
+    return {warn, [path = hook_path()](const std::string& checkpoint) {
+              try {
+                replace_file(path, std::filesystem::path(checkpoint).filename().string() + "\n");
+              } catch (const Error& e) {
+                warn(e.what());
+              }
+            }};
+  }
+
+  // The process may have ended while the command ran, and what it copies is a run's only way to another machine.
+  void repeat_hook(const LoadedCheckpoint& checkpoint) {
+    if (!saved_hook_) return;
+    const std::string name = std::filesystem::path(checkpoint.path()).filename().string();
+    if (file_exists(hook_path()) && read_text(hook_path(), 4096) == name + "\n") return;
+    log_info("{}: the command of checkpoint.on_saved has not ended well for it, and runs again", name);
+    saved_hook_->run(checkpoint.path());
+  }
+
   std::string metrics_path() const { return config_.checkpoint.folder + "/metrics.jsonl"; }
 
   SaveOptions save_options() {
@@ -219,6 +242,7 @@ class TrainCommand {
     if (checkpoint) {
       const std::vector<std::string> differences = run_.restore(*checkpoint);
       if (is_first()) set_refused_aside(passed_over, warn);
+      repeat_hook(*checkpoint);
       log_info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
       for (const std::string& difference : differences) log_info("changed since: {}", difference);
     } else {

@@ -68,9 +68,9 @@ std::string command_for(const std::string& on_saved, const std::string& path) {
   return command;
 }
 
-SavedHook::SavedHook(std::string on_saved, std::function<void(const std::string& message)> report)
+SavedHook::SavedHook(std::string on_saved, Listener listener)
     : on_saved_(std::move(on_saved)),
-      report_(std::move(report)),
+      listener_(std::move(listener)),
       thread_(start_thread("runs checkpoint.on_saved", [this] { work(); })) {}
 
 SavedHook::~SavedHook() {
@@ -106,10 +106,12 @@ void SavedHook::work() {
     const std::string path = std::exchange(next_, "");
     running_ = true;
     lock.unlock();
-    const std::string failure = run_command(path);
-    if (!failure.empty()) {
-      report_(fmt::format("checkpoint.on_saved {} for {}; the checkpoint is complete, and the run goes on", failure,
-                          path));
+    std::string failure;
+    if (run_command(path, failure)) {
+      listener_.done(path);
+    } else if (!failure.empty()) {
+      listener_.report(fmt::format("checkpoint.on_saved {} for {}; the checkpoint is complete, and the run goes on",
+                                   failure, path));
     }
     lock.lock();
     running_ = false;
@@ -117,18 +119,20 @@ void SavedHook::work() {
   }
 }
 
-// What went wrong, or nothing; also nothing where this object is about to go.
-std::string SavedHook::run_command(const std::string& path) {
+// Whether it ended with 0; else `failure` gets what went wrong, or nothing where this object is about to go.
+bool SavedHook::run_command(const std::string& path, std::string& failure) {
   pid_t pid;
   if (const int error = spawn_shell(command_for(on_saved_, path), pid); error != 0) {
-    return fmt::format("cannot be started: {}", std::strerror(error));
+    failure = fmt::format("cannot be started: {}", std::strerror(error));
+    return false;
   }
   std::unique_lock lock(mutex_);
   int status = 0;
   while (waitpid(pid, &status, WNOHANG) == 0) {
-    if (changed_.wait_for(lock, kBetweenLooks, [this] { return stopping_; })) return "";
+    if (changed_.wait_for(lock, kBetweenLooks, [this] { return stopping_; })) return false;
   }
-  return status == 0 ? "" : describe_failure(status);
+  if (status != 0) failure = describe_failure(status);
+  return status == 0;
 }
 
 }  // namespace parka

@@ -16,9 +16,12 @@ std::string command_for(const std::string& on_saved, const std::string& path);
 // its turn. The command's processes get no Ctrl-C of the terminal and no stop signal that the training gets.
 class SavedHook {
  public:
-  // `report` is told of a command that fails: a line. It is called from another thread. Throws Error(kBadInput)
-  // where the system allows no further thread.
-  SavedHook(std::string on_saved, std::function<void(const std::string& message)> report);
+  struct Listener {
+    std::function<void(const std::string& message)> report;  // of a command that fails: a line
+    std::function<void(const std::string& path)> done;       // of one that ended with 0
+  };
+  // The listener is called from another thread. Throws Error(kBadInput) where the system allows no further thread.
+  SavedHook(std::string on_saved, Listener listener);
   // Without a finish() before it, a command that runs goes on by itself, and what waits has no turn.
   ~SavedHook();
   SavedHook(const SavedHook&) = delete;
@@ -30,10 +33,10 @@ class SavedHook {
 
  private:
   void work();
-  std::string run_command(const std::string& path);
+  bool run_command(const std::string& path, std::string& failure);
 
   const std::string on_saved_;
-  const std::function<void(const std::string& message)> report_;
+  const Listener listener_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::string next_;  // empty: none
