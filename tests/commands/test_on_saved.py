@@ -52,8 +52,7 @@ class OnSaved(RunFolder):
 
     def test_a_command_that_was_killed_with_the_run_runs_again(self):
         wait = f"while [ -e {shlex.quote(self.path('wait'))} ]; do sleep 0.02; done"
-        config = self.config(self.copying(f"echo $$ > {shlex.quote(self.path('pid'))}; {wait}"))
-        config["training"]["steps"] = 4
+        config = self.config(self.copying(f"echo $$ > {shlex.quote(self.path('pid'))}; {wait}"), interval=1000)
         with open(self.path("wait"), "w", encoding="utf-8"):
             run = self.start(config)
             self.wait_for(lambda: os.path.exists(self.path("pid")) and "waiting for the command" in self.log())
@@ -65,10 +64,10 @@ class OnSaved(RunFolder):
         self.assertEqual(self.stored(), [])
         again = self.train(config)
         self.assert_exit(again, 0)
-        self.assertIn("step_00000004: the command of checkpoint.on_saved has not ended well for it, and runs again", again.stderr)
-        self.assertEqual(self.stored(), ["step_00000004"])
+        self.assertIn("step_00000008: the command of checkpoint.on_saved has not ended well for it, and runs again", again.stderr)
+        self.assertEqual(self.stored(), ["step_00000008"])
         self.assertNotIn("runs again", self.train(config).stderr)
-        self.assertEqual(self.stored(), ["step_00000004"])
+        self.assertEqual(self.stored(), ["step_00000008"])
 
     def test_every_checkpoint_is_copied(self):
         config = self.config(self.copying())
