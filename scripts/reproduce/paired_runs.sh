@@ -9,7 +9,7 @@ out=$(from_caller "$1") text=$(from_caller "$2")
 shift 2
 [[ $out != *[[:space:]]* ]] || { echo "$(basename "$0"): $out: give OUT a path without spaces" >&2; exit 2; }
 [[ ${PARKA:-} != */* ]] || PARKA=$(from_caller "$PARKA")
-[[ -z ${CONFIG:-} ]] || CONFIG=$(from_caller "$CONFIG")
+[[ -z ${CONFIG:-} || ! -e $(from_caller "$CONFIG") ]] || CONFIG=$(from_caller "$CONFIG")  # else it is the project's
 PARKA=${PARKA:-build/cuda/parka}
 python=${PYTHON:-python3}
 GPUS=${GPUS:-0}

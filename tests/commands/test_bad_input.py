@@ -339,7 +339,7 @@ class BadInput(RunFolder):
         wanted = ["step ", "not both finite", "parts of the weights", "not saved", "goes on from the last checkpoint"]
         self.assert_refused(result, wanted, code=NOT_FINITE)
         bad_step = int(re.search(r"step (\d+): loss", result.stderr)[1])
-        saved = [f"step_{step:08}" for step in range(1, bad_step)]
+        saved = [f"step_{step:08}" for step in range(1, bad_step - 1)]  # the step before has left infinite weights
         self.assertEqual(checkpoints(self.path("released")), saved)
         self.config["training"]["non_finite"] = "skip"
         self.assert_refused(self.train(self.config), ["optimizer.release_gradients = true cannot skip"])

@@ -298,13 +298,14 @@ class Signals(Interruptions):
                 self.assert_exit(self.train({**config, "training": {**config["training"], "steps": 3}}), 0)
             for seconds in (0.001, 0.004, 0.01, 0.02):
                 with self.subTest(steps=steps, seconds=seconds):
+                    before = self.saved_steps() if os.path.exists(self.path("run")) else []
                     run = self.start(config)
                     time.sleep(seconds)
                     run.terminate()
                     run.wait(timeout=120)
                     self.assertIn(run.returncode, (STOPPED, -signal.SIGTERM), self.log())  # before main() it has no say
                     if "nothing to save at" in self.log():
-                        self.assertEqual(self.saved_steps(), steps)
+                        self.assertEqual(self.saved_steps(), before)
 
     def test_an_evaluation_that_was_killed_is_done_again(self):
         config = self.long_evaluation()
@@ -511,7 +512,7 @@ class Ranks(Interruptions):
             self.signal_rank(rank, signal.SIGTERM)
             self.end(run, STOPPED)
             self.assertNotIn(step, self.steps_in_metrics("eval_set"))
-            self.assertEqual(self.saved_steps()[-1], step)
+            self.assertEqual(self.saved_steps()[-1:], [step] if step > 0 else [])
         self.assert_exit(self.train_ranks(config, None, None), 0)
         self.assert_same_records(undisturbed)
 
