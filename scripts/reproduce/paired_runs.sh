@@ -3,13 +3,15 @@
 # build/cuda/parka), PYTHON, the interpreter with numpy and matplotlib, MODEL, keys to change in all runs
 # ("model.norm=rmsnorm model.qk_norm=full"), and GPUS ("0 1 2 3"; default 0), one run on each at a time; "0,1 2,3" are two
 # runs at a time with two ranks each. OUT gets the output of each run, RUN.txt, and OUT/work what they need.
-# Paths are relative to where the script was called, not to the project, to which it has gone.
+# Paths are relative to where the script was called, not to the project, to which it has gone. PARKA and CONFIG may be the
+# project's, too.
 from_caller() { (cd "$OLDPWD" && realpath -m -- "$1"); }
 out=$(from_caller "$1") text=$(from_caller "$2")
 shift 2
 [[ $out != *[[:space:]]* ]] || { echo "$(basename "$0"): $out: give OUT a path without spaces" >&2; exit 2; }
-[[ ${PARKA:-} != */* ]] || PARKA=$(from_caller "$PARKA")
-[[ -z ${CONFIG:-} || ! -e $(from_caller "$CONFIG") ]] || CONFIG=$(from_caller "$CONFIG")  # else it is the project's
+for name in PARKA CONFIG; do
+  [[ -z ${!name:-} || ! -f $(from_caller "${!name}") ]] || printf -v "$name" %s "$(from_caller "${!name}")"
+done
 PARKA=${PARKA:-build/cuda/parka}
 python=${PYTHON:-python3}
 GPUS=${GPUS:-0}
