@@ -2,11 +2,14 @@
 import datetime
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 import unittest
+from pathlib import Path
 
 from parka_runs import (PROGRAM, SEQUENCE, STOPPED, RunFolder, checkpoints, faulty_files, learning_curve, metrics, tiny_config,
                         tree_digest, write_tokens)
@@ -291,21 +294,34 @@ class Signals(Interruptions):
         self.assertIn("nothing to do", again.stderr)
         self.assert_same_records(undisturbed)
 
-    def test_a_stop_before_the_first_step_leaves_what_was_there(self):
-        config = self.config(ENDLESS)
-        for steps in ([], [3]):  # a new run; one that goes on
-            if steps:
-                self.assert_exit(self.train({**config, "training": {**config["training"], "steps": 3}}), 0)
-            for seconds in (0.001, 0.004, 0.01, 0.02):
-                with self.subTest(steps=steps, seconds=seconds):
-                    before = self.saved_steps() if os.path.exists(self.path("run")) else []
-                    run = self.start(config)
-                    time.sleep(seconds)
-                    run.terminate()
-                    run.wait(timeout=120)
-                    self.assertIn(run.returncode, (STOPPED, -signal.SIGTERM), self.log())  # before main() it has no say
-                    if "nothing to save at" in self.log():
-                        self.assertEqual(self.saved_steps(), before)
+    def test_a_stop_before_the_first_step_leaves_what_was_loaded(self):
+        config = self.long_evaluation()
+        run = self.start(config)
+        self.wait_for(lambda: self.steps_in_metrics("eval")[-1:] == [4] and self.saved_steps()[-1:] == [4], run)
+        run.terminate()
+        self.end(run, STOPPED)
+        saved = os.stat(self.path("run/step_00000004")).st_ino
+        run = self.start(config)
+        self.wait_for(lambda: "resuming from" in self.log(), run)  # then it evaluates, as it has not at that step
+        run.terminate()
+        self.end(run, STOPPED)
+        self.assertIn("nothing to save at step 4 and stopping", self.log())
+        self.assertEqual((self.saved_steps()[-1], os.stat(self.path("run/step_00000004")).st_ino), (4, saved))
+
+    def test_a_stop_before_a_run_has_met_its_ranks_is_a_stop(self):
+        with socket.create_server(("localhost", 0)) as server:
+            port = server.getsockname()[1]
+        alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        run = self.start(self.config(8), env={**os.environ, **alone})
+
+        def is_caught():
+            status = Path(f"/proc/{run.pid}/status").read_text(encoding="utf-8")
+            return int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (signal.SIGTERM - 1) & 1 == 1
+
+        self.wait_for(is_caught, run)
+        run.terminate()
+        self.end(run, STOPPED)
+        self.assertFalse(os.path.exists(self.path("run")))
 
     def test_an_evaluation_that_was_killed_is_done_again(self):
         config = self.long_evaluation()

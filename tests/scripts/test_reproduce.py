@@ -121,8 +121,9 @@ class Reproduce(unittest.TestCase):
         result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=300)
         self.assertNotEqual(result.returncode, 0)
         arguments = (folder / "arguments").read_text()
-        self.assertIn(f'data.train=["{folder.resolve()}/runs/work/tokens/train-*.npy"]', arguments)
-        self.assertTrue((folder / "runs" / "work" / "tokens" / "train-00000.npy").exists())
+        tokens = folder.joinpath("runs", "work", "tokens")
+        self.assertIn(f'data.train=["{tokens}/train-*.npy"]', arguments)
+        self.assertTrue((tokens / "train-00000.npy").exists())
         command[1] = "my runs"
         result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=300)
         self.assertEqual(result.returncode, 2)
