@@ -119,13 +119,12 @@ def make_chat_split(folder: Path, split: str, options: argparse.Namespace, maker
 
 def check_splits(output: Output, options: argparse.Namespace) -> None:
     train, held_out = output.splits["train"], output.splits["eval"]
-    if options.chat is not None and train.tokens + held_out.tokens == 0:
-        without = train.without_targets + held_out.without_targets
-        if without > 0:
-            raise InputError(
-                f"none of the {without} conversations has a target within {options.sequence_length} tokens; raise "
-                f"--sequence-length, or give conversations in which the assistant speaks"
-            )
+    without = train.without_targets + held_out.without_targets if options.chat is not None else 0
+    if train.tokens + held_out.tokens == 0 and without > 0:
+        raise InputError(
+            f"none of the {without} conversations has a target within {options.sequence_length} tokens; raise "
+            f"--sequence-length, or give conversations in which the assistant speaks"
+        )
     if train.tokens + held_out.tokens == 0:
         raise InputError(
             f"no text in {', '.join(map(str, options.input))}: {output.counts['files']} files matched, "

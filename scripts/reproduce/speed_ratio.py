@@ -64,7 +64,7 @@ class Side:
 
     def tune(self, seconds):
         tuning = self.out / f"{self.name}.tuning.json"
-        if not tuning.exists():
+        if not tuning.exists():  # without a file: empty is what older programs know, too
             self.run("tune", f"{self.name}.tuning", "--set", "device.gemm_tuning=", "--seconds", str(seconds), "--output", str(tuning))
         self.sets = [*self.sets, f"device.gemm_tuning={tuning}"]  # the last of several counts
 
