@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from text_data.common import InputError, Parser, one_line, write_lines  # noqa: E402
+from text_data.common import InputError, Parser, one_line, refuse_to_replace, write_lines  # noqa: E402
 from text_data.partial import run_script  # noqa: E402
 from text_data.tokenizer import make_tokenizer  # noqa: E402
 
@@ -313,6 +313,7 @@ def image_rules(options: argparse.Namespace, tokenizer):
 
 def run(arguments: list[str]) -> None:
     options = parse_options(arguments)
+    refuse_to_replace(options.input, options.out)
     tokenizer = make_tokenizer(options.tokenizer, options.bos, needs_eos=False)
     metric = options.metric or TASKS[options.task][1]
     requests = list(read_requests(options.input, options.task, options.prompt))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from text_data.common import InputError, Parser, one_line  # noqa: E402
+from text_data.common import InputError, Parser, one_line, write_file  # noqa: E402
 from text_data.readers import InputFile, Reading, find_files  # noqa: E402
 from text_data.tokenizer import EOS_NAMES  # noqa: E402
 
@@ -113,7 +113,7 @@ def main() -> int:
     try:
         options = parse_options(sys.argv[1:])
         tokenizer = train(options)
-        options.out.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        write_file(options.out, [tokenizer.to_str(pretty=True).encode()])
     except InputError as error:
         print(f"train_tokenizer: error: {error}", file=sys.stderr)
         return 2

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Iterable
 
 
 class InputError(Exception):
@@ -40,8 +40,19 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def refuse_to_replace(given: Path, out: Path) -> None:
+    """Raises an InputError if writing `out` would replace the input file `given`."""
+    if os.path.exists(given) and os.path.exists(out) and os.path.samefile(given, out):
+        raise InputError(f"--out {out}: is the input {given}, which it would replace; give another file")
+
+
 def write_lines(path: Path, lines: list[dict]) -> None:
-    """JSON Lines. The file appears whole or not at all; an existing one is replaced."""
+    """JSON Lines, as write_file() writes."""
+    write_file(path, ((json.dumps(line, separators=(",", ":")) + "\n").encode() for line in lines))
+
+
+def write_file(path: Path, parts: Iterable[bytes]) -> None:
+    """The file appears whole or not at all; an existing one is replaced."""
     staging = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,9 +60,10 @@ def write_lines(path: Path, lines: list[dict]) -> None:
     except OSError as error:
         raise InputError(f"{path}: cannot be made ({error.strerror}); give --out a place that you may write to")
     try:
-        for line in lines:
-            file.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
-        sync_and_close(file)
+        with file:
+            for part in parts:
+                file.write(part)
+            sync(file)
         staging.rename(path)
         sync_folder(path.parent)
     finally:

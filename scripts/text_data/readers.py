@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Iterator
 
-from .common import InputError, one_line
+from .common import InputError, one_line, refuse_to_replace
 
 # Bounds the memory: a document is tokenized as a whole.
 MAX_DOCUMENT_BYTES = 64 * 2**20
@@ -37,9 +37,11 @@ class Reading:
 
 
 def find_files(inputs: list[Path], patterns: list[str], out: Path) -> Iterator[Path]:
-    """Files as given, folders walked in sorted order. The output folder is left out: it may lie inside an input."""
+    """Files as given, folders walked in sorted order. `out`, a file or a folder, is left out: it may lie inside a folder.
+    As a given file it is refused."""
     for given in inputs:
         if os.path.isfile(given):
+            refuse_to_replace(given, out)
             yield given
         elif os.path.isdir(given):
             for folder, folders, names in os.walk(given, onerror=raise_unreadable):
@@ -47,6 +49,8 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path) -> Iterator[P
                 folders[:] = sorted(f for f in visible if (Path(folder) / f).resolve() != out)
                 for name in data_set_files(Path(folder), names) or sorted(names):
                     path = Path(folder) / name
+                    if name == out.name and path.resolve() == out:
+                        continue
                     if is_wanted_name(path.relative_to(given), patterns) and os.path.isfile(path):
                         yield path
         elif re.match(r"[a-z][a-z0-9+.-]+:/", str(given)):  # a Path has lost one of two slashes

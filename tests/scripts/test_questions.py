@@ -94,6 +94,15 @@ class Questions(Folder):
                              "--eval-fraction", "1.5")
         self.assertEqual((result.returncode, result.stderr.count("\n")), (2, 1))
 
+    def test_an_input_is_not_replaced(self):
+        text = "".join(f"int line_{i} = {i};\n" for i in range(90))
+        (self.folder / "a.c").write_text(text)
+        for name, *options in (("make_questions.py", "--kind", "lines"), ("prepare_eval.py", "--task", "text_choice"), ("make_instructions.py",)):
+            result = self.script(name, self.folder / "a.c", "--out", self.folder / "a.c", *options)
+            self.assertEqual(result.returncode, 2, result.stderr)
+            self.assertRegex(result.stderr, r"^[a-z_]+: error: --out .*a\.c: is the input .*, which it would replace; give another file\n$")
+        self.assertEqual((self.folder / "a.c").read_text(), text)
+
 
 class Scores(Folder):
     def predictions(self, name, right, task="lines", labels=None):

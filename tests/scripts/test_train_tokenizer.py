@@ -94,12 +94,18 @@ class TrainTokenizer(unittest.TestCase):
                 ("--vocab-size is 256; give at least 257", 2, text, "--out", out, "--vocab-size", 256),
                 ("--vocab-size is 1000000000; give at least 257 and at most", 2, text, "--out", out, "--vocab-size", 10**9),
                 ("--max-bytes is 0", 2, text, "--out", out, "--max-bytes", 0), ("no text in", 2, self.folder / "empty.txt", "--out", out),
-                ("No such file or directory", 4, text, "--out", self.folder / "nowhere" / "t.json")):
+                ("cannot be made", 2, text, "--out", self.folder / "empty.txt" / "t.json"),
+                ("is the input .*, which it would replace", 2, text / "a.txt", "--out", text / "a.txt")):
             with self.subTest(message):
                 result = self.script(*arguments)
                 self.assertEqual(result.returncode, code)
                 self.assertRegex(result.stderr, f"^train_tokenizer: error: .*{message}.*\n$")
         self.assertFalse(out.exists())
+        self.assertEqual((text / "a.txt").read_text(), TEXT)
+
+    def test_what_it_wrote_among_the_text_is_no_text_the_next_time(self):
+        first = self.trained("text/t.json").read_bytes()
+        self.assertEqual(self.trained("text/t.json").read_bytes(), first)
 
 
 if __name__ == "__main__":
