@@ -49,9 +49,10 @@ const CLI::Validator kPositive = number_that("be a positive number", "POSITIVE",
 
 constexpr const char* kFooter =
     "\nExit codes: 0 done; 1 internal error (a bug); 2 bad input (config, data,\n"
-    "checkpoint, command line); 3 loss or gradients not finite; 4 reading or writing\n"
-    "failed (disk full, ...); 5 another rank died or hung; 6 silent data corruption;\n"
-    "75 a signal stopped the run: its state is saved, the same command continues it.\n"
+    "checkpoint, command line); 3 loss, gradients or what is to be saved not finite;\n"
+    "4 reading or writing failed (disk full, ...); 5 another rank died or hung;\n"
+    "6 silent data corruption; 75 a signal stopped the run: the same command\n"
+    "continues it.\n"
     "Documentation: README.md and docs/; of an installed program, share/doc/parka\n"
     "beside its bin.";
 
