@@ -25,9 +25,7 @@ text_files=(--include '*.py' --include '*.pyi' --include '*.h' --include '*.hpp'
 make_tokenizer() {
   tokenizer=$work/tokenizer/tokenizer.json
   [ ! -e "$tokenizer" ] || return 0
-  mkdir -p "$work/tokenizer"
-  "$python" scripts/train_tokenizer.py "$text" --vocab-size "$1" --out "$tokenizer.partial" "${text_files[@]}"
-  mv "$tokenizer.partial" "$tokenizer"
+  "$python" scripts/train_tokenizer.py "$text" --vocab-size "$1" --out "$tokenizer" "${text_files[@]}"
 }
 
 # make_tokens [OPTION...]: of the text, with options of prepare_data.py.

@@ -2,6 +2,7 @@
 """Tests of scripts/train_tokenizer.py. Exits with 77 (skipped) where tokenizers or numpy is missing."""
 import gzip
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -102,6 +103,15 @@ class TrainTokenizer(unittest.TestCase):
                 self.assertRegex(result.stderr, f"^train_tokenizer: error: .*{message}.*\n$")
         self.assertFalse(out.exists())
         self.assertEqual((text / "a.txt").read_text(), TEXT)
+
+    def test_a_failed_write_leaves_the_file_that_was_there(self):
+        out = self.trained("made/t.json")
+        before = out.read_bytes()
+        command = f"trap '' XFSZ; ulimit -f 1; exec '{sys.executable}' '{SCRIPTS}/train_tokenizer.py' '{self.folder}/text' --out '{out}'"
+        result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+        self.assertEqual(result.returncode, 4)
+        self.assertRegex(result.stderr, "^train_tokenizer: error: .*File too large.*\n$")
+        self.assertEqual((out.read_bytes(), os.listdir(out.parent)), (before, ["t.json"]))
 
     def test_what_it_wrote_among_the_text_is_no_text_the_next_time(self):
         first = self.trained("text/t.json").read_bytes()
