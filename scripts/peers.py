@@ -6,7 +6,7 @@
 Parka's bars are of docs/results/figures.jsonl, those of others of docs/results/peers.jsonl: each line there has a source, a
 card and a date.
 
-Exit codes: 0 done, 2 something is wrong with the input or the options.
+Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
 """
 import argparse
 import json
@@ -48,10 +48,7 @@ def table(rows):
                f"| {beside} | {row['card']} | {row['date']} | {source}{commit}; {row['how']} |")
 
 
-def draw(rows, out):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+def draw(plt, rows):
     figure, panels = plt.subplots(1, 2, figsize=(11, 0.42 * len(rows) + 1.3), sharey=True)
     places = range(len(rows), 0, -1)
     colors = ["#2a6f97" if row["name"].startswith("Parka") else "#b0b7bd" for row in rows]
@@ -71,16 +68,17 @@ def draw(rows, out):
               f"{row['date']}" for row in rows]
     panels[0].set_yticks(list(places), labels, fontsize=8)
     figure.tight_layout()
-    figure.savefig(out, dpi=110)
+    return figure
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, help="picture to write, PNG or SVG")
+    parser.add_argument("--out", required=True, help="picture to write; its name ends in .png, .svg, .pdf or another format of matplotlib")
     options = parser.parse_args()
+    from compare import save_picture  # needs numpy, which the table alone does not
     rows = bars()
     print("\n".join(table(rows)))
-    draw(rows, options.out)
+    save_picture(lambda plt: draw(plt, rows), options.out)
 
 
 if __name__ == "__main__":

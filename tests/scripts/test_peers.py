@@ -33,14 +33,25 @@ class Peers(unittest.TestCase):
         own = [bar for bar in peers.bars() if bar["source"] == "figures.jsonl"]
         self.assertEqual([bar["tok_s"] for bar in own], [speeds[f"{name}.tok_s_gpu"] for _, name, _ in peers.OWN])
 
-    def test_the_picture_has_a_bar_for_each(self):
+    def script(self, out):
         try:
             import matplotlib  # noqa: F401
         except ImportError:
             sys.exit(77)
+        return subprocess.run([sys.executable, ROOT / "scripts/peers.py", "--out", out], capture_output=True, text=True)
+
+    def test_a_picture_that_cannot_be_written(self):
         with tempfile.TemporaryDirectory(prefix="parka-test-") as folder:
-            result = subprocess.run([sys.executable, ROOT / "scripts/peers.py", "--out", f"{folder}/peers.svg"],
-                                    capture_output=True, text=True)
+            for name, code, message in (("missing/peers.png", 4, "missing/peers.png: No such file or directory"),
+                                        ("peers.xyz", 2, "peers.xyz: ends in no format that can be drawn")):
+                with self.subTest(name):
+                    result = self.script(f"{folder}/{name}")
+                    self.assertEqual(result.returncode, code, result.stderr)
+                    self.assertRegex(result.stderr, f"^peers.py: error: .*{message}.*\n$")
+
+    def test_the_picture_has_a_bar_for_each(self):
+        with tempfile.TemporaryDirectory(prefix="parka-test-") as folder:
+            result = self.script(f"{folder}/peers.svg")
             self.assertEqual(result.returncode, 0, result.stderr)
             picture = Path(folder, "peers.svg").read_text(encoding="utf-8")
         # Texts of an SVG are drawn as glyphs, each under a comment.
