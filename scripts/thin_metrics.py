@@ -5,8 +5,8 @@
 
 RUN is a run folder or its metrics.jsonl. FILE is a metrics.jsonl that the scripts read as they read the run's own. Each --every
 steps (default 16, counted from the run's first) become one record: means of loss and gradient norm, the median of the tokens per
-second, and step, tokens and learning rate of the last of them. Fewer steps at the end are one record, too. Of the start records
-versions, device and ranks are kept, of others (evaluations, warnings) everything.
+second, and step, tokens, learning rate and time since the start of the last of them. Fewer steps at the end are one record, too.
+Of the start records versions, device, ranks and the time of earlier starts are kept, of others (evaluations, warnings) everything.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
 """
@@ -18,13 +18,13 @@ import numpy as np
 
 from run_metrics import fail, median, metrics_path, read_records
 
-START_KEYS = ("kind", "step", "device", "driver", "cuda", "gemm_tuning", "ranks", "version", "commit")
+START_KEYS = ("kind", "step", "device", "driver", "cuda", "gemm_tuning", "ranks", "version", "commit", "earlier_seconds")
 
 
 def mean_record(records):
     """One record for those of several steps."""
     last = records[-1]
-    mean = {key: last[key] for key in ("kind", "step", "tokens", "lr") if key in last}
+    mean = {key: last[key] for key in ("kind", "step", "tokens", "lr", "wall_seconds") if key in last}
     for key in ("loss", "grad_norm"):
         values = [record[key] for record in records if record.get(key) is not None]
         if values:
@@ -32,6 +32,8 @@ def mean_record(records):
     speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
     if speeds:
         mean["tokens_per_second"] = round(median(speeds))
+    if "wall_seconds" not in mean and any("seconds" in record for record in records):  # of an older version
+        mean["seconds"] = float(f"{sum(record.get('seconds') or 0.0 for record in records):.7g}")
     return mean
 
 

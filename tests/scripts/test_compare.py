@@ -143,12 +143,10 @@ class Compare(unittest.TestCase):
 
     def test_means_of_steps_are_not_compared_with_steps(self):
         a, b = self.run_of("a", self.base), self.run_of("b", self.base)
-        thin = self.folder / "thin"
-        thin.mkdir()
-        subprocess.run([sys.executable, SCRIPTS / "thin_metrics.py", b, "--out", thin / "metrics.jsonl"], check=True)
+        thin = self.thinned(b)
         result = self.compare(a, thin)
         self.assertEqual(result.returncode, 2)
-        self.assertIn("thin: steps from loss to loss: 16, and 1 in a; thin both alike", result.stderr)
+        self.assertIn("b.thin: steps from loss to loss: 16, and 1 in a; thin both alike", result.stderr)
         (found,) = self.compared(thin, f"again={thin}")
         self.assertEqual(found["nats"], 0)
 
@@ -186,6 +184,25 @@ class Compare(unittest.TestCase):
         (found,) = self.compared(a, b, "--axis", "hours", "--last", "1")
         self.assertAlmostEqual(found["nats"], 0.5)
         self.assertAlmostEqual(found["hours"][1], 1.5)
+
+    def thinned(self, run):
+        thin = self.folder / f"{run.name}.thin"
+        thin.mkdir()
+        subprocess.run([sys.executable, SCRIPTS / "thin_metrics.py", run, "--out", thin / "metrics.jsonl"], check=True)
+        return thin
+
+    def test_means_of_steps_end_at_the_hours_of_their_last_step(self):
+        def records(with_clock):
+            for start, steps in ((0, range(1, 41)), (40, range(41, 81))):
+                yield {"kind": "start", "step": start, **({"earlier_seconds": 72.0 * start} if with_clock else {})}
+                for step in steps:
+                    yield train_record(step, 5 - step / 100, seconds=36.0, **({"wall_seconds": 72.0 * (step - start)} if with_clock else {}))
+
+        for name, with_clock, seconds in (("a", True, 72.0), ("of_an_older_version", False, 36.0)):
+            with self.subTest(name):
+                run = compare.Run(name, str(self.thinned(self.make_run(name, records(with_clock)))))
+                self.assertEqual(run.steps.tolist(), [16, 32, 48, 64, 80])
+                np.testing.assert_allclose(run.hours, run.steps * seconds / 3600)
 
     def test_the_table_has_final_losses_and_differences(self):
         a = self.make_run("a", [train_record(1, 4.0), train_record(2, 2.0), {"kind": "eval", "step": 2, "loss": 2.125}])
