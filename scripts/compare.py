@@ -31,12 +31,17 @@ BAND_POINTS = 100  # of the picture, for each run
 AXES = ("steps", "tokens", "hours")
 
 
+def is_timed(record):
+    """Not so of thinned metrics before thin_metrics.py kept times."""
+    return "wall_seconds" in record or "seconds" in record
+
+
 class Run:
     def __init__(self, name, run):
         path = metrics_path(run)
         records = read_records(path)
         clock = RunClock()
-        points = [(record["step"], record.get("tokens", 0), hours, record["loss"])
+        points = [(record["step"], record.get("tokens", 0), hours if is_timed(record) else np.nan, record["loss"])
                   for record, hours in zip(records, map(clock.hours, records))
                   if record.get("kind") == "train" and record.get("loss") is not None]
         if not points:
@@ -61,6 +66,10 @@ def differences(base, run, axis):
                  "alike (scripts/thin_metrics.py)")
         x, of_base, of_run = np.intersect1d(base_x, run_x, assume_unique=True, return_indices=True)
         return x, base.loss[of_base], run.loss[of_run]
+    for each in (base, run):
+        if axis == "hours" and np.isnan(each.hours).any():
+            fail(f"{each.name}: its steps do not say when they ended (an older scripts/thin_metrics.py left that out); thin the run's own "
+                 "metrics again, or compare by --axis tokens")
     both = (base_x >= run_x[0]) & (base_x <= run_x[-1])
     return base_x[both], base.loss[both], np.interp(base_x[both], run_x, run.loss)
 
@@ -142,7 +151,8 @@ def print_table(runs, compared, axis, share):
     rows = [["run", "steps", "tokens", "hours", f"loss, last {100 * share:g} %", "held out", "difference", "95 % interval",
              f"over {axis}"]]
     for run, result in zip(runs, [None, *compared]):
-        row = [run.name, f"{run.steps[-1]:,.0f}", f"{run.tokens[-1]:,.0f}", f"{run.hours[-1]:.3g}", f"{last_mean(run.loss, share):.4f}",
+        hours = "" if np.isnan(run.hours[-1]) else f"{run.hours[-1]:.3g}"
+        row = [run.name, f"{run.steps[-1]:,.0f}", f"{run.tokens[-1]:,.0f}", hours, f"{last_mean(run.loss, share):.4f}",
                "" if run.held_out is None else f"{run.held_out:.4f}"]
         if result is not None:
             limits = "{:+.4f} to {:+.4f}".format(*result["interval"]) if result["interval"] else "too few steps"

@@ -204,6 +204,18 @@ class Compare(unittest.TestCase):
                 self.assertEqual(run.steps.tolist(), [16, 32, 48, 64, 80])
                 np.testing.assert_allclose(run.hours, run.steps * seconds / 3600)
 
+    def test_steps_without_a_time_are_not_compared_by_hours(self):
+        timed = [train_record(step, 4.0) for step in range(1, 51)]
+        untimed = [{key: record[key] for key in ("kind", "step", "tokens", "loss")} for record in timed]
+        a, b = self.make_run("a", timed), self.make_run("b", [*untimed, {"kind": "eval", "step": 50, "loss": 4.0, "seconds": 9.0}])
+        for runs in ((a, b), (b, a)):
+            result = self.compare(*runs, "--axis", "hours")
+            self.assertEqual((result.returncode, result.stdout), (2, ""))
+            self.assertRegex(result.stderr, "^compare.py: error: b: its steps do not say when they ended.*thin the run's own metrics again.*\n$")
+        result = self.compare(a, b)
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.assertEqual(result.stdout.splitlines()[2].split()[:4], ["b", "50", "3,200", "4.0000"])  # no hours in between
+
     def test_the_table_has_final_losses_and_differences(self):
         a = self.make_run("a", [train_record(1, 4.0), train_record(2, 2.0), {"kind": "eval", "step": 2, "loss": 2.125}])
         b = self.run_of("b", [4.5, 2.5, 1.5])
