@@ -90,7 +90,7 @@ def read_source(path: Path) -> str:
 
 def conversations(options: argparse.Namespace) -> Iterator[dict]:
     seen: set[tuple[str, str]] = set()
-    for path in find_files(options.input, options.include or ["*.py"], options.out.resolve()):
+    for path in find_files(options.input, options.include or ["*.py"], options.out.resolve(), print_line):
         for function in functions(read_source(path)):
             head, rest = function
             if function in seen or not options.least_characters <= len(rest) <= options.most_characters:

@@ -100,7 +100,7 @@ def question_of(text: str, digest: bytes, options: argparse.Namespace) -> dict |
 
 def questions(options: argparse.Namespace) -> Iterator[dict]:
     reading, seen = Reading(options.jsonl_field, split_bytes=options.split_bytes), set()
-    for path in find_files(options.input, options.include, options.out.resolve()):
+    for path in find_files(options.input, options.include, options.out.resolve(), print_line):
         for document in InputFile(path, reading).documents():
             digest = hashlib.blake2b(document, digest_size=16).digest()
             if options.eval_fraction > 0 and not is_held_out(digest, options.eval_fraction):

@@ -6,11 +6,11 @@
 
     prepare_data.py chats.jsonl --chat chatml --tokenizer tokenizer.json --sequence-length 4096 --out data/chats
 
-Inputs are files, or folders that are searched recursively in sorted order (hidden names are left out). A text file
-is one document, or several with --split-bytes. With --jsonl-field every input holds records, and the text in this field
-of each is a document: JSON Lines, Parquet, or a data set that Hugging Face's datasets library saved to disk. Text and
-JSON Lines may be compressed (.gz, .zst). A document gets the tokens before and after it that its tokenizer asks for, see
---bos and --eos; every document is followed by the end-of-document id.
+Inputs are files, or folders that are searched recursively in sorted order (hidden names and links to folders are left
+out). A text file is one document, or several with --split-bytes. With --jsonl-field every input holds records, and the
+text in this field of each is a document: JSON Lines, Parquet, or a data set that Hugging Face's datasets library saved to
+disk. Text and JSON Lines may be compressed (.gz, .zst). A document gets the tokens before and after it that its tokenizer
+asks for, see --bos and --eos; every document is followed by the end-of-document id.
 
 With --chat each record is a conversation, {"messages": [{"role": "user", "content": "..."}, ...]}. A template (chatml,
 llama2, llama3, a chat_template.jinja, a tokenizer_config.json, or the folder of a model with one of them) makes text of
@@ -148,7 +148,7 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     )
     progress = parts.make_progress()
     maker = parts.PartMaker(settings, partial.path, progress)
-    files = [parts.stat_file(path) for path in find_files(options.input, options.include, options.out)]
+    files = [parts.stat_file(path) for path in find_files(options.input, options.include, options.out, print_line)]
     groups = parts.groups_of(files)
     missing = [group for index, group in enumerate(groups) if not parts.is_made(maker.path(index, group))]
     if len(missing) < len(groups):

@@ -69,7 +69,7 @@ def read_samples(options: argparse.Namespace, left_out: collections.Counter, bad
     """Distinct ones, in order. With --skip-bad `bad` gets what is wrong with the others."""
     conversion = Conversion(options.system, options.max_images, options.images_first)
     samples, seen = [], set()
-    for path in find_files(options.input, options.include, options.out):
+    for path in find_files(options.input, options.include, options.out, print_line):
         for place, record in read_records(path):
             try:
                 sample = sample_of(record, place, conversion)

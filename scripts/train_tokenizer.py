@@ -29,6 +29,10 @@ LARGEST_VOCABULARY = 2**24  # for which training takes a gigabyte before it begi
 MEASURED_FILES, MEASURED_BYTES = 16, 2**23  # of text in each, to know how much there is
 
 
+def print_line(text: str) -> None:
+    print(f"train_tokenizer: {text}", file=sys.stderr, flush=True)
+
+
 def text_bytes(files: list[Path], reading: Reading) -> int:
     """About how much text the files hold, which may be compressed: what some of them have in each byte that is stored."""
     text = stored = 0
@@ -64,7 +68,7 @@ def train(options: argparse.Namespace):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
         raise InputError("the tokenizers package is missing; install it with: pip install tokenizers")
-    files = list(find_files(options.input, options.include, options.out.resolve()))
+    files = list(find_files(options.input, options.include, options.out.resolve(), print_line))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -115,10 +119,10 @@ def main() -> int:
         tokenizer = train(options)
         write_file(options.out, [tokenizer.to_str(pretty=True).encode()])
     except InputError as error:
-        print(f"train_tokenizer: error: {error}", file=sys.stderr)
+        print_line(f"error: {error}")
         return 2
     except OSError as error:
-        print(f"train_tokenizer: error: {one_line(error)}", file=sys.stderr)
+        print_line(f"error: {one_line(error)}")
         return 4
     print(f"{options.out}: {tokenizer.get_vocab_size():,} ids")
     return 0

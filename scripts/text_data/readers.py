@@ -16,7 +16,7 @@ import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Iterator
+from typing import BinaryIO, Callable, Iterator
 
 from .common import InputError, one_line, refuse_to_replace
 
@@ -36,9 +36,11 @@ class Reading:
     split_bytes: int | None = None  # plain text is cut into documents of about this size
 
 
-def find_files(inputs: list[Path], patterns: list[str], out: Path) -> Iterator[Path]:
+def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: Callable[[str], None]) -> Iterator[Path]:
     """Files as given, folders walked in sorted order. `out`, a file or a folder, is left out: it may lie inside a folder.
-    As a given file it is refused."""
+    As a given file it is refused. Links to folders are not followed, because they may lead in circles, or to what nobody
+    meant; `print_line` tells of those whose files are left out by that."""
+    links: list[Path] = []
     for given in inputs:
         if os.path.isfile(given):
             refuse_to_replace(given, out)
@@ -47,6 +49,7 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path) -> Iterator[P
             for folder, folders, names in os.walk(given, onerror=raise_unreadable):
                 visible = [f for f in folders if not f.startswith(".")]
                 folders[:] = sorted(f for f in visible if (Path(folder) / f).resolve() != out)
+                links += [Path(folder) / f for f in folders if os.path.islink(Path(folder) / f)]
                 for name in data_set_files(Path(folder), names) or sorted(names):
                     path = Path(folder) / name
                     if name == out.name and path.resolve() == out:
@@ -57,6 +60,17 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path) -> Iterator[P
             raise InputError(f"{str(given).replace(':/', '://', 1)}: is the address of an object store or a site; copy the files here first, or mount the store")
         else:
             raise InputError(f"{given}: no such file or folder, or not one that you may read")
+    searched = [given.resolve() for given in inputs if os.path.isdir(given)]
+    if left_out := [link for link in links if not is_below(link.resolve(), searched)]:
+        others = f" and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
+        print_line(f"{left_out[0]}{others}: links to folders are not followed; to have their files, give these folders, too")
+
+
+def is_below(folder: Path, searched: list[Path]) -> bool:
+    """Whether a search of the folders `searched`, which are free of links, comes to `folder`."""
+    return any(
+        folder.is_relative_to(each) and not any(part.startswith(".") for part in folder.relative_to(each).parts) for each in searched
+    )
 
 
 def is_wanted_name(path: Path, patterns: list[str]) -> bool:

@@ -58,6 +58,28 @@ class PrepareDataTest(Preparation):
         self.assertEqual((info["vocab_size"], info["padded_vocab_size"], info["eos"]), (257, 272, EOS))
         self.assertEqual((info["tokenizer"], info["dtype"]), ("bytes", "uint16"))
 
+    def test_links_to_folders_are_not_followed_and_those_that_lead_elsewhere_are_named(self):
+        self.write("in/a/a.txt", "first")
+        self.write("in/.hidden/b.txt", "second")
+        self.write("elsewhere/c.txt", "third")
+        for name, target in (("in/again", "a"), ("in/a/circle", ".."), ("in/.link", "../elsewhere")):
+            (self.folder / name).symlink_to(target)
+        result = self.call(self.folder / "in")
+        self.assertEqual((result.returncode, result.stderr), (0, ""))  # what these lead to is read, or hidden
+        self.assertEqual(self.ids(), ids_of("first"))
+        advice = ": links to folders are not followed; to have their files, give these folders, too\n"
+        (self.folder / "in/b").symlink_to("../elsewhere")
+        self.out = self.folder / "one"
+        self.assertEqual(self.call(self.folder / "in").stderr, f"prepare_data: {self.folder}/in/b{advice}")
+        self.assertEqual(self.ids(), ids_of("first"))
+        (self.folder / "in/c").symlink_to(".hidden")
+        self.out = self.folder / "two"
+        self.assertEqual(self.call(self.folder / "in").stderr, f"prepare_data: {self.folder}/in/b and 1 more{advice}")
+        self.out = self.folder / "given"
+        result = self.call(self.folder / "in", self.folder / "in/b", self.folder / "in/c")
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.assertEqual(self.ids(), ids_of("first", "third", "second"))
+
     def test_the_summary_counts_in_words(self):
         for name, text in (("a", "first"), ("b", "first"), ("c", "second\n"), ("d", "")):
             self.write(f"in/{name}.txt", text)

@@ -104,6 +104,18 @@ class Questions(Folder):
         self.assertEqual((self.folder / "a.c").read_text(), text)
 
 
+    def test_a_linked_folder_of_text_is_named(self):
+        (self.folder / "elsewhere").mkdir()
+        (self.folder / "text").mkdir()
+        (self.folder / "text" / "link").symlink_to("../elsewhere")
+        body = "".join(f"    the_line_of_number_{i} = {i}\n" for i in range(40))
+        (self.folder / "text" / "a.py").write_text(f'def f():\n    """Sets them."""\n{body}')
+        for name, *options in (("make_questions.py", "--kind", "lines"), ("make_instructions.py",)):
+            result = self.script(name, self.folder / "text", "--out", self.folder / "out.jsonl", *options)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertRegex(result.stderr, r"^[a-z_]+: \S+/text/link: links to folders are not followed; .*\n$")
+
+
 class Scores(Folder):
     def predictions(self, name, right, task="lines", labels=None):
         """A file of a run that answers `right` of the documents right."""

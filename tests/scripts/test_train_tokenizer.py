@@ -113,6 +113,13 @@ class TrainTokenizer(unittest.TestCase):
         self.assertRegex(result.stderr, "^train_tokenizer: error: .*File too large.*\n$")
         self.assertEqual((out.read_bytes(), os.listdir(out.parent)), (before, ["t.json"]))
 
+    def test_a_linked_folder_of_text_is_named(self):
+        (self.folder / "elsewhere").mkdir()
+        (self.folder / "text" / "link").symlink_to("../elsewhere")
+        result = self.script(self.folder / "text", "--out", self.folder / "t.json")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertRegex(result.stderr, r"^train_tokenizer: \S+/text/link: links to folders are not followed; .*\n$")
+
     def test_what_it_wrote_among_the_text_is_no_text_the_next_time(self):
         first = self.trained("text/t.json").read_bytes()
         self.assertEqual(self.trained("text/t.json").read_bytes(), first)
