@@ -19,6 +19,7 @@ import argparse
 import ast
 import re
 import sys
+import tokenize
 import warnings
 from pathlib import Path
 from typing import Iterator
@@ -30,7 +31,7 @@ from text_data.readers import find_files  # noqa: E402
 
 REQUEST = "Write the rest of this Python function."
 LINE_END = re.compile(r"\r\n|\r|\n")  # as Python's parser counts lines; str.splitlines() knows more ends
-MOST_BYTES = 4 * 2**20  # of a file: what is cut off there is no Python any more, and gives nothing
+MOST_CHARACTERS = 4 * 2**20  # of a file: what is cut off there is no Python any more, and gives nothing
 
 
 def print_line(text: str) -> None:
@@ -81,22 +82,34 @@ def functions(source: str) -> Iterator[tuple[str, str]]:
         yield "\n".join(whole[:split]), "\n".join(whole[split:])
 
 
-def read_source(path: Path) -> str:
+def read_source(path: Path) -> str | None:
+    """As Python reads it: without a byte order mark, in the encoding that the file names. None where it cannot be decoded."""
     try:
-        return path.read_bytes()[:MOST_BYTES].decode("utf-8", "replace")
+        with tokenize.open(path) as file:
+            return file.read(MOST_CHARACTERS)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})")
+    except (SyntaxError, UnicodeError, LookupError):
+        return None
 
 
 def conversations(options: argparse.Namespace) -> Iterator[dict]:
     seen: set[tuple[str, str]] = set()
+    left_out: list[Path] = []
     for path in find_files(options.input, options.include or ["*.py"], options.out.resolve(), print_line):
-        for function in functions(read_source(path)):
+        source = read_source(path)
+        if source is None:
+            left_out.append(path)
+            continue
+        for function in functions(source):
             head, rest = function
             if function in seen or not options.least_characters <= len(rest) <= options.most_characters:
                 continue
             seen.add(function)
             yield {"messages": [{"role": "user", "content": f"{REQUEST}\n\n{head}"}, {"role": "assistant", "content": rest}]}
+    if left_out:
+        files = "1 file" if len(left_out) == 1 else f"{len(left_out):,} files"
+        print_line(f"left out: {files} that Python cannot decode, beginning with {left_out[0]}")
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:

@@ -115,6 +115,31 @@ class Instructions(Folder):
         self.write("a.py", inner)
         self.assertEqual([head for head, _ in self.functions()], ['def outer():\n    """Of two."""'])
 
+    def test_sources_are_decoded_as_python_decodes_them(self):
+        expected = (PLAIN[0].replace("Adds", "Ad\xeds"), PLAIN[1])
+        text = MODULE.replace("Adds", "Ad\xeds")
+        for name, encoded in (("mark", text.encode("utf-8-sig")), ("latin", b"# -*- coding: latin-1 -*-\n" + text.encode("latin-1")),
+                              ("second line", b"#!/usr/bin/python\n# vim: set fileencoding=cp1252 :\n" + text.encode("cp1252")),
+                              ("ends of lines", text.replace("\n", "\r\n").encode())):
+            with self.subTest(name):
+                (self.folder / "text" / "a.py").write_bytes(encoded)
+                self.assertEqual(self.functions(), [expected, AREA])
+
+    def test_sources_that_python_cannot_decode_are_left_out_and_counted(self):
+        self.write("a.py", MODULE)
+        whole = MODULE.replace("Adds", "Ad\xeds")
+        first = self.folder / "text" / "b.py"
+        first.write_bytes(whole.encode("latin-1"))
+        result = self.script()
+        self.assertEqual((result.returncode, result.stderr),
+                         (0, f"make_instructions: left out: 1 file that Python cannot decode, beginning with {first}\n"))
+        for name, encoding in (("c.py", "klingon"), ("d.py", "hex"), ("e.py", "ascii")):
+            (self.folder / "text" / name).write_bytes(f"# coding: {encoding}\n{whole}".encode())
+        result = self.script()
+        self.assertEqual((result.returncode, result.stderr),
+                         (0, f"make_instructions: left out: 4 files that Python cannot decode, beginning with {first}\n"))
+        self.assertEqual(len((self.folder / "out.jsonl").read_text().splitlines()), 2)
+
     def test_lengths(self):
         self.write("a.py", MODULE)
         self.assertEqual(self.functions("--most-characters", "50"), [AREA])
