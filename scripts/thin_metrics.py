@@ -12,11 +12,11 @@ Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writin
 """
 import argparse
 import json
-import os
 
 import numpy as np
 
 from run_metrics import fail, median, metrics_path, read_records
+from text_data.common import InputError, refuse_to_replace
 
 START_KEYS = ("kind", "step", "device", "driver", "cuda", "gemm_tuning", "ranks", "version", "commit", "earlier_seconds")
 
@@ -67,8 +67,10 @@ def main():
     if options.every < 1:
         fail("--every: must be at least 1")
     path = metrics_path(options.run)
-    if os.path.exists(path) and os.path.exists(options.out) and os.path.samefile(path, options.out):
-        fail(f"{options.out}: is the run's own metrics; give another file, they cannot be had back")
+    try:
+        refuse_to_replace(path, options.out)
+    except InputError as error:
+        fail(error)
     records = list(thinned(read_records(path), options.every))
     if not any(record.get("kind") == "train" for record in records):
         fail(f"{options.run}: no steps; give a run that has made some")

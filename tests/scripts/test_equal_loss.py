@@ -171,7 +171,7 @@ class EqualLoss(Folder):
         before = own.read_bytes()
         result = subprocess.run([sys.executable, SCRIPTS / "thin_metrics.py", base, "--out", own], capture_output=True, text=True)
         self.assertEqual((result.returncode, own.read_bytes()), (2, before))
-        self.assertIn("is the run's own metrics", result.stderr)
+        self.assertEqual(result.stderr, f"thin_metrics.py: error: --out {own}: is the input {own}, which it would replace; give another file\n")
         result = subprocess.run([sys.executable, SCRIPTS / "thin_metrics.py", base, "--out", self.folder], capture_output=True, text=True)
         self.assertEqual((result.returncode, result.stderr.count("\n")), (4, 1))
 
