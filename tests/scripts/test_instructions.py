@@ -3,6 +3,7 @@
 numpy, matplotlib, tokenizers or transformers is missing."""
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -157,21 +158,27 @@ class Instructions(Folder):
 
 
 class Recipes(Folder):
-    def test_a_tiny_model_from_text_to_figures_and_again_without_training(self):
+    def setUp(self):
+        super().setUp()
         for number in range(240):
             self.write(f"m{number}.py", "".join(
                 f'def f{number}_{i}(value):\n    """Gives {i} times the value of {number}."""\n    result = {i} * value + {number}\n    return result\n\n'
                 for i in range(3)))
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if name != "BASE"}, "MPLCONFIGDIR": str(self.folder), "PARKA": os.path.abspath(PROGRAM),
+            "PYTHON": sys.executable, "CONFIG": "configs/tiny-olmo.json", "TOKENS": "7680", "BATCH": "2", "LENGTH": "128", "SEEDS": "1 2", "VOCABULARY": "320",
+            "EPOCHS": "1", "RATE": "3e-3", "MODEL": "device.kind=cpu training.micro_batch_size=2"}
+
+    def recipes(self, out, run, **environment):
+        return subprocess.run([SCRIPTS / "reproduce" / "finetune_recipes.sh", out, "text", run], capture_output=True, text=True,
+                              env={**self.environment, **environment}, cwd=self.folder, timeout=600)
+
+    def records(self, folder, kind):
+        return [record for record in map(json.loads, (self.folder / folder / "metrics.jsonl").read_text().splitlines()) if record["kind"] == kind]
+
+    def test_a_tiny_model_from_text_to_figures_and_again_without_training(self):
         out = self.folder / "out"
-        environment = {**os.environ, "MPLCONFIGDIR": str(self.folder), "PARKA": os.path.abspath(PROGRAM), "PYTHON": sys.executable,
-                       "CONFIG": "configs/tiny-olmo.json", "TOKENS": "7680", "BATCH": "2", "LENGTH": "128", "SEEDS": "1 2", "VOCABULARY": "320",
-                       "EPOCHS": "1", "RATE": "3e-3", "MODEL": "device.kind=cpu training.micro_batch_size=2"}
-
-        def run(run, out=out):
-            return subprocess.run([SCRIPTS / "reproduce" / "finetune_recipes.sh", out, self.folder / "text", run], capture_output=True, text=True,
-                                  env=environment, timeout=600)
-
-        first = run("lean=parka,optimizer.master=fp32_split")
+        first = self.recipes(out, "lean=parka,optimizer.master=fp32_split")
         self.assertEqual(first.returncode, 0, first.stdout + first.stderr)
         figures = {line["name"]: line for line in map(json.loads, (out / "held_out.jsonl").read_text().splitlines())}
         gap = figures["held_out.tiny-olmo.instructions.lean.vs_bf16"]
@@ -180,23 +187,50 @@ class Recipes(Folder):
         for name in ("held_out.png", "runs.png", "held_out.txt", "base/metrics.jsonl", "lean.2/config.json"):
             self.assertTrue((out / name).exists(), name)
 
-        def records(name, kind):
-            return [record for record in map(json.loads, (out / name / "metrics.jsonl").read_text().splitlines()) if record["kind"] == kind]
-
         # All begin with the weights of the base: those of bf16 lose the same before the first step, and learn.
-        held_out = {name: [record["loss"] for record in records(name, "eval")] for name in ("bf16.1", "bf16.2", "lean.1")}
+        held_out = {name: [record["loss"] for record in self.records(out / name, "eval")] for name in ("bf16.1", "bf16.2", "lean.1")}
         self.assertEqual(held_out["bf16.1"][0], held_out["bf16.2"][0])
         self.assertAlmostEqual(held_out["bf16.1"][0], held_out["lean.1"][0], delta=0.05)
         self.assertTrue(all(losses[-1] < losses[0] - 0.2 for losses in held_out.values()))
         # Only what the assistant writes is a target.
-        of_base, of_run = records("base", "train")[0]["targets"], records("bf16.1", "train")[0]["targets"]
+        of_base, of_run = self.records(out / "base", "train")[0]["targets"], self.records(out / "bf16.1", "train")[0]["targets"]
         self.assertLess(of_run, 0.8 * of_base)
         made = (out / "held_out.jsonl").read_text()
-        self.assertEqual(run("lean=parka,optimizer.master=fp32_split").returncode, 0)
+        self.assertEqual(self.recipes(out, "lean=parka,optimizer.master=fp32_split").returncode, 0)
         self.assertEqual((out / "held_out.jsonl").read_text(), made)
-        environment["BATCH"] = "60"
-        result = run("lean=parka", self.folder / "other")
+        result = self.recipes("other", "lean=parka", BATCH="60")
         self.assertEqual((result.returncode, "a smaller BATCH" in result.stderr), (2, True), result.stderr)
+
+    def test_from_a_base_with_its_model_and_tokenizer(self):
+        first = self.recipes("out", "again=bf16", SEEDS="1")
+        self.assertEqual(first.returncode, 0, first.stdout + first.stderr)
+        shutil.move(self.folder / "out" / "work" / "base", self.folder / "small")
+        config = json.loads((ROOT / "configs" / "tiny-olmo.json").read_text().partition("\n")[2])  # without its comment
+        config["model"] = {"d_model": 32, "qk_norm": "full", "rope_theta": 500}
+        config["data"]["token_dtype"] = "uint32"
+        (self.folder / "other.json").write_text(json.dumps(config))
+        checkpoint, = self.folder.glob("small/step_*")
+        # The same text gives the same conversations, and the same bits from the same weights.
+        for name, base in (("run", "small"), ("checkpoint", f"small/{checkpoint.name}/")):
+            with self.subTest(name):
+                result = self.recipes(name, "again=bf16", SEEDS="1", BASE=base, CONFIG="other.json", TOKENS="none")
+                self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+                for kind in ("train", "eval"):
+                    of_first, of_base = ([record["loss"] for record in self.records(f"{out}/bf16.1", kind)] for out in ("out", name))
+                    self.assertEqual(of_base, of_first)
+                made = sorted(path.name for path in (self.folder / name / "work").iterdir())
+                self.assertEqual(made, ["again.1", "base.json", "bf16.1", "chats", "functions.jsonl", "lock"])
+                self.assertIn("held_out.small.instructions.again.vs_bf16", (self.folder / name / "held_out.jsonl").read_text())
+        for gone, message in (("tokenizer", "has no tokenizer/tokenizer.json; put the tokenizer there"),
+                              ("config.json", "has no config.json; give BASE a run folder")):
+            (self.folder / "small" / gone).rename(self.folder / "gone")
+            for base in ("small", f"small/{checkpoint.name}"):
+                with self.subTest(gone=gone, base=base):
+                    result = self.recipes("refused", "again=bf16", BASE=base)
+                    self.assertEqual((result.returncode, result.stdout), (2, ""), result.stderr)
+                    self.assertRegex(result.stderr, f"^finetune_recipes.sh: {self.folder.resolve()}/small: {message}.*\n$")
+            (self.folder / "gone").rename(self.folder / "small" / gone)
+        self.assertEqual(list((self.folder / "refused" / "work").iterdir()), [])
 
 
 if __name__ == "__main__":
