@@ -200,6 +200,7 @@ TEST_CASE("a checkpoint of adapters holds them alone, and goes on beside its bas
     make_base(longer);
     CHECK(refusal([&] { open_checkpoint(checkpoint.path()); }).find("was trained beside other weights") !=
           std::string::npos);
+    CHECK(open_checkpoint(there).path() == there);  // whose base is the one that has moved with it
   }
 }
 

@@ -1,8 +1,12 @@
 #include "engine/checkpoint/checkpoint_base.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <memory>
 #include <utility>
+#include <vector>
+
+#include <fmt/ranges.h>
 
 #include "core/error.h"
 #include "data/read_only_file.h"
@@ -17,26 +21,27 @@ namespace parka {
 namespace {
 
 // The manifest has the checksums of all files.
-std::string manifest_checksum(const LoadedCheckpoint& checkpoint) {
-  return checksum_of(ReadOnlyFile(checkpoint.path() + "/" + std::string(kManifestName)));
+std::string manifest_checksum(const std::string& path) {
+  return checksum_of(ReadOnlyFile(path + "/" + std::string(kManifestName)));
 }
 
 bool is_there(const std::string& path) { return file_exists(path + "/" + std::string(kManifestName)); }
 
-// Where a base lies that is named by `path`: there, or, when both runs have moved together, beside the run of
-// `checkpoint` as it was. Empty: nowhere.
-std::string find_base(const LoadedCheckpoint& checkpoint, const std::string& path) {
-  if (is_there(path)) return path;
+// The checkpoints that a base may be that is named by `path`: what lies there, and, when both runs have moved
+// together, what lies beside the run of `checkpoint` as the base did.
+std::vector<std::string> candidates(const LoadedCheckpoint& checkpoint, const std::string& path) {
   const fs::path named(path), runs = fs::absolute(checkpoint.path()).parent_path().parent_path();
-  const std::string beside = (runs / named.parent_path().filename() / named.filename()).string();
-  return is_there(beside) ? beside : "";
+  std::vector<std::string> all = {path, (runs / named.parent_path().filename() / named.filename()).string()};
+  std::erase_if(all, [](const std::string& candidate) { return !is_there(candidate); });
+  if (all.size() == 2 && fs::equivalent(all[0], all[1])) all.pop_back();
+  return all;
 }
 
 }  // namespace
 
 nlohmann::json describe_base(const LoadedCheckpoint& base) {
   return {{"checkpoint", fs::absolute(base.path()).lexically_normal().string()},
-          {"checksum", manifest_checksum(base)}};
+          {"checksum", manifest_checksum(base.path())}};
 }
 
 bool has_base(const LoadedCheckpoint& checkpoint) { return checkpoint.state().contains(kBaseKey); }
@@ -49,18 +54,19 @@ void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group) {
                         described.at("checksum").is_string();
   if (!is_known) throw_bad_input("{}: \"{}\" in its state does not name a checkpoint", checkpoint.path(), kBaseKey);
   const auto named = described.at("checkpoint").get<std::string>();
-  const std::string path = find_base(checkpoint, named);
-  if (path.empty()) {
+  const std::vector<std::string> found = candidates(checkpoint, named);
+  if (found.empty()) {
     throw_bad_input(
         "{}: has what was trained alone, and the checkpoint with the other weights is gone: {}; put it back there, or "
         "beside this run",
         checkpoint.path(), named);
   }
-  auto base = std::make_shared<const LoadedCheckpoint>(load_checkpoint(path, group));
-  if (manifest_checksum(*base) != described.at("checksum").get<std::string>()) {
+  const auto path = std::ranges::find(found, described.at("checksum").get<std::string>(), manifest_checksum);
+  if (path == found.end()) {
     throw_bad_input("{}: was trained beside other weights than {} has now; put that checkpoint back as it was",
-                    checkpoint.path(), path);
+                    checkpoint.path(), fmt::join(found, " or "));
   }
+  auto base = std::make_shared<const LoadedCheckpoint>(load_checkpoint(*path, group));
   std::vector<std::string> names;
   for (const ParameterInfo& p : make_parameter_table(config_of(checkpoint, {}).model, false).all) {
     names.push_back(p.name);
