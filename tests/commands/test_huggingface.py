@@ -180,6 +180,25 @@ class RoundTrip(HuggingFace):
         others = [name for name in os.listdir(self.model) if not name.startswith("model")]
         self.assertEqual(sorted(os.listdir(self.path("like"))), sorted([*others, "model.safetensors"]))
 
+    def test_the_longest_sequence_is_that_of_the_model_or_of_a_longer_run(self):
+        imported = self.import_model()
+
+        def positions(name, *options):
+            out = self.path(f"{name}_exported")
+            self.assert_exit(parka("export", self.path(name), "--out", out, *options), 0)
+            with open(f"{out}/config.json", encoding="utf-8") as file:
+                return json.load(file)["max_position_embeddings"]
+
+        for name, length, *overrides in (("shorter", 16, "model.rope_theta=20000"), ("longer", 128), ("as_long", 64, "model.rope_theta=20000")):
+            result = self.train(imported, f"checkpoint.folder={self.path(name)}", f"data.sequence_length={length}", "training.steps=1",
+                                "data.eval=[]", "training.eval_interval=0", "training.global_batch_size=2", *overrides)
+            self.assert_exit(result, 0)
+            self.assertEqual(positions(name), max(length, 64))
+        self.use("llama_mha")
+        imported = self.import_model("other")
+        self.assert_exit(self.train(imported, f"checkpoint.folder={self.path('family')}"), 0)
+        self.assertEqual(positions("family", "--family", "mistral"), 64)
+
     def peak_kib(self, *arguments):
         # In between stands a small process: a child's peak counts from what its parent had in memory.
         # AddressSanitizer would keep 256 MB of what was freed.

@@ -315,16 +315,23 @@ class Exporter {
     return names;
   }
 
+  // The longest sequence the model is meant for: a run on shorter ones than its origin's takes nothing from it.
+  int64_t max_positions() const {
+    const int64_t own = max_positions_of(checkpoint_, config_.data.sequence_length);
+    return original_ ? std::max(own, original_->max_positions) : own;
+  }
+
   // The origin's own text as far as it is true of these weights.
   std::string config_text() const {
     const std::vector<DType> used = formats();
-    const HuggingFaceModel described{family_, model_, max_positions_of(checkpoint_, config_.data.sequence_length)};
+    const HuggingFaceModel described{family_, model_, max_positions()};
     if (!origin_) {
       const json special_tokens = tokenizer_ ? special_token_ids(*tokenizer_) : json::object();
       return make_huggingface_config(described, used.front(), &special_tokens);
     }
     const ResumeDifferences differences = model_differences(original_->model, model_);
-    if (original_->family != family_ || !differences.refused.empty() || !differences.allowed.empty()) {
+    const bool is_longer = described.max_positions > original_->max_positions;
+    if (original_->family != family_ || is_longer || !differences.refused.empty() || !differences.allowed.empty()) {
       return make_huggingface_config(described, used.front(), &origin_config_);
     }
     const std::optional<std::string> named = huggingface_dtype(origin_config_);
@@ -346,8 +353,7 @@ class Exporter {
   void write_parts(const std::string& out) const {
     ModelConfig text = model_;
     text.vision = {};
-    const HuggingFaceModel language_model{family_, text,
-                                          max_positions_of(checkpoint_, config_.data.sequence_length)};
+    const HuggingFaceModel language_model{family_, text, max_positions()};
     const std::optional<std::string> folder = came_with();
     const json special_tokens = folder ? special_token_ids(*folder) : json::object();
     DraftFolder draft(out);
