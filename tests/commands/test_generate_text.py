@@ -169,6 +169,7 @@ class Chat(TextFolder):
     def test_two_turns_on_a_terminal(self):
         terminal, other_end = pty.openpty()
         process = self.start_chat(stdin=other_end, stdout=other_end)
+        too_long = "who " * 300
         os.close(other_end)
         shown = b""
 
@@ -185,6 +186,9 @@ class Chat(TextFolder):
             for user, answer in EXPECTED["chats"][0]["turns"]:
                 os.write(terminal, user.encode() + b"\n")
                 self.assertEqual(show_until(b"\r\n> "), f"{user}\r\n{answer}")
+                # What is too long is not answered, and the chat goes on as if it had not been said.
+                os.write(terminal, too_long.encode() + b"\n")
+                self.assertEqual(show_until(b"\r\n> "), too_long)
             os.write(terminal, b"\x04")  # the end of input
             self.assertEqual(process.wait(30), 0)
         finally:

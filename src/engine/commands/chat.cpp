@@ -29,28 +29,26 @@ class Conversation {
 
   void add(const char* role, const std::string& text) { messages_.push_back({{"role", role}, {"content", text}}); }
 
+  void take_back() { messages_.erase(messages_.size() - 1); }
+
   // The ids up to where the assistant speaks. A quarter of the context is left to it; where that is not there, the
-  // oldest turns are forgotten, but not the system message.
+  // oldest turns are forgotten, but not the system message. Where the last message alone is too long nothing is
+  // forgotten, and there are more than the context holds.
   std::vector<int32_t> prompt() {
-    std::vector<int32_t> ids = tokenizer_.encode_chat(messages_);
+    json messages = messages_;
+    std::vector<int32_t> ids = tokenizer_.encode_chat(messages);
     size_t forgotten = 0;
-    while (static_cast<int64_t>(ids.size()) > context_ - context_ / 4 && messages_.size() > num_kept_ + 2) {
-      const auto oldest = messages_.begin() + static_cast<std::ptrdiff_t>(num_kept_);
-      messages_.erase(oldest, oldest + 2);
+    while (static_cast<int64_t>(ids.size()) > context_ - context_ / 4 && messages.size() > num_kept_ + 2) {
+      const auto oldest = messages.begin() + static_cast<std::ptrdiff_t>(num_kept_);
+      messages.erase(oldest, oldest + 2);
       ++forgotten;
-      ids = tokenizer_.encode_chat(messages_);
+      ids = tokenizer_.encode_chat(messages);
     }
-    if (forgotten > 0) {
-      log_warning("the oldest {} are forgotten: the model's context has {} tokens",
-                  forgotten == 1 ? "question and answer" : fmt::format("{} questions and answers", forgotten),
-                  context_);
-    }
-    if (static_cast<int64_t>(ids.size()) > context_) {
-      throw_bad_input(
-          "the last message, with what the chat template adds, has {} tokens and the model's context {}; "
-          "write less",
-          ids.size(), context_);
-    }
+    if (forgotten == 0 || static_cast<int64_t>(ids.size()) > context_) return ids;
+    log_warning("the oldest {} are forgotten: the model's context has {} tokens",
+                forgotten == 1 ? "question and answer" : fmt::format("{} questions and answers", forgotten),
+                context_);
+    messages_ = std::move(messages);
     return ids;
   }
 
@@ -99,6 +97,15 @@ int run_chat(const GenerateOptions& options, const LoadedCheckpoint& checkpoint,
   while (read_message(on_terminal, text)) {
     conversation.add("user", text);
     const std::vector<int32_t> prompt = conversation.prompt();
+    if (static_cast<int64_t>(prompt.size()) > shape.max_length) {
+      const std::string message = fmt::format(
+          "the last message, with what the chat template adds, has {} tokens and the model's context {}; write less",
+          prompt.size(), shape.max_length);
+      if (!on_terminal) throw_bad_input("{}", message);
+      log_warning("{}", message);
+      conversation.take_back();
+      continue;
+    }
     check_tokens("token of the chat", prompt, config.model.vocab_size);
     check_without_slots(prompt, config.model.vision);
     std::string answer;
