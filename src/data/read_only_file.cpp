@@ -71,8 +71,10 @@ void ReadOnlyFile::read(int64_t offset, std::span<std::byte> out) const {
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) throw_io("{}: cannot be read at byte {} ({})", path_, offset, describe_errno(errno));
     if (count == 0) {
+      struct stat status {};
+      const bool is_known = fstat(descriptor_, &status) == 0;
       throw_io("{}: ends at byte {} but had {} bytes when it was opened; do not change data files during a run",
-               path_, offset, size_);
+               path_, is_known ? status.st_size : offset, size_);
     }
     out = out.subspan(static_cast<size_t>(count));
     offset += count;
