@@ -6,6 +6,7 @@
 
 #include "core/philox.h"
 #include "engine/config/config_io.h"
+#include "engine/planning/gpu_plan.h"
 #include "tests/engine/checkpoint_fixture.h"
 #include "tests/support/alone.h"
 #include "tests/support/forwarding_device.h"
@@ -31,6 +32,16 @@ class NoStaging final : public StagingBuffer {
 class DeviceWithoutStaging final : public ForwardingDevice {
  public:
   std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t) override { return std::make_unique<NoStaging>(); }
+};
+
+// Remembers how much is asked for.
+class RecordingStaging final : public ForwardingDevice {
+ public:
+  std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t bytes) override {
+    asked.push_back(bytes);
+    return ForwardingDevice::make_staging_buffer(bytes);
+  }
+  std::vector<int64_t> asked;
 };
 
 Config tiny_config(const std::string& folder) {
@@ -96,6 +107,34 @@ TEST_CASE("without memory to stage in a save is made while training waits, with 
     CHECK(same(one, other));
   }
   CHECK(list_checkpoints(staged).size() == 3);
+}
+
+TEST_CASE("as much memory to stage in is asked for as is planned, beside a base too", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  Config config = tiny_config(folder.path());
+  const auto check = [&] {
+    RecordingStaging device;
+    TrainingRun run(config, device, alone());
+    RunSaver saver(run, alone(), config.checkpoint, {});
+    CHECK(device.asked.empty());
+    if (config.checkpoint.init_from.empty()) {
+      run.initialize();
+    } else {
+      run.initialize_from(load_checkpoint(config.checkpoint.init_from));
+    }
+    saver.prepare();
+    run.step();
+    run.finish();
+    saver.save();
+    saver.finish();
+    CHECK(device.asked == std::vector{plan_for_gpus(config, 1).staging_bytes});
+    return list_checkpoints(config.checkpoint.folder).back().path;
+  };
+  config.checkpoint.init_from = check();
+  config.checkpoint.folder = folder / "adapters";
+  config.finetune.method = FinetuneMethod::kLora;
+  config.finetune.rank = 2;
+  check();
 }
 
 TEST_CASE("with checkpoint.async off no memory to stage in is asked for", "[engine][checkpoint]") {

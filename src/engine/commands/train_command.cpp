@@ -113,6 +113,7 @@ class TrainCommand {
     }
     if (evaluation_is_missing_ && !evaluate()) return stop();
     if (is_done) return 0;
+    saver_.prepare();
     return train_steps();
   }
 

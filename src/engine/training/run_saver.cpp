@@ -22,12 +22,15 @@ RunSaver::RunSaver(TrainingRun& run, Communicator& communicator, const Checkpoin
       communicator_(communicator),
       async_(config.async),
       report_(options.report),
-      saver_(config.folder, std::move(options)) {
-  if (async_) run_.prepare_staging();
+      saver_(config.folder, std::move(options)) {}
+
+void RunSaver::prepare() {
+  if (async_ && !std::exchange(is_prepared_, true)) run_.prepare_staging();
 }
 
 bool RunSaver::can_stage() {
   if (!async_) return false;
+  prepare();
   const std::string& failure = run_.staging_failure();
   if (failure.empty()) return true;
   if (!told_ && report_) {

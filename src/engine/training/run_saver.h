@@ -16,6 +16,9 @@ class RunSaver {
   // `run` and `options` must outlive it. With config.async off, training waits for every save.
   RunSaver(TrainingRun& run, Communicator& communicator, const CheckpointConfig& config, SaveOptions options);
 
+  // From here on memory to save asynchronously is made ready; otherwise the first save does that, and waits for it.
+  // Only once the run has its weights: of a run beside a base less is saved.
+  void prepare();
   // Begins a save of the current state; waits for the previous one. Throws Error(kCorrupted) if the state is
   // corrupted, and the error of a save whose second try has failed.
   void save();
@@ -41,6 +44,7 @@ class RunSaver {
   const bool async_;
   const std::function<void(const std::string&)> report_;
   CheckpointSaver saver_;
+  bool is_prepared_ = false;
   bool is_second_try_ = false;
   int64_t newest_step_ = -1;
   double wait_seconds_ = 0;

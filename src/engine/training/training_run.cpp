@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -262,6 +263,7 @@ void TrainingRun::read_weights(const LoadedCheckpoint& checkpoint, const Config&
 }
 
 void TrainingRun::use_base(nlohmann::json base) {
+  if (staging_) throw std::logic_error("memory to save in was made ready before it was known what is saved");
   base_ = std::move(base);
   watched_.clear();
   watch_state();
