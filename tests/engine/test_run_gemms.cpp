@@ -227,6 +227,16 @@ TEST_CASE("a short run does not tune, and does not when it is continued", "[engi
   CHECK(resumed.tuning.empty());
   CHECK(resumed.line == "GEMM algorithms: cuBLASLt's first choices, as when this run began");
   CHECK(run.tuned == 0);
+  // Where it has used others, and its records alone have come back from a copy.
+  std::ofstream(run.config.checkpoint.folder + "/metrics.jsonl")
+      << R"({"kind": "start", "gemm_tuning": ""})"
+      << "\n"
+      << R"({"kind": "start", "gemm_tuning": "there/gemm_tuning.json"})"
+      << "\n";
+  const RunGemms anew = run.decide();
+  CHECK(has(anew.line, "fits.json"));
+  CHECK(has(anew.line,
+            "; there/gemm_tuning.json, which this run used, is gone, so the bits are others from here on"));
 }
 
 TEST_CASE("a resumed run keeps its algorithms where its products have changed; a new one chooses anew",

@@ -13,6 +13,7 @@
 #include "engine/files/file_io.h"
 #include "engine/products/product_scratch.h"
 #include "engine/training/progress.h"
+#include "engine/training/run_records.h"
 
 namespace parka {
 namespace {
@@ -69,8 +70,14 @@ class Decision {
       if (options_.has_checkpoint || missing == 0) return use_kept(missing);
     }
     const std::string other = options_.has_checkpoint ? any_kept(config_.checkpoint.folder) : "";
-    if (options_.has_checkpoint && other.empty()) return first_choices(", as when this run began");
+    const std::string gone = options_.has_checkpoint && other.empty()
+                                 ? tuning_of_last_start(config_.checkpoint.folder + "/metrics.jsonl")
+                                 : "";
+    if (options_.has_checkpoint && other.empty() && gone.empty()) return first_choices(", as when this run began");
     RunGemms gemms = begin();
+    if (!gone.empty()) {
+      gemms.line += fmt::format("; {}, which this run used, is gone, so the bits are others from here on", gone);
+    }
     if (!other.empty()) {
       gemms.line += fmt::format("; {} is for another GPU or cuBLASLt, so the bits are others from here on", other);
     }

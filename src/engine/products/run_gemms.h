@@ -50,9 +50,9 @@ struct RunGemms {
 // Decides, and keeps what is decided in the run's folder.
 //   a file:  that one
 //   off:     cuBLASLt's first choices
-//   auto:    the file that the run keeps for this GPU. Without one, if the run goes on and keeps none at all, the
-//            first choices, with which it began; else one of tuning_folders(), or what `tune` finds where it is
-//            worth it, or the first choices
+//   auto:    the file that the run keeps for this GPU. Without one, if the run goes on, keeps none at all and
+//            has used none, the first choices, with which it began; else one of tuning_folders(), or what `tune`
+//            finds where it is worth it, or the first choices
 // Throws Error(kBadInput) for a file that cannot be read or is for another GPU.
 RunGemms decide_run_gemms(const Config& config, Device& device, const RunGemmsOptions& options);
 

@@ -42,6 +42,19 @@ RunHistory read_history(const std::string& metrics_path, int64_t step) {
   return history;
 }
 
+std::string tuning_of_last_start(const std::string& metrics_path) {
+  std::string tuning;
+  std::ifstream file(metrics_path);
+  for (std::string line; std::getline(file, line);) {
+    if (line.find("\"start\"") == std::string::npos) continue;  // most lines are of steps
+    const auto record = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (!record.is_object() || record.value("kind", nlohmann::json()) != "start") continue;
+    const auto found = record.find("gemm_tuning");
+    tuning = found != record.end() && found->is_string() ? found->get<std::string>() : "";
+  }
+  return tuning;
+}
+
 std::string time_text(std::chrono::system_clock::time_point time) {
   const std::time_t seconds = std::chrono::system_clock::to_time_t(time);
   const auto since_epoch = std::chrono::duration_cast<std::chrono::milliseconds>(time.time_since_epoch()).count();
