@@ -27,11 +27,14 @@ std::string manifest_checksum(const std::string& path) {
 
 bool is_there(const std::string& path) { return file_exists(path + "/" + std::string(kManifestName)); }
 
-// The checkpoints that a base may be that is named by `path`: what lies there, and, when both runs have moved
-// together, what lies beside the run of `checkpoint` as the base did.
+// The checkpoints that a base may be that is named by `path`: what lies there, and, when both have moved together,
+// what lies beside the run of `checkpoint`, or beside a checkpoint that is of none, by that name.
 std::vector<std::string> candidates(const LoadedCheckpoint& checkpoint, const std::string& path) {
-  const fs::path named(path), runs = fs::absolute(checkpoint.path()).parent_path().parent_path();
-  std::vector<std::string> all = {path, (runs / named.parent_path().filename() / named.filename()).string()};
+  const auto plain = [](const fs::path& p) { return (p / "").lexically_normal().parent_path(); };
+  const fs::path own = plain(fs::absolute(checkpoint.path())), named = plain(path);
+  const fs::path beside = (run_folder_of(own).empty() ? own : own.parent_path()).parent_path();
+  const fs::path within = run_folder_of(named).empty() ? "" : named.parent_path().filename();
+  std::vector<std::string> all = {path, (beside / within / named.filename()).string()};
   std::erase_if(all, [](const std::string& candidate) { return !is_there(candidate); });
   if (all.size() == 2 && fs::equivalent(all[0], all[1])) all.pop_back();
   return all;
