@@ -1,6 +1,7 @@
 """finetune.method = lora from the command line: adapters beside an imported model, resumed, evaluated, exported."""
 import json
 import os
+import shutil
 import unittest
 
 from parka_runs import RunFolder, parka, write_tokens
@@ -46,6 +47,7 @@ class Adapters(RunFolder):
             config = json.load(file)
         self.assertEqual((config["peft_type"], config["r"], config["lora_alpha"]), ("LORA", 4, 12))
         self.assertEqual(config["target_modules"], ["q_proj", "v_proj", "up_proj"])
+        self.assertEqual(config["base_model_name_or_path"], os.path.abspath(FIXTURE))
         adapter = load_file(os.path.join(out + "_adapter", "adapter_model.safetensors"))
         merged = load_file(os.path.join(out, "model.safetensors"))
         base = load_file(os.path.join(FIXTURE, "model.safetensors"))
@@ -60,6 +62,23 @@ class Adapters(RunFolder):
                 want = want + 3 * product
             np.testing.assert_allclose(weight, want, rtol=0, atol=1e-6, err_msg=name)
         self.assertEqual(2 * num_adapted, len(adapter))
+
+        # Of a base that was trained here peft knows nothing.
+        full = [f"--set={key}={value}" for key, value in settings.items() if not key.startswith("finetune")]
+        self.run_ok(*train[:2], *full, f"--set=checkpoint.folder={run}_full", "--set=training.steps=1")
+        self.run_ok(*train, f"--set=checkpoint.init_from={run}_full", f"--set=checkpoint.folder={run}_beside", "--set=training.steps=1")
+        said = self.run_ok("export", run + "_beside", "--out", out + "_beside", "--adapter")
+        self.assertIn(f"names no model that the adapters belong to; export {run}_full/step_00000001", said)
+        with open(os.path.join(out + "_beside", "adapter_config.json"), encoding="utf-8") as file:
+            self.assertIsNone(json.load(file)["base_model_name_or_path"])
+
+        # Run and imported model somewhere else, the one beside the other.
+        moved = os.path.join(self.folder, "moved")
+        shutil.copytree(run, os.path.join(moved, "run"))
+        shutil.copytree(model, os.path.join(moved, "model"))
+        os.rename(model, model + ".away")
+        self.run_ok("eval", os.path.join(moved, "run"), "--set", "device.kind=cpu")
+        os.rename(model + ".away", model)
 
         # Adapters come without a config.json that could say by which angles they rotate.
         self.run_ok(*train, "--set=training.steps=1", "--set=model.rope_theta=50", f"--set=checkpoint.folder={run}_rotated")

@@ -131,6 +131,8 @@ class LoadedCheckpoint {
   // The tensor of this name; null if there is none.
   const SafetensorsEntry* find(const std::string& name) const;
 
+  // Null: it needs no other.
+  const LoadedCheckpoint* base() const { return base_.get(); }
   // From here on `names`, tensors of `base`, are among this checkpoint's, behind its own.
   void set_base(std::shared_ptr<const LoadedCheckpoint> base, const std::vector<std::string>& names);
 

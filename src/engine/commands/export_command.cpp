@@ -104,8 +104,7 @@ class Exporter {
     }
     if (options_.adapter) {
       check_model_of_adapters();
-      write_peft_adapter(checkpoint_, config_, *family_, origin_ ? origin_->folder : config_.checkpoint.init_from,
-                         out);
+      write_peft_adapter(checkpoint_, config_, *family_, base_for_peft(), out);
       return;
     }
     if (is_vila_) {
@@ -313,6 +312,19 @@ class Exporter {
     std::string names;
     for (const DType dtype : formats()) names += fmt::format("{}{}", names.empty() ? "" : " and ", name_of(dtype));
     return names;
+  }
+
+  // The model that adapters are added to, where it came from Hugging Face; one that was trained here peft cannot
+  // read.
+  std::optional<std::string> base_for_peft() const {
+    if (!options_.like.empty()) return options_.like;
+    const LoadedCheckpoint* base = checkpoint_.base();
+    const json state = base != nullptr ? base->state() : json::object();
+    if (const auto from = state.find(kImportedFromKey); from != state.end() && from->is_string()) return *from;
+    log_warning(
+        "adapter_config.json names no model that the adapters belong to; export {}, and write its folder there",
+        base != nullptr ? base->path() : "the one that they were trained beside");
+    return std::nullopt;
   }
 
   // The longest sequence the model is meant for: a run on shorter ones than its origin's takes nothing from it.

@@ -12,6 +12,8 @@ namespace parka {
 inline constexpr const char* kHuggingFaceFolder = "huggingface";
 // The key under which the state of an imported model's checkpoint has encode_layout() of its files.
 inline constexpr const char* kLayoutKey = "huggingface_layout";
+// And where it was imported from.
+inline constexpr const char* kImportedFromKey = "imported_from";
 
 // The Hugging Face model that a checkpoint comes from, or that --like names.
 struct HuggingFaceOrigin {

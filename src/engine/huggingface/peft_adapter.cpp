@@ -44,8 +44,8 @@ std::vector<HostTensor> read_factors(const LoadedCheckpoint& checkpoint, const s
   return tensors;
 }
 
-nlohmann::ordered_json peft_config(const FinetuneConfig& finetune, const std::string& base) {
-  return {{"base_model_name_or_path", base},
+nlohmann::ordered_json peft_config(const FinetuneConfig& finetune, const std::optional<std::string>& base) {
+  return {{"base_model_name_or_path", base ? nlohmann::ordered_json(*base) : nullptr},
           {"bias", "none"},
           {"fan_in_fan_out", false},
           {"inference_mode", true},
@@ -79,7 +79,7 @@ std::vector<PeftTensor> peft_tensors(const Config& config, const HuggingFaceFami
 }
 
 void write_peft_adapter(const LoadedCheckpoint& checkpoint, const Config& config, const HuggingFaceFamily& family,
-                        const std::string& base, const std::string& out) {
+                        const std::optional<std::string>& base, const std::string& out) {
   if (config.finetune.method != FinetuneMethod::kLora) {
     throw_bad_input("{}: has no adapters (finetune.method = {}); leave --adapter out", checkpoint.path(),
                     name_of(config.finetune.method));

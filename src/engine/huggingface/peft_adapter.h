@@ -1,4 +1,5 @@
 #pragma once
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,9 +18,9 @@ struct PeftTensor {
 std::vector<PeftTensor> peft_tensors(const Config& config, const HuggingFaceFamily& family);
 
 // Writes the adapters of a checkpoint as peft does: adapter_model.safetensors, in fp32, and adapter_config.json, in
-// a new folder. `base` is what the config names as the model that they belong to. Throws Error(kBadInput) if the
-// checkpoint's config has no adapters.
+// a new folder. `base` is what the config names as the model that they belong to, if it is known. Throws
+// Error(kBadInput) if the checkpoint's config has no adapters.
 void write_peft_adapter(const LoadedCheckpoint& checkpoint, const Config& config, const HuggingFaceFamily& family,
-                        const std::string& base, const std::string& out);
+                        const std::optional<std::string>& base, const std::string& out);
 
 }  // namespace parka
