@@ -41,7 +41,9 @@ class SideNetworks(RunFolder):
     def test_side_network_of_an_imported_model(self):
         train, out = self.start(), os.path.join(self.folder, "out")
         self.run_ok(*train, "--set=training.steps=2")
-        self.assertIn("resuming from", self.run_ok(*train, "--set=training.steps=4"))
+        said = self.run_ok(*train, "--set=training.steps=4")
+        self.assertIn("resuming from", said)
+        self.assertIn(f"parka export {self.folder}/run --adapter --out FOLDER\n", said)
         self.run_ok("eval", f"{self.folder}/run", "--set", "device.kind=cpu")
         self.sample()
 

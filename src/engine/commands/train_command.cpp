@@ -331,7 +331,7 @@ class TrainCommand {
     }
     saver_.finish();
     log_memory(run_, *device_);
-    if (!beside_) log_end(config_.checkpoint, run_.completed_steps(), saver_.newest_step());
+    if (!beside_) log_end(config_, run_.completed_steps(), saver_.newest_step());
     if (beside_) std::rethrow_exception(beside_);
     return 0;
   }

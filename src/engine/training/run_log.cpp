@@ -107,16 +107,18 @@ void log_memory(const TrainingRun& run, const Device& device) {
   }
 }
 
-void log_end(const CheckpointConfig& config, int64_t step, int64_t newest_step) {
-  const std::string& folder = config.folder;
+void log_end(const Config& config, int64_t step, int64_t newest_step) {
+  const std::string& folder = config.checkpoint.folder;
   if (newest_step != step) {
     log_info("step {} was the last; it is not saved, as checkpoint.save_final is false", step);
     return;
   }
+  const bool is_side = config.finetune.method == FinetuneMethod::kQst;
   log_info(
       "step {} was the last; the model is in {}; next: parka eval {}, parka generate {} --prompt TEXT, or parka "
-      "export {} --out FOLDER for Hugging Face",
-      step, step_folder_path(folder, step), folder, folder, folder);
+      "export {} {}",
+      step, step_folder_path(folder, step), folder, folder, folder,
+      is_side ? "--adapter --out FOLDER" : "--out FOLDER for Hugging Face");
 }
 
 }  // namespace parka

@@ -23,6 +23,6 @@ void log_bad_step(const StepReport& report, const Config& config, int64_t skippe
 // At the end: the memory that was in use; where the model is, and what can be done with it. `newest_step`: that of
 // the newest checkpoint.
 void log_memory(const TrainingRun& run, const Device& device);
-void log_end(const CheckpointConfig& config, int64_t step, int64_t newest_step);
+void log_end(const Config& config, int64_t step, int64_t newest_step);
 
 }  // namespace parka
