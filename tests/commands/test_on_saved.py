@@ -8,7 +8,7 @@ import subprocess
 import time
 import unittest
 
-from parka_runs import PROGRAM, STOPPED, RunFolder, learning_curve, metrics, starters, tiny_config, tree_digest
+from parka_runs import PROGRAM, STOPPED, RunFolder, learning_curve, metrics, parka, starters, tiny_config, tree_digest
 
 BAD_INPUT = 2
 SECONDS = 120
@@ -171,6 +171,13 @@ class Addresses(RunFolder):
                 self.assert_exit(result, BAD_INPUT)
                 self.assertIn(f'{section}.{key}: "{shown}" is the address of an object store; mount the store, or copy from and to it '
                               "(docs/object_storage.md)", result.stderr)
+        for arguments in (("export", "run", "--out", "s3://b/x"), ("export", "s3://b/run", "--out", "x"), ("import", "s3://b/model", "--out", "x"),
+                          ("train", "s3://b/config.json"), ("eval", "run", "--data", "s3://b/x.npy"), ("eval", "run", "--sets", "wiki=s3://b/x.npy"),
+                          ("eval", "run", "--predictions", "s3://b/x"), ("data", "s3://b/x.npy"), ("plan", "c.json", "--write", "s3://b/c.json")):
+            with self.subTest(arguments):
+                result = parka(*arguments)
+                self.assert_exit(result, BAD_INPUT)
+                self.assertIn("is the address of an object store", result.stderr)
         self.assertFalse(os.path.exists("s3:"))
 
 

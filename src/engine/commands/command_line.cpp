@@ -17,6 +17,7 @@
 #include "engine/commands/command_help.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/version.h"
+#include "engine/files/file_io.h"
 
 namespace parka {
 namespace {
@@ -44,6 +45,9 @@ const CLI::Validator kGigabytes(
       text = without_gigabytes(text);
       return std::string();
     },
+    "");
+const CLI::Validator kLocalPath(
+    [](std::string& text) { return is_store_address(text) ? fmt::format("\"{}\" {}", text, kStoreAdvice) : ""; },
     "");
 const CLI::Validator kPositive = number_that("be a positive number", "POSITIVE", [](double x) { return x > 0; });
 
@@ -416,6 +420,22 @@ void add_texts(CLI::App& app, std::string& shell) {
       ->check(CLI::IsMember({"bash", "zsh", "fish"}));
 }
 
+// Checks all options and arguments that are paths, which their type or their name says.
+void check_paths(CLI::App& app) {
+  constexpr std::string_view kTypes[] = {"FILE", "FOLDER", "NAME=FILE"},
+                             kNames[] = {"config", "checkpoint", "folder", "inputs", "--data"};
+  const auto is_one_of = [](const auto& list, const std::string& text) {
+    return std::find(std::begin(list), std::end(list), text) != std::end(list);
+  };
+  for (CLI::App* command : app.get_subcommands({})) {
+    for (CLI::Option* option : command->get_options()) {
+      if (is_one_of(kTypes, option->get_type_name()) || is_one_of(kNames, option->get_name()))
+        option->check(kLocalPath);
+    }
+    check_paths(*command);
+  }
+}
+
 // What the command line says.
 struct CommandLine {
   int threads = 0;
@@ -453,6 +473,7 @@ void add_all(CLI::App& app, CommandLine& line) {
   add_config(app, line.config);
   add_version(app, line.version);
   add_texts(app, line.shell);
+  check_paths(app);
 }
 
 int print_text(const std::string& text) {

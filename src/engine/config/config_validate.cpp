@@ -159,10 +159,6 @@ void check_vision(const Config& c) {
         "there is room",
         name_of(v.tower.kind));
   }
-  if (c.finetune.method != FinetuneMethod::kFull) {
-    throw_bad_input("finetune.method = {} does not go with model.vision.tower yet; use method = full",
-                    name_of(c.finetune.method));
-  }
 }
 
 // Bounds on what is later computed in 64-bit integers, far above any machine.
@@ -433,6 +429,10 @@ void check_keys_of_method(const Config& c) {
 }
 
 void check_finetune(const Config& c) {
+  if (c.model.vision.exists() && c.finetune.method != FinetuneMethod::kFull) {
+    throw_bad_input("finetune.method = {} does not go with model.vision.tower yet; use method = full",
+                    name_of(c.finetune.method));
+  }
   check_keys_of_method(c);
   check_base(c);
   if (c.finetune.method == FinetuneMethod::kQst) check_side(c);
@@ -527,13 +527,9 @@ void check_data(const DataConfig& d, int64_t vocab_size) {
   }
 }
 
-// Files are read and written by the system's own calls. "s3://bucket/x" would become a folder "s3:".
 void check_paths(const Config& c) {
   const auto check = [](std::string_view key, const std::string& path) {
-    if (path.find("://") == std::string::npos) return;
-    throw_bad_input(
-        "{}: \"{}\" is the address of an object store; mount the store, or copy from and to it (docs/object_storage.md)",
-        key, path);
+    if (is_store_address(path)) throw_bad_input("{}: \"{}\" {}", key, path, kStoreAdvice);
   };
   const auto check_all = [&](std::string_view key, const std::vector<std::string>& paths) {
     for (const std::string& path : paths) check(key, path);

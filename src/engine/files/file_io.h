@@ -14,6 +14,11 @@
 // Error(kIo) otherwise. Writing, syncing, renaming and removing always throw Error(kIo).
 namespace parka {
 
+// Files are read and written by the system's own calls: "s3://bucket/x" would become a folder "s3:".
+inline bool is_store_address(std::string_view path) { return path.find("://") != std::string_view::npos; }
+inline constexpr const char* kStoreAdvice =
+    "is the address of an object store; mount the store, or copy from and to it (docs/object_storage.md)";
+
 using ByteSpan = std::span<const std::byte>;
 
 inline ByteSpan as_bytes(std::string_view text) { return std::as_bytes(std::span(text.data(), text.size())); }
