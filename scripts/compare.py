@@ -20,11 +20,10 @@ Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writin
 """
 import argparse
 import json
-import os
 
 import numpy as np
 
-from run_metrics import RunClock, centred_mean, fail, metrics_path, named_runs, read_records, smooth_curve
+from run_metrics import RunClock, centred_mean, fail, metrics_path, named_runs, read_records, save_picture, smooth_curve
 
 REPLICATES = 1000
 BAND_POINTS = 100  # of the picture, for each run
@@ -206,23 +205,6 @@ def draw(plt, runs, axis, smooth):
         each.legend()
         each.grid(alpha=0.3)
     return figure
-
-
-def save_picture(draw_on, out):
-    """What draw_on(pyplot) returns, into the file `out`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    if os.path.splitext(out)[1][1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-        fail(f"--out: {out}: ends in no format that can be drawn; .png, .svg and .pdf do")
-    figure = draw_on(plt)
-    try:
-        figure.savefig(out, dpi=110)
-    except OSError as error:
-        fail(f"{out}: {error.strerror}", code=4)
 
 
 def main():

@@ -17,9 +17,9 @@ import json
 
 import numpy as np
 
-from compare import print_rows, save_picture
+from compare import print_rows
 from equal_loss import draw_band, figure, student_interval
-from run_metrics import fail, metrics_path, read_records, runs_by_seed
+from run_metrics import fail, metrics_path, read_records, runs_by_seed, save_picture
 
 
 def read_curve(name, run):

@@ -12,6 +12,8 @@ import argparse
 import json
 import os
 
+from run_metrics import save_picture
+
 RESULTS = os.path.join(os.path.dirname(__file__), "..", "docs", "results")
 # The runs of Parka: label, name of the figures, sequences x micro-batches.
 OWN = (("Parka, FP8 (`parka`)", "step.llama2-7b.parka.1gpu", "4 x 8"),
@@ -75,7 +77,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="picture to write; its name ends in .png, .svg, .pdf or another format of matplotlib")
     options = parser.parse_args()
-    from compare import save_picture  # needs numpy, which the table alone does not
     rows = bars()
     print("\n".join(table(rows)))
     save_picture(lambda plt: draw(plt, rows), options.out)

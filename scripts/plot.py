@@ -17,9 +17,8 @@ Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writin
 """
 import argparse
 import functools
-import os
 
-from run_metrics import fail, median, metrics_path, read_records, run_name, smooth_curve
+from run_metrics import fail, median, metrics_path, read_records, run_name, save_picture, smooth_curve
 
 MARKERS = "osv^D*P<>X"
 DASHES = ("-", "--", ":", "-.")
@@ -197,23 +196,10 @@ def main():
     if arguments.telemetry and len(arguments.run) > 1:
         fail("--telemetry: draws one run at a time")
 
-    import matplotlib
+    def draw(plt):
+        return draw_telemetry(plt, arguments.run[0]) if arguments.telemetry else draw_runs(plt, arguments.run, arguments.smooth)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    extension = os.path.splitext(arguments.out)[1]
-    if extension[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-        fail(f"--out: {arguments.out}: ends in no format that can be drawn; .png, .svg and .pdf do")
-    if arguments.telemetry:
-        figure = draw_telemetry(plt, arguments.run[0])
-    else:
-        figure = draw_runs(plt, arguments.run, arguments.smooth)
-    try:
-        figure.savefig(arguments.out, dpi=110)
-    except OSError as error:
-        fail(f"{arguments.out}: {error.strerror}", code=4)
+    save_picture(draw, arguments.out)
 
 
 if __name__ == "__main__":

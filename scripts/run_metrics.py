@@ -1,9 +1,11 @@
 """What the scripts that read a run's metrics.jsonl share (docs/telemetry.md, docs/evaluation.md): runs as they are named on
-the command line, their records, and how curves are smoothed."""
+the command line, their records, how curves are smoothed, and pictures."""
 import itertools
 import json
 import os
 import sys
+
+from python_packages import missing
 
 
 def fail(message, code=2):
@@ -110,3 +112,22 @@ def median(values):
     """Of a list that may hold nulls: what was not finite."""
     known = sorted(value for value in values if value is not None)
     return known[len(known) // 2] if known else float("nan")
+
+
+def save_picture(draw_on, out):
+    """What draw_on(pyplot) returns, into the file `out`."""
+    try:
+        import matplotlib
+    except ImportError:
+        fail(missing("matplotlib"))
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if os.path.splitext(out)[1][1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        fail(f"--out: {out}: ends in no format that can be drawn; .png, .svg and .pdf do")
+    figure = draw_on(plt)
+    try:
+        figure.savefig(out, dpi=110)
+    except OSError as error:
+        fail(f"{out}: {error.strerror}", code=4)

@@ -49,13 +49,13 @@ class Plot(unittest.TestCase):
         self.addCleanup(temporary.cleanup)
         self.folder = temporary.name
 
-    def plot(self, records, *options, copies=1, tail=""):
+    def plot(self, records, *options, copies=1, tail="", **environment):
         path = os.path.join(self.folder, "metrics.jsonl")
         with open(path, "w", encoding="utf-8") as file:
             file.write("".join(json.dumps(record) + "\n" for record in records) + tail)
         self.picture = os.path.join(self.folder, "out.png")
         return subprocess.run([sys.executable, SCRIPT, *[path] * copies, "--out", self.picture, *options],
-                              capture_output=True, text=True, env={**os.environ, "MPLCONFIGDIR": self.folder})
+                              capture_output=True, text=True, env={**os.environ, "MPLCONFIGDIR": self.folder, **environment})
 
     def assert_drawn(self, result):
         """Returns the height of the picture."""
@@ -118,6 +118,12 @@ class Plot(unittest.TestCase):
                 result = self.plot([train_record(1)], "--out", os.path.join(self.folder, name))
                 self.assertEqual(result.returncode, code)
                 self.assertRegex(result.stderr, f"^plot.py: error: .*{message}.*\n$")
+
+    def test_a_python_without_matplotlib(self):
+        Path(self.folder, "matplotlib.py").write_text("raise ImportError", encoding="utf-8")
+        result = self.plot([train_record(1)], PYTHONPATH=self.folder)
+        self.assertEqual(result.returncode, 2)
+        self.assertRegex(result.stderr, r"^plot\.py: error: matplotlib is missing; run this with \.venv/bin/python, .*\n$")
 
     def test_a_line_that_is_being_written(self):
         self.assert_drawn(self.plot([train_record(1)], tail='{"kind": "tra'))
