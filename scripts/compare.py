@@ -21,9 +21,12 @@ Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writin
 import argparse
 import json
 
-import numpy as np
+from python_packages import require
 
-from run_metrics import RunClock, centred_mean, fail, metrics_path, named_runs, read_records, save_picture, smooth_curve
+require("numpy")
+import numpy as np  # noqa: E402
+
+from run_metrics import RunClock, centred_mean, fail, metrics_path, named_runs, read_records, save_picture, smooth_curve  # noqa: E402
 
 REPLICATES = 1000
 BAND_POINTS = 100  # of the picture, for each run

@@ -15,11 +15,14 @@ Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writin
 import argparse
 import json
 
-import numpy as np
+from python_packages import require
 
-from compare import print_rows
-from equal_loss import draw_band, figure, student_interval
-from run_metrics import fail, metrics_path, read_records, runs_by_seed, save_picture
+require("numpy")
+import numpy as np  # noqa: E402
+
+from compare import print_rows  # noqa: E402
+from equal_loss import draw_band, figure, student_interval  # noqa: E402
+from run_metrics import fail, metrics_path, read_records, runs_by_seed, save_picture  # noqa: E402
 
 
 def read_curve(name, run):

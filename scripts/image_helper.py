@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from text_data.common import InputError, one_line  # noqa: E402
-from text_data.helper_process import run, serve  # noqa: E402
+from text_data.helper_process import advice_to_user, run, serve  # noqa: E402
 from text_data.special_tokens import read_object  # noqa: E402
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -48,8 +48,8 @@ class Helper:
             from image_data.pictures import TOWERS, Fitting, PictureError, colour_of, pixels_of
         except ImportError as error:
             raise InputError(
-                f"--image needs Python's pillow and numpy packages ({one_line(error)}); install them with: "
-                f"{sys.executable} -m pip install pillow numpy"
+                f"--image needs Python's pillow and numpy packages ({one_line(error)}); "
+                f"{advice_to_user('pillow numpy')}"
             )
         usual = geometry_of(Path(options.processor)) if options.processor else None
         self.geometry = options.geometry or usual or TOWERS[options.tower].geometry

@@ -26,6 +26,9 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from python_packages import require  # noqa: E402
+
+require("numpy")
 from text_data.common import InputError, Parser, write_lines  # noqa: E402
 from text_data.partial import run_script  # noqa: E402
 from text_data.parts import is_held_out, is_new  # noqa: E402

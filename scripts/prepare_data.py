@@ -44,13 +44,12 @@ import sys
 from pathlib import Path
 from typing import Iterable
 
-try:
-    import numpy as np
-except ImportError:
-    print("prepare_data: error: numpy is missing; install it with: pip install numpy", file=sys.stderr)
-    sys.exit(2)
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from python_packages import require  # noqa: E402
+
+require("numpy")
+import numpy as np  # noqa: E402
+
 from text_data import chat, parts  # noqa: E402
 from text_data.common import InputError, Parser, sync, sync_folder  # noqa: E402
 from text_data.packing import ChatSplit  # noqa: E402

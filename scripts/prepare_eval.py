@@ -28,6 +28,9 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from python_packages import require  # noqa: E402
+
+require("numpy")
 from text_data.common import InputError, Parser, one_line, refuse_to_replace, write_lines  # noqa: E402
 from text_data.partial import run_script  # noqa: E402
 from text_data.tokenizer import make_tokenizer  # noqa: E402

@@ -37,15 +37,12 @@ import sys
 from pathlib import Path
 from typing import Callable
 
-try:
-    import numpy as np
-    import PIL  # noqa: F401
-    import xxhash  # noqa: F401
-except ImportError as error:
-    print(f"prepare_images: error: {error.name} is missing; install it with: pip install numpy pillow xxhash", file=sys.stderr)
-    sys.exit(2)
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from python_packages import require  # noqa: E402
+
+require("numpy", "pillow", "xxhash")
+import numpy as np  # noqa: E402
+
 from image_data.conversations import Conversion, Sample, read_records, sample_of  # noqa: E402
 from image_data.output import ImageSplit, digest_of, write_samples  # noqa: E402
 from image_data.pictures import GEOMETRIES, TOWERS, Fitting, colour_of, slots_of  # noqa: E402

@@ -20,10 +20,13 @@ import argparse
 import json
 from pathlib import Path
 
-import numpy as np
+from python_packages import require
 
-from compare import print_rows
-from run_metrics import fail
+require("numpy")
+import numpy as np  # noqa: E402
+
+from compare import print_rows  # noqa: E402
+from run_metrics import fail  # noqa: E402
 
 
 def read_answers(path):

@@ -13,10 +13,13 @@ Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writin
 import argparse
 import json
 
-import numpy as np
+from python_packages import require
 
-from run_metrics import fail, median, metrics_path, read_records
-from text_data.common import InputError, refuse_to_replace
+require("numpy")
+import numpy as np  # noqa: E402
+
+from run_metrics import fail, median, metrics_path, read_records  # noqa: E402
+from text_data.common import InputError, refuse_to_replace  # noqa: E402
 
 START_KEYS = ("kind", "step", "device", "driver", "cuda", "gemm_tuning", "ranks", "version", "commit", "earlier_seconds")
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from text_data.common import InputError, one_line  # noqa: E402
-from text_data.helper_process import run, serve  # noqa: E402
+from text_data.helper_process import advice_to_user, run, serve  # noqa: E402
 from text_data.special_tokens import bos_of, read_object, special_tokens_of, tokenizer_config  # noqa: E402
 
 # What a character in UTF-8 decodes to while bytes of it are missing: one of these, or one for each byte that is there.
@@ -39,8 +39,7 @@ def load_tokenizer(path: Path):
         from tokenizers import Tokenizer
     except ImportError:
         raise InputError(
-            f"text needs Python's tokenizers package, which {sys.executable} lacks; install it with: "
-            f"{sys.executable} -m pip install tokenizers"
+            f"text needs Python's tokenizers package, which {sys.executable} lacks; {advice_to_user('tokenizers')}"
         )
     if not path.is_file():
         raise InputError(f"{path}: no such file; put the model's tokenizer.json there")
@@ -99,8 +98,8 @@ class Chat:
             import jinja2  # noqa: F401, transformers asks for it only when it renders
         except ImportError as error:
             raise InputError(
-                f"--chat needs Python's transformers and jinja2 packages ({one_line(error)}); install them with: "
-                f"{sys.executable} -m pip install --upgrade transformers jinja2"
+                f"--chat needs Python's transformers and jinja2 packages ({one_line(error)}); "
+                f"{advice_to_user('--upgrade transformers jinja2')}"
             )
         self._render_template = render_jinja_template
         text.stop = text.stop + [id for id in self._ends_of_turn() if id not in text.stop]

@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from python_packages import require  # noqa: E402
+
+require("numpy", "tokenizers")
 from text_data.common import InputError, Parser, one_line, write_file  # noqa: E402
 from text_data.readers import InputFile, Reading, find_files  # noqa: E402
 from text_data.tokenizer import EOS_NAMES  # noqa: E402
@@ -64,10 +67,8 @@ def sampled_documents(files: list[Path], reading: Reading, max_bytes: int) -> It
 
 def train(options: argparse.Namespace):
     """A tokenizers.Tokenizer."""
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError:
-        raise InputError("the tokenizers package is missing; install it with: pip install tokenizers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     files = list(find_files(options.input, options.include, options.out.resolve(), print_line))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

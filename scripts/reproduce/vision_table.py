@@ -64,7 +64,7 @@ def draw(folder, questions, path):
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError as error:
-        fail(f"{error.name} is missing; install it with: pip install matplotlib")
+        fail(f"{error.name} is missing; run vision.sh with PYTHON=.venv/bin/python, which scripts/setup.sh makes, or install matplotlib")
     figure, axes = pyplot.subplots(3, SHOWN // 3, figsize=(12, 5.6), constrained_layout=True)
     for axis in axes.flat:
         axis.axis("off")

@@ -25,6 +25,11 @@ def resolved_config(run):
         return {}
 
 
+def lacking(package):
+    """setup.sh does not install it."""
+    return f"--{package}: {package} is missing; run .venv/bin/python -m pip install {package}, and this with .venv/bin/python"
+
+
 def warn(message):
     print(f"{os.path.basename(sys.argv[0])}: warning: {message}", file=sys.stderr)
 
@@ -100,7 +105,7 @@ class WandB(Tracker):
         try:
             import wandb
         except ImportError:
-            fail("--wandb: the package wandb is missing; install it with: pip install wandb")
+            fail(lacking("wandb"))
         self.wandb, self.project = wandb, project
 
     def start(self, identity):
@@ -136,7 +141,7 @@ class MLflow(Tracker):
         try:
             import mlflow
         except ImportError:
-            fail("--mlflow: the package mlflow is missing; install it with: pip install mlflow")
+            fail(lacking("mlflow"))
         self.entities, self.failure = mlflow.entities, mlflow.exceptions.MlflowException
         self.client, self.experiment = mlflow.MlflowClient(), experiment
         self.waiting = []  # metrics

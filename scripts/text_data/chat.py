@@ -14,6 +14,8 @@ from typing import Iterator
 
 import numpy as np
 
+from python_packages import advice
+
 from .common import InputError, one_line
 from .special_tokens import special_tokens_of, tokenizer_config
 from .tokenizer import Span
@@ -39,7 +41,7 @@ def import_renderer():
     try:
         from transformers.utils.chat_template_utils import render_jinja_template
     except ImportError:
-        raise InputError("--chat needs the transformers package; install it with: pip install transformers jinja2")
+        raise InputError(f"--chat needs the transformers package; {advice('transformers and jinja2')}")
     return render_jinja_template
 
 

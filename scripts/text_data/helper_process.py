@@ -10,6 +10,14 @@ from typing import Callable
 from text_data.common import InputError
 
 
+def advice_to_user(packages: str) -> str:
+    """Where this process lacks some."""
+    return (
+        f"run scripts/setup.sh, which makes a .venv with it, name a Python in PARKA_PYTHON, or run {sys.executable} -m pip "
+        f"install {packages}"
+    )
+
+
 def send(answer: dict) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Callable, Iterator
 
+from python_packages import advice
+
 from .common import InputError, one_line, refuse_to_replace
 
 # Bounds the memory: a document is tokenized as a whole.
@@ -115,7 +117,7 @@ def import_pyarrow(path: Path, what: str):
     try:
         import pyarrow.parquet
     except ImportError:
-        raise InputError(f"{path}: {what} needs the pyarrow package; install it with: pip install pyarrow")
+        raise InputError(f"{path}: {what} needs the pyarrow package; {advice('pyarrow')}")
     return pyarrow
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from python_packages import advice
+
 from .common import InputError, one_line
 from .special_tokens import bos_of, special_tokens_of, tokenizer_config
 
@@ -57,7 +59,7 @@ class JsonTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise InputError("--tokenizer needs the tokenizers package; install it with: pip install tokenizers")
+            raise InputError(f"--tokenizer needs the tokenizers package; {advice('tokenizers')}")
         if not path.is_file():
             raise InputError(f"{path}: no such tokenizer file; give bytes, or the path of a tokenizer.json")
         try:
