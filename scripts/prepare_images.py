@@ -141,6 +141,7 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     """Writes everything into the folder `partial.staging` and returns what data.json holds."""
     left_out, bad = collections.Counter(duplicate_samples=0, bad_samples=0), []
     samples = read_samples(options, left_out, bad)
+    check_room(samples, options)
     maker, errors = tokenize(samples, options, partial)
     bad += filter(None, errors)
     left_out["bad_samples"] = len(bad)
@@ -162,9 +163,18 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     return info
 
 
+def check_room(samples: list[Sample], options: argparse.Namespace) -> None:
+    slots = slots_of(options.image_size, options.patch_size, options.downsample)
+    if slots >= options.sequence_length and any(sample.images() for sample in samples):
+        raise InputError(
+            f"--sequence-length is {options.sequence_length}, and an image takes {slots} slots: text does not fit beside it; raise "
+            "--sequence-length or --downsample"
+        )
+
+
 def check_splits(splits: dict[str, ImageSplit], options: argparse.Namespace) -> None:
     if splits["train"].tokens == 0:
-        raise InputError("no sample with a reply is left to train on; give more, or lower --eval-fraction")
+        raise InputError("no sample has a reply within --sequence-length to train on; raise it, give more samples, or lower --eval-fraction")
     if options.eval_fraction > 0 and splits["eval"].tokens == 0:
         raise InputError("no sample is held out; raise --eval-fraction or give more samples")
 

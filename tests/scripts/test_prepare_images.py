@@ -370,9 +370,14 @@ class Bad(Preparation):
             ({"eval_fraction": 1}, "--eval-fraction is 1.0"),
             ({"tower": "vit"}, "invalid choice: 'vit'"),
             ({"chat": "none"}, "--chat none: "),
+            ({"sequence_length": 4}, "--sequence-length is 4, and an image takes 4 slots: "),
+            ({"sequence_length": 5, "chat": "vicuna_v1"}, "no sample has a reply within --sequence-length to train on"),
         ):
             with self.subTest(options=options):
                 self.refuse(message, path, **options)
+
+    def test_sequences_of_text_may_be_shorter_than_an_image(self):
+        self.prepare(self.write([sample("a", None, "A", "B")]), chat="vicuna_v1", image_size=32, sequence_length=48)
 
 
 class Stopped(Preparation):
