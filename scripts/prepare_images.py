@@ -294,6 +294,8 @@ def check_options(options: argparse.Namespace) -> None:
             raise InputError(f"--{name.replace('_', '-')} is {getattr(options, name)}; give at least {least}")
     if options.patch_size > options.image_size:
         raise InputError(f"--patch-size {options.patch_size} is larger than --image-size {options.image_size}; change one")
+    if options.chat == "plain" and options.system is not None:
+        raise InputError("--chat plain has no system message; leave out --system or give another template")
     if not 0 <= options.eval_fraction < 1:
         raise InputError(f"--eval-fraction is {options.eval_fraction}; give a number from 0 to below 1")
 

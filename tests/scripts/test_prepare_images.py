@@ -370,6 +370,7 @@ class Bad(Preparation):
             ({"eval_fraction": 1}, "--eval-fraction is 1.0"),
             ({"tower": "vit"}, "invalid choice: 'vit'"),
             ({"chat": "none"}, "--chat none: "),
+            ({"system": "hi"}, "--chat plain has no system message; leave out --system"),
             ({"sequence_length": 4}, "--sequence-length is 4, and an image takes 4 slots: "),
             ({"sequence_length": 5, "chat": "vicuna_v1"}, "no sample has a reply within --sequence-length to train on"),
         ):
