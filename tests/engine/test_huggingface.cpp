@@ -558,7 +558,7 @@ TEST_CASE("a model with a norm of each head is exported as Qwen3 and imported ag
   CHECK(config_of(open_checkpoint(folder / "imported"), {}).model.qk_norm == QkNormKind::kPerHead);
   REQUIRE(run_export({.checkpoint = folder / "imported", .output = folder / "again"}) == 0);
   CHECK(differing(folder / "exported", folder / "again") == std::vector<std::string>{});
-  Expected batch{.shape = {2, 16}, .tokens = {}};
+  Expected batch{.shape = {2, 16}, .tokens = {}, .logits = {}};
   for (int i = 0; i < 32; ++i) batch.tokens.push_back(i * 7 % 67);
   CHECK(logits_of(folder / "imported", batch, {"precision.recipe=fp32"}) ==
         logits_of(run, batch, {"precision.recipe=fp32"}));
