@@ -210,6 +210,25 @@ class Original(Towers):
                        for key, value in read_tensors(f"{hf}/model.safetensors").items()}
                 self.assertEqual(new, read_tensors(LLAVA / "clip_llama/model.safetensors"))
 
+    def test_pictures_are_padded_where_the_original_says_so(self):
+        for ratio, given in (("pad", False), ("pad", True), ("square", True)):
+            with self.subTest(ratio=ratio, given=given):
+                tower = self.tower()
+                if given:
+                    own = {"feature_extractor_type": "CLIPFeatureExtractor", "size": 30, "do_center_crop": True, "image_std": [0.5, 0.5, 0.5]}
+                    Path(tower, "preprocessor_config.json").write_text(json.dumps(own))
+                model = self.imported(f"{ratio}_{given}", self.folder_of(True, image_aspect_ratio=ratio), "--vision-tower", tower)
+                written = json.loads(Path(model, "huggingface/preprocessor_config.json").read_text())
+                if ratio == "square":
+                    self.assertEqual(written, own)
+                else:
+                    size = self.config_of("clip_llama")["vision_config"]["image_size"]
+                    self.assertEqual((written["do_pad"], written["image_processor_type"], written["size"]),
+                                     (True, "LlavaImageProcessor", {"shortest_edge": size}))
+                    if given:
+                        self.assertEqual(written["image_std"], own["image_std"])
+                    self.assertNotIn("feature_extractor_type", written)
+
     def test_what_is_not_supported_is_refused_by_name(self):
         tower = self.tower()
         result = parka("import", self.folder_of(False), "--out", self.path("out"))
@@ -217,7 +236,7 @@ class Original(Towers):
         self.assertIn("--vision-tower", result.stderr)
         for key, value in (("mm_projector_type", "linear"), ("mm_projector_type", None), ("mm_use_im_start_end", True),
                            ("mm_vision_select_layer", "last"), ("mm_vision_select_feature", "mean"),
-                           ("mm_patch_merge_type", "spatial_unpad")):
+                           ("mm_patch_merge_type", "spatial_unpad"), ("image_aspect_ratio", "anyres")):
             with self.subTest(key):
                 result = parka("import", self.folder_of(False, **{key: value}), "--vision-tower", tower, "--out", self.path("out"))
                 self.assert_exit(result, 2)

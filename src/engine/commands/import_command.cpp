@@ -70,7 +70,11 @@ class Importer {
     const std::string beside = draft / kHuggingFaceFolder + "/";
     write_new_file(beside + kHuggingFaceConfigName, config_text());
     for (const ImportSource::CarriedFile& file : source_.carried) {
-      copy_to_new_file((fs::path(file.folder) / file.name).string(), beside + file.name);
+      if (!file.text.empty()) {
+        write_new_file(beside + file.name, file.text);
+      } else {
+        copy_to_new_file((fs::path(file.folder) / file.name).string(), beside + file.name);
+      }
     }
     if (has_tower()) write_unread_weights(draft);
     sync_directory(draft / kHuggingFaceFolder);

@@ -36,9 +36,11 @@ json read_config(const std::string& folder) {
   return config;
 }
 
+constexpr std::string_view kPreprocessorName = "preprocessor_config.json";
+
 std::vector<ImportSource::CarriedFile> carried_from(const std::string& folder) {
   std::vector<ImportSource::CarriedFile> files;
-  for (std::string& name : carried_files(folder)) files.push_back({folder, std::move(name)});
+  for (std::string& name : carried_files(folder)) files.push_back({.folder = folder, .name = std::move(name)});
   return files;
 }
 
@@ -142,6 +144,30 @@ void read_original_tower(const ConfigReader& config, TowerConfig& tower) {
     }
     tower.feature_layer = layer->get<int64_t>();
   }
+}
+
+// An original pads pictures by its own code, in front of its tower's processor; transformers has a processor that
+// does.
+bool pads_pictures(const ConfigReader& config) {
+  const json* ratio = config.find("image_aspect_ratio");
+  if (ratio == nullptr || *ratio == "square") return false;
+  if (*ratio == "pad") return true;
+  config.fail("image_aspect_ratio = {} is not supported; \"pad\" and \"square\" are", printable(ratio->dump()));
+}
+
+std::string padding_processor(const TowerConfig& tower, const std::string& of_tower) {
+  json processor = {{"do_resize", true},    {"do_center_crop", true},         {"do_rescale", true},
+                    {"do_normalize", true}, {"image_mean", tower.pixel_mean}, {"image_std", tower.pixel_deviation}};
+  if (file_exists(of_tower)) {
+    processor = parse_json_text(read_text(of_tower, kMaxHuggingFaceConfigBytes), of_tower, JsonComments::kRefused);
+    if (!processor.is_object()) throw_bad_input("{}: is not an object", of_tower);
+    processor.erase("feature_extractor_type");
+  }
+  processor["image_processor_type"] = "LlavaImageProcessor";
+  processor["do_pad"] = true;
+  processor["size"] = {{"shortest_edge", tower.image_size}};
+  processor["crop_size"] = {{"height", tower.image_size}, {"width", tower.image_size}};
+  return processor.dump(2) + "\n";
 }
 
 void check_language_model(const HuggingFaceFamily& family, const std::string& where) {
@@ -269,7 +295,14 @@ ImportSource open_model_with_tower(const std::string& folder, const std::string&
   for (const ImportSource::CarriedFile& file : carried_from(tower_folder)) {
     const bool is_there = std::any_of(source.carried.begin(), source.carried.end(),
                                       [&](const auto& other) { return other.name == file.name; });
-    if (file.name == "preprocessor_config.json" && !is_there) source.carried.push_back(file);
+    if (file.name == kPreprocessorName && !is_there) source.carried.push_back(file);
+  }
+  if (original && pads_pictures(ConfigReader(text, source.config_path))) {
+    auto place = std::ranges::find(source.carried, kPreprocessorName, &ImportSource::CarriedFile::name);
+    if (place == source.carried.end()) {
+      place = source.carried.insert(place, {tower_folder, std::string(kPreprocessorName)});
+    }
+    place->text = padding_processor(model.vision.tower, (fs::path(place->folder) / place->name).string());
   }
   return source;
 }
@@ -301,7 +334,7 @@ ImportSource open_vila_model(const std::string& folder, int64_t image_token) {
   add_weights(open_huggingface_weights(part(kVilaProjector)), renamed_vila_projector, source.weights);
   source.carried = carried_from(text_folder);
   for (const ImportSource::CarriedFile& file : carried_from(part(kVilaTower))) {
-    if (file.name == "preprocessor_config.json") source.carried.push_back(file);
+    if (file.name == kPreprocessorName) source.carried.push_back(file);
   }
   return source;
 }

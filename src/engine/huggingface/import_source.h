@@ -14,6 +14,7 @@ namespace parka {
 struct ImportSource {
   struct CarriedFile {
     std::string folder, name;
+    std::string text = {};  // instead of the folder's file
   };
 
   HuggingFaceModel described;
