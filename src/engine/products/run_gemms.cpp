@@ -69,18 +69,15 @@ class Decision {
       const int64_t missing = count_missing(file, products_);
       if (options_.has_checkpoint || missing == 0) return use_kept(missing);
     }
-    const std::string other = options_.has_checkpoint ? any_kept(config_.checkpoint.folder) : "";
-    const std::string gone = options_.has_checkpoint && other.empty()
-                                 ? tuning_of_last_start(config_.checkpoint.folder + "/metrics.jsonl")
-                                 : "";
-    if (options_.has_checkpoint && other.empty() && gone.empty()) return first_choices(", as when this run began");
+    if (!options_.has_checkpoint) return begin();
+    const std::string& folder = config_.checkpoint.folder;
+    const std::string other = any_kept(folder);
+    const std::string gone = other.empty() ? read_history(folder + "/metrics.jsonl", 0).gemm_tuning : "";
+    if (other.empty() && gone.empty()) return first_choices(", as when this run began");
     RunGemms gemms = begin();
-    if (!gone.empty()) {
-      gemms.line += fmt::format("; {}, which this run used, is gone, so the bits are others from here on", gone);
-    }
-    if (!other.empty()) {
-      gemms.line += fmt::format("; {} is for another GPU or cuBLASLt, so the bits are others from here on", other);
-    }
+    gemms.line += other.empty() ? fmt::format("; {}, which this run used, is gone", gone)
+                                : fmt::format("; {} is for another GPU or cuBLASLt", other);
+    gemms.line += ", so the bits are others from here on";
     return gemms;
   }
 

@@ -32,6 +32,8 @@ RunHistory read_history(const std::string& metrics_path, int64_t step) {
     if (kind == "start") {
       earlier = number(record, "earlier_seconds");
       latest = 0;
+      const auto tuning = record.find("gemm_tuning");
+      history.gemm_tuning = tuning != record.end() && tuning->is_string() ? tuning->get<std::string>() : "";
     }
     latest = std::max(latest, number(record, "wall_seconds"));
     const auto of_step = static_cast<int64_t>(number(record, "step"));
@@ -40,19 +42,6 @@ RunHistory read_history(const std::string& metrics_path, int64_t step) {
   }
   history.wall_seconds = earlier + latest;
   return history;
-}
-
-std::string tuning_of_last_start(const std::string& metrics_path) {
-  std::string tuning;
-  std::ifstream file(metrics_path);
-  for (std::string line; std::getline(file, line);) {
-    if (line.find("\"start\"") == std::string::npos) continue;  // most lines are of steps
-    const auto record = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (!record.is_object() || record.value("kind", nlohmann::json()) != "start") continue;
-    const auto found = record.find("gemm_tuning");
-    tuning = found != record.end() && found->is_string() ? found->get<std::string>() : "";
-  }
-  return tuning;
 }
 
 std::string time_text(std::chrono::system_clock::time_point time) {

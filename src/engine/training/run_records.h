@@ -15,11 +15,10 @@ struct RunHistory {
   double wall_seconds = 0;  // that processes of the run have run
   double step_seconds = 0;  // of the steps up to the one from which this start resumes
   int64_t evaluations = 0;  // records of evaluations after that step
+  std::string gemm_tuning;  // the file of algorithms that the newest start used; empty: none, or that is not known
 };
 // Reads the history, before later records are removed. A missing file and records of older versions count as zero.
 RunHistory read_history(const std::string& metrics_path, int64_t step);
-// The file of algorithms for matrix products that the newest start used; empty: none, or that is not known.
-std::string tuning_of_last_start(const std::string& metrics_path);
 
 // Local time with its zone: "2026-11-23T14:03:07.120+01:00".
 std::string time_text(std::chrono::system_clock::time_point time);
