@@ -25,7 +25,7 @@ RunSaver::RunSaver(TrainingRun& run, Communicator& communicator, const Checkpoin
       saver_(config.folder, std::move(options)) {}
 
 void RunSaver::prepare() {
-  if (async_ && !std::exchange(is_prepared_, true)) run_.prepare_staging();
+  if (async_) run_.prepare_staging();
 }
 
 bool RunSaver::can_stage() {

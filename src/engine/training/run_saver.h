@@ -44,7 +44,6 @@ class RunSaver {
   const bool async_;
   const std::function<void(const std::string&)> report_;
   CheckpointSaver saver_;
-  bool is_prepared_ = false;
   bool is_second_try_ = false;
   int64_t newest_step_ = -1;
   double wait_seconds_ = 0;

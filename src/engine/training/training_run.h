@@ -87,7 +87,7 @@ class TrainingRun {
               // Error(kNonFinite) likewise
   };
   CheckpointContents snapshot(SnapshotForm form = SnapshotForm::kCopied);
-  // From here on memory for kStaged is made ready. Weights must be set: by then it is known what is saved.
+  // From here on memory for kStaged is made ready, once. Weights must be set: by then it is known what is saved.
   void prepare_staging();
   // Why there is none; empty: there is. Waits until that is known.
   const std::string& staging_failure() { return staging_->failure(); }

@@ -151,6 +151,7 @@ std::string TrainingRun::name_in_step(const std::string& tensor) const {
 }
 
 void TrainingRun::prepare_staging() {
+  if (staging_) return;
   std::vector<TensorView> parts;
   saved_pieces(parts);
   int64_t bytes = StagingBuffer::place_of(declared_.checks.view(IntegrityChecks::Table::kSaved).bytes());
