@@ -319,8 +319,9 @@ class Exporter {
   std::optional<std::string> base_for_peft() const {
     if (!options_.like.empty()) return options_.like;
     const LoadedCheckpoint* base = checkpoint_.base();
-    const json state = base != nullptr ? base->state() : json::object();
-    if (const auto from = state.find(kImportedFromKey); from != state.end() && from->is_string()) return *from;
+    if (base != nullptr && base->state().contains(kImportedFromKey)) {
+      return base->state().at(kImportedFromKey).get<std::string>();
+    }
     log_warning(
         "adapter_config.json names no model that the adapters belong to; export {}, and write its folder there",
         base != nullptr ? base->path() : "the one that they were trained beside");
