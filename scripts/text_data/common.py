@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 from typing import BinaryIO, Iterable
 
@@ -17,9 +18,23 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise InputError(f"{message}; see --help")
 
+    def parse_args(self, *arguments):
+        options = super().parse_args(*arguments)
+        for value in vars(options).values():
+            if isinstance(value, Path):
+                refuse_address(value)
+        return options
+
 
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
+
+
+def refuse_address(path: Path) -> None:
+    """Raises an InputError for "s3://bucket/x", which would be a folder "s3:"."""
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)) and not os.path.exists(path):  # a Path has lost one of two slashes
+        address = str(path).replace(":/", "://", 1)
+        raise InputError(f"{address}: is the address of an object store or a site; mount the store, or copy from and to it")
 
 
 def sync(file: BinaryIO) -> None:

@@ -12,7 +12,6 @@ import gzip
 import io
 import json
 import os
-import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import BinaryIO, Callable, Iterator
 
 from python_packages import advice
 
-from .common import InputError, one_line, refuse_to_replace
+from .common import InputError, one_line, refuse_address, refuse_to_replace
 
 # Bounds the memory: a document is tokenized as a whole.
 MAX_DOCUMENT_BYTES = 64 * 2**20
@@ -58,9 +57,8 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: C
                         continue
                     if is_wanted_name(path.relative_to(given), patterns) and os.path.isfile(path):
                         yield path
-        elif re.match(r"[a-z][a-z0-9+.-]+:/", str(given)):  # a Path has lost one of two slashes
-            raise InputError(f"{str(given).replace(':/', '://', 1)}: is the address of an object store or a site; copy the files here first, or mount the store")
         else:
+            refuse_address(given)
             raise InputError(f"{given}: no such file or folder, or not one that you may read")
     searched = [given.resolve() for given in inputs if os.path.isdir(given)]
     if left_out := [link for link in links if not is_below(link.resolve(), searched)]:

@@ -289,7 +289,13 @@ class PrepareDataTest(Preparation):
         ):
             with self.subTest(name=name, options=options):
                 self.refuse(message, self.folder / name, *options)
-        self.refuse("s3://bucket/x.jsonl: is the address of an object store or a site; copy the files here first", "s3://bucket/x.jsonl")
+        self.refuse("s3://bucket/x.jsonl: is the address of an object store or a site; mount the store, or copy", "s3://bucket/x.jsonl")
+
+    def test_an_address_is_no_place_for_output(self):
+        command = [sys.executable, SCRIPT, self.write("in.txt", "text"), "--out", "s3://bucket/out"]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=self.folder)
+        self.assertEqual((result.returncode, os.listdir(self.folder)), (2, ["in.txt"]), result.stderr)
+        self.assertIn("s3://bucket/out: is the address of an object store", result.stderr)
 
     def test_huge_documents_are_refused_before_they_fill_the_memory(self):
         path = self.write("huge.txt", "start\n" * 2000)
