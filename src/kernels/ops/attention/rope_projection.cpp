@@ -43,6 +43,8 @@ void run_as_two(Device& device, const RopeProjection& a) {
   rope_forward(device, a.rope);
 }
 
-std::string effect_of(const RopeProjection& a) { return fmt::format("rope per 1x{}", a.rope.saved.group); }
+std::string effect_of(const RopeProjection& a) {
+  return fmt::format("rope per 1x{}{}", a.rope.saved.group, a.rope.joint_scales ? " joint" : "");
+}
 
 }  // namespace parka
