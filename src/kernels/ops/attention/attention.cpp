@@ -38,6 +38,17 @@ void check_attention(std::string_view op, const Args& a) {
 }
 
 template <typename Args>
+void check_codes(std::string_view op, const Args& a) {
+  if (a.codes.empty()) return;
+  check_matrix(op, "codes", a.codes, a.qkv.dim[0], a.qkv.dim[1]);
+  const int64_t D = a.qkv.dim[1] / (a.num_heads + 2 * a.num_kv_heads);
+  if (a.codes.scaling != Scaling::kGroup || a.codes.data.dtype != DType::kE4M3 || D % a.codes.group != 0) {
+    throw_internal("{}: codes is {}, wanted e4m3 with scales of groups of heads of {} columns", op,
+                   describe(a.codes), D);
+  }
+}
+
+template <typename Args>
 bool has_window(const Args& a) {
   return a.window > 0 && a.window < a.sequence_length;
 }
@@ -63,6 +74,7 @@ double attention_flop(const Args& a) {
 
 void attention_forward(Device& device, const AttentionForward& a) {
   check_attention("attention_forward", a);
+  check_codes("attention_forward", a);
   if (!a.out_amax.empty()) check_tensor("attention_forward", "out_amax", a.out_amax, {1}, {DType::kF32});
   if (a.qkv.numel() == 0) return;
   PARKA_DISPATCH(attention_forward, device, a);
@@ -70,6 +82,7 @@ void attention_forward(Device& device, const AttentionForward& a) {
 
 void attention_backward(Device& device, const AttentionBackward& a) {
   check_attention("attention_backward", a);
+  check_codes("attention_backward", a);
   check_tensor("attention_backward", "d_out", a.d_out, {a.out.dim[0], a.out.dim[1]}, {a.qkv.dtype});
   check_tensor("attention_backward", "d_qkv", a.d_qkv, {a.qkv.dim[0], a.qkv.dim[1]}, {a.qkv.dtype});
   if (!a.cos_sin.empty()) {
