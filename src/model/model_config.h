@@ -197,6 +197,7 @@ struct PrecisionConfig {
   Storage norm_input = Storage::kCompute;
   Storage up_gate = Storage::kCompute;
   Storage qkv = Storage::kCompute;
+  Storage attention_scores = Storage::kCompute;
   Storage attention_output = Storage::kCompute;
   Storage head = Storage::kCompute;
   Storage tower = Storage::kCompute;
@@ -241,6 +242,11 @@ struct PrecisionConfig {
     visit(
         "qkv", qkv,
         "How rotated q, k and v are kept: compute or fp8. With model.qk_norm they are kept unnormalised and unrotated");
+    visit(
+        "attention_scores", attention_scores,
+        "Queries and keys as attention's scores read them: compute, or fp8: their kept E4M3 codes, of which a head "
+        "has one scale for 64 tokens then. On GPUs of compute capability 9.0 with heads of 128 and sequences of a "
+        "multiple of 64 they are multiplied as they are, elsewhere what they decode to; docs/precision.md has more");
     visit("attention_output", attention_output,
           "How the attention output is kept: compute, or fp8 (the GEMM's own input; needs gemm = fp8_tensor). With "
           "fp8 a model of 85M parameters diverged after 1,000 steps: docs/precision.md says why");

@@ -217,6 +217,7 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"norm_input", row.norm_input},
                                  {"up_gate", row.up_gate},
                                  {"qkv", row.qkv},
+                                 {"attention_scores", "compute"},
                                  {"attention_output", row.attention},
                                  {"head", std::string_view(row.recipe) == "parka" ? "fp8" : "compute"},
                                  {"tower", "compute"},

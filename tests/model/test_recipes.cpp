@@ -121,6 +121,10 @@ TEST_CASE("recomputing what was not kept gives the same bits", "[model][recipes]
     for (Recipe recipe : kAllRecipes) bases.push_back(precision_recipe(recipe));
     bases.push_back(precision_recipe(Recipe::kParka));
     bases.back().attention_output = Storage::kFp8;
+    if (qk_norm == QkNormKind::kNone) {
+      bases.push_back(precision_recipe(Recipe::kParka));
+      bases.back().attention_scores = Storage::kFp8;
+    }
     for (const PrecisionConfig& base : bases) {
       CAPTURE(name_of(base.recipe), base.attention_output);
       const Result reference = run(config, base);
