@@ -248,7 +248,7 @@ struct RopeSource {
 // joint_scales_kernel.
 template <typename T, typename S>
 __global__ void __launch_bounds__(kThreads)
-    joint_codes_kernel(const RopeSource<T> rotated, uint8_t* codes_TW, const S* scales, int across, int group,
+    joint_codes_kernel(const RopeSource<T> rotated, Float8E4M3* codes_TW, const S* scales, int across, int group,
                        int64_t count, const Shape shape) {
   const int64_t first = int64_t{blockIdx.x} * kJointRows;
   const int width = 2 * shape.half, begin = static_cast<int>(blockIdx.y) * width;
@@ -258,8 +258,8 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t row = first + i / width;
     const int col = begin + i % width;
     const float x = __fmul_rn(rotated.element(static_cast<int>(row), col), inverse);
-    codes_TW[row * shape.row_width + col] =
-        static_cast<uint8_t>(encode_float8x4<Float8E4M3>(x, 0.0f, 0.0f, 0.0f) & 0xffu);
+    const uint32_t code = encode_float8x4<Float8E4M3>(x, 0.0f, 0.0f, 0.0f) & 0xffu;
+    codes_TW[row * shape.row_width + col] = {static_cast<uint8_t>(code)};
   }
 }
 
@@ -368,7 +368,7 @@ void save_and_read_back(CudaDevice& device, const RopeForward& a, const Shape& s
       using S = decltype(scale);
       write_joint_scales<T, 1, S>(device, a, shape);
       joint_codes_kernel<T, S><<<joint_blocks(rows, shape), kThreads, 0, device.stream()>>>(
-          rotated, a.saved.data.as<uint8_t>(), a.saved.scale.as<S>(), static_cast<int>(a.saved.scale.dim[1]),
+          rotated, a.saved.data.as<Float8E4M3>(), a.saved.scale.as<S>(), static_cast<int>(a.saved.scale.dim[1]),
           static_cast<int>(a.saved.group), rows, shape);
     });
   }
