@@ -258,6 +258,21 @@ TEST_CASE("attention refuses codes that rope_forward cannot have saved", "[kerne
   CHECK(refused(TestMatrix(device, DType::kE4M3, 64, 128, Scaling::kGroup, 64)));  // of two heads
 }
 
+TEST_CASE("attention of codes reads those of queries and keys, too", "[kernels][attention]") {
+  Device& device = cpu_device();
+  const TestTensor qkv(device, DType::kBF16, {64, 128}), out(device, DType::kBF16, {64, 64}),
+      lse(device, DType::kF32, {1, 2, 64});
+  const TestMatrix codes(device, DType::kE4M3, 64, 128, Scaling::kGroup, 16, DType::kBF16);
+  AttentionForward forward = {qkv, out, lse, 64, 2, 1, 1};
+  AttentionBackward backward = {qkv, out, out, lse, qkv, 64, 2, 1, 1};
+  const double plain_forward = cost_of(forward).bytes, plain_backward = cost_of(backward).bytes;
+  forward.codes = codes;
+  backward.codes = codes;
+  constexpr double kCodes = 64 * 96, kScales = kCodes / 16 * 2;  // of three heads of 32
+  CHECK(cost_of(forward).bytes == plain_forward + kCodes + kScales);
+  CHECK(cost_of(backward).bytes == plain_backward + kCodes + kScales);
+}
+
 TEST_CASE("attention of codes on other devices agrees with the CPU", "[kernels][attention][devices][slow]") {
   const std::vector<int64_t> lengths = {64, 128, 192, 320, 448, 1000}, groups = {32, 16, 64};
   const std::vector<std::pair<int64_t, int64_t>> heads = {{2, 2}, {4, 2}, {4, 1}};

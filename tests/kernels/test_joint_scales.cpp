@@ -311,6 +311,16 @@ void spoil(const JointShape& s, int kind, std::vector<float>& x) {
   if (kind == 3) x[s.at(s.T / 2, s.H, s.D - 1)] = -INFINITY;  // in the first head of keys
 }
 
+TEST_CASE("joint scales are one more reading of queries and keys", "[kernels][rope]") {
+  Device& device = cpu_device();
+  const TestTensor qkv(device, DType::kBF16, {64, 128}), table(device, DType::kF32, {64, 32});
+  const TestMatrix saved(device, DType::kE4M3, 64, 128, Scaling::kGroup, 16);
+  RopeForward call = {.qkv = qkv, .cos_sin = table, .num_heads = 2, .num_kv_heads = 1, .saved = saved};
+  const double by_groups = cost_of(call).bytes;
+  call.joint_scales = true;
+  CHECK(cost_of(call).bytes == by_groups + 2 * 64 * 96);
+}
+
 TEST_CASE("rope_forward with joint scales on another device gives the CPU's bits", "[kernels][rope][devices]") {
   // Heads of which not all fit one thread block, and rows in many.
   const auto [T, S, H, Hkv] = GENERATE(table<int, int, int, int>({{1, 1, 1, 1},

@@ -70,6 +70,14 @@ double attention_flop(const Args& a) {
   return 4.0 * elements * (W - W * W / (2.0 * S));
 }
 
+// Of the codes of queries and keys.
+template <typename Args>
+double code_bytes(const Args& a) {
+  if (a.codes.empty()) return 0;
+  return bytes_of(a.codes) * static_cast<double>(a.num_heads + a.num_kv_heads) /
+         static_cast<double>(a.num_heads + 2 * a.num_kv_heads);
+}
+
 }  // namespace
 
 void attention_forward(Device& device, const AttentionForward& a) {
@@ -111,14 +119,15 @@ void attention_statistics(Device& device, const AttentionStatistics& a) {
 
 // Backward counts 2.5 times forward, for its five products.
 OpCost cost_of(const AttentionForward& a) {
-  return {all_bytes(a.qkv, a.out, a.lse), attention_flop(a), shape_with_mask(a), Products::kAttentionForward};
+  return {all_bytes(a.qkv, a.out, a.lse) + code_bytes(a), attention_flop(a), shape_with_mask(a),
+          Products::kAttentionForward};
 }
 TensorView output_of(const AttentionForward& a) { return a.out; }
 int64_t workspace_of(const AttentionForward&) { return cuda::kAttentionForwardWorkspaceBytes; }
 
 OpCost cost_of(const AttentionBackward& a) {
-  return {all_bytes(a.qkv, a.out, a.d_out, a.lse, a.cos_sin, a.d_qkv), 2.5 * attention_flop(a), shape_with_mask(a),
-          Products::kAttentionBackward};
+  return {all_bytes(a.qkv, a.out, a.d_out, a.lse, a.cos_sin, a.d_qkv) + code_bytes(a), 2.5 * attention_flop(a),
+          shape_with_mask(a), Products::kAttentionBackward};
 }
 TensorView output_of(const AttentionBackward& a) { return a.d_qkv; }
 int64_t workspace_of(const AttentionBackward& a) {

@@ -123,9 +123,12 @@ std::vector<float> rope_table(int64_t sequence_length, int64_t head_dim, double 
 }
 
 OpCost cost_of(const RopeForward& a) {
-  // What is saved is all of qkv, and all of it becomes what the codes decode to.
-  if (!a.saved.empty()) return moved(2 * bytes_of(a.qkv) + bytes_of(a.saved), a.qkv);
-  return moved(2 * rotated_bytes(a.qkv, a.num_heads, a.num_kv_heads), a.qkv);
+  const double rotated = rotated_bytes(a.qkv, a.num_heads, a.num_kv_heads);
+  // What is saved is all of qkv, and all of it becomes what the codes decode to. Joint scales are found first.
+  if (!a.saved.empty()) {
+    return moved(2 * bytes_of(a.qkv) + bytes_of(a.saved) + (a.joint_scales ? rotated : 0), a.qkv);
+  }
+  return moved(2 * rotated, a.qkv);
 }
 TensorView output_of(const RopeForward& a) { return a.qkv; }
 

@@ -25,8 +25,10 @@ void rope_projection(Device& device, const RopeProjection& a) {
 
 OpCost cost_of(const RopeProjection& a) {
   OpCost cost = cost_of(a.projection);
-  // The projection is neither written nor read.
-  cost.bytes += cost_of(a.rope).bytes - 2 * bytes_of(a.projection.out);
+  // The projection is neither written nor read, nor is it for joint scales.
+  RopeForward rope = a.rope;
+  rope.joint_scales = false;
+  cost.bytes += cost_of(rope).bytes - 2 * bytes_of(a.projection.out);
   return cost;
 }
 TensorView output_of(const RopeProjection& a) { return output_of(a.rope); }
