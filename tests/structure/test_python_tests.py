@@ -1,4 +1,5 @@
 """Every test of every Python file under tests/ is reached by a ctest entry, and entries are named by their folder."""
+import ast
 import json
 import os
 import subprocess
@@ -32,7 +33,20 @@ def commands_of(build):
             yield Path(command[1]), command[2:]
 
 
+def exits_in_classes(text):
+    """The lines on which methods in a Python file with this text call sys.exit."""
+    classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    return [node.lineno for each in classes for node in ast.walk(each)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "sys.exit"]
+
+
 class PythonTests(unittest.TestCase):
+    def test_what_is_missing_skips_a_test_and_does_not_end_it(self):
+        """unittest takes sys.exit in a test for an error, whatever the code. A file may call it, a test is skipped."""
+        self.assertEqual(exits_in_classes("import sys\nclass A:\n  def test_one(self):\n    sys.exit(77)\nsys.exit(0)\n"), [4])
+        for file in sorted(TESTS.rglob("test_*.py")):
+            self.assertEqual(exits_in_classes(file.read_text(encoding="utf-8")), [], f"{file}: lines that call sys.exit")
+
     def test_arguments_choose_tests(self):
         tests = ["A.test_one", "A.test_two", "B.test_one"]
         self.assertEqual(reached(tests, []), set(tests))
