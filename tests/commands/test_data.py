@@ -39,6 +39,11 @@ class DataFolder(RunFolder):
         write_marks(self.path("b.npy"), 18 * SEQUENCE, seed=5)
         write_marks(self.path("held_out.npy"), 6 * SEQUENCE, seed=6)
 
+    def write_tokens_and_marks(self, name, ids, marks):
+        for path, content in ((name, array.array("H", ids).tobytes()), (name + ".mask", marks)):
+            with open(self.path(path), "wb") as file:
+                file.write(content)
+
     def config(self, name, recipe, **data):
         config = tiny_config(self.folder, recipe, STEPS)
         config["optimizer"]["schedule"]["total_steps"] = STEPS
@@ -221,12 +226,46 @@ class Data(DataFolder):
         self.assert_exit(result, 0)
         self.assertIn(f"{63 * SEQUENCE + 5} tokens in 4 files", result.stdout)
         self.assertRegex(parka("data", self.path("a.npy")).stdout, r" tokens in 1 file\n\Z")
+        # A document of one token that is no target cannot be told from padding.
         with open(self.path("a.npy.mask"), "rb") as file:
-            starts = sum(mark >> 1 for mark in file.read())
+            marks = file.read() + b"\2"
+        starts = sum((mark & 2) != 0 and (mark, after) not in ((2, 2), (2, 3)) for mark, after in zip(marks, marks[1:]))
         self.assertIn(f", {starts} documents", result.stdout.splitlines()[0])
         refused = parka("data", self.path("config.json"), "--set", "model.vocab_size=10")
         self.assert_exit(refused, 2)
         self.assertIn("but the vocabulary has 10 ids", refused.stderr)
+
+    def test_padding_of_packed_conversations_is_no_document(self):
+        prompt, padding = (2, 0, 0), 60
+        ids, marks = [], bytearray()
+
+        def add(tokens, of_tokens):
+            ids.extend(tokens)
+            marks.extend(of_tokens)
+
+        def documents():
+            self.write_tokens_and_marks("packed.npy", ids, marks)
+            result = parka("data", self.path("packed.npy"), "--json")
+            self.assert_exit(result, 0)
+            return json.loads(result.stdout)["documents"]
+
+        add((1, 2, 3, 4, 5), (*prompt, 1, 1))
+        add([padding] * 11, (2, *[0] * 10))
+        self.assertEqual(documents(), 1)
+        add([padding] * 16, (*prompt, *[1] * 13))  # of that id, but with targets
+        self.assertEqual(documents(), 2)
+        add((1, *[padding] * 14), (2, *[0] * 14))  # without targets, but with another id
+        self.assertEqual(documents(), 3)
+        add((padding,), (2,))
+        self.assertEqual(documents(), 3)
+        # It may be longer than what is read at once.
+        add((1, 2, 3), (2, 0, 1))
+        add([padding] * (1 << 20), (2, *[0] * ((1 << 20) - 1)))
+        add((1, 2, 3), (2, 0, 1))
+        self.assertEqual(documents(), 5)
+        # A mask without targets says where documents begin, and nothing else.
+        marks[:] = (mark & 2 for mark in marks)
+        self.assertEqual(documents(), sum(mark >> 1 for mark in marks))
 
     def test_data_command_on_a_config_refuses_short_files(self):
         config = self.write_config(tiny_config(self.folder))

@@ -314,7 +314,8 @@ class Files(Preparation):
         data = subprocess.run([program, "data", path], capture_output=True, text=True, timeout=300)
         self.assertEqual(data.returncode, 0, data.stderr)
         info = json.loads((self.out / "data.json").read_text())
-        self.assertIn(f", {info['train']['targets']} targets", data.stdout)
+        self.assertGreater(info["train"]["padding"], 0)
+        self.assertIn(f", {info['train']['documents']} documents, {info['train']['targets']} targets", data.stdout)
 
     def test_bad_input_is_named_with_its_line(self):
         good = json.dumps({"messages": QUESTION})

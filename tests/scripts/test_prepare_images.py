@@ -251,7 +251,7 @@ class Read(Preparation):
         result = self.parka_data()
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         for line in result.stdout.splitlines()[:2]:
-            self.assertIn("raw, uint16, 640 tokens, ids 10 to 257, 40 documents, 390 targets, 30 images, checksum ", line)
+            self.assertIn("raw, uint16, 640 tokens, ids 10 to 257, 30 documents, 390 targets, 30 images, checksum ", line)
         path = self.out / "images-00000.pixels"
         content = bytearray(path.read_bytes())
         content[-5] ^= 1

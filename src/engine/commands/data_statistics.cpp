@@ -1,6 +1,7 @@
 #include "engine/commands/data_statistics.h"
 
 #include <algorithm>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -29,6 +30,35 @@ int64_t read_images(const ImageFiles& images, const TokenFile& file) {
   return static_cast<int64_t>(places.size());
 }
 
+// Counts the documents of a mask, but for the padding behind packed conversations, which begins like a document:
+// one id again and again, without a target. Where no token is a target, the mask says nothing but where documents
+// begin.
+class DocumentCounter {
+ public:
+  void add(std::span<const int32_t> ids, std::span<const uint8_t> marks) {
+    for (size_t i = 0; i < ids.size(); ++i) {
+      if ((marks[i] & kMarkDocumentStart) != 0) begin(ids[i]);
+      const bool is_target = (marks[i] & kMarkTarget) != 0;
+      targets_ += is_target;
+      may_be_padding_ = may_be_padding_ && ids[i] == first_id_ && !is_target;
+    }
+  }
+  int64_t documents() const { return targets_ == 0 ? starts_ : starts_ - paddings_ - (may_be_padding_ ? 1 : 0); }
+  int64_t targets() const { return targets_; }
+
+ private:
+  void begin(int32_t id) {
+    ++starts_;
+    paddings_ += may_be_padding_;
+    may_be_padding_ = true;
+    first_id_ = id;
+  }
+
+  int64_t starts_ = 0, paddings_ = 0, targets_ = 0;
+  bool may_be_padding_ = false;  // the document that has begun
+  int32_t first_id_ = 0;         // of that document
+};
+
 }  // namespace
 
 DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t vocab_size, int64_t image_token) {
@@ -40,7 +70,8 @@ DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t voc
   result.type = file.type();
   result.num_tokens = file.num_tokens();
   const std::optional<ImageFiles> images = images_beside(file);
-  int64_t ends = 0, starts = 0, targets = 0;
+  int64_t ends = 0;
+  DocumentCounter of_mask;
   std::vector<int32_t> ids;
   std::vector<uint8_t> marks;
   for (int64_t begin = 0; begin < file.num_tokens(); begin += kPiece) {
@@ -60,19 +91,16 @@ DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t voc
     if (!file.has_mask()) continue;
     marks.resize(ids.size());
     file.read_marks(begin, count, marks.data());
-    for (const uint8_t mark : marks) {
-      starts += (mark & kMarkDocumentStart) != 0;
-      targets += (mark & kMarkTarget) != 0;
-    }
+    of_mask.add(ids, marks);
   }
   if (document_end >= 0) {
     result.num_documents = ends;
   } else if (file.has_document_index()) {
     result.num_documents = static_cast<int64_t>(file.read_document_starts().size());
   } else if (file.has_mask()) {
-    result.num_documents = starts;
+    result.num_documents = of_mask.documents();
   }
-  if (file.has_mask()) result.num_targets = targets;
+  if (file.has_mask()) result.num_targets = of_mask.targets();
   if (images) result.num_images = read_images(*images, file);
   result.checksum = checksum_of(*file.files().front());
   return result;

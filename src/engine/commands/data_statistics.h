@@ -14,7 +14,7 @@ struct DataStatistics {
   TokenType type = TokenType::kUint16;
   int64_t num_tokens = 0;
   int32_t min_id = 0, max_id = 0;        // 0 if there are no tokens
-  std::optional<int64_t> num_documents;  // if ids, index or mask show it
+  std::optional<int64_t> num_documents;  // if ids, index or mask show it; padding of conversations is none
   std::optional<int64_t> num_targets;    // tokens that the mask file marks, if there is one
   std::optional<int64_t> num_images;     // if a file of references to images lies beside the file
   std::string checksum;                  // XXH3-128 of the file, as xxh128sum prints it
