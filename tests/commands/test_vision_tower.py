@@ -302,6 +302,31 @@ class Vila(Towers):
         for part in ("llm", "vision_tower", "mm_projector"):
             self.assertEqual({dtype for dtype, _, _ in read_tensors(self.path(f"half/{part}/model.safetensors")).values()}, {"F16"})
 
+    def test_the_longest_sequence_is_that_of_the_model_or_of_a_longer_run(self):
+        folder, _ = self.folder_of()
+        model = self.imported("imported", folder, "--image-token", "305")
+
+        def train(name, length, init_from):
+            sets = {"data.train": f'["{self.path("a.npy")}"]', "data.sequence_length": length, "training.steps": 1,
+                    "training.global_batch_size": 1, "optimizer.schedule.warmup_steps": 0, "checkpoint.folder": self.path(name),
+                    "checkpoint.init_from": init_from, "device.kind": "cpu"}
+            words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+            self.assert_exit(parka("train", f"{model}/config.json", *words), 0)
+
+        def positions(name):
+            exported = self.exported(self.path(name), f"{name}_exported")
+            self.assertFalse(os.path.exists(f"{exported}/llm/max_positions.json"))
+            return json.loads(Path(f"{exported}/llm/config.json").read_text())["max_position_embeddings"]
+
+        train("shorter", 32, model)
+        train("longer", 128, model)
+        train("second", 48, self.path("shorter"))
+        self.assertEqual([positions(name) for name in ("imported", "shorter", "longer", "second")], [64, 64, 128, 64])
+        # A run keeps it, too.
+        os.rename(model, self.path("gone"))
+        shutil.rmtree(self.path("second_exported"))
+        self.assertEqual(positions("second"), 64)
+
     def test_what_is_not_supported_is_refused_by_name(self):
         folder, _ = self.folder_of(projector="mlp_downsample_3x3_fix")
         self.assertIn("mlp_downsample_3x3_fix", self.refusal(folder))

@@ -98,8 +98,8 @@ Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::stri
 }
 
 int64_t max_positions_of(const LoadedCheckpoint& checkpoint, int64_t otherwise) {
-  constexpr const char* kKey = "max_positions";
-  return checkpoint.state().contains(kKey) ? count(checkpoint, checkpoint.state(), kKey) : otherwise;
+  if (!checkpoint.state().contains(kMaxPositionsKey)) return otherwise;
+  return count(checkpoint, checkpoint.state(), kMaxPositionsKey);
 }
 
 SavedProgress read_progress(const LoadedCheckpoint& checkpoint) {

@@ -18,6 +18,8 @@ namespace parka {
 // The checkpoint's own config with `overrides` applied, which must not make another model of its weights.
 Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides);
 
+// The key of the following in the state of what was imported.
+inline constexpr const char* kMaxPositionsKey = "max_positions";
 // The longest sequence that an imported model supports; `otherwise` for a checkpoint of a run.
 int64_t max_positions_of(const LoadedCheckpoint& checkpoint, int64_t otherwise);
 

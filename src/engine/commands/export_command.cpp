@@ -331,7 +331,8 @@ class Exporter {
   // The longest sequence the model is meant for: a run on shorter ones than its origin's takes nothing from it.
   int64_t max_positions() const {
     const int64_t own = max_positions_of(checkpoint_, config_.data.sequence_length);
-    return original_ ? std::max(own, original_->max_positions) : own;
+    if (original_) return std::max(own, original_->max_positions);
+    return origin_ ? std::max(own, origin_->max_positions.value_or(0)) : own;
   }
 
   // The origin's own text as far as it is true of these weights.

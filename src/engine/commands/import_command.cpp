@@ -338,7 +338,7 @@ class Importer {
                           });
     return {{"config", model_config()},
             {kImportedFromKey, fs::absolute(source_.config_path).lexically_normal().parent_path().string()},
-            {"max_positions", source_.described.max_positions},
+            {kMaxPositionsKey, source_.described.max_positions},
             {kLayoutKey, complete ? encode_layout(source_.weights.layout) : json()}};
   }
 

@@ -8,9 +8,11 @@
 #include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/checkpoint/checkpoint_layout.h"
+#include "engine/checkpoint/saved_state.h"
 #include "engine/files/draft_folder.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
+#include "engine/huggingface/config_reader.h"
 #include "engine/huggingface/unread_weights.h"
 
 namespace parka {
@@ -40,8 +42,13 @@ std::string init_from_of(const json& state) {
   return state.contains(place) && state.at(place).is_string() ? state.at(place).get<std::string>() : std::string();
 }
 
-// encode_layout() in a run's copy.
-constexpr const char* kLayoutName = "layout.json";
+// encode_layout() in a run's copy, and HuggingFaceOrigin::max_positions.
+constexpr const char *kLayoutName = "layout.json", *kMaxPositionsName = "max_positions.json";
+
+std::optional<int64_t> max_positions_in(const json& object, const std::string& where) {
+  if (!object.contains(kMaxPositionsKey)) return std::nullopt;
+  return ConfigReader(object, where).integer(kMaxPositionsKey);
+}
 
 // What a run has kept; nullopt for one that has nothing.
 std::optional<HuggingFaceOrigin> kept_origin(const std::string& run_folder) {
@@ -52,6 +59,10 @@ std::optional<HuggingFaceOrigin> kept_origin(const std::string& run_folder) {
   if (const std::string layout = folder / kLayoutName; file_exists(layout)) {
     const json parsed = parse_json_text(read_text(layout, kMostLayoutBytes), layout, JsonComments::kRefused);
     origin.layout = parse_layout(parsed, layout);
+  }
+  if (const std::string path = folder / kMaxPositionsName; file_exists(path)) {
+    const std::string text = read_text(path, kMaxHuggingFaceConfigBytes);
+    origin.max_positions = max_positions_in(parse_json_text(text, path, JsonComments::kRefused), path);
   }
   return origin;
 }
@@ -64,6 +75,9 @@ void copy_origin(const HuggingFaceOrigin& origin, const std::string& copy) {
   if (file_exists(fs::path(origin.folder) / kUnreadWeightsName)) names.emplace_back(kUnreadWeightsName);
   for (const std::string& name : names) copy_to_new_file((fs::path(origin.folder) / name).string(), draft / name);
   if (origin.layout) write_new_file(draft / kLayoutName, encode_layout(*origin.layout).dump() + "\n");
+  if (origin.max_positions) {
+    write_new_file(draft / kMaxPositionsName, json{{kMaxPositionsKey, *origin.max_positions}}.dump() + "\n");
+  }
   draft.publish();
 }
 
@@ -109,7 +123,7 @@ std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const json
       if (const std::string run = run_folder_of(at); !run.empty()) origin = kept_origin(run);
       return origin.has_value();
     }
-    origin = HuggingFaceOrigin{(fs::path(at) / kHuggingFaceFolder).string(), {}};
+    origin = HuggingFaceOrigin{(fs::path(at) / kHuggingFaceFolder).string(), {}, max_positions_in(here, at)};
     if (!layout->is_null()) origin->layout = parse_layout(*layout, at);
     return true;
   });

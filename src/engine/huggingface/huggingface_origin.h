@@ -1,4 +1,5 @@
 #pragma once
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
@@ -19,6 +20,8 @@ inline constexpr const char* kImportedFromKey = "imported_from";
 struct HuggingFaceOrigin {
   std::string folder;                       // has config.json and the tokenizer's files
   std::optional<HuggingFaceLayout> layout;  // of the weights' files, if the checkpoint comes from it
+  // The longest sequence that the model supports, if the checkpoint comes from it: VILA's config.json does not say.
+  std::optional<int64_t> max_positions = {};
 };
 
 // The existing files that an export copies besides the weights: the tokenizer's files, and generation_config.json.

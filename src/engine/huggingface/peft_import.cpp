@@ -191,7 +191,7 @@ std::string import_peft_adapter(const std::string& folder, const LoadedCheckpoin
   file.sync();
   Manifest manifest{.step = 0,
                     .state = {{"config", to_json(config)},
-                              {"max_positions", max_positions_of(base, config.data.sequence_length)},
+                              {kMaxPositionsKey, max_positions_of(base, config.data.sequence_length)},
                               {kBaseKey, describe_base(base)}},
                     .files = {{shard_name(0), file.num_bytes(), file.checksum()}},
                     .num_tensors = static_cast<int64_t>(tensors.size())};
