@@ -199,6 +199,32 @@ class RoundTrip(HuggingFace):
         self.assert_exit(self.train(imported, f"checkpoint.folder={self.path('family')}"), 0)
         self.assertEqual(positions("family", "--family", "mistral"), 64)
 
+    def test_a_theta_of_windows_that_is_left_to_defaults_is_written(self):
+        """transformers 5 takes 500000 there, 4 took rope_theta, and Parka does."""
+        self.use("olmo3_windows")
+
+        def model_of(folder):
+            with open(f"{folder}/config.json", encoding="utf-8") as file:
+                return json.loads("".join(file.readlines()[1:]))["model"]  # without the comment
+
+        for theta, parameters, kept in ((500000.0, None, True), (20000.0, None, False), (20000.0, {"full_attention": {"rope_theta": 20000.0}}, False),
+                                        (20000.0, {"full_attention": {"rope_theta": 20000.0}, "sliding_attention": {"rope_theta": 20000.0}}, True)):
+            with self.subTest(theta=theta, parameters=parameters):
+                edit_json(f"{self.model}/config.json", lambda config: config.update(rope_theta=theta, rope_parameters=parameters))
+                name = f"{theta}_{len(str(parameters))}"
+                imported = self.import_model(name)
+                self.assert_exit(parka("export", imported, "--out", self.path(f"{name}_exported")), 0)
+                self.assertEqual(tree_digest(self.path(f"{name}_exported")) == tree_digest(self.model), kept)
+                with open(self.path(f"{name}_exported/config.json"), encoding="utf-8") as file:
+                    written = json.load(file)
+                if not kept:
+                    self.assertEqual(written["rope_theta"], theta)
+                    for kind in ("full_attention", "sliding_attention"):
+                        self.assertEqual(written["rope_parameters"][kind]["rope_theta"], theta)
+                again = self.path(f"{name}_again")
+                self.assert_exit(parka("import", self.path(f"{name}_exported"), "--out", again), 0)
+                self.assertEqual(model_of(again), model_of(imported))
+
     def peak_kib(self, *arguments):
         # In between stands a small process: a child's peak counts from what its parent had in memory.
         # AddressSanitizer would keep 256 MB of what was freed.

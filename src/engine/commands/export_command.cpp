@@ -345,7 +345,9 @@ class Exporter {
     }
     const ResumeDifferences differences = model_differences(original_->model, model_);
     const bool is_longer = described.max_positions > original_->max_positions;
-    if (original_->family != family_ || is_longer || !differences.refused.empty() || !differences.allowed.empty()) {
+    const bool is_open = leaves_local_theta_open(*original_, origin_config_);
+    if (original_->family != family_ || is_longer || is_open || !differences.refused.empty() ||
+        !differences.allowed.empty()) {
       return make_huggingface_config(described, used.front(), &origin_config_);
     }
     const std::optional<std::string> named = huggingface_dtype(origin_config_);

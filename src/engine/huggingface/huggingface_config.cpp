@@ -276,6 +276,14 @@ HuggingFaceModel parse_huggingface_config(const json& root, const std::string& w
   return result;
 }
 
+bool leaves_local_theta_open(const HuggingFaceModel& read, const json& config) {
+  const HuggingFaceFamily& family = *read.family;
+  if (family.full_attention_every == 0 || !family.local_rope_theta_key.empty()) return false;
+  if (read.model.sliding_window == 0 || read.model.windowed_rope_theta() == family.rope_theta) return false;
+  const json::json_pointer theta(fmt::format("/rope_parameters/{}/rope_theta", kWindowed));
+  return !config.contains(theta) || config.at(theta).is_null();
+}
+
 void check_huggingface_model(const ModelConfig& model, const std::string& where) {
   Config whole;
   whole.model = model;
