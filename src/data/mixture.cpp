@@ -31,6 +31,13 @@ Mixture::Mixture(const std::vector<double>& weights) : takes_(weights.size()) {
   }
 }
 
+std::vector<double> Mixture::parts() const {
+  std::vector<double> all;
+  // Exact: what was rounded down to an integer had the 53 digits of a double.
+  for (const uint64_t take : takes_) all.push_back(std::ldexp(static_cast<double>(take), -kShift));
+  return all;
+}
+
 Mixture::Draw Mixture::at(int64_t n) const {
   PARKA_REQUIRE(n >= 0);
   for (size_t i = 0;; ++i) {

@@ -19,6 +19,10 @@ class Mixture {
 
   size_t num_sources() const { return takes_.size(); }
 
+  // Of each source, its part of what the sources before it leave, exactly as it is used: mixtures of the same parts
+  // draw the same sequence. They are no weights.
+  std::vector<double> parts() const;
+
   // Sequence n of the run: the `index`-th one, from 0, that `source` gives.
   struct Draw {
     size_t source;

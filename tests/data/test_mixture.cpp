@@ -122,6 +122,14 @@ TEST_CASE("only ratios of weights count", "[data][mixture]") {
   int wrong = 0;
   for (int64_t n = 0; n < 1000; ++n) wrong += !(a.at(n) == b.at(n) && a.at(n) == c.at(n));
   CHECK(wrong == 0);
+  CHECK((a.parts() == b.parts() && a.parts() == c.parts()));
+  CHECK(a.parts() == std::vector<double>{0.125, 3.0 / 7, 1});
+}
+
+TEST_CASE("mixtures have the same parts where the same integers draw, and nowhere else", "[data][mixture]") {
+  const double small = std::ldexp(1.0, -20), above = std::nextafter(small, 1);  // by 2^-72, less than a take's unit
+  CHECK(Mixture({above, 1 - small}).parts() == std::vector<double>{small, 1});
+  CHECK(Mixture({std::nextafter(0.5, 1), 0.5}).parts() == std::vector<double>{0.5 + std::ldexp(1.0, -53), 1});
 }
 
 TEST_CASE("weights that are not positive numbers are refused", "[data][mixture]") {

@@ -182,6 +182,35 @@ TEST_CASE("resuming tells what must not and what may differ", "[engine][config]"
   CHECK(refused.refused.front() == "model.d_model: 2048 in the checkpoint, 64 now");
 }
 
+TEST_CASE("a run resumes with the same targets and weights written in another way", "[engine][config]") {
+  Config saved;
+  saved.data.train = {"a.npy", "b.npy", "c.npy"};
+  saved.data.weights = {1, 1, 2};
+  saved.finetune.method = FinetuneMethod::kLora;
+  saved.finetune.targets = {"q_proj", "v_proj"};
+  const auto refused = [&](auto change) {
+    Config now = saved;
+    change(now);
+    const ResumeDifferences differences = resume_differences(saved, now);
+    CHECK(differences.refused.size() + differences.allowed.size() == 1);
+    CHECK((config_hash(now) == config_hash(saved)) == differences.refused.empty());
+    return !differences.refused.empty();
+  };
+  CHECK_FALSE(refused([](Config& c) { c.finetune.targets = {"v_proj", "q_proj"}; }));
+  CHECK_FALSE(refused([](Config& c) { c.finetune.targets = {"q_proj", "v_proj", "q_proj"}; }));
+  CHECK(refused([](Config& c) { c.finetune.targets = {"q_proj"}; }));
+  CHECK(refused([](Config& c) { c.finetune.targets = {"q_proj", "k_proj"}; }));
+  CHECK(refused([](Config& c) { c.finetune.targets = {"q_proj", "v_proj", "k_proj"}; }));
+
+  CHECK_FALSE(refused([](Config& c) { c.data.weights = {2, 2, 4}; }));
+  CHECK_FALSE(refused([](Config& c) { c.data.weights = {0.25, 0.25, 0.5}; }));
+  CHECK(refused([](Config& c) { c.data.weights = {1, 2, 1}; }));
+  CHECK(refused([](Config& c) { c.data.weights = {1, 1, 2 + 1e-15}; }));
+  CHECK(refused([](Config& c) { c.data.weights = {}; }));
+  saved.data.weights = {1, 1, 1};
+  CHECK(refused([](Config& c) { c.data.weights = {}; }));  // one source, whose files are shuffled together
+}
+
 TEST_CASE("the schema covers every key and closes every object, with defaults that no recipe changes",
           "[engine][config]") {
   const json schema = config_schema();

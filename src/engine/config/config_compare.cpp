@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "data/mixture.h"
 #include "engine/config/config_io.h"
 #include "engine/config/config_table.h"
 #include "engine/files/file_io.h"
@@ -157,7 +158,9 @@ FinetuneConfig used_keys(const FinetuneConfig& f) {
     used.alpha = f.alpha;
     used.rslora = f.rslora;
     used.dropout = f.dropout;
-    used.targets = f.targets;
+    // In one order: each layer has an adapter or none.
+    std::erase_if(used.targets,
+                  [&](const std::string& target) { return std::ranges::count(f.targets, target) == 0; });
     return used;
   }
   used.reduction = f.reduction;
@@ -189,6 +192,7 @@ Config canonical(const Config& config) {
   c.precision.weight_copies = kept_copies(c.precision, make_zero(c.distributed.zero_stage, 0, 2), c.finetune.base);
   if (c.precision.weight_copies_blocks == c.model.num_layers) c.precision.weight_copies_blocks = 0;
   for (std::string& file : c.data.train) file = std::filesystem::path(file).filename().string();
+  if (!c.data.weights.empty()) c.data.weights = Mixture(c.data.weights).parts();
   if (c.device.gemm_tuning_is_off()) c.device.gemm_tuning = "off";
   // With a slash at its end, whether it was given with one or not.
   const auto source = (std::filesystem::path(c.checkpoint.init_from) / "").lexically_normal();
