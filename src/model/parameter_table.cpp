@@ -70,23 +70,34 @@ std::vector<float> uniform_values(uint64_t seed, size_t parameter, int64_t fan_i
   return values;
 }
 
-// Calls `apply` for each parameter whose name matches.
-template <typename Apply>
-void for_each_match(std::vector<ParameterInfo>& parameters, const char* key, const std::string& pattern,
-                    const Apply& apply) {
-  bool matches = false;
+// Those whose name matches: at least one.
+std::vector<ParameterInfo*> matches(std::vector<ParameterInfo>& parameters, const char* key,
+                                    const std::string& pattern) {
+  std::vector<ParameterInfo*> found;
   for (ParameterInfo& p : parameters) {
-    if (fnmatch(pattern.c_str(), p.name.c_str(), 0) != 0) continue;
-    apply(p);
-    matches = true;
+    if (fnmatch(pattern.c_str(), p.name.c_str(), 0) == 0) found.push_back(&p);
   }
-  if (matches) return;
+  if (!found.empty()) return found;
   throw_bad_input("{}: no parameter has a name like \"{}\"; names are {}, {} and so on: correct or remove it", key,
                   pattern, parameters.front().name, parameters[1].name);
 }
 
-void apply_rules(std::vector<ParameterInfo>& parameters, const ParameterRules& rules) {
+void set_lr_factors(std::vector<ParameterInfo>& parameters, const ParameterRules& rules) {
   PARKA_REQUIRE(rules.lr_patterns.size() == rules.lr_factors.size());
+  for (size_t i = 0; i < rules.lr_patterns.size(); ++i) {
+    const std::string& pattern = rules.lr_patterns[i];
+    const std::vector<ParameterInfo*> found = matches(parameters, "optimizer.lr_patterns", pattern);
+    if (std::ranges::none_of(found, &ParameterInfo::trainable)) {
+      throw_bad_input(
+          "optimizer.lr_patterns: all parameters with a name like \"{}\" are frozen, {} for one, and have no learning "
+          "rate: correct or remove it",
+          pattern, found.front()->name);
+    }
+    for (ParameterInfo* p : found) p->lr_factor = rules.lr_factors[i];
+  }
+}
+
+void apply_rules(std::vector<ParameterInfo>& parameters, const ParameterRules& rules) {
   if (rules.lora.rank > 0) {
     for (ParameterInfo& p : parameters) p.trainable = is_adapter(p);
   }
@@ -94,17 +105,15 @@ void apply_rules(std::vector<ParameterInfo>& parameters, const ParameterRules& r
     for (ParameterInfo& p : parameters) p.trainable = is_of_side(p);
   }
   for (const std::string& pattern : rules.frozen) {
-    for_each_match(parameters, "optimizer.frozen", pattern, [](ParameterInfo& p) { p.trainable = false; });
+    for (ParameterInfo* p : matches(parameters, "optimizer.frozen", pattern)) p->trainable = false;
+  }
+  if (std::ranges::none_of(parameters, &ParameterInfo::trainable)) {
+    throw_bad_input("optimizer.frozen leaves no parameter to train; remove a pattern");
   }
   for (ParameterInfo& p : parameters) {
     if (p.role == ParameterRole::kLinear && !p.trainable) p.base = rules.base;
   }
-  for (size_t i = 0; i < rules.lr_patterns.size(); ++i) {
-    for_each_match(parameters, "optimizer.lr_patterns", rules.lr_patterns[i],
-                   [&](ParameterInfo& p) { p.lr_factor = rules.lr_factors[i]; });
-  }
-  if (std::any_of(parameters.begin(), parameters.end(), [](const ParameterInfo& p) { return p.trainable; })) return;
-  throw_bad_input("optimizer.frozen leaves no parameter to train; remove a pattern");
+  set_lr_factors(parameters, rules);
 }
 
 }  // namespace

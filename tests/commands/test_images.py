@@ -49,13 +49,15 @@ class Images(RunFolder):
 
     def config(self, name="run", recipe="bf16", steps=STEPS, tower="compute", **optimizer):
         model = self.printed["model"]
+        # Of a frozen tower it is refused.
+        slow_tower = {} if "vision.*" in optimizer.get("frozen", []) else {"lr_patterns": ["vision.*"], "lr_factors": [0.2]}
         return {
             "device": {"kind": "cpu"},
             "model": {
                 **model, "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ffn": 64,
                 "vision": {**model["vision"], "width": 32, "num_layers": 3, "num_heads": 2, "d_ffn": 48}},
             "precision": {"recipe": recipe, "tower": tower},
-            "optimizer": {"lr": 3e-3, "lr_patterns": ["vision.*"], "lr_factors": [0.2], **optimizer,
+            "optimizer": {"lr": 3e-3, **slow_tower, **optimizer,
                           "schedule": {"kind": "cosine", "warmup_steps": 2, "total_steps": STEPS}},
             "data": dict(self.printed["data"]),
             "training": {"steps": steps, "global_batch_size": 4, "micro_batch_size": 1, "eval_interval": 4},

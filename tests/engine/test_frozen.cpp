@@ -393,7 +393,30 @@ TEST_CASE("patterns that no parameter matches are refused by name", "[engine][fr
       "and so on: correct or remove it");
   CHECK(refused({}, {"vision.*"}, {0.1})
             .starts_with("optimizer.lr_patterns: no parameter has a name like \"vision.*\""));
-  CHECK(refused({"*"}) == "optimizer.frozen leaves no parameter to train; remove a pattern");
+  const std::string none = "optimizer.frozen leaves no parameter to train; remove a pattern";
+  CHECK((refused({"*"}) == none && refused({"*"}, {"head"}, {0.1}) == none));
   CHECK(refused({}, {"*"}) ==
         "optimizer.lr_factors has 0 numbers, but lr_patterns has 1 entries; give one for each");
+}
+
+TEST_CASE("a learning rate for frozen parameters alone is refused by name", "[engine][frozen]") {
+  const TemporaryFolder folder;
+  Config config = config_for(folder, "bf16", {"blocks.0.*", "head"});
+  const auto refused = [&](const Patterns& lr) {
+    config.optimizer.lr_patterns = lr;
+    config.optimizer.lr_factors.assign(lr.size(), 0.1);
+    return refusal([&] { validate(config); });
+  };
+  CHECK(refused({"blocks.*", "*", "embedding"}).empty());  // some of what matches is trained
+  CHECK(
+      refused({"embedding", "blocks.0.*"}) ==
+      "optimizer.lr_patterns: all parameters with a name like \"blocks.0.*\" are frozen, blocks.0.attention_norm for "
+      "one, and have no learning rate: correct or remove it");
+  CHECK(
+      refused({"head"}).starts_with("optimizer.lr_patterns: all parameters with a name like \"head\" are frozen"));
+
+  config.optimizer.frozen = {};
+  config.finetune.method = FinetuneMethod::kLora;
+  CHECK(refused({"*.lora_B"}).empty());
+  CHECK(refused({"blocks.0.down"}).starts_with("optimizer.lr_patterns: all parameters with a name like"));
 }
