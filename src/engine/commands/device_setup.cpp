@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/log/log.h"
@@ -14,6 +15,7 @@
 #include "engine/products/product_tuning.h"
 #include "engine/products/run_gemms.h"
 #include "engine/step/recorded_step.h"
+#include "kernels/ops/attention/attention.h"
 
 namespace parka {
 namespace {
@@ -62,7 +64,25 @@ bool wants_gpu(const Config& config, const StartedRanks& started) {
   return wanted;
 }
 
+void check_head_dims(const Config& config, DeviceKind device) {
+  if (device == DeviceKind::kCpu) return;
+  const auto check = [](std::string_view key, int64_t width) {
+    if (width <= kMaxGpuHeadDim) return;
+    throw_bad_input(
+        "{} = {}: attention on a GPU takes heads of up to {} columns; use more and narrower heads, or device.kind = cpu",
+        key, width, kMaxGpuHeadDim);
+  };
+  const ModelConfig& model = config.model;
+  check(model.given_head_dim == 0 ? "model.d_model / model.num_heads" : "model.head_dim", model.head_dim());
+  if (model.vision.exists()) {
+    const TowerConfig& tower = model.vision.tower;
+    check("model.vision.width / model.vision.num_heads", tower.width / tower.num_heads);
+  }
+  check("finetune.side_head_dim", config.finetune.side_rules().head_dim);
+}
+
 std::unique_ptr<Device> make_untuned_device(const Config& config, int gpu) {
+  check_head_dims(config, wants_gpu(config) ? DeviceKind::kCuda : DeviceKind::kCpu);
   if (!wants_gpu(config)) return make_cpu_device();
   if (multiplies_e5m2_by_e5m2(config.precision)) {
     log_warning(

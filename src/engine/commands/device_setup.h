@@ -21,9 +21,13 @@ int num_local_ranks(const StartedRanks& started);
 // wants_gpu(config). Throws Error(kBadInput) if it does not after --gpus.
 bool wants_gpu(const Config& config, const StartedRanks& started);
 
+// Throws Error(kBadInput) if the model, its tower or its side network has heads that are too wide for such a
+// device.
+void check_head_dims(const Config& config, DeviceKind device);
+
 // The device that config.device asks for, ready for ops: GPU number `gpu` of those that this process sees, or the
-// CPU. Throws Error(kBadInput) when the device cannot be had, or the tuning file that the config names does not
-// fit.
+// CPU. Throws Error(kBadInput) when the device cannot be had, or check_head_dims() or the tuning file that the
+// config names does not fit.
 std::unique_ptr<Device> make_device(const Config& config, int gpu = 0);
 // The same, whatever device.gemm_tuning says: cuBLASLt's first choices.
 std::unique_ptr<Device> make_untuned_device(const Config& config, int gpu = 0);

@@ -38,8 +38,8 @@ bool runs_sm90_kernels(const CudaDevice& device, const Args& a) {
 template <typename Args>
 void check_generic(const Args& a) {
   const int64_t D = AttentionDims(a).D;
-  if (D <= kGenericMaxHeadDim) return;
-  throw Error(ExitCode::kBadInput, "attention on a GPU takes heads of up to " + std::to_string(kGenericMaxHeadDim) +
+  if (D <= kMaxGpuHeadDim) return;
+  throw Error(ExitCode::kBadInput, "attention on a GPU takes heads of up to " + std::to_string(kMaxGpuHeadDim) +
                                        " columns, not " + std::to_string(D) + ": use more heads");
 }
 

@@ -128,10 +128,9 @@ void cache_append(Device& device, const CacheAppend& a) {
 void attention_decode(Device& device, const AttentionDecode& a) {
   CudaDevice& cuda = as_cuda(device);
   const DecodeDims dims(a);
-  if (dims.D > kGenericMaxHeadDim) {
-    throw Error(ExitCode::kBadInput, "attention on a GPU takes heads of up to " +
-                                         std::to_string(kGenericMaxHeadDim) + " columns, not " +
-                                         std::to_string(dims.D) + ": use more heads");
+  if (dims.D > kMaxGpuHeadDim) {
+    throw Error(ExitCode::kBadInput, "attention on a GPU takes heads of up to " + std::to_string(kMaxGpuHeadDim) +
+                                         " columns, not " + std::to_string(dims.D) + ": use more heads");
   }
   auto* const partials = static_cast<float*>(cuda.workspace("attention_decode", workspace_of(a)));
   const auto blocks = static_cast<unsigned>(ceil_div(int64_t{dims.T} * dims.H, kWarps));

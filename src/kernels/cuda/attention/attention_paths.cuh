@@ -102,8 +102,7 @@ struct alignas(8) RowStatistics {
 // Of all queries, at AttentionDims::query, for calls that attention_backward_mma takes.
 void compute_row_statistics(CudaDevice& device, const AttentionBackward& a, RowStatistics* statistics);
 
-// fp32 or bf16, in fp32 arithmetic; D up to kGenericMaxHeadDim. Backward raises d_qkv_amax.
-constexpr int64_t kGenericMaxHeadDim = 512;
+// fp32 or bf16, in fp32 arithmetic; D up to kMaxGpuHeadDim. Backward raises d_qkv_amax.
 void attention_forward_generic(CudaDevice& device, const AttentionForward& a);
 void attention_backward_generic(CudaDevice& device, const AttentionBackward& a);
 

@@ -5,7 +5,7 @@
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/vector.cuh"
 
-// Rows of a head, of any width up to kGenericMaxHeadDim, spread over a warp: lane l (threadIdx.x) holds elements l,
+// Rows of a head, of any width up to kMaxGpuHeadDim, spread over a warp: lane l (threadIdx.x) holds elements l,
 // l + 32, ... of a row, N of them.
 namespace parka::cuda {
 
@@ -87,11 +87,11 @@ struct RowSoftmax {
 // Calls f with the number of elements per lane, as a type, for rows of D.
 template <typename F>
 void with_row_size(int64_t D, const F& f) {
-  static_assert(kGenericMaxHeadDim == 16 * kWarpSize);
+  static_assert(kMaxGpuHeadDim == 16 * kWarpSize);
   if (D <= 2 * kWarpSize) return f(std::integral_constant<int, 2>{});
   if (D <= 4 * kWarpSize) return f(std::integral_constant<int, 4>{});
   if (D <= 8 * kWarpSize) return f(std::integral_constant<int, 8>{});
-  PARKA_REQUIRE(D <= kGenericMaxHeadDim);
+  PARKA_REQUIRE(D <= kMaxGpuHeadDim);
   f(std::integral_constant<int, 16>{});
 }
 

@@ -4,6 +4,9 @@
 
 namespace parka {
 
+// The widest heads that GPUs take: D of AttentionForward, AttentionBackward and AttentionDecode. CPUs take all.
+constexpr int64_t kMaxGpuHeadDim = 512;
+
 // Softmax attention within each sequence, with grouped-query heads: query head h uses key/value head h / (H / Hkv).
 // q, k and v are read directly from the fused QKV buffer (see RopeForward). T = B * S.
 //   p[i,j] = exp(scale * q_i . k_j - lse_i) for f_i <= j <= i;  out_i = sum_j p[i,j] v_j
