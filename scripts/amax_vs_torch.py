@@ -7,9 +7,13 @@ What the columns are is said in bench/amax_kernels.cpp; each is the difference o
 their quartiles. Where PyTorch is installed its x.abs().max() (two kernels) and its one-pass norm of infinite order are timed
 too, on the same card: three sets of random tensors in turn, runs of about 10 ms, the median of 20 runs.
 """
-import argparse
 import json
 import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "reproduce"))
+from measured_runs import ScriptParser, report_file  # noqa: E402
 
 try:
     import torch
@@ -51,9 +55,9 @@ def ratio(line, column):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(__doc__)
     parser.add_argument("--bench", default="build/cuda/bench/bench_kernels")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures, a JSON line for each matrix")
+    parser.add_argument("--json", type=report_file, metavar="FILE", help="also write the figures, a JSON line for each matrix")
     options = parser.parse_args()
     with_torch = torch is not None and torch.cuda.is_available()
     if with_torch:

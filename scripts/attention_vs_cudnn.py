@@ -6,14 +6,18 @@
 bf16, causal, 16 heads of 128 columns, 32768 tokens. TFLOP/s count the causal half once and backward as 2.5 times forward.
 Both are timed the same way: three sets of random tensors in turn, graphs of about 10 ms, the median of 20 replays.
 """
-import argparse
 import json
 import math
 import statistics
 import subprocess
+import sys
+from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "reproduce"))
+from measured_runs import ScriptParser, report_file  # noqa: E402
 
 TOKENS, HEADS, HEAD_DIM = 32768, 16, 128
 SETS, RUNS, MOST_IN_A_ROW, RUN_SECONDS = 3, 20, 24, 0.01
@@ -72,10 +76,10 @@ def parka_tflops(bench, length):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(__doc__)
     parser.add_argument("--bench", default="build/cuda/bench/bench_kernels")
     parser.add_argument("--lengths", default="1024,2048,4096,8192,16384,32768")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures, a JSON line for each length")
+    parser.add_argument("--json", type=report_file, metavar="FILE", help="also write the figures, a JSON line for each length")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, cuDNN {torch.backends.cudnn.version()}, PyTorch {torch.__version__}")
     print("| length | forward | cuDNN | ratio | backward | cuDNN | ratio |\n|---|---|---|---|---|---|---|")
