@@ -11,6 +11,7 @@
 #include "tests/kernels/float8_devices.h"
 #include "tests/kernels/joint_scales.h"
 #include "tests/kernels/op_bounds.h"
+#include "tests/kernels/rope_case.h"
 
 // Joint scales of queries and keys: what rope_forward saves with them against plain loops, the other device and
 // the one kernel of rope_projection against that.
@@ -350,20 +351,6 @@ TEST_CASE("rope_forward with joint scales on another device gives the CPU's bits
 
 // ---- The projection and the rotation in one kernel ----
 
-struct JointProjectionCase {
-  int64_t rows, positions, depth;  // T, S, K
-  int64_t heads, kv_heads, head_dim;
-  int64_t group = 32;
-  bool fast = true, one_kernel = true;  // whether a Hopper GPU has one
-
-  int64_t width() const { return (heads + 2 * kv_heads) * head_dim; }
-};
-
-std::string describe(const JointProjectionCase& c) {
-  return fmt::format("{} x {} x {}, {} and {} heads of {}, groups of {}{}", c.rows, c.width(), c.depth, c.heads,
-                     c.kv_heads, c.head_dim, c.group, c.fast ? "" : ", accurate");
-}
-
 // exact_values() of which every `piece` rows have a power of 2 as another factor, some 0. The rows with the
 // value that the scale comes from keep theirs, so all terms of a product's sum have one factor, and it stays
 // exact.
@@ -382,7 +369,7 @@ std::vector<float> exact_values_of_many_sizes(int64_t rows, int64_t cols, int64_
 struct JointProjected {
   enum class Way { kOne, kTwo };
 
-  JointProjected(Device& device, const JointProjectionCase& c, Way way, const std::vector<float>& x_values)
+  JointProjected(Device& device, const RopeCase& c, Way way, const std::vector<float>& x_values)
       : x(device, DType::kE4M3, c.rows, c.depth, Scaling::kTensor),
         weight(device, DType::kE4M3, c.width(), c.depth, Scaling::kTensor),
         qkv(device, DType::kBF16, {c.rows, c.width()}),
@@ -395,7 +382,7 @@ struct JointProjected {
     quantize(device, {.x = bf16_weight, .out = weight});
     way == Way::kOne ? rope_projection(device, op(c)) : run_as_two(device, op(c));
   }
-  RopeProjection op(const JointProjectionCase& c) const {
+  RopeProjection op(const RopeCase& c) const {
     return {.projection = {.a = x, .b = weight, .out = qkv, .fast_accumulation = c.fast},
             .rope = {.qkv = qkv,
                      .cos_sin = cos_sin,
@@ -411,7 +398,7 @@ struct JointProjected {
 };
 using Way = JointProjected::Way;
 
-void check_projection(Device& device, const JointProjectionCase& c, const std::vector<float>& x) {
+void check_projection(Device& device, const RopeCase& c, const std::vector<float>& x) {
   const JointProjected got(device, c, Way::kOne, x), want(device, c, Way::kTwo, x);
   CHECK(first_difference("saved", got.saved, want.saved) == "");
   CHECK(first_difference("qkv", got.qkv, want.qkv) == "");
@@ -420,17 +407,14 @@ void check_projection(Device& device, const JointProjectionCase& c, const std::v
 
 TEST_CASE("rope_projection with joint scales leaves what gemm and rope_forward leave", "[kernels][rope][devices]") {
   // Rows that are multiples of 128, of 64, of neither; widths of heads and groups that suit one kernel and not.
-  const JointProjectionCase c =
-      GENERATE(JointProjectionCase{128, 64, 128, 2, 1, 128}, JointProjectionCase{256, 256, 256, 4, 2, 128},
-               JointProjectionCase{192, 64, 272, 4, 4, 128}, JointProjectionCase{300, 100, 400, 6, 1, 128, 64},
-               JointProjectionCase{257, 300, 144, 8, 4, 64}, JointProjectionCase{200, 50, 384, 2, 1, 64, 16},
-               JointProjectionCase{448, 448, 208, 12, 4, 64}, JointProjectionCase{130, 130, 768, 12, 2, 32, 16},
-               JointProjectionCase{513, 171, 80, 4, 4, 128, 16}, JointProjectionCase{1000, 500, 400, 8, 4, 128},
-               JointProjectionCase{1, 1, 16, 1, 1, 16, 16, true, false},
-               JointProjectionCase{90, 90, 96, 3, 1, 128, 32, true, false},
-               JointProjectionCase{70, 35, 112, 2, 1, 256, 32, true, false},
-               JointProjectionCase{64, 64, 64, 4, 2, 128, 128, true, false},
-               JointProjectionCase{140, 70, 112, 4, 2, 64, 32, false, false});
+  const RopeCase c = GENERATE(
+      RopeCase{128, 64, 128, 2, 1, 128}, RopeCase{256, 256, 256, 4, 2, 128}, RopeCase{192, 64, 272, 4, 4, 128},
+      RopeCase{300, 100, 400, 6, 1, 128, 64}, RopeCase{257, 300, 144, 8, 4, 64},
+      RopeCase{200, 50, 384, 2, 1, 64, 16}, RopeCase{448, 448, 208, 12, 4, 64},
+      RopeCase{130, 130, 768, 12, 2, 32, 16}, RopeCase{513, 171, 80, 4, 4, 128, 16},
+      RopeCase{1000, 500, 400, 8, 4, 128}, RopeCase{1, 1, 16, 1, 1, 16, 16, true, false},
+      RopeCase{90, 90, 96, 3, 1, 128, 32, true, false}, RopeCase{70, 35, 112, 2, 1, 256, 32, true, false},
+      RopeCase{64, 64, 64, 4, 2, 128, 128, true, false}, RopeCase{140, 70, 112, 4, 2, 64, 32, false, false});
   CAPTURE(describe(c));
   const std::vector<float> x = exact_values_of_many_sizes(c.rows, c.depth, kJointRows, 311);
   for (Device* device : devices()) {
@@ -444,7 +428,7 @@ TEST_CASE("rope_projection with joint scales leaves what gemm and rope_forward l
 
 TEST_CASE("rope_projection with joint scales of many tiles leaves the same each time", "[kernels][rope][devices]") {
   const int64_t depth = GENERATE(80, 272, 1040), head_dim = GENERATE(64, 128);
-  const JointProjectionCase c{4000, 1000, depth, 24, 12, head_dim};
+  const RopeCase c{4000, 1000, depth, 24, 12, head_dim};
   CAPTURE(describe(c));
   for (Device* device : other_devices()) {
     const std::vector<float> x = exact_values_of_many_sizes(c.rows, c.depth, kJointRows, 311);
@@ -456,8 +440,7 @@ TEST_CASE("rope_projection with joint scales of many tiles leaves the same each 
 }
 
 TEST_CASE("rope_projection with joint scales keeps bad values visible", "[kernels][rope][devices]") {
-  const JointProjectionCase c =
-      GENERATE(JointProjectionCase{300, 100, 128, 2, 1, 128}, JointProjectionCase{200, 100, 128, 4, 2, 64});
+  const RopeCase c = GENERATE(RopeCase{300, 100, 128, 2, 1, 128}, RopeCase{200, 100, 128, 4, 2, 64});
   CAPTURE(describe(c));
   for (Device* device : devices()) {
     std::vector<float> x = exact_values(c.rows * c.depth, 311);

@@ -3,6 +3,7 @@
 #include "kernels/ops/gemm/fused_product.h"
 #include "tests/kernels/exact_products.h"
 #include "tests/kernels/float8_devices.h"
+#include "tests/kernels/rope_case.h"
 
 // rope_projection beside gemm and rope_forward on the same device, with operands whose products are exact: all bits
 // have to be equal.
@@ -12,20 +13,6 @@ using namespace parka::test;
 namespace {
 
 const Format kCodes{DType::kE4M3, Scaling::kTensor};
-
-struct RopeCase {
-  int64_t rows, positions, depth;  // T, S, K
-  int64_t heads, kv_heads, head_dim;
-  int64_t group = 32;
-  bool fast = true, one_kernel = true;  // whether a Hopper GPU has one
-
-  int64_t width() const { return (heads + 2 * kv_heads) * head_dim; }
-};
-
-std::string describe(const RopeCase& c) {
-  return fmt::format("{} x {} x {}, {} and {} heads of {}, groups of {}{}", c.rows, c.width(), c.depth, c.heads,
-                     c.kv_heads, c.head_dim, c.group, c.fast ? "" : ", accurate");
-}
 
 // What the op leaves on a device.
 struct Rotated {
