@@ -1,3 +1,5 @@
+#include <string>
+
 #include "bench/kernel_bench.h"
 
 // The ops as the recipe `parka` uses them: inputs of norms and SwiGLU kept in groups of 16, everything that a GEMM
@@ -86,19 +88,23 @@ void bench_swiglu(Bench& bench, const ModelShape& m, const char* forward, const 
                              .activation = activation};
       },
       swiglu_forward);
-  bench.time(
-      m.name, backward,
-      [&](Tensors& t) {
-        const ScaledView d_up_gate = t.fp8(DType::kE5M2, m.T, 2 * m.f, Scaling::kTensor);
-        return SwigluBackward{
-            .up_gate = kept(t),
-            .d_product = t.bf16({m.T, m.f}),
-            .d_up_gate = d_up_gate,
-            .d_up_gate_t = t.fp8(DType::kE5M2, 2 * m.f, m.T, Scaling::kTensor, 0, d_up_gate.scale),
-            .product_t = t.fp8(DType::kE4M3, m.f, m.T, Scaling::kTensor),
-            .activation = activation};
-      },
-      swiglu_backward);
+  for (const bool samples_amax : {false, true}) {
+    const std::string name = std::string(backward) + (samples_amax ? ".sampled" : "");
+    bench.time(
+        m.name, name.c_str(),
+        [&](Tensors& t) {
+          const ScaledView d_up_gate = t.fp8(DType::kE5M2, m.T, 2 * m.f, Scaling::kTensor);
+          return SwigluBackward{
+              .up_gate = kept(t),
+              .d_product = t.bf16({m.T, m.f}),
+              .d_up_gate = d_up_gate,
+              .d_up_gate_t = t.fp8(DType::kE5M2, 2 * m.f, m.T, Scaling::kTensor, 0, d_up_gate.scale),
+              .samples_amax = samples_amax,
+              .product_t = t.fp8(DType::kE4M3, m.f, m.T, Scaling::kTensor),
+              .activation = activation};
+        },
+        swiglu_backward);
+  }
 }
 
 // The projection to up and gate with SwiGLU, as one op and as two.

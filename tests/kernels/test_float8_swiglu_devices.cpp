@@ -181,13 +181,32 @@ namespace {
 struct Wanted {
   Copies gradient = Copies::kBoth, product = Copies::kTransposed;
   bool has_gradient = true, has_product = true;
+  bool samples_amax = false;
+  float factor = 1;  // of d_product in the second row, which is not in the sample
 };
+
+// Whether `got` is what the CPU makes of `values` with the maximum that samples_amax takes.
+std::string unlike_sampled(const std::string& name, const Output& got, const TestTensor& values) {
+  const int64_t rows = values.view().dim[0], cols = values.view().dim[1];
+  const std::vector<float> host = values.host();
+  float sampled = 0, all = 0;
+  for (int64_t i = 0; i < rows * cols; ++i) {
+    if (i / cols % kAmaxSampling == 0) sampled = std::max(sampled, std::abs(host[i]));
+    all = std::max(all, std::abs(host[i]));
+  }
+  const TestTensor x(cpu_device(), DType::kF32, {rows, cols}, host),
+      amax(cpu_device(), DType::kF32, {1}, {std::max(kAmaxRoom * sampled, all)});
+  const Output want(cpu_device(), got.format, rows, cols, got.copies);
+  quantize(cpu_device(), {.x = x, .out = want.row(), .out_t = want.transposed(), .amax = amax});
+  return first_difference(name, got, want);
+}
 
 void check_swiglu_backward(Device& device, const SwigluCase& c, const Format& format, const Format& product_format,
                            const Wanted& wanted, DType d_dtype) {
   const MatrixShape& s = c.shape;
   const SwigluPass pass(device, c, product_format, Copies::kBoth);
-  const std::vector<float> d = random_bf16(s.numel(), 212, 1e-3f);
+  std::vector<float> d = random_bf16(s.numel(), 212, 1e-3f);
+  for (int64_t i = s.cols; i < std::min(2 * s.cols, s.numel()); ++i) d[i] *= wanted.factor;
   const TestTensor d_product(device, d_dtype, {s.rows, s.cols}, d),
       d_product_here(cpu_device(), d_dtype, {s.rows, s.cols}, d);
   const Output gradient(device, format, s.rows, 2 * s.cols, wanted.gradient);
@@ -198,12 +217,14 @@ void check_swiglu_backward(Device& device, const SwigluCase& c, const Format& fo
                           .d_product = wanted.has_gradient ? d_product.view() : TensorView(),
                           .d_up_gate = wanted.has_gradient ? gradient.row() : ScaledView(),
                           .d_up_gate_t = wanted.has_gradient ? gradient.transposed() : ScaledView(),
+                          .samples_amax = wanted.samples_amax,
                           .product = wanted.has_product ? product.row() : ScaledView(),
                           .product_t = wanted.has_product ? product.transposed() : ScaledView(),
                           .activation = c.activation};
   swiglu_backward(device, op);
   CAPTURE(describe(c), describe(gradient.matrix.view()), describe(product.matrix.view()), name_of(d_dtype));
-  CAPTURE(wanted.has_gradient, wanted.gradient, wanted.has_product, wanted.product);
+  CAPTURE(wanted.has_gradient, wanted.gradient, wanted.has_product, wanted.product, wanted.samples_amax,
+          wanted.factor);
   if (wanted.has_product) {
     const TestMatrix &row = product.matrix, &column = product.matrix_t;
     if (wanted.product != Copies::kTransposed) {
@@ -231,7 +252,11 @@ void check_swiglu_backward(Device& device, const SwigluCase& c, const Format& fo
                                  .d_up_gate = want,
                                  .activation = c.activation});
   CHECK(first_far("d_up_gate", plain, want, row_slack(want.host(), s.rows)) == "");
-  CHECK(unlike_quantized("d_up_gate", gradient, plain) == "");
+  if (wanted.samples_amax) {
+    CHECK(unlike_sampled("d_up_gate", gradient, plain) == "");
+  } else {
+    CHECK(unlike_quantized("d_up_gate", gradient, plain) == "");
+  }
 }
 
 }  // namespace
@@ -265,6 +290,21 @@ TEST_CASE("swiglu_backward in fp8 on another device takes any number of columns"
       for (const DType dtype : {DType::kF32, DType::kBF16}) {
         check_swiglu_backward(*device, {s, plain_format(dtype), false, nullptr}, kE5M2, kE4M3, {}, dtype);
         check_swiglu_backward(*device, {s, plain_format(dtype), false, &kGroup16}, kE4M3, kGroup128, {}, dtype);
+      }
+    }
+  }
+}
+
+TEST_CASE("swiglu_backward on another device finds a scale from a sample", "[kernels][swiglu][devices]") {
+  const MatrixShape s = GENERATE(from_range(kSwigluShapes));
+  for (Device* device : other_devices()) {
+    for (const SwigluCase& c : swiglu_cases(s)) {
+      for (const float factor : {1.0f, 20.0f, 2048.0f}) {  // the last exceeds what the sample leaves room for
+        check_swiglu_backward(*device, c, kE5M2, kE4M3, {.samples_amax = true, .factor = factor}, DType::kBF16);
+        check_swiglu_backward(
+            *device, c, kE5M2, kE4M3,
+            {.gradient = Copies::kRow, .has_product = false, .samples_amax = true, .factor = factor}, DType::kBF16);
+        check_swiglu_backward(*device, c, kE5M2, kE4M3, {.samples_amax = true, .factor = factor}, DType::kF32);
       }
     }
   }

@@ -305,6 +305,67 @@ TEST_CASE("swiglu_backward quantizes the gradient", "[kernels][swiglu]") {
   }
 }
 
+TEST_CASE("swiglu_backward finds a scale from a sample of tokens", "[kernels][swiglu]") {
+  constexpr int64_t kWidth = 20;
+  const Format e5m2{DType::kE5M2, Scaling::kTensor};
+  for (const int64_t rows : {1, 16, 17, 53}) {
+    for (const auto& [row, factor] :
+         {std::pair<int64_t, float>{-1, 1}, {0, 500}, {48, 500}, {47, 30}, {47, 500}, {52, 1e4f}}) {
+      const Case c({DType::kBF16}, rows, kWidth);
+      std::vector<float> d = random_bf16(rows * kWidth, 84);
+      for (int64_t i = 0; i < rows * kWidth; ++i) {
+        if (i / kWidth == row) d[i] *= factor;
+      }
+      const TestTensor d_product(cpu_device(), DType::kF32, {rows, kWidth}, d),
+          plain(cpu_device(), DType::kF32, {rows, 2 * kWidth});
+      swiglu_backward(cpu_device(), {.up_gate = c.up_gate, .d_product = d_product, .d_up_gate = plain});
+      float sampled = 0, all = 0;
+      const std::vector<float> values = plain.host();
+      for (int64_t i = 0; i < rows * 2 * kWidth; ++i) {
+        if (i / (2 * kWidth) % 16 == 0) sampled = std::max(sampled, std::abs(values[i]));
+        all = std::max(all, std::abs(values[i]));
+      }
+      const TestTensor amax(cpu_device(), DType::kF32, {1}, {std::max(64 * sampled, all)});
+      const TestMatrix got = e5m2.make(cpu_device(), rows, 2 * kWidth),
+                       got_t = e5m2.make(cpu_device(), 2 * kWidth, rows),
+                       want = e5m2.make(cpu_device(), rows, 2 * kWidth);
+      ScaledView view_t = got_t;
+      view_t.scale = got.scale->view();
+      swiglu_backward(cpu_device(), {.up_gate = c.up_gate,
+                                     .d_product = d_product,
+                                     .d_up_gate = got,
+                                     .d_up_gate_t = view_t,
+                                     .samples_amax = true});
+      quantize(cpu_device(), {.x = plain, .out = want, .amax = amax});
+      CAPTURE(rows, row, factor);
+      CHECK(same_bits(got, want));
+      const std::vector<float> codes = got_t.data.host(), want_codes = want.data.host();
+      int wrong = 0;
+      for (int64_t i = 0; i < rows * 2 * kWidth; ++i) {
+        wrong += codes[i % (2 * kWidth) * rows + i / (2 * kWidth)] != want_codes[i];
+      }
+      CHECK(wrong == 0);
+    }
+  }
+}
+
+TEST_CASE("swiglu_backward takes the maximum of all tokens where the sample is zeros", "[kernels][swiglu]") {
+  constexpr int64_t kRows = 33, kWidth = 16;
+  const Format e5m2{DType::kE5M2, Scaling::kTensor};
+  const Case c({DType::kBF16}, kRows, kWidth);
+  std::vector<float> d = random_bf16(kRows * kWidth, 85);
+  for (int64_t i = 0; i < kRows * kWidth; ++i) {
+    if (i / kWidth % 16 == 0) d[i] = 0;
+  }
+  const TestTensor d_product(cpu_device(), DType::kF32, {kRows, kWidth}, d);
+  const TestMatrix sampled = e5m2.make(cpu_device(), kRows, 2 * kWidth),
+                   of_all = e5m2.make(cpu_device(), kRows, 2 * kWidth);
+  swiglu_backward(cpu_device(),
+                  {.up_gate = c.up_gate, .d_product = d_product, .d_up_gate = sampled, .samples_amax = true});
+  swiglu_backward(cpu_device(), {.up_gate = c.up_gate, .d_product = d_product, .d_up_gate = of_all});
+  CHECK(same_bits(sampled, of_all));
+}
+
 TEST_CASE("swiglu gives the same bits on any number of threads", "[kernels][swiglu]") {
   constexpr int64_t kRows = 201, kWidth = 48;
   const Case c(kGroup16, kRows, kWidth);
@@ -366,6 +427,9 @@ TEST_CASE("swiglu refuses tensors that do not fit, by name", "[kernels][swiglu]"
                  "d_up_gate_t is e5m2 [4, 12]"));
   CHECK(contains(backward({.up_gate = up_gate, .d_product = product, .d_up_gate = d, .d_up_gate_t = d_t}),
                  "share one"));
+  CHECK(contains(
+      backward({.up_gate = up_gate, .d_product = product, .d_up_gate = whole, .samples_amax = true}),
+      "swiglu_backward: d_up_gate is e4m3 [4, 12], one scale, and only of e5m2 with one scale is the maximum sampled"));
   CHECK(contains(backward({.up_gate = up_gate, .product = up_gate}), "swiglu_backward: product is fp32 [4, 12]"));
   CHECK(
       contains(backward({.up_gate = up_gate, .product_t = product}), "swiglu_backward: product_t is fp32 [4, 6]"));

@@ -1,5 +1,6 @@
 #include "kernels/ops/swiglu/swiglu.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "core/parallel.h"
@@ -57,6 +58,23 @@ struct GatedRow {
   std::vector<float> argument;  // empty where it is the gate
 };
 
+// What SwigluBackward::samples_amax describes.
+float sampled_amax(const Matrix& x) {
+  float sampled = 0;
+  for (int64_t t = 0; t < x.rows(); t += kAmaxSampling) sampled = std::max(sampled, max_abs(x.row(t), x.cols()));
+  return std::max(kAmaxRoom * sampled, max_abs(x));
+}
+
+void encode_gradient(const Matrix& d_up_gate, const SwigluBackward& a) {
+  if (!a.samples_amax) {
+    encode_with_transpose(d_up_gate, a.d_up_gate, a.d_up_gate_t);
+    return;
+  }
+  const ScaledView& any = a.d_up_gate.empty() ? a.d_up_gate_t : a.d_up_gate;
+  any.scale.as<float>()[0] = tensor_scale(sampled_amax(d_up_gate), any.data.dtype);
+  encode_with_transpose(d_up_gate, a.d_up_gate, a.d_up_gate_t, ScaleSource::kGiven);
+}
+
 }  // namespace
 
 void swiglu_forward(Device&, const SwigluForward& a) {
@@ -97,7 +115,7 @@ void swiglu_backward(Device&, const SwigluBackward& a) {
       for (int64_t f = 0; f < width; ++f) d_gate[f] = d_product[f] * row.up()[f] * slope[f];
     }
   });
-  if (wants_gradient) encode_with_transpose(d_up_gate, a.d_up_gate, a.d_up_gate_t);
+  if (wants_gradient) encode_gradient(d_up_gate, a);
   if (wants_product) encode_with_transpose(product, a.product, a.product_t, ScaleSource::kGiven);
 }
 

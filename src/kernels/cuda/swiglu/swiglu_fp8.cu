@@ -68,14 +68,58 @@ void quantize_gate(CudaDevice& device, const SwigluForward& a, float* amax) {
 
 // ---- Backward: d_up, d_gate and the product of a tile together ----
 
+// The scale of d_up_gate where its maximum was found before: what a kernel makes codes with.
+struct KnownScale : tiles::TensorScale {
+  static constexpr bool kFindsAmax = false;
+  __device__ bool is_needed() const { return true; }
+};
+
+// The same by SwigluBackward::samples_amax, in two kernels. The first takes the scale from the sample, and finds
+// the maximum of all; the second one writes all codes again if that exceeds what the sample leaves room for.
+struct SampledAmax {
+  float* scale;
+  const float* sampled;
+  float* amax;  // of all; 0 before the first kernel
+
+  __device__ float bound() const { return __fmul_rn(kAmaxRoom, __ldg(sampled)); }
+};
+
+struct SampledScale : SampledAmax {
+  static constexpr bool kFindsAmax = true;
+  __device__ bool is_needed() const { return true; }
+  template <typename F8>
+  __device__ float inverse() const {
+    return scale_for<F8, float>(bound()).inverse;
+  }
+  template <typename F8>
+  __device__ void write() const {
+    if (tiles::is_first_thread()) *scale = scale_for<F8, float>(bound()).scale;
+  }
+};
+
+struct ExceededScale : SampledAmax {
+  static constexpr bool kFindsAmax = false;
+  __device__ bool is_needed() const { return __ldg(amax) > bound(); }
+  template <typename F8>
+  __device__ float inverse() const {
+    return scale_for<F8, float>(__ldg(amax)).inverse;
+  }
+  template <typename F8>
+  __device__ void write() const {
+    if (tiles::is_first_thread()) *scale = scale_for<F8, float>(__ldg(amax)).scale;
+  }
+};
+
 // d_up_gate with one scale, and the product, in the format of activations, with its given one.
-template <typename Inputs, typename F8, bool kProduct>
+template <typename Inputs, typename F8, bool kProduct, typename Scale>
 __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
     gradient_codes_kernel(const Inputs inputs, const tiles::CodeOutput d_up, const tiles::CodeOutput d_gate,
-                          const tiles::TensorScale scale, const tiles::CodeOutput product,
+                          const Scale scale, const tiles::CodeOutput product,
                           const tiles::TensorScale product_scale) {
   alignas(tiles::kTileAlignment) __shared__ uint32_t shared[kProduct ? 3 : 2][tiles::kSharedWords];
-  const float inverse = scale.inverse<F8>();
+  if (!scale.is_needed()) return;
+  float amax = 0.0f;
+  const float inverse = scale.template inverse<F8>();
   const float product_inverse = kProduct ? product_scale.inverse<Float8E4M3>() : 0.0f;
   const uint32_t part = tiles::part_address(shared[0]);
   tiles::for_each_row(inputs, d_up.rows, d_up.cols, [&](int k, const auto& fetched) {
@@ -85,6 +129,10 @@ __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
     for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
       GradientParts<4> g;
       inputs.read(fetched, quarter, g);
+      if constexpr (Scale::kFindsAmax) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) amax = fmaxf(amax, g.magnitude(i));
+      }
       up_codes[quarter] = tiles::encode<F8>({g.d_up(0), g.d_up(1), g.d_up(2), g.d_up(3)}, inverse);
       gate_codes[quarter] = tiles::encode<F8>({g.d_gate(0), g.d_gate(1), g.d_gate(2), g.d_gate(3)}, inverse);
       if constexpr (kProduct) {
@@ -96,12 +144,34 @@ __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
     tiles::put_codes(gate_codes, k, d_gate, part + tiles::kTileBytes);
     if constexpr (kProduct) tiles::put_codes(product_codes, k, product, part + 2 * tiles::kTileBytes);
   });
+  if constexpr (Scale::kFindsAmax) {
+    const uint32_t of_warp = __reduce_max_sync(kFullWarp, __float_as_uint(amax));
+    if (threadIdx.x % kWarpSize == 0) raise_to(scale.amax, __uint_as_float(of_warp));
+  }
   __syncthreads();
   tiles::finish_codes(d_up, shared[0]);
   tiles::finish_codes(d_gate, shared[1]);
   if constexpr (kProduct) tiles::finish_codes(product, shared[2]);
-  scale.write<F8>();
+  scale.template write<F8>();
 }
+
+// *amax = what SwigluBackward::samples_amax takes.
+__global__ void take_sampled_amax_kernel(const float* sampled, float* amax) {
+  *amax = fmaxf(*amax, __fmul_rn(kAmaxRoom, *sampled));
+}
+
+// Of a Source every kAmaxSampling-th row, from the first on.
+template <typename Source>
+struct SampledRows : Source {
+  explicit SampledRows(const Source& source) : Source(source) {}
+  [[maybe_unused]] __device__ auto fetch(int row, int col) const {
+    return Source::fetch(row * int{kAmaxSampling}, col);
+  }
+  [[maybe_unused]] __device__ float element(int row, int col) const {
+    return Source::element(row * int{kAmaxSampling}, col);
+  }
+};
+int64_t num_sampled(int64_t rows) { return ceil_div(rows, kAmaxSampling); }
 
 template <typename Inputs, typename Y>
 __global__ void __launch_bounds__(tiles::kThreads)
@@ -139,10 +209,11 @@ bool fits_tensor_tiles(const ScaledView& t, const ScaledView& t_transposed) {
          (t.empty() || t_transposed.empty() || t.data.dtype == t_transposed.data.dtype);
 }
 
-// A maximum to be raised, 0 at first.
-float* zero_amax(CudaDevice& device, std::string_view op) {
-  auto* const amax = static_cast<float*>(device.workspace(op, kAmaxWorkspaceBytes));
-  check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), op);
+// Maxima to be raised, 0 at first.
+float* zero_amax(CudaDevice& device, std::string_view op, int64_t count = 1) {
+  const int64_t bytes = count * kAmaxWorkspaceBytes;
+  auto* const amax = static_cast<float*>(device.workspace(op, bytes));
+  check(cudaMemsetAsync(amax, 0, static_cast<size_t>(bytes), device.stream()), op);
   return amax;
 }
 
@@ -177,26 +248,37 @@ tiles::CodeOutput part_of(const ScaledView& t, const ScaledView& t_transposed, i
   return out;
 }
 
-// The gradient as codes with one scale, and the product beside it if `with_product`.
+// The gradient as codes with one scale, and the product beside it if `with_product`. `amax`: to be raised, 0 at
+// first; of two numbers with samples_amax.
 template <typename Inputs>
 void write_gradient_codes(CudaDevice& device, const Inputs& inputs, const SwigluBackward& a, bool with_product,
-                          const float* amax) {
+                          float* amax) {
   const int64_t rows = a.d_product.dim[0], width = a.d_product.dim[1];
   const ScaledView& any = a.d_up_gate.empty() ? a.d_up_gate_t : a.d_up_gate;
   const tiles::CodeOutput d_up = part_of(a.d_up_gate, a.d_up_gate_t, rows, 0, width);
   const tiles::CodeOutput d_gate = part_of(a.d_up_gate, a.d_up_gate_t, rows, width, width);
   const tiles::CodeOutput product = part_of(a.product, a.product_t, rows, 0, width);
   const ScaledView& any_product = a.product.empty() ? a.product_t : a.product;
-  const tiles::TensorScale scale = tiles::tensor_scale(any, amax);
   const tiles::TensorScale product_scale =
       with_product ? tiles::tensor_scale(any_product, nullptr) : tiles::TensorScale{};
-  with_float8_type(any.data.dtype, [&](auto f8) {
+  const auto launch = [&](auto f8, const auto& scale) {
     using F8 = decltype(f8);
-    const auto kernel =
-        with_product ? gradient_codes_kernel<Inputs, F8, true> : gradient_codes_kernel<Inputs, F8, false>;
+    using Scale = std::decay_t<decltype(scale)>;
+    const auto kernel = with_product ? gradient_codes_kernel<Inputs, F8, true, Scale>
+                                     : gradient_codes_kernel<Inputs, F8, false, Scale>;
     kernel<<<tiles::grid_of(rows, width), tiles::kThreads, 0, device.stream()>>>(inputs, d_up, d_gate, scale,
                                                                                  product, product_scale);
-  });
+  };
+  const MadeSource magnitudes(GradientMagnitudes<Inputs>{inputs});
+  if (a.samples_amax) {
+    const SampledAmax sampled{any.scale.as<float>(), amax, amax + 1};
+    find_amax(device, SampledRows(magnitudes), num_sampled(rows), width, amax);
+    launch(Float8E5M2{}, SampledScale{sampled});
+    launch(Float8E5M2{}, ExceededScale{sampled});
+    return;
+  }
+  find_amax(device, magnitudes, rows, width, amax);
+  with_float8_type(any.data.dtype, [&](auto f8) { launch(f8, KnownScale{tiles::tensor_scale(any, amax)}); });
 }
 
 // Calls f with the GradientInputs of `a`; as with_gated().
@@ -213,6 +295,16 @@ void with_gradient_inputs(const SwigluBackward& a, bool wide, const F& f) {
   });
 }
 
+// *amax = the maximum that the scale is of, for formats without kernels of their own.
+void find_amax_of_rare(CudaDevice& device, const AnyGradientInputs& inputs, const SwigluBackward& a, float* amax) {
+  const int64_t rows = a.d_product.dim[0], width = a.d_product.dim[1];
+  const MadeSource magnitudes(GradientMagnitudes<AnyGradientInputs>{inputs});
+  find_amax_of_elements(device, magnitudes, rows, width, amax);
+  if (!a.samples_amax) return;
+  find_amax_of_elements(device, SampledRows(magnitudes), num_sampled(rows), width, amax + 1);
+  take_sampled_amax_kernel<<<1, 1, 0, device.stream()>>>(amax + 1, amax);
+}
+
 // Returns whether the product was made as well.
 bool write_gradient(CudaDevice& device, const SwigluBackward& a) {
   const int64_t rows = a.d_product.dim[0], width = a.d_product.dim[1];
@@ -225,17 +317,17 @@ bool write_gradient(CudaDevice& device, const SwigluBackward& a) {
                             fits_tensor_tiles(a.product, a.product_t) && is_e4m3_or_empty(a.product) &&
                             is_e4m3_or_empty(a.product_t);
   float* amax = nullptr;
-  if (is_tensor(a.d_up_gate) || is_tensor(a.d_up_gate_t)) amax = zero_amax(device, "swiglu_backward");
+  if (is_tensor(a.d_up_gate) || is_tensor(a.d_up_gate_t)) {
+    amax = zero_amax(device, "swiglu_backward", a.samples_amax ? 2 : 1);
+  }
   bool made_product = false;
   with_gradient_inputs(a, has_codes_kernel || has_plain_kernel, [&](const auto& inputs) {
     using Inputs = std::decay_t<decltype(inputs)>;
-    const MadeSource magnitudes(GradientMagnitudes<Inputs>{inputs});
     if constexpr (std::is_same_v<Inputs, AnyGradientInputs>) {
-      if (amax != nullptr) find_amax_of_elements(device, magnitudes, rows, width, amax);
+      if (amax != nullptr) find_amax_of_rare(device, inputs, a, amax);
       write_rare(device, MadeSource(GradientNumbers<Inputs>{inputs}), rows, 2 * width, a.d_up_gate, a.d_up_gate_t,
                  amax);
     } else {
-      if (amax != nullptr) find_amax(device, magnitudes, rows, width, amax);
       if (has_codes_kernel) {
         write_gradient_codes(device, inputs, a, with_product, amax);
         made_product = with_product;

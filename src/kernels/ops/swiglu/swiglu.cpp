@@ -26,6 +26,14 @@ void check_silu(std::string_view op, const ScaledView& t, int64_t rows, int64_t 
   }
 }
 
+void check_samples_amax(std::string_view op, const SwigluBackward& a) {
+  if (!a.samples_amax) return;
+  for (const ScaledView* t : {&a.d_up_gate, &a.d_up_gate_t}) {
+    if (t->empty() || (t->scaling == Scaling::kTensor && t->data.dtype == DType::kE5M2)) continue;
+    throw_internal("{}: d_up_gate is {}, and only of e5m2 with one scale is the maximum sampled", op, describe(*t));
+  }
+}
+
 void check_optional(std::string_view op, std::string_view name, const ScaledView& t, int64_t rows, int64_t cols) {
   if (!t.empty()) check_matrix(op, name, t, rows, cols);
 }
@@ -67,6 +75,7 @@ void swiglu_backward(Device& device, const SwigluBackward& a) {
   } else if (!a.d_up_gate.empty() || !a.d_up_gate_t.empty()) {
     throw_internal("{}: d_up_gate is given, but d_product is not given", kOp);
   }
+  check_samples_amax(kOp, a);
   check_optional(kOp, "product", a.product, rows, width);
   check_optional(kOp, "product_t", a.product_t, width, rows);
   check_shared_scale(kOp, a.product, a.product_t);
@@ -85,15 +94,18 @@ int64_t workspace_of(const SwigluForward& a) {
 }
 
 OpCost cost_of(const SwigluBackward& a) {
-  return moved(all_bytes(a.up_gate, a.silu, a.d_product, a.d_up_gate, a.d_up_gate_t, a.product, a.product_t) +
-                   (read_twice(a.d_up_gate, a.d_up_gate_t) ? all_bytes(a.up_gate, a.silu, a.d_product) : 0.0),
+  const double reads = all_bytes(a.up_gate, a.silu, a.d_product);
+  const double for_amax = read_twice(a.d_up_gate, a.d_up_gate_t) ? reads : 0.0;
+  return moved(reads + (a.samples_amax ? for_amax / kAmaxSampling : for_amax) +
+                   all_bytes(a.d_up_gate, a.d_up_gate_t, a.product, a.product_t),
                a.up_gate.data);
 }
 TensorView output_of(const SwigluBackward& a) {
   return first_given({a.d_up_gate.data, a.d_up_gate_t.data, a.product.data, a.product_t.data});
 }
 int64_t workspace_of(const SwigluBackward& a) {
-  return has_tensor_scale(a.d_up_gate) || has_tensor_scale(a.d_up_gate_t) ? cuda::kAmaxWorkspaceBytes : 0;
+  if (!has_tensor_scale(a.d_up_gate) && !has_tensor_scale(a.d_up_gate_t)) return 0;
+  return (a.samples_amax ? 2 : 1) * cuda::kAmaxWorkspaceBytes;
 }
 
 }  // namespace parka

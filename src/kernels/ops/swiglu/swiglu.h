@@ -30,6 +30,9 @@ PARKA_OP(swiglu_forward, SwigluForward);
 int64_t workspace_of(const SwigluForward& a);
 void check_swiglu_forward(const SwigluForward& a);  // for ops that it is a part of
 
+inline constexpr int64_t kAmaxSampling = 16;
+inline constexpr float kAmaxRoom = 64.0f;
+
 // d_up = d_product * act(gate);  d_gate = d_product * up * act'(gate),  act' = sig + act * v' * (1 - sig), with v'
 // of the gate and sig of v. Also recomputes the product, transposed, for the weight gradient of the down
 // projection.
@@ -40,6 +43,11 @@ struct SwigluBackward {
   ScaledView d_up_gate = {};  // [T, 2F] fp32, bf16, or fp8 with any scaling, out; empty: not wanted
   // [2F, T] fp8, out: d_up_gate transposed; empty: not wanted; shares a kTensor scale with d_up_gate
   ScaledView d_up_gate_t = {};
+  // Finds the kTensor scale of an E5M2 d_up_gate from a sample: not from M = max |d_up_gate|, but from kAmaxRoom
+  // times the maximum over tokens 0, kAmaxSampling, 2 kAmaxSampling, ..., unless M is larger than that. Then M
+  // alone counts, so nothing exceeds the format. E5M2 has powers of two to spare, and the numbers are computed once
+  // instead of twice.
+  bool samples_amax = false;
   ScaledView product = {};    // [T, F], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
   ScaledView product_t = {};  // [F, T], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
   GateActivation activation = GateActivation::kSilu;
