@@ -25,6 +25,8 @@ Formats::Formats(const PrecisionConfig& config) {
   fp8_gemm = config.gemm != GemmPrecision::kCompute;
   fp8_head = fp8_gemm && config.head == Storage::kFp8;
   fp8_tower = fp8_gemm && config.tower == Storage::kFp8;
+  samples_gradient_amax =
+      config.sampled_amax && gradient.scaling == Scaling::kTensor && gradient.dtype == DType::kE5M2;
   if (fp8_head) {
     logits_gradient = gradient;
     // Probabilities span more powers of two than E4M3 has under one scale.

@@ -25,6 +25,7 @@ struct Formats {
   bool fp8_gemm = false;                  // FP8 GEMMs need transposed copies: their operands are K-major only
   bool fp8_head = false;                  // the head's, too
   bool fp8_tower = false;                 // and those of a vision tower's blocks
+  bool samples_gradient_amax = false;     // precision.sampled_amax, where gradients have the format for it
 
   explicit Formats(const PrecisionConfig& config);
 

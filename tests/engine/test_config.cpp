@@ -221,6 +221,7 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"attention_output", row.attention},
                                  {"head", std::string_view(row.recipe) == "parka" ? "fp8" : "compute"},
                                  {"tower", "compute"},
+                                 {"sampled_amax", false},
                                  {"group_size", 16},
                                  {"save_norm_output", row.save_norm},
                                  {"save_silu", row.save_silu},

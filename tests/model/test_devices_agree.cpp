@@ -265,6 +265,8 @@ std::vector<PrecisionConfig> float8_precisions() {
   }
   all.push_back(precision_recipe(Recipe::kParka));
   all.back().attention_scores = Storage::kFp8;
+  all.push_back(precision_recipe(Recipe::kParka));
+  all.back().sampled_amax = true;
   return all;
 }
 
@@ -342,6 +344,8 @@ TEST_CASE("a GPU's gradients have the same bits however memory is saved", "[mode
     bases.push_back(precision_recipe(Recipe::kParka));
     bases.back().attention_scores = Storage::kFp8;
   }
+  bases.push_back(precision_recipe(Recipe::kCoat));
+  bases.back().sampled_amax = true;
   for (const Recipe recipe : {Recipe::kParka, Recipe::kFp8Block}) {
     bases.push_back(precision_recipe(recipe));
     bases.back().head = Storage::kFp8;

@@ -51,6 +51,7 @@ void Swiglu::declare(BufferScope& scope) {
   if (!scope.has_backward()) return;
   constexpr PhaseMask kGradient = kBackwardSwiglu | kBackwardUpGate;
   d_product_ = scope.workspace("d_product", scope.compute(), {T, f}, kBackwardDown | kBackwardSwiglu);
+  samples_amax_ = formats.samples_gradient_amax;
   d_up_gate_.row = scope.workspace("d_up_gate", formats.gradient, T, 2 * f, kGradient);
   if (!formats.fp8_gemm || !up_gate_layer_.trains_weight()) return;
   d_up_gate_.transposed =
@@ -94,6 +95,7 @@ void Swiglu::backward(const StepContext& step, const GemmInput& d_out, const Inp
                                 .d_product = d_product,
                                 .d_up_gate = d_up_gate.row,
                                 .d_up_gate_t = d_up_gate.transposed,
+                                .samples_amax = samples_amax_,
                                 .product = makes_product ? product.row : ScaledView{},
                                 .product_t = makes_product ? product.transposed : ScaledView{},
                                 .activation = activation_});

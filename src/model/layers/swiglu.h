@@ -43,7 +43,8 @@ class Swiglu {
   int64_t d_ffn_;
   GateActivation activation_;
   Linear up_gate_layer_, down_layer_;
-  bool saves_product_;  // false: backward makes it again
+  bool saves_product_;         // false: backward makes it again
+  bool samples_amax_ = false;  // of d_up_gate, see SwigluBackward
 
   TensorId up_gate_plain_;  // [T, 2f] as the GEMM leaves it; invalid when up_gate_ is that
   MatrixId up_gate_;        // [T, 2f] rows: up, gate
