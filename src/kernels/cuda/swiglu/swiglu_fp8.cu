@@ -10,7 +10,6 @@
 #include "kernels/cuda/swiglu/swiglu_elements.cuh"
 #include "kernels/cuda/swiglu/swiglu_source.cuh"
 #include "kernels/device/cuda/check.h"
-#include "kernels/op/workspace.h"
 #include "kernels/ops/quantize/quantize.h"
 
 // Shapes: T rows (tokens), F columns of the product; up_gate has 2F, up before gate.
@@ -209,11 +208,11 @@ bool fits_tensor_tiles(const ScaledView& t, const ScaledView& t_transposed) {
          (t.empty() || t_transposed.empty() || t.data.dtype == t_transposed.data.dtype);
 }
 
-// Maxima to be raised, 0 at first.
-float* zero_amax(CudaDevice& device, std::string_view op, int64_t count = 1) {
-  const int64_t bytes = count * kAmaxWorkspaceBytes;
-  auto* const amax = static_cast<float*>(device.workspace(op, bytes));
-  check(cudaMemsetAsync(amax, 0, static_cast<size_t>(bytes), device.stream()), op);
+// The maxima that an op's workspace holds, to be raised: 0 at first.
+template <typename Args>
+float* zero_amax(CudaDevice& device, std::string_view op, const Args& a) {
+  auto* const amax = static_cast<float*>(device.workspace(op, workspace_of(a)));
+  check(cudaMemsetAsync(amax, 0, static_cast<size_t>(workspace_of(a)), device.stream()), op);
   return amax;
 }
 
@@ -317,9 +316,7 @@ bool write_gradient(CudaDevice& device, const SwigluBackward& a) {
                             fits_tensor_tiles(a.product, a.product_t) && is_e4m3_or_empty(a.product) &&
                             is_e4m3_or_empty(a.product_t);
   float* amax = nullptr;
-  if (is_tensor(a.d_up_gate) || is_tensor(a.d_up_gate_t)) {
-    amax = zero_amax(device, "swiglu_backward", a.samples_amax ? 2 : 1);
-  }
+  if (is_tensor(a.d_up_gate) || is_tensor(a.d_up_gate_t)) amax = zero_amax(device, "swiglu_backward", a);
   bool made_product = false;
   with_gradient_inputs(a, has_codes_kernel || has_plain_kernel, [&](const auto& inputs) {
     using Inputs = std::decay_t<decltype(inputs)>;
@@ -348,7 +345,7 @@ bool write_gradient(CudaDevice& device, const SwigluBackward& a) {
 void swiglu_forward_with(CudaDevice& device, const SwigluForward& a, std::string_view op,
                          const std::function<void(float* amax)>& quantize) {
   float* amax = nullptr;
-  if (is_tensor(a.product) || is_tensor(a.product_t)) amax = zero_amax(device, op);
+  if (is_tensor(a.product) || is_tensor(a.product_t)) amax = zero_amax(device, op, a);
   quantize(amax);
   write_product(device, a, amax, true);
   check_launch(op);
@@ -364,7 +361,7 @@ void swiglu_forward_fp8(Device& device_, const SwigluForward& a) {
   }
   if (!a.up_gate_plain.empty()) cuda::quantize(device_, {.x = a.up_gate_plain, .out = a.up_gate});
   float* amax = nullptr;
-  if (is_tensor(a.product) || is_tensor(a.product_t)) amax = zero_amax(device, "swiglu_forward");
+  if (is_tensor(a.product) || is_tensor(a.product_t)) amax = zero_amax(device, "swiglu_forward", a);
   if (!a.silu.empty()) {
     const AnyGated gated(a.up_gate, AnySource(ScaledView()), a.activation);
     tiles::write_pieces(device, MadeSource(SiluNumbers<AnyGated>{gated}), rows, width, a.silu, /*transposed=*/false,
