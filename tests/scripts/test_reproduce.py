@@ -129,6 +129,35 @@ class Reproduce(unittest.TestCase):
         self.assertEqual(result.returncode, 2)
         self.assertIn("give OUT a path without spaces", result.stderr)
 
+    def test_forks_go_on_from_one_state(self):
+        text = Path(self.out) / "text"
+        text.mkdir(parents=True)
+        for number in range(40):
+            (text / f"{number}.md").write_text("".join(f"Line {number * 40 + line} of page {number}.\n" for line in range(40)))
+        small = "model.d_model=32 model.num_layers=1 model.num_heads=2 model.d_ffn=64 training.micro_batch_size=4"
+        environment = dict(PYTHON=sys.executable, TOKENS="10240", AT="8", BATCH="4", LENGTH="128", SEEDS="1 2",
+                           MODEL=f"{small} training.log_interval=1")
+        command = ["fork_gap.sh", f"{self.out}/gap", text, "parka", "same=parka", "exact_qkv=parka,precision.qkv=compute"]
+        for _ in range(2):  # the second finds all runs at their end
+            result = run(*command, **environment)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            rows = [json.loads(line) for line in Path(self.out, "gap", "fork_gap.jsonl").read_text().splitlines()]
+            self.assertEqual([row["run"] for row in rows], ["same.1", "exact_qkv.1", "same.2", "exact_qkv.2"])
+            self.assertEqual([row["nats"] for row in rows if row["run"].startswith("same")], [0, 0])
+            self.assertTrue(all(row["nats"] != 0 for row in rows if row["run"].startswith("exact_qkv")))
+            self.assertIn("same: +0.00000 nats per token (+0.00000 to +0.00000)", result.stdout)
+        of_runs = [[json.loads(line) for line in Path(self.out, "gap", f"{name}.1", "metrics.jsonl").read_text().splitlines()]
+                   for name in ("parka", "exact_qkv")]
+        until_fork = [[record["loss"] for record in records if record["kind"] == "train" and record["step"] <= 8]
+                      for records in of_runs]
+        self.assertEqual(until_fork[0], until_fork[1])
+        self.assertEqual(len(until_fork[0]), 8)
+
+    def test_forks_behind_the_end_are_refused(self):
+        result = run("fork_gap.sh", self.out, self.out, "bf16", "parka", TOKENS="10240", AT="800")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("AT=800 is no step before the last of 0", result.stderr)
+
     def test_without_a_program_the_scripts_say_what_to_do(self):
         scripts = Path(self.out) / "scripts" / "reproduce"
         shutil.copytree(FOLDER, scripts)

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# What a change of numerics costs in loss, without the chance that separates runs early: while the loss falls fast, runs whose
+# rounding differs part by more than most changes cost, and keep that distance to the end. So runs go on from one saved state.
+#   scripts/reproduce/fork_gap.sh OUT TEXT_FOLDER RUN RUN...
+# For each seed the first RUN trains to step AT; then it and all others go on from a copy of that, to the end of the schedule,
+# over the same batches. RUNs, the text and the model are those of loss_gap.sh beside this; all RUNs have one recipe's optimizer
+# states and master weights, as they share a checkpoint. From the environment:
+#   AT      step from which runs go on (default 800)
+#   TOKENS  of a whole run (default 300 million); SEEDS (default "1 2")
+#   BATCH   sequences of a step (default 64); LENGTH of a sequence (default 2048)
+# and PARKA, PYTHON, MODEL and GPUS as in paired_runs.sh. OUT gets the runs' metrics, fork_gap.jsonl, a line for each run and seed
+# with its mean difference to the first over the last quarter, and fork_gap.txt, their means. The same command continues runs
+# that were stopped.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+[ $# -ge 4 ] || { echo "usage: scripts/reproduce/fork_gap.sh OUT TEXT_FOLDER RUN RUN..." >&2; exit 2; }
+. scripts/reproduce/paired_runs.sh
+tokens=${TOKENS:-300000000} at=${AT:-800}
+batch=${BATCH:-64} length=${LENGTH:-2048}
+steps=$((tokens / (batch * length)))
+[[ $at =~ ^[1-9][0-9]*$ && $at -lt $steps ]] ||
+  { echo "fork_gap.sh: AT=$at is no step before the last of $steps; change AT or TOKENS" >&2; exit 2; }
+read -ra seeds <<< "${SEEDS:-1 2}"
+make_tokens --max-tokens "$tokens"
+shared_keys "$length" "$batch" "$steps"
+shared+=" model.vocab_size=272 training.micro_batch_size=32"
+
+of_seed() { echo "training.seed=$1,data.seed=$1"; }
+stems=()
+for seed in "${seeds[@]}"; do
+  [ -e "$work/stem.$seed.done" ] || stems+=("stem.$seed=${1#*=},$(of_seed "$seed"),training.steps=$at")
+done
+[ ${#stems[@]} = 0 ] || train_runs configs/olmo-150m.json "${stems[@]}"
+runs=()
+for seed in "${seeds[@]}"; do
+  touch "$work/stem.$seed.done"
+  for run; do
+    name=${run%%=*}.$seed
+    runs+=("$name=${run#*=},$(of_seed "$seed")")
+    [ ! -e "$work/$name" ] || continue
+    cp -r "$work/stem.$seed" "$work/$name.copy"
+    mv "$work/$name.copy" "$work/$name"
+  done
+done
+train_runs configs/olmo-150m.json "${runs[@]}"
+
+: > "$out/fork_gap.jsonl"
+for seed in "${seeds[@]}"; do
+  of_this=()
+  for run; do of_this+=("$out/${run%%=*}.$seed"); done
+  "$python" scripts/compare.py "${of_this[@]}" --last 0.25 --json >> "$out/fork_gap.jsonl"
+done
+"$python" - "$out/fork_gap.jsonl" <<'END' | tee "$out/fork_gap.txt"
+import json, sys
+differences = {}
+for line in open(sys.argv[1], encoding="utf-8"):
+    row = json.loads(line)
+    differences.setdefault(row["run"].rpartition(".")[0], []).append(row["nats"])
+for name, of_seeds in differences.items():
+    mean = sum(of_seeds) / len(of_seeds)
+    print(f"{name}: {mean:+.5f} nats per token ({min(of_seeds):+.5f} to {max(of_seeds):+.5f})")
+END
