@@ -75,38 +75,26 @@ struct KnownScale : tiles::TensorScale {
 
 // The same by SwigluBackward::samples_amax, in two kernels. The first takes the scale from the sample, and finds
 // the maximum of all; the second one writes all codes again if that exceeds what the sample leaves room for.
-struct SampledAmax {
+template <bool kFirst>
+struct SampledScale {
+  static constexpr bool kFindsAmax = kFirst;
   float* scale;
   const float* sampled;
   float* amax;  // of all; 0 before the first kernel
 
+  __device__ bool is_needed() const { return kFirst || __ldg(amax) > bound(); }
+  template <typename F8>
+  __device__ float inverse() const {
+    return scale_for<F8, float>(maximum()).inverse;
+  }
+  template <typename F8>
+  __device__ void write() const {
+    if (tiles::is_first_thread()) *scale = scale_for<F8, float>(maximum()).scale;
+  }
+
+ private:
   __device__ float bound() const { return __fmul_rn(kAmaxRoom, __ldg(sampled)); }
-};
-
-struct SampledScale : SampledAmax {
-  static constexpr bool kFindsAmax = true;
-  __device__ bool is_needed() const { return true; }
-  template <typename F8>
-  __device__ float inverse() const {
-    return scale_for<F8, float>(bound()).inverse;
-  }
-  template <typename F8>
-  __device__ void write() const {
-    if (tiles::is_first_thread()) *scale = scale_for<F8, float>(bound()).scale;
-  }
-};
-
-struct ExceededScale : SampledAmax {
-  static constexpr bool kFindsAmax = false;
-  __device__ bool is_needed() const { return __ldg(amax) > bound(); }
-  template <typename F8>
-  __device__ float inverse() const {
-    return scale_for<F8, float>(__ldg(amax)).inverse;
-  }
-  template <typename F8>
-  __device__ void write() const {
-    if (tiles::is_first_thread()) *scale = scale_for<F8, float>(__ldg(amax)).scale;
-  }
+  __device__ float maximum() const { return kFirst ? bound() : __ldg(amax); }
 };
 
 // d_up_gate with one scale, and the product, in the format of activations, with its given one.
@@ -159,15 +147,17 @@ __global__ void take_sampled_amax_kernel(const float* sampled, float* amax) {
   *amax = fmaxf(*amax, __fmul_rn(kAmaxRoom, *sampled));
 }
 
-// Of a Source every kAmaxSampling-th row, from the first on.
+// Of a Source every kAmaxSampling-th row, from the first on. Templates, as no Source is read in both ways.
 template <typename Source>
 struct SampledRows : Source {
   explicit SampledRows(const Source& source) : Source(source) {}
-  [[maybe_unused]] __device__ auto fetch(int row, int col) const {
-    return Source::fetch(row * int{kAmaxSampling}, col);
+  template <typename Index>
+  __device__ auto fetch(Index row, int col) const {
+    return Source::fetch(row * Index{kAmaxSampling}, col);
   }
-  [[maybe_unused]] __device__ float element(int row, int col) const {
-    return Source::element(row * int{kAmaxSampling}, col);
+  template <typename Index>
+  __device__ float element(Index row, int col) const {
+    return Source::element(row * Index{kAmaxSampling}, col);
   }
 };
 int64_t num_sampled(int64_t rows) { return ceil_div(rows, kAmaxSampling); }
@@ -270,10 +260,11 @@ void write_gradient_codes(CudaDevice& device, const Inputs& inputs, const Swiglu
   };
   const MadeSource magnitudes(GradientMagnitudes<Inputs>{inputs});
   if (a.samples_amax) {
-    const SampledAmax sampled{any.scale.as<float>(), amax, amax + 1};
-    find_amax(device, SampledRows(magnitudes), num_sampled(rows), width, amax);
-    launch(Float8E5M2{}, SampledScale{sampled});
-    launch(Float8E5M2{}, ExceededScale{sampled});
+    auto* const scale = any.scale.as<float>();
+    float *const sampled = amax, *const amax_of_all = amax + 1;
+    find_amax(device, SampledRows(magnitudes), num_sampled(rows), width, sampled);
+    launch(Float8E5M2{}, SampledScale<true>{scale, sampled, amax_of_all});
+    launch(Float8E5M2{}, SampledScale<false>{scale, sampled, amax_of_all});
     return;
   }
   find_amax(device, magnitudes, rows, width, amax);
