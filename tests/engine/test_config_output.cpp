@@ -72,6 +72,7 @@ TEST_CASE("the hash covers what decides the numbers and nothing else", "[engine]
   same.model.rope_scaling.factor = 2;            // unused with kind = none
   same.model.init_std = 0.5;                     // unused with init = mitchell
   same.optimizer.exp_avg_format = DType::kE5M2;  // unused with states = fp32
+  same.precision.sampled_amax = true;  // unused with gemm = compute
   same.precision.weight_copies = WeightCopies::kBoth;
   same.precision.weight_copies_blocks = 3;
   same.precision.recompute = Recompute::kBlock;
@@ -108,6 +109,7 @@ TEST_CASE("the hash covers what decides the numbers and nothing else", "[engine]
       [](Config& c) { c.model.sliding_window = 8, c.model.local_rope_theta = 100; },
       [](Config& c) { c.checkpoint.init_from = "runs/other/"; },
       [](Config& c) { c.precision.gemm = GemmPrecision::kFp8Tensor; },
+      [](Config& c) { c.precision.gemm = GemmPrecision::kFp8Tensor, c.precision.sampled_amax = true; },
       [](Config& c) { c.precision.norm_input = Storage::kFp8; },
       [](Config& c) { c.optimizer.lr = 1e-3; },
       [](Config& c) { c.optimizer.clip_norm = 0; },

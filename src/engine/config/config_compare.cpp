@@ -8,6 +8,7 @@
 #include "engine/config/config_io.h"
 #include "engine/config/config_table.h"
 #include "engine/files/file_io.h"
+#include "model/formats.h"
 #include "model/weights.h"
 
 namespace parka {
@@ -190,6 +191,7 @@ Config canonical(const Config& config) {
   }
   // As on several GPUs: one has nothing to divide.
   c.precision.weight_copies = kept_copies(c.precision, make_zero(c.distributed.zero_stage, 0, 2), c.finetune.base);
+  c.precision.sampled_amax = Formats(c.precision).samples_gradient_amax;
   if (c.precision.weight_copies_blocks == c.model.num_layers) c.precision.weight_copies_blocks = 0;
   for (std::string& file : c.data.train) file = std::filesystem::path(file).filename().string();
   if (!c.data.weights.empty()) c.data.weights = Mixture(c.data.weights).parts();
