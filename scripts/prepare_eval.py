@@ -67,16 +67,24 @@ def spaced(texts: list[str]) -> list[str]:
     return [" " + text for text in texts]
 
 
+def number_of(letter: object) -> int:
+    if not isinstance(letter, str) or len(letter) != 1 or letter not in LETTERS:
+        raise ValueError(f"the answer is {letter!r}, which is no choice's letter; give a split that has labels")
+    return LETTERS.index(letter)
+
+
 def arc(doc: dict) -> Request:
     question, choices = question_and_choices(doc)
     key = str(doc["answerKey"])
-    label = int(key) - 1 if key.isdigit() else LETTERS.index(key)
+    label = int(key) - 1 if key.isdigit() else number_of(key)
     return Request([f"Question: {question}\nAnswer:"], spaced(choices), ["Answer:"], label)
 
 
 def boolq(doc: dict) -> Request:
     context = f"{doc['passage']}\nQuestion: {doc['question']}?\nAnswer:"
     answer = doc["answer"] if "answer" in doc else doc["label"]  # as SuperGLUE calls it
+    if answer not in (False, True):
+        raise ValueError(f"the answer is {answer!r}, not true or false; give a split that has labels")
     return Request([context], [" yes", " no"], ["Answer:"], 0 if answer else 1)
 
 
@@ -102,7 +110,7 @@ def hellaswag(doc: dict) -> Request:
 
 def openbook_qa(doc: dict) -> Request:
     question, choices = question_and_choices(doc)
-    return Request([question], spaced(choices), [question.strip().split(" ")[-1]], LETTERS.index(doc["answerKey"].strip()))
+    return Request([question], spaced(choices), [question.strip().split(" ")[-1]], number_of(doc["answerKey"].strip()))
 
 
 def piqa(doc: dict) -> Request:
@@ -117,7 +125,7 @@ def image_choice(doc: dict) -> Request:
         question = f"{PLACEHOLDER}\n" * len(images) + question
     if question.count(PLACEHOLDER) != len(images) or any(PLACEHOLDER in choice for choice in doc["choices"]):
         raise ValueError(f"{len(images)} images for {question.count(PLACEHOLDER)} {PLACEHOLDER} of the question")
-    label = LETTERS.index(answer) if isinstance(answer, str) and answer in LETTERS else int(answer)
+    label = number_of(answer) if isinstance(answer, str) and not answer.isdigit() else int(answer)
     return Request([question], spaced(doc["choices"]), ["Answer:"], label, tuple(images))
 
 

@@ -349,6 +349,14 @@ class Tasks(RunFolder):
                     file.write(json.dumps(good) + "\n" + line + "\n")
                 self.assert_refused(prepare("--task", "copa", self.path("in.jsonl"), "--out", out), ["prepare_eval: error", *words])
                 self.assertFalse(os.path.exists(out))
+        arc = {**HUGGING_FACE_ARC, "answerKey": ""}
+        boolq = {"passage": "It is.", "question": "is it", "label": -1}
+        book = {"question_stem": "Who", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "BC"}
+        for task, document in [("arc_easy", arc), ("boolq", boolq), ("openbook_qa", book), ("openbook_qa", {**book, "answerKey": ""})]:
+            with self.subTest(task):
+                with open(self.path("in.jsonl"), "w", encoding="utf-8") as file:
+                    file.write(json.dumps(document) + "\n")
+                self.assert_refused(prepare("--task", task, self.path("in.jsonl"), "--out", out), ["give a split that has labels"])
         for arguments, words in [
             ((self.path("nowhere.jsonl"), "--task", "copa", "--out", out), ["nowhere.jsonl"]),
             ((self.path("in.jsonl"), "--task", "coppa", "--out", out), ["coppa"]),
