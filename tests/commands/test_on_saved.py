@@ -103,6 +103,13 @@ class OnSaved(RunFolder):
                 self.assertRegex(result.stderr, rf"checkpoint\.on_saved {what} for .*/step_00000008; the checkpoint is complete, and "
                                                 "the run goes on")
 
+    def test_a_failure_is_seen_where_ends_of_processes_are_ignored(self):
+        config = self.config("echo {path}; exit 7")
+        result = self.train(config, preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN))
+        self.assert_exit(result, 0)
+        self.assertIn("checkpoint.on_saved ended with exit code 7 for ", result.stderr)
+        self.assertFalse(os.path.exists(os.path.join(config["checkpoint"]["folder"], "on_saved.done")))
+
     def test_a_stop_lets_it_end(self):
         config = self.config(self.copying(before="sleep 1"))
         config["training"]["steps"] = 1000000

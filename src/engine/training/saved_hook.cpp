@@ -1,5 +1,6 @@
 #include "engine/training/saved_hook.h"
 
+#include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstring>
@@ -69,9 +70,10 @@ std::string command_for(const std::string& on_saved, const std::string& path) {
 }
 
 SavedHook::SavedHook(std::string on_saved, Listener listener)
-    : on_saved_(std::move(on_saved)),
-      listener_(std::move(listener)),
-      thread_(start_thread("runs checkpoint.on_saved", [this] { work(); })) {}
+    : on_saved_(std::move(on_saved)), listener_(std::move(listener)) {
+  std::signal(SIGCHLD, SIG_DFL);  // where it is ignored, nobody learns how a command ends
+  thread_ = start_thread("runs checkpoint.on_saved", [this] { work(); });
+}
 
 SavedHook::~SavedHook() {
   {
@@ -128,7 +130,13 @@ bool SavedHook::run_command(const std::string& path, std::string& failure) {
   }
   std::unique_lock lock(mutex_);
   int status = 0;
-  while (waitpid(pid, &status, WNOHANG) == 0) {
+  for (;;) {
+    const pid_t ended = waitpid(pid, &status, WNOHANG);
+    if (ended == pid) break;
+    if (ended < 0 && errno != EINTR) {
+      failure = fmt::format("was started, but how it ended is not known: {}", std::strerror(errno));
+      return false;
+    }
     if (changed_.wait_for(lock, kBetweenLooks, [this] { return stopping_; })) return false;
   }
   if (status != 0) failure = describe_failure(status);
