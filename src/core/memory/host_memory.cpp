@@ -28,35 +28,46 @@ std::optional<int64_t> number_after(const std::string& text, const std::string& 
   return std::nullopt;
 }
 
-// The path of this process's cgroup v2 from /proc/self/cgroup, a line "0::/PATH".
-std::string cgroup_folder() {
-  std::istringstream lines(text_of("/proc/self/cgroup"));
-  for (std::string line; std::getline(lines, line);) {
-    if (line.starts_with("0::")) return "/sys/fs/cgroup" + line.substr(3);
-  }
-  return {};
+std::optional<int64_t> left_of(const CgroupMemory& cgroup) {
+  std::istringstream max_text(cgroup.max), current_text(cgroup.current);
+  int64_t max = 0, current = 0;
+  if (!(max_text >> max && current_text >> current)) return std::nullopt;  // "max" is not a number: no limit
+  // The page cache counts as used, but the kernel frees its older part on demand.
+  return max - current + number_after(cgroup.stat, "inactive_file").value_or(0);
 }
 
 }  // namespace
 
-std::optional<int64_t> available_host_bytes(const std::string& meminfo, const std::string& cgroup_max,
-                                            const std::string& cgroup_current, const std::string& cgroup_stat) {
+std::vector<std::string> cgroup_folders(const std::string& text, const std::string& root) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.starts_with("0::/")) continue;
+    std::vector<std::string> folders;
+    for (std::string path = line.substr(3); path.size() > 1; path.resize(path.rfind('/'))) {
+      folders.push_back(root + path);
+    }
+    folders.push_back(root);
+    return folders;
+  }
+  return {};
+}
+
+std::optional<int64_t> available_host_bytes(const std::string& meminfo, const std::vector<CgroupMemory>& cgroups) {
   std::optional<int64_t> available = number_after(meminfo, "MemAvailable:");
   if (available) *available *= 1024;
-  std::istringstream max_text(cgroup_max), current_text(cgroup_current);
-  int64_t max = 0, current = 0;
-  if (max_text >> max && current_text >> current) {  // "max" is not a number: no limit
-    // The page cache counts as used, but the kernel frees its older part on demand.
-    const int64_t left = max - current + number_after(cgroup_stat, "inactive_file").value_or(0);
-    available = std::min(available.value_or(left), left);
+  for (const CgroupMemory& cgroup : cgroups) {
+    if (const std::optional<int64_t> left = left_of(cgroup)) available = std::min(available.value_or(*left), *left);
   }
   return available;
 }
 
 std::optional<int64_t> available_host_bytes() {
-  const std::string cgroup = cgroup_folder();
-  return available_host_bytes(text_of("/proc/meminfo"), text_of(cgroup + "/memory.max"),
-                              text_of(cgroup + "/memory.current"), text_of(cgroup + "/memory.stat"));
+  std::vector<CgroupMemory> cgroups;
+  for (const std::string& folder : cgroup_folders(text_of("/proc/self/cgroup"), "/sys/fs/cgroup")) {
+    cgroups.push_back(
+        {text_of(folder + "/memory.max"), text_of(folder + "/memory.current"), text_of(folder + "/memory.stat")});
+  }
+  return available_host_bytes(text_of("/proc/meminfo"), cgroups);
 }
 
 int64_t peak_resident_bytes() {
