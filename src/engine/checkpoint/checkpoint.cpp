@@ -102,10 +102,14 @@ std::vector<CheckpointInfo> list_together(const std::string& folder, const LoadG
   return checkpoints;
 }
 
-// What identifies a checkpoint: the checksums of all its bytes. Through a cache of a network file system ranks
-// might see different saves of one step.
-json identity_of(const Manifest& manifest) {
-  return {{"step", manifest.step}, {"attempt", manifest.attempt}, {"files", encode_files(manifest.files)}};
+// What identifies a checkpoint: a checksum of those of all its bytes. Through a cache of a network file system
+// ranks might see different saves of one step.
+std::string identity_of(const Manifest& manifest) {
+  const json identity = {
+      {"step", manifest.step}, {"attempt", manifest.attempt}, {"files", encode_files(manifest.files)}};
+  Checksum checksum;
+  checksum.update(as_bytes(identity.dump()));
+  return checksum.hex();
 }
 
 // The manifest and the files with their block sums, once all files were verified by one of the ranks.
@@ -122,9 +126,10 @@ std::pair<Manifest, std::vector<VerifiedFile>> verify_together(const std::string
     const std::vector<std::string> sums = verify_share(files, manifest, group);
     return json{{"identity", identity_of(manifest)}, {"sums", sums}}.dump();
   });
+  const std::string identity = identity_of(manifest);
   for (const std::string& encoded : shares) {
     const json share = json::parse(encoded);
-    if (share.at("identity") != identity_of(manifest)) {
+    if (share.at("identity") != identity) {
       throw_bad_input("{}: the ranks do not see the same checkpoint there; is it being replaced?", path);
     }
     for (size_t i = 0; i < files.size(); ++i) files[i].block_sums += share.at("sums").at(i).get<std::string>();
