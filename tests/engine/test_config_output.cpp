@@ -72,7 +72,7 @@ TEST_CASE("the hash covers what decides the numbers and nothing else", "[engine]
   same.model.rope_scaling.factor = 2;            // unused with kind = none
   same.model.init_std = 0.5;                     // unused with init = mitchell
   same.optimizer.exp_avg_format = DType::kE5M2;  // unused with states = fp32
-  same.precision.sampled_amax = true;  // unused with gemm = compute
+  same.precision.sampled_amax = true;            // unused with gemm = compute
   same.precision.weight_copies = WeightCopies::kBoth;
   same.precision.weight_copies_blocks = 3;
   same.precision.recompute = Recompute::kBlock;

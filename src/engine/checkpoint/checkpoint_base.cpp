@@ -43,7 +43,7 @@ std::vector<std::string> candidates(const LoadedCheckpoint& checkpoint, const st
 }  // namespace
 
 nlohmann::json describe_base(const LoadedCheckpoint& base) {
-  return {{"checkpoint", fs::absolute(base.path()).lexically_normal().string()},
+  return {{"checkpoint", recordable_path(fs::absolute(base.path()).lexically_normal().string())},
           {"checksum", manifest_checksum(base.path())}};
 }
 

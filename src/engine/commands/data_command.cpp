@@ -79,7 +79,8 @@ int run_data(const DataOptions& options) {
       ++files;
       tokens += s.num_tokens;
       if (options.json) {
-        std::printf("%s\n", to_json(s).dump().c_str());
+        using Json = nlohmann::ordered_json;  // a path may be no UTF-8
+        std::printf("%s\n", to_json(s).dump(-1, ' ', false, Json::error_handler_t::replace).c_str());
         continue;
       }
       std::string text = fmt::format("{}: {}, {}, {} tokens, ids {} to {}", s.path, name_of(s.format),

@@ -337,7 +337,8 @@ class Importer {
                                                });
                           });
     return {{"config", model_config()},
-            {kImportedFromKey, fs::absolute(source_.config_path).lexically_normal().parent_path().string()},
+            {kImportedFromKey,
+             recordable_path(fs::absolute(source_.config_path).lexically_normal().parent_path().string())},
             {kMaxPositionsKey, source_.described.max_positions},
             {kLayoutKey, complete ? encode_layout(source_.weights.layout) : json()}};
   }

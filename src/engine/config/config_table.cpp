@@ -127,15 +127,6 @@ std::string limit_problem(double value, const RealRange& range) {
                      range.max_excluded ? "to below" : "to", range.max);
 }
 
-// A string that is not could not be written back as JSON.
-bool is_utf8(const std::string& text) {
-  try {
-    return !json(text).dump().empty();
-  } catch (const json::type_error&) {
-    return false;
-  }
-}
-
 std::string limit_problem(const std::string& value) {
   if (value.empty()) return "must not be empty";
   if (std::any_of(value.begin(), value.end(), is_control))

@@ -84,6 +84,19 @@ class StructureCheck {
 
 }  // namespace
 
+bool is_utf8(std::string_view text) {
+  try {
+    return !json(text).dump().empty();
+  } catch (const json::type_error&) {
+    return false;
+  }
+}
+
+std::string recordable_path(std::string path) {
+  if (is_utf8(path)) return path;
+  throw_bad_input("{}: its name is not UTF-8, and checkpoints record it as such; rename it", printable(path));
+}
+
 bool is_control(char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; }
 
 std::string printable(std::string_view text) {

@@ -15,6 +15,11 @@ enum class JsonComments : uint8_t { kAllowed, kRefused };
 nlohmann::json parse_json_text(std::string_view text, std::string_view source,
                                JsonComments comments = JsonComments::kAllowed);
 
+bool is_utf8(std::string_view text);  // text that is not could not be written as JSON
+
+// `path` for what is written as JSON. Throws Error(kBadInput) if it is not UTF-8.
+std::string recordable_path(std::string path);
+
 bool is_control(char c);  // an ASCII control character, which would break or garble a line
 
 // `text` for a one-line message: control characters and invalid UTF-8 escaped, long text shortened.

@@ -6,13 +6,16 @@
 #include <fmt/format.h>
 
 #include "engine/files/file_io.h"
+#include "engine/files/json_text.h"
 
 namespace parka {
 
 nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator) {
   nlohmann::json all = nlohmann::json::array();
   for (const TokenFiles::FileIdentity& identity : files.identities()) {
-    all.push_back({{"name", identity.name}, {"bytes", identity.bytes}, {"fingerprint", identity.fingerprint}});
+    all.push_back({{"name", recordable_path(identity.name)},
+                   {"bytes", identity.bytes},
+                   {"fingerprint", identity.fingerprint}});
   }
   if (!checksum) return all;
   const std::vector<const ReadOnlyFile*> opened = files.files();
