@@ -1,7 +1,6 @@
 #include "data/read_only_file.h"
 
 #include <fcntl.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -15,21 +14,6 @@ namespace parka {
 namespace {
 
 std::string describe_errno(int error) { return std::generic_category().message(error); }
-
-// Returns whether more files can be open than before.
-bool raise_open_file_limit() {
-  rlimit limit{};
-  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return false;
-  limit.rlim_cur = limit.rlim_max;
-  return setrlimit(RLIMIT_NOFILE, &limit) == 0;
-}
-
-int open_for_reading(const std::string& path) {
-  constexpr int kFlags = O_RDONLY | O_CLOEXEC;
-  const int descriptor = open(path.c_str(), kFlags);
-  if (descriptor >= 0 || errno != EMFILE || !raise_open_file_limit()) return descriptor;
-  return open(path.c_str(), kFlags);
-}
 
 }  // namespace
 
@@ -49,7 +33,7 @@ ReadOnlyFile::ReadOnlyFile(std::string path) : path_(std::move(path)) {
   }
   if (S_ISDIR(status.st_mode)) throw_bad_input("{}: is a directory; list the token files in it instead", path_);
   if (!S_ISREG(status.st_mode)) throw_bad_input("{}: is not a regular file; copy the tokens into one", path_);
-  descriptor_ = open_for_reading(path_);
+  descriptor_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
   if (descriptor_ < 0) {
     if (errno == EMFILE)
       throw_bad_input("{}: too many open files; raise the limit (ulimit -n) or merge files", path_);

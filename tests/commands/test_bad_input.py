@@ -361,6 +361,49 @@ class BadInput(RunFolder):
                     self.assert_refused(result, [f"cannot create {path}", reason])
                     self.assertEqual(result.stdout, "")
 
+    def latin_folder(self):
+        """A folder whose name is no UTF-8, as bytes; or the test is skipped."""
+        folder = os.fsencode(self.path("caf")) + b"\xe9"
+        try:
+            os.mkdir(folder)
+        except OSError:
+            self.skipTest("this file system takes UTF-8 names only")
+        return folder
+
+    def test_names_that_are_not_utf8(self):
+        folder = self.latin_folder()
+        shutil.copy(self.path("a.npy"), folder + b"/a.npy")
+        shutil.copy(self.path("a.npy"), os.fsencode(self.path("a")) + b"\xe9.npy")
+        self.config["data"]["train"] = [self.path("a?.npy")]
+        self.config["checkpoint"]["folder"] = self.path("new")
+        self.assert_refused(self.train(self.config), ["its name is not UTF-8", "rename it"])
+        self.assertEqual(os.listdir(self.path("new")), [])
+        self.config["data"]["train"] = [self.path("caf?/a.npy")]  # only names of files are recorded
+        self.assert_exit(self.train(self.config), 0)
+        result = parka("data", "--json", self.path("caf?/a.npy"))
+        self.assert_exit(result, 0)
+        self.assertEqual(json.loads(result.stdout)["tokens"], 21 * SEQUENCE + 5)
+
+    def test_a_base_in_a_folder_that_is_not_utf8(self):
+        folder = self.latin_folder()
+        shutil.copytree(os.fsencode(self.path("run/step_00000008")), folder + b"/base")
+        config = self.write_config(self.config)
+        result = parka("train", config, "--set", "checkpoint.init_from=base", "--set", "finetune.method=lora", "--set",
+                       "checkpoint.folder=tuned", cwd=folder)
+        self.assert_refused(result, ["base: its name is not UTF-8"])
+
+    def test_a_low_soft_limit_of_open_files_is_raised(self):
+        paths = [self.path(f"{number}.npy") for number in range(120)]
+        for number, path in enumerate(paths):
+            write_tokens(path, SEQUENCE + 1, seed=number)
+        self.config["data"]["train"] = paths
+        self.config["checkpoint"]["folder"] = self.path("new")
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        for steps in (8, 12):
+            self.config["training"]["steps"] = steps
+            result = self.train(self.config, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (126, hard)))
+            self.assert_exit(result, 0)
+
     def test_a_checkpoint_whose_name_is_too_long(self):
         self.assert_refused(parka("eval", self.path("x" * 300)), ["no such checkpoint or run folder"])
 

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include <poll.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -220,14 +219,6 @@ double TcpTransport::max(double value) {
   return largest;
 }
 
-// Rank 0 has two connections with every other rank: one here, one of the watchdog.
-void allow_many_connections() {
-  rlimit files{};
-  if (::getrlimit(RLIMIT_NOFILE, &files) != 0) return;
-  files.rlim_cur = files.rlim_max;
-  ::setrlimit(RLIMIT_NOFILE, &files);
-}
-
 }  // namespace
 
 std::unique_ptr<Transport> join_over_tcp(const MeetingPlace& place, int rank, int size, double seconds) {
@@ -250,7 +241,6 @@ std::unique_ptr<Transport> join_over_tcp(const MeetingPlace& place, int rank, in
     }
     return std::make_unique<TcpTransport>(rank, std::move(connections));
   }
-  allow_many_connections();
   const std::shared_ptr<Listener> listener =
       place.listener ? place.listener : std::make_shared<Listener>(place.port);
   connections = accept_ranks(*listener, place.token, 1, size, seconds);

@@ -10,6 +10,7 @@
 
 #include "core/error.h"
 #include "core/log/log.h"
+#include "core/open_files.h"
 #include "core/parallel.h"
 #include "engine/commands/argument_values.h"
 #include "engine/commands/command_advice.h"
@@ -541,6 +542,7 @@ std::string one_line(std::string text) {
 int run_command_line(int argc, char** argv) {
   // A write beyond `ulimit -f` shall fail like one on a full disk, with a message, not end the process.
   std::signal(SIGXFSZ, SIG_IGN);
+  raise_open_file_limit();
   log_to_stderr(true);
   try {
     const int status = parse_and_run(argc, argv);

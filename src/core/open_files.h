@@ -1,0 +1,8 @@
+#pragma once
+
+namespace parka {
+
+// Lets this process open as many files as it may at most (ulimit -Hn), for itself and for commands that it starts.
+void raise_open_file_limit();
+
+}  // namespace parka
