@@ -74,7 +74,8 @@ for ((start = 0; ; start++)); do
     exit 75
   fi
   say "starting: ${command[*]}"
-  setsid "${command[@]}" &
+  # mpirun takes its handler of SIGUSR1 away before it ends. Asked again then, it would die of the signal, and its code be lost.
+  ([[ ${command[0]} != mpirun ]] || trap '' USR1; exec setsid "${command[@]}") &
   child=$!
   [ -z "$stopping" ] || ask  # a signal came since
   # A signal to this script interrupts `wait`, which must then be called again.

@@ -12,13 +12,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "launch.sh"
 STOPPED = 75
-# Starts what follows the options once, as the launchers do, and hands SIGUSR1 on.
-LAUNCHER = """#!/usr/bin/env bash
-echo "$0 $*" >> "$FOLDER/calls"
-while [[ $1 != run ]]; do shift; done
-trap 'kill -USR1 $child' USR1
-"$FOLDER/program" & child=$!
-while :; do wait $child; code=$?; kill -0 $child 2>/dev/null || exit $code; done
+# Starts what follows the options once, as the launchers do, and hands SIGUSR1 on. Like Open MPI's it answers signals as before when
+# that has ended, and takes a moment ($LINGER seconds) to end itself.
+LAUNCHER = """#!/usr/bin/env python3
+import os, signal, subprocess, sys, time
+with open(os.environ["FOLDER"] + "/calls", "a") as calls:
+    print(*sys.argv, file=calls)
+child = None
+before = signal.signal(signal.SIGUSR1, lambda *_: child and child.send_signal(signal.SIGUSR1))
+child = subprocess.Popen([os.environ["FOLDER"] + "/program"], preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
+code = child.wait()
+signal.signal(signal.SIGUSR1, before)
+time.sleep(float(os.environ.get("LINGER", "0")))
+sys.exit(code if code >= 0 else 128 - code)
 """
 # Ends with the codes of $CODES in turn; waits for a signal where it says so.
 PROGRAM = """#!/usr/bin/env bash
@@ -70,6 +76,13 @@ class LaunchScriptTest(unittest.TestCase):
                 code, starts, errors = self.launch(codes)
                 self.assertEqual((code, starts), (0, len(codes.split())), errors)
                 self.assertIn("restart 1 of 3", errors)
+
+    def test_a_launcher_that_is_asked_again_as_it_ends_keeps_its_code(self):
+        process = self.start("wait", "-np", "2", "--", "run", LINGER="2.5")
+        self.wait_for("waiting")
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, STOPPED, errors)
 
     def test_restarts_have_an_end(self):
         code, starts, errors = self.launch("5 5 5 5 5 5")
