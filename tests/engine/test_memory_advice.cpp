@@ -192,8 +192,11 @@ TEST_CASE("a plan has as many gather buffers as keep weights for another pass", 
 
 TEST_CASE("a plan names the fewest GPUs that a run fits on", "[engine][memory advice][slow]") {
   constexpr int64_t kGpu = 40'000'000'000;
+  const auto of_gpu = [](int64_t bytes) {
+    return [bytes](int64_t gpus) { return MemoryBytes{.gpu = bytes - context_bytes(gpus)}; };
+  };
   const json config = shipped_config("llama2-7b-parka", {"distributed.zero_stage=0"});
-  const auto advice = fewest_gpus(config, 1, kGpu, MoreGpus::kWithStages);
+  const auto advice = fewest_gpus(config, 1, of_gpu(kGpu), MoreGpus::kWithStages);
   REQUIRE(advice);
   CHECK(advice->num_gpus == 4);  // 3 do not divide the batch
   check_advice(config, *advice, kGpu - context_bytes(4));
@@ -202,9 +205,18 @@ TEST_CASE("a plan names the fewest GPUs that a run fits on", "[engine][memory ad
     CHECK(planned_with(config, {std::string("distributed.zero_stage=") + stage}, 2) > kGpu - context_bytes(2));
   }
   // Two are enough with other changes; where no number is enough without, the changes are named.
-  const auto changed = fewest_gpus(config, 1, kGpu, MoreGpus::kWithChanges);
+  const auto changed = fewest_gpus(config, 1, of_gpu(kGpu), MoreGpus::kWithChanges);
   REQUIRE(changed);
   CHECK(changed->num_gpus == 2);
   check_advice(config, *changed, kGpu - context_bytes(2));
-  CHECK_FALSE(fewest_gpus(config, 1, 2'000'000'000, MoreGpus::kWithChanges));
+  CHECK_FALSE(fewest_gpus(config, 1, of_gpu(2'000'000'000), MoreGpus::kWithChanges));
+  // Two need host memory, which the GPUs of a host share.
+  CHECK(changed->planned.host > 0);
+  const auto with_host = [&](int64_t gpus) {
+    return MemoryBytes{.gpu = kGpu - context_bytes(gpus), .host = changed->planned.host / gpus};
+  };
+  CHECK_FALSE(changed->planned.within(with_host(2)));
+  const auto shared = fewest_gpus(config, 1, with_host, MoreGpus::kWithChanges);
+  REQUIRE(shared);
+  CHECK(shared->planned.within(with_host(shared->num_gpus)));
 }

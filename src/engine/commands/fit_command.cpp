@@ -65,8 +65,12 @@ std::string train_command(const PlanOptions& options, const MemoryAdvice& advice
 
 [[noreturn]] void throw_nothing_fits(const PlanOptions& options, const nlohmann::json& given,
                                      const MemoryBytes& limit) {
-  const auto gpu_bytes = static_cast<int64_t>(options.memory_limit_gb * 1e9);
-  const std::optional<MemoryAdvice> more = fewest_gpus(given, options.num_gpus, gpu_bytes, MoreGpus::kWithChanges);
+  const auto limit_on = [&](int64_t gpus) {
+    PlanOptions more = options;
+    more.num_gpus = gpus;
+    return limit_of(more);
+  };
+  const std::optional<MemoryAdvice> more = fewest_gpus(given, options.num_gpus, limit_on, MoreGpus::kWithChanges);
   const std::string host =
       limit.host == MemoryBytes::kUnlimited
           ? ""

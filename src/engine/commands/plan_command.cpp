@@ -76,9 +76,10 @@ Advice advice_for(const PlanOptions& options) {
   const nlohmann::json given = given_keys(options.config_path, options.overrides);
   const auto gpu_bytes = static_cast<int64_t>(options.memory_limit_gb * 1e9);
   Advice advice;
-  advice.here = cheapest_changes(given, options.num_gpus, gpu_bytes - context_bytes(options.num_gpus));
+  const auto limit_on = [&](int64_t gpus) { return MemoryBytes{.gpu = gpu_bytes - context_bytes(gpus)}; };
+  advice.here = cheapest_changes(given, options.num_gpus, limit_on(options.num_gpus).gpu);
   advice.more_gpus =
-      fewest_gpus(given, options.num_gpus, gpu_bytes, advice.here ? MoreGpus::kWithStages : MoreGpus::kWithChanges);
+      fewest_gpus(given, options.num_gpus, limit_on, advice.here ? MoreGpus::kWithStages : MoreGpus::kWithChanges);
   return advice;
 }
 
@@ -111,8 +112,10 @@ nlohmann::ordered_json advice_json(const MemoryAdvice& advice) {
 
 void write_config(const PlanOptions& options, const Advice& advice) {
   if (!advice.here) {
-    throw_bad_input("{}: no change makes it fit into {:.1f} GB, so {} is not written: use more GPUs (--gpus)",
-                    options.config_path, options.memory_limit_gb, options.write_path);
+    throw_bad_input("{}: no change makes it fit into {:.1f} GB, so {} is not written: {}", options.config_path,
+                    options.memory_limit_gb, options.write_path,
+                    advice.more_gpus ? fmt::format("use more GPUs (--gpus {})", advice.more_gpus->num_gpus)
+                                     : "use a smaller model or a shorter data.sequence_length");
   }
   std::vector<std::string> overrides = options.overrides;
   for (const std::string& override : advice.here->overrides()) overrides.push_back(override);
@@ -221,7 +224,8 @@ void print_plan_json(const GpuPlan& plan, const Config& config, const PlanOption
                                  {"micro_batch_size", config.training.micro_batch_size},
                                  {"total_bytes", plan.total_bytes},
                                  {"context_bytes", context_bytes(options.num_gpus)},
-                                 {"fits", fits}};
+                                 {"fits", fits},
+                                 {"divides_batch", config.divides_batch(options.num_gpus)}};
   for (const GpuPlan::Line& line : plan.lines) json["bytes"][line.category] = line.bytes;
   for (const MemoryPlan::CategoryTotal& line : plan.host_lines) {
     json["bytes_in_host_memory"][line.category] = line.bytes;

@@ -20,8 +20,7 @@ std::vector<int64_t> possible_gpus(const Config& config, int64_t num_gpus) {
 }
 
 std::optional<MemoryAdvice> find_changes(const json& config, std::vector<MemoryChange> possible, int64_t num_gpus,
-                                         int64_t limit_bytes) {
-  const MemoryBytes limit = {.gpu = limit_bytes};
+                                         const MemoryBytes& limit) {
   ChosenChanges chosen(config, std::move(possible), num_gpus);
   if (!chosen.add_until(limit)) return std::nullopt;
   chosen.take_back(limit);
@@ -38,17 +37,19 @@ std::vector<std::string> MemoryAdvice::overrides() const {
 }
 
 std::optional<MemoryAdvice> cheapest_changes(const json& config, int64_t num_gpus, int64_t limit_bytes) {
-  return find_changes(config, memory_changes(parse_config(config, "config"), num_gpus), num_gpus, limit_bytes);
+  return find_changes(config, memory_changes(parse_config(config, "config"), num_gpus), num_gpus,
+                      {.gpu = limit_bytes});
 }
 
-std::optional<MemoryAdvice> fewest_gpus(const json& config, int64_t num_gpus, int64_t gpu_bytes, MoreGpus with) {
+std::optional<MemoryAdvice> fewest_gpus(const json& config, int64_t num_gpus,
+                                        const std::function<MemoryBytes(int64_t gpus)>& limit_of, MoreGpus with) {
   const Config read = parse_config(config, "config");
   for (const int64_t gpus : possible_gpus(read, num_gpus)) {
     std::vector<MemoryChange> changes = memory_changes(read, gpus);
     if (with == MoreGpus::kWithStages) {
       std::erase_if(changes, [](const MemoryChange& change) { return change.key() != kZeroStageKey; });
     }
-    auto advice = find_changes(config, std::move(changes), gpus, gpu_bytes - context_bytes(gpus));
+    auto advice = find_changes(config, std::move(changes), gpus, limit_of(gpus));
     if (advice) return advice;
   }
   return std::nullopt;

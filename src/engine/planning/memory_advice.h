@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -28,9 +29,9 @@ std::optional<MemoryAdvice> cheapest_changes(const nlohmann::json& config, int64
 enum class MoreGpus : uint8_t { kWithStages, kWithChanges };
 
 // The fewest GPUs, more than `num_gpus`, that divide the batch and that the run fits on as it is but for its ZeRO
-// stage, or, kWithChanges, with the cheapest changes. One GPU has `gpu_bytes` of memory, CUDA's and NCCL's
-// included. Numbers are those up to 8 and multiples of 8 up to 1024; nullopt where none is enough.
-std::optional<MemoryAdvice> fewest_gpus(const nlohmann::json& config, int64_t num_gpus, int64_t gpu_bytes,
-                                        MoreGpus with);
+// stage, or, kWithChanges, with the cheapest changes. Of so many GPUs each has `limit_of` of memory. Numbers are
+// those up to 8 and multiples of 8 up to 1024; nullopt where none is enough.
+std::optional<MemoryAdvice> fewest_gpus(const nlohmann::json& config, int64_t num_gpus,
+                                        const std::function<MemoryBytes(int64_t gpus)>& limit_of, MoreGpus with);
 
 }  // namespace parka
