@@ -565,10 +565,17 @@ void check_paths(const Config& c) {
 }
 
 void check_saving(const CheckpointConfig& c) {
-  if (c.on_saved.empty() || c.on_saved.find("{path}") != std::string::npos) return;
-  throw_bad_input(
-      "checkpoint.on_saved = \"{}\" has no {{path}}, which stands for the folder of the checkpoint; add it",
-      c.on_saved);
+  if (c.on_saved.empty()) return;
+  if (c.on_saved.find("{path}") == std::string::npos) {
+    throw_bad_input(
+        "checkpoint.on_saved = \"{}\" has no {{path}}, which stands for the folder of the checkpoint; add it",
+        c.on_saved);
+  }
+  for (const char* quoted : {"\"{path}\"", "'{path}'"}) {
+    if (c.on_saved.find(quoted) == std::string::npos) continue;
+    throw_bad_input("checkpoint.on_saved = {} has {{path}} in quotes, which it gets by itself; write it without",
+                    c.on_saved);
+  }
 }
 
 }  // namespace
