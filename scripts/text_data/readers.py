@@ -231,7 +231,7 @@ class InputFile:
                 for row in table_rows(pyarrow, self._raw, kind, fields, self.path):
                     number += 1
                     self.place = place = f"{self.path}, row {number}"
-                    document = self._document_of(without_nulls(row), place)
+                    document = self._document_of(without_nulls(row) if self._reading.chat else row, place)
                     check_size(document, place, "split this record")
                     yield document
         except pyarrow.ArrowException as error:
@@ -243,10 +243,21 @@ class InputFile:
         if self._reading.chat:
             return conversation_of(record, place)
         field = self._reading.field
-        if not isinstance(record, dict) or not isinstance(record.get(field), str):
+        if not isinstance(record, dict) or field not in record:
             raise InputError(f'{place}: has no string field "{field}"; name the text\'s field with --jsonl-field')
+        if not isinstance(record[field], str):
+            raise InputError(
+                f'{place}: the field "{field}" is {kind_of(record[field])}, not text; leave such records out of the file, or name '
+                "another field with --jsonl-field"
+            )
         # JSON can spell half of a surrogate pair, which no UTF-8 text can hold: it becomes a question mark.
         return record[field].encode("utf-8", "replace")
+
+
+def kind_of(value: object) -> str:
+    """What a message calls a value that is not text. A table has more types than JSON, as dates and bytes."""
+    names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "an array", dict: "an object"}
+    return names.get(type(value), f"of type {type(value).__name__}")
 
 
 def holds_json(file: BinaryIO, any_json: bool) -> bool:

@@ -282,7 +282,7 @@ class PrepareDataTest(Preparation):
             ("none.jsonl.zst: has no bytes", "none.jsonl.zst", ["--jsonl-field", "text"]),
             ("none.parquet: has no bytes", "none.parquet", ["--jsonl-field", "text"]),
             ("a.jsonl: is JSON, not plain text; name the field", "a.jsonl", []),
-            ("number.json:2: has no string field", "number.json", field),
+            ('number.json:2: the field "text" is a number, not text', "number.json", field),
             ("list.json:1: is an array; give JSON Lines", "list.json", field),
             ("broken.json:3: is not JSON", "broken.json", field),
             ('a.jsonl:1: has no string field "body"', "a.jsonl", ["--jsonl-field", "body"]),

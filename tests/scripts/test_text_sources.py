@@ -124,8 +124,15 @@ class Sources(Files):
         self.write("text/c.txt", "[1, 2]\n")
         self.assertEqual(self.prepare(self.folder / "text")["train"]["documents"], 3)
 
+    def test_a_field_that_is_there_but_is_not_text(self):
+        kinds = {"null": None, "true or false": True, "a number": 0.5, "an array": ["a"], "an object": {}}
+        for kind, value in kinds.items():
+            with self.subTest(kind=kind):
+                path = self.write("a.jsonl", jsonl(["a", value]))
+                self.refuse(f'a.jsonl:2: the field "text" is {kind}, not text; leave such records out of the file', path, *FIELD)
+
     def test_bad_tables(self):
-        table = pyarrow.table({"id": [1, 2], "text": ["a", None]})
+        table = pyarrow.table({"id": [1, 2], "text": ["a", None], "raw": [b"a", b"b"]})
         path = self.folder / "a.parquet"
         pyarrow.parquet.write_table(table, path)
         splits = self.folder / "splits"
@@ -139,9 +146,10 @@ class Sources(Files):
         arrow.write_bytes(arrow.read_bytes()[: 2 * arrow.stat().st_size // 3])
         for message, *arguments in (
             ("a.parquet: is Parquet; name the column of its text with --jsonl-field", path),
-            ("a.parquet: has no column body; it has id, text", path, "--jsonl-field", "body"),
-            ('a.parquet, row 2: has no string field "text"', path, *FIELD),
-            ('a.parquet, row 1: has no string field "id"', path, "--jsonl-field", "id"),
+            ("a.parquet: has no column body; it has id, text, raw", path, "--jsonl-field", "body"),
+            ('a.parquet, row 2: the field "text" is null, not text; leave such records out', path, *FIELD),
+            ('a.parquet, row 1: the field "id" is a number, not text; leave such records out', path, "--jsonl-field", "id"),
+            ('a.parquet, row 1: the field "raw" is of type bytes, not text', path, "--jsonl-field", "raw"),
             ("cut.parquet: ", cut, *FIELD),
             ("arrow: ", data_set, *FIELD),
             ("splits: is a data set with splits; give one or more of them: train, test", splits, *FIELD),
