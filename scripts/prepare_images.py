@@ -79,6 +79,8 @@ def read_samples(options: argparse.Namespace, left_out: collections.Counter, bad
                 samples.append(sample)
             else:
                 left_out["duplicate_samples"] += 1
+    if not samples and bad:
+        raise InputError(f"no sample is left to train on{told_of_bad(len(bad), bad)}")
     if not samples:
         raise InputError(f"no sample in {', '.join(map(str, options.input))}; check the paths and --include")
     return samples
@@ -151,7 +153,7 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     splits = {split: ImageSplit(partial.staging, split, options, maker) for split in ("train", "eval")}
     left_out["samples_with_bad_images"] = write_samples(samples, numbers, images, splits, maker, options.eval_fraction)
     left_out["samples_without_targets"] = sum(split.without_targets for split in splits.values())
-    check_splits(splits, options)
+    check_splits(splits, options, left_out, bad)
     files = images.move_to(partial.staging)
     info = summary(options, maker, splits, images, files) | {"left_out": dict(left_out), "bad": bad}
     if options.tokenizer != "bytes":
@@ -172,11 +174,24 @@ def check_room(samples: list[Sample], options: argparse.Namespace) -> None:
         )
 
 
-def check_splits(splits: dict[str, ImageSplit], options: argparse.Namespace) -> None:
+def check_splits(
+    splits: dict[str, ImageSplit], options: argparse.Namespace, left_out: collections.Counter, bad: list[str]
+) -> None:
     if splits["train"].tokens == 0:
-        raise InputError("no sample has a reply within --sequence-length to train on; raise it, give more samples, or lower --eval-fraction")
+        told = told_of_bad(left_out["bad_samples"] + left_out["samples_with_bad_images"], bad)
+        if told and splits["eval"].tokens == 0 and left_out["samples_without_targets"] == 0:
+            raise InputError(f"no sample is left to train on{told}")
+        raise InputError(
+            "no sample has a reply within --sequence-length to train on; raise it, give more samples, or lower --eval-fraction"
+            f"{told}"
+        )
     if options.eval_fraction > 0 and splits["eval"].tokens == 0:
         raise InputError("no sample is held out; raise --eval-fraction or give more samples")
+
+
+def told_of_bad(count: int, bad: list[str]) -> str:
+    """The end of a message where --skip-bad has left out samples, else nothing."""
+    return f"; samples left out as bad: {count:,}, the first for this reason: {bad[0]}" if count else ""
 
 
 def summary(

@@ -347,6 +347,21 @@ class Bad(Preparation):
         self.assertEqual([line.split(":")[0] for line in info["bad"]], ["4.png", "none.png"])
         self.assertEqual(info["images"]["count"], 2)
 
+    def test_bad_samples_are_blamed_where_nothing_else_is_left(self):
+        no_ids, no_picture = sample("t", None, "a", "b"), sample("m", "none.png", "<image>", "One")
+        long = sample("l", ["1.png"] * 17, "<image>" * 17, "the reply lies behind 68 slots")
+        place, first = self.folder / "samples.json", "the first for this reason: "
+        nothing = "no sample is left to train on; samples left out as bad: "
+        for records, message in (
+            ([7, {"id": "x7"}], f"{nothing}2, {first}{place}: sample 0 of the array: is no object"),
+            ([no_ids], f"{nothing}1, {first}{place}: sample 0 of the array, id t: the chat template refuses"),
+            ([no_picture, {**no_picture, "id": "equal"}, sample("o", "none.png", "<image>", "Two")], f"{nothing}2, {first}none.png: "),
+            ([no_picture, 7], f"{nothing}2, {first}{place}: sample 1 of the array: is no object"),
+            ([long, 7], f"raise it, give more samples, or lower --eval-fraction; samples left out as bad: 1, {first}"),
+        ):
+            with self.subTest(message=message):
+                self.refuse(message, self.write(records), "--skip-bad")
+
     def prepare_after_a_stop(self, path, *flags, **options):
         code, error = self.call(path, *flags, **options)
         self.assertEqual(code, 0, error)
