@@ -75,7 +75,8 @@ def log_likelihoods(parka, run, out, names):
         keys = {"data.sequence_length": LENGTH, "data.images_per_sequence": 1, "training.micro_batch_size": 1,
                 "training.global_batch_size": 1}
         options = [word for key in keys.items() for word in ("--set", "{}={}".format(*key))]
-        command = [parka, "eval", run, "--json", *options, "--sets", *sets]
+        # A Path has lost the "./" of a name without folders, which would then be looked up in PATH.
+        command = [parka.absolute(), "eval", run, "--json", *options, "--sets", *sets]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode != 0:
             fail(f"{run}: {error_line(ended.stderr)}")

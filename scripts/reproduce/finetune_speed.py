@@ -81,7 +81,8 @@ def options_of(run):
 
 def command_of(parka, config, run, steps):
     sets = [word for option in options_of(run) for word in ("--set", option)]
-    return [str(parka), "bench", str(config), *sets, "--steps", str(steps)]
+    # A Path has lost the "./" of a name without folders, which would then be looked up in PATH.
+    return [str(parka.absolute()), "bench", str(config), *sets, "--steps", str(steps)]
 
 
 def measure(parka, config, run, steps, out):

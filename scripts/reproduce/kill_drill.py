@@ -41,7 +41,8 @@ def start(arguments, folder, log):
         "distributed.zero_stage": 3, "training.micro_batch_size": 4, "training.global_batch_size": 64,
     }
     sets = [f"{key}={value}" for key, value in options.items()] + arguments.set
-    command = ["bash", ROOT / "scripts/launch.sh", "-np", str(arguments.ranks), "--", arguments.program, "train",
+    # A Path has lost the "./" of a name without folders, which would then be looked up in PATH.
+    command = ["bash", ROOT / "scripts/launch.sh", "-np", str(arguments.ranks), "--", arguments.program.absolute(), "train",
                ROOT / "configs/olmo-150m.json", *(word for pair in sets for word in ("--set", pair))]
     environment = dict(os.environ, PARKA_RESTART_SECONDS="1")
     return subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, env=environment)

@@ -259,6 +259,14 @@ class FinetuneSpeed(unittest.TestCase):
         rows = table(result.stdout[result.stdout.index("| model |"):])
         self.assertEqual([row[:3] for row in rows], [["tiny-llama", "full", "1x16"], ["tiny-llama", "qlora", "2x16"]])
 
+    def test_a_program_in_the_folder_that_it_is_called_from(self):
+        with tempfile.TemporaryDirectory(prefix="parka-test-") as folder:
+            os.symlink(os.path.abspath(PROGRAM), f"{folder}/parka")
+            command = [FOLDER / "finetune_speed.py", "./parka", "out", "--config", ROOT / "configs" / "tiny-llama.json", "--steps", "1",
+                       "--runs", "full.1x16"]
+            result = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder)
+        self.assertEqual(result.returncode, 0, result.stderr)
+
     def test_unknown_runs_are_refused(self):
         result = self.run_script("other.2x16")
         self.assertEqual(result.returncode, 2)

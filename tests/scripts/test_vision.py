@@ -96,6 +96,18 @@ class Vision(unittest.TestCase):
         totals = [result["loss"] * result["num_targets"] for result in json.loads(shown.stdout)["sets"].values()]
         self.assertEqual(question["choices"][totals.index(min(totals))], question["said"])
 
+    def test_a_program_in_the_folder_that_it_is_called_from(self):
+        os.makedirs(f"{self.out}/choices")
+        asked = {"image": "0.png", "question": "How many?", "answer": "two", "choices": ["one", "two"]}
+        Path(self.out, "choices/questions.json").write_text(json.dumps([asked]))
+        losses = {"0.0": {"loss": 2.0, "num_targets": 4}, "0.1": {"loss": 1.0, "num_targets": 4}}
+        Path(self.out, "parka").write_text(f"#!/bin/sh\necho '{json.dumps({'sets': losses})}'\n")
+        os.chmod(f"{self.out}/parka", 0o755)
+        command = [sys.executable, FOLDER / "answer_choices.py", "score", "./parka", "run", "choices", "--json", "out.json"]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=self.out)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(self.load("out.json")["accuracy"], 1)
+
     def test_pictures_follow_from_the_seed(self):
         def drawn(folder, *options):
             subprocess.run([sys.executable, FOLDER / "draw_pictures.py", f"{self.out}/{folder}", "--pictures", "30", "--held-out", "5",
