@@ -33,7 +33,7 @@ class Reading:
     """What is a document in a file. At most one of these is set."""
 
     field: str | None = None  # the text's field of JSON Lines, or its column of a table
-    chat: bool = False  # a record is a conversation
+    chat: bool | None = None  # whether a record is a conversation; None in a script without --chat, which then is not advised
     split_bytes: int | None = None  # plain text is cut into documents of about this size
 
 
@@ -184,9 +184,10 @@ class InputFile:
         with self._open(kind) as file:
             is_json = name.endswith((".jsonl", ".ndjson")) or holds_json(file, name.endswith(".json"))
         if is_json:
+            for_chat = "" if self._reading.chat is None else " use --chat for conversations,"
             raise InputError(
-                f"{self.path}: is JSON, not plain text; name the field of its text with --jsonl-field, use --chat for "
-                "conversations, or choose other files with --include"
+                f"{self.path}: is JSON, not plain text; name the field of its text with --jsonl-field,{for_chat} or choose other files "
+                "with --include"
             )
         return False
 

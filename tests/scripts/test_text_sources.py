@@ -124,6 +124,19 @@ class Sources(Files):
         self.write("text/c.txt", "[1, 2]\n")
         self.assertEqual(self.prepare(self.folder / "text")["train"]["documents"], 3)
 
+    def test_json_gets_only_advice_that_the_script_can_follow(self):
+        path = self.write("a.jsonl", '{"messages": []}\n')
+        for name, takes_chat, *options in (
+            ("prepare_data", True), ("train_tokenizer", False), ("make_questions", False, "--kind", "lines")
+        ):
+            with self.subTest(name):
+                command = [sys.executable, SCRIPT.with_name(f"{name}.py"), path, "--out", self.folder / "out", *options]
+                result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+                self.assertEqual(result.returncode, 2, result.stderr)
+                for_chat = " use --chat for conversations," if takes_chat else ""
+                advice = f"name the field of its text with --jsonl-field,{for_chat} or choose other files with --include"
+                self.assertIn(f"a.jsonl: is JSON, not plain text; {advice}\n", result.stderr)
+
     def test_a_field_that_is_there_but_is_not_text(self):
         kinds = {"null": None, "true or false": True, "a number": 0.5, "an array": ["a"], "an object": {}}
         for kind, value in kinds.items():
