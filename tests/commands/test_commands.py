@@ -446,6 +446,11 @@ class Config(unittest.TestCase):
 
 
 class EndOfRun(RunFolder):
+    def test_what_to_run_next_can_be_pasted(self):
+        config = tiny_config(self.folder)
+        config["checkpoint"]["folder"] = self.path("a run")
+        self.assertIn(f"next: parka eval '{self.path('a run')}', parka generate '{self.path('a run')}' --prompt", self.train(config).stderr)
+
     def test_the_log_says_where_the_model_is_and_what_to_run_next(self):
         config = tiny_config(self.folder)
         run = self.path("run")

@@ -62,20 +62,6 @@ std::optional<double> parse_finite(const std::string& text) {
   return value;
 }
 
-std::string quoted(const std::string& text) {
-  std::string inside;
-  for (const char c : text) inside += c == '\'' ? "'\\''" : std::string(1, c);
-  return "'" + inside + "'";
-}
-
-std::string shell_word(const std::string& text) {
-  constexpr std::string_view kPlain = "-_./=:,+@%";
-  const bool plain = !text.empty() && std::all_of(text.begin(), text.end(), [&](unsigned char c) {
-    return std::isalnum(c) != 0 || kPlain.find(static_cast<char>(c)) != std::string_view::npos;
-  });
-  return plain ? text : quoted(text);
-}
-
 std::vector<int32_t> parse_token_list(const std::string& text) {
   std::vector<int32_t> tokens;
   const char *at = text.data(), *const end = at + text.size();

@@ -14,10 +14,6 @@ std::vector<std::string> expand_arguments(const std::vector<std::string>& argume
 // The whole text as a finite number; nullopt if it is not one.
 std::optional<double> parse_finite(const std::string& text);
 
-// Text as one word of a shell, in single quotes, which keep everything but themselves; and only if it needs them.
-std::string quoted(const std::string& text);
-std::string shell_word(const std::string& text);
-
 // --prompt-tokens: "1,2,3".
 std::vector<int32_t> parse_token_list(const std::string& text);
 

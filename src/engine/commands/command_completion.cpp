@@ -8,9 +8,9 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "engine/commands/argument_values.h"
 #include "engine/commands/command_help.h"
 #include "engine/config/config_table.h"
+#include "engine/files/shell_word.h"
 
 namespace parka {
 namespace {

@@ -11,6 +11,7 @@
 #include "engine/files/draft_folder.h"
 #include "engine/files/float_elements.h"
 #include "engine/files/json_text.h"
+#include "engine/files/shell_word.h"
 #include "engine/huggingface/bitsandbytes.h"
 #include "engine/huggingface/huggingface_config.h"
 #include "engine/huggingface/huggingface_origin.h"
@@ -422,8 +423,9 @@ int run_import(const ImportOptions& options) {
   }
   const Importer importer(open_source(options));
   importer.write(options.output);
-  std::printf("%s: %s\ntrain from it with   parka train %s/config.json --set data.train='[\"tokens.npy\"]'\n",
-              options.output.c_str(), importer.description().c_str(), options.output.c_str());
+  std::printf("%s: %s\ntrain from it with   parka train %s --set data.train='[\"tokens.npy\"]'\n",
+              options.output.c_str(), importer.description().c_str(),
+              shell_word(options.output + "/config.json").c_str());
   return 0;
 }
 

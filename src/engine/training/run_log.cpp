@@ -7,6 +7,7 @@
 #include "core/log/log.h"
 #include "core/memory/host_memory.h"
 #include "engine/checkpoint/checkpoint_layout.h"
+#include "engine/files/shell_word.h"
 #include "engine/training/progress.h"
 
 namespace parka {
@@ -109,6 +110,7 @@ void log_memory(const TrainingRun& run, const Device& device) {
 
 void log_end(const Config& config, int64_t step, int64_t newest_step) {
   const std::string& folder = config.checkpoint.folder;
+  const std::string word = shell_word(folder);
   if (newest_step != step) {
     log_info("step {} was the last; it is not saved, as checkpoint.save_final is false", step);
     return;
@@ -117,7 +119,7 @@ void log_end(const Config& config, int64_t step, int64_t newest_step) {
   log_info(
       "step {} was the last; the model is in {}; next: parka eval {}, parka generate {} --prompt TEXT, or parka "
       "export {} {}",
-      step, step_folder_path(folder, step), folder, folder, folder,
+      step, step_folder_path(folder, step), word, word, word,
       is_side ? "--adapter --out FOLDER" : "--out FOLDER for Hugging Face");
 }
 

@@ -15,18 +15,13 @@
 #include <fmt/format.h>
 
 #include "core/thread.h"
+#include "engine/files/shell_word.h"
 
 namespace parka {
 namespace {
 
 constexpr std::string_view kPath = "{path}";
 constexpr std::chrono::milliseconds kBetweenLooks(20);
-
-std::string quoted(const std::string& text) {
-  std::string word = "'";
-  for (const char c : text) word += c == '\'' ? std::string("'\\''") : std::string(1, c);
-  return word + "'";
-}
 
 // Started in a process group of its own, without input and with the usual signals; the errno of what failed, or 0.
 int spawn_shell(const std::string& command, pid_t& pid) {
