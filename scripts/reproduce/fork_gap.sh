@@ -26,6 +26,10 @@ shared_keys "$length" "$batch" "$steps"
 shared+=" model.vocab_size=272 training.micro_batch_size=32"
 
 of_seed() { echo "training.seed=$1,data.seed=$1"; }
+forked="$work/forked_at.txt"
+[ ! -e "$forked" ] || [ "$(cat "$forked")" = "$at of $steps" ] ||
+  { echo "fork_gap.sh: runs in $out go on from step $(cat "$forked"), not $at of $steps; give another OUT" >&2; exit 2; }
+echo "$at of $steps" > "$forked"
 stems=()
 for seed in "${seeds[@]}"; do
   [ -e "$work/stem.$seed.done" ] || stems+=("stem.$seed=${1#*=},$(of_seed "$seed"),training.steps=$at")
@@ -38,6 +42,7 @@ for seed in "${seeds[@]}"; do
     name=${run%%=*}.$seed
     runs+=("$name=${run#*=},$(of_seed "$seed")")
     [ ! -e "$work/$name" ] || continue
+    rm -rf "$work/$name.copy"
     cp -r "$work/stem.$seed" "$work/$name.copy"
     mv "$work/$name.copy" "$work/$name"
   done
