@@ -160,10 +160,12 @@ class OnSaved(RunFolder):
         self.assert_exit(result, BAD_INPUT)
         self.assertIn('checkpoint.on_saved = "cp -r run store" has no {path}, which stands for the folder of the checkpoint; add it',
                       result.stderr)
-        for command in ('cp -r "{path}" store', "cp -r '{path}' store"):
+        for command in ('cp -r "{path}" store', "cp -r '{path}' store", 'cp -r "{path}/." store', "sh -c 'cp -r {path} store'"):
             result = self.train(self.config(command))
             self.assert_exit(result, BAD_INPUT)
             self.assertIn(f"checkpoint.on_saved = {command} has {{path}} in quotes, which it gets by itself; write it without", result.stderr)
+        for command in ("echo 'a'{path}'b'", 'echo "a\\"b" {path}', "echo it\\'s {path}"):
+            self.assert_exit(self.train(self.config(command)), 0)
 
 
 class Addresses(RunFolder):

@@ -564,6 +564,24 @@ void check_paths(const Config& c) {
   check_all("evaluation.tasks", c.evaluation.tasks);
 }
 
+// As a shell reads it: within double quotes a backslash takes the next letter's meaning, within single ones it has
+// none.
+bool has_path_in_quotes(std::string_view command) {
+  char open = 0;  // the quote that is
+  for (size_t i = 0; i < command.size(); ++i) {
+    if (open != 0 && command.substr(i).starts_with("{path}")) return true;
+    const char c = command[i];
+    if (c == '\\' && open != '\'') {
+      ++i;
+    } else if (c == open) {
+      open = 0;
+    } else if (open == 0 && (c == '"' || c == '\'')) {
+      open = c;
+    }
+  }
+  return false;
+}
+
 void check_saving(const CheckpointConfig& c) {
   if (c.on_saved.empty()) return;
   if (c.on_saved.find("{path}") == std::string::npos) {
@@ -571,11 +589,9 @@ void check_saving(const CheckpointConfig& c) {
         "checkpoint.on_saved = \"{}\" has no {{path}}, which stands for the folder of the checkpoint; add it",
         c.on_saved);
   }
-  for (const char* quoted : {"\"{path}\"", "'{path}'"}) {
-    if (c.on_saved.find(quoted) == std::string::npos) continue;
-    throw_bad_input("checkpoint.on_saved = {} has {{path}} in quotes, which it gets by itself; write it without",
-                    c.on_saved);
-  }
+  if (!has_path_in_quotes(c.on_saved)) return;
+  throw_bad_input("checkpoint.on_saved = {} has {{path}} in quotes, which it gets by itself; write it without",
+                  c.on_saved);
 }
 
 }  // namespace
