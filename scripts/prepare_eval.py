@@ -69,7 +69,7 @@ def spaced(texts: list[str]) -> list[str]:
 
 def number_of(letter: object) -> int:
     if not isinstance(letter, str) or len(letter) != 1 or letter not in LETTERS:
-        raise ValueError(f"the answer is {letter!r}, which is no choice's letter; give a split that has labels")
+        raise ValueError(f"the answer is {letter!r}, which is no choice's letter: does this split have labels?")
     return LETTERS.index(letter)
 
 
@@ -84,7 +84,7 @@ def boolq(doc: dict) -> Request:
     context = f"{doc['passage']}\nQuestion: {doc['question']}?\nAnswer:"
     answer = doc["answer"] if "answer" in doc else doc["label"]  # as SuperGLUE calls it
     if answer not in (False, True):
-        raise ValueError(f"the answer is {answer!r}, not true or false; give a split that has labels")
+        raise ValueError(f"the answer is {answer!r}, not true or false: does this split have labels?")
     return Request([context], [" yes", " no"], ["Answer:"], 0 if answer else 1)
 
 
@@ -125,7 +125,8 @@ def image_choice(doc: dict) -> Request:
         question = f"{PLACEHOLDER}\n" * len(images) + question
     if question.count(PLACEHOLDER) != len(images) or any(PLACEHOLDER in choice for choice in doc["choices"]):
         raise ValueError(f"{len(images)} images for {question.count(PLACEHOLDER)} {PLACEHOLDER} of the question")
-    label = number_of(answer) if isinstance(answer, str) and not answer.isdigit() else int(answer)
+    answer = answer.strip() if isinstance(answer, str) else answer
+    label = number_of(answer) if isinstance(answer, str) and not answer.lstrip("+-").isdigit() else int(answer)
     return Request([question], spaced(doc["choices"]), ["Answer:"], label, tuple(images))
 
 

@@ -356,7 +356,7 @@ class Tasks(RunFolder):
             with self.subTest(task):
                 with open(self.path("in.jsonl"), "w", encoding="utf-8") as file:
                     file.write(json.dumps(document) + "\n")
-                self.assert_refused(prepare("--task", task, self.path("in.jsonl"), "--out", out), ["give a split that has labels"])
+                self.assert_refused(prepare("--task", task, self.path("in.jsonl"), "--out", out), ["does this split have labels?"])
         for arguments, words in [
             ((self.path("nowhere.jsonl"), "--task", "copa", "--out", out), ["nowhere.jsonl"]),
             ((self.path("in.jsonl"), "--task", "coppa", "--out", out), ["coppa"]),
