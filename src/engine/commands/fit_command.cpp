@@ -68,6 +68,7 @@ std::string train_command(const PlanOptions& options, const MemoryAdvice& advice
   const auto limit_on = [&](int64_t gpus) {
     PlanOptions more = options;
     more.num_gpus = gpus;
+    if (options.nodes > 0) more.nodes = ceil_div(gpus, gpus_of_node(options));  // hosts of as many as now
     return limit_of(more);
   };
   const std::optional<MemoryAdvice> more = fewest_gpus(given, options.num_gpus, limit_on, MoreGpus::kWithChanges);
