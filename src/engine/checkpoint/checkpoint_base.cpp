@@ -13,6 +13,7 @@
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/files/file_io.h"
+#include "engine/files/json_text.h"
 #include "model/parameter_table.h"
 
 namespace fs = std::filesystem;
