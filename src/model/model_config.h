@@ -259,10 +259,8 @@ struct PrecisionConfig {
         "tower", tower,
         "Blocks of a vision tower (model.vision): compute, or fp8: in the formats of the decoder's blocks, which have "
         "FP8 GEMMs then");
-    visit(
-        "sampled_amax", sampled_amax,
-        "Find the scale of SwiGLU's gradient from the maximum over every 16th token, with room for 64 times that; where "
-        "a number exceeds it, from the maximum over all. Only with gemm = fp8_tensor and backward_format = e5m2");
+    visit("sampled_amax", sampled_amax,
+          "Scale SwiGLU's gradient, in e5m2, by 64 times every 16th token's maximum, where that is enough");
     visit("group_size", group_size, "Elements per scale of kept FP8 activations", one_of<int64_t>(16, 32, 64, 128));
     visit(
         "save_norm_output", save_norm_output,

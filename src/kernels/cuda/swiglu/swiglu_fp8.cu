@@ -15,7 +15,8 @@
 // Shapes: T rows (tokens), F columns of the product; up_gate has 2F, up before gate.
 //
 // All tensors are written from Sources (quantize_tiles.cuh). Tensors with one scale take two passes: one finds the
-// maximum, the other recomputes the same numbers and writes codes. That is cheaper than keeping the numbers.
+// maximum, the other recomputes the same numbers and writes codes. That is cheaper than keeping the numbers. Where
+// the maximum is sampled the first pass reads a part, and the codes are written again if that was not enough.
 namespace parka::cuda {
 namespace {
 
@@ -151,6 +152,7 @@ __global__ void take_sampled_amax_kernel(const float* sampled, float* amax) {
 template <typename Source>
 struct SampledRows : Source {
   explicit SampledRows(const Source& source) : Source(source) {}
+  void load(int row, int col, float (&x)[16]) const = delete;  // the Source's reads other rows
   template <typename Index>
   __device__ auto fetch(Index row, int col) const {
     return Source::fetch(row * Index{kAmaxSampling}, col);
