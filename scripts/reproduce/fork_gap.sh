@@ -32,12 +32,11 @@ forked="$work/forked_at.txt"
 echo "$at of $steps" > "$forked"
 stems=()
 for seed in "${seeds[@]}"; do
-  [ -e "$work/stem.$seed.done" ] || stems+=("stem.$seed=${1#*=},$(of_seed "$seed"),training.steps=$at")
+  stems+=("stem.$seed=${1#*=},$(of_seed "$seed"),training.steps=$at")
 done
-[ ${#stems[@]} = 0 ] || train_runs configs/olmo-150m.json "${stems[@]}"
+train_runs configs/olmo-150m.json "${stems[@]}"
 runs=()
 for seed in "${seeds[@]}"; do
-  touch "$work/stem.$seed.done"
   for run; do
     name=${run%%=*}.$seed
     runs+=("$name=${run#*=},$(of_seed "$seed")")
