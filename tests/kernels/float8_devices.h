@@ -127,13 +127,15 @@ inline std::string first_difference(const std::string& name, const Output& got, 
   return row.empty() ? first_difference(name + " transposed", got.matrix_t, want.matrix_t) : row;
 }
 
-// Whether `got` is what the CPU makes of `values`, which are on any device.
-inline std::string unlike_quantized(const std::string& name, const Output& got, const TestTensor& values) {
+// Whether `got` is what the CPU makes of `values`, which are on any device; with `amax`, on the CPU, for their
+// maximum.
+inline std::string unlike_quantized(const std::string& name, const Output& got, const TestTensor& values,
+                                    const TensorView& amax = {}) {
   const int64_t rows = got.matrix.data.view().dim[0], cols = got.matrix.data.view().dim[1];
   const TestTensor x(cpu_device(), values.view().dtype, {rows, cols});
   copy_bits(values, cpu_device(), x);
   const Output want(cpu_device(), got.format, rows, cols, got.copies);
-  quantize(cpu_device(), {.x = x, .out = want.row(), .out_t = want.transposed()});
+  quantize(cpu_device(), {.x = x, .out = want.row(), .out_t = want.transposed(), .amax = amax});
   return first_difference(name, got, want);
 }
 
