@@ -112,6 +112,14 @@ class Fit(unittest.TestCase):
                                             r"use at least \d+ GPUs \(--gpus \d+\)")
             self.assertEqual(os.listdir(folder), [])
 
+    def test_so_many_gpus_as_are_named_are_enough_with_the_host_memory_that_they_share(self):
+        arguments = ("plan", os.path.join(os.path.dirname(CONFIG), "llava-1.5-7b.json"), "--set", "precision.recipe=fp8_linear", "--fit",
+                     "--memory-limit", "12", "--host-memory", "30")
+        named = re.search(r"use at least (\d+) GPUs", parka(*arguments).stderr)
+        self.assertIsNotNone(named)
+        result = parka(*arguments, "--gpus", named[1])
+        self.assertEqual(result.returncode, 0, result.stderr)
+
     def test_options_that_need_others_are_refused_without(self):
         for arguments, word in ((("--any-results",), "--fit"), (("--host-memory", "10"), "--fit"),
                                 (("--fit", "--host-memory", "0"), "--host-memory"),
