@@ -1,7 +1,6 @@
 #include "engine/products/product_power.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <optional>
 #include <set>
@@ -12,6 +11,7 @@
 #include "tests/engine/step_config.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
+#include "tests/support/steady_counter.h"
 #include "tests/support/temporary_folder.h"
 
 using namespace parka;
@@ -19,23 +19,8 @@ using namespace parka::test;
 
 namespace {
 
-// Of a card that always takes so many watts.
-class SteadyCounter final : public PowerCounter {
- public:
-  explicit SteadyCounter(double watts) : watts_(watts) {}
-  std::optional<double> joules() override {
-    using namespace std::chrono;
-    return watts_ * duration<double>(steady_clock::now().time_since_epoch()).count();
-  }
-  std::optional<double> clock() override { return 1.5e9; }
-  std::optional<double> limit() override { return 700; }
-
- private:
-  double watts_;
-};
-
-// Readings of up to 10 ms count, and are then up to 5 ms off, at either end of more than 0.5 s.
-bool near(double watts, double wanted) { return std::abs(watts - wanted) < 0.02 * wanted; }
+// Up to rounding.
+bool near(double watts, double wanted) { return std::abs(watts - wanted) < 1e-9 * wanted; }
 
 }  // namespace
 

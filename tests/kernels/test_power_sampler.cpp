@@ -6,8 +6,10 @@
 
 #include "kernels/device/device.h"
 #include "tests/support/catch.h"
+#include "tests/support/steady_counter.h"
 
 using namespace parka;
+using namespace parka::test;
 
 namespace {
 
@@ -78,21 +80,12 @@ TEST_CASE("power is not measured in too short a time, or without a counter", "[p
   CHECK(source.missing == "only that of a GPU is read");
 }
 
-TEST_CASE("a sampler measures what a card takes meanwhile", "[power][slow]") {
-  class Counter final : public PowerCounter {
-   public:
-    std::optional<double> joules() override {
-      using namespace std::chrono;
-      return 300 * duration<double>(steady_clock::now().time_since_epoch()).count();
-    }
-    std::optional<double> clock() override { return 1.5e9; }
-    std::optional<double> limit() override { return 700; }
-  } counter;
+TEST_CASE("a sampler measures what a card takes meanwhile", "[power]") {
+  SteadyCounter counter(300);
   PowerSampler sampler(counter);
-  std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+  while (counter.seconds() < 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   const PowerUse use = sampler.stop();
   REQUIRE(use.watts);
-  // Readings of up to 10 ms count, and are then up to 5 ms off, at either end of more than 0.5 s.
-  CHECK(std::abs(*use.watts - 300) < 6);
+  CHECK(std::abs(*use.watts - 300) < 1e-6);
   CHECK(use.clock == 1.5e9);
 }

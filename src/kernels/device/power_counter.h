@@ -1,4 +1,5 @@
 #pragma once
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -13,6 +14,10 @@ class PowerCounter {
   virtual std::optional<double> joules() = 0;  // that the card has taken since its driver was loaded, all of it
   virtual std::optional<double> clock() = 0;   // of its multiprocessors, hertz
   virtual std::optional<double> limit() = 0;   // of what it may take, watts
+  // The moment, in seconds of a clock that only goes on: samples are taken by it. Tests have their own.
+  virtual double seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
 };
 
 struct PowerSource {

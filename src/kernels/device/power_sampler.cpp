@@ -70,9 +70,8 @@ PowerUse PowerSampler::stop() {
 }
 
 void PowerSampler::sample() {
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point begin = Clock::now();
-  const auto seconds = [&] { return std::chrono::duration<double>(Clock::now() - begin).count(); };
+  const double begin = counter_.seconds();
+  const auto seconds = [&] { return counter_.seconds() - begin; };
   std::unique_lock lock(mutex_);
   while (!stop_) {
     lock.unlock();
