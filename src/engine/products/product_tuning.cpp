@@ -124,6 +124,7 @@ std::vector<GemmChoice> tune_products(Device& device, const std::vector<Recorded
   for (const FusedProduct& a : fused) {
     if (has_one_kernel(device, a)) of_gemms.budget_seconds -= budget_of_each;
   }
+  for (const RecordedProduct& product : products) of_gemms.counts[key_of(product.gemm)] = product.count;
   const std::vector<Gemm> gemms = gemms_of(products);
   std::vector<GemmChoice> choices;
   {

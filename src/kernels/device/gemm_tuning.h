@@ -1,4 +1,6 @@
 #pragma once
+#include <cstdint>
+#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -36,7 +38,8 @@ struct GemmTuneOptions {
   double settle_seconds = 0.15;  // of a finalist alone, before each time that it is measured
   double measured_seconds = 0.15;
   int rounds = 3;               // in which every finalist is measured once
-  double budget_seconds = 150;  // for all; settling and measuring are shortened to fit
+  double budget_seconds = 150;  // for all; settling and measuring are shortened to fit: divide_measuring()
+  std::map<std::string, int64_t> counts = {};  // of runs in a step, by key_of(); 1 where there is none
 };
 // Times candidates for every product that has run on the device since the last call, each against the library's
 // first choice, which stays unless another is clearly faster. Operands, outputs and scales of those products'

@@ -19,6 +19,7 @@
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cublaslt.h"
 #include "kernels/device/cuda/cuda_device.h"
+#include "kernels/device/measuring_time.h"
 #include "kernels/op/cost.h"
 
 namespace parka {
@@ -144,9 +145,11 @@ std::vector<float> host_values(CudaDevice& device, const TensorView& x) {
 // One product with what is known of its candidates. Candidate 0, the library's first choice, is the incumbent.
 class Contest {
  public:
-  Contest(CudaDevice& device, const Stopwatch& stopwatch, const Gemm& a, int max_candidates)
+  Contest(CudaDevice& device, const Stopwatch& stopwatch, const Gemm& a, const GemmTuneOptions& options)
       : device_(device), stopwatch_(stopwatch), a_(a), prepared_(a) {
-    candidates_ = prepared_.candidates(gemms_of(device).handle(), a, max_candidates);
+    const auto count = options.counts.find(key_of(a));
+    if (count != options.counts.end()) count_ = count->second;
+    candidates_ = prepared_.candidates(gemms_of(device).handle(), a, options.max_candidates);
     PARKA_REQUIRE(!candidates_.empty());
     fill_operands();
     time(candidates_.front(), 1);
@@ -183,6 +186,8 @@ class Contest {
   }
 
   size_t num_candidates() const { return candidates_.size(); }
+
+  double step_seconds() const { return static_cast<double>(count_) * once_; }
 
   // About `seconds` of the incumbent.
   void load(double seconds) {
@@ -302,60 +307,85 @@ class Contest {
   Gemm a_;
   PreparedGemm prepared_;
   std::vector<cublasLtMatmulAlgo_t> candidates_;
+  int64_t count_ = 1;                        // of runs in a step
   double once_ = 0;                          // seconds of one run of the incumbent
   std::vector<std::vector<double>> ratios_;  // to the incumbent in the same round, of each candidate
   std::vector<double> incumbent_times_;      // of all rounds
 };
 
-// How long the parts of tuning take.
+using Contests = std::vector<std::unique_ptr<Contest>>;
+
+// How long the parts of measuring one product take.
 struct Schedule {
   static constexpr size_t kFinalists = 5;  // besides the incumbent
 
   double settle, measured, quick_burst = 0.01;
 
-  Schedule(const GemmTuneOptions& options, const std::vector<std::unique_ptr<Contest>>& contests, double spent)
-      : settle(options.settle_seconds), measured(options.measured_seconds) {
-    double quick_bursts = 0, runs = 0;
-    for (const auto& contest : contests) {
-      const auto candidates = static_cast<double>(contest->num_candidates());
-      quick_bursts += 1.25 * candidates + 1;  // with the incumbent's in between
-      runs += options.rounds * std::min(candidates, static_cast<double>(kFinalists + 1));
-    }
-    const double wanted = quick_bursts * quick_burst + runs * (settle + measured);
-    const double left = std::max(0.0, options.budget_seconds - options.warm_seconds - spent);
-    const double share = std::min(1.0, left / wanted);
-    settle *= share;
-    measured *= share;
-    quick_burst *= share;
+  explicit Schedule(const GemmTuneOptions& options)
+      : settle(options.settle_seconds), measured(options.measured_seconds) {}
+
+  double seconds(const GemmTuneOptions& options, size_t num_candidates) const {
+    const auto candidates = static_cast<double>(num_candidates);
+    const double quick_bursts = 1.25 * candidates + 1;  // with the incumbent's in between
+    const double runs = options.rounds * std::min(candidates, static_cast<double>(kFinalists + 1));
+    return quick_bursts * quick_burst + runs * (settle + measured);
+  }
+
+  void shorten(double part) {
+    settle *= part;
+    measured *= part;
+    quick_burst *= part;
   }
 };
+
+std::vector<Schedule> schedules_of(const GemmTuneOptions& options, const Contests& contests, double seconds) {
+  std::vector<Schedule> schedules(contests.size(), Schedule(options));
+  std::vector<Measured> products;
+  for (const auto& contest : contests) {
+    products.push_back({contest->step_seconds(), schedules.front().seconds(options, contest->num_candidates())});
+  }
+  const std::vector<double> given = divide_measuring(products, seconds);
+  for (size_t i = 0; i < schedules.size(); ++i) schedules[i].shorten(given[i] / products[i].wanted_seconds);
+  return schedules;
+}
+
+void add_variations(const GemmTuneOptions& options, const Contests& contests, double seconds) {
+  std::set<uint32_t> tiles;
+  std::vector<Measured> products;
+  for (const auto& contest : contests) {
+    contest->add_tiles_to(tiles);
+    products.push_back({contest->step_seconds(), seconds});
+  }
+  const std::vector<double> given = divide_measuring(products, seconds);
+  for (size_t i = 0; i < contests.size(); ++i) {
+    contests[i]->add_variations(tiles, static_cast<size_t>(options.max_candidates), given[i]);
+  }
+}
 
 std::vector<GemmChoice> tune(CudaDevice& device, const GemmTuneOptions& options) {
   using Clock = std::chrono::steady_clock;
   const auto begin = Clock::now();
   const auto spent = [&] { return std::chrono::duration<double>(Clock::now() - begin).count(); };
   const Stopwatch stopwatch(device);
-  std::vector<std::unique_ptr<Contest>> contests;
+  Contests contests;
   for (const Gemm& a : gemms_of(device).take_used()) {
-    contests.push_back(std::make_unique<Contest>(device, stopwatch, a, options.max_candidates));
+    contests.push_back(std::make_unique<Contest>(device, stopwatch, a, options));
   }
   if (contests.empty()) return {};
-  std::set<uint32_t> tiles;
-  for (const auto& contest : contests) contest->add_tiles_to(tiles);
   constexpr double kForVariations = 0.25;  // of the budget, at most
-  for (const auto& contest : contests) {
-    contest->add_variations(tiles, static_cast<size_t>(options.max_candidates),
-                            kForVariations * options.budget_seconds / static_cast<double>(contests.size()));
-  }
-  const Schedule schedule(options, contests, spent());
+  add_variations(options, contests, kForVariations * options.budget_seconds);
+  const std::vector<Schedule> schedules =
+      schedules_of(options, contests, std::max(0.0, options.budget_seconds - options.warm_seconds - spent()));
   for (const double warm_until = spent() + options.warm_seconds; spent() < warm_until;) {
-    for (const auto& contest : contests) contest->load(schedule.quick_burst);
+    for (size_t i = 0; i < contests.size(); ++i) contests[i]->load(schedules[i].quick_burst);
   }
-  for (const auto& contest : contests) contest->eliminate(schedule.quick_burst, Schedule::kFinalists);
+  for (size_t i = 0; i < contests.size(); ++i) {
+    contests[i]->eliminate(schedules[i].quick_burst, Schedule::kFinalists);
+  }
   // Rounds go over all products, so that slow changes of the card reach all candidates alike.
   for (int round = 0; round < options.rounds; ++round) {
-    for (const auto& contest : contests) {
-      contest->compare(schedule.settle, schedule.measured, static_cast<size_t>(round));
+    for (size_t i = 0; i < contests.size(); ++i) {
+      contests[i]->compare(schedules[i].settle, schedules[i].measured, static_cast<size_t>(round));
     }
   }
   std::vector<GemmChoice> choices;
