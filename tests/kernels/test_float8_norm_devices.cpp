@@ -397,3 +397,42 @@ TEST_CASE("norm_backward in fp8 on another device", "[kernels][norm][devices]") 
     }
   }
 }
+
+TEST_CASE("norm_backward's scale on another device is of the columns that there are", "[kernels][norm][devices]") {
+  // Rows far from 0, and gradients along them: past the last column a centred norm would yield larger numbers.
+  const MatrixShape s{65, 768};
+  constexpr float kMean = 30;
+  const std::vector<float> xhat = random_bf16(s.numel(), 208);
+  std::vector<float> values = xhat;
+  for (float& x : values) x += kMean;
+  const size_t rows = static_cast<size_t>(s.rows);
+  for (Device* device : other_devices()) {
+    for (const NormKind kind : {NormKind::kLayerNorm, NormKind::kAffineLayerNorm}) {
+      CAPTURE(int(kind));
+      const TestTensor x(*device, DType::kBF16, {s.rows, s.cols}, values),
+          d_y(*device, DType::kBF16, {s.rows, s.cols}, xhat),
+          d_residual(*device, DType::kBF16, {s.rows, s.cols}, std::vector<float>(values.size())),
+          out(*device, DType::kBF16, {s.rows, s.cols});
+      const TestTensor mean(*device, DType::kF32, {s.rows}, std::vector<float>(rows, kMean)),
+          rstd(*device, DType::kF32, {s.rows}, std::vector<float>(rows, 1));
+      const TestTensor weight(*device, DType::kBF16, {s.cols}, weights(s.cols));
+      const TestTensor d_weight(*device, DType::kF32, {s.cols}, weights(s.cols)),
+          d_bias(*device, DType::kF32, {s.cols}, weights(s.cols));
+      const bool is_affine = kind == NormKind::kAffineLayerNorm;
+      const Output quantized(*device, kE5M2, s.rows, s.cols, Copies::kBoth);
+      norm_backward(*device, {.kind = kind,
+                              .x = ScaledView(x),
+                              .weight = is_affine ? weight.view() : TensorView(),
+                              .mean = mean,
+                              .rstd = rstd,
+                              .d_y = d_y,
+                              .d_residual = d_residual,
+                              .d_residual_out = out,
+                              .d_quantized = quantized.row(),
+                              .d_quantized_t = quantized.transposed(),
+                              .d_weight = is_affine ? d_weight.view() : TensorView(),
+                              .d_bias = is_affine ? d_bias.view() : TensorView()});
+      CHECK(unlike_quantized("d_quantized", quantized, out) == "");
+    }
+  }
+}

@@ -181,7 +181,9 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<Rows, G, kKind>)
       Part::for_each([&](int pack, int i) {
         d_x[pack][i] = rstd * (g(pack, i) - mean_g - xhat(pack, i) * mean_g_xhat);
         if (a.adds) d_x[pack][i] += d_residual[pack][i];
-        if constexpr (kFindsAmax) largest = max_magnitude(largest, d_x[pack][i]);
+        // Past the last column RMSNorm yields zeros.
+        if constexpr (kFindsAmax)
+          largest = max_magnitude(largest, !kCentred || part.has(pack) ? d_x[pack][i] : 0.0f);
       });
       part.write(a.d_residual_out_TC + row, d_x);
     });
