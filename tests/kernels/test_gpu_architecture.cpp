@@ -33,3 +33,13 @@ TEST_CASE("one architecture of a list is enough to run on a GPU") {
   CHECK_FALSE(runs_on_gpu("80,89,90a", 10, 0));
   CHECK(runs_on_gpu("80,89,90a,90-virtual", 10, 0));
 }
+
+TEST_CASE("a GPU runs code of an earlier compute capability where it has no other") {
+  CHECK_FALSE(runs_code_of(90, "80,80-virtual", 9, 0));
+  CHECK_FALSE(runs_code_of(90, "80,89-virtual", 10, 0));
+  CHECK(runs_code_of(80, "80,80-virtual", 9, 0));
+  CHECK(runs_code_of(90, "80,89,90a,90-virtual", 9, 0));
+  CHECK(runs_code_of(90, "80,89,90a,90-virtual", 10, 0));
+  CHECK_FALSE(runs_code_of(90, "80,89,90a,90-virtual", 8, 9));
+  CHECK_FALSE(runs_code_of(90, "90a,80-virtual", 10, 0));
+}

@@ -10,4 +10,8 @@ namespace parka {
 // - "90-virtual" is PTX, which the driver of any GPU of this version or a later one compiles when it loads it.
 bool runs_on_gpu(std::string_view architectures, int major, int minor);
 
+// Whether the code that runs there is of compute capability `version` (90: 9.0) or later: a driver takes that of
+// the latest one that runs on the GPU.
+bool runs_code_of(int version, std::string_view architectures, int major, int minor);
+
 }  // namespace parka

@@ -3,14 +3,15 @@
 #include "kernels/device/cuda/cuda_device.h"
 
 // Programmatic dependent launch: a kernel is launched before the previous one in the stream ends, so that short
-// kernels lose less time at their start. Compute capability 9.0 and later; on others it is an ordinary launch.
+// kernels lose less time at their start. In code of compute capability 9.0 and later; in other code, which a later
+// GPU may run too, it is an ordinary launch.
 namespace parka::cuda {
 
 // All threads of a kernel launched by launch_early() call this first. It waits for the previous kernel, and lets
 // the blocks of the next one start as soon as resources are free. All blocks must wait: otherwise this kernel could
 // end before the previous one, and an op after both could begin too early.
 __device__ inline void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900  // CudaDevice::kEarlyLaunchVersion
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
 #endif
@@ -35,7 +36,7 @@ void launch_early(const CudaDevice& device, void (*kernel)(Parameters...), const
   config.dynamicSmemBytes = static_cast<size_t>(launch.shared_bytes);
   config.stream = device.stream();
   config.attrs = &early;
-  config.numAttrs = device.properties().major >= 9 ? 1 : 0;
+  config.numAttrs = device.launches_early() ? 1 : 0;
   static_cast<void>(cudaLaunchKernelEx(&config, kernel, arguments...));  // also left for cudaGetLastError()
 }
 

@@ -243,6 +243,8 @@ CudaDevice::CudaDevice(int ordinal, const std::function<std::unique_ptr<KeptByOp
   check(cudaSetDevice(ordinal), "choosing the GPU");
   check(cudaGetDeviceProperties(&properties_, ordinal), "reading the GPU's properties");
   check_supported(properties_);
+  launches_early_ =
+      runs_code_of(kEarlyLaunchVersion, PARKA_CUDA_ARCHITECTURES, properties_.major, properties_.minor);
   check(cudaDeviceSetLimit(cudaLimitStackSize, kStackBytes), "stack size");
   int least = 0, greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "stream priorities");

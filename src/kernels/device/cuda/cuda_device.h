@@ -80,6 +80,10 @@ class CudaDevice final : public Device {
   cudaStream_t stream() const { return stream_; }
   int num_multiprocessors() const { return properties_.multiProcessorCount; }
   const cudaDeviceProp& properties() const { return properties_; }
+  // Whether the code that runs here is of a compute capability with which kernels wait for the one before:
+  // launch_early().
+  static constexpr int kEarlyLaunchVersion = 90;
+  bool launches_early() const { return launches_early_; }
 
   // The first `bytes` of the workspace, for the op at hand alone: the next op may overwrite them. Throws
   // Error(kInternal) naming the op when the workspace is smaller.
@@ -102,6 +106,7 @@ class CudaDevice final : public Device {
 
   int ordinal_;
   cudaDeviceProp properties_{};
+  bool launches_early_ = false;
   cudaStream_t stream_ = nullptr;
   cudaStream_t store_stream_ = nullptr;  // of the copies of all stores
   std::vector<Staging> staging_;
