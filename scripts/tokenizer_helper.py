@@ -27,9 +27,9 @@ from text_data.common import InputError, one_line  # noqa: E402
 from text_data.helper_process import advice_to_user, run, serve  # noqa: E402
 from text_data.special_tokens import bos_of, read_object, special_tokens_of, tokenizer_config  # noqa: E402
 
-# What a character in UTF-8 decodes to while bytes of it are missing: one of these, or one for each byte that is there.
+# What a character in UTF-8 decodes to while bytes of it are missing: one of these, or one for each byte that is there. Where
+# bytes are tokens, all characters before it that are spelled in bytes decode to these, too.
 INCOMPLETE = "\ufffd"
-MOST_INCOMPLETE = 3
 # Stands for the assistant's words.
 WORDS = "Parka"
 
@@ -152,21 +152,32 @@ class Stream:
     left out: the first `known` characters of the text of ids[prefix:]. All text of ids[:shown] has been.
     """
 
-    CONTEXT = 8  # tokens of the prompt
+    CONTEXT = 8  # tokens of the prompt, and those that their first character began with
+    MOST_OF_CHARACTER = 4  # bytes
+    # The context may be spelled in bytes, and what follows it.
+    MOST_WAITING = CONTEXT + 2 * MOST_OF_CHARACTER
 
     def __init__(self, tokenizer, prompt: list[int]):
         self._tokenizer = tokenizer
-        self._ids = prompt[-self.CONTEXT :]
+        self._ids = self._context_of(prompt)
         self._prefix, self._shown = 0, len(self._ids)
         self._known = len(tokenizer.decode(self._ids))
+
+    def _context_of(self, prompt: list[int]) -> list[int]:
+        first = max(len(prompt) - self.CONTEXT, 0)
+        for before in range(first, max(first - self.MOST_OF_CHARACTER, -1), -1):
+            if not self._tokenizer.decode(prompt[before:]).startswith(INCOMPLETE):
+                return prompt[before:]
+        return prompt[first:]
 
     def push(self, id: int) -> str:
         self._ids.append(id)
         text = self._tokenizer.decode(self._ids[self._prefix :])[self._known :]
-        waiting = min(len(text) - len(text.rstrip(INCOMPLETE)), MOST_INCOMPLETE)
+        waiting = min(len(text) - len(text.rstrip(INCOMPLETE)), self.MOST_WAITING)
         text = text[: len(text) - waiting]
         self._known += len(text)
-        if waiting == 0:
+        # Behind a token without a text, such as a special one, the next might be taken for the beginning of all.
+        if waiting == 0 and text:
             self._prefix, self._shown = self._shown, len(self._ids)
             self._known = len(self._tokenizer.decode(self._ids[self._prefix :]))
         return text

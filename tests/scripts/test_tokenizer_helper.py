@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -100,8 +101,30 @@ class TextTest(TokenizerFolder):
         self.assertEqual(self.pieces([262], [*cat, 260]), ["", "", "", "\U0001f431", "a", ""])
         self.assertEqual(self.pieces([262], cat[:2]), ["", "", "\ufffd\ufffd"])
         # What can no longer become a character does not wait for ever.
-        shown = self.pieces([262], [3 + 0xFF] * 5)
-        self.assertEqual(shown, ["", "", "", "\ufffd", "\ufffd", "\ufffd\ufffd\ufffd"])
+        *shown, rest = self.pieces([262], [3 + 0xFF] * 99)
+        self.assertEqual("".join(shown) + rest, "\ufffd" * 99)
+        self.assertLess(len(rest), 20)
+
+    def test_characters_in_a_row_that_are_spelled_in_bytes(self):
+        good = [3 + byte for byte in "\u597d".encode()]
+        self.assertEqual(self.pieces([260], [*good, *good, 261]), ["", "", "\u597d"] * 2 + ["b", ""])
+        # Also behind a prompt that is spelled so.
+        self.assertEqual(self.pieces(good * 9, [*good, *good]), ["", "", "\u597d"] * 2 + [""])
+
+    def test_a_token_without_a_text_takes_no_space_from_the_next(self):
+        self.assertEqual(self.pieces([1, 262], [263, 2, 1, 263]), [" b", "", "", " b", ""])
+
+    def test_pieces_are_what_all_tokens_decode_to(self):
+        chance = random.Random(1)
+        letters = ["a", "b", " ", "a b", "\u00e9", "\u597d", "\U0001f431", "\u65e5\u672c", "</s>"]
+        for tokenizer in (self.write(sentencepiece_tokenizer()).tokenizer, helper.Text(FIXTURES / "llama3").tokenizer):
+            for _ in range(300):
+                ids = tokenizer.encode("".join(chance.choices(letters, k=12)), add_special_tokens=False).ids
+                ends = [end for end in range(1, len(ids)) if helper.INCOMPLETE not in tokenizer.decode(ids[:end])]
+                begin = chance.choice(ends)
+                stream = helper.Stream(tokenizer, ids[:begin])
+                text = "".join(stream.push(id) for id in ids[begin:]) + stream.end()
+                self.assertEqual(tokenizer.decode(ids[:begin]) + text, tokenizer.decode(ids), (ids, begin))
 
     def test_pieces_of_a_continuation_are_its_text(self):
         cases = json.loads((FIXTURES / "expected.json").read_text(encoding="utf-8"))["prompts"]
