@@ -167,7 +167,8 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
         warn_of_spelled_out_markers(options, maker)
     info = summary(options, maker, output)
     if options.tokenizer != "bytes":
-        copy_tokenizer(Path(options.tokenizer), partial.staging / "tokenizer", maker.tokenizer.document_tokens())
+        named = maker.tokenizer.given_tokens() if options.chat is None else {}  # of conversations --eos is padding
+        copy_tokenizer(maker.tokenizer, partial.staging / "tokenizer", named)
     with open(partial.staging / "data.json", "wb") as file:
         file.write((json.dumps(info, indent=2) + "\n").encode())
         sync(file)

@@ -157,7 +157,7 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     files = images.move_to(partial.staging)
     info = summary(options, maker, splits, images, files) | {"left_out": dict(left_out), "bad": bad}
     if options.tokenizer != "bytes":
-        copy_tokenizer(Path(options.tokenizer), partial.staging / "tokenizer", maker.tokenizer.document_tokens())
+        copy_tokenizer(maker.tokenizer, partial.staging / "tokenizer", named={})
     with open(partial.staging / "data.json", "wb") as file:
         file.write((json.dumps(info, indent=2) + "\n").encode())
         sync(file)

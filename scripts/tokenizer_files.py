@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
+
+from text_data.common import sync, sync_folder
+from text_data.special_tokens import read_object
+from text_data.tokenizer import JsonTokenizer
 
 # Besides tokenizer.json; `parka import` and `parka export` carry these, too.
 BESIDE = (
@@ -18,26 +21,49 @@ BESIDE = (
     "tokenizer_config.json",
 )
 
+# The tokens that begin and end a document.
+ROLES = ("bos_token", "eos_token")
 
-def copy_tokenizer(tokenizer_json: Path, folder: Path, special_tokens: dict[str, object]) -> None:
-    """Makes `folder`, with the file as tokenizer.json and what lies beside it, durable. Where no tokenizer_config.json does,
-    `special_tokens` becomes one, so that `parka generate` and transformers know where documents end."""
+
+def copy_tokenizer(tokenizer: JsonTokenizer, folder: Path, named: dict[str, object]) -> None:
+    """Makes `folder`, with the tokenizer's file as tokenizer.json and what lies beside it, durable. The copies say what begins
+    and ends documents, so that `parka generate` and transformers know it: where no tokenizer_config.json lies beside the file
+    one is made, and what is `named` by options takes the place of what the files say."""
     folder.mkdir(exist_ok=True)
-    sources = {"tokenizer.json": tokenizer_json} | {name: tokenizer_json.with_name(name) for name in BESIDE}
+    sources = {"tokenizer.json": tokenizer.path} | {name: tokenizer.path.with_name(name) for name in BESIDE}
     for name, source in sources.items():
         if source.is_file():
             with open(source, "rb") as original, open(folder / name, "wb") as copy:
                 shutil.copyfileobj(original, copy)
-                copy.flush()
-                os.fsync(copy.fileno())
-    if not (folder / "tokenizer_config.json").exists():
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | special_tokens
-        with open(folder / "tokenizer_config.json", "w", encoding="utf-8") as file:
-            json.dump(config, file, indent=2, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+                sync(copy)
+    config = folder / "tokenizer_config.json"
+    if config.exists():
+        name_tokens(folder, named, tokenizer)
+    else:
+        write_object(config, {"tokenizer_class": "PreTrainedTokenizerFast"} | tokenizer.document_tokens())
+    sync_folder(folder)
+
+
+def name_tokens(folder: Path, tokens: dict[str, object], tokenizer: JsonTokenizer) -> None:
+    """Gives those tokens of the files in `folder` these names; what ends documents ends a continuation, too."""
+    change_object(folder / "tokenizer_config.json", tokens)
+    # Counts more than tokenizer_config.json in folders of an older form.
+    change_object(folder / "special_tokens_map.json", {name: tokens[name] for name in tokens if name in ROLES})
+    generation = folder / "generation_config.json"
+    if "eos_token" in tokens:
+        ends = read_object(generation).get("eos_token_id")
+        ends = ends if isinstance(ends, list) else [ends]
+        others = [id for id in ends if isinstance(id, int) and id != tokenizer.eos]
+        change_object(generation, {"eos_token_id": [tokenizer.eos, *others]})
+
+
+def change_object(path: Path, changes: dict[str, object]) -> None:
+    """Gives those names of a JSON file's object other values; a file that there is none of stays so."""
+    if changes and path.exists():
+        write_object(path, read_object(path) | changes)
+
+
+def write_object(path: Path, value: dict[str, object]) -> None:
+    with open(path, "wb") as file:
+        file.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+        sync(file)

@@ -69,7 +69,7 @@ class JsonTokenizer:
         # A tokenizer.json may carry the settings of whoever saved it; both would damage documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.name, self._path = path.name, path
+        self.name, self.path = path.name, path
         self.sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         config = tokenizer_config(path.parent)
@@ -78,6 +78,7 @@ class JsonTokenizer:
         self.added_tokens = tuple(token.content for token in added if not token.content.isspace())
         self.bos = self._find_bos(bos_name, config.get("add_bos_token"))
         self.eos = self._find_eos(eos_name, needs_eos)
+        self._given = {"bos_token": bos_name, "eos_token": eos_name}
 
     def _find_bos(self, name: str | None, add_bos_token: object) -> list[int]:
         if name == "none":
@@ -94,7 +95,7 @@ class JsonTokenizer:
                 return token
         if needed:
             raise InputError(
-                f"{self._path}: has none of {', '.join(EOS_NAMES)}; name its end-of-document token with --eos"
+                f"{self.path}: has none of {', '.join(EOS_NAMES)}; name its end-of-document token with --eos"
             )
         return None
 
@@ -111,9 +112,15 @@ class JsonTokenizer:
             tokens["eos_token"] = self._tokenizer.id_to_token(self.eos)
         return tokens
 
+    def given_tokens(self) -> dict[str, object]:
+        """Those of document_tokens() that bos_name and eos_name say."""
+        with_bos = {"add_bos_token"} if self._given["bos_token"] is not None else set()
+        names = with_bos | {name for name, given in self._given.items() if given is not None}
+        return {name: value for name, value in self.document_tokens().items() if name in names}
+
     def _named(self, name: str, option: str) -> int:
         if (token := self.id_of(name)) is None:
-            raise InputError(f"{self._path}: has no token {name}; give {option} another name")
+            raise InputError(f"{self.path}: has no token {name}; give {option} another name")
         return token
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:

@@ -377,6 +377,27 @@ class PrepareDataTest(Preparation):
         self.assertEqual((config["bos_token"], config["eos_token"], config["add_bos_token"]), ("<s>", "</s>", True))
 
     @unittest.skipIf(tokenizers is None, "tokenizers is missing")
+    def test_tokens_that_options_name_are_those_of_the_kept_tokenizer(self):
+        path = self.word_tokenizer(["[UNK]", "a", "<s>", "</s>", "<end>"])
+        self.write("tokenizer_config.json", '{"eos_token": "</s>", "model_max_length": 9}')
+        self.write("special_tokens_map.json", '{"eos_token": {"content": "</s>"}, "unk_token": "[UNK]"}')
+        self.write("generation_config.json", '{"eos_token_id": 3, "top_k": 5}')
+        self.prepare(self.write("a.txt", "a"), "--tokenizer", path, "--bos", "<s>", "--eos", "<end>")
+        self.assertEqual(self.ids(), [2, 1, 4])
+        kept = {name: json.loads((self.out / f"tokenizer/{name}.json").read_text())
+                for name in ("tokenizer_config", "special_tokens_map", "generation_config")}
+        tokens = {"bos_token": "<s>", "eos_token": "<end>"}
+        self.assertEqual(kept["tokenizer_config"], {**tokens, "add_bos_token": True, "model_max_length": 9})
+        self.assertEqual(kept["special_tokens_map"], {**tokens, "unk_token": "[UNK]"})
+        self.assertEqual(kept["generation_config"], {"eos_token_id": [4, 3], "top_k": 5})
+        # Only what they name.
+        shutil.rmtree(self.out)
+        self.prepare(self.folder / "a.txt", "--tokenizer", path, "--bos", "none")
+        config = json.loads((self.out / "tokenizer/tokenizer_config.json").read_text())
+        self.assertEqual(config, {"eos_token": "</s>", "add_bos_token": False, "model_max_length": 9})
+        self.assertEqual(json.loads((self.out / "tokenizer/generation_config.json").read_text())["eos_token_id"], 3)
+
+    @unittest.skipIf(tokenizers is None, "tokenizers is missing")
     def test_large_vocabulary_makes_uint32(self):
         names = ["[UNK]", *(f"w{i}" for i in range(70000)), "<end>"]
         path = self.word_tokenizer(names)
