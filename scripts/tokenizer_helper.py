@@ -66,13 +66,21 @@ class Text:
 
     def _find_stop(self) -> list[int]:
         """As transformers' generate, which asks the model's configs and not the tokenizer."""
-        for name in ("generation_config.json", "config.json"):
-            ids = read_object(self.folder / name).get("eos_token_id")
+        for path in (self.folder / "generation_config.json", *self._model_configs()):
+            ids = read_object(path).get("eos_token_id")
             ids = ids if isinstance(ids, list) else [ids]
             if ids and all(isinstance(id, int) for id in ids):
                 return ids
         own = self.tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
         return [] if own is None else [own]
+
+    def _model_configs(self) -> list[Path]:
+        """A run keeps that of the model that it began from beside its tokenizer, which may be another one."""
+        origin = self.folder.parent / "huggingface"
+        if not (origin / "tokenizer.json").is_file():
+            return [self.folder / "config.json"]
+        is_same = (origin / "tokenizer.json").read_bytes() == (self.folder / "tokenizer.json").read_bytes()
+        return [self.folder / "config.json"] + ([origin / "config.json"] if is_same else [])
 
     def encode(self, text: str) -> list[int]:
         """What a tokenizer puts behind a text is left out: the text goes on."""

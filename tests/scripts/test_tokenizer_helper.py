@@ -88,6 +88,19 @@ class TextTest(TokenizerFolder):
         self.assertEqual(self.write(tokenizer, config={"eos_token_id": 7}).stop, [7])
         self.assertEqual(self.write(tokenizer, generation_config={"eos_token_id": [8, 9]}).stop, [8, 9])
 
+    def test_a_run_ends_where_the_model_that_it_began_from_does(self):
+        run, tokenizer = self.folder, sentencepiece_tokenizer()
+        for name in ("huggingface", "tokenizer"):
+            self.folder = run / name
+            self.folder.mkdir()
+            self.write(tokenizer, tokenizer_config={"eos_token": "</s>"})
+        (run / "huggingface/config.json").write_text('{"eos_token_id": [2, 7]}')
+        self.assertEqual(helper.Text(run / "tokenizer").stop, [2, 7])
+        # Ids of another tokenizer are other tokens.
+        tokenizer.add_tokens(["c"])
+        self.assertEqual(self.write(tokenizer).stop, [2])
+        self.assertEqual(helper.Text(run / "huggingface").stop, [2, 7])
+
     def pieces(self, prompt, tokens):
         text = self.write(sentencepiece_tokenizer())
         stream = helper.Stream(text.tokenizer, prompt)
