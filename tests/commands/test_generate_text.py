@@ -305,6 +305,9 @@ class Travels(TextFolder):
         os.makedirs(self.path("data"))
         write_tokens(self.path("data/train-00000.npy"), 64, seed=4, vocab=300)
         shutil.copytree(MODEL, self.path("data/tokenizer"), ignore=shutil.ignore_patterns("*.safetensors", "config.json", "gen*"))
+        # As folders of an older form have it.
+        with open(self.path("data/tokenizer/special_tokens_map.json"), "w", encoding="utf-8") as file:
+            json.dump({"pad_token": {"content": "<|end_of_text|>"}}, file)
         config = tiny_config(self.folder, "fp32", steps=1)
         config["model"]["vocab_size"] = 320
         config["data"]["train"], config["data"]["eval"] = [self.path("data/*.npy")], []
@@ -319,7 +322,7 @@ class Travels(TextFolder):
         self.assertIn("tokenizer.json", os.listdir(self.path("exported")))
         with open(self.path("exported/config.json"), encoding="utf-8") as file:
             config = json.load(file)
-        self.assertEqual((config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]), (300, 301, None))
+        self.assertEqual((config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]), (300, 301, 301))
 
     def test_data_tokenizer_names_another_and_a_copy_stays(self):
         result = self.train_from(self.model, f"data.tokenizer={self.path('nowhere')}")

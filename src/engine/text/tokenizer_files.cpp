@@ -133,7 +133,10 @@ void keep_tokenizer(const Config& config) {
 
 json special_token_ids(const std::string& folder) {
   const json generation = read_if_there(fs::path(folder) / "generation_config.json");
-  const json config = read_if_there(fs::path(folder) / "tokenizer_config.json");
+  json config = read_if_there(fs::path(folder) / "tokenizer_config.json");
+  if (!config.contains("added_tokens_decoder")) {  // a folder of an older form
+    config.update(read_if_there(fs::path(folder) / "special_tokens_map.json"));
+  }
   const json tokenizer = read_if_there(fs::path(folder) / kTokenizerName);
   json ids;
   for (const std::string name : {"bos_token", "eos_token", "pad_token"}) {
