@@ -74,7 +74,7 @@ class SampleMaker:
         self.image_token = image_token_of(settings.image_token, self.tokenizer)
         self.vocab_size = max(self.tokenizer.vocab_size, self.image_token + 1)
         self.dtype = "<u2" if self.vocab_size <= 2**16 else "<u4"
-        known = [VERSION, asdict(settings), self.tokenizer.sha256, self.tokenizer.eos, self.image_token, self.template.texts]
+        known = [VERSION, asdict(settings), self.tokenizer.sha256, self.tokenizer.eos, self.image_token, self.template.known()]
         self._fingerprint = json.dumps(known).encode()
 
     def path(self, index: int, group: list[Sample]) -> Path:

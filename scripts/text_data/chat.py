@@ -85,6 +85,10 @@ class ChatTemplate:
 
         self._syntax_error = TemplateSyntaxError
 
+    def known(self) -> list:
+        """What of it decides the text and its targets, beside the tokenizer."""
+        return [self.texts, sorted(self._special_tokens.items())]
+
     def mark(self, documents: list[bytes], places: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Tokens and marks of conversations, as readers.conversation_of writes them, from these places."""
         texts, spans = [], []

@@ -151,8 +151,8 @@ class PartMaker:
         self.tokenizer = make_tokenizer(settings.tokenizer, settings.bos, settings.eos)
         self._template = ChatTemplate(settings.chat, self.tokenizer) if settings.chat is not None else None
         self.dtype = "<u2" if self.tokenizer.vocab_size <= 2**16 else "<u4"
-        templates = self._template.texts if self._template is not None else None
-        known = [VERSION, asdict(settings), self.tokenizer.sha256, self.tokenizer.bos, self.tokenizer.eos, templates]
+        template = self._template.known() if self._template is not None else None
+        known = [VERSION, asdict(settings), self.tokenizer.sha256, self.tokenizer.bos, self.tokenizer.eos, template]
         self._fingerprint = json.dumps(known)
 
     def path(self, index: int, group: list[File]) -> Path:

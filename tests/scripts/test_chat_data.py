@@ -11,6 +11,7 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 try:
     import numpy as np
@@ -27,6 +28,7 @@ except ImportError:
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
+from text_data import parts  # noqa: E402
 from text_data.chat import ChatError, ChatTemplate  # noqa: E402
 from text_data.common import InputError  # noqa: E402
 from text_data.packing import Packer  # noqa: E402
@@ -289,6 +291,21 @@ class Files(Preparation):
         # <|im_start|> user / 1+1? <|im_end|> / <|im_start|> assistant / 2 <|im_end|>
         self.assertEqual(tokens.tolist(), [0, 3, 3, 1, 0, 3, 3, 1] + [2] * 8)
         self.assertEqual(marks.tolist(), [2, 0, 0, 0, 0, 0, 1, 1, 2] + [0] * 7)
+
+    def test_a_run_that_continues_makes_text_again_with_other_special_tokens(self):
+        tokenizer = make_chat_tokenizer("olmo2", self.folder / "model")
+        template = self.write("bos.jinja", "{{ bos_token }}" + CHATML_JINJA)
+        chats, bad = self.write_chats([QUESTION]), self.write("z.jsonl", "{")
+        arguments = (chats, bad, "--tokenizer", tokenizer, "--chat", template, "--sequence-length", 64)
+        with mock.patch.object(parts, "GROUP_BYTES", 1):
+            code, error = self.call_in_this_process(*arguments)
+            self.assertEqual(code, 2, error)
+            self.assertIn("finished files are kept", error)
+            bad.write_text("")
+            config = tokenizer.with_name("tokenizer_config.json")
+            config.write_text(config.read_text().replace('"bos_token": "<|endoftext|>"', '"bos_token": "<|pad|>"'))
+            self.prepare(*arguments)
+        self.assertEqual(self.read()[0][0], make_tokenizer(str(tokenizer)).id_of("<|pad|>"))
 
     def test_parka_trains_on_them(self):
         chats = [[{"role": "user", "content": str(i)}, {"role": "assistant", "content": "y" * i}] for i in range(90)]

@@ -417,6 +417,17 @@ class Stopped(Preparation):
             self.assertIn("continues: 2 of 4 parts of the images are there", error)
         self.assertEqual(self.files(), want)
 
+    def test_text_is_made_again_with_other_special_tokens(self):
+        tokenizer, last = llama2_like(self.folder / "tokenizer"), (self.pictures / "2.png").read_bytes()
+        path = self.write([caption(1), caption(2)])
+        (self.pictures / "2.png").unlink()
+        self.refuse("2.png: cannot be read", path, tokenizer=tokenizer)
+        (self.pictures / "2.png").write_bytes(last)
+        config = tokenizer.with_name("tokenizer_config.json")
+        config.write_text(config.read_text().replace('"bos_token": "<s>"', '"bos_token": "<unk>"'))
+        self.assertEqual(self.call(path, tokenizer=tokenizer)[0], 0)
+        self.assertEqual(np.fromfile(self.out / "train-00000.npy", "<u2")[0], JsonTokenizer(tokenizer).id_of("<unk>"))
+
     def test_workers_make_the_same_files(self):
         path = self.write([caption(number) for number in range(7)])
         self.prepare(path)
