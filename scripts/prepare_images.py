@@ -135,6 +135,8 @@ def read_pictures(samples: list[Sample], options: argparse.Namespace, partial: P
     fitting = Fitting(options.geometry, options.image_size, colour_of(TOWERS[options.tower].mean))
     maker = ShardMaker(fitting, partial.path, parts.make_progress(PictureProgress))
     groups = groups_of_pictures(pictures, options.image_size)
+    for index, group in enumerate(groups):
+        maker.forget_mended(index, group)
     make = functools.partial(make_images, maker, groups, options.workers, options.skip_bad)
     return numbers, make_with_progress("images", maker, groups, lambda picture: 1, make)
 

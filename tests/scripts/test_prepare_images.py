@@ -34,7 +34,7 @@ spec = importlib.util.spec_from_file_location("prepare_images", SCRIPT)
 prepare_images = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(prepare_images)
 from image_data import shards  # noqa: E402
-from image_data.pictures import Fitting, pixels_of  # noqa: E402
+from image_data.pictures import Fitting, PictureError, pixels_of  # noqa: E402
 from text_data.tokenizer import JsonTokenizer  # noqa: E402
 
 from tiny_tokenizers import llama2_like  # noqa: E402
@@ -416,6 +416,23 @@ class Stopped(Preparation):
             self.assertIn("continues: 1 of 1 parts of the text are there", error)
             self.assertIn("continues: 2 of 4 parts of the images are there", error)
         self.assertEqual(self.files(), want)
+
+    def test_pictures_that_could_not_be_used_are_tried_again(self):
+        def refuses(path, fitting):
+            if path.name in bad:
+                raise PictureError("cannot be read (Permission denied)")
+            return pixels_of(path, fitting)
+
+        path = self.write([caption(number) for number in range(7)])
+        with mock.patch.object(shards, "SHARD_PICTURES", 2), mock.patch.object(shards, "pixels_of", refuses):
+            for bad, made in (["3.png"], 0), (["3.png"], 2), (["4.png", "5.png"], 1):
+                code, error = self.call(path)
+                self.assertEqual((code, f"continues: {made} of 4 parts of the images" in error), (2, made > 0), error)
+                self.assertIn(f"{bad[0]}: cannot be read (Permission denied)", error)
+            bad = ["5.png"]
+            code, error = self.call(path, "--skip-bad")
+        self.assertIn("continues: 2 of 4 parts of the images are there", error)
+        self.assertEqual((code, json.loads((self.out / "data.json").read_text())["images"]["count"]), (0, 6))
 
     def test_text_is_made_again_with_other_special_tokens(self):
         tokenizer, last = llama2_like(self.folder / "tokenizer"), (self.pictures / "2.png").read_bytes()
