@@ -90,7 +90,7 @@ def sample_of(record: object, place: str, conversion: Conversion) -> Sample:
 def images_of(record: dict, place: str) -> list[str]:
     images = record.get("image")
     images = [] if images is None else images if isinstance(images, list) else [images]
-    if not all(isinstance(name, str) and name for name in images):
+    if not all(isinstance(name, str) and name and "\0" not in name for name in images):
         raise InputError(f'{place}: its "image" is neither a file name nor a list of them; fix it or leave it out')
     return images
 

@@ -301,6 +301,7 @@ class Bad(Preparation):
             (sample("x7", None, "<image>", "It"), "id x7: has 0 images, but 1 <image>"),
             (sample("x7", None, "It", "<image>"), "id x7: has <image> outside of what the human says"),
             (sample("x7", [3], "<image>", "It"), 'id x7: its "image" is neither a file name nor a list'),
+            (sample("x7", "a\0b.png", "<image>", "It"), 'id x7: its "image" is neither a file name nor a list'),
             (sample("x7", "1.png"), "id x7: human and gpt do not speak in turn"),
             ({"id": "x7", "conversations": [{"from": "human", "value": "a"}] * 2}, "id x7: human and gpt do not speak in turn"),
             ({"id": "x7", "conversations": [{"from": "cat", "value": "a"}]}, 'id x7: has no list "conversations"'),
