@@ -168,7 +168,7 @@ def read_requests(path: Path, task: str, prompt: str) -> Iterator[Request]:
     """The requests of a file, each checked. `prompt` has {question} in the place of an image_choice's question."""
     make_request, _ = TASKS[task]
     try:
-        file = open(path, encoding="utf-8")
+        file = open(path, encoding="utf-8-sig")  # which needs no byte order mark
     except OSError as error:
         raise InputError(f"{path}: cannot be opened ({error.strerror}); give a JSON Lines file")
     with file:

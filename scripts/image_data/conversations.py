@@ -9,6 +9,7 @@ what a human says stands for one image, in order.
 
 from __future__ import annotations
 
+import codecs
 import json
 import zlib
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def read_records(path: Path) -> Iterator[tuple[str, object]]:
     """(place, record)"""
     try:
         with InputFile(path, Reading()).content() as file:
-            first = file.readline()
+            first = file.readline().removeprefix(codecs.BOM_UTF8)
             while first and not first.strip():
                 first = file.readline()
             if first.lstrip().startswith(b"["):

@@ -181,13 +181,17 @@ class Files(Preparation):
         records = [caption(number) for number in range(5)]
         packed = self.folder / "samples.json.gz"
         packed.write_bytes(gzip.compress(self.write(records).read_bytes()))
+        paths = [self.write(records), self.write(records, "samples.jsonl"), packed]
+        for name, indent in (("line.json", None), ("lines.json", 2)):  # that begin with a byte order mark
+            paths.append(self.folder / name)
+            paths[-1].write_text("\ufeff" + json.dumps(records, indent=indent), encoding="utf-8")
         outputs = []
-        for number, path in enumerate((self.write(records), self.write(records, "samples.jsonl"), packed)):
+        for number, path in enumerate(paths):
             self.out = self.folder / f"out{number}"
             self.prepare(path)
             outputs.append({p.name: p.read_bytes() for p in self.out.iterdir()})
-        self.assertEqual(outputs[0], outputs[1])
-        self.assertEqual(outputs[0], outputs[2])
+        for path, output in zip(paths[1:], outputs[1:], strict=True):
+            self.assertEqual(output, outputs[0], path)
 
     def test_images_at_the_front_of_their_turn(self):
         records = [sample("a", ["1.png", "2.png"], " Is <image> more than <image>? ", "No", "Hm", "Ha")]

@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Tests of what scripts/prepare_eval.py reads and refuses. Exits with 77 (skipped) where numpy is missing."""
+import contextlib
+import io
+import json
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+try:
+    import numpy  # noqa: F401
+except ImportError:
+    print("skipped: numpy is missing")
+    sys.exit(77)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import prepare_eval  # noqa: E402
+
+DOCUMENT = {"context": "1 + 1 =", "choices": [" 1", " 2"], "answer": 1}  # of text_choice
+
+
+class Documents(unittest.TestCase):
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory(prefix="parka-test-")
+        self.addCleanup(temporary.cleanup)
+        self.input, self.out = Path(temporary.name) / "in.jsonl", Path(temporary.name) / "out.jsonl"
+
+    def call(self, *documents, task="text_choice", encoding="utf-8"):
+        """Returns (exit code, standard error)."""
+        self.input.write_text("".join(json.dumps(document) + "\n" for document in documents), encoding=encoding)
+        error = io.StringIO()
+        command = ["prepare_eval.py", str(self.input), "--task", task, "--out", str(self.out)]
+        streams = contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO())
+        with mock.patch.object(sys, "argv", command), streams[0], streams[1]:
+            return prepare_eval.main(), error.getvalue()
+
+    def test_a_byte_order_mark_is_no_text(self):
+        self.assertEqual(self.call(DOCUMENT), (0, ""))
+        made = self.out.read_bytes()
+        self.assertEqual(self.call(DOCUMENT, encoding="utf-8-sig"), (0, ""))
+        self.assertEqual(self.out.read_bytes(), made)
+
+
+if __name__ == "__main__":
+    unittest.main()
