@@ -63,8 +63,15 @@ def question_and_choices(doc: dict) -> tuple[str, list[str]]:
     return doc["question_stem"] if "question_stem" in doc else doc["question"], doc["choices"]["text"]
 
 
+def texts_of(value: object, what: str) -> list[str]:
+    """Raises ValueError for what is no list of texts, as one text, of which each character would be a choice."""
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ValueError(f"its {what} are no list of texts")
+    return value
+
+
 def spaced(texts: list[str]) -> list[str]:
-    return [" " + text for text in texts]
+    return [" " + text for text in texts_of(texts, "choices")]
 
 
 def number_of(letter: object) -> int:
@@ -104,7 +111,7 @@ def hellaswag(doc: dict) -> Request:
     start = doc["ctx_b"].capitalize()
     context = hellaswag_text(f"{doc['activity_label']}: {doc['ctx_a']} {start}")
     domain = hellaswag_text(start) or hellaswag_text(doc["ctx_a"]).split(" ")[-1]
-    endings = [hellaswag_text(ending) for ending in doc["endings"]]
+    endings = [hellaswag_text(ending) for ending in texts_of(doc["endings"], "endings")]
     return Request([context], spaced(endings), [domain], int(doc["label"]))
 
 
@@ -119,15 +126,16 @@ def piqa(doc: dict) -> Request:
 
 def image_choice(doc: dict) -> Request:
     images = doc.get("image") or []
-    images = [images] if isinstance(images, str) else images
+    images = texts_of([images] if isinstance(images, str) else images, "images")
     question, answer = doc["question"], doc["answer"]
     if PLACEHOLDER not in question:
         question = f"{PLACEHOLDER}\n" * len(images) + question
-    if question.count(PLACEHOLDER) != len(images) or any(PLACEHOLDER in choice for choice in doc["choices"]):
+    choices = spaced(doc["choices"])
+    if question.count(PLACEHOLDER) != len(images) or any(PLACEHOLDER in choice for choice in choices):
         raise ValueError(f"{len(images)} images for {question.count(PLACEHOLDER)} {PLACEHOLDER} of the question")
     answer = answer.strip() if isinstance(answer, str) else answer
     label = number_of(answer) if isinstance(answer, str) and not answer.lstrip("+-").isdigit() else int(answer)
-    return Request([question], spaced(doc["choices"]), ["Answer:"], label, tuple(images))
+    return Request([question], choices, ["Answer:"], label, tuple(images))
 
 
 def sciq(doc: dict) -> Request:
@@ -136,9 +144,12 @@ def sciq(doc: dict) -> Request:
 
 
 def text_choice(doc: dict) -> Request:
-    if not all(choice[:1].isspace() for choice in doc["choices"]):
+    choices = texts_of(doc["choices"], "choices")
+    if not all(choice[:1].isspace() for choice in choices):
         raise ValueError("a choice does not begin with white space")
-    return Request([doc["context"]], doc["choices"], ["\n"], int(doc["answer"]))
+    if not isinstance(doc["context"], str):
+        raise ValueError("its context is no text")
+    return Request([doc["context"]], choices, ["\n"], int(doc["answer"]))
 
 
 def winogrande(doc: dict) -> Request:

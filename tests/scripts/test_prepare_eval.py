@@ -31,7 +31,8 @@ class Documents(unittest.TestCase):
         """Returns (exit code, standard error)."""
         self.input.write_text("".join(json.dumps(document) + "\n" for document in documents), encoding=encoding)
         error = io.StringIO()
-        command = ["prepare_eval.py", str(self.input), "--task", task, "--out", str(self.out)]
+        tower = ["--tower", "clip"] if task == "image_choice" else []
+        command = ["prepare_eval.py", str(self.input), "--task", task, *tower, "--out", str(self.out)]
         streams = contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO())
         with mock.patch.object(sys, "argv", command), streams[0], streams[1]:
             return prepare_eval.main(), error.getvalue()
@@ -41,6 +42,25 @@ class Documents(unittest.TestCase):
         made = self.out.read_bytes()
         self.assertEqual(self.call(DOCUMENT, encoding="utf-8-sig"), (0, ""))
         self.assertEqual(self.out.read_bytes(), made)
+
+    def test_what_is_no_list_of_texts_is_refused(self):
+        hellaswag = {"activity_label": "a", "ctx_a": "a", "ctx_b": "b", "endings": "xyz", "label": 0}
+        image = {"question": "a", "choices": ["a", "b"], "answer": 1}
+        for task, document, message in (
+            ("image_choice", {**image, "choices": "yes"}, "its choices are no list of texts"),
+            ("image_choice", {**image, "choices": {"a": 1, "b": 2}}, "its choices are no list of texts"),
+            ("image_choice", {**image, "image": [5]}, "its images are no list of texts"),
+            ("image_choice", {**image, "image": {"path": "1.png"}}, "its images are no list of texts"),
+            ("text_choice", {**DOCUMENT, "choices": {" a": 1, " b": 2}}, "its choices are no list of texts"),
+            ("text_choice", {**DOCUMENT, "context": 5}, "its context is no text"),
+            ("hellaswag", hellaswag, "its endings are no list of texts"),
+            ("arc_easy", {"question": "a", "choices": {"text": "abc"}, "answerKey": "A"}, "its choices are no list of texts"),
+        ):
+            with self.subTest(task=task, document=document):
+                code, error = self.call(document, task=task)
+                self.assertEqual(code, 2)
+                self.assertRegex(error, rf"^prepare_eval: error: .*in.jsonl, line 1: is not a document of {task} \({message}\); .*\n$")
+                self.assertFalse(self.out.exists())
 
 
 if __name__ == "__main__":
