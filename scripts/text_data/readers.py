@@ -321,6 +321,19 @@ def conversation_of(record: object, place: str) -> bytes:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in keys):
             raise InputError(f'{place}: message {number} has no strings "role" and "content"; fix it or leave it out')
     kept = {"messages": [{key: value for key, value in m.items() if value is not None} for m in messages]}
-    if isinstance(record.get("tools"), list):
-        kept["tools"] = record["tools"]
+    if (tools := tools_of(record, place)) is not None:
+        kept["tools"] = tools
     return json.dumps(kept, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def tools_of(record: dict, place: str) -> list | None:
+    """The tools of a record: a list, or a text of JSON with one, as tables have whose tools are of different forms."""
+    tools = record.get("tools")
+    try:
+        if isinstance(tools, str):
+            tools = json.loads(tools) if tools.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f'{place}: its "tools" are a text that is not JSON ({one_line(error)}); give a list, or JSON of one')
+    if tools is not None and not isinstance(tools, list):
+        raise InputError(f'{place}: its "tools" are {kind_of(tools)}; give a list, or JSON of one')
+    return tools

@@ -54,6 +54,10 @@ CHATML_JINJA = (
 )
 
 
+def with_tools(tools):
+    return json.dumps({"messages": QUESTION, "tools": tools})
+
+
 def marked(name, messages):
     """The text of a conversation with the targets in braces."""
     text, spans = ChatTemplate(str(name), ByteTokenizer()).text_and_spans(messages)
@@ -191,10 +195,17 @@ class Fixtures(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             tokenizer = make_tokenizer(str(make_chat_tokenizer("qwen25", Path(folder))))
             template = ChatTemplate(str(FIXTURES / "chat_templates/qwen25.jinja"), tokenizer)
+            as_text = record | {"tools": json.dumps(record["tools"])}
+            self.assertEqual(conversation_of(as_text, "here"), conversation_of(record, "here"))
             text, spans = template.text_and_spans(**json.loads(conversation_of(record, "here")))
         self.assertIn(json.dumps(call, ensure_ascii=False), text)
         calls = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "<é>"}}\n</tool_call><|im_end|>'
         self.assertEqual([text[first:last] for first, last in spans], [calls, "It is 2.<|im_end|>"])
+
+
+    def test_no_tools(self):
+        for tools in (None, "", "null"):
+            self.assertNotIn("tools", json.loads(conversation_of(json.loads(with_tools(tools)), "here")))
 
 
 class Packing(unittest.TestCase):
@@ -343,6 +354,9 @@ class Files(Preparation):
             ('{"messages": []}', 'has no list "messages"'),
             ('{"messages": [{"role": "user"}]}', 'message 0 has no strings "role" and "content"'),
             ('{"messages": ["x"]}', 'message 0 has no strings "role" and "content"'),
+            (with_tools({}), 'its "tools" are an object; give a list'),
+            (with_tools("{}"), 'its "tools" are an object; give a list'),
+            (with_tools("[{"), 'its "tools" are a text that is not JSON'),
         ):
             with self.subTest(line=line):
                 path.write_text(f"{good}\n{line}\n")
