@@ -200,6 +200,7 @@ def read_requests(path: Path, task: str, prompt: str) -> Iterator[Request]:
             check(request, where)
             if task == "image_choice":
                 request.contexts = [prompt.replace("{question}", context) for context in request.contexts]
+            check_unicode(request, where)
             yield request
 
 
@@ -222,6 +223,14 @@ def check(request: Request, where: str) -> None:
         raise InputError(f"{where}: a prompt or a choice is empty; remove the line")
 
 
+def check_unicode(request: Request, where: str) -> None:
+    try:
+        for text in (*request.contexts, *request.continuations, *request.domains):
+            text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can hold
+        raise InputError(f"{where}: holds text that is not Unicode ({one_line(error)}); remove it")
+
+
 @dataclass
 class RequestIds:
     """The ids of a request: a context and a continuation for each choice, and of each of `domains`."""
@@ -235,13 +244,7 @@ def tokenize(requests: list[Request], tokenizer, slots: list[int]) -> list[Reque
     """A context and its continuation are tokenized as one text, because a tokenizer may begin every text with a space.
     A token with a character of the continuation belongs to it. Text between images is tokenized piece by piece, and `slots`
     are the ids in the place of each image."""
-    pairs = [pair for request in requests for pair in zip(for_each_choice(request), request.continuations)]
-    try:
-        domains = iter(tokenizer.encode([domain.encode() for request in requests for domain in request.domains]))
-        for context, continuation in pairs:
-            (context + continuation).encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can hold
-        raise InputError(f"a document holds text that is not Unicode ({one_line(error)}); remove it")
+    domains = iter(tokenizer.encode([domain.encode() for request in requests for domain in request.domains]))
     texts, spans = [], []
     for request in requests:
         for context, continuation in zip(for_each_choice(request), request.continuations):

@@ -342,7 +342,7 @@ class Tasks(RunFolder):
             ("no label", json.dumps({**good, "label": -1}), ["line 2", "-1"]),
             ("empty choice", json.dumps({**good, "choice1": ""}), ["line 2"]),
             ("number for a text", json.dumps({**good, "premise": 3}), ["line 2", "copa"]),
-            ("half a surrogate", json.dumps({**good, "premise": "\ud800."}), ["Unicode"]),
+            ("half a surrogate", json.dumps({**good, "premise": "\ud800."}), ["line 2", "Unicode"]),
         ]:
             with self.subTest(name):
                 with open(self.path("in.jsonl"), "w", encoding="utf-8") as file:

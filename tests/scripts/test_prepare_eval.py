@@ -62,6 +62,12 @@ class Documents(unittest.TestCase):
                 self.assertRegex(error, rf"^prepare_eval: error: .*in.jsonl, line 1: is not a document of {task} \({message}\); .*\n$")
                 self.assertFalse(self.out.exists())
 
+    def test_text_that_is_not_unicode_is_refused_with_its_line(self):
+        for key, value in (("context", "\ud800"), ("choices", [" a", " \udfff"])):
+            code, error = self.call(DOCUMENT, {**DOCUMENT, key: value})
+            self.assertEqual(code, 2)
+            self.assertRegex(error, r"^prepare_eval: error: .*in.jsonl, line 2: holds text that is not Unicode .*; remove it\n$")
+
 
 if __name__ == "__main__":
     unittest.main()
