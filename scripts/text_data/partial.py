@@ -81,7 +81,7 @@ def run_script(run: Callable[[list[str]], None], print_line: Callable[[str], Non
     try:
         run(sys.argv[1:])
     except InputError as error:
-        print_line(f"error: {error}")
+        print_line(f"error: {' '.join(str(error).splitlines())}")  # names of files and samples may hold line ends
         return 2
     except OSError as error:
         print_line(f"error: writing failed: {one_line(error)}")

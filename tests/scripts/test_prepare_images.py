@@ -310,6 +310,7 @@ class Bad(Preparation):
             ({"id": "x7", "conversations": [{"from": "human", "value": "a"}] * 2}, "id x7: human and gpt do not speak in turn"),
             ({"id": "x7", "conversations": [{"from": "cat", "value": "a"}]}, 'id x7: has no list "conversations"'),
             ({"id": "x7"}, 'id x7: has no list "conversations"'),
+            (sample("x\n7", "1.png", "What?", "It"), "id x 7: has 1 images, but 0 <image> in its text"),
             (7, "samples.json: sample 1 of the array: is no object"),
         ]
         for bad, message in cases:
