@@ -14,7 +14,9 @@ Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import signal
 import sys
 from pathlib import Path
 from typing import Iterator
@@ -23,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from python_packages import require  # noqa: E402
 
 require("numpy", "tokenizers")
-from text_data.common import InputError, Parser, one_line, write_file  # noqa: E402
+from text_data.common import InputError, Parser, write_file  # noqa: E402
+from text_data.partial import run_script  # noqa: E402
 from text_data.readers import InputFile, Reading, find_files  # noqa: E402
 from text_data.tokenizer import EOS_NAMES  # noqa: E402
 
@@ -114,19 +117,29 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def main() -> int:
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Python sees no signal while the library counts and merges, for minutes. They end the process, which has nothing to put in
+    order then."""
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
     try:
-        options = parse_options(sys.argv[1:])
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers):
+            signal.signal(number, handler)
+
+
+def run(arguments: list[str]) -> None:
+    options = parse_options(arguments)
+    with ended_by_signals():
         tokenizer = train(options)
-        write_file(options.out, [tokenizer.to_str(pretty=True).encode()])
-    except InputError as error:
-        print_line(f"error: {error}")
-        return 2
-    except OSError as error:
-        print_line(f"error: {one_line(error)}")
-        return 4
+    write_file(options.out, [tokenizer.to_str(pretty=True).encode()])
     print(f"{options.out}: {tokenizer.get_vocab_size():,} ids")
-    return 0
+
+
+def main() -> int:
+    return run_script(run, print_line)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -112,6 +113,21 @@ class TrainTokenizer(unittest.TestCase):
         self.assertEqual(result.returncode, 4)
         self.assertRegex(result.stderr, "^train_tokenizer: error: .*File too large.*\n$")
         self.assertEqual((out.read_bytes(), os.listdir(out.parent)), (before, ["t.json"]))
+
+    def test_signals_end_it_at_once_and_without_a_word(self):
+        text = ("import signal, sys, time, train_tokenizer\n"
+                "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which whoever runs the tests may ignore
+                "def documents(*_):\n    print('training', flush=True)\n    time.sleep(60)\n    yield 'text'\n"
+                "train_tokenizer.sampled_documents = documents\nsys.exit(train_tokenizer.main())\n")
+        command = [sys.executable, "-c", text, str(self.folder / "text"), "--out", str(self.folder / "t.json")]
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with self.subTest(number), subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(SCRIPTS)}, text=True,
+                                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+                self.assertEqual(process.stdout.readline(), "training\n")
+                process.send_signal(number)
+                self.assertEqual(process.communicate(timeout=30), ("", ""))
+                self.assertEqual(process.returncode, -number)
+        self.assertEqual(os.listdir(self.folder), ["text"])
 
     def test_a_linked_folder_of_text_is_named(self):
         (self.folder / "elsewhere").mkdir()
