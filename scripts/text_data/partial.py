@@ -31,6 +31,7 @@ class Partial:
         # Hidden, so that a search of the inputs passes it by.
         self.path = out.with_name(f".{out.name}.partial")
         self.staging = self.path / "output"
+        self._continues = "the same command continues"
 
     def __enter__(self) -> Partial:
         try:
@@ -52,13 +53,17 @@ class Partial:
         if not self.staging.exists() or not any(self.path.glob("*.npz")):
             shutil.rmtree(self.path, ignore_errors=True)
         else:
-            self._print_line(f"finished files are kept in {self.path}: the same command continues")
+            self._print_line(f"finished files are kept in {self.path}: {self._continues}")
         self._lock.close()
 
     def forget(self) -> None:
         """Removes the finished parts, because the same command would fail again."""
         for part in self.path.glob("*.npz"):
             part.unlink()
+
+    def keep_for_other_options(self) -> None:
+        """Finished parts stay, though the same command would fail again: they took long, and other options can use them."""
+        self._continues = "the command continues if it is changed as the error says"
 
     def finish(self) -> None:
         self.staging.rename(self._out)

@@ -451,6 +451,19 @@ class Stopped(Preparation):
         self.assertEqual(self.call(path, tokenizer=tokenizer)[0], 0)
         self.assertEqual(np.fromfile(self.out / "train-00000.npy", "<u2")[0], JsonTokenizer(tokenizer).id_of("<unk>"))
 
+    def test_where_the_same_command_must_fail_again_it_is_not_advised(self):
+        path = self.write([caption(number) for number in range(7)])
+        for options, message in (({"sequence_length": 5, "chat": "vicuna_v1"}, "no sample has a reply"),
+                                 ({"eval_fraction": 1e-9}, "no sample is held out")):
+            with self.subTest(message=message):
+                self.refuse(message, path, **options)
+                code, error = self.call(path, **options)
+                self.assertEqual((code, "the same command" in error), (2, False), error)
+                self.assertIn(".out.partial: the command continues if it is changed as the error says\n", error)
+        code, error = self.call(path)
+        self.assertEqual(code, 0, error)
+        self.assertIn("continues: 1 of 1 parts of the images are there", error)
+
     def test_workers_make_the_same_files(self):
         path = self.write([caption(number) for number in range(7)])
         self.prepare(path)
