@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from text_data.common import InputError, Parser, write_lines  # noqa: E402
+from text_data.common import InputError, Parser, print_made, write_lines  # noqa: E402
 from text_data.partial import run_script  # noqa: E402
 from text_data.readers import find_files  # noqa: E402
 
@@ -133,7 +133,7 @@ def run(arguments: list[str]) -> None:
     if not made:
         raise InputError("no documented function of the wanted length; give more files, or other lengths")
     write_lines(options.out, made)
-    print(f"{options.out}: {len(made):,} functions")
+    print_made(options.out, f"{len(made):,} functions")
 
 
 def main() -> int:

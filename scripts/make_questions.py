@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from python_packages import require  # noqa: E402
 
 require("numpy")
-from text_data.common import InputError, Parser, write_lines  # noqa: E402
+from text_data.common import InputError, Parser, print_made, write_lines  # noqa: E402
 from text_data.partial import run_script  # noqa: E402
 from text_data.parts import is_held_out, is_new  # noqa: E402
 from text_data.readers import InputFile, Reading, find_files  # noqa: E402
@@ -146,7 +146,7 @@ def run(arguments: list[str]) -> None:
     if not made:
         raise InputError(f"no document gives a question of {options.kind}; give more text, a larger --eval-fraction, or fewer --context-lines")
     write_lines(options.out, made)
-    print(f"{options.out}: {len(made):,} questions of {options.kind}")
+    print_made(options.out, f"{len(made):,} questions of {options.kind}")
 
 
 def main() -> int:

@@ -12,7 +12,8 @@ zero-shot evaluation. The model must have been trained with the same tokenizer. 
 metrics and the request file. Documents of image_choice are {"image": NAME or NAMES, "question": TEXT, "choices": [TEXT, ...],
 "answer": NUMBER or LETTER}; <image> in the question is where a picture stands, and else they stand in front of it. Their pixels
 go to the file OUT.pixels. Those of text_choice are {"context": TEXT, "choices": [TEXT, ...], "answer": NUMBER}, each choice with
-the white space that it begins with (scripts/make_questions.py makes them). --out appears whole or not at all; an existing file is replaced.
+the white space that it begins with (scripts/make_questions.py makes them). --out appears whole or not at all; an existing file is
+replaced, and a device or a pipe is written into.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
 """
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from python_packages import require  # noqa: E402
 
 require("numpy")
-from text_data.common import InputError, Parser, one_line, refuse_to_replace, write_lines  # noqa: E402
+from text_data.common import InputError, Parser, file_behind, one_line, print_made, refuse_to_replace, write_lines  # noqa: E402
 from text_data.partial import run_script  # noqa: E402
 from text_data.tokenizer import make_tokenizer  # noqa: E402
 
@@ -360,7 +361,7 @@ def run(arguments: list[str]) -> None:
         write_with_images(options.out, header, requests, ids, rules)
     else:
         write_lines(options.out, [header] + [document(request, metric, own, []) for request, own in zip(requests, ids)])
-    print(f"{options.out}: {len(requests):,} documents of {options.task}, metric {metric}")
+    print_made(options.out, f"{len(requests):,} documents of {options.task}, metric {metric}")
 
 
 def write_with_images(path: Path, header: dict, requests: list[Request], ids: list[RequestIds], rules) -> None:
@@ -368,7 +369,8 @@ def write_with_images(path: Path, header: dict, requests: list[Request], ids: li
     from image_data.requests import TaskImages
 
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if file_behind(path) is None:
+            raise InputError(f"--out {path}: is no file that pixels can lie beside; give it another name")
         images = TaskImages(rules, path.with_name(path.name + ".pixels"))
     except OSError as error:
         raise InputError(f"{path}: cannot be made ({error.strerror}); give --out a place that you may write to")

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from python_packages import require  # noqa: E402
 
 require("numpy", "tokenizers")
-from text_data.common import InputError, Parser, write_file  # noqa: E402
+from text_data.common import InputError, Parser, print_made, write_file  # noqa: E402
 from text_data.partial import run_script  # noqa: E402
 from text_data.readers import InputFile, Reading, find_files  # noqa: E402
 from text_data.tokenizer import EOS_NAMES  # noqa: E402
@@ -135,7 +135,7 @@ def run(arguments: list[str]) -> None:
     with ended_by_signals():
         tokenizer = train(options)
     write_file(options.out, [tokenizer.to_str(pretty=True).encode()])
-    print(f"{options.out}: {tokenizer.get_vocab_size():,} ids")
+    print_made(options.out, f"{tokenizer.get_vocab_size():,} ids")
 
 
 def main() -> int:

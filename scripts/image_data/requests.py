@@ -3,11 +3,10 @@ the requests say of them."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from text_data.common import InputError
+from text_data.common import InputError, file_behind, open_staging
 
 from .files import PixelsWriter
 from .pictures import Fitting, PictureError, pixels_of
@@ -30,10 +29,12 @@ class TaskImages:
     """The file of pixels of all pictures of a task, each once, which appears whole or not at all."""
 
     def __init__(self, rules: ImageRules, path: Path):
-        self.rules, self._path = rules, path
-        self._staging = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+        self.rules, self._path = rules, file_behind(path)
+        if self._path is None:
+            raise InputError(f"{path}: is no file that can be replaced; give --out another name")
         self._known: dict[str, dict] = {}
-        self._file = open(self._staging, "wb")
+        self._file = open_staging(self._path)
+        self._staging = Path(self._file.name)
         self._writer = PixelsWriter(self._file, rules.fitting.size)
 
     def __len__(self) -> int:

@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import re
+import stat
+import sys
 from pathlib import Path
 from typing import BinaryIO, Iterable
 
@@ -67,19 +69,58 @@ def write_lines(path: Path, lines: list[dict]) -> None:
 
 
 def write_file(path: Path, parts: Iterable[bytes]) -> None:
-    """The file appears whole or not at all; an existing one is replaced."""
-    staging = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    """A file appears whole or not at all, and an existing one is replaced, also one that a symbolic link leads to. A device or
+    a pipe, as /dev/stdout, is written into."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(staging, "wb")
+        target = file_behind(path)
+        file = open_in_place(path) if target is None else open_staging(target)
     except OSError as error:
         raise InputError(f"{path}: cannot be made ({error.strerror}); give --out a place that you may write to")
+    if target is None:
+        with file:
+            file.writelines(parts)
+        return
+    staging = Path(file.name)
     try:
         with file:
-            for part in parts:
-                file.write(part)
+            file.writelines(parts)
             sync(file)
-        staging.rename(path)
-        sync_folder(path.parent)
+        staging.rename(target)
+        sync_folder(target.parent)
     finally:
         staging.unlink(missing_ok=True)
+
+
+def file_behind(path: Path) -> Path | None:
+    """The path without symbolic links of a regular file, or of one that is not there yet. None of anything else, which no file
+    may replace, and of standard output, which may be behind other text of its file."""
+    try:
+        is_file = stat.S_ISREG(os.stat(path).st_mode) and not is_stdout(path)
+    except FileNotFoundError:
+        is_file = True
+    return Path(os.path.realpath(path)) if is_file else None
+
+
+def open_staging(path: Path) -> BinaryIO:
+    """Where the file lies until it is whole; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path.with_name(f".{path.name}.tmp-{os.getpid()}"), "wb")
+
+
+def open_in_place(path: Path) -> BinaryIO:
+    if not is_stdout(path):
+        return open(path, "wb")
+    sys.stdout.flush()
+    return open(os.dup(sys.stdout.fileno()), "wb")  # opened by its name, a file behind it would be written from its beginning
+
+
+def is_stdout(path: Path) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(sys.stdout.fileno()))
+    except (AttributeError, OSError):  # there is no such file, or no standard output
+        return False
+
+
+def print_made(path: Path, what: str) -> None:
+    """Says what was written, and not in the midst of it."""
+    print(f"{path}: {what}", file=sys.stderr if is_stdout(path) else sys.stdout)
