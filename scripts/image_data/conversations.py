@@ -45,15 +45,14 @@ def read_records(path: Path) -> Iterator[tuple[str, object]]:
     """(place, record)"""
     try:
         with InputFile(path, Reading()).content() as file:
-            first = file.readline().removeprefix(codecs.BOM_UTF8)
+            first, number = file.readline().removeprefix(codecs.BOM_UTF8), 1
             while first and not first.strip():
-                first = file.readline()
+                first, number = file.readline(), number + 1
             if first.lstrip().startswith(b"["):
                 records = json.loads(first + file.read())
                 places = (f"{path}: sample {number} of the array" for number in range(len(records)))
                 yield from zip(places, records)
                 return
-            number = 1
             while first:
                 if first.strip():
                     yield f"{path}:{number}", json.loads(first)

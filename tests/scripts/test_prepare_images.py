@@ -320,6 +320,11 @@ class Bad(Preparation):
         self.assertEqual((info["train"]["documents"], info["left_out"]["bad_samples"]), (1, len(cases)))
         self.assertEqual(len(info["bad"]), len(cases))
 
+    def test_lines_are_counted_from_the_beginning_of_their_file(self):
+        path = self.folder / "lines.jsonl"
+        path.write_text("\n \n" + json.dumps(caption(1)) + "\n\n7\n", encoding="utf-8")
+        self.refuse("lines.jsonl:5: is no object", path)
+
     def test_samples_that_have_no_ids_are_refused_by_id_or_left_out_and_counted(self):
         dollar = ord("$")
         cases = [
