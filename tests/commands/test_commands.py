@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import statistics
 import subprocess
 import tempfile
@@ -109,7 +110,7 @@ class Plan(unittest.TestCase):
                 before = file.read()
             for read_from, written, message in ((config, config, "is the config that is read"), (folder, config, "is the config that is read"),
                                                 (config, f"{folder}/../{os.path.basename(folder)}/config.json", "is the config that is read"),
-                                                (config, other, "other.json.tmp: Is a directory")):
+                                                (config, other, "other.json.tmp: exists already")):
                 for fit in ([], ["--fit"]):
                     with self.subTest(read_from=read_from, written=written, fit=fit):
                         refused = parka("plan", read_from, "--write", written, *fit)
@@ -118,6 +119,49 @@ class Plan(unittest.TestCase):
             with open(config, encoding="utf-8") as file:
                 self.assertEqual(file.read(), before)
             self.assertEqual(os.listdir(f"{other}.tmp"), ["of_someone"])
+
+    def test_what_is_written_goes_through_links_and_into_pipes(self):
+        config = os.path.join(ROOT, "configs", "quickstart.json")
+        with tempfile.TemporaryDirectory(prefix="parka-test-") as folder:
+            file, link, pipe = (os.path.join(folder, name) for name in ("file.json", "link.json", "pipe"))
+            self.assertEqual(parka("plan", config, "--write", file).returncode, 0)
+            with open(file, encoding="utf-8") as written:
+                expected = written.read()
+            os.truncate(file, 0)
+            os.symlink("file.json", link)
+            self.assertEqual(parka("plan", config, "--write", link).returncode, 0)
+            self.assertTrue(os.path.islink(link))
+            with open(file, encoding="utf-8") as written:
+                self.assertEqual(written.read(), expected)
+            os.mkfifo(pipe)
+            with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE, text=True) as reader:
+                result = parka("plan", config, "--write", pipe)
+                if not stat.S_ISFIFO(os.stat(pipe).st_mode):
+                    reader.kill()
+                self.assertEqual(reader.communicate()[0], expected)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertEqual(sorted(os.listdir(folder)), ["file.json", "link.json", "pipe"])
+
+    def test_what_is_written_to_the_output_goes_there_in_order(self):
+        # The descriptor's own name, which leads to this test's file or pipe and to no device.
+        config = os.path.join(ROOT, "configs", "quickstart.json")
+        with tempfile.TemporaryDirectory(prefix="parka-test-") as folder:
+            printed, link = os.path.join(folder, "printed"), os.path.join(folder, "stdout")
+            os.symlink("/proc/self/fd/1", link)
+            self.assertEqual(parka("plan", config, "--write", os.path.join(folder, "file.json")).returncode, 0)
+            with open(os.path.join(folder, "file.json"), encoding="utf-8") as written:
+                expected = written.read()
+            piped = parka("plan", config, "--write", link)
+            self.assertEqual(piped.returncode, 0, piped.stderr)
+            with open(printed, "w", encoding="utf-8") as output:
+                result = subprocess.run([PROGRAM, "plan", config, "--write", link], stdout=output)
+            self.assertEqual(result.returncode, 0)
+            with open(printed, encoding="utf-8") as output:
+                text = output.read()
+            self.assertEqual(text, piped.stdout)
+            self.assertIn(f"{expected}wrote {link}\n", text)
+            self.assertFalse(text.startswith(expected))
+            self.assertTrue(os.path.islink(link))
 
     def test_the_table_adds_up_and_has_no_empty_lines(self):
         for name, gpus in (("llama2-7b-parka.json", 1), ("olmo-7b-coat.json", 8), ("quickstart.json", 1)):

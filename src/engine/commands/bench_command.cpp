@@ -255,7 +255,7 @@ int run_bench(const BenchOptions& options) {
     const Config given = load_config(options.config_path, options.overrides);
     launch.require_same("the config", to_lines(given), "start all ranks with the same config and --set");
     if (options.power && launch.size() > 1) throw_bad_input("--power measures products on one GPU: start one rank");
-    if (launch.rank() == 0) require_replaceable(options.json_path);
+    if (launch.rank() == 0) check_output(options.json_path);
     const int gpu = launch.agree_on_gpu(wants_gpu(given, options.started));
     const std::unique_ptr<Device> device = make_device(given, std::max(0, gpu));
     check_memory(given, given_keys(options.config_path, options.overrides), *device, launch.size());
@@ -285,7 +285,7 @@ int run_bench(const BenchOptions& options) {
       print_products(products, result.power.front().limit_watts);
       json["products"] = products_json(products);
     }
-    if (!options.json_path.empty()) replace_file(options.json_path, json.dump(2) + "\n");
+    if (!options.json_path.empty()) write_output(options.json_path, json.dump(2) + "\n");
     return 0;
   });
 }

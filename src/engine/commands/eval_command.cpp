@@ -149,7 +149,7 @@ int run_eval(const EvalOptions& options) {
   if (!options.predictions.empty() && suite.tasks.empty()) {
     throw_bad_input("--predictions needs tasks, and there are none; give some with --tasks");
   }
-  require_replaceable(options.predictions);
+  check_output(options.predictions);
   const std::unique_ptr<Device> device = make_device(config);
   InferenceRun run(*device, checkpoint, config);
   const Evaluated evaluated = evaluate(*device, run, suite, options);
@@ -161,7 +161,7 @@ int run_eval(const EvalOptions& options) {
   if (!options.predictions.empty()) {
     std::string lines;
     for (size_t i = 0; i < suite.tasks.size(); ++i) lines += prediction_lines(suite.tasks[i], evaluated.tasks[i]);
-    replace_file(options.predictions, lines);
+    write_output(options.predictions, lines);
   }
   return 0;
 }

@@ -263,7 +263,7 @@ ordered_json given_keys(const std::string& path, const std::vector<std::string>&
 
 void write_given_keys(const std::string& written, const std::string& path,
                       const std::vector<std::string>& overrides) {
-  replace_file(written, given_keys(path, overrides).dump(2) + "\n");
+  write_output(written, given_keys(path, overrides).dump(2) + "\n");
 }
 
 void require_config_writable(const std::string& written, const std::string& path) {
@@ -273,7 +273,7 @@ void require_config_writable(const std::string& written, const std::string& path
     throw_bad_input("{}: is the config that is read, whose comments would be lost; write to another file",
                     printable(written));
   }
-  require_replaceable(written);
+  check_output(written);
 }
 
 ordered_json to_json(const Config& config) {

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <filesystem>
+#include <optional>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -281,12 +283,68 @@ void replace_file(const std::string& path, std::string_view content) {
   sync_directory(parent_of(path));
 }
 
-void require_replaceable(const std::string& path) {
-  if (path.empty()) return;
+namespace {
+
+// Where a file of this name is or will be, behind all links.
+std::string target_of(const std::string& path) {
+  constexpr int kMostLinks = 40;  // as Linux follows
+  fs::path target = path;
   std::error_code error;
-  if (fs::is_directory(path, error)) throw_open_error("create", path, EISDIR);
-  const std::string draft = path + ".tmp";
-  open_draft(draft).close();
+  for (int links = 0; fs::is_symlink(target, error); ++links) {
+    if (links == kMostLinks) throw_open_error("create", path, ELOOP);
+    const fs::path named = fs::read_symlink(target, error);
+    if (error) throw_open_error("create", path, error.value());
+    target = target.parent_path() / named;
+  }
+  return target.string();
+}
+
+// What cannot be replaced: a device, a pipe, or what this process prints to.
+struct Stream {
+  int printed_to = -1;  // the process's own descriptor of it
+};
+
+std::optional<Stream> stream_at(const std::string& path) {
+  struct stat there, own;
+  if (::stat(path.c_str(), &there) == -1) return std::nullopt;
+  if (S_ISDIR(there.st_mode)) throw_open_error("create", path, EISDIR);
+  for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) {
+    const bool is_it = ::fstat(fd, &own) == 0 && own.st_dev == there.st_dev && own.st_ino == there.st_ino;
+    if (is_it) return Stream{fd};
+  }
+  if (S_ISREG(there.st_mode)) return std::nullopt;
+  if (S_ISCHR(there.st_mode) || S_ISFIFO(there.st_mode)) return Stream{};
+  throw_bad_input("{}: is a socket or a disk, which is not written into; choose another path", path);
+}
+
+}  // namespace
+
+void write_output(const std::string& path, std::string_view content) {
+  const std::optional<Stream> stream = stream_at(path);
+  if (!stream) {
+    replace_file(target_of(path), content);
+  } else if (stream->printed_to != -1) {
+    std::fflush(stdout);
+    write_fully(stream->printed_to, as_bytes(content), path);
+  } else {
+    const FileDescriptor file = open_file("open", path, O_WRONLY | O_NOCTTY);
+    write_fully(file.get(), as_bytes(content), path);
+  }
+}
+
+void check_output(const std::string& path) {
+  if (path.empty()) return;
+  if (const std::optional<Stream> stream = stream_at(path)) {
+    // Opening a pipe would wait for its reader.
+    if (stream->printed_to == -1 && ::access(path.c_str(), W_OK) == -1) throw_open_error("open", path, errno);
+    return;
+  }
+  const std::string draft = target_of(path) + ".tmp";
+  std::error_code error;
+  if (fs::exists(fs::symlink_status(draft, error))) {
+    throw_bad_input("{}: exists already, perhaps left by a command that was killed; remove it", draft);
+  }
+  OutputFile(draft).close();
   remove_tree(draft);
 }
 

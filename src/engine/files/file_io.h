@@ -121,9 +121,13 @@ void sync_directory(const std::string& path);
 // Replaces the content of the file at `path` atomically: at every moment, even after a crash, it is the old or the
 // new.
 void replace_file(const std::string& path, std::string_view content);
-// Throws if replace_file() would. Call it before the work whose result the file is for. An empty path means no file
-// and is fine.
-void require_replaceable(const std::string& path);
+
+// Writes a file that the command line names: replaces it as above. A link stays, and what it leads to is replaced.
+// A device, a pipe and what this process prints to are written into.
+void write_output(const std::string& path, std::string_view content);
+// Throws if write_output() would, or would remove something for its draft, whose name is `path` with .tmp added.
+// Call it before the work whose result the file is for. An empty path means no file and is fine.
+void check_output(const std::string& path);
 
 // Throws Error with "cannot <action> <path>: <reason of errno value>; <advice>".
 [[noreturn]] void throw_open_error(std::string_view action, const std::string& path, int error);

@@ -56,7 +56,7 @@ void require_for(const GemmTuningFile& file, const Device& device, const std::st
 }
 
 void write_gemm_tuning(const std::string& path, const std::vector<GemmChoice>& choices, const Device& device) {
-  replace_file(path, gemm_tuning_text(choices, device));
+  write_output(path, gemm_tuning_text(choices, device));
 }
 
 std::vector<GemmChoice> read_gemm_tuning(const std::string& path, const Device& device) {

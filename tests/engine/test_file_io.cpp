@@ -1,0 +1,100 @@
+#include <filesystem>
+#include <string>
+#include <thread>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include "engine/files/file_io.h"
+#include "tests/support/catch.h"
+#include "tests/support/refusal.h"
+#include "tests/support/temporary_folder.h"
+
+using namespace parka;
+using namespace parka::test;
+namespace fs = std::filesystem;
+
+namespace {
+
+size_t num_entries(const TemporaryFolder& folder) {
+  return static_cast<size_t>(std::distance(fs::directory_iterator(folder.path()), fs::directory_iterator()));
+}
+
+}  // namespace
+
+TEST_CASE("a link to a file stays, and the file that it leads to is replaced", "[engine][files]") {
+  const TemporaryFolder folder;
+  fs::create_directory(folder / "below");
+  write_file(folder / "below/file", "old");
+  fs::create_symlink("file", folder / "below/link");
+  fs::create_symlink("below/link", folder / "link");
+  fs::create_symlink("below/new", folder / "to_new");  // which is not there yet
+  for (const auto& [link, file] : {std::pair("link", "below/file"), std::pair("to_new", "below/new")}) {
+    CAPTURE(link);
+    check_output(folder / link);
+    write_output(folder / link, "new");
+    CHECK(fs::is_symlink(folder / link));
+    CHECK_FALSE(fs::is_symlink(folder / file));
+    CHECK(read_file(folder / file) == "new");
+  }
+  CHECK(num_entries(folder) == 3);  // no drafts
+}
+
+TEST_CASE("links that go round, and folders, are refused", "[engine][files]") {
+  const TemporaryFolder folder;
+  fs::create_symlink("b", folder / "a");
+  fs::create_symlink("a", folder / "b");
+  fs::create_directory(folder / "folder");
+  for (const char* name : {"a", "folder"}) {
+    CAPTURE(name);
+    CHECK(refusal([&] { check_output(folder / name); }).find(folder / name) != std::string::npos);
+    CHECK(refusal([&] { write_output(folder / name, "text"); }).find(folder / name) != std::string::npos);
+  }
+  CHECK(num_entries(folder) == 3);
+}
+
+TEST_CASE("a pipe is written into, and waits for its reader", "[engine][files]") {
+  const TemporaryFolder folder;
+  const std::string pipe = folder / "pipe";
+  REQUIRE(::mkfifo(pipe.c_str(), 0666) == 0);
+  fs::create_symlink("pipe", folder / "link");
+  for (const char* name : {"pipe", "link"}) {
+    CAPTURE(name);
+    check_output(folder / name);  // does not wait
+    REQUIRE(fs::is_fifo(pipe));   // or the reader would find a file
+    std::string read;
+    std::thread reader([&] { read = read_file(pipe); });
+    write_output(folder / name, "text");
+    reader.join();
+    CHECK(read == "text");
+    CHECK(fs::is_fifo(pipe));
+  }
+  CHECK(num_entries(folder) == 2);
+}
+
+TEST_CASE("a device is written into and stays one", "[engine][files]") {
+  const TemporaryFolder folder;
+  const std::string null = folder / "null", full = folder / "full";
+  if (::mknod(null.c_str(), S_IFCHR | 0666, makedev(1, 3)) == -1 ||
+      ::mknod(full.c_str(), S_IFCHR | 0666, makedev(1, 7)) == -1 ||
+      FileDescriptor(::open(null.c_str(), O_WRONLY)).get() == -1) {
+    WARN("devices can not be made here");
+    return;
+  }
+  check_output(null);
+  write_output(null, "text");
+  CHECK(fs::is_character_file(null));
+  CHECK(refusal([&] { write_output(full, "text"); }, ExitCode::kIo).find(full) != std::string::npos);
+  CHECK(fs::is_character_file(full));
+  CHECK(num_entries(folder) == 2);
+}
+
+TEST_CASE("a file that has the name of a draft is not removed to find out whether one can be made",
+          "[engine][files]") {
+  const TemporaryFolder folder;
+  write_file(folder / "out.tmp", "of someone");
+  CHECK(refusal([&] { check_output(folder / "out"); }).find("out.tmp: exists already") != std::string::npos);
+  CHECK(read_file(folder / "out.tmp") == "of someone");
+}
