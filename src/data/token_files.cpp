@@ -31,6 +31,17 @@ class Fnv1a {
 
 std::string file_name(const ReadOnlyFile& file) { return std::filesystem::path(file.path()).filename().string(); }
 
+// A model without a tower would read slots as text.
+void refuse_images(const std::string& path, int64_t num_tokens) {
+  if (!file_exists(ImageReferences::path_of(path))) return;
+  const ImageReferences references(path, num_tokens, ImageReferences::rules_of(path));
+  if (references.all().empty()) return;
+  throw_bad_input(
+      "{}: has {} images, and the model has no tower to see them; give model.vision as scripts/prepare_images.py has "
+      "printed it, or take files of text alone",
+      path, references.all().size());
+}
+
 void add_to(Fnv1a& hash, const ReadOnlyFile& file) {
   constexpr int64_t kEdge = 4096;
   const std::string name = file_name(file);
@@ -93,7 +104,10 @@ void TokenFiles::add_file(const std::string& path) {
   std::vector<int64_t> document_starts;
   if (by_marks && file.has_document_index()) document_starts = file.read_document_starts();
   if (rules_.loss_mask || (by_marks && !file.has_document_index())) file.open_mask();
-  if (images_) images_->add(path, file.num_tokens());
+  if (images_)
+    images_->add(path, file.num_tokens());
+  else
+    refuse_images(path, file.num_tokens());
   const int64_t before = entries_.empty() ? 0 : num_sequences();
   const int64_t end = before + file.num_tokens() / sequence_length_;
   entries_.push_back({std::move(file), end, std::move(document_starts)});

@@ -31,7 +31,7 @@ class TokenFiles {
  public:
   // Each of `sources` stands for one file or several, see expand_source(). Throws Error(kBadInput), naming the file
   // and what to do, if the list is empty, nothing matches a pattern, a file is missing, cannot be read, is shorter
-  // than one sequence or lacks what `rules` need.
+  // than one sequence, lacks what `rules` need or has images without rules for them.
   TokenFiles(const std::vector<std::string>& sources, TokenType raw_type, int64_t sequence_length,
              int64_t vocab_size, const ExampleRules& rules = {});
 

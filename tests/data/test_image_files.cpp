@@ -104,10 +104,16 @@ TEST_CASE("a token file without a file of images has none", "[data][images]") {
   CHECK(read_example(files, 0).num_targets == 7);
 }
 
-TEST_CASE("without image rules files of images are not looked at", "[data][images]") {
+TEST_CASE("without image rules token files with images are refused", "[data][images]") {
   const Pictures pictures;
-  write_file(pictures.first + ".images", "damaged");
-  const TokenFiles files({pictures.first}, TokenType::kUint16, kSequence, 100);
+  const auto open = [&] { return TokenFiles({pictures.first}, TokenType::kUint16, kSequence, 100); };
+  const Error error = error_of(open);
+  CHECK(error.code() == ExitCode::kBadInput);
+  CHECK(contains(error, pictures.first + ": has 3 images, and the model has no tower"));
+
+  // scripts/prepare_images.py writes a file of references beside text, too.
+  write_file(pictures.first + ".images", reference_file({}));
+  const TokenFiles files = open();
   CHECK(files.most_images() == 0);
   CHECK(files.files().size() == 1);
   CHECK(read_example(files, 0).num_targets == 7);
