@@ -68,7 +68,7 @@ int64_t ImageFiles::most_in_a_sequence(size_t token_file, int64_t num_sequences,
   return counts.empty() ? 0 : *std::max_element(counts.begin(), counts.end());
 }
 
-void ImageFiles::check_slots(const std::string& token_path, int64_t first_token,
+void ImageFiles::check_slots(size_t token_file, const std::string& token_path, int64_t first_token,
                              const std::vector<ImagePlace>& places, const int32_t* tokens,
                              int64_t sequence_length) const {
   auto place = places.begin();
@@ -80,6 +80,12 @@ void ImageFiles::check_slots(const std::string& token_path, int64_t first_token,
     if (in_image) {
       throw_bad_input("{}: token {} is id {}, but {} has an image there; the two do not belong together",
                       token_path, first_token + t, tokens[t], references);
+    }
+    if (!entries_.at(token_file).references) {
+      throw_bad_input(
+          "{}: token {} has the id of image slots, {}, and the file has no images; if they were left behind, copy {} "
+          "too, or else make the file again with the tokenizer of this model",
+          token_path, first_token + t, rules_.token, references);
     }
     throw_bad_input("{}: token {} has the id of image slots, {}, but {} has no image there; copy both again",
                     token_path, first_token + t, rules_.token, references);

@@ -37,8 +37,8 @@ class ImageFiles {
 
   // Throws Error(kBadInput), naming the token file's token, unless in this sequence the slots of `places`, and only
   // they, have the id of slots.
-  void check_slots(const std::string& token_path, int64_t first_token, const std::vector<ImagePlace>& places,
-                   const int32_t* tokens, int64_t sequence_length) const;
+  void check_slots(size_t token_file, const std::string& token_path, int64_t first_token,
+                   const std::vector<ImagePlace>& places, const int32_t* tokens, int64_t sequence_length) const;
 
   // Writes uint8 [3, size, size] to `out`. Throws as PixelFile::read() does.
   void read(const ImagePlace& place, uint8_t* out) const;

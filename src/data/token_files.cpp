@@ -156,7 +156,8 @@ int64_t TokenFiles::read_example(int64_t sequence, const Example& out) const {
   std::vector<uint8_t> marks(static_cast<size_t>(sequence_length_), kMarkTarget);
   if (images_) {
     const std::vector<ImagePlace> images = images_->in_sequence(place.file, place.first_token, sequence_length_);
-    images_->check_slots(place.entry.file.path(), place.first_token, images, out.tokens, sequence_length_);
+    images_->check_slots(place.file, place.entry.file.path(), place.first_token, images, out.tokens,
+                         sequence_length_);
   }
   if (place.entry.file.has_mask()) place.entry.file.read_marks(place.first_token, sequence_length_, marks.data());
   if (rules_.separate_documents) mark_documents(place, out.tokens, marks);

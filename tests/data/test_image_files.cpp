@@ -136,6 +136,18 @@ TEST_CASE("slots that are not where the images are are named", "[data][images]")
   CHECK(contains(no_image, pictures.first + ": token 10 has the id of image slots, 99, but " + references));
 }
 
+TEST_CASE("slots in a file without images are of another tokenizer, or lack their images", "[data][images]") {
+  const Pictures pictures;
+  const std::string references = pictures.first + ".images";
+  std::filesystem::remove(references);
+  const TokenFiles files = pictures.open();
+  const Error error = error_of([&] { read_example(files, 0); });
+  CHECK(error.code() == ExitCode::kBadInput);
+  CHECK(contains(error, pictures.first + ": token 1 has the id of image slots, 99, and the file has no images"));
+  CHECK(contains(error, "copy " + references));
+  CHECK(contains(error, "tokenizer"));
+}
+
 TEST_CASE("pixels that have changed are refused when they are read", "[data][images]") {
   const Pictures pictures;
   const std::string path = pictures.folder / "images-00001.pixels";

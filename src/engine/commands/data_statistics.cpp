@@ -82,7 +82,7 @@ DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t voc
     result.min_id = begin == 0 ? *least : std::min(result.min_id, *least);
     result.max_id = std::max(result.max_id, *greatest);
     if (images) {
-      images->check_slots(file.path(), begin, images->in_sequence(0, begin, count), ids.data(), count);
+      images->check_slots(0, file.path(), begin, images->in_sequence(0, begin, count), ids.data(), count);
     } else if (const auto slot = std::find(ids.begin(), ids.end(), image_token); slot != ids.end()) {
       throw_bad_input("{}: token {} has the id of image slots, {}, and the file has no images", file.path(),
                       begin + (slot - ids.begin()), image_token);
