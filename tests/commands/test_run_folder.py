@@ -36,6 +36,10 @@ class RunFolders(RunFolder):
         config["optimizer"]["schedule"] = {"kind": "constant"}
         return config
 
+    def read(self, name):
+        with open(self.path(name), encoding="utf-8") as file:
+            return file.read()
+
     def has_checkpoint(self):
         return os.path.isdir(self.path("run")) and len(checkpoints(self.path("run"))) > 0
 
@@ -104,10 +108,6 @@ class AtTheStart(RunFolders):
         os.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
         with open(self.path(name), "w", encoding="utf-8") as file:
             file.write(text)
-
-    def read(self, name):
-        with open(self.path(name), encoding="utf-8") as file:
-            return file.read()
 
     def assert_refused(self, result, *words):
         self.assert_exit(result, BAD_INPUT)
@@ -237,6 +237,26 @@ class Checkpoints(RunFolders):
                 self.assertIn("resuming from " + self.path("run/step_00000006"), again.stderr)
                 self.assertEqual(len(metrics(self.path("run"))), 8)
                 shutil.rmtree(self.path("run/step_00000006"))
+
+    def test_another_start_is_ignored_and_not_kept(self):
+        self.config["checkpoint"].update(folder=self.path("begun"), init_from=self.path("run"))
+        self.config["training"]["steps"] = 6
+        self.config["optimizer"]["schedule"]["total_steps"] = 10
+        self.assert_exit(self.train(self.config), 0)
+        kept = lambda name: json.loads(self.read(name))["checkpoint"]["init_from"]
+        for steps, given in ((8, self.path("other")), (10, "")):
+            with self.subTest(given=given):
+                self.config["checkpoint"]["init_from"] = given
+                self.config["training"]["steps"] = steps
+                result = self.train(self.config)
+                self.assert_exit(result, 0)
+                said = [line for line in result.stderr.splitlines() if "init_from" in line]
+                self.assertEqual(len(said), 1 if given else 0, result.stderr)
+                for line in said:
+                    self.assertIn(f"checkpoint.init_from = {given} is ignored", line)
+                    self.assertIn(f"began with {self.path('run')};", line)
+                self.assertEqual(kept("begun/config.json"), self.path("run"))
+                self.assertIn(f'"init_from": "{self.path("run")}"', self.read(f"begun/step_{steps:08}/manifest.json"))
 
     def test_what_has_the_name_of_a_checkpoint_is_kept_aside(self):
         os.symlink(self.path("nowhere"), self.path("run/step_00000012"))

@@ -323,6 +323,39 @@ TEST_CASE("a restored run takes the same steps as the one that was saved", "[eng
   }
 }
 
+TEST_CASE("a resumed run keeps what it began with, unless that has moved", "[engine][training_run]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  Config config = tiny_config(folder.path().string(), "fp32");
+  const std::pair<const char*, std::vector<std::string>> others[] = {
+      {"models/llama", {"", "runs/other", "models/llama/step_00000010", "llama/models"}},
+      {"runs/a/step_00000010", {"runs/b/step_00000010", "runs/a/step_00000020", "runs/a"}},
+      {"", {"models/llama"}}};
+  const std::pair<const char*, std::vector<std::string>> moved[] = {
+      {"models/llama", {"models/llama", "/moved/llama", "models/llama/"}},
+      {"runs/a/step_00000010", {"/moved/a/step_00000010"}}};
+  int num_saved = 0;
+  const auto check = [&](const std::string& began_with, const std::string& given, const std::string& kept) {
+    CAPTURE(began_with, given);
+    config.checkpoint.init_from = began_with;
+    TrainingRun run(config, *device, alone());
+    run.initialize();
+    const LoadedCheckpoint checkpoint = saved(run, folder / fmt::format("run{}", num_saved++), [](auto&) {});
+    config.checkpoint.init_from = given;
+    TrainingRun restored(config, *device, alone());
+    restored.restore(checkpoint);
+    CHECK(restored.config().checkpoint.init_from == kept);
+    const nlohmann::json state = restored.snapshot().state;
+    CHECK(state.at("config").at("checkpoint").at("init_from") == kept);
+  };
+  for (const auto& [began_with, all] : others) {
+    for (const std::string& given : all) check(began_with, given, began_with);
+  }
+  for (const auto& [began_with, all] : moved) {
+    for (const std::string& given : all) check(began_with, given, given);
+  }
+}
+
 TEST_CASE("a step that is a spike changes nothing, in a resumed run too", "[engine][training_run]") {
   const TemporaryFolder folder;
   const auto device = make_cpu_device();

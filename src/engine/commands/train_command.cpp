@@ -246,6 +246,7 @@ class TrainCommand {
       repeat_hook(*checkpoint);
       log_info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
       for (const std::string& difference : differences) log_info("changed since: {}", difference);
+      keep_source();
     } else {
       start_new_run(group);
     }
@@ -262,6 +263,19 @@ class TrainCommand {
       log_info("{}: is new; the records of an earlier run, which left no checkpoint, are now in {}", metrics_path(),
                kept);
     }
+  }
+
+  // What a run began with stays known, also where a later start gives something else or nothing.
+  void keep_source() {
+    const std::string& kept = run_.config().checkpoint.init_from;
+    std::string& given = config_.checkpoint.init_from;
+    if (!given.empty() && given != kept) {
+      log_warning(
+          "checkpoint.init_from = {} is ignored: the run goes on from its own checkpoint, and began with {}; to start "
+          "from it, choose another checkpoint.folder",
+          given, kept.empty() ? "random weights" : kept);
+    }
+    given = kept;
   }
 
   void continue_metrics() {

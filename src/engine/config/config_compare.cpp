@@ -236,7 +236,7 @@ std::string config_hash(const Config& config) {
 ResumeDifferences resume_differences(const Config& saved, const Config& now) {
   ResumeDifferences differences;
   for_each_difference(saved, now, [&](const std::string& path, bool same_meaning, const std::string& line) {
-    if (path == "checkpoint.init_from") return;  // only a new run looks at it
+    if (path == "checkpoint.init_from") return;  // only a new run starts from it
     const bool fixed = is_listed(path, kFixedOnResume) && !is_listed(path, kFreeOnResume);
     (fixed && !same_meaning ? differences.refused : differences.allowed).push_back(line);
   });

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -14,6 +15,7 @@
 
 #include "core/parallel.h"
 #include "engine/checkpoint/checkpoint_base.h"
+#include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/config/config_io.h"
@@ -25,6 +27,8 @@
 namespace parka {
 namespace {
 
+namespace fs = std::filesystem;
+
 // Throws when `config` cannot go on from the checkpoint; returns how it goes on differently.
 std::vector<std::string> check_resumable(const LoadedCheckpoint& checkpoint, const Config& config) {
   const Config saved = config_of(checkpoint, {});
@@ -33,6 +37,16 @@ std::vector<std::string> check_resumable(const LoadedCheckpoint& checkpoint, con
   throw_bad_input(
       "{}: the checkpoint belongs to another config: {}; change it back, or train in another checkpoint.folder",
       checkpoint.path(), fmt::join(differences.refused, "; "));
+}
+
+// Whether two values of checkpoint.init_from name the same, which may have moved to another folder.
+bool is_same_source(const std::string& one, const std::string& other) {
+  const auto name = [](const std::string& path) {
+    const fs::path plain = (fs::path(path) / "").lexically_normal().parent_path();
+    if (run_folder_of(plain).empty()) return plain.filename();
+    return plain.parent_path().filename() / plain.filename();
+  };
+  return name(one) == name(other);
 }
 
 void round_to_bf16(std::vector<float>& values) {
@@ -307,6 +321,8 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
         "checkpoint.init_from",
         checkpoint.path(), name_of(config_.finetune.base));
   }
+  const std::string source = config_of(checkpoint, {}).checkpoint.init_from;
+  if (!is_same_source(source, config_.checkpoint.init_from)) config_.checkpoint.init_from = source;
   std::unordered_map<std::string, NamedTensor> wanted;
   for (const NamedTensor& tensor : tensors()) wanted.emplace(tensor.name, tensor);
   for (const SafetensorsEntry& entry : checkpoint.tensors()) {

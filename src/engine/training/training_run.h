@@ -118,6 +118,9 @@ class TrainingRun {
   // `called` is told before each batch of an evaluation, which may take long.
   void on_evaluation_batch(BeforeEvaluationBatch called) { evaluation_progress_ = std::move(called); }
 
+  // As it was given, but for checkpoint.init_from of a run that was restored: that of the checkpoint, or where what
+  // this names lies by now.
+  const Config& config() const { return config_; }
   const MemoryPlan& plan() const { return declared_.plan; }
   Model& model() { return declared_.model; }
   const Model& model() const { return declared_.model; }
