@@ -337,6 +337,27 @@ TEST_CASE("gradients are released only in steps of one micro-batch that cannot b
                     [](const std::string& set) { return set.find("micro_batch_size=1") != std::string::npos; }));
 }
 
+TEST_CASE("a fit is found where buffers of offload take more than they save", "[engine][memory fit]") {
+  json config = fp8_config();
+  config["model"].update({{"vocab_size", 32000}, {"d_model", 256}, {"d_ffn", 512}});
+  config["optimizer"] = {{"master", "bf16_sr"}};
+  config["data"]["sequence_length"] = 256;
+  config["training"] = {{"global_batch_size", 1}, {"micro_batch_size", 1}};
+  const auto planned_with = [&](const std::vector<std::string>& overrides) {
+    return planned_memory(override_config(config, overrides, "test"), 1).gpu;
+  };
+  REQUIRE(planned_with({"optimizer.offload=true"}) > planned_with({}));
+  const std::vector<std::string> enough = {"optimizer.gradient=bf16", "precision.weight_copies=none"};
+  for (const StepSeconds& seconds :
+       {StepSeconds(), seconds_by({{"gradient", 0.1}, {"rows", 0.1}, {"none", 0.2}})}) {
+    const FitRequest request{
+        .config = config, .limit = {.gpu = planned_with(enough)}, .any_results = true, .seconds = seconds};
+    const auto advice = cheapest_fit(request);
+    REQUIRE(advice);
+    check_fit(request, *advice);
+  }
+}
+
 TEST_CASE("a fit takes no more host memory than there is", "[engine][memory fit]") {
   const json config = fp8_config();
   const Prices prices = {{"rows", 0.5}, {"none", 0.6}, {"recompute", 0.7}};

@@ -243,7 +243,8 @@ bool ChosenChanges::add_until(const MemoryBytes& limit) {
       return true;
     }
   }
-  return false;
+  take_back_what_adds(all());
+  return fit(limit);
 }
 
 // Changes back to `before` where none of its changes can make way for change i, or where that would not save
@@ -264,10 +265,35 @@ void ChosenChanges::leave_out_what_contradicts(size_t i, const std::vector<bool>
 
 // False where all changes together are not enough, which is soon said. True where they contradict each other.
 bool ChosenChanges::all_may_fit(const MemoryBytes& limit) const {
-  ChosenChanges all = *this;
-  for (size_t i = 0; i < possible_.size(); ++i) all.choose(i);
-  const std::optional<MemoryBytes> bytes = all.planned();
+  ChosenChanges tried = *this;
+  for (const size_t i : all()) tried.choose(i);
+  tried.take_back_what_adds(all());
+  const std::optional<MemoryBytes> bytes = tried.planned();
   return !bytes || bytes->gpu <= limit.gpu;
+}
+
+std::vector<size_t> ChosenChanges::all() const {
+  std::vector<size_t> indices(possible_.size());
+  std::iota(indices.begin(), indices.end(), size_t{0});
+  return indices;
+}
+
+void ChosenChanges::take_back_what_adds(const std::vector<size_t>& changes) {
+  std::optional<MemoryBytes> bytes = planned();
+  for (bool changed = bytes.has_value(); changed;) {
+    changed = false;
+    for (const size_t i : changes) {
+      if (!chosen_[i]) continue;
+      chosen_[i] = false;
+      const std::optional<MemoryBytes> without = planned();
+      if (without && without->gpu < bytes->gpu) {
+        bytes = without;
+        changed = true;
+      } else {
+        chosen_[i] = true;
+      }
+    }
+  }
 }
 
 void ChosenChanges::take_back(const MemoryBytes& limit) {

@@ -63,10 +63,13 @@ class ChosenChanges {
 
   // Adds possible changes from the first on until they fit; false where all are not enough. What contradicts
   // those before it takes the place of one of them if that saves memory; what takes more host memory than there is
-  // is left out.
+  // is left out, and in the end what takes more GPU memory than it saves, as buffers of offload in a small model.
   bool add_until(const MemoryBytes& limit);
   // Takes changes back, or replaces them by earlier ones of the same key, from the last on while the others fit.
   void take_back(const MemoryBytes& limit);
+
+  // Takes back those of these changes without which less GPU memory is planned.
+  void take_back_what_adds(const std::vector<size_t>& changes);
 
   // Leaves the first `num_blocks` blocks out of a chosen change of weight copies: they keep one layout more than it
   // leaves them. 0: none.
@@ -78,6 +81,7 @@ class ChosenChanges {
   std::vector<MemoryChange> copy_changes(const MemoryChange& whole) const;
   bool others_keep(WeightCopies copies) const;
   bool all_may_fit(const MemoryBytes& limit) const;
+  std::vector<size_t> all() const;
   void leave_out_what_contradicts(size_t i, const std::vector<bool>& before);
   bool same_key(size_t i, size_t j) const { return possible_[i].key() == possible_[j].key(); }
   bool take_back(size_t i, const MemoryBytes& limit);

@@ -130,7 +130,10 @@ class FitSearch {
   // Whether the set fits with what saves most of all that is not decided. What contradicts itself may.
   bool may_fit(const Set& set) {
     choose(set);
-    for (size_t k = set.decided; k < keys_.size(); ++k) tried_.choose(keys_[k].options.back().change);
+    std::vector<size_t> undecided;
+    for (size_t k = set.decided; k < keys_.size(); ++k) undecided.push_back(keys_[k].options.back().change);
+    for (const size_t i : undecided) tried_.choose(i);
+    tried_.take_back_what_adds(undecided);
     const std::optional<MemoryBytes> bytes = tried_.planned();
     return !bytes || bytes->gpu <= request_.limit.gpu;
   }
