@@ -220,6 +220,22 @@ class Ranks(RunFolder):
                 self.assertEqual((first["step"], last["step"]), (0, STEPS))
                 self.assertAlmostEqual(first["loss"], last["loss"], places=6)
 
+    def test_a_step_that_is_skipped_is_said_once(self):
+        self.run_ranks("two", 2, 0, steps=2)
+        with open(self.path("two.json"), encoding="utf-8") as file:
+            config = json.load(file)
+        config["checkpoint"]["folder"] = self.path("spikes")
+        config["training"].update(steps=STEPS, spike_window=2, spike_sigma=0.001)
+        with open(self.path("spikes.json"), "w", encoding="utf-8") as file:
+            json.dump(config, file)
+        program = [PROGRAM, "--threads", "1", "train", self.path("spikes.json")]
+        result = starters.run(2, program, starters.STARTER, RANKS_OPTION)
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        skipped = [record["step"] for record in self.records("spikes", "train") if not record["applied"]]
+        self.assertTrue(skipped)
+        said = [line for line in (result.stdout + result.stderr).splitlines() if "is a spike" in line]
+        self.assertEqual(len(said), len(skipped), said)
+
     def test_a_batch_that_does_not_divide_is_refused_once(self):
         if not self.fit([(3,)]):
             self.skipTest("fewer than three GPUs")

@@ -325,8 +325,8 @@ class TrainCommand {
       if (!report) return;
       progress.add(*report, record(*report));
       skipped_in_a_row = report->is_finite() ? 0 : skipped_in_a_row + 1;
-      if (!report->is_finite()) log_bad_step(*report, config_, skipped_in_a_row);
-      if (report->is_finite() && !report->applied) log_spike(*report);
+      if (!report->is_finite()) check_bad_step(*report, config_, skipped_in_a_row);
+      if (!report->applied && is_first()) log_skipped_step(*report, config_);
       const bool last = report->step == training.steps;
       if (report->step % training.log_interval == 0 || last) log_line(LogLevel::kInfo, progress.take_line());
     };

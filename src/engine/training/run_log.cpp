@@ -60,20 +60,20 @@ void log_data(const TokenFiles& data, const Config& config) {
   }
 }
 
-void log_spike(const StepReport& report) {
-  log_warning(
-      "step {}: loss {:.4f} (limit {:.4f}) or gradient norm {:.4g} (limit {:.4g}) is a spike: skipped "
-      "(training.spike_window)",
-      report.step, report.loss, report.limits.loss, report.grad_norm, report.limits.grad_norm);
-}
+namespace {
 
-void log_bad_step(const StepReport& report, const Config& config, int64_t skipped_in_a_row) {
-  const std::string what = fmt::format(
-      "step {}: loss {} and gradient norm {} are not both finite{}; batch: epoch {}, sequences {} to {} of its "
-      "order",
+std::string describe_bad_step(const StepReport& report, const Config& config) {
+  return fmt::format(
+      "step {}: loss {} and gradient norm {} are not both finite{}; batch: epoch {}, sequences {} to {} of its order",
       report.step, report.loss, report.grad_norm,
       report.culprit.empty() ? "" : fmt::format(" (first bad gradient: {})", report.culprit), report.data.epoch,
       report.data.consumed, report.data.consumed + config.training.global_batch_size - 1);
+}
+
+}  // namespace
+
+void check_bad_step(const StepReport& report, const Config& config, int64_t skipped_in_a_row) {
+  const std::string what = describe_bad_step(report, config);
   if (config.optimizer.release_gradients) {
     throw Error(ExitCode::kNonFinite,
                 what +
@@ -89,7 +89,17 @@ void log_bad_step(const StepReport& report, const Config& config, int64_t skippe
         ExitCode::kNonFinite,
         what + fmt::format("; {} steps in a row were skipped (training.max_skipped_steps)", skipped_in_a_row));
   }
-  log_warning("{}; skipped", what);
+}
+
+void log_skipped_step(const StepReport& report, const Config& config) {
+  if (!report.is_finite()) {
+    log_warning("{}; skipped", describe_bad_step(report, config));
+    return;
+  }
+  log_warning(
+      "step {}: loss {:.4f} (limit {:.4f}) or gradient norm {:.4g} (limit {:.4g}) is a spike: skipped "
+      "(training.spike_window)",
+      report.step, report.loss, report.limits.loss, report.grad_norm, report.limits.grad_norm);
 }
 
 void log_memory(const TrainingRun& run, const Device& device) {

@@ -14,11 +14,11 @@ namespace parka {
 void log_model(const TrainingRun& run, const ModelSpeed& speed);
 void log_data(const TokenFiles& data, const Config& config);
 
-// Of a step that was skipped as a spike.
-void log_spike(const StepReport& report);
 // Of a step whose loss or gradients are not finite, the last of `skipped_in_a_row`. Throws Error(kNonFinite) where
-// the config ends the run.
-void log_bad_step(const StepReport& report, const Config& config, int64_t skipped_in_a_row);
+// the config ends the run, on all ranks.
+void check_bad_step(const StepReport& report, const Config& config, int64_t skipped_in_a_row);
+// Of a step that was skipped, because it is not finite or a spike.
+void log_skipped_step(const StepReport& report, const Config& config);
 
 // At the end: the memory that was in use; where the model is, and what can be done with it. `newest_step`: that of
 // the newest checkpoint.
