@@ -190,6 +190,25 @@ class BadInput(RunFolder):
         self.assert_refused(self.train(self.config), ["held_out.npy", "step 12 is saved: once this is mended, the same command resumes"])
         self.assertEqual(checkpoints(folder)[-1], "step_00000012")
 
+    def test_mended_tokens(self):
+        """A run ends at a token that is none, and goes on when that is mended, if that is accepted."""
+        self.config["checkpoint"]["folder"] = self.path("other_run")
+        self.config["data"].update(shuffle=False, checksum=True)
+        with open(self.path("a.npy"), "r+b") as file:
+            good = file.read()
+            file.seek(len(good) - 2 * SEQUENCE)
+            file.write(b"\xff\xff")
+        result = self.train(self.config)
+        self.assert_refused(result, ["a.npy", "vocab", "--accept-mended-data"])
+        saved = checkpoints(self.path("other_run"))[-1]
+        with open(self.path("a.npy"), "wb") as file:
+            file.write(good)
+        self.assert_refused(self.train(self.config), [saved, '"a.npy" holds different bytes', "--accept-mended-data"])
+        result = self.train(self.config, "--accept-mended-data")
+        self.assert_exit(result, 0)
+        self.assertIn('changed since: data.train: "a.npy" holds different bytes', result.stderr)
+        self.assertIn(f"resuming from {self.path('other_run')}/{saved}", result.stderr)
+
     def damage(self, checkpoint, name, how):
         path = self.path(f"run/{checkpoint}/{name}")
         with open(path, "rb") as file:

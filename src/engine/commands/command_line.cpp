@@ -93,6 +93,10 @@ void add_train(CLI::App& app, TrainOptions& options, std::string& drill) {
   command.add_flag(
       "--must-be-new,--fresh", options.must_be_new,
       "Fail instead of resuming when checkpoint.folder already has checkpoints (--fresh: its old name)");
+  command.add_flag(
+      "--accept-mended-data", options.accept_mended_data,
+      "Resume although files of data.train hold other bytes than the checkpoint was trained on, if they "
+      "have the same names and sizes");
   command
       .add_option(
           "--drill-kill-in-save", drill,

@@ -22,11 +22,12 @@ struct TrainOptions {
   std::string config_path;
   std::vector<std::string> overrides;
   StartedRanks started;
-  bool must_be_new = false;       // refuse to start where checkpoints exist
-  int64_t drill_step = 0;         // fault drill: SIGKILL while the checkpoint of this step is written...
-  int64_t drill_point = 0;        // ...at this file-system operation, counted from 1; see docs/testing.md
-  std::string drill = {};         // drill of silent data corruption, see FlipDrill; empty: none
-  std::string command_line = {};  // as it was given, for the record of the start
+  bool must_be_new = false;         // refuse to start where checkpoints exist
+  bool accept_mended_data = false;  // resume with files of data.train that hold other bytes
+  int64_t drill_step = 0;           // fault drill: SIGKILL while the checkpoint of this step is written...
+  int64_t drill_point = 0;          // ...at this file-system operation, counted from 1; see docs/testing.md
+  std::string drill = {};           // drill of silent data corruption, see FlipDrill; empty: none
+  std::string command_line = {};    // as it was given, for the record of the start
 };
 int run_train(const TrainOptions& options);
 

@@ -241,7 +241,8 @@ class TrainCommand {
     std::vector<CheckpointInfo> passed_over;
     const std::optional<LoadedCheckpoint> checkpoint = load_newest(folder, refused, group, &passed_over);
     if (checkpoint) {
-      const std::vector<std::string> differences = run_.restore(*checkpoint);
+      const std::vector<std::string> differences =
+          run_.restore(*checkpoint, options_.accept_mended_data ? SameFiles::kSizes : SameFiles::kBytes);
       if (is_first()) set_refused_aside(passed_over, warn);
       repeat_hook(*checkpoint);
       log_info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
@@ -409,14 +410,18 @@ class TrainCommand {
     }
     constexpr auto kReplaceBadText = nlohmann::json::error_handler_t::replace;
     const std::vector<std::string> all = communicator_->gather_text(own.dump(-1, ' ', false, kReplaceBadText));
-    const std::string next = fmt::format(
-        "; step {} is saved: once this is mended, the same command resumes from there", run_.completed_steps());
+    const auto next_after = [&](ExitCode code) {
+      return fmt::format(
+          "; step {} is saved: once this is mended, the same command resumes from there{}", run_.completed_steps(),
+          code == ExitCode::kBadInput ? ", with --accept-mended-data if a file of data.train changes" : "");
+    };
     for (size_t rank = 0; rank < all.size(); ++rank) {
       const nlohmann::json failure = nlohmann::json::parse(all[rank]);
       if (!failure.is_object()) continue;
       const std::string who = all.size() == 1 ? "" : fmt::format("rank {}: ", rank);
-      throw Error(static_cast<ExitCode>(failure.at("code").get<int>()),
-                  fmt::format("{}{}{}", who, failure.at("message").get<std::string>(), is_saved ? next : ""));
+      const auto code = static_cast<ExitCode>(failure.at("code").get<int>());
+      throw Error(code, fmt::format("{}{}{}", who, failure.at("message").get<std::string>(),
+                                    is_saved ? next_after(code) : ""));
     }
     throw_internal("ranks agreed on a failure that none of them has");
   }

@@ -13,8 +13,13 @@ namespace parka {
 // all its bytes. All ranks must call this: each reads a share of the files.
 nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator);
 
+// What files have in common that are taken for the same: names, sizes and all that is known of their bytes, or
+// names and sizes alone, as those have in which tokens were mended.
+enum class SameFiles { kBytes, kSizes };
+
 // The first difference between the files `now` and those of a checkpoint, `saved`, as one line that names a file;
 // empty if there is none. Checksums are compared if both have them.
-std::string file_difference(const nlohmann::json& saved, const nlohmann::json& now);
+std::string file_difference(const nlohmann::json& saved, const nlohmann::json& now,
+                            SameFiles same = SameFiles::kBytes);
 
 }  // namespace parka

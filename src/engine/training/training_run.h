@@ -15,6 +15,7 @@
 #include "data/batch_loader.h"
 #include "data/token_files.h"
 #include "engine/checkpoint/checkpoint.h"
+#include "engine/checkpoint/saved_state.h"
 #include "engine/config/config.h"
 #include "engine/evaluation/evaluation.h"
 #include "engine/evaluation/task_evaluation.h"
@@ -24,6 +25,7 @@
 #include "engine/step/step_queue.h"
 #include "engine/step/telemetry.h"
 #include "engine/training/flip_drill.h"
+#include "engine/training/run_data.h"
 #include "kernels/device/arena.h"
 #include "model/model.h"
 #include "optim/optimizer.h"
@@ -74,9 +76,10 @@ class TrainingRun {
   // Error(kBadInput) when its model is another one or has values that are not finite.
   std::vector<std::string> initialize_from(const LoadedCheckpoint& checkpoint);
   // Takes over weights, states and position. Returns the settings that differ from the checkpoint's, one line each,
-  // where that is allowed. Throws Error(kBadInput) when the checkpoint does not fit the config or holds values that
-  // are not finite; the run must not be used then.
-  std::vector<std::string> restore(const LoadedCheckpoint& checkpoint);
+  // where that is allowed; so is a file of data.train with other bytes where sizes are enough. Throws
+  // Error(kBadInput) when the checkpoint does not fit the config or holds values that are not finite; the run must
+  // not be used then.
+  std::vector<std::string> restore(const LoadedCheckpoint& checkpoint, SameFiles same = SameFiles::kBytes);
   // Everything that restore() needs. No step may be unfinished.
   enum class SnapshotForm : uint8_t {
     kCopied,  // in memory of its own
@@ -192,6 +195,7 @@ class TrainingRun {
   nlohmann::json saved_state() const;
   std::vector<HostTensor> saved_pieces(std::vector<TensorView>& parts) const;
   std::string name_in_step(const std::string& tensor) const;
+  std::string check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress, SameFiles same) const;
   void stage(CheckpointContents& contents, const std::vector<TensorView>& parts);
   int64_t share_targets(int64_t own);
   void begin_evaluation_batch(const std::exception_ptr& read_failure);
