@@ -37,10 +37,9 @@ def copy_tokenizer(tokenizer: JsonTokenizer, folder: Path, named: dict[str, obje
                 shutil.copyfileobj(original, copy)
                 sync(copy)
     config = folder / "tokenizer_config.json"
-    if config.exists():
-        name_tokens(folder, named, tokenizer)
-    else:
+    if not config.exists():
         write_object(config, {"tokenizer_class": "PreTrainedTokenizerFast"} | tokenizer.document_tokens())
+    name_tokens(folder, named, tokenizer)
     sync_folder(folder)
 
 
@@ -50,11 +49,15 @@ def name_tokens(folder: Path, tokens: dict[str, object], tokenizer: JsonTokenize
     # Counts more than tokenizer_config.json in folders of an older form.
     change_object(folder / "special_tokens_map.json", {name: tokens[name] for name in tokens if name in ROLES})
     generation = folder / "generation_config.json"
+    if "bos_token" in tokens:
+        change_object(generation, {"bos_token_id": tokenizer.id_of(tokens["bos_token"])})
     if "eos_token" in tokens:
-        ends = read_object(generation).get("eos_token_id")
+        old = read_object(generation)
+        ends = old.get("eos_token_id")
         ends = ends if isinstance(ends, list) else [ends]
         others = [id for id in ends if isinstance(id, int) and id != tokenizer.eos]
-        change_object(generation, {"eos_token_id": [tokenizer.eos, *others]})
+        # Also where there was none: what ends texts is then asked of the model's config.json, before tokenizer_config.json.
+        write_object(generation, old | {"eos_token_id": [tokenizer.eos, *others]})
 
 
 def change_object(path: Path, changes: dict[str, object]) -> None:

@@ -44,5 +44,7 @@ def bos_of(tokenizer, special_tokens: dict[str, str], add_bos_token: object) -> 
     in_front = encoding.ids[: [*encoding.special_tokens_mask, 0].index(0)]
     if not isinstance(add_bos_token, bool):
         return in_front
+    if not add_bos_token:
+        return []
     own = tokenizer.token_to_id(special_tokens.get("bos_token", ""))
-    return (in_front or ([] if own is None else [own])) if add_bos_token else []
+    return in_front if own is None or own in in_front else [own]

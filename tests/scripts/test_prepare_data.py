@@ -381,7 +381,7 @@ class PrepareDataTest(Preparation):
         path = self.word_tokenizer(["[UNK]", "a", "<s>", "</s>", "<end>"])
         self.write("tokenizer_config.json", '{"eos_token": "</s>", "model_max_length": 9}')
         self.write("special_tokens_map.json", '{"eos_token": {"content": "</s>"}, "unk_token": "[UNK]"}')
-        self.write("generation_config.json", '{"eos_token_id": 3, "top_k": 5}')
+        self.write("generation_config.json", '{"bos_token_id": 0, "eos_token_id": 3, "top_k": 5}')
         self.prepare(self.write("a.txt", "a"), "--tokenizer", path, "--bos", "<s>", "--eos", "<end>")
         self.assertEqual(self.ids(), [2, 1, 4])
         kept = {name: json.loads((self.out / f"tokenizer/{name}.json").read_text())
@@ -389,7 +389,13 @@ class PrepareDataTest(Preparation):
         tokens = {"bos_token": "<s>", "eos_token": "<end>"}
         self.assertEqual(kept["tokenizer_config"], {**tokens, "add_bos_token": True, "model_max_length": 9})
         self.assertEqual(kept["special_tokens_map"], {**tokens, "unk_token": "[UNK]"})
-        self.assertEqual(kept["generation_config"], {"eos_token_id": [4, 3], "top_k": 5})
+        self.assertEqual(kept["generation_config"], {"bos_token_id": 2, "eos_token_id": [4, 3], "top_k": 5})
+        # A file that says where texts end is made, too: else a model's config.json counts more.
+        shutil.rmtree(self.out)
+        (self.folder / "generation_config.json").unlink()
+        self.prepare(self.folder / "a.txt", "--tokenizer", path, "--eos", "<end>")
+        self.assertEqual(json.loads((self.out / "tokenizer/generation_config.json").read_text()), {"eos_token_id": [4]})
+        self.write("generation_config.json", '{"eos_token_id": 3, "top_k": 5}')
         # Only what they name.
         shutil.rmtree(self.out)
         self.prepare(self.folder / "a.txt", "--tokenizer", path, "--bos", "none")

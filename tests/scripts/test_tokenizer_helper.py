@@ -65,6 +65,8 @@ class TextTest(TokenizerFolder):
         self.assertEqual(self.write(tokenizer, tokenizer_config=tokens).encode("a b"), ids)
         self.assertEqual(self.write(tokenizer, tokenizer_config={"add_bos_token": True, **tokens}).encode("a b"), [1, *ids])
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+        other = {"add_bos_token": True, "bos_token": "<unk>"}
+        self.assertEqual(self.write(tokenizer, tokenizer_config=other).encode("a b"), [0, *ids])
         self.assertEqual(self.write(tokenizer, tokenizer_config={"add_bos_token": False, **tokens}).encode("a b"), ids)
         # An end would be no prompt to continue.
         self.assertEqual(self.write(tokenizer, tokenizer_config=tokens).encode("a b"), [1, *ids])
