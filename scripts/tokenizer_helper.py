@@ -157,7 +157,8 @@ class Stream:
     """The text of a continuation, token by token.
 
     A token's text may depend on those before it, so text is decoded from some tokens back, and what of it has been shown is
-    left out: the first `known` characters of the text of ids[prefix:]. All text of ids[:shown] has been.
+    left out: the first `known` characters of the text of ids[prefix:]. All text of ids[:shown] has been. A byte that belongs to no
+    character spoils the bytes before it, so that it may be shown as several replacement characters.
     """
 
     CONTEXT = 8  # tokens of the prompt, and those that their first character began with
@@ -167,6 +168,7 @@ class Stream:
 
     def __init__(self, tokenizer, prompt: list[int]):
         self._tokenizer = tokenizer
+        self._without_text = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._ids = self._context_of(prompt)
         self._prefix, self._shown = 0, len(self._ids)
         self._known = len(tokenizer.decode(self._ids))
@@ -179,13 +181,15 @@ class Stream:
         return prompt[first:]
 
     def push(self, id: int) -> str:
+        # The text behind it might else be decoded as the beginning of all, without its space.
+        if id in self._without_text:
+            return ""
         self._ids.append(id)
         text = self._tokenizer.decode(self._ids[self._prefix :])[self._known :]
         waiting = min(len(text) - len(text.rstrip(INCOMPLETE)), self.MOST_WAITING)
         text = text[: len(text) - waiting]
         self._known += len(text)
-        # Behind a token without a text, such as a special one, the next might be taken for the beginning of all.
-        if waiting == 0 and text:
+        if waiting == 0:
             self._prefix, self._shown = self._shown, len(self._ids)
             self._known = len(self._tokenizer.decode(self._ids[self._prefix :]))
         return text
