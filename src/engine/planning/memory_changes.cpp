@@ -231,7 +231,8 @@ bool ChosenChanges::fit(const MemoryBytes& limit) const {
 
 bool ChosenChanges::add_until(const MemoryBytes& limit) {
   if (fit(limit)) return true;
-  if (!all_may_fit(limit)) return false;
+  const std::vector<bool> given = chosen_;
+  if (!ChosenChanges(*this).come_within(limit, all())) return false;  // which is soon said
   for (size_t i = 0; i < possible_.size(); ++i) {
     const std::vector<bool> before = chosen_;
     choose(i);
@@ -243,8 +244,8 @@ bool ChosenChanges::add_until(const MemoryBytes& limit) {
       return true;
     }
   }
-  take_back_what_adds(all());
-  return fit(limit);
+  chosen_ = given;
+  return come_within(limit, all()) && fit(limit);
 }
 
 // Changes back to `before` where none of its changes can make way for change i, or where that would not save
@@ -263,13 +264,19 @@ void ChosenChanges::leave_out_what_contradicts(size_t i, const std::vector<bool>
   chosen_ = before;
 }
 
-// False where all changes together are not enough, which is soon said. True where they contradict each other.
-bool ChosenChanges::all_may_fit(const MemoryBytes& limit) const {
-  ChosenChanges tried = *this;
-  for (const size_t i : all()) tried.choose(i);
-  tried.take_back_what_adds(all());
-  const std::optional<MemoryBytes> bytes = tried.planned();
-  return !bytes || bytes->gpu <= limit.gpu;
+bool ChosenChanges::come_within(const MemoryBytes& limit, const std::vector<size_t>& changes) {
+  const std::vector<bool> before = chosen_;
+  const auto is_within = [&] {
+    const std::optional<MemoryBytes> bytes = planned();
+    return !bytes || bytes->gpu <= limit.gpu;
+  };
+  for (const size_t i : changes) choose(i);
+  if (is_within()) return true;
+  take_back_what_adds(changes, limit.gpu);
+  if (is_within()) return true;
+  chosen_ = before;
+  add_what_saves(changes, limit);
+  return is_within();
 }
 
 std::vector<size_t> ChosenChanges::all() const {
@@ -278,12 +285,13 @@ std::vector<size_t> ChosenChanges::all() const {
   return indices;
 }
 
-void ChosenChanges::take_back_what_adds(const std::vector<size_t>& changes) {
+void ChosenChanges::take_back_what_adds(const std::vector<size_t>& changes, int64_t gpu_limit) {
   std::optional<MemoryBytes> bytes = planned();
   for (bool changed = bytes.has_value(); changed;) {
     changed = false;
     for (const size_t i : changes) {
       if (!chosen_[i]) continue;
+      if (bytes->gpu <= gpu_limit) return;
       chosen_[i] = false;
       const std::optional<MemoryBytes> without = planned();
       if (without && without->gpu < bytes->gpu) {
@@ -291,6 +299,24 @@ void ChosenChanges::take_back_what_adds(const std::vector<size_t>& changes) {
         changed = true;
       } else {
         chosen_[i] = true;
+      }
+    }
+  }
+}
+
+void ChosenChanges::add_what_saves(const std::vector<size_t>& changes, const MemoryBytes& limit) {
+  std::optional<MemoryBytes> bytes = planned();
+  for (bool changed = bytes.has_value(); changed;) {
+    changed = false;
+    for (const size_t i : changes) {
+      const std::vector<bool> before = chosen_;
+      choose(i);
+      const std::optional<MemoryBytes> with = planned();
+      if (with && with->gpu < bytes->gpu && with->host <= limit.host) {
+        bytes = with;
+        changed = true;
+      } else {
+        chosen_ = before;
       }
     }
   }

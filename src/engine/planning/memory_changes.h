@@ -68,8 +68,11 @@ class ChosenChanges {
   // Takes changes back, or replaces them by earlier ones of the same key, from the last on while the others fit.
   void take_back(const MemoryBytes& limit);
 
-  // Takes back those of these changes without which less GPU memory is planned.
-  void take_back_what_adds(const std::vector<size_t>& changes);
+  // Chooses of `changes` what brings the plan within the GPU's limit, with what is chosen; false where nothing is
+  // found that does. True also where all of them contradict each other. Small models have changes that take more
+  // memory than they save, as buffers of offload: so what adds is taken back from all, and from none what saves is
+  // added.
+  bool come_within(const MemoryBytes& limit, const std::vector<size_t>& changes);
 
   // Leaves the first `num_blocks` blocks out of a chosen change of weight copies: they keep one layout more than it
   // leaves them. 0: none.
@@ -80,8 +83,9 @@ class ChosenChanges {
  private:
   std::vector<MemoryChange> copy_changes(const MemoryChange& whole) const;
   bool others_keep(WeightCopies copies) const;
-  bool all_may_fit(const MemoryBytes& limit) const;
   std::vector<size_t> all() const;
+  void take_back_what_adds(const std::vector<size_t>& changes, int64_t gpu_limit);
+  void add_what_saves(const std::vector<size_t>& changes, const MemoryBytes& limit);
   void leave_out_what_contradicts(size_t i, const std::vector<bool>& before);
   bool same_key(size_t i, size_t j) const { return possible_[i].key() == possible_[j].key(); }
   bool take_back(size_t i, const MemoryBytes& limit);

@@ -132,10 +132,7 @@ class FitSearch {
     choose(set);
     std::vector<size_t> undecided;
     for (size_t k = set.decided; k < keys_.size(); ++k) undecided.push_back(keys_[k].options.back().change);
-    for (const size_t i : undecided) tried_.choose(i);
-    tried_.take_back_what_adds(undecided);
-    const std::optional<MemoryBytes> bytes = tried_.planned();
-    return !bytes || bytes->gpu <= request_.limit.gpu;
+    return tried_.come_within(request_.limit, undecided);
   }
 
   void branch(const Set& set) {
