@@ -135,11 +135,13 @@ class Plan(unittest.TestCase):
                 self.assertEqual(written.read(), expected)
             os.mkfifo(pipe)
             with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE, text=True) as reader:
-                result = parka("plan", config, "--write", pipe)
-                if not stat.S_ISFIFO(os.stat(pipe).st_mode):
-                    reader.kill()
-                self.assertEqual(reader.communicate()[0], expected)
-            self.assertEqual(result.returncode, 0, result.stderr)
+                try:
+                    result = parka("plan", config, "--write", pipe)
+                    self.assertEqual(result.returncode, 0, result.stderr)
+                    self.assertTrue(stat.S_ISFIFO(os.stat(pipe).st_mode))
+                    self.assertEqual(reader.communicate(timeout=60)[0], expected)
+                finally:
+                    reader.kill()  # it would wait for ever for what is not written
             self.assertEqual(sorted(os.listdir(folder)), ["file.json", "link.json", "pipe"])
 
     def test_what_is_written_to_the_output_goes_there_in_order(self):

@@ -87,12 +87,13 @@ TEST_CASE("a benchmark's joules per token are its watts over its speed", "[engin
   const TemporaryFolder folder;
   const Config config = step_config(folder.path().string(), "bf16", 0, true, 1, 1);
   const auto device = make_cpu_device();
-  PowerSource source;
-  source.counter = std::make_unique<SteadyCounter>(400);
-  const BenchResult quick = run_benchmark(config, *device, alone(), source, 1, false);
+  const BenchResult quick = run_benchmark(
+      config, *device, alone(), {std::make_unique<SteadyCounter>(400, /*seconds_of_reading=*/0), ""}, 1, false);
   CHECK_FALSE(quick.watts());
   CHECK_FALSE(quick.joules_per_token());
   CHECK(quick.power_missing.find("give --steps") != std::string::npos);
+  PowerSource source;
+  source.counter = std::make_unique<SteadyCounter>(400);
   BenchResult result;
   for (int64_t steps = 100; !result.watts() && steps <= 100'000; steps *= 3) {
     result = run_benchmark(config, *device, alone(), source, steps, false);
