@@ -270,7 +270,7 @@ class TrainCommand {
   void keep_source() {
     const std::string& kept = run_.config().checkpoint.init_from;
     std::string& given = config_.checkpoint.init_from;
-    if (!given.empty() && given != kept) {
+    if (is_first() && !given.empty() && given != kept) {
       log_warning(
           "checkpoint.init_from = {} is ignored: the run goes on from its own checkpoint, and began with {}; to start "
           "from it, choose another checkpoint.folder",
