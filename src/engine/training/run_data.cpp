@@ -34,25 +34,25 @@ nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicat
   return all;
 }
 
-std::string file_difference(const nlohmann::json& saved, const nlohmann::json& now, SameFiles same) {
+std::vector<std::string> file_differences(const nlohmann::json& saved, const nlohmann::json& now, SameFiles same) {
+  std::vector<std::string> all;
   for (size_t i = 0; i < std::min(saved.size(), now.size()); ++i) {
     const auto &before = saved[i], &after = now[i];
-    if (before.at("name") != after.at("name")) {
-      return fmt::format("file {} is {}, was {}", i, after.at("name").dump(), before.at("name").dump());
-    }
-    if (before.at("bytes") != after.at("bytes")) {
-      return fmt::format("{} has {} bytes, had {}", after.at("name").dump(), after.at("bytes").dump(),
-                         before.at("bytes").dump());
-    }
-    if (same == SameFiles::kSizes) continue;
+    const std::string name = after.at("name").dump();
     const bool both = before.contains("checksum") && after.contains("checksum");
-    if (before.at("fingerprint") != after.at("fingerprint") ||
-        (both && before.at("checksum") != after.at("checksum"))) {
-      return fmt::format("{} holds different bytes", after.at("name").dump());
+    if (before.at("name") != after.at("name")) {
+      all.push_back(fmt::format("file {} is {}, was {}", i, name, before.at("name").dump()));
+    } else if (before.at("bytes") != after.at("bytes")) {
+      all.push_back(
+          fmt::format("{} has {} bytes, had {}", name, after.at("bytes").dump(), before.at("bytes").dump()));
+    } else if (same == SameFiles::kBytes && (before.at("fingerprint") != after.at("fingerprint") ||
+                                             (both && before.at("checksum") != after.at("checksum")))) {
+      all.push_back(fmt::format("{} holds different bytes", name));
     }
   }
-  if (saved.size() != now.size()) return fmt::format("there are {} files, were {}", now.size(), saved.size());
-  return {};
+  if (saved.size() != now.size())
+    all.push_back(fmt::format("there are {} files, were {}", now.size(), saved.size()));
+  return all;
 }
 
 }  // namespace parka

@@ -1,5 +1,6 @@
 #pragma once
 #include <string>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -17,9 +18,8 @@ nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicat
 // names and sizes alone, as those have in which tokens were mended.
 enum class SameFiles { kBytes, kSizes };
 
-// The first difference between the files `now` and those of a checkpoint, `saved`, as one line that names a file;
-// empty if there is none. Checksums are compared if both have them.
-std::string file_difference(const nlohmann::json& saved, const nlohmann::json& now,
-                            SameFiles same = SameFiles::kBytes);
+// The differences between the files `now` and those of a checkpoint, `saved`, each as a line that names a file.
+// Checksums are compared if both have them.
+std::vector<std::string> file_differences(const nlohmann::json& saved, const nlohmann::json& now, SameFiles same);
 
 }  // namespace parka

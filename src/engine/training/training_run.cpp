@@ -299,25 +299,28 @@ std::vector<NamedTensor> TrainingRun::tensors() const {
 }
 
 // Where the files are not those of the checkpoint throws, or says how they differ.
-std::string TrainingRun::check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress,
-                                    SameFiles same) const {
-  const bool is_known = !progress.files.is_null();
-  const std::string difference = is_known ? file_difference(progress.files, data_files_) : "";
-  if (difference.empty() && progress.fingerprint == data_fingerprint_) return {};
-  const bool have_same_sizes =
-      !difference.empty() && file_difference(progress.files, data_files_, SameFiles::kSizes).empty();
-  if (have_same_sizes && same == SameFiles::kSizes) return difference;
+std::vector<std::string> TrainingRun::check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress,
+                                                 SameFiles same) const {
+  const auto differences = [&](SameFiles what) {
+    return progress.files.is_null() ? std::vector<std::string>()
+                                    : file_differences(progress.files, data_files_, what);
+  };
+  const std::vector<std::string> all = differences(SameFiles::kBytes), others = differences(SameFiles::kSizes);
+  if (all.empty() && progress.fingerprint == data_fingerprint_) return {};
+  const bool may_be_mended = !all.empty() && others.empty();
+  if (may_be_mended && same == SameFiles::kSizes) return all;
+  const std::string first = !others.empty() ? others.front() : !all.empty() ? all.front() : "";
   throw_bad_input(
       "{}: data.train holds other tokens than the checkpoint was trained on{}, so its position in them means nothing; "
       "restore the files, or train in another checkpoint.folder{}",
-      checkpoint.path(), difference.empty() ? "" : fmt::format(" ({})", difference),
-      have_same_sizes ? "; where tokens were mended, go on with --accept-mended-data" : "");
+      checkpoint.path(), first.empty() ? "" : fmt::format(" ({})", first),
+      may_be_mended ? "; where tokens were mended, go on with --accept-mended-data" : "");
 }
 
 std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint, SameFiles same) {
   const SavedProgress progress = read_progress(checkpoint);
   std::vector<std::string> differences = check_resumable(checkpoint, config_);
-  if (const std::string mended = check_data(checkpoint, progress, same); !mended.empty()) {
+  for (const std::string& mended : check_data(checkpoint, progress, same)) {
     differences.push_back(fmt::format("data.train: {}", mended));
   }
   if (has_base(checkpoint)) {

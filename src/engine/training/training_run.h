@@ -195,7 +195,8 @@ class TrainingRun {
   nlohmann::json saved_state() const;
   std::vector<HostTensor> saved_pieces(std::vector<TensorView>& parts) const;
   std::string name_in_step(const std::string& tensor) const;
-  std::string check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress, SameFiles same) const;
+  std::vector<std::string> check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress,
+                                      SameFiles same) const;
   void stage(CheckpointContents& contents, const std::vector<TensorView>& parts);
   int64_t share_targets(int64_t own);
   void begin_evaluation_batch(const std::exception_ptr& read_failure);
