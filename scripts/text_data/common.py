@@ -95,9 +95,12 @@ def file_behind(path: Path) -> Path | None:
     """The path without symbolic links of a regular file, or of one that is not there yet. None of anything else, which no file
     may replace, and of standard output, which may be behind other text of its file."""
     try:
-        is_file = stat.S_ISREG(os.stat(path).st_mode) and not is_stdout(path)
+        mode = os.stat(path).st_mode
     except FileNotFoundError:
-        is_file = True
+        return Path(os.path.realpath(path))
+    if stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
+        raise InputError(f"{path}: is a socket or a disk, which is not written into; give --out another name")
+    is_file = stat.S_ISREG(mode) and not is_stdout(path)
     return Path(os.path.realpath(path)) if is_file else None
 
 
