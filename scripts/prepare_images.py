@@ -135,8 +135,8 @@ def read_pictures(samples: list[Sample], options: argparse.Namespace, partial: P
     fitting = Fitting(options.geometry, options.image_size, colour_of(TOWERS[options.tower].mean))
     maker = ShardMaker(fitting, partial.path, parts.make_progress(PictureProgress))
     groups = groups_of_pictures(pictures, options.image_size)
-    for index, group in enumerate(groups):
-        maker.forget_mended(index, group)
+    if tried := sum(maker.forget_mended(index, group) for index, group in enumerate(groups)):
+        print_line(f"continues: tried {tried:,} pictures again that could not be used")
     make = functools.partial(make_images, maker, groups, options.workers, options.skip_bad)
     return numbers, make_with_progress("images", maker, groups, lambda picture: 1, make)
 
@@ -158,7 +158,7 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     try:
         check_splits(splits, options, left_out, bad)
     except InputError:
-        partial.keep_for_other_options()
+        partial.keep_for_a_change()
         raise
     files = images.move_to(partial.staging)
     info = summary(options, maker, splits, images, files) | {"left_out": dict(left_out), "bad": bad}

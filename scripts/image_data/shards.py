@@ -51,16 +51,17 @@ class ShardMaker:
         known = json.dumps([VERSION, asdict(self.settings), index, files])
         return self.folder / f"pixels-{index:05d}-{hashlib.blake2b(known.encode(), digest_size=12).hexdigest()}"
 
-    def forget_mended(self, index: int, group: list[PictureFile]) -> None:
-        """Lets a part be made again if a picture that could not be used is not bad for the same reason any more: rights and
-        disks get better without a change of the file."""
+    def forget_mended(self, index: int, group: list[PictureFile]) -> int:
+        """Returns how many pictures of a part could not be used. Lets the part be made again if one of them is not bad for the
+        same reason any more: rights and disks get better without a change of the file."""
         complete = self.path(index, group).with_suffix(".npz")
         if not complete.exists():
-            return
+            return 0
         with np.load(complete) as stored:
             reasons = stored["errors"].tolist()
         if any(reason and self._reason(picture) != reason for picture, reason in zip(group, reasons)):
             complete.unlink()
+        return sum(bool(reason) for reason in reasons)
 
     def _reason(self, picture: PictureFile) -> str:
         """Why it cannot be used, or an empty text."""

@@ -61,9 +61,10 @@ class Partial:
         for part in self.path.glob("*.npz"):
             part.unlink()
 
-    def keep_for_other_options(self) -> None:
-        """Finished parts stay, though the same command would fail again: they took long, and other options can use them."""
-        self._continues = "the command continues if it is changed as the error says"
+    def keep_for_a_change(self) -> None:
+        """Finished parts stay, though the same command would fail again: they took long, and are used once options or samples
+        are changed."""
+        self._continues = "the command continues once what the error says is changed"
 
     def finish(self) -> None:
         self.staging.rename(self._out)

@@ -464,7 +464,7 @@ class Stopped(Preparation):
                 self.refuse(message, path, **options)
                 code, error = self.call(path, **options)
                 self.assertEqual((code, "the same command" in error), (2, False), error)
-                self.assertIn(".out.partial: the command continues if it is changed as the error says\n", error)
+                self.assertIn(".out.partial: the command continues once what the error says is changed\n", error)
         code, error = self.call(path)
         self.assertEqual(code, 0, error)
         self.assertIn("continues: 1 of 1 parts of the images are there", error)
