@@ -59,17 +59,16 @@ class ShardMaker:
             return 0
         with np.load(complete) as stored:
             reasons = stored["errors"].tolist()
-        if any(reason and self._reason(picture) != reason for picture, reason in zip(group, reasons)):
+        if any(reason and self._read(picture)[1] != reason for picture, reason in zip(group, reasons)):
             complete.unlink()
         return sum(bool(reason) for reason in reasons)
 
-    def _reason(self, picture: PictureFile) -> str:
-        """Why it cannot be used, or an empty text."""
+    def _read(self, picture: PictureFile) -> tuple[np.ndarray | None, str]:
+        """Its pixels, or why it cannot be used."""
         try:
-            pixels_of(picture.path, self.settings)
+            return pixels_of(picture.path, self.settings), ""
         except PictureError as error:
-            return str(error)
-        return ""
+            return None, str(error)
 
     def make(self, index: int, group: list[PictureFile]) -> None:
         path = self.path(index, group)
@@ -77,11 +76,8 @@ class ShardMaker:
         with open(path.with_suffix(".pixels"), "wb") as file:
             writer = PixelsWriter(file, self.settings.size)
             for picture in group:
-                place, checksum, reason = -1, 0, ""
-                try:
-                    place, checksum = writer.write(pixels_of(picture.path, self.settings))
-                except PictureError as error:
-                    reason = str(error)
+                pixels, reason = self._read(picture)
+                place, checksum = (-1, 0) if pixels is None else writer.write(pixels)
                 places.append(place)
                 checksums.append(checksum)
                 errors.append(reason)
