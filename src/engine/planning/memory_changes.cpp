@@ -1,5 +1,8 @@
 #include "engine/planning/memory_changes.h"
 
+#include <numeric>
+#include <utility>
+
 #include <fmt/format.h>
 
 #include "core/error.h"
@@ -232,7 +235,8 @@ bool ChosenChanges::fit(const MemoryBytes& limit) const {
 bool ChosenChanges::add_until(const MemoryBytes& limit) {
   if (fit(limit)) return true;
   const std::vector<bool> given = chosen_;
-  if (!ChosenChanges(*this).come_within(limit, all())) return false;  // which is soon said
+  if (!come_within(limit, all())) return false;  // which is soon said
+  const std::vector<bool> within = std::exchange(chosen_, given);
   for (size_t i = 0; i < possible_.size(); ++i) {
     const std::vector<bool> before = chosen_;
     choose(i);
@@ -244,8 +248,11 @@ bool ChosenChanges::add_until(const MemoryBytes& limit) {
       return true;
     }
   }
-  chosen_ = given;
-  return come_within(limit, all()) && fit(limit);
+  chosen_ = within;
+  if (fit(limit)) return true;
+  chosen_ = given;  // `within` is so without regard to host memory
+  add_what_saves(all(), limit);
+  return fit(limit);
 }
 
 // Changes back to `before` where none of its changes can make way for change i, or where that would not save
