@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Tests of where scripts write: files, links, devices and pipes. Exits with 77 (skipped) where numpy is missing."""
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -97,6 +98,13 @@ class WrittenFiles(Folder):
             with self.subTest(path), self.assertRaisesRegex(InputError, f"^{path}: cannot be made \\(.*\\); give --out"):
                 write_file(path, LINES)
         self.assertEqual(self.names(), ["circle", "file", "out"])
+
+    def test_a_socket_is_refused(self):
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(self.out))
+            with self.assertRaisesRegex(InputError, f"^{self.out}: is a socket or a disk"):
+                write_file(self.out, LINES)
+        self.assertEqual(self.names(), ["out"])
 
 
 class StandardOutput(Folder):
