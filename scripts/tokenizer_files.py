@@ -56,7 +56,7 @@ def name_tokens(folder: Path, tokens: dict[str, object], tokenizer: JsonTokenize
         ends = old.get("eos_token_id")
         ends = ends if isinstance(ends, list) else [ends]
         others = [id for id in ends if isinstance(id, int) and id != tokenizer.eos]
-        # Also where there was none: what ends texts is then asked of the model's config.json, before tokenizer_config.json.
+        # Also where there was no file: without one a model's config.json would count more than tokenizer_config.json.
         write_object(generation, old | {"eos_token_id": [tokenizer.eos, *others]})
 
 
