@@ -6,12 +6,14 @@ GPUs, because cards of one kind differ by several per cent.
     scripts/reproduce/speed_ratio.py CONFIG OUT --new-set KEY=VALUE        one program, two settings
 
 First each tunes its matrix products on this card for --tune seconds, unless that is 0. Then come --turns turns of the old and
-the new one. What is printed are their speeds and the ratio in each turn; what counts is the median ratio. OUT gets what every
-bench has measured, the tuning files, and speed_ratio.json. What is there already is not measured again: after an interruption
-the same command continues.
+the new one, and of the new one with what each --also changes besides. What is printed are their speeds and the ratios to the
+old one in each turn; what counts is the median ratio. OUT gets what every bench has measured, the tuning files, and
+speed_ratio.json. What is there already is not measured again: after an interruption the same command continues.
 """
+import argparse
 import dataclasses
 import json
+import re
 import shlex
 import statistics
 import subprocess
@@ -19,6 +21,14 @@ import sys
 from pathlib import Path
 
 from measured_runs import ScriptParser, at_least, error_line, fail, options_of, positive, run_main, write_report
+
+
+def changed(text):
+    """NAME=KEY=VALUE,KEY=VALUE as its name and the rest as a list."""
+    name, _, sets = text.partition("=")
+    if not re.fullmatch(r"\w+", name) or not all("=" in pair for pair in sets.split(",")):
+        raise argparse.ArgumentTypeError(f"expected NAME=KEY=VALUE or NAME=KEY=VALUE,KEY=VALUE, got {text}")
+    return name, sets.split(",")
 
 
 def read_arguments():
@@ -31,18 +41,23 @@ def read_arguments():
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for both, as for parka bench")
     parser.add_argument("--old-set", action="append", default=[], metavar="KEY=VALUE", help="for the old one alone")
     parser.add_argument("--new-set", action="append", default=[], metavar="KEY=VALUE", help="for the new one alone")
+    parser.add_argument("--also", action="append", default=[], type=changed, metavar="NAME=KEY=VALUE[,KEY=VALUE...]",
+                        help="the new one with these set besides and its tuning file, in the same turns; may be repeated")
     parser.add_argument("--gpus", type=positive, default=1, metavar="N", help="one rank on each of N (default %(default)s)")
     parser.add_argument("--steps", type=positive, default=4, help="timed in each turn (default %(default)s)")
     parser.add_argument("--turns", type=positive, default=2, help="of both (default %(default)s)")
     parser.add_argument("--tune", type=at_least(0), default=15, metavar="SECONDS", help="of each; 0: do not (default %(default)s)")
     arguments = parser.parse_args()
+    names = ["old", "new", *(name for name, _ in arguments.also)]
+    if len(set(names)) < len(names):
+        parser.error(f"argument --also: of {', '.join(names)} no two may be the same; give another name")
     arguments.json = arguments.out / "speed_ratio.json"
     return arguments
 
 
 @dataclasses.dataclass
 class Side:
-    """One of the two that are compared."""
+    """One of those that are compared."""
     name: str
     program: Path
     config: Path
@@ -96,6 +111,17 @@ def of_all_turns(benches):
             "joules_per_token": [bench.get("power", {}).get("joules_per_token") for bench in benches]}
 
 
+def print_table(device, speeds, ratios):
+    heads = ["turn", *(f"{name}, tokens/s" for name in speeds), *("ratio" if name == "new" else f"ratio of {name}" for name in ratios)]
+    print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
+    for turn in range(len(speeds["old"])):
+        cells = [f"{of_turns[turn]:,.0f}" for of_turns in speeds.values()] + [f"{of_turns[turn]:.4f}" for of_turns in ratios.values()]
+        print(f"| {turn + 1} | " + " | ".join(cells) + " |")
+    print()
+    for name, of_turns in ratios.items():
+        print(f"{device}, {name}: {min(of_turns):.4f} to {max(of_turns):.4f}")
+
+
 def main():
     arguments = read_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -106,22 +132,25 @@ def main():
     if arguments.tune > 0:
         for side in (old, new):
             side.tune(arguments.tune)
-    turns = [[side.bench(turn, arguments.steps, arguments.gpus) for side in (old, new)] for turn in range(1, arguments.turns + 1)]
-    devices = {bench["device"] for turn in turns for bench in turn}
+    also = [dataclasses.replace(new, name=name, sets=new.sets + sets) for name, sets in arguments.also]
+    sides = {side.name: [] for side in (old, new, *also)}
+    for turn in range(1, arguments.turns + 1):
+        for side in (old, new, *also):
+            sides[side.name].append(side.bench(turn, arguments.steps, arguments.gpus))
+    devices = {bench["device"] for benches in sides.values() for bench in benches}
     if len(devices) > 1:
         fail(f"{arguments.out} has benches of {' and of '.join(sorted(devices))}; give another folder", 1)
-    ratios = [after["tokens_per_second"] / before["tokens_per_second"] for before, after in turns]
-    sides = {"old": [before for before, _ in turns], "new": [after for _, after in turns]}
-    print("| turn | old, tokens/s | new, tokens/s | ratio |\n|---|---|---|---|")
-    for turn, ((before, after), ratio) in enumerate(zip(turns, ratios), 1):
-        print(f"| {turn} | {before['tokens_per_second']:,.0f} | {after['tokens_per_second']:,.0f} | {ratio:.4f} |")
-    device = devices.pop()
-    print(f"\n{device}: {min(ratios):.4f} to {max(ratios):.4f}")
-    figures = {"ratio": statistics.median(ratios)}
-    for name, benches in sides.items():
-        figures[f"{name}.tokens_per_second"] = statistics.median(bench["tokens_per_second"] for bench in benches)
-    write_report(arguments, figures, {"device": device, "ratios": ratios,
-                                      **{name: of_all_turns(benches) for name, benches in sides.items()}})
+    speeds = {name: [bench["tokens_per_second"] for bench in benches] for name, benches in sides.items()}
+    ratios = {name: [mine / before for mine, before in zip(speeds[name], speeds["old"])] for name in speeds if name != "old"}
+    print_table(devices.pop(), speeds, ratios)
+    figures = {}
+    for name, of_turns in ratios.items():
+        figures["ratio" if name == "new" else f"{name}.ratio"] = statistics.median(of_turns)
+    figures |= {f"{name}.tokens_per_second": statistics.median(of_turns) for name, of_turns in speeds.items()}
+    write_report(arguments, figures, {"device": sides["old"][0]["device"], "ratios": ratios["new"],
+                                      **{side.name: of_all_turns(sides[side.name]) for side in (old, new)},
+                                      "also": {side.name: {"ratios": ratios[side.name], "set": side.sets,
+                                                           **of_all_turns(sides[side.name])} for side in also}})
 
 
 if __name__ == "__main__":

@@ -85,6 +85,25 @@ class SpeedRatio(unittest.TestCase):
         # Another comparison is not mixed with it.
         self.assertIn("another comparison", self.call(*programs, code=2).stderr)
 
+    def test_more_settings_in_the_same_turns(self):
+        programs = ("--old", self.pretended("old", [100, 200]), "--parka", self.pretended("new", [110, 130, 230, 250]))
+        result = self.call(*programs, "--new-set", "y=2", "--also", "more=y=3,z=4", "--turns", "2")
+        called = self.called()
+        self.assertEqual([words[:2] for words in called[2:]], [["old", "bench"], ["new", "bench"], ["new", "bench"]] * 2)
+        for words in called[4::3]:  # the last of several counts
+            self.assertLess(words.index("y=2"), words.index("y=3"))
+            self.assertIn("z=4", words)
+            self.assertIn(f"device.gemm_tuning={self.out}/new.tuning.json", words)
+        self.assertEqual(self.report()["ratios"], [1.1, 1.15])
+        self.assertEqual(self.report()["also"]["more"]["ratios"], [1.3, 1.25])
+        self.assertEqual(self.report()["figures"]["more.ratio"], 1.275)
+        self.assertIn("| 2 | 200 | 230 | 250 | 1.1500 | 1.2500 |", result.stdout)
+
+    def test_settings_without_a_name_of_their_own(self):
+        for also in ("x", "x=", "new=y=2", "../x=y=2"):
+            with self.subTest(also):
+                self.assertIn("argument --also", self.call("--also", also, code=2).stderr)
+
     def test_cards_are_not_mixed(self):
         programs = ("--old", self.pretended("old", [1]), "--parka", self.pretended("new", [1], "Another"), "--tune", "0", "--turns", "1")
         self.assertIn("A card and of Another", self.call(*programs, code=1).stderr)
