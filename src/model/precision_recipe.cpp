@@ -31,6 +31,7 @@ PrecisionConfig precision_recipe(Recipe recipe) {
       p.save_norm_output = false;
       p.save_product = false;
       p.head = Storage::kFp8;
+      p.sampled_amax = true;
       break;
   }
   return p;

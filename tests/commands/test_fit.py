@@ -11,8 +11,8 @@ from parka_runs import parka
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 CONFIG = os.path.join(ROOT, "configs", "llama2-7b.json")
 # As docs/results/scaling/llama2-7b.parka.1gpu.json was measured, but for what a fit may change.
-MEASURED = ("--set", "precision.recipe=parka", "--set", "precision.head=compute", "--set", "precision.group_size=32",
-            "--set", "training.global_batch_size=32")
+MEASURED = ("--set", "precision.recipe=parka", "--set", "precision.head=compute", "--set", "precision.sampled_amax=false",
+            "--set", "precision.group_size=32", "--set", "training.global_batch_size=32")
 
 
 def overrides(changes):

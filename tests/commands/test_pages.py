@@ -104,6 +104,7 @@ class Pages(unittest.TestCase):
     def expected_step(self, gpus, stage, copies, measured, *options, shard_size=0):
         """Of Llama-2-7B on several GPUs, with the settings of scaling.md, as the plan says."""
         keys = {"precision.recipe": "parka", "precision.group_size": 32, "precision.weight_copies": copies, "precision.head": "compute",
+                "precision.sampled_amax": "false",
                 "optimizer.gradient": "bf16", "training.micro_batch_size": 4, "training.global_batch_size": 32 * int(gpus),
                 "distributed.zero_stage": stage, "distributed.shard_size": shard_size,
                 "device.gemm_tuning": "configs/tuning/llama2-7b.parka.tuning.json"}

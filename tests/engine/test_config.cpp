@@ -208,6 +208,7 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
        "fp32_split"},
   };
   for (const Row& row : rows) {
+    const bool is_parka = std::string_view(row.recipe) == "parka";
     const json resolved = to_json(parse(fmt::format(R"({{"precision": {{"recipe": "{}"}}}})", row.recipe)));
     const json want_precision = {{"recipe", row.recipe},
                                  {"compute", row.compute},
@@ -219,9 +220,9 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"qkv", row.qkv},
                                  {"attention_scores", "compute"},
                                  {"attention_output", row.attention},
-                                 {"head", std::string_view(row.recipe) == "parka" ? "fp8" : "compute"},
+                                 {"head", is_parka ? "fp8" : "compute"},
                                  {"tower", "compute"},
-                                 {"sampled_amax", false},
+                                 {"sampled_amax", is_parka},
                                  {"group_size", 16},
                                  {"save_norm_output", row.save_norm},
                                  {"save_silu", row.save_silu},

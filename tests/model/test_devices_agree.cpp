@@ -266,7 +266,7 @@ std::vector<PrecisionConfig> float8_precisions() {
   all.push_back(precision_recipe(Recipe::kParka));
   all.back().attention_scores = Storage::kFp8;
   all.push_back(precision_recipe(Recipe::kParka));
-  all.back().sampled_amax = true;
+  all.back().sampled_amax = false;
   return all;
 }
 
