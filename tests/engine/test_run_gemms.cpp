@@ -146,7 +146,8 @@ TEST_CASE("a file of configs/tuning has every product of the config that it is f
                                                  {"llama2-7b", "bf16", bf16},
                                                  {"olmo-1b", "parka", std::vector<std::string>()},
                                                  {"olmo-1b", "bf16", bf16},
-                                                 {"llama3-8b", "parka", std::vector<std::string>()}}) {
+                                                 {"llama3-8b", "parka", std::vector<std::string>()},
+                                                 {"llama3-8b", "parka.h100", std::vector<std::string>()}}) {
     CAPTURE(model, recipe);
     const Config config = load_config(fmt::format("{}{}-bench.json", configs, model), overrides);
     std::set<std::string> there, fused, may_fuse;
