@@ -51,7 +51,7 @@ require("numpy")
 import numpy as np  # noqa: E402
 
 from text_data import chat, parts  # noqa: E402
-from text_data.common import InputError, Parser, sync, sync_folder  # noqa: E402
+from text_data.common import InputError, Parser  # noqa: E402
 from text_data.packing import ChatSplit  # noqa: E402
 from text_data.partial import Partial, new_folder, print_last, run_script  # noqa: E402
 from text_data.readers import MAX_DOCUMENT_BYTES, Reading, find_files  # noqa: E402
@@ -169,10 +169,7 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     if options.tokenizer != "bytes":
         named = maker.tokenizer.given_tokens() if options.chat is None else {}  # of conversations --eos is padding
         copy_tokenizer(maker.tokenizer, partial.staging / "tokenizer", named)
-    with open(partial.staging / "data.json", "wb") as file:
-        file.write((json.dumps(info, indent=2) + "\n").encode())
-        sync(file)
-    sync_folder(partial.staging)
+    partial.describe(info)
     return info
 
 

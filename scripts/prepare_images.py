@@ -51,7 +51,7 @@ from image_data.shards import (  # noqa: E402
     Images, PictureProgress, ShardMaker, groups_of_pictures, make_images, stat_picture
 )
 from text_data import chat, parts  # noqa: E402
-from text_data.common import InputError, Parser, sync, sync_folder  # noqa: E402
+from text_data.common import InputError, Parser  # noqa: E402
 from text_data.partial import Partial, new_folder, print_last, run_script  # noqa: E402
 from text_data.readers import find_files  # noqa: E402
 from text_data.tokenizer import EOS_NAMES, padded_vocab_size  # noqa: E402
@@ -164,10 +164,7 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     info = summary(options, maker, splits, images, files) | {"left_out": dict(left_out), "bad": bad}
     if options.tokenizer != "bytes":
         copy_tokenizer(maker.tokenizer, partial.staging / "tokenizer", named={})
-    with open(partial.staging / "data.json", "wb") as file:
-        file.write((json.dumps(info, indent=2) + "\n").encode())
-        sync(file)
-    sync_folder(partial.staging)
+    partial.describe(info)
     return info
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from text_data.common import InputError, file_behind, open_staging
+from text_data.common import InputError, file_behind, open_staging, sync_folder
 
 from .files import PixelsWriter
 from .pictures import Fitting, PictureError, pixels_of
@@ -54,6 +54,7 @@ class TaskImages:
         self._writer.finish()
         self._file.close()
         self._staging.rename(self._path)
+        sync_folder(self._path.parent)
 
     def remove(self) -> None:
         """What was not published."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from text_data.chat import MARK_DOCUMENT_START, MARK_TARGET, ChatError, ChatTemplate
 from text_data.common import InputError, sync
-from text_data.parts import Progress
+from text_data.parts import Progress, finish_part
 from text_data.tokenizer import Span, make_tokenizer
 
 from .conversations import PLACEHOLDER, Sample
@@ -95,11 +95,8 @@ class SampleMaker:
                 all_offsets += encoded.offsets
             sync(ids_file)
             sync(marks_file)
-        with open(path.with_suffix(".tmp"), "wb") as file:
-            stored = {"lengths": np.array(lengths, np.int64), "offsets": np.array(all_offsets, np.int64), "errors": np.array(errors)}
-            np.savez(file, **stored)
-            sync(file)
-        path.with_suffix(".tmp").rename(path.with_suffix(".npz"))
+        stored = {"lengths": np.array(lengths, np.int64), "offsets": np.array(all_offsets, np.int64), "errors": np.array(errors)}
+        finish_part(path, **stored)
         self.progress.add(sum(len(sample.document) for sample in group), sum(lengths))
 
     def encode(self, group: list[Sample]) -> Iterator[Encoded]:

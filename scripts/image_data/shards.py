@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from text_data.common import InputError, sync
-from text_data.parts import Progress, make_parts, time_left
+from text_data.common import InputError
+from text_data.parts import Progress, finish_part, make_parts, time_left
 
 from .files import VERSION, PixelsWriter, shard_name
 from .pictures import Fitting, PictureError, pixels_of
@@ -83,10 +83,7 @@ class ShardMaker:
                 errors.append(reason)
                 self.progress.add(1, 0)
             writer.finish()
-        with open(path.with_suffix(".tmp"), "wb") as file:
-            np.savez(file, places=np.array(places, np.int32), checksums=np.array(checksums, np.uint64), errors=np.array(errors))
-            sync(file)
-        path.with_suffix(".tmp").rename(path.with_suffix(".npz"))
+        finish_part(path, places=np.array(places, np.int32), checksums=np.array(checksums, np.uint64), errors=np.array(errors))
 
 
 def stat_picture(path: Path) -> PictureFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import BinaryIO, Callable
 
-from .common import InputError, one_line, sync_folder
+from .common import InputError, one_line, sync, sync_folder
 
 
 def new_folder(out: Path) -> Path:
@@ -65,6 +66,13 @@ class Partial:
         """Finished parts stay, though the same command would fail again: they took long, and are used once options or samples
         are changed."""
         self._continues = "the command continues once what the error says is changed"
+
+    def describe(self, info: dict) -> None:
+        """Writes data.json, the last file of the output."""
+        with open(self.staging / "data.json", "wb") as file:
+            file.write((json.dumps(info, indent=2) + "\n").encode())
+            sync(file)
+        sync_folder(self.staging)
 
     def finish(self) -> None:
         self.staging.rename(self._out)

@@ -62,6 +62,15 @@ class File:
     changed: int  # modification time in nanoseconds
 
 
+def finish_part(path: Path, **arrays: np.ndarray) -> None:
+    """Writes the file that says that a part is complete: PATH.npz appears whole, behind the part's other files."""
+    draft = path.with_suffix(".tmp")
+    with open(draft, "wb") as file:
+        np.savez(file, **arrays)
+        sync(file)
+    draft.rename(path.with_suffix(".npz"))
+
+
 @dataclass(frozen=True)
 class Part:
     """A complete part. Documents are distinct, except with Settings.keep_duplicates."""
@@ -181,16 +190,13 @@ class PartMaker:
                     break
             for file in files:
                 sync(file)
-        with open(path.with_suffix(".tmp"), "wb") as file:
-            np.savez(
-                file,
-                digests=np.frombuffer(digests, np.uint8).reshape(-1, 16),
-                lengths=np.array(lengths, np.int64),
-                counts=np.array(list(counts.values())),
-                names=np.array(list(counts)),
-            )
-            sync(file)
-        path.with_suffix(".tmp").rename(path.with_suffix(".npz"))
+        finish_part(
+            path,
+            digests=np.frombuffer(digests, np.uint8).reshape(-1, 16),
+            lengths=np.array(lengths, np.int64),
+            counts=np.array(list(counts.values())),
+            names=np.array(list(counts)),
+        )
 
     def _documents(self, group: list[File], counts: collections.Counter) -> Iterator[tuple[bytes, bytes, str]]:
         """(document, digest, place)"""
