@@ -163,6 +163,19 @@ class Pages(unittest.TestCase):
         table = "\n".join(fits_table.table(os.path.abspath(PROGRAM)))
         self.assertIn(f"\n\n{table}\n\n", page)
 
+    def test_kept_runs_have_a_config_that_the_program_takes(self):
+        runs = sorted(path.parent for path in (ROOT / "docs/results/equal_loss").glob("*/*/metrics.jsonl"))
+        self.assertGreater(len(runs), 40)
+        for run in runs:
+            with self.subTest(run=str(run.relative_to(ROOT))):
+                shown = parka("config", "show", str(run / "config.json"), executable=os.path.abspath(PROGRAM))
+                self.assertEqual(shown.returncode, 0, shown.stderr)
+                config, (name, seed) = json.loads(shown.stdout), run.name.split(".")
+                self.assertEqual((config["training"]["seed"], config["data"]["seed"]), (int(seed), int(seed)))
+                self.assertEqual(config["checkpoint"]["folder"], f"OUT/work/{run.name}")
+                if name in ("bf16", "coat", "parka"):
+                    self.assertEqual(config["precision"]["recipe"], name)
+
 
 if __name__ == "__main__":
     unittest.main()
