@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Iterator
 
 from text_data.common import InputError, one_line
-from text_data.readers import InputFile, Reading
+from text_data.readers import InputFile, Reading, refuse_utf16
 
 PLACEHOLDER = "<image>"
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
@@ -45,6 +45,7 @@ def read_records(path: Path) -> Iterator[tuple[str, object]]:
     """(place, record)"""
     try:
         with InputFile(path, Reading()).content() as file:
+            refuse_utf16(file, path)
             first, number = file.readline().removeprefix(codecs.BOM_UTF8), 1
             while first and not first.strip():
                 first, number = file.readline(), number + 1

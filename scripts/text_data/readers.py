@@ -6,6 +6,7 @@ a data set on disk. Text and JSON Lines may be compressed (.gz, .zst).
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fnmatch
 import gzip
@@ -150,6 +151,7 @@ class InputFile:
             yield from self._table_documents(kind)
         elif reading.field is not None or reading.chat:
             with self._open(kind) as file:
+                refuse_utf16(file, self.path)
                 yield from self._jsonl_documents(file)
         elif not self._looks_binary(kind):
             with self._open(kind) as file:
@@ -253,6 +255,12 @@ class InputFile:
             )
         # JSON can spell half of a surrogate pair, which no UTF-8 text can hold: it becomes a question mark.
         return record[field].encode("utf-8", "replace")
+
+
+def refuse_utf16(file: io.BufferedReader | gzip.GzipFile, path: Path) -> None:
+    """Of records. Plain text in UTF-16 has zero bytes, and counts as binary."""
+    if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise InputError(f"{path}: is in UTF-16; make it UTF-8 (iconv -f UTF-16 -t UTF-8)")
 
 
 def kind_of(value: object) -> str:

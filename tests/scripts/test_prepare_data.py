@@ -270,6 +270,8 @@ class PrepareDataTest(Preparation):
         self.write("number.json", '{"text": "a"}\n{"text": 7}\n')
         self.write("list.json", "[1]\n")
         self.write("broken.json", '\n{"text": "a"}\n{"text": \n')
+        self.write("wide.jsonl", '{"text": "a"}\n'.encode("utf-16"))
+        self.write("wide.jsonl.gz", gzip.compress('{"text": "a"}\n'.encode("utf-16")))
         field = ["--jsonl-field", "text"]
         for message, name, options in (
             ("missing: no such file or folder", "missing", []),
@@ -285,6 +287,8 @@ class PrepareDataTest(Preparation):
             ('number.json:2: the field "text" is a number, not text', "number.json", field),
             ("list.json:1: is an array; give JSON Lines", "list.json", field),
             ("broken.json:3: is not JSON", "broken.json", field),
+            ("wide.jsonl: is in UTF-16; make it UTF-8", "wide.jsonl", field),
+            ("wide.jsonl.gz: is in UTF-16; make it UTF-8", "wide.jsonl.gz", field),
             ('a.jsonl:1: has no string field "body"', "a.jsonl", ["--jsonl-field", "body"]),
         ):
             with self.subTest(name=name, options=options):
