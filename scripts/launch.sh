@@ -8,7 +8,7 @@
 # hosts: by default the job's tasks under Slurm, else the GPUs of this host, else 1. K (default 3) is how often a lost run
 # is started again.
 #
-# SIGTERM, SIGUSR1 and Ctrl-C to this script ask the ranks to save and stop; nothing is started again then. Ends with
+# SIGTERM, SIGUSR1, SIGHUP and Ctrl-C to this script ask the ranks to save and stop; nothing is started again then. Ends with
 # the last exit code: 0 if the run is done, 75 if it was stopped and has more to do, also while it waited to be started
 # again. PARKA_RESTART_SECONDS (default 10) is the wait before a restart.
 set -uo pipefail
@@ -62,6 +62,7 @@ stop() {
 }
 trap 'stop SIGTERM' TERM
 trap 'stop SIGUSR1' USR1
+trap 'stop SIGHUP' HUP
 trap 'stop SIGINT' INT
 
 # Whether a run that ended with this code may go well when it is started again: another rank was lost (5), silent data

@@ -98,7 +98,7 @@ class LaunchScriptTest(unittest.TestCase):
                 self.assertEqual(self.launch(f"{code} 0")[:2], (code, 1))
 
     def test_a_signal_asks_to_save_and_stop(self):
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
             with self.subTest(signal=number.name):
                 for name in ("starts", "waiting"):
                     (self.folder / name).unlink(missing_ok=True)
