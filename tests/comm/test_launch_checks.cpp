@@ -83,6 +83,9 @@ TEST_CASE("RANK, WORLD_SIZE and MASTER_ADDR start ranks without MPI", "[launch]"
   const auto error = [](const Environment& environment) { return error_of([&] { launched_with(environment); }); };
   CHECK(error(with("RANK", "8")) == "RANK is 8 and WORLD_SIZE 8: RANK must be a number from 0 to WORLD_SIZE - 1");
   CHECK(error(with("RANK", "first")).starts_with("RANK is first and"));
+  CHECK(error(with("RANK", "1e0")).starts_with("RANK is 1e0 and"));
+  CHECK(error(with("WORLD_SIZE", "8z")).starts_with("RANK is 5 and WORLD_SIZE 8z"));
+  CHECK(error(with("MASTER_PORT", "1234x")).starts_with("MASTER_PORT: 1234x is no TCP port"));
   CHECK(error(with("MASTER_PORT", "70000")).starts_with("MASTER_PORT: 70000 is no TCP port"));
   CHECK(error(with("RANK", nullptr)).starts_with("WORLD_SIZE is 8, but RANK is not set"));
   CHECK(error(with("MASTER_ADDR", nullptr)).starts_with("WORLD_SIZE is 8, but MASTER_ADDR is not set"));

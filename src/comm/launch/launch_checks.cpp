@@ -14,10 +14,13 @@ namespace {
 
 constexpr size_t kShownCharacters = 120;  // of a line in a message
 
+// -1 where the text is no whole number.
 int number_in(const char* text, int otherwise) {
-  int number = otherwise;
-  if (text != nullptr) std::from_chars(text, text + std::strlen(text), number);
-  return number;
+  if (text == nullptr) return otherwise;
+  const char* const end = text + std::strlen(text);
+  int number = -1;
+  const auto [read, error] = std::from_chars(text, end, number);
+  return error == std::errc() && read == end ? number : -1;
 }
 
 // The first line in which the two texts differ, from each of them; empty where a text has ended.
@@ -52,6 +55,16 @@ std::string one_word(std::string text) {
   return text;
 }
 
+int port_in(const Environment& variable, int otherwise) {
+  constexpr int kLargest = 65535;
+  const int port = number_in(variable("MASTER_PORT"), otherwise);
+  if (port < 1 || port > kLargest) {
+    throw_bad_input("MASTER_PORT: {} is no TCP port; name one that is free on the host of rank 0",
+                    text_in(variable, "MASTER_PORT"));
+  }
+  return port;
+}
+
 // By torchrun's variables, which many other launchers set too.
 LaunchedAs named_by_variables(const Environment& variable) {
   constexpr int kPort = 29500;  // PyTorch's
@@ -59,16 +72,12 @@ LaunchedAs named_by_variables(const Environment& variable) {
   launched.size = number_in(variable("WORLD_SIZE"), 0);
   launched.rank = number_in(variable("RANK"), -1);
   launched.address = text_in(variable, "MASTER_ADDR");
-  launched.port = number_in(variable("MASTER_PORT"), kPort);
+  launched.port = port_in(variable, kPort);
   // torchrun listens there itself.
   if (text_in(variable, "TORCHELASTIC_USE_AGENT_STORE") == "True") ++launched.port;
   if (launched.size < 1 || launched.rank < 0 || launched.rank >= launched.size) {
     throw_bad_input("RANK is {} and WORLD_SIZE {}: RANK must be a number from 0 to WORLD_SIZE - 1",
                     variable("RANK"), variable("WORLD_SIZE"));
-  }
-  if (launched.port < 1 || launched.port > 65535) {
-    throw_bad_input("MASTER_PORT: {} is no TCP port; name one that is free on the host of rank 0",
-                    text_in(variable, "MASTER_PORT"));
   }
   launched.token = one_word(fmt::format("parka/{}/{}", text_in(variable, "TORCHELASTIC_RUN_ID"),
                                         text_in(variable, "TORCHELASTIC_RESTART_COUNT")));
@@ -86,7 +95,7 @@ LaunchedAs named_by_slurm(const Environment& variable) {
                  step = static_cast<unsigned>(number_in(variable("SLURM_STEP_ID"), 0));
   launched.address = text_in(variable, "MASTER_ADDR");
   if (launched.address.empty()) launched.address = first_host(text_in(variable, "SLURM_STEP_NODELIST"));
-  launched.port = number_in(variable("MASTER_PORT"), kFirstPort + static_cast<int>((7 * job + step) % kPorts));
+  launched.port = port_in(variable, kFirstPort + static_cast<int>((7 * job + step) % kPorts));
   launched.token = fmt::format("slurm/{}.{}", job, step);
   return launched;
 }
