@@ -1,5 +1,7 @@
 #include "engine/training/run_saver.h"
 
+#include <atomic>
+#include <chrono>
 #include <fstream>
 #include <memory>
 #include <utility>
@@ -10,6 +12,7 @@
 #include "tests/engine/checkpoint_fixture.h"
 #include "tests/support/alone.h"
 #include "tests/support/forwarding_device.h"
+#include "tests/support/thread_ranks.h"
 
 using namespace parka;
 using namespace parka::test;
@@ -199,4 +202,63 @@ TEST_CASE("a save that failed is made up for with the state of the next call, an
   CHECK(error.code() == ExitCode::kIo);
   CHECK(mentions(error.what(), "the disk is on fire"));
   CHECK(list_checkpoints(config.checkpoint.folder).front().step == 3);
+}
+
+TEST_CASE("ranks do not wait for one that has failed and cannot say so in the folder",
+          "[engine][checkpoint][ranks]") {
+  const TemporaryFolder folder;
+  Config config = tiny_config(folder.path());
+  config.checkpoint.async = GENERATE(true, false);
+  const int failing = GENERATE(0, 1);
+  // How many saves find the folder out of the failing rank's reach.
+  const int failures = GENERATE(1, 1000);
+  check_run_folder_writable(config.checkpoint.folder);
+  const std::string id = make_save_id();
+  std::vector<std::string> reports(2), errors(2);
+  const auto begun = std::chrono::steady_clock::now();
+  ThreadRanks(2).run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const auto at = static_cast<size_t>(rank);
+    const auto device = make_cpu_device();
+    TrainingRun run(config, *device, communicator);
+    run.initialize();
+    SaveOptions options;
+    options.group = {.rank = rank, .size = 2, .id = id};
+    std::atomic<bool> is_out_of_reach = false;
+    int num_failures = 0;
+    options.observer = [&](std::string_view point) {
+      if (rank != failing || num_failures >= failures || point.find("safetensors") == std::string_view::npos)
+        return;
+      ++num_failures;
+      is_out_of_reach = true;
+      throw Error(ExitCode::kIo, "the cable is out");
+    };
+    options.check_folder = [&] {
+      if (is_out_of_reach) throw Error(ExitCode::kIo, "the cable is out");
+    };
+    options.report = [&](const std::string& message) {
+      reports[at] += message + "\n";
+      is_out_of_reach = false;
+    };
+    RunSaver saver(run, communicator, config.checkpoint, options);
+    run.step();
+    run.finish();
+    saver.save();
+    try {
+      saver.finish();
+    } catch (const Error& error) {
+      errors[at] = error.what();
+    }
+  });
+  CAPTURE(config.checkpoint.async, failing, failures, reports, errors);
+  const auto other = static_cast<size_t>(1 - failing), own = static_cast<size_t>(failing);
+  CHECK(mentions(reports[own], "the cable is out; trying once more"));
+  CHECK(mentions(reports[other], "another rank could not save its part"));
+  CHECK((errors[own].empty() && errors[other].empty()) == (failures == 1));
+  if (failures > 1) {
+    CHECK(mentions(errors[own], "the cable is out"));
+    CHECK_FALSE(errors[other].empty());
+  }
+  CHECK(list_checkpoints(config.checkpoint.folder).size() == (failures == 1 ? 1 : 0));
+  CHECK(std::chrono::steady_clock::now() - begun < std::chrono::minutes(1));  // and not the half-hour of a save
 }

@@ -66,6 +66,9 @@ struct SaveOptions {
   // waits for other ranks, before the checkpoint gets its name and before anything is removed. After it has thrown,
   // the save changes nothing.
   std::function<void()> check_folder = {};
+  // Of several ranks: asked again and again by one that waits for others. True ends the save with Error(kIo):
+  // another rank has failed, and may have no place to say so, if its disk is full or its folder out of reach.
+  std::function<bool()> is_given_up = {};
   // Of rank 0: called when everything is on disk, just before the checkpoint gets its name.
   std::function<void()> before_publish = {};
   SaveGroup group = {};

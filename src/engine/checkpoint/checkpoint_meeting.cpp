@@ -52,6 +52,7 @@ SaveMeeting::SaveMeeting(const SaveOptions& options, ObservedFiles& files, std::
                          std::string final_path, std::string draft)
     : group_(options.group),
       check_folder_(options.check_folder),
+      is_given_up_(options.is_given_up),
       files_(files),
       folder_(std::move(folder)),
       final_path_(std::move(final_path)),
@@ -74,6 +75,9 @@ bool SaveMeeting::poll(milliseconds patience, const std::function<bool()>& finis
   for (;;) {
     check_folder();
     if (finished()) return true;
+    if (is_given_up_ && is_given_up_()) {
+      throw_io("{}: not saved: another rank could not save its part; its own message says why", final_path_);
+    }
     if (steady_clock::now() >= deadline) return false;
     std::this_thread::sleep_for(group_.poll_interval);
   }
@@ -212,7 +216,7 @@ void SaveMeeting::leave_failure(const std::string& message, ExitCode code) noexc
     try {
       OutputFile(path).close();  // on a full disk an empty file may still find room
     } catch (...) {
-      return;  // then the others find out by the time-out
+      return;  // then the others find out by options.is_given_up
     }
   }
 }

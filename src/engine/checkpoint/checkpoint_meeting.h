@@ -23,7 +23,7 @@ namespace parka {
 class SaveMeeting {
  public:
   // `final_path` is the step's folder and `draft` its draft, in run folder `folder`. A waiting rank also calls
-  // options.check_folder.
+  // options.check_folder and is_given_up.
   SaveMeeting(const SaveOptions& options, ObservedFiles& files, std::string folder, std::string final_path,
               std::string draft);
 
@@ -64,6 +64,7 @@ class SaveMeeting {
 
   const SaveGroup& group_;
   const std::function<void()>& check_folder_;
+  const std::function<bool()>& is_given_up_;
   ObservedFiles& files_;
   const std::string folder_, final_path_, draft_;
   const std::string attempt_name_, attempt_path_, ranks_path_;

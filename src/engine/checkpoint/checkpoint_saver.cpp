@@ -7,10 +7,18 @@
 #include "core/thread.h"
 
 namespace parka {
+namespace {
+
+SaveOptions asking(SaveOptions options, const std::atomic<bool>& is_given_up) {
+  options.is_given_up = [&is_given_up] { return is_given_up.load(); };
+  return options;
+}
+
+}  // namespace
 
 CheckpointSaver::CheckpointSaver(std::string folder, SaveOptions options)
     : folder_(std::move(folder)),
-      options_(std::move(options)),
+      options_(asking(std::move(options), is_given_up_)),
       thread_(start_thread("saves checkpoints", [this] { work(); })) {}
 
 CheckpointSaver::~CheckpointSaver() {
@@ -32,6 +40,7 @@ void CheckpointSaver::save(CheckpointContents contents) {
   {
     std::unique_lock lock(mutex_);
     wait_until_idle(lock);
+    is_given_up_ = false;
     next_ = std::move(contents);
   }
   changed_.notify_all();
@@ -42,9 +51,13 @@ void CheckpointSaver::wait() {
   wait_until_idle(lock);
 }
 
-std::exception_ptr CheckpointSaver::wait_for_failure() {
+bool CheckpointSaver::wait_for(std::chrono::milliseconds patience) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return !next_ && !saving_; });
+  return changed_.wait_for(lock, patience, [this] { return !next_ && !saving_; });
+}
+
+std::exception_ptr CheckpointSaver::take_failure() {
+  const std::lock_guard lock(mutex_);
   return std::exchange(failure_, nullptr);
 }
 
@@ -53,10 +66,12 @@ bool CheckpointSaver::failed() const {
   return failure_ != nullptr;
 }
 
-void CheckpointSaver::save_here(const CheckpointContents& contents) {
+void CheckpointSaver::save_here(const CheckpointContents& contents, std::function<bool()> is_given_up) {
   std::unique_lock lock(mutex_);
   wait_until_idle(lock);
+  is_given_up_ = false;
   SaveOptions options = options_;
+  if (is_given_up) options.is_given_up = std::move(is_given_up);
   options.writers = 1;  // this thread: what is still on a device must be read by no other
   failure_ = try_to_save(contents, std::move(options));
 }

@@ -1,7 +1,10 @@
 #pragma once
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -27,12 +30,16 @@ class CheckpointSaver {
   // only one copy is in memory. Throws the previous save's error, if it had one; then `contents` is not saved.
   void save(CheckpointContents contents);
   // The same on this thread, for contents that only it can read. An error is kept like one of the background
-  // thread.
-  void save_here(const CheckpointContents& contents);
+  // thread. `is_given_up` is asked on this thread while it waits for other ranks, instead of what give_up() sets.
+  void save_here(const CheckpointContents& contents, std::function<bool()> is_given_up = {});
   // Waits until nothing is left to save. Throws the error of the last save, if it had one, once.
   void wait();
-  // The same, and returns that error instead.
-  std::exception_ptr wait_for_failure();
+  // Waits for so long at most. Returns whether nothing is left to save.
+  bool wait_for(std::chrono::milliseconds patience);
+  // The error of the last save, if it had one, once. Nothing may be left to save.
+  std::exception_ptr take_failure();
+  // Ends the present save if it waits for other ranks, one of which has failed.
+  void give_up() { is_given_up_ = true; }
   // Whether the last save has failed and its error has not been thrown or returned yet.
   bool failed() const;
 
@@ -43,6 +50,7 @@ class CheckpointSaver {
   void wait_until_idle(std::unique_lock<std::mutex>& lock);
 
   const std::string folder_;
+  std::atomic<bool> is_given_up_ = false;  // the present save
   const SaveOptions options_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -571,6 +571,7 @@ int run_train(const TrainOptions& options) {
     }
     launch.hosts().barrier();  // no rank looks at a folder that is not there
     require_one_folder(launch, config.checkpoint.folder);
+    if (launch.rank() != 0) check_run_folder_writable(config.checkpoint.folder);
     if (!lock) lock.emplace(config.checkpoint.folder, RunLock::Role::kWitness, warn);
     catch_stop_signals();
     const int gpu = launch.agree_on_gpu(wants_gpu(config, options.started));

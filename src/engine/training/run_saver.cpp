@@ -10,6 +10,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// How often ranks that wait for a save tell each other how they stand.
+constexpr auto kSlice = std::chrono::milliseconds(200);
+
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
@@ -41,9 +44,35 @@ bool RunSaver::can_stage() {
   return false;
 }
 
+bool RunSaver::is_so_on_any_rank(bool here) { return communicator_.max(here ? 1.0 : 0.0) > 0; }
+
+// A rank that has failed may be unable to leave a note in the folder, and one that waits for it there takes no part
+// in what the run does. So until all are done, each says again and again whether it has failed, and whether it is
+// done.
+bool RunSaver::wait_for_all_ranks() {
+  for (;;) {
+    const bool is_done = saver_.wait_for(kSlice);
+    const bool failed = is_so_on_any_rank(saver_.failed());
+    if (failed) saver_.give_up();
+    if (!is_so_on_any_rank(!is_done)) return failed;
+  }
+}
+
+// On the thread that trains, which says in between what wait_for_all_ranks() says.
+void RunSaver::save_directly(const CheckpointContents& contents) {
+  saver_.save_here(contents, [this, last = Clock::now()]() mutable {
+    if (Clock::now() - last < kSlice) return false;
+    const bool failed = is_so_on_any_rank(false);
+    is_so_on_any_rank(true);  // not done
+    last = Clock::now();
+    return failed;
+  });
+  wait_for_all_ranks();
+}
+
 bool RunSaver::previous_failed() {
-  const std::exception_ptr failure = saver_.wait_for_failure();
-  const bool failed = communicator_.max(failure ? 1.0 : 0.0) > 0;
+  const bool failed = wait_for_all_ranks();
+  const std::exception_ptr failure = saver_.take_failure();
   if (failure) {
     try {
       std::rethrow_exception(failure);
@@ -60,13 +89,13 @@ bool RunSaver::previous_failed() {
 
 void RunSaver::begin() {
   using Form = TrainingRun::SnapshotForm;
-  const Form form = can_stage() ? Form::kStaged : Form::kDirect;
+  const Form form = is_so_on_any_rank(!can_stage()) ? Form::kDirect : Form::kStaged;
   run_.check_before_save(form);
   newest_step_ = run_.completed_steps();
   if (form == Form::kStaged) {
     saver_.save(run_.snapshot(form));
   } else {
-    saver_.save_here(run_.snapshot(form));
+    save_directly(run_.snapshot(form));
   }
 }
 

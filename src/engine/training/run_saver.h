@@ -36,6 +36,10 @@ class RunSaver {
  private:
   void begin();
   bool can_stage();
+  bool is_so_on_any_rank(bool here);
+  // Whether a save has failed on any.
+  bool wait_for_all_ranks();
+  void save_directly(const CheckpointContents& contents);
   // Whether the previous save has failed on any rank. Throws if it may not be tried again.
   bool previous_failed();
 
