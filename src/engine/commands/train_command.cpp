@@ -540,6 +540,23 @@ class TrainCommand {
   RunSaver saver_;                         // last: it uses these
 };
 
+// The folder of a run that was moved or copied has a config that names the place before: training there would leave
+// the folder alone that was named, and go on with another run, or begin one.
+void require_named_run(const TrainOptions& options, const std::string& folder) {
+  namespace fs = std::filesystem;
+  const fs::path file = config_file(options.config_path);
+  const fs::path named = file.has_parent_path() ? file.parent_path() : ".";
+  const bool is_run = file.filename() == "config.json" && file_exists((named / "lock").string());
+  const bool is_given = std::ranges::any_of(
+      options.overrides, [](const std::string& override) { return override.starts_with("checkpoint.folder="); });
+  std::error_code ignored;
+  if (!is_run || is_given || fs::equivalent(named, folder, ignored)) return;
+  throw_bad_input(
+      "{}: is the config of a run in this folder, but has checkpoint.folder = {}, another place; to go on with the run "
+      "here give --set checkpoint.folder={}, and to train there --set checkpoint.folder={}",
+      file.string(), folder, named.string(), folder);
+}
+
 }  // namespace
 
 int run_train(const TrainOptions& options) {
@@ -551,6 +568,7 @@ int run_train(const TrainOptions& options) {
     if (launch.rank() != 0) log_from(LogLevel::kWarning);
     const Config config = load_config(options.config_path, options.overrides);
     launch.require_same("the config", to_lines(config), "start all ranks with the same config and --set");
+    require_named_run(options, config.checkpoint.folder);
     if (config.data.train.empty()) {
       throw_bad_input("{}: data.train: nothing to train on; list token files (scripts/prepare_data.py makes them)",
                       options.config_path);
