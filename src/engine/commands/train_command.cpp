@@ -98,14 +98,14 @@ class TrainCommand {
     run_.on_evaluation_batch([this](const std::exception_ptr& read_failure) { may_stop_evaluation(read_failure); });
     describe();
     resume_or_initialize();
-    if (is_first()) {
+    const bool is_done = run_.completed_steps() >= config_.training.steps;
+    if (is_first() && (!is_done || evaluation_is_missing_)) {  // else nothing changes, and a loop may ask again
       write_run_config(config_.checkpoint.folder, resolved_text(config_), config_file(options_.config_path));
       keep_tokenizer(config_);
       keep_origin(config_.checkpoint.folder, config_.checkpoint.init_from);
       records_.open(metrics_path(), MetricsHooks{[this] { lock_.require_ours(); }, warn});
       records_.write_start(run_.completed_steps(), start_facts());
     }
-    const bool is_done = run_.completed_steps() >= config_.training.steps;
     if (is_done) {
       if (is_first()) clear_unfinished_saves(config_.checkpoint.folder, warn);
       log_info("nothing to do: the run is at step {} of {}; a larger training.steps continues it",
