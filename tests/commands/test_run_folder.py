@@ -147,6 +147,24 @@ class AtTheStart(RunFolders):
         self.assert_exit(self.train(self.config), 0)
         self.assertEqual(json.loads(self.read("run/config.json"))["training"]["steps"], 12)
 
+    def test_the_config_of_a_moved_run_does_not_start_another(self):
+        self.assert_exit(self.train(self.config), 0)
+        os.rename(self.path("run"), self.path("moved"))
+        for named in ("moved", "moved/config.json"):
+            self.assert_refused(parka("train", self.path(named), "--set", "training.steps=10"), f"has checkpoint.folder = {self.path('run')}",
+                                f"--set checkpoint.folder={self.path('moved')}")
+        self.assertFalse(os.path.exists(self.path("run")))
+        result = parka("train", self.path("moved"), "--set", "training.steps=10", "--set", f"checkpoint.folder={self.path('moved')}")
+        self.assert_exit(result, 0)
+        self.assertEqual(len(metrics(self.path("moved"))), 10)
+
+    def test_a_run_that_is_done_changes_nothing_when_it_is_asked_again(self):
+        self.assert_exit(self.train(self.config), 0)
+        before = tree_digest(self.path("run"))
+        for options in ((), ("--set", "training.steps=6")):
+            self.assert_exit(self.train(self.config, *options), 0)
+            self.assertEqual(tree_digest(self.path("run")), before)
+
     def test_the_folder_of_an_older_parka_goes_on(self):
         self.assert_exit(self.train(self.config), 0)
         older = json.loads(self.read("run/config.json"))
@@ -288,6 +306,10 @@ class Metrics(RunFolders):
         self.assertEqual(killed.returncode, -signal.SIGKILL)
         self.assertEqual(checkpoints(self.path("run")), ["step_00000004"])  # not before
 
+    def write_metrics(self, text):
+        with open(self.metrics_path, "w", encoding="utf-8") as file:
+            file.write(text)
+
     def test_missing_records_are_told_when_a_run_goes_on(self):
         self.assert_exit(self.train(self.config), 0)
         with open(self.metrics_path, encoding="utf-8") as file:
@@ -303,6 +325,25 @@ class Metrics(RunFolders):
                 self.assert_exit(result, 0)
                 self.assertEqual("are missing" in result.stderr, missing is not None, result.stderr)
                 self.assertIn(missing or "nothing to do", result.stderr)
+        holes = [line for line in lines if json.loads(line)["step"] not in (3, 5)]
+        self.write_metrics("".join(holes))
+        self.assertIn("the records of 2 of the steps 3 to 5 are missing", self.train(self.config, "--set", "training.steps=10").stderr)
+
+    def test_what_is_no_record_of_a_run_is_kept_beside(self):
+        self.assert_exit(self.train(self.config), 0)
+        self.write_metrics("my own notes\n")
+        result = self.train(self.config, "--set", "training.steps=10")
+        self.assert_exit(result, 0)
+        self.assertIn(f"{self.metrics_path}: had no record of a run; it is now {self.metrics_path}.1", result.stderr)
+        with open(f"{self.metrics_path}.1", encoding="utf-8") as file:
+            self.assertEqual(file.read(), "my own notes\n")
+
+    def test_a_pipe_in_the_place_of_metrics_is_refused(self):
+        os.mkdir(self.path("run"))
+        os.mkfifo(self.metrics_path)
+        result = self.train(self.config)
+        self.assert_exit(result, 2)
+        self.assertIn(f"{self.metrics_path}: is a pipe", result.stderr)
 
     def test_a_link_stays_a_link(self):
         self.assert_exit(self.train(self.config), 0)

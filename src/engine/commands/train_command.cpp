@@ -286,10 +286,19 @@ class TrainCommand {
     if (result.later > 0)
       log_info("{}: {} records after step {} removed; those steps are run again", metrics_path(), result.later,
                step);
-    if (result.unreadable > 0) log_warning("{}: {} torn lines removed", metrics_path(), result.unreadable);
-    if (result.last_train_step < step) {
-      log_warning("{}: the records of steps {} to {} are missing: the file was cut or replaced", metrics_path(),
-                  result.last_train_step + 1, step);
+    if (result.evaluations > 0)
+      log_info("{}: {} records of the evaluation of step {} removed; it is made again", metrics_path(),
+               result.evaluations, step);
+    if (!result.set_aside.empty()) {
+      log_warning("{}: had no record of a run; it is now {}", metrics_path(), result.set_aside);
+    } else if (result.unreadable > 0) {
+      log_warning("{}: {} torn lines removed", metrics_path(), result.unreadable);
+    }
+    if (result.missing > 0) {
+      log_warning(
+          "{}: the records of {} of the steps {} to {} are missing: the file was cut or replaced, or could not "
+          "be written",
+          metrics_path(), result.missing, result.first_missing, result.last_missing);
     }
   }
 

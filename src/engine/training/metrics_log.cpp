@@ -7,6 +7,7 @@
 #include <string_view>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -42,6 +43,14 @@ bool is_evaluation_at(const nlohmann::json& record, int64_t step) {
   const auto kind = record.find("kind"), at = record.find("step");
   if (kind == record.end() || at == record.end() || *at != step) return false;
   return *kind == "eval" || *kind == "eval_set" || *kind == "task";
+}
+
+// Renames the file to the first of FILE.1, FILE.2, ... that there is not; returns that name.
+std::string set_aside(const std::string& file) {
+  std::string kept;
+  for (int i = 1; kept.empty() || fs::exists(fs::symlink_status(kept)); ++i) kept = fmt::format("{}.{}", file, i);
+  rename_path(file, kept);
+  return kept;
 }
 
 bool is_of_later_step(const nlohmann::json& record, int64_t step) {
@@ -88,22 +97,38 @@ void MetricsLog::sync() {
 MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_t step, bool keep_evaluations) {
   Truncated result;
   std::error_code error;
-  if (!fs::exists(path, error)) return result;
-  const std::string all = read_text(path, std::numeric_limits<int64_t>::max());
+  const bool is_there = fs::exists(path, error);
+  const std::string all = is_there ? read_text(path, std::numeric_limits<int64_t>::max()) : "";
   std::string kept;
+  std::vector<bool> has_record(static_cast<size_t>(step) + 1);  // of a training step
+  bool has_records = false;
   for_each_line(all, [&](std::string_view line) {
     const auto record = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    has_records = has_records || record.is_object();
     if (!record.is_object()) {
       ++result.unreadable;
-    } else if (is_of_later_step(record, step) || (!keep_evaluations && is_evaluation_at(record, step))) {
+    } else if (is_of_later_step(record, step)) {
       ++result.later;
+    } else if (!keep_evaluations && is_evaluation_at(record, step)) {
+      ++result.evaluations;
     } else {
       kept.append(line) += '\n';
-      if (is_train_record(record))
-        result.last_train_step = std::max(result.last_train_step, record["step"].get<int64_t>());
+      if (!is_train_record(record)) return;
+      const auto of_step = record["step"].get<int64_t>();
+      if (of_step >= 0) has_record[static_cast<size_t>(of_step)] = true;
     }
   });
-  if (kept != all) replace_file(fs::canonical(path), kept);
+  for (int64_t i = 1; i <= step; ++i) {
+    if (has_record[static_cast<size_t>(i)]) continue;
+    ++result.missing;
+    result.last_missing = i;
+    if (result.first_missing == 0) result.first_missing = i;
+  }
+  if (result.unreadable > 0 && !has_records) {
+    result.set_aside = set_aside(fs::canonical(path));
+  } else if (kept != all) {
+    replace_file(fs::canonical(path), kept);
+  }
   return result;
 }
 
@@ -120,10 +145,7 @@ std::string MetricsLog::begin_anew(const std::string& path) {
     if (!all.empty()) replace_file(file, "");
     return {};
   }
-  std::string kept;
-  for (int i = 1; kept.empty() || fs::exists(fs::symlink_status(kept)); ++i) kept = fmt::format("{}.{}", file, i);
-  rename_path(file, kept);
-  return kept;
+  return set_aside(file);
 }
 
 }  // namespace parka

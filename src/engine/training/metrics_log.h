@@ -33,13 +33,17 @@ class MetricsLog {
   void sync();
 
   struct Truncated {
-    int64_t later = 0;            // records of a later step that were removed
-    int64_t unreadable = 0;       // lines removed because they are not a JSON object: torn by a crash
-    int64_t last_train_step = 0;  // of the records of kind "train" that stay; 0: there are none
+    int64_t later = 0;        // records of a later step that were removed
+    int64_t evaluations = 0;  // records of evaluations at `step` that were removed
+    int64_t unreadable = 0;   // lines removed because they are not a JSON object: torn by a crash
+    std::string set_aside;    // new name of a file that had nothing else
+    // Of the steps up to `step`, those without a record of kind "train": how many, the first and the last; 0: none.
+    int64_t missing = 0, first_missing = 0, last_missing = 0;
   };
   // For a run that resumes after `step`: removes the records of later steps, in one atomic replacement. All other
   // lines stay byte for byte. A missing file is fine; if the path is a link, its target is replaced. Without
-  // `keep_evaluations` evaluations at `step` are removed too.
+  // `keep_evaluations` evaluations at `step` are removed too. A file without any record is renamed to <path>.1 and
+  // so on: it is no run's.
   static Truncated truncate_after(const std::string& path, int64_t step, bool keep_evaluations = true);
 
   // For a new run: removes the records of a run that ended before its first checkpoint. If there are records of

@@ -74,6 +74,10 @@ void check_config(const std::string& folder, bool has_been_run, const std::strin
 
 void check_metrics(const std::string& folder, bool has_been_run) {
   const std::string path = folder + "/metrics.jsonl";
+  std::error_code ignored;
+  if (fs::is_fifo(path, ignored) || fs::is_socket(path, ignored)) {
+    throw_bad_input("{}: is a pipe or a socket, and a run must read its metrics again: remove it", path);
+  }
   if (has_been_run || !file_exists(path) || has_record_of_run(path)) return;
   throw_bad_input(
       "{}: was not written by a run, and a run writes its metrics to this name: rename the file, or choose another "
