@@ -184,6 +184,91 @@ TEST_CASE("resuming tells what must not and what may differ", "[engine][config]"
   CHECK(refused.refused.front() == "model.d_model: 2048 in the checkpoint, 64 now");
 }
 
+TEST_CASE("each key on which a checkpoint depends is refused alone", "[engine][config]") {
+  Config saved;
+  saved.data.train = {"a.npy", "b.npy"};
+  saved.data.weights = {1, 2};
+  saved.optimizer.states = StateFormat::kFp8Expanded;
+  saved.model.rope_scaling.kind = RopeScalingKind::kYarn;
+  saved.finetune.method = FinetuneMethod::kQst;
+  saved.finetune.downsample = Downsampling::kAdapter;
+  using Change = void (*)(Config&);
+  const Change changes[] = {
+      [](Config& c) { c.model.d_ffn = 64; },
+      [](Config& c) { c.model.rope_scaling.attention_factor = 2; },
+      [](Config& c) { c.model.rope_scaling.beta_fast = 8; },
+      [](Config& c) { c.precision.compute = DType::kF32; },
+      [](Config& c) { c.optimizer.states = StateFormat::kFp8; },
+      [](Config& c) { c.optimizer.exp_avg_format = DType::kE5M2; },
+      [](Config& c) { c.optimizer.exp_avg_sq_format = DType::kE5M2; },
+      [](Config& c) { c.optimizer.master = MasterForm::kNone; },
+      [](Config& c) { c.optimizer.frozen = {"embedding"}; },
+      [](Config& c) { c.finetune.rank = 3; },
+      [](Config& c) { c.finetune.reduction = 4; },
+      [](Config& c) {
+        c.data.train = {"b.npy", "a.npy"};
+      },
+      [](Config& c) {
+        c.data.weights = {2, 1};
+      },
+      [](Config& c) { c.data.token_dtype = TokenType::kUint32; },
+      [](Config& c) { c.data.sequence_length = 32; },
+      [](Config& c) { c.data.seed = 1; },
+      [](Config& c) { c.data.shuffle = false; },
+      [](Config& c) { c.data.loss_mask = true; },
+      [](Config& c) { c.data.documents = DocumentMode::kSeparate; },
+      [](Config& c) { c.data.document_end = 5; },
+      [](Config& c) { c.training.global_batch_size = 64; },
+  };
+  for (size_t i = 0; i < std::size(changes); ++i) {
+    CAPTURE(i);
+    Config now = saved;
+    changes[i](now);
+    const ResumeDifferences differences = resume_differences(saved, now);
+    CHECK(differences.refused.size() == 1);
+    CHECK(differences.allowed.empty());
+  }
+}
+
+TEST_CASE("each key that decides how fast a GPU is counts alone", "[engine][config]") {
+  const Config measured;
+  using Change = void (*)(Config&);
+  struct Key {
+    const char* name;
+    Change change;
+  };
+  const Key keys[] = {
+      {"model.num_layers", [](Config& c) { c.model.num_layers = 3; }},
+      {"precision.group_size", [](Config& c) { c.precision.group_size = 128; }},
+      {"optimizer.states", [](Config& c) { c.optimizer.states = StateFormat::kBf16; }},
+      {"optimizer.master", [](Config& c) { c.optimizer.master = MasterForm::kNone; }},
+      {"optimizer.gradient", [](Config& c) { c.optimizer.gradient = DType::kBF16; }},
+      {"optimizer.release_gradients", [](Config& c) { c.optimizer.release_gradients = true; }},
+      {"optimizer.frozen", [](Config& c) { c.optimizer.frozen = {"embedding"}; }},
+      {"finetune.method", [](Config& c) { c.finetune.method = FinetuneMethod::kLora; }},
+      {"data.sequence_length", [](Config& c) { c.data.sequence_length = 32; }},
+      {"data.documents", [](Config& c) { c.data.documents = DocumentMode::kSeparate; }},
+      {"data.document_end", [](Config& c) { c.data.document_end = 5; }},
+      {"data.images_per_sequence", [](Config& c) { c.data.images_per_sequence = 2; }},
+      {"training.micro_batch_size", [](Config& c) { c.training.micro_batch_size = 2; }},
+      {"training.logits_chunk_tokens", [](Config& c) { c.training.logits_chunk_tokens = 64; }},
+  };
+  for (const Key& key : keys) {
+    CAPTURE(key.name);
+    Config wanted = measured;
+    key.change(wanted);
+    const std::vector<std::string> differences = speed_differences(measured, wanted, SpeedOf::kOneGpu);
+    REQUIRE(differences.size() == 1);
+    CHECK(differences.front().starts_with(std::string(key.name) + ": "));
+  }
+  Config unlike = measured;
+  unlike.optimizer.lr = 1;
+  unlike.model.rope_theta = 5;
+  unlike.distributed.zero_stage = 1;
+  CHECK(speed_differences(measured, unlike, SpeedOf::kOneGpu).empty());
+  CHECK(speed_differences(measured, unlike, SpeedOf::kRun).size() == 1);
+}
+
 TEST_CASE("a run resumes with the same targets and weights written in another way", "[engine][config]") {
   Config saved;
   saved.data.train = {"a.npy", "b.npy", "c.npy"};

@@ -5,6 +5,7 @@
 
 #include <sys/resource.h>
 
+#include "engine/training/run_records.h"
 #include "tests/engine/checkpoint_fixture.h"
 
 using namespace parka;
@@ -105,4 +106,31 @@ TEST_CASE("metrics that are not there need no truncation", "[engine][metrics]") 
   const MetricsLog::Truncated removed = MetricsLog::truncate_after(folder / "metrics.jsonl", 5);
   CHECK(removed.later + removed.unreadable == 0);
   CHECK(names_in(folder.path()).empty());
+}
+
+TEST_CASE("the history of a run adds up all of its starts", "[engine][metrics]") {
+  const TemporaryFolder folder;
+  const std::string path = folder / "metrics.jsonl";
+  CHECK(read_history(path, 5).wall_seconds == 0);
+  MetricsLog log(path);
+  const auto start = [&](double earlier, const char* tuning) {
+    log.write({{"kind", "start"}, {"step", 0}, {"earlier_seconds", earlier}, {"gemm_tuning", tuning}});
+  };
+  const auto train = [&](int64_t step, double seconds, double wall) {
+    log.write({{"kind", "train"}, {"step", step}, {"seconds", seconds}, {"wall_seconds", wall}});
+  };
+  start(0, "a.json");
+  train(1, 2, 10);
+  train(2, 3, 15);
+  start(15, "b.json");
+  train(2, 5, 8);  // again
+  start(23, "");
+  train(3, 7, 4);
+  log.write({{"kind", "eval"}, {"step", 3}, {"wall_seconds", 6}});
+  train(4, 100, 9);  // behind the step from which the next start resumes: its wall time has passed all the same
+  const RunHistory history = read_history(path, 3);
+  CHECK(history.wall_seconds == 23 + 9);
+  CHECK(history.step_seconds == 2 + 3 + 5 + 7);
+  CHECK(history.evaluations == 1);
+  CHECK(history.gemm_tuning.empty());
 }

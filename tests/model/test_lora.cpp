@@ -240,7 +240,10 @@ TEST_CASE("the parameter table has an adapter for each target, and trains nothin
   const ModelConfig config = load_fixture("llama_gqa").config;
   const ParameterTable table = make_parameter_table(config, false, {.lora = kFixtureRules});
   CHECK(table.adapters.size() == 2 * kFixtureRules.targets.size());
-  for (const ParameterInfo& p : table.all) CHECK(p.trainable == is_adapter(p));
+  for (const ParameterInfo& p : table.all) {
+    CHECK(p.trainable == is_adapter(p));
+    if (is_adapter(p)) CHECK(p.decayed);
+  }
   CHECK(table.first_trained_unit == 1);
   const auto shape_of = [&](const std::string& name) {
     const ParameterInfo& p = table.all.at(static_cast<size_t>(table.index_of(name)));

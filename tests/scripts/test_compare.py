@@ -68,6 +68,11 @@ class Statistics(unittest.TestCase):
         errors = [compare.interval(gaps, compare.block_length(gaps, len(gaps)), generator)[0] for gaps in series]
         self.assertLess(abs(np.mean(errors) / series.mean(axis=1).std() - 1), 0.1)
 
+    def test_blocks_grow_with_the_correlation_of_neighbours(self):
+        noise = np.random.default_rng(1).standard_normal(3000)
+        slow = np.convolve(noise, np.ones(40) / 40, "valid")
+        self.assertEqual((compare.block_length(noise, 900), compare.block_length(slow, 900)), (30, 108))
+
     def test_differences_that_do_not_vary_have_an_interval_of_no_width(self):
         for count in (2, 3, 50):
             gaps = np.full(count, 0.25)

@@ -11,6 +11,7 @@ import tempfile
 import time
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
 
 try:
     import matplotlib  # noqa: F401
@@ -22,7 +23,9 @@ except ImportError as error:
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(ROOT / "tests" / "commands"))
+sys.path[:0] = [str(ROOT / "tests" / "commands"), str(SCRIPTS)]
+import equal_loss  # noqa: E402
+import thin_metrics  # noqa: E402
 from parka_runs import PROGRAM  # noqa: E402
 
 STEPS, TOKENS_PER_STEP = 1000, 64
@@ -49,6 +52,39 @@ class Folder(unittest.TestCase):
         self.addCleanup(temporary.cleanup)
         self.folder = Path(temporary.name)
         self.environment = {**os.environ, "MPLCONFIGDIR": temporary.name}
+
+
+class Parts(unittest.TestCase):
+    """Of the scripts, called as functions."""
+
+    def test_the_slope_is_the_mean_over_seeds(self):
+        def run(name, losses, tokens):
+            return SimpleNamespace(name=name, loss=np.array(losses), tokens=np.array(tokens))
+
+        base = {0: run("a", [4.0, 2.0], [500, 1000]), 1: run("b", [4.0, 3.0], [500, 1000])}
+        shorter = [(0, run("c", [5.0, 4.0], [250, 500])), (1, run("d", [5.0, 4.0], [250, 500]))]
+        # Over twice the tokens by 2 and by 1 nats between the runs, and likewise within them.
+        self.assertAlmostEqual(equal_loss.slope_between(base, shorter, 0.5), 1.5 / np.log(2))
+        self.assertAlmostEqual(equal_loss.fitted_slope(base), 1.5 / np.log(2))
+
+    def test_runs_over_other_tokens_are_not_compared(self):
+        def run(tokens):
+            return SimpleNamespace(name="b.1", steps=np.array([1.0, 2.0]), tokens=np.array([tokens / 2, tokens]))
+
+        equal_loss.check_pairs({1: run(64.0)}, {"b": {1: run(64.0)}})
+        with self.assertRaises(SystemExit):
+            equal_loss.check_pairs({1: run(64.0)}, {"b": {1: run(128.0)}})
+
+    def test_what_a_thinned_record_has_of_its_steps(self):
+        records = [{"kind": "train", "step": step, "tokens": 64 * step, "loss": loss, "grad_norm": 1.0, "lr": 0.1, "wall_seconds": step,
+                    "tokens_per_second": speed}
+                   for step, (loss, speed) in enumerate([(4, 900), (3, 120), (2, 110), (1, 100), (8, 140), (6, 130)], 1)]
+        evaluation = {"kind": "eval", "step": 6, "loss": 0.5}
+        thin = list(thin_metrics.thinned([*records, evaluation, {"kind": "warning", "step": 6}], 4))
+        self.assertEqual([(r["kind"], r["step"], r.get("loss")) for r in thin],
+                         [("train", 4, 2.5), ("train", 6, 7.0), ("eval", 6, 0.5), ("warning", 6, None)])
+        self.assertEqual([r["tokens_per_second"] for r in thin[:2]], [120, 140])  # medians, the upper one of two
+        self.assertEqual((thin[0]["wall_seconds"], thin[0]["tokens"]), (4, 256))
 
 
 class EqualLoss(Folder):
