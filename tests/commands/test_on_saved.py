@@ -69,6 +69,19 @@ class OnSaved(RunFolder):
         self.assertNotIn("runs again", self.train(config).stderr)
         self.assertEqual(self.stored(), ["step_00000008"])
 
+    def test_a_command_that_hangs_behind_the_last_step_is_left_when_the_run_is_asked_to_stop(self):
+        config = self.config(f"echo $$ > {shlex.quote(self.path('pid'))}; : {{path}}; exec sleep 600", interval=1000)
+        run = self.start(config)
+        self.wait_for(lambda: os.path.exists(self.path("pid")) and "waiting for the command" in self.log())
+        run.send_signal(signal.SIGTERM)
+        self.assertEqual(run.wait(timeout=SECONDS), 0, self.log())
+        self.assertIn("the command is left running; the next start runs it again", self.log())
+        with open(self.path("pid"), encoding="utf-8") as file:
+            os.kill(int(file.read()), signal.SIGKILL)
+        config["checkpoint"]["on_saved"] = self.copying()
+        self.assertIn("runs again", self.train(config).stderr)
+        self.assertEqual(len(self.stored()), 1)
+
     def test_every_checkpoint_is_copied(self):
         config = self.config(self.copying())
         for steps in (4, 8):

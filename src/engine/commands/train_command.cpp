@@ -83,9 +83,7 @@ class TrainCommand {
 
   int train() {
     const int code = start_and_train();
-    if (saved_hook_) {
-      saved_hook_->finish([] { log_info("waiting for the command of checkpoint.on_saved"); });
-    }
+    if (saved_hook_) finish_hook();
     return code;
   }
 
@@ -161,6 +159,15 @@ class TrainCommand {
                 warn(e.what());
               }
             }};
+  }
+
+  // A run that was asked to stop waits: what the command copies may be all that remains of this machine. One that
+  // is asked only now, as the command hangs, does not.
+  void finish_hook() {
+    const int asked_before = stop_signal();
+    const bool is_done = saved_hook_->finish([] { log_info("waiting for the command of checkpoint.on_saved"); },
+                                             [&] { return stop_signal() != asked_before; });
+    if (!is_done) warn("checkpoint.on_saved: the command is left running; the next start runs it again");
   }
 
   // The process may have ended while the command ran, and what it copies is a run's only way to another machine.

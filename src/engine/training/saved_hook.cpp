@@ -87,12 +87,15 @@ void SavedHook::run(const std::string& path) {
   changed_.notify_all();
 }
 
-void SavedHook::finish(const std::function<void()>& waiting) {
+bool SavedHook::finish(const std::function<void()>& waiting, const std::function<bool()>& is_given_up) {
   std::unique_lock lock(mutex_);
   const auto idle = [this] { return next_.empty() && !running_; };
-  if (idle()) return;
+  if (idle()) return true;
   waiting();
-  changed_.wait(lock, idle);
+  while (!changed_.wait_for(lock, kBetweenLooks, idle)) {
+    if (is_given_up()) return false;
+  }
+  return true;
 }
 
 void SavedHook::work() {

@@ -28,8 +28,9 @@ class SavedHook {
   SavedHook& operator=(const SavedHook&) = delete;
 
   void run(const std::string& path);
-  // Waits until all is done; `waiting` is called first if there is something to wait for.
-  void finish(const std::function<void()>& waiting);
+  // Waits until all is done; `waiting` is called first if there is something to wait for. Once `is_given_up` it
+  // waits no longer, and returns false.
+  bool finish(const std::function<void()>& waiting, const std::function<bool()>& is_given_up);
 
  private:
   void work();
