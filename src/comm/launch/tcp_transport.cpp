@@ -119,13 +119,15 @@ void TcpTransport::connect_all() {
     }
     adopt(r, *connection);
   }
-  if (!listener) return;
-  const auto later = accept_ranks(*listener, token, rank_ + 1, size(), kLinkSeconds);
-  for (int r = rank_ + 1; r < size(); ++r) {
-    LineSocket* const connection = later[static_cast<size_t>(r)].get();
-    if (connection == nullptr) throw_lost(r, fmt::format("it has not come to TCP port {}", listener->port()));
-    adopt(r, *connection);
+  if (listener) {
+    const auto later = accept_ranks(*listener, token, rank_ + 1, size(), kLinkSeconds);
+    for (int r = rank_ + 1; r < size(); ++r) {
+      LineSocket* const connection = later[static_cast<size_t>(r)].get();
+      if (connection == nullptr) throw_lost(r, fmt::format("it has not come to TCP port {}", listener->port()));
+      adopt(r, *connection);
+    }
   }
+  gather_text("");  // before this no rank may send what another would take for the rest of its welcome
 }
 
 bool TcpTransport::advance(int rank) {
