@@ -16,8 +16,8 @@ std::string gpu_pci_bus_id(int ordinal);
 bool built_with_nccl();
 std::string nccl_version();  // "2.28.3"; empty without NCCL
 // Collectives on the GPUs of all ranks of `agreement`, one GPU per rank. All ranks must call it together. `host_of`
-// names the host of each rank; `device` is this rank's. `agreement`, `device` and `watchdog` must outlive the
-// result.
+// has for each rank what its host alone has; `device` is this rank's. `agreement`, `device` and `watchdog` must
+// outlive the result.
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator& agreement, std::vector<std::string> host_of,
                                                      Device& device, Watchdog& watchdog);
 

@@ -96,10 +96,10 @@ Launch::Launch(const LaunchOptions& options, const LaunchedAs& launched, const L
 
 void Launch::join(const LaunchOptions& options) {
   hosts_ = agreement_->gather_text(host_name());
-  const std::vector<std::string> keys = agreement_->gather_text(host_key());
-  const auto own = keys.begin() + rank_;
-  host_leader_ = static_cast<int>(std::find(keys.begin(), own, *own) - keys.begin());
-  local_rank_ = static_cast<int>(std::count(keys.begin(), own, *own));
+  host_keys_ = agreement_->gather_text(host_key());
+  const auto own = host_keys_.begin() + rank_;
+  host_leader_ = static_cast<int>(std::find(host_keys_.begin(), own, *own) - host_keys_.begin());
+  local_rank_ = static_cast<int>(std::count(host_keys_.begin(), own, *own));
   require_same("the version of parka", options.version, "install the same on all hosts");
   watchdog_.start(*agreement_, host(), host_leader_, options.watchdog);
 }
@@ -133,7 +133,7 @@ std::unique_ptr<Communicator> Launch::make_communicator(Device& device) {
     transport_->connect_all();
     return make_host_communicator(*transport_, watchdog_.host_collectives());
   }
-  return make_nccl_communicator(*agreement_, hosts_, device, watchdog_);
+  return make_nccl_communicator(*agreement_, host_keys_, device, watchdog_);
 }
 
 int Launch::finish(int exit_code) {

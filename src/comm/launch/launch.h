@@ -52,8 +52,9 @@ class Launch {
   int fail(ExitCode code, const std::string& message);
 
   int rank_ = 0, size_ = 1, local_rank_ = 0, host_leader_ = 0;
-  bool one_code_for_all_ = false;   // the launcher kills the other ranks when one ends with another code than 0
-  std::vector<std::string> hosts_;  // their names, by rank
+  bool one_code_for_all_ = false;       // the launcher kills the other ranks when one ends with another code than 0
+  std::vector<std::string> hosts_;      // their names, by rank
+  std::vector<std::string> host_keys_;  // equal on one host, and there alone: hosts may have one name
   Watchdog watchdog_;
   std::unique_ptr<Transport> transport_;  // null for one rank
   std::unique_ptr<Communicator> agreement_;
