@@ -112,8 +112,11 @@ void check_evaluation(const std::string& name, const EvaluationResult& result) {
                     result.num_sequences);
   }
   if (!std::isfinite(result.loss)) {
-    throw Error(ExitCode::kNonFinite,
-                fmt::format("{}: the loss is not finite: the weights are damaged or diverged", name));
+    throw Error(
+        ExitCode::kNonFinite,
+        fmt::format("{}: the loss is not finite: the weights are damaged or diverged; go on from an earlier "
+                    "checkpoint, with a smaller optimizer.lr if they have diverged",
+                    name));
   }
 }
 
