@@ -51,9 +51,13 @@ bool RunSaver::is_so_on_any_rank(bool here) { return communicator_.max(here ? 1.
 // done.
 bool RunSaver::wait_for_all_ranks() {
   for (;;) {
-    const bool is_done = saver_.wait_for(kSlice);
+    bool is_done = saver_.wait_for(kSlice);
     const bool failed = is_so_on_any_rank(saver_.failed());
-    if (failed) saver_.give_up();
+    if (failed) {
+      saver_.give_up();
+      // What is left is this rank's own writing. Should its disk hang, the watchdog sees that this rank stays away.
+      while (!is_done) is_done = saver_.wait_for(kSlice);
+    }
     if (!is_so_on_any_rank(!is_done)) return failed;
   }
 }
