@@ -182,6 +182,12 @@ TEST_CASE("telemetry reports moments with range expansion", "[engine][telemetry]
         for (const char* moment : {"exp_avg", "exp_avg_sq"}) {
           check_moments(parameter.at(moment), in_blocks ? kLayers : 1);
         }
+        // Gradients are small, and their squares are smaller still, if not than the square of their mean.
+        for (size_t l = 0; l < (in_blocks ? kLayers : 1); ++l) {
+          const double first = parameter["exp_avg"]["amax"]["max"][l],
+                       second = parameter["exp_avg_sq"]["amax"]["max"][l];
+          CHECK((first * first < second && second < first / 2));
+        }
       }
       Names wanted = {"embedding", "qkv", "attention_out", "up_gate", "down"};
       if (recipe == "coat") wanted.insert({"attention_norm", "ffn_norm", "final_norm"});

@@ -405,6 +405,31 @@ TEST_CASE("a step that is a spike changes nothing, in a resumed run too", "[engi
   CHECK(same_weights);
 }
 
+TEST_CASE("a step without targets is no measure of what a spike is", "[engine][training_run]") {
+  const TemporaryFolder folder;
+  const std::string path = folder.path().string();
+  Config config = tiny_config(path, "bf16");
+  config.data.loss_mask = true;
+  config.data.shuffle = false;
+  config.training.spike_window = 4;
+  // The second step's four sequences have no targets.
+  const int64_t step_tokens = config.training.global_batch_size * kSequence;
+  std::string marks(static_cast<size_t>(40 * kSequence), '\1');
+  std::fill_n(marks.begin() + step_tokens, step_tokens + 1, '\0');
+  std::ofstream(path + "/train.npy.mask", std::ios::binary) << marks;
+  const auto device = make_cpu_device();
+  TrainingRun run(config, *device, alone());
+  run.initialize();
+  std::vector<size_t> recent;
+  std::vector<int64_t> targets;
+  for (int i = 0; i < 3; ++i) {
+    targets.push_back(run.step()->num_targets);
+    recent.push_back(run.snapshot().state.at("recent_steps").size());
+  }
+  CHECK((targets[0] > 0 && targets[1] == 0 && targets[2] > 0));
+  CHECK(recent == std::vector<size_t>{1, 1, 2});
+}
+
 namespace {
 
 // A run of `before` goes on to the bit as one of `after` that is restored from its checkpoint.
