@@ -301,3 +301,19 @@ TEST_CASE("a large tensor gives the observer a point at least every 256 KiB", "[
                   }));
   CHECK(num_writes >= 12);
 }
+
+TEST_CASE("a checkpoint's name is durable before older checkpoints are removed", "[engine][checkpoint][faults]") {
+  const TemporaryFolder folder;
+  const std::string run = folder / "run";
+  save_checkpoint(run, small_contents(10), {.keep = 1});
+  std::vector<std::string> points;
+  const auto observer = [&](std::string_view point) { points.emplace_back(point); };
+  save_checkpoint(run, small_contents(20), {.keep = 1, .observer = observer});
+  const auto place_of = [&](auto is_it) { return std::ranges::find_if(points, is_it) - points.begin(); };
+  const auto named =
+      place_of([](const std::string& p) { return p.starts_with("rename ") && p.ends_with("step_00000020.tmp"); });
+  const auto synced = std::find(points.begin() + named, points.end(), "sync " + run) - points.begin();
+  const auto removed = place_of([](const std::string& p) { return p.find("step_00000010") != std::string::npos; });
+  CAPTURE(points);
+  CHECK((named < synced && synced < removed && removed < std::ssize(points)));
+}

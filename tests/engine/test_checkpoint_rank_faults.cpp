@@ -242,3 +242,28 @@ TEST_CASE("rank 0 that fails before the save begins says so to the ranks that wa
         "on rank 0: no such disk\non rank 1: rank 0: no such disk\non rank 2: rank 0: no such disk\n");
   CHECK(names_in(run).empty());
 }
+
+TEST_CASE("a rank's file that is not as long as the rank says makes no checkpoint",
+          "[engine][checkpoint][faults][ranks]") {
+  const TemporaryFolder folder;
+  const std::string run = folder / "run";
+  const auto errors = save_by_ranks(run, small_contents(20), kRanks, [&](int rank, SaveOptions& options) {
+    if (rank != 1) return;
+    options.observer = [](std::string_view point) {  // as a network file system that has lost the end of a write
+      const size_t at = point.find(".ranks/rank_0001.done");
+      if (!point.starts_with("rename ") || at == std::string_view::npos) return;
+      const fs::path attempt(point.substr(7, at - 7));
+      for (const auto& file : fs::directory_iterator(attempt)) {
+        if (file.path().filename().string().starts_with("rank_0001_")) {
+          fs::resize_file(file.path(), file.file_size() + 1);
+        }
+      }
+    };
+  });
+  for (const auto& error : errors) {
+    REQUIRE(error);
+    CHECK(error->code() == ExitCode::kIo);
+    CHECK(mentions(error->what(), "the rank that wrote it says"));
+  }
+  CHECK(list_checkpoints(run).empty());
+}
