@@ -1,4 +1,5 @@
 // Checkpoints that several ranks save together, and any number of ranks loads.
+#include <atomic>
 #include <random>
 
 #include "engine/checkpoint/checkpoint.h"
@@ -202,7 +203,12 @@ TEST_CASE("any ranges are read, from little more of the files", "[engine][checkp
   } else {
     REQUIRE(messages_of(save_by_ranks(run, contents, num_savers)) == "");
   }
-  const LoadedCheckpoint loaded = load_checkpoint(run + "/step_00000010");
+  std::atomic<int> num_progress = 0;
+  LoadGroup group;
+  group.progress = [&] { ++num_progress; };
+  const LoadedCheckpoint loaded = load_checkpoint(run + "/step_00000010", group);
+  const int after_verifying = num_progress;
+  CHECK(after_verifying > num_savers);
   std::mt19937_64 random(3);
   const auto below = [&](int64_t limit) { return static_cast<int64_t>(random() % static_cast<uint64_t>(limit)); };
   int wrong = 0;
@@ -225,6 +231,7 @@ TEST_CASE("any ranges are read, from little more of the files", "[engine][checkp
     wrong += !std::equal(got.begin(), got.end(), tensor.bytes.begin() + begin * size);
   }
   CHECK(wrong == 0);
+  CHECK(num_progress > after_verifying + 100);
   CHECK(mentions(error_of([&] { loaded.read_ranges({{"none", {0, 1}}}, {}); }).what(), "lacks the tensor none"));
   CHECK(error_of([&] { loaded.read_ranges({{"count", {0, 2}}}, {}); }).code() == ExitCode::kInternal);
 }

@@ -74,8 +74,9 @@ std::vector<std::string> verify_share(const std::vector<VerifiedFile>& files, co
     for (int64_t i = begin; i < end; ++i) {
       if (ranks[i] != group.rank) continue;
       const std::string& expected = manifest.files[i].checksum;
-      sums[i] = files[i].opened ? verify_file(*files[i].opened, expected)
-                                : verify_file(InputFile(files[i].path, NoPermission::kIsIo), expected);
+      sums[i] = files[i].opened
+                    ? verify_file(*files[i].opened, expected, group.progress)
+                    : verify_file(InputFile(files[i].path, NoPermission::kIsIo), expected, group.progress);
     }
   });
   return sums;
@@ -237,6 +238,7 @@ LoadedCheckpoint load_checkpoint(const std::string& path, const LoadGroup& group
   loaded.state_ = std::move(manifest.state);
   loaded.files_ = std::make_shared<const std::vector<VerifiedFile>>(std::move(files));
   loaded.index_ = std::make_shared<const CheckpointIndex>(std::move(index));
+  loaded.progress_ = group.progress;
   return loaded;
 }
 
@@ -314,6 +316,7 @@ void LoadedCheckpoint::read_own_ranges(const std::vector<TensorRange>& ranges,
   auto read = reads.begin();
   for (const Window& window : windows) {
     const ByteSpan bytes = reader.next();
+    if (progress_) progress_();
     for (size_t i = 0; i < window.num_reads; ++i, ++read) {
       const SafetensorsEntry& tensor = index_->tensors[read->tensor];
       callback(tensor, read->elements.begin,

@@ -113,6 +113,8 @@ struct LoadGroup {
   int size = 1;
   // Gives every rank the texts of all ranks, by rank (Communicator::gather_text).
   std::function<std::vector<std::string>(const std::string& text)> gather = {};
+  // Called again and again while this rank reads, by several threads: others may wait for it for long.
+  std::function<void()> progress = {};
 };
 
 // Some elements of a tensor.
@@ -160,6 +162,7 @@ class LoadedCheckpoint {
   nlohmann::json state_;
   std::shared_ptr<const std::vector<VerifiedFile>> files_;
   std::shared_ptr<const CheckpointIndex> index_;
+  std::function<void()> progress_;                // LoadGroup's
   std::shared_ptr<const LoadedCheckpoint> base_;  // may be null
   std::vector<SafetensorsEntry> with_base_;       // tensors(), if there is a base
   std::set<std::string> of_base_;

@@ -21,7 +21,7 @@ std::string sum_of(ByteSpan block) {
 
 }  // namespace
 
-std::string verify_file(const InputFile& file, const std::string& expected) {
+std::string verify_file(const InputFile& file, const std::string& expected, const std::function<void()>& progress) {
   Checksum whole;
   std::string sums;
   std::vector<std::byte> buffer(static_cast<size_t>(std::min(kVerifiedBlockBytes, file.num_bytes())));
@@ -31,6 +31,7 @@ std::string verify_file(const InputFile& file, const std::string& expected) {
     file.read(offset, block);
     whole.update(block);
     sums += sum_of(block);
+    if (progress) progress();
   }
   if (whole.hex() != expected) {
     throw_bad_input("{}: has checksum {}, the manifest says {}: damaged or replaced", file.path(), whole.hex(),

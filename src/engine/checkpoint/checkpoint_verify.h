@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -21,8 +22,9 @@ namespace parka {
 inline constexpr int64_t kVerifiedBlockBytes = 512 << 10;
 
 // The checksums of a file's blocks, as Checksum::hex() prints them, one after the other. Throws Error(kBadInput)
-// unless the file's own checksum is `expected`.
-std::string verify_file(const InputFile& file, const std::string& expected);
+// unless the file's own checksum is `expected`. Calls `progress` behind each block.
+std::string verify_file(const InputFile& file, const std::string& expected,
+                        const std::function<void()>& progress = {});
 
 struct VerifiedFile {
   std::string path;

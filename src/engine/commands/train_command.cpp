@@ -234,10 +234,10 @@ class TrainCommand {
     const auto refused = [this](const std::string& message) {
       if (is_first()) warn(message);
     };
-    const LoadGroup group = {
-        .rank = communicator_->rank(), .size = communicator_->size(), .gather = [this](const std::string& text) {
-          return communicator_->gather_text(text);
-        }};
+    const LoadGroup group = {.rank = communicator_->rank(),
+                             .size = communicator_->size(),
+                             .gather = [this](const std::string& text) { return communicator_->gather_text(text); },
+                             .progress = [this] { launch_.watchdog().at(0, "loading a checkpoint"); }};
     const std::string& folder = config_.checkpoint.folder;
     if (options_.must_be_new && !list_checkpoints(folder).empty()) {
       throw_bad_input(
