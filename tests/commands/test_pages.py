@@ -172,7 +172,7 @@ class Pages(unittest.TestCase):
                 self.assertEqual(shown.returncode, 0, shown.stderr)
                 config, (name, seed) = json.loads(shown.stdout), run.name.split(".")
                 self.assertEqual((config["training"]["seed"], config["data"]["seed"]), (int(seed), int(seed)))
-                self.assertEqual(config["checkpoint"]["folder"], f"OUT/work/{run.name}")
+                self.assertEqual(config["checkpoint"]["folder"], f"runs/{run.name}")
                 if name in ("bf16", "coat", "parka"):
                     self.assertEqual(config["precision"]["recipe"], name)
 
