@@ -46,7 +46,7 @@ bool is_evaluation_at(const nlohmann::json& record, int64_t step) {
 }
 
 // Renames the file to the first of FILE.1, FILE.2, ... that there is not; returns that name.
-std::string set_aside(const std::string& file) {
+std::string keep_beside(const std::string& file) {
   std::string kept;
   for (int i = 1; kept.empty() || fs::exists(fs::symlink_status(kept)); ++i) kept = fmt::format("{}.{}", file, i);
   rename_path(file, kept);
@@ -101,10 +101,8 @@ MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_
   const std::string all = is_there ? read_text(path, std::numeric_limits<int64_t>::max()) : "";
   std::string kept;
   std::vector<bool> has_record(static_cast<size_t>(step) + 1);  // of a training step
-  bool has_records = false;
   for_each_line(all, [&](std::string_view line) {
     const auto record = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    has_records = has_records || record.is_object();
     if (!record.is_object()) {
       ++result.unreadable;
     } else if (is_of_later_step(record, step)) {
@@ -124,8 +122,8 @@ MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_
     result.last_missing = i;
     if (result.first_missing == 0) result.first_missing = i;
   }
-  if (result.unreadable > 0 && !has_records) {
-    result.set_aside = set_aside(fs::canonical(path));
+  if (result.unreadable > 0 && kept.empty() && result.later == 0 && result.evaluations == 0) {
+    result.set_aside = keep_beside(fs::canonical(path));
   } else if (kept != all) {
     replace_file(fs::canonical(path), kept);
   }
@@ -145,7 +143,7 @@ std::string MetricsLog::begin_anew(const std::string& path) {
     if (!all.empty()) replace_file(file, "");
     return {};
   }
-  return set_aside(file);
+  return keep_beside(file);
 }
 
 }  // namespace parka
