@@ -20,6 +20,7 @@
 #include "tests/engine/checkpoint_fixture.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
+#include "tests/support/forwarding_device.h"
 #include "tests/support/offload_plan.h"
 #include "tests/support/temporary_folder.h"
 
@@ -72,6 +73,25 @@ std::vector<float> floats(CheckpointContents& contents, const std::string& name)
   std::memcpy(values.data(), tensor.bytes.data(), tensor.bytes.size());
   return values;
 }
+
+// The CPU, as if it had not done yet what is queued: a step is reported by the next one, as on a GPU.
+class DeviceThatQueues final : public ForwardingDevice {
+ public:
+  std::unique_ptr<HostRead> copy_to_host_later(const void* source, int64_t bytes) override {
+    return std::make_unique<LateRead>(ForwardingDevice::copy_to_host_later(source, bytes));
+  }
+
+ private:
+  class LateRead final : public HostRead {
+   public:
+    explicit LateRead(std::unique_ptr<HostRead> read) : read_(std::move(read)) {}
+    bool ready() const override { return false; }
+    const void* wait() override { return read_->wait(); }
+
+   private:
+    std::unique_ptr<HostRead> read_;
+  };
+};
 
 std::string refusal(TrainingRun& run, const LoadedCheckpoint& checkpoint) {
   try {
@@ -334,6 +354,44 @@ TEST_CASE("a restored run takes the same steps as the one that was saved", "[eng
              a.data == b.data;
     }
     CHECK(same);
+  }
+}
+
+TEST_CASE("a run that takes back a bad step is as it was before it", "[engine][training_run]") {
+  for (const bool queues : {false, true}) {
+    for (const int64_t batch : {4, 40}) {  // of 40 sequences: a batch within an epoch, and one that begins it
+      for (const char* recipe : {"fp32", "parka"}) {
+        CAPTURE(queues, batch, recipe);
+        const TemporaryFolder folder;
+        const std::unique_ptr<Device> device =
+            queues ? std::make_unique<DeviceThatQueues>() : make_cpu_device();
+        Config config = tiny_config(folder.path().string(), recipe);
+        config.training.global_batch_size = batch;
+        config.optimizer.lr = 1e30;  // the first update makes weights whose loss overflows
+        config.training.spike_window = 2;
+        config.reliability.state_interval = 1;
+        TrainingRun plain(config, *device, alone()), run(config, *device, alone());
+        plain.initialize();
+        plain.step();
+        plain.finish();
+        run.initialize();
+        std::optional<StepReport> report;
+        while (!report || report->applied) report = run.step();
+        CHECK(report->step == 2);
+        run.take_back(*report);
+        CHECK(run.completed_steps() == 1);
+        run.check_before_save(TrainingRun::SnapshotForm::kDirect);
+        CheckpointContents taken_back = run.snapshot(), expected = plain.snapshot();
+        // The end of an epoch may be called the beginning of the next.
+        for (CheckpointContents* contents : {&taken_back, &expected}) contents->state.at("data") = {};
+        CHECK(same(taken_back, expected));
+        TrainingRun restored(config, *device, alone());
+        restored.restore(saved(run, folder.path().string() + "/run", [](auto&) {}));
+        std::optional<StepReport> again = restored.step();
+        if (!again) again = restored.finish();
+        CHECK((again->step == 2 && again->data == report->data && !again->applied));
+      }
+    }
   }
 }
 

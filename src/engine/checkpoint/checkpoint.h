@@ -29,6 +29,7 @@ struct CheckpointContents {
   int64_t step = 0;
   nlohmann::json state;
   std::vector<HostTensor> tensors = {};
+  bool keeps_older = false;  // no older checkpoint is removed, whatever SaveOptions::keep says
 };
 
 // The ranks that save a checkpoint together. They coordinate through files in the run folder, which all of them

@@ -240,7 +240,7 @@ class CheckpointWriter {
   }
 
   void remove_outdated() {
-    if (options_.keep == 0) return;
+    if (options_.keep == 0 || contents_.keeps_older) return;
     int64_t num_kept = 1;
     for (const StepFolder& found : list_step_folders(folder_)) {
       if (found.step >= contents_.step || found.kind != StepFolderKind::kComplete) continue;

@@ -342,7 +342,9 @@ class TrainCommand {
       if (!report) return;
       progress.add(*report, record(*report));
       skipped_in_a_row = report->is_finite() ? 0 : skipped_in_a_row + 1;
-      if (!report->is_finite()) check_bad_step(*report, config_, skipped_in_a_row);
+      if (!report->is_finite() && ends_run(config_, skipped_in_a_row)) {
+        throw_bad_step(*report, config_, skipped_in_a_row, save_sound_state(*report));
+      }
       if (!report->applied && is_first()) log_skipped_step(*report, config_);
       const bool last = report->step == training.steps;
       if (report->step % training.log_interval == 0 || last) log_line(LogLevel::kInfo, progress.take_line());
@@ -401,6 +403,28 @@ class TrainCommand {
     const bool is_new = run_.completed_steps() > first_step_;
     if (is_new) save_now();
     return stopped(is_new ? "saved" : "nothing to save at");
+  }
+
+  // Saves what a step that is not finite has left, and returns the step of that state; nothing where it is in no
+  // checkpoint. What led to the step may have begun long before, so older checkpoints stay.
+  std::optional<int64_t> save_sound_state(const StepReport& bad) {
+    if (config_.optimizer.release_gradients) return std::nullopt;
+    if (config_.training.non_finite == NonFinitePolicy::kStop) {
+      run_.take_back(bad);
+    } else if (const std::optional<StepReport> next = run_.finish()) {
+      record(*next);
+    }
+    const int64_t step = run_.completed_steps();
+    if (step == first_step_) return step > 0 ? std::optional(step) : std::nullopt;
+    saver_.keep_older();
+    try {
+      save_now();
+    } catch (const Error& e) {
+      if (e.code() != ExitCode::kIo && e.code() != ExitCode::kNonFinite) throw;
+      warn(e.what());
+      return std::nullopt;
+    }
+    return step;
   }
 
   // The exit code of a run that has more to do.

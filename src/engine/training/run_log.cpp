@@ -72,8 +72,15 @@ std::string describe_bad_step(const StepReport& report, const Config& config) {
 
 }  // namespace
 
-void check_bad_step(const StepReport& report, const Config& config, int64_t skipped_in_a_row) {
+bool ends_run(const Config& config, int64_t skipped_in_a_row) {
+  return config.optimizer.release_gradients || config.training.non_finite == NonFinitePolicy::kStop ||
+         skipped_in_a_row >= config.training.max_skipped_steps;
+}
+
+void throw_bad_step(const StepReport& report, const Config& config, int64_t skipped_in_a_row,
+                    std::optional<int64_t> saved_step) {
   const std::string what = describe_bad_step(report, config);
+  const std::string saved = saved_step ? fmt::format("; step {} is saved", *saved_step) : "";
   if (config.optimizer.release_gradients) {
     throw Error(ExitCode::kNonFinite,
                 what +
@@ -81,14 +88,12 @@ void check_bad_step(const StepReport& report, const Config& config, int64_t skip
                     "same command goes on from the last checkpoint");
   }
   if (config.training.non_finite == NonFinitePolicy::kStop) {
-    throw Error(ExitCode::kNonFinite,
-                what + "; the weights were not changed; set training.non_finite=skip to skip such steps");
+    throw Error(ExitCode::kNonFinite, what + "; the weights were not changed" + saved +
+                                          "; set training.non_finite=skip to skip such steps");
   }
-  if (skipped_in_a_row >= config.training.max_skipped_steps) {
-    throw Error(
-        ExitCode::kNonFinite,
-        what + fmt::format("; {} steps in a row were skipped (training.max_skipped_steps)", skipped_in_a_row));
-  }
+  throw Error(ExitCode::kNonFinite,
+              what + fmt::format("; {} steps in a row were skipped (training.max_skipped_steps)", skipped_in_a_row) +
+                  saved);
 }
 
 void log_skipped_step(const StepReport& report, const Config& config) {

@@ -96,10 +96,12 @@ void RunSaver::begin() {
   const Form form = is_so_on_any_rank(!can_stage()) ? Form::kDirect : Form::kStaged;
   run_.check_before_save(form);
   newest_step_ = run_.completed_steps();
+  CheckpointContents contents = run_.snapshot(form);
+  contents.keeps_older = keeps_older_;
   if (form == Form::kStaged) {
-    saver_.save(run_.snapshot(form));
+    saver_.save(std::move(contents));
   } else {
-    save_directly(run_.snapshot(form));
+    save_directly(contents);
   }
 }
 

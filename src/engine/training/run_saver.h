@@ -28,6 +28,9 @@ class RunSaver {
   // Waits until nothing is left to save and the newest save is good.
   void finish();
 
+  // From here on no older checkpoint is removed, however many there are: the newest may be of no use.
+  void keep_older() { keeps_older_ = true; }
+
   // Seconds for which training has waited for saves since the last call.
   double take_wait_seconds();
   // Of the newest save that was begun; -1: none.
@@ -48,7 +51,7 @@ class RunSaver {
   const bool async_;
   const std::function<void(const std::string&)> report_;
   CheckpointSaver saver_;
-  bool is_second_try_ = false;
+  bool is_second_try_ = false, keeps_older_ = false;
   int64_t newest_step_ = -1;
   double wait_seconds_ = 0;
   bool told_ = false;  // that there is too little memory

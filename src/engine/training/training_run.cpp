@@ -560,4 +560,11 @@ std::optional<StepReport> TrainingRun::finish() {
   return report;
 }
 
+void TrainingRun::take_back(const StepReport& step) {
+  PARKA_REQUIRE(!unfinished_ && !step.applied && step.step == completed_steps_);
+  if (hashed_step_ == completed_steps_) --hashed_step_;  // its update has left everything as it was
+  --completed_steps_;
+  position_ = step.data;
+}
+
 }  // namespace parka

@@ -1,0 +1,85 @@
+"""Steps whose loss or gradients are not finite: what ends the run, what is saved then, and how it goes on."""
+import os
+import re
+import shutil
+import unittest
+
+from parka_runs import RunFolder, faulty_files, learning_curve, metrics, tiny_config, tree_digest
+
+NOT_FINITE = 3
+DIVERGES = 1e30  # a learning rate that makes weights whose next step overflows
+
+
+def checkpoints(folder):
+    return sorted(name for name in os.listdir(folder) if name.startswith("step_"))
+
+
+class BadSteps(RunFolder):
+    def setUp(self):
+        super().setUp()
+        self.run = self.path("run")
+        self.config = tiny_config(self.folder, "parka")
+        self.config["checkpoint"].update(interval=0, keep=1)
+        self.config["optimizer"]["schedule"] = {"kind": "constant"}
+
+    def good_steps(self, *arguments):
+        """Three of them, of a run that then diverges in step 4 and ends in step 5."""
+        self.config["training"]["steps"] = 3
+        self.assert_exit(self.train(self.config, *arguments), 0)
+        self.config["training"]["steps"] = 8
+        self.config["optimizer"]["lr"] = DIVERGES
+
+    def assert_ended(self, result, *words):
+        self.assert_exit(result, NOT_FINITE)
+        for word in words:
+            self.assertRegex(result.stderr.splitlines()[-1], word)
+
+    def test_the_state_before_the_step_is_saved_and_older_checkpoints_stay(self):
+        for ranks in ((), ("--ranks", "2")):
+            with self.subTest(ranks=ranks):
+                self.config["optimizer"]["lr"] = 3e-3
+                self.config["checkpoint"]["folder"] = self.run = self.path(f"run{len(ranks)}")
+                self.good_steps(*ranks)
+                result = self.train(self.config, *ranks)
+                self.assert_ended(result, "step 5: loss .* not both finite", "weights were not changed; step 4 is saved; set training.non_finite")
+                self.assertEqual(checkpoints(self.run), ["step_00000003", "step_00000004"])
+                self.assertEqual([record["step"] for record in metrics(self.run) if not record["applied"]], [5])
+                before = tree_digest(self.run, only=lambda path: path.startswith("step_"))
+                self.assert_ended(self.train(self.config, *ranks), "step 5: loss", "step 4 is saved")
+                self.assertEqual(tree_digest(self.run, only=lambda path: path.startswith("step_")), before)
+
+                shutil.rmtree(os.path.join(self.run, "step_00000004"))
+                self.config["optimizer"]["lr"] = 3e-3
+                self.assert_exit(self.train(self.config, *ranks), 0)
+                self.assertEqual(checkpoints(self.run), ["step_00000008"])  # checkpoint.keep counts again
+                whole = dict(self.config, checkpoint=dict(self.config["checkpoint"], folder=self.path(f"whole{len(ranks)}")))
+                self.assert_exit(self.train(whole, *ranks), 0)
+                self.assertEqual(learning_curve(self.run), learning_curve(whole["checkpoint"]["folder"]))
+
+    def test_the_last_of_too_many_skipped_steps_is_saved(self):
+        self.good_steps()
+        self.config["training"].update(non_finite="skip", max_skipped_steps=2)
+        result = self.train(self.config)
+        self.assert_ended(result, "step 6: loss", "2 steps in a row were skipped .*; step 6 is saved$")
+        self.assertEqual(len(re.findall("; skipped$", result.stderr, re.MULTILINE)), 1)
+        self.assertEqual(checkpoints(self.run), ["step_00000003", "step_00000006"])
+        self.assert_ended(self.train(self.config), "step 8: loss", "step 8 is saved")
+        self.assertEqual([record["step"] for record in metrics(self.run)], list(range(1, 9)))
+
+    def test_a_first_step_leaves_nothing_to_save(self):
+        self.config["model"]["init_std"] = 1e30
+        self.config["model"]["init"] = "normal"
+        result = self.train(self.config)
+        self.assert_ended(result, "step 1: loss", "weights were not changed; set training.non_finite")
+        self.assertEqual(checkpoints(self.run), [])
+
+    def test_a_state_that_cannot_be_saved_ends_the_run_for_the_same_reason(self):
+        self.good_steps()
+        result = self.train(self.config, env=faulty_files("open:*step_00000004*:ENOSPC:1:1000"))
+        self.assert_ended(result, "step 5: loss", "weights were not changed; set training.non_finite")
+        self.assertIn("No space left on device", result.stderr)
+        self.assertEqual(checkpoints(self.run), ["step_00000003"])
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
