@@ -163,7 +163,9 @@ TEST_CASE("a run refuses to go on with other data and names the file", "[engine]
   config.data.checksum = GENERATE(true, false);
   // Long enough for a middle that fingerprints do not look at.
   write_tokens(path, 1000 * kSequence);
-  TrainingRun run(config, *device, alone());
+  int num_progress = 0;
+  TrainingRun run(config, *device, alone(), [&] { ++num_progress; });
+  CHECK((num_progress > 0) == config.data.checksum);
   run.initialize();
   run.step();
   const LoadedCheckpoint checkpoint = saved(run, config.checkpoint.folder, [](auto&) {});

@@ -69,7 +69,7 @@ class TrainCommand {
         device_(std::move(device)),
         gemms_(std::move(gemms)),
         communicator_(launch.make_communicator(*device_)),
-        run_(config, *device_, *communicator_),
+        run_(config, *device_, *communicator_, [this] { launch_.watchdog().at(0, "reading data.train"); }),
         speed_(speed_of(config, run_.model().parameters(), device_->name())),
         records_(started),
         attention_watch_(config),

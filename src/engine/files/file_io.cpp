@@ -143,7 +143,7 @@ std::string Checksum::hex() const {
   return fmt::format("{:016x}{:016x}", hash.high64, hash.low64);
 }
 
-std::string checksum_of(const ReadOnlyFile& file) {
+std::string checksum_of(const ReadOnlyFile& file, const std::function<void()>& progress) {
   constexpr int64_t kPiece = int64_t{4} << 20;
   Checksum checksum;
   std::vector<std::byte> piece;
@@ -151,6 +151,7 @@ std::string checksum_of(const ReadOnlyFile& file) {
     piece.resize(static_cast<size_t>(std::min(kPiece, file.size() - begin)));
     file.read(begin, piece);
     checksum.update(piece);
+    if (progress) progress();
   }
   return checksum.hex();
 }

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -58,8 +59,8 @@ class Checksum {
   std::unique_ptr<State> state_;
 };
 
-// That of all bytes of a file.
-std::string checksum_of(const ReadOnlyFile& file);
+// That of all bytes of a file. Calls `progress` behind every 4 MiB.
+std::string checksum_of(const ReadOnlyFile& file, const std::function<void()>& progress = {});
 
 // A new file, checksummed while it is written. Nothing is durable before sync_and_close().
 class OutputFile {

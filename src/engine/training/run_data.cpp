@@ -10,7 +10,8 @@
 
 namespace parka {
 
-nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator) {
+nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator,
+                              const std::function<void()>& progress) {
   nlohmann::json all = nlohmann::json::array();
   for (const TokenFiles::FileIdentity& identity : files.identities()) {
     all.push_back({{"name", recordable_path(identity.name)},
@@ -28,7 +29,7 @@ nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicat
   for (size_t first = 0; first < opened.size(); first += size) {
     const size_t own = first + rank;
     const std::vector<std::string> of_ranks =
-        communicator.gather_text(own < opened.size() ? checksum_of(*opened[own]) : "");
+        communicator.gather_text(own < opened.size() ? checksum_of(*opened[own], progress) : "");
     for (size_t i = first; i < std::min(first + size, opened.size()); ++i) all[i]["checksum"] = of_ranks[i - first];
   }
   return all;

@@ -1,4 +1,5 @@
 #pragma once
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -11,8 +12,10 @@
 namespace parka {
 
 // What a checkpoint keeps of each training file: name, size and fingerprint, and with data.checksum the XXH3-128 of
-// all its bytes. All ranks must call this: each reads a share of the files.
-nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator);
+// all its bytes. All ranks must call this: each reads a share of the files, and calls `progress` again and again
+// meanwhile.
+nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator,
+                              const std::function<void()>& progress = {});
 
 // What files have in common that are taken for the same: names, sizes and all that is known of their bytes, or
 // names and sizes alone, as those have in which tokens were mended.

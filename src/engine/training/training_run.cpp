@@ -57,14 +57,15 @@ void round_to_bf16(std::vector<float>& values) {
 
 }  // namespace
 
-TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& communicator)
+TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& communicator,
+                         const std::function<void()>& reading_data)
     : config_(config),
       device_(device),
       communicator_(communicator),
       zero_(zero_of(config, communicator.rank(), communicator.size())),
       data_(open_training_files(config)),
       data_fingerprint_(data_.fingerprint()),
-      data_files_(describe_files(data_, config.data.checksum, communicator)),
+      data_files_(describe_files(data_, config.data.checksum, communicator, reading_data)),
       declared_(config, device.kind(), zero_),
       arena_(device, declared_.plan,
              {[&](int64_t bytes) { return communicator.allocate(device, bytes); },

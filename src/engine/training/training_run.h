@@ -64,8 +64,10 @@ struct StepReport {
 class TrainingRun {
  public:
   // Opens the data, declares and allocates everything. The run is at step 0 with undefined weights: call
-  // initialize() or restore(). Throws Error(kBadInput) for data that cannot be used.
-  TrainingRun(const Config& config, Device& device, Communicator& communicator);
+  // initialize() or restore(). Throws Error(kBadInput) for data that cannot be used. Where all of it is read first
+  // (data.checksum), `reading_data` is called again and again meanwhile.
+  TrainingRun(const Config& config, Device& device, Communicator& communicator,
+              const std::function<void()>& reading_data = {});
 
   void initialize();
   // For measuring speed: as initialize(), but parameters of one shape get the same values, which takes a fraction
