@@ -292,6 +292,22 @@ TEST_CASE("a file that the config names is used and kept", "[engine][tuning]") {
   CHECK(has(refusal(run), "made for Card B"));
 }
 
+TEST_CASE("a run whose named file is gone goes on with its own copy", "[engine][tuning]") {
+  Run run;
+  const std::string path = run.config.device.gemm_tuning = run.folder / "given.json";
+  CHECK(has(refusal(run), "device.gemm_tuning: " + path + ": no such file"));
+  write_gemm_tuning(path, choices_for(run.products), run.device);
+  const RunGemms first = run.decide();
+  std::filesystem::remove(path);
+  CHECK(has(refusal(run), "no such file"));  // without a checkpoint the copy is of a run that has not begun
+  run.options.has_checkpoint = true;
+  const RunGemms gemms = run.decide();
+  CHECK(gemms.tuning == first.tuning);
+  CHECK(has(gemms.line, run.kept() + "; " + path + " is gone"));
+  std::filesystem::remove(run.kept());
+  CHECK(has(refusal(run), "no such file"));
+}
+
 TEST_CASE("without tuning nothing is kept, and a damaged file that is kept is refused", "[engine][tuning]") {
   Run run;
   run.begin_long();

@@ -88,7 +88,7 @@ int run_chat(const GenerateOptions& options, const LoadedCheckpoint& checkpoint,
                                 tokenizer.stop_tokens().end());
   const CacheShape shape{1, config.data.sequence_length};
   config.training.micro_batch_size = 1;
-  const std::unique_ptr<Device> device = make_device(config);
+  const std::unique_ptr<Device> device = make_inference_device(config, options.overrides);
   InferenceRun run(*device, checkpoint, config, shape);
 
   Conversation conversation(tokenizer, options.system, shape.max_length);

@@ -25,6 +25,10 @@ bool multiplies_e5m2_by_e5m2(const PrecisionConfig& precision) {
   return precision.gemm != GemmPrecision::kCompute && precision.forward_format == DType::kE5M2;
 }
 
+bool names_tuning_file(const Config& config) {
+  return !config.device.gemm_tuning_is_auto() && !config.device.gemm_tuning_is_off();
+}
+
 void warn_of_file(const std::string& message) { log_line(LogLevel::kWarning, message); }
 
 RunGemmsOptions run_gemms_options(const Config& config, const std::string& config_path, const Launch& launch,
@@ -94,9 +98,31 @@ std::unique_ptr<Device> make_untuned_device(const Config& config, int gpu) {
 
 std::unique_ptr<Device> make_device(const Config& config, int gpu) {
   std::unique_ptr<Device> device = make_untuned_device(config, gpu);
-  const bool names_file = !config.device.gemm_tuning_is_auto() && !config.device.gemm_tuning_is_off();
-  if (device->kind() == DeviceKind::kCuda && names_file) {
+  if (device->kind() == DeviceKind::kCuda && names_tuning_file(config)) {
     choose_gemm_algorithms(*device, read_gemm_tuning(config.device.gemm_tuning, *device));
+  }
+  return device;
+}
+
+std::vector<GemmChoice> inference_gemms(const Config& config, const std::vector<std::string>& overrides,
+                                        const Device& device) {
+  if (!names_tuning_file(config)) return {};
+  const bool is_given = std::ranges::any_of(
+      overrides, [](const std::string& override) { return override.starts_with("device.gemm_tuning="); });
+  try {
+    return read_gemm_tuning(config.device.gemm_tuning, device);
+  } catch (const Error& error) {
+    if (is_given) throw;
+    log_info("GEMM algorithms: cuBLASLt's first choices; those of the training cannot be used: {}", error.what());
+    return {};
+  }
+}
+
+std::unique_ptr<Device> make_inference_device(const Config& config, const std::vector<std::string>& overrides) {
+  std::unique_ptr<Device> device = make_untuned_device(config);
+  if (device->kind() == DeviceKind::kCuda) {
+    const std::vector<GemmChoice> choices = inference_gemms(config, overrides, *device);
+    if (!choices.empty()) choose_gemm_algorithms(*device, choices);
   }
   return device;
 }

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -9,6 +10,7 @@
 #include "engine/commands/commands.h"
 #include "engine/config/config.h"
 #include "kernels/device/device.h"
+#include "kernels/device/gemm_tuning.h"
 
 namespace parka {
 
@@ -29,8 +31,16 @@ void check_head_dims(const Config& config, DeviceKind device);
 // CPU. Throws Error(kBadInput) when the device cannot be had, or check_head_dims() or the tuning file that the
 // config names does not fit.
 std::unique_ptr<Device> make_device(const Config& config, int gpu = 0);
-// The same, whatever device.gemm_tuning says: cuBLASLt's first choices.
+// The same for what uses a checkpoint and does not train, with inference_gemms().
+std::unique_ptr<Device> make_inference_device(const Config& config, const std::vector<std::string>& overrides);
+// The same as make_device(), whatever device.gemm_tuning says: cuBLASLt's first choices.
 std::unique_ptr<Device> make_untuned_device(const Config& config, int gpu = 0);
+
+// The algorithms of the tuning file that `config` names, which is that of a checkpoint changed by `overrides`. Throws
+// Error(kBadInput) if an override names a file that cannot be used. One that the checkpoint names was for its training:
+// where that cannot be used there are none, and the log says why.
+std::vector<GemmChoice> inference_gemms(const Config& config, const std::vector<std::string>& overrides,
+                                        const Device& device);
 
 // Where device.gemm_tuning is auto: makes the GPU use the file for it that a run of the config would take, if there
 // is one. Returns `config` with what is used in its place: that file, or off.

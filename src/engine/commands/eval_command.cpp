@@ -150,7 +150,7 @@ int run_eval(const EvalOptions& options) {
     throw_bad_input("--predictions needs tasks, and there are none; give some with --tasks");
   }
   check_output(options.predictions);
-  const std::unique_ptr<Device> device = make_device(config);
+  const std::unique_ptr<Device> device = make_inference_device(config, options.overrides);
   InferenceRun run(*device, checkpoint, config);
   const Evaluated evaluated = evaluate(*device, run, suite, options);
   if (options.json) {

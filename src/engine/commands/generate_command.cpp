@@ -158,7 +158,7 @@ int run_generate(const GenerateOptions& options) {
   if (image_prompt) generation.images = &image_prompt->images;
   config.training.micro_batch_size = 1;
   config.data.sequence_length = std::max(shape.max_length, shape.num_slots);  // a step has a row for each slot
-  const std::unique_ptr<Device> device = make_device(config);
+  const std::unique_ptr<Device> device = make_inference_device(config, options.overrides);
   InferenceRun run(*device, checkpoint, config, shape);
   if (prompts.size() == 1 && !options.json) {
     if (!codec) {

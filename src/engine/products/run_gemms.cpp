@@ -119,9 +119,23 @@ class Decision {
 
   RunGemms use_given() const {
     const std::string& path = config_.device.gemm_tuning;
+    if (!file_exists(path)) return do_without(path);
     const std::string text = read_text(path, kLargestFile);
     require_for(parse_gemm_tuning(text, path), device_, path);
     return keep(text, fmt::format("those of {}", path));
+  }
+
+  // The run has its own copy of a file that it has used.
+  RunGemms do_without(const std::string& path) const {
+    if (!options_.has_checkpoint || !file_exists(kept_)) {
+      throw_bad_input(
+          "device.gemm_tuning: {}: no such file; name one that `parka tune` has written, or give auto, which finds one "
+          "or makes it",
+          path);
+    }
+    RunGemms gemms = use_kept(count_missing(load_kept(), products_));
+    gemms.line += fmt::format("; {} is gone", path);
+    return gemms;
   }
 
   // As a run does that has used no algorithms on this GPU.
