@@ -365,8 +365,7 @@ TEST_CASE("a run that takes back a bad step is as it was before it", "[engine][t
       for (const char* recipe : {"fp32", "parka"}) {
         CAPTURE(queues, batch, recipe);
         const TemporaryFolder folder;
-        const std::unique_ptr<Device> device =
-            queues ? std::make_unique<DeviceThatQueues>() : make_cpu_device();
+        const std::unique_ptr<Device> device = queues ? std::make_unique<DeviceThatQueues>() : make_cpu_device();
         Config config = tiny_config(folder.path().string(), recipe);
         config.training.global_batch_size = batch;
         config.model.norm = NormKind::kRmsNorm;

@@ -36,9 +36,9 @@ std::unique_ptr<Device> make_inference_device(const Config& config, const std::v
 // The same as make_device(), whatever device.gemm_tuning says: cuBLASLt's first choices.
 std::unique_ptr<Device> make_untuned_device(const Config& config, int gpu = 0);
 
-// The algorithms of the tuning file that `config` names, which is that of a checkpoint changed by `overrides`. Throws
-// Error(kBadInput) if an override names a file that cannot be used. One that the checkpoint names was for its training:
-// where that cannot be used there are none, and the log says why.
+// The algorithms of the tuning file that `config` names, which is that of a checkpoint changed by `overrides`.
+// Throws Error(kBadInput) if an override names a file that cannot be used. One that the checkpoint names was for
+// its training: where that cannot be used there are none, and the log says why.
 std::vector<GemmChoice> inference_gemms(const Config& config, const std::vector<std::string>& overrides,
                                         const Device& device);
 

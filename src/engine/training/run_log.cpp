@@ -92,7 +92,8 @@ void throw_bad_step(const StepReport& report, const Config& config, int64_t skip
                                           "; set training.non_finite=skip to skip such steps");
   }
   throw Error(ExitCode::kNonFinite,
-              what + fmt::format("; {} steps in a row were skipped (training.max_skipped_steps)", skipped_in_a_row) +
+              what +
+                  fmt::format("; {} steps in a row were skipped (training.max_skipped_steps)", skipped_in_a_row) +
                   saved);
 }
 

@@ -17,7 +17,8 @@ void log_data(const TokenFiles& data, const Config& config);
 
 // Whether the config ends the run at a step whose loss or gradients are not finite, the last of `skipped_in_a_row`.
 bool ends_run(const Config& config, int64_t skipped_in_a_row);
-// Throws Error(kNonFinite) for that step. `saved_step`: that of the newest checkpoint, if the state before is in one.
+// Throws Error(kNonFinite) for that step. `saved_step`: that of the newest checkpoint, if the state before is in
+// one.
 [[noreturn]] void throw_bad_step(const StepReport& report, const Config& config, int64_t skipped_in_a_row,
                                  std::optional<int64_t> saved_step);
 // Of a step that was skipped, because it is not finite or a spike.

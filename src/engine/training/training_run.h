@@ -118,8 +118,8 @@ class TrainingRun {
   std::optional<StepReport> step();
   // The report of a step that step() has not reported yet, if there is one. Waits for it.
   std::optional<StepReport> finish();
-  // After a step that was not applied: the run is as it was before it, to be saved. It must be the last one, with none
-  // unfinished, and no other can follow.
+  // After a step that was not applied: the run is as it was before it, to be saved. It must be the last one, with
+  // none unfinished, and no other can follow.
   void take_back(const StepReport& step);
   int64_t completed_steps() const { return completed_steps_; }  // queued ones count
 
