@@ -24,15 +24,8 @@ tokens=${TOKENS:-300000000} batch=${BATCH:-64} length=${LENGTH:-2048}
 read -ra seeds <<< "${SEEDS:-1 2 3}"
 steps=$((tokens / (batch * length)))
 
-make_tokenizer "${VOCABULARY:-32768}"
-held_out=${HELD_OUT:-0}
-wanted=(--max-tokens "$tokens")
-[ "$held_out" = 0 ] || wanted=(--eval-fraction "$held_out")  # of all documents
-make_tokens "${wanted[@]}" --tokenizer "$tokenizer" --utf8-only
-read -r vocabulary epochs < <("$python" -c '
-import json, sys
-data = json.load(open(sys.argv[1]))
-print(data["padded_vocab_size"], round(int(sys.argv[2]) / data["train"]["tokens"], 1))' "$work/tokens/data.json" "$tokens")
+held_out=${HELD_OUT:-0}  # of all documents
+make_bpe_tokens "${VOCABULARY:-32768}" "$tokens" "$held_out"
 case $epochs in
   0.* | 1.0) ;;
   *) echo "equal_loss.sh: the text is read $epochs times; give more text, or lower TOKENS" >&2 ;;

@@ -6,6 +6,7 @@
 # over the same batches. RUNs, the text and the model are those of loss_gap.sh beside this; all RUNs have one recipe's optimizer
 # states and master weights, as they share a checkpoint. From the environment:
 #   AT      step from which runs go on (default 800)
+#   VOCABULARY  of a BPE tokenizer, and HELD_OUT, as in equal_loss.sh (default: bytes)
 #   TOKENS  of a whole run (default 300 million); SEEDS (default "1 2")
 #   BATCH   sequences of a step (default 64); LENGTH of a sequence (default 2048)
 # and PARKA, PYTHON, MODEL and GPUS as in paired_runs.sh. OUT gets the runs' metrics, fork_gap.jsonl, a line for each run and seed
@@ -21,9 +22,14 @@ steps=$((tokens / (batch * length)))
 [[ $at =~ ^[1-9][0-9]*$ && $at -lt $steps ]] ||
   { echo "fork_gap.sh: AT=$at is no step before the last of $steps; change AT or TOKENS" >&2; exit 2; }
 read -ra seeds <<< "${SEEDS:-1 2}"
-make_tokens --max-tokens "$tokens"
+if [ -n "${VOCABULARY:-}" ]; then
+  make_bpe_tokens "$VOCABULARY" "$tokens" "${HELD_OUT:-0}"
+else
+  vocabulary=272
+  make_tokens --max-tokens "$tokens"
+fi
 shared_keys "$length" "$batch" "$steps"
-shared+=" model.vocab_size=272 training.micro_batch_size=32"
+shared+=" model.vocab_size=$vocabulary training.micro_batch_size=32"
 
 of_seed() { echo "training.seed=$1,data.seed=$1"; }
 forked="$work/forked_at.txt"

@@ -33,6 +33,20 @@ make_tokens() {
   [ -e "$work/tokens/train-00000.npy" ] || "$python" scripts/prepare_data.py "$text" --out "$work/tokens" "$@" "${text_files[@]}"
 }
 
+# make_bpe_tokens IDS TOKENS HELD_OUT: of the text, with a BPE tokenizer of up to IDS ids that is trained on it: TOKENS, or all
+# where that share of the documents, other than 0, is held out. `vocabulary` gets the model's, and `epochs` how often TOKENS are
+# read them all.
+make_bpe_tokens() {
+  make_tokenizer "$1"
+  local wanted=(--max-tokens "$2")
+  [ "$3" = 0 ] || wanted=(--eval-fraction "$3")
+  make_tokens "${wanted[@]}" --tokenizer "$tokenizer" --utf8-only
+  read -r vocabulary epochs < <("$python" -c '
+import json, sys
+data = json.load(open(sys.argv[1]))
+print(data["padded_vocab_size"], round(int(sys.argv[2]) / data["train"]["tokens"], 1))' "$work/tokens/data.json" "$2")
+}
+
 # shared_keys LENGTH BATCH STEPS: what all runs have; the config has the rest.
 shared_keys() {
   shared="data.eval=[] data.sequence_length=$1 training.eval_interval=0 training.global_batch_size=$2 training.log_interval=100
