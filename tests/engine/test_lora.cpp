@@ -191,7 +191,21 @@ TEST_CASE("a checkpoint of adapters holds them alone, and goes on beside its bas
     InferenceRun moved_run(*device, open_checkpoint(there), config);
     CHECK(evaluate_loss(*device, moved_run.model(), again.data(), 1, 8, alone(), {}).loss ==
           evaluate_loss(*device, again.model(), again.data(), 1, 8, alone(), {}).loss);
-    fs::rename(base.path() + ".away", base.path());
+    // The base alone, to where the config says: a checkpoint, or the folder with it.
+    const std::string away = base.path() + ".away", other_folder = folder / "other";
+    const std::string within = other_folder + "/" + fs::path(base.path()).filename().string();
+    fs::create_directory(other_folder);
+    for (const auto& [given, place] : {std::pair(away, away), std::pair(other_folder, within)}) {
+      if (place != away) fs::rename(away, place);
+      Config renamed = config;
+      renamed.checkpoint.init_from = given;
+      TrainingRun there_too(renamed, *device, alone());
+      there_too.restore(checkpoint);
+      CHECK((bytes_of(there_too) == bytes_of(again)));
+      CHECK(there_too.snapshot().state.at(kBaseKey).at("checkpoint") == place);
+      CHECK(there_too.config().checkpoint.init_from == given);
+    }
+    fs::rename(within, base.path());
     // Another base, or none.
     std::filesystem::rename(base.path(), base.path() + ".away");
     CHECK(refusal([&] { open_checkpoint(checkpoint.path()); }).find("is gone") != std::string::npos);

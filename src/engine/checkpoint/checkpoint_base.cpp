@@ -29,16 +29,25 @@ std::string manifest_checksum(const std::string& path) {
 bool is_there(const std::string& path) { return file_exists(path + "/" + std::string(kManifestName)); }
 
 // The checkpoints that a base may be that is named by `path`: what lies there, and, when both have moved together,
-// what lies beside the run of `checkpoint`, or beside a checkpoint that is of none, by that name.
-std::vector<std::string> candidates(const LoadedCheckpoint& checkpoint, const std::string& path) {
+// what lies beside the run of `checkpoint`, or beside a checkpoint that is of none, by that name, and `elsewhere`,
+// itself or in it.
+std::vector<std::string> candidates(const LoadedCheckpoint& checkpoint, const std::string& path,
+                                    const std::string& elsewhere) {
   const auto plain = [](const fs::path& p) { return (p / "").lexically_normal().parent_path(); };
   const fs::path own = plain(fs::absolute(checkpoint.path())), named = plain(path);
   const fs::path beside = (run_folder_of(own).empty() ? own : own.parent_path()).parent_path();
   const fs::path within = run_folder_of(named).empty() ? "" : named.parent_path().filename();
   std::vector<std::string> all = {path, (beside / within / named.filename()).string()};
-  std::erase_if(all, [](const std::string& candidate) { return !is_there(candidate); });
-  if (all.size() == 2 && fs::equivalent(all[0], all[1])) all.pop_back();
-  return all;
+  if (!elsewhere.empty()) {
+    const fs::path given = plain(fs::absolute(elsewhere));
+    all.insert(all.end(), {given.string(), (given / named.filename()).string()});
+  }
+  std::vector<std::string> found;
+  for (const std::string& candidate : all) {
+    const auto is_same = [&](const std::string& other) { return fs::equivalent(candidate, other); };
+    if (is_there(candidate) && std::ranges::none_of(found, is_same)) found.push_back(candidate);
+  }
+  return found;
 }
 
 }  // namespace
@@ -50,19 +59,19 @@ nlohmann::json describe_base(const LoadedCheckpoint& base) {
 
 bool has_base(const LoadedCheckpoint& checkpoint) { return checkpoint.state().contains(kBaseKey); }
 
-void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group) {
-  if (!has_base(checkpoint)) return;
+nlohmann::json attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group, const std::string& elsewhere) {
+  if (!has_base(checkpoint)) return {};
   const nlohmann::json& described = checkpoint.state().at(kBaseKey);
   const bool is_known = described.is_object() && described.contains("checkpoint") &&
                         described.contains("checksum") && described.at("checkpoint").is_string() &&
                         described.at("checksum").is_string();
   if (!is_known) throw_bad_input("{}: \"{}\" in its state does not name a checkpoint", checkpoint.path(), kBaseKey);
   const auto named = described.at("checkpoint").get<std::string>();
-  const std::vector<std::string> found = candidates(checkpoint, named);
+  const std::vector<std::string> found = candidates(checkpoint, named, elsewhere);
   if (found.empty()) {
     throw_bad_input(
         "{}: has what was trained alone, and the checkpoint with the other weights is gone: {}; put it back there, or "
-        "beside this run",
+        "beside this run, or to train on name its place in checkpoint.init_from",
         checkpoint.path(), named);
   }
   const auto path = std::ranges::find(found, described.at("checksum").get<std::string>(), manifest_checksum);
@@ -75,7 +84,9 @@ void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group) {
   for (const ParameterInfo& p : make_parameter_table(config_of(checkpoint, {}).model, false).all) {
     names.push_back(p.name);
   }
+  nlohmann::json where = *path == named ? described : describe_base(*base);
   checkpoint.set_base(std::move(base), names);
+  return where;
 }
 
 }  // namespace parka

@@ -1,4 +1,6 @@
 #pragma once
+#include <string>
+
 #include <nlohmann/json.hpp>
 
 #include "engine/checkpoint/checkpoint.h"
@@ -16,8 +18,10 @@ nlohmann::json describe_base(const LoadedCheckpoint& base);
 // Whether the checkpoint's weights are in part in another one.
 bool has_base(const LoadedCheckpoint& checkpoint);
 
-// Makes the base's weights those of the checkpoint too, if it has a base. Throws Error(kBadInput) where that is
-// gone, damaged or another one. All ranks of the group must call this.
-void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group);
+// Makes the base's weights those of the checkpoint too, if it has a base. It is looked for where the checkpoint
+// names it, beside the checkpoint's run, and at `elsewhere`, a checkpoint or run folder. Returns what describes the
+// base where it was found; null: there is none. Throws Error(kBadInput) where it is gone, damaged or another one.
+// All ranks of the group must call this.
+nlohmann::json attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group, const std::string& elsewhere = {});
 
 }  // namespace parka

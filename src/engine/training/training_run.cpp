@@ -49,6 +49,13 @@ bool is_same_source(const std::string& one, const std::string& other) {
   return name(one) == name(other);
 }
 
+// Whether the checkpoint at `found` is what checkpoint.init_from names, itself or the folder that it is in.
+bool is_named_by(const std::string& init_from, const fs::path& found) {
+  if (init_from.empty()) return false;
+  const fs::path given = (fs::absolute(init_from) / "").lexically_normal().parent_path();
+  return given == found || given == found.parent_path();
+}
+
 void round_to_bf16(std::vector<float>& values) {
   parallel_for(static_cast<int64_t>(values.size()), 1 << 16, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) values[i] = decode_bf16(encode_bf16(values[i]));
@@ -58,20 +65,21 @@ void round_to_bf16(std::vector<float>& values) {
 }  // namespace
 
 TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& communicator,
-                         const std::function<void()>& reading_data)
+                         std::function<void()> reading)
     : config_(config),
       device_(device),
       communicator_(communicator),
       zero_(zero_of(config, communicator.rank(), communicator.size())),
       data_(open_training_files(config)),
       data_fingerprint_(data_.fingerprint()),
-      data_files_(describe_files(data_, config.data.checksum, communicator, reading_data)),
+      data_files_(describe_files(data_, config.data.checksum, communicator, reading)),
       declared_(config, device.kind(), zero_),
       arena_(device, declared_.plan,
              {[&](int64_t bytes) { return communicator.allocate(device, bytes); },
               [&](void* memory) { communicator.release(device, memory); }}),
       queue_(config_, zero_, declared_, arena_, device, communicator),
-      spikes_(config.training.spike_window, config.training.spike_sigma) {
+      spikes_(config.training.spike_window, config.training.spike_sigma),
+      reading_(std::move(reading)) {
   place_ = fmt::format("rank {} ({})", communicator.rank(), device.name());
   watch_state();
   start_loader({});
@@ -326,11 +334,15 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   }
   if (has_base(checkpoint)) {
     LoadedCheckpoint whole = checkpoint;
-    attach_base(whole, {.rank = communicator_.rank(),
-                        .size = communicator_.size(),
-                        .gather = [this](const std::string& text) { return communicator_.gather_text(text); }});
+    nlohmann::json base =
+        attach_base(whole,
+                    {.rank = communicator_.rank(),
+                     .size = communicator_.size(),
+                     .gather = [this](const std::string& text) { return communicator_.gather_text(text); },
+                     .progress = reading_},
+                    config_.checkpoint.init_from);
     read_weights(whole, Config());  // what is added comes with the rest
-    use_base(checkpoint.state().at(kBaseKey));
+    use_base(std::move(base));
   } else if (config_.finetune.base != BaseFormat::kCompute) {
     throw_bad_input(
         "{}: names no checkpoint with the weights of finetune.base = {}; start a new run from it with "
@@ -338,7 +350,9 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
         checkpoint.path(), name_of(config_.finetune.base));
   }
   const std::string source = config_of(checkpoint, {}).checkpoint.init_from;
-  if (!is_same_source(source, config_.checkpoint.init_from)) config_.checkpoint.init_from = source;
+  std::string& given = config_.checkpoint.init_from;
+  const bool is_base = has_base(checkpoint) && is_named_by(given, base_.at("checkpoint").get<std::string>());
+  if (!is_base && !is_same_source(source, given)) given = source;
   std::unordered_map<std::string, NamedTensor> wanted;
   for (const NamedTensor& tensor : tensors()) wanted.emplace(tensor.name, tensor);
   for (const SafetensorsEntry& entry : checkpoint.tensors()) {

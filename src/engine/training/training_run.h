@@ -65,9 +65,8 @@ class TrainingRun {
  public:
   // Opens the data, declares and allocates everything. The run is at step 0 with undefined weights: call
   // initialize() or restore(). Throws Error(kBadInput) for data that cannot be used. Where all of it is read first
-  // (data.checksum), `reading_data` is called again and again meanwhile.
-  TrainingRun(const Config& config, Device& device, Communicator& communicator,
-              const std::function<void()>& reading_data = {});
+  // (data.checksum), and while restore() reads a base, `reading` is called again and again.
+  TrainingRun(const Config& config, Device& device, Communicator& communicator, std::function<void()> reading = {});
 
   void initialize();
   // For measuring speed: as initialize(), but parameters of one shape get the same values, which takes a fraction
@@ -231,6 +230,7 @@ class TrainingRun {
   int64_t applied_steps_ = 0;  // updates done: what bias correction counts
   double last_norm_ = 0;       // of the newest finished step
   SpikeGuard spikes_;
+  std::function<void()> reading_;
   std::optional<UnfinishedStep> unfinished_;
   std::unique_ptr<Mark> step_began_;  // where the oldest unfinished step begins
   std::chrono::steady_clock::time_point step_began_at_;
