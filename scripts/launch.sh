@@ -47,15 +47,16 @@ fi
 
 # mpirun answers SIGTERM and Ctrl-C by killing its ranks a second later, and hands SIGUSR1 on to them, as srun and parka
 # do: parka then saves and stops. Running them under setsid keeps a terminal's Ctrl-C from it.
-child="" stopping="" asker="" pause=""
-# Every second: what the child gets before it can answer is lost, and asking again is harmless.
+child="" stopping="" asker="" pause="" interrupted=""
+before_it_answers=$((128 + $(kill -l USR1)))  # the code of what SIGUSR1 ended, because it had no handler yet
+# Every second: what mpirun gets before it can answer is lost, and asking again is harmless.
 ask() {
   [ -z "$asker" ] || return 0
   while kill -USR1 "$child"; do sleep 1; done >/dev/null 2>&1 &
   asker=$!
 }
 stop() {
-  stopping=$1
+  stopping=$1 interrupted=1
   say "$1: asking the run to save and stop"
   [ -z "$child" ] || ask
   [ -z "$pause" ] || kill "$pause" 2>/dev/null
@@ -76,15 +77,16 @@ for ((start = 0; ; start++)); do
   fi
   say "starting: ${command[*]}"
   # mpirun takes its handler of SIGUSR1 away before it ends. Asked again then, it would die of the signal, and its code be lost.
-  ([[ ${command[0]} != mpirun ]] || trap '' USR1; exec setsid "${command[@]}") &
+  # parka sets its own whatever it inherits; srun has one.
+  ([ -n "$slurm" ] || trap '' USR1; exec setsid "${command[@]}") &
   child=$!
   [ -z "$stopping" ] || ask  # a signal came since
-  # A signal to this script interrupts `wait`, which must then be called again.
-  wait "$child"
-  code=$?
-  while kill -0 "$child" 2>/dev/null; do
+  # A signal to this script interrupts `wait`, which must then be called again. It knows the code of a child that has ended, too.
+  while :; do
+    interrupted=""
     wait "$child"
     code=$?
+    [ -n "$interrupted" ] || break
   done
   child=""
   [ -z "$asker" ] || kill "$asker" 2>/dev/null
@@ -94,6 +96,10 @@ for ((start = 0; ; start++)); do
   fi
   if [ "$code" -eq 75 ]; then
     say "saved and stopped, not done (exit code 75): the same command continues the run"
+    exit 75
+  fi
+  if [ -n "$stopping" ] && [ "$code" -eq "$before_it_answers" ]; then
+    say "ended before it had begun, after $stopping (exit code 75): the same command continues the run"
     exit 75
   fi
   if [ -n "$stopping" ]; then

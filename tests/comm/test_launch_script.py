@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import unittest
@@ -137,6 +138,37 @@ while :; do sleep 0.05; done
         (self.folder / "answers").touch()
         _, errors = process.communicate(timeout=60)
         self.assertEqual(process.returncode, STOPPED, errors)
+
+    def test_a_signal_before_the_ranks_can_answer_stops_the_run(self):
+        self.write("program", """#!/usr/bin/env bash
+touch "$FOLDER/waiting"
+while :; do sleep 0.05; done
+""")
+        process = self.start("", "-np", "2", "--", "run")
+        self.wait_for("waiting")
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, STOPPED, errors)
+        self.assertIn("ended before it had begun, after SIGTERM", errors)
+
+    def test_a_run_that_ends_as_it_is_asked_to_stop_keeps_its_code(self):
+        self.write("run", f"#!{sys.executable}" + """
+import os, signal
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(int(os.environ["CODES"])))
+open(os.environ["FOLDER"] + "/waiting", "w").close()
+while True:
+    signal.pause()
+""")
+        (self.folder / "mpirun").unlink()
+        for tool in ("bash", "cat", "grep", "setsid", "sleep"):
+            (self.folder / tool).symlink_to(shutil.which(tool))
+        for code in ("75", "0") * 10:  # one in twenty had another
+            (self.folder / "waiting").unlink(missing_ok=True)
+            process = self.start(code, "--", "run", PATH=str(self.folder))
+            self.wait_for("waiting")
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=60)
+            self.assertEqual(process.returncode, int(code), errors)
 
     def wait_for(self, name):
         end = time.monotonic() + 30
