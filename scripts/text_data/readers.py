@@ -16,7 +16,7 @@ import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Callable, Iterator
+from typing import BinaryIO, Callable, Iterable, Iterator
 
 from python_packages import advice
 
@@ -131,13 +131,16 @@ class InputFile:
     def __init__(self, path: Path, reading: Reading):
         self.path, self._reading = path, reading
         self._raw: BinaryIO | None = None  # the file as it is stored
+        self._table_position: int | None = None  # of a table
         self.is_binary = False  # valid once documents() has ended: nothing was read
         self.place = str(path)  # of the last document
 
     @property
     def position(self) -> int:
-        """Bytes read of the stored file."""
-        return self._raw.tell() if self._raw is not None and not self._raw.closed else 0
+        """Bytes read of the stored file. A table is read ahead of its rows: there it is how far the last row lies in the file."""
+        if self._raw is None or self._raw.closed:
+            return 0
+        return self._raw.tell() if self._table_position is None else self._table_position
 
     def documents(self) -> Iterator[bytes]:
         try:
@@ -231,7 +234,7 @@ class InputFile:
         number = 0
         try:
             with self._raw:
-                for row in table_rows(pyarrow, self._raw, kind, fields, self.path):
+                for row, self._table_position in table_rows(pyarrow, self._raw, kind, fields, self.path):
                     number += 1
                     self.place = place = f"{self.path}, row {number}"
                     document = self._document_of(without_nulls(row) if self._reading.chat else row, place)
@@ -287,27 +290,47 @@ def holds_json(file: BinaryIO, any_json: bool) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
 
 
-def table_rows(pyarrow, file: BinaryIO, kind: str, fields: list[str], path: Path) -> Iterator[dict]:
-    """The rows with the values of these columns, of which the first must be there."""
+def table_rows(pyarrow, file: BinaryIO, kind: str, fields: list[str], path: Path) -> Iterator[tuple[dict, int]]:
+    """The rows with the values of these columns, of which the first must be there, and about where in the file each ends."""
     stream = kind == "arrow" and file.read(6) != b"ARROW1"
     file.seek(0)
     if kind == "parquet":
         table = pyarrow.parquet.ParquetFile(file)
         schema = table.schema_arrow
         pieces = table.iter_batches(TABLE_ROWS, columns=fields, use_threads=False)
+        placed = with_shares(pieces, table.metadata.num_rows, os.fstat(file.fileno()).st_size)
     elif stream:
-        table = pieces = pyarrow.ipc.open_stream(file)
+        table = pyarrow.ipc.open_stream(file)
         schema = table.schema
+        placed = with_places(table, file)
     else:
         table = pyarrow.ipc.open_file(file)
         schema = table.schema
-        pieces = map(table.get_batch, range(table.num_record_batches))
+        placed = with_places(map(table.get_batch, range(table.num_record_batches)), file)
     if fields[0] not in schema.names:
         raise InputError(f"{path}: has no column {fields[0]}; it has {', '.join(schema.names)}")
-    for piece in pieces:
+    for piece, first, last in placed:
         piece = piece.select([name for name in fields if name in schema.names])
         for start in range(0, len(piece), TABLE_ROWS):
-            yield from piece.slice(start, TABLE_ROWS).to_pylist()
+            for number, row in enumerate(piece.slice(start, TABLE_ROWS).to_pylist(), start + 1):
+                yield row, first + (last - first) * number // len(piece)
+
+
+def with_shares(pieces: Iterable, rows: int, size: int) -> Iterator[tuple]:
+    """(piece, where it begins, where it ends) of a Parquet file, by its share of the rows: the bytes of a column lie together,
+    and columns that nobody asks for are not read."""
+    done = 0
+    for piece in pieces:
+        first, done = done, done + len(piece)
+        yield piece, size * first // max(rows, 1), size * done // max(rows, 1)
+
+
+def with_places(pieces: Iterable, file: BinaryIO) -> Iterator[tuple]:
+    """The same of an Arrow table, whose pieces lie one behind the other, each with all of its columns."""
+    last = 0
+    for piece in pieces:
+        first, last = last, file.tell()
+        yield piece, first, last
 
 
 def without_nulls(value: object) -> object:

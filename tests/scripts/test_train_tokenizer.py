@@ -9,13 +9,18 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 try:
-    import numpy  # noqa: F401
+    import numpy
     from tokenizers import Tokenizer
 except ImportError as error:
     print(f"skipped: {error}")
     sys.exit(77)
+try:
+    import pyarrow.parquet
+except ImportError:
+    pyarrow = None
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -81,6 +86,24 @@ class TrainTokenizer(unittest.TestCase):
             self.assertEqual(of_packed, of_plain)
             taken = len("".join(of_plain))
             self.assertTrue(min(limit, whole) // 2 < taken <= min(limit, whole), taken)
+
+    @unittest.skipIf(pyarrow is None, "pyarrow is missing")
+    def test_tables_are_thinned_by_what_their_rows_hold(self):
+        """Parquet is read ahead of its rows, and a large column beside the text is not read at all."""
+        texts = [f"{i} " + "some words of a document " * 20 for i in range(8000)]
+        whole = sum(map(len, texts))
+        random = numpy.random.default_rng(1)
+        columns = {"packed": {"text": texts}, "beside": {"text": texts, "image": [random.bytes(4000) for _ in texts]}}
+        for name, content in columns.items():
+            table = pyarrow.table(content)
+            pyarrow.parquet.write_table(table, self.folder / f"{name}.parquet", compression="zstd")
+            for kind, make in (("file", pyarrow.ipc.new_file), ("stream", pyarrow.ipc.new_stream)):
+                with make(self.folder / f"{name}.{kind}.arrow", table.schema) as writer:
+                    writer.write_table(table)
+        with mock.patch.object(train_tokenizer, "MEASURED_BYTES", whole // 20):
+            for path in [*self.folder.glob("*.parquet"), *self.folder.glob("*.arrow")]:
+                with self.subTest(path.name):
+                    self.assertAlmostEqual(train_tokenizer.text_bytes([path], Reading("text")) / whole, 1, delta=0.02)
 
     def test_the_fewest_ids_are_the_bytes_and_the_end(self):
         for number, options in enumerate((["--vocab-size", "257"], [])):
