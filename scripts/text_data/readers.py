@@ -52,12 +52,17 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: C
                 visible = [f for f in folders if not f.startswith(".")]
                 folders[:] = sorted(f for f in visible if (Path(folder) / f).resolve() != out)
                 links += [Path(folder) / f for f in folders if os.path.islink(Path(folder) / f)]
-                for name in data_set_files(Path(folder), names) or sorted(names):
+                named = data_set_files(Path(folder), names)
+                for name in named or sorted(names):
                     path = Path(folder) / name
                     if name == out.name and path.resolve() == out:
                         continue
-                    if is_wanted_name(path.relative_to(given), patterns) and os.path.isfile(path):
+                    if not is_wanted_name(path.relative_to(given), patterns):
+                        continue
+                    if os.path.isfile(path):
                         yield path
+                    else:
+                        refuse_missing(path, out, bool(named))
         else:
             refuse_address(given)
             raise InputError(f"{given}: no such file or folder, or not one that you may read")
@@ -65,6 +70,18 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: C
     if left_out := [link for link in links if not is_below(link.resolve(), searched)]:
         others = f" and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
         print_line(f"{left_out[0]}{others}: links to folders are not followed; to have their files, give these folders, too")
+
+
+def refuse_missing(path: Path, out: Path, named: bool) -> None:
+    """Of what is no file in a folder: pipes and the like are left out, but what should be a file would be missed."""
+    if os.path.islink(path) and not os.path.exists(path):
+        if os.path.realpath(path) != str(out):
+            raise InputError(
+                f"{path}: is a link to {os.readlink(path)}, which is not there or cannot be reached; fetch that, or remove the link, "
+                "or choose other files with --include"
+            )
+    elif named:
+        raise InputError(f"{path}: is not there, but state.json beside it names it; fetch it, or save the data set again")
 
 
 def is_below(folder: Path, searched: list[Path]) -> bool:

@@ -80,6 +80,20 @@ class PrepareDataTest(Preparation):
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         self.assertEqual(self.ids(), ids_of("first", "third", "second"))
 
+    def test_a_link_to_a_file_that_is_not_there_is_named(self):
+        self.write("in/a.txt", "first")
+        self.write("blob", "second")
+        for name, target in (("in/b.txt", "../blob"), ("in/.c.txt", "nowhere"), ("in/d.bin", "nowhere")):
+            (self.folder / name).symlink_to(target)
+        os.mkfifo(self.folder / "in/pipe")
+        self.refuse(f"{self.folder}/in/d.bin: is a link to nowhere, which is not there or cannot be reached", self.folder / "in")
+        self.prepare(self.folder / "in", "--include", "*.txt")
+        self.assertEqual(self.ids(), ids_of("first", "second"))
+        (self.folder / "in/d.bin").unlink()
+        (self.folder / "in/d.bin").symlink_to("d.bin")  # a circle
+        self.out = self.folder / "other"
+        self.refuse(f"{self.folder}/in/d.bin: is a link to d.bin, which is not there or cannot be reached", self.folder / "in")
+
     def test_the_summary_counts_in_words(self):
         for name, text in (("a", "first"), ("b", "first"), ("c", "second\n"), ("d", "")):
             self.write(f"in/{name}.txt", text)

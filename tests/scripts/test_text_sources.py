@@ -173,6 +173,17 @@ class Sources(Files):
             with self.subTest(message=message):
                 self.refuse(message, *arguments)
 
+    def test_a_table_that_a_data_set_lacks_is_named(self):
+        folder = self.write_data_set("saved", TEXTS)
+        missing = folder / "data-00000-of-00002.arrow"
+        missing.unlink()
+        self.refuse(f"{missing}: is not there, but state.json beside it names it; fetch it", folder, *FIELD)
+        self.refuse(f"{missing}: is not there", self.folder, *FIELD)
+        missing.symlink_to("../blobs/of_00000")
+        self.refuse(f"{missing}: is a link to ../blobs/of_00000, which is not there", folder, *FIELD)
+        found = self.bytes_of(folder, *FIELD, "--include", "data-00001-*")  # the other one was not asked for
+        self.assertEqual(found, self.bytes_of(folder / "data-00001-of-00002.arrow", *FIELD))
+
     def test_conversations_from_a_table(self):
         chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes", "weight": 1}]
                  for i in range(20)]

@@ -163,6 +163,11 @@ class TrainTokenizer(unittest.TestCase):
         first = self.trained("text/t.json").read_bytes()
         self.assertEqual(self.trained("text/t.json").read_bytes(), first)
 
+    def test_a_link_among_the_text_may_lead_to_where_it_writes(self):
+        (self.folder / "text" / "link").symlink_to("../made")
+        self.trained("text/link")
+        self.assertTrue((self.folder / "made").is_file())
+
 
 if __name__ == "__main__":
     unittest.main()
