@@ -6,6 +6,8 @@ The text is tokenized as a whole. What the assistant says is a target, up to the
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import re
@@ -17,6 +19,7 @@ import numpy as np
 from python_packages import advice
 
 from .common import InputError, one_line
+from .readers import in_one_form
 from .special_tokens import special_tokens_of, tokenizer_config
 from .tokenizer import Span
 
@@ -106,13 +109,36 @@ class ChatTemplate:
             result.append((ids, marks))
         return result
 
+    def digest(self, document: bytes, place: str) -> bytes:
+        """Of a conversation, in two halves. The first, for parts.is_held_out, is of roles and words alone: whatever else
+        messages have, as times or the ids of calls, those with the same words are in the same split with every template. The
+        second, for parts.is_new, is of what is trained on: only what gives the same text is a duplicate."""
+        conversation = json.loads(document)
+        words = {"messages": [{"role": m["role"], "content": m.get("content", "")} for m in conversation["messages"]]}
+        of_words = hashlib.blake2b(in_one_form(words), digest_size=16).digest()
+        if conversation == words:
+            return of_words
+        try:
+            shown = self._shown(**conversation)
+        except ChatError as error:
+            raise InputError(f"{place}: {error}")
+        with contextlib.suppress(ChatError, InputError):  # a template may need what the words alone do not have
+            if self._shown(**words) == shown:
+                return of_words
+        return of_words[:8] + hashlib.blake2b(json.dumps(shown).encode(), digest_size=8).digest()
+
     def text_and_spans(self, messages: list[dict], tools: list | None = None) -> tuple[str, list[Span]]:
         """The text of a conversation, and where in it the targets are."""
+        text, marked = self._shown(messages, tools)
+        return text, list(self._assistant_spans(text, messages, tools)) if marked is None else marked
+
+    def _shown(self, messages: list[dict], tools: list | None = None) -> tuple[str, list[Span] | None]:
+        """The text, and the targets if the template marks them."""
         template = self._template_for(tools)
         if re.search(r"\{%-?\s*generation\s*-?%\}", template):
             return self._render(template, messages, tools, return_assistant_tokens_mask=True)
         text, _ = self._render(template, messages, tools)
-        return text, list(self._assistant_spans(template, text, messages, tools))
+        return text, None
 
     def _template_for(self, tools: list | None) -> str:
         """As transformers chooses among several."""
@@ -135,8 +161,9 @@ class ChatTemplate:
             raise ChatError(f"the chat template refuses the conversation ({one_line(error)}); fix it or leave it out")
         return texts[0], spans[0] if spans else []
 
-    def _assistant_spans(self, template: str, text: str, messages: list[dict], tools: list | None) -> Iterator[Span]:
+    def _assistant_spans(self, text: str, messages: list[dict], tools: list | None) -> Iterator[Span]:
         """A turn begins where the prompt for it ends, and ends with the token that the template puts after its words."""
+        template = self._template_for(tools)
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue

@@ -31,7 +31,7 @@ from .readers import InputFile, Reading
 from .tokenizer import make_tokenizer
 
 # Counts changes of what a part holds.
-VERSION = 2
+VERSION = 3
 # Documents are tokenized together up to this many bytes, so that a tokenizer can use all cores.
 BATCH_BYTES = 8 * 2**20
 # Small files are made together into a part up to this size; a larger file is one of its own.
@@ -76,7 +76,7 @@ class Part:
     """A complete part. Documents are distinct, except with Settings.keep_duplicates."""
 
     path: Path  # without a suffix
-    digests: np.ndarray  # uint8 [documents, 16]: BLAKE2b of the document
+    digests: np.ndarray  # uint8 [documents, 16]: BLAKE2b of the document, of a conversation what ChatTemplate.digest gives
     lengths: np.ndarray  # int64 [documents]: tokens
     counts: dict[str, int]  # files, binary_files, empty_documents, duplicate_documents, not_utf8_documents
 
@@ -209,7 +209,7 @@ class PartMaker:
                 if not self._is_text(document, file.path):
                     counts["not_utf8_documents"] += 1
                     continue
-                digest = hashlib.blake2b(document, digest_size=16).digest()
+                digest = self._digest(document, source.place)
                 if not document.strip():
                     counts["empty_documents"] += 1
                 elif not self.settings.keep_duplicates and not is_new(digest, seen):
@@ -221,6 +221,11 @@ class PartMaker:
                     reported = position
             counts["binary_files"] += source.is_binary
             self.progress.add(file.size - reported, 0)
+
+    def _digest(self, document: bytes, place: str) -> bytes:
+        if self._template is not None:
+            return self._template.digest(document, place)
+        return hashlib.blake2b(document, digest_size=16).digest()
 
     def _is_text(self, document: bytes, path: Path) -> bool:
         """Whether it is UTF-8; without utf8_only all is text to bytes, and what another tokenizer cannot read is an error."""

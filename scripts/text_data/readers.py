@@ -371,7 +371,11 @@ def conversation_of(record: object, place: str) -> bytes:
     kept = {"messages": [{key: value for key, value in m.items() if value is not None} for m in messages]}
     if (tools := tools_of(record, place)) is not None:
         kept["tools"] = tools
-    return json.dumps(kept, ensure_ascii=False).encode("utf-8", "replace")
+    return in_one_form(kept)
+
+
+def in_one_form(conversation: dict) -> bytes:
+    return json.dumps(conversation, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def tools_of(record: dict, place: str) -> list | None:

@@ -5,6 +5,7 @@ import os
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # else it says that PyTorch is missing
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -289,6 +290,56 @@ class Files(Preparation):
                 self.assertEqual(len(tokens) % 400, 0)
                 self.assertEqual(len(marks), len(tokens))
                 self.assertTrue((marks.reshape(-1, 400)[:, 0] == 2).all())
+
+    def write_beside(self, chats, beside):
+        """Conversations, and behind them the same with what `beside`(number of the copy) adds to each message."""
+        copies = [[message | beside(number) for message in chat] for number in range(3) for chat in chats]
+        return self.write_chats([*chats, *copies])
+
+    def test_conversations_that_differ_in_what_is_not_trained_on_are_duplicates(self):
+        chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes"}] for i in range(100)]
+        options = ("--chat", "chatml", "--sequence-length", 64, "--eval-fraction", 0.3)
+        self.prepare(self.write_chats(chats), *options)
+        want = [self.read(split)[0].tolist() for split in ("train-00000", "eval-00000")]
+        turned = [[dict(reversed(message.items())) for message in chat] for chat in chats]
+        for name, duplicates, write in (
+            ("other keys", 300, lambda: self.write_beside(chats, lambda number: {"timestamp": number, "tool_calls": []})),
+            ("keys in another order", 100, lambda: self.write_chats([*chats, *turned])),
+        ):
+            with self.subTest(name):
+                self.out = self.folder / name
+                info = self.prepare(write(), *options)
+                self.assertEqual(info["left_out"]["duplicate_documents"], duplicates)
+                self.assertEqual([self.read(split)[0].tolist() for split in ("train-00000", "eval-00000")], want)
+
+    def test_conversations_of_the_same_words_are_in_one_split(self):
+        """Also those that are no duplicates, because the template shows more of them."""
+        shown = CHATML_JINJA.replace("message['content']", "message['content'] + message.id | default('') | string")
+        config = {"chat_template": [{"name": "default", "template": shown}], "eos_token": "<|im_end|>"}
+        template = self.write("tokenizer_config.json", json.dumps(config))
+        chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes"}] for i in range(50)]
+        path = self.write_beside(chats, lambda number: {"id": number, "timestamp": number})
+        info = self.prepare(path, "--chat", template, "--sequence-length", 64, "--eval-fraction", 0.3)
+        self.assertEqual(info["left_out"]["duplicate_documents"], 0)
+        self.assertEqual(info["train"]["documents"] + info["eval"]["documents"], 200)
+        numbers = [{text.split("?")[0] for text in bytes(self.read(split)[0].astype("u1")).decode().split("user\n")[1:]}
+                   for split in ("train-00000", "eval-00000")]
+        self.assertEqual((len(numbers[0] | numbers[1]), numbers[0] & numbers[1]), (50, set()))
+
+    def test_the_digest_of_mere_words_is_that_of_the_record(self):
+        """By which earlier versions held conversations out."""
+        template = ChatTemplate("chatml", ByteTokenizer())
+        document = conversation_of({"messages": DIALOGUE}, "here")
+        self.assertEqual(template.digest(document, "here"), hashlib.blake2b(document, digest_size=16).digest())
+        with_tools_of_none = conversation_of({"messages": DIALOGUE, "tools": []}, "here")
+        self.assertEqual(template.digest(with_tools_of_none, "here"), template.digest(document, "here"))
+
+    def test_a_template_for_conversations_with_tools_alone(self):
+        listed = [{"name": "tool_use", "template": "{{ tools[0].name }}" + CHATML_JINJA}]
+        template = self.write("tokenizer_config.json", json.dumps({"chat_template": listed, "eos_token": "<|im_end|>"}))
+        path = self.write("chats.jsonl", "\n".join(with_tools([{"name": tool}]) for tool in ("a", "b", "b")))
+        info = self.prepare(path, "--chat", template, "--sequence-length", 128)
+        self.assertEqual((info["train"]["documents"], info["left_out"]["duplicate_documents"]), (2, 1))
 
     def test_markers_that_are_no_tokens_are_told(self):
         words = {"<|im_start|>": 0, "<|im_end|>": 1, "<|endoftext|>": 2, "[UNK]": 3}
