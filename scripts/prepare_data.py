@@ -294,7 +294,11 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="keep identical documents, all in the same split (saves about 70 bytes of memory per document)",
     )
-    add("--utf8-only", action="store_true", help="leave out documents that are not UTF-8 (default: an error with a tokenizer.json)")
+    add(
+        "--utf8-only",
+        action="store_true",
+        help="leave out documents that are not UTF-8 (default: an error with a tokenizer.json or --chat)",
+    )
     options = parser.parse_args(arguments)
     check_chat_options(options)
     for name in ("split_bytes", "max_tokens", "tokens_per_file", "workers"):

@@ -206,7 +206,7 @@ class PartMaker:
             source = InputFile(file.path, self.settings.reading)
             reported = 0
             for document in source.documents():
-                if not self._is_text(document, file.path):
+                if not self._is_text(document, source.place):
                     counts["not_utf8_documents"] += 1
                     continue
                 digest = self._digest(document, source.place)
@@ -227,9 +227,10 @@ class PartMaker:
             return self._template.digest(document, place)
         return hashlib.blake2b(document, digest_size=16).digest()
 
-    def _is_text(self, document: bytes, path: Path) -> bool:
-        """Whether it is UTF-8; without utf8_only all is text to bytes, and what another tokenizer cannot read is an error."""
-        if self.settings.tokenizer == "bytes" and not self.settings.utf8_only:
+    def _is_text(self, document: bytes, place: str) -> bool:
+        """Whether it is UTF-8; without utf8_only all is text to bytes, and what another tokenizer or a template cannot read is
+        an error."""
+        if self.settings.tokenizer == "bytes" and self._template is None and not self.settings.utf8_only:
             return True
         try:
             document.decode("utf-8")
@@ -237,7 +238,7 @@ class PartMaker:
         except UnicodeDecodeError as error:
             if self.settings.utf8_only:
                 return False
-            raise InputError(f"{path}: is not UTF-8 (byte {error.start} of a document); convert it, or leave it out with --utf8-only")
+            raise InputError(f"{place}: is not UTF-8 (byte {error.start} of a document); convert it, or leave it out with --utf8-only")
 
     def _encode(self, batch: list[tuple[bytes, bytes, str]]) -> Iterator[tuple[np.ndarray, ...]]:
         """The ids of each document, of a conversation with its marks."""

@@ -13,6 +13,7 @@ import gzip
 import io
 import json
 import os
+import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,7 @@ def check_size(document: bytes, place: str, advice: str) -> None:
 
 
 class InputFile:
-    """The documents of a file, as bytes of UTF-8; a conversation as JSON in one form."""
+    """The documents of a file, as bytes, which are UTF-8 if those of the file are; a conversation as JSON in one form."""
 
     def __init__(self, path: Path, reading: Reading):
         self.path, self._reading = path, reading
@@ -236,10 +237,10 @@ class InputFile:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record, is_utf8 = load_json(line)
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{place}: is not JSON ({one_line(error)}); give JSON Lines, one object per line")
-            yield self._document_of(record, place)
+            yield self._document_of(record, place, is_utf8)
 
     def _table_documents(self, kind: str) -> Iterator[bytes]:
         """The rows of a Parquet file or an Arrow table."""
@@ -251,20 +252,20 @@ class InputFile:
         number = 0
         try:
             with self._raw:
-                for row, self._table_position in table_rows(pyarrow, self._raw, kind, fields, self.path):
+                for row, is_utf8, self._table_position in table_rows(pyarrow, self._raw, kind, fields, self.path):
                     number += 1
                     self.place = place = f"{self.path}, row {number}"
-                    document = self._document_of(without_nulls(row) if self._reading.chat else row, place)
+                    document = self._document_of(without_nulls(row) if self._reading.chat else row, place, is_utf8)
                     check_size(document, place, "split this record")
                     yield document
         except pyarrow.ArrowException as error:
             raise InputError(f"{self.path}: is not {FORMAT_NAMES[kind]} ({one_line(error)}); fix it or leave it out")
 
-    def _document_of(self, record: object, place: str) -> bytes:
+    def _document_of(self, record: object, place: str, is_utf8: bool) -> bytes:
         if isinstance(record, list):
             raise InputError(f"{place}: is an array; give JSON Lines, one object per line (jq -c '.[]' makes them)")
         if self._reading.chat:
-            return conversation_of(record, place)
+            return conversation_of(record, place, is_utf8)
         field = self._reading.field
         if not isinstance(record, dict) or field not in record:
             raise InputError(f'{place}: has no string field "{field}"; name the text\'s field with --jsonl-field')
@@ -273,8 +274,24 @@ class InputFile:
                 f'{place}: the field "{field}" is {kind_of(record[field])}, not text; leave such records out of the file, or name '
                 "another field with --jsonl-field"
             )
-        # JSON can spell half of a surrogate pair, which no UTF-8 text can hold: it becomes a question mark.
-        return record[field].encode("utf-8", "replace")
+        return bytes_of(record[field], is_utf8)
+
+
+def load_json(line: bytes) -> tuple[object, bool]:
+    """The value, and whether the line is UTF-8. Where it is not, U+DC80 to U+DCFF in texts stand for its bad bytes, as they do
+    in Python's names of files."""
+    try:
+        return json.loads(line.decode("utf-8-sig")), True
+    except UnicodeDecodeError:
+        return json.loads(line.decode("utf-8-sig", "surrogateescape")), False
+
+
+def bytes_of(text: str, is_utf8: bool) -> bytes:
+    """JSON can spell half of a surrogate pair, which no UTF-8 text can hold: it becomes a question mark. Without `is_utf8`
+    U+DC80 to U+DCFF become the bad bytes that they stand for."""
+    if is_utf8:
+        return text.encode("utf-8", "replace")
+    return re.sub(r"[\ud800-\udc7f\udd00-\udfff]", "?", text).encode("utf-8", "surrogateescape")
 
 
 def refuse_utf16(file: io.BufferedReader | gzip.GzipFile, path: Path) -> None:
@@ -301,14 +318,15 @@ def holds_json(file: BinaryIO, any_json: bool) -> bool:
     if any_json:
         return True
     try:
-        value = json.loads(line)
+        value, _ = load_json(line)
     except (ValueError, RecursionError):
         return False
     return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
 
 
-def table_rows(pyarrow, file: BinaryIO, kind: str, fields: list[str], path: Path) -> Iterator[tuple[dict, int]]:
-    """The rows with the values of these columns, of which the first must be there, and about where in the file each ends."""
+def table_rows(pyarrow, file: BinaryIO, kind: str, fields: list[str], path: Path) -> Iterator[tuple[dict, bool, int]]:
+    """The rows with the values of these columns, of which the first must be there; whether a row is UTF-8, if not as
+    load_json() has it; and about where in the file the row ends."""
     stream = kind == "arrow" and file.read(6) != b"ARROW1"
     file.seek(0)
     if kind == "parquet":
@@ -329,8 +347,37 @@ def table_rows(pyarrow, file: BinaryIO, kind: str, fields: list[str], path: Path
     for piece, first, last in placed:
         piece = piece.select([name for name in fields if name in schema.names])
         for start in range(0, len(piece), TABLE_ROWS):
-            for number, row in enumerate(piece.slice(start, TABLE_ROWS).to_pylist(), start + 1):
-                yield row, first + (last - first) * number // len(piece)
+            for number, (row, is_utf8) in enumerate(values_of(pyarrow, piece.slice(start, TABLE_ROWS)), start + 1):
+                yield row, is_utf8, first + (last - first) * number // len(piece)
+
+
+def values_of(pyarrow, rows) -> Iterator[tuple[dict, bool]]:
+    """Of a few rows of a table. What it calls text may be other bytes, which pyarrow does not make text of."""
+    try:
+        for row in rows.to_pylist():
+            yield row, True
+    except UnicodeDecodeError:
+        for number in range(len(rows)):
+            row = {name: column[number] for name, column in zip(rows.schema.names, rows.columns)}
+            try:
+                yield {name: value.as_py() for name, value in row.items()}, True
+            except UnicodeDecodeError:
+                yield {name: escaped_value(pyarrow, value) for name, value in row.items()}, False
+
+
+def escaped_value(pyarrow, scalar) -> object:
+    """The value of a cell in which texts are not UTF-8."""
+    if not scalar.is_valid:
+        return None
+    if isinstance(scalar, pyarrow.StringScalar):
+        return scalar.as_buffer().to_pybytes().decode("utf-8", "surrogateescape")
+    if isinstance(scalar, (pyarrow.DictionaryScalar, pyarrow.ExtensionScalar)):
+        return escaped_value(pyarrow, scalar.value)
+    if isinstance(scalar, pyarrow.ListScalar):
+        return [escaped_value(pyarrow, item) for item in scalar.values]
+    if isinstance(scalar, pyarrow.StructScalar):
+        return {name: escaped_value(pyarrow, item) for name, item in scalar.items()}
+    return scalar.as_py()
 
 
 def with_shares(pieces: Iterable, rows: int, size: int) -> Iterator[tuple]:
@@ -357,7 +404,7 @@ def without_nulls(value: object) -> object:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def conversation_of(record: object, place: str) -> bytes:
+def conversation_of(record: object, place: str, is_utf8: bool = True) -> bytes:
     """The checked messages of a record {"messages": [{"role": ..., "content": ...}, ...]}, with its tools if it has any,
     as JSON in one form. Keys without a value are left out, as tables have them."""
     messages = record.get("messages") if isinstance(record, dict) else None
@@ -371,11 +418,11 @@ def conversation_of(record: object, place: str) -> bytes:
     kept = {"messages": [{key: value for key, value in m.items() if value is not None} for m in messages]}
     if (tools := tools_of(record, place)) is not None:
         kept["tools"] = tools
-    return in_one_form(kept)
+    return in_one_form(kept, is_utf8)
 
 
-def in_one_form(conversation: dict) -> bytes:
-    return json.dumps(conversation, ensure_ascii=False).encode("utf-8", "replace")
+def in_one_form(conversation: dict, is_utf8: bool = True) -> bytes:
+    return bytes_of(json.dumps(conversation, ensure_ascii=False), is_utf8)
 
 
 def tools_of(record: dict, place: str) -> list | None:

@@ -193,6 +193,73 @@ class Sources(Files):
         self.assertEqual(self.bytes_of(lines, *options), self.bytes_of(self.folder / "chats.parquet", *options))
 
 
+class NotUtf8(Files):
+    """Text in Latin-1 among records."""
+    texts = ["first", "caf\u00e9", "third \u00e9\u4e2d"]
+    raw = [b"first", b"caf\xe9", "third \u00e9\u4e2d".encode()]
+
+    def write_forms(self):
+        """The records as JSON Lines and as tables of each type of text; of a dictionary of texts, too."""
+        yield self.write("a.jsonl", b"".join(b'{"id": 1, "text": "' + text + b'"}\n' for text in self.raw))
+        column = pyarrow.array(self.raw, pyarrow.binary())
+        for kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
+            text = column.cast(pyarrow.string(), safe=False)
+            table = pyarrow.table({"text": text.dictionary_encode() if pyarrow.types.is_dictionary(kind) else text.cast(kind)})
+            pyarrow.parquet.write_table(table, self.folder / f"{kind.id}.parquet")
+            with pyarrow.ipc.new_file(self.folder / f"{kind.id}.arrow", table.schema) as writer:
+                writer.write_table(table)
+        yield from sorted([*self.folder.glob("*.parquet"), *self.folder.glob("*.arrow")])
+
+    def test_records_are_judged_as_files_of_text_are(self):
+        for number, text in enumerate(self.raw):
+            self.write(f"text/{number}.txt", text)
+        want = [self.bytes_of(self.folder / "text", *options) for options in ([], ["--utf8-only"])]
+        words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "[UNK]": 1}, unk_token="[UNK]"))
+        words.save(str(self.folder / "tokenizer.json"))
+        for path in self.write_forms():
+            with self.subTest(path.name):
+                self.assertEqual([self.bytes_of(path, *FIELD, *options) for options in ([], ["--utf8-only"])], want)
+                self.out = self.folder / "refused"
+                place = f"{path}:2" if path.suffix == ".jsonl" else f"{path}, row 2"
+                message = f"{place}: is not UTF-8 (byte 3 of a document); convert it, or leave it out with --utf8-only"
+                self.refuse(message, path, *FIELD, "--tokenizer", self.folder / "tokenizer.json")
+        info = json.loads((self.folder / "out1" / "data.json").read_text())
+        self.assertEqual(info["left_out"]["not_utf8_documents"], 1)
+
+    def test_conversations_are_text_with_every_tokenizer(self):
+        chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}] for text in self.texts]
+        lines = "".join(json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats).encode()
+        column = pyarrow.array([text for raw in self.raw for text in (raw, b"yes")]).cast(pyarrow.string(), safe=False)
+        roles = pyarrow.array(["user", "assistant"] * 3)
+        messages = pyarrow.StructArray.from_arrays([roles, column], ["role", "content"])
+        table = pyarrow.table({"messages": pyarrow.ListArray.from_arrays([0, 2, 4, 6], messages)})
+        pyarrow.parquet.write_table(table, self.folder / "a.parquet")
+        good = self.write("good.jsonl", b"".join(lines.splitlines(keepends=True)[::2]))
+        options = ["--chat", "chatml", "--sequence-length", "128", "--utf8-only"]
+        self.bytes_of(good, *options)
+        want = self.ids()
+        for path, place in (
+            (self.write("a.jsonl", lines.replace("caf\u00e9".encode(), b"caf\xe9")), "a.jsonl:2"),
+            (self.folder / "a.parquet", "a.parquet, row 2"),
+        ):
+            with self.subTest(path.name):
+                self.bytes_of(path, *options)
+                self.assertEqual(self.ids(), want)
+                info = json.loads((self.out / "data.json").read_text())
+                self.assertEqual(info["left_out"]["not_utf8_documents"], 1)
+                self.out = self.folder / "refused"
+                self.refuse(f"{place}: is not UTF-8 (byte ", path, *options[:-1])
+
+    def test_what_json_spells_is_no_bad_byte(self):
+        """Halves of surrogate pairs are question marks, also beside bad bytes."""
+        lines = rb'{"text": "\udce9 \ud83d\ude00"}', b'{"text": "\\ud83d caf\xe9"}', b'{"text": "a", "by": "\xe9"}'
+        self.bytes_of(self.write("a.jsonl", b"\n".join(lines)), *FIELD)
+        self.assertEqual(bytes(i for i in self.ids() if i < 256), "? \U0001f600? caf".encode() + b"\xe9a")
+        self.out = self.folder / "refused"
+        self.refuse("a.jsonl:1: is not JSON", self.write("a.jsonl", b'{"text": "caf\xe9\n'), *FIELD, "--utf8-only")
+        self.refuse("a.txt: is JSON, not plain text", self.write("a.txt", b'{"text": "caf\xe9"}\n'))
+
+
 class Workers(Files):
     options = ["--eval-fraction", "0.02", *FIELD]
 
