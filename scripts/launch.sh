@@ -34,15 +34,17 @@ if [ -z "$slurm" ] && [ -z "$ranks" ]; then
   ranks=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
   [ "$ranks" -gt 0 ] || ranks=1
 fi
+# Until a rank answers SIGUSR1 it must not die of it: mpirun may then hang.
+program=(env --ignore-signal=USR1 "$@")
 if [ -n "$slurm" ]; then
   [[ " ${options[*]}" == *" --mpi"* ]] || options=(--mpi=none "${options[@]}")
   # A rank that ends with an error takes the others with it, should they not notice by themselves.
-  command=(srun --kill-on-bad-exit=1 ${ranks:+-n "$ranks"} "${options[@]}" "$@")
+  command=(srun --kill-on-bad-exit=1 ${ranks:+-n "$ranks"} "${options[@]}" "${program[@]}")
 elif command -v mpirun >/dev/null; then
-  command=(mpirun -np "$ranks" --bind-to none "${options[@]}" "$@")
+  command=(mpirun -np "$ranks" --bind-to none "${options[@]}" "${program[@]}")
 else
   [ ${#options[@]} -eq 0 ] || fail "neither mpirun nor srun was found, which could take ${options[*]}; leave it out"
-  command=("$@" --ranks "$ranks")
+  command=("${program[@]}" --ranks "$ranks")
 fi
 
 # mpirun answers SIGTERM and Ctrl-C by killing its ranks a second later, and hands SIGUSR1 on to them, as srun and parka
@@ -77,8 +79,7 @@ for ((start = 0; ; start++)); do
   fi
   say "starting: ${command[*]}"
   # mpirun takes its handler of SIGUSR1 away before it ends. Asked again then, it would die of the signal, and its code be lost.
-  # parka sets its own whatever it inherits; srun has one.
-  ([ -n "$slurm" ] || trap '' USR1; exec setsid "${command[@]}") &
+  ([[ ${command[0]} != mpirun ]] || trap '' USR1; exec setsid "${command[@]}") &
   child=$!
   [ -z "$stopping" ] || ask  # a signal came since
   # A signal to this script interrupts `wait`, which must then be called again. It knows the code of a child that has ended, too.

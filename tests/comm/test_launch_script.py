@@ -68,7 +68,7 @@ class LaunchScriptTest(unittest.TestCase):
     def test_a_good_run_starts_once(self):
         code, starts, errors = self.launch("0")
         self.assertEqual((code, starts), (0, 1), errors)
-        self.assertIn("-np 2 --bind-to none run x", (self.folder / "calls").read_text())
+        self.assertIn("-np 2 --bind-to none env --ignore-signal=USR1 run x", (self.folder / "calls").read_text())
 
     def test_a_lost_run_starts_again(self):
         for codes in ("5 0", "6 0", "137 5 139 0", "6 5 0", "134 0"):
@@ -160,7 +160,7 @@ while True:
     signal.pause()
 """)
         (self.folder / "mpirun").unlink()
-        for tool in ("bash", "cat", "grep", "setsid", "sleep"):
+        for tool in ("bash", "cat", "env", "grep", "setsid", "sleep"):
             (self.folder / tool).symlink_to(shutil.which(tool))
         for code in ("75", "0") * 10:  # one in twenty had another
             (self.folder / "waiting").unlink(missing_ok=True)
@@ -187,14 +187,14 @@ while True:
         self.write("srun", LAUNCHER)
         code, starts, errors = self.launch("0", "-np", "16", "--gpus-per-task=1", "--", "run", SLURM_JOB_ID="7")
         self.assertEqual((code, starts), (0, 1), errors)
-        self.assertIn("srun --kill-on-bad-exit=1 -n 16 --mpi=none --gpus-per-task=1 run", (self.folder / "calls").read_text())
+        self.assertIn("srun --kill-on-bad-exit=1 -n 16 --mpi=none --gpus-per-task=1 env --ignore-signal=USR1 run", (self.folder / "calls").read_text())
         self.launch("0", "--mpi=pmix", "--", "run", SLURM_JOB_ID="7")
-        self.assertIn("srun --kill-on-bad-exit=1 --mpi=pmix run", (self.folder / "calls").read_text())
+        self.assertIn("srun --kill-on-bad-exit=1 --mpi=pmix env --ignore-signal=USR1 run", (self.folder / "calls").read_text())
 
     def test_without_a_launcher_the_program_starts_its_ranks(self):
         self.write("run", '#!/bin/bash\necho "$*" >> "$FOLDER/calls"\n')
         (self.folder / "mpirun").unlink()
-        for tool in ("bash", "cat", "grep", "setsid", "sleep"):
+        for tool in ("bash", "cat", "env", "grep", "setsid", "sleep"):
             (self.folder / tool).symlink_to(shutil.which(tool))
         code, _, errors = self.launch("0", "-np", "4", "--", "run", "train", PATH=str(self.folder))
         self.assertEqual((code, (self.folder / "calls").read_text()), (0, "train --ranks 4\n"), errors)
