@@ -107,8 +107,8 @@ BatchImages read_images(const EvalTask& task, const std::vector<Query>& queries,
 }
 
 // The log-likelihood of each query of the batch, whose losses are all that the targets leave.
-std::vector<double> run_batch(Device& device, Model& model, const EvalTask& task, const std::vector<Query>& queries,
-                              const QueryBatch& batch) {
+std::vector<double> run_batch(Device& device, Model& model, const std::vector<Query>& queries,
+                              const QueryBatch& batch, int64_t most_images, const BatchImages& images) {
   std::vector<int32_t> tokens, targets;
   for (size_t index : batch.queries) {
     const Query& query = queries[index];
@@ -119,9 +119,7 @@ std::vector<double> run_batch(Device& device, Model& model, const EvalTask& task
     tokens.insert(tokens.end(), rest, query.tokens.back());
     targets.insert(targets.end(), rest, kIgnoreTarget);
   }
-  const int64_t most = most_images(queries, batch.queries);
-  const BatchImages images = read_images(task, queries, batch, most);
-  const BatchShape shape{static_cast<int64_t>(batch.queries.size()), batch.length, false, most};
+  const BatchShape shape{static_cast<int64_t>(batch.queries.size()), batch.length, false, most_images};
   model.evaluate(
       device, {tokens.data(), targets.data(), shape, nullptr, {}, images.pixels.data(), images.positions.data()});
   const std::vector<float> losses = model.losses(device);
@@ -143,9 +141,18 @@ std::vector<double> score(Device& device, Model& model, const EvalTask& task, co
   for (int64_t round = 0; round < ceil_div(count, ranks); ++round) {
     // As in evaluate_loss: a rank without a batch does the last one again, and does not count it.
     const int64_t own = round * ranks + communicator.rank(), index = std::min(own, count - 1);
-    if (before_each) before_each(nullptr);
     const QueryBatch& batch = batches[index];
-    const std::vector<double> sums = run_batch(device, model, task, queries, batch);
+    const int64_t most = most_images(queries, batch.queries);
+    BatchImages images;
+    std::exception_ptr read_failure;
+    try {
+      images = read_images(task, queries, batch, most);
+    } catch (...) {
+      read_failure = std::current_exception();
+    }
+    if (before_each) before_each(read_failure);
+    if (read_failure) std::rethrow_exception(read_failure);
+    const std::vector<double> sums = run_batch(device, model, queries, batch, most, images);
     if (own != index) continue;
     for (size_t i = 0; i < sums.size(); ++i) own_scores += fmt::format("{} {:a}\n", batch.queries[i], sums[i]);
   }
