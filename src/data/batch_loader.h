@@ -76,7 +76,7 @@ class BatchLoader {
   // until that is known, which counts as waiting.
   std::exception_ptr failure_within(int64_t count);
 
-  // Seconds that all calls of next() have spent waiting: the cost of reading data for the training loop.
+  // Seconds that all calls of the two have spent waiting: the cost of reading data for the training loop.
   double wait_seconds() const { return wait_seconds_; }
 
  private:

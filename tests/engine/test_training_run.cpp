@@ -1,6 +1,7 @@
 #include "engine/training/training_run.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
@@ -250,6 +251,21 @@ TEST_CASE("a step reports the sequences that it read, also where an epoch begins
     const StepReport report = *run.step();
     CHECK(report.data == DataPosition{epoch, consumed});
   }
+}
+
+TEST_CASE("a step reports what was waited for its data before it began, too", "[engine][training_run]") {
+  const TemporaryFolder folder;
+  const auto device = make_cpu_device();
+  const Config config = tiny_config(folder.path().string(), "bf16");
+  write_tokens(config.data.train[0], 200000 * kSequence);  // whose order takes some milliseconds to make
+  TrainingRun run(config, *device, alone());
+  const auto begin = std::chrono::steady_clock::now();
+  CHECK(run.data_failure() == nullptr);
+  const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  run.initialize();
+  const StepReport first = *run.step();
+  CHECK(first.data_wait_seconds > 0.5 * waited);
+  CHECK(run.step()->data_wait_seconds < 0.5 * first.data_wait_seconds);  // each wait is told once
 }
 
 TEST_CASE("a step without any target is one with a gradient of zero", "[engine][training_run]") {

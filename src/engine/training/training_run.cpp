@@ -102,6 +102,7 @@ void TrainingRun::start_loader(DataPosition position) {
                                 .images_per_sequence = config_.data.images_per_sequence,
                                 .start = position});
   position_ = position;
+  data_wait_told_ = 0;
 }
 
 ElementRange TrainingRun::set_range(size_t i) const {
@@ -518,7 +519,6 @@ std::optional<StepReport> TrainingRun::step() {
     step_began_ = device_.mark();
     step_began_at_ = std::chrono::steady_clock::now();
   }
-  const double wait_before = loader_->wait_seconds();
   StepReport report;
   report.step = completed_steps_ + 1;
   const bool with_telemetry = declared_.telemetry && declared_.telemetry->is_due(report.step);
@@ -526,7 +526,7 @@ std::optional<StepReport> TrainingRun::step() {
   if (declared_.optimizer.releases_gradients()) release_update(report);
   report.num_targets = queue_gradients(with_telemetry, comparisons);
   report.data = batch_start_;
-  report.data_wait_seconds = loader_->wait_seconds() - wait_before;
+  report.data_wait_seconds = loader_->wait_seconds() - std::exchange(data_wait_told_, loader_->wait_seconds());
 
   std::optional<StepReport> previous = finish();
   if (previous && !previous->is_finite() && config_.training.non_finite == NonFinitePolicy::kStop) return previous;

@@ -53,7 +53,7 @@ struct StepReport {
   int64_t num_targets = 0;  // tokens of the global batch that were to be predicted
   std::chrono::steady_clock::time_point finished;  // when the device had done it
   double seconds = 0;            // that the device took, from the end of the step before where that was unfinished
-  double data_wait_seconds = 0;  // that the host waited for batches
+  double data_wait_seconds = 0;  // that the host waited for batches since it queued the step before
   std::optional<TelemetryReport> telemetry;  // where telemetry.interval asks for one
 
   bool is_finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
@@ -121,6 +121,7 @@ class TrainingRun {
   // none unfinished, and no other can follow.
   void take_back(const StepReport& step);
   int64_t completed_steps() const { return completed_steps_; }  // queued ones count
+  int64_t applied_steps() const { return applied_steps_; }      // finished ones; 0: the weights are as they began
 
   // `called` is told before each batch of an evaluation, which may take long.
   void on_evaluation_batch(BeforeEvaluationBatch called) { evaluation_progress_ = std::move(called); }
@@ -224,8 +225,9 @@ class TrainingRun {
   StepQueue queue_;
   BeforeEvaluationBatch evaluation_progress_;
   std::unique_ptr<BatchLoader> loader_;
-  DataPosition batch_start_;  // of the last global batch that was queued
-  DataPosition position_;     // of the next one, or past the end of the epoch
+  double data_wait_told_ = 0;  // of the loader's wait_seconds(), what steps have reported
+  DataPosition batch_start_;   // of the last global batch that was queued
+  DataPosition position_;      // of the next one, or past the end of the epoch
   int64_t completed_steps_ = 0;
   int64_t applied_steps_ = 0;  // updates done: what bias correction counts
   double last_norm_ = 0;       // of the newest finished step
