@@ -68,6 +68,32 @@ class BadSteps(RunFolder):
         self.assert_ended(self.train(self.config), "step 8: loss", "step 8 is saved")
         self.assertEqual([record["step"] for record in metrics(self.run)], list(range(1, 9)))
 
+    def test_saves_between_skipped_steps_remove_no_older_checkpoint(self):
+        self.good_steps()
+        self.config["training"].update(non_finite="skip", max_skipped_steps=6, steps=20)
+        self.config["checkpoint"]["interval"] = 3
+        self.assert_ended(self.train(self.config), "step 10: loss", "step 10 is saved")
+        self.assertEqual(checkpoints(self.run), [f"step_{step:08}" for step in (3, 6, 9, 10)])
+
+    def test_weights_that_were_never_updated_are_not_saved(self):
+        self.config["model"].update(init="normal", init_std=1e18)
+        self.config["training"].update(non_finite="skip", max_skipped_steps=3)
+        self.config["checkpoint"]["interval"] = 1
+        self.assert_ended(self.train(self.config), "step 3: loss", r"3 steps in a row were skipped \(training.max_skipped_steps\)$")
+        self.assertEqual(checkpoints(self.run), [])
+
+    def test_the_command_of_the_save_ends_first(self):
+        self.config["checkpoint"]["on_saved"] = f"sleep 0.5; basename {{path}} >> {self.path('copied')}"
+        for ranks in ((), ("--ranks", "2")):
+            with self.subTest(ranks=ranks):
+                self.config["optimizer"]["lr"] = 3e-3
+                self.config["checkpoint"]["folder"] = self.run = self.path(f"hook{len(ranks)}")
+                self.good_steps(*ranks)
+                self.assert_ended(self.train(self.config, *ranks), "step 4 is saved")
+                with open(self.path("copied"), encoding="utf-8") as file:
+                    self.assertEqual(file.read().split(), ["step_00000003", "step_00000004"])
+                os.remove(self.path("copied"))
+
     def test_a_first_step_leaves_nothing_to_save(self):
         self.config["model"].update(init="normal", init_std=1e18)  # whose scores of attention overflow
         result = self.train(self.config)

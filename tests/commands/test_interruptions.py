@@ -221,6 +221,16 @@ class Failures(Interruptions):
                 self.assertEqual(learning_curve(self.path("run")), learning_curve(undisturbed))
                 shutil.rmtree(self.path("run"))
 
+    def test_a_save_that_fails_does_not_hide_why_the_run_ends(self):
+        config = self.config(200, interval=1000)
+        result = self.train(config, env=faulty_files("read:*/a.npy:EIO:150:1", "write:*shard*:ENOSPC:1:1000"))
+        self.assert_exit(result, IO_FAILED)
+        errors = [line for line in result.stderr.splitlines() if line.startswith("parka: error: ")]
+        self.assertEqual(len(errors), 1, result.stderr)
+        self.assertIn(self.path("a.npy"), errors[0])
+        self.assertNotIn("is saved", errors[0])
+        self.assertIn("No space left on device", result.stderr)
+
     def test_one_error_at_any_read_of_the_data_loses_no_step(self):
         """What is read ahead of the last step is of no use; the saves of all steps lie between."""
         config = self.config(8, interval=1, keep=1, **{"async": False})

@@ -167,7 +167,10 @@ class TrainCommand {
   void finish_hook() {
     const int asked_before = stop_signal();
     const bool is_done = saved_hook_->finish([] { log_info("waiting for the command of checkpoint.on_saved"); },
-                                             [&] { return stop_signal() != asked_before; });
+                                             [&] {
+                                               launch_.watchdog().at(0, "waiting for checkpoint.on_saved");
+                                               return stop_signal() != asked_before;
+                                             });
     if (!is_done) warn("checkpoint.on_saved: the command is left running; the next start runs it again");
   }
 
@@ -338,14 +341,11 @@ class TrainCommand {
   int train_steps() {
     const TrainingConfig& training = config_.training;
     Progress progress(training.steps, run_.tokens_per_step(), speed_, communicator_->size());
-    int64_t skipped_in_a_row = 0;
     const auto handle = [&](const std::optional<StepReport>& report) {
       if (!report) return;
       progress.add(*report, record(*report));
-      skipped_in_a_row = report->is_finite() ? 0 : skipped_in_a_row + 1;
-      if (!report->is_finite() && ends_run(config_, skipped_in_a_row)) {
-        throw_bad_step(*report, config_, skipped_in_a_row, save_sound_state(*report));
-      }
+      skipped_in_a_row_ = report->is_finite() ? 0 : skipped_in_a_row_ + 1;
+      if (!report->is_finite() && ends_run(config_, skipped_in_a_row_)) end_at_bad_step(*report);
       if (!report->applied && is_first()) log_skipped_step(*report, config_);
       const bool last = report->step == training.steps;
       if (report->step % training.log_interval == 0 || last) log_line(LogLevel::kInfo, progress.take_line());
@@ -355,19 +355,22 @@ class TrainCommand {
       launch_.watchdog().at(run_.completed_steps() + 1, "training");
       handle(run_.step());
       const int64_t step = run_.completed_steps();
-      const bool last = step == training.steps, save_due = save_is_due(step), eval_due = evaluation_is_due(step);
+      const bool last = step == training.steps, eval_due = evaluation_is_due(step);
+      bool save_due = save_is_due(step);
       const Agreement agreed = agree();
       if (eval_due || save_due || last || agreed.any()) handle(run_.finish());
       if (agreed.failed) end_after_failure();
       if (agreed.stopped && (!last || eval_due)) return stop();
+      save_due = save_due && (last || run_.applied_steps() > 0);  // else a checkpoint would only bind the config
       if (save_due || agreed.save_failed) save();
       if (eval_due && !evaluate()) return stop();
     }
     saver_.finish();
     log_memory(run_, *device_);
     if (!beside_) log_end(config_, run_.completed_steps(), saver_.newest_step());
-    if (beside_) std::rethrow_exception(beside_);
-    return 0;
+    if (!beside_) return 0;
+    if (saved_hook_) finish_hook();
+    std::rethrow_exception(beside_);
   }
 
   // What some rank has met with: ranks learn of things at different steps, and act on them in the same.
@@ -386,7 +389,9 @@ class TrainCommand {
     return {(most & 2) != 0, (most & 1) != 0, (most & 4) != 0};
   }
 
+  // What is saved while steps are skipped is what the last update has left, which may be their reason.
   void save() {
+    saver_.keep_older(skipped_in_a_row_ > 0);
     launch_.watchdog().at(run_.completed_steps(), "saving a checkpoint");
     saver_.save();
   }
@@ -398,12 +403,20 @@ class TrainCommand {
     saver_.finish();
   }
 
-  // Where this process has trained no step there is nothing to save: the state is that of the checkpoint which was
+  // Where this process has made no update there is nothing to save: the state is that of the checkpoint which was
   // loaded, or of an untrained model, and a checkpoint of that would only bind the config.
+  bool has_trained() const { return run_.completed_steps() > first_step_ && run_.applied_steps() > 0; }
+
   int stop() {
-    const bool is_new = run_.completed_steps() > first_step_;
+    const bool is_new = has_trained();
     if (is_new) save_now();
     return stopped(is_new ? "saved" : "nothing to save at");
+  }
+
+  [[noreturn]] void end_at_bad_step(const StepReport& bad) {
+    const std::optional<int64_t> saved = save_sound_state(bad);
+    wait_for_hook();
+    throw_bad_step(bad, config_, skipped_in_a_row_, saved);
   }
 
   // Saves what a step that is not finite has left, and returns the step of that state; nothing where it is in no
@@ -416,16 +429,28 @@ class TrainCommand {
       record(*next);
     }
     const int64_t step = run_.completed_steps();
-    if (step == first_step_) return step > 0 ? std::optional(step) : std::nullopt;
-    saver_.keep_older();
+    if (run_.applied_steps() == 0) return std::nullopt;
+    if (step == first_step_) return step;
+    return try_to_save() ? std::optional(step) : std::nullopt;
+  }
+
+  // Before the run ends because of something else, of which a save that fails must not take the place.
+  bool try_to_save() {
     try {
       save_now();
+      return true;
     } catch (const Error& e) {
       if (e.code() != ExitCode::kIo && e.code() != ExitCode::kNonFinite) throw;
       warn(e.what());
-      return std::nullopt;
+      return false;
     }
-    return step;
+  }
+
+  // What has been saved may be all that remains of this machine. All ranks wait, or a launcher would end rank 0.
+  void wait_for_hook() {
+    if (config_.checkpoint.on_saved.empty()) return;
+    if (saved_hook_) finish_hook();
+    communicator_->max(0.0);
   }
 
   // The exit code of a run that has more to do.
@@ -439,8 +464,8 @@ class TrainCommand {
   // Saves what is sound before the run ends because of something else, which all ranks then throw.
   [[noreturn]] void end_after_failure() {
     // Of an untrained model there is nothing to save, and a checkpoint would only bind the config.
-    const bool is_saved = run_.completed_steps() > 0;
-    if (is_saved) save_now();
+    const bool is_saved = run_.applied_steps() > 0 && try_to_save();
+    wait_for_hook();
     nlohmann::json own;
     if (beside_) {
       try {
@@ -540,6 +565,7 @@ class TrainCommand {
   // `record` says in metrics.jsonl what was evaluated, `key` in an error. All ranks have the same result.
   void report_loss(const EvaluationResult& result, const std::string& name, const std::string& key,
                    nlohmann::ordered_json record) {
+    if (result.num_targets == 0) check_evaluation(key, result);  // throws: there is no loss to record
     log_info("step {}: {} loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(), name,
              result.loss, std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
     record.update({{"step", run_.completed_steps()}, {"loss", result.loss}, {"num_targets", result.num_targets}});
@@ -575,6 +601,7 @@ class TrainCommand {
   RunRecords records_;
   AttentionWatch attention_watch_;
   int64_t first_step_ = 0;                 // completed when this process began to train
+  int64_t skipped_in_a_row_ = 0;           // steps that were not finite, up to the newest
   bool evaluation_is_missing_ = false;     // of that step
   std::exception_ptr beside_;              // what ends the run, though its state is sound
   std::unique_ptr<SavedHook> saved_hook_;  // of the rank that completes checkpoints, if the config has a command

@@ -28,8 +28,8 @@ class RunSaver {
   // Waits until nothing is left to save and the newest save is good.
   void finish();
 
-  // From here on no older checkpoint is removed, however many there are: the newest may be of no use.
-  void keep_older() { keeps_older_ = true; }
+  // Whether saves from here on remove no older checkpoint, however many there are: what is saved may be of no use.
+  void keep_older(bool keeps) { keeps_older_ = keeps; }
 
   // Seconds for which training has waited for saves since the last call.
   double take_wait_seconds();
