@@ -4,7 +4,7 @@ import os
 import shutil
 import unittest
 
-from parka_runs import RunFolder, parka, write_tokens
+from parka_runs import PROGRAM, RunFolder, parka, tree_digest, write_tokens
 
 FIXTURE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures", "huggingface", "llama_mha")
 PEFT = os.path.join(os.path.dirname(FIXTURE), "..", "peft")
@@ -132,6 +132,28 @@ class Adapters(RunFolder):
             fractions = blocks / np.abs(blocks).max(axis=1, keepdims=True)
             self.assertLess(np.abs(fractions[..., None] - nf4).min(axis=-1).max(), 0.01)
         self.assertGreater(num_tested, 1)
+
+    def test_adapters_come_from_their_base_wherever_they_are_read(self):
+        here, other, moved = (os.path.join(self.folder, name) for name in ("here", "other", "moved"))
+        for folder in (here, other):
+            os.mkdir(folder)
+        fixture, peft = os.path.abspath(FIXTURE), os.path.abspath(PEFT)
+
+        def run_in(folder, *arguments):
+            result = parka(*arguments, cwd=folder, executable=os.path.abspath(PROGRAM))
+            self.assertEqual(result.returncode, 0, result.stderr)
+
+        run_in(here, "import", fixture, "--out", "model")
+        run_in(here, "import", peft, "--base", "model", "--out", "adapters")
+        run_in(here, "export", "adapters", "--out", os.path.join(self.folder, "expected"))
+        expected = tree_digest(os.path.join(self.folder, "expected"))
+        # Where another model has the name that the base was given by.
+        run_in(other, "import", os.path.join(os.path.dirname(fixture), "qwen2_tied"), "--out", "model")
+        run_in(other, "export", os.path.join(here, "adapters"), "--out", "exported")
+        self.assertEqual(tree_digest(os.path.join(other, "exported")), expected)
+        os.rename(here, moved)
+        run_in(other, "export", os.path.join(moved, "adapters"), "--out", "of_moved")
+        self.assertEqual(tree_digest(os.path.join(other, "of_moved")), expected)
 
     def test_adapters_of_peft(self):
         model, adapters, out, back, run, merged = (os.path.join(self.folder, name)

@@ -15,6 +15,10 @@ inline constexpr const char* kBaseKey = "base";
 // The state by which attach_base() finds `base` again.
 nlohmann::json describe_base(const LoadedCheckpoint& base);
 
+// The folder of the base of the checkpoint in folder `checkpoint` with this state; empty where there is none, or it
+// is not found.
+std::string find_base(const std::string& checkpoint, const nlohmann::json& state);
+
 // Whether the checkpoint's weights are in part in another one.
 bool has_base(const LoadedCheckpoint& checkpoint);
 

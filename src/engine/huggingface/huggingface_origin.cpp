@@ -7,6 +7,7 @@
 #include "core/log/log.h"
 #include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint.h"
+#include "engine/checkpoint/checkpoint_base.h"
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/files/draft_folder.h"
@@ -40,6 +41,15 @@ constexpr std::array<std::string_view, 14> kCarriedFiles = {"added_tokens.json",
 std::string init_from_of(const json& state) {
   const json::json_pointer place("/config/checkpoint/init_from");
   return state.contains(place) && state.at(place).is_string() ? state.at(place).get<std::string>() : std::string();
+}
+
+// The model or run that the checkpoint in folder `at` comes from. A relative name means nothing in another folder
+// than that in which it was given, and both may have moved: the base of adapters is found by its checksum.
+std::string source_of(const std::string& at, const json& state) {
+  const std::string init_from = init_from_of(state);
+  if (fs::path(init_from).is_absolute() && !checkpoint_at(init_from).empty()) return init_from;
+  const std::string base = find_base(at, state);
+  return base.empty() ? init_from : base;
 }
 
 // encode_layout() in a run's copy, and HuggingFaceOrigin::max_positions.
@@ -105,10 +115,10 @@ std::string follow_sources(const std::string& path, const json& state,
   std::string at = path;
   json here = state;
   for (int link = 0; link < kLongestChain && !visit(at, here); ++link) {
-    const std::string init_from = init_from_of(here);
-    if (init_from.empty()) return {};
-    at = checkpoint_at(init_from);
-    if (at.empty()) return init_from;
+    const std::string source = source_of(at, here);
+    if (source.empty()) return {};
+    at = checkpoint_at(source);
+    if (at.empty()) return source;
     here = read_manifest_alone(at).state;
   }
   return {};

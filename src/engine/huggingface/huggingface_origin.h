@@ -31,8 +31,8 @@ std::vector<std::string> carried_files(const std::string& folder);
 std::string checkpoint_at(const std::string& path);
 
 // Calls `visit` for the checkpoint in folder `path` with this state, then for the model or run that its config's
-// checkpoint.init_from names, and so on, until it returns true. Returns the init_from that no longer exists; empty
-// if there is none such.
+// checkpoint.init_from names, or the base of its adapters, and so on, until it returns true. Returns the init_from
+// that no longer exists; empty if there is none such.
 std::string follow_sources(const std::string& path, const nlohmann::json& state,
                            const std::function<bool(const std::string& path, const nlohmann::json& state)>& visit);
 

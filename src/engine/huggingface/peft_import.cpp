@@ -176,7 +176,8 @@ std::string import_peft_adapter(const std::string& folder, const LoadedCheckpoin
   config.finetune = parse_peft_config(
       parse_json_text(read_text(where, kMaxHuggingFaceConfigBytes), where, JsonComments::kRefused), where);
   config.optimizer.frozen.clear();
-  config.checkpoint.init_from = base.path();
+  const nlohmann::json described = describe_base(base);
+  config.checkpoint.init_from = described.at("checkpoint").get<std::string>();
   validate(config);
   const std::vector<HostTensor> tensors = read_tensors(folder, config, base.path());
   std::vector<const HostTensor*> pointers;
@@ -192,7 +193,7 @@ std::string import_peft_adapter(const std::string& folder, const LoadedCheckpoin
   Manifest manifest{.step = 0,
                     .state = {{"config", to_json(config)},
                               {kMaxPositionsKey, max_positions_of(base, config.data.sequence_length)},
-                              {kBaseKey, describe_base(base)}},
+                              {kBaseKey, described}},
                     .files = {{shard_name(0), file.num_bytes(), file.checksum()}},
                     .num_tensors = static_cast<int64_t>(tensors.size())};
   file.close();
