@@ -35,6 +35,13 @@ void check_refused(Config c, Change change, const std::string& want) {
 
 }  // namespace
 
+TEST_CASE("heads of a given width need not divide the model's", "[engine][config]") {
+  Config c = small_config();
+  c.model.num_heads = 3;
+  c.model.given_head_dim = 16;
+  CHECK_NOTHROW(validate(c));
+}
+
 TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
   const auto [change, want] = GENERATE(table<Change, std::string>({
       {[](Config& c) { c.model.num_heads = 3; }, "model.d_model = 128 is not a multiple of model.num_heads = 3"},

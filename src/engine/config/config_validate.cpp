@@ -29,7 +29,7 @@ std::string_view head_dim_name(const ModelConfig& m) {
 }
 
 void check_heads(const ModelConfig& m) {
-  if (m.d_model % m.num_heads != 0) {
+  if (m.given_head_dim == 0 && m.d_model % m.num_heads != 0) {
     throw_bad_input("model.d_model = {} is not a multiple of model.num_heads = {}; change one of them", m.d_model,
                     m.num_heads);
   }
