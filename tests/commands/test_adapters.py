@@ -91,6 +91,7 @@ class Adapters(RunFolder):
         refused = parka("export", model, "--out", out + "_none", "--adapter")
         self.assertEqual(refused.returncode, 2)
         self.assertIn("has no adapters", refused.stderr)
+        self.assertNotIn("names no model", refused.stderr)
 
     def test_adapters_beside_a_base_in_4_bits(self):
         model, run, out = (os.path.join(self.folder, name) for name in ("model", "run", "out"))

@@ -337,6 +337,23 @@ class Travels(TextFolder):
         self.assertIn("stays as it is", result.stderr)
         self.assertEqual(tree_digest(self.path("run/tokenizer")), before)
 
+    def test_special_tokens_of_an_export_are_those_of_the_runs_own_tokenizer(self):
+        shutil.copytree(MODEL, self.path("other"), ignore=shutil.ignore_patterns("*.safetensors", "config.json", "gen*"))
+        with open(self.path("other/tokenizer.json"), "r+", encoding="utf-8") as file:
+            tokenizer = json.load(file)
+            tokenizer["truncation"] = {"direction": "Right", "max_length": 99, "strategy": "LongestFirst", "stride": 0}
+            file.seek(0)
+            json.dump(tokenizer, file)
+            file.truncate()
+        with open(self.path("other/tokenizer_config.json"), "w", encoding="utf-8") as file:
+            json.dump({"bos_token": "<|end_of_text|>", "eos_token": "<|begin_of_text|>"}, file)
+        self.assert_exit(self.train_from(self.model, f"data.tokenizer={self.path('other')}"), 0)
+        self.assert_exit(parka("export", self.path("run"), "--out", self.path("exported")), 0)
+        with open(self.path("exported/config.json"), encoding="utf-8") as file:
+            config = json.load(file)
+        self.assertEqual((config["bos_token_id"], config["eos_token_id"]), (301, 300))
+        self.assertNotIn("generation_config.json", os.listdir(self.path("exported")))
+
 
 class BadInput(TextFolder):
     def refused(self, result, *words):

@@ -317,6 +317,7 @@ class Exporter {
   // The model that adapters are added to, where it came from Hugging Face; one that was trained here peft cannot
   // read.
   std::optional<std::string> base_for_peft() const {
+    if (config_.finetune.method != FinetuneMethod::kLora) return std::nullopt;
     if (!options_.like.empty()) return options_.like;
     const LoadedCheckpoint* base = checkpoint_.base();
     if (base != nullptr && base->state().contains(kImportedFromKey)) {
@@ -339,7 +340,8 @@ class Exporter {
   std::string config_text() const {
     const std::vector<DType> used = formats();
     const HuggingFaceModel described{family_, model_, max_positions()};
-    if (!origin_) {
+    // The imported model's special tokens are not those of a run with a tokenizer of its own.
+    if (!origin_ || (tokenizer_ && have_different_tokenizers(*tokenizer_, origin_->folder))) {
       const json special_tokens = tokenizer_ ? special_token_ids(*tokenizer_) : json::object();
       return make_huggingface_config(described, used.front(), &special_tokens);
     }

@@ -98,6 +98,11 @@ std::optional<std::string> find_tokenizer(const std::string& path, const json& s
   return found;
 }
 
+bool have_different_tokenizers(const std::string& one, const std::string& other) {
+  return has_tokenizer(one) && has_tokenizer(other) &&
+         !is_same_file(fs::path(one) / kTokenizerName, fs::path(other) / kTokenizerName);
+}
+
 std::string open_tokenizer(const std::string& path, const std::string& where) {
   const fs::path given = path;
   const fs::path folder = given.filename() == kTokenizerName ? given.parent_path() : given;

@@ -31,6 +31,9 @@ void keep_tokenizer(const Config& config);
 // Throws what keep_tokenizer() would throw; it writes nothing.
 void check_tokenizer(const Config& config);
 
+// Whether both folders have a tokenizer.json, and these are not the same.
+bool have_different_tokenizers(const std::string& one, const std::string& other);
+
 // bos_token_id, eos_token_id and pad_token_id of config.json, as the files of a tokenizer tell; null where they do
 // not.
 nlohmann::json special_token_ids(const std::string& folder);
