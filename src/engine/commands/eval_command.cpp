@@ -149,6 +149,9 @@ int run_eval(const EvalOptions& options) {
   if (!options.predictions.empty() && suite.tasks.empty()) {
     throw_bad_input("--predictions needs tasks, and there are none; give some with --tasks");
   }
+  if (options.max_documents > 0 && suite.tasks.empty()) {
+    throw_bad_input("--max-documents needs tasks, and there are none; give some with --tasks");
+  }
   check_output(options.predictions);
   const std::unique_ptr<Device> device = make_inference_device(config, options.overrides);
   InferenceRun run(*device, checkpoint, config);
