@@ -33,6 +33,7 @@ void check_heads(const ModelConfig& m) {
     throw_bad_input("model.d_model = {} is not a multiple of model.num_heads = {}; change one of them", m.d_model,
                     m.num_heads);
   }
+  if (m.d_model % 2 != 0) throw_bad_input("model.d_model = {} is odd; make it even", m.d_model);
   if (m.head_dim() % 2 != 0) {
     throw_bad_input("{} = {} is odd; rotary position embedding rotates pairs of columns, so make it even",
                     head_dim_name(m), m.head_dim());
