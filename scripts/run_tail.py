@@ -30,6 +30,7 @@ class Tail:
         self.file = None  # kept open, so that no other file gets its inode number
         self.rest = b""   # of a line that is being written
         self.last_step = -1
+        self.start = None  # the newest record of a start
         self.unreadable = 0
 
     def poll(self):
@@ -54,7 +55,11 @@ class Tail:
             file = open(self.path, "rb")
         except FileNotFoundError:  # moved away just now
             return Batch(left)
-        if not file.readline().endswith(b"\n"):  # made just now: its first record is to tell whether it goes on
+        # A run whose file was moved away begins the new one with the record of its start; then the second is to tell.
+        first = file.readline()
+        says_start = self.start is not None and parse_record(first.decode("utf-8", "replace")) == self.start
+        telling = file.readline() if says_start else first
+        if not telling.endswith(b"\n"):  # made just now
             file.close()
             return Batch(left)
         file.seek(0)
@@ -62,8 +67,9 @@ class Tail:
         self.file, self.rest = file, b""
         before, self.last_step = self.last_step, -1
         batch = self.read()
-        goes_on = before >= 0 and batch.records and batch.records[0].get("kind") != "start" and batch.records[0]["step"] > before
-        return Batch(left + batch.records if goes_on else batch.records, anew=not goes_on, more=batch.more)
+        later = batch.records[1:] if says_start else batch.records
+        goes_on = before >= 0 and later and later[0].get("kind") != "start" and later[0]["step"] > before
+        return Batch(left + later if goes_on else batch.records, anew=not goes_on, more=batch.more)
 
     def read(self):
         chunk = self.file.read(CHUNK)
@@ -74,6 +80,8 @@ class Tail:
             if record is not None and all(key in record for key in KEYS.get(record.get("kind"), ())):
                 records.append(record)
                 self.last_step = record["step"]
+                if record.get("kind") == "start":
+                    self.start = record
             elif self.last_step < 0:
                 raise NotARun(f"{self.path}: not a record of a run; give a run folder")
             else:

@@ -95,6 +95,9 @@ class InMidRun(RunFolders):
         self.assertEqual(log.count("was removed, moved or replaced"), 1, log)
         with open(path + ".old", encoding="utf-8") as old, open(path, encoding="utf-8") as new:
             records = [json.loads(line) for line in [*old, *new]]
+        starts = [record for record in records if record["kind"] == "start"]
+        self.assertEqual(len(starts), 2)
+        self.assertEqual(starts[0], starts[1])  # without which the times in the new file would mean nothing
         steps = [record["step"] for record in records if record["kind"] == "train"]
         self.assertEqual(steps, list(range(1, len(steps) + 1)))
 

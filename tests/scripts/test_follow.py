@@ -111,6 +111,17 @@ class Tail(FollowTest):
         self.run_file.add(train_record(4))
         self.assertEqual(self.poll(), (False, [("train", 4)]))
 
+    def test_a_rotated_file_begins_with_the_start_once_more(self):
+        self.poll()
+        self.run_file.path.rename(self.run_file.path.with_suffix(".jsonl.old"))
+        new = RunFile(self.run_file.folder)
+        new.add(start_record())
+        self.assertEqual(self.poll(), (False, []))
+        new.add(train_record(2))
+        self.assertEqual(self.poll(), (False, [("train", 2)]))
+        new.add(train_record(3))
+        self.assertEqual(self.poll(), (False, [("train", 3)]))
+
     def test_no_file_yet(self):
         tail = run_tail.Tail(str(self.folder / "later.jsonl"))
         self.assertEqual((tail.poll().anew, tail.poll().records), (False, []))

@@ -53,6 +53,11 @@ std::string keep_beside(const std::string& file) {
   return kept;
 }
 
+std::string line_of(const nlohmann::ordered_json& record) {
+  constexpr auto kReplaceBadText = nlohmann::ordered_json::error_handler_t::replace;
+  return record.dump(-1, ' ', false, kReplaceBadText) + '\n';
+}
+
 bool is_of_later_step(const nlohmann::json& record, int64_t step) {
   const auto it = record.find("step");
   return it != record.end() && it->is_number_integer() && *it > step;
@@ -73,19 +78,27 @@ void MetricsLog::follow_path() {
   }
 }
 
-void MetricsLog::write(const nlohmann::ordered_json& record) {
-  constexpr auto kReplaceBadText = nlohmann::ordered_json::error_handler_t::replace;
-  const std::lock_guard lock(mutex_);
-  follow_path();
-  const std::string line = record.dump(-1, ' ', false, kReplaceBadText) + '\n';
+void MetricsLog::append(const std::string& lines) {
   const off_t end_before = ::lseek(file_.get(), 0, SEEK_END);
   try {
-    write_fully(file_.get(), as_bytes(line), path_);
+    write_fully(file_.get(), as_bytes(end_before == 0 && !first_.empty() ? first_ + lines : lines), path_);
   } catch (const Error&) {
     // A full disk may have taken half of the line; where that cannot be undone truncate_after will.
     if (end_before == -1 || ::ftruncate(file_.get(), end_before) == -1) throw;
     throw;
   }
+}
+
+void MetricsLog::write(const nlohmann::ordered_json& record) {
+  const std::lock_guard lock(mutex_);
+  follow_path();
+  append(line_of(record));
+}
+
+void MetricsLog::write_first(const nlohmann::ordered_json& record) {
+  write(record);
+  const std::lock_guard lock(mutex_);
+  first_ = line_of(record);
 }
 
 void MetricsLog::sync() {

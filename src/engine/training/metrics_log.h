@@ -28,6 +28,8 @@ class MetricsLog {
   // removed, moved or replaced since it was opened, this is reported, and the line goes to the file that is at the
   // path now, or to a new one, unless the folder is no longer the run's.
   void write(const nlohmann::ordered_json& record);
+  // The same, and a new file in place of one that is gone begins with this record, too.
+  void write_first(const nlohmann::ordered_json& record);
 
   // Makes what was written durable. May be called from another thread than write().
   void sync();
@@ -52,11 +54,13 @@ class MetricsLog {
 
  private:
   void follow_path();
+  void append(const std::string& lines);
 
   const std::string path_;
   MetricsHooks hooks_;
   std::mutex mutex_;  // of file_
   FileDescriptor file_;
+  std::string first_;  // line of a new file
 };
 
 }  // namespace parka

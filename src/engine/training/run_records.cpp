@@ -66,11 +66,15 @@ RunRecords::WallTime RunRecords::count_step(double step_seconds, int64_t tokens,
           all > 0 ? (history_.step_seconds + step_seconds_) / all : 0.0};
 }
 
-void RunRecords::write(nlohmann::ordered_json record, Clock::time_point when) {
-  if (!log_) return;
+void RunRecords::add_time(nlohmann::ordered_json& record, Clock::time_point when) const {
   const auto ago = std::chrono::duration_cast<std::chrono::system_clock::duration>(Clock::now() - when);
   record["time"] = time_text(std::chrono::system_clock::now() - ago);
   record["wall_seconds"] = wall_seconds(when);
+}
+
+void RunRecords::write(nlohmann::ordered_json record, Clock::time_point when) {
+  if (!log_) return;
+  add_time(record, when);
   log_->write(record);
 }
 
@@ -78,8 +82,11 @@ void RunRecords::write_start(int64_t step, const nlohmann::ordered_json& facts) 
   nlohmann::ordered_json record = {{"kind", "start"}, {"step", step}};
   record.update(facts);
   record["earlier_seconds"] = history_.wall_seconds;
-  last_step_ = wall_seconds(Clock::now());
-  write(record);
+  const Clock::time_point now = Clock::now();
+  last_step_ = wall_seconds(now);
+  if (!log_) return;
+  add_time(record, now);
+  log_->write_first(record);
 }
 
 }  // namespace parka

@@ -49,6 +49,7 @@ class RunRecords {
   bool is_open() const { return log_.has_value(); }
 
  private:
+  void add_time(nlohmann::ordered_json& record, Clock::time_point when) const;
   double wall_seconds(Clock::time_point when) const { return std::chrono::duration<double>(when - begun_).count(); }
 
   RunHistory history_;
