@@ -5,12 +5,13 @@
     scripts/compare.py bf16=runs/a coat=runs/b --axis hours --json
 
 A run is a run folder, or NAME=FOLDER. Its difference is its loss less the first run's, where both have records: step by
-step, or with --axis tokens or hours at the first run's points, with the other run's loss interpolated between its own.
+step, or with --axis tokens or hours at the first run's points, with the other run's loss interpolated between its own
+where no records are missing between them.
 Hours are those that the run's processes have run, all starts together.
 
 The table has, over the last --last of what is compared, the mean difference in nats per token and an interval that covers
-the true one with 95 % (studentized block bootstrap: neighbouring steps may be correlated). The interval is about these
-two runs; another seed moves the loss as well. The picture has two panels: losses, and differences with their intervals.
+the true one with 95 % (studentized block bootstrap: neighbouring steps may be correlated; with 91 % where the correlation
+reaches as far as a thirtieth of the steps). The interval is about these two runs; another seed moves the loss as well. The picture has two panels: losses, and differences with their intervals.
 Curves are means over centred windows of --smooth steps; differences are drawn where a whole window fits.
 
 With --json it prints one line for each run but the first: its name, the first's name, the mean difference in nats, its
@@ -48,6 +49,8 @@ class Run:
                   if record.get("kind") == "train" and record.get("loss") is not None]
         if not points:
             fail(f"{path}: holds no training steps")
+        if any(after[0] <= before[0] for before, after in zip(points, points[1:])):
+            fail(f"{path}: its steps do not grow; of files that were rotated join each once, the oldest first")
         self.name = name
         self.steps, self.tokens, self.hours, self.loss = (np.array(column, float) for column in zip(*points))
         held_out = [record["loss"] for record in records if record.get("kind") == "eval" and record.get("loss") is not None]
@@ -57,6 +60,15 @@ class Run:
 def spacing(run):
     """Steps from one record to the next."""
     return float(np.median(np.diff(run.steps))) if len(run.steps) > 1 else 1.0
+
+
+def in_gaps(run, known, x):
+    """Which x lie where records are missing: between two of `known`, those of the run's records, whose steps are more than
+    four times as far apart as usual."""
+    if len(known) < 2:
+        return np.zeros(len(x), bool)
+    after = np.clip(np.searchsorted(known, x), 1, len(known) - 1)
+    return (np.diff(run.steps)[after - 1] > 4 * spacing(run)) & ~np.isin(x, known)
 
 
 def differences(base, run, axis):
@@ -72,7 +84,7 @@ def differences(base, run, axis):
         if axis == "hours" and np.isnan(each.hours).any():
             fail(f"{each.name}: its steps do not say when they ended (an older scripts/thin_metrics.py left that out); thin the run's own "
                  "metrics again, or compare by --axis tokens")
-    both = (base_x >= run_x[0]) & (base_x <= run_x[-1])
+    both = (base_x >= run_x[0]) & (base_x <= run_x[-1]) & ~in_gaps(run, run_x, base_x)
     return base_x[both], base.loss[both], np.interp(base_x[both], run_x, run.loss)
 
 

@@ -65,9 +65,8 @@ def print_table(runs):
         model, recipe = os.path.basename(run).rsplit(".", 1)
         with open(run + ".json", encoding="utf-8") as file:
             bench = json.load(file)
-        measured = {name.split(".", 3)[-1]: (value, spread)
-                    for name, value, _, spread in step_figures(bench, model, recipe, 1)}
-        speed, (least, most) = measured["1gpu.tok_s_gpu"]
+        measured = {name: (value, spread) for name, value, _, spread in step_figures(bench, model, recipe, 1)}
+        speed, (least, most) = measured[f"step.{model}.{recipe}.1gpu.tok_s_gpu"]
         floor = "not measured"  # without --roofline
         if "floor_seconds" in bench:
             floor = f"{statistics.median(bench['floor_seconds'] / s for s in bench['step_seconds']):.3f}"

@@ -175,6 +175,22 @@ class Compare(unittest.TestCase):
         self.assertEqual(found["tokens"], [128, 40 * 128])
         self.assertAlmostEqual(found["nats"], 0.25)
 
+    def test_nothing_is_interpolated_over_missing_records(self):
+        a = self.run_of("a", self.base)
+        b = self.make_run("b", [train_record(step, loss + 0.25) for step, loss in enumerate(self.base, 1) if not 200 < step < 600])
+        for axis in ("steps", "tokens"):
+            (found,) = self.compared(a, b, "--axis", axis, "--last", "1")
+            self.assertAlmostEqual(found["nats"], 0.25)
+            (found,) = self.compared(a, b, "--axis", axis, "--last", "0.01")
+            self.assertAlmostEqual(found["nats"], 0.25)
+
+    def test_records_that_were_joined_twice_are_refused(self):
+        a = self.run_of("a", self.base[:50])
+        b = self.make_run("b", [train_record(step, 2.0) for step in (1, 2, 3, 2, 3, 4)])
+        result = self.compare(a, b)
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("its steps do not grow", result.stderr)
+
     def test_hours_count_all_starts(self):
         def records(seconds, losses):
             yield {"kind": "start", "step": 0, "earlier_seconds": 0.0, "wall_seconds": 1.0}
