@@ -28,7 +28,8 @@ while [ $# -gt 0 ]; do
   esac
 done
 [ $# -ge 1 ] || usage
-out=$1
+. scripts/reproduce/from_caller.sh
+out=$(from_caller "$1")
 shift
 [ $# -gt 0 ] || set -- 7b.{1,2,4,8} 13b.{2,4,8} 30b.8
 find_parka

@@ -16,7 +16,8 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ $# -ge 1 ] || { echo "usage: scripts/reproduce/finetune_methods.sh OUT [METHOD...]" >&2; exit 2; }
 . scripts/reproduce/recipe_options.sh
-out=$1
+. scripts/reproduce/from_caller.sh
+out=$(from_caller "$1")
 shift
 python=${PYTHON:-python3}
 base_steps=${BASE_STEPS:-600} steps=${STEPS:-300}

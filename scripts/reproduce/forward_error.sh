@@ -9,7 +9,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ $# -ge 1 ] && [ $# -le 2 ] || { echo "usage: scripts/reproduce/forward_error.sh OUT [TEXT_FOLDER]" >&2; exit 2; }
-out=$1 text=${2:-/usr/include}
+. scripts/reproduce/from_caller.sh
+out=$(from_caller "$1") text=$(from_caller "${2:-/usr/include}")
 build=${BUILD:-build/release}
 python=${PYTHON:-python3}
 mkdir -p "$out"

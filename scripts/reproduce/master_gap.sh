@@ -7,7 +7,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ $# -ge 2 ] || { echo "usage: scripts/reproduce/master_gap.sh OUT TEXT_FOLDER [SEED...]" >&2; exit 2; }
-out=$1 text=$2
+. scripts/reproduce/from_caller.sh
+out=$(from_caller "$1") text=$(from_caller "$2")
 shift 2
 [ $# -gt 0 ] || set -- 1 2
 for seed; do

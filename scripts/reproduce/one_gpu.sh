@@ -25,7 +25,8 @@ while [[ ${1:-} == --* ]]; do
   shift
 done
 [ $# -ge 1 ] || usage
-out=$1
+. scripts/reproduce/from_caller.sh
+out=$(from_caller "$1")
 shift
 [ $# -gt 0 ] || set -- {olmo-1b,llama2-7b}.{bf16,fp8_linear,coat,parka}
 parka=${PARKA:-build/cuda/parka}

@@ -5,7 +5,7 @@
 # runs at a time with two ranks each. OUT gets the output of each run, RUN.txt, and OUT/work what they need.
 # Paths are relative to where the script was called, not to the project, to which it has gone. PARKA and CONFIG may be the
 # project's, too.
-from_caller() { (cd "$OLDPWD" && realpath -m -- "$1"); }
+. scripts/reproduce/from_caller.sh
 out=$(from_caller "$1") text=$(from_caller "$2")
 shift 2
 [[ $out != *[[:space:]]* ]] || { echo "$(basename "$0"): $out: give OUT a path without spaces" >&2; exit 2; }

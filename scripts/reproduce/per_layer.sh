@@ -15,7 +15,8 @@ gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
 [ "${1:-}" != --plan-only ] || { gpus=0; shift; }
 [ $# -ge 1 ] || usage
 [[ $1 != -* ]] || usage
-out=$1
+. scripts/reproduce/from_caller.sh
+out=$(from_caller "$1")
 shift
 [ $# -gt 0 ] || set -- {2048,4096}.{2048,4096}
 find_parka

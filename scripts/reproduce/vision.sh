@@ -14,7 +14,8 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ $# -ge 1 ] || { echo "usage: scripts/reproduce/vision.sh OUT [RECIPE...]" >&2; exit 2; }
 . scripts/reproduce/recipe_options.sh
-out=$1
+. scripts/reproduce/from_caller.sh
+out=$(from_caller "$1")
 shift
 [ $# -gt 0 ] || set -- bf16 coat parka
 python=${PYTHON:-python3}
