@@ -298,6 +298,10 @@ class BadInput(RunFolder):
             self.assert_refused(self.train(self.config), [self.path("run"), "another process"])
         self.assert_exit(self.train(self.config), 0)
 
+    def test_options_of_tasks_need_tasks(self):
+        for option, value in (("--max-documents", "3"), ("--predictions", self.path("predictions.jsonl"))):
+            self.assert_refused(parka("eval", self.path("run"), option, value), [f"{option} needs tasks"])
+
     def test_an_evaluation_without_a_loss_is_none(self):
         self.config["optimizer"].update(lr=1e30, schedule={"kind": "constant"})
         self.config["model"].update(norm="rmsnorm", tie_embeddings=False)
