@@ -64,11 +64,14 @@ Config tiny_config(const std::string& folder) {
       "test");
 }
 
-// Trains on `device` to step `steps`, saving after each, and one more step beside the last save.
-std::vector<std::string> train_and_save(Device& device, const Config& config, int64_t steps) {
+// Trains on `device` to step `steps`, saving after each, and one more step beside the last save. The training's
+// thread reports progress where it writes itself.
+std::vector<std::string> train_and_save(Device& device, const Config& config, int64_t steps, bool writes_itself) {
   std::vector<std::string> reports;
+  int num_progress = 0;
   SaveOptions options;
   options.keep = 0;
+  options.progress = [&] { ++num_progress; };
   options.report = [&](const std::string& message) { reports.push_back(message); };
   TrainingRun run(config, device, alone());
   run.initialize();
@@ -84,6 +87,7 @@ std::vector<std::string> train_and_save(Device& device, const Config& config, in
   saver.finish();
   CHECK(saver.take_wait_seconds() > 0);
   CHECK(saver.take_wait_seconds() == 0);
+  CHECK((num_progress > 0) == writes_itself);
   return reports;
 }
 
@@ -94,11 +98,11 @@ TEST_CASE("without memory to stage in a save is made while training waits, with 
   const TemporaryFolder folder;
   Config config = tiny_config(folder.path());
   const auto cpu = make_cpu_device();
-  CHECK(train_and_save(*cpu, config, 3).empty());
+  CHECK(train_and_save(*cpu, config, 3, false).empty());
   const std::string staged = config.checkpoint.folder;
   config.checkpoint.folder = folder / "other";
   DeviceWithoutStaging device;
-  const std::vector<std::string> reports = train_and_save(device, config, 3);
+  const std::vector<std::string> reports = train_and_save(device, config, 3, true);
   REQUIRE(reports.size() == 1);  // once, not for each save
   CHECK(mentions(reports[0], "3.0 GiB of host memory are not to be had"));
   CHECK(mentions(reports[0], "checkpoint.async=false"));
@@ -145,7 +149,7 @@ TEST_CASE("with checkpoint.async off no memory to stage in is asked for", "[engi
   Config config = tiny_config(folder.path());
   config.checkpoint.async = false;
   DeviceWithoutStaging device;
-  CHECK(train_and_save(device, config, 2).empty());
+  CHECK(train_and_save(device, config, 2, true).empty());
   CHECK(list_checkpoints(config.checkpoint.folder).size() == 2);
 }
 

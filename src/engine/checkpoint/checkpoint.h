@@ -57,6 +57,9 @@ struct SaveOptions {
   // Called before every step that changes the file system, "write <path>" every 256 KiB, so that a test can
   // kill the process at any of them.
   std::function<void(std::string_view point)> observer = {};
+  // Called before the same steps, on the thread that writes. Savers in the background do not: who waits for them
+  // says so.
+  std::function<void()> progress = {};
   // Called with one line for a problem that does not harm this checkpoint: an old one that could not be removed, or
   // a damaged one.
   std::function<void(const std::string& message)> report = {};

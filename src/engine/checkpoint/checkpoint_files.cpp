@@ -85,6 +85,7 @@ class Writers {
 }  // namespace
 
 void ObservedFiles::announce(std::string_view action, const std::string& path) {
+  if (progress_) progress_();
   if (!observer_) return;
   const std::lock_guard lock(mutex_);
   observer_(fmt::format("{} {}", action, path));

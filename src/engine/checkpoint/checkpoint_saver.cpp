@@ -9,7 +9,8 @@
 namespace parka {
 namespace {
 
-SaveOptions asking(SaveOptions options, const std::atomic<bool>& is_given_up) {
+SaveOptions in_background(SaveOptions options, const std::atomic<bool>& is_given_up) {
+  options.progress = {};
   options.is_given_up = [&is_given_up] { return is_given_up.load(); };
   return options;
 }
@@ -18,7 +19,8 @@ SaveOptions asking(SaveOptions options, const std::atomic<bool>& is_given_up) {
 
 CheckpointSaver::CheckpointSaver(std::string folder, SaveOptions options)
     : folder_(std::move(folder)),
-      options_(asking(std::move(options), is_given_up_)),
+      progress_(options.progress),
+      options_(in_background(std::move(options), is_given_up_)),
       thread_(start_thread("saves checkpoints", [this] { work(); })) {}
 
 CheckpointSaver::~CheckpointSaver() {
@@ -72,6 +74,7 @@ void CheckpointSaver::save_here(const CheckpointContents& contents, std::functio
   is_given_up_ = false;
   SaveOptions options = options_;
   if (is_given_up) options.is_given_up = std::move(is_given_up);
+  options.progress = progress_;
   options.writers = 1;  // this thread: what is still on a device must be read by no other
   failure_ = try_to_save(contents, std::move(options));
 }

@@ -194,6 +194,7 @@ class TrainCommand {
     // The CPU trains on its own cores; beside a GPU most are idle, but the loader's.
     options.writers = device_->kind() == DeviceKind::kCpu ? 1 : std::clamp(num_threads() / 4, 1, 4);
     options.report = warn;
+    options.progress = [this] { launch_.watchdog().at(run_.completed_steps(), "saving a checkpoint"); };
     options.saved = [this](const std::string& path, int64_t num_bytes, double seconds) {
       log_info("saved {}: {:.3g} GB in {:.1f} s", path, 1e-9 * static_cast<double>(num_bytes), seconds);
       if (saved_hook_) saved_hook_->run(path);
