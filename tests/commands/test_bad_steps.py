@@ -4,20 +4,16 @@ import re
 import shutil
 import unittest
 
-from parka_runs import RunFolder, faulty_files, learning_curve, metrics, tiny_config, tree_digest
+from parka_runs import RunFolder, checkpoints, faulty_files, learning_curve, metrics, tiny_config, tree_digest
 
 NOT_FINITE = 3
 DIVERGES = 1e30  # a learning rate that makes weights whose next step overflows
 
 
-def checkpoints(folder):
-    return sorted(name for name in os.listdir(folder) if name.startswith("step_"))
-
-
 class BadSteps(RunFolder):
     def setUp(self):
         super().setUp()
-        self.run = self.path("run")
+        self.run_folder = self.path("run")
         self.config = tiny_config(self.folder, "bf16")
         self.config["model"].update(norm="rmsnorm", tie_embeddings=False)
         self.config["training"]["eval_interval"] = 0
@@ -40,23 +36,23 @@ class BadSteps(RunFolder):
         for ranks in ((), ("--ranks", "2")):
             with self.subTest(ranks=ranks):
                 self.config["optimizer"]["lr"] = 3e-3
-                self.config["checkpoint"]["folder"] = self.run = self.path(f"run{len(ranks)}")
+                self.config["checkpoint"]["folder"] = self.run_folder = self.path(f"run{len(ranks)}")
                 self.good_steps(*ranks)
                 result = self.train(self.config, *ranks)
                 self.assert_ended(result, "step 5: loss .* not both finite", "weights were not changed; step 4 is saved; set training.non_finite")
-                self.assertEqual(checkpoints(self.run), ["step_00000003", "step_00000004"])
-                self.assertEqual([record["step"] for record in metrics(self.run) if not record["applied"]], [5])
-                before = tree_digest(self.run, only=lambda path: path.startswith("step_"))
+                self.assertEqual(checkpoints(self.run_folder), ["step_00000003", "step_00000004"])
+                self.assertEqual([record["step"] for record in metrics(self.run_folder) if not record["applied"]], [5])
+                before = tree_digest(self.run_folder, only=lambda path: path.startswith("step_"))
                 self.assert_ended(self.train(self.config, *ranks), "step 5: loss", "step 4 is saved")
-                self.assertEqual(tree_digest(self.run, only=lambda path: path.startswith("step_")), before)
+                self.assertEqual(tree_digest(self.run_folder, only=lambda path: path.startswith("step_")), before)
 
-                shutil.rmtree(os.path.join(self.run, "step_00000004"))
+                shutil.rmtree(os.path.join(self.run_folder, "step_00000004"))
                 self.config["optimizer"]["lr"] = 3e-3
                 self.assert_exit(self.train(self.config, *ranks), 0)
-                self.assertEqual(checkpoints(self.run), ["step_00000008"])  # checkpoint.keep counts again
+                self.assertEqual(checkpoints(self.run_folder), ["step_00000008"])  # checkpoint.keep counts again
                 whole = dict(self.config, checkpoint=dict(self.config["checkpoint"], folder=self.path(f"whole{len(ranks)}")))
                 self.assert_exit(self.train(whole, *ranks), 0)
-                self.assertEqual(learning_curve(self.run), learning_curve(whole["checkpoint"]["folder"]))
+                self.assertEqual(learning_curve(self.run_folder), learning_curve(whole["checkpoint"]["folder"]))
 
     def test_the_last_of_too_many_skipped_steps_is_saved(self):
         self.good_steps()
@@ -64,30 +60,30 @@ class BadSteps(RunFolder):
         result = self.train(self.config)
         self.assert_ended(result, "step 6: loss", "2 steps in a row were skipped .*; step 6 is saved$")
         self.assertEqual(len(re.findall("; skipped$", result.stderr, re.MULTILINE)), 1)
-        self.assertEqual(checkpoints(self.run), ["step_00000003", "step_00000006"])
+        self.assertEqual(checkpoints(self.run_folder), ["step_00000003", "step_00000006"])
         self.assert_ended(self.train(self.config), "step 8: loss", "step 8 is saved")
-        self.assertEqual([record["step"] for record in metrics(self.run)], list(range(1, 9)))
+        self.assertEqual([record["step"] for record in metrics(self.run_folder)], list(range(1, 9)))
 
     def test_saves_between_skipped_steps_remove_no_older_checkpoint(self):
         self.good_steps()
         self.config["training"].update(non_finite="skip", max_skipped_steps=6, steps=20)
         self.config["checkpoint"]["interval"] = 3
         self.assert_ended(self.train(self.config), "step 10: loss", "step 10 is saved")
-        self.assertEqual(checkpoints(self.run), [f"step_{step:08}" for step in (3, 6, 9, 10)])
+        self.assertEqual(checkpoints(self.run_folder), [f"step_{step:08}" for step in (3, 6, 9, 10)])
 
     def test_weights_that_were_never_updated_are_not_saved(self):
         self.config["model"].update(init="normal", init_std=1e18)
         self.config["training"].update(non_finite="skip", max_skipped_steps=3)
         self.config["checkpoint"]["interval"] = 1
         self.assert_ended(self.train(self.config), "step 3: loss", r"3 steps in a row were skipped \(training.max_skipped_steps\)$")
-        self.assertEqual(checkpoints(self.run), [])
+        self.assertEqual(checkpoints(self.run_folder), [])
 
     def test_the_command_of_the_save_ends_first(self):
         self.config["checkpoint"]["on_saved"] = f"sleep 0.5; basename {{path}} >> {self.path('copied')}"
         for ranks in ((), ("--ranks", "2")):
             with self.subTest(ranks=ranks):
                 self.config["optimizer"]["lr"] = 3e-3
-                self.config["checkpoint"]["folder"] = self.run = self.path(f"hook{len(ranks)}")
+                self.config["checkpoint"]["folder"] = self.run_folder = self.path(f"hook{len(ranks)}")
                 self.good_steps(*ranks)
                 self.assert_ended(self.train(self.config, *ranks), "step 4 is saved")
                 with open(self.path("copied"), encoding="utf-8") as file:
@@ -98,14 +94,14 @@ class BadSteps(RunFolder):
         self.config["model"].update(init="normal", init_std=1e18)  # whose scores of attention overflow
         result = self.train(self.config)
         self.assert_ended(result, "step 1: loss", "weights were not changed; set training.non_finite")
-        self.assertEqual(checkpoints(self.run), [])
+        self.assertEqual(checkpoints(self.run_folder), [])
 
     def test_a_state_that_cannot_be_saved_ends_the_run_for_the_same_reason(self):
         self.good_steps()
         result = self.train(self.config, env=faulty_files("open:*step_00000004*:ENOSPC:1:1000"))
         self.assert_ended(result, "step 5: loss", "weights were not changed; set training.non_finite")
         self.assertIn("No space left on device", result.stderr)
-        self.assertEqual(checkpoints(self.run), ["step_00000003"])
+        self.assertEqual(checkpoints(self.run_folder), ["step_00000003"])
 
 
 if __name__ == "__main__":
