@@ -9,6 +9,7 @@
 #include "core/log/log.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/config/config_io.h"
+#include "engine/config/given_keys.h"
 #include "engine/files/gemm_tuning_file.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/planning/memory_advice.h"
@@ -107,8 +108,7 @@ std::unique_ptr<Device> make_device(const Config& config, int gpu) {
 std::vector<GemmChoice> inference_gemms(const Config& config, const std::vector<std::string>& overrides,
                                         const Device& device) {
   if (!names_tuning_file(config)) return {};
-  const bool is_given = std::ranges::any_of(
-      overrides, [](const std::string& override) { return override.starts_with("device.gemm_tuning="); });
+  const bool is_given = is_overridden(overrides, "device.gemm_tuning");
   try {
     return read_gemm_tuning(config.device.gemm_tuning, device);
   } catch (const Error& error) {

@@ -356,14 +356,13 @@ class TrainCommand {
       launch_.watchdog().at(run_.completed_steps() + 1, "training");
       handle(run_.step());
       const int64_t step = run_.completed_steps();
-      const bool last = step == training.steps, eval_due = evaluation_is_due(step);
-      bool save_due = save_is_due(step);
+      const bool last = step == training.steps, save_due = save_is_due(step), eval_due = evaluation_is_due(step);
       const Agreement agreed = agree();
       if (eval_due || save_due || last || agreed.any()) handle(run_.finish());
       if (agreed.failed) end_after_failure();
       if (agreed.stopped && (!last || eval_due)) return stop();
-      save_due = save_due && (last || run_.applied_steps() > 0);  // else a checkpoint would only bind the config
-      if (save_due || agreed.save_failed) save();
+      const bool is_worth_it = last || run_.applied_steps() > 0;  // else a checkpoint would only bind the config
+      if ((save_due && is_worth_it) || agreed.save_failed) save();
       if (eval_due && !evaluate()) return stop();
     }
     saver_.finish();
@@ -616,8 +615,7 @@ void require_named_run(const TrainOptions& options, const std::string& folder) {
   const fs::path file = config_file(options.config_path);
   const fs::path named = file.has_parent_path() ? file.parent_path() : ".";
   const bool is_run = file.filename() == "config.json" && file_exists((named / "lock").string());
-  const bool is_given = std::ranges::any_of(
-      options.overrides, [](const std::string& override) { return override.starts_with("checkpoint.folder="); });
+  const bool is_given = is_overridden(options.overrides, "checkpoint.folder");
   std::error_code ignored;
   if (!is_run || is_given || fs::equivalent(named, folder, ignored)) return;
   throw_bad_input(

@@ -247,6 +247,11 @@ Config load_config(const std::string& path, const std::vector<std::string>& over
   return override_config(read_config_file(file), overrides, file);
 }
 
+bool is_overridden(const std::vector<std::string>& overrides, const std::string& key) {
+  return std::ranges::any_of(overrides,
+                             [&](const std::string& override) { return override.starts_with(key + "="); });
+}
+
 ordered_json given_keys(const std::string& path, const std::vector<std::string>& overrides) {
   const std::string file = config_file(path);
   json root = read_config_file(file);

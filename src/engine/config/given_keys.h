@@ -10,6 +10,9 @@ namespace parka {
 // docs/config.md: written to a file, it is the same config. Comments are lost.
 nlohmann::ordered_json given_keys(const std::string& path, const std::vector<std::string>& overrides);
 
+// Whether one of the overrides gives this key.
+bool is_overridden(const std::vector<std::string>& overrides, const std::string& key);
+
 // Writes them to a file.
 void write_given_keys(const std::string& written, const std::string& path,
                       const std::vector<std::string>& overrides);
