@@ -10,8 +10,8 @@ where no records are missing between them.
 Hours are those that the run's processes have run, all starts together.
 
 The table has, over the last --last of what is compared, the mean difference in nats per token and an interval that covers
-the true one with 95 % (studentized block bootstrap: neighbouring steps may be correlated; with 91 % where the correlation
-reaches as far as a thirtieth of the steps). The interval is about these two runs; another seed moves the loss as well. The picture has two panels: losses, and differences with their intervals.
+the true one with 95 % (studentized block bootstrap: neighbouring steps may be correlated), or a little less often where few
+steps are strongly correlated. The interval is about these two runs; another seed moves the loss as well. The picture has two panels: losses, and differences with their intervals.
 Curves are means over centred windows of --smooth steps; differences are drawn where a whole window fits.
 
 With --json it prints one line for each run but the first: its name, the first's name, the mean difference in nats, its
