@@ -1,85 +1,16 @@
-"""Training on images from the command line: resumed, on several ranks, in all forms of state and memory. Exits with 77 (skipped)
-where a package of scripts/prepare_images.py is missing."""
+"""Training on images from the command line, on the CPU and, where there is one, on the GPU: resumed, in all forms of memory, what is
+refused. test_image_ranks.py has several ranks. Exits with 77 (skipped) where a package of scripts/prepare_images.py is missing."""
 import json
 import os
-import random
 import signal
-import subprocess
-import sys
 import unittest
 from pathlib import Path
 
-try:
-    import numpy as np
-    import xxhash  # noqa: F401
-    from PIL import Image
-except ImportError as error:
-    print(f"skipped: {error.name} is missing")
-    sys.exit(77)
-
-from parka_runs import PROGRAM, RunFolder, checkpoints, learning_curve, metrics, parka, starters, tree_digest
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_images.py"
-SIZE, SEQUENCE, STEPS = 8, 96, 8
-NUM_SAMPLES = 60
+from image_runs import STEPS, ImageRuns, np
+from parka_runs import checkpoints, has_gpu, learning_curve, metrics, parka
 
 
-class Images(RunFolder):
-    def setUp(self):
-        super().setUp()
-        rng = random.Random(5)
-        records = []
-        for number in range(NUM_SAMPLES):
-            count = rng.choice((0, 1, 1, 2))
-            names = [f"{number}-{i}.png" for i in range(count)]
-            for name in names:
-                colours = np.random.default_rng(len(records)).integers(0, 256, (SIZE, SIZE, 3)).astype(np.uint8)
-                Image.fromarray(colours).save(self.path(name))
-            said = "<image>" * count + rng.choice(("What is it?", "Say more."))
-            turns = [{"from": "human", "value": said}, {"from": "gpt", "value": f"It is {number % 7}."}]
-            records.append({"id": str(number), "conversations": turns, **({"image": names} if names else {})})
-        with open(self.path("samples.json"), "w", encoding="utf-8") as file:
-            json.dump(records, file)
-        options = {"--image-folder": self.folder, "--tower": "clip", "--image-size": SIZE, "--patch-size": 4, "--chat": "chatml",
-                   "--sequence-length": SEQUENCE, "--max-images": 3, "--eval-fraction": 0.2, "--out": self.path("data")}
-        command = [sys.executable, str(SCRIPT), self.path("samples.json"), *(str(x) for pair in options.items() for x in pair)]
-        prepared = subprocess.run(command, capture_output=True, text=True)
-        self.assertEqual(prepared.returncode, 0, prepared.stderr)
-        self.printed = json.loads(prepared.stdout.split("config:\n")[1])  # what a config needs for this data
-
-    def config(self, name="run", recipe="bf16", steps=STEPS, tower="compute", **optimizer):
-        model = self.printed["model"]
-        # Of a frozen tower it is refused.
-        slow_tower = {} if "vision.*" in optimizer.get("frozen", []) else {"lr_patterns": ["vision.*"], "lr_factors": [0.2]}
-        return {
-            "device": {"kind": "cpu"},
-            "model": {
-                **model, "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ffn": 64,
-                "vision": {**model["vision"], "width": 32, "num_layers": 3, "num_heads": 2, "d_ffn": 48}},
-            "precision": {"recipe": recipe, "tower": tower},
-            "optimizer": {"lr": 3e-3, **slow_tower, **optimizer,
-                          "schedule": {"kind": "cosine", "warmup_steps": 2, "total_steps": STEPS}},
-            "data": dict(self.printed["data"]),
-            "training": {"steps": steps, "global_batch_size": 4, "micro_batch_size": 1, "eval_interval": 4},
-            "checkpoint": {"folder": self.path(name), "interval": 2, "keep": 0},
-        }
-
-    def run_config(self, config, ranks=1, *arguments):
-        path = self.write_config(config, os.path.basename(config["checkpoint"]["folder"]) + ".json")
-        program = [PROGRAM, "--threads", "1", "train", path, *arguments]
-        return starters.run(ranks, program)
-
-    def run_to_the_end(self, config, ranks=1):
-        result = self.run_config(config, ranks)
-        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
-        return result.stdout + result.stderr
-
-    def losses(self, name):
-        return [record["loss"] for record in metrics(self.path(name))]
-
-    def final_files(self, name):
-        return tree_digest(self.path(f"{name}/step_{STEPS:08}"), lambda path: path.endswith(".safetensors"))
-
+class Images(ImageRuns):
     def test_resumed_runs_end_with_the_same_bits(self):
         released = {"release_gradients": True, "clip_norm": 0.1}
         variants = (("bf16", {}), ("parka", {}), ("parka", {"tower": "fp8"}), ("fp8_block", {"tower": "fp8"}), ("coat", released))
@@ -97,48 +28,6 @@ class Images(RunFolder):
                 self.assertIn("resuming from", self.run_to_the_end(resumed))
                 self.assertEqual(*(learning_curve(self.path(name)) for name in names))
                 self.assertEqual(*(self.final_files(name) for name in names))
-
-    def test_resumed_runs_of_several_ranks_end_with_the_same_bits(self):
-        # Every number of ranks at every stage of ZeRO, and in turns what stages of training freeze.
-        frozen = [[], ["vision.*"], ["vision.*", "embedding", "blocks.*", "head"]]
-        cases = [(ranks, stage, "parka", "fp8") for ranks in (1, 2, 4) for stage in range(4)]
-        cases += [(1, 0, "bf16", "compute"), (2, 3, "coat", "compute"), (4, 2, "bf16", "compute")]
-        for number, (ranks, stage, recipe, tower) in enumerate(cases):
-            with self.subTest(ranks=ranks, stage=stage, recipe=recipe, tower=tower):
-                names = [f"{number}-{kind}" for kind in ("straight", "resumed")]
-                for name, stops in zip(names, ((STEPS,), (4, STEPS)), strict=True):
-                    for steps in stops:
-                        config = self.config(name, recipe, steps, tower, frozen=frozen[number % len(frozen)])
-                        config["model"]["tie_embeddings"] = False
-                        config["distributed"] = {"zero_stage": stage}
-                        log = self.run_to_the_end(config, ranks)
-                self.assertIn("resuming from", log)
-                self.assertEqual(*(self.losses(name) for name in names))
-                self.assertEqual(*(self.final_files(name) for name in names))
-
-    def test_an_fp8_tower_on_several_ranks_is_that_of_one(self):
-        self.run_to_the_end(self.config("one", "parka", tower="fp8"))
-        for ranks, stage in ((2, 1), (2, 3), (4, 3)):
-            with self.subTest(ranks=ranks, stage=stage):
-                config = self.config(f"{ranks}-{stage}", "parka", tower="fp8")
-                config["distributed"] = {"zero_stage": stage}
-                self.run_to_the_end(config, ranks)
-                for got, want in zip(self.losses(f"{ranks}-{stage}"), self.losses("one"), strict=True):
-                    self.assertLess(abs(got - want), 2e-2)  # as test_ranks.py has it for FP8 recipes
-
-    def test_several_ranks_train_as_one(self):
-        for tied in (True, False):
-            config = self.config("one", "fp32")
-            config["model"]["tie_embeddings"] = tied
-            self.run_to_the_end(config)
-            for ranks, stage in ((2, 0), (2, 1), (2, 2), (4, 3)):
-                with self.subTest(ranks=ranks, stage=stage, tied=tied):
-                    config["checkpoint"]["folder"] = self.path(f"{ranks}-{stage}-{tied}")
-                    config["distributed"] = {"zero_stage": stage}
-                    self.run_to_the_end(config, ranks)
-                    for got, want in zip(self.losses(f"{ranks}-{stage}-{tied}"), self.losses("one"), strict=True):
-                        self.assertLess(abs(got - want), 1e-5)
-            subprocess.run(["rm", "-r", self.path("one")], check=True)
 
     def test_what_saves_memory_changes_no_bit(self):
         changes = {
@@ -231,6 +120,11 @@ class Images(RunFolder):
             json.dump({"image_mean": [0.3, 0.4, 0.6], "image_std": config["model"]["vision"].get("pixel_deviation", [0.26862954, 0.26130258, 0.27577711])}, file)
         allowed = parka("export", self.path("other"), "--out", self.path("exported"), "--like", self.path("usual"))
         self.assertEqual(allowed.returncode, 0, allowed.stderr)
+
+
+@unittest.skipUnless(has_gpu(), "no GPU")
+class ImagesOnTheGpu(Images):
+    device = "cuda"
 
 
 if __name__ == "__main__":
