@@ -87,6 +87,16 @@ class Adapters(RunFolder):
         self.assertIn("model.rope_theta", refused.stderr)
         self.assertIn("without --adapter", refused.stderr)
         self.run_ok("export", run + "_rotated", "--out", out + "_rotated")
+        # Those of a base that was trained with the same angles need not say so; with others they would have to.
+        self.run_ok(*train[:2], *full, f"--set=checkpoint.folder={run}_of_50", "--set=training.steps=1", "--set=model.rope_theta=50")
+        beside = [*train, f"--set=checkpoint.init_from={run}_of_50", "--set=training.steps=1"]
+        for theta, code in ((50, 0), (10000, 2)):
+            self.run_ok(*beside, f"--set=model.rope_theta={theta}", f"--set=checkpoint.folder={run}_{theta}")
+            result = parka("export", f"{run}_{theta}", "--out", f"{out}_{theta}", "--adapter")
+            self.assertEqual(result.returncode, code, result.stderr)
+        refused = parka("export", run, "--out", out + "_like", "--adapter", "--like", os.path.join(os.path.dirname(FIXTURE), "llama3_gqa"))
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("is another model than the adapters' base: model.", refused.stderr)
 
         refused = parka("export", model, "--out", out + "_none", "--adapter")
         self.assertEqual(refused.returncode, 2)
@@ -155,6 +165,67 @@ class Adapters(RunFolder):
         os.rename(here, moved)
         run_in(other, "export", os.path.join(moved, "adapters"), "--out", "of_moved")
         self.assertEqual(tree_digest(os.path.join(other, "of_moved")), expected)
+        # Another model where the base lay.
+        os.mkdir(here)
+        run_in(here, "import", os.path.join(os.path.dirname(fixture), "qwen2_tied"), "--out", "model")
+        run_in(other, "export", os.path.join(moved, "adapters"), "--out", "of_moved_again")
+        self.assertEqual(tree_digest(os.path.join(other, "of_moved_again")), expected)
+
+    def test_a_base_is_found_by_its_weights(self):
+        def run_in(folder, code, *arguments):
+            result = parka(*arguments, cwd=os.path.join(self.folder, folder), executable=os.path.abspath(PROGRAM))
+            self.assertEqual(result.returncode, code, result.stdout + result.stderr)
+            return result.stdout + result.stderr
+
+        os.mkdir(self.path("project"))
+        shutil.copytree(FIXTURE, self.path("downloaded"))
+        run_in("project", 0, "import", os.path.abspath(FIXTURE), "--out", "models/llama")
+        write_tokens(self.path("tokens.npy"), 2000, 5, 83)
+        tokens = json.dumps([self.path("tokens.npy")])
+        settings = {"data.train": tokens, "data.eval": tokens, "data.sequence_length": 16, "device.kind": "cpu", "finetune.method": "lora",
+                    "optimizer.lr": 1e-2, "optimizer.schedule.warmup_steps": 0, "training.global_batch_size": 4, "training.micro_batch_size": 2,
+                    "training.steps": 2, "training.eval_interval": 0}
+        # Into runs/llama, as the config that was written proposes.
+        train = ["train", "models/llama/config.json", *(f"--set={key}={value}" for key, value in settings.items())]
+        run_in("project", 0, *train)
+        loss = run_in("project", 0, "eval", "runs/llama", "--json")
+
+        os.rename(self.path("project"), self.path("moved"))
+        self.assertEqual(run_in("moved", 0, "eval", "runs/llama", "--json"), loss.replace("/project/", "/moved/"))
+        # Imported anew from a copy elsewhere, it has the same weights.
+        shutil.rmtree(self.path("moved/models/llama"))
+        gone = run_in("moved", 2, "eval", "runs/llama")
+        self.assertIn(f"put it back as {self.folder}/project/models/llama or {self.folder}/moved/models/llama, or name its place", gone)
+        run_in("moved", 0, "import", self.path("downloaded"), "--out", "models/llama")
+        self.assertEqual(run_in("moved", 0, "eval", "runs/llama", "--json"), loss.replace("/project/", "/moved/"))
+        # Where it is named.
+        os.rename(self.path("moved/models/llama"), self.path("base"))
+        run_in("moved", 2, "generate", "runs/llama", "--prompt-tokens", "1,2", "--tokens", "2")
+        named = f"checkpoint.init_from={self.folder}/base"
+        run_in("moved", 0, "generate", "runs/llama", "--prompt-tokens", "1,2", "--tokens", "2", "--set", named)
+        run_in("moved", 0, "eval", "runs/llama", "--set", named)
+        # A run that goes on with the adapters from another folder names the place where it found the base.
+        os.rename(self.path("base"), self.path("moved/models/llama"))
+        on = [*train[:1], "moved/models/llama/config.json", *train[2:], "--set=checkpoint.init_from=moved/runs/llama", "--set=checkpoint.folder=on"]
+        run_in(".", 0, *on)
+        run_in(".", 0, "eval", "on")
+        self.assertIn("resuming from", run_in(".", 0, *on, "--set=training.steps=3"))
+
+    def test_adapters_of_peft_beside_a_run_with_settings_of_its_own(self):
+        write_tokens(self.path("tokens.npy"), 2000, 5, 83)
+        self.run_ok("import", FIXTURE, "--out", self.path("model"))
+        settings = {"data.train": json.dumps([self.path("tokens.npy")]), "data.sequence_length": 16, "checkpoint.folder": self.path("run"),
+                    "device.kind": "cpu", "training.steps": 1, "training.global_batch_size": 2, "training.eval_interval": 0,
+                    "optimizer.lr_patterns": '["embedding", "head"]', "optimizer.lr_factors": "[0.1, 0.1]", "optimizer.schedule.warmup_steps": 0}
+        self.run_ok("train", self.path("model/config.json"), *(f"--set={key}={value}" for key, value in settings.items()))
+        self.run_ok("import", PEFT, "--base", self.path("run"), "--out", self.path("adapters"))
+        self.run_ok("eval", self.path("adapters"), "--data", self.path("tokens.npy"), "--set", "device.kind=cpu")
+        out = os.path.join(os.fsencode(self.folder), b"not\xfdutf8")
+        for command in (("import", FIXTURE), ("import", PEFT, "--base", self.path("model"))):
+            refused = parka(*command, "--out", out)
+            self.assertEqual(refused.returncode, 2, refused.stderr)
+            self.assertIn("its name is not UTF-8", refused.stderr)
+            self.assertFalse(os.path.exists(out))
 
     def test_adapters_of_peft(self):
         model, adapters, out, back, run, merged = (os.path.join(self.folder, name)

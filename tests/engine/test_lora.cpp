@@ -1,10 +1,13 @@
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <utility>
 
+#include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint_base.h"
+#include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/evaluation/inference_run.h"
 #include "engine/training/training_run.h"
@@ -215,6 +218,13 @@ TEST_CASE("a checkpoint of adapters holds them alone, and goes on beside its bas
     CHECK(refusal([&] { open_checkpoint(checkpoint.path()); }).find("was trained beside other weights") !=
           std::string::npos);
     CHECK(open_checkpoint(there).path() == there);  // whose base is the one that has moved with it
+    // As earlier versions described it: by the whole manifest, and without a place seen from the run.
+    Manifest manifest = read_manifest(there);
+    const std::string base_there = (moved / fs::relative(base.path(), folder.path())).string();
+    const std::string base_manifest = base_there + "/" + std::string(kManifestName);
+    manifest.state[kBaseKey] = {{"checkpoint", base.path()}, {"checksum", checksum_of(ReadOnlyFile(base_manifest))}};
+    std::ofstream(there + "/" + std::string(kManifestName)) << encode_manifest(manifest);
+    CHECK(open_checkpoint(there).base()->path() == base_there);
   }
 }
 

@@ -22,26 +22,52 @@ namespace fs = std::filesystem;
 namespace parka {
 namespace {
 
-// The manifest has the checksums of all files.
-std::string manifest_checksum(const std::string& path) {
-  return checksum_of(ReadOnlyFile(path + "/" + std::string(kManifestName)));
+std::string manifest_path(const std::string& path) { return path + "/" + std::string(kManifestName); }
+
+// Of names, sizes and checksums of its files: what else a manifest has, where a model was imported from for example,
+// makes no other weights.
+std::string weights_checksum(const std::string& path) {
+  Checksum checksum;
+  checksum.update(as_bytes(encode_files(read_manifest_alone(path).files).dump()));
+  return checksum.hex();
 }
 
-bool is_there(const std::string& path) { return file_exists(path + "/" + std::string(kManifestName)); }
+bool is_there(const std::string& path) { return file_exists(manifest_path(path)); }
 
-// The checkpoints that a base may be that is named by `path`: what lies there, and, when both have moved together,
-// what lies beside the run of `checkpoint`, a folder, or beside a checkpoint that is of none, by that name, and
-// `elsewhere`, itself or in it.
-std::vector<std::string> candidates(const std::string& checkpoint, const std::string& path,
-                                    const std::string& elsewhere) {
-  const auto plain = [](const fs::path& p) { return (p / "").lexically_normal().parent_path(); };
-  const fs::path own = plain(fs::absolute(checkpoint)), named = plain(path);
-  const fs::path beside = (run_folder_of(own).empty() ? own : own.parent_path()).parent_path();
+struct Described {
+  std::string path, checksum;
+  std::string from_run;  // the path from the run's folder; empty in checkpoints of earlier versions
+};
+
+// Absolute, without dots or a slash at the end.
+fs::path plain(const fs::path& path) { return (fs::absolute(path) / "").lexically_normal().parent_path(); }
+
+// The run of a checkpoint, or a checkpoint that is of none.
+fs::path run_of(const std::string& checkpoint) {
+  const fs::path own = plain(checkpoint);
+  return run_folder_of(own).empty() ? own : own.parent_path();
+}
+
+// Where the base lies when both have moved together: as it lay from the run, or beside the run by its name.
+std::vector<std::string> places_after_a_move(const std::string& checkpoint, const Described& base) {
+  const fs::path run = run_of(checkpoint), named = plain(base.path);
   const fs::path within = run_folder_of(named).empty() ? "" : named.parent_path().filename();
-  std::vector<std::string> all = {path, (beside / within / named.filename()).string()};
+  std::vector<std::string> places;
+  if (!base.from_run.empty()) places.push_back((run / base.from_run).lexically_normal().string());
+  const fs::path beside = run.parent_path() / within / named.filename();
+  if (beside != run) places.push_back(beside.string());
+  return places;
+}
+
+// The checkpoints that the base may be: what lies in the places where it is looked for, and at `elsewhere`, itself or in
+// it.
+std::vector<std::string> candidates(const std::string& checkpoint, const Described& base,
+                                    const std::string& elsewhere) {
+  std::vector<std::string> all = {base.path};
+  std::ranges::copy(places_after_a_move(checkpoint, base), std::back_inserter(all));
   if (!elsewhere.empty()) {
-    const fs::path given = plain(fs::absolute(elsewhere));
-    all.insert(all.end(), {given.string(), (given / named.filename()).string()});
+    const fs::path given = plain(elsewhere);
+    all.insert(all.end(), {given.string(), (given / plain(base.path).filename()).string()});
   }
   std::vector<std::string> found;
   for (const std::string& candidate : all) {
@@ -51,49 +77,66 @@ std::vector<std::string> candidates(const std::string& checkpoint, const std::st
   return found;
 }
 
-struct Described {
-  std::string path, checksum;
-};
+// Earlier versions described the whole manifest.
+bool has_weights_of(const std::string& path, const Described& base) {
+  if (checksum_of(ReadOnlyFile(manifest_path(path))) == base.checksum) return true;
+  try {
+    return weights_checksum(path) == base.checksum;
+  } catch (const Error& error) {  // its manifest is damaged
+    if (error.code() != ExitCode::kBadInput) throw;
+    return false;
+  }
+}
+
+// The first of the candidates that has the described weights.
+std::optional<std::string> first_same(const std::vector<std::string>& found, const Described& base) {
+  const auto same = std::ranges::find_if(found, [&](const std::string& path) { return has_weights_of(path, base); });
+  return same == found.end() ? std::nullopt : std::optional(*same);
+}
 
 // What describe_base() has left in a state; nothing where it is damaged.
 std::optional<Described> described_in(const nlohmann::json& state) {
   const nlohmann::json& base = state.at(kBaseKey);
   const auto is_text = [&](const char* key) { return base.contains(key) && base.at(key).is_string(); };
   if (!base.is_object() || !is_text("checkpoint") || !is_text("checksum")) return std::nullopt;
-  return Described{base.at("checkpoint").get<std::string>(), base.at("checksum").get<std::string>()};
+  return Described{base.at("checkpoint").get<std::string>(), base.at("checksum").get<std::string>(),
+                   is_text("from_run") ? base.at("from_run").get<std::string>() : std::string()};
 }
 
 }  // namespace
 
-nlohmann::json describe_base(const LoadedCheckpoint& base) {
-  return {{"checkpoint", recordable_path(fs::absolute(base.path()).lexically_normal().string())},
-          {"checksum", manifest_checksum(base.path())}};
+nlohmann::json describe_base(const LoadedCheckpoint& base, const std::string& run) {
+  const fs::path path = plain(base.path());
+  return {{"checkpoint", recordable_path(path.string())},
+          {"from_run", recordable_path(path.lexically_relative(plain(run)).string())},
+          {"checksum", weights_checksum(base.path())}};
 }
 
 std::string find_base(const std::string& checkpoint, const nlohmann::json& state) {
   const std::optional<Described> described = state.contains(kBaseKey) ? described_in(state) : std::nullopt;
   if (!described) return {};
-  const std::vector<std::string> found = candidates(checkpoint, described->path, {});
-  const auto path = std::ranges::find(found, described->checksum, manifest_checksum);
-  return path == found.end() ? std::string() : *path;
+  return first_same(candidates(checkpoint, *described, {}), *described).value_or("");
 }
 
 bool has_base(const LoadedCheckpoint& checkpoint) { return checkpoint.state().contains(kBaseKey); }
 
-nlohmann::json attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group, const std::string& elsewhere) {
-  if (!has_base(checkpoint)) return {};
+void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group, const std::string& elsewhere) {
+  if (!has_base(checkpoint)) return;
   const std::optional<Described> described = described_in(checkpoint.state());
   if (!described)
     throw_bad_input("{}: \"{}\" in its state does not name a checkpoint", checkpoint.path(), kBaseKey);
-  const std::vector<std::string> found = candidates(checkpoint.path(), described->path, elsewhere);
+  const std::vector<std::string> found = candidates(checkpoint.path(), *described, elsewhere);
   if (found.empty()) {
+    std::vector<std::string> places = {described->path};
+    std::ranges::copy(places_after_a_move(checkpoint.path(), *described), std::back_inserter(places));
+    places.erase(std::unique(places.begin(), places.end()), places.end());
     throw_bad_input(
-        "{}: has what was trained alone, and the checkpoint with the other weights is gone: {}; put it back there, or "
-        "beside this run, or to train on name its place in checkpoint.init_from",
-        checkpoint.path(), described->path);
+        "{}: has what was trained alone, and the checkpoint with the other weights is gone; put it back as {}, or name its "
+        "place (parka train, eval and generate: --set checkpoint.init_from=FOLDER)",
+        checkpoint.path(), fmt::join(places, " or "));
   }
-  const auto path = std::ranges::find(found, described->checksum, manifest_checksum);
-  if (path == found.end()) {
+  const std::optional<std::string> path = first_same(found, *described);
+  if (!path) {
     throw_bad_input("{}: was trained beside other weights than {} has now; put that checkpoint back as it was",
                     checkpoint.path(), fmt::join(found, " or "));
   }
@@ -102,9 +145,7 @@ nlohmann::json attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group,
   for (const ParameterInfo& p : make_parameter_table(config_of(checkpoint, {}).model, false).all) {
     names.push_back(p.name);
   }
-  nlohmann::json where = *path == described->path ? checkpoint.state().at(kBaseKey) : describe_base(*base);
   checkpoint.set_base(std::move(base), names);
-  return where;
 }
 
 }  // namespace parka

@@ -22,7 +22,10 @@ nlohmann::ordered_json side_config(const LoadedCheckpoint& checkpoint, const Con
                                       {"width", side.d_model},          {"ffn_width", side.d_ffn},
                                       {"num_heads", side.num_heads},    {"num_kv_heads", side.kv_heads()},
                                       {"head_dim", side.head_dim()},    {"base_format", name_of(f.base)}};
-  if (has_base(checkpoint)) described["base"] = checkpoint.state().at(kBaseKey);
+  if (checkpoint.base() != nullptr) {
+    const nlohmann::json base = describe_base(*checkpoint.base(), checkpoint.path());
+    described["base"] = {{"checkpoint", base.at("checkpoint")}, {"checksum", base.at("checksum")}};
+  }
   return described;
 }
 

@@ -139,7 +139,7 @@ void print_tables(const LoadedCheckpoint& checkpoint, const EvaluationSuite& sui
 }  // namespace
 
 int run_eval(const EvalOptions& options) {
-  const LoadedCheckpoint checkpoint = open_checkpoint(options.checkpoint);
+  const LoadedCheckpoint checkpoint = open_checkpoint(options.checkpoint, options.overrides);
   const Config config = eval_config(checkpoint, options);
   const EvaluationSuite suite = open_suite(config);
   if (suite.empty()) {

@@ -367,7 +367,7 @@ class Importer {
     if (has_tower()) config["optimizer"]["frozen"] = frozen();
     config["data"]["train"] = json::array();
     config["training"] = {{"steps", 1000}, {"global_batch_size", 32}, {"micro_batch_size", 1}};
-    config["checkpoint"] = {{"folder", "runs/" + name}, {"interval", 500}, {"init_from", out}};
+    config["checkpoint"] = {{"folder", "runs/" + name}, {"interval", 500}, {"init_from", recordable_path(out)}};
     return "// Goes on training the imported model. Give token files in data.train, and look at what is below.\n" +
            config.dump(2) + "\n";
   }

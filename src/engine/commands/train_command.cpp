@@ -321,7 +321,7 @@ class TrainCommand {
       log_info("starting a new run in {}", config_.checkpoint.folder);
       return;
     }
-    const LoadedCheckpoint checkpoint = open_checkpoint(source, group);
+    const LoadedCheckpoint checkpoint = open_checkpoint(source, {}, group);
     const std::vector<std::string> differences = run_.initialize_from(checkpoint);
     log_info("starting a new run in {} with the weights of {}", config_.checkpoint.folder, checkpoint.path());
     for (const std::string& difference : differences) log_info("different from its config: {}", difference);

@@ -7,6 +7,7 @@
 #include "core/log/log.h"
 #include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint_base.h"
+#include "engine/checkpoint/saved_state.h"
 #include "engine/files/float_elements.h"
 #include "kernels/device/recording_device.h"
 
@@ -57,9 +58,10 @@ Config with_whole_sequences(Config config) {
 
 }  // namespace
 
-LoadedCheckpoint open_checkpoint(const std::string& path, const LoadGroup& group) {
+LoadedCheckpoint open_checkpoint(const std::string& path, const std::vector<std::string>& overrides,
+                                 const LoadGroup& group) {
   const auto whole = [&](LoadedCheckpoint checkpoint) {
-    attach_base(checkpoint, group);
+    if (has_base(checkpoint)) attach_base(checkpoint, group, config_of(checkpoint, overrides).checkpoint.init_from);
     return checkpoint;
   };
   if (file_exists(path + "/manifest.json")) return whole(load_checkpoint(path, group));

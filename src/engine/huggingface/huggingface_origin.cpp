@@ -43,13 +43,11 @@ std::string init_from_of(const json& state) {
   return state.contains(place) && state.at(place).is_string() ? state.at(place).get<std::string>() : std::string();
 }
 
-// The model or run that the checkpoint in folder `at` comes from. A relative name means nothing in another folder
-// than that in which it was given, and both may have moved: the base of adapters is found by its checksum.
+// The model or run that the checkpoint in folder `at` comes from. A name may mean another model today, or in another
+// folder than that in which it was given: the base of adapters is found by its checksum.
 std::string source_of(const std::string& at, const json& state) {
-  const std::string init_from = init_from_of(state);
-  if (fs::path(init_from).is_absolute() && !checkpoint_at(init_from).empty()) return init_from;
   const std::string base = find_base(at, state);
-  return base.empty() ? init_from : base;
+  return base.empty() ? init_from_of(state) : base;
 }
 
 // encode_layout() in a run's copy, and HuggingFaceOrigin::max_positions.

@@ -130,7 +130,7 @@ std::string training_config(const Config& config, const std::string& out) {
         {"token_dtype", all.at("data").at("token_dtype")},
         {"sequence_length", config.data.sequence_length}}},
       {"training", {{"steps", 1000}, {"global_batch_size", 32}, {"micro_batch_size", 1}}},
-      {"checkpoint", {{"folder", "runs/" + normal.parent_path().filename().string()}, {"init_from", out}}}};
+      {"checkpoint", {{"folder", "runs/" + normal.parent_path().filename().string()}, {"init_from", recordable_path(out)}}}};
   return "// Goes on training the imported adapters. Give token files in data.train, and look at what is below.\n" +
          text.dump(2) + "\n";
 }
@@ -170,13 +170,19 @@ std::string import_peft_adapter(const std::string& folder, const LoadedCheckpoin
   const std::string where = (fs::path(folder) / kPeftConfigName).string();
   Config config = config_of(base, {});
   if (config.finetune.method != FinetuneMethod::kFull) {
-    throw_bad_input("{}: has adapters of its own; `parka export` it, import the result and give that as --base",
-                    base.path());
+    const bool is_qst = config.finetune.method == FinetuneMethod::kQst;
+    throw_bad_input("{}: has {} of its own; {}", base.path(), is_qst ? "a side network" : "adapters",
+                    is_qst ? "give the model that it was trained beside as --base"
+                           : "`parka export` it, import the result and give that as --base");
   }
   config.finetune = parse_peft_config(
       parse_json_text(read_text(where, kMaxHuggingFaceConfigBytes), where, JsonComments::kRefused), where);
+  // What was said of the base's own parameters, and of its ranks, may not go with adapters.
   config.optimizer.frozen.clear();
-  const nlohmann::json described = describe_base(base);
+  config.optimizer.lr_patterns.clear();
+  config.optimizer.lr_factors.clear();
+  config.distributed = {};
+  const nlohmann::json described = describe_base(base, out);
   config.checkpoint.init_from = described.at("checkpoint").get<std::string>();
   validate(config);
   const std::vector<HostTensor> tensors = read_tensors(folder, config, base.path());

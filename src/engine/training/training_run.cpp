@@ -195,7 +195,7 @@ std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& ch
   for (size_t i = 0; i < declared_.model.parameters().all.size(); ++i) {
     if (is_added(declared_.model.parameters().all[i])) initialize_one(i);
   }
-  if (method != FinetuneMethod::kFull) use_base(describe_base(checkpoint));
+  if (method != FinetuneMethod::kFull) use_base(describe_base(checkpoint, config_.checkpoint.folder));
   queue_.weights_changed();
   return std::move(differences.allowed);
 }
@@ -204,9 +204,8 @@ std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& ch
 void TrainingRun::check_without_side(const LoadedCheckpoint& checkpoint, FinetuneMethod saved) const {
   if (saved == FinetuneMethod::kQst) {
     throw_bad_input(
-        "{}: checkpoint.init_from has a side network, which finetune.method = {} has no place for: start from its base, "
-        "or set method = qst",
-        checkpoint.path(), name_of(config_.finetune.method));
+        "{}: checkpoint.init_from has a side network, which finetune.method = {} has no place for: {}set method = qst",
+        checkpoint.path(), name_of(config_.finetune.method), has_base(checkpoint) ? "start from its base, or " : "");
   }
   if (saved == FinetuneMethod::kLora && config_.finetune.method == FinetuneMethod::kQst) {
     throw_bad_input(
@@ -258,7 +257,7 @@ void TrainingRun::continue_added(const LoadedCheckpoint& checkpoint, const Finet
     }
     set_weight(i, values);
   }
-  use_base(checkpoint.state().at(kBaseKey));
+  use_base(describe_base(*checkpoint.base(), config_.checkpoint.folder));
 }
 
 // Those of the model without what is added to it.
@@ -335,15 +334,14 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   }
   if (has_base(checkpoint)) {
     LoadedCheckpoint whole = checkpoint;
-    nlohmann::json base =
-        attach_base(whole,
-                    {.rank = communicator_.rank(),
-                     .size = communicator_.size(),
-                     .gather = [this](const std::string& text) { return communicator_.gather_text(text); },
-                     .progress = reading_},
-                    config_.checkpoint.init_from);
+    attach_base(whole,
+                {.rank = communicator_.rank(),
+                 .size = communicator_.size(),
+                 .gather = [this](const std::string& text) { return communicator_.gather_text(text); },
+                 .progress = reading_},
+                config_.checkpoint.init_from);
     read_weights(whole, Config());  // what is added comes with the rest
-    use_base(std::move(base));
+    use_base(describe_base(*whole.base(), config_.checkpoint.folder));
   } else if (config_.finetune.base != BaseFormat::kCompute) {
     throw_bad_input(
         "{}: names no checkpoint with the weights of finetune.base = {}; start a new run from it with "
