@@ -6,6 +6,7 @@ import unittest
 from parka_runs import RunFolder, parka, write_tokens
 
 FIXTURE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures", "huggingface", "llama_mha")
+PEFT = os.path.join(os.path.dirname(FIXTURE), "..", "peft")
 
 try:
     import numpy as np
@@ -65,8 +66,17 @@ class SideNetworks(RunFolder):
         self.assertTrue(all(name.startswith("side.") and weight.dtype == np.float32 for name, weight in weights.items()))
         self.assertGreater(np.abs(weights["side.up"]).max(), 0)  # it began at 0
 
+        # A side network comes without a config.json that could say by which angles the base rotates.
+        self.run_ok(*train, "--set=training.steps=1", "--set=model.rope_theta=50", f"--set=checkpoint.folder={self.folder}/rotated")
+        refused = parka("export", f"{self.folder}/rotated", "--out", out + "_rotated", "--adapter")
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("model.rope_theta", refused.stderr)
+        refused = parka("import", PEFT, "--base", f"{self.folder}/run", "--out", out + "_adapters")
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("has a side network of its own; give the model", refused.stderr)
+
     def test_generation_sees_the_side_network(self):
-        train = self.start(**{"finetune.downsample": "avg_pool", "optimizer.lr": 0.05, "finetune.base": "compute"})
+        train = self.start(**{"finetune.downsample": "avg_pool", "finetune.rank": 16, "optimizer.lr": 0.05, "finetune.base": "compute"})
         self.run_ok(*train, "--set=training.steps=30")
         # A token after another with a cache, and all of a prompt at once, must agree: the samples are greedy.
         tokens = self.sample().split("\n")[0].replace(",", " ").split()

@@ -12,6 +12,7 @@
 
 #include "core/error.h"
 #include "core/log/log.h"
+#include "engine/checkpoint/checkpoint_base.h"
 #include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/checkpoint/side_export.h"
@@ -65,8 +66,9 @@ class Exporter {
       }
       throw_bad_input(
           "{}: has a side network, which is nothing that could be added to the weights; `parka export --adapter` writes it "
-          "alone, and its base, a checkpoint of its own, is exported as ever",
-          checkpoint_.path());
+          "alone{}",
+          checkpoint_.path(),
+          has_base(checkpoint_) ? ", and its base, a checkpoint of its own, is exported as ever" : "");
     }
     // What the weights come from says how they are laid out; --like, what goes along with them, or the tokenizer
     // that the run keeps.
@@ -98,12 +100,12 @@ class Exporter {
   }
 
   void write(const std::string& out) const {
+    if (options_.adapter) check_model_of_adapters();
     if (config_.finetune.method == FinetuneMethod::kQst) {
       write_side_network(checkpoint_, config_, out);
       return;
     }
     if (options_.adapter) {
-      check_model_of_adapters();
       write_peft_adapter(checkpoint_, config_, *family_, base_for_peft(), out);
       return;
     }
@@ -158,14 +160,29 @@ class Exporter {
     return {std::move(text), std::move(parsed)};
   }
 
-  // An adapter says nothing of the model: whoever adds it to its base computes as the base's config.json says.
+  // What is added to a model says nothing of it: whoever adds it to its base computes as the base's config.json says.
   void check_model_of_adapters() const {
-    if (!original_) return;
-    const ResumeDifferences differences = model_differences(original_->model, model_);
-    if (differences.allowed.empty()) return;
-    throw_bad_input(
-        "{}: its base is changed, {}, and adapters cannot say so; export the whole model, without --adapter",
-        checkpoint_.path(), differences.allowed.front());
+    const auto first_difference = [&](const ModelConfig& of_base) {
+      const ResumeDifferences differences = model_differences(of_base, config_.model);
+      const std::vector<std::string>& shown = differences.refused.empty() ? differences.allowed : differences.refused;
+      return shown.empty() ? std::string() : shown.front();
+    };
+    if (checkpoint_.base() != nullptr) {
+      const std::string difference = first_difference(config_of(*checkpoint_.base(), {}).model);
+      const bool is_qst = config_.finetune.method == FinetuneMethod::kQst;
+      if (!difference.empty()) {
+        throw_bad_input("{}: its base is changed, {}, and {} cannot say so; {}", checkpoint_.path(), difference,
+                        is_qst ? "a side network" : "adapters",
+                        is_qst ? "give the base these keys in a run of all weights with optimizer.lr = 0, and begin there"
+                               : "export the whole model, without --adapter");
+      }
+    }
+    if (options_.like.empty() || !original_) return;
+    const std::string difference = first_difference(original_->model);
+    if (!difference.empty()) {
+      throw_bad_input("{}: --like {} is another model than the adapters' base: {}", checkpoint_.path(), options_.like,
+                      difference);
+    }
   }
 
   // Pixels are scaled by what a preprocessor_config.json says, which comes from elsewhere: a folder that says
