@@ -86,6 +86,29 @@ class BitsAndBytes(RunFolder):
         refused = parka("export", model, "--out", out + "_bad", "--quantize", "nf4", "--adapter")
         self.assertEqual(refused.returncode, 2)
 
+    def test_weights_of_fp16_are_rounded_to_it_and_fp4_has_their_zero(self):
+        source, model, out = os.path.join(FIXTURES, "nf4"), os.path.join(self.folder, "model"), os.path.join(self.folder, "out")
+        changed = os.path.join(self.folder, "fp16")
+        shutil.copytree(source, changed)
+        path = os.path.join(changed, "model.safetensors")
+        with open(path, "rb") as file:
+            text = file.read()
+        self.assertIn(b'"dtype": "bfloat16"', text)
+        with open(path, "wb") as file:
+            file.write(text.replace(b'"dtype": "bfloat16"', b'"dtype": "float16" '))
+        for folder, name in ((source, "bf16"), (changed, "fp16")):
+            self.run_ok("import", folder, "--out", f"{model}_{name}")
+            self.run_ok("export", f"{model}_{name}", "--out", f"{out}_{name}", "--dtype", "fp32")
+        bf16, fp16 = (load(os.path.join(f"{out}_{name}", "model.safetensors")) for name in ("bf16", "fp16"))
+        name = "model.layers.0.mlp.down_proj.weight"
+        np.testing.assert_array_equal(fp16[name], fp16[name].astype(np.float16).astype(np.float32))
+        self.assertGreater(np.abs(fp16[name] - bf16[name]).max(), 0)
+        np.testing.assert_allclose(fp16[name], bf16[name], rtol=2 ** -8)
+
+        self.run_ok("export", model + "_bf16", "--out", out + "_fp4", "--quantize", "fp4")
+        ours, theirs = load(os.path.join(out + "_fp4", "model.safetensors")), load(os.path.join(FIXTURES, "fp4", "model.safetensors"))
+        self.assertEqual(ours[name + ".quant_map"].tobytes(), theirs[name + ".quant_map"].tobytes())
+
     def test_adapters_are_trained_beside_such_a_model(self):
         model, run = os.path.join(self.folder, "model"), os.path.join(self.folder, "run")
         self.run_ok("import", os.path.join(FIXTURES, "nf4"), "--out", model)

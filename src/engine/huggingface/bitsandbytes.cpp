@@ -65,6 +65,7 @@ class Taker {
     }
     SafetensorsEntry decoded = find(name_).entry;
     decoded.dtype = dtype_of(state);
+    weight.is_fp16 = member(state, "dtype") == "float16";
     decoded.shape = shape_of(state);
     const int64_t count = num_elements_of(decoded.shape), blocks = ceil_div(count, weight.block_size);
     weight.codes = find(name_);
@@ -182,6 +183,12 @@ class Taker {
   std::string name_, state_name_;
 };
 
+void round_to_fp16(std::vector<float>& values) {
+  std::vector<std::byte> stored(values.size() * static_cast<size_t>(size_of(DType::kF16)));
+  encode_floats(values, DType::kF16, stored);
+  decode_floats(DType::kF16, stored, values);
+}
+
 }  // namespace
 
 bool is_bitsandbytes_config(const json& config, const std::string& where) {
@@ -233,6 +240,7 @@ std::vector<float> decode_bitsandbytes(const HuggingFaceWeights& weights, const 
   if (decoded == DType::kF32) {
     a.out = {values.data(), DType::kF32, {count}};
     dequantize_4bit(*device, a);
+    if (weight.is_fp16) round_to_fp16(values);
     return values;
   }
   std::vector<BFloat16> rounded(values.size());
@@ -292,7 +300,9 @@ std::vector<std::byte> encode_bitsandbytes(Format4Bit format, DType decoded, int
     const auto part = std::as_bytes(std::span(elements));
     bytes.insert(bytes.end(), part.begin(), part.end());
   };
-  append(values_of(format));
+  Values4Bit quant_map = values_of(format);
+  for (float& value : quant_map) value += 0.0f;  // bitsandbytes writes FP4's negative zero as zero
+  append(quant_map);
   append(map);
   append(nested_absmax);
   append(text);

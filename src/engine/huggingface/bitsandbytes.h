@@ -23,6 +23,7 @@ bool is_bitsandbytes_config(const nlohmann::json& config, const std::string& whe
 struct BitsAndBytesWeight {
   Format4Bit format = Format4Bit::kNf4;
   int64_t block_size = 64;
+  bool is_fp16 = false;  // bitsandbytes decodes it to that; its tensor's dtype is fp32 then
   float offset = 0;
   HuggingFaceWeights::Place codes, absmax;
   HuggingFaceWeights::Place nested_absmax, nested_map;  // where absmax is in 8 bits
@@ -33,7 +34,8 @@ struct BitsAndBytesWeight {
 // not fit each other.
 std::unordered_map<std::string, BitsAndBytesWeight> take_bitsandbytes_weights(HuggingFaceWeights& weights);
 
-// The values of such a weight of `count` elements, as bitsandbytes decodes it to bf16 or fp32, the dtype `decoded`.
+// The values of such a weight of `count` elements, as bitsandbytes decodes it to bf16, fp16 or fp32; `decoded` is the dtype
+// of its tensor.
 std::vector<float> decode_bitsandbytes(const HuggingFaceWeights& weights, const BitsAndBytesWeight& weight,
                                        DType decoded, int64_t count);
 
