@@ -380,10 +380,10 @@ __device__ inline Work find_work(const AttentionDims& dims, int heads_per_sequen
           static_cast<int>(tile * kTileRows + warp_row), static_cast<int>(warp_row)};
 }
 
-// Heads per section when the blocks of each read `bytes`.
+// Heads per section when the blocks of each read `bytes`, which rounds to none where many heads share a key head.
 inline int heads_per_section(int num_heads, int64_t bytes) {
   constexpr int64_t kSectionBytes = int64_t{16} << 20;  // the L2 cache holds 40 MiB (A100) or more
-  return static_cast<int>(std::clamp<int64_t>(kSectionBytes / bytes, 1, num_heads));
+  return static_cast<int>(std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(bytes, 1), 1, num_heads));
 }
 
 }  // namespace parka::cuda
