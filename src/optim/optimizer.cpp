@@ -104,8 +104,9 @@ void Optimizer::declare_gradients(MemoryPlan& plan) {
   }
 }
 
-// One unit's gradients after another in a buffer.
+// One unit's gradients after another in a buffer, each aligned as one that has a buffer of its own: kernels choose by it.
 void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
+  const int64_t aligned = MemoryPlan::kAlignment / size_of(config_.gradient);
   int64_t sizes[kGradientBuffers] = {}, ends[kGradientBuffers] = {};
   buffer_offsets_.resize(parameters_.size());
   int unit = 0;
@@ -115,8 +116,8 @@ void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
     const size_t buffer = buffer_of(parameters_[i]);
     buffer_offsets_[i] = ends[buffer];
     if (!parameters_[i].trainable) continue;
-    ends[buffer] += zero_.shard.padded(parameters_[i].numel());
-    sizes[buffer] = std::max(sizes[buffer], ends[buffer]);
+    sizes[buffer] = std::max(sizes[buffer], ends[buffer] + zero_.shard.padded(parameters_[i].numel()));
+    ends[buffer] += ceil_div(zero_.shard.padded(parameters_[i].numel()), aligned) * aligned;
   }
   for (size_t buffer = 0; buffer < kGradientBuffers; ++buffer) {
     if (sizes[buffer] == 0) continue;
