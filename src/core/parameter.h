@@ -82,6 +82,9 @@ enum class Downsampling : uint8_t {
 inline bool is_pool(Downsampling kind) {
   return kind == Downsampling::kMaxPool || kind == Downsampling::kAveragePool;
 }
+inline bool has_two_factors(Downsampling kind) {
+  return kind == Downsampling::kLora || kind == Downsampling::kAdapter;
+}
 
 // What is done with the side network's output u, of width d, and the frozen model's n.
 enum class SideMix : uint8_t {

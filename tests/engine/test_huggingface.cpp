@@ -223,6 +223,10 @@ TEST_CASE("a checkpoint of a version that ignored keys of another fine-tuning me
   const LoadedCheckpoint older = open_checkpoint(folder / "older");
   CHECK(config_of(older, {}).finetune == saved.finetune);
   CHECK(config_of(older, {"training.micro_batch_size=1"}).finetune == saved.finetune);
+  state["config"]["finetune"] = {{"method", "qst"}, {"rank", 3}, {"downsample", "avg_pool"}};
+  save_checkpoint(folder / "pooled", {.step = 1, .state = state, .tensors = {}}, {});
+  const FinetuneConfig pooled = config_of(open_checkpoint(folder / "pooled"), {}).finetune;
+  CHECK((pooled.downsample == Downsampling::kAveragePool && pooled.rank == FinetuneConfig().rank));
 }
 
 TEST_CASE("a run does not start from the weights of another model", "[engine][huggingface]") {

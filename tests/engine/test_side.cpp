@@ -27,7 +27,7 @@ Config with_side(Config config, Downsampling downsample = Downsampling::kAdapter
   config.finetune.method = FinetuneMethod::kQst;
   config.finetune.base = base;
   config.finetune.reduction = 4;
-  config.finetune.rank = 4;
+  if (has_two_factors(downsample)) config.finetune.rank = 4;
   config.finetune.downsample = downsample;
   validate(config);
   return config;
@@ -234,7 +234,10 @@ TEST_CASE("settings of side networks without meaning are refused by name", "[eng
   CHECK(refused([](Config& c) {
           c.finetune.kept = Storage::kFp8;
           c.finetune.downsample = Downsampling::kMaxPool;
+          c.finetune.rank = FinetuneConfig().rank;
         }).starts_with("finetune.kept = fp8 has no meaning with finetune.downsample = max_pool"));
+  CHECK(refused([](Config& c) { c.finetune.downsample = Downsampling::kLinear; })
+            .starts_with("finetune.rank has no meaning with finetune.downsample = linear"));
   CHECK(refused([](Config& c) { c.precision.offload_weights = true; }).starts_with("precision.offload_weights"));
   CHECK(refused([](Config& c) { c.precision.offload_blocks = 1; }).starts_with("precision.offload_blocks"));
   CHECK(refused([](Config& c) { c.telemetry.interval = 1; }).starts_with("telemetry.interval = 1"));

@@ -70,16 +70,25 @@ std::vector<SpikeGuard::Step> recent_steps(const LoadedCheckpoint& checkpoint) {
   return steps;
 }
 
-// Runs of versions that did not refuse keys of another fine-tuning method may have some. They had no effect.
+// The value of an enum that `section` has under `key`; `otherwise` where there is none, or one that is unknown.
+template <typename Enum>
+Enum enum_in(const json& section, const char* key, Enum otherwise) {
+  for (const auto& [value, name] : EnumNames<Enum>::kAll) {
+    if (section.contains(key) && section.at(key) == json(name)) return value;
+  }
+  return otherwise;
+}
+
+// Runs of versions that did not refuse keys without meaning beside their fine-tuning method may have some. They had
+// no effect.
 json without_unused_keys(json config) {
-  const json::json_pointer method("/finetune/method");
-  if (!config.is_object() || !config.contains(method)) return config;
+  if (!config.is_object() || !config.contains("finetune") || !config["finetune"].is_object()) return config;
   const json given = config["finetune"];
-  for (const auto& [value, name] : EnumNames<FinetuneMethod>::kAll) {
-    if (config.at(method) != json(name)) continue;
-    for (const auto& item : given.items()) {
-      if (!is_used_by(value, item.key())) config["finetune"].erase(item.key());
-    }
+  const FinetuneConfig defaults;
+  const FinetuneMethod method = enum_in(given, "method", defaults.method);
+  const Downsampling downsample = enum_in(given, "downsample", defaults.downsample);
+  for (const auto& item : given.items()) {
+    if (!is_used_by(method, downsample, item.key())) config["finetune"].erase(item.key());
   }
   return config;
 }

@@ -134,8 +134,8 @@ struct TrainingConfig {
 
 enum class FinetuneMethod : uint8_t { kFull, kLora, kQst };
 
-// Whether the method uses this key of FinetuneConfig.
-bool is_used_by(FinetuneMethod method, std::string_view key);
+// Whether the method, with qst also its way to read h, uses this key of FinetuneConfig.
+bool is_used_by(FinetuneMethod method, Downsampling downsample, std::string_view key);
 
 struct FinetuneConfig {
   FinetuneMethod method = FinetuneMethod::kFull;

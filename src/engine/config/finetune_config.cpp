@@ -5,9 +5,11 @@
 
 namespace parka {
 
-bool is_used_by(FinetuneMethod method, std::string_view key) {
+bool is_used_by(FinetuneMethod method, Downsampling downsample, std::string_view key) {
   if (key == "method" || key == "base") return true;
-  if (key == "rank") return method != FinetuneMethod::kFull;
+  if (key == "rank") {
+    return method == FinetuneMethod::kLora || (method == FinetuneMethod::kQst && has_two_factors(downsample));
+  }
   const bool of_lora = key == "alpha" || key == "rslora" || key == "dropout" || key == "targets";
   return method == (of_lora ? FinetuneMethod::kLora : FinetuneMethod::kQst);
 }

@@ -113,8 +113,11 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
     add("optimizer.release_gradients=true", clips ? kOtherPrecision : kSameBits,
         clips ? "clipped by the norm of the step before" : "the same bits, no CUDA graphs");
   }
-  if (config.precision.recompute == Recompute::kNone)
-    add("precision.recompute=block", kSameBits, "the same bits, about a third more work");
+  if (config.precision.recompute == Recompute::kNone) {
+    const bool is_qst = config.finetune.method == FinetuneMethod::kQst;
+    add("precision.recompute=block", kSameBits,
+        is_qst ? "the same bits; side blocks run forward twice" : "the same bits, about a third more work");
+  }
   // Behind all else with the same bits: in a step of few micro-batches nothing hides their copies.
   if (!config.optimizer.offload) {
     add("optimizer.offload=true", kSameBits, "the same bits, masters and moments in CPU memory");

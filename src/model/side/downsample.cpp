@@ -11,8 +11,6 @@ namespace {
 
 constexpr const char *kName = "downsample", *kIn = "downsample_in", *kOut = "downsample_out";
 
-bool has_two_factors(Downsampling kind) { return kind == Downsampling::kLora || kind == Downsampling::kAdapter; }
-
 void add_weight(ParameterList& list, const std::string& name, int64_t rows, int64_t cols) {
   Linear::add_parameter(list, name, rows, cols, list.initial_std(cols, 0), ParameterRole::kPlainLinear);
 }
