@@ -271,6 +271,13 @@ TEST_CASE("copies to host memory slow the work beside them, and are waited for w
   const double forward_waits = host_seconds(bytes / 100) / 4;  // of a micro-batch: 200 less its own work
   CHECK(forward_waits < 200);
   CHECK(forward_waits > 200 - 0.9);
+  // Those of the measured step itself are in its time.
+  config_json["precision"]["offload_blocks"] = 2;
+  const StepMeasurement with_copies = Written(measurement(by_work, config_json)).read();
+  const Links links = {.memory_bandwidth = 10 * bytes, .host_bandwidth = bytes / 100, .interference = 0.5};
+  const ChangedSteps steps(with_copies, config, links, 1, /*slowest=*/1);
+  CHECK(steps.predict(config).value().seconds == Approx(with_copies.step_seconds));
+  CHECK(steps.predict(one.config).value().seconds < with_copies.step_seconds);
 }
 
 TEST_CASE("a file that is no measurement is refused", "[engine][step model]") {

@@ -59,7 +59,10 @@ std::optional<StepPrediction> ChangedSteps::predict(const Config& changed) const
   const RecordedStep step = record_step(changed, num_gpus_, one_.one_kernel());
   StepPrediction prediction = predict_step(step_actions(step, work_), links_, num_gpus_,
                                            changed.distributed.shard_size, changed.distributed.context_parallel);
-  const double copies = host_copy_seconds(step, work_, host_copies(changed, num_gpus_), links_);
+  // The measured step has copies of its own in what its work took.
+  const double copies =
+      host_copy_seconds(step, work_, host_copies(changed, num_gpus_), links_) -
+      host_copy_seconds(record_step(one_.config, 1, one_.one_kernel()), work_, host_copies(one_.config, 1), links_);
   prediction.host_exposed_seconds += copies;
   prediction.seconds += copies;
   return prediction;
