@@ -142,14 +142,15 @@ double BenchResult::floor_seconds() const {
 
 BenchResult run_benchmark(const Config& given, Device& device, Communicator& communicator, const PowerSource& power,
                           int64_t steps, bool roofline) {
-  const SyntheticTokens data(given);
-  const Config config = data.apply(given);
+  std::optional<SyntheticTokens> data(given);
+  const Config config = data->apply(given);
   BenchResult result;
   result.device = device.name();
   result.ranks = communicator.size();
   result.documents = config.data.documents;
   result.ceilings.copy_bandwidth = measure_copy_bandwidth(device);
   TrainingRun run(config, device, communicator);
+  data.reset();  // the file stays open, and a signal leaves none behind
   run.initialize_alike();
   result.speed = speed_of(config, run.model().parameters(), device.name());
   result.tokens_per_step = run.tokens_per_step();
