@@ -48,9 +48,15 @@ const CLI::Validator kGigabytes(
     },
     "");
 const CLI::Validator kLocalPath(
-    [](std::string& text) { return is_store_address(text) ? fmt::format("\"{}\" {}", text, kStoreAdvice) : ""; },
+    [](std::string& text) {
+      if (text.empty()) return std::string("the name is empty; leave the option out, or name a place");
+      return is_store_address(text) ? fmt::format("\"{}\" {}", text, kStoreAdvice) : "";
+    },
     "");
 const CLI::Validator kPositive = number_that("be a positive number", "POSITIVE", [](double x) { return x > 0; });
+// More would be bytes that are taken for gigabytes.
+const CLI::Validator kMemory = number_that("be a positive number of GB, and not of bytes", "POSITIVE",
+                                           [](double x) { return x > 0 && x <= 1e8; });
 
 constexpr const char* kFooter =
     "\nExit codes: 0 done; 1 internal error (a bug); 2 bad input (config, data,\n"
@@ -158,7 +164,7 @@ void add_plan(CLI::App& app, PlanOptions& options) {
       .add_option("--memory-limit", options.memory_limit_gb,
                   "Memory of one GPU in GB (1e9 bytes), or with a unit: 80GiB")
       ->transform(kGigabytes)
-      ->check(kPositive)
+      ->check(kMemory)
       ->capture_default_str();
   command.add_flag("--json", options.json, "Print JSON");
   command
@@ -178,7 +184,7 @@ void add_plan(CLI::App& app, PlanOptions& options) {
                   "Memory of one host for all its GPUs, in GB or with a unit (default: what is free on "
                   "this host if it has the GPUs, otherwise unlimited)")
       ->transform(kGigabytes)
-      ->check(kPositive)
+      ->check(kMemory)
       ->needs(&fit)
       ->default_str("");
   CLI::Option& measured = *command

@@ -336,7 +336,7 @@ struct DeviceConfig {
 
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("kind", kind, "cuda: a GPU; cpu: the CPU; auto: a GPU if there is one that can run the config");
+    visit("kind", kind, "cuda: a GPU; cpu: the CPU; auto: a GPU if there is one");
     visit(
         "gemm_tuning", gemm_tuning,
         "GEMM algorithms on a GPU. auto: a run takes a file for its GPU from configs/tuning, or tunes once where it "
