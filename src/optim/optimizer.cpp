@@ -104,7 +104,8 @@ void Optimizer::declare_gradients(MemoryPlan& plan) {
   }
 }
 
-// One unit's gradients after another in a buffer, each aligned as one that has a buffer of its own: kernels choose by it.
+// One unit's gradients after another in a buffer, each aligned as one that has a buffer of its own: kernels choose
+// by it.
 void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
   const int64_t aligned = MemoryPlan::kAlignment / size_of(config_.gradient);
   int64_t sizes[kGradientBuffers] = {}, ends[kGradientBuffers] = {};

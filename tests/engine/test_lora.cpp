@@ -222,7 +222,8 @@ TEST_CASE("a checkpoint of adapters holds them alone, and goes on beside its bas
     Manifest manifest = read_manifest(there);
     const std::string base_there = (moved / fs::relative(base.path(), folder.path())).string();
     const std::string base_manifest = base_there + "/" + std::string(kManifestName);
-    manifest.state[kBaseKey] = {{"checkpoint", base.path()}, {"checksum", checksum_of(ReadOnlyFile(base_manifest))}};
+    manifest.state[kBaseKey] = {{"checkpoint", base.path()},
+                                {"checksum", checksum_of(ReadOnlyFile(base_manifest))}};
     std::ofstream(there + "/" + std::string(kManifestName)) << encode_manifest(manifest);
     CHECK(open_checkpoint(there).base()->path() == base_there);
   }

@@ -236,8 +236,9 @@ TEST_CASE("settings of side networks without meaning are refused by name", "[eng
           c.finetune.downsample = Downsampling::kMaxPool;
           c.finetune.rank = FinetuneConfig().rank;
         }).starts_with("finetune.kept = fp8 has no meaning with finetune.downsample = max_pool"));
-  CHECK(refused([](Config& c) { c.finetune.downsample = Downsampling::kLinear; })
-            .starts_with("finetune.rank has no meaning with finetune.downsample = linear"));
+  CHECK(refused([](Config& c) {
+          c.finetune.downsample = Downsampling::kLinear;
+        }).starts_with("finetune.rank has no meaning with finetune.downsample = linear"));
   CHECK(refused([](Config& c) { c.precision.offload_weights = true; }).starts_with("precision.offload_weights"));
   CHECK(refused([](Config& c) { c.precision.offload_blocks = 1; }).starts_with("precision.offload_blocks"));
   CHECK(refused([](Config& c) { c.telemetry.interval = 1; }).starts_with("telemetry.interval = 1"));

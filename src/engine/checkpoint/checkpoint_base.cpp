@@ -24,8 +24,8 @@ namespace {
 
 std::string manifest_path(const std::string& path) { return path + "/" + std::string(kManifestName); }
 
-// Of names, sizes and checksums of its files: what else a manifest has, where a model was imported from for example,
-// makes no other weights.
+// Of names, sizes and checksums of its files: what else a manifest has, where a model was imported from for
+// example, makes no other weights.
 std::string weights_checksum(const std::string& path) {
   Checksum checksum;
   checksum.update(as_bytes(encode_files(read_manifest_alone(path).files).dump()));
@@ -59,8 +59,8 @@ std::vector<std::string> places_after_a_move(const std::string& checkpoint, cons
   return places;
 }
 
-// The checkpoints that the base may be: what lies in the places where it is looked for, and at `elsewhere`, itself or in
-// it.
+// The checkpoints that the base may be: what lies in the places where it is looked for, and at `elsewhere`, itself
+// or in it.
 std::vector<std::string> candidates(const std::string& checkpoint, const Described& base,
                                     const std::string& elsewhere) {
   std::vector<std::string> all = {base.path};
@@ -90,7 +90,8 @@ bool has_weights_of(const std::string& path, const Described& base) {
 
 // The first of the candidates that has the described weights.
 std::optional<std::string> first_same(const std::vector<std::string>& found, const Described& base) {
-  const auto same = std::ranges::find_if(found, [&](const std::string& path) { return has_weights_of(path, base); });
+  const auto same =
+      std::ranges::find_if(found, [&](const std::string& path) { return has_weights_of(path, base); });
   return same == found.end() ? std::nullopt : std::optional(*same);
 }
 

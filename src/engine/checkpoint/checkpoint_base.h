@@ -12,8 +12,8 @@ namespace parka {
 // In a checkpoint's state, what describe_base() has made.
 inline constexpr const char* kBaseKey = "base";
 
-// The state by which attach_base() finds `base` again, of a run in folder `run`, or of a checkpoint there that is of no
-// run.
+// The state by which attach_base() finds `base` again, of a run in folder `run`, or of a checkpoint there that is
+// of no run.
 nlohmann::json describe_base(const LoadedCheckpoint& base, const std::string& run);
 
 // The folder of the base of the checkpoint in folder `checkpoint` with this state; empty where there is none, or it
@@ -23,9 +23,10 @@ std::string find_base(const std::string& checkpoint, const nlohmann::json& state
 // Whether the checkpoint's weights are in part in another one.
 bool has_base(const LoadedCheckpoint& checkpoint);
 
-// Makes the base's weights those of the checkpoint too, if it has a base: checkpoint.base(). It is looked for where the
-// checkpoint names it, where it lay from the checkpoint's run, beside that run, and at `elsewhere`, a checkpoint or run
-// folder. Throws Error(kBadInput) where it is gone, damaged or another one. All ranks of the group must call this.
+// Makes the base's weights those of the checkpoint too, if it has a base: checkpoint.base(). It is looked for where
+// the checkpoint names it, where it lay from the checkpoint's run, beside that run, and at `elsewhere`, a
+// checkpoint or run folder. Throws Error(kBadInput) where it is gone, damaged or another one. All ranks of the
+// group must call this.
 void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group, const std::string& elsewhere);
 
 }  // namespace parka

@@ -160,28 +160,31 @@ class Exporter {
     return {std::move(text), std::move(parsed)};
   }
 
-  // What is added to a model says nothing of it: whoever adds it to its base computes as the base's config.json says.
+  // What is added to a model says nothing of it: whoever adds it to its base computes as the base's config.json
+  // says.
   void check_model_of_adapters() const {
     const auto first_difference = [&](const ModelConfig& of_base) {
       const ResumeDifferences differences = model_differences(of_base, config_.model);
-      const std::vector<std::string>& shown = differences.refused.empty() ? differences.allowed : differences.refused;
+      const std::vector<std::string>& shown =
+          differences.refused.empty() ? differences.allowed : differences.refused;
       return shown.empty() ? std::string() : shown.front();
     };
     if (checkpoint_.base() != nullptr) {
       const std::string difference = first_difference(config_of(*checkpoint_.base(), {}).model);
       const bool is_qst = config_.finetune.method == FinetuneMethod::kQst;
       if (!difference.empty()) {
-        throw_bad_input("{}: its base is changed, {}, and {} cannot say so; {}", checkpoint_.path(), difference,
-                        is_qst ? "a side network" : "adapters",
-                        is_qst ? "give the base these keys in a run of all weights with optimizer.lr = 0, and begin there"
-                               : "export the whole model, without --adapter");
+        throw_bad_input(
+            "{}: its base is changed, {}, and {} cannot say so; {}", checkpoint_.path(), difference,
+            is_qst ? "a side network" : "adapters",
+            is_qst ? "give the base these keys in a run of all weights with optimizer.lr = 0, and begin there"
+                   : "export the whole model, without --adapter");
       }
     }
     if (options_.like.empty() || !original_) return;
     const std::string difference = first_difference(original_->model);
     if (!difference.empty()) {
-      throw_bad_input("{}: --like {} is another model than the adapters' base: {}", checkpoint_.path(), options_.like,
-                      difference);
+      throw_bad_input("{}: --like {} is another model than the adapters' base: {}", checkpoint_.path(),
+                      options_.like, difference);
     }
   }
 

@@ -447,8 +447,8 @@ void check_keys_of_method(const Config& c) {
     if (is_used_by(c.finetune.method, c.finetune.downsample, key)) continue;
     if (get_field(field) == get_field(*standard.find(field.path))) continue;
     if (is_used_by(c.finetune.method, defaults.finetune.downsample, key)) {
-      throw_bad_input("{} has no meaning with finetune.downsample = {}; remove it, or change how h is read", field.path,
-                      name_of(c.finetune.downsample));
+      throw_bad_input("{} has no meaning with finetune.downsample = {}; remove it, or change how h is read",
+                      field.path, name_of(c.finetune.downsample));
     }
     throw_bad_input("{} has no meaning with finetune.method = {}; remove it, or change the method", field.path,
                     name_of(c.finetune.method));

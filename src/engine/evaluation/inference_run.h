@@ -11,9 +11,9 @@
 namespace parka {
 
 // The checkpoint at `path`, which is a checkpoint folder, or a run folder; then it is the newest good one (damaged
-// ones are logged). Weights that are in another checkpoint, its base, come with it (attach_base); checkpoint.init_from of
-// its config with `overrides` is one of the places where that is looked for. Throws Error(kBadInput) if there is no
-// checkpoint or base. All ranks of the group must call this.
+// ones are logged). Weights that are in another checkpoint, its base, come with it (attach_base);
+// checkpoint.init_from of its config with `overrides` is one of the places where that is looked for. Throws
+// Error(kBadInput) if there is no checkpoint or base. All ranks of the group must call this.
 LoadedCheckpoint open_checkpoint(const std::string& path, const std::vector<std::string>& overrides = {},
                                  const LoadGroup& group = {});
 

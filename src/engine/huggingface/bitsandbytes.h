@@ -34,8 +34,8 @@ struct BitsAndBytesWeight {
 // not fit each other.
 std::unordered_map<std::string, BitsAndBytesWeight> take_bitsandbytes_weights(HuggingFaceWeights& weights);
 
-// The values of such a weight of `count` elements, as bitsandbytes decodes it to bf16, fp16 or fp32; `decoded` is the dtype
-// of its tensor.
+// The values of such a weight of `count` elements, as bitsandbytes decodes it to bf16, fp16 or fp32; `decoded` is
+// the dtype of its tensor.
 std::vector<float> decode_bitsandbytes(const HuggingFaceWeights& weights, const BitsAndBytesWeight& weight,
                                        DType decoded, int64_t count);
 

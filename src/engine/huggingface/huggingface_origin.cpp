@@ -43,8 +43,8 @@ std::string init_from_of(const json& state) {
   return state.contains(place) && state.at(place).is_string() ? state.at(place).get<std::string>() : std::string();
 }
 
-// The model or run that the checkpoint in folder `at` comes from. A name may mean another model today, or in another
-// folder than that in which it was given: the base of adapters is found by its checksum.
+// The model or run that the checkpoint in folder `at` comes from. A name may mean another model today, or in
+// another folder than that in which it was given: the base of adapters is found by its checksum.
 std::string source_of(const std::string& at, const json& state) {
   const std::string base = find_base(at, state);
   return base.empty() ? init_from_of(state) : base;

@@ -130,7 +130,8 @@ std::string training_config(const Config& config, const std::string& out) {
         {"token_dtype", all.at("data").at("token_dtype")},
         {"sequence_length", config.data.sequence_length}}},
       {"training", {{"steps", 1000}, {"global_batch_size", 32}, {"micro_batch_size", 1}}},
-      {"checkpoint", {{"folder", "runs/" + normal.parent_path().filename().string()}, {"init_from", recordable_path(out)}}}};
+      {"checkpoint",
+       {{"folder", "runs/" + normal.parent_path().filename().string()}, {"init_from", recordable_path(out)}}}};
   return "// Goes on training the imported adapters. Give token files in data.train, and look at what is below.\n" +
          text.dump(2) + "\n";
 }

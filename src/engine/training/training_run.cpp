@@ -205,7 +205,8 @@ void TrainingRun::check_without_side(const LoadedCheckpoint& checkpoint, Finetun
   if (saved == FinetuneMethod::kQst) {
     throw_bad_input(
         "{}: checkpoint.init_from has a side network, which finetune.method = {} has no place for: {}set method = qst",
-        checkpoint.path(), name_of(config_.finetune.method), has_base(checkpoint) ? "start from its base, or " : "");
+        checkpoint.path(), name_of(config_.finetune.method),
+        has_base(checkpoint) ? "start from its base, or " : "");
   }
   if (saved == FinetuneMethod::kLora && config_.finetune.method == FinetuneMethod::kQst) {
     throw_bad_input(
