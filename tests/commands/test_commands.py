@@ -1,4 +1,5 @@
 """plan, bench, tune, config, generate and eval from the command line."""
+import contextlib
 import glob
 import json
 import os
@@ -8,6 +9,7 @@ import stat
 import statistics
 import subprocess
 import tempfile
+import time
 import unittest
 
 from parka_runs import PROGRAM, RunFolder, has_gpu, metrics, parka, tiny_config
@@ -316,6 +318,8 @@ class StepTime(RunFolder):
             (("--compare", self.measured), ["--measured"]),
             ((*measured, "--interference", "-1"), ["--interference"]),
             ((*measured, "--gpus", "4", "--nodes", "3"), ["--gpus", "--nodes"]),
+            ((*measured, "--gpus", "12", "--set", "training.global_batch_size=24"), ["--gpus 12 is no number of whole nodes of 8 GPUs", "--nodes"]),
+            (("--measured", ""), ["--measured", "empty"]),
             ((*measured, "--gpus", "3"), ["global_batch_size", "3 GPUs"]),
             ((*measured, "--set", "training.global_batch_size=40000"), ["global_batch_size", "20000 micro-batches"]),
             ((*measured, "--set", "precision.group_size=32"), ["precision.group_size", "16", "32"]),
@@ -328,6 +332,15 @@ class StepTime(RunFolder):
                 self.assertEqual(len(result.stderr.splitlines()), 1)
                 for word in words:
                     self.assertIn(word, result.stderr)
+
+
+def open_files(process):
+    """What the files are called that a process has open."""
+    names = []
+    for entry in os.scandir(f"/proc/{process}/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            names.append(os.readlink(entry.path))
+    return names
 
 
 class Bench(RunFolder):
@@ -399,6 +412,26 @@ class Bench(RunFolder):
             self.assertEqual("was measured as joined" in result.stderr, measured == "joined")
             plan = parka("plan", self.path("config.json"), "--gpus", "2", "--measured", json_path)
             self.assertEqual(plan.returncode, 2 if measured == "joined" else 0, plan.stderr)
+            if measured == "joined":
+                self.assertIn("--set data.documents=joined plans what it measured", plan.stderr)
+                self.assert_exit(parka("plan", self.path("config.json"), "--measured", json_path, "--set", "data.documents=joined"), 0)
+
+    def test_a_benchmark_that_is_stopped_leaves_no_tokens_behind(self):
+        command = [PROGRAM, "--threads", "1", "bench", self.write_config(tiny_config(self.folder)), "--steps", "1000000"]
+        folder = self.path("temporary")
+        os.mkdir(folder)
+        bench = subprocess.Popen(command, env=dict(os.environ, TMPDIR=folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.addCleanup(bench.wait)
+        self.addCleanup(bench.kill)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if any(name.startswith(f"{folder}/parka_bench_") and name.endswith(" (deleted)") for name in open_files(bench.pid)):
+                break
+            time.sleep(0.01)
+        else:
+            self.fail("the tokens lie in a file that stays")
+        self.assertEqual(os.listdir(folder), [])
+        self.assertIsNone(bench.poll())
 
     def test_tune_without_a_gpu_says_so(self):
         if has_gpu():

@@ -48,6 +48,21 @@ class Fit(unittest.TestCase):
             again = parka("plan", written, "--fit", "--memory-limit", "60", "--host-memory", "1000")
             self.assertIn("Fits as it is into 60.0 GB.\n", again.stdout)
 
+    def test_changes_beside_a_file_that_gives_every_key_are_the_run_that_fits(self):
+        # Its recipe's keys make room for another recipe's; those of --set stay.
+        given = ("--set", "optimizer.states=fp32")
+        with tempfile.TemporaryDirectory(prefix="parka-test-") as folder:
+            for config, limit in ((os.path.join(os.path.dirname(CONFIG), "qwen3-0.6b.json"), "4"), (CONFIG, "86")):
+                full = os.path.join(folder, "full.json")
+                with open(full, "w", encoding="utf-8") as file:
+                    file.write(parka("config", "show", config).stdout)
+                advice = json.loads(parka("plan", full, *given, "--memory-limit", limit, "--json").stdout)["fits_with"]
+                changed = parka("plan", full, *given, *(f"--set={change}" for change in advice["changes"]), "--json", "--memory-limit", limit)
+                self.assertEqual(json.loads(changed.stdout)["total_bytes"], advice["total_bytes"])
+                self.assertTrue(json.loads(changed.stdout)["fits"])
+            nothing = parka("plan", full, "--fit", *given, "--memory-limit", "45", "--host-memory", "1")
+            self.assertEqual(nothing.returncode, 2, nothing.stdout)
+
     def test_several_gpus_are_started_by_the_command(self):
         parka_recipe = ("--set", "precision.recipe=parka")
         on_four = self.fit(*parka_recipe, "--memory-limit", "40", "--gpus", "4")
@@ -123,6 +138,9 @@ class Fit(unittest.TestCase):
     def test_options_that_need_others_are_refused_without(self):
         for arguments, word in ((("--any-results",), "--fit"), (("--host-memory", "10"), "--fit"),
                                 (("--fit", "--host-memory", "0"), "--host-memory"),
+                                (("--fit", "--host-memory", "2000000000000"), "--host-memory: got 2000000000000; it must be a positive number of GB"),
+                                (("--memory-limit", "1e300"), "--memory-limit"), (("--write", ""), "--write: the name is empty"),
+                                (("--set", "model.num_heads=1"), "attention on a GPU takes heads of up to 512 columns"),
                                 (("--fit", "--gpus", "3", "--set", "training.global_batch_size=8"), "global_batch_size")):
             with self.subTest(arguments):
                 result = parka("plan", CONFIG, *arguments)

@@ -106,7 +106,7 @@ double least_seconds(const std::vector<PlannedSet>& sets, const FitRequest& requ
 }
 
 Config changed(const FitRequest& request, const MemoryAdvice& advice) {
-  return override_config(request.config, advice.overrides(), "test");
+  return request.config.with(advice.overrides());
 }
 
 // Not what the config refuses: one change may need another.

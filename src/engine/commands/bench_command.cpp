@@ -258,7 +258,7 @@ int run_bench(const BenchOptions& options) {
     if (launch.rank() == 0) check_output(options.json_path);
     const int gpu = launch.agree_on_gpu(wants_gpu(given, options.started));
     const std::unique_ptr<Device> device = make_device(given, std::max(0, gpu));
-    check_memory(given, given_keys(options.config_path, options.overrides), *device, launch.size());
+    check_memory(given, GivenConfig::read(options.config_path, options.overrides), *device, launch.size());
     const Config config = use_found_tuning(given, options.config_path, *device, launch.size());
     const std::unique_ptr<Communicator> communicator = launch.make_communicator(*device);
     launch.watchdog().at(0, "benchmark");

@@ -169,7 +169,7 @@ DecidedGemms decide_gemms(const Config& config, const std::string& config_path, 
   return {source, decision.at("line").get<std::string>()};
 }
 
-void check_memory(const Config& config, const nlohmann::json& given, const Device& device, int64_t num_gpus) {
+void check_memory(const Config& config, const GivenConfig& given, const Device& device, int64_t num_gpus) {
   if (device.kind() != DeviceKind::kCuda) return;
   const int64_t free = device.memory_use().free_bytes, planned = planned_bytes(config, num_gpus);
   if (planned <= free) return;

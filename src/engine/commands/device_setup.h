@@ -4,11 +4,9 @@
 #include <string>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "comm/launch/launch.h"
 #include "engine/commands/commands.h"
-#include "engine/config/config.h"
+#include "engine/config/given_keys.h"
 #include "kernels/device/device.h"
 #include "kernels/device/gemm_tuning.h"
 
@@ -57,8 +55,8 @@ DecidedGemms decide_gemms(const Config& config, const std::string& config_path, 
                           std::unique_ptr<Device>& device);
 
 // Throws Error(kBadInput), with the cheapest changes that would fit, if a rank of this run of `config` does not fit
-// into the free memory of the device. `given` is what the config was read from (given_keys()). Call it before
+// into the free memory of the device. `given` is what the config was read from. Call it before
 // anything is allocated. It does not check a CPU.
-void check_memory(const Config& config, const nlohmann::json& given, const Device& device, int64_t num_gpus = 1);
+void check_memory(const Config& config, const GivenConfig& given, const Device& device, int64_t num_gpus = 1);
 
 }  // namespace parka

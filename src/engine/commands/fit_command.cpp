@@ -10,6 +10,7 @@
 #include "core/memory/host_memory.h"
 #include "core/tensor.h"
 #include "engine/commands/commands.h"
+#include "engine/commands/device_setup.h"
 #include "engine/config/config_io.h"
 #include "engine/config/given_keys.h"
 #include "engine/files/shell_word.h"
@@ -63,7 +64,7 @@ std::string train_command(const PlanOptions& options, const MemoryAdvice& advice
   return advice.changes.empty() ? command : command + " " + advice.arguments();
 }
 
-[[noreturn]] void throw_nothing_fits(const PlanOptions& options, const nlohmann::json& given,
+[[noreturn]] void throw_nothing_fits(const PlanOptions& options, const GivenConfig& given,
                                      const MemoryBytes& limit) {
   const auto limit_on = [&](int64_t gpus) {
     PlanOptions more = options;
@@ -80,13 +81,14 @@ std::string train_command(const PlanOptions& options, const MemoryAdvice& advice
                   options.config_path, options.memory_limit_gb, host, options.num_gpus,
                   options.num_gpus == 1 ? "" : "s",
                   more ? fmt::format("use at least {} GPUs (--gpus {})", more->num_gpus, more->num_gpus)
-                       : "use a smaller model or a shorter data.sequence_length");
+                       : advice_without_gpus(given.with({}), options.num_gpus));
 }
 
 Fit find_fit(const PlanOptions& options) {
   const Config as_given = load_config(options.config_path, options.overrides);
   require_whole_micro_batches(as_given, options.num_gpus);
-  const nlohmann::json given = given_keys(options.config_path, options.overrides);
+  if (as_given.device.kind != DeviceChoice::kCpu) check_head_dims(as_given, DeviceKind::kCuda);
+  const GivenConfig given = GivenConfig::read(options.config_path, options.overrides);
   FitRequest request{.config = given, .num_gpus = options.num_gpus, .limit = limit_of(options)};
   request.any_results = options.any_results;
   std::optional<StepMeasurement> one;
@@ -106,7 +108,7 @@ Fit find_fit(const PlanOptions& options) {
 
   Fit fit;
   fit.advice = std::move(*advice);
-  fit.config = override_config(given, fit.advice.overrides(), options.config_path);
+  fit.config = given.with(fit.advice.overrides());
   fit.plan = plan_for_gpus(fit.config, options.num_gpus);
   fit.saves_beside_training = fit.advice.planned.host <= request.limit.host - fit.plan.staging_bytes;
   if (steps) fit.step = steps->predict(fit.config);
@@ -194,6 +196,10 @@ void print_fit_json(const Fit& fit, const PlanOptions& options) {
 Links links_of(const PlanOptions& options, double memory_bandwidth) {
   Links links;
   links.nodes = options.nodes > 0 ? options.nodes : ceil_div(options.num_gpus, kGpusPerNode);
+  if (options.nodes <= 0 && options.num_gpus > kGpusPerNode && options.num_gpus % kGpusPerNode != 0) {
+    throw_bad_input("command line: --gpus {} is no number of whole nodes of {} GPUs; give --nodes",
+                    options.num_gpus, kGpusPerNode);
+  }
   if (options.num_gpus % links.nodes != 0) {
     throw_bad_input("command line: --gpus {} is not a multiple of --nodes {}; change one of them", options.num_gpus,
                     links.nodes);

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "engine/commands/commands.h"
+#include "engine/commands/device_setup.h"
 #include "engine/config/config_io.h"
 #include "engine/config/distributed_config.h"
 #include "engine/config/given_keys.h"
@@ -73,7 +74,7 @@ struct Advice {
 };
 
 Advice advice_for(const PlanOptions& options) {
-  const nlohmann::json given = given_keys(options.config_path, options.overrides);
+  const GivenConfig given = GivenConfig::read(options.config_path, options.overrides);
   const auto gpu_bytes = static_cast<int64_t>(options.memory_limit_gb * 1e9);
   Advice advice;
   const auto limit_on = [&](int64_t gpus) { return MemoryBytes{.gpu = gpu_bytes - context_bytes(gpus)}; };
@@ -85,7 +86,7 @@ Advice advice_for(const PlanOptions& options) {
 
 double in_use_gb(const MemoryAdvice& advice) { return gb(advice.planned.gpu + context_bytes(advice.num_gpus)); }
 
-void print_advice(const Advice& advice) {
+void print_advice(const Advice& advice, const Config& config, int64_t num_gpus) {
   if (advice.here) {
     std::printf("It fits with these changes, the cheapest (%.3f GB in use):\n", in_use_gb(*advice.here));
     for (const MemoryChange& change : advice.here->changes) {
@@ -102,7 +103,7 @@ void print_advice(const Advice& advice) {
                 static_cast<long long>(advice.more_gpus->num_gpus), arguments.empty() ? "" : " ", arguments.c_str(),
                 in_use_gb(*advice.more_gpus));
   } else if (!advice.here) {
-    std::printf("Nor do up to 1024 GPUs: use a smaller model or a shorter data.sequence_length.\n");
+    fmt::print("More GPUs do not, either: {}.\n", advice_without_gpus(config, num_gpus));
   }
 }
 
@@ -110,12 +111,12 @@ nlohmann::ordered_json advice_json(const MemoryAdvice& advice) {
   return {{"gpus", advice.num_gpus}, {"changes", advice.overrides()}, {"total_bytes", advice.planned.gpu}};
 }
 
-void write_config(const PlanOptions& options, const Advice& advice) {
+void write_config(const PlanOptions& options, const Config& config, const Advice& advice) {
   if (!advice.here) {
     throw_bad_input("{}: no change makes it fit into {:.1f} GB, so {} is not written: {}", options.config_path,
                     options.memory_limit_gb, options.write_path,
                     advice.more_gpus ? fmt::format("use more GPUs (--gpus {})", advice.more_gpus->num_gpus)
-                                     : "use a smaller model or a shorter data.sequence_length");
+                                     : advice_without_gpus(config, options.num_gpus));
   }
   std::vector<std::string> overrides = options.overrides;
   for (const std::string& override : advice.here->overrides()) overrides.push_back(override);
@@ -252,6 +253,7 @@ void print_indivisible_batch(const Config& config, int64_t num_gpus) {
 int run_plan(const PlanOptions& options) {
   require_config_writable(options.write_path, options.config_path);
   const Config config = load_config(options.config_path, options.overrides);
+  if (config.device.kind != DeviceChoice::kCpu) check_head_dims(config, DeviceKind::kCuda);
   std::optional<StepPlan> step;
   if (!options.measured_path.empty()) step = plan_step(config, options);
   const GpuPlan plan = plan_for_gpus(config, options.num_gpus);
@@ -263,12 +265,12 @@ int run_plan(const PlanOptions& options) {
   } else {
     print_table(config, plan, options.num_gpus);
     std::printf("%s into %.1f GB.\n", fits ? "Fits" : "Does not fit", options.memory_limit_gb);
-    if (!fits) print_advice(advice);
+    if (!fits) print_advice(advice, config, options.num_gpus);
     print_indivisible_batch(config, options.num_gpus);
     if (step) print_step(*step);
   }
   if (options.write_path.empty()) return 0;
-  write_config(options, advice);
+  write_config(options, config, advice);
   if (!options.json) std::printf("wrote %s\n", options.write_path.c_str());
   return 0;
 }

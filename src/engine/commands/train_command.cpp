@@ -661,7 +661,7 @@ int run_train(const TrainOptions& options) {
     catch_stop_signals();
     const int gpu = launch.agree_on_gpu(wants_gpu(config, options.started));
     std::unique_ptr<Device> device = make_untuned_device(config, std::max(0, gpu));
-    check_memory(config, given_keys(options.config_path, options.overrides), *device, launch.size());
+    check_memory(config, GivenConfig::read(options.config_path, options.overrides), *device, launch.size());
     DecidedGemms gemms;
     if (gpu >= 0) gemms = decide_gemms(config, options.config_path, launch, gpu, device);
     return TrainCommand(config, options, launch, *lock, gpu, std::move(device), std::move(gemms), started).train();

@@ -280,6 +280,10 @@ std::vector<std::string> speed_differences(const Config& measured, const Config&
                          (configs[0].device.gemm_tuning_is_auto() || configs[1].device.gemm_tuning_is_auto());
     if (!counts || is_open || old_value == new_value) continue;
     differences.push_back(fmt::format("{}: {} measured, {} here", path, old_value.dump(), new_value.dump()));
+    if (path == "data.documents" && wanted.data.document_end < 0) {  // SyntheticTokens
+      differences.back() +=
+          ", which a benchmark cannot measure without data.document_end (--set data.documents=joined plans what it measured)";
+    }
   }
   return differences;
 }

@@ -247,6 +247,20 @@ Config load_config(const std::string& path, const std::vector<std::string>& over
   return override_config(read_config_file(file), overrides, file);
 }
 
+GivenConfig::GivenConfig(json file, std::vector<std::string> overrides, std::string source)
+    : file_(std::move(file)), overrides_(std::move(overrides)), source_(std::move(source)) {}
+
+GivenConfig GivenConfig::read(const std::string& path, const std::vector<std::string>& overrides) {
+  const std::string file = config_file(path);
+  return {read_config_file(file), overrides, file};
+}
+
+Config GivenConfig::with(const std::vector<std::string>& more) const {
+  std::vector<std::string> all = overrides_;
+  all.insert(all.end(), more.begin(), more.end());
+  return override_config(file_, all, source_);
+}
+
 bool is_overridden(const std::vector<std::string>& overrides, const std::string& key) {
   return std::ranges::any_of(overrides,
                              [&](const std::string& override) { return override.starts_with(key + "="); });

@@ -4,7 +4,27 @@
 
 #include <nlohmann/json.hpp>
 
+#include "engine/config/config.h"
+
 namespace parka {
+
+// A config file with overrides, to which others can be added. One tree of all keys would not do: where a change
+// names another recipe, keys that the overrides give stay, and those of a file that gives all that recipes set do
+// not.
+class GivenConfig {
+ public:
+  // Of a file's JSON.
+  GivenConfig(nlohmann::json file, std::vector<std::string> overrides = {}, std::string source = "config");
+  static GivenConfig read(const std::string& path, const std::vector<std::string>& overrides);
+
+  // As load_config() has it with more overrides. Throws Error(kBadInput) where these are not valid.
+  Config with(const std::vector<std::string>& more) const;
+
+ private:
+  nlohmann::json file_;
+  std::vector<std::string> overrides_;
+  std::string source_;
+};
 
 // What a config file gives, with overrides as load_config() takes them and nothing else, in the order of
 // docs/config.md: written to a file, it is the same config. Comments are lost.

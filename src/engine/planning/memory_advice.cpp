@@ -1,16 +1,19 @@
 #include "engine/planning/memory_advice.h"
 
-#include "engine/config/config_io.h"
+#include <string_view>
+
+#include <fmt/format.h>
+
 #include "engine/planning/gpu_plan.h"
 
 namespace parka {
 namespace {
 
-using nlohmann::json;
+constexpr int64_t kMostGpus = 1024;
 
 // Numbers of GPUs above `num_gpus` that divide the batch into micro-batches.
 std::vector<int64_t> possible_gpus(const Config& config, int64_t num_gpus) {
-  constexpr int64_t kGpusPerNode = 8, kMostGpus = 1024;
+  constexpr int64_t kGpusPerNode = 8;
   std::vector<int64_t> result;
   for (int64_t gpus = num_gpus + 1; gpus <= kMostGpus; ++gpus) {
     const bool whole_nodes = gpus <= kGpusPerNode || gpus % kGpusPerNode == 0;
@@ -19,8 +22,8 @@ std::vector<int64_t> possible_gpus(const Config& config, int64_t num_gpus) {
   return result;
 }
 
-std::optional<MemoryAdvice> find_changes(const json& config, std::vector<MemoryChange> possible, int64_t num_gpus,
-                                         const MemoryBytes& limit) {
+std::optional<MemoryAdvice> find_changes(const GivenConfig& config, std::vector<MemoryChange> possible,
+                                         int64_t num_gpus, const MemoryBytes& limit) {
   ChosenChanges chosen(config, std::move(possible), num_gpus);
   if (!chosen.add_until(limit)) return std::nullopt;
   chosen.take_back(limit);
@@ -36,14 +39,13 @@ std::vector<std::string> MemoryAdvice::overrides() const {
   return result;
 }
 
-std::optional<MemoryAdvice> cheapest_changes(const json& config, int64_t num_gpus, int64_t limit_bytes) {
-  return find_changes(config, memory_changes(parse_config(config, "config"), num_gpus), num_gpus,
-                      {.gpu = limit_bytes});
+std::optional<MemoryAdvice> cheapest_changes(const GivenConfig& config, int64_t num_gpus, int64_t limit_bytes) {
+  return find_changes(config, memory_changes(config.with({}), num_gpus), num_gpus, {.gpu = limit_bytes});
 }
 
-std::optional<MemoryAdvice> fewest_gpus(const json& config, int64_t num_gpus,
+std::optional<MemoryAdvice> fewest_gpus(const GivenConfig& config, int64_t num_gpus,
                                         const std::function<MemoryBytes(int64_t gpus)>& limit_of, MoreGpus with) {
-  const Config read = parse_config(config, "config");
+  const Config read = config.with({});
   for (const int64_t gpus : possible_gpus(read, num_gpus)) {
     std::vector<MemoryChange> changes = memory_changes(read, gpus);
     if (with == MoreGpus::kWithStages) {
@@ -53,6 +55,14 @@ std::optional<MemoryAdvice> fewest_gpus(const json& config, int64_t num_gpus,
     if (advice) return advice;
   }
   return std::nullopt;
+}
+
+std::string advice_without_gpus(const Config& config, int64_t num_gpus) {
+  constexpr std::string_view kSmaller = "use a smaller model or a shorter data.sequence_length";
+  if (num_gpus >= kMostGpus) return std::string(kSmaller);
+  return fmt::format(
+      "{}, or a larger training.global_batch_size, as {} is divided by no number of GPUs up to {} that is enough",
+      kSmaller, config.training.global_batch_size, kMostGpus);
 }
 
 }  // namespace parka

@@ -5,13 +5,11 @@
 #include <string>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "engine/planning/memory_changes.h"
 
 namespace parka {
 
-// Changes that make a run fit, and what it then is. All configs here are JSON as ChosenChanges takes them.
+// Changes that make a run fit, and what it then is.
 struct MemoryAdvice {
   std::vector<MemoryChange> changes;  // from the cheapest to the dearest, each key once; empty: fits as it is
   int64_t num_gpus = 1;
@@ -24,14 +22,17 @@ struct MemoryAdvice {
 // The cheapest changes with which a run on `num_gpus` GPUs plans at most `limit_bytes` on each: a fixed list of
 // changes is made from the cheapest on until the run fits, and then taken back from the dearest on as far as it
 // still does. So it does not fit without any one of them. nullopt where even all of them are not enough.
-std::optional<MemoryAdvice> cheapest_changes(const nlohmann::json& config, int64_t num_gpus, int64_t limit_bytes);
+std::optional<MemoryAdvice> cheapest_changes(const GivenConfig& config, int64_t num_gpus, int64_t limit_bytes);
 
 enum class MoreGpus : uint8_t { kWithStages, kWithChanges };
 
 // The fewest GPUs, more than `num_gpus`, that divide the batch and that the run fits on as it is but for its ZeRO
 // stage, or, kWithChanges, with the cheapest changes. Of so many GPUs each has `limit_of` of memory. Numbers are
 // those up to 8 and multiples of 8 up to 1024; nullopt where none is enough.
-std::optional<MemoryAdvice> fewest_gpus(const nlohmann::json& config, int64_t num_gpus,
+std::optional<MemoryAdvice> fewest_gpus(const GivenConfig& config, int64_t num_gpus,
                                         const std::function<MemoryBytes(int64_t gpus)>& limit_of, MoreGpus with);
+
+// What else there is to do where fewest_gpus() finds none, in words: it tries only numbers that divide the batch.
+std::string advice_without_gpus(const Config& config, int64_t num_gpus);
 
 }  // namespace parka

@@ -7,7 +7,6 @@
 
 #include "core/error.h"
 #include "core/memory/unit_buffers.h"
-#include "engine/config/config_io.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/step/declared_run.h"
 #include "model/activation_offload.h"
@@ -141,9 +140,12 @@ std::string arguments_of(const std::vector<MemoryChange>& changes) {
   return result;
 }
 
-ChosenChanges::ChosenChanges(const nlohmann::json& config, std::vector<MemoryChange> possible, int64_t num_gpus)
-    : config_(config), possible_(std::move(possible)), chosen_(possible_.size(), false), num_gpus_(num_gpus) {
-  const Config given = parse_config(config, "config");
+ChosenChanges::ChosenChanges(GivenConfig config, std::vector<MemoryChange> possible, int64_t num_gpus)
+    : config_(std::move(config)),
+      possible_(std::move(possible)),
+      chosen_(possible_.size(), false),
+      num_gpus_(num_gpus) {
+  const Config given = config_.with({});
   num_layers_ = given.model.num_layers;
   given_blocks_ = given.precision.weight_copies_blocks;
 }
@@ -189,7 +191,7 @@ bool ChosenChanges::others_keep(WeightCopies copies) const {
     if (chosen_[i] && possible_[i].key() != kWeightCopiesKey) overrides.push_back(possible_[i].override);
   }
   try {
-    const Config others = override_config(config_, overrides, "config");
+    const Config others = config_.with(overrides);
     return kept_copies(others.precision, zero_of(others, 0, num_gpus_), others.finetune.base) == copies;
   } catch (const Error&) {  // they contradict each other
     return false;
@@ -211,7 +213,7 @@ std::optional<Config> ChosenChanges::config() const {
   std::vector<std::string> overrides;
   for (const MemoryChange& change : changes()) overrides.push_back(change.override);
   try {
-    return override_config(config_, overrides, "config");
+    return config_.with(overrides);
   } catch (const Error&) {
     return std::nullopt;
   }

@@ -7,9 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
-#include "engine/config/config.h"
+#include "engine/config/given_keys.h"
 #include "engine/planning/gpu_plan.h"
 
 namespace parka {
@@ -40,11 +38,10 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
 // "--set section.key=value --set ...", for a shell.
 std::string arguments_of(const std::vector<MemoryChange>& changes);
 
-// Some of the possible changes of a config, of each key at most one. The config is JSON as parse_config() reads it:
-// what a file gives, not every key with its value, because precision.recipe sets only keys that are not given.
+// Some of the possible changes of a config, of each key at most one.
 class ChosenChanges {
  public:
-  ChosenChanges(const nlohmann::json& config, std::vector<MemoryChange> possible, int64_t num_gpus);
+  ChosenChanges(GivenConfig config, std::vector<MemoryChange> possible, int64_t num_gpus);
 
   const std::vector<MemoryChange>& possible() const { return possible_; }
   // A change of weight copies that some blocks are left out of is one or two, of other keys and values.
@@ -90,7 +87,7 @@ class ChosenChanges {
   bool same_key(size_t i, size_t j) const { return possible_[i].key() == possible_[j].key(); }
   bool take_back(size_t i, const MemoryBytes& limit);
 
-  const nlohmann::json& config_;
+  GivenConfig config_;
   std::vector<MemoryChange> possible_;
   std::vector<bool> chosen_;
   int64_t kept_blocks_ = 0;

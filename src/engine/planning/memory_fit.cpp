@@ -4,8 +4,6 @@
 #include <queue>
 #include <tuple>
 
-#include "engine/config/config_io.h"
-
 namespace parka {
 namespace {
 
@@ -178,7 +176,7 @@ std::vector<MemoryChange> allowed_changes(std::vector<MemoryChange> changes, con
 }  // namespace
 
 std::optional<MemoryAdvice> cheapest_fit(const FitRequest& request) {
-  std::vector<MemoryChange> changes = memory_changes(parse_config(request.config, "config"), request.num_gpus);
+  std::vector<MemoryChange> changes = memory_changes(request.config.with({}), request.num_gpus);
   if (!request.any_results) {
     std::stable_sort(changes.begin(), changes.end(), [](const MemoryChange& a, const MemoryChange& b) {
       return a.taken_among() < b.taken_among();

@@ -3,8 +3,6 @@
 #include <functional>
 #include <optional>
 
-#include <nlohmann/json.hpp>
-
 #include "engine/planning/memory_advice.h"
 
 namespace parka {
@@ -13,7 +11,7 @@ namespace parka {
 using StepSeconds = std::function<std::optional<double>(const Config&)>;
 
 struct FitRequest {
-  const nlohmann::json& config;  // as ChosenChanges takes it
+  GivenConfig config;
   int64_t num_gpus = 1;
   MemoryBytes limit;  // of the plan, for each GPU
   // Changes that give other results are made wherever they are cheaper. Otherwise only as many are allowed, in the
