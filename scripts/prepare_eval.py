@@ -39,6 +39,9 @@ from text_data.tokenizer import make_tokenizer  # noqa: E402
 METRICS = ("acc", "len_norm", "pmi_dc")
 LETTERS = "ABCDEFGHIJ"
 PLACEHOLDER = "<image>"
+# Options of image_choice alone, with their defaults. Others are the tower's, or the tokenizer's.
+OPTIONS_OF_IMAGES = {"prompt": "{question}\nAnswer:", "tower": None, "image_folder": Path("."), "image_size": None, "patch_size": None,
+                     "geometry": None, "downsample": 1, "image_token": None}
 
 
 def print_line(text: str) -> None:
@@ -302,20 +305,25 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json (default: bytes)")
     add("--bos", metavar="NAME", help="token that begins each context, or none (default: as prepare_data.py)")
     add("--metric", choices=METRICS, help="how a choice is made (default: as OLMo does for the task)")
-    add("--prompt", default="{question}\nAnswer:", help="of image_choice: what stands around {question} (default: %(default)r)")
+    add("--prompt", help=f"of image_choice: what stands around {{question}} (default: {OPTIONS_OF_IMAGES['prompt']!r})")
     add("--tower", choices=("clip", "siglip"), help="of image_choice: whose defaults of the next four to use")
-    add("--image-folder", type=Path, default=Path("."), metavar="FOLDER", help="of image_choice: where names of pictures begin")
+    add("--image-folder", type=Path, metavar="FOLDER", help="of image_choice: where names of pictures begin (default: here)")
     add("--image-size", type=int, metavar="PIXELS", help="side of the squares that the tower sees (default: 336; 384)")
     add("--patch-size", type=int, metavar="PIXELS", help="side of a patch (default: 14)")
     add("--geometry", choices=("crop", "pad", "stretch"), help="how pictures become squares (default: crop; stretch)")
-    add("--downsample", type=int, default=1, metavar="K", help="K x K patches become a token (default: 1)")
+    add("--downsample", type=int, metavar="K", help="K x K patches become a token (default: 1)")
     add("--image-token", metavar="NAME", help="token, or id, of image slots (default: as prepare_images.py)")
     add("--name", help="name of the task in results (default: that of --task)")
     options = parser.parse_args(arguments)
     if options.name is not None and not options.name.strip():
         raise InputError("--name is empty; give the task a name")
-    if (options.task == "image_choice") != (options.tower is not None):
-        raise InputError("--task image_choice and --tower go with each other; give both or neither")
+    for name, default in OPTIONS_OF_IMAGES.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+        elif options.task != "image_choice":
+            raise InputError(f"--{name.replace('_', '-')} is of --task image_choice, and {options.task} has no pictures; leave it out")
+    if options.task == "image_choice" and options.tower is None:
+        raise InputError("--task image_choice needs --tower; give the one that the model has")
     if "{question}" not in options.prompt or PLACEHOLDER in options.prompt:
         raise InputError(f"--prompt {options.prompt!r}: has no {{question}}, or has {PLACEHOLDER}; put the former in its place")
     return options
@@ -330,7 +338,8 @@ def image_rules(options: argparse.Namespace, tokenizer):
     from image_data.samples import image_token_of
 
     tower = TOWERS[options.tower]
-    size, patch = options.image_size or tower.size, options.patch_size or tower.patch
+    size = tower.size if options.image_size is None else options.image_size
+    patch = tower.patch if options.patch_size is None else options.patch_size
     if not 0 < patch <= size or options.downsample < 1:
         raise InputError(f"--image-size {size}, --patch-size {patch} and --downsample {options.downsample} fit no tower; change them")
     fitting = Fitting(options.geometry or tower.geometry, size, colour_of(tower.mean))

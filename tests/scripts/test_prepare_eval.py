@@ -20,6 +20,16 @@ import prepare_eval  # noqa: E402
 
 DOCUMENT = {"context": "1 + 1 =", "choices": [" 1", " 2"], "answer": 1}  # of text_choice
 
+IMAGE_DOCUMENT = {"question": "1 + 1 =", "choices": ["1", "2"], "answer": 1}  # of image_choice, without a picture
+
+
+def needs_pillow(test):
+    try:
+        import PIL  # noqa: F401
+        import xxhash  # noqa: F401
+    except ImportError as error:
+        test.skipTest(f"{error.name} is missing")
+
 
 class Documents(unittest.TestCase):
     def setUp(self):
@@ -27,12 +37,12 @@ class Documents(unittest.TestCase):
         self.addCleanup(temporary.cleanup)
         self.input, self.out = Path(temporary.name) / "in.jsonl", Path(temporary.name) / "out.jsonl"
 
-    def call(self, *documents, task="text_choice", encoding="utf-8"):
+    def call(self, *documents, task="text_choice", encoding="utf-8", options=()):
         """Returns (exit code, standard error)."""
         self.input.write_text("".join(json.dumps(document) + "\n" for document in documents), encoding=encoding)
         error = io.StringIO()
         tower = ["--tower", "clip"] if task == "image_choice" else []
-        command = ["prepare_eval.py", str(self.input), "--task", task, *tower, "--out", str(self.out)]
+        command = ["prepare_eval.py", str(self.input), "--task", task, *tower, *options, "--out", str(self.out)]
         streams = contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO())
         with mock.patch.object(sys, "argv", command), streams[0], streams[1]:
             return prepare_eval.main(), error.getvalue()
@@ -45,12 +55,11 @@ class Documents(unittest.TestCase):
 
     def test_what_is_no_list_of_texts_is_refused(self):
         hellaswag = {"activity_label": "a", "ctx_a": "a", "ctx_b": "b", "endings": "xyz", "label": 0}
-        image = {"question": "a", "choices": ["a", "b"], "answer": 1}
         for task, document, message in (
-            ("image_choice", {**image, "choices": "yes"}, "its choices are no list of texts"),
-            ("image_choice", {**image, "choices": {"a": 1, "b": 2}}, "its choices are no list of texts"),
-            ("image_choice", {**image, "image": [5]}, "its images are no list of texts"),
-            ("image_choice", {**image, "image": {"path": "1.png"}}, "its images are no list of texts"),
+            ("image_choice", {**IMAGE_DOCUMENT, "choices": "yes"}, "its choices are no list of texts"),
+            ("image_choice", {**IMAGE_DOCUMENT, "choices": {"a": 1, "b": 2}}, "its choices are no list of texts"),
+            ("image_choice", {**IMAGE_DOCUMENT, "image": [5]}, "its images are no list of texts"),
+            ("image_choice", {**IMAGE_DOCUMENT, "image": {"path": "1.png"}}, "its images are no list of texts"),
             ("text_choice", {**DOCUMENT, "choices": {" a": 1, " b": 2}}, "its choices are no list of texts"),
             ("text_choice", {**DOCUMENT, "context": 5}, "its context is no text"),
             ("hellaswag", hellaswag, "its endings are no list of texts"),
@@ -67,6 +76,28 @@ class Documents(unittest.TestCase):
             code, error = self.call(DOCUMENT, {**DOCUMENT, key: value})
             self.assertEqual(code, 2)
             self.assertRegex(error, r"^prepare_eval: error: .*in.jsonl, line 2: holds text that is not Unicode .*; remove it\n$")
+
+    def test_options_of_pictures_are_refused_where_there_are_none(self):
+        for option, value in (("--prompt", "{question}"), ("--tower", "clip"), ("--image-folder", "."), ("--image-size", "336"),
+                              ("--patch-size", "14"), ("--geometry", "pad"), ("--downsample", "1"), ("--image-token", "5")):
+            with self.subTest(option):
+                code, error = self.call(DOCUMENT, options=(option, value))
+                self.assertEqual(code, 2)
+                self.assertEqual(error, f"prepare_eval: error: {option} is of --task image_choice, and text_choice has no pictures; "
+                                        "leave it out\n")
+                self.assertFalse(self.out.exists())
+
+    def test_a_task_with_pictures_needs_a_tower_and_sizes_that_fit(self):
+        given = [str(self.input), "--task", "image_choice", "--out", str(self.out)]
+        with self.assertRaisesRegex(prepare_eval.InputError, "^--task image_choice needs --tower; "):
+            prepare_eval.parse_options(given)
+        options = prepare_eval.parse_options([*given, "--tower", "clip"])
+        self.assertEqual((options.prompt, options.image_folder, options.downsample), ("{question}\nAnswer:", Path("."), 1))
+        needs_pillow(self)
+        for option in ("--image-size", "--patch-size", "--downsample"):
+            code, error = self.call(IMAGE_DOCUMENT, task="image_choice", options=(option, "0"))
+            self.assertEqual(code, 2)
+            self.assertRegex(error, rf"^prepare_eval: error: .*{option} 0.* fit no tower; change them\n$")
 
 
 if __name__ == "__main__":
