@@ -32,13 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from python_packages import require  # noqa: E402
 
 require("numpy")
+from image_data.conversations import PLACEHOLDER, key_not_read  # noqa: E402
 from text_data.common import InputError, Parser, file_behind, one_line, print_made, refuse_to_replace, write_lines  # noqa: E402
 from text_data.partial import run_script  # noqa: E402
 from text_data.tokenizer import make_tokenizer  # noqa: E402
 
 METRICS = ("acc", "len_norm", "pmi_dc")
 LETTERS = "ABCDEFGHIJ"
-PLACEHOLDER = "<image>"
 # Options of image_choice alone, with their defaults. Others are the tower's, or the tokenizer's.
 OPTIONS_OF_IMAGES = {"prompt": "{question}\nAnswer:", "tower": None, "image_folder": Path("."), "image_size": None, "patch_size": None,
                      "geometry": None, "downsample": 1, "image_token": None}
@@ -131,6 +131,8 @@ def piqa(doc: dict) -> Request:
 def image_choice(doc: dict) -> Request:
     images = doc.get("image") or []
     images = texts_of([images] if isinstance(images, str) else images, "images")
+    if not images and (key := key_not_read(doc)) is not None:
+        raise ValueError(f"it has {key!r} and no 'image', which is the key that is read")
     question, answer = doc["question"], doc["answer"]
     if PLACEHOLDER not in question:
         question = f"{PLACEHOLDER}\n" * len(images) + question
@@ -366,15 +368,17 @@ def run(arguments: list[str]) -> None:
         "tokenizer_sha256": tokenizer.sha256,
         "documents": len(requests),
     }
+    made = f"{len(requests):,} documents of {options.task}"
     if rules:
-        write_with_images(options.out, header, requests, ids, rules)
+        made += f", {write_with_images(options.out, header, requests, ids, rules):,} pictures"
     else:
         write_lines(options.out, [header] + [document(request, metric, own, []) for request, own in zip(requests, ids)])
-    print_made(options.out, f"{len(requests):,} documents of {options.task}, metric {metric}")
+    print_made(options.out, f"{made}, metric {metric}")
 
 
-def write_with_images(path: Path, header: dict, requests: list[Request], ids: list[RequestIds], rules) -> None:
-    """The pixels first: requests that do not belong to them are refused by the checksums."""
+def write_with_images(path: Path, header: dict, requests: list[Request], ids: list[RequestIds], rules) -> int:
+    """Returns the number of pictures, of which each counts once. The pixels come first: requests that do not belong to them are
+    refused by the checksums."""
     from image_data.requests import TaskImages
 
     try:
@@ -393,6 +397,7 @@ def write_with_images(path: Path, header: dict, requests: list[Request], ids: li
             lines.append(document(request, header["metric"], own, placed))
         images.publish()
         write_lines(path, lines)
+        return len(images)
     finally:
         images.remove()
 

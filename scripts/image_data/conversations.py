@@ -3,8 +3,8 @@
     {"id": "7", "image": "train/7.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is this?"},
                                                           {"from": "gpt", "value": "A boat."}]}
 
-`image` is a name relative to the folder of images, or a list of them; a sample without it is text only. Each <image> in
-what a human says stands for one image, in order.
+`image` is a name relative to the folder of images, or a list of them; a sample without it is text only, and one with `images`
+or `video` in its place is refused. Each <image> in what a human says stands for one image, in order.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from text_data.readers import InputFile, Reading, refuse_utf16
 
 PLACEHOLDER = "<image>"
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+KEYS_NOT_READ = ("images", "video")  # under which other data sets have what is to be seen
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,16 @@ def sample_of(record: object, place: str, conversion: Conversion) -> Sample:
 def images_of(record: dict, place: str) -> list[str]:
     images = record.get("image")
     images = [] if images is None else images if isinstance(images, list) else [images]
+    if not images and (key := key_not_read(record)) is not None:
+        raise InputError(f'{place}: has "{key}" and no "image", which is the key that is read; rename it or leave it out')
     if not all(isinstance(name, str) and name and "\0" not in name for name in images):
         raise InputError(f'{place}: its "image" is neither a file name nor a list of them; fix it or leave it out')
     return images
+
+
+def key_not_read(record: dict) -> str | None:
+    """Where a record without "image" has pictures or a video all the same: it would become text about what nobody sees."""
+    return next((key for key in KEYS_NOT_READ if record.get(key)), None)
 
 
 def messages_of(record: dict, place: str) -> list[dict]:

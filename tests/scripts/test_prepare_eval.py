@@ -38,14 +38,16 @@ class Documents(unittest.TestCase):
         self.input, self.out = Path(temporary.name) / "in.jsonl", Path(temporary.name) / "out.jsonl"
 
     def call(self, *documents, task="text_choice", encoding="utf-8", options=()):
-        """Returns (exit code, standard error)."""
+        """Returns (exit code, standard error), and leaves standard output in `printed`."""
         self.input.write_text("".join(json.dumps(document) + "\n" for document in documents), encoding=encoding)
-        error = io.StringIO()
+        error, output = io.StringIO(), io.StringIO()
         tower = ["--tower", "clip"] if task == "image_choice" else []
         command = ["prepare_eval.py", str(self.input), "--task", task, *tower, *options, "--out", str(self.out)]
-        streams = contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO())
+        streams = contextlib.redirect_stderr(error), contextlib.redirect_stdout(output)
         with mock.patch.object(sys, "argv", command), streams[0], streams[1]:
-            return prepare_eval.main(), error.getvalue()
+            code = prepare_eval.main()
+        self.printed = output.getvalue()
+        return code, error.getvalue()
 
     def test_a_byte_order_mark_is_no_text(self):
         self.assertEqual(self.call(DOCUMENT), (0, ""))
@@ -98,6 +100,26 @@ class Documents(unittest.TestCase):
             code, error = self.call(IMAGE_DOCUMENT, task="image_choice", options=(option, "0"))
             self.assertEqual(code, 2)
             self.assertRegex(error, rf"^prepare_eval: error: .*{option} 0.* fit no tower; change them\n$")
+
+    def test_pictures_under_another_key_are_refused_and_not_left_out(self):
+        for key, value in (("images", ["1.png"]), ("images", "1.png"), ("video", "1.mp4")):
+            for document in ({**IMAGE_DOCUMENT, key: value}, {**IMAGE_DOCUMENT, key: value, "image": []}):
+                with self.subTest(document=document):
+                    code, error = self.call(IMAGE_DOCUMENT, document, task="image_choice")
+                    self.assertEqual(code, 2)
+                    self.assertIn(f"line 2: is not a document of image_choice (it has '{key}' and no 'image', which is the key", error)
+
+    def test_the_summary_counts_pictures_of_tasks_that_have_them(self):
+        needs_pillow(self)
+        from PIL import Image
+
+        Image.new("RGB", (9, 9)).save(self.input.with_name("1.png"))
+        options = ("--image-folder", str(self.input.parent), "--image-size", "28")
+        shown = {**IMAGE_DOCUMENT, "image": "1.png", "images": None, "video": []}  # tables have all keys in all rows
+        self.assertEqual(self.call(shown, shown, IMAGE_DOCUMENT, task="image_choice", options=options), (0, ""))
+        self.assertEqual(self.printed, f"{self.out}: 3 documents of image_choice, 1 pictures, metric acc\n")
+        self.assertEqual(self.call(DOCUMENT), (0, ""))
+        self.assertEqual(self.printed, f"{self.out}: 1 documents of text_choice, metric acc\n")
 
 
 if __name__ == "__main__":

@@ -304,6 +304,8 @@ class Bad(Preparation):
             (sample("x7", "1.png", "<image><image>", "It"), "id x7: has 1 images, but 2 <image>"),
             (sample("x7", None, "<image>", "It"), "id x7: has 0 images, but 1 <image>"),
             (sample("x7", None, "It", "<image>"), "id x7: has <image> outside of what the human says"),
+            ({**sample("x7", None, "What?", "It"), "images": ["1.png"]}, 'id x7: has "images" and no "image", which is the key'),
+            ({**sample("x7", [], "<image>", "It"), "video": "1.mp4"}, 'id x7: has "video" and no "image", which is the key'),
             (sample("x7", [3], "<image>", "It"), 'id x7: its "image" is neither a file name nor a list'),
             (sample("x7", "a\0b.png", "<image>", "It"), 'id x7: its "image" is neither a file name nor a list'),
             (sample("x7", "1.png"), "id x7: human and gpt do not speak in turn"),
