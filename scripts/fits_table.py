@@ -20,10 +20,15 @@ MODELS = (("Qwen3-0.6B", "qwen3-0.6b"), ("OLMo-1B", "olmo-1b"), ("Llama-3.2-1B",
 
 def plan(parka, config, gigabytes):
     command = [parka, "plan", f"configs/{config}.json", "--json", "--memory-limit", str(gigabytes), "--set", "precision.recipe=parka"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    if result.returncode != 0:
-        fail(result.stderr.strip())
-    return json.loads(result.stdout)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        if result.returncode != 0 and result.stderr.strip():
+            fail(result.stderr.strip())
+        return json.loads(result.stdout)
+    except OSError as error:
+        fail(f"{parka}: cannot be run ({error.strerror}); build it, or name the program with --parka")
+    except ValueError:  # no text, or no JSON
+        fail(f"{parka}: prints no plan; build parka, or name the program with --parka")
 
 
 def cell(plan):

@@ -1,6 +1,7 @@
-"""Scripts that lack a package say so in one line, with what helps."""
+"""Scripts that lack a package or a program say so in one line, with what helps."""
 import subprocess
 import sys
+import tempfile
 import unittest
 from pathlib import Path
 
@@ -39,6 +40,27 @@ class PythonPackages(unittest.TestCase):
                 self.assertIn(message, result.stdout)
                 self.assertIn("run scripts/setup.sh, which makes a .venv with it, name a Python in PARKA_PYTHON, or run " + sys.executable,
                               result.stdout)
+
+
+class Program(unittest.TestCase):
+    def test_the_table_of_what_fits_says_what_is_wrong_with_the_program(self):
+        with tempfile.TemporaryDirectory(prefix="parka-test-") as folder:
+            for name, text, message in (("none", None, r"cannot be run \(No such file or directory\); build it"),
+                                        ("text", "no program", r"cannot be run \(.*\); build it"),
+                                        ("silent", "#!/bin/sh\nexit 1\n", "prints no plan; build parka"),
+                                        ("other", "#!/bin/sh\necho fits\n", "prints no plan; build parka"),
+                                        ("bytes", "#!/bin/sh\nprintf '\\377'\n", "prints no plan; build parka")):
+                with self.subTest(name):
+                    path = Path(folder, name)
+                    if text is not None:
+                        path.write_text(text, encoding="utf-8")
+                        path.chmod(0o755)
+                    result = run("fits_table.py", "--parka", path)
+                    self.assertEqual(result.returncode, 2, result.stderr)
+                    self.assertRegex(result.stderr, rf"\Afits_table.py: error: {path}: {message}, or name the program with --parka\n\Z")
+            result = run("fits_table.py", "--parka", folder)
+            self.assertEqual(result.returncode, 2, result.stderr)
+            self.assertIn("cannot be run (Permission denied)", result.stderr)
 
 
 if __name__ == "__main__":
