@@ -84,6 +84,15 @@ def number_of(letter: object) -> int:
     return LETTERS.index(letter)
 
 
+def label_of(value: object) -> int:
+    """Of a whole number, or of its digits: int() would make one of 0.9 and of true, too."""
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        return int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"the answer is {value!r}, which is no whole number: does this split have labels?")
+    return value
+
+
 def arc(doc: dict) -> Request:
     question, choices = question_and_choices(doc)
     key = str(doc["answerKey"])
@@ -102,7 +111,7 @@ def boolq(doc: dict) -> Request:
 def copa(doc: dict) -> Request:
     connector = {"cause": "because", "effect": "therefore"}[doc["question"]]
     choices = [choice[0].lower() + choice[1:] for choice in (doc["choice1"], doc["choice2"])]
-    return Request([f"{doc['premise'].strip()[:-1]} {connector}"], spaced(choices), [connector], int(doc["label"]))
+    return Request([f"{doc['premise'].strip()[:-1]} {connector}"], spaced(choices), [connector], label_of(doc["label"]))
 
 
 def hellaswag_text(text: str) -> str:
@@ -116,7 +125,7 @@ def hellaswag(doc: dict) -> Request:
     context = hellaswag_text(f"{doc['activity_label']}: {doc['ctx_a']} {start}")
     domain = hellaswag_text(start) or hellaswag_text(doc["ctx_a"]).split(" ")[-1]
     endings = [hellaswag_text(ending) for ending in texts_of(doc["endings"], "endings")]
-    return Request([context], spaced(endings), [domain], int(doc["label"]))
+    return Request([context], spaced(endings), [domain], label_of(doc["label"]))
 
 
 def openbook_qa(doc: dict) -> Request:
@@ -125,7 +134,7 @@ def openbook_qa(doc: dict) -> Request:
 
 
 def piqa(doc: dict) -> Request:
-    return Request([f"Question: {doc['goal']}\nAnswer:"], spaced([doc["sol1"], doc["sol2"]]), ["Answer:"], int(doc["label"]))
+    return Request([f"Question: {doc['goal']}\nAnswer:"], spaced([doc["sol1"], doc["sol2"]]), ["Answer:"], label_of(doc["label"]))
 
 
 def image_choice(doc: dict) -> Request:
@@ -140,7 +149,7 @@ def image_choice(doc: dict) -> Request:
     if question.count(PLACEHOLDER) != len(images) or any(PLACEHOLDER in choice for choice in choices):
         raise ValueError(f"{len(images)} images for {question.count(PLACEHOLDER)} {PLACEHOLDER} of the question")
     answer = answer.strip() if isinstance(answer, str) else answer
-    label = number_of(answer) if isinstance(answer, str) and not answer.lstrip("+-").isdigit() else int(answer)
+    label = number_of(answer) if isinstance(answer, str) and not answer.isdigit() else label_of(answer)
     return Request([question], choices, ["Answer:"], label, tuple(images))
 
 
@@ -155,14 +164,14 @@ def text_choice(doc: dict) -> Request:
         raise ValueError("a choice does not begin with white space")
     if not isinstance(doc["context"], str):
         raise ValueError("its context is no text")
-    return Request([doc["context"]], choices, ["\n"], int(doc["answer"]))
+    return Request([doc["context"]], choices, ["\n"], label_of(doc["answer"]))
 
 
 def winogrande(doc: dict) -> Request:
     """Both options in turn stand for the blank, and what follows it is the continuation of both."""
     before, after = doc["sentence"].split("_", 1)
     options = [doc["option1"], doc["option2"]]
-    return Request([before + option for option in options], spaced([after.strip()] * 2), options, int(doc["answer"]) - 1)
+    return Request([before + option for option in options], spaced([after.strip()] * 2), options, label_of(doc["answer"]) - 1)
 
 
 # What makes a request of a document, and OLMo's metric.

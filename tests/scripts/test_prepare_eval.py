@@ -121,6 +121,26 @@ class Documents(unittest.TestCase):
         self.assertEqual(self.call(DOCUMENT), (0, ""))
         self.assertEqual(self.printed, f"{self.out}: 1 documents of text_choice, metric acc\n")
 
+    def test_labels_are_whole_numbers_or_their_digits(self):
+        copa = {"premise": "It rained.", "question": "effect", "choice1": "A", "choice2": "B"}
+        winogrande = {"sentence": "a _ b", "option1": "c", "option2": "d"}
+        hellaswag = {"activity_label": "a", "ctx_a": "a", "ctx_b": "b", "endings": ["x", "y"]}
+        piqa = {"goal": "a", "sol1": "b", "sol2": "c"}
+        first = {key: value for key, value in DOCUMENT.items() if key != "answer"}
+        for task, document, key in (("copa", copa, "label"), ("winogrande", winogrande, "answer"), ("hellaswag", hellaswag, "label"),
+                                    ("piqa", piqa, "label"), ("text_choice", first, "answer"), ("image_choice", IMAGE_DOCUMENT, "answer")):
+            for value in (0.9, 1.0, True, None, float("inf"), float("nan"), [1], "", "1.0", "-1", "\u00b2", "9" * 5000):
+                with self.subTest(task=task, value=value):
+                    code, error = self.call({**document, key: 1}, {**document, key: value}, task=task)
+                    self.assertEqual(code, 2)
+                    self.assertRegex(error, rf"^prepare_eval: error: .*in.jsonl, line 2: is not a document of {task} \(.*; give .*\n$")
+                    self.assertFalse(self.out.exists())
+            if task != "image_choice":
+                self.assertEqual(self.call({**document, key: 1}, {**document, key: "1"}, task=task), (0, ""))
+                first_label, second_label = (json.loads(line)["label"] for line in self.out.read_text().splitlines()[1:])
+                self.assertEqual((first_label, second_label), (0, 0) if task == "winogrande" else (1, 1))
+                self.out.unlink()
+
 
 if __name__ == "__main__":
     unittest.main()
