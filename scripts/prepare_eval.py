@@ -400,8 +400,7 @@ def write_with_images(path: Path, header: dict, requests: list[Request], ids: li
         lines = [header | {"images": rules.header()}]
         for number, (request, own) in enumerate(zip(requests, ids), 1):
             placed = [images.add(name, f"document {number}") for name in request.images]
-            slots = own.contexts[0].count(rules.token)
-            if slots != rules.slots * len(placed):
+            if not has_slots_of(own, rules.token, rules.slots * len(placed), header["metric"]):
                 raise InputError(f"document {number}: its text has id {rules.token}, which marks images; give --image-token another")
             lines.append(document(request, header["metric"], own, placed))
         images.publish()
@@ -409,6 +408,12 @@ def write_with_images(path: Path, header: dict, requests: list[Request], ids: li
         return len(images)
     finally:
         images.remove()
+
+
+def has_slots_of(ids: RequestIds, token: int, slots: int, metric: str) -> bool:
+    """Whether each context has `slots` of the id `token`, and what else is written for `metric` has none, as `parka eval` wants it."""
+    without = ids.continuations + (ids.domains if metric == "pmi_dc" else [])
+    return all(context.count(token) == slots for context in ids.contexts) and not any(token in text for text in without)
 
 
 def main() -> int:

@@ -141,6 +141,26 @@ class Documents(unittest.TestCase):
                 self.assertEqual((first_label, second_label), (0, 0) if task == "winogrande" else (1, 1))
                 self.out.unlink()
 
+    def test_the_id_of_image_slots_is_in_no_text_that_is_written(self):
+        needs_pillow(self)
+        from PIL import Image
+
+        Image.new("RGB", (9, 9)).save(self.input.with_name("1.png"))
+        where = ("--image-folder", str(self.input.parent), "--image-size", "28", "--prompt", "{question}", "--image-token")
+        shown = {**IMAGE_DOCUMENT, "image": "1.png"}
+        for document in (IMAGE_DOCUMENT, shown):
+            for change, token, metric in (({"question": "~"}, "126", "acc"), ({"choices": ["~", "2"]}, "126", "acc"),
+                                          ({"choices": ["1", "2~"]}, "126", "acc"), ({}, str(ord("A")), "pmi_dc")):
+                with self.subTest(document=document, change=change):
+                    options = (*where, token, "--metric", metric)
+                    code, error = self.call(shown, {**document, **change}, task="image_choice", options=options)
+                    number = 1 if metric == "pmi_dc" else 2  # the domain "Answer:" is every document's
+                    self.assertEqual(code, 2, error)
+                    self.assertRegex(error, rf"^prepare_eval: error: document {number}: its text has id {token}, which marks images; .*\n$")
+                    self.assertEqual([path.name for path in self.out.parent.glob("out*")], [])
+        # Without pmi_dc the domain is not written.
+        self.assertEqual(self.call(shown, IMAGE_DOCUMENT, task="image_choice", options=(*where, str(ord("A")))), (0, ""))
+
 
 if __name__ == "__main__":
     unittest.main()
