@@ -129,7 +129,8 @@ def has_16_bits(picture: Image.Image) -> bool:
         return True
     for tile in picture.tile:
         arguments = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
-        if any(isinstance(a, str) and ";16" in a for a in arguments):
+        # "BGR;16" has 16 bits for all three colours, 5 or 6 for each.
+        if any(isinstance(a, str) and ";16" in a and a != "BGR;16" for a in arguments):
             return True
         if tile[0].startswith("ppm") and any(isinstance(a, int) and a > 255 for a in arguments):  # its largest value
             return True

@@ -47,6 +47,14 @@ def png_of_16_bits():
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
+def bmp_of_16_bits(red, green, blue, rows):
+    """A BMP of 16 bits for each pixel, which Pillow cannot write: masks of the colours, and rows of pixels."""
+    content = b"".join(struct.pack(f"<{len(row)}H", *row) + bytes(2 * len(row) % 4) for row in reversed(rows))
+    masks = struct.pack("<III", red, green, blue)
+    header = struct.pack("<IiiHHIIiiII", 40, len(rows[0]), len(rows), 1, 16, 3, len(content), 0, 0, 0, 0)
+    return b"BM" + struct.pack("<IHHI", 66 + len(content), 0, 0, 66) + header + masks + content
+
+
 class InFolder(unittest.TestCase):
     def setUp(self):
         temporary = tempfile.TemporaryDirectory()
@@ -160,6 +168,16 @@ class Colours(InFolder):
             self.assertTrue((self.pixels(picture, name=name).transpose(1, 2, 0) == colours[indices]).all())
         path = self.save(picture, transparency=bytes(range(256)))
         self.assertTrue((pixels_of(path, Fitting("stretch", 28, CLIP_COLOUR)).transpose(1, 2, 0) == colours[indices]).all())
+
+    def test_16_bits_of_three_colours_are_expanded(self):
+        black, white = (0, 0, 0), (255, 255, 255)
+        for masks, grey, want in (((0xF800, 0x07E0, 0x001F), 0x8410, (131, 129, 131)), ((0x7C00, 0x03E0, 0x001F), 0x4210, (131, 131, 131))):
+            with self.subTest(masks=masks):
+                path = self.folder / "picture.bmp"
+                path.write_bytes(bmp_of_16_bits(*masks, [[*masks], [sum(masks), 0, grey], [0, 0, 0]]))
+                pixels = pixels_of(path, Fitting("stretch", 3, CLIP_COLOUR)).transpose(1, 2, 0)
+                colours = [[(255, 0, 0), (0, 255, 0), (0, 0, 255)], [white, black, want], [black] * 3]
+                self.assertEqual(pixels.tolist(), np.array(colours).tolist())
 
     def test_orientation_is_not_applied(self):
         exif = Image.Exif()
