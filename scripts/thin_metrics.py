@@ -12,6 +12,7 @@ Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writin
 """
 import argparse
 import json
+from pathlib import Path
 
 from python_packages import require
 
@@ -19,7 +20,7 @@ require("numpy")
 import numpy as np  # noqa: E402
 
 from run_metrics import fail, median, metrics_path, read_records  # noqa: E402
-from text_data.common import InputError, refuse_to_replace  # noqa: E402
+from text_data.common import InputError, refuse_to_replace, write_file  # noqa: E402
 
 START_KEYS = ("kind", "step", "device", "driver", "cuda", "gemm_tuning", "ranks", "version", "commit", "earlier_seconds")
 
@@ -64,7 +65,7 @@ def thinned(records, every):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="a run folder, or its metrics.jsonl")
-    parser.add_argument("--out", required=True, metavar="FILE", help="is replaced if it exists")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="is replaced if it exists, once all is written")
     parser.add_argument("--every", type=int, default=16, metavar="STEPS", help="in one record (default: 16)")
     options = parser.parse_args()
     if options.every < 1:
@@ -78,8 +79,9 @@ def main():
     if not any(record.get("kind") == "train" for record in records):
         fail(f"{options.run}: no steps; give a run that has made some")
     try:
-        with open(options.out, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+        write_file(options.out, ((json.dumps(record) + "\n").encode() for record in records))
+    except InputError as error:
+        fail(error, code=4)
     except OSError as error:
         fail(f"{options.out}: {error.strerror}", code=4)
 

@@ -2,6 +2,7 @@
 """Tests of scripts/compare.py. Exits with 77 (skipped) where numpy or matplotlib is missing."""
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -224,6 +225,17 @@ class Compare(unittest.TestCase):
                 run = compare.Run(name, str(self.thinned(self.make_run(name, records(with_clock)))))
                 self.assertEqual(run.steps.tolist(), [16, 32, 48, 64, 80])
                 np.testing.assert_allclose(run.hours, run.steps * seconds / 3600)
+
+    def test_a_file_of_means_is_replaced_whole_or_not_at_all(self):
+        thin = self.thinned(self.run_of("a", self.base[:32])) / "metrics.jsonl"
+        old, other = thin.read_bytes(), self.run_of("b", self.base)
+        limit = (1024, 1024)  # bytes that a file may have, as on a full disk
+        for out, message in ((thin, "File too large"), (thin / "in_a_file", "cannot be made")):
+            result = subprocess.run([sys.executable, SCRIPTS / "thin_metrics.py", other, "--out", out], capture_output=True, text=True,
+                                    preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+            self.assertEqual(result.returncode, 4, result.stderr)
+            self.assertRegex(result.stderr, rf"^thin_metrics.py: error: {out}: {message}.*\n$")
+            self.assertEqual((thin.read_bytes(), os.listdir(thin.parent)), (old, [thin.name]))
 
     def test_steps_without_a_time_are_not_compared_by_hours(self):
         timed = [train_record(step, 4.0) for step in range(1, 51)]
