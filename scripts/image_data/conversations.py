@@ -52,8 +52,7 @@ def read_records(path: Path) -> Iterator[tuple[str, object]]:
                 first, number = file.readline(), number + 1
             if first.lstrip().startswith(b"["):
                 records = json.loads(first + file.read())
-                places = (f"{path}: sample {number} of the array" for number in range(len(records)))
-                yield from zip(places, records)
+                yield from ((f"{path}: sample {number} of the array", record) for number, record in enumerate(records, 1))
                 return
             while first:
                 if first.strip():

@@ -410,7 +410,7 @@ def conversation_of(record: object, place: str, is_utf8: bool = True) -> bytes:
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         raise InputError(f'{place}: has no list "messages" with a message in it; --chat wants one conversation per record')
-    for number, message in enumerate(messages):
+    for number, message in enumerate(messages, 1):
         # A call of tools may have no words.
         keys = ("role",) if isinstance(message, dict) and message.get("tool_calls") else ("role", "content")
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in keys):

@@ -293,7 +293,7 @@ class Tokens(Preparation):
         self.out = self.folder / "refused"
         self.refuse("--image-token <none>: is neither a token of the tokenizer nor an id", path, image_token="<none>")
         self.refuse("--image-token 256: is also the id that ends documents", path, image_token=256)
-        self.refuse("samples.json: sample 0 of the array, id a: its text has id 97", path, image_token=97)
+        self.refuse("samples.json: sample 1 of the array, id a: its text has id 97", path, image_token=97)
 
 
 class Bad(Preparation):
@@ -313,7 +313,7 @@ class Bad(Preparation):
             ({"id": "x7", "conversations": [{"from": "cat", "value": "a"}]}, 'id x7: has no list "conversations"'),
             ({"id": "x7"}, 'id x7: has no list "conversations"'),
             (sample("x\n7", "1.png", "What?", "It"), "id x 7: has 1 images, but 0 <image> in its text"),
-            (7, "samples.json: sample 1 of the array: is no object"),
+            (7, "samples.json: sample 2 of the array: is no object"),
         ]
         for bad, message in cases:
             with self.subTest(message=message):
@@ -336,7 +336,7 @@ class Bad(Preparation):
         for bad, message in cases:
             with self.subTest(message=message):
                 path = self.write([caption(1), bad])
-                self.refuse(f"sample 1 of the array, {message}", path, image_token=dollar)
+                self.refuse(f"sample 2 of the array, {message}", path, image_token=dollar)
                 self.refuse("; --skip-bad leaves out such samples", path, image_token=dollar)
         records = [cases[0][0], caption(1), cases[1][0], caption(2)]
         info = self.prepare(self.write(records), "--skip-bad", image_token=dollar)
@@ -366,10 +366,10 @@ class Bad(Preparation):
         place, first = self.folder / "samples.json", "the first for this reason: "
         nothing = "no sample is left to train on; samples left out as bad: "
         for records, message in (
-            ([7, {"id": "x7"}], f"{nothing}2, {first}{place}: sample 0 of the array: is no object"),
-            ([no_ids], f"{nothing}1, {first}{place}: sample 0 of the array, id t: the chat template refuses"),
+            ([7, {"id": "x7"}], f"{nothing}2, {first}{place}: sample 1 of the array: is no object"),
+            ([no_ids], f"{nothing}1, {first}{place}: sample 1 of the array, id t: the chat template refuses"),
             ([no_picture, {**no_picture, "id": "equal"}, sample("o", "none.png", "<image>", "Two")], f"{nothing}2, {first}none.png: "),
-            ([no_picture, 7], f"{nothing}2, {first}{place}: sample 1 of the array: is no object"),
+            ([no_picture, 7], f"{nothing}2, {first}{place}: sample 2 of the array: is no object"),
             ([long, 7], f"raise it, give more samples, or lower --eval-fraction; samples left out as bad: 1, {first}"),
         ):
             with self.subTest(message=message):
