@@ -315,6 +315,24 @@ TEST_CASE("step follows AdamW in double: clipping, decay of decayed parameters o
   CHECK(wrong_norms == 0);
 }
 
+TEST_CASE("released gradients are aligned as kept ones", "[optim][optimizer]") {
+  for (const DType gradient : {DType::kF32, DType::kBF16}) {
+    for (const bool releases : {false, true}) {
+      CAPTURE(name_of(gradient), releases);
+      OptimizerConfig config = config_of(StateFormat::kFp32, MasterForm::kFp32);
+      config.clip_norm = 0;
+      config.gradient = gradient;
+      config.release_gradients = releases;
+      std::vector<ParameterInfo> table = small_table();
+      table[0].rows = table[0].cols = 1;  // a gate before all else
+      const TestRun run(config, table);
+      for (const TensorView& view : run.optimizer.gradients()) {
+        CHECK(reinterpret_cast<uintptr_t>(view.data) % MemoryPlan::kAlignment == 0);
+      }
+    }
+  }
+}
+
 TEST_CASE("released gradients are clipped by the norm of the step before", "[optim][optimizer]") {
   std::vector<ParameterInfo> table = small_table();
   for (size_t i = 0; i < table.size(); ++i) table[i].unit = static_cast<int>(i);
