@@ -120,6 +120,14 @@ class Images(ImageRuns):
             json.dump({"image_mean": [0.3, 0.4, 0.6], "image_std": config["model"]["vision"].get("pixel_deviation", [0.26862954, 0.26130258, 0.27577711])}, file)
         allowed = parka("export", self.path("other"), "--out", self.path("exported"), "--like", self.path("usual"))
         self.assertEqual(allowed.returncode, 0, allowed.stderr)
+        with open(self.path("usual/config.json"), encoding="utf-8") as file:
+            described = json.load(file)
+        described["image_token_index"] += 1
+        with open(self.path("usual/config.json"), "w", encoding="utf-8") as file:
+            json.dump(described, file)
+        refused = parka("export", self.path("other"), "--out", self.path("unlike"), "--like", self.path("usual"))
+        self.assertEqual(refused.returncode, 2, refused.stdout)
+        self.assertIn("give the folder of a model that sees as this one does", refused.stderr)
 
 
 @unittest.skipUnless(has_gpu(), "no GPU")
