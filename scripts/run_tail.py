@@ -1,7 +1,8 @@
 """Reads the metrics.jsonl of a run that goes on.
 
 A resumed run replaces the file by one without the records that came after its checkpoint; a run begun anew moves it away.
-Then all records are read again, from the first. A file that was rotated away during the run goes on in the new one.
+Then all records are read again, from the first. A file that was rotated away during the run goes on in the new one; when all is
+read again its records come first, as far as the run still has them.
 """
 import os
 
@@ -24,70 +25,158 @@ class Batch:
         self.records, self.anew, self.more = records, anew, more
 
 
+def complete_record(line):
+    """None where the line is not a record, or lacks what its kind has."""
+    record = parse_record(line.decode("utf-8", "replace"))
+    return record if record is not None and all(key in record for key in KEYS.get(record.get("kind"), ())) else None
+
+
+def label(record):
+    """Within one timeline of a run no two records but those of starts have the same."""
+    return record["step"], record.get("kind"), record.get("set"), record.get("task")
+
+
+def opening(file):
+    """(starts, record): the records of starts that a file begins with, and the first other one; None where it has none yet."""
+    starts = []
+    for number, line in enumerate(iter(file.readline, b"")):
+        if not line.endswith(b"\n"):
+            break
+        record = complete_record(line)
+        if record is None and number == 0:
+            raise NotARun(f"{file.name}: not a record of a run; give a run folder")
+        if record is None:
+            continue
+        if record.get("kind") != "start":
+            return starts, record
+        starts.append(record)
+    return starts, None
+
+
+class Part:
+    """One of the files that a run's records are in: the one that has the path, or one that had it before."""
+
+    def __init__(self, file):
+        self.file = file  # kept open: it can be read again wherever it was moved, and no other file gets its inode number
+        self.ends = []    # records that later files begin with: what this one has from there on is theirs
+        self.rewind()
+
+    def rewind(self):
+        self.file.seek(0)
+        self.rest = b""  # of a line that is being written
+        self.has_begun = self.has_ended = False
+
+    def ends_before(self, record):
+        return record.get("kind") != "start" and any(record["step"] > end["step"] or label(record) == label(end) for end in self.ends)
+
+    def is_needed(self):
+        """Whether it has more than starts before it ends."""
+        self.file.seek(0)
+        first = opening(self.file)[1]
+        return first is not None and not self.ends_before(first)
+
+
 class Tail:
     def __init__(self, path):
         self.path = path
-        self.file = None  # kept open, so that no other file gets its inode number
-        self.rest = b""   # of a line that is being written
-        self.last_step = -1
-        self.start = None  # the newest record of a start
+        self.parts = []  # in the order in which they are read; the last one had the path at the last look
+        self.at = 0      # of the part that is being read
         self.unreadable = 0
+        self.forget()
+
+    def forget(self):
+        self.last_step = -1
+        self.labels = set()  # of the records of that step
+        self.start = None    # the newest record of a start
 
     def poll(self):
         """The records that were written since the last poll. Raises OSError and NotARun; no file yet is no records."""
+        if self.at < len(self.parts) - 1:
+            return self.read()
         try:
             status = os.stat(self.path)
         except FileNotFoundError:
-            return Batch([]) if self.file is None else self.read()
-        if self.file is None:
-            return self.open_anew([])
-        own = os.fstat(self.file.fileno())
+            return self.read() if self.parts else Batch([])
+        if not self.parts:
+            return self.open_next([])
+        file = self.parts[-1].file
+        own = os.fstat(file.fileno())
         if (own.st_dev, own.st_ino) != (status.st_dev, status.st_ino):
             batch = self.read()
-            return batch if batch.more else self.open_anew(batch.records)
-        if status.st_size < self.file.tell():
-            return self.open_anew([])
+            return batch if batch.more else self.open_next(batch.records)
+        if status.st_size < file.tell():
+            self.parts.pop().file.close()  # what it held is no more
+            self.at = max(0, len(self.parts) - 1)
+            return self.open_next([])
         return self.read()
 
-    def open_anew(self, left):
-        """Begins with the file that has the path now. `left` is what the file before still held: dropped, unless it goes on."""
+    def open_next(self, left):
+        """Goes on with the file that has the path now. `left` is what the file before still held: given out if the new one goes
+        on from there, or else read again as far as the run still has it."""
         try:
             file = open(self.path, "rb")
         except FileNotFoundError:  # moved away just now
             return Batch(left)
-        # A run whose file was moved away begins the new one with the record of its start; then the second is to tell.
-        first = file.readline()
-        says_start = self.start is not None and parse_record(first.decode("utf-8", "replace")) == self.start
-        telling = file.readline() if says_start else first
-        if not telling.endswith(b"\n"):  # made just now
+        try:
+            starts, first = opening(file)
+        except NotARun:
+            file.close()
+            raise
+        # A run whose file was moved away begins the new one with the record of its start, once more.
+        is_same_start = starts in ([], [self.start])
+        if is_same_start and first is None:  # made just now
             file.close()
             return Batch(left)
-        file.seek(0)
-        self.close()
-        self.file, self.rest = file, b""
-        before, self.last_step = self.last_step, -1
+        begins = first or {"kind": "train", "step": starts[-1]["step"] + 1}
+        for part in self.parts:
+            part.ends.append(begins)
+        if is_same_start and self.comes_next(begins):
+            self.parts.append(Part(file))
+            self.at = len(self.parts) - 1
+            batch = self.read()
+            return Batch(left + batch.records, more=batch.more)
+        # A run that was begun anew has its first step. One that was resumed may have its earlier steps in files that were moved away.
+        needed = [part for part in self.parts if begins["step"] > 1 and part.is_needed()]
+        for part in self.parts:
+            part.rewind() if part in needed else part.file.close()
+        self.parts = [*needed, Part(file)]
+        self.at = self.unreadable = 0
+        self.forget()
         batch = self.read()
-        later = batch.records[1:] if says_start else batch.records
-        goes_on = before >= 0 and later and later[0].get("kind") != "start" and later[0]["step"] > before
-        return Batch(left + later if goes_on else batch.records, anew=not goes_on, more=batch.more)
+        return Batch(batch.records, anew=True, more=batch.more)
+
+    def comes_next(self, record):
+        """A file may be moved away between the records of one step, too: those of evaluations take their time."""
+        return 0 <= self.last_step < record["step"] or self.last_step == record["step"] and label(record) not in self.labels
 
     def read(self):
-        chunk = self.file.read(CHUNK)
-        *lines, self.rest = (self.rest + chunk).split(b"\n")
+        part = self.parts[self.at]
+        chunk = part.file.read(CHUNK)
+        *lines, part.rest = (part.rest + chunk).split(b"\n")
         records = []
-        for line in lines:
-            record = parse_record(line.decode("utf-8", "replace"))
-            if record is not None and all(key in record for key in KEYS.get(record.get("kind"), ())):
-                records.append(record)
-                self.last_step = record["step"]
-                if record.get("kind") == "start":
-                    self.start = record
-            elif self.last_step < 0:
-                raise NotARun(f"{self.path}: not a record of a run; give a run folder")
-            else:
+        for record in map(complete_record, lines):
+            if record is None:
                 self.unreadable += 1  # a crash may have cut it; then the next resume removes it
-        return Batch(records, more=len(chunk) == CHUNK)
+            elif part.ends_before(record):
+                part.has_ended = True
+                break
+            elif part.has_begun or record != self.start:
+                records.append(record)
+                self.note(record)
+            part.has_begun = True
+        more = len(chunk) == CHUNK and not part.has_ended
+        if not more and self.at < len(self.parts) - 1:
+            self.at += 1
+            more = True
+        return Batch(records, more=more)
+
+    def note(self, record):
+        if record["step"] != self.last_step:
+            self.last_step, self.labels = record["step"], set()
+        self.labels.add(label(record))
+        if record.get("kind") == "start":
+            self.start = record
 
     def close(self):
-        if self.file is not None:
-            self.file.close()
+        for part in self.parts:
+            part.file.close()

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -121,6 +122,81 @@ class Tail(FollowTest):
         self.assertEqual(self.poll(), (False, [("train", 2)]))
         new.add(train_record(3))
         self.assertEqual(self.poll(), (False, [("train", 3)]))
+
+    def rotate(self, *records):
+        """Moves the file away; the run goes on in a new one, which begins with the newest record of a start."""
+        starts = [json.loads(line) for line in self.run_file.path.read_text().splitlines() if '"start"' in line]
+        self.run_file.path.rename(self.run_file.path.with_suffix(f".jsonl.{len(list(self.run_file.folder.iterdir()))}"))
+        self.run_file.path.write_text(json.dumps(starts[-1]) + "\n")
+        self.run_file.add(*records)
+
+    def poll_all(self):
+        """The same as poll(), with all that is there."""
+        batches = [self.tail.poll()]
+        while batches[-1].more:
+            batches.append(self.tail.poll())
+        self.assertFalse(any(batch.anew for batch in batches[1:]))
+        return batches[0].anew, [(record["kind"], record["step"]) for batch in batches for record in batch.records]
+
+    def steps(self, first, last):
+        return [("train", step) for step in range(first, last + 1)]
+
+    def test_a_resume_after_the_file_was_rotated_away_keeps_the_earlier_records(self):
+        self.run_file.add(*map(train_record, range(2, 21)))
+        self.poll()
+        self.rotate(*map(train_record, range(21, 37)))
+        self.assertEqual(self.poll(), (False, self.steps(21, 36)))
+        self.run_file.resume(30)
+        self.run_file.add(train_record(31))
+        for _ in range(2):  # and again when the file is replaced by one that is the same
+            self.assertEqual(self.poll_all(), (True, [("start", 0), *self.steps(1, 30), ("start", 30), ("train", 31)]))
+            os.replace(shutil.copy(self.run_file.path, self.folder / "copy"), self.run_file.path)
+        self.poll_all()
+        self.rotate(train_record(32))
+        self.assertEqual(self.poll(), (False, self.steps(32, 32)))
+        self.run_file.resume(32)
+        self.assertEqual(self.poll_all(), (True, [("start", 0), *self.steps(1, 30), ("start", 30), *self.steps(31, 32), ("start", 32)]))
+
+    def test_a_resume_from_before_the_rotation_removes_what_came_after_it(self):
+        self.run_file.add(*map(train_record, range(2, 21)))
+        self.poll()
+        self.rotate(train_record(21))
+        self.poll()
+        self.run_file.resume(10)
+        expected = [("start", 0), *self.steps(1, 10), ("start", 10)]
+        self.assertEqual(self.poll_all(), (True, expected))
+        self.run_file.add(train_record(11))
+        self.assertEqual(self.poll(), (False, self.steps(11, 11)))
+
+    def test_a_resume_whose_file_is_gone_keeps_the_earlier_records(self):
+        self.run_file.add(*map(train_record, range(2, 37)))
+        self.poll()
+        self.run_file.path.rename(self.run_file.path.with_suffix(".jsonl.1"))
+        self.run_file.add(start_record(30), train_record(31))
+        with mock.patch.object(run_tail, "CHUNK", 500):
+            self.assertEqual(self.poll_all(), (True, [("start", 0), *self.steps(1, 30), ("start", 30), ("train", 31)]))
+
+    def test_a_run_begun_anew_after_the_file_was_rotated_away_is_another(self):
+        self.run_file.add(train_record(2))
+        self.poll()
+        self.rotate(train_record(3))
+        self.poll()
+        self.run_file.path.rename(self.run_file.path.with_suffix(".jsonl.old"))
+        self.run_file.add(start_record(), train_record(1))
+        self.assertEqual(self.poll_all(), (True, [("start", 0), ("train", 1)]))
+
+    def test_a_file_that_is_rotated_away_between_the_evaluations_of_a_step(self):
+        def evaluation(name):
+            return {"kind": "eval_set", "step": 2, "set": name, "loss": 2.0}
+
+        self.run_file.add(train_record(2), evaluation("wiki"))
+        self.poll()
+        self.rotate(evaluation("code"), train_record(3))
+        self.assertEqual(self.poll(), (False, [("eval_set", 2), ("train", 3)]))
+        self.run_file.add(train_record(4))
+        self.run_file.resume(3)
+        self.assertEqual(self.poll_all(), (True, [("start", 0), *self.steps(1, 2), ("eval_set", 2), ("eval_set", 2), *self.steps(3, 3),
+                                                  ("start", 3)]))
 
     def test_no_file_yet(self):
         tail = run_tail.Tail(str(self.folder / "later.jsonl"))
@@ -342,6 +418,24 @@ class TensorBoard(FollowTest):
             run.add(train_record(9, loss=0.25))
         self.assert_curve(self.curves()["train/loss"], {1: 4.0, 2: 2.0, 3: 4.0 / 3, 4: 1.0, 5: 0.5, 6: 0.5, 7: 0.5, 8: 0.5, 9: 0.25})
 
+    def test_a_run_whose_file_is_moved_away_before_it_is_resumed(self):
+        run = self.make_run("a", [start_record(), *map(train_record, range(1, 21))])
+
+        def shows(*steps):
+            return [event.step for event in events_that_grow(self.out / "a") if event.points] == list(range(*steps))
+
+        with self.following(run, "--tensorboard", self.out):
+            self.wait_for(lambda: shows(1, 21))
+            start = run.path.read_text().split("\n", 1)[0]
+            run.path.rename(run.path.with_suffix(".jsonl.1"))
+            run.write(start + "\n")
+            run.add(*map(train_record, range(21, 37)))
+            self.wait_for(lambda: shows(1, 37))
+            run.resume(30)
+            run.add(train_record(31))
+            self.wait_for(lambda: shows(1, 32))
+        self.assert_curve(self.curves()["train/loss"], {step: 4.0 / step for step in range(1, 32)})
+
     @skip_without(has_package("tensorboard"), "tensorboard")
     def test_tensorboard_reads_it(self):
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -498,6 +592,32 @@ class Trackers(FollowTest):
         self.send(start_record(time="2026-11-23T13:00:00+01:00"), train_record(1, loss=5.0), anew=True)
         self.tracker.close()
         self.assertEqual(self.tracker.events, ["start", (1, 4.0), "end", "start", (1, 5.0), "end"])
+
+    def test_a_run_whose_file_is_moved_away_between_two_resumes_is_the_same_run(self):
+        run = self.make_run("a", [start_record(), *map(train_record, range(1, 6))])
+        tail = run_tail.Tail(str(run.path))
+        self.addCleanup(tail.close)
+
+        def send_all():
+            more = True
+            while more:
+                batch = tail.poll()
+                self.send(*batch.records, anew=batch.anew)
+                more = batch.more
+
+        send_all()
+        run.resume(3)
+        run.add(train_record(4))
+        send_all()
+        start = run.path.read_text().splitlines()[-2]
+        run.path.rename(run.path.with_suffix(".jsonl.1"))
+        run.write(start + "\n")
+        run.add(train_record(5), train_record(6))
+        send_all()
+        run.resume(5)
+        run.add(train_record(6), train_record(7))
+        send_all()
+        self.assertEqual(self.tracker.events, ["start", *((step, 4.0 / step) for step in range(1, 8))])
 
     @skip_without(has_package("wandb"), "wandb")
     def test_wandb_offline(self):
