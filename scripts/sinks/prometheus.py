@@ -45,6 +45,7 @@ class Prometheus:
             kind = record.get("kind")
             if kind == "start":
                 self.facts, self.started, self.starts = record, self.time, self.starts + 1
+                self.warnings = dict.fromkeys(self.warnings, 0)  # a start begins without, and raises again what still holds
             elif kind == "train":
                 self.step = record
                 self.skipped += record.get("applied") is False

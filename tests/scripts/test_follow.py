@@ -513,6 +513,14 @@ class Prometheus(FollowTest):
             run.resume(1)
             self.wait_for(lambda: is_at(1, 2))
 
+    def test_a_start_lifts_the_warnings_of_the_one_before(self):
+        warning = ("parka_warning", (("run", "a"), ("about", "attention")))
+        run = self.make_run("a", [start_record(), train_record(1), warning_record(1)])
+        for records, raised in (((), 1), ((start_record(1), train_record(2)), 0), ((warning_record(2),), 1)):
+            run.add(*records)
+            self.assert_followed(run, "--prometheus", self.out)
+            self.assertEqual(self.samples()[warning], raised)
+
     @skip_without(has_package("prometheus_client"), "prometheus_client")
     def test_prometheus_client_reads_it(self):
         from prometheus_client.parser import text_string_to_metric_families
