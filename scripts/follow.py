@@ -77,7 +77,7 @@ def open_sinks(options, name):
     if options.tensorboard:
         from sinks.event_file import EventFile
 
-        sinks.append(EventFile(options.tensorboard, name))
+        sinks.append(EventFile(options.tensorboard, name, options.run))
     if options.prometheus:
         from sinks.prometheus import Prometheus
 

@@ -7,10 +7,13 @@ import os
 import struct
 import time
 
+from run_metrics import fail
+
 from .scalars import WallTime, scalars
 
 # By these ends of their names the files of earlier exports are known.
 PREFIX, SUFFIX = "events.out.tfevents.", ".parka"
+OWNER = "run.parka"  # says which run folder they are of
 
 
 def crc_table():
@@ -64,11 +67,25 @@ class EventFile:
     """Records that a resume has removed cannot be taken out of an event file. So begin() starts another one, which replaces
     the one before when flush() is first called."""
 
-    def __init__(self, folder, name):
+    def __init__(self, folder, name, run):
         self.folder = os.path.join(folder, name)
         os.makedirs(self.folder, exist_ok=True)
+        self.claim(os.fsencode(os.path.realpath(run)))
         self.draft = os.path.join(self.folder, "draft")  # TensorBoard reads only names with "tfevents"
         self.file, self.is_draft = None, False
+
+    def claim(self, run):
+        """Two runs of one name would remove each other's files. A folder of an older version does not say whose it is."""
+        path = os.path.join(self.folder, OWNER)
+        try:
+            with open(path, "xb") as file:
+                file.write(run)
+        except FileExistsError:
+            with open(path, "rb") as file:
+                owner = file.read()
+            if owner != run:
+                fail(f"--tensorboard: {self.folder} is of the run {os.fsdecode(owner)}; give another --name or another DIR; if that run "
+                     f"was moved to {os.fsdecode(run)}, remove {path}")
 
     def begin(self):
         self.close()

@@ -402,7 +402,22 @@ class TensorBoard(FollowTest):
         self.export(run)
         self.export(run)
         self.assertEqual(other.read_bytes(), b"theirs")
-        self.assertEqual(len(list(other.parent.iterdir())), 2)
+        self.assertEqual(len(self.files()), 2)
+
+    def test_a_folder_of_another_run_is_refused(self):
+        first, second = (self.make_run(f"{folder}/a", [train_record(1, loss=loss)]) for folder, loss in (("x", 2.0), ("y", 3.0)))
+        self.export(first)
+        self.assert_refused("--tensorboard: .*/tensorboard/a is of the run .*/x/a; give another --name or another DIR; if that run was moved "
+                            "to .*/y/a, remove .*/a/run.parka", second, "--once", "--tensorboard", self.out)
+        self.assert_curve(self.curves()["train/loss"], {1: 2.0})
+        self.assert_followed(second, "--tensorboard", self.out, "--name", "b")
+        self.assert_curve(self.curves("b")["train/loss"], {1: 3.0})
+        link = self.folder / "link"
+        link.symlink_to(first.folder)
+        self.assert_followed(link, "--tensorboard", self.out, "--name", "a")
+        (self.out / "a/run.parka").unlink()  # as older versions left it
+        self.export(second)
+        self.assert_curve(self.curves()["train/loss"], {1: 3.0})
 
     def test_a_run_that_is_resumed_while_it_is_followed(self):
         run = self.make_run("a", [start_record(), *map(train_record, range(1, 8))])
@@ -721,7 +736,7 @@ class RealRun(RunFolder):
             follower.send_signal(signal.SIGTERM)
             follower.wait(timeout=30)
         self.assertEqual(follower.returncode, 0)
-        (file,) = (out / "run").iterdir()
+        (file,) = (out / "run").glob("*tfevents*")
         followed = [(event.step, event.points["train/loss"]) for event in events_of(file) if "train/loss" in event.points]
         with open(run / "metrics.jsonl", encoding="utf-8") as lines:
             records = [json.loads(line) for line in lines]
