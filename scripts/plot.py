@@ -2,7 +2,10 @@
 """Plots the metrics of one or several runs into a picture.
 
     scripts/plot.py runs/a runs/b --out loss.png
+    scripts/plot.py bf16=runs/a coat=runs/b --out loss.png
     scripts/plot.py runs/a --telemetry --out telemetry.png
+
+A run is a run folder, its metrics.jsonl, or NAME= and one of these.
 
 Panels: training loss (thin: every step, thick: means over centred windows) with held-out loss as dots, gradient norm,
 learning rate, tokens per second; and where runs have them the losses of named evaluation sets and the scores of tasks
@@ -18,7 +21,7 @@ Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writin
 import argparse
 import functools
 
-from run_metrics import fail, median, metrics_path, read_records, run_name, save_picture, smooth_curve
+from run_metrics import fail, median, metrics_path, named_runs, read_records, save_picture, smooth_curve
 
 MARKERS = "osv^D*P<>X"
 DASHES = ("-", "--", ":", "-.")
@@ -168,11 +171,11 @@ def plain_number(axis, value, _):
 
 def draw_runs(plt, given, smooth):
     runs = []
-    for run in given:
+    for name, run in given:
         records = read_records(metrics_path(run))
         if not series(records, "train", "loss")[0]:
             fail(f"{metrics_path(run)}: holds no training steps")
-        runs.append((run_name(run), records))
+        runs.append((name, records))
     evaluated = any(record.get("kind") in ("eval_set", "task") for _, records in runs for record in records)
     rows = 3 if evaluated else 2
     figure, axes = plt.subplots(rows, 2, figsize=(12, 4 * rows), constrained_layout=True)
@@ -186,7 +189,7 @@ def draw_runs(plt, given, smooth):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", nargs="+", help="run folder, or its metrics.jsonl; several are drawn over each other")
+    parser.add_argument("run", nargs="+", help="run folder, or NAME=FOLDER; several are drawn over each other")
     parser.add_argument("--out", required=True, help="picture to write; its name ends in .png, .svg, .pdf or another format of matplotlib")
     parser.add_argument("--smooth", type=int, default=25, help="width of the windows that the thick loss curve averages over, in steps")
     parser.add_argument("--telemetry", action="store_true", help="plot the telemetry of one run (telemetry.interval)")
@@ -195,9 +198,10 @@ def main():
         fail("--smooth: must be at least 1")
     if arguments.telemetry and len(arguments.run) > 1:
         fail("--telemetry: draws one run at a time")
+    runs = named_runs(arguments.run)
 
     def draw(plt):
-        return draw_telemetry(plt, arguments.run[0]) if arguments.telemetry else draw_runs(plt, arguments.run, arguments.smooth)
+        return draw_telemetry(plt, runs[0][1]) if arguments.telemetry else draw_runs(plt, runs, arguments.smooth)
 
     save_picture(draw, arguments.out)
 

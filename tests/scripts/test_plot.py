@@ -54,7 +54,8 @@ class Plot(unittest.TestCase):
         with open(path, "w", encoding="utf-8") as file:
             file.write("".join(json.dumps(record) + "\n" for record in records) + tail)
         self.picture = os.path.join(self.folder, "out.png")
-        return subprocess.run([sys.executable, SCRIPT, *[path] * copies, "--out", self.picture, *options],
+        runs = [path, *(f"again{i}={path}" for i in range(1, copies))]
+        return subprocess.run([sys.executable, SCRIPT, *runs, "--out", self.picture, *options],
                               capture_output=True, text=True, env={**os.environ, "MPLCONFIGDIR": self.folder, **environment})
 
     def assert_drawn(self, result):
@@ -83,6 +84,25 @@ class Plot(unittest.TestCase):
 
     def test_several_runs(self):
         self.assert_drawn(self.plot([train_record(step) for step in range(1, 9)], copies=2))
+
+    def test_runs_have_names_of_their_own(self):
+        runs = [Path(self.folder, parent, "a") for parent in ("x", "y")]
+        for run in runs:
+            run.mkdir(parents=True)
+            (run / "metrics.jsonl").write_text(json.dumps(train_record(1)) + "\n", encoding="utf-8")
+        picture = Path(self.folder, "out.svg")
+
+        def plot(*arguments):
+            return subprocess.run([sys.executable, SCRIPT, *arguments, "--out", picture], capture_output=True, text=True,
+                                  env={**os.environ, "MPLCONFIGDIR": self.folder})
+
+        refused = plot(*runs)
+        self.assertEqual((refused.returncode, picture.exists()), (2, False))
+        self.assertEqual(refused.stderr, "plot.py: error: a: the name of several runs; name them by NAME=FOLDER\n")
+        drawn = plot(f"first={runs[0]}", f"second={runs[1]}")
+        self.assertEqual((drawn.returncode, drawn.stderr), (0, ""))
+        shown = re.findall(r"<!-- (.*?) -->", picture.read_text(encoding="utf-8"))
+        self.assertEqual([text for text in shown if text in ("a", "first", "second")], ["first", "second"])
 
     def test_sets_and_tasks_have_panels_of_their_own(self):
         records = [train_record(step) for step in range(1, 9)]
