@@ -74,10 +74,10 @@ def in_gaps(run, known, x):
 def differences(base, run, axis):
     """(x, losses of base, losses of run), both at the x where both are known."""
     base_x, run_x = getattr(base, axis), getattr(run, axis)
+    if spacing(base) != spacing(run):  # a mean of steps is not what the last of them has, which its tokens and hours are of
+        fail(f"{run.name}: steps from loss to loss: {spacing(run):g}, and {spacing(base):g} in {base.name}; thin both "
+             "alike (scripts/thin_metrics.py)")
     if axis == "steps":
-        if spacing(base) != spacing(run):  # a mean of steps is not what a step among them has
-            fail(f"{run.name}: steps from loss to loss: {spacing(run):g}, and {spacing(base):g} in {base.name}; thin both "
-                 "alike (scripts/thin_metrics.py)")
         x, of_base, of_run = np.intersect1d(base_x, run_x, assume_unique=True, return_indices=True)
         return x, base.loss[of_base], run.loss[of_run]
     for each in (base, run):

@@ -150,11 +150,13 @@ class Compare(unittest.TestCase):
     def test_means_of_steps_are_not_compared_with_steps(self):
         a, b = self.run_of("a", self.base), self.run_of("b", self.base)
         thin = self.thinned(b)
-        result = self.compare(a, thin)
-        self.assertEqual(result.returncode, 2)
-        self.assertIn("b.thin: steps from loss to loss: 16, and 1 in a; thin both alike", result.stderr)
-        (found,) = self.compared(thin, f"again={thin}")
-        self.assertEqual(found["nats"], 0)
+        for axis in compare.AXES:
+            with self.subTest(axis):
+                result = self.compare(a, thin, "--axis", axis)
+                self.assertEqual((result.returncode, result.stdout), (2, ""))
+                self.assertIn("b.thin: steps from loss to loss: 16, and 1 in a; thin both alike", result.stderr)
+                (found,) = self.compared(thin, f"again={thin}", "--axis", axis)
+                self.assertEqual(found["nats"], 0)
 
     def test_runs_of_other_lengths_and_gaps_are_compared_where_both_have_records(self):
         records = [train_record(step, 2.5 if step != 199 else None) for step in range(101, 201)]
