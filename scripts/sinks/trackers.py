@@ -34,6 +34,11 @@ def warn(message):
     print(f"{os.path.basename(sys.argv[0])}: warning: {message}", file=sys.stderr)
 
 
+def first_line(error):
+    """Of what a package says."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class Tracker:
     """What W&B and MLflow have in common. A tracker has start(identity), last_sent(tag), send(step, time, points), end()."""
 
@@ -72,7 +77,7 @@ class Tracker:
         try:
             self.start(identity)
         except Exception as error:  # of the package: no account, no network, ...
-            fail(f"{self.title}: {str(error).splitlines()[0]}", code=4)
+            fail(f"{self.title}: {first_line(error)}", code=4)
 
     def sent_until(self, tag):
         if tag not in self.sent:
@@ -143,7 +148,10 @@ class MLflow(Tracker):
         except ImportError:
             fail(lacking("mlflow"))
         self.entities, self.failure = mlflow.entities, mlflow.exceptions.MlflowException
-        self.client, self.experiment = mlflow.MlflowClient(), experiment
+        try:
+            self.client, self.experiment = mlflow.MlflowClient(), experiment
+        except Exception as error:  # no such kind of server, a database that cannot be opened, ...
+            fail(f"MLflow: {first_line(error)}; is MLFLOW_TRACKING_URI right?", code=4)
         self.waiting = []  # metrics
 
     def start(self, identity):
@@ -151,6 +159,7 @@ class MLflow(Tracker):
         experiment = found.experiment_id if found else self.client.create_experiment(self.experiment)
         known = self.client.search_runs([experiment], f"tags.`parka.run` = '{identity}'")
         self.is_known = bool(known)
+        self.taken = {}  # key: the last step that an earlier follow.py has sent
         if known:
             self.id = known[0].info.run_id
             self.client.update_run(self.id, status="RUNNING")
@@ -166,8 +175,13 @@ class MLflow(Tracker):
         return re.sub(r"[^\w\-./ ]", "_", tag, flags=re.ASCII)
 
     def last_sent(self, tag):
-        history = self.client.get_metric_history(self.id, self.key(tag)) if self.is_known else []
-        return max((metric.step for metric in history), default=-1)
+        return -1  # flush() asks the server, which may be out of reach now
+
+    def is_taken(self, metric):
+        if metric.key not in self.taken:
+            history = self.client.get_metric_history(self.id, metric.key) if self.is_known else []
+            self.taken[metric.key] = max((each.step for each in history), default=-1)
+        return metric.step <= self.taken[metric.key]
 
     def send(self, step, time, points):
         self.waiting += [self.entities.Metric(self.key(tag), float(value), round(1000 * time), step) for tag, value in points]
@@ -178,9 +192,11 @@ class MLflow(Tracker):
         """What a server out of reach does not take is sent later."""
         while self.waiting:
             try:
-                self.client.log_batch(self.id, metrics=self.waiting[:MOST_METRICS])
+                missing = [metric for metric in self.waiting[:MOST_METRICS] if not self.is_taken(metric)]
+                if missing:
+                    self.client.log_batch(self.id, metrics=missing)
             except self.failure as error:
-                warn(f"MLflow: {str(error).splitlines()[0]}; trying again later")
+                warn(f"MLflow: {first_line(error)}; trying again later")
                 return
             del self.waiting[:MOST_METRICS]
 
@@ -188,4 +204,8 @@ class MLflow(Tracker):
         self.flush()
         if self.waiting:
             fail(f"MLflow: {len(self.waiting)} points were not taken; follow the run again to send them", code=4)
-        self.client.set_terminated(self.id, "FINISHED")
+        try:
+            self.client.set_terminated(self.id, "FINISHED")
+        except Exception as error:
+            fail(f"MLflow: {first_line(error)}; all points were taken, but the run is not marked as finished; follow it again to do so",
+                 code=4)

@@ -689,6 +689,87 @@ class Trackers(FollowTest):
                                 PYTHONPATH=str(self.folder))
 
 
+# Instead of the package: a server whose points lie in a file, and which has the failures that FAILS names.
+MADE_UP_MLFLOW = """
+import collections, json, os, sys, types
+class MlflowException(Exception):
+    pass
+entities = types.SimpleNamespace(Metric=collections.namedtuple("Metric", "key value timestamp step"),
+                                 Param=collections.namedtuple("Param", "key value"))
+exceptions = types.SimpleNamespace(MlflowException=MlflowException)
+points = os.environ["POINTS"]
+fails = os.environ["FAILS"].split()
+def answer(request):
+    if request in fails:
+        if request + "-once" in fails:
+            fails.remove(request)
+        raise MlflowException(request + ": out of reach\\nmore")
+class MlflowClient:
+    def __init__(self):
+        answer("open")
+    def get_experiment_by_name(self, name):
+        return types.SimpleNamespace(experiment_id="0")
+    def search_runs(self, experiments, filter_string):
+        run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="1"))
+        return [run] if os.path.exists(points) else []
+    def update_run(self, run, status):
+        pass
+    def create_run(self, experiment, run_name, tags):
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="1"))
+    def get_metric_history(self, run, key):
+        answer("history")
+        with open(points) as file:
+            metrics = [entities.Metric(*json.loads(line)) for line in file]
+        return [metric for metric in metrics if metric.key == key]
+    def log_batch(self, run, metrics=(), params=()):
+        with open(points, "a") as file:
+            file.writelines(json.dumps(metric) + "\\n" for metric in metrics)
+    def set_terminated(self, run, status):
+        answer("end")
+"""
+
+
+class MLflowOutOfReach(FollowTest):
+    def setUp(self):
+        super().setUp()
+        (self.folder / "mlflow.py").write_text(MADE_UP_MLFLOW)
+        self.points = self.folder / "points"
+        self.run_file = self.make_run("a", [start_record(), train_record(1), train_record(2)])
+
+    def environment(self, *fails):
+        return {"PYTHONPATH": str(self.folder), "POINTS": str(self.points), "FAILS": " ".join(fails)}
+
+    def losses(self):
+        points = map(json.loads, self.points.read_text().splitlines())
+        return [(step, value) for key, value, _, step in points if key == "train/loss"]
+
+    def test_a_server_that_cannot_be_opened(self):
+        self.assert_refused("MLflow: open: out of reach; is MLFLOW_TRACKING_URI right", self.run_file, "--once", "--mlflow", "x", code=4,
+                            **self.environment("open"))
+        self.assertFalse(self.points.exists())
+
+    def test_a_server_that_is_away_at_the_end(self):
+        self.assert_refused("MLflow: end: out of reach; all points were taken, but the run is not marked as finished", self.run_file, "--once",
+                            "--mlflow", "x", code=4, **self.environment("end"))
+        self.assertEqual(self.losses(), [(1, 4.0), (2, 2.0)])
+
+    def test_what_a_server_has_cannot_be_asked(self):
+        self.assert_followed(self.run_file, "--mlflow", "x", **self.environment())
+        self.run_file.add(train_record(3))
+        failed = self.follow(self.run_file, "--once", "--mlflow", "x", **self.environment("history"))
+        self.assertEqual(failed.returncode, 4)
+        self.assertRegex(failed.stderr, r"^(follow.py: warning: MLflow: history: out of reach; trying again later\n)+"
+                         r"follow.py: error: MLflow: \d+ points were not taken; follow the run again to send them\n$")
+        later = self.assert_followed(self.run_file, "--mlflow", "x", **self.environment("history", "history-once"))
+        self.assertEqual(later.stderr, "follow.py: warning: MLflow: history: out of reach; trying again later\n")
+        self.assertEqual(self.losses(), [(1, 4.0), (2, 2.0), (3, 4.0 / 3)])
+
+    @skip_without(has_package("mlflow"), "mlflow")
+    def test_an_address_that_is_none(self):
+        self.assert_refused("MLflow: .*; is MLFLOW_TRACKING_URI right", self.run_file, "--once", "--mlflow", "x", code=4,
+                            MLFLOW_TRACKING_URI="nowhere://x")
+
+
 class Options(FollowTest):
     def test_bad_input(self):
         good, out = self.make_run("a", [train_record(1)]), self.folder / "a.prom"
