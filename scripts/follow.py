@@ -32,7 +32,7 @@ import signal
 import sys
 import threading
 
-from run_metrics import fail
+from run_metrics import fail, warn
 from run_tail import NotARun, Tail
 
 
@@ -48,6 +48,7 @@ def poll(tail):
 def follow(tail, sinks, once, stop, interval):
     """Until `stop` is set, or all has been read. What was written before `stop` was set is sent, too."""
     has_begun = has_waited = False
+    unreadable = 0  # lines, as far as they were warned of
     while True:
         is_last = once or stop.is_set()
         batch = poll(tail)
@@ -58,6 +59,9 @@ def follow(tail, sinks, once, stop, interval):
         has_begun = has_begun or bool(batch.records)
         if batch.more:
             continue
+        if tail.unreadable > unreadable:
+            warn(f"{tail.path}: {tail.unreadable} damaged line{'s' * (tail.unreadable > 1)} left out so far")
+        unreadable = tail.unreadable
         if has_begun:
             for sink in sinks:
                 sink.flush()

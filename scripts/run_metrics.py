@@ -14,6 +14,11 @@ def fail(message, code=2):
     sys.exit(code)
 
 
+def warn(message):
+    """What goes on in spite of it."""
+    print(f"{os.path.basename(sys.argv[0])}: warning: {message}", file=sys.stderr, flush=True)
+
+
 def metrics_path(run):
     """Of a run folder; a metrics.jsonl may be named itself."""
     return os.path.join(run, "metrics.jsonl") if os.path.isdir(run) else run

@@ -8,9 +8,8 @@ import hashlib
 import json
 import os
 import re
-import sys
 
-from run_metrics import fail
+from run_metrics import fail, warn
 
 from .scalars import WallTime, scalars
 
@@ -28,10 +27,6 @@ def resolved_config(run):
 def lacking(package):
     """setup.sh does not install it."""
     return f"--{package}: {package} is missing; run .venv/bin/python -m pip install {package}, and this with .venv/bin/python"
-
-
-def warn(message):
-    print(f"{os.path.basename(sys.argv[0])}: warning: {message}", file=sys.stderr)
 
 
 def first_line(error):

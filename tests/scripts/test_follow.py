@@ -790,6 +790,20 @@ class Options(FollowTest):
         (self.folder / "file").write_text("a file")
         self.assert_refused("file/a: Not a directory", run, "--once", "--tensorboard", self.folder / "file", code=4)
 
+    def test_damaged_lines_are_warned_of_when_there_are_more(self):
+        run = self.make_run("a", [start_record(), train_record(1)])
+        run.write('{"kind": "tra\n')
+        with self.following(run, "--prometheus", self.folder / "a.prom") as process:
+            self.assertRegex(process.stderr.readline(), "^follow.py: warning: .*/a/metrics.jsonl: 1 damaged line left out so far\n$")
+            run.add(train_record(2))
+            run.write("{}\n")
+            self.assertRegex(process.stderr.readline(), "^follow.py: warning: .*/a/metrics.jsonl: 2 damaged lines left out so far\n$")
+            os.replace(shutil.copy(run.path, self.folder / "copy"), run.path)  # all is read again, which is no news
+            run.add(train_record(3))
+            self.wait_for(lambda: samples_of((self.folder / "a.prom").read_text())["parka_step", (("run", "a"),)] == 3)
+            process.send_signal(signal.SIGTERM)
+            self.assertEqual(process.stderr.read(), "")
+
     def test_a_run_that_has_not_begun_is_waited_for(self):
         out = self.folder / "a.prom"
         with self.following(self.folder / "a", "--prometheus", out, "--name", "other") as process:
