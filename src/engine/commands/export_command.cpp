@@ -189,17 +189,19 @@ class Exporter {
     }
   }
 
-  // What goes along with --like prepares pictures of that model's size, and its tokenizer knows that model's image slots.
+  // What goes along with --like prepares pictures of that model's size, and its tokenizer knows that model's image
+  // slots.
   void check_pictures_of(const VisionConfig& theirs) const {
     const VisionConfig& ours = model_.vision;
     if (!ours.exists() || !theirs.exists()) return;
     const auto sizes = [](const VisionConfig& v) {
-      return fmt::format("{} x {} pixels in patches of {}, slots of token {}", v.tower.image_size, v.tower.image_size,
-                         v.tower.patch_size, v.image_token);
+      return fmt::format("{} x {} pixels in patches of {}, slots of token {}", v.tower.image_size,
+                         v.tower.image_size, v.tower.patch_size, v.image_token);
     };
     if (sizes(ours) == sizes(theirs)) return;
-    throw_bad_input("{}: its pictures have {}, and those of --like {} {}; give the folder of a model that sees as this one does",
-                    checkpoint_.path(), sizes(ours), options_.like, sizes(theirs));
+    throw_bad_input(
+        "{}: its pictures have {}, and those of --like {} {}; give the folder of a model that sees as this one does",
+        checkpoint_.path(), sizes(ours), options_.like, sizes(theirs));
   }
 
   // Pixels are scaled by what a preprocessor_config.json says, which comes from elsewhere: a folder that says
