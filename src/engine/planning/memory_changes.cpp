@@ -22,6 +22,12 @@ std::string cost_of_copies(std::string_view left, const std::string& weights) {
                      left == kNoCopies ? "quantized" : "transposed");
 }
 
+// Frozen blocks beside a side network have no backward to recompute for.
+std::string cost_of_recomputation(FinetuneMethod method) {
+  return method == FinetuneMethod::kQst ? "the same bits, side blocks run forward twice"
+                                        : "the same bits, about a third more work";
+}
+
 // More ranks than now that may share each sequence. Of long sequences only: parts of others would make small matrix
 // products.
 std::vector<int64_t> sharing_ranks_to_try(const Config& config, int64_t num_gpus) {
@@ -112,11 +118,8 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
     add("optimizer.release_gradients=true", clips ? kOtherPrecision : kSameBits,
         clips ? "clipped by the norm of the step before" : "the same bits, no CUDA graphs");
   }
-  if (config.precision.recompute == Recompute::kNone) {
-    const bool is_qst = config.finetune.method == FinetuneMethod::kQst;
-    add("precision.recompute=block", kSameBits,
-        is_qst ? "the same bits; side blocks run forward twice" : "the same bits, about a third more work");
-  }
+  if (config.precision.recompute == Recompute::kNone)
+    add("precision.recompute=block", kSameBits, cost_of_recomputation(config.finetune.method));
   // Behind all else with the same bits: in a step of few micro-batches nothing hides their copies.
   if (!config.optimizer.offload) {
     add("optimizer.offload=true", kSameBits, "the same bits, masters and moments in CPU memory");
