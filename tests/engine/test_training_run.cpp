@@ -220,14 +220,22 @@ TEST_CASE("a step reports what was waited for its data before it began, too", "[
   const auto device = make_cpu_device();
   const Config config = tiny_config(folder.path().string(), "bf16");
   write_tokens(config.data.train[0], 200000 * kSequence);  // whose order takes some milliseconds to make
-  TrainingRun run(config, *device, alone());
-  const auto begin = std::chrono::steady_clock::now();
-  CHECK(run.data_failure() == nullptr);
-  const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  run.initialize();
-  const StepReport first = *run.step();
-  CHECK(first.data_wait_seconds > 0.5 * waited);
-  CHECK(run.step()->data_wait_seconds < 0.5 * first.data_wait_seconds);  // each wait is told once
+  // On a busy machine the data may be there before this thread asks for it; then another run is tried.
+  constexpr double kWait = 0.5e-3;
+  bool has_waited = false;
+  for (int attempt = 0; attempt < 20 && !has_waited; ++attempt) {
+    TrainingRun run(config, *device, alone());
+    const auto begin = std::chrono::steady_clock::now();
+    CHECK(run.data_failure() == nullptr);
+    const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    run.initialize();
+    const StepReport first = *run.step();
+    has_waited = waited > kWait && first.data_wait_seconds > 0;
+    if (!has_waited) continue;
+    CHECK(first.data_wait_seconds > 0.5 * waited);
+    CHECK(run.step()->data_wait_seconds < 0.5 * first.data_wait_seconds);  // each wait is told once
+  }
+  CHECK(has_waited);
 }
 
 TEST_CASE("a step without any target is one with a gradient of zero", "[engine][training_run]") {
