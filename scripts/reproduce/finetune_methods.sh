@@ -24,17 +24,17 @@ base_steps=${BASE_STEPS:-600} steps=${STEPS:-300}
 read -ra seeds <<< "${SEEDS:-1 2 3}"
 
 # The learning rates are the best of those that docs/results/finetuning.md names, for a seed that is not among the three.
-qst=finetune.method=qst,finetune.base=nf4,finetune.reduction=4,finetune.rank=8,optimizer.lr=2e-2
+qst=finetune.method=qst,finetune.base=nf4,finetune.reduction=4,optimizer.lr=2e-2
 methods=(
   full=finetune.method=full,optimizer.lr=4e-3
   lora=finetune.method=lora,finetune.rank=8,optimizer.lr=1e-2
   qlora_nf4=finetune.method=lora,finetune.rank=8,finetune.base=nf4,optimizer.lr=1e-2
   qlora_fp8=finetune.method=lora,finetune.rank=8,finetune.base=fp8,precision.recipe=parka,optimizer.lr=1e-2
 )
-for downsample in adapter linear lora avg_pool max_pool; do
-  methods+=("qst_$downsample=$qst,finetune.downsample=$downsample")
+for downsample in adapter,finetune.rank=8 linear lora,finetune.rank=8 avg_pool max_pool; do
+  methods+=("qst_${downsample%%,*}=$qst,finetune.downsample=$downsample")
 done
-methods+=("qst_paper=$qst,finetune.mix=paper")
+methods+=("qst_paper=$qst,finetune.rank=8,finetune.mix=paper")
 [ $# -gt 0 ] || set -- "${methods[@]}"
 find_parka
 mkdir -p "$out"
