@@ -55,8 +55,8 @@ const CLI::Validator kLocalPath(
     "");
 const CLI::Validator kPositive = number_that("be a positive number", "POSITIVE", [](double x) { return x > 0; });
 // More would be bytes that are taken for gigabytes.
-const CLI::Validator kMemory = number_that("be a positive number of GB, and not of bytes", "POSITIVE",
-                                           [](double x) { return x > 0 && x <= 1e8; });
+const CLI::Validator kMemory =
+    number_that("be a positive number of GB", "POSITIVE", [](double x) { return x > 0 && x <= 1e8; });
 
 constexpr const char* kFooter =
     "\nExit codes: 0 done; 1 internal error (a bug); 2 bad input (config, data,\n"
