@@ -52,6 +52,8 @@ ChangedSteps::ChangedSteps(const StepMeasurement& one, const Config& config, con
                            double slowest)
     : one_(one), work_(measured_work(one, slowest)), links_(links), num_gpus_(num_gpus) {
   require_same_speed(one, config, SpeedOf::kBeforeChanges);
+  const RecordedStep step = record_step(one.config, 1, one.one_kernel());
+  measured_copies_ = host_copy_seconds(step, work_, host_copies(one.config, 1), links_);
 }
 
 std::optional<StepPrediction> ChangedSteps::predict(const Config& changed) const {
@@ -59,10 +61,7 @@ std::optional<StepPrediction> ChangedSteps::predict(const Config& changed) const
   const RecordedStep step = record_step(changed, num_gpus_, one_.one_kernel());
   StepPrediction prediction = predict_step(step_actions(step, work_), links_, num_gpus_,
                                            changed.distributed.shard_size, changed.distributed.context_parallel);
-  // The measured step has copies of its own in what its work took.
-  const double copies =
-      host_copy_seconds(step, work_, host_copies(changed, num_gpus_), links_) -
-      host_copy_seconds(record_step(one_.config, 1, one_.one_kernel()), work_, host_copies(one_.config, 1), links_);
+  const double copies = host_copy_seconds(step, work_, host_copies(changed, num_gpus_), links_) - measured_copies_;
   prediction.host_exposed_seconds += copies;
   prediction.seconds += copies;
   return prediction;

@@ -34,6 +34,7 @@ class ChangedSteps {
   WorkSeconds work_;
   Links links_;
   int64_t num_gpus_;
+  double measured_copies_;  // host_copy_seconds() of the measured step, which are in what its work took
 };
 
 }  // namespace parka
