@@ -48,11 +48,12 @@ fs::path run_of(const std::string& checkpoint) {
   return run_folder_of(own).empty() ? own : own.parent_path();
 }
 
-// Where the base lies when both have moved together: as it lay from the run, or beside the run by its name.
-std::vector<std::string> places_after_a_move(const std::string& checkpoint, const Described& base) {
+// Where the base lies: where it lay, and when both have moved together as it lay from the run, or beside the run by
+// its name.
+std::vector<std::string> usual_places(const std::string& checkpoint, const Described& base) {
   const fs::path run = run_of(checkpoint), named = plain(base.path);
   const fs::path within = run_folder_of(named).empty() ? "" : named.parent_path().filename();
-  std::vector<std::string> places;
+  std::vector<std::string> places = {base.path};
   if (!base.from_run.empty()) places.push_back((run / base.from_run).lexically_normal().string());
   const fs::path beside = run.parent_path() / within / named.filename();
   if (beside != run) places.push_back(beside.string());
@@ -63,8 +64,7 @@ std::vector<std::string> places_after_a_move(const std::string& checkpoint, cons
 // or in it.
 std::vector<std::string> candidates(const std::string& checkpoint, const Described& base,
                                     const std::string& elsewhere) {
-  std::vector<std::string> all = {base.path};
-  std::ranges::copy(places_after_a_move(checkpoint, base), std::back_inserter(all));
+  std::vector<std::string> all = usual_places(checkpoint, base);
   if (!elsewhere.empty()) {
     const fs::path given = plain(elsewhere);
     all.insert(all.end(), {given.string(), (given / plain(base.path).filename()).string()});
@@ -128,8 +128,7 @@ void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group, const std
     throw_bad_input("{}: \"{}\" in its state does not name a checkpoint", checkpoint.path(), kBaseKey);
   const std::vector<std::string> found = candidates(checkpoint.path(), *described, elsewhere);
   if (found.empty()) {
-    std::vector<std::string> places = {described->path};
-    std::ranges::copy(places_after_a_move(checkpoint.path(), *described), std::back_inserter(places));
+    std::vector<std::string> places = usual_places(checkpoint.path(), *described);
     places.erase(std::unique(places.begin(), places.end()), places.end());
     throw_bad_input(
         "{}: has what was trained alone, and the checkpoint with the other weights is gone; put it back as {}, or name its "
