@@ -1,5 +1,6 @@
 """A run's metrics.jsonl as `parka train` writes it, and scripts/follow.py following it, for the tests of follow.py."""
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -13,6 +14,10 @@ from pathlib import Path
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 SECONDS = 30  # that anything may take
+
+
+def has_package(name):
+    return importlib.util.find_spec(name) is not None
 
 
 def train_record(step, **more):
