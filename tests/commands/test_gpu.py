@@ -140,6 +140,25 @@ class GpuAgainstCpu(RunFolder):
                     self.assertEqual(losses[which], losses[0])
                     self.assertEqual(tensors[which], tensors[0])
 
+    def test_released_gradients_of_side_networks_give_equal_bits(self):
+        """A side network has scalars between its matrices, whose gradients share a buffer once they are released."""
+        self.run_training("base", "cuda", norm="rmsnorm", steps=STEPS // 2)
+        for gradient in ("fp32", "bf16"):
+            with self.subTest(gradient=gradient):
+                runs = {releases: f"{gradient}_{releases}" for releases in (False, True)}
+                for releases, run in runs.items():
+                    config = self.config(run, "cuda", norm="rmsnorm", steps=STEPS // 2)
+                    config["finetune"] = {"method": "qst", "base": "nf4", "reduction": 4, "rank": 8}
+                    config["optimizer"].update(gradient=gradient, release_gradients=releases, clip_norm=0)
+                    config["training"].update(micro_batch_size=8)
+                    config["checkpoint"].update(init_from=self.path("base"))
+                    self.assert_exit(self.train(config), 0)
+                self.assertEqual(*([record["loss"] for record in metrics(self.path(run))] for run in runs.values()))
+                tensors = [tree_digest(self.path(f"{run}/step_{STEPS // 2:08}"), only=lambda path: path.endswith(".safetensors"))
+                           for run in runs.values()]
+                self.assertTrue(tensors[0])
+                self.assertEqual(*tensors)
+
     def test_a_checkpoint_goes_on_on_the_other_device(self):
         straight = {device: self.run_training(f"straight_{device}", device) for device in ("cpu", "cuda")}
         for first, then in (("cpu", "cuda"), ("cuda", "cpu")):
