@@ -165,6 +165,12 @@ TEST_CASE("attention on other devices takes any scale", "[kernels][attention][de
   check_against_cpu(in, DType::kBF16);
 }
 
+TEST_CASE("attention on other devices takes many heads of one key head", "[kernels][attention][devices]") {
+  // Less than a byte of keys and values per head, by which heads are put together.
+  const int64_t D = GENERATE(int64_t{16}, int64_t{64}, int64_t{128});
+  check_against_cpu(Inputs({2, 1, 1280, 1, D}), DType::kBF16);
+}
+
 TEST_CASE("attention on other devices keeps documents apart", "[kernels][attention][devices][slow]") {
   // Documents of one token, shorter than a tile, as long as tiles and longer, beginning at and beside tile borders.
   const std::vector<int64_t> documents =
