@@ -157,7 +157,10 @@ class Figures(unittest.TestCase):
                   "step.olmo-1b.parka.1gpu.peak_gb": r"tokens/s in ([\d.]+)\s+GB,\s+\[`configs/olmo-1b-bench",
                   "loss_gap.olmo-150m.coat": r"([\d.]+) \(`coat`\)", "loss_gap.olmo-150m.parka": r"([\d.]+) nats per byte \(`parka`\)",
                   "step.llama2-7b.parka.both.zero1.2gpu.tok_s_gpu": r"([\d,]+)\s+tokens/s per GPU with stage 1",
-                  "step.llama2-7b.parka.gathered2.2gpu.tok_s_gpu": r"and ([\d,]+)\s+with\s+stage 3",
+                  "step.llama2-7b.parka.both.2gpu.tok_s_gpu": r"and ([\d,]+)\s+with\s+stage 3",
+                  "step.llama2-7b.parka.gathered2.2gpu.tok_s_gpu": r"makes ([\d,]+)\s+with\s+stage 3",
+                  "loss_gap.olmo-150m.linux.rate_x4.parka.nats_per_token": r"`parka` ended ([\d.]+) above it, mean",
+                  "loss_gap.olmo-350m.linux.quarter.coat.nats_per_token": r"`coat` ([\d.]+) after a quarter",
                   "step.llama2-7b.parka.gathered32.2gpu.tok_s_gpu": r"or ([\d,]+) with all blocks gathered ahead",
                   "quickstart.minutes": r"took ([\d.]+)\s+minutes"}
         values = {figure["name"]: figure["value"] for figure in read_figures()}
