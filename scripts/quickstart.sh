@@ -10,7 +10,7 @@ scripts/setup.sh
 # CUDA is built for the GPUs of this machine alone, which takes a third of the time.
 cuda=(-DPARKA_CUDA=OFF)
 if capabilities=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -xE '[0-9]+\.[0-9]'); then
-  architectures=$(sort -u <<< "$capabilities" | tr -d . | sed 's/^90$/90a/' | paste -sd ';')
+  architectures=$(sort -u <<< "$capabilities" | tr -d . | paste -sd ';')
   cuda=(-DPARKA_CUDA=AUTO "-DPARKA_CUDA_ARCHITECTURES=$architectures")
 fi
 cmake --preset release "${cuda[@]}" >/dev/null
