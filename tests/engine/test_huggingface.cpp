@@ -344,13 +344,18 @@ TEST_CASE("a Qwen3 config.json is a model with a norm of each head", "[engine][h
     lacking.erase(key);
     CHECK(message_of([&] { parse_huggingface_config(lacking, "test"); }) == std::string("test: has no ") + key);
   }
+  const nlohmann::json of_types = {{"full_attention", {{"rope_theta", 5e6}}}};
   for (const auto& [key, value] : {std::pair<const char*, nlohmann::json>{"use_sliding_window", true},
-                                   {"sliding_window", 4096},
+                                   {"is_causal", false},
+                                   {"rope_parameters", of_types},
                                    {"attention_bias", true}}) {
     nlohmann::json other = published;
     other[key] = value;
     CHECK(message_of([&] { parse_huggingface_config(other, "test"); }).find(key) != std::string::npos);
   }
+  nlohmann::json unused_window = published;
+  unused_window["sliding_window"] = 4096;  // use_sliding_window is false
+  CHECK(parse_huggingface_config(unused_window, "test").model == want);
 
   // A norm of all heads together is no Qwen3.
   ModelConfig full = want;

@@ -92,6 +92,8 @@ void read_rope_scaling(const Reader& rope, int64_t max_positions, RopeScalingCon
   scaling.original_length = rope.integer("original_max_position_embeddings", max_positions);
 }
 
+constexpr std::string_view kWindowed = "sliding_attention", kFull = "full_attention";
+
 // Before version 5 of transformers: rope_theta, and rope_scaling or null. Since then: rope_parameters with both.
 void read_rope(const Reader& config, const std::string& where, const HuggingFaceModel& read, ModelConfig& model) {
   model.rope_theta = config.number("rope_theta", read.family->rope_theta);
@@ -101,12 +103,14 @@ void read_rope(const Reader& config, const std::string& where, const HuggingFace
   const json* object = config.find(key);
   if (object == nullptr) return;
   if (!object->is_object()) config.fail("{}: expected an object, got {}", key, describe_json(*object));
+  for (const std::string_view type : {kFull, kWindowed}) {
+    if (object->contains(type))
+      config.fail("{}: {} is not supported: all layers of this family are alike", key, type);
+  }
   const Reader rope(*object, fmt::format("{}: {}", where, key));
   model.rope_theta = rope.number("rope_theta", model.rope_theta);
   read_rope_scaling(rope, read.max_positions, model.rope_scaling);
 }
-
-constexpr std::string_view kWindowed = "sliding_attention", kFull = "full_attention";
 
 // Of layers with a window, where `local` has their rope_parameters or is null; `theta` is that of the whole config.
 void read_local_rope(const Reader& config, const std::string& where, const json& local, double theta,

@@ -49,6 +49,7 @@ std::vector<FixedKey> fixed_keys(const std::vector<FixedKey>& own) {
       {"hidden_act", {"silu", "swish"}, Presence::kWritten},
       {"attention_dropout", {0.0}, Presence::kWritten},
       {"clip_qkv", {nullptr}},
+      {"is_causal", {true}},
       {"quantization_config", {nullptr}},
       {"partial_rotary_factor", {1.0}},
   };
@@ -171,7 +172,7 @@ HuggingFaceFamily qwen3_family() {
       .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
                           IntegerKey{"head_dim", &ModelConfig::given_head_dim},
                           IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads}}),
-      .fixed_keys = fixed_keys({{"use_sliding_window", {false}, Presence::kWritten}, kNoWindow}),
+      .fixed_keys = fixed_keys({{"use_sliding_window", {false}, Presence::kWritten}}),
       .max_positions = 32768,
       .tensors = {.in_block = tensors_in_block(
                       {
