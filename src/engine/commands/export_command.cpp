@@ -367,7 +367,12 @@ class Exporter {
 
   // The longest sequence the model is meant for: a run on shorter ones than its origin's takes nothing from it.
   int64_t max_positions() const {
-    const int64_t own = max_positions_of(checkpoint_, config_.data.sequence_length);
+    int64_t own = max_positions_of(checkpoint_, config_.data.sequence_length);
+    // transformers before version 5 takes the length by which YaRN has multiplied the original one for its factor.
+    const RopeScaling& scaling = model_.rope_scaling;
+    if (scaling.kind == RopeScalingKind::kYarn) {
+      own = std::max<int64_t>(own, std::llround(scaling.factor * static_cast<double>(scaling.original_length)));
+    }
     if (original_) return std::max(own, original_->max_positions);
     return origin_ ? std::max(own, origin_->max_positions.value_or(0)) : own;
   }
