@@ -45,7 +45,7 @@ class Conversation {
       ids = tokenizer_.encode_chat(messages);
     }
     if (forgotten == 0 || static_cast<int64_t>(ids.size()) > context_) return ids;
-    log_warning("the oldest {} are forgotten: the model's context has {} tokens",
+    log_warning("the oldest {} are forgotten: the context (data.sequence_length) has {} tokens",
                 forgotten == 1 ? "question and answer" : fmt::format("{} questions and answers", forgotten),
                 context_);
     messages_ = std::move(messages);
@@ -99,7 +99,7 @@ int run_chat(const GenerateOptions& options, const LoadedCheckpoint& checkpoint,
     const std::vector<int32_t> prompt = conversation.prompt();
     if (static_cast<int64_t>(prompt.size()) > shape.max_length) {
       const std::string message = fmt::format(
-          "the last message, with what the chat template adds, has {} tokens and the model's context {}; write less",
+          "the last message, with what the chat template adds, has {} tokens and the context {}; write less, or --set data.sequence_length=N",
           prompt.size(), shape.max_length);
       if (!on_terminal) throw_bad_input("{}", message);
       log_warning("{}", message);

@@ -54,7 +54,23 @@ std::optional<ImagePrompt> image_prompt_of(const GenerateOptions& options, const
                            config.model.vision, *codec);
 }
 
-// The model sees its training context at most, and no more is computed or kept than what these prompts can come to.
+// What an imported model is made for, which is more than the length that its config.json proposes to train with; of
+// a run what it was trained on, and always what --set says.
+int64_t longest_context(const LoadedCheckpoint& checkpoint, const Config& config) {
+  const int64_t given = config.data.sequence_length;
+  return given == config_of(checkpoint, {}).data.sequence_length ? max_positions_of(checkpoint, given) : given;
+}
+
+void warn_of_cut_prompts(const std::vector<std::vector<int32_t>>& prompts, int64_t max_context) {
+  for (const auto& prompt : prompts) {
+    if (static_cast<int64_t>(prompt.size()) <= max_context) continue;
+    log_warning(
+        "a prompt has {} tokens, of which the model sees the last {}; --set data.sequence_length=N lets it see more",
+        prompt.size(), max_context);
+  }
+}
+
+// The model sees its context at most, and no more is computed or kept than what these prompts can come to.
 int64_t context_of(const std::vector<std::vector<int32_t>>& prompts, int64_t num_tokens, int64_t max_context) {
   int64_t longest = 0;
   for (const auto& prompt : prompts) longest = std::max(longest, static_cast<int64_t>(prompt.size()));
@@ -151,8 +167,10 @@ int run_generate(const GenerateOptions& options) {
     generation.stop_tokens.insert(generation.stop_tokens.end(), codec->stop_tokens().begin(),
                                   codec->stop_tokens().end());
   }
+  const int64_t max_context = longest_context(checkpoint, config);
+  warn_of_cut_prompts(prompts, max_context);
   const CacheShape shape{std::min(options.batch, static_cast<int64_t>(prompts.size())),
-                         context_of(prompts, options.num_tokens, config.data.sequence_length)};
+                         context_of(prompts, options.num_tokens, max_context)};
   // Without images the tower takes no room but that of its weights.
   config.data.images_per_sequence = static_cast<int64_t>(options.images.size());
   if (image_prompt) generation.images = &image_prompt->images;
