@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <map>
+#include <set>
 #include <vector>
 
 #include "core/error.h"
@@ -34,16 +36,19 @@ std::string named_tokenizer(const Config& config) {
   return open_tokenizer(path, "data.tokenizer");
 }
 
-// What a run has that names none. A run does not end because a tokenizer cannot be found.
-std::optional<std::string> tokenizer_of_sources(const Config& config) {
+// That of the model which the run starts from. A run does not end because a tokenizer cannot be found.
+std::optional<std::string> tokenizer_of_model(const Config& config) {
   try {
     const std::string source = checkpoint_at(config.checkpoint.init_from);
-    if (!source.empty()) {
-      if (auto found = find_tokenizer(source, read_manifest_alone(source).state)) return found;
-    }
+    if (!source.empty()) return find_tokenizer(source, read_manifest_alone(source).state);
   } catch (const Error& error) {
     log_warning("no tokenizer is kept with the run: {}", error.what());
   }
+  return std::nullopt;
+}
+
+// What scripts/prepare_data.py has left beside the first file of data.train.
+std::optional<std::string> tokenizer_of_data(const Config& config) {
   if (config.data.train.empty()) return std::nullopt;
   const fs::path beside = fs::path(config.data.train.front()).parent_path() / kTokenizerFolder;
   return has_tokenizer(beside) ? std::optional(beside.string()) : std::nullopt;
@@ -60,18 +65,39 @@ bool is_copy(const std::string& copy, const std::string& source) {
          });
 }
 
+json read_without(const std::string& path, const std::set<json>& keys) {
+  constexpr int64_t kMaxBytes = int64_t{1} << 30;
+  const auto keep = [&](int depth, json::parse_event_t event, json& parsed) {
+    return depth != 1 || event != json::parse_event_t::key || !keys.contains(parsed);
+  };
+  return json::parse(read_text(path, kMaxBytes), keep, /*allow_exceptions=*/false);
+}
+
 // Only what the functions below look at: a vocabulary is long.
 json read_outline(const std::string& path) {
-  constexpr int64_t kMaxBytes = int64_t{1} << 30;
-  const auto keep = [](int depth, json::parse_event_t event, json& parsed) {
-    return depth != 1 || event != json::parse_event_t::key || (parsed != "model" && parsed != "post_processor");
-  };
-  json outline = json::parse(read_text(path, kMaxBytes), keep, /*allow_exceptions=*/false);
+  json outline = read_without(path, {"model", "post_processor"});
   return outline.is_object() ? outline : json::object();
+}
+
+// But for the tokens put around a text, in which a copy of scripts/prepare_data.py may differ.
+bool is_same_tokenizer(const std::string& a, const std::string& b) {
+  if (is_same_file(a, b)) return true;
+  const json one = read_without(a, {"post_processor"});
+  return one.is_object() && one == read_without(b, {"post_processor"});
 }
 
 json read_if_there(const fs::path& path) {
   return file_exists(path.string()) ? read_outline(path.string()) : json::object();
+}
+
+// What scripts/prepare_data.py says of data made for a model that the model does not: the chat template and the
+// ends of turns, and the tokens around a text, where it has changed them.
+std::set<std::string> changed_by_data(const std::string& of_model, const std::string& of_data) {
+  std::set<std::string> names = {"chat_template.jinja", "generation_config.json"};
+  if (!is_same_file(fs::path(of_model) / kTokenizerName, fs::path(of_data) / kTokenizerName)) {
+    names.insert({kTokenizerName, "tokenizer_config.json"});
+  }
+  return names;
 }
 
 // The id of a token, which tokenizer_config.json names as a string or as an object with one; null if it is unknown.
@@ -82,6 +108,31 @@ json id_of(const json& token, const json& tokenizer) {
     if (entry.is_object() && entry.value("content", json()) == text) return entry.value("id", json());
   }
   return {};
+}
+
+// The files that a run keeps, by name: those of `source`, or where that is empty of the model and the data.
+std::map<std::string, fs::path> files_of_tokenizer(const Config& config, const std::string& source) {
+  std::map<std::string, fs::path> files;
+  const auto take = [&](const std::string& folder, const std::optional<std::set<std::string>>& names = {}) {
+    for (const std::string& name : carried_files(folder)) {
+      if (!names || names->contains(name)) files[name] = fs::path(folder) / name;
+    }
+  };
+  if (!source.empty()) {
+    take(source);
+    return files;
+  }
+  const std::optional<std::string> model = tokenizer_of_model(config), data = tokenizer_of_data(config);
+  if (model) take(*model);
+  if (!data) return files;
+  if (!model) {
+    take(*data);
+  } else if (have_different_tokenizers(*model, *data)) {
+    log_warning("{}: differs from the tokenizer of the model, {}, which the run keeps", *data, *model);
+  } else {
+    take(*data, changed_by_data(*model, *data));
+  }
+  return files;
 }
 
 }  // namespace
@@ -100,7 +151,7 @@ std::optional<std::string> find_tokenizer(const std::string& path, const json& s
 
 bool have_different_tokenizers(const std::string& one, const std::string& other) {
   return has_tokenizer(one) && has_tokenizer(other) &&
-         !is_same_file(fs::path(one) / kTokenizerName, fs::path(other) / kTokenizerName);
+         !is_same_tokenizer((fs::path(one) / kTokenizerName).string(), (fs::path(other) / kTokenizerName).string());
 }
 
 std::string open_tokenizer(const std::string& path, const std::string& where) {
@@ -117,7 +168,7 @@ void check_tokenizer(const Config& config) { named_tokenizer(config); }
 
 void keep_tokenizer(const Config& config) {
   const std::string copy = kept_tokenizer(config);
-  std::string source = named_tokenizer(config);
+  const std::string source = named_tokenizer(config);
   if (file_exists(copy)) {
     if (!source.empty() && !is_copy(copy, source)) {
       log_warning("{}: differs from data.tokenizer {} and stays as it is; remove it to take the other", copy,
@@ -125,15 +176,13 @@ void keep_tokenizer(const Config& config) {
     }
     return;
   }
-  if (source.empty()) source = tokenizer_of_sources(config).value_or("");
-  if (source.empty()) return;
+  const std::map<std::string, fs::path> files = files_of_tokenizer(config, source);
+  if (files.empty()) return;
   remove_tree(copy + ".tmp");  // of a start that was killed
   DraftFolder draft(copy);
-  for (const std::string& name : carried_files(source)) {
-    copy_to_new_file((fs::path(source) / name).string(), draft / name);
-  }
+  for (const auto& [name, path] : files) copy_to_new_file(path.string(), draft / name);
   draft.publish();
-  log_info("{}: a copy of the tokenizer in {}", copy, source);
+  log_info("{}: a copy of the tokenizer in {}", copy, files.at(kTokenizerName).parent_path().string());
 }
 
 json special_token_ids(const std::string& folder) {

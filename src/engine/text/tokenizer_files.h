@@ -23,15 +23,16 @@ std::optional<std::string> find_tokenizer(const std::string& path, const nlohman
 std::string open_tokenizer(const std::string& path, const std::string& where);
 
 // Copies the tokenizer of a run into the run folder, unless there is one already: that of data.tokenizer, or else
-// of checkpoint.init_from, or else what scripts/prepare_data.py has left beside the first file of data.train. For
-// the rank that has locked the folder. Throws Error(kBadInput) if data.tokenizer is missing and there is no copy
-// either.
+// of checkpoint.init_from, or else what scripts/prepare_data.py has left beside the first file of data.train. Where
+// that is the same tokenizer as the one of checkpoint.init_from, its chat template, its ends of texts and what it
+// puts around them are taken: the run learns those. For the rank that has locked the folder. Throws
+// Error(kBadInput) if data.tokenizer is missing and there is no copy either.
 void keep_tokenizer(const Config& config);
 
 // Throws what keep_tokenizer() would throw; it writes nothing.
 void check_tokenizer(const Config& config);
 
-// Whether both folders have a tokenizer.json, and these are not the same.
+// Whether both folders have a tokenizer.json, and these are not the same but for the tokens put around a text.
 bool have_different_tokenizers(const std::string& one, const std::string& other);
 
 // bos_token_id, eos_token_id and pad_token_id of config.json, as the files of a tokenizer tell; null where they do
