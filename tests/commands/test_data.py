@@ -94,6 +94,20 @@ class Data(DataFolder):
         log = self.run_config(config)
         self.assertIn("b*.npy, 36 sequences; 18 steps per epoch", log)
 
+    def test_a_file_that_moves_to_another_source_is_refused(self):
+        for name in ("web", "code"):
+            os.mkdir(self.path(name))
+        shutil.copy(self.path("a.npy"), self.path("web/a.npy"))
+        shutil.copy(self.path("b.npy"), self.path("web/b.npy"))
+        shutil.copy(self.path("b.npy"), self.path("code/c.npy"))
+        config = self.config("run", "fp32", train=[self.path("web/*.npy"), self.path("code/*.npy")], weights=[3, 1])
+        self.run_config(config)
+        os.rename(self.path("web/b.npy"), self.path("code/b.npy"))
+        config["training"]["steps"] += 1
+        refused = self.train(config)
+        self.assert_exit(refused, 2)
+        self.assertRegex(refused.stderr, r"have \[21,36\] sequences, and had \[39,18\] .*: a file has moved")
+
     def test_ranks_and_stages_train_on_the_same_targets(self):
         data = {"weights": [0.7, 0.3], "loss_mask": True, "documents": "separate"}
         evaluation = {"sets": [f"b={self.path('b.npy')}"]}

@@ -129,6 +129,7 @@ SavedProgress read_progress(const LoadedCheckpoint& checkpoint) {
   check_progress(checkpoint, progress);
   progress.last_norm = last_norm(checkpoint);
   progress.recent_steps = recent_steps(checkpoint);
+  progress.source_sequences = data.value("source_sequences", json());
   if (!data.contains("files")) return progress;
   progress.files = data.at("files");
   if (!progress.files.is_array() || !std::all_of(progress.files.begin(), progress.files.end(), is_file)) {

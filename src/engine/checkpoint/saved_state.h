@@ -29,6 +29,7 @@ struct SavedProgress {
   DataPosition position;
   uint64_t fingerprint = 0;                    // TokenFiles::fingerprint
   nlohmann::json files;                        // describe_files(); null in a checkpoint that has none
+  nlohmann::json source_sequences;             // of a mixture; null where none is known
   double last_norm = 0;                        // of gradients; 0 where optimizer.release_gradients was off
   std::vector<SpikeGuard::Step> recent_steps;  // the oldest first; none in a run that had no training.spike_window
 };

@@ -316,6 +316,13 @@ std::vector<std::string> TrainingRun::check_data(const LoadedCheckpoint& checkpo
                                     : file_differences(progress.files, data_files_, what);
   };
   const std::vector<std::string> all = differences(SameFiles::kBytes), others = differences(SameFiles::kSizes);
+  const bool is_mixture = !config_.data.weights.empty() && !progress.source_sequences.is_null();
+  if (others.empty() && is_mixture && progress.source_sequences != nlohmann::json(data_.source_sequences())) {
+    throw_bad_input(
+        "{}: the entries of data.train have {} sequences, and had {} when the checkpoint was trained: a file has moved from "
+        "one to another; restore them, or train in another checkpoint.folder",
+        checkpoint.path(), nlohmann::json(data_.source_sequences()).dump(), progress.source_sequences.dump());
+  }
   if (all.empty() && progress.fingerprint == data_fingerprint_) return {};
   const bool may_be_mended = !all.empty() && others.empty();
   if (may_be_mended && same == SameFiles::kSizes) return all;

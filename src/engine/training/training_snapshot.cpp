@@ -120,6 +120,8 @@ nlohmann::json TrainingRun::saved_state() const {
                           {"tokens", completed_steps_ * tokens_per_step()},
                           {"config", to_json(config_)},
                           {"config_hash", config_hash(config_)}};
+  // Files may have moved from one to another.
+  if (!config_.data.weights.empty()) state["data"]["source_sequences"] = data_.source_sequences();
   if (!base_.is_null()) state[kBaseKey] = base_;
   if (config_.optimizer.release_gradients) state["last_norm"] = last_norm_;
   if (config_.training.spike_window == 0) return state;
