@@ -4,7 +4,7 @@ import re
 import shutil
 import unittest
 
-from parka_runs import RunFolder, checkpoints, faulty_files, learning_curve, metrics, tiny_config, tree_digest
+from parka_runs import RunFolder, checkpoints, faulty_files, learning_curve, metrics, tiny_config, tree_digest, write_tokens
 
 NOT_FINITE = 3
 DIVERGES = 1e30  # a learning rate that makes weights whose next step overflows
@@ -77,6 +77,35 @@ class BadSteps(RunFolder):
         self.config["checkpoint"]["interval"] = 1
         self.assert_ended(self.train(self.config), "step 3: loss", r"3 steps in a row were skipped \(training.max_skipped_steps\)$")
         self.assertEqual(checkpoints(self.run_folder), [])
+
+    def test_a_start_that_trains_nothing_leaves_the_checkpoints_alone(self):
+        self.good_steps()
+        self.assert_ended(self.train(self.config), "step 4 is saved")
+        self.config["optimizer"]["lr"] = 3e-3
+        self.config["training"]["eval_interval"] = 4
+        write_tokens(self.path("bad.npy"), 100, seed=1, vocab=9999)
+        self.config["data"]["eval"] = [self.path("bad.npy")]
+        before = tree_digest(self.run_folder, only=lambda path: path.startswith("step_"))
+        result = self.train(self.config)
+        self.assert_exit(result, 2)
+        self.assertNotIn("step 4 is saved", result.stderr)
+        self.assertEqual(tree_digest(self.run_folder, only=lambda path: path.startswith("step_")), before)
+
+    def test_a_last_evaluation_that_is_not_finite_is_made_again(self):
+        self.good_steps()
+        self.config["training"].update(steps=4, eval_interval=4)
+        for learning_rate in (DIVERGES, 3e-3):
+            self.config["optimizer"]["lr"] = learning_rate
+            self.assert_ended(self.train(self.config), "data.eval: the loss is not finite")
+        self.assertEqual(len(metrics(self.run_folder, "eval")), 1)
+
+    def test_the_command_of_the_save_ends_first_where_an_evaluation_is_not_finite(self):
+        self.config["checkpoint"]["on_saved"] = f"sleep 0.5; basename {{path}} >> {self.path('copied')}"
+        self.good_steps()
+        self.config["training"].update(steps=4, eval_interval=4)
+        self.assert_ended(self.train(self.config), "data.eval: the loss is not finite")
+        with open(self.path("copied"), encoding="utf-8") as file:
+            self.assertEqual(file.read().split(), ["step_00000003", "step_00000004"])
 
     def test_the_command_of_the_save_ends_first(self):
         self.config["checkpoint"]["on_saved"] = f"sleep 0.5; basename {{path}} >> {self.path('copied')}"

@@ -259,6 +259,35 @@ class Failures(Interruptions):
         self.assert_goes_on_as(undisturbed, config)
         self.assertEqual(learning_curve(self.path("run")), learning_curve(undisturbed))
 
+    def test_an_evaluation_without_targets_is_met_with_the_state_saved(self):
+        config = self.config(10, interval=1000)
+        config["data"]["loss_mask"] = True
+        for name in ("a", "b", "held_out"):
+            with open(self.path(f"{name}.npy"), "rb") as file:
+                num_tokens = len(file.read()) // 2
+            with open(self.path(f"{name}.npy.mask"), "wb") as file:
+                file.write(bytes((name != "held_out",)) * num_tokens)
+        config["training"]["eval_interval"] = 0
+        undisturbed = self.undisturbed(config)
+        self.assert_exit(self.train(dict(config, training=dict(config["training"], steps=1))), 0)
+        result = self.train(dict(config, training=dict(config["training"], eval_interval=6)))
+        self.assert_exit(result, 2)
+        self.assertRegex(result.stderr, "none of 6 sequences has a target.*; step 6 is saved")
+        self.assert_goes_on_as(undisturbed, config)
+
+    def test_the_last_evaluation_whose_record_cannot_be_written_fails_the_run(self):
+        config = self.config(8, interval=1000)
+        config["training"]["eval_interval"] = 8
+        self.assert_exit(self.train(config), 0)
+        with open(self.path("run/metrics.jsonl"), encoding="utf-8") as file:
+            lines = file.readlines()
+        self.assertIn('"eval"', lines[-1])
+        with open(self.path("run/metrics.jsonl"), "w", encoding="utf-8") as file:
+            file.writelines(lines[:-1])  # as if killed in the last evaluation
+        self.assert_exit(self.train(config, env=faulty_files("write:*/metrics.jsonl:ENOSPC:2:0")), IO_FAILED)
+        self.assert_exit(self.train(config), 0)
+        self.assertEqual([record["step"] for record in metrics(self.path("run"), "eval")][-1], 8)
+
     def test_a_record_that_cannot_be_written_is_met_with_the_state_saved(self):
         config = self.config(60, interval=1000)
         undisturbed = self.undisturbed(config)

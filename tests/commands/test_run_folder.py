@@ -214,6 +214,25 @@ class AtTheStart(RunFolders):
         self.assertEqual(sorted(os.listdir(self.path("run"))),
                          ["config.json", "lock", "metrics.jsonl", "step_00000004", "step_00000008"])
 
+    def test_what_a_killed_save_left_makes_room_before_the_next_one(self):
+        self.assert_exit(self.train(self.config), 0)
+        self.write("run/step_00000099.tmp/shard_0.safetensors", "half of a file")
+        self.config["training"]["steps"] = 10
+        self.assert_exit(self.train(self.config, env=faulty_files("write:*/step_*.tmp/*:ENOSPC:1:0")), 4)
+        self.assertFalse(os.path.exists(self.path("run/step_00000099.tmp")))
+
+    def test_a_start_with_nothing_to_do_leaves_later_records(self):
+        self.config["checkpoint"]["save_final"] = False
+        self.config["optimizer"]["schedule"] = {"kind": "constant"}
+        self.config["training"]["steps"] = 6
+        self.assert_exit(self.train(self.config), 0)
+        before = self.read("run/metrics.jsonl")
+        self.config["training"]["steps"] = 4
+        result = self.train(self.config)
+        self.assert_exit(result, 0)
+        self.assertIn("nothing to do", result.stderr)
+        self.assertEqual(self.read("run/metrics.jsonl"), before)
+
     def test_a_file_system_without_locks_is_told_of(self):
         result = self.train(self.config, env=faulty_files("flock:*/run/lock:ENOLCK:1:0"))
         self.assert_exit(result, 0)

@@ -83,15 +83,23 @@ class TrainCommand {
   }
 
   int train() {
-    const int code = start_and_train();
-    if (saved_hook_) finish_hook();
-    return code;
+    try {
+      const int code = start_and_train();
+      if (saved_hook_) finish_hook();
+      return code;
+    } catch (const Error& e) {
+      // A disk that is full says nothing of the checkpoint whose copy is being made.
+      if (saved_hook_ && e.code() == ExitCode::kIo) finish_hook();
+      throw;
+    }
   }
 
  private:
   int start_and_train() {
-    launch_.require_same("the tokens of data.train", fmt::format("{:016x}", run_.data().fingerprint()),
-                         "give all ranks the same files");
+    launch_.require_same(
+        "the tokens of data.train",
+        fmt::format("{:016x} {}", run_.data().fingerprint(), fmt::join(run_.data().source_sequences(), " ")),
+        "give all ranks the same files");
     suite_ = open_suite(config_);
     launch_.require_same("what is evaluated on", describe_suite(suite_), "give all ranks the same files");
     run_.on_evaluation_batch([this](const std::exception_ptr& read_failure) { may_stop_evaluation(read_failure); });
@@ -105,12 +113,13 @@ class TrainCommand {
       records_.open(metrics_path(), MetricsHooks{[this] { lock_.require_ours(); }, warn});
       records_.write_start(run_.completed_steps(), start_facts());
     }
+    if (is_first()) clear_unfinished_saves(config_.checkpoint.folder, warn);  // the next save may need their room
     if (is_done) {
-      if (is_first()) clear_unfinished_saves(config_.checkpoint.folder, warn);
       log_info("nothing to do: the run is at step {} of {}; a larger training.steps continues it",
                run_.completed_steps(), config_.training.steps);
     }
     if (evaluation_is_missing_ && !evaluate()) return stop();
+    if (communicator_->max(beside_ ? 1.0 : 0.0) > 0) end_after_failure();
     if (is_done) return 0;
     saver_.prepare();
     return train_steps();
@@ -232,6 +241,10 @@ class TrainCommand {
     }
     log_model(run_, speed_);
     log_data(run_.data(), config_);
+    if (config_.checkpoint.interval == 0) {
+      log_info("checkpoint.interval = 0: nothing is saved before the run {}; a crash loses its steps",
+               config_.checkpoint.save_final ? "is stopped or has ended" : "is stopped");
+    }
   }
 
   void resume_or_initialize() {
@@ -271,7 +284,7 @@ class TrainCommand {
     evaluation_is_missing_ = communicator_->max(is_first() && is_missing ? 1.0 : 0.0) > 0;
     if (!is_first()) return;
     if (checkpoint) {
-      continue_metrics();
+      if (step < config_.training.steps || evaluation_is_missing_) continue_metrics();
     } else if (const std::string kept = MetricsLog::begin_anew(metrics_path()); !kept.empty()) {
       log_info("{}: is new; the records of an earlier run, which left no checkpoint, are now in {}", metrics_path(),
                kept);
@@ -463,8 +476,7 @@ class TrainCommand {
 
   // Saves what is sound before the run ends because of something else, which all ranks then throw.
   [[noreturn]] void end_after_failure() {
-    // Of an untrained model there is nothing to save, and a checkpoint would only bind the config.
-    const bool is_saved = run_.applied_steps() > 0 && try_to_save();
+    const bool is_saved = has_trained() && try_to_save();
     wait_for_hook();
     nlohmann::json own;
     if (beside_) {
@@ -565,12 +577,23 @@ class TrainCommand {
   // `record` says in metrics.jsonl what was evaluated, `key` in an error. All ranks have the same result.
   void report_loss(const EvaluationResult& result, const std::string& name, const std::string& key,
                    nlohmann::ordered_json record) {
-    if (result.num_targets == 0) check_evaluation(key, result);  // throws: there is no loss to record
+    if (result.num_targets == 0) end_evaluation(key, result);  // there is no loss to record
     log_info("step {}: {} loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(), name,
              result.loss, std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
     record.update({{"step", run_.completed_steps()}, {"loss", result.loss}, {"num_targets", result.num_targets}});
     write_record(record);
+    if (!std::isfinite(result.loss)) wait_for_hook();
     check_evaluation(key, result);
+  }
+
+  // Because of the data, not of the weights, which are saved. On all ranks.
+  [[noreturn]] void end_evaluation(const std::string& key, const EvaluationResult& result) {
+    try {
+      check_evaluation(key, result);
+    } catch (const Error&) {
+      beside_ = std::current_exception();
+    }
+    throw EvaluationStopped{.failed = true};
   }
 
   void report_task(const EvalTask& task, const TaskResult& result) {

@@ -17,7 +17,12 @@ double number(const nlohmann::json& record, const char* key) {
   return found != record.end() && found->is_number() ? found->get<double>() : 0.0;
 }
 
-bool is_evaluation(const std::string& kind) { return kind == "eval" || kind == "eval_set" || kind == "task"; }
+// One whose loss was not finite is made again: what it has found must not be forgotten.
+bool is_finished_evaluation(const std::string& kind, const nlohmann::json& record) {
+  if (kind == "task") return true;
+  const auto loss = record.find("loss");
+  return (kind == "eval" || kind == "eval_set") && loss != record.end() && loss->is_number();
+}
 
 }  // namespace
 
@@ -38,7 +43,7 @@ RunHistory read_history(const std::string& metrics_path, int64_t step) {
     latest = std::max(latest, number(record, "wall_seconds"));
     const auto of_step = static_cast<int64_t>(number(record, "step"));
     if (kind == "train" && of_step <= step) history.step_seconds += number(record, "seconds");
-    if (is_evaluation(kind) && of_step == step) ++history.evaluations;
+    if (is_finished_evaluation(kind, record) && of_step == step) ++history.evaluations;
   }
   history.wall_seconds = earlier + latest;
   return history;
