@@ -22,17 +22,21 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-constexpr std::array<std::string_view, 14> kCarriedFiles = {"added_tokens.json",
+constexpr std::array<std::string_view, 18> kCarriedFiles = {"added_tokens.json",
                                                             "chat_template.jinja",
                                                             "chat_template.json",
                                                             "generation_config.json",
                                                             "merges.txt",
                                                             "preprocessor_config.json",
                                                             "processor_config.json",
+                                                            "sentencepiece.bpe.model",
                                                             "special_tokens_map.json",
                                                             "spiece.model",
+                                                            "tekken.json",
+                                                            "tiktoken.model",
                                                             "tokenizer.json",
                                                             "tokenizer.model",
+                                                            "tokenizer.model.v3",
                                                             "tokenizer_config.json",
                                                             "vocab.json",
                                                             "vocab.txt"};
