@@ -126,6 +126,25 @@ class Prompts(TextFolder):
         self.assertEqual("".join(pieces), case["prompt"] + case["continuation"] + "\n")
         self.assertGreater(len(pieces), 1)
 
+    def test_a_long_prompt_is_seen_by_a_model_that_is_made_for_it(self):
+        def edit_config(folder, length):
+            shutil.copytree(MODEL, folder)
+            with open(f"{folder}/config.json", encoding="utf-8") as file:
+                config = json.load(file)
+            with open(f"{folder}/config.json", "w", encoding="utf-8") as file:
+                json.dump(config | {"max_position_embeddings": length}, file)
+        edit_config(self.path("long"), 8192)
+        model = self.import_model(self.path("long"), "long_imported")
+        ids = [(7 * i + i * i // 3) % 300 for i in range(4200)]
+        def of(tokens, *options):
+            return self.generate(model, "--prompt-tokens", ",".join(map(str, tokens)), "--tokens", "12", *options)
+        whole, cut = of(ids), of(ids, "--set", "data.sequence_length=64")
+        self.assert_exit(whole, 0)
+        self.assertNotIn("the model sees", whole.stderr)
+        self.assertEqual(whole.stdout, of(ids, "--set", "data.sequence_length=8192").stdout)
+        self.assertIn("a prompt has 4200 tokens, of which the model sees the last 64", cut.stderr)
+        self.assertEqual(cut.stdout, of(ids[-64:], "--set", "data.sequence_length=64").stdout)
+
     def test_without_a_prompt_a_document_begins(self):
         result = self.generate(self.model, "--json", "--tokens", "3")
         self.assert_exit(result, 0)
@@ -323,6 +342,30 @@ class Travels(TextFolder):
         with open(self.path("exported/config.json"), encoding="utf-8") as file:
             config = json.load(file)
         self.assertEqual((config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]), (300, 301, 301))
+
+    def test_what_the_data_says_of_the_models_tokenizer_goes_with_the_run(self):
+        """The chat template and the ends of turns that the data were made with are what the run learns."""
+        os.makedirs(self.path("data"))
+        write_tokens(self.path("data/train-00000.npy"), 64, seed=4, vocab=300)
+        beside, kept = self.path("data/tokenizer"), self.path("run/tokenizer")
+        shutil.copytree(MODEL, beside, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+        for name, text in (("chat_template.jinja", "another"), ("generation_config.json", '{"eos_token_id": [305]}')):
+            with open(f"{beside}/{name}", "w", encoding="utf-8") as file:
+                file.write(text)
+        with open(f"{beside}/tokenizer.json", encoding="utf-8") as file:
+            tokenizer = json.load(file)
+        for change, taken in (({}, ("chat_template.jinja", "generation_config.json")),
+                              ({"post_processor": None}, TOKENIZER_FILES), ({"normalizer": {"type": "NFC"}}, ())):
+            with self.subTest(change=change):
+                shutil.rmtree(self.path("run"), ignore_errors=True)
+                if change:
+                    with open(f"{beside}/tokenizer.json", "w", encoding="utf-8") as file:
+                        json.dump(tokenizer | change, file)
+                result = self.train_from(self.model, f'data.train=["{self.path("data/*.npy")}"]')
+                self.assert_exit(result, 0)
+                self.assertEqual("differs from the tokenizer of the model" in result.stderr, not taken)
+                digests = {folder: tree_digest(folder) for folder in (beside, MODEL, kept)}
+                self.assertEqual(digests[kept], {name: digests[beside if name in taken else MODEL][name] for name in TOKENIZER_FILES})
 
     def test_data_tokenizer_names_another_and_a_copy_stays(self):
         result = self.train_from(self.model, f"data.tokenizer={self.path('nowhere')}")

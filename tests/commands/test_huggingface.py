@@ -96,7 +96,7 @@ class HuggingFace(RunFolder):
 
 class RoundTrip(HuggingFace):
     def test_tokenizer_files_come_along(self):
-        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "tekken.json"):
             with open(f"{self.model}/{name}", "w", encoding="utf-8") as file:
                 file.write(f"the {name} of a test")
         imported = self.import_model()
@@ -194,6 +194,12 @@ class RoundTrip(HuggingFace):
                                 "data.eval=[]", "training.eval_interval=0", "training.global_batch_size=2", *overrides)
             self.assert_exit(result, 0)
             self.assertEqual(positions(name), max(length, 64))
+        # transformers before version 5 takes the quotient of the lengths for YaRN's factor.
+        self.use("llama_yarn")
+        write_tokens(self.path("a.npy"), 100, seed=1, vocab=59)
+        self.assert_exit(self.train(self.import_model("yarn"), f"checkpoint.folder={self.path('stretched')}", "training.steps=1",
+                                    "data.eval=[]", "training.eval_interval=0", "training.global_batch_size=2", "model.rope_scaling.factor=8"), 0)
+        self.assertEqual(positions("stretched"), 8 * 16)
         self.use("llama_mha")
         imported = self.import_model("other")
         self.assert_exit(self.train(imported, f"checkpoint.folder={self.path('family')}"), 0)
