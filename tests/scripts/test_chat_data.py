@@ -101,6 +101,14 @@ class Templates(unittest.TestCase):
         with self.assertRaisesRegex(ChatError, "user and assistant in turn"):
             marked("llama2", DIALOGUE[2:])
 
+    def test_a_built_in_template_prompts_for_what_it_makes_targets_of(self):
+        for name in ("chatml", "llama2", "llama3", "vicuna_v1"):
+            with self.subTest(name=name):
+                template = ChatTemplate(name, ByteTokenizer())
+                text, ((first, _),) = template.text_and_spans(QUESTION)
+                prompt, _ = template._render(template.texts["default"], QUESTION[:1], None, add_generation_prompt=True)
+                self.assertEqual(prompt, text[:first])
+
     def test_a_template_without_generation_marks_up_to_the_token_that_ends_the_turn(self):
         path = self.config(CHATML_JINJA, eos_token="<|im_end|>")
         for messages in (DIALOGUE, QUESTION, DIALOGUE[:4], DIALOGUE[:2]):
