@@ -22,7 +22,8 @@ Writes into the folder --out, which must not exist yet or be empty:
     eval-00000.npy, ...    the same for held-out documents, with --eval-fraction
     train-00000.npy.mask   with --chat: a byte per token: 1 for a target, plus 2 for the first of a conversation
     data.json              what was made: counts, vocabulary, tokenizer, dtype
-    tokenizer/             a copy of the tokenizer.json and what lies beside it, for `parka generate` and `parka export`
+    tokenizer/             a copy of the tokenizer.json and what lies beside it, for `parka generate` and `parka export`;
+                           with --chat its template and the token that ends a turn, too
 
 The folder appears whole or not at all. Until then the tokens of finished files lie in the hidden folder .NAME.partial
 beside it, and take as much room again. If a run is stopped, the same command continues: it reads only those files again
@@ -57,7 +58,7 @@ from text_data.partial import Partial, new_folder, print_last, run_script  # noq
 from text_data.readers import MAX_DOCUMENT_BYTES, Reading, find_files  # noqa: E402
 from text_data.token_writer import TokenWriter  # noqa: E402
 from text_data.tokenizer import EOS_NAMES, padded_vocab_size  # noqa: E402
-from tokenizer_files import copy_tokenizer  # noqa: E402
+from tokenizer_files import copy_tokenizer, keep_chat  # noqa: E402
 
 
 def print_line(text: str) -> None:
@@ -169,6 +170,8 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     if options.tokenizer != "bytes":
         named = maker.tokenizer.given_tokens() if options.chat is None else {}  # of conversations --eos is padding
         copy_tokenizer(maker.tokenizer, partial.staging / "tokenizer", named)
+        if maker.template is not None:
+            keep_chat(maker.template, partial.staging / "tokenizer", maker.tokenizer)
     partial.describe(info)
     return info
 

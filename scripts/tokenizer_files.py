@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
 
-from text_data.common import sync, sync_folder
+from text_data.chat import ChatTemplate, template_texts, without_marks
+from text_data.common import InputError, sync, sync_folder
 from text_data.special_tokens import read_object
 from text_data.tokenizer import JsonTokenizer
 
@@ -52,12 +54,41 @@ def name_tokens(folder: Path, tokens: dict[str, object], tokenizer: JsonTokenize
     if "bos_token" in tokens:
         change_object(generation, {"bos_token_id": tokenizer.id_of(tokens["bos_token"])})
     if "eos_token" in tokens:
-        old = read_object(generation)
-        ends = old.get("eos_token_id")
-        ends = ends if isinstance(ends, list) else [ends]
-        others = [id for id in ends if isinstance(id, int) and id != tokenizer.eos]
-        # Also where there was no file: without one a model's config.json would count more than tokenizer_config.json.
-        write_object(generation, old | {"eos_token_id": [tokenizer.eos, *others]})
+        put_end_first(generation, tokenizer.eos, ends_in(generation))
+
+
+def keep_chat(template: ChatTemplate, folder: Path, tokenizer: JsonTokenizer) -> None:
+    """Gives the copy of a tokenizer in `folder` the template that conversations were made with, and the token that ends a turn
+    of the assistant, so that a model trained on them is prompted, and ends, as they do."""
+    used = template.texts.get("default")
+    if used is not None and used != carried_template(folder):
+        write_text(folder / "chat_template.jinja", without_marks(used))
+    end = template.end_of_turn()
+    generation = folder / "generation_config.json"
+    known = ends_in(generation) or ends_in(tokenizer.path.with_name("config.json"))
+    if end is not None and end not in known:
+        own = tokenizer.id_of(tokenizer.special_tokens.get("eos_token", ""))
+        put_end_first(generation, end, known or [own])
+    sync_folder(folder)
+
+
+def carried_template(folder: Path) -> str | None:
+    jinja = folder / "chat_template.jinja"
+    with contextlib.suppress(InputError):
+        return template_texts(jinja if jinja.is_file() else folder / "tokenizer_config.json").get("default")
+    return None
+
+
+def ends_in(path: Path) -> list[int]:
+    """The ids at which a generation_config.json or config.json ends a text."""
+    ends = read_object(path).get("eos_token_id")
+    return [id for id in (ends if isinstance(ends, list) else [ends]) if isinstance(id, int)]
+
+
+def put_end_first(generation: Path, end: int, others: list[int | None]) -> None:
+    """Also where there is no file: without one a model's config.json would count more than tokenizer_config.json."""
+    ends = [end, *(id for id in others if id not in (None, end))]
+    write_object(generation, read_object(generation) | {"eos_token_id": ends})
 
 
 def change_object(path: Path, changes: dict[str, object]) -> None:
@@ -67,6 +98,10 @@ def change_object(path: Path, changes: dict[str, object]) -> None:
 
 
 def write_object(path: Path, value: dict[str, object]) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     with open(path, "wb") as file:
-        file.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+        file.write(text.encode())
         sync(file)

@@ -69,6 +69,12 @@ def template_texts(path: Path) -> dict[str, str]:
     raise InputError(f"--chat {path}: has no chat_template; use {', '.join(MARKERS)} or a .jinja file")
 
 
+def without_marks(template: str) -> str:
+    """The same text for programs that do not know the tags of targets. What is left of a tag is an empty comment, which takes
+    the space around it as the tag did."""
+    return re.sub(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", r"{#\1 \2#}", template)
+
+
 class ChatTemplate:
     """One of the built-in templates, or that of a file or a folder of a model."""
 
@@ -91,6 +97,19 @@ class ChatTemplate:
     def known(self) -> list:
         """What of it decides the text and its targets, beside the tokenizer."""
         return [self.texts, sorted(self._special_tokens.items())]
+
+    def end_of_turn(self) -> int | None:
+        """The token of the tokenizer's own at which the targets of a turn end; None where they end with none."""
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Parka"}]
+        try:
+            text, spans = self.text_and_spans(messages)
+        except (ChatError, InputError):  # it is for conversations of another form
+            return None
+        spans = [(first, len(text[:last].rstrip())) for first, last in spans]  # a line end may be a target, too
+        ((ids, targets),) = self._tokenizer.encode_marked([text], [spans])
+        last = ids[targets][-1:].tolist()
+        own = [self._tokenizer.id_of(token) for token in self._tokenizer.added_tokens]
+        return last[0] if last and last[0] in own else None
 
     def mark(self, documents: list[bytes], places: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Tokens and marks of conversations, as readers.conversation_of writes them, from these places."""

@@ -158,9 +158,9 @@ class PartMaker:
     def __init__(self, settings: Settings, folder: Path, progress: Progress):
         self.settings, self.folder, self.progress = settings, folder, progress
         self.tokenizer = make_tokenizer(settings.tokenizer, settings.bos, settings.eos)
-        self._template = ChatTemplate(settings.chat, self.tokenizer) if settings.chat is not None else None
+        self.template = ChatTemplate(settings.chat, self.tokenizer) if settings.chat is not None else None
         self.dtype = "<u2" if self.tokenizer.vocab_size <= 2**16 else "<u4"
-        template = self._template.known() if self._template is not None else None
+        template = self.template.known() if self.template is not None else None
         known = [VERSION, asdict(settings), self.tokenizer.sha256, self.tokenizer.bos, self.tokenizer.eos, template]
         self._fingerprint = json.dumps(known)
 
@@ -173,7 +173,7 @@ class PartMaker:
         path = self.path(index, group)
         counts = collections.Counter(files=0, binary_files=0, empty_documents=0, duplicate_documents=0, not_utf8_documents=0)
         digests, lengths, total = bytearray(), array.array("q"), 0
-        suffixes = [".ids"] if self._template is None else [".ids", ".marks"]
+        suffixes = [".ids"] if self.template is None else [".ids", ".marks"]
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(open(path.with_suffix(suffix), "wb")) for suffix in suffixes]
             for batch in batches(self._documents(group, counts)):
@@ -223,14 +223,14 @@ class PartMaker:
             self.progress.add(file.size - reported, 0)
 
     def _digest(self, document: bytes, place: str) -> bytes:
-        if self._template is not None:
-            return self._template.digest(document, place)
+        if self.template is not None:
+            return self.template.digest(document, place)
         return hashlib.blake2b(document, digest_size=16).digest()
 
     def _is_text(self, document: bytes, place: str) -> bool:
         """Whether it is UTF-8; without utf8_only all is text to bytes, and what another tokenizer or a template cannot read is
         an error."""
-        if self.settings.tokenizer == "bytes" and self._template is None and not self.settings.utf8_only:
+        if self.settings.tokenizer == "bytes" and self.template is None and not self.settings.utf8_only:
             return True
         try:
             document.decode("utf-8")
@@ -243,8 +243,8 @@ class PartMaker:
     def _encode(self, batch: list[tuple[bytes, bytes, str]]) -> Iterator[tuple[np.ndarray, ...]]:
         """The ids of each document, of a conversation with its marks."""
         documents = [document for document, _, _ in batch]
-        if self._template is not None:
-            for ids, marks in self._template.mark(documents, [place for _, _, place in batch]):
+        if self.template is not None:
+            for ids, marks in self.template.mark(documents, [place for _, _, place in batch]):
                 yield ids.astype(self.dtype), marks
             return
         bos, eos = self.tokenizer.bos, [self.tokenizer.eos]

@@ -7,6 +7,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # else it says that PyTorch is m
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ except ImportError:
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 from text_data import parts  # noqa: E402
-from text_data.chat import ChatError, ChatTemplate  # noqa: E402
+from text_data.chat import ChatError, ChatTemplate, without_marks  # noqa: E402
 from text_data.common import InputError  # noqa: E402
 from text_data.packing import Packer  # noqa: E402
 from text_data.readers import conversation_of  # noqa: E402
@@ -148,6 +149,16 @@ class Templates(unittest.TestCase):
         messages = [{"role": "user", "content": "<é&>"}, {"role": "assistant", "content": "b"}]
         self.assertEqual(marked(self.config(source), messages), '{"role": "user", "content": "<é&>"}4{<&>}')
 
+    def test_the_text_without_marks_is_the_same(self):
+        for opened, closed in (("{% generation %}", "{% endgeneration %}"), ("{%- generation -%}", "{%- endgeneration -%}"),
+                               ("{%generation%}", "{%+ endgeneration +%}"), ("{%-generation %}", "{% endgeneration-%}")):
+            source = f"a \n  {opened}\n b \n  {closed} \n c"
+            with self.subTest(source=source):
+                plain = without_marks(source)
+                self.assertNotIn("generation", plain)
+                texts = [ChatTemplate(str(self.config(s)), ByteTokenizer()).text_and_spans(QUESTION[:1])[0] for s in (source, plain)]
+                self.assertEqual(*texts)
+
     def test_bad_templates(self):
         for source, kind, message in (
             ("{{ raise_exception('no system') }}", ChatError, "no system"),
@@ -192,6 +203,16 @@ class Fixtures(unittest.TestCase):
         self.check(jinja)
         self.check(in_config)
         self.check(lambda folder, text: in_config(folder, [{"name": "default", "template": text}]))
+
+    def test_turns_end_with_the_token_of_the_model(self):
+        ends = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "phi3": "<|end|>", "mistral": "</s>"}
+        for name, end in ends.items():
+            with self.subTest(name=name), tempfile.TemporaryDirectory() as folder:
+                tokenizer = make_tokenizer(str(make_chat_tokenizer(name, Path(folder))))
+                template = ChatTemplate(str(FIXTURES / "chat_templates" / f"{name}.jinja"), tokenizer)
+                self.assertEqual(template.end_of_turn(), tokenizer.id_of(end))
+        for name in ("chatml", "plain"):
+            self.assertIsNone(ChatTemplate(name, ByteTokenizer()).end_of_turn())
 
     def test_calls_of_tools_are_targets(self):
         call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "<é>"}}}
@@ -348,6 +369,50 @@ class Files(Preparation):
         path = self.write("chats.jsonl", "\n".join(with_tools([{"name": tool}]) for tool in ("a", "b", "b")))
         info = self.prepare(path, "--chat", template, "--sequence-length", 128)
         self.assertEqual((info["train"]["documents"], info["left_out"]["duplicate_documents"]), (2, 1))
+
+    def kept(self, name):
+        return (self.out / "tokenizer" / name).read_text()
+
+    def test_the_template_and_the_end_of_turns_go_with_the_tokenizer(self):
+        tokenizer = make_chat_tokenizer("llama3", self.folder / "model")
+        own = make_tokenizer(str(tokenizer))
+        end, document_end = own.id_of("<|eot_id|>"), own.id_of("<|end_header_id|>")
+        config = tokenizer.with_name("tokenizer_config.json")
+        config.write_text(config.read_text().replace("<|eot_id|>", "<|end_header_id|>"))
+        arguments = (self.write_chats([QUESTION]), "--tokenizer", tokenizer, "--sequence-length", 64)
+        for before, after in ((None, {"eos_token_id": [end, document_end]}),
+                              ({"top_k": 5, "eos_token_id": 3}, {"top_k": 5, "eos_token_id": [end, 3]}),
+                              ({"eos_token_id": [3, end]}, {"eos_token_id": [3, end]})):
+            with self.subTest(before=before):
+                if before is not None:
+                    tokenizer.with_name("generation_config.json").write_text(json.dumps(before))
+                self.prepare(*arguments, "--chat", "llama3")
+                self.assertEqual(json.loads(self.kept("generation_config.json")), after)
+                served = transformers.AutoTokenizer.from_pretrained(self.out / "tokenizer")
+                ids = served.apply_chat_template(QUESTION, return_dict=False)
+                prompt = served.apply_chat_template(QUESTION[:1], add_generation_prompt=True, return_dict=False)
+                tokens, marks = self.read()
+                self.assertEqual(tokens[: len(ids)].tolist(), ids)
+                self.assertEqual(tokens[: list(marks & 1).index(1)].tolist(), prompt)
+                self.assertNotIn("generation ", self.kept("chat_template.jinja").replace("add_generation_prompt", ""))
+                shutil.rmtree(self.out)
+
+    def test_the_template_that_the_tokenizer_carries_stays_as_it_is(self):
+        tokenizer = make_chat_tokenizer("qwen25", self.folder / "model")
+        source = "{% generation %}" + CHATML_JINJA + "{% endgeneration %}"
+        arguments = (self.write_chats([QUESTION]), "--tokenizer", tokenizer, "--sequence-length", 64)
+        config = tokenizer.with_name("tokenizer_config.json")
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": source}))
+        self.prepare(*arguments, "--chat", config)
+        self.assertEqual(self.kept("tokenizer_config.json"), config.read_text())
+        self.assertFalse((self.out / "tokenizer/chat_template.jinja").exists())
+        shutil.rmtree(self.out)
+        jinja = self.write("model/chat_template.jinja", source)
+        self.prepare(*arguments, "--chat", jinja)
+        self.assertEqual(self.kept("chat_template.jinja"), source)
+        shutil.rmtree(self.out)
+        self.prepare(*arguments, "--chat", self.write("other.jinja", source + "{# other #}"))
+        self.assertEqual(self.kept("chat_template.jinja"), "{# #}" + CHATML_JINJA + "{# #}{# other #}")
 
     def test_markers_that_are_no_tokens_are_told(self):
         words = {"<|im_start|>": 0, "<|im_end|>": 1, "<|endoftext|>": 2, "[UNK]": 3}
