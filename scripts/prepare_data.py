@@ -58,7 +58,7 @@ from text_data.partial import Partial, new_folder, print_last, run_script  # noq
 from text_data.readers import MAX_DOCUMENT_BYTES, Reading, find_files  # noqa: E402
 from text_data.token_writer import TokenWriter  # noqa: E402
 from text_data.tokenizer import EOS_NAMES, padded_vocab_size  # noqa: E402
-from tokenizer_files import copy_tokenizer, keep_chat  # noqa: E402
+from tokenizer_files import copy_tokenizer, keep_bos, keep_chat  # noqa: E402
 
 
 def print_line(text: str) -> None:
@@ -169,9 +169,12 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     info = summary(options, maker, output)
     if options.tokenizer != "bytes":
         named = maker.tokenizer.given_tokens() if options.chat is None else {}  # of conversations --eos is padding
-        copy_tokenizer(maker.tokenizer, partial.staging / "tokenizer", named)
-        if maker.template is not None:
-            keep_chat(maker.template, partial.staging / "tokenizer", maker.tokenizer)
+        kept = partial.staging / "tokenizer"
+        copy_tokenizer(maker.tokenizer, kept, named)
+        if maker.template is None:
+            keep_bos(kept, maker.tokenizer)
+        else:
+            keep_chat(maker.template, kept, maker.tokenizer)
     partial.describe(info)
     return info
 

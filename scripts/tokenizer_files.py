@@ -57,6 +57,14 @@ def name_tokens(folder: Path, tokens: dict[str, object], tokenizer: JsonTokenize
         put_end_first(generation, tokenizer.eos, ends_in(generation))
 
 
+def keep_bos(folder: Path, tokenizer: JsonTokenizer) -> None:
+    """Makes the copy of a tokenizer in `folder` begin texts as documents were begun."""
+    path = folder / "tokenizer.json"
+    tokenizer.write_bos(path)
+    with open(path, "rb") as copy:
+        sync(copy)
+
+
 def keep_chat(template: ChatTemplate, folder: Path, tokenizer: JsonTokenizer) -> None:
     """Gives the copy of a tokenizer in `folder` the template that conversations were made with, and the token that ends a turn
     of the assistant, so that a model trained on them is prompted, and ends, as they do."""

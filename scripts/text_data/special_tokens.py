@@ -38,10 +38,18 @@ def special_tokens_of(config: dict) -> dict[str, str]:
     return found
 
 
+def put_around(tokenizer) -> tuple[list[int], list[int]]:
+    """What the post-processor puts before a text, and behind it."""
+    encoding = tokenizer.encode("a", add_special_tokens=True)
+    is_special = encoding.special_tokens_mask
+    first = [*is_special, 0].index(0)
+    last = len(is_special) - [*is_special[::-1], 0].index(0)
+    return encoding.ids[:first], encoding.ids[max(first, last) :]
+
+
 def bos_of(tokenizer, special_tokens: dict[str, str], add_bos_token: object) -> list[int]:
     """What begins a text: as `add_bos_token` of tokenizer_config.json says, or else what the post-processor puts there."""
-    encoding = tokenizer.encode("a", add_special_tokens=True)
-    in_front = encoding.ids[: [*encoding.special_tokens_mask, 0].index(0)]
+    in_front, _ = put_around(tokenizer)
     if not isinstance(add_bos_token, bool):
         return in_front
     if not add_bos_token:

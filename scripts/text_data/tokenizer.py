@@ -10,7 +10,7 @@ import numpy as np
 from python_packages import advice
 
 from .common import InputError, one_line
-from .special_tokens import bos_of, special_tokens_of, tokenizer_config
+from .special_tokens import bos_of, put_around, special_tokens_of, tokenizer_config
 
 # Names of the token that ends a document, where no tokenizer_config.json says which.
 EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>")
@@ -117,6 +117,25 @@ class JsonTokenizer:
         with_bos = {"add_bos_token"} if self._given["bos_token"] is not None else set()
         names = with_bos | {name for name, given in self._given.items() if given is not None}
         return {name: value for name, value in self.document_tokens().items() if name in names}
+
+    def write_bos(self, path: Path) -> None:
+        """Makes the post-processor of a copy of the file put `bos` before a text: transformers asks it alone."""
+        from tokenizers import Tokenizer, processors
+
+        in_front, behind = put_around(self._tokenizer)
+        if in_front == self.bos:
+            return
+        front, back = ([self._tokenizer.id_to_token(id) for id in ids] for ids in (self.bos, behind))
+        single = [*front, "$A", *back]
+        pair = [*single, *(f"{piece}:1" for piece in (*front, "$B", *back))]
+        ids = [(self._tokenizer.id_to_token(id), id) for id in dict.fromkeys((*self.bos, *behind))]
+        copy = Tokenizer.from_file(str(path))  # with the settings of whoever saved it
+        old = copy.post_processor
+        parts = list(old) if isinstance(old, processors.Sequence) else [old] if old is not None else []
+        others = [part for part in parts if part.num_special_tokens_to_add(False) == 0]
+        added = [processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)] if ids else []
+        copy.post_processor = processors.Sequence([*others, *added])
+        copy.save(str(path))
 
     def _named(self, name: str, option: str) -> int:
         if (token := self.id_of(name)) is None:

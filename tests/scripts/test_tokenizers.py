@@ -20,6 +20,7 @@ except ImportError:
     sys.exit(77)
 
 from preparation import SCRIPT, Preparation  # noqa: E402
+from tokenizer_helper import Text  # noqa: E402
 from tiny_tokenizers import llama2_like, llama3_like, qwen_like  # noqa: E402
 
 TEXTS = [
@@ -80,6 +81,35 @@ class Specials(Preparation):
         added = qwen_like(self.folder / "deepseek", add_bos_token=True, bos_token={"content": "<|im_start|>"})
         self.documents(added)
         self.assertEqual(self.info["bos"], [tokenizers.Tokenizer.from_file(str(added)).token_to_id("<|im_start|>")])
+
+    def test_the_kept_tokenizer_begins_texts_as_documents_begin(self):
+        both = llama2_like(self.folder / "both")
+        tokenizer = tokenizers.Tokenizer.from_file(str(both))
+        ends = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A </s>", special_tokens=ends)
+        tokenizer.save(str(both))
+        for path, *options in (
+            (qwen_like(self.folder / "qwen"), "--bos", "<|im_start|>"),
+            (qwen_like(self.folder / "said", add_bos_token=True, bos_token="<|im_start|>"),),
+            (llama3_like(self.folder / "llama3"), "--bos", "none"),
+            (llama3_like(self.folder / "refused", add_bos_token=False),),
+            (llama2_like(self.folder / "llama2"), "--bos", "none"),
+            (both, "--bos", "none"),
+        ):
+            with self.subTest(path=path, options=options):
+                documents = self.documents(path, *options)
+                kept = self.out / "tokenizer"
+                behind = [self.info["eos"]] if path == both else []
+                served = AutoTokenizer.from_pretrained(kept)
+                self.assertEqual([served(text)["input_ids"] for text in TEXTS], [[*ids, *behind] for ids in documents])
+                text = Text(kept)
+                self.assertEqual([text.encode(t) for t in TEXTS], documents)
+                old, new = (json.loads(p.read_text()) for p in (path, kept / "tokenizer.json"))
+                self.assertEqual(old | {"post_processor": None}, new | {"post_processor": None})
+                self.assertEqual("ByteLevel" in str(old["post_processor"]), "ByteLevel" in str(new["post_processor"]))
+        path = llama3_like(self.folder / "same")
+        self.documents(path, "--bos", "<|begin_of_text|>")
+        self.assertEqual((self.out / "tokenizer/tokenizer.json").read_bytes(), path.read_bytes())
 
     def test_eos_by_option_and_by_config(self):
         path = qwen_like(self.folder / "instruct", eos_token="<|im_end|>")
