@@ -214,7 +214,13 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} " + (re.sub(r"s( |$)", r"\1", what, count=1) if count == 1 else what)
 
 
-def print_summary(info: dict, out: Path) -> None:
+def is_of_imported_model(tokenizer: str) -> bool:
+    """Whether it lies where `parka import` puts it: that model's config.json has its own vocab_size, often a larger one."""
+    folder = Path(tokenizer).absolute().parent
+    return tokenizer != "bytes" and folder.name == "huggingface" and (folder.parent / "config.json").is_file()
+
+
+def print_summary(info: dict, out: Path, for_imported_model: bool) -> None:
     for split in ("train", "eval"):
         counts = info[split]
         files = len(counts["files"])
@@ -230,12 +236,11 @@ def print_summary(info: dict, out: Path) -> None:
     if "chat" not in info:
         bos = f"begin with {' '.join(map(str, info['bos']))}, " if info["bos"] else ""
         print(f"documents: {bos}end with {info['eos']}")
-    print(f"vocabulary: {info['vocab_size']} ids, in the config {info['padded_vocab_size']}")
+    config_of = "the config of a new model" if for_imported_model else "the config"
+    print(f"vocabulary: {info['vocab_size']} ids, in {config_of} {info['padded_vocab_size']}")
     print("config:")
-    config = {
-        "model": {"vocab_size": info["padded_vocab_size"]},
-        "data": {"train": paths["train"], "eval": paths["eval"], "token_dtype": info["dtype"]},
-    }
+    config = {} if for_imported_model else {"model": {"vocab_size": info["padded_vocab_size"]}}
+    config["data"] = {"train": paths["train"], "eval": paths["eval"], "token_dtype": info["dtype"]}
     if "chat" in info:
         config["data"] |= {
             "sequence_length": info["sequence_length"],
@@ -326,7 +331,7 @@ def run(arguments: list[str]) -> None:
     with Partial(options.out, print_line) as partial:
         info = prepare(options, partial)
         partial.finish()
-    print_last(lambda: print_summary(info, options.out))
+    print_last(lambda: print_summary(info, options.out, is_of_imported_model(options.tokenizer)))
 
 
 def main() -> int:

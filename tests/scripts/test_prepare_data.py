@@ -122,6 +122,21 @@ class PrepareDataTest(Preparation):
         self.assertEqual(config["data"]["train"], [str(self.out.resolve() / "train-00000.npy")])
         self.assertEqual(config["data"]["token_dtype"], "uint16")
 
+    @unittest.skipIf(tokenizers is None, "tokenizers is missing")
+    def test_config_snippet_leaves_an_imported_model_as_it_is(self):
+        text = self.write("a.txt", "a")
+        path = self.word_tokenizer(["[UNK]", "a", "</s>"])
+        for place, model in (("huggingface/tokenizer.json", {"model": {"vocab_size": 16}}), ("model/huggingface/tokenizer.json", {})):
+            with self.subTest(place=place):
+                self.write("model/config.json", '// Goes on\n{"model": {"vocab_size": 64}}')
+                result = self.call(text, "--tokenizer", self.write(place, path.read_bytes()))
+                summary, config = result.stdout.split("config:\n", 1)
+                config = json.loads(config)
+                self.assertEqual(config.pop("data")["token_dtype"], "uint16")
+                self.assertEqual(config, model)
+                self.assertIn(f"vocabulary: 3 ids, in the config{'' if model else ' of a new model'} 16\n", summary)
+                shutil.rmtree(self.out)
+
     def test_include_matches_names_and_relative_paths(self):
         self.write("in/a.txt", "a")
         self.write("in/b.py", "b")
