@@ -33,6 +33,8 @@ MARKERS = {
     "vicuna_v1": ("<s>", "</s>"),
     "plain": (),  # of captions: pictures, and then what is said of them
 }
+# What a message may say beside its content.
+BESIDE_CONTENT = ("tool_calls", "reasoning_content", "thinking")
 
 
 class ChatError(Exception):
@@ -90,9 +92,9 @@ class ChatTemplate:
         ends = set(tokenizer.added_tokens) | {self._special_tokens.get("eos_token", "")}
         self._ends = sorted(ends - {""}, key=len, reverse=True)  # the longest of those that begin alike
         self._render_template = import_renderer()
-        from jinja2 import TemplateSyntaxError
+        from jinja2 import TemplateSyntaxError, UndefinedError
 
-        self._syntax_error = TemplateSyntaxError
+        self._syntax_error, self._undefined_error = TemplateSyntaxError, UndefinedError
 
     def known(self) -> list:
         """What of it decides the text and its targets, beside the tokenizer."""
@@ -154,10 +156,32 @@ class ChatTemplate:
     def _shown(self, messages: list[dict], tools: list | None = None) -> tuple[str, list[Span] | None]:
         """The text, and the targets if the template marks them."""
         template = self._template_for(tools)
-        if re.search(r"\{%-?\s*generation\s*-?%\}", template):
-            return self._render(template, messages, tools, return_assistant_tokens_mask=True)
-        text, _ = self._render(template, messages, tools)
-        return text, None
+        marks = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+        text, marked = self._render(template, messages, tools, **({"return_assistant_tokens_mask": True} if marks else {}))
+        hidden = ["tools"] if tools and self._text_or_none(template, messages, None) == text else []
+        hidden += [key for key in BESIDE_CONTENT if self._hides(template, key, text, messages, tools)]
+        if hidden:
+            raise ChatError(
+                f"the chat template shows no {' or '.join(hidden)}; give --chat a template that does, as the model's own, "
+                "or leave that out of the data"
+            )
+        return text, marked if marks else None
+
+    def _hides(self, template: str, key: str, text: str, messages: list[dict], tools: list | None) -> bool:
+        """Whether messages say something under the key of which the template shows nothing."""
+        having = [number for number, message in enumerate(messages, 1) if says_something(message.get(key))]
+        without = [{name: value for name, value in message.items() if name != key} for message in messages]
+        if not having or self._text_or_none(template, without, tools) != text:
+            return False
+        # Of reasoning a template may show only that of the last turn.
+        last = having[-1]
+        return self._text_or_none(template, without[:last], tools) == self._text_or_none(template, messages[:last], tools)
+
+    def _text_or_none(self, template: str, messages: list[dict], tools: list | None) -> str | None:
+        """None if the template refuses the messages, as it may without the calls to which a tool replies."""
+        with contextlib.suppress(ChatError):
+            return self._render(template, messages, tools)[0]
+        return None
 
     def _template_for(self, tools: list | None) -> str:
         """As transformers chooses among several."""
@@ -177,6 +201,12 @@ class ChatTemplate:
         except self._syntax_error as error:
             raise InputError(f"{self._place}: its chat template cannot be used ({one_line(error)}); give another")
         except Exception as error:  # whatever the template's expressions raise
+            silent = [number for number, message in enumerate(messages, 1) if "content" not in message]
+            if silent and isinstance(error, self._undefined_error) and "'content'" in str(error):
+                raise ChatError(
+                    f"message {silent[0]} has no content, and the chat template asks for it; give --chat the model's own "
+                    'template, or the message a "content"'
+                )
             raise ChatError(f"the chat template refuses the conversation ({one_line(error)}); fix it or leave it out")
         return texts[0], spans[0] if spans else []
 
@@ -216,6 +246,10 @@ class ChatTemplate:
         if not ends:
             return rest
         return rest[: ends[-1] if message.get("tool_calls") else ends[0]]
+
+
+def says_something(value: object) -> bool:
+    return bool(value.strip() if isinstance(value, str) else value)
 
 
 def spelled_out_markers(name: str, tokenizer) -> list[str]:

@@ -56,6 +56,15 @@ CHATML_JINJA = (
 )
 
 
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+CALLING = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "rain"},
+    {"role": "assistant", "content": "It rains."},
+]
+
+
 def with_tools(tools):
     return json.dumps({"messages": QUESTION, "tools": tools})
 
@@ -129,6 +138,41 @@ class Templates(unittest.TestCase):
         )
         with self.assertRaisesRegex(ChatError, "mark them in it with {% generation %}"):
             marked(self.config("{{ messages | length }}"), DIALOGUE)
+
+    def test_what_the_template_does_not_show_is_refused(self):
+        thinking = [QUESTION[0], QUESTION[1] | {"thinking": "Hm."}]
+        reasoning = [QUESTION[0], QUESTION[1] | {"reasoning_content": "Hm."}]
+        own = self.config(CHATML_JINJA, eos_token="<|im_end|>")
+        for name in ("chatml", "llama3", str(own)):
+            template = ChatTemplate(name, ByteTokenizer())
+            for messages, tools, hidden in (
+                (CALLING, None, "tool_calls"),
+                (QUESTION, [CALL], "tools"),
+                (CALLING, [CALL], "tools or tool_calls"),
+                (thinking, None, "thinking"),
+                (reasoning + QUESTION, None, "reasoning_content"),
+            ):
+                with self.subTest(name=name, hidden=hidden):
+                    with self.assertRaisesRegex(ChatError, f"shows no {hidden}; give --chat a template that does"):
+                        template.text_and_spans(messages, tools)
+                    record = {"messages": messages} | ({"tools": tools} if tools else {})
+                    with self.assertRaisesRegex(InputError, f"here: the chat template shows no {hidden};"):
+                        template.digest(conversation_of(record, "here"), "here")
+            empty = [QUESTION[0], QUESTION[1] | {"tool_calls": [], "thinking": "\n"}]
+            self.assertEqual(template.text_and_spans(empty, []), template.text_and_spans(QUESTION))
+
+    def test_reasoning_may_be_shown_in_the_last_turn_alone(self):
+        last = CHATML_JINJA.replace("message['content']", "(message.thinking | default('') if loop.last else '') + message.content")
+        path = self.config(last, eos_token="<|im_end|>")
+        thinking = [QUESTION[0], QUESTION[1] | {"thinking": "Hm. "}]
+        reasoned = [QUESTION[0], QUESTION[1] | {"content": "Hm. 2"}]
+        self.assertEqual(marked(path, thinking * 2), marked("chatml", QUESTION + reasoned))
+        self.assertEqual(marked(path, thinking + QUESTION), marked("chatml", QUESTION * 2))
+
+    def test_a_message_without_content_is_named(self):
+        silent = [{key: value for key, value in m.items() if value != ""} for m in CALLING]
+        with self.assertRaisesRegex(ChatError, "^message 2 has no content, and the chat template asks for it"):
+            marked("chatml", silent)
 
     def test_all_forms_in_which_models_have_their_template(self):
         want = marked("chatml", DIALOGUE)
@@ -481,6 +525,7 @@ class Files(Preparation):
             (with_tools({}), 'its "tools" are an object; give a list'),
             (with_tools("{}"), 'its "tools" are an object; give a list'),
             (with_tools("[{"), 'its "tools" are a text that is not JSON'),
+            (json.dumps({"messages": CALLING}), "the chat template shows no tool_calls"),
         ):
             with self.subTest(line=line):
                 path.write_text(f"{good}\n{line}\n")
