@@ -90,7 +90,8 @@ class ChatTemplate:
         self._special_tokens = tokenizer.special_tokens | special_tokens_of(tokenizer_config(path.parent))
         self._tokenizer = tokenizer
         ends = set(tokenizer.added_tokens) | {self._special_tokens.get("eos_token", "")}
-        self._ends = sorted(ends - {""}, key=len, reverse=True)  # the longest of those that begin alike
+        ends = sorted(ends - {""}, key=len, reverse=True)  # the longest of those that begin alike
+        self._own_token = re.compile("|".join(map(re.escape, ends)) or "(?!)")
         self._render_template = import_renderer()
         from jinja2 import TemplateSyntaxError, UndefinedError
 
@@ -216,22 +217,36 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt, _ = self._render(template, messages[:number], tools, add_generation_prompt=True)
+            first = self._begin_of_turn(template, text, messages[:number], tools)
             so_far, _ = self._render(template, messages[: number + 1], tools)
             rest = self._after_the_words(template, so_far, messages[: number + 1], tools)
             end = self._end_of_turn(rest, message)
             if text.startswith(so_far):
-                first, last = len(prompt), len(so_far) - len(rest) + len(end)
+                last = len(so_far) - len(rest) + len(end)
             else:  # an earlier turn may look otherwise than a last one, as without its reasoning
-                first = len(prompt)
-                found = text.find(end, first) if end else -1
+                found = text.find(end, max(first, 0)) if end else -1
                 last = found + len(end) if found >= 0 else -1
-            if not text.startswith(prompt) or last < first:
+            if first < 0 or last < first:
                 raise ChatError(
                     "the chat template changes what came before when a message is added, so that the assistant's "
                     "words cannot be told apart; mark them in it with {% generation %}"
                 )
             yield first, last
+
+    def _begin_of_turn(self, template: str, text: str, before: list[dict], tools: list | None) -> int:
+        """Where the prompt for a turn ends in the text; -1 if the text has what came before the turn in another way."""
+        prompt, _ = self._render(template, before, tools, add_generation_prompt=True)
+        if text.startswith(prompt):
+            return len(prompt)
+        # The prompt may end with what a written turn does not have, as with the begin of reasoning.
+        so_far, _ = self._render(template, before, tools)
+        if not text.startswith(so_far):
+            return -1
+        first = len(os.path.commonprefix((prompt, text)))
+        for shown in (prompt, text):
+            inside = (m.start() for m in self._own_token.finditer(shown, len(so_far)) if m.start() < first < m.end())
+            first = next(inside, first)
+        return first if first >= len(so_far) else -1
 
     def _after_the_words(self, template: str, so_far: str, messages: list[dict], tools: list | None) -> str:
         """What the template puts after the words of the last message: that stays where they become longer."""
@@ -242,7 +257,7 @@ class ChatTemplate:
 
     def _end_of_turn(self, rest: str, message: dict) -> str:
         """`rest` up to its first token of the tokenizer's own, after the last one where it holds calls of tools."""
-        ends = [match.end() for match in re.finditer("|".join(map(re.escape, self._ends)), rest)] if self._ends else []
+        ends = [match.end() for match in self._own_token.finditer(rest)]
         if not ends:
             return rest
         return rest[: ends[-1] if message.get("tool_calls") else ends[0]]

@@ -174,6 +174,37 @@ class Templates(unittest.TestCase):
         with self.assertRaisesRegex(ChatError, "^message 2 has no content, and the chat template asks for it"):
             marked("chatml", silent)
 
+    def test_a_prompt_may_end_with_what_a_written_turn_does_not_have(self):
+        """As DeepSeek-R1-Distill's does with the begin of the reasoning."""
+        written = CHATML_JINJA.replace("message['content']", "message['content'].split('</think>')[-1]")
+        path = self.config(written.replace("assistant\n", "assistant\n<think>\n"), eos_token="<|im_end|>")
+        reasoned = [m if m["role"] != "assistant" else m | {"content": "Hm</think>" + m["content"]} for m in DIALOGUE]
+        for messages in (QUESTION, DIALOGUE, reasoned):
+            with self.subTest(messages=messages):
+                want = marked("chatml", DIALOGUE if messages is reasoned else messages)
+                self.assertEqual(marked(path, messages), want)
+        other = self.config("{{ messages | length }}" + written, eos_token="<|im_end|>")
+        with self.assertRaisesRegex(ChatError, "changes what came before"):
+            marked(other, QUESTION)
+
+    def test_an_earlier_turn_may_lack_what_the_prompt_and_the_last_turn_have(self):
+        """As in Qwen 3's template of models that always reason."""
+        thought = "'<think>\n' if loop.last and message.role == 'assistant' else ''"
+        shown = CHATML_JINJA.replace("message['content']", f"({thought}) + message['content']")
+        path = self.config(shown.replace("assistant\n", "assistant\n<think>\n"), eos_token="<|im_end|>")
+        want = marked("chatml", QUESTION * 2)
+        last = want.rindex("{")
+        self.assertEqual(marked(path, QUESTION * 2), want[:last] + "<think>\n" + want[last:])
+
+    def test_a_turn_does_not_begin_inside_a_token(self):
+        path = self.config(CHATML_JINJA.replace("assistant\n", "assistant\n<think>"), eos_token="<|im_end|>")
+        tokenizer = ByteTokenizer()
+        tokenizer.added_tokens = ("<think>", "<tool>")
+        for words in ("<tool>", "<tha"):
+            messages = [QUESTION[0], {"role": "assistant", "content": words}]
+            text, ((first, last),) = ChatTemplate(str(path), tokenizer).text_and_spans(messages)
+            self.assertEqual(text[first:last], words + "<|im_end|>")
+
     def test_all_forms_in_which_models_have_their_template(self):
         want = marked("chatml", DIALOGUE)
         listed = [{"name": "rag", "template": "{{ 1 }}"}, {"name": "default", "template": CHATML_JINJA}]
