@@ -28,11 +28,11 @@
 #include "engine/training/metrics_log.h"
 #include "engine/training/progress.h"
 #include "engine/training/run_folder.h"
+#include "engine/training/run_hook.h"
 #include "engine/training/run_lock.h"
 #include "engine/training/run_log.h"
 #include "engine/training/run_records.h"
 #include "engine/training/run_saver.h"
-#include "engine/training/saved_hook.h"
 #include "engine/training/speed.h"
 #include "engine/training/stop_signal.h"
 #include "engine/training/training_run.h"
@@ -74,9 +74,8 @@ class TrainCommand {
         speed_(speed_of(config, run_.model().parameters(), device_->name())),
         records_(started),
         attention_watch_(config),
-        saved_hook_(is_first() && !config.checkpoint.on_saved.empty()
-                        ? std::make_unique<SavedHook>(config.checkpoint.on_saved, hook_listener())
-                        : nullptr),
+        hook_(config.checkpoint, *communicator_,
+              [this] { launch_.watchdog().at(0, "waiting for checkpoint.on_saved"); }),
         saver_(run_, *communicator_, config.checkpoint, save_options()) {
     run_.set_place(place());
     if (!options.drill.empty()) run_.set_flip_drill(checked_drill());
@@ -85,11 +84,11 @@ class TrainCommand {
   int train() {
     try {
       const int code = start_and_train();
-      if (saved_hook_) finish_hook();
+      hook_.finish();
       return code;
     } catch (const Error& e) {
       // A disk that is full says nothing of the checkpoint whose copy is being made.
-      if (saved_hook_ && e.code() == ExitCode::kIo) finish_hook();
+      if (e.code() == ExitCode::kIo) hook_.finish();
       throw;
     }
   }
@@ -158,40 +157,6 @@ class TrainCommand {
     return facts;
   }
 
-  // Names the newest checkpoint for which the command of checkpoint.on_saved ended with 0.
-  std::string hook_path() const { return config_.checkpoint.folder + "/on_saved.done"; }
-
-  SavedHook::Listener hook_listener() const {
-    return {warn, [path = hook_path()](const std::string& checkpoint) {
-              try {
-                replace_file(path, std::filesystem::path(checkpoint).filename().string() + "\n");
-              } catch (const Error& e) {
-                warn(e.what());
-              }
-            }};
-  }
-
-  // A run that was asked to stop waits: what the command copies may be all that remains of this machine. One that
-  // is asked only now, as the command hangs, does not.
-  void finish_hook() {
-    const int asked_before = stop_signal();
-    const bool is_done = saved_hook_->finish([] { log_info("waiting for the command of checkpoint.on_saved"); },
-                                             [&] {
-                                               launch_.watchdog().at(0, "waiting for checkpoint.on_saved");
-                                               return stop_signal() != asked_before;
-                                             });
-    if (!is_done) warn("checkpoint.on_saved: the command is left running; the next start runs it again");
-  }
-
-  // The process may have ended while the command ran, and what it copies is a run's only way to another machine.
-  void repeat_hook(const LoadedCheckpoint& checkpoint) {
-    if (!saved_hook_) return;
-    const std::string name = std::filesystem::path(checkpoint.path()).filename().string();
-    if (file_exists(hook_path()) && read_text(hook_path(), 4096) == name + "\n") return;
-    log_info("{}: the command of checkpoint.on_saved has not ended well for it, and runs again", name);
-    saved_hook_->run(checkpoint.path());
-  }
-
   std::string metrics_path() const { return config_.checkpoint.folder + "/metrics.jsonl"; }
 
   SaveOptions save_options() {
@@ -206,7 +171,7 @@ class TrainCommand {
     options.progress = [this] { launch_.watchdog().at(run_.completed_steps(), "saving a checkpoint"); };
     options.saved = [this](const std::string& path, int64_t num_bytes, double seconds) {
       log_info("saved {}: {:.3g} GB in {:.1f} s", path, 1e-9 * static_cast<double>(num_bytes), seconds);
-      if (saved_hook_) saved_hook_->run(path);
+      hook_.run(path);
     };
     options.check_folder = [this] { lock_.require_ours(); };
     options.before_publish = [this] { sync_metrics(); };
@@ -269,7 +234,7 @@ class TrainCommand {
       const std::vector<std::string> differences =
           run_.restore(*checkpoint, options_.accept_mended_data ? SameFiles::kSizes : SameFiles::kBytes);
       if (is_first()) set_refused_aside(passed_over, warn);
-      repeat_hook(*checkpoint);
+      hook_.repeat(*checkpoint);
       log_info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
       for (const std::string& difference : differences) log_info("changed since: {}", difference);
       keep_source();
@@ -382,7 +347,7 @@ class TrainCommand {
     log_memory(run_, *device_);
     if (!beside_) log_end(config_, run_.completed_steps(), saver_.newest_step());
     if (!beside_) return 0;
-    if (saved_hook_) finish_hook();
+    hook_.finish();
     std::rethrow_exception(beside_);
   }
 
@@ -428,7 +393,7 @@ class TrainCommand {
 
   [[noreturn]] void end_at_bad_step(const StepReport& bad) {
     const std::optional<int64_t> saved = save_sound_state(bad);
-    wait_for_hook();
+    hook_.finish_on_all_ranks();
     throw_bad_step(bad, config_, skipped_in_a_row_, saved);
   }
 
@@ -459,13 +424,6 @@ class TrainCommand {
     }
   }
 
-  // What has been saved may be all that remains of this machine. All ranks wait, or a launcher would end rank 0.
-  void wait_for_hook() {
-    if (config_.checkpoint.on_saved.empty()) return;
-    if (saved_hook_) finish_hook();
-    communicator_->max(0.0);
-  }
-
   // The exit code of a run that has more to do.
   int stopped(const char* what) const {
     const int signal = stop_signal();
@@ -477,7 +435,7 @@ class TrainCommand {
   // Saves what is sound before the run ends because of something else, which all ranks then throw.
   [[noreturn]] void end_after_failure() {
     const bool is_saved = has_trained() && try_to_save();
-    wait_for_hook();
+    hook_.finish_on_all_ranks();
     nlohmann::json own;
     if (beside_) {
       try {
@@ -582,7 +540,7 @@ class TrainCommand {
              result.loss, std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
     record.update({{"step", run_.completed_steps()}, {"loss", result.loss}, {"num_targets", result.num_targets}});
     write_record(record);
-    if (!std::isfinite(result.loss)) wait_for_hook();
+    if (!std::isfinite(result.loss)) hook_.finish_on_all_ranks();
     check_evaluation(key, result);
   }
 
@@ -623,12 +581,12 @@ class TrainCommand {
   EvaluationSuite suite_;
   RunRecords records_;
   AttentionWatch attention_watch_;
-  int64_t first_step_ = 0;                 // completed when this process began to train
-  int64_t skipped_in_a_row_ = 0;           // steps that were not finite, up to the newest
-  bool evaluation_is_missing_ = false;     // of that step
-  std::exception_ptr beside_;              // what ends the run, though its state is sound
-  std::unique_ptr<SavedHook> saved_hook_;  // of the rank that completes checkpoints, if the config has a command
-  RunSaver saver_;                         // last: it uses these
+  int64_t first_step_ = 0;              // completed when this process began to train
+  int64_t skipped_in_a_row_ = 0;        // steps that were not finite, up to the newest
+  bool evaluation_is_missing_ = false;  // of that step
+  std::exception_ptr beside_;           // what ends the run, though its state is sound
+  RunHook hook_;
+  RunSaver saver_;  // last: it uses these
 };
 
 // The folder of a run that was moved or copied has a config that names the place before: training there would leave
