@@ -126,7 +126,8 @@ TEST_CASE("the history of a run adds up all of its starts", "[engine][metrics]")
   train(2, 5, 8);  // again
   start(23, "");
   train(3, 7, 4);
-  log.write({{"kind", "eval"}, {"step", 3}, {"wall_seconds", 6}});
+  log.write({{"kind", "eval"}, {"step", 3}, {"loss", 2.5}, {"wall_seconds", 6}});
+  log.write({{"kind", "eval_set"}, {"step", 3}, {"loss", nullptr}, {"wall_seconds", 6}});  // is made again
   train(4, 100, 9);  // behind the step from which the next start resumes: its wall time has passed all the same
   const RunHistory history = read_history(path, 3);
   CHECK(history.wall_seconds == 23 + 9);
