@@ -21,14 +21,14 @@ REFUSED = {
     "llama": {"attention_bias": True, "mlp_bias": True, **WINDOW, **ACTIVATION},
     "mistral": {"attention_bias": True, **ACTIVATION},
     "qwen2": {"use_sliding_window": True, **ACTIVATION},
-    "qwen3": {"attention_bias": True, "use_sliding_window": True, **WINDOW, **ACTIVATION},
+    "qwen3": {"attention_bias": True, "use_sliding_window": True, **ACTIVATION},
     "olmo2": {"attention_bias": True, **WINDOW, **ACTIVATION},
     "olmo3": {"attention_bias": True, "layer_types": ["full_attention", "sliding_attention"], **ACTIVATION},
     "gemma3_text": {"attention_bias": True, "attn_logit_softcapping": 30.0, "final_logit_softcapping": 30.0,
                     "use_bidirectional_attention": True, "hidden_activation": "gelu"},
     "olmo": {"attention_bias": True, "clip_qkv": 8.0, **WINDOW, **ACTIVATION},
 }
-REFUSED_OF_ALL = {"architectures": ["OtherForSequenceClassification"], "attention_dropout": 0.5,
+REFUSED_OF_ALL = {"architectures": ["OtherForSequenceClassification"], "attention_dropout": 0.5, "is_causal": False,
                   "partial_rotary_factor": 0.25, "quantization_config": {"quant_method": "fp8"}}
 
 try:
