@@ -5,8 +5,8 @@
 
 #include "comm/communicator.h"
 #include "engine/checkpoint/checkpoint.h"
+#include "engine/checkpoint/saved_hook.h"
 #include "engine/config/config.h"
-#include "engine/training/saved_hook.h"
 
 namespace parka {
 

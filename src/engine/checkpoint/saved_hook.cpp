@@ -1,4 +1,4 @@
-#include "engine/training/saved_hook.h"
+#include "engine/checkpoint/saved_hook.h"
 
 #include <cerrno>
 #include <chrono>
