@@ -164,10 +164,12 @@ void TrainingRun::initialize() {
 
 void TrainingRun::initialize_alike() {
   const ParameterTable& table = declared_.model.parameters();
-  std::map<std::tuple<int64_t, int64_t, bool>, size_t> first_of_shape;  // frozen ones have no masters to copy
+  // Frozen ones have no masters to copy, and those in codes no weights.
+  std::map<std::tuple<int64_t, int64_t, bool, bool>, size_t> first_of_shape;
   for (size_t i = 0; i < table.all.size(); ++i) {
+    const auto& parameter = table.all[i];
     const auto [first, is_new] =
-        first_of_shape.try_emplace({table.all[i].rows, table.all[i].cols, table.all[i].trainable}, i);
+        first_of_shape.try_emplace({parameter.rows, parameter.cols, parameter.trainable, parameter.is_coded()}, i);
     if (is_new) {
       initialize_one(i);
     } else {
