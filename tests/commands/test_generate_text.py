@@ -127,15 +127,14 @@ class Prompts(TextFolder):
         self.assertGreater(len(pieces), 1)
 
     def test_a_long_prompt_is_seen_by_a_model_that_is_made_for_it(self):
-        def edit_config(folder, length):
-            shutil.copytree(MODEL, folder)
-            with open(f"{folder}/config.json", encoding="utf-8") as file:
-                config = json.load(file)
-            with open(f"{folder}/config.json", "w", encoding="utf-8") as file:
-                json.dump(config | {"max_position_embeddings": length}, file)
-        edit_config(self.path("long"), 8192)
+        shutil.copytree(MODEL, self.path("long"))
+        with open(f"{MODEL}/config.json", encoding="utf-8") as file:
+            config = json.load(file)
+        with open(self.path("long/config.json"), "w", encoding="utf-8") as file:
+            json.dump(config | {"max_position_embeddings": 8192}, file)
         model = self.import_model(self.path("long"), "long_imported")
         ids = [(7 * i + i * i // 3) % 300 for i in range(4200)]
+
         def of(tokens, *options):
             return self.generate(model, "--prompt-tokens", ",".join(map(str, tokens)), "--tokens", "12", *options)
         whole, cut = of(ids), of(ids, "--set", "data.sequence_length=64")
@@ -143,6 +142,7 @@ class Prompts(TextFolder):
         self.assertNotIn("the model sees", whole.stderr)
         self.assertEqual(whole.stdout, of(ids, "--set", "data.sequence_length=8192").stdout)
         self.assertIn("a prompt has 4200 tokens, of which the model sees the last 64", cut.stderr)
+        self.assertIn("sees the last 4096", of(ids, "--set", "data.sequence_length=4096").stderr)  # though it is what the import proposes
         self.assertEqual(cut.stdout, of(ids[-64:], "--set", "data.sequence_length=64").stdout)
 
     def test_without_a_prompt_a_document_begins(self):

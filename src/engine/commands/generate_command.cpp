@@ -11,6 +11,7 @@
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
 #include "engine/commands/generate_text.h"
+#include "engine/config/given_keys.h"
 #include "engine/evaluation/generator.h"
 #include "engine/evaluation/inference_run.h"
 #include "engine/text/byte_codec.h"
@@ -56,9 +57,9 @@ std::optional<ImagePrompt> image_prompt_of(const GenerateOptions& options, const
 
 // What an imported model is made for, which is more than the length that its config.json proposes to train with; of
 // a run what it was trained on, and always what --set says.
-int64_t longest_context(const LoadedCheckpoint& checkpoint, const Config& config) {
+int64_t longest_context(const LoadedCheckpoint& checkpoint, const Config& config, const GenerateOptions& options) {
   const int64_t given = config.data.sequence_length;
-  return given == config_of(checkpoint, {}).data.sequence_length ? max_positions_of(checkpoint, given) : given;
+  return is_overridden(options.overrides, "data.sequence_length") ? given : max_positions_of(checkpoint, given);
 }
 
 void warn_of_cut_prompts(const std::vector<std::vector<int32_t>>& prompts, int64_t max_context) {
@@ -167,7 +168,7 @@ int run_generate(const GenerateOptions& options) {
     generation.stop_tokens.insert(generation.stop_tokens.end(), codec->stop_tokens().begin(),
                                   codec->stop_tokens().end());
   }
-  const int64_t max_context = longest_context(checkpoint, config);
+  const int64_t max_context = longest_context(checkpoint, config, options);
   warn_of_cut_prompts(prompts, max_context);
   const CacheShape shape{std::min(options.batch, static_cast<int64_t>(prompts.size())),
                          context_of(prompts, options.num_tokens, max_context)};
