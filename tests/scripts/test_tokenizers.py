@@ -82,12 +82,16 @@ class Specials(Preparation):
         self.documents(added)
         self.assertEqual(self.info["bos"], [tokenizers.Tokenizer.from_file(str(added)).token_to_id("<|im_start|>")])
 
+    def one_that_ends_texts(self):
+        path = llama2_like(self.folder / "both")
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        ids = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A </s>", special_tokens=ids)
+        tokenizer.save(str(path))
+        return path
+
     def test_the_kept_tokenizer_begins_texts_as_documents_begin(self):
-        both = llama2_like(self.folder / "both")
-        tokenizer = tokenizers.Tokenizer.from_file(str(both))
-        ends = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
-        tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A </s>", special_tokens=ends)
-        tokenizer.save(str(both))
+        both = self.one_that_ends_texts()
         for path, *options in (
             (qwen_like(self.folder / "qwen"), "--bos", "<|im_start|>"),
             (qwen_like(self.folder / "said", add_bos_token=True, bos_token="<|im_start|>"),),
@@ -128,11 +132,7 @@ class Specials(Preparation):
         self.assertEqual(self.info["eos"], own.token_to_id("<|endoftext|>"))
 
     def test_a_tokenizer_that_ends_texts_itself_does_not_end_documents_twice(self):
-        path = llama2_like(self.folder / "both")
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        ids = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
-        tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A </s>", special_tokens=ids)
-        tokenizer.save(str(path))
+        path = self.one_that_ends_texts()
         reference = AutoTokenizer.from_pretrained(path.parent)
         self.assertEqual([[*ids, 2] for ids in self.documents(path)], [reference(text)["input_ids"] for text in TEXTS])
 
