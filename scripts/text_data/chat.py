@@ -158,7 +158,7 @@ class ChatTemplate:
         """The text, and the targets if the template marks them."""
         template = self._template_for(tools)
         marks = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-        text, marked = self._render(template, messages, tools, **({"return_assistant_tokens_mask": True} if marks else {}))
+        text, marked = self._render(template, messages, tools, return_assistant_tokens_mask=marks)
         hidden = ["tools"] if tools and self._text_or_none(template, messages, None) == text else []
         hidden += [key for key in BESIDE_CONTENT if self._hides(template, key, text, messages, tools)]
         if hidden:
