@@ -10,7 +10,6 @@
 #include "comm/launch/launch.h"
 #include "core/log/log.h"
 #include "core/parallel.h"
-#include "data/read_only_file.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
 #include "engine/commands/version.h"

@@ -5,7 +5,6 @@
 
 #include "core/error.h"
 #include "core/log/log.h"
-#include "data/read_only_file.h"
 #include "engine/files/file_io.h"
 #include "engine/training/stop_signal.h"
 
