@@ -1,4 +1,4 @@
-#include "engine/training/attention_watch.h"
+#include "engine/step/attention_watch.h"
 
 #include <cmath>
 #include <limits>
