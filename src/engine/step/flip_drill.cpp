@@ -1,4 +1,4 @@
-#include "engine/training/flip_drill.h"
+#include "engine/step/flip_drill.h"
 
 #include <array>
 #include <charconv>
