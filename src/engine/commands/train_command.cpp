@@ -24,6 +24,7 @@
 #include "engine/planning/gpu_plan.h"
 #include "engine/step/attention_watch.h"
 #include "engine/text/tokenizer_files.h"
+#include "engine/training/deferred_error.h"
 #include "engine/training/metrics_log.h"
 #include "engine/training/progress.h"
 #include "engine/training/run_folder.h"
@@ -117,7 +118,7 @@ class TrainCommand {
                run_.completed_steps(), config_.training.steps);
     }
     if (evaluation_is_missing_ && !evaluate()) return stop();
-    if (communicator_->max(beside_ ? 1.0 : 0.0) > 0) end_after_failure();
+    if (communicator_->max(deferred_ ? 1.0 : 0.0) > 0) end_after_failure();
     if (is_done) return 0;
     saver_.prepare();
     return train_steps();
@@ -344,10 +345,10 @@ class TrainCommand {
     }
     saver_.finish();
     log_memory(run_, *device_);
-    if (!beside_) log_end(config_, run_.completed_steps(), saver_.newest_step());
-    if (!beside_) return 0;
+    if (!deferred_) log_end(config_, run_.completed_steps(), saver_.newest_step());
+    if (!deferred_) return 0;
     hook_.finish();
-    std::rethrow_exception(beside_);
+    deferred_.rethrow();
   }
 
   // What some rank has met with: ranks learn of things at different steps, and act on them in the same.
@@ -359,9 +360,9 @@ class TrainCommand {
   };
 
   Agreement agree() {
-    if (!beside_ && run_.completed_steps() < config_.training.steps) beside_ = run_.data_failure();
+    if (!deferred_ && run_.completed_steps() < config_.training.steps) deferred_.keep(run_.data_failure());
     // The largest value wins: what is left out is still there in the next step.
-    const int own = (beside_ ? 4 : 0) + (stop_signal() != 0 ? 2 : 0) + (saver_.failed() ? 1 : 0);
+    const int own = (deferred_ ? 4 : 0) + (stop_signal() != 0 ? 2 : 0) + (saver_.failed() ? 1 : 0);
     const int most = static_cast<int>(communicator_->max(own));
     return {(most & 2) != 0, (most & 1) != 0, (most & 4) != 0};
   }
@@ -435,30 +436,12 @@ class TrainCommand {
   [[noreturn]] void end_after_failure() {
     const bool is_saved = has_trained() && try_to_save();
     hook_.finish_on_all_ranks();
-    nlohmann::json own;
-    if (beside_) {
-      try {
-        std::rethrow_exception(beside_);
-      } catch (const Error& e) {
-        own = {{"code", static_cast<int>(e.code())}, {"message", e.what()}};
-      }
-    }
-    constexpr auto kReplaceBadText = nlohmann::json::error_handler_t::replace;
-    const std::vector<std::string> all = communicator_->gather_text(own.dump(-1, ' ', false, kReplaceBadText));
-    const auto next_after = [&](ExitCode code) {
+    deferred_.throw_on_all_ranks(*communicator_, [&](ExitCode code) -> std::string {
+      if (!is_saved) return "";
       return fmt::format(
           "; step {} is saved: once this is mended, the same command resumes from there{}", run_.completed_steps(),
           code == ExitCode::kBadInput ? ", with --accept-mended-data if a file of data.train changes" : "");
-    };
-    for (size_t rank = 0; rank < all.size(); ++rank) {
-      const nlohmann::json failure = nlohmann::json::parse(all[rank]);
-      if (!failure.is_object()) continue;
-      const std::string who = all.size() == 1 ? "" : fmt::format("rank {}: ", rank);
-      const auto code = static_cast<ExitCode>(failure.at("code").get<int>());
-      throw Error(code, fmt::format("{}{}{}", who, failure.at("message").get<std::string>(),
-                                    is_saved ? next_after(code) : ""));
-    }
-    throw_internal("ranks agreed on a failure that none of them has");
+    });
   }
 
   // Returns the share of the run's time that has gone into steps.
@@ -499,18 +482,18 @@ class TrainCommand {
   // A record that cannot be written ends the run, but not before its state is saved.
   void write_record(const nlohmann::ordered_json& line,
                     RunRecords::Clock::time_point when = RunRecords::Clock::now()) {
-    if (beside_) return;
+    if (deferred_) return;
     try {
       records_.write(line, when);
     } catch (const Error&) {
-      beside_ = std::current_exception();
+      deferred_.keep(std::current_exception());
     }
   }
 
   void may_stop_evaluation(const std::exception_ptr& read_failure) {
     launch_.watchdog().at(run_.completed_steps(), "evaluation");
-    if (!beside_) beside_ = read_failure;
-    const double most = communicator_->max((beside_ ? 2 : 0) + (stop_signal() != 0 ? 1 : 0));
+    deferred_.keep(read_failure);
+    const double most = communicator_->max((deferred_ ? 2 : 0) + (stop_signal() != 0 ? 1 : 0));
     if (most > 0) throw EvaluationStopped{.failed = most >= 2};
   }
 
@@ -548,7 +531,7 @@ class TrainCommand {
     try {
       check_evaluation(key, result);
     } catch (const Error&) {
-      beside_ = std::current_exception();
+      deferred_.keep(std::current_exception());
     }
     throw EvaluationStopped{.failed = true};
   }
@@ -578,12 +561,12 @@ class TrainCommand {
   TrainingRun run_;
   ModelSpeed speed_;
   EvaluationSuite suite_;
+  DeferredError deferred_;
   RunRecords records_;
   AttentionWatch attention_watch_;
   int64_t first_step_ = 0;              // completed when this process began to train
   int64_t skipped_in_a_row_ = 0;        // steps that were not finite, up to the newest
   bool evaluation_is_missing_ = false;  // of that step
-  std::exception_ptr beside_;           // what ends the run, though its state is sound
   RunHook hook_;
   RunSaver saver_;  // last: it uses these
 };

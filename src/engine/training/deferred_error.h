@@ -1,0 +1,31 @@
+#pragma once
+#include <exception>
+#include <functional>
+#include <string>
+
+#include "comm/communicator.h"
+#include "core/error.h"
+
+namespace parka {
+
+// What ends a run though its state is sound, as data that cannot be read or metrics that cannot be written: it
+// waits here until that state is saved. Each rank has its own error, or none.
+class DeferredError {
+ public:
+  // The first counts: null, and an error after it, change nothing.
+  void keep(const std::exception_ptr& error);
+  explicit operator bool() const { return error_ != nullptr; }
+
+  // On this rank alone. There must be one.
+  [[noreturn]] void rethrow() const { std::rethrow_exception(error_); }
+  // For all ranks at once, of which one at least must have an error: all throw an Error with the code and the
+  // message of the lowest such rank, which the message names where there are several. The text that `advice` has
+  // for the code ends the message.
+  [[noreturn]] void throw_on_all_ranks(Communicator& communicator,
+                                       const std::function<std::string(ExitCode)>& advice) const;
+
+ private:
+  std::exception_ptr error_;
+};
+
+}  // namespace parka
