@@ -72,7 +72,7 @@ class TrainCommand {
         run_(config, *device_, *communicator_,
              [this] { launch_.watchdog().at(0, "reading data.train or a base"); }),
         speed_(speed_of(config, run_.model().parameters(), device_->name())),
-        records_(started),
+        records_(started, deferred_),
         attention_watch_(config),
         hook_(config.checkpoint, *communicator_,
               [this] { launch_.watchdog().at(0, "waiting for checkpoint.on_saved"); }),
@@ -467,27 +467,16 @@ class TrainCommand {
                                    {"save_wait_seconds", saver_.take_wait_seconds()}};
     if (!config_.data.weights.empty()) line["source_epochs"] = run_.source_epochs(report.data);
     if (!report.culprit.empty()) line["culprit"] = report.culprit;
-    write_record(line, report.finished);
+    records_.write(line, report.finished);
     if (!report.telemetry) return wall.goodput;
     for (const auto& telemetry : telemetry_records(*report.telemetry, report.step, run_.model().parameters())) {
-      write_record(telemetry);
+      records_.write(telemetry);
     }
     if (const auto change = attention_watch_.add(report.telemetry->attention)) {
-      write_record(warning_record(*change, report.step));
+      records_.write(warning_record(*change, report.step));
       log_line(change->raised ? LogLevel::kWarning : LogLevel::kInfo, warning_line(*change, report.step));
     }
     return wall.goodput;
-  }
-
-  // A record that cannot be written ends the run, but not before its state is saved.
-  void write_record(const nlohmann::ordered_json& line,
-                    RunRecords::Clock::time_point when = RunRecords::Clock::now()) {
-    if (deferred_) return;
-    try {
-      records_.write(line, when);
-    } catch (const Error&) {
-      deferred_.keep(std::current_exception());
-    }
   }
 
   void may_stop_evaluation(const std::exception_ptr& read_failure) {
@@ -521,7 +510,7 @@ class TrainCommand {
     log_info("step {}: {} loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(), name,
              result.loss, std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
     record.update({{"step", run_.completed_steps()}, {"loss", result.loss}, {"num_targets", result.num_targets}});
-    write_record(record);
+    records_.write(record);
     if (!std::isfinite(result.loss)) hook_.finish_on_all_ranks();
     check_evaluation(key, result);
   }
@@ -539,15 +528,15 @@ class TrainCommand {
   void report_task(const EvalTask& task, const TaskResult& result) {
     log_info("step {}: {} {} {:.4f} over {} documents", run_.completed_steps(), task.name, name_of(task.metric),
              result.score, result.documents.size());
-    write_record({{"kind", "task"},
-                  {"step", run_.completed_steps()},
-                  {"task", task.name},
-                  {"metric", name_of(task.metric)},
-                  {"score", result.score},
-                  {"acc", result.acc},
-                  {"len_norm", result.len_norm},
-                  {"bits_per_byte", result.bits_per_byte},
-                  {"documents", result.documents.size()}});
+    records_.write({{"kind", "task"},
+                    {"step", run_.completed_steps()},
+                    {"task", task.name},
+                    {"metric", name_of(task.metric)},
+                    {"score", result.score},
+                    {"acc", result.acc},
+                    {"len_norm", result.len_norm},
+                    {"bits_per_byte", result.bits_per_byte},
+                    {"documents", result.documents.size()}});
   }
 
   Config config_;

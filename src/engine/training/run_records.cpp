@@ -3,11 +3,14 @@
 #include <algorithm>
 #include <array>
 #include <ctime>
+#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <system_error>
 
 #include <fmt/format.h>
+
+#include "core/error.h"
 
 namespace parka {
 namespace {
@@ -78,9 +81,13 @@ void RunRecords::add_time(nlohmann::ordered_json& record, Clock::time_point when
 }
 
 void RunRecords::write(nlohmann::ordered_json record, Clock::time_point when) {
-  if (!log_) return;
+  if (!log_ || deferred_) return;
   add_time(record, when);
-  log_->write(record);
+  try {
+    log_->write(record);
+  } catch (const Error&) {
+    deferred_.keep(std::current_exception());
+  }
 }
 
 void RunRecords::write_start(int64_t step, const nlohmann::ordered_json& facts) {

@@ -6,6 +6,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "engine/training/deferred_error.h"
 #include "engine/training/metrics_log.h"
 
 namespace parka {
@@ -28,7 +29,9 @@ std::string time_text(std::chrono::system_clock::time_point time);
 class RunRecords {
  public:
   using Clock = std::chrono::steady_clock;
-  explicit RunRecords(Clock::time_point program_started) : begun_(program_started) {}
+  // `deferred` takes the error of writing a record, and must outlive this.
+  RunRecords(Clock::time_point program_started, DeferredError& deferred)
+      : deferred_(deferred), begun_(program_started) {}
   void set_history(const RunHistory& history) { history_ = history; }  // of the starts before
   void open(const std::string& path, MetricsHooks hooks) { log_.emplace(path, std::move(hooks)); }
 
@@ -39,12 +42,13 @@ class RunRecords {
   };
   WallTime count_step(double step_seconds, int64_t tokens, Clock::time_point finished);
 
-  // Writes a record with "time" and "wall_seconds" added. Throws Error(kIo).
+  // Writes a record with "time" and "wall_seconds" added. An Error(kIo) is deferred: a run that cannot write its
+  // records ends, but not before its state is saved. From a deferred error on, whatever it is, nothing is written.
   void write(nlohmann::ordered_json record, Clock::time_point when = Clock::now());
   void sync() {
     if (log_) log_->sync();
   }
-  // The record that begins a start: `facts` and what goodput needs of the starts before.
+  // The record that begins a start: `facts` and what goodput needs of the starts before. Throws Error(kIo).
   void write_start(int64_t step, const nlohmann::ordered_json& facts);
   bool is_open() const { return log_.has_value(); }
 
@@ -52,6 +56,7 @@ class RunRecords {
   void add_time(nlohmann::ordered_json& record, Clock::time_point when) const;
   double wall_seconds(Clock::time_point when) const { return std::chrono::duration<double>(when - begun_).count(); }
 
+  DeferredError& deferred_;
   RunHistory history_;
   std::optional<MetricsLog> log_;
   Clock::time_point begun_;
