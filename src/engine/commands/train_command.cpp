@@ -16,7 +16,6 @@
 #include "engine/config/config_io.h"
 #include "engine/config/distributed_config.h"
 #include "engine/config/given_keys.h"
-#include "engine/evaluation/evaluation.h"
 #include "engine/evaluation/evaluation_suite.h"
 #include "engine/evaluation/inference_run.h"
 #include "engine/files/file_io.h"
@@ -27,6 +26,7 @@
 #include "engine/training/deferred_error.h"
 #include "engine/training/metrics_log.h"
 #include "engine/training/progress.h"
+#include "engine/training/run_evaluation.h"
 #include "engine/training/run_folder.h"
 #include "engine/training/run_hook.h"
 #include "engine/training/run_lock.h"
@@ -76,6 +76,8 @@ class TrainCommand {
         attention_watch_(config),
         hook_(config.checkpoint, *communicator_,
               [this] { launch_.watchdog().at(0, "waiting for checkpoint.on_saved"); }),
+        evaluation_(run_, *communicator_, records_, hook_, deferred_,
+                    [this] { launch_.watchdog().at(run_.completed_steps(), "evaluation"); }),
         saver_(run_, *communicator_, config.checkpoint, save_options()) {
     run_.set_place(place());
     if (!options.drill.empty()) run_.set_flip_drill(checked_drill());
@@ -99,9 +101,9 @@ class TrainCommand {
         "the tokens of data.train",
         fmt::format("{:016x} {}", run_.data().fingerprint(), fmt::join(run_.data().source_sequences(), " ")),
         "give all ranks the same files");
-    suite_ = open_suite(config_);
-    launch_.require_same("what is evaluated on", describe_suite(suite_), "give all ranks the same files");
-    run_.on_evaluation_batch([this](const std::exception_ptr& read_failure) { may_stop_evaluation(read_failure); });
+    evaluation_.open();
+    launch_.require_same("what is evaluated on", describe_suite(evaluation_.suite()),
+                         "give all ranks the same files");
     describe();
     resume_or_initialize();
     const bool is_done = run_.completed_steps() >= config_.training.steps;
@@ -123,10 +125,6 @@ class TrainCommand {
     saver_.prepare();
     return train_steps();
   }
-
-  struct EvaluationStopped {  // thrown on all ranks in the same batch
-    bool failed = false;      // because of an error, not of a signal
-  };
 
   bool is_first() const { return communicator_->rank() == 0; }
 
@@ -245,8 +243,7 @@ class TrainCommand {
     const RunHistory history = is_first() && checkpoint ? read_history(metrics_path(), step) : RunHistory();
     records_.set_history(history);
     // The save comes before the evaluation of its step, which may have been cut off.
-    const bool is_missing = evaluation_is_due(step) && history.evaluations < suite_.num_records();
-    evaluation_is_missing_ = communicator_->max(is_first() && is_missing ? 1.0 : 0.0) > 0;
+    evaluation_is_missing_ = evaluation_.is_missing(step, history.evaluations);
     if (!is_first()) return;
     if (checkpoint) {
       if (step < config_.training.steps || evaluation_is_missing_) continue_metrics();
@@ -305,12 +302,6 @@ class TrainCommand {
     for (const std::string& difference : differences) log_info("different from its config: {}", difference);
   }
 
-  bool evaluation_is_due(int64_t step) const {
-    const TrainingConfig& training = config_.training;
-    if (training.eval_interval == 0 || suite_.empty()) return false;
-    return step % training.eval_interval == 0 || step == training.steps;
-  }
-
   bool save_is_due(int64_t step) const {
     const CheckpointConfig& checkpoint = config_.checkpoint;
     return (checkpoint.interval > 0 && step % checkpoint.interval == 0) ||
@@ -334,7 +325,7 @@ class TrainCommand {
       launch_.watchdog().at(run_.completed_steps() + 1, "training");
       handle(run_.step());
       const int64_t step = run_.completed_steps();
-      const bool last = step == training.steps, save_due = save_is_due(step), eval_due = evaluation_is_due(step);
+      const bool last = step == training.steps, save_due = save_is_due(step), eval_due = evaluation_.is_due(step);
       const Agreement agreed = agree();
       if (eval_due || save_due || last || agreed.any()) handle(run_.finish());
       if (agreed.failed) end_after_failure();
@@ -479,64 +470,11 @@ class TrainCommand {
     return wall.goodput;
   }
 
-  void may_stop_evaluation(const std::exception_ptr& read_failure) {
-    launch_.watchdog().at(run_.completed_steps(), "evaluation");
-    deferred_.keep(read_failure);
-    const double most = communicator_->max((deferred_ ? 2 : 0) + (stop_signal() != 0 ? 1 : 0));
-    if (most > 0) throw EvaluationStopped{.failed = most >= 2};
-  }
-
-  // Returns false where a signal asks to stop, within a micro-batch: the rest is done when the run goes on.
+  // Returns false where a signal asks to stop: what is missing then is evaluated when the run goes on.
   bool evaluate() {
-    launch_.watchdog().at(run_.completed_steps(), "evaluation");
-    try {
-      if (suite_.held_out)
-        report_loss(run_.evaluate(*suite_.held_out), "held-out", "data.eval", {{"kind", "eval"}});
-      for (const EvaluationSuite::Set& set : suite_.sets) {
-        report_loss(run_.evaluate(set.files), set.name, set.name, {{"kind", "eval_set"}, {"set", set.name}});
-      }
-      for (const EvalTask& task : suite_.tasks) report_task(task, run_.evaluate(task));
-    } catch (const EvaluationStopped& stopped) {
-      if (stopped.failed) end_after_failure();
-      return false;
-    }
-    return true;
-  }
-
-  // `record` says in metrics.jsonl what was evaluated, `key` in an error. All ranks have the same result.
-  void report_loss(const EvaluationResult& result, const std::string& name, const std::string& key,
-                   nlohmann::ordered_json record) {
-    if (result.num_targets == 0) end_evaluation(key, result);  // there is no loss to record
-    log_info("step {}: {} loss {:.4f} (perplexity {:.3f}) over {} tokens", run_.completed_steps(), name,
-             result.loss, std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
-    record.update({{"step", run_.completed_steps()}, {"loss", result.loss}, {"num_targets", result.num_targets}});
-    records_.write(record);
-    if (!std::isfinite(result.loss)) hook_.finish_on_all_ranks();
-    check_evaluation(key, result);
-  }
-
-  // Because of the data, not of the weights, which are saved. On all ranks.
-  [[noreturn]] void end_evaluation(const std::string& key, const EvaluationResult& result) {
-    try {
-      check_evaluation(key, result);
-    } catch (const Error&) {
-      deferred_.keep(std::current_exception());
-    }
-    throw EvaluationStopped{.failed = true};
-  }
-
-  void report_task(const EvalTask& task, const TaskResult& result) {
-    log_info("step {}: {} {} {:.4f} over {} documents", run_.completed_steps(), task.name, name_of(task.metric),
-             result.score, result.documents.size());
-    records_.write({{"kind", "task"},
-                    {"step", run_.completed_steps()},
-                    {"task", task.name},
-                    {"metric", name_of(task.metric)},
-                    {"score", result.score},
-                    {"acc", result.acc},
-                    {"len_norm", result.len_norm},
-                    {"bits_per_byte", result.bits_per_byte},
-                    {"documents", result.documents.size()}});
+    const RunEvaluation::End end = evaluation_.evaluate();
+    if (end == RunEvaluation::End::kDeferred) end_after_failure();
+    return end == RunEvaluation::End::kDone;
   }
 
   Config config_;
@@ -549,7 +487,6 @@ class TrainCommand {
   std::unique_ptr<Communicator> communicator_;
   TrainingRun run_;
   ModelSpeed speed_;
-  EvaluationSuite suite_;
   DeferredError deferred_;
   RunRecords records_;
   AttentionWatch attention_watch_;
@@ -557,6 +494,7 @@ class TrainCommand {
   int64_t skipped_in_a_row_ = 0;        // steps that were not finite, up to the newest
   bool evaluation_is_missing_ = false;  // of that step
   RunHook hook_;
+  RunEvaluation evaluation_;
   RunSaver saver_;  // last: it uses these
 };
 
