@@ -212,6 +212,12 @@ TEST_CASE("a checkpoint of adapters holds them alone, and goes on beside its bas
     // Another base, or none.
     std::filesystem::rename(base.path(), base.path() + ".away");
     CHECK(refusal([&] { open_checkpoint(checkpoint.path()); }).find("is gone") != std::string::npos);
+    Config misnamed = config;
+    misnamed.checkpoint.init_from = other_folder;
+    CHECK(refusal([&] {
+            TrainingRun(misnamed, *device, alone()).restore(checkpoint);
+          }).find("is gone, and checkpoint.init_from = " + other_folder + " neither is it nor has it") !=
+          std::string::npos);
     Config longer = plain;
     longer.optimizer.lr *= 2;
     make_base(longer);

@@ -130,10 +130,15 @@ void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group, const std
   if (found.empty()) {
     std::vector<std::string> places = usual_places(checkpoint.path(), *described);
     places.erase(std::unique(places.begin(), places.end()), places.end());
+    std::error_code is_missing;
+    const std::string not_it =
+        !elsewhere.empty() && fs::exists(elsewhere, is_missing)
+            ? fmt::format(", and checkpoint.init_from = {} neither is it nor has it", elsewhere)
+            : "";
     throw_bad_input(
-        "{}: has what was trained alone, and the checkpoint with the other weights is gone; put it back as {}, or name its "
-        "place (parka train, eval and generate: --set checkpoint.init_from=FOLDER)",
-        checkpoint.path(), fmt::join(places, " or "));
+        "{}: has what was trained alone, and the checkpoint with the other weights is gone{}; put it back as {}, or name "
+        "its place (parka train, eval and generate: --set checkpoint.init_from=FOLDER)",
+        checkpoint.path(), not_it, fmt::join(places, " or "));
   }
   const std::optional<std::string> path = first_same(found, *described);
   if (!path) {
