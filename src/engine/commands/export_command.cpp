@@ -211,6 +211,7 @@ class Exporter {
     const TowerConfig& wanted = model_.vision.tower;
     TowerConfig read;
     read.kind = wanted.kind;
+    read.image_size = wanted.image_size;
     set_usual_statistics(read);
     read_pixel_statistics(folder, read);
     if (read.pixel_mean == wanted.pixel_mean && read.pixel_deviation == wanted.pixel_deviation) return;

@@ -261,6 +261,30 @@ void set_usual_statistics(TowerConfig& tower) {
   tower.pixel_deviation = is_siglip ? std::vector<double>(3, 0.5) : clip.pixel_deviation;
 }
 
+namespace {
+
+// Pictures become squares of the tower's size by Pillow's bicubic filter (scripts/image_data/pictures.py); a
+// processor that does anything else would give the model other pixels.
+void check_picture_size(const ConfigReader& processor, int64_t image_size) {
+  constexpr int kBicubic = 3;
+  check_key(processor, "do_resize", true);
+  check_key(processor, "resample", kBicubic);
+  for (const char* name : {"size", "crop_size"}) {
+    const json* size = processor.find(name);
+    if (size == nullptr || !size->is_object()) continue;
+    if (std::string_view(name) == "size" && size->contains("shortest_edge")) {
+      check_key(processor, "do_center_crop", true);
+    }
+    for (const char* side : {"height", "width", "shortest_edge"}) {
+      if (!size->contains(side) || size->at(side) == image_size) continue;
+      processor.fail("{}.{} = {} is not supported; {}, the tower's image_size, is", name, side,
+                     size->at(side).dump(), image_size);
+    }
+  }
+}
+
+}  // namespace
+
 void read_pixel_statistics(const std::string& folder, TowerConfig& tower) {
   for (const char* name : {"preprocessor_config.json", "processor_config.json"}) {
     const std::string path = (fs::path(folder) / name).string();
@@ -274,6 +298,7 @@ void read_pixel_statistics(const std::string& folder, TowerConfig& tower) {
     if (std::abs(config.number("rescale_factor", kScale) - kScale) > kRoundingError) {
       config.fail("rescale_factor = {} is not supported; 1 / 255 is", config.number("rescale_factor"));
     }
+    check_picture_size(config, tower.image_size);
     if (config.find("image_mean") != nullptr) tower.pixel_mean = three_numbers(config, "image_mean");
     if (config.find("image_std") != nullptr) tower.pixel_deviation = three_numbers(config, "image_std");
     return;
