@@ -109,7 +109,7 @@ class Prompts(Imported):
                 (model, ("--image", self.path("cut.png"), "--prompt", "?"), "cut.png: cannot be read"),
                 (model, ("--image", PHOTO, "--prompt", "<image> <image>"), "has 2 <image>, and there are 1 --image"),
                 (model, ("--image", PHOTO, "--prompt", "a", "--prompt", "b"), "one --prompt"),
-                (model, ("--prompt", "What is in <image>?"), f"{IMAGE_TOKEN} is the slot of an image; give --image"),
+                (model, ("--prompt", "What is in <image>?"), "the prompt has <image> and no picture is given; add --image FILE"),
                 (model, ("--prompt-tokens", f"1,{IMAGE_TOKEN}"), "is the slot of an image"),
                 (self.path("text"), ("--image", PHOTO, "--prompt", "?"), "--image needs a model that sees images")):
             with self.subTest(says):

@@ -44,7 +44,13 @@ std::vector<std::vector<int32_t>> prompts_of(const GenerateOptions& options, Tex
 // Of --image; nullopt where there is none.
 std::optional<ImagePrompt> image_prompt_of(const GenerateOptions& options, const LoadedCheckpoint& checkpoint,
                                            const Config& config, TextCodec* codec) {
-  if (options.images.empty()) return std::nullopt;
+  if (options.images.empty()) {
+    const auto shows = [](const std::string& prompt) { return prompt.find("<image>") != std::string::npos; };
+    if (config.model.vision.exists() && std::ranges::any_of(options.prompts, shows)) {
+      throw_bad_input("the prompt has <image> and no picture is given; add --image FILE, or leave <image> out");
+    }
+    return std::nullopt;
+  }
   if (!config.model.vision.exists()) {
     throw_bad_input("{}: --image needs a model that sees images, and model.vision.tower is none",
                     checkpoint.path());
