@@ -372,6 +372,18 @@ class BadInput(RunFolder):
                     self.assert_refused(result, [f"cannot create {path}", reason])
                     self.assertEqual(result.stdout, "")
 
+    def test_a_result_file_that_is_the_config_is_refused(self):
+        config = self.write_config(self.config)
+        with open(config, "rb") as file:
+            before = file.read()
+        os.symlink(config, self.path("link.json"))
+        for path in (config, self.path("link.json")):
+            for arguments in [("bench", config, "--json", path), ("tune", config, "--output", path)]:
+                with self.subTest(arguments):
+                    self.assert_refused(parka(*arguments), [path, "this command reads it", "write to another file"])
+        with open(config, "rb") as file:
+            self.assertEqual(file.read(), before)
+
     def latin_folder(self):
         """A folder whose name is no UTF-8, as bytes; or the test is skipped."""
         folder = os.fsencode(self.path("caf")) + b"\xe9"

@@ -154,6 +154,16 @@ class Tasks(RunFolder):
                                 expected = wanted * len(choices) if len(wanted) == 1 else wanted
                                 self.assertEqual([bytes(ids).decode() for ids in got], expected)
 
+    def test_predictions_do_not_replace_what_is_read(self):
+        requests = self.prepare("copa")
+        self.assert_exit(self.train(self.config), 0)
+        for path in (requests, self.path("run/metrics.jsonl"), self.path("run/config.json"), self.path("held_out.npy")):
+            with self.subTest(path), open(path, "rb") as file:
+                result = parka("eval", self.path("run"), "--tasks", requests, "--data", self.path("held_out.npy"), "--predictions", path)
+                self.assert_refused(result, [path, "this command reads it"])
+                with open(path, "rb") as again:
+                    self.assertEqual(again.read(), file.read())
+
     @unittest.skipIf(tokenizers is None, "the tokenizers package is missing")
     def test_tokenizer_json(self):
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())

@@ -255,7 +255,7 @@ int run_bench(const BenchOptions& options) {
     const Config given = load_config(options.config_path, options.overrides);
     launch.require_same("the config", to_lines(given), "start all ranks with the same config and --set");
     if (options.power && launch.size() > 1) throw_bad_input("--power measures products on one GPU: start one rank");
-    if (launch.rank() == 0) check_output(options.json_path);
+    if (launch.rank() == 0) check_output(options.json_path, {config_file(options.config_path)});
     const int gpu = launch.agree_on_gpu(wants_gpu(given, options.started));
     const std::unique_ptr<Device> device = make_device(given, std::max(0, gpu));
     check_memory(given, GivenConfig::read(options.config_path, options.overrides), *device, launch.size());

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 
 #include <nlohmann/json.hpp>
 
@@ -62,6 +63,21 @@ std::string prediction_lines(const EvalTask& task, const TaskResult& result) {
     lines += one_line(line);
   }
   return lines;
+}
+
+// Files that it reads, or that are its run's, and that --predictions must not replace.
+std::vector<std::string> input_files(const LoadedCheckpoint& checkpoint, const Config& config) {
+  std::vector<std::string> files = config.evaluation.tasks;
+  const auto add = [&](const std::vector<std::string>& sources) {
+    for (const std::string& source : sources) {
+      for (const std::string& path : expand_source(source)) files.push_back(path);
+    }
+  };
+  add(config.data.eval);
+  for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) add(set.files);
+  const std::filesystem::path run = std::filesystem::path(checkpoint.path()).parent_path();
+  for (const char* name : {"metrics.jsonl", "config.json"}) files.push_back((run / name).string());
+  return files;
 }
 
 // Everything that the suite has, evaluated.
@@ -152,7 +168,7 @@ int run_eval(const EvalOptions& options) {
   if (options.max_documents > 0 && suite.tasks.empty()) {
     throw_bad_input("--max-documents needs tasks, and there are none; give some with --tasks");
   }
-  check_output(options.predictions);
+  check_output(options.predictions, input_files(checkpoint, config));
   const std::unique_ptr<Device> device = make_inference_device(config, options.overrides);
   InferenceRun run(*device, checkpoint, config);
   const Evaluated evaluated = evaluate(*device, run, suite, options);

@@ -16,7 +16,7 @@ namespace parka {
 // products of a part of the tokens each; what else ranks divide changes no product.
 int run_tune(const TuneOptions& options) {
   Config config = load_config(options.config_path, options.overrides);
-  check_output(options.output);
+  check_output(options.output, {config_file(options.config_path)});
   if (num_cuda_devices() == 0) {
     throw_bad_input(
         "parka tune times algorithms on a GPU, and {}; run it on the machine that trains, with a build that has CUDA",

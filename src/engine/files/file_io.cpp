@@ -25,6 +25,7 @@
 #endif
 
 #include "core/error.h"
+#include "engine/files/json_text.h"
 
 namespace parka {
 namespace {
@@ -333,8 +334,15 @@ void write_output(const std::string& path, std::string_view content) {
   }
 }
 
-void check_output(const std::string& path) {
+void check_output(const std::string& path, const std::vector<std::string>& inputs) {
   if (path.empty()) return;
+  for (const std::string& input : inputs) {
+    std::error_code is_missing;
+    if (fs::equivalent(path, input, is_missing) && fs::is_regular_file(path, is_missing)) {
+      throw_bad_input("{}: this command reads it, and its result would replace it; write to another file",
+                      printable(path));
+    }
+  }
   if (const std::optional<Stream> stream = stream_at(path)) {
     // Opening a pipe would wait for its reader.
     if (stream->printed_to == -1 && ::access(path.c_str(), W_OK) == -1) throw_open_error("open", path, errno);

@@ -127,8 +127,10 @@ void replace_file(const std::string& path, std::string_view content);
 // A device, a pipe and what this process prints to are written into.
 void write_output(const std::string& path, std::string_view content);
 // Throws if write_output() would, or would remove something for its draft, whose name is `path` with .tmp added.
-// Call it before the work whose result the file is for. An empty path means no file and is fine.
-void check_output(const std::string& path);
+// It also throws where the file is one of `inputs`, which the
+// command reads and the result would replace. Call it before the work whose result the file is for. An empty path
+// means no file and is fine.
+void check_output(const std::string& path, const std::vector<std::string>& inputs = {});
 
 // Throws Error with "cannot <action> <path>: <reason of errno value>; <advice>".
 [[noreturn]] void throw_open_error(std::string_view action, const std::string& path, int error);
