@@ -154,6 +154,38 @@ class Tasks(RunFolder):
                                 expected = wanted * len(choices) if len(wanted) == 1 else wanted
                                 self.assertEqual([bytes(ids).decode() for ids in got], expected)
 
+    def describe(self, folder, name, **tokenizer):
+        os.makedirs(self.path(folder), exist_ok=True)
+        os.replace(self.path(name), self.path(f"{folder}/{name}"))
+        with open(self.path(f"{folder}/data.json"), "w", encoding="utf-8") as file:
+            json.dump({"dtype": "uint16", **tokenizer, "train": {"files": [name]}, "eval": {"files": []}}, file)
+        return self.path(f"{folder}/{name}")
+
+    def test_data_of_another_tokenizer_is_warned_of(self):
+        one, other = {"tokenizer": "one.json", "tokenizer_sha256": "11"}, {"tokenizer": "one.json", "tokenizer_sha256": "22"}
+        data = self.config["data"]
+        data["train"], data["eval"] = [self.describe("train", "a.npy", **one)], [self.describe("same", "held_out.npy", **one)]
+        strange = self.describe("strange", "b.npy", **other)
+        says = "was made with another tokenizer than " + data["train"][0]
+        result = self.train(self.config)
+        self.assert_exit(result, 0)
+        self.assertNotIn("another tokenizer", result.stderr)
+        requests = self.prepare("copa")  # of bytes
+        for arguments, warned in ((("--data", strange), strange), (("--sets", f"x={strange}"), strange), (("--tasks", requests), requests)):
+            with self.subTest(arguments):
+                result = parka("eval", self.path("run"), *arguments)
+                self.assert_exit(result, 0)
+                self.assertEqual(result.stderr.count(says), 1, result.stderr)
+                self.assertIn(f"{warned} {says}", result.stderr)
+        data["train"].append(strange)
+        self.config["checkpoint"]["folder"] = self.path("mixed")
+        result = self.train(self.config)
+        self.assert_exit(result, 0)
+        self.assertIn(f"{strange} {says}", result.stderr)
+        # What is not there any more, or does not say, is no reason.
+        os.remove(self.path("train/data.json"))
+        self.assertNotIn("another tokenizer", parka("eval", self.path("run"), "--data", strange).stderr)
+
     def test_predictions_do_not_replace_what_is_read(self):
         requests = self.prepare("copa")
         self.assert_exit(self.train(self.config), 0)

@@ -169,6 +169,7 @@ int run_eval(const EvalOptions& options) {
     throw_bad_input("--max-documents needs tasks, and there are none; give some with --tasks");
   }
   check_output(options.predictions, input_files(checkpoint, config));
+  warn_of_tokenizers(config, suite);
   const std::unique_ptr<Device> device = make_inference_device(config, options.overrides);
   InferenceRun run(*device, checkpoint, config);
   const Evaluated evaluated = evaluate(*device, run, suite, options);

@@ -102,6 +102,7 @@ class TrainCommand {
         fmt::format("{:016x} {}", run_.data().fingerprint(), fmt::join(run_.data().source_sequences(), " ")),
         "give all ranks the same files");
     evaluation_.open();
+    if (is_first()) warn_of_tokenizers(run_.config(), evaluation_.suite());
     launch_.require_same("what is evaluated on", describe_suite(evaluation_.suite()),
                          "give all ranks the same files");
     describe();

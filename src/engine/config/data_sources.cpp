@@ -90,6 +90,21 @@ void check_token_type(const std::vector<std::string>& sources, TokenType type) {
   }
 }
 
+std::string described_tokenizer(const nlohmann::json& description) {
+  const auto text = [&](const char* key) {
+    const auto found = description.find(key);
+    return found != description.end() && found->is_string() ? found->get<std::string>() : "";
+  };
+  const std::string checksum = text("tokenizer_sha256");
+  return checksum.empty() && text("tokenizer") == "bytes" ? "bytes" : checksum;
+}
+
+std::string tokenizer_of(const std::string& file) {
+  const fs::path path = file;
+  const nlohmann::json info = read_description(path.parent_path() / "data.json");
+  return info.is_null() || !describes(info, path.filename().string()) ? "" : described_tokenizer(info);
+}
+
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config) {
   check_token_type(sources, config.data.token_dtype);
   TokenFiles files(sources, config.data.token_dtype, config.data.sequence_length, config.model.vocab_size,

@@ -2,6 +2,8 @@
 #include <string>
 #include <vector>
 
+#include <nlohmann/json_fwd.hpp>
+
 #include "data/token_files.h"
 #include "engine/config/config.h"
 
@@ -22,6 +24,12 @@ ExampleRules example_rules(const Config& config);
 // Throws Error(kBadInput) if a data.json of scripts/prepare_data.py beside one of the files says that its ids are
 // of another type: ids of 32 bits, read as twice as many of 16, are all in a large vocabulary.
 void check_token_type(const std::vector<std::string>& sources, TokenType type);
+
+// The tokenizer that made ids, as a data.json or the header of a request file says: the SHA-256 of its file, or
+// "bytes". Empty where it does not say.
+std::string described_tokenizer(const nlohmann::json& description);
+// Likewise of a token file, as the data.json beside it says.
+std::string tokenizer_of(const std::string& file);
 
 // Throws Error(kBadInput) for data that cannot be used, or has more images than there is room for.
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config);

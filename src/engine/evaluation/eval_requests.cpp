@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/error.h"
+#include "engine/config/data_sources.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 
@@ -189,6 +190,7 @@ void read_header(const LineReader& reader, const ImageRules& rules, EvalTask& ta
   }
   task.name = reader.text(reader.line(), "task");
   task.metric = read_metric(reader);
+  task.tokenizer = described_tokenizer(reader.line());
   if (version == kVersionWithImages) open_images(reader, rules, task);
 }
 

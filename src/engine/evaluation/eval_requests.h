@@ -47,6 +47,7 @@ struct EvalTask {
   std::vector<TaskDocument> documents;
   ImageRules images = {};                        // of a task with images
   std::shared_ptr<const PixelFile> pixels = {};  // likewise: the file <path>.pixels
+  std::string tokenizer = {};                    // see described_tokenizer()
 };
 
 // Reads a request file for a model of this vocabulary and context. Throws Error(kBadInput), which names file and

@@ -1,11 +1,66 @@
 #include "engine/evaluation/evaluation_suite.h"
 
+#include <filesystem>
+#include <set>
+
 #include "core/error.h"
+#include "core/log/log.h"
 #include "data/read_only_file.h"
 #include "engine/config/data_sources.h"
 #include "engine/files/file_io.h"
 
 namespace parka {
+
+namespace {
+
+// Ids of two tokenizers mean different texts, and a model of both learns and is scored on neither; where
+// vocabularies are of one size nothing else tells.
+class TokenizerCheck {
+ public:
+  void add(const std::string& path, const std::string& tokenizer) {
+    if (tokenizer.empty() || !seen_.insert(tokenizer).second) return;
+    if (first_.empty()) {
+      first_ = path;
+    } else {
+      log_warning(
+          "{} was made with another tokenizer than {}: its ids mean other texts, and losses and scores of one model on "
+          "both mean nothing; prepare both with one --tokenizer",
+          path, first_);
+    }
+  }
+  // Files that are not there any more, as a run's training data may be where it is evaluated, say nothing.
+  void add_files(const std::vector<std::string>& sources) {
+    for (const std::string& source : sources) {
+      try {
+        for (const std::string& path : expand_source(source)) add_file(path);
+      } catch (const Error&) {
+      }
+    }
+  }
+
+ private:
+  // A data.json describes all files of its folder, and may be long.
+  void add_file(const std::string& path) {
+    const std::string folder = std::filesystem::path(path).parent_path().string();
+    if (described_.contains(folder)) return;
+    const std::string tokenizer = tokenizer_of(path);
+    if (!tokenizer.empty()) described_.insert(folder);
+    add(path, tokenizer);
+  }
+
+  std::string first_;
+  std::set<std::string> seen_, described_;  // tokenizers, and folders whose tokenizer is known
+};
+
+}  // namespace
+
+void warn_of_tokenizers(const Config& config, const EvaluationSuite& suite) {
+  TokenizerCheck check;
+  check.add_files(config.data.train);
+  check.add_files(config.data.eval);
+  for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) check.add_files(set.files);
+  for (const EvalTask& task : suite.tasks) check.add(task.path, task.tokenizer);
+}
 
 EvaluationSuite open_suite(const Config& config) {
   EvaluationSuite suite;
