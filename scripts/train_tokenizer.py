@@ -4,9 +4,10 @@
     train_tokenizer.py corpus/ --vocab-size 32768 --out tokenizer.json
     train_tokenizer.py dolma/*.json.gz --jsonl-field text --max-bytes 200000000 --out tokenizer.json
 
-Inputs are read as prepare_data.py reads them. Documents of more than --max-bytes in all are thinned: every second one is
-taken, every third, and so on, so that all parts of the text have their share. Words are split as GPT-2 splits them; no text is
-unknown, because every byte is a token. The last id, <|endoftext|>, ends documents. Equal text gives an equal file.
+Inputs are read as prepare_data.py reads them. Documents of more than --max-bytes in all are thinned evenly, so that all parts of
+the text have their share: of many short ones some are taken whole, of few long ones the beginnings. Words are split as GPT-2
+splits them; no text is unknown, because every byte is a token. The last id, <|endoftext|>, ends documents. Equal text gives an
+equal file.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
 """
@@ -58,14 +59,22 @@ def text_bytes(files: list[Path], reading: Reading) -> int:
 
 
 def sampled_documents(files: list[Path], reading: Reading, max_bytes: int) -> Iterator[str]:
-    """Every n-th document, where the files have n times as many bytes of text as are wanted."""
-    every = max(1, -(-text_bytes(files, reading) // max_bytes))
-    number = 0
+    """Every n-th document, where the files have n times as many bytes of text as are wanted. Of one with more than a sixteenth of
+    max_bytes, of which there may be less than n, what fits into the share of the text so far."""
+    text = text_bytes(files, reading)
+    every = max(1, -(-text // max_bytes))
+    passed = taken = number = 0
     for file in files:
         for document in InputFile(file, reading).documents():
-            if number % every == 0:
-                yield document.decode("utf-8", "ignore")
+            passed += len(document)
+            if every > 1 and len(document) > max_bytes // 16:
+                document = document[: max(0, passed * max_bytes // text - taken)]
+            elif number % every != 0:
+                document = b""
             number += 1
+            if document:
+                taken += len(document)
+                yield document.decode("utf-8", "ignore")
 
 
 def train(options: argparse.Namespace):
@@ -83,11 +92,10 @@ def train(options: argparse.Namespace):
         show_progress=False,
     )
     documents = sampled_documents(files, Reading(options.jsonl_field, split_bytes=options.split_bytes), options.max_bytes)
-    with_text = (document for document in documents if document)
-    first = next(with_text, None)
+    first = next(documents, None)
     if first is None:
         raise InputError(f"no text in {', '.join(map(str, options.input))}; check the paths and --include")
-    tokenizer.train_from_iterator(itertools.chain([first], with_text), trainer)
+    tokenizer.train_from_iterator(itertools.chain([first], documents), trainer)
     tokenizer.add_special_tokens([EOS_NAMES[0]])
     return tokenizer
 

@@ -68,12 +68,27 @@ class TrainTokenizer(unittest.TestCase):
 
     def test_more_text_than_wanted_is_thinned_evenly(self):
         files = []
-        for number in range(9):
-            files.append(self.folder / f"{number}.txt")
-            files[-1].write_text(f"{number}" * 100)
-        taken = [document[0] for document in train_tokenizer.sampled_documents(files, Reading(), 300)]
-        self.assertEqual(taken, ["0", "3", "6"])
-        self.assertEqual(len(list(train_tokenizer.sampled_documents(files, Reading(), 900))), 9)
+        for number in range(90):
+            files.append(self.folder / f"{number:02}.txt")
+            files[-1].write_text(f"{number:02}" * 50)
+        taken = [int(document[:2]) for document in train_tokenizer.sampled_documents(files, Reading(), 3000)]
+        self.assertEqual(taken, [*range(0, 90, 3)])
+        self.assertEqual(len(list(train_tokenizer.sampled_documents(files, Reading(), 9000))), 90)
+
+    def test_of_few_long_documents_all_have_their_share(self):
+        """A short or empty one before them is not all that is read."""
+        for first in ("", "a few words"):
+            files = [self.folder / "README"]
+            files[0].write_text(first)
+            for number in range(8):
+                files.append(self.folder / f"{number}.txt")
+                files[-1].write_text(f"{number}" * 2000)
+            taken = [*train_tokenizer.sampled_documents(files, Reading(), 2000)][1 if first else 0:]
+            self.assertEqual([document[0] for document in taken], list("01234567"))
+            self.assertTrue(1900 < sum(map(len, taken)) <= 2000)
+            self.assertTrue(all(200 < len(document) < 300 for document in taken))
+        self.assertEqual("".join(train_tokenizer.sampled_documents(files[1:2], Reading(), 700)), "0" * 700)
+        self.assertEqual(len("".join(train_tokenizer.sampled_documents(files, Reading(), 10**6))), 8 * 2000 + len(first))
 
     def test_compressed_text_is_thinned_by_what_it_holds(self):
         lines = "".join(json.dumps({"id": i, "text": f"{i} some words of a document"}) + "\n" for i in range(4000)).encode()
