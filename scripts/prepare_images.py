@@ -14,10 +14,10 @@ Writes into the folder --out, which must not exist yet or be empty:
     train-00000.npy, ...   raw little-endian uint16 or uint32 ids; image slots have the id of --image-token
     train-00000.npy.mask   a byte per token: 1 for a target, plus 2 for the first of a conversation
     train-00000.npy.images which images there are in the token file, and where
-    eval-00000.npy, ...    the same for held-out conversations, with --eval-fraction
+    eval-00000.npy, ...    the same for held-out conversations, with --eval-fraction: all of those about one first image
     images-00000.pixels    the pixels of the images, each picture file once
     data.json              what was made: counts, vocabulary, tokenizer, image token, geometry, mean and deviation
-    tokenizer/             a copy of the tokenizer.json and what lies beside it
+    tokenizer/             a copy of the tokenizer.json and what lies beside it, with the template and the end of a turn of --chat
 
 The folder appears whole or not at all. If a run is stopped, the same command continues: finished parts lie in the hidden
 folder .NAME.partial beside it. A picture or a sample that cannot be used ends the run with its name, or is left out and
@@ -55,7 +55,7 @@ from text_data.common import InputError, Parser  # noqa: E402
 from text_data.partial import Partial, new_folder, print_last, run_script  # noqa: E402
 from text_data.readers import find_files  # noqa: E402
 from text_data.tokenizer import EOS_NAMES, padded_vocab_size  # noqa: E402
-from tokenizer_files import copy_tokenizer  # noqa: E402
+from tokenizer_files import copy_tokenizer, keep_chat, keep_end_of_turn  # noqa: E402
 
 
 def print_line(text: str) -> None:
@@ -163,7 +163,11 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     files = images.move_to(partial.staging)
     info = summary(options, maker, splits, images, files) | {"left_out": dict(left_out), "bad": bad}
     if options.tokenizer != "bytes":
-        copy_tokenizer(maker.tokenizer, partial.staging / "tokenizer", named={})
+        kept = partial.staging / "tokenizer"
+        copy_tokenizer(maker.tokenizer, kept, named={})
+        # Captions are no chats: a model whose projector learns from them keeps the template that it has.
+        keep = keep_end_of_turn if options.chat == "plain" else keep_chat
+        keep(maker.template, kept, maker.tokenizer)
     partial.describe(info)
     return info
 

@@ -71,6 +71,11 @@ def keep_chat(template: ChatTemplate, folder: Path, tokenizer: JsonTokenizer) ->
     used = template.texts.get("default")
     if used is not None and used != carried_template(folder):
         write_text(folder / "chat_template.jinja", without_marks(used))
+    keep_end_of_turn(template, folder, tokenizer)
+
+
+def keep_end_of_turn(template: ChatTemplate, folder: Path, tokenizer: JsonTokenizer) -> None:
+    """Likewise only the token."""
     end = template.end_of_turn()
     generation = folder / "generation_config.json"
     known = ends_in(generation) or ends_in(tokenizer.path.with_name("config.json"))

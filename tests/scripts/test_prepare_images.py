@@ -10,6 +10,7 @@ import importlib.util
 import io
 import json
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from image_data import shards  # noqa: E402
 from image_data.pictures import Fitting, PictureError, pixels_of  # noqa: E402
 from text_data.tokenizer import JsonTokenizer  # noqa: E402
 
+from chat_tokenizers import make_chat_tokenizer  # noqa: E402
 from tiny_tokenizers import llama2_like  # noqa: E402
 
 EOS, SLOT = 256, 257  # of the byte tokenizer
@@ -407,6 +409,20 @@ class Bad(Preparation):
 
     def test_sequences_of_text_may_be_shorter_than_an_image(self):
         self.prepare(self.write([sample("a", None, "A", "B")]), chat="vicuna_v1", image_size=32, sequence_length=48)
+
+    def test_the_kept_tokenizer_has_the_template_and_the_end_of_a_turn(self):
+        tokenizer = make_chat_tokenizer("qwen25", self.folder / "model")
+        config = tokenizer.with_name("tokenizer_config.json")
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": "of another form", "eos_token": "<|endoftext|>"}))
+        path, end = self.write([caption(1), caption(2)]), JsonTokenizer(tokenizer).id_of("<|im_end|>")
+        self.prepare(path, tokenizer=tokenizer, chat="chatml")
+        kept = self.out / "tokenizer"
+        self.assertIn("<|im_start|>", (kept / "chat_template.jinja").read_text())
+        self.assertEqual(json.loads((kept / "generation_config.json").read_text())["eos_token_id"][0], end)
+        shutil.rmtree(self.out)
+        self.prepare(path, tokenizer=tokenizer)  # captions are no chats
+        self.assertFalse((kept / "chat_template.jinja").exists())
+        self.assertEqual((kept / "tokenizer_config.json").read_bytes(), config.read_bytes())
 
 
 class Stopped(Preparation):
